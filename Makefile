@@ -1,0 +1,106 @@
+# make           everything: ./moe, build/moe-convert, build/demo.gguf
+# make chat      the same, and opens a chat with the demo model
+# make test      builds and runs the tests
+# make help      lists the targets
+#
+# The first step installs missing system packages (Debian, Ubuntu); then make calls itself, so that pkg-config is asked
+# when it is there.
+
+PREFIX   ?= /usr/local
+CC       ?= gcc
+CLANG    ?= clang
+PACKAGES := gcc libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
+GOALS    := all chat test bench asan fuzz install moe build/moe-convert build/demo.gguf build/test_moe
+
+.DEFAULT_GOAL := all
+.PHONY: all chat test bench asan fuzz install clean help format deps
+
+ifneq ($(DEPS),ok)
+
+$(GOALS): deps
+	@$(MAKE) --no-print-directory DEPS=ok $@
+
+deps:
+	@if command -v $(CC) >/dev/null && command -v pkg-config >/dev/null && pkg-config --exists jansson libpcre2-8 libutf8proc \
+	    && echo '#include <stb/stb_ds.h>' | $(CC) -fopenmp -E - >/dev/null 2>&1; then :; \
+	elif command -v apt-get >/dev/null; then \
+	    echo "installing: $(PACKAGES)"; \
+	    if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; fi; \
+	    $$S apt-get update -qq && $$S env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(PACKAGES) >/dev/null; \
+	else \
+	    echo "missing packages; install what your system calls: $(PACKAGES)"; exit 1; \
+	fi
+
+else
+
+WARN   := -Wall -Wextra -Wshadow -Wvla $(if $(WERROR),-Werror)
+LIBS   := $(shell pkg-config --libs jansson libpcre2-8 libutf8proc) -lm
+CFLAGS ?= -O2 -g
+FLAGS   = -std=gnu11 $(CFLAGS) $(WARN) $(shell pkg-config --cflags jansson libpcre2-8 libutf8proc)
+SAN    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+TESTS  := tests/test_moe.c $(wildcard tests/*.h)
+
+all: moe build/moe-convert build/demo.gguf
+
+build build/asan:
+	@mkdir -p $@
+
+moe: moe.c gguf_nvfp4.h Makefile
+	$(CC) $(FLAGS) -fopenmp moe.c -o $@ $(LIBS)
+
+build/moe-convert: convert/moe-convert.c gguf_nvfp4.h Makefile | build
+	$(CC) $(FLAGS) convert/moe-convert.c -o $@ $(LIBS)
+
+build/demo.gguf: build/moe-convert $(wildcard convert/demo/*)
+	build/moe-convert convert/demo -o $@ --name moe-demo
+
+chat: all
+	@./moe -m build/demo.gguf
+
+bench: all
+	./moe -m build/demo.gguf --bench -c 8192
+
+build/test_moe: $(TESTS) moe.c gguf_nvfp4.h Makefile | build
+	$(CC) $(FLAGS) -fopenmp tests/test_moe.c -o $@ $(LIBS)
+
+test: all build/test_moe
+	build/test_moe
+
+# The whole suite, with the programs that it starts, under AddressSanitizer and UndefinedBehaviorSanitizer.
+asan: build/demo.gguf | build/asan
+	$(CC) $(FLAGS) $(SAN) -fopenmp moe.c -o build/asan/moe $(LIBS)
+	$(CC) $(FLAGS) $(SAN) convert/moe-convert.c -o build/asan/moe-convert $(LIBS)
+	$(CC) $(FLAGS) $(SAN) -fopenmp -DMOE_BIN='"build/asan/moe"' -DCONVERT_BIN='"build/asan/moe-convert"' -DSANITIZED=1 \
+	    tests/test_moe.c -o build/asan/test_moe $(LIBS)
+	build/asan/test_moe
+
+# A libFuzzer program for each parser: build/fuzz-gguf tests/corpus/gguf, and so on.
+FUZZERS := gguf tokenize template session
+fuzz: | build
+	@command -v $(CLANG) >/dev/null || { echo "make fuzz wants clang"; exit 1; }
+	for t in $(FUZZERS); do $(CLANG) -std=gnu11 -O1 -g -fopenmp -fsanitize=fuzzer,address,undefined -DFUZZ_TARGET=fuzz_$$t \
+	    -Wno-unused-function tests/fuzz.c -o build/fuzz-$$t $(LIBS) || exit 1; done
+
+install: moe build/moe-convert
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/moe/prompts
+	install -m 755 moe build/moe-convert $(DESTDIR)$(PREFIX)/bin
+	install -m 644 prompts/*.txt $(DESTDIR)$(PREFIX)/share/moe/prompts
+
+endif
+
+clean:
+	rm -rf build moe
+
+format:
+	clang-format -i moe.c gguf_nvfp4.h convert/*.c tests/*.c tests/*.h
+
+help:
+	@echo 'make           ./moe, build/moe-convert and build/demo.gguf; installs missing system packages first'
+	@echo 'make chat      opens a chat with the demo model'
+	@echo 'make test      runs the tests'
+	@echo 'make bench     speed of the demo model'
+	@echo 'make asan      the tests under the address and undefined-behaviour sanitizers'
+	@echo 'make fuzz      libFuzzer programs of the parsers (clang)'
+	@echo 'make install PREFIX=/usr/local'
+	@echo 'make WERROR=1  warnings are errors; make CC=clang'
+	@echo 'make format    clang-format; make clean'

@@ -1,0 +1,2040 @@
+/* moe-convert: a Hugging Face model directory to one GGUF file.
+ *
+ * Contents, bottom up:
+ *   errors and memory      die, allocation, formatted names
+ *   JSON                   jansson with messages that name file, key, expected and found
+ *   safetensors            shards, index, headers; tensors sorted by name
+ *   weights                what a linear layer is stored as (NVFP4, FP8, plain) and its sidecar scales
+ *   plan                   the list of output tensors: name, type, shape, pieces of the source
+ *   model                  config.json to sizes; the rules from Hugging Face names to GGUF names
+ *   vocabulary             tokenizer.json or tiktoken.model to tokens, types and merges
+ *   metadata               the GGUF keys
+ *   output                 streaming the plan to a temporary file, rename
+ *   main
+ *
+ * The whole plan is made from headers before the first byte is written: a source that is not understood leaves nothing
+ * behind. A tensor is either mapped, skipped on purpose (skipped_suffixes) or an error. Data are streamed in chunks;
+ * memory does not grow with the model.
+ */
+#define _GNU_SOURCE
+#include <jansson.h>
+#include <libgen.h>
+#include <limits.h>
+#include <signal.h>
+#include <sys/statvfs.h>
+#include <time.h>
+
+#include "../gguf_nvfp4.h"
+
+#define VERSION "0.1.0"
+
+static_assert(sizeof(size_t) == 8, "sizes of files and tensors are size_t");
+
+/* ============================================================================================================
+ * Errors and memory
+ *
+ * Every error ends the program: one line on stderr, the temporary file removed. Names come from files that nobody
+ * vouches for, so control characters in a message are replaced.
+ * ============================================================================================================ */
+
+enum { CHUNK_BYTES = 8 << 20, MAX_BLOCKS = 512, MAX_EXPERTS = 1024, MAX_VOCAB = 4 << 20 };
+
+static char temp_path[PATH_MAX + 32]; /* the unfinished output, "" when there is none */
+static volatile sig_atomic_t stop_signal;
+static bool bar_shown; /* the cursor stands behind the progress bar */
+
+/* C0, DEL and C1 controls, which a terminal would obey, become question marks. */
+static void neutralise(char *s) {
+    for (; *s; s++) {
+        unsigned char c = (unsigned char)*s, next = (unsigned char)s[1];
+        if (c < 32 || c == 127 || (c == 0xc2 && next >= 0x80 && next < 0xa0)) *s = '?';
+        if (c == 0xc2 && *s == '?') s[1] = '?';
+    }
+}
+
+/* One line on stderr. Remarks use it too: stdout belongs to the listing of --dry-run. */
+__attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
+    char line[2048];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    neutralise(line);
+    fprintf(stderr, "%smoe-convert: %s\n", bar_shown ? "\n" : "", line);
+    bar_shown = false;
+}
+
+__attribute__((noreturn)) static void quit(int code) {
+    if (temp_path[0]) unlink(temp_path);
+    exit(code);
+}
+
+#define die(...)   (note(__VA_ARGS__), quit(1))
+#define usage(...) (note(__VA_ARGS__), quit(2))
+
+static void *xrealloc(void *p, size_t n) {
+    void *q = realloc(p, n ? n : 1);
+    if (!q) die("out of memory (%zu bytes)", n);
+    return q;
+}
+
+static char *xstrdup(const char *s) {
+    size_t n = strlen(s) + 1;
+    return memcpy(xrealloc(NULL, n), s, n);
+}
+
+#define COUNT(a) (sizeof(a) / sizeof *(a))
+
+/* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. */
+#define STBDS_REALLOC(context, p, n) xrealloc(p, n)
+#define STBDS_FREE(context, p)       free(p)
+#define STB_DS_IMPLEMENTATION
+#include <stb/stb_ds.h>
+
+/* A formatted name or path; valid until 16 calls later. */
+__attribute__((format(printf, 1, 2))) static const char *fmt(const char *f, ...) {
+    static char ring[16][PATH_MAX];
+    static unsigned turn;
+    char *p = ring[turn++ % 16];
+    va_list ap;
+    va_start(ap, f);
+    vsnprintf(p, sizeof ring[0], f, ap);
+    va_end(ap);
+    return p;
+}
+
+static bool ends_with(const char *s, const char *tail) {
+    size_t n = strlen(s), k = strlen(tail);
+    return n >= k && !memcmp(s + n - k, tail, k);
+}
+
+static bool starts_with(const char *s, const char *head) { return !strncmp(s, head, strlen(head)); }
+
+/* Whether s is one of the words in a list separated by spaces. */
+static bool one_of(const char *s, const char *words) {
+    return strstr(fmt(" %s ", words), fmt(" %s ", s)) != NULL;
+}
+
+static const char *human(double bytes) {
+    static const char unit[] = " kMGTP";
+    int u = 0;
+    while (bytes >= 1000 && u < 5) bytes /= 1000, u++;
+    return u ? fmt("%.1f %cB", bytes, unit[u]) : fmt("%.0f B", bytes);
+}
+
+/* ============================================================================================================
+ * JSON
+ *
+ * All configuration goes through these: absent and null are the same, a wrong type is an error that shows the value.
+ * ============================================================================================================ */
+
+static const char *model_dir;
+
+static const char *in_dir(const char *file) { return fmt("%s/%s", model_dir, file); }
+
+/* A value as it stands in the file, shortened. */
+static const char *json_show(const json_t *j) {
+    char *s = json_dumps(j, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
+    const char *out = fmt("%.80s%s", s ? s : "none", s && strlen(s) > 80 ? "..." : "");
+    free(s);
+    return out;
+}
+
+/* A JSON object and where it stands, for messages: the file, and the key of the object in it (NULL: the top). */
+struct doc {
+    json_t *obj; /* NULL: every key is absent */
+    const char *file, *in;
+};
+
+/* A JSON file of the model; .obj is NULL when it is not there. */
+static struct doc doc_read(const char *file) {
+    json_error_t e;
+    const char *path = in_dir(file);
+    if (access(path, F_OK)) return (struct doc){NULL, file, NULL};
+    json_t *j = json_load_file(path, JSON_REJECT_DUPLICATES, &e);
+    if (!j) die("'%s': %s (line %d, column %d)", path, e.text, e.line, e.column);
+    if (!json_is_object(j)) die("'%s': expected a JSON object", path);
+    return (struct doc){j, file, NULL};
+}
+
+static json_t *get(struct doc d, const char *key) {
+    json_t *j = d.obj ? json_object_get(d.obj, key) : NULL;
+    return json_is_null(j) ? NULL : j;
+}
+
+/* Dies unless ok, showing what stands there. */
+static void expect(struct doc d, const char *key, bool ok, const char *what) {
+    if (ok) return;
+    die("%s: key '%s%s%s': expected %s, found %s", d.file, d.in ? d.in : "", d.in ? "." : "", key, what,
+        json_show(get(d, key)));
+}
+
+#define REQUIRED INT64_MIN
+
+static int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t hi, int64_t otherwise) {
+    json_t *j = get(d, key);
+    if (!j && otherwise != REQUIRED) return otherwise;
+    expect(d, key, json_is_integer(j) && json_integer_value(j) >= lo && json_integer_value(j) <= hi,
+           fmt("an integer from %lld to %lld", (long long)lo, (long long)hi));
+    return json_integer_value(j);
+}
+
+/* `otherwise` NAN: the key is required. */
+static double get_num(struct doc d, const char *key, double otherwise) {
+    json_t *j = get(d, key);
+    if (!j && !isnan(otherwise)) return otherwise;
+    expect(d, key, json_is_number(j), "a number");
+    return json_number_value(j);
+}
+
+static bool get_bool(struct doc d, const char *key, bool otherwise) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_boolean(j), "true or false");
+    return j ? json_is_true(j) : otherwise;
+}
+
+static const char *get_str(struct doc d, const char *key, const char *otherwise) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_string(j), "a string");
+    return j ? json_string_value(j) : otherwise;
+}
+
+static json_t *get_list(struct doc d, const char *key) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_array(j), "a list");
+    return j;
+}
+
+static struct doc get_obj(struct doc d, const char *key) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_object(j), "an object");
+    return (struct doc){j, d.file, key};
+}
+
+/* ============================================================================================================
+ * safetensors
+ *
+ * u64 header length, JSON header, data. A header is believed only after its ranges tile the data section exactly:
+ * no hole, no overlap, each as long as dtype and shape say. Data are unaligned; they are read with pread, so that a
+ * failing disk is an error and not a signal.
+ * ============================================================================================================ */
+
+enum dtype { F32, F16, BF16, F8_E4M3, U8 }; /* those that are read; the rest only have a size */
+
+static const struct {
+    const char *name;
+    unsigned bits;
+} dtypes[] = {[F32] = {"F32", 32}, [F16] = {"F16", 16}, [BF16] = {"BF16", 16}, [F8_E4M3] = {"F8_E4M3", 8},
+              [U8] = {"U8", 8},    {"I8", 8},           {"F8_E5M2", 8},        {"F8_E8M0", 8},
+              {"BOOL", 8},         {"I16", 16},         {"U16", 16},           {"I32", 32},
+              {"U32", 32},         {"I64", 64},         {"U64", 64},           {"F64", 64},
+              {"C64", 64},         {"F4", 4},           {"F6_E2M3", 6},        {"F6_E3M2", 6},
+              {"F8_E4M3FNUZ", 8},  {"F8_E5M2FNUZ", 8}};
+
+enum { MAX_RANK = 8, MAX_HEADER = 100000000 };
+
+struct shard {
+    char *name;
+    int fd;
+};
+
+struct tensor {
+    char *name;
+    uint32_t dtype; /* index into dtypes */
+    uint32_t rank;
+    size_t shape[MAX_RANK];
+    size_t at, bytes; /* in the file of the shard */
+    uint32_t shard;
+    bool used; /* mapped to an output or skipped on purpose */
+};
+
+static struct shard *shards;   /* stb_ds */
+static struct tensor *tensors; /* stb_ds, sorted by name */
+
+/* "BF16 [576, 7168]" */
+static const char *shape_text(const struct tensor *t) {
+    char s[256] = "[";
+    for (uint32_t i = 0; i < t->rank; i++)
+        snprintf(s + strlen(s), sizeof s - strlen(s), "%s%zu", i ? ", " : "", t->shape[i]);
+    return fmt("%s %s]", dtypes[t->dtype].name, s);
+}
+
+static const char *where(const struct tensor *t) {
+    return fmt("'%s': tensor '%s'", shards[t->shard].name, t->name);
+}
+
+static void read_exact(const struct shard *s, size_t at, void *buf, size_t n) {
+    uint8_t *p = buf;
+    while (n) {
+        ssize_t k = pread(s->fd, p, n, (off_t)at);
+        if (k < 0 && errno == EINTR) continue;
+        if (k < 0) die("cannot read '%s': %s", s->name, strerror(errno));
+        if (!k) die("'%s': the file ends at byte %zu, %zu more were expected", s->name, at, n);
+        p += k, at += (size_t)k, n -= (size_t)k;
+    }
+}
+
+/* Bytes [at, at+n) of a tensor's data; what has been read leaves the page cache, for it is not needed again. */
+static void tensor_read(const struct tensor *t, size_t at, void *buf, size_t n) {
+    const struct shard *s = &shards[t->shard];
+    read_exact(s, t->at + at, buf, n);
+    if (n >= 1 << 20) posix_fadvise(s->fd, (off_t)(t->at + at), (off_t)n, POSIX_FADV_DONTNEED);
+}
+
+/* One header entry; data_bytes is what the file holds behind the header, which starts at data_at. */
+static void parse_entry(const char *file, const char *name, json_t *e, size_t data_at, size_t data_bytes) {
+    struct tensor t = {.at = data_at, .shard = (uint32_t)arrlen(shards) - 1};
+    const char *dtype = json_string_value(json_object_get(e, "dtype"));
+    json_t *shape = json_object_get(e, "shape"), *range = json_object_get(e, "data_offsets");
+    size_t n_types = COUNT(dtypes);
+    while (t.dtype < n_types && strcmp(dtypes[t.dtype].name, dtype ? dtype : "")) t.dtype++;
+    if (t.dtype == n_types)
+        die("'%s': tensor '%s': the dtype '%s' is unknown", file, name, dtype ? dtype : "(none)");
+    if (!json_is_array(shape) || json_array_size(shape) > MAX_RANK)
+        die("'%s': tensor '%s': the shape is not a list of at most %d sizes", file, name, MAX_RANK);
+    t.rank = (uint32_t)json_array_size(shape);
+    size_t bits = dtypes[t.dtype].bits;
+    for (uint32_t i = 0; i < t.rank; i++) {
+        json_t *d = json_array_get(shape, i);
+        if (!json_is_integer(d) || json_integer_value(d) < 0)
+            die("'%s': tensor '%s': size %u of the shape is %s", file, name, i, json_show(d));
+        t.shape[i] = (size_t)json_integer_value(d);
+        if (__builtin_mul_overflow(bits, t.shape[i], &bits))
+            die("'%s': tensor '%s': the size overflows", file, name);
+    }
+    json_t *b = json_array_get(range, 0), *end = json_array_get(range, 1);
+    if (json_array_size(range) != 2 || !json_is_integer(b) || !json_is_integer(end) ||
+        json_integer_value(b) < 0 || json_integer_value(end) < json_integer_value(b))
+        die("'%s': tensor '%s': data_offsets are %s", file, name, range ? json_show(range) : "missing");
+    size_t first = (size_t)json_integer_value(b), last = (size_t)json_integer_value(end);
+    if (last > data_bytes)
+        die("'%s': tensor '%s': data end at byte %zu of %zu: the file is truncated", file, name, last,
+            data_bytes);
+    if (bits % 8 || last - first != bits / 8)
+        die("'%s': tensor '%s': %zu bytes of data for %s", file, name, last - first, shape_text(&t));
+    t.at += first;
+    t.bytes = last - first;
+    t.name = xstrdup(name);
+    arrput(tensors, t);
+}
+
+/* Empty tensors stand before the one that begins where they do. */
+static int by_offset(const void *a, const void *b) {
+    const struct tensor *x = a, *y = b;
+    if (x->at != y->at) return x->at < y->at ? -1 : 1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+/* Reads the header of one file and appends its tensors. The file stays open. */
+static void shard_open(const char *name) {
+    struct stat st;
+    struct shard s = {xstrdup(name), open(in_dir(name), O_RDONLY | O_CLOEXEC)};
+    if (s.fd < 0 || fstat(s.fd, &st)) die("cannot open '%s': %s", in_dir(name), strerror(errno));
+    arrput(shards, s);
+    uint8_t len[8];
+    size_t size = (size_t)st.st_size;
+    if (!S_ISREG(st.st_mode) || size < 8) die("'%s': not a safetensors file (%zu bytes)", name, size);
+    read_exact(&s, 0, len, 8);
+    size_t n = gguf_rd64(len);
+    if (n > MAX_HEADER || n > size - 8)
+        die("'%s': a header of %zu bytes in a file of %zu: not a safetensors file, or truncated", name, n,
+            size);
+    char *text = xrealloc(NULL, n);
+    json_error_t e;
+    read_exact(&s, 8, text, n);
+    json_t *header = n && *text == '{' ? json_loadb(text, n, JSON_REJECT_DUPLICATES, &e) : NULL;
+    if (!header) die("'%s': the header is not valid JSON: %s", name, n && *text == '{' ? e.text : "no '{'");
+    free(text);
+
+    size_t first = arrlenu(tensors);
+    const char *key;
+    json_t *value;
+    json_object_foreach(header, key, value) {
+        if (strcmp(key, "__metadata__")) parse_entry(name, key, value, 8 + n, size - 8 - n);
+    }
+    json_decref(header);
+    size_t count = arrlenu(tensors) - first;
+    size_t at = 8 + n;
+    if (count) qsort(tensors + first, count, sizeof *tensors, by_offset);
+    for (size_t i = first; i < first + count; i++) {
+        if (tensors[i].at != at)
+            die("%s: data begin at byte %zu of the file, expected %zu (a hole or an overlap)",
+                where(&tensors[i]), tensors[i].at, at);
+        at += tensors[i].bytes;
+    }
+    if (at != size) die("'%s': the tensors end at byte %zu, the file has %zu", name, at, size);
+}
+
+static int by_name(const void *a, const void *b) {
+    return strcmp(((const struct tensor *)a)->name, ((const struct tensor *)b)->name);
+}
+
+/* By its full name, prefix included; NULL when the source has none. */
+static struct tensor *tensor_find(const char *name) {
+    struct tensor key = {.name = (char *)(uintptr_t)name};
+    return bsearch(&key, tensors, arrlenu(tensors), sizeof *tensors, by_name);
+}
+
+/* Opens every shard that the index names, or model.safetensors; index and headers must agree in both directions. */
+static void source_open(void) {
+    struct doc index = doc_read("model.safetensors.index.json"), map = get_obj(index, "weight_map");
+    const char *name;
+    json_t *file, *seen = json_object();
+    expect(index, "weight_map", !index.obj || map.obj, "an object");
+    if (!index.obj && access(in_dir("model.safetensors"), F_OK))
+        die("'%s': neither %s nor model.safetensors is there", model_dir, index.file);
+    if (!index.obj) shard_open("model.safetensors");
+    json_object_foreach(map.obj, name, file) {
+        const char *f = get_str(map, name, NULL);
+        expect(map, name, f && !strchr(f, '/') && !strstr(f, ".."), "a file name without a directory");
+        if (json_object_get(seen, f)) continue;
+        json_object_set_new(seen, f, json_true());
+        shard_open(f);
+    }
+    json_decref(seen);
+    if (!arrlenu(tensors)) die("'%s': the safetensors files hold no tensor", model_dir);
+    qsort(tensors, arrlenu(tensors), sizeof *tensors, by_name);
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        struct tensor *t = &tensors[i];
+        if (i && !strcmp(t[-1].name, t->name)) die("%s: also in '%s'", where(t), shards[t[-1].shard].name);
+        const char *f = get_str(map, t->name, NULL);
+        if (index.obj && !f) die("%s: the index does not list it", where(t));
+        if (f && strcmp(f, shards[t->shard].name)) die("%s: the index says that it is in '%s'", where(t), f);
+    }
+    json_object_foreach(map.obj, name, file) {
+        if (!tensor_find(name))
+            die("%s: tensor '%s' is not in '%s'", index.file, name, json_string_value(file));
+    }
+    json_decref(index.obj);
+}
+
+/* ============================================================================================================
+ * Weights
+ *
+ * What a linear layer X is stored as is decided by the dtype and rank of X.weight (or X.weight_packed) and by the
+ * scales beside it, never by quantization_config. A scale that is missing, of another shape or of an implausible size
+ * is an error, for a misread scale gives a model that talks nonsense fluently.
+ * ============================================================================================================ */
+
+enum form {
+    PLAIN,      /* BF16, F16 or F32 */
+    NVFP4,      /* E2M1 x E4M3 per 16, times `factor` */
+    FP8_TENSOR, /* E4M3, times `factor` */
+    FP8_ROW,    /* E4M3 x scale[row] */
+    FP8_BLOCK   /* E4M3 x scale[row/128][col/128] */
+};
+
+static const char *const form_names[] = {"plain", "NVFP4", "FP8 per tensor", "FP8 per row", "FP8 in blocks"};
+
+struct linear {
+    enum form form;
+    const struct tensor *w;
+    const struct tensor *scale; /* NVFP4 [rows][cols/16] E4M3; FP8_ROW, FP8_BLOCK as above; else NULL */
+    size_t rows, cols;          /* in weights; a fused expert tensor [E][R][C] counts as E*R rows */
+    float factor;               /* left outside the blocks: becomes NAME.scale. 1 where the form has none */
+    float input_scale;          /* of W4A4 activations; 0: none */
+};
+
+/* Formats that are recognised by the name of a tensor and refused. */
+static const struct {
+    const char *suffix, *format;
+} refused_suffixes[] = {{".pre_quant_scale", "AWQ-smoothed weights (pre_quant_scale)"},
+                        {".weight_shape", "INT4 pack-quantized weights"},
+                        {".weight_zero_point", "integer weights with zero points"},
+                        {".weight_g_idx", "GPTQ weights"},
+                        {".g_idx", "GPTQ weights"},
+                        {".qweight", "GPTQ or AWQ weights"},
+                        {".qzeros", "GPTQ or AWQ weights"},
+                        {"_blocks", "MXFP4 weights (gpt-oss layout)"},
+                        {".svdquant_lora_a", "SVDQuant weights"},
+                        {".lora_A.weight", "a LoRA adapter"},
+                        {".absmax", "bitsandbytes weights"}};
+
+/* Tensors that no forward pass needs: scales of an FP8 cache (ours are dynamic) and tables that are recomputed. */
+static const char *const skipped_suffixes[] = {".k_scale",
+                                               ".v_scale",
+                                               ".q_scale",
+                                               ".kv_scale",
+                                               ".k_proj.output_scale",
+                                               ".v_proj.output_scale",
+                                               ".activation_scale",
+                                               ".rotary_emb.inv_freq"};
+
+/* An F32, BF16 or F16 tensor of n values. */
+static void read_floats(const struct tensor *t, size_t first, size_t n, float *out) {
+    static uint8_t *raw;
+    size_t w = dtypes[t->dtype].bits / 8;
+    arrsetlen(raw, n * w + 1);
+    tensor_read(t, first * w, raw, n * w);
+    gguf_dequantize_row(t->dtype == F32 ? GGUF_F32 : t->dtype == F16 ? GGUF_F16 : GGUF_BF16, raw, out, n);
+}
+
+static bool is_float(const struct tensor *t) {
+    return t->dtype == F32 || t->dtype == F16 || t->dtype == BF16;
+}
+
+static bool is_scalar(const struct tensor *t) { return t->bytes * 8 == dtypes[t->dtype].bits; }
+
+static float read_scalar(struct tensor *t) {
+    float v;
+    if (!is_float(t) || !is_scalar(t)) die("%s: expected one number, found %s", where(t), shape_text(t));
+    t->used = true;
+    read_floats(t, 0, 1, &v);
+    return v;
+}
+
+/* Whether every E2M1 code of the tensor is a zero; its scale then means nothing. */
+static bool all_zero(const struct tensor *t) {
+    uint8_t buf[1 << 16];
+    for (size_t at = 0; at < t->bytes; at += sizeof buf) {
+        size_t n = t->bytes - at < sizeof buf ? t->bytes - at : sizeof buf;
+        tensor_read(t, at, buf, n);
+        for (size_t i = 0; i < n; i++)
+            if (buf[i] & 0x77) return false;
+    }
+    return true;
+}
+
+/* weight_scale_2 (ModelOpt: amax / 2688, multiplies) or weight_global_scale (compressed-tensors: 2688 / amax, divides).
+ * Weights of a network are far below 2688, so a value on the wrong side of 1 is the other convention under this name. */
+static float read_global_scale(const char *x, const struct tensor *w, bool divisor) {
+    struct tensor *t = tensor_find(fmt("%s.%s", x, divisor ? "weight_global_scale" : "weight_scale_2"));
+    if (!t)
+        die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x,
+            divisor ? "weight_global_scale" : "weight_scale_2");
+    float v = read_scalar(t), factor = divisor ? 1.0f / v : v;
+    if (isfinite(v) && v > 0 && factor > 0 && factor <= 1) return factor;
+    if (all_zero(w)) return isfinite(factor) ? factor : 0.0f;
+    if (isfinite(v) && v > 0)
+        die("%s: %g; %s, so it is expected %s: the file seems to mean the %s", where(t), (double)v,
+            divisor ? "this scale divides (2688 / largest weight)"
+                    : "this scale multiplies (largest weight / 2688)",
+            divisor ? "from 1 upwards" : "above 0 and up to 1", divisor ? "multiplier" : "divisor");
+    die("%s: expected a finite number above 0, found %g", where(t), (double)v);
+}
+
+/* 0 when there is none, or none that means anything (an expert that calibration never reached). */
+static float read_input_scale(const char *x, bool divisor) {
+    struct tensor *t = tensor_find(fmt("%s.%s", x, divisor ? "input_global_scale" : "input_scale"));
+    if (!t) return 0.0f;
+    float v = read_scalar(t);
+    if (divisor) v = 1.0f / v;
+    return isfinite(v) && v > 0 ? v : 0.0f;
+}
+
+/* w: U8 [rows][cols/2]. compressed: the names of compressed-tensors, else those of ModelOpt. */
+static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compressed) {
+    struct linear l = {.form = NVFP4, .w = w, .rows = w->shape[0], .cols = w->shape[1] * 2};
+    struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
+    if (!s) die("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
+    if (s->dtype == U8 || !strcmp(dtypes[s->dtype].name, "F8_E8M0"))
+        die("%s: MXFP4 weights (E8M0 scales, %s) are not supported", where(s), shape_text(s));
+    if (s->dtype != F8_E4M3 || s->rank != 2 || s->shape[0] != l.rows || s->shape[1] * 16 != l.cols)
+        die("%s: expected F8_E4M3 [%zu, %zu], one scale for 16 weights in row order, found %s%s", where(s),
+            l.rows, l.cols / 16, shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
+    s->used = true;
+    l.scale = s;
+    l.factor = read_global_scale(x, w, compressed);
+    l.input_scale = read_input_scale(x, compressed);
+    return l;
+}
+
+static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
+
+/* w: E4M3 [rows][cols]. weight_scale_inv multiplies like weight_scale, whatever its name says. */
+static struct linear resolve_fp8(const char *x, struct tensor *w) {
+    struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
+    struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)),
+                  *in = tensor_find(fmt("%s.input_scale", x));
+    if (!s) s = tensor_find(fmt("%s.weight_scale", x));
+    if (!s)
+        die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' is there", where(w), x,
+            x);
+    if (is_float(s) && is_scalar(s)) l.form = FP8_TENSOR;
+    else if (is_float(s) && s->rank && s->shape[0] == l.rows &&
+             (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
+        l.form = FP8_ROW;
+    else if (is_float(s) && s->rank == 2 && s->shape[0] == ceil128(l.rows) && s->shape[1] == ceil128(l.cols))
+        l.form = FP8_BLOCK;
+    else
+        die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s",
+            where(s), l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
+    s->used = true;
+    if (in) in->used = true; /* of FP8 activations: they are not quantised to FP8 here */
+    if (l.form == FP8_TENSOR) {
+        l.factor = read_scalar(s);
+        if (!isfinite(l.factor) || l.factor < 0)
+            die("%s: expected a finite scale, found %g", where(s), (double)l.factor);
+    } else l.scale = s;
+    return l;
+}
+
+/* The linear layer x ("model.layers.3.mlp.up_proj"); its tensors are marked as used. Dies when it is not there. */
+static struct linear resolve_linear(const char *x) {
+    struct tensor *w = tensor_find(fmt("%s.weight_packed", x));
+    bool compressed = w != NULL;
+    if (!w) w = tensor_find(fmt("%s.weight", x));
+    if (!w) die("'%s': tensor '%s.weight' is missing", model_dir, x);
+    w->used = true;
+    if (w->rank != 2 || !w->bytes) die("%s: expected a matrix, found %s", where(w), shape_text(w));
+    if (w->dtype == U8) return resolve_nvfp4(x, w, compressed);
+    if (w->dtype == F8_E4M3 && !compressed) return resolve_fp8(x, w);
+    if (compressed || !is_float(w))
+        die("%s: weights of the form %s are not supported (NVFP4, FP8 E4M3, BF16, F16 and F32 are)", where(w),
+            shape_text(w));
+    return (struct linear){.form = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
+}
+
+/* A tensor without scales, of any float type. */
+static struct tensor *resolve_vector(const char *name) {
+    struct tensor *t = tensor_find(name);
+    if (!t) die("'%s': tensor '%s' is missing", model_dir, name);
+    if (!is_float(t)) die("%s: expected BF16, F16 or F32, found %s", where(t), shape_text(t));
+    t->used = true;
+    return t;
+}
+
+/* ============================================================================================================
+ * Plan
+ *
+ * The output tensors in file order. Each is a concatenation of pieces, row ranges of source matrices (experts of a
+ * stack, heads of kv_b_proj), or a handful of F32 values made here (.scale). All pieces of one tensor have one form.
+ * ============================================================================================================ */
+
+struct piece {
+    struct linear lin;
+    size_t row, rows;
+};
+
+struct output {
+    char name[64];
+    uint32_t type, n_dims;
+    size_t ne[4], bytes;
+    struct piece *pieces; /* stb_ds; empty: `values` */
+    float *values;        /* stb_ds */
+    bool transpose;       /* every piece [rows][cols] is written as [cols][rows] */
+    const char *how;      /* remark for the listing */
+};
+
+static struct output *plan; /* stb_ds */
+
+/* Appends an output of shape {a, b, c} (contiguous first); the pointer is good until the next one. */
+static struct output *plan_add(const char *name, uint32_t type, uint32_t n_dims, size_t a, size_t b,
+                               size_t c) {
+    struct output o = {.type = type, .n_dims = n_dims, .ne = {a, b, c, 1}, .how = ""};
+    size_t n = 1;
+    for (uint32_t i = 0; i < n_dims; i++)
+        if (!o.ne[i] || __builtin_mul_overflow(n, o.ne[i], &n) || n > INT64_MAX / 64)
+            die("tensor '%s': the size %zu x %zu x %zu overflows", name, a, b, c);
+    snprintf(o.name, sizeof o.name, "%s", name);
+    o.bytes = gguf_row_bytes(type, n);
+    arrput(plan, o);
+    return &arrlast(plan);
+}
+
+/* Appends an F32 vector; takes the array. */
+static void plan_values(const char *name, float *values) {
+    struct output *o = plan_add(name, GGUF_F32, 1, arrlenu(values), 1, 1);
+    o->values = values;
+}
+
+static uint32_t plain_type(const struct tensor *t) {
+    return t->dtype == F32 ? GGUF_F32 : t->dtype == F16 ? GGUF_F16 : GGUF_BF16;
+}
+
+/* The scales that stand beside a matrix. per_piece: one value for each piece (experts), else one (pieces of one layer). */
+static void plan_scales(const char *base, const struct piece *p, bool per_piece, bool with_input) {
+    size_t n = per_piece ? arrlenu(p) : 1, missing = 0;
+    float *factor = NULL, *input = NULL, largest = 0.0f;
+    if (p[0].lin.form == NVFP4 || p[0].lin.form == FP8_TENSOR) {
+        for (size_t i = 0; i < n; i++) arrput(factor, p[i].lin.factor);
+        plan_values(fmt("%s.scale", base), factor);
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (p[i].lin.input_scale > largest) largest = p[i].lin.input_scale;
+        missing += p[i].lin.input_scale == 0.0f;
+    }
+    if (!with_input || missing == n) return;
+    for (size_t i = 0; i < n; i++) arrput(input, p[i].lin.input_scale > 0 ? p[i].lin.input_scale : largest);
+    if (missing)
+        note("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, n);
+    plan_values(fmt("%s.input_scale", base), input);
+}
+
+enum stacking { SINGLE, EXPERTS, HEADS };
+
+/* base.weight and its scales from pieces that all have the same rows and cols; takes the array. */
+static void plan_matrix(const char *base, struct piece *p, enum stacking how, bool transpose) {
+    const struct linear *l = &p[0].lin;
+    bool nvfp4 = l->form == NVFP4 && !transpose && l->cols % 64 == 0;
+    uint32_t type = nvfp4 ? GGUF_NVFP4 : l->form == PLAIN ? plain_type(l->w) : GGUF_BF16;
+    for (size_t i = 1; i < arrlenu(p); i++)
+        if (p[i].lin.form != l->form || (l->form == PLAIN && p[i].lin.w->dtype != l->w->dtype))
+            die("%s: %s %s, while '%s' is %s %s: one stacked tensor has one form", where(p[i].lin.w),
+                form_names[p[i].lin.form], shape_text(p[i].lin.w), l->w->name, form_names[l->form],
+                shape_text(l->w));
+    struct output *o =
+        plan_add(fmt("%s.weight", base), type, how == SINGLE ? 2 : 3, transpose ? p->rows : l->cols,
+                 transpose ? l->cols : p->rows, how == SINGLE ? 1 : arrlenu(p));
+    o->pieces = p;
+    o->transpose = transpose;
+    o->how = nvfp4 || l->form == PLAIN ? ""
+             : l->form == NVFP4        ? "BF16 of E2M1 x E4M3, exact"
+             : l->form == FP8_TENSOR   ? "BF16 of E4M3, exact"
+                                       : "BF16 from FP8, rounded";
+    plan_scales(base, p, how == EXPERTS, l->form == NVFP4 && !transpose);
+}
+
+/* ============================================================================================================
+ * Model
+ *
+ * config.json gives the sizes (dim), the rules map names and state the shape of every tensor in those sizes. The expert
+ * count of a layer is the one thing that comes from the tensors: a pruned release may keep the original in its config.
+ * ============================================================================================================ */
+
+/* clang-format off */
+enum dim { ONE, EMBD, EMBD2, VOCAB, HEAD, Q, KV, QLORA, QB, KVA, KVLORA, KVB, OIN, FF, FFEXP, FFSHEXP, NEXPERT, DIM_COUNT };
+
+static const char *const dim_names[DIM_COUNT] = {
+    [ONE] = "1", [EMBD] = "hidden_size", [EMBD2] = "2 hidden_size", [VOCAB] = "vocab_size", [HEAD] = "head_dim",
+    [Q] = "num_attention_heads x head_dim", [KV] = "num_key_value_heads x head_dim", [QLORA] = "q_lora_rank",
+    [QB] = "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)", [KVA] = "kv_lora_rank + qk_rope_head_dim",
+    [KVLORA] = "kv_lora_rank", [KVB] = "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
+    [OIN] = "num_attention_heads x v_head_dim", [FF] = "intermediate_size", [FFEXP] = "moe_intermediate_size",
+    [FFSHEXP] = "moe_intermediate_size x n_shared_experts", [NEXPERT] = "the layer's experts"};
+/* clang-format on */
+
+static struct model {
+    const char *arch;    /* of GGUF */
+    const char *prefix;  /* of every tensor name: "" or "language_model." */
+    struct doc top, cfg; /* config.json, and its object of the language model (itself, or text_config) */
+    bool mla, tied;
+    int n_layer, n_mtp;                     /* blocks = n_layer + n_mtp */
+    int n_head, nope, rope, v_head;         /* per head; nope, rope and v_head only with MLA */
+    int n_expert, top_k, n_group, n_shared; /* n_expert as config.json says */
+    int first_dense;                        /* MLA: layers before it have a dense FFN */
+    size_t dim[DIM_COUNT];                  /* dim[NEXPERT] is that of the layer being planned */
+    int experts[MAX_BLOCKS];                /* per block; 0: dense */
+} m;
+
+enum kind {
+    VECTOR, /* .weight; to F32 */
+    BIAS,   /* the same under its full name */
+    ROUTER, /* linear layer without scales; to F32: routing decides on small differences */
+    TABLE,  /* linear layer without scales; keeps its type */
+    LINEAR
+};
+
+/* When a rule applies. The names of all but the first two stand behind "model.layers.N." and "blk.N.". */
+/* clang-format off */
+enum group { WHOLE, HEAD_ROWS, QWEN3, MLA, MLA_Q_LORA, MLA_Q, DENSE, ROUTING, ROUTING_BIAS, EXPERT, SHARED, MTP, MTP_OWN };
+
+static const struct rule {
+    enum group group;
+    enum kind kind;
+    const char *hf, *gguf;
+    enum dim rows, cols;
+} rules[] = {
+    {WHOLE,        TABLE,  "model.embed_tokens",              "token_embd",             VOCAB,   EMBD},
+    {WHOLE,        VECTOR, "model.norm",                      "output_norm",            EMBD,    ONE},
+    {HEAD_ROWS,    LINEAR, "lm_head",                         "output",                 VOCAB,   EMBD},
+    {QWEN3,        VECTOR, "input_layernorm",                 "attn_norm",              EMBD,    ONE},
+    {QWEN3,        LINEAR, "self_attn.q_proj",                "attn_q",                 Q,       EMBD},
+    {QWEN3,        LINEAR, "self_attn.k_proj",                "attn_k",                 KV,      EMBD},
+    {QWEN3,        LINEAR, "self_attn.v_proj",                "attn_v",                 KV,      EMBD},
+    {QWEN3,        LINEAR, "self_attn.o_proj",                "attn_output",            EMBD,    Q},
+    {QWEN3,        VECTOR, "self_attn.q_norm",                "attn_q_norm",            HEAD,    ONE},
+    {QWEN3,        VECTOR, "self_attn.k_norm",                "attn_k_norm",            HEAD,    ONE},
+    {QWEN3,        VECTOR, "post_attention_layernorm",        "ffn_norm",               EMBD,    ONE},
+    {MLA,          VECTOR, "input_layernorm",                 "attn_norm",              EMBD,    ONE},
+    {MLA_Q_LORA,   LINEAR, "self_attn.q_a_proj",              "attn_q_a",               QLORA,   EMBD},
+    {MLA_Q_LORA,   VECTOR, "self_attn.q_a_layernorm",         "attn_q_a_norm",          QLORA,   ONE},
+    {MLA_Q_LORA,   LINEAR, "self_attn.q_b_proj",              "attn_q_b",               QB,      QLORA},
+    {MLA_Q,        LINEAR, "self_attn.q_proj",                "attn_q",                 QB,      EMBD},
+    {MLA,          LINEAR, "self_attn.kv_a_proj_with_mqa",    "attn_kv_a_mqa",          KVA,     EMBD},
+    {MLA,          VECTOR, "self_attn.kv_a_layernorm",        "attn_kv_a_norm",         KVLORA,  ONE},
+    {MLA,          LINEAR, "self_attn.o_proj",                "attn_output",            EMBD,    OIN},
+    {MLA,          VECTOR, "post_attention_layernorm",        "ffn_norm",               EMBD,    ONE},
+    {DENSE,        LINEAR, "mlp.gate_proj",                   "ffn_gate",               FF,      EMBD},
+    {DENSE,        LINEAR, "mlp.up_proj",                     "ffn_up",                 FF,      EMBD},
+    {DENSE,        LINEAR, "mlp.down_proj",                   "ffn_down",               EMBD,    FF},
+    {ROUTING,      ROUTER, "mlp.gate",                        "ffn_gate_inp",           NEXPERT, EMBD},
+    {ROUTING_BIAS, BIAS,   "mlp.gate.e_score_correction_bias", "exp_probs_b.bias",      NEXPERT, ONE},
+    {EXPERT,       LINEAR, "gate_proj",                       "ffn_gate_exps",          FFEXP,   EMBD},
+    {EXPERT,       LINEAR, "up_proj",                         "ffn_up_exps",            FFEXP,   EMBD},
+    {EXPERT,       LINEAR, "down_proj",                       "ffn_down_exps",          EMBD,    FFEXP},
+    {SHARED,       LINEAR, "mlp.shared_experts.gate_proj",    "ffn_gate_shexp",         FFSHEXP, EMBD},
+    {SHARED,       LINEAR, "mlp.shared_experts.up_proj",      "ffn_up_shexp",           FFSHEXP, EMBD},
+    {SHARED,       LINEAR, "mlp.shared_experts.down_proj",    "ffn_down_shexp",         EMBD,    FFSHEXP},
+    {MTP,          VECTOR, "enorm",                           "nextn.enorm",            EMBD,    ONE},
+    {MTP,          VECTOR, "hnorm",                           "nextn.hnorm",            EMBD,    ONE},
+    {MTP,          LINEAR, "eh_proj",                         "nextn.eh_proj",          EMBD,    EMBD2},
+    {MTP,          VECTOR, "shared_head.norm",                "nextn.shared_head_norm", EMBD,    ONE},
+    {MTP_OWN,      LINEAR, "shared_head.head",                "nextn.shared_head_head", VOCAB,   EMBD},
+    {MTP_OWN,      TABLE,  "embed_tokens",                    "nextn.embed_tokens",     VOCAB,   EMBD}};
+/* clang-format on */
+
+static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
+    if (rows == m.dim[r] && cols == m.dim[c]) return;
+    die("%s: expected [%zu%s] (%s%s%s), found %s", where(t), m.dim[r], c == ONE ? "" : fmt(", %zu", m.dim[c]),
+        dim_names[r], c == ONE ? "" : ", ", c == ONE ? "" : dim_names[c], shape_text(t));
+}
+
+/* The source's name of a part of a layer, or (layer -1) of the whole model. */
+static const char *hf_name(int layer, const char *rest) {
+    return layer < 0 ? fmt("%s%s", m.prefix, rest) : fmt("%smodel.layers.%d.%s", m.prefix, layer, rest);
+}
+
+/* t [rows][cols] as F32; one row gives a vector. BF16 and F16 are exact in F32. */
+static void plan_f32(const char *dst, const struct tensor *t, size_t rows, size_t cols) {
+    struct piece p = {{.form = PLAIN, .w = t, .rows = rows, .cols = cols, .factor = 1.0f}, 0, rows};
+    struct output *o = plan_add(dst, GGUF_F32, rows > 1 ? 2 : 1, cols, rows, 1);
+    arrput(o->pieces, p);
+}
+
+static bool has_linear(const char *x) {
+    return tensor_find(fmt("%s.weight", x)) || tensor_find(fmt("%s.weight_packed", x));
+}
+
+static void plan_rule(const struct rule *r, int layer) {
+    const char *src = hf_name(layer, r->hf), *dst = layer < 0 ? r->gguf : fmt("blk.%d.%s", layer, r->gguf);
+    if (r->group == MTP_OWN && !has_linear(src)) return; /* shared with the main model */
+    if (r->kind == VECTOR || r->kind == BIAS) {
+        const char *tail = r->kind == VECTOR ? ".weight" : "";
+        struct tensor *t = resolve_vector(fmt("%s%s", src, tail));
+        check_shape(t, t->shape[0], t->rank == 1, r->rows, ONE);
+        plan_f32(fmt("%s%s", dst, tail), t, 1, t->shape[0]);
+        return;
+    }
+    struct linear l = resolve_linear(src);
+    check_shape(l.w, l.rows, l.cols, r->rows, r->cols);
+    if (r->kind != LINEAR && l.form != PLAIN)
+        die("%s: expected BF16, F16 or F32, found %s (%s)", where(l.w), form_names[l.form], shape_text(l.w));
+    if (r->kind == ROUTER) {
+        plan_f32(fmt("%s.weight", dst), l.w, l.rows, l.cols);
+        return;
+    }
+    struct piece *p = NULL, one = {l, 0, l.rows};
+    arrput(p, one);
+    plan_matrix(dst, p, SINGLE, false);
+}
+
+/* All rules of a group, for a layer or (layer -1) for the whole model. */
+static void plan_group(enum group group, int layer) {
+    for (size_t i = 0; i < COUNT(rules); i++)
+        if (rules[i].group == group) plan_rule(&rules[i], layer);
+}
+
+/* kv_b_proj [head][nope + v][kv_lora] becomes the two factors of absorbed attention: k_b, transposed per head, and v_b. */
+static void plan_kv_b(int layer) {
+    struct linear l = resolve_linear(hf_name(layer, "self_attn.kv_b_proj"));
+    check_shape(l.w, l.rows, l.cols, KVB, KVLORA);
+    struct piece *k = NULL, *v = NULL;
+    for (int h = 0; h < m.n_head; h++) {
+        size_t row = (size_t)h * (size_t)(m.nope + m.v_head);
+        struct piece kp = {l, row, (size_t)m.nope}, vp = {l, row + (size_t)m.nope, (size_t)m.v_head};
+        arrput(k, kp);
+        arrput(v, vp);
+    }
+    plan_matrix(fmt("blk.%d.attn_k_b", layer), k, HEADS, true);
+    plan_matrix(fmt("blk.%d.attn_v_b", layer), v, HEADS, false);
+}
+
+/* Experts in one tensor of rank 3: [E][rows][cols], gate rows before up rows. */
+static struct tensor *find_fused(int layer, const char *name) {
+    struct tensor *t = tensor_find(hf_name(layer, fmt("mlp.experts.%s", name)));
+    if (!t) t = tensor_find(hf_name(layer, fmt("mlp.experts.%s.weight", name)));
+    if (!t) return NULL;
+    if (t->rank != 3 || !is_float(t))
+        die("%s: expected BF16, F16 or F32 of rank 3, found %s", where(t), shape_text(t));
+    return t;
+}
+
+/* The experts that the layer really has, checked against what config.json allows. */
+static int count_experts(int layer) {
+    struct tensor *fused = find_fused(layer, "gate_up_proj");
+    int n = 0;
+    if (fused) n = fused->shape[0] > MAX_EXPERTS ? MAX_EXPERTS + 1 : (int)fused->shape[0];
+    else
+        while (n <= MAX_EXPERTS && has_linear(hf_name(layer, fmt("mlp.experts.%d.gate_proj", n)))) n++;
+    if (!n) die("'%s': tensor '%s' is missing", model_dir, hf_name(layer, "mlp.experts.0.gate_proj.weight"));
+    if (n > m.n_expert || n < m.top_k)
+        die("layer %d has %d experts; expected from num_experts_per_tok = %d to the %d of config.json", layer,
+            n, m.top_k, m.n_expert);
+    if (m.n_group > 1 && n % m.n_group)
+        die("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
+    return n;
+}
+
+/* The three stacks of a layer; every expert of a stack is one piece. */
+static void plan_experts(int layer, int n) {
+    struct tensor *gate_up = find_fused(layer, "gate_up_proj"), *down = find_fused(layer, "down_proj");
+    for (size_t i = 0, part = 0; i < COUNT(rules); i++) {
+        const struct rule *r = &rules[i];
+        if (r->group != EXPERT) continue;
+        struct tensor *fused = part < 2 ? gate_up : down;
+        size_t rows = m.dim[r->rows], cols = m.dim[r->cols], stride = part < 2 ? 2 * rows : rows;
+        size_t first = part++ == 1 ? rows : 0; /* up stands behind gate */
+        struct piece *p = NULL;
+        if (fused && (fused->shape[0] != (size_t)n || fused->shape[1] != stride || fused->shape[2] != cols))
+            die("%s: expected [%d, %zu, %zu], found %s", where(fused), n, stride, cols, shape_text(fused));
+        if (fused) fused->used = true;
+        for (size_t e = 0; e < (size_t)n; e++) {
+            struct piece one = {
+                {PLAIN, fused, NULL, (size_t)n * stride, cols, 1.0f, 0.0f}, e * stride + first, rows};
+            if (!fused) {
+                one.lin = resolve_linear(hf_name(layer, fmt("mlp.experts.%zu.%s", e, r->hf)));
+                check_shape(one.lin.w, one.lin.rows, one.lin.cols, r->rows, r->cols);
+                one.row = 0;
+            }
+            arrput(p, one);
+        }
+        plan_matrix(fmt("blk.%d.%s", layer, r->gguf), p, EXPERTS, false);
+    }
+}
+
+/* Layers behind the last ordinary one predict further tokens and are mixtures. */
+static bool is_dense(int layer) {
+    if (layer >= m.n_layer) return false;
+    if (m.mla) return layer < m.first_dense;
+    size_t i;
+    json_t *v, *list = get_list(m.cfg, "mlp_only_layers");
+    json_array_foreach(list, i, v) {
+        if (json_is_integer(v) && json_integer_value(v) == layer) return true;
+    }
+    return (layer + 1) % (int)get_int(m.cfg, "decoder_sparse_step", 1, MAX_BLOCKS, 1) != 0;
+}
+
+static void plan_layer(int layer) {
+    plan_group(m.mla ? MLA : QWEN3, layer);
+    if (m.mla) plan_group(m.dim[QLORA] ? MLA_Q_LORA : MLA_Q, layer);
+    if (m.mla) plan_kv_b(layer);
+    if (layer >= m.n_layer) plan_group(MTP, layer), plan_group(MTP_OWN, layer);
+    if (is_dense(layer)) {
+        plan_group(DENSE, layer);
+        return;
+    }
+    m.experts[layer] = count_experts(layer);
+    m.dim[NEXPERT] = (size_t)m.experts[layer];
+    plan_group(ROUTING, layer);
+    if (m.mla && !strcmp(get_str(m.cfg, "topk_method", "noaux_tc"), "noaux_tc"))
+        plan_group(ROUTING_BIAS, layer);
+    plan_experts(layer, m.experts[layer]);
+    if (m.n_shared) plan_group(SHARED, layer);
+}
+
+static size_t n_skipped; /* tensors of the source that are left out on purpose */
+
+static void skip(struct tensor *t) {
+    t->used = true;
+    n_skipped++;
+}
+
+/* Tensors with a name that tells a format or a purpose: refused at once, or left out. */
+static void judge_names(void) {
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        struct tensor *t = &tensors[i];
+        bool skipped =
+            m.prefix[0] && (starts_with(t->name, "vision_tower.") || starts_with(t->name, "mm_projector."));
+        for (size_t k = 0; k < COUNT(skipped_suffixes); k++)
+            skipped |= ends_with(t->name, skipped_suffixes[k]);
+        if (skipped) {
+            skip(t);
+            continue;
+        }
+        for (size_t k = 0; k < COUNT(refused_suffixes); k++)
+            if (ends_with(t->name, refused_suffixes[k].suffix))
+                die("%s: %s are not supported", where(t), refused_suffixes[k].format);
+    }
+}
+
+/* A tensor that nothing asked for means a model that is not understood. */
+static void check_all_used(void) {
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        const struct tensor *t = &tensors[i];
+        if (t->used) continue;
+        unsigned layer = 0, expert = 0;
+        const char *name = t->name + (starts_with(t->name, m.prefix) ? strlen(m.prefix) : 0);
+        int found = sscanf(name, "model.layers.%5u.mlp.experts.%5u.", &layer, &expert);
+        if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))
+            die("%s: layer %u, while num_hidden_layers is %d and num_nextn_predict_layers %d", where(t),
+                layer, m.n_layer, m.n_mtp);
+        if (found == 2 && expert >= (unsigned)m.experts[layer])
+            die("%s: layer %u has %d experts from 0 on and then a hole", where(t), layer, m.experts[layer]);
+        die("%s: %s: nothing in %s uses it", where(t), shape_text(t), m.arch);
+    }
+}
+
+static void plan_model(void) {
+    struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
+    judge_names();
+    plan_group(WHOLE, -1);
+    if (!m.tied) plan_group(HEAD_ROWS, -1);
+    else if (head) skip(head);
+    for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
+    check_all_used();
+}
+
+static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
+
+static void read_qwen3(void) {
+    m.n_expert = (int)get_int(m.cfg, get(m.cfg, "num_experts") ? "num_experts" : "num_local_experts", 1,
+                              MAX_EXPERTS, REQUIRED);
+    size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[EMBD] / m.n_head);
+    m.dim[HEAD] = head;
+    m.dim[Q] = (size_t)m.n_head * head;
+    m.dim[KV] = size_of("num_key_value_heads") * head;
+    expect(m.cfg, "use_sliding_window", !get_bool(m.cfg, "use_sliding_window", false), "false");
+}
+
+static void read_deepseek3(void) {
+    struct doc c = m.cfg;
+    m.mla = true;
+    m.n_expert = (int)get_int(c, "n_routed_experts", 1, MAX_EXPERTS, REQUIRED);
+    m.n_shared = (int)get_int(c, "n_shared_experts", 0, 64, 0);
+    m.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
+    m.first_dense = (int)get_int(c, "first_k_dense_replace", 0, MAX_BLOCKS, 0);
+    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
+    m.nope = (int)get_int(c, "qk_nope_head_dim", 1, 65536, REQUIRED);
+    m.rope = (int)get_int(c, "qk_rope_head_dim", 2, 65536, REQUIRED);
+    m.v_head = (int)get_int(c, "v_head_dim", 1, 65536, REQUIRED);
+    size_t heads = (size_t)m.n_head;
+    m.dim[QLORA] = (size_t)get_int(c, "q_lora_rank", 0, INT32_MAX, 0);
+    m.dim[KVLORA] = size_of("kv_lora_rank");
+    m.dim[KVA] = m.dim[KVLORA] + (size_t)m.rope;
+    m.dim[KVB] = heads * (size_t)(m.nope + m.v_head);
+    m.dim[QB] = heads * (size_t)(m.nope + m.rope);
+    m.dim[OIN] = heads * (size_t)m.v_head;
+    m.dim[FFSHEXP] = m.dim[FFEXP] * (size_t)m.n_shared;
+    const char *method = get_str(c, "topk_method", "noaux_tc");
+    expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "sigmoid"), "sigmoid softmax"),
+           "sigmoid or softmax");
+    expect(c, "topk_method", !strcmp(method, "noaux_tc") || (!strcmp(method, "greedy") && m.n_group == 1),
+           "\"noaux_tc\", or \"greedy\" with n_group 1");
+    expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
+    expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
+    expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
+}
+
+/* The one table of families. */
+static const struct {
+    const char *type, *arch;
+    void (*read)(void);
+} families[] = {{"qwen3_moe", "qwen3moe", read_qwen3},
+                {"deepseek_v3", "deepseek2", read_deepseek3},
+                {"kimi_k2", "deepseek2", read_deepseek3}};
+
+static void read_config(void) {
+    m.top = doc_read("config.json");
+    if (!m.top.obj) die("'%s': no config.json there", model_dir);
+    const char *type = get_str(m.top, "model_type", "(none)");
+    bool wrapped = !strcmp(type, "kimi_k25");
+    m.cfg = wrapped ? get_obj(m.top, "text_config") : m.top;
+    m.prefix = wrapped ? "language_model." : "";
+    if (wrapped) type = get_str(m.cfg, "model_type", "(none)");
+    size_t f = 0, n = COUNT(families);
+    while (f < n && strcmp(families[f].type, type)) f++;
+    expect(m.cfg, "model_type", f < n && !(wrapped && f == 0), "qwen3_moe, deepseek_v3, kimi_k2 or kimi_k25");
+    m.arch = families[f].arch;
+    m.n_layer = (int)get_int(m.cfg, "num_hidden_layers", 1, MAX_BLOCKS - 16, REQUIRED);
+    m.n_head = (int)get_int(m.cfg, "num_attention_heads", 1, 65536, REQUIRED);
+    m.top_k = (int)get_int(m.cfg, "num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
+    m.dim[ONE] = 1;
+    m.dim[EMBD] = size_of("hidden_size");
+    m.dim[EMBD2] = 2 * m.dim[EMBD];
+    m.dim[VOCAB] = (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
+    m.dim[FF] = size_of("intermediate_size");
+    m.dim[FFEXP] = size_of("moe_intermediate_size");
+    m.tied = get_bool(m.cfg, "tie_word_embeddings", get_bool(m.top, "tie_word_embeddings", false));
+    expect(m.cfg, "hidden_act", !strcmp(get_str(m.cfg, "hidden_act", "silu"), "silu"), "\"silu\"");
+    expect(m.cfg, "attention_bias", !get_bool(m.cfg, "attention_bias", false), "false");
+    families[f].read();
+}
+
+/* What the release says of its own quantisation must be something known and must not contradict the tensors. */
+static void check_quantisation(void) {
+    static const char algos[] = "NVFP4 W4A16_NVFP4 FP8 FP8_PB_WO MIXED_PRECISION none";
+    struct doc hf = doc_read("hf_quant_config.json"), q;
+    q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
+    const struct {
+        struct doc d;
+        const char *key, *known;
+    } checks[] = {{q, "quant_method", "modelopt compressed-tensors fp8 none"},
+                  {q, "quant_algo", algos},
+                  {q, "format", "nvfp4-pack-quantized float-quantized mixed-precision dense"},
+                  {get_obj(hf, "quantization"), "quant_algo", algos}};
+    bool said = false, found = false;
+    for (size_t i = 0; i < COUNT(checks); i++) {
+        const char *v = get_str(checks[i].d, checks[i].key, "none");
+        expect(checks[i].d, checks[i].key, !get(checks[i].d, checks[i].key) || one_of(v, checks[i].known),
+               fmt("one of %s", checks[i].known));
+        said |= one_of(v, "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
+    }
+    json_t *block = get_list(q, "weight_block_size");
+    for (size_t i = 0; i < json_array_size(block); i++)
+        expect(q, "weight_block_size", json_integer_value(json_array_get(block, i)) == 128, "[128, 128]");
+    get_int(get_obj(hf, "quantization"), "group_size", 16, 16, 16);
+    for (size_t i = 0; i < arrlenu(plan); i++)
+        found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.form == NVFP4;
+    if (said && !found) die("%s: NVFP4 is announced, but no tensor is NVFP4", q.obj ? q.file : hf.file);
+    json_decref(hf.obj);
+}
+
+/* ============================================================================================================
+ * Vocabulary
+ *
+ * Token texts keep the GPT-2 alphabet (one printable character per byte), added tokens are literal. Only byte-level BPE
+ * is known. The pre-tokenizer is recognised by its expressions and written by upstream's name; an unknown one is refused,
+ * because a wrong split gives other tokens than the model was trained on and no error anywhere.
+ * ============================================================================================================ */
+
+enum token_type { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER = 4, TOKEN_UNUSED = 5 };
+
+static struct {
+    char **text;   /* [vocab_size]; NULL: no such token */
+    int32_t *type; /* [vocab_size] enum token_type */
+    char **merges; /* stb_ds: "left right", by rank */
+    const char *pre;
+    bool nfc, ignore_merges;
+    bool add_bos; /* as the post-processor says; tokenizer_config.json may say otherwise */
+} vocab;
+
+/* The contraction groups and the tail that most expressions share. */
+#define CONTRACTIONS "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+#define SPACES       "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define LETTERS      "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
+#define OTHERS       "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" SPACES
+#define UPPER        "\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}"
+#define LOWER        "\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}"
+#define CASED(up, lo)                                                                               \
+    "[^\\r\\n\\p{L}\\p{N}]?[" up "]*[" lo "]+" CONTRACTIONS "?|[^\\r\\n\\p{L}\\p{N}]?[" up "]+[" lo \
+    "]*" CONTRACTIONS "?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+"
+#define GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+
+/* Expressions in the order in which they split, as normalise_expression leaves them. Where two names share them, the
+ * first is for tokenizers that take a whole piece found in the vocabulary without merging (ignore_merges). */
+/* clang-format off */
+static const struct {
+    const char *name;
+    bool ignore_merges_only;
+    const char *expr[6];
+} pre_tokenizers[] = {
+    {"qwen2", false, {CONTRACTIONS LETTERS "\\p{N}" OTHERS}},
+    {"qwen35", false, {CONTRACTIONS "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*" SPACES}},
+    {"llama-bpe", true, {CONTRACTIONS LETTERS "\\p{N}{1,3}" OTHERS}},
+    {"glm4", false, {CONTRACTIONS LETTERS "\\p{N}{1,3}" OTHERS}},
+    {"deepseek-v3", false, {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+        " ?[\\p{P}\\p{S}]+[\\r\\n]*" SPACES}},
+    {"kimi-k2", false, {"[\\p{Han}]+|" CASED(UPPER "&&[^\\p{Han}]", LOWER "&&[^\\p{Han}]") "[\\r\\n]*" SPACES}},
+    {"gpt-4o", false, {CASED(UPPER, LOWER) "[\\r\\n/]*" SPACES}},
+    {"gpt-2", false, {GPT2}},
+    {"deepseek-coder", false, {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}},
+    {"deepseek-llm", false, {"[\\r\\n]",
+        "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
+        "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"}}};
+/* clang-format on */
+
+/* Line ends written as characters become escapes, and the spelled-out contractions the short form. */
+static char *normalise_expression(const char *s) {
+    static const char spelled[] = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])";
+    char *out = NULL;
+    while (*s) {
+        const char *put = *s == '\r'                ? "\\r"
+                          : *s == '\n'              ? "\\n"
+                          : starts_with(s, spelled) ? CONTRACTIONS
+                                                    : NULL;
+        size_t n = put ? strlen(put) : 1;
+        memcpy(arraddnptr(out, n), put ? put : s, n);
+        s += put && *put == '(' ? sizeof spelled - 1 : 1;
+    }
+    arrput(out, 0);
+    return out;
+}
+
+/* Appends the expressions of one pre-tokenizer of tokenizer.json. */
+static void collect_expressions(struct doc d, char ***list) {
+    size_t i;
+    json_t *v;
+    const char *type = get_str(d, "type", "(none)");
+    if (!strcmp(type, "Sequence")) {
+        json_array_foreach(get_list(d, "pretokenizers"), i, v)
+            collect_expressions((struct doc){v, d.file, d.in}, list);
+    } else if (!strcmp(type, "Split")) {
+        struct doc pattern = get_obj(d, "pattern");
+        const char *e = get_str(pattern, "Regex", NULL), *how = get_str(d, "behavior", "(none)");
+        /* cutting the matches out and dropping the gaps is the same where the expression matches everything */
+        bool plain = !strcmp(how, "Isolated") || (!strcmp(how, "Removed") && get_bool(d, "invert", false));
+        if (!e || !plain) die("%s: a Split is not supported: %s", d.file, json_show(d.obj));
+        arrput(*list, normalise_expression(e));
+    } else if (!strcmp(type, "Digits")) {
+        arrput(*list, normalise_expression(get_bool(d, "individual_digits", false) ? "\\p{N}" : "\\p{N}+"));
+    } else if (!strcmp(type, "ByteLevel")) {
+        expect(d, "add_prefix_space", !get_bool(d, "add_prefix_space", false), "false");
+        if (get_bool(d, "use_regex", true)) arrput(*list, normalise_expression(GPT2));
+    } else expect(d, "type", false, "Sequence, Split, Digits or ByteLevel");
+}
+
+static void recognise_pre_tokenizer(struct doc d) {
+    char **list = NULL;
+    if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE is supported", d.file);
+    collect_expressions(d, &list);
+    size_t n = arrlenu(list);
+    for (size_t k = 0; k < COUNT(pre_tokenizers) && !vocab.pre; k++) {
+        const char *const *e = pre_tokenizers[k].expr;
+        size_t i = 0;
+        while (i < n && i < 6 && e[i] && !strcmp(e[i], list[i])) i++;
+        if (i == n && n && (i == 6 || !e[i]) &&
+            (vocab.ignore_merges || !pre_tokenizers[k].ignore_merges_only))
+            vocab.pre = pre_tokenizers[k].name;
+    }
+    char all[1536] = "";
+    for (size_t i = 0; i < n; i++)
+        snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? "  then  " : "", list[i]);
+    if (!vocab.pre) die("%s: the pre-tokenizer is unknown: %s", d.file, n ? all : "it does not split");
+    for (size_t i = 0; i < n; i++) arrfree(list[i]);
+    arrfree(list);
+}
+
+/* Added tokens may repeat an entry of the vocabulary, but not rename it. */
+static void vocab_set(const char *file, const char *text, int64_t id, enum token_type type) {
+    if (id < 0 || (size_t)id >= m.dim[VOCAB])
+        die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, m.dim[VOCAB]);
+    if (vocab.text[id] && strcmp(vocab.text[id], text))
+        die("%s: the tokens '%s' and '%s' have the same id %lld", file, vocab.text[id], text, (long long)id);
+    if (!vocab.text[id]) vocab.text[id] = xstrdup(text);
+    vocab.type[id] = type;
+}
+
+/* Upstream's rule: some releases do not mark what is plainly a control token as special. */
+static enum token_type added_type(const char *text, bool special) {
+    return special || (starts_with(text, "<|") && ends_with(text, "|>")) ||
+                   (starts_with(text, "<｜") && ends_with(text, "｜>"))
+               ? TOKEN_CONTROL
+               : TOKEN_USER;
+}
+
+static void add_token(struct doc d, int64_t id) {
+    const char *text = get_str(d, "content", NULL);
+    if (!text) die("%s: an added token without content: %s", d.file, json_show(d.obj));
+    static const char *const flags[] = {"single_word", "lstrip", "rstrip"};
+    for (int i = 0; i < 3; i++) expect(d, flags[i], !get_bool(d, flags[i], false), "false");
+    vocab_set(d.file, text, id, added_type(text, get_bool(d, "special", false)));
+}
+
+static void read_normalizer(struct doc d) {
+    size_t i;
+    json_t *v;
+    if (!d.obj) return;
+    const char *type = get_str(d, "type", "(none)");
+    if (!strcmp(type, "NFC")) vocab.nfc = true;
+    else if (!strcmp(type, "Sequence")) {
+        json_array_foreach(get_list(d, "normalizers"), i, v) read_normalizer((struct doc){v, d.file, d.in});
+    } else expect(d, "type", false, "none, NFC or a Sequence of those");
+}
+
+/* What is put around a text: nothing, or one token in front, which then is the beginning-of-sequence token. */
+static void read_post_processor(struct doc d) {
+    size_t i;
+    json_t *v;
+    if (!d.obj) return;
+    const char *type = get_str(d, "type", "(none)");
+    if (!strcmp(type, "ByteLevel")) return;
+    if (!strcmp(type, "Sequence")) {
+        json_array_foreach(get_list(d, "processors"), i, v)
+            read_post_processor((struct doc){v, d.file, d.in});
+        return;
+    }
+    expect(d, "type", !strcmp(type, "TemplateProcessing"), "ByteLevel, TemplateProcessing or a Sequence");
+    json_t *single = get_list(d, "single");
+    size_t n = json_array_size(single);
+    bool bos = n == 2 && json_object_get(json_array_get(single, 0), "SpecialToken");
+    expect(d, "single", (n == 1 || bos) && json_object_get(json_array_get(single, n - 1), "Sequence"),
+           "the text, or one token and the text");
+    vocab.add_bos = bos;
+}
+
+/* Merges come as "a b" or ["a","b"]. Both parts and the whole must be tokens, or merging would end in nothing. */
+static void read_merges(struct doc model, json_t *tokens) {
+    size_t i;
+    json_t *v;
+    json_array_foreach(get_list(model, "merges"), i, v) {
+        const char *a = json_string_value(json_array_get(v, 0)), *b = json_string_value(json_array_get(v, 1));
+        char *pair = json_is_string(v)                   ? xstrdup(json_string_value(v))
+                     : a && b && json_array_size(v) == 2 ? xstrdup(fmt("%s %s", a, b))
+                                                         : NULL;
+        char *space = pair ? strchr(pair, ' ') : NULL;
+        if (!space || space == pair || !space[1] || strchr(space + 1, ' '))
+            die("%s: merge %zu: expected two parts without spaces, found %s", model.file, i, json_show(v));
+        *space = 0;
+        if (!json_object_get(tokens, pair) || !json_object_get(tokens, space + 1) ||
+            !json_object_get(tokens, fmt("%s%s", pair, space + 1)))
+            die("%s: merge %zu: %s: a part or the whole is not in the vocabulary", model.file, i,
+                json_show(v));
+        *space = ' ';
+        arrput(vocab.merges, pair);
+    }
+}
+
+static void read_tokenizer_json(struct doc d) {
+    struct doc model = get_obj(d, "model"), tokens = get_obj(model, "vocab"), decoder = get_obj(d, "decoder");
+    size_t i;
+    const char *text;
+    json_t *v;
+    expect(model, "type", !strcmp(get_str(model, "type", "BPE"), "BPE"), "BPE");
+    expect(d, "model", tokens.obj, "an object with a vocabulary");
+    expect(model, "byte_fallback", !get_bool(model, "byte_fallback", false), "false");
+    expect(model, "end_of_word_suffix", !*get_str(model, "end_of_word_suffix", ""), "none");
+    expect(model, "continuing_subword_prefix", !*get_str(model, "continuing_subword_prefix", ""), "none");
+    vocab.ignore_merges = get_bool(model, "ignore_merges", false);
+    json_object_foreach(tokens.obj, text, v) {
+        vocab_set(d.file, text, get_int(tokens, text, 0, INT32_MAX, REQUIRED), TOKEN_NORMAL);
+    }
+    read_merges(model, tokens.obj);
+    json_array_foreach(get_list(d, "added_tokens"), i, v) {
+        struct doc t = {v, d.file, "added_tokens"};
+        add_token(t, get_int(t, "id", 0, INT32_MAX, REQUIRED));
+    }
+    recognise_pre_tokenizer(get_obj(d, "pre_tokenizer"));
+    read_normalizer(get_obj(d, "normalizer"));
+    read_post_processor(get_obj(d, "post_processor"));
+    expect(decoder, "type", !strcmp(get_str(decoder, "type", "ByteLevel"), "ByteLevel"), "ByteLevel");
+}
+
+/* tiktoken: lines "BASE64 RANK". The rank is the id and the order of merging; merges are what byte-level BPE limited to
+ * smaller ranks leaves of a token, when that is two parts. */
+struct bytes {
+    uint8_t *p;
+    uint32_t n;
+};
+
+static struct bytes *ranks; /* stb_ds, by rank */
+static int32_t *rank_table; /* open addressing; -1 empty */
+static size_t rank_mask;
+
+static size_t rank_hash(const uint8_t *p, size_t n) {
+    uint64_t h = 0xcbf29ce484222325u; /* FNV-1a */
+    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3u;
+    return (size_t)(h ^ h >> 29);
+}
+
+/* The slot of these bytes: their rank, or the empty slot where they belong. */
+static int32_t *rank_slot(const uint8_t *p, size_t n) {
+    size_t i = rank_hash(p, n) & rank_mask;
+    while (rank_table[i] >= 0 && (ranks[rank_table[i]].n != n || memcmp(ranks[rank_table[i]].p, p, n)))
+        i = (i + 1) & rank_mask;
+    return &rank_table[i];
+}
+
+static struct bytes base64_decode(const char *s, size_t n) {
+    static const char alphabet[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    struct bytes b = {xrealloc(NULL, n), 0};
+    uint32_t acc = 0, bits = 0;
+    while (n && s[n - 1] == '=') n--;
+    for (size_t i = 0; i < n; i++) {
+        const char *c = s[i] ? strchr(alphabet, s[i]) : NULL;
+        if (!c) return (struct bytes){b.p, 0};
+        acc = acc << 6 | (uint32_t)(c - alphabet);
+        bits += 6;
+        if (bits >= 8) bits -= 8, b.p[b.n++] = (uint8_t)(acc >> bits);
+    }
+    return b;
+}
+
+/* Bytes in the GPT-2 alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up, in order. */
+static const char *alphabet_text(struct bytes b) {
+    static char *out;
+    arrsetlen(out, 0);
+    for (uint32_t i = 0; i < b.n; i++) {
+        uint32_t c = b.p[i], cp = c;
+        if (c < 33) cp = 256 + c;
+        else if (c >= 127 && c < 161) cp = 256 + 33 + c - 127;
+        else if (c == 173) cp = 256 + 67;
+        if (cp >= 128) arrput(out, (char)(0xc0 | cp >> 6));
+        arrput(out, (char)(cp < 128 ? cp : 0x80 | (cp & 63)));
+    }
+    arrput(out, 0);
+    return out;
+}
+
+/* Merges the bytes of a token as encoding would with the smaller ranks only. O(n^2) in its length. */
+static void derive_merge(int32_t rank) {
+    struct bytes t = ranks[rank];
+    static uint32_t *cut; /* starts of the parts, and the end */
+    arrsetlen(cut, t.n + 1);
+    for (uint32_t i = 0; i <= t.n; i++) cut[i] = i;
+    for (;;) {
+        size_t parts = arrlenu(cut) - 1, best = 0;
+        int32_t least = rank;
+        for (size_t i = 0; i + 1 < parts; i++) {
+            int32_t r = *rank_slot(t.p + cut[i], cut[i + 2] - cut[i]);
+            if (r >= 0 && r < least) least = r, best = i;
+        }
+        if (least == rank) break;
+        arrdel(cut, best + 1);
+    }
+    if (arrlenu(cut) != 3) return;
+    char *left = xstrdup(alphabet_text((struct bytes){t.p, cut[1]}));
+    arrput(vocab.merges,
+           xstrdup(fmt("%s %s", left, alphabet_text((struct bytes){t.p + cut[1], t.n - cut[1]}))));
+    free(left);
+}
+
+static void read_tiktoken(const char *file, struct doc config) {
+    FILE *f = fopen(in_dir(file), "r");
+    char *line = NULL;
+    size_t cap = 0, n_line = 0;
+    ssize_t len;
+    if (!f) die("cannot open '%s': %s", in_dir(file), strerror(errno));
+    expect(config, "tokenizer_class", !strcmp(get_str(config, "tokenizer_class", ""), "TikTokenTokenizer"),
+           fmt("\"TikTokenTokenizer\" (Kimi) beside %s", file));
+    while ((len = getline(&line, &cap, f)) > 0) {
+        n_line++;
+        while (len && (line[len - 1] == '\n' || line[len - 1] == '\r')) line[--len] = 0;
+        if (!len) continue;
+        char *space = strchr(line, ' '), *end = NULL;
+        long rank = space ? strtol(space + 1, &end, 10) : -1;
+        struct bytes b = space ? base64_decode(line, (size_t)(space - line)) : (struct bytes){0};
+        if (!b.n || !end || *end || end == space + 1 || rank != (long)arrlen(ranks) || rank >= MAX_VOCAB ||
+            b.n > 1024)
+            die("%s: line %zu: expected base64 and the rank %td", file, n_line, arrlen(ranks));
+        arrput(ranks, b);
+    }
+    if (!n_line) die("%s: the file is empty", file);
+    free(line);
+    fclose(f);
+    for (rank_mask = 1; rank_mask < 2 * arrlenu(ranks); rank_mask *= 2) {}
+    rank_table = xrealloc(NULL, rank_mask * sizeof *rank_table);
+    memset(rank_table, 0xff, rank_mask * sizeof *rank_table);
+    rank_mask--;
+    int32_t n = (int32_t)arrlen(ranks);
+    for (int32_t r = 0; r < n; r++) {
+        int32_t *slot = rank_slot(ranks[r].p, ranks[r].n);
+        if (*slot >= 0) die("%s: the ranks %d and %d are the same bytes", file, *slot, r);
+        *slot = r;
+        vocab_set(file, alphabet_text(ranks[r]), r, TOKEN_NORMAL);
+    }
+    for (int32_t r = 0; r < n; r++)
+        if (ranks[r].n > 1) derive_merge(r);
+    vocab.pre = "kimi-k2";
+}
+
+/* tokenizer_config.json may add tokens; Kimi's own tokenizer names the holes among its 256 special ids. */
+static void read_added_decoder(struct doc config) {
+    struct doc added = get_obj(config, "added_tokens_decoder");
+    const char *key;
+    json_t *v;
+    json_object_foreach(added.obj, key, v) {
+        char *end;
+        long id = strtol(key, &end, 10);
+        expect(added, key, !*end && end != key && json_is_object(v), "ids and tokens");
+        add_token((struct doc){v, config.file, added.in}, id);
+    }
+    if (!arrlen(ranks)) return;
+    for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < m.dim[VOCAB]; id++)
+        if (!vocab.text[id])
+            vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
+}
+
+static void read_vocabulary(struct doc config) {
+    size_t n = m.dim[VOCAB];
+    vocab.text = xrealloc(NULL, n * sizeof *vocab.text);
+    vocab.type = xrealloc(NULL, n * sizeof *vocab.type);
+    memset(vocab.text, 0, n * sizeof *vocab.text);
+    struct doc d = doc_read("tokenizer.json");
+    if (d.obj) read_tokenizer_json(d);
+    else if (!access(in_dir("tiktoken.model"), F_OK)) read_tiktoken("tiktoken.model", config);
+    else die("'%s': neither tokenizer.json nor tiktoken.model is there", model_dir);
+    json_decref(d.obj);
+    read_added_decoder(config);
+    for (size_t i = 0; i < n; i++) {
+        if (vocab.text[i]) continue;
+        vocab.text[i] = xstrdup(fmt("[PAD%zu]", i));
+        vocab.type[i] = TOKEN_UNUSED;
+    }
+}
+
+/* ============================================================================================================
+ * Metadata
+ * ============================================================================================================ */
+
+static struct gguf_writer writer;
+
+static const char *arch_key(const char *rest) { return fmt("%s.%s", m.arch, rest); }
+static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
+static void kv_f32(const char *key, double v) { gguf_put_f32(&writer, arch_key(key), (float)v); }
+static void kv_str(const char *key, const char *s) { gguf_put_str(&writer, key, s, strlen(s)); }
+
+static void kv_i32(const char *key, int32_t v) {
+    gguf_put_key(&writer, key, GGUF_V_I32);
+    gguf_put_u32_raw(&writer, (uint32_t)v);
+}
+
+static void kv_strings(const char *key, char *const *s, size_t n) {
+    gguf_put_array(&writer, key, GGUF_V_STR, n, NULL);
+    for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
+}
+
+/* RoPE: flat keys (rope_theta, rope_scaling) or the newer rope_parameters. YaRN of MLA scales the softmax by
+ * mscale_all_dim and leaves cos and sin alone only if mscale is the same number; other recipes are refused. */
+static void put_rope(void) {
+    static const char known[] =
+        "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
+        "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
+    struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
+    const char *key;
+    json_t *v;
+    json_object_foreach(r.obj, key, v) { expect(r, key, one_of(key, known), "no such RoPE parameter"); }
+    double theta = get_num(m.cfg, "rope_theta", get_num(r, "rope_theta", -1));
+    expect(m.cfg, "rope_theta", theta > 0, "a number above 0");
+    kv_f32("rope.freq_base", theta);
+    const char *type = get_str(r, "rope_type", get_str(r, "type", "default"));
+    expect(r, "partial_rotary_factor", get_num(r, "partial_rotary_factor", 1) == 1, "1");
+    expect(m.cfg, "partial_rotary_factor", get_num(m.cfg, "partial_rotary_factor", 1) == 1, "1");
+    if (one_of(type, "default none")) return;
+    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
+    double factor = get_num(r, "factor", NAN), mscale = get_num(r, "mscale", 0),
+           all = get_num(r, "mscale_all_dim", 0);
+    double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", m.mla ? 0 : usual);
+    expect(r, "factor", factor >= 1, "a number from 1");
+    expect(r, "truncate", get_bool(r, "truncate", true), "true");
+    expect(r, "mscale_all_dim", m.mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
+           m.mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
+    expect(r, "attention_factor", fabs(attention - (m.mla ? 0 : usual)) <= 1e-4,
+           m.mla ? "none" : fmt("%g or none", usual));
+    kv_str(arch_key("rope.scaling.type"), "yarn");
+    kv_f32("rope.scaling.factor", factor);
+    kv_u32("rope.scaling.original_context_length",
+           (size_t)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED));
+    kv_f32("rope.scaling.yarn_beta_fast", get_num(r, "beta_fast", 32));
+    kv_f32("rope.scaling.yarn_beta_slow", get_num(r, "beta_slow", 1));
+    if (m.mla) kv_f32("rope.scaling.yarn_log_multiplier", 0.1 * all);
+}
+
+/* Counts, and what is known of pruning: config.json may carry the object "reap" with the ids that were kept. */
+static void put_experts(const char *name) {
+    int blocks = m.n_layer + m.n_mtp, most = 0;
+    bool differ = false, pruned = strstr(name, "REAP") != NULL;
+    for (int l = 0; l < blocks; l++) most = m.experts[l] > most ? m.experts[l] : most;
+    for (int l = 0; l < blocks; l++) {
+        if (!m.experts[l]) continue;
+        differ |= m.experts[l] != most;
+        pruned |= m.experts[l] < m.n_expert;
+    }
+    kv_u32("expert_count", (size_t)most);
+    kv_u32("expert_used_count", (size_t)m.top_k);
+    kv_u32("expert_feed_forward_length", m.dim[FFEXP]);
+    if (differ)
+        gguf_put_array(&writer, arch_key("expert_count_per_layer"), GGUF_V_I32, (size_t)blocks, m.experts);
+
+    struct doc reap = get_obj(m.top, "reap");
+    if (reap.obj) {
+        int64_t original = get_int(reap, "original_experts", most, INT32_MAX, REQUIRED);
+        json_t *kept = get_list(reap, "kept");
+        gguf_put_u32(&writer, "moe.reap.original_expert_count", (uint32_t)original);
+        for (int l = 0; l < blocks; l++) {
+            json_t *ids = json_array_get(kept, (size_t)l);
+            int32_t list[MAX_EXPERTS];
+            if (!json_is_array(ids)) continue;
+            expect(reap, "kept", json_array_size(ids) == (size_t)m.experts[l],
+                   fmt("%d ids for layer %d", m.experts[l], l));
+            for (int i = 0; i < m.experts[l]; i++) {
+                json_t *id = json_array_get(ids, (size_t)i);
+                list[i] = json_is_integer(id) && json_integer_value(id) < original
+                              ? (int32_t)json_integer_value(id)
+                              : -1;
+                expect(reap, "kept", list[i] >= 0 && (!i || list[i] > list[i - 1]),
+                       fmt("rising ids below %lld for layer %d", (long long)original, l));
+            }
+            gguf_put_array(&writer, fmt("moe.reap.kept.%d", l), GGUF_V_I32, (size_t)m.experts[l], list);
+        }
+        pruned = true;
+    }
+    if (pruned) gguf_put_bool(&writer, "moe.reap.pruned", true);
+}
+
+static void put_architecture(void) {
+    struct doc c = m.cfg;
+    bool sigmoid = m.mla && !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid");
+    kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
+    kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, INT32_MAX, REQUIRED));
+    kv_u32("embedding_length", m.dim[EMBD]);
+    kv_u32("feed_forward_length", m.dim[FF]);
+    kv_u32("vocab_size", m.dim[VOCAB]);
+    kv_f32("attention.layer_norm_rms_epsilon", get_num(c, "rms_norm_eps", 1e-6));
+    kv_u32("attention.head_count", (size_t)m.n_head);
+    /* 1 softmax, 2 sigmoid; transformers divides by the sum only where the key says so */
+    kv_u32("expert_gating_func", sigmoid ? 2 : 1);
+    gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, "norm_topk_prob", m.mla));
+    if (!m.mla) {
+        kv_u32("attention.head_count_kv", m.dim[KV] / m.dim[HEAD]);
+        kv_u32("attention.key_length", m.dim[HEAD]);
+        kv_u32("attention.value_length", m.dim[HEAD]);
+        return;
+    }
+    kv_u32("attention.head_count_kv", 1); /* absorbed attention: one latent head */
+    kv_u32("attention.key_length", m.dim[KVA]);
+    kv_u32("attention.value_length", m.dim[KVLORA]);
+    kv_u32("attention.key_length_mla", (size_t)(m.nope + m.rope));
+    kv_u32("attention.value_length_mla", (size_t)m.v_head);
+    kv_u32("attention.kv_lora_rank", m.dim[KVLORA]);
+    if (m.dim[QLORA]) kv_u32("attention.q_lora_rank", m.dim[QLORA]);
+    kv_u32("rope.dimension_count", (size_t)m.rope);
+    kv_u32("leading_dense_block_count", (size_t)m.first_dense);
+    kv_u32("expert_shared_count", (size_t)m.n_shared);
+    kv_f32("expert_weights_scale", get_num(c, "routed_scaling_factor", NAN));
+    kv_u32("expert_group_count", (size_t)m.n_group);
+    kv_u32("expert_group_used_count", (size_t)get_int(c, "topk_group", 1, m.n_group, REQUIRED));
+    if (m.n_mtp) kv_u32("nextn_predict_layers", (size_t)m.n_mtp);
+}
+
+/* "<|im_end|>" or {"content": "<|im_end|>"}; -1 when the key or the token is not there. */
+static int32_t token_id(struct doc config, const char *key) {
+    json_t *v = get(config, key);
+    const char *text = json_string_value(json_is_object(v) ? json_object_get(v, "content") : v);
+    for (size_t i = 0; text && i < m.dim[VOCAB]; i++)
+        if (!strcmp(vocab.text[i], text)) return (int32_t)i;
+    return -1;
+}
+
+/* Appends the ids of a key that holds one or a list. */
+static void collect_ids(struct doc d, const char *key, int32_t **ids) {
+    json_t *v = get(d, key);
+    size_t n = json_is_array(v) ? json_array_size(v) : v ? 1 : 0;
+    for (size_t i = 0; i < n; i++) {
+        json_t *e = json_is_array(v) ? json_array_get(v, i) : v;
+        int64_t id = json_is_integer(e) ? json_integer_value(e) : -1;
+        expect(d, key, id >= 0 && (size_t)id < m.dim[VOCAB], fmt("token ids below %zu", m.dim[VOCAB]));
+        bool have = false;
+        for (size_t k = 0; k < arrlenu(*ids); k++) have |= (*ids)[k] == (int32_t)id;
+        if (!have) arrput(*ids, (int32_t)id);
+    }
+}
+
+/* The id of a special token, as upstream looks for it: its text in tokenizer_config.json, else its id in config.json. */
+static int32_t special_id(struct doc config, const char *name) {
+    int32_t id = token_id(config, fmt("%s_token", name)), *ids = NULL;
+    const char *key = fmt("%s_token_id", name);
+    if (id < 0) collect_ids(get(m.cfg, key) ? m.cfg : m.top, key, &ids);
+    if (arrlen(ids)) id = ids[0];
+    arrfree(ids);
+    return id;
+}
+
+/* chat_template.jinja wins over tokenizer_config.json, as in transformers; of a list the one named "default". */
+static void put_template(struct doc config) {
+    json_t *v = get(config, "chat_template"), *e;
+    size_t i;
+    char *text = NULL;
+    FILE *f = fopen(in_dir("chat_template.jinja"), "r");
+    if (f) {
+        for (size_t n = 1; n;) {
+            char *p = arraddnptr(text, 4096);
+            n = fread(p, 1, 4096, f);
+            arrsetlen(text, arrlenu(text) - 4096 + n);
+        }
+        if (ferror(f)) die("cannot read '%s': %s", in_dir("chat_template.jinja"), strerror(errno));
+        fclose(f);
+        gguf_put_str(&writer, "tokenizer.chat_template", text, arrlenu(text));
+        arrfree(text);
+        return;
+    }
+    if (json_is_array(v)) {
+        json_t *list = v;
+        v = NULL;
+        json_array_foreach(list, i, e) {
+            const char *name = json_string_value(json_object_get(e, "name"));
+            if (name && !strcmp(name, "default")) v = json_object_get(e, "template");
+        }
+        expect(config, "chat_template", v, "a template named \"default\" in the list");
+    }
+    expect(config, "chat_template", !v || json_is_string(v), "a string or a list");
+    if (v) kv_str("tokenizer.chat_template", json_string_value(v));
+    else note("'%s' has no chat template", model_dir);
+}
+
+/* The release's own sampling, when it means to sample at all. */
+static void put_sampling(struct doc g) {
+    static const char *const numbers[][2] = {{"temperature", "general.sampling.temp"},
+                                             {"top_p", "general.sampling.top_p"},
+                                             {"min_p", "general.sampling.min_p"},
+                                             {"repetition_penalty", "general.sampling.penalty_repeat"}};
+    if (!get_bool(g, "do_sample", false)) return;
+    for (size_t i = 0; i < COUNT(numbers); i++)
+        if (get(g, numbers[i][0]))
+            gguf_put_f32(&writer, numbers[i][1], (float)get_num(g, numbers[i][0], NAN));
+    if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_int(g, "top_k", 0, INT32_MAX, 0));
+}
+
+static void put_vocabulary(void) {
+    struct doc config = doc_read("tokenizer_config.json"), generation = doc_read("generation_config.json");
+    read_vocabulary(config);
+    put_sampling(generation);
+    kv_str("tokenizer.ggml.model", "gpt2");
+    kv_str("tokenizer.ggml.pre", vocab.pre);
+    kv_strings("tokenizer.ggml.tokens", vocab.text, m.dim[VOCAB]);
+    gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, m.dim[VOCAB], vocab.type);
+    kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
+    if (vocab.ignore_merges) gguf_put_bool(&writer, "tokenizer.ggml.ignore_merges", true);
+    gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);
+    static const char *const specials[][2] = {{"bos", "tokenizer.ggml.bos_token_id"},
+                                              {"eos", "tokenizer.ggml.eos_token_id"},
+                                              {"pad", "tokenizer.ggml.padding_token_id"}};
+    int32_t id, *stops = NULL;
+    for (int i = 0; i < 3; i++)
+        if ((id = special_id(config, specials[i][0])) >= 0)
+            gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
+    collect_ids(generation, "eos_token_id", &stops);
+    collect_ids(m.cfg, "eos_token_id", &stops);
+    collect_ids(m.top, "eos_token_id", &stops);
+    id = special_id(config, "eos");
+    bool have = id < 0;
+    for (size_t i = 0; i < arrlenu(stops); i++) have |= stops[i] == id;
+    if (!have) arrput(stops, id);
+    if (!arrlen(stops)) die("'%s': no file names a token that ends an answer (eos_token_id)", model_dir);
+    gguf_put_array(&writer, "tokenizer.ggml.eos_token_ids", GGUF_V_I32, arrlenu(stops), stops);
+    arrfree(stops);
+    bool add_bos = get_bool(config, "add_bos_token", vocab.add_bos);
+    expect(config, "bos_token", !add_bos || special_id(config, "bos") >= 0,
+           "a token, because every text begins with it");
+    gguf_put_bool(&writer, "tokenizer.ggml.add_bos_token", add_bos);
+    put_template(config);
+    json_decref(config.obj);
+    json_decref(generation.obj);
+}
+
+/* --name, else the directory; a directory of a Hugging Face cache is a commit id, then the name in config.json. */
+static const char *model_name(const char *given) {
+    static char dir[PATH_MAX];
+    if (given) return given;
+    if (!realpath(model_dir, dir)) die("'%s': %s", model_dir, strerror(errno));
+    const char *base = strrchr(dir, '/') + 1, *said = get_str(m.top, "_name_or_path", "");
+    if (strlen(base) == 40 && strspn(base, "0123456789abcdef") == 40 && *said)
+        return strrchr(said, '/') ? strrchr(said, '/') + 1 : said;
+    return *base ? base : "model";
+}
+
+/* general.file_type: the type that holds most of the bytes. */
+static uint32_t file_type(void) {
+    size_t sum[GGUF_TYPE_COUNT] = {0};
+    uint32_t best = GGUF_F32;
+    for (size_t i = 0; i < arrlenu(plan); i++) sum[plan[i].type] += plan[i].bytes;
+    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
+        if (sum[t] > sum[best]) best = t;
+    return best == GGUF_NVFP4 ? 39 : best == GGUF_BF16 ? 32 : best == GGUF_F16 ? 1 : 0;
+}
+
+static void put_metadata(const char *name) {
+    kv_str("general.architecture", m.arch);
+    kv_str("general.name", name);
+    gguf_put_u32(&writer, "general.file_type", file_type());
+    gguf_put_u32(&writer, "general.quantization_version", 2);
+    put_architecture();
+    put_rope();
+    put_experts(name);
+    put_vocabulary();
+    for (size_t i = 0; i < arrlenu(plan); i++)
+        gguf_add_tensor(&writer, plan[i].name, plan[i].type, plan[i].n_dims, plan[i].ne);
+}
+
+/* ============================================================================================================
+ * Output
+ *
+ * Written to a temporary name beside the target, synced, renamed: under the final name there is a whole file or what
+ * was there before.
+ * ============================================================================================================ */
+
+static struct {
+    FILE *f;
+    const char *path;
+    size_t done, total;  /* bytes */
+    double start, shown; /* seconds */
+    bool terminal;
+} out;
+
+static size_t implausible; /* NVFP4 matrices whose largest weight is out of any sensible range */
+
+static double now_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void progress(bool last) {
+    double t = now_seconds(), rate;
+    if (!out.terminal || (!last && t - out.shown < 0.2)) return;
+    out.shown = t;
+    rate = (double)out.done / (t - out.start > 1e-3 ? t - out.start : 1e-3);
+    double part = out.total ? (double)out.done / (double)out.total : 1;
+    long eta = rate > 0 ? (long)((double)(out.total - out.done) / rate + 0.5) : 0;
+    char bar[33] = "................................";
+    memset(bar, '#', (size_t)(32 * part));
+    fprintf(stderr, "\r[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld \033[K%s", bar, 100 * part,
+            human((double)out.done), human((double)out.total), human(rate), eta / 3600, eta / 60 % 60,
+            eta % 60, last ? "\n" : "");
+    bar_shown = !last;
+}
+
+/* The one place that writes, so that signals and full disks are met here. */
+static void out_write(const void *p, size_t n) {
+    if (stop_signal) {
+        note("interrupted; nothing was written to '%s'", out.path);
+        quit(128 + stop_signal);
+    }
+    if (n && fwrite(p, 1, n, out.f) != n) die("cannot write '%s': %s", out.path, strerror(errno));
+    out.done += n;
+    progress(false);
+}
+
+/* A growing buffer; contents are lost. */
+static uint8_t *scratch(int which, size_t n) {
+    static struct {
+        uint8_t *p;
+        size_t n;
+    } buf[4];
+    if (n > buf[which].n) {
+        free(buf[which].p);
+        buf[which].p = xrealloc(NULL, n);
+        buf[which].n = n;
+    }
+    return buf[which].p;
+}
+
+/* Bytes of the matrix per row, as stored. */
+static size_t row_bytes(const struct linear *l) {
+    return l->form == NVFP4 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
+}
+
+/* Reads n rows of E4M3 block scales. 0x80 is a zero; any other sign and both NaNs are refused. Returns the largest. */
+static uint8_t read_block_scales(const struct linear *l, size_t row, size_t n, uint8_t *s) {
+    size_t per_row = l->cols / 16;
+    uint8_t most = 0;
+    tensor_read(l->scale, row * per_row, s, n * per_row);
+    for (size_t i = 0; i < n * per_row; i++) {
+        if (s[i] > 0x80 || s[i] == 0x7f)
+            die("%s: row %zu, block %zu: the scale byte %02x is %s", where(l->scale), row + i / per_row,
+                i % per_row, s[i], (s[i] & 0x7f) == 0x7f ? "not a number" : "negative");
+        s[i] &= 0x7f;
+        most = s[i] > most ? s[i] : most;
+    }
+    return most;
+}
+
+/* out[n][cols] = rows of the matrix without `factor`. */
+static void read_rows(const struct linear *l, size_t row, size_t n, float *dst) {
+    if (l->form == PLAIN) {
+        read_floats(l->w, row * l->cols, n * l->cols, dst);
+        return;
+    }
+    uint8_t *raw = scratch(0, n * row_bytes(l)), *s = scratch(1, l->cols);
+    float *scale = (float *)(void *)scratch(2, (l->cols / 128 + 1) * sizeof *scale);
+    tensor_read(l->w, row * row_bytes(l), raw, n * row_bytes(l));
+    scale[0] = 1.0f;
+    for (size_t i = 0; i < n; i++) {
+        size_t r = row + i;
+        if (l->form == NVFP4) read_block_scales(l, r, 1, s);
+        if (l->form == FP8_ROW) read_floats(l->scale, r, 1, scale);
+        if (l->form == FP8_BLOCK && (!i || r % 128 == 0))
+            read_floats(l->scale, r / 128 * ceil128(l->cols), ceil128(l->cols), scale);
+        for (size_t c = 0; c < l->cols; c++) {
+            uint8_t b = raw[i * row_bytes(l) + (l->form == NVFP4 ? c / 2 : c)];
+            if (l->form == NVFP4)
+                dst[i * l->cols + c] = e2m1_to_f32(b >> (c & 1) * 4 & 15) * e4m3_to_f32(s[c / 16]);
+            else {
+                float v = e4m3_to_f32(b) * scale[l->form == FP8_BLOCK ? c / 128 : 0];
+                if (!isfinite(v)) die("%s: row %zu, column %zu is not a finite number", where(l->w), r, c);
+                dst[i * l->cols + c] = v;
+            }
+        }
+    }
+}
+
+/* In place: the 2-byte result never overtakes the 4-byte source. */
+static void write_floats(uint32_t type, float *v, size_t n) {
+    uint8_t *p = (uint8_t *)v;
+    for (size_t i = 0; type != GGUF_F32 && i < n; i++) {
+        uint16_t h = type == GGUF_BF16 ? bf16_from_f32(v[i]) : f16_from_f32(v[i]);
+        memcpy(p + 2 * i, &h, 2);
+    }
+    out_write(p, n * (type == GGUF_F32 ? 4 : 2));
+}
+
+/* Rows [row, row+n) re-packed; *most collects the largest scale byte. */
+static void write_nvfp4_rows(const struct linear *l, size_t row, size_t n, uint8_t *most) {
+    size_t blocks = l->cols / 64, rb = row_bytes(l);
+    uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * l->cols / 16), largest;
+    struct block_nvfp4 *b = (struct block_nvfp4 *)scratch(2, n * blocks * sizeof *b);
+    tensor_read(l->w, row * rb, raw, n * rb);
+    largest = read_block_scales(l, row, n, s);
+    *most = largest > *most ? largest : *most;
+    for (size_t i = 0; i < n * blocks; i++) nvfp4_repack_block(raw + 32 * i, s + 4 * i, &b[i]);
+    out_write(b, n * blocks * sizeof *b);
+}
+
+/* In chunks of whole rows; a transposed piece (one head) is held whole. */
+static void write_piece(const struct output *o, const struct piece *p) {
+    const struct linear *l = &p->lin;
+    size_t step = CHUNK_BYTES / (l->cols * 4) + 1;
+    uint8_t most = 0;
+    if (o->transpose) {
+        float *a = (float *)(void *)scratch(3, 2 * p->rows * l->cols * sizeof *a), *b = a + p->rows * l->cols;
+        read_rows(l, p->row, p->rows, a);
+        for (size_t r = 0; r < p->rows; r++)
+            for (size_t c = 0; c < l->cols; c++) b[c * p->rows + r] = a[r * l->cols + c];
+        write_floats(o->type, b, p->rows * l->cols);
+        return;
+    }
+    for (size_t r = 0; r < p->rows; r += step) {
+        size_t n = p->rows - r < step ? p->rows - r : step;
+        if (o->type == GGUF_NVFP4) write_nvfp4_rows(l, p->row + r, n, &most);
+        else if (l->form == PLAIN && plain_type(l->w) == o->type) {
+            uint8_t *raw = scratch(0, n * row_bytes(l));
+            tensor_read(l->w, (p->row + r) * row_bytes(l), raw, n * row_bytes(l));
+            out_write(raw, n * row_bytes(l));
+        } else {
+            float *v = (float *)(void *)scratch(3, n * l->cols * sizeof *v);
+            read_rows(l, p->row + r, n, v);
+            write_floats(o->type, v, n * l->cols);
+        }
+    }
+    float largest = 6.0f * e4m3_to_f32(most) * l->factor;
+    if (most && (largest < 1e-5f || largest > 64.0f) && !implausible++)
+        note("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
+}
+
+static void write_output(const struct output *o) {
+    static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
+    size_t from = out.done;
+    if (o->values) out_write(o->values, arrlenu(o->values) * sizeof *o->values);
+    for (size_t i = 0; i < arrlenu(o->pieces); i++) write_piece(o, &o->pieces[i]);
+    if (out.done - from != o->bytes)
+        die("internal error: %s: %zu bytes written, %zu planned", o->name, out.done - from, o->bytes);
+    out_write(zeros, gguf_pad(o->bytes) - o->bytes);
+}
+
+static void on_signal(int sig) { stop_signal = sig; }
+
+/* Before the first byte: a directory that can be written, and room. */
+static void check_target(const char *path, char *dir) {
+    char copy[PATH_MAX], need[64];
+    struct stat st;
+    struct statvfs fs;
+    snprintf(copy, sizeof copy, "%s", path);
+    strcpy(dir, dirname(copy));
+    if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o names a file", path);
+    if (statvfs(dir, &fs)) die("'%s': %s", dir, strerror(errno));
+    double room = (double)fs.f_bavail * (double)fs.f_frsize;
+    snprintf(need, sizeof need, "%s", human((double)out.total));
+    if (room < (double)out.total) die("'%s': %s are needed, %s are free", dir, need, human(room));
+}
+
+static void write_file(const char *path, const uint8_t *header, size_t header_bytes) {
+    char dir[PATH_MAX];
+    struct sigaction act = {.sa_handler = on_signal, .sa_flags = SA_RESTART},
+                     ignore = {.sa_handler = SIG_IGN};
+    out.path = path;
+    out.total = header_bytes + writer.data_bytes;
+    out.terminal = isatty(2);
+    out.start = now_seconds();
+    check_target(path, dir);
+    sigaction(SIGXFSZ, &ignore, NULL); /* a file size limit is an error of write() */
+    sigaction(SIGINT, &act, NULL);
+    sigaction(SIGTERM, &act, NULL);
+    sigaction(SIGHUP, &act, NULL);
+    const char *temp = fmt("%s.tmp-%ld", path, (long)getpid());
+    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0 || !(out.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));
+    snprintf(temp_path, sizeof temp_path, "%s", temp);
+    out_write(header, header_bytes);
+    for (size_t i = 0; i < arrlenu(plan); i++) write_output(&plan[i]);
+    if (fflush(out.f) || fsync(fd) || fclose(out.f)) die("cannot write '%s': %s", path, strerror(errno));
+    if (rename(temp_path, path)) die("cannot rename '%s' to '%s': %s", temp_path, path, strerror(errno));
+    temp_path[0] = 0;
+    int dirfd = open(dir, O_RDONLY | O_CLOEXEC);
+    if (dirfd >= 0) fsync(dirfd), close(dirfd);
+    progress(true);
+    if (implausible > 1) note("%zu matrices have implausible weights", implausible);
+    note("'%s': %zu tensors, %s", path, arrlenu(plan), human((double)out.total));
+}
+
+/* ============================================================================================================
+ * Main
+ * ============================================================================================================ */
+
+/* name, type, shape, bytes, source, remark; then totals */
+static void list_plan(size_t header_bytes) {
+    size_t sum[GGUF_TYPE_COUNT] = {0}, data = 0;
+    size_t count[GGUF_TYPE_COUNT] = {0};
+    for (size_t i = 0; i < arrlenu(plan); i++) {
+        const struct output *o = &plan[i];
+        char shape[96] = "";
+        for (uint32_t d = 0; d < o->n_dims; d++)
+            snprintf(shape + strlen(shape), sizeof shape - strlen(shape), "%s%zu", d ? " x " : "", o->ne[d]);
+        printf("%-36s %-6s %-22s %12zu  ", o->name, gguf_type_info(o->type).name, shape, o->bytes);
+        if (o->values) printf("%zu value%s", arrlenu(o->values), arrlenu(o->values) == 1 ? "" : "s");
+        else printf("%s", o->pieces[0].lin.w->name);
+        if (arrlenu(o->pieces) > 1) printf(" (%zu pieces)", arrlenu(o->pieces));
+        printf("%s%s\n", *o->how ? "  " : "", o->how);
+        sum[o->type] += o->bytes;
+        data += o->bytes;
+        count[o->type]++;
+    }
+    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
+        if (count[t])
+            printf("total %-6s %6zu tensors %20zu bytes\n", gguf_type_info(t).name, count[t], sum[t]);
+    printf("total        %6zu tensors %20zu bytes, %zu with header and padding; %zu tensors of the source "
+           "are skipped\n",
+           arrlenu(plan), data, header_bytes + writer.data_bytes, n_skipped);
+}
+
+static void help(void) {
+    puts("usage: moe-convert HF_DIR -o OUT.gguf [--name NAME]\n"
+         "       moe-convert HF_DIR --dry-run\n\n"
+         "Converts a Hugging Face directory (safetensors, config.json, tokenizer.json or tiktoken.model) to "
+         "GGUF.\n"
+         "Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
+         "Weights: NVFP4 (ModelOpt, compressed-tensors) is kept bit by bit; FP8 E4M3 becomes BF16;\n"
+         "BF16, F16 and F32 stay; norms and routers become F32.\n\n"
+         "  -o FILE      the file to write\n"
+         "  --name NAME  general.name (default: the directory's name)\n"
+         "  --dry-run    list the tensors that would be written, and write nothing\n"
+         "  --version    print the version\n"
+         "  --help       print this");
+}
+
+int main(int argc, char **argv) {
+    const char *path = NULL, *name = NULL;
+    bool dry_run = false;
+    for (int i = 1; i < argc; i++) {
+        const char *a = argv[i];
+        bool takes = !strcmp(a, "-o") || !strcmp(a, "--name");
+        if (takes && i + 1 == argc) usage("%s needs a value", a);
+        if (!strcmp(a, "--help")) return help(), 0;
+        if (!strcmp(a, "--version")) return puts("moe-convert " VERSION), 0;
+        if (!strcmp(a, "--dry-run")) dry_run = true;
+        else if (takes && a[1] == 'o') path = argv[++i];
+        else if (takes) name = argv[++i];
+        else if (*a == '-') usage("unknown option '%s' (see --help)", a);
+        else if (model_dir) usage("one directory, please: '%s' and '%s'", model_dir, a);
+        else model_dir = a;
+    }
+    if (!model_dir) usage("a Hugging Face directory is needed (see --help)");
+    if (!path && !dry_run) usage("-o OUT.gguf or --dry-run is needed (see --help)");
+    if (path && strlen(path) >= PATH_MAX - 1) usage("the name given with -o is too long");
+
+    read_config();
+    source_open();
+    plan_model();
+    check_quantisation();
+    put_metadata(model_name(name));
+    size_t header_bytes;
+    uint8_t *header = gguf_header(&writer, &header_bytes);
+    if (!header) die("out of memory for the header");
+    if (dry_run) list_plan(header_bytes);
+    else write_file(path, header, header_bytes);
+    free(header);
+    gguf_writer_free(&writer);
+    json_decref(m.top.obj);
+    if (fflush(stdout)) die("cannot write the listing: %s", strerror(errno));
+    return 0;
+}

@@ -1,0 +1,10512 @@
+#define _GNU_SOURCE
+#include <ctype.h>
+#include <dirent.h>
+#include <jansson.h>
+#include <locale.h>
+#include <omp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <termios.h>
+#include <time.h>
+#include <utf8proc.h>
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
+#include "gguf_nvfp4.h"
+
+/* ============================================================================================================
+ * Limits and errors
+ *
+ * Two classes of error. Start-up errors end the program: one line on stderr that names the file or option, what was
+ * expected and what was found; exit 1 (2 for wrong usage). Session errors are returned: functions give -1 and write
+ * one line into `char err[ERR_MAX]`; the caller rolls back and lives on.
+ * ============================================================================================================ */
+
+enum {
+    ERR_MAX = 512,      /* bytes of a session error message */
+    MAX_LAYERS = 512,
+    MAX_EXPERTS = 1024, /* per layer */
+    MAX_TOPK = 32       /* experts used per token */
+};
+
+enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
+
+/* Set by SIGINT; polled at token and chunk boundaries. Counts, so that a second Ctrl-C can be told from the first. */
+static volatile sig_atomic_t interrupted;
+
+static void term_restore(void);
+
+__attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
+    va_list ap;
+    term_restore();
+    fflush(stdout);
+    fputs("moe: ", stderr);
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    fputc('\n', stderr);
+    exit(code);
+}
+
+#define die(...)       die_code(EXIT_RUN, __VA_ARGS__)
+#define die_usage(...) die_code(EXIT_USAGE, __VA_ARGS__)
+
+/* Writes a session error; evaluates to -1, so that `return fail(err, ...)` reads well. */
+__attribute__((format(printf, 2, 3))) static int fail(char *err, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(err, ERR_MAX, fmt, ap);
+    va_end(ap);
+    return -1;
+}
+
+/* ============================================================================================================
+ * Allocation
+ *
+ * Memory that runs out ends the program. Between alloc_guard_begin and alloc_guard_end nothing may be allocated: the
+ * token loop and everything below it works in memory laid out at start.
+ * ============================================================================================================ */
+
+static _Thread_local const char *alloc_guard; /* what is being guarded, or NULL */
+
+static void alloc_guard_begin(const char *what) { alloc_guard = what; }
+static void alloc_guard_end(void) { alloc_guard = NULL; }
+
+static void alloc_check(bool got, size_t n) {
+    if (alloc_guard) die("internal error: %zu bytes allocated during %s", n, alloc_guard);
+    if (!got && n) die("out of memory (%zu bytes)", n);
+}
+
+static void *xmalloc(size_t n) {
+    void *p = malloc(n);
+    alloc_check(p != NULL, n);
+    return p;
+}
+
+static void *xcalloc(size_t n, size_t size) {
+    void *p = calloc(n, size);
+    alloc_check(p != NULL, size && n > SIZE_MAX / size ? SIZE_MAX : n * size);
+    return p;
+}
+
+static void *xrealloc(void *p, size_t n) {
+    void *q = realloc(p, n);
+    alloc_check(q != NULL, n);
+    return q;
+}
+
+/* Zeroed and aligned to a cache line. */
+static void *xaligned(size_t n) {
+    void *p = NULL;
+    n = (n + 63) / 64 * 64;
+    if (posix_memalign(&p, 64, n ? n : 64)) p = NULL;
+    alloc_check(p != NULL, n ? n : 64);
+    memset(p, 0, n ? n : 64);
+    return p;
+}
+
+static char *xstrndup(const char *s, size_t n) {
+    char *p = xmalloc(n + 1);
+    if (n) memcpy(p, s, n);
+    p[n] = 0;
+    return p;
+}
+
+static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
+
+/* Dynamic arrays are stb_ds's (arrput, arrlen, arrsetlen, arrfree); its hash maps only with integer keys, filled by one
+ * thread at load. One macro call per expression, no side effects in arguments; a function that may grow an array takes
+ * a pointer to it. */
+#define STBDS_REALLOC(context, p, n) xrealloc(p, n)
+#define STBDS_FREE(context, p)       free(p)
+#define STB_DS_IMPLEMENTATION
+#include <stb/stb_ds.h>
+
+/* Byte strings that grow are `char *` arrays of stb_ds, without a terminating NUL unless sb_cstr adds it. */
+static void sb_put(char **sb, const char *s, size_t n) {
+    if (n) memcpy(arraddnptr(*sb, n), s, n);
+}
+
+static void sb_puts(char **sb, const char *s) { sb_put(sb, s, strlen(s)); }
+
+__attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const char *fmt, ...) {
+    char tmp[1024];
+    va_list ap;
+    va_start(ap, fmt);
+    int n = vsnprintf(tmp, sizeof tmp, fmt, ap);
+    va_end(ap);
+    if (n < (int)sizeof tmp) {
+        sb_put(sb, tmp, n > 0 ? (size_t)n : 0);
+        return;
+    }
+    size_t at = arrlenu(*sb);
+    arrsetlen(*sb, at + (size_t)n + 1);
+    va_start(ap, fmt);
+    vsnprintf(*sb + at, (size_t)n + 1, fmt, ap);
+    va_end(ap);
+    arrsetlen(*sb, at + (size_t)n);
+}
+
+/* NUL behind the last byte, not counted in arrlen. Valid until the next change. */
+static const char *sb_cstr(char **sb) {
+    arrput(*sb, 0);
+    (void)arrpop(*sb);
+    return *sb;
+}
+
+/* ============================================================================================================
+ * Files, time, text
+ * ============================================================================================================ */
+
+static double now_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Appends everything that fd still gives. 0, or -1 with errno set. */
+static int read_fd(int fd, char **sb) {
+    for (;;) {
+        size_t at = arrlenu(*sb);
+        char *p = arraddnptr(*sb, 65536);
+        ssize_t n = read(fd, p, 65536);
+        arrsetlen(*sb, at + (size_t)(n > 0 ? n : 0));
+        if (n == 0) return 0;
+        if (n < 0 && (errno != EINTR || interrupted)) return -1;
+    }
+}
+
+/* Appends a whole file. */
+static int read_file(const char *path, char **sb, char *err) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(err, "cannot open '%s': %s", path, strerror(errno));
+    int rc = read_fd(fd, sb);
+    if (rc) fail(err, "cannot read '%s': %s", path, strerror(errno));
+    close(fd);
+    return rc;
+}
+
+/* Bytes of the UTF-8 sequence at s: its length if complete and valid, 0 if it is valid so far but cut off by n, -1 if it
+ * is invalid. */
+static int utf8_sequence(const char *s, size_t n) {
+    const uint8_t *u = (const uint8_t *)s;
+    utf8proc_int32_t cp;
+    int want = !n ? 1 : u[0] < 0x80 ? 1 : u[0] >= 0xc2 && u[0] < 0xe0 ? 2 : (u[0] & 0xf0) == 0xe0 ? 3 : u[0] >= 0xf0 && u[0] < 0xf5 ? 4 : -1;
+    if (want < 0) return -1;
+    if (n >= (size_t)want) return utf8proc_iterate(u, want, &cp) == want ? want : -1;
+    uint8_t t[4] = {0x80, 0x80, 0x80, 0x80};
+    memcpy(t, u, n);
+    if (n < 2 && (u[0] == 0xe0 || u[0] == 0xf0)) t[1] = 0xa0; /* the smallest second byte that is not overlong */
+    return utf8proc_iterate(t, want, &cp) == want ? 0 : -1;
+}
+
+static bool utf8_valid(const char *s, size_t n) {
+    while (n) {
+        int k = utf8_sequence(s, n);
+        if (k <= 0) return false;
+        s += k, n -= (size_t)k;
+    }
+    return true;
+}
+
+/* Splitmix64: the random numbers of the sampler, of tests and of synthetic weights; the same everywhere. */
+static uint64_t rng_next(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static double rng_uniform(uint64_t *state) { return (double)(rng_next(state) >> 11) * 0x1p-53; } /* [0, 1) */
+
+/* 1,234,567 */
+static const char *with_commas(uint64_t v, char out[32]) {
+    char tmp[32];
+    int n = snprintf(tmp, sizeof tmp, "%llu", (unsigned long long)v), k = 0;
+    for (int i = 0; i < n; i++) {
+        out[k++] = tmp[i];
+        if ((n - i - 1) % 3 == 0 && i + 1 < n) out[k++] = ',';
+    }
+    out[k] = 0;
+    return out;
+}
+
+/* ============================================================================================================
+ * Terminal
+ *
+ * stdout carries the answer, stderr everything else. Whether either is a terminal, and whether colour is wanted, is
+ * decided once. Text from a model or a file reaches a terminal only through term_put, which shows control characters
+ * instead of obeying them.
+ * ============================================================================================================ */
+
+static struct {
+    bool in_tty, out_tty, err_tty;
+    bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
+    volatile sig_atomic_t raw;   /* the line editor changed the terminal's mode */
+    struct termios cooked;       /* valid while raw */
+} term;
+
+static void term_init(void) {
+    const char *t = getenv("TERM"), *no = getenv("NO_COLOR");
+    bool colour = t && *t && strcmp(t, "dumb") && !(no && *no);
+    term.in_tty = isatty(0), term.out_tty = isatty(1), term.err_tty = isatty(2);
+    term.colour_out = term.out_tty && colour, term.colour_err = term.err_tty && colour;
+}
+
+/* Safe in a signal handler: gives the terminal back as it was found. */
+static void term_restore(void) {
+    static const char reset[] = "\033[0m\033[?2004l\033[?25h";
+    if (term.raw) {
+        tcsetattr(0, TCSANOW, &term.cooked);
+        term.raw = 0; /* last: a signal in between restores again */
+        if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
+    } else if (term.colour_out && write(1, reset, 4) < 0)
+        return;
+}
+
+/* One warning or remark on stderr, in its own line, dim on a terminal. */
+__attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
+    va_list ap;
+    if (term.colour_err) fputs("\033[2m", stderr);
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    fputs(term.colour_err ? "\033[0m\n" : "\n", stderr);
+}
+
+/* Appends s to *out with C0 (but \n and \t), DEL and C1 controls made visible and malformed UTF-8 replaced. s consists of
+ * whole UTF-8 sequences (the detokeniser holds the rest back), so no state is carried. */
+static void term_neutralise(char **out, const char *s, size_t n) {
+    for (size_t i = 0; i < n;) {
+        uint8_t c = (uint8_t)s[i];
+        int k = utf8_sequence(s + i, n - i);
+        if (k <= 0) {
+            sb_puts(out, "\xef\xbf\xbd");
+            i++;
+        } else if (c == '\n' || c == '\t' || (c >= 32 && c < 127)) {
+            arrput(*out, (char)c);
+            i++;
+        } else if (c < 32 || c == 127) {
+            sb_printf(out, "\\x%02x", c);
+            i++;
+        } else if (c == 0xc2 && (uint8_t)s[i + 1] < 0xa0) {
+            sb_printf(out, "\\x%02x", (uint8_t)s[i + 1]);
+            i += 2;
+        } else {
+            sb_put(out, s + i, (size_t)k);
+            i += (size_t)k;
+        }
+    }
+}
+/* ============================================================================================================
+ * Vocabulary and BPE
+ *
+ * Byte-level BPE as Hugging Face's tokenizers do it: text is cut at special tokens, the stretches between are brought
+ * to NFC if the model wants that, cut into pieces by the model's expressions, and merged from single bytes upwards.
+ *
+ * The vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it; any number of
+ * threads may tokenise at once. Ordinary tokens (found by merging) and special ones (found by their literal text) are
+ * kept apart, so that merging can never produce a special token. Whether text may name a special token depends on where
+ * the text came from; this section is told by origin bytes and flags and knows nothing of templates or messages.
+ * ============================================================================================================ */
+
+/* Values of tokenizer.ggml.token_type. */
+enum token_type {
+    TOKEN_NORMAL = 1,
+    TOKEN_UNKNOWN,
+    TOKEN_CONTROL,
+    TOKEN_USER_DEFINED,
+    TOKEN_UNUSED,
+    TOKEN_BYTE
+};
+
+/* Of every byte of a text: whether the chat template wrote it, or it came from a message, a file or the user. */
+enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
+
+enum tokenize_flags {
+    TOKENIZE_CONTROL = 1, /* control tokens in text of the template are recognised */
+    TOKENIZE_TAGS = 2     /* user-defined tokens that look like tags are recognised in data too */
+};
+
+enum {
+    VOCAB_MAX = 1 << 24, /* tokens, and merges */
+    VOCAB_MAX_EXPRS = 6, /* expressions of a pre-tokenizer */
+    PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
+    NFC_MAX_MARKS = 256, /* combining marks sorted at once; sorting is quadratic in utf8proc */
+    RANK_NONE = -1       /* also of an empty slot */
+};
+
+struct bytes_slot {
+    uint32_t hash;
+    int32_t id; /* -1: empty */
+};
+
+struct merge_slot {
+    uint64_t pair; /* left id << 32 | right id; UINT64_MAX: empty */
+    int32_t rank, id;
+};
+
+struct special_token {
+    struct gguf_str text;
+    int32_t id;
+};
+
+/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing. */
+struct vocab {
+    int32_t n_tokens;
+    int32_t bos, eos, eot, pad; /* -1: none */
+    bool add_bos, nfc, ignore_merges;
+    struct gguf_str chat_template; /* p NULL: none */
+
+    struct gguf_str *token; /* [n_tokens] the bytes a token stands for, in decoded or in the image */
+    uint8_t *type;          /* [n_tokens] enum token_type */
+    bool *stop;             /* [n_tokens] ends a turn */
+    char *decoded;          /* bytes of ordinary tokens, end to end */
+
+    struct bytes_slot *by_bytes; /* ordinary tokens by their bytes; of equal ones the lowest id */
+    struct merge_slot *merges;   /* NULL: two symbols merge if their bytes make a token, of rank its id */
+    int by_bytes_bits, merges_bits;
+    int32_t byte_id[256]; /* token of a single byte, -1: none, such bytes are dropped */
+
+    struct special_token *special; /* sorted by text, then id: an implicit trie */
+    uint32_t n_special;
+    uint32_t special_first[257]; /* [special_first[b], special_first[b + 1]) begin with byte b */
+
+    pcre2_code *expr[VOCAB_MAX_EXPRS];
+    int n_exprs;
+    pcre2_match_context *match_context;
+};
+
+/* ---- pre-tokenizers ---- */
+
+/* White space as Unicode has it and Rust and Oniguruma read \s. PCRE2's own \s would add U+180E. */
+#define WS             "\\t-\\r \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}\\x{3000}"
+#define BLANKS         "[" WS "]+(?![^" WS "])|[" WS "]+"
+#define LINES_BLANKS   "[" WS "]*[\\r\\n]+|" BLANKS
+#define CONTRACTION    "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+#define WORD_PREFIX    "[^\\r\\n\\p{L}\\p{N}]?"
+#define SYMBOLS        " ?[^" WS "\\p{L}\\p{N}]+"
+#define GPT2           "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|" SYMBOLS "|" BLANKS
+#define QWEN2          CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
+#define LLAMA3         CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
+#define CASED(UP, LOW) WORD_PREFIX UP "*" LOW "+" CONTRACTION "?|" WORD_PREFIX UP "+" LOW "*" CONTRACTION "?"
+
+/* Letters that are upper, title or without case, and those that are lower or without case; for Kimi without Han, which
+ * a class of PCRE2 can only say as the complement of everything else. */
+#define UPPER      "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
+#define LOWER      "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+#define UPPER_XHAN "[^\\p{Ll}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
+#define LOWER_XHAN "[^\\p{Lu}\\p{Lt}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
+
+/* clang-format off */
+/* The cased letters as DeepSeek's first tokenizer lists them. */
+#define DEEPSEEK_LETTERS \
+    "A-Za-z\\x{b5}À-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\\x{386}Έ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ" \
+    "Ὀ-Ὅὐ-ὗὙὛὝὟ-\\x{1f7d}ᾀ-ᾴᾶ-ᾼ\\x{1fbe}ῂ-ῄῆ-ῌῐ-\\x{1fd3}ῖ-\\x{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\\x{2126}ℨ" \
+    "\\x{212a}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+#define DEEPSEEK_MARKS "!-/:-~\\x{ff01}-\\x{ff0f}\\x{ff1a}-\\x{ff5e}\\x{2018}-\\x{201f}\\x{3000}-\\x{3002}"
+#define DEEPSEEK_CJK   "[\\x{800}-\\x{9fa5}\\x{ac00}-\\x{d7ff}]+"
+
+/* A pre-tokenizer is a sequence of expressions: each cuts the pieces of the one before into its matches and the gaps
+ * between them. No expression repeats a group, so that none needs a stack that grows with the text, and none is worse
+ * than linear on a long run: hence the look-behind in DeepSeek's "blanks at the end". Names and the defaults of missing
+ * keys are those of llama.cpp, expressions those of the models' own tokenizer.json (codes above 0x7f as numbers where
+ * two characters look the same). */
+static const struct pre_tokenizer {
+    const char *names; /* values of tokenizer.ggml.pre */
+    bool nfc, ignore_merges, add_bos;
+    const char *expr[VOCAB_MAX_EXPRS];
+} pre_tokenizers[] = {
+    {.names = "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling",
+     .expr = {GPT2}},
+    {.names = "default", .expr = {"[\\p{P}$+<=>^~|]+", GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
+    {.names = "deepseek-llm",
+     .expr = {"[\\r\\n]", "[" WS "]?[" DEEPSEEK_LETTERS "]+", "[" WS "]?[" DEEPSEEK_MARKS "]+",
+              "(?<![" WS "])[" WS "]++\\z", DEEPSEEK_CJK, "\\p{N}"}},
+    {.names = "deepseek-coder",
+     .expr = {"[\\r\\n]", "[" WS "]?\\p{L}+", "[" WS "]?\\p{P}+", DEEPSEEK_CJK, "\\p{N}"}},
+    {.names = "deepseek-v3 joyai-llm hunyuan-dense",
+     .expr = {"\\p{N}{1,3}", "[\\x{4e00}-\\x{9fa5}\\x{3040}-\\x{30ff}]+",
+              "[!-/:-@\\[-`{-~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+              " ?[\\p{P}\\p{S}]+[\\r\\n]*|" LINES_BLANKS}},
+    {.names = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+     .ignore_merges = true, .add_bos = true, .expr = {LLAMA3}},
+    {.names = "glm4 chatglm-bpe dbrx smaug-bpe", .expr = {LLAMA3}},
+    {.names = "qwen2", .nfc = true, .expr = {QWEN2}},
+    {.names = "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", .expr = {QWEN2}},
+    {.names = "qwen35", .nfc = true,
+     .expr = {CONTRACTION "|" WORD_PREFIX "[\\p{L}\\p{M}]+|\\p{N}| ?[^" WS "\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
+              LINES_BLANKS}},
+    {.names = "gpt-4o llama4 kanana2 talkie minimax-m2",
+     .expr = {CASED(UPPER, LOWER) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS}},
+    {.names = "kimi-k2", .ignore_merges = true,
+     .expr = {"\\p{sc:Han}+|" CASED(UPPER_XHAN, LOWER_XHAN) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS}},
+};
+/* clang-format on */
+
+enum { N_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
+
+/* Whether `word` is one of the words of a space-separated list. */
+static bool word_in_list(struct gguf_str word, const char *list) {
+    for (const char *p = list; *p;) {
+        size_t n = strcspn(p, " ");
+        if (n == word.n && !memcmp(p, word.p, n)) return true;
+        p += n + (p[n] == ' ');
+    }
+    return false;
+}
+
+static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre, char *err) {
+    v->match_context = pcre2_match_context_create(NULL);
+    if (!v->match_context) return fail(err, "out of memory for the pre-tokenizer");
+    pcre2_set_match_limit(v->match_context, UINT32_MAX); /* the number of steps grows with a run's length */
+    for (int i = 0; i < VOCAB_MAX_EXPRS && pre->expr[i]; i++) {
+        int code;
+        size_t at;
+        v->expr[i] = pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP,
+                                   &code, &at, NULL);
+        if (!v->expr[i])
+            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu",
+                        i + 1, pre->names, code, at);
+        pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* without JIT matching is slower, not different */
+        v->n_exprs++;
+    }
+    return 0;
+}
+
+/* ---- tables ---- */
+
+/* The byte that a character of GPT-2's alphabet stands for, or -1. Printable Latin-1 stands for itself, the other 68 bytes
+ * are U+0100 and up in their order. */
+static int alphabet_byte(int cp) {
+    if ((cp > 32 && cp < 127) || (cp > 160 && cp < 256 && cp != 173)) return cp;
+    int k = cp - 256;
+    return k < 0 || k > 67 ? -1 : k < 33 ? k : k < 67 ? k + 94 : 173;
+}
+
+/* Undoes GPT-2's alphabet: out has room for n bytes. Bytes written, or -1 if some character is not of the alphabet. */
+static int64_t alphabet_decode(const char *s, size_t n, char *out) {
+    const uint8_t *u = (const uint8_t *)s;
+    int64_t k = 0;
+    for (size_t i = 0; i < n;) {
+        int cp = u[i++];
+        if (cp >= 0x80) {
+            if (cp < 0xc2 || cp > 0xdf || i == n || (u[i] & 0xc0) != 0x80) return -1;
+            cp = (cp & 31) << 6 | (u[i++] & 63);
+        }
+        int b = alphabet_byte(cp);
+        if (b < 0) return -1;
+        out[k++] = (char)b;
+    }
+    return k;
+}
+
+/* log2 of the slots for n entries. */
+static int table_bits(uint64_t n) {
+    int bits = 4;
+    while (1ull << bits < n + n / 2) bits++;
+    return bits;
+}
+
+/* FNV-1a, finished by a multiplication so that the upper bits are good for the slot. */
+static uint32_t bytes_hash(const char *s, size_t n) {
+    uint32_t h = 2166136261u;
+    for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)s[i]) * 16777619u;
+    return h * 0x9e3779b1u;
+}
+
+/* The slot of the ordinary token with these bytes, or the empty one where it belongs. */
+static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_t n, uint32_t hash) {
+    uint32_t mask = (1u << v->by_bytes_bits) - 1;
+    for (uint32_t i = hash >> (32 - v->by_bytes_bits);; i = (i + 1) & mask) {
+        struct bytes_slot *e = &v->by_bytes[i];
+        if (e->id < 0) return e;
+        if (e->hash == hash && v->token[e->id].n == n && !memcmp(v->token[e->id].p, s, n)) return e;
+    }
+}
+
+static int32_t bytes_find(const struct vocab *v, const char *s, size_t n) {
+    return bytes_slot(v, s, n, bytes_hash(s, n))->id;
+}
+
+static struct merge_slot *merge_slot(const struct vocab *v, uint64_t pair) {
+    uint32_t mask = (1u << v->merges_bits) - 1;
+    for (uint32_t i = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> (64 - v->merges_bits));; i = (i + 1) & mask)
+        if (v->merges[i].pair == pair || v->merges[i].pair == UINT64_MAX) return &v->merges[i];
+}
+
+/* ---- special tokens ---- */
+
+static int special_compare(const void *a, const void *b) {
+    const struct special_token *x = a, *y = b;
+    int c = gguf_str_cmp(x->text, y->text);
+    return c ? c : (x->id > y->id) - (x->id < y->id);
+}
+
+static bool is_special(int type) {
+    return type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED || type == TOKEN_UNKNOWN;
+}
+
+/* <think>, [TOOL_CALLS]: tokens that carry structure rather than text. */
+static bool is_tag(struct gguf_str s) {
+    return s.n > 1 && ((s.p[0] == '<' && s.p[s.n - 1] == '>') || (s.p[0] == '[' && s.p[s.n - 1] == ']'));
+}
+
+/* The first of special[lo, hi) whose byte at `depth` is not below b. All are longer than depth and equal before it. */
+static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, size_t depth, int b) {
+    while (lo < hi) {
+        uint32_t mid = lo + (hi - lo) / 2;
+        if ((uint8_t)v->special[mid].text.p[depth] < b) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+
+static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n,
+                            unsigned flags) {
+    if (v->type[id] != TOKEN_USER_DEFINED) {
+        if (!(flags & TOKENIZE_CONTROL)) return false;
+    } else if (flags & TOKENIZE_TAGS || !is_tag(v->token[id])) return true;
+    return !origin || !memchr(origin, ORIGIN_DATA, n);
+}
+
+/* The longest special token at the head of the n bytes of text that flags and origin allow; its id and length, or -1. */
+static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin,
+                             unsigned flags, size_t *len) {
+    uint32_t lo = v->special_first[(uint8_t)text[0]], hi = v->special_first[(uint8_t)text[0] + 1];
+    int32_t best = -1;
+    for (size_t depth = 1; lo < hi; depth++) {
+        for (; lo < hi && v->special[lo].text.n == depth; lo++)
+            if ((best < 0 || *len < depth) && special_allowed(v, v->special[lo].id, origin, depth, flags))
+                best = v->special[lo].id, *len = depth;
+        if (depth == n) break;
+        uint8_t b = (uint8_t)text[depth];
+        lo = special_lower(v, lo, hi, depth, b);
+        hi = special_lower(v, lo, hi, depth, b + 1);
+    }
+    return best;
+}
+
+static int32_t special_find(const struct vocab *v, struct gguf_str text) {
+    uint32_t lo = 0, hi = v->n_special;
+    while (lo < hi) {
+        uint32_t mid = lo + (hi - lo) / 2;
+        if (gguf_str_cmp(v->special[mid].text, text) < 0) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo < v->n_special && !gguf_str_cmp(v->special[lo].text, text) ? v->special[lo].id : -1;
+}
+
+/* ---- loading ---- */
+
+/* A token id under a key; -1 if there is none or it is no token of this vocabulary. */
+static int32_t vocab_key_id(const struct vocab *v, const struct gguf *g, const char *key) {
+    const struct gguf_kv *kv = gguf_find(g, key);
+    int64_t id;
+    return kv && !kv->is_array && gguf_elem_int(kv, 0, &id) && id >= 0 && id < v->n_tokens ? (int32_t)id : -1;
+}
+
+static bool vocab_key_bool(const struct gguf *g, const char *key, bool missing) {
+    const struct gguf_kv *kv = gguf_find(g, key);
+    int64_t b;
+    return kv && !kv->is_array && gguf_elem_int(kv, 0, &b) ? b != 0 : missing;
+}
+
+/* An array of strings with 1 to VOCAB_MAX elements. */
+static int vocab_key_strings(const struct gguf *g, const char *key, const struct gguf_kv **kv, char *err) {
+    *kv = gguf_find(g, key);
+    if (!*kv) return fail(err, "the key %s is missing", key);
+    if (!(*kv)->is_array || (*kv)->type != GGUF_V_STR)
+        return fail(err, "the key %s is not an array of strings", key);
+    if ((*kv)->n < 1 || (*kv)->n > VOCAB_MAX)
+        return fail(err, "the key %s has %llu elements, expected 1 to %d", key, (unsigned long long)(*kv)->n,
+                    VOCAB_MAX);
+    return 0;
+}
+
+static int vocab_read_types(struct vocab *v, const struct gguf *g, char *err) {
+    const struct gguf_kv *kv = gguf_find(g, "tokenizer.ggml.token_type");
+    int64_t t;
+    memset(v->type, TOKEN_NORMAL, (size_t)v->n_tokens);
+    if (!kv) return 0;
+    if (!kv->is_array || !gguf_elem_int(kv, 0, &t) || kv->n < (uint64_t)v->n_tokens)
+        return fail(err, "tokenizer.ggml.token_type: expected an array of %d integers, found %llu elements",
+                    v->n_tokens, (unsigned long long)kv->n);
+    for (int32_t i = 0; i < v->n_tokens; i++)
+        if (gguf_elem_int(kv, (uint64_t)i, &t) && t >= TOKEN_NORMAL && t <= TOKEN_BYTE)
+            v->type[i] = (uint8_t)t;
+    return 0;
+}
+
+static void vocab_index_special(struct vocab *v) {
+    qsort(v->special, v->n_special, sizeof *v->special, special_compare);
+    for (uint32_t b = 0, i = 0; b <= 256; b++) {
+        v->special_first[b] = i;
+        while (i < v->n_special && (uint8_t)v->special[i].text.p[0] == b) i++;
+    }
+}
+
+/* A user-defined token may hold the place of a byte that UTF-8 never has (DeepSeek's first vocabulary: 0xf6). */
+static void vocab_index_bytes(struct vocab *v) {
+    for (int b = 0; b < 256; b++) v->byte_id[b] = bytes_find(v, (char[]){(char)b}, 1);
+    for (uint32_t i = 0; i < v->n_special; i++) {
+        const struct special_token *s = &v->special[i];
+        char b[2];
+        if (v->type[s->id] != TOKEN_USER_DEFINED || s->text.n > 2 ||
+            alphabet_decode(s->text.p, s->text.n, b) != 1)
+            continue;
+        int32_t *id = &v->byte_id[(uint8_t)b[0]];
+        if (*id < 0) *id = s->id;
+    }
+}
+
+/* Tokens, their types, and the tables of ordinary and special tokens. An ordinary token that is not spelt in GPT-2's
+ * alphabet stands for its own text and cannot be found by merging. */
+static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
+    const struct gguf_kv *kv;
+    if (vocab_key_strings(g, "tokenizer.ggml.tokens", &kv, err)) return -1;
+    v->n_tokens = (int32_t)kv->n;
+    v->token = xcalloc(kv->n, sizeof *v->token);
+    v->type = xmalloc(kv->n);
+    v->stop = xcalloc(kv->n, sizeof *v->stop);
+    if (vocab_read_types(v, g, err)) return -1;
+    size_t text = 0;
+    const uint8_t *p = kv->data;
+    for (int32_t i = 0; i < v->n_tokens; i++) {
+        v->token[i] = gguf_next_str(&p);
+        v->n_special += is_special(v->type[i]) && v->token[i].n;
+        text += v->token[i].n;
+    }
+    v->decoded = xmalloc(text);
+    v->by_bytes_bits = table_bits(kv->n);
+    v->by_bytes = xmalloc(sizeof *v->by_bytes << v->by_bytes_bits);
+    memset(v->by_bytes, 0xff, sizeof *v->by_bytes << v->by_bytes_bits);
+    v->special = xcalloc(v->n_special, sizeof *v->special);
+    uint32_t n_special = 0;
+    char *out = v->decoded;
+    for (int32_t i = 0; i < v->n_tokens; i++) {
+        struct gguf_str *t = &v->token[i];
+        if (is_special(v->type[i])) {
+            if (t->n) v->special[n_special++] = (struct special_token){*t, i};
+            continue;
+        }
+        int64_t n = alphabet_decode(t->p, t->n, out);
+        if (n <= 0) continue;
+        *t = (struct gguf_str){out, (size_t)n};
+        uint32_t hash = bytes_hash(out, t->n);
+        struct bytes_slot *e = bytes_slot(v, out, t->n, hash);
+        if (e->id < 0) *e = (struct bytes_slot){hash, i};
+        out += n;
+    }
+    vocab_index_special(v);
+    vocab_index_bytes(v);
+    return 0;
+}
+
+static bool token_is(const struct vocab *v, int32_t id, const char *s, size_t n) {
+    return id < v->n_tokens && v->token[id].n == n && !memcmp(v->token[id].p, s, n) &&
+           !is_special(v->type[id]);
+}
+
+/* "left right" in GPT-2's alphabet, the earlier the stronger; of equal ones the first counts. A merge of which a part or
+ * the result is no ordinary token can never be applied and is left out. */
+static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
+    const struct gguf_kv *kv;
+    if (vocab_key_strings(g, "tokenizer.ggml.merges", &kv, err)) return -1;
+    v->merges_bits = table_bits(kv->n);
+    v->merges = xmalloc(sizeof *v->merges << v->merges_bits);
+    memset(v->merges, 0xff, sizeof *v->merges << v->merges_bits);
+    const uint8_t *p = kv->data;
+    char *both = NULL; /* the bytes of left and right */
+    int32_t last = 0;
+    for (int32_t rank = 0; rank < (int32_t)kv->n; rank++) {
+        struct gguf_str s = gguf_next_str(&p);
+        const char *gap = s.n ? memchr(s.p + 1, ' ', s.n - 1) : NULL;
+        if (!gap) continue;
+        size_t left = (size_t)(gap - s.p);
+        arrsetlen(both, s.n);
+        int64_t nl = alphabet_decode(s.p, left, both);
+        int64_t nr = nl > 0 ? alphabet_decode(gap + 1, s.n - left - 1, both + nl) : -1;
+        if (nr <= 0) continue;
+        size_t n = (size_t)(nl + nr);
+        int32_t l = bytes_find(v, both, (size_t)nl), r = bytes_find(v, both + nl, (size_t)nr);
+        /* the result is mostly that of the merge before or the token after it, which saves the search */
+        int32_t id = token_is(v, last, both, n)       ? last
+                     : token_is(v, last + 1, both, n) ? last + 1
+                                                      : bytes_find(v, both, n);
+        if (l < 0 || r < 0 || id < 0) continue;
+        last = id;
+        uint64_t pair = (uint64_t)l << 32 | (uint32_t)r;
+        struct merge_slot *e = merge_slot(v, pair);
+        if (e->pair != pair) *e = (struct merge_slot){pair, rank, id};
+    }
+    arrfree(both);
+    return 0;
+}
+
+/* Texts that are control tokens wherever they are special at all: some files call them user-defined. Those of llama.cpp that
+ * end a turn, the earlier ones first choice for eot, and GLM's turns of others. */
+static const struct {
+    const char *text;
+    bool stop;
+} known_control[] = {
+    {"<|eot_id|>", true},      {"<|im_end|>", true},      {"[e~[", true},
+    {"<|return|>", true},      {"<|call|>", true},        {"<|end|>", true},
+    {"<end_of_turn>", true},   {"<|eom_id|>", true},      {"<｜end▁of▁sentence｜>", true},
+    {"<|endoftext|>", true},   {"<|end_of_text|>", true}, {"[EOT]", true},
+    {"[EOS]", true},           {"<EOT>", true},           {"</s>", true},
+    {"<|user|>", true},        {"<|observation|>", true}, {"<|fim_pad|>", true},
+    {"<|repo_name|>", true},   {"<|file_sep|>", true},    {"<|fim_prefix|>", false},
+    {"<|fim_suffix|>", false}, {"<|fim_middle|>", false},
+};
+
+static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
+    const struct gguf_kv *kv = gguf_find(g, "tokenizer.ggml.eos_token_ids");
+    int64_t id;
+    v->eot = vocab_key_id(v, g, "tokenizer.ggml.eot_token_id");
+    int32_t ids[] = {v->eos, v->eot, vocab_key_id(v, g, "tokenizer.ggml.eom_token_id")};
+    for (int i = 0; i < 3; i++)
+        if (ids[i] >= 0) v->stop[ids[i]] = true;
+    for (uint64_t i = 0; kv && i < kv->n && gguf_elem_int(kv, i, &id); i++)
+        if (id >= 0 && id < v->n_tokens) v->stop[id] = true;
+    /* where <|return|> and <|call|> end a turn, <|end|> only ends a message (harmony) */
+    bool harmony = special_find(v, (struct gguf_str){"<|return|>", 10}) >= 0 &&
+                   special_find(v, (struct gguf_str){"<|call|>", 8}) >= 0;
+    for (size_t i = 0; i < sizeof known_control / sizeof *known_control; i++) {
+        const char *text = known_control[i].text;
+        int32_t t = special_find(v, (struct gguf_str){text, strlen(text)});
+        if (t < 0) continue;
+        v->type[t] = TOKEN_CONTROL;
+        if (!known_control[i].stop || (harmony && !strcmp(text, "<|end|>"))) continue;
+        v->stop[t] = true;
+        if (v->eot < 0) v->eot = t;
+    }
+}
+
+static void vocab_free(struct vocab *v) {
+    for (int i = 0; i < v->n_exprs; i++) pcre2_code_free(v->expr[i]);
+    pcre2_match_context_free(v->match_context);
+    free(v->token), free(v->type), free(v->stop), free(v->decoded);
+    free(v->by_bytes), free(v->merges), free(v->special);
+    memset(v, 0, sizeof *v);
+}
+
+static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
+    struct gguf_str model, name;
+    char shown[64];
+    if (!gguf_get_str(g, "tokenizer.ggml.model", &model))
+        return fail(err, "the key tokenizer.ggml.model is missing");
+    if (!gguf_str_eq(model, "gpt2"))
+        return fail(err, "the tokenizer '%s' is not supported, only 'gpt2' (byte-level BPE) is",
+                    gguf_printable(model, shown, sizeof shown));
+    if (!gguf_get_str(g, "tokenizer.ggml.pre", &name))
+        return fail(err, "the key tokenizer.ggml.pre is missing");
+    const struct pre_tokenizer *pre = pre_tokenizers, *end = pre + N_PRE_TOKENIZERS;
+    while (pre < end && !word_in_list(name, pre->names)) pre++;
+    if (pre == end)
+        return fail(err, "the pre-tokenizer '%s' (tokenizer.ggml.pre) is not known",
+                    gguf_printable(name, shown, sizeof shown));
+    if (vocab_compile_exprs(v, pre, err) || vocab_read_tokens(v, g, err)) return -1;
+    /* a vocabulary converted from tiktoken has no merges: there a token's id is its rank */
+    bool ranked = gguf_str_eq(name, "kimi-k2") && !gguf_find(g, "tokenizer.ggml.merges");
+    if (!ranked && vocab_read_merges(v, g, err)) return -1;
+    v->nfc = vocab_key_bool(g, "tokenizer.ggml.normalizer.nfc", pre->nfc);
+    v->ignore_merges = vocab_key_bool(g, "tokenizer.ggml.ignore_merges", pre->ignore_merges);
+    v->add_bos = vocab_key_bool(g, "tokenizer.ggml.add_bos_token", pre->add_bos);
+    v->bos = vocab_key_id(v, g, "tokenizer.ggml.bos_token_id");
+    v->eos = vocab_key_id(v, g, "tokenizer.ggml.eos_token_id");
+    v->pad = vocab_key_id(v, g, "tokenizer.ggml.padding_token_id");
+    v->add_bos = v->add_bos && v->bos >= 0;
+    vocab_find_stops(v, g);
+    gguf_get_str(g, "tokenizer.chat_template", &v->chat_template);
+    return 0;
+}
+
+/* Reads the tokenizer of a GGUF file, which must outlive v. 0, or -1 with a message and v empty. */
+static int vocab_load(struct vocab *v, const struct gguf *g, char *err) {
+    memset(v, 0, sizeof *v);
+    int rc = vocab_read(v, g, err);
+    if (rc) vocab_free(v);
+    return rc;
+}
+
+/* ---- look-ups ---- */
+
+/* The bytes a token stands for; none for an id outside the vocabulary. */
+static struct gguf_str vocab_bytes(const struct vocab *v, int32_t id) {
+    return id >= 0 && id < v->n_tokens ? v->token[id] : (struct gguf_str){"", 0};
+}
+
+static int vocab_type(const struct vocab *v, int32_t id) {
+    return id >= 0 && id < v->n_tokens ? v->type[id] : TOKEN_UNUSED;
+}
+
+/* The token with this literal text, special ones first; -1 if there is none. */
+static int32_t vocab_find(const struct vocab *v, const char *text) {
+    struct gguf_str s = {text, strlen(text)};
+    int32_t id = special_find(v, s);
+    return id >= 0 ? id : bytes_find(v, s.p, s.n);
+}
+
+/* Whether the token ends a turn. */
+static bool vocab_is_stop(const struct vocab *v, int32_t id) {
+    return id >= 0 && id < v->n_tokens && v->stop[id];
+}
+
+/* ---- merging ---- */
+
+/* Symbol i begins at byte i of the piece; symbols that were absorbed keep their place, without a rank. */
+struct bpe_symbol {
+    int32_t id;          /* -1: a byte without a token */
+    int32_t rank;        /* of the merge with the next symbol; RANK_NONE: there is none */
+    int32_t merged;      /* the token it gives */
+    uint32_t prev, next; /* next of the last is the length of the piece */
+};
+
+/* What one call of tokenize works with; all arrays are stb_ds's. */
+struct tokenizer {
+    const struct vocab *v;
+    struct bpe_symbol *symbols;
+    uint64_t *heap; /* rank << 32 | symbol, smallest first; stale where the symbol has another rank by now */
+    size_t *ends, *cut; /* where pieces end, before and after an expression */
+    pcre2_match_data *match;
+    int32_t **out;
+};
+
+static void heap_push(uint64_t **heap, uint64_t x) {
+    arrput(*heap, x);
+    uint64_t *h = *heap;
+    size_t i = arrlenu(h) - 1;
+    for (; i && h[(i - 1) / 2] > x; i = (i - 1) / 2) h[i] = h[(i - 1) / 2];
+    h[i] = x;
+}
+
+static uint64_t heap_pop(uint64_t *h) {
+    uint64_t top = h[0], x = arrpop(h);
+    size_t n = arrlenu(h), i = 0;
+    for (size_t c = 1; c < n; c = 2 * i + 1) {
+        c += c + 1 < n && h[c + 1] < h[c];
+        if (h[c] >= x) break;
+        h[i] = h[c], i = c;
+    }
+    if (n) h[i] = x;
+    return top;
+}
+
+/* Finds the merge of symbol i with its right neighbour in a piece of n bytes. */
+static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_t i) {
+    const struct vocab *v = t->v;
+    struct bpe_symbol *s = &t->symbols[i], *r = &t->symbols[s->next];
+    s->rank = RANK_NONE;
+    if (s->next == n) return;
+    if (v->merges) {
+        const struct merge_slot *e = merge_slot(v, (uint64_t)s->id << 32 | (uint32_t)r->id);
+        s->rank = e->rank, s->merged = e->id;
+    } else {
+        s->rank = s->merged = bytes_find(v, piece + i, r->next - i);
+    }
+    if (s->rank != RANK_NONE) heap_push(&t->heap, (uint64_t)s->rank << 32 | i);
+}
+
+/* Appends the tokens of one piece: the strongest merge first, of equal ones the leftmost. O(n log n). */
+static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
+    const struct vocab *v = t->v;
+    if (v->ignore_merges) {
+        int32_t id = bytes_find(v, piece, n);
+        if (id >= 0) {
+            arrput(*t->out, id);
+            return;
+        }
+    }
+    arrsetlen(t->symbols, (size_t)n + 1); /* one more, so that the neighbour of the last can be named */
+    arrsetlen(t->heap, 0);
+    for (uint32_t i = 0; i < n; i++)
+        t->symbols[i] = (struct bpe_symbol){v->byte_id[(uint8_t)piece[i]], RANK_NONE, -1, i - 1, i + 1};
+    for (uint32_t i = 0; i + 1 < n; i++) bpe_rate(t, piece, n, i);
+    while (arrlenu(t->heap)) {
+        uint64_t best = heap_pop(t->heap);
+        uint32_t i = (uint32_t)best;
+        struct bpe_symbol *s = &t->symbols[i];
+        if (s->rank != (int32_t)(best >> 32)) continue;
+        struct bpe_symbol *r = &t->symbols[s->next];
+        s->id = s->merged;
+        s->next = r->next;
+        r->rank = RANK_NONE;
+        if (s->next < n) t->symbols[s->next].prev = i;
+        bpe_rate(t, piece, n, i);
+        if (i) bpe_rate(t, piece, n, s->prev); /* symbol 0 is never absorbed: only it has none before */
+    }
+    for (uint32_t i = 0; i < n; i = t->symbols[i].next)
+        if (t->symbols[i].id >= 0) arrput(*t->out, t->symbols[i].id);
+}
+
+/* ---- text to tokens ---- */
+
+/* Cuts every piece of text (t->ends) into the matches of an expression and the gaps between them. */
+static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char *text) {
+    const size_t *ov = pcre2_get_ovector_pointer(t->match);
+    arrsetlen(t->cut, 0);
+    for (size_t i = 0, begin = 0; i < arrlenu(t->ends); begin = t->ends[i++]) {
+        size_t n = t->ends[i] - begin, done = 0;
+        while (done < n &&
+               pcre2_match(expr, (PCRE2_SPTR)text + begin, n, done, PCRE2_NO_UTF_CHECK, t->match,
+                           t->v->match_context) > 0 &&
+               ov[1] > done) {
+            if (ov[0] > done) arrput(t->cut, begin + ov[0]);
+            arrput(t->cut, begin + ov[1]);
+            done = ov[1];
+        }
+        if (done < n) arrput(t->cut, begin + n);
+    }
+    size_t *swap = t->ends;
+    t->ends = t->cut, t->cut = swap;
+}
+
+/* Appends the NFC form of valid UTF-8. Runs of combining marks are sorted NFC_MAX_MARKS at a time. */
+static void nfc_append(char **out, const char *s, size_t n) {
+    for (size_t end = 0, marks = 0; n; s += end, n -= end, end = marks = 0) {
+        for (utf8proc_int32_t cp; end < n && marks < NFC_MAX_MARKS;) {
+            end += (size_t)utf8proc_iterate((const uint8_t *)s + end, (utf8proc_ssize_t)(n - end), &cp);
+            marks = utf8proc_get_property(cp)->combining_class ? marks + 1 : 0;
+        }
+        uint8_t *nfc = NULL;
+        utf8proc_ssize_t k =
+            utf8proc_map((const uint8_t *)s, (utf8proc_ssize_t)end, &nfc, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+        if (k < 0) die("cannot bring %zu bytes to NFC: %s", end, utf8proc_errmsg(k));
+        sb_put(out, (const char *)nfc, (size_t)k);
+        free(nfc);
+    }
+}
+
+/* Every character below U+0300 is in NFC and stays so beside others; those above have lead bytes from 0xcc. */
+static bool is_trivially_nfc(const char *s, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if ((uint8_t)s[i] >= 0xcc) return false;
+    return true;
+}
+
+/* Valid UTF-8 without special tokens. */
+static void tokenize_valid(struct tokenizer *t, const char *s, size_t n) {
+    char *nfc = NULL;
+    if (t->v->nfc && !is_trivially_nfc(s, n)) {
+        nfc_append(&nfc, s, n);
+        s = nfc, n = arrlenu(nfc);
+    }
+    arrsetlen(t->ends, 0);
+    if (n) arrput(t->ends, n);
+    for (int i = 0; i < t->v->n_exprs; i++) split_pieces(t, t->v->expr[i], s);
+    for (size_t i = 0, at = 0; i < arrlenu(t->ends); i++)
+        while (at < t->ends[i]) {
+            size_t k = t->ends[i] - at < PIECE_MAX ? t->ends[i] - at : PIECE_MAX;
+            bpe_piece(t, s + at, (uint32_t)k);
+            at += k;
+        }
+    arrfree(nfc);
+}
+
+/* Any bytes without special tokens; every byte that is not part of valid UTF-8 is a piece of its own. */
+static void tokenize_stretch(struct tokenizer *t, const char *s, size_t n) {
+    for (size_t end = 0; n; s += end, n -= end, end = 0) {
+        for (int k; end < n && (k = (uint8_t)s[end] < 0x80 ? 1 : utf8_sequence(s + end, n - end)) > 0;)
+            end += (size_t)k;
+        if (end) tokenize_valid(t, s, end);
+        else bpe_piece(t, s, end = 1);
+    }
+}
+
+/* Appends the tokens of n bytes of text, which may be anything, to the stb_ds array *out. origin: n bytes, or NULL for
+ * text that is all the template's. Special tokens are recognised leftmost and longest:
+ *   control       with TOKENIZE_CONTROL, where every byte is the template's
+ *   user-defined  anywhere; if it looks like a tag, in data only with TOKENIZE_TAGS (one byte of data makes it data) */
+static void tokenize(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
+                     int32_t **out) {
+    if (!n) return;
+    struct tokenizer t = {.v = v, .out = out, .match = pcre2_match_data_create(1, NULL)};
+    if (!t.match) die("out of memory for the tokenizer");
+    size_t from = 0;
+    for (size_t at = 0, len = 0; at < n;) {
+        int32_t id = special_match(v, text + at, n - at, origin ? origin + at : NULL, flags, &len);
+        if (id < 0) {
+            at++;
+            continue;
+        }
+        tokenize_stretch(&t, text + from, at - from);
+        arrput(*out, id);
+        from = at += len;
+    }
+    tokenize_stretch(&t, text + from, n - from);
+    pcre2_match_data_free(t.match);
+    arrfree(t.symbols), arrfree(t.heap), arrfree(t.ends), arrfree(t.cut);
+}
+
+/* ---- tokens to text ---- */
+
+/* A stream of tokens becomes whole UTF-8 sequences: pending holds the head of one that is valid so far. */
+struct detok {
+    uint8_t pending[4];
+    int n;
+};
+
+static const char utf8_replacement[] = "\xef\xbf\xbd";
+
+/* Ends the stream: a sequence that was cut off becomes U+FFFD. */
+static void detok_end(struct detok *d, char **out) {
+    if (d->n) sb_puts(out, utf8_replacement);
+    d->n = 0;
+}
+
+/* Appends what is complete after one more token. Malformed bytes become one U+FFFD per maximal subpart (Unicode 3.9,
+ * table 3-8), as Python's errors="replace" does over the whole stream. */
+static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char **out) {
+    struct gguf_str s = vocab_bytes(v, id);
+    for (size_t i = 0; i < s.n; i++) {
+        d->pending[d->n++] = (uint8_t)s.p[i];
+        int k = utf8_sequence((const char *)d->pending, (size_t)d->n);
+        if (k < 0 && d->n > 1) { /* what was pending is malformed, the byte begins anew */
+            sb_puts(out, utf8_replacement);
+            d->pending[0] = (uint8_t)s.p[i], d->n = 1;
+            k = utf8_sequence((const char *)d->pending, 1);
+        }
+        if (k < 0) sb_puts(out, utf8_replacement);
+        if (k > 0) sb_put(out, (const char *)d->pending, (size_t)k);
+        if (k) d->n = 0;
+    }
+}
+/* ============================================================================================================
+ * Chat template: values
+ *
+ * A Jinja interpreter that gives what Python's jinja2 3.1 gives in the environment of Hugging Face transformers
+ * (sandboxed and immutable, trim_blocks, lstrip_blocks, loopcontrols). Every string carries the origin of each of its
+ * bytes: the template, or data (anything under `messages`, `tools`, `documents`). Origin survives every operation, so
+ * text that a user typed never becomes template text, the only text in which special tokens are recognised.
+ *
+ * Templates come from model files and are not trusted: depth, steps, memory and output are limited. Memory comes from
+ * a pool that lives as long as the parsed template, or as one rendering; an error leaves by longjmp to the entry
+ * points template_parse and template_render, which free it. Nothing here knows about models or tokens.
+ * ============================================================================================================ */
+
+struct text {
+    char *s;         /* stb_ds array, no NUL */
+    uint8_t *origin; /* stb_ds array of the same length: ORIGIN_* of every byte */
+};
+
+static void text_free(struct text *t) {
+    arrfree(t->s);
+    arrfree(t->origin);
+}
+
+enum {
+    TEMPLATE_NESTING = 200,  /* blocks, brackets and operators inside each other in the source */
+    TEMPLATE_DEPTH = 1000,   /* of evaluation: macros that call themselves, nested data */
+    TEMPLATE_RANGE = 100000, /* elements of a range(), as in jinja2's sandbox */
+    TEMPLATE_STEPS = 50000000,
+    TEMPLATE_OUTPUT = 256 << 20, /* bytes of a string */
+    TEMPLATE_MEMORY = 1 << 30    /* bytes of a pool */
+};
+
+enum tv_kind {
+    TV_ABSENT, /* not a value: an argument that was not passed, a variable that was never set */
+    TV_UNDEF,
+    TV_NONE,
+    TV_BOOL,
+    TV_INT,
+    TV_FLOAT,
+    TV_STR,
+    TV_LIST,
+    TV_TUPLE,
+    TV_RANGE,
+    TV_VIEW, /* dict_items and the like: a length, but no elements by number */
+    TV_GEN,  /* a generator: no length, used up by the first loop over it */
+    TV_DICT,
+    TV_NAMESPACE, /* the only value that changes after it was made */
+    TV_FUNC,
+    TV_MACRO,
+    TV_LOOP
+};
+
+/* A template value. Strings and containers are shared by reference and never modified. */
+struct tv {
+    uint8_t kind;
+    bool data;   /* made from data: its text, and the punctuation added when it is printed, is ORIGIN_DATA */
+    bool markup; /* a string from `safe` or `escape`: + escapes the other operand */
+    union {
+        int64_t i; /* TV_BOOL too */
+        double f;
+        struct list *list; /* TV_LIST ... TV_GEN */
+        struct dict *dict;
+        const struct undef *undef;
+        const struct func *func;
+        const struct macro *macro;
+        struct loop *loop;
+        struct {
+            const char *s;
+            const uint8_t *o; /* origin of every byte */
+            size_t n;
+        };
+    };
+};
+
+struct list {
+    struct tv *v;
+    size_t n, cap;
+    const char *label; /* what Python calls a view or prints for a range */
+};
+
+struct entry {
+    struct tv k, v;
+};
+
+/* Keeps the order of insertion. */
+struct dict {
+    struct entry *e;
+    size_t n, cap;
+    uint32_t *slot; /* open addressing by key hash: 1 + number of an entry, 0 free; NULL while small */
+    size_t slots;   /* a power of two, at least twice cap */
+};
+
+/* Why a value is undefined: `hint` says it, or else `key` was looked up in an `owner` (NULL: as a variable). */
+struct undef {
+    const char *hint, *owner;
+    struct tv key;
+};
+
+struct args {
+    struct list pos;
+    struct dict kw;
+    struct tv v[5];   /* by the signature of the function; TV_ABSENT where not passed */
+    int mode;         /* which of several functions that share their code */
+    const char *name; /* of the function, for messages */
+};
+
+struct job;
+
+/* A filter, test, method or global. The signature names the parameters, `?` marks those that may be left out; "*": the
+ * function looks at pos and kw itself. */
+struct builtin {
+    const char *name, *sig;
+    struct tv (*fn)(struct job *j, struct tv self, struct args *a);
+    int mode;
+};
+
+struct func {
+    const struct builtin *fn;
+    struct tv self;
+};
+
+struct macro {
+    const struct node *def;
+    struct scope *scope; /* where it was defined */
+};
+
+/* Names are interned: equal names have equal addresses. */
+struct name {
+    const char *s;
+    size_t n;
+    uint32_t id; /* place in the outermost scope */
+};
+
+struct scope {
+    struct scope *up; /* NULL: the outermost one is next */
+    struct variable {
+        const struct name *name;
+        struct tv v;
+    } *v;
+    size_t n, cap;
+};
+
+struct buf {
+    char *s;
+    uint8_t *o;
+    size_t n, cap;
+};
+
+struct pool_block {
+    struct pool_block *next;
+    size_t used, size;
+    _Alignas(16) char data[];
+};
+
+/* One parse or one rendering: its memory, its limits, and the way out on an error. */
+struct job {
+    struct pool_block *pool;
+    size_t pool_bytes;
+    const uint8_t *run[2]; /* run_n[i] bytes that all say origin i */
+    size_t run_n[2];
+    jmp_buf out_of_here;
+    char *err;
+    int line, rc, depth;
+    int64_t steps;
+    const struct template *t;
+    struct tv *root; /* variables of the outermost scope by id of their name */
+    struct scope *scope;
+    struct buf *out;
+    struct tv captured; /* text of a {% set %} or {% filter %} block on the way to its filter */
+    struct tv now;      /* "now" of the variables */
+    json_t **parsed;    /* stb_ds array: what from_json read, kept as long as the strings that point into it */
+};
+
+__attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job *j, const char *fmt, ...) {
+    va_list ap;
+    int n = snprintf(j->err, ERR_MAX, "line %d: ", j->line);
+    va_start(ap, fmt);
+    vsnprintf(j->err + n, (size_t)(ERR_MAX - n), fmt, ap);
+    va_end(ap);
+    j->rc = -1;
+    longjmp(j->out_of_here, 1);
+}
+
+/* Accounts for n elementary steps, or for 16 n bytes handled. */
+static void job_charge(struct job *j, size_t n) {
+    j->steps += (int64_t)n;
+    if (j->steps > TEMPLATE_STEPS) job_fail(j, "the template takes more than %d steps", TEMPLATE_STEPS);
+}
+
+static void job_enter(struct job *j) {
+    if (++j->depth > TEMPLATE_DEPTH) job_fail(j, "recursion deeper than %d levels", TEMPLATE_DEPTH);
+}
+
+static void *job_alloc(struct job *j, size_t n) {
+    struct pool_block *b = j->pool;
+    n = (n + 15) / 16 * 16;
+    if (!b || b->size - b->used < n) {
+        if (n > TEMPLATE_MEMORY || j->pool_bytes + n > TEMPLATE_MEMORY)
+            job_fail(j, "the template needs more than %d MiB", TEMPLATE_MEMORY >> 20);
+        size_t size = n > 65536 / 4 ? n : 65536;
+        struct pool_block *fresh = xmalloc(sizeof *fresh + size);
+        *fresh = (struct pool_block){.next = b, .size = size};
+        j->pool_bytes += size;
+        if (b && size == n) { /* a large piece does not end the block that small ones come from */
+            fresh->next = b->next, b->next = fresh;
+        } else
+            j->pool = fresh;
+        b = fresh;
+    }
+    b->used += n;
+    return memset(b->data + b->used - n, 0, n);
+}
+
+static void pool_free(struct pool_block *b) {
+    while (b) {
+        struct pool_block *next = b->next;
+        free(b);
+        b = next;
+    }
+}
+
+/* Room for one more element in an array of the pool. */
+static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size) {
+    if (n < *cap) return p;
+    size_t more = *cap ? 2 * *cap : 4;
+    void *q = job_alloc(j, more * size);
+    if (n) memcpy(q, p, n * size);
+    *cap = more;
+    return q;
+}
+
+/* n bytes of one origin, shared by all strings that are wholly of that origin. */
+static const uint8_t *origin_run(struct job *j, int origin, size_t n) {
+    if (j->run_n[origin] < n || !j->run[origin]) {
+        size_t size = n < 1024 ? 1024 : 2 * n;
+        uint8_t *p = job_alloc(j, size);
+        memset(p, origin, size);
+        j->run[origin] = p, j->run_n[origin] = size;
+    }
+    return j->run[origin];
+}
+
+static struct tv tv_text(struct job *j, const char *s, size_t n, int origin) {
+    return (struct tv){.kind = TV_STR, .data = origin == ORIGIN_DATA, .s = s, .o = origin_run(j, origin, n), .n = n};
+}
+
+static struct tv tv_lit(struct job *j, const char *s) { return tv_text(j, s, strlen(s), ORIGIN_TEMPLATE); }
+static struct tv tv_bool(bool b) { return (struct tv){.kind = TV_BOOL, .i = b}; }
+static struct tv tv_int(int64_t i) { return (struct tv){.kind = TV_INT, .i = i}; }
+static struct tv tv_float(double f) { return (struct tv){.kind = TV_FLOAT, .f = f}; }
+static struct tv tv_none(void) { return (struct tv){.kind = TV_NONE}; }
+
+static struct tv tv_sub(struct tv s, size_t from, size_t to) {
+    s.s += from, s.o += from, s.n = to > from ? to - from : 0;
+    return s;
+}
+
+static bool tv_is(struct tv v, const char *s) { return v.kind == TV_STR && v.n == strlen(s) && !memcmp(v.s, s, v.n); }
+static bool tv_listy(struct tv v) { return v.kind >= TV_LIST && v.kind <= TV_GEN; }
+static bool tv_number(struct tv v) { return v.kind == TV_BOOL || v.kind == TV_INT || v.kind == TV_FLOAT; }
+static double tv_double(struct tv v) { return v.kind == TV_FLOAT ? v.f : (double)v.i; }
+
+static struct tv tv_undef(struct job *j, const char *hint, const char *owner, struct tv key) {
+    struct undef *u = job_alloc(j, sizeof *u);
+    *u = (struct undef){hint, owner, key};
+    return (struct tv){.kind = TV_UNDEF, .undef = u};
+}
+
+static struct tv tv_list(struct job *j, int kind) {
+    return (struct tv){.kind = (uint8_t)kind, .list = job_alloc(j, sizeof(struct list))};
+}
+
+static void list_push(struct job *j, struct list *l, struct tv v) {
+    l->v = job_grow(j, l->v, l->n, &l->cap, sizeof *l->v);
+    l->v[l->n++] = v;
+}
+
+static const char *tv_type(struct tv v) {
+    static const char *const name[] = {"",     "Undefined", "NoneType", "bool", "int",       "float", "str",
+                                       "list", "tuple",     "range",    NULL,   "generator", "dict",  "Namespace",
+                                       "builtin_function_or_method", "Macro", "LoopContext"};
+    return v.kind == TV_VIEW ? v.list->label : name[v.kind];
+}
+
+/* Ends with the message that jinja2 has for a use of this undefined value. */
+__attribute__((noreturn)) static void undef_fail(struct job *j, struct tv v) {
+    const struct undef *u = v.undef;
+    if (u->hint) job_fail(j, "%s", u->hint);
+    if (u->key.kind == TV_INT) job_fail(j, "%s has no element %lld", u->owner, (long long)u->key.i);
+    if (u->key.kind != TV_STR) job_fail(j, "%s has no such element", u->owner);
+    int n = u->key.n > 100 ? 100 : (int)u->key.n;
+    if (!u->owner) job_fail(j, "'%.*s' is undefined", n, u->key.s);
+    job_fail(j, "'%s' has no attribute '%.*s'", u->owner, n, u->key.s);
+}
+
+static bool tv_truthy(struct tv v) {
+    switch (v.kind) {
+    case TV_UNDEF:
+    case TV_NONE: return false;
+    case TV_BOOL:
+    case TV_INT: return v.i != 0;
+    case TV_FLOAT: return v.f != 0;
+    case TV_STR: return v.n != 0;
+    case TV_DICT: return v.dict->n != 0;
+    case TV_LIST:
+    case TV_TUPLE:
+    case TV_RANGE:
+    case TV_VIEW: return v.list->n != 0;
+    default: return true;
+    }
+}
+
+/* ---- code points ---- */
+
+/* Length and value of the code point at s, n > 0. A byte that is not UTF-8 counts as one code point, 0xdc00 + byte, as
+ * Python's surrogateescape has it. */
+static size_t cp_next(const char *s, size_t n, int32_t *cp) {
+    *cp = (uint8_t)*s;
+    if (*cp < 0x80) return 1;
+    int k = utf8_sequence(s, n);
+    if (k > 0) return (size_t)utf8proc_iterate((const uint8_t *)s, k, cp), (size_t)k;
+    *cp += 0xdc00;
+    return 1;
+}
+
+/* The code point that ends at s + n, n > 0. */
+static size_t cp_prev(const char *s, size_t n, int32_t *cp) {
+    for (size_t k = 1; k <= 4 && k <= n; k++) {
+        if (k < 4 && k < n && ((uint8_t)s[n - k] & 0xc0) == 0x80) continue;
+        if (cp_next(s + n - k, k, cp) == k) return k;
+        break;
+    }
+    *cp = 0xdc00 + (uint8_t)s[n - 1];
+    return 1;
+}
+
+static size_t cp_count(const char *s, size_t n) {
+    size_t count = 0;
+    int32_t cp;
+    for (size_t i = 0; i < n; count++) i += cp_next(s + i, n - i, &cp);
+    return count;
+}
+
+/* Byte offset of the code point with this number. */
+static size_t cp_offset(const char *s, size_t n, size_t number) {
+    size_t i = 0;
+    int32_t cp;
+    while (number-- && i < n) i += cp_next(s + i, n - i, &cp);
+    return i;
+}
+
+/* str.isspace of Python: bidirectional class WS, B or S, or category Zs. */
+static bool cp_space(int32_t c) {
+    if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13) || (c >= 0x1c && c <= 0x1f);
+    return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 ||
+           c == 0x202f || c == 0x205f || c == 0x3000;
+}
+
+/* Bytes of s that remain when the white space at its end is removed; bytes of white space at its start. */
+static size_t space_end(const char *s, size_t n) {
+    int32_t cp;
+    for (size_t k; n; n -= k) {
+        k = cp_prev(s, n, &cp);
+        if (!cp_space(cp)) break;
+    }
+    return n;
+}
+
+static size_t space_start(const char *s, size_t n) {
+    size_t i = 0, k;
+    int32_t cp;
+    for (; i < n; i += k) {
+        k = cp_next(s + i, n - i, &cp);
+        if (!cp_space(cp)) break;
+    }
+    return i;
+}
+
+/* ---- text that grows ---- */
+
+static void buf_room(struct job *j, struct buf *b, size_t more) {
+    job_charge(j, more / 16);
+    if (more > TEMPLATE_OUTPUT || b->n + more > TEMPLATE_OUTPUT)
+        job_fail(j, "a text of more than %d MiB", TEMPLATE_OUTPUT >> 20);
+    if (b->n + more <= b->cap) return;
+    size_t cap = b->cap ? 2 * b->cap : 64;
+    while (cap < b->n + more) cap *= 2;
+    char *s = job_alloc(j, cap);
+    uint8_t *o = job_alloc(j, cap);
+    if (b->n) memcpy(s, b->s, b->n), memcpy(o, b->o, b->n);
+    b->s = s, b->o = o, b->cap = cap;
+}
+
+static void buf_put(struct job *j, struct buf *b, struct tv v) {
+    buf_room(j, b, v.n);
+    if (!v.n) return;
+    memcpy(b->s + b->n, v.s, v.n), memcpy(b->o + b->n, v.o, v.n);
+    b->n += v.n;
+}
+
+static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int origin) {
+    buf_room(j, b, n);
+    if (n) memcpy(b->s + b->n, s, n), memset(b->o + b->n, origin, n);
+    b->n += n;
+}
+
+static void buf_puts(struct job *j, struct buf *b, const char *s, int origin) { buf_fill(j, b, s, strlen(s), origin); }
+
+__attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin, const char *fmt,
+                                                             ...) {
+    char tmp[512];
+    va_list ap;
+    va_start(ap, fmt);
+    int n = vsnprintf(tmp, sizeof tmp, fmt, ap);
+    va_end(ap);
+    buf_fill(j, b, tmp, n < (int)sizeof tmp ? (size_t)n : sizeof tmp - 1, origin);
+}
+
+static void buf_cp(struct job *j, struct buf *b, int32_t cp, int origin) {
+    uint8_t u[4];
+    buf_fill(j, b, (char *)u, (size_t)utf8proc_encode_char(cp, u), origin);
+}
+
+static struct tv buf_str(const struct buf *b) {
+    static const uint8_t none[1];
+    return (struct tv){.kind = TV_STR, .s = b->s ? b->s : "", .o = b->s ? b->o : none, .n = b->n};
+}
+
+/* ---- equality, order, dictionaries ---- */
+
+static bool tv_eq(struct job *j, struct tv a, struct tv b);
+
+__attribute__((noreturn)) static void unhashable(struct job *j, struct tv v) {
+    job_fail(j, "unhashable type: '%s'", tv_type(v));
+}
+
+/* Equal values have equal hashes: 1, 1.0 and True are the same key. */
+static uint32_t tv_hash(struct job *j, struct tv v) {
+    uint32_t h = 2166136261u; /* FNV-1a */
+    if (v.kind == TV_LIST || v.kind == TV_DICT) unhashable(j, v);
+    if (v.kind == TV_STR) {
+        for (size_t i = 0; i < v.n; i++) h = (h ^ (uint8_t)v.s[i]) * 16777619u;
+    } else if (tv_number(v)) {
+        double d = tv_double(v) + 0.0; /* -0.0 is 0.0 */
+        uint64_t u;
+        memcpy(&u, &d, 8);
+        h = (uint32_t)((u ^ u >> 32) * 2654435761u);
+    } else if (v.kind == TV_TUPLE)
+        for (size_t i = 0; i < v.list->n; i++) h = (h ^ tv_hash(j, v.list->v[i])) * 16777619u;
+    return h ^ h >> 15;
+}
+
+static struct tv *dict_find(struct job *j, const struct dict *d, struct tv key) {
+    uint32_t h = d->slot || key.kind != TV_STR ? tv_hash(j, key) : 0;
+    if (!d->slot) {
+        for (size_t i = 0; i < d->n; i++)
+            if (tv_eq(j, d->e[i].k, key)) return &d->e[i].v;
+        return NULL;
+    }
+    for (size_t i = h & (d->slots - 1); d->slot[i]; i = (i + 1) & (d->slots - 1)) {
+        job_charge(j, 1);
+        if (tv_eq(j, d->e[d->slot[i] - 1].k, key)) return &d->e[d->slot[i] - 1].v;
+    }
+    return NULL;
+}
+
+static void dict_slot(struct job *j, struct dict *d, size_t number) {
+    size_t i = tv_hash(j, d->e[number].k) & (d->slots - 1);
+    while (d->slot[i]) i = (i + 1) & (d->slots - 1);
+    d->slot[i] = (uint32_t)number + 1;
+}
+
+static void dict_set(struct job *j, struct dict *d, struct tv key, struct tv v) {
+    struct tv *old = dict_find(j, d, key);
+    if (old) {
+        *old = v;
+        return;
+    }
+    size_t cap = d->cap;
+    d->e = job_grow(j, d->e, d->n, &d->cap, sizeof *d->e);
+    d->e[d->n++] = (struct entry){key, v};
+    if (d->cap != cap && d->cap > 8) {
+        d->slots = 2 * d->cap;
+        d->slot = job_alloc(j, d->slots * sizeof *d->slot);
+        for (size_t i = 0; i < d->n; i++) dict_slot(j, d, i);
+    } else if (d->slot)
+        dict_slot(j, d, d->n - 1);
+}
+
+static struct tv *dict_get(struct job *j, const struct dict *d, const char *key) {
+    return dict_find(j, d, tv_lit(j, key));
+}
+
+static bool dict_eq(struct job *j, const struct dict *a, const struct dict *b) {
+    if (a->n != b->n) return false;
+    for (size_t i = 0; i < a->n; i++) {
+        struct tv *v = dict_find(j, b, a->e[i].k);
+        if (!v || !tv_eq(j, a->e[i].v, *v)) return false;
+    }
+    return true;
+}
+
+static bool tv_eq(struct job *j, struct tv a, struct tv b) {
+    if (a.kind == TV_STR && b.kind == TV_STR) {
+        if (a.n != b.n) return false;
+        job_charge(j, 1 + a.n / 64);
+        return a.s == b.s || !memcmp(a.s, b.s, a.n);
+    }
+    if (tv_number(a) && tv_number(b))
+        return a.kind == TV_FLOAT || b.kind == TV_FLOAT ? tv_double(a) == tv_double(b) : a.i == b.i;
+    if (a.kind != b.kind) return false;
+    if (a.kind == TV_UNDEF || a.kind == TV_NONE) return true;
+    bool eq = a.list == b.list;
+    if (eq || !(a.kind == TV_DICT || (tv_listy(a) && a.kind != TV_GEN))) return eq;
+    job_enter(j);
+    if (a.kind == TV_DICT)
+        eq = dict_eq(j, a.dict, b.dict);
+    else {
+        eq = a.list->n == b.list->n;
+        for (size_t i = 0; eq && i < a.list->n; i++) eq = tv_eq(j, a.list->v[i], b.list->v[i]);
+    }
+    j->depth--;
+    return eq;
+}
+
+/* a < b as Python orders them; UTF-8 sorts as its code points do. */
+static bool tv_less(struct job *j, struct tv a, struct tv b, const char *op) {
+    if (a.kind == TV_UNDEF) undef_fail(j, a);
+    if (b.kind == TV_UNDEF) undef_fail(j, b);
+    if (tv_number(a) && tv_number(b))
+        return a.kind == TV_FLOAT || b.kind == TV_FLOAT ? tv_double(a) < tv_double(b) : a.i < b.i;
+    if (a.kind == TV_STR && b.kind == TV_STR) {
+        size_t n = a.n < b.n ? a.n : b.n;
+        job_charge(j, 1 + n / 64);
+        int c = n ? memcmp(a.s, b.s, n) : 0;
+        return c ? c < 0 : a.n < b.n;
+    }
+    if (a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE)) {
+        for (size_t i = 0; i < a.list->n && i < b.list->n; i++) {
+            job_enter(j);
+            bool eq = tv_eq(j, a.list->v[i], b.list->v[i]), less = !eq && tv_less(j, a.list->v[i], b.list->v[i], op);
+            j->depth--;
+            if (!eq) return less;
+        }
+        return a.list->n < b.list->n;
+    }
+    job_fail(j, "'%s' not supported between instances of '%s' and '%s'", op, tv_type(a), tv_type(b));
+}
+
+/* The elements that a loop over v sees; they must not be modified. Uses up a generator. */
+static struct list *tv_iter(struct job *j, struct tv v) {
+    if (tv_listy(v) && v.kind != TV_GEN) return v.list;
+    struct list *l = job_alloc(j, sizeof *l);
+    int32_t cp;
+    switch (v.kind) {
+    case TV_UNDEF: break;
+    case TV_GEN:
+        *l = *v.list;
+        v.list->n = 0;
+        break;
+    case TV_DICT:
+        for (size_t i = 0; i < v.dict->n; i++) list_push(j, l, v.dict->e[i].k);
+        break;
+    case TV_STR:
+        for (size_t i = 0, k; i < v.n; i += k) {
+            k = cp_next(v.s + i, v.n - i, &cp);
+            list_push(j, l, tv_sub(v, i, i + k));
+        }
+        break;
+    default: job_fail(j, "'%s' object is not iterable", tv_type(v));
+    }
+    job_charge(j, l->n);
+    return l;
+}
+
+/* ---- printing ---- */
+
+/* repr() of Python's float: the shortest digits that read back as d. */
+static void float_repr(double d, char out[40]) {
+    char tmp[40];
+    int prec = 0;
+    if (isnan(d) || isinf(d)) {
+        strcpy(out, isnan(d) ? "nan" : d < 0 ? "-inf" : "inf");
+        return;
+    }
+    for (; prec < 17; prec++) {
+        snprintf(tmp, sizeof tmp, "%.*e", prec, d);
+        if (strtod(tmp, NULL) == d) break;
+    }
+    int e = atoi(strchr(tmp, 'e') + 1);
+    if (e < -4 || e >= 16)
+        strcpy(out, tmp);
+    else
+        snprintf(out, 40, "%.*f", prec - e > 1 ? prec - e : 1, d);
+}
+
+static bool tv_has_data(struct tv s) { return s.data || (s.n && memchr(s.o, ORIGIN_DATA, s.n)); }
+
+/* What repr() and JSON agree on: an escape for this code point, or NULL for neither. */
+static const char *short_escape(int32_t cp) {
+    return cp == '\n' ? "\\n" : cp == '\r' ? "\\r" : cp == '\t' ? "\\t" : cp == '\\' ? "\\\\" : NULL;
+}
+
+/* repr() of Python's str. */
+static void repr_str(struct job *j, struct buf *b, struct tv v) {
+    int origin = tv_has_data(v) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
+    char quote = v.n && memchr(v.s, '\'', v.n) && !memchr(v.s, '"', v.n) ? '"' : '\'';
+    int32_t cp;
+    buf_fill(j, b, &quote, 1, origin);
+    for (size_t i = 0, k; i < v.n; i += k) {
+        k = cp_next(v.s + i, v.n - i, &cp);
+        const char *esc = short_escape(cp);
+        int c = utf8proc_category(cp);
+        bool hidden = c >= UTF8PROC_CATEGORY_ZS || c == UTF8PROC_CATEGORY_CN;
+        if (esc)
+            buf_puts(j, b, esc, v.o[i]);
+        else if (cp == quote)
+            buf_printf(j, b, v.o[i], "\\%c", quote);
+        else if (hidden && cp != ' ')
+            buf_printf(j, b, v.o[i], cp < 0x100 ? "\\x%02x" : cp < 0x10000 ? "\\u%04x" : "\\U%08x", (unsigned)cp);
+        else
+            buf_put(j, b, tv_sub(v, i, i + k));
+    }
+    buf_fill(j, b, &quote, 1, origin);
+}
+
+static void tv_write(struct job *j, struct buf *b, struct tv v, bool repr, int origin);
+
+static void write_items(struct job *j, struct buf *b, struct tv v, int origin) {
+    bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE;
+    size_t n = dict ? v.dict->n : v.list->n;
+    buf_puts(j, b, dict ? "{" : tuple ? "(" : "[", origin);
+    for (size_t i = 0; i < n; i++) {
+        if (i) buf_puts(j, b, ", ", origin);
+        if (dict) {
+            tv_write(j, b, v.dict->e[i].k, true, origin);
+            buf_puts(j, b, ": ", origin);
+        }
+        tv_write(j, b, dict ? v.dict->e[i].v : v.list->v[i], true, origin);
+    }
+    buf_puts(j, b, dict ? "}" : tuple ? n == 1 ? ",)" : ")" : "]", origin);
+}
+
+/* str(), or repr() as for values inside containers. `origin` is that of the surrounding container. */
+static void tv_write(struct job *j, struct buf *b, struct tv v, bool repr, int origin) {
+    char num[40];
+    if (v.data) origin = ORIGIN_DATA;
+    job_enter(j);
+    job_charge(j, 1);
+    switch (v.kind) {
+    case TV_STR:
+        if (repr)
+            repr_str(j, b, v);
+        else
+            buf_put(j, b, v);
+        break;
+    case TV_UNDEF: buf_puts(j, b, repr ? "Undefined" : "", origin); break;
+    case TV_NONE: buf_puts(j, b, "None", origin); break;
+    case TV_BOOL: buf_puts(j, b, v.i ? "True" : "False", origin); break;
+    case TV_INT: buf_printf(j, b, origin, "%lld", (long long)v.i); break;
+    case TV_FLOAT:
+        float_repr(v.f, num);
+        buf_puts(j, b, num, origin);
+        break;
+    case TV_LIST:
+    case TV_TUPLE:
+    case TV_DICT: write_items(j, b, v, origin); break;
+    case TV_VIEW:
+        buf_printf(j, b, origin, "%s(", v.list->label);
+        write_items(j, b, v, origin);
+        buf_puts(j, b, ")", origin);
+        break;
+    case TV_NAMESPACE:
+        buf_puts(j, b, "<Namespace ", origin);
+        write_items(j, b, v, origin);
+        buf_puts(j, b, ">", origin);
+        break;
+    case TV_RANGE: buf_puts(j, b, v.list->label, origin); break;
+    default: buf_printf(j, b, origin, "<%s>", tv_type(v));
+    }
+    j->depth--;
+}
+
+/* str(v); a string stays itself. */
+static struct tv tv_str(struct job *j, struct tv v) {
+    if (v.kind == TV_STR) return v;
+    struct buf b = {0};
+    tv_write(j, &b, v, false, ORIGIN_TEMPLATE);
+    return buf_str(&b);
+}
+
+struct json_style {
+    struct tv indent; /* text of one level; TV_NONE: all in one line */
+    struct tv comma, colon;
+    bool ascii, sort;
+};
+
+static void json_str(struct job *j, struct buf *b, struct tv v, bool ascii, int outer) {
+    int origin = tv_has_data(v) ? ORIGIN_DATA : outer;
+    int32_t cp;
+    buf_puts(j, b, "\"", origin);
+    for (size_t i = 0, k, from = 0; i < v.n; i += k) {
+        k = cp_next(v.s + i, v.n - i, &cp);
+        bool wide = ascii && cp > 0x7e;
+        if (cp >= ' ' && cp != '"' && cp != '\\' && !wide) {
+            if (i + k == v.n) buf_put(j, b, tv_sub(v, from, v.n));
+            continue;
+        }
+        buf_put(j, b, tv_sub(v, from, i));
+        from = i + k;
+        const char *esc = cp == '"' ? "\\\"" : cp == '\b' ? "\\b" : cp == '\f' ? "\\f" : short_escape(cp);
+        if (esc)
+            buf_puts(j, b, esc, v.o[i]);
+        else if (cp < 0x10000)
+            buf_printf(j, b, v.o[i], "\\u%04x", (unsigned)cp);
+        else /* a surrogate pair */
+            buf_printf(j, b, v.o[i], "\\u%04x\\u%04x", 0xd7c0u + (unsigned)(cp >> 10), 0xdc00u + (cp & 0x3ffu));
+    }
+    buf_puts(j, b, "\"", origin);
+}
+
+static void json_newline(struct job *j, struct buf *b, const struct json_style *st, int level, int origin) {
+    if (st->indent.kind != TV_STR) return;
+    buf_puts(j, b, "\n", origin);
+    while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
+}
+
+static struct list *list_sorted(struct job *j, const struct list *l, const struct tv *keys, bool reverse);
+
+/* json.dumps. Punctuation of a container that is data is data; `origin` is that of the container around v. */
+static void json_write(struct job *j, struct buf *b, struct tv v, const struct json_style *st, int level, int origin) {
+    if (v.data) origin = ORIGIN_DATA;
+    bool dict = v.kind == TV_DICT;
+    if (v.kind == TV_STR) {
+        json_str(j, b, v, st->ascii, origin);
+        return;
+    }
+    if (v.kind == TV_NONE || v.kind == TV_BOOL) {
+        buf_puts(j, b, v.kind == TV_NONE ? "null" : v.i ? "true" : "false", origin);
+        return;
+    }
+    if (v.kind == TV_FLOAT && !isfinite(v.f)) {
+        buf_puts(j, b, isnan(v.f) ? "NaN" : v.f < 0 ? "-Infinity" : "Infinity", origin);
+        return;
+    }
+    if (tv_number(v)) {
+        tv_write(j, b, v, true, origin);
+        return;
+    }
+    if (!dict && v.kind != TV_LIST && v.kind != TV_TUPLE)
+        job_fail(j, "Object of type %s is not JSON serializable", tv_type(v));
+    job_enter(j);
+    struct list *items = tv_iter(j, v);
+    if (dict && st->sort) items = list_sorted(j, items, items->v, false);
+    buf_puts(j, b, dict ? "{" : "[", origin);
+    for (size_t i = 0; i < items->n; i++) {
+        struct tv item = items->v[i];
+        if (i) buf_fill(j, b, st->comma.s, st->comma.n, origin);
+        json_newline(j, b, st, level + 1, origin);
+        if (dict) {
+            struct buf key = {0};
+            if (item.kind == TV_TUPLE) job_fail(j, "keys must be str, int, float, bool or None, not tuple");
+            json_write(j, &key, item, st, 0, origin);
+            json_str(j, b, item.kind == TV_STR ? item : buf_str(&key), st->ascii, origin);
+            buf_fill(j, b, st->colon.s, st->colon.n, origin);
+            item = *dict_find(j, v.dict, item);
+        }
+        json_write(j, b, item, st, level + 1, origin);
+    }
+    if (items->n) json_newline(j, b, st, level, origin);
+    buf_puts(j, b, dict ? "}" : "]", origin);
+    j->depth--;
+}
+
+/* A value from JSON; its strings stay where jansson keeps them. */
+static struct tv tv_json(struct job *j, const json_t *json, bool data) {
+    struct tv v = {.kind = TV_NONE};
+    const char *key;
+    size_t i, n;
+    json_t *item;
+    job_enter(j);
+    switch (json_typeof(json)) {
+    case JSON_OBJECT:
+        v = (struct tv){.kind = TV_DICT, .dict = job_alloc(j, sizeof *v.dict)};
+        json_object_keylen_foreach((json_t *)json, key, n, item)
+            dict_set(j, v.dict, tv_text(j, key, n, data), tv_json(j, item, data));
+        break;
+    case JSON_ARRAY:
+        v = tv_list(j, TV_LIST);
+        json_array_foreach(json, i, item) list_push(j, v.list, tv_json(j, item, data));
+        break;
+    case JSON_STRING:
+        v = tv_text(j, json_string_value(json), json_string_length(json), data);
+        break;
+    case JSON_INTEGER: v = tv_int(json_integer_value(json)); break;
+    case JSON_REAL: v = tv_float(json_real_value(json)); break;
+    case JSON_TRUE:
+    case JSON_FALSE: v = tv_bool(json_is_true(json)); break;
+    case JSON_NULL: break;
+    }
+    v.data = data;
+    j->depth--;
+    return v;
+}
+
+/* ============================================================================================================
+ * Chat template: operators
+ *
+ * What Python does with values: arithmetic, comparison, containment, subscripts, slices, str.__mod__. Integers have 64
+ * bits; where Python's would grow beyond, that is an error.
+ * ============================================================================================================ */
+
+enum op {
+    OP_NONE,
+    OP_OR,
+    OP_AND,
+    OP_EQ,
+    OP_NE,
+    OP_LT,
+    OP_LE,
+    OP_GT,
+    OP_GE,
+    OP_IN,
+    OP_NOT_IN,
+    OP_ADD,
+    OP_SUB,
+    OP_CONCAT,
+    OP_MUL,
+    OP_DIV,
+    OP_FLOORDIV,
+    OP_MOD,
+    OP_POW,
+    OP_COUNT
+};
+
+/* By rising precedence; `not` stands between `and` and the comparisons. + binds less than ~. */
+enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARE, LEVEL_ADD, LEVEL_CONCAT, LEVEL_MUL, LEVEL_POW, LEVEL_UNARY };
+
+static const struct {
+    const char *text;
+    int level;
+} operators[OP_COUNT] = {
+    [OP_OR] = {"or", LEVEL_OR},          [OP_AND] = {"and", LEVEL_AND},     [OP_EQ] = {"==", LEVEL_COMPARE},
+    [OP_NE] = {"!=", LEVEL_COMPARE},     [OP_LT] = {"<", LEVEL_COMPARE},    [OP_LE] = {"<=", LEVEL_COMPARE},
+    [OP_GT] = {">", LEVEL_COMPARE},      [OP_GE] = {">=", LEVEL_COMPARE},   [OP_IN] = {"in", LEVEL_COMPARE},
+    [OP_NOT_IN] = {"not", LEVEL_COMPARE}, [OP_ADD] = {"+", LEVEL_ADD},       [OP_SUB] = {"-", LEVEL_ADD},
+    [OP_CONCAT] = {"~", LEVEL_CONCAT},   [OP_MUL] = {"*", LEVEL_MUL},       [OP_DIV] = {"/", LEVEL_MUL},
+    [OP_FLOORDIV] = {"//", LEVEL_MUL},   [OP_MOD] = {"%", LEVEL_MUL},       [OP_POW] = {"**", LEVEL_POW},
+};
+
+__attribute__((noreturn)) static void operand_fail(struct job *j, enum op op, struct tv a, struct tv b) {
+    if (a.kind == TV_UNDEF) undef_fail(j, a);
+    if (b.kind == TV_UNDEF) undef_fail(j, b);
+    job_fail(j, "unsupported operand type(s) for %s: '%s' and '%s'", operators[op].text, tv_type(a), tv_type(b));
+}
+
+static int64_t int_pow(struct job *j, int64_t a, int64_t b) {
+    int64_t r = 1;
+    bool over = false;
+    for (; b && !over; b >>= 1) {
+        if (b & 1) over = __builtin_mul_overflow(r, a, &r);
+        if (b > 1) over |= __builtin_mul_overflow(a, a, &a);
+    }
+    if (over) job_fail(j, "integer overflow in **");
+    return r;
+}
+
+static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
+    int64_t r = 0;
+    bool over = false;
+    switch (op) {
+    case OP_ADD: over = __builtin_add_overflow(a, b, &r); break;
+    case OP_SUB: over = __builtin_sub_overflow(a, b, &r); break;
+    case OP_MUL: over = __builtin_mul_overflow(a, b, &r); break;
+    case OP_POW: return tv_int(int_pow(j, a, b));
+    default: /* // and %: rounded down, the remainder has the sign of b */
+        if (b == -1) return op == OP_MOD ? tv_int(0) : int_binary(j, OP_SUB, 0, a);
+        r = op == OP_MOD ? a % b : a / b;
+        if (a % b && (a < 0) != (b < 0)) r += op == OP_MOD ? b : -1;
+    }
+    if (over) job_fail(j, "integer overflow in %s", operators[op].text);
+    return tv_int(r);
+}
+
+static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
+    double x = tv_double(a), y = tv_double(b), m;
+    if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD || (op == OP_POW && x == 0 && signbit(y))))
+        job_fail(j, "division by zero");
+    if (a.kind != TV_FLOAT && b.kind != TV_FLOAT && op != OP_DIV && !(op == OP_POW && b.i < 0))
+        return int_binary(j, op, a.i, b.i);
+    switch (op) {
+    case OP_ADD: return tv_float(x + y);
+    case OP_SUB: return tv_float(x - y);
+    case OP_MUL: return tv_float(x * y);
+    case OP_DIV: return tv_float(x / y);
+    case OP_POW:
+        if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "no real result of **");
+        return tv_float(pow(x, y));
+    default:
+        m = fmod(x, y);
+        if (m != 0 && (m < 0) != (y < 0)) m += y;
+        return tv_float(op == OP_MOD ? m : floor((x - m) / y + 0.5));
+    }
+}
+
+/* Markup: & < > ' " replaced; what already is markup stays. */
+static struct tv html_escape(struct job *j, struct tv v) {
+    struct buf b = {0};
+    if (!v.markup) {
+        v = tv_str(j, v);
+        for (size_t i = 0; i < v.n; i++) {
+            char c = v.s[i];
+            const char *esc = c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '\'' ? "&#39;" : c == '"' ? "&#34;" : NULL;
+            if (esc)
+                buf_puts(j, &b, esc, v.o[i]);
+            else
+                buf_put(j, &b, tv_sub(v, i, i + 1));
+        }
+        v = buf_str(&b);
+    }
+    v.markup = true;
+    return v;
+}
+
+static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
+    struct buf out = {0};
+    bool markup = a.markup || b.markup;
+    if (markup) a = html_escape(j, a), b = html_escape(j, b);
+    if (!b.n || !a.n) return a.n ? a : b;
+    out.cap = a.n + b.n; /* exact: most texts are not added to */
+    out.s = job_alloc(j, out.cap), out.o = job_alloc(j, out.cap);
+    buf_put(j, &out, a);
+    buf_put(j, &out, b);
+    struct tv v = buf_str(&out);
+    v.markup = markup;
+    return v;
+}
+
+static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
+    size_t n = v.kind == TV_STR ? v.n : v.list->n;
+    if (times < 0 || !n) times = 0;
+    if (times > TEMPLATE_OUTPUT / (int64_t)(n ? n : 1)) job_fail(j, "repeated too often: %lld times", (long long)times);
+    struct buf b = {0};
+    struct tv l = tv_list(j, v.kind);
+    while (times--) {
+        if (v.kind == TV_STR)
+            buf_put(j, &b, v);
+        else
+            for (size_t i = 0; i < n; i++) list_push(j, l.list, v.list->v[i]);
+        job_charge(j, 1 + n / 16);
+    }
+    return v.kind == TV_STR ? buf_str(&b) : l;
+}
+
+/* One conversion of str.__mod__ with its flags, width and precision. */
+static void format_one(struct job *j, struct buf *b, struct tv v, char spec[32], char conv, int origin) {
+    size_t k = strlen(spec);
+    if (v.data) origin = ORIGIN_DATA;
+    if (conv == 's' || conv == 'r') {
+        struct buf repr = {0};
+        if (k > 1) job_fail(j, "format '%s%c' is not supported", spec, conv);
+        tv_write(j, &repr, v, conv == 'r', origin);
+        buf_put(j, b, buf_str(&repr));
+        return;
+    }
+    if (!tv_number(v)) job_fail(j, "%%%c format: a number is required, not %s", conv, tv_type(v));
+    if (conv == 'f') {
+        snprintf(spec + k, 32 - k, "f");
+        buf_printf(j, b, origin, spec, tv_double(v)); // NOLINT: the format is made of checked parts
+    } else {
+        snprintf(spec + k, 32 - k, "ll%c", conv);
+        buf_printf(j, b, origin, spec, v.kind == TV_FLOAT ? (long long)v.f : (long long)v.i);
+    }
+}
+
+/* format % args: %s %r %d %i %x %f with flags, width and precision for numbers. */
+static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
+    struct list one = {.v = &args, .n = 1};
+    const struct list *l = args.kind == TV_TUPLE ? args.list : &one;
+    struct buf b = {0};
+    size_t used = 0;
+    for (size_t i = 0; i < f.n; i++) {
+        if (f.s[i] != '%') {
+            buf_put(j, &b, tv_sub(f, i, i + 1));
+            continue;
+        }
+        char spec[32] = "%";
+        size_t k = 1, start = i++;
+        while (i < f.n && strchr("-+ 0123456789.", f.s[i]) && f.s[i] && k < 8) spec[k++] = f.s[i++];
+        char conv = i < f.n ? f.s[i] : 0;
+        if (conv == '%') {
+            buf_put(j, &b, tv_sub(f, start, start + 1));
+            continue;
+        }
+        if (!conv || !strchr("srdixf", conv)) job_fail(j, "format '%s%c' is not supported", spec, conv ? conv : ' ');
+        if (used >= l->n) job_fail(j, "not enough arguments for format string");
+        format_one(j, &b, l->v[used++], spec, conv, f.o[start]);
+    }
+    if (used < l->n && (args.kind == TV_TUPLE || !(args.kind == TV_DICT || args.kind == TV_LIST || args.kind == TV_UNDEF)))
+        job_fail(j, "not all arguments converted during string formatting");
+    return buf_str(&b);
+}
+
+static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) {
+    struct tv v;
+    bool str = a.kind == TV_STR && b.kind == TV_STR;
+    if (tv_number(a) && tv_number(b))
+        v = number_binary(j, op, a, b);
+    else if (op == OP_MOD && a.kind == TV_STR)
+        return str_percent(j, a, b);
+    else if (op == OP_ADD && (str || (a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE)))) {
+        if (str) return tv_concat(j, a, b);
+        v = tv_list(j, a.kind);
+        for (size_t i = 0; i < a.list->n; i++) list_push(j, v.list, a.list->v[i]);
+        for (size_t i = 0; i < b.list->n; i++) list_push(j, v.list, b.list->v[i]);
+        job_charge(j, v.list->n);
+    } else if (op == OP_MUL && (b.kind == TV_INT || b.kind == TV_BOOL) && a.kind >= TV_STR && a.kind <= TV_TUPLE)
+        v = tv_repeat(j, a, b.i);
+    else if (op == OP_MUL && (a.kind == TV_INT || a.kind == TV_BOOL) && b.kind >= TV_STR && b.kind <= TV_TUPLE)
+        v = tv_repeat(j, b, a.i);
+    else
+        operand_fail(j, op, a, b);
+    v.data = a.data || b.data;
+    return v;
+}
+
+/* Offset of the first or last `sub` in s at or behind `from`, or -1. */
+static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, size_t from, bool last) {
+    job_charge(j, s.n / 16);
+    if (from > s.n || sub.n > s.n - from) return -1;
+    if (!last) {
+        const char *p = sub.n ? memmem(s.s + from, s.n - from, sub.s, sub.n) : s.s + from;
+        return p ? p - s.s : -1;
+    }
+    for (size_t i = s.n - sub.n + 1; i-- > from;)
+        if (!sub.n || (s.s[i] == sub.s[0] && !memcmp(s.s + i, sub.s, sub.n))) return (ptrdiff_t)i;
+    return -1;
+}
+
+static bool tv_in(struct job *j, struct tv x, struct tv in) {
+    if (in.kind == TV_STR) {
+        if (x.kind != TV_STR) job_fail(j, "'in <string>' requires string as left operand, not %s", tv_type(x));
+        return str_find(j, in, x, 0, false) >= 0;
+    }
+    if (in.kind == TV_DICT) return dict_find(j, in.dict, x) != NULL;
+    if (!tv_listy(in) && in.kind != TV_UNDEF) job_fail(j, "argument of type '%s' is not iterable", tv_type(in));
+    const struct list *l = tv_iter(j, in);
+    for (size_t i = 0; i < l->n; i++) {
+        job_charge(j, 1);
+        if (tv_eq(j, l->v[i], x)) return true;
+    }
+    return false;
+}
+
+static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
+    bool nan = (a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f));
+    if ((op == OP_LE || op == OP_GE) && nan && tv_number(a) && tv_number(b)) return false;
+    switch (op) {
+    case OP_EQ: return tv_eq(j, a, b);
+    case OP_NE: return !tv_eq(j, a, b);
+    case OP_LT: return tv_less(j, a, b, "<");
+    case OP_GT: return tv_less(j, b, a, ">");
+    case OP_LE: return !tv_less(j, b, a, "<=");
+    case OP_GE: return !tv_less(j, a, b, ">=");
+    case OP_IN: return tv_in(j, a, b);
+    default: return !tv_in(j, a, b);
+    }
+}
+
+static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, int64_t low, int64_t high) {
+    if (v.kind == TV_NONE) return none;
+    if (v.kind != TV_INT && v.kind != TV_BOOL) job_fail(j, "slice indices must be integers or None");
+    int64_t i = v.i < 0 ? v.i + n : v.i;
+    return i < low ? low : i > high ? high : i;
+}
+
+/* v[start:stop:step]; TV_NONE stands for what is left out. Strings count code points. */
+static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
+    if (v.kind == TV_UNDEF) undef_fail(j, v);
+    if (v.kind != TV_STR && v.kind != TV_LIST && v.kind != TV_TUPLE && v.kind != TV_RANGE)
+        job_fail(j, "'%s' object cannot be sliced", tv_type(v));
+    int64_t n = v.kind == TV_STR ? (int64_t)cp_count(v.s, v.n) : (int64_t)v.list->n;
+    int64_t step = by.kind == TV_NONE ? 1 : by.i;
+    if (by.kind != TV_NONE && by.kind != TV_INT && by.kind != TV_BOOL) job_fail(j, "slice indices must be integers or None");
+    if (!step) job_fail(j, "slice step cannot be zero");
+    int64_t low = step < 0 ? -1 : 0, high = step < 0 ? n - 1 : n;
+    int64_t i = slice_index(j, start, n, step < 0 ? high : low, low, high);
+    int64_t end = slice_index(j, stop, n, step < 0 ? low : high, low, high);
+    job_charge(j, (size_t)n / 16);
+    if (v.kind == TV_STR && step == 1) {
+        size_t from = cp_offset(v.s, v.n, (size_t)i);
+        if (end <= i) return tv_sub(v, from, from);
+        return tv_sub(v, from, from + cp_offset(v.s + from, v.n - from, (size_t)(end - i)));
+    }
+    const struct list *l = tv_iter(j, v);
+    struct tv out = tv_list(j, v.kind == TV_TUPLE ? TV_TUPLE : TV_LIST);
+    struct buf b = {0};
+    for (; step < 0 ? i > end : i < end; i += step) {
+        if (v.kind == TV_STR)
+            buf_put(j, &b, l->v[i]);
+        else
+            list_push(j, out.list, l->v[i]);
+        job_charge(j, 1);
+        if (step > n || step < -n) break;
+    }
+    if (v.kind == TV_STR) out = buf_str(&b);
+    out.data = v.data;
+    return out;
+}
+
+static const struct builtin *method_find(struct tv o, const char *s, size_t n);
+static struct tv loop_attribute(struct job *j, struct loop *l, struct tv key);
+
+/* What Python's getattr finds: methods, members of a namespace, loop.*. TV_ABSENT: nothing. */
+static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
+    static const char unsafe[] = "access to attribute '%.*s' of '%s' object is unsafe.";
+    const struct builtin *m = method_find(o, key.s, key.n);
+    struct tv *found = o.kind == TV_NAMESPACE ? dict_find(j, o.dict, key) : NULL;
+    if ((m && !m->fn) || (found && key.n && key.s[0] == '_')) {
+        char *hint = job_alloc(j, 256);
+        snprintf(hint, 256, unsafe, key.n > 100 ? 100 : (int)key.n, key.s, tv_type(o));
+        return tv_undef(j, hint, NULL, key);
+    }
+    if (found) return *found;
+    if (o.kind == TV_LOOP && !m) return loop_attribute(j, o.loop, key);
+    if (!m) return (struct tv){0};
+    struct func *f = job_alloc(j, sizeof *f);
+    *f = (struct func){m, o};
+    return (struct tv){.kind = TV_FUNC, .func = f};
+}
+
+/* o[key]; TV_ABSENT: nothing. */
+static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
+    if (o.kind == TV_DICT) {
+        struct tv *v = dict_find(j, o.dict, key);
+        return v ? *v : (struct tv){0};
+    }
+    if (key.kind != TV_INT && key.kind != TV_BOOL) return (struct tv){0};
+    if (o.kind == TV_STR) {
+        int64_t n = (int64_t)cp_count(o.s, o.n), i = key.i < 0 ? key.i + n : key.i;
+        job_charge(j, o.n / 16);
+        if (i < 0 || i >= n) return (struct tv){0};
+        size_t at = cp_offset(o.s, o.n, (size_t)i);
+        return tv_sub(o, at, at + cp_offset(o.s + at, o.n - at, 1));
+    }
+    if (o.kind == TV_LIST || o.kind == TV_TUPLE || o.kind == TV_RANGE) {
+        int64_t n = (int64_t)o.list->n, i = key.i < 0 ? key.i + n : key.i;
+        if (i >= 0 && i < n) return o.list->v[i];
+    }
+    return (struct tv){0};
+}
+
+/* o.key and o[key] differ in what is tried first, the attribute or the element. Undefined if there is neither. */
+static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute) {
+    struct tv v = {0};
+    if (o.kind == TV_UNDEF) undef_fail(j, o);
+    if (attribute) v = tv_member(j, o, key);
+    if (!v.kind && !(o.kind == TV_DICT && (key.kind == TV_LIST || key.kind == TV_DICT))) v = tv_element(j, o, key);
+    if (!v.kind && !attribute && key.kind == TV_STR) v = tv_member(j, o, key);
+    if (v.kind) return v;
+    char *owner = job_alloc(j, 64);
+    snprintf(owner, 64, o.kind == TV_NONE ? "None" : "%s object", tv_type(o));
+    return tv_undef(j, NULL, owner, key);
+}
+
+/* ============================================================================================================
+ * Chat template: filters, tests, methods, globals
+ *
+ * One table for each; the parser finds filters and tests by name, subscripts find methods. `self` is the value on the
+ * left of the | or the dot.
+ * ============================================================================================================ */
+
+/* Fills a->v by the signature. */
+static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
+    size_t n = 0, used = 0;
+    a->mode = f->mode, a->name = f->name;
+    if (!strcmp(f->sig, "*")) return;
+    for (const char *p = f->sig; *p; n++) {
+        size_t k = strcspn(p, " ?");
+        struct tv *kw = a->kw.n ? dict_find(j, &a->kw, tv_text(j, p, k, ORIGIN_TEMPLATE)) : NULL;
+        bool optional = p[k] == '?';
+        a->v[n] = n < a->pos.n ? a->pos.v[n] : kw ? *kw : (struct tv){0};
+        used += kw && n >= a->pos.n;
+        if (!a->v[n].kind && !optional) job_fail(j, "%s() needs an argument '%.*s'", f->name, (int)k, p);
+        p += k + (size_t)optional;
+        p += *p == ' ';
+    }
+    if (a->pos.n > n) job_fail(j, "%s() takes at most %zu arguments, not %zu", f->name, n, a->pos.n);
+    for (size_t i = 0; used < a->kw.n && i < a->kw.n; i++) {
+        struct tv k = a->kw.e[i].k;
+        const char *at = memmem(f->sig, strlen(f->sig), k.s, k.n);
+        if (!at || !k.n || (at > f->sig && at[-1] != ' ') || !strchr(" ?", at[k.n]))
+            job_fail(j, "%s() got an unexpected keyword argument '%.*s'", f->name, k.n > 100 ? 100 : (int)k.n, k.s);
+    }
+    if (used < a->kw.n) job_fail(j, "%s() got an argument twice", f->name);
+}
+
+static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv self, struct args *a) {
+    args_bind(j, f, a);
+    job_charge(j, 1);
+    return f->fn(j, self, a);
+}
+
+static const struct builtin *builtin_find(const struct builtin *table, const char *s, size_t n) {
+    for (; table->name; table++)
+        if (strlen(table->name) == n && !memcmp(table->name, s, n)) return table;
+    return NULL;
+}
+
+static const struct builtin filters[], tests[];
+
+static bool arg_bool(struct args *a, int i, bool none) { return a->v[i].kind ? tv_truthy(a->v[i]) : none; }
+
+static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
+    struct tv v = a->v[i];
+    if (!v.kind || v.kind == TV_NONE) return none;
+    if (v.kind == TV_UNDEF) undef_fail(j, v);
+    if (v.kind != TV_INT && v.kind != TV_BOOL) job_fail(j, "%s(): '%s' is not an integer", a->name, tv_type(v));
+    return v.i;
+}
+
+static struct tv arg_str(struct job *j, struct args *a, int i) {
+    if (a->v[i].kind == TV_UNDEF) undef_fail(j, a->v[i]);
+    if (a->v[i].kind != TV_STR) job_fail(j, "%s(): '%s' is not a string", a->name, tv_type(a->v[i]));
+    return a->v[i];
+}
+
+/* ---- strings ---- */
+
+enum { CASE_UPPER, CASE_LOWER, CASE_CAPITALIZE, CASE_TITLE, CASE_TITLE_FILTER };
+
+static bool cp_cased(int32_t cp) {
+    int c = utf8proc_category(cp);
+    return c == UTF8PROC_CATEGORY_LU || c == UTF8PROC_CATEGORY_LL || c == UTF8PROC_CATEGORY_LT;
+}
+
+/* upper, lower, capitalize, str.title, and the filter title, whose words begin behind any of -({[< and white space.
+ * Mappings are of one code point, but for the German sharp s. */
+static struct tv str_case(struct job *j, struct tv v, int mode) {
+    struct buf b = {0};
+    bool start = true; /* of a word, or of the string for capitalize */
+    int32_t cp;
+    for (size_t i = 0, k; i < v.n; i += k) {
+        k = cp_next(v.s + i, v.n - i, &cp);
+        bool up = mode == CASE_UPPER || (mode != CASE_LOWER && start);
+        if (mode == CASE_TITLE)
+            start = !cp_cased(cp);
+        else if (mode == CASE_TITLE_FILTER)
+            start = cp_space(cp) || (cp < 0x80 && strchr("-({[<", cp) && cp);
+        else
+            start = false;
+        int32_t to = !up ? utf8proc_tolower(cp) : mode == CASE_UPPER || mode == CASE_TITLE_FILTER ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
+        if (cp == 0xdf && up)
+            buf_puts(j, &b, mode == CASE_UPPER || mode == CASE_TITLE_FILTER ? "SS" : "Ss", v.o[i]);
+        else if (to == cp)
+            buf_put(j, &b, tv_sub(v, i, i + k));
+        else
+            buf_cp(j, &b, to, v.o[i]);
+    }
+    struct tv out = buf_str(&b);
+    out.markup = v.markup;
+    return out;
+}
+
+static struct tv f_case(struct job *j, struct tv self, struct args *a) { return str_case(j, tv_str(j, self), a->mode); }
+
+enum { STRIP_LEFT = 1, STRIP_RIGHT = 2 };
+
+static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
+    struct tv v = tv_str(j, self);
+    bool space = !a->v[0].kind || a->v[0].kind == TV_NONE;
+    struct tv chars = space ? v : arg_str(j, a, 0);
+    size_t from = 0, to = v.n;
+    int32_t cp;
+    if (space) {
+        if (a->mode & STRIP_RIGHT) to = space_end(v.s, v.n);
+        if (a->mode & STRIP_LEFT) from = space_start(v.s, to);
+        return tv_sub(v, from, to);
+    }
+    while (a->mode & STRIP_RIGHT && to > 0) {
+        size_t k = cp_prev(v.s, to, &cp);
+        if (str_find(j, chars, tv_sub(v, to - k, to), 0, false) < 0) break;
+        to -= k;
+    }
+    while (a->mode & STRIP_LEFT && from < to) {
+        size_t k = cp_next(v.s + from, to - from, &cp);
+        if (str_find(j, chars, tv_sub(v, from, from + k), 0, false) < 0) break;
+        from += k;
+    }
+    job_charge(j, (v.n - (to - from)) / 4);
+    return tv_sub(v, from, to);
+}
+
+/* Fields between runs of white space; what is left after `max` splits keeps its inner white space. */
+static void split_space(struct job *j, struct list *out, struct tv v, size_t max, bool right) {
+    struct list words = {0};
+    int32_t cp;
+    for (size_t i = 0;;) {
+        i += space_start(v.s + i, v.n - i);
+        size_t from = i;
+        if (i == v.n) break;
+        for (size_t k; i < v.n; i += k) {
+            k = cp_next(v.s + i, v.n - i, &cp);
+            if (cp_space(cp)) break;
+        }
+        list_push(j, &words, tv_sub(v, from, i));
+    }
+    size_t n = words.n, rest = n > max ? n - max : 0; /* words in the unsplit piece, if above 1 */
+    for (size_t i = 0; i < n; i++) {
+        if (rest <= 1)
+            list_push(j, out, words.v[i]);
+        else if (right && i + 1 == rest) /* from the start of the string to the end of this word */
+            list_push(j, out, tv_sub(v, 0, (size_t)(words.v[i].s + words.v[i].n - v.s)));
+        else if (right ? i >= rest : i < max)
+            list_push(j, out, words.v[i]);
+        else if (!right && i == max)
+            list_push(j, out, tv_sub(v, (size_t)(words.v[i].s - v.s), v.n));
+    }
+}
+
+static struct tv f_split(struct job *j, struct tv v, struct args *a) {
+    struct tv out = tv_list(j, TV_LIST);
+    int64_t limit = arg_int(j, a, 1, -1);
+    size_t max = limit < 0 ? SIZE_MAX - 1 : (size_t)limit, from = 0, to = v.n;
+    bool right = a->mode;
+    if (!a->v[0].kind || a->v[0].kind == TV_NONE) {
+        split_space(j, out.list, v, max, right);
+        return out;
+    }
+    struct tv sep = arg_str(j, a, 0);
+    if (!sep.n) job_fail(j, "empty separator");
+    while (max--) {
+        if (right) {
+            ptrdiff_t at = str_find(j, tv_sub(v, 0, to), sep, 0, true);
+            if (at < 0) break;
+            list_push(j, out.list, tv_sub(v, (size_t)at + sep.n, to));
+            to = (size_t)at;
+        } else {
+            const char *at = memmem(v.s + from, v.n - from, sep.s, sep.n);
+            if (!at) break;
+            list_push(j, out.list, tv_sub(v, from, (size_t)(at - v.s)));
+            from = (size_t)(at - v.s) + sep.n;
+        }
+        job_charge(j, 1);
+    }
+    list_push(j, out.list, tv_sub(v, from, to));
+    for (size_t i = 0, n = out.list->n; right && i < n / 2; i++) {
+        struct tv t = out.list->v[i];
+        out.list->v[i] = out.list->v[n - 1 - i], out.list->v[n - 1 - i] = t;
+    }
+    return out;
+}
+
+static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
+    struct tv out = tv_list(j, TV_LIST);
+    bool keep = arg_bool(a, 0, false);
+    size_t from = 0;
+    int32_t c;
+    for (size_t i = 0, k; i < v.n; i += k) {
+        k = cp_next(v.s + i, v.n - i, &c);
+        if (!((c >= 0x0a && c <= 0x0d) || (c >= 0x1c && c <= 0x1e) || c == 0x85 || c == 0x2028 || c == 0x2029)) continue;
+        if (c == '\r' && i + 1 < v.n && v.s[i + 1] == '\n') k = 2;
+        list_push(j, out.list, tv_sub(v, from, keep ? i + k : i));
+        from = i + k;
+    }
+    if (from < v.n) list_push(j, out.list, tv_sub(v, from, v.n));
+    return out;
+}
+
+static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
+    struct tv v = tv_str(j, self), old = tv_str(j, a->v[0]), new = tv_str(j, a->v[1]);
+    int64_t count = arg_int(j, a, 2, -1);
+    struct buf b = {0};
+    size_t from = 0;
+    int32_t cp;
+    if (count < 0) count = INT64_MAX;
+    while (count-- > 0) {
+        const char *at = old.n ? memmem(v.s + from, v.n - from, old.s, old.n) : v.s + from;
+        if (!at) break;
+        buf_put(j, &b, tv_sub(v, from, (size_t)(at - v.s)));
+        buf_put(j, &b, new);
+        from = (size_t)(at - v.s) + old.n;
+        job_charge(j, 1);
+        if (old.n) continue;
+        if (from == v.n) break; /* an empty string is found before every code point and at the end */
+        size_t k = cp_next(v.s + from, v.n - from, &cp);
+        buf_put(j, &b, tv_sub(v, from, from + k));
+        from += k;
+    }
+    if (!from && !b.n) return v;
+    buf_put(j, &b, tv_sub(v, from, v.n));
+    return buf_str(&b);
+}
+
+static struct tv attribute_path(struct job *j, struct tv item, struct tv path);
+
+static struct tv f_join(struct job *j, struct tv self, struct args *a) {
+    bool method = a->mode; /* sep.join(items), where every item must be a string; else items|join(sep, attribute) */
+    const struct list *l = tv_iter(j, method ? a->v[0] : self);
+    struct tv sep = method ? self : a->v[0].kind ? tv_str(j, a->v[0]) : tv_lit(j, "");
+    struct buf b = {0};
+    for (size_t i = 0; i < l->n; i++) {
+        struct tv item = method || !a->v[1].kind ? l->v[i] : attribute_path(j, l->v[i], a->v[1]);
+        if (method && item.kind != TV_STR)
+            job_fail(j, "sequence item %zu: expected str instance, %s found", i, tv_type(item));
+        if (i) buf_put(j, &b, sep);
+        buf_put(j, &b, tv_str(j, item));
+        job_charge(j, 1);
+    }
+    return buf_str(&b);
+}
+
+enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
+
+static bool has_affix(struct tv v, struct tv affix, bool end) {
+    return affix.n <= v.n && (!affix.n || !memcmp(v.s + (end ? v.n - affix.n : 0), affix.s, affix.n));
+}
+
+static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
+    bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, found = false;
+    if (a->v[0].kind == TV_TUPLE && a->mode <= AFFIX_ENDS) {
+        const struct list *l = a->v[0].list;
+        for (size_t i = 0; i < l->n && !found; i++) found = l->v[i].kind == TV_STR && has_affix(v, l->v[i], end);
+        return tv_bool(found);
+    }
+    struct tv affix = arg_str(j, a, 0);
+    found = has_affix(v, affix, end);
+    if (a->mode <= AFFIX_ENDS) return tv_bool(found);
+    return !found ? v : end ? tv_sub(v, 0, v.n - affix.n) : tv_sub(v, affix.n, v.n);
+}
+
+enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
+
+/* find, rfind, index, rindex, count with start and end, in code points. */
+static struct tv f_find(struct job *j, struct tv v, struct args *a) {
+    struct tv sub = arg_str(j, a, 0), none = tv_none();
+    struct tv from = a->v[1].kind ? a->v[1] : none, to = a->v[2].kind ? a->v[2] : none;
+    struct tv in = from.kind == TV_NONE && to.kind == TV_NONE ? v : tv_slice(j, v, from, to, none);
+    int64_t count = 0;
+    if ((a->mode & 3) == FIND_COUNT) {
+        if (!sub.n) return tv_int((int64_t)cp_count(in.s, in.n) + 1);
+        for (size_t i = 0; i < in.n; count++, i += sub.n) {
+            const char *at = memmem(in.s + i, in.n - i, sub.s, sub.n);
+            if (!at) break;
+            i = (size_t)(at - in.s);
+        }
+        job_charge(j, in.n / 16);
+        return tv_int(count);
+    }
+    ptrdiff_t at = str_find(j, in, sub, 0, (a->mode & 3) == FIND_LAST);
+    if (at < 0 && a->mode & FIND_MUST) job_fail(j, "substring not found");
+    return tv_int(at < 0 ? -1 : (int64_t)cp_count(v.s, (size_t)(in.s - v.s + at)));
+}
+
+static struct tv f_partition(struct job *j, struct tv v, struct args *a) {
+    struct tv sep = arg_str(j, a, 0), out = tv_list(j, TV_TUPLE);
+    if (!sep.n) job_fail(j, "empty separator");
+    ptrdiff_t at = str_find(j, v, sep, 0, a->mode);
+    size_t i = at >= 0 ? (size_t)at : a->mode ? 0 : v.n, k = at >= 0 ? i + sep.n : i;
+    list_push(j, out.list, tv_sub(v, 0, i));
+    list_push(j, out.list, tv_sub(v, i, k));
+    list_push(j, out.list, tv_sub(v, k, v.n));
+    return out;
+}
+
+enum { IS_ALPHA, IS_DIGIT, IS_ALNUM, IS_SPACE, IS_UPPER, IS_LOWER };
+
+/* str.isalpha and so on: not empty and every code point qualifies; isupper, islower: every cased one, and one is. */
+static bool str_is(struct tv v, int mode) {
+    bool any = false;
+    int32_t cp;
+    for (size_t i = 0; i < v.n; i += cp_next(v.s + i, v.n - i, &cp)) {
+        cp_next(v.s + i, v.n - i, &cp);
+        int c = utf8proc_category(cp);
+        bool alpha = c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO;
+        bool digit = c == UTF8PROC_CATEGORY_ND || cp == 0xb2 || cp == 0xb3 || cp == 0xb9;
+        if (mode >= IS_UPPER) {
+            if (!cp_cased(cp)) continue;
+            if (c != (mode == IS_UPPER ? UTF8PROC_CATEGORY_LU : UTF8PROC_CATEGORY_LL)) return false;
+        } else if (mode == IS_SPACE ? !cp_space(cp) : !((alpha && mode != IS_DIGIT) || (digit && mode != IS_ALPHA)))
+            return false;
+        any = true;
+    }
+    return any;
+}
+
+static struct tv f_str_is(struct job *j, struct tv self, struct args *a) {
+    return tv_bool(str_is(tv_str(j, self), a->mode));
+}
+
+/* str.format with {}, {number} and {name}. */
+static struct tv f_format(struct job *j, struct tv v, struct args *a) {
+    struct buf b = {0};
+    size_t next = 0;
+    for (size_t i = 0; i < v.n; i++) {
+        char c = v.s[i];
+        if ((c == '{' || c == '}') && i + 1 < v.n && v.s[i + 1] == c) i++;
+        else if (c == '}') job_fail(j, "Single '}' encountered in format string");
+        else if (c == '{') {
+            const char *end = memchr(v.s + i, '}', v.n - i);
+            if (!end) job_fail(j, "'{' without '}' in format string");
+            struct tv field = tv_sub(v, i + 1, (size_t)(end - v.s)), *kw = NULL;
+            size_t number = next, k = 0;
+            while (k < field.n && isdigit((uint8_t)field.s[k]) && k < 6) k++;
+            if (!field.n)
+                next++;
+            else if (k == field.n)
+                number = (size_t)atoi(field.s);
+            else if (!(kw = dict_find(j, &a->kw, field)))
+                job_fail(j, "str.format: the field '{%.*s}' is not supported", field.n > 50 ? 50 : (int)field.n, field.s);
+            if (!kw && number >= a->pos.n) job_fail(j, "str.format: no argument %zu", number);
+            buf_put(j, &b, tv_str(j, kw ? *kw : a->pos.v[number]));
+            i = (size_t)(end - v.s);
+            continue;
+        }
+        buf_put(j, &b, tv_sub(v, i, i + 1));
+    }
+    return buf_str(&b);
+}
+
+static struct tv f_percent(struct job *j, struct tv self, struct args *a) {
+    struct tv tuple = tv_list(j, TV_TUPLE);
+    *tuple.list = a->pos;
+    return str_percent(j, tv_str(j, self), tuple);
+}
+
+static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
+    struct args none = {.name = a->name};
+    if (v.kind == TV_UNDEF) undef_fail(j, v);
+    if (v.kind != TV_STR) job_fail(j, "indent: '%s' is not a string", tv_type(v));
+    struct tv width = a->v[0].kind == TV_STR ? a->v[0] : tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 0, 4));
+    const struct list *l = f_splitlines(j, tv_concat(j, v, tv_lit(j, "\n")), &none).list;
+    bool blank = arg_bool(a, 2, false);
+    struct buf b = {0};
+    if (arg_bool(a, 1, false)) buf_put(j, &b, width);
+    for (size_t i = 0; i < l->n; i++) {
+        if (i) buf_puts(j, &b, "\n", ORIGIN_TEMPLATE);
+        if (i && (blank || l->v[i].n)) buf_put(j, &b, width);
+        buf_put(j, &b, l->v[i]);
+    }
+    return buf_str(&b);
+}
+
+static struct tv f_string(struct job *j, struct tv self, struct args *a) {
+    struct tv v = a->mode == 2 ? html_escape(j, self) : tv_str(j, self);
+    v.markup |= a->mode == 1;
+    return v;
+}
+
+/* ---- numbers ---- */
+
+static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
+    if (!tv_number(v)) job_fail(j, "bad operand type for %s(): '%s'", a->name, tv_type(v));
+    if (v.kind == TV_FLOAT) return tv_float(fabs(v.f));
+    return v.i < 0 ? int_binary(j, OP_SUB, 0, v.i) : tv_int(v.i);
+}
+
+/* A whole string as a number; false if it is none. */
+static bool str_number(struct job *j, struct tv v, struct tv *out, int64_t base) {
+    struct buf b = {0};
+    char *end;
+    size_t from = space_start(v.s, v.n), to = space_end(v.s, v.n);
+    for (size_t i = from; i < to; i++) {
+        bool digits = i > from && i + 1 < to && isalnum((uint8_t)v.s[i - 1]) && isalnum((uint8_t)v.s[i + 1]);
+        if (v.s[i] != '_' || !digits) buf_fill(j, &b, v.s + i, 1, ORIGIN_TEMPLATE);
+    }
+    if (!b.n || memchr(b.s, 0, b.n)) return false;
+    buf_fill(j, &b, "", 1, ORIGIN_TEMPLATE);
+    bool hex = strchr(b.s, 'x') || strchr(b.s, 'X');
+    if ((hex && base != 16 && base < 34) || strchr(b.s, '(')) return false; /* what C reads and Python does not */
+    errno = 0;
+    struct tv number = base < 0 ? tv_float(strtod(b.s, &end)) : tv_int(strtoll(b.s, &end, (int)base));
+    if (end != b.s + b.n - 1) return false;
+    if (errno == ERANGE && base >= 0) job_fail(j, "integer overflow in int()");
+    *out = number;
+    return true;
+}
+
+static struct tv f_int(struct job *j, struct tv v, struct args *a) {
+    struct tv none = a->v[0].kind ? a->v[0] : tv_int(0);
+    int64_t base = arg_int(j, a, 1, 10);
+    if (v.kind == TV_UNDEF) undef_fail(j, v);
+    if (base < 2 || base > 36) job_fail(j, "int: the base must be from 2 to 36");
+    if (v.kind == TV_STR && str_number(j, v, &v, base)) return v;
+    if (v.kind == TV_STR && !str_number(j, v, &v, -1)) return none;
+    if (v.kind == TV_INT || v.kind == TV_BOOL) return tv_int(v.i);
+    if (v.kind != TV_FLOAT || !isfinite(v.f)) return none;
+    if (fabs(v.f) >= 0x1p63) job_fail(j, "integer overflow in int()");
+    return tv_int((int64_t)v.f);
+}
+
+static struct tv f_float(struct job *j, struct tv v, struct args *a) {
+    if (v.kind == TV_UNDEF) undef_fail(j, v);
+    if (v.kind == TV_STR && str_number(j, v, &v, -1)) return v;
+    return tv_number(v) ? tv_float(tv_double(v)) : a->v[0].kind ? a->v[0] : tv_float(0);
+}
+
+static struct tv f_round(struct job *j, struct tv v, struct args *a) {
+    struct tv method = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "common");
+    int64_t digits = arg_int(j, a, 0, 0);
+    char tmp[400];
+    if (!tv_number(v)) job_fail(j, "type %s does not define round()", tv_type(v));
+    if (digits < -300 || digits > 300) return v;
+    double scale = pow(10, (double)digits), d = tv_double(v);
+    if (tv_is(method, "ceil")) return tv_float(ceil(d * scale) / scale);
+    if (tv_is(method, "floor")) return tv_float(floor(d * scale) / scale);
+    if (!tv_is(method, "common")) job_fail(j, "round: the method must be common, ceil or floor");
+    if (digits < 0) d = rint(d * scale) / scale;
+    if (v.kind != TV_FLOAT) return tv_int(digits < 0 ? (int64_t)d : v.i);
+    if (digits < 0) return tv_float(d);
+    snprintf(tmp, sizeof tmp, "%.*f", fabs(d) < 1e60 ? (int)digits : 0, d); /* correctly rounded, halves by the exact value */
+    return tv_float(strtod(tmp, NULL));
+}
+
+/* ---- sequences and mappings ---- */
+
+static struct tv f_length(struct job *j, struct tv v, struct args *a) {
+    (void)a;
+    if (v.kind == TV_STR) job_charge(j, v.n / 16);
+    if (v.kind == TV_STR) return tv_int((int64_t)cp_count(v.s, v.n));
+    if (v.kind == TV_DICT) return tv_int((int64_t)v.dict->n);
+    if (v.kind == TV_UNDEF) return tv_int(0);
+    if (!tv_listy(v) || v.kind == TV_GEN) job_fail(j, "object of type '%s' has no len()", tv_type(v));
+    return tv_int((int64_t)v.list->n);
+}
+
+static struct tv f_default(struct job *j, struct tv v, struct args *a) {
+    bool take = v.kind == TV_UNDEF || (arg_bool(a, 1, false) && !tv_truthy(v));
+    return !take ? v : a->v[0].kind ? a->v[0] : tv_lit(j, "");
+}
+
+/* An element reached by `a.b.0`, the attribute= of filters. */
+static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
+    if (!path.kind || path.kind == TV_NONE) return item;
+    if (path.kind != TV_STR) return tv_get(j, item, path, false);
+    for (size_t from = 0;;) {
+        const char *dot = memchr(path.s + from, '.', path.n - from);
+        struct tv part = tv_sub(path, from, dot ? (size_t)(dot - path.s) : path.n);
+        if (str_is(part, IS_DIGIT) && part.n < 18) str_number(j, part, &part, 10);
+        item = tv_get(j, item, part, false);
+        if (!dot) return item;
+        from = (size_t)(dot - path.s) + 1;
+    }
+}
+
+/* What an element is sorted by: itself or its attributes (`a,b`), strings in lower case unless case counts. */
+static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool case_sensitive, bool several) {
+    if (several && path.kind == TV_STR && memchr(path.s, ',', path.n)) {
+        struct tv keys = tv_list(j, TV_LIST);
+        for (size_t from = 0;;) {
+            const char *comma = memchr(path.s + from, ',', path.n - from);
+            struct tv part = tv_sub(path, from, comma ? (size_t)(comma - path.s) : path.n);
+            list_push(j, keys.list, sort_key(j, item, part, case_sensitive, false));
+            if (!comma) return keys;
+            from = (size_t)(comma - path.s) + 1;
+        }
+    }
+    struct tv v = attribute_path(j, item, path);
+    return v.kind == TV_STR && !case_sensitive ? str_case(j, v, CASE_LOWER) : v;
+}
+
+/* A stable merge sort of l by keys. */
+static struct list *list_sorted(struct job *j, const struct list *l, const struct tv *keys, bool reverse) {
+    struct list *out = job_alloc(j, sizeof *out);
+    size_t *at = job_alloc(j, 2 * l->n * sizeof *at), *to = at + l->n;
+    for (size_t i = 0; i < l->n; i++) at[i] = i;
+    for (size_t width = 1; width < l->n; width *= 2) {
+        for (size_t from = 0; from < l->n; from += 2 * width) {
+            size_t mid = from + width < l->n ? from + width : l->n, end = mid + width < l->n ? mid + width : l->n;
+            for (size_t i = from, k = mid, n = from; n < end; n++) {
+                bool right = i == mid;
+                if (i < mid && k < end) {
+                    struct tv x = keys[at[i]], y = keys[at[k]];
+                    right = reverse ? tv_less(j, x, y, "<") : tv_less(j, y, x, "<");
+                    job_charge(j, 1);
+                }
+                to[n] = right ? at[k++] : at[i++];
+            }
+        }
+        size_t *t = at;
+        at = to, to = t;
+    }
+    for (size_t i = 0; i < l->n; i++) list_push(j, out, l->v[at[i]]);
+    return out;
+}
+
+static struct tv f_sort(struct job *j, struct tv self, struct args *a) {
+    const struct list *l = tv_iter(j, self);
+    struct list keys = {0};
+    for (size_t i = 0; i < l->n; i++) list_push(j, &keys, sort_key(j, l->v[i], a->v[2], arg_bool(a, 1, false), true));
+    struct tv out = tv_list(j, TV_LIST);
+    out.list = list_sorted(j, l, keys.v, arg_bool(a, 0, false));
+    return out;
+}
+
+static struct tv dict_pairs(struct job *j, struct tv self, int kind) {
+    struct tv out = tv_list(j, kind);
+    for (size_t i = 0; i < self.dict->n; i++) {
+        struct tv pair = tv_list(j, TV_TUPLE);
+        list_push(j, pair.list, self.dict->e[i].k);
+        list_push(j, pair.list, self.dict->e[i].v);
+        list_push(j, out.list, pair);
+    }
+    job_charge(j, out.list->n);
+    out.list->label = "dict_items";
+    return out;
+}
+
+static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
+    if (self.kind == TV_UNDEF) undef_fail(j, self);
+    if (self.kind != TV_DICT) job_fail(j, "dictsort: '%s' is not a mapping", tv_type(self));
+    struct tv out = dict_pairs(j, self, TV_LIST), by = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "key");
+    if (!tv_is(by, "key") && !tv_is(by, "value")) job_fail(j, "You can only sort by either \"key\" or \"value\"");
+    struct list keys = {0};
+    for (size_t i = 0; i < out.list->n; i++)
+        list_push(j, &keys, sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0, false), false));
+    out.list = list_sorted(j, out.list, keys.v, arg_bool(a, 2, false));
+    return out;
+}
+
+static struct tv f_items(struct job *j, struct tv self, struct args *a) {
+    if (self.kind == TV_UNDEF && !a->mode) return tv_list(j, TV_GEN);
+    if (self.kind != TV_DICT) job_fail(j, "Can only get item pairs from a mapping.");
+    return dict_pairs(j, self, a->mode ? TV_VIEW : TV_GEN);
+}
+
+/* dict.keys and dict.values */
+static struct tv f_keys(struct job *j, struct tv self, struct args *a) {
+    struct tv out = tv_list(j, TV_VIEW);
+    for (size_t i = 0; i < self.dict->n; i++) list_push(j, out.list, a->mode ? self.dict->e[i].v : self.dict->e[i].k);
+    out.list->label = a->mode ? "dict_values" : "dict_keys";
+    return out;
+}
+
+static struct tv f_get(struct job *j, struct tv self, struct args *a) {
+    struct tv *v = dict_find(j, self.dict, a->v[0]);
+    return v ? *v : a->v[1].kind ? a->v[1] : tv_none();
+}
+
+static struct tv f_copy(struct job *j, struct tv self, struct args *a) {
+    (void)j, (void)a;
+    return self;
+}
+
+enum { END_FIRST, END_LAST };
+
+static struct tv f_end(struct job *j, struct tv self, struct args *a) {
+    if (a->mode == END_LAST && self.kind == TV_GEN) job_fail(j, "'generator' object is not reversible");
+    struct list all, *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
+    if (!l->n)
+        return tv_undef(j, a->mode ? "No last item, sequence was empty." : "No first item, sequence was empty.", NULL, tv_none());
+    all = *l;
+    if (self.kind == TV_GEN) l->v++, l->n--, l->cap = l->n;
+    return all.v[a->mode == END_LAST ? all.n - 1 : 0];
+}
+
+static struct tv f_list(struct job *j, struct tv self, struct args *a) {
+    (void)a;
+    struct tv out = {.kind = TV_LIST, .data = self.data && tv_listy(self), .list = tv_iter(j, self)};
+    return out;
+}
+
+static struct tv f_reverse(struct job *j, struct tv self, struct args *a) {
+    (void)a;
+    struct tv none = tv_none(), back = tv_int(-1), out = tv_list(j, TV_GEN);
+    if (self.kind == TV_STR) return tv_slice(j, self, none, none, back);
+    if (self.kind == TV_GEN) out.kind = TV_LIST;
+    const struct list *l = tv_iter(j, self);
+    for (size_t i = l->n; i--;) list_push(j, out.list, l->v[i]);
+    return out;
+}
+
+static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
+    const struct list *l = tv_iter(j, self);
+    struct tv best = {0}, best_key = {0};
+    if (!l->n) return tv_undef(j, "No aggregated item, sequence was empty.", NULL, tv_none());
+    for (size_t i = 0; i < l->n; i++) {
+        struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0, false), false);
+        if (!i || (a->mode ? tv_less(j, best_key, key, ">") : tv_less(j, key, best_key, "<"))) best = l->v[i], best_key = key;
+    }
+    return best;
+}
+
+static struct tv f_unique(struct job *j, struct tv self, struct args *a) {
+    const struct list *l = tv_iter(j, self);
+    struct tv out = tv_list(j, TV_GEN);
+    struct dict seen = {0};
+    for (size_t i = 0; i < l->n; i++) {
+        struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0, false), false);
+        if (dict_find(j, &seen, key)) continue;
+        dict_set(j, &seen, key, tv_none());
+        list_push(j, out.list, l->v[i]);
+    }
+    return out;
+}
+
+static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
+    const struct list *l = tv_iter(j, self);
+    struct tv sum = a->v[1].kind ? a->v[1] : tv_int(0);
+    if (sum.kind == TV_STR) job_fail(j, "sum() can't sum strings");
+    for (size_t i = 0; i < l->n; i++) sum = tv_binary(j, OP_ADD, sum, attribute_path(j, l->v[i], a->v[0]));
+    return sum;
+}
+
+/* The filter or test called `name`, which map, select and their kin apply to every element. */
+static const struct builtin *callee(struct job *j, const struct builtin *table, struct tv name) {
+    const struct builtin *f = name.kind == TV_STR ? builtin_find(table, name.s, name.n) : NULL;
+    const char *what = table == filters ? "filter" : "test";
+    if (!f && name.kind == TV_STR) job_fail(j, "No %s named '%.*s'.", what, name.n > 100 ? 100 : (int)name.n, name.s);
+    if (!f) job_fail(j, "a %s must be named by a string, not %s", what, tv_type(name));
+    return f;
+}
+
+static struct tv f_map(struct job *j, struct tv self, struct args *a) {
+    struct tv out = tv_list(j, TV_GEN), *path = a->pos.n ? NULL : dict_get(j, &a->kw, "attribute");
+    struct tv *none = dict_get(j, &a->kw, "default");
+    if (!tv_truthy(self)) return out;
+    if (!path && !a->pos.n) job_fail(j, "map requires a filter argument");
+    const struct list *l = tv_iter(j, self);
+    const struct builtin *f = path ? NULL : callee(j, filters, a->pos.v[0]);
+    for (size_t i = 0; i < l->n; i++) {
+        struct args sub = {.pos = {.v = a->pos.v + 1, .n = a->pos.n - 1}, .kw = a->kw};
+        struct tv v = path ? attribute_path(j, l->v[i], *path) : builtin_call(j, f, l->v[i], &sub);
+        list_push(j, out.list, path && none && v.kind == TV_UNDEF ? *none : v);
+    }
+    return out;
+}
+
+enum { SELECT_REJECT = 1, SELECT_ATTRIBUTE = 2 };
+
+static struct tv f_select(struct job *j, struct tv self, struct args *a) {
+    struct tv out = tv_list(j, TV_GEN);
+    size_t first = a->mode & SELECT_ATTRIBUTE ? 1 : 0;
+    if (!tv_truthy(self)) return out;
+    if (a->pos.n < first) job_fail(j, "Missing parameter for attribute name");
+    const struct list *l = tv_iter(j, self);
+    const struct builtin *test = a->pos.n > first ? callee(j, tests, a->pos.v[first]) : NULL;
+    for (size_t i = 0; i < l->n; i++) {
+        struct args sub = {.kw = a->kw};
+        struct tv v = first ? attribute_path(j, l->v[i], a->pos.v[0]) : l->v[i];
+        if (test) sub.pos = (struct list){.v = a->pos.v + first + 1, .n = a->pos.n - first - 1};
+        if (test) v = builtin_call(j, test, v, &sub);
+        if (tv_truthy(v) == !(a->mode & SELECT_REJECT)) list_push(j, out.list, l->v[i]);
+    }
+    return out;
+}
+
+/* list.index and list.count */
+static struct tv f_index(struct job *j, struct tv self, struct args *a) {
+    int64_t count = 0;
+    for (size_t i = 0; i < self.list->n; i++) {
+        if (!tv_eq(j, self.list->v[i], a->v[0])) continue;
+        if (!a->mode) return tv_int((int64_t)i);
+        count++;
+    }
+    if (!a->mode) job_fail(j, "the value is not in the list");
+    return tv_int(count);
+}
+
+static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
+    struct tv indent = a->v[1].kind ? a->v[1] : tv_none(), sep = a->v[2];
+    struct buf b = {0};
+    struct json_style st = {.indent = indent, .ascii = arg_bool(a, 0, false), .sort = arg_bool(a, 3, false)};
+    if (indent.kind != TV_NONE && indent.kind != TV_STR) st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
+    st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ","), st.colon = tv_lit(j, ": ");
+    if (sep.kind && sep.kind != TV_NONE) {
+        const struct list *l = tv_iter(j, sep);
+        if (l->n != 2 || l->v[0].kind != TV_STR || l->v[1].kind != TV_STR)
+            job_fail(j, "tojson: separators must be two strings");
+        st.comma = l->v[0], st.colon = l->v[1];
+    }
+    json_write(j, &b, self, &st, 0, ORIGIN_TEMPLATE);
+    return buf_str(&b);
+}
+
+static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
+    json_error_t e;
+    self = tv_str(j, self);
+    json_t *json = json_loadb(self.s, self.n, JSON_DECODE_ANY, &e);
+    if (!json) job_fail(j, "%s: %s at byte %d", a->name, e.text, e.position);
+    arrput(j->parsed, json);
+    return tv_json(j, json, tv_has_data(self));
+}
+
+/* ---- tests ---- */
+
+#define KIND(k) (1 << TV_##k)
+#define LISTS   (KIND(LIST) | KIND(TUPLE) | KIND(RANGE))
+
+/* The mode is the set of kinds that pass. */
+static struct tv t_kind(struct job *j, struct tv v, struct args *a) {
+    (void)j;
+    return tv_bool(a->mode >> v.kind & 1);
+}
+
+static struct tv t_bool(struct job *j, struct tv v, struct args *a) {
+    (void)j;
+    return tv_bool(v.kind == TV_BOOL && v.i == a->mode);
+}
+
+static struct tv t_compare(struct job *j, struct tv v, struct args *a) {
+    return tv_bool(tv_compare(j, (enum op)a->mode, v, a->v[0]));
+}
+
+/* odd, even, divisibleby: the remainder of a division is `mode`. */
+static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
+    struct tv by = a->v[0].kind ? a->v[0] : tv_int(2);
+    return tv_bool(tv_eq(j, tv_binary(j, OP_MOD, v, by), tv_int(a->mode)));
+}
+
+static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
+    struct tv w = a->v[0];
+    if (v.kind != w.kind) return tv_bool(false);
+    if (v.kind == TV_STR) return tv_bool(v.s == w.s && v.n == w.n);
+    return tv_bool(v.kind == TV_UNDEF ? v.undef == w.undef : v.kind < TV_STR ? tv_eq(j, v, w) : v.list == w.list);
+}
+
+/* ---- globals and methods of loop ---- */
+
+static struct tv g_range(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    int64_t from = a->v[1].kind ? arg_int(j, a, 0, 0) : 0, to = arg_int(j, a, a->v[1].kind ? 1 : 0, 0);
+    int64_t step = arg_int(j, a, 2, 1);
+    struct buf b = {0};
+    struct tv out = tv_list(j, TV_RANGE);
+    if (!step) job_fail(j, "range() arg 3 must not be zero");
+    for (int64_t i = from; step > 0 ? i < to : i > to;) {
+        if (out.list->n == TEMPLATE_RANGE)
+            job_fail(j, "Range too big. The sandbox blocks ranges larger than MAX_RANGE (%d).", TEMPLATE_RANGE);
+        list_push(j, out.list, tv_int(i));
+        if (__builtin_add_overflow(i, step, &i)) break;
+    }
+    job_charge(j, out.list->n);
+    buf_printf(j, &b, ORIGIN_TEMPLATE, "range(%lld, %lld", (long long)from, (long long)to);
+    if (step != 1) buf_printf(j, &b, ORIGIN_TEMPLATE, ", %lld", (long long)step);
+    buf_fill(j, &b, ")", 2, ORIGIN_TEMPLATE);
+    out.list->label = b.s;
+    return out;
+}
+
+/* dict(...) and namespace(...): a mapping or pairs, then keywords. */
+static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    struct tv out = {.kind = (uint8_t)a->mode, .dict = job_alloc(j, sizeof *out.dict)};
+    if (a->pos.n > 1) job_fail(j, "%s expected at most 1 argument, got %zu", a->name, a->pos.n);
+    if (a->pos.n) {
+        struct tv from = a->pos.v[0];
+        const struct list *l = from.kind == TV_DICT ? dict_pairs(j, from, TV_LIST).list : tv_iter(j, from);
+        for (size_t i = 0; i < l->n; i++) {
+            const struct list *pair = tv_iter(j, l->v[i]);
+            if (pair->n != 2) job_fail(j, "%s: element %zu is not a pair", a->name, i);
+            dict_set(j, out.dict, pair->v[0], pair->v[1]);
+        }
+    }
+    for (size_t i = 0; i < a->kw.n; i++) dict_set(j, out.dict, a->kw.e[i].k, a->kw.e[i].v);
+    return out;
+}
+
+static struct tv g_raise(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    struct tv v = tv_str(j, a->v[0]);
+    snprintf(j->err, ERR_MAX, "%.*s", v.n < ERR_MAX ? (int)v.n : ERR_MAX, v.s ? v.s : "");
+    j->rc = -2;
+    longjmp(j->out_of_here, 1);
+}
+
+/* strftime of the C library, as Python's; the time is the variable `now` where there is one. */
+static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    struct tv f = arg_str(j, a, 0);
+    struct tm t = {0};
+    time_t clock = time(NULL);
+    char format[512], text[4096], iso[32] = "";
+    if (f.n >= sizeof format) job_fail(j, "strftime_now: a format of %zu bytes", f.n);
+    memcpy(format, f.s, f.n), format[f.n] = 0;
+    if (j->now.kind == TV_STR) {
+        snprintf(iso, sizeof iso, "%.*s", j->now.n < 31 ? (int)j->now.n : 31, j->now.s);
+        int n = sscanf(iso, "%d-%d-%d%*1[T ]%d:%d:%d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour, &t.tm_min, &t.tm_sec);
+        if (n < 3 || t.tm_mon < 1 || t.tm_mon > 12) job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
+        t.tm_year -= 1900, t.tm_mon--;
+        timegm(&t); /* finds the day of the week and of the year */
+    } else
+        localtime_r(&clock, &t);
+    size_t n = strftime(text, sizeof text, format, &t);
+    return tv_text(j, memcpy(job_alloc(j, n + 1), text, n), n, tv_has_data(f));
+}
+
+struct loop {
+    const struct list *src;
+    size_t at;                       /* elements taken from src */
+    const struct node *target, *test; /* `if` of the loop, NULL: none. It is asked when an element is taken, not before */
+    struct scope *outer;
+    struct tv prev, cur, next; /* next: TV_ABSENT, or taken ahead of its turn */
+    int64_t index0, length;    /* length: -1 until known */
+    int64_t depth0;
+    struct tv changed;
+};
+
+static bool loop_take(struct job *j, struct loop *l, struct tv *out);
+
+static bool loop_peek(struct job *j, struct loop *l) { return l->next.kind || loop_take(j, l, &l->next); }
+
+static int64_t loop_length(struct job *j, struct loop *l) {
+    if (l->length >= 0) return l->length;
+    struct list *rest = job_alloc(j, sizeof *rest);
+    struct tv v;
+    while (loop_take(j, l, &v)) list_push(j, rest, v);
+    l->src = rest, l->at = 0, l->test = NULL;
+    return l->length = (int64_t)rest->n + l->index0 + 1 + (l->next.kind != TV_ABSENT);
+}
+
+static struct tv loop_attribute(struct job *j, struct loop *l, struct tv key) {
+    if (tv_is(key, "index0")) return tv_int(l->index0);
+    if (tv_is(key, "index")) return tv_int(l->index0 + 1);
+    if (tv_is(key, "first")) return tv_bool(!l->index0);
+    if (tv_is(key, "last")) return tv_bool(!loop_peek(j, l));
+    if (tv_is(key, "length")) return tv_int(loop_length(j, l));
+    if (tv_is(key, "revindex")) return tv_int(loop_length(j, l) - l->index0);
+    if (tv_is(key, "revindex0")) return tv_int(loop_length(j, l) - l->index0 - 1);
+    if (tv_is(key, "depth")) return tv_int(1);
+    if (tv_is(key, "depth0")) return tv_int(0);
+    if (tv_is(key, "previtem")) return l->index0 ? l->prev : tv_undef(j, "there is no previous item", NULL, key);
+    if (tv_is(key, "nextitem")) return loop_peek(j, l) ? l->next : tv_undef(j, "there is no next item", NULL, key);
+    return (struct tv){0};
+}
+
+static struct tv l_cycle(struct job *j, struct tv self, struct args *a) {
+    if (!a->pos.n) job_fail(j, "no items for cycling given");
+    return a->pos.v[(size_t)self.loop->index0 % a->pos.n];
+}
+
+static struct tv l_changed(struct job *j, struct tv self, struct args *a) {
+    struct tv now = tv_list(j, TV_TUPLE);
+    *now.list = a->pos;
+    bool same = self.loop->changed.kind && tv_eq(j, self.loop->changed, now);
+    self.loop->changed = now;
+    return tv_bool(!same);
+}
+
+/* ---- tables ---- */
+
+static const struct builtin filters[] = {
+    {"abs", "", f_abs, 0},
+    {"capitalize", "", f_case, CASE_CAPITALIZE},
+    {"count", "", f_length, 0},
+    {"d", "default_value? boolean?", f_default, 0},
+    {"default", "default_value? boolean?", f_default, 0},
+    {"dictsort", "case_sensitive? by? reverse?", f_dictsort, 0},
+    {"e", "", f_string, 2},
+    {"escape", "", f_string, 2},
+    {"first", "", f_end, END_FIRST},
+    {"float", "default?", f_float, 0},
+    {"format", "*", f_percent, 0},
+    {"from_json", "", f_from_json, 0},
+    {"indent", "width? first? blank?", f_indent, 0},
+    {"int", "default? base?", f_int, 0},
+    {"items", "", f_items, 0},
+    {"join", "d? attribute?", f_join, 0},
+    {"last", "", f_end, END_LAST},
+    {"length", "", f_length, 0},
+    {"list", "", f_list, 0},
+    {"lower", "", f_case, CASE_LOWER},
+    {"map", "*", f_map, 0},
+    {"max", "case_sensitive? attribute?", f_minmax, 1},
+    {"min", "case_sensitive? attribute?", f_minmax, 0},
+    {"reject", "*", f_select, SELECT_REJECT},
+    {"rejectattr", "*", f_select, SELECT_REJECT | SELECT_ATTRIBUTE},
+    {"replace", "old new count?", f_replace, 0},
+    {"reverse", "", f_reverse, 0},
+    {"round", "precision? method?", f_round, 0},
+    {"safe", "", f_string, 1},
+    {"select", "*", f_select, 0},
+    {"selectattr", "*", f_select, SELECT_ATTRIBUTE},
+    {"sort", "reverse? case_sensitive? attribute?", f_sort, 0},
+    {"string", "", f_string, 0},
+    {"sum", "attribute? start?", f_sum, 0},
+    {"title", "", f_case, CASE_TITLE_FILTER},
+    {"tojson", "ensure_ascii? indent? separators? sort_keys?", f_tojson, 0},
+    {"trim", "chars?", f_strip, STRIP_LEFT | STRIP_RIGHT},
+    {"unique", "case_sensitive? attribute?", f_unique, 0},
+    {"upper", "", f_case, CASE_UPPER},
+    {0},
+};
+
+static const struct builtin tests[] = {
+    {"boolean", "", t_kind, KIND(BOOL)},
+    {"callable", "", t_kind, KIND(FUNC) | KIND(MACRO) | KIND(LOOP) | KIND(UNDEF)},
+    {"defined", "", t_kind, ~KIND(UNDEF)},
+    {"divisibleby", "num", t_remainder, 0},
+    {"eq", "other", t_compare, OP_EQ},
+    {"equalto", "other", t_compare, OP_EQ},
+    {"==", "other", t_compare, OP_EQ},
+    {"even", "", t_remainder, 0},
+    {"false", "", t_bool, 0},
+    {"float", "", t_kind, KIND(FLOAT)},
+    {"ge", "other", t_compare, OP_GE},
+    {">=", "other", t_compare, OP_GE},
+    {"gt", "other", t_compare, OP_GT},
+    {"greaterthan", "other", t_compare, OP_GT},
+    {">", "other", t_compare, OP_GT},
+    {"in", "seq", t_compare, OP_IN},
+    {"integer", "", t_kind, KIND(INT)},
+    {"iterable", "", t_kind, LISTS | KIND(VIEW) | KIND(GEN) | KIND(STR) | KIND(DICT) | KIND(UNDEF) | KIND(LOOP)},
+    {"le", "other", t_compare, OP_LE},
+    {"<=", "other", t_compare, OP_LE},
+    {"lower", "", f_str_is, IS_LOWER},
+    {"lt", "other", t_compare, OP_LT},
+    {"lessthan", "other", t_compare, OP_LT},
+    {"<", "other", t_compare, OP_LT},
+    {"mapping", "", t_kind, KIND(DICT)},
+    {"ne", "other", t_compare, OP_NE},
+    {"!=", "other", t_compare, OP_NE},
+    {"none", "", t_kind, KIND(NONE)},
+    {"number", "", t_kind, KIND(INT) | KIND(FLOAT) | KIND(BOOL)},
+    {"odd", "", t_remainder, 1},
+    {"sameas", "other", t_sameas, 0},
+    {"sequence", "", t_kind, LISTS | KIND(STR) | KIND(DICT) | KIND(UNDEF)},
+    {"string", "", t_kind, KIND(STR)},
+    {"true", "", t_bool, 1},
+    {"undefined", "", t_kind, KIND(UNDEF)},
+    {"upper", "", f_str_is, IS_UPPER},
+    {0},
+};
+
+static const struct builtin str_methods[] = {
+    {"capitalize", "", f_case, CASE_CAPITALIZE},
+    {"count", "sub start? end?", f_find, FIND_COUNT},
+    {"endswith", "suffix", f_affix, AFFIX_ENDS},
+    {"find", "sub start? end?", f_find, FIND_FIRST},
+    {"format", "*", f_format, 0},
+    {"index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
+    {"isalnum", "", f_str_is, IS_ALNUM},
+    {"isalpha", "", f_str_is, IS_ALPHA},
+    {"isdigit", "", f_str_is, IS_DIGIT},
+    {"islower", "", f_str_is, IS_LOWER},
+    {"isspace", "", f_str_is, IS_SPACE},
+    {"isupper", "", f_str_is, IS_UPPER},
+    {"join", "iterable", f_join, 1},
+    {"lower", "", f_case, CASE_LOWER},
+    {"lstrip", "chars?", f_strip, STRIP_LEFT},
+    {"partition", "sep", f_partition, 0},
+    {"removeprefix", "prefix", f_affix, AFFIX_REMOVE_PREFIX},
+    {"removesuffix", "suffix", f_affix, AFFIX_REMOVE_SUFFIX},
+    {"replace", "old new count?", f_replace, 0},
+    {"rfind", "sub start? end?", f_find, FIND_LAST},
+    {"rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
+    {"rpartition", "sep", f_partition, 1},
+    {"rsplit", "sep? maxsplit?", f_split, 1},
+    {"rstrip", "chars?", f_strip, STRIP_RIGHT},
+    {"split", "sep? maxsplit?", f_split, 0},
+    {"splitlines", "keepends?", f_splitlines, 0},
+    {"startswith", "prefix", f_affix, AFFIX_STARTS},
+    {"strip", "chars?", f_strip, STRIP_LEFT | STRIP_RIGHT},
+    {"title", "", f_case, CASE_TITLE},
+    {"upper", "", f_case, CASE_UPPER},
+    {0},
+};
+
+/* Without a function: what the immutable sandbox refuses. */
+static const struct builtin dict_methods[] = {
+    {"copy", "", f_copy, 0},      {"get", "key default?", f_get, 0},
+    {"items", "", f_items, 1},    {"keys", "", f_keys, 0},
+    {"values", "", f_keys, 1},    {"clear", "", NULL, 0},
+    {"pop", "", NULL, 0},         {"popitem", "", NULL, 0},
+    {"setdefault", "", NULL, 0},  {"update", "", NULL, 0},
+    {0},
+};
+
+static const struct builtin list_methods[] = {
+    {"copy", "", f_copy, 0},     {"count", "value", f_index, 1}, {"index", "value", f_index, 0},
+    {"append", "", NULL, 0},     {"clear", "", NULL, 0},         {"extend", "", NULL, 0},
+    {"insert", "", NULL, 0},     {"pop", "", NULL, 0},           {"remove", "", NULL, 0},
+    {"reverse", "", NULL, 0},    {"sort", "", NULL, 0},          {0},
+};
+
+static const struct builtin tuple_methods[] = {
+    {"count", "value", f_index, 1},
+    {"index", "value", f_index, 0},
+    {0},
+};
+
+static const struct builtin loop_methods[] = {
+    {"changed", "*", l_changed, 0},
+    {"cycle", "*", l_cycle, 0},
+    {0},
+};
+
+static const struct builtin globals[] = {
+    {"dict", "*", g_dict, TV_DICT},
+    {"namespace", "*", g_dict, TV_NAMESPACE},
+    {"raise_exception", "message", g_raise, 0},
+    {"range", "start stop? step?", g_range, 0},
+    {"strftime_now", "format", g_strftime, 0},
+    {0},
+};
+
+static const struct builtin *method_find(struct tv o, const char *s, size_t n) {
+    const struct builtin *table = o.kind == TV_STR     ? str_methods
+                                  : o.kind == TV_DICT  ? dict_methods
+                                  : o.kind == TV_LIST  ? list_methods
+                                  : o.kind == TV_TUPLE ? tuple_methods
+                                  : o.kind == TV_LOOP  ? loop_methods
+                                                       : NULL;
+    return table ? builtin_find(table, s, n) : NULL;
+}
+
+/* ============================================================================================================
+ * Chat template: from source to tree
+ *
+ * The lexer cuts the source into tokens and applies the white space rules (trim_blocks, lstrip_blocks, the - and +
+ * signs); the parser makes a tree of nodes, with filters and tests resolved. Both live in the pool of the template.
+ * No node is higher than TEMPLATE_NESTING, so whatever walks the tree may recurse.
+ * ============================================================================================================ */
+
+enum node_kind {
+    /* expressions; kids in brackets */
+    N_CONST,
+    N_NAME,
+    N_LIST,
+    N_TUPLE,
+    N_DICT,    /* [key, value, key, value, ...] */
+    N_ATTR,    /* [object], name */
+    N_ITEM,    /* [object, key] */
+    N_SLICE,   /* [object, start, stop, step], the last three may be NULL */
+    N_CALL,    /* [callee, arguments] */
+    N_FILTER,  /* [value, arguments]; fn, or NULL and a name that is unknown */
+    N_TEST,    /* likewise */
+    N_KEYWORD, /* name=[value] in arguments */
+    N_STAR,    /* *[value] */
+    N_STARS,   /* **[value] */
+    N_NOT,
+    N_NEG,
+    N_POS,
+    N_BINARY,  /* [left, right], op */
+    N_AND,
+    N_OR,
+    N_CONCAT,  /* ~ of all kids */
+    N_COMPARE, /* [first, N_OPERAND...] */
+    N_OPERAND, /* op [right] */
+    N_COND,    /* [test, then, else or NULL] */
+    N_CAPTURED, /* what a filter of a {% set %} or {% filter %} block is applied to */
+    /* statements; bodies are N_BODY, targets N_NAME, N_MEMBER or N_TUPLE */
+    N_BODY,
+    N_DATA,
+    N_PRINT,  /* [expression] */
+    N_IF,     /* [test, body, test, body, ..., body of else] */
+    N_FOR,    /* [target, iterable, if or NULL, body, else or NULL] */
+    N_SET,    /* [target, value] */
+    N_SETBLOCK, /* [target, filters or NULL, body] */
+    N_MEMBER, /* name.attr as a target */
+    N_MACRO,  /* name [N_PARAM..., body] */
+    N_PARAM,  /* name [default] */
+    N_CALLBLOCK, /* [N_CALL, N_MACRO] */
+    N_FILTERBLOCK, /* [filters, body] */
+    N_WITH,   /* [target, value, target, value, ..., body] */
+    N_BREAK,
+    N_CONTINUE
+};
+
+enum { USES_CALLER = 1, USES_VARARGS = 2, USES_KWARGS = 4 };
+
+struct node {
+    uint8_t kind, op, uses; /* op: N_BINARY, N_OPERAND; uses: USES_* in the body of N_MACRO */
+    int line, height;
+    const struct name *name, *attr;
+    const struct builtin *fn;
+    struct tv val;
+    struct node **kid;
+    size_t n, cap;
+};
+
+struct template {
+    struct pool_block *pool;
+    struct node *body;
+    struct name **slot; /* names: open addressing by hash, `slots` a power of two */
+    size_t slots, names;
+    const struct name *loop, *caller, *varargs, *kwargs;
+};
+
+enum token_kind { T_EOF, T_DATA, T_VAR, T_VAR_END, T_BLOCK, T_BLOCK_END, T_NAME, T_STRING, T_INT, T_FLOAT, T_OP };
+
+struct token {
+    int kind, line;
+    const char *s;
+    size_t n;
+};
+
+struct lexer {
+    struct job *j;
+    const char *s; /* line ends are \n */
+    size_t n, at;
+    bool line_start; /* the last token ended with a line end */
+    struct token *token;
+    size_t tokens, cap;
+};
+
+static bool lex_is(const struct lexer *l, size_t at, const char *s) {
+    size_t k = strlen(s);
+    return at <= l->n && l->n - at >= k && !memcmp(l->s + at, s, k);
+}
+
+static void lex_token(struct lexer *l, int kind, size_t from, size_t to) {
+    l->token = job_grow(l->j, l->token, l->tokens, &l->cap, sizeof *l->token);
+    l->token[l->tokens++] = (struct token){kind, l->j->line, l->s + from, to - from};
+}
+
+/* Moves on to `to`, counting lines. */
+static void lex_skip(struct lexer *l, size_t to) {
+    if (to > l->at) l->line_start = l->s[to - 1] == '\n';
+    for (; l->at < to; l->at++) l->j->line += l->s[l->at] == '\n';
+}
+
+/* Template text up to `to`, where a tag with this sign begins. Of the tags only {{ keeps the blanks before it. */
+static void lex_data(struct lexer *l, size_t to, char sign, bool var) {
+    size_t end = to, from = l->at;
+    if (sign == '-')
+        end = from + space_end(l->s + from, to - from);
+    else if (sign != '+' && !var) {
+        const char *nl = memrchr(l->s + from, '\n', to - from);
+        size_t line = nl ? (size_t)(nl - l->s) + 1 : from;
+        if ((nl || l->line_start) && space_start(l->s + line, to - line) == to - line) end = line;
+    }
+    if (end > from) lex_token(l, T_DATA, from, end);
+    lex_skip(l, to);
+}
+
+/* The end of a tag at `at`, with the white space that it eats: its length, or 0 if there is none here. A plain or + end
+ * of a block or comment is `trim`, but a + keeps the line end. */
+static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool trim) {
+    bool plus = trim && lex_is(l, at, "+"), minus = lex_is(l, at, "-");
+    size_t k = at + (plus || minus ? 1 : 0);
+    if (!lex_is(l, k, end)) return 0;
+    k += 2;
+    if (minus) k += space_start(l->s + k, l->n - k);
+    else if (trim && !plus && lex_is(l, k, "\n")) k++;
+    return k - at;
+}
+
+static char lex_sign(const struct lexer *l, size_t at) { return at < l->n && (l->s[at] == '-' || l->s[at] == '+') ? l->s[at] : 0; }
+
+/* {% raw %} or, with word "endraw", its end at `at`: length, or 0. */
+static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
+    size_t k = at + 2 + (lex_sign(l, at + 2) ? 1 : 0);
+    bool end = word[0] == 'e';
+    if (k > l->n) return 0;
+    k += space_start(l->s + k, l->n - k);
+    if (!lex_is(l, k, word)) return 0;
+    k += strlen(word);
+    k += space_start(l->s + k, l->n - k);
+    if (!end && lex_is(l, k, "%}")) return k + 2 - at;
+    size_t n = !end && lex_is(l, k, "+") ? 0 : lex_end(l, k, "%}", end);
+    return n ? k + n - at : 0;
+}
+
+static size_t lex_digits(const struct lexer *l, size_t at, const char *digits) {
+    size_t k = at;
+    while (k < l->n && l->s[k] && (strchr(digits, l->s[k]) || (l->s[k] == '_' && k > at && k + 1 < l->n && l->s[k + 1] && strchr(digits, l->s[k + 1])))) k++;
+    return k;
+}
+
+static void lex_number(struct lexer *l) {
+    static const char decimal[] = "0123456789";
+    size_t at = l->at, k = lex_digits(l, at, decimal), e;
+    bool real = false;
+    char radix = at + 1 < l->n ? (char)tolower((uint8_t)l->s[at + 1]) : 0;
+    bool element = at && l->s[at - 1] == '.'; /* in a.0.1, 0.1 is no number */
+    if (!element && lex_is(l, k, ".") && lex_digits(l, k + 1, decimal) > k + 1) real = true, k = lex_digits(l, k + 1, decimal);
+    if (!element && k < l->n && (l->s[k] == 'e' || l->s[k] == 'E')) {
+        e = k + 1 + (lex_sign(l, k + 1) ? 1 : 0);
+        if (lex_digits(l, e, decimal) > e) real = true, k = lex_digits(l, e, decimal);
+    }
+    if (!real && l->s[at] == '0' && radix && strchr("box", radix)) {
+        e = lex_digits(l, at + 2, radix == 'b' ? "01" : radix == 'o' ? "01234567" : "0123456789abcdefABCDEF");
+        if (e > at + 2) k = e;
+    }
+    lex_token(l, real ? T_FLOAT : T_INT, at, k);
+    lex_skip(l, k);
+}
+
+static bool name_start(char c) { return isalpha((uint8_t)c) || c == '_' || (c & 0x80); }
+
+/* The inside of a tag up to its end. Inside brackets }} and %} are not the end. */
+static void lex_tag(struct lexer *l, bool var) {
+    char open[TEMPLATE_NESTING];
+    size_t depth = 0, k;
+    for (;;) {
+        lex_skip(l, l->at + space_start(l->s + l->at, l->n - l->at));
+        size_t at = l->at;
+        if (at == l->n) job_fail(l->j, "unexpected end of template inside a tag");
+        char c = l->s[at];
+        if (!depth && (k = lex_end(l, at, var ? "}}" : "%}", !var))) {
+            lex_token(l, var ? T_VAR_END : T_BLOCK_END, at, at + k);
+            lex_skip(l, at + k);
+            return;
+        }
+        if (isdigit((uint8_t)c)) {
+            lex_number(l);
+        } else if (name_start(c)) {
+            for (k = at; k < l->n && (name_start(l->s[k]) || isdigit((uint8_t)l->s[k]));) k++;
+            lex_token(l, T_NAME, at, k);
+            lex_skip(l, k);
+        } else if (c == '\'' || c == '"') {
+            for (k = at + 1; k < l->n && l->s[k] != c; k++) k += l->s[k] == '\\';
+            if (k >= l->n) job_fail(l->j, "a string without its closing %c", c);
+            lex_token(l, T_STRING, at + 1, k);
+            lex_skip(l, k + 1);
+        } else {
+            static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
+            k = 1;
+            for (size_t i = 0; i < 6; i++)
+                if (lex_is(l, at, two[i])) k = 2;
+            if (k == 1 && (!c || !strchr("+-/*%~[](){}<>=.:|,;", c))) job_fail(l->j, "unexpected character '%c'", isprint((uint8_t)c) ? c : '?');
+            if (strchr("([{", c) && depth == TEMPLATE_NESTING) job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
+            if (strchr("([{", c)) open[depth++] = c == '(' ? ')' : c == '[' ? ']' : '}';
+            else if (strchr(")]}", c) && (!depth || open[--depth] != c)) job_fail(l->j, "unexpected '%c'", c);
+            lex_token(l, T_OP, at, at + k);
+            lex_skip(l, at + k);
+        }
+    }
+}
+
+static void lex_comment(struct lexer *l) {
+    for (size_t at = l->at; at < l->n; at++) {
+        const char *p = memchr(l->s + at, '#', l->n - at);
+        if (!p) break;
+        at = (size_t)(p - l->s);
+        if (!lex_is(l, at, "#}")) continue;
+        char sign = at > l->at ? lex_sign(l, at - 1) : 0;
+        lex_skip(l, at - (sign ? 1 : 0) + lex_end(l, at - (sign ? 1 : 0), "#}", true));
+        return;
+    }
+    job_fail(l->j, "missing end of comment");
+}
+
+static void lex_template(struct lexer *l) {
+    while (l->at < l->n) {
+        size_t at = l->at, k;
+        for (; at < l->n; at++) {
+            const char *p = memchr(l->s + at, '{', l->n - at);
+            at = p ? (size_t)(p - l->s) : l->n;
+            if (lex_is(l, at, "{%") || lex_is(l, at, "{{") || lex_is(l, at, "{#")) break;
+        }
+        if (at >= l->n) {
+            lex_token(l, T_DATA, l->at, l->n);
+            lex_skip(l, l->n);
+            return;
+        }
+        char tag = l->s[at + 1], sign = lex_sign(l, at + 2);
+        lex_data(l, at, sign, tag == '{');
+        if (tag == '%' && (k = lex_raw(l, at, "raw"))) {
+            size_t end = at + k;
+            lex_skip(l, end);
+            while (end < l->n && !(lex_is(l, end, "{%") && (k = lex_raw(l, end, "endraw")))) end++;
+            if (end >= l->n) job_fail(l->j, "missing end of raw block");
+            lex_data(l, end, lex_sign(l, end + 2), false);
+            lex_skip(l, end + k);
+            continue;
+        }
+        if (tag != '#') lex_token(l, tag == '{' ? T_VAR : T_BLOCK, at, at + 2);
+        lex_skip(l, at + 2 + (sign ? 1 : 0));
+        if (tag == '#') lex_comment(l);
+        else lex_tag(l, tag == '{');
+    }
+}
+
+/* ---- the parser ---- */
+
+struct parser {
+    struct job *j;
+    struct template *t;
+    const struct token *at;
+    int depth, loops; /* nesting; loops around that break would leave */
+    int uses;         /* USES_* met in the macro being parsed */
+    /* Filters and tests that do not exist. Inside a condition that is an error only when they are reached. */
+    struct node **unknown;
+    size_t unknowns, cap;
+};
+
+static const struct name *name_intern(struct parser *p, const char *s, size_t n) {
+    struct template *t = p->t;
+    uint32_t h = tv_hash(p->j, tv_text(p->j, s, n, ORIGIN_TEMPLATE));
+    if (2 * t->names >= t->slots) {
+        struct name **old = t->slot;
+        size_t slots = t->slots ? 2 * t->slots : 256;
+        t->slot = job_alloc(p->j, slots * sizeof *t->slot);
+        for (size_t i = 0; i < t->slots; i++) {
+            if (!old[i]) continue;
+            size_t k = tv_hash(p->j, tv_text(p->j, old[i]->s, old[i]->n, ORIGIN_TEMPLATE)) & (slots - 1);
+            while (t->slot[k]) k = (k + 1) & (slots - 1);
+            t->slot[k] = old[i];
+        }
+        t->slots = slots;
+    }
+    size_t i = h & (t->slots - 1);
+    for (; t->slot[i]; i = (i + 1) & (t->slots - 1))
+        if (t->slot[i]->n == n && !memcmp(t->slot[i]->s, s, n)) return t->slot[i];
+    struct name *name = job_alloc(p->j, sizeof *name);
+    *name = (struct name){s, n, (uint32_t)t->names++};
+    return t->slot[i] = name;
+}
+
+/* The name if the source uses it. */
+static const struct name *name_find(struct job *j, const struct template *t, const char *s, size_t n) {
+    size_t i = tv_hash(j, tv_text(j, s, n, ORIGIN_TEMPLATE)) & (t->slots - 1);
+    for (; t->slot[i]; i = (i + 1) & (t->slots - 1))
+        if (t->slot[i]->n == n && !memcmp(t->slot[i]->s, s, n)) return t->slot[i];
+    return NULL;
+}
+
+static struct node *node_new(struct parser *p, int kind) {
+    struct node *n = job_alloc(p->j, sizeof *n);
+    n->kind = (uint8_t)kind, n->line = p->at->line, n->height = 1;
+    return n;
+}
+
+static struct node *node_add(struct parser *p, struct node *n, struct node *kid) {
+    n->kid = job_grow(p->j, n->kid, n->n, &n->cap, sizeof *n->kid);
+    n->kid[n->n++] = kid;
+    if (kid && kid->height >= n->height) n->height = kid->height + 1;
+    if (n->height > TEMPLATE_NESTING) job_fail(p->j, "more than %d operators or blocks inside each other", TEMPLATE_NESTING);
+    return n;
+}
+
+static bool at_word(const struct parser *p, int kind, const char *s) {
+    return p->at->kind == kind && p->at->n == strlen(s) && !memcmp(p->at->s, s, p->at->n);
+}
+
+static void advance(struct parser *p) {
+    if (p->at->kind != T_EOF) p->at++;
+    p->j->line = p->at->line;
+}
+
+static bool skip_word(struct parser *p, int kind, const char *s) {
+    bool is = at_word(p, kind, s);
+    if (is) advance(p);
+    return is;
+}
+
+__attribute__((noreturn)) static void unexpected(struct parser *p, const char *expected) {
+    const struct token *t = p->at;
+    if (t->kind == T_EOF) job_fail(p->j, "expected %s, found the end of the template", expected);
+    job_fail(p->j, "expected %s, found '%.*s'", expected, t->n > 60 ? 60 : (int)t->n, t->s);
+}
+
+static void expect_op(struct parser *p, const char *s) {
+    if (!skip_word(p, T_OP, s)) unexpected(p, s);
+}
+
+static void expect_kind(struct parser *p, int kind, const char *what) {
+    if (p->at->kind != kind) unexpected(p, what);
+    advance(p);
+}
+
+static const struct name *expect_name(struct parser *p) {
+    const struct token *t = p->at;
+    expect_kind(p, T_NAME, "a name");
+    return name_intern(p, t->s, t->n);
+}
+
+static void parse_enter(struct parser *p) {
+    if (++p->depth > TEMPLATE_NESTING) job_fail(p->j, "more than %d brackets or blocks inside each other", TEMPLATE_NESTING);
+}
+
+/* The escape sequences of a Python string literal behind the backslash at s[i]; returns where they end. */
+static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_t n, size_t i) {
+    static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
+    char c = s[i];
+    const char *known = c ? strchr(from, c) : NULL;
+    size_t digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, k = i + 1;
+    uint32_t cp = 0;
+    if (c == '\n') return k;
+    if (c == 'N') job_fail(p->j, "the escape \\N is not supported");
+    if (known) {
+        buf_fill(p->j, b, to + (known - from), 1, ORIGIN_TEMPLATE);
+        return k;
+    }
+    if (c >= '0' && c <= '7') {
+        for (k = i; k < n && k < i + 3 && s[k] >= '0' && s[k] <= '7'; k++) cp = cp * 8 + (uint32_t)(s[k] - '0');
+    } else if (digits) {
+        for (; k < n && k <= i + digits && isxdigit((uint8_t)s[k]); k++)
+            cp = cp * 16 + (uint32_t)(isdigit((uint8_t)s[k]) ? s[k] - '0' : tolower((uint8_t)s[k]) - 'a' + 10);
+        if (k <= i + digits) job_fail(p->j, "truncated \\%c escape", c);
+        if (cp > 0x10ffff || (cp >= 0xd800 && cp < 0xe000)) job_fail(p->j, "\\%c escape of no character", c);
+    } else {
+        buf_fill(p->j, b, s + i - 1, 2, ORIGIN_TEMPLATE);
+        return k;
+    }
+    buf_cp(p->j, b, (int32_t)cp, ORIGIN_TEMPLATE);
+    return k;
+}
+
+static struct node *parse_string(struct parser *p) {
+    struct node *n = node_new(p, N_CONST);
+    struct buf b = {0};
+    for (; p->at->kind == T_STRING; advance(p)) {
+        const struct token *t = p->at;
+        for (size_t i = 0; i < t->n;) {
+            const char *esc = memchr(t->s + i, '\\', t->n - i);
+            size_t k = esc ? (size_t)(esc - t->s) : t->n;
+            buf_fill(p->j, &b, t->s + i, k - i, ORIGIN_TEMPLATE);
+            i = esc ? parse_escape(p, &b, t->s, t->n, k + 1) : k;
+        }
+    }
+    n->val = buf_str(&b);
+    return n;
+}
+
+static struct node *parse_number(struct parser *p) {
+    struct node *n = node_new(p, N_CONST);
+    char tmp[128];
+    size_t k = 0;
+    for (size_t i = 0; i < p->at->n && k < sizeof tmp - 1; i++)
+        if (p->at->s[i] != '_') tmp[k++] = p->at->s[i];
+    tmp[k] = 0;
+    bool prefix = k > 1 && isalpha((uint8_t)tmp[1]);
+    errno = 0;
+    n->val = p->at->kind == T_FLOAT ? tv_float(strtod(tmp, NULL))
+                                    : tv_int(strtoll(prefix ? tmp + 2 : tmp, NULL, !prefix ? 10 : tolower(tmp[1]) == 'x' ? 16 : tolower(tmp[1]) == 'o' ? 8 : 2));
+    if (errno == ERANGE && p->at->kind == T_INT) job_fail(p->j, "integer '%s' needs more than 64 bits", tmp);
+    advance(p);
+    return n;
+}
+
+static struct node *parse_expr(struct parser *p);
+static struct node *parse_binary(struct parser *p, int level);
+
+enum { TUPLE_COND = 1, TUPLE_EMPTY = 2, TUPLE_TARGET = 4, TUPLE_MEMBER = 8 };
+
+static struct node *parse_primary(struct parser *p, int flags);
+
+/* One expression, or a tuple of several separated by commas. */
+static struct node *parse_tuple(struct parser *p, int flags) {
+    struct node *tuple = node_new(p, N_TUPLE), *first = NULL;
+    bool comma = false;
+    for (;;) {
+        int k = p->at->kind;
+        if (k == T_VAR_END || k == T_BLOCK_END || at_word(p, T_OP, ")") || (flags & TUPLE_TARGET && at_word(p, T_NAME, "in"))) break;
+        first = flags & TUPLE_TARGET ? parse_primary(p, flags) : flags & TUPLE_COND ? parse_expr(p) : parse_binary(p, LEVEL_OR);
+        node_add(p, tuple, first);
+        if (!skip_word(p, T_OP, ",")) break;
+        comma = true;
+    }
+    if (comma || (!first && flags & TUPLE_EMPTY)) return tuple;
+    if (!first) unexpected(p, "an expression");
+    return first;
+}
+
+static struct node *parse_bracketed(struct parser *p) {
+    bool dict = at_word(p, T_OP, "{");
+    struct node *n = node_new(p, dict ? N_DICT : N_LIST);
+    const char *end = dict ? "}" : "]";
+    advance(p);
+    while (!at_word(p, T_OP, end)) {
+        if (n->n) expect_op(p, ",");
+        if (at_word(p, T_OP, end)) break;
+        node_add(p, n, parse_expr(p));
+        if (!dict) continue;
+        expect_op(p, ":");
+        node_add(p, n, parse_expr(p));
+    }
+    advance(p);
+    return n;
+}
+
+static struct node *parse_name(struct parser *p, int flags) {
+    static const struct {
+        const char *word;
+        struct tv val;
+    } constants[] = {{"true", {.kind = TV_BOOL, .i = 1}}, {"True", {.kind = TV_BOOL, .i = 1}}, {"false", {.kind = TV_BOOL}},
+                     {"False", {.kind = TV_BOOL}},        {"none", {.kind = TV_NONE}},         {"None", {.kind = TV_NONE}}};
+    struct node *n = node_new(p, N_NAME);
+    for (size_t i = 0; i < 6; i++)
+        if (at_word(p, T_NAME, constants[i].word)) n->kind = N_CONST, n->val = constants[i].val;
+    if (n->kind == N_CONST) {
+        advance(p);
+        return n;
+    }
+    n->name = expect_name(p);
+    if (flags & TUPLE_MEMBER && skip_word(p, T_OP, ".")) {
+        n->kind = N_MEMBER;
+        n->attr = expect_name(p);
+    } else if (!(flags & TUPLE_TARGET))
+        p->uses |= n->name == p->t->caller ? USES_CALLER : n->name == p->t->varargs ? USES_VARARGS : n->name == p->t->kwargs ? USES_KWARGS : 0;
+    return n;
+}
+
+static struct node *parse_primary(struct parser *p, int flags) {
+    struct node *n;
+    if (p->at->kind == T_NAME) return parse_name(p, flags);
+    if (p->at->kind == T_STRING) return parse_string(p);
+    if (p->at->kind == T_INT || p->at->kind == T_FLOAT) return parse_number(p);
+    parse_enter(p);
+    if (skip_word(p, T_OP, "(")) {
+        n = parse_tuple(p, TUPLE_EMPTY | (flags & TUPLE_TARGET ? flags : TUPLE_COND));
+        expect_op(p, ")");
+    } else if (at_word(p, T_OP, "[") || at_word(p, T_OP, "{"))
+        n = parse_bracketed(p);
+    else
+        unexpected(p, "an expression");
+    p->depth--;
+    return n;
+}
+
+/* (a, b, *c, k=v, **d) added to the kids of n. */
+static void parse_args(struct parser *p, struct node *n) {
+    bool first = true;
+    int rank = 0; /* positional, *, keyword, ** must come in this order, but for keywords behind * */
+    expect_op(p, "(");
+    for (; !at_word(p, T_OP, ")"); first = false) {
+        struct node *arg = NULL;
+        if (!first) expect_op(p, ",");
+        if (at_word(p, T_OP, ")")) break;
+        int kind = at_word(p, T_OP, "*") ? N_STAR : at_word(p, T_OP, "**") ? N_STARS : 0, r = kind == N_STAR ? 1 : kind ? 3 : 0;
+        if (!kind && p->at->kind == T_NAME && p->at[1].kind == T_OP && p->at[1].n == 1 && p->at[1].s[0] == '=') kind = N_KEYWORD, r = 2;
+        if (kind) arg = node_new(p, kind);
+        if (kind == N_KEYWORD) arg->name = expect_name(p);
+        if (kind) advance(p);
+        if (r < rank || (r == rank && (r == 1 || r == 3))) unexpected(p, "arguments in another order");
+        rank = r;
+        node_add(p, n, arg ? node_add(p, arg, parse_expr(p)) : parse_expr(p));
+    }
+    advance(p);
+}
+
+static struct node *parse_subscript(struct parser *p, struct node *o) {
+    struct node *n = node_new(p, N_ITEM), *key = NULL, *part[3] = {0};
+    if (skip_word(p, T_OP, ".")) {
+        if (p->at->kind == T_INT) return node_add(p, node_add(p, n, o), parse_number(p));
+        n->kind = N_ATTR;
+        n->name = expect_name(p);
+        return node_add(p, n, o);
+    }
+    parse_enter(p);
+    advance(p);
+    node_add(p, n, o);
+    int colons = 0;
+    for (; colons < 3 && !at_word(p, T_OP, "]"); colons++) {
+        if (!at_word(p, T_OP, ":")) part[colons] = parse_expr(p);
+        if (!skip_word(p, T_OP, ":")) break;
+        n->kind = N_SLICE;
+    }
+    for (int i = 0; n->kind == N_SLICE && i < 3; i++) node_add(p, n, part[i]);
+    if (n->kind == N_ITEM) {
+        key = part[0];
+        if (at_word(p, T_OP, ",")) { /* o[a, b] */
+            struct node *tuple = node_add(p, node_new(p, N_TUPLE), key);
+            while (skip_word(p, T_OP, ",")) node_add(p, tuple, parse_expr(p));
+            key = tuple;
+        }
+        if (!key) unexpected(p, "a subscript");
+        node_add(p, n, key);
+    }
+    expect_op(p, "]");
+    p->depth--;
+    return n;
+}
+
+static struct node *parse_call(struct parser *p, struct node *callee_node) {
+    struct node *n = node_add(p, node_new(p, N_CALL), callee_node);
+    parse_enter(p);
+    parse_args(p, n);
+    p->depth--;
+    return n;
+}
+
+static struct node *parse_postfix(struct parser *p, struct node *n) {
+    for (;;) {
+        if (at_word(p, T_OP, ".") || at_word(p, T_OP, "[")) n = parse_subscript(p, n);
+        else if (at_word(p, T_OP, "(")) n = parse_call(p, n);
+        else return n;
+    }
+}
+
+/* Resolves the name of a filter or test. */
+static void parse_callee(struct parser *p, struct node *n, const struct builtin *table) {
+    n->name = expect_name(p);
+    n->fn = builtin_find(table, n->name->s, n->name->n);
+    if (n->fn) return;
+    p->unknown = job_grow(p->j, p->unknown, p->unknowns, &p->cap, sizeof *p->unknown);
+    p->unknown[p->unknowns++] = n;
+}
+
+/* name(arguments), then | and more filters. */
+static struct node *parse_filter(struct parser *p, struct node *value) {
+    do {
+        struct node *n = node_add(p, node_new(p, N_FILTER), value);
+        parse_callee(p, n, filters);
+        if (at_word(p, T_OP, "(")) parse_args(p, n);
+        value = n;
+    } while (skip_word(p, T_OP, "|"));
+    return value;
+}
+
+static struct node *parse_test(struct parser *p, struct node *value) {
+    bool negate = skip_word(p, T_NAME, "not");
+    struct node *n = node_add(p, node_new(p, N_TEST), value);
+    parse_callee(p, n, tests);
+    int k = p->at->kind;
+    bool word = at_word(p, T_NAME, "else") || at_word(p, T_NAME, "or") || at_word(p, T_NAME, "and");
+    if (at_word(p, T_OP, "("))
+        parse_args(p, n);
+    else if ((k == T_NAME && !word) || k == T_STRING || k == T_INT || k == T_FLOAT || at_word(p, T_OP, "[") || at_word(p, T_OP, "{")) {
+        if (at_word(p, T_NAME, "is")) job_fail(p->j, "You cannot chain multiple tests with is");
+        node_add(p, n, parse_postfix(p, parse_primary(p, 0)));
+    }
+    return negate ? node_add(p, node_new(p, N_NOT), n) : n;
+}
+
+/* A sign binds closer than the filters and tests behind its operand. */
+static struct node *parse_unary(struct parser *p, bool with_filters) {
+    struct node *n;
+    parse_enter(p);
+    if (at_word(p, T_OP, "-") || at_word(p, T_OP, "+")) {
+        n = node_new(p, at_word(p, T_OP, "-") ? N_NEG : N_POS);
+        advance(p);
+        node_add(p, n, parse_unary(p, false));
+    } else
+        n = parse_primary(p, 0);
+    n = parse_postfix(p, n);
+    while (with_filters) {
+        if (skip_word(p, T_OP, "|")) n = parse_filter(p, n);
+        else if (skip_word(p, T_NAME, "is")) n = parse_test(p, n);
+        else if (at_word(p, T_OP, "(")) n = parse_call(p, n);
+        else break;
+    }
+    p->depth--;
+    return n;
+}
+
+/* The operator at this level, passed over; OP_NONE if there is none here. */
+static enum op parse_operator(struct parser *p, int level) {
+    for (int op = OP_OR; op < OP_COUNT; op++) {
+        const char *s = operators[op].text;
+        if (operators[op].level != level || !at_word(p, isalpha((uint8_t)*s) ? T_NAME : T_OP, s)) continue;
+        if (op == OP_NOT_IN && !(p->at[1].kind == T_NAME && p->at[1].n == 2 && !memcmp(p->at[1].s, "in", 2))) continue;
+        advance(p);
+        if (op == OP_NOT_IN) advance(p);
+        return (enum op)op;
+    }
+    return OP_NONE;
+}
+
+/* Operators of this level and above, all of them left-associative, ** too. */
+static struct node *parse_binary(struct parser *p, int level) {
+    if (level == LEVEL_UNARY) return parse_unary(p, true);
+    if (level == LEVEL_NOT) {
+        if (!at_word(p, T_NAME, "not")) return parse_binary(p, level + 1);
+        struct node *not = node_new(p, N_NOT);
+        parse_enter(p);
+        advance(p);
+        node_add(p, not, parse_binary(p, level));
+        p->depth--;
+        return not;
+    }
+    struct node *left = parse_binary(p, level + 1), *n = NULL;
+    bool flat = level == LEVEL_COMPARE || level == LEVEL_CONCAT; /* one node for the whole chain */
+    for (enum op op; (op = parse_operator(p, level)) != OP_NONE;) {
+        struct node *right = parse_binary(p, level + 1);
+        if (!n || !flat) {
+            n = node_new(p, level == LEVEL_COMPARE ? N_COMPARE : op == OP_CONCAT ? N_CONCAT : op == OP_AND ? N_AND : op == OP_OR ? N_OR : N_BINARY);
+            n->op = (uint8_t)op;
+            node_add(p, n, left);
+        }
+        if (level == LEVEL_COMPARE) {
+            struct node *operand = node_add(p, node_new(p, N_OPERAND), right);
+            operand->op = (uint8_t)op;
+            right = operand;
+        }
+        left = node_add(p, n, right);
+    }
+    return left;
+}
+
+__attribute__((noreturn)) static void unknown_fail(struct job *j, const struct node *n) {
+    j->line = n->line;
+    job_fail(j, "No %s named '%.*s'.", n->kind == N_FILTER ? "filter" : "test", n->name->n > 100 ? 100 : (int)n->name->n,
+             n->name->s);
+}
+
+/* then if test else other */
+static struct node *parse_expr(struct parser *p) {
+    size_t known = p->unknowns;
+    parse_enter(p);
+    struct node *then = parse_binary(p, LEVEL_OR);
+    while (at_word(p, T_NAME, "if")) {
+        struct node *n = node_new(p, N_COND);
+        advance(p);
+        node_add(p, n, parse_binary(p, LEVEL_OR));
+        node_add(p, n, then);
+        then = node_add(p, n, skip_word(p, T_NAME, "else") ? parse_expr(p) : NULL);
+        p->unknowns = known;
+    }
+    p->depth--;
+    return then;
+}
+
+/* ---- statements ---- */
+
+static struct node *parse_body(struct parser *p, const char *ends);
+
+static bool at_end(const struct parser *p, const char *ends) {
+    for (const char *e = ends; *e; e += strspn(e, " ")) {
+        size_t k = strcspn(e, " ");
+        if (p->at->kind == T_NAME && p->at->n == k && !memcmp(p->at->s, e, k)) return true;
+        e += k;
+    }
+    return false;
+}
+
+/* The body of a statement, behind the end of its tag; stops at the name of one of the tags in `ends`. */
+static struct node *parse_block(struct parser *p, const char *ends) {
+    skip_word(p, T_OP, ":");
+    expect_kind(p, T_BLOCK_END, "the end of the tag");
+    parse_enter(p);
+    struct node *body = parse_body(p, ends);
+    p->depth--;
+    return body;
+}
+
+static struct node *parse_last_block(struct parser *p, const char *end) {
+    struct node *body = parse_block(p, end);
+    advance(p);
+    return body;
+}
+
+static void check_target(struct parser *p, const struct node *n) {
+    if (n->kind == N_NAME && n->name == p->t->loop && p->loops) job_fail(p->j, "Can't assign to special loop variable");
+    if (n->kind != N_NAME && n->kind != N_MEMBER && n->kind != N_TUPLE) unexpected(p, "a name to assign to");
+    for (size_t i = 0; i < n->n; i++) check_target(p, n->kid[i]);
+}
+
+static struct node *parse_target(struct parser *p, int flags) {
+    struct node *n = parse_tuple(p, TUPLE_TARGET | flags);
+    check_target(p, n);
+    return n;
+}
+
+static struct node *parse_if(struct parser *p, struct node *n) {
+    size_t known = p->unknowns;
+    bool more = true;
+    while (more) {
+        node_add(p, n, parse_tuple(p, 0));
+        node_add(p, n, parse_block(p, "elif else endif"));
+        more = skip_word(p, T_NAME, "elif");
+    }
+    if (skip_word(p, T_NAME, "else"))
+        node_add(p, n, parse_last_block(p, "endif"));
+    else
+        advance(p);
+    p->unknowns = known;
+    return n;
+}
+
+static struct node *parse_for(struct parser *p, struct node *n) {
+    p->loops++;
+    node_add(p, n, parse_target(p, 0));
+    if (!skip_word(p, T_NAME, "in")) unexpected(p, "in");
+    node_add(p, n, parse_tuple(p, 0));
+    node_add(p, n, skip_word(p, T_NAME, "if") ? parse_expr(p) : NULL);
+    if (at_word(p, T_NAME, "recursive")) job_fail(p->j, "recursive loops are not supported");
+    node_add(p, n, parse_block(p, "endfor else"));
+    p->loops--;
+    bool other = at_word(p, T_NAME, "else");
+    advance(p);
+    return node_add(p, n, other ? parse_last_block(p, "endfor") : NULL);
+}
+
+static struct node *parse_set(struct parser *p, struct node *n) {
+    node_add(p, n, parse_target(p, TUPLE_MEMBER));
+    if (skip_word(p, T_OP, "=")) return node_add(p, n, parse_tuple(p, TUPLE_COND));
+    n->kind = N_SETBLOCK;
+    node_add(p, n, skip_word(p, T_OP, "|") ? parse_filter(p, node_new(p, N_CAPTURED)) : NULL);
+    return node_add(p, n, parse_last_block(p, "endset"));
+}
+
+/* (a, b=1) and the body of a macro or a call block, to the kids of n. */
+static void parse_signature(struct parser *p, struct node *n, const char *end) {
+    bool defaults = false;
+    if (skip_word(p, T_OP, "(")) {
+        while (!at_word(p, T_OP, ")")) {
+            if (n->n) expect_op(p, ",");
+            struct node *param = node_new(p, N_PARAM);
+            param->name = expect_name(p);
+            if (skip_word(p, T_OP, "=")) {
+                node_add(p, param, parse_expr(p));
+                defaults = true;
+            } else if (defaults)
+                job_fail(p->j, "non-default argument follows default argument");
+            node_add(p, n, param);
+        }
+        advance(p);
+    }
+    if (end) node_add(p, n, parse_last_block(p, end));
+}
+
+static struct node *parse_macro(struct parser *p, struct node *n) {
+    int uses = p->uses, loops = p->loops;
+    p->uses = p->loops = 0;
+    n->name = expect_name(p);
+    if (!at_word(p, T_OP, "(")) unexpected(p, "(");
+    parse_signature(p, n, "endmacro");
+    n->uses = (uint8_t)p->uses;
+    p->uses |= uses, p->loops = loops;
+    return n;
+}
+
+static struct node *parse_call_block(struct parser *p, struct node *n) {
+    struct node *caller = node_new(p, N_MACRO);
+    parse_signature(p, caller, NULL);
+    struct node *call = parse_expr(p);
+    if (call->kind != N_CALL) unexpected(p, "a call");
+    int loops = p->loops;
+    p->loops = 0;
+    node_add(p, caller, parse_last_block(p, "endcall"));
+    p->loops = loops;
+    return node_add(p, node_add(p, n, call), caller);
+}
+
+static struct node *parse_filter_block(struct parser *p, struct node *n) {
+    node_add(p, n, parse_filter(p, node_new(p, N_CAPTURED)));
+    return node_add(p, n, parse_last_block(p, "endfilter"));
+}
+
+static struct node *parse_with(struct parser *p, struct node *n) {
+    while (p->at->kind != T_BLOCK_END && !at_word(p, T_OP, ":")) {
+        if (n->n) expect_op(p, ",");
+        struct node *target = parse_primary(p, TUPLE_TARGET);
+        check_target(p, target);
+        node_add(p, n, target);
+        expect_op(p, "=");
+        node_add(p, n, parse_expr(p));
+    }
+    return node_add(p, n, parse_last_block(p, "endwith"));
+}
+
+/* {% generation %} marks the assistant's text for training; here it is a scope and nothing more. */
+static struct node *parse_generation(struct parser *p, struct node *n) {
+    return node_add(p, n, parse_last_block(p, "endgeneration"));
+}
+
+static struct node *parse_jump(struct parser *p, struct node *n) {
+    if (!p->loops) job_fail(p->j, "'%s' outside of a loop", n->kind == N_BREAK ? "break" : "continue");
+    return n;
+}
+
+static const struct {
+    const char *word;
+    struct node *(*parse)(struct parser *p, struct node *n);
+    int kind;
+} statements[] = {
+    {"if", parse_if, N_IF},
+    {"for", parse_for, N_FOR},
+    {"set", parse_set, N_SET},
+    {"macro", parse_macro, N_MACRO},
+    {"call", parse_call_block, N_CALLBLOCK},
+    {"filter", parse_filter_block, N_FILTERBLOCK},
+    {"with", parse_with, N_WITH},
+    {"generation", parse_generation, N_WITH},
+    {"break", parse_jump, N_BREAK},
+    {"continue", parse_jump, N_CONTINUE},
+};
+
+static struct node *parse_statement(struct parser *p, const char *ends) {
+    for (size_t i = 0; i < sizeof statements / sizeof statements[0]; i++)
+        if (at_word(p, T_NAME, statements[i].word)) {
+            struct node *n = node_new(p, statements[i].kind);
+            advance(p);
+            return statements[i].parse(p, n);
+        }
+    if (p->at->kind != T_NAME) unexpected(p, "the name of a statement");
+    int k = p->at->n > 60 ? 60 : (int)p->at->n;
+    if (ends) job_fail(p->j, "the statement '%.*s' is not supported here, where one of '%s' would end the block", k, p->at->s, ends);
+    job_fail(p->j, "the statement '%.*s' is not supported", k, p->at->s);
+}
+
+/* Text, prints and statements up to a tag named in `ends`; NULL: up to the end of the template. */
+static struct node *parse_body(struct parser *p, const char *ends) {
+    struct node *body = node_new(p, N_BODY), *n;
+    for (;;) {
+        const struct token *t = p->at;
+        switch (t->kind) {
+        case T_EOF:
+            if (ends) unexpected(p, ends);
+            return body;
+        case T_DATA:
+            n = node_new(p, N_DATA);
+            n->val = tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
+            advance(p);
+            break;
+        case T_VAR:
+            n = node_new(p, N_PRINT);
+            advance(p);
+            node_add(p, n, parse_tuple(p, TUPLE_COND));
+            expect_kind(p, T_VAR_END, "}}");
+            break;
+        default: /* T_BLOCK: the lexer gives nothing else outside of tags */
+            advance(p);
+            if (ends && at_end(p, ends)) return body;
+            n = parse_statement(p, ends);
+            expect_kind(p, T_BLOCK_END, "%}");
+        }
+        node_add(p, body, n);
+    }
+}
+
+struct source {
+    const char *s;
+    size_t n;
+    struct template *t;
+};
+
+/* Source to tree, inside job_run. */
+static void parse_source(struct job *j, void *arg) {
+    struct source *src = arg;
+    struct template *t = src->t;
+    struct lexer l = {.j = j, .line_start = true};
+    char *s = job_alloc(j, src->n + 1);
+    j->line = 1;
+    for (size_t i = 0; i < src->n; i++) { /* \r\n and \r become \n */
+        if (src->s[i] == '\n' && i && src->s[i - 1] == '\r') continue;
+        s[l.n++] = src->s[i] == '\r' ? '\n' : src->s[i];
+    }
+    if (l.n && s[l.n - 1] == '\n') l.n--; /* keep_trailing_newline is off */
+    l.s = s;
+    lex_template(&l);
+    lex_token(&l, T_EOF, l.n, l.n);
+    lex_token(&l, T_EOF, l.n, l.n); /* the parser looks one token ahead */
+    struct parser p = {.j = j, .t = t, .at = l.token};
+    j->line = 1;
+    t->loop = name_intern(&p, "loop", 4), t->caller = name_intern(&p, "caller", 6);
+    t->varargs = name_intern(&p, "varargs", 7), t->kwargs = name_intern(&p, "kwargs", 6);
+    t->body = parse_body(&p, NULL);
+    if (p.unknowns) unknown_fail(j, p.unknown[0]);
+}
+
+/* ============================================================================================================
+ * Chat template: rendering
+ *
+ * A walk over the tree. Assignments go to the innermost scope; for, macro, call, with and the blocks that capture text
+ * open one, if does not. A loop starts every round with an empty scope.
+ * ============================================================================================================ */
+
+enum flow { FLOW_NEXT, FLOW_BREAK, FLOW_CONTINUE };
+
+static struct tv eval(struct job *j, const struct node *n);
+static enum flow exec(struct job *j, const struct node *n);
+
+static struct tv *scope_find(struct job *j, const struct name *name) {
+    for (struct scope *s = j->scope; s; s = s->up) {
+        job_charge(j, 1 + s->n / 8);
+        for (size_t i = 0; i < s->n; i++)
+            if (s->v[i].name == name) return &s->v[i].v;
+    }
+    return &j->root[name->id];
+}
+
+static void scope_set(struct job *j, const struct name *name, struct tv v) {
+    struct scope *s = j->scope;
+    if (!s) {
+        j->root[name->id] = v;
+        return;
+    }
+    for (size_t i = 0; i < s->n; i++)
+        if (s->v[i].name == name) {
+            s->v[i].v = v;
+            return;
+        }
+    s->v = job_grow(j, s->v, s->n, &s->cap, sizeof *s->v);
+    s->v[s->n++] = (struct variable){name, v};
+}
+
+static struct scope *scope_open(struct job *j, struct scope *up) {
+    struct scope *s = job_alloc(j, sizeof *s);
+    s->up = up;
+    return j->scope = s;
+}
+
+static struct tv name_key(struct job *j, const struct name *name) { return tv_text(j, name->s, name->n, ORIGIN_TEMPLATE); }
+
+static void assign(struct job *j, const struct node *target, struct tv v) {
+    if (target->kind == N_NAME) {
+        scope_set(j, target->name, v);
+        return;
+    }
+    if (target->kind == N_MEMBER) {
+        struct tv *o = scope_find(j, target->name);
+        if (o->kind == TV_ABSENT) job_fail(j, "'%.*s' is undefined", target->name->n > 100 ? 100 : (int)target->name->n, target->name->s);
+        if (o->kind != TV_NAMESPACE) job_fail(j, "cannot assign attribute on non-namespace object");
+        dict_set(j, o->dict, name_key(j, target->attr), v);
+        return;
+    }
+    const struct list *l = tv_iter(j, v);
+    if (l->n < target->n) job_fail(j, "not enough values to unpack (expected %zu, got %zu)", target->n, l->n);
+    if (l->n > target->n) job_fail(j, "too many values to unpack (expected %zu)", target->n);
+    for (size_t i = 0; i < l->n; i++) assign(j, target->kid[i], l->v[i]);
+}
+
+/* What a body prints, as a string. */
+static struct tv capture(struct job *j, const struct node *body, enum flow *flow) {
+    struct buf b = {0}, *out = j->out;
+    j->out = &b;
+    *flow = exec(j, body);
+    j->out = out;
+    return buf_str(&b);
+}
+
+static struct tv macro_call(struct job *j, const struct macro *m, struct args *a) {
+    const struct node *def = m->def;
+    const struct template *t = j->t;
+    struct scope *caller_scope = j->scope;
+    size_t params = def->n - 1, used = 0;
+    int line = j->line;
+    bool takes_caller = false;
+    enum flow flow;
+    scope_open(j, m->scope);
+    for (size_t i = 0; i < params; i++) {
+        const struct node *param = def->kid[i];
+        struct tv *kw = i >= a->pos.n && a->kw.n ? dict_find(j, &a->kw, name_key(j, param->name)) : NULL;
+        takes_caller |= param->name == t->caller;
+        used += kw != NULL;
+        struct tv v = i < a->pos.n ? a->pos.v[i] : kw ? *kw : (struct tv){0};
+        if (!v.kind && param->n) v = eval(j, param->kid[0]);
+        if (!v.kind) v = tv_undef(j, "a parameter of the macro was not provided", NULL, name_key(j, param->name));
+        scope_set(j, param->name, v);
+    }
+    if (def->uses & USES_CALLER && !takes_caller) {
+        struct tv *kw = dict_get(j, &a->kw, "caller");
+        used += kw != NULL;
+        scope_set(j, t->caller, kw ? *kw : tv_undef(j, "No caller defined", NULL, tv_none()));
+    }
+    struct tv rest = {.kind = TV_DICT, .dict = job_alloc(j, sizeof *rest.dict)}, more = tv_list(j, TV_TUPLE);
+    for (size_t i = 0; used < a->kw.n && i < a->kw.n; i++) {
+        bool known = tv_is(a->kw.e[i].k, "caller") && def->uses & USES_CALLER;
+        for (size_t k = a->pos.n; k < params; k++) known |= tv_eq(j, name_key(j, def->kid[k]->name), a->kw.e[i].k);
+        if (!known && !(def->uses & USES_KWARGS))
+            job_fail(j, "the macro takes no keyword argument '%.*s'", a->kw.e[i].k.n > 100 ? 100 : (int)a->kw.e[i].k.n, a->kw.e[i].k.s);
+        if (!known) dict_set(j, rest.dict, a->kw.e[i].k, a->kw.e[i].v);
+    }
+    if (a->pos.n > params && !(def->uses & USES_VARARGS)) job_fail(j, "the macro takes not more than %zu argument(s)", params);
+    for (size_t i = params; i < a->pos.n; i++) list_push(j, more.list, a->pos.v[i]);
+    if (def->uses & USES_KWARGS) scope_set(j, t->kwargs, rest);
+    if (def->uses & USES_VARARGS) scope_set(j, t->varargs, more);
+    struct tv v = capture(j, def->kid[params], &flow);
+    j->scope = caller_scope;
+    j->line = line;
+    return v;
+}
+
+/* Arguments of a call, filter or test: the kids behind the first. */
+static struct args eval_args(struct job *j, const struct node *n) {
+    struct args a = {0};
+    for (size_t i = 1; i < n->n; i++) {
+        const struct node *kid = n->kid[i];
+        bool special = kid->kind == N_KEYWORD || kid->kind == N_STAR || kid->kind == N_STARS;
+        struct tv v = eval(j, special ? kid->kid[0] : kid);
+        if (kid->kind == N_KEYWORD)
+            dict_set(j, &a.kw, name_key(j, kid->name), v);
+        else if (kid->kind == N_STARS) {
+            if (v.kind != TV_DICT) job_fail(j, "argument after ** must be a mapping, not %s", tv_type(v));
+            for (size_t k = 0; k < v.dict->n; k++) {
+                if (v.dict->e[k].k.kind != TV_STR) job_fail(j, "keywords must be strings");
+                dict_set(j, &a.kw, v.dict->e[k].k, v.dict->e[k].v);
+            }
+        } else if (kid->kind == N_STAR) {
+            const struct list *l = tv_iter(j, v);
+            for (size_t k = 0; k < l->n; k++) list_push(j, &a.pos, l->v[k]);
+        } else
+            list_push(j, &a.pos, v);
+    }
+    j->line = n->line;
+    return a;
+}
+
+/* `caller`: the body of a call block, or NULL. */
+static struct tv eval_call(struct job *j, const struct node *n, const struct macro *caller) {
+    struct tv f = eval(j, n->kid[0]);
+    struct args a = eval_args(j, n);
+    if (caller) dict_set(j, &a.kw, tv_lit(j, "caller"), (struct tv){.kind = TV_MACRO, .macro = caller});
+    if (f.kind == TV_UNDEF) undef_fail(j, f);
+    if (f.kind == TV_MACRO) return macro_call(j, f.macro, &a);
+    if (f.kind != TV_FUNC) job_fail(j, "'%s' object is not callable", tv_type(f));
+    return builtin_call(j, f.func->fn, f.func->self, &a);
+}
+
+static struct tv eval_compare(struct job *j, const struct node *n) {
+    struct tv left = eval(j, n->kid[0]);
+    for (size_t i = 1; i < n->n; i++) {
+        struct tv right = eval(j, n->kid[i]->kid[0]);
+        if (!tv_compare(j, (enum op)n->kid[i]->op, left, right)) return tv_bool(false);
+        left = right;
+    }
+    return tv_bool(true);
+}
+
+static struct tv eval_name(struct job *j, const struct node *n) {
+    struct tv *v = scope_find(j, n->name);
+    return v->kind ? *v : tv_undef(j, NULL, NULL, name_key(j, n->name));
+}
+
+static struct tv eval_display(struct job *j, const struct node *n) {
+    struct tv v = {.kind = TV_DICT};
+    if (n->kind == N_DICT) {
+        v.dict = job_alloc(j, sizeof *v.dict);
+        for (size_t i = 0; i < n->n; i += 2) {
+            struct tv key = eval(j, n->kid[i]);
+            dict_set(j, v.dict, key, eval(j, n->kid[i + 1]));
+        }
+        return v;
+    }
+    v = tv_list(j, n->kind == N_LIST ? TV_LIST : TV_TUPLE);
+    for (size_t i = 0; i < n->n; i++) list_push(j, v.list, eval(j, n->kid[i]));
+    return v;
+}
+
+static struct tv eval_concat(struct job *j, const struct node *n) {
+    struct buf b = {0};
+    for (size_t i = 0; i < n->n; i++) buf_put(j, &b, tv_str(j, eval(j, n->kid[i])));
+    return buf_str(&b);
+}
+
+static struct tv eval_sign(struct job *j, const struct node *n) {
+    struct tv v = eval(j, n->kid[0]);
+    if (v.kind == TV_UNDEF) undef_fail(j, v);
+    if (!tv_number(v)) job_fail(j, "bad operand type for unary %s: '%s'", n->kind == N_NEG ? "-" : "+", tv_type(v));
+    if (n->kind == N_POS) return v.kind == TV_FLOAT ? v : tv_int(v.i);
+    return v.kind == TV_FLOAT ? tv_float(-v.f) : int_binary(j, OP_SUB, 0, v.i);
+}
+
+static struct tv eval_apply(struct job *j, const struct node *n) {
+    struct tv v = eval(j, n->kid[0]);
+    struct args a = eval_args(j, n);
+    if (!n->fn) unknown_fail(j, n);
+    return builtin_call(j, n->fn, v, &a);
+}
+
+static struct tv eval_slice(struct job *j, const struct node *n) {
+    struct tv v[4] = {eval(j, n->kid[0]), tv_none(), tv_none(), tv_none()};
+    for (int i = 1; i < 4; i++)
+        if (n->kid[i]) v[i] = eval(j, n->kid[i]);
+    return tv_slice(j, v[0], v[1], v[2], v[3]);
+}
+
+static struct tv eval_pair(struct job *j, const struct node *n) {
+    struct tv a = eval(j, n->kid[0]), b = n->kind == N_ATTR ? name_key(j, n->name) : eval(j, n->kid[1]);
+    j->line = n->line;
+    return n->kind == N_BINARY ? tv_binary(j, (enum op)n->op, a, b) : tv_get(j, a, b, n->kind == N_ATTR);
+}
+
+static struct tv eval_cond(struct job *j, const struct node *n) {
+    if (tv_truthy(eval(j, n->kid[0]))) return eval(j, n->kid[1]);
+    if (n->kid[2]) return eval(j, n->kid[2]);
+    return tv_undef(j, "the inline if-expression evaluated to false and no else section was defined.", NULL, tv_none());
+}
+
+static struct tv eval(struct job *j, const struct node *n) {
+    struct tv v;
+    job_enter(j);
+    job_charge(j, 1);
+    j->line = n->line;
+    switch ((enum node_kind)n->kind) {
+    case N_CONST: v = n->val; break;
+    case N_NAME: v = eval_name(j, n); break;
+    case N_LIST:
+    case N_TUPLE:
+    case N_DICT: v = eval_display(j, n); break;
+    case N_ATTR:
+    case N_ITEM:
+    case N_BINARY: v = eval_pair(j, n); break;
+    case N_SLICE: v = eval_slice(j, n); break;
+    case N_CALL: v = eval_call(j, n, NULL); break;
+    case N_FILTER:
+    case N_TEST: v = eval_apply(j, n); break;
+    case N_NOT: v = tv_bool(!tv_truthy(eval(j, n->kid[0]))); break;
+    case N_NEG:
+    case N_POS: v = eval_sign(j, n); break;
+    case N_AND:
+    case N_OR:
+        v = eval(j, n->kid[0]);
+        if (tv_truthy(v) == (n->kind == N_AND)) v = eval(j, n->kid[1]);
+        break;
+    case N_CONCAT: v = eval_concat(j, n); break;
+    case N_COMPARE: v = eval_compare(j, n); break;
+    case N_COND: v = eval_cond(j, n); break;
+    case N_CAPTURED: v = j->captured; break;
+    default: job_fail(j, "internal error: node %d is not an expression", n->kind);
+    }
+    j->depth--;
+    return v;
+}
+
+/* The next element that passes the loop's `if`. */
+static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
+    while (l->at < l->src->n) {
+        struct tv v = l->src->v[l->at++];
+        bool pass = true;
+        if (l->test) {
+            struct scope *scope = j->scope;
+            scope_open(j, l->outer);
+            assign(j, l->target, v);
+            pass = tv_truthy(eval(j, l->test));
+            j->scope = scope;
+        }
+        if (!pass) continue;
+        *out = v;
+        return true;
+    }
+    return false;
+}
+
+static enum flow exec_for(struct job *j, const struct node *n) {
+    struct scope *outer = j->scope;
+    struct loop *l = job_alloc(j, sizeof *l);
+    *l = (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1, .length = -1};
+    l->src = tv_iter(j, eval(j, n->kid[1]));
+    if (!l->test) l->length = (int64_t)l->src->n;
+    struct scope *scope = scope_open(j, outer);
+    bool ran = false; /* as jinja2 has it: a round that ends in continue does not count for else */
+    enum flow flow = FLOW_NEXT;
+    while (flow != FLOW_BREAK && loop_peek(j, l)) {
+        l->prev = l->cur, l->cur = l->next, l->next.kind = TV_ABSENT, l->index0++;
+        scope->n = 0;
+        j->scope = scope;
+        scope_set(j, j->t->loop, (struct tv){.kind = TV_LOOP, .loop = l});
+        assign(j, l->target, l->cur);
+        flow = exec(j, n->kid[3]);
+        ran |= flow == FLOW_NEXT;
+    }
+    flow = FLOW_NEXT;
+    if (!ran && n->kid[4]) {
+        scope_open(j, outer);
+        flow = exec(j, n->kid[4]);
+    }
+    j->scope = outer;
+    return flow;
+}
+
+static enum flow exec_capture(struct job *j, const struct node *n) {
+    bool set = n->kind == N_SETBLOCK;
+    const struct node *apply = n->kid[set ? 1 : 0], *body = n->kid[set ? 2 : 1];
+    struct scope *outer = j->scope;
+    enum flow flow;
+    scope_open(j, outer);
+    struct tv v = capture(j, body, &flow);
+    if (flow == FLOW_NEXT && apply) {
+        j->captured = v;
+        v = eval(j, apply);
+    }
+    j->scope = outer;
+    if (flow == FLOW_NEXT && set) assign(j, n->kid[0], v);
+    if (flow == FLOW_NEXT && !set) buf_put(j, j->out, tv_str(j, v));
+    return flow;
+}
+
+static enum flow exec_with(struct job *j, const struct node *n) {
+    struct scope *outer = j->scope, *inner = scope_open(j, outer);
+    for (size_t i = 0; i + 1 < n->n; i += 2) {
+        j->scope = outer;
+        struct tv v = eval(j, n->kid[i + 1]);
+        j->scope = inner;
+        assign(j, n->kid[i], v);
+    }
+    enum flow flow = exec(j, n->kid[n->n - 1]);
+    j->scope = outer;
+    return flow;
+}
+
+static enum flow exec_if(struct job *j, const struct node *n) {
+    size_t i = 0;
+    for (; i + 1 < n->n; i += 2)
+        if (tv_truthy(eval(j, n->kid[i]))) return exec(j, n->kid[i + 1]);
+    return i < n->n ? exec(j, n->kid[i]) : FLOW_NEXT;
+}
+
+static enum flow exec_body(struct job *j, const struct node *n) {
+    enum flow flow = FLOW_NEXT;
+    for (size_t i = 0; i < n->n && flow == FLOW_NEXT; i++) flow = exec(j, n->kid[i]);
+    return flow;
+}
+
+static void exec_macro(struct job *j, const struct node *n) {
+    struct macro *m = job_alloc(j, sizeof *m);
+    *m = (struct macro){n->kind == N_CALLBLOCK ? n->kid[1] : n, j->scope};
+    if (n->kind == N_CALLBLOCK)
+        buf_put(j, j->out, tv_str(j, eval_call(j, n->kid[0], m)));
+    else
+        scope_set(j, n->name, (struct tv){.kind = TV_MACRO, .macro = m});
+}
+
+static enum flow exec(struct job *j, const struct node *n) {
+    enum flow flow = FLOW_NEXT;
+    job_enter(j);
+    job_charge(j, 1);
+    j->line = n->line;
+    switch ((enum node_kind)n->kind) {
+    case N_BODY: flow = exec_body(j, n); break;
+    case N_DATA: buf_put(j, j->out, n->val); break;
+    case N_PRINT: tv_write(j, j->out, eval(j, n->kid[0]), false, ORIGIN_TEMPLATE); break;
+    case N_IF: flow = exec_if(j, n); break;
+    case N_FOR: flow = exec_for(j, n); break;
+    case N_SET: assign(j, n->kid[0], eval(j, n->kid[1])); break;
+    case N_SETBLOCK:
+    case N_FILTERBLOCK: flow = exec_capture(j, n); break;
+    case N_MACRO:
+    case N_CALLBLOCK: exec_macro(j, n); break;
+    case N_WITH: flow = exec_with(j, n); break;
+    case N_BREAK: flow = FLOW_BREAK; break;
+    case N_CONTINUE: flow = FLOW_CONTINUE; break;
+    default: job_fail(j, "internal error: node %d is not a statement", n->kind);
+    }
+    j->depth--;
+    return flow;
+}
+
+/* Globals, then the variables that the template mentions. */
+static void define_variables(struct job *j, const json_t *vars) {
+    static const char *const data[] = {"messages", "tools", "documents"};
+    const char *key;
+    json_t *value;
+    size_t n;
+    for (const struct builtin *g = globals; g->name; g++) {
+        const struct name *name = name_find(j, j->t, g->name, strlen(g->name));
+        struct func *f = job_alloc(j, sizeof *f);
+        *f = (struct func){.fn = g};
+        if (name) j->root[name->id] = (struct tv){.kind = TV_FUNC, .func = f};
+    }
+    for (int i = 1; i < 3; i++) { /* transformers passes these even where there are none */
+        const struct name *name = name_find(j, j->t, data[i], strlen(data[i]));
+        if (name) j->root[name->id] = tv_none();
+    }
+    json_object_keylen_foreach((json_t *)vars, key, n, value) {
+        const struct name *name = name_find(j, j->t, key, n);
+        bool is_data = false, now = n == 3 && !memcmp(key, "now", 3);
+        for (int i = 0; i < 3; i++) is_data |= n == strlen(data[i]) && !memcmp(key, data[i], n);
+        if (!name && !now) continue;
+        struct tv v = tv_json(j, value, is_data);
+        if (name) j->root[name->id] = v;
+        if (now) j->now = v;
+    }
+}
+
+struct rendering {
+    const json_t *vars;
+    struct text *out;
+};
+
+/* Inside job_run. */
+static void render_body(struct job *j, void *arg) {
+    struct rendering *r = arg;
+    struct buf b = {0};
+    j->out = &b;
+    j->root = job_alloc(j, j->t->names * sizeof *j->root);
+    define_variables(j, r->vars);
+    exec(j, j->t->body);
+    if (!b.n) return;
+    memcpy(arraddnptr(r->out->s, b.n), b.s, b.n);
+    memcpy(arraddnptr(r->out->origin, b.n), b.o, b.n);
+}
+
+/* Runs work; an error inside it ends here. The job lies outside of this frame, as longjmp wants it. */
+static int job_run(struct job *j, void (*work)(struct job *j, void *arg), void *arg) {
+    if (!setjmp(j->out_of_here)) work(j, arg);
+    return j->rc;
+}
+
+static void template_free(struct template *t) {
+    if (!t) return;
+    pool_free(t->pool);
+    free(t);
+}
+
+/* Source, UTF-8 or not, of n bytes. NULL and "line N: ..." for what is malformed or not supported. */
+static struct template *template_parse(const char *src, size_t n, char *err) {
+    struct template *t = xcalloc(1, sizeof *t);
+    struct job j = {.err = err, .line = 1};
+    struct source source = {src, n, t};
+    int rc = job_run(&j, parse_source, &source);
+    t->pool = j.pool;
+    if (!rc) return t;
+    template_free(t);
+    return NULL;
+}
+
+/* Appends the text to *out. Every key of the JSON object vars is a variable; `now` (2026-11-20T10:00:00) is also the time
+ * of strftime_now. -1 and "line N: ...", or -2 and exactly the message that the template gave to raise_exception. */
+static int template_render(const struct template *t, const json_t *vars, struct text *out, char *err) {
+    struct job j = {.err = err, .t = t};
+    struct rendering r = {vars, out};
+    if (!json_is_object(vars)) return fail(err, "template variables: expected a JSON object");
+    int rc = job_run(&j, render_body, &r);
+    for (size_t i = 0; i < arrlenu(j.parsed); i++) json_decref(j.parsed[i]);
+    arrfree(j.parsed);
+    pool_free(j.pool);
+    return rc;
+}
+/* ============================================================================================================
+ * Model: metadata, tensors, binding
+ *
+ * A model is immutable after model_load. Every size is read from the file. Every tensor is bound once, by name, with its
+ * shape checked against the metadata; afterwards nothing is looked up by string. A tensor of the file that no family
+ * knows is an error, and so is a router, rope or scaling variant that is not implemented: nothing is guessed.
+ * Loading never exits and never allocates more than a small multiple of what the file really holds.
+ * ============================================================================================================ */
+
+/* One matrix in the mapping, or a stack of n_expert of them. */
+struct weight {
+    const uint8_t *data; /* (n_expert, n_out, n_in) blocks of `type`; NULL: the model has no such tensor */
+    uint32_t type;       /* enum gguf_type */
+    int n_in, n_out, n_expert;
+    size_t row_bytes, expert_bytes; /* strides */
+    const float *scale;             /* (n_expert) factors of the products, or NULL for 1 */
+};
+
+struct layer {
+    const float *attn_norm, *ffn_norm; /* (n_embd) */
+    struct weight wo;                  /* (n_embd, n_head * head_v) */
+    /* grouped-query attention */
+    struct weight wq, wk, wv;     /* (n_head * head_k, n_embd), (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
+    const float *q_norm, *k_norm; /* (head_k) */
+    /* multi-head latent attention; wq serves models without a low-rank query */
+    struct weight wq_a, wq_b;         /* (q_lora, n_embd), (n_head * (nope + rope), q_lora) */
+    struct weight wkv_a;              /* (kv_lora + rope, n_embd) */
+    struct weight wk_b, wv_b;         /* n_head of (kv_lora, nope); n_head of (v, kv_lora) */
+    const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
+    /* feed-forward: dense when n_expert is 0 */
+    int n_expert;                    /* routed experts of this layer; pruning makes it differ between layers */
+    struct weight router;            /* (n_expert, n_embd) */
+    const float *router_bias;        /* (n_expert), added for the selection only; NULL: none */
+    struct weight gate, up, down;    /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
+    struct weight sh_gate, sh_up, sh_down; /* the shared expert */
+    const int32_t *kept;             /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
+};
+
+enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
+enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
+
+struct model {
+    struct gguf gguf;
+    struct vocab vocab; /* n_tokens 0: the file has none */
+    enum arch arch;
+    char name[128];
+    int n_layer;     /* without the multi-token-prediction layers */
+    int n_mtp_layer; /* present in the file, not bound */
+    int n_embd, n_vocab, n_ctx_train;
+    int n_head, n_head_kv;
+    int head_k, head_v;                  /* of one head as attention sees it (MLA: nope + rope, v) */
+    int q_lora, kv_lora, rope_dim, nope; /* kv_lora 0: no MLA; q_lora 0: wq instead of wq_a, wq_b */
+    float rms_eps;
+    float attn_scale;                    /* factor of q.k before the softmax */
+    const float *rope_freq;              /* (rope_dim / 2) radians per position */
+    float rope_factor;                   /* of cos and sin (YaRN) */
+    int n_expert_max, n_expert_used;
+    int n_ff_dense, n_ff_expert, n_ff_shared; /* widths; 0 where there is no such part */
+    int n_group, n_group_used;           /* routing groups; 1: no grouping */
+    enum gating gating;
+    bool weights_norm;                   /* the chosen experts' weights are divided by their sum */
+    float weights_scale;
+    bool pruned;                         /* the file says that experts were removed */
+    int n_expert_original;               /* before pruning, 0 if not recorded */
+    struct weight embd, output;          /* (n_vocab, n_embd) */
+    const float *output_norm;            /* (n_embd) */
+    struct layer *layers;                /* (n_layer) */
+    uint64_t file_bytes, weight_bytes;   /* weight_bytes: of all tensors bound */
+    uint64_t hash;                       /* identifies the file to saved sessions */
+    void **owned;                        /* stb_ds: what model_free frees */
+    double load_seconds;
+};
+
+/* What loading carries along. The first error sticks; every step after it does nothing. */
+struct loader {
+    struct model *m;
+    const struct gguf *g;
+    const char *arch; /* prefix of the keys */
+    bool *used;       /* (n_tensors) */
+    char *err;
+    bool failed;
+};
+
+__attribute__((format(printf, 2, 3))) static void loader_fail(struct loader *l, const char *fmt, ...) {
+    if (l->failed) return;
+    l->failed = true;
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(l->err, ERR_MAX, fmt, ap);
+    va_end(ap);
+}
+
+/* The key ARCH.suffix, or NULL. `key` receives its full name for messages. */
+static const struct gguf_kv *loader_key(struct loader *l, const char *suffix, char key[128]) {
+    snprintf(key, 128, "%s.%s", l->arch, suffix);
+    return l->failed ? NULL : gguf_find(l->g, key);
+}
+
+#define KEY_REQUIRED INT64_MIN
+
+/* An integer key within [lo, hi]; `dflt` when absent, an error when dflt is KEY_REQUIRED. An array with one value per layer is
+ * accepted if all are equal. */
+static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi) {
+    char key[128];
+    int64_t v = dflt, w;
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    if (l->failed) return 0;
+    if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
+    if (!kv) return l->failed ? 0 : (int)dflt;
+    if (!kv->n || !gguf_elem_int(kv, 0, &v)) loader_fail(l, "metadata key '%s' is not an integer", key);
+    for (uint64_t i = 1; i < kv->n && !l->failed; i++)
+        if (!gguf_elem_int(kv, i, &w) || w != v) loader_fail(l, "metadata key '%s' differs between layers", key);
+    if (!l->failed && (v < lo || v > hi))
+        loader_fail(l, "metadata key '%s' is %lld, expected %lld to %lld", key, (long long)v, (long long)lo, (long long)hi);
+    return l->failed ? 0 : (int)v;
+}
+
+/* A finite number within [lo, hi]; NAN as default: required. */
+static float loader_num(struct loader *l, const char *suffix, double dflt, double lo, double hi) {
+    char key[128];
+    double v = dflt;
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    if (l->failed) return 0;
+    if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);
+    if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not a number", key);
+    if (kv && !l->failed && !(v >= lo && v <= hi)) loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, lo, hi);
+    return l->failed ? 0 : (float)v;
+}
+
+static bool loader_bool(struct loader *l, const char *suffix, bool dflt) {
+    char key[128];
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    if (!kv) return dflt;
+    if (kv->is_array || kv->type != GGUF_V_BOOL) loader_fail(l, "metadata key '%s' is not a boolean", key);
+    return !l->failed && kv->data[0];
+}
+
+static void *loader_own(struct loader *l, size_t bytes) {
+    void *p = xaligned(bytes);
+    arrput(l->m->owned, p);
+    return p;
+}
+
+static const char *shape_text(const uint64_t *ne, uint32_t n, char out[96]) {
+    int k = 0;
+    for (uint32_t i = 0; i < n; i++)
+        k += snprintf(out + k, 96 - (size_t)k, "%s%llu", i ? ", " : "", (unsigned long long)ne[i]);
+    return out;
+}
+
+/* The tensor of that name, marked as used; NULL when absent (an error unless optional) or when its shape is not
+ * {n0, n1, n2} with trailing ones ignored. A dimension given as 0 may have any size. */
+static const struct gguf_tensor *loader_tensor(struct loader *l, const char *name, uint64_t n0, uint64_t n1, uint64_t n2,
+                                               bool optional) {
+    char want[96], got[96];
+    if (l->failed) return NULL;
+    const struct gguf_tensor *t = gguf_find_tensor(l->g, name);
+    if (!t) {
+        if (!optional) loader_fail(l, "tensor '%s' is missing", name);
+        return NULL;
+    }
+    uint64_t w[4] = {n0 ? n0 : t->ne[0], n1 ? n1 : t->ne[1], n2 ? n2 : t->ne[2], 1};
+    if (memcmp(w, t->ne, sizeof w)) {
+        uint32_t n = n2 > 1 ? 3 : n1 > 1 ? 2 : 1;
+        loader_fail(l, "tensor '%s' has the shape {%s}, expected {%s}", name, shape_text(t->ne, t->n_dims, got),
+                    shape_text(w, n, want));
+        return NULL;
+    }
+    l->used[t - l->g->tensors] = true;
+    l->m->weight_bytes += t->bytes;
+    return t;
+}
+
+/* A vector of n floats, converted from F32, F16 or BF16 into memory of the model. */
+static const float *loader_vector(struct loader *l, const char *name, int n, bool optional) {
+    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n, 1, 1, optional);
+    if (!t) return NULL;
+    if (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16) {
+        loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name, gguf_type_info(t->type).name);
+        return NULL;
+    }
+    float *v = loader_own(l, (size_t)n * sizeof *v);
+    gguf_dequantize_row(t->type, t->data, v, (size_t)n);
+    for (int i = 0; i < n; i++)
+        if (!isfinite(v[i])) {
+            loader_fail(l, "tensor '%s' holds %g at index %d", name, v[i], i);
+            return NULL;
+        }
+    return v;
+}
+
+/* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and its optional BASE.scale, of one factor
+ * or one per expert. */
+static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional, const char *base) {
+    char name[160];
+    snprintf(name, sizeof name, "%s.weight", base);
+    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
+    if (!t) return;
+    if (t->type >= GGUF_I8 && t->type <= GGUF_F64) {
+        loader_fail(l, "tensor '%s' has the type %s, which is not one of weights", name, gguf_type_info(t->type).name);
+        return;
+    }
+    w->data = t->data, w->type = t->type;
+    w->n_in = n_in, w->n_out = n_out, w->n_expert = n_expert;
+    w->row_bytes = gguf_row_bytes(t->type, (size_t)n_in);
+    w->expert_bytes = w->row_bytes * (size_t)n_out;
+    snprintf(name, sizeof name, "%s.scale", base);
+    t = gguf_find_tensor(l->g, name);
+    if (t) {
+        const float *s = loader_vector(l, name, t->ne[0] == 1 ? 1 : n_expert, false);
+        float *all = s ? loader_own(l, (size_t)n_expert * sizeof *all) : NULL;
+        for (int e = 0; all && e < n_expert; e++) all[e] = s[t->ne[0] == 1 ? 0 : e];
+        w->scale = all;
+    }
+    /* the scale that activations had at calibration: kernels that quantise activations measure their own */
+    snprintf(name, sizeof name, "%s.input_scale", base);
+    t = gguf_find_tensor(l->g, name);
+    if (t) l->used[t - l->g->tensors] = true;
+}
+
+static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in, int n_out, int n_expert, bool optional) {
+    char base[128];
+    snprintf(base, sizeof base, "blk.%d.%s", il, what);
+    loader_weight(l, w, n_in, n_out, n_expert, optional, base);
+}
+
+static const float *loader_layer_vector(struct loader *l, int il, const char *what, int n, bool optional) {
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.%s", il, what);
+    return loader_vector(l, name, n, optional);
+}
+
+/* Rotary frequencies, with the interpolation that the file asks for (YaRN: arXiv 2309.00071, section 3.2 and 3.4). */
+static void loader_rope(struct loader *l) {
+    struct model *m = l->m;
+    struct gguf_str type = {"none", 4};
+    char key[128];
+    double base = loader_num(l, "rope.freq_base", 10000.0, 1.0, 1e12);
+    double factor = loader_num(l, "rope.scaling.factor", 1.0, 0.0, 1e6);
+    int original = loader_int(l, "rope.scaling.original_context_length", m->n_ctx_train, 1, INT32_MAX);
+    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0, 0.0, 1e6);
+    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow", 1.0, 0.0, 1e6);
+    double attn_factor = loader_num(l, "rope.scaling.attn_factor", 1.0, 0.0, 1e3);
+    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0, 0.0, 10.0);
+    snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
+    if (l->failed) return;
+    gguf_get_str(l->g, key, &type);
+    bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
+    if (!yarn && !linear && !gguf_str_eq(type, "none")) {
+        char t[32];
+        loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key, gguf_printable(type, t, sizeof t));
+        return;
+    }
+    if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
+    m->rope_factor = (float)attn_factor;
+    m->attn_scale = 1.0f / sqrtf((float)m->head_k);
+    if (yarn && m->kv_lora) { /* DeepSeek: the factor goes into the softmax scale, cos and sin stay */
+        double mscale = 1.0 + log_mul * log(factor > 1.0 ? factor : 1.0);
+        m->attn_scale *= (float)(mscale * mscale);
+    } else if (yarn) {
+        m->rope_factor *= (float)(1.0 + 0.1 * log(factor > 1.0 ? factor : 1.0));
+    }
+    int d = m->rope_dim;
+    double lo = floor(d * log(original / (beta_fast * 2 * M_PI)) / (2 * log(base)));
+    double hi = ceil(d * log(original / (beta_slow * 2 * M_PI)) / (2 * log(base)));
+    lo = fmax(lo, 0.0), hi = fmin(hi, d - 1.0);
+    if (lo == hi) hi += 0.001;
+    float *freq = loader_own(l, (size_t)d / 2 * sizeof *freq);
+    for (int i = 0; i < d / 2; i++) {
+        double f = pow(base, -2.0 * i / d);
+        double ramp = yarn ? fmin(fmax((i - lo) / (hi - lo), 0.0), 1.0) : 1.0;
+        freq[i] = (float)(f / factor * ramp + f * (1.0 - ramp));
+        if (!isfinite(freq[i])) loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
+    }
+    m->rope_freq = freq;
+}
+
+static void loader_hparams(struct loader *l) {
+    struct model *m = l->m;
+    bool mla = m->arch == ARCH_DEEPSEEK2;
+    m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, 1 << 28);
+    m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
+    int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
+    m->n_mtp_layer = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
+    m->n_layer = blocks - m->n_mtp_layer;
+    m->n_head = loader_int(l, "attention.head_count", KEY_REQUIRED, 1, 1024);
+    m->n_head_kv = loader_int(l, "attention.head_count_kv", m->n_head, 1, m->n_head);
+    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN, 0.0, 1.0);
+    m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
+    m->n_expert_used = loader_int(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK);
+    if (mla) {
+        m->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
+        m->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
+        m->head_k = loader_int(l, "attention.key_length_mla", KEY_REQUIRED, 2, 4096);
+        m->head_v = loader_int(l, "attention.value_length_mla", KEY_REQUIRED, 1, 4096);
+        m->rope_dim = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, m->head_k - 1);
+        m->nope = m->head_k - m->rope_dim;
+        if (loader_num(l, "attention.temperature_scale", 0.0, 0.0, 1e6) != 0.0f)
+            loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
+    } else {
+        m->head_k = loader_int(l, "attention.key_length", m->n_head ? m->n_embd / m->n_head : 0, 2, 4096);
+        m->head_v = loader_int(l, "attention.value_length", m->head_k, 1, 4096);
+        m->rope_dim = loader_int(l, "rope.dimension_count", m->head_k, 2, m->head_k);
+    }
+    if (!l->failed && (m->rope_dim % 2 || m->n_head % m->n_head_kv))
+        loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->rope_dim, m->n_head, m->n_head_kv);
+    m->n_group = loader_int(l, "expert_group_count", 1, 0, MAX_EXPERTS);
+    m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
+    if (m->n_group < 2) m->n_group = m->n_group_used = 1;
+    if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
+    m->gating = (enum gating)loader_int(l, "expert_gating_func", GATING_SOFTMAX, GATING_SOFTMAX, GATING_SIGMOID);
+    m->weights_norm = loader_bool(l, "expert_weights_norm", m->arch == ARCH_QWEN3MOE);
+    m->weights_scale = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
+    if (m->weights_scale == 0.0f) m->weights_scale = 1.0f;
+    loader_rope(l);
+}
+
+/* Kept original ids of a pruned layer: moe.reap.kept.N. */
+static void loader_kept(struct loader *l, struct layer *y, int il) {
+    char key[64];
+    int64_t v, last = -1;
+    snprintf(key, sizeof key, "moe.reap.kept.%d", il);
+    const struct gguf_kv *kv = l->failed ? NULL : gguf_find(l->g, key);
+    if (!kv) return;
+    if (!kv->is_array || kv->n != (uint64_t)y->n_expert) {
+        loader_fail(l, "metadata key '%s' lists %llu experts, the layer has %d", key, (unsigned long long)kv->n, y->n_expert);
+        return;
+    }
+    int32_t *kept = loader_own(l, (size_t)y->n_expert * sizeof *kept);
+    for (int e = 0; e < y->n_expert; e++, last = v) {
+        if (!gguf_elem_int(kv, (uint64_t)e, &v) || v <= last || v > INT32_MAX) {
+            loader_fail(l, "metadata key '%s' is not an ascending list of expert ids", key);
+            return;
+        }
+        kept[e] = (int32_t)v;
+    }
+    y->kept = kept;
+}
+
+/* Routed experts (their count is the router's), the shared expert, or a dense feed-forward. */
+static void loader_ffn(struct loader *l, struct layer *y, int il) {
+    struct model *m = l->m;
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.ffn_gate_inp.weight", il);
+    const struct gguf_tensor *router = gguf_find_tensor(l->g, name);
+    if (l->failed) return;
+    if (!router) {
+        snprintf(name, sizeof name, "blk.%d.ffn_gate.weight", il);
+        const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)m->n_embd, 0, 1, false);
+        if (!t || t->ne[1] > 1 << 20) {
+            if (t) loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[1], 1 << 20);
+            return;
+        }
+        int n_ff = (int)t->ne[1];
+        if (n_ff > m->n_ff_dense) m->n_ff_dense = n_ff;
+        loader_layer_weight(l, &y->gate, il, "ffn_gate", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &y->up, il, "ffn_up", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &y->down, il, "ffn_down", n_ff, m->n_embd, 1, false);
+        return;
+    }
+    if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)m->n_expert_used || router->ne[1] % (uint64_t)m->n_group) {
+        loader_fail(l, "tensor '%s' routes to %llu experts, expected %d to %d%s", name, (unsigned long long)router->ne[1],
+                    m->n_expert_used, m->n_expert_max, m->n_group > 1 ? " and whole groups" : "");
+        return;
+    }
+    int n = y->n_expert = (int)router->ne[1];
+    loader_layer_weight(l, &y->router, il, "ffn_gate_inp", m->n_embd, n, 1, false);
+    y->router_bias = loader_layer_vector(l, il, "exp_probs_b.bias", n, true);
+    snprintf(name, sizeof name, "blk.%d.ffn_down_exps.weight", il);
+    const struct gguf_tensor *down = loader_tensor(l, name, 0, (uint64_t)m->n_embd, (uint64_t)n, false);
+    if (!down || down->ne[0] > 1 << 20) {
+        if (down) loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)down->ne[0], 1 << 20);
+        return;
+    }
+    int n_ff = (int)down->ne[0];
+    if (n_ff > m->n_ff_expert) m->n_ff_expert = n_ff;
+    loader_layer_weight(l, &y->down, il, "ffn_down_exps", n_ff, m->n_embd, n, false);
+    struct weight both = {0};
+    loader_layer_weight(l, &both, il, "ffn_gate_up_exps", m->n_embd, 2 * n_ff, n, true);
+    if (both.data) { /* one stack, gate rows first */
+        y->gate = y->up = both;
+        y->gate.n_out = y->up.n_out = n_ff;
+        y->up.data += (size_t)n_ff * both.row_bytes;
+    } else {
+        loader_layer_weight(l, &y->gate, il, "ffn_gate_exps", m->n_embd, n_ff, n, false);
+        loader_layer_weight(l, &y->up, il, "ffn_up_exps", m->n_embd, n_ff, n, false);
+    }
+    snprintf(name, sizeof name, "blk.%d.ffn_down_shexp.weight", il);
+    const struct gguf_tensor *shared = gguf_find_tensor(l->g, name);
+    if (!l->failed && shared && shared->ne[0] <= 1 << 20) {
+        n_ff = (int)shared->ne[0];
+        if (n_ff > m->n_ff_shared) m->n_ff_shared = n_ff;
+        loader_layer_weight(l, &y->sh_gate, il, "ffn_gate_shexp", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &y->sh_up, il, "ffn_up_shexp", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &y->sh_down, il, "ffn_down_shexp", n_ff, m->n_embd, 1, false);
+    }
+    loader_kept(l, y, il);
+}
+
+static void loader_layer(struct loader *l, struct layer *y, int il) {
+    struct model *m = l->m;
+    y->attn_norm = loader_layer_vector(l, il, "attn_norm.weight", m->n_embd, false);
+    y->ffn_norm = loader_layer_vector(l, il, "ffn_norm.weight", m->n_embd, false);
+    if (m->kv_lora) {
+        if (m->q_lora) {
+            loader_layer_weight(l, &y->wq_a, il, "attn_q_a", m->n_embd, m->q_lora, 1, false);
+            y->q_a_norm = loader_layer_vector(l, il, "attn_q_a_norm.weight", m->q_lora, false);
+            loader_layer_weight(l, &y->wq_b, il, "attn_q_b", m->q_lora, m->n_head * m->head_k, 1, false);
+        } else {
+            loader_layer_weight(l, &y->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
+        }
+        loader_layer_weight(l, &y->wkv_a, il, "attn_kv_a_mqa", m->n_embd, m->kv_lora + m->rope_dim, 1, false);
+        y->kv_a_norm = loader_layer_vector(l, il, "attn_kv_a_norm.weight", m->kv_lora, false);
+        loader_layer_weight(l, &y->wk_b, il, "attn_k_b", m->nope, m->kv_lora, m->n_head, false);
+        loader_layer_weight(l, &y->wv_b, il, "attn_v_b", m->kv_lora, m->head_v, m->n_head, false);
+    } else {
+        loader_layer_weight(l, &y->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
+        loader_layer_weight(l, &y->wk, il, "attn_k", m->n_embd, m->n_head_kv * m->head_k, 1, false);
+        loader_layer_weight(l, &y->wv, il, "attn_v", m->n_embd, m->n_head_kv * m->head_v, 1, false);
+        y->q_norm = loader_layer_vector(l, il, "attn_q_norm.weight", m->head_k, false);
+        y->k_norm = loader_layer_vector(l, il, "attn_k_norm.weight", m->head_k, false);
+    }
+    loader_layer_weight(l, &y->wo, il, "attn_output", m->n_head * m->head_v, m->n_embd, 1, false);
+    loader_ffn(l, y, il);
+}
+
+/* Every tensor of the file must have found its place; those of the prediction layers behind the last layer wait for theirs. */
+static void loader_leftovers(struct loader *l) {
+    for (uint32_t i = 0; i < l->g->n_tensors && !l->failed; i++) {
+        const struct gguf_tensor *t = &l->g->tensors[i];
+        char name[GGUF_MAX_NAME + 1];
+        int il;
+        if (l->used[i]) continue;
+        gguf_printable(t->name, name, sizeof name);
+        if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer && il < l->m->n_layer + l->m->n_mtp_layer) continue;
+        loader_fail(l, "tensor '%s' is not part of the architecture %s as known here", name, l->arch);
+    }
+}
+
+/* FNV-1a over the headers and over the ends of every tensor: two files of one model differ, and it takes microseconds. */
+static uint64_t model_hash(const struct gguf *g) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (uint32_t i = 0; i < g->n_tensors; i++) {
+        const struct gguf_tensor *t = &g->tensors[i];
+        size_t n = t->bytes < 64 ? (size_t)t->bytes : 64;
+        for (size_t j = 0; j < t->name.n; j++) h = (h ^ (uint8_t)t->name.p[j]) * 0x100000001b3u;
+        for (size_t j = 0; j < n; j++) h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
+        h = (h ^ t->bytes ^ (uint64_t)t->type << 56) * 0x100000001b3u;
+    }
+    return h;
+}
+
+static void model_free(struct model *m) {
+    for (size_t i = 0; i < arrlenu(m->owned); i++) free(m->owned[i]);
+    arrfree(m->owned);
+    vocab_free(&m->vocab);
+    gguf_close(&m->gguf);
+    memset(m, 0, sizeof *m);
+}
+
+/* Interprets the metadata and tensors of m->gguf, which it takes over. 0, or -1 with a message and m empty. */
+static int model_bind(struct model *m, char *err) {
+    static const char *const names[] = {[ARCH_QWEN3MOE] = "qwen3moe", [ARCH_DEEPSEEK2] = "deepseek2"};
+    struct loader l = {.m = m, .g = &m->gguf, .err = err};
+    struct gguf_str s = {"", 0};
+    char text[64];
+    size_t known = 0, n_names = sizeof names / sizeof *names;
+    if (!gguf_get_str(l.g, "general.architecture", &s)) loader_fail(&l, "metadata key 'general.architecture' is missing");
+    while (known < n_names && !gguf_str_eq(s, names[known])) known++;
+    if (known == n_names)
+        loader_fail(&l, "the architecture '%s' is not supported; known are qwen3moe and deepseek2", gguf_printable(s, text, sizeof text));
+    if (!l.failed && !l.g->n_tensors) loader_fail(&l, "the file holds a vocabulary but no tensors");
+    l.used = xcalloc(l.g->n_tensors + 1u, sizeof *l.used);
+    l.arch = known < n_names ? names[known] : "";
+    m->arch = (enum arch)known;
+    s = (struct gguf_str){"", 0};
+    gguf_get_str(l.g, "general.name", &s);
+    gguf_printable(s, m->name, sizeof m->name);
+    if (!l.failed) loader_hparams(&l);
+    const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
+    if (embd && embd->ne[1] > 1 << 24) loader_fail(&l, "tensor 'token_embd.weight' has %llu rows", (unsigned long long)embd->ne[1]);
+    m->n_vocab = embd && !l.failed ? (int)embd->ne[1] : 0;
+    loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
+    loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
+    if (!m->output.data) m->output = m->embd;
+    m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, false);
+    if (!l.failed) m->layers = loader_own(&l, (size_t)m->n_layer * sizeof *m->layers);
+    for (int i = 0; i < m->n_layer && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
+    loader_leftovers(&l);
+    const struct gguf_kv *kv = gguf_find(l.g, "moe.reap.pruned");
+    int64_t v;
+    m->pruned = kv && gguf_elem_int(kv, 0, &v) && v;
+    if ((kv = gguf_find(l.g, "moe.reap.original_expert_count")) && gguf_elem_int(kv, 0, &v) && v > 0 && v <= MAX_EXPERTS)
+        m->n_expert_original = (int)v;
+    if (!l.failed && gguf_find(l.g, "tokenizer.ggml.tokens")) {
+        char why[ERR_MAX];
+        if (vocab_load(&m->vocab, l.g, why)) loader_fail(&l, "%s", why);
+        else if (m->vocab.n_tokens > m->n_vocab)
+            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab.n_tokens, m->n_vocab);
+    }
+    free(l.used);
+    if (!l.failed) {
+        for (uint32_t i = 0; i < l.g->n_images; i++) m->file_bytes += l.g->images[i].size;
+        m->hash = model_hash(l.g);
+        return 0;
+    }
+    model_free(m);
+    return -1;
+}
+
+/* Share of the mapping that is in memory, from a sample of its pages. */
+static double image_resident(const struct gguf_image *im) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (im->size + page - 1) / page, hit = 0, step = pages / 1024 + 1, n = 0;
+    for (size_t i = 0; i < pages; i += step, n++) {
+        unsigned char in = 0;
+        if (!mincore((void *)(uintptr_t)(im->base + i * page), 1, &in)) hit += in & 1;
+    }
+    return n ? (double)hit / (double)n : 1.0;
+}
+
+/* Reads a large file into the page cache in order, which disks like better than the page faults of the first token; shows
+ * progress on a terminal. Ctrl-C ends it early: the rest comes by page faults. */
+static void model_prefetch(const struct model *m) {
+    enum { STEP = 16 << 20 };
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    double total = (double)m->file_bytes, done = 0, t0 = now_seconds(), shown = t0;
+    if (m->file_bytes < (uint64_t)256 << 20 || total > 0.9 * (double)page * (double)sysconf(_SC_PHYS_PAGES)) return;
+    for (uint32_t k = 0; k < m->gguf.n_images; k++) {
+        const struct gguf_image *im = &m->gguf.images[k];
+        bool resident = !im->mapped || image_resident(im) > 0.99;
+        for (size_t at = 0; at < im->size && !resident && !interrupted; at += STEP) {
+            size_t n = im->size - at < STEP ? im->size - at : STEP;
+            madvise((void *)(uintptr_t)(im->base + at), n, MADV_WILLNEED);
+            for (size_t i = 0; i < n; i += page) (void)*(const volatile uint8_t *)(im->base + at + i);
+            double t = now_seconds(), have = done + (double)(at + n);
+            if (!term.err_tty || t - shown < 0.1) continue;
+            shown = t;
+            fprintf(stderr, "\rreading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left \033[K", 100 * have / total,
+                    have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0), (total - have) / (have / (t - t0)));
+        }
+        done += (double)im->size;
+    }
+    if (shown > t0) fputs("\r\033[K", stderr);
+}
+
+/* Opens, maps and binds a model file. 0, or -1 with a message that begins with the path. */
+static int model_load(struct model *m, const char *path, char *err) {
+    char why[ERR_MAX];
+    double t0 = now_seconds();
+    memset(m, 0, sizeof *m);
+    if (gguf_open(&m->gguf, path, err, ERR_MAX)) return -1;
+    if (model_bind(m, why)) return fail(err, "'%s': %s", path, why);
+    if (!m->name[0]) {
+        const char *base = strrchr(path, '/');
+        snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
+    }
+    model_prefetch(m);
+    m->load_seconds = now_seconds() - t0;
+    return 0;
+}
+/* ============================================================================================================
+ * CPU kernels
+ *
+ * Matrix products with weights as they lie in the file, and the small vector functions of a forward pass. Everything
+ * works on one thread's range, allocates nothing and knows nothing of models, layers or threads.
+ *
+ * kernels_ref is the oracle: exact weights, F32 activations, sums in double. The others are exact in the weights too but
+ * may round activations to int8 (one F32 scale per 32) or BF16. Invariant: for a given format, an element of a result is a
+ * fixed function of its row of weights and its row of activations; how a caller cuts a product does not change a bit.
+ *
+ * Order: formats, vector functions for any instruction set, products with F32 activations, int8 panels, BF16 tiles, choice.
+ * ============================================================================================================ */
+
+enum act_format { ACT_F32, ACT_Q8, ACT_BF16 }; /* how a row of activations is packed for a kernel */
+
+enum {
+    KERNEL_SCRATCH = 5 << 18, /* bytes of struct gemm's scratch */
+    FEW_TOKENS = 8            /* from here on weights are worth decoding to BF16 tiles */
+};
+
+/* y[t * y_stride + r] = scale * sum_i w[r][i] * x[row(t)][i] for r in [0, n_out), t in [0, n_tok);
+ * row(t) = rows ? rows[t] : t. n_in is a multiple of the type's block. */
+struct gemm {
+    uint32_t type;          /* enum gguf_type of the weights */
+    enum act_format format; /* of x: what kernels.act_format(type, n_tok) said */
+    const uint8_t *w;       /* first row, unaligned */
+    size_t w_stride;        /* bytes from row to row */
+    int n_out, n_in;
+    const uint8_t *x; /* packed activations, 64-byte aligned */
+    size_t x_stride;  /* bytes from token to token */
+    const int32_t *rows;
+    int n_tok;
+    float scale;
+    float *y;
+    size_t y_stride; /* floats */
+    void *scratch;   /* KERNEL_SCRATCH bytes, 64-byte aligned, the calling thread's own */
+};
+
+struct kernels {
+    const char *name;
+    enum act_format (*act_format)(uint32_t type, int n_tok);
+    size_t (*act_bytes)(enum act_format f, int n); /* of a packed row of n, a multiple of 64 */
+    void (*act_pack)(enum act_format f, const float *x, int n, void *out);
+    void (*gemm)(const struct gemm *g);
+    float (*dot)(const float *a, const float *b, int n);
+    void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                     int ldc); /* C (m,n)  = A (m,k) B (n,k)^T, strides in floats */
+    void (*sgemm_nn_add)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                         int ldc);                                     /* C (m,n) += A (m,k) B (k,n) */
+    float (*exp_sum)(float *s, int n, float max);                      /* s = exp(s - max); the sum */
+    void (*silu_mul)(float *g, const float *u, int n);                 /* g = g / (1 + exp(-g)) * u */
+    void (*from_bf16)(const uint16_t *x, float *y, int n);
+    void (*from_e4m3)(const uint8_t *x, float scale, float *y, int n); /* finite codes only */
+    void (*to_e4m3)(const float *x, float inv_scale, uint8_t *y, int n); /* the bits of e4m3_from_f32(x * inv_scale) */
+    void (*to_bf16)(const float *x, uint16_t *y, int n);                 /* the bits of bf16_from_f32 */
+    void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n); /* w NULL: all ones */
+    float (*amax)(const float *x, int n);                                        /* largest |x|, 0 for n = 0 */
+};
+
+static int int_min(int a, int b) { return a < b ? a : b; }
+
+static inline const uint8_t *gemm_x(const struct gemm *g, int t) {
+    return g->x + (size_t)(g->rows ? g->rows[t] : t) * g->x_stride;
+}
+
+/* 32 activations: value = q * d. bias[h] = -16 * (sum of the half h of q) takes back the 16 that kernels with unsigned
+ * weights add to every weight; it is stored, because it is the same for every row of weights. */
+struct act_q8 {
+    float d;
+    int32_t bias[2];
+    int8_t q[32];
+};
+
+/* An odd number of cache lines: were rows a power of two apart, the same place of every row would share a cache set. */
+static size_t act_bytes(enum act_format f, int n) {
+    size_t k = (size_t)n, bytes = f == ACT_F32 ? 4 * k : f == ACT_BF16 ? 2 * k : (k + 31) / 32 * sizeof(struct act_q8);
+    return (bytes + 63) / 64 * 64 | 64;
+}
+
+/* ============================================================================================================
+ * CPU kernels: the oracle
+ * ============================================================================================================ */
+
+static enum act_format ref_act_format(uint32_t type, int n_tok) {
+    (void)type, (void)n_tok;
+    return ACT_F32;
+}
+
+static void ref_act_pack(enum act_format f, const float *x, int n, void *out) {
+    memcpy(out, x, (size_t)n * sizeof *x);
+    memset((char *)out + (size_t)n * sizeof *x, 0, act_bytes(f, n) - (size_t)n * sizeof *x);
+}
+
+static double ref_dot_wide(const float *a, const float *b, int n) {
+    double s[8] = {0};
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++) s[j] += (double)a[i + j] * (double)b[i + j];
+    for (; i < n; i++) s[0] += (double)a[i] * (double)b[i];
+    return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+}
+
+static float ref_dot(const float *a, const float *b, int n) { return (float)ref_dot_wide(a, b, n); }
+
+/* Rows are decoded in pieces, each for up to 16 tokens at a time. */
+static void ref_gemm(const struct gemm *g) {
+    enum { PIECE = 512, TOKENS = 16 };
+    float w[PIECE];
+    for (int t0 = 0; t0 < g->n_tok; t0 += TOKENS) {
+        int nt = g->n_tok - t0 < TOKENS ? g->n_tok - t0 : TOKENS;
+        for (int r = 0; r < g->n_out; r++) {
+            const uint8_t *row = g->w + (size_t)r * g->w_stride;
+            double sum[TOKENS] = {0};
+            for (int i = 0; i < g->n_in; i += PIECE) {
+                int n = g->n_in - i < PIECE ? g->n_in - i : PIECE;
+                gguf_dequantize_row(g->type, row + gguf_row_bytes(g->type, (size_t)i), w, (size_t)n);
+                for (int t = 0; t < nt; t++)
+                    sum[t] += ref_dot_wide(w, (const float *)(const void *)gemm_x(g, t0 + t) + i, n);
+            }
+            for (int t = 0; t < nt; t++)
+                g->y[(size_t)(t0 + t) * g->y_stride + (size_t)r] = (float)(g->scale * sum[t]);
+        }
+    }
+}
+
+static void ref_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc) {
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++)
+            c[(ptrdiff_t)i * ldc + j] = ref_dot(a + (ptrdiff_t)i * lda, b + (ptrdiff_t)j * ldb, k);
+}
+
+static void ref_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                             int ldc) {
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            double s = 0;
+            for (int p = 0; p < k; p++) s += (double)a[(ptrdiff_t)i * lda + p] * (double)b[(ptrdiff_t)p * ldb + j];
+            c[(ptrdiff_t)i * ldc + j] += (float)s;
+        }
+}
+
+static float ref_exp_sum(float *s, int n, float max) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += s[i] = expf(s[i] - max);
+    return (float)sum;
+}
+
+static void ref_silu_mul(float *g, const float *u, int n) {
+    for (int i = 0; i < n; i++) g[i] = g[i] / (1.0f + expf(-g[i])) * u[i];
+}
+
+static void ref_from_bf16(const uint16_t *x, float *y, int n) {
+    for (int i = 0; i < n; i++) y[i] = bf16_to_f32(x[i]);
+}
+
+static void ref_from_e4m3(const uint8_t *x, float scale, float *y, int n) {
+    for (int i = 0; i < n; i++) y[i] = e4m3_to_f32(x[i]) * scale;
+}
+
+static void ref_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {
+    for (int i = 0; i < n; i++) y[i] = e4m3_from_f32(x[i] * inv_scale);
+}
+
+static void ref_to_bf16(const float *x, uint16_t *y, int n) {
+    for (int i = 0; i < n; i++) y[i] = bf16_from_f32(x[i]);
+}
+
+static void ref_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {
+    float f = (float)(1.0 / sqrt(ref_dot_wide(x, x, n) / n + (double)eps));
+    for (int i = 0; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
+}
+
+static float ref_amax(const float *x, int n) {
+    float m = 0;
+    for (int i = 0; i < n; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m;
+    return m;
+}
+
+static const struct kernels kernels_ref = {
+    "reference",   ref_act_format, act_bytes,   ref_act_pack, ref_gemm,     ref_dot,
+    ref_sgemm_nt,  ref_sgemm_nn_add, ref_exp_sum, ref_silu_mul, ref_from_bf16, ref_from_e4m3,
+    ref_to_e4m3,   ref_to_bf16,    ref_rmsnorm, ref_amax};
+
+/* ============================================================================================================
+ * CPU kernels: vector functions for any instruction set
+ *
+ * Written once with the compiler's vector types and inlined into one wrapper per instruction set (VECTOR_FUNCTIONS).
+ * Vectors are handed over by pointer: by value, their calling convention would depend on the instruction set.
+ * ============================================================================================================ */
+
+#if defined(__x86_64__)
+enum { VL = 8 }; /* floats of a vector */
+#else
+enum { VL = 4 };
+#endif
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef uint16_t vu16 __attribute__((vector_size(2 * VL)));
+typedef uint8_t vu8 __attribute__((vector_size(VL)));
+
+/* The same, anywhere in memory of any type. */
+typedef vf vf_mem __attribute__((aligned(1), may_alias));
+typedef vi vi_mem __attribute__((aligned(1), may_alias));
+typedef vu vu_mem __attribute__((aligned(1), may_alias));
+typedef vu16 vu16_mem __attribute__((aligned(1), may_alias));
+typedef vu8 vu8_mem __attribute__((aligned(1), may_alias));
+
+#define VLOAD(type, p)        (*(const type##_mem *)(p))
+#define VSTORE(type, p)       (*(type##_mem *)(p)) /* an lvalue */
+#define VSELECT(mask, a, b)   ((vf)(((vi)(mask) & (vi)(a)) | (~(vi)(mask) & (vi)(b))))
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+INLINE float vec_sum(const vf *v) {
+    float s[VL];
+    memcpy(s, v, sizeof s);
+    UNROLL for (int n = VL / 2; n; n /= 2) {
+        UNROLL for (int i = 0; i < n; i++) s[i] += s[i + n];
+    }
+    return s[0];
+}
+
+/* A number of sign, exponent and mantissa, its exponent field at bit 23, becomes F32: rebias is the difference of the
+ * biases. Subnormals are normalised by 2v - 2^(1-bias), since their hidden bit does not exist. */
+INLINE void vec_rebias(const vu *bits, uint32_t rebias, vf *out) {
+    vu b = *bits + (rebias << 23), least = (vu){0} + ((rebias + 1) << 23);
+    *out = VSELECT(*bits < (1u << 23), (vf)b * 2.0f - (vf)least, (vf)b);
+}
+
+/* VL weights of a row, from element i on; exact. */
+typedef void vec_load(const uint8_t *row, int i, vf *out);
+
+INLINE void vec_load_f32(const uint8_t *row, int i, vf *out) { *out = VLOAD(vf, row + 4 * (ptrdiff_t)i); }
+
+INLINE void vec_load_bf16(const uint8_t *row, int i, vf *out) {
+    *out = (vf)(__builtin_convertvector(VLOAD(vu16, row + 2 * (ptrdiff_t)i), vu) << 16);
+}
+
+INLINE void vec_load_f16(const uint8_t *row, int i, vf *out) {
+    vu h = __builtin_convertvector(VLOAD(vu16, row + 2 * (ptrdiff_t)i), vu), bits = (h & 0x7fff) << 13;
+    vec_rebias(&bits, 112, out);
+    *out = (vf)((vu)*out | (h & 0x8000) << 16 | ((vu)(bits >= 0x0f800000) & 0x7f800000)); /* infinity and NaN */
+}
+
+/* e^x for x <= 88, 0 below -87.3. Relative error 2e-7: x = n ln 2 + r; polynomial of degree 6 (Cephes, expf). */
+INLINE void vec_exp(vf *x) {
+    const float round = 0x1.8p23f; /* adding it leaves the nearest integer in the low bits */
+    vf v = VSELECT(*x > 88.0f, (vf){0} + 88.0f, *x);
+    vf t = v * 0x1.715476p0f + round, n = t - round;
+    vf r = v - n * 0x1.63p-1f + n * 0x1.bd0106p-13f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vf y = p * (vf)(((vi)t + 127) << 23);
+    *x = VSELECT(*x < -87.3f, (vf){0}, y);
+}
+
+INLINE float vec_dot(const float *a, const float *b, int n) {
+    vf s[4] = {0};
+    int i = 0;
+    for (; i + 4 * VL <= n; i += 4 * VL) {
+        UNROLL for (int j = 0; j < 4; j++) s[j] += VLOAD(vf, a + i + j * VL) * VLOAD(vf, b + i + j * VL);
+    }
+    for (; i + VL <= n; i += VL) s[0] += VLOAD(vf, a + i) * VLOAD(vf, b + i);
+    s[0] = (s[0] + s[1]) + (s[2] + s[3]);
+    float sum = vec_sum(&s[0]);
+    for (; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* R rows of weights times T rows of F32 activations: y[t * y_stride + r]. The order of a sum does not depend on R or T. */
+INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0, int T) {
+    const uint8_t *w[4];
+    const float *x[4];
+    vf s[4][4] = {0};
+    int i = 0;
+    UNROLL for (int r = 0; r < R; r++) w[r] = g->w + (size_t)(r0 + r) * g->w_stride;
+    UNROLL for (int t = 0; t < T; t++) x[t] = (const float *)(const void *)gemm_x(g, t0 + t);
+    for (; i + VL <= g->n_in; i += VL) {
+        vf a[4];
+        UNROLL for (int r = 0; r < R; r++) load(w[r], i, &a[r]);
+        UNROLL for (int t = 0; t < T; t++) {
+            vf b = VLOAD(vf, x[t] + i);
+            UNROLL for (int r = 0; r < R; r++) s[t][r] += a[r] * b;
+        }
+    }
+    UNROLL for (int t = 0; t < T; t++) {
+        UNROLL for (int r = 0; r < R; r++) {
+            float sum = vec_sum(&s[t][r]), tail[VL];
+            if (i < g->n_in) {
+                gguf_dequantize_row(g->type, w[r] + gguf_row_bytes(g->type, (size_t)i), tail, (size_t)(g->n_in - i));
+                for (int j = i; j < g->n_in; j++) sum += tail[j - i] * x[t][j];
+            }
+            g->y[(size_t)(t0 + t) * g->y_stride + (size_t)(r0 + r)] = g->scale * sum;
+        }
+    }
+}
+
+INLINE void vec_gemm(vec_load *load, const struct gemm *g) {
+    int t = 0, r;
+    for (; t + 4 <= g->n_tok; t += 4) {
+        for (r = 0; r + 2 <= g->n_out; r += 2) vec_tile(load, g, r, 2, t, 4);
+        if (r < g->n_out) vec_tile(load, g, r, 1, t, 4);
+    }
+    for (; t < g->n_tok; t++) {
+        for (r = 0; r + 4 <= g->n_out; r += 4) vec_tile(load, g, r, 4, t, 1);
+        for (; r < g->n_out; r++) vec_tile(load, g, r, 1, t, 1);
+    }
+}
+
+/* C = A B^T as a product with weights B. */
+static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                                    int ldc) {
+    return (struct gemm){.type = GGUF_F32, .w = (const uint8_t *)b, .w_stride = 4 * (size_t)ldb, .n_out = n, .n_in = k,
+                         .scale = 1.0f, .x = (const uint8_t *)a, .x_stride = 4 * (size_t)lda, .n_tok = m, .y = c,
+                         .y_stride = (size_t)ldc};
+}
+
+/* M rows by N vectors of C += A B. */
+INLINE void vec_tile_nn(int M, int N, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                        ptrdiff_t ldc) {
+    vf s[4][2];
+    UNROLL for (int i = 0; i < M; i++) {
+        UNROLL for (int j = 0; j < N; j++) s[i][j] = VLOAD(vf, c + i * ldc + j * VL);
+    }
+    for (int p = 0; p < k; p++) {
+        vf v[2];
+        UNROLL for (int j = 0; j < N; j++) v[j] = VLOAD(vf, b + p * ldb + j * VL);
+        UNROLL for (int i = 0; i < M; i++) {
+            UNROLL for (int j = 0; j < N; j++) s[i][j] += a[i * lda + p] * v[j];
+        }
+    }
+    UNROLL for (int i = 0; i < M; i++) {
+        UNROLL for (int j = 0; j < N; j++) VSTORE(vf, c + i * ldc + j * VL) = s[i][j];
+    }
+}
+
+INLINE void vec_sgemm_nn_add(int m, int n, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+                             float *c, ptrdiff_t ldc) {
+    int i = 0, j;
+    for (; i + 4 <= m; i += 4) {
+        for (j = 0; j + 2 * VL <= n; j += 2 * VL) vec_tile_nn(4, 2, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
+        for (; j + VL <= n; j += VL) vec_tile_nn(4, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
+    }
+    for (; i < m; i++)
+        for (j = 0; j + VL <= n; j += VL) vec_tile_nn(1, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
+    for (i = 0; i < m; i++)
+        for (j = n / VL * VL; j < n; j++)
+            for (int p = 0; p < k; p++) c[i * ldc + j] += a[i * lda + p] * b[p * ldb + j];
+}
+
+/* The last n < VL elements of a vector function go through a padded copy. */
+INLINE float vec_exp_sum(float *s, int n, float max) {
+    vf sum = {0};
+    for (int i = 0; i < n; i += VL) {
+        vf v = (vf){0} - INFINITY;
+        if (i + VL <= n) v = VLOAD(vf, s + i);
+        else memcpy(&v, s + i, (size_t)(n - i) * sizeof *s);
+        v -= max;
+        vec_exp(&v);
+        sum += v;
+        if (i + VL <= n) VSTORE(vf, s + i) = v;
+        else memcpy(s + i, &v, (size_t)(n - i) * sizeof *s);
+    }
+    return vec_sum(&sum);
+}
+
+INLINE void vec_silu_mul(float *g, const float *u, int n) {
+    for (int i = 0; i < n; i += VL) {
+        vf x = {0}, y = {0};
+        size_t bytes = (size_t)(n - i < VL ? n - i : VL) * sizeof *g;
+        memcpy(&x, g + i, bytes), memcpy(&y, u + i, bytes);
+        vf e = -x;
+        vec_exp(&e);
+        x = x / (1.0f + e) * y;
+        memcpy(g + i, &x, bytes);
+    }
+}
+
+INLINE void vec_from_bf16(const uint16_t *x, float *y, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) VSTORE(vu, y + i) = __builtin_convertvector(VLOAD(vu16, x + i), vu) << 16;
+    ref_from_bf16(x + i, y + i, n - i);
+}
+
+INLINE void vec_from_e4m3(const uint8_t *x, float scale, float *y, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) {
+        vu b = __builtin_convertvector(VLOAD(vu8, x + i), vu), bits = (b & 0x7f) << 20;
+        vf v;
+        vec_rebias(&bits, 120, &v);
+        VSTORE(vf, y + i) = (vf)((vu)v | (b & 0x80) << 24) * scale;
+    }
+    ref_from_e4m3(x + i, scale, y + i, n - i);
+}
+
+/* The steps of e4m3_from_f32, with selections in the place of branches. */
+INLINE void vec_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) {
+        vu u = (vu)(VLOAD(vf, x + i) * inv_scale), sign = u >> 24 & 0x80, a = u & 0x7fffffff;
+        vu normal = (a + 0x7ffff + (a >> 20 & 1) - 0x3c000000) >> 20;
+        vu small = (vu)((vf)a + 16384.0f) - 0x46800000;
+        vu r = (vu)VSELECT(a < 0x3c800000, small, normal);
+        r = (vu)VSELECT(a >= 0x43e00000, (vu){0} + 0x7e, r);
+        r = (vu)VSELECT(a > 0x7f800000, (vu){0} + 0x7f, r);
+        VSTORE(vu8, y + i) = __builtin_convertvector(r | sign, vu8);
+    }
+    ref_to_e4m3(x + i, inv_scale, y + i, n - i);
+}
+
+INLINE void vec_to_bf16(const float *x, uint16_t *y, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) {
+        vu u = VLOAD(vu, x + i), r = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+        r = (vu)VSELECT((u & 0x7fffffff) > 0x7f800000, u >> 16 | 0x40, r);
+        VSTORE(vu16, y + i) = __builtin_convertvector(r, vu16);
+    }
+    ref_to_bf16(x + i, y + i, n - i);
+}
+
+/* The sum of squares is taken in pieces, which bounds its rounding error as pairwise summation does. */
+INLINE void vec_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {
+    enum { PIECE = 512 };
+    double sum = 0;
+    int i = 0;
+    for (int p = 0; p < n; p += PIECE) sum += (double)vec_dot(x + p, x + p, n - p < PIECE ? n - p : PIECE);
+    float f = (float)(1.0 / sqrt(sum / n + (double)eps));
+    for (; i + VL <= n; i += VL) {
+        vf v = VLOAD(vf, x + i) * f;
+        if (w) v *= VLOAD(vf, w + i);
+        VSTORE(vf, y + i) = v;
+    }
+    for (; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
+}
+
+/* Magnitudes of floats are ordered as their bits are. */
+INLINE float vec_amax(const float *x, int n) {
+    vi m = {0};
+    int i = 0;
+    for (; i + VL <= n; i += VL) {
+        vi a = VLOAD(vi, x + i) & 0x7fffffff;
+        m = (vi)VSELECT(a > m, a, m);
+    }
+    float best = ref_amax(x + i, n - i);
+    for (int j = 0; j < VL; j++) best = f32_from_bits((uint32_t)m[j]) > best ? f32_from_bits((uint32_t)m[j]) : best;
+    return best;
+}
+
+/* n is a multiple of 32. What is below 2^-100 counts as zero: 127 / amax stays finite. */
+INLINE void vec_pack_q8(const float *x, int n, struct act_q8 *out) {
+    for (int b = 0; b < n / 32; b++, x += 32) {
+        float amax = vec_amax(x, 32), inv = amax < 0x1p-100f ? 0.0f : 127.0f / amax;
+        out[b].d = amax < 0x1p-100f ? 0.0f : amax / 127.0f;
+        for (int h = 0; h < 2; h++) {
+            vi sum = {0};
+            int32_t total = 0;
+            for (int i = 16 * h; i < 16 * h + 16; i += VL) {
+                vf t = VLOAD(vf, x + i) * inv + 0x1.8p23f; /* rounds to the nearest integer */
+                vi q = (vi)t - 0x4b400000;
+                VSTORE(vu8, out[b].q + i) = __builtin_convertvector((vu)q, vu8);
+                sum += q;
+            }
+            for (int j = 0; j < VL; j++) total += sum[j];
+            out[b].bias[h] = -16 * total;
+        }
+    }
+}
+
+INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
+    if (f == ACT_F32) ref_act_pack(f, x, n, out);
+    else if (f == ACT_Q8) vec_pack_q8(x, n, out);
+    else {
+        vec_to_bf16(x, out, n);
+        memset((uint16_t *)out + n, 0, act_bytes(f, n) - 2 * (size_t)n);
+    }
+}
+
+/* The functions above for one instruction set; TARGET is its attribute. */
+#define VECTOR_FUNCTIONS(isa, TARGET)                                                                        \
+    TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {                 \
+        vec_act_pack(f, x, n, out);                                                                          \
+    }                                                                                                        \
+    TARGET static float isa##_dot(const float *a, const float *b, int n) { return vec_dot(a, b, n); }        \
+    TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }         \
+    TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }            \
+    TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); }       \
+    TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {                     \
+        vec_from_e4m3(x, scale, y, n);                                                                       \
+    }                                                                                                        \
+    TARGET static void isa##_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {                   \
+        vec_to_e4m3(x, inv_scale, y, n);                                                                     \
+    }                                                                                                        \
+    TARGET static void isa##_to_bf16(const float *x, uint16_t *y, int n) { vec_to_bf16(x, y, n); }           \
+    TARGET static void isa##_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {           \
+        vec_rmsnorm(x, w, eps, y, n);                                                                        \
+    }                                                                                                        \
+    TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }
+
+/* The products with F32 activations likewise; load_*: how weights are loaded. */
+#define VECTOR_PRODUCTS(isa, TARGET, load_bf16, load_f16)                                                    \
+    TARGET static void isa##_gemm_f32(const struct gemm *g) {                                                \
+        if (g->type == GGUF_F32) vec_gemm(vec_load_f32, g);                                                  \
+        else if (g->type == GGUF_BF16) vec_gemm(load_bf16, g);                                               \
+        else vec_gemm(load_f16, g);                                                                          \
+    }                                                                                                        \
+    TARGET static void isa##_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, \
+                                      float *c, int ldc) {                                                   \
+        struct gemm g = sgemm_nt_as_gemm(m, n, k, a, lda, b, ldb, c, ldc);                                   \
+        vec_gemm(vec_load_f32, &g);                                                                          \
+    }                                                                                                        \
+    TARGET static void isa##_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b,      \
+                                          int ldb, float *c, int ldc) {                                      \
+        vec_sgemm_nn_add(m, n, k, a, lda, b, ldb, c, ldc);                                                   \
+    }
+
+/* The members of struct kernels behind gemm. */
+#define VECTOR_TABLE(isa)                                                                                    \
+    isa##_dot, isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16,           \
+        isa##_from_e4m3, isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax
+
+/* ============================================================================================================
+ * CPU kernels: products with int8 activations
+ *
+ * A panel is a few rows of weights (as many as an instruction set has 32-bit lanes), decoded in pieces of up to 512
+ * weights to small integers and F32 scales, so that a piece stays in the first-level cache while every token of the call
+ * passes over it. In a panel four consecutive weights of a row share a 32-bit lane and the lanes are the rows: the
+ * activations are broadcast and nothing is ever summed across lanes.
+ *
+ * Per element, in this order, for each 32 weights: v = i0 * d0; v = i1 * d1 + v; sum = v * d + sum, where i0 and i1 are
+ * the exact integer sums of the halves, d0 and d1 their weight scales, d the scale of the activations.
+ * ============================================================================================================ */
+
+enum {
+    PANEL_ROWS = 16,    /* at most */
+    PANEL_BLOCKS = 16,  /* pieces of 32 weights decoded at a time */
+    PANEL_TOKENS = 512, /* whose sums are kept at a time */
+    PANEL_GROUP = 4     /* tokens whose sums are in registers */
+};
+
+struct panel_isa {
+    int rows;
+    size_t block_bytes; /* of a panel, per 32 weights */
+    /* n_blocks * 32 weights of `rows` rows, which lie w_stride apart */
+    void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, int n_blocks, void *panel);
+    /* sum[t][rows] += panel times x[t], n_tok <= PANEL_GROUP */
+    void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_q8 *const *x, int n_tok, float *sum);
+};
+
+/* Rows [r0, r0 + n) of g against the tokens [t0, t0 + n_tok). */
+static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0, int n, int t0, int n_tok) {
+    uint8_t *panel = g->scratch, *copy = panel + PANEL_BLOCKS * isa->block_bytes;
+    float *sum = (float *)(void *)(copy + PANEL_ROWS * PANEL_BLOCKS * sizeof(struct block_q8_0));
+    memset(sum, 0, (size_t)(n_tok * isa->rows) * sizeof *sum);
+    for (int b = 0; b < g->n_in / 32; b += PANEL_BLOCKS) {
+        int nb = g->n_in / 32 - b < PANEL_BLOCKS ? g->n_in / 32 - b : PANEL_BLOCKS;
+        size_t bytes = gguf_row_bytes(g->type, 32 * (size_t)nb);
+        const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, 32 * (size_t)b);
+        size_t stride = g->w_stride;
+        if (n < isa->rows) { /* behind the last row there may be no memory: fill up with copies of it */
+            for (int r = 0; r < isa->rows; r++)
+                memcpy(copy + (size_t)r * bytes, w + (size_t)(r < n ? r : n - 1) * stride, bytes);
+            w = copy, stride = bytes;
+        }
+        isa->decode(g->type, w, stride, nb, panel);
+        for (int t = 0; t < n_tok; t += PANEL_GROUP) {
+            const struct act_q8 *x[PANEL_GROUP];
+            int nt = n_tok - t < PANEL_GROUP ? n_tok - t : PANEL_GROUP;
+            for (int i = 0; i < nt; i++) x[i] = (const struct act_q8 *)(const void *)gemm_x(g, t0 + t + i) + b;
+            isa->dot(g->type, panel, nb, x, nt, sum + (size_t)(t * isa->rows));
+        }
+    }
+    for (int t = 0; t < n_tok; t++)
+        for (int r = 0; r < n; r++)
+            g->y[(size_t)(t0 + t) * g->y_stride + (size_t)(r0 + r)] = g->scale * sum[t * isa->rows + r];
+}
+
+static void panel_gemm(const struct gemm *g, const struct panel_isa *isa) {
+    for (int t = 0; t < g->n_tok; t += PANEL_TOKENS)
+        for (int r = 0; r < g->n_out; r += isa->rows)
+            panel_run(g, isa, r, g->n_out - r < isa->rows ? g->n_out - r : isa->rows, t,
+                      g->n_tok - t < PANEL_TOKENS ? g->n_tok - t : PANEL_TOKENS);
+}
+
+static enum act_format panel_act_format(uint32_t type, int n_tok) {
+    (void)n_tok;
+    return type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16 ? ACT_F32 : ACT_Q8;
+}
+
+/* The scalar panel: signed weights, row by row. FP4 codes count double, so their scales are halved. */
+struct scalar_block {
+    int8_t w[4][32];
+    float d[4][2];
+};
+
+static void scalar_decode_block(uint32_t type, const uint8_t *w, int half, int8_t *q, float *d) {
+    if (type == GGUF_Q8_0) {
+        memcpy(q, w + 2, 32);
+        d[0] = d[1] = f16_to_f32((uint16_t)(w[0] | w[1] << 8));
+    } else if (type == GGUF_MXFP4) {
+        for (int j = 0; j < 16; j++) q[j] = e2m1_doubled[w[1 + j] & 15], q[j + 16] = e2m1_doubled[w[1 + j] >> 4];
+        d[0] = d[1] = 0.5f * e8m0_to_f32(w[0]);
+    } else {
+        for (int j = 0; j < 16; j++) {
+            uint8_t codes = w[4 + 16 * half + j];
+            int at = (j & 7) + 2 * (j & 8);
+            q[at] = e2m1_doubled[codes & 15], q[at + 8] = e2m1_doubled[codes >> 4];
+        }
+        for (int h = 0; h < 2; h++) d[h] = 0.5f * ue4m3_to_f32(w[2 * half + h]);
+    }
+}
+
+static void scalar_panel_decode(uint32_t type, const uint8_t *w, size_t w_stride, int n_blocks, void *panel) {
+    struct scalar_block *p = panel;
+    for (int r = 0; r < 4; r++, w += w_stride)
+        for (int b = 0; b < n_blocks; b++)
+            scalar_decode_block(type, w + gguf_row_bytes(type, type == GGUF_NVFP4 ? (size_t)b / 2 * 64 : (size_t)b * 32),
+                                b & 1, p[b].w[r], p[b].d[r]);
+}
+
+static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, const struct act_q8 *const *x, int n_tok,
+                       float *sum) {
+    const struct scalar_block *p = panel;
+    (void)type;
+    for (int t = 0; t < n_tok; t++)
+        for (int b = 0; b < n_blocks; b++)
+            for (int r = 0; r < 4; r++) {
+                int32_t i[2] = {0};
+                for (int h = 0; h < 2; h++)
+                    for (int j = 16 * h; j < 16 * h + 16; j++) i[h] += p[b].w[r][j] * x[t][b].q[j];
+                sum[4 * t + r] += ((float)i[0] * p[b].d[r][0] + (float)i[1] * p[b].d[r][1]) * x[t][b].d;
+            }
+}
+
+VECTOR_FUNCTIONS(scalar, )
+VECTOR_PRODUCTS(scalar, , vec_load_bf16, vec_load_f16)
+
+static void scalar_gemm(const struct gemm *g) {
+    static const struct panel_isa isa = {4, sizeof(struct scalar_block), scalar_panel_decode, scalar_panel_dot};
+    if (g->format == ACT_Q8) panel_gemm(g, &isa);
+    else scalar_gemm_f32(g);
+}
+
+static const struct kernels kernels_scalar = {"scalar",    panel_act_format, act_bytes, scalar_act_pack,
+                                              scalar_gemm, VECTOR_TABLE(scalar)};
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+
+/* ============================================================================================================
+ * CPU kernels: AVX-512 VNNI
+ * ============================================================================================================ */
+
+#define AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define AVX512_INLINE AVX512 INLINE
+
+/* vpdpbusd multiplies unsigned by signed bytes: weights are stored with 16 added (E2M1 doubled, at least -12) or 128
+ * (Q8_0). w[j] holds the weights 4j..4j+3 of every row. */
+struct avx512_block {
+    __m512i w[8];
+    __m512 d[2];
+};
+
+/* Four rows of 16 bytes, one per 128-bit lane. */
+AVX512_INLINE __m512i avx512_rows(const uint8_t *r0, const uint8_t *r1, const uint8_t *r2, const uint8_t *r3) {
+    __m512i m = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i_u *)r0));
+    m = _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r1), 1);
+    m = _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r2), 2);
+    return _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r3), 3);
+}
+
+/* A matrix of 16 rows and four dwords, row 4i + j in the 128-bit lane i of m[j], transposed: out[j] holds dword j of every row. */
+AVX512_INLINE void avx512_transpose(const __m512i m[4], __m512i out[4]) {
+    __m512i t0 = _mm512_unpacklo_epi32(m[0], m[1]), t1 = _mm512_unpackhi_epi32(m[0], m[1]);
+    __m512i t2 = _mm512_unpacklo_epi32(m[2], m[3]), t3 = _mm512_unpackhi_epi32(m[2], m[3]);
+    out[0] = _mm512_unpacklo_epi64(t0, t2), out[1] = _mm512_unpackhi_epi64(t0, t2);
+    out[2] = _mm512_unpacklo_epi64(t1, t3), out[3] = _mm512_unpackhi_epi64(t1, t3);
+}
+
+/* The same of 16 rows in memory, `stride` bytes apart. */
+AVX512_INLINE void avx512_columns(const uint8_t *p, size_t stride, __m512i out[4]) {
+    __m512i m[4];
+    UNROLL for (int i = 0; i < 4; i++, p += stride)
+        m[i] = avx512_rows(p, p + 4 * stride, p + 8 * stride, p + 12 * stride);
+    avx512_transpose(m, out);
+}
+
+/* The low and the high codes of 64 bytes as 16 + 2 * E2M1. */
+AVX512_INLINE void avx512_codes(__m512i q, __m512i *lo, __m512i *hi) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
+    const __m512i mask = _mm512_set1_epi8(15);
+    *lo = _mm512_shuffle_epi8(table, _mm512_and_si512(q, mask));
+    *hi = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
+}
+
+/* Half of the UE4M3 whose bits 0-6 are in the bits 20-26 of d: see vec_rebias. */
+AVX512_INLINE __m512 avx512_half_ue4m3(__m512i d) {
+    const __m512i exponent = _mm512_set1_epi32(0x07800000), field = _mm512_set1_epi32(0x07f00000);
+    d = _mm512_and_si512(d, field);
+    __m512 v = _mm512_castsi512_ps(_mm512_add_epi32(d, _mm512_set1_epi32(119 << 23)));
+    return _mm512_mask_fmsub_ps(v, _mm512_testn_epi32_mask(d, exponent), _mm512_set1_ps(2), _mm512_set1_ps(0x1p-7f));
+}
+
+AVX512_INLINE void avx512_decode_nvfp4(const uint8_t *w, size_t stride, int n, struct avx512_block *p) {
+    for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {
+        __m512i q[12], d;
+        avx512_columns(w, stride, q);
+        avx512_columns(w + 16, stride, q + 4);
+        avx512_columns(w + 20, stride, q + 8);
+        q[8] = q[11]; /* q[1..8] are the codes */
+        d = _mm512_maskz_mov_epi8(_mm512_cmpneq_epi8_mask(q[0], _mm512_set1_epi8(0x7f)), q[0]);
+        UNROLL for (int i = 0; i < 8; i++) {
+            int at = i / 2 % 2 * 4 + i % 2;
+            avx512_codes(q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);
+        }
+        p[0].d[0] = avx512_half_ue4m3(_mm512_slli_epi32(d, 20));
+        p[0].d[1] = avx512_half_ue4m3(_mm512_slli_epi32(d, 12));
+        p[1].d[0] = avx512_half_ue4m3(_mm512_slli_epi32(d, 4));
+        p[1].d[1] = avx512_half_ue4m3(_mm512_srli_epi32(d, 4));
+    }
+}
+
+AVX512_INLINE void avx512_decode_mxfp4(const uint8_t *w, size_t stride, int n, struct avx512_block *p) {
+    for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {
+        __m512i q[4], e[4];
+        avx512_columns(w, stride, e);
+        avx512_columns(w + 1, stride, q);
+        UNROLL for (int i = 0; i < 4; i++) avx512_codes(q[i], &p->w[i], &p->w[i + 4]);
+        e[0] = _mm512_slli_epi32(_mm512_and_si512(e[0], _mm512_set1_epi32(255)), 23);
+        e[0] = _mm512_max_epi32(e[0], _mm512_set1_epi32(0x00400000)); /* the code 0: 2^-127 */
+        p->d[0] = p->d[1] = _mm512_mul_ps(_mm512_castsi512_ps(e[0]), _mm512_set1_ps(0.5f));
+    }
+}
+
+AVX512_INLINE void avx512_decode_q8_0(const uint8_t *w, size_t stride, int n, struct avx512_block *p) {
+    for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {
+        __m512i d[4];
+        avx512_columns(w, stride, d);
+        avx512_columns(w + 2, stride, p->w);
+        avx512_columns(w + 18, stride, p->w + 4);
+        UNROLL for (int i = 0; i < 8; i++) p->w[i] = _mm512_xor_si512(p->w[i], _mm512_set1_epi8(-128));
+        p->d[0] = p->d[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(d[0]));
+    }
+}
+
+AVX512 static void avx512_panel_decode(uint32_t type, const uint8_t *w, size_t stride, int n, void *panel) {
+    if (type == GGUF_NVFP4) avx512_decode_nvfp4(w, stride, n, panel);
+    else if (type == GGUF_MXFP4) avx512_decode_mxfp4(w, stride, n, panel);
+    else avx512_decode_q8_0(w, stride, n, panel);
+}
+
+/* shift: what makes the bias of 16 that of the type, 0 or 3. */
+AVX512_INLINE void avx512_dot_tokens(int shift, int n_tok, const struct avx512_block *p, int n,
+                                     const struct act_q8 *const *x, float *sum) {
+    __m512 s[PANEL_GROUP];
+    UNROLL for (int t = 0; t < n_tok; t++) s[t] = _mm512_load_ps(sum + 16 * t);
+    for (int b = 0; b < n; b++, p++) {
+        UNROLL for (int t = 0; t < n_tok; t++) {
+            const struct act_q8 *a = x[t] + b;
+            __m512i i[2];
+            UNROLL for (int h = 0; h < 2; h++) {
+                i[h] = _mm512_slli_epi32(_mm512_set1_epi32(a->bias[h]), (unsigned)shift);
+                UNROLL for (int j = 4 * h; j < 4 * h + 4; j++) {
+                    int32_t four;
+                    memcpy(&four, a->q + 4 * j, 4);
+                    i[h] = _mm512_dpbusd_epi32(i[h], p->w[j], _mm512_set1_epi32(four));
+                }
+            }
+            __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(i[0]), p->d[0]);
+            v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[1]), p->d[1], v);
+            s[t] = _mm512_fmadd_ps(v, _mm512_set1_ps(a->d), s[t]);
+        }
+    }
+    UNROLL for (int t = 0; t < n_tok; t++) _mm512_store_ps(sum + 16 * t, s[t]);
+}
+
+AVX512_INLINE void avx512_dot_type(int shift, const void *panel, int n, const struct act_q8 *const *x, int n_tok,
+                                   float *sum) {
+    if (n_tok == PANEL_GROUP) avx512_dot_tokens(shift, PANEL_GROUP, panel, n, x, sum);
+    else
+        for (int t = 0; t < n_tok; t++) avx512_dot_tokens(shift, 1, panel, n, x + t, sum + 16 * t);
+}
+
+AVX512 static void avx512_panel_dot(uint32_t type, const void *panel, int n, const struct act_q8 *const *x, int n_tok,
+                                    float *sum) {
+    if (type == GGUF_Q8_0) avx512_dot_type(3, panel, n, x, n_tok, sum);
+    else avx512_dot_type(0, panel, n, x, n_tok, sum);
+}
+
+/* Sums of the lanes of 16 vectors: lane i of the result is that of s[i]. */
+AVX512_INLINE __m512 avx512_sums(const __m512 s[16]) {
+    __m512 a[8], b[4], c[2];
+    UNROLL for (int i = 0; i < 8; i++) {
+        int j = i % 4 * 4 + i / 4 * 2; /* a: lanes s0 s1 s0 s1 of every 128 bits, then s4 s5, s8 s9, s12 s13, s2 s3 ... */
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[j], s[j + 1]), _mm512_unpackhi_ps(s[j], s[j + 1]));
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512d lo = _mm512_castps_pd(a[i]), hi = _mm512_castps_pd(a[i + 4]);
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
+    }
+    UNROLL for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+
+AVX512_INLINE __m512 avx512_load(uint32_t type, const uint8_t *row, int i, __mmask16 m) {
+    if (type == GGUF_F32) return _mm512_maskz_loadu_ps(m, row + 4 * (ptrdiff_t)i);
+    __m256i h = _mm256_maskz_loadu_epi16(m, row + 2 * (ptrdiff_t)i);
+    if (type == GGUF_F16) return _mm512_cvtph_ps(h);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+/* R rows of weights times T rows of F32 activations, R * T <= 16: the lane R * t + r of the result. */
+AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, int R, int t0, int T) {
+    const uint8_t *w[16];
+    const float *x[4];
+    __m512 s[16];
+    UNROLL for (int i = 0; i < 16; i++) s[i] = _mm512_setzero_ps();
+    UNROLL for (int r = 0; r < R; r++) w[r] = g->w + (size_t)(r0 + r) * g->w_stride;
+    UNROLL for (int t = 0; t < T; t++) x[t] = (const float *)(const void *)gemm_x(g, t0 + t);
+    for (int i = 0; i < g->n_in; i += 16) {
+        __mmask16 m = g->n_in - i < 16 ? (__mmask16)((1u << (g->n_in - i)) - 1) : 0xffff;
+        __m512 a[16];
+        UNROLL for (int r = 0; r < R; r++) a[r] = avx512_load(type, w[r], i, m);
+        UNROLL for (int t = 0; t < T; t++) {
+            __m512 b = _mm512_maskz_loadu_ps(m, x[t] + i);
+            UNROLL for (int r = 0; r < R; r++) s[R * t + r] = _mm512_fmadd_ps(a[r], b, s[R * t + r]);
+        }
+    }
+    return _mm512_mul_ps(avx512_sums(s), _mm512_set1_ps(g->scale));
+}
+
+AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
+    float y[16];
+    int t = 0, r;
+    for (; t + 4 <= g->n_tok; t += 4) {
+        float *out = g->y + (size_t)t * g->y_stride;
+        for (r = 0; r + 4 <= g->n_out; r += 4) {
+            _mm512_storeu_ps(y, avx512_tile(type, g, r, 4, t, 4));
+            for (int i = 0; i < 4; i++) memcpy(out + (size_t)i * g->y_stride + r, y + 4 * i, 16);
+        }
+        for (; r < g->n_out; r++) {
+            _mm512_storeu_ps(y, avx512_tile(type, g, r, 1, t, 4));
+            for (int i = 0; i < 4; i++) out[(size_t)i * g->y_stride + (size_t)r] = y[i];
+        }
+    }
+    for (; t < g->n_tok; t++) {
+        float *out = g->y + (size_t)t * g->y_stride;
+        for (r = 0; r + 8 <= g->n_out; r += 8) _mm512_mask_storeu_ps(out + r, 0xff, avx512_tile(type, g, r, 8, t, 1));
+        for (; r < g->n_out; r++) _mm512_mask_storeu_ps(out + r, 1, avx512_tile(type, g, r, 1, t, 1));
+    }
+}
+
+AVX512 static void avx512_gemm_f32(const struct gemm *g) {
+    if (g->type == GGUF_F32) avx512_gemm_typed(GGUF_F32, g);
+    else if (g->type == GGUF_BF16) avx512_gemm_typed(GGUF_BF16, g);
+    else avx512_gemm_typed(GGUF_F16, g);
+}
+
+AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                                   int ldc) {
+    struct gemm g = sgemm_nt_as_gemm(m, n, k, a, lda, b, ldb, c, ldc);
+    avx512_gemm_typed(GGUF_F32, &g);
+}
+
+/* M rows by N vectors of C += A B; `last` masks the last vector. */
+AVX512_INLINE void avx512_tile_nn(int M, int N, __mmask16 last, int k, const float *a, ptrdiff_t lda, const float *b,
+                                  ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
+    __m512 s[8][2], v[2];
+    UNROLL for (int i = 0; i < M; i++) {
+        UNROLL for (int j = 0; j < N; j++) s[i][j] = _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, c + i * ldc + 16 * j);
+    }
+    for (int p = 0; p < k; p++) {
+        UNROLL for (int j = 0; j < N; j++) v[j] = _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, b + p * ldb + 16 * j);
+        UNROLL for (int i = 0; i < M; i++) {
+            UNROLL for (int j = 0; j < N; j++) s[i][j] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v[j], s[i][j]);
+        }
+    }
+    UNROLL for (int i = 0; i < M; i++) {
+        UNROLL for (int j = 0; j < N; j++) _mm512_mask_storeu_ps(c + i * ldc + 16 * j, j + 1 < N ? 0xffff : last, s[i][j]);
+    }
+}
+
+AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                                       int ldc) {
+    for (int j = 0; j < n; j += 32) {
+        int i = 0, rest = n - j < 32 ? n - j : 32;
+        __mmask16 last = (__mmask16)(0xffffu >> ((32 - rest) & 15));
+        for (; i + 8 <= m; i += 8) {
+            const float *p = a + (ptrdiff_t)i * lda;
+            float *q = c + (ptrdiff_t)i * ldc + j;
+            if (rest > 16) avx512_tile_nn(8, 2, last, k, p, lda, b + j, ldb, q, ldc);
+            else avx512_tile_nn(8, 1, last, k, p, lda, b + j, ldb, q, ldc);
+        }
+        for (; i < m; i++) {
+            const float *p = a + (ptrdiff_t)i * lda;
+            float *q = c + (ptrdiff_t)i * ldc + j;
+            if (rest > 16) avx512_tile_nn(1, 2, last, k, p, lda, b + j, ldb, q, ldc);
+            else avx512_tile_nn(1, 1, last, k, p, lda, b + j, ldb, q, ldc);
+        }
+    }
+}
+
+VECTOR_FUNCTIONS(avx512, AVX512)
+
+static void avx512_gemm(const struct gemm *g) {
+    static const struct panel_isa isa = {16, sizeof(struct avx512_block), avx512_panel_decode, avx512_panel_dot};
+    if (g->format == ACT_Q8) panel_gemm(g, &isa);
+    else avx512_gemm_f32(g);
+}
+
+static const struct kernels kernels_avx512 = {"avx512-vnni", panel_act_format, act_bytes, avx512_act_pack,
+                                              avx512_gemm,   VECTOR_TABLE(avx512)};
+
+/* ============================================================================================================
+ * CPU kernels: AMX, BF16 tiles
+ *
+ * From FEW_TOKENS tokens on, weights are decoded to BF16 tiles of 16 rows by 32 weights, which TDPBF16PS multiplies with
+ * tiles of 32 activations by 16 tokens. FP4 times its scale is exact in BF16; F16 and Q8_0 become the sum of two BF16
+ * numbers ("planes"), exact for F16 and to 2^-17 for Q8_0. AMX treats subnormal numbers as zero.
+ *
+ * A panel of 32 rows takes its turn with all tokens, AMX_K weights at a time, which stay in the first-level cache; the
+ * activations stay in the second. Sums over AMX_SPAN weights are kept as tiles and then added to y. The steps between
+ * multiplications are short, because the tile unit sleeps after 1000 idle cycles and needs 2000 to wake up
+ * (measured on Sapphire Rapids).
+ * ============================================================================================================ */
+
+#include <cpuid.h>
+
+#define AMX                                                                                                    \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16," \
+                          "amx-tile,amx-bf16")))
+#define AMX_INLINE AMX INLINE
+
+enum {
+    AMX_K = 256,      /* weights of a row decoded at a time */
+    AMX_SPAN = 2048,  /* activations of a token and */
+    AMX_TOKENS = 256, /* tokens kept as tiles */
+    AMX_TILE = 1024   /* bytes */
+};
+
+/* In scratch. */
+struct amx_work {
+    uint8_t a[2][2][AMX_K / 32][AMX_TILE];                /* tile of rows, plane, step: (row, 32 weights) */
+    uint8_t b[AMX_TOKENS / 16][AMX_SPAN / 32][AMX_TILE];  /* tile of tokens, step: (16 pairs of activations, token) */
+    float c[AMX_TOKENS / 32][4][16][16];                  /* two tiles of rows by two of tokens: (row, token) */
+};
+static_assert(sizeof(struct amx_work) <= KERNEL_SCRATCH, "the work space of AMX fits in the scratch");
+
+/* The products of the 16 codes with every scale byte as BF16: 16 low bytes, then 16 high bytes. [0]: NVFP4, [1]: MXFP4. */
+static uint8_t amx_products[2][256][32];
+
+static void amx_init(void) {
+    for (int d = 0; d < 256; d++)
+        for (int c = 0; c < 16; c++)
+            for (int mx = 0; mx < 2; mx++) {
+                float scale = mx ? e8m0_to_f32((uint8_t)d) : ue4m3_to_f32((uint8_t)d);
+                uint16_t h = bf16_from_f32(e2m1_to_f32((uint8_t)c) * scale);
+                amx_products[mx][d][c] = (uint8_t)h, amx_products[mx][d][c + 16] = (uint8_t)(h >> 8);
+            }
+}
+
+/* 32 weights whose codes are the 16 bytes at q. The qword i of the result has the codes of the low (i < 4) or high nibbles
+ * of the bytes 8 * (i % 2) + 4 * (i / 2 % 2) on; even qwords take their products from the table d0, odd ones from d1. */
+AMX_INLINE __m512i amx_decode_fp4(const uint8_t *q, const uint8_t *d0, const uint8_t *d1) {
+    const __m512i shift = _mm512_set_epi64(0x3c3c34342c2c2424, 0x3c3c34342c2c2424, 0x1c1c14140c0c0404, 0x1c1c14140c0c0404,
+                                           0x3838303028282020, 0x3838303028282020, 0x1818101008080000, 0x1818101008080000);
+    const __m512i base = _mm512_set_epi64(0x3020302030203020, 0x1000100010001000, 0x3020302030203020, 0x1000100010001000,
+                                          0x3020302030203020, 0x1000100010001000, 0x3020302030203020, 0x1000100010001000);
+    __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i_u *)d0)),
+                                       _mm256_loadu_si256((const __m256i_u *)d1), 1);
+    __m512i codes = _mm512_multishift_epi64_epi8(shift, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)q)));
+    codes = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(15), base, 0xea); /* (codes & 15) | base */
+    return _mm512_permutexvar_epi8(codes, table);
+}
+
+/* Where amx_decode_fp4 puts the weights 4i..4i+3 of 32, by qword; the activations are laid out to match. */
+static const uint8_t *amx_order(uint32_t type) {
+    static const uint8_t natural[8] = {0, 1, 2, 3, 4, 5, 6, 7}, nvfp4[8] = {0, 2, 4, 6, 1, 3, 5, 7},
+                         mxfp4[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+    return type == GGUF_NVFP4 ? nvfp4 : type == GGUF_MXFP4 ? mxfp4 : natural;
+}
+
+/* 32 F32 numbers as the sum of two BF16 numbers. */
+AMX_INLINE void amx_split(__m512 x0, __m512 x1, uint8_t *hi, uint8_t *lo) {
+    __m512i h = (__m512i)_mm512_cvtne2ps_pbh(x1, x0);
+    __m512i h0 = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(h)), 16);
+    __m512i h1 = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(h, 1)), 16);
+    x0 = _mm512_sub_ps(x0, _mm512_castsi512_ps(h0)), x1 = _mm512_sub_ps(x1, _mm512_castsi512_ps(h1));
+    _mm512_storeu_si512(hi, h);
+    _mm512_storeu_si512(lo, (__m512i)_mm512_cvtne2ps_pbh(x1, x0));
+}
+
+/* n weights of one row from w on become a row of the tiles `out` (one per 32 weights), what BF16 cannot hold one of `rest`. */
+AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *out, uint8_t *rest) {
+    if (type == GGUF_NVFP4)
+        for (; n > 0; n -= 64, w += sizeof(struct block_nvfp4), out += 2 * AMX_TILE) {
+            _mm512_store_si512(out, amx_decode_fp4(w + 4, amx_products[0][w[0]], amx_products[0][w[1]]));
+            _mm512_store_si512(out + AMX_TILE, amx_decode_fp4(w + 20, amx_products[0][w[2]], amx_products[0][w[3]]));
+        }
+    else if (type == GGUF_MXFP4)
+        for (; n > 0; n -= 32, w += sizeof(struct block_mxfp4), out += AMX_TILE)
+            _mm512_store_si512(out, amx_decode_fp4(w + 1, amx_products[1][w[0]], amx_products[1][w[0]]));
+    else if (type == GGUF_Q8_0)
+        for (; n > 0; n -= 32, w += sizeof(struct block_q8_0), out += AMX_TILE, rest += AMX_TILE) {
+            __m512 d = _mm512_set1_ps(_cvtsh_ss((uint16_t)(w[0] | w[1] << 8)));
+            __m512i q0 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 2)));
+            __m512i q1 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 18)));
+            amx_split(_mm512_mul_ps(_mm512_cvtepi32_ps(q0), d), _mm512_mul_ps(_mm512_cvtepi32_ps(q1), d), out, rest);
+        }
+    else
+        for (; n > 0; n -= 32, w += 64, out += AMX_TILE, rest += AMX_TILE) {
+            __m512i h = _mm512_maskz_loadu_epi16(n < 32 ? (1u << n) - 1 : 0xffffffff, w);
+            if (type == GGUF_BF16) _mm512_store_si512(out, h);
+            else
+                amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)), out,
+                          rest);
+        }
+}
+
+/* Weights [k, k + n) of n_rows <= 32 rows from r0 on; tile rows behind them keep what they hold. */
+AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int n, struct amx_work *work) {
+    const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, (size_t)k);
+    for (int r = 0; r < n_rows; r++, w += g->w_stride) {
+        uint8_t *out = work->a[r / 16][0][0] + r % 16 * 64, *rest = work->a[r / 16][1][0] + r % 16 * 64;
+        switch (g->type) {
+        case GGUF_NVFP4: amx_decode_row(GGUF_NVFP4, w, n, out, rest); break;
+        case GGUF_MXFP4: amx_decode_row(GGUF_MXFP4, w, n, out, rest); break;
+        case GGUF_Q8_0: amx_decode_row(GGUF_Q8_0, w, n, out, rest); break;
+        case GGUF_BF16: amx_decode_row(GGUF_BF16, w, n, out, rest); break;
+        default: amx_decode_row(GGUF_F16, w, n, out, rest);
+        }
+    }
+}
+
+/* Activations [k, k + n) of n_tok <= 32 tokens from t0 on as tiles from b on, those of the next 16 tokens AMX_SPAN / 32
+ * tiles behind; the last token fills up the last tile. */
+AMX static void amx_transpose(const struct gemm *g, int t0, int n_tok, int k, int n, uint8_t *b) {
+    const uint8_t *order = amx_order(g->type), *x[16];
+    for (int t = 0; t < n_tok; t += 16, b += AMX_SPAN / 32 * AMX_TILE) {
+        uint8_t *out = b;
+        for (int i = 0; i < 16; i++) x[i] = gemm_x(g, t0 + int_min(t + i, n_tok - 1)) + 2 * (ptrdiff_t)k;
+        for (int s = 0; s < n; s += 32, out += AMX_TILE)
+            for (int c = 0; c < 4; c++) { /* 8 activations: 4 pairs */
+                __m512i m[4], p[4];
+                ptrdiff_t at = 2 * s + 16 * c;
+                UNROLL for (int i = 0; i < 4; i++) m[i] = avx512_rows(x[i] + at, x[i + 4] + at, x[i + 8] + at, x[i + 12] + at);
+                avx512_transpose(m, p);
+                _mm512_store_si512(out + 128 * order[2 * c], p[0]);
+                _mm512_store_si512(out + 128 * order[2 * c] + 64, p[1]);
+                _mm512_store_si512(out + 128 * order[2 * c + 1], p[2]);
+                _mm512_store_si512(out + 128 * order[2 * c + 1] + 64, p[3]);
+            }
+    }
+}
+
+/* c += two tiles of rows times two tiles of tokens, over all planes and `steps` steps from `step` on, where c starts at
+ * zero; `rows`, `toks`: whether there are two. */
+AMX static void amx_multiply(struct amx_work *work, int pair, bool rows, bool toks, int planes, int step, int steps) {
+    float *c = work->c[pair][0][0];
+    __asm__ volatile("" ::: "memory"); /* gcc's tile loads do not say that they read memory */
+    if (step) {
+        _tile_loadd(0, c, 64);
+        _tile_loadd(1, c + 256, 64);
+        _tile_loadd(2, c + 512, 64);
+        _tile_loadd(3, c + 768, 64);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int p = 0; p < planes; p++) {
+        const uint8_t *a0 = work->a[0][p][0], *a1 = work->a[1][p][0];
+        const uint8_t *b0 = work->b[2 * pair][step], *b1 = work->b[2 * pair + 1][step];
+        for (int s = 0; s < steps; s++, a0 += AMX_TILE, a1 += AMX_TILE, b0 += AMX_TILE, b1 += AMX_TILE) {
+            _tile_loadd(4, a0, 64);
+            _tile_loadd(6, b0, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            if (toks) {
+                _tile_loadd(7, b1, 64);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            if (rows) {
+                _tile_loadd(5, a1, 64);
+                _tile_dpbf16ps(2, 5, 6);
+                if (toks) _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+    }
+    _tile_stored(0, c, 64);
+    _tile_stored(1, c + 256, 64);
+    _tile_stored(2, c + 512, 64);
+    _tile_stored(3, c + 768, 64);
+}
+
+/* y (+)= scale * c for n_rows rows from r0 on and n_tok tokens from t0 on, at most 16 of both, maybe none. */
+AMX static void amx_store(const struct gemm *g, const float *c, int r0, int n_rows, int t0, int n_tok, bool add) {
+    const __m512 scale = _mm512_set1_ps(g->scale);
+    __mmask16 m = (__mmask16)(n_rows > 0 ? (1u << n_rows) - 1 : 0);
+    __m512i v[4];
+    for (int t = 0; t < n_tok && m; t++) {
+        float *y = g->y + (size_t)(t0 + t) * g->y_stride + r0;
+        if (t % 4 == 0) avx512_columns((const uint8_t *)(c + t), 64, v);
+        __m512 p = _mm512_mul_ps(_mm512_castsi512_ps(v[t % 4]), scale);
+        if (add) p = _mm512_add_ps(p, _mm512_maskz_loadu_ps(m, y));
+        _mm512_mask_storeu_ps(y, m, p);
+    }
+}
+
+/* 32 rows from r0 on, n_tok tokens from t0 on, weights [k, k + n). The first panel transposes the activations. */
+AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok, int k, int n) {
+    struct amx_work *work = g->scratch;
+    int planes = g->type == GGUF_F16 || g->type == GGUF_Q8_0 ? 2 : 1, n_rows = int_min(g->n_out - r0, 32);
+    for (int i = 0; i < n; i += AMX_K) {
+        int part = int_min(n - i, AMX_K);
+        amx_decode(g, r0, n_rows, k + i, part, work);
+        for (int t = 0; t < n_tok; t += 32) {
+            int toks = int_min(n_tok - t, 32);
+            if (!r0) amx_transpose(g, t0 + t, toks, k + i, part, work->b[t / 16][i / 32]);
+            amx_multiply(work, t / 32, n_rows > 16, toks > 16, planes, i / 32, (part + 31) / 32);
+            for (int j = 0; j < 4 && i + part == n; j++)
+                amx_store(g, work->c[t / 32][j][0], r0 + j / 2 * 16, int_min(n_rows - j / 2 * 16, 16), t0 + t + j % 2 * 16,
+                          int_min(toks - j % 2 * 16, 16), k > 0);
+        }
+    }
+}
+
+AMX static void amx_gemm_bf16(const struct gemm *g) {
+    static const struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&config);
+    for (int k = 0; k < g->n_in; k += AMX_SPAN)
+        for (int t = 0; t < g->n_tok; t += AMX_TOKENS) {
+            int n = int_min(g->n_in - k, AMX_SPAN), n_tok = int_min(g->n_tok - t, AMX_TOKENS);
+            for (int r = 0; r < g->n_out; r += 32) amx_panel(g, r, t, n_tok, k, n);
+        }
+    _tile_release();
+}
+
+static void amx_gemm(const struct gemm *g) {
+    if (g->format == ACT_BF16) amx_gemm_bf16(g);
+    else avx512_gemm(g);
+}
+
+static enum act_format amx_act_format(uint32_t type, int n_tok) {
+    return n_tok < FEW_TOKENS || type == GGUF_F32 ? panel_act_format(type, n_tok) : ACT_BF16;
+}
+
+static const struct kernels kernels_amx = {"avx512-vnni amx-bf16", amx_act_format, act_bytes, avx512_act_pack,
+                                           amx_gemm,               VECTOR_TABLE(avx512)};
+
+/* Linux lets a process use the tile registers only after it has asked; the answer holds for all of its threads. */
+static bool amx_permitted(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) return false;
+    amx_init();
+    return true;
+}
+#endif
+
+/* ============================================================================================================
+ * CPU kernels: choice
+ * ============================================================================================================ */
+
+/* In order of preference. */
+static const struct kernels *const kernel_sets[] = {
+#if defined(__x86_64__)
+    &kernels_amx, &kernels_avx512,
+#endif
+    &kernels_scalar};
+
+/* Whether the processor and the operating system run a set. */
+static bool kernels_runnable(const struct kernels *k) {
+#if defined(__x86_64__)
+    bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    if (k == &kernels_avx512) return avx512;
+    if (k == &kernels_amx)
+        return avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") && amx_permitted();
+#endif
+    return k == &kernels_scalar;
+}
+
+static const struct kernels *kernels_by_name(const char *name) {
+    if (!strcmp(name, kernels_ref.name)) return &kernels_ref;
+    for (size_t i = 0; i < sizeof kernel_sets / sizeof *kernel_sets; i++)
+        if (!strcmp(name, kernel_sets[i]->name)) return kernels_runnable(kernel_sets[i]) ? kernel_sets[i] : NULL;
+    return NULL;
+}
+
+static const struct kernels *kernels_choose(void) {
+    size_t i = 0;
+    while (!kernels_runnable(kernel_sets[i])) i++;
+    return kernel_sets[i];
+}
+
+/* Read bandwidth of main memory in bytes per second with n_threads threads, measured: one pass over a buffer that no cache
+ * holds. 0 when there is no memory for it. */
+static double memory_bandwidth(int n_threads) {
+    const size_t piece = 1 << 20, n = 1024;
+    const struct kernels *k = kernels_choose();
+    float *p = mmap(NULL, n * piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    float sum = 0;
+    if (p == MAP_FAILED) return 0;
+    madvise(p, n * piece, MADV_HUGEPAGE);
+#pragma omp parallel for num_threads(n_threads) schedule(static)
+    for (size_t i = 0; i < n; i++) memset((char *)p + i * piece, 0, piece);
+    double t = now_seconds();
+#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
+    for (size_t i = 0; i < n; i++) {
+        float *q = p + i * (piece / sizeof *p);
+        sum += k->amax(q, (int)(piece / sizeof *p));
+    }
+    t = now_seconds() - t;
+    munmap(p, n * piece);
+    return sum == 0 ? (double)(n * piece) / t : 0;
+}
+/* ============================================================================================================
+ * Operations
+ *
+ * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
+ * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
+ *   - an operation only enqueues work; it returns nothing, and a forward never branches on data;
+ *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
+ *     0..n_tok-1 of a slot mean anything;
+ *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
+ *   - there are no globals: everything is reached through struct rank;
+ *   - only read_logits waits for results;
+ *   - the same n_tok gives the same list of operations.
+ * ============================================================================================================ */
+
+enum act {
+    A_X,   /* (n_tok, n_embd) the residual stream */
+    A_H,   /* (n_tok, n_embd) its norm */
+    A_OUT, /* (n_tok, n_embd) what attention or feed-forward adds to it */
+    A_QA,  /* (n_tok, q_lora) */
+    A_Q,   /* (n_tok, n_head * head_k) */
+    A_K,   /* (n_tok, n_head_kv * head_k); MLA: (n_tok, kv_lora + rope_dim) */
+    A_V,   /* (n_tok, n_head_kv * head_v) */
+    A_ATT, /* (n_tok, n_head * head_v) */
+    ACT_COUNT
+};
+
+struct rank;
+
+struct ops {
+    void (*embed)(struct rank *r, enum act out);                                     /* out = rows of the embedding */
+    void (*rmsnorm)(struct rank *r, enum act x, const float *w, enum act out);       /* out = norm(x) * w; out may be x */
+    void (*add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w, enum act out); /* x += delta; then as above */
+    void (*add)(struct rank *r, enum act x, enum act delta);                         /* x += delta */
+    void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
+    void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k, enum act v); /* head norms, rotation of q and k, k and v to the cache */
+    void (*attention)(struct rank *r, int il, enum act q, enum act out);             /* grouped-query, over the cache */
+    void (*mla_store)(struct rank *r, int il, enum act q, enum act kv);              /* latent norm, rotation, latent and k_pe to the cache */
+    void (*mla_attention)(struct rank *r, int il, enum act q, enum act out);         /* multi-head latent attention, over the cache */
+    void (*ffn)(struct rank *r, int il, enum act x, enum act out);                   /* dense SwiGLU */
+    void (*moe_ffn)(struct rank *r, int il, enum act x, enum act out);               /* router, routed experts, shared expert */
+    void (*all_reduce)(struct rank *r, enum act x);                                  /* sum over the ranks */
+    void (*logits)(struct rank *r, int first, int n);                                /* final norm and head for rows first..first+n-1 */
+    const float *(*read_logits)(struct rank *r, int row);                            /* (n_vocab), row 0 is `first`; waits */
+};
+
+enum kv_type { KV_BF16, KV_FP8, KV_F32 };
+
+/* One of the two arrays of a layer's cache. FP8 rows carry one F32 scale per `group` values, in an array of their own. */
+struct kv_plane {
+    uint8_t *data; /* (n_ctx, row_bytes) */
+    float *scale;  /* (n_ctx, n_group); FP8 only */
+    enum kv_type type;
+    int width, group, n_group; /* values per row, per scale, scales per row */
+    size_t row_bytes;          /* a multiple of 16 */
+};
+
+/* GQA: k (n_head_kv * head_k), v (n_head_kv * head_v). MLA: k the normed latent (kv_lora), v the rotated shared key (rope_dim). */
+struct kv_layer {
+    struct kv_plane k, v;
+};
+
+enum {
+    CHUNK_MAX = 512,      /* tokens of one forward */
+    LOGIT_ROWS = 16,      /* rows of one logits operation */
+    ROW_TILE = 32,        /* weight rows of one work item */
+    KEY_BLOCK = 64,       /* keys of one step of the online softmax */
+    QUERY_ROWS = 64,      /* query rows (tokens x heads) of one attention work item */
+    PART_KEYS = 512,      /* keys of one partition of the context in decode, at least */
+    PARTS_MAX = 64,
+    PART_TOKENS = 4,      /* up to so many tokens the context is partitioned */
+    LATENT_GROUP = 128,   /* latents under one FP8 scale */
+    MLA_HEAD_GROUP = 4    /* heads that share a work item over the latent cache */
+};
+
+/* What one rank computes with. Sized at start; nothing is allocated afterwards. */
+struct rank {
+    const struct model *m;
+    const struct ops *ops;
+    const struct kernels *k;
+    int n_threads, n_ctx, chunk;
+    enum kv_type kv_type;
+    struct kv_layer *kv; /* (n_layer) */
+    int n_tok;           /* the batch: tokens of this forward, */
+    int32_t pos;         /* position of the first, */
+    int32_t *tokens;     /* (chunk) ids */
+    float *act[ACT_COUNT];
+    int width[ACT_COUNT]; /* floats per row */
+    float *cos, *sin;     /* (chunk, rope_dim / 2) of the batch's positions */
+    uint8_t *pack;        /* (chunk * max(1, n_head), ...) packed activations, input side */
+    uint8_t *pack_h;      /* packed hidden rows of the feed-forward */
+    float *hidden;        /* hidden rows of the feed-forward, one after the other */
+    float *route;         /* (chunk, n_expert_max) router logits */
+    int32_t *route_id;    /* (chunk, n_expert_used) */
+    float *route_w;       /* (chunk, n_expert_used) */
+    struct ffn_job *jobs; /* (n_expert_max + 1) */
+    int n_jobs;
+    int32_t *job_rows;    /* tokens of the jobs */
+    float *job_w;         /* their weights */
+    float *qlat;          /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
+    float *part;          /* partial results of a partitioned context */
+    float *logits;        /* (LOGIT_ROWS, n_vocab) */
+    uint8_t *scratch;     /* (n_threads, scratch_bytes) */
+    size_t scratch_bytes, bytes; /* bytes: all of the above but the cache */
+    size_t kv_bytes;
+    void **owned; /* stb_ds */
+};
+
+/* ============================================================================================================
+ * KV cache
+ * ============================================================================================================ */
+
+static size_t kv_elem_bytes(enum kv_type t) { return t == KV_F32 ? 4 : t == KV_BF16 ? 2 : 1; }
+
+static struct kv_plane kv_plane_make(enum kv_type type, int width, int group) {
+    struct kv_plane p = {.type = type, .width = width, .group = group, .n_group = (width + group - 1) / group};
+    p.row_bytes = ((size_t)width * kv_elem_bytes(type) + 15) / 16 * 16;
+    return p;
+}
+
+/* Bytes of the cache per token, all layers. */
+static size_t kv_token_bytes(const struct model *m, enum kv_type type) {
+    struct kv_plane k, v;
+    if (m->kv_lora) {
+        k = kv_plane_make(type, m->kv_lora, LATENT_GROUP);
+        v = kv_plane_make(type == KV_F32 ? KV_F32 : KV_BF16, m->rope_dim, m->rope_dim);
+    } else {
+        k = kv_plane_make(type, m->n_head_kv * m->head_k, m->head_k);
+        v = kv_plane_make(type, m->n_head_kv * m->head_v, m->head_v);
+    }
+    size_t scales = (k.type == KV_FP8 ? (size_t)k.n_group : 0) + (v.type == KV_FP8 ? (size_t)v.n_group : 0);
+    return (size_t)m->n_layer * (k.row_bytes + v.row_bytes + scales * sizeof(float));
+}
+
+/* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load. */
+static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t pos, const float *x) {
+    uint8_t *row = p->data + (size_t)pos * p->row_bytes;
+    if (p->type == KV_F32) {
+        memcpy(row, x, (size_t)p->width * 4);
+    } else if (p->type == KV_BF16) {
+        k->to_bf16(x, (uint16_t *)(void *)row, p->width);
+    } else {
+        for (int g = 0; g < p->n_group; g++) {
+            int at = g * p->group, n = p->width - at < p->group ? p->width - at : p->group;
+            float amax = k->amax(x + at, n), scale = amax > 0 ? amax / 448.0f : 1.0f;
+            p->scale[pos * p->n_group + g] = scale;
+            k->to_e4m3(x + at, 1.0f / scale, row + at, n);
+        }
+    }
+}
+
+/* out (n, ld) = values first..first+len-1 of rows pos..pos+n-1; a range that starts and ends at group boundaries. */
+static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t pos, int n, int first, int len, float *out, int ld) {
+    for (int i = 0; i < n; i++, out += ld) {
+        const uint8_t *row = p->data + (size_t)(pos + i) * p->row_bytes;
+        if (p->type == KV_F32) {
+            memcpy(out, row + (size_t)first * 4, (size_t)len * 4);
+        } else if (p->type == KV_BF16) {
+            k->from_bf16((const uint16_t *)(const void *)row + first, out, len);
+        } else {
+            const float *s = p->scale + (pos + i) * p->n_group;
+            for (int at = 0; at < len; at += p->group) {
+                int w = len - at < p->group ? len - at : p->group;
+                k->from_e4m3(row + first + at, s[(first + at) / p->group], out + at, w);
+            }
+        }
+    }
+}
+
+/* ============================================================================================================
+ * CPU operations
+ *
+ * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that do
+ * not depend on the number of threads, so that results do not either.
+ * ============================================================================================================ */
+
+static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
+
+static void *rank_scratch(const struct rank *r) { return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes; }
+
+/* Threads for work on n items: one token's norms are not worth waking anybody. */
+static int rank_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
+
+static void cpu_embed(struct rank *r, enum act out) {
+    const struct weight *w = &r->m->embd;
+    float scale = w->scale ? w->scale[0] : 1.0f;
+    for (int t = 0; t < r->n_tok; t++) {
+        float *x = act_row(r, out, t);
+        gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, x, (size_t)w->n_in);
+        for (int i = 0; scale != 1.0f && i < w->n_in; i++) x[i] *= scale;
+        for (int i = 0; i < r->m->rope_dim / 2; i++) {
+            float angle = (float)(r->pos + t) * r->m->rope_freq[i];
+            r->cos[t * (r->m->rope_dim / 2) + i] = cosf(angle) * r->m->rope_factor;
+            r->sin[t * (r->m->rope_dim / 2) + i] = sinf(angle) * r->m->rope_factor;
+        }
+    }
+}
+
+static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
+#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+    for (int t = 0; t < r->n_tok; t++) r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
+}
+
+static void cpu_add(struct rank *r, enum act x, enum act delta) {
+#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+    for (int t = 0; t < r->n_tok; t++) {
+        float *a = act_row(r, x, t), *b = act_row(r, delta, t);
+        for (int i = 0; i < r->width[x]; i++) a[i] += b[i];
+    }
+}
+
+static void cpu_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+    cpu_add(r, x, delta);
+    cpu_rmsnorm(r, x, w, out);
+}
+
+/* y = W x for n rows of x (x_stride floats apart), inside a parallel region: packs, then shares out tiles of W's rows. */
+static void linear_rows(struct rank *r, const struct weight *w, const float *x, int x_stride, int n, float *y, int y_stride) {
+    enum act_format f = r->k->act_format(w->type, n);
+    size_t stride = r->k->act_bytes(f, w->n_in);
+#pragma omp for schedule(static)
+    for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * (size_t)x_stride, w->n_in, r->pack + (size_t)t * stride);
+#pragma omp for schedule(dynamic)
+    for (int row = 0; row < w->n_out; row += ROW_TILE) {
+        struct gemm g = {.type = w->type, .format = f, .w = w->data + (size_t)row * w->row_bytes, .w_stride = w->row_bytes,
+                         .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE, .n_in = w->n_in, .x = r->pack,
+                         .x_stride = stride, .n_tok = n, .scale = w->scale ? w->scale[0] : 1.0f, .y = y + row,
+                         .y_stride = (size_t)y_stride, .scratch = rank_scratch(r)};
+        r->k->gemm(&g);
+    }
+}
+
+static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
+#pragma omp parallel num_threads(r->n_threads)
+    linear_rows(r, w, r->act[x], r->width[x], r->n_tok, r->act[out], r->width[out]);
+}
+
+/* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
+static void rope_halves(float *x, const float *c, const float *s, int d) {
+    for (int i = 0; i < d / 2; i++) {
+        float a = x[i], b = x[i + d / 2];
+        x[i] = a * c[i] - b * s[i];
+        x[i + d / 2] = a * s[i] + b * c[i];
+    }
+}
+
+/* Rotates pairs (2i, 2i + 1): the interleaved form of DeepSeek. */
+static void rope_pairs(float *x, const float *c, const float *s, int d) {
+    for (int i = 0; i < d / 2; i++) {
+        float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * c[i] - b * s[i];
+        x[2 * i + 1] = a * s[i] + b * c[i];
+    }
+}
+
+static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
+    const struct model *m = r->m;
+    const struct layer *y = &m->layers[il];
+#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+    for (int t = 0; t < r->n_tok; t++) {
+        const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
+        for (int h = 0; h < m->n_head + m->n_head_kv; h++) {
+            bool is_q = h < m->n_head;
+            float *x = is_q ? act_row(r, q, t) + h * m->head_k : act_row(r, k, t) + (h - m->n_head) * m->head_k;
+            r->k->rmsnorm(x, is_q ? y->q_norm : y->k_norm, m->rms_eps, x, m->head_k);
+            rope_halves(x, c, s, m->rope_dim);
+        }
+        kv_store(r->k, &r->kv[il].k, r->pos + t, act_row(r, k, t));
+        kv_store(r->k, &r->kv[il].v, r->pos + t, act_row(r, v, t));
+    }
+}
+
+static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
+    const struct model *m = r->m;
+#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+    for (int t = 0; t < r->n_tok; t++) {
+        const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
+        float *latent = act_row(r, kv, t);
+        for (int h = 0; h < m->n_head; h++) rope_pairs(act_row(r, q, t) + h * m->head_k + m->nope, c, s, m->rope_dim);
+        r->k->rmsnorm(latent, m->layers[il].kv_a_norm, m->rms_eps, latent, m->kv_lora);
+        rope_pairs(latent + m->kv_lora, c, s, m->rope_dim);
+        kv_store(r->k, &r->kv[il].k, r->pos + t, latent);
+        kv_store(r->k, &r->kv[il].v, r->pos + t, latent + m->kv_lora);
+    }
+}
+
+/* ---- attention: one work item is a set of query rows that share keys and values, over a range of the context ---- */
+
+enum attend_kind {
+    ATTEND_GQA,    /* rows: tokens x heads of one KV head */
+    ATTEND_LATENT, /* rows: tokens x a group of heads; keys are [latent | k_pe], values the latents themselves */
+    ATTEND_EXPAND  /* rows: tokens of one head; keys and values are multiplied out of the latents block by block */
+};
+
+struct attend {
+    enum attend_kind kind;
+    int il, head;        /* first head (GQA: the KV head) */
+    int n_head;          /* heads in the item */
+    int first, n_tok;    /* tokens of the batch */
+    int dk, dv;
+    int begin, end;      /* keys; the causal limit of each row applies on top */
+    const float *q;      /* row (t, h) at q + t * q_tok + h * q_head, (dk) */
+    size_t q_tok, q_head;
+    float *out;          /* likewise, (dv): the result, */
+    size_t out_tok, out_head;
+    float *part;         /* or, when not NULL, the unfinished (n_tok * n_head, dv + 2): sums, maximum, denominator */
+};
+
+/* Scratch of an item, in floats. */
+static size_t attend_floats(const struct model *m, int rows) {
+    size_t dk = (size_t)(m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k), dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
+    dk = dk > (size_t)m->head_k ? dk : (size_t)m->head_k, dv = dv > (size_t)m->head_v ? dv : (size_t)m->head_v;
+    size_t expand = m->kv_lora ? (size_t)m->kv_lora * (size_t)(m->nope + m->head_v) + KEY_BLOCK * dk : 0;
+    return (size_t)rows * (dk + dv + KEY_BLOCK + 2) + KEY_BLOCK * (dk + dv) + expand + 64;
+}
+
+/* Keys pos..pos+n-1 as (n, dk) rows in *k and values as (n, dv) rows in *v, leading dimensions *ldk and *ldv. `buf` holds
+ * KEY_BLOCK * (dk + dv) floats; `expand` the head's two matrices and a block of latents. */
+static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf, float *expand, const float **k,
+                         int *ldk, const float **v, int *ldv) {
+    const struct model *m = r->m;
+    const struct kv_layer *c = &r->kv[a->il];
+    float *kb = buf, *vb = buf + KEY_BLOCK * a->dk;
+    *k = kb, *ldk = a->dk, *v = vb, *ldv = a->dv;
+    if (a->kind == ATTEND_GQA) {
+        kv_load(r->k, &c->k, pos, n, a->head * a->dk, a->dk, kb, a->dk);
+        kv_load(r->k, &c->v, pos, n, a->head * a->dv, a->dv, vb, a->dv);
+        return;
+    }
+    if (a->kind == ATTEND_LATENT) {
+        kv_load(r->k, &c->k, pos, n, 0, m->kv_lora, kb, a->dk);
+        kv_load(r->k, &c->v, pos, n, 0, m->rope_dim, kb + m->kv_lora, a->dk);
+        *v = kb, *ldv = a->dk;
+        return;
+    }
+    const float *w_k = expand, *w_v = w_k + m->kv_lora * m->nope;
+    float *latent = expand + m->kv_lora * (m->nope + m->head_v);
+    kv_load(r->k, &c->k, pos, n, 0, m->kv_lora, latent, m->kv_lora);
+    for (int i = 0; i < n; i++) memset(kb + i * a->dk, 0, (size_t)m->nope * sizeof *kb);
+    r->k->sgemm_nn_add(n, m->nope, m->kv_lora, latent, m->kv_lora, w_k, m->nope, kb, a->dk);
+    kv_load(r->k, &c->v, pos, n, 0, m->rope_dim, kb + m->nope, a->dk);
+    r->k->sgemm_nt(n, m->head_v, m->kv_lora, latent, m->kv_lora, w_v, m->kv_lora, vb, a->dv);
+}
+
+/* The head's matrices of wk_b and wv_b as floats, for attend_block. */
+static void attend_expand_weights(const struct rank *r, const struct attend *a, float *out) {
+    const struct weight *w[2] = {&r->m->layers[a->il].wk_b, &r->m->layers[a->il].wv_b};
+    for (int i = 0; i < 2; i++) {
+        float scale = w[i]->scale ? w[i]->scale[a->head] : 1.0f;
+        for (int row = 0; row < w[i]->n_out; row++, out += w[i]->n_in) {
+            gguf_dequantize_row(w[i]->type, w[i]->data + (size_t)a->head * w[i]->expert_bytes + (size_t)row * w[i]->row_bytes, out,
+                                (size_t)w[i]->n_in);
+            for (int j = 0; scale != 1.0f && j < w[i]->n_in; j++) out[j] *= scale;
+        }
+    }
+}
+
+/* Online softmax over blocks of keys (arXiv 2112.05682; 2205.14135): per row the running maximum, denominator and weighted
+ * sum of values. */
+static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
+    int rows = a->n_tok * a->n_head, dk = a->dk, dv = a->dv, ldk, ldv;
+    float *q = scratch, *acc = q + rows * dk, *s = acc + rows * dv, *top = s + rows * KEY_BLOCK, *den = top + rows;
+    float *buf = den + rows, *expand = buf + KEY_BLOCK * (dk + dv);
+    const float *k, *v;
+    for (int i = 0; i < rows; i++) {
+        const float *src = a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
+        for (int j = 0; j < dk; j++) q[i * dk + j] = src[j] * r->m->attn_scale;
+        top[i] = -INFINITY, den[i] = 0;
+    }
+    memset(acc, 0, (size_t)rows * (size_t)dv * sizeof *acc);
+    if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, expand);
+    int last = r->pos + a->first + a->n_tok; /* one behind the newest key that any row sees */
+    int end = a->end < last ? a->end : last;
+    for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
+        int n = end - pos < KEY_BLOCK ? end - pos : KEY_BLOCK;
+        attend_block(r, a, pos, n, buf, expand, &k, &ldk, &v, &ldv);
+        r->k->sgemm_nt(rows, n, dk, q, dk, k, ldk, s, KEY_BLOCK);
+        for (int i = 0; i < rows; i++) {
+            float *p = s + i * KEY_BLOCK, mx = top[i];
+            int seen = r->pos + a->first + i / a->n_head + 1 - pos;
+            seen = seen < 0 ? 0 : seen < n ? seen : n;
+            for (int j = 0; j < seen; j++) mx = p[j] > mx ? p[j] : mx;
+            if (mx > top[i]) {
+                float f = expf(top[i] - mx);
+                den[i] *= f, top[i] = mx;
+                for (int j = 0; j < dv; j++) acc[i * dv + j] *= f;
+            }
+            if (seen) den[i] += r->k->exp_sum(p, seen, mx);
+            for (int j = seen; j < n; j++) p[j] = 0;
+        }
+        r->k->sgemm_nn_add(rows, dv, n, s, KEY_BLOCK, v, ldv, acc, dv);
+    }
+    for (int i = 0; i < rows; i++) {
+        float *o = a->part ? a->part + (size_t)i * (size_t)(dv + 2)
+                           : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok + (size_t)(i % a->n_head) * a->out_head;
+        float f = a->part ? 1.0f : 1.0f / den[i];
+        for (int j = 0; j < dv; j++) o[j] = acc[i * dv + j] * f;
+        if (a->part) o[dv] = top[i], o[dv + 1] = den[i];
+    }
+}
+
+/* Joins the partitions of a row in their order; partitions without a visible key have denominator 0. */
+static void attend_merge(const float *part, int n_part, size_t stride, int dv, float *out) {
+    float top = -INFINITY, den = 0;
+    for (int p = 0; p < n_part; p++) top = fmaxf(top, part[(size_t)p * stride + (size_t)dv]);
+    memset(out, 0, (size_t)dv * sizeof *out);
+    for (int p = 0; p < n_part; p++) {
+        const float *x = part + (size_t)p * stride;
+        float f = x[dv + 1] > 0 ? expf(x[dv] - top) : 0;
+        den += f * x[dv + 1];
+        for (int j = 0; j < dv; j++) out[j] += f * x[j];
+    }
+    for (int j = 0; j < dv; j++) out[j] /= den;
+}
+
+/* All rows of the batch against the cache, inside a parallel region. `all` describes the whole: heads in n_head, of which
+ * `group` go into one item; items of `tile` tokens. */
+static void attend_all(struct rank *r, const struct attend *all, int group, int tile) {
+    int keys = r->pos + r->n_tok, n_part = 1, part_keys = keys;
+    int n_group = all->n_head / group, n_tile = (r->n_tok + tile - 1) / tile;
+    if (r->n_tok <= PART_TOKENS) {
+        part_keys = (keys + PARTS_MAX - 1) / PARTS_MAX;
+        part_keys = part_keys < PART_KEYS ? PART_KEYS : (part_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
+        n_part = (keys + part_keys - 1) / part_keys;
+    }
+    size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
+#pragma omp for schedule(dynamic)
+    for (int i = n_group * n_tile * n_part - 1; i >= 0; i--) { /* the last tiles see the most keys: they start first */
+        struct attend a = *all;
+        int g = i % n_group, t = i / n_group % n_tile, p = i / n_group / n_tile;
+        a.head = all->kind == ATTEND_GQA ? g : g * group;
+        a.n_head = group;
+        a.first = t * tile, a.n_tok = r->n_tok - a.first < tile ? r->n_tok - a.first : tile;
+        a.begin = p * part_keys, a.end = a.begin + part_keys;
+        a.q += (size_t)g * (size_t)group * a.q_head, a.out += (size_t)g * (size_t)group * a.out_head;
+        if (n_part > 1) a.part = r->part + ((size_t)p * (size_t)n_group + (size_t)g) * rows * stride;
+        attend_run(r, &a, rank_scratch(r));
+    }
+    if (n_part == 1) return;
+#pragma omp for schedule(static)
+    for (int i = 0; i < r->n_tok * all->n_head; i++) {
+        int t = i / all->n_head, h = i % all->n_head;
+        const float *part = r->part + ((size_t)(h / group) * rows + (size_t)(t * group + h % group)) * stride;
+        attend_merge(part, n_part, (size_t)n_group * rows * stride, all->dv, all->out + (size_t)t * all->out_tok + (size_t)h * all->out_head);
+    }
+}
+
+static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1; }
+
+static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
+    const struct model *m = r->m;
+    int group = m->n_head / m->n_head_kv;
+    struct attend a = {.kind = ATTEND_GQA, .il = il, .n_head = m->n_head, .dk = m->head_k, .dv = m->head_v, .q = r->act[q],
+                       .q_tok = (size_t)r->width[q], .q_head = (size_t)m->head_k, .out = r->act[out],
+                       .out_tok = (size_t)r->width[out], .out_head = (size_t)m->head_v};
+#pragma omp parallel num_threads(r->n_threads)
+    attend_all(r, &a, group, r->n_tok <= PART_TOKENS ? r->n_tok : tile_tokens(group));
+}
+
+/* Whether n query tokens make multiplying keys and values out of the latents cheaper than absorbing the matrices into query
+ * and output: products per key and head, (nope + v) * kv_lora / n + nope + rope + v against 2 * kv_lora + rope. */
+static bool mla_expands(const struct model *m, int n) {
+    int64_t saved = 2 * m->kv_lora - m->nope - m->head_v;
+    return saved > 0 && (int64_t)(m->nope + m->head_v) * m->kv_lora < saved * n;
+}
+
+/* One matrix per head applied to one vector per token and head: y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head). */
+static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head, float *y, size_t y_tok, size_t y_head) {
+    enum act_format f = r->k->act_format(w->type, r->n_tok);
+    size_t stride = r->k->act_bytes(f, w->n_in);
+    int n_head = w->n_expert, n_tile = (w->n_out + ROW_TILE - 1) / ROW_TILE;
+#pragma omp for schedule(static)
+    for (int i = 0; i < r->n_tok * n_head; i++)
+        r->k->act_pack(f, x + (size_t)(i / n_head) * x_tok + (size_t)(i % n_head) * x_head, w->n_in, r->pack + (size_t)i * stride);
+#pragma omp for schedule(static)
+    for (int i = 0; i < n_head * n_tile; i++) {
+        int h = i / n_tile, row = i % n_tile * ROW_TILE;
+        struct gemm g = {.type = w->type, .format = f, .w = w->data + (size_t)h * w->expert_bytes + (size_t)row * w->row_bytes,
+                         .w_stride = w->row_bytes, .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE, .n_in = w->n_in,
+                         .x = r->pack + (size_t)h * stride, .x_stride = (size_t)n_head * stride, .n_tok = r->n_tok,
+                         .scale = w->scale ? w->scale[h] : 1.0f, .y = y + (size_t)h * y_head + row, .y_stride = y_tok,
+                         .scratch = rank_scratch(r)};
+        r->k->gemm(&g);
+    }
+}
+
+static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) {
+    const struct model *m = r->m;
+    const struct layer *y = &m->layers[il];
+    size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
+    struct attend a = {.il = il, .n_head = m->n_head, .dk = m->head_k, .dv = m->head_v, .q = r->act[q], .q_tok = q_tok,
+                       .q_head = (size_t)m->head_k, .out = r->act[out], .out_tok = out_tok, .out_head = (size_t)m->head_v};
+    if (mla_expands(m, r->n_tok)) {
+        a.kind = ATTEND_EXPAND;
+#pragma omp parallel num_threads(r->n_threads)
+        attend_all(r, &a, 1, r->n_tok);
+        return;
+    }
+    size_t lat = (size_t)(m->kv_lora + m->rope_dim);
+    float *mixed = r->qlat + (size_t)r->n_tok * (size_t)m->n_head * lat;
+    a.kind = ATTEND_LATENT, a.dk = (int)lat, a.dv = m->kv_lora;
+    a.q = r->qlat, a.q_tok = (size_t)m->n_head * lat, a.q_head = lat;
+    a.out = mixed, a.out_tok = (size_t)m->n_head * (size_t)m->kv_lora, a.out_head = (size_t)m->kv_lora;
+    int group = m->n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
+#pragma omp parallel num_threads(r->n_threads)
+    {
+        heads_linear(r, &y->wk_b, r->act[q], q_tok, (size_t)m->head_k, r->qlat, a.q_tok, lat);
+#pragma omp for schedule(static)
+        for (int i = 0; i < r->n_tok * m->n_head; i++)
+            memcpy(r->qlat + (size_t)i * lat + m->kv_lora, r->act[q] + (size_t)i * (size_t)m->head_k + m->nope, (size_t)m->rope_dim * sizeof(float));
+        attend_all(r, &a, group, r->n_tok <= PART_TOKENS ? r->n_tok : tile_tokens(group));
+        heads_linear(r, &y->wv_b, mixed, a.out_tok, a.out_head, r->act[out], out_tok, (size_t)m->head_v);
+    }
+}
+
+/* ---- feed-forward: a list of jobs, each one expert (or the dense or shared network) with the tokens it gets ---- */
+
+struct ffn_job {
+    const struct weight *gate, *up, *down;
+    int expert;
+    int n_tok;           /* tokens of this job */
+    const int32_t *rows; /* (n_tok) which ones; NULL: all in order */
+    const float *w;      /* (n_tok) factors of the result; NULL: 1 */
+    size_t hidden;       /* floats before this job's (n_tok, n_ff) in rank.hidden */
+    size_t slot;         /* rows before this job's in rank.pack_h */
+};
+
+/* Ids and weights of the experts of one token. logits (n). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias and the groups
+ * decide who is chosen, never with what weight. Ties go to the lower id, as torch.topk's do in practice. */
+static void route_token(const struct model *m, const struct layer *y, float *logits, int32_t *ids, float *weights) {
+    int n = y->n_expert, k = m->n_expert_used, per = n / m->n_group;
+    float pick[MAX_EXPERTS], group[MAX_EXPERTS];
+    if (m->gating == GATING_SOFTMAX) {
+        float mx = -INFINITY, sum = 0;
+        for (int e = 0; e < n; e++) mx = fmaxf(mx, logits[e]);
+        for (int e = 0; e < n; e++) sum += logits[e] = expf(logits[e] - mx);
+        for (int e = 0; e < n; e++) logits[e] /= sum;
+    } else {
+        for (int e = 0; e < n; e++) logits[e] = 1.0f / (1.0f + expf(-logits[e]));
+    }
+    for (int e = 0; e < n; e++) pick[e] = logits[e] + (y->router_bias ? y->router_bias[e] : 0.0f);
+    if (m->n_group > 1) { /* a group's score is the sum of its two best; the others are out */
+        for (int g = 0; g < m->n_group; g++) {
+            float a = -INFINITY, b = -INFINITY;
+            for (int e = g * per; e < (g + 1) * per; e++) {
+                if (pick[e] > a) b = a, a = pick[e];
+                else if (pick[e] > b) b = pick[e];
+            }
+            group[g] = per > 1 ? a + b : a;
+        }
+        for (int g = 0; g < m->n_group; g++) {
+            int better = 0;
+            for (int o = 0; o < m->n_group; o++) better += group[o] > group[g] || (group[o] == group[g] && o < g);
+            for (int e = g * per; better >= m->n_group_used && e < (g + 1) * per; e++) pick[e] = -INFINITY;
+        }
+    }
+    float sum = 0;
+    for (int i = 0; i < k; i++) {
+        int best = -1;
+        for (int e = 0; e < n; e++)
+            if (!isnan(pick[e]) && (best < 0 || pick[e] > pick[best])) best = e;
+        if (best < 0) best = i; /* only NaN left: the answer is lost, but the ids stay in range */
+        ids[i] = best, weights[i] = logits[best];
+        sum += weights[i];
+        pick[best] = NAN;
+    }
+    float f = m->weights_scale;
+    if (m->weights_norm) f /= m->gating == GATING_SIGMOID ? sum + 1e-20f : sum;
+    for (int i = 0; i < k; i++) weights[i] *= f;
+}
+
+/* Turns the batch's choices into jobs, in order of the expert ids, the shared expert last. */
+static void ffn_jobs_build(struct rank *r, const struct layer *y) {
+    const struct model *m = r->m;
+    int k = m->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
+    size_t hidden = 0, slot = 0;
+    r->n_jobs = 0;
+    for (int i = 0; i < r->n_tok * k; i++) count[r->route_id[i]]++;
+    for (int e = 0, sum = 0; e < y->n_expert; e++) {
+        at[e] = sum;
+        if (!count[e]) continue;
+        r->jobs[r->n_jobs++] = (struct ffn_job){&y->gate, &y->up, &y->down, e, count[e], r->job_rows + sum, r->job_w + sum, hidden, slot};
+        sum += count[e], slot += (size_t)count[e], hidden += (size_t)count[e] * (size_t)y->gate.n_out;
+    }
+    for (int i = 0; i < r->n_tok * k; i++) {
+        int j = at[r->route_id[i]]++;
+        r->job_rows[j] = i / k, r->job_w[j] = r->route_w[i];
+    }
+    if (y->sh_gate.data)
+        r->jobs[r->n_jobs++] = (struct ffn_job){&y->sh_gate, &y->sh_up, &y->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
+}
+
+static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j, enum act_format f, int row) {
+    return (struct gemm){.type = w->type, .format = f, .w = w->data + (size_t)j->expert * w->expert_bytes + (size_t)row * w->row_bytes,
+                         .w_stride = w->row_bytes, .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE, .n_in = w->n_in,
+                         .n_tok = j->n_tok, .scale = w->scale ? w->scale[j->expert] : 1.0f, .scratch = rank_scratch(r)};
+}
+
+/* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. Each output element is summed in the
+ * order of the jobs by one thread. `per_job`: tokens that a job has on average, which chooses the number format. */
+static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
+    const struct kernels *k = r->k;
+    const struct ffn_job *j0 = &r->jobs[0];
+    const struct ffn_job *jn = &r->jobs[r->n_jobs - 1]; /* the shared expert, if there is one: of all tokens, maybe of another type */
+    int per_last = jn->rows ? per_job : jn->n_tok;
+    enum act_format f = k->act_format(j0->gate->type, per_job), fs = k->act_format(jn->gate->type, per_last);
+    enum act_format fd = k->act_format(j0->down->type, per_job), fds = k->act_format(jn->down->type, per_last);
+    int n_in = j0->gate->n_in;
+    size_t stride = k->act_bytes(f, n_in), stride_s = k->act_bytes(fs, n_in);
+    uint8_t *pack_s = f == fs ? r->pack : r->pack + (size_t)r->n_tok * stride;
+    float *up = (float *)(void *)((uint8_t *)rank_scratch(r) + KERNEL_SCRATCH);
+    int n_ff = 0, tiles = 0, ff_tiles;
+    size_t n_rows = 0, h_stride;
+    for (int j = 0; j < r->n_jobs; j++) {
+        n_ff = r->jobs[j].gate->n_out > n_ff ? r->jobs[j].gate->n_out : n_ff;
+        n_rows += (size_t)r->jobs[j].n_tok;
+    }
+    h_stride = k->act_bytes(fd, n_ff) > k->act_bytes(fds, n_ff) ? k->act_bytes(fd, n_ff) : k->act_bytes(fds, n_ff);
+    ff_tiles = (n_ff + ROW_TILE - 1) / ROW_TILE;
+    tiles = r->n_jobs * ff_tiles;
+#pragma omp for schedule(static)
+    for (int t = 0; t < r->n_tok; t++) {
+        k->act_pack(f, act_row(r, x, t), n_in, r->pack + (size_t)t * stride);
+        if (f != fs) k->act_pack(fs, act_row(r, x, t), n_in, pack_s + (size_t)t * stride_s);
+    }
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < tiles; i++) {
+        const struct ffn_job *j = &r->jobs[i / ff_tiles];
+        int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
+        bool shared = j == jn;
+        if (row >= ff) continue;
+        struct gemm g = ffn_gemm(r, j->gate, j, shared ? fs : f, row), u = ffn_gemm(r, j->up, j, shared ? fs : f, row);
+        g.x = u.x = shared ? pack_s : r->pack, g.x_stride = u.x_stride = shared ? stride_s : stride;
+        g.rows = u.rows = j->rows;
+        g.y = r->hidden + j->hidden + row, g.y_stride = (size_t)ff;
+        u.y = up, u.y_stride = ROW_TILE;
+        k->gemm(&g);
+        k->gemm(&u);
+        for (int t = 0; t < j->n_tok; t++) k->silu_mul(g.y + (size_t)t * (size_t)ff, up + t * ROW_TILE, g.n_out);
+    }
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < n_rows; i++) {
+        int j = 0;
+        while (j + 1 < r->n_jobs && i >= r->jobs[j + 1].slot) j++;
+        const struct ffn_job *b = &r->jobs[j];
+        int ff = b->gate->n_out;
+        k->act_pack(b == jn ? fds : fd, r->hidden + b->hidden + (i - b->slot) * (size_t)ff, ff, r->pack_h + i * h_stride);
+    }
+#pragma omp for schedule(dynamic)
+    for (int row = 0; row < r->width[out]; row += ROW_TILE) {
+        for (int t = 0; t < r->n_tok; t++)
+            memset(act_row(r, out, t) + row, 0, sizeof(float) * (size_t)(r->width[out] - row < ROW_TILE ? r->width[out] - row : ROW_TILE));
+        for (int i = 0; i < r->n_jobs; i++) {
+            const struct ffn_job *j = &r->jobs[i];
+            struct gemm g = ffn_gemm(r, j->down, j, j == jn ? fds : fd, row);
+            g.x = r->pack_h + j->slot * h_stride, g.x_stride = h_stride;
+            g.y = up, g.y_stride = ROW_TILE;
+            k->gemm(&g);
+            for (int t = 0; t < j->n_tok; t++) {
+                float *y = act_row(r, out, j->rows ? j->rows[t] : t) + row, w = j->w ? j->w[t] : 1.0f;
+                for (int c = 0; c < g.n_out; c++) y[c] += w * up[t * ROW_TILE + c];
+            }
+        }
+    }
+}
+
+static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
+    const struct layer *y = &r->m->layers[il];
+    r->jobs[0] = (struct ffn_job){&y->gate, &y->up, &y->down, 0, r->n_tok, NULL, NULL, 0, 0};
+    r->n_jobs = 1;
+#pragma omp parallel num_threads(r->n_threads)
+    ffn_run(r, x, out, r->n_tok);
+}
+
+static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
+    const struct model *m = r->m;
+    const struct layer *y = &m->layers[il];
+    int per_job = (r->n_tok * m->n_expert_used + y->n_expert - 1) / y->n_expert;
+#pragma omp parallel num_threads(r->n_threads)
+    {
+        linear_rows(r, &y->router, r->act[x], r->width[x], r->n_tok, r->route, m->n_expert_max);
+#pragma omp for schedule(static)
+        for (int t = 0; t < r->n_tok; t++)
+            route_token(m, y, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * m->n_expert_used, r->route_w + t * m->n_expert_used);
+#pragma omp single
+        ffn_jobs_build(r, y);
+        ffn_run(r, x, out, per_job);
+    }
+}
+
+static void cpu_all_reduce(struct rank *r, enum act x) { (void)r, (void)x; }
+
+static void cpu_logits(struct rank *r, int first, int n) {
+    const struct weight *w = &r->m->output;
+#pragma omp parallel num_threads(r->n_threads)
+    {
+#pragma omp for schedule(static)
+        for (int t = first; t < first + n; t++) r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t), r->m->n_embd);
+        linear_rows(r, w, act_row(r, A_H, first), r->width[A_H], n, r->logits, r->m->n_vocab);
+    }
+}
+
+static const float *cpu_read_logits(struct rank *r, int row) { return r->logits + (size_t)row * (size_t)r->m->n_vocab; }
+
+static const struct ops cpu_ops = {cpu_embed, cpu_rmsnorm, cpu_add_rmsnorm, cpu_add, cpu_linear, cpu_rope_store_kv, cpu_attention,
+                                   cpu_mla_store, cpu_mla_attention, cpu_ffn, cpu_moe_ffn, cpu_all_reduce, cpu_logits, cpu_read_logits};
+
+/* ---- memory of a rank ---- */
+
+static void *rank_own(struct rank *r, size_t n, size_t size) {
+    /* calloc: pages that are never touched, above all of the cache, cost nothing */
+    void *p = n && size && n > SIZE_MAX / size ? NULL : calloc(n * size + 64, 1);
+    if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n, size);
+    arrput(r->owned, p);
+    return (void *)(((uintptr_t)p + 63) / 64 * 64);
+}
+
+static void rank_plane(struct rank *r, struct kv_plane *p) {
+    p->data = rank_own(r, (size_t)r->n_ctx, p->row_bytes);
+    r->kv_bytes += (size_t)r->n_ctx * p->row_bytes;
+    if (p->type != KV_FP8) return;
+    p->scale = rank_own(r, (size_t)r->n_ctx * (size_t)p->n_group, sizeof(float));
+    r->kv_bytes += (size_t)r->n_ctx * (size_t)p->n_group * sizeof(float);
+}
+
+static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
+
+/* Lays out the memory for contexts of n_ctx tokens. */
+static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx, enum kv_type kv) {
+    memset(r, 0, sizeof *r);
+    r->m = m, r->ops = &cpu_ops, r->k = k, r->n_threads = n_threads, r->n_ctx = n_ctx, r->kv_type = kv;
+    r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
+    size_t c = (size_t)r->chunk, n_head = (size_t)m->n_head;
+    int widths[ACT_COUNT] = {m->n_embd, m->n_embd, m->n_embd, m->q_lora, m->n_head * m->head_k,
+                             m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k,
+                             m->kv_lora ? 0 : m->n_head_kv * m->head_v, m->n_head * m->head_v};
+    for (int a = 0; a < ACT_COUNT; a++) {
+        r->width[a] = widths[a];
+        r->act[a] = rank_own(r, c * (size_t)widths[a], sizeof(float));
+    }
+    r->tokens = rank_own(r, c, sizeof *r->tokens);
+    r->cos = rank_own(r, c * (size_t)m->rope_dim / 2, sizeof(float));
+    r->sin = rank_own(r, c * (size_t)m->rope_dim / 2, sizeof(float));
+
+    int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
+    while (m->kv_lora && absorbed < r->chunk && !mla_expands(m, absorbed + 1)) absorbed++;
+    size_t n_ff = size_max((size_t)m->n_ff_dense, size_max((size_t)m->n_ff_expert, (size_t)m->n_ff_shared)), pack = 0, pack_h = 0;
+    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)m->q_lora, n_ff), (size_t)r->width[A_ATT]));
+    for (int f = ACT_F32; f <= ACT_BF16; f++) {
+        pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
+        if (m->kv_lora) /* one row per token and head */
+            pack = size_max(pack, (size_t)absorbed * n_head * k->act_bytes((enum act_format)f, m->kv_lora > m->nope ? m->kv_lora : m->nope));
+        pack_h = size_max(pack_h, k->act_bytes((enum act_format)f, (int)n_ff));
+    }
+    size_t used = (size_t)m->n_expert_used, shared = (size_t)m->n_ff_shared, hidden = size_max((size_t)m->n_ff_dense, used * (size_t)m->n_ff_expert + shared);
+    r->pack = rank_own(r, pack, 1);
+    r->pack_h = rank_own(r, c * (used + 1), pack_h);
+    r->hidden = rank_own(r, c * hidden, sizeof(float));
+    r->route = rank_own(r, c * (size_t)m->n_expert_max, sizeof(float));
+    r->route_id = rank_own(r, c * used, sizeof *r->route_id);
+    r->route_w = rank_own(r, c * used, sizeof(float));
+    r->job_rows = rank_own(r, c * used, sizeof *r->job_rows);
+    r->job_w = rank_own(r, c * used, sizeof(float));
+    r->jobs = rank_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
+    size_t lat = (size_t)(2 * m->kv_lora + m->rope_dim), dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
+    if (m->kv_lora) r->qlat = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
+    r->part = rank_own(r, PARTS_MAX * PART_TOKENS * n_head * (dv + 2), sizeof(float));
+    r->logits = rank_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
+
+    size_t rows = (size_t)(m->n_head / m->n_head_kv) * PART_TOKENS; /* the largest attention item */
+    rows = size_max(m->kv_lora ? size_max(c, MLA_HEAD_GROUP * PART_TOKENS) : rows, QUERY_ROWS);
+    r->scratch_bytes = size_max(attend_floats(m, (int)rows) * sizeof(float), KERNEL_SCRATCH + c * ROW_TILE * sizeof(float));
+    r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
+    r->scratch = rank_own(r, (size_t)n_threads, r->scratch_bytes);
+    r->kv = rank_own(r, (size_t)m->n_layer, sizeof *r->kv);
+    for (int il = 0; il < m->n_layer; il++) {
+        struct kv_layer *y = &r->kv[il];
+        y->k = m->kv_lora ? kv_plane_make(kv, m->kv_lora, LATENT_GROUP) : kv_plane_make(kv, m->n_head_kv * m->head_k, m->head_k);
+        y->v = m->kv_lora ? kv_plane_make(kv == KV_F32 ? KV_F32 : KV_BF16, m->rope_dim, m->rope_dim)
+                          : kv_plane_make(kv, m->n_head_kv * m->head_v, m->head_v);
+        rank_plane(r, &y->k);
+        rank_plane(r, &y->v);
+    }
+}
+
+static void rank_free(struct rank *r) {
+    for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
+    arrfree(r->owned);
+    memset(r, 0, sizeof *r);
+}
+
+/* ============================================================================================================
+ * Families
+ *
+ * One straight line per family. The batch (tokens, position) is in the rank.
+ * ============================================================================================================ */
+
+/* The second half of every layer: x += attention's result, then the feed-forward's goes to A_OUT. */
+static void forward_ffn(struct rank *r, int il) {
+    const struct ops *o = r->ops;
+    const struct layer *y = &r->m->layers[il];
+    o->all_reduce(r, A_OUT);
+    o->add_rmsnorm(r, A_X, A_OUT, y->ffn_norm, A_H);
+    if (y->n_expert) o->moe_ffn(r, il, A_H, A_OUT);
+    else o->ffn(r, il, A_H, A_OUT);
+    o->all_reduce(r, A_OUT);
+}
+
+/* Qwen3-MoE: grouped-query attention with head norms, softmax router. */
+static void forward_qwen3moe(struct rank *r) {
+    const struct ops *o = r->ops;
+    o->embed(r, A_X);
+    for (int il = 0; il < r->m->n_layer; il++) {
+        const struct layer *y = &r->m->layers[il];
+        if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
+        else o->add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
+        o->linear(r, &y->wq, A_H, A_Q);
+        o->linear(r, &y->wk, A_H, A_K);
+        o->linear(r, &y->wv, A_H, A_V);
+        o->rope_store_kv(r, il, A_Q, A_K, A_V);
+        o->attention(r, il, A_Q, A_ATT);
+        o->linear(r, &y->wo, A_ATT, A_OUT);
+        forward_ffn(r, il);
+    }
+    o->add(r, A_X, A_OUT);
+}
+
+/* DeepSeek-V3 and Kimi-K2: multi-head latent attention, sigmoid router with groups, a shared expert. */
+static void forward_deepseek2(struct rank *r) {
+    const struct ops *o = r->ops;
+    o->embed(r, A_X);
+    for (int il = 0; il < r->m->n_layer; il++) {
+        const struct layer *y = &r->m->layers[il];
+        if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
+        else o->add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
+        if (r->m->q_lora) {
+            o->linear(r, &y->wq_a, A_H, A_QA);
+            o->rmsnorm(r, A_QA, y->q_a_norm, A_QA);
+            o->linear(r, &y->wq_b, A_QA, A_Q);
+        } else {
+            o->linear(r, &y->wq, A_H, A_Q);
+        }
+        o->linear(r, &y->wkv_a, A_H, A_K);
+        o->mla_store(r, il, A_Q, A_K);
+        o->mla_attention(r, il, A_Q, A_ATT);
+        o->linear(r, &y->wo, A_ATT, A_OUT);
+        forward_ffn(r, il);
+    }
+    o->add(r, A_X, A_OUT);
+}
+
+static void forward(struct rank *r) {
+    if (r->m->arch == ARCH_QWEN3MOE) forward_qwen3moe(r);
+    else forward_deepseek2(r);
+}
+/* ============================================================================================================
+ * Sampler
+ *
+ * Repeat penalty, then top-k, top-p, min-p, temperature: the order of llama.cpp. Works in arrays laid out at start.
+ * ============================================================================================================ */
+
+struct sampling {
+    bool greedy;
+    float temp, top_p, min_p, repeat_penalty;
+    int top_k; /* 0: off */
+};
+
+enum { PENALTY_WINDOW = 64 }; /* latest tokens that the repeat penalty looks at */
+
+struct candidate {
+    float logit;
+    int32_t id;
+};
+
+struct sampler {
+    uint64_t rng;
+    struct candidate *heap; /* (n) */
+    int n;                  /* ids that may be sampled: padding rows of the embedding are not */
+};
+
+static void sampler_init(struct sampler *s, int n, uint64_t seed) {
+    s->rng = seed, s->n = n;
+    s->heap = xmalloc((size_t)n * sizeof *s->heap);
+}
+
+static void sampler_free(struct sampler *s) { free(s->heap); }
+
+static int argmax(const float *x, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+/* Larger logits first, lower ids first among equals. */
+static bool candidate_before(struct candidate a, struct candidate b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+
+static void heap_sink(struct candidate *h, int n, int i) {
+    for (int c; (c = 2 * i + 1) < n; i = c) {
+        if (c + 1 < n && candidate_before(h[c + 1], h[c])) c++;
+        if (!candidate_before(h[c], h[i])) return;
+        struct candidate t = h[c];
+        h[c] = h[i], h[i] = t;
+    }
+}
+
+/* Moves the best of the heap's first n - popped candidates behind them: the i-th best ends at heap[n - 1 - i]. */
+static struct candidate sampler_pop(struct sampler *s, int popped) {
+    int last = s->n - 1 - popped;
+    struct candidate best = s->heap[0];
+    s->heap[0] = s->heap[last], s->heap[last] = best;
+    heap_sink(s->heap, last, 0);
+    return best;
+}
+
+/* Chooses a token. logits (at least s->n) are read only; recent: the n_recent latest tokens. Top-p is of the mass that top-k leaves,
+ * and like min-p looks at temperature 1. */
+static int32_t sampler_choose(struct sampler *s, const struct sampling *o, const float *logits, const int32_t *recent, int n_recent) {
+    bool penalise = o->repeat_penalty != 1.0f && n_recent > 0, greedy = o->greedy || o->temp <= 0;
+    if (!penalise && greedy) return argmax(logits, s->n);
+    for (int i = 0; i < s->n; i++) s->heap[i] = (struct candidate){logits[i], i};
+    for (int i = 0; penalise && i < n_recent; i++)
+        if (recent[i] < s->n) { /* from the original value: a token that occurs twice is punished once */
+            float v = logits[recent[i]];
+            s->heap[recent[i]].logit = v > 0 ? v / o->repeat_penalty : v * o->repeat_penalty;
+        }
+    for (int i = s->n / 2 - 1; i >= 0; i--) heap_sink(s->heap, s->n, i);
+    float top = s->heap[0].logit;
+    if (greedy) return s->heap[0].id;
+    int limit = o->top_k > 0 && o->top_k < s->n ? o->top_k : s->n, popped = 0, kept = 0;
+    double total = 0, mass = 0, sum = 0, at = 0;
+    if (limit < s->n)
+        for (; popped < limit; popped++) total += exp((double)(sampler_pop(s, popped).logit - top));
+    else if (o->top_p < 1.0f)
+        for (int i = 0; i < s->n; i++) total += exp((double)(s->heap[i].logit - top));
+    const struct candidate *best = s->heap + s->n - 1; /* best[-i] is the i-th */
+    for (; kept < limit; kept++) {
+        if (kept == popped) sampler_pop(s, popped++);
+        double rel = (double)(best[-kept].logit - top);
+        if (kept && ((o->top_p < 1.0f && mass >= (double)o->top_p * total) || (o->min_p > 0 && exp(rel) < (double)o->min_p))) break;
+        mass += exp(rel);
+    }
+    for (int i = 0; i < kept; i++) sum += exp((double)(best[-i].logit - top) / (double)o->temp);
+    double want = rng_uniform(&s->rng) * sum;
+    for (int i = 0; i < kept; i++)
+        if ((at += exp((double)(best[-i].logit - top) / (double)o->temp)) > want) return best[-i].id;
+    return best[1 - kept].id;
+}
+
+/* ============================================================================================================
+ * Session
+ *
+ * One timeline of tokens with its KV state: tokens[0..n_past) are in the cache, and nothing else is. Every turn, undo,
+ * load or prompt builds the token list it wants and calls session_sync, which keeps the common prefix and computes the
+ * rest; a cache that does not fit the tokens cannot come about. A failed or interrupted sync leaves a shorter timeline.
+ * ============================================================================================================ */
+
+struct session {
+    const struct model *m;
+    struct rank r;
+    int32_t *tokens; /* (n_ctx) */
+    int n_past, n_ctx;
+    const float *logits; /* (n_vocab) behind the last token; valid after a sync or decode */
+    int sync_tokens;     /* of the latest sync: tokens computed, */
+    double sync_seconds; /* and the time it took */
+};
+
+static void session_init(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx, enum kv_type kv) {
+    memset(s, 0, sizeof *s);
+    s->m = m, s->n_ctx = n_ctx;
+    rank_init(&s->r, m, k, n_threads, n_ctx, kv);
+    s->tokens = xcalloc((size_t)n_ctx, sizeof *s->tokens);
+}
+
+static void session_free(struct session *s) {
+    rank_free(&s->r);
+    free(s->tokens);
+}
+
+/* Computes n <= chunk tokens behind the timeline; no logits. */
+static void session_forward(struct session *s, const int32_t *ids, int n) {
+    alloc_guard_begin("a forward pass");
+    memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
+    memcpy(s->r.tokens, ids, (size_t)n * sizeof *ids);
+    s->r.pos = s->n_past, s->r.n_tok = n;
+    forward(&s->r);
+    s->n_past += n;
+    alloc_guard_end();
+}
+
+/* One token: forward and logits. */
+static void session_decode(struct session *s, int32_t id) {
+    session_forward(s, &id, 1);
+    s->r.ops->logits(&s->r, 0, 1);
+    s->logits = s->r.ops->read_logits(&s->r, 0);
+}
+
+/* Bytes of cache that `more` further tokens of context would take. */
+static uint64_t session_more_bytes(const struct session *s, int more) { return (uint64_t)more * kv_token_bytes(s->m, s->r.kv_type); }
+
+/* -1 when n tokens do not fit, with a message that says what would help. */
+static int session_fits(const struct session *s, int64_t n, char *err) {
+    char a[32], b[32];
+    if (n <= s->n_ctx) return 0;
+    return fail(err, "the context is full: %s tokens are needed, %s fit; /undo, /clear or restart with -c %lld (needs %.2f GiB more)",
+                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), (long long)n,
+                (double)session_more_bytes(s, (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX)) / 0x1p30);
+}
+
+static void prefill_progress(int done, int n, double seconds) {
+    char a[32], b[32];
+    double rate = done / seconds;
+    fprintf(stderr, "\rreading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left \033[K", with_commas((uint64_t)done, a),
+            with_commas((uint64_t)n, b), 100.0 * done / n, rate, (n - done) / rate);
+}
+
+enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
+
+/* Makes the timeline equal ids[0..n), n >= 1, and the logits those behind the last one. Ctrl-C is looked at between chunks. */
+static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, char *err) {
+    int keep = 0, done = 0;
+    if (n < 1) return fail(err, "the prompt has no tokens"), SYNC_FAILED;
+    if (session_fits(s, n, err)) return SYNC_FAILED;
+    for (int i = 0; i < n; i++)
+        if (ids[i] < 0 || ids[i] >= s->m->n_vocab)
+            return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab), SYNC_FAILED;
+    while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep]) keep++; /* the last one is computed for its logits */
+    s->n_past = keep;
+    double t0 = now_seconds(), shown = t0 + 0.4;
+    while (s->n_past < n) {
+        int c = n - s->n_past < s->r.chunk ? n - s->n_past : s->r.chunk;
+        if (interrupted) break;
+        session_forward(s, ids + s->n_past, c);
+        done += c;
+        double t = now_seconds();
+        if (term.err_tty && t - shown > 0.1 && s->n_past < n) prefill_progress(done, n - keep, t - t0), shown = t;
+    }
+    if (shown > t0 + 0.4) fputs("\r\033[K", stderr);
+    s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
+    if (s->n_past < n) return SYNC_INTERRUPTED;
+    s->r.ops->logits(&s->r, s->r.n_tok - 1, 1);
+    s->logits = s->r.ops->read_logits(&s->r, 0);
+    s->sync_seconds = now_seconds() - t0;
+    return SYNC_DONE;
+}
+
+/* Runs ids from an empty timeline and hands the logits of every position to `each`. 0, -1, or 1 when interrupted. */
+static int session_score(struct session *s, const int32_t *ids, int n, void (*each)(void *ctx, int pos, const float *logits), void *ctx, char *err) {
+    if (session_fits(s, n, err)) return -1;
+    for (s->n_past = 0; s->n_past < n;) {
+        int c = n - s->n_past < s->r.chunk ? n - s->n_past : s->r.chunk, first = s->n_past;
+        if (interrupted) return 1;
+        session_forward(s, ids + first, c);
+        for (int i = 0; i < c; i += LOGIT_ROWS) {
+            int rows = c - i < LOGIT_ROWS ? c - i : LOGIT_ROWS;
+            s->r.ops->logits(&s->r, i, rows);
+            for (int k = 0; k < rows; k++) each(ctx, first + i + k, s->r.ops->read_logits(&s->r, k));
+        }
+    }
+    return 0;
+}
+
+/* Bytes that one decoded token reads: every weight it uses once, and the cache of n_past tokens. */
+static double session_token_bytes(const struct session *s) {
+    const struct model *m = s->m;
+    const struct weight *w;
+    double sum = (double)m->output.expert_bytes;
+    for (int il = 0; il < m->n_layer; il++) {
+        const struct layer *y = &m->layers[il];
+        const struct weight *all[] = {&y->wq, &y->wk, &y->wv, &y->wo, &y->wq_a, &y->wq_b, &y->wkv_a, &y->wk_b, &y->wv_b, &y->router,
+                                      &y->gate, &y->up, &y->down, &y->sh_gate, &y->sh_up, &y->sh_down};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+            w = all[i];
+            if (!w->data) continue;
+            bool routed = y->n_expert && (w == &y->gate || w == &y->up || w == &y->down);
+            sum += (double)w->row_bytes * w->n_out * (routed ? m->n_expert_used : w->n_expert);
+        }
+    }
+    return sum + (double)kv_token_bytes(m, s->r.kv_type) * s->n_past;
+}
+
+/* ---- the file of a session's state: README, "The format of /save" ---- */
+
+static const char kv_magic[8] = "MOEKV001";
+
+struct kv_header {
+    char magic[8];
+    uint64_t model_hash;
+    uint32_t kv_type, n_layer, n_tokens;
+    uint32_t k_row, v_row, k_scales, v_scales; /* bytes per row, scales per row */
+    uint32_t pad;
+};
+static_assert(sizeof(struct kv_header) == 48, "the header of a saved state is 48 bytes");
+
+static struct kv_header session_header(const struct session *s) {
+    const struct kv_layer *y = &s->r.kv[0];
+    struct kv_header h = {.model_hash = s->m->hash, .kv_type = (uint32_t)s->r.kv_type, .n_layer = (uint32_t)s->m->n_layer,
+                          .n_tokens = (uint32_t)s->n_past, .k_row = (uint32_t)y->k.row_bytes, .v_row = (uint32_t)y->v.row_bytes,
+                          .k_scales = y->k.scale ? (uint32_t)y->k.n_group : 0, .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0};
+    memcpy(h.magic, kv_magic, sizeof h.magic);
+    return h;
+}
+
+/* Writes or reads the planes of n tokens. */
+static bool session_planes(struct session *s, size_t n, FILE *f, size_t (*io)(void *, size_t, size_t, FILE *)) {
+    for (int il = 0; il < s->m->n_layer; il++) {
+        struct kv_plane *p[2] = {&s->r.kv[il].k, &s->r.kv[il].v};
+        for (int i = 0; i < 2; i++) {
+            if (io(p[i]->data, p[i]->row_bytes, n, f) != n) return false;
+            if (p[i]->scale && io(p[i]->scale, sizeof(float) * (size_t)p[i]->n_group, n, f) != n) return false;
+        }
+    }
+    return true;
+}
+
+static size_t io_write(void *p, size_t size, size_t n, FILE *f) { return fwrite(p, size, n, f); }
+
+/* The state to a file, by a temporary name, so that a full disk leaves the old one. */
+static int session_save(struct session *s, const char *path, char *err) {
+    char *tmp = NULL;
+    sb_printf(&tmp, "%s.tmp-%d", path, (int)getpid());
+    const char *name = sb_cstr(&tmp);
+    struct kv_header h = session_header(s);
+    int fd = open(name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), rc = 0;
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
+    if (!f || fwrite(&h, sizeof h, 1, f) != 1 || fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
+        !session_planes(s, h.n_tokens, f, io_write) || fflush(f) || fsync(fd))
+        rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
+    if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
+    if (!rc && rename(name, path)) rc = fail(err, "cannot rename '%s': %s", name, strerror(errno));
+    if (rc) unlink(name);
+    arrfree(tmp);
+    return rc;
+}
+
+/* The state from a file. -1 leaves an empty timeline and says why the file does not fit; the caller then computes anew. */
+static int session_load(struct session *s, const char *path, char *err) {
+    struct kv_header h, want = session_header(s);
+    struct stat st;
+    FILE *f = fopen(path, "rb");
+    s->n_past = 0;
+    if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
+    size_t per = sizeof *s->tokens + (size_t)want.n_layer * (want.k_row + want.v_row + sizeof(float) * (want.k_scales + want.v_scales));
+    int rc = 0;
+    if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, sizeof kv_magic)) rc = fail(err, "'%s' is not a saved state", path);
+    else if (h.model_hash != want.model_hash) rc = fail(err, "'%s' belongs to another model file", path);
+    else if (h.kv_type != want.kv_type) rc = fail(err, "'%s' was saved with another --kv", path);
+    else if (h.n_layer != want.n_layer || h.k_row != want.k_row || h.v_row != want.v_row || h.k_scales != want.k_scales || h.v_scales != want.v_scales)
+        rc = fail(err, "'%s' has another cache layout", path);
+    else if (h.n_tokens > (uint32_t)s->n_ctx) rc = fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
+    else if (fstat(fileno(f), &st) || (uint64_t)st.st_size != sizeof h + (uint64_t)per * h.n_tokens)
+        rc = fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size, (unsigned long long)(sizeof h + (uint64_t)per * h.n_tokens));
+    else if (fread(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens || !session_planes(s, h.n_tokens, f, fread))
+        rc = fail(err, "cannot read '%s'", path);
+    for (uint32_t i = 0; !rc && i < h.n_tokens; i++)
+        if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab) rc = fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
+    fclose(f);
+    if (!rc) s->n_past = (int)h.n_tokens;
+    return rc;
+}
+/* ============================================================================================================
+ * Options
+ *
+ * One table drives the command line, --help and /set. Values that the user did not give stay "unset" until a model is
+ * loaded: the file may bring defaults of its own.
+ * ============================================================================================================ */
+
+struct settings {
+    char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
+    bool lines, raw, special, verbose, cpu_ref;
+    int n_predict, n_ctx, threads;
+    char *kv, *think, *show_think;
+    bool greedy;
+    double temp, top_p, min_p, repeat_penalty; /* NAN: unset */
+    int top_k;                                 /* -1: unset */
+    int seed;                                  /* -1: from the clock */
+    /* modes */
+    bool tokenize, render, smoke, bench, info, version, help;
+    char *logits, *perplexity, *haystack, *synth;
+    int needle, depth;
+};
+
+enum option_type { OPT_FLAG, OPT_INT, OPT_NUM, OPT_STR, OPT_CHOICE };
+
+struct option {
+    const char *name;
+    char letter; /* 0: none */
+    enum option_type type;
+    size_t offset;         /* in struct settings */
+    const char *arg;       /* of the value, for --help; OPT_CHOICE: the choices, separated by | */
+    double lo, hi;         /* range of numbers */
+    bool in_chat;          /* /set may change it */
+    const char *help;      /* NULL arg and help: a heading */
+};
+
+#define AT(field) offsetof(struct settings, field)
+
+static const struct option options[] = {
+    {.help = "Model and prompt"},
+    {"model", 'm', OPT_STR, AT(model), "FILE", 0, 0, false, "GGUF file to run; any part of a split file (default: $MOE_MODEL)"},
+    {"prompt", 'p', OPT_STR, AT(prompt), "TEXT", 0, 0, false, "answer TEXT and exit; piped stdin comes first, then a blank line"},
+    {"file", 'f', OPT_STR, AT(prompt_file), "FILE", 0, 0, false, "the same with the text of FILE"},
+    {"system", 's', OPT_STR, AT(system), "TEXT", 0, 0, false, "system message (default: none)"},
+    {"system-file", 0, OPT_STR, AT(system_file), "FILE", 0, 0, false, "system message from FILE"},
+    {"lines", 0, OPT_FLAG, AT(lines), NULL, 0, 0, false, "every line of stdin is a prompt of its own"},
+    {"raw", 0, OPT_FLAG, AT(raw), NULL, 0, 0, false, "no chat template: continue the text, print it verbatim"},
+    {"ids", 0, OPT_STR, AT(ids), "1,2,3", 0, 0, false, "use these token ids as the prompt; ignores stdin"},
+    {"special", 0, OPT_FLAG, AT(special), NULL, 0, 0, false, "with --raw and --tokenize: control tokens in the text count"},
+    {"chat-template-file", 0, OPT_STR, AT(template_file), "FILE", 0, 0, false, "Jinja template instead of the model's"},
+    {.help = "Answer"},
+    {"predict", 'n', OPT_INT, AT(n_predict), "N", -1, INT32_MAX, true, "tokens to generate at most (default: -1, until the model stops)"},
+    {"think", 0, OPT_CHOICE, AT(think), "auto|on|off|low|medium|high|max", 0, 0, true, "thinking, or its effort (default: auto, as the template has it)"},
+    {"show-think", 0, OPT_CHOICE, AT(show_think), "auto|on|off", 0, 0, true, "print the thinking (default: auto, only on a terminal)"},
+    {.help = "Sampling (defaults from the file where it has them)"},
+    {"greedy", 0, OPT_FLAG, AT(greedy), NULL, 0, 0, true, "always the most likely token"},
+    {"temp", 0, OPT_NUM, AT(temp), "T", 0, 100, true, "temperature (default: 0.7; 0 is greedy)"},
+    {"top-k", 0, OPT_INT, AT(top_k), "K", 0, INT32_MAX, true, "only the K most likely tokens (default: 40; 0: all)"},
+    {"top-p", 0, OPT_NUM, AT(top_p), "P", 0, 1, true, "only the most likely tokens of together P (default: 0.95)"},
+    {"min-p", 0, OPT_NUM, AT(min_p), "P", 0, 1, true, "only tokens of at least P times the best (default: 0; pruned models 0.05)"},
+    {"repeat-penalty", 0, OPT_NUM, AT(repeat_penalty), "R", 0.1, 10, true, "against the last 64 tokens (default: 1; pruned models 1.1)"},
+    {"seed", 0, OPT_INT, AT(seed), "N", -1, INT32_MAX, true, "of the random numbers (default: -1, from the clock)"},
+    {.help = "Machine"},
+    {"ctx", 'c', OPT_INT, AT(n_ctx), "N", 0, 1 << 28, false, "tokens of context (default: 0, the model's, or what memory allows)"},
+    {"threads", 't', OPT_INT, AT(threads), "N", 0, 1024, false, "(default: 0, all processors)"},
+    {"kv", 0, OPT_CHOICE, AT(kv), "bf16|fp8|f32", 0, 0, false, "number format of the KV cache (default: bf16)"},
+    {"cpu-ref", 0, OPT_FLAG, AT(cpu_ref), NULL, 0, 0, false, "scalar reference arithmetic: exact, slow"},
+    {.help = "Instead of answering"},
+    {"info", 0, OPT_FLAG, AT(info), NULL, 0, 0, false, "what the file holds"},
+    {"tokenize", 0, OPT_FLAG, AT(tokenize), NULL, 0, 0, false, "token ids of stdin, on one line"},
+    {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false, "stdin is a JSON object of template variables: print the rendered text"},
+    {"logits", 0, OPT_STR, AT(logits), "FILE.npy", 0, 0, false, "write the logits of every position of the prompt"},
+    {"perplexity", 0, OPT_STR, AT(perplexity), "FILE", 0, 0, false, "of a text, with its standard error"},
+    {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false, "find a fact in N tokens of prose; exit 0 if found"},
+    {"depth", 0, OPT_INT, AT(depth), "PERCENT", 0, 100, false, "where the fact stands (default: 50)"},
+    {"haystack", 0, OPT_STR, AT(haystack), "FILE", 0, 0, false, "the prose (default: the shipped stories)"},
+    {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false, "three quick tests of the model; exit 0 if all pass"},
+    {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
+    {"synth", 0, OPT_STR, AT(synth), "NAME[:LAYERS]", 0, 0, false, "random weights of a real shape; with -m written to that file first"},
+    {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, true, "say more on stderr"},
+    {"version", 0, OPT_FLAG, AT(version), NULL, 0, 0, false, "version and what this build can use"},
+    {"help", 'h', OPT_FLAG, AT(help), NULL, 0, 0, false, "this text"},
+};
+
+enum { N_OPTIONS = sizeof options / sizeof *options };
+
+static void settings_init(struct settings *s) {
+    *s = (struct settings){.n_predict = -1, .temp = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN, .top_k = -1, .seed = -1, .depth = 50};
+    s->kv = xstrdup("bf16"), s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
+    if (getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
+}
+
+static void settings_free(struct settings *s) {
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (options[i].name && (options[i].type == OPT_STR || options[i].type == OPT_CHOICE)) free(*(char **)(void *)((char *)s + options[i].offset));
+}
+
+static const struct option *option_find(const char *name) {
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (options[i].name && !strcmp(options[i].name, name)) return &options[i];
+    return NULL;
+}
+
+static bool choice_ok(const char *choices, const char *value) {
+    size_t n = strlen(value);
+    for (const char *p = choices; p; p = strchr(p, '|') ? strchr(p, '|') + 1 : NULL)
+        if (n && !strncmp(p, value, n) && (p[n] == '|' || !p[n])) return true;
+    return false;
+}
+
+/* Parses and stores one value (flags: on or off). 0, or -1 with a message. */
+static int option_store(struct settings *s, const struct option *o, const char *value, char *err) {
+    void *at = (char *)s + o->offset;
+    char *end;
+    if (o->type == OPT_FLAG) {
+        if (strcmp(value, "on") && strcmp(value, "off")) return fail(err, "--%s is on or off, not '%s'", o->name, value);
+        *(bool *)at = !strcmp(value, "on");
+    } else if (o->type == OPT_INT || o->type == OPT_NUM) {
+        errno = 0;
+        double v = o->type == OPT_INT ? (double)strtoll(value, &end, 10) : strtod(value, &end);
+        if (end == value || *end || errno || !(v >= o->lo && v <= o->hi))
+            return fail(err, "--%s %s: expected %s from %g to %g", o->name, value, o->type == OPT_INT ? "a whole number" : "a number", o->lo, o->hi);
+        if (o->type == OPT_INT) *(int *)at = (int)v;
+        else *(double *)at = v;
+    } else {
+        if (o->type == OPT_CHOICE && !choice_ok(o->arg, value)) return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
+        free(*(char **)at);
+        *(char **)at = xstrdup(value);
+    }
+    return 0;
+}
+
+/* /set: stores if the option may change while chatting. */
+static int option_set(struct settings *s, const char *name, const char *value, char *err) {
+    const struct option *o = option_find(name);
+    if (!o) return fail(err, "there is no option '%s'; /set lists them", name);
+    if (!o->in_chat) return fail(err, "--%s can only be given at start", name);
+    return option_store(s, o, value, err);
+}
+
+/* The value of one option, or of all that /set may change. */
+static void option_print(const struct settings *s, const char *name, FILE *f) {
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const struct option *o = &options[i];
+        const void *at = (const char *)s + o->offset;
+        if (!o->name || (name ? strcmp(name, o->name) : !o->in_chat)) continue;
+        fprintf(f, "  %-15s ", o->name);
+        if (o->type == OPT_FLAG) fputs(*(const bool *)at ? "on" : "off", f);
+        else if (o->type == OPT_INT) fprintf(f, "%d", *(const int *)at);
+        else if (o->type == OPT_NUM) fprintf(f, "%g", *(const double *)at);
+        else fputs(*(char *const *)at ? *(char *const *)at : "", f);
+        fprintf(f, "%*s%s\n", 2, "", o->help);
+    }
+}
+
+static void options_help(FILE *f) {
+    fputs("moe - chat with mixture-of-experts models on your own machine\n\n"
+          "  moe -m MODEL.gguf [options]            chat; with stdin not a terminal: answer it and exit\n"
+          "  moe -m MODEL.gguf -p TEXT [options]    answer and exit\n",
+          f);
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const struct option *o = &options[i];
+        char left[64];
+        if (!o->name) {
+            fprintf(f, "\n%s\n", o->help);
+            continue;
+        }
+        int n = o->letter ? snprintf(left, sizeof left, "-%c, --%s", o->letter, o->name) : snprintf(left, sizeof left, "    --%s", o->name);
+        if (o->arg && strlen(o->arg) <= 16) snprintf(left + n, sizeof left - (size_t)n, " %s", o->arg);
+        fprintf(f, "  %-29s %s\n", left, o->help);
+        if (o->arg && strlen(o->arg) > 16) fprintf(f, "  %-29s %s\n", "", o->arg);
+    }
+    fputs("\nExit code: 0 done, 1 the model or the run failed, 2 wrong usage, 130 interrupted. Answers go to stdout, all else to stderr.\n", f);
+}
+
+/* The command line; wrong usage ends the program. */
+static void options_parse(struct settings *s, int argc, char **argv) {
+    char err[ERR_MAX], name[64];
+    for (int i = 1; i < argc; i++) {
+        const char *a = argv[i], *value = NULL;
+        const struct option *o = NULL;
+        if (a[0] != '-' || !a[1]) die_usage("'%s' is not an option; a prompt goes behind -p (see --help)", a);
+        if (a[1] == '-') {
+            const char *eq = strchr(a, '=');
+            snprintf(name, sizeof name, "%.*s", eq ? (int)(eq - a - 2) : 60, a + 2);
+            o = option_find(name);
+            value = eq ? eq + 1 : NULL;
+        } else {
+            for (int k = 0; k < N_OPTIONS; k++)
+                if (options[k].letter == a[1] && options[k].name) o = &options[k];
+            if (a[2]) value = a + 2;
+        }
+        if (!o) die_usage("unknown option '%s' (see --help)", a);
+        if (o->type == OPT_FLAG && !value) value = "on";
+        else if (!value && i + 1 < argc) value = argv[++i];
+        if (!value) die_usage("option '%s' wants a value: %s", a, o->arg);
+        if (option_store(s, o, value, err)) die_usage("%s", err);
+    }
+}
+
+/* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
+static void settings_resolve(struct settings *s, const struct model *m) {
+    static const struct {
+        const char *key;
+        size_t offset;
+        double value, pruned;
+    } d[] = {{"general.sampling.temp", AT(temp), 0.7, 0.7},
+             {"general.sampling.top_p", AT(top_p), 0.95, 0.95},
+             {"general.sampling.min_p", AT(min_p), 0.0, 0.05},
+             {"general.sampling.penalty_repeat", AT(repeat_penalty), 1.0, 1.1}};
+    const struct gguf_kv *kv;
+    double v;
+    int64_t k;
+    for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
+        double *at = (double *)(void *)((char *)s + d[i].offset);
+        if (!isnan(*at)) continue;
+        kv = gguf_find(&m->gguf, d[i].key);
+        const struct option *o = NULL;
+        for (int j = 0; j < N_OPTIONS; j++)
+            if (options[j].name && options[j].offset == d[i].offset) o = &options[j];
+        *at = kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi ? v : m->pruned ? d[i].pruned : d[i].value;
+    }
+    if (s->top_k < 0) {
+        kv = gguf_find(&m->gguf, "general.sampling.top_k");
+        s->top_k = kv && gguf_elem_int(kv, 0, &k) && k >= 0 && k <= INT32_MAX ? (int)k : 40;
+    }
+}
+
+static struct sampling settings_sampling(const struct settings *s) {
+    return (struct sampling){s->greedy, (float)s->temp, (float)s->top_p, (float)s->min_p, (float)s->repeat_penalty, s->top_k};
+}
+
+static enum kv_type settings_kv(const struct settings *s) { return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16; }
+/* ============================================================================================================
+ * Chat
+ *
+ * A conversation is a list of messages; a turn renders all of them with the model's template, tokenises, syncs the
+ * session and generates. Text of messages keeps its origin through the template, so that nothing a user types becomes
+ * a control token. The tokens of earlier turns are reused as far as their text equals the rendered text, cut at a special
+ * token: what was generated need not be tokenised the way the tokeniser would.
+ * ============================================================================================================ */
+
+struct message {
+    char *role, *content; /* malloc'ed; an assistant's content holds its thinking as generated */
+};
+
+struct turn_stats {
+    int n_prompt, n_generated; /* tokens computed before, and during the answer */
+    double prompt_seconds, seconds, first_seconds;
+    double bytes;              /* read while generating */
+    uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
+};
+
+struct chat {
+    struct message *messages; /* stb_ds */
+    struct settings *set;
+    const struct model *m;
+    struct session *s;
+    struct template *t;
+    bool splits_reasoning; /* the template wants reasoning_content beside content */
+    bool strips_reasoning; /* the template takes the thinking out of content itself */
+    struct sampler sampler;
+    struct turn_stats last, total;
+    int turns;
+};
+
+enum turn_result {
+    TURN_DONE,
+    TURN_STOPPED,     /* Ctrl-C while answering: the partial answer is kept and the turn closed */
+    TURN_ROLLED_BACK, /* Ctrl-C before the first token: the messages are as before */
+    TURN_FAILED       /* the same, err says why */
+};
+
+static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
+
+/* The template of the file or of --chat-template-file. 0, or -1 with a message. */
+static int chat_template(struct template **out, const struct settings *set, const struct model *m, char **source, char *err) {
+    char why[ERR_MAX];
+    if (set->template_file) {
+        if (read_file(set->template_file, source, err)) return -1;
+    } else if (!m || !m->vocab.n_tokens || !m->vocab.chat_template.p) {
+        return fail(err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
+    } else {
+        sb_put(source, m->vocab.chat_template.p, m->vocab.chat_template.n);
+    }
+    *out = template_parse(*source, arrlenu(*source), why);
+    return *out ? 0 : fail(err, "chat template: %s", why);
+}
+
+static void chat_push(struct chat *c, const char *role, const char *content, size_t n) {
+    struct message msg = {xstrdup(role), xstrndup(content, n)};
+    arrput(c->messages, msg);
+}
+
+static void chat_pop(struct chat *c) {
+    struct message msg = arrpop(c->messages);
+    free(msg.role), free(msg.content);
+}
+
+static int chat_init(struct chat *c, struct settings *set, const struct model *m, struct session *s, char *err) {
+    char *source = NULL;
+    memset(c, 0, sizeof *c);
+    c->set = set, c->m = m, c->s = s;
+    int rc = chat_template(&c->t, set, m, &source, err);
+    if (!rc) {
+        c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
+        c->strips_reasoning = text_has(source, arrlenu(source), "</think>");
+        sampler_init(&c->sampler, m->vocab.n_tokens, set->seed >= 0 ? (uint64_t)set->seed : (uint64_t)time(NULL));
+        if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
+    }
+    arrfree(source);
+    return rc;
+}
+
+static void chat_free(struct chat *c) {
+    while (arrlen(c->messages)) chat_pop(c);
+    arrfree(c->messages);
+    template_free(c->t);
+    sampler_free(&c->sampler);
+}
+
+/* Where the answer begins in an assistant's content: behind the thinking and the newlines that follow it. *think and *n: the
+ * thinking without its tags and the newlines around it. */
+static const char *split_answer(const char *content, const char **think, size_t *n) {
+    const char *end = NULL, *from = strstr(content, "<think>");
+    for (const char *p = content; (p = strstr(p, "</think>")); p += 8) end = p;
+    *think = content, *n = 0;
+    if (!end) return content;
+    from = from && from < end ? from + 7 : content;
+    from += strspn(from, "\n");
+    while (end > from && end[-1] == '\n') end--;
+    *think = from, *n = end > from ? (size_t)(end - from) : 0;
+    end = strstr(end, "</think>") + 8;
+    return end + strspn(end, "\n");
+}
+
+/* A message as the template wants it: thinking in a field of its own, inside the content, or not at all. */
+static json_t *chat_message_json(const struct chat *c, const struct message *msg) {
+    const char *think, *answer;
+    size_t n;
+    json_t *o = json_object();
+    answer = strcmp(msg->role, "assistant") ? msg->content : split_answer(msg->content, &think, &n);
+    json_object_set_new(o, "role", json_string(msg->role));
+    json_object_set_new(o, "content", json_string(c->splits_reasoning || !c->strips_reasoning ? answer : msg->content));
+    if (answer != msg->content && c->splits_reasoning) json_object_set_new(o, "reasoning_content", json_stringn(think, n));
+    return o;
+}
+
+/* Variables every template may look at, as Hugging Face's apply_chat_template sets them. */
+static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set) {
+    const char *think = set->think;
+    json_object_set_new(vars, "tools", json_null());
+    json_object_set_new(vars, "documents", json_null());
+    if (m && m->vocab.n_tokens) {
+        int32_t id[2] = {m->vocab.bos, m->vocab.eos};
+        const char *name[2] = {"bos_token", "eos_token"};
+        for (int i = 0; i < 2; i++)
+            if (id[i] >= 0) {
+                struct gguf_str s = vocab_bytes(&m->vocab, id[i]);
+                json_object_set_new(vars, name[i], json_stringn(s.p, s.n));
+            }
+    }
+    if (!strcmp(think, "auto")) return;
+    bool on = strcmp(think, "off") != 0;
+    json_object_set_new(vars, "enable_thinking", json_boolean(on));
+    json_object_set_new(vars, "thinking", json_boolean(on));
+    if (on && strcmp(think, "on")) json_object_set_new(vars, "reasoning_effort", json_string(think));
+}
+
+static int chat_render(const struct chat *c, struct text *out, char *err) {
+    json_t *vars = json_object(), *list = json_array();
+    for (size_t i = 0; i < arrlenu(c->messages); i++) json_array_append_new(list, chat_message_json(c, &c->messages[i]));
+    json_object_set_new(vars, "messages", list);
+    json_object_set_new(vars, "add_generation_prompt", json_true());
+    chat_common_vars(vars, c->m, c->set);
+    int rc = template_render(c->t, vars, out, err);
+    json_decref(vars);
+    return rc;
+}
+
+/* A token that cannot be part of ordinary text: a safe place to cut. */
+static bool token_is_cut(const struct vocab *v, int32_t id) { return vocab_type(v, id) == TOKEN_CONTROL || vocab_type(v, id) == TOKEN_USER_DEFINED; }
+
+/* Token ids of a rendered prompt, taking over those of the session's timeline as long as their text agrees. */
+static void chat_tokenize(const struct chat *c, const struct text *text, int32_t **ids) {
+    const struct vocab *v = &c->m->vocab;
+    const struct session *s = c->s;
+    size_t n = arrlenu(text->s), at = 0, cut_at = 0;
+    int k = 0, cut = 0;
+    if (s->n_past && v->add_bos && s->tokens[0] == v->bos) {
+        struct gguf_str bos = vocab_bytes(v, v->bos);
+        if (n < bos.n || memcmp(text->s, bos.p, bos.n)) k = cut = 1;
+    }
+    for (; k < s->n_past; k++) {
+        int32_t id = s->tokens[k];
+        if (id >= v->n_tokens) break;
+        struct gguf_str b = vocab_bytes(v, id);
+        bool special = token_is_cut(v, id), from_data = false;
+        if (!b.n || b.n > n - at || memcmp(text->s + at, b.p, b.n)) break;
+        for (size_t i = 0; special && i < b.n; i++) from_data |= text->origin[at + i] == ORIGIN_DATA;
+        if (from_data) break;
+        if (special) cut = k, cut_at = at;
+        at += b.n;
+        if (special) cut = k + 1, cut_at = at;
+    }
+    if (k == s->n_past) { /* all of it agrees: the next piece of text may start with a special token */
+        tokenize(v, text->s + at, n - at, text->origin + at, TOKENIZE_CONTROL, ids);
+        if (arrlen(*ids) && token_is_cut(v, (*ids)[0])) cut = k, cut_at = at;
+    }
+    arrsetlen(*ids, 0);
+    for (int i = 0; i < cut; i++) arrput(*ids, s->tokens[i]);
+    size_t before = arrlenu(*ids);
+    tokenize(v, text->s + cut_at, n - cut_at, text->origin + cut_at, TOKENIZE_CONTROL, ids);
+    if (!before && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos)) arrins(*ids, 0, v->bos);
+}
+
+/* Whether the model begins its answer inside its thinking: the prompt's last <think> is open and nothing but blanks follow. */
+static bool prompt_opens_think(const struct text *t) {
+    size_t n = arrlenu(t->s);
+    while (n && strchr(" \n\t", t->s[n - 1])) n--;
+    return n >= 7 && !memcmp(t->s + n - 7, "<think>", 7) && t->origin[n - 1] == ORIGIN_TEMPLATE;
+}
+
+/* ---- what is generated, on its way to the screen ---- */
+
+struct printer {
+    const struct vocab *v;
+    struct detok detok;
+    char *text;           /* stb_ds: all that was generated */
+    size_t printed;       /* bytes of it dealt with */
+    bool verbatim;        /* raw modes: every byte to stdout */
+    bool thinking, show;  /* inside <think>; thinking is printed */
+    bool began;           /* something of the answer is on stdout */
+    char last;            /* the last byte there */
+    int think_tokens;
+    double start;
+    char *out;            /* stb_ds: scratch */
+};
+
+static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
+    if (!n) return;
+    arrsetlen(p->out, 0);
+    if (dim && term.colour_out) sb_puts(&p->out, "\033[2m");
+    if (term.out_tty) term_neutralise(&p->out, s, n);
+    else sb_put(&p->out, s, n);
+    if (dim && term.colour_out) sb_puts(&p->out, "\033[0m");
+    fwrite(p->out, 1, arrlenu(p->out), stdout);
+    fflush(stdout);
+    p->last = s[n - 1];
+}
+
+/* The line that stands for hidden thinking on a terminal; empty text removes it. */
+static void printer_hidden(const struct printer *p, bool done) {
+    if (!term.out_tty || !term.err_tty) return;
+    if (done) fputs("\r\033[K", stderr);
+    else fprintf(stderr, "\r\033[Kthinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
+    fflush(stderr);
+}
+
+/* Prints text[printed..end) as the state says, without the blanks that open an answer. */
+static void printer_emit(struct printer *p, size_t end) {
+    const char *s = p->text + p->printed;
+    size_t n = end - p->printed;
+    p->printed = end;
+    if (p->thinking) {
+        if (p->show) printer_write(p, s, n, true);
+        return;
+    }
+    while (!p->began && n && strchr(" \n\t\r", *s)) s++, n--;
+    if (n && !p->began && p->show && p->last && p->last != '\n') printer_write(p, "\n", 1, false);
+    if (n) p->began = true;
+    printer_write(p, s, n, false);
+}
+
+/* One more token. The tags <think> and </think> are found in the text, also when several tokens spell them. */
+static void printer_token(struct printer *p, int32_t id) {
+    detok_put(p->v, &p->detok, id, &p->text);
+    size_t n = arrlenu(p->text);
+    if (p->verbatim) {
+        printer_write(p, p->text + p->printed, n - p->printed, false);
+        p->printed = n;
+        return;
+    }
+    p->think_tokens += p->thinking;
+    for (;;) {
+        const char *tag = p->thinking ? "</think>" : "<think>";
+        size_t len = strlen(tag), rest = arrlenu(p->text) - p->printed, hold = 0;
+        const char *hit = memmem(p->text + p->printed, rest, tag, len);
+        if (hit && (p->thinking || !p->began)) { /* an answer that mentions <think> later on means the word */
+            printer_emit(p, (size_t)(hit - p->text));
+            p->printed += len;
+            if (p->thinking && !p->show) printer_hidden(p, true);
+            p->thinking = !p->thinking;
+            continue;
+        }
+        if (p->thinking || !p->began)
+            for (size_t k = 1; k < len && k <= rest; k++)
+                if (!memcmp(p->text + arrlenu(p->text) - k, tag, k)) hold = k; /* perhaps the beginning of the tag */
+        printer_emit(p, arrlenu(p->text) - hold);
+        break;
+    }
+    if (p->thinking && !p->show && p->think_tokens % 8 == 1) printer_hidden(p, false);
+}
+
+static void printer_end(struct printer *p) {
+    detok_end(&p->detok, &p->text);
+    if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
+    else printer_emit(p, arrlenu(p->text));
+    if (p->thinking && !p->show) printer_hidden(p, true);
+    if (p->last != '\n' && (!p->verbatim || term.out_tty)) fputc('\n', stdout);
+    fflush(stdout);
+    arrfree(p->out);
+}
+
+static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
+    bool show = !strcmp(c->set->show_think, "on") || (!strcmp(c->set->show_think, "auto") && term.out_tty);
+    return (struct printer){.v = &c->m->vocab, .thinking = thinking, .show = show, .verbatim = verbatim, .start = now_seconds()};
+}
+
+/* ---- generation ---- */
+
+static uint32_t logit_hash(const float *x, int n) {
+    uint32_t h = 0x811c9dc5u;
+    for (int i = 0; i < n; i++) h = (h ^ f32_to_bits(x[i])) * 0x01000193u;
+    return h;
+}
+
+enum stop_reason { STOP_END, STOP_LENGTH, STOP_CONTEXT, STOP_INTERRUPT };
+
+/* Generates behind the synced session until the model stops; `p` prints. */
+static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_stats *st) {
+    struct session *s = c->s;
+    struct sampling o = settings_sampling(c->set);
+    double t0 = now_seconds();
+    enum stop_reason why = STOP_LENGTH;
+    while (c->set->n_predict < 0 || st->n_generated < c->set->n_predict) {
+        int recent = s->n_past < PENALTY_WINDOW ? s->n_past : PENALTY_WINDOW;
+        if (interrupted) {
+            why = STOP_INTERRUPT;
+            break;
+        }
+        int32_t id = sampler_choose(&c->sampler, &o, s->logits, s->tokens + s->n_past - recent, recent);
+        if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
+        if (vocab_is_stop(&c->m->vocab, id)) {
+            why = STOP_END;
+            break;
+        }
+        st->n_generated++;
+        printer_token(p, id);
+        if (s->n_past == s->n_ctx) {
+            why = STOP_CONTEXT;
+            break;
+        }
+        st->bytes += session_token_bytes(s);
+        session_decode(s, id);
+    }
+    st->seconds = now_seconds() - t0;
+    st->logit_hash = logit_hash(s->logits, c->m->n_vocab);
+    printer_end(p);
+    return why;
+}
+
+static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
+    char a[32], b[32], d[32], line[256];
+    double use = (double)c->s->n_past / c->s->n_ctx;
+    int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
+    if (st->n_generated && st->seconds > 0)
+        n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)", st->n_generated / st->seconds, st->bytes / st->seconds * 1e-9);
+    if (st->n_prompt && st->prompt_seconds > 0)
+        n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s | first token %.2f s", with_commas((uint64_t)st->n_prompt, a),
+                      st->n_prompt / st->prompt_seconds, st->first_seconds);
+    snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x", with_commas((uint64_t)c->s->n_past, b),
+             with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
+    note("%s", line);
+    if (use > 0.8)
+        note("%scontext %.0f %% full: /undo, /clear or restart with a larger -c%s", !term.colour_err ? "" : use > 0.95 ? "\033[22;31m" : "\033[22;33m",
+             100 * use, term.colour_err ? "\033[0m" : "");
+}
+
+static void chat_count(struct chat *c, const struct turn_stats *st) {
+    c->last = *st, c->turns++;
+    c->total.n_prompt += st->n_prompt, c->total.n_generated += st->n_generated;
+    c->total.prompt_seconds += st->prompt_seconds, c->total.seconds += st->seconds, c->total.bytes += st->bytes;
+}
+
+/* Answers the messages as they are; the answer is appended unless nothing came of it. */
+static enum turn_result chat_answer(struct chat *c, char *err) {
+    struct text text = {0};
+    int32_t *ids = NULL;
+    struct turn_stats st = {0};
+    enum turn_result result = TURN_FAILED;
+    if (chat_render(c, &text, err)) {
+        text_free(&text);
+        return TURN_FAILED;
+    }
+    chat_tokenize(c, &text, &ids);
+    bool opens = prompt_opens_think(&text);
+    struct printer p = printer_make(c, opens, false);
+    enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), err);
+    st.n_prompt = c->s->sync_tokens, st.prompt_seconds = c->s->sync_seconds;
+    if (sync == SYNC_INTERRUPTED) result = TURN_ROLLED_BACK;
+    if (sync == SYNC_DONE) {
+        if (opens) sb_puts(&p.text, "<think>\n"), p.printed = arrlenu(p.text);
+        size_t before = arrlenu(p.text);
+        enum stop_reason why = generate(c, &p, &st);
+        if (why == STOP_INTERRUPT) note("[stopped]");
+        if (why == STOP_CONTEXT) note("[the context of %d tokens is full: the answer ends here; /undo, /clear or restart with a larger -c]", c->s->n_ctx);
+        result = why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
+        if (why == STOP_INTERRUPT && arrlenu(p.text) == before) {
+            result = TURN_ROLLED_BACK;
+        } else {
+            chat_push(c, "assistant", p.text, arrlenu(p.text));
+            chat_count(c, &st);
+            chat_stats_line(c, &st);
+        }
+    }
+    arrfree(p.text);
+    arrfree(ids);
+    text_free(&text);
+    return result;
+}
+
+static enum turn_result chat_turn(struct chat *c, const char *user, size_t n, char *err) {
+    if (!utf8_valid(user, n) || memchr(user, 0, n)) return fail(err, "the message is not valid UTF-8 text"), TURN_FAILED;
+    chat_push(c, "user", user, n);
+    enum turn_result r = chat_answer(c, err);
+    if (r == TURN_FAILED || r == TURN_ROLLED_BACK) chat_pop(c);
+    return r;
+}
+
+static bool chat_last_is(const struct chat *c, const char *role) {
+    return arrlen(c->messages) && !strcmp(arrlast(c->messages).role, role);
+}
+
+static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
+    if (!chat_last_is(c, "assistant")) return fail(err, "there is no answer to repeat");
+    struct message old = arrpop(c->messages);
+    *r = chat_answer(c, err);
+    if (*r == TURN_FAILED || *r == TURN_ROLLED_BACK) {
+        arrput(c->messages, old);
+    } else {
+        free(old.role), free(old.content);
+    }
+    return 0;
+}
+
+static int chat_undo(struct chat *c, char *err) {
+    size_t n = arrlenu(c->messages);
+    while (n && strcmp(c->messages[n - 1].role, "user")) n--;
+    if (!n) return fail(err, "there is nothing to undo");
+    while (arrlenu(c->messages) >= n) chat_pop(c);
+    return 0;
+}
+
+static void chat_set_system(struct chat *c, const char *text) {
+    bool has = arrlen(c->messages) && !strcmp(c->messages[0].role, "system"), want = text && *text;
+    if (has && want) {
+        free(c->messages[0].content);
+        c->messages[0].content = xstrdup(text);
+    } else if (has) {
+        free(c->messages[0].role), free(c->messages[0].content);
+        arrdel(c->messages, 0);
+    } else if (want) {
+        struct message msg = {xstrdup("system"), xstrdup(text)};
+        arrins(c->messages, 0, msg);
+    }
+}
+
+static void chat_clear(struct chat *c) {
+    size_t keep = arrlen(c->messages) && !strcmp(c->messages[0].role, "system");
+    while (arrlenu(c->messages) > keep) chat_pop(c);
+}
+
+/* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (state), in ~/.moe unless NAME has a slash ---- */
+
+static int chat_path(const char *name, const char *suffix, char out[4096], char *err) {
+    const char *home = getenv("HOME");
+    if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024) return fail(err, "a name of 1 to 1024 bytes is wanted");
+    if (strchr(name, '/')) {
+        snprintf(out, 4096, "%s%s", name, suffix);
+        return 0;
+    }
+    if (!home || !*home || strlen(home) > 2048) return fail(err, "HOME is not set: give a path with a slash");
+    if (name[0] == '.') return fail(err, "a name does not begin with a dot");
+    snprintf(out, 4096, "%s/.moe", home);
+    if (mkdir(out, 0700) && errno != EEXIST) return fail(err, "cannot make '%s': %s", out, strerror(errno));
+    snprintf(out, 4096, "%s/.moe/%s%s", home, name, suffix);
+    return 0;
+}
+
+static int chat_save(struct chat *c, const char *name, char *err) {
+    char path[4096], tmp[4160];
+    if (chat_path(name, ".jsonl", path, err)) return -1;
+    snprintf(tmp, sizeof tmp, "%s.tmp-%d", path, (int)getpid());
+    int fd = open(tmp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), rc = 0;
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
+    if (f) fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
+    for (size_t i = 0; f && i < arrlenu(c->messages); i++) {
+        json_t *o = json_pack("{ssss}", "role", c->messages[i].role, "content", c->messages[i].content);
+        if (!o || json_dumpf(o, f, JSON_COMPACT)) rc = -1;
+        fputc('\n', f);
+        json_decref(o);
+    }
+    if (!f || rc || ferror(f) || fflush(f) || fsync(fd)) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
+    if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
+    if (!rc && rename(tmp, path)) rc = fail(err, "cannot rename '%s': %s", tmp, strerror(errno));
+    if (rc) return unlink(tmp), -1;
+    return chat_path(name, ".kv", path, err) || session_save(c->s, path, err) ? -1 : 0;
+}
+
+/* One line of the file as a message; false if it is none. */
+static bool chat_parse_line(const char *line, size_t n, struct message *out) {
+    json_t *o = json_loadb(line, n, JSON_REJECT_DUPLICATES, NULL);
+    const char *role = json_string_value(json_object_get(o, "role")), *content = json_string_value(json_object_get(o, "content"));
+    bool ok = role && content && (!strcmp(role, "system") || !strcmp(role, "user") || !strcmp(role, "assistant"));
+    if (ok) *out = (struct message){xstrdup(role), xstrdup(content)};
+    json_decref(o);
+    return ok;
+}
+
+/* Parses a .jsonl file's text into *out. 0, or -1 with the line that is wrong and *out empty. */
+static int chat_parse(const char *text, size_t n, struct message **out, char *err) {
+    int line = 0, rc = 0;
+    for (size_t at = 0; at < n && !rc;) {
+        const char *end = memchr(text + at, '\n', n - at);
+        size_t len = end ? (size_t)(end - text) - at : n - at;
+        struct message msg;
+        json_t *head = ++line == 1 ? json_loadb(text + at, len, 0, NULL) : NULL;
+        if (line == 1 && json_integer_value(json_object_get(head, "moe")) != 1) rc = fail(err, "line 1 is not the header of a saved conversation");
+        else if (line > 1 && len && !chat_parse_line(text + at, len, &msg)) rc = fail(err, "line %d is not a message", line);
+        else if (line > 1 && len) arrput(*out, msg);
+        json_decref(head);
+        at += len + 1;
+    }
+    if (!line) rc = fail(err, "it is empty");
+    for (; rc && arrlen(*out); (void)arrpop(*out)) free(arrlast(*out).role), free(arrlast(*out).content);
+    return rc;
+}
+
+static int chat_load(struct chat *c, const char *name, char *err) {
+    char path[4096], why[ERR_MAX], *text = NULL;
+    struct message *messages = NULL;
+    if (chat_path(name, ".jsonl", path, err)) return -1;
+    int rc = read_file(path, &text, err);
+    if (!rc && chat_parse(text, arrlenu(text), &messages, why)) rc = fail(err, "'%s': %s", path, why);
+    arrfree(text);
+    if (rc) {
+        arrfree(messages);
+        return -1;
+    }
+    while (arrlen(c->messages)) chat_pop(c);
+    arrfree(c->messages);
+    c->messages = messages;
+    if (chat_path(name, ".kv", path, err)) return -1;
+    if (session_load(c->s, path, why)) note("%s: the conversation will be read again", why);
+    return 0;
+}
+
+/* Saved conversations of ~/.moe, newest last. */
+static void chat_list(struct chat *c) {
+    char path[4096], err[ERR_MAX];
+    (void)c;
+    if (chat_path("x", "", path, err)) {
+        note("%s", err);
+        return;
+    }
+    path[strlen(path) - 2] = 0;
+    struct dirent **names = NULL;
+    int n = scandir(path, &names, NULL, alphasort), shown = 0;
+    for (int i = 0; i < n; i++) {
+        char *dot = strrchr(names[i]->d_name, '.'), full[4400], when[32];
+        struct stat st;
+        snprintf(full, sizeof full, "%s/%s", path, names[i]->d_name);
+        if (dot && !strcmp(dot, ".jsonl") && !stat(full, &st)) {
+            char *safe = NULL;
+            term_neutralise(&safe, names[i]->d_name, (size_t)(dot - names[i]->d_name));
+            strftime(when, sizeof when, "%Y-%m-%d %H:%M", localtime(&st.st_mtime));
+            fprintf(stderr, "  %s  %8lld bytes  %s\n", when, (long long)st.st_size, sb_cstr(&safe));
+            arrfree(safe), shown++;
+        }
+        free(names[i]);
+    }
+    free(names);
+    if (!shown) note("nothing is saved in %s", path);
+}
+
+static void chat_print_context(struct chat *c) {
+    char a[32], b[32];
+    double use = (double)c->s->n_past / c->s->n_ctx, per = (double)kv_token_bytes(c->m, c->s->r.kv_type);
+    fprintf(stderr, "  [");
+    for (int i = 0; i < 40; i++) fputc(i < (int)(use * 40 + 0.5) ? '#' : '.', stderr);
+    fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)c->s->n_past, a), with_commas((uint64_t)c->s->n_ctx, b), 100 * use);
+    fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes per token)\n", per * c->s->n_past / 0x1p20, (double)c->s->r.kv_bytes / 0x1p20, c->set->kv, per);
+    for (size_t i = 0; i < arrlenu(c->messages); i++) {
+        int32_t *ids = NULL;
+        size_t n = strlen(c->messages[i].content);
+        tokenize(&c->m->vocab, c->messages[i].content, n, NULL, 0, &ids);
+        fprintf(stderr, "  %-10s %7td tokens\n", c->messages[i].role, arrlen(ids));
+        arrfree(ids);
+    }
+}
+
+static void chat_print_stats(struct chat *c) {
+    const struct turn_stats *t = &c->total;
+    if (!c->turns) {
+        note("no turn yet");
+        return;
+    }
+    chat_stats_line(c, &c->last);
+    fprintf(stderr, "  %d turns: %d tokens read in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n", c->turns, t->n_prompt, t->prompt_seconds,
+            t->n_generated, t->seconds, t->seconds > 0 ? t->n_generated / t->seconds : 0.0, t->seconds > 0 ? t->bytes / t->seconds * 1e-9 : 0.0);
+}
+
+/* ============================================================================================================
+ * Keyboard
+ *
+ * Turns what a terminal sends into keys, and owns the terminal's mode while it does: term_raw takes it, term_restore gives
+ * it back. Escape sequences follow ECMA-48 up to their final byte, so that an unknown one disappears whole. What a signal
+ * has to tell (the window's size, a stop, Ctrl-C from elsewhere) arrives as a key as well.
+ * ============================================================================================================ */
+
+enum {
+    ESCAPE_WAIT_MS = 100, /* within an escape sequence; after that it was the key ESC */
+    PASTE_WAIT_MS = 5000  /* within a paste; after that its end was lost */
+};
+
+/* Keys are code points, control characters included; these stand above Unicode. */
+enum {
+    KEY_NONE = 0x110000,
+    KEY_UP,
+    KEY_DOWN,
+    KEY_LEFT,
+    KEY_RIGHT,
+    KEY_HOME,
+    KEY_END,
+    KEY_DELETE,
+    KEY_WORD_LEFT,
+    KEY_WORD_RIGHT,
+    KEY_WORD_RUBOUT, /* Alt-Backspace */
+    KEY_WORD_DELETE, /* Alt-D */
+    KEY_PASTE,       /* the pasted text lies in keyboard.paste */
+    KEY_REDRAW,      /* the window's size or the terminal's mode changed */
+    KEY_EOF
+};
+
+#define CONTROL(letter) ((letter)&31)
+
+struct keyboard {
+    char *in; /* bytes read and not yet used: from in_at on */
+    size_t in_at;
+    char *paste;
+    int pushed; /* a key that key_read gives once more; 0: none */
+    bool woken; /* a signal arrived in the middle of an escape sequence */
+};
+
+/* Appends s with NUL and malformed UTF-8 replaced by U+FFFD, CR LF and CR by LF. */
+static void text_scrub(char **out, const char *s, size_t n) {
+    for (size_t i = 0; i < n;) {
+        int k = s[i] ? utf8_sequence(s + i, n - i) : -1;
+        if (k <= 0) sb_puts(out, "\xef\xbf\xbd");
+        else if (s[i] != '\r') sb_put(out, s + i, (size_t)k);
+        else if (i + 1 == n || s[i + 1] != '\n') arrput(*out, '\n');
+        i += k > 0 ? (size_t)k : 1;
+    }
+}
+
+/* Signals of interest write a byte here. A flag alone could be set between its test and poll(), and with threads the handler
+ * need not interrupt poll() at all. */
+static int wake_pipe[2] = {-1, -1};
+
+static void wake_up(int sig) {
+    int saved = errno;
+    (void)sig;
+    ssize_t done = write(wake_pipe[1], "", 1); /* fails when it is full: awake already; or not there yet */
+    (void)done;
+    errno = saved;
+}
+
+static void write_all(int fd, const char *s, size_t n) {
+    while (n) {
+        ssize_t k = write(fd, s, n);
+        if (k < 0 && errno == EAGAIN) poll(&(struct pollfd){.fd = fd, .events = POLLOUT}, 1, -1);
+        if (k < 0 && errno != EINTR && errno != EAGAIN) return;
+        if (k > 0) s += k, n -= (size_t)k;
+    }
+}
+
+/* Takes the terminal, or takes it back after a stop. The keys of signals are read as characters; output is left alone. */
+static void term_raw(void) {
+    if (!term.raw && tcgetattr(0, &term.cooked)) return;
+    term.raw = 1;
+    struct termios t = term.cooked;
+    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
+    t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
+    t.c_cflag |= CS8;
+    t.c_cc[VMIN] = 1, t.c_cc[VTIME] = 0;
+    tcsetattr(0, TCSADRAIN, &t);
+    write_all(1, "\033[?2004h", 8); /* bracketed paste */
+}
+
+static bool input_ready(void) { return poll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, 0) > 0; }
+
+enum {
+    BYTE_EOF = -1,
+    BYTE_NONE = -2 /* nothing in time */,
+    BYTE_WAKE = -3 /* a signal, only when waiting for ever */
+};
+
+/* The next byte, waiting for wait_ms (-1: for ever). */
+static int input_byte(struct keyboard *kb, int wait_ms) {
+    while (kb->in_at == arrlenu(kb->in)) {
+        struct pollfd p[2] = {{.fd = 0, .events = POLLIN}, {.fd = wake_pipe[0], .events = POLLIN}};
+        char drain[64];
+        int k = poll(p, 2, wait_ms);
+        if (k == 0) return BYTE_NONE;
+        if (k < 0 && errno != EINTR) return BYTE_EOF;
+        if (k < 0) continue;
+        if (p[1].revents) {
+            while (read(wake_pipe[0], drain, sizeof drain) > 0) continue;
+            if (wait_ms < 0) return BYTE_WAKE;
+            kb->woken = true;
+        }
+        if (!p[0].revents) continue;
+        arrsetlen(kb->in, 4096);
+        kb->in_at = 0;
+        ssize_t n = read(0, kb->in, 4096);
+        arrsetlen(kb->in, n > 0 ? (size_t)n : 0);
+        if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) return BYTE_EOF;
+    }
+    return (uint8_t)kb->in[kb->in_at++];
+}
+
+/* What was typed while the terminal was not raw: whole lines, whose Enter arrives as a newline. */
+static void input_typeahead(struct keyboard *kb) {
+    while (input_ready()) {
+        char line[4096];
+        ssize_t n = read(0, line, sizeof line);
+        if (n < 0) return;
+        if (n == 0) arrput(kb->in, CONTROL('D'));
+        if (n == 0) return;
+        if (line[n - 1] == '\n') line[n - 1] = '\r';
+        sb_put(&kb->in, line, (size_t)n);
+    }
+}
+
+/* A bracketed paste, up to its end mark. */
+static int key_paste(struct keyboard *kb) {
+    static const char mark[] = "\033[201~";
+    const size_t m = sizeof mark - 1;
+    char *raw = NULL;
+    for (int c; (c = input_byte(kb, PASTE_WAIT_MS)) >= 0;) {
+        arrput(raw, (char)c);
+        size_t n = arrlenu(raw);
+        if (c == '~' && n >= m && !memcmp(raw + n - m, mark, m)) {
+            arrsetlen(raw, n - m);
+            break;
+        }
+    }
+    arrsetlen(kb->paste, 0);
+    text_scrub(&kb->paste, raw, arrlenu(raw));
+    arrfree(raw);
+    return KEY_PASTE;
+}
+
+/* The rest of a sequence that began with CSI or SS3: parameters up to a final byte (ECMA-48, 5.4), whether known or not. */
+static int key_sequence(struct keyboard *kb) {
+    int p[4] = {0}, i = 0, c = input_byte(kb, ESCAPE_WAIT_MS);
+    if (c == '[') { /* the Linux console's F1 to F5: ESC [ [ A */
+        input_byte(kb, ESCAPE_WAIT_MS);
+        return KEY_NONE;
+    }
+    for (; c >= 0x20 && c < 0x40; c = input_byte(kb, ESCAPE_WAIT_MS)) {
+        if (c == ';') i += i < 3;
+        else if (isdigit(c) && p[i] < 10000) p[i] = p[i] * 10 + c - '0';
+    }
+    if (c >= 0 && (c < 0x20 || c > 0x7e))
+        kb->in_at--;         /* not a sequence after all: the byte counts for itself */
+    bool by_word = p[1] > 2; /* 1 + modifiers: 2 Shift, 3 Alt, 5 Ctrl */
+    switch (c) {
+    case 'A': return KEY_UP;
+    case 'B': return KEY_DOWN;
+    case 'C': return by_word ? KEY_WORD_RIGHT : KEY_RIGHT;
+    case 'D': return by_word ? KEY_WORD_LEFT : KEY_LEFT;
+    case 'F': return KEY_END;
+    case 'H': return KEY_HOME;
+    case 'M': return '\r';                           /* Enter of the keypad */
+    case 'u': return p[0] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter of terminals that tell it */
+    case '~':
+        switch (p[0]) {
+        case 1:
+        case 7: return KEY_HOME;
+        case 4:
+        case 8: return KEY_END;
+        case 3: return KEY_DELETE;
+        case 27: return p[2] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter, xterm's older form */
+        case 200: return key_paste(kb);
+        }
+    }
+    return KEY_NONE;
+}
+
+/* The rest of a sequence that began with ESC. */
+static int key_escape(struct keyboard *kb) {
+    int c;
+    do c = input_byte(kb, ESCAPE_WAIT_MS);
+    while (c == 27);
+    switch (c) {
+    case '[':
+    case 'O': return key_sequence(kb);
+    case '\r':
+    case '\n': return '\n';
+    case 'b': return KEY_WORD_LEFT;
+    case 'f': return KEY_WORD_RIGHT;
+    case 'd': return KEY_WORD_DELETE;
+    case 8:
+    case 127: return KEY_WORD_RUBOUT;
+    }
+    if (c >= 0x80) kb->in_at--;
+    return KEY_NONE;
+}
+
+/* Waits for the next key. */
+static int key_read(struct keyboard *kb) {
+    int key = kb->pushed;
+    kb->pushed = 0;
+    if (key) return key;
+    int c = kb->woken ? BYTE_WAKE : input_byte(kb, -1);
+    if (c == BYTE_WAKE) {
+        bool stop = interrupted;
+        kb->woken = false, interrupted = 0;
+        return stop ? CONTROL('C') : KEY_REDRAW;
+    }
+    if (c < 0) return KEY_EOF;
+    if (c == 27) return key_escape(kb);
+    if (c < 0x80) return c;
+    char s[4] = {(char)c};
+    int n = 1, k;
+    while ((k = utf8_sequence(s, (size_t)n)) == 0 && (c = input_byte(kb, ESCAPE_WAIT_MS)) >= 0)
+        s[n++] = (char)c;
+    if (k < 0 && n > 1) kb->in_at--; /* the byte that broke the sequence begins the next */
+    utf8proc_int32_t cp = 0xfffd;
+    if (k > 0) utf8proc_iterate((const uint8_t *)s, k, &cp);
+    return cp;
+}
+
+/* ============================================================================================================
+ * Edited text and history
+ *
+ * Owns what is being typed and what was typed before. Invariants: the text is valid UTF-8 without NUL and CR; the cursor
+ * stands between two units, a unit being a grapheme cluster, a newline or a folded paste. Knows nothing of the screen and
+ * of keys. Positions are found by scanning from the front, which folding and HISTORY_ENTRY_MAX keep short.
+ * ============================================================================================================ */
+
+enum {
+    HISTORY_MAX = 1000,        /* entries kept, in memory and in the file */
+    HISTORY_ENTRY_MAX = 65536, /* bytes; a longer text is not remembered */
+    FOLD_LINES = 8,            /* a paste of more lines or bytes than these is shown as a label */
+    FOLD_BYTES = 400
+};
+
+/* A pasted stretch of the text, shown as one label; the cursor never stands inside. */
+struct fold {
+    size_t at, len; /* bytes of the text */
+    int lines;
+};
+
+struct editor {
+    char *text;
+    size_t cursor; /* byte offset into text */
+    struct fold *folds;
+    const char *const *words; /* NULL-terminated: what Tab completes behind a leading slash; or NULL */
+    bool screen;              /* the terminal can move its cursor */
+
+    char **history;    /* oldest first */
+    size_t history_at; /* the entry that is shown; arrlen(history): the draft */
+    char *draft;       /* what was typed, while a history entry is shown */
+    struct fold *draft_folds;
+    char *history_path; /* or NULL */
+
+    struct keyboard keys;
+    const char *prompt, *continuation;
+    int row;  /* of the cursor, in rows below the first one on the screen */
+    int top;  /* row of the layout that is shown first: non-zero when the text is taller than the screen */
+    int cols; /* width of the last refresh */
+};
+
+/* Columns on a terminal: the sum over the code points, as wcwidth-based terminals count a cluster. */
+static int text_width(const char *s, size_t n) {
+    int width = 0;
+    for (utf8proc_int32_t cp; n;) {
+        utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s, (utf8proc_ssize_t)n, &cp);
+        if (k <= 0) break;
+        width += utf8proc_charwidth(cp);
+        s += k, n -= (size_t)k;
+    }
+    return width;
+}
+
+/* The fold that begins at pos, or NULL. */
+static const struct fold *fold_at(const struct editor *e, size_t pos) {
+    for (int i = 0; i < arrlen(e->folds); i++)
+        if (e->folds[i].at == pos) return &e->folds[i];
+    return NULL;
+}
+
+static bool newline_at(const struct editor *e, size_t pos) {
+    return e->text[pos] == '\n' && !fold_at(e, pos);
+}
+
+/* End of the unit that begins at pos. */
+static size_t unit_next(const struct editor *e, size_t pos) {
+    const struct fold *f = fold_at(e, pos);
+    if (f) return f->at + f->len;
+    size_t n = arrlenu(e->text);
+    utf8proc_int32_t last = -1, cp, state = 0;
+    while (pos < n) {
+        utf8proc_ssize_t k =
+            utf8proc_iterate((const uint8_t *)e->text + pos, (utf8proc_ssize_t)(n - pos), &cp);
+        if (last >= 0 && (fold_at(e, pos) || utf8proc_grapheme_break_stateful(last, cp, &state))) break;
+        pos += (size_t)k, last = cp;
+    }
+    return pos;
+}
+
+/* Beginning of the unit before pos. */
+static size_t unit_prev(const struct editor *e, size_t pos) {
+    size_t p = 0;
+    for (size_t q = 0; q < pos; q = unit_next(e, p)) p = q;
+    return p;
+}
+
+static size_t line_start(const struct editor *e, size_t pos) {
+    size_t start = 0;
+    for (size_t p = 0, q; p < pos; p = q) {
+        q = unit_next(e, p);
+        if (newline_at(e, p)) start = q;
+    }
+    return start;
+}
+
+static size_t line_end(const struct editor *e, size_t pos) {
+    while (pos < arrlenu(e->text) && !newline_at(e, pos)) pos = unit_next(e, pos);
+    return pos;
+}
+
+/* Words are runs of letters and digits, or with `blanks` of anything but white space. */
+static bool word_at(const struct editor *e, size_t pos, bool blanks) {
+    uint8_t c = (uint8_t)e->text[pos];
+    return fold_at(e, pos) || c >= 0x80 || (blanks ? !isspace(c) : isalnum(c));
+}
+
+static size_t word_left(const struct editor *e, size_t pos, bool blanks) {
+    size_t start = 0;
+    bool inside = false;
+    for (size_t p = 0; p < pos; p = unit_next(e, p)) {
+        bool word = word_at(e, p, blanks);
+        if (word && !inside) start = p;
+        inside = word;
+    }
+    return start;
+}
+
+static size_t word_right(const struct editor *e, size_t pos) {
+    size_t n = arrlenu(e->text);
+    while (pos < n && !word_at(e, pos, false)) pos = unit_next(e, pos);
+    while (pos < n && word_at(e, pos, false)) pos = unit_next(e, pos);
+    return pos;
+}
+
+/* At the cursor, which moves behind it. */
+static void text_insert(struct editor *e, const char *s, size_t n) {
+    if (!n) return;
+    arrinsn(e->text, e->cursor, n);
+    memcpy(e->text + e->cursor, s, n);
+    for (int i = 0; i < arrlen(e->folds); i++)
+        if (e->folds[i].at >= e->cursor) e->folds[i].at += n;
+    e->cursor += n;
+}
+
+/* Removes [from, to), both between units, and leaves the cursor there. */
+static void text_delete(struct editor *e, size_t from, size_t to) {
+    if (from == to) return;
+    arrdeln(e->text, from, to - from);
+    for (int i = (int)arrlen(e->folds); i-- > 0;) {
+        if (e->folds[i].at >= to) e->folds[i].at -= to - from;
+        else if (e->folds[i].at >= from) arrdel(e->folds, i);
+    }
+    e->cursor = from;
+}
+
+static void text_set(struct editor *e, const char *s, size_t n) {
+    arrsetlen(e->text, 0);
+    arrsetlen(e->folds, 0);
+    e->cursor = 0;
+    text_insert(e, s, n);
+}
+
+/* As typed, but shown as a label when it is long. */
+static void text_insert_paste(struct editor *e) {
+    size_t n = arrlenu(e->keys.paste);
+    struct fold f = {e->cursor, n, n && e->keys.paste[n - 1] != '\n'};
+    for (size_t i = 0; i < n; i++) f.lines += e->keys.paste[i] == '\n';
+    text_insert(e, e->keys.paste, n);
+    if (n > FOLD_BYTES || f.lines > FOLD_LINES) arrput(e->folds, f);
+}
+
+/* Whether the text began with """ as it was typed: in a folded paste these are no marks. */
+static bool text_is_block(const struct editor *e) {
+    return arrlen(e->text) >= 3 && !memcmp(e->text, "\"\"\"", 3) && !fold_at(e, 0);
+}
+
+/* Why the text cannot be sent yet: 0 it can, '\\' its last line ends in a backslash (in an odd number of them), '"' a block
+ * is not closed. */
+static int text_continues(const struct editor *e) {
+    size_t n = arrlenu(e->text), slashes = 0;
+    if (text_is_block(e)) {
+        while (isspace((uint8_t)e->text[n - 1])) n--;
+        return n < 6 || memcmp(e->text + n - 3, "\"\"\"", 3) ? '"' : 0;
+    }
+    while (slashes < n && e->text[n - 1 - slashes] == '\\') slashes++;
+    return slashes & 1 ? '\\' : 0;
+}
+
+/* Appends the text as it is sent: a block without its marks and the line breaks next to them. */
+static void text_send(const struct editor *e, char **line) {
+    const char *s = e->text;
+    size_t n = arrlenu(s);
+    if (text_is_block(e) && !text_continues(e)) {
+        while (isspace((uint8_t)s[n - 1])) n--;
+        s += 3, n -= 6;
+        if (n && *s == '\n') s++, n--;
+        if (n && s[n - 1] == '\n') n--;
+    }
+    sb_put(line, s, n);
+}
+
+/* ---- history ---- */
+
+static void history_put(struct editor *e, const char *s, size_t n) {
+    arrput(e->history, xstrndup(s, n));
+    if (arrlen(e->history) > HISTORY_MAX) {
+        free(e->history[0]);
+        arrdel(e->history, 0);
+    }
+}
+
+/* An entry as a line of the file: newlines become CR, which no text contains. */
+static void history_line(char **out, const char *s, size_t n) {
+    for (size_t i = 0; i < n; i++) arrput(*out, s[i] == '\n' ? '\r' : s[i]);
+    arrput(*out, '\n');
+}
+
+/* Reads the file, whatever it holds, and shortens it when it has outgrown the limit. */
+static void history_load(struct editor *e) {
+    char *data = NULL, *entry = NULL, *tmp = NULL, err[ERR_MAX];
+    struct stat st;
+    size_t entries = 0, end;
+    if (stat(e->history_path, &st) || !S_ISREG(st.st_mode) ||
+        st.st_size > (off_t)HISTORY_MAX * HISTORY_ENTRY_MAX)
+        return;
+    if (read_file(e->history_path, &data, err)) return;
+    for (size_t at = 0; at < arrlenu(data); at = end + 1) {
+        for (end = at; end < arrlenu(data) && data[end] != '\n'; end++) continue;
+        if (end == at || end - at > HISTORY_ENTRY_MAX) continue;
+        arrsetlen(entry, 0);
+        text_scrub(&entry, data + at, end - at);
+        history_put(e, entry, arrlenu(entry));
+        entries++;
+    }
+    arrsetlen(data, 0);
+    sb_printf(&tmp, "%s.%d", e->history_path, (int)getpid());
+    int fd = entries > HISTORY_MAX ? open(sb_cstr(&tmp), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600) : -1;
+    if (fd >= 0) {
+        for (int i = 0; i < arrlen(e->history); i++)
+            history_line(&data, e->history[i], strlen(e->history[i]));
+        bool whole = write(fd, data, arrlenu(data)) == (ssize_t)arrlen(data);
+        if (close(fd) || !whole || rename(tmp, e->history_path)) unlink(tmp);
+    }
+    arrfree(data);
+    arrfree(entry);
+    arrfree(tmp);
+}
+
+/* Remembers a line. The file is opened for each and extended by one O_APPEND write, so that programs running side by side
+ * mix whole lines; a file that cannot be written costs nothing but the memory of it. */
+static void editor_history_add(struct editor *e, const char *line, size_t n) {
+    if (!n || n > HISTORY_ENTRY_MAX) return;
+    if (arrlen(e->history) && !strncmp(arrlast(e->history), line, n) && !arrlast(e->history)[n]) return;
+    history_put(e, line, n);
+    int fd = e->history_path
+                 ? open(e->history_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0600)
+                 : -1;
+    if (fd < 0) return;
+    char *data = NULL;
+    history_line(&data, line, n);
+    if (!fchmod(fd, 0600) && write(fd, data, arrlenu(data)) < 0) note("cannot write '%s'", e->history_path);
+    arrfree(data);
+    close(fd);
+}
+
+/* Shows the entry `step` away; past the last one stands the draft. */
+static void history_move(struct editor *e, int step) {
+    size_t n = arrlenu(e->history), to = e->history_at + (size_t)step;
+    if (to > n || !step) return; /* below 0 it wraps */
+    if (e->history_at == n || to == n) {
+        char *text = e->text;
+        struct fold *folds = e->folds;
+        e->text = e->draft, e->draft = text;
+        e->folds = e->draft_folds, e->draft_folds = folds;
+    }
+    e->history_at = to;
+    if (to < n) text_set(e, e->history[to], strlen(e->history[to]));
+    e->cursor = arrlenu(e->text);
+}
+
+/* ============================================================================================================
+ * Line editor
+ *
+ * Reads one text from the terminal. It does not know what a text means: the words that Tab completes are handed in. Every
+ * refresh computes the whole picture from (text, cursor, width) and is one write(), so nothing about the screen is
+ * remembered but the row of the cursor. Where the terminal cannot move its cursor (TERM=dumb, stdout redirected), lines
+ * are read as the terminal gives them.
+ * ============================================================================================================ */
+
+enum edit_result {
+    EDIT_MORE = -1 /* not finished: only within the editor */,
+    EDIT_LINE,
+    EDIT_EOF,
+    EDIT_INTERRUPT
+};
+
+/* The picture of prompt and text: rows of `cols` columns. A row ends in two bytes: CR LF behind a newline of the text, or
+ * where the text wraps a space and CR, which make any terminal step to the next row and remember that the two belong
+ * together (for copying, and when it re-wraps on a resize). */
+struct picture {
+    char *out;
+    size_t *rows;      /* offset of each row in out */
+    const char *style; /* an SGR sequence, or "" */
+    int height, cols;  /* of the terminal */
+    int row, col;      /* where the next cell goes */
+    int cursor_row, cursor_col;
+    int goal_row, goal_col; /* in: a place on the screen, row -1: none */
+    size_t goal; /* out: the position in the text nearest to it in that row, SIZE_MAX: there is no such row */
+};
+
+/* The style ends with each row and begins again in the next, because a view that is scrolled begins at any row. */
+static void picture_break(struct picture *p, const char two[static 2]) {
+    if (*p->style) sb_puts(&p->out, "\033[0m");
+    sb_put(&p->out, two, 2);
+    arrput(p->rows, arrlenu(p->out));
+    sb_puts(&p->out, p->style);
+    p->row++, p->col = 0;
+}
+
+/* Makes room for a cell: one that is two columns wide is not cut at the edge. */
+static void picture_fit(struct picture *p, int width) {
+    if (p->col + width <= p->cols || !p->col) return;
+    for (; p->col < p->cols; p->col++) arrput(p->out, ' ');
+    picture_break(p, " \r");
+}
+
+static void picture_cell(struct picture *p, const char *s, size_t n, int width) {
+    picture_fit(p, width);
+    sb_put(&p->out, s, n);
+    p->col += width;
+    if (p->col >= p->cols) picture_break(p, " \r");
+}
+
+/* Plain ASCII that is not itself text. */
+static void picture_label(struct picture *p, const char *s, const char *style) {
+    p->style = term.colour_out ? style : "";
+    sb_puts(&p->out, p->style);
+    for (; *s; s++) picture_cell(p, s, 1, 1);
+    if (*p->style) sb_puts(&p->out, "\033[0m");
+    p->style = "";
+}
+
+/* What stands for one unit of the text; only the last form is the text itself, so nothing of it acts on the terminal. */
+static void picture_unit(const struct editor *e, struct picture *p, size_t from, size_t to) {
+    const struct fold *f = fold_at(e, from);
+    const uint8_t *s = (const uint8_t *)e->text + from;
+    char label[64];
+    if (f) {
+        snprintf(label, sizeof label, "[pasted %d line%s]", f->lines, f->lines == 1 ? "" : "s");
+        picture_label(p, label, "\033[2m");
+    } else if (*s == '\n') {
+        picture_break(p, "\r\n");
+        picture_label(p, e->continuation, "\033[2m");
+    } else if (*s == '\t') {
+        picture_label(p, "    ", "");
+    } else if (*s < 32 || *s == 127) {
+        snprintf(label, sizeof label, "^%c", *s ^ 64);
+        picture_label(p, label, "\033[2m");
+    } else if (*s == 0xc2 && s[1] < 0xa0) {
+        snprintf(label, sizeof label, "\\x%02x", s[1]);
+        picture_label(p, label, "\033[2m");
+    } else {
+        picture_cell(p, (const char *)s, to - from, text_width((const char *)s, to - from));
+    }
+}
+
+static void picture_draw(const struct editor *e, struct picture *p) {
+    size_t n = arrlenu(e->text), next;
+    struct winsize w = {0};
+    p->height = !ioctl(1, TIOCGWINSZ, &w) && w.ws_row ? w.ws_row : 24;
+    p->cols = w.ws_col ? w.ws_col : 80;
+    arrsetlen(p->out, 0);
+    arrsetlen(p->rows, 0);
+    arrput(p->rows, 0);
+    p->row = p->col = 0, p->goal = SIZE_MAX, p->style = "";
+    picture_label(p, e->prompt, "\033[1m");
+    for (size_t at = 0;; at = next) {
+        next = unit_next(e, at);
+        if (at < n && !fold_at(e, at)) picture_fit(p, text_width(e->text + at, next - at));
+        if (at <= e->cursor) p->cursor_row = p->row, p->cursor_col = p->col;
+        if (p->row == p->goal_row && (p->goal == SIZE_MAX || p->col <= p->goal_col)) p->goal = at;
+        if (at >= n) return;
+        picture_unit(e, p, at, next);
+    }
+}
+
+static void picture_free(struct picture *p) {
+    arrfree(p->out);
+    arrfree(p->rows);
+}
+
+/* Draws everything anew, from the row where it began. */
+static void editor_refresh(struct editor *e) {
+    struct picture p = {.goal_row = -1};
+    char *out = NULL;
+    picture_draw(e, &p);
+    int rows = (int)arrlen(p.rows), height = p.height;
+    if (e->top > rows - height) e->top = rows > height ? rows - height : 0;
+    if (p.cursor_row < e->top) e->top = p.cursor_row;
+    if (p.cursor_row >= e->top + height) e->top = p.cursor_row - height + 1;
+    int last = rows > e->top + height ? e->top + height - 1 : rows - 1;
+    /* A terminal that became narrower or wider has wrapped the same text anew, so the cursor now stands where it belongs. */
+    if (e->cols && e->cols != p.cols) e->row = p.cursor_row - e->top;
+    if (e->row >= height) e->row = height - 1;
+
+    sb_puts(&out, "\033[?25l\r");
+    if (e->row > 0) sb_printf(&out, "\033[%dA", e->row);
+    sb_puts(&out, "\033[J");
+    size_t from = p.rows[e->top], to = last == rows - 1 ? arrlenu(p.out) : p.rows[last + 1] - 2;
+    sb_put(&out, p.out + from, to - from);
+    if (last > p.cursor_row) sb_printf(&out, "\033[%dA", last - p.cursor_row);
+    sb_puts(&out, "\r");
+    if (p.cursor_col) sb_printf(&out, "\033[%dC", p.cursor_col);
+    sb_puts(&out, "\033[?25h");
+    write_all(1, out, arrlenu(out));
+    e->row = p.cursor_row - e->top, e->cols = p.cols;
+    arrfree(out);
+    picture_free(&p);
+}
+
+/* Puts the cursor below the text, for other output; the next refresh begins there. */
+static void editor_leave(struct editor *e) {
+    e->cursor = arrlenu(e->text);
+    editor_refresh(e);
+    write_all(1, "\r\n", 2);
+    e->row = e->top = e->cols = 0;
+}
+
+/* Up and Down: through the rows of the text, then through the history. */
+static void move_vertically(struct editor *e, int step) {
+    struct picture p = {.goal_row = -1};
+    picture_draw(e, &p);
+    p.goal_row = p.cursor_row + step, p.goal_col = p.cursor_col;
+    picture_draw(e, &p);
+    if (p.goal_row >= 0 && p.goal != SIZE_MAX) e->cursor = p.goal;
+    else history_move(e, step);
+    picture_free(&p);
+}
+
+/* ---- keys ---- */
+
+/* Tab behind "/pre": as far as the words with that beginning agree; when that is nowhere, lists them. */
+static void editor_complete(struct editor *e) {
+    const char *found = NULL;
+    char *list = NULL;
+    size_t n = e->cursor, common = 0, count = 0;
+    if (!e->words || !n || e->text[0] != '/') return;
+    for (int i = 0; e->words[i]; i++) {
+        const char *w = e->words[i];
+        if (strncmp(w, e->text + 1, n - 1)) continue;
+        if (!found) found = w, common = strlen(w);
+        while (strncmp(w, found, common)) common--;
+        sb_printf(&list, "/%s  ", w);
+        count++;
+    }
+    if (found) text_insert(e, found + n - 1, common - (n - 1));
+    if (count == 1) text_insert(e, " ", 1);
+    if (count > 1 && common == n - 1) {
+        size_t at = e->cursor;
+        editor_leave(e);
+        sb_puts(&list, "\r\n");
+        write_all(1, list, arrlenu(list));
+        e->cursor = at;
+    }
+    arrfree(list);
+}
+
+/* Ctrl-R: the newest entry that contains what is typed. Ctrl-R again goes to an older one, Ctrl-C and Ctrl-G give the line
+ * back as it was, any other key takes the entry and then acts on it. */
+static void editor_search(struct editor *e) {
+    const char *prompt = e->prompt;
+    char *query = NULL, *shown = NULL;
+    int key, at = (int)arrlen(e->history);
+    for (;;) {
+        arrsetlen(shown, 0);
+        sb_printf(&shown, "(search '%s') ", sb_cstr(&query));
+        e->prompt = sb_cstr(&shown);
+        editor_refresh(e);
+        key = key_read(&e->keys);
+        int from = at;
+        if (key == KEY_REDRAW) {
+            term_raw();
+            continue;
+        }
+        if (key == 127 || key == CONTROL('H')) {
+            while (arrlen(query) && ((uint8_t)arrpop(query) & 0xc0) == 0x80) continue;
+            from = (int)arrlen(e->history) - 1;
+        } else if (key >= 32 && key != 127 && key < KEY_NONE) {
+            char s[4];
+            sb_put(&query, s, (size_t)utf8proc_encode_char(key, (uint8_t *)s));
+            if (from == (int)arrlen(e->history)) from--;
+        } else if (key == CONTROL('R')) {
+            from--;
+        } else {
+            break;
+        }
+        while (from >= 0 && !strstr(e->history[from], sb_cstr(&query))) from--;
+        if (from < 0 || !arrlen(query)) continue;
+        history_move(e, from - (int)e->history_at);
+        at = from;
+    }
+    if (key == CONTROL('C') || key == CONTROL('G'))
+        history_move(e, (int)(arrlenu(e->history) - e->history_at));
+    else e->keys.pushed = key;
+    e->prompt = prompt;
+    arrfree(query);
+    arrfree(shown);
+}
+
+/* Ctrl-Z. */
+static void editor_suspend(struct editor *e) {
+    size_t at = e->cursor;
+    editor_leave(e);
+    term_restore();
+    kill(0, SIGTSTP); /* the whole job, as the terminal does it */
+    term_raw();
+    e->cursor = at;
+}
+
+/* Enter: the end, unless a backslash (which goes) or an open block asks for another line. */
+static enum edit_result editor_enter(struct editor *e) {
+    int why = text_continues(e);
+    if (!why) return EDIT_LINE;
+    if (why == '\\') {
+        e->cursor = arrlenu(e->text);
+        text_delete(e, e->cursor - 1, e->cursor);
+    }
+    text_insert(e, "\n", 1);
+    return EDIT_MORE;
+}
+
+static enum edit_result editor_key(struct editor *e, int key) {
+    size_t n = arrlenu(e->text), at = e->cursor, to;
+    char s[4];
+    switch (key) {
+    case KEY_EOF: return EDIT_EOF;
+    case '\r': return editor_enter(e);
+    case '\n': text_insert(e, "\n", 1); break;
+    case '\t': editor_complete(e); break;
+    case KEY_PASTE: text_insert_paste(e); break;
+    case KEY_HOME:
+    case CONTROL('A'): e->cursor = line_start(e, at); break;
+    case KEY_END:
+    case CONTROL('E'): e->cursor = line_end(e, at); break;
+    case KEY_LEFT:
+    case CONTROL('B'): e->cursor = unit_prev(e, at); break;
+    case KEY_RIGHT:
+    case CONTROL('F'): e->cursor = unit_next(e, at); break;
+    case KEY_UP:
+    case CONTROL('P'): move_vertically(e, -1); break;
+    case KEY_DOWN:
+    case CONTROL('N'): move_vertically(e, 1); break;
+    case KEY_WORD_LEFT: e->cursor = word_left(e, at, false); break;
+    case KEY_WORD_RIGHT: e->cursor = word_right(e, at); break;
+    case CONTROL('D'):
+        if (!n) return EDIT_EOF;
+        __attribute__((fallthrough));
+    case KEY_DELETE: text_delete(e, at, unit_next(e, at)); break;
+    case 127:
+    case CONTROL('H'): text_delete(e, unit_prev(e, at), at); break;
+    case CONTROL('K'): /* at the end of a line: the newline */
+        to = line_end(e, at);
+        text_delete(e, at, to == at ? unit_next(e, at) : to);
+        break;
+    case CONTROL('U'): text_delete(e, line_start(e, at), at); break;
+    case CONTROL('W'): text_delete(e, word_left(e, at, true), at); break;
+    case KEY_WORD_RUBOUT: text_delete(e, word_left(e, at, false), at); break;
+    case KEY_WORD_DELETE: text_delete(e, at, word_right(e, at)); break;
+    case CONTROL('C'):
+        if (!n) return EDIT_INTERRUPT;
+        e->history_at = arrlenu(e->history);
+        text_set(e, "", 0);
+        break;
+    case CONTROL('L'):
+        write_all(1, "\033[H\033[2J", 7);
+        e->row = 0;
+        break;
+    case CONTROL('R'): editor_search(e); break;
+    case CONTROL('Z'): editor_suspend(e); break;
+    case KEY_REDRAW: term_raw(); break;
+    default:
+        if (key >= 32 && key < KEY_NONE) text_insert(e, s, (size_t)utf8proc_encode_char(key, (uint8_t *)s));
+    }
+    return EDIT_MORE;
+}
+
+/* Line by line as the terminal edits them itself; the prompt never goes to a stdout that is not a terminal. */
+static enum edit_result editor_read_plain(struct editor *e) {
+    const char *prompt = e->prompt;
+    for (;;) {
+        char *line = NULL;
+        int c;
+        if (term.in_tty && (term.out_tty || term.err_tty))
+            write_all(term.out_tty ? 1 : 2, prompt, strlen(prompt));
+        while ((c = input_byte(&e->keys, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
+            if (c >= 0) arrput(line, (char)c);
+        if (arrlen(line) && arrlast(line) == '\r') (void)arrpop(line);
+        text_scrub(&e->text, line, arrlenu(line));
+        arrfree(line);
+        if (c == BYTE_WAKE) {
+            interrupted = 0;
+            if (term.err_tty) write_all(2, "\n", 1);
+            return EDIT_INTERRUPT;
+        }
+        int why = text_continues(e);
+        if (c == BYTE_EOF) return arrlen(e->text) ? EDIT_LINE : EDIT_EOF;
+        if (!why) return EDIT_LINE;
+        if (why == '\\') (void)arrpop(e->text);
+        arrput(e->text, '\n');
+        prompt = e->continuation;
+    }
+}
+
+static enum edit_result editor_read_screen(struct editor *e) {
+    static const int signals[2] = {SIGWINCH, SIGCONT};
+    struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART}, old[2];
+    enum edit_result r;
+    for (int i = 0; i < 2; i++) sigaction(signals[i], &sa, &old[i]);
+    input_typeahead(&e->keys);
+    term_raw();
+    do {
+        if (!e->keys.pushed && e->keys.in_at == arrlenu(e->keys.in) && !input_ready()) editor_refresh(e);
+        r = editor_key(e, key_read(&e->keys));
+    } while (r == EDIT_MORE);
+    if (r != EDIT_EOF) editor_leave(e);
+    term_restore();
+    for (int i = 0; i < 2; i++) sigaction(signals[i], &old[i], NULL);
+    return r;
+}
+
+/* Reads one text; the prompt stands before its first line, the continuation before the others. On EDIT_LINE *line is replaced
+ * by the text. EDIT_EOF leaves the cursor behind the prompt, the others at the start of a row. */
+static enum edit_result editor_read(struct editor *e, const char *prompt, const char *continuation,
+                                    char **line) {
+    fflush(stdout);
+    text_set(e, "", 0);
+    arrsetlen(e->draft, 0);
+    arrsetlen(e->draft_folds, 0);
+    e->history_at = arrlenu(e->history);
+    e->prompt = prompt, e->continuation = continuation;
+    e->row = e->top = e->cols = 0;
+    enum edit_result r = e->screen ? editor_read_screen(e) : editor_read_plain(e);
+    arrsetlen(*line, 0);
+    if (r == EDIT_LINE) text_send(e, line);
+    return r;
+}
+
+/* history_path NULL: nothing is kept beyond the run. */
+static void editor_init(struct editor *e, const char *history_path) {
+    const char *t = getenv("TERM");
+    memset(e, 0, sizeof *e);
+    e->screen = term.in_tty && term.out_tty && t && *t && strcmp(t, "dumb");
+    if (wake_pipe[0] < 0 && pipe2(wake_pipe, O_CLOEXEC | O_NONBLOCK))
+        die("cannot make a pipe: %s", strerror(errno));
+    if (!history_path) return;
+    e->history_path = xstrdup(history_path);
+    history_load(e);
+}
+
+static void editor_free(struct editor *e) {
+    for (int i = 0; i < arrlen(e->history); i++) free(e->history[i]);
+    arrfree(e->history);
+    arrfree(e->text);
+    arrfree(e->folds);
+    arrfree(e->draft);
+    arrfree(e->draft_folds);
+    arrfree(e->keys.in);
+    arrfree(e->keys.paste);
+    free(e->history_path);
+    memset(e, 0, sizeof *e);
+}
+
+/* ============================================================================================================
+ * REPL commands
+ *
+ * Owns the dialogue at a terminal: the prompt, the commands and what signals do. A line is a message unless it begins with
+ * a slash; a slash that names no command is an error and never reaches the model. Everything but answers goes to stderr.
+ * It knows the conversation only through chat_* and the options only through option_*.
+ * ============================================================================================================ */
+
+enum { READ_MAX = 64 << 20 /* bytes of a file that /read and /edit accept */ };
+
+/* ---- signals ---- */
+
+/* A first Ctrl-C asks the work to stop, which it does at its next boundary; a second within a second does not wait. */
+static void signal_interrupt(int sig) {
+    static double last;
+    double now = now_seconds();
+    if (interrupted && now - last < 1.0) {
+        term_restore();
+        _exit(EXIT_INTERRUPT);
+    }
+    last = now;
+    interrupted++;
+    wake_up(sig);
+}
+
+/* SIGTERM, SIGHUP: nothing is saved; the code is the shell's convention. */
+static void signal_end(int sig) {
+    term_restore();
+    _exit(128 + sig);
+}
+
+/* A SIGBUS is a page of the mapped model that cannot be read, which is no fault of the program. The others end as they would
+ * without this handler (core file, status), only with the terminal in order and a line that says so. */
+static void signal_crash(int sig) {
+    static const char bus[] = "moe: the model file was truncated or its disk failed while in use\n";
+    const char *name = sigabbrev_np(sig);
+    char line[64] = "moe: internal error: SIG";
+    ssize_t done;
+    term_restore();
+    if (sig == SIGBUS) {
+        done = write(2, bus, sizeof bus - 1);
+        _exit(EXIT_RUN);
+    }
+    strcat(strcat(line, name ? name : ""), "\n");
+    done = write(2, line, strlen(line));
+    (void)done;
+    signal(sig, SIG_DFL);
+    raise(sig);
+}
+
+/* What the parent ignores (nohup, a job without control) stays ignored. SIGPIPE keeps its default, whatever the parent set:
+ * `moe | head` ends quietly, with status 141. */
+static void signals_install(void) {
+    static const struct {
+        int sig;
+        void (*fn)(int);
+    } table[] = {{SIGINT, signal_interrupt}, {SIGTERM, signal_end},  {SIGHUP, signal_end},
+                 {SIGSEGV, signal_crash},    {SIGBUS, signal_crash}, {SIGFPE, signal_crash},
+                 {SIGILL, signal_crash},     {SIGABRT, signal_crash}};
+    static char stack[65536]; /* a handler must run when the stack itself has overflowed */
+    sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        struct sigaction old, sa = {.sa_handler = table[i].fn, .sa_flags = SA_ONSTACK};
+        if (!sigaction(table[i].sig, NULL, &old) && old.sa_handler != SIG_IGN)
+            sigaction(table[i].sig, &sa, NULL);
+    }
+    signal(SIGPIPE, SIG_DFL);
+    atexit(term_restore);
+}
+
+/* ---- commands ---- */
+
+struct repl {
+    struct chat *chat;
+    struct editor editor;
+    bool hinted; /* how to leave has been said */
+};
+
+/* One entry serves the parser, /help and Tab. */
+struct command {
+    const char *name;
+    const char *arg; /* NULL: none; in brackets: optional */
+    const char *help;
+    int (*fn)(struct repl *r, char *arg, char *err); /* arg: trimmed, "" if none; -1: err says why */
+};
+
+enum { COMMAND_QUIT = 1 }; /* what /quit returns instead of 0 */
+
+/* A session error, in its own line, red on a terminal. */
+static void complain(const char *err) {
+    char *line = NULL;
+    if (term.err_tty) term_neutralise(&line, err, strlen(err));
+    else sb_puts(&line, err);
+    fprintf(stderr, term.colour_err ? "\033[31m%s\033[0m\n" : "%s\n", sb_cstr(&line));
+    arrfree(line);
+}
+
+/* Says that there was no turn, and why; of a turn that was stopped its answer tells. */
+static void turn_report(enum turn_result result, const char *err) {
+    if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
+    if (result == TURN_FAILED) complain(err);
+}
+
+/* One turn. A failed one has left the conversation as it was. */
+static void repl_send(struct repl *r, const char *text, size_t n) {
+    char err[ERR_MAX] = "";
+    turn_report(chat_turn(r->chat, text, n, err), err);
+}
+
+/* Where the word at s ends; *rest is what follows it and white space. */
+static size_t split_word(char *s, char **rest) {
+    size_t n = strcspn(s, " \t\n");
+    *rest = s + n + strspn(s + n, " \t\n");
+    return n;
+}
+
+/* Appends a text file; what cannot be part of a message is an error. */
+static int read_text(const char *path, char **out, char *err) {
+    struct stat st;
+    if (stat(path, &st)) return fail(err, "cannot open '%s': %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode)) return fail(err, "'%s' is not a regular file", path);
+    if (st.st_size > READ_MAX)
+        return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
+                    READ_MAX >> 20);
+    size_t at = arrlenu(*out);
+    if (read_file(path, out, err)) return -1;
+    size_t n = arrlenu(*out) - at;
+    if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
+    if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
+    return 0;
+}
+
+/* Appends a file as a message shows it: its name and a fence longer than any run of backticks within. */
+static void frame_file(char **out, const char *name, const char *data, size_t n) {
+    int fence = 3, run = 0;
+    for (size_t i = 0; i < n; i++) {
+        run = data[i] == '`' ? run + 1 : 0;
+        if (run >= fence) fence = run + 1;
+    }
+    sb_printf(out, "File: %s\n", name);
+    for (int i = 0; i < fence; i++) arrput(*out, '`');
+    arrput(*out, '\n');
+    sb_put(out, data, n);
+    if (n && data[n - 1] != '\n') arrput(*out, '\n');
+    for (int i = 0; i < fence; i++) arrput(*out, '`');
+}
+
+/* Changes an option, or without a value prints it. */
+static int option_command(struct repl *r, const char *name, const char *value, char *err) {
+    if (*value) return option_set(r->chat->set, name, value, err);
+    option_print(r->chat->set, *name ? name : NULL, stderr);
+    return 0;
+}
+
+static int cmd_set(struct repl *r, char *arg, char *err) {
+    char *value;
+    size_t n = split_word(arg, &value);
+    arg[n] = 0;
+    return option_command(r, arg, value, err);
+}
+
+/* Two knobs: whether the model thinks changes the prompt, whether that is shown only the screen. */
+static int cmd_think(struct repl *r, char *arg, char *err) { return option_command(r, "think", arg, err); }
+static int cmd_show(struct repl *r, char *arg, char *err) {
+    return option_command(r, "show-think", arg, err);
+}
+
+/* Without a text, shows the message. */
+static int cmd_system(struct repl *r, char *arg, char *err) {
+    const struct message *m = r->chat->messages;
+    char *line = NULL;
+    (void)err;
+    if (*arg) {
+        bool none = !strcmp(arg, "\"\"");
+        chat_set_system(r->chat, none ? NULL : arg);
+        note(none ? "[the system message is removed]" : "[the system message is set]");
+        return 0;
+    }
+    if (!arrlen(m) || strcmp(m[0].role, "system")) {
+        note("[no system message]");
+        return 0;
+    }
+    term_neutralise(&line, m[0].content, strlen(m[0].content));
+    note("%s", sb_cstr(&line));
+    arrfree(line);
+    return 0;
+}
+
+/* The message is TEXT, an empty line and the file; the name may be quoted, and begin with ~/. */
+static int cmd_read(struct repl *r, char *arg, char *err) {
+    char *text, *data = NULL, *message = NULL, *path = NULL;
+    const char *home = getenv("HOME");
+    size_t n;
+    if (*arg == '"' && strchr(arg + 1, '"')) { /* a name with blanks */
+        n = strcspn(++arg, "\"");
+        text = arg + n + 1;
+        text += strspn(text, " \t\n");
+    } else {
+        n = split_word(arg, &text);
+    }
+    arg[n] = 0;
+    if (home && !strncmp(arg, "~/", 2)) sb_puts(&path, home);
+    sb_puts(&path, arrlen(path) ? arg + 1 : arg);
+    int rc = read_text(sb_cstr(&path), &data, err);
+    if (!rc) {
+        if (*text) sb_printf(&message, "%s\n\n", text);
+        frame_file(&message, arg, data, arrlenu(data));
+        note("[%td bytes read]", arrlen(data));
+        repl_send(r, sb_cstr(&message), arrlenu(message));
+    }
+    arrfree(path);
+    arrfree(data);
+    arrfree(message);
+    return rc;
+}
+
+/* What the editor leaves is sent, without the blanks at its end, unless it failed or left nothing. */
+static int cmd_edit(struct repl *r, char *arg, char *err) {
+    const char *editor = getenv("EDITOR");
+    char path[] = "/tmp/moe-XXXXXX.md", *data = NULL, *command = NULL;
+    int fd = mkostemps(path, 3, O_CLOEXEC); /* mode 0600 */
+    if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
+    write_all(fd, arg, strlen(arg));
+    close(fd);
+    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", path);
+    int status = system(sb_cstr(&command)), rc = 0;
+    if (status)
+        rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
+                  WIFEXITED(status) ? WEXITSTATUS(status) : status);
+    else rc = read_text(path, &data, err);
+    unlink(path);
+    while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
+    if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
+    if (!rc && arrlen(data)) {
+        editor_history_add(&r->editor, data, arrlenu(data));
+        note("[%td bytes]", arrlen(data));
+        repl_send(r, sb_cstr(&data), arrlenu(data));
+    }
+    arrfree(command);
+    arrfree(data);
+    return rc;
+}
+
+static int cmd_undo(struct repl *r, char *arg, char *err) {
+    (void)arg;
+    if (chat_undo(r->chat, err)) return -1;
+    note("[the last turn is taken back]");
+    return 0;
+}
+
+static int cmd_regen(struct repl *r, char *arg, char *err) {
+    enum turn_result result = TURN_DONE;
+    (void)arg;
+    if (chat_regenerate(r->chat, &result, err)) return -1;
+    turn_report(result, err);
+    return 0;
+}
+
+static int cmd_save(struct repl *r, char *arg, char *err) {
+    if (chat_save(r->chat, arg, err)) return -1;
+    note("[saved]");
+    return 0;
+}
+
+static int cmd_load(struct repl *r, char *arg, char *err) {
+    if (chat_load(r->chat, arg, err)) return -1;
+    note("[loaded: %td messages]", arrlen(r->chat->messages));
+    return 0;
+}
+
+static int cmd_list(struct repl *r, char *arg, char *err) {
+    (void)arg, (void)err;
+    chat_list(r->chat);
+    return 0;
+}
+
+static int cmd_ctx(struct repl *r, char *arg, char *err) {
+    (void)arg, (void)err;
+    chat_print_context(r->chat);
+    return 0;
+}
+
+static int cmd_stats(struct repl *r, char *arg, char *err) {
+    (void)arg, (void)err;
+    chat_print_stats(r->chat);
+    return 0;
+}
+
+static int cmd_clear(struct repl *r, char *arg, char *err) {
+    (void)arg, (void)err;
+    chat_clear(r->chat);
+    note("[a new conversation]");
+    return 0;
+}
+
+static int cmd_quit(struct repl *r, char *arg, char *err) {
+    (void)r, (void)arg, (void)err;
+    return COMMAND_QUIT;
+}
+
+static int cmd_help(struct repl *r, char *arg, char *err);
+
+static const struct command commands[] = {
+    {"help", "[COMMAND]", "this list, or one command", cmd_help},
+    {"set", "[NAME [VALUE]]", "show or change an option", cmd_set},
+    {"think", "[on|off|auto|LEVEL]", "whether, or how hard, the model thinks", cmd_think},
+    {"show", "[on|off]", "whether its thinking is shown", cmd_show},
+    {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
+    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if it has blanks", cmd_read},
+    {"edit", "[TEXT]", "write a message in $EDITOR, then send it", cmd_edit},
+    {"undo", NULL, "take the last message and its answer back", cmd_undo},
+    {"regen", NULL, "answer the last message anew", cmd_regen},
+    {"save", "NAME", "save the conversation", cmd_save},
+    {"load", "NAME", "go on with a saved conversation", cmd_load},
+    {"list", NULL, "list the saved conversations", cmd_list},
+    {"ctx", NULL, "how full the context is", cmd_ctx},
+    {"stats", NULL, "speed of the last turn and in total", cmd_stats},
+    {"clear", NULL, "begin a new conversation", cmd_clear},
+    {"quit", NULL, "leave (also Ctrl-D)", cmd_quit},
+};
+
+enum { N_COMMANDS = sizeof commands / sizeof *commands };
+
+/* By its name or a unique beginning of it; NULL with err. */
+static const struct command *command_find(const char *name, size_t n, char *err) {
+    const struct command *found = NULL;
+    char *list = NULL;
+    int count = 0;
+    for (int i = 0; i < N_COMMANDS; i++) {
+        if (!n || strncmp(commands[i].name, name, n)) continue;
+        found = &commands[i];
+        sb_printf(&list, "%s/%s", count++ ? ", " : "", found->name);
+        if (found->name[n]) continue;
+        count = 1;
+        break;
+    }
+    if (!count)
+        fail(err,
+             "unknown command /%.*s: /help lists them, a message that begins with a slash is typed //...",
+             (int)(n < 40 ? n : 40), name);
+    if (count > 1) fail(err, "/%.*s is ambiguous: %s", (int)n, name, sb_cstr(&list));
+    arrfree(list);
+    return count == 1 ? found : NULL;
+}
+
+static int cmd_help(struct repl *r, char *arg, char *err) {
+    const struct command *one = NULL;
+    (void)r;
+    if (*arg == '/') arg++;
+    if (*arg && !(one = command_find(arg, strlen(arg), err))) return -1;
+    for (const struct command *c = commands; c < commands + N_COMMANDS; c++)
+        if (!one || c == one) fprintf(stderr, "  /%-6s %-19s  %s\n", c->name, c->arg ? c->arg : "", c->help);
+    if (one) return 0;
+    fputs("Commands may be shortened as long as they stay unique; //text sends /text.\n"
+          "Enter sends. A new line: Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
+          "and \"\"\".\n"
+          "Up and Down, Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D leaves.\n",
+          stderr);
+    return 0;
+}
+
+/* line: what follows the slash; is changed. */
+static int command_run(struct repl *r, char *line, char *err) {
+    char *arg;
+    size_t n = split_word(line, &arg), end = strlen(arg);
+    const struct command *c = command_find(line, n, err);
+    if (!c) return -1;
+    while (end && isspace((uint8_t)arg[end - 1])) arg[--end] = 0;
+    if (*arg && !c->arg) return fail(err, "/%s takes no argument", c->name);
+    if (!*arg && c->arg && c->arg[0] != '[') return fail(err, "usage: /%s %s", c->name, c->arg);
+    return c->fn(r, arg, err);
+}
+
+/* One line of input. COMMAND_QUIT, or 0. */
+static int repl_line(struct repl *r, char *line, size_t n) {
+    char err[ERR_MAX] = "";
+    if (strspn(line, " \t\n") == n) return 0;
+    editor_history_add(&r->editor, line, n);
+    if (line[0] != '/' || line[1] == '/') {
+        size_t skip = line[0] == '/';
+        repl_send(r, line + skip, n - skip);
+        return 0;
+    }
+    int rc = command_run(r, line + 1, err);
+    if (rc < 0) complain(err);
+    return rc == COMMAND_QUIT ? rc : 0;
+}
+
+/* The dialogue, until /quit or the end of input. Returns the exit code. */
+static int repl_run(struct chat *c) {
+    const char *words[N_COMMANDS + 1] = {NULL}, *home = getenv("HOME");
+    struct repl r = {.chat = c};
+    char *path = NULL, *line = NULL;
+    enum edit_result got;
+    int rc = 0;
+    for (int i = 0; i < N_COMMANDS; i++) words[i] = commands[i].name;
+    if (home && *home) sb_printf(&path, "%s/.moe_history", home);
+    editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
+    r.editor.words = words;
+    while (rc != COMMAND_QUIT) {
+        interrupted = 0; /* only here: a Ctrl-C between Enter and the turn stops the turn */
+        got = editor_read(&r.editor, "> ", ". ", &line);
+        if (got == EDIT_EOF) break;
+        if (got == EDIT_LINE) {
+            size_t n = arrlenu(line);
+            (void)sb_cstr(&line); /* the commands take their arguments apart in place */
+            rc = repl_line(&r, line, n);
+        } else if (!r.hinted) {
+            note("(Ctrl-D or /quit leaves)");
+            r.hinted = true;
+        }
+    }
+    if (got == EDIT_EOF && (term.out_tty || term.err_tty)) fputc('\n', term.out_tty ? stdout : stderr);
+    editor_free(&r.editor);
+    arrfree(path);
+    arrfree(line);
+    return EXIT_OK;
+}
+/* ============================================================================================================
+ * Modes
+ *
+ * What the program does instead of chatting. Results go to stdout or the named file, remarks to stderr. Each returns the
+ * exit code.
+ * ============================================================================================================ */
+
+/* What every mode that computes needs: the model, a session of the wanted context, the settings. */
+struct engine {
+    struct model model;
+    struct session session;
+    struct settings *set;
+};
+
+/* Directory of the shipped prompts: beside the program, or where make install puts them. */
+static int prompts_path(const char *name, char out[4096], char *err) {
+    static const char *const where[] = {"prompts", "../share/moe/prompts"};
+    char exe[2048];
+    ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
+    if (n <= 0) return fail(err, "cannot find the program's own path: %s", strerror(errno));
+    exe[n] = 0;
+    *strrchr(exe, '/') = 0;
+    for (int i = 0; i < 2; i++) {
+        snprintf(out, 4096, "%s/%s/%s", exe, where[i], name);
+        if (!access(out, R_OK)) return 0;
+    }
+    return fail(err, "the file prompts/%s is not beside the program; name another one with --haystack", name);
+}
+
+static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool special, int32_t **ids) {
+    uint8_t *origin = special ? NULL : xmalloc(n + 1);
+    if (origin) memset(origin, ORIGIN_DATA, n);
+    tokenize(v, s, n, origin, TOKENIZE_CONTROL | TOKENIZE_TAGS, ids);
+    free(origin);
+}
+
+static int mode_tokenize(const struct settings *set) {
+    char err[ERR_MAX], *text = NULL;
+    struct gguf g;
+    struct vocab v;
+    int32_t *ids = NULL;
+    if (!set->model) die_usage("--tokenize wants a model: -m FILE");
+    if (gguf_open(&g, set->model, err, ERR_MAX)) die("%s", err);
+    if (vocab_load(&v, &g, err)) die("'%s': %s", set->model, err);
+    if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
+    tokenize_all(&v, text, arrlenu(text), set->special, &ids);
+    for (ptrdiff_t i = 0; i < arrlen(ids); i++) printf(i ? " %d" : "%d", ids[i]);
+    putchar('\n');
+    arrfree(ids);
+    arrfree(text);
+    vocab_free(&v);
+    gguf_close(&g);
+    return EXIT_OK;
+}
+
+static int mode_render(const struct settings *set) {
+    char err[ERR_MAX], *text = NULL, *source = NULL;
+    struct model m = {0};
+    struct template *t;
+    struct text out = {0};
+    json_error_t je;
+    if (!set->template_file && !set->model) die_usage("--render wants a template: --chat-template-file FILE or -m FILE");
+    if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(&m.vocab, &m.gguf, err))) die("%s", err);
+    if (chat_template(&t, set, set->model ? &m : NULL, &source, err)) die("%s", err);
+    if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
+    json_t *given = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &je), *vars = json_object();
+    if (!json_is_object(given)) die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text, given ? 1 : je.line);
+    chat_common_vars(vars, set->model ? &m : NULL, set);
+    json_object_update(vars, given);
+    int rc = template_render(t, vars, &out, err);
+    if (rc) fprintf(stderr, "moe: %s\n", err);
+    else fwrite(out.s, 1, arrlenu(out.s), stdout);
+    json_decref(given);
+    json_decref(vars);
+    text_free(&out);
+    template_free(t);
+    arrfree(source);
+    arrfree(text);
+    if (set->model) model_free(&m);
+    return rc ? EXIT_RUN : EXIT_OK;
+}
+
+static const char *type_name(uint32_t t) { return gguf_type_info(t).name; }
+
+/* --info: what the file holds, and what was pruned. */
+static int mode_info(const struct engine *e) {
+    const struct model *m = &e->model;
+    uint64_t bytes[GGUF_TYPE_COUNT] = {0}, params[GGUF_TYPE_COUNT] = {0}, total = 0;
+    char a[32];
+    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
+           m->arch == ARCH_QWEN3MOE ? "qwen3moe" : "deepseek2", m->n_layer, 0, m->n_mtp_layer);
+    printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab, with_commas((uint64_t)m->n_ctx_train, a));
+    if (m->kv_lora)
+        printf("attention     %d heads, latent %d, key %d (%d rotary), value %d%s\n", m->n_head, m->kv_lora, m->head_k, m->rope_dim, m->head_v,
+               m->q_lora ? ", low-rank query" : "");
+    else printf("attention     %d heads, %d KV heads, key %d (%d rotary), value %d\n", m->n_head, m->n_head_kv, m->head_k, m->rope_dim, m->head_v);
+    printf("experts       %d used per token of width %d, %s router, shared width %d", m->n_expert_used, m->n_ff_expert,
+           m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->n_ff_shared);
+    if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
+    printf("\nexperts kept  ");
+    for (int il = 0, from = 0; il < m->n_layer; il++) {
+        if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;
+        if (m->layers[from].n_expert) printf("%slayers %d-%d: %d", from && m->layers[0].n_expert ? ", " : "", from, il, m->layers[from].n_expert);
+        else printf("layers %d-%d: dense, ", from, il);
+        from = il + 1;
+    }
+    if (m->pruned) printf(" (pruned%s)", m->n_expert_original ? "" : "; the original count is not recorded");
+    if (m->n_expert_original) printf(" of %d", m->n_expert_original);
+    putchar('\n');
+    for (int il = 0; il < m->n_layer; il++) {
+        if (!m->layers[il].kept) continue;
+        printf("  layer %3d keeps", il);
+        for (int k = 0; k < m->layers[il].n_expert; k++) printf(" %d", m->layers[il].kept[k]);
+        putchar('\n');
+    }
+    for (uint32_t i = 0; i < m->gguf.n_tensors; i++) {
+        const struct gguf_tensor *t = &m->gguf.tensors[i];
+        bytes[t->type] += t->bytes, total += t->bytes;
+        params[t->type] += t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+    }
+    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
+        if (bytes[t]) printf("%-13s %8.1f MiB, %.1f million weights\n", type_name(t), (double)bytes[t] / 0x1p20, (double)params[t] * 1e-6);
+    printf("tensors       %u in %u file%s, %.1f MiB\n", m->gguf.n_tensors, m->gguf.n_images, m->gguf.n_images > 1 ? "s" : "", (double)total / 0x1p20);
+    printf("vocabulary    %d tokens, chat template %s\n", m->vocab.n_tokens, m->vocab.n_tokens && m->vocab.chat_template.p ? "yes" : "no");
+    printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp, e->set->top_k, e->set->top_p, e->set->min_p,
+           e->set->repeat_penalty);
+    return EXIT_OK;
+}
+
+/* ---- logits, perplexity ---- */
+
+struct npy_out {
+    FILE *f;
+    int n_vocab;
+};
+
+static void npy_row(void *ctx, int pos, const float *logits) {
+    struct npy_out *o = ctx;
+    (void)pos;
+    fwrite(logits, sizeof *logits, (size_t)o->n_vocab, o->f);
+}
+
+/* float32 [n, n_vocab] in NumPy's format 1.0. The file appears whole or not at all. */
+static int mode_logits(struct engine *e, const int32_t *ids, int n) {
+    char err[ERR_MAX], head[128], tmp[4160];
+    const char *path = e->set->logits;
+    snprintf(tmp, sizeof tmp, "%.4096s.tmp-%d", path, (int)getpid());
+    struct npy_out o = {fopen(tmp, "wb"), e->model.n_vocab};
+    if (!o.f) die("cannot write '%s': %s", tmp, strerror(errno));
+    int len = snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n, o.n_vocab);
+    fprintf(o.f, "\x93NUMPY%c%c%c%c%s%*s\n", 1, 0, 118, 0, head, 117 - len, "");
+    int rc = session_score(&e->session, ids, n, npy_row, &o, err);
+    bool bad = ferror(o.f) || fflush(o.f);
+    if ((fclose(o.f) || bad) && !rc) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
+    if (!rc && rename(tmp, path)) rc = fail(err, "cannot rename '%s': %s", tmp, strerror(errno));
+    if (!rc) return EXIT_OK;
+    unlink(tmp);
+    if (rc < 0) die("%s", err);
+    return EXIT_INTERRUPT;
+}
+
+struct surprise {
+    const int32_t *ids;
+    int n, n_vocab;
+    double sum, sum2; /* of -log p */
+    int64_t count;
+};
+
+static void surprise_add(void *ctx, int pos, const float *x) {
+    struct surprise *s = ctx;
+    if (pos + 1 >= s->n) return;
+    float top = x[argmax(x, s->n_vocab)];
+    double sum = 0;
+    for (int i = 0; i < s->n_vocab; i++) sum += exp((double)(x[i] - top));
+    double nll = log(sum) + (double)(top - x[s->ids[pos + 1]]);
+    s->sum += nll, s->sum2 += nll * nll, s->count++;
+}
+
+enum { PERPLEXITY_WINDOW = 2048 };
+
+/* exp of the mean surprise over consecutive windows of the text; each window starts from nothing. */
+static int mode_perplexity(struct engine *e) {
+    char err[ERR_MAX], *text = NULL;
+    int32_t *ids = NULL;
+    if (!e->model.vocab.n_tokens) die("'%s' has no vocabulary", e->set->model);
+    if (read_file(e->set->perplexity, &text, err)) die("%s", err);
+    tokenize_all(&e->model.vocab, text, arrlenu(text), false, &ids);
+    int n = (int)arrlen(ids), window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
+    if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
+    struct surprise s = {.n_vocab = e->model.n_vocab};
+    double t0 = now_seconds();
+    for (int at = 0; at + 1 < n; at += window) {
+        s.ids = ids + at, s.n = n - at < window ? n - at : window;
+        int rc = session_score(&e->session, s.ids, s.n, surprise_add, &s, err);
+        if (rc < 0) die("%s", err);
+        if (rc) return EXIT_INTERRUPT;
+        if (term.err_tty) fprintf(stderr, "\r%d of %d tokens, %.3f \033[K", at + s.n, n, exp(s.sum / (double)s.count));
+    }
+    if (term.err_tty) fputs("\r\033[K", stderr);
+    double mean = s.sum / (double)s.count, var = s.sum2 / (double)s.count - mean * mean;
+    double se = s.count > 1 ? sqrt(fmax(var, 0) / (double)(s.count - 1)) : 0;
+    printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se, (long long)s.count, window,
+           (double)n / (now_seconds() - t0));
+    arrfree(ids);
+    arrfree(text);
+    return EXIT_OK;
+}
+
+/* ---- needle and smoke ---- */
+
+/* A message of about n tokens: paragraphs of the haystack, from the start again when it ends, with the fact between them at `depth`
+ * percent. A paragraph that does not fit any more is passed over, and a few shorter ones are tried. */
+static void needle_text(const struct vocab *v, const char *hay, size_t len, int n, int depth, int secret, char **out) {
+    static const char question[] = "What is the secret code?";
+    int32_t *ids = NULL;
+    int have = 48, misses = 0; /* tokens of the fact, the question and the template */
+    bool placed = false;
+    for (size_t at = 0; misses < 20;) {
+        const char *p = hay + at, *end = memmem(p, len - at, "\n\n", 2);
+        size_t m = end ? (size_t)(end - p) : len - at;
+        arrsetlen(ids, 0);
+        tokenize(v, p, m, NULL, 0, &ids);
+        int cost = (int)arrlen(ids) + 1;
+        if (!placed && have + cost / 2 >= (double)n * depth / 100) {
+            sb_printf(out, "The secret code is %05d.\n\n", secret);
+            placed = true;
+        }
+        if (have + cost > n) misses++;
+        else if (m) sb_put(out, p, m), sb_puts(out, "\n\n"), have += cost;
+        at = end ? (size_t)(end - hay) + 2 : len;
+        while (at < len && hay[at] == '\n') at++;
+        if (at >= len) at = 0;
+    }
+    if (!placed) sb_printf(out, "The secret code is %05d.\n\n", secret);
+    arrfree(ids);
+    sb_puts(out, question);
+}
+
+/* Asks for the fact. 1 found, 0 not, -1 with a message. The answer is printed. */
+static int needle_run(struct engine *e, int n, int depth, int *secret, double *seconds, char *err) {
+    char path[4096], *hay = NULL, *text = NULL, digits[16];
+    struct settings set = *e->set;
+    struct chat c;
+    uint64_t rng = (uint64_t)(e->set->seed >= 0 ? e->set->seed : 1) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
+    int found = -1;
+    *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
+    if (set.haystack ? read_file(set.haystack, &hay, err) : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err)) return -1;
+    if (!utf8_valid(hay, arrlenu(hay)) || arrlen(hay) < 100) {
+        arrfree(hay);
+        return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
+    }
+    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.system = NULL, set.n_predict = 64;
+    set.repeat_penalty = 1.0;
+    needle_text(&e->model.vocab, hay, arrlenu(hay), n, depth, *secret, &text);
+    snprintf(digits, sizeof digits, "%05d", *secret);
+    double t0 = now_seconds();
+    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
+        enum turn_result r = chat_turn(&c, text, arrlenu(text), err);
+        if (r == TURN_DONE) found = strstr(arrlast(c.messages).content, digits) != NULL;
+        else if (r != TURN_FAILED) fail(err, "interrupted");
+        chat_free(&c);
+    }
+    *seconds = now_seconds() - t0;
+    arrfree(hay);
+    arrfree(text);
+    return found;
+}
+
+static int mode_needle(struct engine *e) {
+    char err[ERR_MAX];
+    double seconds;
+    int secret, found = needle_run(e, e->set->needle, e->set->depth, &secret, &seconds, err);
+    if (found < 0 && interrupted) return EXIT_INTERRUPT;
+    if (found < 0) die("%s", err);
+    note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", secret, e->session.n_past, e->set->depth, e->set->kv, found ? "found" : "NOT FOUND", seconds);
+    return found ? EXIT_OK : EXIT_RUN;
+}
+
+/* A: the model loads and its numbers are finite; B: a question whose answer is known; C: the needle. */
+static int mode_smoke(struct engine *e) {
+    char err[ERR_MAX] = "";
+    struct settings set = *e->set;
+    struct chat c;
+    bool ok[3] = {false};
+    double seconds[3] = {e->model.load_seconds, 0, 0};
+    static const char question[] = "What is 7 squared? One word.";
+    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
+    double t0 = now_seconds();
+    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
+        if (chat_turn(&c, question, sizeof question - 1, err) == TURN_DONE) {
+            const char *think;
+            size_t n;
+            ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n), "49") != NULL;
+            ok[0] = true;
+            for (int i = 0; i < e->model.n_vocab; i++) ok[0] &= isfinite(e->session.logits[i]) != 0;
+        }
+        chat_free(&c);
+    }
+    seconds[1] = now_seconds() - t0;
+    int n = e->session.n_ctx - 128 < 2000 ? e->session.n_ctx - 128 : 2000;
+    int secret;
+    ok[2] = n >= 64 && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
+    fprintf(stderr, "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in %4d tokens     %-4s %6.2f s\n",
+            ok[0] ? "ok" : "FAIL", seconds[0], ok[1] ? "ok" : "FAIL", seconds[1], n, ok[2] ? "ok" : "FAIL", seconds[2]);
+    if (*err && !(ok[0] && ok[1] && ok[2])) note("%s", err);
+    return ok[0] && ok[1] && ok[2] ? EXIT_OK : EXIT_RUN;
+}
+
+/* ---- bench ---- */
+
+static int compare_double(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
+
+static double median(double *x, int n) {
+    qsort(x, (size_t)n, sizeof *x, compare_double);
+    return x[n / 2];
+}
+
+enum { BENCH_RUNS = 5, BENCH_PREFILL = 512, BENCH_DECODE = 32 };
+
+/* Medians of BENCH_RUNS at each depth: prefill of a chunk and decode of some tokens behind it, with bytes per second. */
+static int mode_bench(struct engine *e) {
+    static const int depths[] = {0, 512, 1024, 4096, 16384, 32768, 65536, 131072};
+    struct session *s = &e->session;
+    double bandwidth = memory_bandwidth(s->r.n_threads), pre[BENCH_RUNS], dec[BENCH_RUNS];
+    int32_t ids[BENCH_PREFILL];
+    uint64_t rng = 1;
+    note("%s, %d threads, memory reads at %.1f GB/s", s->r.k->name, s->r.n_threads, bandwidth * 1e-9);
+    printf("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,gen_gb_per_s,gen_percent_of_bandwidth\n");
+    for (size_t d = 0; d < sizeof depths / sizeof *depths && !interrupted; d++) {
+        int n = s->n_ctx - depths[d] - BENCH_DECODE < BENCH_PREFILL ? s->n_ctx - depths[d] - BENCH_DECODE : BENCH_PREFILL;
+        if (n < 1) break;
+        n = n < s->r.chunk ? n : s->r.chunk;
+        while (s->n_past < depths[d]) {
+            int c = depths[d] - s->n_past < s->r.chunk ? depths[d] - s->n_past : s->r.chunk;
+            for (int i = 0; i < c; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
+            session_forward(s, ids, c);
+        }
+        double bytes = 0;
+        for (int run = -1; run < BENCH_RUNS && !interrupted; run++) { /* the first is not counted */
+            s->n_past = depths[d];
+            for (int i = 0; i < n; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
+            double t0 = now_seconds();
+            session_forward(s, ids, n);
+            double t1 = now_seconds();
+            s->n_past = depths[d]; /* decode at the depth itself */
+            bytes = 0;
+            double t2 = now_seconds();
+            for (int i = 0; i < BENCH_DECODE; i++) {
+                bytes += session_token_bytes(s);
+                session_decode(s, ids[i % n]);
+            }
+            double t3 = now_seconds();
+            if (run >= 0) pre[run] = n / (t1 - t0), dec[run] = BENCH_DECODE / (t3 - t2);
+        }
+        if (interrupted) break;
+        double rate = median(dec, BENCH_RUNS), gbs = bytes / BENCH_DECODE * rate;
+        printf("%d,%d,%.1f,%d,%.1f,%llu,%.2f,%.1f\n", depths[d], n, median(pre, BENCH_RUNS), BENCH_DECODE, rate,
+               (unsigned long long)kv_token_bytes(s->m, s->r.kv_type) * (unsigned long long)depths[d], gbs * 1e-9, 100 * gbs / bandwidth);
+        fflush(stdout);
+        s->n_past = depths[d];
+    }
+    return interrupted ? EXIT_INTERRUPT : EXIT_OK;
+}
+
+/* ---- synthetic weights ---- */
+
+struct synth {
+    const char *name, *arch;
+    int n_layer, n_embd, n_head, n_head_kv, head, n_expert, n_used, n_ff, n_vocab, n_ctx;
+};
+
+static const struct synth synths[] = {
+    {"qwen3-30b-a3b", "qwen3moe", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, 40960},
+    {"qwen3-235b-a22b", "qwen3moe", 94, 4096, 64, 4, 128, 128, 8, 1536, 151936, 40960},
+};
+
+/* Numbers that behave: norms near 1, products of unit scale. */
+static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
+    enum { PATTERN = 36 * 29127 }; /* about 1 MiB of whole blocks of every type; repeated */
+    uint64_t n = bytes < PATTERN ? bytes : PATTERN;
+    if (type == GGUF_NVFP4) {
+        for (uint64_t i = 0; i < n; i += 36) {
+            for (int s = 0; s < 4; s++) p[i + (uint64_t)s] = (uint8_t)(0x30 + rng_next(rng) % 16);
+            for (int q = 0; q < 4; q++) {
+                uint64_t v = rng_next(rng);
+                memcpy(p + i + 4 + 8 * q, &v, 8);
+            }
+        }
+    } else if (type == GGUF_F32) {
+        for (uint64_t i = 0; i + 4 <= n; i += 4) {
+            float v = vector ? 1.0f + 0.1f * (float)(rng_uniform(rng) - 0.5) : 0.05f * (float)(rng_uniform(rng) - 0.5);
+            memcpy(p + i, &v, 4);
+        }
+    } else {
+        for (uint64_t i = 0; i + 2 <= n; i += 2) {
+            uint16_t v = bf16_from_f32(0.05f * (float)(rng_uniform(rng) - 0.5));
+            memcpy(p + i, &v, 2);
+        }
+    }
+    for (uint64_t at = n; at < bytes; at += n) memcpy(p + at, p, bytes - at < n ? bytes - at : n);
+}
+
+struct synth_tensor {
+    char name[64];
+    uint32_t type, n_dims;
+    uint64_t ne[3], bytes;
+};
+
+static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt, int il) {
+    struct synth_tensor t = {.type = type, .n_dims = n2 > 1 ? 3 : n1 > 1 ? 2 : 1, .ne = {(uint64_t)n0, (uint64_t)n1, (uint64_t)n2}};
+    snprintf(t.name, sizeof t.name, fmt, il);
+    t.bytes = gguf_row_bytes(type, (size_t)n0) * (size_t)n1 * (size_t)n2;
+    arrput(*list, t);
+}
+
+/* The tensors of a shape in the mix that NVFP4 releases have: experts NVFP4, the rest BF16, norms and router F32. */
+static struct synth_tensor *synth_tensors(const struct synth *y, int n_layer) {
+    static const char *const exps[3] = {"blk.%d.ffn_gate_exps", "blk.%d.ffn_up_exps", "blk.%d.ffn_down_exps"};
+    struct synth_tensor *t = NULL;
+    char name[64];
+    synth_add(&t, GGUF_BF16, y->n_embd, y->n_vocab, 1, "token_embd.weight", 0);
+    for (int i = 0; i < n_layer; i++) {
+        synth_add(&t, GGUF_F32, y->n_embd, 1, 1, "blk.%d.attn_norm.weight", i);
+        synth_add(&t, GGUF_BF16, y->n_embd, y->n_head * y->head, 1, "blk.%d.attn_q.weight", i);
+        synth_add(&t, GGUF_BF16, y->n_embd, y->n_head_kv * y->head, 1, "blk.%d.attn_k.weight", i);
+        synth_add(&t, GGUF_BF16, y->n_embd, y->n_head_kv * y->head, 1, "blk.%d.attn_v.weight", i);
+        synth_add(&t, GGUF_BF16, y->n_head * y->head, y->n_embd, 1, "blk.%d.attn_output.weight", i);
+        synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_q_norm.weight", i);
+        synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_k_norm.weight", i);
+        synth_add(&t, GGUF_F32, y->n_embd, 1, 1, "blk.%d.ffn_norm.weight", i);
+        synth_add(&t, GGUF_F32, y->n_embd, y->n_expert, 1, "blk.%d.ffn_gate_inp.weight", i);
+        for (int k = 0; k < 3; k++) {
+            snprintf(name, sizeof name, "%s.weight", exps[k]);
+            synth_add(&t, GGUF_NVFP4, k < 2 ? y->n_embd : y->n_ff, k < 2 ? y->n_ff : y->n_embd, y->n_expert, name, i);
+            snprintf(name, sizeof name, "%s.scale", exps[k]);
+            synth_add(&t, GGUF_F32, y->n_expert, 1, 1, name, i);
+        }
+    }
+    synth_add(&t, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
+    synth_add(&t, GGUF_BF16, y->n_embd, y->n_vocab, 1, "output.weight", 0);
+    return t;
+}
+
+static uint8_t *synth_header(const struct synth *y, int n_layer, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
+    struct gguf_writer w = {0};
+    char key[96];
+    const struct {
+        const char *key;
+        int value;
+    } ints[] = {{"context_length", y->n_ctx}, {"embedding_length", y->n_embd}, {"block_count", n_layer}, {"feed_forward_length", 3 * y->n_embd},
+                {"attention.head_count", y->n_head}, {"attention.head_count_kv", y->n_head_kv}, {"attention.key_length", y->head},
+                {"attention.value_length", y->head}, {"expert_count", y->n_expert}, {"expert_used_count", y->n_used},
+                {"expert_feed_forward_length", y->n_ff}, {"vocab_size", y->n_vocab}};
+    gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
+    gguf_put_str(&w, "general.name", y->name, strlen(y->name));
+    for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
+        snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
+        gguf_put_u32(&w, key, (uint32_t)ints[i].value);
+    }
+    snprintf(key, sizeof key, "%s.attention.layer_norm_rms_epsilon", y->arch);
+    gguf_put_f32(&w, key, 1e-6f);
+    snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
+    gguf_put_f32(&w, key, 1e6f);
+    gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
+    for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
+    *data = w.data_bytes;
+    uint8_t *h = gguf_header(&w, bytes);
+    gguf_writer_free(&w);
+    if (!h) die("out of memory for a synthetic header");
+    return h;
+}
+
+/* Invents a model in memory, or in the file set->model when one is named (which must not exist yet). */
+static void synth_load(struct engine *e) {
+    char err[ERR_MAX], name[64];
+    int layers = 0;
+    const struct synth *y = NULL;
+    const char *colon = strchr(e->set->synth, ':');
+    snprintf(name, sizeof name, "%.*s", colon ? (int)(colon - e->set->synth) : 60, e->set->synth);
+    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++)
+        if (!strcmp(name, synths[i].name)) y = &synths[i];
+    if (!y) die_usage("--synth %s: known shapes are qwen3-30b-a3b and qwen3-235b-a22b", name);
+    if (colon) layers = atoi(colon + 1);
+    if (colon && (layers < 1 || layers > y->n_layer)) die_usage("--synth %s: layers from 1 to %d", e->set->synth, y->n_layer);
+    layers = layers ? layers : y->n_layer;
+    struct synth_tensor *t = synth_tensors(y, layers);
+    size_t head;
+    uint64_t data, rng = 42;
+    uint8_t *h = synth_header(y, layers, t, &head, &data), *p;
+    size_t total = head + (size_t)data;
+    int fd = -1;
+    if (e->set->model) {
+        fd = open(e->set->model, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+        if (fd < 0) die("cannot create '%s': %s", e->set->model, strerror(errno));
+        int rc = posix_fallocate(fd, 0, (off_t)total);
+        if (rc) unlink(e->set->model), die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
+    } else if ((double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
+        die("%s needs %.1f GiB of memory; cut it with --synth %s:LAYERS", e->set->synth, (double)total / 0x1p30, name);
+    }
+    p = mmap(NULL, total, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+    if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
+    if (fd >= 0) close(fd);
+    memcpy(p, h, head);
+    free(h);
+    uint64_t at = head;
+    for (size_t i = 0; i < arrlenu(t); i++) {
+        uint64_t bytes = t[i].bytes;
+        if (strstr(t[i].name, ".scale")) { /* experts whose products have unit scale */
+            for (uint64_t k = 0; k < bytes / 4; k++) {
+                float v = 0.01f;
+                memcpy(p + at + 4 * k, &v, 4);
+            }
+        } else {
+            synth_fill(p + at, bytes, t[i].type, t[i].n_dims == 1, &rng);
+        }
+        at += gguf_pad(bytes);
+    }
+    arrfree(t);
+    if (gguf_parse(&e->model.gguf, p, total, err, ERR_MAX) || model_bind(&e->model, err)) die("synthetic model: %s", err);
+}
+/* ============================================================================================================
+ * Main
+ * ============================================================================================================ */
+
+#define MOE_VERSION "0.1.0"
+
+/* Tokens of context: what was asked for, or the trained length, shortened until the cache takes at most half of the memory
+ * that is free. */
+static int choose_context(const struct engine *e) {
+    const struct model *m = &e->model;
+    uint64_t per = kv_token_bytes(m, settings_kv(e->set));
+    if (e->set->n_ctx) return e->set->n_ctx;
+    uint64_t room = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2, n = per ? room / per : 0;
+    n = n < (uint64_t)m->n_ctx_train ? n / 256 * 256 : (uint64_t)m->n_ctx_train;
+    return n < 256 ? (m->n_ctx_train < 256 ? m->n_ctx_train : 256) : (int)n;
+}
+
+static void engine_open(struct engine *e, struct settings *set) {
+    char err[ERR_MAX];
+    memset(e, 0, sizeof *e);
+    e->set = set;
+    if (set->synth) synth_load(e);
+    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (model_load(&e->model, set->model, err)) die("%s", err);
+    settings_resolve(set, &e->model);
+    if (set->info) return; /* needs no memory of its own */
+    int threads = set->threads ? set->threads : omp_get_num_procs(), n_ctx = choose_context(e);
+    session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(), threads, n_ctx, settings_kv(set));
+    if (set->verbose)
+        note("%s: %.1f MiB loaded in %.2f s; %s kernels, %d threads; cache %.1f MiB for %d tokens; activations %.1f MiB", e->model.name,
+             (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r.k->name, threads, (double)e->session.r.kv_bytes / 0x1p20, n_ctx,
+             (double)e->session.r.bytes / 0x1p20);
+}
+
+static void engine_close(struct engine *e) {
+    if (e->session.m) session_free(&e->session);
+    model_free(&e->model);
+}
+
+static void drop_newline(char **text) {
+    if (arrlen(*text) && arrlast(*text) == '\n') (void)arrpop(*text);
+    if (arrlen(*text) && arrlast(*text) == '\r') (void)arrpop(*text);
+}
+
+/* stdin, -f and -p, joined by blank lines; false when there is none of them. */
+static bool gather_prompt(const struct settings *set, char **out) {
+    char err[ERR_MAX], *part = NULL;
+    bool any = false;
+    if (!term.in_tty && !set->lines) {
+        if (read_fd(0, out)) die("cannot read stdin: %s", strerror(errno));
+        drop_newline(out);
+        any = arrlen(*out) > 0;
+    }
+    if (set->prompt_file) {
+        if (read_file(set->prompt_file, &part, err)) die("%s", err);
+        drop_newline(&part);
+        if (any) sb_puts(out, "\n\n");
+        sb_put(out, part, arrlenu(part));
+        arrfree(part);
+        any = true;
+    }
+    if (set->prompt) {
+        if (any) sb_puts(out, "\n\n");
+        sb_puts(out, set->prompt);
+        any = true;
+    }
+    return any;
+}
+
+static int32_t *parse_ids(const char *s, int n_vocab) {
+    int32_t *ids = NULL;
+    for (const char *p = s; *p;) {
+        char *end;
+        long v = strtol(p, &end, 10);
+        if (end == p || (*end && *end != ',' && *end != ' ') || v < 0 || v >= n_vocab)
+            die_usage("--ids: '%.20s' is not a token id from 0 to %d", p, n_vocab - 1);
+        arrput(ids, (int32_t)v);
+        p = *end ? end + 1 : end;
+    }
+    if (!arrlen(ids)) die_usage("--ids: no token ids");
+    return ids;
+}
+
+/* Token ids of a prompt that is not a chat: --ids, or plain text with --raw. */
+static int32_t *raw_ids(const struct engine *e, const char *text, size_t n) {
+    const struct vocab *v = &e->model.vocab;
+    int32_t *ids = NULL;
+    if (e->set->ids) return parse_ids(e->set->ids, e->model.n_vocab);
+    if (!v->n_tokens) die("'%s' has no vocabulary: give token ids with --ids", e->set->model);
+    if (v->add_bos && v->bos >= 0) arrput(ids, v->bos);
+    tokenize_all(v, text, n, e->set->special, &ids);
+    if (!arrlen(ids)) die("the prompt has no tokens");
+    return ids;
+}
+
+/* Continues a prompt without a template and prints the continuation verbatim. */
+static int run_raw(struct engine *e, const char *text, size_t n) {
+    char err[ERR_MAX];
+    int32_t *ids = raw_ids(e, text, n);
+    struct chat c = {.set = e->set, .m = &e->model, .s = &e->session};
+    struct turn_stats st = {0};
+    if (!e->model.vocab.n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
+    sampler_init(&c.sampler, e->model.vocab.n_tokens, e->set->seed >= 0 ? (uint64_t)e->set->seed : (uint64_t)time(NULL));
+    enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), err);
+    if (r == SYNC_FAILED) die("%s", err);
+    struct printer p = printer_make(&c, false, true);
+    enum stop_reason why = STOP_INTERRUPT;
+    if (r == SYNC_DONE) {
+        st.n_prompt = e->session.sync_tokens, st.prompt_seconds = e->session.sync_seconds;
+        why = generate(&c, &p, &st);
+        chat_stats_line(&c, &st);
+    }
+    arrfree(p.text);
+    arrfree(ids);
+    sampler_free(&c.sampler);
+    return why == STOP_INTERRUPT ? EXIT_INTERRUPT : EXIT_OK;
+}
+
+/* One prompt, one answer. */
+static int run_prompt(struct engine *e, const char *text, size_t n) {
+    char err[ERR_MAX];
+    struct chat c;
+    if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
+    enum turn_result r = chat_turn(&c, text, n, err);
+    chat_free(&c);
+    if (r == TURN_FAILED) {
+        fprintf(stderr, "moe: %s\n", err);
+        return EXIT_RUN;
+    }
+    return r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
+}
+
+/* Every line of stdin is a prompt with a conversation of its own; a line that fails does not keep the others from being answered. */
+static int run_lines(struct engine *e) {
+    char *line = NULL;
+    size_t cap = 0;
+    ssize_t n;
+    int code = EXIT_OK;
+    while (code != EXIT_INTERRUPT && (n = getline(&line, &cap, stdin)) >= 0) {
+        if (n && line[n - 1] == '\n') n--;
+        if (n && line[n - 1] == '\r') n--;
+        if (!n) continue;
+        int rc = e->set->raw ? run_raw(e, line, (size_t)n) : run_prompt(e, line, (size_t)n);
+        if (rc) code = rc;
+    }
+    free(line);
+    return code;
+}
+
+static void banner(const struct engine *e) {
+    const struct model *m = &e->model;
+    char a[32];
+    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used, m->n_expert_max, m->pruned ? ", pruned" : "",
+         m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
+    note("%s, %d threads; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r.k->name, e->session.r.n_threads,
+         with_commas((uint64_t)e->session.n_ctx, a), (double)e->session.r.kv_bytes / 0x1p20, e->set->kv, m->load_seconds);
+    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
+}
+
+static int run_chat(struct engine *e) {
+    char err[ERR_MAX];
+    struct chat c;
+    if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
+    banner(e);
+    int code = repl_run(&c);
+    chat_free(&c);
+    return code;
+}
+
+static int run(struct settings *set) {
+    struct engine e;
+    char err[ERR_MAX], *text = NULL;
+    int code;
+    if (set->tokenize) return mode_tokenize(set);
+    if (set->render) return mode_render(set);
+    if (set->lines && (set->prompt || set->prompt_file || set->ids)) die_usage("--lines takes its prompts from stdin alone");
+    if (set->system_file) {
+        if (read_file(set->system_file, &text, err)) die("%s", err);
+        drop_newline(&text);
+        free(set->system);
+        set->system = xstrndup(text, arrlenu(text));
+        arrfree(text);
+    }
+    engine_open(&e, set);
+    bool own_text = set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
+    bool has_prompt = !own_text && gather_prompt(set, &text);
+    if (set->info) code = mode_info(&e);
+    else if (set->perplexity) code = mode_perplexity(&e);
+    else if (set->needle) code = mode_needle(&e);
+    else if (set->smoke) code = mode_smoke(&e);
+    else if (set->bench) code = mode_bench(&e);
+    else if (set->logits) {
+        if (!set->ids && !has_prompt) die_usage("--logits wants a prompt: stdin, -p, -f or --ids");
+        int32_t *ids = NULL;
+        struct chat c;
+        struct text t = {0};
+        if (set->ids || set->raw) {
+            ids = raw_ids(&e, text, arrlenu(text));
+        } else {
+            if (chat_init(&c, set, &e.model, &e.session, err)) die("%s", err);
+            chat_push(&c, "user", text, arrlenu(text));
+            if (chat_render(&c, &t, err)) die("%s", err);
+            chat_tokenize(&c, &t, &ids);
+            text_free(&t);
+            chat_free(&c);
+        }
+        code = mode_logits(&e, ids, (int)arrlen(ids));
+        arrfree(ids);
+    } else if (set->lines) code = run_lines(&e);
+    else if (set->ids) code = run_raw(&e, NULL, 0);
+    else if (has_prompt) code = set->raw ? run_raw(&e, text, arrlenu(text)) : run_prompt(&e, text, arrlenu(text));
+    else if (!term.in_tty) die_usage("no prompt: stdin is empty");
+    else if (set->raw) die_usage("--raw wants a prompt: -p, -f or piped stdin");
+    else code = run_chat(&e);
+    arrfree(text);
+    engine_close(&e);
+    if (fflush(stdout) || ferror(stdout)) die("cannot write the answer: %s", strerror(errno));
+    return code;
+}
+
+static int print_version(void) {
+    printf("moe %s (CPU: %s)\n", MOE_VERSION, kernels_choose()->name);
+    return EXIT_OK;
+}
+
+/* The program; the tests include this file and bring a main of their own. */
+int moe_main(int argc, char **argv) {
+    struct settings set;
+    setlocale(LC_CTYPE, "C.UTF-8");
+    term_init();
+    signals_install();
+    settings_init(&set);
+    options_parse(&set, argc, argv);
+    int code;
+    if (set.help) options_help(stdout), code = EXIT_OK;
+    else if (set.version) code = print_version();
+    else code = run(&set);
+    settings_free(&set);
+    return code;
+}
+
+#ifndef MOE_NO_MAIN
+int main(int argc, char **argv) { return moe_main(argc, argv); }
+#endif

@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""Recomputes the logits of the fixtures from their files alone, in numpy float64, and compares.
+
+    check_tiny.py [NAME ...]    no name: every directory of tests/fixtures; exit 1 if any NMSE exceeds 1e-10
+
+It shares no code with gen_tiny.py or transformers: it reads config.json and the safetensors bytes as a
+converter must, so a mistake in how a fixture was stored or declared shows here.  Only numpy is needed.
+"""
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+LIMIT = 1e-10
+E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def e4m3_table():
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = np.where(exponent > 0, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+    value[byte & 127 == 127] = np.nan
+    return np.where(byte & 128, -value, value)
+
+
+E4M3 = e4m3_table()
+
+
+def bf16_round(x):
+    """float32 -> nearest BF16, ties to even, as float32."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+class Weights:
+    """The tensors of a checkpoint.  get() dequantises by what is stored, not by what config.json declares."""
+
+    def __init__(self, folder):
+        self.raw, self.used = {}, set()
+        for path in sorted(folder.glob("*.safetensors")):
+            data = path.read_bytes()
+            start = 8 + int.from_bytes(data[:8], "little")
+            for name, t in json.loads(data[8:start]).items():
+                if name != "__metadata__":
+                    first, last = t["data_offsets"]
+                    self.raw[name] = (t["dtype"], t["shape"], data[start + first:start + last])
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            assert set(json.loads(index.read_text())["weight_map"]) == set(self.raw), "index and files differ"
+
+    def plain(self, name):
+        self.used.add(name)
+        dtype, shape, data = self.raw[name]
+        if dtype == "BF16":
+            x = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        elif dtype == "F8_E4M3":
+            x = E4M3[np.frombuffer(data, np.uint8)]
+        else:
+            x = np.frombuffer(data, {"F32": "<f4", "F16": "<f2", "U8": "u1"}[dtype])
+        return x.reshape(shape)
+
+    def has(self, name):
+        return name in self.raw
+
+    def get(self, name):
+        """float64 [out, in] or [n]."""
+        if self.has(name + "_packed"):  # compressed-tensors
+            self.used.add(name.replace("weight", "input_global_scale"))
+            divisor = float(self.plain(name + "_global_scale")[0])
+            return self.nvfp4(self.plain(name + "_packed"), name) / divisor
+        if self.has(name + "_scale_inv"):  # FP8 in blocks; the product becomes BF16
+            w, s = self.plain(name), self.plain(name + "_scale_inv")
+            s = np.kron(s, np.ones((128, 128), np.float32))[:w.shape[0], :w.shape[1]]
+            return bf16_round(w.astype(np.float32) * s).astype(float)
+        if not self.has(name + "_scale"):
+            return self.plain(name).astype(float)
+        self.used.add(name.replace("weight", "input_scale"))
+        if self.has(name + "_scale_2"):  # ModelOpt NVFP4
+            return self.nvfp4(self.plain(name), name) * float(self.plain(name + "_scale_2"))
+        return self.plain(name).astype(float) * float(self.plain(name + "_scale"))
+
+    def nvfp4(self, packed, name):
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+        return E2M1[codes] * np.repeat(self.plain(name + "_scale"), 16, -1)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def rms(x, w, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def rope_tables(config, n, dim):
+    """cos and sin [n, dim/2] and the factor on the scores; YaRN as in arXiv 2309.00071 and DeepSeek-V3."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    i = np.arange(dim // 2)
+    inv, amplitude, sharpen = theta ** (-2.0 * i / dim), 1.0, 1.0
+    if (rope.get("rope_type") or rope.get("type", "default")) == "yarn":
+        factor, length = rope["factor"], rope["original_max_position_embeddings"]
+        bound = [dim * math.log(length / (b * 2 * math.pi)) / (2 * math.log(theta))
+                 for b in (rope["beta_fast"], rope["beta_slow"])]
+        low, high = max(math.floor(bound[0]), 0), min(math.ceil(bound[1]), dim - 1)
+        ramp = np.clip((i - low) / max(high - low, 1e-3), 0, 1)
+        inv = inv / factor * ramp + inv * (1 - ramp)
+        mscale = lambda m: 0.1 * m * math.log(factor) + 1
+        if rope.get("mscale_all_dim"):
+            sharpen = mscale(rope["mscale_all_dim"]) ** 2
+            amplitude = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+        else:
+            amplitude = mscale(1)
+    angle = np.arange(n)[:, None] * inv
+    return np.cos(angle) * amplitude, np.sin(angle) * amplitude, sharpen
+
+
+def attend(q, k, v, scale):
+    """q [n, heads, d], k [n, kv, d], v [n, kv, dv] -> [n, heads * dv], causal."""
+    n, heads = q.shape[:2]
+    k, v = (np.repeat(t, heads // t.shape[1], 1) for t in (k, v))
+    score = np.einsum("qhd,khd->hqk", q, k) * scale + np.triu(np.full((n, n), -np.inf), 1)
+    return np.einsum("hqk,khd->qhd", softmax(score), v).reshape(n, -1)
+
+
+def gqa(W, config, x, p):
+    n, d, eps = len(x), config["head_dim"], config["rms_norm_eps"]
+    q, k, v = ((x @ W.get(f"{p}{c}_proj.weight").T).reshape(n, -1, d) for c in "qkv")
+    q, k = rms(q, W.get(p + "q_norm.weight"), eps), rms(k, W.get(p + "k_norm.weight"), eps)
+    cos, sin, sharpen = rope_tables(config, n, d)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turn(t):  # pairs (i, i + d/2)
+        a, b = t[..., :d // 2], t[..., d // 2:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    return attend(turn(q), turn(k), v, d ** -0.5 * sharpen) @ W.get(p + "o_proj.weight").T
+
+
+def mla(W, config, x, p):
+    n, heads, eps = len(x), config["num_attention_heads"], config["rms_norm_eps"]
+    nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
+    if config["q_lora_rank"]:
+        q = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
+        q = q @ W.get(p + "q_b_proj.weight").T
+    else:
+        q = x @ W.get(p + "q_proj.weight").T
+    q = q.reshape(n, heads, nope + rope)
+    latent = x @ W.get(p + "kv_a_proj_with_mqa.weight").T
+    kv = rms(latent[:, :rank], W.get(p + "kv_a_layernorm.weight"), eps) @ W.get(p + "kv_b_proj.weight").T
+    kv = kv.reshape(n, heads, nope + config["v_head_dim"])
+    cos, sin, sharpen = rope_tables(config, n, rope)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turn(t):  # pairs (2i, 2i + 1)
+        a, b = t[..., 0::2], t[..., 1::2]
+        return np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(t.shape)
+
+    q = np.concatenate([q[..., :nope], turn(q[..., nope:])], -1)
+    k_rope = np.repeat(turn(latent[:, None, rank:]), heads, 1)
+    k = np.concatenate([kv[..., :nope], k_rope], -1)
+    return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen) @ W.get(p + "o_proj.weight").T
+
+
+def ffn(W, x, p):
+    gate, up, down = (W.get(f"{p}{c}_proj.weight") for c in ("gate", "up", "down"))
+    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def moe(W, config, x, p):
+    k, gate = config["num_experts_per_tok"], W.get(p + "gate.weight")
+    experts = len(gate)  # a pruned layer has fewer than config.json says
+    assert experts == len({n.split(".")[5] for n in W.raw if n.startswith(p + "experts.")}), p
+    logits = x @ gate.T
+    if W.has(p + "gate.e_score_correction_bias"):
+        score = 1 / (1 + np.exp(-logits))
+        choice = score + W.get(p + "gate.e_score_correction_bias")
+        groups = choice.reshape(len(x), config["n_group"], -1)
+        value = np.sort(groups, -1)[..., -2:].sum(-1)
+        worst = np.argsort(-value, -1)[:, config["topk_group"]:]
+        np.put_along_axis(groups, worst[..., None], -np.inf, 1)
+        choice = groups.reshape(choice.shape)
+    else:
+        choice = score = softmax(logits)
+    best = np.argsort(-choice, -1)[:, :k]
+    weight = np.take_along_axis(score, best, -1)
+    if config["norm_topk_prob"]:
+        weight = weight / weight.sum(-1, keepdims=True)
+    weight = weight * config.get("routed_scaling_factor", 1.0)
+    y = np.zeros_like(x)
+    for e in range(experts):
+        token, slot = np.nonzero(best == e)
+        y[token] += weight[token, slot, None] * ffn(W, x[token], f"{p}experts.{e}.")
+    return y + ffn(W, x, p + "shared_experts.") if config.get("n_shared_experts") else y
+
+
+def forward(W, config, ids):
+    eps = config["rms_norm_eps"]
+    x = W.get("model.embed_tokens.weight")[ids]
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        attention = mla if "kv_lora_rank" in config else gqa
+        x = x + attention(W, config, rms(x, W.get(p + "input_layernorm.weight"), eps), p + "self_attn.")
+        h = rms(x, W.get(p + "post_attention_layernorm.weight"), eps)
+        x = x + (moe(W, config, h, p + "mlp.") if W.has(p + "mlp.gate.weight") else ffn(W, h, p + "mlp."))
+    head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    return rms(x, W.get("model.norm.weight"), eps) @ W.get(head).T
+
+
+def check(folder):
+    config, W = json.loads((folder / "config.json").read_text()), Weights(folder)
+    ids = np.fromfile(folder / "ids.i32", "<i4")
+    want = np.fromfile(folder / "logits.f32", "<f4").reshape(len(ids), -1).astype(float)
+    got = forward(W, config, ids)
+    nmse = ((got - want) ** 2).sum() / (want ** 2).sum()
+
+    (start, tail), = json.loads((folder / "greedy.json").read_text()).items()
+    start = int(start.rpartition("_")[2])
+    seen = forward(W, config, np.concatenate([ids[:start], tail]))[start - 1:-1].argmax(-1)
+
+    ignored = f"model.layers.{config['num_hidden_layers']}.", "k_proj.k_scale", "v_proj.v_scale"  # MTP, cache
+    unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
+    good = nmse < LIMIT and list(seen) == tail and not unread
+    print(f"{folder.name:20} NMSE {nmse:.1e}  greedy {'same' if list(seen) == tail else 'DIFFERS'}  "
+          f"tensors {len(W.raw):4}  unread {len(unread)} {unread[:3] or ''} {'ok' if good else 'FAILED'}")
+    return good
+
+
+def main():
+    folders = [FIXTURES / n for n in sys.argv[1:]] or sorted(p.parent for p in FIXTURES.glob("*/config.json"))
+    results = [check(folder) for folder in folders]
+    sys.exit(not all(results))
+
+
+if __name__ == "__main__":
+    main()

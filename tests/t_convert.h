@@ -1,0 +1,1390 @@
+/* build/moe-convert: small Hugging Face directories written here, converted, and the GGUF read back. Truth is computed
+ * from what was put into the safetensors file, with the formulas of the formats. */
+
+/* ------------------------------------------------------------------------------------------------ a model directory */
+
+enum hf_form { HF_BF16, HF_F16, HF_F32, HF_NVFP4, HF_CT_NVFP4, HF_FP8_TENSOR, HF_FP8_ROW, HF_FP8_BLOCK };
+
+struct hf_tensor {
+    char name[128], dtype[16], shape[48];
+    uint8_t *data; /* stb_ds */
+};
+
+/* A directory in the making. Tensors stay in memory until hf_convert, so that a test can change any of them. */
+struct hf {
+    char dir[96];
+    struct hf_tensor *t;        /* stb_ds */
+    json_t *config, *tokenizer; /* written as config.json and tokenizer.json unless NULL */
+    json_t *tokenizer_config, *generation;
+    enum hf_form attn, experts; /* forms of the linear layers */
+    int n_experts[4];           /* per layer; 0: dense */
+    const char *prefix;         /* of tensor names */
+    uint64_t rng;
+    char *out, *err; /* of the last conversion; stb_ds */
+    struct gguf g;
+};
+
+static struct hf_tensor *hf_find(struct hf *h, const char *name) {
+    for (size_t i = 0; i < arrlenu(h->t); i++)
+        if (!strcmp(h->t[i].name, name)) return &h->t[i];
+    return NULL;
+}
+
+static void hf_put(uint8_t **data, const void *p, size_t n) { sb_put((char **)data, p, n); }
+
+static struct hf_tensor *hf_add(struct hf *h, const char *name, const char *dtype, const char *shape,
+                                const void *p, size_t n) {
+    struct hf_tensor t = {.data = NULL};
+    snprintf(t.name, sizeof t.name, "%s%s", h->prefix ? h->prefix : "", name);
+    snprintf(t.dtype, sizeof t.dtype, "%s", dtype);
+    snprintf(t.shape, sizeof t.shape, "%s", shape);
+    hf_put(&t.data, p, n);
+    arrput(h->t, t);
+    return &arrlast(h->t);
+}
+
+static void hf_drop(struct hf *h, const char *name) {
+    struct hf_tensor *t = hf_find(h, name);
+    if (!CHECK(t, "no tensor %s", name)) return;
+    arrfree(t->data);
+    arrdel(h->t, t - h->t);
+}
+
+/* rows x cols of random values around 0.05, plain. */
+static void hf_plain(struct hf *h, const char *name, const char *shape, size_t n, enum hf_form form) {
+    struct hf_tensor *t = hf_add(h, name,
+                                 form == HF_F32   ? "F32"
+                                 : form == HF_F16 ? "F16"
+                                                  : "BF16",
+                                 shape, NULL, 0);
+    for (size_t i = 0; i < n; i++) {
+        float v = (float)(rng_uniform(&h->rng) - 0.5) * 0.2f;
+        uint16_t b = form == HF_F16 ? f16_from_f32(v) : bf16_from_f32(v);
+        if (form == HF_F32) hf_put(&t->data, &v, 4);
+        else hf_put(&t->data, &b, 2);
+    }
+}
+
+static void hf_scalar(struct hf *h, const char *x, const char *side, float v) {
+    char name[128];
+    snprintf(name, sizeof name, "%s.%s", x, side);
+    hf_add(h, name, "F32", "[]", &v, 4);
+}
+
+/* A linear layer x of any form, random. */
+static void hf_linear(struct hf *h, const char *x, size_t rows, size_t cols, enum hf_form form) {
+    char name[128], shape[48];
+    bool fp4 = form == HF_NVFP4 || form == HF_CT_NVFP4;
+    snprintf(name, sizeof name, "%s.%s", x, form == HF_CT_NVFP4 ? "weight_packed" : "weight");
+    snprintf(shape, sizeof shape, "[%zu,%zu]", rows, fp4 ? cols / 2 : cols);
+    if (form <= HF_F32) {
+        hf_plain(h, name, shape, rows * cols, form);
+        return;
+    }
+    struct hf_tensor *w = hf_add(h, name, fp4 ? "U8" : "F8_E4M3", shape, NULL, 0);
+    for (size_t i = 0; i < rows * cols / (fp4 ? 2 : 1); i++) {
+        uint8_t b = (uint8_t)rng_next(&h->rng);
+        arrput(w->data, !fp4 && (b & 0x7f) == 0x7f ? 0 : b);
+    }
+    snprintf(name, sizeof name, "%s.%s", x, form == HF_FP8_BLOCK ? "weight_scale_inv" : "weight_scale");
+    if (fp4) {
+        snprintf(shape, sizeof shape, "[%zu,%zu]", rows, cols / 16);
+        struct hf_tensor *s = hf_add(h, name, "F8_E4M3", shape, NULL, 0);
+        for (size_t i = 0; i < rows * cols / 16; i++) arrput(s->data, (uint8_t)(rng_next(&h->rng) % 0x7f));
+        float v = (float)(1e-4 + 1e-4 * rng_uniform(&h->rng));
+        hf_scalar(h, x, form == HF_NVFP4 ? "weight_scale_2" : "weight_global_scale",
+                  form == HF_NVFP4 ? v : 1 / v);
+        hf_scalar(h, x, form == HF_NVFP4 ? "input_scale" : "input_global_scale",
+                  form == HF_NVFP4 ? 20 * v : 0.05f / v);
+        return;
+    }
+    size_t r = form == HF_FP8_ROW ? rows : form == HF_FP8_BLOCK ? (rows + 127) / 128 : 1;
+    size_t c = form == HF_FP8_BLOCK ? (cols + 127) / 128 : 1;
+    snprintf(shape, sizeof shape, form == HF_FP8_TENSOR ? "[]" : "[%zu,%zu]", r, c);
+    struct hf_tensor *s = hf_add(h, name, "F32", shape, NULL, 0);
+    for (size_t i = 0; i < r * c; i++) {
+        float v = (float)(1e-3 + 1e-3 * rng_uniform(&h->rng));
+        hf_put(&s->data, &v, 4);
+    }
+}
+
+static void hf_write(struct hf *h, const char *file, const void *p, size_t n) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/%s", h->dir, file);
+    FILE *f = fopen(path, "w");
+    if (CHECK(f && (!n || fwrite(p, 1, n, f) == n), "cannot write %s", path)) fclose(f);
+}
+
+static void hf_json(struct hf *h, const char *file, json_t *j) {
+    char *s = j ? json_dumps(j, JSON_COMPACT) : NULL;
+    if (s) hf_write(h, file, s, strlen(s));
+    free(s);
+}
+
+/* Tensors first to last-1 as one safetensors file. */
+static void hf_shard(struct hf *h, const char *file, size_t first, size_t last) {
+    char *s = NULL;
+    uint64_t at = 0;
+    sb_puts(&s, "01234567{\"__metadata__\":{\"format\":\"pt\"}");
+    for (size_t i = first; i < last; i++) {
+        const struct hf_tensor *t = &h->t[i];
+        sb_printf(&s, ",\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%llu,%llu]}", t->name,
+                  t->dtype, t->shape, (unsigned long long)at, (unsigned long long)(at + arrlenu(t->data)));
+        at += arrlenu(t->data);
+    }
+    sb_puts(&s, "}");
+    while (arrlenu(s) % 8) sb_puts(&s, " ");
+    uint64_t n = arrlenu(s) - 8;
+    memcpy(s, &n, 8);
+    for (size_t i = first; i < last; i++) sb_put(&s, (char *)h->t[i].data, arrlenu(h->t[i].data));
+    hf_write(h, file, s, arrlenu(s));
+    arrfree(s);
+}
+
+/* Overwrites or adds the keys of a JSON text; null removes nothing but means absent. */
+static void hf_set(json_t *j, const char *text) {
+    json_error_t e;
+    json_t *more = json_loads(text, 0, &e);
+    if (CHECK(more, "%s: %s", text, e.text)) json_object_update(j, more);
+    json_decref(more);
+}
+
+#define HF_VOCAB 300 /* 256 bytes, 3 merged, 3 added, the rest unused */
+
+/* Byte b in GPT-2's alphabet. */
+static const char *hf_byte(int b) {
+    static char s[4];
+    int cp = b < 33 ? 256 + b : b < 127 ? b : b < 161 ? 256 + 33 + b - 127 : b == 173 ? 256 + 67 : b;
+    uint8_t u[4];
+    int n = (int)utf8proc_encode_char(cp, u);
+    memcpy(s, u, (size_t)n);
+    s[n] = 0;
+    return s;
+}
+
+static void hf_tokenizer(struct hf *h) {
+    json_t *v = json_object();
+    for (int b = 0; b < 256; b++) json_object_set_new(v, hf_byte(b), json_integer(b));
+    json_object_set_new(v, "he", json_integer(256));
+    json_object_set_new(v, "\xc4\xa0he", json_integer(257));
+    json_object_set_new(v, "\xc4\xa0hel", json_integer(258));
+    h->tokenizer = json_pack(
+        "{s:{s:s,s:o,s:[s,s,s]},s:[{s:i,s:s,s:b},{s:i,s:s,s:b},{s:i,s:s,s:b}],s:{s:s},s:{s:s},"
+        "s:{s:s,s:[{s:s,s:{s:s},s:s,s:b},{s:s,s:b,s:b}]}}",
+        "model", "type", "BPE", "vocab", v, "merges", "h e", "\xc4\xa0 he", "\xc4\xa0he l", "added_tokens",
+        "id", 259, "content", "<|endoftext|>", "special", 1, "id", 260, "content", "<|im_end|>", "special", 0,
+        "id", 261, "content", "<think>", "special", 0, "normalizer", "type", "NFC", "decoder", "type",
+        "ByteLevel", "pre_tokenizer", "type", "Sequence", "pretokenizers", "type", "Split", "pattern",
+        "Regex",
+        "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| "
+        "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+        "behavior", "Isolated", "invert", 0, "type", "ByteLevel", "add_prefix_space", 0, "use_regex", 0);
+    CHECK(h->tokenizer, "the tokenizer does not build");
+    h->tokenizer_config = json_pack("{s:s,s:s,s:b}", "eos_token", "<|im_end|>", "chat_template",
+                                    "{{ messages }}", "add_bos_token", 0);
+    h->generation = json_pack("{s:[i,i],s:b,s:f,s:i}", "eos_token_id", 260, 259, "do_sample", 1,
+                              "temperature", 0.5, "top_k", 7);
+}
+
+/* Starts a directory; the model is added by hf_qwen3 or hf_deepseek. */
+static void hf_begin(struct hf *h, const char *name) {
+    memset(h, 0, sizeof *h);
+    snprintf(h->dir, sizeof h->dir, "%s/%s", test_dir(), name);
+    mkdir(h->dir, 0777);
+    h->rng = 42;
+    h->n_experts[0] = h->n_experts[1] = 4;
+    hf_tokenizer(h);
+}
+
+#define HF_EMBD 64
+#define HF_FF   128 /* of dense layers and of experts */
+
+static void hf_ffn(struct hf *h, int layer) {
+    static const char *const part[] = {"gate_proj", "up_proj", "down_proj"};
+    char x[96];
+    int n = h->n_experts[layer];
+    for (int p = 0; p < 3 && !n; p++) {
+        snprintf(x, sizeof x, "model.layers.%d.mlp.%s", layer, part[p]);
+        hf_linear(h, x, p < 2 ? HF_FF : HF_EMBD, p < 2 ? HF_EMBD : HF_FF, h->experts);
+    }
+    if (!n) return;
+    snprintf(x, sizeof x, "model.layers.%d.mlp.gate", layer);
+    hf_linear(h, x, (size_t)n, HF_EMBD, HF_BF16);
+    for (int e = 0; e < n; e++)
+        for (int p = 0; p < 3; p++) {
+            snprintf(x, sizeof x, "model.layers.%d.mlp.experts.%d.%s", layer, e, part[p]);
+            hf_linear(h, x, p < 2 ? HF_FF : HF_EMBD, p < 2 ? HF_EMBD : HF_FF, h->experts);
+        }
+}
+
+/* Replaces the experts of a layer by the two tensors of rank 3 with the same values. */
+static void hf_fuse(struct hf *h, int layer) {
+    char name[128], shape[48];
+    int n = h->n_experts[layer];
+    uint8_t *data[2] = {NULL, NULL};
+    for (int e = 0; e < n; e++)
+        for (int p = 0; p < 3; p++) {
+            snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.%s.weight", layer, e,
+                     p == 0   ? "gate_proj"
+                     : p == 1 ? "up_proj"
+                              : "down_proj");
+            struct hf_tensor *t = hf_find(h, name);
+            hf_put(&data[p / 2], t->data, arrlenu(t->data));
+            hf_drop(h, name);
+        }
+    for (int k = 0; k < 2; k++) {
+        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%s", layer,
+                 k ? "down_proj" : "gate_up_proj");
+        snprintf(shape, sizeof shape, k ? "[%d,%d,%d]" : "[%d,%d,%d]", n, k ? HF_EMBD : 2 * HF_FF,
+                 k ? HF_FF : HF_EMBD);
+        hf_add(h, name, "BF16", shape, data[k], arrlenu(data[k]));
+        arrfree(data[k]);
+    }
+}
+
+/* The parts that both families have: embedding, final norm, head, two norms of each layer. */
+static void hf_frame(struct hf *h, int layers) {
+    char name[96];
+    hf_linear(h, "model.embed_tokens", HF_VOCAB, HF_EMBD, HF_BF16);
+    hf_linear(h, "lm_head", HF_VOCAB, HF_EMBD, HF_BF16);
+    hf_plain(h, "model.norm.weight", "[64]", HF_EMBD, HF_BF16);
+    for (int l = 0; l < layers; l++)
+        for (int k = 0; k < 2; k++) {
+            snprintf(name, sizeof name, "model.layers.%d.%s.weight", l,
+                     k ? "post_attention_layernorm" : "input_layernorm");
+            hf_plain(h, name, "[64]", HF_EMBD, HF_BF16);
+        }
+}
+
+/* Two layers, 3 heads of 64 over 1 KV head, 4 experts of which 2 are used. */
+static void hf_qwen3(struct hf *h) {
+    static const struct {
+        const char *name;
+        size_t rows, cols;
+    } part[] = {
+        {"q_proj", 192, HF_EMBD}, {"k_proj", 64, HF_EMBD}, {"v_proj", 64, HF_EMBD}, {"o_proj", HF_EMBD, 192}};
+    char x[96];
+    h->config = json_object();
+    hf_set(
+        h->config,
+        "{\"model_type\":\"qwen3_moe\",\"vocab_size\":300,\"hidden_size\":64,\"num_hidden_layers\":2,"
+        "\"num_attention_heads\":3,\"num_key_value_heads\":1,\"head_dim\":64,\"intermediate_size\":128,"
+        "\"moe_intermediate_size\":128,\"num_experts\":4,\"num_experts_per_tok\":2,\"norm_topk_prob\":true,"
+        "\"max_position_embeddings\":4096,\"rope_theta\":1000000.0,\"rms_norm_eps\":1e-6,"
+        "\"hidden_act\":\"silu\",\"eos_token_id\":260}");
+    hf_frame(h, 2);
+    for (int l = 0; l < 2; l++) {
+        for (int k = 0; k < 4; k++) {
+            snprintf(x, sizeof x, "model.layers.%d.self_attn.%s", l, part[k].name);
+            hf_linear(h, x, part[k].rows, part[k].cols, h->attn);
+        }
+        for (int k = 0; k < 2; k++) {
+            snprintf(x, sizeof x, "model.layers.%d.self_attn.%c_norm.weight", l, k ? 'k' : 'q');
+            hf_plain(h, x, "[64]", 64, HF_BF16);
+        }
+        hf_ffn(h, l);
+    }
+}
+
+/* A dense layer, a mixture layer and a layer for multi-token prediction; 2 heads of 32 + 16, values of 32. */
+static void hf_deepseek(struct hf *h) {
+    static const struct {
+        const char *name;
+        size_t rows, cols;
+    } part[] = {{"self_attn.q_a_proj", 64, HF_EMBD},
+                {"self_attn.q_b_proj", 96, 64},
+                {"self_attn.kv_a_proj_with_mqa", 80, HF_EMBD},
+                {"self_attn.kv_b_proj", 128, 64},
+                {"self_attn.o_proj", HF_EMBD, 64},
+                {"mlp.shared_experts.gate_proj", HF_FF, HF_EMBD},
+                {"mlp.shared_experts.up_proj", HF_FF, HF_EMBD},
+                {"mlp.shared_experts.down_proj", HF_EMBD, HF_FF}};
+    char x[96];
+    float bias[4] = {0.5f, -0.25f, 0.125f, 1.0f};
+    h->config = json_object();
+    hf_set(h->config,
+           "{\"model_type\":\"deepseek_v3\",\"vocab_size\":300,\"hidden_size\":64,\"num_hidden_layers\":2,"
+           "\"num_attention_heads\":2,\"num_key_value_heads\":2,\"q_lora_rank\":64,\"kv_lora_rank\":64,"
+           "\"qk_nope_head_dim\":32,\"qk_rope_head_dim\":16,\"v_head_dim\":32,\"intermediate_size\":128,"
+           "\"moe_intermediate_size\":128,\"n_routed_experts\":4,\"num_experts_per_tok\":2,"
+           "\"n_shared_experts\":1,\"n_group\":2,\"topk_group\":1,\"norm_topk_prob\":true,"
+           "\"routed_scaling_factor\":2.5,\"scoring_func\":\"sigmoid\",\"topk_method\":\"noaux_tc\","
+           "\"first_k_dense_replace\":1,\"num_nextn_predict_layers\":1,\"max_position_embeddings\":4096,"
+           "\"rope_theta\":10000.0,\"rms_norm_eps\":1e-6,\"hidden_act\":\"silu\",\"eos_token_id\":260}");
+    h->n_experts[0] = 0;
+    h->n_experts[1] = h->n_experts[2] = 4;
+    hf_frame(h, 3);
+    for (int l = 0; l < 3; l++) {
+        for (int k = 0; k < (l ? 8 : 5); k++) {
+            snprintf(x, sizeof x, "model.layers.%d.%s", l, part[k].name);
+            hf_linear(h, x, part[k].rows, part[k].cols, k < 5 ? h->attn : h->experts);
+        }
+        for (int k = 0; k < 2; k++) {
+            snprintf(x, sizeof x, "model.layers.%d.self_attn.%s_a_layernorm.weight", l, k ? "kv" : "q");
+            hf_plain(h, x, "[64]", 64, HF_BF16);
+        }
+        hf_ffn(h, l);
+        snprintf(x, sizeof x, "model.layers.%d.mlp.gate.e_score_correction_bias", l);
+        if (l) hf_add(h, x, "F32", "[4]", bias, sizeof bias);
+    }
+    static const char *const norms[] = {"enorm", "hnorm", "shared_head.norm"};
+    for (int k = 0; k < 3; k++) {
+        snprintf(x, sizeof x, "model.layers.2.%s.weight", norms[k]);
+        hf_plain(h, x, "[64]", HF_EMBD, HF_BF16);
+    }
+    hf_linear(h, "model.layers.2.eh_proj", HF_EMBD, 2 * HF_EMBD, HF_BF16);
+}
+
+/* Writes what is not there yet and runs the converter with `options`; its exit code. h->out and h->err hold what it said. */
+static int hf_run(struct hf *h, const char *options) {
+    char cmd[512];
+    hf_json(h, "config.json", h->config);
+    hf_json(h, "tokenizer.json", h->tokenizer);
+    hf_json(h, "tokenizer_config.json", h->tokenizer_config);
+    hf_json(h, "generation_config.json", h->generation);
+    arrsetlen(h->out, 0);
+    arrsetlen(h->err, 0);
+    snprintf(cmd, sizeof cmd, "build/moe-convert %s %s", h->dir, options);
+    int rc = run_command(cmd, &h->out, &h->err);
+    sb_cstr(&h->out), sb_cstr(&h->err);
+    return rc;
+}
+
+static int hf_convert_to(struct hf *h, const char *file) {
+    char options[256];
+    hf_shard(h, "model.safetensors", 0, arrlenu(h->t));
+    snprintf(options, sizeof options, "-o %s/%s", h->dir, file);
+    return hf_run(h, options);
+}
+
+/* Converts and opens the result. */
+static bool hf_convert(struct hf *h) {
+    char path[256], err[ERR_MAX];
+    int rc = hf_convert_to(h, "out.gguf");
+    if (!CHECK(rc == 0, "%s: exit %d: %s", h->dir, rc, h->err)) return false;
+    snprintf(path, sizeof path, "%s/out.gguf", h->dir);
+    gguf_close(&h->g);
+    return CHECK(!gguf_open(&h->g, path, err, sizeof err), "%s", err);
+}
+
+static void hf_end(struct hf *h) {
+    for (size_t i = 0; i < arrlenu(h->t); i++) arrfree(h->t[i].data);
+    arrfree(h->t);
+    arrfree(h->out);
+    arrfree(h->err);
+    json_decref(h->config);
+    json_decref(h->tokenizer);
+    json_decref(h->tokenizer_config);
+    json_decref(h->generation);
+    gguf_close(&h->g);
+    char cmd[128];
+    snprintf(cmd, sizeof cmd, "rm -rf %s", h->dir);
+    CHECK(!system(cmd), "%s", cmd);
+}
+
+/* ----------------------------------------------------------------------------------------------------- reading back */
+
+static int64_t key_int(const struct gguf *g, const char *key) {
+    int64_t v = INT64_MIN;
+    const struct gguf_kv *kv = gguf_find(g, key);
+    CHECK(kv && gguf_elem_int(kv, 0, &v), "%s is missing or no integer", key);
+    return v;
+}
+
+static double key_num(const struct gguf *g, const char *key) {
+    double v = NAN;
+    const struct gguf_kv *kv = gguf_find(g, key);
+    CHECK(kv && gguf_elem_f64(kv, 0, &v), "%s is missing or no number", key);
+    return v;
+}
+
+static bool key_is(const struct gguf *g, const char *key, const char *text) {
+    struct gguf_str s = {"", 0};
+    gguf_get_str(g, key, &s);
+    return gguf_str_eq(s, text);
+}
+
+/* String i of an array; valid until the next call. */
+static const char *key_string(const struct gguf *g, const char *key, uint64_t i) {
+    static char s[256];
+    const struct gguf_kv *kv = gguf_find(g, key);
+    if (!kv || i >= kv->n) return "(none)";
+    const uint8_t *p = kv->data;
+    struct gguf_str v = {"", 0};
+    for (uint64_t k = 0; k <= i; k++) v = gguf_next_str(&p);
+    snprintf(s, sizeof s, "%.*s", (int)v.n, v.p);
+    return s;
+}
+
+/* The tensor, whose type and shape are checked; NULL after a failed check. */
+static const struct gguf_tensor *out_tensor(const struct gguf *g, const char *name, uint32_t type, uint64_t a,
+                                            uint64_t b, uint64_t c) {
+    const struct gguf_tensor *t = gguf_find_tensor(g, name);
+    if (!CHECK(t, "%s is missing", name)) return NULL;
+    bool ok = t->type == type && t->ne[0] == a && t->ne[1] == b && t->ne[2] == c;
+    CHECK(ok, "%s: type %u, %llu x %llu x %llu", name, t->type, (unsigned long long)t->ne[0],
+          (unsigned long long)t->ne[1], (unsigned long long)t->ne[2]);
+    return ok ? t : NULL;
+}
+
+/* The exact value without outer scale of element (r, c) of a layer as it was put into the directory. */
+static float hf_value(struct hf *h, const char *x, enum hf_form form, size_t cols, size_t r, size_t c) {
+    char name[128];
+    snprintf(name, sizeof name, "%s.%s", x, form == HF_CT_NVFP4 ? "weight_packed" : "weight");
+    const struct hf_tensor *w = hf_find(h, name);
+    snprintf(name, sizeof name, "%s.%s", x, form == HF_FP8_BLOCK ? "weight_scale_inv" : "weight_scale");
+    const struct hf_tensor *s = hf_find(h, name);
+    size_t i = r * cols + c;
+    float v;
+    uint16_t b;
+    if (!CHECK(w, "no tensor of %s", x)) return 0;
+    if (form == HF_FP8_BLOCK && arrlenu(s->data) == 4) form = HF_FP8_TENSOR; /* a single block */
+    switch (form) {
+    case HF_F32: memcpy(&v, w->data + 4 * i, 4); return v;
+    case HF_F16: memcpy(&b, w->data + 2 * i, 2); return f16_to_f32(b);
+    case HF_BF16: memcpy(&b, w->data + 2 * i, 2); return bf16_to_f32(b);
+    case HF_NVFP4:
+    case HF_CT_NVFP4: return e2m1_to_f32(w->data[i / 2] >> 4 * (c & 1) & 15) * e4m3_to_f32(s->data[i / 16]);
+    case HF_FP8_TENSOR: return e4m3_to_f32(w->data[i]);
+    default: break;
+    }
+    size_t at = form == HF_FP8_ROW ? r : r / 128 * ((cols + 127) / 128) + c / 128;
+    memcpy(&v, s->data + 4 * at, 4);
+    return bf16_to_f32(bf16_from_f32(e4m3_to_f32(w->data[i]) * v));
+}
+
+/* Compares slice e of an output with the layer x, bit by bit (0 and -0 are equal). */
+static void check_slice(struct hf *h, const struct gguf_tensor *t, uint64_t e, const char *x,
+                        enum hf_form form) {
+    if (!t) return;
+    size_t cols = t->ne[0], rows = t->ne[1], bad = 0;
+    float *row = xmalloc(cols * sizeof *row);
+    for (size_t r = 0; r < rows && !bad; r++) {
+        size_t stride = gguf_row_bytes(t->type, cols);
+        gguf_dequantize_row(t->type, t->data + (e * rows + r) * stride, row, cols);
+        for (size_t c = 0; c < cols; c++) bad += row[c] != hf_value(h, x, form, cols, r, c);
+        CHECK(!bad, "%s: row %zu differs", x, r);
+    }
+    free(row);
+}
+
+static float hf_side(struct hf *h, const char *x, const char *side) {
+    char name[128];
+    float v = NAN;
+    snprintf(name, sizeof name, "%s.%s", x, side);
+    const struct hf_tensor *t = hf_find(h, name);
+    if (CHECK(t, "no %s", name)) memcpy(&v, t->data, 4);
+    return v;
+}
+
+static float out_f32(const struct gguf *g, const char *name, uint64_t n, uint64_t i) {
+    const struct gguf_tensor *t = out_tensor(g, name, GGUF_F32, n, 1, 1);
+    return t ? f32_from_bits(gguf_rd32(t->data + 4 * i)) : NAN;
+}
+
+/* ------------------------------------------------------------------------------------------------------------ tests */
+
+/* Every form of linear layer: type, bits, scales. */
+static void test_convert_forms(void) {
+    static const struct {
+        enum hf_form form;
+        uint32_t type;
+        const char *scale; /* that becomes .scale, or NULL */
+    } f[] = {{HF_BF16, GGUF_BF16, NULL},
+             {HF_F16, GGUF_F16, NULL},
+             {HF_F32, GGUF_F32, NULL},
+             {HF_NVFP4, GGUF_NVFP4, "weight_scale_2"},
+             {HF_CT_NVFP4, GGUF_NVFP4, "weight_global_scale"},
+             {HF_FP8_TENSOR, GGUF_BF16, "weight_scale"},
+             {HF_FP8_ROW, GGUF_BF16, NULL},
+             {HF_FP8_BLOCK, GGUF_BF16, NULL}};
+    for (size_t k = 0; k < sizeof f / sizeof *f; k++) {
+        struct hf h;
+        bool ct = f[k].form == HF_CT_NVFP4, fp4 = ct || f[k].form == HF_NVFP4;
+        hf_begin(&h, "forms");
+        h.attn = h.experts = f[k].form;
+        hf_qwen3(&h);
+        if (hf_convert(&h)) {
+            const char *q = "model.layers.1.self_attn.q_proj", *d = "model.layers.1.mlp.experts.3.down_proj";
+            check_slice(&h, out_tensor(&h.g, "blk.1.attn_q.weight", f[k].type, 64, 192, 1), 0, q, f[k].form);
+            check_slice(&h, out_tensor(&h.g, "blk.1.attn_output.weight", f[k].type, 192, 64, 1), 0,
+                        "model.layers.1.self_attn.o_proj", f[k].form);
+            check_slice(&h, out_tensor(&h.g, "blk.1.ffn_down_exps.weight", f[k].type, 128, 64, 4), 3, d,
+                        f[k].form);
+            check_slice(&h, out_tensor(&h.g, "blk.0.ffn_up_exps.weight", f[k].type, 64, 128, 4), 1,
+                        "model.layers.0.mlp.experts.1.up_proj", f[k].form);
+            CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_q.scale") == !f[k].scale, "form %d: .scale", f[k].form);
+            if (f[k].scale) {
+                float a = hf_side(&h, q, f[k].scale), b = hf_side(&h, d, f[k].scale);
+                CHECK(same_bits(out_f32(&h.g, "blk.1.attn_q.scale", 1, 0), ct ? 1 / a : a), "form %d",
+                      f[k].form);
+                CHECK(same_bits(out_f32(&h.g, "blk.1.ffn_down_exps.scale", 4, 3), ct ? 1 / b : b), "form %d",
+                      f[k].form);
+            }
+            CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_q.input_scale") == !fp4, "form %d: .input_scale",
+                  f[k].form);
+            if (fp4) {
+                float a = hf_side(&h, d, ct ? "input_global_scale" : "input_scale");
+                CHECK(same_bits(out_f32(&h.g, "blk.1.ffn_down_exps.input_scale", 4, 3), ct ? 1 / a : a),
+                      "form %d", f[k].form);
+            }
+        }
+        hf_end(&h);
+    }
+}
+
+/* Multi-head latent attention: the two halves of kv_b_proj, shared experts, router, bias, the prediction layer. */
+static void test_convert_deepseek(void) {
+    static const enum hf_form forms[] = {HF_BF16, HF_NVFP4, HF_FP8_TENSOR, HF_FP8_BLOCK};
+    for (size_t k = 0; k < 4; k++) {
+        struct hf h;
+        const char *x = "model.layers.1.self_attn.kv_b_proj";
+        bool fp4 = forms[k] == HF_NVFP4;
+        hf_begin(&h, "deepseek");
+        h.attn = h.experts = forms[k];
+        hf_deepseek(&h);
+        if (!hf_convert(&h)) {
+            hf_end(&h);
+            continue;
+        }
+        const struct gguf_tensor *kb = out_tensor(&h.g, "blk.1.attn_k_b.weight", GGUF_BF16, 32, 64, 2),
+                                 *vb = out_tensor(&h.g, "blk.1.attn_v_b.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16,
+                                                  64, 32, 2);
+        size_t bad = 0;
+        for (size_t head = 0; head < 2 && kb && vb; head++) {
+            float row[64];
+            for (size_t c = 0; c < 64; c++) {
+                gguf_dequantize_row(kb->type, kb->data + (head * 64 + c) * gguf_row_bytes(kb->type, 32), row,
+                                    32);
+                for (size_t d = 0; d < 32; d++)
+                    bad += row[d] != hf_value(&h, x, forms[k], 64, head * 64 + d, c);
+            }
+            for (size_t d = 0; d < 32; d++) {
+                gguf_dequantize_row(vb->type, vb->data + (head * 32 + d) * gguf_row_bytes(vb->type, 64), row,
+                                    64);
+                for (size_t c = 0; c < 64; c++)
+                    bad += row[c] != hf_value(&h, x, forms[k], 64, head * 64 + 32 + d, c);
+            }
+        }
+        CHECK(!bad, "form %d: %zu values of k_b and v_b differ", forms[k], bad);
+        if (fp4) {
+            float s = hf_side(&h, x, "weight_scale_2");
+            CHECK(same_bits(out_f32(&h.g, "blk.1.attn_k_b.scale", 1, 0), s), "k_b.scale");
+            CHECK(same_bits(out_f32(&h.g, "blk.1.attn_v_b.scale", 1, 0), s), "v_b.scale");
+            CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_k_b.input_scale"),
+                  "k_b has other inputs than kv_b_proj");
+        }
+        check_slice(&h, out_tensor(&h.g, "blk.0.ffn_gate.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16, 64, 128, 1),
+                    0, "model.layers.0.mlp.gate_proj", forms[k]);
+        check_slice(&h,
+                    out_tensor(&h.g, "blk.2.ffn_down_shexp.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16, 128, 64, 1),
+                    0, "model.layers.2.mlp.shared_experts.down_proj", forms[k]);
+        check_slice(&h, out_tensor(&h.g, "blk.2.ffn_gate_inp.weight", GGUF_F32, 64, 4, 1), 0,
+                    "model.layers.2.mlp.gate", HF_BF16);
+        check_slice(&h, out_tensor(&h.g, "blk.2.nextn.eh_proj.weight", GGUF_BF16, 128, 64, 1), 0,
+                    "model.layers.2.eh_proj", HF_BF16);
+        out_tensor(&h.g, "blk.2.nextn.shared_head_norm.weight", GGUF_F32, 64, 1, 1);
+        CHECK(out_f32(&h.g, "blk.1.exp_probs_b.bias", 4, 2) == 0.125f, "bias");
+        hf_end(&h);
+    }
+}
+
+static void test_convert_keys(void) {
+    struct hf h;
+    hf_begin(&h, "keys");
+    hf_deepseek(&h);
+    hf_set(h.config, "{\"rope_scaling\":{\"type\":\"yarn\",\"factor\":40,\"original_max_position_"
+                     "embeddings\":64,\"beta_fast\":32,"
+                     "\"beta_slow\":1,\"mscale\":1.0,\"mscale_all_dim\":1.0}}");
+    if (hf_convert(&h)) {
+        static const struct {
+            const char *key;
+            int64_t v;
+        } ints[] = {{"block_count", 3},
+                    {"context_length", 4096},
+                    {"embedding_length", 64},
+                    {"feed_forward_length", 128},
+                    {"vocab_size", 300},
+                    {"attention.head_count", 2},
+                    {"attention.head_count_kv", 1},
+                    {"attention.key_length", 80},
+                    {"attention.value_length", 64},
+                    {"attention.key_length_mla", 48},
+                    {"attention.value_length_mla", 32},
+                    {"attention.kv_lora_rank", 64},
+                    {"attention.q_lora_rank", 64},
+                    {"rope.dimension_count", 16},
+                    {"leading_dense_block_count", 1},
+                    {"expert_count", 4},
+                    {"expert_used_count", 2},
+                    {"expert_shared_count", 1},
+                    {"expert_feed_forward_length", 128},
+                    {"expert_group_count", 2},
+                    {"expert_group_used_count", 1},
+                    {"expert_gating_func", 2},
+                    {"expert_weights_norm", 1},
+                    {"nextn_predict_layers", 1},
+                    {"rope.scaling.original_context_length", 64}};
+        char key[96];
+        for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
+            snprintf(key, sizeof key, "deepseek2.%s", ints[i].key);
+            CHECK(key_int(&h.g, key) == ints[i].v, "%s is %lld", key, (long long)key_int(&h.g, key));
+        }
+        CHECK(key_is(&h.g, "general.architecture", "deepseek2") && key_is(&h.g, "general.name", "keys"),
+              "names");
+        CHECK(key_int(&h.g, "general.file_type") == 32 && key_int(&h.g, "general.quantization_version") == 2,
+              "types");
+        CHECK(key_num(&h.g, "deepseek2.expert_weights_scale") == 2.5, "scale");
+        CHECK(key_is(&h.g, "deepseek2.rope.scaling.type", "yarn"), "yarn");
+        CHECK(key_num(&h.g, "deepseek2.rope.scaling.factor") == 40, "yarn factor");
+        CHECK((float)key_num(&h.g, "deepseek2.rope.scaling.yarn_log_multiplier") == 0.1f,
+              "yarn log multiplier");
+        CHECK(key_num(&h.g, "general.sampling.temp") == 0.5 && key_int(&h.g, "general.sampling.top_k") == 7,
+              "sampling");
+        CHECK(!gguf_find(&h.g, "general.sampling.top_p") && !gguf_find(&h.g, "moe.reap.pruned"),
+              "keys that nothing asks for");
+    }
+    hf_end(&h);
+    hf_begin(&h, "keys-REAP-qwen");
+    hf_qwen3(&h);
+    hf_set(h.config, "{\"norm_topk_prob\":false,\"tie_word_embeddings\":true,\"rope_theta\":null,"
+                     "\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":5000000,\"factor\":4.0,"
+                     "\"original_max_position_embeddings\":1024}}");
+    if (hf_convert(&h)) {
+        CHECK(key_int(&h.g, "qwen3moe.expert_weights_norm") == 0, "weights_norm");
+        CHECK(key_num(&h.g, "qwen3moe.rope.freq_base") == 5e6 &&
+                  key_num(&h.g, "qwen3moe.rope.scaling.factor") == 4,
+              "rope");
+        CHECK(key_int(&h.g, "qwen3moe.attention.key_length") == 64 &&
+                  key_int(&h.g, "qwen3moe.attention.head_count_kv") == 1,
+              "heads");
+        CHECK(!gguf_find_tensor(&h.g, "output.weight"), "a tied head needs no tensor");
+        CHECK(key_int(&h.g, "moe.reap.pruned") == 1, "the name says REAP");
+    }
+    hf_end(&h);
+}
+
+static void test_convert_vocabulary(void) {
+    struct hf h;
+    hf_begin(&h, "vocabulary");
+    hf_qwen3(&h);
+    for (int pairs = 0; pairs < 2; pairs++) {
+        json_t *model = json_object_get(h.tokenizer, "model");
+        if (pairs)
+            json_object_set_new(
+                model, "merges",
+                json_pack("[[s,s],[s,s],[s,s]]", "h", "e", "\xc4\xa0", "he", "\xc4\xa0he", "l"));
+        if (!hf_convert(&h)) break;
+        const struct gguf_kv *types = gguf_find(&h.g, "tokenizer.ggml.token_type");
+        int64_t type[4] = {0};
+        CHECK(key_is(&h.g, "tokenizer.ggml.model", "gpt2") && key_is(&h.g, "tokenizer.ggml.pre", "qwen2"),
+              "names");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 10), "\xc4\x8a"), "token 10 is a line feed");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 260), "<|im_end|>"),
+              "added tokens are literal");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 299), "[PAD299]"), "padding");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.merges", 2), "\xc4\xa0he l"), "merges");
+        if (CHECK(types && types->n == HF_VOCAB, "token types"))
+            for (uint64_t i = 0; i < 4; i++) gguf_elem_int(types, i < 3 ? 258 + i + (i > 0) : 299, &type[i]);
+        CHECK(type[0] == 1 && type[1] == 3 && type[2] == 4 && type[3] == 5,
+              "types of merged, control, user-defined and unused tokens: %d %d %d %d", (int)type[0],
+              (int)type[1], (int)type[2], (int)type[3]);
+        CHECK(key_int(&h.g, "tokenizer.ggml.eos_token_id") == 260, "eos");
+        CHECK(key_int(&h.g, "tokenizer.ggml.normalizer.nfc") == 1 &&
+                  key_int(&h.g, "tokenizer.ggml.add_bos_token") == 0,
+              "flags");
+        const struct gguf_kv *stops = gguf_find(&h.g, "tokenizer.ggml.eos_token_ids");
+        CHECK(stops && stops->is_array && stops->n == 2, "stop ids");
+        CHECK(key_is(&h.g, "tokenizer.chat_template", "{{ messages }}"), "template");
+        CHECK(!gguf_find(&h.g, "tokenizer.ggml.ignore_merges"), "ignore_merges only when true");
+    }
+    /* a list of templates, and a file that wins over it */
+    hf_set(h.tokenizer_config, "{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"T\"},{\"name\":"
+                               "\"default\",\"template\":\"D\"}]}");
+    if (hf_convert(&h)) CHECK(key_is(&h.g, "tokenizer.chat_template", "D"), "the template named default");
+    hf_write(&h, "chat_template.jinja", "J\n", 2);
+    if (hf_convert(&h)) CHECK(key_is(&h.g, "tokenizer.chat_template", "J\n"), "chat_template.jinja");
+    hf_end(&h);
+}
+
+/* The expressions as the releases ship them (JSON), and the names they get. */
+static void test_convert_pre_tokenizers(void) {
+    static const char byte_level[] =
+        "{\"type\":\"ByteLevel\",\"use_regex\":false,\"add_prefix_space\":false}";
+    /* clang-format off */
+    static const struct {
+        const char *name, *extra, *expr[3];
+    } c[] = {
+        {"qwen35", "{}", {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"glm4", "{}", {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"llama-bpe", "{\"ignore_merges\":true}", {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"qwen2", "{}", {"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"}},
+        {"deepseek-v3", "{}", {"\\p{N}{1,3}", "[一-龥\xe3\x81\x80-\xe3\x82\x9f\xe3\x82\xa0-\xe3\x83\xbf]+",
+            "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"}},
+        {"kimi-k2", "{}", {"[\\p{Han}]+|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"gpt-4o", "{}", {"[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"gpt-2", "{}", {NULL}}};
+    /* clang-format on */
+    struct hf h;
+    hf_begin(&h, "splits");
+    hf_qwen3(&h);
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        json_t *list = json_array(), *pre = json_pack("{s:s,s:o}", "type", "Sequence", "pretokenizers", list);
+        for (int k = 0; k < 3 && c[i].expr[k]; k++)
+            json_array_append_new(list, json_pack("{s:s,s:{s:s},s:s}", "type", "Split", "pattern", "Regex",
+                                                  c[i].expr[k], "behavior", "Isolated"));
+        if (c[i].expr[0]) json_array_append_new(list, json_loads(byte_level, 0, NULL));
+        else json_array_append_new(list, json_pack("{s:s,s:b}", "type", "ByteLevel", "add_prefix_space", 0));
+        json_object_set_new(h.tokenizer, "pre_tokenizer", pre);
+        hf_set(json_object_get(h.tokenizer, "model"), c[i].extra);
+        if (hf_convert(&h))
+            CHECK(key_is(&h.g, "tokenizer.ggml.pre", c[i].name), "%s: another name", c[i].name);
+        CHECK(!gguf_find(&h.g, "tokenizer.ggml.ignore_merges") == !strstr(c[i].extra, "true"),
+              "%s: ignore_merges", c[i].name);
+        hf_set(json_object_get(h.tokenizer, "model"), "{\"ignore_merges\":false}");
+    }
+    hf_end(&h);
+}
+
+/* Kimi: tiktoken ranks, merges derived from them, reserved names, a wrapper with a vision tower. */
+static void test_convert_kimi(void) {
+    static const char *const merged[] = {"he", " he", "hel",
+                                         "xyzzy"}; /* the last cannot be merged from two parts */
+    struct hf h;
+    char *ranks = NULL;
+    hf_begin(&h, "kimi");
+    h.prefix = "language_model.";
+    hf_deepseek(&h);
+    h.prefix = NULL;
+    hf_plain(&h, "vision_tower.patch_embed.proj.weight", "[2,2]", 4, HF_BF16);
+    hf_plain(&h, "mm_projector.linear.weight", "[2,2]", 4, HF_BF16);
+    hf_set(h.config, "{\"model_type\":\"kimi_k2\"}");
+    h.config = json_pack("{s:s,s:o}", "model_type", "kimi_k25", "text_config", h.config);
+    json_decref(h.tokenizer);
+    h.tokenizer = NULL;
+    hf_set(h.tokenizer_config,
+           "{\"tokenizer_class\":\"TikTokenTokenizer\",\"added_tokens_decoder\":{\"262\":{\"content\":"
+           "\"<|im_end|>\",\"special\":true},\"263\":{\"content\":\"<think>\",\"special\":false}}}");
+    for (int r = 0; r < 260; r++) {
+        static const char a[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        char one[2] = {(char)r, 0};
+        const uint8_t *s = (const uint8_t *)(r < 256 ? one : merged[r - 256]);
+        size_t n = r < 256 ? 1 : strlen((const char *)s);
+        for (size_t i = 0; i < n; i += 3) {
+            uint32_t w =
+                (uint32_t)s[i] << 16 | (i + 1 < n ? (uint32_t)s[i + 1] << 8 : 0) | (i + 2 < n ? s[i + 2] : 0);
+            sb_printf(&ranks, "%c%c%c%c", a[w >> 18], a[w >> 12 & 63], i + 1 < n ? a[w >> 6 & 63] : '=',
+                      i + 2 < n ? a[w & 63] : '=');
+        }
+        sb_printf(&ranks, " %d\n", r);
+    }
+    hf_write(&h, "tiktoken.model", ranks, arrlenu(ranks));
+    arrfree(ranks);
+    if (hf_convert(&h)) {
+        const struct gguf_kv *merges = gguf_find(&h.g, "tokenizer.ggml.merges");
+        CHECK(key_is(&h.g, "tokenizer.ggml.pre", "kimi-k2") &&
+                  key_int(&h.g, "tokenizer.ggml.normalizer.nfc") == 0,
+              "kimi-k2");
+        CHECK(merges && merges->n == 3, "%d merges", merges ? (int)merges->n : -1);
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.merges", 1), "\xc4\xa0 he"), "second merge");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.merges", 2), "he l"), "third merge: he before el");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 257), "\xc4\xa0he"), "GPT-2 alphabet");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 261), "<|reserved_token_261|>"), "reserved");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 263), "<think>"), "added");
+        CHECK(key_int(&h.g, "tokenizer.ggml.eos_token_id") == 262, "eos");
+        out_tensor(&h.g, "output.weight", GGUF_BF16, 64, 300, 1);
+    }
+    hf_end(&h);
+}
+
+/* Experts in tensors of rank 3 give the same file as experts one by one; a pruned release may keep different counts. */
+static void test_convert_experts(void) {
+    struct hf h;
+    char err[ERR_MAX];
+    struct gguf fused;
+    hf_begin(&h, "experts");
+    hf_qwen3(&h);
+    if (hf_convert(&h)) {
+        hf_fuse(&h, 0), hf_fuse(&h, 1);
+        char path[160];
+        snprintf(path, sizeof path, "%s/fused.gguf", h.dir);
+        CHECK(!hf_convert_to(&h, "fused.gguf"), "%s", h.err);
+        if (CHECK(!gguf_open(&fused, path, err, sizeof err), "%s", err)) {
+            CHECK(fused.n_tensors == h.g.n_tensors, "tensors");
+            for (uint32_t i = 0; i < h.g.n_tensors; i++) {
+                char name[64];
+                const struct gguf_tensor *a = &h.g.tensors[i],
+                                         *b = gguf_find_tensor(&fused,
+                                                               gguf_printable(a->name, name, sizeof name));
+                CHECK(b && a->bytes == b->bytes && !memcmp(a->data, b->data, a->bytes), "%s differs", name);
+            }
+            gguf_close(&fused);
+        }
+    }
+    hf_end(&h);
+
+    hf_begin(&h, "counts");
+    h.n_experts[1] = 3;
+    h.experts = HF_NVFP4;
+    hf_qwen3(&h);
+    hf_set(h.config, "{\"num_experts\":6,\"reap\":{\"original_experts\":6,\"kept\":[[0,1,3,5],[1,2,4]]}}");
+    if (hf_convert(&h)) {
+        const struct gguf_kv *per = gguf_find(&h.g, "qwen3moe.expert_count_per_layer"),
+                             *kept = gguf_find(&h.g, "moe.reap.kept.1");
+        int64_t a = 0, b = 0, c = 0;
+        out_tensor(&h.g, "blk.1.ffn_gate_exps.weight", GGUF_NVFP4, 64, 128, 3);
+        out_tensor(&h.g, "blk.1.ffn_gate_inp.weight", GGUF_F32, 64, 3, 1);
+        CHECK(key_int(&h.g, "qwen3moe.expert_count") == 4, "the largest count");
+        CHECK(per && per->n == 2 && gguf_elem_int(per, 0, &a) && gguf_elem_int(per, 1, &b) && a == 4 &&
+                  b == 3,
+              "per layer");
+        CHECK(kept && kept->n == 3 && gguf_elem_int(kept, 2, &c) && c == 4, "kept ids");
+        CHECK(key_int(&h.g, "moe.reap.original_expert_count") == 6 && key_int(&h.g, "moe.reap.pruned") == 1,
+              "reap");
+    }
+    hf_end(&h);
+}
+
+/* The golden matrices, each as the up_proj of a dense layer of a model with just these sizes. */
+static void check_golden_conversion(const struct golden_case *c) {
+    char shape[48], text[160];
+    struct hf h;
+    if (strstr(c->name, "experts_")) return;
+    hf_begin(&h, "golden");
+    hf_qwen3(&h);
+    hf_set(h.config, "{\"num_hidden_layers\":1,\"mlp_only_layers\":[0]}");
+    snprintf(text, sizeof text, "{\"hidden_size\":%u,\"intermediate_size\":%u}", c->cols, c->rows);
+    hf_set(h.config, text);
+    for (size_t i = 0; i < arrlenu(h.t); i++) arrfree(h.t[i].data);
+    arrsetlen(h.t, 0);
+    static const struct {
+        const char *x;
+        unsigned rows, cols; /* 0: hidden_size; 1: intermediate_size */
+    } part[] = {{"model.embed_tokens", 300, 0},
+                {"lm_head", 300, 0},
+                {"model.layers.0.self_attn.q_proj", 192, 0},
+                {"model.layers.0.self_attn.k_proj", 64, 0},
+                {"model.layers.0.self_attn.v_proj", 64, 0},
+                {"model.layers.0.self_attn.o_proj", 0, 192},
+                {"model.layers.0.mlp.gate_proj", 1, 0},
+                {"model.layers.0.mlp.down_proj", 0, 1}};
+    static const char *const norm[] = {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm",
+                                       "post_attention_layernorm"};
+    for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
+        unsigned r = part[i].rows, k = part[i].cols;
+        hf_linear(&h, part[i].x,
+                  r > 1 ? r
+                  : r   ? c->rows
+                        : c->cols,
+                  k > 1 ? k
+                  : k   ? c->rows
+                        : c->cols,
+                  HF_BF16);
+    }
+    for (int i = 0; i < 4; i++) {
+        snprintf(text, sizeof text, "model.layers.0.%s.weight", norm[i]);
+        snprintf(shape, sizeof shape, "[%u]", i < 2 ? 64 : c->cols);
+        hf_plain(&h, text, shape, i < 2 ? 64 : c->cols, HF_BF16);
+    }
+    snprintf(shape, sizeof shape, "[%u]", c->cols);
+    hf_plain(&h, "model.norm.weight", shape, c->cols, HF_BF16);
+    bool ct = c->global_scale > 0;
+    const char *x = "model.layers.0.mlp.up_proj";
+    snprintf(text, sizeof text, "%s.%s", x, ct ? "weight_packed" : "weight");
+    snprintf(shape, sizeof shape, "[%u,%u]", c->rows, c->cols / 2);
+    hf_add(&h, text, "U8", shape, c->weight, arrlenu(c->weight));
+    snprintf(text, sizeof text, "%s.weight_scale", x);
+    snprintf(shape, sizeof shape, "[%u,%u]", c->rows, c->cols / 16);
+    hf_add(&h, text, "F8_E4M3", shape, c->scale, arrlenu(c->scale));
+    hf_scalar(&h, x, ct ? "weight_global_scale" : "weight_scale_2", ct ? c->global_scale : c->scale2);
+    if (c->scale2 > 1) {
+        CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, "weight_scale_2") &&
+                  strstr(h.err, "divisor"),
+              "%s: %s", c->name, h.err);
+    } else if (hf_convert(&h)) {
+        const struct gguf_tensor *t =
+            out_tensor(&h.g, "blk.0.ffn_up.weight", GGUF_NVFP4, c->cols, c->rows, 1);
+        CHECK(t && !memcmp(t->data, c->gguf, arrlenu(c->gguf)), "%s: the blocks differ", c->name);
+        CHECK(same_bits(out_f32(&h.g, "blk.0.ffn_up.scale", 1, 0), c->scale2), "%s: the scale differs",
+              c->name);
+    }
+    hf_end(&h);
+}
+
+static void test_convert_golden(void) { golden_cases(check_golden_conversion); }
+
+/* 16 but not 64 divides the width: BF16 of the exact product, with .scale. */
+static void test_convert_narrow(void) {
+    struct hf h;
+    hf_begin(&h, "narrow");
+    hf_deepseek(&h);
+    hf_set(h.config, "{\"q_lora_rank\":80}");
+    for (int l = 0; l < 3; l++) {
+        char x[96];
+        static const char *const drop[] = {"q_a_proj.weight", "q_b_proj.weight", "q_a_layernorm.weight"};
+        for (int k = 0; k < 3; k++)
+            snprintf(x, sizeof x, "model.layers.%d.self_attn.%s", l, drop[k]), hf_drop(&h, x);
+        snprintf(x, sizeof x, "model.layers.%d.self_attn.q_a_proj", l);
+        hf_linear(&h, x, 80, 64, HF_NVFP4);
+        snprintf(x, sizeof x, "model.layers.%d.self_attn.q_b_proj", l);
+        hf_linear(&h, x, 96, 80, HF_NVFP4);
+        snprintf(x, sizeof x, "model.layers.%d.self_attn.q_a_layernorm.weight", l);
+        hf_plain(&h, x, "[80]", 80, HF_F32);
+    }
+    if (hf_convert(&h)) {
+        check_slice(&h, out_tensor(&h.g, "blk.1.attn_q_a.weight", GGUF_NVFP4, 64, 80, 1), 0,
+                    "model.layers.1.self_attn.q_a_proj", HF_NVFP4);
+        check_slice(&h, out_tensor(&h.g, "blk.1.attn_q_b.weight", GGUF_BF16, 80, 96, 1), 0,
+                    "model.layers.1.self_attn.q_b_proj", HF_NVFP4);
+        CHECK(same_bits(out_f32(&h.g, "blk.1.attn_q_b.scale", 1, 0),
+                        hf_side(&h, "model.layers.1.self_attn.q_b_proj", "weight_scale_2")),
+              "scale");
+    }
+    hf_end(&h);
+}
+
+/* A calibration that never reached an expert leaves its input scale out. */
+static void test_convert_input_scale(void) {
+    struct hf h;
+    hf_begin(&h, "input");
+    h.experts = HF_NVFP4;
+    hf_qwen3(&h);
+    hf_drop(&h, "model.layers.0.mlp.experts.2.up_proj.input_scale");
+    if (hf_convert(&h)) {
+        float most = 0;
+        for (uint64_t e = 0; e < 4; e++)
+            most = fmaxf(most, out_f32(&h.g, "blk.0.ffn_up_exps.input_scale", 4, e));
+        CHECK(out_f32(&h.g, "blk.0.ffn_up_exps.input_scale", 4, 2) == most, "the largest of the others");
+        CHECK(strstr(h.err, "1 of 4 input scales are missing"), "%s", h.err);
+    }
+    hf_end(&h);
+}
+
+/* What must be refused: a change to a model that converts, and a part of the message. */
+struct refusal {
+    const char *what, *message;
+    bool deepseek;
+    const char *config; /* keys to set */
+    const char *drop;   /* a tensor to leave out */
+    const char *add;    /* an F32 scalar tensor to add */
+    const char *tokenizer;
+    const char *tokenizer_config;
+};
+
+/* clang-format off */
+static const struct refusal refusals[] = {
+    {"family", "expected qwen3_moe, deepseek_v3", .config = "{\"model_type\":\"llama\"}"},
+    {"type of a key", "'hidden_size': expected an integer", .config = "{\"hidden_size\":\"64\"}"},
+    {"missing key", "'max_position_embeddings': expected", .config = "{\"max_position_embeddings\":null}"},
+    {"activation", "hidden_act", .config = "{\"hidden_act\":\"gelu\"}"},
+    {"sliding window", "use_sliding_window", .config = "{\"use_sliding_window\":true}"},
+    {"bias", "attention_bias", .config = "{\"attention_bias\":true}"},
+    {"rope type", "rope_type", .config = "{\"rope_scaling\":{\"rope_type\":\"longrope\",\"factor\":2}}"},
+    {"rope key", "mrope_section", .config = "{\"rope_scaling\":{\"rope_type\":\"default\",\"mrope_section\":[1]}}"},
+    {"attention factor", "attention_factor", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"attention_factor\":3,\"original_max_position_embeddings\":9}}"},
+    {"mscale", "mscale_all_dim': expected the same number", true, .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"mscale\":1,\"mscale_all_dim\":0.5,\"original_max_position_embeddings\":9}}"},
+    {"half-split rope", "rope_interleave", true, .config = "{\"rope_interleave\":false}"},
+    {"scoring", "scoring_func", true, .config = "{\"scoring_func\":\"tanh\"}"},
+    {"top-k method", "topk_method", true, .config = "{\"topk_method\":\"group_limited_greedy\"}"},
+    {"sparse attention", "index_topk", true, .config = "{\"index_topk\":2048}"},
+    {"groups", "not a multiple of n_group = 3", true, .config = "{\"n_group\":3}"},
+    {"quantisation method", "quant_method': expected one of modelopt compressed-tensors fp8 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
+    {"FP8 blocks", "weight_block_size", .config = "{\"quantization_config\":{\"quant_method\":\"fp8\",\"weight_block_size\":[64,64]}}"},
+    {"announced NVFP4", "no tensor is NVFP4", .config = "{\"quantization_config\":{\"quant_method\":\"modelopt\",\"quant_algo\":\"NVFP4\"}}"},
+    {"shape", "expected [384, 64] (num_attention_heads x head_dim, hidden_size)", .config = "{\"head_dim\":128}"},
+    {"fewer experts than used", "has 4 experts; expected from num_experts_per_tok = 5", .config = "{\"num_experts_per_tok\":5}"},
+    {"reap ids", "rising ids below 9", .config = "{\"reap\":{\"original_experts\":9,\"kept\":[[0,1,1,2]]}}"},
+    {"prediction layer", "layer 2, while num_hidden_layers is 2 and num_nextn_predict_layers 0", true, .config = "{\"num_nextn_predict_layers\":0}"},
+    {"missing tensor", "'model.layers.1.self_attn.k_proj.weight' is missing", .drop = "model.layers.1.self_attn.k_proj.weight"},
+    {"hole in the experts", "layer 1 has 2 experts from 0 on and then a hole", .drop = "model.layers.1.mlp.experts.2.gate_proj.weight", .config = "{\"x\":2}"},
+    {"unknown tensor", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.sinks"},
+    {"bias tensor", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.q_proj.bias"},
+    {"AWQ", "AWQ-smoothed", .add = "model.layers.0.mlp.experts.0.up_proj.pre_quant_scale"},
+    {"INT4", "INT4 pack-quantized", .add = "model.layers.0.mlp.experts.0.up_proj.weight_shape"},
+    {"GPTQ", "GPTQ", .add = "model.layers.0.mlp.experts.0.up_proj.qweight"},
+    {"MXFP4", "MXFP4", .add = "model.layers.0.mlp.experts.gate_up_proj_blocks"},
+    {"scale without codes", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.q_proj.weight_scale_2"},
+    {"tokenizer type", "expected BPE", .tokenizer = "{\"model\":{\"type\":\"Unigram\",\"vocab\":{}}}"},
+    {"normaliser", "expected none, NFC or a Sequence", .tokenizer = "{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Lowercase\"}]}}"},
+    {"pre-tokenizer", "the pre-tokenizer is unknown: \\w+", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+\"},\"behavior\":\"Isolated\"}}"},
+    {"two expressions", "\\w+  then  \\d", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+\"},\"behavior\":\"Isolated\"},{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\d\"},\"behavior\":\"Isolated\"}]}}"},
+    {"merged with neighbours", "a Split is not supported", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"x\"},\"behavior\":\"MergedWithNext\"}}"},
+    {"greedy token", "lstrip", .tokenizer = "{\"added_tokens\":[{\"id\":299,\"content\":\"x\",\"lstrip\":true}]}"},
+    {"text that begins with nothing", "'bos_token': expected a token", .tokenizer_config = "{\"add_bos_token\":true}"},
+    {"text with an end", "the text, or one token and the text", .tokenizer = "{\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[{\"Sequence\":{\"id\":\"A\"}},{\"SpecialToken\":{\"id\":\"<s>\"}}]}}"},
+    {"prefix space", "add_prefix_space", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":true}}"},
+    {"decoder", "expected ByteLevel", .tokenizer = "{\"decoder\":{\"type\":\"Metaspace\"}}"},
+    {"token id", "vocab_size is 300", .tokenizer = "{\"added_tokens\":[{\"id\":300,\"content\":\"x\"}]}"},
+    {"two tokens, one id", "have the same id 5", .tokenizer = "{\"added_tokens\":[{\"id\":5,\"content\":\"<x>\"}]}"},
+    {"merge", "is not in the vocabulary", .tokenizer = "{\"model\":{\"vocab\":{\"a\":0,\"b\":1},\"merges\":[\"a b\"]}}"}};
+
+/* clang-format on */
+
+static void test_convert_refusals(void) {
+    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
+        const struct refusal *r = &refusals[i];
+        struct hf h;
+        hf_begin(&h, "refusals");
+        if (r->deepseek) hf_deepseek(&h);
+        else hf_qwen3(&h);
+        if (r->config) hf_set(h.config, r->config);
+        if (r->tokenizer) hf_set(h.tokenizer, r->tokenizer);
+        if (r->tokenizer_config) hf_set(h.tokenizer_config, r->tokenizer_config);
+        if (r->drop) hf_drop(&h, r->drop);
+        if (!strcmp(r->what, "hole in the experts"))
+            hf_drop(&h, "model.layers.1.mlp.gate.weight"),
+                hf_linear(&h, "model.layers.1.mlp.gate", 2, HF_EMBD, HF_BF16);
+        float one = 1;
+        if (r->add) hf_add(&h, r->add, "F32", "[]", &one, 4);
+        int rc = hf_convert_to(&h, "out.gguf");
+        CHECK(rc == 1 && strstr(h.err, r->message), "%s: exit %d: %s", r->what, rc, h.err);
+        CHECK(!strncmp(h.err, "moe-convert: ", 13), "%s: %s", r->what, h.err);
+        hf_end(&h);
+    }
+}
+
+/* Scales of NVFP4: the other convention under the wrong name, absent, not finite, negative block scales. */
+static void test_convert_scales(void) {
+    static const char *const x = "model.layers.1.mlp.experts.0.up_proj";
+    static const struct {
+        enum hf_form form;
+        const char *side;
+        float value; /* 0: drop the tensor */
+        const char *message;
+    } c[] = {{HF_NVFP4, "weight_scale_2", 3000, "the file seems to mean the divisor"},
+             {HF_CT_NVFP4, "weight_global_scale", 3e-4f, "the file seems to mean the multiplier"},
+             {HF_NVFP4, "weight_scale_2", NAN, "expected a finite number"},
+             {HF_NVFP4, "weight_scale_2", -1, "expected a finite number"},
+             {HF_CT_NVFP4, "weight_global_scale", INFINITY, "expected a finite number"},
+             {HF_NVFP4, "weight_scale_2", 0, "weight_scale_2' is missing"},
+             {HF_NVFP4, "weight_scale", 0, "weight_scale' is missing"},
+             {HF_FP8_TENSOR, "weight_scale", 0, "neither"},
+             {HF_FP8_TENSOR, "weight_scale", NAN, "expected a finite scale"}};
+    char name[128];
+    struct hf h;
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        hf_begin(&h, "scales");
+        h.experts = c[i].form;
+        hf_qwen3(&h);
+        snprintf(name, sizeof name, "%s.%s", x, c[i].side);
+        if (c[i].value == 0) hf_drop(&h, name);
+        else memcpy(hf_find(&h, name)->data, &c[i].value, 4);
+        int rc = hf_convert_to(&h, "out.gguf");
+        CHECK(rc == 1 && strstr(h.err, c[i].message) && strstr(h.err, x), "case %zu: exit %d: %s", i, rc,
+              h.err);
+        hf_end(&h);
+    }
+    for (int i = 0; i < 4; i++) {
+        static const uint8_t byte[] = {0x81, 0x7f, 0xff, 0x80};
+        hf_begin(&h, "scales");
+        h.experts = HF_NVFP4;
+        hf_qwen3(&h);
+        snprintf(name, sizeof name, "%s.weight_scale", x);
+        hf_find(&h, name)->data[9] = byte[i];
+        int rc = hf_convert_to(&h, "out.gguf");
+        CHECK(rc == (i < 3), "scale byte %02x: exit %d: %s", byte[i], rc, h.err);
+        CHECK(i == 3 || strstr(h.err, "row 2, block 1"), "%s", h.err);
+        hf_end(&h);
+    }
+    /* a tensor of zeros has no scale to speak of */
+    hf_begin(&h, "scales");
+    h.experts = HF_CT_NVFP4;
+    hf_qwen3(&h);
+    float inf = INFINITY;
+    snprintf(name, sizeof name, "%s.weight_packed", x);
+    struct hf_tensor *w = hf_find(&h, name);
+    memset(w->data, 0x80, arrlenu(w->data));
+    snprintf(name, sizeof name, "%s.weight_global_scale", x);
+    memcpy(hf_find(&h, name)->data, &inf, 4);
+    if (hf_convert(&h)) CHECK(out_f32(&h.g, "blk.1.ffn_up_exps.scale", 4, 0) == 0, "a zero scale");
+    hf_end(&h);
+    /* scales in the order of a GPU kernel, and MXFP4 scales */
+    for (int i = 0; i < 2; i++) {
+        hf_begin(&h, "scales");
+        h.experts = HF_NVFP4;
+        hf_qwen3(&h);
+        snprintf(name, sizeof name, "%s.weight_scale", x);
+        struct hf_tensor *s = hf_find(&h, name);
+        snprintf(s->shape, sizeof s->shape, i ? "[128,4]" : "[512]");
+        if (i) snprintf(s->dtype, sizeof s->dtype, "U8");
+        int rc = hf_convert_to(&h, "out.gguf");
+        CHECK(rc == 1 && strstr(h.err, i ? "MXFP4" : "swizzled"), "exit %d: %s", rc, h.err);
+        hf_end(&h);
+    }
+}
+
+/* Containers that lie. Each case edits the header of a file that converts. */
+static void test_convert_safetensors(void) {
+    struct hf h;
+    char path[160], cmd[320], *file = NULL, err[ERR_MAX];
+    hf_begin(&h, "container");
+    hf_qwen3(&h);
+    hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+    snprintf(path, sizeof path, "%s/model.safetensors", h.dir);
+    if (!CHECK(!read_file(path, &file, err), "%s", err)) return;
+    size_t n = arrlenu(file), cut[] = {0, 7, 8, 100, n - 1, n / 2};
+    for (size_t i = 0; i < sizeof cut / sizeof *cut; i++) {
+        hf_write(&h, "model.safetensors", file, cut[i]);
+        int rc = hf_run(&h, "--dry-run");
+        CHECK(rc == 1 && strstr(h.err, "model.safetensors"), "cut to %zu bytes: exit %d: %s", cut[i], rc,
+              h.err);
+    }
+    arrput(file, 'x');
+    hf_write(&h, "model.safetensors", file, n + 1);
+    CHECK(hf_run(&h, "--dry-run") == 1 && strstr(h.err, "the tensors end at byte"), "a byte too many: %s",
+          h.err);
+    memset(file, 0xff, 8);
+    hf_write(&h, "model.safetensors", file, n);
+    CHECK(hf_run(&h, "--dry-run") == 1 && strstr(h.err, "a header of 18446744073709551615 bytes"), "%s",
+          h.err);
+    arrfree(file);
+
+    /* clang-format off */
+    static const struct {
+        const char *header, *message;
+    } lies[] = {{"{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[2,6]}}", "overlap"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[2,6]}}", "hole"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[5],\"data_offsets\":[0,4]}}", "4 bytes of data for U8 [5]"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,4]}}", "overflows"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[-1],\"data_offsets\":[0,4]}}", "of the shape is -1"},
+                {"{\"a\":{\"dtype\":\"Q4\",\"shape\":[4],\"data_offsets\":[0,4]}}", "dtype 'Q4' is unknown"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,400]}}", "truncated"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[4,0]}}", "data_offsets are [4,0]"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4]}}", "data_offsets are missing"},
+                {"{\"a\":3}", "dtype '(none)' is unknown"},
+                {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[4,6]}}", "duplicate"},
+                {"[]", "not valid JSON"},
+                {"{}", "the file has"},
+                {"{\"a\\u001b[2J\":{\"dtype\":\"Q\"}}", "'a?[2J'"}};
+    /* clang-format on */
+    for (size_t i = 0; i < sizeof lies / sizeof *lies; i++) {
+        char *s = NULL;
+        uint64_t len = strlen(lies[i].header);
+        sb_put(&s, (char *)&len, 8);
+        sb_puts(&s, lies[i].header);
+        sb_put(&s, "\0\0\0\0\0", 6);
+        hf_write(&h, "model.safetensors", s, arrlenu(s));
+        arrfree(s);
+        int rc = hf_run(&h, "--dry-run");
+        CHECK(rc == 1 && strstr(h.err, lies[i].message), "%s: exit %d: %s", lies[i].header, rc, h.err);
+    }
+    snprintf(cmd, sizeof cmd, "rm %s/*.safetensors", h.dir);
+    CHECK(!system(cmd), "%s", cmd);
+    CHECK(hf_run(&h, "--dry-run") == 1 && strstr(h.err, "neither model.safetensors.index.json"), "%s", h.err);
+    hf_end(&h);
+}
+
+/* Two shards and an index: both directions, and file names that leave the directory. */
+static void test_convert_index(void) {
+    struct hf h;
+    hf_begin(&h, "index");
+    hf_qwen3(&h);
+    size_t n = arrlenu(h.t);
+    hf_shard(&h, "a.safetensors", 0, n / 2);
+    hf_shard(&h, "b.safetensors", n / 2, n);
+    json_t *map = json_object(), *index = json_pack("{s:o}", "weight_map", map);
+    for (size_t i = 0; i < n; i++)
+        json_object_set_new(map, h.t[i].name, json_string(i < n / 2 ? "a.safetensors" : "b.safetensors"));
+    hf_json(&h, "model.safetensors.index.json", index);
+    CHECK(hf_run(&h, "--dry-run") == 0, "%s", h.err);
+    static const struct {
+        const char *name, *file, *message;
+    } c[] = {{"model.extra", "a.safetensors", "'model.extra' is not in 'a.safetensors'"},
+             {"lm_head.weight", "b.safetensors", "the index says that it is in 'b.safetensors'"},
+             {"lm_head.weight", NULL, "the index does not list it"},
+             {"lm_head.weight", "c.safetensors", "cannot open"},
+             {"lm_head.weight", "../index/a.safetensors", "a file name without a directory"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        json_t *copy = json_deep_copy(index), *m2 = json_object_get(copy, "weight_map");
+        if (c[i].file) json_object_set_new(m2, c[i].name, json_string(c[i].file));
+        else json_object_del(m2, c[i].name);
+        hf_json(&h, "model.safetensors.index.json", copy);
+        json_decref(copy);
+        int rc = hf_run(&h, "--dry-run");
+        CHECK(rc == 1 && strstr(h.err, c[i].message), "case %zu: exit %d: %s", i, rc, h.err);
+    }
+    json_decref(index);
+    hf_end(&h);
+}
+
+/* Neither the target nor a temporary file may stay behind; what was there before stays. */
+static void test_convert_atomic(void) {
+    struct hf h;
+    char cmd[512], *listing = NULL;
+    hf_begin(&h, "atomic");
+    hf_qwen3(&h);
+    CHECK(!hf_convert_to(&h, "out.gguf"), "%s", h.err);
+    snprintf(cmd, sizeof cmd, "ulimit -f 100; build/moe-convert %s -o %s/out2.gguf", h.dir, h.dir);
+    arrsetlen(h.err, 0);
+    int rc = run_command(cmd, NULL, &h.err);
+    CHECK(rc == 1 && strstr(sb_cstr(&h.err), "File too large"), "exit %d: %s", rc, h.err);
+    snprintf(cmd, sizeof cmd, "build/moe-convert %s -o %s", h.dir, h.dir);
+    arrsetlen(h.err, 0);
+    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a directory"), "%s", h.err);
+    snprintf(cmd, sizeof cmd, "build/moe-convert %s -o %s/none/out.gguf", h.dir, h.dir);
+    CHECK(run_command(cmd, NULL, NULL) == 1, "no such directory");
+    snprintf(cmd, sizeof cmd, "ls %s", h.dir);
+    run_command(cmd, &listing, NULL);
+    CHECK(!strstr(sb_cstr(&listing), "tmp") && !strstr(listing, "out2") && strstr(listing, "out.gguf"),
+          "left behind: %s", listing);
+    arrfree(listing);
+    hf_end(&h);
+}
+
+/* SIGTERM in the middle: a sparse dense layer of 1.5 GB takes long enough. */
+static void test_convert_interrupt(void) {
+    static const char *const part[] = {"gate_proj", "up_proj", "down_proj"};
+    const long long width = 4 << 20, bytes = width * HF_EMBD * 2;
+    struct hf h;
+    char text[320], *s = NULL, *listing = NULL;
+    hf_begin(&h, "interrupt");
+    h.n_experts[0] = 0;
+    hf_qwen3(&h);
+    json_t *map = json_object(), *index = json_pack("{s:o}", "weight_map", map);
+    sb_puts(&s, "01234567{");
+    for (int p = 0; p < 3; p++) {
+        snprintf(text, sizeof text, "model.layers.0.mlp.%s.weight", part[p]);
+        hf_drop(&h, text);
+        json_object_set_new(map, text, json_string("large.safetensors"));
+        sb_printf(&s, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[%lld,%lld],\"data_offsets\":[%lld,%lld]}",
+                  p ? "," : "", text, p < 2 ? width : HF_EMBD, p < 2 ? HF_EMBD : width, p * bytes,
+                  (p + 1) * bytes);
+    }
+    sb_puts(&s, "}");
+    uint64_t n = arrlenu(s) - 8;
+    memcpy(s, &n, 8);
+    hf_write(&h, "large.safetensors", s, arrlenu(s));
+    snprintf(text, sizeof text, "%s/large.safetensors", h.dir);
+    CHECK(!truncate(text, (off_t)(n + 8) + 3 * bytes), "%s", text);
+    for (size_t i = 0; i < arrlenu(h.t); i++)
+        json_object_set_new(map, h.t[i].name, json_string("small.safetensors"));
+    hf_shard(&h, "small.safetensors", 0, arrlenu(h.t));
+    hf_json(&h, "model.safetensors.index.json", index);
+    json_decref(index);
+    hf_set(h.config, "{\"intermediate_size\":4194304,\"mlp_only_layers\":[0]}");
+    CHECK(hf_run(&h, "--dry-run") == 0, "%s", h.err);
+    arrsetlen(h.err, 0);
+    snprintf(text, sizeof text, "timeout --preserve-status -s TERM 0.3 build/moe-convert %s -o %s/out.gguf",
+             h.dir, h.dir);
+    int rc = run_command(text, NULL, &h.err);
+    bool room = !strstr(sb_cstr(&h.err), "are needed");
+    CHECK(!room || rc == 128 + SIGTERM, "exit %d: %s", rc, h.err);
+    snprintf(text, sizeof text, "ls %s", h.dir);
+    run_command(text, &listing, NULL);
+    CHECK(!strstr(sb_cstr(&listing), "out.gguf"), "left behind: %s", listing);
+    arrfree(listing);
+    arrfree(s);
+    hf_end(&h);
+    if (!room) SKIP("less than 1.7 GB are free");
+}
+
+static void test_convert_usage(void) {
+    static const struct {
+        const char *args;
+        int rc;
+        const char *says;
+    } c[] = {{"--help", 0, "usage: moe-convert"},
+             {"--version", 0, "moe-convert 0."},
+             {"", 2, "directory is needed"},
+             {"convert/demo", 2, "-o OUT.gguf or --dry-run"},
+             {"convert/demo -o", 2, "-o needs a value"},
+             {"convert/demo --quantise", 2, "unknown option '--quantise'"},
+             {"a b --dry-run", 2, "one directory"},
+             {"tests/none --dry-run", 1, "no config.json"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char cmd[160], *out = NULL;
+        snprintf(cmd, sizeof cmd, "build/moe-convert %s 2>&1", c[i].args);
+        int rc = run_command(cmd, &out, NULL);
+        CHECK(rc == c[i].rc && strstr(sb_cstr(&out), c[i].says), "'%s': exit %d: %s", c[i].args, rc, out);
+        arrfree(out);
+    }
+}
+
+/* The demo model: every NVFP4 matrix of the release is in the GGUF, block by block. */
+static void test_convert_demo(void) {
+    char path[128], cmd[256], err[ERR_MAX], *out = NULL, *said = NULL;
+    struct gguf g;
+    snprintf(path, sizeof path, "%s/demo.gguf", test_dir());
+    snprintf(cmd, sizeof cmd, "build/moe-convert convert/demo -o %s --name demo", path);
+    if (!CHECK(!run_command(cmd, &out, &said), "%s", sb_cstr(&said)) ||
+        !CHECK(!gguf_open(&g, path, err, sizeof err), "%s", err))
+        return;
+    CHECK(!arrlen(out), "stdout stays empty");
+    CHECK(key_is(&g, "general.name", "demo") && key_int(&g, "general.file_type") == 39, "names");
+    CHECK(key_is(&g, "tokenizer.ggml.pre", "qwen2") && g.n_tensors == 284, "%u tensors", g.n_tensors);
+    size_t matrices = 0;
+    for (int shard = 1; shard <= 2; shard++) {
+        char *file = NULL;
+        json_error_t e;
+        snprintf(path, sizeof path, "convert/demo/model-0000%d-of-00002.safetensors", shard);
+        if (!CHECK(!read_file(path, &file, err), "%s", err)) continue;
+        uint64_t n = gguf_rd64((uint8_t *)file);
+        const uint8_t *data = (uint8_t *)file + 8 + n;
+        json_t *header = json_loadb(file + 8, n, 0, &e), *t;
+        const char *name;
+        json_object_foreach(header, name, t) {
+            int layer, expert, at = 0;
+            char side[160], part[16];
+            /* routed experts are 252 of the 290 matrices and have one name each */
+            if (sscanf(name, "model.layers.%d.mlp.experts.%d.%15[a-z]_proj.weight%n", &layer, &expert, part,
+                       &at) != 3 ||
+                name[at])
+                continue;
+            snprintf(side, sizeof side, "%s_scale", name);
+            json_t *s = json_object_get(header, side), *b = json_object_get(t, "data_offsets");
+            snprintf(side, sizeof side, "%s_scale_2", name);
+            json_t *s2 = json_object_get(header, side);
+            if (!at || !CHECK(s && s2, "%s: scales in another shard", name)) continue;
+            const uint8_t *codes = data + json_integer_value(json_array_get(b, 0)),
+                          *scales = data +
+                                    json_integer_value(json_array_get(json_object_get(s, "data_offsets"), 0)),
+                          *factor = data + json_integer_value(
+                                               json_array_get(json_object_get(s2, "data_offsets"), 0));
+            snprintf(side, sizeof side, "blk.%d.ffn_%s_exps.weight", layer, part);
+            const struct gguf_tensor *w = gguf_find_tensor(&g, side);
+            if (!CHECK(w && w->type == GGUF_NVFP4 && w->ne[2] == 16, "%s", side)) continue;
+            size_t blocks = w->ne[0] * w->ne[1] / 64, bad = 0;
+            const uint8_t *got = w->data + (size_t)expert * blocks * 36;
+            for (size_t i = 0; i < blocks; i++)
+                for (size_t k = 0; k < 64; k++) {
+                    uint8_t code = got[36 * i + 4 + k / 16 * 8 + k % 8] >> (k / 8 & 1) * 4 & 15;
+                    bad += code != (codes[32 * i + k / 2] >> (k & 1) * 4 & 15) ||
+                           got[36 * i + k / 16] != scales[4 * i + k / 16];
+                }
+            CHECK(!bad, "%s: %zu weights differ", name, bad);
+            snprintf(side, sizeof side, "blk.%d.ffn_%s_exps.scale", layer, part);
+            CHECK(f32_to_bits(out_f32(&g, side, 16, (uint64_t)expert)) == gguf_rd32(factor), "%s", side);
+            matrices++;
+        }
+        json_decref(header);
+        arrfree(file);
+    }
+    CHECK(matrices == 6 * 16 * 3, "%zu matrices were compared", matrices);
+    arrfree(out);
+    arrfree(said);
+    gguf_close(&g);
+}
+
+static void test_convert_dry_run(void) {
+    char *out = NULL, *said = NULL;
+    int rc = run_command("build/moe-convert convert/demo --dry-run", &out, &said);
+    sb_cstr(&out);
+    CHECK(rc == 0 && !arrlen(said), "exit %d", rc);
+    CHECK(out && strstr(out, "blk.6.attn_k_b.weight") && strstr(out, "BF16 of E2M1 x E4M3, exact"),
+          "listing");
+    CHECK(out && strstr(out, "\ntotal NVFP4      75 tensors"), "totals");
+    arrfree(out);
+    arrfree(said);
+}
+
+#define TESTS_CONVERT                                                                                 \
+    {"convert/forms", test_convert_forms}, {"convert/deepseek", test_convert_deepseek},               \
+        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},         \
+        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi}, \
+        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},           \
+        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},   \
+        {"convert/refusals", test_convert_refusals}, {"convert/scales", test_convert_scales},         \
+        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},     \
+        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},       \
+        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                   \
+        {"convert/dry_run", test_convert_dry_run},

@@ -1,0 +1,1033 @@
+/* The line editor and the dialogue, through a pseudo-terminal.
+ *
+ * A child reads lines with the editor, or is ./moe itself; the test types, and looks at the bytes that come back, at the
+ * screen they make on a small terminal emulator, and at the mode in which the terminal is left. Every wait is for a
+ * condition and ends after PTY_SECONDS with a failure and a dead child. */
+#include <limits.h>
+#include <pty.h>
+#include <utmp.h>
+
+enum { PTY_SECONDS = 20, VT_ROWS = 40, VT_COLS = 120 };
+
+/* ---- a terminal ---- */
+
+/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, modes ignored. Cells hold a cluster; the
+ * second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width changes. */
+struct vt {
+    int rows, cols, r, c, last_r, last_c;
+    bool styled;  /* SGR other than 0 is on */
+    int bleeds;   /* rows that ended with it on */
+    bool pending; /* the row is full, the next character wraps */
+    bool wrapped[VT_ROWS];
+    char cell[VT_ROWS][VT_COLS][32];
+    char seq[64]; /* unfinished escape or UTF-8 sequence */
+    int n_seq;
+};
+
+static void vt_clear(struct vt *v, int r, int c) {
+    for (; r < v->rows; r++, c = 0) {
+        v->wrapped[r] = false;
+        for (; c < VT_COLS; c++) v->cell[r][c][0] = 0;
+    }
+}
+
+static void vt_line_feed(struct vt *v) {
+    if (v->r < v->rows - 1) {
+        v->r++;
+        return;
+    }
+    memmove(v->cell[0], v->cell[1], sizeof v->cell[0] * (size_t)(v->rows - 1));
+    memmove(v->wrapped, v->wrapped + 1, sizeof v->wrapped[0] * (size_t)(v->rows - 1));
+    vt_clear(v, v->rows - 1, 0);
+    v->last_r--;
+}
+
+static void vt_print(struct vt *v, const char *s, int n, int width) {
+    if (!width) {
+        if (v->last_r >= 0 && strlen(v->cell[v->last_r][v->last_c]) + (size_t)n < sizeof v->cell[0][0])
+            strncat(v->cell[v->last_r][v->last_c], s, (size_t)n);
+        return;
+    }
+    if (v->pending || v->c + width > v->cols) {
+        v->wrapped[v->r] = true;
+        vt_line_feed(v);
+        v->c = 0;
+    }
+    v->last_r = v->r, v->last_c = v->c;
+    snprintf(v->cell[v->r][v->c], sizeof v->cell[0][0], "%.*s", n, s);
+    if (width == 2) strcpy(v->cell[v->r][v->c + 1], "\1");
+    v->c += width;
+    v->pending = v->c >= v->cols;
+    if (v->pending) v->c = v->cols - 1;
+}
+
+static void vt_sequence(struct vt *v, const char *s, int n) {
+    int arg = atoi(s + 2), k = arg ? arg : 1;
+    char final = s[n - 1];
+    if (final != 'm' && final != 'h' && final != 'l') v->pending = false;
+    if (final == 'm') v->styled = arg != 0;
+    if (final == 'A') v->r = v->r > k ? v->r - k : 0;
+    if (final == 'B') v->r = v->r + k < v->rows ? v->r + k : v->rows - 1;
+    if (final == 'C') v->c = v->c + k < v->cols ? v->c + k : v->cols - 1;
+    if (final == 'D') v->c = v->c > k ? v->c - k : 0;
+    if (final == 'H') v->r = v->c = 0;
+    if (final == 'J') vt_clear(v, arg == 2 ? 0 : v->r, arg == 2 ? 0 : v->c);
+}
+
+static void vt_byte(struct vt *v, char ch) {
+    uint8_t b = (uint8_t)ch;
+    if (v->n_seq || b == 27 || b >= 0x80) {
+        v->seq[v->n_seq++] = ch;
+        if (v->seq[0] == 27) {
+            if (v->n_seq < 3 || b < 0x40 || b > 0x7e) {
+                if (v->n_seq == sizeof v->seq - 1) v->n_seq = 0;
+                return;
+            }
+            v->seq[v->n_seq] = 0;
+            vt_sequence(v, v->seq, v->n_seq);
+        } else {
+            int k = utf8_sequence(v->seq, (size_t)v->n_seq);
+            utf8proc_int32_t cp;
+            if (!k) return;
+            if (k > 0) {
+                utf8proc_iterate((const uint8_t *)v->seq, k, &cp);
+                vt_print(v, v->seq, k, utf8proc_charwidth(cp));
+            }
+        }
+        v->n_seq = 0;
+    } else if (b == '\r') {
+        v->bleeds += v->styled;
+        v->c = 0, v->pending = false;
+    } else if (b == '\n') {
+        vt_line_feed(v);
+        v->pending = false;
+    } else if (b >= 32) {
+        vt_print(v, &ch, 1, 1);
+    }
+}
+
+/* Text of a row without blanks at its end. Valid until the next but three. */
+static const char *vt_row(const struct vt *v, int r) {
+    static char text[4][VT_COLS * 32];
+    static int turn;
+    char *s = text[turn++ & 3];
+    size_t n = 0;
+    for (int c = 0; c < v->cols; c++) {
+        const char *cell = v->cell[r][c];
+        if (*cell != 1) n += (size_t)sprintf(s + n, "%s", *cell ? cell : " ");
+    }
+    while (n && s[n - 1] == ' ') n--;
+    s[n] = 0;
+    return s;
+}
+
+static void vt_resize(struct vt *v, int rows, int cols) {
+    struct vt *old = xmalloc(sizeof *old);
+    int r_new = -1, c_new = 0, used = 0;
+    *old = *v;
+    for (int r = 0; r < old->rows; r++)
+        if (*vt_row(old, r) || r <= old->r) used = r + 1;
+    v->rows = rows, v->cols = cols, v->r = v->c = 0, v->pending = false;
+    for (int r = 0; r < VT_ROWS; r++) memset(v->cell[r], 0, sizeof v->cell[r]), v->wrapped[r] = false;
+    for (int r = 0; r < used; r++) {
+        int end = old->wrapped[r] ? old->cols : 0;
+        for (int c = 0; c < old->cols; c++)
+            if (old->cell[r][c][0] && c + 1 > end) end = c + 1;
+        if (r == old->r && old->c > end) end = old->c;
+        for (int c = 0; c < end; c++) {
+            const char *cell = old->cell[r][c];
+            if (r == old->r && c == old->c)
+                r_new = v->pending ? v->r + 1 : v->r, c_new = v->pending ? 0 : v->c;
+            if (*cell != 1)
+                vt_print(v, *cell ? cell : " ", *cell ? (int)strlen(cell) : 1,
+                         text_width(*cell ? cell : " ", *cell ? strlen(cell) : 1));
+        }
+        if (r == old->r && r_new < 0) r_new = v->pending ? v->r + 1 : v->r, c_new = v->pending ? 0 : v->c;
+        if (old->wrapped[r] || r + 1 == used) continue;
+        vt_line_feed(v);
+        v->c = 0, v->pending = false;
+    }
+    v->r = r_new < rows ? r_new : rows - 1, v->c = c_new, v->pending = false;
+    free(old);
+}
+
+/* ---- a child on a terminal ---- */
+
+struct pty {
+    int master, slave; /* the slave stays open: its mode is looked at when the child is gone */
+    pid_t pid;
+    struct vt *vt;
+    char *log;     /* all output */
+    size_t log_at; /* up to where pty_expect has looked */
+    struct termios mode;
+    int status; /* of waitpid */
+    bool ended;
+};
+
+static void pty_pump(struct pty *p, int wait_ms) {
+    char buf[4096];
+    struct pollfd f = {.fd = p->master, .events = POLLIN};
+    if (!p->ended && waitpid(p->pid, &p->status, WNOHANG) == p->pid) p->ended = true;
+    if (poll(&f, 1, p->ended ? 0 : wait_ms) <= 0) return;
+    ssize_t n = read(p->master, buf, sizeof buf);
+    for (ssize_t i = 0; i < n; i++) {
+        arrput(p->log, buf[i]);
+        vt_byte(p->vt, buf[i]);
+    }
+}
+
+/* fn(arg) runs in the child, or argv is executed. term: TERM. */
+static bool pty_start(struct pty *p, int rows, int cols, const char *terminal, void (*fn)(const char *),
+                      const char *arg, char **argv) {
+    struct winsize w = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)cols};
+    memset(p, 0, sizeof *p);
+    if (!CHECK(!openpty(&p->master, &p->slave, NULL, NULL, &w), "%s", strerror(errno))) return false;
+    tcgetattr(p->slave, &p->mode);
+    p->vt = xcalloc(1, sizeof *p->vt);
+    p->vt->rows = rows, p->vt->cols = cols, p->vt->last_r = -1;
+    fflush(NULL);
+    p->pid = fork();
+    if (!p->pid) {
+        close(p->master);
+        login_tty(p->slave);
+        setenv("TERM", terminal, 1);
+        if (argv) execv(argv[0], argv);
+        else fn(arg);
+        _exit(99);
+    }
+    return CHECK(p->pid > 0, "fork: %s", strerror(errno));
+}
+
+static void pty_send_n(struct pty *p, const char *s, size_t n) {
+    double end = now_seconds() + PTY_SECONDS;
+    while (n && now_seconds() < end) {
+        struct pollfd f = {.fd = p->master, .events = POLLOUT};
+        ssize_t k = poll(&f, 1, 0) > 0 ? write(p->master, s, n < 512 ? n : 512) : 0;
+        if (k > 0) s += k, n -= (size_t)k;
+        pty_pump(p, k > 0 ? 0 : 5);
+    }
+}
+
+static void pty_send(struct pty *p, const char *s) { pty_send_n(p, s, strlen(s)); }
+
+/* Waits until the output, from where the last call found something, holds text. */
+static bool pty_expect(struct pty *p, const char *text) {
+    size_t n = strlen(text);
+    for (double end = now_seconds() + PTY_SECONDS; now_seconds() < end; pty_pump(p, 20)) {
+        char *at = arrlenu(p->log) > p->log_at
+                       ? memmem(p->log + p->log_at, arrlenu(p->log) - p->log_at, text, n)
+                       : NULL;
+        if (!at) continue;
+        p->log_at = (size_t)(at - p->log) + n;
+        return true;
+    }
+    return false;
+}
+
+#define EXPECT(p, text)                                                          \
+    CHECK(pty_expect(p, text), "not seen: \"%s\"; after it came \"%.*s\"", text, \
+          (int)(arrlen((p)->log) - (ptrdiff_t)(p)->log_at), (p)->log ? (p)->log + (p)->log_at : "")
+
+/* Waits until rows of the screen, from `row` on, and the cursor are as given; the rows end with NULL. */
+static bool pty_screen(struct pty *p, int row, const char *const *want, int cursor_r, int cursor_c) {
+    const struct vt *v = p->vt;
+    for (double end = now_seconds() + PTY_SECONDS; now_seconds() < end; pty_pump(p, 20)) {
+        bool same = v->r == cursor_r && v->c == cursor_c && !v->pending;
+        for (int i = 0; same && want[i]; i++) same = !strcmp(vt_row(v, row + i), want[i]);
+        if (same) return true;
+    }
+    for (int r = 0; r < v->rows; r++) fprintf(stderr, "    |%s|\n", vt_row(v, r));
+    fprintf(stderr, "    cursor %d,%d\n", v->r, v->c);
+    return false;
+}
+
+#define SCREEN(p, row, cursor_r, cursor_c, ...)                                             \
+    CHECK(pty_screen(p, row, (const char *const[]){__VA_ARGS__, NULL}, cursor_r, cursor_c), \
+          "this is the screen")
+
+static bool pty_mode_kept(const struct pty *p) {
+    struct termios t;
+    return !tcgetattr(p->slave, &t) && t.c_iflag == p->mode.c_iflag && t.c_oflag == p->mode.c_oflag &&
+           t.c_cflag == p->mode.c_cflag && t.c_lflag == p->mode.c_lflag &&
+           !memcmp(t.c_cc, p->mode.c_cc, sizeof t.c_cc);
+}
+
+/* Waits for the child's end. Its exit code, 128 + signal, or -1 when it had to be killed. The mode must be as before. */
+static int pty_end(struct pty *p) {
+    for (double end = now_seconds() + PTY_SECONDS; !p->ended && now_seconds() < end;) pty_pump(p, 20);
+    bool ended = p->ended;
+    if (!ended) {
+        kill(p->pid, SIGKILL);
+        waitpid(p->pid, &p->status, 0);
+    } else {
+        CHECK(pty_mode_kept(p), "the terminal is left in another mode");
+    }
+    close(p->master), close(p->slave);
+    arrfree(p->log);
+    free(p->vt);
+    return !ended ? -1 : WIFEXITED(p->status) ? WEXITSTATUS(p->status) : 128 + WTERMSIG(p->status);
+}
+
+/* ---- the editor alone ---- */
+
+/* The child: says what it read, with control characters as \xNN, until the end of input (exit 7). */
+static void editor_child(const char *history) {
+    static const char *const words[] = {"help", "save", "set", "show", NULL};
+    struct editor e;
+    char *line = NULL, *shown = NULL;
+    term_init();
+    signals_install();
+    editor_init(&e, history);
+    e.words = words;
+    for (;;) {
+        enum edit_result r = editor_read(&e, "> ", ". ", &line);
+        arrsetlen(shown, 0);
+        for (int i = 0; i < arrlen(line); i++) {
+            if ((uint8_t)line[i] < 32 || line[i] == 127) sb_printf(&shown, "\\x%02x", line[i]);
+            else arrput(shown, line[i]);
+        }
+        printf("=%s\n", r == EDIT_LINE ? sb_cstr(&shown) : r == EDIT_EOF ? "EOF" : "INT");
+        fflush(stdout);
+        if (r == EDIT_EOF) break;
+        if (r == EDIT_LINE) editor_history_add(&e, line, arrlenu(line));
+        if (arrlen(line) == 5 && !memcmp(line, "crash", 5)) raise(SIGSEGV);
+        if (arrlen(line) == 5 && !memcmp(line, "sleep", 5)) sleep(1);
+        for (double end = now_seconds() + 5;
+             arrlen(line) == 4 && !memcmp(line, "busy", 4) && now_seconds() < end;)
+            poll(NULL, 0, 20);
+        interrupted = 0;
+    }
+    editor_free(&e);
+    arrfree(line);
+    arrfree(shown);
+    exit(7);
+}
+
+#define PASTE(text) "\033[200~" text "\033[201~"
+
+static bool editor_start(struct pty *p, int rows, int cols, const char *history) {
+    return pty_start(p, rows, cols, "xterm", editor_child, history, NULL) && EXPECT(p, "\033[?25h");
+}
+
+static void editor_end(struct pty *p) {
+    pty_send(p, "\4");
+    EXPECT(p, "=EOF");
+    CHECK(!p->vt->bleeds, "a style reaches over the end of a row");
+    int rc = pty_end(p);
+    CHECK(rc == 7, "exit %d", rc);
+}
+
+/* Types keys and Enter; waits for the output, and until the editor reads again: what comes earlier is type-ahead. */
+static bool editor_line(struct pty *p, const char *keys, const char *want) {
+    pty_send(p, keys);
+    pty_send(p, "\r");
+    return EXPECT(p, want) && EXPECT(p, "\033[?2004h");
+}
+
+/* Types each and compares the line that is read. */
+static void editor_table(const char *const table[][2], size_t n) {
+    struct pty p;
+    char want[1024];
+    if (!editor_start(&p, 24, 80, NULL)) return;
+    for (size_t i = 0; i < n; i++) {
+        snprintf(want, sizeof want, "=%s\r\n", table[i][1]);
+        if (!CHECK(editor_line(&p, table[i][0], want), "entry %zu", i)) break;
+    }
+    editor_end(&p);
+}
+
+#define EDITOR_TABLE(t) editor_table(t, sizeof t / sizeof *t)
+
+static void test_repl_keys(void) {
+    static const char *const t[][2] = {
+        {"hello", "hello"},
+        {"world\1hello \5!", "hello world!"},
+        {"abc\2\2X\6Y", "aXbYc"},
+        {"one two three\1\033f\033fX", "one twoX three"},
+        {"one two three\033b\033bX", "one Xtwo three"},
+        {"one two-three\027X", "one X"},
+        {"one two-three\033\177X", "one two-X"},
+        {"one two\1\033dX", "X two"},
+        {"abcd\2\2\13", "ab"},
+        {"abcd\2\2\25", "cd"},
+        {"abcd\1\4\4", "cd"},
+        {"abc\10\177d", "ad"},
+        {"abc\033[D\033[DX\033[C\033[CY", "aXbcY"},
+        {"abc\033OD\033ODX\033OHY\033OFZ", "YaXbcZ"},
+        {"abc\033[1~X\033[4~Y\033[7~Z\033[8~W\033[HV\033[FU", "VZXabcYWU"},
+        {"abc\033[H\033[3~", "bc"},
+        {"one two\033[1;5DX\033[1;5D\033[1;3DY\033[1;5CZ", "YoneZ Xtwo"},
+        {"a\033[1;2Pb\033[99;1;2~c\033[[Ad\033[?1;2ce", "abcde"},
+        {"a\033[5~\033[6~b\033[Z\033[2~c", "abc"},
+        {"one\ntwo\13", "one\\x0atwo"},
+        {"one\ntwo\1\10", "onetwo"},
+        {"one\ntwo\033[A\13", "onetwo"},
+        {"one\ntwo\033[AX\033[BY", "oneX\\x0atwoY"},
+        {"one\n\ntwo\1\033[A\033[AX", "Xone\\x0a\\x0atwo"},
+        {"ab\14c\21d\0", "abcd"},
+    };
+    EDITOR_TABLE(t);
+}
+
+static void test_repl_utf8(void) {
+    static const char *const t[][2] = {
+        {"gr\xc3\xbc\xc3\x9f\177e", "gr\xc3\xbc"
+                                    "e"},
+        {"\xe6\x97\xa5\xe6\x9c\xac\xe8\xaa\x9e\2\2X", "\xe6\x97\xa5X\xe6\x9c\xac\xe8\xaa\x9e"},
+        {"e\xcc\x81x\2\2Y", "Ye\xcc\x81x"},
+        {"ae\xcc\x81\177z", "az"},
+        /* a family of three, joined, is one step; so is a flag */
+        {"a\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7\177z", "az"},
+        {"\xf0\x9f\x87\xa9\xf0\x9f\x87\xaa\xf0\x9f\x87\xab\xf0\x9f\x87\xb7\2x",
+         "\xf0\x9f\x87\xa9\xf0\x9f\x87\xaax\xf0\x9f\x87\xab\xf0\x9f\x87\xb7"},
+        {"a\xff"
+         "b\xc3("
+         "c\xed\xa0\x80",
+         "a\xef\xbf\xbd"
+         "b\xef\xbf\xbd("
+         "c\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd"},
+    };
+    EDITOR_TABLE(t);
+}
+
+static void test_repl_newlines(void) {
+    static const char *const t[][2] = {
+        {"a\nb", "a\\x0ab"},
+        {"a\033\rb", "a\\x0ab"},
+        {"a\033[13;2ub\033[27;2;13~c", "a\\x0ab\\x0ac"},
+        {"a\\\rb\\\rc", "a\\x0ab\\x0ac"},
+        {"a\\\\", "a\\\\"},
+        {"\"\"\"\ra\rb\r\"\"\"", "a\\x0ab"},
+        {"\"\"\"a\\\rb\"\"\"  ", "a\\\\x0ab"},
+        {"\"\"\"one\"\"\"", "one"},
+        {"\"\"\"\"\"\"", ""},
+        {"say \"\"\"", "say \"\"\""},
+    };
+    EDITOR_TABLE(t);
+}
+
+static void test_repl_paste(void) {
+    static const char *const t[][2] = {
+        {PASTE("one\rtwo\r\nthree\n") "x", "one\\x0atwo\\x0athree\\x0ax"},
+        {PASTE("a\tb\033[31m\1\4\3c") "d", "a\\x09b\\x1b[31m\\x01\\x04\\x03cd"},
+        {PASTE("/quit\r") "\177", "/quit"},
+        {"a" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "b", "a1\\x0a2\\x0a3\\x0a4\\x0a5\\x0a6\\x0a7\\x0a8\\x0a9b"},
+        {"a" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "\177b", "ab"},
+        {"a" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "b\2\2X\6Y\1\6\6\4", "aXYb"},
+        {PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") PASTE("z\rz\rz\rz\rz\rz\rz\rz\rz\r") "\1\4x\5\177y", "xy"},
+        {"\033[201~a", "a"},
+    };
+    EDITOR_TABLE(t);
+    struct pty p;
+    char *big = NULL;
+    if (!editor_start(&p, 10, 60, NULL)) return;
+    pty_send(&p, "see " PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9\r") " end");
+    SCREEN(&p, 0, 0, 26, "> see [pasted 9 lines] end", "");
+    pty_send(&p, "\2\2\2\2\2");
+    SCREEN(&p, 0, 0, 6, "> see [pasted 9 lines] end", "");
+    pty_send(&p, "\3x" PASTE("\1\177\xc2\x9b") "y");
+    SCREEN(&p, 0, 0, 12, "> x^A^?\\x9by", "");
+    /* a mebibyte goes in whole and is one unit */
+    pty_send(&p, "\3\033[200~");
+    for (int i = 0; i < 1 << 14; i++)
+        sb_puts(&big, "0123456789abcdefghijklmnopqrstuvwxyz 0123456789 0123456789 01234\r");
+    pty_send_n(&p, big, arrlenu(big));
+    pty_send(&p, "\033[201~!");
+    SCREEN(&p, 0, 0, 23, "> [pasted 16384 lines]!", "");
+    pty_send(&p, "\2\177");
+    SCREEN(&p, 0, 0, 2, "> !", "");
+    pty_send(&p, "\3");
+    arrfree(big);
+    editor_end(&p);
+}
+
+static const char *repl_scratch(const char *name) {
+    static char path[256];
+    snprintf(path, sizeof path, "%s/%s", test_dir(), name);
+    unlink(path);
+    return path;
+}
+
+static void repl_write(const char *path, const char *s, size_t n) {
+    FILE *f = fopen(path, "w");
+    if (f) fwrite(s, 1, n, f), fclose(f);
+}
+
+static void test_repl_history(void) {
+    const char *path = repl_scratch("history");
+    struct pty p;
+    struct stat st;
+    char *data = NULL, err[ERR_MAX];
+    if (!editor_start(&p, 24, 80, path)) return;
+    editor_line(&p, "first", "=first");
+    editor_line(&p, "se\ncond", "=se\\x0acond");
+    editor_line(&p, "se\ncond", "=se\\x0acond"); /* again: kept once */
+    /* up through the two rows of the newest entry to the oldest, and down again to the draft with its fold */
+    editor_line(&p, "draft" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "\033[A\033[A\033[A\033[A", "=first");
+    editor_line(&p, "draft" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "\033[A\033[B\177!", "=draft!");
+    editor_end(&p);
+    CHECK(!stat(path, &st) && (st.st_mode & 0777) == 0600, "mode %o", st.st_mode & 0777);
+    read_file(path, &data, err);
+    CHECK(!strcmp(sb_cstr(&data), "first\nse\rcond\nfirst\ndraft!\n"), "%s", data);
+
+    /* a file of anything: too long lines and control characters, no newline at its end, more lines than are kept */
+    arrsetlen(data, 0);
+    for (int i = 0; i < 1500; i++) sb_printf(&data, "entry %d\n", i);
+    for (int i = 0; i < HISTORY_ENTRY_MAX + 1; i++) arrput(data, 'x');
+    sb_put(&data, "\n\n\xff\x00\033[2J\rend", 12);
+    repl_write(path, data, arrlenu(data));
+    struct editor e;
+    editor_init(&e, path);
+    CHECK(arrlen(e.history) == HISTORY_MAX, "%td entries", arrlen(e.history));
+    if (arrlen(e.history) == HISTORY_MAX) {
+        CHECK(!strcmp(e.history[HISTORY_MAX - 1], "\xef\xbf\xbd\xef\xbf\xbd\033[2J\nend"), "%s",
+              e.history[HISTORY_MAX - 1]);
+        CHECK(!strcmp(e.history[0], "entry 501"), "%s", e.history[0]);
+    }
+    editor_history_add(&e, "last", 4);
+    editor_free(&e);
+    editor_init(&e, path); /* the file was shortened, then extended */
+    CHECK(arrlen(e.history) == HISTORY_MAX && !strcmp(arrlast(e.history), "last"), "%td", arrlen(e.history));
+    editor_free(&e);
+    editor_init(&e, "/nonexistent/dir/history"); /* nothing to read or write: no matter */
+    editor_history_add(&e, "x", 1);
+    editor_free(&e);
+    arrfree(data);
+}
+
+/* Two programs append at once: every line arrives whole. */
+static void test_repl_history_shared(void) {
+    const char *path = repl_scratch("shared");
+    enum { N = 200 };
+    char *data = NULL, err[ERR_MAX];
+    int lines = 0, bad = 0;
+    pid_t pid[2];
+    for (int k = 0; k < 2; k++) {
+        pid[k] = fork();
+        if (pid[k]) continue;
+        struct editor e;
+        editor_init(&e, path);
+        for (int i = 0; i < N; i++) {
+            char s[8192];
+            int n = 500 + i * 30;
+            memset(s, 'a' + k, sizeof s);
+            s[n - 1] = (char)('0' + i % 10);
+            editor_history_add(&e, s, (size_t)n);
+        }
+        _exit(0);
+    }
+    for (int k = 0; k < 2; k++) waitpid(pid[k], NULL, 0);
+    read_file(path, &data, err);
+    for (char *s = data ? strtok((char *)(uintptr_t)sb_cstr(&data), "\n") : NULL; s; s = strtok(NULL, "\n")) {
+        lines++;
+        size_t n = strlen(s);
+        bad += strspn(s, (char[]){*s, 0}) != n - 1 || !isdigit((uint8_t)s[n - 1]);
+    }
+    CHECK(lines == 2 * N && !bad, "%d lines, %d broken", lines, bad);
+    arrfree(data);
+}
+
+static void test_repl_search(void) {
+    struct pty p;
+    if (!editor_start(&p, 24, 80, NULL)) return;
+    editor_line(&p, "apple pie", "=apple pie");
+    editor_line(&p, "banana", "=banana");
+    editor_line(&p, "apple juice", "=apple juice");
+    editor_line(&p, "gr\xc3\xbcn", "=gr\xc3\xbcn");
+    pty_send(&p, "\022app");
+    SCREEN(&p, 8, 8, 26, "(search 'app') apple juice", "");
+    editor_line(&p, "\022", "=apple pie");
+    editor_line(&p, "\022banx\177\5!", "=banana!"); /* a key that moves takes the entry */
+    editor_line(&p, "keep\022app\3ed", "=keeped");  /* given up: the line is as before */
+    editor_line(&p, "\022\xc3\xbc\xc3\xbf\177", "=gr\xc3\xbcn");
+    editor_line(&p, "\022nothing like it", "=");
+    editor_end(&p);
+}
+
+static void test_repl_screen(void) {
+    struct pty p;
+    if (!editor_start(&p, 6, 20, NULL)) return;
+    pty_send(&p, "0123456789abcdefg");
+    SCREEN(&p, 0, 0, 19, "> 0123456789abcdefg", "");
+    pty_send(&p, "h"); /* the row is full: the cursor stands at the start of the next */
+    SCREEN(&p, 0, 1, 0, "> 0123456789abcdefgh", "", "");
+    pty_send(&p, "ij");
+    SCREEN(&p, 0, 1, 2, "> 0123456789abcdefgh", "ij", "");
+    pty_send(&p, "\033[A");
+    SCREEN(&p, 0, 0, 2, "> 0123456789abcdefgh", "ij");
+    pty_send(&p, "\5\n\xe6\x97\xa5");
+    SCREEN(&p, 0, 2, 4, "> 0123456789abcdefgh", "ij", ". \xe6\x97\xa5", "");
+    pty_send(&p, "\3");
+    SCREEN(&p, 0, 0, 2, ">", "", "");
+    /* a wide character is not cut at the edge */
+    pty_send(&p, "0123456789abcdefg\xe6\x97\xa5z");
+    SCREEN(&p, 0, 1, 3, "> 0123456789abcdefg", "\xe6\x97\xa5z", "");
+    pty_send(&p, "\2\2");
+    SCREEN(&p, 0, 1, 0, "> 0123456789abcdefg", "\xe6\x97\xa5z", "");
+    pty_send(&p, "\177");
+    SCREEN(&p, 0, 0, 18, "> 0123456789abcdef\xe6\x97\xa5", "z", "");
+    /* a combining mark on the last column stays with its letter */
+    pty_send(&p, "\3"
+                 "0123456789abcdefge\xcc\x81");
+    SCREEN(&p, 0, 1, 0, "> 0123456789abcdefge\xcc\x81", "", "");
+    /* taller than the screen: the part around the cursor */
+    pty_send(&p, "\3"
+                 "1\n2\n3\n4\n5\n6\n7\n8");
+    SCREEN(&p, 0, 5, 3, ". 3", ". 4", ". 5", ". 6", ". 7", ". 8");
+    pty_send(&p, "\033[A\033[A\033[A\033[A\033[A\033[A\033[A");
+    SCREEN(&p, 0, 0, 3, "> 1", ". 2", ". 3", ". 4", ". 5", ". 6");
+    pty_send(&p, "\033[BX");
+    SCREEN(&p, 0, 1, 4, "> 1", ". 2X", ". 3", ". 4", ". 5", ". 6");
+    pty_send(&p, "\r");
+    EXPECT(&p, "=1\\x0a2X\\x0a3");
+    /* below other output it scrolls up as it grows */
+    SCREEN(&p, 5, 5, 2, ">");
+    pty_send(&p, "aaaaaaaaaaaaaaaaaa");
+    SCREEN(&p, 4, 5, 0, "> aaaaaaaaaaaaaaaaaa", "");
+    pty_send(&p, "\14");
+    SCREEN(&p, 0, 1, 0, "> aaaaaaaaaaaaaaaaaa", "", "");
+    pty_send(&p, "\3/s\t");
+    SCREEN(&p, 0, 2, 4, "> /s", "/save  /set  /show", "> /s", "");
+    editor_end((pty_send(&p, "\3"), &p));
+}
+
+static void repl_resize(struct pty *p, int rows, int cols) {
+    struct winsize w = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)cols};
+    vt_resize(p->vt, rows, cols);
+    p->log_at = arrlenu(p->log);
+    ioctl(p->master, TIOCSWINSZ, &w);
+    EXPECT(p, "\033[?2004h"); /* it has noticed, and draws */
+    EXPECT(p, "\033[?25h");
+}
+
+static void test_repl_resize(void) {
+    struct pty p;
+    if (!editor_start(&p, 10, 40, NULL)) return;
+    editor_line(&p, "above", "=above");
+    pty_send(&p, "0123456789 0123456789 0123456789 0123456789");
+    SCREEN(&p, 1, 3, 5, "=above", "> 0123456789 0123456789 0123456789 01234", "56789", "");
+    repl_resize(&p, 10, 20);
+    SCREEN(&p, 1, 4, 5, "=above", "> 0123456789 0123456", "789 0123456789 01234", "56789", "");
+    repl_resize(&p, 10, 60);
+    SCREEN(&p, 1, 2, 45, "=above", "> 0123456789 0123456789 0123456789 0123456789", "", "");
+    pty_send(&p, "!\r");
+    EXPECT(&p, "=0123456789 0123456789 0123456789 0123456789!");
+    editor_end(&p);
+}
+
+/* Random keys: what stands on the screen is what a redraw of everything gives. */
+static void test_repl_redraw(void) {
+    static const char *const keys[] = {"a",
+                                       " ",
+                                       "b",
+                                       "\xe6\x97\xa5",
+                                       "e\xcc\x81",
+                                       "\n",
+                                       "\t",
+                                       "\2",
+                                       "\6",
+                                       "\1",
+                                       "\5",
+                                       "\177",
+                                       "\4",
+                                       "\033[A",
+                                       "\033[B",
+                                       "\033b",
+                                       "\033f",
+                                       "\027",
+                                       "\13",
+                                       "\033[200~x\r\033y\033[201~",
+                                       "\033[200~1\r2\r3\r4\r5\r6\r7\r8\r9\033[201~",
+                                       "longer words here "};
+    struct pty p;
+    uint64_t seed = 7;
+    if (!editor_start(&p, 8, 17, NULL)) return;
+    for (int round = 0; round < 40; round++) {
+        char *before = NULL, *after = NULL, mark[32];
+        pty_send(&p, "x\3"); /* never on an empty line */
+        for (int i = 0; i < 30; i++) {
+            size_t k = (size_t)(rng_next(&seed) % (sizeof keys / sizeof *keys));
+            if (keys[k][0] != 4) pty_send(&p, keys[k]);
+            if (rng_next(&seed) % 4 == 0) pty_pump(&p, 2); /* so that it draws in between */
+        }
+        /* a marker that is typed shows that the keys before it were taken */
+        snprintf(mark, sizeof mark, "Q%02d", round);
+        pty_send(&p, mark);
+        if (!CHECK(pty_expect(&p, mark) && pty_expect(&p, "\033[?25h"), "round %d: no answer", round)) break;
+        const struct vt *v = p.vt;
+        int first = 0, r = v->r, c = v->c;
+        for (int i = 0; i < v->rows; i++) sb_printf(&before, "%s\n", vt_row(v, i));
+        pty_send(&p, "\14");
+        if (!CHECK(pty_expect(&p, "\033[H\033[2J") && pty_expect(&p, "\033[?25h"), "round %d: no redraw",
+                   round))
+            break;
+        for (int i = 0; i < v->rows; i++) sb_printf(&after, "%s\n", vt_row(v, i));
+        first = r - v->r;
+        const char *b = sb_cstr(&before);
+        for (int i = 0; i < first && strchr(b, '\n'); i++) b = strchr(b, '\n') + 1;
+        size_t n = strlen(b);
+        if (!CHECK(first >= 0 && c == v->c && !strncmp(b, sb_cstr(&after), n),
+                   "round %d, cursor %d,%d and %d,%d:\n%s---\n%s", round, r, c, v->r, v->c, sb_cstr(&before),
+                   sb_cstr(&after)))
+            round = 40;
+        arrfree(before);
+        arrfree(after);
+    }
+    pty_send(&p, "x\3");
+    editor_end(&p);
+}
+
+/* Random bytes, in pieces of escape sequences and UTF-8: the invariants of the text hold after every key. */
+static void test_repl_fuzz(void) {
+    static const char *const pieces[] = {"\033[",     "\033O",
+                                         "\033[200~", "\033[201~",
+                                         "\033",      ";",
+                                         "~",         "A",
+                                         "B",         "D",
+                                         "\xe6\x97",  "\xa5",
+                                         "\xcc\x81",  "\xf0\x9f\x91\xa9\xe2\x80\x8d",
+                                         "\"\"\"",    "\\",
+                                         "\r",        "\n",
+                                         "\022",      "\t",
+                                         "/s",        "123456789\r1\r2\r3\r4\r5\r6\r7\r8\r9\r"};
+    enum { PIECES = sizeof pieces / sizeof *pieces };
+    pid_t pid = fork();
+    int status = 0;
+    if (!pid) {
+        int fd = open("/dev/null", O_RDWR);
+        struct editor e;
+        uint64_t seed = 11;
+        int bad = 0;
+        setsid(); /* Ctrl-Z stops nobody */
+        dup2(fd, 0), dup2(fd, 1);
+        editor_init(&e, NULL);
+        e.words = (const char *const[]){"set", "show", NULL};
+        e.prompt = "> ", e.continuation = ". ";
+        for (int round = 0; round < 400 && !bad; round++) {
+            text_set(&e, "", 0);
+            e.history_at = arrlenu(e.history);
+            for (int i = 0; i < 100; i++) {
+                uint64_t r = rng_next(&seed);
+                const char *piece = pieces[r / 3 % PIECES];
+                if (r % 3) sb_puts(&e.keys.in, piece);
+                else arrput(e.keys.in, (char)(r / 3));
+            }
+            for (int key; (key = key_read(&e.keys)) != KEY_EOF && !bad;) {
+                enum edit_result r = editor_key(&e, key);
+                size_t n = arrlenu(e.text);
+                if (r == EDIT_LINE) editor_history_add(&e, e.text, n);
+                bad |= e.cursor > n || !utf8_valid(e.text, n) ||
+                       (n && (memchr(e.text, 0, n) || memchr(e.text, '\r', n)));
+                for (int i = 0; i < arrlen(e.folds); i++) {
+                    const struct fold *f = &e.folds[i];
+                    bad |= f->at + f->len > n || (e.cursor > f->at && e.cursor < f->at + f->len) || !f->len;
+                }
+                editor_refresh(&e);
+            }
+        }
+        editor_free(&e);
+        _exit(bad);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid && !status, "status %x", status);
+}
+
+static void test_repl_interrupt(void) {
+    struct pty p;
+    if (!editor_start(&p, 24, 80, NULL)) return;
+    editor_line(&p, "gone\3kept", "=kept");
+    pty_send(&p, "\3");
+    EXPECT(&p, "=INT");
+    EXPECT(&p, "\033[?2004h");
+    editor_line(&p, "/he\t", "=/help "); /* one word: completed, with a blank */
+    editor_line(&p, "/x\t\ty", "=/xy");
+    pty_send(&p, "\033"); /* ESC alone, then silence, is no key */
+    poll(NULL, 0, 3 * ESCAPE_WAIT_MS);
+    editor_line(&p, "[A", "=[A");
+    kill(p.pid, SIGINT); /* a signal from elsewhere is a Ctrl-C */
+    EXPECT(&p, "=INT");
+    EXPECT(&p, "\033[?2004h");
+    /* typed while nobody reads: Enter is Enter then too */
+    pty_send(&p, "sleep\r");
+    EXPECT(&p, "=sleep");
+    pty_send(&p, "ahead\rpart");
+    EXPECT(&p, "=ahead");
+    pty_send(&p, "ial\r");
+    EXPECT(&p, "=partial");
+    editor_end(&p);
+}
+
+/* Whatever ends or stops the program, the terminal is cooked again; when it goes on, raw. */
+static void test_repl_restore(void) {
+    static const struct {
+        int sig, rc;
+    } t[] = {{SIGTERM, 128 + SIGTERM},
+             {SIGHUP, 128 + SIGHUP},
+             {SIGSEGV, 128 + SIGSEGV},
+             {SIGABRT, 128 + SIGABRT},
+             {SIGBUS, 1},
+             {SIGFPE, 128 + SIGFPE}};
+    struct pty p;
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        if (!editor_start(&p, 24, 80, NULL)) return;
+        CHECK(!pty_mode_kept(&p), "not raw while it reads");
+        kill(p.pid, t[i].sig);
+        EXPECT(&p, "\033[?2004l");
+        int rc = pty_end(&p);
+        CHECK(rc == t[i].rc, "signal %d: exit %d, expected %d", t[i].sig, rc, t[i].rc);
+    }
+    if (!editor_start(&p, 24, 80, NULL)) return;
+    pty_send(&p, "crash\r");
+    EXPECT(&p, "internal error: SIGSEGV");
+    CHECK(pty_end(&p) == 128 + SIGSEGV, "not SIGSEGV");
+
+    if (!editor_start(&p, 24, 80, NULL)) return;
+    pty_send(&p, "busy\r");
+    EXPECT(&p, "=busy");
+    for (int i = 0; i < 40 && !p.ended; i++) { /* the first asks, the second ends */
+        pty_send(&p, "\3");
+        for (int k = 0; k < 5; k++) pty_pump(&p, 20);
+    }
+    CHECK(pty_end(&p) == EXIT_INTERRUPT, "not 130");
+
+    if (!editor_start(&p, 24, 80, NULL)) return;
+    pty_send(&p, "half");
+    EXPECT(&p, "half\r\033[6C\033[?25h");
+    kill(p.pid, SIGSTOP); /* someone else changes the mode meanwhile */
+    waitpid(p.pid, NULL, WUNTRACED);
+    tcsetattr(p.slave, TCSANOW, &p.mode);
+    kill(p.pid, SIGCONT);
+    EXPECT(&p, "half\r\033[6C\033[?25h");
+    CHECK(!pty_mode_kept(&p), "not raw again");
+    pty_send(&p, "\r");
+    EXPECT(&p, "=half");
+    pty_send(&p, "\32more\r"); /* Ctrl-Z; here the child leads an orphaned group, so nothing stops */
+    EXPECT(&p, "=more");
+    editor_end(&p);
+}
+
+static void test_repl_dumb(void) {
+    struct pty p;
+    if (!pty_start(&p, 24, 80, "dumb", editor_child, NULL, NULL)) return;
+    EXPECT(&p, "> ");
+    pty_send(&p, "plain \xc3\xbc\xff\n");
+    EXPECT(&p, "=plain \xc3\xbc\xef\xbf\xbd\r\n");
+    pty_send(&p, "one\\\n");
+    EXPECT(&p, ". ");
+    pty_send(&p, "two\n");
+    EXPECT(&p, "=one\\x0atwo");
+    pty_send(&p, "\"\"\"\na\\\n\nb\"\"\"\n");
+    EXPECT(&p, "=a\\\\x0a\\x0ab");
+    pty_send(&p, "half\3");
+    EXPECT(&p, "=INT");
+    CHECK(pty_mode_kept(&p), "a dumb terminal was changed");
+    pty_send(&p, "\4");
+    EXPECT(&p, "=EOF");
+    CHECK(!memchr(p.log, 27, arrlenu(p.log)), "an escape sequence");
+    CHECK(pty_end(&p) == 7, "exit code");
+}
+
+/* ---- the whole program ---- */
+
+static char *moe_argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", NULL};
+
+#define NEED_MOE() \
+    if (access(MOE_BIN, X_OK) || access("build/demo.gguf", R_OK)) SKIP("no " MOE_BIN " or build/demo.gguf")
+
+/* The home directory of the children: their history and saved sessions. */
+static bool moe_start(struct pty *p, const char *terminal, char **argv) {
+    char home[PATH_MAX], *before = xstrdup(getenv("HOME") ? getenv("HOME") : "/");
+    if (!CHECK(realpath(test_dir(), home), "%s", strerror(errno))) return false;
+    setenv("HOME", home, 1);
+    bool started = pty_start(p, 24, 80, terminal, NULL, NULL, argv);
+    setenv("HOME", before, 1);
+    free(before);
+    return started && EXPECT(p, strcmp(terminal, "dumb") ? "\033[?2004h" : "> ");
+}
+
+static void moe_ask(struct pty *p, const char *line, const char *answer) {
+    pty_send(p, line);
+    pty_send(p, "\r");
+    EXPECT(p, "\033[?2004l");
+    EXPECT(p, answer);
+    EXPECT(p, "\033[?2004h"); /* the editor reads again */
+}
+
+static void moe_end(struct pty *p) {
+    pty_send(p, "\4");
+    int rc = pty_end(p);
+    CHECK(rc == 0, "exit %d", rc);
+}
+
+static void test_moe_dialogue(void) {
+    NEED_MOE();
+    struct pty p;
+    if (!moe_start(&p, "xterm", moe_argv)) return;
+    moe_ask(&p, "What is 7 squared? One word.", "49");
+    moe_ask(&p, "/regen", "49");
+    moe_ask(&p, "/undo", "taken back");
+    moe_ask(&p, "/undo", "");
+    moe_ask(&p, "/regen", "");
+    moe_ask(&p, "/help", "/quit");
+    moe_ask(&p, "/help re", "is ambiguous: /read, /regen");
+    moe_ask(&p, "/sq", "unknown command /sq");
+    moe_ask(&p, "/usr/bin is what?", "unknown command /usr/bin");
+    size_t from = p.log_at;
+    moe_ask(&p, "//sq what is this?", "");
+    CHECK(!memmem(p.log + from, arrlenu(p.log) - from, "unknown command", 15), "// does not send a slash");
+    moe_ask(&p, "/undo", "taken back");
+    moe_ask(&p, "/s", "is ambiguous: /set, /show, /system, /save, /stats");
+    moe_ask(&p, "/save", "usage: /save NAME");
+    moe_ask(&p, "/clear now", "/clear takes no argument");
+    moe_ask(&p, "/set", "temp");
+    moe_ask(&p, "/set no-such-option 1", "no-such-option");
+    moe_ask(&p, "/show perhaps", "perhaps");
+    moe_ask(&p, "/system Be brief.", "system message is set");
+    moe_ask(&p, "/system", "Be brief.");
+    moe_ask(&p, "/system \"\"", "removed");
+    moe_ask(&p, "/system", "no system message");
+    moe_ask(&p, "/ctx", "");
+    moe_ask(&p, "/st", "");
+    pty_send(&p, "\3");
+    EXPECT(&p, "Ctrl-D or /quit leaves");
+    pty_send(&p, "/q\r");
+    int rc = pty_end(&p);
+    CHECK(rc == 0, "exit %d", rc);
+}
+
+static void test_moe_files(void) {
+    NEED_MOE();
+    struct pty p;
+    char line[512], good[300], bad[300];
+    snprintf(good, sizeof good, "%s", repl_scratch("question.txt"));
+    repl_write(good, "What is 7 squared? One word.\n", 29);
+    snprintf(bad, sizeof bad, "%s", repl_scratch("latin1.txt"));
+    repl_write(bad, "caf\xe9\n", 5);
+    setenv("EDITOR", "sh -c 'printf \"What is 7 squared? One word.\" > \"$0\"'", 1);
+    bool started = moe_start(&p, "xterm", moe_argv);
+    unsetenv("EDITOR");
+    if (!started) return;
+    snprintf(line, sizeof line, "/read %s", bad);
+    moe_ask(&p, line, "is not valid UTF-8");
+    moe_ask(&p, "/read /nonexistent", "cannot open '/nonexistent'");
+    moe_ask(&p, "/read /tmp", "not a regular file");
+    snprintf(line, sizeof line, "/read %s Answer the question in the file.", good);
+    moe_ask(&p, line, "29 bytes");
+    moe_ask(&p, "/clear", "new conversation");
+    moe_ask(&p, "/edit", "49");
+    moe_ask(&p, "/save kept", "[saved]");
+    moe_ask(&p, "/clear", "new conversation");
+    moe_ask(&p, "/regen", "");
+    moe_ask(&p, "/load kept", "[loaded: 2 messages]");
+    moe_ask(&p, "/regen", "49");
+    moe_ask(&p, "/list", "kept");
+    moe_ask(&p, "/load no-such-session", "no-such-session");
+    moe_end(&p);
+}
+
+/* A temperature at which every token is as likely as the end, so that an answer takes its time. */
+#define ENDLESS "--temp", "50", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "1", "-n", "20000"
+
+/* Ctrl-C keeps the program: in an answer what there is of it, in the prompt nothing of the turn; then it answers again. */
+static void test_moe_interrupt(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", ENDLESS, NULL};
+    struct pty p;
+    if (!moe_start(&p, "xterm", argv)) return;
+    pty_send(&p, "Tell me a story.\r");
+    EXPECT(&p, "\033[?2004l\033[?25h");
+    EXPECT(&p, "e");
+    pty_send(&p, "\3");
+    EXPECT(&p, "[stopped]");
+    EXPECT(&p, "\033[?2004h");
+    moe_ask(&p, "/undo", "taken back");
+    pty_send(&p, "\033[200~");
+    for (int i = 0; i < 4000; i++) pty_send(&p, "All work and no play makes Jack a dull boy.\r");
+    pty_send(&p, "\033[201~\r");
+    EXPECT(&p, "[pasted 4000 lines]");
+    EXPECT(&p, "\033[?2004l\033[?25h");
+    pty_send(&p, "\3");
+    EXPECT(&p, "taken back]");
+    EXPECT(&p, "\033[?2004h");
+    moe_ask(&p, "/undo", "");
+    moe_ask(&p, "/set temp 0", "");
+    moe_ask(&p, "What is 7 squared? One word.", "49");
+    CHECK(!memmem(p.log, arrlenu(p.log), "/quit leaves", 12), "the Ctrl-C reached the prompt as well");
+    moe_end(&p);
+}
+
+static void test_moe_terminate(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", ENDLESS, NULL};
+    struct pty p;
+    for (int answering = 0; answering < 2; answering++) {
+        if (!moe_start(&p, "xterm", argv)) return;
+        if (answering) {
+            pty_send(&p, "Tell me a story.\r");
+            EXPECT(&p, "\033[?2004l\033[?25h");
+            EXPECT(&p, "e");
+        }
+        kill(p.pid, SIGTERM);
+        int rc = pty_end(&p);
+        CHECK(rc == 128 + SIGTERM, "exit %d", rc);
+    }
+}
+
+/* stdout is a file, the rest a terminal: the file holds the answer and nothing else. */
+static void test_moe_redirected(void) {
+    NEED_MOE();
+    struct pty p;
+    const char *path = repl_scratch("answer");
+    char command[512], *data = NULL, err[ERR_MAX];
+    char *argv[] = {"/bin/sh", "-c", command, NULL};
+    snprintf(command, sizeof command, "exec " MOE_BIN " -m build/demo.gguf --greedy > %s", path);
+    if (!pty_start(&p, 24, 80, "xterm", NULL, NULL, argv)) return;
+    EXPECT(&p, "> ");
+    pty_send(&p, "/help\n");
+    EXPECT(&p, "/quit");
+    EXPECT(&p, "\n> ");
+    pty_send(&p, "What is 7 squared? One word.\n");
+    EXPECT(&p, "\n> ");
+    moe_end(&p);
+    read_file(path, &data, err);
+    CHECK(arrlen(data) && strstr(sb_cstr(&data), "49") && arrlen(data) < 16 &&
+              !memchr(data, 27, arrlenu(data)),
+          "\"%s\"", sb_cstr(&data));
+    arrfree(data);
+}
+
+static void test_moe_colour(void) {
+    NEED_MOE();
+    struct pty p;
+    if (!moe_start(&p, "dumb", moe_argv)) return;
+    pty_send(&p, "What is 7 squared? One word.\n");
+    EXPECT(&p, "\n");
+    EXPECT(&p, "49");
+    EXPECT(&p, "> ");
+    CHECK(!memchr(p.log, 27, arrlenu(p.log)), "an escape sequence on a dumb terminal");
+    moe_end(&p);
+    setenv("NO_COLOR", "1", 1);
+    if (moe_start(&p, "xterm", moe_argv)) {
+        moe_ask(&p, "What is 7 squared? One word.", "49");
+        for (size_t i = 0; i + 2 < arrlenu(p.log); i++) {
+            if (p.log[i] != 27 || p.log[i + 1] != '[') continue;
+            size_t k = i + 2;
+            while (k < arrlenu(p.log) && (isdigit((uint8_t)p.log[k]) || p.log[k] == ';')) k++;
+            if (!CHECK(k == arrlenu(p.log) || p.log[k] != 'm' || p.log[i + 2] == '0', "a colour: %.*s",
+                       (int)(k - i), p.log + i + 1))
+                break;
+        }
+        moe_end(&p);
+    }
+    unsetenv("NO_COLOR");
+}
+
+#define TESTS_REPL                                                                                           \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},     \
+        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                \
+        {"repl/screen", test_repl_screen}, {"repl/resize", test_repl_resize},                                \
+        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz},                                    \
+        {"repl/interrupt", test_repl_interrupt}, {"repl/restore", test_repl_restore},                        \
+        {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, \
+        {"repl/ctrl-c", test_moe_interrupt}, {"repl/terminate", test_moe_terminate},                         \
+        {"repl/redirected", test_moe_redirected}, {"repl/colour", test_moe_colour},

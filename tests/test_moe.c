@@ -1,0 +1,69 @@
+/* The tests. They include the program itself, so that its functions can be called; groups are in t_*.h.
+ *
+ *   build/test_moe              all tests
+ *   build/test_moe vocab nvfp4  those whose names contain one of the words
+ *   build/test_moe --list
+ *
+ * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
+ * skipped. The last line is "N passed, M failed, K skipped".
+ */
+#define MOE_NO_MAIN
+#include "../moe.c"
+
+#ifndef MOE_BIN
+#define MOE_BIN "./moe"
+#endif
+#ifndef CONVERT_BIN
+#define CONVERT_BIN "build/moe-convert"
+#endif
+#ifndef SANITIZED
+#define SANITIZED 0 /* 1: everything is slow, repeat less */
+#endif
+
+#include "test.h"
+
+#include "t_nvfp4.h"
+#include "t_vocab.h"
+#include "t_template.h"
+#include "t_kernels.h"
+#include "t_convert.h"
+#include "t_model.h"
+#include "t_cli.h"
+#include "t_hostile.h"
+#include "t_repl.h"
+
+static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_CLI TESTS_HOSTILE TESTS_REPL};
+
+static bool test_wanted(const char *name, int argc, char **argv) {
+    for (int i = 1; i < argc; i++)
+        if (strstr(name, argv[i])) return true;
+    return argc < 2;
+}
+
+int main(int argc, char **argv) {
+    int passed = 0, failed = 0, skipped = 0, n = sizeof table / sizeof *table;
+    bool list = argc > 1 && !strcmp(argv[1], "--list");
+    setlocale(LC_CTYPE, "C.UTF-8");
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    for (int i = 0; i < n; i++) {
+        if (list) puts(table[i].name);
+        if (list || !test_wanted(table[i].name, argc, argv)) continue;
+        test_failures = 0, test_skip_reason[0] = 0;
+        double t0 = now_seconds();
+        table[i].fn();
+        double t = now_seconds() - t0;
+        bool skip = test_skip_reason[0] && !test_failures;
+        if (test_failures) failed++;
+        else if (skip) skipped++;
+        else passed++;
+        printf("%s %-40s %6.2f s%s%s\n", test_failures ? "FAIL" : skip ? "skip" : "ok  ", table[i].name, t, skip ? "  " : "", skip ? test_skip_reason : "");
+    }
+    if (list) return 0;
+    if (test_dir_made[0]) {
+        char cmd[128];
+        snprintf(cmd, sizeof cmd, "rm -rf %s", test_dir_made);
+        if (system(cmd)) fprintf(stderr, "cannot remove %s\n", test_dir_made);
+    }
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed != 0;
+}
