@@ -415,7 +415,7 @@ gguf_fail(struct gguf_cursor *c, const char *fmt, ...) {
     va_start(ap, fmt);
     int n = vsnprintf(c->err, c->errlen, fmt, ap);
     va_end(ap);
-    if (n >= 0 && (size_t)n < c->errlen) snprintf(c->err + n, c->errlen - (size_t)n, " at byte %zu", c->pos);
+    if (n >= 0 && (size_t)n < c->errlen) snprintf(c->err + n, c->errlen - (size_t)n, ", at byte %zu", c->pos);
 }
 
 /* n bytes at the cursor, or NULL after an error. */
@@ -516,8 +516,8 @@ static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t
     if (!ti.block)
         gguf_fail(
             c,
-            "tensor '%s' has the type %s (%u); supported are F32 F16 BF16 Q8_0 MXFP4 NVFP4: convert the "
-            "original Hugging Face release with moe-convert",
+            "tensor '%s' has the type %s (%u), expected F32, F16, BF16, Q8_0, MXFP4 or NVFP4; moe-convert "
+            "makes those of the original release",
             name, ti.name, t->type);
     else if (t->ne[0] % ti.block)
         gguf_fail(c, "tensor '%s': rows of %llu elements are not whole %s blocks of %u", name,
@@ -784,7 +784,7 @@ static inline bool gguf_split_name(const char *path, char *prefix, size_t cap, u
 
 static inline int gguf_map(struct gguf *g, const char *path, char *err, size_t errlen) {
     struct stat st;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe is refused below, not waited for */
     if (fd < 0) {
         snprintf(err, errlen, "cannot open: %s", strerror(errno));
         return -1;
@@ -837,8 +837,8 @@ static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t 
         }
         if (!i && (kv = gguf_find(g, "split.count")) && gguf_elem_int(kv, 0, &v) && v != (int64_t)count &&
             v > 1) {
-            snprintf(err, errlen, "'%.200s': split.count is %lld, the name says %u part%s", part, (long long)v,
-                     count, count > 1 ? "s" : "");
+            snprintf(err, errlen, "'%.200s': split.count is %lld, the name says %u part%s", part,
+                     (long long)v, count, count > 1 ? "s" : "");
             gguf_close(g);
             return -1;
         }

@@ -1,3 +1,57 @@
+/* moe - chat with mixture-of-experts language models whose weights are NVFP4, on your own machine.
+ *
+ * This file is the whole program for a CPU; gguf_nvfp4.h holds the file format and the number formats.
+ *
+ * One turn of a conversation:
+ *
+ *   messages --template--> text with the origin of every byte --tokenize--> ids --session_sync--> logits
+ *                                                                              ^                    |
+ *                                                                     session_decode <-- id <-- sampler --> detokenise --> printer
+ *
+ * One forward pass (forward_qwen3moe, forward_deepseek2) is a straight line over the operations of `struct ops`:
+ *
+ *   embed, then per layer: norm, query/key/value, rotation and cache, attention, output, add + norm, router + experts; head
+ *
+ * Two nouns: `struct model` never changes after loading; `struct session` is one timeline of tokens with its KV state.
+ * Memory: the weights are the mapped file; the cache is kv_token_bytes per token of context; activations are laid out once, for
+ * chunks of 512 tokens. Nothing is allocated while tokens are computed.
+ *
+ * Contents, in order of the sections:
+ *   Limits and errors
+ *   Allocation
+ *   Files, time, text
+ *   Terminal
+ *   Vocabulary and BPE
+ *   Chat template: values
+ *   Chat template: operators
+ *   Chat template: filters, tests, methods, globals
+ *   Chat template: from source to tree
+ *   Chat template: rendering
+ *   Model: metadata, tensors, binding
+ *   CPU kernels
+ *   CPU kernels: the oracle
+ *   CPU kernels: vector functions for any instruction set
+ *   CPU kernels: products with integer activations
+ *   CPU kernels: AVX2
+ *   CPU kernels: AVX-512 VNNI
+ *   CPU kernels: AMX, BF16 tiles
+ *   CPU kernels: NEON with dot products
+ *   CPU kernels: choice
+ *   Operations
+ *   KV cache
+ *   CPU operations
+ *   Families
+ *   Sampler
+ *   Session
+ *   Options
+ *   Chat
+ *   Keyboard
+ *   Edited text and history
+ *   Line editor
+ *   REPL commands
+ *   Modes
+ *   Main
+ */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
@@ -5,11 +59,9 @@
 #include <locale.h>
 #include <omp.h>
 #include <poll.h>
-#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/ioctl.h>
-#include <sys/time.h>
 #include <sys/wait.h>
 #include <termios.h>
 #include <time.h>
@@ -28,7 +80,7 @@
  * ============================================================================================================ */
 
 enum {
-    ERR_MAX = 512,      /* bytes of a session error message */
+    ERR_MAX = 512, /* bytes of a session error message */
     MAX_LAYERS = 512,
     MAX_EXPERTS = 1024, /* per layer */
     MAX_TOPK = 32       /* experts used per token */
@@ -40,16 +92,18 @@ enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130
 static volatile sig_atomic_t interrupted;
 
 static void term_restore(void);
+static void message_neutralise(char *s);
 
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
+    char line[2048];
     va_list ap;
     term_restore();
     fflush(stdout);
-    fputs("moe: ", stderr);
     va_start(ap, fmt);
-    vfprintf(stderr, fmt, ap);
+    vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
-    fputc('\n', stderr);
+    message_neutralise(line);
+    fprintf(stderr, "moe: %s\n", line);
     exit(code);
 }
 
@@ -62,6 +116,7 @@ __attribute__((format(printf, 2, 3))) static int fail(char *err, const char *fmt
     va_start(ap, fmt);
     vsnprintf(err, ERR_MAX, fmt, ap);
     va_end(ap);
+    message_neutralise(err);
     return -1;
 }
 
@@ -196,12 +251,18 @@ static int read_file(const char *path, char **sb, char *err) {
 static int utf8_sequence(const char *s, size_t n) {
     const uint8_t *u = (const uint8_t *)s;
     utf8proc_int32_t cp;
-    int want = !n ? 1 : u[0] < 0x80 ? 1 : u[0] >= 0xc2 && u[0] < 0xe0 ? 2 : (u[0] & 0xf0) == 0xe0 ? 3 : u[0] >= 0xf0 && u[0] < 0xf5 ? 4 : -1;
+    int want = !n                            ? 1
+               : u[0] < 0x80                 ? 1
+               : u[0] >= 0xc2 && u[0] < 0xe0 ? 2
+               : (u[0] & 0xf0) == 0xe0       ? 3
+               : u[0] >= 0xf0 && u[0] < 0xf5 ? 4
+                                             : -1;
     if (want < 0) return -1;
     if (n >= (size_t)want) return utf8proc_iterate(u, want, &cp) == want ? want : -1;
     uint8_t t[4] = {0x80, 0x80, 0x80, 0x80};
     memcpy(t, u, n);
-    if (n < 2 && (u[0] == 0xe0 || u[0] == 0xf0)) t[1] = 0xa0; /* the smallest second byte that is not overlong */
+    if (n < 2 && (u[0] == 0xe0 || u[0] == 0xf0))
+        t[1] = 0xa0; /* the smallest second byte that is not overlong */
     return utf8proc_iterate(t, want, &cp) == want ? 0 : -1;
 }
 
@@ -212,6 +273,19 @@ static bool utf8_valid(const char *s, size_t n) {
         s += k, n -= (size_t)k;
     }
     return true;
+}
+
+/* A message quotes files and templates: controls, and bytes that are not UTF-8, become '?', so that it is one line that no
+ * terminal obeys. */
+static void message_neutralise(char *s) {
+    for (size_t n = strlen(s); n;) {
+        int k = utf8_sequence(s, n);
+        bool control =
+            k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
+        if (k < 1) k = 1, control = true;
+        if (control) memset(s, '?', (size_t)k);
+        s += k, n -= (size_t)k;
+    }
 }
 
 /* Splitmix64: the random numbers of the sampler, of tests and of synthetic weights; the same everywhere. */
@@ -265,8 +339,7 @@ static void term_restore(void) {
         tcsetattr(0, TCSANOW, &term.cooked);
         term.raw = 0; /* last: a signal in between restores again */
         if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
-    } else if (term.colour_out && write(1, reset, 4) < 0)
-        return;
+    } else if (term.colour_out && write(1, reset, 4) < 0) return;
 }
 
 /* One warning or remark on stderr, in its own line, dim on a terminal. */
@@ -846,13 +919,6 @@ static int vocab_type(const struct vocab *v, int32_t id) {
     return id >= 0 && id < v->n_tokens ? v->type[id] : TOKEN_UNUSED;
 }
 
-/* The token with this literal text, special ones first; -1 if there is none. */
-static int32_t vocab_find(const struct vocab *v, const char *text) {
-    struct gguf_str s = {text, strlen(text)};
-    int32_t id = special_find(v, s);
-    return id >= 0 ? id : bytes_find(v, s.p, s.n);
-}
-
 /* Whether the token ends a turn. */
 static bool vocab_is_stop(const struct vocab *v, int32_t id) {
     return id >= 0 && id < v->n_tokens && v->stop[id];
@@ -1081,13 +1147,13 @@ static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char *
  * Chat template: values
  *
  * A Jinja interpreter that gives what Python's jinja2 3.1 gives in the environment of Hugging Face transformers
- * (sandboxed and immutable, trim_blocks, lstrip_blocks, loopcontrols). Every string carries the origin of each of its
- * bytes: the template, or data (anything under `messages`, `tools`, `documents`). Origin survives every operation, so
- * text that a user typed never becomes template text, the only text in which special tokens are recognised.
+ * (immutable sandbox, trim_blocks, lstrip_blocks, loopcontrols). Every string carries the origin of each of its bytes:
+ * the template, or data (anything under `messages`, `tools`, `documents`). Origin survives every operation, so text
+ * that a user typed never becomes template text, the only text in which special tokens are recognised.
  *
- * Templates come from model files and are not trusted: depth, steps, memory and output are limited. Memory comes from
- * a pool that lives as long as the parsed template, or as one rendering; an error leaves by longjmp to the entry
- * points template_parse and template_render, which free it. Nothing here knows about models or tokens.
+ * Templates come from model files and are not trusted: depth, steps, memory and text are limited. Memory comes from a
+ * pool that lives as long as the parsed template, or as one rendering; an error leaves by longjmp to template_parse or
+ * template_render, which free it. Nothing here knows about models or tokens.
  * ============================================================================================================ */
 
 struct text {
@@ -1105,8 +1171,8 @@ enum {
     TEMPLATE_DEPTH = 1000,   /* of evaluation: macros that call themselves, nested data */
     TEMPLATE_RANGE = 100000, /* elements of a range(), as in jinja2's sandbox */
     TEMPLATE_STEPS = 50000000,
-    TEMPLATE_OUTPUT = 256 << 20, /* bytes of a string */
-    TEMPLATE_MEMORY = 1 << 30    /* bytes of a pool */
+    TEMPLATE_TEXT = 128 << 20,  /* bytes of a string */
+    TEMPLATE_MEMORY = 512 << 20 /* bytes of a pool */
 };
 
 enum tv_kind {
@@ -1117,11 +1183,9 @@ enum tv_kind {
     TV_INT,
     TV_FLOAT,
     TV_STR,
-    TV_LIST,
+    TV_LIST, /* ranges and the views of a dictionary, too */
     TV_TUPLE,
-    TV_RANGE,
-    TV_VIEW, /* dict_items and the like: a length, but no elements by number */
-    TV_GEN,  /* a generator: no length, used up by the first loop over it */
+    TV_GEN, /* a generator: always true, no length, used up by the first loop over it */
     TV_DICT,
     TV_NAMESPACE, /* the only value that changes after it was made */
     TV_FUNC,
@@ -1137,48 +1201,27 @@ struct tv {
     union {
         int64_t i; /* TV_BOOL too */
         double f;
-        struct list *list; /* TV_LIST ... TV_GEN */
-        struct dict *dict;
-        const struct undef *undef;
+        struct list *list; /* TV_LIST ... TV_NAMESPACE */
         const struct func *func;
         const struct macro *macro;
         struct loop *loop;
-        struct {
-            const char *s;
-            const uint8_t *o; /* origin of every byte */
+        struct {           /* TV_STR */
+            const char *s; /* TV_UNDEF: the message for those who use the value, with a NUL */
+            const uint8_t *o;
             size_t n;
         };
     };
 };
 
+/* A dictionary has its keys and values in turn, in order of insertion. */
 struct list {
     struct tv *v;
     size_t n, cap;
-    const char *label; /* what Python calls a view or prints for a range */
-};
-
-struct entry {
-    struct tv k, v;
-};
-
-/* Keeps the order of insertion. */
-struct dict {
-    struct entry *e;
-    size_t n, cap;
-    uint32_t *slot; /* open addressing by key hash: 1 + number of an entry, 0 free; NULL while small */
-    size_t slots;   /* a power of two, at least twice cap */
-};
-
-/* Why a value is undefined: `hint` says it, or else `key` was looked up in an `owner` (NULL: as a variable). */
-struct undef {
-    const char *hint, *owner;
-    struct tv key;
 };
 
 struct args {
-    struct list pos;
-    struct dict kw;
-    struct tv v[5];   /* by the signature of the function; TV_ABSENT where not passed */
+    struct list pos, kw;
+    struct tv v[4];   /* by the signature of the function; TV_ABSENT where not passed */
     int mode;         /* which of several functions that share their code */
     const char *name; /* of the function, for messages */
 };
@@ -1186,10 +1229,12 @@ struct args {
 struct job;
 
 /* A filter, test, method or global. The signature names the parameters, `?` marks those that may be left out; "*": the
- * function looks at pos and kw itself. */
+ * function looks at pos and kw itself. `self` is the value on the left of the | or the dot. */
 struct builtin {
+    int where; /* AS_*, OF_* */
     const char *name, *sig;
-    struct tv (*fn)(struct job *j, struct tv self, struct args *a);
+    struct tv (*fn)(struct job *j, struct tv self,
+                    struct args *a); /* NULL: the immutable sandbox refuses it */
     int mode;
 };
 
@@ -1203,20 +1248,9 @@ struct macro {
     struct scope *scope; /* where it was defined */
 };
 
-/* Names are interned: equal names have equal addresses. */
-struct name {
-    const char *s;
-    size_t n;
-    uint32_t id; /* place in the outermost scope */
-};
-
 struct scope {
-    struct scope *up; /* NULL: the outermost one is next */
-    struct variable {
-        const struct name *name;
-        struct tv v;
-    } *v;
-    size_t n, cap;
+    struct scope *up;
+    struct list vars; /* a dictionary */
 };
 
 struct buf {
@@ -1241,13 +1275,10 @@ struct job {
     char *err;
     int line, rc, depth;
     int64_t steps;
-    const struct template *t;
-    struct tv *root; /* variables of the outermost scope by id of their name */
     struct scope *scope;
     struct buf *out;
     struct tv captured; /* text of a {% set %} or {% filter %} block on the way to its filter */
-    struct tv now;      /* "now" of the variables */
-    json_t **parsed;    /* stb_ds array: what from_json read, kept as long as the strings that point into it */
+    json_t **parsed;    /* stb_ds array: what from_json read; strings point into it */
 };
 
 __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job *j, const char *fmt, ...) {
@@ -1256,11 +1287,18 @@ __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job 
     va_start(ap, fmt);
     vsnprintf(j->err + n, (size_t)(ERR_MAX - n), fmt, ap);
     va_end(ap);
+    message_neutralise(j->err);
+    for (char *p = j->err; *p; p += n) { /* names in it come from the template, and may be cut off */
+        n = utf8_sequence(p, strlen(p));
+        if (n < 1 || iscntrl((uint8_t)*p)) *p = '?', n = 1;
+    }
     j->rc = -1;
     longjmp(j->out_of_here, 1);
 }
 
-/* Accounts for n elementary steps, or for 16 n bytes handled. */
+#define SHOW(x) (int)((x).n < 100 ? (x).n : 100), (x).s /* for %.*s */
+
+/* Accounts for n elementary steps; handling 16 bytes is one. */
 static void job_charge(struct job *j, size_t n) {
     j->steps += (int64_t)n;
     if (j->steps > TEMPLATE_STEPS) job_fail(j, "the template takes more than %d steps", TEMPLATE_STEPS);
@@ -1268,6 +1306,7 @@ static void job_charge(struct job *j, size_t n) {
 
 static void job_enter(struct job *j) {
     if (++j->depth > TEMPLATE_DEPTH) job_fail(j, "recursion deeper than %d levels", TEMPLATE_DEPTH);
+    job_charge(j, 1);
 }
 
 static void *job_alloc(struct job *j, size_t n) {
@@ -1276,15 +1315,12 @@ static void *job_alloc(struct job *j, size_t n) {
     if (!b || b->size - b->used < n) {
         if (n > TEMPLATE_MEMORY || j->pool_bytes + n > TEMPLATE_MEMORY)
             job_fail(j, "the template needs more than %d MiB", TEMPLATE_MEMORY >> 20);
-        size_t size = n > 65536 / 4 ? n : 65536;
-        struct pool_block *fresh = xmalloc(sizeof *fresh + size);
-        *fresh = (struct pool_block){.next = b, .size = size};
+        bool large = b && n > 16384; /* does not end the block that small pieces come from */
+        size_t size = n > 16384 ? n : 65536;
+        struct pool_block *fresh = xmalloc(sizeof *fresh + size), **at = large ? &b->next : &j->pool;
+        *fresh = (struct pool_block){.next = *at, .size = size};
         j->pool_bytes += size;
-        if (b && size == n) { /* a large piece does not end the block that small ones come from */
-            fresh->next = b->next, b->next = fresh;
-        } else
-            j->pool = fresh;
-        b = fresh;
+        b = *at = fresh;
     }
     b->used += n;
     return memset(b->data + b->used - n, 0, n);
@@ -1301,26 +1337,18 @@ static void pool_free(struct pool_block *b) {
 /* Room for one more element in an array of the pool. */
 static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size) {
     if (n < *cap) return p;
-    size_t more = *cap ? 2 * *cap : 4;
-    void *q = job_alloc(j, more * size);
-    if (n) memcpy(q, p, n * size);
-    *cap = more;
-    return q;
+    *cap = *cap ? 2 * *cap : 4;
+    void *q = job_alloc(j, *cap * size);
+    return n ? memcpy(q, p, n * size) : q;
 }
 
-/* n bytes of one origin, shared by all strings that are wholly of that origin. */
-static const uint8_t *origin_run(struct job *j, int origin, size_t n) {
-    if (j->run_n[origin] < n || !j->run[origin]) {
-        size_t size = n < 1024 ? 1024 : 2 * n;
-        uint8_t *p = job_alloc(j, size);
-        memset(p, origin, size);
-        j->run[origin] = p, j->run_n[origin] = size;
-    }
-    return j->run[origin];
-}
-
+/* A string of one origin at s, which is not copied. */
 static struct tv tv_text(struct job *j, const char *s, size_t n, int origin) {
-    return (struct tv){.kind = TV_STR, .data = origin == ORIGIN_DATA, .s = s, .o = origin_run(j, origin, n), .n = n};
+    if (j->run_n[origin] < n || !j->run[origin]) { /* origins of one kind are shared */
+        j->run_n[origin] = n < 1024 ? 1024 : 2 * n;
+        j->run[origin] = memset(job_alloc(j, j->run_n[origin]), origin, j->run_n[origin]);
+    }
+    return (struct tv){.kind = TV_STR, .data = origin == ORIGIN_DATA, .s = s, .o = j->run[origin], .n = n};
 }
 
 static struct tv tv_lit(struct job *j, const char *s) { return tv_text(j, s, strlen(s), ORIGIN_TEMPLATE); }
@@ -1329,110 +1357,108 @@ static struct tv tv_int(int64_t i) { return (struct tv){.kind = TV_INT, .i = i};
 static struct tv tv_float(double f) { return (struct tv){.kind = TV_FLOAT, .f = f}; }
 static struct tv tv_none(void) { return (struct tv){.kind = TV_NONE}; }
 
+static struct tv tv_list(struct job *j, int kind) {
+    return (struct tv){.kind = (uint8_t)kind, .list = job_alloc(j, sizeof(struct list))};
+}
+
+__attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct job *j, const char *fmt, ...) {
+    char msg[256];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(msg, sizeof msg, fmt, ap);
+    va_end(ap);
+    return (struct tv){.kind = TV_UNDEF, .s = strcpy(job_alloc(j, strlen(msg) + 1), msg)};
+}
+
 static struct tv tv_sub(struct tv s, size_t from, size_t to) {
     s.s += from, s.o += from, s.n = to > from ? to - from : 0;
     return s;
 }
 
-static bool tv_is(struct tv v, const char *s) { return v.kind == TV_STR && v.n == strlen(s) && !memcmp(v.s, s, v.n); }
+static bool tv_is(struct tv v, const char *s) {
+    return v.kind == TV_STR && v.n == strlen(s) && !memcmp(v.s, s, v.n);
+}
+
 static bool tv_listy(struct tv v) { return v.kind >= TV_LIST && v.kind <= TV_GEN; }
-static bool tv_number(struct tv v) { return v.kind == TV_BOOL || v.kind == TV_INT || v.kind == TV_FLOAT; }
+static bool tv_whole(struct tv v) { return v.kind == TV_BOOL || v.kind == TV_INT; }
+static bool tv_number(struct tv v) { return tv_whole(v) || v.kind == TV_FLOAT; }
 static double tv_double(struct tv v) { return v.kind == TV_FLOAT ? v.f : (double)v.i; }
-
-static struct tv tv_undef(struct job *j, const char *hint, const char *owner, struct tv key) {
-    struct undef *u = job_alloc(j, sizeof *u);
-    *u = (struct undef){hint, owner, key};
-    return (struct tv){.kind = TV_UNDEF, .undef = u};
-}
-
-static struct tv tv_list(struct job *j, int kind) {
-    return (struct tv){.kind = (uint8_t)kind, .list = job_alloc(j, sizeof(struct list))};
-}
+static bool tv_has_data(struct tv s) { return s.data || (s.n && memchr(s.o, ORIGIN_DATA, s.n)); }
 
 static void list_push(struct job *j, struct list *l, struct tv v) {
     l->v = job_grow(j, l->v, l->n, &l->cap, sizeof *l->v);
     l->v[l->n++] = v;
+    job_charge(j, 1);
 }
 
 static const char *tv_type(struct tv v) {
-    static const char *const name[] = {"",     "Undefined", "NoneType", "bool", "int",       "float", "str",
-                                       "list", "tuple",     "range",    NULL,   "generator", "dict",  "Namespace",
-                                       "builtin_function_or_method", "Macro", "LoopContext"};
-    return v.kind == TV_VIEW ? v.list->label : name[v.kind];
+    static const char *const name[] = {"",      "Undefined", "NoneType", "bool",  "int",
+                                       "float", "str",       "list",     "tuple", "generator",
+                                       "dict",  "Namespace", "function", "Macro", "LoopContext"};
+    return name[v.kind];
 }
 
-/* Ends with the message that jinja2 has for a use of this undefined value. */
-__attribute__((noreturn)) static void undef_fail(struct job *j, struct tv v) {
-    const struct undef *u = v.undef;
-    if (u->hint) job_fail(j, "%s", u->hint);
-    if (u->key.kind == TV_INT) job_fail(j, "%s has no element %lld", u->owner, (long long)u->key.i);
-    if (u->key.kind != TV_STR) job_fail(j, "%s has no such element", u->owner);
-    int n = u->key.n > 100 ? 100 : (int)u->key.n;
-    if (!u->owner) job_fail(j, "'%.*s' is undefined", n, u->key.s);
-    job_fail(j, "'%s' has no attribute '%.*s'", u->owner, n, u->key.s);
+/* Ends with jinja2's message if v is undefined, else with this one; for operations that v does not have. */
+__attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *j, struct tv v,
+                                                                    const char *fmt, ...) {
+    char msg[256];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(msg, sizeof msg, fmt, ap);
+    va_end(ap);
+    job_fail(j, "%s", v.kind == TV_UNDEF ? v.s : msg);
 }
 
 static bool tv_truthy(struct tv v) {
-    switch (v.kind) {
-    case TV_UNDEF:
-    case TV_NONE: return false;
-    case TV_BOOL:
-    case TV_INT: return v.i != 0;
-    case TV_FLOAT: return v.f != 0;
-    case TV_STR: return v.n != 0;
-    case TV_DICT: return v.dict->n != 0;
-    case TV_LIST:
-    case TV_TUPLE:
-    case TV_RANGE:
-    case TV_VIEW: return v.list->n != 0;
-    default: return true;
-    }
+    if (v.kind == TV_UNDEF || v.kind == TV_NONE) return false;
+    if (tv_number(v)) return tv_double(v) != 0;
+    if (v.kind == TV_STR) return v.n != 0;
+    return !(v.kind == TV_LIST || v.kind == TV_TUPLE || v.kind == TV_DICT) || v.list->n;
 }
 
 /* ---- code points ---- */
 
 /* Length and value of the code point at s, n > 0. A byte that is not UTF-8 counts as one code point, 0xdc00 + byte, as
- * Python's surrogateescape has it. */
+ * in Python's surrogateescape. */
 static size_t cp_next(const char *s, size_t n, int32_t *cp) {
     *cp = (uint8_t)*s;
     if (*cp < 0x80) return 1;
     int k = utf8_sequence(s, n);
-    if (k > 0) return (size_t)utf8proc_iterate((const uint8_t *)s, k, cp), (size_t)k;
+    if (k > 0) return (size_t)utf8proc_iterate((const uint8_t *)s, k, cp);
     *cp += 0xdc00;
     return 1;
 }
 
 /* The code point that ends at s + n, n > 0. */
 static size_t cp_prev(const char *s, size_t n, int32_t *cp) {
-    for (size_t k = 1; k <= 4 && k <= n; k++) {
-        if (k < 4 && k < n && ((uint8_t)s[n - k] & 0xc0) == 0x80) continue;
-        if (cp_next(s + n - k, k, cp) == k) return k;
-        break;
-    }
+    size_t k = 1;
+    while (k < 4 && k < n && ((uint8_t)s[n - k] & 0xc0) == 0x80) k++;
+    if (cp_next(s + n - k, k, cp) == k) return k;
     *cp = 0xdc00 + (uint8_t)s[n - 1];
     return 1;
 }
 
-static size_t cp_count(const char *s, size_t n) {
+static size_t cp_count(struct job *j, const char *s, size_t n) {
     size_t count = 0;
     int32_t cp;
+    job_charge(j, n / 16);
     for (size_t i = 0; i < n; count++) i += cp_next(s + i, n - i, &cp);
     return count;
 }
 
 /* Byte offset of the code point with this number. */
-static size_t cp_offset(const char *s, size_t n, size_t number) {
+static size_t cp_offset(struct tv v, int64_t number) {
     size_t i = 0;
     int32_t cp;
-    while (number-- && i < n) i += cp_next(s + i, n - i, &cp);
+    while (number-- > 0 && i < v.n) i += cp_next(v.s + i, v.n - i, &cp);
     return i;
 }
 
-/* str.isspace of Python: bidirectional class WS, B or S, or category Zs. */
+/* str.isspace of Python. */
 static bool cp_space(int32_t c) {
     if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13) || (c >= 0x1c && c <= 0x1f);
-    return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 ||
-           c == 0x202f || c == 0x205f || c == 0x3000;
+    return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 ||
+           c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
 
 /* Bytes of s that remain when the white space at its end is removed; bytes of white space at its start. */
@@ -1446,9 +1472,9 @@ static size_t space_end(const char *s, size_t n) {
 }
 
 static size_t space_start(const char *s, size_t n) {
-    size_t i = 0, k;
+    size_t i = 0;
     int32_t cp;
-    for (; i < n; i += k) {
+    for (size_t k; i < n; i += k) {
         k = cp_next(s + i, n - i, &cp);
         if (!cp_space(cp)) break;
     }
@@ -1458,22 +1484,20 @@ static size_t space_start(const char *s, size_t n) {
 /* ---- text that grows ---- */
 
 static void buf_room(struct job *j, struct buf *b, size_t more) {
-    job_charge(j, more / 16);
-    if (more > TEMPLATE_OUTPUT || b->n + more > TEMPLATE_OUTPUT)
-        job_fail(j, "a text of more than %d MiB", TEMPLATE_OUTPUT >> 20);
+    job_charge(j, 1 + more / 16);
+    if (more > TEMPLATE_TEXT || b->n + more > TEMPLATE_TEXT)
+        job_fail(j, "a text of more than %d MiB", TEMPLATE_TEXT >> 20);
     if (b->n + more <= b->cap) return;
-    size_t cap = b->cap ? 2 * b->cap : 64;
-    while (cap < b->n + more) cap *= 2;
-    char *s = job_alloc(j, cap);
-    uint8_t *o = job_alloc(j, cap);
+    b->cap = b->n ? 2 * (b->n + more) : more; /* exact at first: most texts are not added to */
+    char *s = job_alloc(j, b->cap);
+    uint8_t *o = job_alloc(j, b->cap);
     if (b->n) memcpy(s, b->s, b->n), memcpy(o, b->o, b->n);
-    b->s = s, b->o = o, b->cap = cap;
+    b->s = s, b->o = o;
 }
 
 static void buf_put(struct job *j, struct buf *b, struct tv v) {
     buf_room(j, b, v.n);
-    if (!v.n) return;
-    memcpy(b->s + b->n, v.s, v.n), memcpy(b->o + b->n, v.o, v.n);
+    if (v.n) memcpy(b->s + b->n, v.s, v.n), memcpy(b->o + b->n, v.o, v.n);
     b->n += v.n;
 }
 
@@ -1483,11 +1507,9 @@ static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int 
     b->n += n;
 }
 
-static void buf_puts(struct job *j, struct buf *b, const char *s, int origin) { buf_fill(j, b, s, strlen(s), origin); }
-
-__attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin, const char *fmt,
-                                                             ...) {
-    char tmp[512];
+__attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin,
+                                                             const char *fmt, ...) {
+    char tmp[256];
     va_list ap;
     va_start(ap, fmt);
     int n = vsnprintf(tmp, sizeof tmp, fmt, ap);
@@ -1496,8 +1518,8 @@ __attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, stru
 }
 
 static void buf_cp(struct job *j, struct buf *b, int32_t cp, int origin) {
-    uint8_t u[4];
-    buf_fill(j, b, (char *)u, (size_t)utf8proc_encode_char(cp, u), origin);
+    char u[4];
+    buf_fill(j, b, u, (size_t)utf8proc_encode_char(cp, (uint8_t *)u), origin);
 }
 
 static struct tv buf_str(const struct buf *b) {
@@ -1509,146 +1531,87 @@ static struct tv buf_str(const struct buf *b) {
 
 static bool tv_eq(struct job *j, struct tv a, struct tv b);
 
-__attribute__((noreturn)) static void unhashable(struct job *j, struct tv v) {
-    job_fail(j, "unhashable type: '%s'", tv_type(v));
-}
-
-/* Equal values have equal hashes: 1, 1.0 and True are the same key. */
-static uint32_t tv_hash(struct job *j, struct tv v) {
-    uint32_t h = 2166136261u; /* FNV-1a */
-    if (v.kind == TV_LIST || v.kind == TV_DICT) unhashable(j, v);
-    if (v.kind == TV_STR) {
-        for (size_t i = 0; i < v.n; i++) h = (h ^ (uint8_t)v.s[i]) * 16777619u;
-    } else if (tv_number(v)) {
-        double d = tv_double(v) + 0.0; /* -0.0 is 0.0 */
-        uint64_t u;
-        memcpy(&u, &d, 8);
-        h = (uint32_t)((u ^ u >> 32) * 2654435761u);
-    } else if (v.kind == TV_TUPLE)
-        for (size_t i = 0; i < v.list->n; i++) h = (h ^ tv_hash(j, v.list->v[i])) * 16777619u;
-    return h ^ h >> 15;
-}
-
-static struct tv *dict_find(struct job *j, const struct dict *d, struct tv key) {
-    uint32_t h = d->slot || key.kind != TV_STR ? tv_hash(j, key) : 0;
-    if (!d->slot) {
-        for (size_t i = 0; i < d->n; i++)
-            if (tv_eq(j, d->e[i].k, key)) return &d->e[i].v;
-        return NULL;
-    }
-    for (size_t i = h & (d->slots - 1); d->slot[i]; i = (i + 1) & (d->slots - 1)) {
-        job_charge(j, 1);
-        if (tv_eq(j, d->e[d->slot[i] - 1].k, key)) return &d->e[d->slot[i] - 1].v;
-    }
+/* The value of a key; NULL: it is not there. */
+static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) {
+    if (key.kind == TV_LIST || key.kind == TV_DICT) job_fail(j, "unhashable type: '%s'", tv_type(key));
+    job_charge(j, 1 + d->n / 16);
+    for (size_t i = 0; i < d->n; i += 2)
+        if (tv_eq(j, d->v[i], key)) return &d->v[i + 1];
     return NULL;
 }
 
-static void dict_slot(struct job *j, struct dict *d, size_t number) {
-    size_t i = tv_hash(j, d->e[number].k) & (d->slots - 1);
-    while (d->slot[i]) i = (i + 1) & (d->slots - 1);
-    d->slot[i] = (uint32_t)number + 1;
-}
-
-static void dict_set(struct job *j, struct dict *d, struct tv key, struct tv v) {
+static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) {
     struct tv *old = dict_find(j, d, key);
     if (old) {
         *old = v;
         return;
     }
-    size_t cap = d->cap;
-    d->e = job_grow(j, d->e, d->n, &d->cap, sizeof *d->e);
-    d->e[d->n++] = (struct entry){key, v};
-    if (d->cap != cap && d->cap > 8) {
-        d->slots = 2 * d->cap;
-        d->slot = job_alloc(j, d->slots * sizeof *d->slot);
-        for (size_t i = 0; i < d->n; i++) dict_slot(j, d, i);
-    } else if (d->slot)
-        dict_slot(j, d, d->n - 1);
-}
-
-static struct tv *dict_get(struct job *j, const struct dict *d, const char *key) {
-    return dict_find(j, d, tv_lit(j, key));
-}
-
-static bool dict_eq(struct job *j, const struct dict *a, const struct dict *b) {
-    if (a->n != b->n) return false;
-    for (size_t i = 0; i < a->n; i++) {
-        struct tv *v = dict_find(j, b, a->e[i].k);
-        if (!v || !tv_eq(j, a->e[i].v, *v)) return false;
-    }
-    return true;
+    list_push(j, d, key);
+    list_push(j, d, v);
 }
 
 static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     if (a.kind == TV_STR && b.kind == TV_STR) {
         if (a.n != b.n) return false;
-        job_charge(j, 1 + a.n / 64);
+        job_charge(j, a.n / 16);
         return a.s == b.s || !memcmp(a.s, b.s, a.n);
     }
-    if (tv_number(a) && tv_number(b))
-        return a.kind == TV_FLOAT || b.kind == TV_FLOAT ? tv_double(a) == tv_double(b) : a.i == b.i;
+    if (tv_whole(a) && tv_whole(b)) return a.i == b.i;
+    if (tv_number(a) && tv_number(b)) return tv_double(a) == tv_double(b);
     if (a.kind != b.kind) return false;
-    if (a.kind == TV_UNDEF || a.kind == TV_NONE) return true;
-    bool eq = a.list == b.list;
-    if (eq || !(a.kind == TV_DICT || (tv_listy(a) && a.kind != TV_GEN))) return eq;
+    if (a.kind == TV_UNDEF || a.kind == TV_NONE || a.list == b.list) return true;
+    if ((a.kind != TV_LIST && a.kind != TV_TUPLE && a.kind != TV_DICT) || a.list->n != b.list->n)
+        return false;
+    bool eq = true, dict = a.kind == TV_DICT;
     job_enter(j);
-    if (a.kind == TV_DICT)
-        eq = dict_eq(j, a.dict, b.dict);
-    else {
-        eq = a.list->n == b.list->n;
-        for (size_t i = 0; eq && i < a.list->n; i++) eq = tv_eq(j, a.list->v[i], b.list->v[i]);
+    job_charge(j, a.list->n);
+    for (size_t i = 0; eq && i < a.list->n; i += dict ? 2 : 1) {
+        struct tv *v = dict ? dict_find(j, b.list, a.list->v[i]) : &b.list->v[i];
+        eq = v && tv_eq(j, a.list->v[dict ? i + 1 : i], *v);
     }
     j->depth--;
     return eq;
 }
 
 /* a < b as Python orders them; UTF-8 sorts as its code points do. */
-static bool tv_less(struct job *j, struct tv a, struct tv b, const char *op) {
-    if (a.kind == TV_UNDEF) undef_fail(j, a);
-    if (b.kind == TV_UNDEF) undef_fail(j, b);
-    if (tv_number(a) && tv_number(b))
-        return a.kind == TV_FLOAT || b.kind == TV_FLOAT ? tv_double(a) < tv_double(b) : a.i < b.i;
+static bool tv_less(struct job *j, struct tv a, struct tv b) {
+    if (tv_whole(a) && tv_whole(b)) return a.i < b.i;
+    if (tv_number(a) && tv_number(b)) return tv_double(a) < tv_double(b);
     if (a.kind == TV_STR && b.kind == TV_STR) {
         size_t n = a.n < b.n ? a.n : b.n;
-        job_charge(j, 1 + n / 64);
-        int c = n ? memcmp(a.s, b.s, n) : 0;
+        job_charge(j, n / 16);
+        int c = memcmp(a.s, b.s, n);
         return c ? c < 0 : a.n < b.n;
     }
-    if (a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE)) {
-        for (size_t i = 0; i < a.list->n && i < b.list->n; i++) {
-            job_enter(j);
-            bool eq = tv_eq(j, a.list->v[i], b.list->v[i]), less = !eq && tv_less(j, a.list->v[i], b.list->v[i], op);
-            j->depth--;
-            if (!eq) return less;
-        }
-        return a.list->n < b.list->n;
+    if (a.kind != b.kind || (a.kind != TV_LIST && a.kind != TV_TUPLE))
+        tv_fail(j, a.kind == TV_UNDEF ? a : b, "'%s' and '%s' cannot be ordered", tv_type(a), tv_type(b));
+    for (size_t i = 0; i < a.list->n && i < b.list->n; i++) {
+        job_charge(j, 1);
+        if (tv_eq(j, a.list->v[i], b.list->v[i])) continue;
+        job_enter(j);
+        bool less = tv_less(j, a.list->v[i], b.list->v[i]);
+        j->depth--;
+        return less;
     }
-    job_fail(j, "'%s' not supported between instances of '%s' and '%s'", op, tv_type(a), tv_type(b));
+    return a.list->n < b.list->n;
 }
 
 /* The elements that a loop over v sees; they must not be modified. Uses up a generator. */
 static struct list *tv_iter(struct job *j, struct tv v) {
-    if (tv_listy(v) && v.kind != TV_GEN) return v.list;
-    struct list *l = job_alloc(j, sizeof *l);
     int32_t cp;
-    switch (v.kind) {
-    case TV_UNDEF: break;
-    case TV_GEN:
+    if (v.kind == TV_LIST || v.kind == TV_TUPLE) return v.list;
+    struct list *l = job_alloc(j, sizeof *l);
+    if (v.kind == TV_GEN) {
         *l = *v.list;
         v.list->n = 0;
-        break;
-    case TV_DICT:
-        for (size_t i = 0; i < v.dict->n; i++) list_push(j, l, v.dict->e[i].k);
-        break;
-    case TV_STR:
+    } else if (v.kind == TV_DICT)
+        for (size_t i = 0; i < v.list->n; i += 2) list_push(j, l, v.list->v[i]);
+    else if (v.kind == TV_STR)
         for (size_t i = 0, k; i < v.n; i += k) {
             k = cp_next(v.s + i, v.n - i, &cp);
             list_push(j, l, tv_sub(v, i, i + k));
         }
-        break;
-    default: job_fail(j, "'%s' object is not iterable", tv_type(v));
-    }
-    job_charge(j, l->n);
+    else if (v.kind != TV_UNDEF) job_fail(j, "'%s' object is not iterable", tv_type(v));
     return l;
 }
 
@@ -1656,105 +1619,126 @@ static struct list *tv_iter(struct job *j, struct tv v) {
 
 /* repr() of Python's float: the shortest digits that read back as d. */
 static void float_repr(double d, char out[40]) {
-    char tmp[40];
-    int prec = 0;
-    if (isnan(d) || isinf(d)) {
+    int prec = -1;
+    if (!isfinite(d)) {
         strcpy(out, isnan(d) ? "nan" : d < 0 ? "-inf" : "inf");
         return;
     }
-    for (; prec < 17; prec++) {
-        snprintf(tmp, sizeof tmp, "%.*e", prec, d);
-        if (strtod(tmp, NULL) == d) break;
-    }
-    int e = atoi(strchr(tmp, 'e') + 1);
-    if (e < -4 || e >= 16)
-        strcpy(out, tmp);
-    else
-        snprintf(out, 40, "%.*f", prec - e > 1 ? prec - e : 1, d);
+    do snprintf(out, 40, "%.*e", ++prec, d);
+    while (prec < 17 && strtod(out, NULL) != d);
+    int e = atoi(strchr(out, 'e') + 1);
+    if (e >= -4 && e < 16) snprintf(out, 40, "%.*f", prec - e > 1 ? prec - e : 1, d);
 }
 
-static bool tv_has_data(struct tv s) { return s.data || (s.n && memchr(s.o, ORIGIN_DATA, s.n)); }
+/* How values are printed: str(), with repr() for what is inside containers, or json.dumps. */
+struct style {
+    bool json, ascii, sort;
+    struct tv indent; /* JSON: text of one level; TV_NONE: all in one line */
+    struct tv comma, colon;
+};
 
-/* What repr() and JSON agree on: an escape for this code point, or NULL for neither. */
-static const char *short_escape(int32_t cp) {
-    return cp == '\n' ? "\\n" : cp == '\r' ? "\\r" : cp == '\t' ? "\\t" : cp == '\\' ? "\\\\" : NULL;
-}
-
-/* repr() of Python's str. */
-static void repr_str(struct job *j, struct buf *b, struct tv v) {
-    int origin = tv_has_data(v) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
-    char quote = v.n && memchr(v.s, '\'', v.n) && !memchr(v.s, '"', v.n) ? '"' : '\'';
+/* A string in quotes, with the escapes of repr() or JSON. */
+static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct style *st, int origin) {
+    static const char plain[] = "\n\r\t\\\b\f\"", letter[] = "nrt\\bf\"";
+    int own = tv_has_data(v) ? ORIGIN_DATA : origin;
+    char quote = st->json || (v.n && memchr(v.s, '\'', v.n) && !memchr(v.s, '"', v.n)) ? '"' : '\'';
+    size_t from = 0;
     int32_t cp;
-    buf_fill(j, b, &quote, 1, origin);
+    if (v.markup && !st->json) buf_printf(j, b, origin, "Markup(");
+    buf_fill(j, b, &quote, 1, own);
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &cp);
-        const char *esc = short_escape(cp);
         int c = utf8proc_category(cp);
-        bool hidden = c >= UTF8PROC_CATEGORY_ZS || c == UTF8PROC_CATEGORY_CN;
-        if (esc)
-            buf_puts(j, b, esc, v.o[i]);
-        else if (cp == quote)
-            buf_printf(j, b, v.o[i], "\\%c", quote);
-        else if (hidden && cp != ' ')
-            buf_printf(j, b, v.o[i], cp < 0x100 ? "\\x%02x" : cp < 0x10000 ? "\\u%04x" : "\\U%08x", (unsigned)cp);
+        bool hidden =
+            st->json ? cp < ' ' || (st->ascii && cp > 0x7e) : (c >= UTF8PROC_CATEGORY_ZS && cp != ' ') || !c;
+        const char *esc = cp && cp < 0x80 ? strchr(plain, cp) : NULL;
+        if (esc && esc >= plain + 4 && !st->json) esc = NULL; /* repr() has no \b, \f and \" */
+        if (!esc && !hidden && cp != quote) continue;
+        buf_put(j, b, tv_sub(v, from, i));
+        from = i + k;
+        if (esc || cp == quote) buf_printf(j, b, v.o[i], "\\%c", esc ? letter[esc - plain] : quote);
+        else if (st->json && cp > 0xffff) /* a surrogate pair */
+            buf_printf(j, b, v.o[i], "\\u%04x\\u%04x", 0xd7c0u + (unsigned)(cp >> 10),
+                       0xdc00u + (cp & 0x3ffu));
         else
-            buf_put(j, b, tv_sub(v, i, i + k));
+            buf_printf(j, b, v.o[i],
+                       cp < 0x100 && !st->json ? "\\x%02x"
+                       : cp < 0x10000          ? "\\u%04x"
+                                               : "\\U%08x",
+                       (unsigned)cp);
     }
-    buf_fill(j, b, &quote, 1, origin);
+    buf_put(j, b, tv_sub(v, from, v.n));
+    buf_fill(j, b, &quote, 1, own);
+    if (v.markup && !st->json) buf_printf(j, b, origin, ")");
 }
 
-static void tv_write(struct job *j, struct buf *b, struct tv v, bool repr, int origin);
+static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level,
+                     int origin);
+static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
 
-static void write_items(struct job *j, struct buf *b, struct tv v, int origin) {
-    bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE;
-    size_t n = dict ? v.dict->n : v.list->n;
-    buf_puts(j, b, dict ? "{" : tuple ? "(" : "[", origin);
-    for (size_t i = 0; i < n; i++) {
-        if (i) buf_puts(j, b, ", ", origin);
+static void write_newline(struct job *j, struct buf *b, const struct style *st, int level, int origin) {
+    if (st->indent.kind != TV_STR) return;
+    buf_fill(j, b, "\n", 1, origin);
+    while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
+}
+
+static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level,
+                        int origin) {
+    bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
+    struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v);
+    if (dict && st->sort) keys = list_sorted(j, keys, keys, false);
+    buf_fill(j, b, dict ? "{" : tuple ? "(" : "[", 1, origin);
+    for (size_t i = 0; i < keys->n; i++) {
+        struct tv item = keys->v[i];
+        if (i) buf_fill(j, b, st->comma.s, st->comma.n, origin);
+        write_newline(j, b, st, level + 1, origin);
         if (dict) {
-            tv_write(j, b, v.dict->e[i].k, true, origin);
-            buf_puts(j, b, ": ", origin);
+            struct buf text = {0};
+            struct tv *value = dict_find(j, v.list, item);
+            if (st->json && item.kind == TV_TUPLE)
+                job_fail(j, "keys must be str, int, float, bool or None, not tuple");
+            if (st->json && item.kind != TV_STR) {
+                tv_write(j, &text, item, st, 0, origin);
+                item = buf_str(&text);
+            }
+            tv_write(j, b, item, st, level + 1, origin);
+            buf_fill(j, b, st->colon.s, st->colon.n, origin);
+            item = *value;
         }
-        tv_write(j, b, dict ? v.dict->e[i].v : v.list->v[i], true, origin);
+        tv_write(j, b, item, st, level + 1, origin);
     }
-    buf_puts(j, b, dict ? "}" : tuple ? n == 1 ? ",)" : ")" : "]", origin);
+    if (tuple && keys->n == 1) buf_fill(j, b, ",", 1, origin);
+    if (keys->n) write_newline(j, b, st, level, origin);
+    buf_fill(j, b, dict ? "}" : tuple ? ")" : "]", 1, origin);
 }
 
-/* str(), or repr() as for values inside containers. `origin` is that of the surrounding container. */
-static void tv_write(struct job *j, struct buf *b, struct tv v, bool repr, int origin) {
+/* Appends a value. Text that is added to data is data; `origin` is that of the container around v. */
+static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level,
+                     int origin) {
     char num[40];
     if (v.data) origin = ORIGIN_DATA;
     job_enter(j);
-    job_charge(j, 1);
+    if (st->json && (v.kind == TV_UNDEF || (v.kind >= TV_GEN && v.kind != TV_DICT)))
+        job_fail(j, "Object of type %s is not JSON serializable", tv_type(v));
     switch (v.kind) {
-    case TV_STR:
-        if (repr)
-            repr_str(j, b, v);
-        else
-            buf_put(j, b, v);
-        break;
-    case TV_UNDEF: buf_puts(j, b, repr ? "Undefined" : "", origin); break;
-    case TV_NONE: buf_puts(j, b, "None", origin); break;
-    case TV_BOOL: buf_puts(j, b, v.i ? "True" : "False", origin); break;
+    case TV_STR: write_quoted(j, b, v, st, origin); break;
+    case TV_NONE: buf_printf(j, b, origin, st->json ? "null" : "None"); break;
+    case TV_BOOL: buf_printf(j, b, origin, st->json ? v.i ? "true" : "false" : v.i ? "True" : "False"); break;
     case TV_INT: buf_printf(j, b, origin, "%lld", (long long)v.i); break;
     case TV_FLOAT:
         float_repr(v.f, num);
-        buf_puts(j, b, num, origin);
+        if (st->json && !isfinite(v.f)) strcpy(num, isnan(v.f) ? "NaN" : v.f < 0 ? "-Infinity" : "Infinity");
+        buf_printf(j, b, origin, "%s", num);
         break;
     case TV_LIST:
     case TV_TUPLE:
-    case TV_DICT: write_items(j, b, v, origin); break;
-    case TV_VIEW:
-        buf_printf(j, b, origin, "%s(", v.list->label);
-        write_items(j, b, v, origin);
-        buf_puts(j, b, ")", origin);
-        break;
+    case TV_DICT: write_items(j, b, v, st, level, origin); break;
     case TV_NAMESPACE:
-        buf_puts(j, b, "<Namespace ", origin);
-        write_items(j, b, v, origin);
-        buf_puts(j, b, ">", origin);
+        buf_printf(j, b, origin, "<Namespace ");
+        write_items(j, b, v, st, level, origin);
+        buf_printf(j, b, origin, ">");
         break;
-    case TV_RANGE: buf_puts(j, b, v.list->label, origin); break;
+    case TV_UNDEF: buf_printf(j, b, origin, "Undefined"); break;
     default: buf_printf(j, b, origin, "<%s>", tv_type(v));
     }
     j->depth--;
@@ -1762,119 +1746,37 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, bool repr, int o
 
 /* str(v); a string stays itself. */
 static struct tv tv_str(struct job *j, struct tv v) {
-    if (v.kind == TV_STR) return v;
+    struct style st = {.comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
     struct buf b = {0};
-    tv_write(j, &b, v, false, ORIGIN_TEMPLATE);
+    if (v.kind == TV_STR) return v;
+    if (v.kind != TV_UNDEF) tv_write(j, &b, v, &st, 0, ORIGIN_TEMPLATE);
     return buf_str(&b);
-}
-
-struct json_style {
-    struct tv indent; /* text of one level; TV_NONE: all in one line */
-    struct tv comma, colon;
-    bool ascii, sort;
-};
-
-static void json_str(struct job *j, struct buf *b, struct tv v, bool ascii, int outer) {
-    int origin = tv_has_data(v) ? ORIGIN_DATA : outer;
-    int32_t cp;
-    buf_puts(j, b, "\"", origin);
-    for (size_t i = 0, k, from = 0; i < v.n; i += k) {
-        k = cp_next(v.s + i, v.n - i, &cp);
-        bool wide = ascii && cp > 0x7e;
-        if (cp >= ' ' && cp != '"' && cp != '\\' && !wide) {
-            if (i + k == v.n) buf_put(j, b, tv_sub(v, from, v.n));
-            continue;
-        }
-        buf_put(j, b, tv_sub(v, from, i));
-        from = i + k;
-        const char *esc = cp == '"' ? "\\\"" : cp == '\b' ? "\\b" : cp == '\f' ? "\\f" : short_escape(cp);
-        if (esc)
-            buf_puts(j, b, esc, v.o[i]);
-        else if (cp < 0x10000)
-            buf_printf(j, b, v.o[i], "\\u%04x", (unsigned)cp);
-        else /* a surrogate pair */
-            buf_printf(j, b, v.o[i], "\\u%04x\\u%04x", 0xd7c0u + (unsigned)(cp >> 10), 0xdc00u + (cp & 0x3ffu));
-    }
-    buf_puts(j, b, "\"", origin);
-}
-
-static void json_newline(struct job *j, struct buf *b, const struct json_style *st, int level, int origin) {
-    if (st->indent.kind != TV_STR) return;
-    buf_puts(j, b, "\n", origin);
-    while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
-}
-
-static struct list *list_sorted(struct job *j, const struct list *l, const struct tv *keys, bool reverse);
-
-/* json.dumps. Punctuation of a container that is data is data; `origin` is that of the container around v. */
-static void json_write(struct job *j, struct buf *b, struct tv v, const struct json_style *st, int level, int origin) {
-    if (v.data) origin = ORIGIN_DATA;
-    bool dict = v.kind == TV_DICT;
-    if (v.kind == TV_STR) {
-        json_str(j, b, v, st->ascii, origin);
-        return;
-    }
-    if (v.kind == TV_NONE || v.kind == TV_BOOL) {
-        buf_puts(j, b, v.kind == TV_NONE ? "null" : v.i ? "true" : "false", origin);
-        return;
-    }
-    if (v.kind == TV_FLOAT && !isfinite(v.f)) {
-        buf_puts(j, b, isnan(v.f) ? "NaN" : v.f < 0 ? "-Infinity" : "Infinity", origin);
-        return;
-    }
-    if (tv_number(v)) {
-        tv_write(j, b, v, true, origin);
-        return;
-    }
-    if (!dict && v.kind != TV_LIST && v.kind != TV_TUPLE)
-        job_fail(j, "Object of type %s is not JSON serializable", tv_type(v));
-    job_enter(j);
-    struct list *items = tv_iter(j, v);
-    if (dict && st->sort) items = list_sorted(j, items, items->v, false);
-    buf_puts(j, b, dict ? "{" : "[", origin);
-    for (size_t i = 0; i < items->n; i++) {
-        struct tv item = items->v[i];
-        if (i) buf_fill(j, b, st->comma.s, st->comma.n, origin);
-        json_newline(j, b, st, level + 1, origin);
-        if (dict) {
-            struct buf key = {0};
-            if (item.kind == TV_TUPLE) job_fail(j, "keys must be str, int, float, bool or None, not tuple");
-            json_write(j, &key, item, st, 0, origin);
-            json_str(j, b, item.kind == TV_STR ? item : buf_str(&key), st->ascii, origin);
-            buf_fill(j, b, st->colon.s, st->colon.n, origin);
-            item = *dict_find(j, v.dict, item);
-        }
-        json_write(j, b, item, st, level + 1, origin);
-    }
-    if (items->n) json_newline(j, b, st, level, origin);
-    buf_puts(j, b, dict ? "}" : "]", origin);
-    j->depth--;
 }
 
 /* A value from JSON; its strings stay where jansson keeps them. */
 static struct tv tv_json(struct job *j, const json_t *json, bool data) {
-    struct tv v = {.kind = TV_NONE};
+    struct tv v = tv_none();
     const char *key;
     size_t i, n;
     json_t *item;
     job_enter(j);
     switch (json_typeof(json)) {
     case JSON_OBJECT:
-        v = (struct tv){.kind = TV_DICT, .dict = job_alloc(j, sizeof *v.dict)};
-        json_object_keylen_foreach((json_t *)json, key, n, item)
-            dict_set(j, v.dict, tv_text(j, key, n, data), tv_json(j, item, data));
+        v = tv_list(j, TV_DICT);
+        json_object_keylen_foreach((json_t *)json, key, n, item) {
+            list_push(j, v.list, tv_text(j, key, n, data));
+            list_push(j, v.list, tv_json(j, item, data));
+        }
         break;
     case JSON_ARRAY:
         v = tv_list(j, TV_LIST);
         json_array_foreach(json, i, item) list_push(j, v.list, tv_json(j, item, data));
         break;
-    case JSON_STRING:
-        v = tv_text(j, json_string_value(json), json_string_length(json), data);
-        break;
+    case JSON_STRING: v = tv_text(j, json_string_value(json), json_string_length(json), data); break;
     case JSON_INTEGER: v = tv_int(json_integer_value(json)); break;
     case JSON_REAL: v = tv_float(json_real_value(json)); break;
-    case JSON_TRUE:
-    case JSON_FALSE: v = tv_bool(json_is_true(json)); break;
+    case JSON_TRUE: v = tv_bool(true); break;
+    case JSON_FALSE: v = tv_bool(false); break;
     case JSON_NULL: break;
     }
     v.data = data;
@@ -1885,8 +1787,8 @@ static struct tv tv_json(struct job *j, const json_t *json, bool data) {
 /* ============================================================================================================
  * Chat template: operators
  *
- * What Python does with values: arithmetic, comparison, containment, subscripts, slices, str.__mod__. Integers have 64
- * bits; where Python's would grow beyond, that is an error.
+ * What Python does with values: arithmetic, comparison, containment, subscripts, slices. Integers have 64 bits; where
+ * Python's would grow beyond, that is an error.
  * ============================================================================================================ */
 
 enum op {
@@ -1912,60 +1814,68 @@ enum op {
     OP_COUNT
 };
 
-/* By rising precedence; `not` stands between `and` and the comparisons. + binds less than ~. */
-enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARE, LEVEL_ADD, LEVEL_CONCAT, LEVEL_MUL, LEVEL_POW, LEVEL_UNARY };
+/* Levels of precedence. `not` stands between `and` and the comparisons; + binds less than ~. */
+enum {
+    LEVEL_OR,
+    LEVEL_AND,
+    LEVEL_NOT,
+    LEVEL_COMPARE,
+    LEVEL_ADD,
+    LEVEL_CONCAT,
+    LEVEL_MUL,
+    LEVEL_POW,
+    LEVEL_UNARY
+};
 
 static const struct {
     const char *text;
     int level;
-} operators[OP_COUNT] = {
-    [OP_OR] = {"or", LEVEL_OR},          [OP_AND] = {"and", LEVEL_AND},     [OP_EQ] = {"==", LEVEL_COMPARE},
-    [OP_NE] = {"!=", LEVEL_COMPARE},     [OP_LT] = {"<", LEVEL_COMPARE},    [OP_LE] = {"<=", LEVEL_COMPARE},
-    [OP_GT] = {">", LEVEL_COMPARE},      [OP_GE] = {">=", LEVEL_COMPARE},   [OP_IN] = {"in", LEVEL_COMPARE},
-    [OP_NOT_IN] = {"not", LEVEL_COMPARE}, [OP_ADD] = {"+", LEVEL_ADD},       [OP_SUB] = {"-", LEVEL_ADD},
-    [OP_CONCAT] = {"~", LEVEL_CONCAT},   [OP_MUL] = {"*", LEVEL_MUL},       [OP_DIV] = {"/", LEVEL_MUL},
-    [OP_FLOORDIV] = {"//", LEVEL_MUL},   [OP_MOD] = {"%", LEVEL_MUL},       [OP_POW] = {"**", LEVEL_POW},
-};
-
-__attribute__((noreturn)) static void operand_fail(struct job *j, enum op op, struct tv a, struct tv b) {
-    if (a.kind == TV_UNDEF) undef_fail(j, a);
-    if (b.kind == TV_UNDEF) undef_fail(j, b);
-    job_fail(j, "unsupported operand type(s) for %s: '%s' and '%s'", operators[op].text, tv_type(a), tv_type(b));
-}
-
-static int64_t int_pow(struct job *j, int64_t a, int64_t b) {
-    int64_t r = 1;
-    bool over = false;
-    for (; b && !over; b >>= 1) {
-        if (b & 1) over = __builtin_mul_overflow(r, a, &r);
-        if (b > 1) over |= __builtin_mul_overflow(a, a, &a);
-    }
-    if (over) job_fail(j, "integer overflow in **");
-    return r;
-}
+} op_table[OP_COUNT] = {{"", -1},
+                        {"or", LEVEL_OR},
+                        {"and", LEVEL_AND},
+                        {"==", LEVEL_COMPARE},
+                        {"!=", LEVEL_COMPARE},
+                        {"<", LEVEL_COMPARE},
+                        {"<=", LEVEL_COMPARE},
+                        {">", LEVEL_COMPARE},
+                        {">=", LEVEL_COMPARE},
+                        {"in", LEVEL_COMPARE},
+                        {"not", LEVEL_COMPARE},
+                        {"+", LEVEL_ADD},
+                        {"-", LEVEL_ADD},
+                        {"~", LEVEL_CONCAT},
+                        {"*", LEVEL_MUL},
+                        {"/", LEVEL_MUL},
+                        {"//", LEVEL_MUL},
+                        {"%", LEVEL_MUL},
+                        {"**", LEVEL_POW}};
 
 static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
-    int64_t r = 0;
+    int64_t r = op == OP_POW;
     bool over = false;
     switch (op) {
     case OP_ADD: over = __builtin_add_overflow(a, b, &r); break;
     case OP_SUB: over = __builtin_sub_overflow(a, b, &r); break;
     case OP_MUL: over = __builtin_mul_overflow(a, b, &r); break;
-    case OP_POW: return tv_int(int_pow(j, a, b));
+    case OP_POW:
+        for (; b && !over; b >>= 1) {
+            if (b & 1) over = __builtin_mul_overflow(r, a, &r);
+            if (b > 1) over |= __builtin_mul_overflow(a, a, &a);
+        }
+        break;
     default: /* // and %: rounded down, the remainder has the sign of b */
         if (b == -1) return op == OP_MOD ? tv_int(0) : int_binary(j, OP_SUB, 0, a);
         r = op == OP_MOD ? a % b : a / b;
         if (a % b && (a < 0) != (b < 0)) r += op == OP_MOD ? b : -1;
     }
-    if (over) job_fail(j, "integer overflow in %s", operators[op].text);
+    if (over) job_fail(j, "integer overflow in %s", op_table[op].text);
     return tv_int(r);
 }
 
 static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b), m;
-    if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD || (op == OP_POW && x == 0 && signbit(y))))
-        job_fail(j, "division by zero");
-    if (a.kind != TV_FLOAT && b.kind != TV_FLOAT && op != OP_DIV && !(op == OP_POW && b.i < 0))
+    if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
+    if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0))
         return int_binary(j, op, a.i, b.i);
     switch (op) {
     case OP_ADD: return tv_float(x + y);
@@ -1977,170 +1887,142 @@ static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv
         return tv_float(pow(x, y));
     default:
         m = fmod(x, y);
-        if (m != 0 && (m < 0) != (y < 0)) m += y;
-        return tv_float(op == OP_MOD ? m : floor((x - m) / y + 0.5));
+        m = m == 0 ? copysign(0, y) : (m < 0) != (y < 0) ? m + y : m;
+        return tv_float(op == OP_MOD ? m : x == m ? copysign(0, x / y) : floor((x - m) / y + 0.5));
     }
 }
 
 /* Markup: & < > ' " replaced; what already is markup stays. */
 static struct tv html_escape(struct job *j, struct tv v) {
+    static const char special[] = "&<>'\"";
+    static const char *const escape[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
     struct buf b = {0};
-    if (!v.markup) {
-        v = tv_str(j, v);
-        for (size_t i = 0; i < v.n; i++) {
-            char c = v.s[i];
-            const char *esc = c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '\'' ? "&#39;" : c == '"' ? "&#34;" : NULL;
-            if (esc)
-                buf_puts(j, &b, esc, v.o[i]);
-            else
-                buf_put(j, &b, tv_sub(v, i, i + 1));
-        }
-        v = buf_str(&b);
+    v = tv_str(j, v);
+    for (size_t i = 0; !v.markup && i < v.n; i++) {
+        const char *at = v.s[i] ? strchr(special, v.s[i]) : NULL;
+        if (at) buf_printf(j, &b, v.o[i], "%s", escape[at - special]);
+        else buf_put(j, &b, tv_sub(v, i, i + 1));
     }
+    if (!v.markup) v = buf_str(&b);
     v.markup = true;
     return v;
 }
 
 static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
-    struct buf out = {0};
-    bool markup = a.markup || b.markup;
-    if (markup) a = html_escape(j, a), b = html_escape(j, b);
-    if (!b.n || !a.n) return a.n ? a : b;
-    out.cap = a.n + b.n; /* exact: most texts are not added to */
+    struct buf out = {.cap = a.n + b.n};
+    if (!a.n || !b.n) return a.n ? a : b;
     out.s = job_alloc(j, out.cap), out.o = job_alloc(j, out.cap);
     buf_put(j, &out, a);
     buf_put(j, &out, b);
-    struct tv v = buf_str(&out);
-    v.markup = markup;
-    return v;
+    return buf_str(&out);
 }
 
 static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
-    size_t n = v.kind == TV_STR ? v.n : v.list->n;
-    if (times < 0 || !n) times = 0;
-    if (times > TEMPLATE_OUTPUT / (int64_t)(n ? n : 1)) job_fail(j, "repeated too often: %lld times", (long long)times);
     struct buf b = {0};
     struct tv l = tv_list(j, v.kind);
-    while (times--) {
-        if (v.kind == TV_STR)
-            buf_put(j, &b, v);
+    for (; times > 0 && (v.kind == TV_STR ? v.n : v.list->n); times--) {
+        if (v.kind == TV_STR) buf_put(j, &b, v);
         else
-            for (size_t i = 0; i < n; i++) list_push(j, l.list, v.list->v[i]);
-        job_charge(j, 1 + n / 16);
+            for (size_t i = 0; i < v.list->n; i++) list_push(j, l.list, v.list->v[i]);
+        job_charge(j, 1);
     }
     return v.kind == TV_STR ? buf_str(&b) : l;
 }
 
-/* One conversion of str.__mod__ with its flags, width and precision. */
-static void format_one(struct job *j, struct buf *b, struct tv v, char spec[32], char conv, int origin) {
-    size_t k = strlen(spec);
-    if (v.data) origin = ORIGIN_DATA;
-    if (conv == 's' || conv == 'r') {
-        struct buf repr = {0};
-        if (k > 1) job_fail(j, "format '%s%c' is not supported", spec, conv);
-        tv_write(j, &repr, v, conv == 'r', origin);
-        buf_put(j, b, buf_str(&repr));
-        return;
-    }
-    if (!tv_number(v)) job_fail(j, "%%%c format: a number is required, not %s", conv, tv_type(v));
-    if (conv == 'f') {
-        snprintf(spec + k, 32 - k, "f");
-        buf_printf(j, b, origin, spec, tv_double(v)); // NOLINT: the format is made of checked parts
-    } else {
-        snprintf(spec + k, 32 - k, "ll%c", conv);
-        buf_printf(j, b, origin, spec, v.kind == TV_FLOAT ? (long long)v.f : (long long)v.i);
-    }
-}
-
-/* format % args: %s %r %d %i %x %f with flags, width and precision for numbers. */
+/* format % args with %s, %d and %% */
 static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
-    struct list one = {.v = &args, .n = 1};
-    const struct list *l = args.kind == TV_TUPLE ? args.list : &one;
+    struct list one = {.v = &args, .n = 1}, *l = args.kind == TV_TUPLE ? args.list : &one;
     struct buf b = {0};
     size_t used = 0;
     for (size_t i = 0; i < f.n; i++) {
-        if (f.s[i] != '%') {
+        char conv = f.s[i] == '%' && i + 1 < f.n ? f.s[i + 1] : 0;
+        if (f.s[i] != '%' || conv == '%') {
             buf_put(j, &b, tv_sub(f, i, i + 1));
+            i += conv == '%';
             continue;
         }
-        char spec[32] = "%";
-        size_t k = 1, start = i++;
-        while (i < f.n && strchr("-+ 0123456789.", f.s[i]) && f.s[i] && k < 8) spec[k++] = f.s[i++];
-        char conv = i < f.n ? f.s[i] : 0;
-        if (conv == '%') {
-            buf_put(j, &b, tv_sub(f, start, start + 1));
-            continue;
-        }
-        if (!conv || !strchr("srdixf", conv)) job_fail(j, "format '%s%c' is not supported", spec, conv ? conv : ' ');
-        if (used >= l->n) job_fail(j, "not enough arguments for format string");
-        format_one(j, &b, l->v[used++], spec, conv, f.o[start]);
+        if (conv != 's' && conv != 'd') job_fail(j, "the format '%%%c' is not supported", conv ? conv : ' ');
+        if (used == l->n) job_fail(j, "not enough arguments for format string");
+        struct tv v = l->v[used++];
+        if (conv == 'd' && !tv_number(v))
+            tv_fail(j, v, "%%d format: a number is required, not %s", tv_type(v));
+        if (conv == 'd')
+            v = (struct tv){.kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? (int64_t)v.f : v.i};
+        buf_put(j, &b, tv_str(j, v));
+        i++;
     }
-    if (used < l->n && (args.kind == TV_TUPLE || !(args.kind == TV_DICT || args.kind == TV_LIST || args.kind == TV_UNDEF)))
+    if (used < l->n && args.kind != TV_DICT && args.kind != TV_LIST && args.kind != TV_UNDEF)
         job_fail(j, "not all arguments converted during string formatting");
     return buf_str(&b);
 }
 
 static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) {
-    struct tv v;
-    bool str = a.kind == TV_STR && b.kind == TV_STR;
-    if (tv_number(a) && tv_number(b))
-        v = number_binary(j, op, a, b);
-    else if (op == OP_MOD && a.kind == TV_STR)
-        return str_percent(j, a, b);
-    else if (op == OP_ADD && (str || (a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE)))) {
-        if (str) return tv_concat(j, a, b);
+    struct tv v = {0};
+    bool str = a.kind == TV_STR && b.kind == TV_STR,
+         alike = a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE);
+    if (op == OP_CONCAT) return tv_concat(j, tv_str(j, a), tv_str(j, b));
+    if (op == OP_ADD && str && (a.markup || b.markup)) {
+        v = tv_concat(j, html_escape(j, a), html_escape(j, b));
+        v.markup = true;
+        return v;
+    }
+    if (op == OP_ADD && str) return tv_concat(j, a, b);
+    if (op == OP_MOD && a.kind == TV_STR) return str_percent(j, a, b);
+    if (op == OP_MUL && tv_whole(a)) v = a, a = b, b = v; /* 3 * 'x' */
+    if (tv_number(a) && tv_number(b)) v = number_binary(j, op, a, b);
+    else if (op == OP_ADD && alike) {
         v = tv_list(j, a.kind);
         for (size_t i = 0; i < a.list->n; i++) list_push(j, v.list, a.list->v[i]);
         for (size_t i = 0; i < b.list->n; i++) list_push(j, v.list, b.list->v[i]);
-        job_charge(j, v.list->n);
-    } else if (op == OP_MUL && (b.kind == TV_INT || b.kind == TV_BOOL) && a.kind >= TV_STR && a.kind <= TV_TUPLE)
+    } else if (op == OP_MUL && tv_whole(b) && a.kind >= TV_STR && a.kind <= TV_TUPLE)
         v = tv_repeat(j, a, b.i);
-    else if (op == OP_MUL && (a.kind == TV_INT || a.kind == TV_BOOL) && b.kind >= TV_STR && b.kind <= TV_TUPLE)
-        v = tv_repeat(j, b, a.i);
     else
-        operand_fail(j, op, a, b);
+        tv_fail(j, a.kind == TV_UNDEF ? a : b, "unsupported operand type(s) for %s: '%s' and '%s'",
+                op_table[op].text, tv_type(a), tv_type(b));
     v.data = a.data || b.data;
     return v;
 }
 
-/* Offset of the first or last `sub` in s at or behind `from`, or -1. */
-static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, size_t from, bool last) {
-    job_charge(j, s.n / 16);
-    if (from > s.n || sub.n > s.n - from) return -1;
-    if (!last) {
-        const char *p = sub.n ? memmem(s.s + from, s.n - from, sub.s, sub.n) : s.s + from;
-        return p ? p - s.s : -1;
+/* Offset of the first or last `sub` in s, or -1. Charges for the part of s that it looks at. */
+static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) {
+    ptrdiff_t at = -1;
+    if (!sub.n) return last ? (ptrdiff_t)s.n : 0;
+    if (sub.n > s.n) return -1;
+    const char *p = last ? NULL : memmem(s.s, s.n, sub.s, sub.n);
+    if (p) at = p - s.s;
+    for (size_t i = last ? s.n - sub.n + 1 : 0; i-- > 0 && at < 0;) {
+        if (s.s[i] != sub.s[0]) continue;
+        job_charge(j, sub.n / 16);
+        if (!memcmp(s.s + i, sub.s, sub.n)) at = (ptrdiff_t)i;
     }
-    for (size_t i = s.n - sub.n + 1; i-- > from;)
-        if (!sub.n || (s.s[i] == sub.s[0] && !memcmp(s.s + i, sub.s, sub.n))) return (ptrdiff_t)i;
-    return -1;
+    job_charge(j, (at < 0 ? s.n : last ? s.n - (size_t)at : (size_t)at) / 16);
+    return at;
 }
 
 static bool tv_in(struct job *j, struct tv x, struct tv in) {
-    if (in.kind == TV_STR) {
-        if (x.kind != TV_STR) job_fail(j, "'in <string>' requires string as left operand, not %s", tv_type(x));
-        return str_find(j, in, x, 0, false) >= 0;
-    }
-    if (in.kind == TV_DICT) return dict_find(j, in.dict, x) != NULL;
-    if (!tv_listy(in) && in.kind != TV_UNDEF) job_fail(j, "argument of type '%s' is not iterable", tv_type(in));
+    if (in.kind == TV_DICT) return dict_find(j, in.list, x) != NULL;
+    if (in.kind != TV_STR && !tv_listy(in) && in.kind != TV_UNDEF)
+        job_fail(j, "argument of type '%s' is not iterable", tv_type(in));
+    if (in.kind == TV_STR && x.kind != TV_STR)
+        job_fail(j, "'in <string>' requires string as left operand, not %s", tv_type(x));
+    if (in.kind == TV_STR) return str_find(j, in, x, false) >= 0;
     const struct list *l = tv_iter(j, in);
-    for (size_t i = 0; i < l->n; i++) {
-        job_charge(j, 1);
+    job_charge(j, l->n);
+    for (size_t i = 0; i < l->n; i++)
         if (tv_eq(j, l->v[i], x)) return true;
-    }
     return false;
 }
 
 static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
-    bool nan = (a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f));
-    if ((op == OP_LE || op == OP_GE) && nan && tv_number(a) && tv_number(b)) return false;
+    if ((a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f)))
+        return op == OP_NE || op == OP_NOT_IN;
     switch (op) {
     case OP_EQ: return tv_eq(j, a, b);
     case OP_NE: return !tv_eq(j, a, b);
-    case OP_LT: return tv_less(j, a, b, "<");
-    case OP_GT: return tv_less(j, b, a, ">");
-    case OP_LE: return !tv_less(j, b, a, "<=");
-    case OP_GE: return !tv_less(j, a, b, ">=");
+    case OP_LT: return tv_less(j, a, b);
+    case OP_GT: return tv_less(j, b, a);
+    case OP_LE: return !tv_less(j, b, a);
+    case OP_GE: return !tv_less(j, a, b);
     case OP_IN: return tv_in(j, a, b);
     default: return !tv_in(j, a, b);
     }
@@ -2148,61 +2030,50 @@ static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
 
 static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, int64_t low, int64_t high) {
     if (v.kind == TV_NONE) return none;
-    if (v.kind != TV_INT && v.kind != TV_BOOL) job_fail(j, "slice indices must be integers or None");
+    if (!tv_whole(v)) job_fail(j, "slice indices must be integers or None");
     int64_t i = v.i < 0 ? v.i + n : v.i;
     return i < low ? low : i > high ? high : i;
 }
 
 /* v[start:stop:step]; TV_NONE stands for what is left out. Strings count code points. */
 static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
-    if (v.kind == TV_UNDEF) undef_fail(j, v);
-    if (v.kind != TV_STR && v.kind != TV_LIST && v.kind != TV_TUPLE && v.kind != TV_RANGE)
-        job_fail(j, "'%s' object cannot be sliced", tv_type(v));
-    int64_t n = v.kind == TV_STR ? (int64_t)cp_count(v.s, v.n) : (int64_t)v.list->n;
-    int64_t step = by.kind == TV_NONE ? 1 : by.i;
-    if (by.kind != TV_NONE && by.kind != TV_INT && by.kind != TV_BOOL) job_fail(j, "slice indices must be integers or None");
+    bool str = v.kind == TV_STR;
+    if (!str && v.kind != TV_LIST && v.kind != TV_TUPLE)
+        tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
+    int64_t n = (int64_t)(str ? cp_count(j, v.s, v.n) : v.list->n);
+    int64_t step = slice_index(j, by, 0, 1, INT64_MIN, INT64_MAX);
     if (!step) job_fail(j, "slice step cannot be zero");
     int64_t low = step < 0 ? -1 : 0, high = step < 0 ? n - 1 : n;
     int64_t i = slice_index(j, start, n, step < 0 ? high : low, low, high);
     int64_t end = slice_index(j, stop, n, step < 0 ? low : high, low, high);
-    job_charge(j, (size_t)n / 16);
-    if (v.kind == TV_STR && step == 1) {
-        size_t from = cp_offset(v.s, v.n, (size_t)i);
-        if (end <= i) return tv_sub(v, from, from);
-        return tv_sub(v, from, from + cp_offset(v.s + from, v.n - from, (size_t)(end - i)));
+    if (str && step == 1) {
+        v = tv_sub(v, cp_offset(v, i), v.n);
+        return tv_sub(v, 0, cp_offset(v, end - i));
     }
     const struct list *l = tv_iter(j, v);
-    struct tv out = tv_list(j, v.kind == TV_TUPLE ? TV_TUPLE : TV_LIST);
+    struct tv out = tv_list(j, v.kind);
     struct buf b = {0};
     for (; step < 0 ? i > end : i < end; i += step) {
-        if (v.kind == TV_STR)
-            buf_put(j, &b, l->v[i]);
-        else
-            list_push(j, out.list, l->v[i]);
-        job_charge(j, 1);
-        if (step > n || step < -n) break;
+        if (str) buf_put(j, &b, l->v[i]);
+        else list_push(j, out.list, l->v[i]);
+        if (step > n || step < -n) break; /* i + step must not overflow */
     }
-    if (v.kind == TV_STR) out = buf_str(&b);
+    if (str) return buf_str(&b);
     out.data = v.data;
     return out;
 }
 
-static const struct builtin *method_find(struct tv o, const char *s, size_t n);
-static struct tv loop_attribute(struct job *j, struct loop *l, struct tv key);
+static const struct builtin *method_find(struct tv o, struct tv name);
+static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
 
 /* What Python's getattr finds: methods, members of a namespace, loop.*. TV_ABSENT: nothing. */
 static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
-    static const char unsafe[] = "access to attribute '%.*s' of '%s' object is unsafe.";
-    const struct builtin *m = method_find(o, key.s, key.n);
-    struct tv *found = o.kind == TV_NAMESPACE ? dict_find(j, o.dict, key) : NULL;
-    if ((m && !m->fn) || (found && key.n && key.s[0] == '_')) {
-        char *hint = job_alloc(j, 256);
-        snprintf(hint, 256, unsafe, key.n > 100 ? 100 : (int)key.n, key.s, tv_type(o));
-        return tv_undef(j, hint, NULL, key);
-    }
+    const struct builtin *m = method_find(o, key);
+    struct tv *found = o.kind == TV_NAMESPACE ? dict_find(j, o.list, key) : NULL;
+    if ((m && !m->fn) || (found && key.n && key.s[0] == '_'))
+        return tv_undef(j, "access to attribute '%.*s' of '%s' object is unsafe.", SHOW(key), tv_type(o));
     if (found) return *found;
-    if (o.kind == TV_LOOP && !m) return loop_attribute(j, o.loop, key);
-    if (!m) return (struct tv){0};
+    if (!m) return o.kind == TV_LOOP ? loop_get(j, o.loop, key) : (struct tv){0};
     struct func *f = job_alloc(j, sizeof *f);
     *f = (struct func){m, o};
     return (struct tv){.kind = TV_FUNC, .func = f};
@@ -2210,43 +2081,34 @@ static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
 
 /* o[key]; TV_ABSENT: nothing. */
 static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
-    if (o.kind == TV_DICT) {
-        struct tv *v = dict_find(j, o.dict, key);
-        return v ? *v : (struct tv){0};
-    }
-    if (key.kind != TV_INT && key.kind != TV_BOOL) return (struct tv){0};
-    if (o.kind == TV_STR) {
-        int64_t n = (int64_t)cp_count(o.s, o.n), i = key.i < 0 ? key.i + n : key.i;
-        job_charge(j, o.n / 16);
-        if (i < 0 || i >= n) return (struct tv){0};
-        size_t at = cp_offset(o.s, o.n, (size_t)i);
-        return tv_sub(o, at, at + cp_offset(o.s + at, o.n - at, 1));
-    }
-    if (o.kind == TV_LIST || o.kind == TV_TUPLE || o.kind == TV_RANGE) {
-        int64_t n = (int64_t)o.list->n, i = key.i < 0 ? key.i + n : key.i;
-        if (i >= 0 && i < n) return o.list->v[i];
-    }
-    return (struct tv){0};
+    bool str = o.kind == TV_STR;
+    struct tv *v =
+        o.kind == TV_DICT && key.kind != TV_LIST && key.kind != TV_DICT ? dict_find(j, o.list, key) : NULL;
+    if (v) return *v;
+    if (!tv_whole(key) || !(str || o.kind == TV_LIST || o.kind == TV_TUPLE)) return (struct tv){0};
+    int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n), i = key.i < 0 ? key.i + n : key.i;
+    if (i < 0 || i >= n) return (struct tv){0};
+    if (!str) return o.list->v[i];
+    o = tv_sub(o, cp_offset(o, i), o.n);
+    return tv_sub(o, 0, cp_offset(o, 1));
 }
 
-/* o.key and o[key] differ in what is tried first, the attribute or the element. Undefined if there is neither. */
+/* o.key or o[key], which differ in what is tried first, the attribute or the element. Undefined if there is neither. */
 static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute) {
-    struct tv v = {0};
-    if (o.kind == TV_UNDEF) undef_fail(j, o);
-    if (attribute) v = tv_member(j, o, key);
-    if (!v.kind && !(o.kind == TV_DICT && (key.kind == TV_LIST || key.kind == TV_DICT))) v = tv_element(j, o, key);
-    if (!v.kind && !attribute && key.kind == TV_STR) v = tv_member(j, o, key);
+    const char *owner = o.kind == TV_NONE ? "None" : tv_type(o), *object = o.kind == TV_NONE ? "" : " object";
+    if (o.kind == TV_UNDEF) job_fail(j, "%s", o.s);
+    struct tv v = attribute ? tv_member(j, o, key) : tv_element(j, o, key);
+    if (!v.kind && key.kind == TV_STR) v = attribute ? tv_element(j, o, key) : tv_member(j, o, key);
     if (v.kind) return v;
-    char *owner = job_alloc(j, 64);
-    snprintf(owner, 64, o.kind == TV_NONE ? "None" : "%s object", tv_type(o));
-    return tv_undef(j, NULL, owner, key);
+    if (key.kind == TV_STR) return tv_undef(j, "'%s%s' has no attribute '%.*s'", owner, object, SHOW(key));
+    key = tv_str(j, key);
+    return tv_undef(j, "%s%s has no element %.*s", owner, object, SHOW(key));
 }
 
 /* ============================================================================================================
  * Chat template: filters, tests, methods, globals
  *
- * One table for each; the parser finds filters and tests by name, subscripts find methods. `self` is the value on the
- * left of the | or the dot.
+ * All of them stand in one table; the parser finds filters and tests by name, subscripts find methods.
  * ============================================================================================================ */
 
 /* Fills a->v by the signature. */
@@ -2256,51 +2118,40 @@ static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
     if (!strcmp(f->sig, "*")) return;
     for (const char *p = f->sig; *p; n++) {
         size_t k = strcspn(p, " ?");
-        struct tv *kw = a->kw.n ? dict_find(j, &a->kw, tv_text(j, p, k, ORIGIN_TEMPLATE)) : NULL;
-        bool optional = p[k] == '?';
+        struct tv *kw = n < a->pos.n ? NULL : dict_find(j, &a->kw, tv_text(j, p, k, ORIGIN_TEMPLATE));
         a->v[n] = n < a->pos.n ? a->pos.v[n] : kw ? *kw : (struct tv){0};
-        used += kw && n >= a->pos.n;
-        if (!a->v[n].kind && !optional) job_fail(j, "%s() needs an argument '%.*s'", f->name, (int)k, p);
-        p += k + (size_t)optional;
-        p += *p == ' ';
+        if (!a->v[n].kind && p[k] != '?') job_fail(j, "%s() needs an argument '%.*s'", f->name, (int)k, p);
+        used += kw != NULL;
+        p += k + strspn(p + k, " ?");
     }
     if (a->pos.n > n) job_fail(j, "%s() takes at most %zu arguments, not %zu", f->name, n, a->pos.n);
-    for (size_t i = 0; used < a->kw.n && i < a->kw.n; i++) {
-        struct tv k = a->kw.e[i].k;
-        const char *at = memmem(f->sig, strlen(f->sig), k.s, k.n);
-        if (!at || !k.n || (at > f->sig && at[-1] != ' ') || !strchr(" ?", at[k.n]))
-            job_fail(j, "%s() got an unexpected keyword argument '%.*s'", f->name, k.n > 100 ? 100 : (int)k.n, k.s);
-    }
-    if (used < a->kw.n) job_fail(j, "%s() got an argument twice", f->name);
+    if (2 * used < a->kw.n)
+        job_fail(j, "%s() got a keyword that is not one of '%s', or one twice", f->name, f->sig);
+}
+
+/* Steps to look at all of v once. */
+static size_t tv_size(struct tv v) {
+    return v.kind == TV_STR ? v.n / 16 : tv_listy(v) || v.kind == TV_DICT ? v.list->n : 0;
 }
 
 static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv self, struct args *a) {
     args_bind(j, f, a);
-    job_charge(j, 1);
+    job_charge(j, 1 + tv_size(self));
+    for (size_t i = 0; i < a->pos.n; i++) job_charge(j, tv_size(a->pos.v[i]));
     return f->fn(j, self, a);
 }
 
-static const struct builtin *builtin_find(const struct builtin *table, const char *s, size_t n) {
-    for (; table->name; table++)
-        if (strlen(table->name) == n && !memcmp(table->name, s, n)) return table;
-    return NULL;
-}
-
-static const struct builtin filters[], tests[];
-
-static bool arg_bool(struct args *a, int i, bool none) { return a->v[i].kind ? tv_truthy(a->v[i]) : none; }
+static bool arg_bool(struct args *a, int i) { return a->v[i].kind && tv_truthy(a->v[i]); }
 
 static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
     struct tv v = a->v[i];
     if (!v.kind || v.kind == TV_NONE) return none;
-    if (v.kind == TV_UNDEF) undef_fail(j, v);
-    if (v.kind != TV_INT && v.kind != TV_BOOL) job_fail(j, "%s(): '%s' is not an integer", a->name, tv_type(v));
+    if (!tv_whole(v)) tv_fail(j, v, "%s(): '%s' is not an integer", a->name, tv_type(v));
     return v.i;
 }
 
 static struct tv arg_str(struct job *j, struct args *a, int i) {
-    if (a->v[i].kind == TV_UNDEF) undef_fail(j, a->v[i]);
-    if (a->v[i].kind != TV_STR) job_fail(j, "%s(): '%s' is not a string", a->name, tv_type(a->v[i]));
+    if (a->v[i].kind != TV_STR) tv_fail(j, a->v[i], "%s(): '%s' is not a string", a->name, tv_type(a->v[i]));
     return a->v[i];
 }
 
@@ -2313,94 +2164,77 @@ static bool cp_cased(int32_t cp) {
     return c == UTF8PROC_CATEGORY_LU || c == UTF8PROC_CATEGORY_LL || c == UTF8PROC_CATEGORY_LT;
 }
 
-/* upper, lower, capitalize, str.title, and the filter title, whose words begin behind any of -({[< and white space.
- * Mappings are of one code point, but for the German sharp s. */
+/* upper, lower, capitalize, str.title, and the filter title, whose words begin behind white space and -({[<. Mappings are
+ * of one code point, but for the German sharp s. */
 static struct tv str_case(struct job *j, struct tv v, int mode) {
     struct buf b = {0};
     bool start = true; /* of a word, or of the string for capitalize */
+    bool upper = mode == CASE_UPPER || mode == CASE_TITLE_FILTER;
     int32_t cp;
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &cp);
         bool up = mode == CASE_UPPER || (mode != CASE_LOWER && start);
-        if (mode == CASE_TITLE)
-            start = !cp_cased(cp);
-        else if (mode == CASE_TITLE_FILTER)
-            start = cp_space(cp) || (cp < 0x80 && strchr("-({[<", cp) && cp);
-        else
-            start = false;
-        int32_t to = !up ? utf8proc_tolower(cp) : mode == CASE_UPPER || mode == CASE_TITLE_FILTER ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
-        if (cp == 0xdf && up)
-            buf_puts(j, &b, mode == CASE_UPPER || mode == CASE_TITLE_FILTER ? "SS" : "Ss", v.o[i]);
-        else if (to == cp)
-            buf_put(j, &b, tv_sub(v, i, i + k));
-        else
-            buf_cp(j, &b, to, v.o[i]);
+        start = mode == CASE_TITLE ? !cp_cased(cp)
+                                   : mode == CASE_TITLE_FILTER &&
+                                         (cp_space(cp) || strchr("-({[<", cp < 0x80 && cp ? cp : 'x'));
+        int32_t to = !up ? utf8proc_tolower(cp) : upper ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
+        if (cp == 0xdf && up) buf_printf(j, &b, v.o[i], upper ? "SS" : "Ss");
+        else if (to == cp) buf_put(j, &b, tv_sub(v, i, i + k));
+        else buf_cp(j, &b, to, v.o[i]);
     }
-    struct tv out = buf_str(&b);
-    out.markup = v.markup;
-    return out;
+    return buf_str(&b);
 }
 
-static struct tv f_case(struct job *j, struct tv self, struct args *a) { return str_case(j, tv_str(j, self), a->mode); }
+static struct tv f_case(struct job *j, struct tv self, struct args *a) {
+    return str_case(j, tv_str(j, self), a->mode);
+}
 
-enum { STRIP_LEFT = 1, STRIP_RIGHT = 2 };
+enum { STRIP_LEFT = 1, STRIP_RIGHT = 2, STRIP_BOTH = 3 };
 
 static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
     struct tv v = tv_str(j, self);
     bool space = !a->v[0].kind || a->v[0].kind == TV_NONE;
     struct tv chars = space ? v : arg_str(j, a, 0);
-    size_t from = 0, to = v.n;
     int32_t cp;
-    if (space) {
-        if (a->mode & STRIP_RIGHT) to = space_end(v.s, v.n);
-        if (a->mode & STRIP_LEFT) from = space_start(v.s, to);
-        return tv_sub(v, from, to);
+    if (space && a->mode & STRIP_RIGHT) v = tv_sub(v, 0, space_end(v.s, v.n));
+    if (space && a->mode & STRIP_LEFT) v = tv_sub(v, space_start(v.s, v.n), v.n);
+    for (size_t k; !space && a->mode & STRIP_RIGHT && v.n; v.n -= k) {
+        k = cp_prev(v.s, v.n, &cp);
+        if (str_find(j, chars, tv_sub(v, v.n - k, v.n), false) < 0) break;
     }
-    while (a->mode & STRIP_RIGHT && to > 0) {
-        size_t k = cp_prev(v.s, to, &cp);
-        if (str_find(j, chars, tv_sub(v, to - k, to), 0, false) < 0) break;
-        to -= k;
+    for (size_t k; !space && a->mode & STRIP_LEFT && v.n; v = tv_sub(v, k, v.n)) {
+        k = cp_next(v.s, v.n, &cp);
+        if (str_find(j, chars, tv_sub(v, 0, k), false) < 0) break;
     }
-    while (a->mode & STRIP_LEFT && from < to) {
-        size_t k = cp_next(v.s + from, to - from, &cp);
-        if (str_find(j, chars, tv_sub(v, from, from + k), 0, false) < 0) break;
-        from += k;
-    }
-    job_charge(j, (v.n - (to - from)) / 4);
-    return tv_sub(v, from, to);
+    return v;
 }
 
-/* Fields between runs of white space; what is left after `max` splits keeps its inner white space. */
+/* Fields between runs of white space; what is left after `max` splits keeps the white space at its far end. */
 static void split_space(struct job *j, struct list *out, struct tv v, size_t max, bool right) {
     struct list words = {0};
     int32_t cp;
-    for (size_t i = 0;;) {
-        i += space_start(v.s + i, v.n - i);
+    for (size_t i = space_start(v.s, v.n); i < v.n; i += space_start(v.s + i, v.n - i)) {
         size_t from = i;
-        if (i == v.n) break;
         for (size_t k; i < v.n; i += k) {
             k = cp_next(v.s + i, v.n - i, &cp);
             if (cp_space(cp)) break;
         }
         list_push(j, &words, tv_sub(v, from, i));
     }
-    size_t n = words.n, rest = n > max ? n - max : 0; /* words in the unsplit piece, if above 1 */
+    size_t n = words.n, cut = right ? n - max : max; /* the word at which the unsplit piece ends, or starts */
     for (size_t i = 0; i < n; i++) {
-        if (rest <= 1)
-            list_push(j, out, words.v[i]);
-        else if (right && i + 1 == rest) /* from the start of the string to the end of this word */
-            list_push(j, out, tv_sub(v, 0, (size_t)(words.v[i].s + words.v[i].n - v.s)));
-        else if (right ? i >= rest : i < max)
-            list_push(j, out, words.v[i]);
-        else if (!right && i == max)
-            list_push(j, out, tv_sub(v, (size_t)(words.v[i].s - v.s), v.n));
+        struct tv w = words.v[i];
+        if (n <= max || (right ? i >= cut : i < cut)) list_push(j, out, w);
+        else if (right ? i + 1 == cut : i == cut)
+            list_push(j, out,
+                      right ? tv_sub(v, 0, (size_t)(w.s + w.n - v.s)) : tv_sub(v, (size_t)(w.s - v.s), v.n));
     }
 }
 
 static struct tv f_split(struct job *j, struct tv v, struct args *a) {
     struct tv out = tv_list(j, TV_LIST);
     int64_t limit = arg_int(j, a, 1, -1);
-    size_t max = limit < 0 ? SIZE_MAX - 1 : (size_t)limit, from = 0, to = v.n;
+    size_t max = limit < 0 ? SIZE_MAX : (size_t)limit;
     bool right = a->mode;
     if (!a->v[0].kind || a->v[0].kind == TV_NONE) {
         split_space(j, out.list, v, max, right);
@@ -2409,20 +2243,12 @@ static struct tv f_split(struct job *j, struct tv v, struct args *a) {
     struct tv sep = arg_str(j, a, 0);
     if (!sep.n) job_fail(j, "empty separator");
     while (max--) {
-        if (right) {
-            ptrdiff_t at = str_find(j, tv_sub(v, 0, to), sep, 0, true);
-            if (at < 0) break;
-            list_push(j, out.list, tv_sub(v, (size_t)at + sep.n, to));
-            to = (size_t)at;
-        } else {
-            const char *at = memmem(v.s + from, v.n - from, sep.s, sep.n);
-            if (!at) break;
-            list_push(j, out.list, tv_sub(v, from, (size_t)(at - v.s)));
-            from = (size_t)(at - v.s) + sep.n;
-        }
-        job_charge(j, 1);
+        ptrdiff_t at = str_find(j, v, sep, right);
+        if (at < 0) break;
+        list_push(j, out.list, right ? tv_sub(v, (size_t)at + sep.n, v.n) : tv_sub(v, 0, (size_t)at));
+        v = right ? tv_sub(v, 0, (size_t)at) : tv_sub(v, (size_t)at + sep.n, v.n);
     }
-    list_push(j, out.list, tv_sub(v, from, to));
+    list_push(j, out.list, v);
     for (size_t i = 0, n = out.list->n; right && i < n / 2; i++) {
         struct tv t = out.list->v[i];
         out.list->v[i] = out.list->v[n - 1 - i], out.list->v[n - 1 - i] = t;
@@ -2432,14 +2258,15 @@ static struct tv f_split(struct job *j, struct tv v, struct args *a) {
 
 static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
     struct tv out = tv_list(j, TV_LIST);
-    bool keep = arg_bool(a, 0, false);
     size_t from = 0;
     int32_t c;
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &c);
-        if (!((c >= 0x0a && c <= 0x0d) || (c >= 0x1c && c <= 0x1e) || c == 0x85 || c == 0x2028 || c == 0x2029)) continue;
+        if (!((c >= 0x0a && c <= 0x0d) || (c >= 0x1c && c <= 0x1e) || c == 0x85 || c == 0x2028 ||
+              c == 0x2029))
+            continue;
         if (c == '\r' && i + 1 < v.n && v.s[i + 1] == '\n') k = 2;
-        list_push(j, out.list, tv_sub(v, from, keep ? i + k : i));
+        list_push(j, out.list, tv_sub(v, from, arg_bool(a, 0) ? i + k : i));
         from = i + k;
     }
     if (from < v.n) list_push(j, out.list, tv_sub(v, from, v.n));
@@ -2450,61 +2277,55 @@ static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
     struct tv v = tv_str(j, self), old = tv_str(j, a->v[0]), new = tv_str(j, a->v[1]);
     int64_t count = arg_int(j, a, 2, -1);
     struct buf b = {0};
-    size_t from = 0;
     int32_t cp;
-    if (count < 0) count = INT64_MAX;
-    while (count-- > 0) {
-        const char *at = old.n ? memmem(v.s + from, v.n - from, old.s, old.n) : v.s + from;
+    for (; count; count--) {
+        const char *at = old.n ? memmem(v.s, v.n, old.s, old.n) : v.s;
         if (!at) break;
-        buf_put(j, &b, tv_sub(v, from, (size_t)(at - v.s)));
+        buf_put(j, &b, tv_sub(v, 0, (size_t)(at - v.s)));
         buf_put(j, &b, new);
-        from = (size_t)(at - v.s) + old.n;
+        v = tv_sub(v, (size_t)(at - v.s) + old.n, v.n);
         job_charge(j, 1);
         if (old.n) continue;
-        if (from == v.n) break; /* an empty string is found before every code point and at the end */
-        size_t k = cp_next(v.s + from, v.n - from, &cp);
-        buf_put(j, &b, tv_sub(v, from, from + k));
-        from += k;
+        if (!v.n) break; /* an empty string is found before every code point and at the end */
+        size_t k = cp_next(v.s, v.n, &cp);
+        buf_put(j, &b, tv_sub(v, 0, k));
+        v = tv_sub(v, k, v.n);
     }
-    if (!from && !b.n) return v;
-    buf_put(j, &b, tv_sub(v, from, v.n));
+    buf_put(j, &b, v);
     return buf_str(&b);
 }
 
 static struct tv attribute_path(struct job *j, struct tv item, struct tv path);
 
+/* items|join(sep, attribute), or with mode 1 sep.join(items), where every item must be a string */
 static struct tv f_join(struct job *j, struct tv self, struct args *a) {
-    bool method = a->mode; /* sep.join(items), where every item must be a string; else items|join(sep, attribute) */
+    bool method = a->mode;
     const struct list *l = tv_iter(j, method ? a->v[0] : self);
     struct tv sep = method ? self : a->v[0].kind ? tv_str(j, a->v[0]) : tv_lit(j, "");
     struct buf b = {0};
     for (size_t i = 0; i < l->n; i++) {
-        struct tv item = method || !a->v[1].kind ? l->v[i] : attribute_path(j, l->v[i], a->v[1]);
+        struct tv item = method ? l->v[i] : attribute_path(j, l->v[i], a->v[1]);
         if (method && item.kind != TV_STR)
             job_fail(j, "sequence item %zu: expected str instance, %s found", i, tv_type(item));
         if (i) buf_put(j, &b, sep);
         buf_put(j, &b, tv_str(j, item));
-        job_charge(j, 1);
     }
     return buf_str(&b);
 }
 
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
-static bool has_affix(struct tv v, struct tv affix, bool end) {
-    return affix.n <= v.n && (!affix.n || !memcmp(v.s + (end ? v.n - affix.n : 0), affix.s, affix.n));
-}
-
 static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
-    bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, found = false;
-    if (a->v[0].kind == TV_TUPLE && a->mode <= AFFIX_ENDS) {
-        const struct list *l = a->v[0].list;
-        for (size_t i = 0; i < l->n && !found; i++) found = l->v[i].kind == TV_STR && has_affix(v, l->v[i], end);
-        return tv_bool(found);
+    bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, test = a->mode <= AFFIX_ENDS,
+         found = false;
+    struct list one = {.v = a->v, .n = 1}, *l = test && a->v[0].kind == TV_TUPLE ? a->v[0].list : &one;
+    struct tv affix = l->n ? l->v[0] : v;
+    for (size_t i = 0; i < l->n && !found; i++) {
+        affix = l->v[i];
+        if (affix.kind != TV_STR) tv_fail(j, affix, "%s(): '%s' is not a string", a->name, tv_type(affix));
+        found = affix.n <= v.n && !memcmp(v.s + (end ? v.n - affix.n : 0), affix.s, affix.n);
     }
-    struct tv affix = arg_str(j, a, 0);
-    found = has_affix(v, affix, end);
-    if (a->mode <= AFFIX_ENDS) return tv_bool(found);
+    if (test) return tv_bool(found);
     return !found ? v : end ? tv_sub(v, 0, v.n - affix.n) : tv_sub(v, affix.n, v.n);
 }
 
@@ -2513,33 +2334,15 @@ enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
 /* find, rfind, index, rindex, count with start and end, in code points. */
 static struct tv f_find(struct job *j, struct tv v, struct args *a) {
     struct tv sub = arg_str(j, a, 0), none = tv_none();
-    struct tv from = a->v[1].kind ? a->v[1] : none, to = a->v[2].kind ? a->v[2] : none;
-    struct tv in = from.kind == TV_NONE && to.kind == TV_NONE ? v : tv_slice(j, v, from, to, none);
+    struct tv in = tv_slice(j, v, a->v[1].kind ? a->v[1] : none, a->v[2].kind ? a->v[2] : none, none);
     int64_t count = 0;
-    if ((a->mode & 3) == FIND_COUNT) {
-        if (!sub.n) return tv_int((int64_t)cp_count(in.s, in.n) + 1);
-        for (size_t i = 0; i < in.n; count++, i += sub.n) {
-            const char *at = memmem(in.s + i, in.n - i, sub.s, sub.n);
-            if (!at) break;
-            i = (size_t)(at - in.s);
-        }
-        job_charge(j, in.n / 16);
-        return tv_int(count);
-    }
-    ptrdiff_t at = str_find(j, in, sub, 0, (a->mode & 3) == FIND_LAST);
+    if (a->mode == FIND_COUNT && !sub.n) return tv_int((int64_t)cp_count(j, in.s, in.n) + 1);
+    for (const char *at; a->mode == FIND_COUNT && (at = memmem(in.s, in.n, sub.s, sub.n)); count++)
+        in = tv_sub(in, (size_t)(at - in.s) + sub.n, in.n);
+    if (a->mode == FIND_COUNT) return tv_int(count);
+    ptrdiff_t at = str_find(j, in, sub, (a->mode & 3) == FIND_LAST);
     if (at < 0 && a->mode & FIND_MUST) job_fail(j, "substring not found");
-    return tv_int(at < 0 ? -1 : (int64_t)cp_count(v.s, (size_t)(in.s - v.s + at)));
-}
-
-static struct tv f_partition(struct job *j, struct tv v, struct args *a) {
-    struct tv sep = arg_str(j, a, 0), out = tv_list(j, TV_TUPLE);
-    if (!sep.n) job_fail(j, "empty separator");
-    ptrdiff_t at = str_find(j, v, sep, 0, a->mode);
-    size_t i = at >= 0 ? (size_t)at : a->mode ? 0 : v.n, k = at >= 0 ? i + sep.n : i;
-    list_push(j, out.list, tv_sub(v, 0, i));
-    list_push(j, out.list, tv_sub(v, i, k));
-    list_push(j, out.list, tv_sub(v, k, v.n));
-    return out;
+    return tv_int(at < 0 ? -1 : (int64_t)cp_count(j, v.s, (size_t)(in.s - v.s + at)));
 }
 
 enum { IS_ALPHA, IS_DIGIT, IS_ALNUM, IS_SPACE, IS_UPPER, IS_LOWER };
@@ -2548,16 +2351,15 @@ enum { IS_ALPHA, IS_DIGIT, IS_ALNUM, IS_SPACE, IS_UPPER, IS_LOWER };
 static bool str_is(struct tv v, int mode) {
     bool any = false;
     int32_t cp;
-    for (size_t i = 0; i < v.n; i += cp_next(v.s + i, v.n - i, &cp)) {
-        cp_next(v.s + i, v.n - i, &cp);
+    for (size_t i = 0; i < v.n;) {
+        i += cp_next(v.s + i, v.n - i, &cp);
         int c = utf8proc_category(cp);
-        bool alpha = c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO;
-        bool digit = c == UTF8PROC_CATEGORY_ND || cp == 0xb2 || cp == 0xb3 || cp == 0xb9;
-        if (mode >= IS_UPPER) {
-            if (!cp_cased(cp)) continue;
-            if (c != (mode == IS_UPPER ? UTF8PROC_CATEGORY_LU : UTF8PROC_CATEGORY_LL)) return false;
-        } else if (mode == IS_SPACE ? !cp_space(cp) : !((alpha && mode != IS_DIGIT) || (digit && mode != IS_ALPHA)))
-            return false;
+        bool alpha = c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO,
+             digit = c == UTF8PROC_CATEGORY_ND;
+        if (mode >= IS_UPPER && !cp_cased(cp)) continue;
+        bool ok[] = {
+            alpha, digit, alpha || digit, cp_space(cp), c == UTF8PROC_CATEGORY_LU, c == UTF8PROC_CATEGORY_LL};
+        if (!ok[mode]) return false;
         any = true;
     }
     return any;
@@ -2567,127 +2369,81 @@ static struct tv f_str_is(struct job *j, struct tv self, struct args *a) {
     return tv_bool(str_is(tv_str(j, self), a->mode));
 }
 
-/* str.format with {}, {number} and {name}. */
-static struct tv f_format(struct job *j, struct tv v, struct args *a) {
-    struct buf b = {0};
-    size_t next = 0;
-    for (size_t i = 0; i < v.n; i++) {
-        char c = v.s[i];
-        if ((c == '{' || c == '}') && i + 1 < v.n && v.s[i + 1] == c) i++;
-        else if (c == '}') job_fail(j, "Single '}' encountered in format string");
-        else if (c == '{') {
-            const char *end = memchr(v.s + i, '}', v.n - i);
-            if (!end) job_fail(j, "'{' without '}' in format string");
-            struct tv field = tv_sub(v, i + 1, (size_t)(end - v.s)), *kw = NULL;
-            size_t number = next, k = 0;
-            while (k < field.n && isdigit((uint8_t)field.s[k]) && k < 6) k++;
-            if (!field.n)
-                next++;
-            else if (k == field.n)
-                number = (size_t)atoi(field.s);
-            else if (!(kw = dict_find(j, &a->kw, field)))
-                job_fail(j, "str.format: the field '{%.*s}' is not supported", field.n > 50 ? 50 : (int)field.n, field.s);
-            if (!kw && number >= a->pos.n) job_fail(j, "str.format: no argument %zu", number);
-            buf_put(j, &b, tv_str(j, kw ? *kw : a->pos.v[number]));
-            i = (size_t)(end - v.s);
-            continue;
-        }
-        buf_put(j, &b, tv_sub(v, i, i + 1));
-    }
-    return buf_str(&b);
-}
-
-static struct tv f_percent(struct job *j, struct tv self, struct args *a) {
-    struct tv tuple = tv_list(j, TV_TUPLE);
-    *tuple.list = a->pos;
-    return str_percent(j, tv_str(j, self), tuple);
-}
-
 static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
     struct args none = {.name = a->name};
-    if (v.kind == TV_UNDEF) undef_fail(j, v);
-    if (v.kind != TV_STR) job_fail(j, "indent: '%s' is not a string", tv_type(v));
+    if (v.kind != TV_STR) tv_fail(j, v, "indent: '%s' is not a string", tv_type(v));
     struct tv width = a->v[0].kind == TV_STR ? a->v[0] : tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 0, 4));
     const struct list *l = f_splitlines(j, tv_concat(j, v, tv_lit(j, "\n")), &none).list;
-    bool blank = arg_bool(a, 2, false);
     struct buf b = {0};
-    if (arg_bool(a, 1, false)) buf_put(j, &b, width);
+    if (arg_bool(a, 1)) buf_put(j, &b, width);
     for (size_t i = 0; i < l->n; i++) {
-        if (i) buf_puts(j, &b, "\n", ORIGIN_TEMPLATE);
-        if (i && (blank || l->v[i].n)) buf_put(j, &b, width);
+        if (i) buf_fill(j, &b, "\n", 1, ORIGIN_TEMPLATE);
+        if (i && (arg_bool(a, 2) || l->v[i].n)) buf_put(j, &b, width);
         buf_put(j, &b, l->v[i]);
     }
     return buf_str(&b);
 }
 
+enum { STRING_PLAIN, STRING_SAFE, STRING_ESCAPE };
+
 static struct tv f_string(struct job *j, struct tv self, struct args *a) {
-    struct tv v = a->mode == 2 ? html_escape(j, self) : tv_str(j, self);
-    v.markup |= a->mode == 1;
+    if (a->mode == STRING_ESCAPE) return html_escape(j, self);
+    struct tv v = tv_str(j, self);
+    v.markup |= a->mode == STRING_SAFE;
     return v;
 }
 
 /* ---- numbers ---- */
 
 static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
-    if (!tv_number(v)) job_fail(j, "bad operand type for %s(): '%s'", a->name, tv_type(v));
-    if (v.kind == TV_FLOAT) return tv_float(fabs(v.f));
-    return v.i < 0 ? int_binary(j, OP_SUB, 0, v.i) : tv_int(v.i);
+    if (!tv_number(v)) tv_fail(j, v, "bad operand type for %s(): '%s'", a->name, tv_type(v));
+    return v.kind == TV_FLOAT ? tv_float(fabs(v.f)) : v.i < 0 ? int_binary(j, OP_SUB, 0, v.i) : tv_int(v.i);
 }
 
-/* A whole string as a number; false if it is none. */
-static bool str_number(struct job *j, struct tv v, struct tv *out, int64_t base) {
-    struct buf b = {0};
-    char *end;
-    size_t from = space_start(v.s, v.n), to = space_end(v.s, v.n);
-    for (size_t i = from; i < to; i++) {
-        bool digits = i > from && i + 1 < to && isalnum((uint8_t)v.s[i - 1]) && isalnum((uint8_t)v.s[i + 1]);
-        if (v.s[i] != '_' || !digits) buf_fill(j, &b, v.s + i, 1, ORIGIN_TEMPLATE);
-    }
-    if (!b.n || memchr(b.s, 0, b.n)) return false;
-    buf_fill(j, &b, "", 1, ORIGIN_TEMPLATE);
-    bool hex = strchr(b.s, 'x') || strchr(b.s, 'X');
-    if ((hex && base != 16 && base < 34) || strchr(b.s, '(')) return false; /* what C reads and Python does not */
+/* A whole string as a number, an integer if it is written as one; TV_NONE: it is no number. */
+static struct tv str_number(struct tv v) {
+    char tmp[64], *end;
+    v = tv_sub(v, space_start(v.s, v.n), space_end(v.s, v.n));
+    if (!v.n || v.n >= sizeof tmp) return tv_none();
+    memcpy(tmp, v.s, v.n), tmp[v.n] = 0;
+    size_t sign = strspn(tmp, "+-") == 1, digits = strspn(tmp + sign, "0123456789");
     errno = 0;
-    struct tv number = base < 0 ? tv_float(strtod(b.s, &end)) : tv_int(strtoll(b.s, &end, (int)base));
-    if (end != b.s + b.n - 1) return false;
-    if (errno == ERANGE && base >= 0) job_fail(j, "integer overflow in int()");
-    *out = number;
-    return true;
+    if (digits && sign + digits == v.n) {
+        struct tv n = tv_int(strtoll(tmp, NULL, 10));
+        if (!errno) return n;
+    }
+    if (strspn(tmp, "0123456789+-.eE") != v.n && strcasecmp(tmp + sign, "inf") &&
+        strcasecmp(tmp + sign, "nan"))
+        return tv_none();
+    double d = strtod(tmp, &end);
+    return *end ? tv_none() : tv_float(d);
 }
 
-static struct tv f_int(struct job *j, struct tv v, struct args *a) {
-    struct tv none = a->v[0].kind ? a->v[0] : tv_int(0);
-    int64_t base = arg_int(j, a, 1, 10);
-    if (v.kind == TV_UNDEF) undef_fail(j, v);
-    if (base < 2 || base > 36) job_fail(j, "int: the base must be from 2 to 36");
-    if (v.kind == TV_STR && str_number(j, v, &v, base)) return v;
-    if (v.kind == TV_STR && !str_number(j, v, &v, -1)) return none;
-    if (v.kind == TV_INT || v.kind == TV_BOOL) return tv_int(v.i);
-    if (v.kind != TV_FLOAT || !isfinite(v.f)) return none;
-    if (fabs(v.f) >= 0x1p63) job_fail(j, "integer overflow in int()");
-    return tv_int((int64_t)v.f);
-}
-
-static struct tv f_float(struct job *j, struct tv v, struct args *a) {
-    if (v.kind == TV_UNDEF) undef_fail(j, v);
-    if (v.kind == TV_STR && str_number(j, v, &v, -1)) return v;
-    return tv_number(v) ? tv_float(tv_double(v)) : a->v[0].kind ? a->v[0] : tv_float(0);
+/* int and, with mode 1, float */
+static struct tv f_number(struct job *j, struct tv v, struct args *a) {
+    struct tv none = a->v[0].kind ? a->v[0] : a->mode ? tv_float(0) : tv_int(0);
+    if (v.kind == TV_UNDEF) job_fail(j, "%s", v.s);
+    if (v.kind == TV_STR) v = str_number(v);
+    if (!tv_number(v)) return none;
+    if (a->mode) return tv_float(tv_double(v));
+    if (tv_whole(v)) return tv_int(v.i);
+    if (isfinite(v.f) && fabs(v.f) >= 0x1p63) job_fail(j, "integer overflow in int()");
+    return isfinite(v.f) ? tv_int((int64_t)v.f) : none;
 }
 
 static struct tv f_round(struct job *j, struct tv v, struct args *a) {
     struct tv method = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "common");
     int64_t digits = arg_int(j, a, 0, 0);
-    char tmp[400];
-    if (!tv_number(v)) job_fail(j, "type %s does not define round()", tv_type(v));
-    if (digits < -300 || digits > 300) return v;
     double scale = pow(10, (double)digits), d = tv_double(v);
+    char tmp[400];
+    if (!tv_number(v)) tv_fail(j, v, "type %s does not define round()", tv_type(v));
     if (tv_is(method, "ceil")) return tv_float(ceil(d * scale) / scale);
     if (tv_is(method, "floor")) return tv_float(floor(d * scale) / scale);
     if (!tv_is(method, "common")) job_fail(j, "round: the method must be common, ceil or floor");
-    if (digits < 0) d = rint(d * scale) / scale;
-    if (v.kind != TV_FLOAT) return tv_int(digits < 0 ? (int64_t)d : v.i);
-    if (digits < 0) return tv_float(d);
-    snprintf(tmp, sizeof tmp, "%.*f", fabs(d) < 1e60 ? (int)digits : 0, d); /* correctly rounded, halves by the exact value */
+    if (tv_whole(v)) return tv_int(v.i);
+    if (digits < 0) return tv_float(digits < -300 ? 0 : rint(d * scale) / scale);
+    if (digits > 40 || fabs(d) > 1e60) return v;
+    snprintf(tmp, sizeof tmp, "%.*f", (int)digits, d); /* correctly rounded; halves by the exact value of d */
     return tv_float(strtod(tmp, NULL));
 }
 
@@ -2695,65 +2451,57 @@ static struct tv f_round(struct job *j, struct tv v, struct args *a) {
 
 static struct tv f_length(struct job *j, struct tv v, struct args *a) {
     (void)a;
-    if (v.kind == TV_STR) job_charge(j, v.n / 16);
-    if (v.kind == TV_STR) return tv_int((int64_t)cp_count(v.s, v.n));
-    if (v.kind == TV_DICT) return tv_int((int64_t)v.dict->n);
+    if (v.kind == TV_STR) return tv_int((int64_t)cp_count(j, v.s, v.n));
     if (v.kind == TV_UNDEF) return tv_int(0);
-    if (!tv_listy(v) || v.kind == TV_GEN) job_fail(j, "object of type '%s' has no len()", tv_type(v));
-    return tv_int((int64_t)v.list->n);
+    if (v.kind != TV_LIST && v.kind != TV_TUPLE && v.kind != TV_DICT)
+        job_fail(j, "object of type '%s' has no len()", tv_type(v));
+    return tv_int((int64_t)v.list->n / (v.kind == TV_DICT ? 2 : 1));
 }
 
 static struct tv f_default(struct job *j, struct tv v, struct args *a) {
-    bool take = v.kind == TV_UNDEF || (arg_bool(a, 1, false) && !tv_truthy(v));
-    return !take ? v : a->v[0].kind ? a->v[0] : tv_lit(j, "");
+    if (v.kind != TV_UNDEF && !(arg_bool(a, 1) && !tv_truthy(v))) return v;
+    return a->v[0].kind ? a->v[0] : tv_lit(j, "");
 }
 
-/* An element reached by `a.b.0`, the attribute= of filters. */
+/* An element reached by `a.b.0`, the attribute= of filters; the item itself where there is none. */
 static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
     if (!path.kind || path.kind == TV_NONE) return item;
     if (path.kind != TV_STR) return tv_get(j, item, path, false);
-    for (size_t from = 0;;) {
-        const char *dot = memchr(path.s + from, '.', path.n - from);
-        struct tv part = tv_sub(path, from, dot ? (size_t)(dot - path.s) : path.n);
-        if (str_is(part, IS_DIGIT) && part.n < 18) str_number(j, part, &part, 10);
-        item = tv_get(j, item, part, false);
+    for (;;) {
+        const char *dot = memchr(path.s, '.', path.n);
+        size_t n = dot ? (size_t)(dot - path.s) : path.n;
+        struct tv part = tv_sub(path, 0, n);
+        item = tv_get(j, item, str_is(part, IS_DIGIT) ? str_number(part) : part, false);
         if (!dot) return item;
-        from = (size_t)(dot - path.s) + 1;
+        path = tv_sub(path, n + 1, path.n);
     }
 }
 
-/* What an element is sorted by: itself or its attributes (`a,b`), strings in lower case unless case counts. */
-static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool case_sensitive, bool several) {
-    if (several && path.kind == TV_STR && memchr(path.s, ',', path.n)) {
-        struct tv keys = tv_list(j, TV_LIST);
-        for (size_t from = 0;;) {
-            const char *comma = memchr(path.s + from, ',', path.n - from);
-            struct tv part = tv_sub(path, from, comma ? (size_t)(comma - path.s) : path.n);
-            list_push(j, keys.list, sort_key(j, item, part, case_sensitive, false));
-            if (!comma) return keys;
-            from = (size_t)(comma - path.s) + 1;
-        }
-    }
+/* What an element is sorted by: itself or an attribute, strings in lower case unless case counts. */
+static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool case_sensitive) {
+    if (path.kind == TV_STR && memchr(path.s, ',', path.n))
+        job_fail(j, "several attributes to sort by are not supported");
     struct tv v = attribute_path(j, item, path);
     return v.kind == TV_STR && !case_sensitive ? str_case(j, v, CASE_LOWER) : v;
 }
 
 /* A stable merge sort of l by keys. */
-static struct list *list_sorted(struct job *j, const struct list *l, const struct tv *keys, bool reverse) {
+static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse) {
     struct list *out = job_alloc(j, sizeof *out);
     size_t *at = job_alloc(j, 2 * l->n * sizeof *at), *to = at + l->n;
     for (size_t i = 0; i < l->n; i++) at[i] = i;
     for (size_t width = 1; width < l->n; width *= 2) {
         for (size_t from = 0; from < l->n; from += 2 * width) {
-            size_t mid = from + width < l->n ? from + width : l->n, end = mid + width < l->n ? mid + width : l->n;
+            size_t mid = from + width < l->n ? from + width : l->n,
+                   end = mid + width < l->n ? mid + width : l->n;
             for (size_t i = from, k = mid, n = from; n < end; n++) {
                 bool right = i == mid;
                 if (i < mid && k < end) {
-                    struct tv x = keys[at[i]], y = keys[at[k]];
-                    right = reverse ? tv_less(j, x, y, "<") : tv_less(j, y, x, "<");
-                    job_charge(j, 1);
+                    struct tv x = keys->v[at[i]], y = keys->v[at[k]];
+                    right = reverse ? tv_less(j, x, y) : tv_less(j, y, x);
                 }
                 to[n] = right ? at[k++] : at[i++];
+                job_charge(j, 1);
             }
         }
         size_t *t = at;
@@ -2766,96 +2514,75 @@ static struct list *list_sorted(struct job *j, const struct list *l, const struc
 static struct tv f_sort(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct list keys = {0};
-    for (size_t i = 0; i < l->n; i++) list_push(j, &keys, sort_key(j, l->v[i], a->v[2], arg_bool(a, 1, false), true));
-    struct tv out = tv_list(j, TV_LIST);
-    out.list = list_sorted(j, l, keys.v, arg_bool(a, 0, false));
-    return out;
+    for (size_t i = 0; i < l->n; i++) list_push(j, &keys, sort_key(j, l->v[i], a->v[2], arg_bool(a, 1)));
+    return (struct tv){.kind = TV_LIST, .list = list_sorted(j, l, &keys, arg_bool(a, 0))};
 }
 
-static struct tv dict_pairs(struct job *j, struct tv self, int kind) {
-    struct tv out = tv_list(j, kind);
-    for (size_t i = 0; i < self.dict->n; i++) {
-        struct tv pair = tv_list(j, TV_TUPLE);
-        list_push(j, pair.list, self.dict->e[i].k);
-        list_push(j, pair.list, self.dict->e[i].v);
+enum { DICT_KEYS = 1, DICT_VALUES, DICT_ITEMS, DICT_ITEMS_FILTER };
+
+/* keys, values and items of a dictionary */
+static struct tv f_items(struct job *j, struct tv self, struct args *a) {
+    struct tv out = tv_list(j, a->mode == DICT_ITEMS_FILTER ? TV_GEN : TV_LIST);
+    if (self.kind == TV_UNDEF && a->mode == DICT_ITEMS_FILTER) return out;
+    if (self.kind != TV_DICT) tv_fail(j, self, "Can only get item pairs from a mapping.");
+    for (size_t i = 0; i < self.list->n; i += 2) {
+        struct tv pair =
+            a->mode >= DICT_ITEMS ? tv_list(j, TV_TUPLE) : self.list->v[a->mode == DICT_KEYS ? i : i + 1];
+        for (size_t k = i; a->mode >= DICT_ITEMS && k < i + 2; k++) list_push(j, pair.list, self.list->v[k]);
         list_push(j, out.list, pair);
     }
-    job_charge(j, out.list->n);
-    out.list->label = "dict_items";
     return out;
 }
 
 static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
-    if (self.kind == TV_UNDEF) undef_fail(j, self);
-    if (self.kind != TV_DICT) job_fail(j, "dictsort: '%s' is not a mapping", tv_type(self));
-    struct tv out = dict_pairs(j, self, TV_LIST), by = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "key");
-    if (!tv_is(by, "key") && !tv_is(by, "value")) job_fail(j, "You can only sort by either \"key\" or \"value\"");
+    struct args items = {.mode = DICT_ITEMS};
+    struct tv out = f_items(j, self, &items), by = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "key");
+    if (!tv_is(by, "key") && !tv_is(by, "value"))
+        job_fail(j, "You can only sort by either \"key\" or \"value\"");
     struct list keys = {0};
     for (size_t i = 0; i < out.list->n; i++)
-        list_push(j, &keys, sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0, false), false));
-    out.list = list_sorted(j, out.list, keys.v, arg_bool(a, 2, false));
-    return out;
-}
-
-static struct tv f_items(struct job *j, struct tv self, struct args *a) {
-    if (self.kind == TV_UNDEF && !a->mode) return tv_list(j, TV_GEN);
-    if (self.kind != TV_DICT) job_fail(j, "Can only get item pairs from a mapping.");
-    return dict_pairs(j, self, a->mode ? TV_VIEW : TV_GEN);
-}
-
-/* dict.keys and dict.values */
-static struct tv f_keys(struct job *j, struct tv self, struct args *a) {
-    struct tv out = tv_list(j, TV_VIEW);
-    for (size_t i = 0; i < self.dict->n; i++) list_push(j, out.list, a->mode ? self.dict->e[i].v : self.dict->e[i].k);
-    out.list->label = a->mode ? "dict_values" : "dict_keys";
+        list_push(j, &keys,
+                  sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0)));
+    out.list = list_sorted(j, out.list, &keys, arg_bool(a, 2));
     return out;
 }
 
 static struct tv f_get(struct job *j, struct tv self, struct args *a) {
-    struct tv *v = dict_find(j, self.dict, a->v[0]);
+    struct tv *v = dict_find(j, self.list, a->v[0]);
     return v ? *v : a->v[1].kind ? a->v[1] : tv_none();
 }
 
-static struct tv f_copy(struct job *j, struct tv self, struct args *a) {
-    (void)j, (void)a;
-    return self;
-}
-
-enum { END_FIRST, END_LAST };
-
+/* first and, with mode 1, last */
 static struct tv f_end(struct job *j, struct tv self, struct args *a) {
-    if (a->mode == END_LAST && self.kind == TV_GEN) job_fail(j, "'generator' object is not reversible");
-    struct list all, *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
-    if (!l->n)
-        return tv_undef(j, a->mode ? "No last item, sequence was empty." : "No first item, sequence was empty.", NULL, tv_none());
-    all = *l;
+    if (a->mode && self.kind == TV_GEN) job_fail(j, "'generator' object is not reversible");
+    struct list *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
+    if (!l->n) return tv_undef(j, "No %s item, sequence was empty.", a->name);
+    struct tv v = l->v[a->mode ? l->n - 1 : 0];
     if (self.kind == TV_GEN) l->v++, l->n--, l->cap = l->n;
-    return all.v[a->mode == END_LAST ? all.n - 1 : 0];
+    return v;
 }
 
 static struct tv f_list(struct job *j, struct tv self, struct args *a) {
     (void)a;
-    struct tv out = {.kind = TV_LIST, .data = self.data && tv_listy(self), .list = tv_iter(j, self)};
-    return out;
+    return (struct tv){.kind = TV_LIST, .data = self.data && tv_listy(self), .list = tv_iter(j, self)};
 }
 
 static struct tv f_reverse(struct job *j, struct tv self, struct args *a) {
     (void)a;
-    struct tv none = tv_none(), back = tv_int(-1), out = tv_list(j, TV_GEN);
-    if (self.kind == TV_STR) return tv_slice(j, self, none, none, back);
-    if (self.kind == TV_GEN) out.kind = TV_LIST;
-    const struct list *l = tv_iter(j, self);
-    for (size_t i = l->n; i--;) list_push(j, out.list, l->v[i]);
-    return out;
+    struct tv none = tv_none(), l = self.kind == TV_STR ? self : f_list(j, self, a);
+    l = tv_slice(j, l, none, none, tv_int(-1));
+    if (l.kind == TV_LIST && self.kind != TV_GEN) l.kind = TV_GEN;
+    return l;
 }
 
+/* min and, with mode 1, max */
 static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
-    struct tv best = {0}, best_key = {0};
-    if (!l->n) return tv_undef(j, "No aggregated item, sequence was empty.", NULL, tv_none());
+    struct tv best = tv_undef(j, "No aggregated item, sequence was empty."), best_key = best;
     for (size_t i = 0; i < l->n; i++) {
-        struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0, false), false);
-        if (!i || (a->mode ? tv_less(j, best_key, key, ">") : tv_less(j, key, best_key, "<"))) best = l->v[i], best_key = key;
+        struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0));
+        if (!i || (a->mode ? tv_less(j, best_key, key) : tv_less(j, key, best_key)))
+            best = l->v[i], best_key = key;
     }
     return best;
 }
@@ -2863,9 +2590,9 @@ static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
 static struct tv f_unique(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct tv out = tv_list(j, TV_GEN);
-    struct dict seen = {0};
+    struct list seen = {0};
     for (size_t i = 0; i < l->n; i++) {
-        struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0, false), false);
+        struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0));
         if (dict_find(j, &seen, key)) continue;
         dict_set(j, &seen, key, tv_none());
         list_push(j, out.list, l->v[i]);
@@ -2876,61 +2603,77 @@ static struct tv f_unique(struct job *j, struct tv self, struct args *a) {
 static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct tv sum = a->v[1].kind ? a->v[1] : tv_int(0);
-    if (sum.kind == TV_STR) job_fail(j, "sum() can't sum strings");
     for (size_t i = 0; i < l->n; i++) sum = tv_binary(j, OP_ADD, sum, attribute_path(j, l->v[i], a->v[0]));
     return sum;
 }
 
-/* The filter or test called `name`, which map, select and their kin apply to every element. */
-static const struct builtin *callee(struct job *j, const struct builtin *table, struct tv name) {
-    const struct builtin *f = name.kind == TV_STR ? builtin_find(table, name.s, name.n) : NULL;
-    const char *what = table == filters ? "filter" : "test";
-    if (!f && name.kind == TV_STR) job_fail(j, "No %s named '%.*s'.", what, name.n > 100 ? 100 : (int)name.n, name.s);
-    if (!f) job_fail(j, "a %s must be named by a string, not %s", what, tv_type(name));
+enum {
+    AS_FILTER = 1,
+    AS_TEST = 2,
+    AS_GLOBAL = 4,
+    OF_STR = 8,
+    OF_DICT = 16,
+    OF_LIST = 32,
+    OF_TUPLE = 64,
+    OF_LOOP = 128
+};
+
+static const struct builtin *builtin_find(int where, struct tv name);
+
+/* The filter or test that map, select and their kin apply to every element. */
+static const struct builtin *builtin_named(struct job *j, int where, struct tv name) {
+    const struct builtin *f = name.kind == TV_STR ? builtin_find(where, name) : NULL;
+    name = tv_str(j, name);
+    if (!f) job_fail(j, "No %s named '%.*s'.", where == AS_FILTER ? "filter" : "test", SHOW(name));
     return f;
 }
 
 static struct tv f_map(struct job *j, struct tv self, struct args *a) {
-    struct tv out = tv_list(j, TV_GEN), *path = a->pos.n ? NULL : dict_get(j, &a->kw, "attribute");
-    struct tv *none = dict_get(j, &a->kw, "default");
+    struct tv out = tv_list(j, TV_GEN),
+              *path = a->pos.n ? NULL : dict_find(j, &a->kw, tv_lit(j, "attribute"));
+    struct tv *none = path ? dict_find(j, &a->kw, tv_lit(j, "default")) : NULL;
     if (!tv_truthy(self)) return out;
     if (!path && !a->pos.n) job_fail(j, "map requires a filter argument");
     const struct list *l = tv_iter(j, self);
-    const struct builtin *f = path ? NULL : callee(j, filters, a->pos.v[0]);
+    const struct builtin *f = path ? NULL : builtin_named(j, AS_FILTER, a->pos.v[0]);
     for (size_t i = 0; i < l->n; i++) {
-        struct args sub = {.pos = {.v = a->pos.v + 1, .n = a->pos.n - 1}, .kw = a->kw};
-        struct tv v = path ? attribute_path(j, l->v[i], *path) : builtin_call(j, f, l->v[i], &sub);
-        list_push(j, out.list, path && none && v.kind == TV_UNDEF ? *none : v);
+        struct tv v = path ? attribute_path(j, l->v[i], *path) : tv_none();
+        if (f) {
+            struct args rest = {.pos = {.v = a->pos.v + 1, .n = a->pos.n - 1}, .kw = a->kw};
+            v = builtin_call(j, f, l->v[i], &rest);
+        }
+        list_push(j, out.list, none && v.kind == TV_UNDEF ? *none : v);
     }
     return out;
 }
 
-enum { SELECT_REJECT = 1, SELECT_ATTRIBUTE = 2 };
+enum { SELECT_REJECT = 1, SELECT_BY_ATTRIBUTE = 2 };
 
 static struct tv f_select(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, TV_GEN);
-    size_t first = a->mode & SELECT_ATTRIBUTE ? 1 : 0;
+    size_t first = a->mode & SELECT_BY_ATTRIBUTE ? 1 : 0;
     if (!tv_truthy(self)) return out;
     if (a->pos.n < first) job_fail(j, "Missing parameter for attribute name");
     const struct list *l = tv_iter(j, self);
-    const struct builtin *test = a->pos.n > first ? callee(j, tests, a->pos.v[first]) : NULL;
+    const struct builtin *test = a->pos.n > first ? builtin_named(j, AS_TEST, a->pos.v[first]) : NULL;
     for (size_t i = 0; i < l->n; i++) {
-        struct args sub = {.kw = a->kw};
         struct tv v = first ? attribute_path(j, l->v[i], a->pos.v[0]) : l->v[i];
-        if (test) sub.pos = (struct list){.v = a->pos.v + first + 1, .n = a->pos.n - first - 1};
-        if (test) v = builtin_call(j, test, v, &sub);
+        if (test) {
+            struct args rest = {.pos = {.v = a->pos.v + first + 1, .n = a->pos.n - first - 1}, .kw = a->kw};
+            v = builtin_call(j, test, v, &rest);
+        }
         if (tv_truthy(v) == !(a->mode & SELECT_REJECT)) list_push(j, out.list, l->v[i]);
     }
     return out;
 }
 
-/* list.index and list.count */
+/* index and, with mode 1, count of a list */
 static struct tv f_index(struct job *j, struct tv self, struct args *a) {
     int64_t count = 0;
     for (size_t i = 0; i < self.list->n; i++) {
-        if (!tv_eq(j, self.list->v[i], a->v[0])) continue;
-        if (!a->mode) return tv_int((int64_t)i);
-        count++;
+        bool eq = tv_eq(j, self.list->v[i], a->v[0]);
+        if (eq && !a->mode) return tv_int((int64_t)i);
+        count += eq;
     }
     if (!a->mode) job_fail(j, "the value is not in the list");
     return tv_int(count);
@@ -2938,9 +2681,10 @@ static struct tv f_index(struct job *j, struct tv self, struct args *a) {
 
 static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
     struct tv indent = a->v[1].kind ? a->v[1] : tv_none(), sep = a->v[2];
+    struct style st = {.json = true, .indent = indent, .ascii = arg_bool(a, 0), .sort = arg_bool(a, 3)};
     struct buf b = {0};
-    struct json_style st = {.indent = indent, .ascii = arg_bool(a, 0, false), .sort = arg_bool(a, 3, false)};
-    if (indent.kind != TV_NONE && indent.kind != TV_STR) st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
+    if (indent.kind != TV_NONE && indent.kind != TV_STR)
+        st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
     st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ","), st.colon = tv_lit(j, ": ");
     if (sep.kind && sep.kind != TV_NONE) {
         const struct list *l = tv_iter(j, sep);
@@ -2948,7 +2692,7 @@ static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
             job_fail(j, "tojson: separators must be two strings");
         st.comma = l->v[0], st.colon = l->v[1];
     }
-    json_write(j, &b, self, &st, 0, ORIGIN_TEMPLATE);
+    tv_write(j, &b, self, &st, 0, ORIGIN_TEMPLATE);
     return buf_str(&b);
 }
 
@@ -2963,8 +2707,10 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 
 /* ---- tests ---- */
 
-#define KIND(k) (1 << TV_##k)
-#define LISTS   (KIND(LIST) | KIND(TUPLE) | KIND(RANGE))
+#define KIND(k)        (1 << TV_##k)
+#define KINDS_SEQUENCE (KIND(LIST) | KIND(TUPLE) | KIND(STR) | KIND(DICT) | KIND(UNDEF))
+#define KINDS_CALLABLE (KIND(FUNC) | KIND(MACRO) | KIND(LOOP) | KIND(UNDEF))
+#define KINDS_NUMBER   (KIND(INT) | KIND(FLOAT) | KIND(BOOL))
 
 /* The mode is the set of kinds that pass. */
 static struct tv t_kind(struct job *j, struct tv v, struct args *a) {
@@ -2988,107 +2734,98 @@ static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
 }
 
 static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
+    (void)j;
     struct tv w = a->v[0];
-    if (v.kind != w.kind) return tv_bool(false);
-    if (v.kind == TV_STR) return tv_bool(v.s == w.s && v.n == w.n);
-    return tv_bool(v.kind == TV_UNDEF ? v.undef == w.undef : v.kind < TV_STR ? tv_eq(j, v, w) : v.list == w.list);
+    bool same = v.kind == w.kind && (v.kind == TV_NONE || v.list == w.list); /* any pointer, any number */
+    return tv_bool(same && (v.kind != TV_STR || v.n == w.n));
 }
 
-/* ---- globals and methods of loop ---- */
+/* ---- globals and loop ---- */
 
 static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     (void)self;
-    int64_t from = a->v[1].kind ? arg_int(j, a, 0, 0) : 0, to = arg_int(j, a, a->v[1].kind ? 1 : 0, 0);
-    int64_t step = arg_int(j, a, 2, 1);
-    struct buf b = {0};
-    struct tv out = tv_list(j, TV_RANGE);
+    bool two = a->v[1].kind;
+    int64_t from = two ? arg_int(j, a, 0, 0) : 0, to = arg_int(j, a, two ? 1 : 0, 0),
+            step = arg_int(j, a, 2, 1);
+    struct tv out = tv_list(j, TV_LIST);
     if (!step) job_fail(j, "range() arg 3 must not be zero");
     for (int64_t i = from; step > 0 ? i < to : i > to;) {
-        if (out.list->n == TEMPLATE_RANGE)
-            job_fail(j, "Range too big. The sandbox blocks ranges larger than MAX_RANGE (%d).", TEMPLATE_RANGE);
         list_push(j, out.list, tv_int(i));
+        if (out.list->n > TEMPLATE_RANGE)
+            job_fail(j, "Range too big. The sandbox blocks ranges larger than MAX_RANGE (%d).",
+                     TEMPLATE_RANGE);
         if (__builtin_add_overflow(i, step, &i)) break;
     }
-    job_charge(j, out.list->n);
-    buf_printf(j, &b, ORIGIN_TEMPLATE, "range(%lld, %lld", (long long)from, (long long)to);
-    if (step != 1) buf_printf(j, &b, ORIGIN_TEMPLATE, ", %lld", (long long)step);
-    buf_fill(j, &b, ")", 2, ORIGIN_TEMPLATE);
-    out.list->label = b.s;
     return out;
 }
 
-/* dict(...) and namespace(...): a mapping or pairs, then keywords. */
+/* dict(...) and namespace(...): a mapping, then keywords; the mode is the kind. */
 static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
     (void)self;
-    struct tv out = {.kind = (uint8_t)a->mode, .dict = job_alloc(j, sizeof *out.dict)};
-    if (a->pos.n > 1) job_fail(j, "%s expected at most 1 argument, got %zu", a->name, a->pos.n);
-    if (a->pos.n) {
-        struct tv from = a->pos.v[0];
-        const struct list *l = from.kind == TV_DICT ? dict_pairs(j, from, TV_LIST).list : tv_iter(j, from);
-        for (size_t i = 0; i < l->n; i++) {
-            const struct list *pair = tv_iter(j, l->v[i]);
-            if (pair->n != 2) job_fail(j, "%s: element %zu is not a pair", a->name, i);
-            dict_set(j, out.dict, pair->v[0], pair->v[1]);
-        }
-    }
-    for (size_t i = 0; i < a->kw.n; i++) dict_set(j, out.dict, a->kw.e[i].k, a->kw.e[i].v);
+    struct tv out = tv_list(j, a->mode);
+    if (a->pos.n > 1 || (a->pos.n && a->pos.v[0].kind != TV_DICT))
+        job_fail(j, "%s() takes one mapping and keywords", a->name);
+    for (size_t i = 0; a->pos.n && i < a->pos.v[0].list->n; i++)
+        list_push(j, out.list, a->pos.v[0].list->v[i]);
+    for (size_t i = 0; i < a->kw.n; i += 2) dict_set(j, out.list, a->kw.v[i], a->kw.v[i + 1]);
     return out;
 }
 
-static struct tv g_raise(struct job *j, struct tv self, struct args *a) {
+__attribute__((noreturn)) static struct tv g_raise(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv v = tv_str(j, a->v[0]);
-    snprintf(j->err, ERR_MAX, "%.*s", v.n < ERR_MAX ? (int)v.n : ERR_MAX, v.s ? v.s : "");
+    snprintf(j->err, ERR_MAX, "%.*s", v.n < ERR_MAX ? (int)v.n : ERR_MAX, v.s);
     j->rc = -2;
     longjmp(j->out_of_here, 1);
 }
 
-/* strftime of the C library, as Python's; the time is the variable `now` where there is one. */
+static struct tv *variable_find(struct job *j, struct tv name);
+
+/* strftime of the C library, as Python's; the time is the variable `now` where it is a string. */
 static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
     (void)self;
-    struct tv f = arg_str(j, a, 0);
+    struct tv f = arg_str(j, a, 0), *now = variable_find(j, tv_lit(j, "now"));
     struct tm t = {0};
-    time_t clock = time(NULL);
+    time_t seconds = time(NULL);
     char format[512], text[4096], iso[32] = "";
-    if (f.n >= sizeof format) job_fail(j, "strftime_now: a format of %zu bytes", f.n);
-    memcpy(format, f.s, f.n), format[f.n] = 0;
-    if (j->now.kind == TV_STR) {
-        snprintf(iso, sizeof iso, "%.*s", j->now.n < 31 ? (int)j->now.n : 31, j->now.s);
-        int n = sscanf(iso, "%d-%d-%d%*1[T ]%d:%d:%d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour, &t.tm_min, &t.tm_sec);
-        if (n < 3 || t.tm_mon < 1 || t.tm_mon > 12) job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
+    snprintf(format, sizeof format, "%.*s", f.n < sizeof format ? (int)f.n : (int)sizeof format, f.s);
+    if (now && now->kind == TV_STR) {
+        snprintf(iso, sizeof iso, "%.*s", SHOW(*now));
+        int n = sscanf(iso, "%d-%d-%d%*1[T ]%d:%d:%d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour,
+                       &t.tm_min, &t.tm_sec);
+        if (n < 3 || t.tm_mon < 1 || t.tm_mon > 12)
+            job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
         t.tm_year -= 1900, t.tm_mon--;
         timegm(&t); /* finds the day of the week and of the year */
-    } else
-        localtime_r(&clock, &t);
+    } else localtime_r(&seconds, &t);
     size_t n = strftime(text, sizeof text, format, &t);
     return tv_text(j, memcpy(job_alloc(j, n + 1), text, n), n, tv_has_data(f));
 }
 
 struct loop {
     const struct list *src;
-    size_t at;                       /* elements taken from src */
-    const struct node *target, *test; /* `if` of the loop, NULL: none. It is asked when an element is taken, not before */
+    size_t at; /* elements taken from src */
+    const struct node *target,
+        *test; /* `if` of the loop, asked when an element is taken, not before; NULL: none */
     struct scope *outer;
     struct tv prev, cur, next; /* next: TV_ABSENT, or taken ahead of its turn */
-    int64_t index0, length;    /* length: -1 until known */
-    int64_t depth0;
-    struct tv changed;
+    int64_t index0;
 };
 
 static bool loop_take(struct job *j, struct loop *l, struct tv *out);
 
 static bool loop_peek(struct job *j, struct loop *l) { return l->next.kind || loop_take(j, l, &l->next); }
 
+/* Without `if` the length is known; with it, all that is left is asked now. */
 static int64_t loop_length(struct job *j, struct loop *l) {
-    if (l->length >= 0) return l->length;
     struct list *rest = job_alloc(j, sizeof *rest);
     struct tv v;
-    while (loop_take(j, l, &v)) list_push(j, rest, v);
-    l->src = rest, l->at = 0, l->test = NULL;
-    return l->length = (int64_t)rest->n + l->index0 + 1 + (l->next.kind != TV_ABSENT);
+    while (l->test && loop_take(j, l, &v)) list_push(j, rest, v);
+    if (l->test) l->src = rest, l->at = 0, l->test = NULL;
+    return (int64_t)(l->src->n - l->at) + l->index0 + 1 + (l->next.kind != TV_ABSENT);
 }
 
-static struct tv loop_attribute(struct job *j, struct loop *l, struct tv key) {
+static struct tv loop_get(struct job *j, struct loop *l, struct tv key) {
     if (tv_is(key, "index0")) return tv_int(l->index0);
     if (tv_is(key, "index")) return tv_int(l->index0 + 1);
     if (tv_is(key, "first")) return tv_bool(!l->index0);
@@ -3096,10 +2833,8 @@ static struct tv loop_attribute(struct job *j, struct loop *l, struct tv key) {
     if (tv_is(key, "length")) return tv_int(loop_length(j, l));
     if (tv_is(key, "revindex")) return tv_int(loop_length(j, l) - l->index0);
     if (tv_is(key, "revindex0")) return tv_int(loop_length(j, l) - l->index0 - 1);
-    if (tv_is(key, "depth")) return tv_int(1);
-    if (tv_is(key, "depth0")) return tv_int(0);
-    if (tv_is(key, "previtem")) return l->index0 ? l->prev : tv_undef(j, "there is no previous item", NULL, key);
-    if (tv_is(key, "nextitem")) return loop_peek(j, l) ? l->next : tv_undef(j, "there is no next item", NULL, key);
+    if (tv_is(key, "previtem")) return l->index0 ? l->prev : tv_undef(j, "there is no previous item");
+    if (tv_is(key, "nextitem")) return loop_peek(j, l) ? l->next : tv_undef(j, "there is no next item");
     return (struct tv){0};
 }
 
@@ -3108,242 +2843,145 @@ static struct tv l_cycle(struct job *j, struct tv self, struct args *a) {
     return a->pos.v[(size_t)self.loop->index0 % a->pos.n];
 }
 
-static struct tv l_changed(struct job *j, struct tv self, struct args *a) {
-    struct tv now = tv_list(j, TV_TUPLE);
-    *now.list = a->pos;
-    bool same = self.loop->changed.kind && tv_eq(j, self.loop->changed, now);
-    self.loop->changed = now;
-    return tv_bool(!same);
+/* clang-format off */
+static const struct builtin builtins[] = {
+    {AS_FILTER, "abs", "", f_abs, 0},                       {AS_FILTER, "count", "", f_length, 0},
+    {AS_FILTER, "d", "default_value? boolean?", f_default, 0}, {AS_FILTER, "default", "default_value? boolean?", f_default, 0},
+    {AS_FILTER, "dictsort", "case_sensitive? by? reverse?", f_dictsort, 0},
+    {AS_FILTER, "e", "", f_string, STRING_ESCAPE},          {AS_FILTER, "escape", "", f_string, STRING_ESCAPE},
+    {AS_FILTER, "first", "", f_end, 0},                     {AS_FILTER, "last", "", f_end, 1},
+    {AS_FILTER, "float", "default?", f_number, 1},          {AS_FILTER, "int", "default?", f_number, 0},
+    {AS_FILTER, "from_json", "", f_from_json, 0},           {AS_FILTER, "indent", "width? first? blank?", f_indent, 0},
+    {AS_FILTER, "items", "", f_items, DICT_ITEMS_FILTER},   {AS_FILTER, "join", "d? attribute?", f_join, 0},
+    {AS_FILTER, "length", "", f_length, 0},                 {AS_FILTER, "list", "", f_list, 0},
+    {AS_FILTER, "map", "*", f_map, 0},                      {AS_FILTER, "max", "case_sensitive? attribute?", f_minmax, 1},
+    {AS_FILTER, "min", "case_sensitive? attribute?", f_minmax, 0},
+    {AS_FILTER, "reject", "*", f_select, SELECT_REJECT},           {AS_FILTER, "rejectattr", "*", f_select, SELECT_REJECT | SELECT_BY_ATTRIBUTE},
+    {AS_FILTER, "reverse", "", f_reverse, 0},               {AS_FILTER, "round", "precision? method?", f_round, 0},
+    {AS_FILTER, "safe", "", f_string, STRING_SAFE},         {AS_FILTER, "string", "", f_string, STRING_PLAIN},
+    {AS_FILTER, "select", "*", f_select, 0},           {AS_FILTER, "selectattr", "*", f_select, SELECT_BY_ATTRIBUTE},
+    {AS_FILTER, "sort", "reverse? case_sensitive? attribute?", f_sort, 0},
+    {AS_FILTER, "sum", "attribute? start?", f_sum, 0},      {AS_FILTER, "title", "", f_case, CASE_TITLE_FILTER},
+    {AS_FILTER, "tojson", "ensure_ascii? indent? separators? sort_keys?", f_tojson, 0},
+    {AS_FILTER, "trim", "chars?", f_strip, STRIP_BOTH},     {AS_FILTER, "unique", "case_sensitive? attribute?", f_unique, 0},
+
+    {AS_FILTER | OF_STR, "capitalize", "", f_case, CASE_CAPITALIZE},
+    {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},  {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
+    {AS_FILTER | OF_STR, "replace", "old new count?", f_replace, 0},
+    {OF_STR, "count", "sub start? end?", f_find, FIND_COUNT},
+    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST}, {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
+    {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST}, {OF_STR, "rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
+    {OF_STR, "startswith", "prefix", f_affix, AFFIX_STARTS}, {OF_STR, "endswith", "suffix", f_affix, AFFIX_ENDS},
+    {OF_STR, "removeprefix", "prefix", f_affix, AFFIX_REMOVE_PREFIX},
+    {OF_STR, "removesuffix", "suffix", f_affix, AFFIX_REMOVE_SUFFIX},
+    {OF_STR, "isalnum", "", f_str_is, IS_ALNUM},            {OF_STR, "isalpha", "", f_str_is, IS_ALPHA},
+    {OF_STR, "isdigit", "", f_str_is, IS_DIGIT},            {OF_STR, "isspace", "", f_str_is, IS_SPACE},
+    {OF_STR, "islower", "", f_str_is, IS_LOWER},            {OF_STR, "isupper", "", f_str_is, IS_UPPER},
+    {OF_STR, "join", "iterable", f_join, 1},                {OF_STR, "title", "", f_case, CASE_TITLE},
+    {OF_STR, "lstrip", "chars?", f_strip, STRIP_LEFT},      {OF_STR, "rstrip", "chars?", f_strip, STRIP_RIGHT},
+    {OF_STR, "strip", "chars?", f_strip, STRIP_BOTH},       {OF_STR, "splitlines", "keepends?", f_splitlines, 0},
+    {OF_STR, "split", "sep? maxsplit?", f_split, 0},        {OF_STR, "rsplit", "sep? maxsplit?", f_split, 1},
+
+    {OF_DICT, "get", "key default?", f_get, 0},             {OF_DICT, "items", "", f_items, DICT_ITEMS},
+    {OF_DICT, "keys", "", f_items, DICT_KEYS},              {OF_DICT, "values", "", f_items, DICT_VALUES},
+    {OF_DICT | OF_LIST, "clear", "", NULL, 0},              {OF_DICT | OF_LIST, "pop", "", NULL, 0},
+    {OF_DICT, "popitem", "", NULL, 0},                      {OF_DICT, "setdefault", "", NULL, 0},
+    {OF_DICT, "update", "", NULL, 0},                       {OF_LIST, "append", "", NULL, 0},
+    {OF_LIST, "extend", "", NULL, 0},                       {OF_LIST, "insert", "", NULL, 0},
+    {OF_LIST, "remove", "", NULL, 0},                       {OF_LIST, "reverse", "", NULL, 0},
+    {OF_LIST, "sort", "", NULL, 0},                         {OF_LOOP, "cycle", "*", l_cycle, 0},
+    {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},     {OF_LIST | OF_TUPLE, "index", "value", f_index, 0},
+
+    {AS_TEST, "==", "other", t_compare, OP_EQ},             {AS_TEST, "!=", "other", t_compare, OP_NE},
+    {AS_TEST, "<", "other", t_compare, OP_LT},              {AS_TEST, "<=", "other", t_compare, OP_LE},
+    {AS_TEST, ">", "other", t_compare, OP_GT},              {AS_TEST, ">=", "other", t_compare, OP_GE},
+    {AS_TEST, "eq", "other", t_compare, OP_EQ},             {AS_TEST, "equalto", "other", t_compare, OP_EQ},
+    {AS_TEST, "ne", "other", t_compare, OP_NE},             {AS_TEST, "lt", "other", t_compare, OP_LT},
+    {AS_TEST, "lessthan", "other", t_compare, OP_LT},       {AS_TEST, "le", "other", t_compare, OP_LE},
+    {AS_TEST, "gt", "other", t_compare, OP_GT},             {AS_TEST, "greaterthan", "other", t_compare, OP_GT},
+    {AS_TEST, "ge", "other", t_compare, OP_GE},             {AS_TEST, "in", "seq", t_compare, OP_IN},
+    {AS_TEST, "divisibleby", "num", t_remainder, 0},        {AS_TEST, "even", "", t_remainder, 0},
+    {AS_TEST, "odd", "", t_remainder, 1},                   {AS_TEST, "sameas", "other", t_sameas, 0},
+    {AS_TEST, "true", "", t_bool, 1},                       {AS_TEST, "false", "", t_bool, 0},
+    {AS_TEST, "lower", "", f_str_is, IS_LOWER},             {AS_TEST, "upper", "", f_str_is, IS_UPPER},
+    {AS_TEST, "boolean", "", t_kind, KIND(BOOL)},           {AS_TEST, "callable", "", t_kind, KINDS_CALLABLE},
+    {AS_TEST, "defined", "", t_kind, ~KIND(UNDEF)},         {AS_TEST, "undefined", "", t_kind, KIND(UNDEF)},
+    {AS_TEST, "float", "", t_kind, KIND(FLOAT)},            {AS_TEST, "integer", "", t_kind, KIND(INT)},
+    {AS_TEST, "mapping", "", t_kind, KIND(DICT)},           {AS_TEST, "none", "", t_kind, KIND(NONE)},
+    {AS_TEST, "number", "", t_kind, KINDS_NUMBER},                {AS_TEST, "string", "", t_kind, KIND(STR)},
+    {AS_TEST, "sequence", "", t_kind, KINDS_SEQUENCE},              {AS_TEST, "iterable", "", t_kind, KINDS_SEQUENCE | KIND(GEN) | KIND(LOOP)},
+
+    {AS_GLOBAL, "dict", "*", g_dict, TV_DICT},              {AS_GLOBAL, "namespace", "*", g_dict, TV_NAMESPACE},
+    {AS_GLOBAL, "raise_exception", "message", g_raise, 0},  {AS_GLOBAL, "range", "start stop? step?", g_range, 0},
+    {AS_GLOBAL, "strftime_now", "format", g_strftime, 0},
+};
+/* clang-format on */
+
+static const struct builtin *builtin_find(int where, struct tv name) {
+    for (size_t i = 0; i < sizeof builtins / sizeof builtins[0]; i++)
+        if (builtins[i].where & where && tv_is(name, builtins[i].name)) return &builtins[i];
+    return NULL;
 }
 
-/* ---- tables ---- */
-
-static const struct builtin filters[] = {
-    {"abs", "", f_abs, 0},
-    {"capitalize", "", f_case, CASE_CAPITALIZE},
-    {"count", "", f_length, 0},
-    {"d", "default_value? boolean?", f_default, 0},
-    {"default", "default_value? boolean?", f_default, 0},
-    {"dictsort", "case_sensitive? by? reverse?", f_dictsort, 0},
-    {"e", "", f_string, 2},
-    {"escape", "", f_string, 2},
-    {"first", "", f_end, END_FIRST},
-    {"float", "default?", f_float, 0},
-    {"format", "*", f_percent, 0},
-    {"from_json", "", f_from_json, 0},
-    {"indent", "width? first? blank?", f_indent, 0},
-    {"int", "default? base?", f_int, 0},
-    {"items", "", f_items, 0},
-    {"join", "d? attribute?", f_join, 0},
-    {"last", "", f_end, END_LAST},
-    {"length", "", f_length, 0},
-    {"list", "", f_list, 0},
-    {"lower", "", f_case, CASE_LOWER},
-    {"map", "*", f_map, 0},
-    {"max", "case_sensitive? attribute?", f_minmax, 1},
-    {"min", "case_sensitive? attribute?", f_minmax, 0},
-    {"reject", "*", f_select, SELECT_REJECT},
-    {"rejectattr", "*", f_select, SELECT_REJECT | SELECT_ATTRIBUTE},
-    {"replace", "old new count?", f_replace, 0},
-    {"reverse", "", f_reverse, 0},
-    {"round", "precision? method?", f_round, 0},
-    {"safe", "", f_string, 1},
-    {"select", "*", f_select, 0},
-    {"selectattr", "*", f_select, SELECT_ATTRIBUTE},
-    {"sort", "reverse? case_sensitive? attribute?", f_sort, 0},
-    {"string", "", f_string, 0},
-    {"sum", "attribute? start?", f_sum, 0},
-    {"title", "", f_case, CASE_TITLE_FILTER},
-    {"tojson", "ensure_ascii? indent? separators? sort_keys?", f_tojson, 0},
-    {"trim", "chars?", f_strip, STRIP_LEFT | STRIP_RIGHT},
-    {"unique", "case_sensitive? attribute?", f_unique, 0},
-    {"upper", "", f_case, CASE_UPPER},
-    {0},
-};
-
-static const struct builtin tests[] = {
-    {"boolean", "", t_kind, KIND(BOOL)},
-    {"callable", "", t_kind, KIND(FUNC) | KIND(MACRO) | KIND(LOOP) | KIND(UNDEF)},
-    {"defined", "", t_kind, ~KIND(UNDEF)},
-    {"divisibleby", "num", t_remainder, 0},
-    {"eq", "other", t_compare, OP_EQ},
-    {"equalto", "other", t_compare, OP_EQ},
-    {"==", "other", t_compare, OP_EQ},
-    {"even", "", t_remainder, 0},
-    {"false", "", t_bool, 0},
-    {"float", "", t_kind, KIND(FLOAT)},
-    {"ge", "other", t_compare, OP_GE},
-    {">=", "other", t_compare, OP_GE},
-    {"gt", "other", t_compare, OP_GT},
-    {"greaterthan", "other", t_compare, OP_GT},
-    {">", "other", t_compare, OP_GT},
-    {"in", "seq", t_compare, OP_IN},
-    {"integer", "", t_kind, KIND(INT)},
-    {"iterable", "", t_kind, LISTS | KIND(VIEW) | KIND(GEN) | KIND(STR) | KIND(DICT) | KIND(UNDEF) | KIND(LOOP)},
-    {"le", "other", t_compare, OP_LE},
-    {"<=", "other", t_compare, OP_LE},
-    {"lower", "", f_str_is, IS_LOWER},
-    {"lt", "other", t_compare, OP_LT},
-    {"lessthan", "other", t_compare, OP_LT},
-    {"<", "other", t_compare, OP_LT},
-    {"mapping", "", t_kind, KIND(DICT)},
-    {"ne", "other", t_compare, OP_NE},
-    {"!=", "other", t_compare, OP_NE},
-    {"none", "", t_kind, KIND(NONE)},
-    {"number", "", t_kind, KIND(INT) | KIND(FLOAT) | KIND(BOOL)},
-    {"odd", "", t_remainder, 1},
-    {"sameas", "other", t_sameas, 0},
-    {"sequence", "", t_kind, LISTS | KIND(STR) | KIND(DICT) | KIND(UNDEF)},
-    {"string", "", t_kind, KIND(STR)},
-    {"true", "", t_bool, 1},
-    {"undefined", "", t_kind, KIND(UNDEF)},
-    {"upper", "", f_str_is, IS_UPPER},
-    {0},
-};
-
-static const struct builtin str_methods[] = {
-    {"capitalize", "", f_case, CASE_CAPITALIZE},
-    {"count", "sub start? end?", f_find, FIND_COUNT},
-    {"endswith", "suffix", f_affix, AFFIX_ENDS},
-    {"find", "sub start? end?", f_find, FIND_FIRST},
-    {"format", "*", f_format, 0},
-    {"index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
-    {"isalnum", "", f_str_is, IS_ALNUM},
-    {"isalpha", "", f_str_is, IS_ALPHA},
-    {"isdigit", "", f_str_is, IS_DIGIT},
-    {"islower", "", f_str_is, IS_LOWER},
-    {"isspace", "", f_str_is, IS_SPACE},
-    {"isupper", "", f_str_is, IS_UPPER},
-    {"join", "iterable", f_join, 1},
-    {"lower", "", f_case, CASE_LOWER},
-    {"lstrip", "chars?", f_strip, STRIP_LEFT},
-    {"partition", "sep", f_partition, 0},
-    {"removeprefix", "prefix", f_affix, AFFIX_REMOVE_PREFIX},
-    {"removesuffix", "suffix", f_affix, AFFIX_REMOVE_SUFFIX},
-    {"replace", "old new count?", f_replace, 0},
-    {"rfind", "sub start? end?", f_find, FIND_LAST},
-    {"rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
-    {"rpartition", "sep", f_partition, 1},
-    {"rsplit", "sep? maxsplit?", f_split, 1},
-    {"rstrip", "chars?", f_strip, STRIP_RIGHT},
-    {"split", "sep? maxsplit?", f_split, 0},
-    {"splitlines", "keepends?", f_splitlines, 0},
-    {"startswith", "prefix", f_affix, AFFIX_STARTS},
-    {"strip", "chars?", f_strip, STRIP_LEFT | STRIP_RIGHT},
-    {"title", "", f_case, CASE_TITLE},
-    {"upper", "", f_case, CASE_UPPER},
-    {0},
-};
-
-/* Without a function: what the immutable sandbox refuses. */
-static const struct builtin dict_methods[] = {
-    {"copy", "", f_copy, 0},      {"get", "key default?", f_get, 0},
-    {"items", "", f_items, 1},    {"keys", "", f_keys, 0},
-    {"values", "", f_keys, 1},    {"clear", "", NULL, 0},
-    {"pop", "", NULL, 0},         {"popitem", "", NULL, 0},
-    {"setdefault", "", NULL, 0},  {"update", "", NULL, 0},
-    {0},
-};
-
-static const struct builtin list_methods[] = {
-    {"copy", "", f_copy, 0},     {"count", "value", f_index, 1}, {"index", "value", f_index, 0},
-    {"append", "", NULL, 0},     {"clear", "", NULL, 0},         {"extend", "", NULL, 0},
-    {"insert", "", NULL, 0},     {"pop", "", NULL, 0},           {"remove", "", NULL, 0},
-    {"reverse", "", NULL, 0},    {"sort", "", NULL, 0},          {0},
-};
-
-static const struct builtin tuple_methods[] = {
-    {"count", "value", f_index, 1},
-    {"index", "value", f_index, 0},
-    {0},
-};
-
-static const struct builtin loop_methods[] = {
-    {"changed", "*", l_changed, 0},
-    {"cycle", "*", l_cycle, 0},
-    {0},
-};
-
-static const struct builtin globals[] = {
-    {"dict", "*", g_dict, TV_DICT},
-    {"namespace", "*", g_dict, TV_NAMESPACE},
-    {"raise_exception", "message", g_raise, 0},
-    {"range", "start stop? step?", g_range, 0},
-    {"strftime_now", "format", g_strftime, 0},
-    {0},
-};
-
-static const struct builtin *method_find(struct tv o, const char *s, size_t n) {
-    const struct builtin *table = o.kind == TV_STR     ? str_methods
-                                  : o.kind == TV_DICT  ? dict_methods
-                                  : o.kind == TV_LIST  ? list_methods
-                                  : o.kind == TV_TUPLE ? tuple_methods
-                                  : o.kind == TV_LOOP  ? loop_methods
-                                                       : NULL;
-    return table ? builtin_find(table, s, n) : NULL;
+static const struct builtin *method_find(struct tv o, struct tv name) {
+    static const int of[] = {[TV_STR] = OF_STR,
+                             [TV_LIST] = OF_LIST,
+                             [TV_TUPLE] = OF_TUPLE,
+                             [TV_DICT] = OF_DICT,
+                             [TV_LOOP] = OF_LOOP};
+    return of[o.kind] ? builtin_find(of[o.kind], name) : NULL;
 }
 
 /* ============================================================================================================
  * Chat template: from source to tree
  *
- * The lexer cuts the source into tokens and applies the white space rules (trim_blocks, lstrip_blocks, the - and +
- * signs); the parser makes a tree of nodes, with filters and tests resolved. Both live in the pool of the template.
- * No node is higher than TEMPLATE_NESTING, so whatever walks the tree may recurse.
+ * The lexer cuts the source into tokens and applies the white space rules (trim_blocks, lstrip_blocks, the signs - and
+ * +); the parser makes a tree of nodes with filters and tests resolved. Both live in the pool of the template. No node is
+ * higher than TEMPLATE_NESTING, so whatever walks the tree may recurse.
  * ============================================================================================================ */
 
+/* Expressions, then statements. In brackets the kids; bodies are N_BODY, targets N_NAME, N_MEMBER or N_TUPLE of them. */
 enum node_kind {
-    /* expressions; kids in brackets */
     N_CONST,
     N_NAME,
     N_LIST,
     N_TUPLE,
     N_DICT,    /* [key, value, key, value, ...] */
-    N_ATTR,    /* [object], name */
+    N_ATTR,    /* [object], val is the name */
     N_ITEM,    /* [object, key] */
     N_SLICE,   /* [object, start, stop, step], the last three may be NULL */
     N_CALL,    /* [callee, arguments] */
     N_FILTER,  /* [value, arguments]; fn, or NULL and a name that is unknown */
     N_TEST,    /* likewise */
-    N_KEYWORD, /* name=[value] in arguments */
-    N_STAR,    /* *[value] */
-    N_STARS,   /* **[value] */
-    N_NOT,
+    N_KEYWORD, /* val=[value] in arguments, val[=value] in the parameters of a macro */
+    N_NOT,     /* [operand], as the next two */
     N_NEG,
     N_POS,
-    N_BINARY,  /* [left, right], op */
-    N_AND,
-    N_OR,
-    N_CONCAT,  /* ~ of all kids */
-    N_COMPARE, /* [first, N_OPERAND...] */
-    N_OPERAND, /* op [right] */
-    N_COND,    /* [test, then, else or NULL] */
-    N_CAPTURED, /* what a filter of a {% set %} or {% filter %} block is applied to */
-    /* statements; bodies are N_BODY, targets N_NAME, N_MEMBER or N_TUPLE */
+    N_BINARY,   /* [left, right], op */
+    N_COND,     /* [test, then, else or NULL] */
+    N_CAPTURED, /* what the filter of a {% set %} or {% filter %} block is applied to */
+
     N_BODY,
     N_DATA,
-    N_PRINT,  /* [expression] */
-    N_IF,     /* [test, body, test, body, ..., body of else] */
-    N_FOR,    /* [target, iterable, if or NULL, body, else or NULL] */
-    N_SET,    /* [target, value] */
-    N_SETBLOCK, /* [target, filters or NULL, body] */
-    N_MEMBER, /* name.attr as a target */
-    N_MACRO,  /* name [N_PARAM..., body] */
-    N_PARAM,  /* name [default] */
-    N_CALLBLOCK, /* [N_CALL, N_MACRO] */
-    N_FILTERBLOCK, /* [filters, body] */
-    N_WITH,   /* [target, value, target, value, ..., body] */
+    N_PRINT,       /* [expression] */
+    N_IF,          /* [test, body, test, body, ..., body of else] */
+    N_FOR,         /* [target, iterable, if or NULL, body, else or NULL] */
+    N_SET,         /* [target, value] */
+    N_MEMBER,      /* [N_NAME, N_CONST], the target ns.member */
+    N_SETBLOCK,    /* [body, filters or NULL, target] */
+    N_FILTERBLOCK, /* [body, filters] */
+    N_MACRO,       /* val is the name [N_KEYWORD..., body] */
+    N_CALLBLOCK,   /* [N_CALL, N_MACRO] */
+    N_WITH,        /* [target, value, target, value, ..., body] */
     N_BREAK,
     N_CONTINUE
 };
 
-enum { USES_CALLER = 1, USES_VARARGS = 2, USES_KWARGS = 4 };
-
 struct node {
-    uint8_t kind, op, uses; /* op: N_BINARY, N_OPERAND; uses: USES_* in the body of N_MACRO */
+    uint8_t kind, op;
     int line, height;
-    const struct name *name, *attr;
     const struct builtin *fn;
-    struct tv val;
+    struct tv val; /* of a constant, or a name */
     struct node **kid;
     size_t n, cap;
 };
@@ -3351,13 +2989,11 @@ struct node {
 struct template {
     struct pool_block *pool;
     struct node *body;
-    struct name **slot; /* names: open addressing by hash, `slots` a power of two */
-    size_t slots, names;
-    const struct name *loop, *caller, *varargs, *kwargs;
 };
 
-enum token_kind { T_EOF, T_DATA, T_VAR, T_VAR_END, T_BLOCK, T_BLOCK_END, T_NAME, T_STRING, T_INT, T_FLOAT, T_OP };
+enum token_kind { T_EOF, T_DATA, T_VAR, T_VAR_END, T_BLOCK, T_BLOCK_END, T_WORD, T_STRING, T_INT, T_FLOAT };
 
+/* T_WORD: a name, keyword or operator. */
 struct token {
     int kind, line;
     const char *s;
@@ -3378,134 +3014,120 @@ static bool lex_is(const struct lexer *l, size_t at, const char *s) {
     return at <= l->n && l->n - at >= k && !memcmp(l->s + at, s, k);
 }
 
-static void lex_token(struct lexer *l, int kind, size_t from, size_t to) {
+static bool lex_any(const struct lexer *l, size_t at, const char *set) {
+    return at < l->n && l->s[at] && strchr(set, l->s[at]);
+}
+
+/* Moves on by n bytes, counting lines. */
+static void lex_skip(struct lexer *l, size_t n) {
+    for (; n; n--, l->at++) l->j->line += l->line_start = l->s[l->at] == '\n';
+}
+
+/* A token of n bytes here, of which those within `edge` bytes of its ends (quotes) do not count. */
+static void lex_token(struct lexer *l, int kind, size_t n, size_t edge) {
     l->token = job_grow(l->j, l->token, l->tokens, &l->cap, sizeof *l->token);
-    l->token[l->tokens++] = (struct token){kind, l->j->line, l->s + from, to - from};
+    l->token[l->tokens++] = (struct token){kind, l->j->line, l->s + l->at + edge, n - 2 * edge};
+    lex_skip(l, n);
 }
 
-/* Moves on to `to`, counting lines. */
-static void lex_skip(struct lexer *l, size_t to) {
-    if (to > l->at) l->line_start = l->s[to - 1] == '\n';
-    for (; l->at < to; l->at++) l->j->line += l->s[l->at] == '\n';
+static bool lex_name(const struct lexer *l, size_t at) {
+    if (at >= l->n || !(l->s[at] & 0x80)) return at < l->n && (isalnum((uint8_t)l->s[at]) || l->s[at] == '_');
+    return !space_start(l->s + at, l->n - at);
 }
 
-/* Template text up to `to`, where a tag with this sign begins. Of the tags only {{ keeps the blanks before it. */
+static size_t lex_space(const struct lexer *l, size_t at) { return at + space_start(l->s + at, l->n - at); }
+
+/* Template text up to `to`, where a tag begins, with this sign. Of the tags only {{ keeps the blanks before it. */
 static void lex_data(struct lexer *l, size_t to, char sign, bool var) {
-    size_t end = to, from = l->at;
-    if (sign == '-')
-        end = from + space_end(l->s + from, to - from);
+    size_t n = to - l->at;
+    const char *s = l->s + l->at;
+    if (sign == '-') n = space_end(s, n);
     else if (sign != '+' && !var) {
-        const char *nl = memrchr(l->s + from, '\n', to - from);
-        size_t line = nl ? (size_t)(nl - l->s) + 1 : from;
-        if ((nl || l->line_start) && space_start(l->s + line, to - line) == to - line) end = line;
+        const char *nl = memrchr(s, '\n', n);
+        size_t line = nl ? (size_t)(nl - s) + 1 : 0;
+        if ((nl || l->line_start) && space_start(s + line, n - line) == n - line) n = line;
     }
-    if (end > from) lex_token(l, T_DATA, from, end);
-    lex_skip(l, to);
+    if (n) lex_token(l, T_DATA, n, 0);
+    lex_skip(l, to - l->at);
 }
 
-/* The end of a tag at `at`, with the white space that it eats: its length, or 0 if there is none here. A plain or + end
- * of a block or comment is `trim`, but a + keeps the line end. */
+/* The end of a tag at `at` with the white space that it eats: where that ends, or 0 if there is none here. The end of a
+ * block or comment is `trim`: it eats a line end unless it has a +. */
 static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool trim) {
     bool plus = trim && lex_is(l, at, "+"), minus = lex_is(l, at, "-");
-    size_t k = at + (plus || minus ? 1 : 0);
-    if (!lex_is(l, k, end)) return 0;
-    k += 2;
-    if (minus) k += space_start(l->s + k, l->n - k);
-    else if (trim && !plus && lex_is(l, k, "\n")) k++;
-    return k - at;
+    at += plus || minus ? 1 : 0;
+    if (!lex_is(l, at, end)) return 0;
+    return minus ? lex_space(l, at + 2) : at + (trim && !plus && lex_is(l, at + 2, "\n") ? 3 : 2);
 }
 
-static char lex_sign(const struct lexer *l, size_t at) { return at < l->n && (l->s[at] == '-' || l->s[at] == '+') ? l->s[at] : 0; }
+static char lex_sign(const struct lexer *l, size_t at) { return lex_any(l, at, "-+") ? l->s[at] : 0; }
 
-/* {% raw %} or, with word "endraw", its end at `at`: length, or 0. */
+/* {% raw %} or {% endraw %} at `at`: where it ends, or 0. */
 static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
-    size_t k = at + 2 + (lex_sign(l, at + 2) ? 1 : 0);
     bool end = word[0] == 'e';
-    if (k > l->n) return 0;
-    k += space_start(l->s + k, l->n - k);
-    if (!lex_is(l, k, word)) return 0;
-    k += strlen(word);
-    k += space_start(l->s + k, l->n - k);
-    if (!end && lex_is(l, k, "%}")) return k + 2 - at;
-    size_t n = !end && lex_is(l, k, "+") ? 0 : lex_end(l, k, "%}", end);
-    return n ? k + n - at : 0;
-}
-
-static size_t lex_digits(const struct lexer *l, size_t at, const char *digits) {
-    size_t k = at;
-    while (k < l->n && l->s[k] && (strchr(digits, l->s[k]) || (l->s[k] == '_' && k > at && k + 1 < l->n && l->s[k + 1] && strchr(digits, l->s[k + 1])))) k++;
-    return k;
+    if (!lex_is(l, at, "{%")) return 0;
+    at = lex_space(l, at + (lex_sign(l, at + 2) ? 3 : 2));
+    if (!lex_is(l, at, word)) return 0;
+    return lex_end(l, lex_space(l, at + strlen(word)), "%}", end);
 }
 
 static void lex_number(struct lexer *l) {
-    static const char decimal[] = "0123456789";
-    size_t at = l->at, k = lex_digits(l, at, decimal), e;
-    bool real = false;
-    char radix = at + 1 < l->n ? (char)tolower((uint8_t)l->s[at + 1]) : 0;
-    bool element = at && l->s[at - 1] == '.'; /* in a.0.1, 0.1 is no number */
-    if (!element && lex_is(l, k, ".") && lex_digits(l, k + 1, decimal) > k + 1) real = true, k = lex_digits(l, k + 1, decimal);
-    if (!element && k < l->n && (l->s[k] == 'e' || l->s[k] == 'E')) {
-        e = k + 1 + (lex_sign(l, k + 1) ? 1 : 0);
-        if (lex_digits(l, e, decimal) > e) real = true, k = lex_digits(l, e, decimal);
-    }
-    if (!real && l->s[at] == '0' && radix && strchr("box", radix)) {
-        e = lex_digits(l, at + 2, radix == 'b' ? "01" : radix == 'o' ? "01234567" : "0123456789abcdefABCDEF");
-        if (e > at + 2) k = e;
-    }
-    lex_token(l, real ? T_FLOAT : T_INT, at, k);
-    lex_skip(l, k);
+    static const char digits[] = "0123456789";
+    size_t k = l->at, e;
+    bool element = k && l->s[k - 1] == '.', real = false; /* in a.0.1, 0.1 is no number */
+    while (lex_any(l, k, digits)) k++;
+    if (!element && lex_is(l, k, ".") && lex_any(l, k + 1, digits))
+        for (real = true, k++; lex_any(l, k, digits);) k++;
+    e = k + (lex_sign(l, k + 1) ? 2 : 1);
+    if (!element && lex_any(l, k, "eE") && lex_any(l, e, digits))
+        for (real = true, k = e; lex_any(l, k, digits);) k++;
+    lex_token(l, real ? T_FLOAT : T_INT, k - l->at, 0);
 }
 
-static bool name_start(char c) { return isalpha((uint8_t)c) || c == '_' || (c & 0x80); }
+static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
+    char c = l->s[l->at];
+    if (strchr("([{", c)) {
+        if (*depth == TEMPLATE_NESTING)
+            job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
+        open[(*depth)++] = c == '(' ? ')' : c == '[' ? ']' : '}';
+    } else if (strchr(")]}", c) && (!*depth || open[--*depth] != c)) job_fail(l->j, "unexpected '%c'", c);
+}
 
 /* The inside of a tag up to its end. Inside brackets }} and %} are not the end. */
 static void lex_tag(struct lexer *l, bool var) {
+    static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
     char open[TEMPLATE_NESTING];
-    size_t depth = 0, k;
-    for (;;) {
-        lex_skip(l, l->at + space_start(l->s + l->at, l->n - l->at));
-        size_t at = l->at;
-        if (at == l->n) job_fail(l->j, "unexpected end of template inside a tag");
-        char c = l->s[at];
-        if (!depth && (k = lex_end(l, at, var ? "}}" : "%}", !var))) {
-            lex_token(l, var ? T_VAR_END : T_BLOCK_END, at, at + k);
-            lex_skip(l, at + k);
-            return;
-        }
-        if (isdigit((uint8_t)c)) {
-            lex_number(l);
-        } else if (name_start(c)) {
-            for (k = at; k < l->n && (name_start(l->s[k]) || isdigit((uint8_t)l->s[k]));) k++;
-            lex_token(l, T_NAME, at, k);
-            lex_skip(l, k);
+    size_t depth = 0, k, end = 0;
+    while (!end) {
+        lex_skip(l, lex_space(l, l->at) - l->at);
+        size_t at = l->at, n = 1;
+        char c = at < l->n ? l->s[at] : 0;
+        end = depth ? 0 : lex_end(l, at, var ? "}}" : "%}", !var);
+        if (end) lex_token(l, var ? T_VAR_END : T_BLOCK_END, end - at, 0);
+        else if (isdigit((uint8_t)c)) lex_number(l);
+        else if (lex_name(l, at)) {
+            for (k = at; lex_name(l, k);) k++;
+            lex_token(l, T_WORD, k - at, 0);
         } else if (c == '\'' || c == '"') {
             for (k = at + 1; k < l->n && l->s[k] != c; k++) k += l->s[k] == '\\';
             if (k >= l->n) job_fail(l->j, "a string without its closing %c", c);
-            lex_token(l, T_STRING, at + 1, k);
-            lex_skip(l, k + 1);
+            lex_token(l, T_STRING, k + 1 - at, 1);
         } else {
-            static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
-            k = 1;
-            for (size_t i = 0; i < 6; i++)
-                if (lex_is(l, at, two[i])) k = 2;
-            if (k == 1 && (!c || !strchr("+-/*%~[](){}<>=.:|,;", c))) job_fail(l->j, "unexpected character '%c'", isprint((uint8_t)c) ? c : '?');
-            if (strchr("([{", c) && depth == TEMPLATE_NESTING) job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
-            if (strchr("([{", c)) open[depth++] = c == '(' ? ')' : c == '[' ? ']' : '}';
-            else if (strchr(")]}", c) && (!depth || open[--depth] != c)) job_fail(l->j, "unexpected '%c'", c);
-            lex_token(l, T_OP, at, at + k);
-            lex_skip(l, at + k);
+            if (at == l->n) job_fail(l->j, "the template ends inside a tag");
+            for (size_t i = 0; i < sizeof two / sizeof two[0]; i++) n += lex_is(l, at, two[i]);
+            if (n == 1 && !lex_any(l, at, "+-/*%~[](){}<>=.:|,"))
+                job_fail(l->j, "unexpected character 0x%02x", (uint8_t)c);
+            lex_bracket(l, open, &depth);
+            lex_token(l, T_WORD, n, 0);
         }
     }
 }
 
 static void lex_comment(struct lexer *l) {
     for (size_t at = l->at; at < l->n; at++) {
-        const char *p = memchr(l->s + at, '#', l->n - at);
-        if (!p) break;
-        at = (size_t)(p - l->s);
-        if (!lex_is(l, at, "#}")) continue;
-        char sign = at > l->at ? lex_sign(l, at - 1) : 0;
-        lex_skip(l, at - (sign ? 1 : 0) + lex_end(l, at - (sign ? 1 : 0), "#}", true));
+        size_t end = lex_end(l, at, "#}", true);
+        if (!end) continue;
+        lex_skip(l, end - l->at);
         return;
     }
     job_fail(l->j, "missing end of comment");
@@ -3513,78 +3135,38 @@ static void lex_comment(struct lexer *l) {
 
 static void lex_template(struct lexer *l) {
     while (l->at < l->n) {
-        size_t at = l->at, k;
-        for (; at < l->n; at++) {
-            const char *p = memchr(l->s + at, '{', l->n - at);
-            at = p ? (size_t)(p - l->s) : l->n;
-            if (lex_is(l, at, "{%") || lex_is(l, at, "{{") || lex_is(l, at, "{#")) break;
-        }
-        if (at >= l->n) {
-            lex_token(l, T_DATA, l->at, l->n);
-            lex_skip(l, l->n);
+        size_t at = l->at, end, raw;
+        while (at < l->n && !(l->s[at] == '{' && lex_any(l, at + 1, "%{#"))) at++;
+        if (at == l->n) {
+            lex_token(l, T_DATA, at - l->at, 0);
             return;
         }
         char tag = l->s[at + 1], sign = lex_sign(l, at + 2);
         lex_data(l, at, sign, tag == '{');
-        if (tag == '%' && (k = lex_raw(l, at, "raw"))) {
-            size_t end = at + k;
-            lex_skip(l, end);
-            while (end < l->n && !(lex_is(l, end, "{%") && (k = lex_raw(l, end, "endraw")))) end++;
-            if (end >= l->n) job_fail(l->j, "missing end of raw block");
-            lex_data(l, end, lex_sign(l, end + 2), false);
-            lex_skip(l, end + k);
+        if ((raw = end = lex_raw(l, at, "raw"))) {
+            lex_skip(l, raw - at);
+            while (raw < l->n && !(end = lex_raw(l, raw, "endraw"))) raw++;
+            if (raw == l->n) job_fail(l->j, "missing end of raw block");
+            lex_data(l, raw, lex_sign(l, raw + 2), false);
+            lex_skip(l, end - raw);
             continue;
         }
-        if (tag != '#') lex_token(l, tag == '{' ? T_VAR : T_BLOCK, at, at + 2);
-        lex_skip(l, at + 2 + (sign ? 1 : 0));
+        if (tag != '#') lex_token(l, tag == '{' ? T_VAR : T_BLOCK, 2, 0);
+        lex_skip(l, (tag == '#' ? 2 : 0) + (sign ? 1 : 0));
         if (tag == '#') lex_comment(l);
         else lex_tag(l, tag == '{');
     }
 }
 
-/* ---- the parser ---- */
+/* ---- expressions ---- */
 
 struct parser {
     struct job *j;
-    struct template *t;
     const struct token *at;
-    int depth, loops; /* nesting; loops around that break would leave */
-    int uses;         /* USES_* met in the macro being parsed */
-    /* Filters and tests that do not exist. Inside a condition that is an error only when they are reached. */
-    struct node **unknown;
-    size_t unknowns, cap;
+    int loops; /* around this place that break would leave */
+    struct list
+        unknown; /* filters and tests that do not exist: name, line. In a condition they fail when reached */
 };
-
-static const struct name *name_intern(struct parser *p, const char *s, size_t n) {
-    struct template *t = p->t;
-    uint32_t h = tv_hash(p->j, tv_text(p->j, s, n, ORIGIN_TEMPLATE));
-    if (2 * t->names >= t->slots) {
-        struct name **old = t->slot;
-        size_t slots = t->slots ? 2 * t->slots : 256;
-        t->slot = job_alloc(p->j, slots * sizeof *t->slot);
-        for (size_t i = 0; i < t->slots; i++) {
-            if (!old[i]) continue;
-            size_t k = tv_hash(p->j, tv_text(p->j, old[i]->s, old[i]->n, ORIGIN_TEMPLATE)) & (slots - 1);
-            while (t->slot[k]) k = (k + 1) & (slots - 1);
-            t->slot[k] = old[i];
-        }
-        t->slots = slots;
-    }
-    size_t i = h & (t->slots - 1);
-    for (; t->slot[i]; i = (i + 1) & (t->slots - 1))
-        if (t->slot[i]->n == n && !memcmp(t->slot[i]->s, s, n)) return t->slot[i];
-    struct name *name = job_alloc(p->j, sizeof *name);
-    *name = (struct name){s, n, (uint32_t)t->names++};
-    return t->slot[i] = name;
-}
-
-/* The name if the source uses it. */
-static const struct name *name_find(struct job *j, const struct template *t, const char *s, size_t n) {
-    size_t i = tv_hash(j, tv_text(j, s, n, ORIGIN_TEMPLATE)) & (t->slots - 1);
-    for (; t->slot[i]; i = (i + 1) & (t->slots - 1))
-        if (t->slot[i]->n == n && !memcmp(t->slot[i]->s, s, n)) return t->slot[i];
-    return NULL;
-}
 
 static struct node *node_new(struct parser *p, int kind) {
     struct node *n = job_alloc(p->j, sizeof *n);
@@ -3596,82 +3178,86 @@ static struct node *node_add(struct parser *p, struct node *n, struct node *kid)
     n->kid = job_grow(p->j, n->kid, n->n, &n->cap, sizeof *n->kid);
     n->kid[n->n++] = kid;
     if (kid && kid->height >= n->height) n->height = kid->height + 1;
-    if (n->height > TEMPLATE_NESTING) job_fail(p->j, "more than %d operators or blocks inside each other", TEMPLATE_NESTING);
+    if (n->height > TEMPLATE_NESTING)
+        job_fail(p->j, "more than %d operators or blocks inside each other", TEMPLATE_NESTING);
     return n;
 }
 
-static bool at_word(const struct parser *p, int kind, const char *s) {
-    return p->at->kind == kind && p->at->n == strlen(s) && !memcmp(p->at->s, s, p->at->n);
+static void parse_nest(struct parser *p) {
+    if (++p->j->depth > TEMPLATE_NESTING)
+        job_fail(p->j, "more than %d operators or blocks inside each other", TEMPLATE_NESTING);
 }
 
-static void advance(struct parser *p) {
+static bool tok_equal(const struct token *t, const char *s) {
+    return t->kind == T_WORD && t->n == strlen(s) && !memcmp(t->s, s, t->n);
+}
+
+static bool tok_is(const struct parser *p, const char *s) { return tok_equal(p->at, s); }
+
+static void tok_next(struct parser *p) {
     if (p->at->kind != T_EOF) p->at++;
     p->j->line = p->at->line;
 }
 
-static bool skip_word(struct parser *p, int kind, const char *s) {
-    bool is = at_word(p, kind, s);
-    if (is) advance(p);
+static bool tok_skip(struct parser *p, const char *s) {
+    bool is = tok_is(p, s);
+    if (is) tok_next(p);
     return is;
 }
 
-__attribute__((noreturn)) static void unexpected(struct parser *p, const char *expected) {
+__attribute__((noreturn)) static void tok_unexpected(struct parser *p, const char *expected) {
+    if (p->at->kind == T_EOF) job_fail(p->j, "expected %s, found the end of the template", expected);
+    job_fail(p->j, "expected %s, found '%.*s'", expected, SHOW(*p->at));
+}
+
+static void tok_expect(struct parser *p, const char *s) {
+    if (!tok_skip(p, s)) tok_unexpected(p, s);
+}
+
+static void tok_end(struct parser *p, int kind) {
+    if (p->at->kind != kind) tok_unexpected(p, "the end of the tag");
+    tok_next(p);
+}
+
+static bool tok_is_name(const struct parser *p) {
+    return p->at->kind == T_WORD && (isalpha((uint8_t)*p->at->s) || *p->at->s == '_' || *p->at->s & 0x80);
+}
+
+static struct tv tok_name(struct parser *p) {
     const struct token *t = p->at;
-    if (t->kind == T_EOF) job_fail(p->j, "expected %s, found the end of the template", expected);
-    job_fail(p->j, "expected %s, found '%.*s'", expected, t->n > 60 ? 60 : (int)t->n, t->s);
+    if (!tok_is_name(p)) tok_unexpected(p, "a name");
+    tok_next(p);
+    return tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
 }
 
-static void expect_op(struct parser *p, const char *s) {
-    if (!skip_word(p, T_OP, s)) unexpected(p, s);
-}
-
-static void expect_kind(struct parser *p, int kind, const char *what) {
-    if (p->at->kind != kind) unexpected(p, what);
-    advance(p);
-}
-
-static const struct name *expect_name(struct parser *p) {
-    const struct token *t = p->at;
-    expect_kind(p, T_NAME, "a name");
-    return name_intern(p, t->s, t->n);
-}
-
-static void parse_enter(struct parser *p) {
-    if (++p->depth > TEMPLATE_NESTING) job_fail(p->j, "more than %d brackets or blocks inside each other", TEMPLATE_NESTING);
-}
-
-/* The escape sequences of a Python string literal behind the backslash at s[i]; returns where they end. */
+/* The escape sequence of a Python string literal behind the backslash before s[i]; returns where it ends. */
 static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_t n, size_t i) {
     static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
-    char c = s[i];
+    char c = s[i], digits[9] = "";
     const char *known = c ? strchr(from, c) : NULL;
-    size_t digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, k = i + 1;
-    uint32_t cp = 0;
-    if (c == '\n') return k;
+    bool octal = c >= '0' && c <= '7';
+    size_t want = octal ? 3 : c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, k = 0, start = i + !octal;
+    if (known) buf_fill(p->j, b, to + (known - from), 1, ORIGIN_TEMPLATE);
     if (c == 'N') job_fail(p->j, "the escape \\N is not supported");
-    if (known) {
-        buf_fill(p->j, b, to + (known - from), 1, ORIGIN_TEMPLATE);
-        return k;
-    }
-    if (c >= '0' && c <= '7') {
-        for (k = i; k < n && k < i + 3 && s[k] >= '0' && s[k] <= '7'; k++) cp = cp * 8 + (uint32_t)(s[k] - '0');
-    } else if (digits) {
-        for (; k < n && k <= i + digits && isxdigit((uint8_t)s[k]); k++)
-            cp = cp * 16 + (uint32_t)(isdigit((uint8_t)s[k]) ? s[k] - '0' : tolower((uint8_t)s[k]) - 'a' + 10);
-        if (k <= i + digits) job_fail(p->j, "truncated \\%c escape", c);
-        if (cp > 0x10ffff || (cp >= 0xd800 && cp < 0xe000)) job_fail(p->j, "\\%c escape of no character", c);
-    } else {
+    if (known || c == '\n') return i + 1;
+    if (!want) { /* not an escape */
         buf_fill(p->j, b, s + i - 1, 2, ORIGIN_TEMPLATE);
-        return k;
+        return i + 1;
     }
+    while (k < want && start + k < n &&
+           (octal ? s[start + k] >= '0' && s[start + k] <= '7' : isxdigit((uint8_t)s[start + k])))
+        digits[k] = s[start + k], k++;
+    unsigned long cp = strtoul(digits, NULL, octal ? 8 : 16);
+    if ((!octal && k < want) || cp > 0x10ffff || (cp >= 0xd800 && cp < 0xe000))
+        job_fail(p->j, "malformed \\%c escape", c);
     buf_cp(p->j, b, (int32_t)cp, ORIGIN_TEMPLATE);
-    return k;
+    return start + k;
 }
 
-static struct node *parse_string(struct parser *p) {
-    struct node *n = node_new(p, N_CONST);
+/* One or more literals in a row. */
+static struct tv parse_string(struct parser *p) {
     struct buf b = {0};
-    for (; p->at->kind == T_STRING; advance(p)) {
+    for (; p->at->kind == T_STRING; tok_next(p)) {
         const struct token *t = p->at;
         for (size_t i = 0; i < t->n;) {
             const char *esc = memchr(t->s + i, '\\', t->n - i);
@@ -3680,296 +3266,256 @@ static struct node *parse_string(struct parser *p) {
             i = esc ? parse_escape(p, &b, t->s, t->n, k + 1) : k;
         }
     }
-    n->val = buf_str(&b);
-    return n;
+    return buf_str(&b);
 }
 
-static struct node *parse_number(struct parser *p) {
-    struct node *n = node_new(p, N_CONST);
-    char tmp[128];
-    size_t k = 0;
-    for (size_t i = 0; i < p->at->n && k < sizeof tmp - 1; i++)
-        if (p->at->s[i] != '_') tmp[k++] = p->at->s[i];
-    tmp[k] = 0;
-    bool prefix = k > 1 && isalpha((uint8_t)tmp[1]);
+static struct tv parse_number(struct parser *p) {
+    bool real = p->at->kind == T_FLOAT;
+    char tmp[64];
+    snprintf(tmp, sizeof tmp, "%.*s", SHOW(*p->at));
     errno = 0;
-    n->val = p->at->kind == T_FLOAT ? tv_float(strtod(tmp, NULL))
-                                    : tv_int(strtoll(prefix ? tmp + 2 : tmp, NULL, !prefix ? 10 : tolower(tmp[1]) == 'x' ? 16 : tolower(tmp[1]) == 'o' ? 8 : 2));
-    if (errno == ERANGE && p->at->kind == T_INT) job_fail(p->j, "integer '%s' needs more than 64 bits", tmp);
-    advance(p);
-    return n;
+    struct tv v = real ? tv_float(strtod(tmp, NULL)) : tv_int(strtoll(tmp, NULL, 10));
+    if (p->at->n >= sizeof tmp || (errno && !real)) job_fail(p->j, "the number '%s' is too large", tmp);
+    tok_next(p);
+    return v;
 }
 
 static struct node *parse_expr(struct parser *p);
 static struct node *parse_binary(struct parser *p, int level);
-
-enum { TUPLE_COND = 1, TUPLE_EMPTY = 2, TUPLE_TARGET = 4, TUPLE_MEMBER = 8 };
-
 static struct node *parse_primary(struct parser *p, int flags);
+
+enum { WITH_COND = 1, MAY_BE_EMPTY = 2, IS_TARGET = 4, MAY_BE_MEMBER = 8 };
 
 /* One expression, or a tuple of several separated by commas. */
 static struct node *parse_tuple(struct parser *p, int flags) {
     struct node *tuple = node_new(p, N_TUPLE), *first = NULL;
-    bool comma = false;
-    for (;;) {
+    for (bool comma = false;; comma = true) {
         int k = p->at->kind;
-        if (k == T_VAR_END || k == T_BLOCK_END || at_word(p, T_OP, ")") || (flags & TUPLE_TARGET && at_word(p, T_NAME, "in"))) break;
-        first = flags & TUPLE_TARGET ? parse_primary(p, flags) : flags & TUPLE_COND ? parse_expr(p) : parse_binary(p, LEVEL_OR);
-        node_add(p, tuple, first);
-        if (!skip_word(p, T_OP, ",")) break;
-        comma = true;
+        bool end =
+            k == T_VAR_END || k == T_BLOCK_END || tok_is(p, ")") || (flags & IS_TARGET && tok_is(p, "in"));
+        if (!end) {
+            first = flags & IS_TARGET   ? parse_primary(p, flags)
+                    : flags & WITH_COND ? parse_expr(p)
+                                        : parse_binary(p, LEVEL_OR);
+            node_add(p, tuple, first);
+        }
+        if (!end && tok_skip(p, ",")) continue;
+        if (comma || (!first && flags & MAY_BE_EMPTY)) return tuple;
+        if (!first) tok_unexpected(p, "an expression");
+        return first;
     }
-    if (comma || (!first && flags & TUPLE_EMPTY)) return tuple;
-    if (!first) unexpected(p, "an expression");
-    return first;
 }
 
-static struct node *parse_bracketed(struct parser *p) {
-    bool dict = at_word(p, T_OP, "{");
+/* [a, b] or {k: v} */
+static struct node *parse_display(struct parser *p) {
+    bool dict = tok_is(p, "{");
     struct node *n = node_new(p, dict ? N_DICT : N_LIST);
     const char *end = dict ? "}" : "]";
-    advance(p);
-    while (!at_word(p, T_OP, end)) {
-        if (n->n) expect_op(p, ",");
-        if (at_word(p, T_OP, end)) break;
-        node_add(p, n, parse_expr(p));
+    for (tok_next(p); !tok_is(p, end); node_add(p, n, parse_expr(p))) {
+        if (n->n) tok_expect(p, ",");
+        if (tok_is(p, end)) break;
         if (!dict) continue;
-        expect_op(p, ":");
         node_add(p, n, parse_expr(p));
+        tok_expect(p, ":");
     }
-    advance(p);
+    tok_next(p);
     return n;
 }
 
 static struct node *parse_name(struct parser *p, int flags) {
-    static const struct {
-        const char *word;
-        struct tv val;
-    } constants[] = {{"true", {.kind = TV_BOOL, .i = 1}}, {"True", {.kind = TV_BOOL, .i = 1}}, {"false", {.kind = TV_BOOL}},
-                     {"False", {.kind = TV_BOOL}},        {"none", {.kind = TV_NONE}},         {"None", {.kind = TV_NONE}}};
-    struct node *n = node_new(p, N_NAME);
-    for (size_t i = 0; i < 6; i++)
-        if (at_word(p, T_NAME, constants[i].word)) n->kind = N_CONST, n->val = constants[i].val;
-    if (n->kind == N_CONST) {
-        advance(p);
-        return n;
-    }
-    n->name = expect_name(p);
-    if (flags & TUPLE_MEMBER && skip_word(p, T_OP, ".")) {
-        n->kind = N_MEMBER;
-        n->attr = expect_name(p);
-    } else if (!(flags & TUPLE_TARGET))
-        p->uses |= n->name == p->t->caller ? USES_CALLER : n->name == p->t->varargs ? USES_VARARGS : n->name == p->t->kwargs ? USES_KWARGS : 0;
-    return n;
+    struct node *n = node_new(p, N_CONST);
+    struct tv name = n->val = tok_name(p);
+    if (tv_is(name, "true") || tv_is(name, "True")) n->val = tv_bool(true);
+    else if (tv_is(name, "false") || tv_is(name, "False")) n->val = tv_bool(false);
+    else if (tv_is(name, "none") || tv_is(name, "None")) n->val = tv_none();
+    else n->kind = N_NAME;
+    if (tv_is(name, "varargs") || tv_is(name, "kwargs"))
+        job_fail(p->j, "'%.*s' is not supported", SHOW(name));
+    if (n->kind == N_CONST || !(flags & MAY_BE_MEMBER) || !tok_skip(p, ".")) return n;
+    struct node *member = node_add(p, node_new(p, N_MEMBER), n), *key = node_new(p, N_CONST);
+    key->val = tok_name(p);
+    return node_add(p, member, key);
 }
 
 static struct node *parse_primary(struct parser *p, int flags) {
     struct node *n;
-    if (p->at->kind == T_NAME) return parse_name(p, flags);
-    if (p->at->kind == T_STRING) return parse_string(p);
-    if (p->at->kind == T_INT || p->at->kind == T_FLOAT) return parse_number(p);
-    parse_enter(p);
-    if (skip_word(p, T_OP, "(")) {
-        n = parse_tuple(p, TUPLE_EMPTY | (flags & TUPLE_TARGET ? flags : TUPLE_COND));
-        expect_op(p, ")");
-    } else if (at_word(p, T_OP, "[") || at_word(p, T_OP, "{"))
-        n = parse_bracketed(p);
-    else
-        unexpected(p, "an expression");
-    p->depth--;
+    int k = p->at->kind;
+    if (tok_is_name(p)) return parse_name(p, flags);
+    if (k == T_STRING || k == T_INT || k == T_FLOAT) {
+        n = node_new(p, N_CONST);
+        n->val = k == T_STRING ? parse_string(p) : parse_number(p);
+        return n;
+    }
+    parse_nest(p);
+    if (tok_skip(p, "(")) {
+        n = parse_tuple(p, MAY_BE_EMPTY | (flags & IS_TARGET ? flags : WITH_COND));
+        tok_expect(p, ")");
+    } else if (tok_is(p, "[") || tok_is(p, "{")) n = parse_display(p);
+    else tok_unexpected(p, "an expression");
+    p->j->depth--;
     return n;
 }
 
-/* (a, b, *c, k=v, **d) added to the kids of n. */
-static void parse_args(struct parser *p, struct node *n) {
-    bool first = true;
-    int rank = 0; /* positional, *, keyword, ** must come in this order, but for keywords behind * */
-    expect_op(p, "(");
-    for (; !at_word(p, T_OP, ")"); first = false) {
-        struct node *arg = NULL;
-        if (!first) expect_op(p, ",");
-        if (at_word(p, T_OP, ")")) break;
-        int kind = at_word(p, T_OP, "*") ? N_STAR : at_word(p, T_OP, "**") ? N_STARS : 0, r = kind == N_STAR ? 1 : kind ? 3 : 0;
-        if (!kind && p->at->kind == T_NAME && p->at[1].kind == T_OP && p->at[1].n == 1 && p->at[1].s[0] == '=') kind = N_KEYWORD, r = 2;
-        if (kind) arg = node_new(p, kind);
-        if (kind == N_KEYWORD) arg->name = expect_name(p);
-        if (kind) advance(p);
-        if (r < rank || (r == rank && (r == 1 || r == 3))) unexpected(p, "arguments in another order");
-        rank = r;
-        node_add(p, n, arg ? node_add(p, arg, parse_expr(p)) : parse_expr(p));
+/* (a, b, k=v), or the parameters of a macro: (a, b=v), added to the kids of n. */
+static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
+    bool keywords = false;
+    size_t first = n->n;
+    parse_nest(p);
+    for (tok_expect(p, "("); !tok_is(p, ")");) {
+        if (n->n > first) tok_expect(p, ",");
+        if (tok_is(p, ")")) break;
+        bool keyword = tok_is_name(p) && tok_equal(p->at + 1, "=");
+        struct node *arg = keyword || macro ? node_new(p, N_KEYWORD) : parse_expr(p);
+        if (keywords && !keyword) job_fail(p->j, "an argument without a name behind one with a name");
+        if (arg->kind == N_KEYWORD && !arg->val.kind && (keyword || macro)) arg->val = tok_name(p);
+        if (keyword) {
+            tok_next(p);
+            node_add(p, arg, parse_expr(p));
+        }
+        keywords = keyword;
+        node_add(p, n, arg);
     }
-    advance(p);
+    tok_next(p);
+    p->j->depth--;
+    return n;
 }
 
+/* .name, .0, [key] or [start:stop:step] behind an object */
 static struct node *parse_subscript(struct parser *p, struct node *o) {
-    struct node *n = node_new(p, N_ITEM), *key = NULL, *part[3] = {0};
-    if (skip_word(p, T_OP, ".")) {
-        if (p->at->kind == T_INT) return node_add(p, node_add(p, n, o), parse_number(p));
+    struct node *n = node_add(p, node_new(p, N_ITEM), o), *part[3] = {0};
+    if (tok_skip(p, ".")) {
+        if (p->at->kind == T_INT) return node_add(p, n, parse_primary(p, 0));
         n->kind = N_ATTR;
-        n->name = expect_name(p);
-        return node_add(p, n, o);
+        n->val = tok_name(p);
+        return n;
     }
-    parse_enter(p);
-    advance(p);
-    node_add(p, n, o);
-    int colons = 0;
-    for (; colons < 3 && !at_word(p, T_OP, "]"); colons++) {
-        if (!at_word(p, T_OP, ":")) part[colons] = parse_expr(p);
-        if (!skip_word(p, T_OP, ":")) break;
+    parse_nest(p);
+    tok_next(p);
+    for (int i = 0; i < 3 && !tok_is(p, "]"); i++) {
+        if (!tok_is(p, ":")) part[i] = parse_expr(p);
+        if (!tok_skip(p, ":")) break;
         n->kind = N_SLICE;
     }
-    for (int i = 0; n->kind == N_SLICE && i < 3; i++) node_add(p, n, part[i]);
-    if (n->kind == N_ITEM) {
-        key = part[0];
-        if (at_word(p, T_OP, ",")) { /* o[a, b] */
-            struct node *tuple = node_add(p, node_new(p, N_TUPLE), key);
-            while (skip_word(p, T_OP, ",")) node_add(p, tuple, parse_expr(p));
-            key = tuple;
-        }
-        if (!key) unexpected(p, "a subscript");
-        node_add(p, n, key);
-    }
-    expect_op(p, "]");
-    p->depth--;
-    return n;
-}
-
-static struct node *parse_call(struct parser *p, struct node *callee_node) {
-    struct node *n = node_add(p, node_new(p, N_CALL), callee_node);
-    parse_enter(p);
-    parse_args(p, n);
-    p->depth--;
+    if (n->kind == N_ITEM && !part[0]) tok_unexpected(p, "a subscript");
+    for (int i = 0; i < (n->kind == N_SLICE ? 3 : 1); i++) node_add(p, n, part[i]);
+    tok_expect(p, "]");
+    p->j->depth--;
     return n;
 }
 
 static struct node *parse_postfix(struct parser *p, struct node *n) {
     for (;;) {
-        if (at_word(p, T_OP, ".") || at_word(p, T_OP, "[")) n = parse_subscript(p, n);
-        else if (at_word(p, T_OP, "(")) n = parse_call(p, n);
+        if (tok_is(p, ".") || tok_is(p, "[")) n = parse_subscript(p, n);
+        else if (tok_is(p, "(")) n = parse_args(p, node_add(p, node_new(p, N_CALL), n), false);
         else return n;
     }
 }
 
-/* Resolves the name of a filter or test. */
-static void parse_callee(struct parser *p, struct node *n, const struct builtin *table) {
-    n->name = expect_name(p);
-    n->fn = builtin_find(table, n->name->s, n->name->n);
-    if (n->fn) return;
-    p->unknown = job_grow(p->j, p->unknown, p->unknowns, &p->cap, sizeof *p->unknown);
-    p->unknown[p->unknowns++] = n;
+/* The filter or test whose name comes next, applied to value. */
+static struct node *parse_callee(struct parser *p, int kind, struct node *value) {
+    struct node *n = node_add(p, node_new(p, kind), value);
+    n->val = tok_name(p);
+    n->fn = builtin_find(kind == N_FILTER ? AS_FILTER : AS_TEST, n->val);
+    if (n->fn) return n;
+    list_push(p->j, &p->unknown, n->val);
+    list_push(p->j, &p->unknown, tv_int(n->line));
+    return n;
 }
 
-/* name(arguments), then | and more filters. */
+/* name(arguments), then | and more filters */
 static struct node *parse_filter(struct parser *p, struct node *value) {
     do {
-        struct node *n = node_add(p, node_new(p, N_FILTER), value);
-        parse_callee(p, n, filters);
-        if (at_word(p, T_OP, "(")) parse_args(p, n);
-        value = n;
-    } while (skip_word(p, T_OP, "|"));
+        value = parse_callee(p, N_FILTER, value);
+        if (tok_is(p, "(")) parse_args(p, value, false);
+    } while (tok_skip(p, "|"));
     return value;
 }
 
 static struct node *parse_test(struct parser *p, struct node *value) {
-    bool negate = skip_word(p, T_NAME, "not");
-    struct node *n = node_add(p, node_new(p, N_TEST), value);
-    parse_callee(p, n, tests);
+    bool negate = tok_skip(p, "not");
+    struct node *n = parse_callee(p, N_TEST, value);
     int k = p->at->kind;
-    bool word = at_word(p, T_NAME, "else") || at_word(p, T_NAME, "or") || at_word(p, T_NAME, "and");
-    if (at_word(p, T_OP, "("))
-        parse_args(p, n);
-    else if ((k == T_NAME && !word) || k == T_STRING || k == T_INT || k == T_FLOAT || at_word(p, T_OP, "[") || at_word(p, T_OP, "{")) {
-        if (at_word(p, T_NAME, "is")) job_fail(p->j, "You cannot chain multiple tests with is");
+    bool word = tok_is_name(p) && !tok_is(p, "else") && !tok_is(p, "or") && !tok_is(p, "and");
+    if (tok_is(p, "is")) job_fail(p->j, "You cannot chain multiple tests with is");
+    if (tok_is(p, "(")) parse_args(p, n, false);
+    else if (word || k == T_STRING || k == T_INT || k == T_FLOAT || tok_is(p, "[") || tok_is(p, "{"))
         node_add(p, n, parse_postfix(p, parse_primary(p, 0)));
-    }
     return negate ? node_add(p, node_new(p, N_NOT), n) : n;
 }
 
 /* A sign binds closer than the filters and tests behind its operand. */
 static struct node *parse_unary(struct parser *p, bool with_filters) {
     struct node *n;
-    parse_enter(p);
-    if (at_word(p, T_OP, "-") || at_word(p, T_OP, "+")) {
-        n = node_new(p, at_word(p, T_OP, "-") ? N_NEG : N_POS);
-        advance(p);
+    parse_nest(p);
+    if (tok_is(p, "-") || tok_is(p, "+")) {
+        n = node_new(p, tok_is(p, "-") ? N_NEG : N_POS);
+        tok_next(p);
         node_add(p, n, parse_unary(p, false));
-    } else
-        n = parse_primary(p, 0);
+    } else n = parse_primary(p, 0);
     n = parse_postfix(p, n);
     while (with_filters) {
-        if (skip_word(p, T_OP, "|")) n = parse_filter(p, n);
-        else if (skip_word(p, T_NAME, "is")) n = parse_test(p, n);
-        else if (at_word(p, T_OP, "(")) n = parse_call(p, n);
+        if (tok_skip(p, "|")) n = parse_filter(p, n);
+        else if (tok_skip(p, "is")) n = parse_test(p, n);
+        else if (tok_is(p, "(")) n = parse_args(p, node_add(p, node_new(p, N_CALL), n), false);
         else break;
     }
-    p->depth--;
+    p->j->depth--;
     return n;
 }
 
 /* The operator at this level, passed over; OP_NONE if there is none here. */
 static enum op parse_operator(struct parser *p, int level) {
     for (int op = OP_OR; op < OP_COUNT; op++) {
-        const char *s = operators[op].text;
-        if (operators[op].level != level || !at_word(p, isalpha((uint8_t)*s) ? T_NAME : T_OP, s)) continue;
-        if (op == OP_NOT_IN && !(p->at[1].kind == T_NAME && p->at[1].n == 2 && !memcmp(p->at[1].s, "in", 2))) continue;
-        advance(p);
-        if (op == OP_NOT_IN) advance(p);
+        if (op_table[op].level != level || !tok_is(p, op_table[op].text)) continue;
+        if (op == OP_NOT_IN && !tok_equal(p->at + 1, "in")) continue;
+        tok_next(p);
+        if (op == OP_NOT_IN) tok_next(p);
         return (enum op)op;
     }
     return OP_NONE;
 }
 
-/* Operators of this level and above, all of them left-associative, ** too. */
+/* Operators of this level and above. All are left-associative, ** too; a < b < c is a < b and b < c. */
 static struct node *parse_binary(struct parser *p, int level) {
+    struct node *left, *n, *middle = NULL;
     if (level == LEVEL_UNARY) return parse_unary(p, true);
-    if (level == LEVEL_NOT) {
-        if (!at_word(p, T_NAME, "not")) return parse_binary(p, level + 1);
-        struct node *not = node_new(p, N_NOT);
-        parse_enter(p);
-        advance(p);
-        node_add(p, not, parse_binary(p, level));
-        p->depth--;
-        return not;
+    if (level == LEVEL_NOT && tok_is(p, "not")) {
+        n = node_new(p, N_NOT);
+        parse_nest(p);
+        tok_next(p);
+        node_add(p, n, parse_binary(p, level));
+        p->j->depth--;
+        return n;
     }
-    struct node *left = parse_binary(p, level + 1), *n = NULL;
-    bool flat = level == LEVEL_COMPARE || level == LEVEL_CONCAT; /* one node for the whole chain */
+    left = parse_binary(p, level + 1);
     for (enum op op; (op = parse_operator(p, level)) != OP_NONE;) {
         struct node *right = parse_binary(p, level + 1);
-        if (!n || !flat) {
-            n = node_new(p, level == LEVEL_COMPARE ? N_COMPARE : op == OP_CONCAT ? N_CONCAT : op == OP_AND ? N_AND : op == OP_OR ? N_OR : N_BINARY);
-            n->op = (uint8_t)op;
-            node_add(p, n, left);
+        n = node_add(p, node_add(p, node_new(p, N_BINARY), middle ? middle : left), right);
+        n->op = (uint8_t)op;
+        if (middle) {
+            n = node_add(p, node_add(p, node_new(p, N_BINARY), left), n);
+            n->op = OP_AND;
         }
-        if (level == LEVEL_COMPARE) {
-            struct node *operand = node_add(p, node_new(p, N_OPERAND), right);
-            operand->op = (uint8_t)op;
-            right = operand;
-        }
-        left = node_add(p, n, right);
+        if (level == LEVEL_COMPARE) middle = right;
+        left = n;
     }
     return left;
 }
 
-__attribute__((noreturn)) static void unknown_fail(struct job *j, const struct node *n) {
-    j->line = n->line;
-    job_fail(j, "No %s named '%.*s'.", n->kind == N_FILTER ? "filter" : "test", n->name->n > 100 ? 100 : (int)n->name->n,
-             n->name->s);
-}
-
 /* then if test else other */
 static struct node *parse_expr(struct parser *p) {
-    size_t known = p->unknowns;
-    parse_enter(p);
+    size_t known = p->unknown.n;
+    parse_nest(p);
     struct node *then = parse_binary(p, LEVEL_OR);
-    while (at_word(p, T_NAME, "if")) {
+    while (tok_is(p, "if")) {
         struct node *n = node_new(p, N_COND);
-        advance(p);
+        tok_next(p);
         node_add(p, n, parse_binary(p, LEVEL_OR));
         node_add(p, n, then);
-        then = node_add(p, n, skip_word(p, T_NAME, "else") ? parse_expr(p) : NULL);
-        p->unknowns = known;
+        then = node_add(p, n, tok_skip(p, "else") ? parse_expr(p) : NULL);
+        p->unknown.n = known;
     }
-    p->depth--;
+    p->j->depth--;
     return then;
 }
 
@@ -3977,144 +3523,112 @@ static struct node *parse_expr(struct parser *p) {
 
 static struct node *parse_body(struct parser *p, const char *ends);
 
-static bool at_end(const struct parser *p, const char *ends) {
-    for (const char *e = ends; *e; e += strspn(e, " ")) {
-        size_t k = strcspn(e, " ");
-        if (p->at->kind == T_NAME && p->at->n == k && !memcmp(p->at->s, e, k)) return true;
-        e += k;
-    }
-    return false;
+/* The body of a statement, behind the end of its tag, added to n; stops at the name of one of the tags in `ends`. */
+static struct node *parse_block(struct parser *p, struct node *n, const char *ends) {
+    tok_skip(p, ":");
+    tok_end(p, T_BLOCK_END);
+    parse_nest(p);
+    node_add(p, n, parse_body(p, ends));
+    p->j->depth--;
+    return n;
 }
 
-/* The body of a statement, behind the end of its tag; stops at the name of one of the tags in `ends`. */
-static struct node *parse_block(struct parser *p, const char *ends) {
-    skip_word(p, T_OP, ":");
-    expect_kind(p, T_BLOCK_END, "the end of the tag");
-    parse_enter(p);
-    struct node *body = parse_body(p, ends);
-    p->depth--;
-    return body;
-}
-
-static struct node *parse_last_block(struct parser *p, const char *end) {
-    struct node *body = parse_block(p, end);
-    advance(p);
-    return body;
+static struct node *parse_last_block(struct parser *p, struct node *n, const char *end) {
+    parse_block(p, n, end);
+    tok_next(p);
+    return n;
 }
 
 static void check_target(struct parser *p, const struct node *n) {
-    if (n->kind == N_NAME && n->name == p->t->loop && p->loops) job_fail(p->j, "Can't assign to special loop variable");
-    if (n->kind != N_NAME && n->kind != N_MEMBER && n->kind != N_TUPLE) unexpected(p, "a name to assign to");
-    for (size_t i = 0; i < n->n; i++) check_target(p, n->kid[i]);
+    if (n->kind == N_NAME && tv_is(n->val, "loop") && p->loops)
+        job_fail(p->j, "Can't assign to special loop variable");
+    if (n->kind != N_NAME && n->kind != N_MEMBER && n->kind != N_TUPLE)
+        tok_unexpected(p, "a name to assign to");
+    for (size_t i = 0; i < n->n && n->kind == N_TUPLE; i++) check_target(p, n->kid[i]);
 }
 
 static struct node *parse_target(struct parser *p, int flags) {
-    struct node *n = parse_tuple(p, TUPLE_TARGET | flags);
+    struct node *n = parse_tuple(p, IS_TARGET | flags);
     check_target(p, n);
     return n;
 }
 
 static struct node *parse_if(struct parser *p, struct node *n) {
-    size_t known = p->unknowns;
-    bool more = true;
-    while (more) {
+    size_t known = p->unknown.n;
+    do {
         node_add(p, n, parse_tuple(p, 0));
-        node_add(p, n, parse_block(p, "elif else endif"));
-        more = skip_word(p, T_NAME, "elif");
-    }
-    if (skip_word(p, T_NAME, "else"))
-        node_add(p, n, parse_last_block(p, "endif"));
-    else
-        advance(p);
-    p->unknowns = known;
+        parse_block(p, n, "elif else endif");
+    } while (tok_skip(p, "elif"));
+    if (tok_skip(p, "else")) parse_block(p, n, "endif");
+    tok_next(p);
+    p->unknown.n = known;
     return n;
 }
 
 static struct node *parse_for(struct parser *p, struct node *n) {
     p->loops++;
     node_add(p, n, parse_target(p, 0));
-    if (!skip_word(p, T_NAME, "in")) unexpected(p, "in");
+    tok_expect(p, "in");
     node_add(p, n, parse_tuple(p, 0));
-    node_add(p, n, skip_word(p, T_NAME, "if") ? parse_expr(p) : NULL);
-    if (at_word(p, T_NAME, "recursive")) job_fail(p->j, "recursive loops are not supported");
-    node_add(p, n, parse_block(p, "endfor else"));
+    node_add(p, n, tok_skip(p, "if") ? parse_expr(p) : NULL);
+    if (tok_is(p, "recursive")) job_fail(p->j, "recursive loops are not supported");
+    parse_block(p, n, "endfor else");
     p->loops--;
-    bool other = at_word(p, T_NAME, "else");
-    advance(p);
-    return node_add(p, n, other ? parse_last_block(p, "endfor") : NULL);
+    bool other = tok_is(p, "else");
+    tok_next(p);
+    return other ? parse_last_block(p, n, "endfor") : node_add(p, n, NULL);
 }
 
 static struct node *parse_set(struct parser *p, struct node *n) {
-    node_add(p, n, parse_target(p, TUPLE_MEMBER));
-    if (skip_word(p, T_OP, "=")) return node_add(p, n, parse_tuple(p, TUPLE_COND));
+    struct node *target = parse_target(p, MAY_BE_MEMBER);
+    if (tok_skip(p, "=")) return node_add(p, node_add(p, n, target), parse_tuple(p, WITH_COND));
+    struct node *apply = tok_skip(p, "|") ? parse_filter(p, node_new(p, N_CAPTURED)) : NULL;
     n->kind = N_SETBLOCK;
-    node_add(p, n, skip_word(p, T_OP, "|") ? parse_filter(p, node_new(p, N_CAPTURED)) : NULL);
-    return node_add(p, n, parse_last_block(p, "endset"));
+    parse_last_block(p, n, "endset");
+    return node_add(p, node_add(p, n, apply), target);
 }
 
-/* (a, b=1) and the body of a macro or a call block, to the kids of n. */
-static void parse_signature(struct parser *p, struct node *n, const char *end) {
-    bool defaults = false;
-    if (skip_word(p, T_OP, "(")) {
-        while (!at_word(p, T_OP, ")")) {
-            if (n->n) expect_op(p, ",");
-            struct node *param = node_new(p, N_PARAM);
-            param->name = expect_name(p);
-            if (skip_word(p, T_OP, "=")) {
-                node_add(p, param, parse_expr(p));
-                defaults = true;
-            } else if (defaults)
-                job_fail(p->j, "non-default argument follows default argument");
-            node_add(p, n, param);
-        }
-        advance(p);
-    }
-    if (end) node_add(p, n, parse_last_block(p, end));
+static struct node *parse_filter_block(struct parser *p, struct node *n) {
+    struct node *apply = parse_filter(p, node_new(p, N_CAPTURED));
+    return node_add(p, parse_last_block(p, n, "endfilter"), apply);
 }
 
 static struct node *parse_macro(struct parser *p, struct node *n) {
-    int uses = p->uses, loops = p->loops;
-    p->uses = p->loops = 0;
-    n->name = expect_name(p);
-    if (!at_word(p, T_OP, "(")) unexpected(p, "(");
-    parse_signature(p, n, "endmacro");
-    n->uses = (uint8_t)p->uses;
-    p->uses |= uses, p->loops = loops;
+    int loops = p->loops;
+    n->val = tok_name(p);
+    parse_args(p, n, true);
+    p->loops = 0;
+    parse_last_block(p, n, "endmacro");
+    p->loops = loops;
     return n;
 }
 
 static struct node *parse_call_block(struct parser *p, struct node *n) {
     struct node *caller = node_new(p, N_MACRO);
-    parse_signature(p, caller, NULL);
-    struct node *call = parse_expr(p);
-    if (call->kind != N_CALL) unexpected(p, "a call");
     int loops = p->loops;
+    if (tok_is(p, "(")) parse_args(p, caller, true);
+    struct node *call = parse_expr(p);
+    if (call->kind != N_CALL) tok_unexpected(p, "a call");
     p->loops = 0;
-    node_add(p, caller, parse_last_block(p, "endcall"));
+    parse_last_block(p, caller, "endcall");
     p->loops = loops;
     return node_add(p, node_add(p, n, call), caller);
 }
 
-static struct node *parse_filter_block(struct parser *p, struct node *n) {
-    node_add(p, n, parse_filter(p, node_new(p, N_CAPTURED)));
-    return node_add(p, n, parse_last_block(p, "endfilter"));
-}
-
 static struct node *parse_with(struct parser *p, struct node *n) {
-    while (p->at->kind != T_BLOCK_END && !at_word(p, T_OP, ":")) {
-        if (n->n) expect_op(p, ",");
-        struct node *target = parse_primary(p, TUPLE_TARGET);
+    while (p->at->kind != T_BLOCK_END) {
+        if (n->n) tok_expect(p, ",");
+        struct node *target = parse_primary(p, IS_TARGET);
         check_target(p, target);
-        node_add(p, n, target);
-        expect_op(p, "=");
-        node_add(p, n, parse_expr(p));
+        tok_expect(p, "=");
+        node_add(p, node_add(p, n, target), parse_expr(p));
     }
-    return node_add(p, n, parse_last_block(p, "endwith"));
+    return parse_last_block(p, n, "endwith");
 }
 
 /* {% generation %} marks the assistant's text for training; here it is a scope and nothing more. */
 static struct node *parse_generation(struct parser *p, struct node *n) {
-    return node_add(p, n, parse_last_block(p, "endgeneration"));
+    return parse_last_block(p, n, "endgeneration");
 }
 
 static struct node *parse_jump(struct parser *p, struct node *n) {
@@ -4122,63 +3636,53 @@ static struct node *parse_jump(struct parser *p, struct node *n) {
     return n;
 }
 
-static const struct {
-    const char *word;
-    struct node *(*parse)(struct parser *p, struct node *n);
-    int kind;
-} statements[] = {
-    {"if", parse_if, N_IF},
-    {"for", parse_for, N_FOR},
-    {"set", parse_set, N_SET},
-    {"macro", parse_macro, N_MACRO},
-    {"call", parse_call_block, N_CALLBLOCK},
-    {"filter", parse_filter_block, N_FILTERBLOCK},
-    {"with", parse_with, N_WITH},
-    {"generation", parse_generation, N_WITH},
-    {"break", parse_jump, N_BREAK},
-    {"continue", parse_jump, N_CONTINUE},
-};
-
-static struct node *parse_statement(struct parser *p, const char *ends) {
-    for (size_t i = 0; i < sizeof statements / sizeof statements[0]; i++)
-        if (at_word(p, T_NAME, statements[i].word)) {
-            struct node *n = node_new(p, statements[i].kind);
-            advance(p);
-            return statements[i].parse(p, n);
-        }
-    if (p->at->kind != T_NAME) unexpected(p, "the name of a statement");
-    int k = p->at->n > 60 ? 60 : (int)p->at->n;
-    if (ends) job_fail(p->j, "the statement '%.*s' is not supported here, where one of '%s' would end the block", k, p->at->s, ends);
-    job_fail(p->j, "the statement '%.*s' is not supported", k, p->at->s);
+static struct node *parse_statement(struct parser *p) {
+    static const struct {
+        const char *word;
+        struct node *(*parse)(struct parser *p, struct node *n);
+        int kind;
+    } statements[] = {{"if", parse_if, N_IF},
+                      {"for", parse_for, N_FOR},
+                      {"set", parse_set, N_SET},
+                      {"macro", parse_macro, N_MACRO},
+                      {"call", parse_call_block, N_CALLBLOCK},
+                      {"filter", parse_filter_block, N_FILTERBLOCK},
+                      {"with", parse_with, N_WITH},
+                      {"generation", parse_generation, N_WITH},
+                      {"break", parse_jump, N_BREAK},
+                      {"continue", parse_jump, N_CONTINUE}};
+    for (size_t i = 0; i < sizeof statements / sizeof statements[0]; i++) {
+        if (!tok_is(p, statements[i].word)) continue;
+        struct node *n = node_new(p, statements[i].kind);
+        tok_next(p);
+        return statements[i].parse(p, n);
+    }
+    if (!tok_is_name(p)) tok_unexpected(p, "the name of a statement");
+    job_fail(p->j, "the statement '%.*s' is unknown, not supported or out of place", SHOW(*p->at));
 }
 
 /* Text, prints and statements up to a tag named in `ends`; NULL: up to the end of the template. */
 static struct node *parse_body(struct parser *p, const char *ends) {
     struct node *body = node_new(p, N_BODY), *n;
-    for (;;) {
+    for (;; node_add(p, body, n)) {
         const struct token *t = p->at;
-        switch (t->kind) {
-        case T_EOF:
-            if (ends) unexpected(p, ends);
-            return body;
-        case T_DATA:
-            n = node_new(p, N_DATA);
-            n->val = tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
-            advance(p);
-            break;
-        case T_VAR:
-            n = node_new(p, N_PRINT);
-            advance(p);
-            node_add(p, n, parse_tuple(p, TUPLE_COND));
-            expect_kind(p, T_VAR_END, "}}");
-            break;
-        default: /* T_BLOCK: the lexer gives nothing else outside of tags */
-            advance(p);
-            if (ends && at_end(p, ends)) return body;
-            n = parse_statement(p, ends);
-            expect_kind(p, T_BLOCK_END, "%}");
+        if (t->kind == T_EOF && ends) tok_unexpected(p, ends);
+        if (t->kind == T_EOF) return body;
+        n = node_new(p, t->kind == T_DATA ? N_DATA : N_PRINT);
+        tok_next(p);
+        if (t->kind == T_DATA) n->val = tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
+        else if (t->kind == T_VAR) {
+            node_add(p, n, parse_tuple(p, WITH_COND));
+            tok_end(p, T_VAR_END);
+        } else { /* T_BLOCK: the lexer gives nothing else outside of tags */
+            for (const char *e = ends; e && *e; e += strcspn(e, " "), e += *e == ' ') {
+                char word[16] = "";
+                snprintf(word, sizeof word, "%.*s", (int)strcspn(e, " "), e);
+                if (tok_is(p, word)) return body;
+            }
+            n = parse_statement(p);
+            tok_end(p, T_BLOCK_END);
         }
-        node_add(p, body, n);
     }
 }
 
@@ -4191,10 +3695,8 @@ struct source {
 /* Source to tree, inside job_run. */
 static void parse_source(struct job *j, void *arg) {
     struct source *src = arg;
-    struct template *t = src->t;
     struct lexer l = {.j = j, .line_start = true};
     char *s = job_alloc(j, src->n + 1);
-    j->line = 1;
     for (size_t i = 0; i < src->n; i++) { /* \r\n and \r become \n */
         if (src->s[i] == '\n' && i && src->s[i - 1] == '\r') continue;
         s[l.n++] = src->s[i] == '\r' ? '\n' : src->s[i];
@@ -4202,14 +3704,12 @@ static void parse_source(struct job *j, void *arg) {
     if (l.n && s[l.n - 1] == '\n') l.n--; /* keep_trailing_newline is off */
     l.s = s;
     lex_template(&l);
-    lex_token(&l, T_EOF, l.n, l.n);
-    lex_token(&l, T_EOF, l.n, l.n); /* the parser looks one token ahead */
-    struct parser p = {.j = j, .t = t, .at = l.token};
-    j->line = 1;
-    t->loop = name_intern(&p, "loop", 4), t->caller = name_intern(&p, "caller", 6);
-    t->varargs = name_intern(&p, "varargs", 7), t->kwargs = name_intern(&p, "kwargs", 6);
-    t->body = parse_body(&p, NULL);
-    if (p.unknowns) unknown_fail(j, p.unknown[0]);
+    for (int i = 0; i < 2; i++) lex_token(&l, T_EOF, 0, 0); /* the parser looks one token ahead */
+    struct parser p = {.j = j, .at = l.token};
+    src->t->body = parse_body(&p, NULL);
+    if (!p.unknown.n) return;
+    j->line = (int)p.unknown.v[1].i;
+    job_fail(j, "No filter or test named '%.*s'.", SHOW(p.unknown.v[0]));
 }
 
 /* ============================================================================================================
@@ -4221,31 +3721,13 @@ static void parse_source(struct job *j, void *arg) {
 
 enum flow { FLOW_NEXT, FLOW_BREAK, FLOW_CONTINUE };
 
-static struct tv eval(struct job *j, const struct node *n);
-static enum flow exec(struct job *j, const struct node *n);
+static struct tv node_eval(struct job *j, const struct node *n);
+static enum flow node_exec(struct job *j, const struct node *n);
 
-static struct tv *scope_find(struct job *j, const struct name *name) {
-    for (struct scope *s = j->scope; s; s = s->up) {
-        job_charge(j, 1 + s->n / 8);
-        for (size_t i = 0; i < s->n; i++)
-            if (s->v[i].name == name) return &s->v[i].v;
-    }
-    return &j->root[name->id];
-}
-
-static void scope_set(struct job *j, const struct name *name, struct tv v) {
-    struct scope *s = j->scope;
-    if (!s) {
-        j->root[name->id] = v;
-        return;
-    }
-    for (size_t i = 0; i < s->n; i++)
-        if (s->v[i].name == name) {
-            s->v[i].v = v;
-            return;
-        }
-    s->v = job_grow(j, s->v, s->n, &s->cap, sizeof *s->v);
-    s->v[s->n++] = (struct variable){name, v};
+static struct tv *variable_find(struct job *j, struct tv name) {
+    struct tv *v = NULL;
+    for (struct scope *s = j->scope; s && !v; s = s->up) v = dict_find(j, &s->vars, name);
+    return v;
 }
 
 static struct scope *scope_open(struct job *j, struct scope *up) {
@@ -4254,74 +3736,55 @@ static struct scope *scope_open(struct job *j, struct scope *up) {
     return j->scope = s;
 }
 
-static struct tv name_key(struct job *j, const struct name *name) { return tv_text(j, name->s, name->n, ORIGIN_TEMPLATE); }
-
-static void assign(struct job *j, const struct node *target, struct tv v) {
+static void node_assign(struct job *j, const struct node *target, struct tv v) {
     if (target->kind == N_NAME) {
-        scope_set(j, target->name, v);
+        dict_set(j, &j->scope->vars, target->val, v);
         return;
     }
     if (target->kind == N_MEMBER) {
-        struct tv *o = scope_find(j, target->name);
-        if (o->kind == TV_ABSENT) job_fail(j, "'%.*s' is undefined", target->name->n > 100 ? 100 : (int)target->name->n, target->name->s);
-        if (o->kind != TV_NAMESPACE) job_fail(j, "cannot assign attribute on non-namespace object");
-        dict_set(j, o->dict, name_key(j, target->attr), v);
+        struct tv o = node_eval(j, target->kid[0]);
+        if (o.kind != TV_NAMESPACE) tv_fail(j, o, "cannot assign attribute on non-namespace object");
+        dict_set(j, o.list, target->kid[1]->val, v);
         return;
     }
     const struct list *l = tv_iter(j, v);
-    if (l->n < target->n) job_fail(j, "not enough values to unpack (expected %zu, got %zu)", target->n, l->n);
-    if (l->n > target->n) job_fail(j, "too many values to unpack (expected %zu)", target->n);
-    for (size_t i = 0; i < l->n; i++) assign(j, target->kid[i], l->v[i]);
+    if (l->n != target->n)
+        job_fail(j, "%s values to unpack (expected %zu, got %zu)",
+                 l->n < target->n ? "not enough" : "too many", target->n, l->n);
+    for (size_t i = 0; i < l->n; i++) node_assign(j, target->kid[i], l->v[i]);
 }
 
 /* What a body prints, as a string. */
-static struct tv capture(struct job *j, const struct node *body, enum flow *flow) {
+static struct tv node_capture(struct job *j, const struct node *body, enum flow *flow) {
     struct buf b = {0}, *out = j->out;
     j->out = &b;
-    *flow = exec(j, body);
+    *flow = node_exec(j, body);
     j->out = out;
     return buf_str(&b);
 }
 
 static struct tv macro_call(struct job *j, const struct macro *m, struct args *a) {
-    const struct node *def = m->def;
-    const struct template *t = j->t;
-    struct scope *caller_scope = j->scope;
-    size_t params = def->n - 1, used = 0;
+    struct scope *outer = j->scope;
+    size_t params = m->def->n - 1, used = 0;
     int line = j->line;
-    bool takes_caller = false;
     enum flow flow;
+    struct tv caller = tv_lit(j, "caller"), *body = dict_find(j, &a->kw, caller);
+    if (a->pos.n > params) job_fail(j, "the macro takes not more than %zu argument(s)", params);
     scope_open(j, m->scope);
+    dict_set(j, &j->scope->vars, caller, body ? *body : tv_undef(j, "No caller defined"));
     for (size_t i = 0; i < params; i++) {
-        const struct node *param = def->kid[i];
-        struct tv *kw = i >= a->pos.n && a->kw.n ? dict_find(j, &a->kw, name_key(j, param->name)) : NULL;
-        takes_caller |= param->name == t->caller;
-        used += kw != NULL;
-        struct tv v = i < a->pos.n ? a->pos.v[i] : kw ? *kw : (struct tv){0};
-        if (!v.kind && param->n) v = eval(j, param->kid[0]);
-        if (!v.kind) v = tv_undef(j, "a parameter of the macro was not provided", NULL, name_key(j, param->name));
-        scope_set(j, param->name, v);
+        const struct node *param = m->def->kid[i];
+        struct tv *kw = i < a->pos.n ? &a->pos.v[i] : dict_find(j, &a->kw, param->val);
+        struct tv v = kw         ? *kw
+                      : param->n ? node_eval(j, param->kid[0])
+                                 : tv_undef(j, "parameter '%.*s' was not provided", SHOW(param->val));
+        used += kw && i >= a->pos.n && !tv_is(param->val, "caller");
+        dict_set(j, &j->scope->vars, param->val, v);
     }
-    if (def->uses & USES_CALLER && !takes_caller) {
-        struct tv *kw = dict_get(j, &a->kw, "caller");
-        used += kw != NULL;
-        scope_set(j, t->caller, kw ? *kw : tv_undef(j, "No caller defined", NULL, tv_none()));
-    }
-    struct tv rest = {.kind = TV_DICT, .dict = job_alloc(j, sizeof *rest.dict)}, more = tv_list(j, TV_TUPLE);
-    for (size_t i = 0; used < a->kw.n && i < a->kw.n; i++) {
-        bool known = tv_is(a->kw.e[i].k, "caller") && def->uses & USES_CALLER;
-        for (size_t k = a->pos.n; k < params; k++) known |= tv_eq(j, name_key(j, def->kid[k]->name), a->kw.e[i].k);
-        if (!known && !(def->uses & USES_KWARGS))
-            job_fail(j, "the macro takes no keyword argument '%.*s'", a->kw.e[i].k.n > 100 ? 100 : (int)a->kw.e[i].k.n, a->kw.e[i].k.s);
-        if (!known) dict_set(j, rest.dict, a->kw.e[i].k, a->kw.e[i].v);
-    }
-    if (a->pos.n > params && !(def->uses & USES_VARARGS)) job_fail(j, "the macro takes not more than %zu argument(s)", params);
-    for (size_t i = params; i < a->pos.n; i++) list_push(j, more.list, a->pos.v[i]);
-    if (def->uses & USES_KWARGS) scope_set(j, t->kwargs, rest);
-    if (def->uses & USES_VARARGS) scope_set(j, t->varargs, more);
-    struct tv v = capture(j, def->kid[params], &flow);
-    j->scope = caller_scope;
-    j->line = line;
+    if (2 * (used + (body != NULL)) < a->kw.n)
+        job_fail(j, "the macro has no parameter of one of the given names, or got it twice");
+    struct tv v = node_capture(j, m->def->kid[params], &flow);
+    j->scope = outer, j->line = line;
     return v;
 }
 
@@ -4330,21 +3793,8 @@ static struct args eval_args(struct job *j, const struct node *n) {
     struct args a = {0};
     for (size_t i = 1; i < n->n; i++) {
         const struct node *kid = n->kid[i];
-        bool special = kid->kind == N_KEYWORD || kid->kind == N_STAR || kid->kind == N_STARS;
-        struct tv v = eval(j, special ? kid->kid[0] : kid);
-        if (kid->kind == N_KEYWORD)
-            dict_set(j, &a.kw, name_key(j, kid->name), v);
-        else if (kid->kind == N_STARS) {
-            if (v.kind != TV_DICT) job_fail(j, "argument after ** must be a mapping, not %s", tv_type(v));
-            for (size_t k = 0; k < v.dict->n; k++) {
-                if (v.dict->e[k].k.kind != TV_STR) job_fail(j, "keywords must be strings");
-                dict_set(j, &a.kw, v.dict->e[k].k, v.dict->e[k].v);
-            }
-        } else if (kid->kind == N_STAR) {
-            const struct list *l = tv_iter(j, v);
-            for (size_t k = 0; k < l->n; k++) list_push(j, &a.pos, l->v[k]);
-        } else
-            list_push(j, &a.pos, v);
+        if (kid->kind == N_KEYWORD) dict_set(j, &a.kw, kid->val, node_eval(j, kid->kid[0]));
+        else list_push(j, &a.pos, node_eval(j, kid));
     }
     j->line = n->line;
     return a;
@@ -4352,116 +3802,95 @@ static struct args eval_args(struct job *j, const struct node *n) {
 
 /* `caller`: the body of a call block, or NULL. */
 static struct tv eval_call(struct job *j, const struct node *n, const struct macro *caller) {
-    struct tv f = eval(j, n->kid[0]);
+    struct tv f = node_eval(j, n->kid[0]);
     struct args a = eval_args(j, n);
     if (caller) dict_set(j, &a.kw, tv_lit(j, "caller"), (struct tv){.kind = TV_MACRO, .macro = caller});
-    if (f.kind == TV_UNDEF) undef_fail(j, f);
     if (f.kind == TV_MACRO) return macro_call(j, f.macro, &a);
-    if (f.kind != TV_FUNC) job_fail(j, "'%s' object is not callable", tv_type(f));
+    if (f.kind != TV_FUNC) tv_fail(j, f, "'%s' object is not callable", tv_type(f));
     return builtin_call(j, f.func->fn, f.func->self, &a);
 }
 
-static struct tv eval_compare(struct job *j, const struct node *n) {
-    struct tv left = eval(j, n->kid[0]);
-    for (size_t i = 1; i < n->n; i++) {
-        struct tv right = eval(j, n->kid[i]->kid[0]);
-        if (!tv_compare(j, (enum op)n->kid[i]->op, left, right)) return tv_bool(false);
-        left = right;
-    }
-    return tv_bool(true);
-}
-
 static struct tv eval_name(struct job *j, const struct node *n) {
-    struct tv *v = scope_find(j, n->name);
-    return v->kind ? *v : tv_undef(j, NULL, NULL, name_key(j, n->name));
+    struct tv *v = variable_find(j, n->val);
+    const struct builtin *global = v ? NULL : builtin_find(AS_GLOBAL, n->val);
+    if (v) return *v;
+    if (!global) return tv_undef(j, "'%.*s' is undefined", SHOW(n->val));
+    struct func *f = job_alloc(j, sizeof *f);
+    f->fn = global;
+    return (struct tv){.kind = TV_FUNC, .func = f};
 }
 
 static struct tv eval_display(struct job *j, const struct node *n) {
-    struct tv v = {.kind = TV_DICT};
-    if (n->kind == N_DICT) {
-        v.dict = job_alloc(j, sizeof *v.dict);
-        for (size_t i = 0; i < n->n; i += 2) {
-            struct tv key = eval(j, n->kid[i]);
-            dict_set(j, v.dict, key, eval(j, n->kid[i + 1]));
-        }
-        return v;
+    struct tv v = tv_list(j, n->kind == N_DICT ? TV_DICT : n->kind == N_LIST ? TV_LIST : TV_TUPLE);
+    for (size_t i = 0; i < n->n; i++) {
+        struct tv item = node_eval(j, n->kid[i]);
+        if (n->kind == N_DICT) dict_set(j, v.list, item, node_eval(j, n->kid[++i]));
+        else list_push(j, v.list, item);
     }
-    v = tv_list(j, n->kind == N_LIST ? TV_LIST : TV_TUPLE);
-    for (size_t i = 0; i < n->n; i++) list_push(j, v.list, eval(j, n->kid[i]));
     return v;
 }
 
-static struct tv eval_concat(struct job *j, const struct node *n) {
-    struct buf b = {0};
-    for (size_t i = 0; i < n->n; i++) buf_put(j, &b, tv_str(j, eval(j, n->kid[i])));
-    return buf_str(&b);
-}
-
 static struct tv eval_sign(struct job *j, const struct node *n) {
-    struct tv v = eval(j, n->kid[0]);
-    if (v.kind == TV_UNDEF) undef_fail(j, v);
-    if (!tv_number(v)) job_fail(j, "bad operand type for unary %s: '%s'", n->kind == N_NEG ? "-" : "+", tv_type(v));
-    if (n->kind == N_POS) return v.kind == TV_FLOAT ? v : tv_int(v.i);
-    return v.kind == TV_FLOAT ? tv_float(-v.f) : int_binary(j, OP_SUB, 0, v.i);
+    struct tv v = node_eval(j, n->kid[0]);
+    if (!tv_number(v))
+        tv_fail(j, v, "bad operand type for unary %s: '%s'", n->kind == N_NEG ? "-" : "+", tv_type(v));
+    return tv_binary(j, n->kind == N_NEG ? OP_MUL : OP_ADD, tv_int(n->kind == N_NEG ? -1 : 0), v);
 }
 
 static struct tv eval_apply(struct job *j, const struct node *n) {
-    struct tv v = eval(j, n->kid[0]);
+    struct tv v = node_eval(j, n->kid[0]);
     struct args a = eval_args(j, n);
-    if (!n->fn) unknown_fail(j, n);
+    if (!n->fn) job_fail(j, "No %s named '%.*s'.", n->kind == N_FILTER ? "filter" : "test", SHOW(n->val));
     return builtin_call(j, n->fn, v, &a);
 }
 
 static struct tv eval_slice(struct job *j, const struct node *n) {
-    struct tv v[4] = {eval(j, n->kid[0]), tv_none(), tv_none(), tv_none()};
-    for (int i = 1; i < 4; i++)
-        if (n->kid[i]) v[i] = eval(j, n->kid[i]);
+    struct tv v[4];
+    for (int i = 0; i < 4; i++) v[i] = n->kid[i] ? node_eval(j, n->kid[i]) : tv_none();
     return tv_slice(j, v[0], v[1], v[2], v[3]);
 }
 
-static struct tv eval_pair(struct job *j, const struct node *n) {
-    struct tv a = eval(j, n->kid[0]), b = n->kind == N_ATTR ? name_key(j, n->name) : eval(j, n->kid[1]);
+static struct tv eval_binary(struct job *j, const struct node *n) {
+    struct tv a = node_eval(j, n->kid[0]);
+    enum op op = (enum op)n->op;
+    if (op == OP_AND || op == OP_OR) return tv_truthy(a) == (op == OP_AND) ? node_eval(j, n->kid[1]) : a;
+    struct tv b = node_eval(j, n->kid[1]);
     j->line = n->line;
-    return n->kind == N_BINARY ? tv_binary(j, (enum op)n->op, a, b) : tv_get(j, a, b, n->kind == N_ATTR);
+    return op_table[op].level == LEVEL_COMPARE ? tv_bool(tv_compare(j, op, a, b)) : tv_binary(j, op, a, b);
+}
+
+static struct tv eval_get(struct job *j, const struct node *n) {
+    struct tv o = node_eval(j, n->kid[0]), key = n->kind == N_ATTR ? n->val : node_eval(j, n->kid[1]);
+    j->line = n->line;
+    return tv_get(j, o, key, n->kind == N_ATTR);
 }
 
 static struct tv eval_cond(struct job *j, const struct node *n) {
-    if (tv_truthy(eval(j, n->kid[0]))) return eval(j, n->kid[1]);
-    if (n->kid[2]) return eval(j, n->kid[2]);
-    return tv_undef(j, "the inline if-expression evaluated to false and no else section was defined.", NULL, tv_none());
+    const struct node *kid = n->kid[tv_truthy(node_eval(j, n->kid[0])) ? 1 : 2];
+    return kid ? node_eval(j, kid)
+               : tv_undef(j, "the inline if-expression evaluated to false and no else section was defined.");
 }
 
-static struct tv eval(struct job *j, const struct node *n) {
+static struct tv node_eval(struct job *j, const struct node *n) {
     struct tv v;
     job_enter(j);
-    job_charge(j, 1);
     j->line = n->line;
     switch ((enum node_kind)n->kind) {
     case N_CONST: v = n->val; break;
     case N_NAME: v = eval_name(j, n); break;
-    case N_LIST:
-    case N_TUPLE:
-    case N_DICT: v = eval_display(j, n); break;
     case N_ATTR:
-    case N_ITEM:
-    case N_BINARY: v = eval_pair(j, n); break;
+    case N_ITEM: v = eval_get(j, n); break;
     case N_SLICE: v = eval_slice(j, n); break;
     case N_CALL: v = eval_call(j, n, NULL); break;
     case N_FILTER:
     case N_TEST: v = eval_apply(j, n); break;
-    case N_NOT: v = tv_bool(!tv_truthy(eval(j, n->kid[0]))); break;
+    case N_NOT: v = tv_bool(!tv_truthy(node_eval(j, n->kid[0]))); break;
     case N_NEG:
     case N_POS: v = eval_sign(j, n); break;
-    case N_AND:
-    case N_OR:
-        v = eval(j, n->kid[0]);
-        if (tv_truthy(v) == (n->kind == N_AND)) v = eval(j, n->kid[1]);
-        break;
-    case N_CONCAT: v = eval_concat(j, n); break;
-    case N_COMPARE: v = eval_compare(j, n); break;
+    case N_BINARY: v = eval_binary(j, n); break;
     case N_COND: v = eval_cond(j, n); break;
     case N_CAPTURED: v = j->captured; break;
-    default: job_fail(j, "internal error: node %d is not an expression", n->kind);
+    default: v = eval_display(j, n); /* N_LIST, N_TUPLE, N_DICT */
     }
     j->depth--;
     return v;
@@ -4470,113 +3899,94 @@ static struct tv eval(struct job *j, const struct node *n) {
 /* The next element that passes the loop's `if`. */
 static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
     while (l->at < l->src->n) {
-        struct tv v = l->src->v[l->at++];
-        bool pass = true;
-        if (l->test) {
-            struct scope *scope = j->scope;
-            scope_open(j, l->outer);
-            assign(j, l->target, v);
-            pass = tv_truthy(eval(j, l->test));
-            j->scope = scope;
-        }
-        if (!pass) continue;
-        *out = v;
-        return true;
+        struct scope *scope = j->scope;
+        *out = l->src->v[l->at++];
+        if (!l->test) return true;
+        scope_open(j, l->outer);
+        node_assign(j, l->target, *out);
+        bool pass = tv_truthy(node_eval(j, l->test));
+        j->scope = scope;
+        if (pass) return true;
     }
+    out->kind = TV_ABSENT;
     return false;
 }
 
 static enum flow exec_for(struct job *j, const struct node *n) {
     struct scope *outer = j->scope;
     struct loop *l = job_alloc(j, sizeof *l);
-    *l = (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1, .length = -1};
-    l->src = tv_iter(j, eval(j, n->kid[1]));
-    if (!l->test) l->length = (int64_t)l->src->n;
+    *l = (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1};
+    l->src = tv_iter(j, node_eval(j, n->kid[1]));
     struct scope *scope = scope_open(j, outer);
-    bool ran = false; /* as jinja2 has it: a round that ends in continue does not count for else */
+    bool ran = false; /* as jinja2 has it: a round that ends in break or continue does not count for else */
     enum flow flow = FLOW_NEXT;
     while (flow != FLOW_BREAK && loop_peek(j, l)) {
         l->prev = l->cur, l->cur = l->next, l->next.kind = TV_ABSENT, l->index0++;
-        scope->n = 0;
-        j->scope = scope;
-        scope_set(j, j->t->loop, (struct tv){.kind = TV_LOOP, .loop = l});
-        assign(j, l->target, l->cur);
-        flow = exec(j, n->kid[3]);
+        scope->vars.n = 0;
+        dict_set(j, &scope->vars, tv_lit(j, "loop"), (struct tv){.kind = TV_LOOP, .loop = l});
+        node_assign(j, l->target, l->cur);
+        flow = node_exec(j, n->kid[3]);
         ran |= flow == FLOW_NEXT;
     }
     flow = FLOW_NEXT;
     if (!ran && n->kid[4]) {
         scope_open(j, outer);
-        flow = exec(j, n->kid[4]);
+        flow = node_exec(j, n->kid[4]);
     }
     j->scope = outer;
     return flow;
 }
 
+/* {% set x %} and {% filter f %} blocks */
 static enum flow exec_capture(struct job *j, const struct node *n) {
-    bool set = n->kind == N_SETBLOCK;
-    const struct node *apply = n->kid[set ? 1 : 0], *body = n->kid[set ? 2 : 1];
     struct scope *outer = j->scope;
     enum flow flow;
     scope_open(j, outer);
-    struct tv v = capture(j, body, &flow);
-    if (flow == FLOW_NEXT && apply) {
-        j->captured = v;
-        v = eval(j, apply);
-    }
+    struct tv v = j->captured = node_capture(j, n->kid[0], &flow);
+    if (flow == FLOW_NEXT && n->kid[1]) v = node_eval(j, n->kid[1]);
     j->scope = outer;
-    if (flow == FLOW_NEXT && set) assign(j, n->kid[0], v);
-    if (flow == FLOW_NEXT && !set) buf_put(j, j->out, tv_str(j, v));
-    return flow;
+    if (flow != FLOW_NEXT) return flow;
+    if (n->kind == N_SETBLOCK) node_assign(j, n->kid[2], v);
+    else buf_put(j, j->out, tv_str(j, v));
+    return FLOW_NEXT;
 }
 
 static enum flow exec_with(struct job *j, const struct node *n) {
     struct scope *outer = j->scope, *inner = scope_open(j, outer);
     for (size_t i = 0; i + 1 < n->n; i += 2) {
         j->scope = outer;
-        struct tv v = eval(j, n->kid[i + 1]);
+        struct tv v = node_eval(j, n->kid[i + 1]);
         j->scope = inner;
-        assign(j, n->kid[i], v);
+        node_assign(j, n->kid[i], v);
     }
-    enum flow flow = exec(j, n->kid[n->n - 1]);
+    enum flow flow = node_exec(j, n->kid[n->n - 1]);
     j->scope = outer;
     return flow;
 }
 
 static enum flow exec_if(struct job *j, const struct node *n) {
     size_t i = 0;
-    for (; i + 1 < n->n; i += 2)
-        if (tv_truthy(eval(j, n->kid[i]))) return exec(j, n->kid[i + 1]);
-    return i < n->n ? exec(j, n->kid[i]) : FLOW_NEXT;
-}
-
-static enum flow exec_body(struct job *j, const struct node *n) {
-    enum flow flow = FLOW_NEXT;
-    for (size_t i = 0; i < n->n && flow == FLOW_NEXT; i++) flow = exec(j, n->kid[i]);
-    return flow;
+    while (i + 1 < n->n && !tv_truthy(node_eval(j, n->kid[i]))) i += 2;
+    return i + 1 < n->n ? node_exec(j, n->kid[i + 1]) : i < n->n ? node_exec(j, n->kid[i]) : FLOW_NEXT;
 }
 
 static void exec_macro(struct job *j, const struct node *n) {
     struct macro *m = job_alloc(j, sizeof *m);
     *m = (struct macro){n->kind == N_CALLBLOCK ? n->kid[1] : n, j->scope};
-    if (n->kind == N_CALLBLOCK)
-        buf_put(j, j->out, tv_str(j, eval_call(j, n->kid[0], m)));
-    else
-        scope_set(j, n->name, (struct tv){.kind = TV_MACRO, .macro = m});
+    if (n->kind == N_CALLBLOCK) buf_put(j, j->out, tv_str(j, eval_call(j, n->kid[0], m)));
+    else dict_set(j, &j->scope->vars, n->val, (struct tv){.kind = TV_MACRO, .macro = m});
 }
 
-static enum flow exec(struct job *j, const struct node *n) {
+static enum flow node_exec(struct job *j, const struct node *n) {
     enum flow flow = FLOW_NEXT;
     job_enter(j);
-    job_charge(j, 1);
     j->line = n->line;
     switch ((enum node_kind)n->kind) {
-    case N_BODY: flow = exec_body(j, n); break;
     case N_DATA: buf_put(j, j->out, n->val); break;
-    case N_PRINT: tv_write(j, j->out, eval(j, n->kid[0]), false, ORIGIN_TEMPLATE); break;
+    case N_PRINT: buf_put(j, j->out, tv_str(j, node_eval(j, n->kid[0]))); break;
     case N_IF: flow = exec_if(j, n); break;
     case N_FOR: flow = exec_for(j, n); break;
-    case N_SET: assign(j, n->kid[0], eval(j, n->kid[1])); break;
+    case N_SET: node_assign(j, n->kid[0], node_eval(j, n->kid[1])); break;
     case N_SETBLOCK:
     case N_FILTERBLOCK: flow = exec_capture(j, n); break;
     case N_MACRO:
@@ -4584,52 +3994,37 @@ static enum flow exec(struct job *j, const struct node *n) {
     case N_WITH: flow = exec_with(j, n); break;
     case N_BREAK: flow = FLOW_BREAK; break;
     case N_CONTINUE: flow = FLOW_CONTINUE; break;
-    default: job_fail(j, "internal error: node %d is not a statement", n->kind);
+    default: /* N_BODY */
+        for (size_t i = 0; i < n->n && flow == FLOW_NEXT; i++) flow = node_exec(j, n->kid[i]);
     }
     j->depth--;
     return flow;
 }
 
-/* Globals, then the variables that the template mentions. */
-static void define_variables(struct job *j, const json_t *vars) {
-    static const char *const data[] = {"messages", "tools", "documents"};
-    const char *key;
-    json_t *value;
-    size_t n;
-    for (const struct builtin *g = globals; g->name; g++) {
-        const struct name *name = name_find(j, j->t, g->name, strlen(g->name));
-        struct func *f = job_alloc(j, sizeof *f);
-        *f = (struct func){.fn = g};
-        if (name) j->root[name->id] = (struct tv){.kind = TV_FUNC, .func = f};
-    }
-    for (int i = 1; i < 3; i++) { /* transformers passes these even where there are none */
-        const struct name *name = name_find(j, j->t, data[i], strlen(data[i]));
-        if (name) j->root[name->id] = tv_none();
-    }
-    json_object_keylen_foreach((json_t *)vars, key, n, value) {
-        const struct name *name = name_find(j, j->t, key, n);
-        bool is_data = false, now = n == 3 && !memcmp(key, "now", 3);
-        for (int i = 0; i < 3; i++) is_data |= n == strlen(data[i]) && !memcmp(key, data[i], n);
-        if (!name && !now) continue;
-        struct tv v = tv_json(j, value, is_data);
-        if (name) j->root[name->id] = v;
-        if (now) j->now = v;
-    }
-}
-
 struct rendering {
+    const struct template *t;
     const json_t *vars;
     struct text *out;
 };
 
 /* Inside job_run. */
 static void render_body(struct job *j, void *arg) {
+    static const char *const data[] = {"messages", "tools", "documents"};
     struct rendering *r = arg;
     struct buf b = {0};
+    const char *key;
+    json_t *value;
+    size_t n;
     j->out = &b;
-    j->root = job_alloc(j, j->t->names * sizeof *j->root);
-    define_variables(j, r->vars);
-    exec(j, j->t->body);
+    scope_open(j, NULL);
+    for (int i = 1; i < 3; i++)
+        dict_set(j, &j->scope->vars, tv_lit(j, data[i]), tv_none()); /* as transformers does */
+    json_object_keylen_foreach((json_t *)r->vars, key, n, value) {
+        struct tv name = tv_text(j, key, n, ORIGIN_TEMPLATE);
+        bool is_data = tv_is(name, data[0]) || tv_is(name, data[1]) || tv_is(name, data[2]);
+        dict_set(j, &j->scope->vars, name, tv_json(j, value, is_data));
+    }
+    node_exec(j, r->t->body);
     if (!b.n) return;
     memcpy(arraddnptr(r->out->s, b.n), b.s, b.n);
     memcpy(arraddnptr(r->out->origin, b.n), b.o, b.n);
@@ -4647,12 +4042,11 @@ static void template_free(struct template *t) {
     free(t);
 }
 
-/* Source, UTF-8 or not, of n bytes. NULL and "line N: ..." for what is malformed or not supported. */
+/* From n bytes of source. NULL and "line N: ..." for what is malformed or not supported. */
 static struct template *template_parse(const char *src, size_t n, char *err) {
     struct template *t = xcalloc(1, sizeof *t);
     struct job j = {.err = err, .line = 1};
-    struct source source = {src, n, t};
-    int rc = job_run(&j, parse_source, &source);
+    int rc = job_run(&j, parse_source, &(struct source){src, n, t});
     t->pool = j.pool;
     if (!rc) return t;
     template_free(t);
@@ -4662,10 +4056,9 @@ static struct template *template_parse(const char *src, size_t n, char *err) {
 /* Appends the text to *out. Every key of the JSON object vars is a variable; `now` (2026-11-20T10:00:00) is also the time
  * of strftime_now. -1 and "line N: ...", or -2 and exactly the message that the template gave to raise_exception. */
 static int template_render(const struct template *t, const json_t *vars, struct text *out, char *err) {
-    struct job j = {.err = err, .t = t};
-    struct rendering r = {vars, out};
+    struct job j = {.err = err};
     if (!json_is_object(vars)) return fail(err, "template variables: expected a JSON object");
-    int rc = job_run(&j, render_body, &r);
+    int rc = job_run(&j, render_body, &(struct rendering){t, vars, out});
     for (size_t i = 0; i < arrlenu(j.parsed); i++) json_decref(j.parsed[i]);
     arrfree(j.parsed);
     pool_free(j.pool);
@@ -4687,29 +4080,33 @@ struct weight {
     int n_in, n_out, n_expert;
     size_t row_bytes, expert_bytes; /* strides */
     const float *scale;             /* (n_expert) factors of the products, or NULL for 1 */
+    const float *bias;              /* (n_out) added to the product of a plain matrix, or NULL */
 };
 
 struct layer {
     const float *attn_norm, *ffn_norm; /* (n_embd) */
     struct weight wo;                  /* (n_embd, n_head * head_v) */
     /* grouped-query attention */
-    struct weight wq, wk, wv;     /* (n_head * head_k, n_embd), (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
+    struct weight wq, wk,
+        wv; /* (n_head * head_k, n_embd), (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
     const float *q_norm, *k_norm; /* (head_k) */
     /* multi-head latent attention; wq serves models without a low-rank query */
-    struct weight wq_a, wq_b;         /* (q_lora, n_embd), (n_head * (nope + rope), q_lora) */
-    struct weight wkv_a;              /* (kv_lora + rope, n_embd) */
-    struct weight wk_b, wv_b;         /* n_head of (kv_lora, nope); n_head of (v, kv_lora) */
+    struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * (nope + rope), q_lora) */
+    struct weight wkv_a;               /* (kv_lora + rope, n_embd) */
+    struct weight wk_b, wv_b;          /* n_head of (kv_lora, nope); n_head of (v, kv_lora) */
     const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
     /* feed-forward: dense when n_expert is 0 */
-    int n_expert;                    /* routed experts of this layer; pruning makes it differ between layers */
-    struct weight router;            /* (n_expert, n_embd) */
-    const float *router_bias;        /* (n_expert), added for the selection only; NULL: none */
-    struct weight gate, up, down;    /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
+    int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
+    struct weight router;         /* (n_expert, n_embd) */
+    const float *router_bias;     /* (n_expert), added for the selection only; NULL: none */
+    struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert */
-    const int32_t *kept;             /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
+    const int32_t
+        *kept; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
 };
 
 enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
+static const char *const arch_names[] = {[ARCH_QWEN3MOE] = "qwen3moe", [ARCH_DEEPSEEK2] = "deepseek2"};
 enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
 
 struct model {
@@ -4724,23 +4121,23 @@ struct model {
     int head_k, head_v;                  /* of one head as attention sees it (MLA: nope + rope, v) */
     int q_lora, kv_lora, rope_dim, nope; /* kv_lora 0: no MLA; q_lora 0: wq instead of wq_a, wq_b */
     float rms_eps;
-    float attn_scale;                    /* factor of q.k before the softmax */
-    const float *rope_freq;              /* (rope_dim / 2) radians per position */
-    float rope_factor;                   /* of cos and sin (YaRN) */
+    float attn_scale;       /* factor of q.k before the softmax */
+    const float *rope_freq; /* (rope_dim / 2) radians per position */
+    float rope_factor;      /* of cos and sin (YaRN) */
     int n_expert_max, n_expert_used;
     int n_ff_dense, n_ff_expert, n_ff_shared; /* widths; 0 where there is no such part */
-    int n_group, n_group_used;           /* routing groups; 1: no grouping */
+    int n_group, n_group_used;                /* routing groups; 1: no grouping */
     enum gating gating;
-    bool weights_norm;                   /* the chosen experts' weights are divided by their sum */
+    bool weights_norm; /* the chosen experts' weights are divided by their sum */
     float weights_scale;
-    bool pruned;                         /* the file says that experts were removed */
-    int n_expert_original;               /* before pruning, 0 if not recorded */
-    struct weight embd, output;          /* (n_vocab, n_embd) */
-    const float *output_norm;            /* (n_embd) */
-    struct layer *layers;                /* (n_layer) */
-    uint64_t file_bytes, weight_bytes;   /* weight_bytes: of all tensors bound */
-    uint64_t hash;                       /* identifies the file to saved sessions */
-    void **owned;                        /* stb_ds: what model_free frees */
+    bool pruned;                       /* the file says that experts were removed */
+    int n_expert_original;             /* before pruning, 0 if not recorded */
+    struct weight embd, output;        /* (n_vocab, n_embd) */
+    const float *output_norm;          /* (n_embd) */
+    struct layer *layers;              /* (n_layer) */
+    uint64_t file_bytes, weight_bytes; /* weight_bytes: of all tensors bound */
+    uint64_t hash;                     /* identifies the file to saved sessions */
+    void **owned;                      /* stb_ds: what model_free frees */
     double load_seconds;
 };
 
@@ -4771,20 +4168,22 @@ static const struct gguf_kv *loader_key(struct loader *l, const char *suffix, ch
 
 #define KEY_REQUIRED INT64_MIN
 
-/* An integer key within [lo, hi]; `dflt` when absent, an error when dflt is KEY_REQUIRED. An array with one value per layer is
- * accepted if all are equal. */
+/* An integer key within [lo, hi]; `dflt`, which may follow from other keys and is checked too, when absent, an error when dflt
+ * is KEY_REQUIRED. An array with one value per layer is accepted if all are equal. */
 static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi) {
     char key[128];
     int64_t v = dflt, w;
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
     if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
-    if (!kv) return l->failed ? 0 : (int)dflt;
-    if (!kv->n || !gguf_elem_int(kv, 0, &v)) loader_fail(l, "metadata key '%s' is not an integer", key);
-    for (uint64_t i = 1; i < kv->n && !l->failed; i++)
-        if (!gguf_elem_int(kv, i, &w) || w != v) loader_fail(l, "metadata key '%s' differs between layers", key);
+    if (kv && (!kv->n || !gguf_elem_int(kv, 0, &v)))
+        loader_fail(l, "metadata key '%s' is not an integer", key);
+    for (uint64_t i = 1; kv && i < kv->n && !l->failed; i++)
+        if (!gguf_elem_int(kv, i, &w) || w != v)
+            loader_fail(l, "metadata key '%s' differs between layers", key);
     if (!l->failed && (v < lo || v > hi))
-        loader_fail(l, "metadata key '%s' is %lld, expected %lld to %lld", key, (long long)v, (long long)lo, (long long)hi);
+        loader_fail(l, "metadata key '%s' is %lld%s, expected %lld to %lld", key, (long long)v,
+                    kv ? "" : " by default", (long long)lo, (long long)hi);
     return l->failed ? 0 : (int)v;
 }
 
@@ -4795,8 +4194,10 @@ static float loader_num(struct loader *l, const char *suffix, double dflt, doubl
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
     if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);
-    if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not a number", key);
-    if (kv && !l->failed && !(v >= lo && v <= hi)) loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, lo, hi);
+    if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v)))
+        loader_fail(l, "metadata key '%s' is not a number", key);
+    if (kv && !l->failed && !(v >= lo && v <= hi))
+        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, lo, hi);
     return l->failed ? 0 : (float)v;
 }
 
@@ -4823,8 +4224,8 @@ static const char *shape_text(const uint64_t *ne, uint32_t n, char out[96]) {
 
 /* The tensor of that name, marked as used; NULL when absent (an error unless optional) or when its shape is not
  * {n0, n1, n2} with trailing ones ignored. A dimension given as 0 may have any size. */
-static const struct gguf_tensor *loader_tensor(struct loader *l, const char *name, uint64_t n0, uint64_t n1, uint64_t n2,
-                                               bool optional) {
+static const struct gguf_tensor *loader_tensor(struct loader *l, const char *name, uint64_t n0, uint64_t n1,
+                                               uint64_t n2, bool optional) {
     char want[96], got[96];
     if (l->failed) return NULL;
     const struct gguf_tensor *t = gguf_find_tensor(l->g, name);
@@ -4834,9 +4235,9 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
     }
     uint64_t w[4] = {n0 ? n0 : t->ne[0], n1 ? n1 : t->ne[1], n2 ? n2 : t->ne[2], 1};
     if (memcmp(w, t->ne, sizeof w)) {
-        uint32_t n = n2 > 1 ? 3 : n1 > 1 ? 2 : 1;
-        loader_fail(l, "tensor '%s' has the shape {%s}, expected {%s}", name, shape_text(t->ne, t->n_dims, got),
-                    shape_text(w, n, want));
+        uint32_t n = w[2] > 1 ? 3 : w[1] > 1 ? 2 : 1;
+        loader_fail(l, "tensor '%s' has the shape {%s}, expected {%s}", name,
+                    shape_text(t->ne, t->n_dims, got), shape_text(w, n, want));
         return NULL;
     }
     l->used[t - l->g->tensors] = true;
@@ -4849,7 +4250,8 @@ static const float *loader_vector(struct loader *l, const char *name, int n, boo
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n, 1, 1, optional);
     if (!t) return NULL;
     if (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16) {
-        loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name, gguf_type_info(t->type).name);
+        loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name,
+                    gguf_type_info(t->type).name);
         return NULL;
     }
     float *v = loader_own(l, (size_t)n * sizeof *v);
@@ -4864,13 +4266,16 @@ static const float *loader_vector(struct loader *l, const char *name, int n, boo
 
 /* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and its optional BASE.scale, of one factor
  * or one per expert. */
-static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional, const char *base) {
+static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert,
+                          bool optional, const char *base) {
     char name[160];
     snprintf(name, sizeof name, "%s.weight", base);
-    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
+    const struct gguf_tensor *t =
+        loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
     if (!t) return;
     if (t->type >= GGUF_I8 && t->type <= GGUF_F64) {
-        loader_fail(l, "tensor '%s' has the type %s, which is not one of weights", name, gguf_type_info(t->type).name);
+        loader_fail(l, "tensor '%s' has the type %s, which is not one of weights", name,
+                    gguf_type_info(t->type).name);
         return;
     }
     w->data = t->data, w->type = t->type;
@@ -4891,7 +4296,8 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     if (t) l->used[t - l->g->tensors] = true;
 }
 
-static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in, int n_out, int n_expert, bool optional) {
+static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in,
+                                int n_out, int n_expert, bool optional) {
     char base[128];
     snprintf(base, sizeof base, "blk.%d.%s", il, what);
     loader_weight(l, w, n_in, n_out, n_expert, optional, base);
@@ -4906,7 +4312,7 @@ static const float *loader_layer_vector(struct loader *l, int il, const char *wh
 /* Rotary frequencies, with the interpolation that the file asks for (YaRN: arXiv 2309.00071, section 3.2 and 3.4). */
 static void loader_rope(struct loader *l) {
     struct model *m = l->m;
-    struct gguf_str type = {"none", 4};
+    struct gguf_str type = {"linear", 6}; /* upstream's default; without a factor it is none */
     char key[128];
     double base = loader_num(l, "rope.freq_base", 10000.0, 1.0, 1e12);
     double factor = loader_num(l, "rope.scaling.factor", 1.0, 0.0, 1e6);
@@ -4921,13 +4327,19 @@ static void loader_rope(struct loader *l) {
     bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
     if (!yarn && !linear && !gguf_str_eq(type, "none")) {
         char t[32];
-        loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key, gguf_printable(type, t, sizeof t));
+        loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
+                    gguf_printable(type, t, sizeof t));
         return;
     }
     if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
     m->rope_factor = (float)attn_factor;
     m->attn_scale = 1.0f / sqrtf((float)m->head_k);
-    if (yarn && m->kv_lora) { /* DeepSeek: the factor goes into the softmax scale, cos and sin stay */
+    if (yarn && m->kv_lora && log_mul == 0.0) {
+        loader_fail(l,
+                    "metadata key '%s.rope.scaling.yarn_log_multiplier' is missing: YaRN with latent "
+                    "attention needs it",
+                    l->arch);
+    } else if (yarn && m->kv_lora) { /* DeepSeek: the factor goes into the softmax scale, cos and sin stay */
         double mscale = 1.0 + log_mul * log(factor > 1.0 ? factor : 1.0);
         m->attn_scale *= (float)(mscale * mscale);
     } else if (yarn) {
@@ -4943,7 +4355,8 @@ static void loader_rope(struct loader *l) {
         double f = pow(base, -2.0 * i / d);
         double ramp = yarn ? fmin(fmax((i - lo) / (hi - lo), 0.0), 1.0) : 1.0;
         freq[i] = (float)(f / factor * ramp + f * (1.0 - ramp));
-        if (!isfinite(freq[i])) loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
+        if (!isfinite(freq[i]))
+            loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
     }
     m->rope_freq = freq;
 }
@@ -4960,7 +4373,8 @@ static void loader_hparams(struct loader *l) {
     m->n_head_kv = loader_int(l, "attention.head_count_kv", m->n_head, 1, m->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN, 0.0, 1.0);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
-    m->n_expert_used = loader_int(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK);
+    m->n_expert_used = loader_int(l, "expert_used_count", KEY_REQUIRED, 1,
+                                  m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK);
     if (mla) {
         m->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
         m->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
@@ -4969,20 +4383,26 @@ static void loader_hparams(struct loader *l) {
         m->rope_dim = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, m->head_k - 1);
         m->nope = m->head_k - m->rope_dim;
         if (loader_num(l, "attention.temperature_scale", 0.0, 0.0, 1e6) != 0.0f)
-            loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
+            loader_fail(l,
+                        "metadata key '%s.attention.temperature_scale' is set: that variant is not supported",
+                        l->arch);
     } else {
         m->head_k = loader_int(l, "attention.key_length", m->n_head ? m->n_embd / m->n_head : 0, 2, 4096);
         m->head_v = loader_int(l, "attention.value_length", m->head_k, 1, 4096);
         m->rope_dim = loader_int(l, "rope.dimension_count", m->head_k, 2, m->head_k);
     }
     if (!l->failed && (m->rope_dim % 2 || m->n_head % m->n_head_kv))
-        loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->rope_dim, m->n_head, m->n_head_kv);
+        loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->rope_dim,
+                    m->n_head, m->n_head_kv);
     m->n_group = loader_int(l, "expert_group_count", 1, 0, MAX_EXPERTS);
     m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
-    if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
-    m->gating = (enum gating)loader_int(l, "expert_gating_func", GATING_SOFTMAX, GATING_SOFTMAX, GATING_SIGMOID);
-    m->weights_norm = loader_bool(l, "expert_weights_norm", m->arch == ARCH_QWEN3MOE);
+    if (!l->failed && !m->n_group_used)
+        loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
+    int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SIGMOID);
+    bool by_arch = !gating && !mla; /* 0: as the architecture has it, and that includes the norm */
+    m->gating = gating ? (enum gating)gating : GATING_SOFTMAX;
+    m->weights_norm = by_arch || loader_bool(l, "expert_weights_norm", !mla);
     m->weights_scale = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
     if (m->weights_scale == 0.0f) m->weights_scale = 1.0f;
     loader_rope(l);
@@ -4996,7 +4416,8 @@ static void loader_kept(struct loader *l, struct layer *y, int il) {
     const struct gguf_kv *kv = l->failed ? NULL : gguf_find(l->g, key);
     if (!kv) return;
     if (!kv->is_array || kv->n != (uint64_t)y->n_expert) {
-        loader_fail(l, "metadata key '%s' lists %llu experts, the layer has %d", key, (unsigned long long)kv->n, y->n_expert);
+        loader_fail(l, "metadata key '%s' lists %llu experts, the layer has %d", key,
+                    (unsigned long long)kv->n, y->n_expert);
         return;
     }
     int32_t *kept = loader_own(l, (size_t)y->n_expert * sizeof *kept);
@@ -5021,7 +4442,9 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
         snprintf(name, sizeof name, "blk.%d.ffn_gate.weight", il);
         const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)m->n_embd, 0, 1, false);
         if (!t || t->ne[1] > 1 << 20) {
-            if (t) loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[1], 1 << 20);
+            if (t)
+                loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name,
+                            (unsigned long long)t->ne[1], 1 << 20);
             return;
         }
         int n_ff = (int)t->ne[1];
@@ -5031,18 +4454,27 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
         loader_layer_weight(l, &y->down, il, "ffn_down", n_ff, m->n_embd, 1, false);
         return;
     }
-    if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)m->n_expert_used || router->ne[1] % (uint64_t)m->n_group) {
-        loader_fail(l, "tensor '%s' routes to %llu experts, expected %d to %d%s", name, (unsigned long long)router->ne[1],
-                    m->n_expert_used, m->n_expert_max, m->n_group > 1 ? " and whole groups" : "");
+    if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)m->n_expert_used ||
+        router->ne[1] % (uint64_t)m->n_group) {
+        loader_fail(l, "tensor '%s' routes to %llu experts, expected %d to %d%s", name,
+                    (unsigned long long)router->ne[1], m->n_expert_used, m->n_expert_max,
+                    m->n_group > 1 ? " and whole groups" : "");
         return;
     }
     int n = y->n_expert = (int)router->ne[1];
     loader_layer_weight(l, &y->router, il, "ffn_gate_inp", m->n_embd, n, 1, false);
     y->router_bias = loader_layer_vector(l, il, "exp_probs_b.bias", n, true);
+    if (y->router_bias && m->gating == GATING_SOFTMAX)
+        loader_fail(l,
+                    "layer %d has a routing bias, which belongs to a sigmoid router; '%s.expert_gating_func' "
+                    "does not say 2",
+                    il, l->arch);
     snprintf(name, sizeof name, "blk.%d.ffn_down_exps.weight", il);
     const struct gguf_tensor *down = loader_tensor(l, name, 0, (uint64_t)m->n_embd, (uint64_t)n, false);
     if (!down || down->ne[0] > 1 << 20) {
-        if (down) loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)down->ne[0], 1 << 20);
+        if (down)
+            loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name,
+                        (unsigned long long)down->ne[0], 1 << 20);
         return;
     }
     int n_ff = (int)down->ne[0];
@@ -5070,6 +4502,13 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
     loader_kept(l, y, il);
 }
 
+/* Gate and up multiply the same packed activations, whose format follows from the type. */
+static void loader_same_type(struct loader *l, int il, const struct weight *gate, const struct weight *up) {
+    if (gate->type != up->type)
+        loader_fail(l, "layer %d: the gate has the type %s, expected that of up, %s", il,
+                    gguf_type_info(gate->type).name, gguf_type_info(up->type).name);
+}
+
 static void loader_layer(struct loader *l, struct layer *y, int il) {
     struct model *m = l->m;
     y->attn_norm = loader_layer_vector(l, il, "attn_norm.weight", m->n_embd, false);
@@ -5090,11 +4529,16 @@ static void loader_layer(struct loader *l, struct layer *y, int il) {
         loader_layer_weight(l, &y->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
         loader_layer_weight(l, &y->wk, il, "attn_k", m->n_embd, m->n_head_kv * m->head_k, 1, false);
         loader_layer_weight(l, &y->wv, il, "attn_v", m->n_embd, m->n_head_kv * m->head_v, 1, false);
+        y->wq.bias = loader_layer_vector(l, il, "attn_q.bias", m->n_head * m->head_k, true);
+        y->wk.bias = loader_layer_vector(l, il, "attn_k.bias", m->n_head_kv * m->head_k, true);
+        y->wv.bias = loader_layer_vector(l, il, "attn_v.bias", m->n_head_kv * m->head_v, true);
         y->q_norm = loader_layer_vector(l, il, "attn_q_norm.weight", m->head_k, false);
         y->k_norm = loader_layer_vector(l, il, "attn_k_norm.weight", m->head_k, false);
     }
     loader_layer_weight(l, &y->wo, il, "attn_output", m->n_head * m->head_v, m->n_embd, 1, false);
     loader_ffn(l, y, il);
+    loader_same_type(l, il, &y->gate, &y->up);
+    loader_same_type(l, il, &y->sh_gate, &y->sh_up);
 }
 
 /* Every tensor of the file must have found its place; those of the prediction layers behind the last layer wait for theirs. */
@@ -5105,7 +4549,9 @@ static void loader_leftovers(struct loader *l) {
         int il;
         if (l->used[i]) continue;
         gguf_printable(t->name, name, sizeof name);
-        if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer && il < l->m->n_layer + l->m->n_mtp_layer) continue;
+        if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer &&
+            il < l->m->n_layer + l->m->n_mtp_layer)
+            continue;
         loader_fail(l, "tensor '%s' is not part of the architecture %s as known here", name, l->arch);
     }
 }
@@ -5117,7 +4563,8 @@ static uint64_t model_hash(const struct gguf *g) {
         const struct gguf_tensor *t = &g->tensors[i];
         size_t n = t->bytes < 64 ? (size_t)t->bytes : 64;
         for (size_t j = 0; j < t->name.n; j++) h = (h ^ (uint8_t)t->name.p[j]) * 0x100000001b3u;
-        for (size_t j = 0; j < n; j++) h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
+        for (size_t j = 0; j < n; j++)
+            h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
         h = (h ^ t->bytes ^ (uint64_t)t->type << 56) * 0x100000001b3u;
     }
     return h;
@@ -5133,25 +4580,27 @@ static void model_free(struct model *m) {
 
 /* Interprets the metadata and tensors of m->gguf, which it takes over. 0, or -1 with a message and m empty. */
 static int model_bind(struct model *m, char *err) {
-    static const char *const names[] = {[ARCH_QWEN3MOE] = "qwen3moe", [ARCH_DEEPSEEK2] = "deepseek2"};
     struct loader l = {.m = m, .g = &m->gguf, .err = err};
     struct gguf_str s = {"", 0};
     char text[64];
-    size_t known = 0, n_names = sizeof names / sizeof *names;
-    if (!gguf_get_str(l.g, "general.architecture", &s)) loader_fail(&l, "metadata key 'general.architecture' is missing");
-    while (known < n_names && !gguf_str_eq(s, names[known])) known++;
+    size_t known = 0, n_names = sizeof arch_names / sizeof *arch_names;
+    if (!gguf_get_str(l.g, "general.architecture", &s))
+        loader_fail(&l, "metadata key 'general.architecture' is missing");
+    while (known < n_names && !gguf_str_eq(s, arch_names[known])) known++;
     if (known == n_names)
-        loader_fail(&l, "the architecture '%s' is not supported; known are qwen3moe and deepseek2", gguf_printable(s, text, sizeof text));
+        loader_fail(&l, "the architecture '%s' is not supported; known are qwen3moe and deepseek2",
+                    gguf_printable(s, text, sizeof text));
     if (!l.failed && !l.g->n_tensors) loader_fail(&l, "the file holds a vocabulary but no tensors");
     l.used = xcalloc(l.g->n_tensors + 1u, sizeof *l.used);
-    l.arch = known < n_names ? names[known] : "";
+    l.arch = known < n_names ? arch_names[known] : "";
     m->arch = (enum arch)known;
     s = (struct gguf_str){"", 0};
     gguf_get_str(l.g, "general.name", &s);
     gguf_printable(s, m->name, sizeof m->name);
     if (!l.failed) loader_hparams(&l);
     const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
-    if (embd && embd->ne[1] > 1 << 24) loader_fail(&l, "tensor 'token_embd.weight' has %llu rows", (unsigned long long)embd->ne[1]);
+    if (embd && embd->ne[1] > 1 << 24)
+        loader_fail(&l, "tensor 'token_embd.weight' has %llu rows", (unsigned long long)embd->ne[1]);
     m->n_vocab = embd && !l.failed ? (int)embd->ne[1] : 0;
     loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
@@ -5163,13 +4612,17 @@ static int model_bind(struct model *m, char *err) {
     const struct gguf_kv *kv = gguf_find(l.g, "moe.reap.pruned");
     int64_t v;
     m->pruned = kv && gguf_elem_int(kv, 0, &v) && v;
-    if ((kv = gguf_find(l.g, "moe.reap.original_expert_count")) && gguf_elem_int(kv, 0, &v) && v > 0 && v <= MAX_EXPERTS)
+    if ((kv = gguf_find(l.g, "moe.reap.original_expert_count")) && gguf_elem_int(kv, 0, &v) && v > 0 &&
+        v <= MAX_EXPERTS)
         m->n_expert_original = (int)v;
-    if (!l.failed && gguf_find(l.g, "tokenizer.ggml.tokens")) {
+    struct gguf_str tokenizer = {"", 0};
+    gguf_get_str(l.g, "tokenizer.ggml.model", &tokenizer);
+    if (!l.failed && gguf_find(l.g, "tokenizer.ggml.tokens") && !gguf_str_eq(tokenizer, "no_vocab")) {
         char why[ERR_MAX];
         if (vocab_load(&m->vocab, l.g, why)) loader_fail(&l, "%s", why);
         else if (m->vocab.n_tokens > m->n_vocab)
-            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab.n_tokens, m->n_vocab);
+            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab.n_tokens,
+                        m->n_vocab);
     }
     free(l.used);
     if (!l.failed) {
@@ -5183,7 +4636,8 @@ static int model_bind(struct model *m, char *err) {
 
 /* Share of the mapping that is in memory, from a sample of its pages. */
 static double image_resident(const struct gguf_image *im) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (im->size + page - 1) / page, hit = 0, step = pages / 1024 + 1, n = 0;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (im->size + page - 1) / page, hit = 0,
+           step = pages / 1024 + 1, n = 0;
     for (size_t i = 0; i < pages; i += step, n++) {
         unsigned char in = 0;
         if (!mincore((void *)(uintptr_t)(im->base + i * page), 1, &in)) hit += in & 1;
@@ -5197,7 +4651,8 @@ static void model_prefetch(const struct model *m) {
     enum { STEP = 16 << 20 };
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     double total = (double)m->file_bytes, done = 0, t0 = now_seconds(), shown = t0;
-    if (m->file_bytes < (uint64_t)256 << 20 || total > 0.9 * (double)page * (double)sysconf(_SC_PHYS_PAGES)) return;
+    if (m->file_bytes < (uint64_t)256 << 20 || total > 0.9 * (double)page * (double)sysconf(_SC_PHYS_PAGES))
+        return;
     for (uint32_t k = 0; k < m->gguf.n_images; k++) {
         const struct gguf_image *im = &m->gguf.images[k];
         bool resident = !im->mapped || image_resident(im) > 0.99;
@@ -5208,8 +4663,9 @@ static void model_prefetch(const struct model *m) {
             double t = now_seconds(), have = done + (double)(at + n);
             if (!term.err_tty || t - shown < 0.1) continue;
             shown = t;
-            fprintf(stderr, "\rreading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left \033[K", 100 * have / total,
-                    have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0), (total - have) / (have / (t - t0)));
+            fprintf(stderr, "\rreading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left \033[K",
+                    100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
+                    (total - have) / (have / (t - t0)));
         }
         done += (double)im->size;
     }
@@ -5238,16 +4694,16 @@ static int model_load(struct model *m, const char *path, char *err) {
  * works on one thread's range, allocates nothing and knows nothing of models, layers or threads.
  *
  * kernels_ref is the oracle: exact weights, F32 activations, sums in double. The others are exact in the weights too but
- * may round activations to int8 (one F32 scale per 32) or BF16. Invariant: for a given format, an element of a result is a
+ * may round activations to 16-bit integers (one F32 scale per 32) or pairs of BF16. Invariant: for a given format, an element of a result is a
  * fixed function of its row of weights and its row of activations; how a caller cuts a product does not change a bit.
  *
- * Order: formats, vector functions for any instruction set, products with F32 activations, int8 panels, BF16 tiles, choice.
+ * Order: formats, vector functions for any instruction set, products with F32 activations, integer panels, BF16 tiles, choice.
  * ============================================================================================================ */
 
-enum act_format { ACT_F32, ACT_Q8, ACT_BF16 }; /* how a row of activations is packed for a kernel */
+enum act_format { ACT_F32, ACT_I16, ACT_BF16 }; /* how a row of activations is packed for a kernel */
 
 enum {
-    KERNEL_SCRATCH = 5 << 18, /* bytes of struct gemm's scratch */
+    KERNEL_SCRATCH = 1 << 17, /* bytes of struct gemm's scratch */
     FEW_TOKENS = 8            /* from here on weights are worth decoding to BF16 tiles */
 };
 
@@ -5279,15 +4735,16 @@ struct kernels {
     void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
                      int ldc); /* C (m,n)  = A (m,k) B (n,k)^T, strides in floats */
     void (*sgemm_nn_add)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                         int ldc);                                     /* C (m,n) += A (m,k) B (k,n) */
-    float (*exp_sum)(float *s, int n, float max);                      /* s = exp(s - max); the sum */
-    void (*silu_mul)(float *g, const float *u, int n);                 /* g = g / (1 + exp(-g)) * u */
+                         int ldc);                     /* C (m,n) += A (m,k) B (k,n) */
+    float (*exp_sum)(float *s, int n, float max);      /* s = exp(s - max); the sum */
+    void (*silu_mul)(float *g, const float *u, int n); /* g = g / (1 + exp(-g)) * u */
     void (*from_bf16)(const uint16_t *x, float *y, int n);
     void (*from_e4m3)(const uint8_t *x, float scale, float *y, int n); /* finite codes only */
-    void (*to_e4m3)(const float *x, float inv_scale, uint8_t *y, int n); /* the bits of e4m3_from_f32(x * inv_scale) */
-    void (*to_bf16)(const float *x, uint16_t *y, int n);                 /* the bits of bf16_from_f32 */
+    void (*to_e4m3)(const float *x, float inv_scale, uint8_t *y,
+                    int n);                              /* the bits of e4m3_from_f32(x * inv_scale) */
+    void (*to_bf16)(const float *x, uint16_t *y, int n); /* the bits of bf16_from_f32 */
     void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n); /* w NULL: all ones */
-    float (*amax)(const float *x, int n);                                        /* largest |x|, 0 for n = 0 */
+    float (*amax)(const float *x, int n); /* largest |x|, 0 for n = 0 */
 };
 
 static int int_min(int a, int b) { return a < b ? a : b; }
@@ -5296,17 +4753,23 @@ static inline const uint8_t *gemm_x(const struct gemm *g, int t) {
     return g->x + (size_t)(g->rows ? g->rows[t] : t) * g->x_stride;
 }
 
-/* 32 activations: value = q * d. bias[h] = -16 * (sum of the half h of q) takes back the 16 that kernels with unsigned
- * weights add to every weight; it is stored, because it is the same for every row of weights. */
-struct act_q8 {
+/* 32 activations: value = (256 * hi + lo) * d, 16 bits in two digits of which neither is -128, so that they can be negated.
+ * bias[h] = -16 * (sum of the half h) takes back the 16 that kernels with unsigned weights add to every weight; it is
+ * stored, because it is the same for every row of weights. */
+struct act_i16 {
     float d;
     int32_t bias[2];
-    int8_t q[32];
+    int8_t hi[32], lo[32];
 };
+
+/* ACT_BF16 is the sum of two BF16 numbers, in two planes one behind the other: bytes of one. */
+static size_t act_plane(int n) { return (2 * (size_t)n + 63) / 64 * 64; }
 
 /* An odd number of cache lines: were rows a power of two apart, the same place of every row would share a cache set. */
 static size_t act_bytes(enum act_format f, int n) {
-    size_t k = (size_t)n, bytes = f == ACT_F32 ? 4 * k : f == ACT_BF16 ? 2 * k : (k + 31) / 32 * sizeof(struct act_q8);
+    size_t k = (size_t)n, bytes = f == ACT_F32    ? 4 * k
+                                  : f == ACT_BF16 ? 2 * act_plane(n)
+                                                  : (k + 31) / 32 * sizeof(struct act_i16);
     return (bytes + 63) / 64 * 64 | 64;
 }
 
@@ -5356,7 +4819,8 @@ static void ref_gemm(const struct gemm *g) {
     }
 }
 
-static void ref_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc) {
+static void ref_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                         int ldc) {
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++)
             c[(ptrdiff_t)i * ldc + j] = ref_dot(a + (ptrdiff_t)i * lda, b + (ptrdiff_t)j * ldb, k);
@@ -5367,7 +4831,8 @@ static void ref_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
             double s = 0;
-            for (int p = 0; p < k; p++) s += (double)a[(ptrdiff_t)i * lda + p] * (double)b[(ptrdiff_t)p * ldb + j];
+            for (int p = 0; p < k; p++)
+                s += (double)a[(ptrdiff_t)i * lda + p] * (double)b[(ptrdiff_t)p * ldb + j];
             c[(ptrdiff_t)i * ldc + j] += (float)s;
         }
 }
@@ -5409,10 +4874,10 @@ static float ref_amax(const float *x, int n) {
     return m;
 }
 
-static const struct kernels kernels_ref = {
-    "reference",   ref_act_format, act_bytes,   ref_act_pack, ref_gemm,     ref_dot,
-    ref_sgemm_nt,  ref_sgemm_nn_add, ref_exp_sum, ref_silu_mul, ref_from_bf16, ref_from_e4m3,
-    ref_to_e4m3,   ref_to_bf16,    ref_rmsnorm, ref_amax};
+static const struct kernels kernels_ref = {"reference", ref_act_format, act_bytes,     ref_act_pack,
+                                           ref_gemm,    ref_dot,        ref_sgemm_nt,  ref_sgemm_nn_add,
+                                           ref_exp_sum, ref_silu_mul,   ref_from_bf16, ref_from_e4m3,
+                                           ref_to_e4m3, ref_to_bf16,    ref_rmsnorm,   ref_amax};
 
 /* ============================================================================================================
  * CPU kernels: vector functions for any instruction set
@@ -5439,10 +4904,10 @@ typedef vu vu_mem __attribute__((aligned(1), may_alias));
 typedef vu16 vu16_mem __attribute__((aligned(1), may_alias));
 typedef vu8 vu8_mem __attribute__((aligned(1), may_alias));
 
-#define VLOAD(type, p)        (*(const type##_mem *)(p))
-#define VSTORE(type, p)       (*(type##_mem *)(p)) /* an lvalue */
-#define VSELECT(mask, a, b)   ((vf)(((vi)(mask) & (vi)(a)) | (~(vi)(mask) & (vi)(b))))
-#define INLINE static inline __attribute__((always_inline))
+#define VLOAD(type, p)      (*(const type##_mem *)(p))
+#define VSTORE(type, p)     (*(type##_mem *)(p)) /* an lvalue */
+#define VSELECT(mask, a, b) ((vf)(((vi)(mask) & (vi)(a)) | (~(vi)(mask) & (vi)(b))))
+#define INLINE              static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
@@ -5452,9 +4917,7 @@ typedef vu8 vu8_mem __attribute__((aligned(1), may_alias));
 INLINE float vec_sum(const vf *v) {
     float s[VL];
     memcpy(s, v, sizeof s);
-    UNROLL for (int n = VL / 2; n; n /= 2) {
-        UNROLL for (int i = 0; i < n; i++) s[i] += s[i + n];
-    }
+    UNROLL for (int n = VL / 2; n; n /= 2) { UNROLL for (int i = 0; i < n; i++) s[i] += s[i + n]; }
     return s[0];
 }
 
@@ -5477,7 +4940,8 @@ INLINE void vec_load_bf16(const uint8_t *row, int i, vf *out) {
 INLINE void vec_load_f16(const uint8_t *row, int i, vf *out) {
     vu h = __builtin_convertvector(VLOAD(vu16, row + 2 * (ptrdiff_t)i), vu), bits = (h & 0x7fff) << 13;
     vec_rebias(&bits, 112, out);
-    *out = (vf)((vu)*out | (h & 0x8000) << 16 | ((vu)(bits >= 0x0f800000) & 0x7f800000)); /* infinity and NaN */
+    *out =
+        (vf)((vu)*out | (h & 0x8000) << 16 | ((vu)(bits >= 0x0f800000) & 0x7f800000)); /* infinity and NaN */
 }
 
 /* e^x for x <= 88, 0 below -87.3. Relative error 2e-7: x = n ln 2 + r; polynomial of degree 6 (Cephes, expf). */
@@ -5492,7 +4956,7 @@ INLINE void vec_exp(vf *x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    vf y = p * (vf)(((vi)t + 127) << 23);
+    vf y = p * (vf)(((vu)t + 127) << 23);
     *x = VSELECT(*x < -87.3f, (vf){0}, y);
 }
 
@@ -5529,7 +4993,8 @@ INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0
         UNROLL for (int r = 0; r < R; r++) {
             float sum = vec_sum(&s[t][r]), tail[VL];
             if (i < g->n_in) {
-                gguf_dequantize_row(g->type, w[r] + gguf_row_bytes(g->type, (size_t)i), tail, (size_t)(g->n_in - i));
+                gguf_dequantize_row(g->type, w[r] + gguf_row_bytes(g->type, (size_t)i), tail,
+                                    (size_t)(g->n_in - i));
                 for (int j = i; j < g->n_in; j++) sum += tail[j - i] * x[t][j];
             }
             g->y[(size_t)(t0 + t) * g->y_stride + (size_t)(r0 + r)] = g->scale * sum;
@@ -5550,16 +5015,24 @@ INLINE void vec_gemm(vec_load *load, const struct gemm *g) {
 }
 
 /* C = A B^T as a product with weights B. */
-static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                                    int ldc) {
-    return (struct gemm){.type = GGUF_F32, .w = (const uint8_t *)b, .w_stride = 4 * (size_t)ldb, .n_out = n, .n_in = k,
-                         .scale = 1.0f, .x = (const uint8_t *)a, .x_stride = 4 * (size_t)lda, .n_tok = m, .y = c,
+static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda, const float *b, int ldb,
+                                    float *c, int ldc) {
+    return (struct gemm){.type = GGUF_F32,
+                         .w = (const uint8_t *)b,
+                         .w_stride = 4 * (size_t)ldb,
+                         .n_out = n,
+                         .n_in = k,
+                         .scale = 1.0f,
+                         .x = (const uint8_t *)a,
+                         .x_stride = 4 * (size_t)lda,
+                         .n_tok = m,
+                         .y = c,
                          .y_stride = (size_t)ldc};
 }
 
 /* M rows by N vectors of C += A B. */
-INLINE void vec_tile_nn(int M, int N, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc) {
+INLINE void vec_tile_nn(int M, int N, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+                        float *c, ptrdiff_t ldc) {
     vf s[4][2];
     UNROLL for (int i = 0; i < M; i++) {
         UNROLL for (int j = 0; j < N; j++) s[i][j] = VLOAD(vf, c + i * ldc + j * VL);
@@ -5576,15 +5049,17 @@ INLINE void vec_tile_nn(int M, int N, int k, const float *a, ptrdiff_t lda, cons
     }
 }
 
-INLINE void vec_sgemm_nn_add(int m, int n, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
-                             float *c, ptrdiff_t ldc) {
+INLINE void vec_sgemm_nn_add(int m, int n, int k, const float *a, ptrdiff_t lda, const float *b,
+                             ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
     int i = 0, j;
     for (; i + 4 <= m; i += 4) {
-        for (j = 0; j + 2 * VL <= n; j += 2 * VL) vec_tile_nn(4, 2, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
+        for (j = 0; j + 2 * VL <= n; j += 2 * VL)
+            vec_tile_nn(4, 2, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
         for (; j + VL <= n; j += VL) vec_tile_nn(4, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
     }
     for (; i < m; i++)
-        for (j = 0; j + VL <= n; j += VL) vec_tile_nn(1, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
+        for (j = 0; j + VL <= n; j += VL)
+            vec_tile_nn(1, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
     for (i = 0; i < m; i++)
         for (j = n / VL * VL; j < n; j++)
             for (int p = 0; p < k; p++) c[i * ldc + j] += a[i * lda + p] * b[p * ldb + j];
@@ -5684,58 +5159,69 @@ INLINE float vec_amax(const float *x, int n) {
         m = (vi)VSELECT(a > m, a, m);
     }
     float best = ref_amax(x + i, n - i);
-    for (int j = 0; j < VL; j++) best = f32_from_bits((uint32_t)m[j]) > best ? f32_from_bits((uint32_t)m[j]) : best;
+    for (int j = 0; j < VL; j++)
+        best = f32_from_bits((uint32_t)m[j]) > best ? f32_from_bits((uint32_t)m[j]) : best;
     return best;
 }
 
-/* n is a multiple of 32. What is below 2^-100 counts as zero: 127 / amax stays finite. */
-INLINE void vec_pack_q8(const float *x, int n, struct act_q8 *out) {
+/* n is a multiple of 32. What is below 2^-100 counts as zero: 32512 / amax stays finite. */
+INLINE void vec_pack_i16(const float *x, int n, struct act_i16 *out) {
     for (int b = 0; b < n / 32; b++, x += 32) {
-        float amax = vec_amax(x, 32), inv = amax < 0x1p-100f ? 0.0f : 127.0f / amax;
-        out[b].d = amax < 0x1p-100f ? 0.0f : amax / 127.0f;
+        float amax = vec_amax(x, 32), inv = amax < 0x1p-100f ? 0.0f : 32512.0f / amax; /* 127 * 256 */
+        out[b].d = amax < 0x1p-100f ? 0.0f : amax / 32512.0f;
         for (int h = 0; h < 2; h++) {
-            vi sum = {0};
-            int32_t total = 0;
+            vu sum = {0};
+            uint32_t total = 0;
             for (int i = 16 * h; i < 16 * h + 16; i += VL) {
                 vf t = VLOAD(vf, x + i) * inv + 0x1.8p23f; /* rounds to the nearest integer */
-                vi q = (vi)t - 0x4b400000;
-                VSTORE(vu8, out[b].q + i) = __builtin_convertvector((vu)q, vu8);
-                sum += q;
+                vu q = (vu)t - 0x4b400000, lo = ((q + 128) & 255) - 128, hi = (vu)((vi)(q - lo) >> 8);
+                lo -= (vu)((vi)lo == -128); /* to -127 */
+                VSTORE(vu8, out[b].hi + i) = __builtin_convertvector(hi, vu8);
+                VSTORE(vu8, out[b].lo + i) = __builtin_convertvector(lo, vu8);
+                sum += (hi << 8) + lo;
             }
             for (int j = 0; j < VL; j++) total += sum[j];
-            out[b].bias[h] = -16 * total;
+            out[b].bias[h] = (int32_t)(0 - 16 * total);
         }
     }
 }
 
 INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     if (f == ACT_F32) ref_act_pack(f, x, n, out);
-    else if (f == ACT_Q8) vec_pack_q8(x, n, out);
+    else if (f == ACT_I16) vec_pack_i16(x, n, out);
     else {
-        vec_to_bf16(x, out, n);
-        memset((uint16_t *)out + n, 0, act_bytes(f, n) - 2 * (size_t)n);
+        uint16_t *hi = out, *lo = (uint16_t *)(void *)((uint8_t *)out + act_plane(n));
+        memset(out, 0, act_bytes(f, n));
+        for (int i = 0; i < n; i += 64) {
+            float rest[64];
+            int m = int_min(n - i, 64);
+            vec_to_bf16(x + i, hi + i, m);
+            vec_from_bf16(hi + i, rest, m);
+            for (int j = 0; j < m; j++) rest[j] = x[i + j] - rest[j];
+            vec_to_bf16(rest, lo + i, m);
+        }
     }
 }
 
 /* The functions above for one instruction set; TARGET is its attribute. */
-#define VECTOR_FUNCTIONS(isa, TARGET)                                                                        \
-    TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {                 \
-        vec_act_pack(f, x, n, out);                                                                          \
-    }                                                                                                        \
-    TARGET static float isa##_dot(const float *a, const float *b, int n) { return vec_dot(a, b, n); }        \
-    TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }         \
-    TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }            \
-    TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); }       \
-    TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {                     \
-        vec_from_e4m3(x, scale, y, n);                                                                       \
-    }                                                                                                        \
-    TARGET static void isa##_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {                   \
-        vec_to_e4m3(x, inv_scale, y, n);                                                                     \
-    }                                                                                                        \
-    TARGET static void isa##_to_bf16(const float *x, uint16_t *y, int n) { vec_to_bf16(x, y, n); }           \
-    TARGET static void isa##_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {           \
-        vec_rmsnorm(x, w, eps, y, n);                                                                        \
-    }                                                                                                        \
+#define VECTOR_FUNCTIONS(isa, TARGET)                                                                  \
+    TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {           \
+        vec_act_pack(f, x, n, out);                                                                    \
+    }                                                                                                  \
+    TARGET static float isa##_dot(const float *a, const float *b, int n) { return vec_dot(a, b, n); }  \
+    TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }   \
+    TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }      \
+    TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); } \
+    TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {               \
+        vec_from_e4m3(x, scale, y, n);                                                                 \
+    }                                                                                                  \
+    TARGET static void isa##_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {             \
+        vec_to_e4m3(x, inv_scale, y, n);                                                               \
+    }                                                                                                  \
+    TARGET static void isa##_to_bf16(const float *x, uint16_t *y, int n) { vec_to_bf16(x, y, n); }     \
+    TARGET static void isa##_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {     \
+        vec_rmsnorm(x, w, eps, y, n);                                                                  \
+    }                                                                                                  \
     TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }
 
 /* The products with F32 activations likewise; load_*: how weights are loaded. */
@@ -5756,12 +5242,12 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     }
 
 /* The members of struct kernels behind gemm. */
-#define VECTOR_TABLE(isa)                                                                                    \
-    isa##_dot, isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16,           \
+#define VECTOR_TABLE(isa)                                                                          \
+    isa##_dot, isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16, \
         isa##_from_e4m3, isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax
 
 /* ============================================================================================================
- * CPU kernels: products with int8 activations
+ * CPU kernels: products with integer activations
  *
  * A panel is a few rows of weights (as many as an instruction set has 32-bit lanes), decoded in pieces of up to 512
  * weights to small integers and F32 scales, so that a piece stays in the first-level cache while every token of the call
@@ -5782,10 +5268,12 @@ enum {
 struct panel_isa {
     int rows;
     size_t block_bytes; /* of a panel, per 32 weights */
-    /* n_blocks * 32 weights of `rows` rows, which lie w_stride apart */
-    void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, int n_blocks, void *panel);
+    /* n_blocks * 32 weights of `rows` rows, which lie w_stride apart; `next` comes next and may be prefetched */
+    void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks,
+                   void *panel);
     /* sum[t][rows] += panel times x[t], n_tok <= PANEL_GROUP */
-    void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_q8 *const *x, int n_tok, float *sum);
+    void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok,
+                float *sum);
 };
 
 /* Rows [r0, r0 + n) of g against the tokens [t0, t0 + n_tok). */
@@ -5798,16 +5286,19 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
         size_t bytes = gguf_row_bytes(g->type, 32 * (size_t)nb);
         const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, 32 * (size_t)b);
         size_t stride = g->w_stride;
+        const uint8_t *next =
+            b + nb < g->n_in / 32 ? w + bytes : g->w + (size_t)int_min(r0 + n, g->n_out - 1) * g->w_stride;
         if (n < isa->rows) { /* behind the last row there may be no memory: fill up with copies of it */
             for (int r = 0; r < isa->rows; r++)
                 memcpy(copy + (size_t)r * bytes, w + (size_t)(r < n ? r : n - 1) * stride, bytes);
             w = copy, stride = bytes;
         }
-        isa->decode(g->type, w, stride, nb, panel);
+        isa->decode(g->type, w, stride, next, nb, panel);
         for (int t = 0; t < n_tok; t += PANEL_GROUP) {
-            const struct act_q8 *x[PANEL_GROUP];
+            const struct act_i16 *x[PANEL_GROUP];
             int nt = n_tok - t < PANEL_GROUP ? n_tok - t : PANEL_GROUP;
-            for (int i = 0; i < nt; i++) x[i] = (const struct act_q8 *)(const void *)gemm_x(g, t0 + t + i) + b;
+            for (int i = 0; i < nt; i++)
+                x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + t + i) + b;
             isa->dot(g->type, panel, nb, x, nt, sum + (size_t)(t * isa->rows));
         }
     }
@@ -5825,7 +5316,7 @@ static void panel_gemm(const struct gemm *g, const struct panel_isa *isa) {
 
 static enum act_format panel_act_format(uint32_t type, int n_tok) {
     (void)n_tok;
-    return type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16 ? ACT_F32 : ACT_Q8;
+    return type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16 ? ACT_F32 : ACT_I16;
 }
 
 /* The scalar panel: signed weights, row by row. FP4 codes count double, so their scales are halved. */
@@ -5839,7 +5330,8 @@ static void scalar_decode_block(uint32_t type, const uint8_t *w, int half, int8_
         memcpy(q, w + 2, 32);
         d[0] = d[1] = f16_to_f32((uint16_t)(w[0] | w[1] << 8));
     } else if (type == GGUF_MXFP4) {
-        for (int j = 0; j < 16; j++) q[j] = e2m1_doubled[w[1 + j] & 15], q[j + 16] = e2m1_doubled[w[1 + j] >> 4];
+        for (int j = 0; j < 16; j++)
+            q[j] = e2m1_doubled[w[1 + j] & 15], q[j + 16] = e2m1_doubled[w[1 + j] >> 4];
         d[0] = d[1] = 0.5f * e8m0_to_f32(w[0]);
     } else {
         for (int j = 0; j < 16; j++) {
@@ -5851,16 +5343,19 @@ static void scalar_decode_block(uint32_t type, const uint8_t *w, int half, int8_
     }
 }
 
-static void scalar_panel_decode(uint32_t type, const uint8_t *w, size_t w_stride, int n_blocks, void *panel) {
+static void scalar_panel_decode(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next,
+                                int n_blocks, void *panel) {
     struct scalar_block *p = panel;
+    (void)next;
     for (int r = 0; r < 4; r++, w += w_stride)
         for (int b = 0; b < n_blocks; b++)
-            scalar_decode_block(type, w + gguf_row_bytes(type, type == GGUF_NVFP4 ? (size_t)b / 2 * 64 : (size_t)b * 32),
-                                b & 1, p[b].w[r], p[b].d[r]);
+            scalar_decode_block(
+                type, w + gguf_row_bytes(type, type == GGUF_NVFP4 ? (size_t)b / 2 * 64 : (size_t)b * 32),
+                b & 1, p[b].w[r], p[b].d[r]);
 }
 
-static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, const struct act_q8 *const *x, int n_tok,
-                       float *sum) {
+static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x,
+                             int n_tok, float *sum) {
     const struct scalar_block *p = panel;
     (void)type;
     for (int t = 0; t < n_tok; t++)
@@ -5868,7 +5363,8 @@ static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, con
             for (int r = 0; r < 4; r++) {
                 int32_t i[2] = {0};
                 for (int h = 0; h < 2; h++)
-                    for (int j = 16 * h; j < 16 * h + 16; j++) i[h] += p[b].w[r][j] * x[t][b].q[j];
+                    for (int j = 16 * h; j < 16 * h + 16; j++)
+                        i[h] += p[b].w[r][j] * (256 * x[t][b].hi[j] + x[t][b].lo[j]);
                 sum[4 * t + r] += ((float)i[0] * p[b].d[r][0] + (float)i[1] * p[b].d[r][1]) * x[t][b].d;
             }
 }
@@ -5877,23 +5373,193 @@ VECTOR_FUNCTIONS(scalar, )
 VECTOR_PRODUCTS(scalar, , vec_load_bf16, vec_load_f16)
 
 static void scalar_gemm(const struct gemm *g) {
-    static const struct panel_isa isa = {4, sizeof(struct scalar_block), scalar_panel_decode, scalar_panel_dot};
-    if (g->format == ACT_Q8) panel_gemm(g, &isa);
+    static const struct panel_isa isa = {4, sizeof(struct scalar_block), scalar_panel_decode,
+                                         scalar_panel_dot};
+    if (g->format == ACT_I16) panel_gemm(g, &isa);
     else scalar_gemm_f32(g);
 }
 
-static const struct kernels kernels_scalar = {"scalar",    panel_act_format, act_bytes, scalar_act_pack,
-                                              scalar_gemm, VECTOR_TABLE(scalar)};
+static const struct kernels kernels_scalar = {"scalar",        panel_act_format, act_bytes,
+                                              scalar_act_pack, scalar_gemm,      VECTOR_TABLE(scalar)};
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
+
+/* ============================================================================================================
+ * CPU kernels: AVX2
+ * ============================================================================================================ */
+
+#define AVX2        __attribute__((target("avx2,fma,f16c")))
+#define AVX2_INLINE AVX2 INLINE
+
+/* w[j] holds the weights 4j..4j+3 of every row: E2M1 doubled plus 16, unsigned, or Q8_0, signed. */
+struct avx2_block {
+    __m256i w[8];
+    __m256 d[2];
+};
+
+/* 8 rows of four dwords, `stride` bytes apart, transposed: out[j] holds dword j of every row. */
+AVX2_INLINE void avx2_columns(const uint8_t *p, size_t stride, __m256i out[4]) {
+    __m256i m[4];
+    UNROLL for (int i = 0; i < 4; i++, p += stride) {
+        m[i] = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i_u *)p));
+        m[i] = _mm256_inserti128_si256(m[i], _mm_loadu_si128((const __m128i_u *)(p + 4 * stride)), 1);
+    }
+    __m256i t0 = _mm256_unpacklo_epi32(m[0], m[1]), t1 = _mm256_unpackhi_epi32(m[0], m[1]);
+    __m256i t2 = _mm256_unpacklo_epi32(m[2], m[3]), t3 = _mm256_unpackhi_epi32(m[2], m[3]);
+    out[0] = _mm256_unpacklo_epi64(t0, t2), out[1] = _mm256_unpackhi_epi64(t0, t2);
+    out[2] = _mm256_unpacklo_epi64(t1, t3), out[3] = _mm256_unpackhi_epi64(t1, t3);
+}
+
+/* The low and the high codes of 32 bytes as 16 + 2 * E2M1. */
+AVX2_INLINE void avx2_codes(__m256i q, __m256i *lo, __m256i *hi) {
+    const __m256i table = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
+    const __m256i mask = _mm256_set1_epi8(15);
+    *lo = _mm256_shuffle_epi8(table, _mm256_and_si256(q, mask));
+    *hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(q, 4), mask));
+}
+
+/* Half of the UE4M3 whose bits 0-6 are in the bits 20-26 of d: see vec_rebias. */
+AVX2_INLINE __m256 avx2_half_ue4m3(__m256i d) {
+    d = _mm256_and_si256(d, _mm256_set1_epi32(0x07f00000));
+    __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x00800000), d);
+    __m256 v = _mm256_castsi256_ps(_mm256_add_epi32(d, _mm256_set1_epi32(119 << 23)));
+    __m256 w = _mm256_fmsub_ps(v, _mm256_set1_ps(2), _mm256_set1_ps(0x1p-7f));
+    return _mm256_blendv_ps(v, w, _mm256_castsi256_ps(small));
+}
+
+AVX2_INLINE void avx2_decode_nvfp4(const uint8_t *w, size_t stride, int n, struct avx2_block *p) {
+    for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {
+        __m256i q[12], d;
+        avx2_columns(w, stride, q);
+        avx2_columns(w + 16, stride, q + 4);
+        avx2_columns(w + 20, stride, q + 8);
+        q[8] = q[11]; /* q[1..8] are the codes */
+        d = _mm256_andnot_si256(_mm256_cmpeq_epi8(q[0], _mm256_set1_epi8(0x7f)), q[0]);
+        UNROLL for (int i = 0; i < 8; i++) {
+            int at = i / 2 % 2 * 4 + i % 2;
+            avx2_codes(q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);
+        }
+        p[0].d[0] = avx2_half_ue4m3(_mm256_slli_epi32(d, 20));
+        p[0].d[1] = avx2_half_ue4m3(_mm256_slli_epi32(d, 12));
+        p[1].d[0] = avx2_half_ue4m3(_mm256_slli_epi32(d, 4));
+        p[1].d[1] = avx2_half_ue4m3(_mm256_srli_epi32(d, 4));
+    }
+}
+
+AVX2_INLINE void avx2_decode_mxfp4(const uint8_t *w, size_t stride, int n, struct avx2_block *p) {
+    for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {
+        __m256i q[4], e[4];
+        avx2_columns(w, stride, e);
+        avx2_columns(w + 1, stride, q);
+        UNROLL for (int i = 0; i < 4; i++) avx2_codes(q[i], &p->w[i], &p->w[i + 4]);
+        e[0] = _mm256_slli_epi32(_mm256_and_si256(e[0], _mm256_set1_epi32(255)), 23);
+        e[0] = _mm256_max_epi32(e[0], _mm256_set1_epi32(0x00400000)); /* the code 0: 2^-127 */
+        p->d[0] = p->d[1] = _mm256_mul_ps(_mm256_castsi256_ps(e[0]), _mm256_set1_ps(0.5f));
+    }
+}
+
+AVX2_INLINE void avx2_decode_q8_0(const uint8_t *w, size_t stride, int n, struct avx2_block *p) {
+    for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {
+        __m256i d[4];
+        avx2_columns(w, stride, d);
+        avx2_columns(w + 2, stride, p->w);
+        avx2_columns(w + 18, stride, p->w + 4);
+        d[0] = _mm256_and_si256(d[0], _mm256_set1_epi32(0xffff));
+        d[0] = _mm256_permute4x64_epi64(_mm256_packus_epi32(d[0], d[0]), 8);
+        p->d[0] = p->d[1] = _mm256_cvtph_ps(_mm256_castsi256_si128(d[0]));
+    }
+}
+
+AVX2 static void avx2_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n,
+                                   void *panel) {
+    for (size_t i = 0, bytes = gguf_row_bytes(type, 32 * (size_t)n); i < 8 * bytes; i += 64)
+        __builtin_prefetch(next + i / bytes * stride + i % bytes);
+    if (type == GGUF_NVFP4) avx2_decode_nvfp4(w, stride, n, panel);
+    else if (type == GGUF_MXFP4) avx2_decode_mxfp4(w, stride, n, panel);
+    else avx2_decode_q8_0(w, stride, n, panel);
+}
+
+/* The sum of 16 weights by 16 digits, per row. Four products of pairs of FP4 fit in 16 bits (4 * 2 * 28 * 127), of
+ * Q8_0 just one (2 * 128 * 127). */
+AVX2_INLINE __m256i avx2_dot_digit(bool q8_0, const __m256i w[4], const int8_t *q) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum = _mm256_setzero_si256(), x[4];
+    UNROLL for (int j = 0; j < 4; j++) {
+        int32_t four;
+        memcpy(&four, q + 4 * j, 4);
+        x[j] = _mm256_set1_epi32(four);
+        if (q8_0) {
+            x[j] = _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(x[j], w[j]));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x[j], ones));
+        } else sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[j], x[j]));
+    }
+    return q8_0 ? sum : _mm256_madd_epi16(sum, ones);
+}
+
+AVX2_INLINE __m256 avx2_dot_half(bool q8_0, const __m256i w[4], const struct act_i16 *a, int h) {
+    __m256i sum = _mm256_slli_epi32(avx2_dot_digit(q8_0, w, a->hi + 16 * h), 8);
+    sum = _mm256_add_epi32(sum, avx2_dot_digit(q8_0, w, a->lo + 16 * h));
+    return _mm256_cvtepi32_ps(q8_0 ? sum : _mm256_add_epi32(sum, _mm256_set1_epi32(a->bias[h])));
+}
+
+AVX2_INLINE void avx2_dot_tokens(bool q8_0, int n_tok, const struct avx2_block *p, int n,
+                                 const struct act_i16 *const *x, float *sum) {
+    __m256 s[PANEL_GROUP];
+    UNROLL for (int t = 0; t < n_tok; t++) s[t] = _mm256_load_ps(sum + 8 * t);
+    for (int b = 0; b < n; b++, p++) {
+        UNROLL for (int t = 0; t < n_tok; t++) {
+            const struct act_i16 *a = x[t] + b;
+            __m256 v = _mm256_mul_ps(avx2_dot_half(q8_0, p->w, a, 0), p->d[0]);
+            v = _mm256_fmadd_ps(avx2_dot_half(q8_0, p->w + 4, a, 1), p->d[1], v);
+            s[t] = _mm256_fmadd_ps(v, _mm256_set1_ps(a->d), s[t]);
+        }
+    }
+    UNROLL for (int t = 0; t < n_tok; t++) _mm256_store_ps(sum + 8 * t, s[t]);
+}
+
+AVX2_INLINE void avx2_dot_type(bool q8_0, const void *panel, int n, const struct act_i16 *const *x, int n_tok,
+                               float *sum) {
+    if (n_tok == PANEL_GROUP) avx2_dot_tokens(q8_0, PANEL_GROUP, panel, n, x, sum);
+    else
+        for (int t = 0; t < n_tok; t++) avx2_dot_tokens(q8_0, 1, panel, n, x + t, sum + 8 * t);
+}
+
+AVX2 static void avx2_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,
+                                int n_tok, float *sum) {
+    if (type == GGUF_Q8_0) avx2_dot_type(true, panel, n, x, n_tok, sum);
+    else avx2_dot_type(false, panel, n, x, n_tok, sum);
+}
+
+AVX2_INLINE void avx2_load_bf16(const uint8_t *row, int i, vf *out) {
+    __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u *)(row + 2 * (ptrdiff_t)i)));
+    *out = (vf)_mm256_slli_epi32(h, 16);
+}
+
+AVX2_INLINE void avx2_load_f16(const uint8_t *row, int i, vf *out) {
+    *out = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)(row + 2 * (ptrdiff_t)i)));
+}
+
+VECTOR_FUNCTIONS(avx2, AVX2)
+VECTOR_PRODUCTS(avx2, AVX2, avx2_load_bf16, avx2_load_f16)
+
+static void avx2_gemm(const struct gemm *g) {
+    static const struct panel_isa isa = {8, sizeof(struct avx2_block), avx2_panel_decode, avx2_panel_dot};
+    if (g->format == ACT_I16) panel_gemm(g, &isa);
+    else avx2_gemm_f32(g);
+}
+
+static const struct kernels kernels_avx2 = {"avx2",        panel_act_format, act_bytes,
+                                            avx2_act_pack, avx2_gemm,        VECTOR_TABLE(avx2)};
 
 /* ============================================================================================================
  * CPU kernels: AVX-512 VNNI
  * ============================================================================================================ */
 
-#define AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define AVX512        __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define AVX512_INLINE AVX512 INLINE
 
 /* vpdpbusd multiplies unsigned by signed bytes: weights are stored with 16 added (E2M1 doubled, at least -12) or 128
@@ -5904,7 +5570,8 @@ struct avx512_block {
 };
 
 /* Four rows of 16 bytes, one per 128-bit lane. */
-AVX512_INLINE __m512i avx512_rows(const uint8_t *r0, const uint8_t *r1, const uint8_t *r2, const uint8_t *r3) {
+AVX512_INLINE __m512i avx512_rows(const uint8_t *r0, const uint8_t *r1, const uint8_t *r2,
+                                  const uint8_t *r3) {
     __m512i m = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i_u *)r0));
     m = _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r1), 1);
     m = _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r2), 2);
@@ -5922,17 +5589,22 @@ AVX512_INLINE void avx512_transpose(const __m512i m[4], __m512i out[4]) {
 /* The same of 16 rows in memory, `stride` bytes apart. */
 AVX512_INLINE void avx512_columns(const uint8_t *p, size_t stride, __m512i out[4]) {
     __m512i m[4];
-    UNROLL for (int i = 0; i < 4; i++, p += stride)
-        m[i] = avx512_rows(p, p + 4 * stride, p + 8 * stride, p + 12 * stride);
+    UNROLL for (int i = 0; i < 4; i++, p += stride) m[i] =
+        avx512_rows(p, p + 4 * stride, p + 8 * stride, p + 12 * stride);
     avx512_transpose(m, out);
 }
 
 /* The low and the high codes of 64 bytes as 16 + 2 * E2M1. */
 AVX512_INLINE void avx512_codes(__m512i q, __m512i *lo, __m512i *hi) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
     const __m512i mask = _mm512_set1_epi8(15);
     *lo = _mm512_shuffle_epi8(table, _mm512_and_si512(q, mask));
     *hi = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
+}
+
+AVX512_INLINE void avx512_prefetch(const uint8_t *p, size_t stride) {
+    UNROLL for (int r = 0; r < 16; r++) __builtin_prefetch(p + (size_t)r * stride);
 }
 
 /* Half of the UE4M3 whose bits 0-6 are in the bits 20-26 of d: see vec_rebias. */
@@ -5940,11 +5612,14 @@ AVX512_INLINE __m512 avx512_half_ue4m3(__m512i d) {
     const __m512i exponent = _mm512_set1_epi32(0x07800000), field = _mm512_set1_epi32(0x07f00000);
     d = _mm512_and_si512(d, field);
     __m512 v = _mm512_castsi512_ps(_mm512_add_epi32(d, _mm512_set1_epi32(119 << 23)));
-    return _mm512_mask_fmsub_ps(v, _mm512_testn_epi32_mask(d, exponent), _mm512_set1_ps(2), _mm512_set1_ps(0x1p-7f));
+    return _mm512_mask_fmsub_ps(v, _mm512_testn_epi32_mask(d, exponent), _mm512_set1_ps(2),
+                                _mm512_set1_ps(0x1p-7f));
 }
 
-AVX512_INLINE void avx512_decode_nvfp4(const uint8_t *w, size_t stride, int n, struct avx512_block *p) {
+AVX512_INLINE void avx512_decode_nvfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,
+                                       struct avx512_block *p) {
     for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {
+        avx512_prefetch(next, stride), next += sizeof(struct block_nvfp4);
         __m512i q[12], d;
         avx512_columns(w, stride, q);
         avx512_columns(w + 16, stride, q + 4);
@@ -5962,8 +5637,10 @@ AVX512_INLINE void avx512_decode_nvfp4(const uint8_t *w, size_t stride, int n, s
     }
 }
 
-AVX512_INLINE void avx512_decode_mxfp4(const uint8_t *w, size_t stride, int n, struct avx512_block *p) {
+AVX512_INLINE void avx512_decode_mxfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,
+                                       struct avx512_block *p) {
     for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {
+        avx512_prefetch(next, stride), next += sizeof(struct block_mxfp4);
         __m512i q[4], e[4];
         avx512_columns(w, stride, e);
         avx512_columns(w + 1, stride, q);
@@ -5974,8 +5651,10 @@ AVX512_INLINE void avx512_decode_mxfp4(const uint8_t *w, size_t stride, int n, s
     }
 }
 
-AVX512_INLINE void avx512_decode_q8_0(const uint8_t *w, size_t stride, int n, struct avx512_block *p) {
+AVX512_INLINE void avx512_decode_q8_0(const uint8_t *w, size_t stride, const uint8_t *next, int n,
+                                      struct avx512_block *p) {
     for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {
+        avx512_prefetch(next, stride), next += sizeof(struct block_q8_0);
         __m512i d[4];
         avx512_columns(w, stride, d);
         avx512_columns(w + 2, stride, p->w);
@@ -5985,28 +5664,33 @@ AVX512_INLINE void avx512_decode_q8_0(const uint8_t *w, size_t stride, int n, st
     }
 }
 
-AVX512 static void avx512_panel_decode(uint32_t type, const uint8_t *w, size_t stride, int n, void *panel) {
-    if (type == GGUF_NVFP4) avx512_decode_nvfp4(w, stride, n, panel);
-    else if (type == GGUF_MXFP4) avx512_decode_mxfp4(w, stride, n, panel);
-    else avx512_decode_q8_0(w, stride, n, panel);
+AVX512 static void avx512_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next,
+                                       int n, void *panel) {
+    if (type == GGUF_NVFP4) avx512_decode_nvfp4(w, stride, next, n, panel);
+    else if (type == GGUF_MXFP4) avx512_decode_mxfp4(w, stride, next, n, panel);
+    else avx512_decode_q8_0(w, stride, next, n, panel);
 }
 
 /* shift: what makes the bias of 16 that of the type, 0 or 3. */
 AVX512_INLINE void avx512_dot_tokens(int shift, int n_tok, const struct avx512_block *p, int n,
-                                     const struct act_q8 *const *x, float *sum) {
+                                     const struct act_i16 *const *x, float *sum) {
     __m512 s[PANEL_GROUP];
     UNROLL for (int t = 0; t < n_tok; t++) s[t] = _mm512_load_ps(sum + 16 * t);
     for (int b = 0; b < n; b++, p++) {
         UNROLL for (int t = 0; t < n_tok; t++) {
-            const struct act_q8 *a = x[t] + b;
+            const struct act_i16 *a = x[t] + b;
             __m512i i[2];
             UNROLL for (int h = 0; h < 2; h++) {
+                __m512i hi = _mm512_setzero_si512();
                 i[h] = _mm512_slli_epi32(_mm512_set1_epi32(a->bias[h]), (unsigned)shift);
                 UNROLL for (int j = 4 * h; j < 4 * h + 4; j++) {
-                    int32_t four;
-                    memcpy(&four, a->q + 4 * j, 4);
-                    i[h] = _mm512_dpbusd_epi32(i[h], p->w[j], _mm512_set1_epi32(four));
+                    int32_t four[2];
+                    memcpy(&four[0], a->hi + 4 * j, 4);
+                    memcpy(&four[1], a->lo + 4 * j, 4);
+                    hi = _mm512_dpbusd_epi32(hi, p->w[j], _mm512_set1_epi32(four[0]));
+                    i[h] = _mm512_dpbusd_epi32(i[h], p->w[j], _mm512_set1_epi32(four[1]));
                 }
+                i[h] = _mm512_add_epi32(i[h], _mm512_slli_epi32(hi, 8));
             }
             __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(i[0]), p->d[0]);
             v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[1]), p->d[1], v);
@@ -6016,15 +5700,15 @@ AVX512_INLINE void avx512_dot_tokens(int shift, int n_tok, const struct avx512_b
     UNROLL for (int t = 0; t < n_tok; t++) _mm512_store_ps(sum + 16 * t, s[t]);
 }
 
-AVX512_INLINE void avx512_dot_type(int shift, const void *panel, int n, const struct act_q8 *const *x, int n_tok,
-                                   float *sum) {
+AVX512_INLINE void avx512_dot_type(int shift, const void *panel, int n, const struct act_i16 *const *x,
+                                   int n_tok, float *sum) {
     if (n_tok == PANEL_GROUP) avx512_dot_tokens(shift, PANEL_GROUP, panel, n, x, sum);
     else
         for (int t = 0; t < n_tok; t++) avx512_dot_tokens(shift, 1, panel, n, x + t, sum + 16 * t);
 }
 
-AVX512 static void avx512_panel_dot(uint32_t type, const void *panel, int n, const struct act_q8 *const *x, int n_tok,
-                                    float *sum) {
+AVX512 static void avx512_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,
+                                    int n_tok, float *sum) {
     if (type == GGUF_Q8_0) avx512_dot_type(3, panel, n, x, n_tok, sum);
     else avx512_dot_type(0, panel, n, x, n_tok, sum);
 }
@@ -6033,15 +5717,18 @@ AVX512 static void avx512_panel_dot(uint32_t type, const void *panel, int n, con
 AVX512_INLINE __m512 avx512_sums(const __m512 s[16]) {
     __m512 a[8], b[4], c[2];
     UNROLL for (int i = 0; i < 8; i++) {
-        int j = i % 4 * 4 + i / 4 * 2; /* a: lanes s0 s1 s0 s1 of every 128 bits, then s4 s5, s8 s9, s12 s13, s2 s3 ... */
+        int j = i % 4 * 4 +
+                i / 4 * 2; /* a: lanes s0 s1 s0 s1 of every 128 bits, then s4 s5, s8 s9, s12 s13, s2 s3 ... */
         a[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[j], s[j + 1]), _mm512_unpackhi_ps(s[j], s[j + 1]));
     }
     UNROLL for (int i = 0; i < 4; i++) {
         __m512d lo = _mm512_castps_pd(a[i]), hi = _mm512_castps_pd(a[i + 4]);
-        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
     }
-    UNROLL for (int i = 0; i < 2; i++)
-        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    UNROLL for (int i = 0; i < 2; i++) c[i] =
+        _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                      _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
     return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
@@ -6088,7 +5775,8 @@ AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
     }
     for (; t < g->n_tok; t++) {
         float *out = g->y + (size_t)t * g->y_stride;
-        for (r = 0; r + 8 <= g->n_out; r += 8) _mm512_mask_storeu_ps(out + r, 0xff, avx512_tile(type, g, r, 8, t, 1));
+        for (r = 0; r + 8 <= g->n_out; r += 8)
+            _mm512_mask_storeu_ps(out + r, 0xff, avx512_tile(type, g, r, 8, t, 1));
         for (; r < g->n_out; r++) _mm512_mask_storeu_ps(out + r, 1, avx512_tile(type, g, r, 1, t, 1));
     }
 }
@@ -6099,32 +5787,36 @@ AVX512 static void avx512_gemm_f32(const struct gemm *g) {
     else avx512_gemm_typed(GGUF_F16, g);
 }
 
-AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                                   int ldc) {
+AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb,
+                                   float *c, int ldc) {
     struct gemm g = sgemm_nt_as_gemm(m, n, k, a, lda, b, ldb, c, ldc);
     avx512_gemm_typed(GGUF_F32, &g);
 }
 
 /* M rows by N vectors of C += A B; `last` masks the last vector. */
-AVX512_INLINE void avx512_tile_nn(int M, int N, __mmask16 last, int k, const float *a, ptrdiff_t lda, const float *b,
-                                  ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
+AVX512_INLINE void avx512_tile_nn(int M, int N, __mmask16 last, int k, const float *a, ptrdiff_t lda,
+                                  const float *b, ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
     __m512 s[8][2], v[2];
     UNROLL for (int i = 0; i < M; i++) {
-        UNROLL for (int j = 0; j < N; j++) s[i][j] = _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, c + i * ldc + 16 * j);
+        UNROLL for (int j = 0; j < N; j++) s[i][j] =
+            _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, c + i * ldc + 16 * j);
     }
     for (int p = 0; p < k; p++) {
-        UNROLL for (int j = 0; j < N; j++) v[j] = _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, b + p * ldb + 16 * j);
+        UNROLL for (int j = 0; j < N; j++) v[j] =
+            _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, b + p * ldb + 16 * j);
         UNROLL for (int i = 0; i < M; i++) {
-            UNROLL for (int j = 0; j < N; j++) s[i][j] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v[j], s[i][j]);
+            UNROLL for (int j = 0; j < N; j++) s[i][j] =
+                _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v[j], s[i][j]);
         }
     }
     UNROLL for (int i = 0; i < M; i++) {
-        UNROLL for (int j = 0; j < N; j++) _mm512_mask_storeu_ps(c + i * ldc + 16 * j, j + 1 < N ? 0xffff : last, s[i][j]);
+        UNROLL for (int j = 0; j < N; j++)
+            _mm512_mask_storeu_ps(c + i * ldc + 16 * j, j + 1 < N ? 0xffff : last, s[i][j]);
     }
 }
 
-AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                                       int ldc) {
+AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb,
+                                       float *c, int ldc) {
     for (int j = 0; j < n; j += 32) {
         int i = 0, rest = n - j < 32 ? n - j : 32;
         __mmask16 last = (__mmask16)(0xffffu >> ((32 - rest) & 15));
@@ -6146,46 +5838,45 @@ AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int 
 VECTOR_FUNCTIONS(avx512, AVX512)
 
 static void avx512_gemm(const struct gemm *g) {
-    static const struct panel_isa isa = {16, sizeof(struct avx512_block), avx512_panel_decode, avx512_panel_dot};
-    if (g->format == ACT_Q8) panel_gemm(g, &isa);
+    static const struct panel_isa isa = {16, sizeof(struct avx512_block), avx512_panel_decode,
+                                         avx512_panel_dot};
+    if (g->format == ACT_I16) panel_gemm(g, &isa);
     else avx512_gemm_f32(g);
 }
 
-static const struct kernels kernels_avx512 = {"avx512-vnni", panel_act_format, act_bytes, avx512_act_pack,
-                                              avx512_gemm,   VECTOR_TABLE(avx512)};
+static const struct kernels kernels_avx512 = {"avx512-vnni",   panel_act_format, act_bytes,
+                                              avx512_act_pack, avx512_gemm,      VECTOR_TABLE(avx512)};
 
 /* ============================================================================================================
  * CPU kernels: AMX, BF16 tiles
  *
- * From FEW_TOKENS tokens on, weights are decoded to BF16 tiles of 16 rows by 32 weights, which TDPBF16PS multiplies with
- * tiles of 32 activations by 16 tokens. FP4 times its scale is exact in BF16; F16 and Q8_0 become the sum of two BF16
+ * From FEW_TOKENS tokens on, weights are decoded to BF16 tiles of 32 weights by 16 rows, which TDPBF16PS multiplies with
+ * tiles of 16 tokens by 32 activations. FP4 times its scale is exact in BF16; F16 and Q8_0 become the sum of two BF16
  * numbers ("planes"), exact for F16 and to 2^-17 for Q8_0. AMX treats subnormal numbers as zero.
  *
- * A panel of 32 rows takes its turn with all tokens, AMX_K weights at a time, which stay in the first-level cache; the
- * activations stay in the second. Sums over AMX_SPAN weights are kept as tiles and then added to y. The steps between
- * multiplications are short, because the tile unit sleeps after 1000 idle cycles and needs 2000 to wake up
- * (measured on Sapphire Rapids).
+ * A panel of 32 rows takes its turn with all tokens, AMX_K weights at a time, which stay in the first-level cache; their
+ * sums are kept as tiles meanwhile. AMX_K is small, because the tile unit sleeps after some 1000 idle cycles, as long as a
+ * panel takes to decode, and then needs 2000 to wake up (measured on Sapphire Rapids).
  * ============================================================================================================ */
 
-#include <cpuid.h>
-
-#define AMX                                                                                                    \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16," \
-                          "amx-tile,amx-bf16")))
+#define AMX                                                                                         \
+    __attribute__((                                                                                 \
+        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16," \
+               "amx-tile,amx-bf16")))
 #define AMX_INLINE AMX INLINE
 
 enum {
-    AMX_K = 256,      /* weights of a row decoded at a time */
-    AMX_SPAN = 2048,  /* activations of a token and */
-    AMX_TOKENS = 256, /* tokens kept as tiles */
+    AMX_K = 128,      /* weights of a row decoded at a time */
+    AMX_TOKENS = 256, /* whose sums are kept at a time */
     AMX_TILE = 1024   /* bytes */
 };
 
 /* In scratch. */
 struct amx_work {
-    uint8_t a[2][2][AMX_K / 32][AMX_TILE];                /* tile of rows, plane, step: (row, 32 weights) */
-    uint8_t b[AMX_TOKENS / 16][AMX_SPAN / 32][AMX_TILE];  /* tile of tokens, step: (16 pairs of activations, token) */
-    float c[AMX_TOKENS / 32][4][16][16];                  /* two tiles of rows by two of tokens: (row, token) */
+    uint8_t row[2][AMX_K / 32][16][64];    /* 16 rows as decoded: plane, step: (row, 32 weights) */
+    uint8_t b[2][2][AMX_K / 32][AMX_TILE]; /* tile of rows, plane, step: (pair of weights, row) */
+    uint8_t a[2][2][AMX_K / 32][AMX_TILE]; /* tile of tokens, plane, step: (token, 32 activations) */
+    float c[AMX_TOKENS / 32][4][16][16];   /* two tiles of tokens by two of rows: (token, row) */
 };
 static_assert(sizeof(struct amx_work) <= KERNEL_SCRATCH, "the work space of AMX fits in the scratch");
 
@@ -6205,23 +5896,28 @@ static void amx_init(void) {
 /* 32 weights whose codes are the 16 bytes at q. The qword i of the result has the codes of the low (i < 4) or high nibbles
  * of the bytes 8 * (i % 2) + 4 * (i / 2 % 2) on; even qwords take their products from the table d0, odd ones from d1. */
 AMX_INLINE __m512i amx_decode_fp4(const uint8_t *q, const uint8_t *d0, const uint8_t *d1) {
-    const __m512i shift = _mm512_set_epi64(0x3c3c34342c2c2424, 0x3c3c34342c2c2424, 0x1c1c14140c0c0404, 0x1c1c14140c0c0404,
-                                           0x3838303028282020, 0x3838303028282020, 0x1818101008080000, 0x1818101008080000);
-    const __m512i base = _mm512_set_epi64(0x3020302030203020, 0x1000100010001000, 0x3020302030203020, 0x1000100010001000,
-                                          0x3020302030203020, 0x1000100010001000, 0x3020302030203020, 0x1000100010001000);
+    const __m512i shift =
+        _mm512_set_epi64(0x3c3c34342c2c2424, 0x3c3c34342c2c2424, 0x1c1c14140c0c0404, 0x1c1c14140c0c0404,
+                         0x3838303028282020, 0x3838303028282020, 0x1818101008080000, 0x1818101008080000);
+    const __m512i base =
+        _mm512_set_epi64(0x3020302030203020, 0x1000100010001000, 0x3020302030203020, 0x1000100010001000,
+                         0x3020302030203020, 0x1000100010001000, 0x3020302030203020, 0x1000100010001000);
     __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i_u *)d0)),
                                        _mm256_loadu_si256((const __m256i_u *)d1), 1);
-    __m512i codes = _mm512_multishift_epi64_epi8(shift, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)q)));
+    __m512i codes =
+        _mm512_multishift_epi64_epi8(shift, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)q)));
     codes = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(15), base, 0xea); /* (codes & 15) | base */
     return _mm512_permutexvar_epi8(codes, table);
 }
 
-/* Where amx_decode_fp4 puts the weights 4i..4i+3 of 32, by qword; the activations are laid out to match. */
+/* Which of the weights 4i..4i+3 of 32 the qwords of a decoded row hold. */
 static const uint8_t *amx_order(uint32_t type) {
-    static const uint8_t natural[8] = {0, 1, 2, 3, 4, 5, 6, 7}, nvfp4[8] = {0, 2, 4, 6, 1, 3, 5, 7},
+    static const uint8_t natural[8] = {0, 1, 2, 3, 4, 5, 6, 7}, nvfp4[8] = {0, 4, 1, 5, 2, 6, 3, 7},
                          mxfp4[8] = {0, 2, 1, 3, 4, 6, 5, 7};
     return type == GGUF_NVFP4 ? nvfp4 : type == GGUF_MXFP4 ? mxfp4 : natural;
 }
+
+static int amx_planes(uint32_t type) { return type == GGUF_F16 || type == GGUF_Q8_0 ? 2 : 1; }
 
 /* 32 F32 numbers as the sum of two BF16 numbers. */
 AMX_INLINE void amx_split(__m512 x0, __m512 x1, uint8_t *hi, uint8_t *lo) {
@@ -6233,12 +5929,13 @@ AMX_INLINE void amx_split(__m512 x0, __m512 x1, uint8_t *hi, uint8_t *lo) {
     _mm512_storeu_si512(lo, (__m512i)_mm512_cvtne2ps_pbh(x1, x0));
 }
 
-/* n weights of one row from w on become a row of the tiles `out` (one per 32 weights), what BF16 cannot hold one of `rest`. */
+/* n weights of one row from w on, 32 for every AMX_TILE bytes of `out`; what BF16 cannot hold of them in `rest`. */
 AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *out, uint8_t *rest) {
     if (type == GGUF_NVFP4)
         for (; n > 0; n -= 64, w += sizeof(struct block_nvfp4), out += 2 * AMX_TILE) {
             _mm512_store_si512(out, amx_decode_fp4(w + 4, amx_products[0][w[0]], amx_products[0][w[1]]));
-            _mm512_store_si512(out + AMX_TILE, amx_decode_fp4(w + 20, amx_products[0][w[2]], amx_products[0][w[3]]));
+            _mm512_store_si512(out + AMX_TILE,
+                               amx_decode_fp4(w + 20, amx_products[0][w[2]], amx_products[0][w[3]]));
         }
     else if (type == GGUF_MXFP4)
         for (; n > 0; n -= 32, w += sizeof(struct block_mxfp4), out += AMX_TILE)
@@ -6248,23 +5945,27 @@ AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *
             __m512 d = _mm512_set1_ps(_cvtsh_ss((uint16_t)(w[0] | w[1] << 8)));
             __m512i q0 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 2)));
             __m512i q1 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 18)));
-            amx_split(_mm512_mul_ps(_mm512_cvtepi32_ps(q0), d), _mm512_mul_ps(_mm512_cvtepi32_ps(q1), d), out, rest);
+            amx_split(_mm512_mul_ps(_mm512_cvtepi32_ps(q0), d), _mm512_mul_ps(_mm512_cvtepi32_ps(q1), d), out,
+                      rest);
         }
     else
         for (; n > 0; n -= 32, w += 64, out += AMX_TILE, rest += AMX_TILE) {
             __m512i h = _mm512_maskz_loadu_epi16(n < 32 ? (1u << n) - 1 : 0xffffffff, w);
             if (type == GGUF_BF16) _mm512_store_si512(out, h);
             else
-                amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)), out,
-                          rest);
+                amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)),
+                          _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)), out, rest);
         }
 }
 
-/* Weights [k, k + n) of n_rows <= 32 rows from r0 on; tile rows behind them keep what they hold. */
-AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int n, struct amx_work *work) {
-    const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, (size_t)k);
+/* Weights [k, k + n) of n_rows <= 16 rows from r0 on become the tiles b; columns of rows that do not exist stay as they
+ * are. */
+AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int n, struct amx_work *work,
+                           uint8_t b[2][AMX_K / 32][AMX_TILE]) {
+    const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, (size_t)k),
+                  *order = amx_order(g->type);
     for (int r = 0; r < n_rows; r++, w += g->w_stride) {
-        uint8_t *out = work->a[r / 16][0][0] + r % 16 * 64, *rest = work->a[r / 16][1][0] + r % 16 * 64;
+        uint8_t *out = work->row[0][0][r], *rest = work->row[1][0][r];
         switch (g->type) {
         case GGUF_NVFP4: amx_decode_row(GGUF_NVFP4, w, n, out, rest); break;
         case GGUF_MXFP4: amx_decode_row(GGUF_MXFP4, w, n, out, rest); break;
@@ -6273,99 +5974,112 @@ AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int 
         default: amx_decode_row(GGUF_F16, w, n, out, rest);
         }
     }
-}
-
-/* Activations [k, k + n) of n_tok <= 32 tokens from t0 on as tiles from b on, those of the next 16 tokens AMX_SPAN / 32
- * tiles behind; the last token fills up the last tile. */
-AMX static void amx_transpose(const struct gemm *g, int t0, int n_tok, int k, int n, uint8_t *b) {
-    const uint8_t *order = amx_order(g->type), *x[16];
-    for (int t = 0; t < n_tok; t += 16, b += AMX_SPAN / 32 * AMX_TILE) {
-        uint8_t *out = b;
-        for (int i = 0; i < 16; i++) x[i] = gemm_x(g, t0 + int_min(t + i, n_tok - 1)) + 2 * (ptrdiff_t)k;
-        for (int s = 0; s < n; s += 32, out += AMX_TILE)
-            for (int c = 0; c < 4; c++) { /* 8 activations: 4 pairs */
-                __m512i m[4], p[4];
-                ptrdiff_t at = 2 * s + 16 * c;
-                UNROLL for (int i = 0; i < 4; i++) m[i] = avx512_rows(x[i] + at, x[i + 4] + at, x[i + 8] + at, x[i + 12] + at);
-                avx512_transpose(m, p);
-                _mm512_store_si512(out + 128 * order[2 * c], p[0]);
-                _mm512_store_si512(out + 128 * order[2 * c] + 64, p[1]);
-                _mm512_store_si512(out + 128 * order[2 * c + 1], p[2]);
-                _mm512_store_si512(out + 128 * order[2 * c + 1] + 64, p[3]);
+    for (int p = 0; p < amx_planes(g->type); p++)
+        for (int s = 0; s < (n + 31) / 32; s++) {
+            for (int c = 0; c < 4; c++) { /* 8 weights: 4 pairs */
+                uint8_t *even = b[p][s] + 128 * order[2 * c], *odd = b[p][s] + 128 * order[2 * c + 1];
+                __m512i m[4];
+                avx512_columns(work->row[p][s][0] + 16 * c, 64, m);
+                _mm512_store_si512(even, m[0]);
+                _mm512_store_si512(even + 64, m[1]);
+                _mm512_store_si512(odd, m[2]);
+                _mm512_store_si512(odd + 64, m[3]);
             }
-    }
+        }
 }
 
-/* c += two tiles of rows times two tiles of tokens, over all planes and `steps` steps from `step` on, where c starts at
- * zero; `rows`, `toks`: whether there are two. */
-AMX static void amx_multiply(struct amx_work *work, int pair, bool rows, bool toks, int planes, int step, int steps) {
-    float *c = work->c[pair][0][0];
+/* A tile of 16 tokens, the first of `steps` steps. */
+struct amx_tokens {
+    const uint8_t *x;
+    size_t stride, step, plane; /* bytes from token to token, from step to step, from plane to plane */
+};
+
+/* Activations [k, k + n) of n_tok <= 16 tokens from t0 on: where they lie if they lie evenly, else copied to `tiles`, the
+ * last token filling up the tile. */
+AMX static struct amx_tokens amx_gather(const struct gemm *g, int t0, int n_tok, int k, int n,
+                                        uint8_t *tiles) {
+    size_t plane = act_plane(g->n_in), tile_plane = AMX_K / 32 * AMX_TILE;
+    if (!g->rows && n_tok == 16)
+        return (struct amx_tokens){gemm_x(g, t0) + 2 * (ptrdiff_t)k, g->x_stride, 64, plane};
+    for (int t = 0; t < 16; t++) {
+        const uint8_t *x = gemm_x(g, t0 + int_min(t, n_tok - 1)) + 2 * (ptrdiff_t)k;
+        for (int s = 0; s < (n + 31) / 32; s++) {
+            uint8_t *out = tiles + s * AMX_TILE + t * 64;
+            _mm512_store_si512(out, _mm512_loadu_si512(x + 64 * s));
+            _mm512_store_si512(out + tile_plane, _mm512_loadu_si512(x + plane + 64 * (size_t)s));
+        }
+    }
+    return (struct amx_tokens){tiles, 64, AMX_TILE, tile_plane};
+}
+
+/* c += two tiles of tokens times two tiles of rows, over all planes and `steps` steps; `toks`, `rows`: whether there are
+ * two. */
+AMX static void amx_multiply(float c[4][16][16], const struct amx_tokens a[2], bool toks,
+                             uint8_t b[2][2][AMX_K / 32][AMX_TILE], bool rows, int planes, int steps,
+                             bool first) {
     __asm__ volatile("" ::: "memory"); /* gcc's tile loads do not say that they read memory */
-    if (step) {
-        _tile_loadd(0, c, 64);
-        _tile_loadd(1, c + 256, 64);
-        _tile_loadd(2, c + 512, 64);
-        _tile_loadd(3, c + 768, 64);
-    } else {
+    if (first) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
+    } else {
+        _tile_loadd(0, c[0], 64);
+        _tile_loadd(1, c[1], 64);
+        _tile_loadd(2, c[2], 64);
+        _tile_loadd(3, c[3], 64);
     }
-    for (int p = 0; p < planes; p++) {
-        const uint8_t *a0 = work->a[0][p][0], *a1 = work->a[1][p][0];
-        const uint8_t *b0 = work->b[2 * pair][step], *b1 = work->b[2 * pair + 1][step];
-        for (int s = 0; s < steps; s++, a0 += AMX_TILE, a1 += AMX_TILE, b0 += AMX_TILE, b1 += AMX_TILE) {
-            _tile_loadd(4, a0, 64);
-            _tile_loadd(6, b0, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            if (toks) {
-                _tile_loadd(7, b1, 64);
-                _tile_dpbf16ps(1, 4, 7);
-            }
-            if (rows) {
-                _tile_loadd(5, a1, 64);
-                _tile_dpbf16ps(2, 5, 6);
-                if (toks) _tile_dpbf16ps(3, 5, 7);
+    for (int s = 0; s < steps; s++)
+        for (int p = 0; p < planes; p++) {
+            _tile_loadd(6, b[0][p][s], 64);
+            if (rows) _tile_loadd(7, b[1][p][s], 64);
+            for (int q = 0; q < 2; q++) {
+                _tile_loadd(4, a[0].x + (size_t)s * a[0].step + (size_t)q * a[0].plane, a[0].stride);
+                _tile_dpbf16ps(0, 4, 6);
+                if (rows) _tile_dpbf16ps(1, 4, 7);
+                if (toks) {
+                    _tile_loadd(5, a[1].x + (size_t)s * a[1].step + (size_t)q * a[1].plane, a[1].stride);
+                    _tile_dpbf16ps(2, 5, 6);
+                    if (rows) _tile_dpbf16ps(3, 5, 7);
+                }
             }
         }
-    }
-    _tile_stored(0, c, 64);
-    _tile_stored(1, c + 256, 64);
-    _tile_stored(2, c + 512, 64);
-    _tile_stored(3, c + 768, 64);
+    _tile_stored(0, c[0], 64);
+    _tile_stored(1, c[1], 64);
+    _tile_stored(2, c[2], 64);
+    _tile_stored(3, c[3], 64);
 }
 
-/* y (+)= scale * c for n_rows rows from r0 on and n_tok tokens from t0 on, at most 16 of both, maybe none. */
-AMX static void amx_store(const struct gemm *g, const float *c, int r0, int n_rows, int t0, int n_tok, bool add) {
-    const __m512 scale = _mm512_set1_ps(g->scale);
+/* y = scale * c for n_tok tokens from t0 on and n_rows rows from r0 on, at most 16 of both, maybe none. */
+AMX static void amx_store(const struct gemm *g, const float c[16][16], int t0, int n_tok, int r0,
+                          int n_rows) {
     __mmask16 m = (__mmask16)(n_rows > 0 ? (1u << n_rows) - 1 : 0);
-    __m512i v[4];
-    for (int t = 0; t < n_tok && m; t++) {
-        float *y = g->y + (size_t)(t0 + t) * g->y_stride + r0;
-        if (t % 4 == 0) avx512_columns((const uint8_t *)(c + t), 64, v);
-        __m512 p = _mm512_mul_ps(_mm512_castsi512_ps(v[t % 4]), scale);
-        if (add) p = _mm512_add_ps(p, _mm512_maskz_loadu_ps(m, y));
-        _mm512_mask_storeu_ps(y, m, p);
-    }
+    for (int t = 0; t < n_tok && m; t++)
+        _mm512_mask_storeu_ps(g->y + (size_t)(t0 + t) * g->y_stride + r0, m,
+                              _mm512_mul_ps(_mm512_load_ps(c[t]), _mm512_set1_ps(g->scale)));
 }
 
-/* 32 rows from r0 on, n_tok tokens from t0 on, weights [k, k + n). The first panel transposes the activations. */
-AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok, int k, int n) {
+/* 32 rows from r0 on against n_tok tokens from t0 on. */
+AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok) {
     struct amx_work *work = g->scratch;
-    int planes = g->type == GGUF_F16 || g->type == GGUF_Q8_0 ? 2 : 1, n_rows = int_min(g->n_out - r0, 32);
-    for (int i = 0; i < n; i += AMX_K) {
-        int part = int_min(n - i, AMX_K);
-        amx_decode(g, r0, n_rows, k + i, part, work);
+    int n_rows = int_min(g->n_out - r0, 32);
+    for (int k = 0; k < g->n_in; k += AMX_K) {
+        int n = int_min(g->n_in - k, AMX_K);
+        amx_decode(g, r0, int_min(n_rows, 16), k, n, work, work->b[0]);
+        if (n_rows > 16) amx_decode(g, r0 + 16, n_rows - 16, k, n, work, work->b[1]);
         for (int t = 0; t < n_tok; t += 32) {
             int toks = int_min(n_tok - t, 32);
-            if (!r0) amx_transpose(g, t0 + t, toks, k + i, part, work->b[t / 16][i / 32]);
-            amx_multiply(work, t / 32, n_rows > 16, toks > 16, planes, i / 32, (part + 31) / 32);
-            for (int j = 0; j < 4 && i + part == n; j++)
-                amx_store(g, work->c[t / 32][j][0], r0 + j / 2 * 16, int_min(n_rows - j / 2 * 16, 16), t0 + t + j % 2 * 16,
-                          int_min(toks - j % 2 * 16, 16), k > 0);
+            struct amx_tokens a[2];
+            for (int j = 0; j < 2 && 16 * j < toks; j++)
+                a[j] = amx_gather(g, t0 + t + 16 * j, int_min(toks - 16 * j, 16), k, n, work->a[j][0][0]);
+            amx_multiply(work->c[t / 32], a, toks > 16, work->b, n_rows > 16, amx_planes(g->type),
+                         (n + 31) / 32, !k);
         }
     }
+    for (int t = 0; t < n_tok; t += 16)
+        for (int r = 0; r < n_rows; r += 16)
+            amx_store(g, work->c[t / 32][t % 32 / 16 * 2 + r / 16], t0 + t, int_min(n_tok - t, 16), r0 + r,
+                      int_min(n_rows - r, 16));
 }
 
 AMX static void amx_gemm_bf16(const struct gemm *g) {
@@ -6375,11 +6089,8 @@ AMX static void amx_gemm_bf16(const struct gemm *g) {
         uint8_t rows[16];
     } config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     _tile_loadconfig(&config);
-    for (int k = 0; k < g->n_in; k += AMX_SPAN)
-        for (int t = 0; t < g->n_tok; t += AMX_TOKENS) {
-            int n = int_min(g->n_in - k, AMX_SPAN), n_tok = int_min(g->n_tok - t, AMX_TOKENS);
-            for (int r = 0; r < g->n_out; r += 32) amx_panel(g, r, t, n_tok, k, n);
-        }
+    for (int t = 0; t < g->n_tok; t += AMX_TOKENS)
+        for (int r = 0; r < g->n_out; r += 32) amx_panel(g, r, t, int_min(g->n_tok - t, AMX_TOKENS));
     _tile_release();
 }
 
@@ -6389,11 +6100,13 @@ static void amx_gemm(const struct gemm *g) {
 }
 
 static enum act_format amx_act_format(uint32_t type, int n_tok) {
-    return n_tok < FEW_TOKENS || type == GGUF_F32 ? panel_act_format(type, n_tok) : ACT_BF16;
+    return type == GGUF_F32 || n_tok < (panel_act_format(type, n_tok) == ACT_I16 ? 16 : 8)
+               ? panel_act_format(type, n_tok)
+               : ACT_BF16;
 }
 
-static const struct kernels kernels_amx = {"avx512-vnni amx-bf16", amx_act_format, act_bytes, avx512_act_pack,
-                                           amx_gemm,               VECTOR_TABLE(avx512)};
+static const struct kernels kernels_amx = {"avx512-vnni amx-bf16", amx_act_format, act_bytes,
+                                           avx512_act_pack,        amx_gemm,       VECTOR_TABLE(avx512)};
 
 /* Linux lets a process use the tile registers only after it has asked; the answer holds for all of its threads. */
 static bool amx_permitted(void) {
@@ -6406,6 +6119,149 @@ static bool amx_permitted(void) {
 }
 #endif
 
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16)
+#define KERNELS_NEON
+#include <arm_neon.h>
+#include <sys/auxv.h>
+
+/* ============================================================================================================
+ * CPU kernels: NEON with dot products
+ * ============================================================================================================ */
+
+#define NEON        __attribute__((target("arch=armv8.2-a+dotprod")))
+#define NEON_INLINE NEON INLINE
+
+/* w[j] holds the weights 4j..4j+3 of every row, signed; E2M1 doubled. */
+struct neon_block {
+    int8x16_t w[8];
+    float32x4_t d[2];
+};
+
+/* 4 rows of four dwords, `stride` bytes apart, transposed: out[j] holds dword j of every row. */
+NEON_INLINE void neon_columns(const uint8_t *p, size_t stride, uint8x16_t out[4]) {
+    uint32x4_t m0 = vreinterpretq_u32_u8(vld1q_u8(p)), m1 = vreinterpretq_u32_u8(vld1q_u8(p + stride));
+    uint32x4_t m2 = vreinterpretq_u32_u8(vld1q_u8(p + 2 * stride)),
+               m3 = vreinterpretq_u32_u8(vld1q_u8(p + 3 * stride));
+    uint64x2_t t0 = vreinterpretq_u64_u32(vtrn1q_u32(m0, m1)), t1 = vreinterpretq_u64_u32(vtrn2q_u32(m0, m1));
+    uint64x2_t t2 = vreinterpretq_u64_u32(vtrn1q_u32(m2, m3)), t3 = vreinterpretq_u64_u32(vtrn2q_u32(m2, m3));
+    out[0] = vreinterpretq_u8_u64(vtrn1q_u64(t0, t2)), out[1] = vreinterpretq_u8_u64(vtrn1q_u64(t1, t3));
+    out[2] = vreinterpretq_u8_u64(vtrn2q_u64(t0, t2)), out[3] = vreinterpretq_u8_u64(vtrn2q_u64(t1, t3));
+}
+
+NEON_INLINE void neon_codes(uint8x16_t q, int8x16_t *lo, int8x16_t *hi) {
+    const int8x16_t table = vld1q_s8(e2m1_doubled);
+    *lo = vqtbl1q_s8(table, vandq_u8(q, vdupq_n_u8(15)));
+    *hi = vqtbl1q_s8(table, vshrq_n_u8(q, 4));
+}
+
+/* Half of the UE4M3 whose bits 0-6 are in the bits 20-26 of d: see vec_rebias. */
+NEON_INLINE float32x4_t neon_half_ue4m3(uint32x4_t d) {
+    d = vandq_u32(d, vdupq_n_u32(0x07f00000));
+    float32x4_t v = vreinterpretq_f32_u32(vaddq_u32(d, vdupq_n_u32(119u << 23)));
+    float32x4_t w = vsubq_f32(vaddq_f32(v, v), vdupq_n_f32(0x1p-7f));
+    return vbslq_f32(vcltq_u32(d, vdupq_n_u32(0x00800000)), w, v);
+}
+
+NEON_INLINE void neon_decode_nvfp4(const uint8_t *w, size_t stride, int n, struct neon_block *p) {
+    for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {
+        uint8x16_t q[12];
+        neon_columns(w, stride, q);
+        neon_columns(w + 16, stride, q + 4);
+        neon_columns(w + 20, stride, q + 8);
+        q[8] = q[11]; /* q[1..8] are the codes */
+        uint32x4_t d = vreinterpretq_u32_u8(vbicq_u8(q[0], vceqq_u8(q[0], vdupq_n_u8(0x7f))));
+        UNROLL for (int i = 0; i < 8; i++) {
+            int at = i / 2 % 2 * 4 + i % 2;
+            neon_codes(q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);
+        }
+        p[0].d[0] = neon_half_ue4m3(vshlq_n_u32(d, 20));
+        p[0].d[1] = neon_half_ue4m3(vshlq_n_u32(d, 12));
+        p[1].d[0] = neon_half_ue4m3(vshlq_n_u32(d, 4));
+        p[1].d[1] = neon_half_ue4m3(vshrq_n_u32(d, 4));
+    }
+}
+
+NEON_INLINE void neon_decode_mxfp4(const uint8_t *w, size_t stride, int n, struct neon_block *p) {
+    for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {
+        uint8x16_t q[4], e[4];
+        neon_columns(w, stride, e);
+        neon_columns(w + 1, stride, q);
+        UNROLL for (int i = 0; i < 4; i++) neon_codes(q[i], &p->w[i], &p->w[i + 4]);
+        uint32x4_t d = vshlq_n_u32(vandq_u32(vreinterpretq_u32_u8(e[0]), vdupq_n_u32(255)), 23);
+        d = vmaxq_u32(d, vdupq_n_u32(0x00400000)); /* the code 0: 2^-127 */
+        p->d[0] = p->d[1] = vmulq_n_f32(vreinterpretq_f32_u32(d), 0.5f);
+    }
+}
+
+NEON_INLINE void neon_decode_q8_0(const uint8_t *w, size_t stride, int n, struct neon_block *p) {
+    for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {
+        uint8x16_t q[8], d[4];
+        neon_columns(w, stride, d);
+        neon_columns(w + 2, stride, q);
+        neon_columns(w + 18, stride, q + 4);
+        UNROLL for (int i = 0; i < 8; i++) p->w[i] = vreinterpretq_s8_u8(q[i]);
+        p->d[0] = p->d[1] = vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vreinterpretq_u32_u8(d[0]))));
+    }
+}
+
+NEON static void neon_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n,
+                                   void *panel) {
+    for (size_t i = 0, bytes = gguf_row_bytes(type, 32 * (size_t)n); i < 4 * bytes; i += 64)
+        __builtin_prefetch(next + i / bytes * stride + i % bytes);
+    if (type == GGUF_NVFP4) neon_decode_nvfp4(w, stride, n, panel);
+    else if (type == GGUF_MXFP4) neon_decode_mxfp4(w, stride, n, panel);
+    else neon_decode_q8_0(w, stride, n, panel);
+}
+
+NEON_INLINE int32x4_t neon_dot_digit(const int8x16_t w[4], const int8_t *q) {
+    int8x16_t x = vld1q_s8(q);
+    int32x4_t sum = vdotq_laneq_s32(vdupq_n_s32(0), w[0], x, 0);
+    sum = vdotq_laneq_s32(sum, w[1], x, 1);
+    sum = vdotq_laneq_s32(sum, w[2], x, 2);
+    return vdotq_laneq_s32(sum, w[3], x, 3);
+}
+
+NEON_INLINE float32x4_t neon_dot_half(const int8x16_t w[4], const struct act_i16 *a, int h) {
+    int32x4_t hi = neon_dot_digit(w, a->hi + 16 * h), lo = neon_dot_digit(w, a->lo + 16 * h);
+    return vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(hi, 8), lo));
+}
+
+NEON_INLINE void neon_dot_tokens(int n_tok, const struct neon_block *p, int n, const struct act_i16 *const *x,
+                                 float *sum) {
+    float32x4_t s[PANEL_GROUP];
+    UNROLL for (int t = 0; t < n_tok; t++) s[t] = vld1q_f32(sum + 4 * t);
+    for (int b = 0; b < n; b++, p++) {
+        UNROLL for (int t = 0; t < n_tok; t++) {
+            const struct act_i16 *a = x[t] + b;
+            float32x4_t v = vmulq_f32(neon_dot_half(p->w, a, 0), p->d[0]);
+            v = vfmaq_f32(v, neon_dot_half(p->w + 4, a, 1), p->d[1]);
+            s[t] = vfmaq_n_f32(s[t], v, a->d);
+        }
+    }
+    UNROLL for (int t = 0; t < n_tok; t++) vst1q_f32(sum + 4 * t, s[t]);
+}
+
+NEON static void neon_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,
+                                int n_tok, float *sum) {
+    (void)type;
+    if (n_tok == PANEL_GROUP) neon_dot_tokens(PANEL_GROUP, panel, n, x, sum);
+    else
+        for (int t = 0; t < n_tok; t++) neon_dot_tokens(1, panel, n, x + t, sum + 4 * t);
+}
+
+VECTOR_FUNCTIONS(neon, NEON)
+VECTOR_PRODUCTS(neon, NEON, vec_load_bf16, vec_load_f16)
+
+static void neon_gemm(const struct gemm *g) {
+    static const struct panel_isa isa = {4, sizeof(struct neon_block), neon_panel_decode, neon_panel_dot};
+    if (g->format == ACT_I16) panel_gemm(g, &isa);
+    else neon_gemm_f32(g);
+}
+
+static const struct kernels kernels_neon = {"neon-dotprod", panel_act_format, act_bytes,
+                                            neon_act_pack,  neon_gemm,        VECTOR_TABLE(neon)};
+#endif
+
 /* ============================================================================================================
  * CPU kernels: choice
  * ============================================================================================================ */
@@ -6413,7 +6269,9 @@ static bool amx_permitted(void) {
 /* In order of preference. */
 static const struct kernels *const kernel_sets[] = {
 #if defined(__x86_64__)
-    &kernels_amx, &kernels_avx512,
+    &kernels_amx, &kernels_avx512, &kernels_avx2,
+#elif defined(KERNELS_NEON)
+    &kernels_neon,
 #endif
     &kernels_scalar};
 
@@ -6422,18 +6280,18 @@ static bool kernels_runnable(const struct kernels *k) {
 #if defined(__x86_64__)
     bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    unsigned a, b, c, d;
+    if (k == &kernels_avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+               __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
     if (k == &kernels_avx512) return avx512;
     if (k == &kernels_amx)
-        return avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") && amx_permitted();
+        return avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
+               amx_permitted();
+#elif defined(KERNELS_NEON)
+    if (k == &kernels_neon) return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
 #endif
     return k == &kernels_scalar;
-}
-
-static const struct kernels *kernels_by_name(const char *name) {
-    if (!strcmp(name, kernels_ref.name)) return &kernels_ref;
-    for (size_t i = 0; i < sizeof kernel_sets / sizeof *kernel_sets; i++)
-        if (!strcmp(name, kernel_sets[i]->name)) return kernels_runnable(kernel_sets[i]) ? kernel_sets[i] : NULL;
-    return NULL;
 }
 
 static const struct kernels *kernels_choose(void) {
@@ -6492,20 +6350,26 @@ enum act {
 struct rank;
 
 struct ops {
-    void (*embed)(struct rank *r, enum act out);                                     /* out = rows of the embedding */
-    void (*rmsnorm)(struct rank *r, enum act x, const float *w, enum act out);       /* out = norm(x) * w; out may be x */
-    void (*add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w, enum act out); /* x += delta; then as above */
-    void (*add)(struct rank *r, enum act x, enum act delta);                         /* x += delta */
+    void (*embed)(struct rank *r, enum act out); /* out = rows of the embedding */
+    void (*rmsnorm)(struct rank *r, enum act x, const float *w,
+                    enum act out); /* out = norm(x) * w; out may be x */
+    void (*add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w,
+                        enum act out);                       /* x += delta; then as above */
+    void (*add)(struct rank *r, enum act x, enum act delta); /* x += delta */
     void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
-    void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k, enum act v); /* head norms, rotation of q and k, k and v to the cache */
-    void (*attention)(struct rank *r, int il, enum act q, enum act out);             /* grouped-query, over the cache */
-    void (*mla_store)(struct rank *r, int il, enum act q, enum act kv);              /* latent norm, rotation, latent and k_pe to the cache */
-    void (*mla_attention)(struct rank *r, int il, enum act q, enum act out);         /* multi-head latent attention, over the cache */
-    void (*ffn)(struct rank *r, int il, enum act x, enum act out);                   /* dense SwiGLU */
-    void (*moe_ffn)(struct rank *r, int il, enum act x, enum act out);               /* router, routed experts, shared expert */
-    void (*all_reduce)(struct rank *r, enum act x);                                  /* sum over the ranks */
-    void (*logits)(struct rank *r, int first, int n);                                /* final norm and head for rows first..first+n-1 */
-    const float *(*read_logits)(struct rank *r, int row);                            /* (n_vocab), row 0 is `first`; waits */
+    void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k,
+                          enum act v); /* head norms, rotation of q and k, k and v to the cache */
+    void (*attention)(struct rank *r, int il, enum act q, enum act out); /* grouped-query, over the cache */
+    void (*mla_store)(struct rank *r, int il, enum act q,
+                      enum act kv); /* latent norm, rotation, latent and k_pe to the cache */
+    void (*mla_attention)(struct rank *r, int il, enum act q,
+                          enum act out); /* multi-head latent attention, over the cache */
+    void (*ffn)(struct rank *r, int il, enum act x, enum act out); /* dense SwiGLU */
+    void (*moe_ffn)(struct rank *r, int il, enum act x,
+                    enum act out);                        /* router, routed experts, shared expert */
+    void (*all_reduce)(struct rank *r, enum act x);       /* sum over the ranks */
+    void (*logits)(struct rank *r, int first, int n);     /* final norm and head for rows first..first+n-1 */
+    const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
 };
 
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
@@ -6525,16 +6389,18 @@ struct kv_layer {
 };
 
 enum {
-    CHUNK_MAX = 512,      /* tokens of one forward */
-    LOGIT_ROWS = 16,      /* rows of one logits operation */
-    ROW_TILE = 32,        /* weight rows of one work item */
-    KEY_BLOCK = 64,       /* keys of one step of the online softmax */
-    QUERY_ROWS = 64,      /* query rows (tokens x heads) of one attention work item */
-    PART_KEYS = 512,      /* keys of one partition of the context in decode, at least */
+    CHUNK_MAX = 512, /* tokens of one forward */
+    LOGIT_ROWS = 16, /* rows of one logits operation */
+    ROW_TILE = 32,   /* weight rows of one work item */
+    KEY_BLOCK = 64,  /* keys of one step of the online softmax */
+    QUERY_ROWS = 64, /* query rows (tokens x heads) of one attention work item */
+    PART_KEYS = 128, /* keys of one partition of the context in decode, at least */
     PARTS_MAX = 64,
-    PART_TOKENS = 4,      /* up to so many tokens the context is partitioned */
-    LATENT_GROUP = 128,   /* latents under one FP8 scale */
-    MLA_HEAD_GROUP = 4    /* heads that share a work item over the latent cache */
+    PART_TOKENS = 4,    /* up to so many tokens the context is partitioned */
+    LATENT_GROUP = 128, /* latents under one FP8 scale */
+    MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
+    OWN_PACK =
+        96 << 10 /* bytes of packed activations that every thread rather makes for itself than waits for */
 };
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
@@ -6559,12 +6425,12 @@ struct rank {
     float *route_w;       /* (chunk, n_expert_used) */
     struct ffn_job *jobs; /* (n_expert_max + 1) */
     int n_jobs;
-    int32_t *job_rows;    /* tokens of the jobs */
-    float *job_w;         /* their weights */
-    float *qlat;          /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
-    float *part;          /* partial results of a partitioned context */
-    float *logits;        /* (LOGIT_ROWS, n_vocab) */
-    uint8_t *scratch;     /* (n_threads, scratch_bytes) */
+    int32_t *job_rows;           /* tokens of the jobs */
+    float *job_w;                /* their weights */
+    float *qlat;                 /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
+    float *part;                 /* partial results of a partitioned context */
+    float *logits;               /* (LOGIT_ROWS, n_vocab) */
+    uint8_t *scratch;            /* (n_threads, scratch_bytes) */
     size_t scratch_bytes, bytes; /* bytes: all of the above but the cache */
     size_t kv_bytes;
     void **owned; /* stb_ds */
@@ -6577,7 +6443,8 @@ struct rank {
 static size_t kv_elem_bytes(enum kv_type t) { return t == KV_F32 ? 4 : t == KV_BF16 ? 2 : 1; }
 
 static struct kv_plane kv_plane_make(enum kv_type type, int width, int group) {
-    struct kv_plane p = {.type = type, .width = width, .group = group, .n_group = (width + group - 1) / group};
+    struct kv_plane p = {
+        .type = type, .width = width, .group = group, .n_group = (width + group - 1) / group};
     p.row_bytes = ((size_t)width * kv_elem_bytes(type) + 15) / 16 * 16;
     return p;
 }
@@ -6614,7 +6481,8 @@ static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t 
 }
 
 /* out (n, ld) = values first..first+len-1 of rows pos..pos+n-1; a range that starts and ends at group boundaries. */
-static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t pos, int n, int first, int len, float *out, int ld) {
+static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t pos, int n, int first, int len,
+                    float *out, int ld) {
     for (int i = 0; i < n; i++, out += ld) {
         const uint8_t *row = p->data + (size_t)(pos + i) * p->row_bytes;
         if (p->type == KV_F32) {
@@ -6638,9 +6506,15 @@ static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t p
  * not depend on the number of threads, so that results do not either.
  * ============================================================================================================ */
 
-static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
+static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
 
-static void *rank_scratch(const struct rank *r) { return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes; }
+static float *act_row(const struct rank *r, enum act a, int t) {
+    return r->act[a] + (size_t)t * (size_t)r->width[a];
+}
+
+static void *rank_scratch(const struct rank *r) {
+    return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes;
+}
 
 /* Threads for work on n items: one token's norms are not worth waking anybody. */
 static int rank_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
@@ -6662,7 +6536,8 @@ static void cpu_embed(struct rank *r, enum act out) {
 
 static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
 #pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
-    for (int t = 0; t < r->n_tok; t++) r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
+    for (int t = 0; t < r->n_tok; t++)
+        r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
 }
 
 static void cpu_add(struct rank *r, enum act x, enum act delta) {
@@ -6678,19 +6553,56 @@ static void cpu_add_rmsnorm(struct rank *r, enum act x, enum act delta, const fl
     cpu_rmsnorm(r, x, w, out);
 }
 
-/* y = W x for n rows of x (x_stride floats apart), inside a parallel region: packs, then shares out tiles of W's rows. */
-static void linear_rows(struct rank *r, const struct weight *w, const float *x, int x_stride, int n, float *y, int y_stride) {
-    enum act_format f = r->k->act_format(w->type, n);
-    size_t stride = r->k->act_bytes(f, w->n_in);
+/* Thread scratch: the kernels' own, a tile of results for the most tokens, three areas of packed activations. */
+static float *scratch_tile(const struct rank *r) {
+    return (float *)(void *)((uint8_t *)rank_scratch(r) + KERNEL_SCRATCH);
+}
+
+static uint8_t *scratch_pack(const struct rank *r, int area) {
+    return (uint8_t *)rank_scratch(r) + KERNEL_SCRATCH + (size_t)r->chunk * ROW_TILE * sizeof(float) +
+           (size_t)area * OWN_PACK;
+}
+
+/* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region and returns them, act_bytes apart. Little work is done by
+ * every thread for itself, in its own area, which saves a barrier; much is shared out and lands in `shared`. */
+static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const float *x, size_t x_stride,
+                                int n, int n_in, uint8_t *shared, int area) {
+    size_t stride = r->k->act_bytes(f, n_in);
+    if ((size_t)n * stride <= OWN_PACK) {
+        uint8_t *own = scratch_pack(r, area);
+        for (int t = 0; t < n; t++)
+            r->k->act_pack(f, x + (size_t)t * x_stride, n_in, own + (size_t)t * stride);
+        return own;
+    }
 #pragma omp for schedule(static)
-    for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * (size_t)x_stride, w->n_in, r->pack + (size_t)t * stride);
-#pragma omp for schedule(dynamic)
+    for (int t = 0; t < n; t++)
+        r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
+    return shared;
+}
+
+/* y = W x for n rows of x (x_stride floats apart), inside a parallel region; the caller waits for the other threads. */
+static void linear_rows(struct rank *r, const struct weight *w, const float *x, int x_stride, int n, float *y,
+                        int y_stride) {
+    enum act_format f = r->k->act_format(w->type, n);
+    const uint8_t *pack = pack_rows(r, f, x, (size_t)x_stride, n, w->n_in, r->pack, 0);
+#pragma omp for schedule(dynamic) nowait
     for (int row = 0; row < w->n_out; row += ROW_TILE) {
-        struct gemm g = {.type = w->type, .format = f, .w = w->data + (size_t)row * w->row_bytes, .w_stride = w->row_bytes,
-                         .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE, .n_in = w->n_in, .x = r->pack,
-                         .x_stride = stride, .n_tok = n, .scale = w->scale ? w->scale[0] : 1.0f, .y = y + row,
-                         .y_stride = (size_t)y_stride, .scratch = rank_scratch(r)};
+        struct gemm g = {.type = w->type,
+                         .format = f,
+                         .w = w->data + (size_t)row * w->row_bytes,
+                         .w_stride = w->row_bytes,
+                         .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE,
+                         .n_in = w->n_in,
+                         .x = pack,
+                         .x_stride = r->k->act_bytes(f, w->n_in),
+                         .n_tok = n,
+                         .scale = w->scale ? w->scale[0] : 1.0f,
+                         .y = y + row,
+                         .y_stride = (size_t)y_stride,
+                         .scratch = rank_scratch(r)};
         r->k->gemm(&g);
+        for (int t = 0; w->bias && t < n; t++)
+            for (int i = 0; i < g.n_out; i++) g.y[(size_t)t * g.y_stride + (size_t)i] += w->bias[row + i];
     }
 }
 
@@ -6725,7 +6637,8 @@ static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, en
         const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
         for (int h = 0; h < m->n_head + m->n_head_kv; h++) {
             bool is_q = h < m->n_head;
-            float *x = is_q ? act_row(r, q, t) + h * m->head_k : act_row(r, k, t) + (h - m->n_head) * m->head_k;
+            float *x =
+                is_q ? act_row(r, q, t) + h * m->head_k : act_row(r, k, t) + (h - m->n_head) * m->head_k;
             r->k->rmsnorm(x, is_q ? y->q_norm : y->k_norm, m->rms_eps, x, m->head_k);
             rope_halves(x, c, s, m->rope_dim);
         }
@@ -6740,7 +6653,8 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     for (int t = 0; t < r->n_tok; t++) {
         const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
         float *latent = act_row(r, kv, t);
-        for (int h = 0; h < m->n_head; h++) rope_pairs(act_row(r, q, t) + h * m->head_k + m->nope, c, s, m->rope_dim);
+        for (int h = 0; h < m->n_head; h++)
+            rope_pairs(act_row(r, q, t) + h * m->head_k + m->nope, c, s, m->rope_dim);
         r->k->rmsnorm(latent, m->layers[il].kv_a_norm, m->rms_eps, latent, m->kv_lora);
         rope_pairs(latent + m->kv_lora, c, s, m->rope_dim);
         kv_store(r->k, &r->kv[il].k, r->pos + t, latent);
@@ -6753,35 +6667,37 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
 enum attend_kind {
     ATTEND_GQA,    /* rows: tokens x heads of one KV head */
     ATTEND_LATENT, /* rows: tokens x a group of heads; keys are [latent | k_pe], values the latents themselves */
-    ATTEND_EXPAND  /* rows: tokens of one head; keys and values are multiplied out of the latents block by block */
+    ATTEND_EXPAND /* rows: tokens of one head; keys and values are multiplied out of the latents block by block */
 };
 
 struct attend {
     enum attend_kind kind;
-    int il, head;        /* first head (GQA: the KV head) */
-    int n_head;          /* heads in the item */
-    int first, n_tok;    /* tokens of the batch */
+    int il, head;     /* first head (GQA: the KV head) */
+    int n_head;       /* heads in the item */
+    int first, n_tok; /* tokens of the batch */
     int dk, dv;
-    int begin, end;      /* keys; the causal limit of each row applies on top */
-    const float *q;      /* row (t, h) at q + t * q_tok + h * q_head, (dk) */
+    int begin, end; /* keys; the causal limit of each row applies on top */
+    const float *q; /* row (t, h) at q + t * q_tok + h * q_head, (dk) */
     size_t q_tok, q_head;
-    float *out;          /* likewise, (dv): the result, */
+    float *out; /* likewise, (dv): the result, */
     size_t out_tok, out_head;
-    float *part;         /* or, when not NULL, the unfinished (n_tok * n_head, dv + 2): sums, maximum, denominator */
+    float *part; /* or, when not NULL, the unfinished (n_tok * n_head, dv + 2): sums, maximum, denominator */
 };
 
 /* Scratch of an item, in floats. */
 static size_t attend_floats(const struct model *m, int rows) {
-    size_t dk = (size_t)(m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k), dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
-    dk = dk > (size_t)m->head_k ? dk : (size_t)m->head_k, dv = dv > (size_t)m->head_v ? dv : (size_t)m->head_v;
+    size_t dk = (size_t)(m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k),
+           dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
+    dk = dk > (size_t)m->head_k ? dk : (size_t)m->head_k,
+    dv = dv > (size_t)m->head_v ? dv : (size_t)m->head_v;
     size_t expand = m->kv_lora ? (size_t)m->kv_lora * (size_t)(m->nope + m->head_v) + KEY_BLOCK * dk : 0;
     return (size_t)rows * (dk + dv + KEY_BLOCK + 2) + KEY_BLOCK * (dk + dv) + expand + 64;
 }
 
 /* Keys pos..pos+n-1 as (n, dk) rows in *k and values as (n, dv) rows in *v, leading dimensions *ldk and *ldv. `buf` holds
  * KEY_BLOCK * (dk + dv) floats; `expand` the head's two matrices and a block of latents. */
-static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf, float *expand, const float **k,
-                         int *ldk, const float **v, int *ldv) {
+static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf,
+                         float *expand, const float **k, int *ldk, const float **v, int *ldv) {
     const struct model *m = r->m;
     const struct kv_layer *c = &r->kv[a->il];
     float *kb = buf, *vb = buf + KEY_BLOCK * a->dk;
@@ -6812,8 +6728,9 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
     for (int i = 0; i < 2; i++) {
         float scale = w[i]->scale ? w[i]->scale[a->head] : 1.0f;
         for (int row = 0; row < w[i]->n_out; row++, out += w[i]->n_in) {
-            gguf_dequantize_row(w[i]->type, w[i]->data + (size_t)a->head * w[i]->expert_bytes + (size_t)row * w[i]->row_bytes, out,
-                                (size_t)w[i]->n_in);
+            gguf_dequantize_row(
+                w[i]->type, w[i]->data + (size_t)a->head * w[i]->expert_bytes + (size_t)row * w[i]->row_bytes,
+                out, (size_t)w[i]->n_in);
             for (int j = 0; scale != 1.0f && j < w[i]->n_in; j++) out[j] *= scale;
         }
     }
@@ -6823,11 +6740,13 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
  * sum of values. */
 static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
     int rows = a->n_tok * a->n_head, dk = a->dk, dv = a->dv, ldk, ldv;
-    float *q = scratch, *acc = q + rows * dk, *s = acc + rows * dv, *top = s + rows * KEY_BLOCK, *den = top + rows;
+    float *q = scratch, *acc = q + rows * dk, *s = acc + rows * dv, *top = s + rows * KEY_BLOCK,
+          *den = top + rows;
     float *buf = den + rows, *expand = buf + KEY_BLOCK * (dk + dv);
     const float *k, *v;
     for (int i = 0; i < rows; i++) {
-        const float *src = a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
+        const float *src =
+            a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
         for (int j = 0; j < dk; j++) q[i * dk + j] = src[j] * r->m->attn_scale;
         top[i] = -INFINITY, den[i] = 0;
     }
@@ -6856,7 +6775,8 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     }
     for (int i = 0; i < rows; i++) {
         float *o = a->part ? a->part + (size_t)i * (size_t)(dv + 2)
-                           : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok + (size_t)(i % a->n_head) * a->out_head;
+                           : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok +
+                                 (size_t)(i % a->n_head) * a->out_head;
         float f = a->part ? 1.0f : 1.0f / den[i];
         for (int j = 0; j < dv; j++) o[j] = acc[i * dv + j] * f;
         if (a->part) o[dv] = top[i], o[dv + 1] = den[i];
@@ -6889,7 +6809,8 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
     }
     size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
 #pragma omp for schedule(dynamic)
-    for (int i = n_group * n_tile * n_part - 1; i >= 0; i--) { /* the last tiles see the most keys: they start first */
+    for (int i = n_group * n_tile * n_part - 1; i >= 0;
+         i--) { /* the last tiles see the most keys: they start first */
         struct attend a = *all;
         int g = i % n_group, t = i / n_group % n_tile, p = i / n_group / n_tile;
         a.head = all->kind == ATTEND_GQA ? g : g * group;
@@ -6905,18 +6826,29 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
     for (int i = 0; i < r->n_tok * all->n_head; i++) {
         int t = i / all->n_head, h = i % all->n_head;
         const float *part = r->part + ((size_t)(h / group) * rows + (size_t)(t * group + h % group)) * stride;
-        attend_merge(part, n_part, (size_t)n_group * rows * stride, all->dv, all->out + (size_t)t * all->out_tok + (size_t)h * all->out_head);
+        attend_merge(part, n_part, (size_t)n_group * rows * stride, all->dv,
+                     all->out + (size_t)t * all->out_tok + (size_t)h * all->out_head);
     }
 }
 
-static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1; }
+static int tile_tokens(int rows_per_token) {
+    return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1;
+}
 
 static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct model *m = r->m;
     int group = m->n_head / m->n_head_kv;
-    struct attend a = {.kind = ATTEND_GQA, .il = il, .n_head = m->n_head, .dk = m->head_k, .dv = m->head_v, .q = r->act[q],
-                       .q_tok = (size_t)r->width[q], .q_head = (size_t)m->head_k, .out = r->act[out],
-                       .out_tok = (size_t)r->width[out], .out_head = (size_t)m->head_v};
+    struct attend a = {.kind = ATTEND_GQA,
+                       .il = il,
+                       .n_head = m->n_head,
+                       .dk = m->head_k,
+                       .dv = m->head_v,
+                       .q = r->act[q],
+                       .q_tok = (size_t)r->width[q],
+                       .q_head = (size_t)m->head_k,
+                       .out = r->act[out],
+                       .out_tok = (size_t)r->width[out],
+                       .out_head = (size_t)m->head_v};
 #pragma omp parallel num_threads(r->n_threads)
     attend_all(r, &a, group, r->n_tok <= PART_TOKENS ? r->n_tok : tile_tokens(group));
 }
@@ -6928,23 +6860,39 @@ static bool mla_expands(const struct model *m, int n) {
     return saved > 0 && (int64_t)(m->nope + m->head_v) * m->kv_lora < saved * n;
 }
 
-/* One matrix per head applied to one vector per token and head: y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head). */
-static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head, float *y, size_t y_tok, size_t y_head) {
+/* One matrix per head applied to one vector per token and head, inside a parallel region: y (n_tok, n_head, y_head) = w[h] x (n_tok,
+ * n_head, x_head). The n_copy floats behind the input vector are copied behind the result. The caller waits for the other threads. */
+static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head,
+                         float *y, size_t y_tok, size_t y_head, int n_copy) {
     enum act_format f = r->k->act_format(w->type, r->n_tok);
     size_t stride = r->k->act_bytes(f, w->n_in);
-    int n_head = w->n_expert, n_tile = (w->n_out + ROW_TILE - 1) / ROW_TILE;
-#pragma omp for schedule(static)
-    for (int i = 0; i < r->n_tok * n_head; i++)
-        r->k->act_pack(f, x + (size_t)(i / n_head) * x_tok + (size_t)(i % n_head) * x_head, w->n_in, r->pack + (size_t)i * stride);
-#pragma omp for schedule(static)
-    for (int i = 0; i < n_head * n_tile; i++) {
-        int h = i / n_tile, row = i % n_tile * ROW_TILE;
-        struct gemm g = {.type = w->type, .format = f, .w = w->data + (size_t)h * w->expert_bytes + (size_t)row * w->row_bytes,
-                         .w_stride = w->row_bytes, .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE, .n_in = w->n_in,
-                         .x = r->pack + (size_t)h * stride, .x_stride = (size_t)n_head * stride, .n_tok = r->n_tok,
-                         .scale = w->scale ? w->scale[h] : 1.0f, .y = y + (size_t)h * y_head + row, .y_stride = y_tok,
-                         .scratch = rank_scratch(r)};
-        r->k->gemm(&g);
+#pragma omp for schedule(static) nowait
+    for (int h = 0; h < w->n_expert; h++) {
+        uint8_t *pack = r->pack + (size_t)h * (size_t)r->n_tok * stride;
+        const float *xh = x + (size_t)h * x_head;
+        float *yh = y + (size_t)h * y_head;
+        for (int t = 0; t < r->n_tok; t++) {
+            r->k->act_pack(f, xh + (size_t)t * x_tok, w->n_in, pack + (size_t)t * stride);
+            if (n_copy)
+                memcpy(yh + (size_t)t * y_tok + w->n_out, xh + (size_t)t * x_tok + w->n_in,
+                       (size_t)n_copy * sizeof *y);
+        }
+        for (int row = 0; row < w->n_out; row += ROW_TILE) {
+            struct gemm g = {.type = w->type,
+                             .format = f,
+                             .w = w->data + (size_t)h * w->expert_bytes + (size_t)row * w->row_bytes,
+                             .w_stride = w->row_bytes,
+                             .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE,
+                             .n_in = w->n_in,
+                             .x = pack,
+                             .x_stride = stride,
+                             .n_tok = r->n_tok,
+                             .scale = w->scale ? w->scale[h] : 1.0f,
+                             .y = yh + row,
+                             .y_stride = y_tok,
+                             .scratch = rank_scratch(r)};
+            r->k->gemm(&g);
+        }
     }
 }
 
@@ -6952,8 +6900,16 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
     const struct model *m = r->m;
     const struct layer *y = &m->layers[il];
     size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
-    struct attend a = {.il = il, .n_head = m->n_head, .dk = m->head_k, .dv = m->head_v, .q = r->act[q], .q_tok = q_tok,
-                       .q_head = (size_t)m->head_k, .out = r->act[out], .out_tok = out_tok, .out_head = (size_t)m->head_v};
+    struct attend a = {.il = il,
+                       .n_head = m->n_head,
+                       .dk = m->head_k,
+                       .dv = m->head_v,
+                       .q = r->act[q],
+                       .q_tok = q_tok,
+                       .q_head = (size_t)m->head_k,
+                       .out = r->act[out],
+                       .out_tok = out_tok,
+                       .out_head = (size_t)m->head_v};
     if (mla_expands(m, r->n_tok)) {
         a.kind = ATTEND_EXPAND;
 #pragma omp parallel num_threads(r->n_threads)
@@ -6968,12 +6924,10 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
     int group = m->n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
 #pragma omp parallel num_threads(r->n_threads)
     {
-        heads_linear(r, &y->wk_b, r->act[q], q_tok, (size_t)m->head_k, r->qlat, a.q_tok, lat);
-#pragma omp for schedule(static)
-        for (int i = 0; i < r->n_tok * m->n_head; i++)
-            memcpy(r->qlat + (size_t)i * lat + m->kv_lora, r->act[q] + (size_t)i * (size_t)m->head_k + m->nope, (size_t)m->rope_dim * sizeof(float));
+        heads_linear(r, &y->wk_b, r->act[q], q_tok, (size_t)m->head_k, r->qlat, a.q_tok, lat, m->rope_dim);
+#pragma omp barrier
         attend_all(r, &a, group, r->n_tok <= PART_TOKENS ? r->n_tok : tile_tokens(group));
-        heads_linear(r, &y->wv_b, mixed, a.out_tok, a.out_head, r->act[out], out_tok, (size_t)m->head_v);
+        heads_linear(r, &y->wv_b, mixed, a.out_tok, a.out_head, r->act[out], out_tok, (size_t)m->head_v, 0);
     }
 }
 
@@ -6991,7 +6945,8 @@ struct ffn_job {
 
 /* Ids and weights of the experts of one token. logits (n). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias and the groups
  * decide who is chosen, never with what weight. Ties go to the lower id, as torch.topk's do in practice. */
-static void route_token(const struct model *m, const struct layer *y, float *logits, int32_t *ids, float *weights) {
+static void route_token(const struct model *m, const struct layer *y, float *logits, int32_t *ids,
+                        float *weights) {
     int n = y->n_expert, k = m->n_expert_used, per = n / m->n_group;
     float pick[MAX_EXPERTS], group[MAX_EXPERTS];
     if (m->gating == GATING_SOFTMAX) {
@@ -7002,7 +6957,11 @@ static void route_token(const struct model *m, const struct layer *y, float *log
     } else {
         for (int e = 0; e < n; e++) logits[e] = 1.0f / (1.0f + expf(-logits[e]));
     }
-    for (int e = 0; e < n; e++) pick[e] = logits[e] + (y->router_bias ? y->router_bias[e] : 0.0f);
+    for (int e = 0; e < n; e++) {
+        pick[e] = logits[e] + (y->router_bias ? y->router_bias[e] : 0.0f);
+        if (isnan(pick[e]))
+            pick[e] = -INFINITY; /* the answer is lost, but the ids are distinct: scratch is sized for that */
+    }
     if (m->n_group > 1) { /* a group's score is the sum of its two best; the others are out */
         for (int g = 0; g < m->n_group; g++) {
             float a = -INFINITY, b = -INFINITY;
@@ -7014,7 +6973,8 @@ static void route_token(const struct model *m, const struct layer *y, float *log
         }
         for (int g = 0; g < m->n_group; g++) {
             int better = 0;
-            for (int o = 0; o < m->n_group; o++) better += group[o] > group[g] || (group[o] == group[g] && o < g);
+            for (int o = 0; o < m->n_group; o++)
+                better += group[o] > group[g] || (group[o] == group[g] && o < g);
             for (int e = g * per; better >= m->n_group_used && e < (g + 1) * per; e++) pick[e] = -INFINITY;
         }
     }
@@ -7043,7 +7003,8 @@ static void ffn_jobs_build(struct rank *r, const struct layer *y) {
     for (int e = 0, sum = 0; e < y->n_expert; e++) {
         at[e] = sum;
         if (!count[e]) continue;
-        r->jobs[r->n_jobs++] = (struct ffn_job){&y->gate, &y->up, &y->down, e, count[e], r->job_rows + sum, r->job_w + sum, hidden, slot};
+        r->jobs[r->n_jobs++] = (struct ffn_job){&y->gate,          &y->up,         &y->down, e,   count[e],
+                                                r->job_rows + sum, r->job_w + sum, hidden,   slot};
         sum += count[e], slot += (size_t)count[e], hidden += (size_t)count[e] * (size_t)y->gate.n_out;
     }
     for (int i = 0; i < r->n_tok * k; i++) {
@@ -7051,13 +7012,40 @@ static void ffn_jobs_build(struct rank *r, const struct layer *y) {
         r->job_rows[j] = i / k, r->job_w[j] = r->route_w[i];
     }
     if (y->sh_gate.data)
-        r->jobs[r->n_jobs++] = (struct ffn_job){&y->sh_gate, &y->sh_up, &y->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
+        r->jobs[r->n_jobs++] =
+            (struct ffn_job){&y->sh_gate, &y->sh_up, &y->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
 }
 
-static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j, enum act_format f, int row) {
-    return (struct gemm){.type = w->type, .format = f, .w = w->data + (size_t)j->expert * w->expert_bytes + (size_t)row * w->row_bytes,
-                         .w_stride = w->row_bytes, .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE, .n_in = w->n_in,
-                         .n_tok = j->n_tok, .scale = w->scale ? w->scale[j->expert] : 1.0f, .scratch = rank_scratch(r)};
+static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j,
+                            enum act_format f, int row) {
+    return (struct gemm){.type = w->type,
+                         .format = f,
+                         .w = w->data + (size_t)j->expert * w->expert_bytes + (size_t)row * w->row_bytes,
+                         .w_stride = w->row_bytes,
+                         .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE,
+                         .n_in = w->n_in,
+                         .n_tok = j->n_tok,
+                         .scale = w->scale ? w->scale[j->expert] : 1.0f,
+                         .scratch = rank_scratch(r)};
+}
+
+/* Packs the hidden rows of all jobs, those of the last job as `last` says; little work is done by every thread for itself. */
+static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, enum act_format last,
+                                      size_t stride, int n_rows) {
+    bool own = (size_t)n_rows * stride <= OWN_PACK;
+    uint8_t *out = own ? scratch_pack(r, 2) : r->pack_h;
+    int threads = own ? 1 : omp_get_num_threads(), from = own ? 0 : omp_get_thread_num();
+    for (int j = 0; j < r->n_jobs; j++) {
+        const struct ffn_job *b = &r->jobs[j];
+        size_t ff = (size_t)b->gate->n_out;
+        for (int t = from; t < b->n_tok; t += threads)
+            r->k->act_pack(j == r->n_jobs - 1 ? last : f, r->hidden + b->hidden + (size_t)t * ff, (int)ff,
+                           out + (b->slot + (size_t)t) * stride);
+    }
+    if (!own) {
+#pragma omp barrier
+    }
+    return out;
 }
 
 /* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. Each output element is summed in the
@@ -7065,64 +7053,59 @@ static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const 
 static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     const struct kernels *k = r->k;
     const struct ffn_job *j0 = &r->jobs[0];
-    const struct ffn_job *jn = &r->jobs[r->n_jobs - 1]; /* the shared expert, if there is one: of all tokens, maybe of another type */
+    const struct ffn_job *jn =
+        &r->jobs[r->n_jobs -
+                 1]; /* the shared expert, if there is one: of all tokens, maybe of another type */
     int per_last = jn->rows ? per_job : jn->n_tok;
     enum act_format f = k->act_format(j0->gate->type, per_job), fs = k->act_format(jn->gate->type, per_last);
-    enum act_format fd = k->act_format(j0->down->type, per_job), fds = k->act_format(jn->down->type, per_last);
-    int n_in = j0->gate->n_in;
+    enum act_format fd = k->act_format(j0->down->type, per_job),
+                    fds = k->act_format(jn->down->type, per_last);
+    int n_in = j0->gate->n_in, n_ff = 0, n_rows = 0;
     size_t stride = k->act_bytes(f, n_in), stride_s = k->act_bytes(fs, n_in);
-    uint8_t *pack_s = f == fs ? r->pack : r->pack + (size_t)r->n_tok * stride;
-    float *up = (float *)(void *)((uint8_t *)rank_scratch(r) + KERNEL_SCRATCH);
-    int n_ff = 0, tiles = 0, ff_tiles;
-    size_t n_rows = 0, h_stride;
+    const uint8_t *pack = pack_rows(r, f, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack, 0),
+                  *pack_s = pack;
+    if (fs != f)
+        pack_s = pack_rows(r, fs, r->act[x], (size_t)r->width[x], r->n_tok, n_in,
+                           r->pack + (size_t)r->n_tok * stride, 1);
     for (int j = 0; j < r->n_jobs; j++) {
         n_ff = r->jobs[j].gate->n_out > n_ff ? r->jobs[j].gate->n_out : n_ff;
-        n_rows += (size_t)r->jobs[j].n_tok;
+        n_rows += r->jobs[j].n_tok;
     }
-    h_stride = k->act_bytes(fd, n_ff) > k->act_bytes(fds, n_ff) ? k->act_bytes(fd, n_ff) : k->act_bytes(fds, n_ff);
-    ff_tiles = (n_ff + ROW_TILE - 1) / ROW_TILE;
-    tiles = r->n_jobs * ff_tiles;
-#pragma omp for schedule(static)
-    for (int t = 0; t < r->n_tok; t++) {
-        k->act_pack(f, act_row(r, x, t), n_in, r->pack + (size_t)t * stride);
-        if (f != fs) k->act_pack(fs, act_row(r, x, t), n_in, pack_s + (size_t)t * stride_s);
-    }
+    float *tile = scratch_tile(r);
+    size_t h_stride = size_max(k->act_bytes(fd, n_ff), k->act_bytes(fds, n_ff));
+    int ff_tiles = (n_ff + ROW_TILE - 1) / ROW_TILE, tiles = r->n_jobs * ff_tiles;
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < tiles; i++) {
         const struct ffn_job *j = &r->jobs[i / ff_tiles];
         int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
         bool shared = j == jn;
         if (row >= ff) continue;
-        struct gemm g = ffn_gemm(r, j->gate, j, shared ? fs : f, row), u = ffn_gemm(r, j->up, j, shared ? fs : f, row);
-        g.x = u.x = shared ? pack_s : r->pack, g.x_stride = u.x_stride = shared ? stride_s : stride;
+        struct gemm g = ffn_gemm(r, j->gate, j, shared ? fs : f, row),
+                    u = ffn_gemm(r, j->up, j, shared ? fs : f, row);
+        g.x = u.x = shared ? pack_s : pack, g.x_stride = u.x_stride = shared ? stride_s : stride;
         g.rows = u.rows = j->rows;
         g.y = r->hidden + j->hidden + row, g.y_stride = (size_t)ff;
-        u.y = up, u.y_stride = ROW_TILE;
+        u.y = tile, u.y_stride = ROW_TILE;
         k->gemm(&g);
         k->gemm(&u);
-        for (int t = 0; t < j->n_tok; t++) k->silu_mul(g.y + (size_t)t * (size_t)ff, up + t * ROW_TILE, g.n_out);
+        for (int t = 0; t < j->n_tok; t++)
+            k->silu_mul(g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
-#pragma omp for schedule(static)
-    for (size_t i = 0; i < n_rows; i++) {
-        int j = 0;
-        while (j + 1 < r->n_jobs && i >= r->jobs[j + 1].slot) j++;
-        const struct ffn_job *b = &r->jobs[j];
-        int ff = b->gate->n_out;
-        k->act_pack(b == jn ? fds : fd, r->hidden + b->hidden + (i - b->slot) * (size_t)ff, ff, r->pack_h + i * h_stride);
-    }
-#pragma omp for schedule(dynamic)
+    const uint8_t *pack_h = ffn_pack_hidden(r, fd, fds, h_stride, n_rows);
+#pragma omp for schedule(dynamic) nowait
     for (int row = 0; row < r->width[out]; row += ROW_TILE) {
         for (int t = 0; t < r->n_tok; t++)
-            memset(act_row(r, out, t) + row, 0, sizeof(float) * (size_t)(r->width[out] - row < ROW_TILE ? r->width[out] - row : ROW_TILE));
+            memset(act_row(r, out, t) + row, 0,
+                   sizeof(float) * (size_t)(r->width[out] - row < ROW_TILE ? r->width[out] - row : ROW_TILE));
         for (int i = 0; i < r->n_jobs; i++) {
             const struct ffn_job *j = &r->jobs[i];
             struct gemm g = ffn_gemm(r, j->down, j, j == jn ? fds : fd, row);
-            g.x = r->pack_h + j->slot * h_stride, g.x_stride = h_stride;
-            g.y = up, g.y_stride = ROW_TILE;
+            g.x = pack_h + j->slot * h_stride, g.x_stride = h_stride;
+            g.y = tile, g.y_stride = ROW_TILE;
             k->gemm(&g);
             for (int t = 0; t < j->n_tok; t++) {
                 float *y = act_row(r, out, j->rows ? j->rows[t] : t) + row, w = j->w ? j->w[t] : 1.0f;
-                for (int c = 0; c < g.n_out; c++) y[c] += w * up[t * ROW_TILE + c];
+                for (int c = 0; c < g.n_out; c++) y[c] += w * tile[t * ROW_TILE + c];
             }
         }
     }
@@ -7143,9 +7126,11 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
 #pragma omp parallel num_threads(r->n_threads)
     {
         linear_rows(r, &y->router, r->act[x], r->width[x], r->n_tok, r->route, m->n_expert_max);
+#pragma omp barrier
 #pragma omp for schedule(static)
         for (int t = 0; t < r->n_tok; t++)
-            route_token(m, y, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * m->n_expert_used, r->route_w + t * m->n_expert_used);
+            route_token(m, y, r->route + (size_t)t * (size_t)m->n_expert_max,
+                        r->route_id + t * m->n_expert_used, r->route_w + t * m->n_expert_used);
 #pragma omp single
         ffn_jobs_build(r, y);
         ffn_run(r, x, out, per_job);
@@ -7159,22 +7144,30 @@ static void cpu_logits(struct rank *r, int first, int n) {
 #pragma omp parallel num_threads(r->n_threads)
     {
 #pragma omp for schedule(static)
-        for (int t = first; t < first + n; t++) r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t), r->m->n_embd);
+        for (int t = first; t < first + n; t++)
+            r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t),
+                          r->m->n_embd);
         linear_rows(r, w, act_row(r, A_H, first), r->width[A_H], n, r->logits, r->m->n_vocab);
     }
 }
 
-static const float *cpu_read_logits(struct rank *r, int row) { return r->logits + (size_t)row * (size_t)r->m->n_vocab; }
+static const float *cpu_read_logits(struct rank *r, int row) {
+    return r->logits + (size_t)row * (size_t)r->m->n_vocab;
+}
 
-static const struct ops cpu_ops = {cpu_embed, cpu_rmsnorm, cpu_add_rmsnorm, cpu_add, cpu_linear, cpu_rope_store_kv, cpu_attention,
-                                   cpu_mla_store, cpu_mla_attention, cpu_ffn, cpu_moe_ffn, cpu_all_reduce, cpu_logits, cpu_read_logits};
+static const struct ops cpu_ops = {cpu_embed,         cpu_rmsnorm,       cpu_add_rmsnorm, cpu_add,
+                                   cpu_linear,        cpu_rope_store_kv, cpu_attention,   cpu_mla_store,
+                                   cpu_mla_attention, cpu_ffn,           cpu_moe_ffn,     cpu_all_reduce,
+                                   cpu_logits,        cpu_read_logits};
 
 /* ---- memory of a rank ---- */
 
 static void *rank_own(struct rank *r, size_t n, size_t size) {
     /* calloc: pages that are never touched, above all of the cache, cost nothing */
     void *p = n && size && n > SIZE_MAX / size ? NULL : calloc(n * size + 64, 1);
-    if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n, size);
+    if (!p)
+        die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n,
+            size);
     arrput(r->owned, p);
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
 }
@@ -7187,17 +7180,21 @@ static void rank_plane(struct rank *r, struct kv_plane *p) {
     r->kv_bytes += (size_t)r->n_ctx * (size_t)p->n_group * sizeof(float);
 }
 
-static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
-
 /* Lays out the memory for contexts of n_ctx tokens. */
-static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx, enum kv_type kv) {
+static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads,
+                      int n_ctx, enum kv_type kv) {
     memset(r, 0, sizeof *r);
     r->m = m, r->ops = &cpu_ops, r->k = k, r->n_threads = n_threads, r->n_ctx = n_ctx, r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
     size_t c = (size_t)r->chunk, n_head = (size_t)m->n_head;
-    int widths[ACT_COUNT] = {m->n_embd, m->n_embd, m->n_embd, m->q_lora, m->n_head * m->head_k,
+    int widths[ACT_COUNT] = {m->n_embd,
+                             m->n_embd,
+                             m->n_embd,
+                             m->q_lora,
+                             m->n_head * m->head_k,
                              m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k,
-                             m->kv_lora ? 0 : m->n_head_kv * m->head_v, m->n_head * m->head_v};
+                             m->kv_lora ? 0 : m->n_head_kv * m->head_v,
+                             m->n_head * m->head_v};
     for (int a = 0; a < ACT_COUNT; a++) {
         r->width[a] = widths[a];
         r->act[a] = rank_own(r, c * (size_t)widths[a], sizeof(float));
@@ -7208,15 +7205,20 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
 
     int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
     while (m->kv_lora && absorbed < r->chunk && !mla_expands(m, absorbed + 1)) absorbed++;
-    size_t n_ff = size_max((size_t)m->n_ff_dense, size_max((size_t)m->n_ff_expert, (size_t)m->n_ff_shared)), pack = 0, pack_h = 0;
-    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)m->q_lora, n_ff), (size_t)r->width[A_ATT]));
+    size_t n_ff = size_max((size_t)m->n_ff_dense, size_max((size_t)m->n_ff_expert, (size_t)m->n_ff_shared)),
+           pack = 0, pack_h = 0;
+    size_t n_in =
+        size_max((size_t)m->n_embd, size_max(size_max((size_t)m->q_lora, n_ff), (size_t)r->width[A_ATT]));
     for (int f = ACT_F32; f <= ACT_BF16; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (m->kv_lora) /* one row per token and head */
-            pack = size_max(pack, (size_t)absorbed * n_head * k->act_bytes((enum act_format)f, m->kv_lora > m->nope ? m->kv_lora : m->nope));
+            pack = size_max(
+                pack, (size_t)absorbed * n_head *
+                          k->act_bytes((enum act_format)f, m->kv_lora > m->nope ? m->kv_lora : m->nope));
         pack_h = size_max(pack_h, k->act_bytes((enum act_format)f, (int)n_ff));
     }
-    size_t used = (size_t)m->n_expert_used, shared = (size_t)m->n_ff_shared, hidden = size_max((size_t)m->n_ff_dense, used * (size_t)m->n_ff_expert + shared);
+    size_t used = (size_t)m->n_expert_used, shared = (size_t)m->n_ff_shared,
+           hidden = size_max((size_t)m->n_ff_dense, used * (size_t)m->n_ff_expert + shared);
     r->pack = rank_own(r, pack, 1);
     r->pack_h = rank_own(r, c * (used + 1), pack_h);
     r->hidden = rank_own(r, c * hidden, sizeof(float));
@@ -7233,13 +7235,15 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
 
     size_t rows = (size_t)(m->n_head / m->n_head_kv) * PART_TOKENS; /* the largest attention item */
     rows = size_max(m->kv_lora ? size_max(c, MLA_HEAD_GROUP * PART_TOKENS) : rows, QUERY_ROWS);
-    r->scratch_bytes = size_max(attend_floats(m, (int)rows) * sizeof(float), KERNEL_SCRATCH + c * ROW_TILE * sizeof(float));
+    r->scratch_bytes = size_max(attend_floats(m, (int)rows) * sizeof(float),
+                                KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
     r->scratch = rank_own(r, (size_t)n_threads, r->scratch_bytes);
     r->kv = rank_own(r, (size_t)m->n_layer, sizeof *r->kv);
     for (int il = 0; il < m->n_layer; il++) {
         struct kv_layer *y = &r->kv[il];
-        y->k = m->kv_lora ? kv_plane_make(kv, m->kv_lora, LATENT_GROUP) : kv_plane_make(kv, m->n_head_kv * m->head_k, m->head_k);
+        y->k = m->kv_lora ? kv_plane_make(kv, m->kv_lora, LATENT_GROUP)
+                          : kv_plane_make(kv, m->n_head_kv * m->head_k, m->head_k);
         y->v = m->kv_lora ? kv_plane_make(kv == KV_F32 ? KV_F32 : KV_BF16, m->rope_dim, m->rope_dim)
                           : kv_plane_make(kv, m->n_head_kv * m->head_v, m->head_v);
         rank_plane(r, &y->k);
@@ -7357,7 +7361,9 @@ static int argmax(const float *x, int n) {
 }
 
 /* Larger logits first, lower ids first among equals. */
-static bool candidate_before(struct candidate a, struct candidate b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+static bool candidate_before(struct candidate a, struct candidate b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
 
 static void heap_sink(struct candidate *h, int n, int i) {
     for (int c; (c = 2 * i + 1) < n; i = c) {
@@ -7379,7 +7385,8 @@ static struct candidate sampler_pop(struct sampler *s, int popped) {
 
 /* Chooses a token. logits (at least s->n) are read only; recent: the n_recent latest tokens. Top-p is of the mass that top-k leaves,
  * and like min-p looks at temperature 1. */
-static int32_t sampler_choose(struct sampler *s, const struct sampling *o, const float *logits, const int32_t *recent, int n_recent) {
+static int32_t sampler_choose(struct sampler *s, const struct sampling *o, const float *logits,
+                              const int32_t *recent, int n_recent) {
     bool penalise = o->repeat_penalty != 1.0f && n_recent > 0, greedy = o->greedy || o->temp <= 0;
     if (!penalise && greedy) return argmax(logits, s->n);
     for (int i = 0; i < s->n; i++) s->heap[i] = (struct candidate){logits[i], i};
@@ -7401,7 +7408,9 @@ static int32_t sampler_choose(struct sampler *s, const struct sampling *o, const
     for (; kept < limit; kept++) {
         if (kept == popped) sampler_pop(s, popped++);
         double rel = (double)(best[-kept].logit - top);
-        if (kept && ((o->top_p < 1.0f && mass >= (double)o->top_p * total) || (o->min_p > 0 && exp(rel) < (double)o->min_p))) break;
+        if (kept && ((o->top_p < 1.0f && mass >= (double)o->top_p * total) ||
+                     (o->min_p > 0 && exp(rel) < (double)o->min_p)))
+            break;
         mass += exp(rel);
     }
     for (int i = 0; i < kept; i++) sum += exp((double)(best[-i].logit - top) / (double)o->temp);
@@ -7429,7 +7438,8 @@ struct session {
     double sync_seconds; /* and the time it took */
 };
 
-static void session_init(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx, enum kv_type kv) {
+static void session_init(struct session *s, const struct model *m, const struct kernels *k, int n_threads,
+                         int n_ctx, enum kv_type kv) {
     memset(s, 0, sizeof *s);
     s->m = m, s->n_ctx = n_ctx;
     rank_init(&s->r, m, k, n_threads, n_ctx, kv);
@@ -7460,22 +7470,28 @@ static void session_decode(struct session *s, int32_t id) {
 }
 
 /* Bytes of cache that `more` further tokens of context would take. */
-static uint64_t session_more_bytes(const struct session *s, int more) { return (uint64_t)more * kv_token_bytes(s->m, s->r.kv_type); }
+static uint64_t session_more_bytes(const struct session *s, int more) {
+    return (uint64_t)more * kv_token_bytes(s->m, s->r.kv_type);
+}
 
 /* -1 when n tokens do not fit, with a message that says what would help. */
 static int session_fits(const struct session *s, int64_t n, char *err) {
     char a[32], b[32];
     if (n <= s->n_ctx) return 0;
-    return fail(err, "the context is full: %s tokens are needed, %s fit; /undo, /clear or restart with -c %lld (needs %.2f GiB more)",
+    return fail(err,
+                "the context is full: %s tokens are needed, %s fit; /undo, /clear or restart with -c %lld "
+                "(needs %.2f GiB more)",
                 with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), (long long)n,
-                (double)session_more_bytes(s, (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX)) / 0x1p30);
+                (double)session_more_bytes(s, (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX)) /
+                    0x1p30);
 }
 
 static void prefill_progress(int done, int n, double seconds) {
     char a[32], b[32];
     double rate = done / seconds;
-    fprintf(stderr, "\rreading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left \033[K", with_commas((uint64_t)done, a),
-            with_commas((uint64_t)n, b), 100.0 * done / n, rate, (n - done) / rate);
+    fprintf(stderr, "\rreading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left \033[K",
+            with_commas((uint64_t)done, a), with_commas((uint64_t)n, b), 100.0 * done / n, rate,
+            (n - done) / rate);
 }
 
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
@@ -7487,8 +7503,10 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     if (session_fits(s, n, err)) return SYNC_FAILED;
     for (int i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= s->m->n_vocab)
-            return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab), SYNC_FAILED;
-    while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep]) keep++; /* the last one is computed for its logits */
+            return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab),
+                   SYNC_FAILED;
+    while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
+        keep++; /* the last one is computed for its logits */
     s->n_past = keep;
     double t0 = now_seconds(), shown = t0 + 0.4;
     while (s->n_past < n) {
@@ -7497,7 +7515,8 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         session_forward(s, ids + s->n_past, c);
         done += c;
         double t = now_seconds();
-        if (term.err_tty && t - shown > 0.1 && s->n_past < n) prefill_progress(done, n - keep, t - t0), shown = t;
+        if (term.err_tty && t - shown > 0.1 && s->n_past < n)
+            prefill_progress(done, n - keep, t - t0), shown = t;
     }
     if (shown > t0 + 0.4) fputs("\r\033[K", stderr);
     s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
@@ -7509,7 +7528,8 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
 }
 
 /* Runs ids from an empty timeline and hands the logits of every position to `each`. 0, -1, or 1 when interrupted. */
-static int session_score(struct session *s, const int32_t *ids, int n, void (*each)(void *ctx, int pos, const float *logits), void *ctx, char *err) {
+static int session_score(struct session *s, const int32_t *ids, int n,
+                         void (*each)(void *ctx, int pos, const float *logits), void *ctx, char *err) {
     if (session_fits(s, n, err)) return -1;
     for (s->n_past = 0; s->n_past < n;) {
         int c = n - s->n_past < s->r.chunk ? n - s->n_past : s->r.chunk, first = s->n_past;
@@ -7531,8 +7551,9 @@ static double session_token_bytes(const struct session *s) {
     double sum = (double)m->output.expert_bytes;
     for (int il = 0; il < m->n_layer; il++) {
         const struct layer *y = &m->layers[il];
-        const struct weight *all[] = {&y->wq, &y->wk, &y->wv, &y->wo, &y->wq_a, &y->wq_b, &y->wkv_a, &y->wk_b, &y->wv_b, &y->router,
-                                      &y->gate, &y->up, &y->down, &y->sh_gate, &y->sh_up, &y->sh_down};
+        const struct weight *all[] = {&y->wq,    &y->wk,      &y->wv,    &y->wo,     &y->wq_a, &y->wq_b,
+                                      &y->wkv_a, &y->wk_b,    &y->wv_b,  &y->router, &y->gate, &y->up,
+                                      &y->down,  &y->sh_gate, &y->sh_up, &y->sh_down};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
             w = all[i];
             if (!w->data) continue;
@@ -7558,20 +7579,27 @@ static_assert(sizeof(struct kv_header) == 48, "the header of a saved state is 48
 
 static struct kv_header session_header(const struct session *s) {
     const struct kv_layer *y = &s->r.kv[0];
-    struct kv_header h = {.model_hash = s->m->hash, .kv_type = (uint32_t)s->r.kv_type, .n_layer = (uint32_t)s->m->n_layer,
-                          .n_tokens = (uint32_t)s->n_past, .k_row = (uint32_t)y->k.row_bytes, .v_row = (uint32_t)y->v.row_bytes,
-                          .k_scales = y->k.scale ? (uint32_t)y->k.n_group : 0, .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0};
+    struct kv_header h = {.model_hash = s->m->hash,
+                          .kv_type = (uint32_t)s->r.kv_type,
+                          .n_layer = (uint32_t)s->m->n_layer,
+                          .n_tokens = (uint32_t)s->n_past,
+                          .k_row = (uint32_t)y->k.row_bytes,
+                          .v_row = (uint32_t)y->v.row_bytes,
+                          .k_scales = y->k.scale ? (uint32_t)y->k.n_group : 0,
+                          .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0};
     memcpy(h.magic, kv_magic, sizeof h.magic);
     return h;
 }
 
 /* Writes or reads the planes of n tokens. */
-static bool session_planes(struct session *s, size_t n, FILE *f, size_t (*io)(void *, size_t, size_t, FILE *)) {
+static bool session_planes(struct session *s, size_t n, FILE *f,
+                           size_t (*io)(void *, size_t, size_t, FILE *)) {
     for (int il = 0; il < s->m->n_layer; il++) {
         struct kv_plane *p[2] = {&s->r.kv[il].k, &s->r.kv[il].v};
         for (int i = 0; i < 2; i++) {
             if (io(p[i]->data, p[i]->row_bytes, n, f) != n) return false;
-            if (p[i]->scale && io(p[i]->scale, sizeof(float) * (size_t)p[i]->n_group, n, f) != n) return false;
+            if (p[i]->scale && io(p[i]->scale, sizeof(float) * (size_t)p[i]->n_group, n, f) != n)
+                return false;
         }
     }
     return true;
@@ -7587,7 +7615,8 @@ static int session_save(struct session *s, const char *path, char *err) {
     struct kv_header h = session_header(s);
     int fd = open(name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), rc = 0;
     FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f || fwrite(&h, sizeof h, 1, f) != 1 || fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
+    if (!f || fwrite(&h, sizeof h, 1, f) != 1 ||
+        fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
         !session_planes(s, h.n_tokens, f, io_write) || fflush(f) || fsync(fd))
         rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
     if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
@@ -7604,20 +7633,27 @@ static int session_load(struct session *s, const char *path, char *err) {
     FILE *f = fopen(path, "rb");
     s->n_past = 0;
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
-    size_t per = sizeof *s->tokens + (size_t)want.n_layer * (want.k_row + want.v_row + sizeof(float) * (want.k_scales + want.v_scales));
+    size_t per = sizeof *s->tokens + (size_t)want.n_layer * (want.k_row + want.v_row +
+                                                             sizeof(float) * (want.k_scales + want.v_scales));
     int rc = 0;
-    if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, sizeof kv_magic)) rc = fail(err, "'%s' is not a saved state", path);
+    if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, sizeof kv_magic))
+        rc = fail(err, "'%s' is not a saved state", path);
     else if (h.model_hash != want.model_hash) rc = fail(err, "'%s' belongs to another model file", path);
     else if (h.kv_type != want.kv_type) rc = fail(err, "'%s' was saved with another --kv", path);
-    else if (h.n_layer != want.n_layer || h.k_row != want.k_row || h.v_row != want.v_row || h.k_scales != want.k_scales || h.v_scales != want.v_scales)
+    else if (h.n_layer != want.n_layer || h.k_row != want.k_row || h.v_row != want.v_row ||
+             h.k_scales != want.k_scales || h.v_scales != want.v_scales)
         rc = fail(err, "'%s' has another cache layout", path);
-    else if (h.n_tokens > (uint32_t)s->n_ctx) rc = fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
+    else if (h.n_tokens > (uint32_t)s->n_ctx)
+        rc = fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
     else if (fstat(fileno(f), &st) || (uint64_t)st.st_size != sizeof h + (uint64_t)per * h.n_tokens)
-        rc = fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size, (unsigned long long)(sizeof h + (uint64_t)per * h.n_tokens));
-    else if (fread(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens || !session_planes(s, h.n_tokens, f, fread))
+        rc = fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
+                  (unsigned long long)(sizeof h + (uint64_t)per * h.n_tokens));
+    else if (fread(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
+             !session_planes(s, h.n_tokens, f, fread))
         rc = fail(err, "cannot read '%s'", path);
     for (uint32_t i = 0; !rc && i < h.n_tokens; i++)
-        if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab) rc = fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
+        if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
+            rc = fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
     fclose(f);
     if (!rc) s->n_past = (int)h.n_tokens;
     return rc;
@@ -7650,56 +7686,76 @@ struct option {
     const char *name;
     char letter; /* 0: none */
     enum option_type type;
-    size_t offset;         /* in struct settings */
-    const char *arg;       /* of the value, for --help; OPT_CHOICE: the choices, separated by | */
-    double lo, hi;         /* range of numbers */
-    bool in_chat;          /* /set may change it */
-    const char *help;      /* NULL arg and help: a heading */
+    size_t offset;    /* in struct settings */
+    const char *arg;  /* of the value, for --help; OPT_CHOICE: the choices, separated by | */
+    double lo, hi;    /* range of numbers */
+    bool in_chat;     /* /set may change it */
+    const char *help; /* NULL arg and help: a heading */
 };
 
 #define AT(field) offsetof(struct settings, field)
 
 static const struct option options[] = {
     {.help = "Model and prompt"},
-    {"model", 'm', OPT_STR, AT(model), "FILE", 0, 0, false, "GGUF file to run; any part of a split file (default: $MOE_MODEL)"},
-    {"prompt", 'p', OPT_STR, AT(prompt), "TEXT", 0, 0, false, "answer TEXT and exit; piped stdin comes first, then a blank line"},
+    {"model", 'm', OPT_STR, AT(model), "FILE", 0, 0, false,
+     "GGUF file to run; any part of a split file (default: $MOE_MODEL)"},
+    {"prompt", 'p', OPT_STR, AT(prompt), "TEXT", 0, 0, false,
+     "answer TEXT and exit; piped stdin comes first, then a blank line"},
     {"file", 'f', OPT_STR, AT(prompt_file), "FILE", 0, 0, false, "the same with the text of FILE"},
     {"system", 's', OPT_STR, AT(system), "TEXT", 0, 0, false, "system message (default: none)"},
     {"system-file", 0, OPT_STR, AT(system_file), "FILE", 0, 0, false, "system message from FILE"},
     {"lines", 0, OPT_FLAG, AT(lines), NULL, 0, 0, false, "every line of stdin is a prompt of its own"},
-    {"raw", 0, OPT_FLAG, AT(raw), NULL, 0, 0, false, "no chat template: continue the text, print it verbatim"},
+    {"raw", 0, OPT_FLAG, AT(raw), NULL, 0, 0, false,
+     "no chat template: continue the text, print it verbatim"},
     {"ids", 0, OPT_STR, AT(ids), "1,2,3", 0, 0, false, "use these token ids as the prompt; ignores stdin"},
-    {"special", 0, OPT_FLAG, AT(special), NULL, 0, 0, false, "with --raw and --tokenize: control tokens in the text count"},
-    {"chat-template-file", 0, OPT_STR, AT(template_file), "FILE", 0, 0, false, "Jinja template instead of the model's"},
+    {"special", 0, OPT_FLAG, AT(special), NULL, 0, 0, false,
+     "with --raw and --tokenize: control tokens in the text count"},
+    {"chat-template-file", 0, OPT_STR, AT(template_file), "FILE", 0, 0, false,
+     "Jinja template instead of the model's"},
     {.help = "Answer"},
-    {"predict", 'n', OPT_INT, AT(n_predict), "N", -1, INT32_MAX, true, "tokens to generate at most (default: -1, until the model stops)"},
-    {"think", 0, OPT_CHOICE, AT(think), "auto|on|off|low|medium|high|max", 0, 0, true, "thinking, or its effort (default: auto, as the template has it)"},
-    {"show-think", 0, OPT_CHOICE, AT(show_think), "auto|on|off", 0, 0, true, "print the thinking (default: auto, only on a terminal)"},
+    {"predict", 'n', OPT_INT, AT(n_predict), "N", -1, INT32_MAX, true,
+     "tokens to generate at most (default: -1, until the model stops)"},
+    {"think", 0, OPT_CHOICE, AT(think), "auto|on|off|low|medium|high|max", 0, 0, true,
+     "thinking, or its effort (default: auto, as the template has it)"},
+    {"show-think", 0, OPT_CHOICE, AT(show_think), "auto|on|off", 0, 0, true,
+     "print the thinking (default: auto, only on a terminal)"},
     {.help = "Sampling (defaults from the file where it has them)"},
     {"greedy", 0, OPT_FLAG, AT(greedy), NULL, 0, 0, true, "always the most likely token"},
     {"temp", 0, OPT_NUM, AT(temp), "T", 0, 100, true, "temperature (default: 0.7; 0 is greedy)"},
-    {"top-k", 0, OPT_INT, AT(top_k), "K", 0, INT32_MAX, true, "only the K most likely tokens (default: 40; 0: all)"},
-    {"top-p", 0, OPT_NUM, AT(top_p), "P", 0, 1, true, "only the most likely tokens of together P (default: 0.95)"},
-    {"min-p", 0, OPT_NUM, AT(min_p), "P", 0, 1, true, "only tokens of at least P times the best (default: 0; pruned models 0.05)"},
-    {"repeat-penalty", 0, OPT_NUM, AT(repeat_penalty), "R", 0.1, 10, true, "against the last 64 tokens (default: 1; pruned models 1.1)"},
-    {"seed", 0, OPT_INT, AT(seed), "N", -1, INT32_MAX, true, "of the random numbers (default: -1, from the clock)"},
+    {"top-k", 0, OPT_INT, AT(top_k), "K", 0, INT32_MAX, true,
+     "only the K most likely tokens (default: 40; 0: all)"},
+    {"top-p", 0, OPT_NUM, AT(top_p), "P", 0, 1, true,
+     "only the most likely tokens of together P (default: 0.95)"},
+    {"min-p", 0, OPT_NUM, AT(min_p), "P", 0, 1, true,
+     "only tokens of at least P times the best (default: 0; pruned models 0.05)"},
+    {"repeat-penalty", 0, OPT_NUM, AT(repeat_penalty), "R", 0.1, 10, true,
+     "against the last 64 tokens (default: 1; pruned models 1.1)"},
+    {"seed", 0, OPT_INT, AT(seed), "N", -1, INT32_MAX, true,
+     "of the random numbers (default: -1, from the clock)"},
     {.help = "Machine"},
-    {"ctx", 'c', OPT_INT, AT(n_ctx), "N", 0, 1 << 28, false, "tokens of context (default: 0, the model's, or what memory allows)"},
+    {"ctx", 'c', OPT_INT, AT(n_ctx), "N", 0, 1 << 28, false,
+     "tokens of context (default: 0, the model's, or what memory allows)"},
     {"threads", 't', OPT_INT, AT(threads), "N", 0, 1024, false, "(default: 0, all processors)"},
-    {"kv", 0, OPT_CHOICE, AT(kv), "bf16|fp8|f32", 0, 0, false, "number format of the KV cache (default: bf16)"},
+    {"kv", 0, OPT_CHOICE, AT(kv), "bf16|fp8|f32", 0, 0, false,
+     "number format of the KV cache (default: bf16)"},
     {"cpu-ref", 0, OPT_FLAG, AT(cpu_ref), NULL, 0, 0, false, "scalar reference arithmetic: exact, slow"},
     {.help = "Instead of answering"},
     {"info", 0, OPT_FLAG, AT(info), NULL, 0, 0, false, "what the file holds"},
     {"tokenize", 0, OPT_FLAG, AT(tokenize), NULL, 0, 0, false, "token ids of stdin, on one line"},
-    {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false, "stdin is a JSON object of template variables: print the rendered text"},
-    {"logits", 0, OPT_STR, AT(logits), "FILE.npy", 0, 0, false, "write the logits of every position of the prompt"},
+    {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false,
+     "stdin is a JSON object of template variables: print the rendered text"},
+    {"logits", 0, OPT_STR, AT(logits), "FILE.npy", 0, 0, false,
+     "write the logits of every position of the prompt"},
     {"perplexity", 0, OPT_STR, AT(perplexity), "FILE", 0, 0, false, "of a text, with its standard error"},
-    {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false, "find a fact in N tokens of prose; exit 0 if found"},
+    {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false,
+     "find a fact in N tokens of prose; exit 0 if found"},
     {"depth", 0, OPT_INT, AT(depth), "PERCENT", 0, 100, false, "where the fact stands (default: 50)"},
     {"haystack", 0, OPT_STR, AT(haystack), "FILE", 0, 0, false, "the prose (default: the shipped stories)"},
-    {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false, "three quick tests of the model; exit 0 if all pass"},
+    {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false,
+     "three quick tests of the model; exit 0 if all pass"},
     {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
-    {"synth", 0, OPT_STR, AT(synth), "NAME[:LAYERS]", 0, 0, false, "random weights of a real shape; with -m written to that file first"},
+    {"synth", 0, OPT_STR, AT(synth), "NAME[:LAYERS]", 0, 0, false,
+     "random weights of a real shape; with -m written to that file first"},
     {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, true, "say more on stderr"},
     {"version", 0, OPT_FLAG, AT(version), NULL, 0, 0, false, "version and what this build can use"},
     {"help", 'h', OPT_FLAG, AT(help), NULL, 0, 0, false, "this text"},
@@ -7708,14 +7764,22 @@ static const struct option options[] = {
 enum { N_OPTIONS = sizeof options / sizeof *options };
 
 static void settings_init(struct settings *s) {
-    *s = (struct settings){.n_predict = -1, .temp = NAN, .top_p = NAN, .min_p = NAN, .repeat_penalty = NAN, .top_k = -1, .seed = -1, .depth = 50};
+    *s = (struct settings){.n_predict = -1,
+                           .temp = NAN,
+                           .top_p = NAN,
+                           .min_p = NAN,
+                           .repeat_penalty = NAN,
+                           .top_k = -1,
+                           .seed = -1,
+                           .depth = 50};
     s->kv = xstrdup("bf16"), s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
     if (getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
 static void settings_free(struct settings *s) {
     for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].name && (options[i].type == OPT_STR || options[i].type == OPT_CHOICE)) free(*(char **)(void *)((char *)s + options[i].offset));
+        if (options[i].name && (options[i].type == OPT_STR || options[i].type == OPT_CHOICE))
+            free(*(char **)(void *)((char *)s + options[i].offset));
 }
 
 static const struct option *option_find(const char *name) {
@@ -7736,17 +7800,20 @@ static int option_store(struct settings *s, const struct option *o, const char *
     void *at = (char *)s + o->offset;
     char *end;
     if (o->type == OPT_FLAG) {
-        if (strcmp(value, "on") && strcmp(value, "off")) return fail(err, "--%s is on or off, not '%s'", o->name, value);
+        if (strcmp(value, "on") && strcmp(value, "off"))
+            return fail(err, "--%s is on or off, not '%s'", o->name, value);
         *(bool *)at = !strcmp(value, "on");
     } else if (o->type == OPT_INT || o->type == OPT_NUM) {
         errno = 0;
         double v = o->type == OPT_INT ? (double)strtoll(value, &end, 10) : strtod(value, &end);
         if (end == value || *end || errno || !(v >= o->lo && v <= o->hi))
-            return fail(err, "--%s %s: expected %s from %g to %g", o->name, value, o->type == OPT_INT ? "a whole number" : "a number", o->lo, o->hi);
+            return fail(err, "--%s %s: expected %s from %g to %g", o->name, value,
+                        o->type == OPT_INT ? "a whole number" : "a number", o->lo, o->hi);
         if (o->type == OPT_INT) *(int *)at = (int)v;
         else *(double *)at = v;
     } else {
-        if (o->type == OPT_CHOICE && !choice_ok(o->arg, value)) return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
+        if (o->type == OPT_CHOICE && !choice_ok(o->arg, value))
+            return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
         free(*(char **)at);
         *(char **)at = xstrdup(value);
     }
@@ -7788,12 +7855,15 @@ static void options_help(FILE *f) {
             fprintf(f, "\n%s\n", o->help);
             continue;
         }
-        int n = o->letter ? snprintf(left, sizeof left, "-%c, --%s", o->letter, o->name) : snprintf(left, sizeof left, "    --%s", o->name);
+        int n = o->letter ? snprintf(left, sizeof left, "-%c, --%s", o->letter, o->name)
+                          : snprintf(left, sizeof left, "    --%s", o->name);
         if (o->arg && strlen(o->arg) <= 16) snprintf(left + n, sizeof left - (size_t)n, " %s", o->arg);
         fprintf(f, "  %-29s %s\n", left, o->help);
         if (o->arg && strlen(o->arg) > 16) fprintf(f, "  %-29s %s\n", "", o->arg);
     }
-    fputs("\nExit code: 0 done, 1 the model or the run failed, 2 wrong usage, 130 interrupted. Answers go to stdout, all else to stderr.\n", f);
+    fputs("\nExit code: 0 done, 1 the model or the run failed, 2 wrong usage, 130 interrupted. Answers go to "
+          "stdout, all else to stderr.\n",
+          f);
 }
 
 /* The command line; wrong usage ends the program. */
@@ -7841,7 +7911,9 @@ static void settings_resolve(struct settings *s, const struct model *m) {
         const struct option *o = NULL;
         for (int j = 0; j < N_OPTIONS; j++)
             if (options[j].name && options[j].offset == d[i].offset) o = &options[j];
-        *at = kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi ? v : m->pruned ? d[i].pruned : d[i].value;
+        *at = kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi ? v
+              : m->pruned                                                ? d[i].pruned
+                                                                         : d[i].value;
     }
     if (s->top_k < 0) {
         kv = gguf_find(&m->gguf, "general.sampling.top_k");
@@ -7850,10 +7922,13 @@ static void settings_resolve(struct settings *s, const struct model *m) {
 }
 
 static struct sampling settings_sampling(const struct settings *s) {
-    return (struct sampling){s->greedy, (float)s->temp, (float)s->top_p, (float)s->min_p, (float)s->repeat_penalty, s->top_k};
+    return (struct sampling){s->greedy,       (float)s->temp,           (float)s->top_p,
+                             (float)s->min_p, (float)s->repeat_penalty, s->top_k};
 }
 
-static enum kv_type settings_kv(const struct settings *s) { return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16; }
+static enum kv_type settings_kv(const struct settings *s) {
+    return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16;
+}
 /* ============================================================================================================
  * Chat
  *
@@ -7870,8 +7945,8 @@ struct message {
 struct turn_stats {
     int n_prompt, n_generated; /* tokens computed before, and during the answer */
     double prompt_seconds, seconds, first_seconds;
-    double bytes;              /* read while generating */
-    uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
+    double bytes;        /* read while generating */
+    uint32_t logit_hash; /* of the last logits: equal runs give equal hashes */
 };
 
 struct chat {
@@ -7894,15 +7969,19 @@ enum turn_result {
     TURN_FAILED       /* the same, err says why */
 };
 
-static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
+static bool text_has(const char *s, size_t n, const char *what) {
+    return memmem(s, n, what, strlen(what)) != NULL;
+}
 
 /* The template of the file or of --chat-template-file. 0, or -1 with a message. */
-static int chat_template(struct template **out, const struct settings *set, const struct model *m, char **source, char *err) {
+static int chat_template(struct template **out, const struct settings *set, const struct model *m,
+                         char **source, char *err) {
     char why[ERR_MAX];
     if (set->template_file) {
         if (read_file(set->template_file, source, err)) return -1;
     } else if (!m || !m->vocab.n_tokens || !m->vocab.chat_template.p) {
-        return fail(err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
+        return fail(
+            err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
     } else {
         sb_put(source, m->vocab.chat_template.p, m->vocab.chat_template.n);
     }
@@ -7920,7 +7999,8 @@ static void chat_pop(struct chat *c) {
     free(msg.role), free(msg.content);
 }
 
-static int chat_init(struct chat *c, struct settings *set, const struct model *m, struct session *s, char *err) {
+static int chat_init(struct chat *c, struct settings *set, const struct model *m, struct session *s,
+                     char *err) {
     char *source = NULL;
     memset(c, 0, sizeof *c);
     c->set = set, c->m = m, c->s = s;
@@ -7928,7 +8008,8 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     if (!rc) {
         c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
         c->strips_reasoning = text_has(source, arrlenu(source), "</think>");
-        sampler_init(&c->sampler, m->vocab.n_tokens, set->seed >= 0 ? (uint64_t)set->seed : (uint64_t)time(NULL));
+        sampler_init(&c->sampler, m->vocab.n_tokens,
+                     set->seed >= 0 ? (uint64_t)set->seed : (uint64_t)time(NULL));
         if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
     }
     arrfree(source);
@@ -7964,8 +8045,10 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
     json_t *o = json_object();
     answer = strcmp(msg->role, "assistant") ? msg->content : split_answer(msg->content, &think, &n);
     json_object_set_new(o, "role", json_string(msg->role));
-    json_object_set_new(o, "content", json_string(c->splits_reasoning || !c->strips_reasoning ? answer : msg->content));
-    if (answer != msg->content && c->splits_reasoning) json_object_set_new(o, "reasoning_content", json_stringn(think, n));
+    json_object_set_new(o, "content",
+                        json_string(c->splits_reasoning || !c->strips_reasoning ? answer : msg->content));
+    if (answer != msg->content && c->splits_reasoning)
+        json_object_set_new(o, "reasoning_content", json_stringn(think, n));
     return o;
 }
 
@@ -7992,7 +8075,8 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
 
 static int chat_render(const struct chat *c, struct text *out, char *err) {
     json_t *vars = json_object(), *list = json_array();
-    for (size_t i = 0; i < arrlenu(c->messages); i++) json_array_append_new(list, chat_message_json(c, &c->messages[i]));
+    for (size_t i = 0; i < arrlenu(c->messages); i++)
+        json_array_append_new(list, chat_message_json(c, &c->messages[i]));
     json_object_set_new(vars, "messages", list);
     json_object_set_new(vars, "add_generation_prompt", json_true());
     chat_common_vars(vars, c->m, c->set);
@@ -8002,7 +8086,9 @@ static int chat_render(const struct chat *c, struct text *out, char *err) {
 }
 
 /* A token that cannot be part of ordinary text: a safe place to cut. */
-static bool token_is_cut(const struct vocab *v, int32_t id) { return vocab_type(v, id) == TOKEN_CONTROL || vocab_type(v, id) == TOKEN_USER_DEFINED; }
+static bool token_is_cut(const struct vocab *v, int32_t id) {
+    return vocab_type(v, id) == TOKEN_CONTROL || vocab_type(v, id) == TOKEN_USER_DEFINED;
+}
 
 /* Token ids of a rendered prompt, taking over those of the session's timeline as long as their text agrees. */
 static void chat_tokenize(const struct chat *c, const struct text *text, int32_t **ids) {
@@ -8034,7 +8120,8 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
     for (int i = 0; i < cut; i++) arrput(*ids, s->tokens[i]);
     size_t before = arrlenu(*ids);
     tokenize(v, text->s + cut_at, n - cut_at, text->origin + cut_at, TOKENIZE_CONTROL, ids);
-    if (!before && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos)) arrins(*ids, 0, v->bos);
+    if (!before && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos))
+        arrins(*ids, 0, v->bos);
 }
 
 /* Whether the model begins its answer inside its thinking: the prompt's last <think> is open and nothing but blanks follow. */
@@ -8049,15 +8136,15 @@ static bool prompt_opens_think(const struct text *t) {
 struct printer {
     const struct vocab *v;
     struct detok detok;
-    char *text;           /* stb_ds: all that was generated */
-    size_t printed;       /* bytes of it dealt with */
-    bool verbatim;        /* raw modes: every byte to stdout */
-    bool thinking, show;  /* inside <think>; thinking is printed */
-    bool began;           /* something of the answer is on stdout */
-    char last;            /* the last byte there */
+    char *text;          /* stb_ds: all that was generated */
+    size_t printed;      /* bytes of it dealt with */
+    bool verbatim;       /* raw modes: every byte to stdout */
+    bool thinking, show; /* inside <think>; thinking is printed */
+    bool began;          /* something of the answer is on stdout */
+    char last;           /* the last byte there */
     int think_tokens;
     double start;
-    char *out;            /* stb_ds: scratch */
+    char *out; /* stb_ds: scratch */
 };
 
 static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
@@ -8118,7 +8205,8 @@ static void printer_token(struct printer *p, int32_t id) {
         }
         if (p->thinking || !p->began)
             for (size_t k = 1; k < len && k <= rest; k++)
-                if (!memcmp(p->text + arrlenu(p->text) - k, tag, k)) hold = k; /* perhaps the beginning of the tag */
+                if (!memcmp(p->text + arrlenu(p->text) - k, tag, k))
+                    hold = k; /* perhaps the beginning of the tag */
         printer_emit(p, arrlenu(p->text) - hold);
         break;
     }
@@ -8137,7 +8225,8 @@ static void printer_end(struct printer *p) {
 
 static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
     bool show = !strcmp(c->set->show_think, "on") || (!strcmp(c->set->show_think, "auto") && term.out_tty);
-    return (struct printer){.v = &c->m->vocab, .thinking = thinking, .show = show, .verbatim = verbatim, .start = now_seconds()};
+    return (struct printer){
+        .v = &c->m->vocab, .thinking = thinking, .show = show, .verbatim = verbatim, .start = now_seconds()};
 }
 
 /* ---- generation ---- */
@@ -8188,22 +8277,29 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     double use = (double)c->s->n_past / c->s->n_ctx;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
-        n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)", st->n_generated / st->seconds, st->bytes / st->seconds * 1e-9);
+        n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)",
+                      st->n_generated / st->seconds, st->bytes / st->seconds * 1e-9);
     if (st->n_prompt && st->prompt_seconds > 0)
-        n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s | first token %.2f s", with_commas((uint64_t)st->n_prompt, a),
-                      st->n_prompt / st->prompt_seconds, st->first_seconds);
-    snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x", with_commas((uint64_t)c->s->n_past, b),
-             with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
+        n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s | first token %.2f s",
+                      with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds,
+                      st->first_seconds);
+    snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x",
+             with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use,
+             st->logit_hash);
     note("%s", line);
     if (use > 0.8)
-        note("%scontext %.0f %% full: /undo, /clear or restart with a larger -c%s", !term.colour_err ? "" : use > 0.95 ? "\033[22;31m" : "\033[22;33m",
+        note("%scontext %.0f %% full: /undo, /clear or restart with a larger -c%s",
+             !term.colour_err ? ""
+             : use > 0.95     ? "\033[22;31m"
+                              : "\033[22;33m",
              100 * use, term.colour_err ? "\033[0m" : "");
 }
 
 static void chat_count(struct chat *c, const struct turn_stats *st) {
     c->last = *st, c->turns++;
     c->total.n_prompt += st->n_prompt, c->total.n_generated += st->n_generated;
-    c->total.prompt_seconds += st->prompt_seconds, c->total.seconds += st->seconds, c->total.bytes += st->bytes;
+    c->total.prompt_seconds += st->prompt_seconds, c->total.seconds += st->seconds,
+        c->total.bytes += st->bytes;
 }
 
 /* Answers the messages as they are; the answer is appended unless nothing came of it. */
@@ -8227,7 +8323,10 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         size_t before = arrlenu(p.text);
         enum stop_reason why = generate(c, &p, &st);
         if (why == STOP_INTERRUPT) note("[stopped]");
-        if (why == STOP_CONTEXT) note("[the context of %d tokens is full: the answer ends here; /undo, /clear or restart with a larger -c]", c->s->n_ctx);
+        if (why == STOP_CONTEXT)
+            note("[the context of %d tokens is full: the answer ends here; /undo, /clear or restart with a "
+                 "larger -c]",
+                 c->s->n_ctx);
         result = why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
         if (why == STOP_INTERRUPT && arrlenu(p.text) == before) {
             result = TURN_ROLLED_BACK;
@@ -8244,7 +8343,8 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
 }
 
 static enum turn_result chat_turn(struct chat *c, const char *user, size_t n, char *err) {
-    if (!utf8_valid(user, n) || memchr(user, 0, n)) return fail(err, "the message is not valid UTF-8 text"), TURN_FAILED;
+    if (!utf8_valid(user, n) || memchr(user, 0, n))
+        return fail(err, "the message is not valid UTF-8 text"), TURN_FAILED;
     chat_push(c, "user", user, n);
     enum turn_result r = chat_answer(c, err);
     if (r == TURN_FAILED || r == TURN_ROLLED_BACK) chat_pop(c);
@@ -8298,7 +8398,8 @@ static void chat_clear(struct chat *c) {
 
 static int chat_path(const char *name, const char *suffix, char out[4096], char *err) {
     const char *home = getenv("HOME");
-    if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024) return fail(err, "a name of 1 to 1024 bytes is wanted");
+    if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024)
+        return fail(err, "a name of 1 to 1024 bytes is wanted");
     if (strchr(name, '/')) {
         snprintf(out, 4096, "%s%s", name, suffix);
         return 0;
@@ -8324,7 +8425,8 @@ static int chat_save(struct chat *c, const char *name, char *err) {
         fputc('\n', f);
         json_decref(o);
     }
-    if (!f || rc || ferror(f) || fflush(f) || fsync(fd)) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
+    if (!f || rc || ferror(f) || fflush(f) || fsync(fd))
+        rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
     if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
     if (!rc && rename(tmp, path)) rc = fail(err, "cannot rename '%s': %s", tmp, strerror(errno));
     if (rc) return unlink(tmp), -1;
@@ -8334,8 +8436,10 @@ static int chat_save(struct chat *c, const char *name, char *err) {
 /* One line of the file as a message; false if it is none. */
 static bool chat_parse_line(const char *line, size_t n, struct message *out) {
     json_t *o = json_loadb(line, n, JSON_REJECT_DUPLICATES, NULL);
-    const char *role = json_string_value(json_object_get(o, "role")), *content = json_string_value(json_object_get(o, "content"));
-    bool ok = role && content && (!strcmp(role, "system") || !strcmp(role, "user") || !strcmp(role, "assistant"));
+    const char *role = json_string_value(json_object_get(o, "role")),
+               *content = json_string_value(json_object_get(o, "content"));
+    bool ok =
+        role && content && (!strcmp(role, "system") || !strcmp(role, "user") || !strcmp(role, "assistant"));
     if (ok) *out = (struct message){xstrdup(role), xstrdup(content)};
     json_decref(o);
     return ok;
@@ -8349,8 +8453,10 @@ static int chat_parse(const char *text, size_t n, struct message **out, char *er
         size_t len = end ? (size_t)(end - text) - at : n - at;
         struct message msg;
         json_t *head = ++line == 1 ? json_loadb(text + at, len, 0, NULL) : NULL;
-        if (line == 1 && json_integer_value(json_object_get(head, "moe")) != 1) rc = fail(err, "line 1 is not the header of a saved conversation");
-        else if (line > 1 && len && !chat_parse_line(text + at, len, &msg)) rc = fail(err, "line %d is not a message", line);
+        if (line == 1 && json_integer_value(json_object_get(head, "moe")) != 1)
+            rc = fail(err, "line 1 is not the header of a saved conversation");
+        else if (line > 1 && len && !chat_parse_line(text + at, len, &msg))
+            rc = fail(err, "line %d is not a message", line);
         else if (line > 1 && len) arrput(*out, msg);
         json_decref(head);
         at += len + 1;
@@ -8412,8 +8518,10 @@ static void chat_print_context(struct chat *c) {
     double use = (double)c->s->n_past / c->s->n_ctx, per = (double)kv_token_bytes(c->m, c->s->r.kv_type);
     fprintf(stderr, "  [");
     for (int i = 0; i < 40; i++) fputc(i < (int)(use * 40 + 0.5) ? '#' : '.', stderr);
-    fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)c->s->n_past, a), with_commas((uint64_t)c->s->n_ctx, b), 100 * use);
-    fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes per token)\n", per * c->s->n_past / 0x1p20, (double)c->s->r.kv_bytes / 0x1p20, c->set->kv, per);
+    fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)c->s->n_past, a),
+            with_commas((uint64_t)c->s->n_ctx, b), 100 * use);
+    fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes per token)\n", per * c->s->n_past / 0x1p20,
+            (double)c->s->r.kv_bytes / 0x1p20, c->set->kv, per);
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
         int32_t *ids = NULL;
         size_t n = strlen(c->messages[i].content);
@@ -8430,8 +8538,10 @@ static void chat_print_stats(struct chat *c) {
         return;
     }
     chat_stats_line(c, &c->last);
-    fprintf(stderr, "  %d turns: %d tokens read in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n", c->turns, t->n_prompt, t->prompt_seconds,
-            t->n_generated, t->seconds, t->seconds > 0 ? t->n_generated / t->seconds : 0.0, t->seconds > 0 ? t->bytes / t->seconds * 1e-9 : 0.0);
+    fprintf(stderr, "  %d turns: %d tokens read in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
+            c->turns, t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
+            t->seconds > 0 ? t->n_generated / t->seconds : 0.0,
+            t->seconds > 0 ? t->bytes / t->seconds * 1e-9 : 0.0);
 }
 
 /* ============================================================================================================
@@ -9807,16 +9917,20 @@ static int mode_render(const struct settings *set) {
     struct template *t;
     struct text out = {0};
     json_error_t je;
-    if (!set->template_file && !set->model) die_usage("--render wants a template: --chat-template-file FILE or -m FILE");
-    if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(&m.vocab, &m.gguf, err))) die("%s", err);
+    if (!set->template_file && !set->model)
+        die_usage("--render wants a template: --chat-template-file FILE or -m FILE");
+    if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(&m.vocab, &m.gguf, err)))
+        die("%s", err);
     if (chat_template(&t, set, set->model ? &m : NULL, &source, err)) die("%s", err);
     if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
     json_t *given = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &je), *vars = json_object();
-    if (!json_is_object(given)) die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text, given ? 1 : je.line);
+    if (!json_is_object(given))
+        die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text,
+            given ? 1 : je.line);
     chat_common_vars(vars, set->model ? &m : NULL, set);
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
-    if (rc) fprintf(stderr, "moe: %s\n", err);
+    if (rc) message_neutralise(err), fprintf(stderr, "moe: %s\n", err);
     else fwrite(out.s, 1, arrlenu(out.s), stdout);
     json_decref(given);
     json_decref(vars);
@@ -9828,27 +9942,32 @@ static int mode_render(const struct settings *set) {
     return rc ? EXIT_RUN : EXIT_OK;
 }
 
-static const char *type_name(uint32_t t) { return gguf_type_info(t).name; }
-
 /* --info: what the file holds, and what was pruned. */
 static int mode_info(const struct engine *e) {
     const struct model *m = &e->model;
     uint64_t bytes[GGUF_TYPE_COUNT] = {0}, params[GGUF_TYPE_COUNT] = {0}, total = 0;
     char a[32];
-    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
-           m->arch == ARCH_QWEN3MOE ? "qwen3moe" : "deepseek2", m->n_layer, 0, m->n_mtp_layer);
-    printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab, with_commas((uint64_t)m->n_ctx_train, a));
+    int dense = 0;
+    for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
+    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n",
+           m->name, arch_names[m->arch], m->n_layer, dense, m->n_mtp_layer);
+    printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
+           with_commas((uint64_t)m->n_ctx_train, a));
     if (m->kv_lora)
-        printf("attention     %d heads, latent %d, key %d (%d rotary), value %d%s\n", m->n_head, m->kv_lora, m->head_k, m->rope_dim, m->head_v,
-               m->q_lora ? ", low-rank query" : "");
-    else printf("attention     %d heads, %d KV heads, key %d (%d rotary), value %d\n", m->n_head, m->n_head_kv, m->head_k, m->rope_dim, m->head_v);
-    printf("experts       %d used per token of width %d, %s router, shared width %d", m->n_expert_used, m->n_ff_expert,
-           m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->n_ff_shared);
+        printf("attention     %d heads, latent %d, key %d (%d rotary), value %d%s\n", m->n_head, m->kv_lora,
+               m->head_k, m->rope_dim, m->head_v, m->q_lora ? ", low-rank query" : "");
+    else
+        printf("attention     %d heads, %d KV heads, key %d (%d rotary), value %d\n", m->n_head, m->n_head_kv,
+               m->head_k, m->rope_dim, m->head_v);
+    printf("experts       %d used per token of width %d, %s router, shared width %d", m->n_expert_used,
+           m->n_ff_expert, m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
         if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;
-        if (m->layers[from].n_expert) printf("%slayers %d-%d: %d", from && m->layers[0].n_expert ? ", " : "", from, il, m->layers[from].n_expert);
+        if (m->layers[from].n_expert)
+            printf("%slayers %d-%d: %d", from && m->layers[0].n_expert ? ", " : "", from, il,
+                   m->layers[from].n_expert);
         else printf("layers %d-%d: dense, ", from, il);
         from = il + 1;
     }
@@ -9867,11 +9986,15 @@ static int mode_info(const struct engine *e) {
         params[t->type] += t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     }
     for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
-        if (bytes[t]) printf("%-13s %8.1f MiB, %.1f million weights\n", type_name(t), (double)bytes[t] / 0x1p20, (double)params[t] * 1e-6);
-    printf("tensors       %u in %u file%s, %.1f MiB\n", m->gguf.n_tensors, m->gguf.n_images, m->gguf.n_images > 1 ? "s" : "", (double)total / 0x1p20);
-    printf("vocabulary    %d tokens, chat template %s\n", m->vocab.n_tokens, m->vocab.n_tokens && m->vocab.chat_template.p ? "yes" : "no");
-    printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp, e->set->top_k, e->set->top_p, e->set->min_p,
-           e->set->repeat_penalty);
+        if (bytes[t])
+            printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(t).name,
+                   (double)bytes[t] / 0x1p20, (double)params[t] * 1e-6);
+    printf("tensors       %u in %u file%s, %.1f MiB\n", m->gguf.n_tensors, m->gguf.n_images,
+           m->gguf.n_images > 1 ? "s" : "", (double)total / 0x1p20);
+    printf("vocabulary    %d tokens, chat template %s\n", m->vocab.n_tokens,
+           m->vocab.n_tokens && m->vocab.chat_template.p ? "yes" : "no");
+    printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp,
+           e->set->top_k, e->set->top_p, e->set->min_p, e->set->repeat_penalty);
     return EXIT_OK;
 }
 
@@ -9895,7 +10018,8 @@ static int mode_logits(struct engine *e, const int32_t *ids, int n) {
     snprintf(tmp, sizeof tmp, "%.4096s.tmp-%d", path, (int)getpid());
     struct npy_out o = {fopen(tmp, "wb"), e->model.n_vocab};
     if (!o.f) die("cannot write '%s': %s", tmp, strerror(errno));
-    int len = snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n, o.n_vocab);
+    int len = snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n,
+                       o.n_vocab);
     fprintf(o.f, "\x93NUMPY%c%c%c%c%s%*s\n", 1, 0, 118, 0, head, 117 - len, "");
     int rc = session_score(&e->session, ids, n, npy_row, &o, err);
     bool bad = ferror(o.f) || fflush(o.f);
@@ -9933,7 +10057,8 @@ static int mode_perplexity(struct engine *e) {
     if (!e->model.vocab.n_tokens) die("'%s' has no vocabulary", e->set->model);
     if (read_file(e->set->perplexity, &text, err)) die("%s", err);
     tokenize_all(&e->model.vocab, text, arrlenu(text), false, &ids);
-    int n = (int)arrlen(ids), window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
+    int n = (int)arrlen(ids),
+        window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
     if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
     struct surprise s = {.n_vocab = e->model.n_vocab};
     double t0 = now_seconds();
@@ -9942,13 +10067,14 @@ static int mode_perplexity(struct engine *e) {
         int rc = session_score(&e->session, s.ids, s.n, surprise_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
-        if (term.err_tty) fprintf(stderr, "\r%d of %d tokens, %.3f \033[K", at + s.n, n, exp(s.sum / (double)s.count));
+        if (term.err_tty)
+            fprintf(stderr, "\r%d of %d tokens, %.3f \033[K", at + s.n, n, exp(s.sum / (double)s.count));
     }
     if (term.err_tty) fputs("\r\033[K", stderr);
     double mean = s.sum / (double)s.count, var = s.sum2 / (double)s.count - mean * mean;
     double se = s.count > 1 ? sqrt(fmax(var, 0) / (double)(s.count - 1)) : 0;
-    printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se, (long long)s.count, window,
-           (double)n / (now_seconds() - t0));
+    printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se,
+           (long long)s.count, window, (double)n / (now_seconds() - t0));
     arrfree(ids);
     arrfree(text);
     return EXIT_OK;
@@ -9958,7 +10084,8 @@ static int mode_perplexity(struct engine *e) {
 
 /* A message of about n tokens: paragraphs of the haystack, from the start again when it ends, with the fact between them at `depth`
  * percent. A paragraph that does not fit any more is passed over, and a few shorter ones are tried. */
-static void needle_text(const struct vocab *v, const char *hay, size_t len, int n, int depth, int secret, char **out) {
+static void needle_text(const struct vocab *v, const char *hay, size_t len, int n, int depth, int secret,
+                        char **out) {
     static const char question[] = "What is the secret code?";
     int32_t *ids = NULL;
     int have = 48, misses = 0; /* tokens of the fact, the question and the template */
@@ -9989,10 +10116,13 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     char path[4096], *hay = NULL, *text = NULL, digits[16];
     struct settings set = *e->set;
     struct chat c;
-    uint64_t rng = (uint64_t)(e->set->seed >= 0 ? e->set->seed : 1) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
+    uint64_t rng =
+        (uint64_t)(e->set->seed >= 0 ? e->set->seed : 1) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
     int found = -1;
     *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
-    if (set.haystack ? read_file(set.haystack, &hay, err) : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err)) return -1;
+    if (set.haystack ? read_file(set.haystack, &hay, err)
+                     : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err))
+        return -1;
     if (!utf8_valid(hay, arrlenu(hay)) || arrlen(hay) < 100) {
         arrfree(hay);
         return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
@@ -10020,7 +10150,8 @@ static int mode_needle(struct engine *e) {
     int secret, found = needle_run(e, e->set->needle, e->set->depth, &secret, &seconds, err);
     if (found < 0 && interrupted) return EXIT_INTERRUPT;
     if (found < 0) die("%s", err);
-    note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", secret, e->session.n_past, e->set->depth, e->set->kv, found ? "found" : "NOT FOUND", seconds);
+    note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", secret, e->session.n_past,
+         e->set->depth, e->set->kv, found ? "found" : "NOT FOUND", seconds);
     return found ? EXIT_OK : EXIT_RUN;
 }
 
@@ -10048,15 +10179,20 @@ static int mode_smoke(struct engine *e) {
     int n = e->session.n_ctx - 128 < 2000 ? e->session.n_ctx - 128 : 2000;
     int secret;
     ok[2] = n >= 64 && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
-    fprintf(stderr, "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in %4d tokens     %-4s %6.2f s\n",
-            ok[0] ? "ok" : "FAIL", seconds[0], ok[1] ? "ok" : "FAIL", seconds[1], n, ok[2] ? "ok" : "FAIL", seconds[2]);
+    fprintf(stderr,
+            "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in "
+            "%4d tokens     %-4s %6.2f s\n",
+            ok[0] ? "ok" : "FAIL", seconds[0], ok[1] ? "ok" : "FAIL", seconds[1], n, ok[2] ? "ok" : "FAIL",
+            seconds[2]);
     if (*err && !(ok[0] && ok[1] && ok[2])) note("%s", err);
     return ok[0] && ok[1] && ok[2] ? EXIT_OK : EXIT_RUN;
 }
 
 /* ---- bench ---- */
 
-static int compare_double(const void *a, const void *b) { return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b); }
+static int compare_double(const void *a, const void *b) {
+    return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
+}
 
 static double median(double *x, int n) {
     qsort(x, (size_t)n, sizeof *x, compare_double);
@@ -10073,9 +10209,11 @@ static int mode_bench(struct engine *e) {
     int32_t ids[BENCH_PREFILL];
     uint64_t rng = 1;
     note("%s, %d threads, memory reads at %.1f GB/s", s->r.k->name, s->r.n_threads, bandwidth * 1e-9);
-    printf("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,gen_gb_per_s,gen_percent_of_bandwidth\n");
+    printf("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,gen_gb_per_s,gen_percent_"
+           "of_bandwidth\n");
     for (size_t d = 0; d < sizeof depths / sizeof *depths && !interrupted; d++) {
-        int n = s->n_ctx - depths[d] - BENCH_DECODE < BENCH_PREFILL ? s->n_ctx - depths[d] - BENCH_DECODE : BENCH_PREFILL;
+        int n = s->n_ctx - depths[d] - BENCH_DECODE < BENCH_PREFILL ? s->n_ctx - depths[d] - BENCH_DECODE
+                                                                    : BENCH_PREFILL;
         if (n < 1) break;
         n = n < s->r.chunk ? n : s->r.chunk;
         while (s->n_past < depths[d]) {
@@ -10102,8 +10240,9 @@ static int mode_bench(struct engine *e) {
         }
         if (interrupted) break;
         double rate = median(dec, BENCH_RUNS), gbs = bytes / BENCH_DECODE * rate;
-        printf("%d,%d,%.1f,%d,%.1f,%llu,%.2f,%.1f\n", depths[d], n, median(pre, BENCH_RUNS), BENCH_DECODE, rate,
-               (unsigned long long)kv_token_bytes(s->m, s->r.kv_type) * (unsigned long long)depths[d], gbs * 1e-9, 100 * gbs / bandwidth);
+        printf("%d,%d,%.1f,%d,%.1f,%llu,%.2f,%.1f\n", depths[d], n, median(pre, BENCH_RUNS), BENCH_DECODE,
+               rate, (unsigned long long)kv_token_bytes(s->m, s->r.kv_type) * (unsigned long long)depths[d],
+               gbs * 1e-9, 100 * gbs / bandwidth);
         fflush(stdout);
         s->n_past = depths[d];
     }
@@ -10136,7 +10275,8 @@ static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, u
         }
     } else if (type == GGUF_F32) {
         for (uint64_t i = 0; i + 4 <= n; i += 4) {
-            float v = vector ? 1.0f + 0.1f * (float)(rng_uniform(rng) - 0.5) : 0.05f * (float)(rng_uniform(rng) - 0.5);
+            float v = vector ? 1.0f + 0.1f * (float)(rng_uniform(rng) - 0.5)
+                             : 0.05f * (float)(rng_uniform(rng) - 0.5);
             memcpy(p + i, &v, 4);
         }
     } else {
@@ -10154,8 +10294,13 @@ struct synth_tensor {
     uint64_t ne[3], bytes;
 };
 
-static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt, int il) {
-    struct synth_tensor t = {.type = type, .n_dims = n2 > 1 ? 3 : n1 > 1 ? 2 : 1, .ne = {(uint64_t)n0, (uint64_t)n1, (uint64_t)n2}};
+static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt,
+                      int il) {
+    struct synth_tensor t = {.type = type,
+                             .n_dims = n2 > 1   ? 3
+                                       : n1 > 1 ? 2
+                                                : 1,
+                             .ne = {(uint64_t)n0, (uint64_t)n1, (uint64_t)n2}};
     snprintf(t.name, sizeof t.name, fmt, il);
     t.bytes = gguf_row_bytes(type, (size_t)n0) * (size_t)n1 * (size_t)n2;
     arrput(*list, t);
@@ -10179,7 +10324,8 @@ static struct synth_tensor *synth_tensors(const struct synth *y, int n_layer) {
         synth_add(&t, GGUF_F32, y->n_embd, y->n_expert, 1, "blk.%d.ffn_gate_inp.weight", i);
         for (int k = 0; k < 3; k++) {
             snprintf(name, sizeof name, "%s.weight", exps[k]);
-            synth_add(&t, GGUF_NVFP4, k < 2 ? y->n_embd : y->n_ff, k < 2 ? y->n_ff : y->n_embd, y->n_expert, name, i);
+            synth_add(&t, GGUF_NVFP4, k < 2 ? y->n_embd : y->n_ff, k < 2 ? y->n_ff : y->n_embd, y->n_expert,
+                      name, i);
             snprintf(name, sizeof name, "%s.scale", exps[k]);
             synth_add(&t, GGUF_F32, y->n_expert, 1, 1, name, i);
         }
@@ -10189,16 +10335,25 @@ static struct synth_tensor *synth_tensors(const struct synth *y, int n_layer) {
     return t;
 }
 
-static uint8_t *synth_header(const struct synth *y, int n_layer, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
+static uint8_t *synth_header(const struct synth *y, int n_layer, const struct synth_tensor *t, size_t *bytes,
+                             uint64_t *data) {
     struct gguf_writer w = {0};
     char key[96];
     const struct {
         const char *key;
         int value;
-    } ints[] = {{"context_length", y->n_ctx}, {"embedding_length", y->n_embd}, {"block_count", n_layer}, {"feed_forward_length", 3 * y->n_embd},
-                {"attention.head_count", y->n_head}, {"attention.head_count_kv", y->n_head_kv}, {"attention.key_length", y->head},
-                {"attention.value_length", y->head}, {"expert_count", y->n_expert}, {"expert_used_count", y->n_used},
-                {"expert_feed_forward_length", y->n_ff}, {"vocab_size", y->n_vocab}};
+    } ints[] = {{"context_length", y->n_ctx},
+                {"embedding_length", y->n_embd},
+                {"block_count", n_layer},
+                {"feed_forward_length", 3 * y->n_embd},
+                {"attention.head_count", y->n_head},
+                {"attention.head_count_kv", y->n_head_kv},
+                {"attention.key_length", y->head},
+                {"attention.value_length", y->head},
+                {"expert_count", y->n_expert},
+                {"expert_used_count", y->n_used},
+                {"expert_feed_forward_length", y->n_ff},
+                {"vocab_size", y->n_vocab}};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
     for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
@@ -10229,7 +10384,8 @@ static void synth_load(struct engine *e) {
         if (!strcmp(name, synths[i].name)) y = &synths[i];
     if (!y) die_usage("--synth %s: known shapes are qwen3-30b-a3b and qwen3-235b-a22b", name);
     if (colon) layers = atoi(colon + 1);
-    if (colon && (layers < 1 || layers > y->n_layer)) die_usage("--synth %s: layers from 1 to %d", e->set->synth, y->n_layer);
+    if (colon && (layers < 1 || layers > y->n_layer))
+        die_usage("--synth %s: layers from 1 to %d", e->set->synth, y->n_layer);
     layers = layers ? layers : y->n_layer;
     struct synth_tensor *t = synth_tensors(y, layers);
     size_t head;
@@ -10241,9 +10397,12 @@ static void synth_load(struct engine *e) {
         fd = open(e->set->model, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
         if (fd < 0) die("cannot create '%s': %s", e->set->model, strerror(errno));
         int rc = posix_fallocate(fd, 0, (off_t)total);
-        if (rc) unlink(e->set->model), die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
+        if (rc)
+            unlink(e->set->model),
+                die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
     } else if ((double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
-        die("%s needs %.1f GiB of memory; cut it with --synth %s:LAYERS", e->set->synth, (double)total / 0x1p30, name);
+        die("%s needs %.1f GiB of memory; cut it with --synth %s:LAYERS", e->set->synth,
+            (double)total / 0x1p30, name);
     }
     p = mmap(NULL, total, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
@@ -10264,7 +10423,8 @@ static void synth_load(struct engine *e) {
         at += gguf_pad(bytes);
     }
     arrfree(t);
-    if (gguf_parse(&e->model.gguf, p, total, err, ERR_MAX) || model_bind(&e->model, err)) die("synthetic model: %s", err);
+    if (gguf_parse(&e->model.gguf, p, total, err, ERR_MAX) || model_bind(&e->model, err))
+        die("synthetic model: %s", err);
 }
 /* ============================================================================================================
  * Main
@@ -10278,7 +10438,8 @@ static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
     uint64_t per = kv_token_bytes(m, settings_kv(e->set));
     if (e->set->n_ctx) return e->set->n_ctx;
-    uint64_t room = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2, n = per ? room / per : 0;
+    uint64_t room = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2,
+             n = per ? room / per : 0;
     n = n < (uint64_t)m->n_ctx_train ? n / 256 * 256 : (uint64_t)m->n_ctx_train;
     return n < 256 ? (m->n_ctx_train < 256 ? m->n_ctx_train : 256) : (int)n;
 }
@@ -10293,11 +10454,13 @@ static void engine_open(struct engine *e, struct settings *set) {
     settings_resolve(set, &e->model);
     if (set->info) return; /* needs no memory of its own */
     int threads = set->threads ? set->threads : omp_get_num_procs(), n_ctx = choose_context(e);
-    session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(), threads, n_ctx, settings_kv(set));
+    session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(), threads, n_ctx,
+                 settings_kv(set));
     if (set->verbose)
-        note("%s: %.1f MiB loaded in %.2f s; %s kernels, %d threads; cache %.1f MiB for %d tokens; activations %.1f MiB", e->model.name,
-             (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r.k->name, threads, (double)e->session.r.kv_bytes / 0x1p20, n_ctx,
-             (double)e->session.r.bytes / 0x1p20);
+        note("%s: %.1f MiB loaded in %.2f s; %s kernels, %d threads; cache %.1f MiB for %d tokens; "
+             "activations %.1f MiB",
+             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r.k->name,
+             threads, (double)e->session.r.kv_bytes / 0x1p20, n_ctx, (double)e->session.r.bytes / 0x1p20);
 }
 
 static void engine_close(struct engine *e) {
@@ -10368,7 +10531,8 @@ static int run_raw(struct engine *e, const char *text, size_t n) {
     struct chat c = {.set = e->set, .m = &e->model, .s = &e->session};
     struct turn_stats st = {0};
     if (!e->model.vocab.n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
-    sampler_init(&c.sampler, e->model.vocab.n_tokens, e->set->seed >= 0 ? (uint64_t)e->set->seed : (uint64_t)time(NULL));
+    sampler_init(&c.sampler, e->model.vocab.n_tokens,
+                 e->set->seed >= 0 ? (uint64_t)e->set->seed : (uint64_t)time(NULL));
     enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), err);
     if (r == SYNC_FAILED) die("%s", err);
     struct printer p = printer_make(&c, false, true);
@@ -10392,6 +10556,7 @@ static int run_prompt(struct engine *e, const char *text, size_t n) {
     enum turn_result r = chat_turn(&c, text, n, err);
     chat_free(&c);
     if (r == TURN_FAILED) {
+        message_neutralise(err);
         fprintf(stderr, "moe: %s\n", err);
         return EXIT_RUN;
     }
@@ -10418,10 +10583,12 @@ static int run_lines(struct engine *e) {
 static void banner(const struct engine *e) {
     const struct model *m = &e->model;
     char a[32];
-    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used, m->n_expert_max, m->pruned ? ", pruned" : "",
+    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used,
+         m->n_expert_max, m->pruned ? ", pruned" : "",
          m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
-    note("%s, %d threads; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r.k->name, e->session.r.n_threads,
-         with_commas((uint64_t)e->session.n_ctx, a), (double)e->session.r.kv_bytes / 0x1p20, e->set->kv, m->load_seconds);
+    note("%s, %d threads; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r.k->name,
+         e->session.r.n_threads, with_commas((uint64_t)e->session.n_ctx, a),
+         (double)e->session.r.kv_bytes / 0x1p20, e->set->kv, m->load_seconds);
     note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
 }
 
@@ -10441,7 +10608,8 @@ static int run(struct settings *set) {
     int code;
     if (set->tokenize) return mode_tokenize(set);
     if (set->render) return mode_render(set);
-    if (set->lines && (set->prompt || set->prompt_file || set->ids)) die_usage("--lines takes its prompts from stdin alone");
+    if (set->lines && (set->prompt || set->prompt_file || set->ids))
+        die_usage("--lines takes its prompts from stdin alone");
     if (set->system_file) {
         if (read_file(set->system_file, &text, err)) die("%s", err);
         drop_newline(&text);
@@ -10450,7 +10618,8 @@ static int run(struct settings *set) {
         arrfree(text);
     }
     engine_open(&e, set);
-    bool own_text = set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
+    bool own_text =
+        set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
     bool has_prompt = !own_text && gather_prompt(set, &text);
     if (set->info) code = mode_info(&e);
     else if (set->perplexity) code = mode_perplexity(&e);
@@ -10476,7 +10645,8 @@ static int run(struct settings *set) {
         arrfree(ids);
     } else if (set->lines) code = run_lines(&e);
     else if (set->ids) code = run_raw(&e, NULL, 0);
-    else if (has_prompt) code = set->raw ? run_raw(&e, text, arrlenu(text)) : run_prompt(&e, text, arrlenu(text));
+    else if (has_prompt)
+        code = set->raw ? run_raw(&e, text, arrlenu(text)) : run_prompt(&e, text, arrlenu(text));
     else if (!term.in_tty) die_usage("no prompt: stdin is empty");
     else if (set->raw) die_usage("--raw wants a prompt: -p, -f or piped stdin");
     else code = run_chat(&e);

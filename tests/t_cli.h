@@ -8,60 +8,85 @@ static void check_command(const char *cmd, int code, const char *out, const char
     int rc = run_command(cmd, &o, &e);
     CHECK(rc == code, "`%s` gave %d, expected %d; stderr: %.300s", cmd, rc, code, sb_cstr(&e));
     CHECK(!out || !strcmp(sb_cstr(&o), out), "`%s` printed '%.200s', expected '%s'", cmd, sb_cstr(&o), out);
-    CHECK(!said || strstr(sb_cstr(&e), said), "`%s` said '%.300s', expected '%s' in it", cmd, sb_cstr(&e), said);
+    CHECK(!said || strstr(sb_cstr(&e), said), "`%s` said '%.300s', expected '%s' in it", cmd, sb_cstr(&e),
+          said);
     arrfree(o);
     arrfree(e);
 }
 
 static void test_cli_pipe(void) {
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --think off", 0, "49\n", "tok/s");
-    check_command("printf 'What is 7 squared? One word.' | " MOE "--greedy --think off --cpu-ref", 0, "49\n", NULL);
-    check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy", 0, "49\n", NULL); /* thinking is left out */
-    check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --show-think on", 0, "7 squared is 7 times 7, which is 49.\n49\n", NULL);
+    check_command("printf 'What is 7 squared? One word.' | " MOE "--greedy --think off --cpu-ref", 0, "49\n",
+                  NULL);
+    check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy", 0, "49\n",
+                  NULL); /* thinking is left out */
+    check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --show-think on", 0,
+                  "7 squared is 7 times 7, which is 49.\n49\n", NULL);
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n", NULL);
-    check_command("printf 'What is 7 squared?' >build/q.txt; " MOE "--greedy --think off -f build/q.txt </dev/null; rm build/q.txt", 0, NULL, NULL);
-    check_command("MOE_MODEL=build/demo.gguf " MOE_BIN " --greedy --think=off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n", NULL);
-    check_command("echo 'What is my name?' | " MOE "--greedy --think off -s 'Answer briefly.' -p 'My name is Zoe.' -n 8", 0, NULL, NULL);
+    check_command("printf 'What is 7 squared?' >build/q.txt; " MOE
+                  "--greedy --think off -f build/q.txt </dev/null; rm build/q.txt",
+                  0, NULL, NULL);
+    check_command("MOE_MODEL=build/demo.gguf " MOE_BIN
+                  " --greedy --think=off -p 'What is 7 squared? One word.' </dev/null",
+                  0, "49\n", NULL);
+    check_command("echo 'What is my name?' | " MOE
+                  "--greedy --think off -s 'Answer briefly.' -p 'My name is Zoe.' -n 8",
+                  0, NULL, NULL);
     /* stdin first, a blank line, then -p: exactly the same prompt in one piece */
     char *a = NULL, *b = NULL;
     run_command("echo 'My name is Zoe.' | " MOE "--greedy --think off -n 12 -p 'What is my name?'", &a, NULL);
-    run_command("printf 'My name is Zoe.\\n\\nWhat is my name?' | " MOE "--greedy --think off -n 12", &b, NULL);
+    run_command("printf 'My name is Zoe.\\n\\nWhat is my name?' | " MOE "--greedy --think off -n 12", &b,
+                NULL);
     CHECK(arrlen(a) > 1 && !strcmp(sb_cstr(&a), sb_cstr(&b)), "'%s' and '%s'", sb_cstr(&a), sb_cstr(&b));
     arrfree(a);
     arrfree(b);
 }
 
 static void test_cli_lines(void) {
-    check_command("printf 'What is 7 squared? One word.\\n\\nWhat is the capital of France?\\nWhat is 7 squared? One word.' | " MOE "--greedy --think off --lines", 0,
-                  "49\nThe capital of France is Paris.\n49\n", NULL);
+    check_command("printf 'What is 7 squared? One word.\\n\\nWhat is the capital of France?\\nWhat is 7 "
+                  "squared? One word.' | " MOE "--greedy --think off --lines",
+                  0, "49\nThe capital of France is Paris.\n49\n", NULL);
 }
 
 static void test_cli_raw(void) {
     check_command("printf 'Once upon a' | " MOE "--raw --greedy -n 1", 0, " time", NULL);
-    check_command(MOE "--greedy --ids 8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,285,8191,285 </dev/null", 0, "49", NULL);
-    check_command(MOE "--greedy --ids 8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,198 </dev/null", 0,
-                  "7 squared is 7 times 7, which is 49.\n</think>\n\n49", NULL);
+    check_command(
+        MOE
+        "--greedy --ids "
+        "8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,285,8191,285 </dev/null",
+        0, "49", NULL);
+    check_command(MOE
+                  "--greedy --ids "
+                  "8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,198 </dev/null",
+                  0, "7 squared is 7 times 7, which is 49.\n</think>\n\n49", NULL);
     check_command(MOE "--ids 99999 </dev/null", 2, "", "99999");
     check_command(MOE "--ids 1,x </dev/null", 2, "", "x");
 }
 
 static void test_cli_tokenize(void) {
-    check_command("printf 'What is 7 squared? One word.' | " MOE "--tokenize", 0, "553 313 220 22 1773 30 652 1202 13\n", NULL);
+    check_command("printf 'What is 7 squared? One word.' | " MOE "--tokenize", 0,
+                  "553 313 220 22 1773 30 652 1202 13\n", NULL);
     check_command("printf '<|im_end|>' | " MOE "--tokenize --special", 0, "8189\n", NULL);
     check_command("printf '<think>' | " MOE "--tokenize", 0, "8190\n", NULL);
     check_command("printf '' | " MOE "--tokenize", 0, "\n", NULL);
     char *out = NULL;
     run_command("printf '<|im_end|>' | " MOE "--tokenize", &out, NULL);
-    CHECK(arrlen(out) > 5 && !strstr(sb_cstr(&out), "8189"), "a control token in plain text became %s", sb_cstr(&out));
+    CHECK(arrlen(out) > 5 && !strstr(sb_cstr(&out), "8189"), "a control token in plain text became %s",
+          sb_cstr(&out));
     arrfree(out);
 }
 
 static void test_cli_render(void) {
-    check_command("printf '{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}],\"add_generation_prompt\":true,\"enable_thinking\":false}' | " MOE "--render", 0,
-                  "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", NULL);
-    check_command("printf '{{ 1 + }}' >build/t.jinja; printf '{}' | " MOE_BIN " --render --chat-template-file build/t.jinja; rc=$?; rm build/t.jinja; exit $rc", 1, "", "line 1");
-    check_command("printf \"{{ raise_exception('no way') }}\" >build/t.jinja; printf '{}' | " MOE_BIN " --render --chat-template-file build/t.jinja; rc=$?; rm build/t.jinja; exit $rc", 1,
-                  "", "no way");
+    check_command("printf "
+                  "'{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}],\"add_generation_prompt\":true,"
+                  "\"enable_thinking\":false}' | " MOE "--render",
+                  0, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", NULL);
+    check_command("printf '{{ 1 + }}' >build/t.jinja; printf '{}' | " MOE_BIN
+                  " --render --chat-template-file build/t.jinja; rc=$?; rm build/t.jinja; exit $rc",
+                  1, "", "line 1");
+    check_command("printf \"{{ raise_exception('no way') }}\" >build/t.jinja; printf '{}' | " MOE_BIN
+                  " --render --chat-template-file build/t.jinja; rc=$?; rm build/t.jinja; exit $rc",
+                  1, "", "no way");
     check_command("printf '[]' | " MOE "--render", 1, "", "not a JSON object");
     check_command("printf '{\"a\":}' | " MOE "--render", 1, "", "line 1");
 }
@@ -86,8 +111,15 @@ static void test_cli_usage(void) {
 static void test_cli_info(void) {
     char *out = NULL;
     CHECK(run_command(MOE "--info", &out, NULL) == 0, "--info failed");
-    const char *want[] = {"deepseek2", "moe-demo", "65,536", "2 of 4 groups", "NVFP4", "layers 1-5: 16", "temp 0.6, top-k 20, top-p 0.95"};
-    for (size_t i = 0; i < sizeof want / sizeof *want; i++) CHECK(strstr(sb_cstr(&out), want[i]), "--info does not say '%s'", want[i]);
+    const char *want[] = {"deepseek2",
+                          "moe-demo",
+                          "65,536",
+                          "2 of 4 groups",
+                          "NVFP4",
+                          "layers 1-5: 16",
+                          "temp 0.6, top-k 20, top-p 0.95"};
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++)
+        CHECK(strstr(sb_cstr(&out), want[i]), "--info does not say '%s'", want[i]);
     arrfree(out);
 }
 
@@ -103,21 +135,27 @@ static void test_cli_logits(void) {
     check_command(MOE "--cpu-ref --kv f32 --ids 8188,361,198 --logits build/x.npy </dev/null", 0, "", NULL);
     if (!CHECK(read_file("build/x.npy", &npy, err) == 0, "%s", err)) return;
     unlink("build/x.npy");
-    CHECK(arrlenu(npy) == 128 + 3 * 8192 * 4 && !memcmp(npy, "\x93NUMPY\1\0v\0", 10), "%zu bytes", arrlenu(npy));
+    CHECK(arrlenu(npy) == 128 + 3 * 8192 * 4 && !memcmp(npy, "\x93NUMPY\1\0v\0", 10), "%zu bytes",
+          arrlenu(npy));
     CHECK(strstr(npy + 10, "'shape': (3, 8192)"), "header '%.100s'", npy + 10);
     float x[8192];
     double sum = 0;
     memcpy(x, npy + 128, sizeof x);
     for (int i = 0; i < 8192; i++) sum += (double)x[i] * (double)x[i];
-    CHECK(fabs(sqrt(sum) - 441.099) < 0.01, "the norm of the first row is %.3f, Hugging Face has 441.099", sqrt(sum));
+    CHECK(fabs(sqrt(sum) - 441.099) < 0.01, "the norm of the first row is %.3f, Hugging Face has 441.099",
+          sqrt(sum));
     arrfree(npy);
 }
 
 /* Greedy text does not depend on threads or on the run. */
 static void test_cli_determinism(void) {
     char *a = NULL, *b = NULL, *c = NULL;
-    run_command(MOE "--greedy -p 'Tell me a story about a fox and a lantern.' -t 1 --show-think on </dev/null", &a, NULL);
-    run_command(MOE "--greedy -p 'Tell me a story about a fox and a lantern.' -t 3 --show-think on </dev/null", &b, NULL);
+    run_command(MOE
+                "--greedy -p 'Tell me a story about a fox and a lantern.' -t 1 --show-think on </dev/null",
+                &a, NULL);
+    run_command(MOE
+                "--greedy -p 'Tell me a story about a fox and a lantern.' -t 3 --show-think on </dev/null",
+                &b, NULL);
     run_command(MOE "--seed 5 -p 'Tell me a story about a fox and a lantern.' </dev/null", &c, NULL);
     CHECK(arrlen(a) > 100 && !strcmp(sb_cstr(&a), sb_cstr(&b)), "1 and 3 threads answer differently");
     char *d = NULL;
@@ -138,9 +176,11 @@ static void test_cli_needle(void) {
     static const int depth[] = {10, 50, 90};
     for (int i = 0; i < 3; i++) {
         char cmd[512];
-        snprintf(cmd, sizeof cmd, MOE "--needle 1000 --depth %d --kv %s --haystack %s </dev/null", depth[i], i & 1 ? "fp8" : "bf16", hay);
+        snprintf(cmd, sizeof cmd, MOE "--needle 1000 --depth %d --kv %s --haystack %s </dev/null", depth[i],
+                 i & 1 ? "fp8" : "bf16", hay);
         check_command(cmd, 0, NULL, "found");
-        snprintf(cmd, sizeof cmd, MOE "--needle 8000 --depth %d --kv %s --haystack %s </dev/null", depth[i], i & 1 ? "bf16" : "fp8", hay);
+        snprintf(cmd, sizeof cmd, MOE "--needle 8000 --depth %d --kv %s --haystack %s </dev/null", depth[i],
+                 i & 1 ? "bf16" : "fp8", hay);
         check_command(cmd, 0, NULL, "found");
     }
 }
@@ -152,8 +192,10 @@ static void test_cli_memory(void) {
     if (SANITIZED) SKIP("the sanitizers need memory of their own");
     char *out = NULL;
     /* the process is looked at while it waits for the rest of its stdin behind a prompt of 8k tokens */
-    check_command(MOE "--needle 8000 </dev/null & p=$!; m=0; while kill -0 $p 2>/dev/null; do a=$(sed -n 's/RssAnon:[^0-9]*//p' /proc/$p/status 2>/dev/null | cut -d' ' -f1); "
-                      "[ \"${a:-0}\" -gt $m ] && m=$a; sleep 0.05; done; echo $m >build/rss; wait $p", 0, NULL, NULL);
+    check_command(MOE "--needle 8000 </dev/null & p=$!; m=0; while kill -0 $p 2>/dev/null; do a=$(sed -n "
+                      "'s/RssAnon:[^0-9]*//p' /proc/$p/status 2>/dev/null | cut -d' ' -f1); "
+                      "[ \"${a:-0}\" -gt $m ] && m=$a; sleep 0.05; done; echo $m >build/rss; wait $p",
+                  0, NULL, NULL);
     char err[ERR_MAX];
     if (CHECK(read_file("build/rss", &out, err) == 0, "%s", err)) {
         long kib = atol(sb_cstr(&out));
@@ -163,8 +205,9 @@ static void test_cli_memory(void) {
     arrfree(out);
 }
 
-#define TESTS_CLI                                                                                                                                       \
-    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize},                       \
-        {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full},       \
-        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, {"cli/smoke", test_cli_smoke},   \
-        {"cli/memory", test_cli_memory},
+#define TESTS_CLI                                                                                            \
+    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/raw", test_cli_raw},                   \
+        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, \
+        {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full},                              \
+        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism},                          \
+        {"cli/needle", test_cli_needle}, {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory},

@@ -335,8 +335,8 @@ static void hf_deepseek(struct hf *h) {
     hf_linear(h, "model.layers.2.eh_proj", HF_EMBD, 2 * HF_EMBD, HF_BF16);
 }
 
-/* Writes what is not there yet and runs the converter with `options`; its exit code. h->out and h->err hold what it said. */
-static int hf_run(struct hf *h, const char *options) {
+/* Writes what is not there yet and runs the converter with `extra`; its exit code. h->out and h->err hold what it said. */
+static int hf_run(struct hf *h, const char *extra) {
     char cmd[512];
     hf_json(h, "config.json", h->config);
     hf_json(h, "tokenizer.json", h->tokenizer);
@@ -344,17 +344,17 @@ static int hf_run(struct hf *h, const char *options) {
     hf_json(h, "generation_config.json", h->generation);
     arrsetlen(h->out, 0);
     arrsetlen(h->err, 0);
-    snprintf(cmd, sizeof cmd, "build/moe-convert %s %s", h->dir, options);
+    snprintf(cmd, sizeof cmd, "build/moe-convert %s %s", h->dir, extra);
     int rc = run_command(cmd, &h->out, &h->err);
     sb_cstr(&h->out), sb_cstr(&h->err);
     return rc;
 }
 
 static int hf_convert_to(struct hf *h, const char *file) {
-    char options[256];
+    char extra[256];
     hf_shard(h, "model.safetensors", 0, arrlenu(h->t));
-    snprintf(options, sizeof options, "-o %s/%s", h->dir, file);
-    return hf_run(h, options);
+    snprintf(extra, sizeof extra, "-o %s/%s", h->dir, file);
+    return hf_run(h, extra);
 }
 
 /* Converts and opens the result. */

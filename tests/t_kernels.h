@@ -9,7 +9,7 @@ static const uint32_t kt_types[] = {GGUF_NVFP4, GGUF_MXFP4, GGUF_Q8_0, GGUF_BF16
 /* The sets to be tested, NULL behind the last. */
 static const struct kernels *kt_set(size_t i) {
     for (size_t j = 0; j < sizeof kernel_sets / sizeof *kernel_sets; j++)
-        if (kernels_by_name(kernel_sets[j]->name) && !i--) return kernel_sets[j];
+        if (kernels_runnable(kernel_sets[j]) && !i--) return kernel_sets[j];
     return NULL;
 }
 
@@ -19,12 +19,17 @@ static float kt_normal(uint64_t *rng) {
     return s * 1.7f;
 }
 
-/* n bytes that end at an inaccessible page. Never freed: the tests use few. */
+/* n bytes that end at an inaccessible page. */
 static uint8_t *kt_guarded(size_t n) {
     size_t page = 4096, whole = (n + page - 1) / page * page;
     uint8_t *p = mmap(NULL, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED || mprotect(p + whole, page, PROT_NONE)) die("mmap: %s", strerror(errno));
     return p + whole - n;
+}
+
+static void kt_guarded_free(uint8_t *p, size_t n) {
+    size_t page = 4096, whole = (n + page - 1) / page * page;
+    munmap(p + n - whole, whole + page);
 }
 
 /* n weights, all codes and many scales. */
@@ -46,11 +51,15 @@ static void kt_weights(uint32_t type, uint8_t *w, size_t n, uint64_t *rng) {
 
 /* What a packed row stands for. */
 static void kt_unpack(enum act_format f, const uint8_t *x, int n, float *out) {
-    const struct act_q8 *q = (const struct act_q8 *)(const void *)x;
+    const struct act_i16 *q = (const struct act_i16 *)(const void *)x;
     if (f == ACT_F32) memcpy(out, x, (size_t)n * 4);
-    else if (f == ACT_BF16) kernels_ref.from_bf16((const uint16_t *)(const void *)x, out, n);
+    else if (f == ACT_BF16)
+        for (int i = 0; i < n; i++)
+            out[i] = bf16_to_f32(((const uint16_t *)(const void *)x)[i]) +
+                     bf16_to_f32(((const uint16_t *)(const void *)(x + act_plane(n)))[i]);
     else
-        for (int i = 0; i < n; i++) out[i] = (float)q[i / 32].q[i % 32] * q[i / 32].d;
+        for (int i = 0; i < n; i++)
+            out[i] = (float)(256 * q[i / 32].hi[i % 32] + q[i / 32].lo[i % 32]) * q[i / 32].d;
 }
 
 /* The product of a whole matrix by all tokens, and how much of it rounding may take: `unit` per weight and activation. */
@@ -64,12 +73,25 @@ struct kt_case {
     void *scratch;
 };
 
-static void kt_case_free(struct kt_case *c) { free(c->x), free(c->y), free(c->expected), free(c->magnitude), free(c->scratch); }
+static void kt_case_free(struct kt_case *c) {
+    kt_guarded_free(c->x, c->x_stride * (size_t)c->n_tok);
+    free(c->y), free(c->expected), free(c->magnitude), free(c->scratch);
+}
 
 static struct gemm kt_gemm(const struct kt_case *c, int r0, int n_out, int t0, int n_tok, float *y) {
-    return (struct gemm){.type = c->type, .format = c->format, .w = c->w + (size_t)r0 * c->w_stride, .w_stride = c->w_stride,
-                         .n_out = n_out, .n_in = c->n_in, .x = c->x + (size_t)t0 * c->x_stride, .x_stride = c->x_stride,
-                         .n_tok = n_tok, .scale = 0.75f, .y = y, .y_stride = (size_t)n_out, .scratch = c->scratch};
+    return (struct gemm){.type = c->type,
+                         .format = c->format,
+                         .w = c->w + (size_t)r0 * c->w_stride,
+                         .w_stride = c->w_stride,
+                         .n_out = n_out,
+                         .n_in = c->n_in,
+                         .x = c->x + (size_t)t0 * c->x_stride,
+                         .x_stride = c->x_stride,
+                         .n_tok = n_tok,
+                         .scale = 0.75f,
+                         .y = y,
+                         .y_stride = (size_t)n_out,
+                         .scratch = c->scratch};
 }
 
 /* Packs x (n_tok, n_in), multiplies, and computes what should come out. */
@@ -77,7 +99,7 @@ static void kt_case_run(struct kt_case *c, const struct kernels *k, const float 
     size_t n = (size_t)c->n_out * (size_t)c->n_tok;
     c->w_stride = gguf_row_bytes(c->type, (size_t)c->n_in);
     c->x_stride = k->act_bytes(c->format, c->n_in);
-    c->x = xaligned(c->x_stride * (size_t)c->n_tok);
+    c->x = kt_guarded(c->x_stride * (size_t)c->n_tok);
     c->y = xcalloc(n, 4), c->expected = xcalloc(n, 4), c->magnitude = xcalloc(n, 4);
     c->scratch = xaligned(KERNEL_SCRATCH);
     float *plain = xcalloc((size_t)c->n_in * (size_t)c->n_tok, 4), *row = xcalloc((size_t)c->n_in, 4);
@@ -109,23 +131,30 @@ static double kt_unit(const struct kt_case *c) {
 }
 
 static bool kt_case_check(const struct kt_case *c, const char *name, const char *what) {
-    double worst = 0, unit = kt_unit(c), least = c->format == ACT_BF16 ? c->n_in * 0x1p-118 : 0x1p-120; /* flushed to zero */
+    double worst = 0, unit = kt_unit(c),
+           least = c->format == ACT_BF16 ? c->n_in * 0x1p-118 : 0x1p-120; /* flushed to zero */
     int at = 0;
     for (int i = 0; i < c->n_out * c->n_tok; i++) {
-        double e = fabs((double)c->y[i] - (double)c->expected[i]) / (0.75 * unit * (double)c->magnitude[i] + least);
+        double e =
+            fabs((double)c->y[i] - (double)c->expected[i]) / (0.75 * unit * (double)c->magnitude[i] + least);
         if (!(e <= worst)) worst = e, at = i;
         if (!(e <= 1)) break;
     }
-    return CHECK(worst <= 1, "%s %s: %s format %d, %d x %d, %d tokens: element %d is %g, not %g (sum of magnitudes %g)", name,
-                 what, gguf_type_info(c->type).name, (int)c->format, c->n_out, c->n_in, c->n_tok, at, (double)c->y[at],
-                 (double)c->expected[at], (double)c->magnitude[at]);
+    return CHECK(worst <= 1,
+                 "%s %s: %s format %d, %d x %d, %d tokens: element %d is %g, not %g (sum of magnitudes %g)",
+                 name, what, gguf_type_info(c->type).name, (int)c->format, c->n_out, c->n_in, c->n_tok, at,
+                 (double)c->y[at], (double)c->expected[at], (double)c->magnitude[at]);
 }
 
-/* Any cut of the product into rows and tokens gives the same bits, and `rows` picks tokens. */
+/* Any cut of the product into rows and tokens gives the same bits and touches nothing else, and `rows` picks tokens. */
 static void kt_case_cuts(const struct kt_case *c, const struct kernels *k) {
+    enum { GAP = 5 };
     static const int outs[] = {1, 3, 17, 64}, toks[] = {1, 2, 3, 5, 8, 16, 17, 33};
-    float *y = xcalloc((size_t)c->n_out * (size_t)c->n_tok, 4);
+    size_t size = (size_t)(c->n_out + GAP) * (size_t)c->n_tok * 4;
+    uint8_t *gap = xmalloc(GAP * 4);
+    float *y = xmalloc(size);
     int32_t rows[64];
+    memset(gap, 0x55, GAP * 4);
     for (size_t i = 0; i < sizeof outs / sizeof *outs; i++)
         for (size_t j = 0; j < sizeof toks / sizeof *toks; j++) {
             int n_out = outs[i], n_tok = toks[j], r0 = c->n_out - n_out, t0 = (c->n_tok - n_tok) / 2, bad = 0;
@@ -134,13 +163,19 @@ static void kt_case_cuts(const struct kt_case *c, const struct kernels *k) {
             struct gemm g = kt_gemm(c, r0, n_out, pick ? 0 : t0, n_tok, y);
             for (int t = 0; t < n_tok; t++) rows[t] = pick ? (7 * t + 3) % c->n_tok : t0 + t;
             g.rows = pick ? rows : NULL;
+            g.y_stride += GAP;
+            memset(y, 0x55, size);
             k->gemm(&g);
-            for (int t = 0; t < n_tok; t++)
-                bad += memcmp(y + t * n_out, c->y + rows[t] * c->n_out + r0, (size_t)n_out * 4) != 0;
+            for (int t = 0; t < n_tok; t++) {
+                const float *got = y + t * (n_out + GAP);
+                bad += memcmp(got, c->y + rows[t] * c->n_out + r0, (size_t)n_out * 4) ||
+                       memcmp(got + n_out, gap, GAP * 4);
+            }
             CHECK(!bad, "%s: %s format %d, n_in %d: %d of %d tokens differ when cut to %d rows%s", k->name,
-                  gguf_type_info(c->type).name, (int)c->format, c->n_in, bad, n_tok, n_out, pick ? ", picked" : "");
+                  gguf_type_info(c->type).name, (int)c->format, c->n_in, bad, n_tok, n_out,
+                  pick ? ", picked" : "");
         }
-    free(y);
+    free(y), free(gap);
 }
 
 /* Every format that a set asks for, for one type. */
@@ -157,11 +192,13 @@ static void kt_product(const struct kernels *k, uint32_t type, int n_in, int n_o
     kt_weights(type, w, (size_t)n_in * (size_t)n_out, &rng);
     for (int i = 0; i < n_in * n_tok; i++) x[i] = kt_normal(&rng);
     for (int i = 0, n = kt_formats(k, type, f); i < n; i++) {
-        struct kt_case c = {.type = type, .format = f[i], .n_out = n_out, .n_in = n_in, .n_tok = n_tok, .w = w};
+        struct kt_case c = {
+            .type = type, .format = f[i], .n_out = n_out, .n_in = n_in, .n_tok = n_tok, .w = w};
         kt_case_run(&c, k, x);
         if (kt_case_check(&c, k->name, "product")) kt_case_cuts(&c, k);
         kt_case_free(&c);
     }
+    kt_guarded_free(w, gguf_row_bytes(type, (size_t)n_in) * (size_t)n_out);
     free(x);
 }
 
@@ -170,12 +207,27 @@ static void test_kernels_gemm(void) {
     const struct kernels *k;
     for (size_t s = 0; (k = kt_set(s)); s++)
         for (size_t i = 0; i < sizeof kt_types / sizeof *kt_types; i++) {
-            for (size_t j = 0; j < sizeof sizes / sizeof *sizes; j++) kt_product(k, kt_types[i], sizes[j], 64, 33);
+            for (size_t j = 0; j < sizeof sizes / sizeof *sizes; j++)
+                kt_product(k, kt_types[i], sizes[j], sizes[j] > 2048 ? 17 : 64, 33);
             if (gguf_type_info(kt_types[i]).block == 32) kt_product(k, kt_types[i], 96, 33, 17);
             if (gguf_type_info(kt_types[i]).block == 1)
                 for (int n = 1; n < 80; n += 13) kt_product(k, kt_types[i], n, 19, 9);
         }
     kt_product(kernels_choose(), GGUF_NVFP4, 192, 17, 700); /* more tokens than are kept at a time */
+}
+
+/* What callers rely on without asking. */
+static void test_kernels_choice(void) {
+    const struct kernels *k;
+    CHECK(kernels_choose() == kt_set(0), "%s is not the first that runs", kernels_choose()->name);
+    for (size_t s = 0; (k = kt_set(s)); s++) {
+        for (int n = 1; n < 600; n += 7) {
+            CHECK(k->act_format(GGUF_F32, n) == ACT_F32, "%s: routers are F32", k->name);
+            CHECK(kernels_ref.act_format(GGUF_NVFP4, n) == ACT_F32, "the reference rounds activations");
+            for (int f = ACT_F32; f <= ACT_BF16; f++)
+                CHECK(k->act_bytes((enum act_format)f, 32 * n) % 64 == 0, "%s: %d", k->name, n);
+        }
+    }
 }
 
 /* All scale bytes and all codes: with the unit matrix as activations the product is the matrix of weights. */
@@ -195,22 +247,28 @@ static void test_kernels_scales(void) {
                 uint8_t *p = w + (size_t)r * stride;
                 kt_weights(types[ty], p, N_IN, &rng);
                 for (int j = 0; ty == 0 && j < 4; j++) p[j] = (uint8_t)(r + 64 * j);
-                if (ty == 1) p[0] = (uint8_t)(r < 240 ? r : 239), p[17] = (uint8_t)(239 - p[0]); /* sums overflow beyond */
+                if (ty == 1)
+                    p[0] = (uint8_t)(r < 232 ? r : 231),
+                    p[17] = (uint8_t)(231 - p[0]); /* sums overflow beyond */
             }
             for (int i = 0, n = kt_formats(k, types[ty], f); i < n; i++) {
-                struct kt_case c = {.type = types[ty], .format = f[i], .n_out = N_OUT, .n_in = N_IN, .n_tok = N_IN, .w = w};
+                struct kt_case c = {
+                    .type = types[ty], .format = f[i], .n_out = N_OUT, .n_in = N_IN, .n_tok = N_IN, .w = w};
                 int bad = 0;
                 kt_case_run(&c, k, x);
                 for (int r = 0; r < N_OUT; r++) {
                     gguf_dequantize_row(types[ty], w + (size_t)r * stride, row, N_IN);
                     for (int t = 0; t < N_IN; t++) {
-                        double want = 0.75 * (double)row[t], tol = fabs(want) * (f[i] == ACT_BF16 ? 0 : 0x1p-22) + 0x1p-125;
+                        double want = 0.75 * (double)row[t],
+                               tol = fabs(want) * (f[i] == ACT_BF16 ? 0 : 0x1p-22) + 0x1p-125;
                         bad += !(fabs((double)c.y[t * N_OUT + r] - want) <= tol);
                     }
                 }
-                CHECK(!bad, "%s: %s format %d: %d weights differ", k->name, gguf_type_info(types[ty]).name, (int)f[i], bad);
+                CHECK(!bad, "%s: %s format %d: %d weights differ", k->name, gguf_type_info(types[ty]).name,
+                      (int)f[i], bad);
                 kt_case_free(&c);
             }
+            kt_guarded_free(w, N_OUT * stride);
         }
     free(x);
 }
@@ -233,40 +291,52 @@ static void test_kernels_extremes(void) {
             uint8_t *w = kt_guarded(gguf_row_bytes(kt_types[i], N_IN) * N_OUT);
             kt_weights(kt_types[i], w, N_IN * N_OUT, &rng);
             for (int j = 0, n = kt_formats(k, kt_types[i], f); j < n; j++) {
-                struct kt_case c = {.type = kt_types[i], .format = f[j], .n_out = N_OUT, .n_in = N_IN, .n_tok = N_TOK, .w = w};
+                struct kt_case c = {.type = kt_types[i],
+                                    .format = f[j],
+                                    .n_out = N_OUT,
+                                    .n_in = N_IN,
+                                    .n_tok = N_TOK,
+                                    .w = w};
                 kt_case_run(&c, k, x);
                 kt_case_check(&c, k->name, "extremes");
-                for (int r = 0; r < N_OUT; r++) CHECK(c.y[r] == 0, "%s: zeros give %g", k->name, (double)c.y[r]);
+                for (int r = 0; r < N_OUT; r++)
+                    CHECK(c.y[r] == 0, "%s: zeros give %g", k->name, (double)c.y[r]);
                 kt_case_free(&c);
             }
+            kt_guarded_free(w, gguf_row_bytes(kt_types[i], N_IN) * N_OUT);
         }
     free(x);
 }
 
-/* Rounding activations costs half a step of int8 (amax / 127 per 32; all of what is below 2^-100) or 2^-8 (BF16), and F32 nothing. */
+/* Rounding activations costs one and a half steps of 16 bits (amax / 32512 per 32; all of what is below 2^-100) or 2^-16 (two BF16), and F32 nothing. */
 static void test_kernels_pack(void) {
     enum { N = 320 };
     const struct kernels *k;
     float x[N], back[N];
     uint64_t rng = 3;
-    for (int i = 0; i < N; i++) x[i] = kt_normal(&rng) * (i / 32 == 3 ? 0.0f : i / 32 == 5 ? 1e-36f : i / 32 == 6 ? 1e36f : 1.0f);
+    for (int i = 0; i < N; i++)
+        x[i] = kt_normal(&rng) * (i / 32 == 3 ? 0.0f : i / 32 == 5 ? 1e-36f : i / 32 == 6 ? 1e36f : 1.0f);
     for (size_t s = 0; (k = kt_set(s)); s++)
         for (int f = ACT_F32; f <= ACT_BF16; f++) {
             size_t bytes = k->act_bytes((enum act_format)f, N);
             uint8_t *p = xaligned(bytes);
-            const struct act_q8 *q = (const struct act_q8 *)(void *)p;
+            const struct act_i16 *q = (const struct act_i16 *)(void *)p;
             k->act_pack((enum act_format)f, x, N, p);
             kt_unpack((enum act_format)f, p, N, back);
             CHECK(bytes % 64 == 0, "%zu", bytes);
             for (int i = 0; i < N; i++) {
                 double amax = (double)ref_amax(x + i / 32 * 32, 32), e = fabs((double)x[i] - (double)back[i]);
-                double tol = f == ACT_F32 ? 0 : f == ACT_BF16 ? fabs((double)x[i]) * 0x1p-8 + 0x1p-130 : amax / 127 * 0.50001 + 0x1p-100;
+                double tol = f == ACT_F32    ? 0
+                             : f == ACT_BF16 ? fabs((double)x[i]) * 0x1p-16 + 0x1p-130
+                                             : amax / 32512 * 1.51 + 0x1p-100;
                 CHECK(e <= tol, "%s format %d: %g became %g", k->name, f, (double)x[i], (double)back[i]);
             }
-            for (int b = 0; f == ACT_Q8 && b < N / 16; b++) {
+            for (int b = 0; f == ACT_I16 && b < N / 16; b++) {
                 int sum = 0;
-                for (int i = 0; i < 16; i++) sum += q[b / 2].q[b % 2 * 16 + i];
-                CHECK(q[b / 2].bias[b % 2] == -16 * sum, "%s: bias %d, sum %d", k->name, q[b / 2].bias[b % 2], sum);
+                for (int i = 0; i < 16; i++)
+                    sum += 256 * q[b / 2].hi[b % 2 * 16 + i] + q[b / 2].lo[b % 2 * 16 + i];
+                CHECK(q[b / 2].bias[b % 2] == -16 * sum, "%s: bias %d, sum %d", k->name, q[b / 2].bias[b % 2],
+                      sum);
             }
             free(p);
         }
@@ -317,45 +387,54 @@ static void test_kernels_vectors(void) {
             memcpy(a, x, sizeof a), memcpy(b, x, sizeof b);
             double sum = (double)k->exp_sum(a, n, 30.0f), want = (double)kernels_ref.exp_sum(b, n, 30.0f);
             for (int i = 0; i < n; i++)
-                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * b[i] + 0x1p-125f, "%s: exp(%g) is %g", k->name, (double)x[i] - 30, (double)a[i]);
+                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * b[i] + 0x1p-125f, "%s: exp(%g) is %g", k->name,
+                      (double)x[i] - 30, (double)a[i]);
             CHECK(fabs(sum - want) <= 1e-6 * want, "%s: exp_sum of %d is %g, not %g", k->name, n, sum, want);
             for (int i = 0; i < n; i++) a[i] = b[i] = i == 2 ? -200.0f : x[i];
             k->silu_mul(a, w, n), kernels_ref.silu_mul(b, w, n);
             for (int i = 0; i < n; i++)
-                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: silu(%g) is %g", k->name, (double)x[i], (double)a[i]);
+                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: silu(%g) is %g", k->name,
+                      (double)x[i], (double)a[i]);
             for (int i = 0; i < 2; i++) {
                 k->rmsnorm(w, i ? w : NULL, 1e-6f, a, n), kernels_ref.rmsnorm(w, i ? w : NULL, 1e-6f, b, n);
-                for (int t = 0; t < n; t++) CHECK(fabsf(a[t] - b[t]) <= 1e-6f * fabsf(b[t]), "%s: rmsnorm of %d", k->name, n);
+                for (int t = 0; t < n; t++)
+                    CHECK(fabsf(a[t] - b[t]) <= 1e-6f * fabsf(b[t]), "%s: rmsnorm of %d", k->name, n);
             }
             CHECK(k->amax(w, n) == kernels_ref.amax(w, n), "%s: amax of %d", k->name, n);
-            double d = (double)k->dot(w, x + 700, n < 300 ? n : 300), d2 = (double)kernels_ref.dot(w, x + 700, n < 300 ? n : 300);
+            double d = (double)k->dot(w, x + 700, n < 300 ? n : 300),
+                   d2 = (double)kernels_ref.dot(w, x + 700, n < 300 ? n : 300);
             CHECK(fabs(d - d2) <= 1e-5 * (fabs(d2) + 100), "%s: dot of %d is %g, not %g", k->name, n, d, d2);
         }
     CHECK(kernels_choose()->amax(x, 0) == 0, "amax of nothing");
 }
 
 static void test_kernels_sgemm(void) {
-    static const int shape[][3] = {{1, 64, 128}, {8, 64, 128}, {5, 63, 192}, {7, 10, 576}, {33, 64, 17}, {2, 3, 1}, {64, 130, 64}};
+    static const int shape[][3] = {{1, 64, 128}, {8, 64, 128}, {5, 63, 192}, {7, 10, 576},
+                                   {33, 64, 17}, {2, 3, 1},    {64, 130, 64}};
     const struct kernels *k;
     uint64_t rng = 9;
     for (size_t s = 0; (k = kt_set(s)); s++)
         for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
-            int m = shape[i][0], n = shape[i][1], p = shape[i][2], ld = (n > p ? n : p) + 3, big = n > p ? n : p;
+            int m = shape[i][0], n = shape[i][1], p = shape[i][2], ld = (n > p ? n : p) + 3,
+                big = n > p ? n : p;
             size_t size = (size_t)(big > m ? big : m) * (size_t)ld;
             float *a = xcalloc(size, 4), *b = xcalloc(size, 4), *c = xcalloc(size, 4), *d = xcalloc(size, 4);
-            for (size_t j = 0; j < size; j++) a[j] = kt_normal(&rng), b[j] = kt_normal(&rng), c[j] = d[j] = kt_normal(&rng);
+            for (size_t j = 0; j < size; j++)
+                a[j] = kt_normal(&rng), b[j] = kt_normal(&rng), c[j] = d[j] = kt_normal(&rng);
             for (int add = 0; add < 2; add++) {
                 double worst = 0;
                 (add ? k->sgemm_nn_add : k->sgemm_nt)(m, n, p, a, ld, b, ld, c, ld);
                 (add ? kernels_ref.sgemm_nn_add : kernels_ref.sgemm_nt)(m, n, p, a, ld, b, ld, d, ld);
                 for (size_t j = 0; j < size; j++) worst = fmax(worst, fabs((double)c[j] - (double)d[j]));
-                CHECK(worst <= 1e-6 * (p + 8), "%s: sgemm_%s %d x %d x %d is off by %g", k->name, add ? "nn_add" : "nt", m, n, p, worst);
+                CHECK(worst <= 1e-6 * (p + 8), "%s: sgemm_%s %d x %d x %d is off by %g", k->name,
+                      add ? "nn_add" : "nt", m, n, p, worst);
             }
             free(a), free(b), free(c), free(d);
         }
 }
 
-#define TESTS_KERNELS                                                                                                          \
-    {"kernels/gemm", test_kernels_gemm}, {"kernels/scales", test_kernels_scales}, {"kernels/extremes", test_kernels_extremes}, \
-        {"kernels/pack", test_kernels_pack}, {"kernels/conversions", test_kernels_conversions},                                \
+#define TESTS_KERNELS                                                                           \
+    {"kernels/gemm", test_kernels_gemm}, {"kernels/choice", test_kernels_choice},               \
+        {"kernels/scales", test_kernels_scales}, {"kernels/extremes", test_kernels_extremes},   \
+        {"kernels/pack", test_kernels_pack}, {"kernels/conversions", test_kernels_conversions}, \
         {"kernels/vectors", test_kernels_vectors}, {"kernels/sgemm", test_kernels_sgemm},

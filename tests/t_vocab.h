@@ -13,6 +13,13 @@ struct test_vocab {
     struct vocab v;
 };
 
+/* The token with this literal text, special ones first; -1 if there is none. */
+static int32_t vocab_find(const struct vocab *v, const char *text) {
+    struct gguf_str s = {text, strlen(text)};
+    int32_t id = special_find(v, s);
+    return id >= 0 ? id : bytes_find(v, s.p, s.n);
+}
+
 /* Appends bytes in GPT-2's alphabet. */
 static void test_alphabet(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n; i++)
@@ -679,6 +686,5 @@ static void test_vocab_hostile(void) {
         {"vocab/merging", test_vocab_merging}, {"vocab/ranked", test_vocab_ranked},                          \
         {"vocab/origins", test_vocab_origins}, {"vocab/stops", test_vocab_stops},                            \
         {"vocab/nfc", test_vocab_nfc}, {"vocab/detok", test_vocab_detok},                                    \
-        {"vocab/pastes", test_vocab_pastes}, {"vocab/refusals", test_vocab_refusals}, {                      \
-        "vocab/hostile", test_vocab_hostile                                                                  \
-    },
+        {"vocab/pastes", test_vocab_pastes}, {"vocab/refusals", test_vocab_refusals},                        \
+        {"vocab/hostile", test_vocab_hostile},

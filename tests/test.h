@@ -7,19 +7,20 @@ struct test {
     void (*fn)(void);
 };
 
-static int test_failures;            /* of the running test */
-static char test_skip_reason[256];   /* non-empty: the running test was skipped */
+static int test_failures;          /* of the running test */
+static char test_skip_reason[256]; /* non-empty: the running test was skipped */
 
 /* On failure prints where, and the formatted remark; the test goes on. Evaluates to the condition. */
-#define CHECK(cond, ...)                                                                                               \
-    ((cond) ? true : (test_failures++, fprintf(stderr, "  %s:%d: %s: ", __FILE__, __LINE__, #cond),                    \
-                      fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), false))
+#define CHECK(cond, ...)                                                                     \
+    ((cond) ? true                                                                           \
+            : (test_failures++, fprintf(stderr, "  %s:%d: %s: ", __FILE__, __LINE__, #cond), \
+               fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), false))
 
 /* Ends the running test as skipped. */
-#define SKIP(...)                                                                                                      \
-    do {                                                                                                               \
-        snprintf(test_skip_reason, sizeof test_skip_reason, __VA_ARGS__);                                              \
-        return;                                                                                                        \
+#define SKIP(...)                                                         \
+    do {                                                                  \
+        snprintf(test_skip_reason, sizeof test_skip_reason, __VA_ARGS__); \
+        return;                                                           \
     } while (0)
 
 /* Path of third-party test data beside the repository, NULL when that is not there. Tests run at the top of the tree. */

@@ -32,7 +32,8 @@
 #include "t_hostile.h"
 #include "t_repl.h"
 
-static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_CLI TESTS_HOSTILE TESTS_REPL};
+static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT
+                                        TESTS_MODEL TESTS_CLI TESTS_REPL TESTS_HOSTILE};
 
 static bool test_wanted(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++)
@@ -56,7 +57,11 @@ int main(int argc, char **argv) {
         if (test_failures) failed++;
         else if (skip) skipped++;
         else passed++;
-        printf("%s %-40s %6.2f s%s%s\n", test_failures ? "FAIL" : skip ? "skip" : "ok  ", table[i].name, t, skip ? "  " : "", skip ? test_skip_reason : "");
+        printf("%s %-40s %6.2f s%s%s\n",
+               test_failures ? "FAIL"
+               : skip        ? "skip"
+                             : "ok  ",
+               table[i].name, t, skip ? "  " : "", skip ? test_skip_reason : "");
     }
     if (list) return 0;
     if (test_dir_made[0]) {

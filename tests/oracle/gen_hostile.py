@@ -1,0 +1,449 @@
+#!/usr/bin/env python3
+"""Writes tests/corpus: GGUF files that are wrong in one way each, and seeds for the other parsers' fuzzers.
+
+    gen_hostile.py      always the same bytes; only the standard library is needed
+
+gguf/expected.txt has one line per file: its name, a tab, and a part of the message that refuses it ("-": it is valid).
+The models are tiny: one layer of width 64, one or two experts, eight tokens.
+"""
+import copy
+import struct
+from pathlib import Path
+
+CORPUS = Path(__file__).resolve().parents[1] / "corpus"
+U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
+T_F32, T_F16, T_Q4_0, T_Q8_0, T_Q4_K, T_I32, T_F64, T_BF16, T_MXFP4, T_NVFP4 = 0, 1, 2, 8, 12, 26, 28, 30, 39, 40
+FORMAT = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "B", U64: "Q", I64: "q", F64: "d"}
+BLOCK = {T_F32: (1, 4), T_F16: (1, 2), T_Q8_0: (32, 34), T_I32: (1, 4), T_BF16: (1, 2), T_MXFP4: (32, 17), T_NVFP4: (64, 36)}
+
+
+def string(s):
+    b = s if isinstance(s, bytes) else s.encode()
+    return struct.pack("<Q", len(b)) + b
+
+def payload(kind, v):
+    return string(v) if kind == STR else struct.pack("<" + FORMAT[kind], v)
+
+def val(kind, v):
+    return struct.pack("<I", kind) + payload(kind, v)
+
+def arr(kind, vs, n=None):
+    return struct.pack("<IIQ", ARR, kind, len(vs) if n is None else n) + b"".join(payload(kind, v) for v in vs)
+
+def u32(v):
+    return val(U32, v)
+
+
+class Tensor:
+    def __init__(self, name, ne, kind, fill=None):
+        self.name, self.ne, self.kind, self.offset = name, ne, kind, None
+        n = 1
+        for d in ne:
+            n *= d
+        block, size = BLOCK.get(kind, (1, 4))
+        if fill is not None:
+            self.data = fill
+        elif kind == T_F32:
+            self.data = struct.pack("<f", 1.0) * n
+        elif kind in (T_BF16, T_F16):  # halves of both signs
+            self.data = b"".join(struct.pack("<H", (0x3f00 if kind == T_BF16 else 0x3800) | (i * 7 % 3 == 0) << 15) for i in range(n))
+        else:  # scales of about 1, codes that vary
+            head = {T_Q8_0: b"\x00\x20", T_MXFP4: b"\x7e", T_NVFP4: b"\x30\x34\x38\x30"}.get(kind, b"")
+            self.data = b"".join(head + bytes((i * 37 + k * 11) & 255 for k in range(size - len(head))) for i in range(n // block))
+
+
+class File:
+    """A GGUF file in the making; bytes() also notes where its sections begin."""
+
+    def __init__(self, kv, tensors):
+        self.kv, self.tensors, self.align, self.mark = list(kv), tensors, 32, {}
+        self.magic, self.version, self.n_kv, self.n_tensors = b"GGUF", 3, None, None
+
+    def set(self, key, value):
+        """Replaces, appends, or with None removes a key."""
+        at = [i for i, (k, _) in enumerate(self.kv) if k == key]
+        if value is None:
+            del self.kv[at[0]]
+        elif at:
+            self.kv[at[0]] = (key, value)
+        else:
+            self.kv.append((key, value))
+
+    def t(self, name):
+        return next(t for t in self.tensors if t.name == name)
+
+    def drop(self, name):
+        self.tensors.remove(self.t(name))
+
+    def put(self, name, ne, kind, fill=None):
+        self.tensors = [t for t in self.tensors if t.name != name] + [Tensor(name, ne, kind, fill)]
+
+    def bytes(self):
+        b = self.magic + struct.pack("<I", self.version)
+        b += struct.pack("<QQ", len(self.tensors) if self.n_tensors is None else self.n_tensors, len(self.kv) if self.n_kv is None else self.n_kv)
+        for key, value in self.kv:
+            self.mark[key] = len(b)
+            b += string(key) + value
+        info, data = b"", b""
+        self.mark["tensors"] = len(b)
+        for t in self.tensors:
+            info += string(t.name) + struct.pack(f"<I{len(t.ne)}QI", len(t.ne), *t.ne, t.kind)
+            info += struct.pack("<Q", len(data) if t.offset is None else t.offset)
+            data += t.data + bytes(-len(t.data) % self.align)
+        b += info
+        self.mark["data"] = len(b)
+        return b + bytes(-len(b) % self.align) + data
+
+
+def hparams(arch, n_embd=64, **more):
+    kv = {"context_length": u32(64), "embedding_length": u32(n_embd), "block_count": u32(1), "attention.head_count": u32(1),
+          "attention.layer_norm_rms_epsilon": val(F32, 1e-6), "expert_count": u32(2), "expert_used_count": u32(1)}
+    if arch == "qwen3moe":
+        kv |= {"attention.key_length": u32(4), "attention.value_length": u32(2)}
+    else:
+        kv |= {"attention.q_lora_rank": u32(0), "attention.kv_lora_rank": u32(4), "attention.key_length_mla": u32(4),
+               "attention.value_length_mla": u32(2), "rope.dimension_count": u32(2), "expert_gating_func": u32(2)}
+    kv |= more
+    return [("general.architecture", val(STR, arch))] + [(f"{arch}.{k}", v) for k, v in kv.items()]
+
+
+VOCABULARY = [("tokenizer.ggml.model", val(STR, "gpt2")), ("tokenizer.ggml.pre", val(STR, "qwen2")),
+              ("tokenizer.ggml.tokens", arr(STR, ["a", "b", "ab", "\u0120", "<s>", "</s>", "<t>", "c"])),
+              ("tokenizer.ggml.token_type", arr(I32, [1, 1, 1, 1, 3, 3, 4, 1])), ("tokenizer.ggml.merges", arr(STR, ["a b"])),
+              ("tokenizer.ggml.eos_token_id", u32(5))]
+
+
+def bare(arch="qwen3moe"):
+    """Metadata and one tensor: enough for what is refused before the tensors are looked at."""
+    return File(hparams(arch), [Tensor("token_embd.weight", [64, 1], T_NVFP4)])
+
+
+def qwen():
+    t = [Tensor("token_embd.weight", [64, 8], T_NVFP4), Tensor("output_norm.weight", [64], T_BF16)]
+    for name, ne, kind in [("attn_norm", [64], T_BF16), ("ffn_norm", [64], T_BF16), ("attn_q", [64, 4], T_NVFP4), ("attn_k", [64, 4], T_NVFP4),
+                           ("attn_v", [64, 2], T_NVFP4), ("attn_q_norm", [4], T_F32), ("attn_k_norm", [4], T_F32), ("attn_output", [2, 64], T_BF16),
+                           ("ffn_gate_inp", [64, 2], T_NVFP4), ("ffn_gate_exps", [64, 1, 2], T_NVFP4), ("ffn_up_exps", [64, 1, 2], T_NVFP4),
+                           ("ffn_down_exps", [1, 64, 2], T_BF16)]:
+        t.append(Tensor(f"blk.0.{name}.weight", ne, kind))
+    return File(hparams("qwen3moe") + VOCABULARY, t)
+
+
+def deepseek():
+    t = [Tensor("token_embd.weight", [64, 8], T_MXFP4), Tensor("output_norm.weight", [64], T_BF16)]
+    for name, ne, kind in [("attn_norm", [64], T_BF16), ("ffn_norm", [64], T_BF16), ("attn_q", [64, 4], T_Q8_0), ("attn_kv_a_mqa", [64, 6], T_NVFP4),
+                           ("attn_kv_a_norm", [4], T_F32), ("attn_k_b", [2, 4], T_BF16), ("attn_v_b", [4, 2], T_F16), ("attn_output", [2, 64], T_BF16),
+                           ("ffn_gate_inp", [64, 2], T_NVFP4), ("ffn_gate_exps", [64, 1, 2], T_MXFP4), ("ffn_up_exps", [64, 1, 2], T_MXFP4),
+                           ("ffn_down_exps", [1, 64, 2], T_BF16), ("ffn_gate_shexp", [64, 1], T_NVFP4), ("ffn_up_shexp", [64, 1], T_NVFP4),
+                           ("ffn_down_shexp", [1, 64], T_BF16)]:
+        t.append(Tensor(f"blk.0.{name}.weight", ne, kind))
+    t.append(Tensor("blk.0.exp_probs_b.bias", [2], T_F32))
+    return File(hparams("deepseek2"), t)
+
+
+def nan_router():
+    """Experts whose router rows are NaN can only be chosen when there is no other: as many experts are used as there are."""
+    f = qwen()
+    for key, v in [("expert_count", 4), ("expert_used_count", 3), ("expert_gating_func", 2)]:
+        f.set("qwen3moe." + key, u32(v))
+    f.put("blk.0.ffn_gate_inp.weight", [64, 4], T_BF16, b"\xff\xff" * 64 + b"\x80\x3f" * 64 + b"\xff\xff" * 128)
+    for name, ne in [("ffn_gate_exps", [64, 1, 4]), ("ffn_up_exps", [64, 1, 4]), ("ffn_down_exps", [1, 64, 4])]:
+        f.put(f"blk.0.{name}.weight", ne, f.t(f"blk.0.{name}.weight").kind)
+    return f
+
+
+def odd():
+    """No width is a multiple of anything, the first layer is dense, the gate and up rows are fused."""
+    f = File(hparams("qwen3moe", 11, block_count=u32(2), expert_count=u32(3), expert_used_count=u32(2), **{
+        "attention.head_count": u32(3), "attention.key_length": u32(6), "attention.value_length": u32(5), "attention.head_count_kv": u32(1),
+        "rope.dimension_count": u32(4), "rope.scaling.type": val(STR, "yarn"), "rope.scaling.factor": val(F32, 4)}), [])
+    f.tensors = [Tensor("token_embd.weight", [11, 5], T_BF16), Tensor("output_norm.weight", [11], T_F32)]
+    for i in range(2):
+        ffn = [("ffn_gate_inp", [11, 3]), ("ffn_down_exps", [3, 11, 3]), ("ffn_gate_up_exps", [11, 6, 3])] if i else \
+              [("ffn_gate", [11, 7]), ("ffn_up", [11, 7]), ("ffn_down", [7, 11])]
+        for name, ne in [("attn_norm", [11]), ("ffn_norm", [11]), ("attn_q", [11, 18]), ("attn_k", [11, 6]), ("attn_v", [11, 5]),
+                         ("attn_q_norm", [6]), ("attn_k_norm", [6]), ("attn_output", [15, 11])] + ffn:
+            f.tensors.append(Tensor(f"blk.{i}.{name}.weight", ne, T_BF16))
+    return f
+
+
+cases = []
+
+
+def case(name, expect, base, change=None, cut=None):
+    """change(file) may return other bytes; cut: a length, or (section, bytes behind its beginning)."""
+    f = copy.deepcopy(base)
+    b = change(f) if change else None
+    b = b if isinstance(b, bytes) else f.bytes()
+    if cut is not None:
+        b = b[:cut if isinstance(cut, int) else f.mark[cut[0]] + cut[1]]
+    assert name not in [c[0] for c in cases], name
+    cases.append((name, expect, b))
+
+def setting(key, value):
+    return lambda f: f.set(key, value)
+
+def attr(name, value):
+    return lambda f: setattr(f, name, value)
+
+def tensor(**changes):
+    return lambda f: f.tensors[0].__dict__.update(changes)
+
+
+def reader_cases():
+    B = bare()
+    case("magic", "not a GGUF file: it begins with 47 47 55 00", B, attr("magic", b"GGU\0"))
+    case("magic-elf", "not a GGUF file", B, attr("magic", b"\x7fELF"))
+    case("empty", "the file is empty", B, cut=0)
+    for name, at in [("the magic", 3), ("the version", 6), ("the tensor count", 10), ("the metadata count", 20)]:
+        case("cut-in-" + name[4:].replace(" ", "-"), "file ends inside " + name, B, cut=at)
+    for v in (1, 4, 0x7fffffff):
+        case(f"version-{v}", f"GGUF version {v} is not 2 or 3", B, attr("version", v))
+    case("big-endian", "big-endian", B, attr("version", 3 << 24))
+    for what, n in [("large", 1000), ("huge", 1 << 63), ("all-ones", (1 << 64) - 1)]:
+        case(f"tensor-count-{what}", f"{n} tensors do not fit", B, attr("n_tensors", n))
+        case(f"metadata-count-{what}", f"{n} metadata entries do not fit", B, attr("n_kv", n))
+    case("tensor-count-one-more", " at byte ", B, attr("n_tensors", 2))
+    case("metadata-count-one-more", " at byte ", B, attr("n_kv", 9))
+    key = B.kv[-1][0]
+    case("cut-in-key-length", "file ends inside a key", B, cut=(key, 4))
+    case("cut-in-key", "file ends inside a key", B, cut=(key, 12))
+    case("cut-in-value-type", "file ends inside a value type", B, cut=(key, 8 + len(key) + 2))
+    case("cut-in-value", "has 1 elements of 4 bytes, more than the file holds", B, cut=(key, 8 + len(key) + 6))
+    case("key-length-65536", "length 65536 of a key is above 65535", B, lambda f: f.kv.insert(0, ("k" * 65536, b"")), cut=300)
+    case("key-empty", "an empty key", B, setting("", u32(1)))
+    case("key-twice", "key 'qwen3moe.block_count' occurs twice", B, lambda f: f.kv.append(("qwen3moe.block_count", u32(1))))
+    case("value-type-13", "key 'x' has the unknown value type 13", B, setting("x", struct.pack("<II", 13, 0)))
+    case("value-type-all-ones", "unknown value type 4294967295", B, setting("x", b"\xff" * 8))
+    case("key-of-controls", "key '??[31m?' has the unknown value type 99", B, setting(b"\x07\x1b[31m\n", struct.pack("<II", 99, 0)))
+    f = setting("x", arr(U32, [1, 2, 3]))
+    B2 = copy.deepcopy(B)
+    f(B2)
+    case("cut-in-element-type", "file ends inside an array's element type", B2, cut=("x", 8 + 1 + 4 + 2))
+    case("cut-in-array-length", "file ends inside an array's length", B2, cut=("x", 8 + 1 + 8 + 2))
+    case("cut-in-array", "key 'x' has 3 elements of 4 bytes", B2, cut=("x", 8 + 1 + 16 + 11))
+    case("array-of-arrays", "key 'x' is an array of arrays", B, setting("x", struct.pack("<IIQ", ARR, ARR, 1)))
+    case("array-of-type-13", "unknown value type 13", B, setting("x", struct.pack("<IIQ", ARR, 13, 1)))
+    case("array-length-huge", "key 'x' has 9223372036854775808 elements", B, setting("x", arr(U64, [], 1 << 63)))
+    case("array-length-wraps", "key 'x' has 4611686018427387905 elements", B, setting("x", arr(U32, [], (1 << 62) + 1)))
+    case("array-of-strings-too-short", "file ends inside x", B, lambda f: f.set("x", arr(STR, ["a"], 1 << 40)), cut=("tensors", 0))
+    case("string-length-all-ones", "file ends inside x", B, setting("x", struct.pack("<IQ", STR, (1 << 64) - 1)))
+    case("cut-in-string", "file ends inside x", B, setting("x", val(STR, "hello")), cut=("x", 8 + 1 + 4 + 8 + 3))
+    case("boolean-2", "key 'x' has the boolean 2", B, setting("x", val(BOOL, 2)))
+    for name, value, msg in [("u64", val(U64, 32), "is not a u32"), ("array", arr(U32, [32]), "is not a u32"), ("string", val(STR, "32"), "is not a u32"),
+                             ("0", u32(0), "0 is not a power of two"), ("3", u32(3), "3 is not a power of two"),
+                             ("131072", u32(1 << 17), "131072 is not a power of two up to 65536")]:
+        case("alignment-" + name, "general.alignment " + msg, B, setting("general.alignment", value))
+    case("alignment-beyond-the-data", "end beyond the file", B, setting("general.alignment", u32(65536)))
+
+    def info(f, at):
+        return ("tensors", 8 + len("token_embd.weight") + at)
+    for name, at, what in [("tensor-name", -3, "a tensor name"), ("dimensions", 2, "a tensor's dimensions"), ("shape", 10, "a tensor's shape"),
+                           ("tensor-type", 22, "a tensor's type"), ("offset", 30, "a tensor's offset")]:
+        case("cut-in-" + name, "file ends inside " + what, B, cut=info(B, at))
+    case("tensor-name-256", "length 256 of a tensor name is above 255", B, tensor(name="n" * 256))
+    case("tensor-name-empty", "a tensor without a name", B, tensor(name=""))
+    case("tensor-twice", "tensor 'token_embd.weight' occurs twice", B, lambda f: f.tensors.append(copy.deepcopy(f.tensors[0])))
+    case("dimensions-0", "has 0 dimensions, not 1 to 4", B, tensor(ne=[]))
+    case("dimensions-5", "has 5 dimensions, not 1 to 4", B, tensor(ne=[64, 1, 1, 1, 1]))
+    case("dimension-zero", "dimension 1 is 0", B, tensor(ne=[64, 0]))
+    case("dimension-all-ones", "dimension 0 is 18446744073709551615", B, tensor(ne=[(1 << 64) - 1, 1]))
+    case("shape-overflows", "dimension 2 is 4294967296", B, tensor(ne=[1 << 32, 1 << 30, 1 << 32]))
+    case("size-overflows", "its size overflows", B, tensor(ne=[1 << 61], kind=T_F64))
+    case("tensor-type-99", "has the type unknown (99)", B, tensor(kind=99))
+    case("tensor-type-all-ones", "has the type unknown (4294967295)", B, tensor(kind=(1 << 32) - 1))
+    for kind, name in [(T_Q4_0, "Q4_0"), (T_Q4_K, "Q4_K"), (14, "Q6_K"), (23, "IQ4_XS"), (34, "TQ1_0")]:
+        case("tensor-type-" + name.lower(), f"has the type {name} ({kind}), expected F32, F16, BF16", B, tensor(kind=kind))
+    case("row-not-whole-blocks", "rows of 63 elements are not whole NVFP4 blocks of 64", B, tensor(ne=[63, 1]))
+    case("offset-misaligned", "offset 4 is not a multiple of 32", B, tensor(offset=4))
+    case("offset-beyond", "at offset 1048576 end beyond the file", B, tensor(offset=1 << 20))
+    case("offset-huge", "end beyond the file", B, tensor(offset=(1 << 64) - 32))
+    case("data-cut", "data of 36 bytes at offset 0 end beyond the file", B, lambda f: f.bytes()[:-29])
+    case("data-missing", "data of 36 bytes at offset 0 end beyond the file", B, cut=("data", 0))
+    case("data-too-small", "end beyond the file", B, tensor(ne=[64, 1 << 40]))
+    case("data-overlaps", "tensors 'token_embd.weight' and 'x' overlap", B, lambda f: (f.put("x", [1], T_F32), setattr(f.tensors[1], "offset", 32)))
+    case("split-count", "split.count is 3, the name says 1 part", B, setting("split.count", val(U16, 3)))
+    case("split-tensors-count", "split.tensors.count is 9, the parts hold 1", B, setting("split.tensors.count", val(I32, 9)))
+    case("part-00005-of-00003", "part 5 of 3 does not exist", B)
+    case("part-00000-of-00003", "part 0 of 3 does not exist", B)
+    case("alone-00002-of-00002", "alone-00001-of-00002.gguf': cannot open", B)
+    case("pair-00001-of-00002", "pair-00002-of-00002.gguf': file ends inside the version", B)
+    case("pair-00002-of-00002", "pair-00002-of-00002.gguf': file ends inside the version", B, cut=5)
+    case("twins-00001-of-00002", "tensor 'token_embd.weight' occurs twice", B)
+    case("twins-00002-of-00002", "tensor 'token_embd.weight' occurs twice", B)
+
+
+def metadata_cases():
+    B, D = bare(), bare("deepseek2")
+    case("architecture-missing", "'general.architecture' is missing", B, setting("general.architecture", None))
+    case("architecture-number", "'general.architecture' is missing", B, setting("general.architecture", u32(1)))
+    case("architecture-unknown", "the architecture 'llama' is not supported; known are qwen3moe and deepseek2", B, setting("general.architecture", val(STR, "llama")))
+    case("architecture-of-controls", "the architecture '??]0;x?' is not", B, setting("general.architecture", val(STR, b"\n\x1b]0;x\xff")))
+    case("no-tensors", "the file holds a vocabulary but no tensors", B, attr("tensors", []))
+    for base, arch, keys in [(B, "qwen3moe", ["context_length", "embedding_length", "block_count", "attention.head_count", "expert_count",
+                                              "attention.layer_norm_rms_epsilon", "expert_used_count"]),
+                             (D, "deepseek2", ["attention.kv_lora_rank", "attention.key_length_mla", "attention.value_length_mla", "rope.dimension_count"])]:
+        for k in keys:
+            case(f"{arch}-no-{k}", f"metadata key '{arch}.{k}' is missing", base, setting(f"{arch}.{k}", None))
+    bad = [("context_length", "string", val(STR, "64"), "is not an integer"), ("context_length", "float", val(F32, 64), "is not an integer"),
+           ("context_length", "empty-array", arr(U32, []), "is not an integer"), ("context_length", "0", u32(0), "is 0, expected 1 to"),
+           ("context_length", "u64-max", val(U64, (1 << 64) - 1), "is not an integer"), ("context_length", "negative", val(I64, -1), "is -1, expected 1 to"),
+           ("embedding_length", "huge", val(U64, 1 << 62), "is 4611686018427387904, expected 1 to 131072"), ("block_count", "513", u32(513), "is 513, expected 1 to 512"),
+           ("block_count", "0", u32(0), "is 0, expected 1 to 512"), ("nextn_predict_layers", "all", u32(1), "is 1, expected 0 to 0"),
+           ("attention.head_count", "differs", arr(U32, [1, 2]), "differs between layers"), ("attention.head_count", "0", u32(0), "is 0, expected 1 to 1024"),
+           ("attention.head_count_kv", "more", u32(2), "is 2, expected 1 to 1"), ("attention.layer_norm_rms_epsilon", "string", val(STR, "1e-6"), "is not a number"),
+           ("attention.layer_norm_rms_epsilon", "nan", val(F32, float("nan")), "is nan, expected 0 to 1"), ("attention.key_length", "1", u32(1), "is 1, expected 2 to 4096"),
+           ("attention.layer_norm_rms_epsilon", "array", arr(F32, [1e-6]), "is not a number"), ("attention.value_length", "0", u32(0), "is 0, expected 1 to 4096"),
+           ("expert_count", "1025", u32(1025), "is 1025, expected 1 to 1024"), ("expert_used_count", "3", u32(3), "is 3, expected 1 to 2"),
+           ("rope.dimension_count", "6", u32(6), "is 6, expected 2 to 4"), ("expert_group_count", "negative", val(I32, -2), "is -2, expected 0 to 1024"),
+           ("expert_group_used_count", "2", u32(2), "is 2, expected 0 to 1"), ("expert_gating_func", "3", u32(3), "is 3, expected 0 to 2"),
+           ("expert_weights_scale", "negative", val(F32, -1), "is -1, expected 0 to"),
+           ("rope.freq_base", "bool", val(BOOL, 1), "is not a number"), ("rope.freq_base", "0", val(F32, 0), "is 0, expected 1 to"),
+           ("rope.scaling.type", "ntk", val(STR, "ntk"), "is 'ntk'; known are none, linear and yarn"),
+           ("rope.scaling.factor", "infinite", val(F32, float("inf")), "is inf, expected 0 to")]
+    for k, what, value, msg in bad:
+        case(f"{k}-{what}", f"metadata key 'qwen3moe.{k}' {msg}", B, setting(f"qwen3moe.{k}", value))
+    case("rope-dimension-odd", "3 rotary dimensions, 1 heads, 1 KV heads do not fit together", B, setting("qwen3moe.rope.dimension_count", u32(3)))
+    case("heads-do-not-divide", "3 heads, 2 KV heads do not fit together", B,
+         lambda f: (f.set("qwen3moe.attention.head_count", u32(3)), f.set("qwen3moe.attention.head_count_kv", u32(2))))
+    case("head-of-nothing", "metadata key 'qwen3moe.attention.key_length' is 0 by default, expected 2 to 4096", B,
+         lambda f: (f.set("qwen3moe.attention.key_length", None), f.set("qwen3moe.attention.head_count", u32(65))))
+    case("weights-norm-u32", "metadata key 'qwen3moe.expert_weights_norm' is not a boolean", B,
+         lambda f: (f.set("qwen3moe.expert_gating_func", u32(1)), f.set("qwen3moe.expert_weights_norm", u32(1))))
+    case("yarn-latent-without-multiplier", "yarn_log_multiplier' is missing", D, setting("deepseek2.rope.scaling.type", val(STR, "yarn")))
+    case("groups-none-used", "expert_group_used_count' is 0", B,
+         lambda f: (f.set("qwen3moe.expert_group_count", u32(2)), f.set("qwen3moe.expert_group_used_count", u32(0))))
+    case("rope-not-finite", "rotary frequency 0 is not finite", B,
+         lambda f: (f.set("qwen3moe.rope.scaling.type", val(STR, "linear")), f.set("qwen3moe.rope.scaling.factor", val(F64, 1e-44))))
+    case("kv_lora_rank-0", "attention.kv_lora_rank' is 0, expected 1 to 8192", D, setting("deepseek2.attention.kv_lora_rank", u32(0)))
+    case("rope-whole-head", "rope.dimension_count' is 4, expected 2 to 3", D, setting("deepseek2.rope.dimension_count", u32(4)))
+    case("temperature-scale", "attention.temperature_scale' is set", D, setting("deepseek2.attention.temperature_scale", val(F32, 0.1)))
+
+
+def tensor_cases():
+    Q, D = qwen(), deepseek()
+    for base, names in [(Q, [t.name for t in Q.tensors if t.name[-8:-7] not in "vkx"]), (D, ["blk.0.attn_q.weight", "blk.0.attn_kv_a_mqa.weight", "blk.0.attn_k_b.weight", "blk.0.ffn_up_shexp.weight"])]:
+        for n in names:  # without a router the layer counts as dense
+            case(f"no-{n.removesuffix('.weight')}" if base is Q else f"deepseek2-no-{n[6:-7]}", f"tensor '{'blk.0.ffn_gate.weight' if 'gate_inp' in n else n}' is missing", base, lambda f, n=n: f.drop(n))
+    shape = "has the shape {%s}, expected {%s}"
+    for base, n, ne, kind, msg in [
+            (Q, "token_embd", [128, 4], T_NVFP4, shape % ("128, 4", "64, 4")), (Q, "token_embd", [64, 4, 2], T_NVFP4, shape % ("64, 4, 2", "64, 4")),
+            (Q, "output_norm", [65], T_F32, shape % ("65", "64")), (Q, "blk.0.attn_q", [64, 5], T_NVFP4, shape % ("64, 5", "64, 4")),
+            (Q, "blk.0.attn_output", [64, 2], T_NVFP4, shape % ("64, 2", "2, 64")), (Q, "output", [64, 7], T_NVFP4, shape % ("64, 7", "64, 8")),
+            (Q, "blk.0.ffn_up_exps", [64, 1, 1], T_NVFP4, shape % ("64, 1, 1", "64, 1, 2")),
+            (Q, "blk.0.ffn_down_exps", [1, 64, 1], T_BF16, shape % ("1, 64, 1", "1, 64, 2")),
+            (Q, "blk.0.ffn_gate_inp", [64, 3], T_NVFP4, "routes to 3 experts, expected 1 to 2"),
+            (Q, "output_norm", [64], T_Q8_0, "has the type Q8_0, expected F32, F16 or BF16"), (Q, "output_norm", [64], T_I32, "has the type I32, expected F32"),
+            (Q, "blk.0.attn_v", [64, 2], T_I32, "has the type I32, which is not one of weights"),
+            (D, "blk.0.attn_k_b", [4, 2], T_BF16, shape % ("4, 2", "2, 4")), (D, "blk.0.ffn_down_shexp", [2, 64], T_BF16, "ffn_gate_shexp.weight' " + shape % ("64, 1", "64, 2")),
+            (D, "output", [64, 1, 1, 2], T_NVFP4, shape % ("64, 1, 1, 2", "64, 8"))]:
+        name = f"{n}-{'x'.join(map(str, ne))}-{kind}"
+        case("shape-" + name if msg.startswith("has the shape") else name, msg, base, lambda f, n=n, ne=ne, kind=kind: f.put(n + ".weight", ne, kind))
+    for what, bits in [("nan", 0x7fc00000), ("inf", 0xff800000)]:
+        case(f"norm-{what}", f"tensor 'output_norm.weight' holds {'nan' if what == 'nan' else '-inf'} at index 63", Q,
+             lambda f, bits=bits: f.put("output_norm.weight", [64], T_F32, struct.pack("<f", 1) * 63 + struct.pack("<I", bits)))
+    case("router-bias-nan", "tensor 'blk.0.exp_probs_b.bias' holds nan at index 0", D, lambda f: f.put("blk.0.exp_probs_b.bias", [2], T_F32, b"\0\0\xc0\x7f" * 2))
+    case("gate-up-types", "layer 0: the gate has the type NVFP4, expected that of up, BF16", Q, lambda f: f.put("blk.0.ffn_up_exps.weight", [64, 1, 2], T_BF16))
+    case("shared-gate-up-types", "layer 0: the gate has the type F16, expected that of up, NVFP4", D, lambda f: f.put("blk.0.ffn_gate_shexp.weight", [64, 1], T_F16))
+    case("bias-shape", "tensor 'blk.0.attn_q.bias' " + shape % ("1", "4"), Q, lambda f: f.put("blk.0.attn_q.bias", [1], T_F32))
+    case("router-bias-softmax", "layer 0 has a routing bias, which belongs to a sigmoid router", Q, lambda f: f.put("blk.0.exp_probs_b.bias", [2], T_F32))
+    case("scale-of-3", "tensor 'blk.0.ffn_up_exps.scale' " + shape % ("3", "2"), Q, lambda f: f.put("blk.0.ffn_up_exps.scale", [3], T_F32))
+    case("scale-nan", "tensor 'token_embd.scale' holds nan at index 0", Q, lambda f: f.put("token_embd.scale", [1], T_F32, b"\0\0\xc0\x7f"))
+    case("router-fewer-than-used", "routes to 1 experts, expected 2 to 2", Q,
+         lambda f: (f.set("qwen3moe.expert_used_count", u32(2)), f.put("blk.0.ffn_gate_inp.weight", [64, 1], T_NVFP4)))
+    case("router-no-whole-groups", "expected 1 to 3 and whole groups", Q,
+         lambda f: (f.set("qwen3moe.expert_count", u32(3)), f.set("qwen3moe.expert_group_count", u32(3))))
+    for name in ("blk.0.attn_sinks.weight", "blk.1.attn_q.weight", "blk.0.ffn_gate.weight", "unknown\x1b\n"):
+        shown = "".join(c if c.isprintable() else "?" for c in name)
+        case("unused-" + shown.replace("?", "_"), f"tensor '{shown}' is not part of the architecture qwen3moe", Q, lambda f, name=name: f.put(name, [1], T_F32))
+    for what, v, msg in [("short", arr(U32, [0]), "lists 1 experts, the layer has 2"), ("scalar", u32(0), "lists 1 experts, the layer has 2"),
+                         ("descending", arr(U32, [1, 0]), "is not an ascending list"), ("equal", arr(U32, [1, 1]), "is not an ascending list"),
+                         ("strings", arr(STR, ["0", "1"]), "is not an ascending list"), ("huge", arr(U64, [1, 1 << 40]), "is not an ascending list"),
+                         ("negative", arr(I32, [-1, 1]), "is not an ascending list")]:
+        case("kept-" + what, "metadata key 'moe.reap.kept.0' " + msg, Q, setting("moe.reap.kept.0", v))
+
+
+def vocabulary_cases():
+    Q = qwen()
+    g = "tokenizer.ggml."
+    for what, key, value, msg in [
+            ("model-missing", "model", None, "the key tokenizer.ggml.model is missing"), ("model-llama", "model", val(STR, "llama"), "the tokenizer 'llama' is not supported"),
+            ("model-number", "model", u32(1), "the key tokenizer.ggml.model is missing"), ("pre-missing", "pre", None, "the key tokenizer.ggml.pre is missing"),
+            ("pre-unknown", "pre", val(STR, "gpt-2 qwen2"), "the pre-tokenizer 'gpt-2 qwen2'"), ("pre-empty", "pre", val(STR, ""), "the pre-tokenizer ''"),
+            ("tokens-numbers", "tokens", arr(U32, [1, 2]), "tokens is not an array of strings"), ("tokens-string", "tokens", val(STR, "a"), "tokens is not an array of strings"),
+            ("tokens-empty", "tokens", arr(STR, []), "tokens has 0 elements, expected 1 to"), ("merges-missing", "merges", None, "the key tokenizer.ggml.merges is missing"),
+            ("tokens-9", "tokens", arr(STR, list("abcdefghi")), "found 8 elements"), ("merges-numbers", "merges", arr(U64, [1]), "merges is not an array of strings"),
+            ("merges-empty", "merges", arr(STR, []), "merges has 0 elements"), ("types-short", "token_type", arr(I32, [1] * 7), "an array of 8 integers, found 7 elements"),
+            ("types-strings", "token_type", arr(STR, ["1"] * 8), "expected an array of 8 integers"), ("types-scalar", "token_type", u32(1), "expected an array of 8 integers"),
+            ("types-empty", "token_type", arr(I32, []), "found 0 elements")]:
+        case("vocabulary-" + what, msg, Q, setting(g + key, value))
+    case("vocabulary-larger", "the vocabulary has 9 tokens, the embedding 8 rows", Q,
+         lambda f: (f.set(g + "tokens", arr(STR, list("abcdefghi"))), f.set(g + "token_type", arr(I32, [1] * 9))))
+    case("valid-strange-vocabulary", "-", Q, lambda f: (  # nothing here is wrong enough to refuse
+        f.set(g + "tokens", arr(STR, ["", "a", "a", b"\xff\xfe", "\u0120\u0120", "</s>", "<", ">"])), f.set(g + "token_type", arr(I32, [3, 1, 1, -1, 99, 4, 4, 2])),
+        f.set(g + "merges", arr(STR, ["", " ", "a", "a ", " a", "  ", b"\xff a", "x y"])), f.set(g + "eos_token_id", val(I64, -5)),
+        f.set(g + "bos_token_id", u32(8)), f.set(g + "eos_token_ids", arr(STR, ["x"])), f.set("tokenizer.chat_template", val(STR, b"{{ \xff\0"))))
+
+
+TEMPLATES = {
+    "chat": (b'{"messages":[{"role":"user","content":"Hi"}],"add_generation_prompt":true}',
+             b"{% for m in messages %}<|{{ m.role }}|>{{ m['content'] | trim }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"),
+    "macro": (b'{"x":[1,2,{"a":null}]}', b"{% macro f(a, b=2) %}{{ a ~ b }}{{ caller() }}{% endmacro %}{% call f(x) %}{{ x | tojson(indent=2) }}{% endcall %}"),
+    "namespace": (b"{}", b"{% set n = namespace(i=0) %}{% for k in range(9) if k % 2 %}{% set n.i = n.i + k %}{{ loop.index ~ loop.last }}{% else %}-{% endfor %}{{ n.i }}"),
+    "filters": (b'{"s":"a<b>\\u00e9\\ud83d\\ude00"}', b"{{ s | upper | replace('A','') | e }}{{ s[::-1] }}{{ s[1:-1] }}{{ '%05.2f|%s' | format(1.5, s) }}{{ s.split('<') | join(',') }}"),
+    "recursion": (b"{}", b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+    "nesting": (b"{}", b"{{ " + b"(" * 300 + b")" * 300 + b" }}"),
+    "brackets": (b"{}", b"{{ " + b"[" * 1000), "minus": (b"{}", b"{{ " + b"-" * 1000 + b"1 }}"), "not": (b"{}", b"{{ " + b"not " * 300 + b"1 }}"),
+    "ranges": (b"{}", b"{{ range(9, -9223372036854775808, -5) | length }}{{ range(100001) }}"),
+    "integers": (b'{"i":-9223372036854775808}', b"{{ i // -1 }}{{ i % -1 }}{{ -i }}{{ i * i }}{{ i - 1 }}{{ i | abs }}{{ 2 ** 64 }}{{ 'x'[i:] }}{{ [1][::i] }}"),
+    "zero": (b"{}", b"{{ 1 / 0 }}{{ 1 % 0 }}"), "repeat": (b"{}", b"{{ 'abc' * 1000000000000 }}{{ [1] * 100000000000 }}"),
+    "unterminated": (b"{}", b"{% if a %}{{ 'x\\"), "exception": (b"{}", b"{{ raise_exception('no\nway \x1b[31m') }}"),
+    "controls": (b"{}", b"{{ raise 'no\nway \x1b[31m\xc2\x9b\xff' }}"),
+    "bytes": (b"[1]", b"\xff\xfe\0{{ '\xff' ~ '\\ud800' }}{# \xc3"), "self": (b'{"a":[]}', b"{% set a = a + [a] %}{% set d = {'k': a, 1: 2} %}{{ d.items() | list }}{{ d }}"),
+}
+
+
+def state(n, tokens, kind=2, magic=b"MOEKV001", digest=0, k_row=16):
+    """A saved state of valid-qwen3moe.gguf under an F32 cache."""
+    head = magic + struct.pack("<QIIIIIIII", digest, kind, 1, n, k_row, 16, 0, 0, 0)
+    return head + struct.pack(f"<{len(tokens)}i", *tokens) + struct.pack("<f", 0.5) * 8 * len(tokens)
+
+
+SESSIONS = {
+    "valid.kv": state(3, [0, 1, 7]), "none.kv": state(0, []), "full.kv": state(8, [1] * 8), "many.kv": state(9, [1] * 9), "count.kv": state(0xffffffff, [1]),
+    "token.kv": state(2, [0, 8]), "negative.kv": state(2, [-1, 0]), "type.kv": state(1, [0], kind=0), "model.kv": state(1, [0], digest=1),
+    "rows.kv": state(1, [0], k_row=1 << 31), "long.kv": state(1, [0]) + b"x", "short.kv": state(3, [0, 1, 7])[:-1], "head.kv": state(1, [0])[:40], "magic.kv": b"MOEKV001",
+    "valid.jsonl": b'{"moe":1}\n{"role":"system","content":"s"}\n{"role":"user","content":"\\u00e9"}\n{"role":"assistant","content":"<think>\\n</think>"}\n',
+    "header.jsonl": b'{"moe":2}\n', "role.jsonl": b'{"moe":1}\n{"role":"tool","content":"x"}\n', "content.jsonl": b'{"moe":1}\n{"role":"user","content":[]}\n',
+    "cut.jsonl": b'{"moe":1}\n{"role":"user","content":"x"}\n{"role":"us', "nul.jsonl": b'{"moe":1}\n{"role":"user","content":"\\u0000"}\n\0\n',
+    "twice.jsonl": b'{"moe":1}\n{"role":"user","role":"user","content":"x"}\n', "deep.jsonl": b'{"moe":1}\n' + b"[" * 3000, "bytes.jsonl": b'{"moe":1}\n{"role":"user","content":"\xff"}',
+}
+
+TEXTS = [b"Hello, world! 1234567 it's\r\n\n   don't  ", "Gr\u00fc\u00dfe \u4e2d\u6587 \u00c5\u0041\u030a \u1100\u1161 \U0001f600\u200d\u2764\ufe0f".encode(), b"<|im_start|>user<|im_end|><think>[x]",
+         b"\xff\xc3\xe2\x82\xf0\x9f\x98 \xed\xa0\x80\0\x7f", b"a" * 600, b" " * 600, "\u0301".encode() * 200, b"\r\n" * 100, b"'s'S'lL'Re", b"\xe2\x80\xa8\xe3\x80\x80\xc2\x85\xc2\xa0"]
+
+
+def write(folder, files):
+    folder = CORPUS / folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    for name, b in files.items():
+        (folder / name).write_bytes(b)
+
+
+def main():
+    for name, make in [("qwen3moe", qwen), ("deepseek2", deepseek), ("odd-widths", odd), ("nan-router", nan_router)]:
+        case("valid-" + name, "-", make())
+    reader_cases(), metadata_cases(), tensor_cases(), vocabulary_cases()
+    files = {f"{name}.gguf": b for name, _, b in cases}
+    write("gguf", files | {"expected.txt": "".join(f"{name}.gguf\t{expect}\n" for name, expect, _ in sorted(cases)).encode()})
+    write("template", {name + ".txt": head + b"\n" + body for name, (head, body) in TEMPLATES.items()})
+    write("session", SESSIONS)
+    texts = {f"{i:02}.bin": bytes([i, i * 29 & 255]) + t for i, t in enumerate(TEXTS)}
+    vocabulary = File(VOCABULARY, []).bytes()  # the first half is the file, the second the text
+    texts["vocabulary.bin"] = vocabulary + (b"ab ba<s>abab</s><t>c " * 99)[:len(vocabulary)]
+    write("tokenize", texts)
+
+
+if __name__ == "__main__":
+    main()

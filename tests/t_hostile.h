@@ -1,0 +1,314 @@
+/* Files that nobody vouches for: the corpus (one file per check of the readers, tests/oracle/gen_hostile.py), a converted
+ * fixture cut and flipped, a file that shrinks while it is mapped, and broken directories for the converter. A refusal is
+ * one line and exit code 1; nothing crashes, hangs, or prints what a terminal would obey. */
+#define FUZZ_REPLAY
+#include "fuzz.c"
+
+#define HOSTILE_CORPUS "tests/corpus/"
+
+enum { HOSTILE_SECONDS = 15 }; /* of random repeats, whatever the machine */
+
+/* The bytes of a file of the repository or the test directory, stb_ds. */
+static char *hostile_read(const char *path) {
+    char *sb = NULL, err[ERR_MAX];
+    CHECK(read_file(path, &sb, err) == 0, "%s", err);
+    return sb;
+}
+
+static void hostile_write(const char *path, const void *p, size_t n) {
+    FILE *f = fopen(path, "wb");
+    if (!CHECK(f, "cannot write %s", path)) return;
+    CHECK(fwrite(p, 1, n, f) == n, "cannot write %s", path);
+    fclose(f);
+}
+
+/* Calls fn for every line of gguf/expected.txt: the path, and what the message must contain ("-": the file is valid). */
+static int hostile_each(void (*fn)(const char *path, const char *expect, int no)) {
+    char *list = hostile_read(HOSTILE_CORPUS "gguf/expected.txt"), path[512];
+    int no = 0;
+    (void)sb_cstr(&list);
+    for (char *line = strtok(list, "\n"); line; line = strtok(NULL, "\n"), no++) {
+        char *tab = strchr(line, '\t');
+        if (!CHECK(tab, "no tab in '%s'", line)) break;
+        *tab = 0;
+        snprintf(path, sizeof path, HOSTILE_CORPUS "gguf/%s", line);
+        size_t at = (size_t)(tab + 1 - list);
+        fn(path, list + at, no);
+    }
+    arrfree(list);
+    return no;
+}
+
+/* ---- in process ---- */
+
+static void hostile_load(const char *path, const char *expect, int no) {
+    struct model m;
+    char err[ERR_MAX] = "";
+    int rc = model_load(&m, path, err);
+    (void)no;
+    if (strcmp(expect, "-")) {
+        CHECK(rc && strstr(err, expect), "%s: rc %d, '%s', expected '%s'", path, rc, err, expect);
+        CHECK(!rc || !strncmp(err, "'" HOSTILE_CORPUS, strlen(HOSTILE_CORPUS) + 1),
+              "the message does not begin with the path: %s", err);
+        if (rc) fuzz_message(err);
+    } else if (CHECK(!rc, "%s", err)) {
+        for (int kv = KV_BF16; kv <= KV_F32; kv++) {
+            fuzz_forward(&m, &kernels_ref, (enum kv_type)kv);
+            fuzz_forward(&m, kernels_choose(), (enum kv_type)kv);
+        }
+    }
+    if (!rc) model_free(&m);
+}
+
+static void test_hostile_corpus(void) {
+    int n = hostile_each(hostile_load), files = 0;
+    DIR *d = opendir(HOSTILE_CORPUS "gguf");
+    if (!CHECK(d, "no corpus")) return;
+    for (struct dirent *e; (e = readdir(d));) files += strstr(e->d_name, ".gguf") != NULL;
+    closedir(d);
+    CHECK(n == files && n > 60, "%d files, %d expectations", files, n);
+}
+
+/* Every seed of the fuzzers through its function. */
+static void test_hostile_seeds(void) {
+    static const struct {
+        const char *dir;
+        void (*fn)(const uint8_t *data, size_t size);
+    } t[] = {{"gguf", fuzz_gguf},
+             {"tokenize", fuzz_tokenize},
+             {"template", fuzz_template},
+             {"session", fuzz_session}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char path[512];
+        struct dirent **names = NULL;
+        snprintf(path, sizeof path, HOSTILE_CORPUS "%s", t[i].dir);
+        int n = scandir(path, &names, NULL, alphasort), before = test_failures;
+        CHECK(n > 10, "%d seeds in %s", n, path);
+        for (int k = 0; k < n; k++) {
+            snprintf(path, sizeof path, HOSTILE_CORPUS "%s/%s", t[i].dir, names[k]->d_name);
+            if (names[k]->d_name[0] != '.') {
+                char *sb = hostile_read(path);
+                t[i].fn((const uint8_t *)sb, arrlenu(sb));
+                arrfree(sb);
+            }
+            if (test_failures > before) fprintf(stderr, "  in %s\n", path), before = test_failures;
+            free(names[k]);
+        }
+        free(names);
+    }
+}
+
+/* The converted fixture, stb_ds; begin: of its tensor data, end: of the last tensor. */
+static char *hostile_fixture(char path[256], size_t **edges, size_t *begin, size_t *end) {
+    struct model m;
+    *begin = SIZE_MAX, *end = 0;
+    snprintf(path, 256, "%s/deepseek_v3_nvfp4.gguf", test_dir());
+    if (!fixture_load("deepseek_v3_nvfp4", &m)) return NULL;
+    const struct gguf *g = &m.gguf;
+    const uint8_t *base = g->images[0].base;
+    for (uint32_t i = 0; i < g->n_kv; i++) {
+        arrput(*edges, (size_t)((const uint8_t *)g->kv[i].key.p - base));
+        arrput(*edges, (size_t)(g->kv[i].data - base));
+    }
+    for (uint32_t i = 0; i < g->n_tensors; i++) {
+        const struct gguf_tensor *t = &g->tensors[i];
+        size_t at = (size_t)(t->data - base), last = at + t->bytes;
+        arrput(*edges, (size_t)((const uint8_t *)t->name.p - base));
+        arrput(*edges, at);
+        *begin = at < *begin ? at : *begin, *end = last > *end ? last : *end;
+    }
+    model_free(&m);
+    return hostile_read(path);
+}
+
+/* No head of a file is a file. */
+static void test_hostile_cuts(void) {
+    size_t *edges = NULL, begin, end;
+    char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
+    for (size_t cut = 0; cut < 24; cut++) arrput(edges, cut);
+    for (size_t cut = 24; cut < end; cut += 997) arrput(edges, cut);
+    arrput(edges, end - 1);
+    for (size_t i = 0; sb && i < arrlenu(edges); i++)
+        CHECK(!fuzz_bind((const uint8_t *)sb, edges[i], false), "the first %zu of %zu bytes were taken",
+              edges[i], arrlenu(sb));
+    arrfree(edges);
+    arrfree(sb);
+}
+
+/* One to three flipped bits, mostly in the header; what still loads is run now and then. */
+static void test_hostile_flips(void) {
+    size_t *edges = NULL, begin, end;
+    char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
+    uint64_t rng = 11;
+    double t0 = now_seconds();
+    int n = SANITIZED ? 1000 : 10000, i = 0, bound = 0;
+    for (; sb && i < n && now_seconds() - t0 < HOSTILE_SECONDS; i++) {
+        size_t at[3], k = 1 + rng_next(&rng) % 3;
+        int bit[3];
+        for (size_t j = 0; j < k; j++) {
+            at[j] = rng_next(&rng) % (rng_next(&rng) % 4 ? begin : end), bit[j] = (int)(rng_next(&rng) % 8);
+            sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
+        }
+        bound += fuzz_bind((const uint8_t *)sb, arrlenu(sb), i % 50 == 0);
+        for (size_t j = 0; j < k; j++) sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
+    }
+    CHECK(i >= n / 20 && bound > 0 && bound < i, "%d of %d files were taken in %.0f s", bound, i,
+          now_seconds() - t0);
+    arrfree(edges);
+    arrfree(sb);
+}
+
+/* Weights of a router are not looked at when they are loaded. Scratch memory has room for distinct experts only. */
+static void test_hostile_router(void) {
+    float bias[8] = {0, 0, 0, NAN, INFINITY, -INFINITY, 0, 0};
+    uint64_t rng = 14;
+    for (int i = 0; i < 2000; i++) {
+        struct model m = {.n_expert_used = 1 + i % 8,
+                          .n_group = 1 << i % 4,
+                          .gating = i & 8 ? GATING_SOFTMAX : GATING_SIGMOID,
+                          .weights_scale = 1,
+                          .weights_norm = i & 1};
+        struct layer y = {.n_expert = 8, .router_bias = i & 16 ? bias : NULL};
+        float logits[8], weights[8];
+        int32_t ids[8];
+        unsigned seen = 0;
+        m.n_group_used = 1 + i % m.n_group;
+        for (int e = 0; e < 8; e++)
+            logits[e] = (float[]){NAN, INFINITY, -INFINITY, 1, -2}[rng_next(&rng) % 5];
+        route_token(&m, &y, logits, ids, weights);
+        for (int k = 0; k < m.n_expert_used; k++) {
+            CHECK(ids[k] >= 0 && ids[k] < 8 && !(seen >> ids[k] & 1), "case %d: expert %d, of %d", i, ids[k],
+                  m.n_expert_used);
+            seen |= 1u << (ids[k] & 31);
+        }
+    }
+}
+
+/* ---- through the programs ---- */
+
+/* Runs a command that ends by refusing: code 1, nothing on stdout, lines of `program` on stderr (`lines` of them), all plain text.
+ * With may_succeed code 0 is as good. Whether it refused. */
+static bool hostile_run(const char *cmd, const char *program, bool may_succeed) {
+    char *out = NULL, *said = NULL;
+    int rc = run_command(cmd, &out, &said);
+    size_t n = arrlenu(said), prefix = strlen(program);
+    (void)sb_cstr(&said);
+    if (!may_succeed || rc) {
+        CHECK(rc == 1, "`%s` gave %d: %.300s", cmd, rc, said);
+        CHECK(!arrlenu(out), "`%s` printed %zu bytes", cmd, arrlenu(out));
+        CHECK(n > prefix && !strncmp(said, program, prefix) && memchr(said, '\n', n) == said + n - 1,
+              "`%s` said '%.300s'", cmd, said);
+        if (n > 1) said[n - 1] = 0, fuzz_message(said);
+    }
+    arrfree(out);
+    arrfree(said);
+    return rc != 0;
+}
+
+#define HOSTILE_RUN "timeout 20 " MOE_BIN " -m %s --raw -p 'ab c' -n 2 -c 16 -t 1 </dev/null"
+
+static void hostile_program(const char *path, const char *expect, int no) {
+    char cmd[1024];
+    if (!strcmp(expect, "-") || no % (SANITIZED ? 10 : 2)) return;
+    snprintf(cmd, sizeof cmd, HOSTILE_RUN, path);
+    hostile_run(cmd, "moe: ", false);
+}
+
+static void test_hostile_program(void) {
+    static const char *const valid[] = {"valid-qwen3moe", "valid-deepseek2", "valid-odd-widths",
+                                        "valid-strange-vocabulary"};
+    char path[512], cmd[1024];
+    uint64_t rng = 12;
+    int refused = 0, n = SANITIZED ? 20 : 100;
+    hostile_each(hostile_program);
+    snprintf(path, sizeof path, "%s/pipe.gguf", test_dir());
+    CHECK(!mkfifo(path, 0600), "cannot make %s", path);
+    snprintf(cmd, sizeof cmd, HOSTILE_RUN, path);
+    hostile_run(cmd, "moe: ", false);
+    for (int i = 0; i < n; i++) {
+        snprintf(path, sizeof path, HOSTILE_CORPUS "gguf/%s.gguf", valid[i % 4]);
+        char *sb = hostile_read(path);
+        if (!arrlenu(sb)) break;
+        for (int k = 0; k < 3; k++) sb[rng_next(&rng) % arrlenu(sb)] ^= (char)(1 << rng_next(&rng) % 8);
+        snprintf(path, sizeof path, "%s/mutant.gguf", test_dir());
+        hostile_write(path, sb, arrlenu(sb));
+        arrfree(sb);
+        snprintf(cmd, sizeof cmd, HOSTILE_RUN, path);
+        refused += hostile_run(cmd, "moe: ", true);
+    }
+    CHECK(refused > n / 10, "%d of %d mutants were refused", refused, n);
+}
+
+/* The file loses its end after it was mapped, before its weights are read. */
+static void test_hostile_shrinks(void) {
+    size_t *edges = NULL, begin, end;
+    char path[256], cmd[2048], *said = NULL, *sb = hostile_fixture(path, &edges, &begin, &end);
+    arrfree(edges);
+    if (!sb) return;
+    arrfree(sb);
+    snprintf(cmd, sizeof cmd,
+             "{ i=0; while ! grep -q 'loaded in' %s.said && [ $i -lt 500 ]; do i=$((i + 1)); sleep 0.02; "
+             "done; truncate -s 4096 %s; echo ab; } | "
+             "timeout 30 " MOE_BIN
+             " --verbose -m %s --raw -n 4 -c 64 -t 2 2>%s.said; rc=$?; cat %s.said >&2; exit $rc",
+             path, path, path, path, path);
+    int rc = run_command(cmd, NULL, &said);
+    static const char last[] = "moe: the model file was truncated or its disk failed while in use\n";
+    size_t n = arrlenu(said), k = sizeof last - 1;
+    CHECK(rc == 1 && n >= k && !memcmp(said + n - k, last, k), "exit %d: %s", rc, sb_cstr(&said));
+    arrfree(said);
+}
+
+static size_t hostile_header_bytes(const char *safetensors) {
+    return 8 + (size_t)gguf_rd64((const uint8_t *)safetensors);
+}
+
+/* The converter on directories of which one file is cut or flipped. What it writes all the same is loaded. */
+static void test_hostile_convert(void) {
+    static const char *const files[] = {"model.safetensors", "config.json", "tokenizer.json",
+                                        "hf_quant_config.json", "tokenizer_config.json"};
+    char dir[128], path[256], out[256], cmd[1024], err[ERR_MAX];
+    uint64_t rng = 13;
+    int refused = 0, n = SANITIZED ? 25 : 100;
+    snprintf(dir, sizeof dir, "%s/hf", test_dir());
+    snprintf(out, sizeof out, "%s/hf.gguf", test_dir());
+    snprintf(cmd, sizeof cmd, "cp -r tests/fixtures/deepseek_v3_nvfp4 %s && chmod -R u+w %s", dir, dir);
+    if (!CHECK(!run_command(cmd, NULL, NULL), "cannot copy the fixture")) return;
+    for (int i = 0; i < n; i++) {
+        const char *file = files[i % 5];
+        snprintf(path, sizeof path, "%s/%s", dir, file);
+        char *whole = hostile_read(path), *sb = NULL;
+        if (!arrlenu(whole)) break;
+        sb_put(&sb, whole, arrlenu(whole));
+        size_t reach = i % 5 ? arrlenu(sb) : hostile_header_bytes(sb);
+        bool cut = rng_next(&rng) % 4 == 0;
+        if (cut) arrsetlen(sb, rng_next(&rng) % (i % 2 ? reach : arrlenu(sb)));
+        for (int k = 0; !cut && k < 2; k++) sb[rng_next(&rng) % reach] ^= (char)(1 << rng_next(&rng) % 8);
+        hostile_write(path, sb, arrlenu(sb));
+        snprintf(cmd, sizeof cmd, "timeout 10 " CONVERT_BIN " %s -o %s", dir, out);
+        bool no = hostile_run(cmd, "moe-convert: ", !cut);
+        struct model m;
+        if (no) {
+            snprintf(cmd, sizeof cmd, "ls %s*", out);
+            CHECK(run_command(cmd, NULL, NULL), "a file is left behind a refusal: %s", path);
+        } else if (model_load(&m, out, err)) {
+            fuzz_message(err);
+        } else {
+            model_free(&m);
+        }
+        refused += no;
+        unlink(out);
+        hostile_write(path, whole, arrlenu(whole));
+        arrfree(whole);
+        arrfree(sb);
+    }
+    CHECK(refused > n / 2, "%d of %d directories were refused", refused, n);
+}
+
+#define TESTS_HOSTILE                                                                       \
+    {"hostile/corpus", test_hostile_corpus}, {"hostile/seeds", test_hostile_seeds},         \
+        {"hostile/cuts", test_hostile_cuts}, {"hostile/flips", test_hostile_flips},         \
+        {"hostile/router", test_hostile_router}, {"hostile/program", test_hostile_program}, \
+        {"hostile/shrinks", test_hostile_shrinks}, {                                        \
+        "hostile/convert", test_hostile_convert                                             \
+    }

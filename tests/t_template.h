@@ -1,0 +1,458 @@
+/* The chat template: renderings of jinja2, the origin of every byte, errors and limits.
+ *
+ * tests/golden/templates: cases.jsonl and the template of the demo model are the part of ../shared/golden/templates that is
+ * ours; snippets.jsonl has small templates with what jinja2 3.1.6 makes of them, the variables in its first line. */
+
+/* Renders src; the text, or NULL with a message. *rc is that of template_render, or -3 if the source was refused. */
+static char *render_text(const char *src, size_t n, const json_t *vars, struct text *out, int *rc,
+                         char *err) {
+    struct template *t = template_parse(src, n, err);
+    *rc = t ? template_render(t, vars, out, err) : -3;
+    template_free(t);
+    return *rc ? NULL : (char *)sb_cstr(&out->s);
+}
+
+/* The same with variables in JSON (NULL: none), for messages of tests; the caller frees. */
+static char *render_string(const char *src, const char *vars_json, int *rc, char *err) {
+    json_t *vars = vars_json ? json_loads(vars_json, 0, NULL) : json_object();
+    struct text out = {0};
+    char *s = render_text(src, strlen(src), vars, &out, rc, err);
+    s = s ? xstrdup(s) : NULL;
+    json_decref(vars);
+    text_free(&out);
+    return s;
+}
+
+/* Calls fn for every line of a file of JSON lines; the number of lines. */
+static int each_json_line(const char *path, void (*fn)(const json_t *line, void *arg), void *arg) {
+    char *file = NULL, err[ERR_MAX];
+    int lines = 0;
+    if (!CHECK(!read_file(path, &file, err), "%s", err)) return 0;
+    for (const char *p = sb_cstr(&file); *p; lines++) {
+        size_t n = strcspn(p, "\n");
+        json_error_t e;
+        json_t *line = json_loadb(p, n, JSON_ALLOW_NUL, &e);
+        if (CHECK(line, "%s:%d: %s", path, lines + 1, e.text)) fn(line, arg);
+        json_decref(line);
+        p += n + (p[n] == '\n');
+    }
+    arrfree(file);
+    return lines;
+}
+
+static const char *json_text(const json_t *o, const char *key) {
+    return json_string_value(json_object_get(o, key));
+}
+
+/* The variables of a golden case. */
+static json_t *case_vars(const json_t *c) {
+    static const char *const copied[] = {"messages", "add_generation_prompt", "bos_token", "eos_token",
+                                         "now"};
+    json_t *vars = json_deep_copy(json_object_get(c, "kwargs"));
+    for (size_t i = 0; i < sizeof copied / sizeof *copied; i++) {
+        json_t *v = json_object_get(c, copied[i]);
+        if (v && !json_is_null(v)) json_object_set_new(vars, copied[i], json_deep_copy(v));
+    }
+    return vars;
+}
+
+struct golden_templates {
+    const char *dir;
+    char *source; /* of the template `name`, kept for the next case */
+    char name[128];
+};
+
+/* The template's source in g->source, without a NUL. */
+static bool case_source(struct golden_templates *g, const json_t *c) {
+    char path[1024], err[ERR_MAX];
+    if (!strcmp(g->name, json_text(c, "template"))) return true;
+    snprintf(g->name, sizeof g->name, "%s", json_text(c, "template"));
+    snprintf(path, sizeof path, "%s/%s", g->dir, g->name);
+    arrsetlen(g->source, 0);
+    return CHECK(!read_file(path, &g->source, err), "%s", err);
+}
+
+static void check_case(const json_t *c, void *arg) {
+    struct golden_templates *g = arg;
+    struct text out = {0};
+    char err[ERR_MAX] = "";
+    const char *id = json_text(c, "id"), *expected = json_text(c, "expected"),
+               *error = json_text(c, "expected_error");
+    int rc;
+    if (!case_source(g, c)) return;
+    json_t *vars = case_vars(c);
+    render_text(g->source, arrlenu(g->source), vars, &out, &rc, err);
+    if (error) {
+        CHECK(rc == -2 && !strcmp(err, error), "%s: rc %d, '%s'", id, rc, err);
+    } else if (CHECK(!rc, "%s: rc %d, %s", id, rc, err)) {
+        size_t n = json_string_length(json_object_get(c, "expected"));
+        bool same = arrlenu(out.s) == n && !memcmp(out.s, expected, n);
+        CHECK(same, "%s:\nexpected %s\nfound    %.*s", id, expected, (int)arrlen(out.s), out.s);
+    }
+    text_free(&out);
+    json_decref(vars);
+}
+
+/* ---- origin ---- */
+
+/* Texts that are special tokens of one of the models, to be typed by a user. */
+static const char *const special_texts[] = {"<|im_start|>", "<|im_end|>",      "<|endoftext|>",
+                                            "<｜User｜>",   "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
+                                            "<|user|>",     "<|assistant|>",   "<|observation|>",
+                                            "[gMASK]<sop>", "]~b]ai",          "[e~[",
+                                            "<|im_user|>",  "<|im_middle|>",   "<|start|>",
+                                            "<|message|>",  "<|end|>",         "<|return|>",
+                                            "<|call|>",     "<tool_call>",     "{{ x }}",
+                                            "{% if %}"};
+
+#define MARK_OPEN  "\ue000"
+#define MARK_CLOSE "\ue001"
+
+/* A content of special texts, each between private characters that no template has. */
+static json_t *marked_content(void) {
+    char *s = NULL;
+    for (size_t i = 0; i < sizeof special_texts / sizeof *special_texts; i++)
+        sb_printf(&s, "%s" MARK_OPEN "%s" MARK_CLOSE, i % 3 ? " " : "\n", special_texts[i]);
+    json_t *v = json_stringn(s, arrlenu(s));
+    arrfree(s);
+    return v;
+}
+
+static void mark_message(json_t *m) {
+    json_t *content = json_object_get(m, "content"), *part;
+    size_t i;
+    if (json_is_string(content)) json_object_set_new(m, "content", marked_content());
+    json_array_foreach(content, i, part) if (json_object_get(part, "text"))
+        json_object_set_new(part, "text", marked_content());
+}
+
+/* Every byte between the marks is data; data outside of them is the blank before a mark, or a role. */
+static void check_origins(const char *id, const struct text *out) {
+    static const char *const roles[] = {"user", "system", "assistant"};
+    size_t n = arrlenu(out->s);
+    bool inside = false;
+    if (!CHECK(arrlenu(out->origin) == n, "%s: %zu origins for %zu bytes", id, arrlenu(out->origin), n))
+        return;
+    for (size_t i = 0; i < n; i++) {
+        const char *p = out->s + i;
+        bool open = n - i >= 3 && !memcmp(p, MARK_OPEN, 3), close = n - i >= 3 && !memcmp(p, MARK_CLOSE, 3);
+        inside |= open;
+        if (inside) {
+            if (!CHECK(out->origin[i] == ORIGIN_DATA, "%s: typed text at byte %zu passes for the template's",
+                       id, i))
+                return;
+            if (!close) continue;
+            for (size_t k = 1; k < 3; k++)
+                CHECK(out->origin[i + k] == ORIGIN_DATA, "%s: byte %zu", id, i + k);
+            inside = false, i += 2;
+        } else if (out->origin[i] == ORIGIN_DATA && *p != ' ' && *p != '\n') {
+            size_t run = 0, role = 0;
+            while (i + run < n && out->origin[i + run] == ORIGIN_DATA) run++;
+            while (role < 3 && !(run >= strlen(roles[role]) && !memcmp(p, roles[role], strlen(roles[role]))))
+                role++;
+            if (!CHECK(role < 3, "%s: '%.*s' passes for typed text", id, (int)run, p)) return;
+            i += strlen(roles[role]) - 1;
+        }
+    }
+}
+
+static void check_case_origin(const json_t *c, void *arg) {
+    struct golden_templates *g = arg;
+    json_t *vars = case_vars(c), *m;
+    struct text out = {0};
+    char err[ERR_MAX] = "";
+    size_t i;
+    int rc;
+    if (!case_source(g, c)) return;
+    json_array_foreach(json_object_get(vars, "messages"), i, m) mark_message(m);
+    if (render_text(g->source, arrlenu(g->source), vars, &out, &rc, err))
+        check_origins(json_text(c, "id"), &out);
+    else CHECK(rc == -2 && json_text(c, "expected_error"), "%s: rc %d, %s", json_text(c, "id"), rc, err);
+    text_free(&out);
+    json_decref(vars);
+}
+
+static void golden_templates(const char *dir, int cases, void (*check)(const json_t *c, void *arg)) {
+    struct golden_templates g = {.dir = dir};
+    char path[1024];
+    snprintf(path, sizeof path, "%s/cases.jsonl", dir);
+    int n = each_json_line(path, check, &g);
+    CHECK(n == cases, "%s: %d cases instead of %d", path, n, cases);
+    arrfree(g.source);
+}
+
+static void test_template_demo(void) { golden_templates("tests/golden/templates", 19, check_case); }
+
+static void test_template_demo_origin(void) {
+    golden_templates("tests/golden/templates", 19, check_case_origin);
+}
+
+static void test_template_official(void) {
+    const char *dir = shared_path("golden/templates");
+    if (!dir) SKIP("no ../shared/golden/templates");
+    golden_templates(dir, 338, check_case);
+}
+
+static void test_template_official_origin(void) {
+    const char *dir = shared_path("golden/templates");
+    if (!dir) SKIP("no ../shared/golden/templates");
+    golden_templates(dir, 338, check_case_origin);
+}
+
+/* Operations on u, a user's text "aB <|x|>", and t, template text: the result, and its origins (d data, t template). */
+static void test_template_operations(void) {
+    static const struct {
+        const char *expr, *text, *origin;
+    } op[] = {
+        {"'<' + u[3:6] + '>'", "<<|x>", "tdddt"},
+        {"'a' ~ u[0] ~ 1", "aa1", "tdt"},
+        {"u|trim('a>')", "B <|x|", "dddddd"},
+        {"u.split(' ')|join('_')", "aB_<|x|>", "ddtddddd"},
+        {"u.rsplit(' ', 1)[-1]", "<|x|>", "ddddd"},
+        {"u.replace('x', 'im_end')", "aB <|im_end|>", "dddddttttttdd"},
+        {"'-x-'.replace('x', u[:2])", "-aB-", "tddt"},
+        {"u|upper ~ u|lower ~ u|title", "AB <|X|>ab <|x|>Ab <|x|>", "dddddddddddddddddddddddd"},
+        {"u[::-1]", ">|x|< Ba", "dddddddd"},
+        {"u * 2", "aB <|x|>aB <|x|>", "dddddddddddddddd"},
+        {"'[%s]' % u", "[aB <|x|>]", "tddddddddt"},
+        {"u[:2]|tojson", "\"aB\"", "dddd"},
+        {"{'k': u[:1]}|tojson", "{\"k\": \"a\"}", "ttttttdddt"},
+        {"messages[0]|tojson", "{\"u\": \"aB <|x|>\", \"n\": 7}", "ddddddddddddddddddddddddd"},
+        {"messages[0].n ~ 7", "77", "dt"},
+        {"messages[0].n + 1", "8", "d"},
+        {"[u[:1]]", "['a']", "tdddt"},
+        {"messages[0]|list|first", "u", "d"},
+        {"messages[0].items()|map('first')|join", "un", "dd"},
+        {"u|default('x')", "aB <|x|>", "dddddddd"},
+        {"u[3:]|e", "&lt;|x|&gt;", "ddddddddddd"},
+        {"(u[:1] ~ '\\n' ~ u[1:2])|indent(1)", "a\n B", "dttd"},
+        {"[u, 'x']|map('upper')|list|last", "X", "t"},
+        {"u|list|reverse|join", ">|x|< Ba", "dddddddd"},
+        {"u.splitlines()[0][:1]", "a", "d"},
+        {"('{\"k\": \"' ~ u[:1] ~ '\"}')|from_json|tojson", "{\"k\": \"a\"}", "dddddddddd"},
+        {"strftime_now('%Y') ~ strftime_now(u[:1])", "2026a", "ttttd"},
+        {"bos_token ~ u[:1]", "<s>a", "tttd"},
+        {"m(u[:1])", "(a)", "tdt"},
+        {"ns.v ~ s", "aB <|x|>[aB <|x|>]", "ddddddddtddddddddt"},
+        {"u if true else 'x'", "aB <|x|>", "dddddddd"},
+        {"'x' and u or 'y'", "aB <|x|>", "dddddddd"},
+    };
+    static const char head[] = "{%- set u = messages[0].u -%}{%- macro m(a) -%}({{ a }}){%- endmacro -%}"
+                               "{%- set ns = namespace(v=u) -%}{%- set s -%}[{{ u }}]{%- endset -%}";
+    json_t *vars = json_loads(
+        "{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}], \"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
+        0, NULL);
+    for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
+        struct text out = {0};
+        char *src = NULL, err[ERR_MAX] = "";
+        int rc;
+        sb_printf(&src, "%s{{ %s }}", head, op[i].expr);
+        const char *s = render_text(src, arrlenu(src), vars, &out, &rc, err);
+        if (CHECK(s, "%s: %s", op[i].expr, err) && CHECK(!strcmp(s, op[i].text), "%s: '%s'", op[i].expr, s)) {
+            CHECK(strlen(op[i].origin) == arrlenu(out.s), "%s: %zu bytes", op[i].expr, arrlenu(out.s));
+            for (size_t k = 0; op[i].origin[k] && k < arrlenu(out.s); k++)
+                CHECK(out.origin[k] == (op[i].origin[k] == 'd'), "%s: the origin of byte %zu", op[i].expr, k);
+        }
+        arrfree(src);
+        text_free(&out);
+    }
+    json_decref(vars);
+}
+
+/* ---- the language ---- */
+
+struct snippets {
+    json_t *vars;
+    int n;
+};
+
+static void check_snippet(const json_t *c, void *arg) {
+    struct snippets *s = arg;
+    if (!s->vars) {
+        s->vars = json_incref(json_object_get(c, "vars"));
+        return;
+    }
+    const json_t *source = json_object_get(c, "template"), *expected = json_object_get(c, "expected");
+    struct text out = {0};
+    char err[ERR_MAX] = "";
+    int rc;
+    render_text(json_string_value(source), json_string_length(source), s->vars, &out, &rc, err);
+    if (CHECK(!rc, "%s: %s", json_string_value(source), err)) {
+        size_t n = json_string_length(expected);
+        bool same = arrlenu(out.s) == n && (!n || !memcmp(out.s, json_string_value(expected), n));
+        CHECK(same, "%s:\nexpected %s\nfound    %.*s", json_string_value(source), json_string_value(expected),
+              (int)arrlen(out.s), out.s);
+    }
+    text_free(&out);
+    s->n++;
+}
+
+static void test_template_snippets(void) {
+    struct snippets s = {0};
+    each_json_line("tests/golden/templates/snippets.jsonl", check_snippet, &s);
+    CHECK(s.n >= 120, "%d snippets", s.n);
+    json_decref(s.vars);
+}
+
+/* ---- errors and limits ---- */
+
+static void test_template_errors(void) {
+    static const struct {
+        const char *source;
+        int rc; /* -3: refused, -1: failed, -2: raise_exception */
+        const char *message;
+    } bad[] = {
+        {"a\n\n{% include 'x' %}", -3,
+         "line 3: the statement 'include' is unknown, not supported or out of place"},
+        {"{% import 'x' as y %}", -3,
+         "line 1: the statement 'import' is unknown, not supported or out of place"},
+        {"{% extends 'x' %}", -3,
+         "line 1: the statement 'extends' is unknown, not supported or out of place"},
+        {"{% if 1 %}{% endfor %}", -3,
+         "line 1: the statement 'endfor' is unknown, not supported or out of place"},
+        {"{% for x in y recursive %}{% endfor %}", -3, "line 1: recursive loops are not supported"},
+        {"\n{{ x|nofilter }}", -3, "line 2: No filter or test named 'nofilter'."},
+        {"\n{{ x is notest }}", -3, "line 2: No filter or test named 'notest'."},
+        {"{% if true %}\n{{ 1|nofilter }}{% endif %}", -1, "line 2: No filter named 'nofilter'."},
+        {"{% if x %}\n", -3, "line 1: expected elif else endif, found the end of the template"},
+        {"{{ 'abc }}", -3, "line 1: a string without its closing '"},
+        {"{# x", -3, "line 1: missing end of comment"},
+        {"{% raw %} x", -3, "line 1: missing end of raw block"},
+        {"{{ (1] }}", -3, "line 1: unexpected ']'"},
+        {"{{ 1 +", -3, "line 1: the template ends inside a tag"},
+        {"{{ }}", -3, "line 1: expected an expression, found '}}'"},
+        {"{% break %}", -3, "line 1: 'break' outside of a loop"},
+        {"{% for i in [1] %}{% set loop = 1 %}{% endfor %}", -3,
+         "line 1: Can't assign to special loop variable"},
+        {"{% set 1 = 2 %}", -3, "line 1: expected a name to assign to, found '='"},
+        {"\n{{ x.y }}", -1, "line 2: 'x' is undefined"},
+        {"{{ messages[0].nope.x }}", -1, "line 1: 'dict object' has no attribute 'nope'"},
+        {"{{ messages[7].role }}", -1, "line 1: list object has no element 7"},
+        {"{{ none.a.b }}", -1, "line 1: 'None' has no attribute 'a'"},
+        {"{{ 'a' + 1 }}", -1, "line 1: unsupported operand type(s) for +: 'str' and 'int'"},
+        {"{{ 'a' + x }}", -1, "line 1: 'x' is undefined"},
+        {"{{ 1 / 0 }}", -1, "line 1: division by zero"},
+        {"{{ nofunction(1) }}", -1, "line 1: 'nofunction' is undefined"},
+        {"{{ 5() }}", -1, "line 1: 'int' object is not callable"},
+        {"{{ [].append(1) }}", -1, "line 1: access to attribute 'append' of 'list' object is unsafe."},
+        {"{{ {}.update(a=1) }}", -1, "line 1: access to attribute 'update' of 'dict' object is unsafe."},
+        {"{% set x = [] %}{% set x.y = 1 %}", -1, "line 1: cannot assign attribute on non-namespace object"},
+        {"{% for a, b in [[1]] %}{% endfor %}", -1,
+         "line 1: not enough values to unpack (expected 2, got 1)"},
+        {"{{ x|tojson }}", -1, "line 1: Object of type Undefined is not JSON serializable"},
+        {"{{ 'a'.split(1, 2, 3) }}", -1, "line 1: split() takes at most 2 arguments, not 3"},
+        {"{{ 'a'.strip(x=1) }}", -1,
+         "line 1: strip() got a keyword that is not one of 'chars?', or one twice"},
+        {"{{ {[]: 1} }}", -1, "line 1: unhashable type: 'list'"},
+        {"{{ raise_exception('No: ' ~ messages[0].role) }}", -2, "No: user"},
+        {"{{ x\x01y }}", -3, "line 1: unexpected character 0x01"},
+        {"{{ a.b\xff.c }}", -1, "line 1: 'a' is undefined"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char err[ERR_MAX] = "";
+        int rc;
+        char *s = render_string(bad[i].source, "{\"messages\": [{\"role\": \"user\"}]}", &rc, err);
+        CHECK(rc == bad[i].rc && !strcmp(err, bad[i].message), "%s: rc %d, '%s'", bad[i].source, rc, err);
+        free(s);
+    }
+    char err[ERR_MAX] = "";
+    struct template *t = template_parse("x", 1, err);
+    struct text out = {0};
+    CHECK(template_render(t, NULL, &out, err) == -1 &&
+              !strcmp(err, "template variables: expected a JSON object"),
+          "'%s'", err);
+    template_free(t);
+    text_free(&out);
+}
+
+/* Templates that want too much; each ends with an error that names the limit, and soon. */
+static void test_template_limits(void) {
+    static const struct {
+        const char *head, *unit; /* the unit is repeated */
+        int times;
+        const char *tail, *message;
+    } bomb[] = {
+        {"{{ ", "(", 100000, "", "brackets inside each other"},
+        {"{{ ", "not ", 100000, "1 }}", "operators or blocks inside each other"},
+        {"{{ ", "-", 100000, "1 }}", "operators or blocks inside each other"},
+        {"{{ 1", "+1", 100000, " }}", "operators or blocks inside each other"},
+        {"{{ 1", "|abs", 100000, " }}", "operators or blocks inside each other"},
+        {"{{ a", ".a", 100000, " }}", "operators or blocks inside each other"},
+        {"{{ ", "1 if 1 else ", 100000, "1 }}", "operators or blocks inside each other"},
+        {"", "{% if 1 %}", 100000, "", "operators or blocks inside each other"},
+        {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "", 0, "", "recursion deeper than 1000 levels"},
+        {"{% set n = namespace() %}{% set n.n = n %}{{ n }}", "", 0, "", "recursion deeper than 1000 levels"},
+        {"{% set r = range(100000) %}{% for i in r %}{% for k in r %}{% endfor %}{% endfor %}", "", 0, "",
+         "takes more than 50000000 steps"},
+        {"{{ range(100001)|length }}", "", 0, "", "Range too big."},
+        {"{{ 'x' * 1000000000000 }}", "", 0, "", "the template takes more than"},
+        {"{% set n = namespace(s='aaaaaaaaaaaaaaaa') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% "
+         "endfor %}",
+         "", 0, "", "MiB"},
+        {"{{ ['x'] * 1000000000000 }}", "", 0, "", "the template needs more than 512 MiB"},
+        {"{{ 9223372036854775807 + 1 }}", "", 0, "", "integer overflow in +"},
+    };
+    for (size_t i = 0; i < sizeof bomb / sizeof *bomb; i++) {
+        char *src = NULL, err[ERR_MAX] = "";
+        int rc;
+        sb_puts(&src, bomb[i].head);
+        for (int k = 0; k < bomb[i].times; k++) sb_puts(&src, bomb[i].unit);
+        sb_puts(&src, bomb[i].tail);
+        double t0 = now_seconds();
+        char *s = render_string(sb_cstr(&src), NULL, &rc, err);
+        CHECK(rc && strstr(err, bomb[i].message), "%s: rc %d, '%s'", bomb[i].head, rc, err);
+        CHECK(now_seconds() - t0 < (SANITIZED ? 60 : 15), "%s: %.1f s", bomb[i].head, now_seconds() - t0);
+        free(s);
+        arrfree(src);
+    }
+}
+
+/* A message of 1 MB and 2000 messages: time is proportional to the text. */
+static void test_template_size(void) {
+    static const char src[] = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + "
+                              "m.content.split('</think>')[-1]|trim + '<|im_end|>\\n' }}{% endfor %}";
+    json_t *vars = json_object(), *messages = json_array();
+    char *big = NULL, err[ERR_MAX] = "";
+    struct text out = {0};
+    int rc;
+    while (arrlenu(big) < 1000000) sb_puts(&big, "Hé llo <think> ");
+    for (int i = 0; i < 2000; i++)
+        json_array_append_new(messages,
+                              json_pack("{s:s, s:o}", "role", "user", "content",
+                                        i ? json_string("hello") : json_stringn(big, arrlenu(big))));
+    json_object_set_new(vars, "messages", messages);
+    double t0 = now_seconds();
+    render_text(src, sizeof src - 1, vars, &out, &rc, err);
+    CHECK(!rc && arrlenu(out.s) > 1000000, "rc %d, %zu bytes, %s", rc, arrlenu(out.s), err);
+    CHECK(now_seconds() - t0 < (SANITIZED ? 10 : 2), "%.2f s", now_seconds() - t0);
+    arrfree(big);
+    text_free(&out);
+    json_decref(vars);
+}
+
+/* Bytes that are not UTF-8 and NUL pass through; source and output are of any length. */
+static void test_template_bytes(void) {
+    static const char src[] =
+        "a\0b\xff{{ '\xc3' ~ 'x\0y'|length }}{{ '\xe2\x82'[0]|length }}{{ '\xf0\x9f\x98\x80'|length }}\x80";
+    static const char expected[] = "a\0b\xff\xc3"
+                                   "311\x80";
+    json_t *vars = json_object();
+    struct text out = {0};
+    char err[ERR_MAX] = "";
+    int rc;
+    render_text(src, sizeof src - 1, vars, &out, &rc, err);
+    CHECK(!rc && arrlenu(out.s) == sizeof expected - 1 && !memcmp(out.s, expected, sizeof expected - 1),
+          "rc %d, %s", rc, err);
+    text_free(&out);
+    CHECK(!render_text("", 0, vars, &out, &rc, err) || !arrlen(out.s), "an empty template");
+    text_free(&out);
+    json_decref(vars);
+}
+
+#define TESTS_TEMPLATE                                                                                    \
+    {"template/demo", test_template_demo}, {"template/demo_origin", test_template_demo_origin},           \
+        {"template/official", test_template_official},                                                    \
+        {"template/official_origin", test_template_official_origin},                                      \
+        {"template/operations", test_template_operations}, {"template/snippets", test_template_snippets}, \
+        {"template/errors", test_template_errors}, {"template/limits", test_template_limits},             \
+        {"template/size", test_template_size}, {"template/bytes", test_template_bytes},
