@@ -10117,7 +10117,7 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     struct settings set = *e->set;
     struct chat c;
     uint64_t rng =
-        (uint64_t)(e->set->seed >= 0 ? e->set->seed : 1) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
+        (uint64_t)(e->set->seed >= 0 ? e->set->seed : 2) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
     int found = -1;
     *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
     if (set.haystack ? read_file(set.haystack, &hay, err)
