@@ -4694,18 +4694,16 @@ static int model_load(struct model *m, const char *path, char *err) {
  * works on one thread's range, allocates nothing and knows nothing of models, layers or threads.
  *
  * kernels_ref is the oracle: exact weights, F32 activations, sums in double. The others are exact in the weights too but
- * may round activations to 16-bit integers (one F32 scale per 32) or pairs of BF16. Invariant: for a given format, an element of a result is a
- * fixed function of its row of weights and its row of activations; how a caller cuts a product does not change a bit.
+ * may round activations to 16-bit integers (one F32 scale per 32) or pairs of BF16. Invariant: for a given format, an element of
+ * a result is a fixed function of its row of weights and its row of activations; how a caller cuts a product does not change a
+ * bit.
  *
  * Order: formats, vector functions for any instruction set, products with F32 activations, integer panels, BF16 tiles, choice.
  * ============================================================================================================ */
 
 enum act_format { ACT_F32, ACT_I16, ACT_BF16 }; /* how a row of activations is packed for a kernel */
 
-enum {
-    KERNEL_SCRATCH = 1 << 17, /* bytes of struct gemm's scratch */
-    FEW_TOKENS = 8            /* from here on weights are worth decoding to BF16 tiles */
-};
+enum { KERNEL_SCRATCH = 1 << 17 }; /* bytes of struct gemm's scratch */
 
 /* y[t * y_stride + r] = scale * sum_i w[r][i] * x[row(t)][i] for r in [0, n_out), t in [0, n_tok);
  * row(t) = rows ? rows[t] : t. n_in is a multiple of the type's block. */
@@ -4715,13 +4713,13 @@ struct gemm {
     const uint8_t *w;       /* first row, unaligned */
     size_t w_stride;        /* bytes from row to row */
     int n_out, n_in;
-    const uint8_t *x; /* packed activations, 64-byte aligned */
-    size_t x_stride;  /* bytes from token to token */
-    const int32_t *rows;
+    const uint8_t *x;    /* packed activations, 64-byte aligned */
+    size_t x_stride;     /* bytes from token to token */
+    const int32_t *rows; /* (n_tok) or NULL: which packed rows are the tokens */
     int n_tok;
     float scale;
-    float *y;
-    size_t y_stride; /* floats */
+    float *y;        /* (n_tok, n_out) */
+    size_t y_stride; /* floats from token to token */
     void *scratch;   /* KERNEL_SCRATCH bytes, 64-byte aligned, the calling thread's own */
 };
 
@@ -4732,19 +4730,22 @@ struct kernels {
     void (*act_pack)(enum act_format f, const float *x, int n, void *out);
     void (*gemm)(const struct gemm *g);
     float (*dot)(const float *a, const float *b, int n);
+    /* C (m,n) = A (m,k) B (n,k)^T and C (m,n) += A (m,k) B (k,n), row-major, ld*: floats from row to row */
     void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                     int ldc); /* C (m,n)  = A (m,k) B (n,k)^T, strides in floats */
+                     int ldc);
     void (*sgemm_nn_add)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                         int ldc);                     /* C (m,n) += A (m,k) B (k,n) */
-    float (*exp_sum)(float *s, int n, float max);      /* s = exp(s - max); the sum */
+                         int ldc);
+    float (*exp_sum)(float *s, int n, float max);      /* s = exp(s - max), 0 for -infinity; the sum */
     void (*silu_mul)(float *g, const float *u, int n); /* g = g / (1 + exp(-g)) * u */
+    /* to_*: bit for bit bf16_from_f32(x) and e4m3_from_f32(x * inv_scale); from_e4m3: finite codes only */
     void (*from_bf16)(const uint16_t *x, float *y, int n);
-    void (*from_e4m3)(const uint8_t *x, float scale, float *y, int n); /* finite codes only */
-    void (*to_e4m3)(const float *x, float inv_scale, uint8_t *y,
-                    int n);                              /* the bits of e4m3_from_f32(x * inv_scale) */
-    void (*to_bf16)(const float *x, uint16_t *y, int n); /* the bits of bf16_from_f32 */
-    void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n); /* w NULL: all ones */
+    void (*from_e4m3)(const uint8_t *x, float scale, float *y, int n);
+    void (*to_e4m3)(const float *x, float inv_scale, uint8_t *y, int n);
+    void (*to_bf16)(const float *x, uint16_t *y, int n);
+    /* y = w * x / sqrt(mean(x^2) + eps); w NULL: all ones */
+    void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n);
     float (*amax)(const float *x, int n); /* largest |x|, 0 for n = 0 */
+    float (*max)(const float *x, int n);  /* largest x; n > 0, no NaN */
 };
 
 static int int_min(int a, int b) { return a < b ? a : b; }
@@ -4874,10 +4875,16 @@ static float ref_amax(const float *x, int n) {
     return m;
 }
 
-static const struct kernels kernels_ref = {"reference", ref_act_format, act_bytes,     ref_act_pack,
-                                           ref_gemm,    ref_dot,        ref_sgemm_nt,  ref_sgemm_nn_add,
-                                           ref_exp_sum, ref_silu_mul,   ref_from_bf16, ref_from_e4m3,
-                                           ref_to_e4m3, ref_to_bf16,    ref_rmsnorm,   ref_amax};
+static float ref_max(const float *x, int n) {
+    float m = x[0];
+    for (int i = 1; i < n; i++) m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+static const struct kernels kernels_ref = {
+    "reference",  ref_act_format,   act_bytes,   ref_act_pack, ref_gemm,      ref_dot,
+    ref_sgemm_nt, ref_sgemm_nn_add, ref_exp_sum, ref_silu_mul, ref_from_bf16, ref_from_e4m3,
+    ref_to_e4m3,  ref_to_bf16,      ref_rmsnorm, ref_amax,     ref_max};
 
 /* ============================================================================================================
  * CPU kernels: vector functions for any instruction set
@@ -5164,6 +5171,19 @@ INLINE float vec_amax(const float *x, int n) {
     return best;
 }
 
+INLINE float vec_max(const float *x, int n) {
+    if (n < VL) return ref_max(x, n);
+    vf m = VLOAD(vf, x);
+    int i = VL;
+    for (; i + VL <= n; i += VL) {
+        vf a = VLOAD(vf, x + i);
+        m = VSELECT(a > m, a, m);
+    }
+    float best = i < n ? ref_max(x + i, n - i) : m[0];
+    for (int l = 0; l < VL; l++) best = m[l] > best ? m[l] : best;
+    return best;
+}
+
 /* n is a multiple of 32. What is below 2^-100 counts as zero: 32512 / amax stays finite. */
 INLINE void vec_pack_i16(const float *x, int n, struct act_i16 *out) {
     for (int b = 0; b < n / 32; b++, x += 32) {
@@ -5222,7 +5242,8 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     TARGET static void isa##_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {     \
         vec_rmsnorm(x, w, eps, y, n);                                                                  \
     }                                                                                                  \
-    TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }
+    TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }                   \
+    TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
 
 /* The products with F32 activations likewise; load_*: how weights are loaded. */
 #define VECTOR_PRODUCTS(isa, TARGET, load_bf16, load_f16)                                                    \
@@ -5244,7 +5265,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
 /* The members of struct kernels behind gemm. */
 #define VECTOR_TABLE(isa)                                                                          \
     isa##_dot, isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16, \
-        isa##_from_e4m3, isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax
+        isa##_from_e4m3, isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax, isa##_max
 
 /* ============================================================================================================
  * CPU kernels: products with integer activations
@@ -5282,7 +5303,7 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
     float *sum = (float *)(void *)(copy + PANEL_ROWS * PANEL_BLOCKS * sizeof(struct block_q8_0));
     memset(sum, 0, (size_t)(n_tok * isa->rows) * sizeof *sum);
     for (int b = 0; b < g->n_in / 32; b += PANEL_BLOCKS) {
-        int nb = g->n_in / 32 - b < PANEL_BLOCKS ? g->n_in / 32 - b : PANEL_BLOCKS;
+        int nb = int_min(g->n_in / 32 - b, PANEL_BLOCKS);
         size_t bytes = gguf_row_bytes(g->type, 32 * (size_t)nb);
         const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, 32 * (size_t)b);
         size_t stride = g->w_stride;
@@ -5296,7 +5317,7 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
         isa->decode(g->type, w, stride, next, nb, panel);
         for (int t = 0; t < n_tok; t += PANEL_GROUP) {
             const struct act_i16 *x[PANEL_GROUP];
-            int nt = n_tok - t < PANEL_GROUP ? n_tok - t : PANEL_GROUP;
+            int nt = int_min(n_tok - t, PANEL_GROUP);
             for (int i = 0; i < nt; i++)
                 x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + t + i) + b;
             isa->dot(g->type, panel, nb, x, nt, sum + (size_t)(t * isa->rows));
@@ -5310,14 +5331,127 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
 static void panel_gemm(const struct gemm *g, const struct panel_isa *isa) {
     for (int t = 0; t < g->n_tok; t += PANEL_TOKENS)
         for (int r = 0; r < g->n_out; r += isa->rows)
-            panel_run(g, isa, r, g->n_out - r < isa->rows ? g->n_out - r : isa->rows, t,
-                      g->n_tok - t < PANEL_TOKENS ? g->n_tok - t : PANEL_TOKENS);
+            panel_run(g, isa, r, int_min(g->n_out - r, isa->rows), t, int_min(g->n_tok - t, PANEL_TOKENS));
 }
 
 static enum act_format panel_act_format(uint32_t type, int n_tok) {
     (void)n_tok;
     return type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16 ? ACT_F32 : ACT_I16;
 }
+
+INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
+    UNROLL for (int r = 0; r < rows; r++) __builtin_prefetch(p + (size_t)r * stride);
+}
+
+/* The types of one instruction set's panels: vectors of `rows` lanes and 32 weights of every row. w[j] holds the weights
+ * 4j..4j+3, a byte each, d the scales of both halves. */
+#define PANEL_TYPES(isa, rows)                                                     \
+    typedef float isa##_vf __attribute__((vector_size(4 * (rows)), may_alias));    \
+    typedef int32_t isa##_vi __attribute__((vector_size(4 * (rows)), may_alias));  \
+    typedef uint32_t isa##_vu __attribute__((vector_size(4 * (rows)), may_alias)); \
+    typedef uint8_t isa##_vb __attribute__((vector_size(4 * (rows)), may_alias));  \
+    struct isa##_block {                                                           \
+        isa##_vu w[8];                                                             \
+        isa##_vf d[2];                                                             \
+    };
+
+/* Decoding and multiplying panels. An instruction set brings
+ *   columns(p, stride, out): `rows` rows of four dwords, `stride` bytes apart, transposed: out[j] holds dword j of each;
+ *   codes(q, lo, hi): the low and the high FP4 codes of q as 2 * E2M1 plus a constant of its own;
+ *   dot16(type, w, hi, lo, bias, sum): the sum of 16 weights w[4] by 16 activations, the constant taken back by the bias;
+ *   q8_0_flip: what Q8_0 weights are XORed with. */
+#define PANEL_FUNCTIONS(isa, TARGET, rows, q8_0_flip)                                                        \
+    /* See vec_rebias. */                                                                                    \
+    TARGET INLINE void isa##_rebias(const isa##_vu *bits, uint32_t rebias, isa##_vf *out) {                  \
+        isa##_vf v = (isa##_vf)(*bits + (rebias << 23)),                                                     \
+                 least = (isa##_vf)((isa##_vu){0} + ((rebias + 1) << 23));                                   \
+        isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                     \
+        *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                  \
+    }                                                                                                        \
+    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,       \
+                                          struct isa##_block *p) {                                           \
+        for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {                            \
+            panel_prefetch(next, stride, rows), next += sizeof(struct block_nvfp4);                          \
+            isa##_vu q[12], d;                                                                               \
+            isa##_columns(w, stride, q);                                                                     \
+            isa##_columns(w + 16, stride, q + 4);                                                            \
+            isa##_columns(w + 20, stride, q + 8);                                                            \
+            q[8] = q[11]; /* q[1..8] are the codes */                                                        \
+            UNROLL for (int i = 0; i < 8; i++) {                                                             \
+                int at = i / 2 % 2 * 4 + i % 2;                                                              \
+                isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                \
+            }                                                                                                \
+            d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                   \
+            UNROLL for (int i = 0; i < 4; i++) { /* half of UE4M3: E2M1 counts double */                     \
+                isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                           \
+                isa##_rebias(&bits, 119, &p[i / 2].d[i % 2]);                                                \
+            }                                                                                                \
+        }                                                                                                    \
+    }                                                                                                        \
+    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,       \
+                                          struct isa##_block *p) {                                           \
+        for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {                                  \
+            panel_prefetch(next, stride, rows), next += sizeof(struct block_mxfp4);                          \
+            isa##_vu q[4], e[4];                                                                             \
+            isa##_columns(w, stride, e);                                                                     \
+            isa##_columns(w + 1, stride, q);                                                                 \
+            UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                   \
+            e[0] = (e[0] & 255) << 23;                                                                       \
+            e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* the code 0: 2^-127 */                             \
+            p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                       \
+        }                                                                                                    \
+    }                                                                                                        \
+    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, const uint8_t *next, int n,        \
+                                         struct isa##_block *p) {                                            \
+        for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {                                   \
+            panel_prefetch(next, stride, rows), next += sizeof(struct block_q8_0);                           \
+            isa##_vu d[4], bits;                                                                             \
+            isa##_columns(w, stride, d);                                                                     \
+            isa##_columns(w + 2, stride, p->w);                                                              \
+            isa##_columns(w + 18, stride, p->w + 4);                                                         \
+            UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                       \
+            bits = (d[0] & 0x7fff) << 13;                                                                    \
+            isa##_rebias(&bits, 112, &p->d[0]);                                                              \
+            bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                       \
+            p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                \
+        }                                                                                                    \
+    }                                                                                                        \
+    TARGET static void isa##_panel_decode(uint32_t type, const uint8_t *w, size_t stride,                    \
+                                          const uint8_t *next, int n, void *panel) {                         \
+        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, next, n, panel);                               \
+        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, next, n, panel);                          \
+        else isa##_decode_q8_0(w, stride, next, n, panel);                                                   \
+    }                                                                                                        \
+    TARGET INLINE void isa##_dot_tokens(uint32_t type, int n_tok, const struct isa##_block *p, int n,        \
+                                        const struct act_i16 *const *x, isa##_vf *sum) {                     \
+        isa##_vf s[PANEL_GROUP];                                                                             \
+        UNROLL for (int t = 0; t < n_tok; t++) s[t] = sum[t];                                                \
+        for (int b = 0; b < n; b++, p++) {                                                                   \
+            UNROLL for (int t = 0; t < n_tok; t++) {                                                         \
+                const struct act_i16 *a = x[t] + b;                                                          \
+                isa##_vi i0, i1;                                                                             \
+                isa##_dot16(type, p->w, a->hi, a->lo, a->bias[0], &i0);                                      \
+                isa##_dot16(type, p->w + 4, a->hi + 16, a->lo + 16, a->bias[1], &i1);                        \
+                isa##_vf v = __builtin_convertvector(i0, isa##_vf) * p->d[0];                                \
+                v = __builtin_convertvector(i1, isa##_vf) * p->d[1] + v;                                     \
+                s[t] = v * a->d + s[t];                                                                      \
+            }                                                                                                \
+        }                                                                                                    \
+        UNROLL for (int t = 0; t < n_tok; t++) sum[t] = s[t];                                                \
+    }                                                                                                        \
+    TARGET INLINE void isa##_dot_type(uint32_t type, const void *panel, int n,                               \
+                                      const struct act_i16 *const *x, int n_tok, float *sum) {               \
+        if (n_tok == PANEL_GROUP) isa##_dot_tokens(type, PANEL_GROUP, panel, n, x, (isa##_vf *)sum);         \
+        else                                                                                                 \
+            for (int t = 0; t < n_tok; t++) isa##_dot_tokens(type, 1, panel, n, x + t, (isa##_vf *)sum + t); \
+    }                                                                                                        \
+    TARGET static void isa##_panel_dot(uint32_t type, const void *panel, int n,                              \
+                                       const struct act_i16 *const *x, int n_tok, float *sum) {              \
+        if (type == GGUF_Q8_0) isa##_dot_type(GGUF_Q8_0, panel, n, x, n_tok, sum);                           \
+        else isa##_dot_type(GGUF_NVFP4, panel, n, x, n_tok, sum);                                            \
+    }                                                                                                        \
+    static const struct panel_isa isa##_panel = {rows, sizeof(struct isa##_block), isa##_panel_decode,       \
+                                                 isa##_panel_dot};
 
 /* The scalar panel: signed weights, row by row. FP4 codes count double, so their scales are halved. */
 struct scalar_block {
@@ -5394,14 +5528,9 @@ static const struct kernels kernels_scalar = {"scalar",        panel_act_format,
 #define AVX2        __attribute__((target("avx2,fma,f16c")))
 #define AVX2_INLINE AVX2 INLINE
 
-/* w[j] holds the weights 4j..4j+3 of every row: E2M1 doubled plus 16, unsigned, or Q8_0, signed. */
-struct avx2_block {
-    __m256i w[8];
-    __m256 d[2];
-};
+PANEL_TYPES(avx2, 8)
 
-/* 8 rows of four dwords, `stride` bytes apart, transposed: out[j] holds dword j of every row. */
-AVX2_INLINE void avx2_columns(const uint8_t *p, size_t stride, __m256i out[4]) {
+AVX2_INLINE void avx2_columns(const uint8_t *p, size_t stride, avx2_vu out[4]) {
     __m256i m[4];
     UNROLL for (int i = 0; i < 4; i++, p += stride) {
         m[i] = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i_u *)p));
@@ -5409,130 +5538,44 @@ AVX2_INLINE void avx2_columns(const uint8_t *p, size_t stride, __m256i out[4]) {
     }
     __m256i t0 = _mm256_unpacklo_epi32(m[0], m[1]), t1 = _mm256_unpackhi_epi32(m[0], m[1]);
     __m256i t2 = _mm256_unpacklo_epi32(m[2], m[3]), t3 = _mm256_unpackhi_epi32(m[2], m[3]);
-    out[0] = _mm256_unpacklo_epi64(t0, t2), out[1] = _mm256_unpackhi_epi64(t0, t2);
-    out[2] = _mm256_unpacklo_epi64(t1, t3), out[3] = _mm256_unpackhi_epi64(t1, t3);
+    out[0] = (avx2_vu)_mm256_unpacklo_epi64(t0, t2), out[1] = (avx2_vu)_mm256_unpackhi_epi64(t0, t2);
+    out[2] = (avx2_vu)_mm256_unpacklo_epi64(t1, t3), out[3] = (avx2_vu)_mm256_unpackhi_epi64(t1, t3);
 }
 
-/* The low and the high codes of 32 bytes as 16 + 2 * E2M1. */
-AVX2_INLINE void avx2_codes(__m256i q, __m256i *lo, __m256i *hi) {
-    const __m256i table = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
-    const __m256i mask = _mm256_set1_epi8(15);
-    *lo = _mm256_shuffle_epi8(table, _mm256_and_si256(q, mask));
-    *hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(q, 4), mask));
+/* Unsigned: 16 + 2 * E2M1. */
+AVX2_INLINE void avx2_codes(const avx2_vu *q, avx2_vu *lo, avx2_vu *hi) {
+    __m128i codes = _mm_add_epi8(_mm_loadu_si128((const __m128i_u *)e2m1_doubled), _mm_set1_epi8(16));
+    __m256i table = _mm256_broadcastsi128_si256(codes);
+    *lo = (avx2_vu)_mm256_shuffle_epi8(table, (__m256i)(*q & 0x0f0f0f0f));
+    *hi = (avx2_vu)_mm256_shuffle_epi8(table, (__m256i)(*q >> 4 & 0x0f0f0f0f));
 }
 
-/* Half of the UE4M3 whose bits 0-6 are in the bits 20-26 of d: see vec_rebias. */
-AVX2_INLINE __m256 avx2_half_ue4m3(__m256i d) {
-    d = _mm256_and_si256(d, _mm256_set1_epi32(0x07f00000));
-    __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x00800000), d);
-    __m256 v = _mm256_castsi256_ps(_mm256_add_epi32(d, _mm256_set1_epi32(119 << 23)));
-    __m256 w = _mm256_fmsub_ps(v, _mm256_set1_ps(2), _mm256_set1_ps(0x1p-7f));
-    return _mm256_blendv_ps(v, w, _mm256_castsi256_ps(small));
-}
-
-AVX2_INLINE void avx2_decode_nvfp4(const uint8_t *w, size_t stride, int n, struct avx2_block *p) {
-    for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {
-        __m256i q[12], d;
-        avx2_columns(w, stride, q);
-        avx2_columns(w + 16, stride, q + 4);
-        avx2_columns(w + 20, stride, q + 8);
-        q[8] = q[11]; /* q[1..8] are the codes */
-        d = _mm256_andnot_si256(_mm256_cmpeq_epi8(q[0], _mm256_set1_epi8(0x7f)), q[0]);
-        UNROLL for (int i = 0; i < 8; i++) {
-            int at = i / 2 % 2 * 4 + i % 2;
-            avx2_codes(q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);
-        }
-        p[0].d[0] = avx2_half_ue4m3(_mm256_slli_epi32(d, 20));
-        p[0].d[1] = avx2_half_ue4m3(_mm256_slli_epi32(d, 12));
-        p[1].d[0] = avx2_half_ue4m3(_mm256_slli_epi32(d, 4));
-        p[1].d[1] = avx2_half_ue4m3(_mm256_srli_epi32(d, 4));
-    }
-}
-
-AVX2_INLINE void avx2_decode_mxfp4(const uint8_t *w, size_t stride, int n, struct avx2_block *p) {
-    for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {
-        __m256i q[4], e[4];
-        avx2_columns(w, stride, e);
-        avx2_columns(w + 1, stride, q);
-        UNROLL for (int i = 0; i < 4; i++) avx2_codes(q[i], &p->w[i], &p->w[i + 4]);
-        e[0] = _mm256_slli_epi32(_mm256_and_si256(e[0], _mm256_set1_epi32(255)), 23);
-        e[0] = _mm256_max_epi32(e[0], _mm256_set1_epi32(0x00400000)); /* the code 0: 2^-127 */
-        p->d[0] = p->d[1] = _mm256_mul_ps(_mm256_castsi256_ps(e[0]), _mm256_set1_ps(0.5f));
-    }
-}
-
-AVX2_INLINE void avx2_decode_q8_0(const uint8_t *w, size_t stride, int n, struct avx2_block *p) {
-    for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {
-        __m256i d[4];
-        avx2_columns(w, stride, d);
-        avx2_columns(w + 2, stride, p->w);
-        avx2_columns(w + 18, stride, p->w + 4);
-        d[0] = _mm256_and_si256(d[0], _mm256_set1_epi32(0xffff));
-        d[0] = _mm256_permute4x64_epi64(_mm256_packus_epi32(d[0], d[0]), 8);
-        p->d[0] = p->d[1] = _mm256_cvtph_ps(_mm256_castsi256_si128(d[0]));
-    }
-}
-
-AVX2 static void avx2_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n,
-                                   void *panel) {
-    for (size_t i = 0, bytes = gguf_row_bytes(type, 32 * (size_t)n); i < 8 * bytes; i += 64)
-        __builtin_prefetch(next + i / bytes * stride + i % bytes);
-    if (type == GGUF_NVFP4) avx2_decode_nvfp4(w, stride, n, panel);
-    else if (type == GGUF_MXFP4) avx2_decode_mxfp4(w, stride, n, panel);
-    else avx2_decode_q8_0(w, stride, n, panel);
-}
-
-/* The sum of 16 weights by 16 digits, per row. Four products of pairs of FP4 fit in 16 bits (4 * 2 * 28 * 127), of
- * Q8_0 just one (2 * 128 * 127). */
-AVX2_INLINE __m256i avx2_dot_digit(bool q8_0, const __m256i w[4], const int8_t *q) {
+/* 16 weights by 16 digits. Four products of pairs of FP4 fit in 16 bits (4 * 2 * 28 * 127); of Q8_0, which stays signed, one
+ * (2 * 128 * 127). */
+AVX2_INLINE void avx2_dot_digit(uint32_t type, const avx2_vu w[4], const int8_t *q, avx2_vi *out) {
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_setzero_si256(), x[4];
+    __m256i sum = _mm256_setzero_si256();
     UNROLL for (int j = 0; j < 4; j++) {
         int32_t four;
         memcpy(&four, q + 4 * j, 4);
-        x[j] = _mm256_set1_epi32(four);
-        if (q8_0) {
-            x[j] = _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(x[j], w[j]));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x[j], ones));
-        } else sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[j], x[j]));
+        __m256i x = _mm256_set1_epi32(four), v = (__m256i)w[j];
+        if (type == GGUF_Q8_0) {
+            x = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(x, v));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, ones));
+        } else sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(v, x));
     }
-    return q8_0 ? sum : _mm256_madd_epi16(sum, ones);
+    *out = (avx2_vi)(type == GGUF_Q8_0 ? sum : _mm256_madd_epi16(sum, ones));
 }
 
-AVX2_INLINE __m256 avx2_dot_half(bool q8_0, const __m256i w[4], const struct act_i16 *a, int h) {
-    __m256i sum = _mm256_slli_epi32(avx2_dot_digit(q8_0, w, a->hi + 16 * h), 8);
-    sum = _mm256_add_epi32(sum, avx2_dot_digit(q8_0, w, a->lo + 16 * h));
-    return _mm256_cvtepi32_ps(q8_0 ? sum : _mm256_add_epi32(sum, _mm256_set1_epi32(a->bias[h])));
+AVX2_INLINE void avx2_dot16(uint32_t type, const avx2_vu w[4], const int8_t *hi, const int8_t *lo,
+                            int32_t bias, avx2_vi *out) {
+    avx2_vi h, l;
+    avx2_dot_digit(type, w, hi, &h);
+    avx2_dot_digit(type, w, lo, &l);
+    *out = (h << 8) + l + (type == GGUF_Q8_0 ? 0 : bias);
 }
 
-AVX2_INLINE void avx2_dot_tokens(bool q8_0, int n_tok, const struct avx2_block *p, int n,
-                                 const struct act_i16 *const *x, float *sum) {
-    __m256 s[PANEL_GROUP];
-    UNROLL for (int t = 0; t < n_tok; t++) s[t] = _mm256_load_ps(sum + 8 * t);
-    for (int b = 0; b < n; b++, p++) {
-        UNROLL for (int t = 0; t < n_tok; t++) {
-            const struct act_i16 *a = x[t] + b;
-            __m256 v = _mm256_mul_ps(avx2_dot_half(q8_0, p->w, a, 0), p->d[0]);
-            v = _mm256_fmadd_ps(avx2_dot_half(q8_0, p->w + 4, a, 1), p->d[1], v);
-            s[t] = _mm256_fmadd_ps(v, _mm256_set1_ps(a->d), s[t]);
-        }
-    }
-    UNROLL for (int t = 0; t < n_tok; t++) _mm256_store_ps(sum + 8 * t, s[t]);
-}
-
-AVX2_INLINE void avx2_dot_type(bool q8_0, const void *panel, int n, const struct act_i16 *const *x, int n_tok,
-                               float *sum) {
-    if (n_tok == PANEL_GROUP) avx2_dot_tokens(q8_0, PANEL_GROUP, panel, n, x, sum);
-    else
-        for (int t = 0; t < n_tok; t++) avx2_dot_tokens(q8_0, 1, panel, n, x + t, sum + 8 * t);
-}
-
-AVX2 static void avx2_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,
-                                int n_tok, float *sum) {
-    if (type == GGUF_Q8_0) avx2_dot_type(true, panel, n, x, n_tok, sum);
-    else avx2_dot_type(false, panel, n, x, n_tok, sum);
-}
+PANEL_FUNCTIONS(avx2, AVX2, 8, 0)
 
 AVX2_INLINE void avx2_load_bf16(const uint8_t *row, int i, vf *out) {
     __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u *)(row + 2 * (ptrdiff_t)i)));
@@ -5547,8 +5590,7 @@ VECTOR_FUNCTIONS(avx2, AVX2)
 VECTOR_PRODUCTS(avx2, AVX2, avx2_load_bf16, avx2_load_f16)
 
 static void avx2_gemm(const struct gemm *g) {
-    static const struct panel_isa isa = {8, sizeof(struct avx2_block), avx2_panel_decode, avx2_panel_dot};
-    if (g->format == ACT_I16) panel_gemm(g, &isa);
+    if (g->format == ACT_I16) panel_gemm(g, &avx2_panel);
     else avx2_gemm_f32(g);
 }
 
@@ -5562,173 +5604,64 @@ static const struct kernels kernels_avx2 = {"avx2",        panel_act_format, act
 #define AVX512        __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define AVX512_INLINE AVX512 INLINE
 
-/* vpdpbusd multiplies unsigned by signed bytes: weights are stored with 16 added (E2M1 doubled, at least -12) or 128
- * (Q8_0). w[j] holds the weights 4j..4j+3 of every row. */
-struct avx512_block {
-    __m512i w[8];
-    __m512 d[2];
-};
+PANEL_TYPES(avx512, 16)
 
-/* Four rows of 16 bytes, one per 128-bit lane. */
-AVX512_INLINE __m512i avx512_rows(const uint8_t *r0, const uint8_t *r1, const uint8_t *r2,
-                                  const uint8_t *r3) {
-    __m512i m = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i_u *)r0));
-    m = _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r1), 1);
-    m = _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r2), 2);
-    return _mm512_inserti32x4(m, _mm_loadu_si128((const __m128i_u *)r3), 3);
-}
-
-/* A matrix of 16 rows and four dwords, row 4i + j in the 128-bit lane i of m[j], transposed: out[j] holds dword j of every row. */
-AVX512_INLINE void avx512_transpose(const __m512i m[4], __m512i out[4]) {
+AVX512_INLINE void avx512_columns(const uint8_t *p, size_t stride, avx512_vu out[4]) {
+    __m512i m[4];
+    UNROLL for (int i = 0; i < 4; i++, p += stride) {
+        m[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i_u *)p));
+        m[i] = _mm512_inserti32x4(m[i], _mm_loadu_si128((const __m128i_u *)(p + 4 * stride)), 1);
+        m[i] = _mm512_inserti32x4(m[i], _mm_loadu_si128((const __m128i_u *)(p + 8 * stride)), 2);
+        m[i] = _mm512_inserti32x4(m[i], _mm_loadu_si128((const __m128i_u *)(p + 12 * stride)), 3);
+    }
     __m512i t0 = _mm512_unpacklo_epi32(m[0], m[1]), t1 = _mm512_unpackhi_epi32(m[0], m[1]);
     __m512i t2 = _mm512_unpacklo_epi32(m[2], m[3]), t3 = _mm512_unpackhi_epi32(m[2], m[3]);
-    out[0] = _mm512_unpacklo_epi64(t0, t2), out[1] = _mm512_unpackhi_epi64(t0, t2);
-    out[2] = _mm512_unpacklo_epi64(t1, t3), out[3] = _mm512_unpackhi_epi64(t1, t3);
+    out[0] = (avx512_vu)_mm512_unpacklo_epi64(t0, t2), out[1] = (avx512_vu)_mm512_unpackhi_epi64(t0, t2);
+    out[2] = (avx512_vu)_mm512_unpacklo_epi64(t1, t3), out[3] = (avx512_vu)_mm512_unpackhi_epi64(t1, t3);
 }
 
-/* The same of 16 rows in memory, `stride` bytes apart. */
-AVX512_INLINE void avx512_columns(const uint8_t *p, size_t stride, __m512i out[4]) {
-    __m512i m[4];
-    UNROLL for (int i = 0; i < 4; i++, p += stride) m[i] =
-        avx512_rows(p, p + 4 * stride, p + 8 * stride, p + 12 * stride);
-    avx512_transpose(m, out);
+/* Unsigned: 16 + 2 * E2M1. */
+AVX512_INLINE void avx512_codes(const avx512_vu *q, avx512_vu *lo, avx512_vu *hi) {
+    __m128i codes = _mm_add_epi8(_mm_loadu_si128((const __m128i_u *)e2m1_doubled), _mm_set1_epi8(16));
+    __m512i table = _mm512_broadcast_i32x4(codes);
+    *lo = (avx512_vu)_mm512_shuffle_epi8(table, (__m512i)(*q & 0x0f0f0f0f));
+    *hi = (avx512_vu)_mm512_shuffle_epi8(table, (__m512i)(*q >> 4 & 0x0f0f0f0f));
 }
 
-/* The low and the high codes of 64 bytes as 16 + 2 * E2M1. */
-AVX512_INLINE void avx512_codes(__m512i q, __m512i *lo, __m512i *hi) {
-    const __m512i table =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
-    const __m512i mask = _mm512_set1_epi8(15);
-    *lo = _mm512_shuffle_epi8(table, _mm512_and_si512(q, mask));
-    *hi = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
-}
-
-AVX512_INLINE void avx512_prefetch(const uint8_t *p, size_t stride) {
-    UNROLL for (int r = 0; r < 16; r++) __builtin_prefetch(p + (size_t)r * stride);
-}
-
-/* Half of the UE4M3 whose bits 0-6 are in the bits 20-26 of d: see vec_rebias. */
-AVX512_INLINE __m512 avx512_half_ue4m3(__m512i d) {
-    const __m512i exponent = _mm512_set1_epi32(0x07800000), field = _mm512_set1_epi32(0x07f00000);
-    d = _mm512_and_si512(d, field);
-    __m512 v = _mm512_castsi512_ps(_mm512_add_epi32(d, _mm512_set1_epi32(119 << 23)));
-    return _mm512_mask_fmsub_ps(v, _mm512_testn_epi32_mask(d, exponent), _mm512_set1_ps(2),
-                                _mm512_set1_ps(0x1p-7f));
-}
-
-AVX512_INLINE void avx512_decode_nvfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,
-                                       struct avx512_block *p) {
-    for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {
-        avx512_prefetch(next, stride), next += sizeof(struct block_nvfp4);
-        __m512i q[12], d;
-        avx512_columns(w, stride, q);
-        avx512_columns(w + 16, stride, q + 4);
-        avx512_columns(w + 20, stride, q + 8);
-        q[8] = q[11]; /* q[1..8] are the codes */
-        d = _mm512_maskz_mov_epi8(_mm512_cmpneq_epi8_mask(q[0], _mm512_set1_epi8(0x7f)), q[0]);
-        UNROLL for (int i = 0; i < 8; i++) {
-            int at = i / 2 % 2 * 4 + i % 2;
-            avx512_codes(q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);
-        }
-        p[0].d[0] = avx512_half_ue4m3(_mm512_slli_epi32(d, 20));
-        p[0].d[1] = avx512_half_ue4m3(_mm512_slli_epi32(d, 12));
-        p[1].d[0] = avx512_half_ue4m3(_mm512_slli_epi32(d, 4));
-        p[1].d[1] = avx512_half_ue4m3(_mm512_srli_epi32(d, 4));
+/* vpdpbusd multiplies unsigned by signed bytes: Q8_0 is stored with 128 added, for which the bias of 16 counts 8 times. */
+AVX512_INLINE void avx512_dot16(uint32_t type, const avx512_vu w[4], const int8_t *hi, const int8_t *lo,
+                                int32_t bias, avx512_vi *out) {
+    __m512i h = _mm512_setzero_si512(), l = _mm512_set1_epi32(bias);
+    if (type == GGUF_Q8_0) l = _mm512_slli_epi32(l, 3);
+    UNROLL for (int j = 0; j < 4; j++) {
+        int32_t four[2];
+        memcpy(&four[0], hi + 4 * j, 4);
+        memcpy(&four[1], lo + 4 * j, 4);
+        h = _mm512_dpbusd_epi32(h, (__m512i)w[j], _mm512_set1_epi32(four[0]));
+        l = _mm512_dpbusd_epi32(l, (__m512i)w[j], _mm512_set1_epi32(four[1]));
     }
+    *out = (avx512_vi)_mm512_add_epi32(l, _mm512_slli_epi32(h, 8));
 }
 
-AVX512_INLINE void avx512_decode_mxfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,
-                                       struct avx512_block *p) {
-    for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {
-        avx512_prefetch(next, stride), next += sizeof(struct block_mxfp4);
-        __m512i q[4], e[4];
-        avx512_columns(w, stride, e);
-        avx512_columns(w + 1, stride, q);
-        UNROLL for (int i = 0; i < 4; i++) avx512_codes(q[i], &p->w[i], &p->w[i + 4]);
-        e[0] = _mm512_slli_epi32(_mm512_and_si512(e[0], _mm512_set1_epi32(255)), 23);
-        e[0] = _mm512_max_epi32(e[0], _mm512_set1_epi32(0x00400000)); /* the code 0: 2^-127 */
-        p->d[0] = p->d[1] = _mm512_mul_ps(_mm512_castsi512_ps(e[0]), _mm512_set1_ps(0.5f));
-    }
-}
+PANEL_FUNCTIONS(avx512, AVX512, 16, 0x80808080)
 
-AVX512_INLINE void avx512_decode_q8_0(const uint8_t *w, size_t stride, const uint8_t *next, int n,
-                                      struct avx512_block *p) {
-    for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {
-        avx512_prefetch(next, stride), next += sizeof(struct block_q8_0);
-        __m512i d[4];
-        avx512_columns(w, stride, d);
-        avx512_columns(w + 2, stride, p->w);
-        avx512_columns(w + 18, stride, p->w + 4);
-        UNROLL for (int i = 0; i < 8; i++) p->w[i] = _mm512_xor_si512(p->w[i], _mm512_set1_epi8(-128));
-        p->d[0] = p->d[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(d[0]));
-    }
-}
-
-AVX512 static void avx512_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next,
-                                       int n, void *panel) {
-    if (type == GGUF_NVFP4) avx512_decode_nvfp4(w, stride, next, n, panel);
-    else if (type == GGUF_MXFP4) avx512_decode_mxfp4(w, stride, next, n, panel);
-    else avx512_decode_q8_0(w, stride, next, n, panel);
-}
-
-/* shift: what makes the bias of 16 that of the type, 0 or 3. */
-AVX512_INLINE void avx512_dot_tokens(int shift, int n_tok, const struct avx512_block *p, int n,
-                                     const struct act_i16 *const *x, float *sum) {
-    __m512 s[PANEL_GROUP];
-    UNROLL for (int t = 0; t < n_tok; t++) s[t] = _mm512_load_ps(sum + 16 * t);
-    for (int b = 0; b < n; b++, p++) {
-        UNROLL for (int t = 0; t < n_tok; t++) {
-            const struct act_i16 *a = x[t] + b;
-            __m512i i[2];
-            UNROLL for (int h = 0; h < 2; h++) {
-                __m512i hi = _mm512_setzero_si512();
-                i[h] = _mm512_slli_epi32(_mm512_set1_epi32(a->bias[h]), (unsigned)shift);
-                UNROLL for (int j = 4 * h; j < 4 * h + 4; j++) {
-                    int32_t four[2];
-                    memcpy(&four[0], a->hi + 4 * j, 4);
-                    memcpy(&four[1], a->lo + 4 * j, 4);
-                    hi = _mm512_dpbusd_epi32(hi, p->w[j], _mm512_set1_epi32(four[0]));
-                    i[h] = _mm512_dpbusd_epi32(i[h], p->w[j], _mm512_set1_epi32(four[1]));
-                }
-                i[h] = _mm512_add_epi32(i[h], _mm512_slli_epi32(hi, 8));
-            }
-            __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(i[0]), p->d[0]);
-            v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[1]), p->d[1], v);
-            s[t] = _mm512_fmadd_ps(v, _mm512_set1_ps(a->d), s[t]);
-        }
-    }
-    UNROLL for (int t = 0; t < n_tok; t++) _mm512_store_ps(sum + 16 * t, s[t]);
-}
-
-AVX512_INLINE void avx512_dot_type(int shift, const void *panel, int n, const struct act_i16 *const *x,
-                                   int n_tok, float *sum) {
-    if (n_tok == PANEL_GROUP) avx512_dot_tokens(shift, PANEL_GROUP, panel, n, x, sum);
-    else
-        for (int t = 0; t < n_tok; t++) avx512_dot_tokens(shift, 1, panel, n, x + t, sum + 16 * t);
-}
-
-AVX512 static void avx512_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,
-                                    int n_tok, float *sum) {
-    if (type == GGUF_Q8_0) avx512_dot_type(3, panel, n, x, n_tok, sum);
-    else avx512_dot_type(0, panel, n, x, n_tok, sum);
-}
-
-/* Sums of the lanes of 16 vectors: lane i of the result is that of s[i]. */
+/* Sums of the lanes of 16 vectors: lane i of the result is that of s[i]. Every step adds the halves of two vectors. */
 AVX512_INLINE __m512 avx512_sums(const __m512 s[16]) {
     __m512 a[8], b[4], c[2];
-    UNROLL for (int i = 0; i < 8; i++) {
-        int j = i % 4 * 4 +
-                i / 4 * 2; /* a: lanes s0 s1 s0 s1 of every 128 bits, then s4 s5, s8 s9, s12 s13, s2 s3 ... */
+    UNROLL for (int i = 0; i < 8;
+                i++) { /* lanes: s0 s1 s0 s1, s4 s5 ..; s2 s3 ..; as 128 bits hold s0 s1 s2 s3 in the end */
+        int j = i % 4 * 4 + i / 4 * 2;
         a[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[j], s[j + 1]), _mm512_unpackhi_ps(s[j], s[j + 1]));
     }
     UNROLL for (int i = 0; i < 4; i++) {
         __m512d lo = _mm512_castps_pd(a[i]), hi = _mm512_castps_pd(a[i + 4]);
-        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
+        b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi));
+        b[i] = _mm512_add_ps(b[i], _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
     }
-    UNROLL for (int i = 0; i < 2; i++) c[i] =
-        _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
-                      _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m512 lo = b[2 * i], hi = b[2 * i + 1];
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));
+    }
     return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
@@ -5793,54 +5726,48 @@ AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda,
     avx512_gemm_typed(GGUF_F32, &g);
 }
 
-/* M rows by N vectors of C += A B; `last` masks the last vector. */
-AVX512_INLINE void avx512_tile_nn(int M, int N, __mmask16 last, int k, const float *a, ptrdiff_t lda,
+/* M rows by 32 columns of C += A B; m[j] masks the columns 16j on. */
+AVX512_INLINE void avx512_tile_nn(int M, const __mmask16 m[2], int k, const float *a, ptrdiff_t lda,
                                   const float *b, ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
-    __m512 s[8][2], v[2];
+    __m512 s[8][2];
     UNROLL for (int i = 0; i < M; i++) {
-        UNROLL for (int j = 0; j < N; j++) s[i][j] =
-            _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, c + i * ldc + 16 * j);
+        s[i][0] = _mm512_maskz_loadu_ps(m[0], c + i * ldc);
+        s[i][1] = _mm512_maskz_loadu_ps(m[1], c + i * ldc + 16);
     }
     for (int p = 0; p < k; p++) {
-        UNROLL for (int j = 0; j < N; j++) v[j] =
-            _mm512_maskz_loadu_ps(j + 1 < N ? 0xffff : last, b + p * ldb + 16 * j);
+        __m512 v0 = _mm512_maskz_loadu_ps(m[0], b + p * ldb),
+               v1 = _mm512_maskz_loadu_ps(m[1], b + p * ldb + 16);
         UNROLL for (int i = 0; i < M; i++) {
-            UNROLL for (int j = 0; j < N; j++) s[i][j] =
-                _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v[j], s[i][j]);
+            s[i][0] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v0, s[i][0]);
+            s[i][1] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v1, s[i][1]);
         }
     }
     UNROLL for (int i = 0; i < M; i++) {
-        UNROLL for (int j = 0; j < N; j++)
-            _mm512_mask_storeu_ps(c + i * ldc + 16 * j, j + 1 < N ? 0xffff : last, s[i][j]);
+        _mm512_mask_storeu_ps(c + i * ldc, m[0], s[i][0]);
+        _mm512_mask_storeu_ps(c + i * ldc + 16, m[1], s[i][1]);
     }
 }
 
 AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb,
                                        float *c, int ldc) {
     for (int j = 0; j < n; j += 32) {
-        int i = 0, rest = n - j < 32 ? n - j : 32;
-        __mmask16 last = (__mmask16)(0xffffu >> ((32 - rest) & 15));
-        for (; i + 8 <= m; i += 8) {
-            const float *p = a + (ptrdiff_t)i * lda;
-            float *q = c + (ptrdiff_t)i * ldc + j;
-            if (rest > 16) avx512_tile_nn(8, 2, last, k, p, lda, b + j, ldb, q, ldc);
-            else avx512_tile_nn(8, 1, last, k, p, lda, b + j, ldb, q, ldc);
-        }
-        for (; i < m; i++) {
-            const float *p = a + (ptrdiff_t)i * lda;
-            float *q = c + (ptrdiff_t)i * ldc + j;
-            if (rest > 16) avx512_tile_nn(1, 2, last, k, p, lda, b + j, ldb, q, ldc);
-            else avx512_tile_nn(1, 1, last, k, p, lda, b + j, ldb, q, ldc);
-        }
+        uint32_t columns = n - j < 32 ? (1u << (n - j)) - 1 : 0xffffffff;
+        __mmask16 mask[2] = {(__mmask16)columns, (__mmask16)(columns >> 16)};
+        const float *p = a;
+        float *q = c + j;
+        int i = 0;
+        for (; i + 8 <= m; i += 8, p += 8 * (ptrdiff_t)lda, q += 8 * (ptrdiff_t)ldc)
+            avx512_tile_nn(8, mask, k, p, lda, b + j, ldb, q, ldc);
+        for (; i + 4 <= m; i += 4, p += 4 * (ptrdiff_t)lda, q += 4 * (ptrdiff_t)ldc)
+            avx512_tile_nn(4, mask, k, p, lda, b + j, ldb, q, ldc);
+        for (; i < m; i++, p += lda, q += ldc) avx512_tile_nn(1, mask, k, p, lda, b + j, ldb, q, ldc);
     }
 }
 
 VECTOR_FUNCTIONS(avx512, AVX512)
 
 static void avx512_gemm(const struct gemm *g) {
-    static const struct panel_isa isa = {16, sizeof(struct avx512_block), avx512_panel_decode,
-                                         avx512_panel_dot};
-    if (g->format == ACT_I16) panel_gemm(g, &isa);
+    if (g->format == ACT_I16) panel_gemm(g, &avx512_panel);
     else avx512_gemm_f32(g);
 }
 
@@ -5850,7 +5777,7 @@ static const struct kernels kernels_avx512 = {"avx512-vnni",   panel_act_format,
 /* ============================================================================================================
  * CPU kernels: AMX, BF16 tiles
  *
- * From FEW_TOKENS tokens on, weights are decoded to BF16 tiles of 32 weights by 16 rows, which TDPBF16PS multiplies with
+ * With many tokens, weights are decoded to BF16 tiles of 32 weights by 16 rows, which TDPBF16PS multiplies with
  * tiles of 16 tokens by 32 activations. FP4 times its scale is exact in BF16; F16 and Q8_0 become the sum of two BF16
  * numbers ("planes"), exact for F16 and to 2^-17 for Q8_0. AMX treats subnormal numbers as zero.
  *
@@ -5867,7 +5794,7 @@ static const struct kernels kernels_avx512 = {"avx512-vnni",   panel_act_format,
 
 enum {
     AMX_K = 128,      /* weights of a row decoded at a time */
-    AMX_TOKENS = 256, /* whose sums are kept at a time */
+    AMX_TOKENS = 512, /* whose sums are kept at a time */
     AMX_TILE = 1024   /* bytes */
 };
 
@@ -5978,20 +5905,18 @@ AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int 
         for (int s = 0; s < (n + 31) / 32; s++) {
             for (int c = 0; c < 4; c++) { /* 8 weights: 4 pairs */
                 uint8_t *even = b[p][s] + 128 * order[2 * c], *odd = b[p][s] + 128 * order[2 * c + 1];
-                __m512i m[4];
+                avx512_vu m[4];
                 avx512_columns(work->row[p][s][0] + 16 * c, 64, m);
-                _mm512_store_si512(even, m[0]);
-                _mm512_store_si512(even + 64, m[1]);
-                _mm512_store_si512(odd, m[2]);
-                _mm512_store_si512(odd + 64, m[3]);
+                memcpy(even, m, 128);
+                memcpy(odd, m + 2, 128);
             }
         }
 }
 
-/* A tile of 16 tokens, the first of `steps` steps. */
+/* A tile of 16 tokens by 32 activations, and where those of the next steps lie. */
 struct amx_tokens {
     const uint8_t *x;
-    size_t stride, step, plane; /* bytes from token to token, from step to step, from plane to plane */
+    size_t stride, step, plane; /* bytes from token to token, step to step, plane to plane */
 };
 
 /* Activations [k, k + n) of n_tok <= 16 tokens from t0 on: where they lie if they lie evenly, else copied to `tiles`, the
@@ -6003,10 +5928,10 @@ AMX static struct amx_tokens amx_gather(const struct gemm *g, int t0, int n_tok,
         return (struct amx_tokens){gemm_x(g, t0) + 2 * (ptrdiff_t)k, g->x_stride, 64, plane};
     for (int t = 0; t < 16; t++) {
         const uint8_t *x = gemm_x(g, t0 + int_min(t, n_tok - 1)) + 2 * (ptrdiff_t)k;
-        for (int s = 0; s < (n + 31) / 32; s++) {
+        for (int s = 0; s < (n + 31) / 32; s++, x += 64) {
             uint8_t *out = tiles + s * AMX_TILE + t * 64;
-            _mm512_store_si512(out, _mm512_loadu_si512(x + 64 * s));
-            _mm512_store_si512(out + tile_plane, _mm512_loadu_si512(x + plane + 64 * (size_t)s));
+            _mm512_store_si512(out, _mm512_loadu_si512(x));
+            _mm512_store_si512(out + tile_plane, _mm512_loadu_si512(x + plane));
         }
     }
     return (struct amx_tokens){tiles, 64, AMX_TILE, tile_plane};
@@ -6099,10 +6024,10 @@ static void amx_gemm(const struct gemm *g) {
     else avx512_gemm(g);
 }
 
+/* Decoding to tiles pays from 16 tokens on, or 8 where the alternative is F32 arithmetic (measured). */
 static enum act_format amx_act_format(uint32_t type, int n_tok) {
-    return type == GGUF_F32 || n_tok < (panel_act_format(type, n_tok) == ACT_I16 ? 16 : 8)
-               ? panel_act_format(type, n_tok)
-               : ACT_BF16;
+    enum act_format few = panel_act_format(type, n_tok);
+    return type == GGUF_F32 || n_tok < (few == ACT_I16 ? 16 : 8) ? few : ACT_BF16;
 }
 
 static const struct kernels kernels_amx = {"avx512-vnni amx-bf16", amx_act_format, act_bytes,
@@ -6131,130 +6056,49 @@ static bool amx_permitted(void) {
 #define NEON        __attribute__((target("arch=armv8.2-a+dotprod")))
 #define NEON_INLINE NEON INLINE
 
-/* w[j] holds the weights 4j..4j+3 of every row, signed; E2M1 doubled. */
-struct neon_block {
-    int8x16_t w[8];
-    float32x4_t d[2];
-};
+PANEL_TYPES(neon, 4)
 
-/* 4 rows of four dwords, `stride` bytes apart, transposed: out[j] holds dword j of every row. */
-NEON_INLINE void neon_columns(const uint8_t *p, size_t stride, uint8x16_t out[4]) {
+NEON_INLINE void neon_columns(const uint8_t *p, size_t stride, neon_vu out[4]) {
     uint32x4_t m0 = vreinterpretq_u32_u8(vld1q_u8(p)), m1 = vreinterpretq_u32_u8(vld1q_u8(p + stride));
     uint32x4_t m2 = vreinterpretq_u32_u8(vld1q_u8(p + 2 * stride)),
                m3 = vreinterpretq_u32_u8(vld1q_u8(p + 3 * stride));
     uint64x2_t t0 = vreinterpretq_u64_u32(vtrn1q_u32(m0, m1)), t1 = vreinterpretq_u64_u32(vtrn2q_u32(m0, m1));
     uint64x2_t t2 = vreinterpretq_u64_u32(vtrn1q_u32(m2, m3)), t3 = vreinterpretq_u64_u32(vtrn2q_u32(m2, m3));
-    out[0] = vreinterpretq_u8_u64(vtrn1q_u64(t0, t2)), out[1] = vreinterpretq_u8_u64(vtrn1q_u64(t1, t3));
-    out[2] = vreinterpretq_u8_u64(vtrn2q_u64(t0, t2)), out[3] = vreinterpretq_u8_u64(vtrn2q_u64(t1, t3));
+    out[0] = (neon_vu)vtrn1q_u64(t0, t2), out[1] = (neon_vu)vtrn1q_u64(t1, t3);
+    out[2] = (neon_vu)vtrn2q_u64(t0, t2), out[3] = (neon_vu)vtrn2q_u64(t1, t3);
 }
 
-NEON_INLINE void neon_codes(uint8x16_t q, int8x16_t *lo, int8x16_t *hi) {
+/* Signed: 2 * E2M1; no bias. */
+NEON_INLINE void neon_codes(const neon_vu *q, neon_vu *lo, neon_vu *hi) {
     const int8x16_t table = vld1q_s8(e2m1_doubled);
-    *lo = vqtbl1q_s8(table, vandq_u8(q, vdupq_n_u8(15)));
-    *hi = vqtbl1q_s8(table, vshrq_n_u8(q, 4));
+    *lo = (neon_vu)vqtbl1q_s8(table, (uint8x16_t)(*q & 0x0f0f0f0f));
+    *hi = (neon_vu)vqtbl1q_s8(table, (uint8x16_t)(*q >> 4 & 0x0f0f0f0f));
 }
 
-/* Half of the UE4M3 whose bits 0-6 are in the bits 20-26 of d: see vec_rebias. */
-NEON_INLINE float32x4_t neon_half_ue4m3(uint32x4_t d) {
-    d = vandq_u32(d, vdupq_n_u32(0x07f00000));
-    float32x4_t v = vreinterpretq_f32_u32(vaddq_u32(d, vdupq_n_u32(119u << 23)));
-    float32x4_t w = vsubq_f32(vaddq_f32(v, v), vdupq_n_f32(0x1p-7f));
-    return vbslq_f32(vcltq_u32(d, vdupq_n_u32(0x00800000)), w, v);
-}
-
-NEON_INLINE void neon_decode_nvfp4(const uint8_t *w, size_t stride, int n, struct neon_block *p) {
-    for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {
-        uint8x16_t q[12];
-        neon_columns(w, stride, q);
-        neon_columns(w + 16, stride, q + 4);
-        neon_columns(w + 20, stride, q + 8);
-        q[8] = q[11]; /* q[1..8] are the codes */
-        uint32x4_t d = vreinterpretq_u32_u8(vbicq_u8(q[0], vceqq_u8(q[0], vdupq_n_u8(0x7f))));
-        UNROLL for (int i = 0; i < 8; i++) {
-            int at = i / 2 % 2 * 4 + i % 2;
-            neon_codes(q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);
-        }
-        p[0].d[0] = neon_half_ue4m3(vshlq_n_u32(d, 20));
-        p[0].d[1] = neon_half_ue4m3(vshlq_n_u32(d, 12));
-        p[1].d[0] = neon_half_ue4m3(vshlq_n_u32(d, 4));
-        p[1].d[1] = neon_half_ue4m3(vshrq_n_u32(d, 4));
-    }
-}
-
-NEON_INLINE void neon_decode_mxfp4(const uint8_t *w, size_t stride, int n, struct neon_block *p) {
-    for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {
-        uint8x16_t q[4], e[4];
-        neon_columns(w, stride, e);
-        neon_columns(w + 1, stride, q);
-        UNROLL for (int i = 0; i < 4; i++) neon_codes(q[i], &p->w[i], &p->w[i + 4]);
-        uint32x4_t d = vshlq_n_u32(vandq_u32(vreinterpretq_u32_u8(e[0]), vdupq_n_u32(255)), 23);
-        d = vmaxq_u32(d, vdupq_n_u32(0x00400000)); /* the code 0: 2^-127 */
-        p->d[0] = p->d[1] = vmulq_n_f32(vreinterpretq_f32_u32(d), 0.5f);
-    }
-}
-
-NEON_INLINE void neon_decode_q8_0(const uint8_t *w, size_t stride, int n, struct neon_block *p) {
-    for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {
-        uint8x16_t q[8], d[4];
-        neon_columns(w, stride, d);
-        neon_columns(w + 2, stride, q);
-        neon_columns(w + 18, stride, q + 4);
-        UNROLL for (int i = 0; i < 8; i++) p->w[i] = vreinterpretq_s8_u8(q[i]);
-        p->d[0] = p->d[1] = vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vreinterpretq_u32_u8(d[0]))));
-    }
-}
-
-NEON static void neon_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n,
-                                   void *panel) {
-    for (size_t i = 0, bytes = gguf_row_bytes(type, 32 * (size_t)n); i < 4 * bytes; i += 64)
-        __builtin_prefetch(next + i / bytes * stride + i % bytes);
-    if (type == GGUF_NVFP4) neon_decode_nvfp4(w, stride, n, panel);
-    else if (type == GGUF_MXFP4) neon_decode_mxfp4(w, stride, n, panel);
-    else neon_decode_q8_0(w, stride, n, panel);
-}
-
-NEON_INLINE int32x4_t neon_dot_digit(const int8x16_t w[4], const int8_t *q) {
+NEON_INLINE void neon_dot_digit(const neon_vu w[4], const int8_t *q, neon_vi *out) {
     int8x16_t x = vld1q_s8(q);
-    int32x4_t sum = vdotq_laneq_s32(vdupq_n_s32(0), w[0], x, 0);
-    sum = vdotq_laneq_s32(sum, w[1], x, 1);
-    sum = vdotq_laneq_s32(sum, w[2], x, 2);
-    return vdotq_laneq_s32(sum, w[3], x, 3);
+    int32x4_t sum = vdotq_laneq_s32(vdupq_n_s32(0), (int8x16_t)w[0], x, 0);
+    sum = vdotq_laneq_s32(sum, (int8x16_t)w[1], x, 1);
+    sum = vdotq_laneq_s32(sum, (int8x16_t)w[2], x, 2);
+    *out = (neon_vi)vdotq_laneq_s32(sum, (int8x16_t)w[3], x, 3);
 }
 
-NEON_INLINE float32x4_t neon_dot_half(const int8x16_t w[4], const struct act_i16 *a, int h) {
-    int32x4_t hi = neon_dot_digit(w, a->hi + 16 * h), lo = neon_dot_digit(w, a->lo + 16 * h);
-    return vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(hi, 8), lo));
+NEON_INLINE void neon_dot16(uint32_t type, const neon_vu w[4], const int8_t *hi, const int8_t *lo,
+                            int32_t bias, neon_vi *out) {
+    neon_vi h, l;
+    (void)type, (void)bias;
+    neon_dot_digit(w, hi, &h);
+    neon_dot_digit(w, lo, &l);
+    *out = (h << 8) + l;
 }
 
-NEON_INLINE void neon_dot_tokens(int n_tok, const struct neon_block *p, int n, const struct act_i16 *const *x,
-                                 float *sum) {
-    float32x4_t s[PANEL_GROUP];
-    UNROLL for (int t = 0; t < n_tok; t++) s[t] = vld1q_f32(sum + 4 * t);
-    for (int b = 0; b < n; b++, p++) {
-        UNROLL for (int t = 0; t < n_tok; t++) {
-            const struct act_i16 *a = x[t] + b;
-            float32x4_t v = vmulq_f32(neon_dot_half(p->w, a, 0), p->d[0]);
-            v = vfmaq_f32(v, neon_dot_half(p->w + 4, a, 1), p->d[1]);
-            s[t] = vfmaq_n_f32(s[t], v, a->d);
-        }
-    }
-    UNROLL for (int t = 0; t < n_tok; t++) vst1q_f32(sum + 4 * t, s[t]);
-}
-
-NEON static void neon_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,
-                                int n_tok, float *sum) {
-    (void)type;
-    if (n_tok == PANEL_GROUP) neon_dot_tokens(PANEL_GROUP, panel, n, x, sum);
-    else
-        for (int t = 0; t < n_tok; t++) neon_dot_tokens(1, panel, n, x + t, sum + 4 * t);
-}
+PANEL_FUNCTIONS(neon, NEON, 4, 0)
 
 VECTOR_FUNCTIONS(neon, NEON)
 VECTOR_PRODUCTS(neon, NEON, vec_load_bf16, vec_load_f16)
 
 static void neon_gemm(const struct gemm *g) {
-    static const struct panel_isa isa = {4, sizeof(struct neon_block), neon_panel_decode, neon_panel_dot};
-    if (g->format == ACT_I16) panel_gemm(g, &isa);
+    if (g->format == ACT_I16) panel_gemm(g, &neon_panel);
     else neon_gemm_f32(g);
 }
 
@@ -6300,27 +6144,26 @@ static const struct kernels *kernels_choose(void) {
     return kernel_sets[i];
 }
 
-/* Read bandwidth of main memory in bytes per second with n_threads threads, measured: one pass over a buffer that no cache
- * holds. 0 when there is no memory for it. */
+/* Read bandwidth of main memory in bytes per second with n_threads threads, measured: one pass over a buffer that no
+ * cache holds, or a quarter of the memory that is free. Takes about half a second. 0: there was no memory. */
 static double memory_bandwidth(int n_threads) {
-    const size_t piece = 1 << 20, n = 1024;
+    const size_t piece = 1 << 20;
     const struct kernels *k = kernels_choose();
-    float *p = mmap(NULL, n * piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    float sum = 0;
+    long free_mib = sysconf(_SC_AVPHYS_PAGES) / 256 * (sysconf(_SC_PAGESIZE) / 4096);
+    size_t n = free_mib > 4096 ? 1024 : free_mib > 4 ? (size_t)free_mib / 4 : 1;
+    float *p = mmap(NULL, n * piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), sum = 0;
     if (p == MAP_FAILED) return 0;
     madvise(p, n * piece, MADV_HUGEPAGE);
 #pragma omp parallel for num_threads(n_threads) schedule(static)
     for (size_t i = 0; i < n; i++) memset((char *)p + i * piece, 0, piece);
     double t = now_seconds();
 #pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
-    for (size_t i = 0; i < n; i++) {
-        float *q = p + i * (piece / sizeof *p);
-        sum += k->amax(q, (int)(piece / sizeof *p));
-    }
+    for (size_t i = 0; i < n; i++) sum += k->amax(p + i * (piece / sizeof *p), (int)(piece / sizeof *p));
     t = now_seconds() - t;
     munmap(p, n * piece);
-    return sum == 0 ? (double)(n * piece) / t : 0;
+    return (double)(n * piece) / t + (double)sum; /* sum is 0; adding it keeps the reads */
 }
+
 /* ============================================================================================================
  * Operations
  *
@@ -6759,16 +6602,16 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         attend_block(r, a, pos, n, buf, expand, &k, &ldk, &v, &ldv);
         r->k->sgemm_nt(rows, n, dk, q, dk, k, ldk, s, KEY_BLOCK);
         for (int i = 0; i < rows; i++) {
-            float *p = s + i * KEY_BLOCK, mx = top[i];
+            float *p = s + i * KEY_BLOCK, mx;
             int seen = r->pos + a->first + i / a->n_head + 1 - pos;
             seen = seen < 0 ? 0 : seen < n ? seen : n;
-            for (int j = 0; j < seen; j++) mx = p[j] > mx ? p[j] : mx;
+            mx = seen ? r->k->max(p, seen) : top[i];
             if (mx > top[i]) {
                 float f = expf(top[i] - mx);
                 den[i] *= f, top[i] = mx;
                 for (int j = 0; j < dv; j++) acc[i * dv + j] *= f;
             }
-            if (seen) den[i] += r->k->exp_sum(p, seen, mx);
+            if (seen) den[i] += r->k->exp_sum(p, seen, top[i]);
             for (int j = seen; j < n; j++) p[j] = 0;
         }
         r->k->sgemm_nn_add(rows, dv, n, s, KEY_BLOCK, v, ldv, acc, dv);
@@ -10176,7 +10019,7 @@ static int mode_smoke(struct engine *e) {
         chat_free(&c);
     }
     seconds[1] = now_seconds() - t0;
-    int n = e->session.n_ctx - 128 < 2000 ? e->session.n_ctx - 128 : 2000;
+    int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000;
     int secret;
     ok[2] = n >= 64 && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
     fprintf(stderr,
