@@ -73,6 +73,7 @@ test: all build/test_moe
 
 # The whole suite, with the programs that it starts, under AddressSanitizer and UndefinedBehaviorSanitizer.
 asan: build/demo.gguf | build/asan
+	ln -sfn ../../prompts build/asan/prompts
 	$(CC) $(FLAGS) $(SAN) -fopenmp moe.c -o build/asan/moe $(LIBS)
 	$(CC) $(FLAGS) $(SAN) convert/moe-convert.c -o build/asan/moe-convert $(LIBS)
 	$(CC) $(FLAGS) $(SAN) -fopenmp -DMOE_BIN='"build/asan/moe"' -DCONVERT_BIN='"build/asan/moe-convert"' -DSANITIZED=1 \
