@@ -10297,6 +10297,8 @@ static void engine_open(struct engine *e, struct settings *set) {
     settings_resolve(set, &e->model);
     if (set->info) return; /* needs no memory of its own */
     int threads = set->threads ? set->threads : omp_get_num_procs(), n_ctx = choose_context(e);
+    if (n_ctx > e->model.n_ctx_train)
+        note("-c %d is beyond the %d tokens that the model was trained for", n_ctx, e->model.n_ctx_train);
     session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(), threads, n_ctx,
                  settings_kv(set));
     if (set->verbose)
