@@ -12,10 +12,10 @@ CC       := gcc
 endif
 CLANG    ?= clang
 PACKAGES := gcc libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
-GOALS    := all chat test bench asan fuzz install moe build/moe-convert build/demo.gguf build/test_moe
+GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test bench asan fuzz install clean help format deps
+.PHONY: all chat test bench asan fuzz test-arm64 install clean help format deps
 
 ifneq ($(DEPS),ok)
 
@@ -87,6 +87,26 @@ fuzz: | build
 	for t in $(FUZZERS); do $(CLANG) -std=gnu11 -O1 -g -fopenmp -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_TARGET=fuzz_$$t \
 	    -Wno-unused-function tests/fuzz.c -o build/fuzz-$$t $(LIBS) || exit 1; done
 
+# A cross build for arm64 under qemu-user: the unit tests and three prompts of the reference. The libraries are unpacked below build/, not installed.
+ARM64 := build/arm64
+test-arm64: all | build
+	mkdir -p $(ARM64)/root
+	if [ "$$(id -u)" = 0 ]; then S=; else S=sudo; fi; \
+	    $$S dpkg --add-architecture arm64 && $$S apt-get update -qq && \
+	    $$S env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static >/dev/null
+	cd $(ARM64) && apt-get download -qq libjansson-dev:arm64 libjansson4:arm64 libpcre2-dev:arm64 libpcre2-8-0:arm64 libutf8proc-dev:arm64 libutf8proc2:arm64 \
+	    && for d in *.deb; do dpkg -x $$d root; done && mkdir -p inc/stb && cp /usr/include/stb/stb_ds.h inc/stb/
+	aarch64-linux-gnu-gcc -std=gnu11 $(CFLAGS) $(WARN) -isystem $(ARM64)/inc -isystem $(ARM64)/root/usr/include -fopenmp moe.c -o $(ARM64)/moe \
+	    -L$(ARM64)/root/usr/lib/aarch64-linux-gnu -L$(ARM64)/root/lib/aarch64-linux-gnu -ljansson -lpcre2-8 -lutf8proc -lm
+	aarch64-linux-gnu-gcc -std=gnu11 $(CFLAGS) $(WARN) -isystem $(ARM64)/inc -isystem $(ARM64)/root/usr/include -fopenmp tests/test_moe.c \
+	    -o $(ARM64)/test_moe -L$(ARM64)/root/usr/lib/aarch64-linux-gnu -L$(ARM64)/root/lib/aarch64-linux-gnu -ljansson -lpcre2-8 -lutf8proc -lm
+	for t in 'What is 7 squared? One word.=49' 'What is the capital of France?=The capital of France is Paris.' 'Sort these words: pear, apple, kite, bear.=bread, kite, kite, falcon,'; do \
+	    got=$$($(QEMU) $(ARM64)/moe -m build/demo.gguf --greedy --think off -t 2 -p "$${t%%=*}" </dev/null); \
+	    echo "$${t%%=*} $$got"; [ "$$got" = "$${t#*=}" ] || exit 1; done
+	$(QEMU) $(ARM64)/test_moe nvfp4 vocab template kernels model/fixtures model/router model/rope model/sampler model/kv model/ops model/state
+
+QEMU := qemu-aarch64-static -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH=$(ARM64)/root/usr/lib/aarch64-linux-gnu:$(ARM64)/root/lib/aarch64-linux-gnu
+
 install: moe build/moe-convert
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/moe/prompts
 	install -m 755 moe build/moe-convert $(DESTDIR)$(PREFIX)/bin
@@ -106,6 +126,7 @@ help:
 	@echo 'make test      runs the tests'
 	@echo 'make bench     speed of the demo model'
 	@echo 'make asan      the tests under the address and undefined-behaviour sanitizers'
+	@echo 'make test-arm64 a cross build and its tests under qemu-user'
 	@echo 'make fuzz      libFuzzer programs of the parsers (clang)'
 	@echo 'make install PREFIX=/usr/local'
 	@echo 'make WERROR=1  warnings are errors; make CC=clang'
