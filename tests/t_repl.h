@@ -817,6 +817,7 @@ static void test_repl_dumb(void) {
     EXPECT(&p, "=one\\x0atwo");
     pty_send(&p, "\"\"\"\na\\\n\nb\"\"\"\n");
     EXPECT(&p, "=a\\\\x0a\\x0ab");
+    EXPECT(&p, "> "); /* Ctrl-C between two lines is nobody's */
     pty_send(&p, "half\3");
     EXPECT(&p, "=INT");
     CHECK(pty_mode_kept(&p), "a dumb terminal was changed");
