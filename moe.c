@@ -4069,7 +4069,7 @@ static int template_render(const struct template *t, const json_t *vars, struct 
  *
  * A model is immutable after model_load. Every size is read from the file. Every tensor is bound once, by name, with its
  * shape checked against the metadata; afterwards nothing is looked up by string. A tensor of the file that no family
- * knows is an error, and so is a router, rope or scaling variant that is not implemented: nothing is guessed.
+ * knows is an error, and so is a router, rope or scaling variant that is not known: nothing is guessed.
  * Loading never exits and never allocates more than a small multiple of what the file really holds.
  * ============================================================================================================ */
 
@@ -7011,6 +7011,7 @@ static void *rank_own(struct rank *r, size_t n, size_t size) {
     if (!p)
         die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n,
             size);
+    r->bytes += n * size;
     arrput(r->owned, p);
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
 }
@@ -7092,6 +7093,7 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
         rank_plane(r, &y->k);
         rank_plane(r, &y->v);
     }
+    r->bytes -= r->kv_bytes;
 }
 
 static void rank_free(struct rank *r) {
