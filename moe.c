@@ -9333,8 +9333,8 @@ static void signal_crash(int sig) {
     raise(sig);
 }
 
-/* What the parent ignores (nohup, a job without control) stays ignored. SIGPIPE keeps its default, whatever the parent set:
- * `moe | head` ends quietly, with status 141. */
+/* What the parent ignores (nohup, a job without control) stays ignored, but for SIGINT at a terminal: there somebody presses
+ * Ctrl-C and means it. SIGPIPE keeps its default, whatever the parent set: `moe | head` ends quietly, with status 141. */
 static void signals_install(void) {
     static const struct {
         int sig;
@@ -9346,7 +9346,8 @@ static void signals_install(void) {
     sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         struct sigaction old, sa = {.sa_handler = table[i].fn, .sa_flags = SA_ONSTACK};
-        if (!sigaction(table[i].sig, NULL, &old) && old.sa_handler != SIG_IGN)
+        bool ours = table[i].sig == SIGINT && isatty(0);
+        if (!sigaction(table[i].sig, NULL, &old) && (ours || old.sa_handler != SIG_IGN))
             sigaction(table[i].sig, &sa, NULL);
     }
     signal(SIGPIPE, SIG_DFL);

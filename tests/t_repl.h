@@ -190,6 +190,8 @@ static bool pty_start(struct pty *p, int rows, int cols, const char *terminal, v
     if (!p->pid) {
         close(p->master);
         login_tty(p->slave);
+        signal(SIGHUP, SIG_DFL), signal(SIGTERM, SIG_DFL);
+        signal(SIGINT, SIG_IGN); /* as a script's background job hands it on; at a terminal Ctrl-C works all the same */
         setenv("TERM", terminal, 1);
         if (argv) execv(argv[0], argv);
         else fn(arg);
