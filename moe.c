@@ -17,6 +17,7 @@
  * chunks of 512 tokens. Nothing is allocated while tokens are computed.
  *
  * Contents, in order of the sections:
+ *   Model and operations
  *   Limits and errors
  *   Allocation
  *   Files, time, text
@@ -37,7 +38,6 @@
  *   CPU kernels: AMX, BF16 tiles
  *   CPU kernels: NEON with dot products
  *   CPU kernels: choice
- *   Operations
  *   KV cache
  *   CPU operations
  *   Families
@@ -52,6 +52,7 @@
  *   Modes
  *   Main
  */
+#ifndef MOE_TYPES_ONLY
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
@@ -68,15 +69,24 @@
 #include <utf8proc.h>
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
+#endif
 
 #include "gguf_nvfp4.h"
 
 /* ============================================================================================================
- * Limits and errors
+ * Model and operations
  *
- * Two classes of error. Start-up errors end the program: one line on stderr that names the file or option, what was
- * expected and what was found; exit 1 (2 for wrong usage). Session errors are returned: functions give -1 and write
- * one line into `char err[ERR_MAX]`; the caller rolls back and lives on.
+ * The types that moe_cuda.cu shares: it includes this file with MOE_TYPES_ONLY and sees no more than this section.
+ *
+ * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
+ * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
+ *   - an operation only enqueues work; it returns nothing, and a forward never branches on data;
+ *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
+ *     0..n_tok-1 of a slot mean anything;
+ *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
+ *   - there are no globals: everything is reached through struct rank;
+ *   - only read_logits waits for results;
+ *   - the same n_tok gives the same list of operations.
  * ============================================================================================================ */
 
 enum {
@@ -85,6 +95,209 @@ enum {
     MAX_EXPERTS = 1024, /* per layer */
     MAX_TOPK = 32       /* experts used per token */
 };
+
+/* One matrix in the mapping, or a stack of n_expert of them. */
+struct weight {
+    const uint8_t *data; /* (n_expert, n_out, n_in) blocks of `type`; NULL: the model has no such tensor */
+    uint32_t type;       /* enum gguf_type */
+    int n_in, n_out, n_expert;
+    size_t row_bytes, expert_bytes; /* strides */
+    const float *scale;             /* (n_expert) factors of the products, or NULL for 1 */
+    const float *bias;              /* (n_out) added to the product of a plain matrix, or NULL */
+};
+
+struct layer {
+    const float *attn_norm, *ffn_norm; /* (n_embd) */
+    struct weight wo;                  /* (n_embd, n_head * head_v) */
+    /* grouped-query attention */
+    struct weight wq, wk,
+        wv; /* (n_head * head_k, n_embd), (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
+    const float *q_norm, *k_norm; /* (head_k) */
+    /* multi-head latent attention; wq serves models without a low-rank query */
+    struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * (nope + rope), q_lora) */
+    struct weight wkv_a;               /* (kv_lora + rope, n_embd) */
+    struct weight wk_b, wv_b;          /* n_head of (kv_lora, nope); n_head of (v, kv_lora) */
+    const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
+    /* feed-forward: dense when n_expert is 0 */
+    int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
+    struct weight router;         /* (n_expert, n_embd) */
+    const float *router_bias;     /* (n_expert), added for the selection only; NULL: none */
+    struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
+    struct weight sh_gate, sh_up, sh_down; /* the shared expert */
+    const int32_t
+        *kept; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
+};
+
+enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
+enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
+
+struct model {
+    struct gguf gguf;
+    struct vocab *vocab; /* n_tokens 0: the file has none */
+    enum arch arch;
+    char name[128];
+    int n_layer;     /* without the multi-token-prediction layers */
+    int n_mtp_layer; /* present in the file, not bound */
+    int n_embd, n_vocab, n_ctx_train;
+    int n_head, n_head_kv;
+    int head_k, head_v;                  /* of one head as attention sees it (MLA: nope + rope, v) */
+    int q_lora, kv_lora, rope_dim, nope; /* kv_lora 0: no MLA; q_lora 0: wq instead of wq_a, wq_b */
+    float rms_eps;
+    float attn_scale;       /* factor of q.k before the softmax */
+    const float *rope_freq; /* (rope_dim / 2) radians per position */
+    float rope_factor;      /* of cos and sin (YaRN) */
+    int n_expert_max, n_expert_used;
+    int n_ff_dense, n_ff_expert, n_ff_shared; /* widths; 0 where there is no such part */
+    int n_group, n_group_used;                /* routing groups; 1: no grouping */
+    enum gating gating;
+    bool weights_norm; /* the chosen experts' weights are divided by their sum */
+    float weights_scale;
+    bool pruned;                       /* the file says that experts were removed */
+    int n_expert_original;             /* before pruning, 0 if not recorded */
+    struct weight embd, output;        /* (n_vocab, n_embd) */
+    const float *output_norm;          /* (n_embd) */
+    struct layer *layers;              /* (n_layer) */
+    uint64_t file_bytes, weight_bytes; /* weight_bytes: of all tensors bound */
+    uint64_t hash;                     /* identifies the file to saved sessions */
+    void **owned;                      /* stb_ds: what model_free frees */
+    double load_seconds;
+};
+
+enum act {
+    A_X,   /* (n_tok, n_embd) the residual stream */
+    A_H,   /* (n_tok, n_embd) its norm */
+    A_OUT, /* (n_tok, n_embd) what attention or feed-forward adds to it */
+    A_QA,  /* (n_tok, q_lora) */
+    A_Q,   /* (n_tok, n_head * head_k) */
+    A_K,   /* (n_tok, n_head_kv * head_k); MLA: (n_tok, kv_lora + rope_dim) */
+    A_V,   /* (n_tok, n_head_kv * head_v) */
+    A_ATT, /* (n_tok, n_head * head_v) */
+    ACT_COUNT
+};
+
+struct rank;
+struct kv_plane;
+
+struct ops {
+    bool (*begin)(
+        struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
+    void (*end)(struct rank *r);                 /* after it */
+    void (*embed)(struct rank *r, enum act out); /* out = rows of the embedding */
+    void (*rmsnorm)(struct rank *r, enum act x, const float *w,
+                    enum act out); /* out = norm(x) * w; out may be x */
+    void (*add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w,
+                        enum act out);                       /* x += delta; then as above */
+    void (*add)(struct rank *r, enum act x, enum act delta); /* x += delta */
+    void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
+    void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k,
+                          enum act v); /* head norms, rotation of q and k, k and v to the cache */
+    void (*attention)(struct rank *r, int il, enum act q, enum act out); /* grouped-query, over the cache */
+    void (*mla_store)(struct rank *r, int il, enum act q,
+                      enum act kv); /* latent norm, rotation, latent and k_pe to the cache */
+    void (*mla_attention)(struct rank *r, int il, enum act q,
+                          enum act out); /* multi-head latent attention, over the cache */
+    void (*ffn)(struct rank *r, int il, enum act x, enum act out); /* dense SwiGLU */
+    void (*moe_ffn)(struct rank *r, int il, enum act x,
+                    enum act out);                        /* router, routed experts, shared expert */
+    void (*all_reduce)(struct rank *r, enum act x);       /* sum over the ranks */
+    void (*logits)(struct rank *r, int first, int n);     /* final norm and head for rows first..first+n-1 */
+    const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
+    /* rows first..first+n-1 of a plane to or from (store) host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one */
+    void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
+                    float *scale, bool store);
+    void (*close)(struct rank *r); /* frees what the rank holds */
+};
+
+enum kv_type { KV_BF16, KV_FP8, KV_F32 };
+
+/* One of the two arrays of a layer's cache. FP8 rows carry one F32 scale per `group` values, in an array of their own. */
+struct kv_plane {
+    uint8_t *data; /* (n_ctx, row_bytes) */
+    float *scale;  /* (n_ctx, n_group); FP8 only */
+    enum kv_type type;
+    int width, group, n_group; /* values per row, per scale, scales per row */
+    size_t row_bytes;          /* a multiple of 16 */
+};
+
+/* GQA: k (n_head_kv * head_k), v (n_head_kv * head_v). MLA: k the normed latent (kv_lora), v the rotated shared key (rope_dim). */
+struct kv_layer {
+    struct kv_plane k, v;
+};
+
+enum {
+    CHUNK_MAX = 512,   /* tokens of one forward on a CPU */
+    LOGIT_ROWS = 16,   /* rows of one logits operation */
+    LATENT_GROUP = 128 /* latents under one FP8 scale */
+};
+
+/* What one rank computes with. Sized at start; nothing is allocated afterwards. */
+struct rank {
+    const struct model *m;
+    const struct ops *ops;
+    int n_ctx, chunk; /* tokens of context, of one forward at most */
+    enum kv_type kv_type;
+    struct kv_layer *kv;    /* (n_layer); planes in the backend's memory */
+    int n_tok;              /* the batch: tokens of this forward, */
+    int32_t pos;            /* position of the first, */
+    int32_t *tokens;        /* (chunk) ids */
+    int width[ACT_COUNT];   /* values per row */
+    size_t bytes, kv_bytes; /* of activations; of the cache */
+    struct cuda *cuda;      /* the rest of a GPU's rank; */
+
+    /* the rest of a CPU's */
+    const struct kernels *k;
+    int n_threads;
+    float *act[ACT_COUNT];
+    float *cos, *sin;     /* (chunk, rope_dim / 2) of the batch's positions */
+    uint8_t *pack;        /* (chunk * max(1, n_head), ...) packed activations, input side */
+    uint8_t *pack_h;      /* packed hidden rows of the feed-forward */
+    float *hidden;        /* hidden rows of the feed-forward, one after the other */
+    float *route;         /* (chunk, n_expert_max) router logits */
+    int32_t *route_id;    /* (chunk, n_expert_used) */
+    float *route_w;       /* (chunk, n_expert_used) */
+    struct ffn_job *jobs; /* (n_expert_max + 1) */
+    int n_jobs;
+    int32_t *job_rows; /* tokens of the jobs */
+    float *job_w;      /* their weights */
+    float *qlat;       /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
+    float *part;       /* partial results of a partitioned context */
+    float *logits;     /* (LOGIT_ROWS, n_vocab) */
+    uint8_t *scratch;  /* (n_threads, scratch_bytes) */
+    size_t scratch_bytes;
+    void **owned; /* stb_ds */
+};
+
+/* What moe_cuda.cu offers, in a program that is built with it. */
+struct cuda_options {
+    int device, n_ctx; /* n_ctx 0: the trained length, or what fits */
+    int kv_splits;     /* of the context in decode at most; 0: what fills the GPU */
+    enum kv_type kv;
+    size_t reserve;                              /* bytes to leave free */
+    void (*progress)(double done, double total); /* bytes of weights that are there */
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o,
+                   char *err);                 /* 0 or -1 with a line */
+int cuda_device_count(char *err);              /* 0: none can be used, and why */
+void cuda_describe(int device, char out[128]); /* name, chip, memory */
+const char *cuda_targets(void);                /* the chips that the program was built for */
+void rank_fatal(const char *what);             /* moe.c: ends the program with a line */
+#ifdef __cplusplus
+}
+#endif
+
+#ifndef MOE_TYPES_ONLY
+
+/* ============================================================================================================
+ * Limits and errors
+ *
+ * Two classes of error. Start-up errors end the program: one line on stderr that names the file or option, what was
+ * expected and what was found; exit 1 (2 for wrong usage). Session errors are returned: functions give -1 and write
+ * one line into `char err[ERR_MAX]`; the caller rolls back and lives on.
+ * ============================================================================================================ */
 
 enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
@@ -4073,73 +4286,7 @@ static int template_render(const struct template *t, const json_t *vars, struct 
  * Loading never exits and never allocates more than a small multiple of what the file really holds.
  * ============================================================================================================ */
 
-/* One matrix in the mapping, or a stack of n_expert of them. */
-struct weight {
-    const uint8_t *data; /* (n_expert, n_out, n_in) blocks of `type`; NULL: the model has no such tensor */
-    uint32_t type;       /* enum gguf_type */
-    int n_in, n_out, n_expert;
-    size_t row_bytes, expert_bytes; /* strides */
-    const float *scale;             /* (n_expert) factors of the products, or NULL for 1 */
-    const float *bias;              /* (n_out) added to the product of a plain matrix, or NULL */
-};
-
-struct layer {
-    const float *attn_norm, *ffn_norm; /* (n_embd) */
-    struct weight wo;                  /* (n_embd, n_head * head_v) */
-    /* grouped-query attention */
-    struct weight wq, wk,
-        wv; /* (n_head * head_k, n_embd), (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
-    const float *q_norm, *k_norm; /* (head_k) */
-    /* multi-head latent attention; wq serves models without a low-rank query */
-    struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * (nope + rope), q_lora) */
-    struct weight wkv_a;               /* (kv_lora + rope, n_embd) */
-    struct weight wk_b, wv_b;          /* n_head of (kv_lora, nope); n_head of (v, kv_lora) */
-    const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
-    /* feed-forward: dense when n_expert is 0 */
-    int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
-    struct weight router;         /* (n_expert, n_embd) */
-    const float *router_bias;     /* (n_expert), added for the selection only; NULL: none */
-    struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
-    struct weight sh_gate, sh_up, sh_down; /* the shared expert */
-    const int32_t
-        *kept; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
-};
-
-enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
 static const char *const arch_names[] = {[ARCH_QWEN3MOE] = "qwen3moe", [ARCH_DEEPSEEK2] = "deepseek2"};
-enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
-
-struct model {
-    struct gguf gguf;
-    struct vocab vocab; /* n_tokens 0: the file has none */
-    enum arch arch;
-    char name[128];
-    int n_layer;     /* without the multi-token-prediction layers */
-    int n_mtp_layer; /* present in the file, not bound */
-    int n_embd, n_vocab, n_ctx_train;
-    int n_head, n_head_kv;
-    int head_k, head_v;                  /* of one head as attention sees it (MLA: nope + rope, v) */
-    int q_lora, kv_lora, rope_dim, nope; /* kv_lora 0: no MLA; q_lora 0: wq instead of wq_a, wq_b */
-    float rms_eps;
-    float attn_scale;       /* factor of q.k before the softmax */
-    const float *rope_freq; /* (rope_dim / 2) radians per position */
-    float rope_factor;      /* of cos and sin (YaRN) */
-    int n_expert_max, n_expert_used;
-    int n_ff_dense, n_ff_expert, n_ff_shared; /* widths; 0 where there is no such part */
-    int n_group, n_group_used;                /* routing groups; 1: no grouping */
-    enum gating gating;
-    bool weights_norm; /* the chosen experts' weights are divided by their sum */
-    float weights_scale;
-    bool pruned;                       /* the file says that experts were removed */
-    int n_expert_original;             /* before pruning, 0 if not recorded */
-    struct weight embd, output;        /* (n_vocab, n_embd) */
-    const float *output_norm;          /* (n_embd) */
-    struct layer *layers;              /* (n_layer) */
-    uint64_t file_bytes, weight_bytes; /* weight_bytes: of all tensors bound */
-    uint64_t hash;                     /* identifies the file to saved sessions */
-    void **owned;                      /* stb_ds: what model_free frees */
-    double load_seconds;
-};
 
 /* What loading carries along. The first error sticks; every step after it does nothing. */
 struct loader {
@@ -4573,7 +4720,8 @@ static uint64_t model_hash(const struct gguf *g) {
 static void model_free(struct model *m) {
     for (size_t i = 0; i < arrlenu(m->owned); i++) free(m->owned[i]);
     arrfree(m->owned);
-    vocab_free(&m->vocab);
+    if (m->vocab) vocab_free(m->vocab);
+    free(m->vocab);
     gguf_close(&m->gguf);
     memset(m, 0, sizeof *m);
 }
@@ -4584,6 +4732,7 @@ static int model_bind(struct model *m, char *err) {
     struct gguf_str s = {"", 0};
     char text[64];
     size_t known = 0, n_names = sizeof arch_names / sizeof *arch_names;
+    m->vocab = xcalloc(1, sizeof *m->vocab);
     if (!gguf_get_str(l.g, "general.architecture", &s))
         loader_fail(&l, "metadata key 'general.architecture' is missing");
     while (known < n_names && !gguf_str_eq(s, arch_names[known])) known++;
@@ -4619,9 +4768,9 @@ static int model_bind(struct model *m, char *err) {
     gguf_get_str(l.g, "tokenizer.ggml.model", &tokenizer);
     if (!l.failed && gguf_find(l.g, "tokenizer.ggml.tokens") && !gguf_str_eq(tokenizer, "no_vocab")) {
         char why[ERR_MAX];
-        if (vocab_load(&m->vocab, l.g, why)) loader_fail(&l, "%s", why);
-        else if (m->vocab.n_tokens > m->n_vocab)
-            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab.n_tokens,
+        if (vocab_load(m->vocab, l.g, why)) loader_fail(&l, "%s", why);
+        else if (m->vocab->n_tokens > m->n_vocab)
+            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab->n_tokens,
                         m->n_vocab);
     }
     free(l.used);
@@ -6165,121 +6314,6 @@ static double memory_bandwidth(int n_threads) {
 }
 
 /* ============================================================================================================
- * Operations
- *
- * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
- * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
- *   - an operation only enqueues work; it returns nothing, and a forward never branches on data;
- *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
- *     0..n_tok-1 of a slot mean anything;
- *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
- *   - there are no globals: everything is reached through struct rank;
- *   - only read_logits waits for results;
- *   - the same n_tok gives the same list of operations.
- * ============================================================================================================ */
-
-enum act {
-    A_X,   /* (n_tok, n_embd) the residual stream */
-    A_H,   /* (n_tok, n_embd) its norm */
-    A_OUT, /* (n_tok, n_embd) what attention or feed-forward adds to it */
-    A_QA,  /* (n_tok, q_lora) */
-    A_Q,   /* (n_tok, n_head * head_k) */
-    A_K,   /* (n_tok, n_head_kv * head_k); MLA: (n_tok, kv_lora + rope_dim) */
-    A_V,   /* (n_tok, n_head_kv * head_v) */
-    A_ATT, /* (n_tok, n_head * head_v) */
-    ACT_COUNT
-};
-
-struct rank;
-
-struct ops {
-    void (*embed)(struct rank *r, enum act out); /* out = rows of the embedding */
-    void (*rmsnorm)(struct rank *r, enum act x, const float *w,
-                    enum act out); /* out = norm(x) * w; out may be x */
-    void (*add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w,
-                        enum act out);                       /* x += delta; then as above */
-    void (*add)(struct rank *r, enum act x, enum act delta); /* x += delta */
-    void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
-    void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k,
-                          enum act v); /* head norms, rotation of q and k, k and v to the cache */
-    void (*attention)(struct rank *r, int il, enum act q, enum act out); /* grouped-query, over the cache */
-    void (*mla_store)(struct rank *r, int il, enum act q,
-                      enum act kv); /* latent norm, rotation, latent and k_pe to the cache */
-    void (*mla_attention)(struct rank *r, int il, enum act q,
-                          enum act out); /* multi-head latent attention, over the cache */
-    void (*ffn)(struct rank *r, int il, enum act x, enum act out); /* dense SwiGLU */
-    void (*moe_ffn)(struct rank *r, int il, enum act x,
-                    enum act out);                        /* router, routed experts, shared expert */
-    void (*all_reduce)(struct rank *r, enum act x);       /* sum over the ranks */
-    void (*logits)(struct rank *r, int first, int n);     /* final norm and head for rows first..first+n-1 */
-    const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
-};
-
-enum kv_type { KV_BF16, KV_FP8, KV_F32 };
-
-/* One of the two arrays of a layer's cache. FP8 rows carry one F32 scale per `group` values, in an array of their own. */
-struct kv_plane {
-    uint8_t *data; /* (n_ctx, row_bytes) */
-    float *scale;  /* (n_ctx, n_group); FP8 only */
-    enum kv_type type;
-    int width, group, n_group; /* values per row, per scale, scales per row */
-    size_t row_bytes;          /* a multiple of 16 */
-};
-
-/* GQA: k (n_head_kv * head_k), v (n_head_kv * head_v). MLA: k the normed latent (kv_lora), v the rotated shared key (rope_dim). */
-struct kv_layer {
-    struct kv_plane k, v;
-};
-
-enum {
-    CHUNK_MAX = 512, /* tokens of one forward */
-    LOGIT_ROWS = 16, /* rows of one logits operation */
-    ROW_TILE = 32,   /* weight rows of one work item */
-    KEY_BLOCK = 64,  /* keys of one step of the online softmax */
-    QUERY_ROWS = 64, /* query rows (tokens x heads) of one attention work item */
-    PART_KEYS = 128, /* keys of one partition of the context in decode, at least */
-    PARTS_MAX = 64,
-    PART_TOKENS = 4,    /* up to so many tokens the context is partitioned */
-    LATENT_GROUP = 128, /* latents under one FP8 scale */
-    MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
-    OWN_PACK =
-        96 << 10 /* bytes of packed activations that every thread rather makes for itself than waits for */
-};
-
-/* What one rank computes with. Sized at start; nothing is allocated afterwards. */
-struct rank {
-    const struct model *m;
-    const struct ops *ops;
-    const struct kernels *k;
-    int n_threads, n_ctx, chunk;
-    enum kv_type kv_type;
-    struct kv_layer *kv; /* (n_layer) */
-    int n_tok;           /* the batch: tokens of this forward, */
-    int32_t pos;         /* position of the first, */
-    int32_t *tokens;     /* (chunk) ids */
-    float *act[ACT_COUNT];
-    int width[ACT_COUNT]; /* floats per row */
-    float *cos, *sin;     /* (chunk, rope_dim / 2) of the batch's positions */
-    uint8_t *pack;        /* (chunk * max(1, n_head), ...) packed activations, input side */
-    uint8_t *pack_h;      /* packed hidden rows of the feed-forward */
-    float *hidden;        /* hidden rows of the feed-forward, one after the other */
-    float *route;         /* (chunk, n_expert_max) router logits */
-    int32_t *route_id;    /* (chunk, n_expert_used) */
-    float *route_w;       /* (chunk, n_expert_used) */
-    struct ffn_job *jobs; /* (n_expert_max + 1) */
-    int n_jobs;
-    int32_t *job_rows;           /* tokens of the jobs */
-    float *job_w;                /* their weights */
-    float *qlat;                 /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
-    float *part;                 /* partial results of a partitioned context */
-    float *logits;               /* (LOGIT_ROWS, n_vocab) */
-    uint8_t *scratch;            /* (n_threads, scratch_bytes) */
-    size_t scratch_bytes, bytes; /* bytes: all of the above but the cache */
-    size_t kv_bytes;
-    void **owned; /* stb_ds */
-};
-
-/* ============================================================================================================
  * KV cache
  * ============================================================================================================ */
 
@@ -6348,6 +6382,18 @@ static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t p
  * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that do
  * not depend on the number of threads, so that results do not either.
  * ============================================================================================================ */
+
+enum {
+    ROW_TILE = 32,   /* weight rows of one work item */
+    KEY_BLOCK = 64,  /* keys of one step of the online softmax */
+    QUERY_ROWS = 64, /* query rows (tokens x heads) of one attention work item */
+    PART_KEYS = 128, /* keys of one partition of the context in decode, at least */
+    PARTS_MAX = 64,
+    PART_TOKENS = 4,    /* up to so many tokens the context is partitioned */
+    MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
+    OWN_PACK =
+        96 << 10 /* bytes of packed activations that every thread rather makes for itself than waits for */
+};
 
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -6998,10 +7044,28 @@ static const float *cpu_read_logits(struct rank *r, int row) {
     return r->logits + (size_t)row * (size_t)r->m->n_vocab;
 }
 
-static const struct ops cpu_ops = {cpu_embed,         cpu_rmsnorm,       cpu_add_rmsnorm, cpu_add,
-                                   cpu_linear,        cpu_rope_store_kv, cpu_attention,   cpu_mla_store,
-                                   cpu_mla_attention, cpu_ffn,           cpu_moe_ffn,     cpu_all_reduce,
-                                   cpu_logits,        cpu_read_logits};
+static bool cpu_begin(struct rank *r) { return (void)r, false; }
+static void cpu_end(struct rank *r) { (void)r; }
+
+static void cpu_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
+                        float *scale, bool store) {
+    (void)r;
+    uint8_t *d = p->data + first * p->row_bytes;
+    if (data) memcpy(store ? d : data, store ? data : d, n * p->row_bytes);
+    if (!scale) return;
+    float *s = p->scale + first * (size_t)p->n_group;
+    memcpy(store ? s : scale, store ? scale : s, n * (size_t)p->n_group * sizeof *s);
+}
+
+static void cpu_close(struct rank *r) {
+    for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
+    arrfree(r->owned);
+}
+
+static const struct ops cpu_ops = {
+    cpu_begin,   cpu_end,           cpu_embed,     cpu_rmsnorm,     cpu_add_rmsnorm,   cpu_add,
+    cpu_linear,  cpu_rope_store_kv, cpu_attention, cpu_mla_store,   cpu_mla_attention, cpu_ffn,
+    cpu_moe_ffn, cpu_all_reduce,    cpu_logits,    cpu_read_logits, cpu_kv_copy,       cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -7096,12 +7160,6 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->bytes -= r->kv_bytes;
 }
 
-static void rank_free(struct rank *r) {
-    for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
-    arrfree(r->owned);
-    memset(r, 0, sizeof *r);
-}
-
 /* ============================================================================================================
  * Families
  *
@@ -7163,8 +7221,10 @@ static void forward_deepseek2(struct rank *r) {
 }
 
 static void forward(struct rank *r) {
+    if (r->ops->begin(r)) return;
     if (r->m->arch == ARCH_QWEN3MOE) forward_qwen3moe(r);
     else forward_deepseek2(r);
+    r->ops->end(r);
 }
 /* ============================================================================================================
  * Sampler
@@ -7292,7 +7352,7 @@ static void session_init(struct session *s, const struct model *m, const struct 
 }
 
 static void session_free(struct session *s) {
-    rank_free(&s->r);
+    s->r.ops->close(&s->r);
     free(s->tokens);
 }
 
@@ -7436,21 +7496,27 @@ static struct kv_header session_header(const struct session *s) {
     return h;
 }
 
-/* Writes or reads the planes of n tokens. */
-static bool session_planes(struct session *s, size_t n, FILE *f,
-                           size_t (*io)(void *, size_t, size_t, FILE *)) {
-    for (int il = 0; il < s->m->n_layer; il++) {
-        struct kv_plane *p[2] = {&s->r.kv[il].k, &s->r.kv[il].v};
-        for (int i = 0; i < 2; i++) {
-            if (io(p[i]->data, p[i]->row_bytes, n, f) != n) return false;
-            if (p[i]->scale && io(p[i]->scale, sizeof(float) * (size_t)p[i]->n_group, n, f) != n)
-                return false;
+/* Writes or reads (store) the planes of n tokens: per plane all rows, then all scales. */
+static bool session_planes(struct session *s, size_t n, FILE *f, bool store) {
+    enum { ROWS = 1024 };
+    void *buf = NULL;
+    bool ok = true;
+    for (int i = 0; ok && i < 4 * s->m->n_layer; i++) {
+        const struct kv_plane *p = i & 2 ? &s->r.kv[i / 4].v : &s->r.kv[i / 4].k;
+        bool scales = i & 1;
+        size_t row = scales ? (size_t)p->n_group * sizeof(float) : p->row_bytes;
+        if (scales && !p->scale) continue;
+        buf = xrealloc(buf, ROWS * row);
+        for (size_t at = 0; ok && at < n; at += ROWS) {
+            size_t k = n - at < ROWS ? n - at : ROWS;
+            if (store) ok = fread(buf, row, k, f) == k;
+            if (ok) s->r.ops->kv_copy(&s->r, p, at, k, scales ? NULL : buf, scales ? buf : NULL, store);
+            if (!store) ok = fwrite(buf, row, k, f) == k;
         }
     }
-    return true;
+    free(buf);
+    return ok;
 }
-
-static size_t io_write(void *p, size_t size, size_t n, FILE *f) { return fwrite(p, size, n, f); }
 
 /* The state to a file, by a temporary name, so that a full disk leaves the old one. */
 static int session_save(struct session *s, const char *path, char *err) {
@@ -7462,7 +7528,7 @@ static int session_save(struct session *s, const char *path, char *err) {
     FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
     if (!f || fwrite(&h, sizeof h, 1, f) != 1 ||
         fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
-        !session_planes(s, h.n_tokens, f, io_write) || fflush(f) || fsync(fd))
+        !session_planes(s, h.n_tokens, f, false) || fflush(f) || fsync(fd))
         rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
     if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
     if (!rc && rename(name, path)) rc = fail(err, "cannot rename '%s': %s", name, strerror(errno));
@@ -7494,7 +7560,7 @@ static int session_load(struct session *s, const char *path, char *err) {
         rc = fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
                   (unsigned long long)(sizeof h + (uint64_t)per * h.n_tokens));
     else if (fread(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
-             !session_planes(s, h.n_tokens, f, fread))
+             !session_planes(s, h.n_tokens, f, true))
         rc = fail(err, "cannot read '%s'", path);
     for (uint32_t i = 0; !rc && i < h.n_tokens; i++)
         if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
@@ -7824,11 +7890,11 @@ static int chat_template(struct template **out, const struct settings *set, cons
     char why[ERR_MAX];
     if (set->template_file) {
         if (read_file(set->template_file, source, err)) return -1;
-    } else if (!m || !m->vocab.n_tokens || !m->vocab.chat_template.p) {
+    } else if (!m || !m->vocab->n_tokens || !m->vocab->chat_template.p) {
         return fail(
             err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
     } else {
-        sb_put(source, m->vocab.chat_template.p, m->vocab.chat_template.n);
+        sb_put(source, m->vocab->chat_template.p, m->vocab->chat_template.n);
     }
     *out = template_parse(*source, arrlenu(*source), why);
     return *out ? 0 : fail(err, "chat template: %s", why);
@@ -7853,7 +7919,7 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     if (!rc) {
         c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
         c->strips_reasoning = text_has(source, arrlenu(source), "</think>");
-        sampler_init(&c->sampler, m->vocab.n_tokens,
+        sampler_init(&c->sampler, m->vocab->n_tokens,
                      set->seed >= 0 ? (uint64_t)set->seed : (uint64_t)time(NULL));
         if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
     }
@@ -7902,12 +7968,12 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
     const char *think = set->think;
     json_object_set_new(vars, "tools", json_null());
     json_object_set_new(vars, "documents", json_null());
-    if (m && m->vocab.n_tokens) {
-        int32_t id[2] = {m->vocab.bos, m->vocab.eos};
+    if (m && m->vocab->n_tokens) {
+        int32_t id[2] = {m->vocab->bos, m->vocab->eos};
         const char *name[2] = {"bos_token", "eos_token"};
         for (int i = 0; i < 2; i++)
             if (id[i] >= 0) {
-                struct gguf_str s = vocab_bytes(&m->vocab, id[i]);
+                struct gguf_str s = vocab_bytes(m->vocab, id[i]);
                 json_object_set_new(vars, name[i], json_stringn(s.p, s.n));
             }
     }
@@ -7937,7 +8003,7 @@ static bool token_is_cut(const struct vocab *v, int32_t id) {
 
 /* Token ids of a rendered prompt, taking over those of the session's timeline as long as their text agrees. */
 static void chat_tokenize(const struct chat *c, const struct text *text, int32_t **ids) {
-    const struct vocab *v = &c->m->vocab;
+    const struct vocab *v = c->m->vocab;
     const struct session *s = c->s;
     size_t n = arrlenu(text->s), at = 0, cut_at = 0;
     int k = 0, cut = 0;
@@ -8071,7 +8137,7 @@ static void printer_end(struct printer *p) {
 static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
     bool show = !strcmp(c->set->show_think, "on") || (!strcmp(c->set->show_think, "auto") && term.out_tty);
     return (struct printer){
-        .v = &c->m->vocab, .thinking = thinking, .show = show, .verbatim = verbatim, .start = now_seconds()};
+        .v = c->m->vocab, .thinking = thinking, .show = show, .verbatim = verbatim, .start = now_seconds()};
 }
 
 /* ---- generation ---- */
@@ -8098,7 +8164,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
         }
         int32_t id = sampler_choose(&c->sampler, &o, s->logits, s->tokens + s->n_past - recent, recent);
         if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
-        if (vocab_is_stop(&c->m->vocab, id)) {
+        if (vocab_is_stop(c->m->vocab, id)) {
             why = STOP_END;
             break;
         }
@@ -8370,7 +8436,7 @@ static void chat_print_context(struct chat *c) {
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
         int32_t *ids = NULL;
         size_t n = strlen(c->messages[i].content);
-        tokenize(&c->m->vocab, c->messages[i].content, n, NULL, 0, &ids);
+        tokenize(c->m->vocab, c->messages[i].content, n, NULL, 0, &ids);
         fprintf(stderr, "  %-10s %7td tokens\n", c->messages[i].role, arrlen(ids));
         arrfree(ids);
     }
@@ -9765,7 +9831,8 @@ static int mode_render(const struct settings *set) {
     json_error_t je;
     if (!set->template_file && !set->model)
         die_usage("--render wants a template: --chat-template-file FILE or -m FILE");
-    if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(&m.vocab, &m.gguf, err)))
+    if (set->model) m.vocab = xcalloc(1, sizeof *m.vocab);
+    if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(m.vocab, &m.gguf, err)))
         die("%s", err);
     if (chat_template(&t, set, set->model ? &m : NULL, &source, err)) die("%s", err);
     if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
@@ -9837,8 +9904,8 @@ static int mode_info(const struct engine *e) {
                    (double)bytes[t] / 0x1p20, (double)params[t] * 1e-6);
     printf("tensors       %u in %u file%s, %.1f MiB\n", m->gguf.n_tensors, m->gguf.n_images,
            m->gguf.n_images > 1 ? "s" : "", (double)total / 0x1p20);
-    printf("vocabulary    %d tokens, chat template %s\n", m->vocab.n_tokens,
-           m->vocab.n_tokens && m->vocab.chat_template.p ? "yes" : "no");
+    printf("vocabulary    %d tokens, chat template %s\n", m->vocab->n_tokens,
+           m->vocab->n_tokens && m->vocab->chat_template.p ? "yes" : "no");
     printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp,
            e->set->top_k, e->set->top_p, e->set->min_p, e->set->repeat_penalty);
     return EXIT_OK;
@@ -9900,9 +9967,9 @@ enum { PERPLEXITY_WINDOW = 2048 };
 static int mode_perplexity(struct engine *e) {
     char err[ERR_MAX], *text = NULL;
     int32_t *ids = NULL;
-    if (!e->model.vocab.n_tokens) die("'%s' has no vocabulary", e->set->model);
+    if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
     if (read_file(e->set->perplexity, &text, err)) die("%s", err);
-    tokenize_all(&e->model.vocab, text, arrlenu(text), false, &ids);
+    tokenize_all(e->model.vocab, text, arrlenu(text), false, &ids);
     int n = (int)arrlen(ids),
         window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
     if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
@@ -9975,7 +10042,7 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     }
     set.think = (char *)(uintptr_t) "off", set.greedy = true, set.system = NULL, set.n_predict = 64;
     set.repeat_penalty = 1.0;
-    needle_text(&e->model.vocab, hay, arrlenu(hay), n, depth, *secret, &text);
+    needle_text(e->model.vocab, hay, arrlenu(hay), n, depth, *secret, &text);
     snprintf(digits, sizeof digits, "%05d", *secret);
     double t0 = now_seconds();
     if (!chat_init(&c, &set, &e->model, &e->session, err)) {
@@ -10362,7 +10429,7 @@ static int32_t *parse_ids(const char *s, int n_vocab) {
 
 /* Token ids of a prompt that is not a chat: --ids, or plain text with --raw. */
 static int32_t *raw_ids(const struct engine *e, const char *text, size_t n) {
-    const struct vocab *v = &e->model.vocab;
+    const struct vocab *v = e->model.vocab;
     int32_t *ids = NULL;
     if (e->set->ids) return parse_ids(e->set->ids, e->model.n_vocab);
     if (!v->n_tokens) die("'%s' has no vocabulary: give token ids with --ids", e->set->model);
@@ -10378,8 +10445,8 @@ static int run_raw(struct engine *e, const char *text, size_t n) {
     int32_t *ids = raw_ids(e, text, n);
     struct chat c = {.set = e->set, .m = &e->model, .s = &e->session};
     struct turn_stats st = {0};
-    if (!e->model.vocab.n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
-    sampler_init(&c.sampler, e->model.vocab.n_tokens,
+    if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
+    sampler_init(&c.sampler, e->model.vocab->n_tokens,
                  e->set->seed >= 0 ? (uint64_t)e->set->seed : (uint64_t)time(NULL));
     enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), err);
     if (r == SYNC_FAILED) die("%s", err);
@@ -10528,3 +10595,5 @@ int moe_main(int argc, char **argv) {
 #ifndef MOE_NO_MAIN
 int main(int argc, char **argv) { return moe_main(argc, argv); }
 #endif
+
+#endif /* MOE_TYPES_ONLY */

@@ -213,7 +213,7 @@ static void test_demo_fast_path(void) {
     float *per = xmalloc(N * sizeof *per);
     int wrong = 0;
     if (!demo_load(&m) || !CHECK(read_file("prompts/haystack.txt", &text, err) == 0, "%s", err)) return;
-    tokenize(&m.vocab, text, 40000, NULL, 0, &ids);
+    tokenize(m.vocab, text, 40000, NULL, 0, &ids);
     if (!CHECK(arrlen(ids) >= N, "only %td tokens", arrlen(ids))) return;
     for (int at = 0; at < N; at += WINDOW) {
         float *ref = all_logits(&m, &kernels_ref, KV_F32, 2, ids + at, WINDOW),
@@ -389,10 +389,12 @@ static void test_ops_replay(void) {
         if (!fixture_load(names[f], &m)) return;
         session_init(&s, &m, &kernels_ref, 1, 64, KV_F32);
         op_real = s.r.ops;
-        struct ops log = {
-            log_embed,       log_rmsnorm,         log_add_rmsnorm,   log_add, log_linear,  log_rope_store_kv,
-            log_attention,   log_mla_store,       log_mla_attention, log_ffn, log_moe_ffn, log_all_reduce,
-            op_real->logits, op_real->read_logits};
+        struct ops log = *op_real;
+        log.embed = log_embed, log.rmsnorm = log_rmsnorm, log.add_rmsnorm = log_add_rmsnorm,
+        log.add = log_add;
+        log.linear = log_linear, log.rope_store_kv = log_rope_store_kv, log.attention = log_attention;
+        log.mla_store = log_mla_store, log.mla_attention = log_mla_attention, log.ffn = log_ffn;
+        log.moe_ffn = log_moe_ffn, log.all_reduce = log_all_reduce;
         s.r.ops = &log;
         uint32_t hash[4];
         int n[4];
@@ -588,7 +590,7 @@ static void test_demo_perplexity(void) {
     if (!path) SKIP("../shared/prose is absent");
     if (SANITIZED) SKIP("it takes minutes under sanitizers and calls nothing that others do not");
     if (!demo_load(&m) || !CHECK(read_file(path, &text, err) == 0, "%s", err)) return;
-    tokenize(&m.vocab, text, 40000, NULL, 0, &ids);
+    tokenize(m.vocab, text, 40000, NULL, 0, &ids);
     if (!CHECK(arrlen(ids) > 6144, "only %td tokens", arrlen(ids))) return;
     double hf = perplexity(&m, &kernels_ref, KV_F32, ids, 600, 600);
     CHECK(fabs(hf / 99.92031 - 1) < 1e-4, "perplexity %.4f, Hugging Face has 99.9203", hf);
