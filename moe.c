@@ -205,7 +205,16 @@ struct ops {
     /* rows first..first+n-1 of a plane to or from (store) host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one */
     void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
                     float *scale, bool store);
+    void (*wait)(struct rank *r); /* until everything that was enqueued is done */
+    double (*bandwidth)(
+        struct rank *r); /* bytes per second that the weights' memory can be read at, measured; 0: unknown */
     void (*close)(struct rank *r); /* frees what the rank holds */
+};
+
+enum {
+    CHUNK_MAX = 512,   /* tokens of one forward on a CPU */
+    LOGIT_ROWS = 16,   /* rows of one logits operation */
+    LATENT_GROUP = 128 /* latents under one FP8 scale */
 };
 
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
@@ -224,11 +233,34 @@ struct kv_layer {
     struct kv_plane k, v;
 };
 
-enum {
-    CHUNK_MAX = 512,   /* tokens of one forward on a CPU */
-    LOGIT_ROWS = 16,   /* rows of one logits operation */
-    LATENT_GROUP = 128 /* latents under one FP8 scale */
-};
+static inline struct kv_plane kv_plane_make(enum kv_type type, int width, int group) {
+    struct kv_plane p;
+    memset(&p, 0, sizeof p);
+    p.type = type, p.width = width, p.group = group, p.n_group = (width + group - 1) / group;
+    p.row_bytes = ((size_t)width * (type == KV_F32 ? 4 : type == KV_BF16 ? 2 : 1) + 15) / 16 * 16;
+    return p;
+}
+
+/* The planes of a layer, without memory. */
+static inline struct kv_layer kv_layer_make(const struct model *m, enum kv_type type) {
+    struct kv_layer y;
+    if (m->kv_lora) {
+        y.k = kv_plane_make(type, m->kv_lora, LATENT_GROUP);
+        y.v = kv_plane_make(type == KV_F32 ? KV_F32 : KV_BF16, m->rope_dim, m->rope_dim);
+    } else {
+        y.k = kv_plane_make(type, m->n_head_kv * m->head_k, m->head_k);
+        y.v = kv_plane_make(type, m->n_head_kv * m->head_v, m->head_v);
+    }
+    return y;
+}
+
+/* Bytes of the cache per token, all layers. */
+static inline size_t kv_token_bytes(const struct model *m, enum kv_type type) {
+    struct kv_layer y = kv_layer_make(m, type);
+    size_t scales =
+        (y.k.type == KV_FP8 ? (size_t)y.k.n_group : 0) + (y.v.type == KV_FP8 ? (size_t)y.v.n_group : 0);
+    return (size_t)m->n_layer * (y.k.row_bytes + y.v.row_bytes + scales * sizeof(float));
+}
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
@@ -242,6 +274,7 @@ struct rank {
     int32_t *tokens;        /* (chunk) ids */
     int width[ACT_COUNT];   /* values per row */
     size_t bytes, kv_bytes; /* of activations; of the cache */
+    char name[128];         /* what it runs on */
     struct cuda *cuda;      /* the rest of a GPU's rank; */
 
     /* the rest of a CPU's */
@@ -6317,29 +6350,6 @@ static double memory_bandwidth(int n_threads) {
  * KV cache
  * ============================================================================================================ */
 
-static size_t kv_elem_bytes(enum kv_type t) { return t == KV_F32 ? 4 : t == KV_BF16 ? 2 : 1; }
-
-static struct kv_plane kv_plane_make(enum kv_type type, int width, int group) {
-    struct kv_plane p = {
-        .type = type, .width = width, .group = group, .n_group = (width + group - 1) / group};
-    p.row_bytes = ((size_t)width * kv_elem_bytes(type) + 15) / 16 * 16;
-    return p;
-}
-
-/* Bytes of the cache per token, all layers. */
-static size_t kv_token_bytes(const struct model *m, enum kv_type type) {
-    struct kv_plane k, v;
-    if (m->kv_lora) {
-        k = kv_plane_make(type, m->kv_lora, LATENT_GROUP);
-        v = kv_plane_make(type == KV_F32 ? KV_F32 : KV_BF16, m->rope_dim, m->rope_dim);
-    } else {
-        k = kv_plane_make(type, m->n_head_kv * m->head_k, m->head_k);
-        v = kv_plane_make(type, m->n_head_kv * m->head_v, m->head_v);
-    }
-    size_t scales = (k.type == KV_FP8 ? (size_t)k.n_group : 0) + (v.type == KV_FP8 ? (size_t)v.n_group : 0);
-    return (size_t)m->n_layer * (k.row_bytes + v.row_bytes + scales * sizeof(float));
-}
-
 /* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load. */
 static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t pos, const float *x) {
     uint8_t *row = p->data + (size_t)pos * p->row_bytes;
@@ -7057,15 +7067,19 @@ static void cpu_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, 
     memcpy(store ? s : scale, store ? scale : s, n * (size_t)p->n_group * sizeof *s);
 }
 
+static void cpu_wait(struct rank *r) { (void)r; }
+static double cpu_bandwidth(struct rank *r) { return memory_bandwidth(r->n_threads); }
+
 static void cpu_close(struct rank *r) {
     for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
     arrfree(r->owned);
 }
 
-static const struct ops cpu_ops = {
-    cpu_begin,   cpu_end,           cpu_embed,     cpu_rmsnorm,     cpu_add_rmsnorm,   cpu_add,
-    cpu_linear,  cpu_rope_store_kv, cpu_attention, cpu_mla_store,   cpu_mla_attention, cpu_ffn,
-    cpu_moe_ffn, cpu_all_reduce,    cpu_logits,    cpu_read_logits, cpu_kv_copy,       cpu_close};
+static const struct ops cpu_ops = {cpu_begin,       cpu_end,        cpu_embed,         cpu_rmsnorm,
+                                   cpu_add_rmsnorm, cpu_add,        cpu_linear,        cpu_rope_store_kv,
+                                   cpu_attention,   cpu_mla_store,  cpu_mla_attention, cpu_ffn,
+                                   cpu_moe_ffn,     cpu_all_reduce, cpu_logits,        cpu_read_logits,
+                                   cpu_kv_copy,     cpu_wait,       cpu_bandwidth,     cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -7094,6 +7108,7 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     memset(r, 0, sizeof *r);
     r->m = m, r->ops = &cpu_ops, r->k = k, r->n_threads = n_threads, r->n_ctx = n_ctx, r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
+    snprintf(r->name, sizeof r->name, "%s, %d threads", k->name, n_threads);
     size_t c = (size_t)r->chunk, n_head = (size_t)m->n_head;
     int widths[ACT_COUNT] = {m->n_embd,
                              m->n_embd,
@@ -7150,10 +7165,7 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->kv = rank_own(r, (size_t)m->n_layer, sizeof *r->kv);
     for (int il = 0; il < m->n_layer; il++) {
         struct kv_layer *y = &r->kv[il];
-        y->k = m->kv_lora ? kv_plane_make(kv, m->kv_lora, LATENT_GROUP)
-                          : kv_plane_make(kv, m->n_head_kv * m->head_k, m->head_k);
-        y->v = m->kv_lora ? kv_plane_make(kv == KV_F32 ? KV_F32 : KV_BF16, m->rope_dim, m->rope_dim)
-                          : kv_plane_make(kv, m->n_head_kv * m->head_v, m->head_v);
+        *y = kv_layer_make(m, kv);
         rank_plane(r, &y->k);
         rank_plane(r, &y->v);
     }
@@ -7343,12 +7355,17 @@ struct session {
     double sync_seconds; /* and the time it took */
 };
 
+/* An empty timeline for the rank in s->r. */
+static void session_start(struct session *s) {
+    s->m = s->r.m, s->n_ctx = s->r.n_ctx;
+    s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
+}
+
 static void session_init(struct session *s, const struct model *m, const struct kernels *k, int n_threads,
                          int n_ctx, enum kv_type kv) {
     memset(s, 0, sizeof *s);
-    s->m = m, s->n_ctx = n_ctx;
     rank_init(&s->r, m, k, n_threads, n_ctx, kv);
-    s->tokens = xcalloc((size_t)n_ctx, sizeof *s->tokens);
+    session_start(s);
 }
 
 static void session_free(struct session *s) {
@@ -7578,8 +7595,8 @@ static int session_load(struct session *s, const char *path, char *err) {
 
 struct settings {
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
-    bool lines, raw, special, verbose, cpu_ref;
-    int n_predict, n_ctx, threads;
+    bool lines, raw, special, verbose, cpu, cpu_ref;
+    int n_predict, n_ctx, threads, gpu, kv_splits, vram_reserve;
     char *kv, *think, *show_think;
     bool greedy;
     double temp, top_p, min_p, repeat_penalty; /* NAN: unset */
@@ -7648,7 +7665,13 @@ static const struct option options[] = {
      "tokens of context (default: 0, the model's, or what memory allows)"},
     {"threads", 't', OPT_INT, AT(threads), "N", 0, 1024, false, "(default: 0, all processors)"},
     {"kv", 0, OPT_CHOICE, AT(kv), "bf16|fp8|f32", 0, 0, false,
-     "number format of the KV cache (default: bf16)"},
+     "number format of the KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
+    {"cpu", 0, OPT_FLAG, AT(cpu), NULL, 0, 0, false, "use no GPU"},
+    {"gpus", 0, OPT_INT, AT(gpu), "N", 0, 63, false, "the GPU to use (default: the first; none: the CPU)"},
+    {"kv-splits", 0, OPT_INT, AT(kv_splits), "N", 0, 384, false,
+     "parts of the context in GPU decode at most (default: 0, what fills the GPU)"},
+    {"vram-reserve", 0, OPT_INT, AT(vram_reserve), "MIB", 0, 1 << 20, false,
+     "GPU memory to leave free (default: 256)"},
     {"cpu-ref", 0, OPT_FLAG, AT(cpu_ref), NULL, 0, 0, false, "scalar reference arithmetic: exact, slow"},
     {.help = "Instead of answering"},
     {"info", 0, OPT_FLAG, AT(info), NULL, 0, 0, false, "what the file holds"},
@@ -7683,7 +7706,7 @@ static void settings_init(struct settings *s) {
                            .top_k = -1,
                            .seed = -1,
                            .depth = 50};
-    s->kv = xstrdup("bf16"), s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
+    s->gpu = -1, s->vram_reserve = 256, s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
     if (getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
@@ -7837,7 +7860,9 @@ static struct sampling settings_sampling(const struct settings *s) {
                              (float)s->min_p, (float)s->repeat_penalty, s->top_k};
 }
 
-static enum kv_type settings_kv(const struct settings *s) {
+/* Settles the default. */
+static enum kv_type settings_kv(struct settings *s, bool gpu) {
+    if (!s->kv) s->kv = xstrdup(gpu ? "fp8" : "bf16");
     return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16;
 }
 /* ============================================================================================================
@@ -10118,10 +10143,10 @@ enum { BENCH_RUNS = 5, BENCH_PREFILL = 512, BENCH_DECODE = 32 };
 static int mode_bench(struct engine *e) {
     static const int depths[] = {0, 512, 1024, 4096, 16384, 32768, 65536, 131072};
     struct session *s = &e->session;
-    double bandwidth = memory_bandwidth(s->r.n_threads), pre[BENCH_RUNS], dec[BENCH_RUNS];
+    double bandwidth = s->r.ops->bandwidth(&s->r), pre[BENCH_RUNS], dec[BENCH_RUNS];
     int32_t ids[BENCH_PREFILL];
     uint64_t rng = 1;
-    note("%s, %d threads, memory reads at %.1f GB/s", s->r.k->name, s->r.n_threads, bandwidth * 1e-9);
+    note("%s, memory reads at %.1f GB/s", s->r.name, bandwidth * 1e-9);
     printf("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,gen_gb_per_s,gen_percent_"
            "of_bandwidth\n");
     for (size_t d = 0; d < sizeof depths / sizeof *depths && !interrupted; d++) {
@@ -10130,7 +10155,8 @@ static int mode_bench(struct engine *e) {
         if (n < 1) break;
         n = n < s->r.chunk ? n : s->r.chunk;
         while (s->n_past < depths[d]) {
-            int c = depths[d] - s->n_past < s->r.chunk ? depths[d] - s->n_past : s->r.chunk;
+            int c = depths[d] - s->n_past, most = s->r.chunk < BENCH_PREFILL ? s->r.chunk : BENCH_PREFILL;
+            c = c < most ? c : most;
             for (int i = 0; i < c; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
             session_forward(s, ids, c);
         }
@@ -10140,6 +10166,7 @@ static int mode_bench(struct engine *e) {
             for (int i = 0; i < n; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
             double t0 = now_seconds();
             session_forward(s, ids, n);
+            s->r.ops->wait(&s->r);
             double t1 = now_seconds();
             s->n_past = depths[d]; /* decode at the depth itself */
             bytes = 0;
@@ -10349,12 +10376,55 @@ static void synth_load(struct engine *e) {
  * that is free. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
-    uint64_t per = kv_token_bytes(m, settings_kv(e->set));
+    uint64_t per = kv_token_bytes(m, settings_kv(e->set, false));
     if (e->set->n_ctx) return e->set->n_ctx;
     uint64_t room = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2,
              n = per ? room / per : 0;
     n = n < (uint64_t)m->n_ctx_train ? n / 256 * 256 : (uint64_t)m->n_ctx_train;
     return n < 256 ? (m->n_ctx_train < 256 ? m->n_ctx_train : 256) : (int)n;
+}
+
+#ifdef MOE_CUDA
+void rank_fatal(const char *what) { die("%s", what); }
+
+static void upload_progress(double done, double total) {
+    static double start, shown;
+    double t = now_seconds();
+    if (done >= total && shown > 0) fputs("\r\033[K", stderr), start = shown = 0;
+    if (!term.err_tty || done >= total) return;
+    if (start <= 0) start = t;
+    if (t - start < 0.5 || t - shown < 0.1) return;
+    shown = t;
+    fprintf(stderr, "\rsending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s \033[K",
+            100 * done / total, done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
+}
+#endif
+
+/* The session on a GPU; false: on the CPU, because that was asked for or there is no GPU and none was asked for. */
+static bool engine_gpu(struct engine *e) {
+    struct settings *set = e->set;
+    if (set->cpu && set->gpu >= 0) die_usage("--cpu and --gpus exclude each other");
+    if (set->cpu || set->cpu_ref) return false;
+#ifdef MOE_CUDA
+    char err[ERR_MAX];
+    if (!cuda_device_count(err)) {
+        if (set->gpu >= 0) die("--gpus %d: %s", set->gpu, err);
+        if (set->verbose) note("%s", err);
+        return false;
+    }
+    struct cuda_options o = {.device = set->gpu < 0 ? 0 : set->gpu,
+                             .n_ctx = set->n_ctx,
+                             .kv_splits = set->kv_splits,
+                             .kv = settings_kv(set, true),
+                             .reserve = (size_t)set->vram_reserve << 20,
+                             .progress = upload_progress};
+    if (cuda_rank_init(&e->session.r, &e->model, &o, err)) die("%s", err);
+    session_start(&e->session);
+    return true;
+#else
+    if (set->gpu >= 0) die("--gpus %d: this program was built without CUDA", set->gpu);
+    return false;
+#endif
 }
 
 static void engine_open(struct engine *e, struct settings *set) {
@@ -10366,16 +10436,18 @@ static void engine_open(struct engine *e, struct settings *set) {
     else if (model_load(&e->model, set->model, err)) die("%s", err);
     settings_resolve(set, &e->model);
     if (set->info) return; /* needs no memory of its own */
-    int threads = set->threads ? set->threads : omp_get_num_procs(), n_ctx = choose_context(e);
-    if (n_ctx > e->model.n_ctx_train)
-        note("-c %d is beyond the %d tokens that the model was trained for", n_ctx, e->model.n_ctx_train);
-    session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(), threads, n_ctx,
-                 settings_kv(set));
+    if (!engine_gpu(e))
+        session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(),
+                     set->threads ? set->threads : omp_get_num_procs(), choose_context(e),
+                     settings_kv(set, false));
+    if (e->session.n_ctx > e->model.n_ctx_train)
+        note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx,
+             e->model.n_ctx_train);
     if (set->verbose)
-        note("%s: %.1f MiB loaded in %.2f s; %s kernels, %d threads; cache %.1f MiB for %d tokens; "
+        note("%s: %.1f MiB loaded in %.2f s; %s; cache %.1f MiB for %d tokens; "
              "activations %.1f MiB",
-             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r.k->name,
-             threads, (double)e->session.r.kv_bytes / 0x1p20, n_ctx, (double)e->session.r.bytes / 0x1p20);
+             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r.name,
+             (double)e->session.r.kv_bytes / 0x1p20, e->session.n_ctx, (double)e->session.r.bytes / 0x1p20);
 }
 
 static void engine_close(struct engine *e) {
@@ -10501,9 +10573,9 @@ static void banner(const struct engine *e) {
     note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used,
          m->n_expert_max, m->pruned ? ", pruned" : "",
          m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
-    note("%s, %d threads; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r.k->name,
-         e->session.r.n_threads, with_commas((uint64_t)e->session.n_ctx, a),
-         (double)e->session.r.kv_bytes / 0x1p20, e->set->kv, m->load_seconds);
+    note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r.name,
+         with_commas((uint64_t)e->session.n_ctx, a), (double)e->session.r.kv_bytes / 0x1p20, e->set->kv,
+         m->load_seconds);
     note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
 }
 
@@ -10572,7 +10644,13 @@ static int run(struct settings *set) {
 }
 
 static int print_version(void) {
-    printf("moe %s (CPU: %s)\n", MOE_VERSION, kernels_choose()->name);
+    printf("moe %s (CPU: %s; GPU: %s)\n", MOE_VERSION, kernels_choose()->name,
+#ifdef MOE_CUDA
+           cuda_targets()
+#else
+           "built without CUDA"
+#endif
+    );
     return EXIT_OK;
 }
 
