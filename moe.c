@@ -4130,14 +4130,14 @@ struct model {
     enum gating gating;
     bool weights_norm; /* the chosen experts' weights are divided by their sum */
     float weights_scale;
-    bool pruned;                       /* the file says that experts were removed */
-    int n_expert_original;             /* before pruning, 0 if not recorded */
-    struct weight embd, output;        /* (n_vocab, n_embd) */
-    const float *output_norm;          /* (n_embd) */
-    struct layer *layers;              /* (n_layer) */
-    uint64_t file_bytes, weight_bytes; /* weight_bytes: of all tensors bound */
-    uint64_t hash;                     /* identifies the file to saved sessions */
-    void **owned;                      /* stb_ds: what model_free frees */
+    bool pruned;                /* the file says that experts were removed */
+    int n_expert_original;      /* before pruning, 0 if not recorded */
+    struct weight embd, output; /* (n_vocab, n_embd) */
+    const float *output_norm;   /* (n_embd) */
+    struct layer *layers;       /* (n_layer) */
+    uint64_t file_bytes;        /* of all parts; 0 for synthetic weights */
+    uint64_t hash;              /* identifies the file to saved sessions */
+    void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
 };
 
@@ -4241,7 +4241,6 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
         return NULL;
     }
     l->used[t - l->g->tensors] = true;
-    l->m->weight_bytes += t->bytes;
     return t;
 }
 
@@ -4729,7 +4728,6 @@ struct kernels {
     size_t (*act_bytes)(enum act_format f, int n); /* of a packed row of n, a multiple of 64 */
     void (*act_pack)(enum act_format f, const float *x, int n, void *out);
     void (*gemm)(const struct gemm *g);
-    float (*dot)(const float *a, const float *b, int n);
     /* C (m,n) = A (m,k) B (n,k)^T and C (m,n) += A (m,k) B (k,n), row-major, ld*: floats from row to row */
     void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
                      int ldc);
@@ -4881,10 +4879,10 @@ static float ref_max(const float *x, int n) {
     return m;
 }
 
-static const struct kernels kernels_ref = {
-    "reference",  ref_act_format,   act_bytes,   ref_act_pack, ref_gemm,      ref_dot,
-    ref_sgemm_nt, ref_sgemm_nn_add, ref_exp_sum, ref_silu_mul, ref_from_bf16, ref_from_e4m3,
-    ref_to_e4m3,  ref_to_bf16,      ref_rmsnorm, ref_amax,     ref_max};
+static const struct kernels kernels_ref = {"reference",  ref_act_format, act_bytes,        ref_act_pack,
+                                           ref_gemm,     ref_sgemm_nt,   ref_sgemm_nn_add, ref_exp_sum,
+                                           ref_silu_mul, ref_from_bf16,  ref_from_e4m3,    ref_to_e4m3,
+                                           ref_to_bf16,  ref_rmsnorm,    ref_amax,         ref_max};
 
 /* ============================================================================================================
  * CPU kernels: vector functions for any instruction set
@@ -5228,7 +5226,6 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {           \
         vec_act_pack(f, x, n, out);                                                                    \
     }                                                                                                  \
-    TARGET static float isa##_dot(const float *a, const float *b, int n) { return vec_dot(a, b, n); }  \
     TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }   \
     TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }      \
     TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); } \
@@ -5263,9 +5260,9 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     }
 
 /* The members of struct kernels behind gemm. */
-#define VECTOR_TABLE(isa)                                                                          \
-    isa##_dot, isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16, \
-        isa##_from_e4m3, isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax, isa##_max
+#define VECTOR_TABLE(isa)                                                                                \
+    isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16, isa##_from_e4m3, \
+        isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax, isa##_max
 
 /* ============================================================================================================
  * CPU kernels: products with integer activations
@@ -6260,7 +6257,7 @@ struct rank {
     float *act[ACT_COUNT];
     int width[ACT_COUNT]; /* floats per row */
     float *cos, *sin;     /* (chunk, rope_dim / 2) of the batch's positions */
-    uint8_t *pack;        /* (chunk * max(1, n_head), ...) packed activations, input side */
+    uint8_t *pack;        /* packed activations, input side: 2 * chunk rows, or one per token and head */
     uint8_t *pack_h;      /* packed hidden rows of the feed-forward */
     float *hidden;        /* hidden rows of the feed-forward, one after the other */
     float *route;         /* (chunk, n_expert_max) router logits */
@@ -7953,7 +7950,6 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
         if (!b.n || b.n > n - at || memcmp(text->s + at, b.p, b.n)) break;
         for (size_t i = 0; special && i < b.n; i++) from_data |= text->origin[at + i] == ORIGIN_DATA;
         if (from_data) break;
-        if (special) cut = k, cut_at = at;
         at += b.n;
         if (special) cut = k + 1, cut_at = at;
     }
@@ -8330,7 +8326,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     return 0;
 }
 
-/* Saved conversations of ~/.moe, newest last. */
+/* Saved conversations of ~/.moe, by name. */
 static void chat_list(struct chat *c) {
     char path[4096], err[ERR_MAX];
     (void)c;
