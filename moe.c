@@ -246,6 +246,16 @@ static int read_file(const char *path, char **sb, char *err) {
     return rc;
 }
 
+/* Bytes of memory that can still be taken without swapping, the cached pages of files among them. */
+static uint64_t memory_available(void) {
+    char *text = NULL, err[ERR_MAX];
+    unsigned long long kib = 0;
+    const char *at = read_file("/proc/meminfo", &text, err) ? NULL : strstr(sb_cstr(&text), "MemAvailable:");
+    bool known = at && sscanf(at, "MemAvailable: %llu kB", &kib) == 1;
+    arrfree(text);
+    return known ? kib << 10 : (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
 /* Bytes of the UTF-8 sequence at s: its length if complete and valid, 0 if it is valid so far but cut off by n, -1 if it
  * is invalid. */
 static int utf8_sequence(const char *s, size_t n) {
@@ -6142,12 +6152,11 @@ static const struct kernels *kernels_choose(void) {
 }
 
 /* Read bandwidth of main memory in bytes per second with n_threads threads, measured: one pass over a buffer that no
- * cache holds, or a quarter of the memory that is free. Takes about half a second. 0: there was no memory. */
+ * cache holds, or a quarter of the available memory. Takes about half a second. 0: there was no memory. */
 static double memory_bandwidth(int n_threads) {
     const size_t piece = 1 << 20;
     const struct kernels *k = kernels_choose();
-    long free_mib = sysconf(_SC_AVPHYS_PAGES) / 256 * (sysconf(_SC_PAGESIZE) / 4096);
-    size_t n = free_mib > 4096 ? 1024 : free_mib > 4 ? (size_t)free_mib / 4 : 1;
+    size_t mib = (size_t)(memory_available() >> 20), n = mib > 4096 ? 1024 : mib > 4 ? mib / 4 : 1;
     float *p = mmap(NULL, n * piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), sum = 0;
     if (p == MAP_FAILED) return 0;
     madvise(p, n * piece, MADV_HUGEPAGE);
@@ -6303,7 +6312,8 @@ static size_t kv_token_bytes(const struct model *m, enum kv_type type) {
     return (size_t)m->n_layer * (k.row_bytes + v.row_bytes + scales * sizeof(float));
 }
 
-/* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load. */
+/* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
+ * so small that 1 / scale would be infinite becomes zeros. */
 static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t pos, const float *x) {
     uint8_t *row = p->data + (size_t)pos * p->row_bytes;
     if (p->type == KV_F32) {
@@ -6313,7 +6323,7 @@ static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t 
     } else {
         for (int g = 0; g < p->n_group; g++) {
             int at = g * p->group, n = p->width - at < p->group ? p->width - at : p->group;
-            float amax = k->amax(x + at, n), scale = amax > 0 ? amax / 448.0f : 1.0f;
+            float amax = k->amax(x + at, n), scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f;
             p->scale[pos * p->n_group + g] = scale;
             k->to_e4m3(x + at, 1.0f / scale, row + at, n);
         }
@@ -10275,12 +10285,12 @@ static void synth_load(struct engine *e) {
 #define MOE_VERSION "0.1.0"
 
 /* Tokens of context: what was asked for, or the trained length, shortened until the cache takes at most half of the memory
- * that is free. */
+ * that is left when all of the model's file stays in the page cache. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
     uint64_t per = kv_token_bytes(m, settings_kv(e->set));
     if (e->set->n_ctx) return e->set->n_ctx;
-    uint64_t room = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2,
+    uint64_t have = memory_available(), room = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0,
              n = per ? room / per : 0;
     n = n < (uint64_t)m->n_ctx_train ? n / 256 * 256 : (uint64_t)m->n_ctx_train;
     return n < 256 ? (m->n_ctx_train < 256 ? m->n_ctx_train : 256) : (int)n;
