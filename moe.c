@@ -7608,7 +7608,7 @@ static const struct option options[] = {
     {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
     {"synth", 0, OPT_STR, AT(synth), "NAME[:LAYERS]", 0, 0, false,
      "random weights of a real shape; with -m written to that file first"},
-    {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, true, "say more on stderr"},
+    {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, false, "say more on stderr"},
     {"version", 0, OPT_FLAG, AT(version), NULL, 0, 0, false, "version and what this build can use"},
     {"help", 'h', OPT_FLAG, AT(help), NULL, 0, 0, false, "this text"},
 };
@@ -7690,7 +7690,12 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
         if (o->type == OPT_FLAG) fputs(*(const bool *)at ? "on" : "off", f);
         else if (o->type == OPT_INT) fprintf(f, "%d", *(const int *)at);
         else if (o->type == OPT_NUM) fprintf(f, "%g", *(const double *)at);
-        else fputs(*(char *const *)at ? *(char *const *)at : "", f);
+        else if (*(char *const *)at) {
+            char *text = NULL;
+            term_neutralise(&text, *(char *const *)at, strlen(*(char *const *)at));
+            fputs(sb_cstr(&text), f);
+            arrfree(text);
+        }
         fprintf(f, "%*s%s\n", 2, "", o->help);
     }
 }
@@ -7778,6 +7783,10 @@ static struct sampling settings_sampling(const struct settings *s) {
                              (float)s->min_p, (float)s->repeat_penalty, s->top_k};
 }
 
+static uint64_t settings_seed(const struct settings *s) {
+    return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)time(NULL);
+}
+
 static enum kv_type settings_kv(const struct settings *s) {
     return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16;
 }
@@ -7860,8 +7869,7 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     if (!rc) {
         c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
         c->strips_reasoning = text_has(source, arrlenu(source), "</think>");
-        sampler_init(&c->sampler, m->vocab.n_tokens,
-                     set->seed >= 0 ? (uint64_t)set->seed : (uint64_t)time(NULL));
+        sampler_init(&c->sampler, m->vocab.n_tokens, settings_seed(set));
         if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
     }
     arrfree(source);
@@ -8218,11 +8226,32 @@ static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
     return 0;
 }
 
+/* Cuts the timeline to what it shares with the messages, so that nothing taken back is saved or counted. */
+static void chat_trim(struct chat *c) {
+    char err[ERR_MAX];
+    struct text text = {0};
+    int32_t *ids = NULL;
+    int keep = 0;
+    if (arrlen(c->messages) && !chat_render(c, &text, err)) chat_tokenize(c, &text, &ids);
+    while (keep < c->s->n_past && keep < arrlen(ids) && c->s->tokens[keep] == ids[keep]) keep++;
+    c->s->n_past = keep;
+    arrfree(ids);
+    text_free(&text);
+}
+
 static int chat_undo(struct chat *c, char *err) {
     size_t n = arrlenu(c->messages);
     while (n && strcmp(c->messages[n - 1].role, "user")) n--;
     if (!n) return fail(err, "there is nothing to undo");
     while (arrlenu(c->messages) >= n) chat_pop(c);
+    chat_trim(c);
+    return 0;
+}
+
+/* Changes an option; a seed counts from here on. */
+static int chat_set(struct chat *c, const char *name, const char *value, char *err) {
+    if (option_set(c->set, name, value, err)) return -1;
+    if (!strcmp(name, "seed")) c->sampler.rng = settings_seed(c->set);
     return 0;
 }
 
@@ -8243,6 +8272,7 @@ static void chat_set_system(struct chat *c, const char *text) {
 static void chat_clear(struct chat *c) {
     size_t keep = arrlen(c->messages) && !strcmp(c->messages[0].role, "system");
     while (arrlenu(c->messages) > keep) chat_pop(c);
+    chat_trim(c);
 }
 
 /* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (state), in ~/.moe unless NAME has a slash ---- */
@@ -8366,6 +8396,7 @@ static void chat_list(struct chat *c) {
 
 static void chat_print_context(struct chat *c) {
     char a[32], b[32];
+    chat_trim(c);
     double use = (double)c->s->n_past / c->s->n_ctx, per = (double)kv_token_bytes(c->m, c->s->r.kv_type);
     fprintf(stderr, "  [");
     for (int i = 0; i < 40; i++) fputc(i < (int)(use * 40 + 0.5) ? '#' : '.', stderr);
@@ -9439,7 +9470,8 @@ static void frame_file(char **out, const char *name, const char *data, size_t n)
 
 /* Changes an option, or without a value prints it. */
 static int option_command(struct repl *r, const char *name, const char *value, char *err) {
-    if (*value) return option_set(r->chat->set, name, value, err);
+    if (*value) return chat_set(r->chat, name, value, err);
+    if (*name && !option_find(name)) return option_set(r->chat->set, name, value, err);
     option_print(r->chat->set, *name ? name : NULL, stderr);
     return 0;
 }
