@@ -92,12 +92,14 @@ enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130
 static volatile sig_atomic_t interrupted;
 
 static void term_restore(void);
+static void temp_remove(void);
 static void message_neutralise(char *s);
 
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
     char line[2048];
     va_list ap;
     term_restore();
+    temp_remove();
     fflush(stdout);
     va_start(ap, fmt);
     vsnprintf(line, sizeof line, fmt, ap);
@@ -243,6 +245,43 @@ static int read_file(const char *path, char **sb, char *err) {
     int rc = read_fd(fd, sb);
     if (rc) fail(err, "cannot read '%s': %s", path, strerror(errno));
     close(fd);
+    return rc;
+}
+
+/* The unfinished output, while temp_exists: whatever ends the program removes it. One at a time. */
+static char temp_path[4400];
+static volatile sig_atomic_t temp_exists;
+
+/* Safe in a signal handler. */
+static void temp_remove(void) {
+    if (temp_exists) unlink(temp_path);
+    temp_exists = 0;
+}
+
+/* Begins a file that becomes `path` when it is complete, so that a failure leaves what was there. NULL with a message. */
+static FILE *temp_create(const char *path, mode_t mode, char *err) {
+    struct stat st;
+    if (!stat(path, &st) && !S_ISREG(st.st_mode))
+        return fail(err, "cannot replace '%s': it is not a regular file", path), NULL;
+    if (snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", path, (int)getpid()) >= (int)sizeof temp_path)
+        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    temp_exists = 1;
+    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
+    if (!f) fail(err, "cannot write '%s': %s", path, strerror(errno)), temp_remove();
+    return f;
+}
+
+/* Ends it: what was written gets its name, unless `bad` or a failure. 0, or -1 with a message. */
+static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
+    int rc = 0;
+    if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
+        rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
+    if (fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
+    if (!rc && rename(temp_path, path))
+        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, path, strerror(errno));
+    if (!rc) temp_exists = 0;
+    temp_remove();
     return rc;
 }
 
@@ -7459,23 +7498,14 @@ static bool session_planes(struct session *s, size_t n, FILE *f,
 
 static size_t io_write(void *p, size_t size, size_t n, FILE *f) { return fwrite(p, size, n, f); }
 
-/* The state to a file, by a temporary name, so that a full disk leaves the old one. */
 static int session_save(struct session *s, const char *path, char *err) {
-    char *tmp = NULL;
-    sb_printf(&tmp, "%s.tmp-%d", path, (int)getpid());
-    const char *name = sb_cstr(&tmp);
     struct kv_header h = session_header(s);
-    int fd = open(name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), rc = 0;
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f || fwrite(&h, sizeof h, 1, f) != 1 ||
-        fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
-        !session_planes(s, h.n_tokens, f, io_write) || fflush(f) || fsync(fd))
-        rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
-    if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
-    if (!rc && rename(name, path)) rc = fail(err, "cannot rename '%s': %s", name, strerror(errno));
-    if (rc) unlink(name);
-    arrfree(tmp);
-    return rc;
+    FILE *f = temp_create(path, 0600, err);
+    if (!f) return -1;
+    bool whole = fwrite(&h, sizeof h, 1, f) == 1 &&
+                 fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) == h.n_tokens &&
+                 session_planes(s, h.n_tokens, f, io_write);
+    return temp_finish(f, path, !whole, err);
 }
 
 /* The state from a file. -1 leaves an empty timeline and says why the file does not fit; the caller then computes anew. */
@@ -7625,7 +7655,6 @@ static void settings_init(struct settings *s) {
                            .seed = -1,
                            .depth = 50};
     s->kv = xstrdup("bf16"), s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
-    if (getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
 static void settings_free(struct settings *s) {
@@ -7746,6 +7775,8 @@ static void options_parse(struct settings *s, int argc, char **argv) {
         if (!value) die_usage("option '%s' wants a value: %s", a, o->arg);
         if (option_store(s, o, value, err)) die_usage("%s", err);
     }
+    /* --synth writes to its -m, which must be meant */
+    if (!s->model && !s->synth && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
 /* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
@@ -8294,23 +8325,19 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
 }
 
 static int chat_save(struct chat *c, const char *name, char *err) {
-    char path[4096], tmp[4160];
-    if (chat_path(name, ".jsonl", path, err)) return -1;
-    snprintf(tmp, sizeof tmp, "%s.tmp-%d", path, (int)getpid());
-    int fd = open(tmp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), rc = 0;
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
-    if (f) fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
-    for (size_t i = 0; f && i < arrlenu(c->messages); i++) {
+    char path[4096];
+    bool bad = false;
+    FILE *f = chat_path(name, ".jsonl", path, err) ? NULL : temp_create(path, 0600, err);
+    if (!f) return -1;
+    fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
+    for (size_t i = 0; i < arrlenu(c->messages); i++) {
         json_t *o = json_pack("{ssss}", "role", c->messages[i].role, "content", c->messages[i].content);
-        if (!o || json_dumpf(o, f, JSON_COMPACT)) rc = -1;
+        bad |= !o || json_dumpf(o, f, JSON_COMPACT);
         fputc('\n', f);
         json_decref(o);
     }
-    if (!f || rc || ferror(f) || fflush(f) || fsync(fd))
-        rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
-    if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
-    if (!rc && rename(tmp, path)) rc = fail(err, "cannot rename '%s': %s", tmp, strerror(errno));
-    if (rc) return unlink(tmp), -1;
+    if (temp_finish(f, path, bad, err)) return -1;
+    chat_trim(c);
     return chat_path(name, ".kv", path, err) || session_save(c->s, path, err) ? -1 : 0;
 }
 
@@ -9338,6 +9365,7 @@ static void signal_interrupt(int sig) {
     double now = now_seconds();
     if (interrupted && now - last < 1.0) {
         term_restore();
+        temp_remove();
         _exit(EXIT_INTERRUPT);
     }
     last = now;
@@ -9348,6 +9376,7 @@ static void signal_interrupt(int sig) {
 /* SIGTERM, SIGHUP: nothing is saved; the code is the shell's convention. */
 static void signal_end(int sig) {
     term_restore();
+    temp_remove();
     _exit(128 + sig);
 }
 
@@ -9359,6 +9388,7 @@ static void signal_crash(int sig) {
     char line[64] = "moe: internal error: SIG";
     ssize_t done;
     term_restore();
+    temp_remove();
     if (sig == SIGBUS) {
         done = write(2, bus, sizeof bus - 1);
         _exit(EXIT_RUN);
@@ -9541,18 +9571,22 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
 /* What the editor leaves is sent, without the blanks at its end, unless it failed or left nothing. */
 static int cmd_edit(struct repl *r, char *arg, char *err) {
     const char *editor = getenv("EDITOR");
-    char path[] = "/tmp/moe-XXXXXX.md", *data = NULL, *command = NULL;
-    int fd = mkostemps(path, 3, O_CLOEXEC); /* mode 0600 */
+    char *raw = NULL, *data = NULL, *command = NULL;
+    strcpy(temp_path, "/tmp/moe-XXXXXX.md");
+    int fd = mkostemps(temp_path, 3, O_CLOEXEC); /* mode 0600 */
     if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
+    temp_exists = 1;
     write_all(fd, arg, strlen(arg));
     close(fd);
-    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", path);
+    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
     int status = system(sb_cstr(&command)), rc = 0;
     if (status)
         rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
-    else rc = read_text(path, &data, err);
-    unlink(path);
+    else rc = read_text(temp_path, &raw, err);
+    temp_remove();
+    text_scrub(&data, raw, arrlenu(raw)); /* for the history: no CR */
+    arrfree(raw);
     while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
     if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
     if (!rc && arrlen(data)) {
@@ -9873,8 +9907,10 @@ static int mode_info(const struct engine *e) {
         if (bytes[t])
             printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(t).name,
                    (double)bytes[t] / 0x1p20, (double)params[t] * 1e-6);
-    printf("tensors       %u in %u file%s, %.1f MiB\n", m->gguf.n_tensors, m->gguf.n_images,
-           m->gguf.n_images > 1 ? "s" : "", (double)total / 0x1p20);
+    printf("tensors       %u in ", m->gguf.n_tensors);
+    if (m->gguf.n_images) printf("%u file%s", m->gguf.n_images, m->gguf.n_images > 1 ? "s" : "");
+    else printf("memory");
+    printf(", %.1f MiB\n", (double)total / 0x1p20);
     printf("vocabulary    %d tokens, chat template %s\n", m->vocab.n_tokens,
            m->vocab.n_tokens && m->vocab.chat_template.p ? "yes" : "no");
     printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp,
@@ -9895,24 +9931,19 @@ static void npy_row(void *ctx, int pos, const float *logits) {
     fwrite(logits, sizeof *logits, (size_t)o->n_vocab, o->f);
 }
 
-/* float32 [n, n_vocab] in NumPy's format 1.0. The file appears whole or not at all. */
+/* float32 [n, n_vocab] in NumPy's format 1.0. */
 static int mode_logits(struct engine *e, const int32_t *ids, int n) {
-    char err[ERR_MAX], head[128], tmp[4160];
-    const char *path = e->set->logits;
-    snprintf(tmp, sizeof tmp, "%.4096s.tmp-%d", path, (int)getpid());
-    struct npy_out o = {fopen(tmp, "wb"), e->model.n_vocab};
-    if (!o.f) die("cannot write '%s': %s", tmp, strerror(errno));
+    char err[ERR_MAX], head[128];
+    struct npy_out o = {temp_create(e->set->logits, 0666, err), e->model.n_vocab};
+    if (!o.f) die("%s", err);
     int len = snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n,
                        o.n_vocab);
     fprintf(o.f, "\x93NUMPY%c%c%c%c%s%*s\n", 1, 0, 118, 0, head, 117 - len, "");
     int rc = session_score(&e->session, ids, n, npy_row, &o, err);
-    bool bad = ferror(o.f) || fflush(o.f);
-    if ((fclose(o.f) || bad) && !rc) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
-    if (!rc && rename(tmp, path)) rc = fail(err, "cannot rename '%s': %s", tmp, strerror(errno));
-    if (!rc) return EXIT_OK;
-    unlink(tmp);
+    if (!rc) rc = temp_finish(o.f, e->set->logits, false, err);
+    else fclose(o.f), temp_remove();
     if (rc < 0) die("%s", err);
-    return EXIT_INTERRUPT;
+    return rc ? EXIT_INTERRUPT : EXIT_OK;
 }
 
 struct surprise {
@@ -10276,26 +10307,25 @@ static void synth_load(struct engine *e) {
     uint64_t data, rng = 42;
     uint8_t *h = synth_header(y, layers, t, &head, &data), *p;
     size_t total = head + (size_t)data;
-    int fd = -1;
+    FILE *f = NULL;
     if (e->set->model) {
-        fd = open(e->set->model, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-        if (fd < 0) die("cannot create '%s': %s", e->set->model, strerror(errno));
-        int rc = posix_fallocate(fd, 0, (off_t)total);
-        if (rc)
-            unlink(e->set->model),
-                die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
+        if (!access(e->set->model, F_OK)) die("cannot create '%s': %s", e->set->model, strerror(EEXIST));
+        if (!(f = temp_create(e->set->model, 0666, err))) die("%s", err);
+        int rc = posix_fallocate(fileno(f), 0, (off_t)total);
+        if (rc) die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
     } else if ((double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
         die("%s needs %.1f GiB of memory; cut it with --synth %s:LAYERS", e->set->synth,
             (double)total / 0x1p30, name);
     }
-    p = mmap(NULL, total, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+    p = mmap(NULL, total, PROT_READ | PROT_WRITE, f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS,
+             f ? fileno(f) : -1, 0);
     if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
-    if (fd >= 0) close(fd);
     memcpy(p, h, head);
     free(h);
     uint64_t at = head;
     for (size_t i = 0; i < arrlenu(t); i++) {
         uint64_t bytes = t[i].bytes;
+        if (interrupted) temp_remove(), exit(EXIT_INTERRUPT);
         if (strstr(t[i].name, ".scale")) { /* experts whose products have unit scale */
             for (uint64_t k = 0; k < bytes / 4; k++) {
                 float v = 0.01f;
@@ -10307,6 +10337,7 @@ static void synth_load(struct engine *e) {
         at += gguf_pad(bytes);
     }
     arrfree(t);
+    if (f && temp_finish(f, e->set->model, false, err)) die("%s", err);
     if (gguf_parse(&e->model.gguf, p, total, err, ERR_MAX) || model_bind(&e->model, err))
         die("synthetic model: %s", err);
 }
