@@ -7881,6 +7881,12 @@ static int chat_template(struct template **out, const struct settings *set, cons
     return *out ? 0 : fail(err, "chat template: %s", why);
 }
 
+/* What no template can take is refused: -1 with a message. */
+static int message_check(const char *what, const char *s, size_t n, char *err) {
+    if (utf8_valid(s, n) && !(n && memchr(s, 0, n))) return 0;
+    return fail(err, "%s is not valid UTF-8 text", what);
+}
+
 static void chat_push(struct chat *c, const char *role, const char *content, size_t n) {
     struct message msg = {xstrdup(role), xstrndup(content, n)};
     arrput(c->messages, msg);
@@ -7896,6 +7902,7 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     char *source = NULL;
     memset(c, 0, sizeof *c);
     c->set = set, c->m = m, c->s = s;
+    if (set->system && message_check("the system message", set->system, strlen(set->system), err)) return -1;
     int rc = chat_template(&c->t, set, m, &source, err);
     if (!rc) {
         c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
@@ -8233,8 +8240,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
 }
 
 static enum turn_result chat_turn(struct chat *c, const char *user, size_t n, char *err) {
-    if (!utf8_valid(user, n) || memchr(user, 0, n))
-        return fail(err, "the message is not valid UTF-8 text"), TURN_FAILED;
+    if (message_check("the message", user, n, err)) return TURN_FAILED;
     chat_push(c, "user", user, n);
     enum turn_result r = chat_answer(c, err);
     if (r == TURN_FAILED || r == TURN_ROLLED_BACK) chat_pop(c);
@@ -9810,6 +9816,13 @@ static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool sp
     free(origin);
 }
 
+/* All of stdin; what keeps it from being read ends the program. */
+static void read_stdin(char **out) {
+    if (!read_fd(0, out)) return;
+    if (interrupted) exit(EXIT_INTERRUPT);
+    die("cannot read stdin: %s", strerror(errno));
+}
+
 static int mode_tokenize(const struct settings *set) {
     char err[ERR_MAX], *text = NULL;
     struct gguf g;
@@ -9818,7 +9831,7 @@ static int mode_tokenize(const struct settings *set) {
     if (!set->model) die_usage("--tokenize wants a model: -m FILE");
     if (gguf_open(&g, set->model, err, ERR_MAX)) die("%s", err);
     if (vocab_load(&v, &g, err)) die("'%s': %s", set->model, err);
-    if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
+    read_stdin(&text);
     tokenize_all(&v, text, arrlenu(text), set->special, &ids);
     for (ptrdiff_t i = 0; i < arrlen(ids); i++) printf(i ? " %d" : "%d", ids[i]);
     putchar('\n');
@@ -9840,7 +9853,7 @@ static int mode_render(const struct settings *set) {
     if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(&m.vocab, &m.gguf, err)))
         die("%s", err);
     if (chat_template(&t, set, set->model ? &m : NULL, &source, err)) die("%s", err);
-    if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
+    read_stdin(&text);
     json_t *given = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &je), *vars = json_object();
     if (!json_is_object(given))
         die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text,
@@ -9883,10 +9896,9 @@ static int mode_info(const struct engine *e) {
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
         if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;
-        if (m->layers[from].n_expert)
-            printf("%slayers %d-%d: %d", from && m->layers[0].n_expert ? ", " : "", from, il,
-                   m->layers[from].n_expert);
-        else printf("layers %d-%d: dense, ", from, il);
+        printf("%slayers %d-%d: ", from ? ", " : "", from, il);
+        if (m->layers[from].n_expert) printf("%d", m->layers[from].n_expert);
+        else printf("dense");
         from = il + 1;
     }
     if (m->pruned) printf(" (pruned%s)", m->n_expert_original ? "" : "; the original count is not recorded");
@@ -9975,6 +9987,7 @@ static int mode_perplexity(struct engine *e) {
     int n = (int)arrlen(ids),
         window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
     if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
+    if (window < 2) die("-c %d is too short for a perplexity: expected at least 2", window);
     struct surprise s = {.n_vocab = e->model.n_vocab};
     double t0 = now_seconds();
     for (int at = 0; at + 1 < n; at += window) {
@@ -10038,7 +10051,9 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     if (set.haystack ? read_file(set.haystack, &hay, err)
                      : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err))
         return -1;
-    if (!utf8_valid(hay, arrlenu(hay)) || arrlen(hay) < 100) {
+    size_t bytes = 0; /* besides newlines, of which a message cannot consist */
+    for (size_t i = 0; i < arrlenu(hay); i++) bytes += hay[i] != '\n';
+    if (!utf8_valid(hay, arrlenu(hay)) || bytes < 100) {
         arrfree(hay);
         return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
     }
@@ -10049,7 +10064,10 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     double t0 = now_seconds();
     if (!chat_init(&c, &set, &e->model, &e->session, err)) {
         enum turn_result r = chat_turn(&c, text, arrlenu(text), err);
-        if (r == TURN_DONE) found = strstr(arrlast(c.messages).content, digits) != NULL;
+        const char *think;
+        size_t n_think;
+        if (r == TURN_DONE)
+            found = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), digits) != NULL;
         else if (r != TURN_FAILED) fail(err, "interrupted");
         chat_free(&c);
     }
@@ -10093,7 +10111,8 @@ static int mode_smoke(struct engine *e) {
     seconds[1] = now_seconds() - t0;
     int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000;
     int secret;
-    ok[2] = n >= 64 && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
+    ok[2] = n >= 64 && !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
+    if (interrupted) return EXIT_INTERRUPT;
     fprintf(stderr,
             "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in "
             "%4d tokens     %-4s %6.2f s\n",
@@ -10395,7 +10414,7 @@ static bool gather_prompt(const struct settings *set, char **out) {
     char err[ERR_MAX], *part = NULL;
     bool any = false;
     if (!term.in_tty && !set->lines) {
-        if (read_fd(0, out)) die("cannot read stdin: %s", strerror(errno));
+        read_stdin(out);
         drop_newline(out);
         any = arrlen(*out) > 0;
     }
@@ -10429,29 +10448,39 @@ static int32_t *parse_ids(const char *s, int n_vocab) {
     return ids;
 }
 
-/* Token ids of a prompt that is not a chat: --ids, or plain text with --raw. */
-static int32_t *raw_ids(const struct engine *e, const char *text, size_t n) {
+/* Token ids of a prompt that is not a chat: --ids, or plain text with --raw. NULL with a message when there are none. */
+static int32_t *raw_ids(const struct engine *e, const char *text, size_t n, char *err) {
     const struct vocab *v = &e->model.vocab;
     int32_t *ids = NULL;
     if (e->set->ids) return parse_ids(e->set->ids, e->model.n_vocab);
     if (!v->n_tokens) die("'%s' has no vocabulary: give token ids with --ids", e->set->model);
     if (v->add_bos && v->bos >= 0) arrput(ids, v->bos);
     tokenize_all(v, text, n, e->set->special, &ids);
-    if (!arrlen(ids)) die("the prompt has no tokens");
+    if (!arrlen(ids)) fail(err, "the prompt has no tokens");
     return ids;
+}
+
+/* A prompt that could not be answered. */
+static int report(char *err) {
+    message_neutralise(err);
+    fprintf(stderr, "moe: %s\n", err);
+    return EXIT_RUN;
 }
 
 /* Continues a prompt without a template and prints the continuation verbatim. */
 static int run_raw(struct engine *e, const char *text, size_t n) {
     char err[ERR_MAX];
-    int32_t *ids = raw_ids(e, text, n);
+    int32_t *ids = raw_ids(e, text, n, err);
     struct chat c = {.set = e->set, .m = &e->model, .s = &e->session};
     struct turn_stats st = {0};
     if (!e->model.vocab.n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
-    sampler_init(&c.sampler, e->model.vocab.n_tokens,
-                 e->set->seed >= 0 ? (uint64_t)e->set->seed : (uint64_t)time(NULL));
+    if (!ids) return report(err);
     enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), err);
-    if (r == SYNC_FAILED) die("%s", err);
+    if (r == SYNC_FAILED) {
+        arrfree(ids);
+        return report(err);
+    }
+    sampler_init(&c.sampler, e->model.vocab.n_tokens, settings_seed(e->set));
     struct printer p = printer_make(&c, false, true);
     enum stop_reason why = STOP_INTERRUPT;
     if (r == SYNC_DONE) {
@@ -10472,11 +10501,7 @@ static int run_prompt(struct engine *e, const char *text, size_t n) {
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
     enum turn_result r = chat_turn(&c, text, n, err);
     chat_free(&c);
-    if (r == TURN_FAILED) {
-        message_neutralise(err);
-        fprintf(stderr, "moe: %s\n", err);
-        return EXIT_RUN;
-    }
+    if (r == TURN_FAILED) return report(err);
     return r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
 }
 
@@ -10494,7 +10519,7 @@ static int run_lines(struct engine *e) {
         if (rc) code = rc;
     }
     free(line);
-    return code;
+    return interrupted ? EXIT_INTERRUPT : code;
 }
 
 static void banner(const struct engine *e) {
@@ -10530,6 +10555,7 @@ static int run(struct settings *set) {
     if (set->system_file) {
         if (read_file(set->system_file, &text, err)) die("%s", err);
         drop_newline(&text);
+        if (message_check("the system message", text, arrlenu(text), err)) die("%s", err);
         free(set->system);
         set->system = xstrndup(text, arrlenu(text));
         arrfree(text);
@@ -10549,9 +10575,11 @@ static int run(struct settings *set) {
         struct chat c;
         struct text t = {0};
         if (set->ids || set->raw) {
-            ids = raw_ids(&e, text, arrlenu(text));
+            ids = raw_ids(&e, text, arrlenu(text), err);
+            if (!ids) die("%s", err);
         } else {
             if (chat_init(&c, set, &e.model, &e.session, err)) die("%s", err);
+            if (message_check("the prompt", text, arrlenu(text), err)) die("%s", err);
             chat_push(&c, "user", text, arrlenu(text));
             if (chat_render(&c, &t, err)) die("%s", err);
             chat_tokenize(&c, &t, &ids);
@@ -10569,7 +10597,6 @@ static int run(struct settings *set) {
     else code = run_chat(&e);
     arrfree(text);
     engine_close(&e);
-    if (fflush(stdout) || ferror(stdout)) die("cannot write the answer: %s", strerror(errno));
     return code;
 }
 
@@ -10591,6 +10618,7 @@ int moe_main(int argc, char **argv) {
     else if (set.version) code = print_version();
     else code = run(&set);
     settings_free(&set);
+    if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
     return code;
 }
 
