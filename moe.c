@@ -369,6 +369,7 @@ static const char *with_commas(uint64_t v, char out[32]) {
 
 static struct {
     bool in_tty, out_tty, err_tty;
+    bool err_moves;              /* stderr is a terminal that can rewrite its line */
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
     volatile sig_atomic_t raw;   /* the line editor changed the terminal's mode */
     struct termios cooked;       /* valid while raw */
@@ -376,8 +377,9 @@ static struct {
 
 static void term_init(void) {
     const char *t = getenv("TERM"), *no = getenv("NO_COLOR");
-    bool colour = t && *t && strcmp(t, "dumb") && !(no && *no);
+    bool able = t && *t && strcmp(t, "dumb"), colour = able && !(no && *no);
     term.in_tty = isatty(0), term.out_tty = isatty(1), term.err_tty = isatty(2);
+    term.err_moves = term.err_tty && able;
     term.colour_out = term.out_tty && colour, term.colour_err = term.err_tty && colour;
 }
 
@@ -4709,7 +4711,7 @@ static void model_prefetch(const struct model *m) {
             madvise((void *)(uintptr_t)(im->base + at), n, MADV_WILLNEED);
             for (size_t i = 0; i < n; i += page) (void)*(const volatile uint8_t *)(im->base + at + i);
             double t = now_seconds(), have = done + (double)(at + n);
-            if (!term.err_tty || t - shown < 0.1) continue;
+            if (!term.err_moves || t - shown < 0.1) continue;
             shown = t;
             fprintf(stderr, "\rreading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left \033[K",
                     100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
@@ -7406,7 +7408,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         session_forward(s, ids + s->n_past, c);
         done += c;
         double t = now_seconds();
-        if (term.err_tty && t - shown > 0.1 && s->n_past < n)
+        if (term.err_moves && t - shown > 0.1 && s->n_past < n)
             prefill_progress(done, n - keep, t - t0), shown = t;
     }
     if (shown > t0 + 0.4) fputs("\r\033[K", stderr);
@@ -8058,7 +8060,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
 
 /* The line that stands for hidden thinking on a terminal; empty text removes it. */
 static void printer_hidden(const struct printer *p, bool done) {
-    if (!term.out_tty || !term.err_tty) return;
+    if (!term.out_tty || !term.err_moves) return;
     if (done) fputs("\r\033[K", stderr);
     else fprintf(stderr, "\r\033[Kthinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
     fflush(stderr);
@@ -8083,6 +8085,7 @@ static void printer_emit(struct printer *p, size_t end) {
 static void printer_token(struct printer *p, int32_t id) {
     detok_put(p->v, &p->detok, id, &p->text);
     size_t n = arrlenu(p->text);
+    if (!n) return; /* so far only the start of a UTF-8 sequence */
     if (p->verbatim) {
         printer_write(p, p->text + p->printed, n - p->printed, false);
         p->printed = n;
@@ -8695,8 +8698,10 @@ static int key_read(struct keyboard *kb) {
  * Edited text and history
  *
  * Owns what is being typed and what was typed before. Invariants: the text is valid UTF-8 without NUL and CR; the cursor
- * stands between two units, a unit being a grapheme cluster, a newline or a folded paste. Knows nothing of the screen and
- * of keys. Positions are found by scanning from the front, which folding and HISTORY_ENTRY_MAX keep short.
+ * stands between two code points and never inside a folded paste. It moves by units, a unit being a grapheme cluster, a
+ * newline or a folded paste; only an edit that joins what is on both sides of it (half of a flag typed before another flag)
+ * leaves it within one, because the other half may follow. Knows nothing of the screen and of keys. Positions are found by
+ * scanning from the front, which folding and HISTORY_ENTRY_MAX keep short.
  * ============================================================================================================ */
 
 enum {
@@ -8755,19 +8760,26 @@ static bool newline_at(const struct editor *e, size_t pos) {
     return e->text[pos] == '\n' && !fold_at(e, pos);
 }
 
+/* Bytes of the grapheme cluster that valid UTF-8 begins with. */
+static size_t cluster_bytes(const char *s, size_t n) {
+    utf8proc_int32_t last = -1, cp, state = 0;
+    size_t at = 0;
+    while (at < n) {
+        utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s + at, (utf8proc_ssize_t)(n - at), &cp);
+        if (last >= 0 && utf8proc_grapheme_break_stateful(last, cp, &state)) break;
+        at += (size_t)k, last = cp;
+    }
+    return at;
+}
+
 /* End of the unit that begins at pos. */
 static size_t unit_next(const struct editor *e, size_t pos) {
     const struct fold *f = fold_at(e, pos);
+    size_t end = arrlenu(e->text);
     if (f) return f->at + f->len;
-    size_t n = arrlenu(e->text);
-    utf8proc_int32_t last = -1, cp, state = 0;
-    while (pos < n) {
-        utf8proc_ssize_t k =
-            utf8proc_iterate((const uint8_t *)e->text + pos, (utf8proc_ssize_t)(n - pos), &cp);
-        if (last >= 0 && (fold_at(e, pos) || utf8proc_grapheme_break_stateful(last, cp, &state))) break;
-        pos += (size_t)k, last = cp;
-    }
-    return pos;
+    for (int i = 0; i < arrlen(e->folds); i++)
+        if (e->folds[i].at > pos && e->folds[i].at < end) end = e->folds[i].at;
+    return pos < end ? pos + cluster_bytes(e->text + pos, end - pos) : pos;
 }
 
 /* Beginning of the unit before pos. */
@@ -8825,7 +8837,7 @@ static void text_insert(struct editor *e, const char *s, size_t n) {
     e->cursor += n;
 }
 
-/* Removes [from, to), both between units, and leaves the cursor there. */
+/* Removes [from, to) and leaves the cursor there. */
 static void text_delete(struct editor *e, size_t from, size_t to) {
     if (from == to) return;
     arrdeln(e->text, from, to - from);
@@ -9014,11 +9026,14 @@ static void picture_cell(struct picture *p, const char *s, size_t n, int width) 
     if (p->col >= p->cols) picture_break(p, " \r");
 }
 
-/* Plain ASCII that is not itself text. */
+/* What is not itself text: valid UTF-8 without control characters. */
 static void picture_label(struct picture *p, const char *s, const char *style) {
     p->style = term.colour_out ? style : "";
     sb_puts(&p->out, p->style);
-    for (; *s; s++) picture_cell(p, s, 1, 1);
+    for (size_t left = strlen(s), n; left; s += n, left -= n) {
+        n = cluster_bytes(s, left);
+        picture_cell(p, s, n, text_width(s, n));
+    }
     if (*p->style) sb_puts(&p->out, "\033[0m");
     p->style = "";
 }
@@ -9152,11 +9167,17 @@ static void editor_complete(struct editor *e) {
  * back as it was, any other key takes the entry and then acts on it. */
 static void editor_search(struct editor *e) {
     const char *prompt = e->prompt;
-    char *query = NULL, *shown = NULL;
+    char *query = NULL, *shown = NULL, *text = NULL;
+    struct fold *folds = NULL;
+    size_t cursor = e->cursor, history_at = e->history_at;
     int key, at = (int)arrlen(e->history);
+    sb_put(&text, e->text, arrlenu(e->text));
+    for (int i = 0; i < arrlen(e->folds); i++) arrput(folds, e->folds[i]);
     for (;;) {
         arrsetlen(shown, 0);
-        sb_printf(&shown, "(search '%s') ", sb_cstr(&query));
+        sb_puts(&shown, "(search '");
+        term_neutralise(&shown, query, arrlenu(query));
+        sb_puts(&shown, "') ");
         e->prompt = sb_cstr(&shown);
         editor_refresh(e);
         key = key_read(&e->keys);
@@ -9182,12 +9203,19 @@ static void editor_search(struct editor *e) {
         history_move(e, from - (int)e->history_at);
         at = from;
     }
-    if (key == CONTROL('C') || key == CONTROL('G'))
-        history_move(e, (int)(arrlenu(e->history) - e->history_at));
-    else e->keys.pushed = key;
+    if (key == CONTROL('C') || key == CONTROL('G')) {
+        history_move(e, (int)history_at - (int)e->history_at);
+        text_set(e, text, arrlenu(text));
+        for (int i = 0; i < arrlen(folds); i++) arrput(e->folds, folds[i]);
+        e->cursor = cursor;
+    } else {
+        e->keys.pushed = key;
+    }
     e->prompt = prompt;
     arrfree(query);
     arrfree(shown);
+    arrfree(text);
+    arrfree(folds);
 }
 
 /* Ctrl-Z. */
@@ -9995,10 +10023,10 @@ static int mode_perplexity(struct engine *e) {
         int rc = session_score(&e->session, s.ids, s.n, surprise_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
-        if (term.err_tty)
+        if (term.err_moves)
             fprintf(stderr, "\r%d of %d tokens, %.3f \033[K", at + s.n, n, exp(s.sum / (double)s.count));
     }
-    if (term.err_tty) fputs("\r\033[K", stderr);
+    if (term.err_moves) fputs("\r\033[K", stderr);
     double mean = s.sum / (double)s.count, var = s.sum2 / (double)s.count - mean * mean;
     double se = s.count > 1 ? sqrt(fmax(var, 0) / (double)(s.count - 1)) : 0;
     printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se,
