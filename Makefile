@@ -15,12 +15,15 @@ PACKAGES := gcc libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev
 GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test bench asan fuzz test-arm64 install clean help format deps
+.PHONY: all chat test bench asan fuzz test-arm64 install clean help format deps goals
 
 ifneq ($(DEPS),ok)
 
-$(GOALS): deps
-	@$(MAKE) --no-print-directory DEPS=ok $@
+# One call for all goals: two would build the same file side by side with -j.
+$(GOALS): goals ;
+
+goals: deps
+	@$(MAKE) --no-print-directory DEPS=ok $(filter $(GOALS),$(or $(MAKECMDGOALS),all))
 
 deps:
 	@if command -v $(CC) >/dev/null && command -v pkg-config >/dev/null && pkg-config --exists jansson libpcre2-8 libutf8proc \

@@ -152,14 +152,14 @@ struct model {
     enum gating gating;
     bool weights_norm; /* the chosen experts' weights are divided by their sum */
     float weights_scale;
-    bool pruned;                       /* the file says that experts were removed */
-    int n_expert_original;             /* before pruning, 0 if not recorded */
-    struct weight embd, output;        /* (n_vocab, n_embd) */
-    const float *output_norm;          /* (n_embd) */
-    struct layer *layers;              /* (n_layer) */
-    uint64_t file_bytes, weight_bytes; /* weight_bytes: of all tensors bound */
-    uint64_t hash;                     /* identifies the file to saved sessions */
-    void **owned;                      /* stb_ds: what model_free frees */
+    bool pruned;                /* the file says that experts were removed */
+    int n_expert_original;      /* before pruning, 0 if not recorded */
+    struct weight embd, output; /* (n_vocab, n_embd) */
+    const float *output_norm;   /* (n_embd) */
+    struct layer *layers;       /* (n_layer) */
+    uint64_t file_bytes;        /* of all parts; 0 for synthetic weights */
+    uint64_t hash;              /* identifies the file to saved sessions */
+    void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
 };
 
@@ -282,7 +282,7 @@ struct rank {
     int n_threads;
     float *act[ACT_COUNT];
     float *cos, *sin;     /* (chunk, rope_dim / 2) of the batch's positions */
-    uint8_t *pack;        /* (chunk * max(1, n_head), ...) packed activations, input side */
+    uint8_t *pack;        /* packed inputs: 2 * chunk rows, or MLA absorbed: one per token and head */
     uint8_t *pack_h;      /* packed hidden rows of the feed-forward */
     float *hidden;        /* hidden rows of the feed-forward, one after the other */
     float *route;         /* (chunk, n_expert_max) router logits */
@@ -338,12 +338,14 @@ enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130
 static volatile sig_atomic_t interrupted;
 
 static void term_restore(void);
+static void temp_remove(void);
 static void message_neutralise(char *s);
 
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
     char line[2048];
     va_list ap;
     term_restore();
+    temp_remove();
     fflush(stdout);
     va_start(ap, fmt);
     vsnprintf(line, sizeof line, fmt, ap);
@@ -492,6 +494,53 @@ static int read_file(const char *path, char **sb, char *err) {
     return rc;
 }
 
+/* The unfinished output, while temp_exists: whatever ends the program removes it. One at a time. */
+static char temp_path[4400];
+static volatile sig_atomic_t temp_exists;
+
+/* Safe in a signal handler. */
+static void temp_remove(void) {
+    if (temp_exists) unlink(temp_path);
+    temp_exists = 0;
+}
+
+/* Begins a file that becomes `path` when it is complete, so that a failure leaves what was there. NULL with a message. */
+static FILE *temp_create(const char *path, mode_t mode, char *err) {
+    struct stat st;
+    if (!stat(path, &st) && !S_ISREG(st.st_mode))
+        return fail(err, "cannot replace '%s': it is not a regular file", path), NULL;
+    if (snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", path, (int)getpid()) >= (int)sizeof temp_path)
+        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    temp_exists = 1;
+    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
+    if (!f) fail(err, "cannot write '%s': %s", path, strerror(errno)), temp_remove();
+    return f;
+}
+
+/* Ends it: what was written gets its name, unless `bad` or a failure. 0, or -1 with a message. */
+static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
+    int rc = 0;
+    if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
+        rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
+    if (fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
+    if (!rc && rename(temp_path, path))
+        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, path, strerror(errno));
+    if (!rc) temp_exists = 0;
+    temp_remove();
+    return rc;
+}
+
+/* Bytes of memory that can still be taken without swapping, the cached pages of files among them. */
+static uint64_t memory_available(void) {
+    char *text = NULL, err[ERR_MAX];
+    unsigned long long kib = 0;
+    const char *at = read_file("/proc/meminfo", &text, err) ? NULL : strstr(sb_cstr(&text), "MemAvailable:");
+    bool known = at && sscanf(at, "MemAvailable: %llu kB", &kib) == 1;
+    arrfree(text);
+    return known ? kib << 10 : (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
 /* Bytes of the UTF-8 sequence at s: its length if complete and valid, 0 if it is valid so far but cut off by n, -1 if it
  * is invalid. */
 static int utf8_sequence(const char *s, size_t n) {
@@ -566,6 +615,7 @@ static const char *with_commas(uint64_t v, char out[32]) {
 
 static struct {
     bool in_tty, out_tty, err_tty;
+    bool err_moves;              /* stderr is a terminal that can rewrite its line */
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
     volatile sig_atomic_t raw;   /* the line editor changed the terminal's mode */
     struct termios cooked;       /* valid while raw */
@@ -573,8 +623,9 @@ static struct {
 
 static void term_init(void) {
     const char *t = getenv("TERM"), *no = getenv("NO_COLOR");
-    bool colour = t && *t && strcmp(t, "dumb") && !(no && *no);
+    bool able = t && *t && strcmp(t, "dumb"), colour = able && !(no && *no);
     term.in_tty = isatty(0), term.out_tty = isatty(1), term.err_tty = isatty(2);
+    term.err_moves = term.err_tty && able;
     term.colour_out = term.out_tty && colour, term.colour_err = term.err_tty && colour;
 }
 
@@ -4421,7 +4472,6 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
         return NULL;
     }
     l->used[t - l->g->tensors] = true;
-    l->m->weight_bytes += t->bytes;
     return t;
 }
 
@@ -4843,7 +4893,7 @@ static void model_prefetch(const struct model *m) {
             madvise((void *)(uintptr_t)(im->base + at), n, MADV_WILLNEED);
             for (size_t i = 0; i < n; i += page) (void)*(const volatile uint8_t *)(im->base + at + i);
             double t = now_seconds(), have = done + (double)(at + n);
-            if (!term.err_tty || t - shown < 0.1) continue;
+            if (!term.err_moves || t - shown < 0.1) continue;
             shown = t;
             fprintf(stderr, "\rreading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left \033[K",
                     100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
@@ -4911,7 +4961,6 @@ struct kernels {
     size_t (*act_bytes)(enum act_format f, int n); /* of a packed row of n, a multiple of 64 */
     void (*act_pack)(enum act_format f, const float *x, int n, void *out);
     void (*gemm)(const struct gemm *g);
-    float (*dot)(const float *a, const float *b, int n);
     /* C (m,n) = A (m,k) B (n,k)^T and C (m,n) += A (m,k) B (k,n), row-major, ld*: floats from row to row */
     void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
                      int ldc);
@@ -5063,10 +5112,10 @@ static float ref_max(const float *x, int n) {
     return m;
 }
 
-static const struct kernels kernels_ref = {
-    "reference",  ref_act_format,   act_bytes,   ref_act_pack, ref_gemm,      ref_dot,
-    ref_sgemm_nt, ref_sgemm_nn_add, ref_exp_sum, ref_silu_mul, ref_from_bf16, ref_from_e4m3,
-    ref_to_e4m3,  ref_to_bf16,      ref_rmsnorm, ref_amax,     ref_max};
+static const struct kernels kernels_ref = {"reference",  ref_act_format, act_bytes,        ref_act_pack,
+                                           ref_gemm,     ref_sgemm_nt,   ref_sgemm_nn_add, ref_exp_sum,
+                                           ref_silu_mul, ref_from_bf16,  ref_from_e4m3,    ref_to_e4m3,
+                                           ref_to_bf16,  ref_rmsnorm,    ref_amax,         ref_max};
 
 /* ============================================================================================================
  * CPU kernels: vector functions for any instruction set
@@ -5410,7 +5459,6 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {           \
         vec_act_pack(f, x, n, out);                                                                    \
     }                                                                                                  \
-    TARGET static float isa##_dot(const float *a, const float *b, int n) { return vec_dot(a, b, n); }  \
     TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }   \
     TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }      \
     TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); } \
@@ -5445,9 +5493,9 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     }
 
 /* The members of struct kernels behind gemm. */
-#define VECTOR_TABLE(isa)                                                                          \
-    isa##_dot, isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16, \
-        isa##_from_e4m3, isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax, isa##_max
+#define VECTOR_TABLE(isa)                                                                                \
+    isa##_sgemm_nt, isa##_sgemm_nn_add, isa##_exp_sum, isa##_silu_mul, isa##_from_bf16, isa##_from_e4m3, \
+        isa##_to_e4m3, isa##_to_bf16, isa##_rmsnorm, isa##_amax, isa##_max
 
 /* ============================================================================================================
  * CPU kernels: products with integer activations
@@ -6327,12 +6375,11 @@ static const struct kernels *kernels_choose(void) {
 }
 
 /* Read bandwidth of main memory in bytes per second with n_threads threads, measured: one pass over a buffer that no
- * cache holds, or a quarter of the memory that is free. Takes about half a second. 0: there was no memory. */
+ * cache holds, or a quarter of the available memory. Takes about half a second. 0: there was no memory. */
 static double memory_bandwidth(int n_threads) {
     const size_t piece = 1 << 20;
     const struct kernels *k = kernels_choose();
-    long free_mib = sysconf(_SC_AVPHYS_PAGES) / 256 * (sysconf(_SC_PAGESIZE) / 4096);
-    size_t n = free_mib > 4096 ? 1024 : free_mib > 4 ? (size_t)free_mib / 4 : 1;
+    size_t mib = (size_t)(memory_available() >> 20), n = mib > 4096 ? 1024 : mib > 4 ? mib / 4 : 1;
     float *p = mmap(NULL, n * piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), sum = 0;
     if (p == MAP_FAILED) return 0;
     madvise(p, n * piece, MADV_HUGEPAGE);
@@ -6350,7 +6397,8 @@ static double memory_bandwidth(int n_threads) {
  * KV cache
  * ============================================================================================================ */
 
-/* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load. */
+/* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
+ * so small that 1 / scale would be infinite becomes zeros. */
 static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t pos, const float *x) {
     uint8_t *row = p->data + (size_t)pos * p->row_bytes;
     if (p->type == KV_F32) {
@@ -6360,7 +6408,7 @@ static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t 
     } else {
         for (int g = 0; g < p->n_group; g++) {
             int at = g * p->group, n = p->width - at < p->group ? p->width - at : p->group;
-            float amax = k->amax(x + at, n), scale = amax > 0 ? amax / 448.0f : 1.0f;
+            float amax = k->amax(x + at, n), scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f;
             p->scale[pos * p->n_group + g] = scale;
             k->to_e4m3(x + at, 1.0f / scale, row + at, n);
         }
@@ -7437,7 +7485,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         session_forward(s, ids + s->n_past, c);
         done += c;
         double t = now_seconds();
-        if (term.err_tty && t - shown > 0.1 && s->n_past < n)
+        if (term.err_moves && t - shown > 0.1 && s->n_past < n)
             prefill_progress(done, n - keep, t - t0), shown = t;
     }
     if (shown > t0 + 0.4) fputs("\r\033[K", stderr);
@@ -7535,23 +7583,14 @@ static bool session_planes(struct session *s, size_t n, FILE *f, bool store) {
     return ok;
 }
 
-/* The state to a file, by a temporary name, so that a full disk leaves the old one. */
 static int session_save(struct session *s, const char *path, char *err) {
-    char *tmp = NULL;
-    sb_printf(&tmp, "%s.tmp-%d", path, (int)getpid());
-    const char *name = sb_cstr(&tmp);
     struct kv_header h = session_header(s);
-    int fd = open(name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), rc = 0;
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (!f || fwrite(&h, sizeof h, 1, f) != 1 ||
-        fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
-        !session_planes(s, h.n_tokens, f, false) || fflush(f) || fsync(fd))
-        rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
-    if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", name, strerror(errno));
-    if (!rc && rename(name, path)) rc = fail(err, "cannot rename '%s': %s", name, strerror(errno));
-    if (rc) unlink(name);
-    arrfree(tmp);
-    return rc;
+    FILE *f = temp_create(path, 0600, err);
+    if (!f) return -1;
+    bool whole = fwrite(&h, sizeof h, 1, f) == 1 &&
+                 fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) == h.n_tokens &&
+                 session_planes(s, h.n_tokens, f, false);
+    return temp_finish(f, path, !whole, err);
 }
 
 /* The state from a file. -1 leaves an empty timeline and says why the file does not fit; the caller then computes anew. */
@@ -7690,7 +7729,7 @@ static const struct option options[] = {
     {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
     {"synth", 0, OPT_STR, AT(synth), "NAME[:LAYERS]", 0, 0, false,
      "random weights of a real shape; with -m written to that file first"},
-    {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, true, "say more on stderr"},
+    {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, false, "say more on stderr"},
     {"version", 0, OPT_FLAG, AT(version), NULL, 0, 0, false, "version and what this build can use"},
     {"help", 'h', OPT_FLAG, AT(help), NULL, 0, 0, false, "this text"},
 };
@@ -7707,7 +7746,6 @@ static void settings_init(struct settings *s) {
                            .seed = -1,
                            .depth = 50};
     s->gpu = -1, s->vram_reserve = 256, s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
-    if (getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
 static void settings_free(struct settings *s) {
@@ -7772,7 +7810,12 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
         if (o->type == OPT_FLAG) fputs(*(const bool *)at ? "on" : "off", f);
         else if (o->type == OPT_INT) fprintf(f, "%d", *(const int *)at);
         else if (o->type == OPT_NUM) fprintf(f, "%g", *(const double *)at);
-        else fputs(*(char *const *)at ? *(char *const *)at : "", f);
+        else if (*(char *const *)at) {
+            char *text = NULL;
+            term_neutralise(&text, *(char *const *)at, strlen(*(char *const *)at));
+            fputs(sb_cstr(&text), f);
+            arrfree(text);
+        }
         fprintf(f, "%*s%s\n", 2, "", o->help);
     }
 }
@@ -7823,6 +7866,8 @@ static void options_parse(struct settings *s, int argc, char **argv) {
         if (!value) die_usage("option '%s' wants a value: %s", a, o->arg);
         if (option_store(s, o, value, err)) die_usage("%s", err);
     }
+    /* --synth writes to its -m, which must be meant */
+    if (!s->model && !s->synth && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
 /* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
@@ -7858,6 +7903,10 @@ static void settings_resolve(struct settings *s, const struct model *m) {
 static struct sampling settings_sampling(const struct settings *s) {
     return (struct sampling){s->greedy,       (float)s->temp,           (float)s->top_p,
                              (float)s->min_p, (float)s->repeat_penalty, s->top_k};
+}
+
+static uint64_t settings_seed(const struct settings *s) {
+    return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)time(NULL);
 }
 
 /* Settles the default. */
@@ -7925,6 +7974,12 @@ static int chat_template(struct template **out, const struct settings *set, cons
     return *out ? 0 : fail(err, "chat template: %s", why);
 }
 
+/* What no template can take is refused: -1 with a message. */
+static int message_check(const char *what, const char *s, size_t n, char *err) {
+    if (utf8_valid(s, n) && !(n && memchr(s, 0, n))) return 0;
+    return fail(err, "%s is not valid UTF-8 text", what);
+}
+
 static void chat_push(struct chat *c, const char *role, const char *content, size_t n) {
     struct message msg = {xstrdup(role), xstrndup(content, n)};
     arrput(c->messages, msg);
@@ -7940,12 +7995,12 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     char *source = NULL;
     memset(c, 0, sizeof *c);
     c->set = set, c->m = m, c->s = s;
+    if (set->system && message_check("the system message", set->system, strlen(set->system), err)) return -1;
     int rc = chat_template(&c->t, set, m, &source, err);
     if (!rc) {
         c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
         c->strips_reasoning = text_has(source, arrlenu(source), "</think>");
-        sampler_init(&c->sampler, m->vocab->n_tokens,
-                     set->seed >= 0 ? (uint64_t)set->seed : (uint64_t)time(NULL));
+        sampler_init(&c->sampler, m->vocab->n_tokens, settings_seed(set));
         if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
     }
     arrfree(source);
@@ -8044,7 +8099,6 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
         if (!b.n || b.n > n - at || memcmp(text->s + at, b.p, b.n)) break;
         for (size_t i = 0; special && i < b.n; i++) from_data |= text->origin[at + i] == ORIGIN_DATA;
         if (from_data) break;
-        if (special) cut = k, cut_at = at;
         at += b.n;
         if (special) cut = k + 1, cut_at = at;
     }
@@ -8097,7 +8151,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
 
 /* The line that stands for hidden thinking on a terminal; empty text removes it. */
 static void printer_hidden(const struct printer *p, bool done) {
-    if (!term.out_tty || !term.err_tty) return;
+    if (!term.out_tty || !term.err_moves) return;
     if (done) fputs("\r\033[K", stderr);
     else fprintf(stderr, "\r\033[Kthinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
     fflush(stderr);
@@ -8122,6 +8176,7 @@ static void printer_emit(struct printer *p, size_t end) {
 static void printer_token(struct printer *p, int32_t id) {
     detok_put(p->v, &p->detok, id, &p->text);
     size_t n = arrlenu(p->text);
+    if (!n) return; /* so far only the start of a UTF-8 sequence */
     if (p->verbatim) {
         printer_write(p, p->text + p->printed, n - p->printed, false);
         p->printed = n;
@@ -8279,8 +8334,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
 }
 
 static enum turn_result chat_turn(struct chat *c, const char *user, size_t n, char *err) {
-    if (!utf8_valid(user, n) || memchr(user, 0, n))
-        return fail(err, "the message is not valid UTF-8 text"), TURN_FAILED;
+    if (message_check("the message", user, n, err)) return TURN_FAILED;
     chat_push(c, "user", user, n);
     enum turn_result r = chat_answer(c, err);
     if (r == TURN_FAILED || r == TURN_ROLLED_BACK) chat_pop(c);
@@ -8303,11 +8357,32 @@ static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
     return 0;
 }
 
+/* Cuts the timeline to what it shares with the messages, so that nothing taken back is saved or counted. */
+static void chat_trim(struct chat *c) {
+    char err[ERR_MAX];
+    struct text text = {0};
+    int32_t *ids = NULL;
+    int keep = 0;
+    if (arrlen(c->messages) && !chat_render(c, &text, err)) chat_tokenize(c, &text, &ids);
+    while (keep < c->s->n_past && keep < arrlen(ids) && c->s->tokens[keep] == ids[keep]) keep++;
+    c->s->n_past = keep;
+    arrfree(ids);
+    text_free(&text);
+}
+
 static int chat_undo(struct chat *c, char *err) {
     size_t n = arrlenu(c->messages);
     while (n && strcmp(c->messages[n - 1].role, "user")) n--;
     if (!n) return fail(err, "there is nothing to undo");
     while (arrlenu(c->messages) >= n) chat_pop(c);
+    chat_trim(c);
+    return 0;
+}
+
+/* Changes an option; a seed counts from here on. */
+static int chat_set(struct chat *c, const char *name, const char *value, char *err) {
+    if (option_set(c->set, name, value, err)) return -1;
+    if (!strcmp(name, "seed")) c->sampler.rng = settings_seed(c->set);
     return 0;
 }
 
@@ -8328,6 +8403,7 @@ static void chat_set_system(struct chat *c, const char *text) {
 static void chat_clear(struct chat *c) {
     size_t keep = arrlen(c->messages) && !strcmp(c->messages[0].role, "system");
     while (arrlenu(c->messages) > keep) chat_pop(c);
+    chat_trim(c);
 }
 
 /* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (state), in ~/.moe unless NAME has a slash ---- */
@@ -8349,23 +8425,19 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
 }
 
 static int chat_save(struct chat *c, const char *name, char *err) {
-    char path[4096], tmp[4160];
-    if (chat_path(name, ".jsonl", path, err)) return -1;
-    snprintf(tmp, sizeof tmp, "%s.tmp-%d", path, (int)getpid());
-    int fd = open(tmp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), rc = 0;
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "w");
-    if (f) fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
-    for (size_t i = 0; f && i < arrlenu(c->messages); i++) {
+    char path[4096];
+    bool bad = false;
+    FILE *f = chat_path(name, ".jsonl", path, err) ? NULL : temp_create(path, 0600, err);
+    if (!f) return -1;
+    fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
+    for (size_t i = 0; i < arrlenu(c->messages); i++) {
         json_t *o = json_pack("{ssss}", "role", c->messages[i].role, "content", c->messages[i].content);
-        if (!o || json_dumpf(o, f, JSON_COMPACT)) rc = -1;
+        bad |= !o || json_dumpf(o, f, JSON_COMPACT);
         fputc('\n', f);
         json_decref(o);
     }
-    if (!f || rc || ferror(f) || fflush(f) || fsync(fd))
-        rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
-    if (f && fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
-    if (!rc && rename(tmp, path)) rc = fail(err, "cannot rename '%s': %s", tmp, strerror(errno));
-    if (rc) return unlink(tmp), -1;
+    if (temp_finish(f, path, bad, err)) return -1;
+    chat_trim(c);
     return chat_path(name, ".kv", path, err) || session_save(c->s, path, err) ? -1 : 0;
 }
 
@@ -8421,7 +8493,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     return 0;
 }
 
-/* Saved conversations of ~/.moe, newest last. */
+/* Saved conversations of ~/.moe, by name. */
 static void chat_list(struct chat *c) {
     char path[4096], err[ERR_MAX];
     (void)c;
@@ -8451,6 +8523,7 @@ static void chat_list(struct chat *c) {
 
 static void chat_print_context(struct chat *c) {
     char a[32], b[32];
+    chat_trim(c);
     double use = (double)c->s->n_past / c->s->n_ctx, per = (double)kv_token_bytes(c->m, c->s->r.kv_type);
     fprintf(stderr, "  [");
     for (int i = 0; i < 40; i++) fputc(i < (int)(use * 40 + 0.5) ? '#' : '.', stderr);
@@ -8716,8 +8789,10 @@ static int key_read(struct keyboard *kb) {
  * Edited text and history
  *
  * Owns what is being typed and what was typed before. Invariants: the text is valid UTF-8 without NUL and CR; the cursor
- * stands between two units, a unit being a grapheme cluster, a newline or a folded paste. Knows nothing of the screen and
- * of keys. Positions are found by scanning from the front, which folding and HISTORY_ENTRY_MAX keep short.
+ * stands between two code points and never inside a folded paste. It moves by units, a unit being a grapheme cluster, a
+ * newline or a folded paste; only an edit that joins what is on both sides of it (half of a flag typed before another flag)
+ * leaves it within one, because the other half may follow. Knows nothing of the screen and of keys. Positions are found by
+ * scanning from the front, which folding and HISTORY_ENTRY_MAX keep short.
  * ============================================================================================================ */
 
 enum {
@@ -8776,19 +8851,26 @@ static bool newline_at(const struct editor *e, size_t pos) {
     return e->text[pos] == '\n' && !fold_at(e, pos);
 }
 
+/* Bytes of the grapheme cluster that valid UTF-8 begins with. */
+static size_t cluster_bytes(const char *s, size_t n) {
+    utf8proc_int32_t last = -1, cp, state = 0;
+    size_t at = 0;
+    while (at < n) {
+        utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s + at, (utf8proc_ssize_t)(n - at), &cp);
+        if (last >= 0 && utf8proc_grapheme_break_stateful(last, cp, &state)) break;
+        at += (size_t)k, last = cp;
+    }
+    return at;
+}
+
 /* End of the unit that begins at pos. */
 static size_t unit_next(const struct editor *e, size_t pos) {
     const struct fold *f = fold_at(e, pos);
+    size_t end = arrlenu(e->text);
     if (f) return f->at + f->len;
-    size_t n = arrlenu(e->text);
-    utf8proc_int32_t last = -1, cp, state = 0;
-    while (pos < n) {
-        utf8proc_ssize_t k =
-            utf8proc_iterate((const uint8_t *)e->text + pos, (utf8proc_ssize_t)(n - pos), &cp);
-        if (last >= 0 && (fold_at(e, pos) || utf8proc_grapheme_break_stateful(last, cp, &state))) break;
-        pos += (size_t)k, last = cp;
-    }
-    return pos;
+    for (int i = 0; i < arrlen(e->folds); i++)
+        if (e->folds[i].at > pos && e->folds[i].at < end) end = e->folds[i].at;
+    return pos < end ? pos + cluster_bytes(e->text + pos, end - pos) : pos;
 }
 
 /* Beginning of the unit before pos. */
@@ -8846,7 +8928,7 @@ static void text_insert(struct editor *e, const char *s, size_t n) {
     e->cursor += n;
 }
 
-/* Removes [from, to), both between units, and leaves the cursor there. */
+/* Removes [from, to) and leaves the cursor there. */
 static void text_delete(struct editor *e, size_t from, size_t to) {
     if (from == to) return;
     arrdeln(e->text, from, to - from);
@@ -9035,11 +9117,14 @@ static void picture_cell(struct picture *p, const char *s, size_t n, int width) 
     if (p->col >= p->cols) picture_break(p, " \r");
 }
 
-/* Plain ASCII that is not itself text. */
+/* What is not itself text: valid UTF-8 without control characters. */
 static void picture_label(struct picture *p, const char *s, const char *style) {
     p->style = term.colour_out ? style : "";
     sb_puts(&p->out, p->style);
-    for (; *s; s++) picture_cell(p, s, 1, 1);
+    for (size_t left = strlen(s), n; left; s += n, left -= n) {
+        n = cluster_bytes(s, left);
+        picture_cell(p, s, n, text_width(s, n));
+    }
     if (*p->style) sb_puts(&p->out, "\033[0m");
     p->style = "";
 }
@@ -9173,11 +9258,17 @@ static void editor_complete(struct editor *e) {
  * back as it was, any other key takes the entry and then acts on it. */
 static void editor_search(struct editor *e) {
     const char *prompt = e->prompt;
-    char *query = NULL, *shown = NULL;
+    char *query = NULL, *shown = NULL, *text = NULL;
+    struct fold *folds = NULL;
+    size_t cursor = e->cursor, history_at = e->history_at;
     int key, at = (int)arrlen(e->history);
+    sb_put(&text, e->text, arrlenu(e->text));
+    for (int i = 0; i < arrlen(e->folds); i++) arrput(folds, e->folds[i]);
     for (;;) {
         arrsetlen(shown, 0);
-        sb_printf(&shown, "(search '%s') ", sb_cstr(&query));
+        sb_puts(&shown, "(search '");
+        term_neutralise(&shown, query, arrlenu(query));
+        sb_puts(&shown, "') ");
         e->prompt = sb_cstr(&shown);
         editor_refresh(e);
         key = key_read(&e->keys);
@@ -9203,12 +9294,19 @@ static void editor_search(struct editor *e) {
         history_move(e, from - (int)e->history_at);
         at = from;
     }
-    if (key == CONTROL('C') || key == CONTROL('G'))
-        history_move(e, (int)(arrlenu(e->history) - e->history_at));
-    else e->keys.pushed = key;
+    if (key == CONTROL('C') || key == CONTROL('G')) {
+        history_move(e, (int)history_at - (int)e->history_at);
+        text_set(e, text, arrlenu(text));
+        for (int i = 0; i < arrlen(folds); i++) arrput(e->folds, folds[i]);
+        e->cursor = cursor;
+    } else {
+        e->keys.pushed = key;
+    }
     e->prompt = prompt;
     arrfree(query);
     arrfree(shown);
+    arrfree(text);
+    arrfree(folds);
 }
 
 /* Ctrl-Z. */
@@ -9392,6 +9490,7 @@ static void signal_interrupt(int sig) {
     double now = now_seconds();
     if (interrupted && now - last < 1.0) {
         term_restore();
+        temp_remove();
         _exit(EXIT_INTERRUPT);
     }
     last = now;
@@ -9402,6 +9501,7 @@ static void signal_interrupt(int sig) {
 /* SIGTERM, SIGHUP: nothing is saved; the code is the shell's convention. */
 static void signal_end(int sig) {
     term_restore();
+    temp_remove();
     _exit(128 + sig);
 }
 
@@ -9413,6 +9513,7 @@ static void signal_crash(int sig) {
     char line[64] = "moe: internal error: SIG";
     ssize_t done;
     term_restore();
+    temp_remove();
     if (sig == SIGBUS) {
         done = write(2, bus, sizeof bus - 1);
         _exit(EXIT_RUN);
@@ -9524,7 +9625,8 @@ static void frame_file(char **out, const char *name, const char *data, size_t n)
 
 /* Changes an option, or without a value prints it. */
 static int option_command(struct repl *r, const char *name, const char *value, char *err) {
-    if (*value) return option_set(r->chat->set, name, value, err);
+    if (*value) return chat_set(r->chat, name, value, err);
+    if (*name && !option_find(name)) return option_set(r->chat->set, name, value, err);
     option_print(r->chat->set, *name ? name : NULL, stderr);
     return 0;
 }
@@ -9594,18 +9696,22 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
 /* What the editor leaves is sent, without the blanks at its end, unless it failed or left nothing. */
 static int cmd_edit(struct repl *r, char *arg, char *err) {
     const char *editor = getenv("EDITOR");
-    char path[] = "/tmp/moe-XXXXXX.md", *data = NULL, *command = NULL;
-    int fd = mkostemps(path, 3, O_CLOEXEC); /* mode 0600 */
+    char *raw = NULL, *data = NULL, *command = NULL;
+    strcpy(temp_path, "/tmp/moe-XXXXXX.md");
+    int fd = mkostemps(temp_path, 3, O_CLOEXEC); /* mode 0600 */
     if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
+    temp_exists = 1;
     write_all(fd, arg, strlen(arg));
     close(fd);
-    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", path);
+    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
     int status = system(sb_cstr(&command)), rc = 0;
     if (status)
         rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
-    else rc = read_text(path, &data, err);
-    unlink(path);
+    else rc = read_text(temp_path, &raw, err);
+    temp_remove();
+    text_scrub(&data, raw, arrlenu(raw)); /* for the history: no CR */
+    arrfree(raw);
     while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
     if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
     if (!rc && arrlen(data)) {
@@ -9829,6 +9935,13 @@ static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool sp
     free(origin);
 }
 
+/* All of stdin; what keeps it from being read ends the program. */
+static void read_stdin(char **out) {
+    if (!read_fd(0, out)) return;
+    if (interrupted) exit(EXIT_INTERRUPT);
+    die("cannot read stdin: %s", strerror(errno));
+}
+
 static int mode_tokenize(const struct settings *set) {
     char err[ERR_MAX], *text = NULL;
     struct gguf g;
@@ -9837,7 +9950,7 @@ static int mode_tokenize(const struct settings *set) {
     if (!set->model) die_usage("--tokenize wants a model: -m FILE");
     if (gguf_open(&g, set->model, err, ERR_MAX)) die("%s", err);
     if (vocab_load(&v, &g, err)) die("'%s': %s", set->model, err);
-    if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
+    read_stdin(&text);
     tokenize_all(&v, text, arrlenu(text), set->special, &ids);
     for (ptrdiff_t i = 0; i < arrlen(ids); i++) printf(i ? " %d" : "%d", ids[i]);
     putchar('\n');
@@ -9860,7 +9973,7 @@ static int mode_render(const struct settings *set) {
     if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(m.vocab, &m.gguf, err)))
         die("%s", err);
     if (chat_template(&t, set, set->model ? &m : NULL, &source, err)) die("%s", err);
-    if (read_fd(0, &text)) die("cannot read stdin: %s", strerror(errno));
+    read_stdin(&text);
     json_t *given = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &je), *vars = json_object();
     if (!json_is_object(given))
         die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text,
@@ -9903,10 +10016,9 @@ static int mode_info(const struct engine *e) {
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
         if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;
-        if (m->layers[from].n_expert)
-            printf("%slayers %d-%d: %d", from && m->layers[0].n_expert ? ", " : "", from, il,
-                   m->layers[from].n_expert);
-        else printf("layers %d-%d: dense, ", from, il);
+        printf("%slayers %d-%d: ", from ? ", " : "", from, il);
+        if (m->layers[from].n_expert) printf("%d", m->layers[from].n_expert);
+        else printf("dense");
         from = il + 1;
     }
     if (m->pruned) printf(" (pruned%s)", m->n_expert_original ? "" : "; the original count is not recorded");
@@ -9927,8 +10039,10 @@ static int mode_info(const struct engine *e) {
         if (bytes[t])
             printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(t).name,
                    (double)bytes[t] / 0x1p20, (double)params[t] * 1e-6);
-    printf("tensors       %u in %u file%s, %.1f MiB\n", m->gguf.n_tensors, m->gguf.n_images,
-           m->gguf.n_images > 1 ? "s" : "", (double)total / 0x1p20);
+    printf("tensors       %u in ", m->gguf.n_tensors);
+    if (m->gguf.n_images) printf("%u file%s", m->gguf.n_images, m->gguf.n_images > 1 ? "s" : "");
+    else printf("memory");
+    printf(", %.1f MiB\n", (double)total / 0x1p20);
     printf("vocabulary    %d tokens, chat template %s\n", m->vocab->n_tokens,
            m->vocab->n_tokens && m->vocab->chat_template.p ? "yes" : "no");
     printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp,
@@ -9949,24 +10063,19 @@ static void npy_row(void *ctx, int pos, const float *logits) {
     fwrite(logits, sizeof *logits, (size_t)o->n_vocab, o->f);
 }
 
-/* float32 [n, n_vocab] in NumPy's format 1.0. The file appears whole or not at all. */
+/* float32 [n, n_vocab] in NumPy's format 1.0. */
 static int mode_logits(struct engine *e, const int32_t *ids, int n) {
-    char err[ERR_MAX], head[128], tmp[4160];
-    const char *path = e->set->logits;
-    snprintf(tmp, sizeof tmp, "%.4096s.tmp-%d", path, (int)getpid());
-    struct npy_out o = {fopen(tmp, "wb"), e->model.n_vocab};
-    if (!o.f) die("cannot write '%s': %s", tmp, strerror(errno));
+    char err[ERR_MAX], head[128];
+    struct npy_out o = {temp_create(e->set->logits, 0666, err), e->model.n_vocab};
+    if (!o.f) die("%s", err);
     int len = snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n,
                        o.n_vocab);
     fprintf(o.f, "\x93NUMPY%c%c%c%c%s%*s\n", 1, 0, 118, 0, head, 117 - len, "");
     int rc = session_score(&e->session, ids, n, npy_row, &o, err);
-    bool bad = ferror(o.f) || fflush(o.f);
-    if ((fclose(o.f) || bad) && !rc) rc = fail(err, "cannot write '%s': %s", tmp, strerror(errno));
-    if (!rc && rename(tmp, path)) rc = fail(err, "cannot rename '%s': %s", tmp, strerror(errno));
-    if (!rc) return EXIT_OK;
-    unlink(tmp);
+    if (!rc) rc = temp_finish(o.f, e->set->logits, false, err);
+    else fclose(o.f), temp_remove();
     if (rc < 0) die("%s", err);
-    return EXIT_INTERRUPT;
+    return rc ? EXIT_INTERRUPT : EXIT_OK;
 }
 
 struct surprise {
@@ -9998,6 +10107,7 @@ static int mode_perplexity(struct engine *e) {
     int n = (int)arrlen(ids),
         window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
     if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
+    if (window < 2) die("-c %d is too short for a perplexity: expected at least 2", window);
     struct surprise s = {.n_vocab = e->model.n_vocab};
     double t0 = now_seconds();
     for (int at = 0; at + 1 < n; at += window) {
@@ -10005,10 +10115,10 @@ static int mode_perplexity(struct engine *e) {
         int rc = session_score(&e->session, s.ids, s.n, surprise_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
-        if (term.err_tty)
+        if (term.err_moves)
             fprintf(stderr, "\r%d of %d tokens, %.3f \033[K", at + s.n, n, exp(s.sum / (double)s.count));
     }
-    if (term.err_tty) fputs("\r\033[K", stderr);
+    if (term.err_moves) fputs("\r\033[K", stderr);
     double mean = s.sum / (double)s.count, var = s.sum2 / (double)s.count - mean * mean;
     double se = s.count > 1 ? sqrt(fmax(var, 0) / (double)(s.count - 1)) : 0;
     printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se,
@@ -10061,7 +10171,9 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     if (set.haystack ? read_file(set.haystack, &hay, err)
                      : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err))
         return -1;
-    if (!utf8_valid(hay, arrlenu(hay)) || arrlen(hay) < 100) {
+    size_t bytes = 0; /* besides newlines, of which a message cannot consist */
+    for (size_t i = 0; i < arrlenu(hay); i++) bytes += hay[i] != '\n';
+    if (!utf8_valid(hay, arrlenu(hay)) || bytes < 100) {
         arrfree(hay);
         return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
     }
@@ -10072,7 +10184,10 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     double t0 = now_seconds();
     if (!chat_init(&c, &set, &e->model, &e->session, err)) {
         enum turn_result r = chat_turn(&c, text, arrlenu(text), err);
-        if (r == TURN_DONE) found = strstr(arrlast(c.messages).content, digits) != NULL;
+        const char *think;
+        size_t n_think;
+        if (r == TURN_DONE)
+            found = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), digits) != NULL;
         else if (r != TURN_FAILED) fail(err, "interrupted");
         chat_free(&c);
     }
@@ -10116,7 +10231,8 @@ static int mode_smoke(struct engine *e) {
     seconds[1] = now_seconds() - t0;
     int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000;
     int secret;
-    ok[2] = n >= 64 && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
+    ok[2] = n >= 64 && !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
+    if (interrupted) return EXIT_INTERRUPT;
     fprintf(stderr,
             "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in "
             "%4d tokens     %-4s %6.2f s\n",
@@ -10332,26 +10448,25 @@ static void synth_load(struct engine *e) {
     uint64_t data, rng = 42;
     uint8_t *h = synth_header(y, layers, t, &head, &data), *p;
     size_t total = head + (size_t)data;
-    int fd = -1;
+    FILE *f = NULL;
     if (e->set->model) {
-        fd = open(e->set->model, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-        if (fd < 0) die("cannot create '%s': %s", e->set->model, strerror(errno));
-        int rc = posix_fallocate(fd, 0, (off_t)total);
-        if (rc)
-            unlink(e->set->model),
-                die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
+        if (!access(e->set->model, F_OK)) die("cannot create '%s': %s", e->set->model, strerror(EEXIST));
+        if (!(f = temp_create(e->set->model, 0666, err))) die("%s", err);
+        int rc = posix_fallocate(fileno(f), 0, (off_t)total);
+        if (rc) die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
     } else if ((double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
         die("%s needs %.1f GiB of memory; cut it with --synth %s:LAYERS", e->set->synth,
             (double)total / 0x1p30, name);
     }
-    p = mmap(NULL, total, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+    p = mmap(NULL, total, PROT_READ | PROT_WRITE, f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS,
+             f ? fileno(f) : -1, 0);
     if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
-    if (fd >= 0) close(fd);
     memcpy(p, h, head);
     free(h);
     uint64_t at = head;
     for (size_t i = 0; i < arrlenu(t); i++) {
         uint64_t bytes = t[i].bytes;
+        if (interrupted) temp_remove(), exit(EXIT_INTERRUPT);
         if (strstr(t[i].name, ".scale")) { /* experts whose products have unit scale */
             for (uint64_t k = 0; k < bytes / 4; k++) {
                 float v = 0.01f;
@@ -10363,6 +10478,7 @@ static void synth_load(struct engine *e) {
         at += gguf_pad(bytes);
     }
     arrfree(t);
+    if (f && temp_finish(f, e->set->model, false, err)) die("%s", err);
     if (gguf_parse(&e->model.gguf, p, total, err, ERR_MAX) || model_bind(&e->model, err))
         die("synthetic model: %s", err);
 }
@@ -10373,12 +10489,12 @@ static void synth_load(struct engine *e) {
 #define MOE_VERSION "0.1.0"
 
 /* Tokens of context: what was asked for, or the trained length, shortened until the cache takes at most half of the memory
- * that is free. */
+ * that is left when all of the model's file stays in the page cache. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
     uint64_t per = kv_token_bytes(m, settings_kv(e->set, false));
     if (e->set->n_ctx) return e->set->n_ctx;
-    uint64_t room = (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / 2,
+    uint64_t have = memory_available(), room = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0,
              n = per ? room / per : 0;
     n = n < (uint64_t)m->n_ctx_train ? n / 256 * 256 : (uint64_t)m->n_ctx_train;
     return n < 256 ? (m->n_ctx_train < 256 ? m->n_ctx_train : 256) : (int)n;
@@ -10465,7 +10581,7 @@ static bool gather_prompt(const struct settings *set, char **out) {
     char err[ERR_MAX], *part = NULL;
     bool any = false;
     if (!term.in_tty && !set->lines) {
-        if (read_fd(0, out)) die("cannot read stdin: %s", strerror(errno));
+        read_stdin(out);
         drop_newline(out);
         any = arrlen(*out) > 0;
     }
@@ -10499,29 +10615,39 @@ static int32_t *parse_ids(const char *s, int n_vocab) {
     return ids;
 }
 
-/* Token ids of a prompt that is not a chat: --ids, or plain text with --raw. */
-static int32_t *raw_ids(const struct engine *e, const char *text, size_t n) {
+/* Token ids of a prompt that is not a chat: --ids, or plain text with --raw. NULL with a message when there are none. */
+static int32_t *raw_ids(const struct engine *e, const char *text, size_t n, char *err) {
     const struct vocab *v = e->model.vocab;
     int32_t *ids = NULL;
     if (e->set->ids) return parse_ids(e->set->ids, e->model.n_vocab);
     if (!v->n_tokens) die("'%s' has no vocabulary: give token ids with --ids", e->set->model);
     if (v->add_bos && v->bos >= 0) arrput(ids, v->bos);
     tokenize_all(v, text, n, e->set->special, &ids);
-    if (!arrlen(ids)) die("the prompt has no tokens");
+    if (!arrlen(ids)) fail(err, "the prompt has no tokens");
     return ids;
+}
+
+/* A prompt that could not be answered. */
+static int report(char *err) {
+    message_neutralise(err);
+    fprintf(stderr, "moe: %s\n", err);
+    return EXIT_RUN;
 }
 
 /* Continues a prompt without a template and prints the continuation verbatim. */
 static int run_raw(struct engine *e, const char *text, size_t n) {
     char err[ERR_MAX];
-    int32_t *ids = raw_ids(e, text, n);
+    int32_t *ids = raw_ids(e, text, n, err);
     struct chat c = {.set = e->set, .m = &e->model, .s = &e->session};
     struct turn_stats st = {0};
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
-    sampler_init(&c.sampler, e->model.vocab->n_tokens,
-                 e->set->seed >= 0 ? (uint64_t)e->set->seed : (uint64_t)time(NULL));
+    if (!ids) return report(err);
     enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), err);
-    if (r == SYNC_FAILED) die("%s", err);
+    if (r == SYNC_FAILED) {
+        arrfree(ids);
+        return report(err);
+    }
+    sampler_init(&c.sampler, e->model.vocab->n_tokens, settings_seed(e->set));
     struct printer p = printer_make(&c, false, true);
     enum stop_reason why = STOP_INTERRUPT;
     if (r == SYNC_DONE) {
@@ -10542,11 +10668,7 @@ static int run_prompt(struct engine *e, const char *text, size_t n) {
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
     enum turn_result r = chat_turn(&c, text, n, err);
     chat_free(&c);
-    if (r == TURN_FAILED) {
-        message_neutralise(err);
-        fprintf(stderr, "moe: %s\n", err);
-        return EXIT_RUN;
-    }
+    if (r == TURN_FAILED) return report(err);
     return r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
 }
 
@@ -10564,7 +10686,7 @@ static int run_lines(struct engine *e) {
         if (rc) code = rc;
     }
     free(line);
-    return code;
+    return interrupted ? EXIT_INTERRUPT : code;
 }
 
 static void banner(const struct engine *e) {
@@ -10600,6 +10722,7 @@ static int run(struct settings *set) {
     if (set->system_file) {
         if (read_file(set->system_file, &text, err)) die("%s", err);
         drop_newline(&text);
+        if (message_check("the system message", text, arrlenu(text), err)) die("%s", err);
         free(set->system);
         set->system = xstrndup(text, arrlenu(text));
         arrfree(text);
@@ -10619,9 +10742,11 @@ static int run(struct settings *set) {
         struct chat c;
         struct text t = {0};
         if (set->ids || set->raw) {
-            ids = raw_ids(&e, text, arrlenu(text));
+            ids = raw_ids(&e, text, arrlenu(text), err);
+            if (!ids) die("%s", err);
         } else {
             if (chat_init(&c, set, &e.model, &e.session, err)) die("%s", err);
+            if (message_check("the prompt", text, arrlenu(text), err)) die("%s", err);
             chat_push(&c, "user", text, arrlenu(text));
             if (chat_render(&c, &t, err)) die("%s", err);
             chat_tokenize(&c, &t, &ids);
@@ -10639,7 +10764,6 @@ static int run(struct settings *set) {
     else code = run_chat(&e);
     arrfree(text);
     engine_close(&e);
-    if (fflush(stdout) || ferror(stdout)) die("cannot write the answer: %s", strerror(errno));
     return code;
 }
 
@@ -10667,6 +10791,7 @@ int moe_main(int argc, char **argv) {
     else if (set.version) code = print_version();
     else code = run(&set);
     settings_free(&set);
+    if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
     return code;
 }
 

@@ -1914,7 +1914,13 @@ static void write_output(const struct output *o) {
 
 static void on_signal(int sig) { stop_signal = sig; }
 
-/* Before the first byte: a directory that can be written, and room. */
+/* What the parent ignores (nohup) stays ignored. */
+static void stop_on(int sig) {
+    struct sigaction old, act = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    if (!sigaction(sig, NULL, &old) && old.sa_handler != SIG_IGN) sigaction(sig, &act, NULL);
+}
+
+/* Before the first byte: a name for a file, a directory that can be written, and room. */
 static void check_target(const char *path, char *dir) {
     char copy[PATH_MAX], need[64];
     struct stat st;
@@ -1922,6 +1928,7 @@ static void check_target(const char *path, char *dir) {
     snprintf(copy, sizeof copy, "%s", path);
     strcpy(dir, dirname(copy));
     if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o names a file", path);
+    if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("cannot replace '%s': it is not a regular file", path);
     if (statvfs(dir, &fs)) die("'%s': %s", dir, strerror(errno));
     double room = (double)fs.f_bavail * (double)fs.f_frsize;
     snprintf(need, sizeof need, "%s", human((double)out.total));
@@ -1930,17 +1937,14 @@ static void check_target(const char *path, char *dir) {
 
 static void write_file(const char *path, const uint8_t *header, size_t header_bytes) {
     char dir[PATH_MAX];
-    struct sigaction act = {.sa_handler = on_signal, .sa_flags = SA_RESTART},
-                     ignore = {.sa_handler = SIG_IGN};
+    const char *terminal = getenv("TERM");
     out.path = path;
     out.total = header_bytes + writer.data_bytes;
-    out.terminal = isatty(2);
+    out.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
     out.start = now_seconds();
     check_target(path, dir);
-    sigaction(SIGXFSZ, &ignore, NULL); /* a file size limit is an error of write() */
-    sigaction(SIGINT, &act, NULL);
-    sigaction(SIGTERM, &act, NULL);
-    sigaction(SIGHUP, &act, NULL);
+    signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error of write() */
+    stop_on(SIGINT), stop_on(SIGTERM), stop_on(SIGHUP);
     const char *temp = fmt("%s.tmp-%ld", path, (long)getpid());
     int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd < 0 || !(out.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));

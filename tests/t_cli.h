@@ -48,6 +48,14 @@ static void test_cli_lines(void) {
                   0, "49\nThe capital of France is Paris.\n49\n", NULL);
 }
 
+/* A line that cannot be answered does not keep the others from it. */
+static void test_cli_bad_line(void) {
+    check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE
+                  "--raw --lines --greedy -n 1 -c 64",
+                  1, " time time", "context is full");
+    check_command("printf '' | " MOE "--raw -p ''", 1, "", "no tokens");
+}
+
 static void test_cli_raw(void) {
     check_command("printf 'Once upon a' | " MOE "--raw --greedy -n 1", 0, " time", NULL);
     check_command(
@@ -105,7 +113,18 @@ static void test_cli_usage(void) {
     check_command(MOE_BIN " --help", 0, NULL, NULL);
     check_command(MOE_BIN " --version", 0, NULL, NULL);
     check_command(MOE "-c 16 -p 'What is 7 squared? One word.' </dev/null", 1, "", "context is full");
-    check_command("printf 'a\\377b' | " MOE, 1, "", "UTF-8");
+    check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
+    check_command("printf 'a\\377b' | " MOE "--logits build/x.npy", 1, "", "the prompt is not valid UTF-8");
+    check_command(MOE "-s \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "",
+                  "the system message is not valid UTF-8");
+    check_command("printf 'a\\0b' >build/s.txt; " MOE
+                  "--system-file build/s.txt -p hi </dev/null; rc=$?; rm build/s.txt; "
+                  "exit $rc",
+                  1, "", "the system message is not valid UTF-8");
+    check_command(MOE "-c 1 --perplexity Makefile </dev/null", 1, "", "too short");
+    check_command("yes '' | head -200 >build/hay.txt; " MOE
+                  "--needle 100 --haystack build/hay.txt </dev/null; rc=$?; rm build/hay.txt; exit $rc",
+                  1, "", "the haystack is not");
 }
 
 static void test_cli_info(void) {
@@ -116,7 +135,7 @@ static void test_cli_info(void) {
                           "65,536",
                           "2 of 4 groups",
                           "NVFP4",
-                          "layers 1-5: 16",
+                          "layers 0-0: dense, layers 1-5: 16\n",
                           "temp 0.6, top-k 20, top-p 0.95"};
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
         CHECK(strstr(sb_cstr(&out), want[i]), "--info does not say '%s'", want[i]);
@@ -127,6 +146,50 @@ static void test_cli_stdout_full(void) {
     if (access("/dev/full", W_OK)) SKIP("there is no /dev/full");
     check_command(MOE "--greedy --think off -p hi </dev/null >/dev/full", 1, NULL, "cannot write");
     check_command(MOE "--ids 1,2 --logits build/none/x.npy </dev/null", 1, "", "build/none/x.npy");
+    static const char *const modes[] = {"--help", "--version", "--info", "--tokenize", "--render"};
+    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
+        char cmd[256];
+        snprintf(cmd, sizeof cmd,
+                 "echo '{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]}' | " MOE "%s >/dev/full",
+                 modes[i]);
+        check_command(cmd, 1, NULL, "cannot write to stdout");
+    }
+}
+
+/* Only a file is replaced, and what a signal ends leaves nothing behind. */
+static void test_cli_temporary(void) {
+    check_command("mkfifo build/fifo; " MOE
+                  "--ids 1 --logits build/fifo </dev/null; rc=$?; [ -p build/fifo ] || rc=3; "
+                  "rm build/fifo; exit $rc",
+                  1, "", "it is not a regular file");
+    check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --info -m build/demo.gguf </dev/null", 1, "",
+                  "File exists");
+    if (SANITIZED) return;
+    char *out = NULL;
+    /* MOE_MODEL is no file to write to */
+    run_command("MOE_MODEL=build/demo.gguf " MOE_BIN " --synth qwen3-30b-a3b:1 --info </dev/null", &out,
+                NULL);
+    CHECK(strstr(sb_cstr(&out), "18 in memory,"), "%s", out);
+    arrfree(out);
+    check_command(MOE_BIN
+                  " --synth qwen3-30b-a3b:1 --bench -m build/synth.gguf </dev/null & p=$!; "
+                  "until ls build/synth.gguf* || ! kill -0 $p; do sleep 0.01; done; kill -TERM $p; wait $p; "
+                  "rc=$?; ls build/synth.gguf* && rc=9; rm -f build/synth.gguf*; exit $rc",
+                  128 + SIGTERM, NULL, NULL);
+}
+
+/* Ctrl-C while it waits for input, and in the middle of a test. */
+static void test_cli_interrupt(void) {
+    static const char *const modes[] = {"",        "--tokenize",    "--render",
+                                        "--lines", "--lines --raw", "--smoke --cpu-ref"};
+    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
+        char cmd[256];
+        snprintf(cmd, sizeof cmd,
+                 "mkfifo build/fifo; env --default-signal=INT timeout --preserve-status -k 15 -s INT 0.6 " MOE
+                 "%s <>build/fifo; rc=$?; rm build/fifo; exit $rc",
+                 modes[i]);
+        check_command(cmd, EXIT_INTERRUPT, NULL, NULL);
+    }
 }
 
 /* --logits writes what NumPy reads: magic, header length, shape, and the bytes. */
@@ -190,6 +253,10 @@ static void test_cli_smoke(void) { check_command(MOE "--smoke </dev/null", 0, NU
 
 /* The demo starts quickly and lives in little memory of its own: RssAnon at 8k tokens of context. */
 static void test_cli_memory(void) {
+    double have = (double)memory_available(), page = (double)sysconf(_SC_PAGESIZE),
+           unused = page * (double)sysconf(_SC_AVPHYS_PAGES), all = page * (double)sysconf(_SC_PHYS_PAGES);
+    CHECK(have > 0.5 * unused && have < all, "%g bytes are available, %g unused, %g in all", have, unused,
+          all);
     if (SANITIZED) SKIP("the sanitizers need memory of their own");
     char *out = NULL;
     /* the process is looked at while it waits for the rest of its stdin behind a prompt of 8k tokens */
@@ -206,9 +273,11 @@ static void test_cli_memory(void) {
     arrfree(out);
 }
 
-#define TESTS_CLI                                                                                            \
-    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/raw", test_cli_raw},                   \
-        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, \
-        {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full},                              \
-        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism},                          \
-        {"cli/needle", test_cli_needle}, {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory},
+#define TESTS_CLI                                                                                        \
+    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/bad-line", test_cli_bad_line},     \
+        {"cli/temporary", test_cli_temporary}, {"cli/interrupt", test_cli_interrupt},                    \
+        {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, \
+        {"cli/usage", test_cli_usage}, {"cli/info", test_cli_info},                                      \
+        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                      \
+        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                      \
+        {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory},

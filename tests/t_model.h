@@ -546,7 +546,7 @@ static void test_kv_planes(void) {
         p.data = xcalloc(ROWS, p.row_bytes);
         if (type == KV_FP8) p.scale = xcalloc(ROWS * (size_t)p.n_group, sizeof(float));
         CHECK(p.row_bytes % 16 == 0, "rows of %zu bytes", p.row_bytes);
-        for (int row = 0; row < ROWS; row += 23) {
+        for (int row = 0; row + 1 < ROWS; row += 23) {
             for (int i = 0; i < W; i++) x[i] = (float)(rng_uniform(&rng) - 0.5) * (i < 128 ? 1e-3f : 1e3f);
             x[5] = 0;
             kv_store(kernels_choose(), &p, row, x);
@@ -559,6 +559,12 @@ static void test_kv_planes(void) {
                 CHECK(fabsf(x[i] - y[i]) <= tol, "type %d row %d value %d: %g became %g", type, row, i, x[i],
                       y[i]);
             }
+            float tiny[W]; /* its scale has no finite reciprocal */
+            for (int i = 0; i < W; i++) tiny[i] = 1e-38f;
+            kv_store(kernels_choose(), &p, row + 1, tiny);
+            kv_load(kernels_choose(), &p, row + 1, 1, 0, W, y, W);
+            for (int i = 0; i < W; i++)
+                CHECK(fabsf(y[i]) <= 1.01e-38f, "type %d: 1e-38 became %g", type, y[i]);
             kv_load(kernels_choose(), &p, row, 1, 128, 64, y, W);
             CHECK(fabsf(y[3] - x[131]) <= fabsf(x[131]) / 8, "type %d: a range that starts at a group", type);
         }

@@ -191,7 +191,8 @@ static bool pty_start(struct pty *p, int rows, int cols, const char *terminal, v
         close(p->master);
         login_tty(p->slave);
         signal(SIGHUP, SIG_DFL), signal(SIGTERM, SIG_DFL);
-        signal(SIGINT, SIG_IGN); /* as a script's background job hands it on; at a terminal Ctrl-C works all the same */
+        /* as a script's background job hands it on; at a terminal Ctrl-C works all the same */
+        signal(SIGINT, SIG_IGN);
         setenv("TERM", terminal, 1);
         if (argv) execv(argv[0], argv);
         else fn(arg);
@@ -539,8 +540,13 @@ static void test_repl_search(void) {
     pty_send(&p, "\022app");
     SCREEN(&p, 8, 8, 26, "(search 'app') apple juice", "");
     editor_line(&p, "\022", "=apple pie");
-    editor_line(&p, "\022banx\177\5!", "=banana!"); /* a key that moves takes the entry */
-    editor_line(&p, "keep\022app\3ed", "=keeped");  /* given up: the line is as before */
+    editor_line(&p, "\022banx\177\5!", "=banana!");          /* a key that moves takes the entry */
+    editor_line(&p, "keep\022app\3ed", "=keeped");           /* given up: the line is as before, */
+    editor_line(&p, "keep\2\022app\7X", "=keeXp");           /* the cursor too, */
+    editor_line(&p, "\033[A\033[A!\022app\3?", "=keeped!?"); /* also an entry */
+    pty_send(&p, "\022\xc3\xbc");
+    SCREEN(&p, 18, 18, 17, "(search '\xc3\xbc') gr\xc3\xbcn", "");
+    pty_send(&p, "\3");
     editor_line(&p, "\022\xc3\xbc\xc3\xbf\177", "=gr\xc3\xbcn");
     editor_line(&p, "\022nothing like it", "=");
     editor_end(&p);
@@ -868,6 +874,7 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "What is 7 squared? One word.", "49");
     moe_ask(&p, "/regen", "49");
     moe_ask(&p, "/undo", "taken back");
+    moe_ask(&p, "/ctx", "] 0 of");
     moe_ask(&p, "/undo", "");
     moe_ask(&p, "/regen", "");
     moe_ask(&p, "/help", "/quit");
@@ -882,7 +889,9 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/save", "usage: /save NAME");
     moe_ask(&p, "/clear now", "/clear takes no argument");
     moe_ask(&p, "/set", "temp");
-    moe_ask(&p, "/set no-such-option 1", "no-such-option");
+    moe_ask(&p, "/set no-such-option 1", "there is no option 'no-such-option'");
+    moe_ask(&p, "/set no-such-option", "there is no option 'no-such-option'");
+    moe_ask(&p, "/set verbose on", "can only be given at start");
     moe_ask(&p, "/show perhaps", "perhaps");
     moe_ask(&p, "/system Be brief.", "system message is set");
     moe_ask(&p, "/system", "Be brief.");
@@ -905,7 +914,7 @@ static void test_moe_files(void) {
     repl_write(good, "What is 7 squared? One word.\n", 29);
     snprintf(bad, sizeof bad, "%s", repl_scratch("latin1.txt"));
     repl_write(bad, "caf\xe9\n", 5);
-    setenv("EDITOR", "sh -c 'printf \"What is 7 squared? One word.\" > \"$0\"'", 1);
+    setenv("EDITOR", "sh -c 'printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
     bool started = moe_start(&p, "xterm", moe_argv);
     unsetenv("EDITOR");
     if (!started) return;
@@ -919,16 +928,45 @@ static void test_moe_files(void) {
     moe_ask(&p, "/edit", "49");
     moe_ask(&p, "/save kept", "[saved]");
     moe_ask(&p, "/clear", "new conversation");
+    moe_ask(&p, "/ctx", "] 0 of");
+    moe_ask(&p, "/save empty", "[saved]");
     moe_ask(&p, "/regen", "");
     moe_ask(&p, "/load kept", "[loaded: 2 messages]");
     moe_ask(&p, "/regen", "49");
     moe_ask(&p, "/list", "kept");
     moe_ask(&p, "/load no-such-session", "no-such-session");
     moe_end(&p);
+    struct stat st;
+    char *data = NULL, err[ERR_MAX];
+    snprintf(line, sizeof line, "%s/.moe/empty.kv", test_dir());
+    CHECK(!stat(line, &st) && st.st_size == sizeof(struct kv_header), "%lld bytes", (long long)st.st_size);
+    snprintf(line, sizeof line, "%s/.moe_history", test_dir());
+    CHECK(!read_file(line, &data, err) && strstr(sb_cstr(&data), "\nWhat is 7 squared?\rOne word.\n"), "%s",
+          data);
+    arrfree(data);
 }
 
 /* A temperature at which every token is as likely as the end, so that an answer takes its time. */
 #define ENDLESS "--temp", "50", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "1", "-n", "20000"
+
+/* The same seed gives the same answer, once more in the same run. */
+static void test_moe_seed(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--temp", "5", "--top-k", "0", "-n", "12", NULL};
+    struct pty p;
+    char *hash[3] = {NULL};
+    if (!moe_start(&p, "xterm", argv)) return;
+    for (int i = 0; i < 3; i++) {
+        if (i != 1) moe_ask(&p, "/set seed 7", "");
+        size_t from = p.log_at;
+        moe_ask(&p, i ? "/regen" : "Tell me a story.", " | #");
+        char *at = memmem(p.log + from, arrlenu(p.log) - from, " | #", 4);
+        hash[i] = at ? xstrndup(at, 12) : xstrdup("");
+    }
+    CHECK(!strcmp(hash[0], hash[2]) && strcmp(hash[0], hash[1]), "%s, %s, %s", hash[0], hash[1], hash[2]);
+    for (int i = 0; i < 3; i++) free(hash[i]);
+    moe_end(&p);
+}
 
 /* Ctrl-C keeps the program: in an answer what there is of it, in the prompt nothing of the turn; then it answers again. */
 static void test_moe_interrupt(void) {
@@ -1000,8 +1038,9 @@ static void test_moe_redirected(void) {
 
 static void test_moe_colour(void) {
     NEED_MOE();
+    static char *hidden[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--show-think", "off", NULL};
     struct pty p;
-    if (!moe_start(&p, "dumb", moe_argv)) return;
+    if (!moe_start(&p, "dumb", hidden)) return;
     pty_send(&p, "What is 7 squared? One word.\n");
     EXPECT(&p, "\n");
     EXPECT(&p, "49");
@@ -1032,5 +1071,6 @@ static void test_moe_colour(void) {
         {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz},                                    \
         {"repl/interrupt", test_repl_interrupt}, {"repl/restore", test_repl_restore},                        \
         {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, \
-        {"repl/ctrl-c", test_moe_interrupt}, {"repl/terminate", test_moe_terminate},                         \
-        {"repl/redirected", test_moe_redirected}, {"repl/colour", test_moe_colour},
+        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt},                                   \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                    \
+        {"repl/colour", test_moe_colour},

@@ -513,6 +513,9 @@ static void test_vocab_detok(void) {
         detok_end(&d, &got);
         CHECK(!strcmp(sb_cstr(&got), "\357\277\275\360\237\230\200<|im_end|>"), "%s", got);
         arrfree(got);
+        struct printer p = {.v = &t.v}; /* nothing to print yet */
+        printer_token(&p, 0xe6);
+        CHECK(!p.text && !p.printed && p.detok.n == 1, "%td bytes", arrlen(p.text));
     }
     test_vocab_end(&t);
 }
