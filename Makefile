@@ -11,8 +11,8 @@ ifeq ($(origin CC),default)
 CC       := gcc
 endif
 CLANG    ?= clang
-PACKAGES := gcc libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
-GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe
+PACKAGES := gcc g++ libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
+GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe build/test_cuda
 
 .DEFAULT_GOAL := all
 .PHONY: all chat test bench asan fuzz test-arm64 install clean help format deps goals
@@ -26,7 +26,7 @@ goals: deps
 	@$(MAKE) --no-print-directory DEPS=ok $(filter $(GOALS),$(or $(MAKECMDGOALS),all))
 
 deps:
-	@if command -v $(CC) >/dev/null && command -v pkg-config >/dev/null && pkg-config --exists jansson libpcre2-8 libutf8proc \
+	@if command -v $(CC) >/dev/null && command -v $(CXX) >/dev/null && command -v pkg-config >/dev/null && pkg-config --exists jansson libpcre2-8 libutf8proc \
 	    && echo '#include <stb/stb_ds.h>' | $(CC) -fopenmp -E - >/dev/null 2>&1; then :; \
 	elif command -v apt-get >/dev/null; then \
 	    echo "installing: $(PACKAGES)"; \
@@ -38,6 +38,7 @@ deps:
 
 else
 
+, := ,
 WARN   := -Wall -Wextra -Wshadow -Wvla $(if $(WERROR),-Werror)
 LIBS   := $(shell pkg-config --libs jansson libpcre2-8 libutf8proc) -lm
 CFLAGS ?= -O2 -g
@@ -45,13 +46,35 @@ FLAGS   = -std=gnu11 $(CFLAGS) $(WARN) $(shell pkg-config --cflags jansson libpc
 SAN    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 TESTS  := tests/test_moe.c $(wildcard tests/*.h)
 
+# CUDA where nvcc is: chips of Blackwell workstations (from 12.9 on), of Hopper, and code that other drivers compile themselves.
+NVCC     ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+ifneq ($(NVCC),)
+NVCC_VERSION := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
+CUDA_SM120   := $(shell [ "$(NVCC_VERSION)" -ge 129 ] 2>/dev/null && echo yes)
+CUDA_TARGETS := $(if $(CUDA_SM120),sm_120f )sm_90 compute_80
+CUDA_FLAGS   := -std=c++17 -O3 --threads 0 $(if $(CUDA_SM120),-gencode arch=compute_120f$(,)code=sm_120f) \
+    -gencode arch=compute_90$(,)code=sm_90 -gencode arch=compute_80$(,)code=compute_80 -DMOE_CUDA_TARGETS='"$(CUDA_TARGETS)"' \
+    -Xcompiler -fopenmp$(,)-Wall$(,)-Wextra$(,)-Wno-unused-function $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
+CUDA_LIBS    := -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt -lpthread
+endif
+
 all: moe build/moe-convert build/demo.gguf
 
 build build/asan:
 	@mkdir -p $@
 
+ifneq ($(NVCC),)
+moe: moe.c gguf_nvfp4.h build/moe_cuda.o Makefile
+	$(CC) $(FLAGS) -DMOE_CUDA -fopenmp moe.c build/moe_cuda.o -o $@ $(LIBS) $(CUDA_LIBS)
+
+build/moe_cuda.o: moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
+	$(if $(CUDA_SM120),,@echo "nvcc before 12.9: without the image for RTX PRO 6000, RTX 5090 and DGX Spark")
+	$(NVCC) $(CUDA_FLAGS) -c moe_cuda.cu -o $@
+else
 moe: moe.c gguf_nvfp4.h Makefile
+	@echo "no nvcc: building without CUDA"
 	$(CC) $(FLAGS) -fopenmp moe.c -o $@ $(LIBS)
+endif
 
 build/moe-convert: convert/moe-convert.c gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) convert/moe-convert.c -o $@ $(LIBS)
@@ -71,8 +94,18 @@ build/test_moe: $(TESTS) moe.c gguf_nvfp4.h Makefile | build
 # Threads that wait asleep: on a busy machine spinning ones stand in each other's way.
 test asan: export OMP_WAIT_POLICY = passive
 
-test: all build/test_moe
+test: all build/test_moe build/test_cuda
 	build/test_moe
+	build/test_cuda cuda
+
+# The CUDA backend on an emulator: the tests in C, moe_cuda.cu as C++.
+EMULATED := -std=c++17 -x c++ -DCUEMU -O2 -g -fno-strict-aliasing -Wall -Wextra -Wshadow -Wno-unused-function $(if $(WERROR),-Werror) -fopenmp
+build/emulated.o: tests/test_cuda.cu tests/cuda_emu.h moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
+	$(CXX) $(EMULATED) -c tests/test_cuda.cu -o $@
+
+build/test_cuda: $(TESTS) build/emulated.o moe.c gguf_nvfp4.h Makefile | build
+	$(CC) $(FLAGS) -DMOE_CUDA -fopenmp -c tests/test_moe.c -o build/test_cuda.o
+	$(CXX) build/test_cuda.o build/emulated.o -fopenmp -o $@ $(LIBS)
 
 # The whole suite, with the programs that it starts, under AddressSanitizer and UndefinedBehaviorSanitizer.
 asan: build/demo.gguf | build/asan
@@ -121,7 +154,7 @@ clean:
 	rm -rf build moe
 
 format:
-	clang-format -i moe.c gguf_nvfp4.h convert/*.c tests/*.c tests/*.h
+	clang-format -i moe.c moe_cuda.cu gguf_nvfp4.h convert/*.c tests/*.c tests/*.h tests/*.cu
 
 help:
 	@echo 'make           ./moe, build/moe-convert and build/demo.gguf; installs missing system packages first'

@@ -104,6 +104,7 @@ struct weight {
     size_t row_bytes, expert_bytes; /* strides */
     const float *scale;             /* (n_expert) factors of the products, or NULL for 1 */
     const float *bias;              /* (n_out) added to the product of a plain matrix, or NULL */
+    bool act4;                      /* the file was made for 4-bit activations: it has NAME.input_scale */
 };
 
 struct layer {
@@ -300,10 +301,15 @@ struct rank {
     void **owned; /* stb_ds */
 };
 
+/* Activations of the routed experts in prefill: in FP4 where the file was made for that and the GPU can, always halves, or
+ * always FP4. */
+enum moe_act { MOE_ACT_AUTO, MOE_ACT_F16, MOE_ACT_FP4 };
+
 /* What moe_cuda.cu offers, in a program that is built with it. */
 struct cuda_options {
     int device, n_ctx; /* n_ctx 0: the trained length, or what fits */
     int kv_splits;     /* of the context in decode at most; 0: what fills the GPU */
+    enum moe_act moe_act;
     enum kv_type kv;
     size_t reserve;                              /* bytes to leave free */
     void (*progress)(double done, double total); /* bytes of weights that are there */
@@ -4523,7 +4529,7 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     /* the scale that activations had at calibration: kernels that quantise activations measure their own */
     snprintf(name, sizeof name, "%s.input_scale", base);
     t = gguf_find_tensor(l->g, name);
-    if (t) l->used[t - l->g->tensors] = true;
+    if (t) l->used[t - l->g->tensors] = true, w->act4 = true;
 }
 
 static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in,
@@ -7636,7 +7642,7 @@ struct settings {
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
     bool lines, raw, special, verbose, cpu, cpu_ref;
     int n_predict, n_ctx, threads, gpu, kv_splits, vram_reserve;
-    char *kv, *think, *show_think;
+    char *kv, *moe_act, *think, *show_think;
     bool greedy;
     double temp, top_p, min_p, repeat_penalty; /* NAN: unset */
     int top_k;                                 /* -1: unset */
@@ -7709,6 +7715,8 @@ static const struct option options[] = {
     {"gpus", 0, OPT_INT, AT(gpu), "N", 0, 63, false, "the GPU to use (default: the first; none: the CPU)"},
     {"kv-splits", 0, OPT_INT, AT(kv_splits), "N", 0, 384, false,
      "parts of the context in GPU decode at most (default: 0, what fills the GPU)"},
+    {"moe-act", 0, OPT_CHOICE, AT(moe_act), "auto|bf16|fp4", 0, 0, false,
+     "activations of the experts in GPU prefill: 16 or 4 bits (default: auto, 4 where the file asks for it)"},
     {"vram-reserve", 0, OPT_INT, AT(vram_reserve), "MIB", 0, 1 << 20, false,
      "GPU memory to leave free (default: 256)"},
     {"cpu-ref", 0, OPT_FLAG, AT(cpu_ref), NULL, 0, 0, false, "scalar reference arithmetic: exact, slow"},
@@ -7745,7 +7753,8 @@ static void settings_init(struct settings *s) {
                            .top_k = -1,
                            .seed = -1,
                            .depth = 50};
-    s->gpu = -1, s->vram_reserve = 256, s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
+    s->gpu = -1, s->vram_reserve = 256, s->moe_act = xstrdup("auto"), s->think = xstrdup("auto"),
+    s->show_think = xstrdup("auto");
 }
 
 static void settings_free(struct settings *s) {
@@ -10532,6 +10541,9 @@ static bool engine_gpu(struct engine *e) {
                              .n_ctx = set->n_ctx,
                              .kv_splits = set->kv_splits,
                              .kv = settings_kv(set, true),
+                             .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
+                                        : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
+                                                                        : MOE_ACT_AUTO,
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
     if (cuda_rank_init(&e->session.r, &e->model, &o, err)) die("%s", err);

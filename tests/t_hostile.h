@@ -309,6 +309,4 @@ static void test_hostile_convert(void) {
     {"hostile/corpus", test_hostile_corpus}, {"hostile/seeds", test_hostile_seeds},         \
         {"hostile/cuts", test_hostile_cuts}, {"hostile/flips", test_hostile_flips},         \
         {"hostile/router", test_hostile_router}, {"hostile/program", test_hostile_program}, \
-        {"hostile/shrinks", test_hostile_shrinks}, {                                        \
-        "hostile/convert", test_hostile_convert                                             \
-    }
+        {"hostile/shrinks", test_hostile_shrinks}, {"hostile/convert", test_hostile_convert},

@@ -32,8 +32,14 @@
 #include "t_hostile.h"
 #include "t_repl.h"
 
+#ifdef MOE_CUDA /* linked with test_cuda.cu */
+#include "t_cuda.h"
+#else
+#define TESTS_CUDA
+#endif
+
 static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT
-                                        TESTS_MODEL TESTS_CLI TESTS_REPL TESTS_HOSTILE};
+                                        TESTS_MODEL TESTS_CLI TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
 
 static bool test_wanted(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++)

@@ -1,0 +1,3212 @@
+/* moe_cuda.cu - the table of operations (struct ops of moe.c) for NVIDIA GPUs.
+ *
+ * One rank's engine: its copy of the weights, its cache, its activations, and a kernel or a few for every operation.
+ *
+ *   decode, 1..16 tokens: weights stream once, 4 bits become halves in registers, m16n8k16 sums in F32 (W4A16); one CUDA graph
+ *                         per number of tokens, because positions and tokens lie in device memory
+ *   prefill, more tokens: tokens sorted by expert, grouped products in tiles of K = 64; on SM120 optionally in FP4 (W4A4)
+ *   attention:            over an FP8 or BF16 cache; decode splits the context over the whole GPU and merges exactly
+ *
+ * The same source compiles with g++ against tests/cuda_emu.h, which runs every kernel on a CPU, thread by thread.
+ *
+ * Numbers: activations between products are halves, clamped, never infinite; sums, norms, router, softmax and the residual
+ * stream are F32. Nothing is added up with atomics: results do not change from run to run.
+ * Every kernel's shared memory stays within the 101,376 bytes of SM120.
+ *
+ * Contents:
+ *   Instructions
+ *   Weights on the device
+ *   Upload: from the file's blocks to tiles
+ *   Embedding, norms, sums
+ *   Products for few tokens
+ *   Router
+ *   Products for more than 16 tokens
+ *   Rotation and the cache
+ *   Attention over the cache
+ *   The engine of a rank
+ *   Operations
+ *   Start and end
+ */
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "gguf_nvfp4.h"
+
+#ifdef CUEMU
+#include "tests/cuda_emu.h"
+#define DEVICE       static inline
+#define HAVE_FP4_MMA 1
+#else
+#include <cuda_runtime.h>
+#endif
+
+#define MOE_TYPES_ONLY
+#include "moe.c"
+
+/* ============================================================================================================
+ * Instructions
+ * ============================================================================================================ */
+
+#ifndef CUEMU
+
+#define DEVICE        static __device__ __forceinline__
+#define UNROLL        _Pragma("unroll")
+#define UNROLL_BY(n)  UNROLL_BY_(unroll n)
+#define UNROLL_BY_(x) _Pragma(#x)
+
+DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* 16 bytes from global to shared memory, asynchronously; zeros, and no read, where !valid. */
+DEVICE void cp_async16(void *smem, const void *gmem, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)), "l"(gmem),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/* Four 8x8 matrices of halves; lane l gives the address of row l % 8 of matrix l / 8. */
+DEVICE void ldmatrix_x4(uint32_t r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+DEVICE void ldmatrix_x4_trans(uint32_t r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+/* d (16,8) += a (16,16) b (16,8), F32 sums. With g = lane / 4, t = lane % 4: a0 (g; 2t,2t+1), a1 (g+8; ..), a2 (g; 2t+8..),
+ * a3 (g+8; 2t+8..); b0 (2t,2t+1; g), b1 (2t+8..; g); d0,d1 (g; 2t,2t+1), d2,d3 (g+8; ..). */
+DEVICE void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
+#define HAVE_FP4_MMA 1
+/* d (16,8) += a (16,64) b (64,8) in E2M1 with a UE4M3 scale per 16 (PTX ISA, mma.m16n8k64 with block scaling). */
+DEVICE void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, %10, {0,0}, %11, {0,0};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sfa), "r"(sfb));
+}
+#endif
+
+/* Pairs: element 0 is the low half. Subnormals are kept. */
+DEVICE uint32_t f16x2_mul(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+DEVICE uint32_t f16x2_add(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+DEVICE uint32_t f32_to_f16x2(float lo, float hi) {
+    uint32_t r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+/* Beyond the largest half it is that one: an overflow may cost accuracy, never make an infinity. */
+DEVICE uint32_t clamped_f16x2(float lo, float hi) {
+    uint32_t r;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+DEVICE float exp2_fast(float x) { /* results below 2^-126 are 0 */
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+DEVICE uint32_t f32_to_bf16x2(float lo, float hi) {
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+DEVICE float half_to_f32(uint16_t h) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h));
+    return r;
+}
+DEVICE uint16_t f32_to_f16(float x) {
+    uint16_t r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+DEVICE float bf16_value(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) {
+    uint16_t r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
+    uint32_t r;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
+    return r;
+}
+#else
+/* E4M3 on chips without the conversion: rounding by adding a number whose last place is the wanted one. */
+DEVICE uint32_t f32_to_e4m3(float x) {
+    float a = fminf(fabsf(x), 448.0f);
+    int e = max((int)(__float_as_uint(a) >> 23) - 127, -6);
+    float ulp = __uint_as_float((uint32_t)(e - 3 + 127) << 23);
+    int m = __float2int_rn(a / ulp); /* 0..16; 16 carries into the exponent by itself */
+    return (__float_as_uint(x) >> 31 << 7) | (uint32_t)(m < 8 ? m : ((e + 7) << 3) + m - 8);
+}
+DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) {
+    return (uint16_t)(f32_to_e4m3(lo) | f32_to_e4m3(hi) << 8);
+}
+DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
+    uint32_t v = (x & 0xFFu) | (uint32_t)(x >> 8) << 16; /* s eeee mmm: as f16 it is 2^-8 of the value */
+    return f16x2_mul((v & 0x00800080) << 8 | (v & 0x007F007F) << 7, 0x5C005C00);
+}
+#endif
+
+/* Written by another block of the same kernel: not from the first cache, which is not coherent. */
+DEVICE float load_l2(const float *p) { return __ldcg(p); }
+
+/* 16 bytes that are read once: past the first cache. */
+DEVICE uint4 ldg_stream(const void *p) {
+    uint4 r;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(p));
+    return r;
+}
+
+/* What was written before, here and by those who added before, is visible after. Returns the old value. */
+DEVICE uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
+    uint32_t r;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");
+    return r;
+}
+
+/* Programmatic dependent launch: `wait` returns when the kernels before have ended and their writes are visible; `launch` lets the
+ * next kernel's blocks start, which then wait themselves. */
+DEVICE void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void grid_dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#define DYN_SMEM(T, name)                                 \
+    extern __shared__ __align__(1024) uint8_t dyn_smem[]; \
+    T *name = (T *)dyn_smem
+#define SHARED(T, name, count) __shared__ __align__(16) T name[count]
+
+/* Launches with programmatic dependence on the kernel before. Errors are collected by cudaGetLastError. */
+template <class... P, class... A>
+static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
+                       A... args) {
+    cudaLaunchAttribute attr = {};
+    attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = smem, config.stream = stream;
+    config.attrs = &attr, config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, kernel, P(args)...);
+}
+#define LAUNCH_PDL(kernel, grid, block, smem, stream, ...) \
+    launch_pdl(kernel, grid, block, smem, stream, __VA_ARGS__)
+#endif
+/* ============================================================================================================
+ * Weights on the device
+ *
+ * A matrix is cut into tiles of 16 rows x 64 columns, each stored as the A fragments of m16n8k16 (and m16n8k64), so that a
+ * warp's load of a tile is one 16-byte load per lane and 512 consecutive bytes. Lane 4g + t owns rows g and g + 8 and the
+ * columns 8t..8t+7 and 32+8t..32+8t+7. The k16-step s of a tile covers, in the MMA's order of k, for lane t the columns
+ * c = 32 (s / 2) + 8t + 4 (s % 2): c, c+1 (a0, a1, b0) and c+2, c+3 (a2, a3, b1). So 16 bytes of a token's halves at column
+ * 32h + 8t are the B operand of steps 2h and 2h + 1. The order of k inside a product is free as long as both operands share it.
+ * ============================================================================================================ */
+
+enum weight_format {
+    FMT_FP4, /* NVFP4, MXFP4: 512 bytes of codes, 64 of UE4M3 scales (row-major, 4 a row, rows in the order 0 8 1 9 ..) */
+    FMT_Q8, /* Q8_0: 1024 bytes of codes + 128, 64 of F16 scales (2 a row) */
+    FMT_F16 /* BF16, F16, F32: 2048 bytes of halves */
+};
+enum { TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
+
+/* (n_expert, n_out, n_in) matrices. Rows and columns that only fill up tiles are zero. */
+struct dmat {
+    const uint8_t *codes;  /* (n_expert, n_rt, n_kt) tiles */
+    const uint8_t *scales; /* likewise; NULL: the format has none */
+    const float *scale;    /* (n_expert) factors of the sums; NULL: factor `unit` alone */
+    const float *bias;     /* (n_out) or NULL */
+    float unit;            /* of the format: what the expansion to halves leaves out */
+    int n_out, n_in, n_rt, n_kt, n_expert, fmt;
+};
+
+static __host__ __device__ constexpr int tile_bytes(int fmt) {
+    return fmt == FMT_FP4 ? 512 : fmt == FMT_Q8 ? 1024 : 2048;
+}
+
+/* Index of a matrix' first tile in row of tiles rt of expert e. */
+DEVICE size_t tile_index(const struct dmat &w, int e, int rt) {
+    return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * (size_t)w.n_kt;
+}
+
+DEVICE float dmat_scale(const struct dmat &w, int e) { return w.scale ? w.unit * w.scale[e] : w.unit; }
+
+/* Eight E2M1 codes to pairs of halves, times 2^-14: column i of the eight sits in nibble (i / 2) + 4 (i % 2), so that a pair
+ * is 16 bits apart and its exponent and mantissa bits fall into a half's places by shifts. Subnormals come out right. */
+DEVICE uint32_t fp4_pair(uint32_t codes, int pair) {
+    uint32_t v = codes << (12 - 4 * pair);
+    return (v & 0x80008000u) | (v >> 3 & 0x0E000E00u);
+}
+
+/* The scale byte at bit `shift` as a pair of halves: UE4M3 moved to a half's place is 2^-8 of its value; times 2^15. With
+ * fp4_pair's 2^-14 a product is 2^-7 of the weight (exact: six significant bits); dmat.unit brings it back. */
+DEVICE uint32_t fp4_scale(uint32_t scales, int shift) {
+    uint32_t b = (scales >> shift & 0xFFu) << 7;
+    return f16x2_mul(b | b << 16, 0x78007800u);
+}
+
+/* The A fragment of k16-step `step` (a constant after unrolling) from a lane's part of a tile. */
+template <int FMT>
+DEVICE void expand(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
+    int h = step >> 1, q = 2 * (step & 1);
+    if (FMT == FMT_FP4) {
+        int shift = 8 * (2 * h + (t >> 1));
+        uint32_t lo = h ? c[0].z : c[0].x, hi = h ? c[0].w : c[0].y;
+        uint32_t s0 = fp4_scale(s.x, shift), s1 = fp4_scale(s.y, shift);
+        a[0] = f16x2_mul(fp4_pair(lo, q), s0), a[2] = f16x2_mul(fp4_pair(lo, q + 1), s0);
+        a[1] = f16x2_mul(fp4_pair(hi, q), s1), a[3] = f16x2_mul(fp4_pair(hi, q + 1), s1);
+    } else if (FMT == FMT_Q8) { /* a byte below 0x64 is the half 1024 + byte */
+        uint32_t lo = q ? c[h].y : c[h].x, hi = q ? c[h].w : c[h].z;
+        const uint32_t bias = 0xE480E480u; /* -1152 = -(1024 + 128) */
+        a[0] = f16x2_add(__byte_perm(lo, 0x64646464u, 0x4140), bias);
+        a[2] = f16x2_add(__byte_perm(lo, 0x64646464u, 0x4342), bias);
+        a[1] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4140), bias);
+        a[3] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4342), bias);
+    } else {
+        a[0] = c[step].x, a[1] = c[step].y, a[2] = c[step].z, a[3] = c[step].w;
+    }
+}
+
+/* One weight of expert 0, scale and all: for gathering rows of the embedding. */
+DEVICE float dmat_value(const struct dmat &w, int row, int col) {
+    size_t tile = tile_index(w, 0, row / TILE_ROWS) + (size_t)(col / TILE_COLS);
+    int g = row & 7, hi = row >> 3 & 1, h = col >> 5 & 1, lane = 4 * g + (col >> 3 & 3), i = col & 7;
+    const uint8_t *c = w.codes + tile * (size_t)tile_bytes(w.fmt);
+    const uint8_t *s = w.scales + tile * TILE_SCALES + 8 * g + 4 * hi;
+    float v;
+    if (w.fmt == FMT_FP4) {
+        uint32_t word = ((const uint32_t *)c)[4 * lane + hi + 2 * h];
+        uint32_t half = fp4_pair(word, i >> 1) >> 16 * (i & 1),
+                 scale = (uint32_t)s[2 * h + (lane >> 1 & 1)] << 7;
+        v = half_to_f32((uint16_t)half) * half_to_f32((uint16_t)scale) * 32768.0f;
+    } else if (w.fmt == FMT_Q8) {
+        v = (float)(c[512 * h + 16 * lane + 8 * hi + i] - 128) * half_to_f32(((const uint16_t *)s)[h]);
+    } else {
+        v = half_to_f32(
+            ((const uint16_t *)c)[(512 * (2 * h + (i >> 2)) + 16 * lane) / 2 + 2 * (hi + (i & 2)) + (i & 1)]);
+    }
+    return v * dmat_scale(w, 0);
+}
+
+/* ============================================================================================================
+ * Upload: from the file's blocks to tiles
+ * ============================================================================================================ */
+
+/* What k_repack writes: tile rows rt0..rt0+n_rt-1 of experts e0..e0+n_e-1. */
+struct repack {
+    const uint8_t *raw; /* (n_e, those of the 16 n_rt rows that exist, row_bytes) as in the file */
+    size_t row_bytes;
+    uint32_t type;
+    int e0, n_e, rt0, n_rt;
+    int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
+    float unit; /* 2^shift */
+    uint8_t *codes, *scales;
+    uint32_t *
+        range; /* F16: bits of the largest |weight|; MXFP4: the largest e, and 255 - the smallest: to see what does not fit */
+};
+
+/* A weight of an F32, F16 or BF16 row. */
+DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
+    if (r.type == GGUF_F32) return ((const float *)row)[col];
+    uint16_t h = ((const uint16_t *)row)[col];
+    return r.type == GGUF_BF16 ? bf16_value(h) : half_to_f32(h);
+}
+
+/* Eight codes at columns col.. (a multiple of 8) of a row, in the order of fp4_pair. */
+DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
+    const uint8_t *q;
+    int high;
+    if (r.type == GGUF_NVFP4) q = row + (size_t)(col / 64) * 36 + 4 + 8 * (col % 64 / 16), high = col & 8;
+    else q = row + (size_t)(col / 32) * 17 + 1 + (col & 8), high = col & 16;
+    uint32_t out = 0;
+    for (int i = 0; i < 8; i++)
+        out |= (uint32_t)(q[i] >> (high ? 4 : 0) & 15) << 4 * ((i >> 1) + 4 * (i & 1));
+    return out;
+}
+
+/* Rows of the file to tiles. Grid: tiles / 8, block 256, a warp a tile. Reads and writes the matrix once; the bus is slower. */
+__global__ void __launch_bounds__(256) k_repack(struct repack r, struct dmat w) {
+    grid_dependency_wait();
+    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    size_t i = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
+    if (i >= per * (size_t)r.n_e) return;
+    int e = (int)(i / per), rt = (int)(i % per) / w.n_kt, kt = (int)(i % per) % w.n_kt;
+    int rows = min(r.n_rt * TILE_ROWS, w.n_out - r.rt0 * TILE_ROWS);
+    size_t tile = tile_index(w, r.e0 + e, r.rt0 + rt) + (size_t)kt;
+    uint32_t *codes = (uint32_t *)(r.codes + tile * (size_t)tile_bytes(w.fmt));
+    uint8_t *scales = r.scales + tile * TILE_SCALES + 8 * g;
+    uint32_t top = 0, low = 0;
+    for (int hi = 0; hi < 2; hi++) {
+        int row = rt * TILE_ROWS + g + 8 * hi;
+        const uint8_t *src = r.raw + ((size_t)e * (size_t)rows + (size_t)row) * r.row_bytes;
+        for (int h = 0; h < 2; h++) {
+            int col = kt * TILE_COLS + 32 * h + 8 * t;
+            bool in = row < rows && col < w.n_in;
+            if (w.fmt == FMT_FP4) {
+                codes[4 * lane + hi + 2 * h] = in ? raw_fp4(r, src, col) : 0;
+                if (t & 1) continue; /* one lane per block of 16 columns writes its scale */
+                uint8_t s = 0;
+                if (in && r.type == GGUF_NVFP4) {
+                    s = src[(size_t)(col / 64) * 36 + (size_t)(col % 64 / 16)];
+                    s = s == 0x7F ? 0 : s; /* as the other readers of this format do */
+                } else if (in) {
+                    int exponent = src[(size_t)(col / 32) * 17], x = exponent - r.shift; /* -9..8 fits */
+                    s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : x >= -9 ? 1 << (x + 9) : 0);
+                    if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u)
+                        top = max(top, (uint32_t)exponent), low = max(low, 255u - (uint32_t)exponent);
+                }
+                scales[4 * hi + 2 * h + (t >> 1)] = s;
+            } else if (w.fmt == FMT_Q8) {
+                const uint8_t *b = src + (size_t)(col / 32) * 34;
+                uint32_t q[2] = {0x80808080u, 0x80808080u};
+                for (int k = 0; in && k < 8; k++) q[k >> 2] ^= (uint32_t)b[2 + col % 32 + k] << 8 * (k & 3);
+                codes[128 * h + 4 * lane + 2 * hi] = q[0], codes[128 * h + 4 * lane + 2 * hi + 1] = q[1];
+                if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
+            } else {
+                for (int k = 0; k < 8; k += 2) { /* steps 2h and 2h + 1, registers hi and hi + 2 */
+                    float x = in ? raw_float(r, src, col + k) : 0,
+                          y = in ? raw_float(r, src, col + k + 1) : 0;
+                    top = max(top, __float_as_uint(fmaxf(fabsf(x), fabsf(y))));
+                    codes[128 * (2 * h + (k >> 2)) + 4 * lane + hi + (k & 2)] =
+                        f32_to_f16x2(x * r.unit, y * r.unit);
+                }
+            }
+        }
+    }
+    if (r.type == GGUF_NVFP4 || w.fmt == FMT_Q8) return;
+    atomicMax(r.range, top);
+    atomicMax(r.range + 1, low);
+}
+/* ============================================================================================================
+ * Embedding, norms, sums
+ * ============================================================================================================ */
+
+/* The tokens of one forward, in device memory; the host writes it before each. */
+struct batch {
+    int32_t pos, n_tok; /* positions pos .. pos + n_tok - 1 */
+};
+
+enum { WARP = 32, ROW_THREADS = 256 };
+
+DEVICE float warp_sum(float x) {
+    for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, o);
+    return x;
+}
+DEVICE float warp_max(float x) {
+    for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, o));
+    return x;
+}
+
+/* The sum over a block of up to 1024 threads, the same bits in every thread. */
+DEVICE float block_sum(float x) {
+    SHARED(float, part, 32);
+    x = warp_sum(x);
+    __syncthreads(); /* a sum before may still be read */
+    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
+    __syncthreads();
+    float s = 0;
+    for (int i = 0; i < (int)(blockDim.x >> 5); i++) s += part[i];
+    return s;
+}
+
+/* One half, clamped like clamped_f16x2's. */
+DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
+
+/* x (n_tok, n_embd) F32 = rows of the embedding; cs, sn (n_tok, n_half): cos and sin of the positions, times `factor`. Grid n_tok,
+ * block 256. Gathers n_embd weights per token out of tiles: 4 to 8 bytes of every 16; a few KB, latency only. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    k_embed(struct dmat w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half,
+            float factor, float *x, float *cs, float *sn) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    int t = blockIdx.x, id = tokens[t];
+    for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) x[(size_t)t * w.n_in + i] = dmat_value(w, id, i);
+    for (int i = threadIdx.x; i < n_half; i += ROW_THREADS) {
+        float angle = (float)(b->pos + t) * freq[i];
+        cs[t * n_half + i] = cosf(angle) * factor, sn[t * n_half + i] = sinf(angle) * factor;
+    }
+}
+
+/* x += delta (unless NULL); then, unless weight is NULL, h16 and, unless NULL, h32 = RMS norm of x times weight. Rows of n. Grid
+ * n_tok, block 256. 4 to 5 passes of n F32 per row through L2; for one token latency. */
+__global__ void __launch_bounds__(ROW_THREADS) k_add_norm(float *x, const float *delta, const float *weight,
+                                                          float eps, int n, uint16_t *h16, float *h32) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    size_t row = (size_t)blockIdx.x * (size_t)n;
+    float ss = 0;
+    for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
+        float v = x[row + i];
+        if (delta) x[row + i] = v += delta[row + i];
+        ss += v * v;
+    }
+    if (!weight) return;
+    float f = rsqrtf(block_sum(ss) / (float)n + eps);
+    for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
+        float v = x[row + i] * f * weight[i];
+        h16[row + i] = clamped_f16(v);
+        if (h32) h32[row + i] = v;
+    }
+}
+
+/* ============================================================================================================
+ * Products for few tokens
+ *
+ * Y^T = W X^T with the weights as the 16 rows of the MMA and the tokens as its 8 columns: 1..16 tokens cost the same reading of
+ * W, which is all that counts. A block owns 16 rows of the result; its 8 warps share out the tiles of K (and of all experts) and
+ * add up through shared memory in a fixed order.
+ * ============================================================================================================ */
+
+enum { FEW_WARPS = 8, FEW_TOKENS = 16, FEW_THREADS = FEW_WARPS * WARP };
+
+/* acc (16, 8 * NT) += tiles tile .. tile+n-1 times columns 0 .. 64n-1 of x (rows x_stride halves apart, n_tok of them). `cols`: columns
+ * of x that exist. Sums lack dmat_scale. All tiles' loads of a group are in flight before the first is used. */
+template <int FMT, int NT>
+DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int cols,
+                      int n_tok, float acc[NT][4]) {
+    constexpr int VEC = tile_bytes(FMT) / 512, GROUP = FMT == FMT_FP4 ? 4 : 2;
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const uint8_t *codes = w.codes + tile * (size_t)tile_bytes(FMT) + (size_t)lane * 16;
+    const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
+    for (int i0 = 0; i0 < n; i0 += GROUP) {
+        uint4 c[GROUP][VEC];
+        uint2 s[GROUP];
+        UNROLL for (int u = 0; u < GROUP; u++) {
+            int i = min(i0 + u, n - 1); /* past the end: a tile again, times zeros */
+            UNROLL for (int v = 0; v < VEC; v++) c[u][v] =
+                ldg_stream(codes + (size_t)i * tile_bytes(FMT) + v * 512);
+            s[u] = FMT == FMT_F16 ? make_uint2(0, 0) : *(const uint2 *)(scales + (size_t)i * TILE_SCALES);
+        }
+        UNROLL for (int u = 0; u < GROUP; u++) {
+            for (int h = 0; h < 2; h++) {
+                uint4 b[NT];
+                float half[NT][4] = {};
+                int col = (i0 + u) * TILE_COLS + 32 * h + 8 * t;
+                UNROLL for (int k = 0; k < NT; k++) {
+                    b[k] = make_uint4(0, 0, 0, 0);
+                    if (g + 8 * k < n_tok && col < cols && i0 + u < n)
+                        b[k] = *(const uint4 *)(x + (size_t)(g + 8 * k) * x_stride + col);
+                }
+                UNROLL for (int q = 0; q < 2; q++) {
+                    uint32_t a[4];
+                    expand<FMT>(c[u], s[u], t, 2 * h + q, a);
+                    UNROLL for (int k = 0; k < NT; k++) {
+                        uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
+                        mma_f16(FMT == FMT_Q8 ? half[k] : acc[k], a, bb);
+                    }
+                }
+                if (FMT == FMT_Q8) { /* the block's scale belongs to rows g and g + 8 */
+                    float d0 = half_to_f32((uint16_t)(s[u].x >> 16 * h)),
+                          d1 = half_to_f32((uint16_t)(s[u].y >> 16 * h));
+                    UNROLL for (int k = 0; k < NT; k++) acc[k][0] += d0 * half[k][0],
+                        acc[k][1] += d0 * half[k][1], acc[k][2] += d1 * half[k][2],
+                        acc[k][3] += d1 * half[k][3];
+                }
+            }
+        }
+    }
+}
+
+template <int NT>
+DEVICE void few_product(const struct dmat &w, int e, int rt, int k0, int k1, const uint16_t *x,
+                        size_t x_stride, int n_tok, float acc[NT][4]) {
+    size_t tile = tile_index(w, e, rt) + (size_t)k0;
+    x += (size_t)k0 * TILE_COLS;
+    int n = k1 - k0, cols = w.n_in - k0 * TILE_COLS;
+    if (w.fmt == FMT_FP4) few_tiles<FMT_FP4, NT>(w, tile, n, x, x_stride, cols, n_tok, acc);
+    else if (w.fmt == FMT_Q8) few_tiles<FMT_Q8, NT>(w, tile, n, x, x_stride, cols, n_tok, acc);
+    else few_tiles<FMT_F16, NT>(w, tile, n, x, x_stride, cols, n_tok, acc);
+}
+
+/* Experts, heads or one plain matrix, each with rows of x of its own. */
+struct few_part {
+    struct dmat w;
+    const uint16_t *x; /* of job j: x + j * x_job, rows x_stride halves apart */
+    size_t x_stride, x_job;
+    const int32_t *expert; /* (jobs) or NULL: job j is expert j */
+    const float *weight;   /* (jobs, FEW_TOKENS) factors of a job's result for a token; NULL: 1 */
+    const int32_t *n_jobs; /* in device memory; NULL: max_jobs */
+    int max_jobs;
+};
+
+/* The sum of all warps' acc for element i of the block's (16, 8 * NT) result, i < 128 * NT: register i / 32 % 4 of lane i % 32 of
+ * n-tile i / 128, as the MMA lays them out. `red` (warps, 128 * NT). */
+template <int NT>
+DEVICE void few_post(float *red, const float acc[NT][4]) {
+    float *mine = red + (threadIdx.x >> 5) * (128 * NT) + (threadIdx.x & 31);
+    UNROLL for (int k = 0; k < NT; k++) UNROLL for (int i = 0; i < 4; i++) mine[(4 * k + i) * 32] = acc[k][i];
+}
+template <int NT>
+DEVICE float few_sum(const float *red, int i, int first, int n) {
+    float s = 0;
+    for (int w = first; w < first + n; w++) s += red[w * (128 * NT) + i];
+    return s;
+}
+DEVICE int few_row(int i) { return (i >> 2 & 7) + 8 * (i >> 6 & 1); }
+DEVICE int few_token(int i) { return 8 * (i >> 7) + 2 * (i & 3) + (i >> 5 & 1); }
+
+struct few_args {
+    struct few_part part[2]; /* summed up; or gate and up of the routed experts (0) */
+    int n_part, n_tok;
+    int batch;     /* independent results: job b of part 0 alone makes result b; 0: one result */
+    uint16_t *y16; /* result b: (n_tok, n_out) at y + b * y_batch, rows y_stride apart: halves, */
+    float *y32;    /* or, when not NULL, floats */
+    size_t y_stride, y_batch;
+};
+
+/* y = sum over parts and jobs of weight * (W x + bias). Grid (tiles of rows, max(1, batch)), block 256. Bytes: every tile of the jobs
+ * once, plus n_tok rows of x per block from L2. Memory-bound: 16 KB per block in flight, 2 to 4 blocks per SM; aim 80 % of copy
+ * bandwidth for matrices of 8 MB and more. The tiles of all jobs are dealt out to the warps as one list. */
+template <int NT>
+__global__ void __launch_bounds__(FEW_THREADS, 4 - NT) k_few_sum(const __grid_constant__ struct few_args p) {
+    SHARED(float, red, FEW_WARPS * 128 * NT);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int warp = threadIdx.x >> 5, t = threadIdx.x & 3, rt = blockIdx.x, b = blockIdx.y;
+    int jobs[2], total = 0;
+    UNROLL for (int i = 0; i < 2; i++) {
+        jobs[i] = i < p.n_part ? p.batch ? 1 : p.part[i].n_jobs ? *p.part[i].n_jobs : p.part[i].max_jobs : 0;
+        total += jobs[i] * p.part[i].w.n_kt;
+    }
+    int from = (int)((int64_t)total * warp / FEW_WARPS), to = (int)((int64_t)total * (warp + 1) / FEW_WARPS);
+    float sum[NT][4] = {};
+    int base = 0; /* tiles of the parts before */
+    UNROLL for (int i = 0; i < 2; i++) {
+        if (i >= p.n_part) break;
+        const struct few_part &q = p.part[i];
+        int n_kt = q.w.n_kt, begin = max(from - base, 0), end = min(to - base, jobs[i] * n_kt);
+        for (int at = begin; at < end;) {
+            int j = at / n_kt, k0 = at - j * n_kt, k1 = min(n_kt, k0 + end - at);
+            int job = p.batch ? b : j, e = q.expert ? q.expert[job] : job;
+            float acc[NT][4] = {}, scale = dmat_scale(q.w, e);
+            few_product<NT>(q.w, e, rt, k0, k1, q.x + (size_t)job * q.x_job, q.x_stride, p.n_tok, acc);
+            UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
+                float f =
+                    q.weight ? q.weight[(size_t)job * FEW_TOKENS + 8 * k + 2 * t + (r & 1)] * scale : scale;
+                sum[k][r] += f * acc[k][r];
+            }
+            at += k1 - k0;
+        }
+        base += jobs[i] * n_kt;
+    }
+    few_post<NT>(red, sum);
+    __syncthreads();
+    const float *bias = p.part[0].w.bias;
+    for (int i = threadIdx.x; i < 128 * NT; i += FEW_THREADS) {
+        int row = rt * TILE_ROWS + few_row(i), tok = few_token(i);
+        if (row >= p.part[0].w.n_out || tok >= p.n_tok) continue;
+        float v = few_sum<NT>(red, i, 0, FEW_WARPS) + (bias ? bias[row] : 0.0f);
+        size_t at = (size_t)b * p.y_batch + (size_t)tok * p.y_stride + (size_t)row;
+        if (p.y32) p.y32[at] = v;
+        else p.y16[at] = clamped_f16(v);
+    }
+}
+
+/* Hidden values are stored divided by this: SwiGLU's outliers are the largest numbers of a forward pass. Exact, a power of two. */
+#define HIDDEN_SCALE 16.0f
+
+DEVICE float silu_mul(float g, float u) { return g / (1.0f + __expf(-g)) * u; }
+
+/* The first half of a feed-forward: y (job, FEW_TOKENS, n_ff) = silu(gate x) * (up x) / HIDDEN_SCALE, for every token and every job's
+ * expert: tokens that did not choose the expert cost nothing and get the weight 0 later. Part 0: routed experts, part 1: the shared
+ * one. Grid (tiles of rows, jobs of part 0 at most + jobs of part 1), block 256: four warps for gate, four for up. Bytes and aim as
+ * k_few_sum. */
+struct few_glu_args {
+    struct few_part gate[2];
+    struct dmat up[2];
+    uint16_t *y[2];
+    size_t y_stride[2];
+    int n_part, n_tok;
+};
+
+template <int NT>
+__global__ void __launch_bounds__(FEW_THREADS, 4 - NT)
+    k_few_glu(const __grid_constant__ struct few_glu_args p) {
+    SHARED(float, red, FEW_WARPS * 128 * NT);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    int part = (int)blockIdx.y >= p.gate[0].max_jobs, job = part ? 0 : blockIdx.y, rt = blockIdx.x;
+    const struct few_part &q = p.gate[part];
+    const int warp = threadIdx.x >> 5, half = FEW_WARPS / 2;
+    if (rt >= q.w.n_rt || (q.n_jobs && job >= *q.n_jobs)) return;
+    const struct dmat &w = warp < half ? q.w : p.up[part];
+    int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half,
+        k1 = w.n_kt * (warp % half + 1) / half;
+    float acc[NT][4] = {};
+    few_product<NT>(w, e, rt, k0, k1, q.x, q.x_stride, p.n_tok, acc);
+    few_post<NT>(red, acc);
+    __syncthreads();
+    float gate_scale = dmat_scale(q.w, e), up_scale = dmat_scale(p.up[part], e);
+    for (int i = threadIdx.x; i < 128 * NT; i += FEW_THREADS) {
+        int row = rt * TILE_ROWS + few_row(i), tok = few_token(i);
+        if (row >= q.w.n_out || tok >= p.n_tok) continue;
+        float g = few_sum<NT>(red, i, 0, half) * gate_scale, u = few_sum<NT>(red, i, half, half) * up_scale;
+        p.y[part][((size_t)job * FEW_TOKENS + (size_t)tok) * p.y_stride[part] + (size_t)row] =
+            clamped_f16(silu_mul(g, u) / HIDDEN_SCALE);
+    }
+}
+
+static dim3 grid2(int x, int y) { return dim3((unsigned)x, (unsigned)y); }
+
+static void few_sum_launch(const struct few_args *p, cudaStream_t s) {
+    dim3 grid = grid2(p->part[0].w.n_rt, p->batch ? p->batch : 1);
+    if (p->n_tok <= 8) LAUNCH_PDL(k_few_sum<1>, grid, FEW_THREADS, 0, s, *p);
+    else LAUNCH_PDL(k_few_sum<2>, grid, FEW_THREADS, 0, s, *p);
+}
+
+static void few_glu_launch(const struct few_glu_args *p, cudaStream_t s) {
+    int n_rt = p->gate[0].w.n_rt;
+    if (p->n_part > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
+    dim3 grid = grid2(n_rt, p->gate[0].max_jobs + p->n_part - 1);
+    if (p->n_tok <= 8) LAUNCH_PDL(k_few_glu<1>, grid, FEW_THREADS, 0, s, *p);
+    else LAUNCH_PDL(k_few_glu<2>, grid, FEW_THREADS, 0, s, *p);
+}
+
+/* ============================================================================================================
+ * Router
+ * ============================================================================================================ */
+
+struct route_args {
+    const uint16_t *w16; /* (n_expert, n_embd) BF16, */
+    const float *w32;    /* or F32 */
+    const float *bias;   /* (n_expert) added for the choice only; NULL: none */
+    const float *x;      /* (n_tok, n_embd) */
+    float *logits;       /* (n_tok, n_expert) */
+    int32_t *id;         /* (n_tok, k) the chosen experts, best first */
+    float *weight;       /* (n_tok, k) */
+    int n_tok, n_embd, n_expert, k, n_group, n_group_used, softmax, norm;
+    float factor;
+    /* for few tokens: the distinct experts as jobs of k_few_glu and k_few_sum */
+    uint32_t *arrived; /* 0 between launches */
+    int32_t *n_jobs, *job_expert;
+    float *job_weight; /* (jobs, FEW_TOKENS) */
+};
+
+enum { ROUTE_MAX_EXPERTS = 1024, ROUTE_MAX_GROUPS = 32 };
+
+/* The best (value, lowest id) of a warp, in every lane. */
+DEVICE void warp_best(float &v, int &id) {
+    for (int o = 16; o; o >>= 1) {
+        float ov = __shfl_xor_sync(0xFFFFFFFFu, v, o);
+        int oi = __shfl_xor_sync(0xFFFFFFFFu, id, o);
+        if (oi >= 0 && (id < 0 || ov > v || (ov == v && oi < id))) v = ov, id = oi;
+    }
+}
+
+/* One warp chooses the experts of token t. score, pick: (n_expert) shared floats of the warp's own. The rule is route_token's in
+ * moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties to the lower id, NaN last. */
+DEVICE void route_warp(const struct route_args &p, int t, float *score, float *pick) {
+    const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
+    const float *logits = p.logits + (size_t)t * (size_t)n;
+    float top = -INFINITY, sum = 0;
+    for (int e = lane; e < n; e += WARP) top = fmaxf(top, load_l2(logits + e));
+    top = warp_max(top);
+    for (int e = lane; e < n; e += WARP) {
+        float l = load_l2(logits + e), v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+        score[e] = v, sum += v;
+    }
+    sum = p.softmax ? warp_sum(sum) : 1.0f;
+    for (int e = lane; e < n; e += WARP) {
+        float v = score[e] /= sum;
+        v += p.bias ? p.bias[e] : 0.0f;
+        pick[e] = v == v ? v : -INFINITY;
+    }
+    __syncwarp();
+    if (p.n_group > 1) { /* lane g: group g by the sum of its two best; all but the best groups are out */
+        float a = -INFINITY, b = -INFINITY, mine;
+        for (int e = lane * per; lane < p.n_group && e < (lane + 1) * per; e++) {
+            float v = pick[e];
+            if (v > a) b = a, a = v;
+            else if (v > b) b = v;
+        }
+        mine = per > 1 ? a + b : a;
+        int better = 0;
+        for (int g = 0; g < p.n_group; g++) {
+            float o = __shfl_sync(0xFFFFFFFFu, mine, g);
+            better += o > mine || (o == mine && g < lane);
+        }
+        for (int e = lane * per; lane < p.n_group && better >= p.n_group_used && e < (lane + 1) * per; e++)
+            pick[e] = -INFINITY;
+        __syncwarp();
+    }
+    float chosen = 0; /* sum of the weights, in the order of choice */
+    int my_id = 0;
+    float my_weight = 0;
+    for (int i = 0; i < p.k; i++) {
+        float v = -INFINITY;
+        int id = -1;
+        for (int e = lane; e < n; e += WARP) /* a NaN marks the taken ones */
+            if (pick[e] == pick[e] && (id < 0 || pick[e] > v)) v = pick[e], id = e;
+        warp_best(v, id);
+        float w = score[id];
+        chosen += w;
+        if (lane == i) my_id = id, my_weight = w;
+        __syncwarp(); /* all have read pick */
+        if (lane == (id & 31)) pick[id] = __int_as_float(0x7FC00000);
+        __syncwarp();
+    }
+    float f = p.norm ? p.factor / (p.softmax ? chosen : chosen + 1e-20f) : p.factor;
+    if (lane < p.k) {
+        p.id[(size_t)t * (size_t)p.k + lane] = my_id;
+        p.weight[(size_t)t * (size_t)p.k + lane] = my_weight * f;
+    }
+    __syncwarp();
+}
+
+/* Router of 1..16 tokens: logits, choice and jobs. Grid ceil(n_expert / 8), block 256: a warp an expert's row; the block that ends
+ * last chooses. Bytes: the router's weights once (1 to 4 MB); latency of two passes, about 4 us. */
+__global__ void __launch_bounds__(FEW_THREADS) k_route_few(const __grid_constant__ struct route_args p) {
+    SHARED(int, last, 1);
+    DYN_SMEM(float, room); /* 2 n_expert floats per warp */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = blockIdx.x * FEW_WARPS + warp;
+    if (e < p.n_expert) {
+        float acc[FEW_TOKENS] = {};
+        for (int i = 4 * lane; i < p.n_embd; i += 4 * WARP) {
+            float4 w;
+            if (p.w32) {
+                w = *(const float4 *)(p.w32 + (size_t)e * (size_t)p.n_embd + i);
+            } else {
+                uint2 b = *(const uint2 *)(p.w16 + (size_t)e * (size_t)p.n_embd + i);
+                w = make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u),
+                                __uint_as_float(b.y << 16), __uint_as_float(b.y & 0xFFFF0000u));
+            }
+            UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
+                if (t >= p.n_tok) continue;
+                float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
+                acc[t] += w.x * x.x + w.y * x.y + w.z * x.z + w.w * x.w;
+            }
+        }
+        UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
+            float v = warp_sum(acc[t]);
+            if (!lane && t < p.n_tok) p.logits[(size_t)t * (size_t)p.n_expert + e] = v;
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (!threadIdx.x) *last = atom_add_acq_rel(p.arrived, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!*last) return;
+    for (int t = warp; t < p.n_tok; t += FEW_WARPS)
+        route_warp(p, t, room + (size_t)warp * 2 * p.n_expert,
+                   room + (size_t)warp * 2 * p.n_expert + p.n_expert);
+    __threadfence_block();
+    __syncthreads();
+    int *job_of = (int *)room; /* (n_expert): 0 or 1, then the job */
+    for (int i = threadIdx.x; i < p.n_expert; i += FEW_THREADS) job_of[i] = 0;
+    __syncthreads();
+    int n_slots = p.n_tok * p.k;
+    for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS) job_of[p.id[i]] = 1;
+    __syncthreads();
+    if (!warp) {
+        int n = 0;
+        for (int i0 = 0; i0 < p.n_expert; i0 += WARP) {
+            bool used = i0 + lane < p.n_expert && job_of[i0 + lane];
+            uint32_t all = __ballot_sync(0xFFFFFFFFu, used);
+            int job = n + __popc(all & ((1u << lane) - 1));
+            if (used) job_of[i0 + lane] = job, p.job_expert[job] = i0 + lane;
+            n += __popc(all);
+        }
+        if (!lane) *p.n_jobs = n, *p.arrived = 0;
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n_slots * FEW_TOKENS; i += FEW_THREADS)
+        p.job_weight[i] = 0; /* at most n_slots jobs */
+    __syncthreads();
+    for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS)
+        p.job_weight[job_of[p.id[i]] * FEW_TOKENS + i / p.k] = p.weight[i];
+}
+/* ============================================================================================================
+ * Products for more than 16 tokens
+ *
+ * Y^T = W X^T: weights are the M side of the MMA, tokens the N side. One kernel template for all formats, dense, grouped by
+ * expert and batched. Weights and tokens go through shared memory in tiles of 64 columns; nothing here depends on the order in
+ * which blocks run.
+ * ============================================================================================================ */
+
+/* Tokens of a tile of the list of a grouped product. */
+enum { TN = 128 };
+
+/* Not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens. */
+enum { FMT_A4 = 3 };
+
+/* Tokens in FP4, by quantize_fp4: value = e2m1 * ue4m3 * scale. Nibbles lie as in FMT_FP4 inside each 8 columns; columns from n_in
+ * to the row's end are zeros. */
+struct fp4_rows {
+    uint8_t *codes;  /* (row, n_kt * 32 bytes): columns 64c + 8j.. at 32 c + 4 j */
+    uint8_t *scales; /* (row, fp4_scale_bytes(n_in)): columns 16b.. at b */
+    float *scale;    /* (row) */
+};
+
+struct gemm_args {
+    struct dmat w, w2; /* w2: the `up` matrix of a gated product */
+    const uint16_t *x; /* F16 tokens, x_stride halves (a multiple of 8) from row to row; 16-byte aligned */
+    size_t x_stride;
+    struct fp4_rows xq;  /* instead of x in gemm_prefill_fp4 */
+    const int32_t *rows; /* row of x at a sorted position; NULL: the position itself */
+    /* Grouped: tile i has the positions tile_first[i].. (tile_count[i] <= TN of them) of expert tile_expert[i], i < *n_tiles <=
+     * max_tiles; the lists lie on the device. NULL: dense, positions 0..n_tok-1. */
+    const int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
+    int max_tiles, n_tok;
+    void *y; /* (position, y_stride >= n_out elements) F16, or F32 with y_f32; 16-byte aligned */
+    size_t y_stride;
+    int y_f32;
+    int batch; /* > 1, dense only: matrix z of w meets x + z * x_batch and y + z * y_batch (elements; x_batch % 8 == 0) */
+    size_t x_batch, y_batch;
+};
+
+/* Bytes of a row of fp4_rows.scales: a k64-tile has 4, and a copy moves 16. */
+static __host__ __device__ inline size_t fp4_scale_bytes(int n_in) {
+    return (size_t)((n_in + 255) / 256) * 16;
+}
+
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+enum { SM_SHARED = 102400 };
+#else
+enum { SM_SHARED = 233472 };
+#endif
+
+/* Sizes of one instance. A stage holds KT k64-tiles, each: codes (2 WM, CODE), scales (2 WM, SCALE), tokens (N, X). */
+template <int F, int WM, int WN, int STAGES, int KT>
+struct gemm_shape {
+    enum {
+        N = 64 * WN,
+        THREADS = 32 * WM * WN,
+        CODE = tile_bytes(F == FMT_A4 ? (int)FMT_FP4 : F),
+        SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES,
+        X = F == FMT_A4 ? 32 : 128,
+        SCALE_AT = 2 * WM * CODE,
+        X_AT = SCALE_AT + 2 * WM * SCALE,
+        SLOT = X_AT + N * X,
+        RING = STAGES * KT * SLOT,
+        /* A4: token scales of 4 k64-tiles each (16 bytes a token), two of them: see gemm_tile */
+        BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0),
+        /* Blocks of an SM: as many as shared memory holds, up to 16 warps; 128 registers a thread, or more where fewer fit. */
+        FIT = SM_SHARED / (BYTES + 1024),
+        BLOCKS = FIT < 16 / (WM * WN) ? FIT : 16 / (WM * WN)
+    };
+    static_assert(BYTES <= 101376, "shared memory of SM120");
+    static_assert(F != FMT_A4 || (STAGES - 1) * KT <= 4, "the two buffers of token scales");
+};
+
+/* Up to four results of a row at element `at` of y; `whole`: n is at least 4 and `at` a multiple of 4. */
+DEVICE void store_quad(const struct gemm_args &p, size_t at, int n, bool whole, float4 v) {
+    uint2 h = make_uint2(clamped_f16x2(v.x, v.y), clamped_f16x2(v.z, v.w));
+    if (p.y_f32 && whole) *(float4 *)((float *)p.y + at) = v;
+    else if (whole) *(uint2 *)((uint16_t *)p.y + at) = h;
+    else {
+        const float f[4] = {v.x, v.y, v.z, v.w};
+        UNROLL for (int i = 0; i < 4; i++) if (i >= n) break;
+        else if (p.y_f32)((float *)p.y)[at + i] = f[i];
+        else((uint16_t *)p.y)[at + i] = (uint16_t)((i & 2 ? h.y : h.x) >> 16 * (i & 1)); }
+}
+
+/* x, of which the compiler knows nothing more: it is kept in a register instead of being computed again in a loop. */
+template <class T>
+DEVICE T keep(T x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* Which expert and which positions a block multiplies; count may be negative. */
+template <int N>
+DEVICE void gemm_place(const struct gemm_args &p, int *e, int *first, int *count) {
+    *e = blockIdx.z, *first = blockIdx.y * N, *count = p.n_tok - *first;
+    if (p.tile_expert) {
+        int tile = blockIdx.y / (TN / N), skip = blockIdx.y % (TN / N) * N;
+        *e = p.tile_expert[tile], *first = p.tile_first[tile] + skip, *count = p.tile_count[tile] - skip;
+    }
+    *count = min(*count, N);
+}
+
+/* One block's tile: 32 WM weight rows x `count` (up to 64 WN) tokens at positions first.. . The warps beside each other share the
+ * tokens evenly, and of its 8 n8-tiles a warp computes those that it needs, in pairs (Q8: singly). */
+template <int F, int GLU, int WM, int WN, int STAGES, int KT>
+DEVICE void gemm_tile(const struct gemm_args &p, uint8_t *smem, int e, int first, int count) {
+    using S = gemm_shape<F, WM, WN, STAGES, KT>;
+    constexpr int NT = 8;
+    const int n_kt = p.w.n_kt, n_rt = p.w.n_rt;
+    /* Row tiles in shared memory: 2 WM consecutive ones, or with GLU WM of w and then WM of w2. Offsets count 16 bytes: 32 bits
+     * reach 64 GB. What depends on the thread only is computed again for every tile: registers are scarce in the loop. */
+    const int rt0 = blockIdx.x * (GLU ? WM : 2 * WM);
+    const uint32_t tile0 = keep((uint32_t)tile_index(p.w, e, rt0));
+    const uint32_t tile_end = keep((uint32_t)tile_index(p.w, e, n_rt));
+    constexpr int CH = S::CODE / 16, A_ITER = 2 * WM * CH / S::THREADS, A_STEP = S::THREADS / CH;
+    static_assert(A_ITER == 1 || WM % A_STEP == 0, "the halves of a gated block");
+    /* Tokens: a thread copies 16 bytes of every X_STEP-th one; those beyond the group are left as they are, for columns that
+     * nobody keeps. */
+    constexpr int XC = S::X / 16, X_ITER = S::N * XC / S::THREADS, X_STEP = S::THREADS / XC;
+    static_assert(X_ITER * S::THREADS == S::N * XC, "all threads copy tokens");
+    uint32_t x_at[X_ITER], xs_at = 0;
+    UNROLL for (int i = 0; i < X_ITER; i++) {
+        int at = first + min((int)threadIdx.x / XC + i * X_STEP, count - 1);
+        size_t row = p.rows ? p.rows[at] : at;
+        x_at[i] =
+            keep((uint32_t)(F == FMT_A4 ? row * n_kt * 2 : (row * p.x_stride + blockIdx.z * p.x_batch) / 8) +
+                 threadIdx.x % XC);
+    }
+    if (F == FMT_A4 && (int)threadIdx.x < count) {
+        int at = first + (int)threadIdx.x;
+        xs_at = keep((uint32_t)(p.rows ? p.rows[at] : at) * ((n_kt + 3) / 4));
+    }
+
+    auto load = [&](uint8_t *to, int c_in) {
+        if (c_in < n_kt) {
+            const int tid = keep((int)threadIdx.x);
+            UNROLL for (int i = 0; i < A_ITER; i++) { /* codes: of every A_STEP-th tile */
+                int tile = tid / CH + i * A_STEP;
+                bool up = GLU && (A_ITER > 1 ? i >= A_ITER / 2 : tile >= WM);
+                uint32_t at = tile0 + (tile - (up ? WM : 0)) * n_kt;
+                cp_async16(to + tid * 16 + i * S::THREADS * 16,
+                           (up ? p.w2 : p.w).codes + (size_t)((at + c_in) * CH + tid % CH) * 16,
+                           at < tile_end);
+            }
+            if (S::SCALE > 0 && tid < 8 * WM) { /* scales: 16 of a tile's 64 bytes */
+                bool up = GLU && tid / 4 >= WM;
+                uint32_t at = tile0 + (tid / 4 - (up ? WM : 0)) * n_kt;
+                cp_async16(to + S::SCALE_AT + tid * 16,
+                           (up ? p.w2 : p.w).scales + (size_t)((at + c_in) * 4 + tid % 4) * 16,
+                           at < tile_end);
+            }
+            /* The swizzle keeps the 16-byte reads of a quarter warp (two tokens, four chunks; ldmatrix: eight tokens, one chunk)
+             * off each other's banks. */
+            const int xc = tid % XC, token = tid / XC;
+            const int chunk = F == FMT_A4 ? xc ^ (token >> 2 & 1) : xc ^ (token & 1) << 2;
+            const uint8_t *x = F == FMT_A4 ? p.xq.codes : (const uint8_t *)p.x;
+            UNROLL for (int i = 0; i < X_ITER; i++) if (token + i * X_STEP < count) cp_async16(
+                to + S::X_AT + (token + i * X_STEP) * S::X + chunk * 16,
+                x + (size_t)(x_at[i] + c_in * XC) * 16, F == FMT_A4 || c_in * 64 + xc * 8 < p.w.n_in);
+            /* Scales of tiles c_in..c_in+3. The buffer's last reader was tile c_in-5; at most 4 tiles are loaded ahead of the
+             * one in work, so all warps have passed a barrier since. */
+            if (F == FMT_A4 && !(c_in & 3) && tid < count)
+                cp_async16(smem + S::RING + ((c_in >> 2 & 1) * S::N + tid) * 16,
+                           p.xq.scales + (size_t)(xs_at + (c_in >> 2)) * 16);
+        }
+    };
+
+    float acc[2][NT][4];
+    UNROLL for (int i = 0; i < 2 * NT * 4; i++) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0;
+    const int n_live = keep((count + 8 * WN - 1) / (8 * WN)); /* n8-tiles a warp */
+    constexpr int m_step = GLU ? WM : 1;                      /* from a warp's first row tile to its second */
+
+    auto work = [&](const uint8_t *s, int c) {
+        constexpr int VEC = S::CODE / 512;
+        const int tid = keep((int)threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
+        const int m0 = (tid >> 5) % WM * (GLU ? 1 : 2), n0 = (tid >> 5) / WM * n_live * 8;
+        const uint8_t *code = s + m0 * S::CODE + lane * 16, *scale = s + S::SCALE_AT + m0 * S::SCALE + g * 8;
+        if constexpr (F == FMT_A4) {
+#if defined(CUEMU) || defined(HAVE_FP4_MMA)
+            uint32_t a[2][4], sfa[2];
+            UNROLL for (int m = 0; m < 2; m++) {
+                uint4 v = *(const uint4 *)(code + m * m_step * S::CODE);
+                a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+                /* lanes of t 0 supply row g, of t 1 row g + 8 */
+                sfa[m] = *(const uint32_t *)(scale + m * m_step * S::SCALE + (t & 1) * 4);
+            }
+            const uint8_t *b_row = s + S::X_AT + (n0 + (lane >> 4) * 8 + (lane & 7)) * 32;
+            const uint8_t *sfb = smem + S::RING + ((c >> 2 & 1) * S::N + n0 + g) * 16 + (c & 3) * 4;
+            UNROLL for (int n = 0; n < NT; n += 2) {
+                if (n >= n_live) break;
+                uint32_t b[4];
+                ldmatrix_x4(b, b_row + n * 256 + ((lane >> 3 & 1) ^ (lane >> 2 & 1)) * 16);
+                UNROLL for (int i = 0; i < 2; i++) UNROLL for (int m = 0; m < 2; m++) mma_nvfp4(
+                    acc[m][n + i], a[m], b + 2 * i, sfa[m], *(const uint32_t *)(sfb + (n + i) * 128));
+            }
+#endif
+        } else {
+            const uint8_t *xb = s + S::X_AT + (n0 + g) * 128 + t * 16;
+            uint4 v[2][VEC];
+            uint2 sc[2];
+            UNROLL for (int m = 0; m < 2; m++) {
+                sc[m] = S::SCALE > 0 ? *(const uint2 *)(scale + m * m_step * S::SCALE) : make_uint2(0, 0);
+            }
+            UNROLL for (int h = 0; h < 2; h++) { /* 32 columns each */
+                uint32_t a[2][2][4];             /* row tile, k16-step, fragment */
+                UNROLL for (int m = 0; m < 2; m++) {
+                    UNROLL for (int i = VEC * h / 2; i < (VEC * (h + 1)) / 2 + (VEC == 1 && !h); i++)
+                        v[m][i] = *(const uint4 *)(code + m * m_step * S::CODE + i * 512);
+                    UNROLL for (int k = 0; k < 2; k++) expand<F>(v[m], sc[m], t, 2 * h + k, a[m][k]);
+                }
+                UNROLL for (int n = 0; n < NT; n++) {
+                    if ((F == FMT_Q8 || !(n & 1)) && n >= n_live) break;
+                    uint4 q = *(const uint4 *)(xb + n * 1024 + ((h ^ (g & 1)) << 6));
+                    uint32_t b[2][2] = {{q.x, q.y}, {q.z, q.w}};
+                    if (F == FMT_Q8) { /* the scale meets the F32 sum of its 32 columns: exact products */
+                        float d[2][4] = {};
+                        UNROLL for (int k = 0; k < 2; k++) UNROLL for (int m = 0; m < 2; m++)
+                            mma_f16(d[m], a[m][k], b[k]);
+                        UNROLL for (int i = 0; i < 8; i++) {
+                            uint32_t f = i & 2 ? sc[i >> 2].y : sc[i >> 2].x;
+                            acc[i >> 2][n][i & 3] += d[i >> 2][i & 3] * half_to_f32((uint16_t)(f >> 16 * h));
+                        }
+                    } else
+                        UNROLL for (int k = 0; k < 2; k++) UNROLL for (int m = 0; m < 2; m++)
+                            mma_f16(acc[m][n], a[m][k], b[k]);
+                }
+            }
+        }
+    };
+
+    for (int i = 0; i < STAGES - 1; i++) {
+        for (int k = 0; k < KT; k++) load(smem + (i * KT + k) * S::SLOT, i * KT + k);
+        cp_async_commit();
+    }
+    for (int c = 0, slot = 0; c < n_kt; c += KT) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads(); /* all threads' copies of this stage have landed; all warps are done with the one before, now refilled */
+        int refill = (slot ? slot : S::RING) - KT * S::SLOT;
+        for (int k = 0; k < KT; k++) load(smem + refill + k * S::SLOT, c + (STAGES - 1) * KT + k);
+        cp_async_commit();
+        for (int k = 0; k < KT; k++)
+            if (k == 0 || c + k < n_kt) work(smem + slot + k * S::SLOT, c + k);
+        slot = slot + KT * S::SLOT == S::RING ? 0 : slot + KT * S::SLOT;
+    }
+
+    /* Out through shared memory, for whole sectors: (N tokens, 16 WM rows) F32 at a time, one of every warp's row tiles.
+     * acc[m][n][q]: row tile m, row g + 8 (q >> 1), token 8n + 2t + (q & 1). */
+    constexpr int PITCH = 16 * WM + 4, QUADS = 4 * WM; /* + 4: lanes of different t meet different banks */
+    static_assert(S::N * PITCH * 4 <= S::RING, "the results' tile");
+    gemm_place<S::N>(p, &e, &first, &count); /* again, rather than kept through the loop */
+    const int tid = threadIdx.x, g = tid >> 2 & 7, t = tid & 3, wm = (tid >> 5) % WM, m0 = GLU ? wm : 2 * wm;
+    const int n0 = (tid >> 5) / WM * n_live * 8;
+    const float undo =
+        F == FMT_A4 ? 1.0f / 128.0f : 1.0f; /* dmat.unit expects the products of fp4_pair and fp4_scale */
+    const float f0 = undo * dmat_scale(p.w, e), f1 = GLU ? undo * dmat_scale(p.w2, e) : f0;
+    const bool whole = !((p.w.n_out | p.y_stride | p.y_batch) & 3);
+    float *tile = (float *)smem;
+    UNROLL for (int m = 0; m < (GLU ? 1 : 2); m++) {
+        __syncthreads(); /* the ring, then the tile before, has been read */
+        UNROLL for (int half = 0; half < 2; half++) {
+            size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
+            bool in = row < (size_t)p.w.n_out;
+            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f,
+                  b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
+            UNROLL for (int i = 0; i < 2 * NT; i++) {
+                if (i >= 2 * n_live) break; /* what follows is the next warp's */
+                int token = n0 + (i >> 1) * 8 + 2 * t + (i & 1), q = 2 * half + (i & 1);
+                float fx = 1.0f;
+                if (F == FMT_A4) {
+                    int x_pos = first + min(token, count - 1);
+                    fx = p.xq.scale[p.rows ? p.rows[x_pos] : x_pos];
+                }
+                float v = acc[m][i >> 1][q] * (f0 * fx) + b0;
+                if (GLU) v = silu_mul(v, acc[1][i >> 1][q] * (f1 * fx) + b1) / HIDDEN_SCALE;
+                tile[token * PITCH + wm * 16 + g + 8 * half] = v;
+            }
+        }
+        __syncthreads(); /* the tile is written */
+        const int quad = tid % QUADS, row = (rt0 + (GLU ? quad / 4 : quad / 4 * 2 + m)) * 16 + quad % 4 * 4;
+        for (int token = tid / QUADS; token < count && row < p.w.n_out; token += S::THREADS / QUADS) {
+            float4 v = *(const float4 *)(tile + token * PITCH + quad * 4);
+            store_quad(p, blockIdx.z * p.y_batch + (size_t)(first + token) * p.y_stride + row,
+                       p.w.n_out - row, whole, v);
+        }
+    }
+}
+
+/* y (position, n_out) = x w^T, or silu(x w^T) * (x w2^T) / HIDDEN_SCALE with GLU. A warp computes 32 rows (with GLU 16 of each
+ * matrix, so that a lane has both factors) x 64 tokens, a block 32 WM rows x 64 WN tokens. Grid (row blocks, token tiles, batch),
+ * block 32 WM WN.
+ * Bytes of a k64-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * 128 (A4: 36), for 32 WM * 64 WN * 64 products. Limit:
+ * the rate of mma.sync (sm_90: 1024 products a clock and SM). A warp's k64-tile is 64 MMAs, 512 clocks of a quarter SM, beside 350
+ * other instructions for FP4 (180 of them the expansion), 190 for F16, 18 to 24 loads from shared memory that take 70 clocks of the
+ * SM: 50 to 60 % are to be expected. Groups of up to 16 tokens: the expansion, or the weights' bandwidth.
+ * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token: the rate of L2, then that of the MMA. */
+template <int F, int GLU, int WM, int WN, int STAGES, int KT>
+__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, WM, WN, STAGES, KT>::BLOCKS))
+    gemm_kernel(const __grid_constant__ struct gemm_args p) {
+    DYN_SMEM(uint8_t, smem);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    constexpr int N = 64 * WN;
+    if (p.tile_expert && (int)blockIdx.y / (TN / N) >= *p.n_tiles) return;
+    int e, first, count;
+    gemm_place<N>(p, &e, &first, &count);
+    if (count <= 0) return;
+    gemm_tile<F, GLU, WM, WN, STAGES, KT>(p, smem, e, first, count);
+}
+
+template <int F, int GLU, int WM, int WN, int STAGES, int KT>
+static void gemm_launch(const struct gemm_args *g, cudaStream_t s) {
+    using S = gemm_shape<F, WM, WN, STAGES, KT>;
+    static bool ready[64]; /* by device: the attribute belongs to the device's context */
+    int device = 0;
+    cudaGetDevice(&device);
+    if (!ready[device & 63]) {
+        cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, STAGES, KT>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)S::BYTES);
+        ready[device & 63] = true;
+    }
+    int rows = GLU ? 16 * WM : 32 * WM,
+        tiles = g->tile_expert ? g->max_tiles * (TN / S::N) : (g->n_tok + S::N - 1) / S::N;
+    if (tiles == 0) return;
+    LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, STAGES, KT>),
+               dim3((g->w.n_out + rows - 1) / rows, tiles, max(g->batch, 1)), dim3(S::THREADS), S::BYTES, s,
+               *g);
+}
+
+/* The big block (8 warps, 256 x 64 or 128 x 128) where it fills the device, else 128 rows x 64 tokens by 4 warps. FP4 weights are
+ * 3.5 times thinner than tokens, so the fewest bytes are those of a tall block; the others are square. */
+template <int F, int GLU, int WM, int WN, int STAGES, int SMALL_STAGES>
+static void gemm_choose(const struct gemm_args *g, cudaStream_t s) {
+    int device = 0, n_sm = 1;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, device);
+    int rows = GLU ? 16 * WM : 32 * WM, n = 64 * WN;
+    long blocks = (long)((g->w.n_out + rows - 1) / rows) * ((g->n_tok + n - 1) / n) * max(g->batch, 1);
+    if (g->tile_expert || blocks >= 2 * n_sm) gemm_launch<F, GLU, WM, WN, STAGES, 1>(g, s);
+    else gemm_launch<F, GLU, 4, 1, SMALL_STAGES, 1>(g, s);
+}
+
+/* Products with F16 tokens: y = w x, or silu(w x) * (w2 x) / HIDDEN_SCALE with `glu` (w2 of w's shape and format). */
+static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
+    /* stages: SM120 has 100 KB an SM (one block of the big kind, two of the small), sm_90 228 KB (two and four) */
+    switch (g->w.fmt * 2 + !!glu) {
+    case FMT_FP4 * 2: gemm_choose<FMT_FP4, 0, 8, 1, 4, 3>(g, s); break;
+    case FMT_FP4 * 2 + 1: gemm_choose<FMT_FP4, 1, 8, 1, 4, 3>(g, s); break;
+    case FMT_Q8 * 2: gemm_choose<FMT_Q8, 0, 4, 2, 4, 2>(g, s); break;
+    case FMT_Q8 * 2 + 1: gemm_choose<FMT_Q8, 1, 4, 2, 4, 2>(g, s); break;
+    case FMT_F16 * 2: gemm_choose<FMT_F16, 0, 4, 2, 3, 2>(g, s); break;
+    case FMT_F16 * 2 + 1: gemm_choose<FMT_F16, 1, 4, 2, 3, 2>(g, s); break;
+    }
+}
+
+/* The same with FP4 weights and the FP4 tokens xq; not batched. SM120 only: elsewhere the kernel leaves zero sums. */
+static void gemm_prefill_fp4(const struct gemm_args *g, int glu, cudaStream_t s) {
+    if (glu) gemm_choose<FMT_A4, 1, 4, 2, 5, 5>(g, s);
+    else gemm_choose<FMT_A4, 0, 4, 2, 5, 5>(g, s);
+}
+
+/* x (n_row, n_in) F16 to FP4 with the row's scale amax / (448 * 6), a UE4M3 scale amax16 / 6 / row scale per 16 columns, and the
+ * nearest E2M1 of x / (both scales), ties to even. grid (n_row), block 256: 16 columns a thread and turn. Bytes: 2 n_in read twice
+ * (once from L1 or L2), 0.56 n_in written; ~20 instructions an element: 60 % of L2's rate. */
+__global__ void __launch_bounds__(256)
+    quantize_fp4_kernel(const uint16_t *x, size_t x_stride, int n_in, struct fp4_rows q) {
+    SHARED(float, part, 8);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const uint16_t *row = x + blockIdx.x * x_stride;
+    const int tid = threadIdx.x, n_kt = (n_in + 63) / 64;
+    uint8_t *codes = q.codes + (size_t)blockIdx.x * n_kt * 32,
+            *scales = q.scales + blockIdx.x * fp4_scale_bytes(n_in);
+    auto read8 = [&](int col, float v[8]) {
+        uint4 u = col < n_in ? *(const uint4 *)(row + col) : make_uint4(0, 0, 0, 0);
+        const uint32_t w[4] = {u.x, u.y, u.z, u.w};
+        for (int i = 0; i < 8; i++) v[i] = half_to_f32((uint16_t)(w[i >> 1] >> 16 * (i & 1)));
+    };
+    float amax = 0;
+    for (int col = tid * 8; col < n_in; col += 256 * 8) {
+        float v[8];
+        read8(col, v);
+        for (int i = 0; i < 8; i++) amax = fmaxf(amax, fabsf(v[i]));
+    }
+    for (int o = 16; o; o >>= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, o));
+    if ((tid & 31) == 0) part[tid >> 5] = amax;
+    __syncthreads(); /* all parts are written */
+    for (int i = 0; i < 8; i++) amax = fmaxf(amax, part[i]);
+    const float row_scale = amax / (448.0f * 6.0f);
+    if (tid == 0) q.scale[blockIdx.x] = row_scale;
+    for (int b = tid; b < (int)fp4_scale_bytes(n_in); b += 256) {
+        float v[16], m = 0;
+        read8(b * 16, v), read8(b * 16 + 8, v + 8);
+        for (int i = 0; i < 16; i++) m = fmaxf(m, fabsf(v[i]));
+        uint16_t code = m > 0 ? f32_to_e4m3x2(m / 6.0f / row_scale, 0) & 0xFF : 0;
+        scales[b] = (uint8_t)code;
+        if (b >= n_kt * 4) continue; /* the row of scales is longer than that of codes */
+        float scale = half_to_f32((uint16_t)e4m3x2_to_f16x2(code)) * row_scale;
+        uint32_t out[2] = {0, 0};
+        for (int i = 0; i < 16 && scale > 0; i++) {
+            float a = fabsf(v[i]) / scale;
+            uint32_t c = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
+                         (a > 5.0f);
+            c |= __float_as_uint(v[i]) >> 31 << 3;
+            out[i >> 3] |= c << 4 * ((i >> 1 & 3) + 4 * (i & 1));
+        }
+        *(uint2 *)(codes + b * 8) = make_uint2(out[0], out[1]);
+    }
+}
+
+static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in, struct fp4_rows q,
+                         cudaStream_t s) {
+    if (n_row) LAUNCH_PDL(quantize_fp4_kernel, dim3(n_row), dim3(256), 0, s, x, x_stride, n_in, q);
+}
+
+/* Router logits of many tokens: (n_tok, n_expert) = x w^T in F32. Grid (experts / 64, tokens / 64), block 256: 4 x 4 results a thread
+ * out of 64 x 64 x 16 tiles. Compute: 2 n_tok n_expert n_embd operations, under 1 % of a layer. */
+__global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
+    enum { SIDE = 64, DEPTH = 16, PITCH = SIDE + 4 };
+    SHARED(float, a, DEPTH *PITCH); /* [k][token] */
+    SHARED(float, b, DEPTH *PITCH); /* [k][expert] */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
+    float acc[4][4] = {};
+    for (int k0 = 0; k0 < p.n_embd; k0 += DEPTH) {
+        for (int i = threadIdx.x; i < SIDE * DEPTH; i += 256) {
+            int k = i % DEPTH, r = i / DEPTH;
+            bool in = k0 + k < p.n_embd;
+            size_t wi = (size_t)(e0 + r) * (size_t)p.n_embd + (size_t)(k0 + k);
+            a[k * PITCH + r] =
+                in && t0 + r < p.n_tok ? p.x[(size_t)(t0 + r) * (size_t)p.n_embd + (size_t)(k0 + k)] : 0;
+            b[k * PITCH + r] = in && e0 + r < p.n_expert ? p.w32 ? p.w32[wi] : bf16_value(p.w16[wi]) : 0;
+        }
+        __syncthreads();
+        UNROLL for (int k = 0; k < DEPTH; k++) {
+            float4 u = *(const float4 *)(a + k * PITCH + 4 * ty),
+                   v = *(const float4 *)(b + k * PITCH + 4 * tx);
+            float x[4] = {u.x, u.y, u.z, u.w}, y[4] = {v.x, v.y, v.z, v.w};
+            UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) acc[i][j] += x[i] * y[j];
+        }
+        __syncthreads();
+    }
+    UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) {
+        int t = t0 + 4 * ty + i, e = e0 + 4 * tx + j;
+        if (t < p.n_tok && e < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e] = acc[i][j];
+    }
+}
+
+/* The choice of experts for many tokens: grid n_tok / 4, block 128, a warp a token. Latency of the top-k, n_expert floats read. */
+__global__ void __launch_bounds__(128) k_route_many(struct route_args p) {
+    DYN_SMEM(float, room); /* 2 n_expert floats per warp */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    int warp = threadIdx.x >> 5, t = blockIdx.x * 4 + warp;
+    if (t < p.n_tok)
+        route_warp(p, t, room + (size_t)warp * 2 * p.n_expert,
+                   room + (size_t)warp * 2 * p.n_expert + p.n_expert);
+}
+
+/* Tokens by expert: the n_slots = n_tok k choices sorted by (expert, token), and the list of token tiles for the grouped products. */
+struct sort_args {
+    const int32_t *id; /* (n_slots) */
+    int n_slots, k, n_expert;
+    int32_t *row;   /* (n_slots) sorted position -> token */
+    int32_t *place; /* (n_slots) choice -> sorted position */
+    int32_t *first; /* (n_expert + 1) first sorted position of an expert */
+    int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
+};
+
+/* Grid n_expert, block 256: block e counts the choices of smaller experts and lists its own in order. Reads n_slots ids per block
+ * from L2: n_expert n_slots 4 bytes, 10 us for 32,768 choices of 128 experts. */
+__global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
+    SHARED(int, count, 9);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int e = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int less = 0;
+    for (int i = threadIdx.x; i < p.n_slots; i += 256) less += p.id[i] < e;
+    less = __reduce_add_sync(0xFFFFFFFFu, less);
+    if (!lane) count[warp] = less;
+    __syncthreads();
+    int at = 0;
+    for (int w = 0; w < 8; w++) at += count[w];
+    __syncthreads();
+    if (!threadIdx.x) p.first[e] = at;
+    for (int i0 = 0; i0 < p.n_slots; i0 += 256) {
+        int i = i0 + threadIdx.x;
+        bool mine = i < p.n_slots && p.id[i] == e;
+        uint32_t all = __ballot_sync(0xFFFFFFFFu, mine);
+        if (!lane) count[warp] = __popc(all);
+        __syncthreads();
+        int before = at + __popc(all & ((1u << lane) - 1));
+        for (int w = 0; w < 8; w++) {
+            if (w < warp) before += count[w];
+            at += count[w];
+        }
+        if (mine) p.row[before] = i / p.k, p.place[i] = before;
+        __syncthreads();
+    }
+    if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
+}
+
+/* The tiles of at most `tile` tokens, in order of the experts. One block of 1024 threads; latency. */
+__global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
+    SHARED(int, sums, 33);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
+    int first = e < p.n_expert ? p.first[e] : 0, count = e < p.n_expert ? p.first[e + 1] - first : 0;
+    int n = (count + tile - 1) / tile, upto = n;
+    for (int o = 1; o < 32; o <<= 1) {
+        int v = __shfl_up_sync(0xFFFFFFFFu, upto, o);
+        if (lane >= o) upto += v;
+    }
+    if (lane == 31) sums[warp] = upto;
+    __syncthreads();
+    int at = upto - n;
+    for (int w = 0; w < warp; w++) at += sums[w];
+    for (int i = 0; i < n; i++) {
+        p.tile_expert[at + i] = e, p.tile_first[at + i] = first + i * tile;
+        p.tile_count[at + i] = min(tile, count - i * tile);
+    }
+    if (e == 1023) *p.n_tiles = at + n;
+}
+
+/* out (n_tok, n) = (out, when `add`) + sum_j weight[t][j] y[place[t][j]]. Grid n_tok, block 256. Bytes: (k + 2) n F32 per token. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    k_combine(const float *y, const int32_t *place, const float *weight, int k, int n, int add, float *out) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    size_t t = blockIdx.x;
+    for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
+        float s = 0;
+        for (int j = 0; j < k; j++)
+            s += weight[t * (size_t)k + j] * y[(size_t)place[t * (size_t)k + j] * (size_t)n + i];
+        out[t * (size_t)n + i] = add ? out[t * (size_t)n + i] + s : s;
+    }
+}
+
+/* ============================================================================================================
+ * Rotation and the cache
+ * ============================================================================================================ */
+
+/* One plane of a layer's cache, laid out as struct kv_plane of moe.c. */
+struct plane {
+    uint8_t *data;    /* (n_ctx, row_bytes) */
+    float *scale;     /* (n_ctx, n_group), FP8 only */
+    size_t row_bytes; /* a multiple of 16 */
+    int n_group, fp8;
+};
+
+/* One warp stores a group of n values that it holds, value i in x[i / 32] of lane i % 32, at element `at` of row `pos`. FP8: the scale
+ * is amax / 448. */
+template <int PER>
+DEVICE void plane_store(const struct plane &p, size_t pos, int at, int group, int n, const float x[PER]) {
+    const int lane = threadIdx.x & 31;
+    uint8_t *row = p.data + pos * p.row_bytes;
+    float amax = 0;
+    UNROLL for (int i = 0; i < PER; i++) if (lane + 32 * i < n) amax = fmaxf(amax, fabsf(x[i]));
+    amax = warp_max(amax);
+    float scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f, inv = 1.0f / scale;
+    if (p.fp8 && !lane) p.scale[pos * (size_t)p.n_group + (size_t)group] = scale;
+    UNROLL for (int i = 0; i < PER; i++) {
+        int k = lane + 32 * i;
+        if (k >= n) continue;
+        if (p.fp8) row[at + k] = (uint8_t)f32_to_e4m3x2(x[i] * inv, 0);
+        else ((uint16_t *)row)[at + k] = (uint16_t)f32_to_bf16x2(x[i], 0);
+    }
+}
+
+struct rope_args {
+    const struct batch *batch;
+    const float *cs, *sn; /* (n_tok, rope / 2) */
+    const float *q, *k,
+        *v; /* (n_tok, n_head * d), (n_tok, n_head_kv * d), (n_tok, n_head_kv * dv); MLA: k (n_tok, latent + rope) */
+    const float *q_norm, *k_norm; /* (d); MLA: k_norm (latent) */
+    uint16_t *q16;    /* (n_tok, n_head, d): what attention reads; MLA: the part without rotation, for wk_b */
+    uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which the last `rope` are written here */
+    struct plane kp, vp;
+    int n_head, n_head_kv, d, dv, rope, latent, nope;
+    float eps;
+};
+
+enum { HEAD_MAX = 256, HEAD_PER = HEAD_MAX / 32 };
+
+/* Grouped-query attention: norm and rotation of the heads of q and k, k and v to the cache. Halves are rotated against each other (Qwen).
+ * Grid (heads of q, k and v / 4, n_tok), block 128: a warp a head of at most 256. Bytes: q, k, v once; latency for few tokens. */
+__global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), t = blockIdx.y;
+    const int kind = h < p.n_head ? 0 : h < p.n_head + p.n_head_kv ? 1 : 2; /* q, k, v */
+    const int i = kind == 0   ? h
+                  : kind == 1 ? h - p.n_head
+                              : h - p.n_head - p.n_head_kv,
+              n = kind == 2 ? p.dv : p.d;
+    if (i >= p.n_head_kv && kind == 2) return;
+    const float *src = kind == 0   ? p.q + ((size_t)t * p.n_head + i) * n
+                       : kind == 1 ? p.k + ((size_t)t * p.n_head_kv + i) * n
+                                   : p.v + ((size_t)t * p.n_head_kv + i) * n;
+    float x[HEAD_PER];
+    if (kind == 2) {
+        UNROLL for (int j = 0; j < HEAD_PER; j++) x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+        plane_store<HEAD_PER>(p.vp, (size_t)(p.batch->pos + t), i * n, i, n, x);
+        return;
+    }
+    float ss = 0;
+    UNROLL for (int j = 0; j < HEAD_PER; j++) {
+        float v = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+        ss += v * v;
+    }
+    float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
+    const float *w = kind ? p.k_norm : p.q_norm, *cs = p.cs + (size_t)t * (p.rope / 2),
+                *sn = p.sn + (size_t)t * (p.rope / 2);
+    UNROLL for (int j = 0; j < HEAD_PER; j++) {
+        int c = lane + 32 * j, half = p.rope / 2;
+        x[j] = 0;
+        if (c >= n) continue;
+        float v = src[c] * f * w[c];
+        if (c < p.rope) { /* the other half's value is read again: cheaper than moving it between lanes */
+            int o = c < half ? c + half : c - half, r = c < half ? c : o;
+            float u = src[o] * f * w[o];
+            v = c < half ? v * cs[r] - u * sn[r] : u * sn[r] + v * cs[r];
+        }
+        x[j] = v;
+        if (!kind) p.q16[((size_t)t * p.n_head + i) * n + c] = clamped_f16(v);
+    }
+    if (kind) plane_store<HEAD_PER>(p.kp, (size_t)(p.batch->pos + t), i * n, i, n, x);
+}
+
+/* Latent attention: the latents' norm and the shared key's rotation to the cache, and the heads of q split into the part for wk_b and the
+ * rotated part. Neighbours are rotated against each other (DeepSeek). Grid (1 + heads / 4, n_tok), block 128; bytes and latency as above. */
+__global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = blockIdx.y;
+    const float *cs = p.cs + (size_t)t * (p.rope / 2), *sn = p.sn + (size_t)t * (p.rope / 2);
+    if (blockIdx.x) {
+        int h = (blockIdx.x - 1) * 4 + warp;
+        if (h >= p.n_head) return;
+        const float *q = p.q + ((size_t)t * p.n_head + h) * p.d;
+        uint16_t *plain = p.q16 + ((size_t)t * p.n_head + h) * p.d;
+        uint16_t *rot = p.q_rope + ((size_t)t * p.n_head + h) * (p.latent + p.rope) + p.latent;
+        for (int i = lane; i < p.nope; i += WARP) plain[i] = clamped_f16(q[i]);
+        for (int i = lane; i < p.rope / 2; i += WARP) {
+            float a = q[p.nope + 2 * i], b = q[p.nope + 2 * i + 1];
+            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]),
+                    rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
+        }
+        return;
+    }
+    const float *k = p.k + (size_t)t * (p.latent + p.rope);
+    size_t pos = (size_t)(p.batch->pos + t);
+    float ss = 0;
+    for (int i = threadIdx.x; i < p.latent; i += 128) ss += k[i] * k[i];
+    float f = rsqrtf(block_sum(ss) / (float)p.latent + p.eps);
+    for (int g = warp; g * LATENT_GROUP < p.latent; g += 4) {
+        float x[LATENT_GROUP / 32];
+        int n = min((int)LATENT_GROUP, p.latent - g * LATENT_GROUP);
+        UNROLL for (int j = 0; j < LATENT_GROUP / 32; j++) {
+            int c = g * LATENT_GROUP + lane + 32 * j;
+            x[j] = lane + 32 * j < n ? k[c] * f * p.k_norm[c] : 0;
+        }
+        plane_store<LATENT_GROUP / 32>(p.kp, pos, g * LATENT_GROUP, g, n, x);
+    }
+    uint16_t *rot = (uint16_t *)(p.vp.data + pos * p.vp.row_bytes);
+    for (int i = threadIdx.x; i < p.rope / 2; i += 128) {
+        float a = k[p.latent + 2 * i], b = k[p.latent + 2 * i + 1];
+        ((uint32_t *)rot)[i] = f32_to_bf16x2(a * cs[i] - b * sn[i], a * sn[i] + b * cs[i]);
+    }
+}
+/* ============================================================================================================
+ * Attention over the cache
+ *
+ * Query rows that share keys are computed together: row = token * group + head, where `group` heads read one KV head (MLA: all
+ * heads read the one latent). Keys come in tiles; each tile updates the running maximum m, denominator l and weighted sum of
+ * values of every row (online softmax, base 2). A range of keys ("split") leaves (sums, m, l) in `part`; attn_merge joins them.
+ * Query token i sees keys 0 .. pos + i. Keys behind the newest are never read: they arrive as zeros.
+ *
+ * MMA operands (g = lane / 4, t = lane % 4): the order of the elements within a product's inner dimension is free if both operands
+ * have it, and so is the order of the output columns. Decode chooses them so that a lane reads consecutive bytes of a cache row
+ * and converts them in registers; prefill has more rows per key and converts each tile once, to f16 in shared memory.
+ * ============================================================================================================ */
+
+struct attn_args {
+    const uint16_t *q;                    /* f16 (n_tok, n_head, dk), q_stride halves from token to token */
+    uint16_t *out;                        /* f16 (n_tok, n_head, dv), out_stride */
+    float *part;                          /* (attn_part_floats(max_splits, n_tok, n_head, dv)) */
+    struct plane k, v;                    /* MLA: latents, rotated part */
+    const struct batch *batch;            /* its n_tok may be less than ours: rows behind it are left alone */
+    int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
+    size_t q_stride, out_stride;
+    float scale;    /* of q.k before the softmax */
+    int max_splits; /* ranges of the context, at most */
+};
+
+enum {
+    ATTN_SPLIT_KEYS = 64, /* a split has a multiple of so many keys */
+    ATTN_MAX_SPLITS = 384,
+    ATTN_GROUP = 128,        /* latents under one FP8 scale */
+    ATTN_DECODE_TOKENS = 16, /* more are prefill */
+    ATTN_SMEM = 48 << 10     /* two blocks in an SM's 100 KB */
+};
+#define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are numbers */
+#define ATTN_P      256.0f   /* factor of the weights as f16, which V's FP8 scale makes small */
+
+/* What a block does: rows row0.. of KV head kvh over keys begin..end-1. */
+struct attn_work {
+    int kvh, group, row0, n_row; /* n_row: of the KV head */
+    int pos, len;                /* len: keys in the cache */
+    int split, n_split, begin, end;
+    int seen; /* keys that all rows of the tile see */
+};
+
+/* The grid is (splits, row tiles * KV heads). False: nothing to do. The last rows see the most keys and start first. */
+DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
+    int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
+    w->pos = a.batch->pos, w->len = w->pos + n_tok;
+    w->group = a.n_head / a.n_head_kv, w->n_row = w->group * n_tok;
+    w->kvh = y % a.n_head_kv, w->row0 = y / a.n_head_kv * tile_rows;
+    int tiles = (w->len + ATTN_SPLIT_KEYS - 1) / ATTN_SPLIT_KEYS;
+    int per_split = (tiles + a.max_splits - 1) / a.max_splits;
+    w->split = (int)blockIdx.x, w->n_split = (tiles + per_split - 1) / per_split;
+    int last = min(w->row0 + tile_rows, w->n_row) - 1;
+    w->seen = w->pos + w->row0 / w->group + 1;
+    w->begin = w->split * per_split * ATTN_SPLIT_KEYS;
+    w->end = min(w->begin + per_split * ATTN_SPLIT_KEYS, w->pos + last / w->group + 1);
+    return w->split < w->n_split && w->row0 < w->n_row;
+}
+
+/* Token and head of row r of the block's tile; -1: there is no such row. */
+DEVICE int2 attn_row(const struct attn_work &w, int r) {
+    int row = w.row0 + r;
+    return row < w.n_row ? make_int2(row / w.group, w.kvh * w.group + row % w.group) : make_int2(-1, 0);
+}
+
+/* The keys that this lane's rows r and r + 8 see. */
+DEVICE void attn_limits(int limit[2], const struct attn_work &w, int r) {
+    UNROLL for (int h = 0; h < 2; h++) {
+        int tok = attn_row(w, r + 8 * h).x;
+        limit[h] = tok < 0 ? 0 : w.pos + tok + 1;
+    }
+}
+
+DEVICE const uint16_t *attn_query(const struct attn_args &a, const struct attn_work &w, int r) {
+    int2 th = attn_row(w, r);
+    return th.x < 0 ? NULL : a.q + (size_t)th.x * a.q_stride + (size_t)th.y * (size_t)a.dk;
+}
+
+template <int W>
+DEVICE void load_words(uint32_t w[W], const void *p) {
+    if constexpr (W == 1) {
+        w[0] = *(const uint32_t *)p;
+    } else if constexpr (W == 2) {
+        uint2 x = *(const uint2 *)p;
+        w[0] = x.x, w[1] = x.y;
+    } else {
+        uint4 x = *(const uint4 *)p;
+        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+    }
+}
+
+DEVICE uint32_t bf16x2_to_f16x2(uint32_t x) {
+    return clamped_f16x2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+}
+
+/* N consecutive cache values as f16 pairs. */
+template <int FP8, int N>
+DEVICE void kv_values(uint32_t h[N / 2], const uint8_t *p) {
+    constexpr int W = FP8 ? N / 4 : N / 2;
+    uint32_t w[W];
+    load_words<W>(w, p);
+    UNROLL for (int i = 0; i < W; i++) {
+        if constexpr (FP8) {
+            h[2 * i] = e4m3x2_to_f16x2((uint16_t)w[i]);
+            h[2 * i + 1] = e4m3x2_to_f16x2((uint16_t)(w[i] >> 16));
+        } else {
+            h[i] = bf16x2_to_f16x2(w[i]);
+        }
+    }
+}
+
+/* Four consecutive values of two cache rows, interleaved: h[j] = (p[j], q[j]). */
+template <int FP8>
+DEVICE void kv_pairs(uint32_t h[4], const uint8_t *p, const uint8_t *q) {
+    constexpr int W = FP8 ? 1 : 2;
+    uint32_t x[W], y[W];
+    load_words<W>(x, p), load_words<W>(y, q);
+    if constexpr (FP8) {
+        uint32_t lo = __byte_perm(x[0], y[0], 0x5140), hi = __byte_perm(x[0], y[0], 0x7362);
+        h[0] = e4m3x2_to_f16x2((uint16_t)lo), h[1] = e4m3x2_to_f16x2((uint16_t)(lo >> 16));
+        h[2] = e4m3x2_to_f16x2((uint16_t)hi), h[3] = e4m3x2_to_f16x2((uint16_t)(hi >> 16));
+    } else {
+        UNROLL for (int i = 0; i < W; i++) {
+            h[2 * i] = bf16x2_to_f16x2(__byte_perm(x[i], y[i], 0x5410));
+            h[2 * i + 1] = bf16x2_to_f16x2(__byte_perm(x[i], y[i], 0x7632));
+        }
+    }
+}
+
+/* Values that a lane reads at once as part of an inner dimension of `width`: 16 bytes if possible. 4 lanes make a chunk. */
+__host__ __device__ constexpr int kv_run(int fp8, int width) {
+    return fp8 && width % 64 == 0 ? 16 : width % 32 == 0 ? 8 : 4;
+}
+
+/* Where byte `at` of cache row `row` lies in a tile of rows of ROW bytes. The 16-byte pieces are permuted such that neither 8
+ * lanes that read 64 bytes of two neighbouring rows (keys), nor 4 x 8 that read 32 bytes of every other row (values), meet in a bank. */
+template <int ROW>
+DEVICE int kv_at(int row, int at) {
+    constexpr int mask = ROW % 128 == 0 ? 7 : ROW == 64 ? 3 : 0;
+    return row * ROW + (at ^ (((row & 6) ^ (row & 1) << 2) & mask) << 4);
+}
+
+/* Starts copying N rows of ROW bytes (at byte `first` of the plane's rows) of keys key..; zeros from `len` on. For LANES lanes. */
+template <int ROW, int N, int LANES>
+DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int len, int lane) {
+    constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
+    int row = lane / PIECES, at = lane % PIECES * 16;
+    const uint8_t *from = p.data + (size_t)(key + row) * p.row_bytes + first + at;
+    UNROLL_BY(PASSES > 8 ? 1 : 4)
+    for (int i = 0; i < PASSES; i++, row += STEP, from += STEP * p.row_bytes)
+        if (N % STEP == 0 || row < N) cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
+}
+
+DEVICE float kv_scale(const struct plane &p, int key, int group, int len) {
+    return key < len ? p.scale[(size_t)key * (size_t)p.n_group + (size_t)group] : 0.0f;
+}
+
+/* A operand of one step of 16: rows at q0 and q1 (NULL: zeros), of which this lane holds elements at..at+3. */
+DEVICE void attn_q(uint32_t f[4], const uint16_t *q0, const uint16_t *q1, int at) {
+    uint2 x = q0 ? *(const uint2 *)(q0 + at) : make_uint2(0, 0);
+    uint2 y = q1 ? *(const uint2 *)(q1 + at) : make_uint2(0, 0);
+    f[0] = x.x, f[1] = y.x, f[2] = x.y, f[3] = y.y;
+}
+
+/* Scores s of the keys key and key + 1 times their factors, base 2; -inf where the row does not see the key (all: they all do). */
+DEVICE void attn_mask(float s[4], int key, float f0, float f1, const int limit[2], bool all) {
+    UNROLL for (int e = 0; e < 4; e++) s[e] *= e & 1 ? f1 : f0;
+    if (!all) UNROLL for (int e = 0; e < 4; e++) s[e] = key + (e & 1) < limit[e >> 1] ? s[e] : -INFINITY;
+}
+
+/* One step of the online softmax for a warp's 16 rows: scores s (16, 8 NT) become weights, acc (16, 8 NA) follows the maximum.
+ * l holds the sum over this lane's columns only. */
+template <int NT, int NA>
+DEVICE void attn_softmax(float (&s)[NT][4], float m[2], float l[2], float (&acc)[NA][4]) {
+    float top[2] = {m[0], m[1]};
+    UNROLL for (int n = 0; n < NT; n++) UNROLL for (int e = 0; e < 4; e++) top[e >> 1] =
+        fmaxf(top[e >> 1], s[n][e]);
+    UNROLL for (int h = 0; h < 2; h++) {
+        top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFFu, top[h], 1));
+        top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFFu, top[h], 2));
+    }
+    if (__any_sync(0xFFFFFFFFu, top[0] > m[0] || top[1] > m[1])) {
+        float f[2] = {exp2_fast(m[0] - top[0]), exp2_fast(m[1] - top[1])};
+        UNROLL for (int h = 0; h < 2; h++) l[h] *= f[h], m[h] = top[h];
+        UNROLL for (int n = 0; n < NA; n++) UNROLL for (int e = 0; e < 4; e++) acc[n][e] *= f[e >> 1];
+    }
+    UNROLL for (int n = 0; n < NT; n++) UNROLL for (int e = 0; e < 4; e++) l[e >> 1] += s[n][e] =
+        exp2_fast(s[n][e] - m[e >> 1]);
+}
+
+/* Weights of 16 keys (two n8 tiles), at most 1, times the factors (attn_factor) of this lane's 4 keys, as A operand. */
+DEVICE float attn_factor(float v_scale) { return fminf(ATTN_P * v_scale, 65504.0f); }
+DEVICE void attn_weights(uint32_t p[4], const float s0[4], const float s1[4], const float f[4]) {
+    p[0] = f32_to_f16x2(s0[0] * f[0], s0[1] * f[1]), p[1] = f32_to_f16x2(s0[2] * f[0], s0[3] * f[1]);
+    p[2] = f32_to_f16x2(s1[0] * f[2], s1[1] * f[3]), p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
+}
+
+/* acc (16,32) += weights of 16 keys times 32 columns of their values. rows: the keys' first; at: byte of this lane's first of
+ * 4 columns. Column g of n8 tile j is column 4 g + j, so that lane t ends up with columns 8t .. 8t+7. */
+template <int FP8, int ROW, int MT, int NA>
+DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4], const uint8_t *tile, int key,
+                        int at, int t) {
+    uint32_t b0[4], b1[4];
+    kv_pairs<FP8>(b0, tile + kv_at<ROW>(key + 2 * t, at), tile + kv_at<ROW>(key + 2 * t + 1, at));
+    kv_pairs<FP8>(b1, tile + kv_at<ROW>(key + 2 * t + 8, at), tile + kv_at<ROW>(key + 2 * t + 9, at));
+    UNROLL for (int j = 0; j < 4; j++) {
+        uint32_t b[2] = {b0[j], b1[j]};
+        UNROLL for (int i = 0; i < MT; i++) mma_f16(acc[i][n0 + j], p[i], b);
+    }
+}
+
+/* N columns from `col` on of row r: finished (times inv) if there is one split, else to `part`. */
+template <int N>
+DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col,
+                       const float (&x)[N], float inv) {
+    int2 th = attn_row(w, r);
+    if (th.x < 0) return;
+    if (w.n_split == 1) {
+        uint16_t *to = a.out + (size_t)th.x * a.out_stride + (size_t)th.y * (size_t)a.dv + col;
+        if constexpr (N == 2) *(uint32_t *)to = clamped_f16x2(x[0] * inv, x[1] * inv);
+        else
+            *(uint2 *)to =
+                make_uint2(clamped_f16x2(x[0] * inv, x[1] * inv), clamped_f16x2(x[2] * inv, x[3] * inv));
+    } else {
+        size_t row = ((size_t)w.split * (size_t)a.n_tok + (size_t)th.x) * (size_t)a.n_head + (size_t)th.y;
+        float *to = a.part + row * (size_t)a.dv + col;
+        if constexpr (N == 2) *(float2 *)to = make_float2(x[0], x[1]);
+        else *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+    }
+}
+
+/* (m, l) of all splits and rows lie behind the sums. */
+DEVICE float2 *attn_tops(const struct attn_args &a) {
+    return (float2 *)(a.part + (size_t)a.max_splits * (size_t)a.n_tok * (size_t)a.n_head * (size_t)a.dv);
+}
+DEVICE void attn_store_top(const struct attn_args &a, const struct attn_work &w, int r, float m, float l) {
+    int2 th = attn_row(w, r);
+    if (th.x < 0 || w.n_split == 1) return;
+    size_t row = ((size_t)w.split * (size_t)a.n_tok + (size_t)th.x) * (size_t)a.n_head + (size_t)th.y;
+    attn_tops(a)[row] = make_float2(m, l);
+}
+
+DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+/* GQA, few tokens. out or part (16 rows, D) of one KV head and split.
+ * Grid (splits, row tiles of 16 * KV heads), 4 warps. Of every 64 keys each warp takes 16 and runs a softmax of its own, with a
+ * ring of its own in shared memory (slots: 16 rows of K, of V, of K, ...), so that warps meet only at the end. Reads
+ * keys * D * 2 (FP8: + 8 bytes) of the cache, per row tile; limited by that: at 2 blocks per SM 64 KB are on their way per SM, enough for
+ * 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB). */
+template <int D, int FP8>
+struct attn_gqa {
+    enum {
+        ROW = D * (FP8 ? 1 : 2),
+        SLOT = 16 * ROW,
+        FIT = ATTN_SMEM / (4 * SLOT),
+        SLOTS = FIT < 3   ? 3
+                : FIT > 8 ? 8
+                          : FIT,
+        SMEM = 4 * SLOTS * SLOT /* at least the 128 * D bytes of the final sum */
+    };
+};
+template <int D, int FP8>
+__global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
+    using L = attn_gqa<D, FP8>;
+    constexpr int RUN = kv_run(FP8, D), CHUNKS = D / 4 / RUN, ES = FP8 ? 1 : 2;
+    DYN_SMEM(uint8_t, smem);
+    SHARED(float, tops, 4 * 16 * 2);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    struct attn_work w;
+    if (!attn_begin(&w, a, 16)) return;
+    int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
+    uint8_t *ring = smem + warp * L::SLOTS * L::SLOT;
+
+    float factor = a.scale * 1.44269504f; /* log2 e */
+    int fill = 0;                         /* slot of the next copy */
+    auto copy = [&](int u) {
+        if (u < 2 * n)
+            kv_copy<L::ROW, 16, 32>(ring + fill * L::SLOT, u & 1 ? a.v : a.k, w.kvh * L::ROW,
+                                    first + 64 * (u >> 1), w.len, lane);
+        cp_async_commit();
+        fill = fill + 1 == L::SLOTS ? 0 : fill + 1;
+    };
+    for (int u = 0; u < L::SLOTS - 1; u++) copy(u);
+    /* lanes 0..15 hold the scales of the 16 keys of K, 16..31 of V, one step ahead */
+    auto scales = [&](int i) {
+        if (!FP8 || i >= n) return 0.0f;
+        float x = kv_scale(lane < 16 ? a.k : a.v, first + 64 * i + (lane & 15), w.kvh, w.len);
+        return lane < 16 ? x * factor : attn_factor(x);
+    };
+    float next = scales(0);
+
+    uint32_t q[D / 16][4];
+    const uint16_t *q0 = attn_query(a, w, g), *q1 = attn_query(a, w, g + 8);
+    UNROLL for (int s = 0; s < D / 16; s++)
+        attn_q(q[s], q0, q1, s / (RUN / 4) * 4 * RUN + RUN * t + s % (RUN / 4) * 4);
+    int limit[2], slot = 0;
+    attn_limits(limit, w, g);
+    float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][D / 8][4] = {};
+
+    for (int i = 0; i < n; i++) {
+        float scale = next, s[2][4] = {}, fk[4], fv[4];
+        uint32_t p[1][4];
+        cp_async_wait<L::SLOTS - 2>();
+        __syncwarp(); /* the other lanes' copies have landed too, and all lanes are done with the slot that is filled next */
+        copy(2 * i + L::SLOTS - 1);
+        next = scales(i + 1);
+        const uint8_t *tile = ring + slot * L::SLOT;
+        slot = slot + 1 == L::SLOTS ? 0 : slot + 1;
+        UNROLL for (int c = 0; c < CHUNKS; c++) UNROLL for (int b = 0; b < 2; b++) {
+            uint32_t h[RUN / 2];
+            kv_values<FP8, RUN>(h, tile + kv_at<L::ROW>(8 * b + g, (4 * c + t) * RUN * ES));
+            UNROLL for (int j = 0; j < RUN / 4; j++) mma_f16(s[b], q[c * (RUN / 4) + j], h + 2 * j);
+        }
+        UNROLL for (int x = 0; x < 4; x++) { /* this lane's columns: keys 2t, 2t+1, 8+2t, 8+2t+1 */
+            int key = (x >> 1) * 8 + 2 * t + (x & 1);
+            fk[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, scale, key) : factor;
+            fv[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, scale, 16 + key) : ATTN_P;
+        }
+        bool all = first + 64 * i + 16 <= w.seen;
+        attn_mask(s[0], first + 64 * i + 2 * t, fk[0], fk[1], limit, all);
+        attn_mask(s[1], first + 64 * i + 2 * t + 8, fk[2], fk[3], limit, all);
+        attn_softmax(s, m, l, acc[0]);
+        attn_weights(p[0], s[0], s[1], fv);
+        cp_async_wait<L::SLOTS - 2>();
+        __syncwarp(); /* as above */
+        copy(2 * i + L::SLOTS);
+        tile = ring + slot * L::SLOT;
+        slot = slot + 1 == L::SLOTS ? 0 : slot + 1;
+        UNROLL for (int c = 0; c < D / 32; c++)
+            attn_values<FP8, L::ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
+    }
+
+    /* the warps' sums, in their order, 8 rows at a time */
+    UNROLL for (int h = 0; h < 2; h++) {
+        l[h] = quad_sum(l[h]);
+        if (t == 0) tops[(warp * 16 + g + 8 * h) * 2] = m[h], tops[(warp * 16 + g + 8 * h) * 2 + 1] = l[h];
+    }
+    __syncthreads();             /* tops are written, and the rings are free */
+    float *sums = (float *)smem; /* (4, 8, D) */
+    auto top = [&](int r) {
+        float x = tops[r * 2];
+        UNROLL for (int v = 1; v < 4; v++) x = fmaxf(x, tops[(v * 16 + r) * 2]);
+        return x;
+    };
+    UNROLL for (int h = 0; h < 2; h++) {
+        float f = exp2f(m[h] - top(g + 8 * h));
+        if (h) __syncthreads(); /* the first 8 rows have been read */
+        UNROLL for (int c = 0; c < D / 32; c++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) *
+            (float4 *)(sums + (warp * 8 + g) * D + 32 * c + 8 * t + 4 * (e & 1)) =
+            make_float4(acc[0][4 * c][e] * f, acc[0][4 * c + 1][e] * f, acc[0][4 * c + 2][e] * f,
+                        acc[0][4 * c + 3][e] * f);
+        __syncthreads(); /* all four parts are there */
+        for (int i = tid; i < 8 * D / 4; i += 128) {
+            int r = i / (D / 4), col = i % (D / 4) * 4, row = r + 8 * h;
+            float x[4] = {0, 0, 0, 0}, den = 0, mx = top(row);
+            UNROLL for (int v = 0; v < 4; v++) {
+                float4 y = *(const float4 *)(sums + (v * 8 + r) * D + col);
+                x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+                den += tops[(v * 16 + row) * 2 + 1] * exp2f(tops[(v * 16 + row) * 2] - mx);
+            }
+            attn_store(a, w, row, col, x, 1.0f / (ATTN_P * den));
+            if (col == 0) attn_store_top(a, w, row, mx, den);
+        }
+    }
+}
+
+/* MLA absorbed, few tokens and prefill. out or part (16 MT rows, LAT) of one split; keys are [latent | rotated], values the
+ * latents. Grid (splits, row tiles), 8 warps, tiles of 32 or 64 keys that all warps share. For the scores a warp has half of the
+ * inner dimension and 8 keys of every 32; the halves meet in shared memory. Then every warp makes the same weights for itself
+ * and multiplies them with its own 1/8 of the values' columns. Reads keys * (LAT + 2 ROPE + 4 LAT / 128) bytes (FP8) per row tile.
+ * 16 rows: limited by that (some 970 instructions per warp and 41 KB); 32 rows: by the MMAs, 32 * (2 LAT + ROPE) products per key. */
+template <int LAT, int ROPE, int FP8, int MT>
+struct attn_mla {
+    enum {
+        KEYS = FP8 && MT == 1 ? 64 : 32,
+        ROW = LAT * (FP8 ? 1 : 2),
+        ROPE_ROW = ROPE * 2,
+        STAGE = KEYS * (ROW + ROPE_ROW),
+        STAGES = FP8 && MT == 2 ? 3 : 2,
+        Q_SHARED = LAT < 512 || MT == 1 ? 0
+                   : FP8                ? 10
+                                        : 8, /* steps of Q that do not fit the registers */
+        GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP,
+        PITCH = KEYS + 8, /* floats from row to row of the scores: no bank conflicts for pairs */
+        SCORES = 2 * 16 * MT * PITCH,
+        SCALES = FP8 ? KEYS * GROUPS : 0,
+        SMEM = STAGES * STAGE + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512
+    };
+};
+template <int LAT, int ROPE, int FP8, int MT>
+__global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
+    using L = attn_mla<LAT, ROPE, FP8, MT>;
+    constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
+    constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
+    constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4;
+    constexpr int UNITS = LAT / 32, OWN = (UNITS + 7) / 8; /* 32 columns of the values; so many per warp */
+    DYN_SMEM(uint8_t, smem);
+    float *scores = (float *)(smem + L::STAGES * L::STAGE), *scale_tiles = scores + L::SCORES;
+    uint8_t *q_shared =
+        (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) A operands */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    struct attn_work w;
+    if (!attn_begin(&w, a, 16 * MT)) return;
+    int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + L::KEYS - 1) / L::KEYS;
+    int unit = warp * OWN, group = unit * 32 / ATTN_GROUP;
+
+    auto copy = [&](int i) {
+        if (i < n) {
+            uint8_t *to = smem + i % L::STAGES * L::STAGE;
+            int key = w.begin + i * L::KEYS;
+            kv_copy<L::ROW, L::KEYS, 256>(to, a.k, 0, key, w.len, tid);
+            kv_copy<L::ROPE_ROW, L::KEYS, 256>(to + L::KEYS * L::ROW, a.v, 0, key, w.len, tid);
+        }
+        cp_async_commit();
+    };
+    auto scales = [&](int i) {
+        return FP8 && i < n && tid < L::SCALES
+                   ? kv_scale(a.k, w.begin + i * L::KEYS + tid / L::GROUPS, tid % L::GROUPS, w.len)
+                   : 0.0f;
+    };
+    for (int i = 0; i < L::STAGES - 1; i++) copy(i);
+    float next = scales(0);
+
+    /* the warp's chunks: latents half * HALF .., rotated part (1 - half) * RHALF .. (an odd last one to balance the latents') */
+    constexpr int Q_REG = STEPS + RSTEPS - L::Q_SHARED;
+    uint32_t q[MT][Q_REG][4];
+    int limit[MT][2];
+    auto q_at = [&](int j, int s) {
+        return q_shared + (((half * MT + j) * L::Q_SHARED + s - Q_REG) * 32 + lane) * 16;
+    };
+    UNROLL for (int j = 0; j < MT; j++) {
+        const uint16_t *q0 = attn_query(a, w, 16 * j + g), *q1 = attn_query(a, w, 16 * j + g + 8);
+        UNROLL for (int s = 0; s < STEPS + RSTEPS; s++) {
+            uint32_t f[4] = {};
+            int c = half * HALF + s / (RUN / 4), rs = s - STEPS, rc = (1 - half) * RHALF + rs / (RRUN / 4);
+            if (s < STEPS && c < CHUNKS) attn_q(f, q0, q1, (4 * c + t) * RUN + s % (RUN / 4) * 4);
+            if (s >= STEPS && rc < RCHUNKS)
+                attn_q(f, q0, q1, LAT + (4 * rc + t) * RRUN + rs % (RRUN / 4) * 4);
+            if (s < Q_REG) {
+                UNROLL for (int e = 0; e < 4; e++) q[j][s][e] = f[e];
+            } else if (nt == 0) {
+                *(uint4 *)q_at(j, s) = make_uint4(f[0], f[1], f[2], f[3]);
+            }
+        }
+        attn_limits(limit[j], w, 16 * j + g);
+    }
+    auto multiply = [&](float d[4], int j, int s,
+                        const uint32_t b[2]) { /* d += step s of the m16 tile j of Q times 8 keys */
+                                               if (s < Q_REG) {
+                                                   mma_f16(d, q[j][s], b);
+                                               } else {
+                                                   uint32_t f[4];
+                                                   load_words<4>(f, q_at(j, s));
+                                                   mma_f16(d, f, b);
+                                               }
+    };
+    float factor = a.scale * 1.44269504f, m[MT][2], l[MT][2], acc[MT][4 * OWN][4] = {};
+    UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY, l[j][0] = l[j][1] = 0;
+
+    for (int i = 0; i < n; i++) {
+        const uint8_t *tile = smem + i % L::STAGES * L::STAGE, *rope = tile + L::KEYS * L::ROW;
+        float *scale = scale_tiles +
+                       (i & 1) * L::SCALES; /* (KEYS, GROUPS); two, as slow warps still read the last one */
+        if (FP8 && tid < L::SCALES) scale[tid] = next; /* at most 256 */
+        cp_async_wait<L::STAGES - 2>();
+        __syncthreads(); /* tile i and its scales are there; all are done with the tile and the scores before it */
+        copy(i + L::STAGES - 1);
+        next = scales(i + 1);
+
+        UNROLL for (int b = 8 * nt; b < L::KEYS; b += 32) { /* the warp's keys */
+            float s[MT][4] = {};
+            UNROLL for (int k = 0; k < HALF; k++) {
+                int c = half * HALF + k;
+                if (CHUNKS % 2 && c >= CHUNKS) continue; /* the warp of the second half has one less */
+                uint32_t h[RUN / 2];
+                kv_values<FP8, RUN>(h, tile + kv_at<L::ROW>(b + g, (4 * c + t) * RUN * ES));
+                const float *f = scale + (b + 2 * t) * L::GROUPS + c * 4 * RUN / ATTN_GROUP;
+                float f0 = FP8 ? f[0] : 1, f1 = FP8 ? f[L::GROUPS] : 1;
+                UNROLL for (int j = 0; j < MT; j++) {
+                    float d[4] = {};
+                    UNROLL for (int x = 0; x < RUN / 4; x++) multiply(d, j, k * (RUN / 4) + x, h + 2 * x);
+                    UNROLL for (int e = 0; e < 4; e++) s[j][e] += d[e] * (e & 1 ? f1 : f0);
+                }
+            }
+            UNROLL for (int k = 0; k < RHALF; k++) {
+                int c = (1 - half) * RHALF + k;
+                if (RCHUNKS % 2 && c >= RCHUNKS) continue;
+                uint32_t h[RRUN / 2];
+                kv_values<0, RRUN>(h, rope + kv_at<L::ROPE_ROW>(b + g, (4 * c + t) * RRUN * 2));
+                UNROLL for (int j = 0; j < MT; j++) UNROLL for (int x = 0; x < RRUN / 4; x++)
+                    multiply(s[j], j, STEPS + k * (RRUN / 4) + x, h + 2 * x);
+            }
+            float *to = scores + (half * 16 * MT + g) * L::PITCH + b + 2 * t;
+            UNROLL for (int j = 0; j < MT; j++) {
+                *(float2 *)(to + 16 * j * L::PITCH) = make_float2(factor * s[j][0], factor * s[j][1]);
+                *(float2 *)(to + (16 * j + 8) * L::PITCH) = make_float2(factor * s[j][2], factor * s[j][3]);
+            }
+        }
+        __syncthreads(); /* both halves of all scores are there */
+
+        bool all = w.begin + (i + 1) * L::KEYS <= w.seen;
+        uint32_t p[L::KEYS / 16][MT][4];
+        UNROLL for (int j = 0; j < MT; j++) {
+            float x[L::KEYS / 8][4];
+            UNROLL for (int b = 0; b < L::KEYS / 8; b++) {
+                UNROLL for (int h = 0; h < 2; h++) {
+                    const float *from = scores + (16 * j + g + 8 * h) * L::PITCH + 8 * b + 2 * t;
+                    float2 y = *(const float2 *)from, z = *(const float2 *)(from + 16 * MT * L::PITCH);
+                    x[b][2 * h] = y.x + z.x, x[b][2 * h + 1] = y.y + z.y;
+                }
+                attn_mask(x[b], w.begin + i * L::KEYS + 8 * b + 2 * t, 1, 1, limit[j], all);
+            }
+            attn_softmax(x, m[j], l[j], acc[j]);
+            UNROLL for (int k = 0; k < L::KEYS / 16; k++) {
+                float f[4];
+                UNROLL for (int y = 0; y < 4; y++) {
+                    int key = 16 * k + (y >> 1) * 8 + 2 * t + (y & 1);
+                    f[y] = FP8 && unit < UNITS ? attn_factor(scale[key * L::GROUPS + group]) : ATTN_P;
+                }
+                attn_weights(p[k][j], x[2 * k], x[2 * k + 1], f);
+            }
+        }
+        UNROLL for (int u = 0; u < OWN; u++) if (unit + u < UNITS)
+            UNROLL for (int k = 0; k < L::KEYS / 16; k++)
+                attn_values<FP8, L::ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (unit + u) + 4 * g) * ES, t);
+    }
+
+    UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
+        int r = 16 * j + g + 8 * h;
+        float den = quad_sum(l[j][h]), inv = 1.0f / (ATTN_P * den);
+        if (warp == 0 && t == 0) attn_store_top(a, w, r, m[j][h], den);
+        UNROLL for (int u = 0; u < OWN; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
+            float x[4] = {acc[j][4 * u][e], acc[j][4 * u + 1][e], acc[j][4 * u + 2][e], acc[j][4 * u + 3][e]};
+            if (unit + u < UNITS) attn_store(a, w, r, 32 * (unit + u) + 8 * t + 4 * (e & 1), x, inv);
+        }
+    }
+}
+
+/* GQA prefill. out or part (64 rows, D) of one KV head and split. Grid (splits, row tiles * KV heads), 4 warps of 16 rows each.
+ * A tile of keys: copied raw while the tile before is multiplied, converted to f16 once, read by ldmatrix. 128 D products per
+ * key and KV head's 64 rows; every warp reads every tile, which makes shared memory the limit, at half to all of the MMA rate. */
+template <int D, int FP8>
+struct attn_tiled {
+    enum {
+        KEYS = D > 128 ? 32 : 64,
+        ROW = D * (FP8 ? 1 : 2),
+        RAW = KEYS * ROW,            /* of K, of V */
+        TILE = KEYS * D * 2,         /* f16, likewise */
+        Q_SHARED = D > 128 ? 14 : 0, /* steps of Q that do not fit the registers */
+        SMEM = 2 * (RAW + TILE) + 2 * KEYS * 4 + 4 * Q_SHARED * 512
+    };
+};
+/* Byte of 16-byte piece c of row `row` of an f16 tile; permuted so that the 8 rows of a matrix lie in different banks. */
+template <int D>
+DEVICE int f16_at(int row, int c) {
+    return row * D * 2 + ((D % 64 ? c : c ^ (row & 7)) << 4);
+}
+
+template <int D, int FP8>
+__global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
+    using L = attn_tiled<D, FP8>;
+    constexpr int NT = L::KEYS / 8, PIECES = D / 8;
+    DYN_SMEM(uint8_t, smem);
+    uint8_t *tile = smem, *raw = smem + 2 * L::TILE; /* each K, then V */
+    float *scale =
+        (float *)(smem + 2 * (L::TILE + L::RAW)); /* (2, KEYS) likewise, with all constant factors */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    struct attn_work w;
+    if (!attn_begin(&w, a, 64)) return;
+    int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    int n = (w.end - w.begin + L::KEYS - 1) / L::KEYS;
+    float factor = a.scale * 1.44269504f;
+
+    auto copy = [&](int i) {
+        int key = w.begin + i * L::KEYS;
+        if (i < n) {
+            kv_copy<L::ROW, L::KEYS, 128>(raw, a.k, w.kvh * L::ROW, key, w.len, tid);
+            kv_copy<L::ROW, L::KEYS, 128>(raw + L::RAW, a.v, w.kvh * L::ROW, key, w.len, tid);
+        }
+        cp_async_commit();
+    };
+    auto scales = [&](int i) { /* thread tid: key tid % KEYS of K (below KEYS) or V */
+                               float x = 1;
+                               if (FP8 && i < n && tid < 2 * L::KEYS)
+                                   x = kv_scale(tid < L::KEYS ? a.k : a.v,
+                                                w.begin + i * L::KEYS + tid % L::KEYS, w.kvh, w.len);
+                               return tid < L::KEYS ? factor * x : attn_factor(x);
+    };
+    copy(0);
+    float next = scales(0);
+
+    constexpr int Q_REG = D / 16 - L::Q_SHARED;
+    uint32_t q[Q_REG][4];
+    uint8_t *q_shared = (uint8_t *)(scale + 2 * L::KEYS) + (warp * L::Q_SHARED * 32 + lane) * 16;
+    const uint16_t *q0 = attn_query(a, w, 16 * warp + g), *q1 = attn_query(a, w, 16 * warp + g + 8);
+    UNROLL for (int s = 0; s < D / 16; s++) {
+        uint32_t f[4];
+        UNROLL for (int e = 0; e < 4; e++) {
+            const uint16_t *x = e & 1 ? q1 : q0;
+            f[e] = x ? *(const uint32_t *)(x + 16 * s + 2 * t + (e >> 1) * 8) : 0;
+            if (s < Q_REG) q[s][e] = f[e];
+        }
+        if (s >= Q_REG) *(uint4 *)(q_shared + (s - Q_REG) * 512) = make_uint4(f[0], f[1], f[2], f[3]);
+    }
+    int limit[2];
+    attn_limits(limit, w, 16 * warp + g);
+    float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[D / 8][4] = {};
+
+    for (int i = 0; i < n; i++) {
+        cp_async_wait<0>();
+        __syncthreads(); /* the raw tile has landed; all are done with the f16 tile before it */
+        UNROLL_BY(4) for (int x = tid; x < 2 * L::KEYS * PIECES; x += 128) { /* K's rows, then V's */
+            uint32_t h[4];
+            int row = x / PIECES, c = x % PIECES;
+            kv_values<FP8, 8>(h, raw + kv_at<L::ROW>(row, c * (FP8 ? 8 : 16)));
+            *(uint4 *)(tile + f16_at<D>(row, c)) = make_uint4(h[0], h[1], h[2], h[3]);
+        }
+        if (tid < 2 * L::KEYS) scale[tid] = next;
+        __syncthreads(); /* the f16 tile is complete, the raw one is free */
+        copy(i + 1);
+        next = scales(i + 1);
+
+        float s[NT][4] = {};
+        UNROLL for (int k = 0; k < D / 16; k++) {
+            uint32_t f[4];
+            if (k < Q_REG) {
+                UNROLL for (int e = 0; e < 4; e++) f[e] = q[k][e];
+            } else {
+                load_words<4>(f, q_shared + (k - Q_REG) * 512);
+            }
+            UNROLL for (int b = 0; b < NT; b += 2) {
+                uint32_t r[4]; /* matrices: keys 0-7 and 8-15 (lane / 16), of each elements 0-7 and 8-15 */
+                ldmatrix_x4(r,
+                            tile + f16_at<D>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * k + (lane >> 3 & 1)));
+                mma_f16(s[b], f, r), mma_f16(s[b + 1], f, r + 2);
+            }
+        }
+        bool all = w.begin + (i + 1) * L::KEYS <= w.seen;
+        UNROLL for (int b = 0; b < NT; b++) {
+            const float *f = scale + 8 * b + 2 * t;
+            attn_mask(s[b], w.begin + i * L::KEYS + 8 * b + 2 * t, f[0], f[1], limit, all);
+        }
+        attn_softmax(s, m, l, acc);
+        UNROLL for (int k = 0; k < NT / 2; k++) {
+            const float *y = scale + L::KEYS + 16 * k + 2 * t;
+            float f[4] = {y[0], y[1], y[8], y[9]};
+            uint32_t p[4];
+            attn_weights(p, s[2 * k], s[2 * k + 1], f);
+            UNROLL for (int b = 0; b < D / 8; b += 2) {
+                uint32_t r[4]; /* matrices: keys 0-7 and 8-15, of columns 0-7, then 8-15 (lane / 16) */
+                ldmatrix_x4_trans(r, tile + L::TILE + f16_at<D>(16 * k + (lane & 15), b + (lane >> 4)));
+                mma_f16(acc[b], p, r), mma_f16(acc[b + 1], p, r + 2);
+            }
+        }
+    }
+
+    UNROLL for (int h = 0; h < 2; h++) {
+        int r = 16 * warp + g + 8 * h;
+        float den = quad_sum(l[h]), inv = 1.0f / (ATTN_P * den);
+        if (t == 0) attn_store_top(a, w, r, m[h], den);
+        UNROLL for (int b = 0; b < D / 8; b++) {
+            float x[2] = {acc[b][2 * h], acc[b][2 * h + 1]};
+            attn_store(a, w, r, 8 * b + 2 * t, x, inv);
+        }
+    }
+}
+
+/* out (n_tok, n_head, dv) from the splits' sums: sum 2^(m - M) sums / sum 2^(m - M) l. Grid n_tok * n_head, 256 threads: dv / 4
+ * columns of 4, several groups of splits. Reads n_split * (dv + 2) * 4 bytes per row, from the L2 cache; a few us. */
+__global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
+    SHARED(float, weight, ATTN_MAX_SPLITS);
+    SHARED(float4, sums, 256);
+    SHARED(float, dens, 8);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    struct attn_work w;
+    int tid = (int)threadIdx.x, row = (int)blockIdx.x, tok = row / a.n_head, rows = a.n_tok * a.n_head;
+    attn_begin(&w, a, 1);
+    if (w.n_split == 1 || tok >= w.len - w.pos) return;
+    const float2 *tops = attn_tops(a) + row;
+    float top = ATTN_NO_KEY, den = 0;
+    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, tops[(size_t)s * (size_t)rows].x);
+    UNROLL for (int x = 1; x < 32; x *= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, x));
+    for (int s = tid; s < w.n_split; s += 256) {
+        float2 ml = tops[(size_t)s * (size_t)rows];
+        weight[s] = exp2f(ml.x - top), den += weight[s] * ml.y;
+    }
+    UNROLL for (int x = 1; x < 32; x *= 2) den += __shfl_xor_sync(0xFFFFFFFFu, den, x);
+    if ((tid & 31) == 0) dens[tid >> 5] = den;
+    __syncthreads(); /* weights and the warps' denominators are there */
+    int cols = a.dv / 4, n = 256 / cols, part = tid / cols, col = tid % cols * 4;
+    float4 x = make_float4(0, 0, 0, 0);
+    if (part < n) {
+        const float *from = a.part + (size_t)row * (size_t)a.dv + col;
+        UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) {
+            float4 y = *(const float4 *)(from + (size_t)s * (size_t)rows * (size_t)a.dv);
+            float f = weight[s];
+            x.x += f * y.x, x.y += f * y.y, x.z += f * y.z, x.w += f * y.w;
+        }
+    }
+    sums[tid] = x;
+    __syncthreads(); /* the groups' sums are there */
+    if (part) return;
+    den = 0;
+    UNROLL for (int i = 0; i < 8; i++) den += dens[i];
+    for (int i = 1; i < n; i++) {
+        float4 y = sums[tid + i * cols];
+        x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+    }
+    float inv = 1.0f / (ATTN_P * den);
+    *(uint2 *)(a.out + (size_t)tok * a.out_stride + (size_t)(row % a.n_head) * (size_t)a.dv + col) =
+        make_uint2(clamped_f16x2(x.x * inv, x.y * inv), clamped_f16x2(x.z * inv, x.w * inv));
+}
+
+/* Ceiling of splits that fills 2 blocks per SM, where n_head_blocks (KV heads; MLA: groups of 16 heads) share the work of up to 16
+ * tokens. */
+static int attn_splits(int n_sm, int n_head_blocks, int n_tok) {
+    int n = 2 * n_sm / (n_head_blocks * ((n_tok + ATTN_DECODE_TOKENS - 1) / ATTN_DECODE_TOKENS));
+    return n < 1 ? 1 : n > ATTN_MAX_SPLITS ? ATTN_MAX_SPLITS : n;
+}
+
+/* Floats of `part` for up to n_tok tokens; what 16 tokens need serves more, too (which then get fewer splits). */
+static size_t attn_part_floats(int max_splits, int n_tok, int n_head, int dv) {
+    if (n_tok > ATTN_DECODE_TOKENS) n_tok = ATTN_DECODE_TOKENS;
+    return (size_t)max_splits * (size_t)n_tok * (size_t)n_head * ((size_t)dv + 2);
+}
+
+/* Launches `kernel` and the merge. More tiles of rows per KV head mean fewer splits: they fill the GPU as well. */
+static void attn_run(const struct attn_args *args, void (*kernel)(struct attn_args), int tile_rows,
+                     int threads, int smem, cudaStream_t s) {
+    struct attn_args a = *args;
+    int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows;
+    int splits = a.max_splits * ((group + 15) / 16) / tiles;
+    if (a.n_tok > ATTN_DECODE_TOKENS) splits = min(splits, a.max_splits * ATTN_DECODE_TOKENS / a.n_tok);
+    a.max_splits = max(1, min(splits, min(a.max_splits, (int)ATTN_MAX_SPLITS)));
+    if (smem > 32 << 10) /* above 48 KB with the static arrays */
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+    LAUNCH_PDL(kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)), dim3((unsigned)threads),
+               (size_t)smem, s, a);
+    if (a.max_splits > 1) LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
+}
+
+template <int D, int FP8>
+static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s) {
+    if (prefill) attn_run(a, attn_gqa_prefill<D, FP8>, 64, 128, attn_tiled<D, FP8>::SMEM, s);
+    else attn_run(a, attn_gqa_decode<D, FP8>, 16, 128, attn_gqa<D, FP8>::SMEM, s);
+}
+template <int LAT, int ROPE, int FP8>
+static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
+    if (prefill)
+        attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 2>, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
+    else attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 1>, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
+}
+
+typedef void (*attn_runner)(const struct attn_args *, int prefill, cudaStream_t);
+
+/* The kernels for these widths; NULL: there are none. */
+static attn_runner attn_find(int mla, int dk, int dv, int fp8) {
+    static const struct {
+        int mla, dk, dv;
+        attn_runner run[2];
+    } table[] = {
+#define GQA(d)                                              \
+    {                                                       \
+        0, d, d, { attn_run_gqa<d, 0>, attn_run_gqa<d, 1> } \
+    }
+#define MLA(lat, rope)                                                                 \
+    {                                                                                  \
+        1, lat + rope, lat, { attn_run_mla<lat, rope, 0>, attn_run_mla<lat, rope, 1> } \
+    }
+        GQA(32), GQA(64), GQA(128), GQA(256), MLA(512, 64), MLA(128, 64), MLA(64, 16)};
+#undef GQA
+#undef MLA
+    for (auto &x : table)
+        if (x.mla == mla && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
+    return NULL;
+}
+static int attn_supported(int mla, int dk, int dv) { return attn_find(mla, dk, dv, 0) != NULL; }
+static void attn_decode(const struct attn_args *a, int mla, cudaStream_t s) {
+    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, 0, s);
+}
+static void attn_prefill(const struct attn_args *a, int mla, cudaStream_t s) {
+    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, 1, s);
+}
+
+/* ============================================================================================================
+ * The engine of a rank
+ * ============================================================================================================ */
+
+/* A tensor of the model and its copy: a matrix, a vector of floats, or a router's rows in BF16. */
+struct twin {
+    const void *host;
+    struct dmat mat;
+    float *f32;
+    uint16_t *bf16;
+};
+
+enum {
+    STAGES = 2,
+    STAGE_BYTES = 32 << 20,
+    TWINS = 1 << 14,    /* slots of the table of twins: at most 512 layers of 24 tensors */
+    MANY_CHUNK = 4096,  /* tokens of one forward at most */
+    SCRATCH_SHARE = 24, /* activations take at most this part of the memory; longer chunks would need more */
+    SPLITS_MAX = 384
+};
+
+/* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
+struct cuda {
+    int device, n_sm;
+    cudaStream_t stream;
+    char *err; /* host: during start, ERR_MAX bytes for the first error; NULL later */
+    bool failed;
+    void **owned; /* host list of allocations, */
+    size_t n_owned, cap_owned;
+    size_t allocated;
+    struct twin *twins;       /* host, TWINS slots, open addressing */
+    struct batch *batch;      /* followed by the ids: one copy per forward */
+    int32_t *tokens;          /* (chunk) */
+    int32_t *staged;          /* host: what is copied there */
+    float *x32[ACT_COUNT];    /* slots in F32, where something reads that */
+    uint16_t *x16[ACT_COUNT]; /* slots in halves: inputs of products and of attention */
+    float *cs, *sn, *freq;
+    uint16_t *qlat, *mixed; /* MLA: (chunk, n_head, kv_lora + rope), (chunk, n_head, kv_lora) */
+    float *part;            /* of attention over a split context */
+    int splits;
+    bool act4; /* routed experts take FP4 activations in prefill */
+    struct fp4_rows x4, hidden4;
+    uint16_t *hidden, *hidden_shared; /* few: (jobs, FEW_TOKENS, n_ff); many: (slots, n_ff), (chunk, n_ff) */
+    struct route_args route;
+    struct sort_args sort;
+    float *slots;       /* (chunk k, n_embd) results of the experts before they are weighed */
+    float *logits;      /* (LOGIT_ROWS, n_vocab) */
+    float *logits_host; /* host, pinned, likewise */
+    cudaGraphExec_t graph[FEW_TOKENS + 1]; /* of forwards of so many tokens; NULL: not yet */
+    /* while the weights are uploaded */
+    uint8_t *stage_host[STAGES], *stage[STAGES];
+    cudaEvent_t stage_free[STAGES];
+    uint32_t *range;
+    int stage_at;
+};
+
+/* Keeps the first error, with what was being done. */
+static bool cuda_ok(struct cuda *c, cudaError_t e, const char *what) {
+    if (e == cudaSuccess) return !c->failed;
+    char line[ERR_MAX];
+    snprintf(
+        line, sizeof line, "GPU %d: %s: %s%s", c->device, what, cudaGetErrorString(e),
+        e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion
+            ? " (the program was built for other chips or a newer driver: moe --version lists the targets)"
+            : "");
+    cudaGetLastError();
+    if (!c->err) rank_fatal(line);
+    if (!c->failed) snprintf(c->err, ERR_MAX, "%s", line);
+    c->failed = true;
+    return false;
+}
+
+/* Device memory, zeroed; NULL after an error. */
+static void *cuda_own(struct cuda *c, size_t bytes, const char *what) {
+    void *p = NULL;
+    if (c->failed) return NULL;
+    if (cudaMalloc(&p, bytes + 256) != cudaSuccess) {
+        size_t free_bytes = 0, total = 0;
+        cudaGetLastError();
+        cudaMemGetInfo(&free_bytes, &total);
+        snprintf(c->err, ERR_MAX,
+                 "GPU %d: out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 "
+                 "or fewer experts "
+                 "need less, --cpu none",
+                 c->device, what, (double)bytes / 0x1p30, (double)free_bytes / 0x1p30,
+                 (double)total / 0x1p30);
+        c->failed = true;
+        return NULL;
+    }
+    if (c->n_owned == c->cap_owned) {
+        c->cap_owned = c->cap_owned ? 2 * c->cap_owned : 256;
+        c->owned = (void **)realloc(c->owned, c->cap_owned * sizeof *c->owned);
+        if (!c->owned) rank_fatal("out of memory");
+    }
+    c->owned[c->n_owned++] = p;
+    c->allocated += bytes;
+    cuda_ok(c, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
+    return p;
+}
+
+static struct twin *twin_slot(const struct cuda *c, const void *host) {
+    size_t i = (size_t)((uintptr_t)host * 0x9E3779B97F4A7C15u >> 40) % TWINS;
+    while (c->twins[i].host && c->twins[i].host != host) i = (i + 1) % TWINS;
+    return &c->twins[i];
+}
+
+/* The copy of n floats; NULL of NULL. */
+static float *upload_floats(struct cuda *c, const float *host, size_t n, const char *what) {
+    if (!host) return NULL;
+    struct twin *t = twin_slot(c, host);
+    if (t->f32) return t->f32;
+    t->host = host;
+    t->f32 = (float *)cuda_own(c, n * sizeof(float), what);
+    if (t->f32)
+        cuda_ok(c, cudaMemcpyAsync(t->f32, host, n * sizeof(float), cudaMemcpyHostToDevice, c->stream), what);
+    return t->f32;
+}
+
+static int weight_format(uint32_t type) {
+    return type == GGUF_NVFP4 || type == GGUF_MXFP4 ? FMT_FP4 : type == GGUF_Q8_0 ? FMT_Q8 : FMT_F16;
+}
+
+static size_t weight_tiles(const struct weight *w) {
+    return (size_t)w->n_expert * (size_t)((w->n_out + TILE_ROWS - 1) / TILE_ROWS) *
+           (size_t)((w->n_in + TILE_COLS - 1) / TILE_COLS);
+}
+
+static size_t weight_device_bytes(const struct weight *w) {
+    int fmt = weight_format(w->type);
+    return weight_tiles(w) * (size_t)(tile_bytes(fmt) + (fmt == FMT_F16 ? 0 : TILE_SCALES));
+}
+
+/* Sends rows of the file through a stage and has them repacked: tile rows rt0..rt0+n_rt-1 of experts e0..e0+n_e-1. */
+static void upload_part(struct cuda *c, const struct weight *w, const struct dmat *d, struct repack r) {
+    int s = c->stage_at++ % STAGES, rows = r.n_rt * TILE_ROWS;
+    if (rows > w->n_out - r.rt0 * TILE_ROWS) rows = w->n_out - r.rt0 * TILE_ROWS;
+    size_t bytes = (size_t)rows * w->row_bytes;
+    if (!cuda_ok(c, cudaEventSynchronize(c->stage_free[s]), "waiting for an upload")) return;
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < r.n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
+        size_t from = bytes * (size_t)(i % 16) / 16, to = bytes * (size_t)(i % 16 + 1) / 16;
+        memcpy(c->stage_host[s] + (size_t)(i / 16) * bytes + from,
+               w->data + (size_t)(r.e0 + i / 16) * w->expert_bytes +
+                   (size_t)(r.rt0 * TILE_ROWS) * w->row_bytes + from,
+               to - from);
+    }
+    cuda_ok(c,
+            cudaMemcpyAsync(c->stage[s], c->stage_host[s], bytes * (size_t)r.n_e, cudaMemcpyHostToDevice,
+                            c->stream),
+            "uploading weights");
+    size_t tiles = (size_t)r.n_e * (size_t)r.n_rt * (size_t)d->n_kt;
+    r.raw = c->stage[s];
+    LAUNCH_PDL(k_repack, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, r, *d);
+    cuda_ok(c, cudaGetLastError(), "repacking weights");
+    cuda_ok(c, cudaEventRecord(c->stage_free[s], c->stream), "repacking weights");
+}
+
+/* One pass over a matrix. */
+static void upload_pass(struct cuda *c, const struct weight *w, const struct dmat *d, int shift) {
+    size_t bytes = (size_t)w->n_out * w->row_bytes;
+    int n_e = bytes <= STAGE_BYTES ? (int)(STAGE_BYTES / bytes) : 1;
+    int n_rt = bytes <= STAGE_BYTES ? d->n_rt : (int)(STAGE_BYTES / (w->row_bytes * TILE_ROWS));
+    for (int e = 0; e < w->n_expert; e += n_e)
+        for (int rt = 0; rt < d->n_rt; rt += n_rt) {
+            struct repack r = {NULL,
+                               w->row_bytes,
+                               w->type,
+                               e,
+                               w->n_expert - e < n_e ? w->n_expert - e : n_e,
+                               rt,
+                               d->n_rt - rt < n_rt ? d->n_rt - rt : n_rt,
+                               shift,
+                               ldexpf(1.0f, shift),
+                               (uint8_t *)(uintptr_t)d->codes,
+                               (uint8_t *)(uintptr_t)d->scales,
+                               c->range};
+            upload_part(c, w, d, r);
+        }
+}
+
+/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
+ * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
+static void upload_matrix(struct cuda *c, const struct weight *w, const char *what) {
+    struct twin *t = twin_slot(c, w->data);
+    if (t->mat.codes || c->failed) return;
+    struct dmat *d = &t->mat;
+    t->host = w->data;
+    *d = {};
+    d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
+    d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
+    size_t tiles = weight_tiles(w);
+    d->codes = (const uint8_t *)cuda_own(c, tiles * (size_t)tile_bytes(d->fmt), what);
+    if (d->fmt != FMT_F16) d->scales = (const uint8_t *)cuda_own(c, tiles * TILE_SCALES, what);
+    d->scale = upload_floats(c, w->scale, (size_t)w->n_expert, what);
+    d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
+    int shift = w->type == GGUF_MXFP4 ? 116 : 8;
+    for (int tries = 0; !c->failed; tries++) {
+        uint32_t range[2] = {0, 0};
+        cuda_ok(c, cudaMemsetAsync(c->range, 0, sizeof range, c->stream), what);
+        upload_pass(c, w, d, shift);
+        d->unit = d->fmt == FMT_Q8 ? 1.0f : d->fmt == FMT_FP4 ? 128.0f : ldexpf(1.0f, -shift);
+        if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || c->failed) return;
+        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof range, cudaMemcpyDeviceToHost, c->stream), what);
+        cuda_ok(c, cudaStreamSynchronize(c->stream), what);
+        float top;
+        memcpy(&top, range, sizeof top);
+        int low = 255 - (int)range[1], high = (int)range[0];
+        if (w->type == GGUF_MXFP4) {
+            d->unit = ldexpf(128.0f, shift - 127);
+            if (!high || (high - shift <= 8 && low - shift >= -9)) return;
+            if (tries)
+                snprintf(c->err, ERR_MAX,
+                         "%s: MXFP4 exponents from %d to %d: the GPU takes 18 octaves; use --cpu", what, low,
+                         high);
+            shift = high - 8;
+        } else {
+            if (ldexpf(top, shift) <= 65504.0f) return;
+            if (tries)
+                snprintf(c->err, ERR_MAX, "%s: a weight is %g: the GPU takes finite numbers only", what,
+                         (double)top);
+            shift = 14 - ilogbf(top);
+        }
+        c->failed = c->failed || tries;
+    }
+}
+
+/* A router: BF16 as it is, everything else as floats. */
+static void upload_router(struct cuda *c, const struct weight *w) {
+    struct twin *t = twin_slot(c, w->data);
+    size_t n = (size_t)w->n_out * (size_t)w->n_in;
+    t->host = w->data;
+    if (w->type == GGUF_BF16 && !w->scale) {
+        t->bf16 = (uint16_t *)cuda_own(c, n * 2, "routers");
+        if (t->bf16)
+            cuda_ok(c, cudaMemcpyAsync(t->bf16, w->data, n * 2, cudaMemcpyHostToDevice, c->stream),
+                    "uploading a router");
+        return;
+    }
+    float *rows = (float *)malloc(n * sizeof *rows + 1);
+    if (!rows) rank_fatal("out of memory");
+    for (int i = 0; i < w->n_out; i++)
+        gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * (size_t)w->n_in,
+                            (size_t)w->n_in);
+    for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
+    t->f32 = (float *)cuda_own(c, n * sizeof *rows, "routers");
+    if (t->f32)
+        cuda_ok(c, cudaMemcpyAsync(t->f32, rows, n * sizeof *rows, cudaMemcpyHostToDevice, c->stream),
+                "uploading a router");
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading a router");
+    free(rows);
+}
+
+/* The matrices of a layer, in the order of the forward. */
+enum { LAYER_MATS = 15 };
+static int layer_matrices(const struct layer *y, const struct weight *out[LAYER_MATS]) {
+    const struct weight *all[LAYER_MATS] = {&y->wq,    &y->wk,   &y->wv,      &y->wq_a,  &y->wq_b,
+                                            &y->wkv_a, &y->wk_b, &y->wv_b,    &y->wo,    &y->gate,
+                                            &y->up,    &y->down, &y->sh_gate, &y->sh_up, &y->sh_down};
+    int n = 0;
+    for (int i = 0; i < LAYER_MATS; i++)
+        if (all[i]->data) out[n++] = all[i];
+    return n;
+}
+
+static const struct dmat *mat(const struct cuda *c, const struct weight *w) {
+    return &twin_slot(c, w->data)->mat;
+}
+static const float *vec(const struct cuda *c, const float *host) {
+    return host ? twin_slot(c, host)->f32 : NULL;
+}
+
+/* ============================================================================================================
+ * Operations
+ * ============================================================================================================ */
+
+static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
+
+/* Tokens and position to the device. */
+static void send_batch(struct rank *r) {
+    struct cuda *c = r->cuda;
+    c->staged[0] = r->pos, c->staged[1] = r->n_tok; /* the ids are behind them: they are r->tokens */
+    /* from pageable memory: the source may change as soon as the call returns */
+    cuda_ok(c,
+            cudaMemcpyAsync(c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t),
+                            cudaMemcpyHostToDevice, c->stream),
+            "sending tokens");
+}
+
+/* True: the whole forward was replayed from its graph. Otherwise a forward of few tokens is recorded. */
+static bool cuda_begin(struct rank *r) {
+    struct cuda *c = r->cuda;
+    send_batch(r);
+    if (r->n_tok > FEW_TOKENS) return false;
+    if (!c->graph[r->n_tok]) {
+        cuda_ok(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal),
+                "recording a forward pass");
+        return false;
+    }
+    cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    return true;
+}
+
+static void cuda_end(struct rank *r) {
+    struct cuda *c = r->cuda;
+    cudaGraph_t g = NULL;
+    cuda_ok(c, cudaGetLastError(), "a forward pass");
+    if (r->n_tok > FEW_TOKENS) return;
+    cuda_ok(c, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
+    cuda_ok(c, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
+    cudaGraphDestroy(g);
+    cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+}
+
+static void cuda_embed(struct rank *r, enum act out) {
+    struct cuda *c = r->cuda;
+    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, *mat(c, &r->m->embd), c->tokens,
+               c->batch, c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
+}
+
+/* x (+= delta); out = norm(x) * w when w is given: in halves, and in F32 too where the slot has that. */
+static void add_norm(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w,
+                     enum act out) {
+    struct cuda *c = r->cuda;
+    LAUNCH_PDL(k_add_norm, (unsigned)n_tok, ROW_THREADS, 0, c->stream, x, delta, vec(c, w), r->m->rms_eps, n,
+               c->x16[out], out == A_H ? c->x32[out] : NULL);
+}
+static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
+    add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], NULL, w, out);
+}
+static void cuda_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+    add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], r->cuda->x32[delta], w, out);
+}
+static void cuda_add(struct rank *r, enum act x, enum act delta) {
+    add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], r->cuda->x32[delta], NULL, A_H);
+}
+
+/* y = W x for n_tok rows of halves. batch > 0: one matrix per head, x and y advance by x_batch and y_batch. */
+static void product(struct rank *r, const struct dmat *w, const uint16_t *x, size_t x_stride, size_t x_batch,
+                    int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
+    struct cuda *c = r->cuda;
+    if (n_tok <= FEW_TOKENS) {
+        struct few_args p = {};
+        p.part[0].w = *w, p.part[0].x = x, p.part[0].x_stride = x_stride, p.part[0].x_job = x_batch,
+        p.part[0].max_jobs = 1;
+        p.n_part = 1, p.n_tok = n_tok, p.batch = batch;
+        p.y16 = y16, p.y32 = y32, p.y_stride = y_stride, p.y_batch = y_batch;
+        few_sum_launch(&p, c->stream);
+        return;
+    }
+    struct gemm_args g = {};
+    g.w = *w, g.x = x, g.x_stride = x_stride, g.n_tok = n_tok, g.y_f32 = y32 != NULL,
+    g.y = y32 ? (void *)y32 : (void *)y16;
+    g.y_stride = y_stride, g.batch = batch, g.x_batch = x_batch, g.y_batch = y_batch;
+    gemm_prefill(&g, 0, c->stream);
+}
+
+static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
+    struct cuda *c = r->cuda;
+    product(r, mat(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
+            (size_t)r->width[out], 0);
+}
+
+static struct plane device_plane(const struct kv_plane *p) {
+    return (struct plane){p->data, p->scale, p->row_bytes, p->n_group, p->type == KV_FP8};
+}
+
+static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) {
+    const struct model *m = r->m;
+    const struct layer *y = &m->layers[il];
+    struct cuda *c = r->cuda;
+    struct rope_args p = {};
+    p.batch = c->batch, p.cs = c->cs, p.sn = c->sn, p.q = c->x32[q], p.k = c->x32[k], p.q16 = c->x16[q];
+    p.kp = device_plane(&r->kv[il].k), p.vp = device_plane(&r->kv[il].v);
+    p.n_head = m->n_head, p.n_head_kv = m->n_head_kv, p.d = m->head_k, p.dv = m->head_v, p.rope = m->rope_dim;
+    p.latent = m->kv_lora, p.nope = m->nope, p.eps = m->rms_eps, p.q_rope = c->qlat;
+    p.q_norm = vec(c, y->q_norm), p.k_norm = vec(c, m->kv_lora ? y->kv_a_norm : y->k_norm);
+    return p;
+}
+
+static void cuda_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
+    struct rope_args p = rope_of(r, il, q, k);
+    p.v = r->cuda->x32[v];
+    LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(p.n_head + 2 * p.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
+               r->cuda->stream, p);
+}
+
+static void cuda_mla_store(struct rank *r, int il, enum act q, enum act kv) {
+    struct rope_args p = rope_of(r, il, q, kv);
+    LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream, p);
+}
+
+static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, int dv, int n_head_kv) {
+    const struct model *m = r->m;
+    struct cuda *c = r->cuda;
+    struct attn_args a = {};
+    a.q = q, a.out = out, a.part = c->part, a.k = device_plane(&r->kv[il].k),
+    a.v = device_plane(&r->kv[il].v);
+    a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = m->n_head, a.n_head_kv = n_head_kv, a.dk = dk,
+    a.dv = dv;
+    a.q_stride = (size_t)m->n_head * (size_t)dk, a.out_stride = (size_t)m->n_head * (size_t)dv;
+    a.scale = m->attn_scale, a.max_splits = c->splits;
+    if (r->n_tok <= FEW_TOKENS) attn_decode(&a, m->kv_lora != 0, c->stream);
+    else attn_prefill(&a, m->kv_lora != 0, c->stream);
+}
+
+static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
+    attend(r, il, r->cuda->x16[q], r->m->head_k, r->cuda->x16[out], r->m->head_v, r->m->n_head_kv);
+}
+
+/* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix C). */
+static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out) {
+    const struct model *m = r->m;
+    struct cuda *c = r->cuda;
+    size_t key = (size_t)(m->kv_lora + m->rope_dim), lat = (size_t)m->kv_lora, heads = (size_t)m->n_head;
+    product(r, mat(c, &m->layers[il].wk_b), c->x16[q], heads * (size_t)m->head_k, (size_t)m->head_k, r->n_tok,
+            m->n_head, c->qlat, NULL, heads * key, key);
+    attend(r, il, c->qlat, (int)key, c->mixed, m->kv_lora, 1);
+    product(r, mat(c, &m->layers[il].wv_b), c->mixed, heads * lat, lat, r->n_tok, m->n_head, c->x16[out],
+            NULL, heads * (size_t)m->head_v, (size_t)m->head_v);
+}
+
+/* out (+)= down(silu(gate x) * (up x)) of one network for many tokens. */
+static void dense_ffn_many(struct rank *r, const struct weight *gate, const struct weight *up,
+                           const struct weight *down, enum act x, enum act out) {
+    struct cuda *c = r->cuda;
+    struct gemm_args g = {};
+    g.w = *mat(c, gate), g.w2 = *mat(c, up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x],
+    g.n_tok = r->n_tok;
+    g.y = c->hidden_shared, g.y_stride = (size_t)gate->n_out;
+    gemm_prefill(&g, 1, c->stream);
+    struct dmat d = *mat(c, down);
+    d.unit *= HIDDEN_SCALE;
+    product(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out],
+            (size_t)r->width[out], 0);
+}
+
+/* Routed experts (gate NULL: none) and one network of all tokens (NULL: none), for 1..16 tokens. */
+static void ffn_few(struct rank *r, const struct layer *y, bool routed, const struct weight *dense[3],
+                    enum act x, enum act out) {
+    struct cuda *c = r->cuda;
+    struct few_glu_args u = {};
+    struct few_args d = {};
+    const struct route_args *ro = &c->route;
+    int n = 0, max_jobs = r->n_tok * r->m->n_expert_used;
+    if (routed) {
+        struct few_part p = {};
+        p.w = *mat(c, &y->gate), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.expert = ro->job_expert;
+        p.n_jobs = ro->n_jobs, p.max_jobs = max_jobs < y->n_expert ? max_jobs : y->n_expert;
+        u.gate[0] = p, u.up[0] = *mat(c, &y->up), u.y[0] = c->hidden, u.y_stride[0] = (size_t)p.w.n_out;
+        p.w = *mat(c, &y->down), p.w.unit *= HIDDEN_SCALE, p.x = c->hidden, p.x_stride = u.y_stride[0];
+        p.x_job = FEW_TOKENS * p.x_stride, p.weight = ro->job_weight;
+        d.part[0] = p, n = 1;
+    }
+    if (dense) {
+        struct few_part p = {};
+        p.w = *mat(c, dense[0]), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
+        u.gate[n] = p, u.up[n] = *mat(c, dense[1]), u.y[n] = c->hidden_shared,
+        u.y_stride[n] = (size_t)p.w.n_out;
+        p.w = *mat(c, dense[2]), p.w.unit *= HIDDEN_SCALE, p.x = c->hidden_shared, p.x_stride = u.y_stride[n];
+        d.part[n++] = p;
+    }
+    u.n_part = d.n_part = n, u.n_tok = d.n_tok = r->n_tok;
+    d.y32 = c->x32[out], d.y_stride = (size_t)r->width[out];
+    few_glu_launch(&u, c->stream);
+    few_sum_launch(&d, c->stream);
+}
+
+static void cuda_ffn(struct rank *r, int il, enum act x, enum act out) {
+    const struct layer *y = &r->m->layers[il];
+    const struct weight *dense[3] = {&y->gate, &y->up, &y->down};
+    if (r->n_tok <= FEW_TOKENS) ffn_few(r, y, false, dense, x, out);
+    else dense_ffn_many(r, dense[0], dense[1], dense[2], x, out);
+}
+
+static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
+    const struct model *m = r->m;
+    const struct layer *y = &m->layers[il];
+    struct cuda *c = r->cuda;
+    const struct weight *shared[3] = {&y->sh_gate, &y->sh_up, &y->sh_down};
+    const struct twin *router = twin_slot(c, y->router.data);
+    struct route_args p = c->route;
+    p.w16 = router->bf16, p.w32 = router->f32, p.bias = vec(c, y->router_bias), p.x = c->x32[x];
+    p.n_tok = r->n_tok, p.n_expert = y->n_expert;
+    size_t room = (size_t)y->n_expert * 2 * sizeof(float);
+    if (r->n_tok <= FEW_TOKENS) {
+        LAUNCH_PDL(k_route_few, ceil_div(y->n_expert, FEW_WARPS), FEW_THREADS, FEW_WARPS * room, c->stream,
+                   p);
+        ffn_few(r, y, true, y->sh_gate.data ? shared : NULL, x, out);
+        return;
+    }
+    LAUNCH_PDL(k_route_logits, dim3(ceil_div(y->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
+    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * room, c->stream, p);
+    struct sort_args s = c->sort;
+    s.n_slots = r->n_tok * s.k, s.n_expert = y->n_expert;
+    LAUNCH_PDL(k_sort, (unsigned)y->n_expert, 256, 0, c->stream, s);
+    LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
+    if (y->sh_gate.data) dense_ffn_many(r, shared[0], shared[1], shared[2], x, out);
+    struct gemm_args g = {};
+    g.w = *mat(c, &y->gate), g.w2 = *mat(c, &y->up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x],
+    g.rows = s.row;
+    g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count,
+    g.n_tiles = s.n_tiles;
+    g.max_tiles = s.n_slots / TN + (y->n_expert < s.n_slots ? y->n_expert : s.n_slots);
+    g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)y->gate.n_out;
+    bool act4 = c->act4 && g.w.fmt == FMT_FP4 && mat(c, &y->down)->fmt == FMT_FP4;
+    if (act4) {
+        quantize_fp4(g.x, g.x_stride, r->n_tok, y->gate.n_in, c->x4, c->stream);
+        g.xq = c->x4;
+    }
+    (act4 ? gemm_prefill_fp4 : gemm_prefill)(&g, 1, c->stream);
+    g.w = *mat(c, &y->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
+    g.rows = NULL;
+    if (act4) {
+        quantize_fp4(g.x, g.x_stride, s.n_slots, y->down.n_in, c->hidden4, c->stream);
+        g.xq = c->hidden4;
+    }
+    g.y = c->slots, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
+    (act4 ? gemm_prefill_fp4 : gemm_prefill)(&g, 0, c->stream);
+    LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->slots, s.place, p.weight, s.k,
+               r->width[out], y->sh_gate.data != NULL, c->x32[out]);
+}
+
+static void cuda_all_reduce(struct rank *r, enum act x) { (void)r, (void)x; }
+
+static void cuda_logits(struct rank *r, int first, int n) {
+    struct cuda *c = r->cuda;
+    add_norm(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL,
+             r->m->output_norm, A_H);
+    product(r, mat(c, &r->m->output), c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits,
+            (size_t)r->m->n_vocab, 0);
+    cuda_ok(c, cudaGetLastError(), "the output layer");
+}
+
+static const float *cuda_read_logits(struct rank *r, int row) {
+    struct cuda *c = r->cuda;
+    size_t at = (size_t)row * (size_t)r->m->n_vocab;
+    cuda_ok(c,
+            cudaMemcpyAsync(c->logits_host + at, c->logits + at, (size_t)r->m->n_vocab * sizeof(float),
+                            cudaMemcpyDeviceToHost, c->stream),
+            "reading logits");
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "a forward pass");
+    return c->logits_host + at;
+}
+
+/* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one. */
+static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
+                         float *scale, bool store) {
+    struct cuda *c = r->cuda;
+    uint8_t *d = p->data + first * p->row_bytes;
+    float *s = p->scale + first * (size_t)p->n_group;
+    size_t nd = n * p->row_bytes, ns = n * (size_t)p->n_group * sizeof *s;
+    cudaMemcpyKind kind = store ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "copying the cache");
+    if (data) cuda_ok(c, cudaMemcpy(store ? d : data, store ? data : d, nd, kind), "copying the cache");
+    if (scale) cuda_ok(c, cudaMemcpy(store ? s : scale, store ? scale : s, ns, kind), "copying the cache");
+}
+
+static void cuda_wait(struct rank *r) {
+    cuda_ok(r->cuda, cudaStreamSynchronize(r->cuda->stream), "a forward pass");
+}
+
+/* Bytes per second of a copy within the GPU's memory, read and written counted. */
+static double cuda_bandwidth(struct rank *r) {
+    struct cuda *c = r->cuda;
+    size_t free_bytes = 0, total = 0, n = (size_t)1 << 30;
+    uint8_t *p = NULL;
+    cudaEvent_t e[2] = {};
+    float ms = 0;
+    cudaMemGetInfo(&free_bytes, &total);
+    while (n > (size_t)1 << 20 && 2 * n > free_bytes / 2) n /= 2;
+    bool ok = cudaMalloc((void **)&p, 2 * n) == cudaSuccess && cudaEventCreate(&e[0]) == cudaSuccess &&
+              cudaEventCreate(&e[1]) == cudaSuccess;
+    for (int i = 0; ok && i < 5; i++) { /* the first is not counted */
+        if (i == 1) cudaEventRecord(e[0], c->stream);
+        cudaMemcpyAsync(p + n, p, n, cudaMemcpyDeviceToDevice, c->stream);
+    }
+    if (ok)
+        cudaEventRecord(e[1], c->stream), cudaEventSynchronize(e[1]), cudaEventElapsedTime(&ms, e[0], e[1]);
+    if (p) cudaFree(p);
+    for (int i = 0; i < 2; i++)
+        if (e[i]) cudaEventDestroy(e[i]);
+    cudaGetLastError();
+    return ms > 0 ? 4 * 2 * (double)n / (ms * 1e-3) : 0;
+}
+
+/* ============================================================================================================
+ * Start and end
+ * ============================================================================================================ */
+
+static void cuda_close(struct rank *r) {
+    struct cuda *c = r->cuda;
+    if (!c) return;
+    cudaSetDevice(c->device);
+    if (c->stream) cudaStreamSynchronize(c->stream);
+    for (int i = 0; i <= FEW_TOKENS; i++)
+        if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
+    for (size_t i = 0; i < c->n_owned; i++) cudaFree(c->owned[i]);
+    if (c->logits_host) cudaFreeHost(c->logits_host);
+    for (int s = 0; s < STAGES; s++) {
+        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
+        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
+    }
+    if (c->stream) cudaStreamDestroy(c->stream);
+    free(c->owned);
+    free(c->twins);
+    free(c->staged);
+    free(c);
+    free(r->kv);
+    r->cuda = NULL;
+}
+
+static const struct ops cuda_ops = {cuda_begin,       cuda_end,        cuda_embed,         cuda_rmsnorm,
+                                    cuda_add_rmsnorm, cuda_add,        cuda_linear,        cuda_rope_store_kv,
+                                    cuda_attention,   cuda_mla_store,  cuda_mla_attention, cuda_ffn,
+                                    cuda_moe_ffn,     cuda_all_reduce, cuda_logits,        cuda_read_logits,
+                                    cuda_kv_copy,     cuda_wait,       cuda_bandwidth,     cuda_close};
+
+/* A message if the kernels cannot run this model, else NULL. */
+static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
+    static char why[ERR_MAX];
+    int dk = m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k, dv = m->kv_lora ? m->kv_lora : m->head_v;
+    why[0] = 0;
+    if (kv == KV_F32) snprintf(why, sizeof why, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
+    else if (!attn_supported(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
+        snprintf(why, sizeof why,
+                 "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk, dv);
+    else if (m->n_group > ROUTE_MAX_GROUPS)
+        snprintf(why, sizeof why, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
+    for (int il = -2; il < m->n_layer && !why[0]; il++) {
+        const struct weight *w[LAYER_MATS];
+        int n = 1;
+        if (il < 0) w[0] = il == -2 ? &m->embd : &m->output;
+        else n = layer_matrices(&m->layers[il], w);
+        for (int i = 0; i < n; i++)
+            if (w[i]->n_in % 8)
+                snprintf(why, sizeof why,
+                         "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; "
+                         "use --cpu",
+                         w[i]->n_in);
+    }
+    return why[0] ? why : NULL;
+}
+
+/* Copies every tensor that a forward uses. */
+static void upload_model(struct cuda *c, const struct model *m, void (*progress)(double, double)) {
+    const struct weight *w[LAYER_MATS];
+    double total = 0, done = 0;
+    char what[64];
+    for (int il = 0; il < m->n_layer; il++)
+        for (int i = layer_matrices(&m->layers[il], w); i-- > 0;) total += (double)weight_device_bytes(w[i]);
+    total += (double)weight_device_bytes(&m->embd) + (double)weight_device_bytes(&m->output);
+    size_t free_bytes = 0, all = 0;
+    cuda_ok(c, cudaMemGetInfo(&free_bytes, &all), "asking for the free memory");
+    if (!c->failed && total > (double)free_bytes) {
+        snprintf(c->err, ERR_MAX,
+                 "GPU %d: the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, use more "
+                 "GPUs, or --cpu",
+                 c->device, total / 0x1p30, (double)free_bytes / 0x1p30, (double)all / 0x1p30);
+        c->failed = true;
+    }
+    c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
+    for (int s = 0; s < STAGES && !c->failed; s++) {
+        cuda_ok(c, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
+        cuda_ok(c, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");
+        cuda_ok(c, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");
+        cuda_ok(c, cudaEventRecord(c->stage_free[s], c->stream), "upload");
+    }
+    upload_matrix(c, &m->embd, "token_embd"), upload_matrix(c, &m->output, "output");
+    upload_floats(c, m->output_norm, (size_t)m->n_embd, "norms");
+    for (int il = 0; il < m->n_layer && !c->failed; il++) {
+        const struct layer *y = &m->layers[il];
+        for (int i = 0, n = layer_matrices(y, w); i < n; i++) {
+            snprintf(what, sizeof what, "layer %d", il);
+            upload_matrix(c, w[i], what);
+            done += (double)weight_device_bytes(w[i]);
+            if (progress) progress(done, total);
+        }
+        upload_floats(c, y->attn_norm, (size_t)m->n_embd, "norms"),
+            upload_floats(c, y->ffn_norm, (size_t)m->n_embd, "norms");
+        upload_floats(c, y->q_norm, (size_t)m->head_k, "norms"),
+            upload_floats(c, y->k_norm, (size_t)m->head_k, "norms");
+        upload_floats(c, y->q_a_norm, (size_t)m->q_lora, "norms"),
+            upload_floats(c, y->kv_a_norm, (size_t)m->kv_lora, "norms");
+        upload_floats(c, y->router_bias, (size_t)y->n_expert, "routers");
+        if (y->n_expert) upload_router(c, &y->router);
+    }
+    if (progress) progress(total, total);
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading weights");
+    for (int s = 0; s < STAGES; s++) {
+        if (c->stage[s]) cudaFree(c->stage[s]);
+        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
+        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
+        c->stage[s] = c->stage_host[s] = NULL, c->stage_free[s] = NULL;
+    }
+}
+
+/* Lays out activations for forwards of `chunk` tokens; with c NULL only adds up their bytes. */
+static size_t layout(struct rank *r, struct cuda *c, int chunk) {
+    const struct model *m = r->m;
+    const char *what = "activations";
+    size_t n = (size_t)chunk, k = (size_t)m->n_expert_used, heads = (size_t)m->n_head, total = 0;
+    const size_t few = FEW_TOKENS, n_expert = (size_t)m->n_expert_max;
+    size_t few_jobs = few * k < n_expert ? few * k : n_expert;
+    size_t slots = n * k > few_jobs * few ? n * k : few_jobs * few, ff = (size_t)m->n_ff_expert;
+    size_t ff_all = (size_t)(m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared);
+    size_t rows = n > few ? n : few; /* few tokens are laid out for 16 */
+#define ROOM(field, type, count)                            \
+    do {                                                    \
+        size_t bytes_ = sizeof(type) * (count);             \
+        total += bytes_;                                    \
+        if (c) (field) = (type *)cuda_own(c, bytes_, what); \
+    } while (0)
+    struct cuda none = {}, *d = c ? c : &none;
+    for (int a = 0; a < ACT_COUNT; a++) {
+        size_t count = n * (size_t)r->width[a];
+        if (a != A_ATT) ROOM(d->x32[a], float, count);
+        if (a == A_H || a == A_QA || a == A_Q || a == A_ATT) ROOM(d->x16[a], uint16_t, count);
+    }
+    ROOM(d->cs, float, n *(size_t)m->rope_dim / 2);
+    ROOM(d->sn, float, n *(size_t)m->rope_dim / 2);
+    if (m->kv_lora) {
+        ROOM(d->qlat, uint16_t, n * heads * (size_t)(m->kv_lora + m->rope_dim));
+        ROOM(d->mixed, uint16_t, n * heads * (size_t)m->kv_lora);
+    }
+    ROOM(d->part, float,
+         attn_part_floats(d->splits ? d->splits : SPLITS_MAX, FEW_TOKENS, m->n_head,
+                          m->kv_lora ? m->kv_lora : m->head_v));
+    ROOM(d->hidden, uint16_t, slots * ff);
+    ROOM(d->hidden_shared, uint16_t, rows * ff_all);
+    if (d->act4 || !c) { /* rows of experts in FP4 */
+        struct fp4_rows *q[2] = {&d->x4, &d->hidden4};
+        size_t q_rows[2] = {n, n * k};
+        int q_in[2] = {m->n_embd, m->n_ff_expert};
+        for (int i = 0; i < 2; i++) {
+            ROOM(q[i]->codes, uint8_t, q_rows[i] * (size_t)((q_in[i] + TILE_COLS - 1) / TILE_COLS) * 32);
+            ROOM(q[i]->scales, uint8_t, q_rows[i] * fp4_scale_bytes(q_in[i]));
+            ROOM(q[i]->scale, float, q_rows[i]);
+        }
+    }
+    ROOM(d->slots, float, n > few ? n * k * (size_t)m->n_embd : 0);
+    ROOM(d->route.logits, float, n *(size_t)m->n_expert_max);
+    ROOM(d->route.id, int32_t, n * k);
+    ROOM(d->route.weight, float, n *k);
+    ROOM(d->route.arrived, uint32_t, 1);
+    ROOM(d->route.n_jobs, int32_t, 1);
+    ROOM(d->route.job_expert, int32_t, few_jobs + 1);
+    ROOM(d->route.job_weight, float, few *(few * k + 1));
+    ROOM(d->sort.row, int32_t, n * k);
+    ROOM(d->sort.place, int32_t, n * k);
+    ROOM(d->sort.first, int32_t, (size_t)m->n_expert_max + 1);
+    size_t tiles = n * k / TN + (size_t)m->n_expert_max + 1;
+    ROOM(d->sort.tile_expert, int32_t, tiles);
+    ROOM(d->sort.tile_first, int32_t, tiles);
+    ROOM(d->sort.tile_count, int32_t, tiles);
+    ROOM(d->sort.n_tiles, int32_t, 1);
+    ROOM(d->logits, float, LOGIT_ROWS *(size_t)m->n_vocab);
+#undef ROOM
+    return total;
+}
+
+/* The cache of r->n_ctx tokens. */
+static void layout_cache(struct rank *r, struct cuda *c) {
+    for (int il = 0; il < r->m->n_layer; il++) {
+        r->kv[il] = kv_layer_make(r->m, r->kv_type);
+        struct kv_plane *p[2] = {&r->kv[il].k, &r->kv[il].v};
+        for (int i = 0; i < 2; i++) {
+            p[i]->data = (uint8_t *)cuda_own(c, (size_t)r->n_ctx * p[i]->row_bytes, "the KV cache");
+            if (p[i]->type == KV_FP8)
+                p[i]->scale = (float *)cuda_own(c, (size_t)r->n_ctx * (size_t)p[i]->n_group * sizeof(float),
+                                                "the KV cache");
+        }
+    }
+}
+
+extern "C" int cuda_device_count(char *err) {
+    int n = 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e == cudaSuccess && n) return n;
+    snprintf(err, ERR_MAX, "no usable GPU: %s%s", e == cudaSuccess ? "none was found" : cudaGetErrorString(e),
+             e == cudaErrorInsufficientDriver ? " (a newer driver is needed)" : "");
+    cudaGetLastError();
+    return 0;
+}
+
+extern "C" void cuda_describe(int device, char out[128]) {
+    cudaDeviceProp p;
+    if (cudaGetDeviceProperties(&p, device) != cudaSuccess) snprintf(out, 128, "GPU %d", device);
+    else
+        snprintf(out, 128, "GPU %d %.64s (sm_%d%d, %.0f GiB)", device, p.name, p.major, p.minor,
+                 (double)p.totalGlobalMem / 0x1p30);
+    cudaGetLastError();
+}
+
+extern "C" const char *cuda_targets(void) {
+#ifdef MOE_CUDA_TARGETS
+    return MOE_CUDA_TARGETS;
+#else
+    return "emulated";
+#endif
+}
+
+extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o,
+                              char *err) {
+    int n_dev = cuda_device_count(err);
+    if (!n_dev) return -1;
+    if (o->device >= n_dev)
+        return snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", o->device, n_dev), -1;
+    const char *why = cuda_refuses(m, o->kv);
+    if (why) return snprintf(err, ERR_MAX, "%s", why), -1;
+    struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
+    memset(r, 0, sizeof *r);
+    if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
+    r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv;
+    c->device = o->device, c->err = err;
+    cuda_describe(o->device, r->name);
+    int widths[ACT_COUNT] = {m->n_embd,
+                             m->n_embd,
+                             m->n_embd,
+                             m->q_lora,
+                             m->n_head * m->head_k,
+                             m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k,
+                             m->kv_lora ? 0 : m->n_head_kv * m->head_v,
+                             m->n_head * m->head_v};
+    memcpy(r->width, widths, sizeof widths);
+    cuda_ok(c, cudaSetDevice(o->device), "selecting it");
+    cuda_ok(c, cudaDeviceGetAttribute(&c->n_sm, cudaDevAttrMultiProcessorCount, o->device),
+            "asking for its size");
+    cuda_ok(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
+    int major = 0, declared = 0;
+    cuda_ok(c, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, o->device),
+            "asking for its chip");
+    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
+    c->act4 = major == 12 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
+    if (o->moe_act == MOE_ACT_FP4 && major != 12 && !c->failed) {
+        snprintf(err, ERR_MAX,
+                 "GPU %d: --moe-act fp4 needs a chip with FP4 products (compute capability 12), it has %d",
+                 c->device, major);
+        c->failed = true;
+    }
+    if (c->act4)
+        snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
+    int head_blocks = m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv;
+    c->splits = o->kv_splits ? o->kv_splits : attn_splits(c->n_sm, head_blocks, 1);
+    if (c->splits > SPLITS_MAX) c->splits = SPLITS_MAX;
+    size_t before = 0, total = 0;
+    cuda_ok(c, cudaMemGetInfo(&before, &total), "asking for the free memory");
+    if (!c->failed) upload_model(c, m, o->progress);
+
+    int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
+    r->chunk = MANY_CHUNK < want ? MANY_CHUNK : want;
+    while (r->chunk > 256 && layout(r, NULL, r->chunk) > total / SCRATCH_SHARE) r->chunk /= 2;
+    r->bytes = layout(r, NULL, r->chunk);
+    size_t free_bytes = 0, per = kv_token_bytes(m, r->kv_type);
+    cuda_ok(c, cudaMemGetInfo(&free_bytes, &total), "asking for the free memory");
+    size_t keep =
+        r->bytes + o->reserve + ((size_t)(m->n_layer * 4 + 64) << 12); /* allocations are rounded up */
+    size_t fit = free_bytes > keep ? (free_bytes - keep) / per : 0;
+    r->n_ctx = want;
+    if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
+    if (r->n_ctx < 256 && r->n_ctx < want && !c->failed) {
+        snprintf(
+            err, ERR_MAX,
+            "GPU %d: no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
+            c->device, (double)free_bytes / 0x1p30, (double)r->bytes / 0x1p30);
+        c->failed = true;
+    }
+    r->kv_bytes = per * (size_t)r->n_ctx;
+    r->kv = (struct kv_layer *)calloc((size_t)m->n_layer, sizeof *r->kv);
+    c->staged = (int32_t *)calloc((size_t)r->chunk + 2, sizeof *c->staged);
+    if (!r->kv || !c->staged) rank_fatal("out of memory");
+    r->tokens = c->staged + 2;
+    c->batch = (struct batch *)cuda_own(c, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
+    c->tokens = (int32_t *)(c->batch + 1);
+    c->freq = upload_floats(c, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
+    layout_cache(r, c);
+    layout(r, c, r->chunk);
+    cuda_ok(c, cudaMallocHost((void **)&c->logits_host, LOGIT_ROWS * (size_t)m->n_vocab * sizeof(float)),
+            "host memory for logits");
+    struct route_args *p = &c->route;
+    p->n_embd = m->n_embd, p->k = m->n_expert_used, p->n_group = m->n_group,
+    p->n_group_used = m->n_group_used;
+    p->softmax = m->gating == GATING_SOFTMAX, p->norm = m->weights_norm, p->factor = m->weights_scale;
+    c->sort.id = p->id, c->sort.k = p->k;
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
+    if (c->failed) {
+        cuda_close(r);
+        return -1;
+    }
+    c->err = NULL;
+    return 0;
+}
