@@ -622,6 +622,8 @@ enum tokenize_flags {
 enum {
     VOCAB_MAX = 1 << 24, /* tokens, and merges */
     VOCAB_MAX_EXPRS = 6, /* expressions of a pre-tokenizer */
+    VOCAB_PROBES = 1024, /* slots looked at for one entry; the largest vocabularies need less than 100 */
+    SPECIAL_MAX = 1024,  /* bytes of a special token: at each byte of a text as many are compared */
     PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
     NFC_MAX_MARKS = 256, /* combining marks sorted at once; sorting is quadratic in utf8proc */
     RANK_NONE = -1       /* also of an empty slot */
@@ -642,7 +644,7 @@ struct special_token {
     int32_t id;
 };
 
-/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing. */
+/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing, of at most VOCAB_PROBES slots. */
 struct vocab {
     int32_t n_tokens;
     int32_t bos, eos, eot, pad; /* -1: none */
@@ -806,24 +808,28 @@ static uint32_t bytes_hash(const char *s, size_t n) {
     return h * 0x9e3779b1u;
 }
 
-/* The slot of the ordinary token with these bytes, or the empty one where it belongs. */
+/* The slot of the ordinary token with these bytes, or the empty one where it belongs; NULL: neither is near. */
 static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_t n, uint32_t hash) {
-    uint32_t mask = (1u << v->by_bytes_bits) - 1;
-    for (uint32_t i = hash >> (32 - v->by_bytes_bits);; i = (i + 1) & mask) {
+    uint32_t mask = (1u << v->by_bytes_bits) - 1, i = hash >> (32 - v->by_bytes_bits);
+    for (int probe = 0; probe < VOCAB_PROBES; probe++, i = (i + 1) & mask) {
         struct bytes_slot *e = &v->by_bytes[i];
         if (e->id < 0) return e;
         if (e->hash == hash && v->token[e->id].n == n && !memcmp(v->token[e->id].p, s, n)) return e;
     }
+    return NULL;
 }
 
 static int32_t bytes_find(const struct vocab *v, const char *s, size_t n) {
-    return bytes_slot(v, s, n, bytes_hash(s, n))->id;
+    const struct bytes_slot *e = bytes_slot(v, s, n, bytes_hash(s, n));
+    return e ? e->id : -1;
 }
 
 static struct merge_slot *merge_slot(const struct vocab *v, uint64_t pair) {
     uint32_t mask = (1u << v->merges_bits) - 1;
-    for (uint32_t i = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> (64 - v->merges_bits));; i = (i + 1) & mask)
+    uint32_t i = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> (64 - v->merges_bits));
+    for (int probe = 0; probe < VOCAB_PROBES; probe++, i = (i + 1) & mask)
         if (v->merges[i].pair == pair || v->merges[i].pair == UINT64_MAX) return &v->merges[i];
+    return NULL;
 }
 
 /* ---- special tokens ---- */
@@ -978,6 +984,9 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     for (int32_t i = 0; i < v->n_tokens; i++) {
         struct gguf_str *t = &v->token[i];
         if (is_special(v->type[i])) {
+            if (t->n > SPECIAL_MAX)
+                return fail(err, "the special token %d has %zu bytes, expected at most %d", i, t->n,
+                            SPECIAL_MAX);
             if (t->n) v->special[n_special++] = (struct special_token){*t, i};
             continue;
         }
@@ -986,17 +995,13 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
         *t = (struct gguf_str){out, (size_t)n};
         uint32_t hash = bytes_hash(out, t->n);
         struct bytes_slot *e = bytes_slot(v, out, t->n, hash);
+        if (!e) return fail(err, "tokenizer.ggml.tokens: more than %d tokens collide", VOCAB_PROBES);
         if (e->id < 0) *e = (struct bytes_slot){hash, i};
         out += n;
     }
     vocab_index_special(v);
     vocab_index_bytes(v);
     return 0;
-}
-
-static bool token_is(const struct vocab *v, int32_t id, const char *s, size_t n) {
-    return id < v->n_tokens && v->token[id].n == n && !memcmp(v->token[id].p, s, n) &&
-           !is_special(v->type[id]);
 }
 
 /* "left right" in GPT-2's alphabet, the earlier the stronger; of equal ones the first counts. A merge of which a part or
@@ -1009,8 +1014,8 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
     memset(v->merges, 0xff, sizeof *v->merges << v->merges_bits);
     const uint8_t *p = kv->data;
     char *both = NULL; /* the bytes of left and right */
-    int32_t last = 0;
-    for (int32_t rank = 0; rank < (int32_t)kv->n; rank++) {
+    int rc = 0;
+    for (int32_t rank = 0; rank < (int32_t)kv->n && !rc; rank++) {
         struct gguf_str s = gguf_next_str(&p);
         const char *gap = s.n ? memchr(s.p + 1, ' ', s.n - 1) : NULL;
         if (!gap) continue;
@@ -1020,19 +1025,16 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
         int64_t nr = nl > 0 ? alphabet_decode(gap + 1, s.n - left - 1, both + nl) : -1;
         if (nr <= 0) continue;
         size_t n = (size_t)(nl + nr);
-        int32_t l = bytes_find(v, both, (size_t)nl), r = bytes_find(v, both + nl, (size_t)nr);
-        /* the result is mostly that of the merge before or the token after it, which saves the search */
-        int32_t id = token_is(v, last, both, n)       ? last
-                     : token_is(v, last + 1, both, n) ? last + 1
-                                                      : bytes_find(v, both, n);
+        int32_t l = bytes_find(v, both, (size_t)nl), r = bytes_find(v, both + nl, (size_t)nr),
+                id = bytes_find(v, both, n);
         if (l < 0 || r < 0 || id < 0) continue;
-        last = id;
         uint64_t pair = (uint64_t)l << 32 | (uint32_t)r;
         struct merge_slot *e = merge_slot(v, pair);
-        if (e->pair != pair) *e = (struct merge_slot){pair, rank, id};
+        if (!e) rc = fail(err, "tokenizer.ggml.merges: more than %d merges collide", VOCAB_PROBES);
+        else if (e->pair != pair) *e = (struct merge_slot){pair, rank, id};
     }
     arrfree(both);
-    return 0;
+    return rc;
 }
 
 /* Texts that are control tokens wherever they are special at all: some files call them user-defined. Those of llama.cpp that
@@ -1185,7 +1187,7 @@ static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_
     if (s->next == n) return;
     if (v->merges) {
         const struct merge_slot *e = merge_slot(v, (uint64_t)s->id << 32 | (uint32_t)r->id);
-        s->rank = e->rank, s->merged = e->id;
+        s->rank = e ? e->rank : RANK_NONE, s->merged = e ? e->id : -1;
     } else {
         s->rank = s->merged = bytes_find(v, piece + i, r->next - i);
     }
