@@ -133,7 +133,7 @@ enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadat
 
 struct model {
     struct gguf gguf;
-    struct vocab *vocab; /* n_tokens 0: the file has none */
+    struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
     enum arch arch;
     char name[128];
     int n_layer;     /* without the multi-token-prediction layers */
@@ -152,14 +152,14 @@ struct model {
     enum gating gating;
     bool weights_norm; /* the chosen experts' weights are divided by their sum */
     float weights_scale;
-    bool pruned;                       /* the file says that experts were removed */
-    int n_expert_original;             /* before pruning, 0 if not recorded */
-    struct weight embd, output;        /* (n_vocab, n_embd) */
-    const float *output_norm;          /* (n_embd) */
-    struct layer *layers;              /* (n_layer) */
-    uint64_t file_bytes, weight_bytes; /* weight_bytes: of all tensors bound */
-    uint64_t hash;                     /* identifies the file to saved sessions */
-    void **owned;                      /* stb_ds: what model_free frees */
+    bool pruned;                /* the file says that experts were removed */
+    int n_expert_original;      /* before pruning, 0 if not recorded */
+    struct weight embd, output; /* (n_vocab, n_embd) */
+    const float *output_norm;   /* (n_embd) */
+    struct layer *layers;       /* (n_layer) */
+    uint64_t file_bytes;
+    uint64_t hash; /* identifies the file to saved sessions */
+    void **owned;  /* stb_ds: what model_free frees */
     double load_seconds;
 };
 
@@ -464,8 +464,8 @@ static int read_file(const char *path, char **sb, char *err) {
 static int utf8_sequence(const char *s, size_t n) {
     const uint8_t *u = (const uint8_t *)s;
     utf8proc_int32_t cp;
-    int want = !n                            ? 1
-               : u[0] < 0x80                 ? 1
+    if (!n) return 0;
+    int want = u[0] < 0x80                   ? 1
                : u[0] >= 0xc2 && u[0] < 0xe0 ? 2
                : (u[0] & 0xf0) == 0xe0       ? 3
                : u[0] >= 0xf0 && u[0] < 0xf5 ? 4
@@ -527,7 +527,7 @@ static const char *with_commas(uint64_t v, char out[32]) {
  * Terminal
  *
  * stdout carries the answer, stderr everything else. Whether either is a terminal, and whether colour is wanted, is
- * decided once. Text from a model or a file reaches a terminal only through term_put, which shows control characters
+ * decided once. Text from a model or a file reaches a terminal only through term_neutralise, which shows control characters
  * instead of obeying them.
  * ============================================================================================================ */
 
@@ -4363,7 +4363,8 @@ static int template_render(const struct template *t, const json_t *vars, struct 
  * A model is immutable after model_load. Every size is read from the file. Every tensor is bound once, by name, with its
  * shape checked against the metadata; afterwards nothing is looked up by string. A tensor of the file that no family
  * knows is an error, and so is a router, rope or scaling variant that is not known: nothing is guessed.
- * Loading never exits and never allocates more than a small multiple of what the file really holds.
+ * Loading ends the program only where an allocation fails, and never allocates more than a small multiple of what the file
+ * really holds.
  * ============================================================================================================ */
 
 static const char *const arch_names[] = {[ARCH_QWEN3MOE] = "qwen3moe", [ARCH_DEEPSEEK2] = "deepseek2"};
@@ -4468,7 +4469,6 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
         return NULL;
     }
     l->used[t - l->g->tensors] = true;
-    l->m->weight_bytes += t->bytes;
     return t;
 }
 
@@ -4550,14 +4550,17 @@ static void loader_rope(struct loader *l) {
     double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0, 0.0, 10.0);
     snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
     if (l->failed) return;
-    gguf_get_str(l->g, key, &type);
+    if (gguf_find(l->g, key) && !gguf_get_str(l->g, key, &type))
+        loader_fail(l, "metadata key '%s' is not a string", key);
     bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
     if (!yarn && !linear && !gguf_str_eq(type, "none")) {
         char t[32];
         loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
                     gguf_printable(type, t, sizeof t));
-        return;
     }
+    loader_num(l, "rope.scale_linear", 1.0, 1.0, 1.0); /* not supported: nothing but the neutral values */
+    loader_num(l, "rope.scaling.yarn_ext_factor", yarn, yarn, yarn);
+    if (l->failed) return;
     if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
     m->rope_factor = (float)attn_factor;
     m->attn_scale = 1.0f / sqrtf((float)m->head_k);
@@ -4783,13 +4786,30 @@ static void loader_leftovers(struct loader *l) {
     }
 }
 
-/* FNV-1a over the headers and over the ends of every tensor: two files of one model differ, and it takes microseconds. */
+static uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+
+/* FNV-1a over the metadata (of each value 4 KB at most), the names, types and shapes of tensors, and the ends of their data:
+ * two files of one model differ, and so does one that is read with another rope. */
 static uint64_t model_hash(const struct gguf *g) {
     uint64_t h = 0xcbf29ce484222325u;
+    for (uint32_t i = 0; i < g->n_kv; i++) {
+        const struct gguf_kv *kv = &g->kv[i];
+        const uint8_t *end = kv->data + kv->n * gguf_value_bytes(kv->type);
+        for (uint64_t k = 0; kv->type == GGUF_V_STR && k < kv->n && end - kv->data < 4096; k++)
+            gguf_next_str(&end);
+        h = hash_bytes(h, kv->key.p, kv->key.n);
+        h = hash_bytes(h, &kv->type, sizeof kv->type);
+        h = hash_bytes(h, &kv->n, sizeof kv->n);
+        h = hash_bytes(h, kv->data, end - kv->data < 4096 ? (size_t)(end - kv->data) : 4096);
+    }
     for (uint32_t i = 0; i < g->n_tensors; i++) {
         const struct gguf_tensor *t = &g->tensors[i];
         size_t n = t->bytes < 64 ? (size_t)t->bytes : 64;
-        for (size_t j = 0; j < t->name.n; j++) h = (h ^ (uint8_t)t->name.p[j]) * 0x100000001b3u;
+        h = hash_bytes(h, t->name.p, t->name.n);
+        h = hash_bytes(h, t->ne, sizeof t->ne);
         for (size_t j = 0; j < n; j++)
             h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
         h = (h ^ t->bytes ^ (uint64_t)t->type << 56) * 0x100000001b3u;
@@ -4907,10 +4927,11 @@ static int model_load(struct model *m, const char *path, char *err) {
     double t0 = now_seconds();
     memset(m, 0, sizeof *m);
     if (gguf_open(&m->gguf, path, err, ERR_MAX)) return -1;
-    if (model_bind(m, why)) return fail(err, "'%s': %s", path, why);
+    if (model_bind(m, why)) return fail(err, "'%.200s': %s", path, why);
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
+        message_neutralise(m->name);
     }
     model_prefetch(m);
     m->load_seconds = now_seconds() - t0;
@@ -9924,7 +9945,7 @@ static int mode_render(const struct settings *set) {
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
     if (rc) message_neutralise(err), fprintf(stderr, "moe: %s\n", err);
-    else fwrite(out.s, 1, arrlenu(out.s), stdout);
+    else if (out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
     json_decref(given);
     json_decref(vars);
     text_free(&out);

@@ -479,6 +479,7 @@ static void test_detok(const struct vocab *v, const char *bytes, const char *exp
 }
 
 static void test_vocab_detok(void) {
+    CHECK(utf8_sequence(NULL, 0) == 0, "nothing is the beginning of something");
     /* expected: Python's bytes.decode(errors="replace") */
     static const char *const cases[][2] = {
         {"plain", "plain"},
