@@ -84,7 +84,7 @@ static inline float e4m3_to_f32(uint8_t b) {
     return b & 0x80 ? -f : f;
 }
 
-/* Round to nearest, ties to even; saturates at 448; NaN gives 0x7f. */
+/* Round to nearest, ties to even; saturates at 448; NaN gives 0x7f, or 0xff if its sign bit is set. */
 static inline uint8_t e4m3_from_f32(float f) {
     uint32_t u = f32_to_bits(f), sign = (u >> 24) & 0x80;
     u &= 0x7fffffff;
@@ -260,15 +260,6 @@ static inline void mxfp4_decode_block(const struct block_mxfp4 *b, float *out) {
 static inline void q8_0_decode_block(const struct block_q8_0 *b, float *out) {
     float d = f16_to_f32((uint16_t)(b->d[0] | b->d[1] << 8));
     for (int j = 0; j < 32; j++) out[j] = (float)b->qs[j] * d;
-}
-
-static inline void q8_0_encode_block(const float *x, struct block_q8_0 *b) {
-    float amax = 0.0f;
-    for (int j = 0; j < 32; j++) amax = fabsf(x[j]) > amax ? fabsf(x[j]) : amax;
-    float d = amax / 127.0f, inv = d > 0.0f ? 1.0f / d : 0.0f;
-    uint16_t h = f16_from_f32(d);
-    b->d[0] = (uint8_t)h, b->d[1] = (uint8_t)(h >> 8);
-    for (int j = 0; j < 32; j++) b->qs[j] = (int8_t)lrintf(x[j] * inv);
 }
 
 /* out[n] = one row, without any scale tensor. n is a multiple of the block. Returns false for a type without values. */
@@ -639,10 +630,10 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
     if (!c.failed && !(version & 0xffff)) gguf_fail(&c, "big-endian GGUF is not supported");
     if (!c.failed && version != 2 && version != 3) gguf_fail(&c, "GGUF version %u is not 2 or 3", version);
     uint64_t n_tensors = gguf_take64(&c, "the tensor count"), n_kv = gguf_take64(&c, "the metadata count");
-    /* the smallest tensor entry is 33 bytes, the smallest key-value pair 13: counts beyond that are lies */
+    /* the smallest tensor entry is 33 bytes, the smallest key-value pair 14: counts beyond that are lies */
     if (!c.failed && n_tensors > (size - c.pos) / 33 + 1)
         gguf_fail(&c, "%llu tensors do not fit a file of %zu bytes", (unsigned long long)n_tensors, size);
-    if (!c.failed && n_kv > (size - c.pos) / 13 + 1)
+    if (!c.failed && n_kv > (size - c.pos) / 14 + 1)
         gguf_fail(&c, "%llu metadata entries do not fit a file of %zu bytes", (unsigned long long)n_kv, size);
     if (c.failed) return -1;
     if (n_tensors > UINT32_MAX / 2 - g->n_tensors || n_kv > UINT32_MAX / 2) {

@@ -134,7 +134,7 @@ enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadat
 
 struct model {
     struct gguf gguf;
-    struct vocab *vocab; /* n_tokens 0: the file has none */
+    struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
     enum arch arch;
     char name[128];
     int n_layer;     /* without the multi-token-prediction layers */
@@ -552,8 +552,8 @@ static uint64_t memory_available(void) {
 static int utf8_sequence(const char *s, size_t n) {
     const uint8_t *u = (const uint8_t *)s;
     utf8proc_int32_t cp;
-    int want = !n                            ? 1
-               : u[0] < 0x80                 ? 1
+    if (!n) return 0;
+    int want = u[0] < 0x80                   ? 1
                : u[0] >= 0xc2 && u[0] < 0xe0 ? 2
                : (u[0] & 0xf0) == 0xe0       ? 3
                : u[0] >= 0xf0 && u[0] < 0xf5 ? 4
@@ -615,7 +615,7 @@ static const char *with_commas(uint64_t v, char out[32]) {
  * Terminal
  *
  * stdout carries the answer, stderr everything else. Whether either is a terminal, and whether colour is wanted, is
- * decided once. Text from a model or a file reaches a terminal only through term_put, which shows control characters
+ * decided once. Text from a model or a file reaches a terminal only through term_neutralise, which shows control characters
  * instead of obeying them.
  * ============================================================================================================ */
 
@@ -712,6 +712,8 @@ enum tokenize_flags {
 enum {
     VOCAB_MAX = 1 << 24, /* tokens, and merges */
     VOCAB_MAX_EXPRS = 6, /* expressions of a pre-tokenizer */
+    VOCAB_PROBES = 1024, /* slots looked at for one entry; the largest vocabularies need less than 100 */
+    SPECIAL_MAX = 1024,  /* bytes of a special token: at each byte of a text as many are compared */
     PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
     NFC_MAX_MARKS = 256, /* combining marks sorted at once; sorting is quadratic in utf8proc */
     RANK_NONE = -1       /* also of an empty slot */
@@ -732,7 +734,7 @@ struct special_token {
     int32_t id;
 };
 
-/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing. */
+/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing, of at most VOCAB_PROBES slots. */
 struct vocab {
     int32_t n_tokens;
     int32_t bos, eos, eot, pad; /* -1: none */
@@ -896,24 +898,28 @@ static uint32_t bytes_hash(const char *s, size_t n) {
     return h * 0x9e3779b1u;
 }
 
-/* The slot of the ordinary token with these bytes, or the empty one where it belongs. */
+/* The slot of the ordinary token with these bytes, or the empty one where it belongs; NULL: neither is near. */
 static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_t n, uint32_t hash) {
-    uint32_t mask = (1u << v->by_bytes_bits) - 1;
-    for (uint32_t i = hash >> (32 - v->by_bytes_bits);; i = (i + 1) & mask) {
+    uint32_t mask = (1u << v->by_bytes_bits) - 1, i = hash >> (32 - v->by_bytes_bits);
+    for (int probe = 0; probe < VOCAB_PROBES; probe++, i = (i + 1) & mask) {
         struct bytes_slot *e = &v->by_bytes[i];
         if (e->id < 0) return e;
         if (e->hash == hash && v->token[e->id].n == n && !memcmp(v->token[e->id].p, s, n)) return e;
     }
+    return NULL;
 }
 
 static int32_t bytes_find(const struct vocab *v, const char *s, size_t n) {
-    return bytes_slot(v, s, n, bytes_hash(s, n))->id;
+    const struct bytes_slot *e = bytes_slot(v, s, n, bytes_hash(s, n));
+    return e ? e->id : -1;
 }
 
 static struct merge_slot *merge_slot(const struct vocab *v, uint64_t pair) {
     uint32_t mask = (1u << v->merges_bits) - 1;
-    for (uint32_t i = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> (64 - v->merges_bits));; i = (i + 1) & mask)
+    uint32_t i = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> (64 - v->merges_bits));
+    for (int probe = 0; probe < VOCAB_PROBES; probe++, i = (i + 1) & mask)
         if (v->merges[i].pair == pair || v->merges[i].pair == UINT64_MAX) return &v->merges[i];
+    return NULL;
 }
 
 /* ---- special tokens ---- */
@@ -1068,6 +1074,9 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     for (int32_t i = 0; i < v->n_tokens; i++) {
         struct gguf_str *t = &v->token[i];
         if (is_special(v->type[i])) {
+            if (t->n > SPECIAL_MAX)
+                return fail(err, "the special token %d has %zu bytes, expected at most %d", i, t->n,
+                            SPECIAL_MAX);
             if (t->n) v->special[n_special++] = (struct special_token){*t, i};
             continue;
         }
@@ -1076,17 +1085,13 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
         *t = (struct gguf_str){out, (size_t)n};
         uint32_t hash = bytes_hash(out, t->n);
         struct bytes_slot *e = bytes_slot(v, out, t->n, hash);
+        if (!e) return fail(err, "tokenizer.ggml.tokens: more than %d tokens collide", VOCAB_PROBES);
         if (e->id < 0) *e = (struct bytes_slot){hash, i};
         out += n;
     }
     vocab_index_special(v);
     vocab_index_bytes(v);
     return 0;
-}
-
-static bool token_is(const struct vocab *v, int32_t id, const char *s, size_t n) {
-    return id < v->n_tokens && v->token[id].n == n && !memcmp(v->token[id].p, s, n) &&
-           !is_special(v->type[id]);
 }
 
 /* "left right" in GPT-2's alphabet, the earlier the stronger; of equal ones the first counts. A merge of which a part or
@@ -1099,8 +1104,8 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
     memset(v->merges, 0xff, sizeof *v->merges << v->merges_bits);
     const uint8_t *p = kv->data;
     char *both = NULL; /* the bytes of left and right */
-    int32_t last = 0;
-    for (int32_t rank = 0; rank < (int32_t)kv->n; rank++) {
+    int rc = 0;
+    for (int32_t rank = 0; rank < (int32_t)kv->n && !rc; rank++) {
         struct gguf_str s = gguf_next_str(&p);
         const char *gap = s.n ? memchr(s.p + 1, ' ', s.n - 1) : NULL;
         if (!gap) continue;
@@ -1110,19 +1115,16 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
         int64_t nr = nl > 0 ? alphabet_decode(gap + 1, s.n - left - 1, both + nl) : -1;
         if (nr <= 0) continue;
         size_t n = (size_t)(nl + nr);
-        int32_t l = bytes_find(v, both, (size_t)nl), r = bytes_find(v, both + nl, (size_t)nr);
-        /* the result is mostly that of the merge before or the token after it, which saves the search */
-        int32_t id = token_is(v, last, both, n)       ? last
-                     : token_is(v, last + 1, both, n) ? last + 1
-                                                      : bytes_find(v, both, n);
+        int32_t l = bytes_find(v, both, (size_t)nl), r = bytes_find(v, both + nl, (size_t)nr),
+                id = bytes_find(v, both, n);
         if (l < 0 || r < 0 || id < 0) continue;
-        last = id;
         uint64_t pair = (uint64_t)l << 32 | (uint32_t)r;
         struct merge_slot *e = merge_slot(v, pair);
-        if (e->pair != pair) *e = (struct merge_slot){pair, rank, id};
+        if (!e) rc = fail(err, "tokenizer.ggml.merges: more than %d merges collide", VOCAB_PROBES);
+        else if (e->pair != pair) *e = (struct merge_slot){pair, rank, id};
     }
     arrfree(both);
-    return 0;
+    return rc;
 }
 
 /* Texts that are control tokens wherever they are special at all: some files call them user-defined. Those of llama.cpp that
@@ -1275,7 +1277,7 @@ static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_
     if (s->next == n) return;
     if (v->merges) {
         const struct merge_slot *e = merge_slot(v, (uint64_t)s->id << 32 | (uint32_t)r->id);
-        s->rank = e->rank, s->merged = e->id;
+        s->rank = e ? e->rank : RANK_NONE, s->merged = e ? e->id : -1;
     } else {
         s->rank = s->merged = bytes_find(v, piece + i, r->next - i);
     }
@@ -1571,7 +1573,7 @@ struct pool_block {
 /* One parse or one rendering: its memory, its limits, and the way out on an error. */
 struct job {
     struct pool_block *pool;
-    size_t pool_bytes;
+    size_t pool_bytes;     /* of the pool and of what from_json read */
     const uint8_t *run[2]; /* run_n[i] bytes that all say origin i */
     size_t run_n[2];
     jmp_buf out_of_here;
@@ -1580,8 +1582,9 @@ struct job {
     int64_t steps;
     struct scope *scope;
     struct buf *out;
-    struct tv captured; /* text of a {% set %} or {% filter %} block on the way to its filter */
-    json_t **parsed;    /* stb_ds array: what from_json read; strings point into it */
+    struct tv captured;  /* text of a {% set %} or {% filter %} block on the way to its filter */
+    struct buf tail[28]; /* [i]: the last text of 2^i bytes or more that tv_concat made */
+    json_t **parsed;     /* stb_ds array: what from_json read; strings point into it */
 };
 
 __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job *j, const char *fmt, ...) {
@@ -1591,10 +1594,6 @@ __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job 
     vsnprintf(j->err + n, (size_t)(ERR_MAX - n), fmt, ap);
     va_end(ap);
     message_neutralise(j->err);
-    for (char *p = j->err; *p; p += n) { /* names in it come from the template, and may be cut off */
-        n = utf8_sequence(p, strlen(p));
-        if (n < 1 || iscntrl((uint8_t)*p)) *p = '?', n = 1;
-    }
     j->rc = -1;
     longjmp(j->out_of_here, 1);
 }
@@ -1612,17 +1611,22 @@ static void job_enter(struct job *j) {
     job_charge(j, 1);
 }
 
+/* Accounts for n bytes of memory. */
+static void job_reserve(struct job *j, size_t n) {
+    if (n > TEMPLATE_MEMORY || j->pool_bytes + n > TEMPLATE_MEMORY)
+        job_fail(j, "the template needs more than %d MiB", TEMPLATE_MEMORY >> 20);
+    j->pool_bytes += n;
+}
+
 static void *job_alloc(struct job *j, size_t n) {
     struct pool_block *b = j->pool;
     n = (n + 15) / 16 * 16;
     if (!b || b->size - b->used < n) {
-        if (n > TEMPLATE_MEMORY || j->pool_bytes + n > TEMPLATE_MEMORY)
-            job_fail(j, "the template needs more than %d MiB", TEMPLATE_MEMORY >> 20);
         bool large = b && n > 16384; /* does not end the block that small pieces come from */
         size_t size = n > 16384 ? n : 65536;
+        job_reserve(j, size);
         struct pool_block *fresh = xmalloc(sizeof *fresh + size), **at = large ? &b->next : &j->pool;
         *fresh = (struct pool_block){.next = *at, .size = size};
-        j->pool_bytes += size;
         b = *at = fresh;
     }
     b->used += n;
@@ -1686,7 +1690,10 @@ static bool tv_listy(struct tv v) { return v.kind >= TV_LIST && v.kind <= TV_GEN
 static bool tv_whole(struct tv v) { return v.kind == TV_BOOL || v.kind == TV_INT; }
 static bool tv_number(struct tv v) { return tv_whole(v) || v.kind == TV_FLOAT; }
 static double tv_double(struct tv v) { return v.kind == TV_FLOAT ? v.f : (double)v.i; }
-static bool tv_has_data(struct tv s) { return s.data || (s.n && memchr(s.o, ORIGIN_DATA, s.n)); }
+
+static bool tv_has_data(struct tv v) {
+    return v.data || (v.kind == TV_STR && v.n && memchr(v.o, ORIGIN_DATA, v.n));
+}
 
 static void list_push(struct job *j, struct list *l, struct tv v) {
     l->v = job_grow(j, l->v, l->n, &l->cap, sizeof *l->v);
@@ -1834,6 +1841,15 @@ static struct tv buf_str(const struct buf *b) {
 
 static bool tv_eq(struct job *j, struct tv a, struct tv b);
 
+/* -1, 0 or 1: a is below, equal to or above b, by their exact values; 2: one of them is not a number. */
+static int number_order(struct tv a, struct tv b) {
+    double x = tv_double(a), y = tv_double(b);
+    if (x != y) return x < y ? -1 : x > y ? 1 : 2;
+    if (a.kind == TV_FLOAT && b.kind == TV_FLOAT) return 0;
+    __int128 i = a.kind == TV_FLOAT ? (__int128)x : a.i, k = b.kind == TV_FLOAT ? (__int128)y : b.i;
+    return (i > k) - (i < k);
+}
+
 /* The value of a key; NULL: it is not there. */
 static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) {
     if (key.kind == TV_LIST || key.kind == TV_DICT) job_fail(j, "unhashable type: '%s'", tv_type(key));
@@ -1859,8 +1875,7 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b) {
         job_charge(j, a.n / 16);
         return a.s == b.s || !memcmp(a.s, b.s, a.n);
     }
-    if (tv_whole(a) && tv_whole(b)) return a.i == b.i;
-    if (tv_number(a) && tv_number(b)) return tv_double(a) == tv_double(b);
+    if (tv_number(a) && tv_number(b)) return number_order(a, b) == 0;
     if (a.kind != b.kind) return false;
     if (a.kind == TV_UNDEF || a.kind == TV_NONE || a.list == b.list) return true;
     if ((a.kind != TV_LIST && a.kind != TV_TUPLE && a.kind != TV_DICT) || a.list->n != b.list->n)
@@ -1878,8 +1893,7 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b) {
 
 /* a < b as Python orders them; UTF-8 sorts as its code points do. */
 static bool tv_less(struct job *j, struct tv a, struct tv b) {
-    if (tv_whole(a) && tv_whole(b)) return a.i < b.i;
-    if (tv_number(a) && tv_number(b)) return tv_double(a) < tv_double(b);
+    if (tv_number(a) && tv_number(b)) return number_order(a, b) < 0;
     if (a.kind == TV_STR && b.kind == TV_STR) {
         size_t n = a.n < b.n ? a.n : b.n;
         job_charge(j, n / 16);
@@ -1988,8 +2002,12 @@ static void write_newline(struct job *j, struct buf *b, const struct style *st, 
 static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level,
                         int origin) {
     bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
-    struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v);
-    if (dict && st->sort) keys = list_sorted(j, keys, keys, false);
+    struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
+    for (size_t i = 1; dict && i < v.list->n; i += 2) list_push(j, &values, v.list->v[i]);
+    if (dict && st->sort) {
+        values = *list_sorted(j, &values, keys, false);
+        keys = list_sorted(j, keys, keys, false);
+    }
     buf_fill(j, b, dict ? "{" : tuple ? "(" : "[", 1, origin);
     for (size_t i = 0; i < keys->n; i++) {
         struct tv item = keys->v[i];
@@ -1997,7 +2015,6 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
         write_newline(j, b, st, level + 1, origin);
         if (dict) {
             struct buf text = {0};
-            struct tv *value = dict_find(j, v.list, item);
             if (st->json && item.kind == TV_TUPLE)
                 job_fail(j, "keys must be str, int, float, bool or None, not tuple");
             if (st->json && item.kind != TV_STR) {
@@ -2006,7 +2023,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
             }
             tv_write(j, b, item, st, level + 1, origin);
             buf_fill(j, b, st->colon.s, st->colon.n, origin);
-            item = *value;
+            item = values.v[i];
         }
         tv_write(j, b, item, st, level + 1, origin);
     }
@@ -2176,7 +2193,7 @@ static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
 }
 
 static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
-    double x = tv_double(a), y = tv_double(b), m;
+    double x = tv_double(a), y = tv_double(b), m, q;
     if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
     if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0))
         return int_binary(j, op, a.i, b.i);
@@ -2189,9 +2206,10 @@ static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv
         if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "no real result of **");
         return tv_float(pow(x, y));
     default:
-        m = fmod(x, y);
-        m = m == 0 ? copysign(0, y) : (m < 0) != (y < 0) ? m + y : m;
-        return tv_float(op == OP_MOD ? m : x == m ? copysign(0, x / y) : floor((x - m) / y + 0.5));
+        m = fmod(x, y), q = (x - m) / y;
+        if (m == 0) m = copysign(0, y);
+        else if ((m < 0) != (y < 0)) m += y, q -= 1;
+        return tv_float(op == OP_MOD ? m : q == 0 ? copysign(0, x / y) : floor(q) + (q - floor(q) > 0.5));
     }
 }
 
@@ -2211,12 +2229,23 @@ static struct tv html_escape(struct job *j, struct tv v) {
     return v;
 }
 
+static struct buf *concat_tail(struct job *j, size_t n) { return &j->tail[63 - __builtin_clzll(n)]; }
+
+/* What was made here before is added to in place, behind its end: a loop that accumulates a text is linear. One tail for
+ * each order of magnitude, so that the pieces do not evict the text. */
 static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
-    struct buf out = {.cap = a.n + b.n};
     if (!a.n || !b.n) return a.n ? a : b;
-    out.s = job_alloc(j, out.cap), out.o = job_alloc(j, out.cap);
-    buf_put(j, &out, a);
+    struct buf out = {0}, *tail = concat_tail(j, a.n);
+    if (tail->s == a.s && tail->o == a.o && tail->n == a.n) {
+        out = *tail;
+        *tail = (struct buf){0};
+    } else {
+        out.cap = a.n + b.n;
+        out.s = job_alloc(j, out.cap), out.o = job_alloc(j, out.cap);
+        buf_put(j, &out, a);
+    }
     buf_put(j, &out, b);
+    *concat_tail(j, out.n) = out;
     return buf_str(&out);
 }
 
@@ -2230,6 +2259,12 @@ static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
         job_charge(j, 1);
     }
     return v.kind == TV_STR ? buf_str(&b) : l;
+}
+
+/* The whole part of a float. */
+static int64_t float_int(struct job *j, double f, const char *what) {
+    if (!(fabs(f) < 0x1p63)) job_fail(j, "integer overflow in %s", what);
+    return (int64_t)f;
 }
 
 /* format % args with %s, %d and %% */
@@ -2250,7 +2285,8 @@ static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
         if (conv == 'd' && !tv_number(v))
             tv_fail(j, v, "%%d format: a number is required, not %s", tv_type(v));
         if (conv == 'd')
-            v = (struct tv){.kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? (int64_t)v.f : v.i};
+            v = (struct tv){
+                .kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? float_int(j, v.f, "%d") : v.i};
         buf_put(j, &b, tv_str(j, v));
         i++;
     }
@@ -2263,7 +2299,11 @@ static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) 
     struct tv v = {0};
     bool str = a.kind == TV_STR && b.kind == TV_STR,
          alike = a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE);
-    if (op == OP_CONCAT) return tv_concat(j, tv_str(j, a), tv_str(j, b));
+    if (op == OP_CONCAT) {
+        v = tv_concat(j, tv_str(j, a), tv_str(j, b));
+        v.markup = false;
+        return v;
+    }
     if (op == OP_ADD && str && (a.markup || b.markup)) {
         v = tv_concat(j, html_escape(j, a), html_escape(j, b));
         v.markup = true;
@@ -2438,10 +2478,13 @@ static size_t tv_size(struct tv v) {
 }
 
 static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv self, struct args *a) {
+    job_enter(j); /* map applies map */
     args_bind(j, f, a);
-    job_charge(j, 1 + tv_size(self));
+    job_charge(j, tv_size(self));
     for (size_t i = 0; i < a->pos.n; i++) job_charge(j, tv_size(a->pos.v[i]));
-    return f->fn(j, self, a);
+    struct tv v = f->fn(j, self, a);
+    j->depth--;
+    return v;
 }
 
 static bool arg_bool(struct args *a, int i) { return a->v[i].kind && tv_truthy(a->v[i]); }
@@ -2639,11 +2682,15 @@ static struct tv f_find(struct job *j, struct tv v, struct args *a) {
     struct tv sub = arg_str(j, a, 0), none = tv_none();
     struct tv in = tv_slice(j, v, a->v[1].kind ? a->v[1] : none, a->v[2].kind ? a->v[2] : none, none);
     int64_t count = 0;
-    if (a->mode == FIND_COUNT && !sub.n) return tv_int((int64_t)cp_count(j, in.s, in.n) + 1);
+    int64_t n = (int64_t)cp_count(j, v.s, v.n), from = 0, to = n;
+    if (a->v[1].kind) from = slice_index(j, a->v[1], n, 0, 0, INT64_MAX);
+    if (a->v[2].kind) to = slice_index(j, a->v[2], n, n, 0, n);
+    bool beyond = from > to; /* where not even an empty string is found */
+    if (a->mode == FIND_COUNT && !sub.n) return tv_int(beyond ? 0 : to - from + 1);
     for (const char *at; a->mode == FIND_COUNT && (at = memmem(in.s, in.n, sub.s, sub.n)); count++)
         in = tv_sub(in, (size_t)(at - in.s) + sub.n, in.n);
     if (a->mode == FIND_COUNT) return tv_int(count);
-    ptrdiff_t at = str_find(j, in, sub, (a->mode & 3) == FIND_LAST);
+    ptrdiff_t at = beyond ? -1 : str_find(j, in, sub, (a->mode & 3) == FIND_LAST);
     if (at < 0 && a->mode & FIND_MUST) job_fail(j, "substring not found");
     return tv_int(at < 0 ? -1 : (int64_t)cp_count(j, v.s, (size_t)(in.s - v.s + at)));
 }
@@ -2680,7 +2727,7 @@ static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
     struct buf b = {0};
     if (arg_bool(a, 1)) buf_put(j, &b, width);
     for (size_t i = 0; i < l->n; i++) {
-        if (i) buf_fill(j, &b, "\n", 1, ORIGIN_TEMPLATE);
+        if (i) buf_fill(j, &b, "\n", 1, l->v[i - 1].o[l->v[i - 1].n]); /* the origin of the line's own end */
         if (i && (arg_bool(a, 2) || l->v[i].n)) buf_put(j, &b, width);
         buf_put(j, &b, l->v[i]);
     }
@@ -2700,7 +2747,9 @@ static struct tv f_string(struct job *j, struct tv self, struct args *a) {
 
 static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
     if (!tv_number(v)) tv_fail(j, v, "bad operand type for %s(): '%s'", a->name, tv_type(v));
-    return v.kind == TV_FLOAT ? tv_float(fabs(v.f)) : v.i < 0 ? int_binary(j, OP_SUB, 0, v.i) : tv_int(v.i);
+    if (v.kind == TV_FLOAT) v.f = fabs(v.f);
+    else v.i = v.i < 0 ? int_binary(j, OP_SUB, 0, v.i).i : v.i, v.kind = TV_INT;
+    return v;
 }
 
 /* A whole string as a number, an integer if it is written as one; TV_NONE: it is no number. */
@@ -2708,15 +2757,19 @@ static struct tv str_number(struct tv v) {
     char tmp[64], *end;
     v = tv_sub(v, space_start(v.s, v.n), space_end(v.s, v.n));
     if (!v.n || v.n >= sizeof tmp) return tv_none();
-    memcpy(tmp, v.s, v.n), tmp[v.n] = 0;
+    size_t n = 0;
+    for (size_t i = 0; i < v.n; i++) /* 1_000 */
+        if (v.s[i] != '_' || !i || i + 1 == v.n || !isdigit((uint8_t)v.s[i - 1]) ||
+            !isdigit((uint8_t)v.s[i + 1]))
+            tmp[n++] = v.s[i];
+    tmp[n] = 0;
     size_t sign = strspn(tmp, "+-") == 1, digits = strspn(tmp + sign, "0123456789");
     errno = 0;
-    if (digits && sign + digits == v.n) {
-        struct tv n = tv_int(strtoll(tmp, NULL, 10));
-        if (!errno) return n;
+    if (digits && sign + digits == n) {
+        struct tv whole = tv_int(strtoll(tmp, NULL, 10));
+        if (!errno) return whole;
     }
-    if (strspn(tmp, "0123456789+-.eE") != v.n && strcasecmp(tmp + sign, "inf") &&
-        strcasecmp(tmp + sign, "nan"))
+    if (strspn(tmp, "0123456789+-.eE") != n && strcasecmp(tmp + sign, "inf") && strcasecmp(tmp + sign, "nan"))
         return tv_none();
     double d = strtod(tmp, &end);
     return *end ? tv_none() : tv_float(d);
@@ -2724,30 +2777,53 @@ static struct tv str_number(struct tv v) {
 
 /* int and, with mode 1, float */
 static struct tv f_number(struct job *j, struct tv v, struct args *a) {
-    struct tv none = a->v[0].kind ? a->v[0] : a->mode ? tv_float(0) : tv_int(0);
+    struct tv none = a->v[0].kind ? a->v[0] : a->mode ? tv_float(0) : tv_int(0), n;
+    bool data = tv_has_data(v);
     if (v.kind == TV_UNDEF) job_fail(j, "%s", v.s);
     if (v.kind == TV_STR) v = str_number(v);
-    if (!tv_number(v)) return none;
-    if (a->mode) return tv_float(tv_double(v));
-    if (tv_whole(v)) return tv_int(v.i);
-    if (isfinite(v.f) && fabs(v.f) >= 0x1p63) job_fail(j, "integer overflow in int()");
-    return isfinite(v.f) ? tv_int((int64_t)v.f) : none;
+    if (!tv_number(v) || (!a->mode && v.kind == TV_FLOAT && !isfinite(v.f))) return none;
+    n = a->mode ? tv_float(tv_double(v)) : tv_int(tv_whole(v) ? v.i : float_int(j, v.f, "int()"));
+    n.data = data;
+    return n;
+}
+
+/* round(x, digits) of Python: halves, by the exact value, to the even neighbour. */
+static struct tv int_round(struct job *j, int64_t i, int64_t digits) {
+    __int128 x = i, p = 1, r;
+    for (; digits < 0 && p < (__int128)1e20; digits++) p *= 10;
+    r = x % p, x -= r;
+    if (r < 0 ? -2 * r > p - (x / p & 1) : 2 * r > p - (x / p & 1)) x += r < 0 ? -p : p;
+    if (x != (int64_t)x) job_fail(j, "integer overflow in round()");
+    return tv_int((int64_t)x);
+}
+
+static struct tv float_round(struct job *j, double d, int64_t digits) {
+    char tmp[700];
+    double x = fabs(d), p = pow(10, -(double)digits), r = fmod(x, p);
+    if (digits > 323 || !isfinite(d)) return tv_float(d);
+    if (digits >= 0) {
+        snprintf(tmp, sizeof tmp, "%.*f", (int)digits, d);
+        return tv_float(strtod(tmp, NULL));
+    }
+    bool up = r > p / 2 || (r == p / 2 && fmod(x, 2 * p) >= p);
+    x = up ? x + (p - r) : x - r;
+    if (!isfinite(x)) job_fail(j, "the rounded value is too large");
+    return tv_float(copysign(x, d));
 }
 
 static struct tv f_round(struct job *j, struct tv v, struct args *a) {
-    struct tv method = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "common");
+    struct tv method = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "common"), out;
     int64_t digits = arg_int(j, a, 0, 0);
-    double scale = pow(10, (double)digits), d = tv_double(v);
-    char tmp[400];
+    bool up = tv_is(method, "ceil");
     if (!tv_number(v)) tv_fail(j, v, "type %s does not define round()", tv_type(v));
-    if (tv_is(method, "ceil")) return tv_float(ceil(d * scale) / scale);
-    if (tv_is(method, "floor")) return tv_float(floor(d * scale) / scale);
-    if (!tv_is(method, "common")) job_fail(j, "round: the method must be common, ceil or floor");
-    if (tv_whole(v)) return tv_int(v.i);
-    if (digits < 0) return tv_float(digits < -300 ? 0 : rint(d * scale) / scale);
-    if (digits > 40 || fabs(d) > 1e60) return v;
-    snprintf(tmp, sizeof tmp, "%.*f", (int)digits, d); /* correctly rounded; halves by the exact value of d */
-    return tv_float(strtod(tmp, NULL));
+    if (up || tv_is(method, "floor")) {
+        double scale = pow(10, (double)digits), d = tv_double(v) * scale;
+        if (!scale || !isfinite(d)) job_fail(j, "round: the number or the precision is out of range");
+        out = tv_float(((up ? ceil(d) : floor(d)) + 0.0) / scale); /* + 0.0: no minus zero */
+    } else if (!tv_is(method, "common")) job_fail(j, "round: the method must be common, ceil or floor");
+    else out = tv_whole(v) ? int_round(j, v.i, digits) : float_round(j, v.f, digits);
+    out.data = v.data;
+    return out;
 }
 
 /* ---- sequences and mappings ---- */
@@ -3002,6 +3078,7 @@ static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
 static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
     json_error_t e;
     self = tv_str(j, self);
+    job_reserve(j, 80 * self.n); /* jansson's tree is not in the pool; `{},` makes the largest */
     json_t *json = json_loadb(self.s, self.n, JSON_DECODE_ANY, &e);
     if (!json) job_fail(j, "%s: %s at byte %d", a->name, e.text, e.position);
     arrput(j->parsed, json);
@@ -3091,17 +3168,19 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
     struct tm t = {0};
     time_t seconds = time(NULL);
     char format[512], text[4096], iso[32] = "";
-    snprintf(format, sizeof format, "%.*s", f.n < sizeof format ? (int)f.n : (int)sizeof format, f.s);
+    if (f.n + 2 > sizeof format || memchr(f.s, 0, f.n)) job_fail(j, "strftime_now: the format is too long");
+    snprintf(format, sizeof format, "%.*s.", (int)f.n, f.s); /* with a dot, no result is empty */
     if (now && now->kind == TV_STR) {
         snprintf(iso, sizeof iso, "%.*s", SHOW(*now));
-        int n = sscanf(iso, "%d-%d-%d%*1[T ]%d:%d:%d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour,
+        int n = sscanf(iso, "%4d-%2d-%2d%*1[T ]%2d:%2d:%2d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour,
                        &t.tm_min, &t.tm_sec);
-        if (n < 3 || t.tm_mon < 1 || t.tm_mon > 12)
+        if (n < 3 || t.tm_year < 0 || t.tm_mon < 1 || t.tm_mon > 12)
             job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
         t.tm_year -= 1900, t.tm_mon--;
         timegm(&t); /* finds the day of the week and of the year */
     } else localtime_r(&seconds, &t);
     size_t n = strftime(text, sizeof text, format, &t);
+    if (!n--) job_fail(j, "strftime_now: the text is longer than %zu bytes", sizeof text - 2);
     return tv_text(j, memcpy(job_alloc(j, n + 1), text, n), n, tv_has_data(f));
 }
 
@@ -3131,6 +3210,7 @@ static int64_t loop_length(struct job *j, struct loop *l) {
 static struct tv loop_get(struct job *j, struct loop *l, struct tv key) {
     if (tv_is(key, "index0")) return tv_int(l->index0);
     if (tv_is(key, "index")) return tv_int(l->index0 + 1);
+    if (tv_is(key, "depth0") || tv_is(key, "depth")) return tv_int(key.n == 5); /* none is recursive */
     if (tv_is(key, "first")) return tv_bool(!l->index0);
     if (tv_is(key, "last")) return tv_bool(!loop_peek(j, l));
     if (tv_is(key, "length")) return tv_int(loop_length(j, l));
@@ -4373,7 +4453,8 @@ static int template_render(const struct template *t, const json_t *vars, struct 
  * A model is immutable after model_load. Every size is read from the file. Every tensor is bound once, by name, with its
  * shape checked against the metadata; afterwards nothing is looked up by string. A tensor of the file that no family
  * knows is an error, and so is a router, rope or scaling variant that is not known: nothing is guessed.
- * Loading never exits and never allocates more than a small multiple of what the file really holds.
+ * Loading ends the program only where an allocation fails, and never allocates more than a small multiple of what the file
+ * really holds.
  * ============================================================================================================ */
 
 static const char *const arch_names[] = {[ARCH_QWEN3MOE] = "qwen3moe", [ARCH_DEEPSEEK2] = "deepseek2"};
@@ -4559,14 +4640,17 @@ static void loader_rope(struct loader *l) {
     double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0, 0.0, 10.0);
     snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
     if (l->failed) return;
-    gguf_get_str(l->g, key, &type);
+    if (gguf_find(l->g, key) && !gguf_get_str(l->g, key, &type))
+        loader_fail(l, "metadata key '%s' is not a string", key);
     bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
     if (!yarn && !linear && !gguf_str_eq(type, "none")) {
         char t[32];
         loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
                     gguf_printable(type, t, sizeof t));
-        return;
     }
+    loader_num(l, "rope.scale_linear", 1.0, 1.0, 1.0); /* not supported: nothing but the neutral values */
+    loader_num(l, "rope.scaling.yarn_ext_factor", yarn, yarn, yarn);
+    if (l->failed) return;
     if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
     m->rope_factor = (float)attn_factor;
     m->attn_scale = 1.0f / sqrtf((float)m->head_k);
@@ -4792,13 +4876,30 @@ static void loader_leftovers(struct loader *l) {
     }
 }
 
-/* FNV-1a over the headers and over the ends of every tensor: two files of one model differ, and it takes microseconds. */
+static uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+
+/* FNV-1a over the metadata (of each value 4 KB at most), the names, types and shapes of tensors, and the ends of their data:
+ * two files of one model differ, and so does one that is read with another rope. */
 static uint64_t model_hash(const struct gguf *g) {
     uint64_t h = 0xcbf29ce484222325u;
+    for (uint32_t i = 0; i < g->n_kv; i++) {
+        const struct gguf_kv *kv = &g->kv[i];
+        const uint8_t *end = kv->data + kv->n * gguf_value_bytes(kv->type);
+        for (uint64_t k = 0; kv->type == GGUF_V_STR && k < kv->n && end - kv->data < 4096; k++)
+            gguf_next_str(&end);
+        h = hash_bytes(h, kv->key.p, kv->key.n);
+        h = hash_bytes(h, &kv->type, sizeof kv->type);
+        h = hash_bytes(h, &kv->n, sizeof kv->n);
+        h = hash_bytes(h, kv->data, end - kv->data < 4096 ? (size_t)(end - kv->data) : 4096);
+    }
     for (uint32_t i = 0; i < g->n_tensors; i++) {
         const struct gguf_tensor *t = &g->tensors[i];
         size_t n = t->bytes < 64 ? (size_t)t->bytes : 64;
-        for (size_t j = 0; j < t->name.n; j++) h = (h ^ (uint8_t)t->name.p[j]) * 0x100000001b3u;
+        h = hash_bytes(h, t->name.p, t->name.n);
+        h = hash_bytes(h, t->ne, sizeof t->ne);
         for (size_t j = 0; j < n; j++)
             h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
         h = (h ^ t->bytes ^ (uint64_t)t->type << 56) * 0x100000001b3u;
@@ -4916,10 +5017,11 @@ static int model_load(struct model *m, const char *path, char *err) {
     double t0 = now_seconds();
     memset(m, 0, sizeof *m);
     if (gguf_open(&m->gguf, path, err, ERR_MAX)) return -1;
-    if (model_bind(m, why)) return fail(err, "'%s': %s", path, why);
+    if (model_bind(m, why)) return fail(err, "'%.200s': %s", path, why);
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
+        message_neutralise(m->name);
     }
     model_prefetch(m);
     m->load_seconds = now_seconds() - t0;
@@ -9991,7 +10093,7 @@ static int mode_render(const struct settings *set) {
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
     if (rc) message_neutralise(err), fprintf(stderr, "moe: %s\n", err);
-    else fwrite(out.s, 1, arrlenu(out.s), stdout);
+    else if (out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
     json_decref(given);
     json_decref(vars);
     text_free(&out);

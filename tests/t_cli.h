@@ -95,6 +95,7 @@ static void test_cli_render(void) {
     check_command("printf \"{{ raise_exception('no way') }}\" >build/t.jinja; printf '{}' | " MOE_BIN
                   " --render --chat-template-file build/t.jinja; rc=$?; rm build/t.jinja; exit $rc",
                   1, "", "no way");
+    check_command("printf '{}' | " MOE_BIN " --render --chat-template-file /dev/null", 0, "", NULL);
     check_command("printf '[]' | " MOE "--render", 1, "", "not a JSON object");
     check_command("printf '{\"a\":}' | " MOE "--render", 1, "", "line 1");
 }

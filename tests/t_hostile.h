@@ -69,6 +69,32 @@ static void test_hostile_corpus(void) {
     CHECK(n == files && n > 60, "%d files, %d expectations", files, n);
 }
 
+/* Names that do not fit a message, or that a terminal would obey. */
+static void test_hostile_names(void) {
+    char *model = hostile_read(HOSTILE_CORPUS "gguf/valid-qwen3moe.gguf"), *bad = NULL, err[ERR_MAX] = "",
+         path[1024];
+    struct model m;
+    char *arch = memmem(model, arrlenu(model), "qwen3moe", 8);
+    if (!CHECK(arch, "no architecture")) return;
+    sb_put(&bad, model, arrlenu(model));
+    bad[arch - model] = 'Q';
+    int n = snprintf(path, sizeof path, "%s", test_dir());
+    for (int i = 0; i < 3; i++) {
+        n += snprintf(path + n, sizeof path - (size_t)n, "/%0200d", i);
+        CHECK(mkdir(path, 0700) == 0, "cannot make %s", path);
+    }
+    snprintf(path + n, sizeof path - (size_t)n, "/m.gguf");
+    hostile_write(path, bad, arrlenu(bad));
+    CHECK(model_load(&m, path, err) && strstr(err, "'Qwen3moe' is not supported"), "'%s'", err);
+    snprintf(path, sizeof path, "%s/a\033[31mb\377.gguf", test_dir());
+    hostile_write(path, model, arrlenu(model));
+    if (CHECK(!model_load(&m, path, err), "%s", err)) {
+        CHECK(!strcmp(m.name, "a?[31mb?.gguf"), "the name '%s'", m.name);
+        model_free(&m);
+    }
+    arrfree(model), arrfree(bad);
+}
+
 /* Every seed of the fuzzers through its function. */
 static void test_hostile_seeds(void) {
     static const struct {
@@ -305,8 +331,9 @@ static void test_hostile_convert(void) {
     CHECK(refused > n / 2, "%d of %d directories were refused", refused, n);
 }
 
-#define TESTS_HOSTILE                                                                       \
-    {"hostile/corpus", test_hostile_corpus}, {"hostile/seeds", test_hostile_seeds},         \
-        {"hostile/cuts", test_hostile_cuts}, {"hostile/flips", test_hostile_flips},         \
-        {"hostile/router", test_hostile_router}, {"hostile/program", test_hostile_program}, \
-        {"hostile/shrinks", test_hostile_shrinks}, {"hostile/convert", test_hostile_convert},
+#define TESTS_HOSTILE                                                                         \
+    {"hostile/corpus", test_hostile_corpus}, {"hostile/names", test_hostile_names},           \
+        {"hostile/seeds", test_hostile_seeds}, {"hostile/cuts", test_hostile_cuts},           \
+        {"hostile/flips", test_hostile_flips}, {"hostile/router", test_hostile_router},       \
+        {"hostile/program", test_hostile_program}, {"hostile/shrinks", test_hostile_shrinks}, \
+        {"hostile/convert", test_hostile_convert},

@@ -463,6 +463,43 @@ static void test_rope_yarn(void) {
     }
 }
 
+/* Whatever a saved state depends on changes the hash of its model. */
+static void test_model_hash(void) {
+    static const struct {
+        float base;
+        const char *template, *list[2];
+        uint64_t ne[2];
+        uint8_t last; /* byte of the data */
+    } c[] = {{1e4f, "x", {"a", "bc"}, {4, 2}, 1}, {1e6f, "x", {"a", "bc"}, {4, 2}, 1},
+             {1e4f, "y", {"a", "bc"}, {4, 2}, 1}, {1e4f, "x", {"ab", "c"}, {4, 2}, 1},
+             {1e4f, "x", {"a", "bc"}, {2, 4}, 1}, {1e4f, "x", {"a", "bc"}, {4, 2}, 2}};
+    enum { N = sizeof c / sizeof *c, FLOATS = 5000 };
+    static const float many[FLOATS] = {1};
+    uint64_t hash[2 * N] = {0};
+    for (int i = 0; i < 2 * N; i++) { /* each twice, in other memory */
+        struct gguf_writer w = {0};
+        struct gguf g;
+        char err[ERR_MAX] = "";
+        size_t n = 0;
+        gguf_put_f32(&w, "a.rope.freq_base", c[i % N].base);
+        gguf_put_str(&w, "tokenizer.chat_template", c[i % N].template, 1);
+        gguf_put_array(&w, "a.list", GGUF_V_STR, 2, NULL);
+        for (int k = 0; k < 2; k++) gguf_put_bytes(&w, c[i % N].list[k], strlen(c[i % N].list[k]));
+        gguf_put_array(&w, "a.many", GGUF_V_F32, FLOATS, many);
+        gguf_add_tensor(&w, "t", GGUF_F32, 2, c[i % N].ne);
+        uint8_t *h = gguf_header(&w, &n);
+        h = xrealloc(h, n + 32);
+        memset(h + n, c[i % N].last, 32);
+        if (CHECK(gguf_parse(&g, h, n + 32, err, ERR_MAX) == 0, "%s", err))
+            hash[i] = model_hash(&g), gguf_close(&g);
+        gguf_writer_free(&w);
+        free(h);
+        for (int k = 0; k < i; k++)
+            CHECK((hash[k] == hash[i]) == (k == i - N), "cases %d and %d: %llx and %llx", k, i,
+                  (unsigned long long)hash[k], (unsigned long long)hash[i]);
+    }
+}
+
 static void test_router(void) {
     /* 8 experts in 4 groups, 2 groups kept, 2 chosen: the bias decides who, the sigmoid with what weight */
     struct model m = {.n_group = 4,
@@ -633,5 +670,6 @@ static void test_contents_list(void) {
         {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},            \
         {"model/decode-equals-prefill", test_session_decode_equals_prefill},                                 \
         {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                      \
-        {"model/rope-yarn", test_rope_yarn}, {"model/router", test_router}, {"model/sampler", test_sampler}, \
-        {"model/kv-planes", test_kv_planes}, {"model/contents-list", test_contents_list},
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router}, \
+        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                \
+        {"model/contents-list", test_contents_list},

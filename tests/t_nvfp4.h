@@ -71,7 +71,7 @@ static void test_nvfp4_e4m3(void) {
         CHECK(e4m3_from_f32(-hi) == (0x80 | (b + 1)), "minus %g", (double)hi);
     }
     CHECK(e4m3_from_f32(1e9f) == 0x7e && e4m3_from_f32(-INFINITY) == 0xfe, "saturation");
-    CHECK(e4m3_from_f32(NAN) == 0x7f, "not a number");
+    CHECK(e4m3_from_f32(NAN) == 0x7f && e4m3_from_f32(-NAN) == 0xff, "not a number");
 }
 
 static void check_ue4m3_line(char *line) {

@@ -233,15 +233,23 @@ static void test_template_operations(void) {
         {"strftime_now('%Y') ~ strftime_now(u[:1])", "2026a", "ttttd"},
         {"bos_token ~ u[:1]", "<s>a", "tttd"},
         {"m(u[:1])", "(a)", "tdt"},
+        {"('1' ~ digit)|int ~ digit|float ~ digit|int|abs ~ digit|int|round ~ -7|abs", "177.0777",
+         "dddddddt"},
+        {"'x'|int ~ '7'|int ~ u|int(5)", "075", "ttt"},
+        {"'%d' % digit|float", "7", "d"},
+        {"lines|indent(1)", "a\n b", "ddtd"},
+        {"(u[:1] ~ 'x') ~ u[1:2] ~ 'y'", "axBy", "dtdt"},
         {"ns.v ~ s", "aB <|x|>[aB <|x|>]", "ddddddddtddddddddt"},
         {"u if true else 'x'", "aB <|x|>", "dddddddd"},
         {"'x' and u or 'y'", "aB <|x|>", "dddddddd"},
     };
-    static const char head[] = "{%- set u = messages[0].u -%}{%- macro m(a) -%}({{ a }}){%- endmacro -%}"
-                               "{%- set ns = namespace(v=u) -%}{%- set s -%}[{{ u }}]{%- endset -%}";
-    json_t *vars = json_loads(
-        "{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}], \"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
-        0, NULL);
+    static const char head[] =
+        "{%- set u = messages[0].u -%}{%- set digit = messages[1].digit -%}"
+        "{%- set lines = messages[1].lines -%}{%- macro m(a) -%}({{ a }}){%- endmacro -%}"
+        "{%- set ns = namespace(v=u) -%}{%- set s -%}[{{ u }}]{%- endset -%}";
+    json_t *vars = json_loads("{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}, {\"digit\": \"7\", "
+                              "\"lines\": \"a\\nb\"}], \"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
+                              0, NULL);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
         struct text out = {0};
         char *src = NULL, err[ERR_MAX] = "";
@@ -344,6 +352,19 @@ static void test_template_errors(void) {
         {"{{ 'a'.strip(x=1) }}", -1,
          "line 1: strip() got a keyword that is not one of 'chars?', or one twice"},
         {"{{ {[]: 1} }}", -1, "line 1: unhashable type: 'list'"},
+        {"{{ 1.5|round(400, 'ceil') }}", -1, "line 1: round: the number or the precision is out of range"},
+        {"{{ 1.7e308|round(-308) }}", -1, "line 1: the rounded value is too large"},
+        {"{{ 9223372036854775807|round(-1) }}", -1, "line 1: integer overflow in round()"},
+        {"{{ '%d' % 1e300 }}", -1, "line 1: integer overflow in %d"},
+        {"{{ '%d' % ('nan'|float) }}", -1, "line 1: integer overflow in %d"},
+        {"{{ 1e300|int }}", -1, "line 1: integer overflow in int()"},
+        {"{{ 'abc'.index('', 4) }}", -1, "line 1: substring not found"},
+        {"{{ strftime_now('%Y' * 256) }}", -1, "line 1: strftime_now: the format is too long"},
+        {"{{ strftime_now('%9999d') }}", -1, "line 1: strftime_now: the text is longer than 4094 bytes"},
+        {"{% set now = '-999-01-01' %}{{ strftime_now('%Y') }}", -1,
+         "line 1: now: expected YYYY-MM-DDTHH:MM:SS, found '-999-01-01'"},
+        {"{% set now = '2147483647-01-01' %}{{ strftime_now('%Y') }}", -1,
+         "line 1: now: expected YYYY-MM-DDTHH:MM:SS, found '2147483647-01-01'"},
         {"{{ raise_exception('No: ' ~ messages[0].role) }}", -2, "No: user"},
         {"{{ x\x01y }}", -3, "line 1: unexpected character 0x01"},
         {"{{ a.b\xff.c }}", -1, "line 1: 'a' is undefined"},
@@ -391,6 +412,8 @@ static void test_template_limits(void) {
          "", 0, "", "MiB"},
         {"{{ ['x'] * 1000000000000 }}", "", 0, "", "the template needs more than 512 MiB"},
         {"{{ 9223372036854775807 + 1 }}", "", 0, "", "integer overflow in +"},
+        {"{{ 'a'|map(", "'map',", 15000, "'upper')|list }}", "recursion deeper than 1000 levels"},
+        {"{{ ('[' ~ '{},' * 2200000 ~ '1]')|from_json }}", "", 0, "", "the template needs more than 512 MiB"},
     };
     for (size_t i = 0; i < sizeof bomb / sizeof *bomb; i++) {
         char *src = NULL, err[ERR_MAX] = "";
@@ -407,10 +430,13 @@ static void test_template_limits(void) {
     }
 }
 
-/* A message of 1 MB and 2000 messages: time is proportional to the text. */
+/* A message of 1 MB and 2000 messages: time and memory are proportional to the text, printed or accumulated. */
 static void test_template_size(void) {
-    static const char src[] = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + "
-                              "m.content.split('</think>')[-1]|trim + '<|im_end|>\\n' }}{% endfor %}";
+    static const char src[] =
+        "{% set ns = namespace(all='') %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + "
+        "m.content.split('</think>')[-1]|trim + '<|im_end|>\\n' }}{% set ns.all = ns.all ~ '<' ~ m.content + "
+        "'>' %}"
+        "{% endfor %}{{ ns.all|length }}{{ (numbers|tojson)|length }}";
     json_t *vars = json_object(), *messages = json_array();
     char *big = NULL, err[ERR_MAX] = "";
     struct text out = {0};
@@ -421,6 +447,13 @@ static void test_template_size(void) {
                               json_pack("{s:s, s:o}", "role", "user", "content",
                                         i ? json_string("hello") : json_stringn(big, arrlenu(big))));
     json_object_set_new(vars, "messages", messages);
+    json_t *numbers = json_object();
+    for (int i = 0; i < 100000; i++) {
+        char key[16];
+        snprintf(key, sizeof key, "%d", i);
+        json_object_set_new(numbers, key, json_integer(i));
+    }
+    json_object_set_new(vars, "numbers", numbers);
     double t0 = now_seconds();
     render_text(src, sizeof src - 1, vars, &out, &rc, err);
     CHECK(!rc && arrlenu(out.s) > 1000000, "rc %d, %zu bytes, %s", rc, arrlenu(out.s), err);

@@ -292,7 +292,7 @@ static void test_bpe_naive(const struct vocab *v, const char *s, size_t n, int32
         int32_t rank = INT32_MAX, merged = 0;
         for (ptrdiff_t i = 0; i + 1 < arrlen(id); i++) {
             const struct merge_slot *e = merge_slot(v, (uint64_t)id[i] << 32 | (uint32_t)id[i + 1]);
-            if (e->pair != UINT64_MAX && e->rank < rank) best = i, rank = e->rank, merged = e->id;
+            if (e && e->pair != UINT64_MAX && e->rank < rank) best = i, rank = e->rank, merged = e->id;
         }
         if (best < 0) break;
         id[best] = merged;
@@ -479,6 +479,7 @@ static void test_detok(const struct vocab *v, const char *bytes, const char *exp
 }
 
 static void test_vocab_detok(void) {
+    CHECK(utf8_sequence(NULL, 0) == 0, "nothing is the beginning of something");
     /* expected: Python's bytes.decode(errors="replace") */
     static const char *const cases[][2] = {
         {"plain", "plain"},
@@ -682,6 +683,52 @@ static void test_vocab_hostile(void) {
         CHECK(test_ids(&t.v, "xy", 2, NULL, TOKENIZE_CONTROL, IDS(256)), "the template's");
     }
     test_vocab_end(&t);
+    /* merges whose result is the token behind that of the merge before, but not by the rules */
+    t = test_vocab_begin("gpt-2");
+    xy = test_add(&t, "xy", TOKEN_NORMAL);
+    test_merge(&t, "a", "b");
+    test_merge(&t, "x", "y");
+    int32_t part = test_merge(&t, "\346", "\261"), whole = test_merge(&t, "\346\261", "\211");
+    arrsetlen(t.tokens[whole], 0);
+    sb_puts(&t.tokens[whole], "\346\261\211");
+    if (test_vocab_ready(&t)) {
+        CHECK(test_ids(&t.v, "xy", 2, NULL, 0, IDS(xy)), "the lowest id of two results");
+        CHECK(test_ids(&t.v, "\346\261\211", 3, NULL, 0, IDS(part, 0x89)), "a result outside the alphabet");
+    }
+    test_vocab_end(&t);
+}
+
+/* Special tokens of the largest size and above; tokens, then merges, that all want the same few slots of their table. */
+static void test_vocab_work(void) {
+    char text[SPECIAL_MAX + 2] = "", err[ERR_MAX] = "";
+    for (int more = 0; more < 2; more++) {
+        struct test_vocab t = test_vocab_begin("gpt-2");
+        test_merge(&t, "x", "y");
+        memset(text, 'x', (size_t)(SPECIAL_MAX + more));
+        test_add(&t, text, TOKEN_USER_DEFINED);
+        int rc = test_vocab_load(&t, err);
+        CHECK(more ? rc && !strcmp(err, "the special token 257 has 1025 bytes, expected at most 1024") : !rc,
+              "%d, '%s'", rc, err);
+        test_vocab_end(&t);
+    }
+    for (int merges = 0; merges < 2; merges++) {
+        struct test_vocab t = test_vocab_begin("gpt-2");
+        for (uint64_t l = 1; l < 256; l++)
+            for (uint64_t r = 1; r < 256; r++) {
+                char two[2] = {(char)l, (char)r}, *s = NULL;
+                bool wanted =
+                    merges ? (l << 32 | r) * 0x9e3779b97f4a7c15u >> 53 < 36 : bytes_hash(two, 2) >> 20 < 72;
+                if (!wanted) continue;
+                test_alphabet(&s, two, 2);
+                if (merges) test_merge(&t, (char[]){two[0], 0}, (char[]){two[1], 0}), arrfree(s);
+                else test_token(&t, s, TOKEN_NORMAL);
+            }
+        int rc = test_vocab_load(&t, err);
+        const char *want = merges ? "tokenizer.ggml.merges: more than 1024 merges collide"
+                                  : "tokenizer.ggml.tokens: more than 1024 tokens collide";
+        CHECK(rc && !strcmp(err, want), "%d, '%s', %td tokens", rc, err, arrlen(t.tokens));
+        test_vocab_end(&t);
+    }
 }
 
 #define TESTS_VOCAB                                                                                          \
@@ -690,4 +737,4 @@ static void test_vocab_hostile(void) {
         {"vocab/origins", test_vocab_origins}, {"vocab/stops", test_vocab_stops},                            \
         {"vocab/nfc", test_vocab_nfc}, {"vocab/detok", test_vocab_detok},                                    \
         {"vocab/pastes", test_vocab_pastes}, {"vocab/refusals", test_vocab_refusals},                        \
-        {"vocab/hostile", test_vocab_hostile},
+        {"vocab/hostile", test_vocab_hostile}, {"vocab/work", test_vocab_work},

@@ -155,7 +155,8 @@ def odd():
     """No width is a multiple of anything, the first layer is dense, the gate and up rows are fused."""
     f = File(hparams("qwen3moe", 11, block_count=u32(2), expert_count=u32(3), expert_used_count=u32(2), **{
         "attention.head_count": u32(3), "attention.key_length": u32(6), "attention.value_length": u32(5), "attention.head_count_kv": u32(1),
-        "rope.dimension_count": u32(4), "rope.scaling.type": val(STR, "yarn"), "rope.scaling.factor": val(F32, 4)}), [])
+        "rope.dimension_count": u32(4), "rope.scaling.type": val(STR, "yarn"), "rope.scaling.factor": val(F32, 4),
+        "rope.scale_linear": val(F32, 1), "rope.scaling.yarn_ext_factor": val(F32, 1)}), [])
     f.tensors = [Tensor("token_embd.weight", [11, 5], T_BF16), Tensor("output_norm.weight", [11], T_F32)]
     for i in range(2):
         ffn = [("ffn_gate_inp", [11, 3]), ("ffn_down_exps", [3, 11, 3]), ("ffn_gate_up_exps", [11, 6, 3])] if i else \
@@ -299,6 +300,8 @@ def metadata_cases():
            ("expert_weights_scale", "negative", val(F32, -1), "is -1, expected 0 to"),
            ("rope.freq_base", "bool", val(BOOL, 1), "is not a number"), ("rope.freq_base", "0", val(F32, 0), "is 0, expected 1 to"),
            ("rope.scaling.type", "ntk", val(STR, "ntk"), "is 'ntk'; known are none, linear and yarn"),
+           ("rope.scaling.type", "number", u32(2), "is not a string"), ("rope.scale_linear", "4", val(F32, 4), "is 4, expected 1 to 1"),
+           ("rope.scaling.yarn_ext_factor", "without-yarn", val(F32, 1), "is 1, expected 0 to 0"),
            ("rope.scaling.factor", "infinite", val(F32, float("inf")), "is inf, expected 0 to")]
     for k, what, value, msg in bad:
         case(f"{k}-{what}", f"metadata key 'qwen3moe.{k}' {msg}", B, setting(f"qwen3moe.{k}", value))
