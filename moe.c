@@ -57,6 +57,7 @@
 #include <ctype.h>
 #include <dirent.h>
 #include <jansson.h>
+#include <limits.h>
 #include <locale.h>
 #include <omp.h>
 #include <poll.h>
@@ -494,8 +495,14 @@ static int read_file(const char *path, char **sb, char *err) {
     return rc;
 }
 
+/* Refuses what is not a regular file: a pipe would be waited for. 0, or -1 with a message. */
+static int file_check(const char *path, struct stat *st, char *err) {
+    if (stat(path, st)) return fail(err, "cannot open '%s': %s", path, strerror(errno));
+    return S_ISREG(st->st_mode) ? 0 : fail(err, "'%s' is not a regular file", path);
+}
+
 /* The unfinished output, while temp_exists: whatever ends the program removes it. One at a time. */
-static char temp_path[4400];
+static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* the target behind all symbolic links */
 static volatile sig_atomic_t temp_exists;
 
 /* Safe in a signal handler. */
@@ -507,10 +514,14 @@ static void temp_remove(void) {
 /* Begins a file that becomes `path` when it is complete, so that a failure leaves what was there. NULL with a message. */
 static FILE *temp_create(const char *path, mode_t mode, char *err) {
     struct stat st;
+    if (strlen(path) >= sizeof temp_target)
+        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    strcpy(temp_target, path);
+    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st)))
+        return fail(err, "cannot replace '%s': %s", path, strerror(errno)), NULL;
     if (!stat(path, &st) && !S_ISREG(st.st_mode))
         return fail(err, "cannot replace '%s': it is not a regular file", path), NULL;
-    if (snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", path, (int)getpid()) >= (int)sizeof temp_path)
-        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
     temp_exists = 1;
     int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
@@ -524,8 +535,8 @@ static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
         rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
     if (fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
-    if (!rc && rename(temp_path, path))
-        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, path, strerror(errno));
+    if (!rc && rename(temp_path, temp_target))
+        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, temp_target, strerror(errno));
     if (!rc) temp_exists = 0;
     temp_remove();
     return rc;
@@ -8477,7 +8488,8 @@ static int chat_parse(const char *text, size_t n, struct message **out, char *er
 static int chat_load(struct chat *c, const char *name, char *err) {
     char path[4096], why[ERR_MAX], *text = NULL;
     struct message *messages = NULL;
-    if (chat_path(name, ".jsonl", path, err)) return -1;
+    struct stat st;
+    if (chat_path(name, ".jsonl", path, err) || file_check(path, &st, err)) return -1;
     int rc = read_file(path, &text, err);
     if (!rc && chat_parse(text, arrlenu(text), &messages, why)) rc = fail(err, "'%s': %s", path, why);
     arrfree(text);
@@ -9595,8 +9607,7 @@ static size_t split_word(char *s, char **rest) {
 /* Appends a text file; what cannot be part of a message is an error. */
 static int read_text(const char *path, char **out, char *err) {
     struct stat st;
-    if (stat(path, &st)) return fail(err, "cannot open '%s': %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) return fail(err, "'%s' is not a regular file", path);
+    if (file_check(path, &st, err)) return -1;
     if (st.st_size > READ_MAX)
         return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
                     READ_MAX >> 20);
@@ -10727,6 +10738,10 @@ static int run(struct settings *set) {
         set->system = xstrndup(text, arrlenu(text));
         arrfree(text);
     }
+    struct stat from, to;
+    if (set->logits && set->model && !stat(set->model, &from) && !stat(set->logits, &to) &&
+        from.st_dev == to.st_dev && from.st_ino == to.st_ino)
+        die("--logits would replace the model '%s'", set->model);
     engine_open(&e, set);
     bool own_text =
         set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;

@@ -162,6 +162,17 @@ static void test_cli_temporary(void) {
                   "--ids 1 --logits build/fifo </dev/null; rc=$?; [ -p build/fifo ] || rc=3; "
                   "rm build/fifo; exit $rc",
                   1, "", "it is not a regular file");
+    /* what a symbolic link leads to is replaced, but not by the model's logits */
+    check_command("echo old >build/real; ln -s real build/link; " MOE
+                  "--ids 1 --logits build/link </dev/null; "
+                  "rc=$?; [ -L build/link ] && head -c 6 build/real; rm build/link build/real*; exit $rc",
+                  0, "\x93NUMPY", NULL);
+    check_command("ln -s demo.gguf build/link; " MOE
+                  "--ids 1 --logits build/link </dev/null; rc=$?; rm build/link; exit $rc",
+                  1, "", "--logits would replace the model");
+    check_command("mkfifo build/fifo; " MOE_BIN
+                  " -m build/fifo --info </dev/null; rc=$?; rm build/fifo; exit $rc",
+                  1, "", "not a regular file");
     check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --info -m build/demo.gguf </dev/null", 1, "",
                   "File exists");
     if (SANITIZED) return;
