@@ -7547,7 +7547,7 @@ static double session_token_bytes(const struct session *s) {
 
 /* ---- the file of a session's state: README, "The format of /save" ---- */
 
-static const char kv_magic[8] = "MOEKV001";
+static const char kv_magic[8] = "MOEKV002";
 
 struct kv_header {
     char magic[8];
@@ -7555,8 +7555,19 @@ struct kv_header {
     uint32_t kv_type, n_layer, n_tokens;
     uint32_t k_row, v_row, k_scales, v_scales; /* bytes per row, scales per row */
     uint32_t pad;
+    uint64_t checksum; /* of all that follows */
 };
-static_assert(sizeof(struct kv_header) == 48, "the header of a saved state is 48 bytes");
+static_assert(sizeof(struct kv_header) == 56, "the header of a saved state is 56 bytes");
+
+/* FNV-1a over words of 64 bits; the last one is filled up with zeros. */
+static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
+    for (size_t at = 0; at < n; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const uint8_t *)p + at, n - at < 8 ? n - at : 8);
+        sum = (sum ^ word) * 0x100000001b3u;
+    }
+    return sum;
+}
 
 static struct kv_header session_header(const struct session *s) {
     const struct kv_layer *y = &s->r.kv[0];
@@ -7567,16 +7578,19 @@ static struct kv_header session_header(const struct session *s) {
                           .k_row = (uint32_t)y->k.row_bytes,
                           .v_row = (uint32_t)y->v.row_bytes,
                           .k_scales = y->k.scale ? (uint32_t)y->k.n_group : 0,
-                          .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0};
+                          .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0,
+                          .checksum = 0xcbf29ce484222325u};
     memcpy(h.magic, kv_magic, sizeof h.magic);
     return h;
 }
 
-/* Writes or reads (store) the planes of n tokens: per plane all rows, then all scales. */
-static bool session_planes(struct session *s, size_t n, FILE *f, bool store) {
-    enum { ROWS = 1024 };
+/* Writes or reads (store) what follows the header, and adds it to *sum: n token ids, then per plane all rows and all scales. */
+static bool session_body(struct session *s, size_t n, FILE *f, bool store, uint64_t *sum) {
+    enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be filled up */
+    size_t id = sizeof *s->tokens;
     void *buf = NULL;
-    bool ok = true;
+    bool ok = (store ? fread(s->tokens, id, n, f) : fwrite(s->tokens, id, n, f)) == n;
+    *sum = checksum_add(*sum, s->tokens, n * id);
     for (int i = 0; ok && i < 4 * s->m->n_layer; i++) {
         const struct kv_plane *p = i & 2 ? &s->r.kv[i / 4].v : &s->r.kv[i / 4].k;
         bool scales = i & 1;
@@ -7588,6 +7602,7 @@ static bool session_planes(struct session *s, size_t n, FILE *f, bool store) {
             if (store) ok = fread(buf, row, k, f) == k;
             if (ok) s->r.ops->kv_copy(&s->r, p, at, k, scales ? NULL : buf, scales ? buf : NULL, store);
             if (!store) ok = fwrite(buf, row, k, f) == k;
+            if (ok) *sum = checksum_add(*sum, buf, k * row);
         }
     }
     free(buf);
@@ -7598,9 +7613,8 @@ static int session_save(struct session *s, const char *path, char *err) {
     struct kv_header h = session_header(s);
     FILE *f = temp_create(path, 0600, err);
     if (!f) return -1;
-    bool whole = fwrite(&h, sizeof h, 1, f) == 1 &&
-                 fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) == h.n_tokens &&
-                 session_planes(s, h.n_tokens, f, false);
+    bool whole = fwrite(&h, sizeof h, 1, f) == 1 && session_body(s, h.n_tokens, f, false, &h.checksum) &&
+                 !fseek(f, 0, SEEK_SET) && fwrite(&h, sizeof h, 1, f) == 1;
     return temp_finish(f, path, !whole, err);
 }
 
@@ -7608,14 +7622,15 @@ static int session_save(struct session *s, const char *path, char *err) {
 static int session_load(struct session *s, const char *path, char *err) {
     struct kv_header h, want = session_header(s);
     struct stat st;
-    FILE *f = fopen(path, "rb");
     s->n_past = 0;
+    if (file_check(path, &st, err)) return -1;
+    FILE *f = fopen(path, "rb");
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
     size_t per = sizeof *s->tokens + (size_t)want.n_layer * (want.k_row + want.v_row +
                                                              sizeof(float) * (want.k_scales + want.v_scales));
     int rc = 0;
     if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, sizeof kv_magic))
-        rc = fail(err, "'%s' is not a saved state", path);
+        rc = fail(err, "'%s' is not a saved state of this version", path);
     else if (h.model_hash != want.model_hash) rc = fail(err, "'%s' belongs to another model file", path);
     else if (h.kv_type != want.kv_type) rc = fail(err, "'%s' was saved with another --kv", path);
     else if (h.n_layer != want.n_layer || h.k_row != want.k_row || h.v_row != want.v_row ||
@@ -7623,12 +7638,11 @@ static int session_load(struct session *s, const char *path, char *err) {
         rc = fail(err, "'%s' has another cache layout", path);
     else if (h.n_tokens > (uint32_t)s->n_ctx)
         rc = fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
-    else if (fstat(fileno(f), &st) || (uint64_t)st.st_size != sizeof h + (uint64_t)per * h.n_tokens)
+    else if ((uint64_t)st.st_size != sizeof h + (uint64_t)per * h.n_tokens)
         rc = fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
                   (unsigned long long)(sizeof h + (uint64_t)per * h.n_tokens));
-    else if (fread(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
-             !session_planes(s, h.n_tokens, f, true))
-        rc = fail(err, "cannot read '%s'", path);
+    else if (!session_body(s, h.n_tokens, f, true, &want.checksum)) rc = fail(err, "cannot read '%s'", path);
+    else if (want.checksum != h.checksum) rc = fail(err, "'%s' is damaged: its checksum is wrong", path);
     for (uint32_t i = 0; !rc && i < h.n_tokens; i++)
         if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
             rc = fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
