@@ -630,6 +630,8 @@ static struct {
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
     volatile sig_atomic_t raw;   /* the line editor changed the terminal's mode */
     struct termios cooked;       /* valid while raw */
+    bool dialogue;               /* somebody can type commands */
+    int out_error;               /* errno of the first write to stdout that failed */
 } term;
 
 static void term_init(void) {
@@ -648,6 +650,25 @@ static void term_restore(void) {
         term.raw = 0; /* last: a signal in between restores again */
         if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
     } else if (term.colour_out && write(1, reset, 4) < 0) return;
+}
+
+/* Flushes stdout and remembers why that failed. */
+static void out_flush(void) {
+    if ((fflush(stdout) || ferror(stdout)) && !term.out_error) term.out_error = errno ? errno : EIO;
+}
+
+/* Rewrites the line of progress on stderr, cut to the terminal's width, where it can be rewritten; "" removes it. */
+__attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, ...) {
+    struct winsize w;
+    char line[256];
+    va_list ap;
+    if (!term.err_moves) return;
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
+    fprintf(stderr, "\r%.*s\033[K", cols - 1, line);
+    fflush(stderr);
 }
 
 /* One warning or remark on stderr, in its own line, dim on a terminal. */
@@ -4906,13 +4927,13 @@ static void model_prefetch(const struct model *m) {
             double t = now_seconds(), have = done + (double)(at + n);
             if (!term.err_moves || t - shown < 0.1) continue;
             shown = t;
-            fprintf(stderr, "\rreading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left \033[K",
-                    100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
-                    (total - have) / (have / (t - t0)));
+            status_line("reading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left",
+                        100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
+                        (total - have) / (have / (t - t0)));
         }
         done += (double)im->size;
     }
-    if (shown > t0) fputs("\r\033[K", stderr);
+    if (shown > t0) status_line("%s", "");
 }
 
 /* Opens, maps and binds a model file. 0, or -1 with a message that begins with the path. */
@@ -7470,9 +7491,8 @@ static int session_fits(const struct session *s, int64_t n, char *err) {
 static void prefill_progress(int done, int n, double seconds) {
     char a[32], b[32];
     double rate = done / seconds;
-    fprintf(stderr, "\rreading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left \033[K",
-            with_commas((uint64_t)done, a), with_commas((uint64_t)n, b), 100.0 * done / n, rate,
-            (n - done) / rate);
+    status_line("reading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left", with_commas((uint64_t)done, a),
+                with_commas((uint64_t)n, b), 100.0 * done / n, rate, (n - done) / rate);
 }
 
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
@@ -7499,7 +7519,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         if (term.err_moves && t - shown > 0.1 && s->n_past < n)
             prefill_progress(done, n - keep, t - t0), shown = t;
     }
-    if (shown > t0 + 0.4) fputs("\r\033[K", stderr);
+    if (shown > t0 + 0.4) status_line("%s", "");
     s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
     if (s->n_past < n) return SYNC_INTERRUPTED;
     s->r.ops->logits(&s->r, s->r.n_tok - 1, 1);
@@ -8154,6 +8174,7 @@ struct printer {
     char *text;          /* stb_ds: all that was generated */
     size_t printed;      /* bytes of it dealt with */
     bool verbatim;       /* raw modes: every byte to stdout */
+    bool ends_line;      /* a newline is added where the answer has none */
     bool thinking, show; /* inside <think>; thinking is printed */
     bool began;          /* something of the answer is on stdout */
     char last;           /* the last byte there */
@@ -8170,16 +8191,15 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
     else sb_put(&p->out, s, n);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[0m");
     fwrite(p->out, 1, arrlenu(p->out), stdout);
-    fflush(stdout);
+    out_flush();
     p->last = s[n - 1];
 }
 
 /* The line that stands for hidden thinking on a terminal; empty text removes it. */
 static void printer_hidden(const struct printer *p, bool done) {
-    if (!term.out_tty || !term.err_moves) return;
-    if (done) fputs("\r\033[K", stderr);
-    else fprintf(stderr, "\r\033[Kthinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
-    fflush(stderr);
+    if (!term.out_tty) return;
+    if (done) status_line("%s", "");
+    else status_line("thinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
 }
 
 /* Prints text[printed..end) as the state says, without the blanks that open an answer. */
@@ -8234,15 +8254,19 @@ static void printer_end(struct printer *p) {
     if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
     else printer_emit(p, arrlenu(p->text));
     if (p->thinking && !p->show) printer_hidden(p, true);
-    if (p->last != '\n' && (!p->verbatim || term.out_tty)) fputc('\n', stdout);
-    fflush(stdout);
+    if (p->last != '\n' && p->ends_line) fputc('\n', stdout);
+    out_flush();
     arrfree(p->out);
 }
 
 static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
     bool show = !strcmp(c->set->show_think, "on") || (!strcmp(c->set->show_think, "auto") && term.out_tty);
-    return (struct printer){
-        .v = c->m->vocab, .thinking = thinking, .show = show, .verbatim = verbatim, .start = now_seconds()};
+    return (struct printer){.v = c->m->vocab,
+                            .thinking = thinking,
+                            .show = show,
+                            .verbatim = verbatim,
+                            .ends_line = !verbatim || term.out_tty || c->set->lines,
+                            .start = now_seconds()};
 }
 
 /* ---- generation ---- */
@@ -9531,8 +9555,17 @@ static void signal_end(int sig) {
     _exit(128 + sig);
 }
 
-/* A SIGBUS is a page of the mapped model that cannot be read, which is no fault of the program. The others end as they would
- * without this handler (core file, status), only with the terminal in order and a line that says so. */
+/* What ends the program without being asked for, or with a core file: as without this handler, only with the terminal in
+ * order. */
+static void signal_default(int sig) {
+    term_restore();
+    temp_remove();
+    signal(sig, SIG_DFL);
+    raise(sig);
+}
+
+/* A SIGBUS is a page of the mapped model that cannot be read, which is no fault of the program. The others end as by default
+ * behind a line that says so. */
 static void signal_crash(int sig) {
     static const char bus[] = "moe: the model file was truncated or its disk failed while in use\n";
     const char *name = sigabbrev_np(sig);
@@ -9547,8 +9580,7 @@ static void signal_crash(int sig) {
     strcat(strcat(line, name ? name : ""), "\n");
     done = write(2, line, strlen(line));
     (void)done;
-    signal(sig, SIG_DFL);
-    raise(sig);
+    signal_default(sig);
 }
 
 /* What the parent ignores (nohup, a job without control) stays ignored, but for SIGINT at a terminal: there somebody presses
@@ -9557,9 +9589,11 @@ static void signals_install(void) {
     static const struct {
         int sig;
         void (*fn)(int);
-    } table[] = {{SIGINT, signal_interrupt}, {SIGTERM, signal_end},  {SIGHUP, signal_end},
-                 {SIGSEGV, signal_crash},    {SIGBUS, signal_crash}, {SIGFPE, signal_crash},
-                 {SIGILL, signal_crash},     {SIGABRT, signal_crash}};
+    } table[] = {{SIGINT, signal_interrupt}, {SIGTERM, signal_end},     {SIGHUP, signal_end},
+                 {SIGSEGV, signal_crash},    {SIGBUS, signal_crash},    {SIGFPE, signal_crash},
+                 {SIGILL, signal_crash},     {SIGABRT, signal_crash},   {SIGQUIT, signal_default},
+                 {SIGUSR1, signal_default},  {SIGUSR2, signal_default}, {SIGALRM, signal_default},
+                 {SIGXCPU, signal_default}};
     static char stack[65536]; /* a handler must run when the stack itself has overflowed */
     sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
@@ -9599,8 +9633,14 @@ static void complain(const char *err) {
     arrfree(line);
 }
 
-/* Says that there was no turn, and why; of a turn that was stopped its answer tells. */
+/* Says that there was no turn, and why; of a turn that was stopped its answer tells. That answers are lost is said once. */
 static void turn_report(enum turn_result result, const char *err) {
+    static bool said;
+    char lost[ERR_MAX];
+    if (term.out_error && !said) {
+        fail(lost, "cannot write to stdout: %s; the answers are lost", strerror(term.out_error));
+        complain(lost), said = true;
+    }
     if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
     if (result == TURN_FAILED) complain(err);
 }
@@ -9729,7 +9769,10 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
     write_all(fd, arg, strlen(arg));
     close(fd);
     sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
+    struct termios mode; /* which the editor may leave changed */
+    bool known = !tcgetattr(0, &mode);
     int status = system(sb_cstr(&command)), rc = 0;
+    if (known) tcsetattr(0, TCSADRAIN, &mode);
     if (status)
         rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
@@ -9905,6 +9948,7 @@ static int repl_run(struct chat *c) {
     if (home && *home) sb_printf(&path, "%s/.moe_history", home);
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
     r.editor.words = words;
+    term.dialogue = true;
     while (rc != COMMAND_QUIT) {
         interrupted = 0; /* only here: a Ctrl-C between Enter and the turn stops the turn */
         got = editor_read(&r.editor, "> ", ". ", &line);
@@ -10140,10 +10184,9 @@ static int mode_perplexity(struct engine *e) {
         int rc = session_score(&e->session, s.ids, s.n, surprise_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
-        if (term.err_moves)
-            fprintf(stderr, "\r%d of %d tokens, %.3f \033[K", at + s.n, n, exp(s.sum / (double)s.count));
+        status_line("%d of %d tokens, %.3f", at + s.n, n, exp(s.sum / (double)s.count));
     }
-    if (term.err_moves) fputs("\r\033[K", stderr);
+    status_line("%s", "");
     double mean = s.sum / (double)s.count, var = s.sum2 / (double)s.count - mean * mean;
     double se = s.count > 1 ? sqrt(fmax(var, 0) / (double)(s.count - 1)) : 0;
     printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se,
@@ -10531,13 +10574,13 @@ void rank_fatal(const char *what) { die("%s", what); }
 static void upload_progress(double done, double total) {
     static double start, shown;
     double t = now_seconds();
-    if (done >= total && shown > 0) fputs("\r\033[K", stderr), start = shown = 0;
-    if (!term.err_tty || done >= total) return;
+    if (done >= total && shown > 0) status_line("%s", ""), start = shown = 0;
+    if (!term.err_moves || done >= total) return;
     if (start <= 0) start = t;
     if (t - start < 0.5 || t - shown < 0.1) return;
     shown = t;
-    fprintf(stderr, "\rsending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s \033[K",
-            100 * done / total, done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
+    status_line("sending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s", 100 * done / total,
+                done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
 }
 #endif
 
@@ -10810,6 +10853,9 @@ static int print_version(void) {
 /* The program; the tests include this file and bring a main of their own. */
 int moe_main(int argc, char **argv) {
     struct settings set;
+    /* a closed standard stream gives and takes nothing; no other file must get its number */
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDONLY);
     setlocale(LC_CTYPE, "C.UTF-8");
     term_init();
     signals_install();
@@ -10820,7 +10866,8 @@ int moe_main(int argc, char **argv) {
     else if (set.version) code = print_version();
     else code = run(&set);
     settings_free(&set);
-    if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
+    out_flush();
+    if (term.out_error) die("cannot write to stdout: %s", strerror(term.out_error));
     return code;
 }
 

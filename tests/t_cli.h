@@ -23,6 +23,7 @@ static void test_cli_pipe(void) {
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --show-think on", 0,
                   "7 squared is 7 times 7, which is 49.\n49\n", NULL);
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n", NULL);
+    check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' <&-", 0, "49\n", NULL);
     check_command("printf 'What is 7 squared?' >build/q.txt; " MOE
                   "--greedy --think off -f build/q.txt </dev/null; rm build/q.txt",
                   0, NULL, NULL);
@@ -46,13 +47,15 @@ static void test_cli_lines(void) {
     check_command("printf 'What is 7 squared? One word.\\n\\nWhat is the capital of France?\\nWhat is 7 "
                   "squared? One word.' | " MOE "--greedy --think off --lines",
                   0, "49\nThe capital of France is Paris.\n49\n", NULL);
+    check_command("printf 'Once upon a\n\nOnce upon a' | " MOE "--raw --lines --greedy -n 1", 0,
+                  " time\n time\n", NULL);
 }
 
 /* A line that cannot be answered does not keep the others from it. */
 static void test_cli_bad_line(void) {
     check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE
                   "--raw --lines --greedy -n 1 -c 64",
-                  1, " time time", "context is full");
+                  1, " time\n time\n", "context is full");
     check_command("printf '' | " MOE "--raw -p ''", 1, "", "no tokens");
 }
 
@@ -145,6 +148,9 @@ static void test_cli_info(void) {
 static void test_cli_stdout_full(void) {
     if (access("/dev/full", W_OK)) SKIP("there is no /dev/full");
     check_command(MOE "--greedy --think off -p hi </dev/null >/dev/full", 1, NULL, "cannot write");
+    check_command(MOE "--greedy -n 1 -p hi </dev/null >&-", 1, "", "cannot write to stdout: Bad file");
+    check_command(CONVERT_BIN " --help >/dev/full", 1, "", "cannot write to stdout");
+    check_command(CONVERT_BIN " --version >/dev/full", 1, "", "cannot write to stdout");
     check_command(MOE "--ids 1,2 --logits build/none/x.npy </dev/null", 1, "", "build/none/x.npy");
     static const char *const modes[] = {"--help", "--version", "--info", "--tokenize", "--render"};
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
