@@ -604,6 +604,15 @@ static uint64_t rng_next(uint64_t *state) {
 
 static double rng_uniform(uint64_t *state) { return (double)(rng_next(state) >> 11) * 0x1p-53; } /* [0, 1) */
 
+/* 1.5 GiB */
+static const char *with_unit(double bytes, char out[32]) {
+    static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB"};
+    int u = 0;
+    while (bytes >= 1024 && u < 3) bytes /= 1024, u++;
+    snprintf(out, 32, "%.*f %s", u ? 1 : 0, bytes, unit[u]);
+    return out;
+}
+
 /* 1,234,567 */
 static const char *with_commas(uint64_t v, char out[32]) {
     char tmp[32];
@@ -7476,16 +7485,19 @@ static uint64_t session_more_bytes(const struct session *s, int more) {
     return (uint64_t)more * kv_token_bytes(s->m, s->r.kv_type);
 }
 
+/* What helps against a full context, for a sentence that goes on with -c. */
+static const char *context_remedy(void) {
+    return term.dialogue ? "/undo, /clear or restart with" : "restart with";
+}
+
 /* -1 when n tokens do not fit, with a message that says what would help. */
 static int session_fits(const struct session *s, int64_t n, char *err) {
-    char a[32], b[32];
+    char a[32], b[32], c[32];
     if (n <= s->n_ctx) return 0;
-    return fail(err,
-                "the context is full: %s tokens are needed, %s fit; /undo, /clear or restart with -c %lld "
-                "(needs %.2f GiB more)",
-                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), (long long)n,
-                (double)session_more_bytes(s, (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX)) /
-                    0x1p30);
+    int more = (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX);
+    return fail(err, "the context is full: %s tokens are needed, %s fit; %s -c %lld (needs %s more)",
+                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), context_remedy(),
+                (long long)n, with_unit((double)session_more_bytes(s, more), c));
 }
 
 static void prefill_progress(int done, int n, double seconds) {
@@ -7824,13 +7836,15 @@ static int option_store(struct settings *s, const struct option *o, const char *
         errno = 0;
         double v = o->type == OPT_INT ? (double)strtoll(value, &end, 10) : strtod(value, &end);
         if (end == value || *end || errno || !(v >= o->lo && v <= o->hi))
-            return fail(err, "--%s %s: expected %s from %g to %g", o->name, value,
+            return fail(err, "--%s %s: expected %s from %.10g to %.10g", o->name, value,
                         o->type == OPT_INT ? "a whole number" : "a number", o->lo, o->hi);
         if (o->type == OPT_INT) *(int *)at = (int)v;
         else *(double *)at = v;
     } else {
         if (o->type == OPT_CHOICE && !choice_ok(o->arg, value))
             return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
+        if (!*value && !strncmp(o->arg, "FILE", 4))
+            return fail(err, "--%s wants the name of a file", o->name);
         free(*(char **)at);
         *(char **)at = xstrdup(value);
     }
@@ -7904,6 +7918,10 @@ static void options_parse(struct settings *s, int argc, char **argv) {
             for (int k = 0; k < N_OPTIONS; k++)
                 if (options[k].letter == a[1] && options[k].name) o = &options[k];
             if (a[2]) value = a + 2;
+            if (value && o && o->type == OPT_FLAG) { /* -hx is -h -x */
+                argv[i]++;
+                *argv[i--] = '-', value = NULL;
+            }
         }
         if (!o) die_usage("unknown option '%s' (see --help)", a);
         if (o->type == OPT_FLAG && !value) value = "on";
@@ -7913,6 +7931,32 @@ static void options_parse(struct settings *s, int argc, char **argv) {
     }
     /* --synth writes to its -m, which must be meant */
     if (!s->model && !s->synth && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
+}
+
+/* What cannot be done together ends the program instead of being ignored. */
+static void settings_check(const struct settings *s) {
+    enum { MODE = 1, LOGITS = 2, TEXT = 4, IDS = 8 };
+    const struct {
+        const char *name;
+        bool given;
+        int kind, beside; /* beside: the kinds that may be given too */
+    } w[] = {{"--info", s->info, MODE, 0},
+             {"--tokenize", s->tokenize, MODE, 0},
+             {"--render", s->render, MODE, 0},
+             {"--logits", s->logits, LOGITS, TEXT | IDS},
+             {"--perplexity", s->perplexity, MODE, 0},
+             {"--needle", s->needle, MODE, 0},
+             {"--smoke", s->smoke, MODE, 0},
+             {"--bench", s->bench, MODE, 0},
+             {"--lines", s->lines, MODE, 0},
+             {"-p", s->prompt, TEXT, TEXT | LOGITS},
+             {"-f", s->prompt_file, TEXT, TEXT | LOGITS},
+             {"--ids", s->ids, IDS, LOGITS}};
+    for (size_t i = 0; i < sizeof w / sizeof *w; i++)
+        for (size_t k = 0; k < i; k++)
+            if (w[i].given && w[k].given && !(w[k].beside & w[i].kind))
+                die_usage("%s and %s exclude each other", w[k].name, w[i].name);
+    if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
 }
 
 /* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
@@ -8328,11 +8372,11 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
              st->logit_hash);
     note("%s", line);
     if (use > 0.8)
-        note("%scontext %.0f %% full: /undo, /clear or restart with a larger -c%s",
+        note("%scontext %.0f %% full: %s a larger -c%s",
              !term.colour_err ? ""
              : use > 0.95     ? "\033[22;31m"
                               : "\033[22;33m",
-             100 * use, term.colour_err ? "\033[0m" : "");
+             100 * use, context_remedy(), term.colour_err ? "\033[0m" : "");
 }
 
 static void chat_count(struct chat *c, const struct turn_stats *st) {
@@ -8364,9 +8408,8 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         enum stop_reason why = generate(c, &p, &st);
         if (why == STOP_INTERRUPT) note("[stopped]");
         if (why == STOP_CONTEXT)
-            note("[the context of %d tokens is full: the answer ends here; /undo, /clear or restart with a "
-                 "larger -c]",
-                 c->s->n_ctx);
+            note("[the context of %d tokens is full: the answer ends here; %s a larger -c]", c->s->n_ctx,
+                 context_remedy());
         result = why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
         if (why == STOP_INTERRUPT && arrlenu(p.text) == before) {
             result = TURN_ROLLED_BACK;
@@ -8395,7 +8438,8 @@ static bool chat_last_is(const struct chat *c, const char *role) {
 }
 
 static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
-    if (!chat_last_is(c, "assistant")) return fail(err, "there is no answer to repeat");
+    if (chat_last_is(c, "user")) return *r = chat_answer(c, err), 0; /* as /load may leave it */
+    if (!chat_last_is(c, "assistant")) return fail(err, "there is no message to answer");
     struct message old = arrpop(c->messages);
     *r = chat_answer(c, err);
     if (*r == TURN_FAILED || *r == TURN_ROLLED_BACK) {
@@ -8457,19 +8501,32 @@ static void chat_clear(struct chat *c) {
 
 /* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (state), in ~/.moe unless NAME has a slash ---- */
 
+/* Appends a name; a leading ~/ is the home directory. */
+static void sb_path(char **sb, const char *name) {
+    const char *home = getenv("HOME");
+    bool at_home = home && !strncmp(name, "~/", 2);
+    if (at_home) sb_puts(sb, home);
+    sb_puts(sb, name + at_home);
+}
+
 static int chat_path(const char *name, const char *suffix, char out[4096], char *err) {
     const char *home = getenv("HOME");
+    int n = (int)strnlen(name, 4096);
+    if (n > 6 && !strcmp(name + n - 6, ".jsonl")) n -= 6; /* as /list does not show it */
     if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024)
         return fail(err, "a name of 1 to 1024 bytes is wanted");
     if (strchr(name, '/')) {
-        snprintf(out, 4096, "%s%s", name, suffix);
+        char *path = NULL;
+        sb_path(&path, name);
+        snprintf(out, 4096, "%.*s%s", (int)arrlen(path) - (int)strlen(name) + n, sb_cstr(&path), suffix);
+        arrfree(path);
         return 0;
     }
     if (!home || !*home || strlen(home) > 2048) return fail(err, "HOME is not set: give a path with a slash");
     if (name[0] == '.') return fail(err, "a name does not begin with a dot");
     snprintf(out, 4096, "%s/.moe", home);
     if (mkdir(out, 0700) && errno != EEXIST) return fail(err, "cannot make '%s': %s", out, strerror(errno));
-    snprintf(out, 4096, "%s/.moe/%s%s", home, name, suffix);
+    snprintf(out, 4096, "%s/.moe/%.*s%s", home, n, name, suffix);
     return 0;
 }
 
@@ -9733,7 +9790,6 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
 /* The message is TEXT, an empty line and the file; the name may be quoted, and begin with ~/. */
 static int cmd_read(struct repl *r, char *arg, char *err) {
     char *text, *data = NULL, *message = NULL, *path = NULL;
-    const char *home = getenv("HOME");
     size_t n;
     if (*arg == '"' && strchr(arg + 1, '"')) { /* a name with blanks */
         n = strcspn(++arg, "\"");
@@ -9743,8 +9799,7 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
         n = split_word(arg, &text);
     }
     arg[n] = 0;
-    if (home && !strncmp(arg, "~/", 2)) sb_puts(&path, home);
-    sb_puts(&path, arrlen(path) ? arg + 1 : arg);
+    sb_path(&path, arg);
     int rc = read_text(sb_cstr(&path), &data, err);
     if (!rc) {
         if (*text) sb_printf(&message, "%s\n\n", text);
@@ -9815,7 +9870,8 @@ static int cmd_save(struct repl *r, char *arg, char *err) {
 
 static int cmd_load(struct repl *r, char *arg, char *err) {
     if (chat_load(r->chat, arg, err)) return -1;
-    note("[loaded: %td messages]", arrlen(r->chat->messages));
+    note("[loaded: %td messages]%s", arrlen(r->chat->messages),
+         chat_last_is(r->chat, "user") ? " /regen answers the last" : "");
     return 0;
 }
 
@@ -10047,6 +10103,8 @@ static int mode_render(const struct settings *set) {
     if (!json_is_object(given))
         die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text,
             given ? 1 : je.line);
+    if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now")))
+        die("\"now\" is not a string");
     chat_common_vars(vars, set->model ? &m : NULL, set);
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
@@ -10236,6 +10294,7 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
         (uint64_t)(e->set->seed >= 0 ? e->set->seed : 2) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
     int found = -1;
     *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
+    if (session_fits(&e->session, n, err)) return -1;
     if (set.haystack ? read_file(set.haystack, &hay, err)
                      : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err))
         return -1;
@@ -10284,22 +10343,24 @@ static int mode_smoke(struct engine *e) {
     bool ok[3] = {false};
     double seconds[3] = {e->model.load_seconds, 0, 0};
     static const char question[] = "What is 7 squared? One word.";
+    int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000, secret;
+    if (n < 64)
+        die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx,
+            128 + 64);
     set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
     double t0 = now_seconds();
     if (!chat_init(&c, &set, &e->model, &e->session, err)) {
         if (chat_turn(&c, question, sizeof question - 1, err) == TURN_DONE) {
             const char *think;
-            size_t n;
-            ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n), "49") != NULL;
+            size_t n_think;
+            ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
             ok[0] = true;
             for (int i = 0; i < e->model.n_vocab; i++) ok[0] &= isfinite(e->session.logits[i]) != 0;
         }
         chat_free(&c);
     }
     seconds[1] = now_seconds() - t0;
-    int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000;
-    int secret;
-    ok[2] = n >= 64 && !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
+    ok[2] = !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
     if (interrupted) return EXIT_INTERRUPT;
     fprintf(stderr,
             "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in "
@@ -10330,6 +10391,9 @@ static int mode_bench(struct engine *e) {
     double bandwidth = s->r.ops->bandwidth(&s->r), pre[BENCH_RUNS], dec[BENCH_RUNS];
     int32_t ids[BENCH_PREFILL];
     uint64_t rng = 1;
+    if (s->n_ctx <= BENCH_DECODE)
+        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx,
+            BENCH_DECODE + 1);
     note("%s, memory reads at %.1f GB/s", s->r.name, bandwidth * 1e-9);
     printf("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,gen_gb_per_s,gen_percent_"
            "of_bandwidth\n");
@@ -10500,21 +10564,20 @@ static uint8_t *synth_header(const struct synth *y, int n_layer, const struct sy
 /* Invents a model in memory, or in the file set->model when one is named (which must not exist yet). */
 static void synth_load(struct engine *e) {
     char err[ERR_MAX], name[64];
-    int layers = 0;
     const struct synth *y = NULL;
     const char *colon = strchr(e->set->synth, ':');
     snprintf(name, sizeof name, "%.*s", colon ? (int)(colon - e->set->synth) : 60, e->set->synth);
     for (size_t i = 0; i < sizeof synths / sizeof *synths; i++)
         if (!strcmp(name, synths[i].name)) y = &synths[i];
     if (!y) die_usage("--synth %s: known shapes are qwen3-30b-a3b and qwen3-235b-a22b", name);
-    if (colon) layers = atoi(colon + 1);
-    if (colon && (layers < 1 || layers > y->n_layer))
+    char *end = NULL;
+    long layers = colon ? strtol(colon + 1, &end, 10) : y->n_layer;
+    if (layers < 1 || layers > y->n_layer || (end && *end))
         die_usage("--synth %s: layers from 1 to %d", e->set->synth, y->n_layer);
-    layers = layers ? layers : y->n_layer;
-    struct synth_tensor *t = synth_tensors(y, layers);
+    struct synth_tensor *t = synth_tensors(y, (int)layers);
     size_t head;
     uint64_t data, rng = 42;
-    uint8_t *h = synth_header(y, layers, t, &head, &data), *p;
+    uint8_t *h = synth_header(y, (int)layers, t, &head, &data), *p;
     size_t total = head + (size_t)data;
     FILE *f = NULL;
     if (e->set->model) {
@@ -10783,10 +10846,9 @@ static int run(struct settings *set) {
     struct engine e;
     char err[ERR_MAX], *text = NULL;
     int code;
+    settings_check(set);
     if (set->tokenize) return mode_tokenize(set);
     if (set->render) return mode_render(set);
-    if (set->lines && (set->prompt || set->prompt_file || set->ids))
-        die_usage("--lines takes its prompts from stdin alone");
     if (set->system_file) {
         if (read_file(set->system_file, &text, err)) die("%s", err);
         drop_newline(&text);

@@ -100,6 +100,7 @@ static void test_cli_render(void) {
                   1, "", "no way");
     check_command("printf '[]' | " MOE "--render", 1, "", "not a JSON object");
     check_command("printf '{\"a\":}' | " MOE "--render", 1, "", "line 1");
+    check_command("printf '{\"messages\":[],\"now\":3}' | " MOE "--render", 1, "", "\"now\" is not a string");
 }
 
 static void test_cli_usage(void) {
@@ -113,9 +114,32 @@ static void test_cli_usage(void) {
     check_command(MOE_BIN " -m build/nothing.gguf -p hi </dev/null", 1, "", "No such file");
     check_command(MOE_BIN " -m build -p hi </dev/null", 1, "", "not a regular file");
     check_command(MOE_BIN " -m Makefile -p hi </dev/null", 1, "", "not a GGUF file");
+    static const struct {
+        const char *args, *said;
+        int rc;
+    } t[] = {
+        {"--tokenize -p hi", "--tokenize and -p exclude each other", 2},
+        {"--logits build/x.npy --perplexity Makefile", "--logits and --perplexity exclude each other", 2},
+        {"--logits build/x.npy --bench", "--logits and --bench exclude each other", 2},
+        {"--logits build/x.npy --lines", "--logits and --lines exclude each other", 2},
+        {"--lines -f Makefile", "--lines and -f exclude each other", 2},
+        {"--ids 1 -p hi", "-p and --ids exclude each other", 2},
+        {"-s a --system-file Makefile -p hi", "-s and --system-file exclude each other", 2},
+        {"--logits '' --ids 1", "--logits wants the name of a file", 2},
+        {"-hv", "unknown option '-v'", 2},
+        {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
+        {"--synth qwen3-30b-a3b:1abc --info", "layers from 1 to 48", 2},
+        {"--bench -c 1", "too small for --bench: expected at least 33", 1},
+        {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
+        {"--needle 99999999 -c 500", "99,999,999 tokens are needed, 500 fit; restart with -c 99999999", 1},
+        {"-c 16 -p 'What is 7 squared? One word.'", "fit; restart with -c 19 (needs 6.8 KiB more)", 1}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char cmd[256];
+        snprintf(cmd, sizeof cmd, MOE "%s </dev/null", t[i].args);
+        check_command(cmd, t[i].rc, "", t[i].said);
+    }
     check_command(MOE_BIN " --help", 0, NULL, NULL);
     check_command(MOE_BIN " --version", 0, NULL, NULL);
-    check_command(MOE "-c 16 -p 'What is 7 squared? One word.' </dev/null", 1, "", "context is full");
     check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
     check_command("printf 'a\\377b' | " MOE "--logits build/x.npy", 1, "", "the prompt is not valid UTF-8");
     check_command(MOE "-s \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "",

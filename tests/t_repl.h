@@ -941,9 +941,21 @@ static void test_moe_files(void) {
     moe_ask(&p, "/regen", "49");
     moe_ask(&p, "/list", "kept");
     moe_ask(&p, "/load no-such-session", "no-such-session");
-    moe_end(&p);
+    moe_ask(&p, "/save ~/home.jsonl", "[saved]");
+    moe_ask(&p, "/load home.jsonl", "cannot open");
+    moe_ask(&p, "/load ~/home", "[loaded: 2 messages]");
     struct stat st;
     char *data = NULL, err[ERR_MAX];
+    static const char asked[] =
+        "{\"moe\":1}\n{\"role\":\"user\",\"content\":\"What is 7 squared? One word.\"}\n";
+    snprintf(line, sizeof line, "%s/.moe/asked.jsonl", test_dir());
+    repl_write(line, asked, sizeof asked - 1);
+    moe_ask(&p, "/load asked.jsonl", "[loaded: 1 messages] /regen answers the last");
+    moe_ask(&p, "/regen", "49");
+    snprintf(line, sizeof line, "%s/.moe/pipe.jsonl", test_dir());
+    CHECK(!mkfifo(line, 0600), "%s", strerror(errno));
+    moe_ask(&p, "/load pipe", "is not a regular file");
+    moe_end(&p);
     snprintf(line, sizeof line, "%s/.moe/empty.kv", test_dir());
     CHECK(!stat(line, &st) && st.st_size == sizeof(struct kv_header), "%lld bytes", (long long)st.st_size);
     snprintf(line, sizeof line, "%s/.moe_history", test_dir());
