@@ -57,6 +57,7 @@
 #include <ctype.h>
 #include <dirent.h>
 #include <jansson.h>
+#include <limits.h>
 #include <locale.h>
 #include <omp.h>
 #include <poll.h>
@@ -500,8 +501,14 @@ static int read_file(const char *path, char **sb, char *err) {
     return rc;
 }
 
+/* Refuses what is not a regular file: a pipe would be waited for. 0, or -1 with a message. */
+static int file_check(const char *path, struct stat *st, char *err) {
+    if (stat(path, st)) return fail(err, "cannot open '%s': %s", path, strerror(errno));
+    return S_ISREG(st->st_mode) ? 0 : fail(err, "'%s' is not a regular file", path);
+}
+
 /* The unfinished output, while temp_exists: whatever ends the program removes it. One at a time. */
-static char temp_path[4400];
+static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* the target behind all symbolic links */
 static volatile sig_atomic_t temp_exists;
 
 /* Safe in a signal handler. */
@@ -513,10 +520,14 @@ static void temp_remove(void) {
 /* Begins a file that becomes `path` when it is complete, so that a failure leaves what was there. NULL with a message. */
 static FILE *temp_create(const char *path, mode_t mode, char *err) {
     struct stat st;
+    if (strlen(path) >= sizeof temp_target)
+        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    strcpy(temp_target, path);
+    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st)))
+        return fail(err, "cannot replace '%s': %s", path, strerror(errno)), NULL;
     if (!stat(path, &st) && !S_ISREG(st.st_mode))
         return fail(err, "cannot replace '%s': it is not a regular file", path), NULL;
-    if (snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", path, (int)getpid()) >= (int)sizeof temp_path)
-        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
     temp_exists = 1;
     int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
@@ -530,8 +541,8 @@ static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
         rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
     if (fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
-    if (!rc && rename(temp_path, path))
-        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, path, strerror(errno));
+    if (!rc && rename(temp_path, temp_target))
+        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, temp_target, strerror(errno));
     if (!rc) temp_exists = 0;
     temp_remove();
     return rc;
@@ -599,6 +610,15 @@ static uint64_t rng_next(uint64_t *state) {
 
 static double rng_uniform(uint64_t *state) { return (double)(rng_next(state) >> 11) * 0x1p-53; } /* [0, 1) */
 
+/* 1.5 GiB */
+static const char *with_unit(double bytes, char out[32]) {
+    static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB"};
+    int u = 0;
+    while (bytes >= 1024 && u < 3) bytes /= 1024, u++;
+    snprintf(out, 32, "%.*f %s", u ? 1 : 0, bytes, unit[u]);
+    return out;
+}
+
 /* 1,234,567 */
 static const char *with_commas(uint64_t v, char out[32]) {
     char tmp[32];
@@ -625,6 +645,8 @@ static struct {
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
     volatile sig_atomic_t raw;   /* the line editor changed the terminal's mode */
     struct termios cooked;       /* valid while raw */
+    bool dialogue;               /* somebody can type commands */
+    int out_error;               /* errno of the first write to stdout that failed */
 } term;
 
 static void term_init(void) {
@@ -643,6 +665,25 @@ static void term_restore(void) {
         term.raw = 0; /* last: a signal in between restores again */
         if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
     } else if (term.colour_out && write(1, reset, 4) < 0) return;
+}
+
+/* Flushes stdout and remembers why that failed. */
+static void out_flush(void) {
+    if ((fflush(stdout) || ferror(stdout)) && !term.out_error) term.out_error = errno ? errno : EIO;
+}
+
+/* Rewrites the line of progress on stderr, cut to the terminal's width, where it can be rewritten; "" removes it. */
+__attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, ...) {
+    struct winsize w;
+    char line[256];
+    va_list ap;
+    if (!term.err_moves) return;
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
+    fprintf(stderr, "\r%.*s\033[K", cols - 1, line);
+    fflush(stderr);
 }
 
 /* One warning or remark on stderr, in its own line, dim on a terminal. */
@@ -5002,13 +5043,13 @@ static void model_prefetch(const struct model *m) {
             double t = now_seconds(), have = done + (double)(at + n);
             if (!term.err_moves || t - shown < 0.1) continue;
             shown = t;
-            fprintf(stderr, "\rreading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left \033[K",
-                    100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
-                    (total - have) / (have / (t - t0)));
+            status_line("reading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left",
+                        100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
+                        (total - have) / (have / (t - t0)));
         }
         done += (double)im->size;
     }
-    if (shown > t0) fputs("\r\033[K", stderr);
+    if (shown > t0) status_line("%s", "");
 }
 
 /* Opens, maps and binds a model file. 0, or -1 with a message that begins with the path. */
@@ -7552,24 +7593,26 @@ static uint64_t session_more_bytes(const struct session *s, int more) {
     return (uint64_t)more * kv_token_bytes(s->m, s->r.kv_type);
 }
 
+/* What helps against a full context, for a sentence that goes on with -c. */
+static const char *context_remedy(void) {
+    return term.dialogue ? "/undo, /clear or restart with" : "restart with";
+}
+
 /* -1 when n tokens do not fit, with a message that says what would help. */
 static int session_fits(const struct session *s, int64_t n, char *err) {
-    char a[32], b[32];
+    char a[32], b[32], c[32];
     if (n <= s->n_ctx) return 0;
-    return fail(err,
-                "the context is full: %s tokens are needed, %s fit; /undo, /clear or restart with -c %lld "
-                "(needs %.2f GiB more)",
-                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), (long long)n,
-                (double)session_more_bytes(s, (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX)) /
-                    0x1p30);
+    int more = (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX);
+    return fail(err, "the context is full: %s tokens are needed, %s fit; %s -c %lld (needs %s more)",
+                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), context_remedy(),
+                (long long)n, with_unit((double)session_more_bytes(s, more), c));
 }
 
 static void prefill_progress(int done, int n, double seconds) {
     char a[32], b[32];
     double rate = done / seconds;
-    fprintf(stderr, "\rreading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left \033[K",
-            with_commas((uint64_t)done, a), with_commas((uint64_t)n, b), 100.0 * done / n, rate,
-            (n - done) / rate);
+    status_line("reading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left", with_commas((uint64_t)done, a),
+                with_commas((uint64_t)n, b), 100.0 * done / n, rate, (n - done) / rate);
 }
 
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
@@ -7596,7 +7639,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         if (term.err_moves && t - shown > 0.1 && s->n_past < n)
             prefill_progress(done, n - keep, t - t0), shown = t;
     }
-    if (shown > t0 + 0.4) fputs("\r\033[K", stderr);
+    if (shown > t0 + 0.4) status_line("%s", "");
     s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
     if (s->n_past < n) return SYNC_INTERRUPTED;
     s->r.ops->logits(&s->r, s->r.n_tok - 1, 1);
@@ -7644,7 +7687,7 @@ static double session_token_bytes(const struct session *s) {
 
 /* ---- the file of a session's state: README, "The format of /save" ---- */
 
-static const char kv_magic[8] = "MOEKV001";
+static const char kv_magic[8] = "MOEKV002";
 
 struct kv_header {
     char magic[8];
@@ -7652,8 +7695,19 @@ struct kv_header {
     uint32_t kv_type, n_layer, n_tokens;
     uint32_t k_row, v_row, k_scales, v_scales; /* bytes per row, scales per row */
     uint32_t pad;
+    uint64_t checksum; /* of all that follows */
 };
-static_assert(sizeof(struct kv_header) == 48, "the header of a saved state is 48 bytes");
+static_assert(sizeof(struct kv_header) == 56, "the header of a saved state is 56 bytes");
+
+/* FNV-1a over words of 64 bits; the last one is filled up with zeros. */
+static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
+    for (size_t at = 0; at < n; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const uint8_t *)p + at, n - at < 8 ? n - at : 8);
+        sum = (sum ^ word) * 0x100000001b3u;
+    }
+    return sum;
+}
 
 static struct kv_header session_header(const struct session *s) {
     const struct kv_layer *y = &s->r.kv[0];
@@ -7664,16 +7718,19 @@ static struct kv_header session_header(const struct session *s) {
                           .k_row = (uint32_t)y->k.row_bytes,
                           .v_row = (uint32_t)y->v.row_bytes,
                           .k_scales = y->k.scale ? (uint32_t)y->k.n_group : 0,
-                          .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0};
+                          .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0,
+                          .checksum = 0xcbf29ce484222325u};
     memcpy(h.magic, kv_magic, sizeof h.magic);
     return h;
 }
 
-/* Writes or reads (store) the planes of n tokens: per plane all rows, then all scales. */
-static bool session_planes(struct session *s, size_t n, FILE *f, bool store) {
-    enum { ROWS = 1024 };
+/* Writes or reads (store) what follows the header, and adds it to *sum: n token ids, then per plane all rows and all scales. */
+static bool session_body(struct session *s, size_t n, FILE *f, bool store, uint64_t *sum) {
+    enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be filled up */
+    size_t id = sizeof *s->tokens;
     void *buf = NULL;
-    bool ok = true;
+    bool ok = (store ? fread(s->tokens, id, n, f) : fwrite(s->tokens, id, n, f)) == n;
+    *sum = checksum_add(*sum, s->tokens, n * id);
     for (int i = 0; ok && i < 4 * s->m->n_layer; i++) {
         const struct kv_plane *p = i & 2 ? &s->r.kv[i / 4].v : &s->r.kv[i / 4].k;
         bool scales = i & 1;
@@ -7685,6 +7742,7 @@ static bool session_planes(struct session *s, size_t n, FILE *f, bool store) {
             if (store) ok = fread(buf, row, k, f) == k;
             if (ok) s->r.ops->kv_copy(&s->r, p, at, k, scales ? NULL : buf, scales ? buf : NULL, store);
             if (!store) ok = fwrite(buf, row, k, f) == k;
+            if (ok) *sum = checksum_add(*sum, buf, k * row);
         }
     }
     free(buf);
@@ -7695,9 +7753,8 @@ static int session_save(struct session *s, const char *path, char *err) {
     struct kv_header h = session_header(s);
     FILE *f = temp_create(path, 0600, err);
     if (!f) return -1;
-    bool whole = fwrite(&h, sizeof h, 1, f) == 1 &&
-                 fwrite(s->tokens, sizeof *s->tokens, h.n_tokens, f) == h.n_tokens &&
-                 session_planes(s, h.n_tokens, f, false);
+    bool whole = fwrite(&h, sizeof h, 1, f) == 1 && session_body(s, h.n_tokens, f, false, &h.checksum) &&
+                 !fseek(f, 0, SEEK_SET) && fwrite(&h, sizeof h, 1, f) == 1;
     return temp_finish(f, path, !whole, err);
 }
 
@@ -7705,14 +7762,15 @@ static int session_save(struct session *s, const char *path, char *err) {
 static int session_load(struct session *s, const char *path, char *err) {
     struct kv_header h, want = session_header(s);
     struct stat st;
-    FILE *f = fopen(path, "rb");
     s->n_past = 0;
+    if (file_check(path, &st, err)) return -1;
+    FILE *f = fopen(path, "rb");
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
     size_t per = sizeof *s->tokens + (size_t)want.n_layer * (want.k_row + want.v_row +
                                                              sizeof(float) * (want.k_scales + want.v_scales));
     int rc = 0;
     if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, sizeof kv_magic))
-        rc = fail(err, "'%s' is not a saved state", path);
+        rc = fail(err, "'%s' is not a saved state of this version", path);
     else if (h.model_hash != want.model_hash) rc = fail(err, "'%s' belongs to another model file", path);
     else if (h.kv_type != want.kv_type) rc = fail(err, "'%s' was saved with another --kv", path);
     else if (h.n_layer != want.n_layer || h.k_row != want.k_row || h.v_row != want.v_row ||
@@ -7720,12 +7778,11 @@ static int session_load(struct session *s, const char *path, char *err) {
         rc = fail(err, "'%s' has another cache layout", path);
     else if (h.n_tokens > (uint32_t)s->n_ctx)
         rc = fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
-    else if (fstat(fileno(f), &st) || (uint64_t)st.st_size != sizeof h + (uint64_t)per * h.n_tokens)
+    else if ((uint64_t)st.st_size != sizeof h + (uint64_t)per * h.n_tokens)
         rc = fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
                   (unsigned long long)(sizeof h + (uint64_t)per * h.n_tokens));
-    else if (fread(s->tokens, sizeof *s->tokens, h.n_tokens, f) != h.n_tokens ||
-             !session_planes(s, h.n_tokens, f, true))
-        rc = fail(err, "cannot read '%s'", path);
+    else if (!session_body(s, h.n_tokens, f, true, &want.checksum)) rc = fail(err, "cannot read '%s'", path);
+    else if (want.checksum != h.checksum) rc = fail(err, "'%s' is damaged: its checksum is wrong", path);
     for (uint32_t i = 0; !rc && i < h.n_tokens; i++)
         if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
             rc = fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
@@ -7890,13 +7947,15 @@ static int option_store(struct settings *s, const struct option *o, const char *
         errno = 0;
         double v = o->type == OPT_INT ? (double)strtoll(value, &end, 10) : strtod(value, &end);
         if (end == value || *end || errno || !(v >= o->lo && v <= o->hi))
-            return fail(err, "--%s %s: expected %s from %g to %g", o->name, value,
+            return fail(err, "--%s %s: expected %s from %.10g to %.10g", o->name, value,
                         o->type == OPT_INT ? "a whole number" : "a number", o->lo, o->hi);
         if (o->type == OPT_INT) *(int *)at = (int)v;
         else *(double *)at = v;
     } else {
         if (o->type == OPT_CHOICE && !choice_ok(o->arg, value))
             return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
+        if (!*value && !strncmp(o->arg, "FILE", 4))
+            return fail(err, "--%s wants the name of a file", o->name);
         free(*(char **)at);
         *(char **)at = xstrdup(value);
     }
@@ -7970,6 +8029,10 @@ static void options_parse(struct settings *s, int argc, char **argv) {
             for (int k = 0; k < N_OPTIONS; k++)
                 if (options[k].letter == a[1] && options[k].name) o = &options[k];
             if (a[2]) value = a + 2;
+            if (value && o && o->type == OPT_FLAG) { /* -hx is -h -x */
+                argv[i]++;
+                *argv[i--] = '-', value = NULL;
+            }
         }
         if (!o) die_usage("unknown option '%s' (see --help)", a);
         if (o->type == OPT_FLAG && !value) value = "on";
@@ -7979,6 +8042,32 @@ static void options_parse(struct settings *s, int argc, char **argv) {
     }
     /* --synth writes to its -m, which must be meant */
     if (!s->model && !s->synth && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
+}
+
+/* What cannot be done together ends the program instead of being ignored. */
+static void settings_check(const struct settings *s) {
+    enum { MODE = 1, LOGITS = 2, TEXT = 4, IDS = 8 };
+    const struct {
+        const char *name;
+        bool given;
+        int kind, beside; /* beside: the kinds that may be given too */
+    } w[] = {{"--info", s->info, MODE, 0},
+             {"--tokenize", s->tokenize, MODE, 0},
+             {"--render", s->render, MODE, 0},
+             {"--logits", s->logits, LOGITS, TEXT | IDS},
+             {"--perplexity", s->perplexity, MODE, 0},
+             {"--needle", s->needle, MODE, 0},
+             {"--smoke", s->smoke, MODE, 0},
+             {"--bench", s->bench, MODE, 0},
+             {"--lines", s->lines, MODE, 0},
+             {"-p", s->prompt, TEXT, TEXT | LOGITS},
+             {"-f", s->prompt_file, TEXT, TEXT | LOGITS},
+             {"--ids", s->ids, IDS, LOGITS}};
+    for (size_t i = 0; i < sizeof w / sizeof *w; i++)
+        for (size_t k = 0; k < i; k++)
+            if (w[i].given && w[k].given && !(w[k].beside & w[i].kind))
+                die_usage("%s and %s exclude each other", w[k].name, w[i].name);
+    if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
 }
 
 /* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
@@ -8240,6 +8329,7 @@ struct printer {
     char *text;          /* stb_ds: all that was generated */
     size_t printed;      /* bytes of it dealt with */
     bool verbatim;       /* raw modes: every byte to stdout */
+    bool ends_line;      /* a newline is added where the answer has none */
     bool thinking, show; /* inside <think>; thinking is printed */
     bool began;          /* something of the answer is on stdout */
     char last;           /* the last byte there */
@@ -8256,16 +8346,15 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
     else sb_put(&p->out, s, n);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[0m");
     fwrite(p->out, 1, arrlenu(p->out), stdout);
-    fflush(stdout);
+    out_flush();
     p->last = s[n - 1];
 }
 
 /* The line that stands for hidden thinking on a terminal; empty text removes it. */
 static void printer_hidden(const struct printer *p, bool done) {
-    if (!term.out_tty || !term.err_moves) return;
-    if (done) fputs("\r\033[K", stderr);
-    else fprintf(stderr, "\r\033[Kthinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
-    fflush(stderr);
+    if (!term.out_tty) return;
+    if (done) status_line("%s", "");
+    else status_line("thinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
 }
 
 /* Prints text[printed..end) as the state says, without the blanks that open an answer. */
@@ -8320,15 +8409,19 @@ static void printer_end(struct printer *p) {
     if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
     else printer_emit(p, arrlenu(p->text));
     if (p->thinking && !p->show) printer_hidden(p, true);
-    if (p->last != '\n' && (!p->verbatim || term.out_tty)) fputc('\n', stdout);
-    fflush(stdout);
+    if (p->last != '\n' && p->ends_line) fputc('\n', stdout);
+    out_flush();
     arrfree(p->out);
 }
 
 static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
     bool show = !strcmp(c->set->show_think, "on") || (!strcmp(c->set->show_think, "auto") && term.out_tty);
-    return (struct printer){
-        .v = c->m->vocab, .thinking = thinking, .show = show, .verbatim = verbatim, .start = now_seconds()};
+    return (struct printer){.v = c->m->vocab,
+                            .thinking = thinking,
+                            .show = show,
+                            .verbatim = verbatim,
+                            .ends_line = !verbatim || term.out_tty || c->set->lines,
+                            .start = now_seconds()};
 }
 
 /* ---- generation ---- */
@@ -8390,11 +8483,11 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
              st->logit_hash);
     note("%s", line);
     if (use > 0.8)
-        note("%scontext %.0f %% full: /undo, /clear or restart with a larger -c%s",
+        note("%scontext %.0f %% full: %s a larger -c%s",
              !term.colour_err ? ""
              : use > 0.95     ? "\033[22;31m"
                               : "\033[22;33m",
-             100 * use, term.colour_err ? "\033[0m" : "");
+             100 * use, context_remedy(), term.colour_err ? "\033[0m" : "");
 }
 
 static void chat_count(struct chat *c, const struct turn_stats *st) {
@@ -8426,9 +8519,8 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         enum stop_reason why = generate(c, &p, &st);
         if (why == STOP_INTERRUPT) note("[stopped]");
         if (why == STOP_CONTEXT)
-            note("[the context of %d tokens is full: the answer ends here; /undo, /clear or restart with a "
-                 "larger -c]",
-                 c->s->n_ctx);
+            note("[the context of %d tokens is full: the answer ends here; %s a larger -c]", c->s->n_ctx,
+                 context_remedy());
         result = why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
         if (why == STOP_INTERRUPT && arrlenu(p.text) == before) {
             result = TURN_ROLLED_BACK;
@@ -8457,7 +8549,8 @@ static bool chat_last_is(const struct chat *c, const char *role) {
 }
 
 static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
-    if (!chat_last_is(c, "assistant")) return fail(err, "there is no answer to repeat");
+    if (chat_last_is(c, "user")) return *r = chat_answer(c, err), 0; /* as /load may leave it */
+    if (!chat_last_is(c, "assistant")) return fail(err, "there is no message to answer");
     struct message old = arrpop(c->messages);
     *r = chat_answer(c, err);
     if (*r == TURN_FAILED || *r == TURN_ROLLED_BACK) {
@@ -8519,19 +8612,32 @@ static void chat_clear(struct chat *c) {
 
 /* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (state), in ~/.moe unless NAME has a slash ---- */
 
+/* Appends a name; a leading ~/ is the home directory. */
+static void sb_path(char **sb, const char *name) {
+    const char *home = getenv("HOME");
+    bool at_home = home && !strncmp(name, "~/", 2);
+    if (at_home) sb_puts(sb, home);
+    sb_puts(sb, name + at_home);
+}
+
 static int chat_path(const char *name, const char *suffix, char out[4096], char *err) {
     const char *home = getenv("HOME");
+    int n = (int)strnlen(name, 4096);
+    if (n > 6 && !strcmp(name + n - 6, ".jsonl")) n -= 6; /* as /list does not show it */
     if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024)
         return fail(err, "a name of 1 to 1024 bytes is wanted");
     if (strchr(name, '/')) {
-        snprintf(out, 4096, "%s%s", name, suffix);
+        char *path = NULL;
+        sb_path(&path, name);
+        snprintf(out, 4096, "%.*s%s", (int)arrlen(path) - (int)strlen(name) + n, sb_cstr(&path), suffix);
+        arrfree(path);
         return 0;
     }
     if (!home || !*home || strlen(home) > 2048) return fail(err, "HOME is not set: give a path with a slash");
     if (name[0] == '.') return fail(err, "a name does not begin with a dot");
     snprintf(out, 4096, "%s/.moe", home);
     if (mkdir(out, 0700) && errno != EEXIST) return fail(err, "cannot make '%s': %s", out, strerror(errno));
-    snprintf(out, 4096, "%s/.moe/%s%s", home, name, suffix);
+    snprintf(out, 4096, "%s/.moe/%.*s%s", home, n, name, suffix);
     return 0;
 }
 
@@ -8588,7 +8694,8 @@ static int chat_parse(const char *text, size_t n, struct message **out, char *er
 static int chat_load(struct chat *c, const char *name, char *err) {
     char path[4096], why[ERR_MAX], *text = NULL;
     struct message *messages = NULL;
-    if (chat_path(name, ".jsonl", path, err)) return -1;
+    struct stat st;
+    if (chat_path(name, ".jsonl", path, err) || file_check(path, &st, err)) return -1;
     int rc = read_file(path, &text, err);
     if (!rc && chat_parse(text, arrlenu(text), &messages, why)) rc = fail(err, "'%s': %s", path, why);
     arrfree(text);
@@ -9616,8 +9723,17 @@ static void signal_end(int sig) {
     _exit(128 + sig);
 }
 
-/* A SIGBUS is a page of the mapped model that cannot be read, which is no fault of the program. The others end as they would
- * without this handler (core file, status), only with the terminal in order and a line that says so. */
+/* What ends the program without being asked for, or with a core file: as without this handler, only with the terminal in
+ * order. */
+static void signal_default(int sig) {
+    term_restore();
+    temp_remove();
+    signal(sig, SIG_DFL);
+    raise(sig);
+}
+
+/* A SIGBUS is a page of the mapped model that cannot be read, which is no fault of the program. The others end as by default
+ * behind a line that says so. */
 static void signal_crash(int sig) {
     static const char bus[] = "moe: the model file was truncated or its disk failed while in use\n";
     const char *name = sigabbrev_np(sig);
@@ -9632,8 +9748,7 @@ static void signal_crash(int sig) {
     strcat(strcat(line, name ? name : ""), "\n");
     done = write(2, line, strlen(line));
     (void)done;
-    signal(sig, SIG_DFL);
-    raise(sig);
+    signal_default(sig);
 }
 
 /* What the parent ignores (nohup, a job without control) stays ignored, but for SIGINT at a terminal: there somebody presses
@@ -9642,9 +9757,11 @@ static void signals_install(void) {
     static const struct {
         int sig;
         void (*fn)(int);
-    } table[] = {{SIGINT, signal_interrupt}, {SIGTERM, signal_end},  {SIGHUP, signal_end},
-                 {SIGSEGV, signal_crash},    {SIGBUS, signal_crash}, {SIGFPE, signal_crash},
-                 {SIGILL, signal_crash},     {SIGABRT, signal_crash}};
+    } table[] = {{SIGINT, signal_interrupt}, {SIGTERM, signal_end},     {SIGHUP, signal_end},
+                 {SIGSEGV, signal_crash},    {SIGBUS, signal_crash},    {SIGFPE, signal_crash},
+                 {SIGILL, signal_crash},     {SIGABRT, signal_crash},   {SIGQUIT, signal_default},
+                 {SIGUSR1, signal_default},  {SIGUSR2, signal_default}, {SIGALRM, signal_default},
+                 {SIGXCPU, signal_default}};
     static char stack[65536]; /* a handler must run when the stack itself has overflowed */
     sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
@@ -9684,8 +9801,14 @@ static void complain(const char *err) {
     arrfree(line);
 }
 
-/* Says that there was no turn, and why; of a turn that was stopped its answer tells. */
+/* Says that there was no turn, and why; of a turn that was stopped its answer tells. That answers are lost is said once. */
 static void turn_report(enum turn_result result, const char *err) {
+    static bool said;
+    char lost[ERR_MAX];
+    if (term.out_error && !said) {
+        fail(lost, "cannot write to stdout: %s; the answers are lost", strerror(term.out_error));
+        complain(lost), said = true;
+    }
     if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
     if (result == TURN_FAILED) complain(err);
 }
@@ -9706,8 +9829,7 @@ static size_t split_word(char *s, char **rest) {
 /* Appends a text file; what cannot be part of a message is an error. */
 static int read_text(const char *path, char **out, char *err) {
     struct stat st;
-    if (stat(path, &st)) return fail(err, "cannot open '%s': %s", path, strerror(errno));
-    if (!S_ISREG(st.st_mode)) return fail(err, "'%s' is not a regular file", path);
+    if (file_check(path, &st, err)) return -1;
     if (st.st_size > READ_MAX)
         return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
                     READ_MAX >> 20);
@@ -9779,7 +9901,6 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
 /* The message is TEXT, an empty line and the file; the name may be quoted, and begin with ~/. */
 static int cmd_read(struct repl *r, char *arg, char *err) {
     char *text, *data = NULL, *message = NULL, *path = NULL;
-    const char *home = getenv("HOME");
     size_t n;
     if (*arg == '"' && strchr(arg + 1, '"')) { /* a name with blanks */
         n = strcspn(++arg, "\"");
@@ -9789,8 +9910,7 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
         n = split_word(arg, &text);
     }
     arg[n] = 0;
-    if (home && !strncmp(arg, "~/", 2)) sb_puts(&path, home);
-    sb_puts(&path, arrlen(path) ? arg + 1 : arg);
+    sb_path(&path, arg);
     int rc = read_text(sb_cstr(&path), &data, err);
     if (!rc) {
         if (*text) sb_printf(&message, "%s\n\n", text);
@@ -9815,7 +9935,10 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
     write_all(fd, arg, strlen(arg));
     close(fd);
     sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
+    struct termios mode; /* which the editor may leave changed */
+    bool known = !tcgetattr(0, &mode);
     int status = system(sb_cstr(&command)), rc = 0;
+    if (known) tcsetattr(0, TCSADRAIN, &mode);
     if (status)
         rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
@@ -9858,7 +9981,8 @@ static int cmd_save(struct repl *r, char *arg, char *err) {
 
 static int cmd_load(struct repl *r, char *arg, char *err) {
     if (chat_load(r->chat, arg, err)) return -1;
-    note("[loaded: %td messages]", arrlen(r->chat->messages));
+    note("[loaded: %td messages]%s", arrlen(r->chat->messages),
+         chat_last_is(r->chat, "user") ? " /regen answers the last" : "");
     return 0;
 }
 
@@ -9991,6 +10115,7 @@ static int repl_run(struct chat *c) {
     if (home && *home) sb_printf(&path, "%s/.moe_history", home);
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
     r.editor.words = words;
+    term.dialogue = true;
     while (rc != COMMAND_QUIT) {
         interrupted = 0; /* only here: a Ctrl-C between Enter and the turn stops the turn */
         got = editor_read(&r.editor, "> ", ". ", &line);
@@ -10089,6 +10214,8 @@ static int mode_render(const struct settings *set) {
     if (!json_is_object(given))
         die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text,
             given ? 1 : je.line);
+    if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now")))
+        die("\"now\" is not a string");
     chat_common_vars(vars, set->model ? &m : NULL, set);
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
@@ -10226,10 +10353,9 @@ static int mode_perplexity(struct engine *e) {
         int rc = session_score(&e->session, s.ids, s.n, surprise_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
-        if (term.err_moves)
-            fprintf(stderr, "\r%d of %d tokens, %.3f \033[K", at + s.n, n, exp(s.sum / (double)s.count));
+        status_line("%d of %d tokens, %.3f", at + s.n, n, exp(s.sum / (double)s.count));
     }
-    if (term.err_moves) fputs("\r\033[K", stderr);
+    status_line("%s", "");
     double mean = s.sum / (double)s.count, var = s.sum2 / (double)s.count - mean * mean;
     double se = s.count > 1 ? sqrt(fmax(var, 0) / (double)(s.count - 1)) : 0;
     printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se,
@@ -10279,6 +10405,7 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
         (uint64_t)(e->set->seed >= 0 ? e->set->seed : 2) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
     int found = -1;
     *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
+    if (session_fits(&e->session, n, err)) return -1;
     if (set.haystack ? read_file(set.haystack, &hay, err)
                      : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err))
         return -1;
@@ -10327,22 +10454,24 @@ static int mode_smoke(struct engine *e) {
     bool ok[3] = {false};
     double seconds[3] = {e->model.load_seconds, 0, 0};
     static const char question[] = "What is 7 squared? One word.";
+    int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000, secret;
+    if (n < 64)
+        die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx,
+            128 + 64);
     set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
     double t0 = now_seconds();
     if (!chat_init(&c, &set, &e->model, &e->session, err)) {
         if (chat_turn(&c, question, sizeof question - 1, err) == TURN_DONE) {
             const char *think;
-            size_t n;
-            ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n), "49") != NULL;
+            size_t n_think;
+            ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
             ok[0] = true;
             for (int i = 0; i < e->model.n_vocab; i++) ok[0] &= isfinite(e->session.logits[i]) != 0;
         }
         chat_free(&c);
     }
     seconds[1] = now_seconds() - t0;
-    int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000;
-    int secret;
-    ok[2] = n >= 64 && !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
+    ok[2] = !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
     if (interrupted) return EXIT_INTERRUPT;
     fprintf(stderr,
             "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in "
@@ -10373,6 +10502,9 @@ static int mode_bench(struct engine *e) {
     double bandwidth = s->r.ops->bandwidth(&s->r), pre[BENCH_RUNS], dec[BENCH_RUNS];
     int32_t ids[BENCH_PREFILL];
     uint64_t rng = 1;
+    if (s->n_ctx <= BENCH_DECODE)
+        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx,
+            BENCH_DECODE + 1);
     note("%s, memory reads at %.1f GB/s", s->r.name, bandwidth * 1e-9);
     printf("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,gen_gb_per_s,gen_percent_"
            "of_bandwidth\n");
@@ -10543,21 +10675,20 @@ static uint8_t *synth_header(const struct synth *y, int n_layer, const struct sy
 /* Invents a model in memory, or in the file set->model when one is named (which must not exist yet). */
 static void synth_load(struct engine *e) {
     char err[ERR_MAX], name[64];
-    int layers = 0;
     const struct synth *y = NULL;
     const char *colon = strchr(e->set->synth, ':');
     snprintf(name, sizeof name, "%.*s", colon ? (int)(colon - e->set->synth) : 60, e->set->synth);
     for (size_t i = 0; i < sizeof synths / sizeof *synths; i++)
         if (!strcmp(name, synths[i].name)) y = &synths[i];
     if (!y) die_usage("--synth %s: known shapes are qwen3-30b-a3b and qwen3-235b-a22b", name);
-    if (colon) layers = atoi(colon + 1);
-    if (colon && (layers < 1 || layers > y->n_layer))
+    char *end = NULL;
+    long layers = colon ? strtol(colon + 1, &end, 10) : y->n_layer;
+    if (layers < 1 || layers > y->n_layer || (end && *end))
         die_usage("--synth %s: layers from 1 to %d", e->set->synth, y->n_layer);
-    layers = layers ? layers : y->n_layer;
-    struct synth_tensor *t = synth_tensors(y, layers);
+    struct synth_tensor *t = synth_tensors(y, (int)layers);
     size_t head;
     uint64_t data, rng = 42;
-    uint8_t *h = synth_header(y, layers, t, &head, &data), *p;
+    uint8_t *h = synth_header(y, (int)layers, t, &head, &data), *p;
     size_t total = head + (size_t)data;
     FILE *f = NULL;
     if (e->set->model) {
@@ -10617,13 +10748,13 @@ void rank_fatal(const char *what) { die("%s", what); }
 static void upload_progress(double done, double total) {
     static double start, shown;
     double t = now_seconds();
-    if (done >= total && shown > 0) fputs("\r\033[K", stderr), start = shown = 0;
-    if (!term.err_tty || done >= total) return;
+    if (done >= total && shown > 0) status_line("%s", ""), start = shown = 0;
+    if (!term.err_moves || done >= total) return;
     if (start <= 0) start = t;
     if (t - start < 0.5 || t - shown < 0.1) return;
     shown = t;
-    fprintf(stderr, "\rsending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s \033[K",
-            100 * done / total, done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
+    status_line("sending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s", 100 * done / total,
+                done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
 }
 #endif
 
@@ -10829,10 +10960,9 @@ static int run(struct settings *set) {
     struct engine e;
     char err[ERR_MAX], *text = NULL;
     int code;
+    settings_check(set);
     if (set->tokenize) return mode_tokenize(set);
     if (set->render) return mode_render(set);
-    if (set->lines && (set->prompt || set->prompt_file || set->ids))
-        die_usage("--lines takes its prompts from stdin alone");
     if (set->system_file) {
         if (read_file(set->system_file, &text, err)) die("%s", err);
         drop_newline(&text);
@@ -10841,6 +10971,10 @@ static int run(struct settings *set) {
         set->system = xstrndup(text, arrlenu(text));
         arrfree(text);
     }
+    struct stat from, to;
+    if (set->logits && set->model && !stat(set->model, &from) && !stat(set->logits, &to) &&
+        from.st_dev == to.st_dev && from.st_ino == to.st_ino)
+        die("--logits would replace the model '%s'", set->model);
     engine_open(&e, set);
     bool own_text =
         set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
@@ -10895,6 +11029,9 @@ static int print_version(void) {
 /* The program; the tests include this file and bring a main of their own. */
 int moe_main(int argc, char **argv) {
     struct settings set;
+    /* a closed standard stream gives and takes nothing; no other file must get its number */
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDONLY);
     setlocale(LC_CTYPE, "C.UTF-8");
     term_init();
     signals_install();
@@ -10905,7 +11042,8 @@ int moe_main(int argc, char **argv) {
     else if (set.version) code = print_version();
     else code = run(&set);
     settings_free(&set);
-    if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
+    out_flush();
+    if (term.out_error) die("cannot write to stdout: %s", strerror(term.out_error));
     return code;
 }
 

@@ -21,6 +21,7 @@
 #include <libgen.h>
 #include <limits.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/statvfs.h>
 #include <time.h>
 
@@ -132,6 +133,24 @@ static const char *model_dir;
 
 static const char *in_dir(const char *file) { return fmt("%s/%s", model_dir, file); }
 
+static struct stat *inputs; /* stb_ds: every file that was read */
+
+/* Opens a file of the model. A pipe is refused, not waited for. */
+static int input_open(const char *file) {
+    struct stat st;
+    int fd = open(in_dir(file), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &st)) die("cannot open '%s': %s", in_dir(file), strerror(errno));
+    if (!S_ISREG(st.st_mode)) die("'%s' is not a regular file", in_dir(file));
+    arrput(inputs, st);
+    return fd;
+}
+
+static FILE *input_file(const char *file) {
+    FILE *f = fdopen(input_open(file), "r");
+    if (!f) die("cannot open '%s': %s", in_dir(file), strerror(errno));
+    return f;
+}
+
 /* A value as it stands in the file, shortened. */
 static const char *json_show(const json_t *j) {
     char *s = json_dumps(j, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
@@ -151,7 +170,9 @@ static struct doc doc_read(const char *file) {
     json_error_t e;
     const char *path = in_dir(file);
     if (access(path, F_OK)) return (struct doc){NULL, file, NULL};
-    json_t *j = json_load_file(path, JSON_REJECT_DUPLICATES, &e);
+    FILE *f = input_file(file);
+    json_t *j = json_loadf(f, JSON_REJECT_DUPLICATES, &e);
+    fclose(f);
     if (!j) die("'%s': %s (line %d, column %d)", path, e.text, e.line, e.column);
     if (!json_is_object(j)) die("'%s': expected a JSON object", path);
     return (struct doc){j, file, NULL};
@@ -327,13 +348,11 @@ static int by_offset(const void *a, const void *b) {
 
 /* Reads the header of one file and appends its tensors. The file stays open. */
 static void shard_open(const char *name) {
-    struct stat st;
-    struct shard s = {xstrdup(name), open(in_dir(name), O_RDONLY | O_CLOEXEC)};
-    if (s.fd < 0 || fstat(s.fd, &st)) die("cannot open '%s': %s", in_dir(name), strerror(errno));
+    struct shard s = {xstrdup(name), input_open(name)};
     arrput(shards, s);
     uint8_t len[8];
-    size_t size = (size_t)st.st_size;
-    if (!S_ISREG(st.st_mode) || size < 8) die("'%s': not a safetensors file (%zu bytes)", name, size);
+    size_t size = (size_t)arrlast(inputs).st_size;
+    if (size < 8) die("'%s': not a safetensors file (%zu bytes)", name, size);
     read_exact(&s, 0, len, 8);
     size_t n = gguf_rd64(len);
     if (n > MAX_HEADER || n > size - 8)
@@ -1381,11 +1400,10 @@ static void derive_merge(int32_t rank) {
 }
 
 static void read_tiktoken(const char *file, struct doc config) {
-    FILE *f = fopen(in_dir(file), "r");
+    FILE *f = input_file(file);
     char *line = NULL;
     size_t cap = 0, n_line = 0;
     ssize_t len;
-    if (!f) die("cannot open '%s': %s", in_dir(file), strerror(errno));
     expect(config, "tokenizer_class", !strcmp(get_str(config, "tokenizer_class", ""), "TikTokenTokenizer"),
            fmt("\"TikTokenTokenizer\" (Kimi) beside %s", file));
     while ((len = getline(&line, &cap, f)) > 0) {
@@ -1626,8 +1644,8 @@ static void put_template(struct doc config) {
     json_t *v = get(config, "chat_template"), *e;
     size_t i;
     char *text = NULL;
-    FILE *f = fopen(in_dir("chat_template.jinja"), "r");
-    if (f) {
+    if (!access(in_dir("chat_template.jinja"), F_OK)) {
+        FILE *f = input_file("chat_template.jinja");
         for (size_t n = 1; n;) {
             char *p = arraddnptr(text, 4096);
             n = fread(p, 1, 4096, f);
@@ -1768,10 +1786,14 @@ static void progress(bool last) {
     double part = out.total ? (double)out.done / (double)out.total : 1;
     long eta = rate > 0 ? (long)((double)(out.total - out.done) / rate + 0.5) : 0;
     char bar[33] = "................................";
+    struct winsize w; /* a line that wraps cannot be rewritten */
+    int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
     memset(bar, '#', (size_t)(32 * part));
-    fprintf(stderr, "\r[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld \033[K%s", bar, 100 * part,
-            human((double)out.done), human((double)out.total), human(rate), eta / 3600, eta / 60 % 60,
-            eta % 60, last ? "\n" : "");
+    fprintf(stderr, "\r%.*s\033[K%s", cols - 1,
+            fmt("[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld", bar, 100 * part,
+                human((double)out.done), human((double)out.total), human(rate), eta / 3600, eta / 60 % 60,
+                eta % 60),
+            last ? "\n" : "");
     bar_shown = !last;
 }
 
@@ -1920,11 +1942,20 @@ static void stop_on(int sig) {
     if (!sigaction(sig, NULL, &old) && old.sa_handler != SIG_IGN) sigaction(sig, &act, NULL);
 }
 
-/* Before the first byte: a name for a file, a directory that can be written, and room. */
-static void check_target(const char *path, char *dir) {
+/* Before the first byte: a name for a file, none of the source's, a directory that can be written, and room. Symbolic links
+ * in `path` are replaced by what they lead to. */
+static void check_target(char path[PATH_MAX], char *dir) {
     char copy[PATH_MAX], need[64];
     struct stat st;
     struct statvfs fs;
+    if (!lstat(path, &st)) {
+        bool link = S_ISLNK(st.st_mode);
+        if (!realpath(path, copy) || stat(copy, &st)) die("cannot replace '%s': %s", path, strerror(errno));
+        for (size_t i = 0; i < arrlenu(inputs); i++)
+            if (inputs[i].st_dev == st.st_dev && inputs[i].st_ino == st.st_ino)
+                die("cannot replace '%s': it is a file of the model that is converted", path);
+        if (link) strcpy(path, copy);
+    }
     snprintf(copy, sizeof copy, "%s", path);
     strcpy(dir, dirname(copy));
     if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o names a file", path);
@@ -1935,7 +1966,7 @@ static void check_target(const char *path, char *dir) {
     if (room < (double)out.total) die("'%s': %s are needed, %s are free", dir, need, human(room));
 }
 
-static void write_file(const char *path, const uint8_t *header, size_t header_bytes) {
+static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header_bytes) {
     char dir[PATH_MAX];
     const char *terminal = getenv("TERM");
     out.path = path;
@@ -2006,15 +2037,22 @@ static void help(void) {
          "  --help       print this");
 }
 
+/* The exit code of what went to stdout. */
+static int stdout_end(void) {
+    if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
+    return 0;
+}
+
 int main(int argc, char **argv) {
     const char *path = NULL, *name = NULL;
+    char target[PATH_MAX];
     bool dry_run = false;
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
         bool takes = !strcmp(a, "-o") || !strcmp(a, "--name");
         if (takes && i + 1 == argc) usage("%s needs a value", a);
-        if (!strcmp(a, "--help")) return help(), 0;
-        if (!strcmp(a, "--version")) return puts("moe-convert " VERSION), 0;
+        if (!strcmp(a, "--help")) return help(), stdout_end();
+        if (!strcmp(a, "--version")) return puts("moe-convert " VERSION), stdout_end();
         if (!strcmp(a, "--dry-run")) dry_run = true;
         else if (takes && a[1] == 'o') path = argv[++i];
         else if (takes) name = argv[++i];
@@ -2024,7 +2062,9 @@ int main(int argc, char **argv) {
     }
     if (!model_dir) usage("a Hugging Face directory is needed (see --help)");
     if (!path && !dry_run) usage("-o OUT.gguf or --dry-run is needed (see --help)");
-    if (path && strlen(path) >= PATH_MAX - 1) usage("the name given with -o is too long");
+    if (path && (!*path || strlen(path) >= PATH_MAX - 1))
+        usage("the name given with -o is %s", *path ? "too long" : "empty");
+    strcpy(target, path ? path : "");
 
     read_config();
     source_open();
@@ -2035,10 +2075,9 @@ int main(int argc, char **argv) {
     uint8_t *header = gguf_header(&writer, &header_bytes);
     if (!header) die("out of memory for the header");
     if (dry_run) list_plan(header_bytes);
-    else write_file(path, header, header_bytes);
+    else write_file(target, header, header_bytes);
     free(header);
     gguf_writer_free(&writer);
     json_decref(m.top.obj);
-    if (fflush(stdout)) die("cannot write the listing: %s", strerror(errno));
-    return 0;
+    return stdout_end();
 }

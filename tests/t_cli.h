@@ -23,6 +23,7 @@ static void test_cli_pipe(void) {
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --show-think on", 0,
                   "7 squared is 7 times 7, which is 49.\n49\n", NULL);
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n", NULL);
+    check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' <&-", 0, "49\n", NULL);
     check_command("printf 'What is 7 squared?' >build/q.txt; " MOE
                   "--greedy --think off -f build/q.txt </dev/null; rm build/q.txt",
                   0, NULL, NULL);
@@ -46,13 +47,15 @@ static void test_cli_lines(void) {
     check_command("printf 'What is 7 squared? One word.\\n\\nWhat is the capital of France?\\nWhat is 7 "
                   "squared? One word.' | " MOE "--greedy --think off --lines",
                   0, "49\nThe capital of France is Paris.\n49\n", NULL);
+    check_command("printf 'Once upon a\n\nOnce upon a' | " MOE "--raw --lines --greedy -n 1", 0,
+                  " time\n time\n", NULL);
 }
 
 /* A line that cannot be answered does not keep the others from it. */
 static void test_cli_bad_line(void) {
     check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE
                   "--raw --lines --greedy -n 1 -c 64",
-                  1, " time time", "context is full");
+                  1, " time\n time\n", "context is full");
     check_command("printf '' | " MOE "--raw -p ''", 1, "", "no tokens");
 }
 
@@ -98,6 +101,7 @@ static void test_cli_render(void) {
     check_command("printf '{}' | " MOE_BIN " --render --chat-template-file /dev/null", 0, "", NULL);
     check_command("printf '[]' | " MOE "--render", 1, "", "not a JSON object");
     check_command("printf '{\"a\":}' | " MOE "--render", 1, "", "line 1");
+    check_command("printf '{\"messages\":[],\"now\":3}' | " MOE "--render", 1, "", "\"now\" is not a string");
 }
 
 static void test_cli_usage(void) {
@@ -111,9 +115,32 @@ static void test_cli_usage(void) {
     check_command(MOE_BIN " -m build/nothing.gguf -p hi </dev/null", 1, "", "No such file");
     check_command(MOE_BIN " -m build -p hi </dev/null", 1, "", "not a regular file");
     check_command(MOE_BIN " -m Makefile -p hi </dev/null", 1, "", "not a GGUF file");
+    static const struct {
+        const char *args, *said;
+        int rc;
+    } t[] = {
+        {"--tokenize -p hi", "--tokenize and -p exclude each other", 2},
+        {"--logits build/x.npy --perplexity Makefile", "--logits and --perplexity exclude each other", 2},
+        {"--logits build/x.npy --bench", "--logits and --bench exclude each other", 2},
+        {"--logits build/x.npy --lines", "--logits and --lines exclude each other", 2},
+        {"--lines -f Makefile", "--lines and -f exclude each other", 2},
+        {"--ids 1 -p hi", "-p and --ids exclude each other", 2},
+        {"-s a --system-file Makefile -p hi", "-s and --system-file exclude each other", 2},
+        {"--logits '' --ids 1", "--logits wants the name of a file", 2},
+        {"-hv", "unknown option '-v'", 2},
+        {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
+        {"--synth qwen3-30b-a3b:1abc --info", "layers from 1 to 48", 2},
+        {"--bench -c 1", "too small for --bench: expected at least 33", 1},
+        {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
+        {"--needle 99999999 -c 500", "99,999,999 tokens are needed, 500 fit; restart with -c 99999999", 1},
+        {"-c 16 -p 'What is 7 squared? One word.'", "fit; restart with -c 19 (needs 6.8 KiB more)", 1}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char cmd[256];
+        snprintf(cmd, sizeof cmd, MOE "%s </dev/null", t[i].args);
+        check_command(cmd, t[i].rc, "", t[i].said);
+    }
     check_command(MOE_BIN " --help", 0, NULL, NULL);
     check_command(MOE_BIN " --version", 0, NULL, NULL);
-    check_command(MOE "-c 16 -p 'What is 7 squared? One word.' </dev/null", 1, "", "context is full");
     check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
     check_command("printf 'a\\377b' | " MOE "--logits build/x.npy", 1, "", "the prompt is not valid UTF-8");
     check_command(MOE "-s \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "",
@@ -146,6 +173,9 @@ static void test_cli_info(void) {
 static void test_cli_stdout_full(void) {
     if (access("/dev/full", W_OK)) SKIP("there is no /dev/full");
     check_command(MOE "--greedy --think off -p hi </dev/null >/dev/full", 1, NULL, "cannot write");
+    check_command(MOE "--greedy -n 1 -p hi </dev/null >&-", 1, "", "cannot write to stdout: Bad file");
+    check_command(CONVERT_BIN " --help >/dev/full", 1, "", "cannot write to stdout");
+    check_command(CONVERT_BIN " --version >/dev/full", 1, "", "cannot write to stdout");
     check_command(MOE "--ids 1,2 --logits build/none/x.npy </dev/null", 1, "", "build/none/x.npy");
     static const char *const modes[] = {"--help", "--version", "--info", "--tokenize", "--render"};
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
@@ -163,6 +193,17 @@ static void test_cli_temporary(void) {
                   "--ids 1 --logits build/fifo </dev/null; rc=$?; [ -p build/fifo ] || rc=3; "
                   "rm build/fifo; exit $rc",
                   1, "", "it is not a regular file");
+    /* what a symbolic link leads to is replaced, but not by the model's logits */
+    check_command("echo old >build/real; ln -s real build/link; " MOE
+                  "--ids 1 --logits build/link </dev/null; "
+                  "rc=$?; [ -L build/link ] && head -c 6 build/real; rm build/link build/real*; exit $rc",
+                  0, "\x93NUMPY", NULL);
+    check_command("ln -s demo.gguf build/link; " MOE
+                  "--ids 1 --logits build/link </dev/null; rc=$?; rm build/link; exit $rc",
+                  1, "", "--logits would replace the model");
+    check_command("mkfifo build/fifo; " MOE_BIN
+                  " -m build/fifo --info </dev/null; rc=$?; rm build/fifo; exit $rc",
+                  1, "", "not a regular file");
     check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --info -m build/demo.gguf </dev/null", 1, "",
                   "File exists");
     if (SANITIZED) return;

@@ -1227,6 +1227,24 @@ static void test_convert_atomic(void) {
              h.dir, h.dir, h.dir, h.dir);
     arrsetlen(h.err, 0);
     CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "not a regular file"), "%s", h.err);
+    arrsetlen(h.err, 0);
+    CHECK(run_command("build/moe-convert convert/demo -o ''", NULL, &h.err) == 2, "%s", h.err);
+    snprintf(cmd, sizeof cmd, "cd %s; ln -s tokenizer.json link; $OLDPWD/build/moe-convert . -o link", h.dir);
+    arrsetlen(h.err, 0);
+    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a file of the model"), "%s",
+          h.err);
+    snprintf(cmd, sizeof cmd,
+             "cd %s; touch real.gguf; ln -sf real.gguf link; $OLDPWD/build/moe-convert . -o link && "
+             "[ -L link ] && cmp real.gguf out.gguf",
+             h.dir);
+    arrsetlen(h.err, 0);
+    CHECK(run_command(cmd, NULL, &h.err) == 0, "%s", h.err);
+    snprintf(cmd, sizeof cmd,
+             "cd %s; rm generation_config.json; mkfifo generation_config.json; $OLDPWD/build/moe-convert . "
+             "--dry-run",
+             h.dir);
+    arrsetlen(h.err, 0);
+    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "not a regular file"), "%s", h.err);
     snprintf(cmd, sizeof cmd, "ls %s", h.dir);
     run_command(cmd, &listing, NULL);
     CHECK(!strstr(sb_cstr(&listing), "tmp") && !strstr(listing, "out2") && strstr(listing, "out.gguf"),

@@ -324,6 +324,14 @@ static void test_session_file(void) {
     CHECK(session_load(&s, path, err) && strstr(err, "40 tokens"), "%s", err);
     session_free(&s);
     session_init(&s, &m, &kernels_ref, 1, 64, KV_F32);
+    CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
+    for (int at = 1; at < 3; at++) { /* one bit of a token, one of the cache */
+        FILE *f = fopen(path, "r+b");
+        CHECK(f && !fseek(f, at > 1 ? -5 : (long)sizeof(struct kv_header), at > 1 ? SEEK_END : SEEK_SET) &&
+                  fputc(101, f) == 101 && !fclose(f),
+              "%s", strerror(errno));
+        CHECK(session_load(&s, path, err) && strstr(err, "checksum") && !s.n_past, "%s", err);
+    }
     CHECK(truncate(path, 1000) == 0 && session_load(&s, path, err) && s.n_past == 0, "a cut file was taken");
     CHECK(truncate(path, 3) == 0 && session_load(&s, path, err) && strstr(err, "not a saved state"), "%s",
           err);

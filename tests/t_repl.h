@@ -773,7 +773,12 @@ static void test_repl_restore(void) {
              {SIGSEGV, 128 + SIGSEGV},
              {SIGABRT, 128 + SIGABRT},
              {SIGBUS, 1},
-             {SIGFPE, 128 + SIGFPE}};
+             {SIGFPE, 128 + SIGFPE},
+             {SIGQUIT, 128 + SIGQUIT},
+             {SIGUSR1, 128 + SIGUSR1},
+             {SIGUSR2, 128 + SIGUSR2},
+             {SIGALRM, 128 + SIGALRM},
+             {SIGXCPU, 128 + SIGXCPU}};
     struct pty p;
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         if (!editor_start(&p, 24, 80, NULL)) return;
@@ -914,7 +919,8 @@ static void test_moe_files(void) {
     repl_write(good, "What is 7 squared? One word.\n", 29);
     snprintf(bad, sizeof bad, "%s", repl_scratch("latin1.txt"));
     repl_write(bad, "caf\xe9\n", 5);
-    setenv("EDITOR", "sh -c 'printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
+    setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'",
+           1);
     bool started = moe_start(&p, "xterm", moe_argv);
     unsetenv("EDITOR");
     if (!started) return;
@@ -935,9 +941,21 @@ static void test_moe_files(void) {
     moe_ask(&p, "/regen", "49");
     moe_ask(&p, "/list", "kept");
     moe_ask(&p, "/load no-such-session", "no-such-session");
-    moe_end(&p);
+    moe_ask(&p, "/save ~/home.jsonl", "[saved]");
+    moe_ask(&p, "/load home.jsonl", "cannot open");
+    moe_ask(&p, "/load ~/home", "[loaded: 2 messages]");
     struct stat st;
     char *data = NULL, err[ERR_MAX];
+    static const char asked[] =
+        "{\"moe\":1}\n{\"role\":\"user\",\"content\":\"What is 7 squared? One word.\"}\n";
+    snprintf(line, sizeof line, "%s/.moe/asked.jsonl", test_dir());
+    repl_write(line, asked, sizeof asked - 1);
+    moe_ask(&p, "/load asked.jsonl", "[loaded: 1 messages] /regen answers the last");
+    moe_ask(&p, "/regen", "49");
+    snprintf(line, sizeof line, "%s/.moe/pipe.jsonl", test_dir());
+    CHECK(!mkfifo(line, 0600), "%s", strerror(errno));
+    moe_ask(&p, "/load pipe", "is not a regular file");
+    moe_end(&p);
     snprintf(line, sizeof line, "%s/.moe/empty.kv", test_dir());
     CHECK(!stat(line, &st) && st.st_size == sizeof(struct kv_header), "%lld bytes", (long long)st.st_size);
     snprintf(line, sizeof line, "%s/.moe_history", test_dir());
@@ -1036,6 +1054,42 @@ static void test_moe_redirected(void) {
     arrfree(data);
 }
 
+/* Answers that cannot be written: said once, in the dialogue. */
+static void test_moe_full(void) {
+    NEED_MOE();
+    if (access("/dev/full", W_OK)) SKIP("there is no /dev/full");
+    struct pty p;
+    char *argv[] = {"/bin/sh", "-c", "exec " MOE_BIN " -m build/demo.gguf --greedy -n 4 >/dev/full", NULL};
+    if (!pty_start(&p, 24, 80, "xterm", NULL, NULL, argv)) return;
+    EXPECT(&p, "> ");
+    pty_send(&p, "Hello\n");
+    EXPECT(&p, "cannot write to stdout: No space left on device; the answers are lost");
+    EXPECT(&p, "\n> ");
+    size_t from = p.log_at;
+    pty_send(&p, "Hello\n");
+    EXPECT(&p, "\n> ");
+    CHECK(!memmem(p.log + from, arrlenu(p.log) - from, "are lost", 8), "said twice");
+    pty_send(&p, "\4");
+    int rc = pty_end(&p);
+    CHECK(rc == 1, "exit %d", rc);
+}
+
+/* A line that is rewritten never reaches the terminal's last column. */
+static void test_moe_narrow(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--show-think", "off", NULL};
+    struct pty p;
+    if (!pty_start(&p, 24, 16, "xterm", NULL, NULL, argv)) return;
+    EXPECT(&p, "\033[?2004h");
+    pty_send(&p, "What is 7 squared?\r");
+    EXPECT(&p, "\rthinking... ");
+    size_t from = p.log_at;
+    EXPECT(&p, "\033[K");
+    CHECK(p.log_at - from == 3 + 3, "%.*s", (int)(p.log_at - from), p.log + from);
+    EXPECT(&p, "\033[?2004h");
+    moe_end(&p);
+}
+
 static void test_moe_colour(void) {
     NEED_MOE();
     static char *hidden[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--show-think", "off", NULL};
@@ -1073,4 +1127,4 @@ static void test_moe_colour(void) {
         {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, \
         {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt},                                   \
         {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                    \
-        {"repl/colour", test_moe_colour},
+        {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/colour", test_moe_colour},

@@ -405,16 +405,18 @@ TEMPLATES = {
 }
 
 
-def state(n, tokens, kind=2, magic=b"MOEKV001", digest=0, k_row=16):
-    """A saved state of valid-qwen3moe.gguf under an F32 cache."""
-    head = magic + struct.pack("<QIIIIIIII", digest, kind, 1, n, k_row, 16, 0, 0, 0)
-    return head + struct.pack(f"<{len(tokens)}i", *tokens) + struct.pack("<f", 0.5) * 8 * len(tokens)
+def state(n, tokens, kind=2, digest=0, k_row=16, broken=0):
+    """A saved state of valid-qwen3moe.gguf under an F32 cache; the checksum is FNV-1a over 64-bit words."""
+    ids, rows, check = struct.pack(f"<{len(tokens)}i", *tokens), struct.pack("<f", 0.5) * 8 * len(tokens), 0xcbf29ce484222325
+    for (word,) in struct.iter_unpack("<Q", ids + bytes(-len(ids) % 8) + rows):
+        check = (check ^ word) * 0x100000001b3 % 2**64
+    return b"MOEKV002" + struct.pack("<QIIIIIIIIQ", digest, kind, 1, n, k_row, 16, 0, 0, 0, check ^ broken) + ids + rows
 
 
 SESSIONS = {
     "valid.kv": state(3, [0, 1, 7]), "none.kv": state(0, []), "full.kv": state(8, [1] * 8), "many.kv": state(9, [1] * 9), "count.kv": state(0xffffffff, [1]),
     "token.kv": state(2, [0, 8]), "negative.kv": state(2, [-1, 0]), "type.kv": state(1, [0], kind=0), "model.kv": state(1, [0], digest=1),
-    "rows.kv": state(1, [0], k_row=1 << 31), "long.kv": state(1, [0]) + b"x", "short.kv": state(3, [0, 1, 7])[:-1], "head.kv": state(1, [0])[:40], "magic.kv": b"MOEKV001",
+    "rows.kv": state(1, [0], k_row=1 << 31), "long.kv": state(1, [0]) + b"x", "short.kv": state(3, [0, 1, 7])[:-1], "head.kv": state(1, [0])[:40], "magic.kv": b"MOEKV002", "sum.kv": state(3, [0, 1, 7], broken=1),
     "valid.jsonl": b'{"moe":1}\n{"role":"system","content":"s"}\n{"role":"user","content":"\\u00e9"}\n{"role":"assistant","content":"<think>\\n</think>"}\n',
     "header.jsonl": b'{"moe":2}\n', "role.jsonl": b'{"moe":1}\n{"role":"tool","content":"x"}\n', "content.jsonl": b'{"moe":1}\n{"role":"user","content":[]}\n',
     "cut.jsonl": b'{"moe":1}\n{"role":"user","content":"x"}\n{"role":"us', "nul.jsonl": b'{"moe":1}\n{"role":"user","content":"\\u0000"}\n\0\n',
