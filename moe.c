@@ -141,6 +141,7 @@ struct model {
     int n_layer;     /* without the multi-token-prediction layers */
     int n_mtp_layer; /* present in the file, not bound */
     int n_embd, n_vocab, n_ctx_train;
+    int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     int n_head, n_head_kv;
     int head_k, head_v;                  /* of one head as attention sees it (MLA: nope + rope, v) */
     int q_lora, kv_lora, rope_dim, nope; /* kv_lora 0: no MLA; q_lora 0: wq instead of wq_a, wq_b */
@@ -180,6 +181,20 @@ enum act {
 struct rank;
 struct kv_plane;
 
+/* How a token is chosen. */
+struct sampling {
+    bool greedy;
+    float temp, top_p, min_p, repeat_penalty;
+    int top_k; /* 0: off */
+};
+
+enum { PENALTY_WINDOW = 64 }; /* latest tokens that the repeat penalty looks at */
+
+struct candidate {
+    float logit;
+    int32_t id;
+};
+
 struct ops {
     bool (*begin)(
         struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
@@ -204,6 +219,10 @@ struct ops {
     void (*all_reduce)(struct rank *r, enum act x);       /* sum over the ranks */
     void (*logits)(struct rank *r, int first, int n);     /* final norm and head for rows first..first+n-1 */
     const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
+    /* chooses a token by row 0 of the logits; recent: the n_recent <= PENALTY_WINDOW latest ids; uniform: a draw from [0, 1) */
+    void (*sample)(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent,
+                   double uniform);
+    int32_t (*read_token)(struct rank *r); /* the one chosen; waits */
     /* rows first..first+n-1 of a plane to or from (store) host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one */
     void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
                     float *scale, bool store);
@@ -275,6 +294,7 @@ struct rank {
     int32_t pos;            /* position of the first, */
     int32_t *tokens;        /* (chunk) ids */
     int width[ACT_COUNT];   /* values per row */
+    struct candidate *work; /* (n_ids), of the sampler, in host memory */
     size_t bytes, kv_bytes; /* of activations; of the cache */
     char name[128];         /* what it runs on */
     struct cuda *cuda;      /* the rest of a GPU's rank; */
@@ -297,6 +317,7 @@ struct rank {
     float *qlat;       /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
     float *part;       /* partial results of a partitioned context */
     float *logits;     /* (LOGIT_ROWS, n_vocab) */
+    int32_t chosen;    /* the token of `sample` */
     uint8_t *scratch;  /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
     void **owned; /* stb_ds */
@@ -324,7 +345,10 @@ int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_opti
 int cuda_device_count(char *err);              /* 0: none can be used, and why */
 void cuda_describe(int device, char out[128]); /* name, chip, memory */
 const char *cuda_targets(void);                /* the chips that the program was built for */
-void rank_fatal(const char *what);             /* moe.c: ends the program with a line */
+/* what moe.c offers to it */
+void rank_fatal(const char *what); /* ends the program with a line */
+int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
+                        const int32_t *recent, int n_recent, double uniform);
 #ifdef __cplusplus
 }
 #endif
@@ -5008,6 +5032,7 @@ static int model_bind(struct model *m, char *err) {
     if (!l.failed) {
         for (uint32_t i = 0; i < l.g->n_images; i++) m->file_bytes += l.g->images[i].size;
         m->hash = model_hash(l.g);
+        m->n_ids = m->vocab->n_tokens ? m->vocab->n_tokens : m->n_vocab;
         return 0;
     }
     model_free(m);
@@ -7251,6 +7276,12 @@ static const float *cpu_read_logits(struct rank *r, int row) {
     return r->logits + (size_t)row * (size_t)r->m->n_vocab;
 }
 
+static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent,
+                       double uniform) {
+    r->chosen = sampling_choose(o, r->work, r->m->n_ids, r->logits, recent, n_recent, uniform);
+}
+static int32_t cpu_read_token(struct rank *r) { return r->chosen; }
+
 static bool cpu_begin(struct rank *r) { return (void)r, false; }
 static void cpu_end(struct rank *r) { (void)r; }
 
@@ -7272,11 +7303,11 @@ static void cpu_close(struct rank *r) {
     arrfree(r->owned);
 }
 
-static const struct ops cpu_ops = {cpu_begin,       cpu_end,        cpu_embed,         cpu_rmsnorm,
-                                   cpu_add_rmsnorm, cpu_add,        cpu_linear,        cpu_rope_store_kv,
-                                   cpu_attention,   cpu_mla_store,  cpu_mla_attention, cpu_ffn,
-                                   cpu_moe_ffn,     cpu_all_reduce, cpu_logits,        cpu_read_logits,
-                                   cpu_kv_copy,     cpu_wait,       cpu_bandwidth,     cpu_close};
+static const struct ops cpu_ops = {
+    cpu_begin,   cpu_end,           cpu_embed,     cpu_rmsnorm,     cpu_add_rmsnorm,   cpu_add,
+    cpu_linear,  cpu_rope_store_kv, cpu_attention, cpu_mla_store,   cpu_mla_attention, cpu_ffn,
+    cpu_moe_ffn, cpu_all_reduce,    cpu_logits,    cpu_read_logits, cpu_sample,        cpu_read_token,
+    cpu_kv_copy, cpu_wait,          cpu_bandwidth, cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -7352,6 +7383,7 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     if (m->kv_lora) r->qlat = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
     r->part = rank_own(r, PARTS_MAX * PART_TOKENS * n_head * (dv + 2), sizeof(float));
     r->logits = rank_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
+    r->work = rank_own(r, (size_t)m->n_ids, sizeof *r->work);
 
     size_t rows = (size_t)(m->n_head / m->n_head_kv) * PART_TOKENS; /* the largest attention item */
     rows = size_max(m->kv_lora ? size_max(c, MLA_HEAD_GROUP * PART_TOKENS) : rows, QUERY_ROWS);
@@ -7441,32 +7473,6 @@ static void forward(struct rank *r) {
  * Repeat penalty, then top-k, top-p, min-p, temperature: the order of llama.cpp. Works in arrays laid out at start.
  * ============================================================================================================ */
 
-struct sampling {
-    bool greedy;
-    float temp, top_p, min_p, repeat_penalty;
-    int top_k; /* 0: off */
-};
-
-enum { PENALTY_WINDOW = 64 }; /* latest tokens that the repeat penalty looks at */
-
-struct candidate {
-    float logit;
-    int32_t id;
-};
-
-struct sampler {
-    uint64_t rng;
-    struct candidate *heap; /* (n) */
-    int n;                  /* ids that may be sampled: padding rows of the embedding are not */
-};
-
-static void sampler_init(struct sampler *s, int n, uint64_t seed) {
-    s->rng = seed, s->n = n;
-    s->heap = xmalloc((size_t)n * sizeof *s->heap);
-}
-
-static void sampler_free(struct sampler *s) { free(s->heap); }
-
 static int argmax(const float *x, int n) {
     int best = 0;
     for (int i = 1; i < n; i++)
@@ -7489,38 +7495,38 @@ static void heap_sink(struct candidate *h, int n, int i) {
 }
 
 /* Moves the best of the heap's first n - popped candidates behind them: the i-th best ends at heap[n - 1 - i]. */
-static struct candidate sampler_pop(struct sampler *s, int popped) {
-    int last = s->n - 1 - popped;
-    struct candidate best = s->heap[0];
-    s->heap[0] = s->heap[last], s->heap[last] = best;
-    heap_sink(s->heap, last, 0);
+static struct candidate candidates_pop(struct candidate *heap, int n, int popped) {
+    int last = n - 1 - popped;
+    struct candidate best = heap[0];
+    heap[0] = heap[last], heap[last] = best;
+    heap_sink(heap, last, 0);
     return best;
 }
 
-/* Chooses a token. logits (at least s->n) are read only; recent: the n_recent latest tokens. Top-p is of the mass that top-k leaves,
- * and like min-p looks at temperature 1. */
-static int32_t sampler_choose(struct sampler *s, const struct sampling *o, const float *logits,
-                              const int32_t *recent, int n_recent) {
+/* Chooses one of the ids 0..n-1 by their logits; work (n). recent: the n_recent latest tokens; uniform: a draw from [0, 1).
+ * Top-p is of the mass that top-k leaves, and like min-p looks at temperature 1. */
+int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
+                        const int32_t *recent, int n_recent, double uniform) {
     bool penalise = o->repeat_penalty != 1.0f && n_recent > 0, greedy = o->greedy || o->temp <= 0;
-    if (!penalise && greedy) return argmax(logits, s->n);
-    for (int i = 0; i < s->n; i++) s->heap[i] = (struct candidate){logits[i], i};
+    if (!penalise && greedy) return argmax(logits, n);
+    for (int i = 0; i < n; i++) work[i] = (struct candidate){logits[i], i};
     for (int i = 0; penalise && i < n_recent; i++)
-        if (recent[i] < s->n) { /* from the original value: a token that occurs twice is punished once */
+        if (recent[i] < n) { /* from the original value: a token that occurs twice is punished once */
             float v = logits[recent[i]];
-            s->heap[recent[i]].logit = v > 0 ? v / o->repeat_penalty : v * o->repeat_penalty;
+            work[recent[i]].logit = v > 0 ? v / o->repeat_penalty : v * o->repeat_penalty;
         }
-    for (int i = s->n / 2 - 1; i >= 0; i--) heap_sink(s->heap, s->n, i);
-    float top = s->heap[0].logit;
-    if (greedy) return s->heap[0].id;
-    int limit = o->top_k > 0 && o->top_k < s->n ? o->top_k : s->n, popped = 0, kept = 0;
+    for (int i = n / 2 - 1; i >= 0; i--) heap_sink(work, n, i);
+    float top = work[0].logit;
+    if (greedy) return work[0].id;
+    int limit = o->top_k > 0 && o->top_k < n ? o->top_k : n, popped = 0, kept = 0;
     double total = 0, mass = 0, sum = 0, at = 0;
-    if (limit < s->n)
-        for (; popped < limit; popped++) total += exp((double)(sampler_pop(s, popped).logit - top));
+    if (limit < n)
+        for (; popped < limit; popped++) total += exp((double)(candidates_pop(work, n, popped).logit - top));
     else if (o->top_p < 1.0f)
-        for (int i = 0; i < s->n; i++) total += exp((double)(s->heap[i].logit - top));
-    const struct candidate *best = s->heap + s->n - 1; /* best[-i] is the i-th */
+        for (int i = 0; i < n; i++) total += exp((double)(work[i].logit - top));
+    const struct candidate *best = work + n - 1; /* best[-i] is the i-th */
     for (; kept < limit; kept++) {
-        if (kept == popped) sampler_pop(s, popped++);
+        if (kept == popped) candidates_pop(work, n, popped++);
         double rel = (double)(best[-kept].logit - top);
         if (kept && ((o->top_p < 1.0f && mass >= (double)o->top_p * total) ||
                      (o->min_p > 0 && exp(rel) < (double)o->min_p)))
@@ -7528,7 +7534,7 @@ static int32_t sampler_choose(struct sampler *s, const struct sampling *o, const
         mass += exp(rel);
     }
     for (int i = 0; i < kept; i++) sum += exp((double)(best[-i].logit - top) / (double)o->temp);
-    double want = rng_uniform(&s->rng) * sum;
+    double want = uniform * sum;
     for (int i = 0; i < kept; i++)
         if ((at += exp((double)(best[-i].logit - top) / (double)o->temp)) > want) return best[-i].id;
     return best[1 - kept].id;
@@ -7547,7 +7553,6 @@ struct session {
     struct rank r;
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
-    const float *logits; /* (n_vocab) behind the last token; valid after a sync or decode */
     int sync_tokens;     /* of the latest sync: tokens computed, */
     double sync_seconds; /* and the time it took */
 };
@@ -7585,7 +7590,17 @@ static void session_forward(struct session *s, const int32_t *ids, int n) {
 static void session_decode(struct session *s, int32_t id) {
     session_forward(s, &id, 1);
     s->r.ops->logits(&s->r, 0, 1);
-    s->logits = s->r.ops->read_logits(&s->r, 0);
+}
+
+/* (n_vocab) behind the last token, after a sync or decode. */
+static const float *session_logits(struct session *s) { return s->r.ops->read_logits(&s->r, 0); }
+
+/* The next token, chosen by those logits. */
+static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
+    int n = s->n_past < PENALTY_WINDOW ? s->n_past : PENALTY_WINDOW;
+    double uniform = o->greedy || o->temp <= 0 ? 0 : rng_uniform(rng);
+    s->r.ops->sample(&s->r, o, s->tokens + s->n_past - n, n, uniform);
+    return s->r.ops->read_token(&s->r);
 }
 
 /* Bytes of cache that `more` further tokens of context would take. */
@@ -7643,7 +7658,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
     if (s->n_past < n) return SYNC_INTERRUPTED;
     s->r.ops->logits(&s->r, s->r.n_tok - 1, 1);
-    s->logits = s->r.ops->read_logits(&s->r, 0);
+    s->r.ops->wait(&s->r);
     s->sync_seconds = now_seconds() - t0;
     return SYNC_DONE;
 }
@@ -8142,7 +8157,7 @@ struct chat {
     struct template *t;
     bool splits_reasoning; /* the template wants reasoning_content beside content */
     bool strips_reasoning; /* the template takes the thinking out of content itself */
-    struct sampler sampler;
+    uint64_t rng;          /* of the sampler */
     struct turn_stats last, total;
     int turns;
 };
@@ -8200,7 +8215,7 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     if (!rc) {
         c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
         c->strips_reasoning = text_has(source, arrlenu(source), "</think>");
-        sampler_init(&c->sampler, m->vocab->n_tokens, settings_seed(set));
+        c->rng = settings_seed(set);
         if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
     }
     arrfree(source);
@@ -8211,7 +8226,6 @@ static void chat_free(struct chat *c) {
     while (arrlen(c->messages)) chat_pop(c);
     arrfree(c->messages);
     template_free(c->t);
-    sampler_free(&c->sampler);
 }
 
 /* Where the answer begins in an assistant's content: behind the thinking and the newlines that follow it. *think and *n: the
@@ -8441,12 +8455,11 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
     double t0 = now_seconds();
     enum stop_reason why = STOP_LENGTH;
     while (c->set->n_predict < 0 || st->n_generated < c->set->n_predict) {
-        int recent = s->n_past < PENALTY_WINDOW ? s->n_past : PENALTY_WINDOW;
         if (interrupted) {
             why = STOP_INTERRUPT;
             break;
         }
-        int32_t id = sampler_choose(&c->sampler, &o, s->logits, s->tokens + s->n_past - recent, recent);
+        int32_t id = session_sample(s, &o, &c->rng);
         if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
         if (vocab_is_stop(c->m->vocab, id)) {
             why = STOP_END;
@@ -8462,7 +8475,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
         session_decode(s, id);
     }
     st->seconds = now_seconds() - t0;
-    st->logit_hash = logit_hash(s->logits, c->m->n_vocab);
+    st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
     return why;
 }
@@ -8586,7 +8599,7 @@ static int chat_undo(struct chat *c, char *err) {
 /* Changes an option; a seed counts from here on. */
 static int chat_set(struct chat *c, const char *name, const char *value, char *err) {
     if (option_set(c->set, name, value, err)) return -1;
-    if (!strcmp(name, "seed")) c->sampler.rng = settings_seed(c->set);
+    if (!strcmp(name, "seed")) c->rng = settings_seed(c->set);
     return 0;
 }
 
@@ -10466,7 +10479,8 @@ static int mode_smoke(struct engine *e) {
             size_t n_think;
             ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
             ok[0] = true;
-            for (int i = 0; i < e->model.n_vocab; i++) ok[0] &= isfinite(e->session.logits[i]) != 0;
+            const float *logits = session_logits(&e->session);
+            for (int i = 0; i < e->model.n_vocab; i++) ok[0] &= isfinite(logits[i]) != 0;
         }
         chat_free(&c);
     }
@@ -10892,7 +10906,7 @@ static int run_raw(struct engine *e, const char *text, size_t n) {
         arrfree(ids);
         return report(err);
     }
-    sampler_init(&c.sampler, e->model.vocab->n_tokens, settings_seed(e->set));
+    c.rng = settings_seed(e->set);
     struct printer p = printer_make(&c, false, true);
     enum stop_reason why = STOP_INTERRUPT;
     if (r == SYNC_DONE) {
@@ -10902,7 +10916,6 @@ static int run_raw(struct engine *e, const char *text, size_t n) {
     }
     arrfree(p.text);
     arrfree(ids);
-    sampler_free(&c.sampler);
     return why == STOP_INTERRUPT ? EXIT_INTERRUPT : EXIT_OK;
 }
 

@@ -3,6 +3,12 @@
 void cuda_test_write(struct rank *r, enum act a, const float *x, int n_tok);
 void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half);
 void cuda_test_batch(struct rank *r);
+void cuda_test_logits(struct rank *r, const float *x, int n);
+size_t cuda_test_free_bytes(void);
+void cuda_test_fail(const char *api, int n); /* emulator: its n-th call from now on fails; 0: none */
+void cuda_test_memory(size_t bytes);         /* emulator: of the GPU */
+int cuda_test_turns(void);                   /* of a chat: many on a device */
+bool cuda_test_chose(struct rank *r);        /* the device chose, not the host */
 
 /* ---- one table that runs every operation on both backends and compares ---- */
 
@@ -159,4 +165,198 @@ static void test_cuda_operations(void) {
     }
 }
 
-#define TESTS_CUDA {"cuda/operations", test_cuda_operations},
+/* The GPU chooses what the CPU does: every filter, alone and together, over flat and steep logits with equal ones among them. */
+static void test_cuda_sample(void) {
+    static const int top_k[] = {0, 1, 20, 40, 1000, 5000};
+    static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f},
+                       steep[] = {0.01f, 1, 4}, penalty[] = {1.0f, 1.3f};
+    struct model m;
+    struct rank r;
+    char err[ERR_MAX] = "";
+    struct cuda_options o = {.n_ctx = 16, .kv = KV_BF16};
+    if (!fixture_load("qwen3moe", &m)) return;
+    m.n_vocab = m.n_ids = 9973;
+    if (!CHECK(cuda_rank_init(&r, &m, &o, err) == 0, "%s", err)) return;
+    float *x = xmalloc((size_t)m.n_ids * sizeof *x);
+    struct candidate *work = xmalloc((size_t)m.n_ids * sizeof *work);
+    uint64_t rng = 5;
+    int32_t recent[PENALTY_WINDOW];
+    int chosen = 0;
+    for (int c = 0; c < 6 * 4 * 3 * 3 * 2; c++) {
+        struct sampling s = {.temp = c % 7 ? 0.2f + (float)rng_uniform(&rng) : 0,
+                             .top_k = top_k[c % 6],
+                             .top_p = top_p[c / 6 % 4],
+                             .min_p = min_p[c / 24 % 3],
+                             .repeat_penalty = penalty[c / 216 % 2]};
+        for (int i = 0; i < m.n_ids; i++) /* in steps: many are equal, also 0 and -0 */
+            x[i] = steep[c / 72 % 3] * roundf(16 * (float)(rng_uniform(&rng) + rng_uniform(&rng) - 1)) / 4;
+        for (int i = 0; i < PENALTY_WINDOW; i++)
+            recent[i] = i % 2 ? argmax(x, m.n_ids) : (int32_t)(rng_next(&rng) % (uint64_t)m.n_ids);
+        double uniform = rng_uniform(&rng);
+        int n_recent = (int)(rng_next(&rng) % (PENALTY_WINDOW + 1));
+        int32_t want = sampling_choose(&s, work, m.n_ids, x, recent, n_recent, uniform);
+        cuda_test_logits(&r, x, m.n_ids);
+        r.ops->sample(&r, &s, recent, n_recent, uniform);
+        int32_t got = r.ops->read_token(&r);
+        chosen += cuda_test_chose(&r);
+        CHECK(got == want, "temp %g, top-k %d, top-p %g, min-p %g, penalty %g: chose %d, expected %d", s.temp,
+              s.top_k, s.top_p, s.min_p, s.repeat_penalty, got, want);
+    }
+    CHECK(chosen > 216, "%d of 432 choices were made on the device", chosen);
+    free(x), free(work);
+    r.ops->close(&r);
+    model_free(&m);
+}
+
+/* ---- whole models ---- */
+
+/* A session on a GPU; false after a failed check. */
+static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv) {
+    char err[ERR_MAX] = "";
+    struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16};
+    memset(s, 0, sizeof *s);
+    if (!CHECK(cuda_rank_init(&s->r, m, &o, err) == 0, "%s", err)) return false;
+    session_start(s);
+    return true;
+}
+
+static void cuda_greedy(struct session *s, const int32_t *ids, int n, int32_t *out, int n_out) {
+    static const struct sampling greedy = {.greedy = true, .repeat_penalty = 1};
+    char err[ERR_MAX] = "";
+    CHECK(session_sync(s, ids, n, err) == SYNC_DONE, "%s", err);
+    for (int i = 0; i < n_out; i++) {
+        out[i] = session_sample(s, &greedy, NULL);
+        if (i + 1 < n_out) session_decode(s, out[i]);
+    }
+}
+
+/* Logits of n ids on a GPU against (n, n_vocab) ones: numeric level 3. */
+static void cuda_compare(struct session *s, const char *name, const int32_t *ids, int n, const float *want) {
+    char err[ERR_MAX] = "";
+    size_t v = (size_t)s->m->n_vocab;
+    struct collect c = {xmalloc((size_t)n * v * sizeof(float)), s->m->n_vocab};
+    double *each = xmalloc((size_t)n * sizeof *each);
+    CHECK(session_score(s, ids, n, collect_row, &c, err) == 0, "%s", err);
+    for (int i = 0; i < n; i++) each[i] = nmse(c.out + (size_t)i * v, want + (size_t)i * v, v);
+    double all = nmse(c.out, want, (size_t)n * v), mid = median(each, n);
+    CHECK(all <= 1e-3 && mid <= 5e-5, "%s: NMSE %.2e, median of the positions %.2e", name, all, mid);
+    free(c.out), free(each);
+}
+
+static void test_cuda_demo(void) {
+    static const int prompts[] = {1, 3}; /* short answers */
+    struct model m;
+    struct session s;
+    json_t *all = json_load_file("tests/golden/demo/reference_hf.json", 0, NULL), *v;
+    size_t i;
+    if (!demo_load(&m)) return;
+    for (int k = 0; k < 2; k++) {
+        if (!cuda_session(&s, &m, 128, k ? KV_FP8 : KV_BF16)) return;
+        json_t *x = json_array_get(all, (size_t)prompts[k]), *prompt = json_object_get(x, "prompt_ids"),
+               *greedy = json_object_get(x, "greedy_ids");
+        int32_t ids[64], out[64];
+        int n = 0, n_out = (int)json_array_size(greedy);
+        json_array_foreach(prompt, i, v) ids[n++] = (int32_t)json_integer_value(v);
+        cuda_greedy(&s, ids, n, out, n_out);
+        json_array_foreach(greedy, i, v)
+            CHECK(out[i] == json_integer_value(v), "prompt %d: token %zu is %d, expected %d", prompts[k], i,
+                  out[i], (int)json_integer_value(v));
+        if (!k) {
+            float *want = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
+            s.n_past = 0;
+            cuda_compare(&s, "demo", ids, n, want);
+            free(want);
+        }
+        session_free(&s);
+    }
+    json_decref(all);
+    model_free(&m);
+}
+
+/* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it was, and
+ * after an empty timeline the same ids give the same bits. */
+static void test_cuda_turns(void) {
+    enum { CTX = 200, IDS = 24 };
+    struct model m;
+    struct session s;
+    char err[ERR_MAX] = "";
+    uint64_t rng = 11;
+    int32_t ids[CTX], first[IDS], again[IDS];
+    if (!fixture_load("deepseek_v3_nvfp4", &m)) return;
+    size_t before = cuda_test_free_bytes();
+    if (!cuda_session(&s, &m, CTX, KV_FP8)) return;
+    for (int i = 0; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+    cuda_greedy(&s, ids, IDS, first, IDS);
+    uint32_t hash = logit_hash(session_logits(&s), m.n_vocab);
+    size_t held = cuda_test_free_bytes();
+    for (int turn = 0; turn < cuda_test_turns(); turn++) {
+        int n = 1 + (int)(rng_next(&rng) % (CTX - 8)), change = (int)(rng_next(&rng) % CTX);
+        for (int i = turn % 3 ? change : CTX; i < CTX; i++)
+            ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+        interrupted = turn % 5 == 4;
+        enum sync_result rc = session_sync(&s, ids, n, err);
+        CHECK(rc == (turn % 5 == 4 ? SYNC_INTERRUPTED : SYNC_DONE), "turn %d: %d", turn, rc);
+        interrupted = 0;
+        for (int i = turn % 4; rc == SYNC_DONE && i; i--) session_decode(&s, ids[i]);
+    }
+    CHECK(cuda_test_free_bytes() == held, "%zu bytes of the GPU were free, now %zu", held,
+          cuda_test_free_bytes());
+    rng = 11, s.n_past = 0;
+    for (int i = 0; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+    cuda_greedy(&s, ids, IDS, again, IDS);
+    CHECK(!memcmp(first, again, sizeof first) && logit_hash(session_logits(&s), m.n_vocab) == hash,
+          "the same prompt is answered differently later");
+    session_free(&s);
+    CHECK(cuda_test_free_bytes() == before, "%zu bytes of the GPU are lost", before - cuda_test_free_bytes());
+    model_free(&m);
+}
+
+/* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on the GPU. */
+static void test_cuda_failures(void) {
+    static const char *const apis[] = {"cudaMalloc",      "cudaMallocHost",
+                                       "cudaMemGetInfo",  "cudaSetDevice",
+                                       "cudaMemcpyAsync", "cudaStreamCreateWithFlags",
+                                       "cudaMemsetAsync", "cudaEventCreateWithFlags",
+                                       "cudaEventRecord", "cudaStreamSynchronize",
+                                       "LAUNCH"};
+    struct model m;
+    char err[ERR_MAX];
+    if (!fixture_load("qwen3moe_reap", &m)) return;
+    const struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8};
+    size_t free_bytes = cuda_test_free_bytes();
+    for (size_t i = 0; i < sizeof apis / sizeof *apis; i++) {
+        int n = 0, rc = -1;
+        while (rc) {
+            struct rank r;
+            err[0] = 0;
+            cuda_test_fail(apis[i], n += 1 + n / 8);
+            rc = cuda_rank_init(&r, &m, &o, err);
+            cuda_test_fail(apis[i], 0);
+            CHECK(rc == 0 || (strstr(err, "GPU 0") && !strchr(err, '\n')), "%s, call %d: '%s'", apis[i], n,
+                  err);
+            if (!rc) r.ops->close(&r);
+            if (!CHECK(cuda_test_free_bytes() == free_bytes, "%s, call %d: %zu bytes are lost", apis[i], n,
+                       free_bytes - cuda_test_free_bytes()))
+                break;
+        }
+        CHECK(n > 1, "%s is never called", apis[i]);
+    }
+    /* too small a memory: for the weights, for the rest */
+    static const struct {
+        size_t bytes;
+        const char *says;
+    } sizes[] = {{100 << 10, "the weights take"}, {3 << 20, "out of memory"}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        struct rank r;
+        cuda_test_memory(sizes[i].bytes);
+        CHECK(cuda_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes,
+              err);
+        cuda_test_memory((size_t)16 << 30);
+    }
+    model_free(&m);
+}
+
+#define TESTS_CUDA                                                                \
+    {"cuda/operations", test_cuda_operations}, {"cuda/sample", test_cuda_sample}, \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},           \
+        {"cuda/failures", test_cuda_failures},

@@ -53,7 +53,7 @@ static void greedy_run(struct session *s, const int32_t *ids, int n, int32_t *ou
     char err[ERR_MAX] = "";
     CHECK(session_sync(s, ids, n, err) == SYNC_DONE, "%s", err);
     for (int i = 0; i < n_out; i++) {
-        out[i] = argmax(s->logits, s->m->n_vocab);
+        out[i] = argmax(session_logits(s), s->m->n_vocab);
         if (i + 1 < n_out) session_decode(s, out[i]);
     }
 }
@@ -272,11 +272,11 @@ static void test_session_decode_equals_prefill(void) {
     session_init(&s, &m, &kernels_ref, 2, 700, KV_F32);
     CHECK(session_sync(&s, ids, 700, err) == SYNC_DONE, "%s", err);
     float *want = xmalloc((size_t)m.n_vocab * sizeof *want);
-    memcpy(want, s.logits, (size_t)m.n_vocab * sizeof *want);
+    memcpy(want, session_logits(&s), (size_t)m.n_vocab * sizeof *want);
     CHECK(session_sync(&s, ids, 690, err) == SYNC_DONE && s.n_past == 690 && s.sync_tokens == 1,
           "a shorter list computed %d tokens", s.sync_tokens);
     for (int i = 690; i < 700; i++) session_decode(&s, ids[i]);
-    double e = nmse(s.logits, want, (size_t)m.n_vocab);
+    double e = nmse(session_logits(&s), want, (size_t)m.n_vocab);
     CHECK(e < 1e-9, "NMSE %.3g", e);
     ids[650] = 17;
     CHECK(session_sync(&s, ids, 700, err) == SYNC_DONE && s.sync_tokens == 50,
@@ -303,13 +303,13 @@ static void test_session_file(void) {
         CHECK(session_sync(&s, ids, 40, err) == SYNC_DONE, "%s", err);
         CHECK(session_save(&s, path, err) == 0, "%s", err);
         session_decode(&s, 7);
-        uint32_t want = logit_hash(s.logits, m.n_vocab);
+        uint32_t want = logit_hash(session_logits(&s), m.n_vocab);
         session_free(&s);
         session_init(&s, &m, &kernels_ref, 1, 64, (enum kv_type)kv);
         CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
         session_decode(&s, 7);
-        CHECK(logit_hash(s.logits, m.n_vocab) == want, "a loaded state continues differently (cache type %d)",
-              kv);
+        CHECK(logit_hash(session_logits(&s), m.n_vocab) == want,
+              "a loaded state continues differently (cache type %d)", kv);
         session_free(&s);
     }
     struct model other = m;
@@ -538,16 +538,21 @@ static void test_router(void) {
           ids[1]);
 }
 
+/* One of the ids 0..n-1 with the next random number. */
+static int32_t sample(const struct sampling *o, const float *x, int n, const int32_t *recent, int n_recent) {
+    static uint64_t rng = 1;
+    struct candidate work[64];
+    return sampling_choose(o, work, n, x, recent, n_recent, rng_uniform(&rng));
+}
+
 static void test_sampler(void) {
     enum { N = 50, DRAWS = 20000 };
-    struct sampler s;
     float x[N];
     int count[N] = {0}, distinct = 0;
     int32_t recent[3] = {10, 10, 11};
     for (int i = 0; i < N; i++) x[i] = -0.1f * (float)i; /* p falls by e^-0.1 per id */
-    sampler_init(&s, N, 1);
     struct sampling o = {.temp = 1, .top_p = 1, .repeat_penalty = 1};
-    for (int i = 0; i < DRAWS; i++) count[sampler_choose(&s, &o, x, NULL, 0)]++;
+    for (int i = 0; i < DRAWS; i++) count[sample(&o, x, N, NULL, 0)]++;
     double z = (1 - exp(-0.1 * N)) / (1 - exp(-0.1));
     for (int i = 0; i < N; i += 7) {
         double p = exp(-0.1 * i) / z, sd = sqrt(p * (1 - p) * DRAWS);
@@ -555,30 +560,27 @@ static void test_sampler(void) {
               p * DRAWS);
     }
     o.top_k = 3;
-    for (int i = 0; i < 1000; i++)
-        CHECK(sampler_choose(&s, &o, x, NULL, 0) < 3, "top-k let another one through");
+    for (int i = 0; i < 1000; i++) CHECK(sample(&o, x, N, NULL, 0) < 3, "top-k let another one through");
     o.top_k = 0, o.top_p = 0.2f; /* 0.0957 + 0.0866 < 0.2 <= + 0.0784 */
     memset(count, 0, sizeof count);
-    for (int i = 0; i < 2000; i++) count[sampler_choose(&s, &o, x, NULL, 0)]++;
+    for (int i = 0; i < 2000; i++) count[sample(&o, x, N, NULL, 0)]++;
     for (int i = 0; i < N; i++) distinct += count[i] > 0;
     CHECK(distinct == 3 && count[2], "top-p 0.2 kept %d ids", distinct);
     o.top_k = 10, o.top_p = 0.5f; /* of the mass of ten: 0.15 + 0.136 + 0.123 + 0.111 */
     distinct = 0, memset(count, 0, sizeof count);
-    for (int i = 0; i < 2000; i++) count[sampler_choose(&s, &o, x, NULL, 0)]++;
+    for (int i = 0; i < 2000; i++) count[sample(&o, x, N, NULL, 0)]++;
     for (int i = 0; i < N; i++) distinct += count[i] > 0;
     CHECK(distinct == 4, "top-k 10 with top-p 0.5 kept %d ids", distinct);
     o.top_k = 0, o.top_p = 1, o.min_p = 0.7f; /* e^-0.3 = 0.74, e^-0.4 = 0.67 */
     distinct = 0, memset(count, 0, sizeof count);
-    for (int i = 0; i < 2000; i++) count[sampler_choose(&s, &o, x, NULL, 0)]++;
+    for (int i = 0; i < 2000; i++) count[sample(&o, x, N, NULL, 0)]++;
     for (int i = 0; i < N; i++) distinct += count[i] > 0;
     CHECK(distinct == 4, "min-p 0.7 kept %d ids", distinct);
     o = (struct sampling){.greedy = true, .top_p = 1, .repeat_penalty = 1.5f};
     x[10] = 3, x[11] = 2.5f, x[12] = 2.2f; /* penalised once each: 2 and 1.67 */
-    CHECK(sampler_choose(&s, &o, x, recent, 3) == 12, "the repeat penalty chose %d",
-          sampler_choose(&s, &o, x, recent, 3));
+    CHECK(sample(&o, x, N, recent, 3) == 12, "the repeat penalty chose %d", sample(&o, x, N, recent, 3));
     o.repeat_penalty = 1;
-    CHECK(sampler_choose(&s, &o, x, recent, 3) == 10, "greedy is not the largest");
-    sampler_free(&s);
+    CHECK(sample(&o, x, N, recent, 3) == 10, "greedy is not the largest");
 }
 
 /* Every cache format gives back what was stored, at its own precision. */

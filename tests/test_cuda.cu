@@ -7,6 +7,32 @@ extern "C" {
 /* Tokens and positions to the device, without recording what follows. */
 void cuda_test_batch(struct rank *r) { send_batch(r); }
 
+/* Row 0 of the logits. */
+void cuda_test_logits(struct rank *r, const float *x, int n) {
+    cudaStreamSynchronize(r->cuda->stream);
+    cudaMemcpy(r->cuda->logits, x, (size_t)n * sizeof *x, cudaMemcpyHostToDevice);
+}
+
+bool cuda_test_chose(struct rank *r) { return *r->cuda->token_host >= 0; }
+
+size_t cuda_test_free_bytes(void) {
+    size_t n = 0, total = 0;
+    cudaDeviceSynchronize();
+    cudaMemGetInfo(&n, &total);
+    return n;
+}
+
+#ifdef CUEMU
+int cuda_test_turns(void) { return 60; }
+void cuda_test_fail(const char *api, int n) {
+    cuemu::failures.erase(api);
+    if (n) cuemu::fail_next(api, n);
+}
+void cuda_test_memory(size_t bytes) { cuemu::memory(bytes); }
+#else
+int cuda_test_turns(void) { return 1000; }
+#endif
+
 /* A slot from floats (n_tok, width), in every form that the backend keeps. */
 void cuda_test_write(struct rank *r, enum act a, const float *x, int n_tok) {
     struct cuda *c = r->cuda;
