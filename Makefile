@@ -46,14 +46,15 @@ FLAGS   = -std=gnu11 $(CFLAGS) $(WARN) $(shell pkg-config --cflags jansson libpc
 SAN    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 TESTS  := tests/test_moe.c $(wildcard tests/*.h)
 
-# CUDA where nvcc is: chips of Blackwell workstations (from 12.9 on), of Hopper, and code that other drivers compile themselves.
+# CUDA where nvcc is: chips of Blackwell workstations (from 12.9 on), of Hopper, and code that drivers compile for others: for newer
+# ones with launches that overlap (compute_90: without its wait they must not), for older ones without.
 NVCC     ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 ifneq ($(NVCC),)
 NVCC_VERSION := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
 CUDA_SM120   := $(shell [ "$(NVCC_VERSION)" -ge 129 ] 2>/dev/null && echo yes)
-CUDA_TARGETS := $(if $(CUDA_SM120),sm_120f )sm_90 compute_80
+CUDA_TARGETS := $(if $(CUDA_SM120),sm_120f )sm_90 compute_90 compute_80
 CUDA_FLAGS   := -std=c++17 -O3 --threads 0 $(if $(CUDA_SM120),-gencode arch=compute_120f$(,)code=sm_120f) \
-    -gencode arch=compute_90$(,)code=sm_90 -gencode arch=compute_80$(,)code=compute_80 -DMOE_CUDA_TARGETS='"$(CUDA_TARGETS)"' \
+    -gencode 'arch=compute_90$(,)code=[sm_90$(,)compute_90]' -gencode arch=compute_80$(,)code=compute_80 -DMOE_CUDA_TARGETS='"$(CUDA_TARGETS)"' \
     -Xcompiler -fopenmp$(,)-Wall$(,)-Wextra$(,)-Wno-unused-function $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
 CUDA_LIBS    := -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt -lpthread
 endif

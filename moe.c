@@ -206,6 +206,8 @@ struct ops {
                         enum act out);                       /* x += delta; then as above */
     void (*add)(struct rank *r, enum act x, enum act delta); /* x += delta */
     void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
+    void (*linear3)(struct rank *r, enum act x, const struct weight *const w[3],
+                    const enum act out[3]); /* out[i] = w[i] x; w[i] NULL: that many */
     void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k,
                           enum act v); /* head norms, rotation of q and k, k and v to the cache */
     void (*attention)(struct rank *r, int il, enum act q, enum act out); /* grouped-query, over the cache */
@@ -6732,6 +6734,10 @@ static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum 
     linear_rows(r, w, r->act[x], r->width[x], r->n_tok, r->act[out], r->width[out]);
 }
 
+static void cpu_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
+    for (int i = 0; i < 3 && w[i]; i++) cpu_linear(r, w[i], x, out[i]);
+}
+
 /* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
 static void rope_halves(float *x, const float *c, const float *s, int d) {
     for (int i = 0; i < d / 2; i++) {
@@ -7304,10 +7310,10 @@ static void cpu_close(struct rank *r) {
 }
 
 static const struct ops cpu_ops = {
-    cpu_begin,   cpu_end,           cpu_embed,     cpu_rmsnorm,     cpu_add_rmsnorm,   cpu_add,
-    cpu_linear,  cpu_rope_store_kv, cpu_attention, cpu_mla_store,   cpu_mla_attention, cpu_ffn,
-    cpu_moe_ffn, cpu_all_reduce,    cpu_logits,    cpu_read_logits, cpu_sample,        cpu_read_token,
-    cpu_kv_copy, cpu_wait,          cpu_bandwidth, cpu_close};
+    cpu_begin,      cpu_end,     cpu_embed,         cpu_rmsnorm,   cpu_add_rmsnorm, cpu_add,
+    cpu_linear,     cpu_linear3, cpu_rope_store_kv, cpu_attention, cpu_mla_store,   cpu_mla_attention,
+    cpu_ffn,        cpu_moe_ffn, cpu_all_reduce,    cpu_logits,    cpu_read_logits, cpu_sample,
+    cpu_read_token, cpu_kv_copy, cpu_wait,          cpu_bandwidth, cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -7426,9 +7432,8 @@ static void forward_qwen3moe(struct rank *r) {
         const struct layer *y = &r->m->layers[il];
         if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
         else o->add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
-        o->linear(r, &y->wq, A_H, A_Q);
-        o->linear(r, &y->wk, A_H, A_K);
-        o->linear(r, &y->wv, A_H, A_V);
+        o->linear3(r, A_H, (const struct weight *const[]){&y->wq, &y->wk, &y->wv},
+                   (const enum act[]){A_Q, A_K, A_V});
         o->rope_store_kv(r, il, A_Q, A_K, A_V);
         o->attention(r, il, A_Q, A_ATT);
         o->linear(r, &y->wo, A_ATT, A_OUT);
@@ -7445,14 +7450,13 @@ static void forward_deepseek2(struct rank *r) {
         const struct layer *y = &r->m->layers[il];
         if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
         else o->add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
-        if (r->m->q_lora) {
-            o->linear(r, &y->wq_a, A_H, A_QA);
+        bool low = r->m->q_lora != 0; /* the query comes through a low rank */
+        o->linear3(r, A_H, (const struct weight *const[]){&y->wkv_a, low ? &y->wq_a : &y->wq, NULL},
+                   (const enum act[]){A_K, low ? A_QA : A_Q, A_OUT});
+        if (low) {
             o->rmsnorm(r, A_QA, y->q_a_norm, A_QA);
             o->linear(r, &y->wq_b, A_QA, A_Q);
-        } else {
-            o->linear(r, &y->wq, A_H, A_Q);
         }
-        o->linear(r, &y->wkv_a, A_H, A_K);
         o->mla_store(r, il, A_Q, A_K);
         o->mla_attention(r, il, A_Q, A_ATT);
         o->linear(r, &y->wo, A_ATT, A_OUT);

@@ -37,8 +37,9 @@
 
 #ifdef CUEMU
 #include "tests/cuda_emu.h"
-#define DEVICE       static inline
-#define HAVE_FP4_MMA 1
+#define DEVICE        static inline
+#define DEVICE_MEMBER inline
+#define HAVE_FP4_MMA  1
 #else
 #include <cuda_runtime.h>
 #endif
@@ -53,6 +54,7 @@
 #ifndef CUEMU
 
 #define DEVICE        static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
 #define UNROLL        _Pragma("unroll")
 #define UNROLL_BY(n)  UNROLL_BY_(unroll n)
 #define UNROLL_BY_(x) _Pragma(#x)
@@ -464,25 +466,44 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-/* x += delta (unless NULL); then, unless weight is NULL, h16 and, unless NULL, h32 = RMS norm of x times weight. Rows of n. Grid
- * n_tok, block 256. 4 to 5 passes of n F32 per row through L2; for one token latency. */
-__global__ void __launch_bounds__(ROW_THREADS) k_add_norm(float *x, const float *delta, const float *weight,
-                                                          float eps, int n, uint16_t *h16, float *h32) {
+enum { NORM_THREADS = 512, NORM_VECS = 8, NORM_MAX = 4 * NORM_THREADS * NORM_VECS /* values of a row */ };
+
+/* x += delta (unless NULL); then, unless weight is NULL, h16 and, unless NULL, h32 = RMS norm of x times weight. Rows of n <= NORM_MAX,
+ * a multiple of 4. Grid n_tok, block 512. Every value is read once and then held: 2 latencies, about 2 us for one token; 3 to 5 F32
+ * passes over the rows for many. No __restrict__ here: it would let loads move above grid_dependency_wait. */
+__global__ void __launch_bounds__(NORM_THREADS) k_add_norm(float *x, const float *delta, const float *weight,
+                                                           float eps, int n, uint16_t *h16, float *h32) {
+    const int i0 = 4 * (int)threadIdx.x;
+    const size_t row = (size_t)blockIdx.x * (size_t)n;
+    float4 v[NORM_VECS], w[NORM_VECS], d;
     grid_dependency_launch();
+    UNROLL for (int u = 0; u < NORM_VECS; u++) {
+        const int i = i0 + 4 * NORM_THREADS * u;
+        if (weight && i < n) w[u] = *(const float4 *)(weight + i);
+    }
     grid_dependency_wait();
-    size_t row = (size_t)blockIdx.x * (size_t)n;
+    UNROLL for (int u = 0; u < NORM_VECS; u++) {
+        const int i = i0 + 4 * NORM_THREADS * u;
+        v[u] = i < n ? *(const float4 *)(x + row + i) : make_float4(0, 0, 0, 0);
+        if (!delta || i >= n) continue;
+        d = *(const float4 *)(delta + row + i);
+        v[u].x += d.x, v[u].y += d.y, v[u].z += d.z, v[u].w += d.w;
+    }
     float ss = 0;
-    for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
-        float v = x[row + i];
-        if (delta) x[row + i] = v += delta[row + i];
-        ss += v * v;
+    UNROLL for (int u = 0; u < NORM_VECS; u++) {
+        const int i = i0 + 4 * NORM_THREADS * u;
+        if (delta && i < n) *(float4 *)(x + row + i) = v[u];
+        ss += v[u].x * v[u].x + v[u].y * v[u].y + v[u].z * v[u].z + v[u].w * v[u].w;
     }
     if (!weight) return;
-    float f = rsqrtf(block_sum(ss) / (float)n + eps);
-    for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
-        float v = x[row + i] * f * weight[i];
-        h16[row + i] = clamped_f16(v);
-        if (h32) h32[row + i] = v;
+    const float f = rsqrtf(block_sum(ss) / (float)n + eps);
+    UNROLL for (int u = 0; u < NORM_VECS; u++) {
+        const int i = i0 + 4 * NORM_THREADS * u;
+        if (i >= n) continue;
+        const float4 y =
+            make_float4(v[u].x * f * w[u].x, v[u].y * f * w[u].y, v[u].z * f * w[u].z, v[u].w * f * w[u].w);
+        *(uint2 *)(h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+        if (h32) *(float4 *)(h32 + row + i) = y;
     }
 }
 
@@ -496,63 +517,84 @@ __global__ void __launch_bounds__(ROW_THREADS) k_add_norm(float *x, const float 
 
 enum { FEW_WARPS = 8, FEW_TOKENS = 16, FEW_THREADS = FEW_WARPS * WARP };
 
-/* acc (16, 8 * NT) += tiles tile .. tile+n-1 times columns 0 .. 64n-1 of x (rows x_stride halves apart, n_tok of them). `cols`: columns
- * of x that exist. Sums lack dmat_scale. All tiles' loads of a group are in flight before the first is used. */
-template <int FMT, int NT>
-DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int cols,
-                      int n_tok, float acc[NT][4]) {
-    constexpr int VEC = tile_bytes(FMT) / 512, GROUP = FMT == FMT_FP4 ? 4 : 2;
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const uint8_t *codes = w.codes + tile * (size_t)tile_bytes(FMT) + (size_t)lane * 16;
-    const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
-    for (int i0 = 0; i0 < n; i0 += GROUP) {
-        uint4 c[GROUP][VEC];
-        uint2 s[GROUP];
-        UNROLL for (int u = 0; u < GROUP; u++) {
-            int i = min(i0 + u, n - 1); /* past the end: a tile again, times zeros */
+/* Some tiles of a row of tiles: a lane's part of each. */
+template <int FMT, int N>
+struct few_group {
+    enum { VEC = tile_bytes(FMT) / 512 };
+    uint4 c[N][VEC];
+    uint2 s[N];
+    /* Tiles i0 .. i0+N-1 of n; past the end the last one again, which is not used. */
+    DEVICE_MEMBER void load(const uint8_t *codes, const uint8_t *scales, int i0, int n) {
+        UNROLL for (int u = 0; u < N; u++) {
+            const int i = min(i0 + u, n - 1);
             UNROLL for (int v = 0; v < VEC; v++) c[u][v] =
                 ldg_stream(codes + (size_t)i * tile_bytes(FMT) + v * 512);
             s[u] = FMT == FMT_F16 ? make_uint2(0, 0) : *(const uint2 *)(scales + (size_t)i * TILE_SCALES);
         }
-        UNROLL for (int u = 0; u < GROUP; u++) {
-            for (int h = 0; h < 2; h++) {
+    }
+};
+
+/* acc (16, 8 * NT) += tiles tile .. tile+n-1 times columns 0 .. 64n-1 of x (rows x_stride halves apart, n_tok of them). Sums lack
+ * dmat_scale. A group of tiles is on its way while another is multiplied. Columns that no matrix has meet weights of 0 and whatever
+ * finite number follows in x; rows of tokens that are not there repeat the last, and nobody reads their sums. wait: x is what the
+ * kernel before computes, and only the weights may be read before that is done. */
+template <int FMT, int NT>
+DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
+                      float acc[NT][4], bool wait) {
+    constexpr int N = FMT == FMT_FP4 ? 4 / NT : 2 / NT;
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const uint8_t *codes = w.codes + tile * (size_t)tile_bytes(FMT) + (size_t)lane * 16;
+    const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
+    const uint16_t *row[NT];
+    UNROLL for (int k = 0; k < NT; k++) row[k] = x + (size_t)min(g + 8 * k, n_tok - 1) * x_stride + 8 * t;
+    struct few_group<FMT, N> now, next;
+    now.load(codes, scales, 0, n);
+    if (wait) grid_dependency_wait();
+    UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += N) {
+        if (i0 + N < n) next.load(codes, scales, i0 + N, n);
+        UNROLL for (int u = 0; u < N; u++) {
+            if (i0 + u >= n) break;
+            UNROLL for (int h = 0; h < 2; h++) {
                 uint4 b[NT];
-                float half[NT][4] = {};
-                int col = (i0 + u) * TILE_COLS + 32 * h + 8 * t;
-                UNROLL for (int k = 0; k < NT; k++) {
-                    b[k] = make_uint4(0, 0, 0, 0);
-                    if (g + 8 * k < n_tok && col < cols && i0 + u < n)
-                        b[k] = *(const uint4 *)(x + (size_t)(g + 8 * k) * x_stride + col);
+                UNROLL for (int k = 0; k < NT; k++) b[k] =
+                    *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
+                if (FMT == FMT_Q8) { /* the block's scale belongs to rows g and g + 8 */
+                    const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
+                                d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
+                    UNROLL for (int k = 0; k < NT; k++) {
+                        float part[4] = {};
+                        UNROLL for (int q = 0; q < 2; q++) {
+                            uint32_t a[4], bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
+                            expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
+                            mma_f16(part, a, bb);
+                        }
+                        acc[k][0] += d0 * part[0], acc[k][1] += d0 * part[1];
+                        acc[k][2] += d1 * part[2], acc[k][3] += d1 * part[3];
+                    }
+                    continue;
                 }
                 UNROLL for (int q = 0; q < 2; q++) {
                     uint32_t a[4];
-                    expand<FMT>(c[u], s[u], t, 2 * h + q, a);
+                    expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
                     UNROLL for (int k = 0; k < NT; k++) {
                         uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
-                        mma_f16(FMT == FMT_Q8 ? half[k] : acc[k], a, bb);
+                        mma_f16(acc[k], a, bb);
                     }
-                }
-                if (FMT == FMT_Q8) { /* the block's scale belongs to rows g and g + 8 */
-                    float d0 = half_to_f32((uint16_t)(s[u].x >> 16 * h)),
-                          d1 = half_to_f32((uint16_t)(s[u].y >> 16 * h));
-                    UNROLL for (int k = 0; k < NT; k++) acc[k][0] += d0 * half[k][0],
-                        acc[k][1] += d0 * half[k][1], acc[k][2] += d1 * half[k][2],
-                        acc[k][3] += d1 * half[k][3];
                 }
             }
         }
+        now = next;
     }
 }
 
 template <int NT>
 DEVICE void few_product(const struct dmat &w, int e, int rt, int k0, int k1, const uint16_t *x,
-                        size_t x_stride, int n_tok, float acc[NT][4]) {
+                        size_t x_stride, int n_tok, float acc[NT][4], bool wait) {
     size_t tile = tile_index(w, e, rt) + (size_t)k0;
     x += (size_t)k0 * TILE_COLS;
-    int n = k1 - k0, cols = w.n_in - k0 * TILE_COLS;
-    if (w.fmt == FMT_FP4) few_tiles<FMT_FP4, NT>(w, tile, n, x, x_stride, cols, n_tok, acc);
-    else if (w.fmt == FMT_Q8) few_tiles<FMT_Q8, NT>(w, tile, n, x, x_stride, cols, n_tok, acc);
-    else few_tiles<FMT_F16, NT>(w, tile, n, x, x_stride, cols, n_tok, acc);
+    if (w.fmt == FMT_FP4) few_tiles<FMT_FP4, NT>(w, tile, k1 - k0, x, x_stride, n_tok, acc, wait);
+    else if (w.fmt == FMT_Q8) few_tiles<FMT_Q8, NT>(w, tile, k1 - k0, x, x_stride, n_tok, acc, wait);
+    else few_tiles<FMT_F16, NT>(w, tile, k1 - k0, x, x_stride, n_tok, acc, wait);
 }
 
 /* Experts, heads or one plain matrix, each with rows of x of its own. */
@@ -569,9 +611,8 @@ struct few_part {
 /* The sum of all warps' acc for element i of the block's (16, 8 * NT) result, i < 128 * NT: register i / 32 % 4 of lane i % 32 of
  * n-tile i / 128, as the MMA lays them out. `red` (warps, 128 * NT). */
 template <int NT>
-DEVICE void few_post(float *red, const float acc[NT][4]) {
-    float *mine = red + (threadIdx.x >> 5) * (128 * NT) + (threadIdx.x & 31);
-    UNROLL for (int k = 0; k < NT; k++) UNROLL for (int i = 0; i < 4; i++) mine[(4 * k + i) * 32] = acc[k][i];
+DEVICE float *few_slot(float *red) { /* register r of n-tile k stands at WARP * (4 * k + r) */
+    return red + (threadIdx.x >> 5) * (128 * NT) + (threadIdx.x & 31);
 }
 template <int NT>
 DEVICE float few_sum(const float *red, int i, int first, int n) {
@@ -583,58 +624,67 @@ DEVICE int few_row(int i) { return (i >> 2 & 7) + 8 * (i >> 6 & 1); }
 DEVICE int few_token(int i) { return 8 * (i >> 7) + 2 * (i & 3) + (i >> 5 & 1); }
 
 struct few_args {
-    struct few_part part[2]; /* summed up; or gate and up of the routed experts (0) */
+    struct few_part part[3];
     int n_part, n_tok;
+    bool separate; /* part i makes result i, from one x; otherwise the parts are summed up */
     int batch;     /* independent results: job b of part 0 alone makes result b; 0: one result */
     uint16_t *y16; /* result b: (n_tok, n_out) at y + b * y_batch, rows y_stride apart: halves, */
-    float *y32;    /* or, when not NULL, floats */
-    size_t y_stride, y_batch;
+    float *y32[3]; /* or, when not NULL, floats */
+    size_t y_stride[3], y_batch;
 };
 
+DEVICE int few_jobs(const struct few_args &p, int i) {
+    return p.batch ? 1 : p.part[i].n_jobs ? *p.part[i].n_jobs : p.part[i].max_jobs;
+}
+
 /* y = sum over parts and jobs of weight * (W x + bias). Grid (tiles of rows, max(1, batch)), block 256. Bytes: every tile of the jobs
- * once, plus n_tok rows of x per block from L2. Memory-bound: 16 KB per block in flight, 2 to 4 blocks per SM; aim 80 % of copy
- * bandwidth for matrices of 8 MB and more. The tiles of all jobs are dealt out to the warps as one list. */
+ * once, plus n_tok rows of x per block from L2. Memory-bound: 18 KB per block in flight, 2 blocks per SM; aim 80 % of copy bandwidth
+ * for matrices of 8 MB and more (H200: its instruction rate allows 3 of 4.8 TB/s). The tiles of all jobs are dealt out to the warps
+ * as one list; where no router chose them, the first are read before the kernel before has ended. */
 template <int NT>
-__global__ void __launch_bounds__(FEW_THREADS, 4 - NT) k_few_sum(const __grid_constant__ struct few_args p) {
+__global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constant__ struct few_args p) {
     SHARED(float, red, FEW_WARPS * 128 * NT);
     grid_dependency_launch();
-    grid_dependency_wait();
-    const int warp = threadIdx.x >> 5, t = threadIdx.x & 3, rt = blockIdx.x, b = blockIdx.y;
-    int jobs[2], total = 0;
-    UNROLL for (int i = 0; i < 2; i++) {
-        jobs[i] = i < p.n_part ? p.batch ? 1 : p.part[i].n_jobs ? *p.part[i].n_jobs : p.part[i].max_jobs : 0;
-        total += jobs[i] * p.part[i].w.n_kt;
+    const int warp = threadIdx.x >> 5, t = threadIdx.x & 3, b = blockIdx.y;
+    int rt = blockIdx.x, first = 0, last = p.n_part, total = 0;
+    if (p.separate) {
+        while (rt >= p.part[first].w.n_rt) rt -= p.part[first++].w.n_rt;
+        last = first + 1;
     }
-    int from = (int)((int64_t)total * warp / FEW_WARPS), to = (int)((int64_t)total * (warp + 1) / FEW_WARPS);
-    float sum[NT][4] = {};
-    int base = 0; /* tiles of the parts before */
-    UNROLL for (int i = 0; i < 2; i++) {
-        if (i >= p.n_part) break;
+    const bool early = !p.part[first].n_jobs;
+    if (!early) grid_dependency_wait();
+    for (int i = first; i < last; i++) total += few_jobs(p, i) * p.part[i].w.n_kt;
+    /* this warp's share, counted from the first tile of part i */
+    int from = total * warp / FEW_WARPS, to = total * (warp + 1) / FEW_WARPS;
+    float *sum = few_slot<NT>(red); /* registers are short here */
+    UNROLL for (int i = 0; i < 4 * NT; i++) sum[WARP * i] = 0;
+    UNROLL_BY(1) for (int i = first; i < last; i++) {
         const struct few_part &q = p.part[i];
-        int n_kt = q.w.n_kt, begin = max(from - base, 0), end = min(to - base, jobs[i] * n_kt);
-        for (int at = begin; at < end;) {
-            int j = at / n_kt, k0 = at - j * n_kt, k1 = min(n_kt, k0 + end - at);
-            int job = p.batch ? b : j, e = q.expert ? q.expert[job] : job;
-            float acc[NT][4] = {}, scale = dmat_scale(q.w, e);
-            few_product<NT>(q.w, e, rt, k0, k1, q.x + (size_t)job * q.x_job, q.x_stride, p.n_tok, acc);
+        const int n_kt = q.w.n_kt, tiles = few_jobs(p, i) * n_kt;
+        UNROLL_BY(1) for (int at = max(from, 0); at < min(to, tiles);) {
+            const int j = at / n_kt, k0 = at - j * n_kt, k1 = min(n_kt, k0 + min(to, tiles) - at);
+            const int job = p.batch ? b : j, e = q.expert ? q.expert[job] : job;
+            float acc[NT][4] = {};
+            few_product<NT>(q.w, e, rt, k0, k1, q.x + (size_t)job * q.x_job, q.x_stride, p.n_tok, acc, early);
             UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
+                const float scale = dmat_scale(q.w, e);
                 float f =
                     q.weight ? q.weight[(size_t)job * FEW_TOKENS + 8 * k + 2 * t + (r & 1)] * scale : scale;
-                sum[k][r] += f * acc[k][r];
+                sum[WARP * (4 * k + r)] += f * acc[k][r];
             }
             at += k1 - k0;
         }
-        base += jobs[i] * n_kt;
+        from -= tiles, to -= tiles;
     }
-    few_post<NT>(red, sum);
+    grid_dependency_wait(); /* a warp without tiles too: y may still be read */
     __syncthreads();
-    const float *bias = p.part[0].w.bias;
+    const float *bias = p.part[first].w.bias;
     for (int i = threadIdx.x; i < 128 * NT; i += FEW_THREADS) {
         int row = rt * TILE_ROWS + few_row(i), tok = few_token(i);
-        if (row >= p.part[0].w.n_out || tok >= p.n_tok) continue;
+        if (row >= p.part[first].w.n_out || tok >= p.n_tok) continue;
         float v = few_sum<NT>(red, i, 0, FEW_WARPS) + (bias ? bias[row] : 0.0f);
-        size_t at = (size_t)b * p.y_batch + (size_t)tok * p.y_stride + (size_t)row;
-        if (p.y32) p.y32[at] = v;
+        size_t at = (size_t)b * p.y_batch + (size_t)tok * p.y_stride[first] + (size_t)row;
+        if (p.y32[first]) p.y32[first][at] = v;
         else p.y16[at] = clamped_f16(v);
     }
 }
@@ -657,21 +707,22 @@ struct few_glu_args {
 };
 
 template <int NT>
-__global__ void __launch_bounds__(FEW_THREADS, 4 - NT)
-    k_few_glu(const __grid_constant__ struct few_glu_args p) {
+__global__ void __launch_bounds__(FEW_THREADS, 2) k_few_glu(const __grid_constant__ struct few_glu_args p) {
     SHARED(float, red, FEW_WARPS * 128 * NT);
     grid_dependency_launch();
-    grid_dependency_wait();
     int part = (int)blockIdx.y >= p.gate[0].max_jobs, job = part ? 0 : blockIdx.y, rt = blockIdx.x;
     const struct few_part &q = p.gate[part];
     const int warp = threadIdx.x >> 5, half = FEW_WARPS / 2;
+    const bool early = !q.n_jobs && rt < q.w.n_rt;
+    if (!early) grid_dependency_wait();
     if (rt >= q.w.n_rt || (q.n_jobs && job >= *q.n_jobs)) return;
     const struct dmat &w = warp < half ? q.w : p.up[part];
     int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half,
         k1 = w.n_kt * (warp % half + 1) / half;
     float acc[NT][4] = {};
-    few_product<NT>(w, e, rt, k0, k1, q.x, q.x_stride, p.n_tok, acc);
-    few_post<NT>(red, acc);
+    if (k0 < k1) few_product<NT>(w, e, rt, k0, k1, q.x, q.x_stride, p.n_tok, acc, early);
+    grid_dependency_wait();
+    UNROLL for (int i = 0; i < 4 * NT; i++) few_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
     __syncthreads();
     float gate_scale = dmat_scale(q.w, e), up_scale = dmat_scale(p.up[part], e);
     for (int i = threadIdx.x; i < 128 * NT; i += FEW_THREADS) {
@@ -686,7 +737,9 @@ __global__ void __launch_bounds__(FEW_THREADS, 4 - NT)
 static dim3 grid2(int x, int y) { return dim3((unsigned)x, (unsigned)y); }
 
 static void few_sum_launch(const struct few_args *p, cudaStream_t s) {
-    dim3 grid = grid2(p->part[0].w.n_rt, p->batch ? p->batch : 1);
+    int n_rt = p->part[0].w.n_rt;
+    for (int i = 1; p->separate && i < p->n_part; i++) n_rt += p->part[i].w.n_rt;
+    dim3 grid = grid2(n_rt, p->batch ? p->batch : 1);
     if (p->n_tok <= 8) LAUNCH_PDL(k_few_sum<1>, grid, FEW_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_few_sum<2>, grid, FEW_THREADS, 0, s, *p);
 }
@@ -721,18 +774,16 @@ struct route_args {
 
 enum { ROUTE_MAX_EXPERTS = 1024, ROUTE_MAX_GROUPS = 32 };
 
-/* The best (value, lowest id) of a warp, in every lane. */
-DEVICE void warp_best(float &v, int &id) {
-    for (int o = 16; o; o >>= 1) {
-        float ov = __shfl_xor_sync(0xFFFFFFFFu, v, o);
-        int oi = __shfl_xor_sync(0xFFFFFFFFu, id, o);
-        if (oi >= 0 && (id < 0 || ov > v || (ov == v && oi < id))) v = ov, id = oi;
-    }
+/* Orders floats as unsigned numbers; NaN counts as the smallest. Never 0. */
+DEVICE uint32_t float_key(float v) {
+    uint32_t u = __float_as_uint(v == v ? v : -INFINITY);
+    return u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);
 }
+DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
-/* One warp chooses the experts of token t. score, pick: (n_expert) shared floats of the warp's own. The rule is route_token's in
+/* One warp chooses the experts of token t. score, pick: (n_expert) shared, of the warp's own. The rule is route_token's in
  * moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties to the lower id, NaN last. */
-DEVICE void route_warp(const struct route_args &p, int t, float *score, float *pick) {
+DEVICE void route_warp(const struct route_args &p, int t, float *score, uint32_t *pick) {
     const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
     const float *logits = p.logits + (size_t)t * (size_t)n;
     float top = -INFINITY, sum = 0;
@@ -745,14 +796,13 @@ DEVICE void route_warp(const struct route_args &p, int t, float *score, float *p
     sum = p.softmax ? warp_sum(sum) : 1.0f;
     for (int e = lane; e < n; e += WARP) {
         float v = score[e] /= sum;
-        v += p.bias ? p.bias[e] : 0.0f;
-        pick[e] = v == v ? v : -INFINITY;
+        pick[e] = float_key(v + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
     }
     __syncwarp();
     if (p.n_group > 1) { /* lane g: group g by the sum of its two best; all but the best groups are out */
         float a = -INFINITY, b = -INFINITY, mine;
         for (int e = lane * per; lane < p.n_group && e < (lane + 1) * per; e++) {
-            float v = pick[e];
+            float v = key_float(pick[e]);
             if (v > a) b = a, a = v;
             else if (v > b) b = v;
         }
@@ -763,24 +813,23 @@ DEVICE void route_warp(const struct route_args &p, int t, float *score, float *p
             better += o > mine || (o == mine && g < lane);
         }
         for (int e = lane * per; lane < p.n_group && better >= p.n_group_used && e < (lane + 1) * per; e++)
-            pick[e] = -INFINITY;
+            pick[e] = float_key(-INFINITY);
         __syncwarp();
     }
     float chosen = 0; /* sum of the weights, in the order of choice */
     int my_id = 0;
     float my_weight = 0;
     for (int i = 0; i < p.k; i++) {
-        float v = -INFINITY;
-        int id = -1;
-        for (int e = lane; e < n; e += WARP) /* a NaN marks the taken ones */
-            if (pick[e] == pick[e] && (id < 0 || pick[e] > v)) v = pick[e], id = e;
-        warp_best(v, id);
+        uint32_t best = 0;
+        int id = n;
+        for (int e = lane; e < n; e += WARP) /* 0 marks the taken ones */
+            if (pick[e] > best) best = pick[e], id = e;
+        const uint32_t top_key = __reduce_max_sync(0xFFFFFFFFu, best);
+        id = (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
         float w = score[id];
         chosen += w;
         if (lane == i) my_id = id, my_weight = w;
-        __syncwarp(); /* all have read pick */
-        if (lane == (id & 31)) pick[id] = __int_as_float(0x7FC00000);
-        __syncwarp();
+        if (lane == (id & 31)) pick[id] = 0; /* only this lane reads it */
     }
     float f = p.norm ? p.factor / (p.softmax ? chosen : chosen + 1e-20f) : p.factor;
     if (lane < p.k) {
@@ -790,35 +839,64 @@ DEVICE void route_warp(const struct route_args &p, int t, float *score, float *p
     __syncwarp();
 }
 
-/* Router of 1..16 tokens: logits, choice and jobs. Grid ceil(n_expert / 8), block 256: a warp an expert's row; the block that ends
- * last chooses. Bytes: the router's weights once (1 to 4 MB); latency of two passes, about 4 us. */
-__global__ void __launch_bounds__(FEW_THREADS) k_route_few(const __grid_constant__ struct route_args p) {
+enum {
+    ROUTE_WARPS = 4 /* warps of an expert's row */,
+    ROUTE_ROWS = FEW_WARPS / ROUTE_WARPS,
+    ROUTE_AHEAD = 4
+};
+
+/* Four columns each of ROUTE_AHEAD strides of an expert's row; zeros behind its end. */
+DEVICE void route_load(const struct route_args &p, int e, int col, float4 w[ROUTE_AHEAD]) {
+    const size_t row = (size_t)e * (size_t)p.n_embd;
+    UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
+        const int i = col + 4 * WARP * ROUTE_WARPS * u;
+        w[u] = make_float4(0, 0, 0, 0);
+        if (e >= p.n_expert || i >= p.n_embd) continue;
+        if (p.w32) {
+            w[u] = *(const float4 *)(p.w32 + row + i);
+        } else {
+            const uint2 b = *(const uint2 *)(p.w16 + row + i);
+            w[u] = make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u),
+                               __uint_as_float(b.y << 16), __uint_as_float(b.y & 0xFFFF0000u));
+        }
+    }
+}
+
+/* Router of 1..16 tokens: logits, choice and jobs. Grid ceil(n_expert / 2), block 256: four warps an expert's row, whose first 2048
+ * columns are read before the kernel before has ended; the block that ends last chooses. Bytes: the router's weights once (1 to
+ * 8 MB); mostly the latency of two passes, about 4 us. */
+__global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_constant__ struct route_args p) {
     SHARED(int, last, 1);
-    DYN_SMEM(float, room); /* 2 n_expert floats per warp */
+    SHARED(float, sums, FEW_WARPS *FEW_TOKENS);
+    DYN_SMEM(float, room); /* 2 n_expert words per warp */
     grid_dependency_launch();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5,
+              e = blockIdx.x * ROUTE_ROWS + warp / ROUTE_WARPS;
+    int col = 4 * (lane + WARP * (warp % ROUTE_WARPS));
+    float acc[FEW_TOKENS] = {};
+    float4 w[ROUTE_AHEAD];
+    route_load(p, e, col, w);
     grid_dependency_wait();
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = blockIdx.x * FEW_WARPS + warp;
-    if (e < p.n_expert) {
-        float acc[FEW_TOKENS] = {};
-        for (int i = 4 * lane; i < p.n_embd; i += 4 * WARP) {
-            float4 w;
-            if (p.w32) {
-                w = *(const float4 *)(p.w32 + (size_t)e * (size_t)p.n_embd + i);
-            } else {
-                uint2 b = *(const uint2 *)(p.w16 + (size_t)e * (size_t)p.n_embd + i);
-                w = make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u),
-                                __uint_as_float(b.y << 16), __uint_as_float(b.y & 0xFFFF0000u));
-            }
-            UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
-                if (t >= p.n_tok) continue;
-                float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
-                acc[t] += w.x * x.x + w.y * x.y + w.z * x.z + w.w * x.w;
-            }
+    for (; col < p.n_embd; col += 4 * WARP * ROUTE_WARPS * ROUTE_AHEAD) {
+        UNROLL for (int t = 0; t < FEW_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
+            const int i = col + 4 * WARP * ROUTE_WARPS * u;
+            if (t >= p.n_tok || i >= p.n_embd) continue;
+            const float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
+            acc[t] += w[u].x * x.x + w[u].y * x.y + w[u].z * x.z + w[u].w * x.w;
         }
-        UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
-            float v = warp_sum(acc[t]);
-            if (!lane && t < p.n_tok) p.logits[(size_t)t * (size_t)p.n_expert + e] = v;
-        }
+        route_load(p, e, col + 4 * WARP * ROUTE_WARPS * ROUTE_AHEAD, w);
+    }
+    UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
+        const float v = warp_sum(acc[t]);
+        if (!lane) sums[warp * FEW_TOKENS + t] = v;
+    }
+    __syncthreads();
+    if (threadIdx.x < ROUTE_ROWS * FEW_TOKENS) {
+        const int t = threadIdx.x % FEW_TOKENS, r = threadIdx.x / FEW_TOKENS;
+        float v = 0;
+        for (int k = 0; k < ROUTE_WARPS; k++) v += sums[(r * ROUTE_WARPS + k) * FEW_TOKENS + t];
+        if (t < p.n_tok && (int)blockIdx.x * ROUTE_ROWS + r < p.n_expert)
+            p.logits[(size_t)t * (size_t)p.n_expert + blockIdx.x * ROUTE_ROWS + r] = v;
     }
     __threadfence();
     __syncthreads();
@@ -827,7 +905,7 @@ __global__ void __launch_bounds__(FEW_THREADS) k_route_few(const __grid_constant
     if (!*last) return;
     for (int t = warp; t < p.n_tok; t += FEW_WARPS)
         route_warp(p, t, room + (size_t)warp * 2 * p.n_expert,
-                   room + (size_t)warp * 2 * p.n_expert + p.n_expert);
+                   (uint32_t *)room + (size_t)warp * 2 * p.n_expert + p.n_expert);
     __threadfence_block();
     __syncthreads();
     int *job_of = (int *)room; /* (n_expert): 0 or 1, then the job */
@@ -1271,7 +1349,8 @@ static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in
 }
 
 /* Router logits of many tokens: (n_tok, n_expert) = x w^T in F32. Grid (experts / 64, tokens / 64), block 256: 4 x 4 results a thread
- * out of 64 x 64 x 16 tiles. Compute: 2 n_tok n_expert n_embd operations, under 1 % of a layer. */
+ * out of 64 x 64 x 16 tiles, the next of which is on its way while one is multiplied. Compute: 2 n_tok n_expert n_embd operations
+ * outside the tensor cores, 2 to 4 % of a layer. */
 __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
     enum { SIDE = 64, DEPTH = 16, PITCH = SIDE + 4 };
     SHARED(float, a, DEPTH *PITCH); /* [k][token] */
@@ -1279,22 +1358,37 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
+    const int r = threadIdx.x >> 2, k4 = 4 * (threadIdx.x & 3); /* what this thread loads: row, columns */
+    const bool has_x = t0 + r < p.n_tok, has_w = e0 + r < p.n_expert;
+    const size_t xi = (size_t)(t0 + r) * (size_t)p.n_embd, wi = (size_t)(e0 + r) * (size_t)p.n_embd;
     float acc[4][4] = {};
-    for (int k0 = 0; k0 < p.n_embd; k0 += DEPTH) {
-        for (int i = threadIdx.x; i < SIDE * DEPTH; i += 256) {
-            int k = i % DEPTH, r = i / DEPTH;
-            bool in = k0 + k < p.n_embd;
-            size_t wi = (size_t)(e0 + r) * (size_t)p.n_embd + (size_t)(k0 + k);
-            a[k * PITCH + r] =
-                in && t0 + r < p.n_tok ? p.x[(size_t)(t0 + r) * (size_t)p.n_embd + (size_t)(k0 + k)] : 0;
-            b[k * PITCH + r] = in && e0 + r < p.n_expert ? p.w32 ? p.w32[wi] : bf16_value(p.w16[wi]) : 0;
+    float4 x = make_float4(0, 0, 0, 0), w = x;
+    for (int k0 = -DEPTH; k0 < p.n_embd; k0 += DEPTH) {
+        if (k0 >= 0) {
+            a[k4 * PITCH + r] = x.x, a[(k4 + 1) * PITCH + r] = x.y;
+            a[(k4 + 2) * PITCH + r] = x.z, a[(k4 + 3) * PITCH + r] = x.w;
+            b[k4 * PITCH + r] = w.x, b[(k4 + 1) * PITCH + r] = w.y;
+            b[(k4 + 2) * PITCH + r] = w.z, b[(k4 + 3) * PITCH + r] = w.w;
+            __syncthreads();
         }
-        __syncthreads();
+        const int next = k0 + DEPTH + k4;
+        x = w = make_float4(0, 0, 0, 0);
+        if (has_x && next < p.n_embd) x = *(const float4 *)(p.x + xi + next);
+        if (has_w && next < p.n_embd) {
+            if (p.w32) {
+                w = *(const float4 *)(p.w32 + wi + next);
+            } else {
+                const uint2 h = *(const uint2 *)(p.w16 + wi + next);
+                w = make_float4(__uint_as_float(h.x << 16), __uint_as_float(h.x & 0xFFFF0000u),
+                                __uint_as_float(h.y << 16), __uint_as_float(h.y & 0xFFFF0000u));
+            }
+        }
+        if (k0 < 0) continue;
         UNROLL for (int k = 0; k < DEPTH; k++) {
             float4 u = *(const float4 *)(a + k * PITCH + 4 * ty),
                    v = *(const float4 *)(b + k * PITCH + 4 * tx);
-            float x[4] = {u.x, u.y, u.z, u.w}, y[4] = {v.x, v.y, v.z, v.w};
-            UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) acc[i][j] += x[i] * y[j];
+            float us[4] = {u.x, u.y, u.z, u.w}, vs[4] = {v.x, v.y, v.z, v.w};
+            UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) acc[i][j] += us[i] * vs[j];
         }
         __syncthreads();
     }
@@ -1312,7 +1406,7 @@ __global__ void __launch_bounds__(128) k_route_many(struct route_args p) {
     int warp = threadIdx.x >> 5, t = blockIdx.x * 4 + warp;
     if (t < p.n_tok)
         route_warp(p, t, room + (size_t)warp * 2 * p.n_expert,
-                   room + (size_t)warp * 2 * p.n_expert + p.n_expert);
+                   (uint32_t *)room + (size_t)warp * 2 * p.n_expert + p.n_expert);
 }
 
 /* Tokens by expert: the n_slots = n_tok k choices sorted by (expert, token), and the list of token tiles for the grouped products. */
@@ -1325,35 +1419,53 @@ struct sort_args {
     int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
 };
 
-/* Grid n_expert, block 256: block e counts the choices of smaller experts and lists its own in order. Reads n_slots ids per block
- * from L2: n_expert n_slots 4 bytes, 10 us for 32,768 choices of 128 experts. */
+/* Eight choices of experts from i on, a multiple of 8; -1 behind the end. */
+DEVICE void sort_load(const struct sort_args &p, int i, int id[8]) {
+    if (i + 8 <= p.n_slots) {
+        *(int4 *)id = *(const int4 *)(p.id + i), *(int4 *)(id + 4) = *(const int4 *)(p.id + i + 4);
+        return;
+    }
+    UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_slots ? p.id[i + k] : -1;
+}
+
+/* Grid n_expert, block 256: block e counts the choices of smaller experts and lists its own in order. Reads n_slots ids twice per
+ * block from L2, 2,048 at a time: 10 us for 32,768 choices of 128 experts. */
 __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
-    SHARED(int, count, 9);
+    SHARED(int, count, 8);
     grid_dependency_launch();
     grid_dependency_wait();
     const int e = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int less = 0;
-    for (int i = threadIdx.x; i < p.n_slots; i += 256) less += p.id[i] < e;
+    __align__(16) int id[8];
+    int less = 0, at = 0;
+    for (int i = 8 * threadIdx.x; i < p.n_slots; i += 8 * 256) {
+        sort_load(p, i, id);
+        UNROLL for (int k = 0; k < 8; k++) less += id[k] >= 0 && id[k] < e;
+    }
     less = __reduce_add_sync(0xFFFFFFFFu, less);
     if (!lane) count[warp] = less;
     __syncthreads();
-    int at = 0;
     for (int w = 0; w < 8; w++) at += count[w];
-    __syncthreads();
     if (!threadIdx.x) p.first[e] = at;
-    for (int i0 = 0; i0 < p.n_slots; i0 += 256) {
-        int i = i0 + threadIdx.x;
-        bool mine = i < p.n_slots && p.id[i] == e;
-        uint32_t all = __ballot_sync(0xFFFFFFFFu, mine);
-        if (!lane) count[warp] = __popc(all);
+    for (int i0 = 0; i0 < p.n_slots; i0 += 8 * 256) {
+        const int i = i0 + 8 * threadIdx.x;
+        int mine = 0;
+        sort_load(p, i, id);
+        UNROLL for (int k = 0; k < 8; k++) mine += id[k] == e;
+        int upto = mine;
+        UNROLL for (int o = 1; o < WARP; o <<= 1) {
+            const int v = __shfl_up_sync(0xFFFFFFFFu, upto, o);
+            if (lane >= o) upto += v;
+        }
+        __syncthreads(); /* the counts before may still be read */
+        if (lane == WARP - 1) count[warp] = upto;
         __syncthreads();
-        int before = at + __popc(all & ((1u << lane) - 1));
+        int place = at + upto - mine;
         for (int w = 0; w < 8; w++) {
-            if (w < warp) before += count[w];
+            if (w < warp) place += count[w];
             at += count[w];
         }
-        if (mine) p.row[before] = i / p.k, p.place[i] = before;
-        __syncthreads();
+        UNROLL for (int k = 0; k < 8; k++) if (id[k] == e) p.row[place] = (i + k) / p.k,
+                                                           p.place[i + k] = place, place++;
     }
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
 }
@@ -2338,29 +2450,25 @@ struct sample_args {
     float repeat_penalty, temp, top_p, min_p;
     double uniform;
     int32_t recent[PENALTY_WINDOW];
-    uint64_t *block_best; /* (SAMPLE_BLOCKS) keys */
-    double *block_mass;   /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best) */
-    int *bins;            /* (SAMPLE_BINS) zero between launches */
-    uint32_t *arrived;    /* likewise */
+    uint32_t recent_mask[64]; /* bit id % 2048 of those: most ids need not be looked up */
+    uint64_t *block_best;     /* (SAMPLE_BLOCKS) keys */
+    double *block_mass;       /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best) */
+    int *bins;                /* (SAMPLE_BINS) zero between launches */
+    uint32_t *arrived;        /* likewise */
     int32_t *token;
 };
 
-/* Orders ids: the larger logit first, among equals the lower id. Never 0. */
-DEVICE uint64_t sample_key(const struct sample_args &p, int i) {
-    float v = p.logits[i];
-    for (int k = 0; k < p.n_recent; k++)
-        if (p.recent[k] == i) {
-            v = v > 0 ? v / p.repeat_penalty : v * p.repeat_penalty;
-            break;
-        }
-    uint32_t u = __float_as_uint(v + 0.0f); /* -0 equals 0 */
-    u ^= (uint32_t)((int32_t)u >> 31) | 0x80000000u;
-    return (uint64_t)u << 32 | ~(uint32_t)i;
+/* Orders ids: the larger logit first, among equals the lower id. Never 0. v: the logit of id i. */
+DEVICE uint64_t sample_key(const struct sample_args &p, int i, float v) {
+    if (p.n_recent && p.recent_mask[i >> 5 & 63] >> (i & 31) & 1)
+        for (int k = 0; k < p.n_recent; k++)
+            if (p.recent[k] == i) {
+                v = v > 0 ? v / p.repeat_penalty : v * p.repeat_penalty;
+                break;
+            }
+    return (uint64_t)float_key(v + 0.0f) << 32 | ~(uint32_t)i; /* -0 equals 0 */
 }
-DEVICE float key_logit(uint64_t key) {
-    uint32_t u = (uint32_t)(key >> 32);
-    return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u);
-}
+DEVICE float key_logit(uint64_t key) { return key_float((uint32_t)(key >> 32)); }
 DEVICE int key_bin(uint64_t key) { return (int)(key >> 52); }
 
 /* The largest of the block's keys. */
@@ -2422,7 +2530,7 @@ DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *room, i
 }
 
 /* Grid at most SAMPLE_BLOCKS, block SAMPLE_THREADS; the block that ends last chooses. Bytes: the logits twice, 1.2 MB from L2 for a
- * vocabulary of 150,000; about 15 us, mostly barriers of the last block. */
+ * vocabulary of 150,000; about 15 us: 6 for the last block's reading, the rest its barriers. */
 __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant__ struct sample_args p) {
     SHARED(uint64_t, key, SAMPLE_ROOM);
     SHARED(double, mass, SAMPLE_ROOM);
@@ -2437,7 +2545,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     __syncthreads();
     uint64_t top = 0;
     for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; i < p.n; i += step) {
-        const uint64_t k = sample_key(p, i);
+        const uint64_t k = sample_key(p, i, p.logits[i]);
         if (k > top) top = k;
         if (!p.greedy) atomicAdd(&bin[key_bin(k)], 1);
     }
@@ -2445,7 +2553,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     mass[tid] = mass[tid + SAMPLE_THREADS] = 0;
     if (all_mass) {
         for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; i < p.n; i += step)
-            mass[tid] += exp((double)(key_logit(sample_key(p, i)) - key_logit(top)));
+            mass[tid] += exp((double)(key_logit(sample_key(p, i, p.logits[i])) - key_logit(top)));
         block_scan(mass);
     }
     if (!tid) p.block_best[blockIdx.x] = top, p.block_mass[blockIdx.x] = mass[SAMPLE_ROOM - 1];
@@ -2475,9 +2583,17 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     lowest_bin(p, bin, (int *)mass, &at[1]);
     key[tid] = key[tid + SAMPLE_THREADS] = 0;
     __syncthreads();
-    for (int i = tid; i < p.n; i += SAMPLE_THREADS) {
-        const uint64_t k = sample_key(p, i);
-        if (key_bin(k) >= at[1]) key[atomicAdd(&at[2], 1)] = k;
+    const int lowest = at[1];
+    for (int i0 = 4 * tid; i0 < p.n; i0 += 16 * SAMPLE_THREADS) {
+        float4 x[4]; /* all on their way at once */
+        UNROLL for (int u = 0; u < 4; u++) if (i0 + 4 * SAMPLE_THREADS * u < p.n) x[u] =
+            *(const float4 *)(p.logits + i0 + 4 * SAMPLE_THREADS * u);
+        UNROLL for (int k = 0; k < 16; k++) {
+            const int i = i0 + 4 * SAMPLE_THREADS * (k >> 2) + (k & 3);
+            if (i >= p.n) continue;
+            const uint64_t y = sample_key(p, i, (&x[k >> 2].x)[k & 3]);
+            if (key_bin(y) >= lowest) key[atomicAdd(&at[2], 1)] = y;
+        }
     }
     block_sort(key);
     const int n = at[2];
@@ -2636,9 +2752,15 @@ static size_t weight_tiles(const struct weight *w) {
            (size_t)((w->n_in + TILE_COLS - 1) / TILE_COLS);
 }
 
+/* The allocations of upload_matrix, which the driver rounds up to 2 MiB. */
 static size_t weight_device_bytes(const struct weight *w) {
+    const size_t page = (size_t)2 << 20;
     int fmt = weight_format(w->type);
-    return weight_tiles(w) * (size_t)(tile_bytes(fmt) + (fmt == FMT_F16 ? 0 : TILE_SCALES));
+    size_t codes = weight_tiles(w) * (size_t)tile_bytes(fmt),
+           scales = fmt == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES;
+    if (codes > page / 2) codes = (codes + page - 1) / page * page;
+    if (scales > page / 2) scales = (scales + page - 1) / page * page;
+    return codes + scales;
 }
 
 /* Sends rows of the file through a stage and has them repacked: tile rows rt0..rt0+n_rt-1 of experts e0..e0+n_e-1. */
@@ -2832,7 +2954,7 @@ static void cuda_embed(struct rank *r, enum act out) {
 static void add_norm(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w,
                      enum act out) {
     struct cuda *c = r->cuda;
-    LAUNCH_PDL(k_add_norm, (unsigned)n_tok, ROW_THREADS, 0, c->stream, x, delta, vec(c, w), r->m->rms_eps, n,
+    LAUNCH_PDL(k_add_norm, (unsigned)n_tok, NORM_THREADS, 0, c->stream, x, delta, vec(c, w), r->m->rms_eps, n,
                c->x16[out], out == A_H ? c->x32[out] : NULL);
 }
 static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
@@ -2854,7 +2976,7 @@ static void product(struct rank *r, const struct dmat *w, const uint16_t *x, siz
         p.part[0].w = *w, p.part[0].x = x, p.part[0].x_stride = x_stride, p.part[0].x_job = x_batch,
         p.part[0].max_jobs = 1;
         p.n_part = 1, p.n_tok = n_tok, p.batch = batch;
-        p.y16 = y16, p.y32 = y32, p.y_stride = y_stride, p.y_batch = y_batch;
+        p.y16 = y16, p.y32[0] = y32, p.y_stride[0] = y_stride, p.y_batch = y_batch;
         few_sum_launch(&p, c->stream);
         return;
     }
@@ -2869,6 +2991,23 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
     struct cuda *c = r->cuda;
     product(r, mat(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
             (size_t)r->width[out], 0);
+}
+
+static void cuda_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
+    struct cuda *c = r->cuda;
+    struct few_args p = {};
+    for (int i = 0; i < 3 && w[i]; i++) {
+        if (r->n_tok > FEW_TOKENS) {
+            cuda_linear(r, w[i], x, out[i]);
+            continue;
+        }
+        struct few_part *q = &p.part[p.n_part];
+        q->w = *mat(c, w[i]), q->x = c->x16[x], q->x_stride = (size_t)r->width[x], q->max_jobs = 1;
+        p.y32[p.n_part] = c->x32[out[i]], p.y_stride[p.n_part++] = (size_t)r->width[out[i]];
+    }
+    if (!p.n_part) return;
+    p.separate = true, p.n_tok = r->n_tok;
+    few_sum_launch(&p, c->stream);
 }
 
 static struct plane device_plane(const struct kv_plane *p) {
@@ -2971,7 +3110,7 @@ static void ffn_few(struct rank *r, const struct layer *y, bool routed, const st
         d.part[n++] = p;
     }
     u.n_part = d.n_part = n, u.n_tok = d.n_tok = r->n_tok;
-    d.y32 = c->x32[out], d.y_stride = (size_t)r->width[out];
+    d.y32[0] = c->x32[out], d.y_stride[0] = (size_t)r->width[out];
     few_glu_launch(&u, c->stream);
     few_sum_launch(&d, c->stream);
 }
@@ -2994,7 +3133,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     p.n_tok = r->n_tok, p.n_expert = y->n_expert;
     size_t room = (size_t)y->n_expert * 2 * sizeof(float);
     if (r->n_tok <= FEW_TOKENS) {
-        LAUNCH_PDL(k_route_few, ceil_div(y->n_expert, FEW_WARPS), FEW_THREADS, FEW_WARPS * room, c->stream,
+        LAUNCH_PDL(k_route_few, ceil_div(y->n_expert, ROUTE_ROWS), FEW_THREADS, FEW_WARPS * room, c->stream,
                    p);
         ffn_few(r, y, true, y->sh_gate.data ? shared : NULL, x, out);
         return;
@@ -3062,6 +3201,8 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
     p->limit = o->top_k > 0 && o->top_k < p->n ? o->top_k : p->n;
     p->n_recent = o->repeat_penalty != 1.0f ? n_recent : 0;
     memcpy(p->recent, recent, (size_t)n_recent * sizeof *recent);
+    memset(p->recent_mask, 0, sizeof p->recent_mask);
+    for (int i = 0; i < n_recent; i++) p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
     p->repeat_penalty = o->repeat_penalty, p->temp = o->temp, p->top_p = o->top_p, p->min_p = o->min_p;
     p->uniform = uniform;
     unsigned blocks = ceil_div(p->n, 4 * SAMPLE_THREADS);
@@ -3088,9 +3229,10 @@ static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first,
     float *s = p->scale + first * (size_t)p->n_group;
     size_t nd = n * p->row_bytes, ns = n * (size_t)p->n_group * sizeof *s;
     cudaMemcpyKind kind = store ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "copying the cache");
-    if (data) cuda_ok(c, cudaMemcpy(store ? d : data, store ? data : d, nd, kind), "copying the cache");
-    if (scale) cuda_ok(c, cudaMemcpy(store ? s : scale, store ? scale : s, ns, kind), "copying the cache");
+    const char *what = "copying the cache";
+    if (data) cuda_ok(c, cudaMemcpyAsync(store ? d : data, store ? data : d, nd, kind, c->stream), what);
+    if (scale) cuda_ok(c, cudaMemcpyAsync(store ? s : scale, store ? scale : s, ns, kind, c->stream), what);
+    cuda_ok(c, cudaStreamSynchronize(c->stream), what);
 }
 
 static void cuda_wait(struct rank *r) {
@@ -3149,10 +3291,10 @@ static void cuda_close(struct rank *r) {
 }
 
 static const struct ops cuda_ops = {
-    cuda_begin,   cuda_end,           cuda_embed,     cuda_rmsnorm,     cuda_add_rmsnorm,   cuda_add,
-    cuda_linear,  cuda_rope_store_kv, cuda_attention, cuda_mla_store,   cuda_mla_attention, cuda_ffn,
-    cuda_moe_ffn, cuda_all_reduce,    cuda_logits,    cuda_read_logits, cuda_sample,        cuda_read_token,
-    cuda_kv_copy, cuda_wait,          cuda_bandwidth, cuda_close};
+    cuda_begin,      cuda_end,     cuda_embed,         cuda_rmsnorm,   cuda_add_rmsnorm, cuda_add,
+    cuda_linear,     cuda_linear3, cuda_rope_store_kv, cuda_attention, cuda_mla_store,   cuda_mla_attention,
+    cuda_ffn,        cuda_moe_ffn, cuda_all_reduce,    cuda_logits,    cuda_read_logits, cuda_sample,
+    cuda_read_token, cuda_kv_copy, cuda_wait,          cuda_bandwidth, cuda_close};
 
 /* A message if the kernels cannot run this model, else NULL. */
 static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
@@ -3163,6 +3305,9 @@ static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
     else if (!attn_supported(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
         snprintf(why, sizeof why,
                  "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk, dv);
+    else if (m->n_embd > NORM_MAX || m->q_lora > NORM_MAX)
+        snprintf(why, sizeof why, "rows of %d values are not supported on a GPU (at most %d); use --cpu",
+                 m->n_embd > m->q_lora ? m->n_embd : m->q_lora, (int)NORM_MAX);
     else if (m->n_group > ROUTE_MAX_GROUPS)
         snprintf(why, sizeof why, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     for (int il = -2; il < m->n_layer && !why[0]; il++) {
@@ -3302,18 +3447,26 @@ static size_t layout(struct rank *r, struct cuda *c, int chunk) {
     return total;
 }
 
-/* The cache of r->n_ctx tokens. */
-static void layout_cache(struct rank *r, struct cuda *c) {
-    for (int il = 0; il < r->m->n_layer; il++) {
-        r->kv[il] = kv_layer_make(r->m, r->kv_type);
-        struct kv_plane *p[2] = {&r->kv[il].k, &r->kv[il].v};
-        for (int i = 0; i < 2; i++) {
-            p[i]->data = (uint8_t *)cuda_own(c, (size_t)r->n_ctx * p[i]->row_bytes, "the KV cache");
-            if (p[i]->type == KV_FP8)
-                p[i]->scale = (float *)cuda_own(c, (size_t)r->n_ctx * (size_t)p[i]->n_group * sizeof(float),
-                                                "the KV cache");
+/* The cache of n_ctx tokens in one allocation; with c NULL only adds up its bytes. */
+static size_t layout_cache(struct rank *r, struct cuda *c, int n_ctx) {
+    size_t bytes = 0;
+    for (int pass = c ? 0 : 1; pass < 2; pass++) {
+        uint8_t *base = c && pass ? (uint8_t *)cuda_own(c, bytes, "the KV cache") : NULL;
+        bytes = 0;
+        for (int il = 0; il < r->m->n_layer; il++) {
+            struct kv_layer y = kv_layer_make(r->m, r->kv_type);
+            for (int i = 0; i < 2; i++) {
+                struct kv_plane *p = i ? &y.v : &y.k;
+                p->data = base ? base + bytes : NULL;
+                bytes += ((size_t)n_ctx * p->row_bytes + 255) / 256 * 256;
+                if (p->type != KV_FP8) continue;
+                p->scale = base ? (float *)(base + bytes) : NULL;
+                bytes += ((size_t)n_ctx * (size_t)p->n_group * sizeof(float) + 255) / 256 * 256;
+            }
+            if (base) r->kv[il] = y;
         }
     }
+    return bytes;
 }
 
 extern "C" int cuda_device_count(char *err) {
@@ -3374,11 +3527,15 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     cuda_ok(c, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, o->device),
             "asking for its chip");
     for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
-    c->act4 = major == 12 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
-    if (o->moe_act == MOE_ACT_FP4 && major != 12 && !c->failed) {
+    /* PTX that the driver compiles for such a chip has none of these products */
+    const bool can4 =
+        major == 12 && !strstr(cuda_targets(), "compute_") == !strstr(cuda_targets(), "sm_120f");
+    c->act4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
+    if (o->moe_act == MOE_ACT_FP4 && !can4 && !c->failed) {
         snprintf(err, ERR_MAX,
-                 "GPU %d: --moe-act fp4 needs a chip with FP4 products (compute capability 12), it has %d",
-                 c->device, major);
+                 "GPU %d: --moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program "
+                 "that was built for it; the chip has %d, the program is for: %s",
+                 c->device, major, cuda_targets());
         c->failed = true;
     }
     if (c->act4)
@@ -3396,8 +3553,8 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     r->bytes = layout(r, NULL, r->chunk);
     size_t free_bytes = 0, per = kv_token_bytes(m, r->kv_type);
     cuda_ok(c, cudaMemGetInfo(&free_bytes, &total), "asking for the free memory");
-    size_t keep =
-        r->bytes + o->reserve + ((size_t)(m->n_layer * 4 + 64) << 12); /* allocations are rounded up */
+    /* up to 64 allocations, each rounded up to 2 MiB, and planes to 256 bytes */
+    size_t keep = r->bytes + o->reserve + ((size_t)64 << 21) + (size_t)m->n_layer * 1024;
     size_t fit = free_bytes > keep ? (free_bytes - keep) / per : 0;
     r->n_ctx = want;
     if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
@@ -3417,7 +3574,7 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     c->batch = (struct batch *)cuda_own(c, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
     c->tokens = (int32_t *)(c->batch + 1);
     c->freq = upload_floats(c, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
-    layout_cache(r, c);
+    layout_cache(r, c, r->n_ctx);
     layout(r, c, r->chunk);
     cuda_ok(c,
             cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
@@ -3428,6 +3585,11 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     p->n_group_used = m->n_group_used;
     p->softmax = m->gating == GATING_SOFTMAX, p->norm = m->weights_norm, p->factor = m->weights_scale;
     c->sort.id = p->id, c->sort.k = p->k;
+    if (m->n_expert_max) /* beyond 48 KB from 750 experts on */
+        cuda_ok(c,
+                cudaFuncSetAttribute(k_route_few, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     FEW_WARPS * 2 * (int)sizeof(float) * m->n_expert_max),
+                "the router's shared memory");
     cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
     if (c->failed) {
         cuda_close(r);

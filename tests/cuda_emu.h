@@ -1374,6 +1374,10 @@ template <class T>
 T fold_max(T a, T b) {
     return a < b ? b : a;
 }
+template <class T>
+T fold_min(T a, T b) {
+    return b < a ? b : a;
+}
 } // namespace cuemu
 
 template <class T>
@@ -1413,6 +1417,10 @@ T __reduce_add_sync(uint32_t mask, T v, CUEMU_AT) {
 template <class T>
 T __reduce_max_sync(uint32_t mask, T v, CUEMU_AT) {
     return cuemu::reduce<T, cuemu::fold_max<T>>(mask, v, "__reduce_max_sync", at);
+}
+template <class T>
+T __reduce_min_sync(uint32_t mask, T v, CUEMU_AT) {
+    return cuemu::reduce<T, cuemu::fold_min<T>>(mask, v, "__reduce_min_sync", at);
 }
 
 // ---- Device functions of CUDA -----------------------------------------------------------------------------

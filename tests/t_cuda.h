@@ -87,6 +87,11 @@ static void twin_linear(struct rank *r, const struct weight *w, enum act x, enum
     twin.cpu->linear(r, w, x, o), twin.gpu->ops->linear(twin.gpu, w, x, o);
     twin_out(r, "linear", -1, o);
 }
+static void twin_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
+    twin_in(r, x);
+    twin.cpu->linear3(r, x, w, out), twin.gpu->ops->linear3(twin.gpu, x, w, out);
+    for (int i = 0; i < 3 && w[i]; i++) twin_out(r, "linear3", -1, out[i]);
+}
 static void twin_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     twin_in(r, q), twin_in(r, k), twin_in(r, v);
     twin.cpu->rope_store_kv(r, il, q, k, v), twin.gpu->ops->rope_store_kv(twin.gpu, il, q, k, v);
@@ -128,7 +133,8 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
     struct ops table = cpu_ops;
     table.embed = twin_embed, table.rmsnorm = twin_rmsnorm, table.add_rmsnorm = twin_add_rmsnorm,
     table.add = twin_add;
-    table.linear = twin_linear, table.rope_store_kv = twin_rope_store_kv, table.attention = twin_attention;
+    table.linear = twin_linear, table.linear3 = twin_linear3, table.rope_store_kv = twin_rope_store_kv,
+    table.attention = twin_attention;
     table.mla_store = twin_mla_store, table.mla_attention = twin_mla_attention, table.ffn = twin_ffn;
     table.moe_ffn = twin_moe_ffn;
     twin.gpu = &gpu, twin.cpu = &cpu_ops, twin.name = name, twin.limit = 2e-3, twin.worst = 0;
