@@ -1185,6 +1185,7 @@ CUEMU_API cudaEventDestroy(cudaEvent_t e) {
 }
 CUEMU_API cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
     CUEMU_ENTER(false);
+    if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     CUstream_st *s = cuemu::find_stream(stream);
     if (s && s->capture) return s->broken = true, cuemu::fail(cudaErrorStreamCaptureUnsupported);
     auto record = [state = event->state, count = ++event->state->recorded] {
@@ -1196,12 +1197,14 @@ CUEMU_API cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
 }
 CUEMU_API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
     CUEMU_ENTER(false);
+    if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     CUstream_st *s = cuemu::find_stream(stream);
     if (s && s->capture) return s->broken = true, cuemu::fail(cudaErrorStreamCaptureUnsupported);
     return cuemu::enqueue(stream, {{}, {}, event->state, event->state->recorded});
 }
-CUEMU_API cudaEventSynchronize(cudaEvent_t) {
+CUEMU_API cudaEventSynchronize(cudaEvent_t event) {
     CUEMU_ENTER(true);
+    if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     return cuemu::drain(), cudaSuccess;
 }
 // Not ready at first, sometimes: what is queued runs at the one call or the other.
