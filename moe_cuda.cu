@@ -855,6 +855,14 @@ __global__ void __launch_bounds__(FEW_THREADS) k_route_few(const __grid_constant
     for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS)
         p.job_weight[job_of[p.id[i]] * FEW_TOKENS + i / p.k] = p.weight[i];
 }
+
+static void route_few_launch(const struct route_args *p, cudaStream_t s) {
+    int room = FEW_WARPS * 2 * p->n_expert * (int)sizeof(float);
+    if (room > 32 << 10) /* above 48 KB with the static array */
+        cudaFuncSetAttribute(k_route_few, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+    LAUNCH_PDL(k_route_few, (unsigned)((p->n_expert + FEW_WARPS - 1) / FEW_WARPS), FEW_THREADS, (size_t)room,
+               s, *p);
+}
 /* ============================================================================================================
  * Products for more than 16 tokens
  *
@@ -2992,15 +3000,14 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     struct route_args p = c->route;
     p.w16 = router->bf16, p.w32 = router->f32, p.bias = vec(c, y->router_bias), p.x = c->x32[x];
     p.n_tok = r->n_tok, p.n_expert = y->n_expert;
-    size_t room = (size_t)y->n_expert * 2 * sizeof(float);
     if (r->n_tok <= FEW_TOKENS) {
-        LAUNCH_PDL(k_route_few, ceil_div(y->n_expert, FEW_WARPS), FEW_THREADS, FEW_WARPS * room, c->stream,
-                   p);
+        route_few_launch(&p, c->stream);
         ffn_few(r, y, true, y->sh_gate.data ? shared : NULL, x, out);
         return;
     }
     LAUNCH_PDL(k_route_logits, dim3(ceil_div(y->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
-    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * room, c->stream, p);
+    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)y->n_expert,
+               c->stream, p);
     struct sort_args s = c->sort;
     s.n_slots = r->n_tok * s.k, s.n_expert = y->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)y->n_expert, 256, 0, c->stream, s);
