@@ -434,11 +434,11 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-/* The sum over a block of up to 1024 threads, the same bits in every thread. */
+/* The sum over a block of up to 1024 threads, the same bits in every thread. Once per kernel: a second sum would overwrite the
+ * parts of the first while they are read. */
 DEVICE float block_sum(float x) {
     SHARED(float, part, 32);
     x = warp_sum(x);
-    __syncthreads(); /* a sum before may still be read */
     if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
     __syncthreads();
     float s = 0;
@@ -778,16 +778,14 @@ DEVICE void route_warp(const struct route_args &p, int t, float *score, float *p
         float w = score[id];
         chosen += w;
         if (lane == i) my_id = id, my_weight = w;
-        __syncwarp(); /* all have read pick */
-        if (lane == (id & 31)) pick[id] = __int_as_float(0x7FC00000);
-        __syncwarp();
+        if (lane == (id & 31)) pick[id] = __int_as_float(0x7FC00000); /* only this lane reads it */
     }
     float f = p.norm ? p.factor / (p.softmax ? chosen : chosen + 1e-20f) : p.factor;
     if (lane < p.k) {
         p.id[(size_t)t * (size_t)p.k + lane] = my_id;
         p.weight[(size_t)t * (size_t)p.k + lane] = my_weight * f;
     }
-    __syncwarp();
+    __syncwarp(); /* score has been read: the next token's goes there */
 }
 
 /* Router of 1..16 tokens: logits, choice and jobs. Grid ceil(n_expert / 8), block 256: a warp an expert's row; the block that ends
@@ -846,12 +844,10 @@ __global__ void __launch_bounds__(FEW_THREADS) k_route_few(const __grid_constant
             n += __popc(all);
         }
         if (!lane) *p.n_jobs = n, *p.arrived = 0;
-        __syncwarp();
     }
-    __syncthreads();
     for (int i = threadIdx.x; i < n_slots * FEW_TOKENS; i += FEW_THREADS)
         p.job_weight[i] = 0; /* at most n_slots jobs */
-    __syncthreads();
+    __syncthreads();         /* jobs have numbers, and the weights are zeros */
     for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS)
         p.job_weight[job_of[p.id[i]] * FEW_TOKENS + i / p.k] = p.weight[i];
 }
