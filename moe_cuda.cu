@@ -2565,7 +2565,7 @@ struct cuda {
     /* while the weights are uploaded */
     uint8_t *stage_host[STAGES], *stage[STAGES];
     cudaEvent_t stage_free[STAGES];
-    uint32_t *range;
+    uint32_t *range, range_host[2]; /* here, as the copy of one may end after a failed wait for it */
     int stage_at;
 };
 
@@ -2710,12 +2710,14 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
     d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
     int shift = w->type == GGUF_MXFP4 ? 116 : 8;
     for (int tries = 0; !c->failed; tries++) {
-        uint32_t range[2] = {0, 0};
-        cuda_ok(c, cudaMemsetAsync(c->range, 0, sizeof range, c->stream), what);
+        uint32_t *range = c->range_host;
+        range[0] = range[1] = 0;
+        cuda_ok(c, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), what);
         upload_pass(c, w, d, shift);
         d->unit = d->fmt == FMT_Q8 ? 1.0f : d->fmt == FMT_FP4 ? 128.0f : ldexpf(1.0f, -shift);
         if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || c->failed) return;
-        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof range, cudaMemcpyDeviceToHost, c->stream), what);
+        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof c->range_host, cudaMemcpyDeviceToHost, c->stream),
+                what);
         cuda_ok(c, cudaStreamSynchronize(c->stream), what);
         float top;
         memcpy(&top, range, sizeof top);

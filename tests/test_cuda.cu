@@ -60,3 +60,8 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half) 
     free(h);
 }
 }
+
+#include "t_cuda_kernels.h"
+#ifdef CUEMU
+#include "t_cuda_mutate.h"
+#endif
