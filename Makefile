@@ -12,10 +12,11 @@ CC       := gcc
 endif
 CLANG    ?= clang
 PACKAGES := gcc g++ libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
-GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe build/test_cuda
+GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe build/test_cuda build/test_gpu \
+            mutate test-gpu
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test bench asan fuzz test-arm64 install clean help format deps goals
+.PHONY: all chat test mutate test-gpu bench asan fuzz test-arm64 install clean help format deps goals
 
 ifneq ($(DEPS),ok)
 
@@ -93,7 +94,7 @@ build/test_moe: $(TESTS) moe.c gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -fopenmp tests/test_moe.c -o $@ $(LIBS)
 
 # Threads that wait asleep: on a busy machine spinning ones stand in each other's way.
-test asan: export OMP_WAIT_POLICY = passive
+test mutate asan: export OMP_WAIT_POLICY = passive
 
 test: all build/test_moe build/test_cuda
 	build/test_moe
@@ -101,12 +102,33 @@ test: all build/test_moe build/test_cuda
 
 # The CUDA backend on an emulator: the tests in C, moe_cuda.cu as C++.
 EMULATED := -std=c++17 -x c++ -DCUEMU -O2 -g -fno-strict-aliasing -Wall -Wextra -Wshadow -Wno-unused-function $(if $(WERROR),-Werror) -fopenmp
-build/emulated.o: tests/test_cuda.cu tests/cuda_emu.h moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
+CUDA_TESTS := tests/test_cuda.cu tests/t_cuda_kernels.h tests/t_cuda_mutate.h tests/emu_selftest.h tests/cuda_emu.h
+build/emulated.o: $(CUDA_TESTS) moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
 	$(CXX) $(EMULATED) -c tests/test_cuda.cu -o $@
 
 build/test_cuda: $(TESTS) build/emulated.o moe.c gguf_nvfp4.h Makefile | build
-	$(CC) $(FLAGS) -DMOE_CUDA -fopenmp -c tests/test_moe.c -o build/test_cuda.o
+	$(CC) $(FLAGS) -DMOE_CUDA -DCUEMU -fopenmp -c tests/test_moe.c -o build/test_cuda.o
 	$(CXX) build/test_cuda.o build/emulated.o -fopenmp -o $@ $(LIBS)
+
+# Leaves out every barrier of moe_cuda.cu once: some test has to fail.
+mutate: build/moe-convert build/test_cuda
+	build/test_cuda --mutate
+
+# The tests of the CUDA backend on a device; those of single kernels also under compute-sanitizer.
+GPU_KERNELS := cuda/upload cuda/few cuda/router cuda/sort cuda/products cuda/attention
+build/test_gpu: $(TESTS) $(CUDA_TESTS) moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
+	$(CC) $(FLAGS) -DMOE_CUDA -fopenmp -c tests/test_moe.c -o build/test_gpu_moe.o
+	$(NVCC) $(CUDA_FLAGS) -c tests/test_cuda.cu -o build/test_gpu_cuda.o
+	$(CC) build/test_gpu_moe.o build/test_gpu_cuda.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
+
+SANITIZER = $(firstword $(shell command -v compute-sanitizer) $(wildcard $(dir $(NVCC))compute-sanitizer))
+test-gpu:
+	@[ -n "$(NVCC)" ] || { echo "make test-gpu wants nvcc"; exit 1; }
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-gpu wants a GPU: nvidia-smi lists none"; exit 1; }
+	@$(MAKE) --no-print-directory DEPS=ok build/moe-convert build/test_gpu
+	build/test_gpu cuda
+	$(if $(SANITIZER),$(SANITIZER) --error-exitcode 1 --tool memcheck build/test_gpu $(GPU_KERNELS) cuda/forward,@echo "no compute-sanitizer: not checked with it")
+	$(if $(SANITIZER),$(SANITIZER) --error-exitcode 1 --tool racecheck build/test_gpu $(GPU_KERNELS))
 
 # The whole suite, with the programs that it starts, under AddressSanitizer and UndefinedBehaviorSanitizer.
 asan: build/demo.gguf | build/asan
@@ -161,6 +183,8 @@ help:
 	@echo 'make           ./moe, build/moe-convert and build/demo.gguf; installs missing system packages first'
 	@echo 'make chat      opens a chat with the demo model'
 	@echo 'make test      runs the tests'
+	@echo 'make mutate    leaves out every barrier of the CUDA backend once: the tests must notice'
+	@echo 'make test-gpu  the tests of the CUDA backend on a GPU, and under compute-sanitizer'
 	@echo 'make bench     speed of the demo model'
 	@echo 'make asan      the tests under the address and undefined-behaviour sanitizers'
 	@echo 'make test-arm64 a cross build and its tests under qemu-user'

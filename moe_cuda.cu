@@ -436,11 +436,11 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-/* The sum over a block of up to 1024 threads, the same bits in every thread. */
+/* The sum over a block of up to 1024 threads, the same bits in every thread. Once per kernel: a second sum would overwrite the
+ * parts of the first while they are read. */
 DEVICE float block_sum(float x) {
     SHARED(float, part, 32);
     x = warp_sum(x);
-    __syncthreads(); /* a sum before may still be read */
     if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
     __syncthreads();
     float s = 0;
@@ -836,7 +836,7 @@ DEVICE void route_warp(const struct route_args &p, int t, float *score, uint32_t
         p.id[(size_t)t * (size_t)p.k + lane] = my_id;
         p.weight[(size_t)t * (size_t)p.k + lane] = my_weight * f;
     }
-    __syncwarp();
+    __syncwarp(); /* score has been read: the next token's goes there */
 }
 
 enum {
@@ -924,15 +924,22 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_const
             n += __popc(all);
         }
         if (!lane) *p.n_jobs = n, *p.arrived = 0;
-        __syncwarp();
     }
-    __syncthreads();
     for (int i = threadIdx.x; i < n_slots * FEW_TOKENS; i += FEW_THREADS)
         p.job_weight[i] = 0; /* at most n_slots jobs */
-    __syncthreads();
+    __syncthreads();         /* jobs have numbers, and the weights are zeros */
     for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS)
         p.job_weight[job_of[p.id[i]] * FEW_TOKENS + i / p.k] = p.weight[i];
 }
+
+static void route_few_launch(const struct route_args *p, cudaStream_t s) {
+    int room = FEW_WARPS * 2 * p->n_expert * (int)sizeof(float);
+    if (room > 32 << 10) /* above 48 KB with the static arrays */
+        cudaFuncSetAttribute(k_route_few, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+    LAUNCH_PDL(k_route_few, (unsigned)((p->n_expert + ROUTE_ROWS - 1) / ROUTE_ROWS), FEW_THREADS,
+               (size_t)room, s, *p);
+}
+
 /* ============================================================================================================
  * Products for more than 16 tokens
  *
@@ -2474,7 +2481,6 @@ DEVICE int key_bin(uint64_t key) { return (int)(key >> 52); }
 /* The largest of the block's keys. */
 DEVICE uint64_t block_best(uint64_t *room, uint64_t key) {
     const int tid = (int)threadIdx.x;
-    __syncthreads();
     room[tid] = key;
     for (int o = SAMPLE_THREADS / 2; o; o /= 2) {
         __syncthreads();
@@ -2497,7 +2503,7 @@ DEVICE void block_scan(T *room) {
     __syncthreads();
 }
 
-/* Bitonic, best first. */
+/* Bitonic, best first. Thread i leaves keys 2i and 2i + 1, the others' it must wait for. */
 DEVICE void block_sort(uint64_t *key) {
     for (int run = 2; run <= SAMPLE_ROOM; run *= 2)
         for (int o = run / 2; o; o /= 2) {
@@ -2506,7 +2512,6 @@ DEVICE void block_sort(uint64_t *key) {
             const uint64_t a = key[i], b = key[i + o];
             if ((a < b) == !(i & run)) key[i] = b, key[i + o] = a;
         }
-    __syncthreads();
 }
 
 /* The lowest bin whose candidates, with those of all better bins, fit the room and are wanted. bin (SAMPLE_BINS) counts;
@@ -2526,7 +2531,6 @@ DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *room, i
             better = with;
         }
     }
-    __syncthreads();
 }
 
 /* Grid at most SAMPLE_BLOCKS, block SAMPLE_THREADS; the block that ends last chooses. Bytes: the logits twice, 1.2 MB from L2 for a
@@ -2576,7 +2580,6 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
         mass[tid + SAMPLE_THREADS] = 0;
         block_scan(mass);
         total = mass[SAMPLE_ROOM - 1];
-        __syncthreads();
     }
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = p.bins[i], p.bins[i] = 0;
     __syncthreads();
@@ -2597,7 +2600,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     }
     block_sort(key);
     const int n = at[2];
-    for (int i = tid; i < SAMPLE_ROOM; i += SAMPLE_THREADS)
+    for (int i = 2 * tid; i < 2 * tid + 2; i++) /* those that this thread sorted */
         mass[i] = i < n ? exp((double)(key_logit(key[i]) - high)) : 0;
     block_scan(mass);
     if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_ROOM - 1];
@@ -2677,7 +2680,7 @@ struct cuda {
     /* while the weights are uploaded */
     uint8_t *stage_host[STAGES], *stage[STAGES];
     cudaEvent_t stage_free[STAGES];
-    uint32_t *range;
+    uint32_t *range, range_host[2]; /* here, as the copy of one may end after a failed wait for it */
     int stage_at;
 };
 
@@ -2828,12 +2831,14 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
     d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
     int shift = w->type == GGUF_MXFP4 ? 116 : 8;
     for (int tries = 0; !c->failed; tries++) {
-        uint32_t range[2] = {0, 0};
-        cuda_ok(c, cudaMemsetAsync(c->range, 0, sizeof range, c->stream), what);
+        uint32_t *range = c->range_host;
+        range[0] = range[1] = 0;
+        cuda_ok(c, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), what);
         upload_pass(c, w, d, shift);
         d->unit = d->fmt == FMT_Q8 ? 1.0f : d->fmt == FMT_FP4 ? 128.0f : ldexpf(1.0f, -shift);
         if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || c->failed) return;
-        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof range, cudaMemcpyDeviceToHost, c->stream), what);
+        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof c->range_host, cudaMemcpyDeviceToHost, c->stream),
+                what);
         cuda_ok(c, cudaStreamSynchronize(c->stream), what);
         float top;
         memcpy(&top, range, sizeof top);
@@ -3131,15 +3136,14 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     struct route_args p = c->route;
     p.w16 = router->bf16, p.w32 = router->f32, p.bias = vec(c, y->router_bias), p.x = c->x32[x];
     p.n_tok = r->n_tok, p.n_expert = y->n_expert;
-    size_t room = (size_t)y->n_expert * 2 * sizeof(float);
     if (r->n_tok <= FEW_TOKENS) {
-        LAUNCH_PDL(k_route_few, ceil_div(y->n_expert, ROUTE_ROWS), FEW_THREADS, FEW_WARPS * room, c->stream,
-                   p);
+        route_few_launch(&p, c->stream);
         ffn_few(r, y, true, y->sh_gate.data ? shared : NULL, x, out);
         return;
     }
     LAUNCH_PDL(k_route_logits, dim3(ceil_div(y->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
-    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * room, c->stream, p);
+    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)y->n_expert,
+               c->stream, p);
     struct sort_args s = c->sort;
     s.n_slots = r->n_tok * s.k, s.n_expert = y->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)y->n_expert, 256, 0, c->stream, s);
@@ -3585,11 +3589,6 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     p->n_group_used = m->n_group_used;
     p->softmax = m->gating == GATING_SOFTMAX, p->norm = m->weights_norm, p->factor = m->weights_scale;
     c->sort.id = p->id, c->sort.k = p->k;
-    if (m->n_expert_max) /* beyond 48 KB from 750 experts on */
-        cuda_ok(c,
-                cudaFuncSetAttribute(k_route_few, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     FEW_WARPS * 2 * (int)sizeof(float) * m->n_expert_max),
-                "the router's shared memory");
     cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
     if (c->failed) {
         cuda_close(r);

@@ -192,7 +192,11 @@ inline bool same_text(const char *a, const char *b) { return a == b || !strcmp(a
 struct site {
     const char *file;
     int line;
-    static constexpr site here(const char *f = __builtin_FILE(), int l = __builtin_LINE()) { return {f, l}; }
+    const char *function = "";
+    static constexpr site here(const char *f = __builtin_FILE(), int l = __builtin_LINE(),
+                               const char *fn = __builtin_FUNCTION()) {
+        return {f, l, fn};
+    }
     bool operator==(const site &o) const { return line == o.line && same_text(file, o.file); }
 };
 
@@ -301,7 +305,9 @@ struct op {
 struct barrier_site {
     const char *file;
     int line;
-    const char *kind; // "__syncthreads", "__syncwarp", "named_barrier", "cp_async_wait"
+    const char *function;
+    const char *kind; // "__syncthreads", "__syncwarp", "named_barrier", "cp_async_wait", or
+                      // "grid_dependency_wait"
     uint64_t count;   // executions by a thread
     bool skip;
 };
@@ -511,7 +517,7 @@ inline barrier_site &find_barrier(site at, const char *kind) {
     if (slot && is(barrier_sites[slot - 1])) return barrier_sites[slot - 1];
     for (slot = 1; slot <= barrier_sites.size(); slot++)
         if (is(barrier_sites[slot - 1])) return barrier_sites[slot - 1];
-    barrier_sites.push_back({at.file, at.line, kind, 0, false});
+    barrier_sites.push_back({at.file, at.line, at.function, kind, 0, false});
     return barrier_sites.back();
 }
 inline bool skipped(site at, const char *kind) {
@@ -624,7 +630,7 @@ inline void block_start(launch &l) {
     b.run = &l;
     b.idx = {(unsigned)(i % grid.x), (unsigned)(i / grid.x % grid.y), (unsigned)(i / grid.x / grid.y)};
     b.n = b.live = dim.x * dim.y * dim.z, b.triggers = 0;
-    memset(b.bar, 0, sizeof b.bar);
+    for (barrier_state &s : b.bar) s = {};
     if (!b.arena) b.arena = (char *)aligned_alloc(1024, ARENA);
     b.top = b.arena + RED, b.smem_bytes = 0, b.arrays.clear();
     memset(b.arena, CANARY, RED);
@@ -723,6 +729,7 @@ inline void launch_end(launch &l) {
         launch *next = s.q.empty() ? nullptr : s.q.front().run.get();
         if (!next) return;
         next->early = false;
+        if (next->done == next->blocks) return launch_end(*next); // it never waited, and was faster
         for (auto &b : resident)
             if (b->run == next)
                 for (warp &w : b->w) wake(w, w.parked), w.parked = 0;
@@ -1188,6 +1195,7 @@ CUEMU_API cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
     if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     CUstream_st *s = cuemu::find_stream(stream);
     if (s && s->capture) return s->broken = true, cuemu::fail(cudaErrorStreamCaptureUnsupported);
+    if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     auto record = [state = event->state, count = ++event->state->recorded] {
         timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
@@ -1814,7 +1822,7 @@ inline uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) { return atomicAdd(p, 
 inline void grid_dependency_wait(CUEMU_AT) {
     cuemu::launch &l = *cuemu::me->blk->run;
     l.waited = true;
-    if (!l.early) return;
+    if (cuemu::skipped(at, "grid_dependency_wait") || !l.early) return;
     cuemu::me->w->parked |= cuemu::lane_bit();
     cuemu::wait("grid_dependency_wait", at);
 }

@@ -33,31 +33,6 @@ static bool emu_aborts(const char *text, F fn) {
     return ok;
 }
 
-// Device memory with a copy of a vector, or poisoned.
-template <class T>
-struct emu_array {
-    T *d = nullptr;
-    size_t n;
-    explicit emu_array(size_t n_) : n(n_) { cudaMalloc(&d, n * sizeof(T)); }
-    explicit emu_array(const std::vector<T> &v) : emu_array(v.size()) {
-        cudaMemcpy(d, v.data(), n * sizeof(T), cudaMemcpyHostToDevice);
-    }
-    emu_array(const emu_array &) = delete;
-    ~emu_array() { cudaFree(d); }
-    operator T *() const { return d; }
-    std::vector<T> get() const {
-        std::vector<T> v(n);
-        cudaMemcpy(v.data(), d, n * sizeof(T), cudaMemcpyDeviceToHost);
-        return v;
-    }
-};
-
-static uint32_t emu_random() { // its own generator: tests reseed the emulator's
-    static uint64_t s = 88172645463325252ull;
-    s ^= s << 13, s ^= s >> 7, s ^= s << 17;
-    return (uint32_t)(s >> 16);
-}
-
 // ---- Threads, barriers, shared memory ---------------------------------------------------------------------
 
 static __global__ void emu_k_index(unsigned *out) {
@@ -85,7 +60,7 @@ static __global__ void emu_k_rotate(int *x, int rounds) {
 static bool emu_rotates(uint64_t seed) {
     std::vector<int> x(256);
     for (int i = 0; i < 256; i++) x[(size_t)i] = i;
-    emu_array<int> d(x);
+    gpu_array<int> d(x);
     cuemu::seed(seed);
     LAUNCH(emu_k_rotate, 1, 256, 1024, 0, d, 20);
     x = d.get();
@@ -95,7 +70,7 @@ static bool emu_rotates(uint64_t seed) {
 }
 
 static void emu_test_index() {
-    emu_array<unsigned> d(6 * 30);
+    gpu_array<unsigned> d(6 * 30);
     LAUNCH(emu_k_index, dim3(3, 1, 2), dim3(5, 3, 2), 0, 0, d);
     const std::vector<unsigned> out = d.get();
     for (unsigned i = 0; i < out.size(); i++) CHECK(out[i] == i / 30 * 1000 + i % 30);
@@ -136,8 +111,8 @@ static __global__ void emu_k_warp(uint32_t *out) {
     out[t] = (uint32_t)box[t ^ 1];
 }
 static void emu_test_shared() {
-    emu_array<float> f(33);
-    emu_array<int> i(33);
+    gpu_array<float> f(33);
+    gpu_array<int> i(33);
     LAUNCH(emu_k_shared<float>, 1, 32, 0, 0, f);
     LAUNCH(emu_k_shared<int>, 1, 32, 0, 0, i);
     const std::vector<float> vf = f.get();
@@ -146,7 +121,7 @@ static void emu_test_shared() {
         CHECK(vf[l] == (float)(100 + 2 * (31 - l)) && vi[l] == (int)(100 + 2 * (31 - l)));
     CHECK(vi[32] == 0xfd); // poison
 
-    emu_array<uint32_t> w(64);
+    gpu_array<uint32_t> w(64);
     auto right = [&](uint64_t seed) {
         cuemu::seed(seed);
         LAUNCH(emu_k_warp, 1, 64, 0, 0, w);
@@ -185,7 +160,7 @@ static __global__ void emu_k_votes(int *out) {
 static void emu_test_named_barriers() {
     for (uint64_t s = 0; s < 5; s++) {
         cuemu::seed(s);
-        emu_array<int> d(640), v(96);
+        gpu_array<int> d(640), v(96);
         LAUNCH(emu_k_named, 1, 128, 0, 0, d);
         LAUNCH(emu_k_votes, 1, 96, 0, 0, v);
         const std::vector<int> out = d.get(), votes = v.get();
@@ -218,7 +193,7 @@ static __global__ void emu_k_shuffles(int *out) {
 static void emu_test_shuffles() {
     for (uint64_t s = 0; s < 5; s++) {
         cuemu::seed(s);
-        emu_array<int> d(32 * 16);
+        gpu_array<int> d(32 * 16);
         LAUNCH(emu_k_shuffles, 1, 32, 0, 0, d);
         const std::vector<int> out = d.get();
         for (int l = 0; l < 32; l++) {
@@ -289,7 +264,7 @@ static __global__ void emu_k_diverge(int *out, int how) {
 static void emu_test_reports() {
     auto run = [](int how, const char *text) {
         return emu_aborts(text, [=] {
-            emu_array<int> d(64);
+            gpu_array<int> d(64);
             if (how == 13) cudaMemset(d, 0, 4);
             LAUNCH(emu_k_diverge, 2, 64, 512, 0, d, how);
             cudaDeviceSynchronize();
@@ -311,7 +286,7 @@ static void emu_test_reports() {
     CHECK(run(13, "deadlock"));
     CHECK(run(14, "which is not allocated"));
     CHECK(emu_aborts("out of bounds: an allocation of 200 bytes was written at offset 204", [] {
-        emu_array<int> d(50);
+        gpu_array<int> d(50);
         LAUNCH(emu_k_rotate, 1, 52, 512, 0, d, 1);
         cudaDeviceSynchronize();
     }));
@@ -338,7 +313,7 @@ static __global__ void emu_k_cp_async(const int *in, int *out) {
 static void emu_test_cp_async() {
     std::vector<int> in(256 * 8);
     for (size_t i = 0; i < in.size(); i++) in[i] = (int)i;
-    emu_array<int> d_in(in), d_out(256 * 6);
+    gpu_array<int> d_in(in), d_out(256 * 6);
     LAUNCH(emu_k_cp_async, 1, 256, 8192, 0, d_in, d_out);
     const std::vector<int> out = d_out.get();
     int early = 0, between = 0;
@@ -364,9 +339,9 @@ static __global__ void emu_k_ldmatrix(const uint16_t *in, uint32_t *out) {
 }
 static void emu_test_ldmatrix() {
     std::vector<uint16_t> in(256);
-    for (uint16_t &x : in) x = (uint16_t)emu_random();
-    emu_array<uint16_t> d_in(in);
-    emu_array<uint32_t> d_out(32 * 12);
+    for (uint16_t &x : in) x = (uint16_t)rnd();
+    gpu_array<uint16_t> d_in(in);
+    gpu_array<uint32_t> d_out(32 * 12);
     LAUNCH(emu_k_ldmatrix, 1, 32, 0, 0, d_in, d_out);
     const std::vector<uint32_t> out = d_out.get();
     auto at = [&](unsigned j, unsigned row, unsigned col) { return (uint32_t)in[j * 64 + row * 8 + col]; };
@@ -410,8 +385,8 @@ static double emu_element(int kind, uint32_t word, unsigned i) {
     }
 }
 // Random bits without infinities and NaN; exponents of bf16 near 1.
-static uint32_t emu_random_word(int kind) {
-    uint32_t w = emu_random();
+static uint32_t rnd_word(int kind) {
+    uint32_t w = rnd();
     if (kind == 0)
         for (int i = 0; i < 2; i++)
             if ((w >> 16 * i & 0x7c00) == 0x7c00) w ^= 0x4000u << 16 * i;
@@ -428,10 +403,10 @@ static void emu_test_mma() {
             const unsigned K = kind < 2 ? 16 : kind == 2 ? 32 : 64;
             std::vector<emu_operands> x(32);
             for (emu_operands &o : x) {
-                for (uint32_t &w : o.a) w = emu_random_word(kind);
-                for (uint32_t &w : o.b) w = emu_random_word(kind);
-                o.sfa = emu_random_word(2) & 0x7f7f7f7f, o.sfb = emu_random_word(2) & 0x7f7f7f7f;
-                for (float &v : o.d) v = (float)(emu_random() % 100);
+                for (uint32_t &w : o.a) w = rnd_word(kind);
+                for (uint32_t &w : o.b) w = rnd_word(kind);
+                o.sfa = rnd_word(2) & 0x7f7f7f7f, o.sfb = rnd_word(2) & 0x7f7f7f7f;
+                for (float &v : o.d) v = (float)(rnd() % 100);
             }
             if (kind == 0 && round == 0) // subnormals only
                 for (emu_operands &o : x)
@@ -455,7 +430,7 @@ static void emu_test_mma() {
                     else
                         b[k][n] = emu_element(kind, x[n * 4 + k % 32 / 8].b[k / 32], k % 8) *
                                   emu_value(x[n * 4].sfb >> k / 16 * 8 & 127, 4, 3, 7);
-            emu_array<emu_operands> d(x);
+            gpu_array<emu_operands> d(x);
             LAUNCH(emu_k_mma, 1, 32, 0, 0, d, kind);
             const std::vector<emu_operands> y = d.get();
             for (unsigned l = 0; l < 32; l++)
@@ -469,7 +444,7 @@ static void emu_test_mma() {
         }
     std::vector<emu_operands> x(32); // a NaN scale spoils its row
     x[4 * 3 + 1].sfa = 0x7f;
-    emu_array<emu_operands> d(x);
+    gpu_array<emu_operands> d(x);
     LAUNCH(emu_k_mma, 1, 32, 0, 0, d, 3);
     const std::vector<emu_operands> y = d.get();
     for (size_t l = 0; l < 32; l++) CHECK(!std::isnan(y[l].d[0]) && std::isnan(y[l].d[2]) == (l / 4 == 3));
@@ -513,9 +488,9 @@ static void emu_test_gemm() {
     const int N = 64, K = 512;
     std::vector<uint8_t> a(16 * K / 2), b(N * K / 2), sa(16 * K / 16), sb(N * K / 16);
     for (auto *v : {&a, &b})
-        for (uint8_t &x : *v) x = (uint8_t)emu_random();
+        for (uint8_t &x : *v) x = (uint8_t)rnd();
     for (auto *v : {&sa, &sb})
-        for (uint8_t &x : *v) x = (uint8_t)(0x20 + emu_random() % 48);
+        for (uint8_t &x : *v) x = (uint8_t)(0x20 + rnd() % 48);
     std::vector<double> want(16 * N);
     auto value = [&](const std::vector<uint8_t> &v, const std::vector<uint8_t> &scales, int row, int k) {
         const size_t i = (size_t)(row * K + k);
@@ -524,10 +499,10 @@ static void emu_test_gemm() {
     for (int m = 0; m < 16; m++)
         for (int n = 0; n < N; n++)
             for (int k = 0; k < K; k++) want[(size_t)(m * N + n)] += value(a, sa, m, k) * value(b, sb, n, k);
-    emu_array<uint8_t> da(a), db(b), dsa(sa), dsb(sb);
+    gpu_array<uint8_t> da(a), db(b), dsa(sa), dsb(sb);
     auto right = [&](uint64_t seed) {
         cuemu::seed(seed);
-        emu_array<float> c((size_t)(16 * N));
+        gpu_array<float> c((size_t)(16 * N));
         LAUNCH(emu_k_gemm, N / 32, 128, 3072, 0, da, db, dsa, dsb, c, N, K);
         const std::vector<float> got = c.get();
         for (size_t i = 0; i < want.size(); i++)
@@ -591,8 +566,7 @@ static void emu_test_conversions() {
         CHECK(f32_to_bf16x2(bf16_value((uint16_t)h), 0) == ((h & 0x7fff) > 0x7f80 ? 0x7fff : h));
     }
     for (uint32_t i = 0; i < 200000; i++) { // all magnitudes
-        const float x = __uint_as_float(emu_random()),
-                    y = ldexpf((float)(int)emu_random(), -(int)(emu_random() % 48));
+        const float x = __uint_as_float(rnd()), y = ldexpf((float)(int)rnd(), -(int)(rnd() % 48));
         if (std::isnan(x)) continue;
         const uint32_t got = f32_to_e4m3x2(x, y), sx = std::signbit(x), sy = std::signbit(y);
         CHECK((got & 255) == (emu_nearest(fabs(x), 126, e4m3) | sx << 7));
@@ -614,7 +588,7 @@ static void emu_test_conversions() {
     }
     CHECK(f32_to_e4m3x2(NAN, 1e9f) == 0x7e7f && f32_to_e2m1x2(NAN, -INFINITY) == 0xf7);
     for (int i = 0; i < 200000; i++) {
-        const uint32_t a = emu_random_word(0), b = emu_random_word(0), c = emu_random_word(0);
+        const uint32_t a = rnd_word(0), b = rnd_word(0), c = rnd_word(0);
         const uint32_t sum = f16x2_add(a, b), product = f16x2_mul(a, b), fma = f16x2_fma(a, b, c);
         for (int h = 0; h < 32; h += 16) {
             const long double x = f16(a >> h & 0xffff), y = f16(b >> h & 0xffff), z = f16(c >> h & 0xffff);
@@ -731,7 +705,7 @@ static void emu_test_memory() {
     CHECK(!cudaMalloc(&b, 500) && !cudaFree(b) && !cudaFree(a) && !cudaFree(nullptr));
     cuemu::fail_next("LAUNCH", 1);
     cudaGetLastError();
-    emu_array<int> d(std::vector<int>(4));
+    gpu_array<int> d(std::vector<int>(4));
     LAUNCH(emu_k_add, 1, 32, 0, 0, d, 4, 1);
     CHECK(cudaGetLastError() == cudaErrorUnknown && d.get()[0] == 0);
     int major = 0;
@@ -742,7 +716,7 @@ static void emu_test_memory() {
 
 static void emu_test_graph() {
     std::vector<int> init(100);
-    emu_array<int> d(init), copy(100);
+    gpu_array<int> d(init), copy(100);
     cudaStream_t s;
     cudaGraph_t graph;
     cudaGraphExec_t exec;
@@ -793,8 +767,8 @@ static __global__ void emu_k_grid_barrier(uint32_t *count, int *x, int *out) {
 static void emu_test_waiting_kernels() {
     for (uint64_t seed = 0; seed < 5; seed++) {
         cuemu::seed(seed);
-        emu_array<int> a(std::vector<int>(256, 1000)), b(std::vector<int>(256, 2000)), sum_a(256), sum_b(256);
-        emu_array<uint32_t> flags(std::vector<uint32_t>(8));
+        gpu_array<int> a(std::vector<int>(256, 1000)), b(std::vector<int>(256, 2000)), sum_a(256), sum_b(256);
+        gpu_array<uint32_t> flags(std::vector<uint32_t>(8));
         cudaStream_t s, t;
         cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking),
             cudaStreamCreateWithFlags(&t, cudaStreamNonBlocking);
@@ -805,19 +779,19 @@ static void emu_test_waiting_kernels() {
         for (int i = 0; i < 256; i++) CHECK(x[(size_t)i] == 3000 + 2 * i && y[(size_t)i] == 3000 + 2 * i);
         cudaStreamDestroy(s), cudaStreamDestroy(t);
     }
-    emu_array<uint32_t> count(std::vector<uint32_t>(1));
-    emu_array<int> x(200), out(200);
+    gpu_array<uint32_t> count(std::vector<uint32_t>(1));
+    gpu_array<int> x(200), out(200);
     LAUNCH(emu_k_grid_barrier, 200, 64, 0, 0, count, x, out);
     const std::vector<int> v = out.get();
     for (int i = 0; i < 200; i++) CHECK(v[(size_t)i] == (i + 1) % 200);
     CHECK(emu_aborts("deadlock", [&] { // more blocks than can be resident
         cudaMemset(count, 0, 4);
-        emu_array<int> many(300), result(300);
+        gpu_array<int> many(300), result(300);
         LAUNCH(emu_k_grid_barrier, 300, 32, 0, 0, count, many, result);
         cudaDeviceSynchronize();
     }));
     CHECK(emu_aborts("deadlock", [&] { // one stream: the second rank never starts
-        emu_array<uint32_t> flags(std::vector<uint32_t>(8));
+        gpu_array<uint32_t> flags(std::vector<uint32_t>(8));
         LAUNCH(emu_k_rank, 4, 50, 0, 0, x, out, flags, flags + 4, x);
         LAUNCH(emu_k_rank, 4, 50, 0, 0, out, x, flags + 4, flags, x);
         cudaDeviceSynchronize();
@@ -838,7 +812,7 @@ static __global__ void emu_k_dependent(const int *x, int *y, int how) {
 static void emu_test_pdl() {
     auto chain = [](uint64_t seed, int how) { // three kernels, each on the one before
         cuemu::seed(seed);
-        emu_array<int> a(std::vector<int>(256, 0)), b(std::vector<int>(256, -50)),
+        gpu_array<int> a(std::vector<int>(256, 0)), b(std::vector<int>(256, -50)),
             c(std::vector<int>(256, -50));
         LAUNCH(emu_k_add, 4, 64, 0, 0, a, 256, 1);
         LAUNCH_PDL(emu_k_dependent, 4, 64, 0, 0, a, b, how);

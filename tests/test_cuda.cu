@@ -1,16 +1,20 @@
 /* The CUDA backend as the tests see it: moe_cuda.cu itself, with the emulator (g++ -x c++ -DCUEMU) or on a device (nvcc), and the
  * few functions by which tests/t_cuda.h, which is C, reaches into it. */
 #include "../moe_cuda.cu"
+#include "t_cuda_kernels.h"
 
 extern "C" {
 
 /* Tokens and positions to the device, without recording what follows. */
 void cuda_test_batch(struct rank *r) { send_batch(r); }
 
-/* Row 0 of the logits. */
+/* Row 0 of the logits, by a kernel in front: it comes late, and the blocks of the next one run together. */
 void cuda_test_logits(struct rank *r, const float *x, int n) {
-    cudaStreamSynchronize(r->cuda->stream);
-    cudaMemcpy(r->cuda->logits, x, (size_t)n * sizeof *x, cudaMemcpyHostToDevice);
+    struct cuda *c = r->cuda;
+    cudaStreamSynchronize(c->stream);
+    cudaMemcpy(c->logits + n, x, (size_t)n * sizeof *x, cudaMemcpyHostToDevice);
+    LAUNCH_PDL(k_arrive, 4, 256, 0, c->stream, (uint32_t *)c->logits, (const uint32_t *)c->logits + n,
+               (size_t)n);
 }
 
 bool cuda_test_chose(struct rank *r) { return *r->cuda->token_host >= 0; }
@@ -60,3 +64,7 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half) 
     free(h);
 }
 }
+
+#ifdef CUEMU
+#include "t_cuda_mutate.h"
+#endif

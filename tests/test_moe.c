@@ -3,6 +3,7 @@
  *   build/test_moe              all tests
  *   build/test_moe vocab nvfp4  those whose names contain one of the words
  *   build/test_moe --list
+ *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *
  * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
  * skipped. The last line is "N passed, M failed, K skipped".
@@ -41,6 +42,13 @@
 static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT
                                         TESTS_MODEL TESTS_CLI TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
 
+static void test_dir_remove(void) {
+    char cmd[128];
+    if (!test_dir_made[0]) return;
+    snprintf(cmd, sizeof cmd, "rm -rf %s", test_dir_made);
+    if (system(cmd)) fprintf(stderr, "cannot remove %s\n", test_dir_made);
+}
+
 static bool test_wanted(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++)
         if (strstr(name, argv[i])) return true;
@@ -50,6 +58,14 @@ static bool test_wanted(const char *name, int argc, char **argv) {
 int main(int argc, char **argv) {
     int passed = 0, failed = 0, skipped = 0, n = sizeof table / sizeof *table;
     bool list = argc > 1 && !strcmp(argv[1], "--list");
+#ifdef CUEMU
+    if (argc > 1 && !strcmp(argv[1], "--mutate")) {
+        omp_set_num_threads(1); /* children of a process with threads have none of them */
+        int rc = cuda_test_mutate();
+        test_dir_remove();
+        return rc;
+    }
+#endif
     setlocale(LC_CTYPE, "C.UTF-8");
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int i = 0; i < n; i++) {
@@ -70,11 +86,7 @@ int main(int argc, char **argv) {
                table[i].name, t, skip ? "  " : "", skip ? test_skip_reason : "");
     }
     if (list) return 0;
-    if (test_dir_made[0]) {
-        char cmd[128];
-        snprintf(cmd, sizeof cmd, "rm -rf %s", test_dir_made);
-        if (system(cmd)) fprintf(stderr, "cannot remove %s\n", test_dir_made);
-    }
+    test_dir_remove();
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed != 0;
 }

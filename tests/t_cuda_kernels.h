@@ -1,0 +1,1020 @@
+/* The kernels of moe_cuda.cu one by one, with the shapes and edges that the fixtures' operations (t_cuda.h) do not have, against plain
+ * sums in double precision. Included by test_cuda.cu behind moe_cuda.cu; compiles for the emulator and for a device. The tests
+ * are extern "C" functions without arguments, called from t_cuda.h. */
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <vector>
+
+#include <unistd.h>
+
+extern "C" void cuda_test_check(bool ok, const char *what); /* t_cuda.h: CHECK */
+
+/* ---- checks, random numbers, device memory ---- */
+
+static bool mutant; /* a barrier is left out in this process: the first failure is the answer */
+
+/* CHECK for this side of the tests. Evaluates to the condition. */
+__attribute__((format(printf, 2, 3))) static bool expect(bool ok, const char *fmt, ...) {
+    char line[512];
+    va_list ap;
+    if (ok) return true;
+    if (mutant) _exit(1);
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    cuda_test_check(false, line);
+    return false;
+}
+
+static void must(cudaError_t e, const char *what) {
+    if (e == cudaSuccess) return;
+    if (mutant) _exit(1);
+    rank_fatal(what);
+}
+
+static uint64_t random_state;
+static uint32_t rnd() {
+    random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;
+    return (uint32_t)(random_state >> 16);
+}
+static float uniform() { return (float)(rnd() & 0xFFFFFF) / 8388608.0f - 1; } /* -1..1 */
+static double normal() {
+    double a = (rnd() + 1.0) / 4294967297.0, b = rnd() / 4294967296.0;
+    return sqrt(-2 * log(a)) * cos(6.283185307179586 * b);
+}
+
+static cudaStream_t test_stream; /* of all tests */
+static uint64_t seed_offset;     /* added to the seeds of the emulator's schedules */
+
+/* Begins a test: its numbers, and on the emulator its schedules, are the same every time. */
+static void begin_test(uint64_t seed) {
+    random_state = seed * 0x9E3779B97F4A7C15u | 1;
+    if (!test_stream) must(cudaStreamCreate(&test_stream), "a stream for the tests");
+#ifdef CUEMU
+    cuemu::seed(seed + seed_offset);
+#endif
+}
+
+/* For the tests in C. True: the device multiplies FP4 by FP4. */
+extern "C" bool cuda_test_begin(int seed) {
+    int major = 0;
+    begin_test((uint64_t)seed);
+    must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "the chip");
+    return major == 12;
+}
+
+/* words of `to` = those of `from`. Whoever runs behind this and does not wait for it finds what was there before. */
+__global__ void k_arrive(uint32_t *to, const uint32_t *from, size_t words) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    for (size_t i = blockIdx.x * 256 + threadIdx.x; i < words; i += 4 * 256) to[i] = from[i];
+}
+
+/* n values on the device, freed with the object. */
+template <class T>
+struct gpu_array {
+    T *p = nullptr, *later = nullptr;
+    size_t n;
+    explicit gpu_array(size_t count) : n(count) {
+        must(cudaMalloc((void **)&p, bytes() + !n), "memory for a test");
+    }
+    explicit gpu_array(const std::vector<T> &v) : gpu_array(v.size()) {
+        must(cudaMemcpy(p, v.data(), n * sizeof(T), cudaMemcpyHostToDevice), "copying to the device");
+    }
+    gpu_array(const gpu_array &) = delete;
+    ~gpu_array() {
+        cudaFree(p);
+        if (later) cudaFree(later);
+    }
+    operator T *() const { return p; }
+    size_t bytes() const { return (n * sizeof(T) + 3) / 4 * 4; } /* whole words */
+    std::vector<T> get() const {
+        std::vector<T> v(n);
+        must(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost), "copying from the device");
+        return v;
+    }
+    /* Has the values written anew by a kernel in front of the one under test; until then they are all ones. */
+    void arrive() {
+        if (!later) must(cudaMalloc((void **)&later, bytes()), "memory for a test");
+        must(cudaMemcpyAsync(later, p, bytes(), cudaMemcpyDeviceToDevice, test_stream),
+             "copying on the device");
+        must(cudaMemsetAsync(p, 0xFF, bytes(), test_stream), "clearing on the device");
+        LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)p, (const uint32_t *)later, bytes() / 4);
+    }
+};
+
+/* Waits for the kernels of a case. */
+static void finish(const char *what) {
+    must(cudaGetLastError(), what);
+    must(cudaStreamSynchronize(test_stream), what);
+}
+
+/* Errors of results, squared and summed. */
+struct error_sum {
+    double num = 0, den = 0;
+    void add(double got, double want) {
+        num += (got - want) * (got - want), den += want * want;
+        if (!(fabs(got) < 1e30)) num = INFINITY; /* a NaN, too */
+    }
+    double nmse() const { return num / (den + 1e-300); }
+};
+
+/* ---- matrices ---- */
+
+static int type_block(uint32_t type) {
+    return type == GGUF_NVFP4 ? 64 : type == GGUF_MXFP4 || type == GGUF_Q8_0 ? 32 : 8;
+}
+
+static const struct {
+    uint32_t type;
+    const char *name;
+} matrix_types[] = {{GGUF_NVFP4, "NVFP4"}, {GGUF_MXFP4, "MXFP4"}, {GGUF_Q8_0, "Q8_0"},
+                    {GGUF_BF16, "BF16"},   {GGUF_F16, "F16"},     {GGUF_F32, "F32"}};
+
+/* n weights of a row, as in a file. `octaves`: moves the exponents of MXFP4; `size`: of the largest of the plain formats. */
+static void random_row(uint8_t *row, uint32_t type, int n, int octaves, float size) {
+    for (int i = 0; i < n; i += type_block(type)) {
+        if (type == GGUF_NVFP4) {
+            for (int k = 0; k < 36; k++)
+                *row++ = (uint8_t)(k >= 4 ? rnd() : rnd() % 16 ? 0x28 + rnd() % 32 : rnd() % 0x80);
+        } else if (type == GGUF_MXFP4) {
+            bool zero = rnd() % 16 == 0; /* whose exponent means nothing */
+            *row++ = (uint8_t)(zero ? rnd() % 250 : 108 + octaves + rnd() % 16);
+            for (int k = 0; k < 16; k++) *row++ = zero ? 0x80 : (uint8_t)rnd();
+        } else if (type == GGUF_Q8_0) {
+            uint16_t d = f16_from_f32(0.01f * (1.1f + uniform()));
+            memcpy(row, &d, 2), row += 2;
+            for (int k = 0; k < 32; k++) *row++ = (uint8_t)rnd();
+        } else {
+            for (int k = 0; k < 8; k++) {
+                float x = uniform() * size * (rnd() % 8 ? 1 : 1e-3f);
+                uint16_t h = type == GGUF_F16 ? f16_from_f32(x) : bf16_from_f32(x);
+                if (type == GGUF_F32) memcpy(row, &x, 4), row += 4;
+                else memcpy(row, &h, 2), row += 2;
+            }
+        }
+    }
+}
+
+/* What upload_matrix works with. */
+static struct cuda *uploader() {
+    static struct cuda c;
+    static char err[ERR_MAX];
+    c.err = err, c.failed = false, err[0] = 0;
+    if (c.twins) return &c;
+    c.stream = test_stream;
+    c.twins = (struct twin *)calloc(TWINS, sizeof *c.twins);
+    c.range = (uint32_t *)cuda_own(&c, 2 * sizeof *c.range, "scratch");
+    for (int s = 0; s < STAGES; s++) {
+        must(cudaMallocHost((void **)&c.stage_host[s], STAGE_BYTES), "memory for uploads");
+        must(cudaMalloc((void **)&c.stage[s], STAGE_BYTES), "memory for uploads");
+        must(cudaEventCreate(&c.stage_free[s]), "an event");
+        must(cudaEventRecord(c.stage_free[s], test_stream), "an event");
+    }
+    return &c;
+}
+
+/* n_expert random matrices: as in a file, on the device by the program's own upload, and the values that it has there. Freed in
+ * the reverse order of construction. */
+struct matrix {
+    std::vector<uint8_t> raw;
+    std::vector<float> scale, bias;
+    std::vector<double> v; /* (n_expert, n_out, n_in), factors and all */
+    struct weight w = {};
+    struct dmat d = {};
+    struct cuda *c = uploader();
+    size_t mark = c->n_owned;
+
+    matrix(uint32_t type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0,
+           float size = 1)
+        : scale((size_t)n_expert) {
+        n_in = (n_in + type_block(type) - 1) / type_block(type) * type_block(type);
+        w.type = type, w.n_in = n_in, w.n_out = n_out, w.n_expert = n_expert;
+        w.row_bytes = gguf_row_bytes(type, (size_t)n_in), w.expert_bytes = w.row_bytes * (size_t)n_out;
+        raw.resize(w.expert_bytes * (size_t)n_expert);
+        for (int i = 0; i < n_expert * n_out; i++)
+            random_row(&raw[(size_t)i * w.row_bytes], type, n_in, octaves, size);
+        for (float &f : scale)
+            f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
+        for (int i = 0; with_bias && i < n_out; i++) bias.push_back(uniform());
+        w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
+        upload_matrix(c, &w, "a test's matrix");
+        must(cudaStreamSynchronize(test_stream), "uploading");
+        d = twin_slot(c, w.data)->mat;
+        std::vector<float> row((size_t)n_in);
+        for (int i = 0; i < n_expert * n_out; i++) {
+            gguf_dequantize_row(type, &raw[(size_t)i * w.row_bytes], row.data(), (size_t)n_in);
+            for (float x : row) {
+                if (d.fmt == FMT_F16) x = f16_to_f32(f16_from_f32(x / d.unit)) * d.unit;
+                v.push_back((double)x * (double)scale[(size_t)(i / n_out)]);
+            }
+        }
+    }
+    matrix(const matrix &) = delete;
+    ~matrix() {
+        while (c->n_owned > mark) cudaFree(c->owned[--c->n_owned]);
+        const void *hosts[3] = {w.bias, w.scale, w.data};
+        for (const void *host : hosts)
+            if (host) *twin_slot(c, host) = {};
+    }
+    double dot(int e, int row, const float *x) const {
+        const double *a = &v[((size_t)e * (size_t)w.n_out + (size_t)row) * (size_t)w.n_in];
+        double s = bias.empty() ? 0 : (double)bias[(size_t)row];
+        for (int k = 0; k < w.n_in; k++) s += a[k] * (double)x[k];
+        return s;
+    }
+};
+
+static double glu(double g, double u) { return g / (1 + exp(-g)) * u / (double)HIDDEN_SCALE; }
+
+/* Rows of tokens in halves, `stride` apart: what lies behind n_in is NaN and must not be read. */
+struct tokens {
+    size_t stride;
+    int n_in;
+    std::vector<uint16_t> half;
+    std::vector<float> value; /* (n, n_in) */
+    /* gap: what lies between the rows, NaN or, where it may be read and multiplied by 0, the largest number */
+    tokens(int n, int width, uint16_t gap = 0x7E00)
+        : stride((size_t)width + 16), n_in(width), half((size_t)n * stride + TILE_COLS, gap) {
+        for (int i = 0; i < n; i++) {
+            float outlier = rnd() % 4 ? 1 : 30, all = i % 7 == 3 && n > 8 ? 0 : 1; /* rows of zeros, too */
+            for (int k = 0; k < width; k++) {
+                uint16_t h = f16_from_f32(uniform() * (rnd() % 64 ? 1 : outlier) * all);
+                half[(size_t)i * stride + (size_t)k] = h, value.push_back(f16_to_f32(h));
+            }
+        }
+    }
+    const float *row(int i) const { return &value[(size_t)i * (size_t)n_in]; }
+};
+
+/* Results in floats or halves, in a buffer whose gaps must stay as they are. */
+struct results {
+    bool f32;
+    gpu_array<uint32_t> y;
+    std::vector<uint32_t> got;
+    results(size_t n, bool floats) : f32(floats), y(std::vector<uint32_t>(n, 0xA5A5A5A5)) {}
+    double at(size_t i) const {
+        float f;
+        if (!f32) return (double)f16_to_f32(((const uint16_t *)got.data())[i]);
+        return memcpy(&f, &got[i], 4), (double)f;
+    }
+    bool untouched(size_t i) const {
+        return f32 ? got[i] == 0xA5A5A5A5 : ((const uint16_t *)got.data())[i] == 0xA5A5;
+    }
+};
+
+/* ---- products for more than 16 tokens ---- */
+
+enum gemm_mode { DENSE, LIST, BATCH };
+
+struct gemm_case {
+    const char *name;
+    uint32_t type;
+    bool fp4, gated;
+    enum gemm_mode mode;
+    int n_expert, n_out, n_in;
+    std::vector<int> counts; /* tokens of each expert */
+    bool f32, bias, gather;
+};
+
+/* How the quantiser is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and scales that
+ * should be others. */
+static int check_quantised(float *value, int n_in, const uint8_t *codes, const uint8_t *scales,
+                           float row_scale) {
+    int bad = 0, n_block = (n_in + 63) / 64 * 4;
+    float amax = 0;
+    for (int k = 0; k < n_in; k++) amax = fmaxf(amax, fabsf(value[k]));
+    bad += row_scale != amax / 2688.0f;
+    for (int b = 0; b < n_block; b++) {
+        float m = 0, least = 1e30f;
+        int best = 0;
+        for (int k = b * 16; k < b * 16 + 16 && k < n_in; k++) m = fmaxf(m, fabsf(value[k]));
+        float want = m > 0 ? m / 6.0f / row_scale : 0;
+        for (int c = 0; c < 0x7F; c++) { /* the nearest, ties to even */
+            float e = fabsf(ue4m3_to_f32((uint8_t)c) - want);
+            if (e < least || (e == least && !(c & 1))) least = e, best = c;
+        }
+        bad += scales[b] != best;
+        float s = ue4m3_to_f32(scales[b]) * row_scale;
+        for (int k = b * 16; k < b * 16 + 16; k++) {
+            int nibble = (k >> 1 & 3) + 4 * (k & 1), near = 0;
+            uint8_t code = codes[k / 8 * 4 + nibble / 2] >> 4 * (nibble & 1) & 15;
+            if (k >= n_in) {
+                bad += (code & 7) != 0;
+                continue;
+            }
+            float q = s > 0 ? fabsf(value[k] / s) : 0;
+            least = 1e30f;
+            for (int c = 0; c < 8; c++) {
+                float e = fabsf(q - e2m1_to_f32((uint8_t)c));
+                if (e < least || (e == least && !(c & 1))) least = e, near = c;
+            }
+            bad += (code & 7) != near || (near && (code >> 3) != (value[k] < 0));
+            value[k] = e2m1_to_f32(code) * s;
+        }
+    }
+    return bad;
+}
+
+/* The sorted positions, and the list of tiles; beyond its end it is garbage. */
+struct tile_list {
+    std::vector<int32_t> expert, of_tile, first, count;
+    int n_tiles;
+    explicit tile_list(const std::vector<int> &counts) {
+        for (int e = 0; e < (int)counts.size(); e++) {
+            for (int i = 0; i < counts[(size_t)e]; i += TN) {
+                of_tile.push_back(e), first.push_back((int)expert.size() + i);
+                count.push_back(min(counts[(size_t)e] - i, (int)TN));
+            }
+            expert.insert(expert.end(), (size_t)counts[(size_t)e], e);
+        }
+        n_tiles = (int)of_tile.size();
+        for (int i = 0; i < 3; i++) of_tile.push_back(1 << 20), first.push_back(1 << 20), count.push_back(77);
+    }
+};
+
+static void run_gemm(const struct gemm_case &t) {
+    const int many = t.mode == BATCH ? t.n_expert : 1;
+    matrix w(t.type, t.n_expert, t.n_out, t.n_in, t.bias);
+    matrix w2(t.type, t.gated ? t.n_expert : 1, t.gated ? t.n_out : 1, t.gated ? t.n_in : 8,
+              t.bias && t.gated);
+    tile_list list(t.counts);
+    const int n_in = w.w.n_in, n_pos = (int)list.expert.size(), n_x = t.gather ? n_pos / 2 + 1 : n_pos;
+    std::vector<int32_t> rows;
+    for (int i = 0; i < n_pos; i++) rows.push_back(t.gather ? (int)(rnd() % (uint32_t)n_x) : i);
+    tokens x(n_x * many, n_in);
+    gpu_array<uint16_t> xd(x.half);
+    gpu_array<int32_t> rows_d(rows), expert_d(list.of_tile), first_d(list.first), count_d(list.count),
+        n_d(std::vector<int32_t>{list.n_tiles});
+    size_t stride = (size_t)t.n_out + (t.n_out % 4 ? 3 : 4), batch = stride * (size_t)n_pos + 4;
+    results y(batch * (size_t)many, t.f32);
+    struct gemm_args g = {};
+    g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p,
+    g.y_stride = stride, g.y_f32 = t.f32;
+    if (t.gather) g.rows = rows_d;
+    if (t.mode == LIST)
+        g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
+        g.max_tiles = list.n_tiles + 3;
+    if (t.mode == BATCH) g.batch = many, g.x_batch = x.stride * (size_t)n_x, g.y_batch = batch;
+    size_t code_bytes = (size_t)w.d.n_kt * 32, scale_bytes = fp4_scale_bytes(n_in);
+    gpu_array<uint8_t> codes((size_t)n_x * code_bytes), scales((size_t)n_x * scale_bytes);
+    gpu_array<float> row_scale((size_t)n_x);
+    g.xq = {codes, scales, row_scale};
+    xd.arrive();
+    if (t.fp4) quantize_fp4(xd, x.stride, n_x, n_in, g.xq, test_stream);
+    (t.fp4 ? gemm_prefill_fp4 : gemm_prefill)(&g, t.gated, test_stream);
+    finish(t.name);
+    int bad_codes = 0;
+    if (t.fp4) {
+        std::vector<uint8_t> c = codes.get(), s = scales.get();
+        std::vector<float> r = row_scale.get();
+        for (int i = 0; i < n_x; i++)
+            bad_codes += check_quantised(&x.value[(size_t)i * (size_t)n_in], n_in, &c[(size_t)i * code_bytes],
+                                         &s[(size_t)i * scale_bytes], r[(size_t)i]);
+    }
+    y.got = y.y.get();
+    error_sum sum;
+    long gaps = 0;
+    for (int z = 0; z < many; z++)
+        for (int i = 0; i < n_pos; i++)
+            for (int r = 0; r < (int)stride; r++) {
+                size_t at = (size_t)z * batch + (size_t)i * stride + (size_t)r;
+                if (r >= t.n_out) {
+                    gaps += !y.untouched(at);
+                    continue;
+                }
+                int e = t.mode == LIST ? list.expert[(size_t)i] : z;
+                const float *row = x.row(z * n_x + rows[(size_t)i]);
+                double a = w.dot(e, r, row);
+                sum.add(y.at(at), t.gated ? glu(a, w2.dot(e, r, row)) : a);
+            }
+    double limit = !t.f32 ? 1e-6 : t.fp4 ? 1e-10 : 1e-11;
+    expect(sum.nmse() <= limit && !gaps && !bad_codes,
+           "%s, type %u%s%s, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
+           "codes",
+           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.mode, t.n_expert, t.n_out, n_in,
+           n_pos, sum.nmse(), gaps, bad_codes);
+}
+
+extern "C" void cuda_test_products(void) {
+    const bool fp4 = cuda_test_begin(1);
+    for (auto &type : matrix_types)
+        for (int i = 0; i < 2; i++) {
+            const bool gated = i;
+            run_gemm({"few rows", type.type, 0, gated, DENSE, 1, 130, 72, {17}, !gated, true, false});
+            run_gemm({"few rows", type.type, 0, gated, DENSE, 1, 24, 192, {65}, gated, false, true});
+            run_gemm({"big blocks",
+                      type.type,
+                      0,
+                      gated,
+                      DENSE,
+                      1,
+                      gated ? 200 : 520,
+                      192,
+                      {gated ? 300 : 280},
+                      true,
+                      true,
+                      false});
+            run_gemm({"list",
+                      type.type,
+                      0,
+                      gated,
+                      LIST,
+                      7,
+                      200,
+                      72,
+                      {0, 1, 17, TN, 0, TN + 1, 40},
+                      true,
+                      false,
+                      true});
+            run_gemm({"one expert takes all",
+                      type.type,
+                      0,
+                      gated,
+                      LIST,
+                      3,
+                      16,
+                      192,
+                      {0, TN + 17, 0},
+                      false,
+                      false,
+                      true});
+            run_gemm({"heads", type.type, 0, gated, BATCH, 3, 16, 64, {20}, false, false, false});
+            run_gemm(
+                {"long rows", type.type, 0, gated, i ? LIST : DENSE, 1, 40, 2112, {70}, true, false, false});
+        }
+    for (uint32_t type : {GGUF_NVFP4, GGUF_MXFP4})
+        for (int i = 0; fp4 && i < 2; i++) {
+            const bool gated = i;
+            run_gemm({"few rows", type, true, gated, DENSE, 1, 130, 72, {17}, true, true, false});
+            run_gemm({"big blocks",
+                      type,
+                      true,
+                      gated,
+                      DENSE,
+                      1,
+                      gated ? 200 : 520,
+                      192,
+                      {gated ? 300 : 280},
+                      true,
+                      false,
+                      false});
+            run_gemm({"list",
+                      type,
+                      true,
+                      gated,
+                      LIST,
+                      7,
+                      200,
+                      72,
+                      {0, 1, 17, TN, 0, TN + 1, 40},
+                      true,
+                      false,
+                      true});
+            run_gemm({"long rows", type, true, gated, LIST, 2, 24, 1088, {TN - 1, 3}, false, false, true});
+            run_gemm({"long rows", type, true, gated, DENSE, 1, 130, 2112, {70}, true, false, false});
+        }
+}
+
+/* ---- upload ---- */
+
+/* Every weight of every format through k_embed, and matrices whose numbers need another factor, or have none. */
+extern "C" void cuda_test_upload(void) {
+    begin_test(2);
+    static const struct {
+        int n_out, n_in, octaves;
+        float size;
+    } shapes[] = {{1, 8, 0, 1}, {130, 72, 0, 1}, {33, 200, -40, 1e4f}, {40, 328, 60, 3e30f}};
+    for (auto &type : matrix_types)
+        for (auto &s : shapes) {
+            if (type.type == GGUF_F16 && s.size > 6e4f) continue;
+            matrix w(type.type, 1, s.n_out, s.n_in, false, s.octaves, s.size);
+            const int n_in = w.w.n_in, n_half = 5;
+            std::vector<int32_t> ids;
+            std::vector<float> freq;
+            for (int i = 0; i < s.n_out; i++) ids.push_back(s.n_out - 1 - i);
+            for (int i = 0; i < n_half; i++) freq.push_back(1.0f / (float)(1 << i));
+            gpu_array<int32_t> ids_d(ids);
+            gpu_array<float> freq_d(freq), x((size_t)s.n_out * (size_t)n_in), cs((size_t)s.n_out * n_half),
+                sn((size_t)s.n_out * n_half);
+            gpu_array<struct batch> b(std::vector<struct batch>{{1000, s.n_out}});
+            ids_d.arrive();
+            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p,
+                       freq_d.p, n_half, 1.5f, x.p, cs.p, sn.p);
+            finish("embedding");
+            std::vector<float> got = x.get(), c = cs.get(), n = sn.get();
+            error_sum sum, angles;
+            for (int i = 0; i < s.n_out; i++) {
+                for (int k = 0; k < n_in; k++)
+                    sum.add((double)got[(size_t)(i * n_in + k)] / s.size,
+                            w.v[(size_t)(ids[(size_t)i] * n_in + k)] / s.size);
+                for (int k = 0; k < n_half; k++) {
+                    double a = (1000.0 + i) * (double)freq[(size_t)k];
+                    angles.add((double)c[(size_t)(i * n_half + k)], 1.5 * cos(a));
+                    angles.add((double)n[(size_t)(i * n_half + k)], 1.5 * sin(a));
+                }
+            }
+            expect(!w.c->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
+                   "%s (%d, %d) of size %g: NMSE %.1e, of angles %.1e %s", type.name, s.n_out, n_in,
+                   (double)s.size, sum.nmse(), angles.nmse(), w.c->err);
+        }
+    {
+        matrix w(GGUF_F32, 1, 16, 64, false, 0, INFINITY);
+        expect(w.c->failed && strstr(w.c->err, "finite numbers only"), "an infinite weight: %s", w.c->err);
+    }
+    struct cuda *c = uploader();
+    std::vector<uint8_t> raw(17 * 2 * 16, 0x77); /* exponents too far apart */
+    for (int i = 0; i < 32; i++) raw[(size_t)i * 17] = (uint8_t)(100 + i);
+    struct weight far_apart = {};
+    far_apart.data = raw.data(), far_apart.type = GGUF_MXFP4, far_apart.n_in = 64, far_apart.n_out = 16,
+    far_apart.n_expert = 1;
+    far_apart.row_bytes = 34, far_apart.expert_bytes = 34 * 16;
+    upload_matrix(c, &far_apart, "a matrix");
+    expect(c->failed && strstr(c->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", c->err);
+    *twin_slot(c, raw.data()) = {};
+    uploader();
+}
+
+/* ---- products for few tokens ---- */
+
+/* y = W x + bias for 1..16 tokens: one matrix, or one for each head. */
+static void run_few(uint32_t type, int n_tok, int heads, int n_out, int n_in, bool f32) {
+    const int many = heads ? heads : 1;
+    matrix w(type, many, n_out, n_in, !heads);
+    tokens x(n_tok * many, w.w.n_in, 0x7BFF);
+    gpu_array<uint16_t> xd(x.half);
+    size_t stride = (size_t)n_out + 3, batch = stride * (size_t)n_tok + 4;
+    results y(batch * (size_t)many, f32);
+    struct few_args p = {};
+    p.part[0].w = w.d, p.part[0].x = xd, p.part[0].x_stride = x.stride,
+    p.part[0].x_job = x.stride * (size_t)n_tok;
+    p.part[0].max_jobs = 1, p.n_part = 1, p.n_tok = n_tok, p.batch = heads;
+    (f32 ? (void *&)p.y32[0] : (void *&)p.y16) = y.y.p;
+    p.y_stride[0] = stride, p.y_batch = batch;
+    xd.arrive();
+    few_sum_launch(&p, test_stream);
+    finish("few tokens");
+    y.got = y.y.get();
+    error_sum sum;
+    long gaps = 0;
+    for (int z = 0; z < many; z++)
+        for (int i = 0; i < n_tok; i++)
+            for (int r = 0; r < (int)stride; r++) {
+                size_t at = (size_t)z * batch + (size_t)i * stride + (size_t)r;
+                if (r >= n_out) gaps += !y.untouched(at);
+                else sum.add(y.at(at), w.dot(z, r, x.row(z * n_tok + i)));
+            }
+    expect(sum.nmse() <= (f32 ? 1e-11 : 1e-6) && !gaps,
+           "type %u, %d tokens, %d heads, (%d, %d): NMSE %.1e, %ld gaps written", type, n_tok, heads, n_out,
+           w.w.n_in, sum.nmse(), gaps);
+}
+
+/* The two halves of a feed-forward: the chosen experts by their jobs, and the shared one. */
+static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int n_jobs, int n_embd,
+                        int n_ff, int n_ff_shared) {
+    matrix gate(type, n_expert, n_ff, n_embd), up(type, n_expert, n_ff, n_embd),
+        down(type, n_expert, n_embd, n_ff);
+    matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
+        sh_down(shared_type, 1, n_embd, n_ff_shared);
+    tokens x(n_tok, n_embd);
+    std::vector<int32_t> expert;
+    std::vector<float> weight;
+    for (int j = 0; j < n_expert; j++) { /* behind n_jobs: garbage */
+        expert.push_back(j < n_jobs ? j * n_expert / max(n_jobs, 1) : 1 << 20);
+        for (int t = 0; t < FEW_TOKENS; t++) weight.push_back(rnd() % 3 && t < n_tok ? uniform() : 0);
+    }
+    gpu_array<uint16_t> xd(x.half), hidden((size_t)(n_expert * FEW_TOKENS * n_ff)),
+        hidden_shared((size_t)(FEW_TOKENS * n_ff_shared));
+    gpu_array<int32_t> expert_d(expert), n_d(std::vector<int32_t>{n_jobs});
+    gpu_array<float> weight_d(weight), y((size_t)(n_tok * n_embd));
+    struct few_glu_args u = {};
+    struct few_args d = {};
+    struct few_part p = {};
+    p.w = gate.d, p.x = xd, p.x_stride = x.stride, p.expert = expert_d, p.n_jobs = n_d, p.max_jobs = n_expert;
+    u.gate[0] = p, u.up[0] = up.d, u.y[0] = hidden, u.y_stride[0] = (size_t)n_ff;
+    p.w = down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden, p.x_stride = (size_t)n_ff,
+    p.x_job = FEW_TOKENS * p.x_stride;
+    p.weight = weight_d;
+    d.part[0] = p;
+    p = {};
+    p.w = sh_gate.d, p.x = xd, p.x_stride = x.stride, p.max_jobs = 1;
+    u.gate[1] = p, u.up[1] = sh_up.d, u.y[1] = hidden_shared, u.y_stride[1] = (size_t)n_ff_shared;
+    p.w = sh_down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden_shared, p.x_stride = (size_t)n_ff_shared;
+    d.part[1] = p;
+    u.n_part = d.n_part = 2, u.n_tok = d.n_tok = n_tok;
+    d.y32[0] = y, d.y_stride[0] = (size_t)n_embd;
+    xd.arrive();
+    few_glu_launch(&u, test_stream), few_sum_launch(&d, test_stream);
+    finish("the feed-forward of few tokens");
+    std::vector<float> got = y.get();
+    error_sum sum;
+    std::vector<float> h((size_t)max(n_ff, n_ff_shared));
+    for (int t = 0; t < n_tok; t++) {
+        std::vector<double> want((size_t)n_embd);
+        for (int j = 0; j <= n_jobs; j++) { /* the last: the shared one */
+            const bool shared = j == n_jobs;
+            const int e = shared ? 0 : expert[(size_t)j];
+            const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
+            for (int k = 0; k < g.w.n_out; k++)
+                h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
+            double f = shared ? 1 : (double)weight[(size_t)(j * FEW_TOKENS + t)];
+            for (int k = 0; k < n_embd; k++)
+                want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
+        }
+        for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
+    }
+    expect(sum.nmse() <= 1e-6, "types %u, %u, %d tokens, %d of %d experts: NMSE %.1e", type, shared_type,
+           n_tok, n_jobs, n_expert, sum.nmse());
+}
+
+extern "C" void cuda_test_few(void) {
+    begin_test(3);
+    static const int n_tok[] = {1, 2, 8, 9, 16};
+    for (auto &type : matrix_types)
+        for (int n : n_tok) {
+            run_few(type.type, n, 0, 130, 72, true);
+            run_few(type.type, n, 0, 24, 1088, false);
+            run_few(type.type, n, 3, 40, 136, n & 1);
+        }
+    for (auto &type : matrix_types) {
+        uint32_t shared = type.type == GGUF_NVFP4 ? (uint32_t)GGUF_BF16 : type.type;
+        run_few_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
+        run_few_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
+        run_few_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
+    }
+}
+
+/* ---- router ---- */
+
+struct route_case {
+    int n_tok, n_expert, k, n_group, n_group_used;
+    bool softmax, norm, bias, bf16, ties;
+};
+
+/* The choice for one token, one step after the other: pick (n_expert), `score` (n_expert) from its logits. */
+static void route_plain(const struct route_case &c, const double *logits, const std::vector<float> &bias,
+                        std::vector<float> &score, std::vector<float> &pick) {
+    float top = -INFINITY, sum = 0;
+    for (int e = 0; e < c.n_expert; e++) top = fmaxf(top, (float)logits[e]);
+    for (int e = 0; e < c.n_expert; e++) {
+        float l = (float)logits[e];
+        score[(size_t)e] = c.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+        sum += score[(size_t)e];
+    }
+    for (int e = 0; e < c.n_expert; e++) {
+        if (c.softmax) score[(size_t)e] /= sum;
+        pick[(size_t)e] = score[(size_t)e] + (c.bias ? bias[(size_t)e] : 0.0f);
+        if (pick[(size_t)e] != pick[(size_t)e]) pick[(size_t)e] = -INFINITY;
+    }
+    if (c.n_group == 1) return;
+    int per = c.n_expert / c.n_group;
+    std::vector<float> group;
+    for (int g = 0; g < c.n_group; g++) {
+        std::vector<float> p(pick.begin() + g * per, pick.begin() + (g + 1) * per);
+        std::sort(p.begin(), p.end());
+        group.push_back(per > 1 ? p[(size_t)per - 1] + p[(size_t)per - 2] : p[0]);
+    }
+    for (int g = 0; g < c.n_group; g++) {
+        int better = 0;
+        for (int o = 0; o < c.n_group; o++)
+            better += group[(size_t)o] > group[(size_t)g] || (group[(size_t)o] == group[(size_t)g] && o < g);
+        for (int e = g * per; better >= c.n_group_used && e < (g + 1) * per; e++) pick[(size_t)e] = -INFINITY;
+    }
+}
+
+/* What the choice of token t should be. A pick that is as good but for rounding is right as well; equal ones are not. */
+static int check_route(const struct route_case &c, const double *logits, const std::vector<float> &bias,
+                       const int32_t *id, const float *weight, float factor) {
+    std::vector<float> score((size_t)c.n_expert), pick((size_t)c.n_expert);
+    int bad = 0;
+    float sum = 0;
+    route_plain(c, logits, bias, score, pick);
+    for (int i = 0; i < c.k; i++) {
+        int best = -1;
+        for (int e = 0; e < c.n_expert; e++)
+            if (pick[(size_t)e] == pick[(size_t)e] && (best < 0 || pick[(size_t)e] > pick[(size_t)best]))
+                best = e;
+        int got = id[i];
+        if (got < 0 || got >= c.n_expert) return c.k;
+        float gap = pick[(size_t)best] - pick[(size_t)got];
+        if (got != best && !(gap > 0 && gap < 1e-6f)) bad++;
+        pick[(size_t)got] = NAN, sum += score[(size_t)got];
+    }
+    for (int i = 0; i < c.k; i++) {
+        float want = score[(size_t)id[i]] * (c.norm ? factor / sum : factor);
+        bad += want == want ? !(fabsf(weight[i] - want) <= 1e-5f * want) : weight[i] == weight[i];
+    }
+    return bad;
+}
+
+/* The jobs of few tokens: the distinct experts in order, and every token's weight in each. */
+static int check_jobs(const struct route_case &c, const std::vector<int32_t> &id,
+                      const std::vector<float> &weight, int n_jobs, const std::vector<int32_t> &expert,
+                      const std::vector<float> &job_weight) {
+    int n = 0, bad = 0;
+    for (int e = 0; e < c.n_expert; e++) {
+        std::vector<float> want(FEW_TOKENS, 0.0f);
+        bool used = false;
+        for (size_t i = 0; i < id.size(); i++)
+            if (id[i] == e) used = true, want[i / (size_t)c.k] = weight[i];
+        if (!used) continue;
+        bad += n >= n_jobs || expert[(size_t)n] != e ||
+               memcmp(&job_weight[(size_t)n * FEW_TOKENS], want.data(), sizeof(float) * FEW_TOKENS);
+        n++;
+    }
+    return bad + (n != n_jobs);
+}
+
+static void run_route(const struct route_case &c) {
+    const int n_embd = 72;
+    const size_t n = (size_t)c.n_tok, n_expert = (size_t)c.n_expert, k = (size_t)c.k, jobs = n * k;
+    std::vector<float> x(n * n_embd), bias(n_expert), w32;
+    std::vector<uint16_t> w16;
+    /* whole numbers make sums exact, hence equal ones equal everywhere */
+    for (float &v : x) v = c.ties ? (float)(int)(rnd() % 5) - 2 : uniform();
+    for (float &v : bias) v = c.ties ? (float)(rnd() % 3) / 8 : uniform() / 4;
+    for (size_t i = 0; i < n_expert * n_embd; i++) {
+        float v = c.ties ? (i / n_embd % 3 == 1 ? f32_from_bits(f32_to_bits(w32[i - n_embd]))
+                                                : (float)(int)(rnd() % 3) / 16 - 0.0625f)
+                         : bf16_to_f32(bf16_from_f32(uniform()));
+        w32.push_back(v), w16.push_back(bf16_from_f32(v));
+    }
+    gpu_array<float> xd(x), bias_d(bias), w32_d(w32), logits(n * n_expert), weight(n * k),
+        job_weight((jobs + 1) * FEW_TOKENS);
+    gpu_array<uint16_t> w16_d(w16);
+    gpu_array<int32_t> id(n * k), n_jobs(std::vector<int32_t>{-1}), job_expert(jobs + 1);
+    gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
+    struct route_args p = {};
+    (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) =
+        c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
+    p.bias = c.bias ? bias_d.p : NULL, p.x = xd, p.logits = logits, p.id = id, p.weight = weight;
+    p.n_tok = c.n_tok, p.n_embd = n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
+    p.n_group_used = c.n_group_used, p.softmax = c.softmax, p.norm = c.norm, p.factor = 2.5f;
+    p.arrived = arrived, p.n_jobs = n_jobs, p.job_expert = job_expert, p.job_weight = job_weight;
+    for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
+        xd.arrive();
+        if (c.n_tok <= FEW_TOKENS) {
+            route_few_launch(&p, test_stream);
+        } else {
+            LAUNCH_PDL(k_route_logits, dim3(ceil_div(c.n_expert, 64), ceil_div(c.n_tok, 64)), 256, 0,
+                       test_stream, p);
+            LAUNCH_PDL(k_route_many, ceil_div(c.n_tok, 4), 128, 4 * 2 * sizeof(float) * n_expert, test_stream,
+                       p);
+        }
+        finish("the router");
+        std::vector<int32_t> ids = id.get();
+        std::vector<float> weights = weight.get();
+        std::vector<double> want(n_expert);
+        int bad = 0;
+        for (size_t t = 0; t < n; t++) {
+            for (size_t e = 0; e < n_expert; e++) {
+                want[e] = 0;
+                for (size_t i = 0; i < n_embd; i++)
+                    want[e] += (double)w32[e * n_embd + i] * (double)x[t * n_embd + i];
+            }
+            bad += check_route(c, want.data(), bias, &ids[t * k], &weights[t * k], 2.5f);
+        }
+        if (c.n_tok <= FEW_TOKENS)
+            bad += check_jobs(c, ids, weights, n_jobs.get()[0], job_expert.get(), job_weight.get()) +
+                   (arrived.get()[0] != 0);
+        expect(!bad,
+               "%d tokens, %d of %d experts, %d of %d groups, softmax %d norm %d bias %d bf16 %d ties %d: %d "
+               "wrong",
+               c.n_tok, c.k, c.n_expert, c.n_group_used, c.n_group, c.softmax, c.norm, c.bias, c.bf16, c.ties,
+               bad);
+    }
+}
+
+extern "C" void cuda_test_router(void) {
+    begin_test(4);
+    static const struct {
+        int n_expert, k, n_group, n_group_used;
+    } shapes[] = {{1, 1, 1, 1},    {8, 8, 1, 1},   {33, 5, 1, 1},   {64, 6, 8, 3},
+                  {160, 8, 32, 4}, {32, 3, 32, 5}, {1024, 32, 1, 1}};
+    static const int n_tok[] = {1, 7, 16, 17, 67};
+    int i = 0;
+    for (auto &s : shapes)
+        for (int n : n_tok) {
+            i += 5; /* all combinations of the flags in turn */
+            run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, (i & 1) != 0, (i & 2) != 0,
+                       (i & 4) != 0, (i & 8) != 0, i % 3 == 0});
+        }
+}
+
+/* Choices sorted by expert, the tiles of the grouped products, and the weighted sums. */
+static void run_sort(int n_tok, int k, int n_expert, int only) {
+    const size_t n = (size_t)(n_tok * k);
+    std::vector<int32_t> id, want_row, want_place(n), want_first;
+    for (int t = 0; t < n_tok; t++) /* an expert in three has nothing, unless one has all */
+        for (int j = 0; j < k; j++)
+            id.push_back(only >= 0 ? only : (int)(rnd() % (uint32_t)n_expert) / 3 * 3 % n_expert);
+    std::vector<int> counts;
+    for (int e = 0; e < n_expert; e++) {
+        want_first.push_back((int)want_row.size());
+        for (size_t i = 0; i < n; i++)
+            if (id[i] == e) want_place[i] = (int)want_row.size(), want_row.push_back((int)i / k);
+        counts.push_back((int)want_row.size() - want_first.back());
+    }
+    want_first.push_back((int)n);
+    tile_list want(counts);
+    gpu_array<int32_t> id_d(id), row(n), place(n), first((size_t)n_expert + 1),
+        tile_expert(want.first.size()), tile_first(want.first.size()), tile_count(want.first.size()),
+        n_tiles(1);
+    struct sort_args p = {id_d,  (int)n,      k,          n_expert,   row,    place,
+                          first, tile_expert, tile_first, tile_count, n_tiles};
+    const int width = 72;
+    std::vector<float> y(n * width), weight(n), out((size_t)(n_tok * width));
+    for (float &v : y) v = uniform();
+    for (float &v : weight) v = uniform();
+    for (float &v : out) v = uniform();
+    gpu_array<float> y_d(y), weight_d(weight), out_d(out);
+    id_d.arrive();
+    LAUNCH_PDL(k_sort, (unsigned)n_expert, 256, 0, test_stream, p);
+    LAUNCH_PDL(k_tiles, 1, 1024, 0, test_stream, p, (int)TN);
+    finish("sorting");
+    std::vector<int32_t> e = tile_expert.get(), f = tile_first.get(), c = tile_count.get();
+    bool tiles = n_tiles.get()[0] == want.n_tiles;
+    for (size_t i = 0; i < (size_t)want.n_tiles; i++)
+        tiles = tiles && e[i] == want.of_tile[i] && f[i] == want.first[i] && c[i] == want.count[i];
+    error_sum sum[2];
+    for (int add = 0; add < 2; add++) {
+        y_d.arrive();
+        LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, place.p, weight_d.p, k,
+                   width, add, out_d.p);
+        finish("weighted sums");
+        std::vector<float> got = out_d.get();
+        for (size_t i = 0; i < got.size(); i++) {
+            double s = add ? (double)out[i] : 0;
+            for (size_t t = i / width, j = t * (size_t)k; j < (t + 1) * (size_t)k; j++)
+                s += (double)weight[j] * (double)y[(size_t)want_place[j] * width + i % width];
+            sum[add].add((double)got[i], s);
+        }
+        out = got;
+    }
+    expect(row.get() == want_row && place.get() == want_place && first.get() == want_first && tiles &&
+               sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12,
+           "%d tokens, %d of %d experts, all to %d: rows %d places %d firsts %d tiles %d sums %.1e %.1e",
+           n_tok, k, n_expert, only, row.get() == want_row, place.get() == want_place,
+           first.get() == want_first, tiles, sum[0].nmse(), sum[1].nmse());
+}
+
+extern "C" void cuda_test_sort(void) {
+    begin_test(5);
+    run_sort(17, 1, 1, -1), run_sort(17, 2, 7, -1), run_sort(130, 8, 33, -1), run_sort(300, 1, 160, 3);
+    run_sort(40, 6, 1024, -1), run_sort(257, 1, 1024, 1023), run_sort(1009, 2, 5, -1);
+}
+
+/* ---- attention ---- */
+
+struct attn_case {
+    bool mla, prefill, fp8;
+    int dk, dv, n_kv, group, n_tok, absent; /* absent: tokens of n_tok that the batch does not have */
+    int pos, splits;
+    double size; /* of q: large ones make scores of some hundreds */
+};
+
+/* A cache plane with random rows 0..len-1 of `width` values, and NaN behind. */
+struct test_plane {
+    std::vector<double> value; /* (len, width) */
+    gpu_array<uint8_t> data;
+    gpu_array<float> scale;
+    struct plane p = {};
+    test_plane(int len, int width, int group, bool fp8)
+        : data((size_t)(len + 70) * row_bytes(width, fp8)),
+          scale((size_t)(len + 70) * (size_t)((width + group - 1) / group)) {
+        const size_t bytes = row_bytes(width, fp8), n_group = (size_t)((width + group - 1) / group);
+        std::vector<uint8_t> rows(data.n, 0xFF);
+        std::vector<float> scales(scale.n, NAN), x((size_t)width);
+        value.resize((size_t)len * (size_t)width);
+        for (size_t i = 0; i < (size_t)len; i++)
+            for (int g = 0; g < (int)n_group; g++) {
+                double size = 0.5 * exp(0.5 * normal()); /* groups differ */
+                float amax = 0;
+                int begin = g * group, end = min(begin + group, width);
+                for (int j = begin; j < end; j++)
+                    x[(size_t)j] = (float)(normal() * size * (1 + j % 5)),
+                    amax = fmaxf(amax, fabsf(x[(size_t)j]));
+                float s = fp8 ? amax / 448 : 1;
+                if (fp8) scales[i * n_group + (size_t)g] = s;
+                for (int j = begin; j < end; j++) {
+                    uint8_t *to = &rows[i * bytes + (size_t)(fp8 ? j : 2 * j)];
+                    uint16_t h = bf16_from_f32(x[(size_t)j]);
+                    if (fp8) *to = e4m3_from_f32(x[(size_t)j] / s);
+                    else memcpy(to, &h, 2);
+                    value[i * (size_t)width + (size_t)j] =
+                        fp8 ? (double)e4m3_to_f32(*to) * (double)s : (double)bf16_to_f32(h);
+                }
+            }
+        must(cudaMemcpy(data, rows.data(), rows.size(), cudaMemcpyHostToDevice), "a cache");
+        must(cudaMemcpy(scale, scales.data(), scales.size() * sizeof(float), cudaMemcpyHostToDevice),
+             "a cache");
+        p = {data, scale, bytes, (int)n_group, fp8};
+    }
+    static size_t row_bytes(int width, bool fp8) {
+        return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16;
+    }
+};
+
+/* out (dv): attention of one query q (dk) of head h over keys 0..n-1. */
+static void attn_plain(const struct attn_case &c, const test_plane &k, const test_plane &v, const uint16_t *q,
+                       int h, int n, std::vector<double> &out) {
+    const int kv = h / c.group, lat = c.mla ? c.dv : c.dk, width = c.mla ? c.dv : c.n_kv * c.dk,
+              rest = c.dk - lat;
+    double top = -INFINITY, den = 0;
+    std::vector<double> s((size_t)n);
+    std::vector<float> qf;
+    for (int j = 0; j < c.dk; j++) qf.push_back(f16_to_f32(q[j]));
+    for (int x = 0; x < n; x++) {
+        const double *key = &k.value[(size_t)(x * width + kv * c.dk * !c.mla)];
+        double d = 0;
+        for (int j = 0; j < lat; j++) d += (double)qf[(size_t)j] * key[j];
+        for (int j = 0; j < rest; j++) d += (double)qf[(size_t)(lat + j)] * v.value[(size_t)(x * rest + j)];
+        s[(size_t)x] = d / sqrt(c.dk), top = fmax(top, s[(size_t)x]);
+    }
+    for (double &o : out) o = 0;
+    for (int x = 0; x < n; x++) {
+        const double f = exp(s[(size_t)x] - top);
+        const double *val =
+            c.mla ? &k.value[(size_t)(x * width)] : &v.value[(size_t)((x * c.n_kv + kv) * c.dv)];
+        den += f;
+        for (int j = 0; f > 1e-12 && j < c.dv; j++) out[(size_t)j] += f * val[j];
+    }
+    for (double &o : out) o /= den;
+}
+
+static void run_attention(const struct attn_case &c) {
+    const int n_head = c.n_kv * c.group, here = c.n_tok - c.absent, len = c.pos + here;
+    test_plane k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8);
+    test_plane v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8);
+    const size_t qs = (size_t)(n_head * c.dk) + 24, os = (size_t)(n_head * c.dv) + 8;
+    std::vector<uint16_t> q(qs * (size_t)c.n_tok, 0x7E00);
+    for (size_t i = 0; i < (size_t)here; i++)
+        for (size_t j = 0; j < qs - 24; j++) q[i * qs + j] = f16_from_f32((float)(normal() * c.size));
+    gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(os * (size_t)c.n_tok, 0xABCD));
+    gpu_array<float> part(std::vector<float>(attn_part_floats(c.splits, c.n_tok, n_head, c.dv), NAN));
+    gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here}});
+    struct attn_args a = {};
+    a.q = q_d, a.out = out, a.part = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok,
+    a.n_head = n_head;
+    a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os,
+    a.max_splits = c.splits;
+    a.scale = (float)(1 / sqrt(c.dk));
+    q_d.arrive();
+    (c.prefill ? attn_prefill : attn_decode)(&a, c.mla, test_stream);
+    finish("attention");
+    std::vector<uint16_t> got = out.get();
+    std::vector<double> want((size_t)c.dv);
+    error_sum sum;
+    int bad = 0;
+    for (int i = 0; i < here; i++)
+        for (int h = 0; h < n_head; h++) {
+            attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, c.pos + i + 1, want);
+            for (int j = 0; j < c.dv; j++)
+                sum.add((double)f16_to_f32(got[(size_t)i * os + (size_t)(h * c.dv + j)]), want[(size_t)j]);
+        }
+    for (size_t i = 0; i < got.size(); i++) /* what is no result stays as it was */
+        bad += ((int)(i / os) >= here || i % os >= os - 8) && got[i] != 0xABCD;
+    double error = sqrt(sum.nmse()), limit = c.size > 2 ? 4e-3 : 2e-3;
+    expect(error <= limit && !bad,
+           "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g: error %.1e, %d gaps "
+           "written",
+           c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv,
+           c.n_kv, c.group, c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad);
+}
+
+extern "C" void cuda_test_attention(void) {
+    begin_test(6);
+    expect(attn_supported(1, 576, 512) && !attn_supported(0, 128, 64), "supported widths");
+    expect(attn_splits(132, 4, 1) == 66 && attn_splits(4, 64, 16) == 1 && attn_splits(188, 1, 1) == 376 &&
+               attn_splits(999, 1, 1) == 384,
+           "numbers of splits");
+    static const int lens[] = {1, 17, 64, 65, 127, 257, 1009}, decode_toks[] = {1, 2, 3, 5, 16},
+                     prefill_toks[] = {17, 33, 70, 130};
+    static const int splits[] = {1, 2, 64}, groups[] = {1, 2, 4, 5, 8, 16};
+    static const int widths[][3] = {{0, 32, 32},   {0, 64, 64},   {0, 128, 128}, {0, 256, 256},
+                                    {1, 576, 512}, {1, 192, 128}, {1, 80, 64}};
+    /* every kernel with every number of splits, lengths in turn; the rest at random */
+    int turn = 0;
+    for (auto &w : widths)
+        for (int kind = 0; kind < 4; kind++)
+            for (int n_split : splits)
+                for (int again = 0; again < 4; again++) {
+                    struct attn_case c = {};
+                    int len = lens[turn++ % 7];
+                    c.mla = w[0], c.dk = w[1], c.dv = w[2], c.prefill = kind & 1, c.fp8 = kind >> 1,
+                    c.splits = n_split;
+                    c.n_kv = c.mla ? 1 : 1 + (int)(rnd() % 3), c.group = groups[rnd() % 6];
+                    c.n_tok = c.prefill ? prefill_toks[rnd() % 4] : decode_toks[rnd() % 5];
+                    if (len == 1 && !c.prefill) c.n_tok = 1;
+                    c.absent = rnd() % 4 ? 0 : (int)(rnd() % (uint32_t)c.n_tok);
+                    c.size = rnd() % 5 ? 1 : 60;
+                    /* bounds the time: heads, then keys, become fewer */
+                    auto work = [&] { return 1.0 * c.n_tok * c.n_kv * c.group * len * (c.dk + c.dv); };
+                    while (work() > 6e6 && c.n_kv * c.group > 1) c.n_kv = 1, c.group = (c.group + 1) / 2;
+                    while (work() > 24e6) len = len / 2 + 1;
+                    int here = c.n_tok - c.absent;
+                    c.pos = len > here && rnd() % 4 ? len - here : 0;
+                    run_attention(c);
+                }
+}

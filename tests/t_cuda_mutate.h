@@ -1,0 +1,167 @@
+/* What only the emulator offers: its own tests, and mutants of moe_cuda.cu in which one barrier is left out. Included by
+ * test_cuda.cu behind t_cuda_kernels.h. */
+#include <ctime>
+#include <string>
+#include <sys/wait.h>
+
+#define CHECK(cond) expect(cond, "%s:%d: %s", __FILE__, __LINE__, #cond)
+#include "emu_selftest.h"
+
+extern "C" void cuda_test_emulator(void) {
+    begin_test(0);
+    emu_test_index(), emu_test_barriers(), emu_test_shared(), emu_test_named_barriers(), emu_test_shuffles();
+    emu_test_reports(), emu_test_cp_async(), emu_test_ldmatrix(), emu_test_mma(), emu_test_gemm();
+    emu_test_conversions(), emu_test_intrinsics(), emu_test_queue(), emu_test_memory(), emu_test_graph();
+    emu_test_waiting_kernels(), emu_test_pdl();
+}
+
+extern "C" void cuda_test_forward(void); /* t_cuda.h */
+extern "C" void cuda_test_sample(void);
+extern "C" int cuda_test_failures(void);
+
+enum { MUTANT_TESTS = 8, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 150 };
+static const struct {
+    const char *name;
+    void (*fn)();
+} mutant_tests[MUTANT_TESTS] = {{"sort", cuda_test_sort},           {"router", cuda_test_router},
+                                {"upload", cuda_test_upload},       {"few", cuda_test_few},
+                                {"products", cuda_test_products},   {"forward", cuda_test_forward},
+                                {"attention", cuda_test_attention}, {"sample", cuda_test_sample}};
+
+/* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there. */
+static const struct {
+    const char *function, *text, *why;
+} unshown[] = {
+    {"route_warp", "__syncwarp(); /* score has been read: the next token's goes there */",
+     "the next token's shuffles meet in between; they order lanes, but not memory"},
+    {"k_repack", "grid_dependency_wait();",
+     "in front of it is always a copy, which has ended when it starts"},
+};
+
+struct mutation {
+    cuemu::barrier_site site;
+    uint64_t count[MUTANT_TESTS]; /* executions by each test */
+    std::string function, text;   /* without arguments of templates; the source line */
+    pid_t pid;
+};
+
+/* In a child: runs the tests that reach the barrier, without it. */
+[[noreturn]] static void run_mutant(const mutation &m) {
+    if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(2);
+    alarm(MUTANT_SECONDS);
+    mutant = true;
+    if (m.site.line) cuemu::skip(m.site.file, m.site.line, m.site.kind);
+    for (int round = 0; round < MUTANT_ROUNDS; round++) {
+        seed_offset = 1000 * (uint64_t)round;
+        for (int i = 0; i < MUTANT_TESTS; i++) {
+            if (!m.count[i]) continue;
+            mutant_tests[i].fn();
+            if (cuda_test_failures()) _exit(1);
+        }
+    }
+    _exit(0);
+}
+
+/* The lines of moe_cuda.cu; the tests run at the top of the tree. */
+static std::vector<std::string> source_lines() {
+    std::vector<std::string> lines(1);
+    FILE *f = fopen("moe_cuda.cu", "r");
+    if (!f) rank_fatal("cannot read moe_cuda.cu: run at the top of the tree");
+    for (int c; (c = fgetc(f)) != EOF;) {
+        if (c == '\n') lines.emplace_back();
+        else if (c != ' ' || !lines.back().empty()) lines.back() += (char)c;
+    }
+    fclose(f);
+    return lines;
+}
+
+/* One run of all tests: which barriers there are, and who reaches them. The first mutation is none: it has to live. */
+static std::vector<mutation> find_mutations() {
+    std::vector<mutation> all = {{{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0}};
+    std::vector<std::string> lines = source_lines();
+    for (int i = 0; i < MUTANT_TESTS; i++) {
+        std::vector<cuemu::barrier_site> before = cuemu::barriers();
+        timespec a, b;
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        mutant_tests[i].fn();
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        printf("%-10s %6.2f s\n", mutant_tests[i].name,
+               (double)(b.tv_sec - a.tv_sec) + 1e-9 * (double)(b.tv_nsec - a.tv_nsec));
+        std::vector<cuemu::barrier_site> now = cuemu::barriers();
+        for (size_t k = 0; k < now.size(); k++) {
+            std::string file = now[k].file;
+            if (file.size() < 11 || file.compare(file.size() - 11, 11, "moe_cuda.cu")) continue;
+            mutation *m = nullptr;
+            for (mutation &x : all)
+                if (x.site.line == now[k].line && !strcmp(x.site.kind, now[k].kind)) m = &x;
+            std::string function = now[k].function;
+            if (!m)
+                all.push_back({now[k],
+                               {},
+                               function.substr(0, function.find('<')),
+                               lines.at((size_t)now[k].line - 1),
+                               0}),
+                    m = &all.back();
+            m->count[i] = now[k].count - (k < before.size() ? before[k].count : 0);
+        }
+    }
+    for (size_t i = 0; i < lines.size(); i++) { /* calls behind the instructions' definitions */
+        bool call = false, seen = false;
+        for (const char *name :
+             {"__syncthreads(", "__syncwarp(", "named_barrier(", "cp_async_wait<", "grid_dependency_wait("})
+            call |= lines[i].find(name) != std::string::npos && lines[i].compare(0, 6, "DEVICE");
+        for (const mutation &m : all) seen |= m.site.line == (int)i + 1;
+        expect(!call || seen, "no test reaches line %zu: %s", i + 1, lines[i].c_str());
+    }
+    return all;
+}
+
+/* Runs every mutant, as many at a time as there are processors. 0: all die, or are known to live. */
+extern "C" int cuda_test_mutate(void) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    std::vector<mutation> all = find_mutations();
+    std::vector<bool> explained(sizeof unshown / sizeof *unshown);
+    int known = 0, lives = 0;
+    if (cuda_test_failures()) return puts("there are failures without a mutation"), 1;
+    long running = 0, most = sysconf(_SC_NPROCESSORS_ONLN);
+    for (size_t next = 0; next < all.size() || running;) {
+        if (next < all.size() && running < most) {
+            mutation &m = all[next++];
+            fflush(stdout);
+            if (!(m.pid = fork())) run_mutant(m);
+            if (m.pid < 0) rank_fatal("cannot start a process");
+            running++;
+            continue;
+        }
+        int status = 0;
+        pid_t pid = wait(&status);
+        running--;
+        for (mutation &m : all) {
+            if (m.pid != pid) continue;
+            const char *why = nullptr;
+            for (size_t i = 0; i < explained.size() && !status; i++)
+                if (m.text == unshown[i].text && m.function == unshown[i].function)
+                    why = unshown[i].why, explained[i] = true;
+            if (!m.site.line) {
+                lives += status != 0;
+                printf("%-6s with all barriers, %d schedules\n", status ? "DIES" : "lives",
+                       (int)MUTANT_ROUNDS);
+                continue;
+            }
+            const char *end = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "wrong results";
+            known += why != nullptr, lives += !status && !why;
+            printf("%-6s %5d %-20s %-21s %s\n",
+                   status ? "dies"
+                   : why  ? "known"
+                          : "LIVES",
+                   m.site.line, m.function.c_str(), m.site.kind,
+                   status ? end
+                   : why  ? why
+                          : m.text.c_str());
+        }
+    }
+    for (size_t i = 0; i < explained.size(); i++)
+        if (!explained[i]) lives++, printf("STALE  %s: %s\n", unshown[i].function, unshown[i].text);
+    printf("%zu barriers, %d known to be invisible, %d failures\n", all.size() - 1, known, lives);
+    return lives != 0;
+}
