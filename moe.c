@@ -10557,7 +10557,7 @@ enum { BENCH_BATCHES = sizeof bench_batches / sizeof *bench_batches };
 /* Median seconds of a forward of n of the BENCH_PREFILL ids behind `depth` other tokens and of the logits of the last `rows` of them; 0: interrupted. Two
  * runs are not counted: one prepares, one tells how often to repeat. Forwards that take too long for that count at once. */
 static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
-    double t[BENCH_RUNS], spent = 0, room = s->r.cuda ? 0.5 : 10; /* seconds */
+    double t[BENCH_RUNS], spent = 0, room = s->r.cuda ? 0.5 : 4; /* seconds */
     int got = 0, repeat = 1;
     for (int run = -2; run < BENCH_RUNS && (!got || spent < room); run++) {
         double t0 = now_seconds();
@@ -10572,7 +10572,7 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
         spent += one;
         one /= repeat;
         if (run >= 0 || spent > room) t[got++] = one;
-        double fit = room / (BENCH_RUNS + 3) / one;
+        double fit = room / 20 / one;
         if (run < 0) repeat = fit > BENCH_REPEAT ? BENCH_REPEAT : fit < 1 ? 1 : (int)fit;
     }
     s->n_past = depth;

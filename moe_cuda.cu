@@ -3004,12 +3004,15 @@ static void cuda_wait(struct rank *r) {
 }
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
- * 512. No memory. */
-__global__ void __launch_bounds__(512) k_mma_rate(int turns) {
+ * 512. No memory: `out` is there so that the compiler leaves no product out: sums of positive numbers are never written. */
+__global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
     grid_dependency_wait();
     const uint32_t one = 0x3C003C00u + threadIdx.x, a[4] = {one, one, one, one}, b[2] = {one, one};
-    float d[8][4] = {};
+    float d[8][4], sum = 0;
+    UNROLL for (int k = 0; k < 8; k++) UNROLL for (int i = 0; i < 4; i++) d[k][i] = (float)k;
     for (int i = 0; i < turns; i++) UNROLL for (int k = 0; k < 8; k++) mma_f16(d[k], a, b);
+    UNROLL for (int k = 0; k < 8; k++) UNROLL for (int i = 0; i < 4; i++) sum += d[k][i];
+    if (sum < 0) *out = sum;
 }
 
 /* Multiplications and additions per second of m16n8k16; 0: an error. */
@@ -3017,7 +3020,7 @@ static double mma_rate(struct cuda *c, const cudaEvent_t e[2]) {
     float ms = 0;
     for (int turns = 1; turns < 1 << 24 && ms < 4; turns *= 2) {
         cudaEventRecord(e[0], c->stream);
-        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns);
+        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns, c->logits);
         cudaEventRecord(e[1], c->stream);
         if (cudaEventSynchronize(e[1]) != cudaSuccess) return 0;
         cudaEventElapsedTime(&ms, e[0], e[1]);
@@ -3069,7 +3072,8 @@ static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct p
         cuda_ok(c, cudaEventCreate(&p.launch[i / 2].event[i % 2]), "measuring");
     for (int i = -1; i < RUNS; i++) { /* the first is not counted */
         /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
-        if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns);
+        if (c->mma_turns)
+            LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
         p.n = 0, profile = &p;
         run(arg);
         profile = NULL;

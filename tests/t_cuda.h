@@ -237,9 +237,10 @@ static void test_cuda_invented(void) {
 static void profile_check(struct engine *e, int n, const char *const *kernel, const int *calls) {
     struct session *s = &e->session;
     struct profile_row row[64];
-    int32_t ids[40] = {0}, found = 0;
+    int32_t ids[40] = {0};
+    int found = 0, heads = 0;
     struct bench_call call = {s, ids, n, 1};
-    char logits[60], shape[2] = {0};
+    char logits[60];
     int n_row = s->r.ops->profile(&s->r, bench_call, &call, row, 64);
     for (int k = 0; kernel[k]; k++) {
         int got = 0;
@@ -255,11 +256,11 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
         for (int k = 0; k < i; k++) CHECK(strcmp(row[i].name, row[k].name), "%s twice", row[i].name);
         CHECK(row[i].seconds > 0, "%s: %g s", row[i].name, row[i].seconds);
         if (strcmp(row[i].name, logits)) continue;
-        shape[0]++;
+        heads++;
         CHECK(row[i].calls == 1 && row[i].bytes == 13 * 2 * 2048 + 200 * 4, "%s: %d calls, %g bytes", logits,
               row[i].calls, row[i].bytes);
     }
-    CHECK(shape[0] == 1, "%s: %d rows", logits, shape[0]);
+    CHECK(heads == 1, "%s: %d rows", logits, heads);
 }
 
 static void test_cuda_profile(void) {
