@@ -161,10 +161,18 @@ struct model {
     const float *output_norm;   /* (n_embd) */
     struct layer *layers;       /* (n_layer) */
     uint64_t file_bytes;        /* of all parts; 0 for synthetic weights */
+    bool invented;              /* matrices are addresses without contents: the GPU invents its copies */
     uint64_t hash;              /* identifies the file to saved sessions */
     void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
 };
+
+/* Different experts that n tokens choose together, expected. */
+static inline double experts_expected(const struct model *m, int n_expert, int n) {
+    double none = 1;
+    for (int i = 0; i < n; i++) none *= 1 - (double)m->n_expert_used / n_expert;
+    return n_expert * (1 - none);
+}
 
 enum act {
     A_X,   /* (n_tok, n_embd) the residual stream */
@@ -193,6 +201,19 @@ enum { PENALTY_WINDOW = 64 }; /* latest tokens that the repeat penalty looks at 
 struct candidate {
     float logit;
     int32_t id;
+};
+
+/* What the machine can do, measured; 0: not measured. */
+struct rates {
+    double bytes; /* that are read (CPU) or copied, reads and writes counted (GPU), per second */
+    double mma;   /* multiplications and additions of m16n8k16 with halves and F32 sums, per second */
+};
+
+/* All launches of a kernel for matrices of one shape, in one forward and its logits. */
+struct profile_row {
+    char name[80];
+    int calls;
+    double seconds, bytes; /* of all calls; bytes 0: negligible */
 };
 
 struct ops {
@@ -229,8 +250,10 @@ struct ops {
     void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
                     float *scale, bool store);
     void (*wait)(struct rank *r); /* until everything that was enqueued is done */
-    double (*bandwidth)(
-        struct rank *r); /* bytes per second that the weights' memory can be read at, measured; 0: unknown */
+    struct rates (*measure)(struct rank *r);
+    /* Times every kernel of run(arg), which does the same forward each time; returns the rows, at most n; a NULL pointer: the
+     * backend cannot. */
+    int (*profile)(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n);
     void (*close)(struct rank *r); /* frees what the rank holds */
 };
 
@@ -7302,18 +7325,19 @@ static void cpu_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, 
 }
 
 static void cpu_wait(struct rank *r) { (void)r; }
-static double cpu_bandwidth(struct rank *r) { return memory_bandwidth(r->n_threads); }
+static struct rates cpu_measure(struct rank *r) { return (struct rates){memory_bandwidth(r->n_threads), 0}; }
 
 static void cpu_close(struct rank *r) {
     for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
     arrfree(r->owned);
 }
 
-static const struct ops cpu_ops = {
-    cpu_begin,      cpu_end,     cpu_embed,         cpu_rmsnorm,   cpu_add_rmsnorm, cpu_add,
-    cpu_linear,     cpu_linear3, cpu_rope_store_kv, cpu_attention, cpu_mla_store,   cpu_mla_attention,
-    cpu_ffn,        cpu_moe_ffn, cpu_all_reduce,    cpu_logits,    cpu_read_logits, cpu_sample,
-    cpu_read_token, cpu_kv_copy, cpu_wait,          cpu_bandwidth, cpu_close};
+static const struct ops cpu_ops = {cpu_begin,         cpu_end,       cpu_embed,      cpu_rmsnorm,
+                                   cpu_add_rmsnorm,   cpu_add,       cpu_linear,     cpu_linear3,
+                                   cpu_rope_store_kv, cpu_attention, cpu_mla_store,  cpu_mla_attention,
+                                   cpu_ffn,           cpu_moe_ffn,   cpu_all_reduce, cpu_logits,
+                                   cpu_read_logits,   cpu_sample,    cpu_read_token, cpu_kv_copy,
+                                   cpu_wait,          cpu_measure,   NULL,           cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -7684,24 +7708,43 @@ static int session_score(struct session *s, const int32_t *ids, int n,
     return 0;
 }
 
-/* Bytes that one decoded token reads: every weight it uses once, and the cache of n_past tokens. */
-static double session_token_bytes(const struct session *s) {
-    const struct model *m = s->m;
-    const struct weight *w;
-    double sum = (double)m->output.expert_bytes;
+/* What n tokens of one forward use of the layers: bytes of the weights as stored, each once, and weights per token. Of the routed
+ * experts the bytes count as many as tokens that choose independently are expected to choose. */
+static double layers_use(const struct model *m, int n, double *per_token) {
+    double bytes = 0;
+    *per_token = 0;
     for (int il = 0; il < m->n_layer; il++) {
         const struct layer *y = &m->layers[il];
         const struct weight *all[] = {&y->wq,    &y->wk,      &y->wv,    &y->wo,     &y->wq_a, &y->wq_b,
                                       &y->wkv_a, &y->wk_b,    &y->wv_b,  &y->router, &y->gate, &y->up,
                                       &y->down,  &y->sh_gate, &y->sh_up, &y->sh_down};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-            w = all[i];
+            const struct weight *w = all[i];
             if (!w->data) continue;
             bool routed = y->n_expert && (w == &y->gate || w == &y->up || w == &y->down);
-            sum += (double)w->row_bytes * w->n_out * (routed ? m->n_expert_used : w->n_expert);
+            double used = routed ? m->n_expert_used : w->n_expert;
+            *per_token += used * w->n_in * w->n_out;
+            bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(m, y->n_expert, n) : used);
         }
     }
-    return sum + (double)kv_token_bytes(m, s->r.kv_type) * s->n_past;
+    return bytes;
+}
+
+/* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all of them. */
+static double session_forward_bytes(const struct session *s, int n) {
+    double per_token;
+    return layers_use(s->m, n, &per_token) + (double)s->m->output.expert_bytes +
+           (double)kv_token_bytes(s->m, s->r.kv_type) * s->n_past;
+}
+
+/* Multiplications and additions that a forward of n tokens behind n_past others takes with logits of the last one: attention as
+ * the model defines it, whatever form of it is computed. */
+static double session_forward_ops(const struct session *s, int n) {
+    const struct model *m = s->m;
+    double per_token, pairs = n * (s->n_past + (n + 1) / 2.0); /* of a query and a key that it sees */
+    layers_use(m, n, &per_token);
+    return 2 * (per_token * n + (double)m->n_layer * m->n_head * (m->head_k + m->head_v) * pairs +
+                (double)m->output.n_in * m->output.n_out);
 }
 
 /* ---- the file of a session's state: README, "The format of /save" ---- */
@@ -7828,6 +7871,8 @@ struct settings {
     /* modes */
     bool tokenize, render, smoke, bench, info, version, help;
     char *logits, *perplexity, *haystack, *synth;
+    char *shard;
+    bool profile;
     int needle, depth;
 };
 
@@ -7913,8 +7958,12 @@ static const struct option options[] = {
     {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false,
      "three quick tests of the model; exit 0 if all pass"},
     {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
-    {"synth", 0, OPT_STR, AT(synth), "NAME[:LAYERS]", 0, 0, false,
+    {"profile", 0, OPT_FLAG, AT(profile), NULL, 0, 0, false,
+     "with --bench on a GPU: behind it the time of every kernel, on stderr"},
+    {"synth", 0, OPT_STR, AT(synth), "NAME[:layers=N,experts=M]", 0, 0, false,
      "random weights of a real shape; with -m written to that file first"},
+    {"shard", 0, OPT_STR, AT(shard), "R/N", 0, 0, false,
+     "with --synth: what GPU R of N would hold: heads and feed-forwards divided, vocabulary whole"},
     {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, false, "say more on stderr"},
     {"version", 0, OPT_FLAG, AT(version), NULL, 0, 0, false, "version and what this build can use"},
     {"help", 'h', OPT_FLAG, AT(help), NULL, 0, 0, false, "this text"},
@@ -8087,6 +8136,8 @@ static void settings_check(const struct settings *s) {
             if (w[i].given && w[k].given && !(w[k].beside & w[i].kind))
                 die_usage("%s and %s exclude each other", w[k].name, w[i].name);
     if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
+    if (s->profile && !s->bench) die_usage("--profile wants --bench");
+    if (s->shard && !s->synth) die_usage("--shard works with --synth only");
 }
 
 /* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
@@ -8475,7 +8526,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
             why = STOP_CONTEXT;
             break;
         }
-        st->bytes += session_token_bytes(s);
+        st->bytes += session_forward_bytes(s, 1);
         session_decode(s, id);
     }
     st->seconds = now_seconds() - t0;
@@ -10511,57 +10562,145 @@ static double median(double *x, int n) {
     return x[n / 2];
 }
 
-enum { BENCH_RUNS = 5, BENCH_PREFILL = 512, BENCH_DECODE = 32 };
+enum {
+    BENCH_RUNS = 5,
+    BENCH_REPEAT = 32,    /* forwards of a run at most */
+    BENCH_PREFILL = 4096, /* tokens of a prefill at most */
+    BENCH_ROWS_MAX = 256  /* of --profile */
+};
 
-/* Medians of BENCH_RUNS at each depth: prefill of a chunk and decode of some tokens behind it, with bytes per second. */
+static const int bench_batches[] = {1, 2, 4, 8, 16}; /* the last one is the largest */
+enum { BENCH_BATCHES = sizeof bench_batches / sizeof *bench_batches };
+
+/* Median seconds of a forward of n of the BENCH_PREFILL ids behind `depth` other tokens and of the logits of the last `rows` of them; 0: interrupted. Two
+ * runs are not counted: one prepares, one tells how often to repeat. Forwards that take too long for that count at once. */
+static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
+    double t[BENCH_RUNS], spent = 0, room = s->r.cuda ? 0.5 : 4; /* seconds */
+    int got = 0, repeat = 1;
+    for (int run = -2; run < BENCH_RUNS && (!got || spent < room); run++) {
+        double t0 = now_seconds();
+        for (int i = 0; i < repeat; i++) {
+            if (interrupted) return 0;
+            s->n_past = depth;
+            session_forward(s, ids + i * n % (BENCH_PREFILL - n + 1), n);
+            s->r.ops->logits(&s->r, n - rows, rows);
+            s->r.ops->wait(&s->r);
+        }
+        double one = now_seconds() - t0;
+        spent += one;
+        one /= repeat;
+        if (run >= 0 || spent > room) t[got++] = one;
+        double fit = room / 20 / one;
+        if (run < 0) repeat = fit > BENCH_REPEAT ? BENCH_REPEAT : fit < 1 ? 1 : (int)fit;
+    }
+    s->n_past = depth;
+    return interrupted ? 0 : median(t, got);
+}
+
+/* The depth is claimed, not computed: the time of a forward does not depend on what the cache holds, only on how much. But a CPU's
+ * cache must lie in memory: pages that were never written are all one page of zeros, which is read from the nearest cache. */
+static void bench_claim(struct session *s, int from, int to) {
+    size_t first = (size_t)from, n = (size_t)(to - from);
+    for (int il = 0; il < s->m->n_layer && !s->r.cuda; il++) {
+        const struct kv_plane *p[] = {&s->r.kv[il].k, &s->r.kv[il].v};
+        for (int i = 0; i < 2; i++) {
+            memset(p[i]->data + first * p[i]->row_bytes, 0, n * p[i]->row_bytes);
+            if (p[i]->type == KV_FP8)
+                memset(p[i]->scale + first * (size_t)p[i]->n_group, 0,
+                       n * (size_t)p[i]->n_group * sizeof(float));
+        }
+    }
+}
+
+/* A number of the CSV, preceded by a comma; nothing but that when it is not known. */
+static void bench_field(bool known, double v, int digits) {
+    if (known) printf(",%.*f", digits, v);
+    else putchar(',');
+}
+
+struct bench_call {
+    struct session *s;
+    const int32_t *ids;
+    int n, rows;
+};
+
+static void bench_call(void *arg) {
+    const struct bench_call *b = arg;
+    b->s->n_past = 0;
+    session_forward(b->s, b->ids, b->n);
+    b->s->r.ops->logits(&b->s->r, b->n - b->rows, b->rows);
+}
+
+/* The kernels of a forward at depth 0, which takes `whole` seconds, on stderr. */
+static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole,
+                          double bandwidth) {
+    struct profile_row row[BENCH_ROWS_MAX];
+    char name[32];
+    struct bench_call call = {s, ids, n, rows};
+    double sum = 0;
+    int n_row = s->r.ops->profile(&s->r, bench_call, &call, row, BENCH_ROWS_MAX), calls = 0;
+    for (int i = 0; i < n_row; i++) sum += row[i].seconds, calls += row[i].calls;
+    snprintf(name, sizeof name, n > LOGIT_ROWS ? "prefill of %d" : "batch %d", n);
+    fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s",
+            "% copy", "% time");
+    for (int i = 0; i < n_row; i++) {
+        const struct profile_row *p = &row[i];
+        double rate = p->bytes / p->seconds;
+        fprintf(stderr, "%-56s %6d %9.2f", p->name, p->calls, p->seconds / p->calls * 1e6);
+        if (p->bytes > 0 && p->seconds > 0)
+            fprintf(stderr, " %11.0f %8.1f %7.1f", p->bytes / p->calls, rate * 1e-9, 100 * rate / bandwidth);
+        else fprintf(stderr, " %11s %8s %7s", "-", "-", "-");
+        fprintf(stderr, " %7.1f\n", 100 * p->seconds / sum);
+    }
+    fprintf(stderr, "%s: %.1f kernels per layer, %.1f us in kernels, %.1f us %s, gap %.2f us per kernel\n",
+            name, (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6,
+            n > LOGIT_ROWS ? "the forward" : "through the graph", (whole - sum) * 1e6 / calls);
+}
+
+/* Prefill of a chunk and forwards of a few tokens at each depth, with bytes per second. */
 static int mode_bench(struct engine *e) {
-    static const int depths[] = {0, 512, 1024, 4096, 16384, 32768, 65536, 131072};
+    static const int depths[] = {0, 4096, 32768, 131072};
+    const int most = bench_batches[BENCH_BATCHES - 1];
     struct session *s = &e->session;
-    double bandwidth = s->r.ops->bandwidth(&s->r), pre[BENCH_RUNS], dec[BENCH_RUNS];
     int32_t ids[BENCH_PREFILL];
     uint64_t rng = 1;
-    if (s->n_ctx <= BENCH_DECODE)
-        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx,
-            BENCH_DECODE + 1);
-    note("%s, memory reads at %.1f GB/s", s->r.name, bandwidth * 1e-9);
-    printf("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,gen_gb_per_s,gen_percent_"
-           "of_bandwidth\n");
-    for (size_t d = 0; d < sizeof depths / sizeof *depths && !interrupted; d++) {
-        int n = s->n_ctx - depths[d] - BENCH_DECODE < BENCH_PREFILL ? s->n_ctx - depths[d] - BENCH_DECODE
-                                                                    : BENCH_PREFILL;
-        if (n < 1) break;
-        n = n < s->r.chunk ? n : s->r.chunk;
-        while (s->n_past < depths[d]) {
-            int c = depths[d] - s->n_past, most = s->r.chunk < BENCH_PREFILL ? s->r.chunk : BENCH_PREFILL;
-            c = c < most ? c : most;
-            for (int i = 0; i < c; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
-            session_forward(s, ids, c);
+    double first[BENCH_BATCHES + 1]; /* seconds at depth 0, the last one of prefill */
+    int chunk = s->r.chunk < BENCH_PREFILL ? s->r.chunk : BENCH_PREFILL;
+    if (s->n_ctx < most)
+        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
+    if (e->set->profile && !s->r.ops->profile) die("--profile works on a GPU only");
+    struct rates rates = s->r.ops->measure(&s->r);
+    note("%s, memory %s at %.1f GB/s", s->r.name, s->r.cuda ? "copies" : "reads", rates.bytes * 1e-9);
+    if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
+    printf("ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
+           "gen_gb_per_s,gen_percent_of_bandwidth\n");
+    for (int i = 0; i < BENCH_PREFILL; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
+    for (int d = 0; d < (int)(sizeof depths / sizeof *depths) && depths[d] + most <= s->n_ctx; d++) {
+        int depth = depths[d], n = s->n_ctx - depth < chunk ? s->n_ctx - depth : chunk;
+        bench_claim(s, d ? depths[d - 1] : 0, depth);
+        for (int i = 0; i < BENCH_BATCHES; i++) {
+            int b = bench_batches[i];
+            double pre = i ? 0 : bench_forward(s, ids, depth, n, 1);
+            double t = bench_forward(s, ids, depth, b, b);
+            if (interrupted) return EXIT_INTERRUPT;
+            if (!d) first[i] = t;
+            if (!d && !i) first[BENCH_BATCHES] = pre;
+            double ops = session_forward_ops(s, n), bytes = session_forward_bytes(s, b);
+            printf("%d,", depth);
+            if (!i) printf("%d", n);
+            bench_field(!i, n / pre, 1);
+            bench_field(!i && rates.mma > 0, 100 * ops / pre / rates.mma, 1);
+            printf(",%d,%.1f,%llu,%.2f", b, b / t,
+                   (unsigned long long)kv_token_bytes(s->m, s->r.kv_type) * (unsigned long long)depth,
+                   bytes / t * 1e-9);
+            bench_field(rates.bytes > 0, 100 * bytes / t / rates.bytes, 1);
+            putchar('\n');
+            fflush(stdout);
         }
-        double bytes = 0;
-        for (int run = -1; run < BENCH_RUNS && !interrupted; run++) { /* the first is not counted */
-            s->n_past = depths[d];
-            for (int i = 0; i < n; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
-            double t0 = now_seconds();
-            session_forward(s, ids, n);
-            s->r.ops->wait(&s->r);
-            double t1 = now_seconds();
-            s->n_past = depths[d]; /* decode at the depth itself */
-            bytes = 0;
-            double t2 = now_seconds();
-            for (int i = 0; i < BENCH_DECODE; i++) {
-                bytes += session_token_bytes(s);
-                session_decode(s, ids[i % n]);
-            }
-            double t3 = now_seconds();
-            if (run >= 0) pre[run] = n / (t1 - t0), dec[run] = BENCH_DECODE / (t3 - t2);
-        }
-        if (interrupted) break;
-        double rate = median(dec, BENCH_RUNS), gbs = bytes / BENCH_DECODE * rate;
-        printf("%d,%d,%.1f,%d,%.1f,%llu,%.2f,%.1f\n", depths[d], n, median(pre, BENCH_RUNS), BENCH_DECODE,
-               rate, (unsigned long long)kv_token_bytes(s->m, s->r.kv_type) * (unsigned long long)depths[d],
-               gbs * 1e-9, 100 * gbs / bandwidth);
-        fflush(stdout);
-        s->n_past = depths[d];
+    }
+    for (int i = 0; i <= BENCH_BATCHES && e->set->profile && !interrupted; i++) {
+        int n = i < BENCH_BATCHES ? bench_batches[i] : chunk;
+        bench_profile(s, ids, n, i < BENCH_BATCHES ? n : 1, first[i], rates.bytes);
     }
     return interrupted ? EXIT_INTERRUPT : EXIT_OK;
 }
@@ -10570,13 +10709,75 @@ static int mode_bench(struct engine *e) {
 
 struct synth {
     const char *name, *arch;
-    int n_layer, n_embd, n_head, n_head_kv, head, n_expert, n_used, n_ff, n_vocab, n_ctx;
+    int n_layer, n_embd, n_head, n_head_kv;
+    int head; /* values of a key and of a value; latent attention: rotated ones of the key not counted */
+    int n_expert, n_used, n_ff, n_vocab, n_ctx;
+    /* deepseek2 only */
+    int q_lora, kv_lora, rope, n_dense, ff_dense, ff_shared, n_group, n_group_used;
+    float scale; /* of the experts' weights */
 };
 
 static const struct synth synths[] = {
-    {"qwen3-30b-a3b", "qwen3moe", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, 40960},
-    {"qwen3-235b-a22b", "qwen3moe", 94, 4096, 64, 4, 128, 128, 8, 1536, 151936, 40960},
+    {"qwen3-30b-a3b", "qwen3moe", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, 40960, .ff_dense = 6144},
+    {"qwen3-235b-a22b", "qwen3moe", 94, 4096, 64, 4, 128, 128, 8, 1536, 151936, 40960, .ff_dense = 12288},
+    {"deepseek-v3", "deepseek2", 61,  7168, 128, 1,     128,  256, 8, 2048, 129280,
+     163840,        1536,        512, 64,   3,   18432, 2048, 8,   4, 2.5f},
+    {"kimi-k2", "deepseek2", 61,  7168, 64, 1,     128,  384, 8, 2048,  163840,
+     131072,    1536,        512, 64,   1,  18432, 2048, 1,   1, 2.827f},
 };
+
+/* NAME:LAYERS or NAME:layers=N,experts=M, both optional. */
+static struct synth synth_parse(const char *arg) {
+    char names[128];
+    size_t n = strcspn(arg, ":"), at = 0;
+    const struct synth *found = NULL;
+    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
+        if (strlen(synths[i].name) == n && !memcmp(arg, synths[i].name, n)) found = &synths[i];
+        at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", synths[i].name);
+    }
+    if (!found) die_usage("--synth %s: known shapes are %s", arg, names);
+    struct synth y = *found;
+    int step = y.n_group > 1 ? y.n_group : 1, least = y.n_used * step / (step > 1 ? y.n_group_used : 1);
+    long layers = y.n_layer, experts = y.n_expert;
+    const char *p = arg + n;
+    while (*p == (p == arg + n ? ':' : ',')) {
+        char *end;
+        bool e = !strncmp(++p, "experts=", 8);
+        p += e ? 8 : strncmp(p, "layers=", 7) ? 0 : 7;
+        long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : (end = (char *)(uintptr_t)p, 0);
+        if (e) experts = v;
+        else layers = v;
+        p = end;
+    }
+    if (*p || layers < 1 || layers > y.n_layer || experts < least || experts > y.n_expert || experts % step)
+        die_usage("--synth %s: expected :layers=N,experts=M with layers from 1 to %d and experts from %d to "
+                  "%d in steps of %d",
+                  arg, y.n_layer, least, y.n_expert, step);
+    y.n_layer = (int)layers, y.n_expert = (int)experts;
+    return y;
+}
+
+/* Leaves of a shape what rank R of N holds, text "R/N". The vocabulary stays whole: a model's embedding and output have the same. */
+static void synth_shard(struct synth *y, const char *text) {
+    if (strlen(text) != 3 || text[1] != '/' || text[2] < '1' || text[2] > '8' || text[0] < '0' ||
+        text[0] >= text[2])
+        die_usage("--shard %s: expected R/N with N from 1 to 8 and R from 0 to N - 1", text);
+    int n = text[2] - '0';
+    const struct {
+        int *v, block; /* parts are whole blocks */
+        const char *what;
+    } part[] = {{&y->n_head, 1, "attention heads"},
+                {&y->n_ff, 64, "columns of the experts"},
+                {&y->ff_shared, 64, "columns of the shared expert"},
+                {&y->ff_dense, 64, "columns of the dense feed-forward"}};
+    for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
+        if (*part[i].v % (n * part[i].block))
+            die_usage("--shard %s: %s has %d %s, not a multiple of %d", text, y->name, *part[i].v,
+                      part[i].what, n * part[i].block);
+        *part[i].v /= n;
+    }
+    y->n_head_kv = y->n_head_kv > n ? y->n_head_kv / n : 1;
+}
 
 /* Numbers that behave: norms near 1, products of unit scale. */
 static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
@@ -10623,59 +10824,100 @@ static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1,
     arrput(*list, t);
 }
 
-/* The tensors of a shape in the mix that NVFP4 releases have: experts NVFP4, the rest BF16, norms and router F32. */
-static struct synth_tensor *synth_tensors(const struct synth *y, int n_layer) {
-    static const char *const exps[3] = {"blk.%d.ffn_gate_exps", "blk.%d.ffn_up_exps", "blk.%d.ffn_down_exps"};
-    struct synth_tensor *t = NULL;
+/* A SwiGLU network as NVFP4 releases have it; `suffix` of the names: what kind. */
+static void synth_add_ffn(struct synth_tensor **t, const char *suffix, int n_embd, int n_ff, int n_expert,
+                          int il) {
+    static const char *const part[3] = {"gate", "up", "down"};
     char name[64];
-    synth_add(&t, GGUF_BF16, y->n_embd, y->n_vocab, 1, "token_embd.weight", 0);
-    for (int i = 0; i < n_layer; i++) {
-        synth_add(&t, GGUF_F32, y->n_embd, 1, 1, "blk.%d.attn_norm.weight", i);
-        synth_add(&t, GGUF_BF16, y->n_embd, y->n_head * y->head, 1, "blk.%d.attn_q.weight", i);
-        synth_add(&t, GGUF_BF16, y->n_embd, y->n_head_kv * y->head, 1, "blk.%d.attn_k.weight", i);
-        synth_add(&t, GGUF_BF16, y->n_embd, y->n_head_kv * y->head, 1, "blk.%d.attn_v.weight", i);
-        synth_add(&t, GGUF_BF16, y->n_head * y->head, y->n_embd, 1, "blk.%d.attn_output.weight", i);
-        synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_q_norm.weight", i);
-        synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_k_norm.weight", i);
-        synth_add(&t, GGUF_F32, y->n_embd, 1, 1, "blk.%d.ffn_norm.weight", i);
-        synth_add(&t, GGUF_F32, y->n_embd, y->n_expert, 1, "blk.%d.ffn_gate_inp.weight", i);
-        for (int k = 0; k < 3; k++) {
-            snprintf(name, sizeof name, "%s.weight", exps[k]);
-            synth_add(&t, GGUF_NVFP4, k < 2 ? y->n_embd : y->n_ff, k < 2 ? y->n_ff : y->n_embd, y->n_expert,
-                      name, i);
-            snprintf(name, sizeof name, "%s.scale", exps[k]);
-            synth_add(&t, GGUF_F32, y->n_expert, 1, 1, name, i);
-        }
+    for (int k = 0; k < 3; k++) {
+        snprintf(name, sizeof name, "blk.%%d.ffn_%s%s.weight", part[k], suffix);
+        synth_add(t, GGUF_NVFP4, k < 2 ? n_embd : n_ff, k < 2 ? n_ff : n_embd, n_expert, name, il);
+        snprintf(name, sizeof name, "blk.%%d.ffn_%s%s.scale", part[k], suffix);
+        synth_add(t, GGUF_F32, n_expert, 1, 1, name, il);
     }
-    synth_add(&t, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
-    synth_add(&t, GGUF_BF16, y->n_embd, y->n_vocab, 1, "output.weight", 0);
+}
+
+/* The tensors of a shape in the mix that NVFP4 releases have: feed-forwards NVFP4, norms and router F32, the rest BF16. */
+static struct synth_tensor *synth_tensors(const struct synth *y) {
+    struct synth_tensor *t = NULL;
+    int n = y->n_embd;
+    synth_add(&t, GGUF_BF16, n, y->n_vocab, 1, "token_embd.weight", 0);
+    for (int i = 0; i < y->n_layer; i++) {
+        synth_add(&t, GGUF_F32, n, 1, 1, "blk.%d.attn_norm.weight", i);
+        if (y->kv_lora) {
+            int lat = y->kv_lora;
+            synth_add(&t, GGUF_BF16, n, y->q_lora, 1, "blk.%d.attn_q_a.weight", i);
+            synth_add(&t, GGUF_F32, y->q_lora, 1, 1, "blk.%d.attn_q_a_norm.weight", i);
+            synth_add(&t, GGUF_BF16, y->q_lora, y->n_head * (y->head + y->rope), 1, "blk.%d.attn_q_b.weight",
+                      i);
+            synth_add(&t, GGUF_BF16, n, lat + y->rope, 1, "blk.%d.attn_kv_a_mqa.weight", i);
+            synth_add(&t, GGUF_F32, lat, 1, 1, "blk.%d.attn_kv_a_norm.weight", i);
+            synth_add(&t, GGUF_BF16, y->head, lat, y->n_head, "blk.%d.attn_k_b.weight", i);
+            synth_add(&t, GGUF_BF16, lat, y->head, y->n_head, "blk.%d.attn_v_b.weight", i);
+        } else {
+            synth_add(&t, GGUF_BF16, n, y->n_head * y->head, 1, "blk.%d.attn_q.weight", i);
+            synth_add(&t, GGUF_BF16, n, y->n_head_kv * y->head, 1, "blk.%d.attn_k.weight", i);
+            synth_add(&t, GGUF_BF16, n, y->n_head_kv * y->head, 1, "blk.%d.attn_v.weight", i);
+            synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_q_norm.weight", i);
+            synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_k_norm.weight", i);
+        }
+        synth_add(&t, GGUF_BF16, y->n_head * y->head, n, 1, "blk.%d.attn_output.weight", i);
+        synth_add(&t, GGUF_F32, n, 1, 1, "blk.%d.ffn_norm.weight", i);
+        if (i < y->n_dense) {
+            synth_add_ffn(&t, "", n, y->ff_dense, 1, i);
+            continue;
+        }
+        synth_add(&t, GGUF_F32, n, y->n_expert, 1, "blk.%d.ffn_gate_inp.weight", i);
+        if (y->kv_lora) synth_add(&t, GGUF_F32, y->n_expert, 1, 1, "blk.%d.exp_probs_b.bias", i);
+        synth_add_ffn(&t, "_exps", n, y->n_ff, y->n_expert, i);
+        if (y->ff_shared) synth_add_ffn(&t, "_shexp", n, y->ff_shared, 1, i);
+    }
+    synth_add(&t, GGUF_F32, n, 1, 1, "output_norm.weight", 0);
+    synth_add(&t, GGUF_BF16, n, y->n_vocab, 1, "output.weight", 0);
     return t;
 }
 
-static uint8_t *synth_header(const struct synth *y, int n_layer, const struct synth_tensor *t, size_t *bytes,
+static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes,
                              uint64_t *data) {
     struct gguf_writer w = {0};
     char key[96];
     const struct {
         const char *key;
-        int value;
+        int value; /* 0: left out */
     } ints[] = {{"context_length", y->n_ctx},
                 {"embedding_length", y->n_embd},
-                {"block_count", n_layer},
-                {"feed_forward_length", 3 * y->n_embd},
+                {"block_count", y->n_layer},
+                {"feed_forward_length", y->ff_dense},
                 {"attention.head_count", y->n_head},
                 {"attention.head_count_kv", y->n_head_kv},
-                {"attention.key_length", y->head},
-                {"attention.value_length", y->head},
+                {"attention.key_length", y->kv_lora ? y->kv_lora + y->rope : y->head},
+                {"attention.value_length", y->kv_lora ? y->kv_lora : y->head},
+                {"attention.q_lora_rank", y->q_lora},
+                {"attention.kv_lora_rank", y->kv_lora},
+                {"attention.key_length_mla", y->kv_lora ? y->head + y->rope : 0},
+                {"attention.value_length_mla", y->kv_lora ? y->head : 0},
+                {"rope.dimension_count", y->rope},
+                {"leading_dense_block_count", y->n_dense},
                 {"expert_count", y->n_expert},
                 {"expert_used_count", y->n_used},
                 {"expert_feed_forward_length", y->n_ff},
+                {"expert_shared_count", y->ff_shared > 0},
+                {"expert_group_count", y->n_group},
+                {"expert_group_used_count", y->n_group_used},
+                {"expert_gating_func", y->kv_lora ? GATING_SIGMOID : 0},
                 {"vocab_size", y->n_vocab}};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
     for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
+        if (!ints[i].value) continue;
         snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
         gguf_put_u32(&w, key, (uint32_t)ints[i].value);
+    }
+    if (y->kv_lora) {
+        snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
+        gguf_put_bool(&w, key, true);
+        snprintf(key, sizeof key, "%s.expert_weights_scale", y->arch);
+        gguf_put_f32(&w, key, y->scale);
     }
     snprintf(key, sizeof key, "%s.attention.layer_norm_rms_epsilon", y->arch);
     gguf_put_f32(&w, key, 1e-6f);
@@ -10690,43 +10932,36 @@ static uint8_t *synth_header(const struct synth *y, int n_layer, const struct sy
     return h;
 }
 
-/* Invents a model in memory, or in the file set->model when one is named (which must not exist yet). */
-static void synth_load(struct engine *e) {
-    char err[ERR_MAX], name[64];
-    const struct synth *y = NULL;
-    const char *colon = strchr(e->set->synth, ':');
-    snprintf(name, sizeof name, "%.*s", colon ? (int)(colon - e->set->synth) : 60, e->set->synth);
-    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++)
-        if (!strcmp(name, synths[i].name)) y = &synths[i];
-    if (!y) die_usage("--synth %s: known shapes are qwen3-30b-a3b and qwen3-235b-a22b", name);
-    char *end = NULL;
-    long layers = colon ? strtol(colon + 1, &end, 10) : y->n_layer;
-    if (layers < 1 || layers > y->n_layer || (end && *end))
-        die_usage("--synth %s: layers from 1 to %d", e->set->synth, y->n_layer);
-    struct synth_tensor *t = synth_tensors(y, (int)layers);
+/* Invents a model in memory, or in a file when one is named (which must not exist yet). With `invented` the matrices are addresses
+ * that nothing reads: the GPU's copies are invented there. */
+static void synth_make(struct model *m, const struct synth *y, const char *file, bool invented) {
+    char err[ERR_MAX];
+    struct synth_tensor *t = synth_tensors(y);
     size_t head;
     uint64_t data, rng = 42;
-    uint8_t *h = synth_header(y, (int)layers, t, &head, &data), *p;
+    uint8_t *h = synth_header(y, t, &head, &data), *p;
     size_t total = head + (size_t)data;
     FILE *f = NULL;
-    if (e->set->model) {
-        if (!access(e->set->model, F_OK)) die("cannot create '%s': %s", e->set->model, strerror(EEXIST));
-        if (!(f = temp_create(e->set->model, 0666, err))) die("%s", err);
+    if (file) {
+        if (!access(file, F_OK)) die("cannot create '%s': %s", file, strerror(EEXIST));
+        if (!(f = temp_create(file, 0666, err))) die("%s", err);
         int rc = posix_fallocate(fileno(f), 0, (off_t)total);
-        if (rc) die("cannot write %zu bytes to '%s': %s", total, e->set->model, strerror(rc));
-    } else if ((double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
-        die("%s needs %.1f GiB of memory; cut it with --synth %s:LAYERS", e->set->synth,
-            (double)total / 0x1p30, name);
+        if (rc) die("cannot write %zu bytes to '%s': %s", total, file, strerror(rc));
+    } else if (!invented &&
+               (double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
+        die("%s needs %.1f GiB of memory; cut it with --synth %s:layers=N,experts=M", y->name,
+            (double)total / 0x1p30, y->name);
     }
-    p = mmap(NULL, total, PROT_READ | PROT_WRITE, f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS,
-             f ? fileno(f) : -1, 0);
+    int flags = f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | (invented ? MAP_NORESERVE : 0);
+    p = mmap(NULL, total, PROT_READ | PROT_WRITE, flags, f ? fileno(f) : -1, 0);
     if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
     memcpy(p, h, head);
     free(h);
     uint64_t at = head;
-    for (size_t i = 0; i < arrlenu(t); i++) {
+    for (size_t i = 0; i < arrlenu(t); at += gguf_pad(t[i++].bytes)) {
         uint64_t bytes = t[i].bytes;
         if (interrupted) temp_remove(), exit(EXIT_INTERRUPT);
+        if (invented && t[i].type != GGUF_F32) continue;
         if (strstr(t[i].name, ".scale")) { /* experts whose products have unit scale */
             for (uint64_t k = 0; k < bytes / 4; k++) {
                 float v = 0.01f;
@@ -10735,12 +10970,17 @@ static void synth_load(struct engine *e) {
         } else {
             synth_fill(p + at, bytes, t[i].type, t[i].n_dims == 1, &rng);
         }
-        at += gguf_pad(bytes);
     }
     arrfree(t);
-    if (f && temp_finish(f, e->set->model, false, err)) die("%s", err);
-    if (gguf_parse(&e->model.gguf, p, total, err, ERR_MAX) || model_bind(&e->model, err))
-        die("synthetic model: %s", err);
+    if (f && temp_finish(f, file, false, err)) die("%s", err);
+    if (gguf_parse(&m->gguf, p, total, err, ERR_MAX) || model_bind(m, err)) die("synthetic model: %s", err);
+    m->invented = invented;
+}
+
+static void synth_load(struct engine *e, bool invented) {
+    struct synth y = synth_parse(e->set->synth);
+    if (e->set->shard) synth_shard(&y, e->set->shard);
+    synth_make(&e->model, &y, e->set->model, invented && !e->set->model);
 }
 /* ============================================================================================================
  * Main
@@ -10776,18 +11016,25 @@ static void upload_progress(double done, double total) {
 }
 #endif
 
-/* The session on a GPU; false: on the CPU, because that was asked for or there is no GPU and none was asked for. */
-static bool engine_gpu(struct engine *e) {
-    struct settings *set = e->set;
+/* Whether the session will be on a GPU; false: on the CPU, because that was asked for or there is no GPU and none was asked for. */
+static bool gpu_wanted(const struct settings *set) {
     if (set->cpu && set->gpu >= 0) die_usage("--cpu and --gpus exclude each other");
     if (set->cpu || set->cpu_ref) return false;
 #ifdef MOE_CUDA
     char err[ERR_MAX];
-    if (!cuda_device_count(err)) {
-        if (set->gpu >= 0) die("--gpus %d: %s", set->gpu, err);
-        if (set->verbose) note("%s", err);
-        return false;
-    }
+    if (cuda_device_count(err)) return true;
+    if (set->gpu >= 0) die("--gpus %d: %s", set->gpu, err);
+    if (set->verbose) note("%s", err);
+#else
+    if (set->gpu >= 0) die("--gpus %d: this program was built without CUDA", set->gpu);
+#endif
+    return false;
+}
+
+#ifdef MOE_CUDA
+static void engine_gpu(struct engine *e) {
+    struct settings *set = e->set;
+    char err[ERR_MAX];
     struct cuda_options o = {.device = set->gpu < 0 ? 0 : set->gpu,
                              .n_ctx = set->n_ctx,
                              .kv_splits = set->kv_splits,
@@ -10799,23 +11046,23 @@ static bool engine_gpu(struct engine *e) {
                              .progress = upload_progress};
     if (cuda_rank_init(&e->session.r, &e->model, &o, err)) die("%s", err);
     session_start(&e->session);
-    return true;
-#else
-    if (set->gpu >= 0) die("--gpus %d: this program was built without CUDA", set->gpu);
-    return false;
-#endif
 }
+#endif
 
 static void engine_open(struct engine *e, struct settings *set) {
     char err[ERR_MAX];
     memset(e, 0, sizeof *e);
     e->set = set;
-    if (set->synth) synth_load(e);
+    bool gpu = !set->info && gpu_wanted(set); /* --info needs no memory of its own */
+    if (set->synth) synth_load(e, gpu || set->info);
     else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
     else if (model_load(&e->model, set->model, err)) die("%s", err);
     settings_resolve(set, &e->model);
-    if (set->info) return; /* needs no memory of its own */
-    if (!engine_gpu(e))
+    if (set->info) return;
+#ifdef MOE_CUDA
+    if (gpu) engine_gpu(e);
+#endif
+    if (!gpu)
         session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(),
                      set->threads ? set->threads : omp_get_num_procs(), choose_context(e),
                      settings_kv(set, false));

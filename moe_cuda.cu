@@ -28,6 +28,7 @@
  *   Operations
  *   Start and end
  */
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -229,9 +230,64 @@ static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem,
     config.attrs = &attr, config.numAttrs = 1;
     cudaLaunchKernelEx(&config, kernel, P(args)...);
 }
-#define LAUNCH_PDL(kernel, grid, block, smem, stream, ...) \
-    launch_pdl(kernel, grid, block, smem, stream, __VA_ARGS__)
+#define LAUNCH_NAMED(kernel, name, ...) launch_pdl(kernel, __VA_ARGS__)
+#else
+#undef LAUNCH_PDL
+#define LAUNCH_NAMED(kernel, name, ...) cuemu::enqueue_kernel(kernel, name, true, __VA_ARGS__)
 #endif
+
+/* ============================================================================================================
+ * Profile
+ * ============================================================================================================ */
+
+/* The launches of a forward, each between two events, while a thread profiles its rank. */
+struct profile {
+    struct profile_launch {
+        const char *kernel; /* as the source spells it */
+        char what[64];
+        double bytes;
+        cudaEvent_t event[2];
+    } * launch;
+    int n, cap;
+    char what[64]; /* of the next launch: what it works on, */
+    double bytes;  /* and moves */
+};
+
+static thread_local struct profile *profile; /* NULL: nothing is recorded */
+
+/* The next launch moves so many bytes; `fmt` says of what. May be called several times. */
+__attribute__((format(printf, 2, 3))) static void profile_next(double bytes, const char *fmt, ...) {
+    if (!profile) return;
+    size_t at = strlen(profile->what);
+    va_list v;
+    va_start(v, fmt);
+    vsnprintf(profile->what + at, sizeof profile->what - at, fmt, v);
+    va_end(v);
+    profile->bytes += bytes;
+}
+
+/* Before a launch its name, after it NULL. */
+static void profile_mark(const char *kernel, cudaStream_t stream) {
+    struct profile *p = profile;
+    if (!p) return;
+    if (p->n == p->cap) rank_fatal("a forward pass has too many kernels to be profiled");
+    struct profile::profile_launch *l = &p->launch[p->n];
+    if (kernel) {
+        l->kernel = kernel, l->bytes = p->bytes;
+        memcpy(l->what, p->what, sizeof l->what);
+        p->bytes = 0, p->what[0] = 0;
+    }
+    cudaEventRecord(l->event[!kernel], stream);
+    p->n += !kernel;
+}
+
+#define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
+    do {                                                                       \
+        profile_mark(#kernel, stream);                                         \
+        LAUNCH_NAMED(kernel, #kernel, grid, block, smem, stream, __VA_ARGS__); \
+        profile_mark(NULL, stream);                                            \
+    } while (0)
+
 /* ============================================================================================================
  * Weights on the device
  *
@@ -416,6 +472,45 @@ __global__ void __launch_bounds__(256) k_repack(struct repack r, struct dmat w) 
     atomicMax(r.range, top);
     atomicMax(r.range + 1, low);
 }
+
+/* Splitmix64's n-th number. */
+DEVICE uint64_t random_bits(uint64_t n) {
+    uint64_t z = n * 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u, z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+/* Invents FP4 (any codes, scales 0x30 .. 0x3F) or halves (+-0.025 times 2^8) from the random numbers behind `seed`, as synth_fill
+ * does. Grid: tiles / 8, block 256, a warp a tile. Writes the matrix once: the bandwidth of memory. */
+__global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uint8_t *scales, uint64_t seed) {
+    grid_dependency_wait();
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    size_t tile = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), rows = (size_t)w.n_expert * (size_t)w.n_rt;
+    if (tile >= rows * (size_t)w.n_kt) return;
+    const int row = (int)(tile / w.n_kt % w.n_rt) * TILE_ROWS, col = (int)(tile % w.n_kt) * TILE_COLS;
+    const bool fp4 = w.fmt == FMT_FP4;
+    for (int v = 0; v < tile_bytes(w.fmt) / 512; v++) {
+        uint64_t n = seed + (tile * 160 + (size_t)(v * 32 + lane)) * 2,
+                 r[2] = {random_bits(n), random_bits(n + 1)};
+        uint32_t out[4]; /* FP4: words hi + 2h; halves: registers of step v; see expand */
+        for (int i = 0; i < 4; i++) {
+            int h = fp4 ? i >> 1 : v >> 1;
+            bool in = row + g + 8 * (i & 1) < w.n_out && col + 32 * h + 8 * t < w.n_in;
+            uint32_t x = (uint32_t)(r[i >> 1] >> 32 * (i & 1));
+            const float unit = 0.025f * 256.0f / 32768.0f;
+            if (!fp4) x = f32_to_f16x2((float)(int16_t)x * unit, (float)(int16_t)(x >> 16) * unit);
+            out[i] = in ? x : 0;
+        }
+        *(uint4 *)(codes + tile * (size_t)tile_bytes(w.fmt) + (size_t)(512 * v + 16 * lane)) =
+            make_uint4(out[0], out[1], out[2], out[3]);
+    }
+    if (!fp4) return; /* two scales a lane: row g + 8 (lane / 2 % 2), columns from 32 (lane % 2) */
+    uint32_t x = (uint32_t)random_bits(seed + (tile * 160 + 128 + (size_t)lane) * 2),
+             s = 0x3030 | (x & 0x0F0F);
+    bool in = row + g + 8 * (lane >> 1 & 1) < w.n_out && col + 32 * (lane & 1) < w.n_in;
+    ((uint16_t *)(scales + tile * TILE_SCALES))[lane] = (uint16_t)(in ? s : 0);
+}
+
 /* ============================================================================================================
  * Embedding, norms, sums
  * ============================================================================================================ */
@@ -2381,8 +2476,8 @@ static size_t attn_part_floats(int max_splits, int n_tok, int n_head, int dv) {
     return (size_t)max_splits * (size_t)n_tok * (size_t)n_head * ((size_t)dv + 2);
 }
 
-/* Launches `kernel` and the merge. More tiles of rows per KV head mean fewer splits: they fill the GPU as well. */
-static void attn_run(const struct attn_args *args, void (*kernel)(struct attn_args), int tile_rows,
+/* Launches the kernel and the merge. More tiles of rows per KV head mean fewer splits: they fill the GPU as well. */
+static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows,
                      int threads, int smem, cudaStream_t s) {
     struct attn_args a = *args;
     int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows;
@@ -2390,9 +2485,9 @@ static void attn_run(const struct attn_args *args, void (*kernel)(struct attn_ar
     if (a.n_tok > ATTN_DECODE_TOKENS) splits = min(splits, a.max_splits * ATTN_DECODE_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, min(a.max_splits, (int)ATTN_MAX_SPLITS)));
     if (smem > 32 << 10) /* above 48 KB with the static arrays */
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    LAUNCH_PDL(kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)), dim3((unsigned)threads),
-               (size_t)smem, s, a);
+        cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+    LAUNCH_PDL(attn_kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)),
+               dim3((unsigned)threads), (size_t)smem, s, a);
     if (a.max_splits > 1) LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
 }
 
@@ -2682,6 +2777,8 @@ struct cuda {
     cudaEvent_t stage_free[STAGES];
     uint32_t *range, range_host[2]; /* here, as the copy of one may end after a failed wait for it */
     int stage_at;
+    bool invented; /* they are invented here instead */
+    int mma_turns; /* of k_mma_rate that take some milliseconds; 0: not measured */
 };
 
 /* Keeps the first error, with what was being done. */
@@ -2829,6 +2926,14 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
     if (d->fmt != FMT_F16) d->scales = (const uint8_t *)cuda_own(c, tiles * TILE_SCALES, what);
     d->scale = upload_floats(c, w->scale, (size_t)w->n_expert, what);
     d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
+    if (c->invented && !c->failed) { /* NVFP4 or BF16 */
+        d->unit = d->fmt == FMT_FP4 ? 128.0f : 0x1p-8f;
+        LAUNCH_PDL(k_fill, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, *d,
+                   (uint8_t *)(uintptr_t)d->codes, (uint8_t *)(uintptr_t)d->scales,
+                   (uint64_t)c->stage_at++ << 40);
+        cuda_ok(c, cudaGetLastError(), "inventing weights");
+        return;
+    }
     int shift = w->type == GGUF_MXFP4 ? 116 : 8;
     for (int tries = 0; !c->failed; tries++) {
         uint32_t *range = c->range_host;
@@ -2928,7 +3033,7 @@ static void send_batch(struct rank *r) {
 static bool cuda_begin(struct rank *r) {
     struct cuda *c = r->cuda;
     send_batch(r);
-    if (r->n_tok > FEW_TOKENS) return false;
+    if (r->n_tok > FEW_TOKENS || profile) return false;
     if (!c->graph[r->n_tok]) {
         cuda_ok(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal),
                 "recording a forward pass");
@@ -2942,7 +3047,7 @@ static void cuda_end(struct rank *r) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
     cuda_ok(c, cudaGetLastError(), "a forward pass");
-    if (r->n_tok > FEW_TOKENS) return;
+    if (r->n_tok > FEW_TOKENS || profile) return;
     cuda_ok(c, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
     cuda_ok(c, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
@@ -2972,10 +3077,19 @@ static void cuda_add(struct rank *r, enum act x, enum act delta) {
     add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], r->cuda->x32[delta], NULL, A_H);
 }
 
+/* The next launch moves `count` matrices of w's shape, and `more` bytes. */
+static void profile_matrices(const struct dmat *w, double count, double more) {
+    static const char *const format[] = {"fp4", "q8", "f16"};
+    profile_next(count * w->n_rt * w->n_kt * (tile_bytes(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
+                 "%s%.0f of %dx%d %s", profile && profile->what[0] ? " + " : "", count, w->n_out, w->n_in,
+                 format[w->fmt]);
+}
+
 /* y = W x for n_tok rows of halves. batch > 0: one matrix per head, x and y advance by x_batch and y_batch. */
 static void product(struct rank *r, const struct dmat *w, const uint16_t *x, size_t x_stride, size_t x_batch,
                     int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
     struct cuda *c = r->cuda;
+    profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
     if (n_tok <= FEW_TOKENS) {
         struct few_args p = {};
         p.part[0].w = *w, p.part[0].x = x, p.part[0].x_stride = x_stride, p.part[0].x_job = x_batch,
@@ -3007,6 +3121,7 @@ static void cuda_linear3(struct rank *r, enum act x, const struct weight *const 
             continue;
         }
         struct few_part *q = &p.part[p.n_part];
+        profile_matrices(mat(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
         q->w = *mat(c, w[i]), q->x = c->x16[x], q->x_stride = (size_t)r->width[x], q->max_jobs = 1;
         p.y32[p.n_part] = c->x32[out[i]], p.y_stride[p.n_part++] = (size_t)r->width[out[i]];
     }
@@ -3054,6 +3169,9 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     a.dv = dv;
     a.q_stride = (size_t)m->n_head * (size_t)dk, a.out_stride = (size_t)m->n_head * (size_t)dv;
     a.scale = m->attn_scale, a.max_splits = c->splits;
+    size_t scales = (size_t)((a.k.fp8 ? a.k.n_group : 0) + (a.v.fp8 ? a.v.n_group : 0)) * sizeof(float);
+    profile_next((double)(r->pos + r->n_tok) * (double)(a.k.row_bytes + a.v.row_bytes + scales), "%d keys",
+                 r->pos + r->n_tok);
     if (r->n_tok <= FEW_TOKENS) attn_decode(&a, m->kv_lora != 0, c->stream);
     else attn_prefill(&a, m->kv_lora != 0, c->stream);
 }
@@ -3082,6 +3200,7 @@ static void dense_ffn_many(struct rank *r, const struct weight *gate, const stru
     g.w = *mat(c, gate), g.w2 = *mat(c, up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x],
     g.n_tok = r->n_tok;
     g.y = c->hidden_shared, g.y_stride = (size_t)gate->n_out;
+    profile_matrices(&g.w, 2, 0);
     gemm_prefill(&g, 1, c->stream);
     struct dmat d = *mat(c, down);
     d.unit *= HIDDEN_SCALE;
@@ -3116,7 +3235,10 @@ static void ffn_few(struct rank *r, const struct layer *y, bool routed, const st
     }
     u.n_part = d.n_part = n, u.n_tok = d.n_tok = r->n_tok;
     d.y32[0] = c->x32[out], d.y_stride[0] = (size_t)r->width[out];
+    double jobs = routed ? experts_expected(r->m, y->n_expert, r->n_tok) : 1;
+    for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, i ? 2 : 2 * jobs, 0);
     few_glu_launch(&u, c->stream);
+    for (int i = 0; i < n; i++) profile_matrices(&d.part[i].w, i ? 1 : jobs, 0);
     few_sum_launch(&d, c->stream);
 }
 
@@ -3161,6 +3283,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         quantize_fp4(g.x, g.x_stride, r->n_tok, y->gate.n_in, c->x4, c->stream);
         g.xq = c->x4;
     }
+    profile_matrices(&g.w, 2 * experts_expected(m, y->n_expert, r->n_tok), 0);
     (act4 ? gemm_prefill_fp4 : gemm_prefill)(&g, 1, c->stream);
     g.w = *mat(c, &y->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
     g.rows = NULL;
@@ -3169,6 +3292,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         g.xq = c->hidden4;
     }
     g.y = c->slots, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
+    profile_matrices(&g.w, experts_expected(m, y->n_expert, r->n_tok), 0);
     (act4 ? gemm_prefill_fp4 : gemm_prefill)(&g, 0, c->stream);
     LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->slots, s.place, p.weight, s.k,
                r->width[out], y->sh_gate.data != NULL, c->x32[out]);
@@ -3243,28 +3367,101 @@ static void cuda_wait(struct rank *r) {
     cuda_ok(r->cuda, cudaStreamSynchronize(r->cuda->stream), "a forward pass");
 }
 
-/* Bytes per second of a copy within the GPU's memory, read and written counted. */
-static double cuda_bandwidth(struct rank *r) {
+/* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
+ * 512. No memory: `out` is there so that the compiler leaves no product out: sums of positive numbers are never written. */
+__global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
+    grid_dependency_wait();
+    const uint32_t one = 0x3C003C00u + threadIdx.x, a[4] = {one, one, one, one}, b[2] = {one, one};
+    float d[8][4], sum = 0;
+    UNROLL for (int k = 0; k < 8; k++) UNROLL for (int i = 0; i < 4; i++) d[k][i] = (float)k;
+    for (int i = 0; i < turns; i++) UNROLL for (int k = 0; k < 8; k++) mma_f16(d[k], a, b);
+    UNROLL for (int k = 0; k < 8; k++) UNROLL for (int i = 0; i < 4; i++) sum += d[k][i];
+    if (sum < 0) *out = sum;
+}
+
+/* Multiplications and additions per second of m16n8k16; 0: an error. */
+static double mma_rate(struct cuda *c, const cudaEvent_t e[2]) {
+    float ms = 0;
+    for (int turns = 1; turns < 1 << 24 && ms < 4; turns *= 2) {
+        cudaEventRecord(e[0], c->stream);
+        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns, c->logits);
+        cudaEventRecord(e[1], c->stream);
+        if (cudaEventSynchronize(e[1]) != cudaSuccess) return 0;
+        cudaEventElapsedTime(&ms, e[0], e[1]);
+        c->mma_turns = turns;
+    }
+    return 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * c->n_sm / (ms * 1e-3);
+}
+
+static struct rates cuda_measure(struct rank *r) {
     struct cuda *c = r->cuda;
+    struct rates rates = {};
     size_t free_bytes = 0, total = 0, n = (size_t)1 << 30;
     uint8_t *p = NULL;
     cudaEvent_t e[2] = {};
     float ms = 0;
     cudaMemGetInfo(&free_bytes, &total);
     while (n > (size_t)1 << 20 && 2 * n > free_bytes / 2) n /= 2;
-    bool ok = cudaMalloc((void **)&p, 2 * n) == cudaSuccess && cudaEventCreate(&e[0]) == cudaSuccess &&
-              cudaEventCreate(&e[1]) == cudaSuccess;
+    bool timed = cudaEventCreate(&e[0]) == cudaSuccess && cudaEventCreate(&e[1]) == cudaSuccess;
+    bool ok = timed && cudaMalloc((void **)&p, 2 * n) == cudaSuccess;
     for (int i = 0; ok && i < 5; i++) { /* the first is not counted */
         if (i == 1) cudaEventRecord(e[0], c->stream);
         cudaMemcpyAsync(p + n, p, n, cudaMemcpyDeviceToDevice, c->stream);
     }
     if (ok)
         cudaEventRecord(e[1], c->stream), cudaEventSynchronize(e[1]), cudaEventElapsedTime(&ms, e[0], e[1]);
+    if (ms > 0) rates.bytes = 4 * 2 * (double)n / (ms * 1e-3);
+    if (timed) rates.mma = mma_rate(c, e);
     if (p) cudaFree(p);
     for (int i = 0; i < 2; i++)
         if (e[i]) cudaEventDestroy(e[i]);
     cudaGetLastError();
-    return ms > 0 ? 4 * 2 * (double)n / (ms * 1e-3) : 0;
+    return rates;
+}
+
+static int compare_float(const void *a, const void *b) {
+    return (*(const float *)a > *(const float *)b) - (*(const float *)a < *(const float *)b);
+}
+
+static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows,
+                        int max_rows) {
+    enum { RUNS = 7 };
+    struct cuda *c = r->cuda;
+    struct profile p = {};
+    p.cap = 32 * (r->m->n_layer + 1);
+    p.launch = (struct profile::profile_launch *)calloc((size_t)p.cap, sizeof *p.launch);
+    float *ms = (float *)calloc((size_t)p.cap * RUNS, sizeof *ms);
+    if (!p.launch || !ms) rank_fatal("out of memory");
+    for (int i = 0; i < 2 * p.cap; i++)
+        cuda_ok(c, cudaEventCreate(&p.launch[i / 2].event[i % 2]), "measuring");
+    for (int i = -1; i < RUNS; i++) { /* the first is not counted */
+        /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
+        if (c->mma_turns)
+            LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
+        p.n = 0, profile = &p;
+        run(arg);
+        profile = NULL;
+        cuda_ok(c, cudaStreamSynchronize(c->stream), "measuring");
+        for (int k = 0; k < p.n && i >= 0; k++)
+            cudaEventElapsedTime(&ms[k * RUNS + i], p.launch[k].event[0], p.launch[k].event[1]);
+    }
+    int n = 0;
+    for (int k = 0; k < p.n; k++) {
+        const struct profile::profile_launch *l = &p.launch[k];
+        const char *name = l->kernel + (*l->kernel == '('); /* without the arguments of a template */
+        char full[sizeof rows->name];
+        snprintf(full, sizeof full, "%.*s %s", (int)strcspn(name, "<"), name, l->what);
+        int at = 0;
+        while (at < n && strcmp(rows[at].name, full)) at++;
+        if (at == max_rows) break;
+        struct profile_row *w = &rows[at];
+        if (at == n) n++, *w = {}, memcpy(w->name, full, sizeof full);
+        qsort(ms + k * RUNS, RUNS, sizeof *ms, compare_float);
+        w->calls++, w->seconds += ms[k * RUNS + RUNS / 2] * 1e-3, w->bytes += l->bytes;
+    }
+    for (int i = 0; i < 2 * p.cap; i++) cudaEventDestroy(p.launch[i / 2].event[i % 2]);
+    free(p.launch), free(ms);
+    return n;
 }
 
 /* ============================================================================================================
@@ -3298,7 +3495,7 @@ static const struct ops cuda_ops = {
     cuda_begin,      cuda_end,     cuda_embed,         cuda_rmsnorm,   cuda_add_rmsnorm, cuda_add,
     cuda_linear,     cuda_linear3, cuda_rope_store_kv, cuda_attention, cuda_mla_store,   cuda_mla_attention,
     cuda_ffn,        cuda_moe_ffn, cuda_all_reduce,    cuda_logits,    cuda_read_logits, cuda_sample,
-    cuda_read_token, cuda_kv_copy, cuda_wait,          cuda_bandwidth, cuda_close};
+    cuda_read_token, cuda_kv_copy, cuda_wait,          cuda_measure,   cuda_profile,     cuda_close};
 
 /* A message if the kernels cannot run this model, else NULL. */
 static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
@@ -3347,6 +3544,7 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
         c->failed = true;
     }
     c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
+    c->invented = m->invented;
     for (int s = 0; s < STAGES && !c->failed; s++) {
         cuda_ok(c, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
         cuda_ok(c, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");

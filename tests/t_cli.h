@@ -130,7 +130,21 @@ static void test_cli_usage(void) {
         {"-hv", "unknown option '-v'", 2},
         {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
         {"--synth qwen3-30b-a3b:1abc --info", "layers from 1 to 48", 2},
-        {"--bench -c 1", "too small for --bench: expected at least 33", 1},
+        {"--synth qwen3-30b --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2",
+         2},
+        {"--synth kimi-k2: --info", "layers from 1 to 61 and experts from 8 to 384 in steps of 1", 2},
+        {"--synth deepseek-v3:layers=62 --info", "layers from 1 to 61", 2},
+        {"--synth deepseek-v3:experts=20 --info", "experts from 16 to 256 in steps of 8", 2},
+        {"--synth qwen3-30b-a3b:layers=2,experts=7 --info", "experts from 8 to 128", 2},
+        {"--synth qwen3-30b-a3b:experts=16x --info", "experts from 8 to 128", 2},
+        {"--synth qwen3-30b-a3b --shard 2/2 --info", "R from 0 to N - 1", 2},
+        {"--synth qwen3-30b-a3b --shard 0/9 --info", "N from 1 to 8", 2},
+        {"--synth qwen3-30b-a3b --shard 0/3 --info", "32 attention heads, not a multiple of 3", 2},
+        {"--synth qwen3-30b-a3b --shard 0/8 --info", "768 columns of the experts, not a multiple of 512", 2},
+        {"--shard 0/2 -p hi", "--shard works with --synth only", 2},
+        {"--profile -p hi", "--profile wants --bench", 2},
+        {"--cpu --bench --profile", "--profile works on a GPU only", 1},
+        {"--bench -c 15", "too small for --bench: expected at least 16", 1},
         {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
         {"--needle 99999999 -c 500", "99,999,999 tokens are needed, 500 fit; restart with -c 99999999", 1},
         {"-c 16 -p 'What is 7 squared? One word.'", "fit; restart with -c 19 (needs 6.8 KiB more)", 1}};
@@ -218,6 +232,59 @@ static void test_cli_temporary(void) {
                   "until ls build/synth.gguf* || ! kill -0 $p; do sleep 0.01; done; kill -TERM $p; wait $p; "
                   "rc=$?; ls build/synth.gguf* && rc=9; rm -f build/synth.gguf*; exit $rc",
                   128 + SIGTERM, NULL, NULL);
+}
+
+/* The shapes of --synth, whole and cut, by what --info finds in them. */
+static void test_cli_synth(void) {
+    static const struct {
+        const char *args, *want[4];
+    } t[] = {{"qwen3-235b-a22b:3 --shard 7/8",
+              {"layers        3 (0 dense)", "8 heads, 1 KV heads, key 128",
+               "width 192, softmax router, shared width 0", "layers 0-2: 128"}},
+             {"deepseek-v3:experts=16,layers=4",
+              {"layers        4 (3 dense)",
+               "128 heads, latent 512, key 192 (64 rotary), value 128, low-rank query",
+               "width 2048, sigmoid router, shared width 2048, 4 of 8 groups",
+               "layers 0-2: dense, layers 3-3: 16"}},
+             {"deepseek-v3:layers=61 --shard 0/4",
+              {"hidden        7168, vocabulary 129280, trained context 163,840", "32 heads, latent 512",
+               "width 512, sigmoid router, shared width 512", "layers 3-60: 256"}},
+             {"kimi-k2:layers=2 --shard 1/2",
+              {"hidden        7168, vocabulary 163840, trained context 131,072", "32 heads, latent 512",
+               "8 used per token of width 1024, sigmoid router, shared width 1024\n", "layers 1-1: 384"}}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char cmd[256], *out = NULL;
+        snprintf(cmd, sizeof cmd, MOE_BIN " --synth %s --info </dev/null", t[i].args);
+        int rc = run_command(cmd, &out, NULL);
+        for (int k = 0; k < 4; k++)
+            CHECK(rc == 0 && strstr(sb_cstr(&out), t[i].want[k]), "%s: '%s' is not in: %s", t[i].args,
+                  t[i].want[k], sb_cstr(&out));
+        arrfree(out);
+    }
+}
+
+/* The table of --bench: its columns, its rows, and how they hang together. */
+static void test_cli_bench(void) {
+    char *out = NULL, *p;
+    int rc = run_command(MOE "--cpu -t 1 --bench -c 4112 </dev/null", &out, NULL), row = 0;
+    const char *head =
+        "ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
+        "gen_gb_per_s,gen_percent_of_bandwidth\n";
+    CHECK(rc == 0 && !strncmp(sb_cstr(&out), head, strlen(head)), "%d: %s", rc, sb_cstr(&out));
+    for (p = strchr(sb_cstr(&out), '\n'); p && p[1]; p = strchr(p + 1, '\n'), row++) {
+        int depth = -1, prefill = -1, batch = -1;
+        double pre_tps = 0, tps = 0, cache = -1, gbs = 0, percent = 0;
+        int n = row % 5
+                    ? sscanf(p + 1, "%d,,,,%d,%lf,%lf,%lf,%lf", &depth, &batch, &tps, &cache, &gbs, &percent)
+                    : sscanf(p + 1, "%d,%d,%lf,,%d,%lf,%lf,%lf,%lf", &depth, &prefill, &pre_tps, &batch, &tps,
+                             &cache, &gbs, &percent);
+        CHECK(n == (row % 5 ? 6 : 8) && depth == row / 5 * 4096 && batch == 1 << row % 5 && tps > 0 &&
+                  gbs > 0 && percent > 0 && (depth > 0) == (cache > 0),
+              "row %d: %.100s", row, p + 1);
+        if (row % 5 == 0) CHECK(prefill == (row ? 16 : 512) && pre_tps > 0, "row %d: %.100s", row, p + 1);
+    }
+    CHECK(row == 10, "%d rows", row);
+    arrfree(out);
 }
 
 /* Ctrl-C while it waits for input, and in the middle of a test. */
@@ -322,4 +389,5 @@ static void test_cli_memory(void) {
         {"cli/usage", test_cli_usage}, {"cli/info", test_cli_info},                                      \
         {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                      \
         {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                      \
-        {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory},
+        {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory}, {"cli/synth", test_cli_synth},   \
+        {"cli/bench", test_cli_bench},
