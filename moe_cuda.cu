@@ -771,8 +771,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constan
         }
         from -= tiles, to -= tiles;
     }
-    grid_dependency_wait(); /* a warp without tiles too: y may still be read */
-    __syncthreads();
+    __syncthreads(); /* some warp has had tiles, and waited: y is free */
     const float *bias = p.part[first].w.bias;
     for (int i = threadIdx.x; i < 128 * NT; i += FEW_THREADS) {
         int row = rt * TILE_ROWS + few_row(i), tok = few_token(i);
@@ -816,7 +815,6 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_glu(const __grid_constan
         k1 = w.n_kt * (warp % half + 1) / half;
     float acc[NT][4] = {};
     if (k0 < k1) few_product<NT>(w, e, rt, k0, k1, q.x, q.x_stride, p.n_tok, acc, early);
-    grid_dependency_wait();
     UNROLL for (int i = 0; i < 4 * NT; i++) few_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
     __syncthreads();
     float gate_scale = dmat_scale(q.w, e), up_scale = dmat_scale(p.up[part], e);
@@ -994,7 +992,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_const
             p.logits[(size_t)t * (size_t)p.n_expert + blockIdx.x * ROUTE_ROWS + r] = v;
     }
     __threadfence();
-    __syncthreads();
+    __syncthreads(); /* one warp wrote, its first thread tells */
     if (!threadIdx.x) *last = atom_add_acq_rel(p.arrived, 1) == gridDim.x - 1;
     __syncthreads();
     if (!*last) return;
@@ -3368,9 +3366,8 @@ static void cuda_wait(struct rank *r) {
 }
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
- * 512. No memory: `out` is there so that the compiler leaves no product out: sums of positive numbers are never written. */
+ * 512. Runs behind an idle stream. No memory: `out` is there so that the compiler leaves no product out: sums of positive numbers are never written. */
 __global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
-    grid_dependency_wait();
     const uint32_t one = 0x3C003C00u + threadIdx.x, a[4] = {one, one, one, one}, b[2] = {one, one};
     float d[8][4], sum = 0;
     UNROLL for (int k = 0; k < 8; k++) UNROLL for (int i = 0; i < 4; i++) d[k][i] = (float)k;

@@ -711,9 +711,12 @@ inline bool start_something() {
     if (can.empty()) return !ready.empty();
     CUstream_st &s = *can[rnd() % can.size()];
     op &o = s.q.front();
-    if (o.run) block_start(*o.run);
-    else if (o.k) launch_begin(o), start_next_early(s, 0);
-    else {
+    if (o.run) { // often one alone, as most bugs need no more and it is faster; or some that run together
+        launch &l = *o.run;
+        for (uint64_t n = rnd() % 4 ? 1 : 1 + rnd() % 8; n && l.started < l.blocks; n--) block_start(l);
+    } else if (o.k) {
+        launch_begin(o), start_next_early(s, 0);
+    } else {
         if (o.work) o.work();
         s.q.pop_front();
     }
@@ -1817,7 +1820,11 @@ inline uint32_t ld_acquire_sys(const uint32_t *p, CUEMU_AT) {
 }
 inline void st_release(uint32_t *p, uint32_t v) { cuemu::events++, *(volatile uint32_t *)p = v; }
 inline void st_release_sys(uint32_t *p, uint32_t v) { st_release(p, v); }
-inline uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) { return atomicAdd(p, v); }
+// What this says to have been done, others may look at now: often the rest of the warp falls behind.
+inline uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
+    if (cuemu::coin()) cuemu::pass_lanes = 0, cuemu::me->w->priority = 0;
+    return atomicAdd(p, v);
+}
 
 inline void grid_dependency_wait(CUEMU_AT) {
     cuemu::launch &l = *cuemu::me->blk->run;

@@ -9,6 +9,7 @@ void cuda_test_fail(const char *api, int n); /* emulator: its n-th call from now
 void cuda_test_memory(size_t bytes);         /* emulator: of the GPU */
 int cuda_test_turns(void);                   /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r);        /* the device chose, not the host */
+bool cuda_test_counted(struct rank *r);
 
 /* Kernel by kernel: t_cuda_kernels.h. */
 bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
@@ -245,6 +246,7 @@ static void test_cuda_sample(void) {
         r.ops->sample(&r, &s, recent, n_recent, uniform);
         int32_t got = r.ops->read_token(&r);
         chosen += cuda_test_chose(&r);
+        if (!CHECK(cuda_test_counted(&r), "choice %d leaves counts behind", c)) break;
         if (!CHECK(got == want, "temp %g, top-k %d, top-p %g, min-p %g, penalty %g: chose %d, expected %d",
                    s.temp, s.top_k, s.top_p, s.min_p, s.repeat_penalty, got, want))
             break;
@@ -481,10 +483,6 @@ static void test_cuda_forward(void) {
     }
 }
 
-/* For t_cuda_mutate.h. */
-void cuda_test_forward(void) { test_cuda_forward(); }
-void cuda_test_sample(void) { test_cuda_sample(); }
-
 /* ---- weights that the GPU invents, --bench, --profile ---- */
 
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
@@ -669,6 +667,11 @@ static void test_cuda_bench(void) {
     engine_close(&e);
     cuda_test_memory((size_t)16 << 30);
 }
+
+/* For t_cuda_mutate.h. */
+void cuda_test_forward(void) { test_cuda_forward(); }
+void cuda_test_sample(void) { test_cuda_sample(); }
+void cuda_test_invented(void) { test_cuda_invented(); }
 
 #ifdef CUEMU
 #define TESTS_EMULATOR {"cuda/emulator", cuda_test_emulator},

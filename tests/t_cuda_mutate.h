@@ -17,16 +17,18 @@ extern "C" void cuda_test_emulator(void) {
 
 extern "C" void cuda_test_forward(void); /* t_cuda.h */
 extern "C" void cuda_test_sample(void);
+extern "C" void cuda_test_invented(void);
 extern "C" int cuda_test_failures(void);
 
-enum { MUTANT_TESTS = 8, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 150 };
+enum { MUTANT_TESTS = 9, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 150 };
 static const struct {
     const char *name;
     void (*fn)();
 } mutant_tests[MUTANT_TESTS] = {{"sort", cuda_test_sort},           {"router", cuda_test_router},
                                 {"upload", cuda_test_upload},       {"few", cuda_test_few},
                                 {"products", cuda_test_products},   {"forward", cuda_test_forward},
-                                {"attention", cuda_test_attention}, {"sample", cuda_test_sample}};
+                                {"attention", cuda_test_attention}, {"sample", cuda_test_sample},
+                                {"invented", cuda_test_invented}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there. */
 static const struct {
@@ -36,6 +38,8 @@ static const struct {
      "the next token's shuffles meet in between; they order lanes, but not memory"},
     {"k_repack", "grid_dependency_wait();",
      "in front of it is always a copy, which has ended when it starts"},
+    {"k_fill", "grid_dependency_wait();",
+     "in front of it is always the clearing of memory, which has ended when it starts"},
 };
 
 struct mutation {

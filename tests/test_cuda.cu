@@ -19,6 +19,16 @@ void cuda_test_logits(struct rank *r, const float *x, int n) {
 
 bool cuda_test_chose(struct rank *r) { return *r->cuda->token_host >= 0; }
 
+/* Nothing is left of a choice that the next one would count. */
+bool cuda_test_counted(struct rank *r) {
+    static int bins[SAMPLE_BINS + 1];
+    int any = 0;
+    cudaMemcpy(bins, r->cuda->sample.bins, SAMPLE_BINS * sizeof *bins, cudaMemcpyDeviceToHost);
+    cudaMemcpy(bins + SAMPLE_BINS, r->cuda->sample.arrived, sizeof *bins, cudaMemcpyDeviceToHost);
+    for (int b : bins) any |= b;
+    return !any;
+}
+
 size_t cuda_test_free_bytes(void) {
     size_t n = 0, total = 0;
     cudaDeviceSynchronize();
