@@ -612,6 +612,13 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(float *x, const float
 
 enum { FEW_WARPS = 8, FEW_TOKENS = 16, FEW_THREADS = FEW_WARPS * WARP };
 
+/* FP4 tiles of a warp that are on their way at once. Four hide HBM's latency; GDDR7 needs less, and SM120's code more registers. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+enum { FEW_AHEAD = 2 };
+#else
+enum { FEW_AHEAD = 4 };
+#endif
+
 /* Some tiles of a row of tiles: a lane's part of each. */
 template <int FMT, int N>
 struct few_group {
@@ -636,7 +643,7 @@ struct few_group {
 template <int FMT, int NT>
 DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
                       float acc[NT][4], bool wait) {
-    constexpr int N = FMT == FMT_FP4 ? 4 / NT : 2 / NT;
+    constexpr int N = FMT == FMT_FP4 ? FEW_AHEAD / NT : 1;
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const uint8_t *codes = w.codes + tile * (size_t)tile_bytes(FMT) + (size_t)lane * 16;
     const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
@@ -653,7 +660,7 @@ DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *
                 uint4 b[NT];
                 UNROLL for (int k = 0; k < NT; k++) b[k] =
                     *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
-                if (FMT == FMT_Q8) { /* the block's scale belongs to rows g and g + 8 */
+                if constexpr (FMT == FMT_Q8) { /* the block's scale belongs to rows g and g + 8 */
                     const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
                                 d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
                     UNROLL for (int k = 0; k < NT; k++) {
@@ -666,14 +673,14 @@ DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *
                         acc[k][0] += d0 * part[0], acc[k][1] += d0 * part[1];
                         acc[k][2] += d1 * part[2], acc[k][3] += d1 * part[3];
                     }
-                    continue;
-                }
-                UNROLL for (int q = 0; q < 2; q++) {
-                    uint32_t a[4];
-                    expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
-                    UNROLL for (int k = 0; k < NT; k++) {
-                        uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
-                        mma_f16(acc[k], a, bb);
+                } else {
+                    UNROLL for (int q = 0; q < 2; q++) {
+                        uint32_t a[4];
+                        expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
+                        UNROLL for (int k = 0; k < NT; k++) {
+                            uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
+                            mma_f16(acc[k], a, bb);
+                        }
                     }
                 }
             }
@@ -732,6 +739,26 @@ DEVICE int few_jobs(const struct few_args &p, int i) {
     return p.batch ? 1 : p.part[i].n_jobs ? *p.part[i].n_jobs : p.part[i].max_jobs;
 }
 
+/* sum (few_slot) += weight * W x for the tiles at .. end-1 of row rt, counted through all jobs of a part. */
+template <int FMT, int NT>
+DEVICE void few_list(const struct few_args &p, const struct few_part &q, int rt, int at, int end, float *sum,
+                     bool early) {
+    const int n_kt = q.w.n_kt, t = threadIdx.x & 3;
+    while (at < end) {
+        const int j = at / n_kt, k0 = at - j * n_kt, n = min(n_kt - k0, end - at);
+        const int job = p.batch ? (int)blockIdx.y : j, e = q.expert ? q.expert[job] : job;
+        float acc[NT][4] = {};
+        few_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n,
+                           q.x + (size_t)job * q.x_job + k0 * TILE_COLS, q.x_stride, p.n_tok, acc, early);
+        const float scale = dmat_scale(q.w, e);
+        UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
+            const size_t col = (size_t)job * FEW_TOKENS + 8 * k + 2 * t + (r & 1);
+            sum[WARP * (4 * k + r)] += (q.weight ? q.weight[col] * scale : scale) * acc[k][r];
+        }
+        at += n;
+    }
+}
+
 /* y = sum over parts and jobs of weight * (W x + bias). Grid (tiles of rows, max(1, batch)), block 256. Bytes: every tile of the jobs
  * once, plus n_tok rows of x per block from L2. Memory-bound: 18 KB per block in flight, 2 blocks per SM; aim 80 % of copy bandwidth
  * for matrices of 8 MB and more (H200: its instruction rate allows 3 of 4.8 TB/s). The tiles of all jobs are dealt out to the warps
@@ -740,7 +767,7 @@ template <int NT>
 __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constant__ struct few_args p) {
     SHARED(float, red, FEW_WARPS * 128 * NT);
     grid_dependency_launch();
-    const int warp = threadIdx.x >> 5, t = threadIdx.x & 3, b = blockIdx.y;
+    const int warp = threadIdx.x >> 5, b = blockIdx.y;
     int rt = blockIdx.x, first = 0, last = p.n_part, total = 0;
     if (p.separate) {
         while (rt >= p.part[first].w.n_rt) rt -= p.part[first++].w.n_rt;
@@ -755,20 +782,10 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constan
     UNROLL for (int i = 0; i < 4 * NT; i++) sum[WARP * i] = 0;
     UNROLL_BY(1) for (int i = first; i < last; i++) {
         const struct few_part &q = p.part[i];
-        const int n_kt = q.w.n_kt, tiles = few_jobs(p, i) * n_kt;
-        UNROLL_BY(1) for (int at = max(from, 0); at < min(to, tiles);) {
-            const int j = at / n_kt, k0 = at - j * n_kt, k1 = min(n_kt, k0 + min(to, tiles) - at);
-            const int job = p.batch ? b : j, e = q.expert ? q.expert[job] : job;
-            float acc[NT][4] = {};
-            few_product<NT>(q.w, e, rt, k0, k1, q.x + (size_t)job * q.x_job, q.x_stride, p.n_tok, acc, early);
-            UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
-                const float scale = dmat_scale(q.w, e);
-                float f =
-                    q.weight ? q.weight[(size_t)job * FEW_TOKENS + 8 * k + 2 * t + (r & 1)] * scale : scale;
-                sum[WARP * (4 * k + r)] += f * acc[k][r];
-            }
-            at += k1 - k0;
-        }
+        const int tiles = few_jobs(p, i) * q.w.n_kt, begin = max(from, 0), end = min(to, tiles);
+        if (q.w.fmt == FMT_FP4) few_list<FMT_FP4, NT>(p, q, rt, begin, end, sum, early);
+        else if (q.w.fmt == FMT_Q8) few_list<FMT_Q8, NT>(p, q, rt, begin, end, sum, early);
+        else few_list<FMT_F16, NT>(p, q, rt, begin, end, sum, early);
         from -= tiles, to -= tiles;
     }
     __syncthreads(); /* some warp has had tiles, and waited: y is free */

@@ -668,6 +668,53 @@ static void test_cuda_bench(void) {
     cuda_test_memory((size_t)16 << 30);
 }
 
+/* ---- what the compiler made of the kernels ---- */
+
+/* No kernel spills registers, none but k_embed has an array in local memory (the sine of large angles), shared arrays leave room, and
+ * the products of FP4 are in the image that has them, and in no other. */
+static void test_cuda_images(void) {
+    static const char *const ptx[] = {"compute_120f", "compute_90", "compute_80"};
+    enum { IMAGE_BYTES = 16 << 20 };
+    char *log = NULL, err[ERR_MAX], path[256];
+    struct stat st;
+    if (read_file("build/nvcc/log", &log, err)) SKIP("the kernels were not compiled here: no nvcc");
+    int n = 0;
+    for (const char *at = sb_cstr(&log); (at = strstr(at, "Compiling entry function '")); n++) {
+        char name[128] = "", chip[32] = "";
+        int stack = -1, stores = -1, loads = -1, regs = -1, smem = 0;
+        at += strlen("Compiling entry function '");
+        sscanf(at, "%127[^']' for '%31[^']'", name, chip);
+        const char *p = strstr(at, " bytes stack frame"), *u = strstr(at, "Used "),
+                   *s = u ? strstr(u, " bytes smem") : NULL;
+        while (p && p > at && (isdigit((unsigned char)p[-1]))) p--;
+        if (p)
+            sscanf(p, "%d bytes stack frame, %d bytes spill stores, %d bytes spill loads", &stack, &stores,
+                   &loads);
+        if (u) sscanf(u, "Used %d", &regs);
+        if (s && !memchr(u, '\n', (size_t)(s - u))) {
+            while (isdigit((unsigned char)s[-1])) s--;
+            smem = atoi(s);
+        }
+        CHECK(stores == 0 && loads == 0 && regs > 0, "%s, %s: %d registers, %d bytes of them spilled", chip,
+              name, regs, stores);
+        CHECK(stack == 0 || strstr(name, "k_embed"), "%s, %s: %d bytes of local memory", chip, name, stack);
+        CHECK(smem <= 48 << 10, "%s, %s: %d bytes of static shared memory", chip, name, smem);
+    }
+    bool sm120 = strstr(log, "'sm_120f'") != NULL;
+    CHECK(n >= 60 * (1 + sm120), "%d kernels were compiled", n);
+    for (int i = sm120 ? 0 : 1; i < 3; i++) {
+        char *text = NULL;
+        snprintf(path, sizeof path, "build/nvcc/moe_cuda.%s.ptx", ptx[i]);
+        if (!CHECK(read_file(path, &text, err) == 0, "%s", err)) continue;
+        bool fp4 = strstr(sb_cstr(&text), "kind::mxf4nvf4.block_scale") != NULL;
+        CHECK(fp4 == !i, "%s %s products of FP4", ptx[i], fp4 ? "has" : "lacks");
+        arrfree(text);
+    }
+    CHECK(!stat("build/moe_cuda.o", &st) && st.st_size < IMAGE_BYTES, "build/moe_cuda.o has %lld bytes",
+          (long long)st.st_size);
+    arrfree(log);
+}
+
 /* For t_cuda_mutate.h. */
 void cuda_test_forward(void) { test_cuda_forward(); }
 void cuda_test_sample(void) { test_cuda_sample(); }
@@ -685,4 +732,5 @@ void cuda_test_invented(void) { test_cuda_invented(); }
         {"cuda/operations", test_cuda_operations}, {"cuda/sample", test_cuda_sample},                        \
         {"cuda/forward", test_cuda_forward}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, \
         {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented},                        \
-        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},
+        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},                                \
+        {"cuda/images", test_cuda_images},
