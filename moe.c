@@ -314,15 +314,16 @@ struct rank {
     const struct ops *ops;
     int n_ctx, chunk; /* tokens of context, of one forward at most */
     enum kv_type kv_type;
-    struct kv_layer *kv;    /* (n_layer); planes in the backend's memory */
-    int n_tok;              /* the batch: tokens of this forward, */
-    int32_t pos;            /* position of the first, */
-    int32_t *tokens;        /* (chunk) ids */
-    int width[ACT_COUNT];   /* values per row */
-    struct candidate *work; /* (n_ids), of the sampler, in host memory */
-    size_t bytes, kv_bytes; /* of activations; of the cache */
-    char name[128];         /* what it runs on */
-    struct cuda *cuda;      /* the rest of a GPU's rank; */
+    struct kv_layer *kv;             /* (n_layer); planes in the backend's memory */
+    int n_tok;                       /* the batch: tokens of this forward, */
+    int32_t pos;                     /* position of the first, */
+    int32_t *tokens;                 /* (chunk) ids */
+    int width[ACT_COUNT];            /* values per row */
+    struct candidate *work;          /* (n_ids), of the sampler, in host memory */
+    size_t bytes, kv_bytes;          /* of activations; of the cache */
+    size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
+    char name[128];                  /* what it runs on */
+    struct cuda *cuda;               /* the rest of a GPU's rank; */
 
     /* the rest of a CPU's */
     const struct kernels *k;
@@ -11034,7 +11035,7 @@ static bool gpu_wanted(const struct settings *set) {
 #ifdef MOE_CUDA
 static void engine_gpu(struct engine *e) {
     struct settings *set = e->set;
-    char err[ERR_MAX];
+    char err[ERR_MAX], number[32];
     struct cuda_options o = {.device = set->gpu < 0 ? 0 : set->gpu,
                              .n_ctx = set->n_ctx,
                              .kv_splits = set->kv_splits,
@@ -11044,7 +11045,14 @@ static void engine_gpu(struct engine *e) {
                                                                         : MOE_ACT_AUTO,
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
+    double t0 = now_seconds();
     if (cuda_rank_init(&e->session.r, &e->model, &o, err)) die("%s", err);
+    const struct rank *r = &e->session.r;
+    double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
+                    (double)r->free_bytes / 0x1p30};
+    note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB",
+         r->name, gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
+         r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
     session_start(&e->session);
 }
 #endif

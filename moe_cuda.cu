@@ -3762,6 +3762,7 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     size_t before = 0, total = 0;
     cuda_ok(c, cudaMemGetInfo(&before, &total), "asking for the free memory");
     if (!c->failed) upload_model(c, m, o->progress);
+    r->weight_bytes = c->allocated;
 
     int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
     r->chunk = MANY_CHUNK < want ? MANY_CHUNK : want;
@@ -3802,6 +3803,7 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     p->softmax = m->gating == GATING_SOFTMAX, p->norm = m->weights_norm, p->factor = m->weights_scale;
     c->sort.id = p->id, c->sort.k = p->k;
     cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
+    cuda_ok(c, cudaMemGetInfo(&r->free_bytes, &total), "starting");
     if (c->failed) {
         cuda_close(r);
         return -1;
