@@ -2796,21 +2796,29 @@ struct cuda {
     int mma_turns; /* of k_mma_rate that take some milliseconds; 0: not measured */
 };
 
-/* Keeps the first error, with what was being done. */
-static bool cuda_ok(struct cuda *c, cudaError_t e, const char *what) {
-    if (e == cudaSuccess) return !c->failed;
-    char line[ERR_MAX];
-    snprintf(
-        line, sizeof line, "GPU %d: %s: %s%s", c->device, what, cudaGetErrorString(e),
-        e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion
-            ? " (the program was built for other chips or a newer driver: moe --version lists the targets)"
-            : "");
-    cudaGetLastError();
+/* Keeps the first error; once the program runs an error ends it. Always false. */
+__attribute__((format(printf, 2, 3))) static bool cuda_fail(struct cuda *c, const char *fmt, ...) {
+    char text[ERR_MAX], line[ERR_MAX + 16];
+    va_list v;
+    va_start(v, fmt);
+    vsnprintf(text, sizeof text, fmt, v);
+    va_end(v);
+    snprintf(line, sizeof line, "GPU %d: %s", c->device, text);
     if (!c->err) rank_fatal(line);
-    if (!c->failed) snprintf(c->err, ERR_MAX, "%s", line);
+    if (!c->failed) snprintf(c->err, ERR_MAX, "%.*s", ERR_MAX - 1, line);
     c->failed = true;
     return false;
 }
+
+static bool cuda_ok(struct cuda *c, cudaError_t e, const char *what) {
+    if (e == cudaSuccess) return !c->failed;
+    const bool image = e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion;
+    cudaGetLastError();
+    return cuda_fail(c, "%s: %s%s", what, cudaGetErrorString(e),
+                     image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
+}
+
+static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
 
 /* Device memory, zeroed; NULL after an error. */
 static void *cuda_own(struct cuda *c, size_t bytes, const char *what) {
@@ -2820,13 +2828,11 @@ static void *cuda_own(struct cuda *c, size_t bytes, const char *what) {
         size_t free_bytes = 0, total = 0;
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
-        snprintf(c->err, ERR_MAX,
-                 "GPU %d: out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 "
-                 "or fewer experts "
-                 "need less; --cpu needs none",
-                 c->device, what, (double)bytes / 0x1p30, (double)free_bytes / 0x1p30,
-                 (double)total / 0x1p30);
-        c->failed = true;
+        cuda_fail(
+            c,
+            "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer "
+            "experts need less; --cpu needs none",
+            what, gib(bytes), gib(free_bytes), gib(total));
         return NULL;
     }
     if (c->n_owned == c->cap_owned) {
@@ -2967,18 +2973,14 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
             d->unit = ldexpf(128.0f, shift - 127);
             if (!high || (high - shift <= 8 && low - shift >= -9)) return;
             if (tries)
-                snprintf(c->err, ERR_MAX,
-                         "%s: MXFP4 exponents from %d to %d: the GPU takes 18 octaves; use --cpu", what, low,
-                         high);
+                cuda_fail(c, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what,
+                          low, high);
             shift = high - 8;
         } else {
             if (ldexpf(top, shift) <= 65504.0f) return;
-            if (tries)
-                snprintf(c->err, ERR_MAX, "%s: a weight is %g: the GPU takes finite numbers only", what,
-                         (double)top);
+            if (tries) cuda_fail(c, "%s: a weight is %g, only finite ones are supported", what, (double)top);
             shift = 14 - ilogbf(top);
         }
-        c->failed = c->failed || tries;
     }
 }
 
@@ -3393,20 +3395,6 @@ __global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
     if (sum < 0) *out = sum;
 }
 
-/* Multiplications and additions per second of m16n8k16; 0: an error. */
-static double mma_rate(struct cuda *c, const cudaEvent_t e[2]) {
-    float ms = 0;
-    for (int turns = 1; turns < 1 << 24 && ms < 4; turns *= 2) {
-        cudaEventRecord(e[0], c->stream);
-        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns, c->logits);
-        cudaEventRecord(e[1], c->stream);
-        if (cudaEventSynchronize(e[1]) != cudaSuccess) return 0;
-        cudaEventElapsedTime(&ms, e[0], e[1]);
-        c->mma_turns = turns;
-    }
-    return 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * c->n_sm / (ms * 1e-3);
-}
-
 static struct rates cuda_measure(struct rank *r) {
     struct cuda *c = r->cuda;
     struct rates rates = {};
@@ -3417,18 +3405,28 @@ static struct rates cuda_measure(struct rank *r) {
     cudaMemGetInfo(&free_bytes, &total);
     while (n > (size_t)1 << 20 && 2 * n > free_bytes / 2) n /= 2;
     bool timed = cudaEventCreate(&e[0]) == cudaSuccess && cudaEventCreate(&e[1]) == cudaSuccess;
-    bool ok = timed && cudaMalloc((void **)&p, 2 * n) == cudaSuccess;
-    for (int i = 0; ok && i < 5; i++) { /* the first is not counted */
-        if (i == 1) cudaEventRecord(e[0], c->stream);
-        cudaMemcpyAsync(p + n, p, n, cudaMemcpyDeviceToDevice, c->stream);
+    auto stop = [&] {
+        cudaEventRecord(e[1], c->stream);
+        return cudaEventSynchronize(e[1]) == cudaSuccess &&
+               cudaEventElapsedTime(&ms, e[0], e[1]) == cudaSuccess;
+    };
+    if (timed && cudaMalloc((void **)&p, 2 * n) == cudaSuccess) {
+        for (int i = 0; i < 5; i++) { /* the first is not counted */
+            if (i == 1) cudaEventRecord(e[0], c->stream);
+            cudaMemcpyAsync(p + n, p, n, cudaMemcpyDeviceToDevice, c->stream);
+        }
+        if (stop()) rates.bytes = 4 * 2 * (double)n / (ms * 1e-3);
+        cudaFree(p);
     }
-    if (ok)
-        cudaEventRecord(e[1], c->stream), cudaEventSynchronize(e[1]), cudaEventElapsedTime(&ms, e[0], e[1]);
-    if (ms > 0) rates.bytes = 4 * 2 * (double)n / (ms * 1e-3);
-    if (timed) rates.mma = mma_rate(c, e);
-    if (p) cudaFree(p);
-    for (int i = 0; i < 2; i++)
-        if (e[i]) cudaEventDestroy(e[i]);
+    ms = 0;
+    for (int turns = 1; timed && turns < 1 << 24 && ms < 4; turns *= 2) {
+        cudaEventRecord(e[0], c->stream);
+        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns, c->logits);
+        timed = stop(), c->mma_turns = turns;
+    }
+    if (timed) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * c->n_sm / (ms * 1e-3);
+    for (cudaEvent_t x : e)
+        if (x) cudaEventDestroy(x);
     cudaGetLastError();
     return rates;
 }
@@ -3550,13 +3548,9 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
     total += (double)weight_device_bytes(&m->embd) + (double)weight_device_bytes(&m->output);
     size_t free_bytes = 0, all = 0;
     cuda_ok(c, cudaMemGetInfo(&free_bytes, &all), "asking for the free memory");
-    if (!c->failed && total > (double)free_bytes) {
-        snprintf(c->err, ERR_MAX,
-                 "GPU %d: the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, use more "
-                 "GPUs, or --cpu",
-                 c->device, total / 0x1p30, (double)free_bytes / 0x1p30, (double)all / 0x1p30);
-        c->failed = true;
-    }
+    if (!c->failed && total > (double)free_bytes)
+        cuda_fail(c, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu",
+                  total / 0x1p30, gib(free_bytes), gib(all));
     c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
     c->invented = m->invented;
     for (int s = 0; s < STAGES && !c->failed; s++) {
@@ -3575,12 +3569,12 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
             done += (double)weight_device_bytes(w[i]);
             if (progress) progress(done, total);
         }
-        upload_floats(c, y->attn_norm, (size_t)m->n_embd, "norms"),
-            upload_floats(c, y->ffn_norm, (size_t)m->n_embd, "norms");
-        upload_floats(c, y->q_norm, (size_t)m->head_k, "norms"),
-            upload_floats(c, y->k_norm, (size_t)m->head_k, "norms");
-        upload_floats(c, y->q_a_norm, (size_t)m->q_lora, "norms"),
-            upload_floats(c, y->kv_a_norm, (size_t)m->kv_lora, "norms");
+        const struct {
+            const float *norm;
+            int n;
+        } norms[] = {{y->attn_norm, m->n_embd}, {y->ffn_norm, m->n_embd}, {y->q_norm, m->head_k},
+                     {y->k_norm, m->head_k},    {y->q_a_norm, m->q_lora}, {y->kv_a_norm, m->kv_lora}};
+        for (auto &v : norms) upload_floats(c, v.norm, (size_t)v.n, "norms");
         upload_floats(c, y->router_bias, (size_t)y->n_expert, "routers");
         if (y->n_expert) upload_router(c, &y->router);
     }
@@ -3744,16 +3738,15 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
             "asking for its chip");
     for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
     /* PTX that the driver compiles for such a chip has none of these products */
-    const bool can4 =
-        major == 12 && !strstr(cuda_targets(), "compute_") == !strstr(cuda_targets(), "sm_120f");
+    const char *built = cuda_targets();
+    const bool can4 = major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
     c->act4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
-    if (o->moe_act == MOE_ACT_FP4 && !can4 && !c->failed) {
-        snprintf(err, ERR_MAX,
-                 "GPU %d: --moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program "
-                 "that was built for it; the chip has %d, the program is for: %s",
-                 c->device, major, cuda_targets());
-        c->failed = true;
-    }
+    if (o->moe_act == MOE_ACT_FP4 && !can4)
+        cuda_fail(
+            c,
+            "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
+            "built for it; the chip has %d, the program is for: %s",
+            major, built);
     if (c->act4)
         snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
     int head_blocks = m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv;
@@ -3775,13 +3768,9 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     size_t fit = free_bytes > keep ? (free_bytes - keep) / per : 0;
     r->n_ctx = want;
     if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
-    if (r->n_ctx < 256 && r->n_ctx < want && !c->failed) {
-        snprintf(
-            err, ERR_MAX,
-            "GPU %d: no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
-            c->device, (double)free_bytes / 0x1p30, (double)r->bytes / 0x1p30);
-        c->failed = true;
-    }
+    if (r->n_ctx < 256 && r->n_ctx < want)
+        cuda_fail(c, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
+                  gib(free_bytes), gib(r->bytes));
     r->kv_bytes = per * (size_t)r->n_ctx;
     r->kv = (struct kv_layer *)calloc((size_t)m->n_layer, sizeof *r->kv);
     c->staged = (int32_t *)calloc((size_t)r->chunk + 2, sizeof *c->staged);
