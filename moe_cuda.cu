@@ -3385,8 +3385,10 @@ static void cuda_wait(struct rank *r) {
 }
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
- * 512. Runs behind an idle stream. No memory: `out` is there so that the compiler leaves no product out: sums of positive numbers are never written. */
+ * 512. No memory: `out` is there
+ * so that the compiler leaves no product out: sums of positive numbers are never written. */
 __global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
+    grid_dependency_wait();
     const uint32_t one = 0x3C003C00u + threadIdx.x, a[4] = {one, one, one, one}, b[2] = {one, one};
     float d[8][4], sum = 0;
     UNROLL for (int k = 0; k < 8; k++) UNROLL for (int i = 0; i < 4; i++) d[k][i] = (float)k;

@@ -533,10 +533,13 @@ static void test_cuda_invented(void) {
     static const int n[] = {1, 3, 40};
     struct engine e;
     struct settings set;
+    cuda_test_memory((size_t)256 << 20); /* what is copied for its speed is part of that */
     for (int which = 0; which < 2; which++) {
         if (!tiny_open(&e, &set, which)) return;
         struct session *s = &e.session;
         const struct layer *y = &e.model.layers[e.model.n_layer - 1];
+        struct rates rates = which ? s->r.ops->measure(&s->r) : (struct rates){1, 1};
+        CHECK(rates.bytes > 0 && rates.mma > 0, "%g bytes, %g operations per second", rates.bytes, rates.mma);
         tiny_matrix(&e, &e.model.output, "output"), tiny_matrix(&e, &y->wo, "wo");
         tiny_matrix(&e, &y->gate, "gate"), tiny_matrix(&e, &y->down, "down");
         if (which) tiny_matrix(&e, &y->wq_b, "wq_b"), tiny_matrix(&e, &y->wv_b, "wv_b");
@@ -553,6 +556,7 @@ static void test_cuda_invented(void) {
         }
         engine_close(&e);
     }
+    cuda_test_memory((size_t)16 << 30);
 }
 
 /* Launches of each kernel in a forward and the logits behind it. */

@@ -40,6 +40,7 @@ static const struct {
      "in front of it is always a copy, which has ended when it starts"},
     {"k_fill", "grid_dependency_wait();",
      "in front of it is always the clearing of memory, which has ended when it starts"},
+    {"k_mma_rate", "grid_dependency_wait();", "it reads and writes nothing"},
 };
 
 struct mutation {
