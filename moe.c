@@ -209,7 +209,7 @@ struct rates {
     double mma;   /* multiplications and additions of m16n8k16 with halves and F32 sums, per second */
 };
 
-/* All launches of a kernel for matrices of one shape, in one forward and its logits. */
+/* One launch of a kernel, or all for matrices of one shape, in one forward and its logits. */
 struct profile_row {
     char name[80];
     int calls;
@@ -251,8 +251,7 @@ struct ops {
                     float *scale, bool store);
     void (*wait)(struct rank *r); /* until everything that was enqueued is done */
     struct rates (*measure)(struct rank *r);
-    /* Times every kernel of run(arg), which does the same forward each time; returns the rows, at most n; a NULL pointer: the
-     * backend cannot. */
+    /* Times every kernel of run(arg), a forward; returns the launches in their order, at most n; a NULL pointer: the backend cannot. */
     int (*profile)(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n);
     void (*close)(struct rank *r); /* frees what the rank holds */
 };
@@ -10567,7 +10566,7 @@ enum {
     BENCH_RUNS = 5,
     BENCH_REPEAT = 32,    /* forwards of a run at most */
     BENCH_PREFILL = 4096, /* tokens of a prefill at most */
-    BENCH_ROWS_MAX = 256  /* of --profile */
+    BENCH_LAUNCHES = 32   /* of a layer at most, for --profile */
 };
 
 static const int bench_batches[] = {1, 2, 4, 8, 16}; /* the last one is the largest */
@@ -10632,14 +10631,35 @@ static void bench_call(void *arg) {
     b->s->r.ops->logits(&b->s->r, b->n - b->rows, b->rows);
 }
 
+/* Medians of the call's launches, added up by name; malloc'ed. */
+static int bench_launches(struct bench_call *call, struct profile_row **rows) {
+    struct session *s = call->s;
+    int cap = BENCH_LAUNCHES * (s->m->n_layer + 1), n = 0, n_row = 0;
+    struct profile_row *row = *rows = xcalloc((size_t)cap, sizeof *row);
+    double *t = xcalloc((size_t)cap * BENCH_RUNS, sizeof *t);
+    for (int run = -1; run < BENCH_RUNS; run++) { /* the first is not counted */
+        n = s->r.ops->profile(&s->r, bench_call, call, row, cap);
+        for (int i = 0; i < n && run >= 0; i++) t[i * BENCH_RUNS + run] = row[i].seconds;
+    }
+    for (int i = 0, at; i < n; i++) {
+        struct profile_row one = row[i];
+        one.seconds = median(t + i * BENCH_RUNS, BENCH_RUNS);
+        for (at = 0; at < n_row && strcmp(row[at].name, one.name); at++) {}
+        if (at == n_row) row[n_row++] = one;
+        else row[at].calls++, row[at].seconds += one.seconds, row[at].bytes += one.bytes;
+    }
+    free(t);
+    return n_row;
+}
+
 /* The kernels of a forward at depth 0, which takes `whole` seconds, on stderr. */
 static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole,
                           double bandwidth) {
-    struct profile_row row[BENCH_ROWS_MAX];
-    char name[32];
     struct bench_call call = {s, ids, n, rows};
+    struct profile_row *row;
+    char name[32];
     double sum = 0;
-    int n_row = s->r.ops->profile(&s->r, bench_call, &call, row, BENCH_ROWS_MAX), calls = 0;
+    int n_row = bench_launches(&call, &row), calls = 0;
     for (int i = 0; i < n_row; i++) sum += row[i].seconds, calls += row[i].calls;
     snprintf(name, sizeof name, n > LOGIT_ROWS ? "prefill of %d" : "batch %d", n);
     fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s",
@@ -10656,6 +10676,7 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
     fprintf(stderr, "%s: %.1f kernels per layer, %.1f us in kernels, %.1f us %s, gap %.2f us per kernel\n",
             name, (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6,
             n > LOGIT_ROWS ? "the forward" : "through the graph", (whole - sum) * 1e6 / calls);
+    free(row);
 }
 
 /* Prefill of a chunk and forwards of a few tokens at each depth, with bytes per second. */

@@ -242,12 +242,8 @@ static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem,
 
 /* The launches of a forward, each between two events, while a thread profiles its rank. */
 struct profile {
-    struct profile_launch {
-        const char *kernel; /* as the source spells it */
-        char what[64];
-        double bytes;
-        cudaEvent_t event[2];
-    } * launch;
+    struct profile_row *row; /* (cap) */
+    cudaEvent_t *event;      /* (cap, 2) */
     int n, cap;
     char what[64]; /* of the next launch: what it works on, */
     double bytes;  /* and moves */
@@ -266,19 +262,18 @@ __attribute__((format(printf, 2, 3))) static void profile_next(double bytes, con
     profile->bytes += bytes;
 }
 
-/* Before a launch its name, after it NULL. */
+/* Before a launch its name as the source spells it, after it NULL. */
 static void profile_mark(const char *kernel, cudaStream_t stream) {
     struct profile *p = profile;
-    if (!p) return;
-    if (p->n == p->cap) rank_fatal("a forward pass has too many kernels to be profiled");
-    struct profile::profile_launch *l = &p->launch[p->n];
-    if (kernel) {
-        l->kernel = kernel, l->bytes = p->bytes;
-        memcpy(l->what, p->what, sizeof l->what);
-        p->bytes = 0, p->what[0] = 0;
-    }
-    cudaEventRecord(l->event[!kernel], stream);
-    p->n += !kernel;
+    if (!p || p->n == p->cap) return;
+    cudaEvent_t *e = &p->event[2 * p->n + !kernel];
+    cudaEventCreate(e), cudaEventRecord(*e, stream);
+    if (!kernel && ++p->n) return;
+    struct profile_row *row = &p->row[p->n];
+    kernel += *kernel == '('; /* and without the arguments of a template */
+    snprintf(row->name, sizeof row->name, "%.*s %s", (int)strcspn(kernel, "<"), kernel, p->what);
+    row->calls = 1, row->bytes = p->bytes;
+    p->bytes = 0, p->what[0] = 0;
 }
 
 #define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
@@ -3433,49 +3428,25 @@ static struct rates cuda_measure(struct rank *r) {
     return rates;
 }
 
-static int compare_float(const void *a, const void *b) {
-    return (*(const float *)a > *(const float *)b) - (*(const float *)a < *(const float *)b);
-}
-
-static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows,
-                        int max_rows) {
-    enum { RUNS = 7 };
+static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n) {
     struct cuda *c = r->cuda;
-    struct profile p = {};
-    p.cap = 32 * (r->m->n_layer + 1);
-    p.launch = (struct profile::profile_launch *)calloc((size_t)p.cap, sizeof *p.launch);
-    float *ms = (float *)calloc((size_t)p.cap * RUNS, sizeof *ms);
-    if (!p.launch || !ms) rank_fatal("out of memory");
-    for (int i = 0; i < 2 * p.cap; i++)
-        cuda_ok(c, cudaEventCreate(&p.launch[i / 2].event[i % 2]), "measuring");
-    for (int i = -1; i < RUNS; i++) { /* the first is not counted */
-        /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
-        if (c->mma_turns)
-            LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
-        p.n = 0, profile = &p;
-        run(arg);
-        profile = NULL;
-        cuda_ok(c, cudaStreamSynchronize(c->stream), "measuring");
-        for (int k = 0; k < p.n && i >= 0; k++)
-            cudaEventElapsedTime(&ms[k * RUNS + i], p.launch[k].event[0], p.launch[k].event[1]);
+    struct profile p = {rows, (cudaEvent_t *)calloc(2 * (size_t)n, sizeof(cudaEvent_t)), 0, n, "", 0};
+    if (!p.event) rank_fatal("out of memory");
+    /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
+    if (c->mma_turns)
+        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
+    profile = &p;
+    run(arg);
+    profile = NULL;
+    cuda_wait(r);
+    for (int i = 0; i < p.n; i++) {
+        float ms = 0;
+        cudaEventElapsedTime(&ms, p.event[2 * i], p.event[2 * i + 1]);
+        rows[i].seconds = ms * 1e-3;
+        for (int k = 0; k < 2; k++) cudaEventDestroy(p.event[2 * i + k]);
     }
-    int n = 0;
-    for (int k = 0; k < p.n; k++) {
-        const struct profile::profile_launch *l = &p.launch[k];
-        const char *name = l->kernel + (*l->kernel == '('); /* without the arguments of a template */
-        char full[sizeof rows->name];
-        snprintf(full, sizeof full, "%.*s %s", (int)strcspn(name, "<"), name, l->what);
-        int at = 0;
-        while (at < n && strcmp(rows[at].name, full)) at++;
-        if (at == max_rows) break;
-        struct profile_row *w = &rows[at];
-        if (at == n) n++, *w = {}, memcpy(w->name, full, sizeof full);
-        qsort(ms + k * RUNS, RUNS, sizeof *ms, compare_float);
-        w->calls++, w->seconds += ms[k * RUNS + RUNS / 2] * 1e-3, w->bytes += l->bytes;
-    }
-    for (int i = 0; i < 2 * p.cap; i++) cudaEventDestroy(p.launch[i / 2].event[i % 2]);
-    free(p.launch), free(ms);
-    return n;
+    free(p.event);
+    return p.n;
 }
 
 /* ============================================================================================================
