@@ -880,10 +880,8 @@ DEVICE void route_warp(const struct route_args &p, int t, float *room) {
         score[e] = v, sum += v;
     }
     sum = p.softmax ? warp_sum(sum) : 1.0f;
-    for (int e = lane; e < n; e += WARP) {
-        float v = score[e] /= sum;
-        pick[e] = float_key(v + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
-    }
+    for (int e = lane; e < n; e += WARP)
+        score[e] /= sum, pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
     __syncwarp();
     if (p.n_group > 1) { /* lane g: group g by the sum of its two best; all but the best groups are out */
         const int e0 = lane * per, e1 = lane < p.n_group ? e0 + per : e0;
@@ -915,10 +913,8 @@ DEVICE void route_warp(const struct route_args &p, int t, float *room) {
         if (lane == (id & 31)) pick[id] = 0; /* only this lane reads it */
     }
     float f = p.norm ? p.factor / (p.softmax ? chosen : chosen + 1e-20f) : p.factor;
-    if (lane < p.k) {
-        p.id[(size_t)t * (size_t)p.k + lane] = my_id;
-        p.weight[(size_t)t * (size_t)p.k + lane] = my_weight * f;
-    }
+    const size_t at = (size_t)t * (size_t)p.k + (size_t)lane;
+    if (lane < p.k) p.id[at] = my_id, p.weight[at] = my_weight * f;
     __syncwarp(); /* score has been read: the next token's goes there */
 }
 
@@ -1024,11 +1020,8 @@ static void route_few_launch(const struct route_args *p, cudaStream_t s) {
  * which blocks run.
  * ============================================================================================================ */
 
-/* Tokens of a tile of the list of a grouped product. */
-enum { TN = 128 };
-
-/* Not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens. */
-enum { FMT_A4 = 3 };
+enum { TN = 128 };   /* tokens of a tile of the list of a grouped product */
+enum { FMT_A4 = 3 }; /* not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens */
 
 /* Tokens in FP4, by quantize_fp4: value = e2m1 * ue4m3 * scale. Nibbles lie as in FMT_FP4 inside each 8 columns; columns from n_in
  * to the row's end are zeros. */
@@ -1037,6 +1030,9 @@ struct fp4_rows {
     uint8_t *scales; /* (row, fp4_scale_bytes(n_in)): columns 16b.. at b */
     float *scale;    /* (row) */
 };
+
+/* Bytes of a row of fp4_rows.scales: a k64-tile has 4, and a copy moves 16. */
+static __host__ __device__ inline int fp4_scale_bytes(int n_in) { return (n_in + 255) / 256 * 16; }
 
 struct gemm_args {
     struct dmat w, w2; /* w2: the `up` matrix of a gated product */
@@ -1054,11 +1050,6 @@ struct gemm_args {
     int batch; /* > 1, dense only: matrix z of w meets x + z * x_batch and y + z * y_batch (elements; x_batch % 8 == 0) */
     size_t x_batch, y_batch;
 };
-
-/* Bytes of a row of fp4_rows.scales: a k64-tile has 4, and a copy moves 16. */
-static __host__ __device__ inline size_t fp4_scale_bytes(int n_in) {
-    return (size_t)((n_in + 255) / 256) * 16;
-}
 
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 enum { SM_SHARED = 102400 };
@@ -1101,8 +1092,7 @@ DEVICE void store_quad(const struct gemm_args &p, int position, int row, bool wh
 }
 
 /* x, of which the compiler knows nothing more: it is kept in a register instead of being computed again in a loop. */
-template <class T>
-DEVICE T keep(T x) {
+DEVICE uint32_t keep(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
@@ -1124,29 +1114,29 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     DYN_SMEM(uint8_t, smem);
     grid_dependency_launch();
     grid_dependency_wait();
-    const int n_kt = p.w.n_kt, list_tile = blockIdx.y / (TN / S::N);
-    if (p.tile_expert && list_tile >= *p.n_tiles) return;
-    int e, first, count;
-    auto place = [&] { /* the expert and the positions; count may be negative */
-                       e = blockIdx.z, first = blockIdx.y * S::N, count = p.n_tok - first;
-                       if (p.tile_expert) {
-                           const int tile = blockIdx.y / (TN / S::N), skip = blockIdx.y % (TN / S::N) * S::N;
-                           e = p.tile_expert[tile], first = p.tile_first[tile] + skip,
-                           count = p.tile_count[tile] - skip;
-                       }
-                       count = min(count, (int)S::N);
+    constexpr int PER = TN / S::N; /* blocks of a tile of the list */
+    const int n_kt = p.w.n_kt;
+    if (p.tile_expert && (int)blockIdx.y / PER >= *p.n_tiles) return;
+    int e, first, count; /* the expert, and its positions; count may be negative */
+    auto place = [&] {
+        e = blockIdx.z, first = blockIdx.y * S::N, count = p.n_tok - first;
+        if (p.tile_expert) {
+            const int i = blockIdx.y / PER, skip = blockIdx.y % PER * S::N;
+            e = p.tile_expert[i], first = p.tile_first[i] + skip, count = p.tile_count[i] - skip;
+        }
+        count = min(count, S::N);
     };
     place();
     if (count <= 0) return;
-    auto x_row = [&](int token) { /* those behind the last repeat it */
-                                  const int at = first + min(token, count - 1);
-                                  return (size_t)(p.rows ? p.rows[at] : at);
+    auto x_row = [&](int token) -> size_t {
+        const int at = first + min(token, count - 1); /* those behind the last repeat it */
+        return p.rows ? p.rows[at] : at;
     };
     /* Row tiles in shared memory: 2 WM consecutive ones, or with GLU WM of w and then WM of w2. Offsets count 16 bytes: 32 bits
      * reach 64 GB. What depends on the thread only is computed again for every tile: registers are scarce in the loop. */
     const int rt0 = blockIdx.x * (S::ROWS / 16);
-    const uint32_t tile0 = keep((uint32_t)tile_index(p.w, e, rt0));
-    const uint32_t tile_end = keep((uint32_t)tile_index(p.w, e, p.w.n_rt));
+    const uint32_t tile0 = keep(tile_index(p.w, e, rt0));
+    const uint32_t tile_end = keep(tile_index(p.w, e, p.w.n_rt));
     constexpr int CH = S::CODE / 16, A_ITER = 2 * WM * CH / S::THREADS, A_STEP = S::THREADS / CH;
     static_assert(A_ITER == 1 || WM % A_STEP == 0, "the halves of a gated block");
     /* Tokens: a thread copies 16 bytes of every X_STEP-th one; those beyond the group are left as they are, for columns that
@@ -1157,13 +1147,13 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     UNROLL for (int i = 0; i < X_ITER; i++) {
         size_t row = x_row((int)threadIdx.x / XC + i * X_STEP);
         size_t at = F == FMT_A4 ? row * n_kt * 2 : (row * p.x_stride + blockIdx.z * p.x_batch) / 8;
-        x_at[i] = keep((uint32_t)at + threadIdx.x % XC);
+        x_at[i] = keep(at + threadIdx.x % XC);
     }
-    if (F == FMT_A4) xs_at = keep((uint32_t)x_row(threadIdx.x) * ((n_kt + 3) / 4));
+    if (F == FMT_A4) xs_at = keep(x_row(threadIdx.x) * ((n_kt + 3) / 4));
 
     auto load = [&](uint8_t *to, int c_in) {
         if (c_in >= n_kt) return;
-        const int tid = keep((int)threadIdx.x);
+        const int tid = keep(threadIdx.x);
         UNROLL for (int i = 0; i < A_ITER; i++) { /* codes: of every A_STEP-th tile */
             const int tile = tid / CH + i * A_STEP;
             const bool up = GLU && (A_ITER > 1 ? i >= A_ITER / 2 : tile >= WM);
@@ -1198,11 +1188,11 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
 
     auto work = [&](const uint8_t *s, int c) {
         constexpr int VEC = S::CODE / 512;
-        const int tid = keep((int)threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
+        const int tid = keep(threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
         const int m0 = (tid >> 5) % WM * (GLU ? 1 : 2), n0 = (tid >> 5) / WM * n_live * 8;
         const uint8_t *code = s + m0 * S::CODE + lane * 16, *scale = s + S::SCALE_AT + m0 * S::SCALE + g * 8;
         if constexpr (F == FMT_A4) {
-#if defined(CUEMU) || defined(HAVE_FP4_MMA)
+#ifdef HAVE_FP4_MMA
             __align__(16) uint32_t a[2][4];
             uint32_t sfa[2];
             UNROLL for (int m = 0; m < 2; m++) {
@@ -1346,20 +1336,19 @@ __global__ void __launch_bounds__(256)
     grid_dependency_launch();
     grid_dependency_wait();
     const uint16_t *row = x + blockIdx.x * x_stride;
-    const int tid = threadIdx.x, n_kt = (n_in + 63) / 64, n_scales = (int)fp4_scale_bytes(n_in);
+    const int tid = threadIdx.x, n_kt = (n_in + 63) / 64, n_scales = fp4_scale_bytes(n_in);
     uint8_t *codes = q.codes + (size_t)blockIdx.x * n_kt * 32,
             *scales = q.scales + (size_t)blockIdx.x * n_scales;
-    auto read16 = [&](int col, float v[16]) { /* returns the largest |v| */
-                                              __align__(16) uint32_t w[8] = {};
-                                              float top = 0;
-                                              if (col < n_in) *(uint4 *)w = *(const uint4 *)(row + col);
-                                              if (col + 8 < n_in)
-                                                  *(uint4 *)(w + 4) = *(const uint4 *)(row + col + 8);
-                                              UNROLL for (int i = 0; i < 16; i++) {
-                                                  v[i] = half_to_f32((uint16_t)(w[i >> 1] >> 16 * (i & 1)));
-                                                  top = fmaxf(top, fabsf(v[i]));
-                                              }
-                                              return top;
+    auto read16 = [&](int col, float v[16]) {
+        __align__(16) uint32_t w[8] = {};
+        if (col < n_in) *(uint4 *)w = *(const uint4 *)(row + col);
+        if (col + 8 < n_in) *(uint4 *)(w + 4) = *(const uint4 *)(row + col + 8);
+        float top = 0;
+        UNROLL for (int i = 0; i < 16; i++) {
+            v[i] = half_to_f32((uint16_t)(w[i >> 1] >> 16 * (i & 1)));
+            top = fmaxf(top, fabsf(v[i]));
+        }
+        return top;
     };
     float amax = 0, v[16];
     for (int b = tid; b < n_scales; b += 256) amax = fmaxf(amax, read16(b * 16, v));
@@ -1378,9 +1367,9 @@ __global__ void __launch_bounds__(256)
         uint32_t out[2] = {0, 0};
         for (int i = 0; i < 16 && scale > 0; i++) {
             float a = fabsf(v[i]) / scale;
-            uint32_t c = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
-                         (a > 5.0f);
-            c |= __float_as_uint(v[i]) >> 31 << 3;
+            uint32_t c = __float_as_uint(v[i]) >> 31 << 3;
+            c += (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
+                 (a > 5.0f);
             out[i >> 3] |= c << 4 * ((i >> 1 & 3) + 4 * (i & 1));
         }
         *(uint2 *)(codes + b * 8) = make_uint2(out[0], out[1]);
