@@ -487,10 +487,10 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
     const float unit = 0.025f * 256.0f / 32768.0f;
     seed += tile * 320; /* numbers of a tile: 2 a lane and 512 bytes; FP4's scales behind all codes' */
     for (int v = 0; v < tile_bytes(w.fmt) / 512; v++) {
+        const uint64_t n = seed + (uint64_t)(64 * v + 2 * lane);
         uint32_t out[4]; /* FP4: words hi + 2h; halves: registers of step v; see expand */
         for (int i = 0; i < 4; i++) {
-            uint32_t x =
-                (uint32_t)(random_bits(seed + (uint64_t)(2 * (v * 32 + lane) + (i >> 1))) >> 32 * (i & 1));
+            uint32_t x = (uint32_t)(random_bits(n + (uint64_t)(i >> 1)) >> 32 * (i & 1));
             if (!fp4) x = f32_to_f16x2((float)(int16_t)x * unit, (float)(int16_t)(x >> 16) * unit);
             out[i] = in(i & 1, 32 * (fp4 ? i >> 1 : v >> 1) + 8 * t) ? x : 0;
         }
@@ -1067,8 +1067,7 @@ struct gemm_shape {
     /* A4: behind the ring token scales of 4 k64-tiles each (16 bytes a token), two of them: see `load` */
     static constexpr int RING = STAGES * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
     /* Blocks of an SM: as many as shared memory holds, up to 16 warps; 128 registers a thread, or more where fewer fit. */
-    static constexpr int FIT = SM_SHARED / (BYTES + 1024), MOST = 16 / (WM * WN),
-                         BLOCKS = FIT < MOST ? FIT : MOST;
+    static constexpr int FIT = SM_SHARED / (BYTES + 1024), BLOCKS = FIT * WM * WN < 16 ? FIT : 16 / (WM * WN);
     static_assert(BYTES <= 101376, "shared memory of SM120");
     static_assert(F != FMT_A4 || STAGES <= 5, "the two buffers of token scales");
 
@@ -1298,33 +1297,28 @@ static void gemm_launch(const struct gemm_args *g, cudaStream_t s) {
 
 /* The big block (8 warps, 256 x 64 or 128 x 128) where it fills the device, else 128 rows x 64 tokens by 4 warps. FP4 weights are
  * 3.5 times thinner than tokens, so the fewest bytes are those of a tall block; the others are square. */
-template <int F, int GLU, int WM, int WN, int STAGES, int SMALL_STAGES>
-static void gemm_choose(const struct gemm_args *g, cudaStream_t s) {
+template <int F, int WM, int WN, int STAGES, int SMALL_STAGES>
+static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
     int device = 0, n_sm = 1;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, device);
-    const dim3 big = gemm_shape<F, GLU, WM, WN, STAGES>::grid(g);
-    if (g->tile_expert || big.x * big.y * big.z >= 2u * n_sm) gemm_launch<F, GLU, WM, WN, STAGES>(g, s);
-    else gemm_launch<F, GLU, 4, 1, SMALL_STAGES>(g, s);
-}
-
-template <int GLU>
-static void gemm_any(const struct gemm_args *g, cudaStream_t s) {
-    /* stages: SM120 has 100 KB an SM (one block of the big kind, two of the small), sm_90 228 KB (two and four) */
-    if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, GLU, 8, 1, 4, 3>(g, s);
-    else if (g->w.fmt == FMT_Q8) gemm_choose<FMT_Q8, GLU, 4, 2, 4, 2>(g, s);
-    else gemm_choose<FMT_F16, GLU, 4, 2, 3, 2>(g, s);
+    const dim3 b = (glu ? gemm_shape<F, 1, WM, WN, STAGES>::grid : gemm_shape<F, 0, WM, WN, STAGES>::grid)(g);
+    const bool big = g->tile_expert || b.x * b.y * b.z >= 2u * n_sm;
+    if (glu) (big ? gemm_launch<F, 1, WM, WN, STAGES> : gemm_launch<F, 1, 4, 1, SMALL_STAGES>)(g, s);
+    else (big ? gemm_launch<F, 0, WM, WN, STAGES> : gemm_launch<F, 0, 4, 1, SMALL_STAGES>)(g, s);
 }
 
 /* Products with F16 tokens: y = w x, or silu(w x) * (w2 x) / HIDDEN_SCALE with `glu` (w2 of w's shape and format). */
 static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
-    (glu ? gemm_any<1> : gemm_any<0>)(g, s);
+    /* stages: SM120 has 100 KB an SM (one block of the big kind, two of the small), sm_90 228 KB (two and four) */
+    if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s);
+    else if (g->w.fmt == FMT_Q8) gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s);
+    else gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s);
 }
 
 /* The same with FP4 weights and the FP4 tokens xq; not batched. SM120 only: elsewhere the kernel leaves zero sums. */
 static void gemm_prefill_fp4(const struct gemm_args *g, int glu, cudaStream_t s) {
-    if (glu) gemm_choose<FMT_A4, 1, 4, 2, 5, 5>(g, s);
-    else gemm_choose<FMT_A4, 0, 4, 2, 5, 5>(g, s);
+    gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
 }
 
 /* x (n_row, n_in) F16 to FP4 with the row's scale amax / (448 * 6), a UE4M3 scale amax16 / 6 / row scale per 16 columns, and the
@@ -1441,11 +1435,9 @@ struct sort_args {
 
 /* Eight choices of experts from i on, a multiple of 8; -1 behind the end. */
 DEVICE void sort_load(const struct sort_args &p, int i, int id[8]) {
-    if (i + 8 <= p.n_slots) {
-        *(int4 *)id = *(const int4 *)(p.id + i), *(int4 *)(id + 4) = *(const int4 *)(p.id + i + 4);
-        return;
-    }
-    UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_slots ? p.id[i + k] : -1;
+    const int4 *from = (const int4 *)(p.id + i);
+    if (i + 8 <= p.n_slots) *(int4 *)id = from[0], *(int4 *)(id + 4) = from[1];
+    else UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_slots ? p.id[i + k] : -1;
 }
 
 /* The sum of the x of this lane and those below it. */
@@ -1485,12 +1477,10 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
         if (lane == WARP - 1) count[warp] = upto;
         __syncthreads();
         int place = at + upto - mine;
-        for (int w = 0; w < 8; w++) {
-            if (w < warp) place += count[w];
-            at += count[w];
+        for (int w = 0; w < 8; w++) place += w < warp ? count[w] : 0, at += count[w];
+        UNROLL for (int k = 0; k < 8; k++) {
+            if (id[k] == e) p.row[place] = (i + k) / p.k, p.place[i + k] = place++;
         }
-        UNROLL for (int k = 0; k < 8; k++) if (id[k] == e) p.row[place] = (i + k) / p.k,
-                                                           p.place[i + k] = place, place++;
     }
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
 }
