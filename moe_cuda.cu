@@ -391,8 +391,7 @@ struct repack {
     int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
     float unit; /* 2^shift */
     uint8_t *codes, *scales;
-    uint32_t *
-        range; /* F16: bits of the largest |weight|; MXFP4: the largest e, and 255 - the smallest: to see what does not fit */
+    uint32_t *range; /* F16: bits of the largest |weight|; MXFP4: largest e, 255 - smallest: does all fit? */
 };
 
 /* A weight of an F32, F16 or BF16 row. */
@@ -404,13 +403,11 @@ DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
 
 /* Eight codes at columns col.. (a multiple of 8) of a row, in the order of fp4_pair. */
 DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
-    const uint8_t *q;
-    int high;
-    if (r.type == GGUF_NVFP4) q = row + (size_t)(col / 64) * 36 + 4 + 8 * (col % 64 / 16), high = col & 8;
-    else q = row + (size_t)(col / 32) * 17 + 1 + (col & 8), high = col & 16;
+    const bool nv = r.type == GGUF_NVFP4;
+    const uint8_t *q = row + (nv ? col / 64 * 36 + 4 + col % 64 / 16 * 8 : col / 32 * 17 + 1 + (col & 8));
+    const int shift = col & (nv ? 8 : 16) ? 4 : 0;
     uint32_t out = 0;
-    for (int i = 0; i < 8; i++)
-        out |= (uint32_t)(q[i] >> (high ? 4 : 0) & 15) << 4 * ((i >> 1) + 4 * (i & 1));
+    for (int i = 0; i < 8; i++) out |= (q[i] >> shift & 15u) << 4 * ((i >> 1) + 4 * (i & 1));
     return out;
 }
 
@@ -418,48 +415,45 @@ DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
 __global__ void __launch_bounds__(256) k_repack(struct repack r, struct dmat w) {
     grid_dependency_wait();
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    size_t i = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
-    if (i >= per * (size_t)r.n_e) return;
-    int e = (int)(i / per), rt = (int)(i % per) / w.n_kt, kt = (int)(i % per) % w.n_kt;
+    size_t n = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
+    if (n >= per * (size_t)r.n_e) return;
+    int e = (int)(n / per), rt = (int)(n % per) / w.n_kt, kt = (int)(n % per) % w.n_kt;
     int rows = min(r.n_rt * TILE_ROWS, w.n_out - r.rt0 * TILE_ROWS);
     size_t tile = tile_index(w, r.e0 + e, r.rt0 + rt) + (size_t)kt;
     uint32_t *codes = (uint32_t *)(r.codes + tile * (size_t)tile_bytes(w.fmt));
     uint8_t *scales = r.scales + tile * TILE_SCALES + 8 * g;
     uint32_t top = 0, low = 0;
-    for (int hi = 0; hi < 2; hi++) {
-        int row = rt * TILE_ROWS + g + 8 * hi;
+    for (int i = 0; i < 4; i++) {
+        const int hi = i >> 1, h = i & 1;
+        const int row = rt * TILE_ROWS + g + 8 * hi, col = kt * TILE_COLS + 32 * h + 8 * t;
         const uint8_t *src = r.raw + ((size_t)e * (size_t)rows + (size_t)row) * r.row_bytes;
-        for (int h = 0; h < 2; h++) {
-            int col = kt * TILE_COLS + 32 * h + 8 * t;
-            bool in = row < rows && col < w.n_in;
-            if (w.fmt == FMT_FP4) {
-                codes[4 * lane + hi + 2 * h] = in ? raw_fp4(r, src, col) : 0;
-                if (t & 1) continue; /* one lane per block of 16 columns writes its scale */
-                uint8_t s = 0;
-                if (in && r.type == GGUF_NVFP4) {
-                    s = src[(size_t)(col / 64) * 36 + (size_t)(col % 64 / 16)];
-                    s = s == 0x7F ? 0 : s; /* as the other readers of this format do */
-                } else if (in) {
-                    int exponent = src[(size_t)(col / 32) * 17], x = exponent - r.shift; /* -9..8 fits */
-                    s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : x >= -9 ? 1 << (x + 9) : 0);
-                    if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u)
-                        top = max(top, (uint32_t)exponent), low = max(low, 255u - (uint32_t)exponent);
-                }
-                scales[4 * hi + 2 * h + (t >> 1)] = s;
-            } else if (w.fmt == FMT_Q8) {
-                const uint8_t *b = src + (size_t)(col / 32) * 34;
-                uint32_t q[2] = {0x80808080u, 0x80808080u};
-                for (int k = 0; in && k < 8; k++) q[k >> 2] ^= (uint32_t)b[2 + col % 32 + k] << 8 * (k & 3);
-                codes[128 * h + 4 * lane + 2 * hi] = q[0], codes[128 * h + 4 * lane + 2 * hi + 1] = q[1];
-                if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
-            } else {
-                for (int k = 0; k < 8; k += 2) { /* steps 2h and 2h + 1, registers hi and hi + 2 */
-                    float x = in ? raw_float(r, src, col + k) : 0,
-                          y = in ? raw_float(r, src, col + k + 1) : 0;
-                    top = max(top, __float_as_uint(fmaxf(fabsf(x), fabsf(y))));
-                    codes[128 * (2 * h + (k >> 2)) + 4 * lane + hi + (k & 2)] =
-                        f32_to_f16x2(x * r.unit, y * r.unit);
-                }
+        const bool in = row < rows && col < w.n_in;
+        uint32_t *to = codes + 4 * lane + hi;
+        if (w.fmt == FMT_FP4) {
+            to[2 * h] = in ? raw_fp4(r, src, col) : 0;
+            if (t & 1) continue; /* one lane per block of 16 columns writes its scale */
+            uint8_t s = 0;
+            if (in && r.type == GGUF_NVFP4) {
+                s = src[col / 64 * 36 + col % 64 / 16];
+                if (s == 0x7F) s = 0; /* as the other readers of this format do */
+            } else if (in) {
+                int exponent = src[col / 32 * 17], x = exponent - r.shift; /* -9..8 fits */
+                s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : x >= -9 ? 1 << (x + 9) : 0);
+                if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u)
+                    top = max(top, (uint32_t)exponent), low = max(low, 255u - (uint32_t)exponent);
+            }
+            scales[4 * hi + 2 * h + (t >> 1)] = s;
+        } else if (w.fmt == FMT_Q8) {
+            const uint8_t *b = src + col / 32 * 34;
+            uint32_t q[2] = {0x80808080u, 0x80808080u};
+            for (int k = 0; in && k < 8; k++) q[k >> 2] ^= (uint32_t)b[2 + col % 32 + k] << 8 * (k & 3);
+            to[128 * h + hi] = q[0], to[128 * h + hi + 1] = q[1];
+            if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
+        } else {
+            for (int k = 0; k < 8; k += 2) { /* steps 2h and 2h + 1, registers hi and hi + 2 */
+                float x = in ? raw_float(r, src, col + k) : 0, y = in ? raw_float(r, src, col + k + 1) : 0;
+                top = max(top, __float_as_uint(fmaxf(fabsf(x), fabsf(y))));
+                to[128 * (2 * h + (k >> 2)) + (k & 2)] = f32_to_f16x2(x * r.unit, y * r.unit);
             }
         }
     }
@@ -482,28 +476,25 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     size_t tile = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), rows = (size_t)w.n_expert * (size_t)w.n_rt;
     if (tile >= rows * (size_t)w.n_kt) return;
-    const int row = (int)(tile / w.n_kt % w.n_rt) * TILE_ROWS, col = (int)(tile % w.n_kt) * TILE_COLS;
+    const int row = (int)(tile / w.n_kt % w.n_rt) * TILE_ROWS + g, col = (int)(tile % w.n_kt) * TILE_COLS;
+    auto in = [&](int hi, int c) { return row + 8 * hi < w.n_out && col + c < w.n_in; };
     const bool fp4 = w.fmt == FMT_FP4;
+    const float unit = 0.025f * 256.0f / 32768.0f;
+    seed += tile * 320; /* numbers of a tile: 2 a lane and 512 bytes; FP4's scales behind all codes' */
     for (int v = 0; v < tile_bytes(w.fmt) / 512; v++) {
-        uint64_t n = seed + (tile * 160 + (size_t)(v * 32 + lane)) * 2,
-                 r[2] = {random_bits(n), random_bits(n + 1)};
+        const uint64_t n = seed + (uint64_t)(64 * v + 2 * lane);
         uint32_t out[4]; /* FP4: words hi + 2h; halves: registers of step v; see expand */
         for (int i = 0; i < 4; i++) {
-            int h = fp4 ? i >> 1 : v >> 1;
-            bool in = row + g + 8 * (i & 1) < w.n_out && col + 32 * h + 8 * t < w.n_in;
-            uint32_t x = (uint32_t)(r[i >> 1] >> 32 * (i & 1));
-            const float unit = 0.025f * 256.0f / 32768.0f;
+            uint32_t x = (uint32_t)(random_bits(n + (uint64_t)(i >> 1)) >> 32 * (i & 1));
             if (!fp4) x = f32_to_f16x2((float)(int16_t)x * unit, (float)(int16_t)(x >> 16) * unit);
-            out[i] = in ? x : 0;
+            out[i] = in(i & 1, 32 * (fp4 ? i >> 1 : v >> 1) + 8 * t) ? x : 0;
         }
         *(uint4 *)(codes + tile * (size_t)tile_bytes(w.fmt) + (size_t)(512 * v + 16 * lane)) =
             make_uint4(out[0], out[1], out[2], out[3]);
     }
     if (!fp4) return; /* two scales a lane: row g + 8 (lane / 2 % 2), columns from 32 (lane % 2) */
-    uint32_t x = (uint32_t)random_bits(seed + (tile * 160 + 128 + (size_t)lane) * 2),
-             s = 0x3030 | (x & 0x0F0F);
-    bool in = row + g + 8 * (lane >> 1 & 1) < w.n_out && col + 32 * (lane & 1) < w.n_in;
-    ((uint16_t *)(scales + tile * TILE_SCALES))[lane] = (uint16_t)(in ? s : 0);
+    uint32_t s = 0x3030 | ((uint32_t)random_bits(seed + 256 + 2 * (uint64_t)lane) & 0x0F0F);
+    ((uint16_t *)(scales + tile * TILE_SCALES))[lane] = in(lane >> 1 & 1, 32 * (lane & 1)) ? (uint16_t)s : 0;
 }
 
 /* ============================================================================================================
@@ -886,11 +877,13 @@ DEVICE uint32_t float_key(float v) {
 }
 DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
-/* One warp chooses the experts of token t. score, pick: (n_expert) shared, of the warp's own. The rule is route_token's in
- * moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties to the lower id, NaN last. */
-DEVICE void route_warp(const struct route_args &p, int t, float *score, uint32_t *pick) {
+/* One warp chooses the experts of token t. room (warps, 2 n_expert) words, shared: scores and what is picked from. The rule is
+ * route_token's in moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties to the lower id, NaN last. */
+DEVICE void route_warp(const struct route_args &p, int t, float *room) {
     const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
     const float *logits = p.logits + (size_t)t * (size_t)n;
+    float *score = room + (threadIdx.x >> 5) * 2 * n;
+    uint32_t *pick = (uint32_t *)score + n;
     float top = -INFINITY, sum = 0;
     for (int e = lane; e < n; e += WARP) top = fmaxf(top, load_l2(logits + e));
     top = warp_max(top);
@@ -899,31 +892,27 @@ DEVICE void route_warp(const struct route_args &p, int t, float *score, uint32_t
         score[e] = v, sum += v;
     }
     sum = p.softmax ? warp_sum(sum) : 1.0f;
-    for (int e = lane; e < n; e += WARP) {
-        float v = score[e] /= sum;
-        pick[e] = float_key(v + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
-    }
+    for (int e = lane; e < n; e += WARP)
+        score[e] /= sum, pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
     __syncwarp();
     if (p.n_group > 1) { /* lane g: group g by the sum of its two best; all but the best groups are out */
-        float a = -INFINITY, b = -INFINITY, mine;
-        for (int e = lane * per; lane < p.n_group && e < (lane + 1) * per; e++) {
+        const int e0 = lane * per, e1 = lane < p.n_group ? e0 + per : e0;
+        float a = -INFINITY, b = -INFINITY;
+        for (int e = e0; e < e1; e++) {
             float v = key_float(pick[e]);
-            if (v > a) b = a, a = v;
-            else if (v > b) b = v;
+            b = fmaxf(b, fminf(a, v)), a = fmaxf(a, v);
         }
-        mine = per > 1 ? a + b : a;
+        const float mine = per > 1 ? a + b : a;
         int better = 0;
         for (int g = 0; g < p.n_group; g++) {
             float o = __shfl_sync(0xFFFFFFFFu, mine, g);
             better += o > mine || (o == mine && g < lane);
         }
-        for (int e = lane * per; lane < p.n_group && better >= p.n_group_used && e < (lane + 1) * per; e++)
-            pick[e] = float_key(-INFINITY);
+        for (int e = e0; e < e1 && better >= p.n_group_used; e++) pick[e] = float_key(-INFINITY);
         __syncwarp();
     }
-    float chosen = 0; /* sum of the weights, in the order of choice */
+    float chosen = 0, my_weight = 0; /* the sum of the weights, in the order of choice */
     int my_id = 0;
-    float my_weight = 0;
     for (int i = 0; i < p.k; i++) {
         uint32_t best = 0;
         int id = n;
@@ -931,65 +920,62 @@ DEVICE void route_warp(const struct route_args &p, int t, float *score, uint32_t
             if (pick[e] > best) best = pick[e], id = e;
         const uint32_t top_key = __reduce_max_sync(0xFFFFFFFFu, best);
         id = (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
-        float w = score[id];
-        chosen += w;
-        if (lane == i) my_id = id, my_weight = w;
+        chosen += score[id];
+        if (lane == i) my_id = id, my_weight = score[id];
         if (lane == (id & 31)) pick[id] = 0; /* only this lane reads it */
     }
     float f = p.norm ? p.factor / (p.softmax ? chosen : chosen + 1e-20f) : p.factor;
-    if (lane < p.k) {
-        p.id[(size_t)t * (size_t)p.k + lane] = my_id;
-        p.weight[(size_t)t * (size_t)p.k + lane] = my_weight * f;
-    }
+    const size_t at = (size_t)t * (size_t)p.k + (size_t)lane;
+    if (lane < p.k) p.id[at] = my_id, p.weight[at] = my_weight * f;
     __syncwarp(); /* score has been read: the next token's goes there */
 }
 
 enum {
-    ROUTE_WARPS = 4 /* warps of an expert's row */,
-    ROUTE_ROWS = FEW_WARPS / ROUTE_WARPS,
-    ROUTE_AHEAD = 4
-};
+    ROUTE_WARPS = 4,
+    ROUTE_ROWS = FEW_WARPS / ROUTE_WARPS
+};                                                             /* warps of an expert's row, rows of a block */
+enum { ROUTE_AHEAD = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* reads at once, columns of each */
 
-/* Four columns each of ROUTE_AHEAD strides of an expert's row; zeros behind its end. */
-DEVICE void route_load(const struct route_args &p, int e, int col, float4 w[ROUTE_AHEAD]) {
-    const size_t row = (size_t)e * (size_t)p.n_embd;
-    UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
-        const int i = col + 4 * WARP * ROUTE_WARPS * u;
-        w[u] = make_float4(0, 0, 0, 0);
-        if (e >= p.n_expert || i >= p.n_embd) continue;
-        if (p.w32) {
-            w[u] = *(const float4 *)(p.w32 + row + i);
-        } else {
-            const uint2 b = *(const uint2 *)(p.w16 + row + i);
-            w[u] = make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u),
-                               __uint_as_float(b.y << 16), __uint_as_float(b.y & 0xFFFF0000u));
-        }
-    }
+/* Four columns of an expert's row; zeros where there are none. */
+DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
+    const size_t at = (size_t)e * (size_t)p.n_embd + (size_t)col;
+    if (e >= p.n_expert || col >= p.n_embd) return make_float4(0, 0, 0, 0);
+    if (p.w32) return *(const float4 *)(p.w32 + at);
+    const uint2 b = *(const uint2 *)(p.w16 + at);
+    return make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u),
+                       __uint_as_float(b.y << 16), __uint_as_float(b.y & 0xFFFF0000u));
+}
+
+/* Whether the grid's other blocks have all been here: then what they wrote before is visible. *arrived is 0 before a launch. */
+DEVICE bool last_block(uint32_t *arrived) {
+    __threadfence();
+    __syncthreads(); /* all threads wrote, the first tells */
+    return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == gridDim.x - 1);
 }
 
 /* Router of 1..16 tokens: logits, choice and jobs. Grid ceil(n_expert / 2), block 256: four warps an expert's row, whose first 2048
  * columns are read before the kernel before has ended; the block that ends last chooses. Bytes: the router's weights once (1 to
  * 8 MB); mostly the latency of two passes, about 4 us. */
 __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_constant__ struct route_args p) {
-    SHARED(int, last, 1);
     SHARED(float, sums, FEW_WARPS *FEW_TOKENS);
     DYN_SMEM(float, room); /* 2 n_expert words per warp */
     grid_dependency_launch();
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5,
-              e = blockIdx.x * ROUTE_ROWS + warp / ROUTE_WARPS;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int e0 = blockIdx.x * ROUTE_ROWS, e = e0 + warp / ROUTE_WARPS;
     int col = 4 * (lane + WARP * (warp % ROUTE_WARPS));
     float acc[FEW_TOKENS] = {};
     float4 w[ROUTE_AHEAD];
-    route_load(p, e, col, w);
+    UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * u);
     grid_dependency_wait();
-    for (; col < p.n_embd; col += 4 * WARP * ROUTE_WARPS * ROUTE_AHEAD) {
+    for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_AHEAD) {
         UNROLL for (int t = 0; t < FEW_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
-            const int i = col + 4 * WARP * ROUTE_WARPS * u;
+            const int i = col + ROUTE_STEP * u;
             if (t >= p.n_tok || i >= p.n_embd) continue;
             const float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
             acc[t] += w[u].x * x.x + w[u].y * x.y + w[u].z * x.z + w[u].w * x.w;
         }
-        route_load(p, e, col + 4 * WARP * ROUTE_WARPS * ROUTE_AHEAD, w);
+        UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] =
+            route_weights(p, e, col + ROUTE_STEP * (ROUTE_AHEAD + u));
     }
     UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
         const float v = warp_sum(acc[t]);
@@ -1000,23 +986,16 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_const
         const int t = threadIdx.x % FEW_TOKENS, r = threadIdx.x / FEW_TOKENS;
         float v = 0;
         for (int k = 0; k < ROUTE_WARPS; k++) v += sums[(r * ROUTE_WARPS + k) * FEW_TOKENS + t];
-        if (t < p.n_tok && (int)blockIdx.x * ROUTE_ROWS + r < p.n_expert)
-            p.logits[(size_t)t * (size_t)p.n_expert + blockIdx.x * ROUTE_ROWS + r] = v;
+        if (t < p.n_tok && e0 + r < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e0 + r] = v;
     }
-    __threadfence();
-    __syncthreads(); /* one warp wrote, its first thread tells */
-    if (!threadIdx.x) *last = atom_add_acq_rel(p.arrived, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!*last) return;
-    for (int t = warp; t < p.n_tok; t += FEW_WARPS)
-        route_warp(p, t, room + (size_t)warp * 2 * p.n_expert,
-                   (uint32_t *)room + (size_t)warp * 2 * p.n_expert + p.n_expert);
+    if (!last_block(p.arrived)) return;
+    for (int t = warp; t < p.n_tok; t += FEW_WARPS) route_warp(p, t, room);
     __threadfence_block();
     __syncthreads();
     int *job_of = (int *)room; /* (n_expert): 0 or 1, then the job */
     for (int i = threadIdx.x; i < p.n_expert; i += FEW_THREADS) job_of[i] = 0;
     __syncthreads();
-    int n_slots = p.n_tok * p.k;
+    const int n_slots = p.n_tok * p.k;
     for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS) job_of[p.id[i]] = 1;
     __syncthreads();
     if (!warp) {
@@ -1030,9 +1009,9 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_const
         }
         if (!lane) *p.n_jobs = n, *p.arrived = 0;
     }
-    for (int i = threadIdx.x; i < n_slots * FEW_TOKENS; i += FEW_THREADS)
-        p.job_weight[i] = 0; /* at most n_slots jobs */
-    __syncthreads();         /* jobs have numbers, and the weights are zeros */
+    /* at most n_slots jobs */
+    for (int i = threadIdx.x; i < n_slots * FEW_TOKENS; i += FEW_THREADS) p.job_weight[i] = 0;
+    __syncthreads(); /* jobs have numbers, and the weights are zeros */
     for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS)
         p.job_weight[job_of[p.id[i]] * FEW_TOKENS + i / p.k] = p.weight[i];
 }
@@ -1041,8 +1020,8 @@ static void route_few_launch(const struct route_args *p, cudaStream_t s) {
     int room = FEW_WARPS * 2 * p->n_expert * (int)sizeof(float);
     if (room > 32 << 10) /* above 48 KB with the static arrays */
         cudaFuncSetAttribute(k_route_few, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
-    LAUNCH_PDL(k_route_few, (unsigned)((p->n_expert + ROUTE_ROWS - 1) / ROUTE_ROWS), FEW_THREADS,
-               (size_t)room, s, *p);
+    unsigned blocks = (unsigned)((p->n_expert + ROUTE_ROWS - 1) / ROUTE_ROWS);
+    LAUNCH_PDL(k_route_few, blocks, FEW_THREADS, (size_t)room, s, *p);
 }
 
 /* ============================================================================================================
@@ -1053,11 +1032,8 @@ static void route_few_launch(const struct route_args *p, cudaStream_t s) {
  * which blocks run.
  * ============================================================================================================ */
 
-/* Tokens of a tile of the list of a grouped product. */
-enum { TN = 128 };
-
-/* Not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens. */
-enum { FMT_A4 = 3 };
+enum { TN = 128 };   /* tokens of a tile of the list of a grouped product */
+enum { FMT_A4 = 3 }; /* not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens */
 
 /* Tokens in FP4, by quantize_fp4: value = e2m1 * ue4m3 * scale. Nibbles lie as in FMT_FP4 inside each 8 columns; columns from n_in
  * to the row's end are zeros. */
@@ -1066,6 +1042,9 @@ struct fp4_rows {
     uint8_t *scales; /* (row, fp4_scale_bytes(n_in)): columns 16b.. at b */
     float *scale;    /* (row) */
 };
+
+/* Bytes of a row of fp4_rows.scales: a k64-tile has 4, and a copy moves 16. */
+static __host__ __device__ inline int fp4_scale_bytes(int n_in) { return (n_in + 255) / 256 * 16; }
 
 struct gemm_args {
     struct dmat w, w2; /* w2: the `up` matrix of a gated product */
@@ -1084,82 +1063,91 @@ struct gemm_args {
     size_t x_batch, y_batch;
 };
 
-/* Bytes of a row of fp4_rows.scales: a k64-tile has 4, and a copy moves 16. */
-static __host__ __device__ inline size_t fp4_scale_bytes(int n_in) {
-    return (size_t)((n_in + 255) / 256) * 16;
-}
-
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 enum { SM_SHARED = 102400 };
 #else
 enum { SM_SHARED = 233472 };
 #endif
 
-/* Sizes of one instance. A stage holds KT k64-tiles, each: codes (2 WM, CODE), scales (2 WM, SCALE), tokens (N, X). */
-template <int F, int WM, int WN, int STAGES, int KT>
+/* Sizes of one instance. A stage is a k64-tile: codes (2 WM, CODE), scales (2 WM, SCALE), tokens (N, X). */
+template <int F, int GLU, int WM, int WN, int STAGES>
 struct gemm_shape {
-    enum {
-        N = 64 * WN,
-        THREADS = 32 * WM * WN,
-        CODE = tile_bytes(F == FMT_A4 ? (int)FMT_FP4 : F),
-        SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES,
-        X = F == FMT_A4 ? 32 : 128,
-        SCALE_AT = 2 * WM * CODE,
-        X_AT = SCALE_AT + 2 * WM * SCALE,
-        SLOT = X_AT + N * X,
-        RING = STAGES * KT * SLOT,
-        /* A4: token scales of 4 k64-tiles each (16 bytes a token), two of them: see gemm_tile */
-        BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0),
-        /* Blocks of an SM: as many as shared memory holds, up to 16 warps; 128 registers a thread, or more where fewer fit. */
-        FIT = SM_SHARED / (BYTES + 1024),
-        BLOCKS = FIT < 16 / (WM * WN) ? FIT : 16 / (WM * WN)
-    };
+    static constexpr int ROWS = (GLU ? 16 : 32) * WM, N = 64 * WN, THREADS = 32 * WM * WN;
+    static constexpr int CODE = tile_bytes(F == FMT_A4 ? (int)FMT_FP4 : F);
+    static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = F == FMT_A4 ? 32 : 128;
+    static constexpr int SCALE_AT = 2 * WM * CODE, X_AT = SCALE_AT + 2 * WM * SCALE, SLOT = X_AT + N * X;
+    /* A4: behind the ring token scales of 4 k64-tiles each (16 bytes a token), two of them: see `load` */
+    static constexpr int RING = STAGES * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
+    /* Blocks of an SM: as many as shared memory holds, up to 16 warps; 128 registers a thread, or more where fewer fit. */
+    static constexpr int FIT = SM_SHARED / (BYTES + 1024), BLOCKS = FIT * WM * WN < 16 ? FIT : 16 / (WM * WN);
     static_assert(BYTES <= 101376, "shared memory of SM120");
-    static_assert(F != FMT_A4 || (STAGES - 1) * KT <= 4, "the two buffers of token scales");
+    static_assert(F != FMT_A4 || STAGES <= 5, "the two buffers of token scales");
+
+    static dim3 grid(const struct gemm_args *g) {
+        int tiles = g->tile_expert ? g->max_tiles * (TN / N) : (g->n_tok + N - 1) / N;
+        return dim3((g->w.n_out + ROWS - 1) / ROWS, tiles, max(g->batch, 1));
+    }
 };
 
-/* Up to four results of a row at element `at` of y; `whole`: n is at least 4 and `at` a multiple of 4. */
-DEVICE void store_quad(const struct gemm_args &p, size_t at, int n, bool whole, float4 v) {
-    uint2 h = make_uint2(clamped_f16x2(v.x, v.y), clamped_f16x2(v.z, v.w));
-    if (p.y_f32 && whole) *(float4 *)((float *)p.y + at) = v;
-    else if (whole) *(uint2 *)((uint16_t *)p.y + at) = h;
-    else {
-        const float f[4] = {v.x, v.y, v.z, v.w};
-        UNROLL for (int i = 0; i < 4; i++) if (i >= n) break;
-        else if (p.y_f32)((float *)p.y)[at + i] = f[i];
-        else((uint16_t *)p.y)[at + i] = (uint16_t)((i & 2 ? h.y : h.x) >> 16 * (i & 1)); }
+/* Results row..row+3 of a position, as far as they exist; `whole`: all do, and lie at a multiple of 4 elements. */
+DEVICE void store_quad(const struct gemm_args &p, int position, int row, bool whole, float4 v) {
+    const size_t at = blockIdx.z * p.y_batch + (size_t)position * p.y_stride + row;
+    float *f = (float *)p.y + at;
+    uint16_t *h = (uint16_t *)p.y + at;
+    if (whole && p.y_f32) *(float4 *)f = v;
+    else if (whole) *(uint2 *)h = make_uint2(clamped_f16x2(v.x, v.y), clamped_f16x2(v.z, v.w));
+    else UNROLL for (int i = 0; i < 4 && row + i < p.w.n_out; i++) {
+            if (p.y_f32) f[i] = (&v.x)[i];
+            else h[i] = (uint16_t)clamped_f16x2((&v.x)[i], 0);
+        }
 }
 
 /* x, of which the compiler knows nothing more: it is kept in a register instead of being computed again in a loop. */
-template <class T>
-DEVICE T keep(T x) {
+DEVICE uint32_t keep(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Which expert and which positions a block multiplies; count may be negative. */
-template <int N>
-DEVICE void gemm_place(const struct gemm_args &p, int *e, int *first, int *count) {
-    *e = blockIdx.z, *first = blockIdx.y * N, *count = p.n_tok - *first;
-    if (p.tile_expert) {
-        int tile = blockIdx.y / (TN / N), skip = blockIdx.y % (TN / N) * N;
-        *e = p.tile_expert[tile], *first = p.tile_first[tile] + skip, *count = p.tile_count[tile] - skip;
-    }
-    *count = min(*count, N);
-}
-
-/* One block's tile: 32 WM weight rows x `count` (up to 64 WN) tokens at positions first.. . The warps beside each other share the
- * tokens evenly, and of its 8 n8-tiles a warp computes those that it needs, in pairs (Q8: singly). */
-template <int F, int GLU, int WM, int WN, int STAGES, int KT>
-DEVICE void gemm_tile(const struct gemm_args &p, uint8_t *smem, int e, int first, int count) {
-    using S = gemm_shape<F, WM, WN, STAGES, KT>;
+/* y (position, n_out) = x w^T, or silu(x w^T) * (x w2^T) / HIDDEN_SCALE with GLU. A warp computes 32 rows (with GLU 16 of each
+ * matrix, so that a lane has both factors) x 64 tokens, a block 32 WM rows x 64 WN tokens, of which `count` exist. The warps beside
+ * each other share them evenly, and of its 8 n8-tiles a warp computes those that it needs, in pairs (Q8: singly). Grid (row
+ * blocks, token tiles, batch), block 32 WM WN.
+ * Bytes of a k64-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * 128 (A4: 36), for 32 WM * 64 WN * 64 products. Limit:
+ * the rate of mma.sync (sm_90: 1024 products a clock and SM). A warp's k64-tile is 64 MMAs, 512 clocks of a quarter SM, beside 350
+ * other instructions for FP4 (180 of them the expansion), 190 for F16, 18 to 24 loads from shared memory that take 70 clocks of the
+ * SM: 50 to 60 % are to be expected. Groups of up to 16 tokens: the expansion, or the weights' bandwidth.
+ * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token: the rate of L2, then that of the MMA. */
+template <int F, int GLU, int WM, int WN, int STAGES>
+__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAGES>::BLOCKS))
+    gemm_kernel(const __grid_constant__ struct gemm_args p) {
+    using S = gemm_shape<F, GLU, WM, WN, STAGES>;
     constexpr int NT = 8;
-    const int n_kt = p.w.n_kt, n_rt = p.w.n_rt;
+    DYN_SMEM(uint8_t, smem);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    constexpr int PER = TN / S::N; /* blocks of a tile of the list */
+    const int n_kt = p.w.n_kt;
+    if (p.tile_expert && (int)blockIdx.y / PER >= *p.n_tiles) return;
+    int e, first, count; /* the expert, and its positions; count may be negative */
+    auto place = [&] {
+        e = blockIdx.z, first = blockIdx.y * S::N, count = p.n_tok - first;
+        if (p.tile_expert) {
+            const int i = blockIdx.y / PER, skip = blockIdx.y % PER * S::N;
+            e = p.tile_expert[i], first = p.tile_first[i] + skip, count = p.tile_count[i] - skip;
+        }
+        count = min(count, S::N);
+    };
+    place();
+    if (count <= 0) return;
+    auto x_row = [&](int token) -> size_t {
+        const int at = first + min(token, count - 1); /* those behind the last repeat it */
+        return p.rows ? p.rows[at] : at;
+    };
     /* Row tiles in shared memory: 2 WM consecutive ones, or with GLU WM of w and then WM of w2. Offsets count 16 bytes: 32 bits
      * reach 64 GB. What depends on the thread only is computed again for every tile: registers are scarce in the loop. */
-    const int rt0 = blockIdx.x * (GLU ? WM : 2 * WM);
-    const uint32_t tile0 = keep((uint32_t)tile_index(p.w, e, rt0));
-    const uint32_t tile_end = keep((uint32_t)tile_index(p.w, e, n_rt));
+    const int rt0 = blockIdx.x * (S::ROWS / 16);
+    const uint32_t tile0 = keep(tile_index(p.w, e, rt0));
+    const uint32_t tile_end = keep(tile_index(p.w, e, p.w.n_rt));
     constexpr int CH = S::CODE / 16, A_ITER = 2 * WM * CH / S::THREADS, A_STEP = S::THREADS / CH;
     static_assert(A_ITER == 1 || WM % A_STEP == 0, "the halves of a gated block");
     /* Tokens: a thread copies 16 bytes of every X_STEP-th one; those beyond the group are left as they are, for columns that
@@ -1168,67 +1156,58 @@ DEVICE void gemm_tile(const struct gemm_args &p, uint8_t *smem, int e, int first
     static_assert(X_ITER * S::THREADS == S::N * XC, "all threads copy tokens");
     uint32_t x_at[X_ITER], xs_at = 0;
     UNROLL for (int i = 0; i < X_ITER; i++) {
-        int at = first + min((int)threadIdx.x / XC + i * X_STEP, count - 1);
-        size_t row = p.rows ? p.rows[at] : at;
-        x_at[i] =
-            keep((uint32_t)(F == FMT_A4 ? row * n_kt * 2 : (row * p.x_stride + blockIdx.z * p.x_batch) / 8) +
-                 threadIdx.x % XC);
+        size_t row = x_row((int)threadIdx.x / XC + i * X_STEP);
+        size_t at = F == FMT_A4 ? row * n_kt * 2 : (row * p.x_stride + blockIdx.z * p.x_batch) / 8;
+        x_at[i] = keep(at + threadIdx.x % XC);
     }
-    if (F == FMT_A4 && (int)threadIdx.x < count) {
-        int at = first + (int)threadIdx.x;
-        xs_at = keep((uint32_t)(p.rows ? p.rows[at] : at) * ((n_kt + 3) / 4));
-    }
+    if (F == FMT_A4) xs_at = keep(x_row(threadIdx.x) * ((n_kt + 3) / 4));
 
     auto load = [&](uint8_t *to, int c_in) {
-        if (c_in < n_kt) {
-            const int tid = keep((int)threadIdx.x);
-            UNROLL for (int i = 0; i < A_ITER; i++) { /* codes: of every A_STEP-th tile */
-                int tile = tid / CH + i * A_STEP;
-                bool up = GLU && (A_ITER > 1 ? i >= A_ITER / 2 : tile >= WM);
-                uint32_t at = tile0 + (tile - (up ? WM : 0)) * n_kt;
-                cp_async16(to + tid * 16 + i * S::THREADS * 16,
-                           (up ? p.w2 : p.w).codes + (size_t)((at + c_in) * CH + tid % CH) * 16,
-                           at < tile_end);
-            }
-            if (S::SCALE > 0 && tid < 8 * WM) { /* scales: 16 of a tile's 64 bytes */
-                bool up = GLU && tid / 4 >= WM;
-                uint32_t at = tile0 + (tid / 4 - (up ? WM : 0)) * n_kt;
-                cp_async16(to + S::SCALE_AT + tid * 16,
-                           (up ? p.w2 : p.w).scales + (size_t)((at + c_in) * 4 + tid % 4) * 16,
-                           at < tile_end);
-            }
-            /* The swizzle keeps the 16-byte reads of a quarter warp (two tokens, four chunks; ldmatrix: eight tokens, one chunk)
-             * off each other's banks. */
-            const int xc = tid % XC, token = tid / XC;
-            const int chunk = F == FMT_A4 ? xc ^ (token >> 2 & 1) : xc ^ (token & 1) << 2;
-            const uint8_t *x = F == FMT_A4 ? p.xq.codes : (const uint8_t *)p.x;
-            UNROLL for (int i = 0; i < X_ITER; i++) if (token + i * X_STEP < count) cp_async16(
-                to + S::X_AT + (token + i * X_STEP) * S::X + chunk * 16,
-                x + (size_t)(x_at[i] + c_in * XC) * 16, F == FMT_A4 || c_in * 64 + xc * 8 < p.w.n_in);
-            /* Scales of tiles c_in..c_in+3. The buffer's last reader was tile c_in-5; at most 4 tiles are loaded ahead of the
-             * one in work, so all warps have passed a barrier since. */
-            if (F == FMT_A4 && !(c_in & 3) && tid < count)
-                cp_async16(smem + S::RING + ((c_in >> 2 & 1) * S::N + tid) * 16,
-                           p.xq.scales + (size_t)(xs_at + (c_in >> 2)) * 16);
+        if (c_in >= n_kt) return;
+        const int tid = keep(threadIdx.x);
+        UNROLL for (int i = 0; i < A_ITER; i++) { /* codes: of every A_STEP-th tile */
+            const int tile = tid / CH + i * A_STEP;
+            const bool up = GLU && (A_ITER > 1 ? i >= A_ITER / 2 : tile >= WM);
+            const uint32_t at = tile0 + (tile - (up ? WM : 0)) * n_kt;
+            cp_async16(to + tid * 16 + i * S::THREADS * 16,
+                       (up ? p.w2 : p.w).codes + (size_t)((at + c_in) * CH + tid % CH) * 16, at < tile_end);
         }
+        if (S::SCALE > 0 && tid < 8 * WM) { /* scales: 16 of a tile's 64 bytes */
+            const bool up = GLU && tid / 4 >= WM;
+            const uint32_t at = tile0 + (tid / 4 - (up ? WM : 0)) * n_kt;
+            cp_async16(to + S::SCALE_AT + tid * 16,
+                       (up ? p.w2 : p.w).scales + (size_t)((at + c_in) * 4 + tid % 4) * 16, at < tile_end);
+        }
+        /* The swizzle keeps the 16-byte reads of a quarter warp (two tokens, four chunks; ldmatrix: eight tokens, one chunk)
+         * off each other's banks. */
+        const int xc = tid % XC, token = tid / XC;
+        const int chunk = F == FMT_A4 ? xc ^ (token >> 2 & 1) : xc ^ (token & 1) << 2;
+        const uint8_t *x = F == FMT_A4 ? p.xq.codes : (const uint8_t *)p.x;
+        const bool in = F == FMT_A4 || c_in * 64 + xc * 8 < p.w.n_in;
+        UNROLL for (int i = 0, t = token; i < X_ITER; i++, t += X_STEP) if (t < count)
+            cp_async16(to + S::X_AT + t * S::X + chunk * 16, x + (size_t)(x_at[i] + c_in * XC) * 16, in);
+        /* Scales of tiles c_in..c_in+3. The buffer's last reader was tile c_in-5; at most 4 tiles are loaded ahead of the one in
+         * work, so all warps have passed a barrier since. */
+        if (F == FMT_A4 && !(c_in & 3) && tid < count)
+            cp_async16(smem + S::RING + ((c_in >> 2 & 1) * S::N + tid) * 16,
+                       p.xq.scales + (size_t)(xs_at + (c_in >> 2)) * 16);
     };
 
-    float acc[2][NT][4];
-    UNROLL for (int i = 0; i < 2 * NT * 4; i++) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0;
+    float acc[2][NT][4] = {};
     const int n_live = keep((count + 8 * WN - 1) / (8 * WN)); /* n8-tiles a warp */
     constexpr int m_step = GLU ? WM : 1;                      /* from a warp's first row tile to its second */
 
     auto work = [&](const uint8_t *s, int c) {
         constexpr int VEC = S::CODE / 512;
-        const int tid = keep((int)threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
+        const int tid = keep(threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
         const int m0 = (tid >> 5) % WM * (GLU ? 1 : 2), n0 = (tid >> 5) / WM * n_live * 8;
         const uint8_t *code = s + m0 * S::CODE + lane * 16, *scale = s + S::SCALE_AT + m0 * S::SCALE + g * 8;
         if constexpr (F == FMT_A4) {
-#if defined(CUEMU) || defined(HAVE_FP4_MMA)
-            uint32_t a[2][4], sfa[2];
+#ifdef HAVE_FP4_MMA
+            __align__(16) uint32_t a[2][4];
+            uint32_t sfa[2];
             UNROLL for (int m = 0; m < 2; m++) {
-                uint4 v = *(const uint4 *)(code + m * m_step * S::CODE);
-                a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
+                *(uint4 *)a[m] = *(const uint4 *)(code + m * m_step * S::CODE);
                 /* lanes of t 0 supply row g, of t 1 row g + 8 */
                 sfa[m] = *(const uint32_t *)(scale + m * m_step * S::SCALE + (t & 1) * 4);
             }
@@ -1246,9 +1225,8 @@ DEVICE void gemm_tile(const struct gemm_args &p, uint8_t *smem, int e, int first
             const uint8_t *xb = s + S::X_AT + (n0 + g) * 128 + t * 16;
             uint4 v[2][VEC];
             uint2 sc[2];
-            UNROLL for (int m = 0; m < 2; m++) {
-                sc[m] = S::SCALE > 0 ? *(const uint2 *)(scale + m * m_step * S::SCALE) : make_uint2(0, 0);
-            }
+            UNROLL for (int m = 0; m < 2; m++) sc[m] =
+                S::SCALE > 0 ? *(const uint2 *)(scale + m * m_step * S::SCALE) : make_uint2(0, 0);
             UNROLL for (int h = 0; h < 2; h++) { /* 32 columns each */
                 uint32_t a[2][2][4];             /* row tile, k16-step, fragment */
                 UNROLL for (int m = 0; m < 2; m++) {
@@ -1276,30 +1254,24 @@ DEVICE void gemm_tile(const struct gemm_args &p, uint8_t *smem, int e, int first
         }
     };
 
-    for (int i = 0; i < STAGES - 1; i++) {
-        for (int k = 0; k < KT; k++) load(smem + (i * KT + k) * S::SLOT, i * KT + k);
-        cp_async_commit();
-    }
-    for (int c = 0, slot = 0; c < n_kt; c += KT) {
+    for (int c = 0; c < STAGES - 1; c++) load(smem + c * S::SLOT, c), cp_async_commit();
+    for (int c = 0, slot = 0; c < n_kt; c++) {
         cp_async_wait<STAGES - 2>();
         __syncthreads(); /* all threads' copies of this stage have landed; all warps are done with the one before, now refilled */
-        int refill = (slot ? slot : S::RING) - KT * S::SLOT;
-        for (int k = 0; k < KT; k++) load(smem + refill + k * S::SLOT, c + (STAGES - 1) * KT + k);
+        load(smem + (slot ? slot : S::RING) - S::SLOT, c + STAGES - 1);
         cp_async_commit();
-        for (int k = 0; k < KT; k++)
-            if (k == 0 || c + k < n_kt) work(smem + slot + k * S::SLOT, c + k);
-        slot = slot + KT * S::SLOT == S::RING ? 0 : slot + KT * S::SLOT;
+        work(smem + slot, c);
+        slot = slot + S::SLOT == S::RING ? 0 : slot + S::SLOT;
     }
 
     /* Out through shared memory, for whole sectors: (N tokens, 16 WM rows) F32 at a time, one of every warp's row tiles.
      * acc[m][n][q]: row tile m, row g + 8 (q >> 1), token 8n + 2t + (q & 1). */
     constexpr int PITCH = 16 * WM + 4, QUADS = 4 * WM; /* + 4: lanes of different t meet different banks */
     static_assert(S::N * PITCH * 4 <= S::RING, "the results' tile");
-    gemm_place<S::N>(p, &e, &first, &count); /* again, rather than kept through the loop */
+    place(); /* again, rather than kept through the loop */
     const int tid = threadIdx.x, g = tid >> 2 & 7, t = tid & 3, wm = (tid >> 5) % WM, m0 = GLU ? wm : 2 * wm;
     const int n0 = (tid >> 5) / WM * n_live * 8;
-    const float undo =
-        F == FMT_A4 ? 1.0f / 128.0f : 1.0f; /* dmat.unit expects the products of fp4_pair and fp4_scale */
+    const float undo = F == FMT_A4 ? 1.0f / 128.0f : 1.0f; /* dmat.unit is for fp4_pair and fp4_scale */
     const float f0 = undo * dmat_scale(p.w, e), f1 = GLU ? undo * dmat_scale(p.w2, e) : f0;
     const bool whole = !((p.w.n_out | p.y_stride | p.y_batch) & 3);
     float *tile = (float *)smem;
@@ -1312,12 +1284,8 @@ DEVICE void gemm_tile(const struct gemm_args &p, uint8_t *smem, int e, int first
                   b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
             UNROLL for (int i = 0; i < 2 * NT; i++) {
                 if (i >= 2 * n_live) break; /* what follows is the next warp's */
-                int token = n0 + (i >> 1) * 8 + 2 * t + (i & 1), q = 2 * half + (i & 1);
-                float fx = 1.0f;
-                if (F == FMT_A4) {
-                    int x_pos = first + min(token, count - 1);
-                    fx = p.xq.scale[p.rows ? p.rows[x_pos] : x_pos];
-                }
+                const int token = n0 + (i >> 1) * 8 + 2 * t + (i & 1), q = 2 * half + (i & 1);
+                const float fx = F == FMT_A4 ? p.xq.scale[x_row(token)] : 1.0f;
                 float v = acc[m][i >> 1][q] * (f0 * fx) + b0;
                 if (GLU) v = silu_mul(v, acc[1][i >> 1][q] * (f1 * fx) + b1) / HIDDEN_SCALE;
                 tile[token * PITCH + wm * 16 + g + 8 * half] = v;
@@ -1325,85 +1293,44 @@ DEVICE void gemm_tile(const struct gemm_args &p, uint8_t *smem, int e, int first
         }
         __syncthreads(); /* the tile is written */
         const int quad = tid % QUADS, row = (rt0 + (GLU ? quad / 4 : quad / 4 * 2 + m)) * 16 + quad % 4 * 4;
-        for (int token = tid / QUADS; token < count && row < p.w.n_out; token += S::THREADS / QUADS) {
-            float4 v = *(const float4 *)(tile + token * PITCH + quad * 4);
-            store_quad(p, blockIdx.z * p.y_batch + (size_t)(first + token) * p.y_stride + row,
-                       p.w.n_out - row, whole, v);
-        }
+        for (int token = tid / QUADS; token < count && row < p.w.n_out; token += S::THREADS / QUADS)
+            store_quad(p, first + token, row, whole, *(const float4 *)(tile + token * PITCH + quad * 4));
     }
 }
 
-/* y (position, n_out) = x w^T, or silu(x w^T) * (x w2^T) / HIDDEN_SCALE with GLU. A warp computes 32 rows (with GLU 16 of each
- * matrix, so that a lane has both factors) x 64 tokens, a block 32 WM rows x 64 WN tokens. Grid (row blocks, token tiles, batch),
- * block 32 WM WN.
- * Bytes of a k64-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * 128 (A4: 36), for 32 WM * 64 WN * 64 products. Limit:
- * the rate of mma.sync (sm_90: 1024 products a clock and SM). A warp's k64-tile is 64 MMAs, 512 clocks of a quarter SM, beside 350
- * other instructions for FP4 (180 of them the expansion), 190 for F16, 18 to 24 loads from shared memory that take 70 clocks of the
- * SM: 50 to 60 % are to be expected. Groups of up to 16 tokens: the expansion, or the weights' bandwidth.
- * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token: the rate of L2, then that of the MMA. */
-template <int F, int GLU, int WM, int WN, int STAGES, int KT>
-__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, WM, WN, STAGES, KT>::BLOCKS))
-    gemm_kernel(const __grid_constant__ struct gemm_args p) {
-    DYN_SMEM(uint8_t, smem);
-    grid_dependency_launch();
-    grid_dependency_wait();
-    constexpr int N = 64 * WN;
-    if (p.tile_expert && (int)blockIdx.y / (TN / N) >= *p.n_tiles) return;
-    int e, first, count;
-    gemm_place<N>(p, &e, &first, &count);
-    if (count <= 0) return;
-    gemm_tile<F, GLU, WM, WN, STAGES, KT>(p, smem, e, first, count);
-}
-
-template <int F, int GLU, int WM, int WN, int STAGES, int KT>
+template <int F, int GLU, int WM, int WN, int STAGES>
 static void gemm_launch(const struct gemm_args *g, cudaStream_t s) {
-    using S = gemm_shape<F, WM, WN, STAGES, KT>;
-    static bool ready[64]; /* by device: the attribute belongs to the device's context */
-    int device = 0;
-    cudaGetDevice(&device);
-    if (!ready[device & 63]) {
-        cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, STAGES, KT>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)S::BYTES);
-        ready[device & 63] = true;
-    }
-    int rows = GLU ? 16 * WM : 32 * WM,
-        tiles = g->tile_expert ? g->max_tiles * (TN / S::N) : (g->n_tok + S::N - 1) / S::N;
-    if (tiles == 0) return;
-    LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, STAGES, KT>),
-               dim3((g->w.n_out + rows - 1) / rows, tiles, max(g->batch, 1)), dim3(S::THREADS), S::BYTES, s,
-               *g);
+    using S = gemm_shape<F, GLU, WM, WN, STAGES>;
+    cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, STAGES>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         S::BYTES);
+    const dim3 grid = S::grid(g);
+    if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, STAGES>), grid, dim3(S::THREADS), S::BYTES, s, *g);
 }
 
 /* The big block (8 warps, 256 x 64 or 128 x 128) where it fills the device, else 128 rows x 64 tokens by 4 warps. FP4 weights are
  * 3.5 times thinner than tokens, so the fewest bytes are those of a tall block; the others are square. */
-template <int F, int GLU, int WM, int WN, int STAGES, int SMALL_STAGES>
-static void gemm_choose(const struct gemm_args *g, cudaStream_t s) {
+template <int F, int WM, int WN, int STAGES, int SMALL_STAGES>
+static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
     int device = 0, n_sm = 1;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, device);
-    int rows = GLU ? 16 * WM : 32 * WM, n = 64 * WN;
-    long blocks = (long)((g->w.n_out + rows - 1) / rows) * ((g->n_tok + n - 1) / n) * max(g->batch, 1);
-    if (g->tile_expert || blocks >= 2 * n_sm) gemm_launch<F, GLU, WM, WN, STAGES, 1>(g, s);
-    else gemm_launch<F, GLU, 4, 1, SMALL_STAGES, 1>(g, s);
+    const dim3 b = (glu ? gemm_shape<F, 1, WM, WN, STAGES>::grid : gemm_shape<F, 0, WM, WN, STAGES>::grid)(g);
+    const bool big = g->tile_expert || b.x * b.y * b.z >= 2u * n_sm;
+    if (glu) (big ? gemm_launch<F, 1, WM, WN, STAGES> : gemm_launch<F, 1, 4, 1, SMALL_STAGES>)(g, s);
+    else (big ? gemm_launch<F, 0, WM, WN, STAGES> : gemm_launch<F, 0, 4, 1, SMALL_STAGES>)(g, s);
 }
 
 /* Products with F16 tokens: y = w x, or silu(w x) * (w2 x) / HIDDEN_SCALE with `glu` (w2 of w's shape and format). */
 static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
     /* stages: SM120 has 100 KB an SM (one block of the big kind, two of the small), sm_90 228 KB (two and four) */
-    switch (g->w.fmt * 2 + !!glu) {
-    case FMT_FP4 * 2: gemm_choose<FMT_FP4, 0, 8, 1, 4, 3>(g, s); break;
-    case FMT_FP4 * 2 + 1: gemm_choose<FMT_FP4, 1, 8, 1, 4, 3>(g, s); break;
-    case FMT_Q8 * 2: gemm_choose<FMT_Q8, 0, 4, 2, 4, 2>(g, s); break;
-    case FMT_Q8 * 2 + 1: gemm_choose<FMT_Q8, 1, 4, 2, 4, 2>(g, s); break;
-    case FMT_F16 * 2: gemm_choose<FMT_F16, 0, 4, 2, 3, 2>(g, s); break;
-    case FMT_F16 * 2 + 1: gemm_choose<FMT_F16, 1, 4, 2, 3, 2>(g, s); break;
-    }
+    if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s);
+    else if (g->w.fmt == FMT_Q8) gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s);
+    else gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s);
 }
 
 /* The same with FP4 weights and the FP4 tokens xq; not batched. SM120 only: elsewhere the kernel leaves zero sums. */
 static void gemm_prefill_fp4(const struct gemm_args *g, int glu, cudaStream_t s) {
-    if (glu) gemm_choose<FMT_A4, 1, 4, 2, 5, 5>(g, s);
-    else gemm_choose<FMT_A4, 0, 4, 2, 5, 5>(g, s);
+    gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
 }
 
 /* x (n_row, n_in) F16 to FP4 with the row's scale amax / (448 * 6), a UE4M3 scale amax16 / 6 / row scale per 16 columns, and the
@@ -1415,30 +1342,30 @@ __global__ void __launch_bounds__(256)
     grid_dependency_launch();
     grid_dependency_wait();
     const uint16_t *row = x + blockIdx.x * x_stride;
-    const int tid = threadIdx.x, n_kt = (n_in + 63) / 64;
+    const int tid = threadIdx.x, n_kt = (n_in + 63) / 64, n_scales = fp4_scale_bytes(n_in);
     uint8_t *codes = q.codes + (size_t)blockIdx.x * n_kt * 32,
-            *scales = q.scales + blockIdx.x * fp4_scale_bytes(n_in);
-    auto read8 = [&](int col, float v[8]) {
-        uint4 u = col < n_in ? *(const uint4 *)(row + col) : make_uint4(0, 0, 0, 0);
-        const uint32_t w[4] = {u.x, u.y, u.z, u.w};
-        for (int i = 0; i < 8; i++) v[i] = half_to_f32((uint16_t)(w[i >> 1] >> 16 * (i & 1)));
+            *scales = q.scales + (size_t)blockIdx.x * n_scales;
+    auto read16 = [&](int col, float v[16]) {
+        __align__(16) uint32_t w[8] = {};
+        if (col < n_in) *(uint4 *)w = *(const uint4 *)(row + col);
+        if (col + 8 < n_in) *(uint4 *)(w + 4) = *(const uint4 *)(row + col + 8);
+        float top = 0;
+        UNROLL for (int i = 0; i < 16; i++) {
+            v[i] = half_to_f32((uint16_t)(w[i >> 1] >> 16 * (i & 1)));
+            top = fmaxf(top, fabsf(v[i]));
+        }
+        return top;
     };
-    float amax = 0;
-    for (int col = tid * 8; col < n_in; col += 256 * 8) {
-        float v[8];
-        read8(col, v);
-        for (int i = 0; i < 8; i++) amax = fmaxf(amax, fabsf(v[i]));
-    }
-    for (int o = 16; o; o >>= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, o));
-    if ((tid & 31) == 0) part[tid >> 5] = amax;
+    float amax = 0, v[16];
+    for (int b = tid; b < n_scales; b += 256) amax = fmaxf(amax, read16(b * 16, v));
+    amax = warp_max(amax);
+    if (!(tid & 31)) part[tid >> 5] = amax;
     __syncthreads(); /* all parts are written */
     for (int i = 0; i < 8; i++) amax = fmaxf(amax, part[i]);
     const float row_scale = amax / (448.0f * 6.0f);
-    if (tid == 0) q.scale[blockIdx.x] = row_scale;
-    for (int b = tid; b < (int)fp4_scale_bytes(n_in); b += 256) {
-        float v[16], m = 0;
-        read8(b * 16, v), read8(b * 16 + 8, v + 8);
-        for (int i = 0; i < 16; i++) m = fmaxf(m, fabsf(v[i]));
+    if (!tid) q.scale[blockIdx.x] = row_scale;
+    for (int b = tid; b < n_scales; b += 256) {
+        const float m = read16(b * 16, v);
         uint16_t code = m > 0 ? f32_to_e4m3x2(m / 6.0f / row_scale, 0) & 0xFF : 0;
         scales[b] = (uint8_t)code;
         if (b >= n_kt * 4) continue; /* the row of scales is longer than that of codes */
@@ -1446,9 +1373,9 @@ __global__ void __launch_bounds__(256)
         uint32_t out[2] = {0, 0};
         for (int i = 0; i < 16 && scale > 0; i++) {
             float a = fabsf(v[i]) / scale;
-            uint32_t c = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
-                         (a > 5.0f);
-            c |= __float_as_uint(v[i]) >> 31 << 3;
+            uint32_t c = __float_as_uint(v[i]) >> 31 << 3;
+            c += (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
+                 (a > 5.0f);
             out[i >> 3] |= c << 4 * ((i >> 1 & 3) + 4 * (i & 1));
         }
         *(uint2 *)(codes + b * 8) = make_uint2(out[0], out[1]);
@@ -1471,36 +1398,25 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
     grid_dependency_wait();
     const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
     const int r = threadIdx.x >> 2, k4 = 4 * (threadIdx.x & 3); /* what this thread loads: row, columns */
-    const bool has_x = t0 + r < p.n_tok, has_w = e0 + r < p.n_expert;
-    const size_t xi = (size_t)(t0 + r) * (size_t)p.n_embd, wi = (size_t)(e0 + r) * (size_t)p.n_embd;
+    const float *row = p.x + (size_t)(t0 + r) * (size_t)p.n_embd;
     float acc[4][4] = {};
-    float4 x = make_float4(0, 0, 0, 0), w = x;
-    for (int k0 = -DEPTH; k0 < p.n_embd; k0 += DEPTH) {
-        if (k0 >= 0) {
-            a[k4 * PITCH + r] = x.x, a[(k4 + 1) * PITCH + r] = x.y;
-            a[(k4 + 2) * PITCH + r] = x.z, a[(k4 + 3) * PITCH + r] = x.w;
-            b[k4 * PITCH + r] = w.x, b[(k4 + 1) * PITCH + r] = w.y;
-            b[(k4 + 2) * PITCH + r] = w.z, b[(k4 + 3) * PITCH + r] = w.w;
-            __syncthreads();
+    float4 x, w;
+    auto load = [&](int col) {
+        x = t0 + r < p.n_tok && col < p.n_embd ? *(const float4 *)(row + col) : make_float4(0, 0, 0, 0);
+        w = route_weights(p, e0 + r, col);
+    };
+    load(k4);
+    for (int k0 = 0; k0 < p.n_embd; k0 += DEPTH) {
+        UNROLL for (int i = 0; i < 4; i++) {
+            a[(k4 + i) * PITCH + r] = (&x.x)[i];
+            b[(k4 + i) * PITCH + r] = (&w.x)[i];
         }
-        const int next = k0 + DEPTH + k4;
-        x = w = make_float4(0, 0, 0, 0);
-        if (has_x && next < p.n_embd) x = *(const float4 *)(p.x + xi + next);
-        if (has_w && next < p.n_embd) {
-            if (p.w32) {
-                w = *(const float4 *)(p.w32 + wi + next);
-            } else {
-                const uint2 h = *(const uint2 *)(p.w16 + wi + next);
-                w = make_float4(__uint_as_float(h.x << 16), __uint_as_float(h.x & 0xFFFF0000u),
-                                __uint_as_float(h.y << 16), __uint_as_float(h.y & 0xFFFF0000u));
-            }
-        }
-        if (k0 < 0) continue;
+        __syncthreads();
+        load(k0 + DEPTH + k4);
         UNROLL for (int k = 0; k < DEPTH; k++) {
-            float4 u = *(const float4 *)(a + k * PITCH + 4 * ty),
-                   v = *(const float4 *)(b + k * PITCH + 4 * tx);
-            float us[4] = {u.x, u.y, u.z, u.w}, vs[4] = {v.x, v.y, v.z, v.w};
-            UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) acc[i][j] += us[i] * vs[j];
+            const float4 u = *(const float4 *)(a + k * PITCH + 4 * ty),
+                         v = *(const float4 *)(b + k * PITCH + 4 * tx);
+            UNROLL for (int i = 0; i < 16; i++) acc[i >> 2][i & 3] += (&u.x)[i >> 2] * (&v.x)[i & 3];
         }
         __syncthreads();
     }
@@ -1512,13 +1428,11 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
 
 /* The choice of experts for many tokens: grid n_tok / 4, block 128, a warp a token. Latency of the top-k, n_expert floats read. */
 __global__ void __launch_bounds__(128) k_route_many(struct route_args p) {
-    DYN_SMEM(float, room); /* 2 n_expert floats per warp */
+    DYN_SMEM(float, room); /* 2 n_expert words per warp */
     grid_dependency_launch();
     grid_dependency_wait();
-    int warp = threadIdx.x >> 5, t = blockIdx.x * 4 + warp;
-    if (t < p.n_tok)
-        route_warp(p, t, room + (size_t)warp * 2 * p.n_expert,
-                   (uint32_t *)room + (size_t)warp * 2 * p.n_expert + p.n_expert);
+    const int t = blockIdx.x * 4 + (threadIdx.x >> 5);
+    if (t < p.n_tok) route_warp(p, t, room);
 }
 
 /* Tokens by expert: the n_slots = n_tok k choices sorted by (expert, token), and the list of token tiles for the grouped products. */
@@ -1533,11 +1447,18 @@ struct sort_args {
 
 /* Eight choices of experts from i on, a multiple of 8; -1 behind the end. */
 DEVICE void sort_load(const struct sort_args &p, int i, int id[8]) {
-    if (i + 8 <= p.n_slots) {
-        *(int4 *)id = *(const int4 *)(p.id + i), *(int4 *)(id + 4) = *(const int4 *)(p.id + i + 4);
-        return;
+    const int4 *from = (const int4 *)(p.id + i);
+    if (i + 8 <= p.n_slots) *(int4 *)id = from[0], *(int4 *)(id + 4) = from[1];
+    else UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_slots ? p.id[i + k] : -1;
+}
+
+/* The sum of the x of this lane and those below it. */
+DEVICE int warp_scan(int x) {
+    UNROLL for (int o = 1; o < WARP; o <<= 1) {
+        const int v = __shfl_up_sync(0xFFFFFFFFu, x, o);
+        if ((int)(threadIdx.x & 31) >= o) x += v;
     }
-    UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_slots ? p.id[i + k] : -1;
+    return x;
 }
 
 /* Grid n_expert, block 256: block e counts the choices of smaller experts and lists its own in order. Reads n_slots ids twice per
@@ -1563,21 +1484,15 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
         int mine = 0;
         sort_load(p, i, id);
         UNROLL for (int k = 0; k < 8; k++) mine += id[k] == e;
-        int upto = mine;
-        UNROLL for (int o = 1; o < WARP; o <<= 1) {
-            const int v = __shfl_up_sync(0xFFFFFFFFu, upto, o);
-            if (lane >= o) upto += v;
-        }
+        const int upto = warp_scan(mine);
         __syncthreads(); /* the counts before may still be read */
         if (lane == WARP - 1) count[warp] = upto;
         __syncthreads();
         int place = at + upto - mine;
-        for (int w = 0; w < 8; w++) {
-            if (w < warp) place += count[w];
-            at += count[w];
+        for (int w = 0; w < 8; w++) place += w < warp ? count[w] : 0, at += count[w];
+        UNROLL for (int k = 0; k < 8; k++) {
+            if (id[k] == e) p.row[place] = (i + k) / p.k, p.place[i + k] = place++;
         }
-        UNROLL for (int k = 0; k < 8; k++) if (id[k] == e) p.row[place] = (i + k) / p.k,
-                                                           p.place[i + k] = place, place++;
     }
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
 }
@@ -1589,11 +1504,7 @@ __global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
     grid_dependency_wait();
     const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
     int first = e < p.n_expert ? p.first[e] : 0, count = e < p.n_expert ? p.first[e + 1] - first : 0;
-    int n = (count + tile - 1) / tile, upto = n;
-    for (int o = 1; o < 32; o <<= 1) {
-        int v = __shfl_up_sync(0xFFFFFFFFu, upto, o);
-        if (lane >= o) upto += v;
-    }
+    int n = (count + tile - 1) / tile, upto = warp_scan(n);
     if (lane == 31) sums[warp] = upto;
     __syncthreads();
     int at = upto - n;
@@ -1610,12 +1521,11 @@ __global__ void __launch_bounds__(ROW_THREADS)
     k_combine(const float *y, const int32_t *place, const float *weight, int k, int n, int add, float *out) {
     grid_dependency_launch();
     grid_dependency_wait();
-    size_t t = blockIdx.x;
+    place += (size_t)blockIdx.x * k, weight += (size_t)blockIdx.x * k, out += (size_t)blockIdx.x * n;
     for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
         float s = 0;
-        for (int j = 0; j < k; j++)
-            s += weight[t * (size_t)k + j] * y[(size_t)place[t * (size_t)k + j] * (size_t)n + i];
-        out[t * (size_t)n + i] = add ? out[t * (size_t)n + i] + s : s;
+        for (int j = 0; j < k; j++) s += weight[j] * y[(size_t)place[j] * n + i];
+        out[i] = add ? out[i] + s : s;
     }
 }
 
@@ -2572,32 +2482,31 @@ struct sample_args {
 
 /* Orders ids: the larger logit first, among equals the lower id. Never 0. v: the logit of id i. */
 DEVICE uint64_t sample_key(const struct sample_args &p, int i, float v) {
+    bool recent = false;
     if (p.n_recent && p.recent_mask[i >> 5 & 63] >> (i & 31) & 1)
-        for (int k = 0; k < p.n_recent; k++)
-            if (p.recent[k] == i) {
-                v = v > 0 ? v / p.repeat_penalty : v * p.repeat_penalty;
-                break;
-            }
+        for (int k = 0; k < p.n_recent && !recent; k++) recent = p.recent[k] == i;
+    if (recent) v = v > 0 ? v / p.repeat_penalty : v * p.repeat_penalty;
     return (uint64_t)float_key(v + 0.0f) << 32 | ~(uint32_t)i; /* -0 equals 0 */
 }
 DEVICE float key_logit(uint64_t key) { return key_float((uint32_t)(key >> 32)); }
 DEVICE int key_bin(uint64_t key) { return (int)(key >> 52); }
 
-/* The largest of the block's keys. */
-DEVICE uint64_t block_best(uint64_t *room, uint64_t key) {
+/* f of the block's x, two at a time. room (SAMPLE_THREADS). */
+template <class T, class F>
+DEVICE T block_fold(T *room, T x, F f) {
     const int tid = (int)threadIdx.x;
-    room[tid] = key;
+    room[tid] = x;
     for (int o = SAMPLE_THREADS / 2; o; o /= 2) {
         __syncthreads();
-        if (tid < o && room[tid + o] > room[tid]) room[tid] = room[tid + o];
+        if (tid < o) room[tid] = f(room[tid], room[tid + o]);
     }
     __syncthreads();
     return room[0];
 }
 
-/* room (SAMPLE_ROOM) becomes its running sums. */
+/* room (SAMPLE_ROOM) becomes its running sums; the last is returned. */
 template <class T>
-DEVICE void block_scan(T *room) {
+DEVICE T block_scan(T *room) {
     const int i = (int)threadIdx.x, k = i + SAMPLE_THREADS;
     for (int o = 1; o < SAMPLE_ROOM; o *= 2) {
         __syncthreads();
@@ -2606,6 +2515,7 @@ DEVICE void block_scan(T *room) {
         room[i] += a, room[k] += b;
     }
     __syncthreads();
+    return room[SAMPLE_ROOM - 1];
 }
 
 /* Bitonic, best first. Thread i leaves keys 2i and 2i + 1, the others' it must wait for. */
@@ -2644,54 +2554,44 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     SHARED(uint64_t, key, SAMPLE_ROOM);
     SHARED(double, mass, SAMPLE_ROOM);
     SHARED(int, bin, SAMPLE_BINS);
-    SHARED(int, at, 4);
+    SHARED(int, at, 3); /* the lowest bin; candidates, later the choice; candidates kept */
     const int tid = (int)threadIdx.x, step = (int)gridDim.x * SAMPLE_THREADS;
     const bool all_mass = p.limit == p.n && p.top_p < 1.0f;
     grid_dependency_launch();
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = 0;
-    if (!tid) at[1] = SAMPLE_BINS, at[2] = 0, at[3] = p.limit;
+    if (!tid) at[0] = SAMPLE_BINS, at[1] = 0, at[2] = p.limit;
     grid_dependency_wait();
     __syncthreads();
     uint64_t top = 0;
+    auto larger = [](uint64_t a, uint64_t b) { return a > b ? a : b; };
+    auto sum = [](double a, double b) { return a + b; };
+    auto above_top = [&](uint64_t k) { return (double)(key_logit(k) - key_logit(top)); };
     for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; i < p.n; i += step) {
         const uint64_t k = sample_key(p, i, p.logits[i]);
-        if (k > top) top = k;
+        top = larger(top, k);
         if (!p.greedy) atomicAdd(&bin[key_bin(k)], 1);
     }
-    top = block_best(key, top);
-    mass[tid] = mass[tid + SAMPLE_THREADS] = 0;
-    if (all_mass) {
-        for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; i < p.n; i += step)
-            mass[tid] += exp((double)(key_logit(sample_key(p, i, p.logits[i])) - key_logit(top)));
-        block_scan(mass);
-    }
-    if (!tid) p.block_best[blockIdx.x] = top, p.block_mass[blockIdx.x] = mass[SAMPLE_ROOM - 1];
+    top = block_fold(key, top, larger);
+    double total = 0;
+    for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; all_mass && i < p.n; i += step)
+        total += exp(above_top(sample_key(p, i, p.logits[i])));
+    if (all_mass) total = block_fold(mass, total, sum);
+    if (!tid) p.block_best[blockIdx.x] = top, p.block_mass[blockIdx.x] = total;
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS)
         if (bin[i]) atomicAdd(&p.bins[i], bin[i]);
-    __threadfence();
-    __syncthreads();
-    if (!tid) at[0] = atom_add_acq_rel(p.arrived, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!at[0]) return;
+    if (!last_block(p.arrived)) return;
 
-    const bool here = tid < (int)gridDim.x;
-    top = block_best(key, here ? p.block_best[tid] : 0);
-    if (!tid) *p.arrived = 0, *p.token = (int32_t) ~(uint32_t)top;
+    const uint64_t best = tid < (int)gridDim.x ? p.block_best[tid] : 0;
+    top = block_fold(key, best, larger);
+    if (!tid) *p.arrived = 0, *p.token = p.greedy ? (int32_t) ~(uint32_t)top : -1;
     if (p.greedy) return;
-    const float high = key_logit(top);
-    double total = 0;
-    if (all_mass) {
-        mass[tid] = here ? p.block_mass[tid] * exp((double)(key_logit(p.block_best[tid]) - high)) : 0;
-        mass[tid + SAMPLE_THREADS] = 0;
-        block_scan(mass);
-        total = mass[SAMPLE_ROOM - 1];
-    }
+    if (all_mass) total = block_fold(mass, best ? p.block_mass[tid] * exp(above_top(best)) : 0, sum);
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = p.bins[i], p.bins[i] = 0;
     __syncthreads();
-    lowest_bin(p, bin, (int *)mass, &at[1]);
+    lowest_bin(p, bin, (int *)mass, &at[0]);
     key[tid] = key[tid + SAMPLE_THREADS] = 0;
     __syncthreads();
-    const int lowest = at[1];
+    const int lowest = at[0];
     for (int i0 = 4 * tid; i0 < p.n; i0 += 16 * SAMPLE_THREADS) {
         float4 x[4]; /* all on their way at once */
         UNROLL for (int u = 0; u < 4; u++) if (i0 + 4 * SAMPLE_THREADS * u < p.n) x[u] =
@@ -2700,34 +2600,30 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
             const int i = i0 + 4 * SAMPLE_THREADS * (k >> 2) + (k & 3);
             if (i >= p.n) continue;
             const uint64_t y = sample_key(p, i, (&x[k >> 2].x)[k & 3]);
-            if (key_bin(y) >= lowest) key[atomicAdd(&at[2], 1)] = y;
+            if (key_bin(y) >= lowest) key[atomicAdd(&at[1], 1)] = y;
         }
     }
     block_sort(key);
-    const int n = at[2];
+    const int n = at[1];
     for (int i = 2 * tid; i < 2 * tid + 2; i++) /* those that this thread sorted */
-        mass[i] = i < n ? exp((double)(key_logit(key[i]) - high)) : 0;
+        mass[i] = i < n ? exp(above_top(key[i])) : 0;
     block_scan(mass);
     if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_ROOM - 1];
     for (int i = tid; i < n && i < p.limit; i += SAMPLE_THREADS)
         if (i && ((p.top_p < 1.0f && mass[i - 1] >= (double)p.top_p * total) ||
-                  (p.min_p > 0 && exp((double)(key_logit(key[i]) - high)) < (double)p.min_p)))
-            atomicMin(&at[3], i);
+                  (p.min_p > 0 && exp(above_top(key[i])) < (double)p.min_p)))
+            atomicMin(&at[2], i);
     __syncthreads();
-    const int kept = at[3];
-    if (kept > n || (n < p.limit && !all_mass && p.top_p < 1.0f)) {
-        if (!tid) *p.token = -1;
-        return;
-    }
+    const int kept = at[2];
+    if (kept > n || (n < p.limit && !all_mass && p.top_p < 1.0f)) return;
     for (int i = tid; i < SAMPLE_ROOM; i += SAMPLE_THREADS)
-        mass[i] = i < kept ? exp((double)(key_logit(key[i]) - high) / (double)p.temp) : 0;
-    if (!tid) at[2] = kept - 1;
-    block_scan(mass);
-    const double want = p.uniform * mass[SAMPLE_ROOM - 1];
+        mass[i] = i < kept ? exp(above_top(key[i]) / (double)p.temp) : 0;
+    if (!tid) at[1] = kept - 1;
+    const double want = p.uniform * block_scan(mass);
     for (int i = tid; i < kept; i += SAMPLE_THREADS)
-        if (mass[i] > want) atomicMin(&at[2], i);
+        if (mass[i] > want) atomicMin(&at[1], i);
     __syncthreads();
-    if (!tid) *p.token = (int32_t) ~(uint32_t)key[at[2]];
+    if (!tid) *p.token = (int32_t) ~(uint32_t)key[at[1]];
 }
 
 /* ============================================================================================================
