@@ -1789,8 +1789,7 @@ struct attn_work {
     float factor; /* of q.k, for a softmax of base 2 */
 };
 
-/* Waits for the kernels before. The grid is (splits, row tiles * KV heads). False: nothing to do. The last rows see the most keys
- * and start first. */
+/* Waits for the kernels before. Grid (splits, row tiles * KV heads). False: nothing to do. Rows that see the most keys start first. */
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -1809,7 +1808,7 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     return w->split < w->n_split && w->row0 < w->n_row;
 }
 
-/* Token and head of row r of the block's tile; -1: there is no such row. */
+/* Token and head of row r of the block's tile; token -1: there is no such row. */
 DEVICE int2 attn_row(const struct attn_work &w, int r) {
     int row = w.row0 + r;
     return row < w.n_row ? make_int2(row / w.group, w.kvh * w.group + row % w.group) : make_int2(-1, 0);
@@ -2008,7 +2007,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
     uint8_t *ring = smem + warp * SLOTS * L::SLOT;
 
-    int fill = 0, slot = 0; /* the slots of the next copy and of the next rows to be read */
+    int fill = 0, slot = 0; /* of the next copy, and of the next rows to be read */
     auto take = [&](int &at) {
         uint8_t *p = ring + at * L::SLOT;
         at = at + 1 == SLOTS ? 0 : at + 1;
@@ -2105,13 +2104,9 @@ template <int LAT, int ROPE, int FP8, int MT>
 struct attn_mla {
     static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32, STAGES = FP8 && MT == 2 ? 3 : 2;
     static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, STAGE = KEYS * (ROW + ROPE_ROW);
-    static constexpr int Q_SHARED = LAT < 512 || MT == 1 ? 0
-                                    : FP8                ? 10
-                                                         : 8; /* steps of Q, of each m16 tile */
+    static constexpr int Q_SHARED = LAT < 512 || MT == 1 ? 0 : FP8 ? 10 : 8;
     static constexpr int GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP, SCALES = FP8 ? KEYS * GROUPS : 0;
-    static constexpr int PITCH =
-        KEYS + 8; /* floats from row to row of the scores: no bank conflicts for pairs */
-    static constexpr int SCORES = 2 * 16 * MT * PITCH;
+    static constexpr int PITCH = KEYS + 8, SCORES = 2 * 16 * MT * PITCH; /* no bank conflicts for pairs */
     static constexpr int SMEM = STAGES * STAGE + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
 template <int LAT, int ROPE, int FP8, int MT>
@@ -2142,7 +2137,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     };
     auto scales = [&](int i) {
         int key = w.begin + i * KEYS + tid / GROUPS;
-        return tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.len) : 0.0f;
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.len) : 0.0f;
     };
     for (int i = 0; i < STAGES - 1; i++) copy(i);
     float next = scales(0);
@@ -2162,19 +2157,18 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             if (s < Q_REG || nt == 0) q[j].at(s) = f;
         }
     }
-    auto multiply = [&](float d[4], int j, int s,
-                        const uint32_t b[2]) { /* d += step s of tile j times 8 keys */
-                                               pack<4> f = q[j].at(s);
-                                               mma_f16(d, f.x, b);
+    /* d += step s of the m16 tile j of Q times 8 keys */
+    auto multiply = [&](float d[4], int j, int s, const uint32_t b[2]) {
+        pack<4> f = q[j].at(s);
+        mma_f16(d, f.x, b);
     };
     float m[MT][2], l[MT][2] = {}, acc[MT][4 * OWN][4] = {};
     UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY;
 
     for (int i = 0; i < n; i++) {
         const uint8_t *tile = smem + i % STAGES * L::STAGE, *rope = tile + KEYS * ROW;
-        float *scale =
-            scale_tiles + (i & 1) * L::SCALES;  /* (KEYS, GROUPS); slow warps still read the other */
-        if (tid < L::SCALES) scale[tid] = next; /* at most 256 */
+        float *scale = scale_tiles + (i & 1) * L::SCALES; /* (KEYS, GROUPS); the other is still read */
+        if (FP8 && tid < L::SCALES) scale[tid] = next;    /* at most 256 */
         cp_async_wait<STAGES - 2>();
         __syncthreads(); /* tile i and its scales are there; all are done with the tile and the scores before it */
         copy(i + STAGES - 1);
@@ -2266,7 +2260,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     constexpr int KEYS = L::KEYS, ROW = L::ROW, NT = KEYS / 8, PIECES = D / 8, Q_REG = D / 16 - L::Q_SHARED;
     DYN_SMEM(uint8_t, smem);
     uint8_t *tile = smem, *raw = smem + 2 * L::TILE; /* each K, then V */
-    float *factor = (float *)(raw + 2 * L::RAW);     /* (2, KEYS) likewise */
+    float *factor = (float *)(raw + 2 * L::RAW);     /* (2, KEYS), likewise */
     struct attn_work w;
     if (!attn_begin(&w, a, 64)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -2280,7 +2274,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         }
         cp_async_commit();
     };
-    /* of thread tid: for key tid % KEYS of K (below KEYS) or V */
+    /* thread tid: of key tid % KEYS of K (below KEYS) or V */
     auto factors = [&](int i) {
         return attn_factor<FP8>(a, w, tid >= KEYS, w.begin + i * KEYS + tid % KEYS);
     };
@@ -2307,8 +2301,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         __syncthreads(); /* the raw tile has landed; all are done with the f16 tile before it */
         UNROLL_BY(4) for (int x = tid; x < 2 * KEYS * PIECES; x += 128) { /* K's rows, then V's */
             int row = x / PIECES, c = x % PIECES;
-            *(pack<4> *)(tile + f16_at<D>(row, c)) =
-                kv_values<FP8, 8>(raw + kv_at<ROW>(row, c * (FP8 ? 8 : 16)));
+            auto h = kv_values<FP8, 8>(raw + kv_at<ROW>(row, c * (FP8 ? 8 : 16)));
+            *(pack<4> *)(tile + f16_at<D>(row, c)) = h;
         }
         if (tid < 2 * KEYS) factor[tid] = next;
         __syncthreads(); /* the f16 tile is complete, the raw one is free */
@@ -2394,8 +2388,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     attn_store(a, w, row, col, x, top, den);
 }
 
-/* Ceiling of splits that fills 2 blocks per SM, where n_head_blocks (KV heads; MLA: groups of 16 heads) share the work of up to 16
- * tokens. */
+/* Splits to fill 2 blocks per SM; n_head_blocks (KV heads; MLA: groups of 16 heads) share the work of up to 16 tokens. */
 static int attn_splits(int n_sm, int n_head_blocks, int n_tok) {
     int n = 2 * n_sm / (n_head_blocks * ((n_tok + ATTN_DECODE_TOKENS - 1) / ATTN_DECODE_TOKENS));
     return n < 1 ? 1 : n > ATTN_MAX_SPLITS ? ATTN_MAX_SPLITS : n;
