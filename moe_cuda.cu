@@ -1820,7 +1820,7 @@ DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args
     UNROLL for (int h = 0; h < 2; h++) {
         int2 th = attn_row(w, r + 8 * h);
         q[h] = th.x < 0 ? NULL : a.q + th.x * a.q_stride + (size_t)th.y * a.dk;
-        limit[h] = w.pos + th.x + 1;
+        limit[h] = th.x < 0 ? 0 : w.pos + th.x + 1;
     }
 }
 
@@ -2065,7 +2065,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     /* the warps' sums, in their order, 8 rows at a time */
     UNROLL for (int h = 0; h < 2; h++) {
         l[h] = quad_sum(l[h]);
-        if (t == 0) tops[warp * 16 + g + 8 * h] = make_float2(m[h], l[h]);
+        if (t == 0) tops[warp * 16 + g + 8 * h].x = m[h], tops[warp * 16 + g + 8 * h].y = l[h];
     }
     __syncthreads();             /* tops are written, and the rings are free */
     float *sums = (float *)smem; /* (4, 8, D) */
