@@ -1696,16 +1696,25 @@ enum {
 #define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are numbers */
 #define ATTN_P      256.0f   /* factor of the weights as f16, which V's FP8 scale makes small */
 
+/* N values that are read or written at once. */
+template <int N, class T = uint32_t>
+struct alignas(N * sizeof(T)) pack {
+    T x[N];
+};
+using floats4 = pack<4, float>;
+
 /* What a block does: rows row0.. of KV head kvh over keys begin..end-1. */
 struct attn_work {
     int kvh, group, row0, n_row; /* n_row: of the KV head */
-    int pos, len;                /* len: keys in the cache */
+    int pos, len, seen;          /* len: keys in the cache; seen: those that all rows of the tile see */
     int split, n_split, begin, end;
-    int seen; /* keys that all rows of the tile see */
+    float factor; /* of q.k, for a softmax of base 2 */
 };
 
-/* The grid is (splits, row tiles * KV heads). False: nothing to do. The last rows see the most keys and start first. */
+/* Waits for the kernels before. Grid (splits, row tiles * KV heads). False: nothing to do. Rows that see the most keys start first. */
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
+    grid_dependency_launch();
+    grid_dependency_wait();
     int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
     w->pos = a.batch->pos, w->len = w->pos + n_tok;
     w->group = a.n_head / a.n_head_kv, w->n_row = w->group * n_tok;
@@ -1717,76 +1726,70 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     w->seen = w->pos + w->row0 / w->group + 1;
     w->begin = w->split * per_split * ATTN_SPLIT_KEYS;
     w->end = min(w->begin + per_split * ATTN_SPLIT_KEYS, w->pos + last / w->group + 1);
+    w->factor = a.scale * 1.44269504f; /* log2 e */
     return w->split < w->n_split && w->row0 < w->n_row;
 }
 
-/* Token and head of row r of the block's tile; -1: there is no such row. */
+/* Token and head of row r of the block's tile; token -1: there is no such row. */
 DEVICE int2 attn_row(const struct attn_work &w, int r) {
     int row = w.row0 + r;
     return row < w.n_row ? make_int2(row / w.group, w.kvh * w.group + row % w.group) : make_int2(-1, 0);
 }
 
-/* The keys that this lane's rows r and r + 8 see. */
-DEVICE void attn_limits(int limit[2], const struct attn_work &w, int r) {
+/* This lane's rows r and r + 8: their queries (NULL: there is no such row), and how many keys they see. */
+DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args &a,
+                      const struct attn_work &w, int r) {
     UNROLL for (int h = 0; h < 2; h++) {
-        int tok = attn_row(w, r + 8 * h).x;
-        limit[h] = tok < 0 ? 0 : w.pos + tok + 1;
+        int2 th = attn_row(w, r + 8 * h);
+        q[h] = th.x < 0 ? NULL : a.q + th.x * a.q_stride + (size_t)th.y * a.dk;
+        limit[h] = th.x < 0 ? 0 : w.pos + th.x + 1;
     }
 }
 
-DEVICE const uint16_t *attn_query(const struct attn_args &a, const struct attn_work &w, int r) {
-    int2 th = attn_row(w, r);
-    return th.x < 0 ? NULL : a.q + (size_t)th.x * a.q_stride + (size_t)th.y * (size_t)a.dk;
-}
-
-template <int W>
-DEVICE void load_words(uint32_t w[W], const void *p) {
-    if constexpr (W == 1) {
-        w[0] = *(const uint32_t *)p;
-    } else if constexpr (W == 2) {
-        uint2 x = *(const uint2 *)p;
-        w[0] = x.x, w[1] = x.y;
-    } else {
-        uint4 x = *(const uint4 *)p;
-        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+/* A operand of one step of 16: of the two rows this lane holds elements at..at+3. */
+DEVICE pack<4> attn_q(const uint16_t *const q[2], int at) {
+    pack<4> f = {};
+    UNROLL for (int h = 0; h < 2; h++) {
+        if (!q[h]) continue;
+        pack<2> x = *(const pack<2> *)(q[h] + at);
+        f.x[h] = x.x[0], f.x[h + 2] = x.x[1];
     }
+    return f;
 }
 
-DEVICE uint32_t bf16x2_to_f16x2(uint32_t x) {
-    return clamped_f16x2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+/* Steps of Q as A operands: REG in registers, those that do not fit in shared memory. */
+template <int REG>
+struct attn_steps {
+    pack<4> reg[REG];
+    uint8_t *rest; /* this lane's part of step REG; 512 bytes from step to step */
+    DEVICE_MEMBER pack<4> &at(int s) { return s < REG ? reg[s] : *(pack<4> *)(rest + (s - REG) * 512); }
+};
+
+/* A word of the cache as pairs of f16: two of FP8, one of BF16. */
+template <int FP8>
+DEVICE void kv_word(uint32_t *h, uint32_t w) {
+    if constexpr (FP8) h[0] = e4m3x2_to_f16x2((uint16_t)w), h[1] = e4m3x2_to_f16x2((uint16_t)(w >> 16));
+    else h[0] = clamped_f16x2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
 }
 
-/* N consecutive cache values as f16 pairs. */
+/* N consecutive cache values. */
 template <int FP8, int N>
-DEVICE void kv_values(uint32_t h[N / 2], const uint8_t *p) {
+DEVICE pack<N / 2> kv_values(const uint8_t *p) {
     constexpr int W = FP8 ? N / 4 : N / 2;
-    uint32_t w[W];
-    load_words<W>(w, p);
-    UNROLL for (int i = 0; i < W; i++) {
-        if constexpr (FP8) {
-            h[2 * i] = e4m3x2_to_f16x2((uint16_t)w[i]);
-            h[2 * i + 1] = e4m3x2_to_f16x2((uint16_t)(w[i] >> 16));
-        } else {
-            h[i] = bf16x2_to_f16x2(w[i]);
-        }
-    }
+    pack<W> w = *(const pack<W> *)p;
+    pack<N / 2> h;
+    UNROLL for (int i = 0; i < W; i++) kv_word<FP8>(h.x + i * (N / 2 / W), w.x[i]);
+    return h;
 }
 
 /* Four consecutive values of two cache rows, interleaved: h[j] = (p[j], q[j]). */
 template <int FP8>
 DEVICE void kv_pairs(uint32_t h[4], const uint8_t *p, const uint8_t *q) {
     constexpr int W = FP8 ? 1 : 2;
-    uint32_t x[W], y[W];
-    load_words<W>(x, p), load_words<W>(y, q);
-    if constexpr (FP8) {
-        uint32_t lo = __byte_perm(x[0], y[0], 0x5140), hi = __byte_perm(x[0], y[0], 0x7362);
-        h[0] = e4m3x2_to_f16x2((uint16_t)lo), h[1] = e4m3x2_to_f16x2((uint16_t)(lo >> 16));
-        h[2] = e4m3x2_to_f16x2((uint16_t)hi), h[3] = e4m3x2_to_f16x2((uint16_t)(hi >> 16));
-    } else {
-        UNROLL for (int i = 0; i < W; i++) {
-            h[2 * i] = bf16x2_to_f16x2(__byte_perm(x[i], y[i], 0x5410));
-            h[2 * i + 1] = bf16x2_to_f16x2(__byte_perm(x[i], y[i], 0x7632));
-        }
+    pack<W> x = *(const pack<W> *)p, y = *(const pack<W> *)q;
+    UNROLL for (int i = 0; i < W; i++) {
+        kv_word<FP8>(h + 2 * i, __byte_perm(x.x[i], y.x[i], FP8 ? 0x5140 : 0x5410));
+        kv_word<FP8>(h + 2 * i + 1 + FP8, __byte_perm(x.x[i], y.x[i], FP8 ? 0x7362 : 0x7632));
     }
 }
 
@@ -1815,14 +1818,15 @@ DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int 
 }
 
 DEVICE float kv_scale(const struct plane &p, int key, int group, int len) {
-    return key < len ? p.scale[(size_t)key * (size_t)p.n_group + (size_t)group] : 0.0f;
+    return key < len ? p.scale[(size_t)key * p.n_group + group] : 0.0f;
 }
 
-/* A operand of one step of 16: rows at q0 and q1 (NULL: zeros), of which this lane holds elements at..at+3. */
-DEVICE void attn_q(uint32_t f[4], const uint16_t *q0, const uint16_t *q1, int at) {
-    uint2 x = q0 ? *(const uint2 *)(q0 + at) : make_uint2(0, 0);
-    uint2 y = q1 ? *(const uint2 *)(q1 + at) : make_uint2(0, 0);
-    f[0] = x.x, f[1] = y.x, f[2] = x.y, f[3] = y.y;
+/* Factors of a key's scores and, so that they fit f16, of its weights; scale: of the cache. */
+DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f); }
+template <int FP8>
+DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key) {
+    float scale = FP8 ? kv_scale(v ? a.v : a.k, key, w.kvh, w.len) : 1.0f;
+    return v ? attn_v_factor(scale) : w.factor * scale;
 }
 
 /* Scores s of the keys key and key + 1 times their factors, base 2; -inf where the row does not see the key (all: they all do). */
@@ -1836,9 +1840,8 @@ DEVICE void attn_mask(float s[4], int key, float f0, float f1, const int limit[2
 template <int NT, int NA>
 DEVICE void attn_softmax(float (&s)[NT][4], float m[2], float l[2], float (&acc)[NA][4]) {
     float top[2] = {m[0], m[1]};
-    UNROLL for (int n = 0; n < NT; n++) UNROLL for (int e = 0; e < 4; e++) top[e >> 1] =
-        fmaxf(top[e >> 1], s[n][e]);
     UNROLL for (int h = 0; h < 2; h++) {
+        UNROLL for (int n = 0; n < NT; n++) top[h] = fmaxf(fmaxf(top[h], s[n][2 * h]), s[n][2 * h + 1]);
         top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFFu, top[h], 1));
         top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFFu, top[h], 2));
     }
@@ -1847,12 +1850,12 @@ DEVICE void attn_softmax(float (&s)[NT][4], float m[2], float l[2], float (&acc)
         UNROLL for (int h = 0; h < 2; h++) l[h] *= f[h], m[h] = top[h];
         UNROLL for (int n = 0; n < NA; n++) UNROLL for (int e = 0; e < 4; e++) acc[n][e] *= f[e >> 1];
     }
-    UNROLL for (int n = 0; n < NT; n++) UNROLL for (int e = 0; e < 4; e++) l[e >> 1] += s[n][e] =
-        exp2_fast(s[n][e] - m[e >> 1]);
+    UNROLL for (int n = 0; n < NT; n++) UNROLL for (int e = 0; e < 4; e++) {
+        s[n][e] = exp2_fast(s[n][e] - m[e >> 1]), l[e >> 1] += s[n][e];
+    }
 }
 
-/* Weights of 16 keys (two n8 tiles), at most 1, times the factors (attn_factor) of this lane's 4 keys, as A operand. */
-DEVICE float attn_factor(float v_scale) { return fminf(ATTN_P * v_scale, 65504.0f); }
+/* Weights of 16 keys (two n8 tiles), at most 1, times the factors of this lane's 4 keys, as A operand. */
 DEVICE void attn_weights(uint32_t p[4], const float s0[4], const float s1[4], const float f[4]) {
     p[0] = f32_to_f16x2(s0[0] * f[0], s0[1] * f[1]), p[1] = f32_to_f16x2(s0[2] * f[0], s0[3] * f[1]);
     p[2] = f32_to_f16x2(s1[0] * f[2], s1[1] * f[3]), p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
@@ -1864,43 +1867,38 @@ template <int FP8, int ROW, int MT, int NA>
 DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4], const uint8_t *tile, int key,
                         int at, int t) {
     uint32_t b0[4], b1[4];
-    kv_pairs<FP8>(b0, tile + kv_at<ROW>(key + 2 * t, at), tile + kv_at<ROW>(key + 2 * t + 1, at));
-    kv_pairs<FP8>(b1, tile + kv_at<ROW>(key + 2 * t + 8, at), tile + kv_at<ROW>(key + 2 * t + 9, at));
+    auto row = [&](int k) { return tile + kv_at<ROW>(key + 2 * t + k, at); };
+    kv_pairs<FP8>(b0, row(0), row(1)), kv_pairs<FP8>(b1, row(8), row(9));
     UNROLL for (int j = 0; j < 4; j++) {
         uint32_t b[2] = {b0[j], b1[j]};
         UNROLL for (int i = 0; i < MT; i++) mma_f16(acc[i][n0 + j], p[i], b);
     }
 }
 
-/* N columns from `col` on of row r: finished (times inv) if there is one split, else to `part`. */
-template <int N>
-DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col,
-                       const float (&x)[N], float inv) {
-    int2 th = attn_row(w, r);
-    if (th.x < 0) return;
-    if (w.n_split == 1) {
-        uint16_t *to = a.out + (size_t)th.x * a.out_stride + (size_t)th.y * (size_t)a.dv + col;
-        if constexpr (N == 2) *(uint32_t *)to = clamped_f16x2(x[0] * inv, x[1] * inv);
-        else
-            *(uint2 *)to =
-                make_uint2(clamped_f16x2(x[0] * inv, x[1] * inv), clamped_f16x2(x[2] * inv, x[3] * inv));
-    } else {
-        size_t row = ((size_t)w.split * (size_t)a.n_tok + (size_t)th.x) * (size_t)a.n_head + (size_t)th.y;
-        float *to = a.part + row * (size_t)a.dv + col;
-        if constexpr (N == 2) *(float2 *)to = make_float2(x[0], x[1]);
-        else *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
-    }
+/* The row in `part` of (token, head) th. The (m, l) of all splits and rows lie behind their sums. */
+DEVICE size_t attn_part_row(const struct attn_args &a, int split, int2 th) {
+    return ((size_t)split * a.n_tok + th.x) * a.n_head + th.y;
+}
+DEVICE float2 *attn_tops(const struct attn_args &a) {
+    return (float2 *)(a.part + attn_part_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
 }
 
-/* (m, l) of all splits and rows lie behind the sums. */
-DEVICE float2 *attn_tops(const struct attn_args &a) {
-    return (float2 *)(a.part + (size_t)a.max_splits * (size_t)a.n_tok * (size_t)a.n_head * (size_t)a.dv);
-}
-DEVICE void attn_store_top(const struct attn_args &a, const struct attn_work &w, int r, float m, float l) {
+/* N columns from `col` on of row r with m and l: finished if there is one split, else to `part`. */
+template <int N>
+DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col,
+                       const pack<N, float> &x, float m, float l) {
     int2 th = attn_row(w, r);
-    if (th.x < 0 || w.n_split == 1) return;
-    size_t row = ((size_t)w.split * (size_t)a.n_tok + (size_t)th.x) * (size_t)a.n_head + (size_t)th.y;
-    attn_tops(a)[row] = make_float2(m, l);
+    if (th.x < 0) return;
+    float inv = 1.0f / (ATTN_P * l);
+    if (w.n_split == 1) {
+        pack<N / 2> h;
+        UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(x.x[i] * inv, x.x[i + 1] * inv);
+        *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
+    } else {
+        size_t row = attn_part_row(a, w.split, th);
+        *(pack<N, float> *)(a.part + row * a.dv + col) = x;
+        if (col == 0) attn_tops(a)[row] = make_float2(m, l);
+    }
 }
 
 DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
@@ -1915,119 +1913,106 @@ DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
  * 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB). */
 template <int D, int FP8>
 struct attn_gqa {
-    enum {
-        ROW = D * (FP8 ? 1 : 2),
-        SLOT = 16 * ROW,
-        FIT = ATTN_SMEM / (4 * SLOT),
-        SLOTS = FIT < 3   ? 3
-                : FIT > 8 ? 8
-                          : FIT,
-        SMEM = 4 * SLOTS * SLOT /* at least the 128 * D bytes of the final sum */
-    };
+    static constexpr int ROW = D * (FP8 ? 1 : 2), SLOT = 16 * ROW, FIT = ATTN_SMEM / (4 * SLOT);
+    static constexpr int SLOTS = FIT < 3 ? 3 : FIT > 8 ? 8 : FIT;
+    static constexpr int SMEM = 4 * SLOTS * SLOT; /* at least the 128 * D bytes of the final sum */
 };
 template <int D, int FP8>
 __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     using L = attn_gqa<D, FP8>;
-    constexpr int RUN = kv_run(FP8, D), CHUNKS = D / 4 / RUN, ES = FP8 ? 1 : 2;
+    constexpr int ROW = L::ROW, SLOTS = L::SLOTS, ES = FP8 ? 1 : 2, RUN = kv_run(FP8, D), PER_RUN = RUN / 4;
     DYN_SMEM(uint8_t, smem);
-    SHARED(float, tops, 4 * 16 * 2);
-    grid_dependency_launch();
-    grid_dependency_wait();
+    SHARED(float2, tops, 4 * 16);
     struct attn_work w;
     if (!attn_begin(&w, a, 16)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
-    uint8_t *ring = smem + warp * L::SLOTS * L::SLOT;
+    uint8_t *ring = smem + warp * SLOTS * L::SLOT;
 
-    float factor = a.scale * 1.44269504f; /* log2 e */
-    int fill = 0;                         /* slot of the next copy */
+    int fill = 0, slot = 0; /* of the next copy, and of the next rows to be read */
+    auto take = [&](int &at) {
+        uint8_t *p = ring + at * L::SLOT;
+        at = at + 1 == SLOTS ? 0 : at + 1;
+        return p;
+    };
     auto copy = [&](int u) {
-        if (u < 2 * n)
-            kv_copy<L::ROW, 16, 32>(ring + fill * L::SLOT, u & 1 ? a.v : a.k, w.kvh * L::ROW,
-                                    first + 64 * (u >> 1), w.len, lane);
+        uint8_t *to = take(fill);
+        int key = first + 64 * (u >> 1);
+        if (u < 2 * n) kv_copy<ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * ROW, key, w.len, lane);
         cp_async_commit();
-        fill = fill + 1 == L::SLOTS ? 0 : fill + 1;
     };
-    for (int u = 0; u < L::SLOTS - 1; u++) copy(u);
-    /* lanes 0..15 hold the scales of the 16 keys of K, 16..31 of V, one step ahead */
-    auto scales = [&](int i) {
-        if (!FP8 || i >= n) return 0.0f;
-        float x = kv_scale(lane < 16 ? a.k : a.v, first + 64 * i + (lane & 15), w.kvh, w.len);
-        return lane < 16 ? x * factor : attn_factor(x);
+    auto arrive = [&](int u) {
+        cp_async_wait<SLOTS - 2>();
+        __syncwarp(); /* the other lanes' copies have landed too, and all lanes are done with the slot that is filled next */
+        copy(u + SLOTS - 1);
+        return take(slot);
     };
-    float next = scales(0);
+    for (int u = 0; u < SLOTS - 1; u++) copy(u);
+    /* lanes 0..15 hold the factors of the 16 keys of K, 16..31 of V, one step ahead */
+    auto factors = [&](int i) { return attn_factor<FP8>(a, w, lane >= 16, first + 64 * i + (lane & 15)); };
+    float next = factors(0);
 
-    uint32_t q[D / 16][4];
-    const uint16_t *q0 = attn_query(a, w, g), *q1 = attn_query(a, w, g + 8);
-    UNROLL for (int s = 0; s < D / 16; s++)
-        attn_q(q[s], q0, q1, s / (RUN / 4) * 4 * RUN + RUN * t + s % (RUN / 4) * 4);
-    int limit[2], slot = 0;
-    attn_limits(limit, w, g);
+    const uint16_t *rows[2];
+    int limit[2];
+    attn_rows(rows, limit, a, w, g);
+    pack<4> q[D / 16];
+    UNROLL for (int s = 0; s < D / 16; s++) q[s] =
+        attn_q(rows, (4 * (s / PER_RUN) + t) * RUN + s % PER_RUN * 4);
     float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][D / 8][4] = {};
 
     for (int i = 0; i < n; i++) {
-        float scale = next, s[2][4] = {}, fk[4], fv[4];
+        float factor = next, s[2][4] = {}, fk[4], fv[4];
         uint32_t p[1][4];
-        cp_async_wait<L::SLOTS - 2>();
-        __syncwarp(); /* the other lanes' copies have landed too, and all lanes are done with the slot that is filled next */
-        copy(2 * i + L::SLOTS - 1);
-        next = scales(i + 1);
-        const uint8_t *tile = ring + slot * L::SLOT;
-        slot = slot + 1 == L::SLOTS ? 0 : slot + 1;
-        UNROLL for (int c = 0; c < CHUNKS; c++) UNROLL for (int b = 0; b < 2; b++) {
-            uint32_t h[RUN / 2];
-            kv_values<FP8, RUN>(h, tile + kv_at<L::ROW>(8 * b + g, (4 * c + t) * RUN * ES));
-            UNROLL for (int j = 0; j < RUN / 4; j++) mma_f16(s[b], q[c * (RUN / 4) + j], h + 2 * j);
+        const uint8_t *tile = arrive(2 * i);
+        next = factors(i + 1);
+        UNROLL for (int c = 0; c < D / 4 / RUN; c++) UNROLL for (int b = 0; b < 2; b++) {
+            auto h = kv_values<FP8, RUN>(tile + kv_at<ROW>(8 * b + g, (4 * c + t) * RUN * ES));
+            UNROLL for (int j = 0; j < PER_RUN; j++) mma_f16(s[b], q[c * PER_RUN + j].x, h.x + 2 * j);
         }
         UNROLL for (int x = 0; x < 4; x++) { /* this lane's columns: keys 2t, 2t+1, 8+2t, 8+2t+1 */
             int key = (x >> 1) * 8 + 2 * t + (x & 1);
-            fk[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, scale, key) : factor;
-            fv[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, scale, 16 + key) : ATTN_P;
+            fk[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, factor, key) : w.factor;
+            fv[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, factor, 16 + key) : ATTN_P;
         }
         bool all = first + 64 * i + 16 <= w.seen;
         attn_mask(s[0], first + 64 * i + 2 * t, fk[0], fk[1], limit, all);
         attn_mask(s[1], first + 64 * i + 2 * t + 8, fk[2], fk[3], limit, all);
         attn_softmax(s, m, l, acc[0]);
         attn_weights(p[0], s[0], s[1], fv);
-        cp_async_wait<L::SLOTS - 2>();
-        __syncwarp(); /* as above */
-        copy(2 * i + L::SLOTS);
-        tile = ring + slot * L::SLOT;
-        slot = slot + 1 == L::SLOTS ? 0 : slot + 1;
+        tile = arrive(2 * i + 1);
         UNROLL for (int c = 0; c < D / 32; c++)
-            attn_values<FP8, L::ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
+            attn_values<FP8, ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
     }
 
     /* the warps' sums, in their order, 8 rows at a time */
     UNROLL for (int h = 0; h < 2; h++) {
         l[h] = quad_sum(l[h]);
-        if (t == 0) tops[(warp * 16 + g + 8 * h) * 2] = m[h], tops[(warp * 16 + g + 8 * h) * 2 + 1] = l[h];
+        if (t == 0) tops[warp * 16 + g + 8 * h].x = m[h], tops[warp * 16 + g + 8 * h].y = l[h];
     }
     __syncthreads();             /* tops are written, and the rings are free */
     float *sums = (float *)smem; /* (4, 8, D) */
     auto top = [&](int r) {
-        float x = tops[r * 2];
-        UNROLL for (int v = 1; v < 4; v++) x = fmaxf(x, tops[(v * 16 + r) * 2]);
-        return x;
+        return fmaxf(fmaxf(tops[r].x, tops[16 + r].x), fmaxf(tops[32 + r].x, tops[48 + r].x));
     };
     UNROLL for (int h = 0; h < 2; h++) {
         float f = exp2f(m[h] - top(g + 8 * h));
         if (h) __syncthreads(); /* the first 8 rows have been read */
-        UNROLL for (int c = 0; c < D / 32; c++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) *
-            (float4 *)(sums + (warp * 8 + g) * D + 32 * c + 8 * t + 4 * (e & 1)) =
-            make_float4(acc[0][4 * c][e] * f, acc[0][4 * c + 1][e] * f, acc[0][4 * c + 2][e] * f,
-                        acc[0][4 * c + 3][e] * f);
+        UNROLL for (int c = 0; c < D / 8; c += 4) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
+            floats4 x;
+            UNROLL for (int j = 0; j < 4; j++) x.x[j] = acc[0][c + j][e] * f;
+            *(floats4 *)(sums + (warp * 8 + g) * D + 8 * c + 8 * t + 4 * (e & 1)) = x;
+        }
         __syncthreads(); /* all four parts are there */
         for (int i = tid; i < 8 * D / 4; i += 128) {
             int r = i / (D / 4), col = i % (D / 4) * 4, row = r + 8 * h;
-            float x[4] = {0, 0, 0, 0}, den = 0, mx = top(row);
+            floats4 x = {};
+            float den = 0, mx = top(row);
             UNROLL for (int v = 0; v < 4; v++) {
-                float4 y = *(const float4 *)(sums + (v * 8 + r) * D + col);
-                x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
-                den += tops[(v * 16 + row) * 2 + 1] * exp2f(tops[(v * 16 + row) * 2] - mx);
+                floats4 y = *(const floats4 *)(sums + (v * 8 + r) * D + col);
+                UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
+                den += tops[v * 16 + row].y * exp2f(tops[v * 16 + row].x - mx);
             }
-            attn_store(a, w, row, col, x, 1.0f / (ATTN_P * den));
-            if (col == 0) attn_store_top(a, w, row, mx, den);
+            attn_store(a, w, row, col, x, mx, den);
         }
     }
 }
@@ -2039,169 +2024,139 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * 16 rows: limited by that (some 970 instructions per warp and 41 KB); 32 rows: by the MMAs, 32 * (2 LAT + ROPE) products per key. */
 template <int LAT, int ROPE, int FP8, int MT>
 struct attn_mla {
-    enum {
-        KEYS = FP8 && MT == 1 ? 64 : 32,
-        ROW = LAT * (FP8 ? 1 : 2),
-        ROPE_ROW = ROPE * 2,
-        STAGE = KEYS * (ROW + ROPE_ROW),
-        STAGES = FP8 && MT == 2 ? 3 : 2,
-        Q_SHARED = LAT < 512 || MT == 1 ? 0
-                   : FP8                ? 10
-                                        : 8, /* steps of Q that do not fit the registers */
-        GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP,
-        PITCH = KEYS + 8, /* floats from row to row of the scores: no bank conflicts for pairs */
-        SCORES = 2 * 16 * MT * PITCH,
-        SCALES = FP8 ? KEYS * GROUPS : 0,
-        SMEM = STAGES * STAGE + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512
-    };
+    static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32, STAGES = FP8 && MT == 2 ? 3 : 2;
+    static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, STAGE = KEYS * (ROW + ROPE_ROW);
+    static constexpr int Q_SHARED = LAT < 512 || MT == 1 ? 0 : FP8 ? 10 : 8;
+    static constexpr int GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP, SCALES = FP8 ? KEYS * GROUPS : 0;
+    static constexpr int PITCH = KEYS + 8, SCORES = 2 * 16 * MT * PITCH; /* no bank conflicts for pairs */
+    static constexpr int SMEM = STAGES * STAGE + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
 template <int LAT, int ROPE, int FP8, int MT>
 __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     using L = attn_mla<LAT, ROPE, FP8, MT>;
+    constexpr int KEYS = L::KEYS, STAGES = L::STAGES, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
     constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
     constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
-    constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4;
+    constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4, Q_REG = STEPS + RSTEPS - L::Q_SHARED;
     constexpr int UNITS = LAT / 32, OWN = (UNITS + 7) / 8; /* 32 columns of the values; so many per warp */
     DYN_SMEM(uint8_t, smem);
-    float *scores = (float *)(smem + L::STAGES * L::STAGE), *scale_tiles = scores + L::SCORES;
-    uint8_t *q_shared =
-        (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) A operands */
-    grid_dependency_launch();
-    grid_dependency_wait();
+    float *scores = (float *)(smem + STAGES * L::STAGE), *scale_tiles = scores + L::SCORES;
+    uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
     if (!attn_begin(&w, a, 16 * MT)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-    int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + L::KEYS - 1) / L::KEYS;
+    int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + KEYS - 1) / KEYS;
     int unit = warp * OWN, group = unit * 32 / ATTN_GROUP;
 
     auto copy = [&](int i) {
+        uint8_t *to = smem + i % STAGES * L::STAGE;
+        int key = w.begin + i * KEYS;
         if (i < n) {
-            uint8_t *to = smem + i % L::STAGES * L::STAGE;
-            int key = w.begin + i * L::KEYS;
-            kv_copy<L::ROW, L::KEYS, 256>(to, a.k, 0, key, w.len, tid);
-            kv_copy<L::ROPE_ROW, L::KEYS, 256>(to + L::KEYS * L::ROW, a.v, 0, key, w.len, tid);
+            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, w.len, tid);
+            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, w.len, tid);
         }
         cp_async_commit();
     };
     auto scales = [&](int i) {
-        return FP8 && i < n && tid < L::SCALES
-                   ? kv_scale(a.k, w.begin + i * L::KEYS + tid / L::GROUPS, tid % L::GROUPS, w.len)
-                   : 0.0f;
+        int key = w.begin + i * KEYS + tid / GROUPS;
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.len) : 0.0f;
     };
-    for (int i = 0; i < L::STAGES - 1; i++) copy(i);
+    for (int i = 0; i < STAGES - 1; i++) copy(i);
     float next = scales(0);
 
     /* the warp's chunks: latents half * HALF .., rotated part (1 - half) * RHALF .. (an odd last one to balance the latents') */
-    constexpr int Q_REG = STEPS + RSTEPS - L::Q_SHARED;
-    uint32_t q[MT][Q_REG][4];
+    attn_steps<Q_REG> q[MT];
     int limit[MT][2];
-    auto q_at = [&](int j, int s) {
-        return q_shared + (((half * MT + j) * L::Q_SHARED + s - Q_REG) * 32 + lane) * 16;
-    };
     UNROLL for (int j = 0; j < MT; j++) {
-        const uint16_t *q0 = attn_query(a, w, 16 * j + g), *q1 = attn_query(a, w, 16 * j + g + 8);
+        const uint16_t *rows[2];
+        attn_rows(rows, limit[j], a, w, 16 * j + g);
+        q[j].rest = q_shared + ((half * MT + j) * L::Q_SHARED * 32 + lane) * 16;
         UNROLL for (int s = 0; s < STEPS + RSTEPS; s++) {
-            uint32_t f[4] = {};
+            pack<4> f = {};
             int c = half * HALF + s / (RUN / 4), rs = s - STEPS, rc = (1 - half) * RHALF + rs / (RRUN / 4);
-            if (s < STEPS && c < CHUNKS) attn_q(f, q0, q1, (4 * c + t) * RUN + s % (RUN / 4) * 4);
-            if (s >= STEPS && rc < RCHUNKS)
-                attn_q(f, q0, q1, LAT + (4 * rc + t) * RRUN + rs % (RRUN / 4) * 4);
-            if (s < Q_REG) {
-                UNROLL for (int e = 0; e < 4; e++) q[j][s][e] = f[e];
-            } else if (nt == 0) {
-                *(uint4 *)q_at(j, s) = make_uint4(f[0], f[1], f[2], f[3]);
-            }
+            if (s < STEPS && c < CHUNKS) f = attn_q(rows, (4 * c + t) * RUN + s % (RUN / 4) * 4);
+            if (s >= STEPS && rc < RCHUNKS) f = attn_q(rows, LAT + (4 * rc + t) * RRUN + rs % (RRUN / 4) * 4);
+            if (s < Q_REG || nt == 0) q[j].at(s) = f;
         }
-        attn_limits(limit[j], w, 16 * j + g);
     }
-    auto multiply = [&](float d[4], int j, int s,
-                        const uint32_t b[2]) { /* d += step s of the m16 tile j of Q times 8 keys */
-                                               if (s < Q_REG) {
-                                                   mma_f16(d, q[j][s], b);
-                                               } else {
-                                                   uint32_t f[4];
-                                                   load_words<4>(f, q_at(j, s));
-                                                   mma_f16(d, f, b);
-                                               }
+    /* d += step s of the m16 tile j of Q times 8 keys */
+    auto multiply = [&](float d[4], int j, int s, const uint32_t b[2]) {
+        pack<4> f = q[j].at(s);
+        mma_f16(d, f.x, b);
     };
-    float factor = a.scale * 1.44269504f, m[MT][2], l[MT][2], acc[MT][4 * OWN][4] = {};
-    UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY, l[j][0] = l[j][1] = 0;
+    float m[MT][2], l[MT][2] = {}, acc[MT][4 * OWN][4] = {};
+    UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY;
 
     for (int i = 0; i < n; i++) {
-        const uint8_t *tile = smem + i % L::STAGES * L::STAGE, *rope = tile + L::KEYS * L::ROW;
-        float *scale = scale_tiles +
-                       (i & 1) * L::SCALES; /* (KEYS, GROUPS); two, as slow warps still read the last one */
-        if (FP8 && tid < L::SCALES) scale[tid] = next; /* at most 256 */
-        cp_async_wait<L::STAGES - 2>();
+        const uint8_t *tile = smem + i % STAGES * L::STAGE, *rope = tile + KEYS * ROW;
+        float *scale = scale_tiles + (i & 1) * L::SCALES; /* (KEYS, GROUPS); the other is still read */
+        if (FP8 && tid < L::SCALES) scale[tid] = next;    /* at most 256 */
+        cp_async_wait<STAGES - 2>();
         __syncthreads(); /* tile i and its scales are there; all are done with the tile and the scores before it */
-        copy(i + L::STAGES - 1);
+        copy(i + STAGES - 1);
         next = scales(i + 1);
 
-        UNROLL for (int b = 8 * nt; b < L::KEYS; b += 32) { /* the warp's keys */
+        UNROLL for (int b = 8 * nt; b < KEYS; b += 32) { /* the warp's keys */
             float s[MT][4] = {};
             UNROLL for (int k = 0; k < HALF; k++) {
                 int c = half * HALF + k;
                 if (CHUNKS % 2 && c >= CHUNKS) continue; /* the warp of the second half has one less */
-                uint32_t h[RUN / 2];
-                kv_values<FP8, RUN>(h, tile + kv_at<L::ROW>(b + g, (4 * c + t) * RUN * ES));
-                const float *f = scale + (b + 2 * t) * L::GROUPS + c * 4 * RUN / ATTN_GROUP;
-                float f0 = FP8 ? f[0] : 1, f1 = FP8 ? f[L::GROUPS] : 1;
+                auto h = kv_values<FP8, RUN>(tile + kv_at<ROW>(b + g, (4 * c + t) * RUN * ES));
+                const float *f = scale + (b + 2 * t) * GROUPS + c * 4 * RUN / ATTN_GROUP;
+                float f0 = FP8 ? f[0] : 1, f1 = FP8 ? f[GROUPS] : 1;
                 UNROLL for (int j = 0; j < MT; j++) {
                     float d[4] = {};
-                    UNROLL for (int x = 0; x < RUN / 4; x++) multiply(d, j, k * (RUN / 4) + x, h + 2 * x);
+                    UNROLL for (int x = 0; x < RUN / 4; x++) multiply(d, j, k * (RUN / 4) + x, h.x + 2 * x);
                     UNROLL for (int e = 0; e < 4; e++) s[j][e] += d[e] * (e & 1 ? f1 : f0);
                 }
             }
             UNROLL for (int k = 0; k < RHALF; k++) {
                 int c = (1 - half) * RHALF + k;
                 if (RCHUNKS % 2 && c >= RCHUNKS) continue;
-                uint32_t h[RRUN / 2];
-                kv_values<0, RRUN>(h, rope + kv_at<L::ROPE_ROW>(b + g, (4 * c + t) * RRUN * 2));
+                auto h = kv_values<0, RRUN>(rope + kv_at<L::ROPE_ROW>(b + g, (4 * c + t) * RRUN * 2));
                 UNROLL for (int j = 0; j < MT; j++) UNROLL for (int x = 0; x < RRUN / 4; x++)
-                    multiply(s[j], j, STEPS + k * (RRUN / 4) + x, h + 2 * x);
+                    multiply(s[j], j, STEPS + k * (RRUN / 4) + x, h.x + 2 * x);
             }
-            float *to = scores + (half * 16 * MT + g) * L::PITCH + b + 2 * t;
-            UNROLL for (int j = 0; j < MT; j++) {
-                *(float2 *)(to + 16 * j * L::PITCH) = make_float2(factor * s[j][0], factor * s[j][1]);
-                *(float2 *)(to + (16 * j + 8) * L::PITCH) = make_float2(factor * s[j][2], factor * s[j][3]);
+            UNROLL for (int j = 0; j < MT; j++) UNROLL for (int r = 0; r < 2; r++) {
+                float *to = scores + (half * 16 * MT + 16 * j + 8 * r + g) * PITCH + b + 2 * t;
+                *(float2 *)to = make_float2(w.factor * s[j][2 * r], w.factor * s[j][2 * r + 1]);
             }
         }
         __syncthreads(); /* both halves of all scores are there */
 
-        bool all = w.begin + (i + 1) * L::KEYS <= w.seen;
-        uint32_t p[L::KEYS / 16][MT][4];
+        bool all = w.begin + (i + 1) * KEYS <= w.seen;
+        uint32_t p[KEYS / 16][MT][4];
         UNROLL for (int j = 0; j < MT; j++) {
-            float x[L::KEYS / 8][4];
-            UNROLL for (int b = 0; b < L::KEYS / 8; b++) {
+            float x[KEYS / 8][4];
+            UNROLL for (int b = 0; b < KEYS / 8; b++) {
                 UNROLL for (int h = 0; h < 2; h++) {
-                    const float *from = scores + (16 * j + g + 8 * h) * L::PITCH + 8 * b + 2 * t;
-                    float2 y = *(const float2 *)from, z = *(const float2 *)(from + 16 * MT * L::PITCH);
+                    const float *from = scores + (16 * j + g + 8 * h) * PITCH + 8 * b + 2 * t;
+                    float2 y = *(const float2 *)from, z = *(const float2 *)(from + 16 * MT * PITCH);
                     x[b][2 * h] = y.x + z.x, x[b][2 * h + 1] = y.y + z.y;
                 }
-                attn_mask(x[b], w.begin + i * L::KEYS + 8 * b + 2 * t, 1, 1, limit[j], all);
+                attn_mask(x[b], w.begin + i * KEYS + 8 * b + 2 * t, 1, 1, limit[j], all);
             }
             attn_softmax(x, m[j], l[j], acc[j]);
-            UNROLL for (int k = 0; k < L::KEYS / 16; k++) {
+            UNROLL for (int k = 0; k < KEYS / 16; k++) {
                 float f[4];
                 UNROLL for (int y = 0; y < 4; y++) {
-                    int key = 16 * k + (y >> 1) * 8 + 2 * t + (y & 1);
-                    f[y] = FP8 && unit < UNITS ? attn_factor(scale[key * L::GROUPS + group]) : ATTN_P;
+                    int at = (16 * k + (y >> 1) * 8 + 2 * t + (y & 1)) * GROUPS + group;
+                    f[y] = FP8 && unit < UNITS ? attn_v_factor(scale[at]) : ATTN_P;
                 }
                 attn_weights(p[k][j], x[2 * k], x[2 * k + 1], f);
             }
         }
-        UNROLL for (int u = 0; u < OWN; u++) if (unit + u < UNITS)
-            UNROLL for (int k = 0; k < L::KEYS / 16; k++)
-                attn_values<FP8, L::ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (unit + u) + 4 * g) * ES, t);
+        UNROLL for (int u = 0; u < OWN; u++) if (unit + u < UNITS) UNROLL for (int k = 0; k < KEYS / 16; k++)
+            attn_values<FP8, ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (unit + u) + 4 * g) * ES, t);
     }
 
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
-        int r = 16 * j + g + 8 * h;
-        float den = quad_sum(l[j][h]), inv = 1.0f / (ATTN_P * den);
-        if (warp == 0 && t == 0) attn_store_top(a, w, r, m[j][h], den);
+        float den = quad_sum(l[j][h]);
         UNROLL for (int u = 0; u < OWN; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
-            float x[4] = {acc[j][4 * u][e], acc[j][4 * u + 1][e], acc[j][4 * u + 2][e], acc[j][4 * u + 3][e]};
-            if (unit + u < UNITS) attn_store(a, w, r, 32 * (unit + u) + 8 * t + 4 * (e & 1), x, inv);
+            floats4 x;
+            UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
+            int col = 32 * (unit + u) + 8 * t + 4 * (e & 1);
+            if (unit + u < UNITS) attn_store(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
     }
 }
@@ -2211,14 +2166,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
  * key and KV head's 64 rows; every warp reads every tile, which makes shared memory the limit, at half to all of the MMA rate. */
 template <int D, int FP8>
 struct attn_tiled {
-    enum {
-        KEYS = D > 128 ? 32 : 64,
-        ROW = D * (FP8 ? 1 : 2),
-        RAW = KEYS * ROW,            /* of K, of V */
-        TILE = KEYS * D * 2,         /* f16, likewise */
-        Q_SHARED = D > 128 ? 14 : 0, /* steps of Q that do not fit the registers */
-        SMEM = 2 * (RAW + TILE) + 2 * KEYS * 4 + 4 * Q_SHARED * 512
-    };
+    static constexpr int KEYS = D > 128 ? 32 : 64, ROW = D * (FP8 ? 1 : 2), Q_SHARED = D > 128 ? 14 : 0;
+    static constexpr int RAW = KEYS * ROW, TILE = KEYS * D * 2; /* of K, of V: as in the cache, as f16 */
+    static constexpr int SMEM = 2 * (RAW + TILE) + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
 };
 /* Byte of 16-byte piece c of row `row` of an f16 tile; permuted so that the 8 rows of a matrix lie in different banks. */
 template <int D>
@@ -2229,91 +2179,76 @@ DEVICE int f16_at(int row, int c) {
 template <int D, int FP8>
 __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     using L = attn_tiled<D, FP8>;
-    constexpr int NT = L::KEYS / 8, PIECES = D / 8;
+    constexpr int KEYS = L::KEYS, ROW = L::ROW, NT = KEYS / 8, PIECES = D / 8, Q_REG = D / 16 - L::Q_SHARED;
     DYN_SMEM(uint8_t, smem);
     uint8_t *tile = smem, *raw = smem + 2 * L::TILE; /* each K, then V */
-    float *scale =
-        (float *)(smem + 2 * (L::TILE + L::RAW)); /* (2, KEYS) likewise, with all constant factors */
-    grid_dependency_launch();
-    grid_dependency_wait();
+    float *factor = (float *)(raw + 2 * L::RAW);     /* (2, KEYS), likewise */
     struct attn_work w;
     if (!attn_begin(&w, a, 64)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-    int n = (w.end - w.begin + L::KEYS - 1) / L::KEYS;
-    float factor = a.scale * 1.44269504f;
+    int n = (w.end - w.begin + KEYS - 1) / KEYS;
 
     auto copy = [&](int i) {
-        int key = w.begin + i * L::KEYS;
+        int key = w.begin + i * KEYS;
         if (i < n) {
-            kv_copy<L::ROW, L::KEYS, 128>(raw, a.k, w.kvh * L::ROW, key, w.len, tid);
-            kv_copy<L::ROW, L::KEYS, 128>(raw + L::RAW, a.v, w.kvh * L::ROW, key, w.len, tid);
+            kv_copy<ROW, KEYS, 128>(raw, a.k, w.kvh * ROW, key, w.len, tid);
+            kv_copy<ROW, KEYS, 128>(raw + L::RAW, a.v, w.kvh * ROW, key, w.len, tid);
         }
         cp_async_commit();
     };
-    auto scales = [&](int i) { /* thread tid: key tid % KEYS of K (below KEYS) or V */
-                               float x = 1;
-                               if (FP8 && i < n && tid < 2 * L::KEYS)
-                                   x = kv_scale(tid < L::KEYS ? a.k : a.v,
-                                                w.begin + i * L::KEYS + tid % L::KEYS, w.kvh, w.len);
-                               return tid < L::KEYS ? factor * x : attn_factor(x);
+    /* thread tid: of key tid % KEYS of K (below KEYS) or V */
+    auto factors = [&](int i) {
+        return attn_factor<FP8>(a, w, tid >= KEYS, w.begin + i * KEYS + tid % KEYS);
     };
     copy(0);
-    float next = scales(0);
+    float next = factors(0);
 
-    constexpr int Q_REG = D / 16 - L::Q_SHARED;
-    uint32_t q[Q_REG][4];
-    uint8_t *q_shared = (uint8_t *)(scale + 2 * L::KEYS) + (warp * L::Q_SHARED * 32 + lane) * 16;
-    const uint16_t *q0 = attn_query(a, w, 16 * warp + g), *q1 = attn_query(a, w, 16 * warp + g + 8);
-    UNROLL for (int s = 0; s < D / 16; s++) {
-        uint32_t f[4];
-        UNROLL for (int e = 0; e < 4; e++) {
-            const uint16_t *x = e & 1 ? q1 : q0;
-            f[e] = x ? *(const uint32_t *)(x + 16 * s + 2 * t + (e >> 1) * 8) : 0;
-            if (s < Q_REG) q[s][e] = f[e];
-        }
-        if (s >= Q_REG) *(uint4 *)(q_shared + (s - Q_REG) * 512) = make_uint4(f[0], f[1], f[2], f[3]);
-    }
+    const uint16_t *rows[2];
     int limit[2];
-    attn_limits(limit, w, 16 * warp + g);
+    attn_rows(rows, limit, a, w, 16 * warp + g);
+    attn_steps<Q_REG> q;
+    q.rest = (uint8_t *)(factor + 2 * KEYS) + (warp * L::Q_SHARED * 32 + lane) * 16;
+    UNROLL for (int s = 0; s < D / 16; s++) {
+        pack<4> f;
+        UNROLL for (int e = 0; e < 4; e++) {
+            const uint16_t *x = rows[e & 1];
+            f.x[e] = x ? *(const uint32_t *)(x + 16 * s + 2 * t + (e >> 1) * 8) : 0;
+        }
+        q.at(s) = f;
+    }
     float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[D / 8][4] = {};
 
     for (int i = 0; i < n; i++) {
         cp_async_wait<0>();
         __syncthreads(); /* the raw tile has landed; all are done with the f16 tile before it */
-        UNROLL_BY(4) for (int x = tid; x < 2 * L::KEYS * PIECES; x += 128) { /* K's rows, then V's */
-            uint32_t h[4];
+        UNROLL_BY(4) for (int x = tid; x < 2 * KEYS * PIECES; x += 128) { /* K's rows, then V's */
             int row = x / PIECES, c = x % PIECES;
-            kv_values<FP8, 8>(h, raw + kv_at<L::ROW>(row, c * (FP8 ? 8 : 16)));
-            *(uint4 *)(tile + f16_at<D>(row, c)) = make_uint4(h[0], h[1], h[2], h[3]);
+            auto h = kv_values<FP8, 8>(raw + kv_at<ROW>(row, c * (FP8 ? 8 : 16)));
+            *(pack<4> *)(tile + f16_at<D>(row, c)) = h;
         }
-        if (tid < 2 * L::KEYS) scale[tid] = next;
+        if (tid < 2 * KEYS) factor[tid] = next;
         __syncthreads(); /* the f16 tile is complete, the raw one is free */
         copy(i + 1);
-        next = scales(i + 1);
+        next = factors(i + 1);
 
         float s[NT][4] = {};
         UNROLL for (int k = 0; k < D / 16; k++) {
-            uint32_t f[4];
-            if (k < Q_REG) {
-                UNROLL for (int e = 0; e < 4; e++) f[e] = q[k][e];
-            } else {
-                load_words<4>(f, q_shared + (k - Q_REG) * 512);
-            }
+            pack<4> f = q.at(k);
             UNROLL for (int b = 0; b < NT; b += 2) {
                 uint32_t r[4]; /* matrices: keys 0-7 and 8-15 (lane / 16), of each elements 0-7 and 8-15 */
-                ldmatrix_x4(r,
-                            tile + f16_at<D>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * k + (lane >> 3 & 1)));
-                mma_f16(s[b], f, r), mma_f16(s[b + 1], f, r + 2);
+                int row = 8 * b + (lane >> 4) * 8 + (lane & 7);
+                ldmatrix_x4(r, tile + f16_at<D>(row, 2 * k + (lane >> 3 & 1)));
+                mma_f16(s[b], f.x, r), mma_f16(s[b + 1], f.x, r + 2);
             }
         }
-        bool all = w.begin + (i + 1) * L::KEYS <= w.seen;
+        bool all = w.begin + (i + 1) * KEYS <= w.seen;
         UNROLL for (int b = 0; b < NT; b++) {
-            const float *f = scale + 8 * b + 2 * t;
-            attn_mask(s[b], w.begin + i * L::KEYS + 8 * b + 2 * t, f[0], f[1], limit, all);
+            const float *f = factor + 8 * b + 2 * t;
+            attn_mask(s[b], w.begin + i * KEYS + 8 * b + 2 * t, f[0], f[1], limit, all);
         }
         attn_softmax(s, m, l, acc);
         UNROLL for (int k = 0; k < NT / 2; k++) {
-            const float *y = scale + L::KEYS + 16 * k + 2 * t;
+            const float *y = factor + KEYS + 16 * k + 2 * t;
             float f[4] = {y[0], y[1], y[8], y[9]};
             uint32_t p[4];
             attn_weights(p, s[2 * k], s[2 * k + 1], f);
@@ -2326,65 +2261,56 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     }
 
     UNROLL for (int h = 0; h < 2; h++) {
-        int r = 16 * warp + g + 8 * h;
-        float den = quad_sum(l[h]), inv = 1.0f / (ATTN_P * den);
-        if (t == 0) attn_store_top(a, w, r, m[h], den);
+        float den = quad_sum(l[h]);
         UNROLL for (int b = 0; b < D / 8; b++) {
-            float x[2] = {acc[b][2 * h], acc[b][2 * h + 1]};
-            attn_store(a, w, r, 8 * b + 2 * t, x, inv);
+            pack<2, float> x = {acc[b][2 * h], acc[b][2 * h + 1]};
+            attn_store(a, w, 16 * warp + g + 8 * h, 8 * b + 2 * t, x, m[h], den);
         }
     }
 }
 
-/* out (n_tok, n_head, dv) from the splits' sums: sum 2^(m - M) sums / sum 2^(m - M) l. Grid n_tok * n_head, 256 threads: dv / 4
- * columns of 4, several groups of splits. Reads n_split * (dv + 2) * 4 bytes per row, from the L2 cache; a few us. */
+/* out (n_tok, n_head, dv) from the splits' sums: sum 2^(m - M) sums / sum 2^(m - M) l. a.n_head_kv = 1: all heads are one group.
+ * Grid n_tok * n_head, 256 threads: dv / 4 columns of 4, several groups of splits. Reads n_split * (dv + 2) * 4 bytes per row, from
+ * the L2 cache; a few us. */
 __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     SHARED(float, weight, ATTN_MAX_SPLITS);
-    SHARED(float4, sums, 256);
+    SHARED(floats4, sums, 256);
     SHARED(float, dens, 8);
-    grid_dependency_launch();
-    grid_dependency_wait();
     struct attn_work w;
-    int tid = (int)threadIdx.x, row = (int)blockIdx.x, tok = row / a.n_head, rows = a.n_tok * a.n_head;
+    int tid = (int)threadIdx.x, row = (int)blockIdx.x;
     attn_begin(&w, a, 1);
-    if (w.n_split == 1 || tok >= w.len - w.pos) return;
-    const float2 *tops = attn_tops(a) + row;
+    if (w.n_split == 1 || row >= w.n_row) return;
+    auto from = [&](int split) { return attn_part_row(a, split, make_int2(0, row)); };
+    const float2 *tops = attn_tops(a);
     float top = ATTN_NO_KEY, den = 0;
-    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, tops[(size_t)s * (size_t)rows].x);
-    UNROLL for (int x = 1; x < 32; x *= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, x));
+    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, tops[from(s)].x);
+    top = warp_max(top);
     for (int s = tid; s < w.n_split; s += 256) {
-        float2 ml = tops[(size_t)s * (size_t)rows];
+        float2 ml = tops[from(s)];
         weight[s] = exp2f(ml.x - top), den += weight[s] * ml.y;
     }
     UNROLL for (int x = 1; x < 32; x *= 2) den += __shfl_xor_sync(0xFFFFFFFFu, den, x);
     if ((tid & 31) == 0) dens[tid >> 5] = den;
     __syncthreads(); /* weights and the warps' denominators are there */
     int cols = a.dv / 4, n = 256 / cols, part = tid / cols, col = tid % cols * 4;
-    float4 x = make_float4(0, 0, 0, 0);
-    if (part < n) {
-        const float *from = a.part + (size_t)row * (size_t)a.dv + col;
-        UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) {
-            float4 y = *(const float4 *)(from + (size_t)s * (size_t)rows * (size_t)a.dv);
-            float f = weight[s];
-            x.x += f * y.x, x.y += f * y.y, x.z += f * y.z, x.w += f * y.w;
-        }
-    }
+    floats4 x = {};
+    auto add = [&](float f, const void *p) {
+        floats4 y = *(const floats4 *)p;
+        UNROLL for (int j = 0; j < 4; j++) x.x[j] += f * y.x[j];
+    };
+    if (part < n)
+        UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) add(weight[s], a.part + from(s) * a.dv + col);
     sums[tid] = x;
     __syncthreads(); /* the groups' sums are there */
     if (part) return;
     den = 0;
     UNROLL for (int i = 0; i < 8; i++) den += dens[i];
-    for (int i = 1; i < n; i++) {
-        float4 y = sums[tid + i * cols];
-        x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
-    }
-    float inv = 1.0f / (ATTN_P * den);
-    *(uint2 *)(a.out + (size_t)tok * a.out_stride + (size_t)(row % a.n_head) * (size_t)a.dv + col) =
-        make_uint2(clamped_f16x2(x.x * inv, x.y * inv), clamped_f16x2(x.z * inv, x.w * inv));
+    for (int i = 1; i < n; i++) add(1, &sums[tid + i * cols]);
+    w.n_split = 1;
+    attn_store(a, w, row, col, x, top, den);
 }
 
-/* Ceiling of splits that fills 2 blocks per SM, where n_head_blocks (KV heads; MLA: groups of 16 heads) share the work of up to 16
- * tokens. */
+/* Splits to fill 2 blocks per SM; n_head_blocks (KV heads; MLA: groups of 16 heads) share the work of up to 16 tokens. */
 static int attn_splits(int n_sm, int n_head_blocks, int n_tok) {
     int n = 2 * n_sm / (n_head_blocks * ((n_tok + ATTN_DECODE_TOKENS - 1) / ATTN_DECODE_TOKENS));
     return n < 1 ? 1 : n > ATTN_MAX_SPLITS ? ATTN_MAX_SPLITS : n;
@@ -2408,6 +2334,7 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     LAUNCH_PDL(attn_kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)),
                dim3((unsigned)threads), (size_t)smem, s, a);
+    a.n_head_kv = 1;
     if (a.max_splits > 1) LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
 }
 
@@ -2423,25 +2350,22 @@ static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s)
     else attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 1>, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
 }
 
-typedef void (*attn_runner)(const struct attn_args *, int prefill, cudaStream_t);
+typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
 
 /* The kernels for these widths; NULL: there are none. */
-static attn_runner attn_find(int mla, int dk, int dv, int fp8) {
+static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
     static const struct {
         int mla, dk, dv;
-        attn_runner run[2];
+        attn_runner *run[2]; /* by fp8 */
     } table[] = {
-#define GQA(d)                                              \
-    {                                                       \
-        0, d, d, { attn_run_gqa<d, 0>, attn_run_gqa<d, 1> } \
-    }
-#define MLA(lat, rope)                                                                 \
-    {                                                                                  \
-        1, lat + rope, lat, { attn_run_mla<lat, rope, 0>, attn_run_mla<lat, rope, 1> } \
-    }
-        GQA(32), GQA(64), GQA(128), GQA(256), MLA(512, 64), MLA(128, 64), MLA(64, 16)};
-#undef GQA
-#undef MLA
+        {0, 32, 32, {attn_run_gqa<32, 0>, attn_run_gqa<32, 1>}},
+        {0, 64, 64, {attn_run_gqa<64, 0>, attn_run_gqa<64, 1>}},
+        {0, 128, 128, {attn_run_gqa<128, 0>, attn_run_gqa<128, 1>}},
+        {0, 256, 256, {attn_run_gqa<256, 0>, attn_run_gqa<256, 1>}},
+        {1, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
+        {1, 128 + 64, 128, {attn_run_mla<128, 64, 0>, attn_run_mla<128, 64, 1>}},
+        {1, 64 + 16, 64, {attn_run_mla<64, 16, 0>, attn_run_mla<64, 16, 1>}},
+    };
     for (auto &x : table)
         if (x.mla == mla && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
     return NULL;
