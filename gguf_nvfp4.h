@@ -183,17 +183,15 @@ struct gguf_type_traits {
 
 static inline struct gguf_type_traits gguf_type_info(uint32_t type) {
     static const struct gguf_type_traits t[GGUF_TYPE_COUNT] = {
-        {"F32", 1, 4},        {"F16", 1, 2},        {"Q4_0", 0, 0},       {"Q4_1", 0, 0},
-        {"Q4_2", 0, 0},       {"Q4_3", 0, 0},       {"Q5_0", 0, 0},       {"Q5_1", 0, 0},
-        {"Q8_0", 32, 34},     {"Q8_1", 0, 0},       {"Q2_K", 0, 0},       {"Q3_K", 0, 0},
-        {"Q4_K", 0, 0},       {"Q5_K", 0, 0},       {"Q6_K", 0, 0},       {"Q8_K", 0, 0},
-        {"IQ2_XXS", 0, 0},    {"IQ2_XS", 0, 0},     {"IQ3_XXS", 0, 0},    {"IQ1_S", 0, 0},
-        {"IQ4_NL", 0, 0},     {"IQ3_S", 0, 0},      {"IQ2_S", 0, 0},      {"IQ4_XS", 0, 0},
-        {"I8", 1, 1},         {"I16", 1, 2},        {"I32", 1, 4},        {"I64", 1, 8},
-        {"F64", 1, 8},        {"IQ1_M", 0, 0},      {"BF16", 1, 2},       {"Q4_0_4_4", 0, 0},
-        {"Q4_0_4_8", 0, 0},   {"Q4_0_8_8", 0, 0},   {"TQ1_0", 0, 0},      {"TQ2_0", 0, 0},
-        {"IQ4_NL_4_4", 0, 0}, {"IQ4_NL_4_8", 0, 0}, {"IQ4_NL_8_8", 0, 0}, {"MXFP4", 32, 17},
-        {"NVFP4", 64, 36},    {"Q1_0", 0, 0},       {"Q2_0", 0, 0}};
+        {"F32", 1, 4},     {"F16", 1, 2},        {"Q4_0", 0, 0},       {"Q4_1", 0, 0},       {"Q4_2", 0, 0},
+        {"Q4_3", 0, 0},    {"Q5_0", 0, 0},       {"Q5_1", 0, 0},       {"Q8_0", 32, 34},     {"Q8_1", 0, 0},
+        {"Q2_K", 0, 0},    {"Q3_K", 0, 0},       {"Q4_K", 0, 0},       {"Q5_K", 0, 0},       {"Q6_K", 0, 0},
+        {"Q8_K", 0, 0},    {"IQ2_XXS", 0, 0},    {"IQ2_XS", 0, 0},     {"IQ3_XXS", 0, 0},    {"IQ1_S", 0, 0},
+        {"IQ4_NL", 0, 0},  {"IQ3_S", 0, 0},      {"IQ2_S", 0, 0},      {"IQ4_XS", 0, 0},     {"I8", 1, 1},
+        {"I16", 1, 2},     {"I32", 1, 4},        {"I64", 1, 8},        {"F64", 1, 8},        {"IQ1_M", 0, 0},
+        {"BF16", 1, 2},    {"Q4_0_4_4", 0, 0},   {"Q4_0_4_8", 0, 0},   {"Q4_0_8_8", 0, 0},   {"TQ1_0", 0, 0},
+        {"TQ2_0", 0, 0},   {"IQ4_NL_4_4", 0, 0}, {"IQ4_NL_4_8", 0, 0}, {"IQ4_NL_8_8", 0, 0}, {"MXFP4", 32, 17},
+        {"NVFP4", 64, 36}, {"Q1_0", 0, 0},       {"Q2_0", 0, 0}};
     static const struct gguf_type_traits unknown = {"unknown", 0, 0};
     return type < GGUF_TYPE_COUNT ? t[type] : unknown;
 }
@@ -242,8 +240,7 @@ static inline void nvfp4_repack_block(const uint8_t *packed, const uint8_t *scal
         const uint8_t *p = packed + 8 * s;
         b->d[s] = scales[s] & 0x7f;
         for (int j = 0; j < 8; j++) {
-            uint8_t lo = (uint8_t)(p[j / 2] >> (j & 1) * 4 & 15),
-                    hi = (uint8_t)(p[j / 2 + 4] >> (j & 1) * 4 & 15);
+            uint8_t lo = (uint8_t)(p[j / 2] >> (j & 1) * 4 & 15), hi = (uint8_t)(p[j / 2 + 4] >> (j & 1) * 4 & 15);
             b->qs[8 * s + j] = (uint8_t)(lo | hi << 4);
         }
     }
@@ -278,12 +275,10 @@ static inline bool gguf_dequantize_row(uint32_t type, const void *row, float *ou
         for (size_t i = 0; i < n / 32; i++) q8_0_decode_block((const struct block_q8_0 *)p + i, out + 32 * i);
         return true;
     case GGUF_MXFP4:
-        for (size_t i = 0; i < n / 32; i++)
-            mxfp4_decode_block((const struct block_mxfp4 *)p + i, out + 32 * i);
+        for (size_t i = 0; i < n / 32; i++) mxfp4_decode_block((const struct block_mxfp4 *)p + i, out + 32 * i);
         return true;
     case GGUF_NVFP4:
-        for (size_t i = 0; i < n / 64; i++)
-            nvfp4_decode_block((const struct block_nvfp4 *)p + i, out + 64 * i);
+        for (size_t i = 0; i < n / 64; i++) nvfp4_decode_block((const struct block_nvfp4 *)p + i, out + 64 * i);
         return true;
     default: return false;
     }
@@ -433,8 +428,7 @@ static inline uint64_t gguf_take64(struct gguf_cursor *c, const char *what) {
 static inline struct gguf_str gguf_take_str(struct gguf_cursor *c, uint64_t max, const char *what) {
     struct gguf_str s = {"", 0};
     uint64_t n = gguf_take64(c, what);
-    if (n > max)
-        gguf_fail(c, "length %llu of %s is above %llu", (unsigned long long)n, what, (unsigned long long)max);
+    if (n > max) gguf_fail(c, "length %llu of %s is above %llu", (unsigned long long)n, what, (unsigned long long)max);
     const uint8_t *p = gguf_take(c, n, what);
     if (p) s.p = (const char *)p, s.n = (size_t)n;
     return s;
@@ -505,11 +499,10 @@ static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t
     if (c->failed) return;
     struct gguf_type_traits ti = gguf_type_info(t->type);
     if (!ti.block)
-        gguf_fail(
-            c,
-            "tensor '%s' has the type %s (%u), expected F32, F16, BF16, Q8_0, MXFP4 or NVFP4; moe-convert "
-            "makes those of the original release",
-            name, ti.name, t->type);
+        gguf_fail(c,
+                  "tensor '%s' has the type %s (%u), expected F32, F16, BF16, Q8_0, MXFP4 or NVFP4; moe-convert "
+                  "makes those of the original release",
+                  name, ti.name, t->type);
     else if (t->ne[0] % ti.block)
         gguf_fail(c, "tensor '%s': rows of %llu elements are not whole %s blocks of %u", name,
                   (unsigned long long)t->ne[0], ti.name, ti.block);
@@ -517,14 +510,12 @@ static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t
 }
 
 static inline int gguf_cmp_offset(const void *a, const void *b) {
-    const struct gguf_tensor *x = *(const struct gguf_tensor *const *)a,
-                             *y = *(const struct gguf_tensor *const *)b;
+    const struct gguf_tensor *x = *(const struct gguf_tensor *const *)a, *y = *(const struct gguf_tensor *const *)b;
     return (x->data > y->data) - (x->data < y->data);
 }
 
 /* Turns offsets into pointers; all of [offset, offset+bytes) must lie in the data section, without overlap. */
-static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor *t, uint32_t n,
-                                      uint32_t align) {
+static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor *t, uint32_t n, uint32_t align) {
     char name[64], other[64];
     size_t start = (c->pos + align - 1) / align * align;
     if (start > c->size) start = c->size;
@@ -538,11 +529,10 @@ static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor 
         gguf_printable(t[i].name, name, sizeof name);
         t[i].bytes = gguf_row_bytes(t[i].type, count);
         if (off % align)
-            gguf_fail(c, "tensor '%s': offset %llu is not a multiple of %u", name, (unsigned long long)off,
-                      align);
+            gguf_fail(c, "tensor '%s': offset %llu is not a multiple of %u", name, (unsigned long long)off, align);
         else if (off > c->size - start || t[i].bytes > c->size - start - off)
-            gguf_fail(c, "tensor '%s': data of %llu bytes at offset %llu end beyond the file of %zu bytes",
-                      name, (unsigned long long)t[i].bytes, (unsigned long long)off, c->size);
+            gguf_fail(c, "tensor '%s': data of %llu bytes at offset %llu end beyond the file of %zu bytes", name,
+                      (unsigned long long)t[i].bytes, (unsigned long long)off, c->size);
         else t[i].data = c->base + start + off;
         by[i] = &t[i];
     }
@@ -575,8 +565,8 @@ static inline int gguf_cmp_item(const void *a, const void *b) {
 }
 
 /* Sorts n names (the first member of records of `stride` bytes); NULL with a message if one occurs twice. */
-static inline uint32_t *gguf_sorted(const void *records, size_t stride, uint32_t n, const char *what,
-                                    char *err, size_t errlen) {
+static inline uint32_t *gguf_sorted(const void *records, size_t stride, uint32_t n, const char *what, char *err,
+                                    size_t errlen) {
     struct gguf_sort_item *it = (struct gguf_sort_item *)malloc((n + 1) * sizeof *it);
     uint32_t *order = (uint32_t *)malloc((n + 1) * sizeof *order);
     if (!it || !order) {
@@ -592,8 +582,7 @@ static inline uint32_t *gguf_sorted(const void *records, size_t stride, uint32_t
     for (uint32_t i = 0; i < n; i++) {
         if (i && !gguf_str_cmp(it[i - 1].name, it[i].name)) {
             char name[64];
-            snprintf(err, errlen, "%s '%s' occurs twice", what,
-                     gguf_printable(it[i].name, name, sizeof name));
+            snprintf(err, errlen, "%s '%s' occurs twice", what, gguf_printable(it[i].name, name, sizeof name));
             free(it), free(order);
             return NULL;
         }
@@ -624,8 +613,7 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
     struct gguf_cursor c = {(const uint8_t *)base, size, 0, false, err, errlen};
     const uint8_t *magic = gguf_take(&c, 4, "the magic");
     if (magic && memcmp(magic, "GGUF", 4))
-        gguf_fail(&c, "not a GGUF file: it begins with %02x %02x %02x %02x", magic[0], magic[1], magic[2],
-                  magic[3]);
+        gguf_fail(&c, "not a GGUF file: it begins with %02x %02x %02x %02x", magic[0], magic[1], magic[2], magic[3]);
     uint32_t version = gguf_take32(&c, "the version");
     if (!c.failed && !(version & 0xffff)) gguf_fail(&c, "big-endian GGUF is not supported");
     if (!c.failed && version != 2 && version != 3) gguf_fail(&c, "GGUF version %u is not 2 or 3", version);
@@ -642,8 +630,7 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
         return -1;
     }
     struct gguf_kv *kv = (struct gguf_kv *)calloc(n_kv + 1, sizeof *kv);
-    struct gguf_tensor *all =
-        (struct gguf_tensor *)realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *all);
+    struct gguf_tensor *all = (struct gguf_tensor *)realloc(g->tensors, (g->n_tensors + n_tensors + 1) * sizeof *all);
     if (all) g->tensors = all;
     if (!kv || !all) gguf_fail(&c, "out of memory for the file's tables");
     uint32_t align = GGUF_DEFAULT_ALIGN;
@@ -759,8 +746,7 @@ static inline bool gguf_get_str(const struct gguf *g, const char *key, struct gg
 }
 
 /* "PREFIX-00002-of-00005.gguf": writes PREFIX and the numbers. False if the name has no such ending. */
-static inline bool gguf_split_name(const char *path, char *prefix, size_t cap, unsigned *no,
-                                   unsigned *count) {
+static inline bool gguf_split_name(const char *path, char *prefix, size_t cap, unsigned *no, unsigned *count) {
     size_t n = strlen(path);
     unsigned a, b;
     if (n < 20 || n - 20 >= cap || sscanf(path + n - 20, "-%5u-of-%5u.gguf", &a, &b) != 2) return false;
@@ -785,8 +771,8 @@ static inline int gguf_map(struct gguf *g, const char *path, char *err, size_t e
         close(fd);
         return -1;
     }
-    void *p = (uint64_t)st.st_size > SIZE_MAX ? MAP_FAILED
-                                              : mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    void *p =
+        (uint64_t)st.st_size > SIZE_MAX ? MAP_FAILED : mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
     close(fd);
     if (p == MAP_FAILED) {
         snprintf(err, errlen, "cannot map %lld bytes: %s", (long long)st.st_size, strerror(errno));
@@ -826,17 +812,15 @@ static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t 
             gguf_close(g);
             return -1;
         }
-        if (!i && (kv = gguf_find(g, "split.count")) && gguf_elem_int(kv, 0, &v) && v != (int64_t)count &&
-            v > 1) {
-            snprintf(err, errlen, "'%.200s': split.count is %lld, the name says %u part%s", part,
-                     (long long)v, count, count > 1 ? "s" : "");
+        if (!i && (kv = gguf_find(g, "split.count")) && gguf_elem_int(kv, 0, &v) && v != (int64_t)count && v > 1) {
+            snprintf(err, errlen, "'%.200s': split.count is %lld, the name says %u part%s", part, (long long)v, count,
+                     count > 1 ? "s" : "");
             gguf_close(g);
             return -1;
         }
     }
     if ((kv = gguf_find(g, "split.tensors.count")) && gguf_elem_int(kv, 0, &v) && v != (int64_t)g->n_tensors)
-        snprintf(why, sizeof why, "split.tensors.count is %lld, the parts hold %u", (long long)v,
-                 g->n_tensors);
+        snprintf(why, sizeof why, "split.tensors.count is %lld, the parts hold %u", (long long)v, g->n_tensors);
     else if (!gguf_index_tensors(g, why, sizeof why)) return 0;
     snprintf(err, errlen, "'%.200s': %.250s", path, why);
     gguf_close(g);
@@ -914,8 +898,7 @@ static inline void gguf_put_str(struct gguf_writer *w, const char *key, const ch
 
 /* An array of n elements of a fixed-size type, little-endian at p. For strings, call it with n and p NULL and follow
  * with n calls of gguf_put_bytes. */
-static inline void gguf_put_array(struct gguf_writer *w, const char *key, uint32_t elem, uint64_t n,
-                                  const void *p) {
+static inline void gguf_put_array(struct gguf_writer *w, const char *key, uint32_t elem, uint64_t n, const void *p) {
     gguf_put_key(w, key, GGUF_V_ARR);
     gguf_put_u32_raw(w, elem);
     gguf_put_u64_raw(w, n);
@@ -927,8 +910,8 @@ static inline uint64_t gguf_pad(uint64_t n) {
 }
 
 /* Declares the next tensor; returns the bytes of data that the caller will stream for it (without padding). */
-static inline uint64_t gguf_add_tensor(struct gguf_writer *w, const char *name, uint32_t type,
-                                       uint32_t n_dims, const uint64_t *ne) {
+static inline uint64_t gguf_add_tensor(struct gguf_writer *w, const char *name, uint32_t type, uint32_t n_dims,
+                                       const uint64_t *ne) {
     uint64_t count = 1, n = strlen(name);
     gguf_append(w, &w->info, &w->info_len, &w->info_cap, &n, 8);
     gguf_append(w, &w->info, &w->info_len, &w->info_cap, name, (size_t)n);

@@ -121,13 +121,12 @@ struct layer {
     struct weight wk_b, wv_b;          /* n_head of (kv_lora, nope); n_head of (v, kv_lora) */
     const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
     /* feed-forward: dense when n_expert is 0 */
-    int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
-    struct weight router;         /* (n_expert, n_embd) */
-    const float *router_bias;     /* (n_expert), added for the selection only; NULL: none */
-    struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
+    int n_expert;                          /* routed experts of this layer; pruning makes it differ between layers */
+    struct weight router;                  /* (n_expert, n_embd) */
+    const float *router_bias;              /* (n_expert), added for the selection only; NULL: none */
+    struct weight gate, up, down;          /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert */
-    const int32_t
-        *kept; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
+    const int32_t *kept; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
 };
 
 enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
@@ -217,15 +216,13 @@ struct profile_row {
 };
 
 struct ops {
-    bool (*begin)(
-        struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
-    void (*end)(struct rank *r);                 /* after it */
-    void (*embed)(struct rank *r, enum act out); /* out = rows of the embedding */
-    void (*rmsnorm)(struct rank *r, enum act x, const float *w,
-                    enum act out); /* out = norm(x) * w; out may be x */
+    bool (*begin)(struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
+    void (*end)(struct rank *r);   /* after it */
+    void (*embed)(struct rank *r, enum act out);                               /* out = rows of the embedding */
+    void (*rmsnorm)(struct rank *r, enum act x, const float *w, enum act out); /* out = norm(x) * w; out may be x */
     void (*add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w,
-                        enum act out);                       /* x += delta; then as above */
-    void (*add)(struct rank *r, enum act x, enum act delta); /* x += delta */
+                        enum act out);                                                /* x += delta; then as above */
+    void (*add)(struct rank *r, enum act x, enum act delta);                          /* x += delta */
     void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
     void (*linear3)(struct rank *r, enum act x, const struct weight *const w[3],
                     const enum act out[3]); /* out[i] = w[i] x; w[i] NULL: that many */
@@ -235,20 +232,18 @@ struct ops {
     void (*mla_store)(struct rank *r, int il, enum act q,
                       enum act kv); /* latent norm, rotation, latent and k_pe to the cache */
     void (*mla_attention)(struct rank *r, int il, enum act q,
-                          enum act out); /* multi-head latent attention, over the cache */
-    void (*ffn)(struct rank *r, int il, enum act x, enum act out); /* dense SwiGLU */
-    void (*moe_ffn)(struct rank *r, int il, enum act x,
-                    enum act out);                        /* router, routed experts, shared expert */
-    void (*all_reduce)(struct rank *r, enum act x);       /* sum over the ranks */
+                          enum act out);                               /* multi-head latent attention, over the cache */
+    void (*ffn)(struct rank *r, int il, enum act x, enum act out);     /* dense SwiGLU */
+    void (*moe_ffn)(struct rank *r, int il, enum act x, enum act out); /* router, routed experts, shared expert */
+    void (*all_reduce)(struct rank *r, enum act x);                    /* sum over the ranks */
     void (*logits)(struct rank *r, int first, int n);     /* final norm and head for rows first..first+n-1 */
     const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
     /* chooses a token by row 0 of the logits; recent: the n_recent <= PENALTY_WINDOW latest ids; uniform: a draw from [0, 1) */
-    void (*sample)(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent,
-                   double uniform);
+    void (*sample)(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform);
     int32_t (*read_token)(struct rank *r); /* the one chosen; waits */
     /* rows first..first+n-1 of a plane to or from (store) host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one */
-    void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
-                    float *scale, bool store);
+    void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
+                    bool store);
     void (*wait)(struct rank *r); /* until everything that was enqueued is done */
     struct rates (*measure)(struct rank *r);
     /* Times every kernel of run(arg), a forward; returns the launches in their order, at most n; a NULL pointer: the backend cannot. */
@@ -302,8 +297,7 @@ static inline struct kv_layer kv_layer_make(const struct model *m, enum kv_type 
 /* Bytes of the cache per token, all layers. */
 static inline size_t kv_token_bytes(const struct model *m, enum kv_type type) {
     struct kv_layer y = kv_layer_make(m, type);
-    size_t scales =
-        (y.k.type == KV_FP8 ? (size_t)y.k.n_group : 0) + (y.v.type == KV_FP8 ? (size_t)y.v.n_group : 0);
+    size_t scales = (y.k.type == KV_FP8 ? (size_t)y.k.n_group : 0) + (y.v.type == KV_FP8 ? (size_t)y.v.n_group : 0);
     return (size_t)m->n_layer * (y.k.row_bytes + y.v.row_bytes + scales * sizeof(float));
 }
 
@@ -622,8 +616,7 @@ static int utf8_sequence(const char *s, size_t n) {
     if (n >= (size_t)want) return utf8proc_iterate(u, want, &cp) == want ? want : -1;
     uint8_t t[4] = {0x80, 0x80, 0x80, 0x80};
     memcpy(t, u, n);
-    if (n < 2 && (u[0] == 0xe0 || u[0] == 0xf0))
-        t[1] = 0xa0; /* the smallest second byte that is not overlong */
+    if (n < 2 && (u[0] == 0xe0 || u[0] == 0xf0)) t[1] = 0xa0; /* the smallest second byte that is not overlong */
     return utf8proc_iterate(t, want, &cp) == want ? 0 : -1;
 }
 
@@ -641,8 +634,7 @@ static bool utf8_valid(const char *s, size_t n) {
 static void message_neutralise(char *s) {
     for (size_t n = strlen(s); n;) {
         int k = utf8_sequence(s, n);
-        bool control =
-            k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
+        bool control = k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
         if (k < 1) k = 1, control = true;
         if (control) memset(s, '?', (size_t)k);
         s += k, n -= (size_t)k;
@@ -782,14 +774,7 @@ static void term_neutralise(char **out, const char *s, size_t n) {
  * ============================================================================================================ */
 
 /* Values of tokenizer.ggml.token_type. */
-enum token_type {
-    TOKEN_NORMAL = 1,
-    TOKEN_UNKNOWN,
-    TOKEN_CONTROL,
-    TOKEN_USER_DEFINED,
-    TOKEN_UNUSED,
-    TOKEN_BYTE
-};
+enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_UNUSED, TOKEN_BYTE };
 
 /* Of every byte of a text: whether the chat template wrote it, or it came from a message, a file or the user. */
 enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
@@ -936,11 +921,11 @@ static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre,
     for (int i = 0; i < VOCAB_MAX_EXPRS && pre->expr[i]; i++) {
         int code;
         size_t at;
-        v->expr[i] = pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP,
-                                   &code, &at, NULL);
+        v->expr[i] =
+            pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &at, NULL);
         if (!v->expr[i])
-            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu",
-                        i + 1, pre->names, code, at);
+            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
+                        pre->names, code, at);
         pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* without JIT matching is slower, not different */
         v->n_exprs++;
     }
@@ -1039,8 +1024,7 @@ static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, s
     return lo;
 }
 
-static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n,
-                            unsigned flags) {
+static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n, unsigned flags) {
     if (v->type[id] != TOKEN_USER_DEFINED) {
         if (!(flags & TOKENIZE_CONTROL)) return false;
     } else if (flags & TOKENIZE_TAGS || !is_tag(v->token[id])) return true;
@@ -1048,8 +1032,8 @@ static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *or
 }
 
 /* The longest special token at the head of the n bytes of text that flags and origin allow; its id and length, or -1. */
-static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin,
-                             unsigned flags, size_t *len) {
+static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
+                             size_t *len) {
     uint32_t lo = v->special_first[(uint8_t)text[0]], hi = v->special_first[(uint8_t)text[0] + 1];
     int32_t best = -1;
     for (size_t depth = 1; lo < hi; depth++) {
@@ -1093,8 +1077,7 @@ static bool vocab_key_bool(const struct gguf *g, const char *key, bool missing) 
 static int vocab_key_strings(const struct gguf *g, const char *key, const struct gguf_kv **kv, char *err) {
     *kv = gguf_find(g, key);
     if (!*kv) return fail(err, "the key %s is missing", key);
-    if (!(*kv)->is_array || (*kv)->type != GGUF_V_STR)
-        return fail(err, "the key %s is not an array of strings", key);
+    if (!(*kv)->is_array || (*kv)->type != GGUF_V_STR) return fail(err, "the key %s is not an array of strings", key);
     if ((*kv)->n < 1 || (*kv)->n > VOCAB_MAX)
         return fail(err, "the key %s has %llu elements, expected 1 to %d", key, (unsigned long long)(*kv)->n,
                     VOCAB_MAX);
@@ -1110,8 +1093,7 @@ static int vocab_read_types(struct vocab *v, const struct gguf *g, char *err) {
         return fail(err, "tokenizer.ggml.token_type: expected an array of %d integers, found %llu elements",
                     v->n_tokens, (unsigned long long)kv->n);
     for (int32_t i = 0; i < v->n_tokens; i++)
-        if (gguf_elem_int(kv, (uint64_t)i, &t) && t >= TOKEN_NORMAL && t <= TOKEN_BYTE)
-            v->type[i] = (uint8_t)t;
+        if (gguf_elem_int(kv, (uint64_t)i, &t) && t >= TOKEN_NORMAL && t <= TOKEN_BYTE) v->type[i] = (uint8_t)t;
     return 0;
 }
 
@@ -1129,8 +1111,7 @@ static void vocab_index_bytes(struct vocab *v) {
     for (uint32_t i = 0; i < v->n_special; i++) {
         const struct special_token *s = &v->special[i];
         char b[2];
-        if (v->type[s->id] != TOKEN_USER_DEFINED || s->text.n > 2 ||
-            alphabet_decode(s->text.p, s->text.n, b) != 1)
+        if (v->type[s->id] != TOKEN_USER_DEFINED || s->text.n > 2 || alphabet_decode(s->text.p, s->text.n, b) != 1)
             continue;
         int32_t *id = &v->byte_id[(uint8_t)b[0]];
         if (*id < 0) *id = s->id;
@@ -1165,8 +1146,7 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
         struct gguf_str *t = &v->token[i];
         if (is_special(v->type[i])) {
             if (t->n > SPECIAL_MAX)
-                return fail(err, "the special token %d has %zu bytes, expected at most %d", i, t->n,
-                            SPECIAL_MAX);
+                return fail(err, "the special token %d has %zu bytes, expected at most %d", i, t->n, SPECIAL_MAX);
             if (t->n) v->special[n_special++] = (struct special_token){*t, i};
             continue;
         }
@@ -1267,13 +1247,11 @@ static void vocab_free(struct vocab *v) {
 static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
     struct gguf_str model, name;
     char shown[64];
-    if (!gguf_get_str(g, "tokenizer.ggml.model", &model))
-        return fail(err, "the key tokenizer.ggml.model is missing");
+    if (!gguf_get_str(g, "tokenizer.ggml.model", &model)) return fail(err, "the key tokenizer.ggml.model is missing");
     if (!gguf_str_eq(model, "gpt2"))
         return fail(err, "the tokenizer '%s' is not supported, only 'gpt2' (byte-level BPE) is",
                     gguf_printable(model, shown, sizeof shown));
-    if (!gguf_get_str(g, "tokenizer.ggml.pre", &name))
-        return fail(err, "the key tokenizer.ggml.pre is missing");
+    if (!gguf_get_str(g, "tokenizer.ggml.pre", &name)) return fail(err, "the key tokenizer.ggml.pre is missing");
     const struct pre_tokenizer *pre = pre_tokenizers, *end = pre + N_PRE_TOKENIZERS;
     while (pre < end && !word_in_list(name, pre->names)) pre++;
     if (pre == end)
@@ -1315,9 +1293,7 @@ static int vocab_type(const struct vocab *v, int32_t id) {
 }
 
 /* Whether the token ends a turn. */
-static bool vocab_is_stop(const struct vocab *v, int32_t id) {
-    return id >= 0 && id < v->n_tokens && v->stop[id];
-}
+static bool vocab_is_stop(const struct vocab *v, int32_t id) { return id >= 0 && id < v->n_tokens && v->stop[id]; }
 
 /* ---- merging ---- */
 
@@ -1333,7 +1309,7 @@ struct bpe_symbol {
 struct tokenizer {
     const struct vocab *v;
     struct bpe_symbol *symbols;
-    uint64_t *heap; /* rank << 32 | symbol, smallest first; stale where the symbol has another rank by now */
+    uint64_t *heap;     /* rank << 32 | symbol, smallest first; stale where the symbol has another rank by now */
     size_t *ends, *cut; /* where pieces end, before and after an expression */
     pcre2_match_data *match;
     int32_t **out;
@@ -1415,8 +1391,8 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
     for (size_t i = 0, begin = 0; i < arrlenu(t->ends); begin = t->ends[i++]) {
         size_t n = t->ends[i] - begin, done = 0;
         while (done < n &&
-               pcre2_match(expr, (PCRE2_SPTR)text + begin, n, done, PCRE2_NO_UTF_CHECK, t->match,
-                           t->v->match_context) > 0 &&
+               pcre2_match(expr, (PCRE2_SPTR)text + begin, n, done, PCRE2_NO_UTF_CHECK, t->match, t->v->match_context) >
+                   0 &&
                ov[1] > done) {
             if (ov[0] > done) arrput(t->cut, begin + ov[0]);
             arrput(t->cut, begin + ov[1]);
@@ -1628,8 +1604,7 @@ struct job;
 struct builtin {
     int where; /* AS_*, OF_* */
     const char *name, *sig;
-    struct tv (*fn)(struct job *j, struct tv self,
-                    struct args *a); /* NULL: the immutable sandbox refuses it */
+    struct tv (*fn)(struct job *j, struct tv self, struct args *a); /* NULL: the immutable sandbox refuses it */
     int mode;
 };
 
@@ -1772,18 +1747,14 @@ static struct tv tv_sub(struct tv s, size_t from, size_t to) {
     return s;
 }
 
-static bool tv_is(struct tv v, const char *s) {
-    return v.kind == TV_STR && v.n == strlen(s) && !memcmp(v.s, s, v.n);
-}
+static bool tv_is(struct tv v, const char *s) { return v.kind == TV_STR && v.n == strlen(s) && !memcmp(v.s, s, v.n); }
 
 static bool tv_listy(struct tv v) { return v.kind >= TV_LIST && v.kind <= TV_GEN; }
 static bool tv_whole(struct tv v) { return v.kind == TV_BOOL || v.kind == TV_INT; }
 static bool tv_number(struct tv v) { return tv_whole(v) || v.kind == TV_FLOAT; }
 static double tv_double(struct tv v) { return v.kind == TV_FLOAT ? v.f : (double)v.i; }
 
-static bool tv_has_data(struct tv v) {
-    return v.data || (v.kind == TV_STR && v.n && memchr(v.o, ORIGIN_DATA, v.n));
-}
+static bool tv_has_data(struct tv v) { return v.data || (v.kind == TV_STR && v.n && memchr(v.o, ORIGIN_DATA, v.n)); }
 
 static void list_push(struct job *j, struct list *l, struct tv v) {
     l->v = job_grow(j, l->v, l->n, &l->cap, sizeof *l->v);
@@ -1799,8 +1770,7 @@ static const char *tv_type(struct tv v) {
 }
 
 /* Ends with jinja2's message if v is undefined, else with this one; for operations that v does not have. */
-__attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *j, struct tv v,
-                                                                    const char *fmt, ...) {
+__attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *j, struct tv v, const char *fmt, ...) {
     char msg[256];
     va_list ap;
     va_start(ap, fmt);
@@ -1857,8 +1827,8 @@ static size_t cp_offset(struct tv v, int64_t number) {
 /* str.isspace of Python. */
 static bool cp_space(int32_t c) {
     if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13) || (c >= 0x1c && c <= 0x1f);
-    return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 ||
-           c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
+    return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 ||
+           c == 0x202f || c == 0x205f || c == 0x3000;
 }
 
 /* Bytes of s that remain when the white space at its end is removed; bytes of white space at its start. */
@@ -1907,8 +1877,8 @@ static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int 
     b->n += n;
 }
 
-__attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin,
-                                                             const char *fmt, ...) {
+__attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin, const char *fmt,
+                                                             ...) {
     char tmp[256];
     va_list ap;
     va_start(ap, fmt);
@@ -1968,8 +1938,7 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     if (tv_number(a) && tv_number(b)) return number_order(a, b) == 0;
     if (a.kind != b.kind) return false;
     if (a.kind == TV_UNDEF || a.kind == TV_NONE || a.list == b.list) return true;
-    if ((a.kind != TV_LIST && a.kind != TV_TUPLE && a.kind != TV_DICT) || a.list->n != b.list->n)
-        return false;
+    if ((a.kind != TV_LIST && a.kind != TV_TUPLE && a.kind != TV_DICT) || a.list->n != b.list->n) return false;
     bool eq = true, dict = a.kind == TV_DICT;
     job_enter(j);
     job_charge(j, a.list->n);
@@ -2056,8 +2025,7 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &cp);
         int c = utf8proc_category(cp);
-        bool hidden =
-            st->json ? cp < ' ' || (st->ascii && cp > 0x7e) : (c >= UTF8PROC_CATEGORY_ZS && cp != ' ') || !c;
+        bool hidden = st->json ? cp < ' ' || (st->ascii && cp > 0x7e) : (c >= UTF8PROC_CATEGORY_ZS && cp != ' ') || !c;
         const char *esc = cp && cp < 0x80 ? strchr(plain, cp) : NULL;
         if (esc && esc >= plain + 4 && !st->json) esc = NULL; /* repr() has no \b, \f and \" */
         if (!esc && !hidden && cp != quote) continue;
@@ -2065,8 +2033,7 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
         from = i + k;
         if (esc || cp == quote) buf_printf(j, b, v.o[i], "\\%c", esc ? letter[esc - plain] : quote);
         else if (st->json && cp > 0xffff) /* a surrogate pair */
-            buf_printf(j, b, v.o[i], "\\u%04x\\u%04x", 0xd7c0u + (unsigned)(cp >> 10),
-                       0xdc00u + (cp & 0x3ffu));
+            buf_printf(j, b, v.o[i], "\\u%04x\\u%04x", 0xd7c0u + (unsigned)(cp >> 10), 0xdc00u + (cp & 0x3ffu));
         else
             buf_printf(j, b, v.o[i],
                        cp < 0x100 && !st->json ? "\\x%02x"
@@ -2079,8 +2046,7 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
     if (v.markup && !st->json) buf_printf(j, b, origin, ")");
 }
 
-static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level,
-                     int origin);
+static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin);
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
 
 static void write_newline(struct job *j, struct buf *b, const struct style *st, int level, int origin) {
@@ -2089,8 +2055,7 @@ static void write_newline(struct job *j, struct buf *b, const struct style *st, 
     while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
 }
 
-static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level,
-                        int origin) {
+static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
     bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
     struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
     for (size_t i = 1; dict && i < v.list->n; i += 2) list_push(j, &values, v.list->v[i]);
@@ -2105,8 +2070,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
         write_newline(j, b, st, level + 1, origin);
         if (dict) {
             struct buf text = {0};
-            if (st->json && item.kind == TV_TUPLE)
-                job_fail(j, "keys must be str, int, float, bool or None, not tuple");
+            if (st->json && item.kind == TV_TUPLE) job_fail(j, "keys must be str, int, float, bool or None, not tuple");
             if (st->json && item.kind != TV_STR) {
                 tv_write(j, &text, item, st, 0, origin);
                 item = buf_str(&text);
@@ -2123,8 +2087,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
 }
 
 /* Appends a value. Text that is added to data is data; `origin` is that of the container around v. */
-static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level,
-                     int origin) {
+static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
     char num[40];
     if (v.data) origin = ORIGIN_DATA;
     job_enter(j);
@@ -2225,17 +2188,7 @@ enum op {
 };
 
 /* Levels of precedence. `not` stands between `and` and the comparisons; + binds less than ~. */
-enum {
-    LEVEL_OR,
-    LEVEL_AND,
-    LEVEL_NOT,
-    LEVEL_COMPARE,
-    LEVEL_ADD,
-    LEVEL_CONCAT,
-    LEVEL_MUL,
-    LEVEL_POW,
-    LEVEL_UNARY
-};
+enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARE, LEVEL_ADD, LEVEL_CONCAT, LEVEL_MUL, LEVEL_POW, LEVEL_UNARY };
 
 static const struct {
     const char *text;
@@ -2285,8 +2238,7 @@ static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
 static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b), m, q;
     if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
-    if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0))
-        return int_binary(j, op, a.i, b.i);
+    if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
     switch (op) {
     case OP_ADD: return tv_float(x + y);
     case OP_SUB: return tv_float(x - y);
@@ -2372,11 +2324,9 @@ static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
         if (conv != 's' && conv != 'd') job_fail(j, "the format '%%%c' is not supported", conv ? conv : ' ');
         if (used == l->n) job_fail(j, "not enough arguments for format string");
         struct tv v = l->v[used++];
-        if (conv == 'd' && !tv_number(v))
-            tv_fail(j, v, "%%d format: a number is required, not %s", tv_type(v));
+        if (conv == 'd' && !tv_number(v)) tv_fail(j, v, "%%d format: a number is required, not %s", tv_type(v));
         if (conv == 'd')
-            v = (struct tv){
-                .kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? float_int(j, v.f, "%d") : v.i};
+            v = (struct tv){.kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? float_int(j, v.f, "%d") : v.i};
         buf_put(j, &b, tv_str(j, v));
         i++;
     }
@@ -2407,11 +2357,10 @@ static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) 
         v = tv_list(j, a.kind);
         for (size_t i = 0; i < a.list->n; i++) list_push(j, v.list, a.list->v[i]);
         for (size_t i = 0; i < b.list->n; i++) list_push(j, v.list, b.list->v[i]);
-    } else if (op == OP_MUL && tv_whole(b) && a.kind >= TV_STR && a.kind <= TV_TUPLE)
-        v = tv_repeat(j, a, b.i);
+    } else if (op == OP_MUL && tv_whole(b) && a.kind >= TV_STR && a.kind <= TV_TUPLE) v = tv_repeat(j, a, b.i);
     else
-        tv_fail(j, a.kind == TV_UNDEF ? a : b, "unsupported operand type(s) for %s: '%s' and '%s'",
-                op_table[op].text, tv_type(a), tv_type(b));
+        tv_fail(j, a.kind == TV_UNDEF ? a : b, "unsupported operand type(s) for %s: '%s' and '%s'", op_table[op].text,
+                tv_type(a), tv_type(b));
     v.data = a.data || b.data;
     return v;
 }
@@ -2447,8 +2396,7 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
 }
 
 static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
-    if ((a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f)))
-        return op == OP_NE || op == OP_NOT_IN;
+    if ((a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f))) return op == OP_NE || op == OP_NOT_IN;
     switch (op) {
     case OP_EQ: return tv_eq(j, a, b);
     case OP_NE: return !tv_eq(j, a, b);
@@ -2471,8 +2419,7 @@ static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, 
 /* v[start:stop:step]; TV_NONE stands for what is left out. Strings count code points. */
 static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
     bool str = v.kind == TV_STR;
-    if (!str && v.kind != TV_LIST && v.kind != TV_TUPLE)
-        tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
+    if (!str && v.kind != TV_LIST && v.kind != TV_TUPLE) tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
     int64_t n = (int64_t)(str ? cp_count(j, v.s, v.n) : v.list->n);
     int64_t step = slice_index(j, by, 0, 1, INT64_MIN, INT64_MAX);
     if (!step) job_fail(j, "slice step cannot be zero");
@@ -2515,8 +2462,7 @@ static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
 /* o[key]; TV_ABSENT: nothing. */
 static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
     bool str = o.kind == TV_STR;
-    struct tv *v =
-        o.kind == TV_DICT && key.kind != TV_LIST && key.kind != TV_DICT ? dict_find(j, o.list, key) : NULL;
+    struct tv *v = o.kind == TV_DICT && key.kind != TV_LIST && key.kind != TV_DICT ? dict_find(j, o.list, key) : NULL;
     if (v) return *v;
     if (!tv_whole(key) || !(str || o.kind == TV_LIST || o.kind == TV_TUPLE)) return (struct tv){0};
     int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n), i = key.i < 0 ? key.i + n : key.i;
@@ -2558,8 +2504,7 @@ static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
         p += k + strspn(p + k, " ?");
     }
     if (a->pos.n > n) job_fail(j, "%s() takes at most %zu arguments, not %zu", f->name, n, a->pos.n);
-    if (2 * used < a->kw.n)
-        job_fail(j, "%s() got a keyword that is not one of '%s', or one twice", f->name, f->sig);
+    if (2 * used < a->kw.n) job_fail(j, "%s() got a keyword that is not one of '%s', or one twice", f->name, f->sig);
 }
 
 /* Steps to look at all of v once. */
@@ -2610,9 +2555,9 @@ static struct tv str_case(struct job *j, struct tv v, int mode) {
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &cp);
         bool up = mode == CASE_UPPER || (mode != CASE_LOWER && start);
-        start = mode == CASE_TITLE ? !cp_cased(cp)
-                                   : mode == CASE_TITLE_FILTER &&
-                                         (cp_space(cp) || strchr("-({[<", cp < 0x80 && cp ? cp : 'x'));
+        start = mode == CASE_TITLE
+                    ? !cp_cased(cp)
+                    : mode == CASE_TITLE_FILTER && (cp_space(cp) || strchr("-({[<", cp < 0x80 && cp ? cp : 'x'));
         int32_t to = !up ? utf8proc_tolower(cp) : upper ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
         if (cp == 0xdf && up) buf_printf(j, &b, v.o[i], upper ? "SS" : "Ss");
         else if (to == cp) buf_put(j, &b, tv_sub(v, i, i + k));
@@ -2621,9 +2566,7 @@ static struct tv str_case(struct job *j, struct tv v, int mode) {
     return buf_str(&b);
 }
 
-static struct tv f_case(struct job *j, struct tv self, struct args *a) {
-    return str_case(j, tv_str(j, self), a->mode);
-}
+static struct tv f_case(struct job *j, struct tv self, struct args *a) { return str_case(j, tv_str(j, self), a->mode); }
 
 enum { STRIP_LEFT = 1, STRIP_RIGHT = 2, STRIP_BOTH = 3 };
 
@@ -2662,8 +2605,7 @@ static void split_space(struct job *j, struct list *out, struct tv v, size_t max
         struct tv w = words.v[i];
         if (n <= max || (right ? i >= cut : i < cut)) list_push(j, out, w);
         else if (right ? i + 1 == cut : i == cut)
-            list_push(j, out,
-                      right ? tv_sub(v, 0, (size_t)(w.s + w.n - v.s)) : tv_sub(v, (size_t)(w.s - v.s), v.n));
+            list_push(j, out, right ? tv_sub(v, 0, (size_t)(w.s + w.n - v.s)) : tv_sub(v, (size_t)(w.s - v.s), v.n));
     }
 }
 
@@ -2698,8 +2640,7 @@ static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
     int32_t c;
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &c);
-        if (!((c >= 0x0a && c <= 0x0d) || (c >= 0x1c && c <= 0x1e) || c == 0x85 || c == 0x2028 ||
-              c == 0x2029))
+        if (!((c >= 0x0a && c <= 0x0d) || (c >= 0x1c && c <= 0x1e) || c == 0x85 || c == 0x2028 || c == 0x2029))
             continue;
         if (c == '\r' && i + 1 < v.n && v.s[i + 1] == '\n') k = 2;
         list_push(j, out.list, tv_sub(v, from, arg_bool(a, 0) ? i + k : i));
@@ -2752,8 +2693,7 @@ static struct tv f_join(struct job *j, struct tv self, struct args *a) {
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
 static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
-    bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, test = a->mode <= AFFIX_ENDS,
-         found = false;
+    bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, test = a->mode <= AFFIX_ENDS, found = false;
     struct list one = {.v = a->v, .n = 1}, *l = test && a->v[0].kind == TV_TUPLE ? a->v[0].list : &one;
     struct tv affix = l->n ? l->v[0] : v;
     for (size_t i = 0; i < l->n && !found; i++) {
@@ -2794,11 +2734,9 @@ static bool str_is(struct tv v, int mode) {
     for (size_t i = 0; i < v.n;) {
         i += cp_next(v.s + i, v.n - i, &cp);
         int c = utf8proc_category(cp);
-        bool alpha = c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO,
-             digit = c == UTF8PROC_CATEGORY_ND;
+        bool alpha = c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO, digit = c == UTF8PROC_CATEGORY_ND;
         if (mode >= IS_UPPER && !cp_cased(cp)) continue;
-        bool ok[] = {
-            alpha, digit, alpha || digit, cp_space(cp), c == UTF8PROC_CATEGORY_LU, c == UTF8PROC_CATEGORY_LL};
+        bool ok[] = {alpha, digit, alpha || digit, cp_space(cp), c == UTF8PROC_CATEGORY_LU, c == UTF8PROC_CATEGORY_LL};
         if (!ok[mode]) return false;
         any = true;
     }
@@ -2849,8 +2787,7 @@ static struct tv str_number(struct tv v) {
     if (!v.n || v.n >= sizeof tmp) return tv_none();
     size_t n = 0;
     for (size_t i = 0; i < v.n; i++) /* 1_000 */
-        if (v.s[i] != '_' || !i || i + 1 == v.n || !isdigit((uint8_t)v.s[i - 1]) ||
-            !isdigit((uint8_t)v.s[i + 1]))
+        if (v.s[i] != '_' || !i || i + 1 == v.n || !isdigit((uint8_t)v.s[i - 1]) || !isdigit((uint8_t)v.s[i + 1]))
             tmp[n++] = v.s[i];
     tmp[n] = 0;
     size_t sign = strspn(tmp, "+-") == 1, digits = strspn(tmp + sign, "0123456789");
@@ -2961,8 +2898,7 @@ static struct list *list_sorted(struct job *j, const struct list *l, const struc
     for (size_t i = 0; i < l->n; i++) at[i] = i;
     for (size_t width = 1; width < l->n; width *= 2) {
         for (size_t from = 0; from < l->n; from += 2 * width) {
-            size_t mid = from + width < l->n ? from + width : l->n,
-                   end = mid + width < l->n ? mid + width : l->n;
+            size_t mid = from + width < l->n ? from + width : l->n, end = mid + width < l->n ? mid + width : l->n;
             for (size_t i = from, k = mid, n = from; n < end; n++) {
                 bool right = i == mid;
                 if (i < mid && k < end) {
@@ -2995,8 +2931,7 @@ static struct tv f_items(struct job *j, struct tv self, struct args *a) {
     if (self.kind == TV_UNDEF && a->mode == DICT_ITEMS_FILTER) return out;
     if (self.kind != TV_DICT) tv_fail(j, self, "Can only get item pairs from a mapping.");
     for (size_t i = 0; i < self.list->n; i += 2) {
-        struct tv pair =
-            a->mode >= DICT_ITEMS ? tv_list(j, TV_TUPLE) : self.list->v[a->mode == DICT_KEYS ? i : i + 1];
+        struct tv pair = a->mode >= DICT_ITEMS ? tv_list(j, TV_TUPLE) : self.list->v[a->mode == DICT_KEYS ? i : i + 1];
         for (size_t k = i; a->mode >= DICT_ITEMS && k < i + 2; k++) list_push(j, pair.list, self.list->v[k]);
         list_push(j, out.list, pair);
     }
@@ -3006,12 +2941,10 @@ static struct tv f_items(struct job *j, struct tv self, struct args *a) {
 static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
     struct args items = {.mode = DICT_ITEMS};
     struct tv out = f_items(j, self, &items), by = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "key");
-    if (!tv_is(by, "key") && !tv_is(by, "value"))
-        job_fail(j, "You can only sort by either \"key\" or \"value\"");
+    if (!tv_is(by, "key") && !tv_is(by, "value")) job_fail(j, "You can only sort by either \"key\" or \"value\"");
     struct list keys = {0};
     for (size_t i = 0; i < out.list->n; i++)
-        list_push(j, &keys,
-                  sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0)));
+        list_push(j, &keys, sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0)));
     out.list = list_sorted(j, out.list, &keys, arg_bool(a, 2));
     return out;
 }
@@ -3050,8 +2983,7 @@ static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
     struct tv best = tv_undef(j, "No aggregated item, sequence was empty."), best_key = best;
     for (size_t i = 0; i < l->n; i++) {
         struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0));
-        if (!i || (a->mode ? tv_less(j, best_key, key) : tv_less(j, key, best_key)))
-            best = l->v[i], best_key = key;
+        if (!i || (a->mode ? tv_less(j, best_key, key) : tv_less(j, key, best_key))) best = l->v[i], best_key = key;
     }
     return best;
 }
@@ -3098,8 +3030,7 @@ static const struct builtin *builtin_named(struct job *j, int where, struct tv n
 }
 
 static struct tv f_map(struct job *j, struct tv self, struct args *a) {
-    struct tv out = tv_list(j, TV_GEN),
-              *path = a->pos.n ? NULL : dict_find(j, &a->kw, tv_lit(j, "attribute"));
+    struct tv out = tv_list(j, TV_GEN), *path = a->pos.n ? NULL : dict_find(j, &a->kw, tv_lit(j, "attribute"));
     struct tv *none = path ? dict_find(j, &a->kw, tv_lit(j, "default")) : NULL;
     if (!tv_truthy(self)) return out;
     if (!path && !a->pos.n) job_fail(j, "map requires a filter argument");
@@ -3152,8 +3083,7 @@ static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
     struct tv indent = a->v[1].kind ? a->v[1] : tv_none(), sep = a->v[2];
     struct style st = {.json = true, .indent = indent, .ascii = arg_bool(a, 0), .sort = arg_bool(a, 3)};
     struct buf b = {0};
-    if (indent.kind != TV_NONE && indent.kind != TV_STR)
-        st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
+    if (indent.kind != TV_NONE && indent.kind != TV_STR) st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
     st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ","), st.colon = tv_lit(j, ": ");
     if (sep.kind && sep.kind != TV_NONE) {
         const struct list *l = tv_iter(j, sep);
@@ -3215,15 +3145,13 @@ static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
 static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     (void)self;
     bool two = a->v[1].kind;
-    int64_t from = two ? arg_int(j, a, 0, 0) : 0, to = arg_int(j, a, two ? 1 : 0, 0),
-            step = arg_int(j, a, 2, 1);
+    int64_t from = two ? arg_int(j, a, 0, 0) : 0, to = arg_int(j, a, two ? 1 : 0, 0), step = arg_int(j, a, 2, 1);
     struct tv out = tv_list(j, TV_LIST);
     if (!step) job_fail(j, "range() arg 3 must not be zero");
     for (int64_t i = from; step > 0 ? i < to : i > to;) {
         list_push(j, out.list, tv_int(i));
         if (out.list->n > TEMPLATE_RANGE)
-            job_fail(j, "Range too big. The sandbox blocks ranges larger than MAX_RANGE (%d).",
-                     TEMPLATE_RANGE);
+            job_fail(j, "Range too big. The sandbox blocks ranges larger than MAX_RANGE (%d).", TEMPLATE_RANGE);
         if (__builtin_add_overflow(i, step, &i)) break;
     }
     return out;
@@ -3235,8 +3163,7 @@ static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, a->mode);
     if (a->pos.n > 1 || (a->pos.n && a->pos.v[0].kind != TV_DICT))
         job_fail(j, "%s() takes one mapping and keywords", a->name);
-    for (size_t i = 0; a->pos.n && i < a->pos.v[0].list->n; i++)
-        list_push(j, out.list, a->pos.v[0].list->v[i]);
+    for (size_t i = 0; a->pos.n && i < a->pos.v[0].list->n; i++) list_push(j, out.list, a->pos.v[0].list->v[i]);
     for (size_t i = 0; i < a->kw.n; i += 2) dict_set(j, out.list, a->kw.v[i], a->kw.v[i + 1]);
     return out;
 }
@@ -3262,8 +3189,8 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
     snprintf(format, sizeof format, "%.*s.", (int)f.n, f.s); /* with a dot, no result is empty */
     if (now && now->kind == TV_STR) {
         snprintf(iso, sizeof iso, "%.*s", SHOW(*now));
-        int n = sscanf(iso, "%4d-%2d-%2d%*1[T ]%2d:%2d:%2d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour,
-                       &t.tm_min, &t.tm_sec);
+        int n = sscanf(iso, "%4d-%2d-%2d%*1[T ]%2d:%2d:%2d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour, &t.tm_min,
+                       &t.tm_sec);
         if (n < 3 || t.tm_year < 0 || t.tm_mon < 1 || t.tm_mon > 12)
             job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
         t.tm_year -= 1900, t.tm_mon--;
@@ -3276,9 +3203,8 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
 
 struct loop {
     const struct list *src;
-    size_t at; /* elements taken from src */
-    const struct node *target,
-        *test; /* `if` of the loop, asked when an element is taken, not before; NULL: none */
+    size_t at;                        /* elements taken from src */
+    const struct node *target, *test; /* `if` of the loop, asked when an element is taken, not before; NULL: none */
     struct scope *outer;
     struct tv prev, cur, next; /* next: TV_ABSENT, or taken ahead of its turn */
     int64_t index0;
@@ -3397,11 +3323,8 @@ static const struct builtin *builtin_find(int where, struct tv name) {
 }
 
 static const struct builtin *method_find(struct tv o, struct tv name) {
-    static const int of[] = {[TV_STR] = OF_STR,
-                             [TV_LIST] = OF_LIST,
-                             [TV_TUPLE] = OF_TUPLE,
-                             [TV_DICT] = OF_DICT,
-                             [TV_LOOP] = OF_LOOP};
+    static const int of[] = {
+        [TV_STR] = OF_STR, [TV_LIST] = OF_LIST, [TV_TUPLE] = OF_TUPLE, [TV_DICT] = OF_DICT, [TV_LOOP] = OF_LOOP};
     return of[o.kind] ? builtin_find(of[o.kind], name) : NULL;
 }
 
@@ -3560,8 +3483,7 @@ static void lex_number(struct lexer *l) {
 static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
     char c = l->s[l->at];
     if (strchr("([{", c)) {
-        if (*depth == TEMPLATE_NESTING)
-            job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
+        if (*depth == TEMPLATE_NESTING) job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
         open[(*depth)++] = c == '(' ? ')' : c == '[' ? ']' : '}';
     } else if (strchr(")]}", c) && (!*depth || open[--*depth] != c)) job_fail(l->j, "unexpected '%c'", c);
 }
@@ -3636,9 +3558,8 @@ static void lex_template(struct lexer *l) {
 struct parser {
     struct job *j;
     const struct token *at;
-    int loops; /* around this place that break would leave */
-    struct list
-        unknown; /* filters and tests that do not exist: name, line. In a condition they fail when reached */
+    int loops;           /* around this place that break would leave */
+    struct list unknown; /* filters and tests that do not exist: name, line. In a condition they fail when reached */
 };
 
 static struct node *node_new(struct parser *p, int kind) {
@@ -3764,8 +3685,7 @@ static struct node *parse_tuple(struct parser *p, int flags) {
     struct node *tuple = node_new(p, N_TUPLE), *first = NULL;
     for (bool comma = false;; comma = true) {
         int k = p->at->kind;
-        bool end =
-            k == T_VAR_END || k == T_BLOCK_END || tok_is(p, ")") || (flags & IS_TARGET && tok_is(p, "in"));
+        bool end = k == T_VAR_END || k == T_BLOCK_END || tok_is(p, ")") || (flags & IS_TARGET && tok_is(p, "in"));
         if (!end) {
             first = flags & IS_TARGET   ? parse_primary(p, flags)
                     : flags & WITH_COND ? parse_expr(p)
@@ -3802,8 +3722,7 @@ static struct node *parse_name(struct parser *p, int flags) {
     else if (tv_is(name, "false") || tv_is(name, "False")) n->val = tv_bool(false);
     else if (tv_is(name, "none") || tv_is(name, "None")) n->val = tv_none();
     else n->kind = N_NAME;
-    if (tv_is(name, "varargs") || tv_is(name, "kwargs"))
-        job_fail(p->j, "'%.*s' is not supported", SHOW(name));
+    if (tv_is(name, "varargs") || tv_is(name, "kwargs")) job_fail(p->j, "'%.*s' is not supported", SHOW(name));
     if (n->kind == N_CONST || !(flags & MAY_BE_MEMBER) || !tok_skip(p, ".")) return n;
     struct node *member = node_add(p, node_new(p, N_MEMBER), n), *key = node_new(p, N_CONST);
     key->val = tok_name(p);
@@ -4013,10 +3932,8 @@ static struct node *parse_last_block(struct parser *p, struct node *n, const cha
 }
 
 static void check_target(struct parser *p, const struct node *n) {
-    if (n->kind == N_NAME && tv_is(n->val, "loop") && p->loops)
-        job_fail(p->j, "Can't assign to special loop variable");
-    if (n->kind != N_NAME && n->kind != N_MEMBER && n->kind != N_TUPLE)
-        tok_unexpected(p, "a name to assign to");
+    if (n->kind == N_NAME && tv_is(n->val, "loop") && p->loops) job_fail(p->j, "Can't assign to special loop variable");
+    if (n->kind != N_NAME && n->kind != N_MEMBER && n->kind != N_TUPLE) tok_unexpected(p, "a name to assign to");
     for (size_t i = 0; i < n->n && n->kind == N_TUPLE; i++) check_target(p, n->kid[i]);
 }
 
@@ -4222,8 +4139,8 @@ static void node_assign(struct job *j, const struct node *target, struct tv v) {
     }
     const struct list *l = tv_iter(j, v);
     if (l->n != target->n)
-        job_fail(j, "%s values to unpack (expected %zu, got %zu)",
-                 l->n < target->n ? "not enough" : "too many", target->n, l->n);
+        job_fail(j, "%s values to unpack (expected %zu, got %zu)", l->n < target->n ? "not enough" : "too many",
+                 target->n, l->n);
     for (size_t i = 0; i < l->n; i++) node_assign(j, target->kid[i], l->v[i]);
 }
 
@@ -4305,8 +4222,7 @@ static struct tv eval_display(struct job *j, const struct node *n) {
 
 static struct tv eval_sign(struct job *j, const struct node *n) {
     struct tv v = node_eval(j, n->kid[0]);
-    if (!tv_number(v))
-        tv_fail(j, v, "bad operand type for unary %s: '%s'", n->kind == N_NEG ? "-" : "+", tv_type(v));
+    if (!tv_number(v)) tv_fail(j, v, "bad operand type for unary %s: '%s'", n->kind == N_NEG ? "-" : "+", tv_type(v));
     return tv_binary(j, n->kind == N_NEG ? OP_MUL : OP_ADD, tv_int(n->kind == N_NEG ? -1 : 0), v);
 }
 
@@ -4490,8 +4406,7 @@ static void render_body(struct job *j, void *arg) {
     size_t n;
     j->out = &b;
     scope_open(j, NULL);
-    for (int i = 1; i < 3; i++)
-        dict_set(j, &j->scope->vars, tv_lit(j, data[i]), tv_none()); /* as transformers does */
+    for (int i = 1; i < 3; i++) dict_set(j, &j->scope->vars, tv_lit(j, data[i]), tv_none()); /* as transformers does */
     json_object_keylen_foreach((json_t *)r->vars, key, n, value) {
         struct tv name = tv_text(j, key, n, ORIGIN_TEMPLATE);
         bool is_data = tv_is(name, data[0]) || tv_is(name, data[1]) || tv_is(name, data[2]);
@@ -4584,14 +4499,12 @@ static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
     if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
-    if (kv && (!kv->n || !gguf_elem_int(kv, 0, &v)))
-        loader_fail(l, "metadata key '%s' is not an integer", key);
+    if (kv && (!kv->n || !gguf_elem_int(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not an integer", key);
     for (uint64_t i = 1; kv && i < kv->n && !l->failed; i++)
-        if (!gguf_elem_int(kv, i, &w) || w != v)
-            loader_fail(l, "metadata key '%s' differs between layers", key);
+        if (!gguf_elem_int(kv, i, &w) || w != v) loader_fail(l, "metadata key '%s' differs between layers", key);
     if (!l->failed && (v < lo || v > hi))
-        loader_fail(l, "metadata key '%s' is %lld%s, expected %lld to %lld", key, (long long)v,
-                    kv ? "" : " by default", (long long)lo, (long long)hi);
+        loader_fail(l, "metadata key '%s' is %lld%s, expected %lld to %lld", key, (long long)v, kv ? "" : " by default",
+                    (long long)lo, (long long)hi);
     return l->failed ? 0 : (int)v;
 }
 
@@ -4602,8 +4515,7 @@ static float loader_num(struct loader *l, const char *suffix, double dflt, doubl
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
     if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);
-    if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v)))
-        loader_fail(l, "metadata key '%s' is not a number", key);
+    if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not a number", key);
     if (kv && !l->failed && !(v >= lo && v <= hi))
         loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, lo, hi);
     return l->failed ? 0 : (float)v;
@@ -4644,8 +4556,8 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
     uint64_t w[4] = {n0 ? n0 : t->ne[0], n1 ? n1 : t->ne[1], n2 ? n2 : t->ne[2], 1};
     if (memcmp(w, t->ne, sizeof w)) {
         uint32_t n = w[2] > 1 ? 3 : w[1] > 1 ? 2 : 1;
-        loader_fail(l, "tensor '%s' has the shape {%s}, expected {%s}", name,
-                    shape_text(t->ne, t->n_dims, got), shape_text(w, n, want));
+        loader_fail(l, "tensor '%s' has the shape {%s}, expected {%s}", name, shape_text(t->ne, t->n_dims, got),
+                    shape_text(w, n, want));
         return NULL;
     }
     l->used[t - l->g->tensors] = true;
@@ -4657,8 +4569,7 @@ static const float *loader_vector(struct loader *l, const char *name, int n, boo
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n, 1, 1, optional);
     if (!t) return NULL;
     if (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16) {
-        loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name,
-                    gguf_type_info(t->type).name);
+        loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name, gguf_type_info(t->type).name);
         return NULL;
     }
     float *v = loader_own(l, (size_t)n * sizeof *v);
@@ -4673,16 +4584,14 @@ static const float *loader_vector(struct loader *l, const char *name, int n, boo
 
 /* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and its optional BASE.scale, of one factor
  * or one per expert. */
-static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert,
-                          bool optional, const char *base) {
+static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional,
+                          const char *base) {
     char name[160];
     snprintf(name, sizeof name, "%s.weight", base);
-    const struct gguf_tensor *t =
-        loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
+    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
     if (!t) return;
     if (t->type >= GGUF_I8 && t->type <= GGUF_F64) {
-        loader_fail(l, "tensor '%s' has the type %s, which is not one of weights", name,
-                    gguf_type_info(t->type).name);
+        loader_fail(l, "tensor '%s' has the type %s, which is not one of weights", name, gguf_type_info(t->type).name);
         return;
     }
     w->data = t->data, w->type = t->type;
@@ -4703,8 +4612,8 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     if (t) l->used[t - l->g->tensors] = true, w->act4 = true;
 }
 
-static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in,
-                                int n_out, int n_expert, bool optional) {
+static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in, int n_out,
+                                int n_expert, bool optional) {
     char base[128];
     snprintf(base, sizeof base, "blk.%d.%s", il, what);
     loader_weight(l, w, n_in, n_out, n_expert, optional, base);
@@ -4765,8 +4674,7 @@ static void loader_rope(struct loader *l) {
         double f = pow(base, -2.0 * i / d);
         double ramp = yarn ? fmin(fmax((i - lo) / (hi - lo), 0.0), 1.0) : 1.0;
         freq[i] = (float)(f / factor * ramp + f * (1.0 - ramp));
-        if (!isfinite(freq[i]))
-            loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
+        if (!isfinite(freq[i])) loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
     }
     m->rope_freq = freq;
 }
@@ -4783,8 +4691,8 @@ static void loader_hparams(struct loader *l) {
     m->n_head_kv = loader_int(l, "attention.head_count_kv", m->n_head, 1, m->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN, 0.0, 1.0);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
-    m->n_expert_used = loader_int(l, "expert_used_count", KEY_REQUIRED, 1,
-                                  m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK);
+    m->n_expert_used =
+        loader_int(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK);
     if (mla) {
         m->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
         m->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
@@ -4793,8 +4701,7 @@ static void loader_hparams(struct loader *l) {
         m->rope_dim = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, m->head_k - 1);
         m->nope = m->head_k - m->rope_dim;
         if (loader_num(l, "attention.temperature_scale", 0.0, 0.0, 1e6) != 0.0f)
-            loader_fail(l,
-                        "metadata key '%s.attention.temperature_scale' is set: that variant is not supported",
+            loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported",
                         l->arch);
     } else {
         m->head_k = loader_int(l, "attention.key_length", m->n_head ? m->n_embd / m->n_head : 0, 2, 4096);
@@ -4802,13 +4709,12 @@ static void loader_hparams(struct loader *l) {
         m->rope_dim = loader_int(l, "rope.dimension_count", m->head_k, 2, m->head_k);
     }
     if (!l->failed && (m->rope_dim % 2 || m->n_head % m->n_head_kv))
-        loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->rope_dim,
-                    m->n_head, m->n_head_kv);
+        loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->rope_dim, m->n_head,
+                    m->n_head_kv);
     m->n_group = loader_int(l, "expert_group_count", 1, 0, MAX_EXPERTS);
     m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
-    if (!l->failed && !m->n_group_used)
-        loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
+    if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
     int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SIGMOID);
     bool by_arch = !gating && !mla; /* 0: as the architecture has it, and that includes the norm */
     m->gating = gating ? (enum gating)gating : GATING_SOFTMAX;
@@ -4826,8 +4732,8 @@ static void loader_kept(struct loader *l, struct layer *y, int il) {
     const struct gguf_kv *kv = l->failed ? NULL : gguf_find(l->g, key);
     if (!kv) return;
     if (!kv->is_array || kv->n != (uint64_t)y->n_expert) {
-        loader_fail(l, "metadata key '%s' lists %llu experts, the layer has %d", key,
-                    (unsigned long long)kv->n, y->n_expert);
+        loader_fail(l, "metadata key '%s' lists %llu experts, the layer has %d", key, (unsigned long long)kv->n,
+                    y->n_expert);
         return;
     }
     int32_t *kept = loader_own(l, (size_t)y->n_expert * sizeof *kept);
@@ -4853,8 +4759,8 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
         const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)m->n_embd, 0, 1, false);
         if (!t || t->ne[1] > 1 << 20) {
             if (t)
-                loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name,
-                            (unsigned long long)t->ne[1], 1 << 20);
+                loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[1],
+                            1 << 20);
             return;
         }
         int n_ff = (int)t->ne[1];
@@ -4883,8 +4789,8 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
     const struct gguf_tensor *down = loader_tensor(l, name, 0, (uint64_t)m->n_embd, (uint64_t)n, false);
     if (!down || down->ne[0] > 1 << 20) {
         if (down)
-            loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name,
-                        (unsigned long long)down->ne[0], 1 << 20);
+            loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)down->ne[0],
+                        1 << 20);
         return;
     }
     int n_ff = (int)down->ne[0];
@@ -4959,8 +4865,7 @@ static void loader_leftovers(struct loader *l) {
         int il;
         if (l->used[i]) continue;
         gguf_printable(t->name, name, sizeof name);
-        if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer &&
-            il < l->m->n_layer + l->m->n_mtp_layer)
+        if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer && il < l->m->n_layer + l->m->n_mtp_layer)
             continue;
         loader_fail(l, "tensor '%s' is not part of the architecture %s as known here", name, l->arch);
     }
@@ -4978,8 +4883,7 @@ static uint64_t model_hash(const struct gguf *g) {
     for (uint32_t i = 0; i < g->n_kv; i++) {
         const struct gguf_kv *kv = &g->kv[i];
         const uint8_t *end = kv->data + kv->n * gguf_value_bytes(kv->type);
-        for (uint64_t k = 0; kv->type == GGUF_V_STR && k < kv->n && end - kv->data < 4096; k++)
-            gguf_next_str(&end);
+        for (uint64_t k = 0; kv->type == GGUF_V_STR && k < kv->n && end - kv->data < 4096; k++) gguf_next_str(&end);
         h = hash_bytes(h, kv->key.p, kv->key.n);
         h = hash_bytes(h, &kv->type, sizeof kv->type);
         h = hash_bytes(h, &kv->n, sizeof kv->n);
@@ -4990,8 +4894,7 @@ static uint64_t model_hash(const struct gguf *g) {
         size_t n = t->bytes < 64 ? (size_t)t->bytes : 64;
         h = hash_bytes(h, t->name.p, t->name.n);
         h = hash_bytes(h, t->ne, sizeof t->ne);
-        for (size_t j = 0; j < n; j++)
-            h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
+        for (size_t j = 0; j < n; j++) h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
         h = (h ^ t->bytes ^ (uint64_t)t->type << 56) * 0x100000001b3u;
     }
     return h;
@@ -5050,8 +4953,7 @@ static int model_bind(struct model *m, char *err) {
         char why[ERR_MAX];
         if (vocab_load(m->vocab, l.g, why)) loader_fail(&l, "%s", why);
         else if (m->vocab->n_tokens > m->n_vocab)
-            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab->n_tokens,
-                        m->n_vocab);
+            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab->n_tokens, m->n_vocab);
     }
     free(l.used);
     if (!l.failed) {
@@ -5066,8 +4968,8 @@ static int model_bind(struct model *m, char *err) {
 
 /* Share of the mapping that is in memory, from a sample of its pages. */
 static double image_resident(const struct gguf_image *im) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (im->size + page - 1) / page, hit = 0,
-           step = pages / 1024 + 1, n = 0;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = (im->size + page - 1) / page, hit = 0, step = pages / 1024 + 1,
+           n = 0;
     for (size_t i = 0; i < pages; i += step, n++) {
         unsigned char in = 0;
         if (!mincore((void *)(uintptr_t)(im->base + i * page), 1, &in)) hit += in & 1;
@@ -5081,8 +4983,7 @@ static void model_prefetch(const struct model *m) {
     enum { STEP = 16 << 20 };
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     double total = (double)m->file_bytes, done = 0, t0 = now_seconds(), shown = t0;
-    if (m->file_bytes < (uint64_t)256 << 20 || total > 0.9 * (double)page * (double)sysconf(_SC_PHYS_PAGES))
-        return;
+    if (m->file_bytes < (uint64_t)256 << 20 || total > 0.9 * (double)page * (double)sysconf(_SC_PHYS_PAGES)) return;
     for (uint32_t k = 0; k < m->gguf.n_images; k++) {
         const struct gguf_image *im = &m->gguf.images[k];
         bool resident = !im->mapped || image_resident(im) > 0.99;
@@ -5093,9 +4994,8 @@ static void model_prefetch(const struct model *m) {
             double t = now_seconds(), have = done + (double)(at + n);
             if (!term.err_moves || t - shown < 0.1) continue;
             shown = t;
-            status_line("reading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left",
-                        100 * have / total, have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0),
-                        (total - have) / (have / (t - t0)));
+            status_line("reading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left", 100 * have / total,
+                        have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0), (total - have) / (have / (t - t0)));
         }
         done += (double)im->size;
     }
@@ -5161,10 +5061,8 @@ struct kernels {
     void (*act_pack)(enum act_format f, const float *x, int n, void *out);
     void (*gemm)(const struct gemm *g);
     /* C (m,n) = A (m,k) B (n,k)^T and C (m,n) += A (m,k) B (k,n), row-major, ld*: floats from row to row */
-    void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                     int ldc);
-    void (*sgemm_nn_add)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                         int ldc);
+    void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
+    void (*sgemm_nn_add)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
     float (*exp_sum)(float *s, int n, float max);      /* s = exp(s - max), 0 for -infinity; the sum */
     void (*silu_mul)(float *g, const float *u, int n); /* g = g / (1 + exp(-g)) * u */
     /* to_*: bit for bit bf16_from_f32(x) and e4m3_from_f32(x * inv_scale); from_e4m3: finite codes only */
@@ -5244,26 +5142,22 @@ static void ref_gemm(const struct gemm *g) {
                 for (int t = 0; t < nt; t++)
                     sum[t] += ref_dot_wide(w, (const float *)(const void *)gemm_x(g, t0 + t) + i, n);
             }
-            for (int t = 0; t < nt; t++)
-                g->y[(size_t)(t0 + t) * g->y_stride + (size_t)r] = (float)(g->scale * sum[t]);
+            for (int t = 0; t < nt; t++) g->y[(size_t)(t0 + t) * g->y_stride + (size_t)r] = (float)(g->scale * sum[t]);
         }
     }
 }
 
-static void ref_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                         int ldc) {
+static void ref_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc) {
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++)
             c[(ptrdiff_t)i * ldc + j] = ref_dot(a + (ptrdiff_t)i * lda, b + (ptrdiff_t)j * ldb, k);
 }
 
-static void ref_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                             int ldc) {
+static void ref_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc) {
     for (int i = 0; i < m; i++)
         for (int j = 0; j < n; j++) {
             double s = 0;
-            for (int p = 0; p < k; p++)
-                s += (double)a[(ptrdiff_t)i * lda + p] * (double)b[(ptrdiff_t)p * ldb + j];
+            for (int p = 0; p < k; p++) s += (double)a[(ptrdiff_t)i * lda + p] * (double)b[(ptrdiff_t)p * ldb + j];
             c[(ptrdiff_t)i * ldc + j] += (float)s;
         }
 }
@@ -5311,10 +5205,9 @@ static float ref_max(const float *x, int n) {
     return m;
 }
 
-static const struct kernels kernels_ref = {"reference",  ref_act_format, act_bytes,        ref_act_pack,
-                                           ref_gemm,     ref_sgemm_nt,   ref_sgemm_nn_add, ref_exp_sum,
-                                           ref_silu_mul, ref_from_bf16,  ref_from_e4m3,    ref_to_e4m3,
-                                           ref_to_bf16,  ref_rmsnorm,    ref_amax,         ref_max};
+static const struct kernels kernels_ref = {
+    "reference",  ref_act_format, act_bytes,     ref_act_pack, ref_gemm,    ref_sgemm_nt, ref_sgemm_nn_add, ref_exp_sum,
+    ref_silu_mul, ref_from_bf16,  ref_from_e4m3, ref_to_e4m3,  ref_to_bf16, ref_rmsnorm,  ref_amax,         ref_max};
 
 /* ============================================================================================================
  * CPU kernels: vector functions for any instruction set
@@ -5377,8 +5270,7 @@ INLINE void vec_load_bf16(const uint8_t *row, int i, vf *out) {
 INLINE void vec_load_f16(const uint8_t *row, int i, vf *out) {
     vu h = __builtin_convertvector(VLOAD(vu16, row + 2 * (ptrdiff_t)i), vu), bits = (h & 0x7fff) << 13;
     vec_rebias(&bits, 112, out);
-    *out =
-        (vf)((vu)*out | (h & 0x8000) << 16 | ((vu)(bits >= 0x0f800000) & 0x7f800000)); /* infinity and NaN */
+    *out = (vf)((vu)*out | (h & 0x8000) << 16 | ((vu)(bits >= 0x0f800000) & 0x7f800000)); /* infinity and NaN */
 }
 
 /* e^x for x <= 88, 0 below -87.3. Relative error 2e-7: x = n ln 2 + r; polynomial of degree 6 (Cephes, expf). */
@@ -5430,8 +5322,7 @@ INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0
         UNROLL for (int r = 0; r < R; r++) {
             float sum = vec_sum(&s[t][r]), tail[VL];
             if (i < g->n_in) {
-                gguf_dequantize_row(g->type, w[r] + gguf_row_bytes(g->type, (size_t)i), tail,
-                                    (size_t)(g->n_in - i));
+                gguf_dequantize_row(g->type, w[r] + gguf_row_bytes(g->type, (size_t)i), tail, (size_t)(g->n_in - i));
                 for (int j = i; j < g->n_in; j++) sum += tail[j - i] * x[t][j];
             }
             g->y[(size_t)(t0 + t) * g->y_stride + (size_t)(r0 + r)] = g->scale * sum;
@@ -5452,8 +5343,8 @@ INLINE void vec_gemm(vec_load *load, const struct gemm *g) {
 }
 
 /* C = A B^T as a product with weights B. */
-static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda, const float *b, int ldb,
-                                    float *c, int ldc) {
+static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                                    int ldc) {
     return (struct gemm){.type = GGUF_F32,
                          .w = (const uint8_t *)b,
                          .w_stride = 4 * (size_t)ldb,
@@ -5468,26 +5359,22 @@ static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda
 }
 
 /* M rows by N vectors of C += A B. */
-INLINE void vec_tile_nn(int M, int N, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
-                        float *c, ptrdiff_t ldc) {
+INLINE void vec_tile_nn(int M, int N, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
+                        ptrdiff_t ldc) {
     vf s[4][2];
-    UNROLL for (int i = 0; i < M; i++) {
-        UNROLL for (int j = 0; j < N; j++) s[i][j] = VLOAD(vf, c + i * ldc + j * VL);
-    }
+    UNROLL for (int i = 0; i < M; i++) { UNROLL for (int j = 0; j < N; j++) s[i][j] = VLOAD(vf, c + i * ldc + j * VL); }
     for (int p = 0; p < k; p++) {
         vf v[2];
         UNROLL for (int j = 0; j < N; j++) v[j] = VLOAD(vf, b + p * ldb + j * VL);
-        UNROLL for (int i = 0; i < M; i++) {
-            UNROLL for (int j = 0; j < N; j++) s[i][j] += a[i * lda + p] * v[j];
-        }
+        UNROLL for (int i = 0; i < M; i++) { UNROLL for (int j = 0; j < N; j++) s[i][j] += a[i * lda + p] * v[j]; }
     }
     UNROLL for (int i = 0; i < M; i++) {
         UNROLL for (int j = 0; j < N; j++) VSTORE(vf, c + i * ldc + j * VL) = s[i][j];
     }
 }
 
-INLINE void vec_sgemm_nn_add(int m, int n, int k, const float *a, ptrdiff_t lda, const float *b,
-                             ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
+INLINE void vec_sgemm_nn_add(int m, int n, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
+                             float *c, ptrdiff_t ldc) {
     int i = 0, j;
     for (; i + 4 <= m; i += 4) {
         for (j = 0; j + 2 * VL <= n; j += 2 * VL)
@@ -5495,8 +5382,7 @@ INLINE void vec_sgemm_nn_add(int m, int n, int k, const float *a, ptrdiff_t lda,
         for (; j + VL <= n; j += VL) vec_tile_nn(4, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
     }
     for (; i < m; i++)
-        for (j = 0; j + VL <= n; j += VL)
-            vec_tile_nn(1, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
+        for (j = 0; j + VL <= n; j += VL) vec_tile_nn(1, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
     for (i = 0; i < m; i++)
         for (j = n / VL * VL; j < n; j++)
             for (int p = 0; p < k; p++) c[i * ldc + j] += a[i * lda + p] * b[p * ldb + j];
@@ -5596,8 +5482,7 @@ INLINE float vec_amax(const float *x, int n) {
         m = (vi)VSELECT(a > m, a, m);
     }
     float best = ref_amax(x + i, n - i);
-    for (int j = 0; j < VL; j++)
-        best = f32_from_bits((uint32_t)m[j]) > best ? f32_from_bits((uint32_t)m[j]) : best;
+    for (int j = 0; j < VL; j++) best = f32_from_bits((uint32_t)m[j]) > best ? f32_from_bits((uint32_t)m[j]) : best;
     return best;
 }
 
@@ -5675,20 +5560,20 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
 
 /* The products with F32 activations likewise; load_*: how weights are loaded. */
-#define VECTOR_PRODUCTS(isa, TARGET, load_bf16, load_f16)                                                    \
-    TARGET static void isa##_gemm_f32(const struct gemm *g) {                                                \
-        if (g->type == GGUF_F32) vec_gemm(vec_load_f32, g);                                                  \
-        else if (g->type == GGUF_BF16) vec_gemm(load_bf16, g);                                               \
-        else vec_gemm(load_f16, g);                                                                          \
-    }                                                                                                        \
-    TARGET static void isa##_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, \
-                                      float *c, int ldc) {                                                   \
-        struct gemm g = sgemm_nt_as_gemm(m, n, k, a, lda, b, ldb, c, ldc);                                   \
-        vec_gemm(vec_load_f32, &g);                                                                          \
-    }                                                                                                        \
-    TARGET static void isa##_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b,      \
-                                          int ldb, float *c, int ldc) {                                      \
-        vec_sgemm_nn_add(m, n, k, a, lda, b, ldb, c, ldc);                                                   \
+#define VECTOR_PRODUCTS(isa, TARGET, load_bf16, load_f16)                                                              \
+    TARGET static void isa##_gemm_f32(const struct gemm *g) {                                                          \
+        if (g->type == GGUF_F32) vec_gemm(vec_load_f32, g);                                                            \
+        else if (g->type == GGUF_BF16) vec_gemm(load_bf16, g);                                                         \
+        else vec_gemm(load_f16, g);                                                                                    \
+    }                                                                                                                  \
+    TARGET static void isa##_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, \
+                                      int ldc) {                                                                       \
+        struct gemm g = sgemm_nt_as_gemm(m, n, k, a, lda, b, ldb, c, ldc);                                             \
+        vec_gemm(vec_load_f32, &g);                                                                                    \
+    }                                                                                                                  \
+    TARGET static void isa##_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb,       \
+                                          float *c, int ldc) {                                                         \
+        vec_sgemm_nn_add(m, n, k, a, lda, b, ldb, c, ldc);                                                             \
     }
 
 /* The members of struct kernels behind gemm. */
@@ -5719,11 +5604,9 @@ struct panel_isa {
     int rows;
     size_t block_bytes; /* of a panel, per 32 weights */
     /* n_blocks * 32 weights of `rows` rows, which lie w_stride apart; `next` comes next and may be prefetched */
-    void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks,
-                   void *panel);
+    void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks, void *panel);
     /* sum[t][rows] += panel times x[t], n_tok <= PANEL_GROUP */
-    void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok,
-                float *sum);
+    void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok, float *sum);
 };
 
 /* Rows [r0, r0 + n) of g against the tokens [t0, t0 + n_tok). */
@@ -5747,8 +5630,7 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
         for (int t = 0; t < n_tok; t += PANEL_GROUP) {
             const struct act_i16 *x[PANEL_GROUP];
             int nt = int_min(n_tok - t, PANEL_GROUP);
-            for (int i = 0; i < nt; i++)
-                x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + t + i) + b;
+            for (int i = 0; i < nt; i++) x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + t + i) + b;
             isa->dot(g->type, panel, nb, x, nt, sum + (size_t)(t * isa->rows));
         }
     }
@@ -5789,98 +5671,96 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
  *   codes(q, lo, hi): the low and the high FP4 codes of q as 2 * E2M1 plus a constant of its own;
  *   dot16(type, w, hi, lo, bias, sum): the sum of 16 weights w[4] by 16 activations, the constant taken back by the bias;
  *   q8_0_flip: what Q8_0 weights are XORed with. */
-#define PANEL_FUNCTIONS(isa, TARGET, rows, q8_0_flip)                                                        \
-    /* See vec_rebias. */                                                                                    \
-    TARGET INLINE void isa##_rebias(const isa##_vu *bits, uint32_t rebias, isa##_vf *out) {                  \
-        isa##_vf v = (isa##_vf)(*bits + (rebias << 23)),                                                     \
-                 least = (isa##_vf)((isa##_vu){0} + ((rebias + 1) << 23));                                   \
-        isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                     \
-        *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                  \
-    }                                                                                                        \
-    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,       \
-                                          struct isa##_block *p) {                                           \
-        for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {                            \
-            panel_prefetch(next, stride, rows), next += sizeof(struct block_nvfp4);                          \
-            isa##_vu q[12], d;                                                                               \
-            isa##_columns(w, stride, q);                                                                     \
-            isa##_columns(w + 16, stride, q + 4);                                                            \
-            isa##_columns(w + 20, stride, q + 8);                                                            \
-            q[8] = q[11]; /* q[1..8] are the codes */                                                        \
-            UNROLL for (int i = 0; i < 8; i++) {                                                             \
-                int at = i / 2 % 2 * 4 + i % 2;                                                              \
-                isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                \
-            }                                                                                                \
-            d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                   \
-            UNROLL for (int i = 0; i < 4; i++) { /* half of UE4M3: E2M1 counts double */                     \
-                isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                           \
-                isa##_rebias(&bits, 119, &p[i / 2].d[i % 2]);                                                \
-            }                                                                                                \
-        }                                                                                                    \
-    }                                                                                                        \
-    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,       \
-                                          struct isa##_block *p) {                                           \
-        for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {                                  \
-            panel_prefetch(next, stride, rows), next += sizeof(struct block_mxfp4);                          \
-            isa##_vu q[4], e[4];                                                                             \
-            isa##_columns(w, stride, e);                                                                     \
-            isa##_columns(w + 1, stride, q);                                                                 \
-            UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                   \
-            e[0] = (e[0] & 255) << 23;                                                                       \
-            e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* the code 0: 2^-127 */                             \
-            p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                       \
-        }                                                                                                    \
-    }                                                                                                        \
-    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, const uint8_t *next, int n,        \
-                                         struct isa##_block *p) {                                            \
-        for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {                                   \
-            panel_prefetch(next, stride, rows), next += sizeof(struct block_q8_0);                           \
-            isa##_vu d[4], bits;                                                                             \
-            isa##_columns(w, stride, d);                                                                     \
-            isa##_columns(w + 2, stride, p->w);                                                              \
-            isa##_columns(w + 18, stride, p->w + 4);                                                         \
-            UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                       \
-            bits = (d[0] & 0x7fff) << 13;                                                                    \
-            isa##_rebias(&bits, 112, &p->d[0]);                                                              \
-            bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                       \
-            p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                \
-        }                                                                                                    \
-    }                                                                                                        \
-    TARGET static void isa##_panel_decode(uint32_t type, const uint8_t *w, size_t stride,                    \
-                                          const uint8_t *next, int n, void *panel) {                         \
-        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, next, n, panel);                               \
-        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, next, n, panel);                          \
-        else isa##_decode_q8_0(w, stride, next, n, panel);                                                   \
-    }                                                                                                        \
-    TARGET INLINE void isa##_dot_tokens(uint32_t type, int n_tok, const struct isa##_block *p, int n,        \
-                                        const struct act_i16 *const *x, isa##_vf *sum) {                     \
-        isa##_vf s[PANEL_GROUP];                                                                             \
-        UNROLL for (int t = 0; t < n_tok; t++) s[t] = sum[t];                                                \
-        for (int b = 0; b < n; b++, p++) {                                                                   \
-            UNROLL for (int t = 0; t < n_tok; t++) {                                                         \
-                const struct act_i16 *a = x[t] + b;                                                          \
-                isa##_vi i0, i1;                                                                             \
-                isa##_dot16(type, p->w, a->hi, a->lo, a->bias[0], &i0);                                      \
-                isa##_dot16(type, p->w + 4, a->hi + 16, a->lo + 16, a->bias[1], &i1);                        \
-                isa##_vf v = __builtin_convertvector(i0, isa##_vf) * p->d[0];                                \
-                v = __builtin_convertvector(i1, isa##_vf) * p->d[1] + v;                                     \
-                s[t] = v * a->d + s[t];                                                                      \
-            }                                                                                                \
-        }                                                                                                    \
-        UNROLL for (int t = 0; t < n_tok; t++) sum[t] = s[t];                                                \
-    }                                                                                                        \
-    TARGET INLINE void isa##_dot_type(uint32_t type, const void *panel, int n,                               \
-                                      const struct act_i16 *const *x, int n_tok, float *sum) {               \
-        if (n_tok == PANEL_GROUP) isa##_dot_tokens(type, PANEL_GROUP, panel, n, x, (isa##_vf *)sum);         \
-        else                                                                                                 \
-            for (int t = 0; t < n_tok; t++) isa##_dot_tokens(type, 1, panel, n, x + t, (isa##_vf *)sum + t); \
-    }                                                                                                        \
-    TARGET static void isa##_panel_dot(uint32_t type, const void *panel, int n,                              \
-                                       const struct act_i16 *const *x, int n_tok, float *sum) {              \
-        if (type == GGUF_Q8_0) isa##_dot_type(GGUF_Q8_0, panel, n, x, n_tok, sum);                           \
-        else isa##_dot_type(GGUF_NVFP4, panel, n, x, n_tok, sum);                                            \
-    }                                                                                                        \
-    static const struct panel_isa isa##_panel = {rows, sizeof(struct isa##_block), isa##_panel_decode,       \
-                                                 isa##_panel_dot};
+#define PANEL_FUNCTIONS(isa, TARGET, rows, q8_0_flip)                                                                 \
+    /* See vec_rebias. */                                                                                             \
+    TARGET INLINE void isa##_rebias(const isa##_vu *bits, uint32_t rebias, isa##_vf *out) {                           \
+        isa##_vf v = (isa##_vf)(*bits + (rebias << 23)), least = (isa##_vf)((isa##_vu){0} + ((rebias + 1) << 23));    \
+        isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                              \
+        *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                           \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,                \
+                                          struct isa##_block *p) {                                                    \
+        for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {                                     \
+            panel_prefetch(next, stride, rows), next += sizeof(struct block_nvfp4);                                   \
+            isa##_vu q[12], d;                                                                                        \
+            isa##_columns(w, stride, q);                                                                              \
+            isa##_columns(w + 16, stride, q + 4);                                                                     \
+            isa##_columns(w + 20, stride, q + 8);                                                                     \
+            q[8] = q[11]; /* q[1..8] are the codes */                                                                 \
+            UNROLL for (int i = 0; i < 8; i++) {                                                                      \
+                int at = i / 2 % 2 * 4 + i % 2;                                                                       \
+                isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                         \
+            }                                                                                                         \
+            d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                            \
+            UNROLL for (int i = 0; i < 4; i++) { /* half of UE4M3: E2M1 counts double */                              \
+                isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                    \
+                isa##_rebias(&bits, 119, &p[i / 2].d[i % 2]);                                                         \
+            }                                                                                                         \
+        }                                                                                                             \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,                \
+                                          struct isa##_block *p) {                                                    \
+        for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {                                           \
+            panel_prefetch(next, stride, rows), next += sizeof(struct block_mxfp4);                                   \
+            isa##_vu q[4], e[4];                                                                                      \
+            isa##_columns(w, stride, e);                                                                              \
+            isa##_columns(w + 1, stride, q);                                                                          \
+            UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                            \
+            e[0] = (e[0] & 255) << 23;                                                                                \
+            e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* the code 0: 2^-127 */                                      \
+            p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                \
+        }                                                                                                             \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, const uint8_t *next, int n,                 \
+                                         struct isa##_block *p) {                                                     \
+        for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {                                            \
+            panel_prefetch(next, stride, rows), next += sizeof(struct block_q8_0);                                    \
+            isa##_vu d[4], bits;                                                                                      \
+            isa##_columns(w, stride, d);                                                                              \
+            isa##_columns(w + 2, stride, p->w);                                                                       \
+            isa##_columns(w + 18, stride, p->w + 4);                                                                  \
+            UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                                \
+            bits = (d[0] & 0x7fff) << 13;                                                                             \
+            isa##_rebias(&bits, 112, &p->d[0]);                                                                       \
+            bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                                \
+            p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                         \
+        }                                                                                                             \
+    }                                                                                                                 \
+    TARGET static void isa##_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n, \
+                                          void *panel) {                                                              \
+        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, next, n, panel);                                        \
+        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, next, n, panel);                                   \
+        else isa##_decode_q8_0(w, stride, next, n, panel);                                                            \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_dot_tokens(uint32_t type, int n_tok, const struct isa##_block *p, int n,                 \
+                                        const struct act_i16 *const *x, isa##_vf *sum) {                              \
+        isa##_vf s[PANEL_GROUP];                                                                                      \
+        UNROLL for (int t = 0; t < n_tok; t++) s[t] = sum[t];                                                         \
+        for (int b = 0; b < n; b++, p++) {                                                                            \
+            UNROLL for (int t = 0; t < n_tok; t++) {                                                                  \
+                const struct act_i16 *a = x[t] + b;                                                                   \
+                isa##_vi i0, i1;                                                                                      \
+                isa##_dot16(type, p->w, a->hi, a->lo, a->bias[0], &i0);                                               \
+                isa##_dot16(type, p->w + 4, a->hi + 16, a->lo + 16, a->bias[1], &i1);                                 \
+                isa##_vf v = __builtin_convertvector(i0, isa##_vf) * p->d[0];                                         \
+                v = __builtin_convertvector(i1, isa##_vf) * p->d[1] + v;                                              \
+                s[t] = v * a->d + s[t];                                                                               \
+            }                                                                                                         \
+        }                                                                                                             \
+        UNROLL for (int t = 0; t < n_tok; t++) sum[t] = s[t];                                                         \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_dot_type(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,        \
+                                      int n_tok, float *sum) {                                                        \
+        if (n_tok == PANEL_GROUP) isa##_dot_tokens(type, PANEL_GROUP, panel, n, x, (isa##_vf *)sum);                  \
+        else                                                                                                          \
+            for (int t = 0; t < n_tok; t++) isa##_dot_tokens(type, 1, panel, n, x + t, (isa##_vf *)sum + t);          \
+    }                                                                                                                 \
+    TARGET static void isa##_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,       \
+                                       int n_tok, float *sum) {                                                       \
+        if (type == GGUF_Q8_0) isa##_dot_type(GGUF_Q8_0, panel, n, x, n_tok, sum);                                    \
+        else isa##_dot_type(GGUF_NVFP4, panel, n, x, n_tok, sum);                                                     \
+    }                                                                                                                 \
+    static const struct panel_isa isa##_panel = {rows, sizeof(struct isa##_block), isa##_panel_decode, isa##_panel_dot};
 
 /* The scalar panel: signed weights, row by row. FP4 codes count double, so their scales are halved. */
 struct scalar_block {
@@ -5893,8 +5773,7 @@ static void scalar_decode_block(uint32_t type, const uint8_t *w, int half, int8_
         memcpy(q, w + 2, 32);
         d[0] = d[1] = f16_to_f32((uint16_t)(w[0] | w[1] << 8));
     } else if (type == GGUF_MXFP4) {
-        for (int j = 0; j < 16; j++)
-            q[j] = e2m1_doubled[w[1 + j] & 15], q[j + 16] = e2m1_doubled[w[1 + j] >> 4];
+        for (int j = 0; j < 16; j++) q[j] = e2m1_doubled[w[1 + j] & 15], q[j + 16] = e2m1_doubled[w[1 + j] >> 4];
         d[0] = d[1] = 0.5f * e8m0_to_f32(w[0]);
     } else {
         for (int j = 0; j < 16; j++) {
@@ -5906,19 +5785,19 @@ static void scalar_decode_block(uint32_t type, const uint8_t *w, int half, int8_
     }
 }
 
-static void scalar_panel_decode(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next,
-                                int n_blocks, void *panel) {
+static void scalar_panel_decode(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks,
+                                void *panel) {
     struct scalar_block *p = panel;
     (void)next;
     for (int r = 0; r < 4; r++, w += w_stride)
         for (int b = 0; b < n_blocks; b++)
-            scalar_decode_block(
-                type, w + gguf_row_bytes(type, type == GGUF_NVFP4 ? (size_t)b / 2 * 64 : (size_t)b * 32),
-                b & 1, p[b].w[r], p[b].d[r]);
+            scalar_decode_block(type,
+                                w + gguf_row_bytes(type, type == GGUF_NVFP4 ? (size_t)b / 2 * 64 : (size_t)b * 32),
+                                b & 1, p[b].w[r], p[b].d[r]);
 }
 
-static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x,
-                             int n_tok, float *sum) {
+static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok,
+                             float *sum) {
     const struct scalar_block *p = panel;
     (void)type;
     for (int t = 0; t < n_tok; t++)
@@ -5936,8 +5815,7 @@ VECTOR_FUNCTIONS(scalar, )
 VECTOR_PRODUCTS(scalar, , vec_load_bf16, vec_load_f16)
 
 static void scalar_gemm(const struct gemm *g) {
-    static const struct panel_isa isa = {4, sizeof(struct scalar_block), scalar_panel_decode,
-                                         scalar_panel_dot};
+    static const struct panel_isa isa = {4, sizeof(struct scalar_block), scalar_panel_decode, scalar_panel_dot};
     if (g->format == ACT_I16) panel_gemm(g, &isa);
     else scalar_gemm_f32(g);
 }
@@ -5996,8 +5874,8 @@ AVX2_INLINE void avx2_dot_digit(uint32_t type, const avx2_vu w[4], const int8_t 
     *out = (avx2_vi)(type == GGUF_Q8_0 ? sum : _mm256_madd_epi16(sum, ones));
 }
 
-AVX2_INLINE void avx2_dot16(uint32_t type, const avx2_vu w[4], const int8_t *hi, const int8_t *lo,
-                            int32_t bias, avx2_vi *out) {
+AVX2_INLINE void avx2_dot16(uint32_t type, const avx2_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
+                            avx2_vi *out) {
     avx2_vi h, l;
     avx2_dot_digit(type, w, hi, &h);
     avx2_dot_digit(type, w, lo, &l);
@@ -6058,8 +5936,8 @@ AVX512_INLINE void avx512_codes(const avx512_vu *q, avx512_vu *lo, avx512_vu *hi
 }
 
 /* vpdpbusd multiplies unsigned by signed bytes: Q8_0 is stored with 128 added, for which the bias of 16 counts 8 times. */
-AVX512_INLINE void avx512_dot16(uint32_t type, const avx512_vu w[4], const int8_t *hi, const int8_t *lo,
-                                int32_t bias, avx512_vi *out) {
+AVX512_INLINE void avx512_dot16(uint32_t type, const avx512_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
+                                avx512_vi *out) {
     __m512i h = _mm512_setzero_si512(), l = _mm512_set1_epi32(bias);
     if (type == GGUF_Q8_0) l = _mm512_slli_epi32(l, 3);
     UNROLL for (int j = 0; j < 4; j++) {
@@ -6137,8 +6015,7 @@ AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
     }
     for (; t < g->n_tok; t++) {
         float *out = g->y + (size_t)t * g->y_stride;
-        for (r = 0; r + 8 <= g->n_out; r += 8)
-            _mm512_mask_storeu_ps(out + r, 0xff, avx512_tile(type, g, r, 8, t, 1));
+        for (r = 0; r + 8 <= g->n_out; r += 8) _mm512_mask_storeu_ps(out + r, 0xff, avx512_tile(type, g, r, 8, t, 1));
         for (; r < g->n_out; r++) _mm512_mask_storeu_ps(out + r, 1, avx512_tile(type, g, r, 1, t, 1));
     }
 }
@@ -6149,23 +6026,22 @@ AVX512 static void avx512_gemm_f32(const struct gemm *g) {
     else avx512_gemm_typed(GGUF_F16, g);
 }
 
-AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb,
-                                   float *c, int ldc) {
+AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                                   int ldc) {
     struct gemm g = sgemm_nt_as_gemm(m, n, k, a, lda, b, ldb, c, ldc);
     avx512_gemm_typed(GGUF_F32, &g);
 }
 
 /* M rows by 32 columns of C += A B; m[j] masks the columns 16j on. */
-AVX512_INLINE void avx512_tile_nn(int M, const __mmask16 m[2], int k, const float *a, ptrdiff_t lda,
-                                  const float *b, ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
+AVX512_INLINE void avx512_tile_nn(int M, const __mmask16 m[2], int k, const float *a, ptrdiff_t lda, const float *b,
+                                  ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
     __m512 s[8][2];
     UNROLL for (int i = 0; i < M; i++) {
         s[i][0] = _mm512_maskz_loadu_ps(m[0], c + i * ldc);
         s[i][1] = _mm512_maskz_loadu_ps(m[1], c + i * ldc + 16);
     }
     for (int p = 0; p < k; p++) {
-        __m512 v0 = _mm512_maskz_loadu_ps(m[0], b + p * ldb),
-               v1 = _mm512_maskz_loadu_ps(m[1], b + p * ldb + 16);
+        __m512 v0 = _mm512_maskz_loadu_ps(m[0], b + p * ldb), v1 = _mm512_maskz_loadu_ps(m[1], b + p * ldb + 16);
         UNROLL for (int i = 0; i < M; i++) {
             s[i][0] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v0, s[i][0]);
             s[i][1] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v1, s[i][1]);
@@ -6177,8 +6053,8 @@ AVX512_INLINE void avx512_tile_nn(int M, const __mmask16 m[2], int k, const floa
     }
 }
 
-AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb,
-                                       float *c, int ldc) {
+AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
+                                       int ldc) {
     for (int j = 0; j < n; j += 32) {
         uint32_t columns = n - j < 32 ? (1u << (n - j)) - 1 : 0xffffffff;
         __mmask16 mask[2] = {(__mmask16)columns, (__mmask16)(columns >> 16)};
@@ -6215,10 +6091,9 @@ static const struct kernels kernels_avx512 = {"avx512-vnni",   panel_act_format,
  * panel takes to decode, and then needs 2000 to wake up (measured on Sapphire Rapids).
  * ============================================================================================================ */
 
-#define AMX                                                                                         \
-    __attribute__((                                                                                 \
-        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16," \
-               "amx-tile,amx-bf16")))
+#define AMX                                                                                                    \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16," \
+                          "amx-tile,amx-bf16")))
 #define AMX_INLINE AMX INLINE
 
 enum {
@@ -6260,8 +6135,7 @@ AMX_INLINE __m512i amx_decode_fp4(const uint8_t *q, const uint8_t *d0, const uin
                          0x3020302030203020, 0x1000100010001000, 0x3020302030203020, 0x1000100010001000);
     __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i_u *)d0)),
                                        _mm256_loadu_si256((const __m256i_u *)d1), 1);
-    __m512i codes =
-        _mm512_multishift_epi64_epi8(shift, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)q)));
+    __m512i codes = _mm512_multishift_epi64_epi8(shift, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)q)));
     codes = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(15), base, 0xea); /* (codes & 15) | base */
     return _mm512_permutexvar_epi8(codes, table);
 }
@@ -6290,8 +6164,7 @@ AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *
     if (type == GGUF_NVFP4)
         for (; n > 0; n -= 64, w += sizeof(struct block_nvfp4), out += 2 * AMX_TILE) {
             _mm512_store_si512(out, amx_decode_fp4(w + 4, amx_products[0][w[0]], amx_products[0][w[1]]));
-            _mm512_store_si512(out + AMX_TILE,
-                               amx_decode_fp4(w + 20, amx_products[0][w[2]], amx_products[0][w[3]]));
+            _mm512_store_si512(out + AMX_TILE, amx_decode_fp4(w + 20, amx_products[0][w[2]], amx_products[0][w[3]]));
         }
     else if (type == GGUF_MXFP4)
         for (; n > 0; n -= 32, w += sizeof(struct block_mxfp4), out += AMX_TILE)
@@ -6301,16 +6174,15 @@ AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *
             __m512 d = _mm512_set1_ps(_cvtsh_ss((uint16_t)(w[0] | w[1] << 8)));
             __m512i q0 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 2)));
             __m512i q1 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 18)));
-            amx_split(_mm512_mul_ps(_mm512_cvtepi32_ps(q0), d), _mm512_mul_ps(_mm512_cvtepi32_ps(q1), d), out,
-                      rest);
+            amx_split(_mm512_mul_ps(_mm512_cvtepi32_ps(q0), d), _mm512_mul_ps(_mm512_cvtepi32_ps(q1), d), out, rest);
         }
     else
         for (; n > 0; n -= 32, w += 64, out += AMX_TILE, rest += AMX_TILE) {
             __m512i h = _mm512_maskz_loadu_epi16(n < 32 ? (1u << n) - 1 : 0xffffffff, w);
             if (type == GGUF_BF16) _mm512_store_si512(out, h);
             else
-                amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)),
-                          _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)), out, rest);
+                amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)),
+                          out, rest);
         }
 }
 
@@ -6350,11 +6222,9 @@ struct amx_tokens {
 
 /* Activations [k, k + n) of n_tok <= 16 tokens from t0 on: where they lie if they lie evenly, else copied to `tiles`, the
  * last token filling up the tile. */
-AMX static struct amx_tokens amx_gather(const struct gemm *g, int t0, int n_tok, int k, int n,
-                                        uint8_t *tiles) {
+AMX static struct amx_tokens amx_gather(const struct gemm *g, int t0, int n_tok, int k, int n, uint8_t *tiles) {
     size_t plane = act_plane(g->n_in), tile_plane = AMX_K / 32 * AMX_TILE;
-    if (!g->rows && n_tok == 16)
-        return (struct amx_tokens){gemm_x(g, t0) + 2 * (ptrdiff_t)k, g->x_stride, 64, plane};
+    if (!g->rows && n_tok == 16) return (struct amx_tokens){gemm_x(g, t0) + 2 * (ptrdiff_t)k, g->x_stride, 64, plane};
     for (int t = 0; t < 16; t++) {
         const uint8_t *x = gemm_x(g, t0 + int_min(t, n_tok - 1)) + 2 * (ptrdiff_t)k;
         for (int s = 0; s < (n + 31) / 32; s++, x += 64) {
@@ -6369,8 +6239,7 @@ AMX static struct amx_tokens amx_gather(const struct gemm *g, int t0, int n_tok,
 /* c += two tiles of tokens times two tiles of rows, over all planes and `steps` steps; `toks`, `rows`: whether there are
  * two. */
 AMX static void amx_multiply(float c[4][16][16], const struct amx_tokens a[2], bool toks,
-                             uint8_t b[2][2][AMX_K / 32][AMX_TILE], bool rows, int planes, int steps,
-                             bool first) {
+                             uint8_t b[2][2][AMX_K / 32][AMX_TILE], bool rows, int planes, int steps, bool first) {
     __asm__ volatile("" ::: "memory"); /* gcc's tile loads do not say that they read memory */
     if (first) {
         _tile_zero(0);
@@ -6405,8 +6274,7 @@ AMX static void amx_multiply(float c[4][16][16], const struct amx_tokens a[2], b
 }
 
 /* y = scale * c for n_tok tokens from t0 on and n_rows rows from r0 on, at most 16 of both, maybe none. */
-AMX static void amx_store(const struct gemm *g, const float c[16][16], int t0, int n_tok, int r0,
-                          int n_rows) {
+AMX static void amx_store(const struct gemm *g, const float c[16][16], int t0, int n_tok, int r0, int n_rows) {
     __mmask16 m = (__mmask16)(n_rows > 0 ? (1u << n_rows) - 1 : 0);
     for (int t = 0; t < n_tok && m; t++)
         _mm512_mask_storeu_ps(g->y + (size_t)(t0 + t) * g->y_stride + r0, m,
@@ -6426,8 +6294,7 @@ AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok) {
             struct amx_tokens a[2];
             for (int j = 0; j < 2 && 16 * j < toks; j++)
                 a[j] = amx_gather(g, t0 + t + 16 * j, int_min(toks - 16 * j, 16), k, n, work->a[j][0][0]);
-            amx_multiply(work->c[t / 32], a, toks > 16, work->b, n_rows > 16, amx_planes(g->type),
-                         (n + 31) / 32, !k);
+            amx_multiply(work->c[t / 32], a, toks > 16, work->b, n_rows > 16, amx_planes(g->type), (n + 31) / 32, !k);
         }
     }
     for (int t = 0; t < n_tok; t += 16)
@@ -6489,8 +6356,7 @@ PANEL_TYPES(neon, 4)
 
 NEON_INLINE void neon_columns(const uint8_t *p, size_t stride, neon_vu out[4]) {
     uint32x4_t m0 = vreinterpretq_u32_u8(vld1q_u8(p)), m1 = vreinterpretq_u32_u8(vld1q_u8(p + stride));
-    uint32x4_t m2 = vreinterpretq_u32_u8(vld1q_u8(p + 2 * stride)),
-               m3 = vreinterpretq_u32_u8(vld1q_u8(p + 3 * stride));
+    uint32x4_t m2 = vreinterpretq_u32_u8(vld1q_u8(p + 2 * stride)), m3 = vreinterpretq_u32_u8(vld1q_u8(p + 3 * stride));
     uint64x2_t t0 = vreinterpretq_u64_u32(vtrn1q_u32(m0, m1)), t1 = vreinterpretq_u64_u32(vtrn2q_u32(m0, m1));
     uint64x2_t t2 = vreinterpretq_u64_u32(vtrn1q_u32(m2, m3)), t3 = vreinterpretq_u64_u32(vtrn2q_u32(m2, m3));
     out[0] = (neon_vu)vtrn1q_u64(t0, t2), out[1] = (neon_vu)vtrn1q_u64(t1, t3);
@@ -6512,8 +6378,8 @@ NEON_INLINE void neon_dot_digit(const neon_vu w[4], const int8_t *q, neon_vi *ou
     *out = (neon_vi)vdotq_laneq_s32(sum, (int8x16_t)w[3], x, 3);
 }
 
-NEON_INLINE void neon_dot16(uint32_t type, const neon_vu w[4], const int8_t *hi, const int8_t *lo,
-                            int32_t bias, neon_vi *out) {
+NEON_INLINE void neon_dot16(uint32_t type, const neon_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
+                            neon_vi *out) {
     neon_vi h, l;
     (void)type, (void)bias;
     neon_dot_digit(w, hi, &h);
@@ -6555,8 +6421,8 @@ static bool kernels_runnable(const struct kernels *k) {
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
     unsigned a, b, c, d;
     if (k == &kernels_avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-               __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+               (c & bit_F16C);
     if (k == &kernels_avx512) return avx512;
     if (k == &kernels_amx)
         return avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
@@ -6648,19 +6514,14 @@ enum {
     PARTS_MAX = 64,
     PART_TOKENS = 4,    /* up to so many tokens the context is partitioned */
     MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
-    OWN_PACK =
-        96 << 10 /* bytes of packed activations that every thread rather makes for itself than waits for */
+    OWN_PACK = 96 << 10 /* bytes of packed activations that every thread rather makes for itself than waits for */
 };
 
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
 
-static float *act_row(const struct rank *r, enum act a, int t) {
-    return r->act[a] + (size_t)t * (size_t)r->width[a];
-}
+static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
 
-static void *rank_scratch(const struct rank *r) {
-    return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes;
-}
+static void *rank_scratch(const struct rank *r) { return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes; }
 
 /* Threads for work on n items: one token's norms are not worth waking anybody. */
 static int rank_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
@@ -6711,18 +6572,16 @@ static uint8_t *scratch_pack(const struct rank *r, int area) {
 
 /* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region and returns them, act_bytes apart. Little work is done by
  * every thread for itself, in its own area, which saves a barrier; much is shared out and lands in `shared`. */
-static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const float *x, size_t x_stride,
-                                int n, int n_in, uint8_t *shared, int area) {
+static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n,
+                                int n_in, uint8_t *shared, int area) {
     size_t stride = r->k->act_bytes(f, n_in);
     if ((size_t)n * stride <= OWN_PACK) {
         uint8_t *own = scratch_pack(r, area);
-        for (int t = 0; t < n; t++)
-            r->k->act_pack(f, x + (size_t)t * x_stride, n_in, own + (size_t)t * stride);
+        for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, own + (size_t)t * stride);
         return own;
     }
 #pragma omp for schedule(static)
-    for (int t = 0; t < n; t++)
-        r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
+    for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
     return shared;
 }
 
@@ -6787,8 +6646,7 @@ static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, en
         const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
         for (int h = 0; h < m->n_head + m->n_head_kv; h++) {
             bool is_q = h < m->n_head;
-            float *x =
-                is_q ? act_row(r, q, t) + h * m->head_k : act_row(r, k, t) + (h - m->n_head) * m->head_k;
+            float *x = is_q ? act_row(r, q, t) + h * m->head_k : act_row(r, k, t) + (h - m->n_head) * m->head_k;
             r->k->rmsnorm(x, is_q ? y->q_norm : y->k_norm, m->rms_eps, x, m->head_k);
             rope_halves(x, c, s, m->rope_dim);
         }
@@ -6803,8 +6661,7 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     for (int t = 0; t < r->n_tok; t++) {
         const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
         float *latent = act_row(r, kv, t);
-        for (int h = 0; h < m->n_head; h++)
-            rope_pairs(act_row(r, q, t) + h * m->head_k + m->nope, c, s, m->rope_dim);
+        for (int h = 0; h < m->n_head; h++) rope_pairs(act_row(r, q, t) + h * m->head_k + m->nope, c, s, m->rope_dim);
         r->k->rmsnorm(latent, m->layers[il].kv_a_norm, m->rms_eps, latent, m->kv_lora);
         rope_pairs(latent + m->kv_lora, c, s, m->rope_dim);
         kv_store(r->k, &r->kv[il].k, r->pos + t, latent);
@@ -6817,7 +6674,7 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
 enum attend_kind {
     ATTEND_GQA,    /* rows: tokens x heads of one KV head */
     ATTEND_LATENT, /* rows: tokens x a group of heads; keys are [latent | k_pe], values the latents themselves */
-    ATTEND_EXPAND /* rows: tokens of one head; keys and values are multiplied out of the latents block by block */
+    ATTEND_EXPAND  /* rows: tokens of one head; keys and values are multiplied out of the latents block by block */
 };
 
 struct attend {
@@ -6838,16 +6695,15 @@ struct attend {
 static size_t attend_floats(const struct model *m, int rows) {
     size_t dk = (size_t)(m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k),
            dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
-    dk = dk > (size_t)m->head_k ? dk : (size_t)m->head_k,
-    dv = dv > (size_t)m->head_v ? dv : (size_t)m->head_v;
+    dk = dk > (size_t)m->head_k ? dk : (size_t)m->head_k, dv = dv > (size_t)m->head_v ? dv : (size_t)m->head_v;
     size_t expand = m->kv_lora ? (size_t)m->kv_lora * (size_t)(m->nope + m->head_v) + KEY_BLOCK * dk : 0;
     return (size_t)rows * (dk + dv + KEY_BLOCK + 2) + KEY_BLOCK * (dk + dv) + expand + 64;
 }
 
 /* Keys pos..pos+n-1 as (n, dk) rows in *k and values as (n, dv) rows in *v, leading dimensions *ldk and *ldv. `buf` holds
  * KEY_BLOCK * (dk + dv) floats; `expand` the head's two matrices and a block of latents. */
-static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf,
-                         float *expand, const float **k, int *ldk, const float **v, int *ldv) {
+static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf, float *expand,
+                         const float **k, int *ldk, const float **v, int *ldv) {
     const struct model *m = r->m;
     const struct kv_layer *c = &r->kv[a->il];
     float *kb = buf, *vb = buf + KEY_BLOCK * a->dk;
@@ -6878,9 +6734,9 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
     for (int i = 0; i < 2; i++) {
         float scale = w[i]->scale ? w[i]->scale[a->head] : 1.0f;
         for (int row = 0; row < w[i]->n_out; row++, out += w[i]->n_in) {
-            gguf_dequantize_row(
-                w[i]->type, w[i]->data + (size_t)a->head * w[i]->expert_bytes + (size_t)row * w[i]->row_bytes,
-                out, (size_t)w[i]->n_in);
+            gguf_dequantize_row(w[i]->type,
+                                w[i]->data + (size_t)a->head * w[i]->expert_bytes + (size_t)row * w[i]->row_bytes, out,
+                                (size_t)w[i]->n_in);
             for (int j = 0; scale != 1.0f && j < w[i]->n_in; j++) out[j] *= scale;
         }
     }
@@ -6890,13 +6746,11 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
  * sum of values. */
 static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
     int rows = a->n_tok * a->n_head, dk = a->dk, dv = a->dv, ldk, ldv;
-    float *q = scratch, *acc = q + rows * dk, *s = acc + rows * dv, *top = s + rows * KEY_BLOCK,
-          *den = top + rows;
+    float *q = scratch, *acc = q + rows * dk, *s = acc + rows * dv, *top = s + rows * KEY_BLOCK, *den = top + rows;
     float *buf = den + rows, *expand = buf + KEY_BLOCK * (dk + dv);
     const float *k, *v;
     for (int i = 0; i < rows; i++) {
-        const float *src =
-            a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
+        const float *src = a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
         for (int j = 0; j < dk; j++) q[i * dk + j] = src[j] * r->m->attn_scale;
         top[i] = -INFINITY, den[i] = 0;
     }
@@ -6924,9 +6778,9 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         r->k->sgemm_nn_add(rows, dv, n, s, KEY_BLOCK, v, ldv, acc, dv);
     }
     for (int i = 0; i < rows; i++) {
-        float *o = a->part ? a->part + (size_t)i * (size_t)(dv + 2)
-                           : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok +
-                                 (size_t)(i % a->n_head) * a->out_head;
+        float *o =
+            a->part ? a->part + (size_t)i * (size_t)(dv + 2)
+                    : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok + (size_t)(i % a->n_head) * a->out_head;
         float f = a->part ? 1.0f : 1.0f / den[i];
         for (int j = 0; j < dv; j++) o[j] = acc[i * dv + j] * f;
         if (a->part) o[dv] = top[i], o[dv + 1] = den[i];
@@ -6959,8 +6813,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
     }
     size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
 #pragma omp for schedule(dynamic)
-    for (int i = n_group * n_tile * n_part - 1; i >= 0;
-         i--) { /* the last tiles see the most keys: they start first */
+    for (int i = n_group * n_tile * n_part - 1; i >= 0; i--) { /* the last tiles see the most keys: they start first */
         struct attend a = *all;
         int g = i % n_group, t = i / n_group % n_tile, p = i / n_group / n_tile;
         a.head = all->kind == ATTEND_GQA ? g : g * group;
@@ -6981,9 +6834,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
     }
 }
 
-static int tile_tokens(int rows_per_token) {
-    return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1;
-}
+static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1; }
 
 static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct model *m = r->m;
@@ -7012,8 +6863,8 @@ static bool mla_expands(const struct model *m, int n) {
 
 /* One matrix per head applied to one vector per token and head, inside a parallel region: y (n_tok, n_head, y_head) = w[h] x (n_tok,
  * n_head, x_head). The n_copy floats behind the input vector are copied behind the result. The caller waits for the other threads. */
-static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head,
-                         float *y, size_t y_tok, size_t y_head, int n_copy) {
+static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head, float *y,
+                         size_t y_tok, size_t y_head, int n_copy) {
     enum act_format f = r->k->act_format(w->type, r->n_tok);
     size_t stride = r->k->act_bytes(f, w->n_in);
 #pragma omp for schedule(static) nowait
@@ -7024,8 +6875,7 @@ static void heads_linear(struct rank *r, const struct weight *w, const float *x,
         for (int t = 0; t < r->n_tok; t++) {
             r->k->act_pack(f, xh + (size_t)t * x_tok, w->n_in, pack + (size_t)t * stride);
             if (n_copy)
-                memcpy(yh + (size_t)t * y_tok + w->n_out, xh + (size_t)t * x_tok + w->n_in,
-                       (size_t)n_copy * sizeof *y);
+                memcpy(yh + (size_t)t * y_tok + w->n_out, xh + (size_t)t * x_tok + w->n_in, (size_t)n_copy * sizeof *y);
         }
         for (int row = 0; row < w->n_out; row += ROW_TILE) {
             struct gemm g = {.type = w->type,
@@ -7095,8 +6945,7 @@ struct ffn_job {
 
 /* Ids and weights of the experts of one token. logits (n). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias and the groups
  * decide who is chosen, never with what weight. Ties go to the lower id, as torch.topk's do in practice. */
-static void route_token(const struct model *m, const struct layer *y, float *logits, int32_t *ids,
-                        float *weights) {
+static void route_token(const struct model *m, const struct layer *y, float *logits, int32_t *ids, float *weights) {
     int n = y->n_expert, k = m->n_expert_used, per = n / m->n_group;
     float pick[MAX_EXPERTS], group[MAX_EXPERTS];
     if (m->gating == GATING_SOFTMAX) {
@@ -7123,8 +6972,7 @@ static void route_token(const struct model *m, const struct layer *y, float *log
         }
         for (int g = 0; g < m->n_group; g++) {
             int better = 0;
-            for (int o = 0; o < m->n_group; o++)
-                better += group[o] > group[g] || (group[o] == group[g] && o < g);
+            for (int o = 0; o < m->n_group; o++) better += group[o] > group[g] || (group[o] == group[g] && o < g);
             for (int e = g * per; better >= m->n_group_used && e < (g + 1) * per; e++) pick[e] = -INFINITY;
         }
     }
@@ -7153,8 +7001,8 @@ static void ffn_jobs_build(struct rank *r, const struct layer *y) {
     for (int e = 0, sum = 0; e < y->n_expert; e++) {
         at[e] = sum;
         if (!count[e]) continue;
-        r->jobs[r->n_jobs++] = (struct ffn_job){&y->gate,          &y->up,         &y->down, e,   count[e],
-                                                r->job_rows + sum, r->job_w + sum, hidden,   slot};
+        r->jobs[r->n_jobs++] =
+            (struct ffn_job){&y->gate, &y->up, &y->down, e, count[e], r->job_rows + sum, r->job_w + sum, hidden, slot};
         sum += count[e], slot += (size_t)count[e], hidden += (size_t)count[e] * (size_t)y->gate.n_out;
     }
     for (int i = 0; i < r->n_tok * k; i++) {
@@ -7166,8 +7014,8 @@ static void ffn_jobs_build(struct rank *r, const struct layer *y) {
             (struct ffn_job){&y->sh_gate, &y->sh_up, &y->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
 }
 
-static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j,
-                            enum act_format f, int row) {
+static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j, enum act_format f,
+                            int row) {
     return (struct gemm){.type = w->type,
                          .format = f,
                          .w = w->data + (size_t)j->expert * w->expert_bytes + (size_t)row * w->row_bytes,
@@ -7180,8 +7028,8 @@ static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const 
 }
 
 /* Packs the hidden rows of all jobs, those of the last job as `last` says; little work is done by every thread for itself. */
-static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, enum act_format last,
-                                      size_t stride, int n_rows) {
+static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, enum act_format last, size_t stride,
+                                      int n_rows) {
     bool own = (size_t)n_rows * stride <= OWN_PACK;
     uint8_t *out = own ? scratch_pack(r, 2) : r->pack_h;
     int threads = own ? 1 : omp_get_num_threads(), from = own ? 0 : omp_get_thread_num();
@@ -7204,19 +7052,16 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     const struct kernels *k = r->k;
     const struct ffn_job *j0 = &r->jobs[0];
     const struct ffn_job *jn =
-        &r->jobs[r->n_jobs -
-                 1]; /* the shared expert, if there is one: of all tokens, maybe of another type */
+        &r->jobs[r->n_jobs - 1]; /* the shared expert, if there is one: of all tokens, maybe of another type */
     int per_last = jn->rows ? per_job : jn->n_tok;
     enum act_format f = k->act_format(j0->gate->type, per_job), fs = k->act_format(jn->gate->type, per_last);
-    enum act_format fd = k->act_format(j0->down->type, per_job),
-                    fds = k->act_format(jn->down->type, per_last);
+    enum act_format fd = k->act_format(j0->down->type, per_job), fds = k->act_format(jn->down->type, per_last);
     int n_in = j0->gate->n_in, n_ff = 0, n_rows = 0;
     size_t stride = k->act_bytes(f, n_in), stride_s = k->act_bytes(fs, n_in);
-    const uint8_t *pack = pack_rows(r, f, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack, 0),
-                  *pack_s = pack;
+    const uint8_t *pack = pack_rows(r, f, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack, 0), *pack_s = pack;
     if (fs != f)
-        pack_s = pack_rows(r, fs, r->act[x], (size_t)r->width[x], r->n_tok, n_in,
-                           r->pack + (size_t)r->n_tok * stride, 1);
+        pack_s =
+            pack_rows(r, fs, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack + (size_t)r->n_tok * stride, 1);
     for (int j = 0; j < r->n_jobs; j++) {
         n_ff = r->jobs[j].gate->n_out > n_ff ? r->jobs[j].gate->n_out : n_ff;
         n_rows += r->jobs[j].n_tok;
@@ -7230,16 +7075,14 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
         int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
         bool shared = j == jn;
         if (row >= ff) continue;
-        struct gemm g = ffn_gemm(r, j->gate, j, shared ? fs : f, row),
-                    u = ffn_gemm(r, j->up, j, shared ? fs : f, row);
+        struct gemm g = ffn_gemm(r, j->gate, j, shared ? fs : f, row), u = ffn_gemm(r, j->up, j, shared ? fs : f, row);
         g.x = u.x = shared ? pack_s : pack, g.x_stride = u.x_stride = shared ? stride_s : stride;
         g.rows = u.rows = j->rows;
         g.y = r->hidden + j->hidden + row, g.y_stride = (size_t)ff;
         u.y = tile, u.y_stride = ROW_TILE;
         k->gemm(&g);
         k->gemm(&u);
-        for (int t = 0; t < j->n_tok; t++)
-            k->silu_mul(g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
+        for (int t = 0; t < j->n_tok; t++) k->silu_mul(g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
     const uint8_t *pack_h = ffn_pack_hidden(r, fd, fds, h_stride, n_rows);
 #pragma omp for schedule(dynamic) nowait
@@ -7279,8 +7122,8 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int t = 0; t < r->n_tok; t++)
-            route_token(m, y, r->route + (size_t)t * (size_t)m->n_expert_max,
-                        r->route_id + t * m->n_expert_used, r->route_w + t * m->n_expert_used);
+            route_token(m, y, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * m->n_expert_used,
+                        r->route_w + t * m->n_expert_used);
 #pragma omp single
         ffn_jobs_build(r, y);
         ffn_run(r, x, out, per_job);
@@ -7295,18 +7138,14 @@ static void cpu_logits(struct rank *r, int first, int n) {
     {
 #pragma omp for schedule(static)
         for (int t = first; t < first + n; t++)
-            r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t),
-                          r->m->n_embd);
+            r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t), r->m->n_embd);
         linear_rows(r, w, act_row(r, A_H, first), r->width[A_H], n, r->logits, r->m->n_vocab);
     }
 }
 
-static const float *cpu_read_logits(struct rank *r, int row) {
-    return r->logits + (size_t)row * (size_t)r->m->n_vocab;
-}
+static const float *cpu_read_logits(struct rank *r, int row) { return r->logits + (size_t)row * (size_t)r->m->n_vocab; }
 
-static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent,
-                       double uniform) {
+static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
     r->chosen = sampling_choose(o, r->work, r->m->n_ids, r->logits, recent, n_recent, uniform);
 }
 static int32_t cpu_read_token(struct rank *r) { return r->chosen; }
@@ -7314,8 +7153,8 @@ static int32_t cpu_read_token(struct rank *r) { return r->chosen; }
 static bool cpu_begin(struct rank *r) { return (void)r, false; }
 static void cpu_end(struct rank *r) { (void)r; }
 
-static void cpu_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
-                        float *scale, bool store) {
+static void cpu_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
+                        bool store) {
     (void)r;
     uint8_t *d = p->data + first * p->row_bytes;
     if (data) memcpy(store ? d : data, store ? data : d, n * p->row_bytes);
@@ -7332,21 +7171,18 @@ static void cpu_close(struct rank *r) {
     arrfree(r->owned);
 }
 
-static const struct ops cpu_ops = {cpu_begin,         cpu_end,       cpu_embed,      cpu_rmsnorm,
-                                   cpu_add_rmsnorm,   cpu_add,       cpu_linear,     cpu_linear3,
-                                   cpu_rope_store_kv, cpu_attention, cpu_mla_store,  cpu_mla_attention,
-                                   cpu_ffn,           cpu_moe_ffn,   cpu_all_reduce, cpu_logits,
-                                   cpu_read_logits,   cpu_sample,    cpu_read_token, cpu_kv_copy,
-                                   cpu_wait,          cpu_measure,   NULL,           cpu_close};
+static const struct ops cpu_ops = {cpu_begin,     cpu_end,           cpu_embed,   cpu_rmsnorm,       cpu_add_rmsnorm,
+                                   cpu_add,       cpu_linear,        cpu_linear3, cpu_rope_store_kv, cpu_attention,
+                                   cpu_mla_store, cpu_mla_attention, cpu_ffn,     cpu_moe_ffn,       cpu_all_reduce,
+                                   cpu_logits,    cpu_read_logits,   cpu_sample,  cpu_read_token,    cpu_kv_copy,
+                                   cpu_wait,      cpu_measure,       NULL,        cpu_close};
 
 /* ---- memory of a rank ---- */
 
 static void *rank_own(struct rank *r, size_t n, size_t size) {
     /* calloc: pages that are never touched, above all of the cache, cost nothing */
     void *p = n && size && n > SIZE_MAX / size ? NULL : calloc(n * size + 64, 1);
-    if (!p)
-        die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n,
-            size);
+    if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n, size);
     r->bytes += n * size;
     arrput(r->owned, p);
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
@@ -7361,8 +7197,8 @@ static void rank_plane(struct rank *r, struct kv_plane *p) {
 }
 
 /* Lays out the memory for contexts of n_ctx tokens. */
-static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads,
-                      int n_ctx, enum kv_type kv) {
+static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
+                      enum kv_type kv) {
     memset(r, 0, sizeof *r);
     r->m = m, r->ops = &cpu_ops, r->k = k, r->n_threads = n_threads, r->n_ctx = n_ctx, r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
@@ -7386,16 +7222,14 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
 
     int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
     while (m->kv_lora && absorbed < r->chunk && !mla_expands(m, absorbed + 1)) absorbed++;
-    size_t n_ff = size_max((size_t)m->n_ff_dense, size_max((size_t)m->n_ff_expert, (size_t)m->n_ff_shared)),
-           pack = 0, pack_h = 0;
-    size_t n_in =
-        size_max((size_t)m->n_embd, size_max(size_max((size_t)m->q_lora, n_ff), (size_t)r->width[A_ATT]));
+    size_t n_ff = size_max((size_t)m->n_ff_dense, size_max((size_t)m->n_ff_expert, (size_t)m->n_ff_shared)), pack = 0,
+           pack_h = 0;
+    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)m->q_lora, n_ff), (size_t)r->width[A_ATT]));
     for (int f = ACT_F32; f <= ACT_BF16; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (m->kv_lora) /* one row per token and head */
-            pack = size_max(
-                pack, (size_t)absorbed * n_head *
-                          k->act_bytes((enum act_format)f, m->kv_lora > m->nope ? m->kv_lora : m->nope));
+            pack = size_max(pack, (size_t)absorbed * n_head *
+                                      k->act_bytes((enum act_format)f, m->kv_lora > m->nope ? m->kv_lora : m->nope));
         pack_h = size_max(pack_h, k->act_bytes((enum act_format)f, (int)n_ff));
     }
     size_t used = (size_t)m->n_expert_used, shared = (size_t)m->n_ff_shared,
@@ -7456,8 +7290,7 @@ static void forward_qwen3moe(struct rank *r) {
         const struct layer *y = &r->m->layers[il];
         if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
         else o->add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
-        o->linear3(r, A_H, (const struct weight *const[]){&y->wq, &y->wk, &y->wv},
-                   (const enum act[]){A_Q, A_K, A_V});
+        o->linear3(r, A_H, (const struct weight *const[]){&y->wq, &y->wk, &y->wv}, (const enum act[]){A_Q, A_K, A_V});
         o->rope_store_kv(r, il, A_Q, A_K, A_V);
         o->attention(r, il, A_Q, A_ATT);
         o->linear(r, &y->wo, A_ATT, A_OUT);
@@ -7556,8 +7389,8 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
     for (; kept < limit; kept++) {
         if (kept == popped) candidates_pop(work, n, popped++);
         double rel = (double)(best[-kept].logit - top);
-        if (kept && ((o->top_p < 1.0f && mass >= (double)o->top_p * total) ||
-                     (o->min_p > 0 && exp(rel) < (double)o->min_p)))
+        if (kept &&
+            ((o->top_p < 1.0f && mass >= (double)o->top_p * total) || (o->min_p > 0 && exp(rel) < (double)o->min_p)))
             break;
         mass += exp(rel);
     }
@@ -7591,8 +7424,8 @@ static void session_start(struct session *s) {
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
 }
 
-static void session_init(struct session *s, const struct model *m, const struct kernels *k, int n_threads,
-                         int n_ctx, enum kv_type kv) {
+static void session_init(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
+                         enum kv_type kv) {
     memset(s, 0, sizeof *s);
     rank_init(&s->r, m, k, n_threads, n_ctx, kv);
     session_start(s);
@@ -7637,9 +7470,7 @@ static uint64_t session_more_bytes(const struct session *s, int more) {
 }
 
 /* What helps against a full context, for a sentence that goes on with -c. */
-static const char *context_remedy(void) {
-    return term.dialogue ? "/undo, /clear or restart with" : "restart with";
-}
+static const char *context_remedy(void) { return term.dialogue ? "/undo, /clear or restart with" : "restart with"; }
 
 /* -1 when n tokens do not fit, with a message that says what would help. */
 static int session_fits(const struct session *s, int64_t n, char *err) {
@@ -7647,8 +7478,8 @@ static int session_fits(const struct session *s, int64_t n, char *err) {
     if (n <= s->n_ctx) return 0;
     int more = (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX);
     return fail(err, "the context is full: %s tokens are needed, %s fit; %s -c %lld (needs %s more)",
-                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), context_remedy(),
-                (long long)n, with_unit((double)session_more_bytes(s, more), c));
+                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), context_remedy(), (long long)n,
+                with_unit((double)session_more_bytes(s, more), c));
 }
 
 static void prefill_progress(int done, int n, double seconds) {
@@ -7667,8 +7498,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     if (session_fits(s, n, err)) return SYNC_FAILED;
     for (int i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= s->m->n_vocab)
-            return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab),
-                   SYNC_FAILED;
+            return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab), SYNC_FAILED;
     while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
         keep++; /* the last one is computed for its logits */
     s->n_past = keep;
@@ -7679,8 +7509,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         session_forward(s, ids + s->n_past, c);
         done += c;
         double t = now_seconds();
-        if (term.err_moves && t - shown > 0.1 && s->n_past < n)
-            prefill_progress(done, n - keep, t - t0), shown = t;
+        if (term.err_moves && t - shown > 0.1 && s->n_past < n) prefill_progress(done, n - keep, t - t0), shown = t;
     }
     if (shown > t0 + 0.4) status_line("%s", "");
     s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
@@ -7828,8 +7657,8 @@ static int session_load(struct session *s, const char *path, char *err) {
     if (file_check(path, &st, err)) return -1;
     FILE *f = fopen(path, "rb");
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
-    size_t per = sizeof *s->tokens + (size_t)want.n_layer * (want.k_row + want.v_row +
-                                                             sizeof(float) * (want.k_scales + want.v_scales));
+    size_t per = sizeof *s->tokens +
+                 (size_t)want.n_layer * (want.k_row + want.v_row + sizeof(float) * (want.k_scales + want.v_scales));
     int rc = 0;
     if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, sizeof kv_magic))
         rc = fail(err, "'%s' is not a saved state of this version", path);
@@ -7901,13 +7730,11 @@ static const struct option options[] = {
     {"system", 's', OPT_STR, AT(system), "TEXT", 0, 0, false, "system message (default: none)"},
     {"system-file", 0, OPT_STR, AT(system_file), "FILE", 0, 0, false, "system message from FILE"},
     {"lines", 0, OPT_FLAG, AT(lines), NULL, 0, 0, false, "every line of stdin is a prompt of its own"},
-    {"raw", 0, OPT_FLAG, AT(raw), NULL, 0, 0, false,
-     "no chat template: continue the text, print it verbatim"},
+    {"raw", 0, OPT_FLAG, AT(raw), NULL, 0, 0, false, "no chat template: continue the text, print it verbatim"},
     {"ids", 0, OPT_STR, AT(ids), "1,2,3", 0, 0, false, "use these token ids as the prompt; ignores stdin"},
     {"special", 0, OPT_FLAG, AT(special), NULL, 0, 0, false,
      "with --raw and --tokenize: control tokens in the text count"},
-    {"chat-template-file", 0, OPT_STR, AT(template_file), "FILE", 0, 0, false,
-     "Jinja template instead of the model's"},
+    {"chat-template-file", 0, OPT_STR, AT(template_file), "FILE", 0, 0, false, "Jinja template instead of the model's"},
     {.help = "Answer"},
     {"predict", 'n', OPT_INT, AT(n_predict), "N", -1, INT32_MAX, true,
      "tokens to generate at most (default: -1, until the model stops)"},
@@ -7918,16 +7745,13 @@ static const struct option options[] = {
     {.help = "Sampling (defaults from the file where it has them)"},
     {"greedy", 0, OPT_FLAG, AT(greedy), NULL, 0, 0, true, "always the most likely token"},
     {"temp", 0, OPT_NUM, AT(temp), "T", 0, 100, true, "temperature (default: 0.7; 0 is greedy)"},
-    {"top-k", 0, OPT_INT, AT(top_k), "K", 0, INT32_MAX, true,
-     "only the K most likely tokens (default: 40; 0: all)"},
-    {"top-p", 0, OPT_NUM, AT(top_p), "P", 0, 1, true,
-     "only the most likely tokens of together P (default: 0.95)"},
+    {"top-k", 0, OPT_INT, AT(top_k), "K", 0, INT32_MAX, true, "only the K most likely tokens (default: 40; 0: all)"},
+    {"top-p", 0, OPT_NUM, AT(top_p), "P", 0, 1, true, "only the most likely tokens of together P (default: 0.95)"},
     {"min-p", 0, OPT_NUM, AT(min_p), "P", 0, 1, true,
      "only tokens of at least P times the best (default: 0; pruned models 0.05)"},
     {"repeat-penalty", 0, OPT_NUM, AT(repeat_penalty), "R", 0.1, 10, true,
      "against the last 64 tokens (default: 1; pruned models 1.1)"},
-    {"seed", 0, OPT_INT, AT(seed), "N", -1, INT32_MAX, true,
-     "of the random numbers (default: -1, from the clock)"},
+    {"seed", 0, OPT_INT, AT(seed), "N", -1, INT32_MAX, true, "of the random numbers (default: -1, from the clock)"},
     {.help = "Machine"},
     {"ctx", 'c', OPT_INT, AT(n_ctx), "N", 0, 1 << 28, false,
      "tokens of context (default: 0, the model's, or what memory allows)"},
@@ -7940,23 +7764,19 @@ static const struct option options[] = {
      "parts of the context in GPU decode at most (default: 0, what fills the GPU)"},
     {"moe-act", 0, OPT_CHOICE, AT(moe_act), "auto|bf16|fp4", 0, 0, false,
      "activations of the experts in GPU prefill: 16 or 4 bits (default: auto, 4 where the file asks for it)"},
-    {"vram-reserve", 0, OPT_INT, AT(vram_reserve), "MIB", 0, 1 << 20, false,
-     "GPU memory to leave free (default: 256)"},
+    {"vram-reserve", 0, OPT_INT, AT(vram_reserve), "MIB", 0, 1 << 20, false, "GPU memory to leave free (default: 256)"},
     {"cpu-ref", 0, OPT_FLAG, AT(cpu_ref), NULL, 0, 0, false, "scalar reference arithmetic: exact, slow"},
     {.help = "Instead of answering"},
     {"info", 0, OPT_FLAG, AT(info), NULL, 0, 0, false, "what the file holds"},
     {"tokenize", 0, OPT_FLAG, AT(tokenize), NULL, 0, 0, false, "token ids of stdin, on one line"},
     {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false,
      "stdin is a JSON object of template variables: print the rendered text"},
-    {"logits", 0, OPT_STR, AT(logits), "FILE.npy", 0, 0, false,
-     "write the logits of every position of the prompt"},
+    {"logits", 0, OPT_STR, AT(logits), "FILE.npy", 0, 0, false, "write the logits of every position of the prompt"},
     {"perplexity", 0, OPT_STR, AT(perplexity), "FILE", 0, 0, false, "of a text, with its standard error"},
-    {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false,
-     "find a fact in N tokens of prose; exit 0 if found"},
+    {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false, "find a fact in N tokens of prose; exit 0 if found"},
     {"depth", 0, OPT_INT, AT(depth), "PERCENT", 0, 100, false, "where the fact stands (default: 50)"},
     {"haystack", 0, OPT_STR, AT(haystack), "FILE", 0, 0, false, "the prose (default: the shipped stories)"},
-    {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false,
-     "three quick tests of the model; exit 0 if all pass"},
+    {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false, "three quick tests of the model; exit 0 if all pass"},
     {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
     {"profile", 0, OPT_FLAG, AT(profile), NULL, 0, 0, false,
      "with --bench on a GPU: behind it the time of every kernel, on stderr"},
@@ -8022,8 +7842,7 @@ static int option_store(struct settings *s, const struct option *o, const char *
     } else {
         if (o->type == OPT_CHOICE && !choice_ok(o->arg, value))
             return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
-        if (!*value && !strncmp(o->arg, "FILE", 4))
-            return fail(err, "--%s wants the name of a file", o->name);
+        if (!*value && !strncmp(o->arg, "FILE", 4)) return fail(err, "--%s wants the name of a file", o->name);
         free(*(char **)at);
         *(char **)at = xstrdup(value);
     }
@@ -8160,9 +7979,7 @@ static void settings_resolve(struct settings *s, const struct model *m) {
         const struct option *o = NULL;
         for (int j = 0; j < N_OPTIONS; j++)
             if (options[j].name && options[j].offset == d[i].offset) o = &options[j];
-        *at = kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi ? v
-              : m->pruned                                                ? d[i].pruned
-                                                                         : d[i].value;
+        *at = kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi ? v : m->pruned ? d[i].pruned : d[i].value;
     }
     if (s->top_k < 0) {
         kv = gguf_find(&m->gguf, "general.sampling.top_k");
@@ -8224,19 +8041,16 @@ enum turn_result {
     TURN_FAILED       /* the same, err says why */
 };
 
-static bool text_has(const char *s, size_t n, const char *what) {
-    return memmem(s, n, what, strlen(what)) != NULL;
-}
+static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
 
 /* The template of the file or of --chat-template-file. 0, or -1 with a message. */
-static int chat_template(struct template **out, const struct settings *set, const struct model *m,
-                         char **source, char *err) {
+static int chat_template(struct template **out, const struct settings *set, const struct model *m, char **source,
+                         char *err) {
     char why[ERR_MAX];
     if (set->template_file) {
         if (read_file(set->template_file, source, err)) return -1;
     } else if (!m || !m->vocab->n_tokens || !m->vocab->chat_template.p) {
-        return fail(
-            err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
+        return fail(err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
     } else {
         sb_put(source, m->vocab->chat_template.p, m->vocab->chat_template.n);
     }
@@ -8260,8 +8074,7 @@ static void chat_pop(struct chat *c) {
     free(msg.role), free(msg.content);
 }
 
-static int chat_init(struct chat *c, struct settings *set, const struct model *m, struct session *s,
-                     char *err) {
+static int chat_init(struct chat *c, struct settings *set, const struct model *m, struct session *s, char *err) {
     char *source = NULL;
     memset(c, 0, sizeof *c);
     c->set = set, c->m = m, c->s = s;
@@ -8305,8 +8118,7 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
     json_t *o = json_object();
     answer = strcmp(msg->role, "assistant") ? msg->content : split_answer(msg->content, &think, &n);
     json_object_set_new(o, "role", json_string(msg->role));
-    json_object_set_new(o, "content",
-                        json_string(c->splits_reasoning || !c->strips_reasoning ? answer : msg->content));
+    json_object_set_new(o, "content", json_string(c->splits_reasoning || !c->strips_reasoning ? answer : msg->content));
     if (answer != msg->content && c->splits_reasoning)
         json_object_set_new(o, "reasoning_content", json_stringn(think, n));
     return o;
@@ -8379,8 +8191,7 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
     for (int i = 0; i < cut; i++) arrput(*ids, s->tokens[i]);
     size_t before = arrlenu(*ids);
     tokenize(v, text->s + cut_at, n - cut_at, text->origin + cut_at, TOKENIZE_CONTROL, ids);
-    if (!before && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos))
-        arrins(*ids, 0, v->bos);
+    if (!before && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos)) arrins(*ids, 0, v->bos);
 }
 
 /* Whether the model begins its answer inside its thinking: the prompt's last <think> is open and nothing but blanks follow. */
@@ -8465,8 +8276,7 @@ static void printer_token(struct printer *p, int32_t id) {
         }
         if (p->thinking || !p->began)
             for (size_t k = 1; k < len && k <= rest; k++)
-                if (!memcmp(p->text + arrlenu(p->text) - k, tag, k))
-                    hold = k; /* perhaps the beginning of the tag */
+                if (!memcmp(p->text + arrlenu(p->text) - k, tag, k)) hold = k; /* perhaps the beginning of the tag */
         printer_emit(p, arrlenu(p->text) - hold);
         break;
     }
@@ -8540,15 +8350,13 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     double use = (double)c->s->n_past / c->s->n_ctx;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
-        n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)",
-                      st->n_generated / st->seconds, st->bytes / st->seconds * 1e-9);
+        n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)", st->n_generated / st->seconds,
+                      st->bytes / st->seconds * 1e-9);
     if (st->n_prompt && st->prompt_seconds > 0)
         n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s | first token %.2f s",
-                      with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds,
-                      st->first_seconds);
+                      with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds, st->first_seconds);
     snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x",
-             with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use,
-             st->logit_hash);
+             with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
     note("%s", line);
     if (use > 0.8)
         note("%scontext %.0f %% full: %s a larger -c%s",
@@ -8561,8 +8369,7 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
 static void chat_count(struct chat *c, const struct turn_stats *st) {
     c->last = *st, c->turns++;
     c->total.n_prompt += st->n_prompt, c->total.n_generated += st->n_generated;
-    c->total.prompt_seconds += st->prompt_seconds, c->total.seconds += st->seconds,
-        c->total.bytes += st->bytes;
+    c->total.prompt_seconds += st->prompt_seconds, c->total.seconds += st->seconds, c->total.bytes += st->bytes;
 }
 
 /* Answers the messages as they are; the answer is appended unless nothing came of it. */
@@ -8731,8 +8538,7 @@ static bool chat_parse_line(const char *line, size_t n, struct message *out) {
     json_t *o = json_loadb(line, n, JSON_REJECT_DUPLICATES, NULL);
     const char *role = json_string_value(json_object_get(o, "role")),
                *content = json_string_value(json_object_get(o, "content"));
-    bool ok =
-        role && content && (!strcmp(role, "system") || !strcmp(role, "user") || !strcmp(role, "assistant"));
+    bool ok = role && content && (!strcmp(role, "system") || !strcmp(role, "user") || !strcmp(role, "assistant"));
     if (ok) *out = (struct message){xstrdup(role), xstrdup(content)};
     json_decref(o);
     return ok;
@@ -8833,10 +8639,9 @@ static void chat_print_stats(struct chat *c) {
         return;
     }
     chat_stats_line(c, &c->last);
-    fprintf(stderr, "  %d turns: %d tokens read in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
-            c->turns, t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
-            t->seconds > 0 ? t->n_generated / t->seconds : 0.0,
-            t->seconds > 0 ? t->bytes / t->seconds * 1e-9 : 0.0);
+    fprintf(stderr, "  %d turns: %d tokens read in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n", c->turns,
+            t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
+            t->seconds > 0 ? t->n_generated / t->seconds : 0.0, t->seconds > 0 ? t->bytes / t->seconds * 1e-9 : 0.0);
 }
 
 /* ============================================================================================================
@@ -9001,9 +8806,8 @@ static int key_sequence(struct keyboard *kb) {
         if (c == ';') i += i < 3;
         else if (isdigit(c) && p[i] < 10000) p[i] = p[i] * 10 + c - '0';
     }
-    if (c >= 0 && (c < 0x20 || c > 0x7e))
-        kb->in_at--;         /* not a sequence after all: the byte counts for itself */
-    bool by_word = p[1] > 2; /* 1 + modifiers: 2 Shift, 3 Alt, 5 Ctrl */
+    if (c >= 0 && (c < 0x20 || c > 0x7e)) kb->in_at--; /* not a sequence after all: the byte counts for itself */
+    bool by_word = p[1] > 2;                           /* 1 + modifiers: 2 Shift, 3 Alt, 5 Ctrl */
     switch (c) {
     case 'A': return KEY_UP;
     case 'B': return KEY_DOWN;
@@ -9063,8 +8867,7 @@ static int key_read(struct keyboard *kb) {
     if (c < 0x80) return c;
     char s[4] = {(char)c};
     int n = 1, k;
-    while ((k = utf8_sequence(s, (size_t)n)) == 0 && (c = input_byte(kb, ESCAPE_WAIT_MS)) >= 0)
-        s[n++] = (char)c;
+    while ((k = utf8_sequence(s, (size_t)n)) == 0 && (c = input_byte(kb, ESCAPE_WAIT_MS)) >= 0) s[n++] = (char)c;
     if (k < 0 && n > 1) kb->in_at--; /* the byte that broke the sequence begins the next */
     utf8proc_int32_t cp = 0xfffd;
     if (k > 0) utf8proc_iterate((const uint8_t *)s, k, &cp);
@@ -9133,9 +8936,7 @@ static const struct fold *fold_at(const struct editor *e, size_t pos) {
     return NULL;
 }
 
-static bool newline_at(const struct editor *e, size_t pos) {
-    return e->text[pos] == '\n' && !fold_at(e, pos);
-}
+static bool newline_at(const struct editor *e, size_t pos) { return e->text[pos] == '\n' && !fold_at(e, pos); }
 
 /* Bytes of the grapheme cluster that valid UTF-8 begins with. */
 static size_t cluster_bytes(const char *s, size_t n) {
@@ -9292,8 +9093,7 @@ static void history_load(struct editor *e) {
     char *data = NULL, *entry = NULL, *tmp = NULL, err[ERR_MAX];
     struct stat st;
     size_t entries = 0, end;
-    if (stat(e->history_path, &st) || !S_ISREG(st.st_mode) ||
-        st.st_size > (off_t)HISTORY_MAX * HISTORY_ENTRY_MAX)
+    if (stat(e->history_path, &st) || !S_ISREG(st.st_mode) || st.st_size > (off_t)HISTORY_MAX * HISTORY_ENTRY_MAX)
         return;
     if (read_file(e->history_path, &data, err)) return;
     for (size_t at = 0; at < arrlenu(data); at = end + 1) {
@@ -9308,8 +9108,7 @@ static void history_load(struct editor *e) {
     sb_printf(&tmp, "%s.%d", e->history_path, (int)getpid());
     int fd = entries > HISTORY_MAX ? open(sb_cstr(&tmp), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600) : -1;
     if (fd >= 0) {
-        for (int i = 0; i < arrlen(e->history); i++)
-            history_line(&data, e->history[i], strlen(e->history[i]));
+        for (int i = 0; i < arrlen(e->history); i++) history_line(&data, e->history[i], strlen(e->history[i]));
         bool whole = write(fd, data, arrlenu(data)) == (ssize_t)arrlen(data);
         if (close(fd) || !whole || rename(tmp, e->history_path)) unlink(tmp);
     }
@@ -9324,9 +9123,7 @@ static void editor_history_add(struct editor *e, const char *line, size_t n) {
     if (!n || n > HISTORY_ENTRY_MAX) return;
     if (arrlen(e->history) && !strncmp(arrlast(e->history), line, n) && !arrlast(e->history)[n]) return;
     history_put(e, line, n);
-    int fd = e->history_path
-                 ? open(e->history_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0600)
-                 : -1;
+    int fd = e->history_path ? open(e->history_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0600) : -1;
     if (fd < 0) return;
     char *data = NULL;
     history_line(&data, line, n);
@@ -9359,12 +9156,7 @@ static void history_move(struct editor *e, int step) {
  * are read as the terminal gives them.
  * ============================================================================================================ */
 
-enum edit_result {
-    EDIT_MORE = -1 /* not finished: only within the editor */,
-    EDIT_LINE,
-    EDIT_EOF,
-    EDIT_INTERRUPT
-};
+enum edit_result { EDIT_MORE = -1 /* not finished: only within the editor */, EDIT_LINE, EDIT_EOF, EDIT_INTERRUPT };
 
 /* The picture of prompt and text: rows of `cols` columns. A row ends in two bytes: CR LF behind a newline of the text, or
  * where the text wraps a space and CR, which make any terminal step to the next row and remember that the two belong
@@ -9678,8 +9470,7 @@ static enum edit_result editor_read_plain(struct editor *e) {
     for (;;) {
         char *line = NULL;
         int c;
-        if (term.in_tty && (term.out_tty || term.err_tty))
-            write_all(term.out_tty ? 1 : 2, prompt, strlen(prompt));
+        if (term.in_tty && (term.out_tty || term.err_tty)) write_all(term.out_tty ? 1 : 2, prompt, strlen(prompt));
         while ((c = input_byte(&e->keys, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
             if (c >= 0) arrput(line, (char)c);
         if (arrlen(line) && arrlast(line) == '\r') (void)arrpop(line);
@@ -9718,8 +9509,7 @@ static enum edit_result editor_read_screen(struct editor *e) {
 
 /* Reads one text; the prompt stands before its first line, the continuation before the others. On EDIT_LINE *line is replaced
  * by the text. EDIT_EOF leaves the cursor behind the prompt, the others at the start of a row. */
-static enum edit_result editor_read(struct editor *e, const char *prompt, const char *continuation,
-                                    char **line) {
+static enum edit_result editor_read(struct editor *e, const char *prompt, const char *continuation, char **line) {
     fflush(stdout);
     text_set(e, "", 0);
     arrsetlen(e->draft, 0);
@@ -9738,8 +9528,7 @@ static void editor_init(struct editor *e, const char *history_path) {
     const char *t = getenv("TERM");
     memset(e, 0, sizeof *e);
     e->screen = term.in_tty && term.out_tty && t && *t && strcmp(t, "dumb");
-    if (wake_pipe[0] < 0 && pipe2(wake_pipe, O_CLOEXEC | O_NONBLOCK))
-        die("cannot make a pipe: %s", strerror(errno));
+    if (wake_pipe[0] < 0 && pipe2(wake_pipe, O_CLOEXEC | O_NONBLOCK)) die("cannot make a pipe: %s", strerror(errno));
     if (!history_path) return;
     e->history_path = xstrdup(history_path);
     history_load(e);
@@ -9941,9 +9730,7 @@ static int cmd_set(struct repl *r, char *arg, char *err) {
 
 /* Two knobs: whether the model thinks changes the prompt, whether that is shown only the screen. */
 static int cmd_think(struct repl *r, char *arg, char *err) { return option_command(r, "think", arg, err); }
-static int cmd_show(struct repl *r, char *arg, char *err) {
-    return option_command(r, "show-think", arg, err);
-}
+static int cmd_show(struct repl *r, char *arg, char *err) { return option_command(r, "show-think", arg, err); }
 
 /* Without a text, shows the message. */
 static int cmd_system(struct repl *r, char *arg, char *err) {
@@ -10121,8 +9908,7 @@ static const struct command *command_find(const char *name, size_t n, char *err)
         break;
     }
     if (!count)
-        fail(err,
-             "unknown command /%.*s: /help lists them, a message that begins with a slash is typed //...",
+        fail(err, "unknown command /%.*s: /help lists them, a message that begins with a slash is typed //...",
              (int)(n < 40 ? n : 40), name);
     if (count > 1) fail(err, "/%.*s is ambiguous: %s", (int)n, name, sb_cstr(&list));
     arrfree(list);
@@ -10280,10 +10066,8 @@ static int mode_render(const struct settings *set) {
     read_stdin(&text);
     json_t *given = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &je), *vars = json_object();
     if (!json_is_object(given))
-        die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text,
-            given ? 1 : je.line);
-    if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now")))
-        die("\"now\" is not a string");
+        die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text, given ? 1 : je.line);
+    if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now"))) die("\"now\" is not a string");
     chat_common_vars(vars, set->model ? &m : NULL, set);
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
@@ -10306,18 +10090,18 @@ static int mode_info(const struct engine *e) {
     char a[32];
     int dense = 0;
     for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
-    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n",
-           m->name, arch_names[m->arch], m->n_layer, dense, m->n_mtp_layer);
+    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
+           arch_names[m->arch], m->n_layer, dense, m->n_mtp_layer);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
            with_commas((uint64_t)m->n_ctx_train, a));
     if (m->kv_lora)
-        printf("attention     %d heads, latent %d, key %d (%d rotary), value %d%s\n", m->n_head, m->kv_lora,
-               m->head_k, m->rope_dim, m->head_v, m->q_lora ? ", low-rank query" : "");
+        printf("attention     %d heads, latent %d, key %d (%d rotary), value %d%s\n", m->n_head, m->kv_lora, m->head_k,
+               m->rope_dim, m->head_v, m->q_lora ? ", low-rank query" : "");
     else
         printf("attention     %d heads, %d KV heads, key %d (%d rotary), value %d\n", m->n_head, m->n_head_kv,
                m->head_k, m->rope_dim, m->head_v);
-    printf("experts       %d used per token of width %d, %s router, shared width %d", m->n_expert_used,
-           m->n_ff_expert, m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->n_ff_shared);
+    printf("experts       %d used per token of width %d, %s router, shared width %d", m->n_expert_used, m->n_ff_expert,
+           m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
@@ -10343,16 +10127,16 @@ static int mode_info(const struct engine *e) {
     }
     for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
         if (bytes[t])
-            printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(t).name,
-                   (double)bytes[t] / 0x1p20, (double)params[t] * 1e-6);
+            printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(t).name, (double)bytes[t] / 0x1p20,
+                   (double)params[t] * 1e-6);
     printf("tensors       %u in ", m->gguf.n_tensors);
     if (m->gguf.n_images) printf("%u file%s", m->gguf.n_images, m->gguf.n_images > 1 ? "s" : "");
     else printf("memory");
     printf(", %.1f MiB\n", (double)total / 0x1p20);
     printf("vocabulary    %d tokens, chat template %s\n", m->vocab->n_tokens,
            m->vocab->n_tokens && m->vocab->chat_template.p ? "yes" : "no");
-    printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp,
-           e->set->top_k, e->set->top_p, e->set->min_p, e->set->repeat_penalty);
+    printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp, e->set->top_k,
+           e->set->top_p, e->set->min_p, e->set->repeat_penalty);
     return EXIT_OK;
 }
 
@@ -10374,8 +10158,8 @@ static int mode_logits(struct engine *e, const int32_t *ids, int n) {
     char err[ERR_MAX], head[128];
     struct npy_out o = {temp_create(e->set->logits, 0666, err), e->model.n_vocab};
     if (!o.f) die("%s", err);
-    int len = snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n,
-                       o.n_vocab);
+    int len =
+        snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n, o.n_vocab);
     fprintf(o.f, "\x93NUMPY%c%c%c%c%s%*s\n", 1, 0, 118, 0, head, 117 - len, "");
     int rc = session_score(&e->session, ids, n, npy_row, &o, err);
     if (!rc) rc = temp_finish(o.f, e->set->logits, false, err);
@@ -10410,8 +10194,7 @@ static int mode_perplexity(struct engine *e) {
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
     if (read_file(e->set->perplexity, &text, err)) die("%s", err);
     tokenize_all(e->model.vocab, text, arrlenu(text), false, &ids);
-    int n = (int)arrlen(ids),
-        window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
+    int n = (int)arrlen(ids), window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
     if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
     if (window < 2) die("-c %d is too short for a perplexity: expected at least 2", window);
     struct surprise s = {.n_vocab = e->model.n_vocab};
@@ -10437,8 +10220,7 @@ static int mode_perplexity(struct engine *e) {
 
 /* A message of about n tokens: paragraphs of the haystack, from the start again when it ends, with the fact between them at `depth`
  * percent. A paragraph that does not fit any more is passed over, and a few shorter ones are tried. */
-static void needle_text(const struct vocab *v, const char *hay, size_t len, int n, int depth, int secret,
-                        char **out) {
+static void needle_text(const struct vocab *v, const char *hay, size_t len, int n, int depth, int secret, char **out) {
     static const char question[] = "What is the secret code?";
     int32_t *ids = NULL;
     int have = 48, misses = 0; /* tokens of the fact, the question and the template */
@@ -10469,8 +10251,7 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
     char path[4096], *hay = NULL, *text = NULL, digits[16];
     struct settings set = *e->set;
     struct chat c;
-    uint64_t rng =
-        (uint64_t)(e->set->seed >= 0 ? e->set->seed : 2) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
+    uint64_t rng = (uint64_t)(e->set->seed >= 0 ? e->set->seed : 2) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
     int found = -1;
     *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
     if (session_fits(&e->session, n, err)) return -1;
@@ -10492,8 +10273,7 @@ static int needle_run(struct engine *e, int n, int depth, int *secret, double *s
         enum turn_result r = chat_turn(&c, text, arrlenu(text), err);
         const char *think;
         size_t n_think;
-        if (r == TURN_DONE)
-            found = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), digits) != NULL;
+        if (r == TURN_DONE) found = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), digits) != NULL;
         else if (r != TURN_FAILED) fail(err, "interrupted");
         chat_free(&c);
     }
@@ -10509,8 +10289,8 @@ static int mode_needle(struct engine *e) {
     int secret, found = needle_run(e, e->set->needle, e->set->depth, &secret, &seconds, err);
     if (found < 0 && interrupted) return EXIT_INTERRUPT;
     if (found < 0) die("%s", err);
-    note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", secret, e->session.n_past,
-         e->set->depth, e->set->kv, found ? "found" : "NOT FOUND", seconds);
+    note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", secret, e->session.n_past, e->set->depth,
+         e->set->kv, found ? "found" : "NOT FOUND", seconds);
     return found ? EXIT_OK : EXIT_RUN;
 }
 
@@ -10524,8 +10304,7 @@ static int mode_smoke(struct engine *e) {
     static const char question[] = "What is 7 squared? One word.";
     int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000, secret;
     if (n < 64)
-        die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx,
-            128 + 64);
+        die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx, 128 + 64);
     set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
     double t0 = now_seconds();
     if (!chat_init(&c, &set, &e->model, &e->session, err)) {
@@ -10545,8 +10324,7 @@ static int mode_smoke(struct engine *e) {
     fprintf(stderr,
             "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in "
             "%4d tokens     %-4s %6.2f s\n",
-            ok[0] ? "ok" : "FAIL", seconds[0], ok[1] ? "ok" : "FAIL", seconds[1], n, ok[2] ? "ok" : "FAIL",
-            seconds[2]);
+            ok[0] ? "ok" : "FAIL", seconds[0], ok[1] ? "ok" : "FAIL", seconds[1], n, ok[2] ? "ok" : "FAIL", seconds[2]);
     if (*err && !(ok[0] && ok[1] && ok[2])) note("%s", err);
     return ok[0] && ok[1] && ok[2] ? EXIT_OK : EXIT_RUN;
 }
@@ -10606,8 +10384,7 @@ static void bench_claim(struct session *s, int from, int to) {
         for (int i = 0; i < 2; i++) {
             memset(p[i]->data + first * p[i]->row_bytes, 0, n * p[i]->row_bytes);
             if (p[i]->type == KV_FP8)
-                memset(p[i]->scale + first * (size_t)p[i]->n_group, 0,
-                       n * (size_t)p[i]->n_group * sizeof(float));
+                memset(p[i]->scale + first * (size_t)p[i]->n_group, 0, n * (size_t)p[i]->n_group * sizeof(float));
         }
     }
 }
@@ -10653,8 +10430,7 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
 }
 
 /* The kernels of a forward at depth 0, which takes `whole` seconds, on stderr. */
-static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole,
-                          double bandwidth) {
+static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole, double bandwidth) {
     struct bench_call call = {s, ids, n, rows};
     struct profile_row *row;
     char name[32];
@@ -10662,8 +10438,8 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
     int n_row = bench_launches(&call, &row), calls = 0;
     for (int i = 0; i < n_row; i++) sum += row[i].seconds, calls += row[i].calls;
     snprintf(name, sizeof name, n > LOGIT_ROWS ? "prefill of %d" : "batch %d", n);
-    fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s",
-            "% copy", "% time");
+    fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s", "% copy",
+            "% time");
     for (int i = 0; i < n_row; i++) {
         const struct profile_row *p = &row[i];
         double rate = p->bytes / p->seconds;
@@ -10673,9 +10449,9 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
         else fprintf(stderr, " %11s %8s %7s", "-", "-", "-");
         fprintf(stderr, " %7.1f\n", 100 * p->seconds / sum);
     }
-    fprintf(stderr, "%s: %.1f kernels per layer, %.1f us in kernels, %.1f us %s, gap %.2f us per kernel\n",
-            name, (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6,
-            n > LOGIT_ROWS ? "the forward" : "through the graph", (whole - sum) * 1e6 / calls);
+    fprintf(stderr, "%s: %.1f kernels per layer, %.1f us in kernels, %.1f us %s, gap %.2f us per kernel\n", name,
+            (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6, n > LOGIT_ROWS ? "the forward" : "through the graph",
+            (whole - sum) * 1e6 / calls);
     free(row);
 }
 
@@ -10688,8 +10464,7 @@ static int mode_bench(struct engine *e) {
     uint64_t rng = 1;
     double first[BENCH_BATCHES + 1]; /* seconds at depth 0, the last one of prefill */
     int chunk = s->r.chunk < BENCH_PREFILL ? s->r.chunk : BENCH_PREFILL;
-    if (s->n_ctx < most)
-        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
+    if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
     if (e->set->profile && !s->r.ops->profile) die("--profile works on a GPU only");
     struct rates rates = s->r.ops->measure(&s->r);
     note("%s, memory %s at %.1f GB/s", s->r.name, s->r.cuda ? "copies" : "reads", rates.bytes * 1e-9);
@@ -10781,8 +10556,7 @@ static struct synth synth_parse(const char *arg) {
 
 /* Leaves of a shape what rank R of N holds, text "R/N". The vocabulary stays whole: a model's embedding and output have the same. */
 static void synth_shard(struct synth *y, const char *text) {
-    if (strlen(text) != 3 || text[1] != '/' || text[2] < '1' || text[2] > '8' || text[0] < '0' ||
-        text[0] >= text[2])
+    if (strlen(text) != 3 || text[1] != '/' || text[2] < '1' || text[2] > '8' || text[0] < '0' || text[0] >= text[2])
         die_usage("--shard %s: expected R/N with N from 1 to 8 and R from 0 to N - 1", text);
     int n = text[2] - '0';
     const struct {
@@ -10794,8 +10568,8 @@ static void synth_shard(struct synth *y, const char *text) {
                 {&y->ff_dense, 64, "columns of the dense feed-forward"}};
     for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
         if (*part[i].v % (n * part[i].block))
-            die_usage("--shard %s: %s has %d %s, not a multiple of %d", text, y->name, *part[i].v,
-                      part[i].what, n * part[i].block);
+            die_usage("--shard %s: %s has %d %s, not a multiple of %d", text, y->name, *part[i].v, part[i].what,
+                      n * part[i].block);
         *part[i].v /= n;
     }
     y->n_head_kv = y->n_head_kv > n ? y->n_head_kv / n : 1;
@@ -10815,8 +10589,7 @@ static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, u
         }
     } else if (type == GGUF_F32) {
         for (uint64_t i = 0; i + 4 <= n; i += 4) {
-            float v = vector ? 1.0f + 0.1f * (float)(rng_uniform(rng) - 0.5)
-                             : 0.05f * (float)(rng_uniform(rng) - 0.5);
+            float v = vector ? 1.0f + 0.1f * (float)(rng_uniform(rng) - 0.5) : 0.05f * (float)(rng_uniform(rng) - 0.5);
             memcpy(p + i, &v, 4);
         }
     } else {
@@ -10834,8 +10607,7 @@ struct synth_tensor {
     uint64_t ne[3], bytes;
 };
 
-static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt,
-                      int il) {
+static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt, int il) {
     struct synth_tensor t = {.type = type,
                              .n_dims = n2 > 1   ? 3
                                        : n1 > 1 ? 2
@@ -10847,8 +10619,7 @@ static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1,
 }
 
 /* A SwiGLU network as NVFP4 releases have it; `suffix` of the names: what kind. */
-static void synth_add_ffn(struct synth_tensor **t, const char *suffix, int n_embd, int n_ff, int n_expert,
-                          int il) {
+static void synth_add_ffn(struct synth_tensor **t, const char *suffix, int n_embd, int n_ff, int n_expert, int il) {
     static const char *const part[3] = {"gate", "up", "down"};
     char name[64];
     for (int k = 0; k < 3; k++) {
@@ -10870,8 +10641,7 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
             int lat = y->kv_lora;
             synth_add(&t, GGUF_BF16, n, y->q_lora, 1, "blk.%d.attn_q_a.weight", i);
             synth_add(&t, GGUF_F32, y->q_lora, 1, 1, "blk.%d.attn_q_a_norm.weight", i);
-            synth_add(&t, GGUF_BF16, y->q_lora, y->n_head * (y->head + y->rope), 1, "blk.%d.attn_q_b.weight",
-                      i);
+            synth_add(&t, GGUF_BF16, y->q_lora, y->n_head * (y->head + y->rope), 1, "blk.%d.attn_q_b.weight", i);
             synth_add(&t, GGUF_BF16, n, lat + y->rope, 1, "blk.%d.attn_kv_a_mqa.weight", i);
             synth_add(&t, GGUF_F32, lat, 1, 1, "blk.%d.attn_kv_a_norm.weight", i);
             synth_add(&t, GGUF_BF16, y->head, lat, y->n_head, "blk.%d.attn_k_b.weight", i);
@@ -10899,8 +10669,7 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     return t;
 }
 
-static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes,
-                             uint64_t *data) {
+static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
     struct gguf_writer w = {0};
     char key[96];
     const struct {
@@ -10969,10 +10738,9 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!(f = temp_create(file, 0666, err))) die("%s", err);
         int rc = posix_fallocate(fileno(f), 0, (off_t)total);
         if (rc) die("cannot write %zu bytes to '%s': %s", total, file, strerror(rc));
-    } else if (!invented &&
-               (double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
-        die("%s needs %.1f GiB of memory; cut it with --synth %s:layers=N,experts=M", y->name,
-            (double)total / 0x1p30, y->name);
+    } else if (!invented && (double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
+        die("%s needs %.1f GiB of memory; cut it with --synth %s:layers=N,experts=M", y->name, (double)total / 0x1p30,
+            y->name);
     }
     int flags = f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | (invented ? MAP_NORESERVE : 0);
     p = mmap(NULL, total, PROT_READ | PROT_WRITE, flags, f ? fileno(f) : -1, 0);
@@ -11071,8 +10839,8 @@ static void engine_gpu(struct engine *e) {
     const struct rank *r = &e->session.r;
     double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
                     (double)r->free_bytes / 0x1p30};
-    note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB",
-         r->name, gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
+    note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB", r->name,
+         gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
          r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
     session_start(&e->session);
 }
@@ -11093,11 +10861,9 @@ static void engine_open(struct engine *e, struct settings *set) {
 #endif
     if (!gpu)
         session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(),
-                     set->threads ? set->threads : omp_get_num_procs(), choose_context(e),
-                     settings_kv(set, false));
+                     set->threads ? set->threads : omp_get_num_procs(), choose_context(e), settings_kv(set, false));
     if (e->session.n_ctx > e->model.n_ctx_train)
-        note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx,
-             e->model.n_ctx_train);
+        note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
     if (set->verbose)
         note("%s: %.1f MiB loaded in %.2f s; %s; cache %.1f MiB for %d tokens; "
              "activations %.1f MiB",
@@ -11230,9 +10996,8 @@ static int run_lines(struct engine *e) {
 static void banner(const struct engine *e) {
     const struct model *m = &e->model;
     char a[32];
-    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used,
-         m->n_expert_max, m->pruned ? ", pruned" : "",
-         m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
+    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used, m->n_expert_max,
+         m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
     note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r.name,
          with_commas((uint64_t)e->session.n_ctx, a), (double)e->session.r.kv_bytes / 0x1p20, e->set->kv,
          m->load_seconds);
@@ -11265,12 +11030,11 @@ static int run(struct settings *set) {
         arrfree(text);
     }
     struct stat from, to;
-    if (set->logits && set->model && !stat(set->model, &from) && !stat(set->logits, &to) &&
-        from.st_dev == to.st_dev && from.st_ino == to.st_ino)
+    if (set->logits && set->model && !stat(set->model, &from) && !stat(set->logits, &to) && from.st_dev == to.st_dev &&
+        from.st_ino == to.st_ino)
         die("--logits would replace the model '%s'", set->model);
     engine_open(&e, set);
-    bool own_text =
-        set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
+    bool own_text = set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
     bool has_prompt = !own_text && gather_prompt(set, &text);
     if (set->info) code = mode_info(&e);
     else if (set->perplexity) code = mode_perplexity(&e);
@@ -11298,8 +11062,7 @@ static int run(struct settings *set) {
         arrfree(ids);
     } else if (set->lines) code = run_lines(&e);
     else if (set->ids) code = run_raw(&e, NULL, 0);
-    else if (has_prompt)
-        code = set->raw ? run_raw(&e, text, arrlenu(text)) : run_prompt(&e, text, arrlenu(text));
+    else if (has_prompt) code = set->raw ? run_raw(&e, text, arrlenu(text)) : run_prompt(&e, text, arrlenu(text));
     else if (!term.in_tty) die_usage("no prompt: stdin is empty");
     else if (set->raw) die_usage("--raw wants a prompt: -p, -f or piped stdin");
     else code = run_chat(&e);

@@ -100,69 +100,41 @@ DEVICE void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
 #define HAVE_FP4_MMA 1
 /* d (16,8) += a (16,64) b (64,8) in E2M1 with a UE4M3 scale per 16 (PTX ISA, mma.m16n8k64 with block scaling). */
 DEVICE void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, %10, {0,0}, %11, {0,0};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sfa), "r"(sfb));
+    asm volatile("mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, %10, {0,0}, %11, {0,0};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sfa), "r"(sfb));
 }
 #endif
 
+/* Functions of one instruction, of one operand and of two, of which `lo` is %1. */
+#define ONE_INSTRUCTION(R, r, name, A, a, code) \
+    DEVICE R name(A x) {                        \
+        R y;                                    \
+        asm(code : r(y) : a(x));                \
+        return y;                               \
+    }
+#define ONE_INSTRUCTION2(R, r, name, A, a, code) \
+    DEVICE R name(A lo, A hi) {                  \
+        R y;                                     \
+        asm(code : r(y) : a(lo), a(hi));         \
+        return y;                                \
+    }
 /* Pairs: element 0 is the low half. Subnormals are kept. */
-DEVICE uint32_t f16x2_mul(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-DEVICE uint32_t f16x2_add(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-DEVICE uint32_t f32_to_f16x2(float lo, float hi) {
-    uint32_t r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-    return r;
-}
+ONE_INSTRUCTION2(uint32_t, "=r", f16x2_mul, uint32_t, "r", "mul.rn.f16x2 %0, %1, %2;")
+ONE_INSTRUCTION2(uint32_t, "=r", f16x2_add, uint32_t, "r", "add.rn.f16x2 %0, %1, %2;")
+ONE_INSTRUCTION2(uint32_t, "=r", f32_to_f16x2, float, "f", "cvt.rn.f16x2.f32 %0, %2, %1;")
+ONE_INSTRUCTION2(uint32_t, "=r", f32_to_bf16x2, float, "f", "cvt.rn.bf16x2.f32 %0, %2, %1;")
 /* Beyond the largest half it is that one: an overflow may cost accuracy, never make an infinity. */
-DEVICE uint32_t clamped_f16x2(float lo, float hi) {
-    uint32_t r;
-    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-    return r;
-}
-DEVICE float exp2_fast(float x) { /* results below 2^-126 are 0 */
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-DEVICE uint32_t f32_to_bf16x2(float lo, float hi) {
-    uint32_t r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-    return r;
-}
-DEVICE float half_to_f32(uint16_t h) {
-    float r;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h));
-    return r;
-}
-DEVICE uint16_t f32_to_f16(float x) {
-    uint16_t r;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
-    return r;
-}
+ONE_INSTRUCTION2(uint32_t, "=r", clamped_f16x2, float, "f", "cvt.rn.satfinite.f16x2.f32 %0, %2, %1;")
+ONE_INSTRUCTION(float, "=f", exp2_fast, float, "f", "ex2.approx.ftz.f32 %0, %1;") /* below 2^-126: 0 */
+ONE_INSTRUCTION(float, "=f", half_to_f32, uint16_t, "h", "cvt.f32.f16 %0, %1;")
+ONE_INSTRUCTION(uint16_t, "=h", f32_to_f16, float, "f", "cvt.rn.f16.f32 %0, %1;")
 DEVICE float bf16_value(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) {
-    uint16_t r;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
-    return r;
-}
-DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
-    uint32_t r;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
-    return r;
-}
+ONE_INSTRUCTION2(uint16_t, "=h", f32_to_e4m3x2, float, "f", "cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;")
+ONE_INSTRUCTION(uint32_t, "=r", e4m3x2_to_f16x2, uint16_t, "h", "cvt.rn.f16x2.e4m3x2 %0, %1;")
 #else
 /* E4M3 on chips without the conversion: rounding by adding a number whose last place is the wanted one. */
 DEVICE uint32_t f32_to_e4m3(float x) {
@@ -172,9 +144,7 @@ DEVICE uint32_t f32_to_e4m3(float x) {
     int m = __float2int_rn(a / ulp); /* 0..16; 16 carries into the exponent by itself */
     return (__float_as_uint(x) >> 31 << 7) | (uint32_t)(m < 8 ? m : ((e + 7) << 3) + m - 8);
 }
-DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) {
-    return (uint16_t)(f32_to_e4m3(lo) | f32_to_e4m3(hi) << 8);
-}
+DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) { return (uint16_t)(f32_to_e4m3(lo) | f32_to_e4m3(hi) << 8); }
 DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
     uint32_t v = (x & 0xFFu) | (uint32_t)(x >> 8) << 16; /* s eeee mmm: as f16 it is 2^-8 of the value */
     return f16x2_mul((v & 0x00800080) << 8 | (v & 0x007F007F) << 7, 0x5C005C00);
@@ -220,8 +190,7 @@ DEVICE void grid_dependency_launch() {
 
 /* Launches with programmatic dependence on the kernel before. Errors are collected by cudaGetLastError. */
 template <class... P, class... A>
-static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
-                       A... args) {
+static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream, A... args) {
     cudaLaunchAttribute attr = {};
     attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr.val.programmaticStreamSerializationAllowed = 1;
@@ -366,8 +335,7 @@ DEVICE float dmat_value(const struct dmat &w, int row, int col) {
     float v;
     if (w.fmt == FMT_FP4) {
         uint32_t word = ((const uint32_t *)c)[4 * lane + hi + 2 * h];
-        uint32_t half = fp4_pair(word, i >> 1) >> 16 * (i & 1),
-                 scale = (uint32_t)s[2 * h + (lane >> 1 & 1)] << 7;
+        uint32_t half = fp4_pair(word, i >> 1) >> 16 * (i & 1), scale = (uint32_t)s[2 * h + (lane >> 1 & 1)] << 7;
         v = half_to_f32((uint16_t)half) * half_to_f32((uint16_t)scale) * 32768.0f;
     } else if (w.fmt == FMT_Q8) {
         v = (float)(c[512 * h + 16 * lane + 8 * hi + i] - 128) * half_to_f32(((const uint16_t *)s)[h]);
@@ -388,7 +356,7 @@ struct repack {
     size_t row_bytes;
     uint32_t type;
     int e0, n_e, rt0, n_rt;
-    int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
+    int shift;  /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
     float unit; /* 2^shift */
     uint8_t *codes, *scales;
     uint32_t *range; /* F16: bits of the largest |weight|; MXFP4: largest e, 255 - smallest: does all fit? */
@@ -535,8 +503,8 @@ DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0
 /* x (n_tok, n_embd) F32 = rows of the embedding; cs, sn (n_tok, n_half): cos and sin of the positions, times `factor`. Grid n_tok,
  * block 256. Gathers n_embd weights per token out of tiles: 4 to 8 bytes of every 16; a few KB, latency only. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_embed(struct dmat w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half,
-            float factor, float *x, float *cs, float *sn) {
+    k_embed(struct dmat w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half, float factor,
+            float *x, float *cs, float *sn) {
     grid_dependency_launch();
     grid_dependency_wait();
     int t = blockIdx.x, id = tokens[t];
@@ -552,8 +520,8 @@ enum { NORM_THREADS = 512, NORM_VECS = 8, NORM_MAX = 4 * NORM_THREADS * NORM_VEC
 /* x += delta (unless NULL); then, unless weight is NULL, h16 and, unless NULL, h32 = RMS norm of x times weight. Rows of n <= NORM_MAX,
  * a multiple of 4. Grid n_tok, block 512. Every value is read once and then held: 2 latencies, about 2 us for one token; 3 to 5 F32
  * passes over the rows for many. No __restrict__ here: it would let loads move above grid_dependency_wait. */
-__global__ void __launch_bounds__(NORM_THREADS) k_add_norm(float *x, const float *delta, const float *weight,
-                                                           float eps, int n, uint16_t *h16, float *h32) {
+__global__ void __launch_bounds__(NORM_THREADS)
+    k_add_norm(float *x, const float *delta, const float *weight, float eps, int n, uint16_t *h16, float *h32) {
     const int i0 = 4 * (int)threadIdx.x;
     const size_t row = (size_t)blockIdx.x * (size_t)n;
     float4 v[NORM_VECS], w[NORM_VECS], d;
@@ -615,8 +583,7 @@ struct few_group {
     DEVICE_MEMBER void load(const uint8_t *codes, const uint8_t *scales, int i0, int n) {
         UNROLL for (int u = 0; u < N; u++) {
             const int i = min(i0 + u, n - 1);
-            UNROLL for (int v = 0; v < VEC; v++) c[u][v] =
-                ldg_stream(codes + (size_t)i * tile_bytes(FMT) + v * 512);
+            UNROLL for (int v = 0; v < VEC; v++) c[u][v] = ldg_stream(codes + (size_t)i * tile_bytes(FMT) + v * 512);
             s[u] = FMT == FMT_F16 ? make_uint2(0, 0) : *(const uint2 *)(scales + (size_t)i * TILE_SCALES);
         }
     }
@@ -644,8 +611,7 @@ DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *
             if (i0 + u >= n) break;
             UNROLL for (int h = 0; h < 2; h++) {
                 uint4 b[NT];
-                UNROLL for (int k = 0; k < NT; k++) b[k] =
-                    *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
+                UNROLL for (int k = 0; k < NT; k++) b[k] = *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
                 if constexpr (FMT == FMT_Q8) { /* the block's scale belongs to rows g and g + 8 */
                     const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
                                 d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
@@ -676,8 +642,8 @@ DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *
 }
 
 template <int NT>
-DEVICE void few_product(const struct dmat &w, int e, int rt, int k0, int k1, const uint16_t *x,
-                        size_t x_stride, int n_tok, float acc[NT][4], bool wait) {
+DEVICE void few_product(const struct dmat &w, int e, int rt, int k0, int k1, const uint16_t *x, size_t x_stride,
+                        int n_tok, float acc[NT][4], bool wait) {
     size_t tile = tile_index(w, e, rt) + (size_t)k0;
     x += (size_t)k0 * TILE_COLS;
     if (w.fmt == FMT_FP4) few_tiles<FMT_FP4, NT>(w, tile, k1 - k0, x, x_stride, n_tok, acc, wait);
@@ -734,8 +700,8 @@ DEVICE void few_list(const struct few_args &p, const struct few_part &q, int rt,
         const int j = at / n_kt, k0 = at - j * n_kt, n = min(n_kt - k0, end - at);
         const int job = p.batch ? (int)blockIdx.y : j, e = q.expert ? q.expert[job] : job;
         float acc[NT][4] = {};
-        few_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n,
-                           q.x + (size_t)job * q.x_job + k0 * TILE_COLS, q.x_stride, p.n_tok, acc, early);
+        few_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n, q.x + (size_t)job * q.x_job + k0 * TILE_COLS,
+                           q.x_stride, p.n_tok, acc, early);
         const float scale = dmat_scale(q.w, e);
         UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
             const size_t col = (size_t)job * FEW_TOKENS + 8 * k + 2 * t + (r & 1);
@@ -814,8 +780,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_glu(const __grid_constan
     if (!early) grid_dependency_wait();
     if (rt >= q.w.n_rt || (q.n_jobs && job >= *q.n_jobs)) return;
     const struct dmat &w = warp < half ? q.w : p.up[part];
-    int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half,
-        k1 = w.n_kt * (warp % half + 1) / half;
+    int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
     float acc[NT][4] = {};
     if (k0 < k1) few_product<NT>(w, e, rt, k0, k1, q.x, q.x_stride, p.n_tok, acc, early);
     UNROLL for (int i = 0; i < 4 * NT; i++) few_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
@@ -930,11 +895,8 @@ DEVICE void route_warp(const struct route_args &p, int t, float *room) {
     __syncwarp(); /* score has been read: the next token's goes there */
 }
 
-enum {
-    ROUTE_WARPS = 4,
-    ROUTE_ROWS = FEW_WARPS / ROUTE_WARPS
-};                                                             /* warps of an expert's row, rows of a block */
-enum { ROUTE_AHEAD = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* reads at once, columns of each */
+enum { ROUTE_WARPS = 4, ROUTE_ROWS = FEW_WARPS / ROUTE_WARPS }; /* warps of an expert's row, rows of a block */
+enum { ROUTE_AHEAD = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS };  /* reads at once, columns of each */
 
 /* Four columns of an expert's row; zeros where there are none. */
 DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
@@ -942,8 +904,8 @@ DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
     if (e >= p.n_expert || col >= p.n_embd) return make_float4(0, 0, 0, 0);
     if (p.w32) return *(const float4 *)(p.w32 + at);
     const uint2 b = *(const uint2 *)(p.w16 + at);
-    return make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u),
-                       __uint_as_float(b.y << 16), __uint_as_float(b.y & 0xFFFF0000u));
+    return make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u), __uint_as_float(b.y << 16),
+                       __uint_as_float(b.y & 0xFFFF0000u));
 }
 
 /* Whether the grid's other blocks have all been here: then what they wrote before is visible. *arrived is 0 before a launch. */
@@ -974,8 +936,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_const
             const float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
             acc[t] += w[u].x * x.x + w[u].y * x.y + w[u].z * x.z + w[u].w * x.w;
         }
-        UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] =
-            route_weights(p, e, col + ROUTE_STEP * (ROUTE_AHEAD + u));
+        UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * (ROUTE_AHEAD + u));
     }
     UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
         const float v = warp_sum(acc[t]);
@@ -1050,7 +1011,7 @@ struct gemm_args {
     struct dmat w, w2; /* w2: the `up` matrix of a gated product */
     const uint16_t *x; /* F16 tokens, x_stride halves (a multiple of 8) from row to row; 16-byte aligned */
     size_t x_stride;
-    struct fp4_rows xq;  /* instead of x in gemm_prefill_fp4 */
+    struct fp4_rows xq;  /* instead of x unless its pointers are NULL */
     const int32_t *rows; /* row of x at a sorted position; NULL: the position itself */
     /* Grouped: tile i has the positions tile_first[i].. (tile_count[i] <= TN of them) of expert tile_expert[i], i < *n_tiles <=
      * max_tiles; the lists lie on the device. NULL: dense, positions 0..n_tok-1. */
@@ -1069,19 +1030,19 @@ enum { SM_SHARED = 102400 };
 enum { SM_SHARED = 233472 };
 #endif
 
-/* Sizes of one instance. A stage is a k64-tile: codes (2 WM, CODE), scales (2 WM, SCALE), tokens (N, X). */
-template <int F, int GLU, int WM, int WN, int STAGES>
+/* Sizes of one instance. A stage is KT k64-tiles: codes (2 WM, CODE), scales (2 WM, SCALE), tokens (N, X). */
+template <int F, int GLU, int WM, int WN, int STAGES, int KT = 1>
 struct gemm_shape {
     static constexpr int ROWS = (GLU ? 16 : 32) * WM, N = 64 * WN, THREADS = 32 * WM * WN;
     static constexpr int CODE = tile_bytes(F == FMT_A4 ? (int)FMT_FP4 : F);
     static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = F == FMT_A4 ? 32 : 128;
     static constexpr int SCALE_AT = 2 * WM * CODE, X_AT = SCALE_AT + 2 * WM * SCALE, SLOT = X_AT + N * X;
     /* A4: behind the ring token scales of 4 k64-tiles each (16 bytes a token), two of them: see `load` */
-    static constexpr int RING = STAGES * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
+    static constexpr int RING = STAGES * KT * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
     /* Blocks of an SM: as many as shared memory holds, up to 16 warps; 128 registers a thread, or more where fewer fit. */
     static constexpr int FIT = SM_SHARED / (BYTES + 1024), BLOCKS = FIT * WM * WN < 16 ? FIT : 16 / (WM * WN);
     static_assert(BYTES <= 101376, "shared memory of SM120");
-    static_assert(F != FMT_A4 || STAGES <= 5, "the two buffers of token scales");
+    static_assert(F != FMT_A4 || (STAGES - 1) * KT <= 4, "the two buffers of token scales");
 
     static dim3 grid(const struct gemm_args *g) {
         int tiles = g->tile_expert ? g->max_tiles * (TN / N) : (g->n_tok + N - 1) / N;
@@ -1117,10 +1078,10 @@ DEVICE uint32_t keep(uint32_t x) {
  * other instructions for FP4 (180 of them the expansion), 190 for F16, 18 to 24 loads from shared memory that take 70 clocks of the
  * SM: 50 to 60 % are to be expected. Groups of up to 16 tokens: the expansion, or the weights' bandwidth.
  * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token: the rate of L2, then that of the MMA. */
-template <int F, int GLU, int WM, int WN, int STAGES>
-__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAGES>::BLOCKS))
+template <int F, int GLU, int WM, int WN, int STAGES, int KT>
+__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAGES, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
-    using S = gemm_shape<F, GLU, WM, WN, STAGES>;
+    using S = gemm_shape<F, GLU, WM, WN, STAGES, KT>;
     constexpr int NT = 8;
     DYN_SMEM(uint8_t, smem);
     grid_dependency_launch();
@@ -1175,8 +1136,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
         if (S::SCALE > 0 && tid < 8 * WM) { /* scales: 16 of a tile's 64 bytes */
             const bool up = GLU && tid / 4 >= WM;
             const uint32_t at = tile0 + (tid / 4 - (up ? WM : 0)) * n_kt;
-            cp_async16(to + S::SCALE_AT + tid * 16,
-                       (up ? p.w2 : p.w).scales + (size_t)((at + c_in) * 4 + tid % 4) * 16, at < tile_end);
+            cp_async16(to + S::SCALE_AT + tid * 16, (up ? p.w2 : p.w).scales + (size_t)((at + c_in) * 4 + tid % 4) * 16,
+                       at < tile_end);
         }
         /* The swizzle keeps the 16-byte reads of a quarter warp (two tokens, four chunks; ldmatrix: eight tokens, one chunk)
          * off each other's banks. */
@@ -1217,8 +1178,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
                 if (n >= n_live) break;
                 uint32_t b[4];
                 ldmatrix_x4(b, b_row + n * 256 + ((lane >> 3 & 1) ^ (lane >> 2 & 1)) * 16);
-                UNROLL for (int i = 0; i < 2; i++) UNROLL for (int m = 0; m < 2; m++) mma_nvfp4(
-                    acc[m][n + i], a[m], b + 2 * i, sfa[m], *(const uint32_t *)(sfb + (n + i) * 128));
+                UNROLL for (int i = 0; i < 2; i++) UNROLL for (int m = 0; m < 2; m++)
+                    mma_nvfp4(acc[m][n + i], a[m], b + 2 * i, sfa[m], *(const uint32_t *)(sfb + (n + i) * 128));
             }
 #endif
         } else {
@@ -1230,8 +1191,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
             UNROLL for (int h = 0; h < 2; h++) { /* 32 columns each */
                 uint32_t a[2][2][4];             /* row tile, k16-step, fragment */
                 UNROLL for (int m = 0; m < 2; m++) {
-                    UNROLL for (int i = VEC * h / 2; i < (VEC * (h + 1)) / 2 + (VEC == 1 && !h); i++)
-                        v[m][i] = *(const uint4 *)(code + m * m_step * S::CODE + i * 512);
+                    UNROLL for (int i = VEC * h / 2; i < (VEC * (h + 1)) / 2 + (VEC == 1 && !h); i++) v[m][i] =
+                        *(const uint4 *)(code + m * m_step * S::CODE + i * 512);
                     UNROLL for (int k = 0; k < 2; k++) expand<F>(v[m], sc[m], t, 2 * h + k, a[m][k]);
                 }
                 UNROLL for (int n = 0; n < NT; n++) {
@@ -1254,14 +1215,18 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
         }
     };
 
-    for (int c = 0; c < STAGES - 1; c++) load(smem + c * S::SLOT, c), cp_async_commit();
-    for (int c = 0, slot = 0; c < n_kt; c++) {
+    for (int c = 0; c < (STAGES - 1) * KT; c++) {
+        load(smem + c * S::SLOT, c);
+        if (c % KT == KT - 1) cp_async_commit();
+    }
+    for (int c = 0, slot = 0; c < n_kt; c += KT) {
         cp_async_wait<STAGES - 2>();
         __syncthreads(); /* all threads' copies of this stage have landed; all warps are done with the one before, now refilled */
-        load(smem + (slot ? slot : S::RING) - S::SLOT, c + STAGES - 1);
+        for (int k = 0; k < KT; k++)
+            load(smem + (slot ? slot : S::RING) + (k - KT) * S::SLOT, c + (STAGES - 1) * KT + k);
         cp_async_commit();
-        work(smem + slot, c);
-        slot = slot + S::SLOT == S::RING ? 0 : slot + S::SLOT;
+        for (int k = 0; k < KT && c + k < n_kt; k++) work(smem + slot + k * S::SLOT, c + k);
+        slot = slot + KT * S::SLOT == S::RING ? 0 : slot + KT * S::SLOT;
     }
 
     /* Out through shared memory, for whole sectors: (N tokens, 16 WM rows) F32 at a time, one of every warp's row tiles.
@@ -1280,8 +1245,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
         UNROLL for (int half = 0; half < 2; half++) {
             size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
             bool in = row < (size_t)p.w.n_out;
-            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f,
-                  b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
+            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f, b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
             UNROLL for (int i = 0; i < 2 * NT; i++) {
                 if (i >= 2 * n_live) break; /* what follows is the next warp's */
                 const int token = n0 + (i >> 1) * 8 + 2 * t + (i & 1), q = 2 * half + (i & 1);
@@ -1298,13 +1262,13 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     }
 }
 
-template <int F, int GLU, int WM, int WN, int STAGES>
+template <int F, int GLU, int WM, int WN, int STAGES, int KT = 1>
 static void gemm_launch(const struct gemm_args *g, cudaStream_t s) {
-    using S = gemm_shape<F, GLU, WM, WN, STAGES>;
-    cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, STAGES>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    using S = gemm_shape<F, GLU, WM, WN, STAGES, KT>;
+    cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, STAGES, KT>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                          S::BYTES);
     const dim3 grid = S::grid(g);
-    if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, STAGES>), grid, dim3(S::THREADS), S::BYTES, s, *g);
+    if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, STAGES, KT>), grid, dim3(S::THREADS), S::BYTES, s, *g);
 }
 
 /* The big block (8 warps, 256 x 64 or 128 x 128) where it fills the device, else 128 rows x 64 tokens by 4 warps. FP4 weights are
@@ -1320,17 +1284,14 @@ static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
     else (big ? gemm_launch<F, 0, WM, WN, STAGES> : gemm_launch<F, 0, 4, 1, SMALL_STAGES>)(g, s);
 }
 
-/* Products with F16 tokens: y = w x, or silu(w x) * (w2 x) / HIDDEN_SCALE with `glu` (w2 of w's shape and format). */
+/* Products: y = w x, or silu(w x) * (w2 x) / HIDDEN_SCALE with `glu` (w2 of w's shape and format). Tokens are halves or, for FP4
+ * weights and not batched, FP4: SM120 only, elsewhere the kernel leaves zero sums. */
 static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
     /* stages: SM120 has 100 KB an SM (one block of the big kind, two of the small), sm_90 228 KB (two and four) */
-    if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s);
+    if (g->xq.codes) gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
+    else if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s);
     else if (g->w.fmt == FMT_Q8) gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s);
     else gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s);
-}
-
-/* The same with FP4 weights and the FP4 tokens xq; not batched. SM120 only: elsewhere the kernel leaves zero sums. */
-static void gemm_prefill_fp4(const struct gemm_args *g, int glu, cudaStream_t s) {
-    gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
 }
 
 /* x (n_row, n_in) F16 to FP4 with the row's scale amax / (448 * 6), a UE4M3 scale amax16 / 6 / row scale per 16 columns, and the
@@ -1343,8 +1304,7 @@ __global__ void __launch_bounds__(256)
     grid_dependency_wait();
     const uint16_t *row = x + blockIdx.x * x_stride;
     const int tid = threadIdx.x, n_kt = (n_in + 63) / 64, n_scales = fp4_scale_bytes(n_in);
-    uint8_t *codes = q.codes + (size_t)blockIdx.x * n_kt * 32,
-            *scales = q.scales + (size_t)blockIdx.x * n_scales;
+    uint8_t *codes = q.codes + (size_t)blockIdx.x * n_kt * 32, *scales = q.scales + (size_t)blockIdx.x * n_scales;
     auto read16 = [&](int col, float v[16]) {
         __align__(16) uint32_t w[8] = {};
         if (col < n_in) *(uint4 *)w = *(const uint4 *)(row + col);
@@ -1374,16 +1334,14 @@ __global__ void __launch_bounds__(256)
         for (int i = 0; i < 16 && scale > 0; i++) {
             float a = fabsf(v[i]) / scale;
             uint32_t c = __float_as_uint(v[i]) >> 31 << 3;
-            c += (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
-                 (a > 5.0f);
+            c += (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
             out[i >> 3] |= c << 4 * ((i >> 1 & 3) + 4 * (i & 1));
         }
         *(uint2 *)(codes + b * 8) = make_uint2(out[0], out[1]);
     }
 }
 
-static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in, struct fp4_rows q,
-                         cudaStream_t s) {
+static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in, struct fp4_rows q, cudaStream_t s) {
     if (n_row) LAUNCH_PDL(quantize_fp4_kernel, dim3(n_row), dim3(256), 0, s, x, x_stride, n_in, q);
 }
 
@@ -1414,8 +1372,7 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
         __syncthreads();
         load(k0 + DEPTH + k4);
         UNROLL for (int k = 0; k < DEPTH; k++) {
-            const float4 u = *(const float4 *)(a + k * PITCH + 4 * ty),
-                         v = *(const float4 *)(b + k * PITCH + 4 * tx);
+            const float4 u = *(const float4 *)(a + k * PITCH + 4 * ty), v = *(const float4 *)(b + k * PITCH + 4 * tx);
             UNROLL for (int i = 0; i < 16; i++) acc[i >> 2][i & 3] += (&u.x)[i >> 2] * (&v.x)[i & 3];
         }
         __syncthreads();
@@ -1582,10 +1539,7 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), t = blockIdx.y;
     const int kind = h < p.n_head ? 0 : h < p.n_head + p.n_head_kv ? 1 : 2; /* q, k, v */
-    const int i = kind == 0   ? h
-                  : kind == 1 ? h - p.n_head
-                              : h - p.n_head - p.n_head_kv,
-              n = kind == 2 ? p.dv : p.d;
+    const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv, n = kind == 2 ? p.dv : p.d;
     if (i >= p.n_head_kv && kind == 2) return;
     const float *src = kind == 0   ? p.q + ((size_t)t * p.n_head + i) * n
                        : kind == 1 ? p.k + ((size_t)t * p.n_head_kv + i) * n
@@ -1636,8 +1590,7 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
         for (int i = lane; i < p.nope; i += WARP) plain[i] = clamped_f16(q[i]);
         for (int i = lane; i < p.rope / 2; i += WARP) {
             float a = q[p.nope + 2 * i], b = q[p.nope + 2 * i + 1];
-            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]),
-                    rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
+            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]), rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
         }
         return;
     }
@@ -1737,8 +1690,7 @@ DEVICE int2 attn_row(const struct attn_work &w, int r) {
 }
 
 /* This lane's rows r and r + 8: their queries (NULL: there is no such row), and how many keys they see. */
-DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args &a,
-                      const struct attn_work &w, int r) {
+DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args &a, const struct attn_work &w, int r) {
     UNROLL for (int h = 0; h < 2; h++) {
         int2 th = attn_row(w, r + 8 * h);
         q[h] = th.x < 0 ? NULL : a.q + th.x * a.q_stride + (size_t)th.y * a.dk;
@@ -1864,8 +1816,8 @@ DEVICE void attn_weights(uint32_t p[4], const float s0[4], const float s1[4], co
 /* acc (16,32) += weights of 16 keys times 32 columns of their values. rows: the keys' first; at: byte of this lane's first of
  * 4 columns. Column g of n8 tile j is column 4 g + j, so that lane t ends up with columns 8t .. 8t+7. */
 template <int FP8, int ROW, int MT, int NA>
-DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4], const uint8_t *tile, int key,
-                        int at, int t) {
+DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4], const uint8_t *tile, int key, int at,
+                        int t) {
     uint32_t b0[4], b1[4];
     auto row = [&](int k) { return tile + kv_at<ROW>(key + 2 * t + k, at); };
     kv_pairs<FP8>(b0, row(0), row(1)), kv_pairs<FP8>(b1, row(8), row(9));
@@ -1885,8 +1837,8 @@ DEVICE float2 *attn_tops(const struct attn_args &a) {
 
 /* N columns from `col` on of row r with m and l: finished if there is one split, else to `part`. */
 template <int N>
-DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col,
-                       const pack<N, float> &x, float m, float l) {
+DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
+                       float m, float l) {
     int2 th = attn_row(w, r);
     if (th.x < 0) return;
     float inv = 1.0f / (ATTN_P * l);
@@ -1956,8 +1908,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     int limit[2];
     attn_rows(rows, limit, a, w, g);
     pack<4> q[D / 16];
-    UNROLL for (int s = 0; s < D / 16; s++) q[s] =
-        attn_q(rows, (4 * (s / PER_RUN) + t) * RUN + s % PER_RUN * 4);
+    UNROLL for (int s = 0; s < D / 16; s++) q[s] = attn_q(rows, (4 * (s / PER_RUN) + t) * RUN + s % PER_RUN * 4);
     float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][D / 8][4] = {};
 
     for (int i = 0; i < n; i++) {
@@ -1980,8 +1931,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         attn_softmax(s, m, l, acc[0]);
         attn_weights(p[0], s[0], s[1], fv);
         tile = arrive(2 * i + 1);
-        UNROLL for (int c = 0; c < D / 32; c++)
-            attn_values<FP8, ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
+        UNROLL for (int c = 0; c < D / 32; c++) attn_values<FP8, ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
     }
 
     /* the warps' sums, in their order, 8 rows at a time */
@@ -1991,9 +1941,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     }
     __syncthreads();             /* tops are written, and the rings are free */
     float *sums = (float *)smem; /* (4, 8, D) */
-    auto top = [&](int r) {
-        return fmaxf(fmaxf(tops[r].x, tops[16 + r].x), fmaxf(tops[32 + r].x, tops[48 + r].x));
-    };
+    auto top = [&](int r) { return fmaxf(fmaxf(tops[r].x, tops[16 + r].x), fmaxf(tops[32 + r].x, tops[48 + r].x)); };
     UNROLL for (int h = 0; h < 2; h++) {
         float f = exp2f(m[h] - top(g + 8 * h));
         if (h) __syncthreads(); /* the first 8 rows have been read */
@@ -2197,9 +2145,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         cp_async_commit();
     };
     /* thread tid: of key tid % KEYS of K (below KEYS) or V */
-    auto factors = [&](int i) {
-        return attn_factor<FP8>(a, w, tid >= KEYS, w.begin + i * KEYS + tid % KEYS);
-    };
+    auto factors = [&](int i) { return attn_factor<FP8>(a, w, tid >= KEYS, w.begin + i * KEYS + tid % KEYS); };
     copy(0);
     float next = factors(0);
 
@@ -2298,8 +2244,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
         floats4 y = *(const floats4 *)p;
         UNROLL for (int j = 0; j < 4; j++) x.x[j] += f * y.x[j];
     };
-    if (part < n)
-        UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) add(weight[s], a.part + from(s) * a.dv + col);
+    if (part < n) UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) add(weight[s], a.part + from(s) * a.dv + col);
     sums[tid] = x;
     __syncthreads(); /* the groups' sums are there */
     if (part) return;
@@ -2323,8 +2268,8 @@ static size_t attn_part_floats(int max_splits, int n_tok, int n_head, int dv) {
 }
 
 /* Launches the kernel and the merge. More tiles of rows per KV head mean fewer splits: they fill the GPU as well. */
-static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows,
-                     int threads, int smem, cudaStream_t s) {
+static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
+                     int smem, cudaStream_t s) {
     struct attn_args a = *args;
     int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows;
     int splits = a.max_splits * ((group + 15) / 16) / tiles;
@@ -2332,8 +2277,8 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     a.max_splits = max(1, min(splits, min(a.max_splits, (int)ATTN_MAX_SPLITS)));
     if (smem > 32 << 10) /* above 48 KB with the static arrays */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    LAUNCH_PDL(attn_kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)),
-               dim3((unsigned)threads), (size_t)smem, s, a);
+    LAUNCH_PDL(attn_kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)), dim3((unsigned)threads),
+               (size_t)smem, s, a);
     a.n_head_kv = 1;
     if (a.max_splits > 1) LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
 }
@@ -2345,7 +2290,8 @@ static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s)
 }
 template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
-    if (prefill)
+    /* two row tiles share a reading and conversion of the cache */
+    if (prefill || a->n_head * a->n_tok > 16)
         attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 2>, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
     else attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 1>, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
 }
@@ -2643,11 +2589,10 @@ static void *cuda_own(struct cuda *c, size_t bytes, const char *what) {
         size_t free_bytes = 0, total = 0;
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
-        cuda_fail(
-            c,
-            "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer "
-            "experts need less; --cpu needs none",
-            what, gib(bytes), gib(free_bytes), gib(total));
+        cuda_fail(c,
+                  "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer "
+                  "experts need less; --cpu needs none",
+                  what, gib(bytes), gib(free_bytes), gib(total));
         return NULL;
     }
     if (c->n_owned == c->cap_owned) {
@@ -2674,8 +2619,7 @@ static float *upload_floats(struct cuda *c, const float *host, size_t n, const c
     if (t->f32) return t->f32;
     t->host = host;
     t->f32 = (float *)cuda_own(c, n * sizeof(float), what);
-    if (t->f32)
-        cuda_ok(c, cudaMemcpyAsync(t->f32, host, n * sizeof(float), cudaMemcpyHostToDevice, c->stream), what);
+    if (t->f32) cuda_ok(c, cudaMemcpyAsync(t->f32, host, n * sizeof(float), cudaMemcpyHostToDevice, c->stream), what);
     return t->f32;
 }
 
@@ -2709,13 +2653,10 @@ static void upload_part(struct cuda *c, const struct weight *w, const struct dma
     for (int i = 0; i < r.n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
         size_t from = bytes * (size_t)(i % 16) / 16, to = bytes * (size_t)(i % 16 + 1) / 16;
         memcpy(c->stage_host[s] + (size_t)(i / 16) * bytes + from,
-               w->data + (size_t)(r.e0 + i / 16) * w->expert_bytes +
-                   (size_t)(r.rt0 * TILE_ROWS) * w->row_bytes + from,
+               w->data + (size_t)(r.e0 + i / 16) * w->expert_bytes + (size_t)(r.rt0 * TILE_ROWS) * w->row_bytes + from,
                to - from);
     }
-    cuda_ok(c,
-            cudaMemcpyAsync(c->stage[s], c->stage_host[s], bytes * (size_t)r.n_e, cudaMemcpyHostToDevice,
-                            c->stream),
+    cuda_ok(c, cudaMemcpyAsync(c->stage[s], c->stage_host[s], bytes * (size_t)r.n_e, cudaMemcpyHostToDevice, c->stream),
             "uploading weights");
     size_t tiles = (size_t)r.n_e * (size_t)r.n_rt * (size_t)d->n_kt;
     r.raw = c->stage[s];
@@ -2764,9 +2705,8 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
     d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
     if (c->invented && !c->failed) { /* NVFP4 or BF16 */
         d->unit = d->fmt == FMT_FP4 ? 128.0f : 0x1p-8f;
-        LAUNCH_PDL(k_fill, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, *d,
-                   (uint8_t *)(uintptr_t)d->codes, (uint8_t *)(uintptr_t)d->scales,
-                   (uint64_t)c->stage_at++ << 40);
+        LAUNCH_PDL(k_fill, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, *d, (uint8_t *)(uintptr_t)d->codes,
+                   (uint8_t *)(uintptr_t)d->scales, (uint64_t)c->stage_at++ << 40);
         cuda_ok(c, cudaGetLastError(), "inventing weights");
         return;
     }
@@ -2778,8 +2718,7 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
         upload_pass(c, w, d, shift);
         d->unit = d->fmt == FMT_Q8 ? 1.0f : d->fmt == FMT_FP4 ? 128.0f : ldexpf(1.0f, -shift);
         if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || c->failed) return;
-        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof c->range_host, cudaMemcpyDeviceToHost, c->stream),
-                what);
+        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof c->range_host, cudaMemcpyDeviceToHost, c->stream), what);
         cuda_ok(c, cudaStreamSynchronize(c->stream), what);
         float top;
         memcpy(&top, range, sizeof top);
@@ -2788,8 +2727,7 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
             d->unit = ldexpf(128.0f, shift - 127);
             if (!high || (high - shift <= 8 && low - shift >= -9)) return;
             if (tries)
-                cuda_fail(c, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what,
-                          low, high);
+                cuda_fail(c, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
             shift = high - 8;
         } else {
             if (ldexpf(top, shift) <= 65504.0f) return;
@@ -2837,12 +2775,8 @@ static int layer_matrices(const struct layer *y, const struct weight *out[LAYER_
     return n;
 }
 
-static const struct dmat *mat(const struct cuda *c, const struct weight *w) {
-    return &twin_slot(c, w->data)->mat;
-}
-static const float *vec(const struct cuda *c, const float *host) {
-    return host ? twin_slot(c, host)->f32 : NULL;
-}
+static const struct dmat *mat(const struct cuda *c, const struct weight *w) { return &twin_slot(c, w->data)->mat; }
+static const float *vec(const struct cuda *c, const float *host) { return host ? twin_slot(c, host)->f32 : NULL; }
 
 /* ============================================================================================================
  * Operations
@@ -2856,8 +2790,8 @@ static void send_batch(struct rank *r) {
     c->staged[0] = r->pos, c->staged[1] = r->n_tok; /* the ids are behind them: they are r->tokens */
     /* from pageable memory: the source may change as soon as the call returns */
     cuda_ok(c,
-            cudaMemcpyAsync(c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t),
-                            cudaMemcpyHostToDevice, c->stream),
+            cudaMemcpyAsync(c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t), cudaMemcpyHostToDevice,
+                            c->stream),
             "sending tokens");
 }
 
@@ -2867,8 +2801,7 @@ static bool cuda_begin(struct rank *r) {
     send_batch(r);
     if (r->n_tok > FEW_TOKENS || profile) return false;
     if (!c->graph[r->n_tok]) {
-        cuda_ok(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal),
-                "recording a forward pass");
+        cuda_ok(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
         return false;
     }
     cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
@@ -2888,13 +2821,12 @@ static void cuda_end(struct rank *r) {
 
 static void cuda_embed(struct rank *r, enum act out) {
     struct cuda *c = r->cuda;
-    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, *mat(c, &r->m->embd), c->tokens,
-               c->batch, c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
+    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, *mat(c, &r->m->embd), c->tokens, c->batch,
+               c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
 }
 
 /* x (+= delta); out = norm(x) * w when w is given: in halves, and in F32 too where the slot has that. */
-static void add_norm(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w,
-                     enum act out) {
+static void add_norm(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w, enum act out) {
     struct cuda *c = r->cuda;
     LAUNCH_PDL(k_add_norm, (unsigned)n_tok, NORM_THREADS, 0, c->stream, x, delta, vec(c, w), r->m->rms_eps, n,
                c->x16[out], out == A_H ? c->x32[out] : NULL);
@@ -2918,8 +2850,8 @@ static void profile_matrices(const struct dmat *w, double count, double more) {
 }
 
 /* y = W x for n_tok rows of halves. batch > 0: one matrix per head, x and y advance by x_batch and y_batch. */
-static void product(struct rank *r, const struct dmat *w, const uint16_t *x, size_t x_stride, size_t x_batch,
-                    int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
+static void product(struct rank *r, const struct dmat *w, const uint16_t *x, size_t x_stride, size_t x_batch, int n_tok,
+                    int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
     struct cuda *c = r->cuda;
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
     if (n_tok <= FEW_TOKENS) {
@@ -2940,8 +2872,7 @@ static void product(struct rank *r, const struct dmat *w, const uint16_t *x, siz
 
 static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    product(r, mat(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
-            (size_t)r->width[out], 0);
+    product(r, mat(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
 static void cuda_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
@@ -2982,8 +2913,8 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
 static void cuda_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     struct rope_args p = rope_of(r, il, q, k);
     p.v = r->cuda->x32[v];
-    LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(p.n_head + 2 * p.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
-               r->cuda->stream, p);
+    LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(p.n_head + 2 * p.n_head_kv, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream,
+               p);
 }
 
 static void cuda_mla_store(struct rank *r, int il, enum act q, enum act kv) {
@@ -2995,10 +2926,8 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
     struct attn_args a = {};
-    a.q = q, a.out = out, a.part = c->part, a.k = device_plane(&r->kv[il].k),
-    a.v = device_plane(&r->kv[il].v);
-    a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = m->n_head, a.n_head_kv = n_head_kv, a.dk = dk,
-    a.dv = dv;
+    a.q = q, a.out = out, a.part = c->part, a.k = device_plane(&r->kv[il].k), a.v = device_plane(&r->kv[il].v);
+    a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = m->n_head, a.n_head_kv = n_head_kv, a.dk = dk, a.dv = dv;
     a.q_stride = (size_t)m->n_head * (size_t)dk, a.out_stride = (size_t)m->n_head * (size_t)dv;
     a.scale = m->attn_scale, a.max_splits = c->splits;
     size_t scales = (size_t)((a.k.fp8 ? a.k.n_group : 0) + (a.v.fp8 ? a.v.n_group : 0)) * sizeof(float);
@@ -3020,8 +2949,8 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out)
     product(r, mat(c, &m->layers[il].wk_b), c->x16[q], heads * (size_t)m->head_k, (size_t)m->head_k, r->n_tok,
             m->n_head, c->qlat, NULL, heads * key, key);
     attend(r, il, c->qlat, (int)key, c->mixed, m->kv_lora, 1);
-    product(r, mat(c, &m->layers[il].wv_b), c->mixed, heads * lat, lat, r->n_tok, m->n_head, c->x16[out],
-            NULL, heads * (size_t)m->head_v, (size_t)m->head_v);
+    product(r, mat(c, &m->layers[il].wv_b), c->mixed, heads * lat, lat, r->n_tok, m->n_head, c->x16[out], NULL,
+            heads * (size_t)m->head_v, (size_t)m->head_v);
 }
 
 /* out (+)= down(silu(gate x) * (up x)) of one network for many tokens. */
@@ -3029,20 +2958,18 @@ static void dense_ffn_many(struct rank *r, const struct weight *gate, const stru
                            const struct weight *down, enum act x, enum act out) {
     struct cuda *c = r->cuda;
     struct gemm_args g = {};
-    g.w = *mat(c, gate), g.w2 = *mat(c, up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x],
-    g.n_tok = r->n_tok;
+    g.w = *mat(c, gate), g.w2 = *mat(c, up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x], g.n_tok = r->n_tok;
     g.y = c->hidden_shared, g.y_stride = (size_t)gate->n_out;
     profile_matrices(&g.w, 2, 0);
     gemm_prefill(&g, 1, c->stream);
     struct dmat d = *mat(c, down);
     d.unit *= HIDDEN_SCALE;
-    product(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out],
-            (size_t)r->width[out], 0);
+    product(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
 /* Routed experts (gate NULL: none) and one network of all tokens (NULL: none), for 1..16 tokens. */
-static void ffn_few(struct rank *r, const struct layer *y, bool routed, const struct weight *dense[3],
-                    enum act x, enum act out) {
+static void ffn_few(struct rank *r, const struct layer *y, bool routed, const struct weight *dense[3], enum act x,
+                    enum act out) {
     struct cuda *c = r->cuda;
     struct few_glu_args u = {};
     struct few_args d = {};
@@ -3060,8 +2987,7 @@ static void ffn_few(struct rank *r, const struct layer *y, bool routed, const st
     if (dense) {
         struct few_part p = {};
         p.w = *mat(c, dense[0]), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
-        u.gate[n] = p, u.up[n] = *mat(c, dense[1]), u.y[n] = c->hidden_shared,
-        u.y_stride[n] = (size_t)p.w.n_out;
+        u.gate[n] = p, u.up[n] = *mat(c, dense[1]), u.y[n] = c->hidden_shared, u.y_stride[n] = (size_t)p.w.n_out;
         p.w = *mat(c, dense[2]), p.w.unit *= HIDDEN_SCALE, p.x = c->hidden_shared, p.x_stride = u.y_stride[n];
         d.part[n++] = p;
     }
@@ -3096,36 +3022,27 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         return;
     }
     LAUNCH_PDL(k_route_logits, dim3(ceil_div(y->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
-    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)y->n_expert,
-               c->stream, p);
+    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)y->n_expert, c->stream, p);
     struct sort_args s = c->sort;
     s.n_slots = r->n_tok * s.k, s.n_expert = y->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)y->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
     if (y->sh_gate.data) dense_ffn_many(r, shared[0], shared[1], shared[2], x, out);
     struct gemm_args g = {};
-    g.w = *mat(c, &y->gate), g.w2 = *mat(c, &y->up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x],
-    g.rows = s.row;
-    g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count,
-    g.n_tiles = s.n_tiles;
+    g.w = *mat(c, &y->gate), g.w2 = *mat(c, &y->up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x], g.rows = s.row;
+    g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
     g.max_tiles = s.n_slots / TN + (y->n_expert < s.n_slots ? y->n_expert : s.n_slots);
     g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)y->gate.n_out;
-    bool act4 = c->act4 && g.w.fmt == FMT_FP4 && mat(c, &y->down)->fmt == FMT_FP4;
-    if (act4) {
-        quantize_fp4(g.x, g.x_stride, r->n_tok, y->gate.n_in, c->x4, c->stream);
-        g.xq = c->x4;
-    }
-    profile_matrices(&g.w, 2 * experts_expected(m, y->n_expert, r->n_tok), 0);
-    (act4 ? gemm_prefill_fp4 : gemm_prefill)(&g, 1, c->stream);
-    g.w = *mat(c, &y->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
-    g.rows = NULL;
-    if (act4) {
-        quantize_fp4(g.x, g.x_stride, s.n_slots, y->down.n_in, c->hidden4, c->stream);
-        g.xq = c->hidden4;
-    }
+    const bool act4 = c->act4 && g.w.fmt == FMT_FP4 && mat(c, &y->down)->fmt == FMT_FP4;
+    auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
+        if (act4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
+        profile_matrices(&g.w, (1 + glu) * experts_expected(m, y->n_expert, r->n_tok), 0);
+        gemm_prefill(&g, glu, c->stream);
+    };
+    experts(1, r->n_tok, c->x4);
+    g.w = *mat(c, &y->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride, g.rows = NULL;
     g.y = c->slots, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
-    profile_matrices(&g.w, experts_expected(m, y->n_expert, r->n_tok), 0);
-    (act4 ? gemm_prefill_fp4 : gemm_prefill)(&g, 0, c->stream);
+    experts(0, s.n_slots, c->hidden4);
     LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->slots, s.place, p.weight, s.k,
                r->width[out], y->sh_gate.data != NULL, c->x32[out]);
 }
@@ -3134,8 +3051,7 @@ static void cuda_all_reduce(struct rank *r, enum act x) { (void)r, (void)x; }
 
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
-    add_norm(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL,
-             r->m->output_norm, A_H);
+    add_norm(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
     product(r, mat(c, &r->m->output), c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits,
             (size_t)r->m->n_vocab, 0);
     cuda_ok(c, cudaGetLastError(), "the output layer");
@@ -3152,8 +3068,7 @@ static const float *cuda_read_logits(struct rank *r, int row) {
     return c->logits_host + at;
 }
 
-static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent,
-                        double uniform) {
+static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
     struct cuda *c = r->cuda;
     struct sample_args *p = &c->sample;
     c->sampling = *o;
@@ -3177,13 +3092,12 @@ static int32_t cuda_read_token(struct rank *r) {
     const struct sample_args *p = &c->sample;
     cuda_ok(c, cudaStreamSynchronize(c->stream), "a forward pass");
     if (*c->token_host >= 0) return *c->token_host;
-    return sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, 0), p->recent, p->n_recent,
-                           p->uniform);
+    return sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, 0), p->recent, p->n_recent, p->uniform);
 }
 
 /* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one. */
-static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data,
-                         float *scale, bool store) {
+static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
+                         bool store) {
     struct cuda *c = r->cuda;
     uint8_t *d = p->data + first * p->row_bytes;
     float *s = p->scale + first * (size_t)p->n_group;
@@ -3195,9 +3109,7 @@ static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first,
     cuda_ok(c, cudaStreamSynchronize(c->stream), what);
 }
 
-static void cuda_wait(struct rank *r) {
-    cuda_ok(r->cuda, cudaStreamSynchronize(r->cuda->stream), "a forward pass");
-}
+static void cuda_wait(struct rank *r) { cuda_ok(r->cuda, cudaStreamSynchronize(r->cuda->stream), "a forward pass"); }
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
  * 512. No memory: `out` is there
@@ -3224,8 +3136,7 @@ static struct rates cuda_measure(struct rank *r) {
     bool timed = cudaEventCreate(&e[0]) == cudaSuccess && cudaEventCreate(&e[1]) == cudaSuccess;
     auto stop = [&] {
         cudaEventRecord(e[1], c->stream);
-        return cudaEventSynchronize(e[1]) == cudaSuccess &&
-               cudaEventElapsedTime(&ms, e[0], e[1]) == cudaSuccess;
+        return cudaEventSynchronize(e[1]) == cudaSuccess && cudaEventElapsedTime(&ms, e[0], e[1]) == cudaSuccess;
     };
     if (timed && cudaMalloc((void **)&p, 2 * n) == cudaSuccess) {
         for (int i = 0; i < 5; i++) { /* the first is not counted */
@@ -3253,8 +3164,7 @@ static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct p
     struct profile p = {rows, (cudaEvent_t *)calloc(2 * (size_t)n, sizeof(cudaEvent_t)), 0, n, "", 0};
     if (!p.event) rank_fatal("out of memory");
     /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
-    if (c->mma_turns)
-        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
+    if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
     profile = &p;
     run(arg);
     profile = NULL;
@@ -3273,6 +3183,15 @@ static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct p
  * Start and end
  * ============================================================================================================ */
 
+static void upload_end(struct cuda *c) {
+    for (int s = 0; s < STAGES; s++) {
+        if (c->stage[s]) cudaFree(c->stage[s]);
+        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
+        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
+        c->stage[s] = c->stage_host[s] = NULL, c->stage_free[s] = NULL;
+    }
+}
+
 static void cuda_close(struct rank *r) {
     struct cuda *c = r->cuda;
     if (!c) return;
@@ -3282,10 +3201,7 @@ static void cuda_close(struct rank *r) {
         if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
     for (size_t i = 0; i < c->n_owned; i++) cudaFree(c->owned[i]);
     if (c->logits_host) cudaFreeHost(c->logits_host);
-    for (int s = 0; s < STAGES; s++) {
-        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
-        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
-    }
+    upload_end(c);
     if (c->stream) cudaStreamDestroy(c->stream);
     free(c->owned);
     free(c->twins);
@@ -3309,8 +3225,8 @@ static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
     why[0] = 0;
     if (kv == KV_F32) snprintf(why, sizeof why, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
     else if (!attn_supported(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
-        snprintf(why, sizeof why,
-                 "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk, dv);
+        snprintf(why, sizeof why, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
+                 dv);
     else if (m->n_embd > NORM_MAX || m->q_lora > NORM_MAX)
         snprintf(why, sizeof why, "rows of %d values are not supported on a GPU (at most %d); use --cpu",
                  m->n_embd > m->q_lora ? m->n_embd : m->q_lora, (int)NORM_MAX);
@@ -3342,8 +3258,8 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
     size_t free_bytes = 0, all = 0;
     cuda_ok(c, cudaMemGetInfo(&free_bytes, &all), "asking for the free memory");
     if (!c->failed && total > (double)free_bytes)
-        cuda_fail(c, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu",
-                  total / 0x1p30, gib(free_bytes), gib(all));
+        cuda_fail(c, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
+                  gib(free_bytes), gib(all));
     c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
     c->invented = m->invented;
     for (int s = 0; s < STAGES && !c->failed; s++) {
@@ -3373,12 +3289,7 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
     }
     if (progress) progress(total, total);
     cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading weights");
-    for (int s = 0; s < STAGES; s++) {
-        if (c->stage[s]) cudaFree(c->stage[s]);
-        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
-        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
-        c->stage[s] = c->stage_host[s] = NULL, c->stage_free[s] = NULL;
-    }
+    upload_end(c);
 }
 
 /* Lays out activations for forwards of `chunk` tokens; with c NULL only adds up their bytes. */
@@ -3499,12 +3410,10 @@ extern "C" const char *cuda_targets(void) {
 #endif
 }
 
-extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o,
-                              char *err) {
+extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
     int n_dev = cuda_device_count(err);
     if (!n_dev) return -1;
-    if (o->device >= n_dev)
-        return snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", o->device, n_dev), -1;
+    if (o->device >= n_dev) return snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", o->device, n_dev), -1;
     const char *why = cuda_refuses(m, o->kv);
     if (why) return snprintf(err, ERR_MAX, "%s", why), -1;
     struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
@@ -3513,35 +3422,27 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv;
     c->device = o->device, c->err = err;
     cuda_describe(o->device, r->name);
-    int widths[ACT_COUNT] = {m->n_embd,
-                             m->n_embd,
-                             m->n_embd,
-                             m->q_lora,
-                             m->n_head * m->head_k,
-                             m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k,
-                             m->kv_lora ? 0 : m->n_head_kv * m->head_v,
-                             m->n_head * m->head_v};
-    memcpy(r->width, widths, sizeof widths);
+    const int dk = m->n_head * m->head_k, dv = m->n_head * m->head_v;
+    r->width[A_X] = r->width[A_H] = r->width[A_OUT] = m->n_embd;
+    r->width[A_QA] = m->q_lora, r->width[A_Q] = dk, r->width[A_ATT] = dv;
+    r->width[A_K] = m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k;
+    r->width[A_V] = m->kv_lora ? 0 : m->n_head_kv * m->head_v;
     cuda_ok(c, cudaSetDevice(o->device), "selecting it");
-    cuda_ok(c, cudaDeviceGetAttribute(&c->n_sm, cudaDevAttrMultiProcessorCount, o->device),
-            "asking for its size");
+    cuda_ok(c, cudaDeviceGetAttribute(&c->n_sm, cudaDevAttrMultiProcessorCount, o->device), "asking for its size");
     cuda_ok(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
     int major = 0, declared = 0;
-    cuda_ok(c, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, o->device),
-            "asking for its chip");
+    cuda_ok(c, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, o->device), "asking for its chip");
     for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
     /* PTX that the driver compiles for such a chip has none of these products */
     const char *built = cuda_targets();
     const bool can4 = major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
     c->act4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
     if (o->moe_act == MOE_ACT_FP4 && !can4)
-        cuda_fail(
-            c,
-            "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
-            "built for it; the chip has %d, the program is for: %s",
-            major, built);
-    if (c->act4)
-        snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
+        cuda_fail(c,
+                  "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
+                  "built for it; the chip has %d, the program is for: %s",
+                  major, built);
+    if (c->act4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
     int head_blocks = m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv;
     c->splits = o->kv_splits ? o->kv_splits : attn_splits(c->n_sm, head_blocks, 1);
     if (c->splits > SPLITS_MAX) c->splits = SPLITS_MAX;
@@ -3575,13 +3476,11 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     c->freq = upload_floats(c, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
     layout_cache(r, c, r->n_ctx);
     layout(r, c, r->chunk);
-    cuda_ok(c,
-            cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
+    cuda_ok(c, cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
             "host memory for logits");
     c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
     struct route_args *p = &c->route;
-    p->n_embd = m->n_embd, p->k = m->n_expert_used, p->n_group = m->n_group,
-    p->n_group_used = m->n_group_used;
+    p->n_embd = m->n_embd, p->k = m->n_expert_used, p->n_group = m->n_group, p->n_group_used = m->n_group_used;
     p->softmax = m->gating == GATING_SOFTMAX, p->norm = m->weights_norm, p->factor = m->weights_scale;
     c->sort.id = p->id, c->sort.k = p->k;
     cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");

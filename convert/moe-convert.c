@@ -112,9 +112,7 @@ static bool ends_with(const char *s, const char *tail) {
 static bool starts_with(const char *s, const char *head) { return !strncmp(s, head, strlen(head)); }
 
 /* Whether s is one of the words in a list separated by spaces. */
-static bool one_of(const char *s, const char *words) {
-    return strstr(fmt(" %s ", words), fmt(" %s ", s)) != NULL;
-}
+static bool one_of(const char *s, const char *words) { return strstr(fmt(" %s ", words), fmt(" %s ", s)) != NULL; }
 
 static const char *human(double bytes) {
     static const char unit[] = " kMGTP";
@@ -280,9 +278,7 @@ static const char *shape_text(const struct tensor *t) {
     return fmt("%s %s]", dtypes[t->dtype].name, s);
 }
 
-static const char *where(const struct tensor *t) {
-    return fmt("'%s': tensor '%s'", shards[t->shard].name, t->name);
-}
+static const char *where(const struct tensor *t) { return fmt("'%s': tensor '%s'", shards[t->shard].name, t->name); }
 
 static void read_exact(const struct shard *s, size_t at, void *buf, size_t n) {
     uint8_t *p = buf;
@@ -309,8 +305,7 @@ static void parse_entry(const char *file, const char *name, json_t *e, size_t da
     json_t *shape = json_object_get(e, "shape"), *range = json_object_get(e, "data_offsets");
     size_t n_types = COUNT(dtypes);
     while (t.dtype < n_types && strcmp(dtypes[t.dtype].name, dtype ? dtype : "")) t.dtype++;
-    if (t.dtype == n_types)
-        die("'%s': tensor '%s': the dtype '%s' is unknown", file, name, dtype ? dtype : "(none)");
+    if (t.dtype == n_types) die("'%s': tensor '%s': the dtype '%s' is unknown", file, name, dtype ? dtype : "(none)");
     if (!json_is_array(shape) || json_array_size(shape) > MAX_RANK)
         die("'%s': tensor '%s': the shape is not a list of at most %d sizes", file, name, MAX_RANK);
     t.rank = (uint32_t)json_array_size(shape);
@@ -320,17 +315,15 @@ static void parse_entry(const char *file, const char *name, json_t *e, size_t da
         if (!json_is_integer(d) || json_integer_value(d) < 0)
             die("'%s': tensor '%s': size %u of the shape is %s", file, name, i, json_show(d));
         t.shape[i] = (size_t)json_integer_value(d);
-        if (__builtin_mul_overflow(bits, t.shape[i], &bits))
-            die("'%s': tensor '%s': the size overflows", file, name);
+        if (__builtin_mul_overflow(bits, t.shape[i], &bits)) die("'%s': tensor '%s': the size overflows", file, name);
     }
     json_t *b = json_array_get(range, 0), *end = json_array_get(range, 1);
-    if (json_array_size(range) != 2 || !json_is_integer(b) || !json_is_integer(end) ||
-        json_integer_value(b) < 0 || json_integer_value(end) < json_integer_value(b))
+    if (json_array_size(range) != 2 || !json_is_integer(b) || !json_is_integer(end) || json_integer_value(b) < 0 ||
+        json_integer_value(end) < json_integer_value(b))
         die("'%s': tensor '%s': data_offsets are %s", file, name, range ? json_show(range) : "missing");
     size_t first = (size_t)json_integer_value(b), last = (size_t)json_integer_value(end);
     if (last > data_bytes)
-        die("'%s': tensor '%s': data end at byte %zu of %zu: the file is truncated", file, name, last,
-            data_bytes);
+        die("'%s': tensor '%s': data end at byte %zu of %zu: the file is truncated", file, name, last, data_bytes);
     if (bits % 8 || last - first != bits / 8)
         die("'%s': tensor '%s': %zu bytes of data for %s", file, name, last - first, shape_text(&t));
     t.at += first;
@@ -356,8 +349,7 @@ static void shard_open(const char *name) {
     read_exact(&s, 0, len, 8);
     size_t n = gguf_rd64(len);
     if (n > MAX_HEADER || n > size - 8)
-        die("'%s': a header of %zu bytes in a file of %zu: not a safetensors file, or truncated", name, n,
-            size);
+        die("'%s': a header of %zu bytes in a file of %zu: not a safetensors file, or truncated", name, n, size);
     char *text = xrealloc(NULL, n);
     json_error_t e;
     read_exact(&s, 8, text, n);
@@ -377,8 +369,8 @@ static void shard_open(const char *name) {
     if (count) qsort(tensors + first, count, sizeof *tensors, by_offset);
     for (size_t i = first; i < first + count; i++) {
         if (tensors[i].at != at)
-            die("%s: data begin at byte %zu of the file, expected %zu (a hole or an overlap)",
-                where(&tensors[i]), tensors[i].at, at);
+            die("%s: data begin at byte %zu of the file, expected %zu (a hole or an overlap)", where(&tensors[i]),
+                tensors[i].at, at);
         at += tensors[i].bytes;
     }
     if (at != size) die("'%s': the tensors end at byte %zu, the file has %zu", name, at, size);
@@ -421,8 +413,7 @@ static void source_open(void) {
         if (f && strcmp(f, shards[t->shard].name)) die("%s: the index says that it is in '%s'", where(t), f);
     }
     json_object_foreach(map.obj, name, file) {
-        if (!tensor_find(name))
-            die("%s: tensor '%s' is not in '%s'", index.file, name, json_string_value(file));
+        if (!tensor_find(name)) die("%s: tensor '%s' is not in '%s'", index.file, name, json_string_value(file));
     }
     json_decref(index.obj);
 }
@@ -488,9 +479,7 @@ static void read_floats(const struct tensor *t, size_t first, size_t n, float *o
     gguf_dequantize_row(t->dtype == F32 ? GGUF_F32 : t->dtype == F16 ? GGUF_F16 : GGUF_BF16, raw, out, n);
 }
 
-static bool is_float(const struct tensor *t) {
-    return t->dtype == F32 || t->dtype == F16 || t->dtype == BF16;
-}
+static bool is_float(const struct tensor *t) { return t->dtype == F32 || t->dtype == F16 || t->dtype == BF16; }
 
 static bool is_scalar(const struct tensor *t) { return t->bytes * 8 == dtypes[t->dtype].bits; }
 
@@ -519,15 +508,13 @@ static bool all_zero(const struct tensor *t) {
 static float read_global_scale(const char *x, const struct tensor *w, bool divisor) {
     struct tensor *t = tensor_find(fmt("%s.%s", x, divisor ? "weight_global_scale" : "weight_scale_2"));
     if (!t)
-        die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x,
-            divisor ? "weight_global_scale" : "weight_scale_2");
+        die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, divisor ? "weight_global_scale" : "weight_scale_2");
     float v = read_scalar(t), factor = divisor ? 1.0f / v : v;
     if (isfinite(v) && v > 0 && factor > 0 && factor <= 1) return factor;
     if (all_zero(w)) return isfinite(factor) ? factor : 0.0f;
     if (isfinite(v) && v > 0)
         die("%s: %g; %s, so it is expected %s: the file seems to mean the %s", where(t), (double)v,
-            divisor ? "this scale divides (2688 / largest weight)"
-                    : "this scale multiplies (largest weight / 2688)",
+            divisor ? "this scale divides (2688 / largest weight)" : "this scale multiplies (largest weight / 2688)",
             divisor ? "from 1 upwards" : "above 0 and up to 1", divisor ? "multiplier" : "divisor");
     die("%s: expected a finite number above 0, found %g", where(t), (double)v);
 }
@@ -549,8 +536,8 @@ static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compres
     if (s->dtype == U8 || !strcmp(dtypes[s->dtype].name, "F8_E8M0"))
         die("%s: MXFP4 weights (E8M0 scales, %s) are not supported", where(s), shape_text(s));
     if (s->dtype != F8_E4M3 || s->rank != 2 || s->shape[0] != l.rows || s->shape[1] * 16 != l.cols)
-        die("%s: expected F8_E4M3 [%zu, %zu], one scale for 16 weights in row order, found %s%s", where(s),
-            l.rows, l.cols / 16, shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
+        die("%s: expected F8_E4M3 [%zu, %zu], one scale for 16 weights in row order, found %s%s", where(s), l.rows,
+            l.cols / 16, shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
     s->used = true;
     l.scale = s;
     l.factor = read_global_scale(x, w, compressed);
@@ -563,21 +550,17 @@ static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
 /* w: E4M3 [rows][cols]. weight_scale_inv multiplies like weight_scale, whatever its name says. */
 static struct linear resolve_fp8(const char *x, struct tensor *w) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
-    struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)),
-                  *in = tensor_find(fmt("%s.input_scale", x));
+    struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
-    if (!s)
-        die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' is there", where(w), x,
-            x);
+    if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' is there", where(w), x, x);
     if (is_float(s) && is_scalar(s)) l.form = FP8_TENSOR;
-    else if (is_float(s) && s->rank && s->shape[0] == l.rows &&
-             (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
+    else if (is_float(s) && s->rank && s->shape[0] == l.rows && (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
         l.form = FP8_ROW;
     else if (is_float(s) && s->rank == 2 && s->shape[0] == ceil128(l.rows) && s->shape[1] == ceil128(l.cols))
         l.form = FP8_BLOCK;
     else
-        die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s",
-            where(s), l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
+        die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
+            l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
     s->used = true;
     if (in) in->used = true; /* of FP8 activations: they are not quantised to FP8 here */
     if (l.form == FP8_TENSOR) {
@@ -638,8 +621,7 @@ struct output {
 static struct output *plan; /* stb_ds */
 
 /* Appends an output of shape {a, b, c} (contiguous first); the pointer is good until the next one. */
-static struct output *plan_add(const char *name, uint32_t type, uint32_t n_dims, size_t a, size_t b,
-                               size_t c) {
+static struct output *plan_add(const char *name, uint32_t type, uint32_t n_dims, size_t a, size_t b, size_t c) {
     struct output o = {.type = type, .n_dims = n_dims, .ne = {a, b, c, 1}, .how = ""};
     size_t n = 1;
     for (uint32_t i = 0; i < n_dims; i++)
@@ -675,8 +657,7 @@ static void plan_scales(const char *base, const struct piece *p, bool per_piece,
     }
     if (!with_input || missing == n) return;
     for (size_t i = 0; i < n; i++) arrput(input, p[i].lin.input_scale > 0 ? p[i].lin.input_scale : largest);
-    if (missing)
-        note("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, n);
+    if (missing) note("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, n);
     plan_values(fmt("%s.input_scale", base), input);
 }
 
@@ -690,11 +671,9 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
     for (size_t i = 1; i < arrlenu(p); i++)
         if (p[i].lin.form != l->form || (l->form == PLAIN && p[i].lin.w->dtype != l->w->dtype))
             die("%s: %s %s, while '%s' is %s %s: one stacked tensor has one form", where(p[i].lin.w),
-                form_names[p[i].lin.form], shape_text(p[i].lin.w), l->w->name, form_names[l->form],
-                shape_text(l->w));
-    struct output *o =
-        plan_add(fmt("%s.weight", base), type, how == SINGLE ? 2 : 3, transpose ? p->rows : l->cols,
-                 transpose ? l->cols : p->rows, how == SINGLE ? 1 : arrlenu(p));
+                form_names[p[i].lin.form], shape_text(p[i].lin.w), l->w->name, form_names[l->form], shape_text(l->w));
+    struct output *o = plan_add(fmt("%s.weight", base), type, how == SINGLE ? 2 : 3, transpose ? p->rows : l->cols,
+                                transpose ? l->cols : p->rows, how == SINGLE ? 1 : arrlenu(p));
     o->pieces = p;
     o->transpose = transpose;
     o->how = nvfp4 || l->form == PLAIN ? ""
@@ -864,8 +843,7 @@ static struct tensor *find_fused(int layer, const char *name) {
     struct tensor *t = tensor_find(hf_name(layer, fmt("mlp.experts.%s", name)));
     if (!t) t = tensor_find(hf_name(layer, fmt("mlp.experts.%s.weight", name)));
     if (!t) return NULL;
-    if (t->rank != 3 || !is_float(t))
-        die("%s: expected BF16, F16 or F32 of rank 3, found %s", where(t), shape_text(t));
+    if (t->rank != 3 || !is_float(t)) die("%s: expected BF16, F16 or F32 of rank 3, found %s", where(t), shape_text(t));
     return t;
 }
 
@@ -878,8 +856,8 @@ static int count_experts(int layer) {
         while (n <= MAX_EXPERTS && has_linear(hf_name(layer, fmt("mlp.experts.%d.gate_proj", n)))) n++;
     if (!n) die("'%s': tensor '%s' is missing", model_dir, hf_name(layer, "mlp.experts.0.gate_proj.weight"));
     if (n > m.n_expert || n < m.top_k)
-        die("layer %d has %d experts; expected from num_experts_per_tok = %d to the %d of config.json", layer,
-            n, m.top_k, m.n_expert);
+        die("layer %d has %d experts; expected from num_experts_per_tok = %d to the %d of config.json", layer, n,
+            m.top_k, m.n_expert);
     if (m.n_group > 1 && n % m.n_group)
         die("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
     return n;
@@ -899,8 +877,7 @@ static void plan_experts(int layer, int n) {
             die("%s: expected [%d, %zu, %zu], found %s", where(fused), n, stride, cols, shape_text(fused));
         if (fused) fused->used = true;
         for (size_t e = 0; e < (size_t)n; e++) {
-            struct piece one = {
-                {PLAIN, fused, NULL, (size_t)n * stride, cols, 1.0f, 0.0f}, e * stride + first, rows};
+            struct piece one = {{PLAIN, fused, NULL, (size_t)n * stride, cols, 1.0f, 0.0f}, e * stride + first, rows};
             if (!fused) {
                 one.lin = resolve_linear(hf_name(layer, fmt("mlp.experts.%zu.%s", e, r->hf)));
                 check_shape(one.lin.w, one.lin.rows, one.lin.cols, r->rows, r->cols);
@@ -936,8 +913,7 @@ static void plan_layer(int layer) {
     m.experts[layer] = count_experts(layer);
     m.dim[NEXPERT] = (size_t)m.experts[layer];
     plan_group(ROUTING, layer);
-    if (m.mla && !strcmp(get_str(m.cfg, "topk_method", "noaux_tc"), "noaux_tc"))
-        plan_group(ROUTING_BIAS, layer);
+    if (m.mla && !strcmp(get_str(m.cfg, "topk_method", "noaux_tc"), "noaux_tc")) plan_group(ROUTING_BIAS, layer);
     plan_experts(layer, m.experts[layer]);
     if (m.n_shared) plan_group(SHARED, layer);
 }
@@ -953,10 +929,8 @@ static void skip(struct tensor *t) {
 static void judge_names(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
-        bool skipped =
-            m.prefix[0] && (starts_with(t->name, "vision_tower.") || starts_with(t->name, "mm_projector."));
-        for (size_t k = 0; k < COUNT(skipped_suffixes); k++)
-            skipped |= ends_with(t->name, skipped_suffixes[k]);
+        bool skipped = m.prefix[0] && (starts_with(t->name, "vision_tower.") || starts_with(t->name, "mm_projector."));
+        for (size_t k = 0; k < COUNT(skipped_suffixes); k++) skipped |= ends_with(t->name, skipped_suffixes[k]);
         if (skipped) {
             skip(t);
             continue;
@@ -976,8 +950,8 @@ static void check_all_used(void) {
         const char *name = t->name + (starts_with(t->name, m.prefix) ? strlen(m.prefix) : 0);
         int found = sscanf(name, "model.layers.%5u.mlp.experts.%5u.", &layer, &expert);
         if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))
-            die("%s: layer %u, while num_hidden_layers is %d and num_nextn_predict_layers %d", where(t),
-                layer, m.n_layer, m.n_mtp);
+            die("%s: layer %u, while num_hidden_layers is %d and num_nextn_predict_layers %d", where(t), layer,
+                m.n_layer, m.n_mtp);
         if (found == 2 && expert >= (unsigned)m.experts[layer])
             die("%s: layer %u has %d experts from 0 on and then a hole", where(t), layer, m.experts[layer]);
         die("%s: %s: nothing in %s uses it", where(t), shape_text(t), m.arch);
@@ -997,8 +971,8 @@ static void plan_model(void) {
 static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
 
 static void read_qwen3(void) {
-    m.n_expert = (int)get_int(m.cfg, get(m.cfg, "num_experts") ? "num_experts" : "num_local_experts", 1,
-                              MAX_EXPERTS, REQUIRED);
+    m.n_expert =
+        (int)get_int(m.cfg, get(m.cfg, "num_experts") ? "num_experts" : "num_local_experts", 1, MAX_EXPERTS, REQUIRED);
     size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[EMBD] / m.n_head);
     m.dim[HEAD] = head;
     m.dim[Q] = (size_t)m.n_head * head;
@@ -1026,8 +1000,7 @@ static void read_deepseek3(void) {
     m.dim[OIN] = heads * (size_t)m.v_head;
     m.dim[FFSHEXP] = m.dim[FFEXP] * (size_t)m.n_shared;
     const char *method = get_str(c, "topk_method", "noaux_tc");
-    expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "sigmoid"), "sigmoid softmax"),
-           "sigmoid or softmax");
+    expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "sigmoid"), "sigmoid softmax"), "sigmoid or softmax");
     expect(c, "topk_method", !strcmp(method, "noaux_tc") || (!strcmp(method, "greedy") && m.n_group == 1),
            "\"noaux_tc\", or \"greedy\" with n_group 1");
     expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
@@ -1093,8 +1066,7 @@ static void check_quantisation(void) {
     for (size_t i = 0; i < json_array_size(block); i++)
         expect(q, "weight_block_size", json_integer_value(json_array_get(block, i)) == 128, "[128, 128]");
     get_int(get_obj(hf, "quantization"), "group_size", 16, 16, 16);
-    for (size_t i = 0; i < arrlenu(plan); i++)
-        found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.form == NVFP4;
+    for (size_t i = 0; i < arrlenu(plan); i++) found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.form == NVFP4;
     if (said && !found) die("%s: NVFP4 is announced, but no tensor is NVFP4", q.obj ? q.file : hf.file);
     json_decref(hf.obj);
 }
@@ -1125,9 +1097,9 @@ static struct {
 #define OTHERS       "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" SPACES
 #define UPPER        "\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}"
 #define LOWER        "\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}"
-#define CASED(up, lo)                                                                               \
-    "[^\\r\\n\\p{L}\\p{N}]?[" up "]*[" lo "]+" CONTRACTIONS "?|[^\\r\\n\\p{L}\\p{N}]?[" up "]+[" lo \
-    "]*" CONTRACTIONS "?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+"
+#define CASED(up, lo)                                                                                                 \
+    "[^\\r\\n\\p{L}\\p{N}]?[" up "]*[" lo "]+" CONTRACTIONS "?|[^\\r\\n\\p{L}\\p{N}]?[" up "]+[" lo "]*" CONTRACTIONS \
+    "?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+"
 #define GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 
 /* Expressions in the order in which they split, as normalise_expression leaves them. Where two names share them, the
@@ -1159,10 +1131,7 @@ static char *normalise_expression(const char *s) {
     static const char spelled[] = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])";
     char *out = NULL;
     while (*s) {
-        const char *put = *s == '\r'                ? "\\r"
-                          : *s == '\n'              ? "\\n"
-                          : starts_with(s, spelled) ? CONTRACTIONS
-                                                    : NULL;
+        const char *put = *s == '\r' ? "\\r" : *s == '\n' ? "\\n" : starts_with(s, spelled) ? CONTRACTIONS : NULL;
         size_t n = put ? strlen(put) : 1;
         memcpy(arraddnptr(out, n), put ? put : s, n);
         s += put && *put == '(' ? sizeof spelled - 1 : 1;
@@ -1177,8 +1146,7 @@ static void collect_expressions(struct doc d, char ***list) {
     json_t *v;
     const char *type = get_str(d, "type", "(none)");
     if (!strcmp(type, "Sequence")) {
-        json_array_foreach(get_list(d, "pretokenizers"), i, v)
-            collect_expressions((struct doc){v, d.file, d.in}, list);
+        json_array_foreach(get_list(d, "pretokenizers"), i, v) collect_expressions((struct doc){v, d.file, d.in}, list);
     } else if (!strcmp(type, "Split")) {
         struct doc pattern = get_obj(d, "pattern");
         const char *e = get_str(pattern, "Regex", NULL), *how = get_str(d, "behavior", "(none)");
@@ -1203,8 +1171,7 @@ static void recognise_pre_tokenizer(struct doc d) {
         const char *const *e = pre_tokenizers[k].expr;
         size_t i = 0;
         while (i < n && i < 6 && e[i] && !strcmp(e[i], list[i])) i++;
-        if (i == n && n && (i == 6 || !e[i]) &&
-            (vocab.ignore_merges || !pre_tokenizers[k].ignore_merges_only))
+        if (i == n && n && (i == 6 || !e[i]) && (vocab.ignore_merges || !pre_tokenizers[k].ignore_merges_only))
             vocab.pre = pre_tokenizers[k].name;
     }
     char all[1536] = "";
@@ -1260,8 +1227,7 @@ static void read_post_processor(struct doc d) {
     const char *type = get_str(d, "type", "(none)");
     if (!strcmp(type, "ByteLevel")) return;
     if (!strcmp(type, "Sequence")) {
-        json_array_foreach(get_list(d, "processors"), i, v)
-            read_post_processor((struct doc){v, d.file, d.in});
+        json_array_foreach(get_list(d, "processors"), i, v) read_post_processor((struct doc){v, d.file, d.in});
         return;
     }
     expect(d, "type", !strcmp(type, "TemplateProcessing"), "ByteLevel, TemplateProcessing or a Sequence");
@@ -1288,8 +1254,7 @@ static void read_merges(struct doc model, json_t *tokens) {
         *space = 0;
         if (!json_object_get(tokens, pair) || !json_object_get(tokens, space + 1) ||
             !json_object_get(tokens, fmt("%s%s", pair, space + 1)))
-            die("%s: merge %zu: %s: a part or the whole is not in the vocabulary", model.file, i,
-                json_show(v));
+            die("%s: merge %zu: %s: a part or the whole is not in the vocabulary", model.file, i, json_show(v));
         *space = ' ';
         arrput(vocab.merges, pair);
     }
@@ -1394,8 +1359,7 @@ static void derive_merge(int32_t rank) {
     }
     if (arrlenu(cut) != 3) return;
     char *left = xstrdup(alphabet_text((struct bytes){t.p, cut[1]}));
-    arrput(vocab.merges,
-           xstrdup(fmt("%s %s", left, alphabet_text((struct bytes){t.p + cut[1], t.n - cut[1]}))));
+    arrput(vocab.merges, xstrdup(fmt("%s %s", left, alphabet_text((struct bytes){t.p + cut[1], t.n - cut[1]}))));
     free(left);
 }
 
@@ -1413,8 +1377,7 @@ static void read_tiktoken(const char *file, struct doc config) {
         char *space = strchr(line, ' '), *end = NULL;
         long rank = space ? strtol(space + 1, &end, 10) : -1;
         struct bytes b = space ? base64_decode(line, (size_t)(space - line)) : (struct bytes){0};
-        if (!b.n || !end || *end || end == space + 1 || rank != (long)arrlen(ranks) || rank >= MAX_VOCAB ||
-            b.n > 1024)
+        if (!b.n || !end || *end || end == space + 1 || rank != (long)arrlen(ranks) || rank >= MAX_VOCAB || b.n > 1024)
             die("%s: line %zu: expected base64 and the rank %td", file, n_line, arrlen(ranks));
         arrput(ranks, b);
     }
@@ -1450,8 +1413,7 @@ static void read_added_decoder(struct doc config) {
     }
     if (!arrlen(ranks)) return;
     for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < m.dim[VOCAB]; id++)
-        if (!vocab.text[id])
-            vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
+        if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
 static void read_vocabulary(struct doc config) {
@@ -1496,9 +1458,8 @@ static void kv_strings(const char *key, char *const *s, size_t n) {
 /* RoPE: flat keys (rope_theta, rope_scaling) or the newer rope_parameters. YaRN of MLA scales the softmax by
  * mscale_all_dim and leaves cos and sin alone only if mscale is the same number; other recipes are refused. */
 static void put_rope(void) {
-    static const char known[] =
-        "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
-        "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
+    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
+                                "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
     struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
     const char *key;
     json_t *v;
@@ -1511,8 +1472,7 @@ static void put_rope(void) {
     expect(m.cfg, "partial_rotary_factor", get_num(m.cfg, "partial_rotary_factor", 1) == 1, "1");
     if (one_of(type, "default none")) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
-    double factor = get_num(r, "factor", NAN), mscale = get_num(r, "mscale", 0),
-           all = get_num(r, "mscale_all_dim", 0);
+    double factor = get_num(r, "factor", NAN), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
     double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", m.mla ? 0 : usual);
     expect(r, "factor", factor >= 1, "a number from 1");
     expect(r, "truncate", get_bool(r, "truncate", true), "true");
@@ -1542,8 +1502,7 @@ static void put_experts(const char *name) {
     kv_u32("expert_count", (size_t)most);
     kv_u32("expert_used_count", (size_t)m.top_k);
     kv_u32("expert_feed_forward_length", m.dim[FFEXP]);
-    if (differ)
-        gguf_put_array(&writer, arch_key("expert_count_per_layer"), GGUF_V_I32, (size_t)blocks, m.experts);
+    if (differ) gguf_put_array(&writer, arch_key("expert_count_per_layer"), GGUF_V_I32, (size_t)blocks, m.experts);
 
     struct doc reap = get_obj(m.top, "reap");
     if (reap.obj) {
@@ -1558,9 +1517,8 @@ static void put_experts(const char *name) {
                    fmt("%d ids for layer %d", m.experts[l], l));
             for (int i = 0; i < m.experts[l]; i++) {
                 json_t *id = json_array_get(ids, (size_t)i);
-                list[i] = json_is_integer(id) && json_integer_value(id) < original
-                              ? (int32_t)json_integer_value(id)
-                              : -1;
+                list[i] =
+                    json_is_integer(id) && json_integer_value(id) < original ? (int32_t)json_integer_value(id) : -1;
                 expect(reap, "kept", list[i] >= 0 && (!i || list[i] > list[i - 1]),
                        fmt("rising ids below %lld for layer %d", (long long)original, l));
             }
@@ -1679,8 +1637,7 @@ static void put_sampling(struct doc g) {
                                              {"repetition_penalty", "general.sampling.penalty_repeat"}};
     if (!get_bool(g, "do_sample", false)) return;
     for (size_t i = 0; i < COUNT(numbers); i++)
-        if (get(g, numbers[i][0]))
-            gguf_put_f32(&writer, numbers[i][1], (float)get_num(g, numbers[i][0], NAN));
+        if (get(g, numbers[i][0])) gguf_put_f32(&writer, numbers[i][1], (float)get_num(g, numbers[i][0], NAN));
     if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_int(g, "top_k", 0, INT32_MAX, 0));
 }
 
@@ -1700,8 +1657,7 @@ static void put_vocabulary(void) {
                                               {"pad", "tokenizer.ggml.padding_token_id"}};
     int32_t id, *stops = NULL;
     for (int i = 0; i < 3; i++)
-        if ((id = special_id(config, specials[i][0])) >= 0)
-            gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
+        if ((id = special_id(config, specials[i][0])) >= 0) gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
     collect_ids(generation, "eos_token_id", &stops);
     collect_ids(m.cfg, "eos_token_id", &stops);
     collect_ids(m.top, "eos_token_id", &stops);
@@ -1790,9 +1746,8 @@ static void progress(bool last) {
     int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
     memset(bar, '#', (size_t)(32 * part));
     fprintf(stderr, "\r%.*s\033[K%s", cols - 1,
-            fmt("[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld", bar, 100 * part,
-                human((double)out.done), human((double)out.total), human(rate), eta / 3600, eta / 60 % 60,
-                eta % 60),
+            fmt("[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld", bar, 100 * part, human((double)out.done),
+                human((double)out.total), human(rate), eta / 3600, eta / 60 % 60, eta % 60),
             last ? "\n" : "");
     bar_shown = !last;
 }
@@ -1834,8 +1789,8 @@ static uint8_t read_block_scales(const struct linear *l, size_t row, size_t n, u
     tensor_read(l->scale, row * per_row, s, n * per_row);
     for (size_t i = 0; i < n * per_row; i++) {
         if (s[i] > 0x80 || s[i] == 0x7f)
-            die("%s: row %zu, block %zu: the scale byte %02x is %s", where(l->scale), row + i / per_row,
-                i % per_row, s[i], (s[i] & 0x7f) == 0x7f ? "not a number" : "negative");
+            die("%s: row %zu, block %zu: the scale byte %02x is %s", where(l->scale), row + i / per_row, i % per_row,
+                s[i], (s[i] & 0x7f) == 0x7f ? "not a number" : "negative");
         s[i] &= 0x7f;
         most = s[i] > most ? s[i] : most;
     }
@@ -1860,8 +1815,7 @@ static void read_rows(const struct linear *l, size_t row, size_t n, float *dst) 
             read_floats(l->scale, r / 128 * ceil128(l->cols), ceil128(l->cols), scale);
         for (size_t c = 0; c < l->cols; c++) {
             uint8_t b = raw[i * row_bytes(l) + (l->form == NVFP4 ? c / 2 : c)];
-            if (l->form == NVFP4)
-                dst[i * l->cols + c] = e2m1_to_f32(b >> (c & 1) * 4 & 15) * e4m3_to_f32(s[c / 16]);
+            if (l->form == NVFP4) dst[i * l->cols + c] = e2m1_to_f32(b >> (c & 1) * 4 & 15) * e4m3_to_f32(s[c / 16]);
             else {
                 float v = e4m3_to_f32(b) * scale[l->form == FP8_BLOCK ? c / 128 : 0];
                 if (!isfinite(v)) die("%s: row %zu, column %zu is not a finite number", where(l->w), r, c);
@@ -2015,8 +1969,7 @@ static void list_plan(size_t header_bytes) {
         count[o->type]++;
     }
     for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
-        if (count[t])
-            printf("total %-6s %6zu tensors %20zu bytes\n", gguf_type_info(t).name, count[t], sum[t]);
+        if (count[t]) printf("total %-6s %6zu tensors %20zu bytes\n", gguf_type_info(t).name, count[t], sum[t]);
     printf("total        %6zu tensors %20zu bytes, %zu with header and padding; %zu tensors of the source "
            "are skipped\n",
            arrlenu(plan), data, header_bytes + writer.data_bytes, n_skipped);

@@ -376,8 +376,8 @@ inline void seed(uint64_t s) { rng_state = (s + 1) * 0x9e3779b97f4a7c15 | 1; }
     fflush(stdout);
     fprintf(stderr, "cuemu: ");
     if (me != &host)
-        fprintf(stderr, "kernel %s, block (%u,%u,%u), thread (%u,%u,%u): ", me->blk->run->k->name,
-                me->blk->idx.x, me->blk->idx.y, me->blk->idx.z, me->tid.x, me->tid.y, me->tid.z);
+        fprintf(stderr, "kernel %s, block (%u,%u,%u), thread (%u,%u,%u): ", me->blk->run->k->name, me->blk->idx.x,
+                me->blk->idx.y, me->blk->idx.z, me->tid.x, me->tid.y, me->tid.z);
     va_list ap;
     va_start(ap, fmt);
     vfprintf(stderr, fmt, ap);
@@ -456,8 +456,7 @@ inline uint32_t *post() { return me->w->in[me->lane]; }
 inline const uint32_t *collective(uint32_t mask, const char *what, site at, action act) {
     warp &w = *me->w;
     const uint32_t bit = lane_bit(), *out = w.out[me->lane];
-    if (!(mask & bit))
-        die("%s at %s:%d: lane %u is not in the mask %08x", what, at.file, at.line, me->lane, mask);
+    if (!(mask & bit)) die("%s at %s:%d: lane %u is not in the mask %08x", what, at.file, at.line, me->lane, mask);
     size_t i = 0;
     for (; i < w.open.size(); i++) {
         meeting &m = w.open[i];
@@ -465,8 +464,8 @@ inline const uint32_t *collective(uint32_t mask, const char *what, site at, acti
         if ((m.mask & bit) && (m.arrived & mask)) // each waits for the other
             die("warp %u diverged: lane %u is at %s %s:%d with mask %08x, lanes %08x wait at %s %s:%d with "
                 "mask %08x",
-                (unsigned)(&w - &me->blk->w[0]), me->lane, what, at.file, at.line, mask, m.arrived, m.what,
-                m.at.file, m.at.line, m.mask);
+                (unsigned)(&w - &me->blk->w[0]), me->lane, what, at.file, at.line, mask, m.arrived, m.what, m.at.file,
+                m.at.line, m.mask);
     }
     if (i == w.open.size()) w.open.push_back({mask, 0, at, what, act});
     w.open[i].arrived |= bit;
@@ -488,8 +487,8 @@ inline unsigned barrier(int id, unsigned n, bool all, bool pred, const char *wha
         die("divergent barrier: %s at %s:%d, %u threads of the block have exited", what, at.file, at.line,
             b.n - b.live);
     if (r.arrived && (r.expected != n || (all && !(r.at == at))))
-        die("divergent barrier: %s at %s:%d for %u threads, %u threads wait at %s:%d for %u", what, at.file,
-            at.line, n, r.arrived, r.at.file, r.at.line, r.expected);
+        die("divergent barrier: %s at %s:%d for %u threads, %u threads wait at %s:%d for %u", what, at.file, at.line, n,
+            r.arrived, r.at.file, r.at.line, r.expected);
     r.expected = n, r.at = at, r.yes += pred;
     if (++r.arrived < n) {
         me->w->at_barrier[id] |= lane_bit();
@@ -530,8 +529,7 @@ inline std::vector<barrier_site> barriers() { return barrier_sites; }
 inline void skip(const char *file, int line, const char *kind = nullptr) {
     unsigned found = 0;
     for (barrier_site &b : barrier_sites)
-        if (b.line == line && same_text(b.file, file) && (!kind || same_text(b.kind, kind)))
-            b.skip = true, found++;
+        if (b.line == line && same_text(b.file, file) && (!kind || same_text(b.kind, kind))) b.skip = true, found++;
     if (!found) die("skip: no barrier has been seen at %s:%d", file, line);
 }
 inline void unskip() {
@@ -544,8 +542,7 @@ inline void unskip() {
 inline char *place_array(block &b, const void *key, const char *label, size_t bytes, size_t align) {
     char *p = (char *)(((uintptr_t)b.top + align - 1) & ~(uintptr_t)(align - 1));
     b.smem_bytes += bytes;
-    if (b.smem_bytes > SMEM_MAX)
-        die("%s: %zu bytes of shared memory, the limit is %zu", label, b.smem_bytes, SMEM_MAX);
+    if (b.smem_bytes > SMEM_MAX) die("%s: %zu bytes of shared memory, the limit is %zu", label, b.smem_bytes, SMEM_MAX);
     if (b.smem_bytes - b.run->k->smem > SMEM_STATIC)
         die("%s: %zu bytes of static shared memory, the limit is %zu", label, b.smem_bytes - b.run->k->smem,
             SMEM_STATIC);
@@ -581,8 +578,7 @@ inline void check_shared(const void *p, size_t n, const char *what, site at) {
     die("%s at %s:%d: %p is not in shared memory of this block", what, at.file, at.line, p);
 }
 inline void check_aligned(const void *p, size_t n, const char *what, site at) {
-    if ((uintptr_t)p % n)
-        die("%s at %s:%d: address %p is not aligned to %zu bytes", what, at.file, at.line, p, n);
+    if ((uintptr_t)p % n) die("%s at %s:%d: address %p is not aligned to %zu bytes", what, at.file, at.line, p, n);
 }
 
 inline void trigger(fiber &f) {
@@ -676,8 +672,7 @@ inline bool may_start(const CUstream_st &s, const op &o) {
     if (!s.blocking) return true;
     const CUstream_st *legacy = &streams.front();
     for (auto &t : streams)
-        if (&t != &s && t.blocking && !t.q.empty() && t.q.front().seq < o.seq &&
-            (&s == legacy || &t == legacy))
+        if (&t != &s && t.blocking && !t.q.empty() && t.q.front().seq < o.seq && (&s == legacy || &t == legacy))
             return false;
     return true;
 }
@@ -688,8 +683,7 @@ inline void start_next_early(CUstream_st &s, size_t i) {
     launch &l = *s.q[i].run;
     if (l.next_decided) return;
     l.next_decided = true;
-    if (i + 1 == s.q.size() || !s.q[i + 1].k || !s.q[i + 1].k->pdl || !may_start(s, s.q[i + 1]) || coin())
-        return;
+    if (i + 1 == s.q.size() || !s.q[i + 1].k || !s.q[i + 1].k->pdl || !may_start(s, s.q[i + 1]) || coin()) return;
     launch_begin(s.q[i + 1]);
     launch &next = *s.q[i + 1].run;
     next.early = true;
@@ -839,11 +833,10 @@ inline void drain() {
         if (me != &host) host.ctx.leave(me->ctx);
         retire_blocks();
         if (!ready.empty()) continue;
-        const bool idle_streams =
-            std::all_of(streams.begin(), streams.end(), [](auto &x) { return x.q.empty(); });
+        const bool idle_streams = std::all_of(streams.begin(), streams.end(), [](auto &x) { return x.q.empty(); });
         // No other block can help one that has no thread which polls or waits for the kernel before it.
-        const bool stuck = !spinners && std::any_of(resident.begin(), resident.end(),
-                                                    [](auto &b) { return !b->run->early; });
+        const bool stuck =
+            !spinners && std::any_of(resident.begin(), resident.end(), [](auto &b) { return !b->run->early; });
         if (spinners && events != seen) seen = events, idle = 0, wake_spinners();
         else if (!stuck && start_something()) continue;
         else if (spinners && ++idle < 64) wake_spinners();
@@ -906,15 +899,14 @@ using no_deduce = std::common_type_t<T>;
 
 // What LAUNCH stands for. Arguments are converted to the kernel's parameters here and copied for each thread.
 template <class... P>
-void enqueue_kernel(void (*k)(P...), const char *name, bool pdl, dim3 grid, dim3 dim, size_t smem,
-                    cudaStream_t stream, no_deduce<P>... args) {
+void enqueue_kernel(void (*k)(P...), const char *name, bool pdl, dim3 grid, dim3 dim, size_t smem, cudaStream_t stream,
+                    no_deduce<P>... args) {
     if (enter(false, "LAUNCH")) return;
     auto limit = smem_limit.find((const void *)k);
-    if (smem > (limit == smem_limit.end() ? SMEM_STATIC : limit->second))
-        return (void)fail(cudaErrorInvalidValue);
+    if (smem > (limit == smem_limit.end() ? SMEM_STATIC : limit->second)) return (void)fail(cudaErrorInvalidValue);
     const uint64_t threads = (uint64_t)dim.x * dim.y * dim.z;
-    if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
-        !threads || dim.x > 1024 || dim.y > 1024 || dim.z > 64 || threads > 1024)
+    if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 || !threads ||
+        dim.x > 1024 || dim.y > 1024 || dim.z > 64 || threads > 1024)
         return (void)fail(cudaErrorInvalidConfiguration);
     auto body = [k, packed = std::tuple<P...>(args...)] { std::apply(k, packed); };
     enqueue(stream, {std::make_shared<const kernel>(kernel{name, grid, dim, smem, pdl, body}), {}, {}});
@@ -1038,8 +1030,7 @@ namespace cuemu {
 inline cudaError_t allocate(void **p, size_t bytes, memory_kind kind) {
     *p = nullptr;
     if (!bytes) return cudaSuccess;
-    if (bytes > (size_t)1 << 46 ||
-        (kind == DEVICE && bytes > memory_limit - std::min(memory_limit, memory_used)))
+    if (bytes > (size_t)1 << 46 || (kind == DEVICE && bytes > memory_limit - std::min(memory_limit, memory_used)))
         return fail(cudaErrorMemoryAllocation);
     const size_t aligned = (bytes + 255) & ~(size_t)255, pages = (aligned + PAGE - 1) & ~(PAGE - 1);
     char *map = (char *)mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -1073,11 +1064,9 @@ inline cudaError_t copy(void *dst, size_t dpitch, const void *src, size_t spitch
                         cudaMemcpyKind kind, cudaStream_t handle) {
     if (!width || !height) return cudaSuccess;
     auto on_device = [=](const void *p, cudaMemcpyKind one_way) {
-        return kind == cudaMemcpyDefault ? accessible(p, 1, true)
-                                         : kind == one_way || kind == cudaMemcpyDeviceToDevice;
+        return kind == cudaMemcpyDefault ? accessible(p, 1, true) : kind == one_way || kind == cudaMemcpyDeviceToDevice;
     };
-    const bool dst_device = on_device(dst, cudaMemcpyHostToDevice),
-               src_device = on_device(src, cudaMemcpyDeviceToHost);
+    const bool dst_device = on_device(dst, cudaMemcpyHostToDevice), src_device = on_device(src, cudaMemcpyDeviceToHost);
     if (width > dpitch || width > spitch || !accessible(dst, dpitch * (height - 1) + width, dst_device) ||
         !accessible(src, spitch * (height - 1) + width, src_device))
         return fail(cudaErrorInvalidValue);
@@ -1085,12 +1074,10 @@ inline cudaError_t copy(void *dst, size_t dpitch, const void *src, size_t spitch
     if (s && !s->capture && !src_device && !find_allocation(src)) {
         auto snapshot = std::make_shared<std::vector<char>>(width * height);
         copy_rows(snapshot->data(), width, (const char *)src, spitch, width, height);
-        return enqueue(
-            handle,
-            {{}, [=] { copy_rows((char *)dst, dpitch, snapshot->data(), width, width, height); }, {}});
+        return enqueue(handle,
+                       {{}, [=] { copy_rows((char *)dst, dpitch, snapshot->data(), width, width, height); }, {}});
     }
-    return enqueue(
-        handle, {{}, [=] { copy_rows((char *)dst, dpitch, (const char *)src, spitch, width, height); }, {}});
+    return enqueue(handle, {{}, [=] { copy_rows((char *)dst, dpitch, (const char *)src, spitch, width, height); }, {}});
 }
 } // namespace cuemu
 
@@ -1133,13 +1120,12 @@ CUEMU_API cudaMemcpy(void *dst, const void *src, size_t n, cudaMemcpyKind kind) 
     cuemu::drain();
     return e;
 }
-CUEMU_API cudaMemcpyAsync(void *dst, const void *src, size_t n, cudaMemcpyKind kind,
-                          cudaStream_t stream = nullptr) {
+CUEMU_API cudaMemcpyAsync(void *dst, const void *src, size_t n, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
     CUEMU_ENTER(false);
     return cuemu::copy(dst, n, src, n, n, 1, kind, stream);
 }
-CUEMU_API cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
-                            size_t height, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
+CUEMU_API cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height,
+                            cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
     CUEMU_ENTER(false);
     return cuemu::copy(dst, dpitch, src, spitch, width, height, kind, stream);
 }
@@ -1228,8 +1214,7 @@ CUEMU_API cudaEventQuery(cudaEvent_t event) {
 CUEMU_API cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     CUEMU_ENTER(false);
     if (!from->state->recorded || !to->state->recorded) return cuemu::fail(cudaErrorInvalidResourceHandle);
-    if (from->state->done < from->state->recorded || to->state->done < to->state->recorded)
-        return cudaErrorNotReady;
+    if (from->state->done < from->state->recorded || to->state->done < to->state->recorded) return cudaErrorNotReady;
     return *ms = (float)(to->state->ms - from->state->ms), cudaSuccess;
 }
 
@@ -1245,13 +1230,11 @@ CUEMU_API cudaFuncGetAttributes(cudaFuncAttributes *a, void (*kernel)(P...)) {
     *a = {};
     auto limit = cuemu::smem_limit.find((const void *)kernel);
     a->maxThreadsPerBlock = 1024;
-    a->maxDynamicSharedSizeBytes =
-        (int)(limit == cuemu::smem_limit.end() ? cuemu::SMEM_STATIC : limit->second);
+    a->maxDynamicSharedSizeBytes = (int)(limit == cuemu::smem_limit.end() ? cuemu::SMEM_STATIC : limit->second);
     return cudaSuccess;
 }
 template <class... P>
-CUEMU_API cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void (*)(P...), int /*threads*/,
-                                                        size_t /*smem*/) {
+CUEMU_API cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void (*)(P...), int /*threads*/, size_t /*smem*/) {
     CUEMU_ENTER(false);
     return *n = 2, cudaSuccess;
 }
@@ -1320,8 +1303,7 @@ CUEMU_API cudaGraphExecDestroy(cudaGraphExec_t exec) {
 #define CUEMU_AT cuemu::site at = cuemu::site::here()
 
 inline void __syncthreads(CUEMU_AT) {
-    if (!cuemu::skipped(at, "__syncthreads"))
-        cuemu::barrier(0, cuemu::me->blk->n, true, false, "__syncthreads", at);
+    if (!cuemu::skipped(at, "__syncthreads")) cuemu::barrier(0, cuemu::me->blk->n, true, false, "__syncthreads", at);
 }
 inline int __syncthreads_count(int pred, CUEMU_AT) {
     return (int)cuemu::barrier(0, cuemu::me->blk->n, true, pred, "__syncthreads_count", at);
@@ -1340,8 +1322,7 @@ inline void named_barrier(int id, int n_threads, CUEMU_AT) {
         cuemu::barrier(id, (unsigned)n_threads, false, false, "named_barrier", at);
 }
 inline void __syncwarp(uint32_t mask = cuemu::FULL, CUEMU_AT) {
-    if (!cuemu::skipped(at, "__syncwarp"))
-        cuemu::collective(mask, "__syncwarp", at, [](cuemu::warp &, uint32_t) {});
+    if (!cuemu::skipped(at, "__syncwarp")) cuemu::collective(mask, "__syncwarp", at, [](cuemu::warp &, uint32_t) {});
 }
 
 namespace cuemu {
@@ -1401,8 +1382,7 @@ T __shfl_sync(uint32_t mask, T v, int src, int width = 32, CUEMU_AT) {
 }
 template <class T>
 T __shfl_xor_sync(uint32_t mask, T v, int bits, int width = 32, CUEMU_AT) {
-    const unsigned lane = cuemu::me->lane, end = (lane | ((unsigned)width - 1)) + 1,
-                   src = lane ^ (unsigned)bits;
+    const unsigned lane = cuemu::me->lane, end = (lane | ((unsigned)width - 1)) + 1, src = lane ^ (unsigned)bits;
     return cuemu::shuffle(mask, v, src < end ? src : lane, "__shfl_xor_sync", at);
 }
 template <class T>
@@ -1418,12 +1398,8 @@ T __shfl_down_sync(uint32_t mask, T v, unsigned delta, int width = 32, CUEMU_AT)
 inline uint32_t __ballot_sync(uint32_t mask, int pred, CUEMU_AT) {
     return cuemu::ballot(mask, pred, "__ballot_sync", at);
 }
-inline int __any_sync(uint32_t mask, int pred, CUEMU_AT) {
-    return cuemu::ballot(mask, pred, "__any_sync", at) != 0;
-}
-inline int __all_sync(uint32_t mask, int pred, CUEMU_AT) {
-    return cuemu::ballot(mask, !pred, "__all_sync", at) == 0;
-}
+inline int __any_sync(uint32_t mask, int pred, CUEMU_AT) { return cuemu::ballot(mask, pred, "__any_sync", at) != 0; }
+inline int __all_sync(uint32_t mask, int pred, CUEMU_AT) { return cuemu::ballot(mask, !pred, "__all_sync", at) == 0; }
 template <class T>
 T __reduce_add_sync(uint32_t mask, T v, CUEMU_AT) {
     return cuemu::reduce<T, cuemu::fold_add<T>>(mask, v, "__reduce_add_sync", at);
@@ -1609,9 +1585,7 @@ inline uint32_t to_e2m1(float x) { // PTX: NaN becomes the largest positive numb
     return std::min(narrow(x, 1, 1), 7u) | (std::signbit(x) ? 8u : 0);
 }
 inline float with_sign(float magnitude, uint32_t negative) { return negative ? -magnitude : magnitude; }
-inline float from_e4m3(uint32_t b) {
-    return with_sign((b & 127) == 127 ? NAN : widen(b & 127, 3, 7), b & 128);
-}
+inline float from_e4m3(uint32_t b) { return with_sign((b & 127) == 127 ? NAN : widen(b & 127, 3, 7), b & 128); }
 inline float from_e2m1(uint32_t n) {
     static const float value[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
     return value[n & 15];
@@ -1621,8 +1595,7 @@ inline float from_e2m1(uint32_t n) {
 inline uint16_t f32_to_f16(float x) { return cuemu::to_f16(x); }
 inline float half_to_f32(uint16_t h) {
     const uint32_t m = h & 0x7fffu;
-    return cuemu::with_sign(m < 0x7c00 ? cuemu::widen(m, 10, 15) : __uint_as_float(0x7f800000 | m << 13),
-                            h & 0x8000u);
+    return cuemu::with_sign(m < 0x7c00 ? cuemu::widen(m, 10, 15) : __uint_as_float(0x7f800000 | m << 13), h & 0x8000u);
 }
 inline uint32_t f32_to_f16x2(float lo, float hi) { return f32_to_f16(lo) | (uint32_t)f32_to_f16(hi) << 16; }
 inline float bf16_value(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
@@ -1633,25 +1606,21 @@ inline uint32_t f32_to_bf16x2(float lo, float hi) {
     };
     return one(lo) | one(hi) << 16;
 }
-inline uint16_t f32_to_e4m3x2(float lo, float hi) {
-    return (uint16_t)(cuemu::to_e4m3(lo) | cuemu::to_e4m3(hi) << 8);
-}
+inline uint16_t f32_to_e4m3x2(float lo, float hi) { return (uint16_t)(cuemu::to_e4m3(lo) | cuemu::to_e4m3(hi) << 8); }
 inline uint32_t e4m3x2_to_f16x2(uint16_t x) {
     return f32_to_f16x2(cuemu::from_e4m3(x & 255u), cuemu::from_e4m3((uint32_t)x >> 8));
 }
 inline uint32_t e2m1x2_to_f16x2(uint8_t x) {
     return f32_to_f16x2(cuemu::from_e2m1(x & 15u), cuemu::from_e2m1((uint32_t)x >> 4));
 }
-inline uint8_t f32_to_e2m1x2(float lo, float hi) {
-    return (uint8_t)(cuemu::to_e2m1(lo) | cuemu::to_e2m1(hi) << 4);
-}
+inline uint8_t f32_to_e2m1x2(float lo, float hi) { return (uint8_t)(cuemu::to_e2m1(lo) | cuemu::to_e2m1(hi) << 4); }
 
 namespace cuemu {
 template <class F>
 uint32_t each_half(uint32_t a, uint32_t b, uint32_t c, F fn) {
     auto half = [](uint32_t x, int i) { return (double)half_to_f32((uint16_t)(x >> 16 * i)); };
-    return to_f16(fn(half(a, 0), half(b, 0), half(c, 0))) |
-           (uint32_t)to_f16(fn(half(a, 1), half(b, 1), half(c, 1))) << 16;
+    return to_f16(fn(half(a, 0), half(b, 0), half(c, 0))) | (uint32_t)to_f16(fn(half(a, 1), half(b, 1), half(c, 1)))
+                                                                << 16;
 }
 } // namespace cuemu
 inline uint32_t f16x2_mul(uint32_t a, uint32_t b) {
@@ -1702,8 +1671,7 @@ void ldmatrix(uint32_t *r, const void *row, const char *what, site at) {
             }
             for (unsigned l = 0; l < 32; l++) {
                 const unsigned g = l / 4, t = l % 4 * 2;
-                w.out[l][j] =
-                    TRANS ? m[t][g] | (uint32_t)m[t + 1][g] << 16 : m[g][t] | (uint32_t)m[g][t + 1] << 16;
+                w.out[l][j] = TRANS ? m[t][g] | (uint32_t)m[t + 1][g] << 16 : m[g][t] | (uint32_t)m[g][t + 1] << 16;
             }
         }
     };
@@ -1729,8 +1697,7 @@ void mma_tile(warp &w, uint32_t lanes) {
     for (unsigned l = 0; l < 32; l++) {
         const unsigned g = l / 4, t = l % 4;
         for (unsigned r = 0; r < 4; r++)
-            for (unsigned i = 0; i < E; i++)
-                a[g + 8 * (r & 1)][E * t + 4 * E * (r >> 1) + i] = DECODE(w.in[l][r], i);
+            for (unsigned i = 0; i < E; i++) a[g + 8 * (r & 1)][E * t + 4 * E * (r >> 1) + i] = DECODE(w.in[l][r], i);
         for (unsigned r = 0; r < 2; r++)
             for (unsigned i = 0; i < E; i++) b.at[E * t + 4 * E * r + i][g] = DECODE(w.in[l][4 + r], i);
     }
@@ -1748,8 +1715,7 @@ void mma_tile(warp &w, uint32_t lanes) {
         row8 d[4] = {};
         for (unsigned k = 0; k < K; k++) {
             const row8 bk = b.row[k];
-            d[0] += a[m][k] * bk, d[1] += a[m + 1][k] * bk, d[2] += a[m + 2][k] * bk,
-                d[3] += a[m + 3][k] * bk;
+            d[0] += a[m][k] * bk, d[1] += a[m + 1][k] * bk, d[2] += a[m + 2][k] * bk, d[3] += a[m + 3][k] * bk;
         }
         for (unsigned i = 0; i < 4; i++) // register r of D: row g + 8 (r >> 1), columns 2 t and 2 t + 1
             for (unsigned n = 0; n < 8; n++)
@@ -1761,8 +1727,8 @@ inline float bf16_at(uint32_t word, unsigned i) { return bf16_value((uint16_t)(w
 inline float e4m3_at(uint32_t word, unsigned i) { return from_e4m3(word >> 8 * i & 255); }
 inline float e2m1_at(uint32_t word, unsigned i) { return from_e2m1(word >> 4 * i); }
 
-inline void mma(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb,
-                const char *what, site at, action tile) {
+inline void mma(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb, const char *what,
+                site at, action tile) {
     uint32_t *in = post();
     memcpy(in, a, 16), memcpy(in + 4, b, 8), in[6] = sfa, in[7] = sfb;
     const uint32_t *sum = collective(FULL, what, at, tile);
@@ -1791,8 +1757,7 @@ inline void mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2], CUEMU
 inline void mma_e4m3(float d[4], const uint32_t a[4], const uint32_t b[2], CUEMU_AT) {
     cuemu::mma(d, a, b, 0, 0, "mma_e4m3", at, cuemu::mma_tile<4, cuemu::e4m3_at>);
 }
-inline void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb,
-                      CUEMU_AT) {
+inline void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb, CUEMU_AT) {
     cuemu::mma(d, a, b, sfa, sfb, "mma_nvfp4", at, cuemu::mma_tile<8, cuemu::e2m1_at>);
 }
 

@@ -25,11 +25,8 @@ static bool emu_aborts(const char *text, F fn) {
     close(fd[0]);
     int status = 0;
     waitpid(pid, &status, 0);
-    const bool ok =
-        WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT && said.find(text) != std::string::npos;
-    if (!ok)
-        fprintf(stderr, "expected an abort that says \"%s\", got status %x and: %s\n", text, status,
-                said.c_str());
+    const bool ok = WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT && said.find(text) != std::string::npos;
+    if (!ok) fprintf(stderr, "expected an abort that says \"%s\", got status %x and: %s\n", text, status, said.c_str());
     return ok;
 }
 
@@ -117,8 +114,7 @@ static void emu_test_shared() {
     LAUNCH(emu_k_shared<int>, 1, 32, 0, 0, i);
     const std::vector<float> vf = f.get();
     const std::vector<int> vi = i.get();
-    for (size_t l = 0; l < 32; l++)
-        CHECK(vf[l] == (float)(100 + 2 * (31 - l)) && vi[l] == (int)(100 + 2 * (31 - l)));
+    for (size_t l = 0; l < 32; l++) CHECK(vf[l] == (float)(100 + 2 * (31 - l)) && vi[l] == (int)(100 + 2 * (31 - l)));
     CHECK(vi[32] == 0xfd); // poison
 
     gpu_array<uint32_t> w(64);
@@ -132,8 +128,7 @@ static void emu_test_shared() {
     };
     CHECK(right(1));
     for (const cuemu::barrier_site &b : cuemu::barriers())
-        if (!strcmp(b.file, __FILE__) && !strcmp(b.kind, "__syncwarp") && b.count == 64)
-            cuemu::skip(b.file, b.line);
+        if (!strcmp(b.file, __FILE__) && !strcmp(b.kind, "__syncwarp") && b.count == 64) cuemu::skip(b.file, b.line);
     CHECK(!right(1) && !right(2) && !right(3));
     cuemu::unskip();
 }
@@ -154,8 +149,7 @@ static __global__ void emu_k_named(int *out) { // warps 0, 1 produce; 2, 3 consu
 }
 static __global__ void emu_k_votes(int *out) {
     const int t = (int)threadIdx.x;
-    out[t] =
-        __syncthreads_count(t % 3 == 0) * 100 + __syncthreads_or(t == 95) * 10 + __syncthreads_and(t < 95);
+    out[t] = __syncthreads_count(t % 3 == 0) * 100 + __syncthreads_or(t == 95) * 10 + __syncthreads_and(t < 95);
 }
 static void emu_test_named_barriers() {
     for (uint64_t s = 0; s < 5; s++) {
@@ -372,8 +366,7 @@ static __global__ void emu_k_mma(emu_operands *lanes, int kind) {
 // Values from the definitions of the formats.
 static double emu_value(uint32_t bits, int exponent, int mantissa, int bias) {
     const uint32_t m = bits & ((1u << mantissa) - 1), e = bits >> mantissa & ((1u << exponent) - 1);
-    const double magnitude =
-        e ? ldexp(1 + ldexp(m, -mantissa), (int)e - bias) : ldexp(m, 1 - bias - mantissa);
+    const double magnitude = e ? ldexp(1 + ldexp(m, -mantissa), (int)e - bias) : ldexp(m, 1 - bias - mantissa);
     return bits >> (mantissa + exponent) & 1 ? -magnitude : magnitude;
 }
 static double emu_element(int kind, uint32_t word, unsigned i) {
@@ -415,10 +408,8 @@ static void emu_test_mma() {
             for (unsigned m = 0; m < 16; m++)
                 for (unsigned k = 0; k < K; k++) {
                     const unsigned g = m % 8, hi = m / 8;
-                    if (kind < 2)
-                        a[m][k] = emu_element(kind, x[g * 4 + k % 8 / 2].a[hi + 2 * (k / 8)], k % 2);
-                    else if (kind == 2)
-                        a[m][k] = emu_element(kind, x[g * 4 + k % 16 / 4].a[hi + 2 * (k / 16)], k % 4);
+                    if (kind < 2) a[m][k] = emu_element(kind, x[g * 4 + k % 8 / 2].a[hi + 2 * (k / 8)], k % 2);
+                    else if (kind == 2) a[m][k] = emu_element(kind, x[g * 4 + k % 16 / 4].a[hi + 2 * (k / 16)], k % 4);
                     else
                         a[m][k] = emu_element(kind, x[g * 4 + k % 32 / 8].a[hi + 2 * (k / 32)], k % 8) *
                                   emu_value(x[g * 4 + hi].sfa >> k / 16 * 8 & 127, 4, 3, 7);
@@ -437,8 +428,7 @@ static void emu_test_mma() {
                 for (unsigned r = 0; r < 4; r++) {
                     const unsigned m = l / 4 + 8 * (r / 2), n = l % 4 * 2 + r % 2;
                     double sum = x[l].d[r], size = fabs(sum);
-                    for (unsigned k = 0; k < K; k++)
-                        sum += a[m][k] * b[k][n], size += fabs(a[m][k] * b[k][n]);
+                    for (unsigned k = 0; k < K; k++) sum += a[m][k] * b[k][n], size += fabs(a[m][k] * b[k][n]);
                     CHECK(fabs(y[l].d[r] - sum) <= 1e-6 * size);
                 }
         }
@@ -454,8 +444,7 @@ static void emu_test_mma() {
 
 // C = A B^T, m 16, blocks of 32 columns, 4 warps with 8 columns each, k in tiles of 64 through two buffers.
 static __global__ void __launch_bounds__(128)
-    emu_k_gemm(const uint8_t *A, const uint8_t *B, const uint8_t *SA, const uint8_t *SB, float *C, int N,
-               int K) {
+    emu_k_gemm(const uint8_t *A, const uint8_t *B, const uint8_t *SA, const uint8_t *SB, float *C, int N, int K) {
     DYN_SMEM(uint8_t, smem);
     const int stage = 16 * 32 + 32 * 32, t = (int)threadIdx.x, l = t % 32, n0 = (int)blockIdx.x * 32;
     auto load = [&](int k, int buffer) {
@@ -472,8 +461,7 @@ static __global__ void __launch_bounds__(128)
         else cp_async_commit();
         cp_async_wait<1>();
         __syncthreads(); // the tile has come
-        const uint8_t *s = smem + k / 64 % 2 * stage,
-                      *b_row = s + 512 + (t / 32 * 8 + l / 4) * 32 + l % 4 * 4;
+        const uint8_t *s = smem + k / 64 % 2 * stage, *b_row = s + 512 + (t / 32 * 8 + l / 4) * 32 + l % 4 * 4;
         uint32_t a[4], b[2], sfa, sfb;
         ldmatrix_x4(a, s + l % 16 * 32 + l / 16 * 16);
         memcpy(b, b_row, 4), memcpy(b + 1, b_row + 16, 4);
@@ -538,9 +526,7 @@ static uint32_t emu_nearest(double x, uint32_t last, F value) {
     return below < above || (below == above && lo % 2 == 0) ? lo : hi;
 }
 static void emu_test_conversions() {
-    auto f16 = [](uint32_t c) {
-        return emu_value(c, 5, 10, 15);
-    }; // of 0x7c00: 65536, which rounds to infinity
+    auto f16 = [](uint32_t c) { return emu_value(c, 5, 10, 15); }; // of 0x7c00: 65536, which rounds to infinity
     auto e4m3 = [](uint32_t c) { return emu_value(c, 4, 3, 7); };
     auto e2m1 = [](uint32_t c) { return emu_value(c, 2, 1, 1); };
     for (uint32_t h = 0; h < 65536; h++) {
@@ -549,8 +535,7 @@ static void emu_test_conversions() {
         else if ((h & 0x7fff) == 0x7c00) CHECK(std::isinf(f) && f32_to_f16(f) == h);
         else {
             CHECK(f == f16(h) && std::signbit(f) == (h >> 15) && f32_to_f16(f) == h);
-            for (float x :
-                 {nextafterf(f, INFINITY), nextafterf(f, -INFINITY), f * 1.0003f, f * 1.00048828125f}) {
+            for (float x : {nextafterf(f, INFINITY), nextafterf(f, -INFINITY), f * 1.0003f, f * 1.00048828125f}) {
                 const uint32_t want = emu_nearest(fabs(x), 0x7c00, f16);
                 CHECK(f32_to_f16(x) == (want | (std::signbit(x) ? 0x8000u : 0)));
             }
@@ -594,8 +579,7 @@ static void emu_test_conversions() {
             const long double x = f16(a >> h & 0xffff), y = f16(b >> h & 0xffff), z = f16(c >> h & 0xffff);
             auto check = [&](uint32_t got, long double exact) { // 64 bits of mantissa hold these exactly
                 const uint32_t want = emu_nearest((double)fabsl(exact), 0x7c00, f16);
-                CHECK((got >> h & 0x7fff) == want &&
-                      (!want || (got >> h & 0x8000) >> 15 == std::signbit(exact)));
+                CHECK((got >> h & 0x7fff) == want && (!want || (got >> h & 0x8000) >> 15 == std::signbit(exact)));
             };
             check(sum, x + y), check(product, x * y), check(fma, x * y + z);
         }
@@ -622,11 +606,10 @@ static void emu_test_intrinsics() {
     unsigned u = 5;
     unsigned long long w = 1ull << 40;
     float f = 1;
-    CHECK(atomicAdd(&i, -7) == 5 && i == -2 && atomicMax(&i, 3) == -2 && i == 3 && atomicMin(&u, 4) == 5 &&
-          u == 4);
+    CHECK(atomicAdd(&i, -7) == 5 && i == -2 && atomicMax(&i, 3) == -2 && i == 3 && atomicMin(&u, 4) == 5 && u == 4);
     CHECK(atomicCAS(&u, 4, 9) == 4 && u == 9 && atomicCAS(&u, 4, 1) == 9 && u == 9 && atomicExch(&u, 2) == 9);
-    CHECK(atomicOr(&u, 5) == 2 && u == 7 && atomicAnd(&u, 3) == 7 && u == 3 &&
-          atomicAdd(&w, 1) == 1ull << 40 && atomicAdd(&f, 2.5f) == 1);
+    CHECK(atomicOr(&u, 5) == 2 && u == 7 && atomicAnd(&u, 3) == 7 && u == 3 && atomicAdd(&w, 1) == 1ull << 40 &&
+          atomicAdd(&f, 2.5f) == 1);
 }
 
 // ---- Host API ---------------------------------------------------------------------------------------------
@@ -655,8 +638,7 @@ static void emu_test_queue() {
     CHECK(!cudaMemcpy2DAsync(d, 16, rows, 12, 8, 2, cudaMemcpyHostToDevice, s) && !cudaMemset(d + 50, 1, 4));
     CHECK(!cudaStreamSynchronize(s)); // the copy below is not ordered with s
     CHECK(!cudaMemcpy(host, d, sizeof host, cudaMemcpyDeviceToHost));
-    CHECK(host[0] == 1 && host[1] == 2 && host[2] == 5 && host[4] == 4 && host[5] == 5 &&
-          host[50] == 0x01010101);
+    CHECK(host[0] == 1 && host[1] == 2 && host[2] == 5 && host[4] == 4 && host[5] == 5 && host[50] == 0x01010101);
 
     cudaEvent_t from = nullptr, to = nullptr;
     float ms = -1;
@@ -666,16 +648,14 @@ static void emu_test_queue() {
     CHECK(!cudaEventRecord(to) && cudaEventElapsedTime(&ms, from, to) == cudaErrorNotReady);
     while (cudaEventQuery(to) == cudaErrorNotReady) {}
     CHECK(!cudaEventSynchronize(to) && !cudaEventElapsedTime(&ms, from, to) && ms >= 0);
-    CHECK(!cudaEventDestroy(from) && !cudaEventDestroy(to) && !cudaStreamDestroy(s) &&
-          cudaStreamSynchronize(s));
+    CHECK(!cudaEventDestroy(from) && !cudaEventDestroy(to) && !cudaStreamDestroy(s) && cudaStreamSynchronize(s));
 
     CHECK(cudaMemcpy(host, d, sizeof host + 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue);
     CHECK(cudaMemcpy(d, host, 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue);
     CHECK(cudaMemcpy(rows, host, 4, cudaMemcpyHostToDevice) == cudaErrorInvalidValue);
     cudaGetLastError();
     LAUNCH(emu_k_add, 4, 1025, 0, 0, d, 100, 1);
-    CHECK(cudaPeekAtLastError() == cudaErrorInvalidConfiguration && cudaGetLastError() &&
-          !cudaGetLastError());
+    CHECK(cudaPeekAtLastError() == cudaErrorInvalidConfiguration && cudaGetLastError() && !cudaGetLastError());
     LAUNCH(emu_k_add, 0, 32, 0, 0, d, 100, 1);
     CHECK(cudaGetLastError() == cudaErrorInvalidConfiguration);
     LAUNCH(emu_k_add, dim3(1, 65536), 32, 0, 0, d, 100, 1);
@@ -695,8 +675,7 @@ static void emu_test_memory() {
     cuemu::memory(before + 1000);
     void *a, *b, *pinned;
     CHECK(!cudaMalloc(&a, 600) && (uintptr_t)a % 256 == 0 && cuemu::allocated() == before + 600);
-    CHECK(cudaMalloc(&b, 401) == cudaErrorMemoryAllocation && !b &&
-          cudaGetLastError() == cudaErrorMemoryAllocation);
+    CHECK(cudaMalloc(&b, 401) == cudaErrorMemoryAllocation && !b && cudaGetLastError() == cudaErrorMemoryAllocation);
     CHECK(!cudaMallocHost(&pinned, 100000) && cuemu::allocated() == before + 600 && !cudaFreeHost(pinned));
     cuemu::memory((size_t)16 << 30);
     cuemu::fail_next("cudaMalloc", 2);
@@ -770,8 +749,7 @@ static void emu_test_waiting_kernels() {
         gpu_array<int> a(std::vector<int>(256, 1000)), b(std::vector<int>(256, 2000)), sum_a(256), sum_b(256);
         gpu_array<uint32_t> flags(std::vector<uint32_t>(8));
         cudaStream_t s, t;
-        cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking),
-            cudaStreamCreateWithFlags(&t, cudaStreamNonBlocking);
+        cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), cudaStreamCreateWithFlags(&t, cudaStreamNonBlocking);
         LAUNCH(emu_k_rank, 4, 64, 0, s, a, b, flags, flags + 4, sum_a);
         LAUNCH(emu_k_rank, 4, 64, 0, t, b, a, flags + 4, flags, sum_b);
         cudaDeviceSynchronize(); // the copies below are not ordered with these streams
@@ -812,8 +790,7 @@ static __global__ void emu_k_dependent(const int *x, int *y, int how) {
 static void emu_test_pdl() {
     auto chain = [](uint64_t seed, int how) { // three kernels, each on the one before
         cuemu::seed(seed);
-        gpu_array<int> a(std::vector<int>(256, 0)), b(std::vector<int>(256, -50)),
-            c(std::vector<int>(256, -50));
+        gpu_array<int> a(std::vector<int>(256, 0)), b(std::vector<int>(256, -50)), c(std::vector<int>(256, -50));
         LAUNCH(emu_k_add, 4, 64, 0, 0, a, 256, 1);
         LAUNCH_PDL(emu_k_dependent, 4, 64, 0, 0, a, b, how);
         LAUNCH_PDL(emu_k_dependent, 4, 64, 0, 0, b, c, how);
@@ -822,8 +799,7 @@ static void emu_test_pdl() {
         return true;
     };
     int right = 0;
-    for (uint64_t seed = 0; seed < 20; seed++)
-        CHECK(chain(seed, 0)), CHECK(chain(seed, 3)), right += chain(seed, 1);
+    for (uint64_t seed = 0; seed < 20; seed++) CHECK(chain(seed, 0)), CHECK(chain(seed, 3)), right += chain(seed, 1);
     CHECK(right < 12);
     CHECK(emu_aborts("LAUNCH_PDL", [&] { chain(1, 2); }));
 }

@@ -7,8 +7,7 @@
 #define MOE_NO_MAIN
 #include "../moe.c"
 #define FUZZ_CHECK(cond, ...) \
-    ((cond) ? (void)0         \
-            : (fprintf(stderr, "%s: ", #cond), fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), abort()))
+    ((cond) ? (void)0 : (fprintf(stderr, "%s: ", #cond), fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), abort()))
 #else
 #define FUZZ_CHECK(cond, ...) (void)CHECK(cond, __VA_ARGS__)
 #endif
@@ -74,8 +73,7 @@ static uint8_t *fuzz_vocabulary(const char *pre, size_t *n) {
         gguf_put_bytes(&w, text, k);
     }
     for (int i = 0; i < 7; i++) gguf_put_bytes(&w, more[i], strlen(more[i]));
-    for (int i = 0; i < 256 + 7; i++)
-        type[i] = i == 260 ? TOKEN_CONTROL : i > 260 ? TOKEN_USER_DEFINED : TOKEN_NORMAL;
+    for (int i = 0; i < 256 + 7; i++) type[i] = i == 260 ? TOKEN_CONTROL : i > 260 ? TOKEN_USER_DEFINED : TOKEN_NORMAL;
     gguf_put_array(&w, "tokenizer.ggml.token_type", GGUF_V_I32, 256 + 7, type);
     gguf_put_array(&w, "tokenizer.ggml.merges", GGUF_V_STR, 4, NULL);
     for (int i = 0; i < 4; i++) gguf_put_bytes(&w, merges[i], strlen(merges[i]));
@@ -105,8 +103,8 @@ static void fuzz_text(const struct vocab *v, const char *text, size_t n, unsigne
         FUZZ_CHECK(arrlenu(bytes) == n && (!n || !memcmp(bytes, text, n)), "%zu bytes became %zu others", n,
                    arrlenu(bytes));
         if (utf8_valid(text, n))
-            FUZZ_CHECK(arrlenu(back) == n && (!n || !memcmp(back, text, n)),
-                       "%zu bytes became %zu others as text", n, arrlenu(back));
+            FUZZ_CHECK(arrlenu(back) == n && (!n || !memcmp(back, text, n)), "%zu bytes became %zu others as text", n,
+                       arrlenu(back));
     }
     free(origin);
     arrfree(ids), arrfree(bytes), arrfree(back);
@@ -114,8 +112,7 @@ static void fuzz_text(const struct vocab *v, const char *text, size_t n, unsigne
 
 /* A vocabulary file and a text, each one half; or the number of a pre-tokenizer, flags, and a text. */
 static void fuzz_tokenize(const uint8_t *data, size_t size) {
-    static struct vocab
-        fixed[N_PRE_TOKENIZERS]; /* made at first use, for compiling the expressions is slow */
+    static struct vocab fixed[N_PRE_TOKENIZERS]; /* made at first use, for compiling the expressions is slow */
     struct gguf g;
     struct vocab v;
     char err[ERR_MAX] = "";
@@ -124,10 +121,8 @@ static void fuzz_tokenize(const uint8_t *data, size_t size) {
     if (size < 8 || memcmp(data, "GGUF", 4)) {
         int i = data[0] % N_PRE_TOKENIZERS;
         if (!fixed[i].n_tokens) {
-            uint8_t *file =
-                fuzz_vocabulary(pre_tokenizers[i].names, &n); /* stays, the vocabulary points into it */
-            FUZZ_CHECK(!gguf_parse(&g, file, n, err, sizeof err) && !vocab_load(&fixed[i], &g, err), "%s",
-                       err);
+            uint8_t *file = fuzz_vocabulary(pre_tokenizers[i].names, &n); /* stays, the vocabulary points into it */
+            FUZZ_CHECK(!gguf_parse(&g, file, n, err, sizeof err) && !vocab_load(&fixed[i], &g, err), "%s", err);
             gguf_close(&g);
         }
         fuzz_text(&fixed[i], (const char *)data + 2, size - 2, data[1], true);
@@ -182,8 +177,7 @@ static void fuzz_session(const uint8_t *data, size_t size) {
         int rc = chat_parse((const char *)data, size, &messages, err);
         if (rc) fuzz_message(err);
         FUZZ_CHECK(!rc || !arrlen(messages), "%td messages of a refused file", arrlen(messages));
-        for (; arrlen(messages); (void)arrpop(messages))
-            free(arrlast(messages).role), free(arrlast(messages).content);
+        for (; arrlen(messages); (void)arrpop(messages)) free(arrlast(messages).role), free(arrlast(messages).content);
         arrfree(messages);
         return;
     }

@@ -8,18 +8,15 @@ static void check_command(const char *cmd, int code, const char *out, const char
     int rc = run_command(cmd, &o, &e);
     CHECK(rc == code, "`%s` gave %d, expected %d; stderr: %.300s", cmd, rc, code, sb_cstr(&e));
     CHECK(!out || !strcmp(sb_cstr(&o), out), "`%s` printed '%.200s', expected '%s'", cmd, sb_cstr(&o), out);
-    CHECK(!said || strstr(sb_cstr(&e), said), "`%s` said '%.300s', expected '%s' in it", cmd, sb_cstr(&e),
-          said);
+    CHECK(!said || strstr(sb_cstr(&e), said), "`%s` said '%.300s', expected '%s' in it", cmd, sb_cstr(&e), said);
     arrfree(o);
     arrfree(e);
 }
 
 static void test_cli_pipe(void) {
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --think off", 0, "49\n", "tok/s");
-    check_command("printf 'What is 7 squared? One word.' | " MOE "--greedy --think off --cpu-ref", 0, "49\n",
-                  NULL);
-    check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy", 0, "49\n",
-                  NULL); /* thinking is left out */
+    check_command("printf 'What is 7 squared? One word.' | " MOE "--greedy --think off --cpu-ref", 0, "49\n", NULL);
+    check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy", 0, "49\n", NULL); /* thinking is left out */
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --show-think on", 0,
                   "7 squared is 7 times 7, which is 49.\n49\n", NULL);
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n", NULL);
@@ -36,8 +33,7 @@ static void test_cli_pipe(void) {
     /* stdin first, a blank line, then -p: exactly the same prompt in one piece */
     char *a = NULL, *b = NULL;
     run_command("echo 'My name is Zoe.' | " MOE "--greedy --think off -n 12 -p 'What is my name?'", &a, NULL);
-    run_command("printf 'My name is Zoe.\\n\\nWhat is my name?' | " MOE "--greedy --think off -n 12", &b,
-                NULL);
+    run_command("printf 'My name is Zoe.\\n\\nWhat is my name?' | " MOE "--greedy --think off -n 12", &b, NULL);
     CHECK(arrlen(a) > 1 && !strcmp(sb_cstr(&a), sb_cstr(&b)), "'%s' and '%s'", sb_cstr(&a), sb_cstr(&b));
     arrfree(a);
     arrfree(b);
@@ -47,28 +43,25 @@ static void test_cli_lines(void) {
     check_command("printf 'What is 7 squared? One word.\\n\\nWhat is the capital of France?\\nWhat is 7 "
                   "squared? One word.' | " MOE "--greedy --think off --lines",
                   0, "49\nThe capital of France is Paris.\n49\n", NULL);
-    check_command("printf 'Once upon a\n\nOnce upon a' | " MOE "--raw --lines --greedy -n 1", 0,
-                  " time\n time\n", NULL);
+    check_command("printf 'Once upon a\n\nOnce upon a' | " MOE "--raw --lines --greedy -n 1", 0, " time\n time\n",
+                  NULL);
 }
 
 /* A line that cannot be answered does not keep the others from it. */
 static void test_cli_bad_line(void) {
-    check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE
-                  "--raw --lines --greedy -n 1 -c 64",
-                  1, " time\n time\n", "context is full");
+    check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE "--raw --lines --greedy -n 1 -c 64", 1,
+                  " time\n time\n", "context is full");
     check_command("printf '' | " MOE "--raw -p ''", 1, "", "no tokens");
 }
 
 static void test_cli_raw(void) {
     check_command("printf 'Once upon a' | " MOE "--raw --greedy -n 1", 0, " time", NULL);
-    check_command(
-        MOE
-        "--greedy --ids "
-        "8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,285,8191,285 </dev/null",
-        0, "49", NULL);
     check_command(MOE
                   "--greedy --ids "
-                  "8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,198 </dev/null",
+                  "8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,285,8191,285 </dev/null",
+                  0, "49", NULL);
+    check_command(MOE "--greedy --ids "
+                      "8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,198 </dev/null",
                   0, "7 squared is 7 times 7, which is 49.\n</think>\n\n49", NULL);
     check_command(MOE "--ids 99999 </dev/null", 2, "", "99999");
     check_command(MOE "--ids 1,x </dev/null", 2, "", "x");
@@ -82,8 +75,7 @@ static void test_cli_tokenize(void) {
     check_command("printf '' | " MOE "--tokenize", 0, "\n", NULL);
     char *out = NULL;
     run_command("printf '<|im_end|>' | " MOE "--tokenize", &out, NULL);
-    CHECK(arrlen(out) > 5 && !strstr(sb_cstr(&out), "8189"), "a control token in plain text became %s",
-          sb_cstr(&out));
+    CHECK(arrlen(out) > 5 && !strstr(sb_cstr(&out), "8189"), "a control token in plain text became %s", sb_cstr(&out));
     arrfree(out);
 }
 
@@ -118,36 +110,34 @@ static void test_cli_usage(void) {
     static const struct {
         const char *args, *said;
         int rc;
-    } t[] = {
-        {"--tokenize -p hi", "--tokenize and -p exclude each other", 2},
-        {"--logits build/x.npy --perplexity Makefile", "--logits and --perplexity exclude each other", 2},
-        {"--logits build/x.npy --bench", "--logits and --bench exclude each other", 2},
-        {"--logits build/x.npy --lines", "--logits and --lines exclude each other", 2},
-        {"--lines -f Makefile", "--lines and -f exclude each other", 2},
-        {"--ids 1 -p hi", "-p and --ids exclude each other", 2},
-        {"-s a --system-file Makefile -p hi", "-s and --system-file exclude each other", 2},
-        {"--logits '' --ids 1", "--logits wants the name of a file", 2},
-        {"-hv", "unknown option '-v'", 2},
-        {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
-        {"--synth qwen3-30b-a3b:1abc --info", "layers from 1 to 48", 2},
-        {"--synth qwen3-30b --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2",
-         2},
-        {"--synth kimi-k2: --info", "layers from 1 to 61 and experts from 8 to 384 in steps of 1", 2},
-        {"--synth deepseek-v3:layers=62 --info", "layers from 1 to 61", 2},
-        {"--synth deepseek-v3:experts=20 --info", "experts from 16 to 256 in steps of 8", 2},
-        {"--synth qwen3-30b-a3b:layers=2,experts=7 --info", "experts from 8 to 128", 2},
-        {"--synth qwen3-30b-a3b:experts=16x --info", "experts from 8 to 128", 2},
-        {"--synth qwen3-30b-a3b --shard 2/2 --info", "R from 0 to N - 1", 2},
-        {"--synth qwen3-30b-a3b --shard 0/9 --info", "N from 1 to 8", 2},
-        {"--synth qwen3-30b-a3b --shard 0/3 --info", "32 attention heads, not a multiple of 3", 2},
-        {"--synth qwen3-30b-a3b --shard 0/8 --info", "768 columns of the experts, not a multiple of 512", 2},
-        {"--shard 0/2 -p hi", "--shard works with --synth only", 2},
-        {"--profile -p hi", "--profile wants --bench", 2},
-        {"--cpu --bench --profile", "--profile works on a GPU only", 1},
-        {"--bench -c 15", "too small for --bench: expected at least 16", 1},
-        {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
-        {"--needle 99999999 -c 500", "99,999,999 tokens are needed, 500 fit; restart with -c 99999999", 1},
-        {"-c 16 -p 'What is 7 squared? One word.'", "fit; restart with -c 19 (needs 6.8 KiB more)", 1}};
+    } t[] = {{"--tokenize -p hi", "--tokenize and -p exclude each other", 2},
+             {"--logits build/x.npy --perplexity Makefile", "--logits and --perplexity exclude each other", 2},
+             {"--logits build/x.npy --bench", "--logits and --bench exclude each other", 2},
+             {"--logits build/x.npy --lines", "--logits and --lines exclude each other", 2},
+             {"--lines -f Makefile", "--lines and -f exclude each other", 2},
+             {"--ids 1 -p hi", "-p and --ids exclude each other", 2},
+             {"-s a --system-file Makefile -p hi", "-s and --system-file exclude each other", 2},
+             {"--logits '' --ids 1", "--logits wants the name of a file", 2},
+             {"-hv", "unknown option '-v'", 2},
+             {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
+             {"--synth qwen3-30b-a3b:1abc --info", "layers from 1 to 48", 2},
+             {"--synth qwen3-30b --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2", 2},
+             {"--synth kimi-k2: --info", "layers from 1 to 61 and experts from 8 to 384 in steps of 1", 2},
+             {"--synth deepseek-v3:layers=62 --info", "layers from 1 to 61", 2},
+             {"--synth deepseek-v3:experts=20 --info", "experts from 16 to 256 in steps of 8", 2},
+             {"--synth qwen3-30b-a3b:layers=2,experts=7 --info", "experts from 8 to 128", 2},
+             {"--synth qwen3-30b-a3b:experts=16x --info", "experts from 8 to 128", 2},
+             {"--synth qwen3-30b-a3b --shard 2/2 --info", "R from 0 to N - 1", 2},
+             {"--synth qwen3-30b-a3b --shard 0/9 --info", "N from 1 to 8", 2},
+             {"--synth qwen3-30b-a3b --shard 0/3 --info", "32 attention heads, not a multiple of 3", 2},
+             {"--synth qwen3-30b-a3b --shard 0/8 --info", "768 columns of the experts, not a multiple of 512", 2},
+             {"--shard 0/2 -p hi", "--shard works with --synth only", 2},
+             {"--profile -p hi", "--profile wants --bench", 2},
+             {"--cpu --bench --profile", "--profile works on a GPU only", 1},
+             {"--bench -c 15", "too small for --bench: expected at least 16", 1},
+             {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
+             {"--needle 99999999 -c 500", "99,999,999 tokens are needed, 500 fit; restart with -c 99999999", 1},
+             {"-c 16 -p 'What is 7 squared? One word.'", "fit; restart with -c 19 (needs 6.8 KiB more)", 1}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[256];
         snprintf(cmd, sizeof cmd, MOE "%s </dev/null", t[i].args);
@@ -157,8 +147,7 @@ static void test_cli_usage(void) {
     check_command(MOE_BIN " --version", 0, NULL, NULL);
     check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
     check_command("printf 'a\\377b' | " MOE "--logits build/x.npy", 1, "", "the prompt is not valid UTF-8");
-    check_command(MOE "-s \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "",
-                  "the system message is not valid UTF-8");
+    check_command(MOE "-s \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "", "the system message is not valid UTF-8");
     check_command("printf 'a\\0b' >build/s.txt; " MOE
                   "--system-file build/s.txt -p hi </dev/null; rc=$?; rm build/s.txt; "
                   "exit $rc",
@@ -195,42 +184,35 @@ static void test_cli_stdout_full(void) {
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         char cmd[256];
         snprintf(cmd, sizeof cmd,
-                 "echo '{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]}' | " MOE "%s >/dev/full",
-                 modes[i]);
+                 "echo '{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}]}' | " MOE "%s >/dev/full", modes[i]);
         check_command(cmd, 1, NULL, "cannot write to stdout");
     }
 }
 
 /* Only a file is replaced, and what a signal ends leaves nothing behind. */
 static void test_cli_temporary(void) {
-    check_command("mkfifo build/fifo; " MOE
-                  "--ids 1 --logits build/fifo </dev/null; rc=$?; [ -p build/fifo ] || rc=3; "
+    check_command("mkfifo build/fifo; " MOE "--ids 1 --logits build/fifo </dev/null; rc=$?; [ -p build/fifo ] || rc=3; "
                   "rm build/fifo; exit $rc",
                   1, "", "it is not a regular file");
     /* what a symbolic link leads to is replaced, but not by the model's logits */
-    check_command("echo old >build/real; ln -s real build/link; " MOE
-                  "--ids 1 --logits build/link </dev/null; "
+    check_command("echo old >build/real; ln -s real build/link; " MOE "--ids 1 --logits build/link </dev/null; "
                   "rc=$?; [ -L build/link ] && head -c 6 build/real; rm build/link build/real*; exit $rc",
                   0, "\x93NUMPY", NULL);
     check_command("ln -s demo.gguf build/link; " MOE
                   "--ids 1 --logits build/link </dev/null; rc=$?; rm build/link; exit $rc",
                   1, "", "--logits would replace the model");
-    check_command("mkfifo build/fifo; " MOE_BIN
-                  " -m build/fifo --info </dev/null; rc=$?; rm build/fifo; exit $rc",
-                  1, "", "not a regular file");
-    check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --info -m build/demo.gguf </dev/null", 1, "",
-                  "File exists");
+    check_command("mkfifo build/fifo; " MOE_BIN " -m build/fifo --info </dev/null; rc=$?; rm build/fifo; exit $rc", 1,
+                  "", "not a regular file");
+    check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --info -m build/demo.gguf </dev/null", 1, "", "File exists");
     if (SANITIZED) return;
     char *out = NULL;
     /* MOE_MODEL is no file to write to */
-    run_command("MOE_MODEL=build/demo.gguf " MOE_BIN " --synth qwen3-30b-a3b:1 --info </dev/null", &out,
-                NULL);
+    run_command("MOE_MODEL=build/demo.gguf " MOE_BIN " --synth qwen3-30b-a3b:1 --info </dev/null", &out, NULL);
     CHECK(strstr(sb_cstr(&out), "18 in memory,"), "%s", out);
     arrfree(out);
-    check_command(MOE_BIN
-                  " --synth qwen3-30b-a3b:1 --bench -m build/synth.gguf </dev/null & p=$!; "
-                  "until ls build/synth.gguf* || ! kill -0 $p; do sleep 0.01; done; kill -TERM $p; wait $p; "
-                  "rc=$?; ls build/synth.gguf* && rc=9; rm -f build/synth.gguf*; exit $rc",
+    check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --bench -m build/synth.gguf </dev/null & p=$!; "
+                          "until ls build/synth.gguf* || ! kill -0 $p; do sleep 0.01; done; kill -TERM $p; wait $p; "
+                          "rc=$?; ls build/synth.gguf* && rc=9; rm -f build/synth.gguf*; exit $rc",
                   128 + SIGTERM, NULL, NULL);
 }
 
@@ -239,13 +221,11 @@ static void test_cli_synth(void) {
     static const struct {
         const char *args, *want[4];
     } t[] = {{"qwen3-235b-a22b:3 --shard 7/8",
-              {"layers        3 (0 dense)", "8 heads, 1 KV heads, key 128",
-               "width 192, softmax router, shared width 0", "layers 0-2: 128"}},
+              {"layers        3 (0 dense)", "8 heads, 1 KV heads, key 128", "width 192, softmax router, shared width 0",
+               "layers 0-2: 128"}},
              {"deepseek-v3:experts=16,layers=4",
-              {"layers        4 (3 dense)",
-               "128 heads, latent 512, key 192 (64 rotary), value 128, low-rank query",
-               "width 2048, sigmoid router, shared width 2048, 4 of 8 groups",
-               "layers 0-2: dense, layers 3-3: 16"}},
+              {"layers        4 (3 dense)", "128 heads, latent 512, key 192 (64 rotary), value 128, low-rank query",
+               "width 2048, sigmoid router, shared width 2048, 4 of 8 groups", "layers 0-2: dense, layers 3-3: 16"}},
              {"deepseek-v3:layers=61 --shard 0/4",
               {"hidden        7168, vocabulary 129280, trained context 163,840", "32 heads, latent 512",
                "width 512, sigmoid router, shared width 512", "layers 3-60: 256"}},
@@ -257,8 +237,8 @@ static void test_cli_synth(void) {
         snprintf(cmd, sizeof cmd, MOE_BIN " --synth %s --info </dev/null", t[i].args);
         int rc = run_command(cmd, &out, NULL);
         for (int k = 0; k < 4; k++)
-            CHECK(rc == 0 && strstr(sb_cstr(&out), t[i].want[k]), "%s: '%s' is not in: %s", t[i].args,
-                  t[i].want[k], sb_cstr(&out));
+            CHECK(rc == 0 && strstr(sb_cstr(&out), t[i].want[k]), "%s: '%s' is not in: %s", t[i].args, t[i].want[k],
+                  sb_cstr(&out));
         arrfree(out);
     }
 }
@@ -267,19 +247,17 @@ static void test_cli_synth(void) {
 static void test_cli_bench(void) {
     char *out = NULL, *p;
     int rc = run_command(MOE "--cpu -t 1 --bench -c 4112 </dev/null", &out, NULL), row = 0;
-    const char *head =
-        "ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
-        "gen_gb_per_s,gen_percent_of_bandwidth\n";
+    const char *head = "ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
+                       "gen_gb_per_s,gen_percent_of_bandwidth\n";
     CHECK(rc == 0 && !strncmp(sb_cstr(&out), head, strlen(head)), "%d: %s", rc, sb_cstr(&out));
     for (p = strchr(sb_cstr(&out), '\n'); p && p[1]; p = strchr(p + 1, '\n'), row++) {
         int depth = -1, prefill = -1, batch = -1;
         double pre_tps = 0, tps = 0, cache = -1, gbs = 0, percent = 0;
-        int n = row % 5
-                    ? sscanf(p + 1, "%d,,,,%d,%lf,%lf,%lf,%lf", &depth, &batch, &tps, &cache, &gbs, &percent)
-                    : sscanf(p + 1, "%d,%d,%lf,,%d,%lf,%lf,%lf,%lf", &depth, &prefill, &pre_tps, &batch, &tps,
-                             &cache, &gbs, &percent);
-        CHECK(n == (row % 5 ? 6 : 8) && depth == row / 5 * 4096 && batch == 1 << row % 5 && tps > 0 &&
-                  gbs > 0 && percent > 0 && (depth > 0) == (cache > 0),
+        int n = row % 5 ? sscanf(p + 1, "%d,,,,%d,%lf,%lf,%lf,%lf", &depth, &batch, &tps, &cache, &gbs, &percent)
+                        : sscanf(p + 1, "%d,%d,%lf,,%d,%lf,%lf,%lf,%lf", &depth, &prefill, &pre_tps, &batch, &tps,
+                                 &cache, &gbs, &percent);
+        CHECK(n == (row % 5 ? 6 : 8) && depth == row / 5 * 4096 && batch == 1 << row % 5 && tps > 0 && gbs > 0 &&
+                  percent > 0 && (depth > 0) == (cache > 0),
               "row %d: %.100s", row, p + 1);
         if (row % 5 == 0) CHECK(prefill == (row ? 16 : 512) && pre_tps > 0, "row %d: %.100s", row, p + 1);
     }
@@ -289,8 +267,7 @@ static void test_cli_bench(void) {
 
 /* Ctrl-C while it waits for input, and in the middle of a test. */
 static void test_cli_interrupt(void) {
-    static const char *const modes[] = {"",        "--tokenize",    "--render",
-                                        "--lines", "--lines --raw", "--smoke --cpu-ref"};
+    static const char *const modes[] = {"", "--tokenize", "--render", "--lines", "--lines --raw", "--smoke --cpu-ref"};
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         char cmd[256];
         snprintf(cmd, sizeof cmd,
@@ -307,27 +284,23 @@ static void test_cli_logits(void) {
     check_command(MOE "--cpu-ref --kv f32 --ids 8188,361,198 --logits build/x.npy </dev/null", 0, "", NULL);
     if (!CHECK(read_file("build/x.npy", &npy, err) == 0, "%s", err)) return;
     unlink("build/x.npy");
-    CHECK(arrlenu(npy) == 128 + 3 * 8192 * 4 && !memcmp(npy, "\x93NUMPY\1\0v\0", 10), "%zu bytes",
-          arrlenu(npy));
+    CHECK(arrlenu(npy) == 128 + 3 * 8192 * 4 && !memcmp(npy, "\x93NUMPY\1\0v\0", 10), "%zu bytes", arrlenu(npy));
     CHECK(strstr(npy + 10, "'shape': (3, 8192)"), "header '%.100s'", npy + 10);
     float x[8192];
     double sum = 0;
     memcpy(x, npy + 128, sizeof x);
     for (int i = 0; i < 8192; i++) sum += (double)x[i] * (double)x[i];
-    CHECK(fabs(sqrt(sum) - 441.099) < 0.01, "the norm of the first row is %.3f, Hugging Face has 441.099",
-          sqrt(sum));
+    CHECK(fabs(sqrt(sum) - 441.099) < 0.01, "the norm of the first row is %.3f, Hugging Face has 441.099", sqrt(sum));
     arrfree(npy);
 }
 
 /* Greedy text does not depend on threads or on the run. */
 static void test_cli_determinism(void) {
     char *a = NULL, *b = NULL, *c = NULL;
-    run_command(MOE
-                "--greedy -p 'Tell me a story about a fox and a lantern.' -t 1 --show-think on </dev/null",
-                &a, NULL);
-    run_command(MOE
-                "--greedy -p 'Tell me a story about a fox and a lantern.' -t 3 --show-think on </dev/null",
-                &b, NULL);
+    run_command(MOE "--greedy -p 'Tell me a story about a fox and a lantern.' -t 1 --show-think on </dev/null", &a,
+                NULL);
+    run_command(MOE "--greedy -p 'Tell me a story about a fox and a lantern.' -t 3 --show-think on </dev/null", &b,
+                NULL);
     run_command(MOE "--seed 5 -p 'Tell me a story about a fox and a lantern.' </dev/null", &c, NULL);
     CHECK(arrlen(a) > 100 && !strcmp(sb_cstr(&a), sb_cstr(&b)), "1 and 3 threads answer differently");
     char *d = NULL;
@@ -364,8 +337,7 @@ static void test_cli_smoke(void) { check_command(MOE "--smoke </dev/null", 0, NU
 static void test_cli_memory(void) {
     double have = (double)memory_available(), page = (double)sysconf(_SC_PAGESIZE),
            unused = page * (double)sysconf(_SC_AVPHYS_PAGES), all = page * (double)sysconf(_SC_PHYS_PAGES);
-    CHECK(have > 0.5 * unused && have < all, "%g bytes are available, %g unused, %g in all", have, unused,
-          all);
+    CHECK(have > 0.5 * unused && have < all, "%g bytes are available, %g unused, %g in all", have, unused, all);
     if (SANITIZED) SKIP("the sanitizers need memory of their own");
     char *out = NULL;
     /* the process is looked at while it waits for the rest of its stdin behind a prompt of 8k tokens */
@@ -382,12 +354,10 @@ static void test_cli_memory(void) {
     arrfree(out);
 }
 
-#define TESTS_CLI                                                                                        \
-    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/bad-line", test_cli_bad_line},     \
-        {"cli/temporary", test_cli_temporary}, {"cli/interrupt", test_cli_interrupt},                    \
-        {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, \
-        {"cli/usage", test_cli_usage}, {"cli/info", test_cli_info},                                      \
-        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                      \
-        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                      \
-        {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory}, {"cli/synth", test_cli_synth},   \
-        {"cli/bench", test_cli_bench},
+#define TESTS_CLI                                                                                                  \
+    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/bad-line", test_cli_bad_line},               \
+        {"cli/temporary", test_cli_temporary}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
+        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
+        {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},   \
+        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, {"cli/smoke", test_cli_smoke}, \
+        {"cli/memory", test_cli_memory}, {"cli/synth", test_cli_synth}, {"cli/bench", test_cli_bench},

@@ -32,8 +32,8 @@ static struct hf_tensor *hf_find(struct hf *h, const char *name) {
 
 static void hf_put(uint8_t **data, const void *p, size_t n) { sb_put((char **)data, p, n); }
 
-static struct hf_tensor *hf_add(struct hf *h, const char *name, const char *dtype, const char *shape,
-                                const void *p, size_t n) {
+static struct hf_tensor *hf_add(struct hf *h, const char *name, const char *dtype, const char *shape, const void *p,
+                                size_t n) {
     struct hf_tensor t = {.data = NULL};
     snprintf(t.name, sizeof t.name, "%s%s", h->prefix ? h->prefix : "", name);
     snprintf(t.dtype, sizeof t.dtype, "%s", dtype);
@@ -52,11 +52,7 @@ static void hf_drop(struct hf *h, const char *name) {
 
 /* rows x cols of random values around 0.05, plain. */
 static void hf_plain(struct hf *h, const char *name, const char *shape, size_t n, enum hf_form form) {
-    struct hf_tensor *t = hf_add(h, name,
-                                 form == HF_F32   ? "F32"
-                                 : form == HF_F16 ? "F16"
-                                                  : "BF16",
-                                 shape, NULL, 0);
+    struct hf_tensor *t = hf_add(h, name, form == HF_F32 ? "F32" : form == HF_F16 ? "F16" : "BF16", shape, NULL, 0);
     for (size_t i = 0; i < n; i++) {
         float v = (float)(rng_uniform(&h->rng) - 0.5) * 0.2f;
         uint16_t b = form == HF_F16 ? f16_from_f32(v) : bf16_from_f32(v);
@@ -92,10 +88,8 @@ static void hf_linear(struct hf *h, const char *x, size_t rows, size_t cols, enu
         struct hf_tensor *s = hf_add(h, name, "F8_E4M3", shape, NULL, 0);
         for (size_t i = 0; i < rows * cols / 16; i++) arrput(s->data, (uint8_t)(rng_next(&h->rng) % 0x7f));
         float v = (float)(1e-4 + 1e-4 * rng_uniform(&h->rng));
-        hf_scalar(h, x, form == HF_NVFP4 ? "weight_scale_2" : "weight_global_scale",
-                  form == HF_NVFP4 ? v : 1 / v);
-        hf_scalar(h, x, form == HF_NVFP4 ? "input_scale" : "input_global_scale",
-                  form == HF_NVFP4 ? 20 * v : 0.05f / v);
+        hf_scalar(h, x, form == HF_NVFP4 ? "weight_scale_2" : "weight_global_scale", form == HF_NVFP4 ? v : 1 / v);
+        hf_scalar(h, x, form == HF_NVFP4 ? "input_scale" : "input_global_scale", form == HF_NVFP4 ? 20 * v : 0.05f / v);
         return;
     }
     size_t r = form == HF_FP8_ROW ? rows : form == HF_FP8_BLOCK ? (rows + 127) / 128 : 1;
@@ -128,8 +122,8 @@ static void hf_shard(struct hf *h, const char *file, size_t first, size_t last) 
     sb_puts(&s, "01234567{\"__metadata__\":{\"format\":\"pt\"}");
     for (size_t i = first; i < last; i++) {
         const struct hf_tensor *t = &h->t[i];
-        sb_printf(&s, ",\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%llu,%llu]}", t->name,
-                  t->dtype, t->shape, (unsigned long long)at, (unsigned long long)(at + arrlenu(t->data)));
+        sb_printf(&s, ",\"%s\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%llu,%llu]}", t->name, t->dtype,
+                  t->shape, (unsigned long long)at, (unsigned long long)(at + arrlenu(t->data)));
         at += arrlenu(t->data);
     }
     sb_puts(&s, "}");
@@ -171,19 +165,18 @@ static void hf_tokenizer(struct hf *h) {
     h->tokenizer = json_pack(
         "{s:{s:s,s:o,s:[s,s,s]},s:[{s:i,s:s,s:b},{s:i,s:s,s:b},{s:i,s:s,s:b}],s:{s:s},s:{s:s},"
         "s:{s:s,s:[{s:s,s:{s:s},s:s,s:b},{s:s,s:b,s:b}]}}",
-        "model", "type", "BPE", "vocab", v, "merges", "h e", "\xc4\xa0 he", "\xc4\xa0he l", "added_tokens",
-        "id", 259, "content", "<|endoftext|>", "special", 1, "id", 260, "content", "<|im_end|>", "special", 0,
-        "id", 261, "content", "<think>", "special", 0, "normalizer", "type", "NFC", "decoder", "type",
-        "ByteLevel", "pre_tokenizer", "type", "Sequence", "pretokenizers", "type", "Split", "pattern",
-        "Regex",
+        "model", "type", "BPE", "vocab", v, "merges", "h e", "\xc4\xa0 he", "\xc4\xa0he l", "added_tokens", "id", 259,
+        "content", "<|endoftext|>", "special", 1, "id", 260, "content", "<|im_end|>", "special", 0, "id", 261,
+        "content", "<think>", "special", 0, "normalizer", "type", "NFC", "decoder", "type", "ByteLevel",
+        "pre_tokenizer", "type", "Sequence", "pretokenizers", "type", "Split", "pattern", "Regex",
         "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| "
         "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
         "behavior", "Isolated", "invert", 0, "type", "ByteLevel", "add_prefix_space", 0, "use_regex", 0);
     CHECK(h->tokenizer, "the tokenizer does not build");
-    h->tokenizer_config = json_pack("{s:s,s:s,s:b}", "eos_token", "<|im_end|>", "chat_template",
-                                    "{{ messages }}", "add_bos_token", 0);
-    h->generation = json_pack("{s:[i,i],s:b,s:f,s:i}", "eos_token_id", 260, 259, "do_sample", 1,
-                              "temperature", 0.5, "top_k", 7);
+    h->tokenizer_config =
+        json_pack("{s:s,s:s,s:b}", "eos_token", "<|im_end|>", "chat_template", "{{ messages }}", "add_bos_token", 0);
+    h->generation =
+        json_pack("{s:[i,i],s:b,s:f,s:i}", "eos_token_id", 260, 259, "do_sample", 1, "temperature", 0.5, "top_k", 7);
 }
 
 /* Starts a directory; the model is added by hf_qwen3 or hf_deepseek. */
@@ -233,10 +226,8 @@ static void hf_fuse(struct hf *h, int layer) {
             hf_drop(h, name);
         }
     for (int k = 0; k < 2; k++) {
-        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%s", layer,
-                 k ? "down_proj" : "gate_up_proj");
-        snprintf(shape, sizeof shape, k ? "[%d,%d,%d]" : "[%d,%d,%d]", n, k ? HF_EMBD : 2 * HF_FF,
-                 k ? HF_FF : HF_EMBD);
+        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%s", layer, k ? "down_proj" : "gate_up_proj");
+        snprintf(shape, sizeof shape, k ? "[%d,%d,%d]" : "[%d,%d,%d]", n, k ? HF_EMBD : 2 * HF_FF, k ? HF_FF : HF_EMBD);
         hf_add(h, name, "BF16", shape, data[k], arrlenu(data[k]));
         arrfree(data[k]);
     }
@@ -261,17 +252,15 @@ static void hf_qwen3(struct hf *h) {
     static const struct {
         const char *name;
         size_t rows, cols;
-    } part[] = {
-        {"q_proj", 192, HF_EMBD}, {"k_proj", 64, HF_EMBD}, {"v_proj", 64, HF_EMBD}, {"o_proj", HF_EMBD, 192}};
+    } part[] = {{"q_proj", 192, HF_EMBD}, {"k_proj", 64, HF_EMBD}, {"v_proj", 64, HF_EMBD}, {"o_proj", HF_EMBD, 192}};
     char x[96];
     h->config = json_object();
-    hf_set(
-        h->config,
-        "{\"model_type\":\"qwen3_moe\",\"vocab_size\":300,\"hidden_size\":64,\"num_hidden_layers\":2,"
-        "\"num_attention_heads\":3,\"num_key_value_heads\":1,\"head_dim\":64,\"intermediate_size\":128,"
-        "\"moe_intermediate_size\":128,\"num_experts\":4,\"num_experts_per_tok\":2,\"norm_topk_prob\":true,"
-        "\"max_position_embeddings\":4096,\"rope_theta\":1000000.0,\"rms_norm_eps\":1e-6,"
-        "\"hidden_act\":\"silu\",\"eos_token_id\":260}");
+    hf_set(h->config,
+           "{\"model_type\":\"qwen3_moe\",\"vocab_size\":300,\"hidden_size\":64,\"num_hidden_layers\":2,"
+           "\"num_attention_heads\":3,\"num_key_value_heads\":1,\"head_dim\":64,\"intermediate_size\":128,"
+           "\"moe_intermediate_size\":128,\"num_experts\":4,\"num_experts_per_tok\":2,\"norm_topk_prob\":true,"
+           "\"max_position_embeddings\":4096,\"rope_theta\":1000000.0,\"rms_norm_eps\":1e-6,"
+           "\"hidden_act\":\"silu\",\"eos_token_id\":260}");
     hf_frame(h, 2);
     for (int l = 0; l < 2; l++) {
         for (int k = 0; k < 4; k++) {
@@ -302,15 +291,14 @@ static void hf_deepseek(struct hf *h) {
     char x[96];
     float bias[4] = {0.5f, -0.25f, 0.125f, 1.0f};
     h->config = json_object();
-    hf_set(h->config,
-           "{\"model_type\":\"deepseek_v3\",\"vocab_size\":300,\"hidden_size\":64,\"num_hidden_layers\":2,"
-           "\"num_attention_heads\":2,\"num_key_value_heads\":2,\"q_lora_rank\":64,\"kv_lora_rank\":64,"
-           "\"qk_nope_head_dim\":32,\"qk_rope_head_dim\":16,\"v_head_dim\":32,\"intermediate_size\":128,"
-           "\"moe_intermediate_size\":128,\"n_routed_experts\":4,\"num_experts_per_tok\":2,"
-           "\"n_shared_experts\":1,\"n_group\":2,\"topk_group\":1,\"norm_topk_prob\":true,"
-           "\"routed_scaling_factor\":2.5,\"scoring_func\":\"sigmoid\",\"topk_method\":\"noaux_tc\","
-           "\"first_k_dense_replace\":1,\"num_nextn_predict_layers\":1,\"max_position_embeddings\":4096,"
-           "\"rope_theta\":10000.0,\"rms_norm_eps\":1e-6,\"hidden_act\":\"silu\",\"eos_token_id\":260}");
+    hf_set(h->config, "{\"model_type\":\"deepseek_v3\",\"vocab_size\":300,\"hidden_size\":64,\"num_hidden_layers\":2,"
+                      "\"num_attention_heads\":2,\"num_key_value_heads\":2,\"q_lora_rank\":64,\"kv_lora_rank\":64,"
+                      "\"qk_nope_head_dim\":32,\"qk_rope_head_dim\":16,\"v_head_dim\":32,\"intermediate_size\":128,"
+                      "\"moe_intermediate_size\":128,\"n_routed_experts\":4,\"num_experts_per_tok\":2,"
+                      "\"n_shared_experts\":1,\"n_group\":2,\"topk_group\":1,\"norm_topk_prob\":true,"
+                      "\"routed_scaling_factor\":2.5,\"scoring_func\":\"sigmoid\",\"topk_method\":\"noaux_tc\","
+                      "\"first_k_dense_replace\":1,\"num_nextn_predict_layers\":1,\"max_position_embeddings\":4096,"
+                      "\"rope_theta\":10000.0,\"rms_norm_eps\":1e-6,\"hidden_act\":\"silu\",\"eos_token_id\":260}");
     h->n_experts[0] = 0;
     h->n_experts[1] = h->n_experts[2] = 4;
     hf_frame(h, 3);
@@ -454,8 +442,7 @@ static float hf_value(struct hf *h, const char *x, enum hf_form form, size_t col
 }
 
 /* Compares slice e of an output with the layer x, bit by bit (0 and -0 are equal). */
-static void check_slice(struct hf *h, const struct gguf_tensor *t, uint64_t e, const char *x,
-                        enum hf_form form) {
+static void check_slice(struct hf *h, const struct gguf_tensor *t, uint64_t e, const char *x, enum hf_form form) {
     if (!t) return;
     size_t cols = t->ne[0], rows = t->ne[1], bad = 0;
     float *row = xmalloc(cols * sizeof *row);
@@ -509,24 +496,21 @@ static void test_convert_forms(void) {
             check_slice(&h, out_tensor(&h.g, "blk.1.attn_q.weight", f[k].type, 64, 192, 1), 0, q, f[k].form);
             check_slice(&h, out_tensor(&h.g, "blk.1.attn_output.weight", f[k].type, 192, 64, 1), 0,
                         "model.layers.1.self_attn.o_proj", f[k].form);
-            check_slice(&h, out_tensor(&h.g, "blk.1.ffn_down_exps.weight", f[k].type, 128, 64, 4), 3, d,
-                        f[k].form);
+            check_slice(&h, out_tensor(&h.g, "blk.1.ffn_down_exps.weight", f[k].type, 128, 64, 4), 3, d, f[k].form);
             check_slice(&h, out_tensor(&h.g, "blk.0.ffn_up_exps.weight", f[k].type, 64, 128, 4), 1,
                         "model.layers.0.mlp.experts.1.up_proj", f[k].form);
             CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_q.scale") == !f[k].scale, "form %d: .scale", f[k].form);
             if (f[k].scale) {
                 float a = hf_side(&h, q, f[k].scale), b = hf_side(&h, d, f[k].scale);
-                CHECK(same_bits(out_f32(&h.g, "blk.1.attn_q.scale", 1, 0), ct ? 1 / a : a), "form %d",
-                      f[k].form);
+                CHECK(same_bits(out_f32(&h.g, "blk.1.attn_q.scale", 1, 0), ct ? 1 / a : a), "form %d", f[k].form);
                 CHECK(same_bits(out_f32(&h.g, "blk.1.ffn_down_exps.scale", 4, 3), ct ? 1 / b : b), "form %d",
                       f[k].form);
             }
-            CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_q.input_scale") == !fp4, "form %d: .input_scale",
-                  f[k].form);
+            CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_q.input_scale") == !fp4, "form %d: .input_scale", f[k].form);
             if (fp4) {
                 float a = hf_side(&h, d, ct ? "input_global_scale" : "input_scale");
-                CHECK(same_bits(out_f32(&h.g, "blk.1.ffn_down_exps.input_scale", 4, 3), ct ? 1 / a : a),
-                      "form %d", f[k].form);
+                CHECK(same_bits(out_f32(&h.g, "blk.1.ffn_down_exps.input_scale", 4, 3), ct ? 1 / a : a), "form %d",
+                      f[k].form);
             }
         }
         hf_end(&h);
@@ -548,22 +532,18 @@ static void test_convert_deepseek(void) {
             continue;
         }
         const struct gguf_tensor *kb = out_tensor(&h.g, "blk.1.attn_k_b.weight", GGUF_BF16, 32, 64, 2),
-                                 *vb = out_tensor(&h.g, "blk.1.attn_v_b.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16,
-                                                  64, 32, 2);
+                                 *vb =
+                                     out_tensor(&h.g, "blk.1.attn_v_b.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16, 64, 32, 2);
         size_t bad = 0;
         for (size_t head = 0; head < 2 && kb && vb; head++) {
             float row[64];
             for (size_t c = 0; c < 64; c++) {
-                gguf_dequantize_row(kb->type, kb->data + (head * 64 + c) * gguf_row_bytes(kb->type, 32), row,
-                                    32);
-                for (size_t d = 0; d < 32; d++)
-                    bad += row[d] != hf_value(&h, x, forms[k], 64, head * 64 + d, c);
+                gguf_dequantize_row(kb->type, kb->data + (head * 64 + c) * gguf_row_bytes(kb->type, 32), row, 32);
+                for (size_t d = 0; d < 32; d++) bad += row[d] != hf_value(&h, x, forms[k], 64, head * 64 + d, c);
             }
             for (size_t d = 0; d < 32; d++) {
-                gguf_dequantize_row(vb->type, vb->data + (head * 32 + d) * gguf_row_bytes(vb->type, 64), row,
-                                    64);
-                for (size_t c = 0; c < 64; c++)
-                    bad += row[c] != hf_value(&h, x, forms[k], 64, head * 64 + 32 + d, c);
+                gguf_dequantize_row(vb->type, vb->data + (head * 32 + d) * gguf_row_bytes(vb->type, 64), row, 64);
+                for (size_t c = 0; c < 64; c++) bad += row[c] != hf_value(&h, x, forms[k], 64, head * 64 + 32 + d, c);
             }
         }
         CHECK(!bad, "form %d: %zu values of k_b and v_b differ", forms[k], bad);
@@ -571,16 +551,14 @@ static void test_convert_deepseek(void) {
             float s = hf_side(&h, x, "weight_scale_2");
             CHECK(same_bits(out_f32(&h.g, "blk.1.attn_k_b.scale", 1, 0), s), "k_b.scale");
             CHECK(same_bits(out_f32(&h.g, "blk.1.attn_v_b.scale", 1, 0), s), "v_b.scale");
-            CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_k_b.input_scale"),
-                  "k_b has other inputs than kv_b_proj");
+            CHECK(!gguf_find_tensor(&h.g, "blk.1.attn_k_b.input_scale"), "k_b has other inputs than kv_b_proj");
         }
-        check_slice(&h, out_tensor(&h.g, "blk.0.ffn_gate.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16, 64, 128, 1),
-                    0, "model.layers.0.mlp.gate_proj", forms[k]);
-        check_slice(&h,
-                    out_tensor(&h.g, "blk.2.ffn_down_shexp.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16, 128, 64, 1),
-                    0, "model.layers.2.mlp.shared_experts.down_proj", forms[k]);
-        check_slice(&h, out_tensor(&h.g, "blk.2.ffn_gate_inp.weight", GGUF_F32, 64, 4, 1), 0,
-                    "model.layers.2.mlp.gate", HF_BF16);
+        check_slice(&h, out_tensor(&h.g, "blk.0.ffn_gate.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16, 64, 128, 1), 0,
+                    "model.layers.0.mlp.gate_proj", forms[k]);
+        check_slice(&h, out_tensor(&h.g, "blk.2.ffn_down_shexp.weight", fp4 ? GGUF_NVFP4 : GGUF_BF16, 128, 64, 1), 0,
+                    "model.layers.2.mlp.shared_experts.down_proj", forms[k]);
+        check_slice(&h, out_tensor(&h.g, "blk.2.ffn_gate_inp.weight", GGUF_F32, 64, 4, 1), 0, "model.layers.2.mlp.gate",
+                    HF_BF16);
         check_slice(&h, out_tensor(&h.g, "blk.2.nextn.eh_proj.weight", GGUF_BF16, 128, 64, 1), 0,
                     "model.layers.2.eh_proj", HF_BF16);
         out_tensor(&h.g, "blk.2.nextn.shared_head_norm.weight", GGUF_F32, 64, 1, 1);
@@ -630,15 +608,12 @@ static void test_convert_keys(void) {
             snprintf(key, sizeof key, "deepseek2.%s", ints[i].key);
             CHECK(key_int(&h.g, key) == ints[i].v, "%s is %lld", key, (long long)key_int(&h.g, key));
         }
-        CHECK(key_is(&h.g, "general.architecture", "deepseek2") && key_is(&h.g, "general.name", "keys"),
-              "names");
-        CHECK(key_int(&h.g, "general.file_type") == 32 && key_int(&h.g, "general.quantization_version") == 2,
-              "types");
+        CHECK(key_is(&h.g, "general.architecture", "deepseek2") && key_is(&h.g, "general.name", "keys"), "names");
+        CHECK(key_int(&h.g, "general.file_type") == 32 && key_int(&h.g, "general.quantization_version") == 2, "types");
         CHECK(key_num(&h.g, "deepseek2.expert_weights_scale") == 2.5, "scale");
         CHECK(key_is(&h.g, "deepseek2.rope.scaling.type", "yarn"), "yarn");
         CHECK(key_num(&h.g, "deepseek2.rope.scaling.factor") == 40, "yarn factor");
-        CHECK((float)key_num(&h.g, "deepseek2.rope.scaling.yarn_log_multiplier") == 0.1f,
-              "yarn log multiplier");
+        CHECK((float)key_num(&h.g, "deepseek2.rope.scaling.yarn_log_multiplier") == 0.1f, "yarn log multiplier");
         CHECK(key_num(&h.g, "general.sampling.temp") == 0.5 && key_int(&h.g, "general.sampling.top_k") == 7,
               "sampling");
         CHECK(!gguf_find(&h.g, "general.sampling.top_p") && !gguf_find(&h.g, "moe.reap.pruned"),
@@ -652,8 +627,7 @@ static void test_convert_keys(void) {
                      "\"original_max_position_embeddings\":1024}}");
     if (hf_convert(&h)) {
         CHECK(key_int(&h.g, "qwen3moe.expert_weights_norm") == 0, "weights_norm");
-        CHECK(key_num(&h.g, "qwen3moe.rope.freq_base") == 5e6 &&
-                  key_num(&h.g, "qwen3moe.rope.scaling.factor") == 4,
+        CHECK(key_num(&h.g, "qwen3moe.rope.freq_base") == 5e6 && key_num(&h.g, "qwen3moe.rope.scaling.factor") == 4,
               "rope");
         CHECK(key_int(&h.g, "qwen3moe.attention.key_length") == 64 &&
                   key_int(&h.g, "qwen3moe.attention.head_count_kv") == 1,
@@ -671,27 +645,23 @@ static void test_convert_vocabulary(void) {
     for (int pairs = 0; pairs < 2; pairs++) {
         json_t *model = json_object_get(h.tokenizer, "model");
         if (pairs)
-            json_object_set_new(
-                model, "merges",
-                json_pack("[[s,s],[s,s],[s,s]]", "h", "e", "\xc4\xa0", "he", "\xc4\xa0he", "l"));
+            json_object_set_new(model, "merges",
+                                json_pack("[[s,s],[s,s],[s,s]]", "h", "e", "\xc4\xa0", "he", "\xc4\xa0he", "l"));
         if (!hf_convert(&h)) break;
         const struct gguf_kv *types = gguf_find(&h.g, "tokenizer.ggml.token_type");
         int64_t type[4] = {0};
-        CHECK(key_is(&h.g, "tokenizer.ggml.model", "gpt2") && key_is(&h.g, "tokenizer.ggml.pre", "qwen2"),
-              "names");
+        CHECK(key_is(&h.g, "tokenizer.ggml.model", "gpt2") && key_is(&h.g, "tokenizer.ggml.pre", "qwen2"), "names");
         CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 10), "\xc4\x8a"), "token 10 is a line feed");
-        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 260), "<|im_end|>"),
-              "added tokens are literal");
+        CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 260), "<|im_end|>"), "added tokens are literal");
         CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.tokens", 299), "[PAD299]"), "padding");
         CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.merges", 2), "\xc4\xa0he l"), "merges");
         if (CHECK(types && types->n == HF_VOCAB, "token types"))
             for (uint64_t i = 0; i < 4; i++) gguf_elem_int(types, i < 3 ? 258 + i + (i > 0) : 299, &type[i]);
         CHECK(type[0] == 1 && type[1] == 3 && type[2] == 4 && type[3] == 5,
-              "types of merged, control, user-defined and unused tokens: %d %d %d %d", (int)type[0],
-              (int)type[1], (int)type[2], (int)type[3]);
+              "types of merged, control, user-defined and unused tokens: %d %d %d %d", (int)type[0], (int)type[1],
+              (int)type[2], (int)type[3]);
         CHECK(key_int(&h.g, "tokenizer.ggml.eos_token_id") == 260, "eos");
-        CHECK(key_int(&h.g, "tokenizer.ggml.normalizer.nfc") == 1 &&
-                  key_int(&h.g, "tokenizer.ggml.add_bos_token") == 0,
+        CHECK(key_int(&h.g, "tokenizer.ggml.normalizer.nfc") == 1 && key_int(&h.g, "tokenizer.ggml.add_bos_token") == 0,
               "flags");
         const struct gguf_kv *stops = gguf_find(&h.g, "tokenizer.ggml.eos_token_ids");
         CHECK(stops && stops->is_array && stops->n == 2, "stop ids");
@@ -709,8 +679,7 @@ static void test_convert_vocabulary(void) {
 
 /* The expressions as the releases ship them (JSON), and the names they get. */
 static void test_convert_pre_tokenizers(void) {
-    static const char byte_level[] =
-        "{\"type\":\"ByteLevel\",\"use_regex\":false,\"add_prefix_space\":false}";
+    static const char byte_level[] = "{\"type\":\"ByteLevel\",\"use_regex\":false,\"add_prefix_space\":false}";
     /* clang-format off */
     static const struct {
         const char *name, *extra, *expr[3];
@@ -737,10 +706,9 @@ static void test_convert_pre_tokenizers(void) {
         else json_array_append_new(list, json_pack("{s:s,s:b}", "type", "ByteLevel", "add_prefix_space", 0));
         json_object_set_new(h.tokenizer, "pre_tokenizer", pre);
         hf_set(json_object_get(h.tokenizer, "model"), c[i].extra);
-        if (hf_convert(&h))
-            CHECK(key_is(&h.g, "tokenizer.ggml.pre", c[i].name), "%s: another name", c[i].name);
-        CHECK(!gguf_find(&h.g, "tokenizer.ggml.ignore_merges") == !strstr(c[i].extra, "true"),
-              "%s: ignore_merges", c[i].name);
+        if (hf_convert(&h)) CHECK(key_is(&h.g, "tokenizer.ggml.pre", c[i].name), "%s: another name", c[i].name);
+        CHECK(!gguf_find(&h.g, "tokenizer.ggml.ignore_merges") == !strstr(c[i].extra, "true"), "%s: ignore_merges",
+              c[i].name);
         hf_set(json_object_get(h.tokenizer, "model"), "{\"ignore_merges\":false}");
     }
     hf_end(&h);
@@ -748,8 +716,7 @@ static void test_convert_pre_tokenizers(void) {
 
 /* Kimi: tiktoken ranks, merges derived from them, reserved names, a wrapper with a vision tower. */
 static void test_convert_kimi(void) {
-    static const char *const merged[] = {"he", " he", "hel",
-                                         "xyzzy"}; /* the last cannot be merged from two parts */
+    static const char *const merged[] = {"he", " he", "hel", "xyzzy"}; /* the last cannot be merged from two parts */
     struct hf h;
     char *ranks = NULL;
     hf_begin(&h, "kimi");
@@ -771,8 +738,7 @@ static void test_convert_kimi(void) {
         const uint8_t *s = (const uint8_t *)(r < 256 ? one : merged[r - 256]);
         size_t n = r < 256 ? 1 : strlen((const char *)s);
         for (size_t i = 0; i < n; i += 3) {
-            uint32_t w =
-                (uint32_t)s[i] << 16 | (i + 1 < n ? (uint32_t)s[i + 1] << 8 : 0) | (i + 2 < n ? s[i + 2] : 0);
+            uint32_t w = (uint32_t)s[i] << 16 | (i + 1 < n ? (uint32_t)s[i + 1] << 8 : 0) | (i + 2 < n ? s[i + 2] : 0);
             sb_printf(&ranks, "%c%c%c%c", a[w >> 18], a[w >> 12 & 63], i + 1 < n ? a[w >> 6 & 63] : '=',
                       i + 2 < n ? a[w & 63] : '=');
         }
@@ -782,8 +748,7 @@ static void test_convert_kimi(void) {
     arrfree(ranks);
     if (hf_convert(&h)) {
         const struct gguf_kv *merges = gguf_find(&h.g, "tokenizer.ggml.merges");
-        CHECK(key_is(&h.g, "tokenizer.ggml.pre", "kimi-k2") &&
-                  key_int(&h.g, "tokenizer.ggml.normalizer.nfc") == 0,
+        CHECK(key_is(&h.g, "tokenizer.ggml.pre", "kimi-k2") && key_int(&h.g, "tokenizer.ggml.normalizer.nfc") == 0,
               "kimi-k2");
         CHECK(merges && merges->n == 3, "%d merges", merges ? (int)merges->n : -1);
         CHECK(!strcmp(key_string(&h.g, "tokenizer.ggml.merges", 1), "\xc4\xa0 he"), "second merge");
@@ -814,8 +779,7 @@ static void test_convert_experts(void) {
             for (uint32_t i = 0; i < h.g.n_tensors; i++) {
                 char name[64];
                 const struct gguf_tensor *a = &h.g.tensors[i],
-                                         *b = gguf_find_tensor(&fused,
-                                                               gguf_printable(a->name, name, sizeof name));
+                                         *b = gguf_find_tensor(&fused, gguf_printable(a->name, name, sizeof name));
                 CHECK(b && a->bytes == b->bytes && !memcmp(a->data, b->data, a->bytes), "%s differs", name);
             }
             gguf_close(&fused);
@@ -835,12 +799,10 @@ static void test_convert_experts(void) {
         out_tensor(&h.g, "blk.1.ffn_gate_exps.weight", GGUF_NVFP4, 64, 128, 3);
         out_tensor(&h.g, "blk.1.ffn_gate_inp.weight", GGUF_F32, 64, 3, 1);
         CHECK(key_int(&h.g, "qwen3moe.expert_count") == 4, "the largest count");
-        CHECK(per && per->n == 2 && gguf_elem_int(per, 0, &a) && gguf_elem_int(per, 1, &b) && a == 4 &&
-                  b == 3,
+        CHECK(per && per->n == 2 && gguf_elem_int(per, 0, &a) && gguf_elem_int(per, 1, &b) && a == 4 && b == 3,
               "per layer");
         CHECK(kept && kept->n == 3 && gguf_elem_int(kept, 2, &c) && c == 4, "kept ids");
-        CHECK(key_int(&h.g, "moe.reap.original_expert_count") == 6 && key_int(&h.g, "moe.reap.pruned") == 1,
-              "reap");
+        CHECK(key_int(&h.g, "moe.reap.original_expert_count") == 6 && key_int(&h.g, "moe.reap.pruned") == 1, "reap");
     }
     hf_end(&h);
 }
@@ -872,14 +834,7 @@ static void check_golden_conversion(const struct golden_case *c) {
                                        "post_attention_layernorm"};
     for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
         unsigned r = part[i].rows, k = part[i].cols;
-        hf_linear(&h, part[i].x,
-                  r > 1 ? r
-                  : r   ? c->rows
-                        : c->cols,
-                  k > 1 ? k
-                  : k   ? c->rows
-                        : c->cols,
-                  HF_BF16);
+        hf_linear(&h, part[i].x, r > 1 ? r : r ? c->rows : c->cols, k > 1 ? k : k ? c->rows : c->cols, HF_BF16);
     }
     for (int i = 0; i < 4; i++) {
         snprintf(text, sizeof text, "model.layers.0.%s.weight", norm[i]);
@@ -898,15 +853,12 @@ static void check_golden_conversion(const struct golden_case *c) {
     hf_add(&h, text, "F8_E4M3", shape, c->scale, arrlenu(c->scale));
     hf_scalar(&h, x, ct ? "weight_global_scale" : "weight_scale_2", ct ? c->global_scale : c->scale2);
     if (c->scale2 > 1) {
-        CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, "weight_scale_2") &&
-                  strstr(h.err, "divisor"),
+        CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, "weight_scale_2") && strstr(h.err, "divisor"),
               "%s: %s", c->name, h.err);
     } else if (hf_convert(&h)) {
-        const struct gguf_tensor *t =
-            out_tensor(&h.g, "blk.0.ffn_up.weight", GGUF_NVFP4, c->cols, c->rows, 1);
+        const struct gguf_tensor *t = out_tensor(&h.g, "blk.0.ffn_up.weight", GGUF_NVFP4, c->cols, c->rows, 1);
         CHECK(t && !memcmp(t->data, c->gguf, arrlenu(c->gguf)), "%s: the blocks differ", c->name);
-        CHECK(same_bits(out_f32(&h.g, "blk.0.ffn_up.scale", 1, 0), c->scale2), "%s: the scale differs",
-              c->name);
+        CHECK(same_bits(out_f32(&h.g, "blk.0.ffn_up.scale", 1, 0), c->scale2), "%s: the scale differs", c->name);
     }
     hf_end(&h);
 }
@@ -922,8 +874,7 @@ static void test_convert_narrow(void) {
     for (int l = 0; l < 3; l++) {
         char x[96];
         static const char *const drop[] = {"q_a_proj.weight", "q_b_proj.weight", "q_a_layernorm.weight"};
-        for (int k = 0; k < 3; k++)
-            snprintf(x, sizeof x, "model.layers.%d.self_attn.%s", l, drop[k]), hf_drop(&h, x);
+        for (int k = 0; k < 3; k++) snprintf(x, sizeof x, "model.layers.%d.self_attn.%s", l, drop[k]), hf_drop(&h, x);
         snprintf(x, sizeof x, "model.layers.%d.self_attn.q_a_proj", l);
         hf_linear(&h, x, 80, 64, HF_NVFP4);
         snprintf(x, sizeof x, "model.layers.%d.self_attn.q_b_proj", l);
@@ -952,8 +903,7 @@ static void test_convert_input_scale(void) {
     hf_drop(&h, "model.layers.0.mlp.experts.2.up_proj.input_scale");
     if (hf_convert(&h)) {
         float most = 0;
-        for (uint64_t e = 0; e < 4; e++)
-            most = fmaxf(most, out_f32(&h.g, "blk.0.ffn_up_exps.input_scale", 4, e));
+        for (uint64_t e = 0; e < 4; e++) most = fmaxf(most, out_f32(&h.g, "blk.0.ffn_up_exps.input_scale", 4, e));
         CHECK(out_f32(&h.g, "blk.0.ffn_up_exps.input_scale", 4, 2) == most, "the largest of the others");
         CHECK(strstr(h.err, "1 of 4 input scales are missing"), "%s", h.err);
     }
@@ -1070,8 +1020,7 @@ static void test_convert_scales(void) {
         if (c[i].value == 0) hf_drop(&h, name);
         else memcpy(hf_find(&h, name)->data, &c[i].value, 4);
         int rc = hf_convert_to(&h, "out.gguf");
-        CHECK(rc == 1 && strstr(h.err, c[i].message) && strstr(h.err, x), "case %zu: exit %d: %s", i, rc,
-              h.err);
+        CHECK(rc == 1 && strstr(h.err, c[i].message) && strstr(h.err, x), "case %zu: exit %d: %s", i, rc, h.err);
         hf_end(&h);
     }
     for (int i = 0; i < 4; i++) {
@@ -1126,17 +1075,14 @@ static void test_convert_safetensors(void) {
     for (size_t i = 0; i < sizeof cut / sizeof *cut; i++) {
         hf_write(&h, "model.safetensors", file, cut[i]);
         int rc = hf_run(&h, "--dry-run");
-        CHECK(rc == 1 && strstr(h.err, "model.safetensors"), "cut to %zu bytes: exit %d: %s", cut[i], rc,
-              h.err);
+        CHECK(rc == 1 && strstr(h.err, "model.safetensors"), "cut to %zu bytes: exit %d: %s", cut[i], rc, h.err);
     }
     arrput(file, 'x');
     hf_write(&h, "model.safetensors", file, n + 1);
-    CHECK(hf_run(&h, "--dry-run") == 1 && strstr(h.err, "the tensors end at byte"), "a byte too many: %s",
-          h.err);
+    CHECK(hf_run(&h, "--dry-run") == 1 && strstr(h.err, "the tensors end at byte"), "a byte too many: %s", h.err);
     memset(file, 0xff, 8);
     hf_write(&h, "model.safetensors", file, n);
-    CHECK(hf_run(&h, "--dry-run") == 1 && strstr(h.err, "a header of 18446744073709551615 bytes"), "%s",
-          h.err);
+    CHECK(hf_run(&h, "--dry-run") == 1 && strstr(h.err, "a header of 18446744073709551615 bytes"), "%s", h.err);
     arrfree(file);
 
     /* clang-format off */
@@ -1223,16 +1169,15 @@ static void test_convert_atomic(void) {
     CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a directory"), "%s", h.err);
     snprintf(cmd, sizeof cmd, "build/moe-convert %s -o %s/none/out.gguf", h.dir, h.dir);
     CHECK(run_command(cmd, NULL, NULL) == 1, "no such directory");
-    snprintf(cmd, sizeof cmd, "mkfifo %s/fifo; build/moe-convert %s -o %s/fifo; rc=$?; rm %s/fifo; exit $rc",
-             h.dir, h.dir, h.dir, h.dir);
+    snprintf(cmd, sizeof cmd, "mkfifo %s/fifo; build/moe-convert %s -o %s/fifo; rc=$?; rm %s/fifo; exit $rc", h.dir,
+             h.dir, h.dir, h.dir);
     arrsetlen(h.err, 0);
     CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "not a regular file"), "%s", h.err);
     arrsetlen(h.err, 0);
     CHECK(run_command("build/moe-convert convert/demo -o ''", NULL, &h.err) == 2, "%s", h.err);
     snprintf(cmd, sizeof cmd, "cd %s; ln -s tokenizer.json link; $OLDPWD/build/moe-convert . -o link", h.dir);
     arrsetlen(h.err, 0);
-    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a file of the model"), "%s",
-          h.err);
+    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a file of the model"), "%s", h.err);
     snprintf(cmd, sizeof cmd,
              "cd %s; touch real.gguf; ln -sf real.gguf link; $OLDPWD/build/moe-convert . -o link && "
              "[ -L link ] && cmp real.gguf out.gguf",
@@ -1268,9 +1213,8 @@ static void test_convert_interrupt(void) {
         snprintf(text, sizeof text, "model.layers.0.mlp.%s.weight", part[p]);
         hf_drop(&h, text);
         json_object_set_new(map, text, json_string("large.safetensors"));
-        sb_printf(&s, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[%lld,%lld],\"data_offsets\":[%lld,%lld]}",
-                  p ? "," : "", text, p < 2 ? width : HF_EMBD, p < 2 ? HF_EMBD : width, p * bytes,
-                  (p + 1) * bytes);
+        sb_printf(&s, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[%lld,%lld],\"data_offsets\":[%lld,%lld]}", p ? "," : "",
+                  text, p < 2 ? width : HF_EMBD, p < 2 ? HF_EMBD : width, p * bytes, (p + 1) * bytes);
     }
     sb_puts(&s, "}");
     uint64_t n = arrlenu(s) - 8;
@@ -1278,8 +1222,7 @@ static void test_convert_interrupt(void) {
     hf_write(&h, "large.safetensors", s, arrlenu(s));
     snprintf(text, sizeof text, "%s/large.safetensors", h.dir);
     CHECK(!truncate(text, (off_t)(n + 8) + 3 * bytes), "%s", text);
-    for (size_t i = 0; i < arrlenu(h.t); i++)
-        json_object_set_new(map, h.t[i].name, json_string("small.safetensors"));
+    for (size_t i = 0; i < arrlenu(h.t); i++) json_object_set_new(map, h.t[i].name, json_string("small.safetensors"));
     hf_shard(&h, "small.safetensors", 0, arrlenu(h.t));
     hf_json(&h, "model.safetensors.index.json", index);
     json_decref(index);
@@ -1350,8 +1293,8 @@ static void test_convert_demo(void) {
             int layer, expert, at = 0;
             char side[160], part[16];
             /* routed experts are 252 of the 290 matrices and have one name each */
-            if (sscanf(name, "model.layers.%d.mlp.experts.%d.%15[a-z]_proj.weight%n", &layer, &expert, part,
-                       &at) != 3 ||
+            if (sscanf(name, "model.layers.%d.mlp.experts.%d.%15[a-z]_proj.weight%n", &layer, &expert, part, &at) !=
+                    3 ||
                 name[at])
                 continue;
             snprintf(side, sizeof side, "%s_scale", name);
@@ -1360,10 +1303,8 @@ static void test_convert_demo(void) {
             json_t *s2 = json_object_get(header, side);
             if (!at || !CHECK(s && s2, "%s: scales in another shard", name)) continue;
             const uint8_t *codes = data + json_integer_value(json_array_get(b, 0)),
-                          *scales = data +
-                                    json_integer_value(json_array_get(json_object_get(s, "data_offsets"), 0)),
-                          *factor = data + json_integer_value(
-                                               json_array_get(json_object_get(s2, "data_offsets"), 0));
+                          *scales = data + json_integer_value(json_array_get(json_object_get(s, "data_offsets"), 0)),
+                          *factor = data + json_integer_value(json_array_get(json_object_get(s2, "data_offsets"), 0));
             snprintf(side, sizeof side, "blk.%d.ffn_%s_exps.weight", layer, part);
             const struct gguf_tensor *w = gguf_find_tensor(&g, side);
             if (!CHECK(w && w->type == GGUF_NVFP4 && w->ne[2] == 16, "%s", side)) continue;
@@ -1394,8 +1335,7 @@ static void test_convert_dry_run(void) {
     int rc = run_command("build/moe-convert convert/demo --dry-run", &out, &said);
     sb_cstr(&out);
     CHECK(rc == 0 && !arrlen(said), "exit %d", rc);
-    CHECK(out && strstr(out, "blk.6.attn_k_b.weight") && strstr(out, "BF16 of E2M1 x E4M3, exact"),
-          "listing");
+    CHECK(out && strstr(out, "blk.6.attn_k_b.weight") && strstr(out, "BF16 of E2M1 x E4M3, exact"), "listing");
     CHECK(out && strstr(out, "\ntotal NVFP4      75 tensors"), "totals");
     arrfree(out);
     arrfree(said);

@@ -42,13 +42,12 @@ static float *twin_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
 /* The slot's values of the CPU become the GPU's: every operation starts from the same numbers. */
 static void twin_in(struct rank *r, enum act a) { cuda_test_write(twin.gpu, a, r->act[a], r->n_tok); }
 
-static void twin_compare(const struct rank *r, const char *op, int il, const float *got, const float *want,
-                         size_t n) {
+static void twin_compare(const struct rank *r, const char *op, int il, const float *got, const float *want, size_t n) {
     double e = nmse(got, want, n), limit = twin.limit;
     e = n ? sqrt(e) : 0;
     if (!strcmp(op, "moe_ffn") && r->n_tok > 16) limit = twin.moe_limit;
-    CHECK(e <= limit, "%s: %s of layer %d, %d tokens at %d: relative error %.2e, at most %.0e", twin.name, op,
-          il, r->n_tok, r->pos, e, limit);
+    CHECK(e <= limit, "%s: %s of layer %d, %d tokens at %d: relative error %.2e, at most %.0e", twin.name, op, il,
+          r->n_tok, r->pos, e, limit);
     if (e > twin.worst) twin.worst = e;
 }
 
@@ -63,12 +62,10 @@ static void twin_out(struct rank *r, const char *op, int il, enum act a) {
 /* The rows of the batch in both caches, as floats. */
 static void twin_cache(struct rank *r, int il) {
     for (int i = 0; i < 2; i++) {
-        const struct kv_plane *p = i ? &r->kv[il].v : &r->kv[il].k,
-                              *q = i ? &twin.gpu->kv[il].v : &twin.gpu->kv[il].k;
+        const struct kv_plane *p = i ? &r->kv[il].v : &r->kv[il].k, *q = i ? &twin.gpu->kv[il].v : &twin.gpu->kv[il].k;
         size_t n = (size_t)r->n_tok, width = (size_t)p->width;
         struct kv_plane g = *q;
-        g.data = xmalloc(n * q->row_bytes),
-        g.scale = q->scale ? xmalloc(n * (size_t)q->n_group * sizeof(float)) : NULL;
+        g.data = xmalloc(n * q->row_bytes), g.scale = q->scale ? xmalloc(n * (size_t)q->n_group * sizeof(float)) : NULL;
         twin.gpu->ops->kv_copy(twin.gpu, q, (size_t)r->pos, n, g.data, g.scale, false);
         float *got = twin_buffer(n * width), *want = twin_buffer(n * width);
         kv_load(&kernels_ref, &g, 0, (int)n, 0, p->width, got, p->width);
@@ -149,8 +146,7 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
-    table.embed = twin_embed, table.rmsnorm = twin_rmsnorm, table.add_rmsnorm = twin_add_rmsnorm,
-    table.add = twin_add;
+    table.embed = twin_embed, table.rmsnorm = twin_rmsnorm, table.add_rmsnorm = twin_add_rmsnorm, table.add = twin_add;
     table.linear = twin_linear, table.linear3 = twin_linear3, table.rope_store_kv = twin_rope_store_kv,
     table.attention = twin_attention;
     table.mla_store = twin_mla_store, table.mla_attention = twin_mla_attention, table.ffn = twin_ffn;
@@ -161,8 +157,7 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
     cpu.ops = &table;
     uint64_t rng = 7;
     for (int pos = 0; *n; pos += *n++) {
-        for (int i = 0; i < *n; i++)
-            cpu.tokens[i] = gpu.tokens[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
+        for (int i = 0; i < *n; i++) cpu.tokens[i] = gpu.tokens[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
         cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n;
         cuda_test_batch(&gpu);
         forward(&cpu);
@@ -189,8 +184,7 @@ static void test_cuda_operations(void) {
         bool act4 = false;
         if (!fixture_load(names[f], &m)) return;
         for (int kv = 0; kv < 2; kv++)
-            twin_forwards(names[f], &m, kv ? KV_FP8 : KV_BF16, 128, splits[(f + 2 * kv + f / 4) % 4],
-                          MOE_ACT_F16, n);
+            twin_forwards(names[f], &m, kv ? KV_FP8 : KV_BF16, 128, splits[(f + 2 * kv + f / 4) % 4], MOE_ACT_F16, n);
         for (int il = 0; il < m.n_layer; il++) act4 |= m.layers[il].n_expert && m.layers[il].gate.act4;
         if (act4 && fp4) n_act4++, twin_forwards(names[f], &m, KV_BF16, 128, 0, MOE_ACT_FP4, wide);
         model_free(&m);
@@ -214,8 +208,8 @@ static const struct model *fixture_keep(const char *name) {
 /* The GPU chooses what the CPU does: every filter, alone and together, over flat and steep logits with equal ones among them. */
 static void test_cuda_sample(void) {
     static const int top_k[] = {0, 1, 20, 40, 1000, 5000};
-    static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f},
-                       steep[] = {0.01f, 1, 4}, penalty[] = {1.0f, 1.3f};
+    static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f}, steep[] = {0.01f, 1, 4},
+                       penalty[] = {1.0f, 1.3f};
     const struct model *kept = fixture_keep("qwen3moe");
     struct rank r;
     char err[ERR_MAX] = "";
@@ -247,8 +241,8 @@ static void test_cuda_sample(void) {
         int32_t got = r.ops->read_token(&r);
         chosen += cuda_test_chose(&r);
         if (!CHECK(cuda_test_counted(&r), "choice %d leaves counts behind", c)) break;
-        if (!CHECK(got == want, "temp %g, top-k %d, top-p %g, min-p %g, penalty %g: chose %d, expected %d",
-                   s.temp, s.top_k, s.top_p, s.min_p, s.repeat_penalty, got, want))
+        if (!CHECK(got == want, "temp %g, top-k %d, top-p %g, min-p %g, penalty %g: chose %d, expected %d", s.temp,
+                   s.top_k, s.top_p, s.min_p, s.repeat_penalty, got, want))
             break;
     }
     CHECK(chosen > 216, "%d of 432 choices were made on the device", chosen);
@@ -307,8 +301,8 @@ static void test_cuda_demo(void) {
         json_array_foreach(prompt, i, v) ids[n++] = (int32_t)json_integer_value(v);
         cuda_greedy(&s, ids, n, out, n_out);
         json_array_foreach(greedy, i, v)
-            CHECK(out[i] == json_integer_value(v), "prompt %d: token %zu is %d, expected %d", prompts[k], i,
-                  out[i], (int)json_integer_value(v));
+            CHECK(out[i] == json_integer_value(v), "prompt %d: token %zu is %d, expected %d", prompts[k], i, out[i],
+                  (int)json_integer_value(v));
         if (!k) {
             float *want = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
             s.n_past = 0;
@@ -339,16 +333,14 @@ static void test_cuda_turns(void) {
     size_t held = cuda_test_free_bytes();
     for (int turn = 0; turn < cuda_test_turns(); turn++) {
         int n = 1 + (int)(rng_next(&rng) % (CTX - 8)), change = (int)(rng_next(&rng) % CTX);
-        for (int i = turn % 3 ? change : CTX; i < CTX; i++)
-            ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+        for (int i = turn % 3 ? change : CTX; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
         interrupted = turn % 5 == 4;
         enum sync_result rc = session_sync(&s, ids, n, err);
         CHECK(rc == (turn % 5 == 4 ? SYNC_INTERRUPTED : SYNC_DONE), "turn %d: %d", turn, rc);
         interrupted = 0;
         for (int i = turn % 4; rc == SYNC_DONE && i; i--) session_decode(&s, ids[i]);
     }
-    CHECK(cuda_test_free_bytes() == held, "%zu bytes of the GPU were free, now %zu", held,
-          cuda_test_free_bytes());
+    CHECK(cuda_test_free_bytes() == held, "%zu bytes of the GPU were free, now %zu", held, cuda_test_free_bytes());
     rng = 11, s.n_past = 0;
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
     cuda_greedy(&s, ids, IDS, again, IDS);
@@ -380,8 +372,7 @@ static void test_cuda_failures(void) {
             cuda_test_fail(apis[i], n += 1 + n / 8);
             rc = cuda_rank_init(&r, &m, &o, err);
             cuda_test_fail(apis[i], 0);
-            CHECK(rc == 0 || (strstr(err, "GPU 0") && !strchr(err, '\n')), "%s, call %d: '%s'", apis[i], n,
-                  err);
+            CHECK(rc == 0 || (strstr(err, "GPU 0") && !strchr(err, '\n')), "%s, call %d: '%s'", apis[i], n, err);
             if (!rc) r.ops->close(&r);
             if (!CHECK(cuda_test_free_bytes() == free_bytes, "%s, call %d: %zu bytes are lost", apis[i], n,
                        free_bytes - cuda_test_free_bytes()))
@@ -397,8 +388,7 @@ static void test_cuda_failures(void) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         struct rank r;
         cuda_test_memory(((size_t)16 << 30) - free_bytes + sizes[i].bytes);
-        CHECK(cuda_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes,
-              err);
+        CHECK(cuda_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
         cuda_test_memory((size_t)16 << 30);
     }
     model_free(&m);
@@ -422,8 +412,7 @@ STEP(mla_attention, (struct rank * r, int il, enum act q, enum act o), r, il, q,
 STEP(ffn, (struct rank * r, int il, enum act x, enum act o), r, il, x, o)
 STEP(moe_ffn, (struct rank * r, int il, enum act x, enum act o), r, il, x, o)
 STEP(logits, (struct rank * r, int first, int n), r, first, n)
-STEP(sample, (struct rank * r, const struct sampling *s, const int32_t *recent, int n, double u), r, s,
-     recent, n, u)
+STEP(sample, (struct rank * r, const struct sampling *s, const int32_t *recent, int n, double u), r, s, recent, n, u)
 static bool step_begin(struct rank *r) { return cuda_test_batch(r), false; }
 static void step_end(struct rank *r) { step_ops->wait(r); }
 
@@ -516,8 +505,7 @@ static void tiny_matrix(struct engine *e, const struct weight *w, const char *wh
         bad += !fp4 && !(fabsf(f16_to_f32(h)) <= 6.4f);
     }
     for (size_t i = 0; fp4 && i < tiles * 64; i++) bad += scales[i] < 0x30 || scales[i] > 0x3F;
-    CHECK(!same && !bad, "%s, %s: %zu tiles repeat, %zu values are out of range", e->model.name, what, same,
-          bad);
+    CHECK(!same && !bad, "%s, %s: %zu tiles repeat, %zu values are out of range", e->model.name, what, same, bad);
     /* of the values themselves few are zero: pairs of bytes in FP4, halves elsewhere */
     size_t outside = (n_kt * n_rt * 1024 - (size_t)w->n_in * (size_t)w->n_out) * (size_t)w->n_expert;
     if (fp4) outside /= 4;
@@ -573,8 +561,7 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
         for (int i = 0; i < n_row; i++)
             if (!strncmp(row[i].name, kernel[k], strlen(kernel[k])) && row[i].name[strlen(kernel[k])] == ' ')
                 got += row[i].calls, found++;
-        CHECK(got == calls[k], "%s, %d tokens: %s runs %d times, not %d", e->model.name, n, kernel[k], got,
-              calls[k]);
+        CHECK(got == calls[k], "%s, %d tokens: %s runs %d times, not %d", e->model.name, n, kernel[k], got, calls[k]);
     }
     CHECK(found == n_row, "%s, %d tokens: %d of %d rows are expected", e->model.name, n, found, n_row);
     snprintf(logits, sizeof logits, "k_few_sum 1 of %dx%d f16", e->model.n_vocab, e->model.n_embd);
@@ -655,14 +642,13 @@ static void test_cuda_bench(void) {
     CHECK(bench_output(&e, &out, &said) == 0, "%s", sb_cstr(&said));
     const char *row = strchr(sb_cstr(&out), '\n');
     CHECK(row &&
-              sscanf(row, "\n%d,%d,%lf,%lf,%d,%lf,%lf,%lf,%lf", &depth, &n, x, x + 1, &batch, x + 2, x + 3,
-                     x + 4, x + 5) == 9 &&
+              sscanf(row, "\n%d,%d,%lf,%lf,%d,%lf,%lf,%lf,%lf", &depth, &n, x, x + 1, &batch, x + 2, x + 3, x + 4,
+                     x + 5) == 9 &&
               !depth && n == 64 && batch == 1 && x[1] > 0 && x[5] >= 0,
           "%s", out);
     CHECK(count_of(out, "\n") == 6 && count_of(out, "\n0,,,,") == 4, "%s", out);
-    CHECK(count_of(sb_cstr(&said), " kernels per layer, ") == 6 &&
-              count_of(said, "through the graph, gap") == 5 && strstr(said, "prefill of 64: ") &&
-              strstr(said, "\nk_few_glu 4 of 64x128 fp4 + 2 of 64x128 fp4 "),
+    CHECK(count_of(sb_cstr(&said), " kernels per layer, ") == 6 && count_of(said, "through the graph, gap") == 5 &&
+              strstr(said, "prefill of 64: ") && strstr(said, "\nk_few_glu 4 of 64x128 fp4 + 2 of 64x128 fp4 "),
           "%s", said);
     arrfree(out), arrfree(said);
     interrupted = 1; /* the row that was begun is not printed */
@@ -692,16 +678,14 @@ static void test_cuda_images(void) {
         const char *p = strstr(at, " bytes stack frame"), *u = strstr(at, "Used "),
                    *s = u ? strstr(u, " bytes smem") : NULL;
         while (p && p > at && (isdigit((unsigned char)p[-1]))) p--;
-        if (p)
-            sscanf(p, "%d bytes stack frame, %d bytes spill stores, %d bytes spill loads", &stack, &stores,
-                   &loads);
+        if (p) sscanf(p, "%d bytes stack frame, %d bytes spill stores, %d bytes spill loads", &stack, &stores, &loads);
         if (u) sscanf(u, "Used %d", &regs);
         if (s && !memchr(u, '\n', (size_t)(s - u))) {
             while (isdigit((unsigned char)s[-1])) s--;
             smem = atoi(s);
         }
-        CHECK(stores == 0 && loads == 0 && regs > 0, "%s, %s: %d registers, %d bytes of them spilled", chip,
-              name, regs, stores);
+        CHECK(stores == 0 && loads == 0 && regs > 0, "%s, %s: %d registers, %d bytes of them spilled", chip, name, regs,
+              stores);
         CHECK(stack == 0 || strstr(name, "k_embed"), "%s, %s: %d bytes of local memory", chip, name, stack);
         CHECK(smem <= 48 << 10, "%s, %s: %d bytes of static shared memory", chip, name, smem);
     }
@@ -730,12 +714,10 @@ void cuda_test_invented(void) { test_cuda_invented(); }
 #else
 #define TESTS_EMULATOR
 #endif
-#define TESTS_CUDA                                                                                           \
-    TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/few", cuda_test_few},                            \
-        {"cuda/router", cuda_test_router}, {"cuda/sort", cuda_test_sort},                                    \
-        {"cuda/products", cuda_test_products}, {"cuda/attention", cuda_test_attention},                      \
-        {"cuda/operations", test_cuda_operations}, {"cuda/sample", test_cuda_sample},                        \
-        {"cuda/forward", test_cuda_forward}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, \
-        {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented},                        \
-        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},                                \
-        {"cuda/images", test_cuda_images},
+#define TESTS_CUDA                                                                                                     \
+    TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/few", cuda_test_few}, {"cuda/router", cuda_test_router},   \
+        {"cuda/sort", cuda_test_sort}, {"cuda/products", cuda_test_products}, {"cuda/attention", cuda_test_attention}, \
+        {"cuda/operations", test_cuda_operations}, {"cuda/sample", test_cuda_sample},                                  \
+        {"cuda/forward", test_cuda_forward}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},           \
+        {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented},                                  \
+        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/images", test_cuda_images},

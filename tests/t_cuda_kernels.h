@@ -76,9 +76,7 @@ template <class T>
 struct gpu_array {
     T *p = nullptr, *later = nullptr;
     size_t n;
-    explicit gpu_array(size_t count) : n(count) {
-        must(cudaMalloc((void **)&p, bytes() + !n), "memory for a test");
-    }
+    explicit gpu_array(size_t count) : n(count) { must(cudaMalloc((void **)&p, bytes() + !n), "memory for a test"); }
     explicit gpu_array(const std::vector<T> &v) : gpu_array(v.size()) {
         must(cudaMemcpy(p, v.data(), n * sizeof(T), cudaMemcpyHostToDevice), "copying to the device");
     }
@@ -97,8 +95,7 @@ struct gpu_array {
     /* Has the values written anew by a kernel in front of the one under test; until then they are all ones. */
     void arrive() {
         if (!later) must(cudaMalloc((void **)&later, bytes()), "memory for a test");
-        must(cudaMemcpyAsync(later, p, bytes(), cudaMemcpyDeviceToDevice, test_stream),
-             "copying on the device");
+        must(cudaMemcpyAsync(later, p, bytes(), cudaMemcpyDeviceToDevice, test_stream), "copying on the device");
         must(cudaMemsetAsync(p, 0xFF, bytes(), test_stream), "clearing on the device");
         LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)p, (const uint32_t *)later, bytes() / 4);
     }
@@ -186,17 +183,14 @@ struct matrix {
     struct cuda *c = uploader();
     size_t mark = c->n_owned;
 
-    matrix(uint32_t type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0,
-           float size = 1)
+    matrix(uint32_t type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0, float size = 1)
         : scale((size_t)n_expert) {
         n_in = (n_in + type_block(type) - 1) / type_block(type) * type_block(type);
         w.type = type, w.n_in = n_in, w.n_out = n_out, w.n_expert = n_expert;
         w.row_bytes = gguf_row_bytes(type, (size_t)n_in), w.expert_bytes = w.row_bytes * (size_t)n_out;
         raw.resize(w.expert_bytes * (size_t)n_expert);
-        for (int i = 0; i < n_expert * n_out; i++)
-            random_row(&raw[(size_t)i * w.row_bytes], type, n_in, octaves, size);
-        for (float &f : scale)
-            f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
+        for (int i = 0; i < n_expert * n_out; i++) random_row(&raw[(size_t)i * w.row_bytes], type, n_in, octaves, size);
+        for (float &f : scale) f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
         for (int i = 0; with_bias && i < n_out; i++) bias.push_back(uniform());
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
         upload_matrix(c, &w, "a test's matrix");
@@ -259,9 +253,7 @@ struct results {
         if (!f32) return (double)f16_to_f32(((const uint16_t *)got.data())[i]);
         return memcpy(&f, &got[i], 4), (double)f;
     }
-    bool untouched(size_t i) const {
-        return f32 ? got[i] == 0xA5A5A5A5 : ((const uint16_t *)got.data())[i] == 0xA5A5;
-    }
+    bool untouched(size_t i) const { return f32 ? got[i] == 0xA5A5A5A5 : ((const uint16_t *)got.data())[i] == 0xA5A5; }
 };
 
 /* ---- products for more than 16 tokens ---- */
@@ -280,8 +272,7 @@ struct gemm_case {
 
 /* How the quantiser is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and scales that
  * should be others. */
-static int check_quantised(float *value, int n_in, const uint8_t *codes, const uint8_t *scales,
-                           float row_scale) {
+static int check_quantised(float *value, int n_in, const uint8_t *codes, const uint8_t *scales, float row_scale) {
     int bad = 0, n_block = (n_in + 63) / 64 * 4;
     float amax = 0;
     for (int k = 0; k < n_in; k++) amax = fmaxf(amax, fabsf(value[k]));
@@ -337,8 +328,7 @@ struct tile_list {
 static void run_gemm(const struct gemm_case &t) {
     const int many = t.mode == BATCH ? t.n_expert : 1;
     matrix w(t.type, t.n_expert, t.n_out, t.n_in, t.bias);
-    matrix w2(t.type, t.gated ? t.n_expert : 1, t.gated ? t.n_out : 1, t.gated ? t.n_in : 8,
-              t.bias && t.gated);
+    matrix w2(t.type, t.gated ? t.n_expert : 1, t.gated ? t.n_out : 1, t.gated ? t.n_in : 8, t.bias && t.gated);
     tile_list list(t.counts);
     const int n_in = w.w.n_in, n_pos = (int)list.expert.size(), n_x = t.gather ? n_pos / 2 + 1 : n_pos;
     std::vector<int32_t> rows;
@@ -350,8 +340,8 @@ static void run_gemm(const struct gemm_case &t) {
     size_t stride = (size_t)t.n_out + (t.n_out % 4 ? 3 : 4), batch = stride * (size_t)n_pos + 4;
     results y(batch * (size_t)many, t.f32);
     struct gemm_args g = {};
-    g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p,
-    g.y_stride = stride, g.y_f32 = t.f32;
+    g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p, g.y_stride = stride,
+    g.y_f32 = t.f32;
     if (t.gather) g.rows = rows_d;
     if (t.mode == LIST)
         g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
@@ -360,10 +350,10 @@ static void run_gemm(const struct gemm_case &t) {
     size_t code_bytes = (size_t)w.d.n_kt * 32, scale_bytes = fp4_scale_bytes(n_in);
     gpu_array<uint8_t> codes((size_t)n_x * code_bytes), scales((size_t)n_x * scale_bytes);
     gpu_array<float> row_scale((size_t)n_x);
-    g.xq = {codes, scales, row_scale};
+    const struct fp4_rows xq = {codes, scales, row_scale};
     xd.arrive();
-    if (t.fp4) quantize_fp4(xd, x.stride, n_x, n_in, g.xq, test_stream);
-    (t.fp4 ? gemm_prefill_fp4 : gemm_prefill)(&g, t.gated, test_stream);
+    if (t.fp4) quantize_fp4(xd, x.stride, n_x, n_in, g.xq = xq, test_stream);
+    gemm_prefill(&g, t.gated, test_stream);
     finish(t.name);
     int bad_codes = 0;
     if (t.fp4) {
@@ -393,8 +383,8 @@ static void run_gemm(const struct gemm_case &t) {
     expect(sum.nmse() <= limit && !gaps && !bad_codes,
            "%s, type %u%s%s, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
            "codes",
-           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.mode, t.n_expert, t.n_out, n_in,
-           n_pos, sum.nmse(), gaps, bad_codes);
+           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.mode, t.n_expert, t.n_out, n_in, n_pos,
+           sum.nmse(), gaps, bad_codes);
 }
 
 extern "C" void cuda_test_products(void) {
@@ -416,33 +406,11 @@ extern "C" void cuda_test_products(void) {
                       true,
                       true,
                       false});
-            run_gemm({"list",
-                      type.type,
-                      0,
-                      gated,
-                      LIST,
-                      7,
-                      200,
-                      72,
-                      {0, 1, 17, TN, 0, TN + 1, 40},
-                      true,
-                      false,
-                      true});
-            run_gemm({"one expert takes all",
-                      type.type,
-                      0,
-                      gated,
-                      LIST,
-                      3,
-                      16,
-                      192,
-                      {0, TN + 17, 0},
-                      false,
-                      false,
-                      true});
-            run_gemm({"heads", type.type, 0, gated, BATCH, 3, 16, 64, {20}, false, false, false});
+            run_gemm({"list", type.type, 0, gated, LIST, 7, 200, 72, {0, 1, 17, TN, 0, TN + 1, 40}, true, false, true});
             run_gemm(
-                {"long rows", type.type, 0, gated, i ? LIST : DENSE, 1, 40, 2112, {70}, true, false, false});
+                {"one expert takes all", type.type, 0, gated, LIST, 3, 16, 192, {0, TN + 17, 0}, false, false, true});
+            run_gemm({"heads", type.type, 0, gated, BATCH, 3, 16, 64, {20}, false, false, false});
+            run_gemm({"long rows", type.type, 0, gated, i ? LIST : DENSE, 1, 40, 2112, {70}, true, false, false});
         }
     for (uint32_t type : {GGUF_NVFP4, GGUF_MXFP4})
         for (int i = 0; fp4 && i < 2; i++) {
@@ -460,18 +428,7 @@ extern "C" void cuda_test_products(void) {
                       true,
                       false,
                       false});
-            run_gemm({"list",
-                      type,
-                      true,
-                      gated,
-                      LIST,
-                      7,
-                      200,
-                      72,
-                      {0, 1, 17, TN, 0, TN + 1, 40},
-                      true,
-                      false,
-                      true});
+            run_gemm({"list", type, true, gated, LIST, 7, 200, 72, {0, 1, 17, TN, 0, TN + 1, 40}, true, false, true});
             run_gemm({"long rows", type, true, gated, LIST, 2, 24, 1088, {TN - 1, 3}, false, false, true});
             run_gemm({"long rows", type, true, gated, DENSE, 1, 130, 2112, {70}, true, false, false});
         }
@@ -500,8 +457,8 @@ extern "C" void cuda_test_upload(void) {
                 sn((size_t)s.n_out * n_half);
             gpu_array<struct batch> b(std::vector<struct batch>{{1000, s.n_out}});
             ids_d.arrive();
-            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p,
-                       freq_d.p, n_half, 1.5f, x.p, cs.p, sn.p);
+            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, freq_d.p,
+                       n_half, 1.5f, x.p, cs.p, sn.p);
             finish("embedding");
             std::vector<float> got = x.get(), c = cs.get(), n = sn.get();
             error_sum sum, angles;
@@ -516,8 +473,8 @@ extern "C" void cuda_test_upload(void) {
                 }
             }
             expect(!w.c->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
-                   "%s (%d, %d) of size %g: NMSE %.1e, of angles %.1e %s", type.name, s.n_out, n_in,
-                   (double)s.size, sum.nmse(), angles.nmse(), w.c->err);
+                   "%s (%d, %d) of size %g: NMSE %.1e, of angles %.1e %s", type.name, s.n_out, n_in, (double)s.size,
+                   sum.nmse(), angles.nmse(), w.c->err);
         }
     {
         matrix w(GGUF_F32, 1, 16, 64, false, 0, INFINITY);
@@ -547,8 +504,7 @@ static void run_few(uint32_t type, int n_tok, int heads, int n_out, int n_in, bo
     size_t stride = (size_t)n_out + 3, batch = stride * (size_t)n_tok + 4;
     results y(batch * (size_t)many, f32);
     struct few_args p = {};
-    p.part[0].w = w.d, p.part[0].x = xd, p.part[0].x_stride = x.stride,
-    p.part[0].x_job = x.stride * (size_t)n_tok;
+    p.part[0].w = w.d, p.part[0].x = xd, p.part[0].x_stride = x.stride, p.part[0].x_job = x.stride * (size_t)n_tok;
     p.part[0].max_jobs = 1, p.n_part = 1, p.n_tok = n_tok, p.batch = heads;
     (f32 ? (void *&)p.y32[0] : (void *&)p.y16) = y.y.p;
     p.y_stride[0] = stride, p.y_batch = batch;
@@ -566,15 +522,14 @@ static void run_few(uint32_t type, int n_tok, int heads, int n_out, int n_in, bo
                 else sum.add(y.at(at), w.dot(z, r, x.row(z * n_tok + i)));
             }
     expect(sum.nmse() <= (f32 ? 1e-11 : 1e-6) && !gaps,
-           "type %u, %d tokens, %d heads, (%d, %d): NMSE %.1e, %ld gaps written", type, n_tok, heads, n_out,
-           w.w.n_in, sum.nmse(), gaps);
+           "type %u, %d tokens, %d heads, (%d, %d): NMSE %.1e, %ld gaps written", type, n_tok, heads, n_out, w.w.n_in,
+           sum.nmse(), gaps);
 }
 
 /* The two halves of a feed-forward: the chosen experts by their jobs, and the shared one. */
-static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int n_jobs, int n_embd,
-                        int n_ff, int n_ff_shared) {
-    matrix gate(type, n_expert, n_ff, n_embd), up(type, n_expert, n_ff, n_embd),
-        down(type, n_expert, n_embd, n_ff);
+static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int n_jobs, int n_embd, int n_ff,
+                        int n_ff_shared) {
+    matrix gate(type, n_expert, n_ff, n_embd), up(type, n_expert, n_ff, n_embd), down(type, n_expert, n_embd, n_ff);
     matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
         sh_down(shared_type, 1, n_embd, n_ff_shared);
     tokens x(n_tok, n_embd);
@@ -593,8 +548,7 @@ static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_ex
     struct few_part p = {};
     p.w = gate.d, p.x = xd, p.x_stride = x.stride, p.expert = expert_d, p.n_jobs = n_d, p.max_jobs = n_expert;
     u.gate[0] = p, u.up[0] = up.d, u.y[0] = hidden, u.y_stride[0] = (size_t)n_ff;
-    p.w = down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden, p.x_stride = (size_t)n_ff,
-    p.x_job = FEW_TOKENS * p.x_stride;
+    p.w = down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden, p.x_stride = (size_t)n_ff, p.x_job = FEW_TOKENS * p.x_stride;
     p.weight = weight_d;
     d.part[0] = p;
     p = {};
@@ -616,16 +570,14 @@ static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_ex
             const bool shared = j == n_jobs;
             const int e = shared ? 0 : expert[(size_t)j];
             const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
-            for (int k = 0; k < g.w.n_out; k++)
-                h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
+            for (int k = 0; k < g.w.n_out; k++) h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
             double f = shared ? 1 : (double)weight[(size_t)(j * FEW_TOKENS + t)];
-            for (int k = 0; k < n_embd; k++)
-                want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
+            for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
     }
-    expect(sum.nmse() <= 1e-6, "types %u, %u, %d tokens, %d of %d experts: NMSE %.1e", type, shared_type,
-           n_tok, n_jobs, n_expert, sum.nmse());
+    expect(sum.nmse() <= 1e-6, "types %u, %u, %d tokens, %d of %d experts: NMSE %.1e", type, shared_type, n_tok, n_jobs,
+           n_expert, sum.nmse());
 }
 
 extern "C" void cuda_test_few(void) {
@@ -693,8 +645,7 @@ static int check_route(const struct route_case &c, const double *logits, const s
     for (int i = 0; i < c.k; i++) {
         int best = -1;
         for (int e = 0; e < c.n_expert; e++)
-            if (pick[(size_t)e] == pick[(size_t)e] && (best < 0 || pick[(size_t)e] > pick[(size_t)best]))
-                best = e;
+            if (pick[(size_t)e] == pick[(size_t)e] && (best < 0 || pick[(size_t)e] > pick[(size_t)best])) best = e;
         int got = id[i];
         if (got < 0 || got >= c.n_expert) return c.k;
         float gap = pick[(size_t)best] - pick[(size_t)got];
@@ -709,9 +660,8 @@ static int check_route(const struct route_case &c, const double *logits, const s
 }
 
 /* The jobs of few tokens: the distinct experts in order, and every token's weight in each. */
-static int check_jobs(const struct route_case &c, const std::vector<int32_t> &id,
-                      const std::vector<float> &weight, int n_jobs, const std::vector<int32_t> &expert,
-                      const std::vector<float> &job_weight) {
+static int check_jobs(const struct route_case &c, const std::vector<int32_t> &id, const std::vector<float> &weight,
+                      int n_jobs, const std::vector<int32_t> &expert, const std::vector<float> &job_weight) {
     int n = 0, bad = 0;
     for (int e = 0; e < c.n_expert; e++) {
         std::vector<float> want(FEW_TOKENS, 0.0f);
@@ -746,8 +696,7 @@ static void run_route(const struct route_case &c) {
     gpu_array<int32_t> id(n * k), n_jobs(std::vector<int32_t>{-1}), job_expert(jobs + 1);
     gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
     struct route_args p = {};
-    (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) =
-        c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
+    (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
     p.bias = c.bias ? bias_d.p : NULL, p.x = xd, p.logits = logits, p.id = id, p.weight = weight;
     p.n_tok = c.n_tok, p.n_embd = n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
     p.n_group_used = c.n_group_used, p.softmax = c.softmax, p.norm = c.norm, p.factor = 2.5f;
@@ -757,10 +706,8 @@ static void run_route(const struct route_case &c) {
         if (c.n_tok <= FEW_TOKENS) {
             route_few_launch(&p, test_stream);
         } else {
-            LAUNCH_PDL(k_route_logits, dim3(ceil_div(c.n_expert, 64), ceil_div(c.n_tok, 64)), 256, 0,
-                       test_stream, p);
-            LAUNCH_PDL(k_route_many, ceil_div(c.n_tok, 4), 128, 4 * 2 * sizeof(float) * n_expert, test_stream,
-                       p);
+            LAUNCH_PDL(k_route_logits, dim3(ceil_div(c.n_expert, 64), ceil_div(c.n_tok, 64)), 256, 0, test_stream, p);
+            LAUNCH_PDL(k_route_many, ceil_div(c.n_tok, 4), 128, 4 * 2 * sizeof(float) * n_expert, test_stream, p);
         }
         finish("the router");
         std::vector<int32_t> ids = id.get();
@@ -770,8 +717,7 @@ static void run_route(const struct route_case &c) {
         for (size_t t = 0; t < n; t++) {
             for (size_t e = 0; e < n_expert; e++) {
                 want[e] = 0;
-                for (size_t i = 0; i < n_embd; i++)
-                    want[e] += (double)w32[e * n_embd + i] * (double)x[t * n_embd + i];
+                for (size_t i = 0; i < n_embd; i++) want[e] += (double)w32[e * n_embd + i] * (double)x[t * n_embd + i];
             }
             bad += check_route(c, want.data(), bias, &ids[t * k], &weights[t * k], 2.5f);
         }
@@ -781,8 +727,7 @@ static void run_route(const struct route_case &c) {
         expect(!bad,
                "%d tokens, %d of %d experts, %d of %d groups, softmax %d norm %d bias %d bf16 %d ties %d: %d "
                "wrong",
-               c.n_tok, c.k, c.n_expert, c.n_group_used, c.n_group, c.softmax, c.norm, c.bias, c.bf16, c.ties,
-               bad);
+               c.n_tok, c.k, c.n_expert, c.n_group_used, c.n_group, c.softmax, c.norm, c.bias, c.bf16, c.ties, bad);
     }
 }
 
@@ -797,8 +742,8 @@ extern "C" void cuda_test_router(void) {
     for (auto &s : shapes)
         for (int n : n_tok) {
             i += 5; /* all combinations of the flags in turn */
-            run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, (i & 1) != 0, (i & 2) != 0,
-                       (i & 4) != 0, (i & 8) != 0, i % 3 == 0});
+            run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, (i & 1) != 0, (i & 2) != 0, (i & 4) != 0,
+                       (i & 8) != 0, i % 3 == 0});
         }
 }
 
@@ -818,11 +763,9 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
     }
     want_first.push_back((int)n);
     tile_list want(counts);
-    gpu_array<int32_t> id_d(id), row(n), place(n), first((size_t)n_expert + 1),
-        tile_expert(want.first.size()), tile_first(want.first.size()), tile_count(want.first.size()),
-        n_tiles(1);
-    struct sort_args p = {id_d,  (int)n,      k,          n_expert,   row,    place,
-                          first, tile_expert, tile_first, tile_count, n_tiles};
+    gpu_array<int32_t> id_d(id), row(n), place(n), first((size_t)n_expert + 1), tile_expert(want.first.size()),
+        tile_first(want.first.size()), tile_count(want.first.size()), n_tiles(1);
+    struct sort_args p = {id_d, (int)n, k, n_expert, row, place, first, tile_expert, tile_first, tile_count, n_tiles};
     const int width = 72;
     std::vector<float> y(n * width), weight(n), out((size_t)(n_tok * width));
     for (float &v : y) v = uniform();
@@ -840,8 +783,8 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
     error_sum sum[2];
     for (int add = 0; add < 2; add++) {
         y_d.arrive();
-        LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, place.p, weight_d.p, k,
-                   width, add, out_d.p);
+        LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, place.p, weight_d.p, k, width, add,
+                   out_d.p);
         finish("weighted sums");
         std::vector<float> got = out_d.get();
         for (size_t i = 0; i < got.size(); i++) {
@@ -854,9 +797,9 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
     }
     expect(row.get() == want_row && place.get() == want_place && first.get() == want_first && tiles &&
                sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12,
-           "%d tokens, %d of %d experts, all to %d: rows %d places %d firsts %d tiles %d sums %.1e %.1e",
-           n_tok, k, n_expert, only, row.get() == want_row, place.get() == want_place,
-           first.get() == want_first, tiles, sum[0].nmse(), sum[1].nmse());
+           "%d tokens, %d of %d experts, all to %d: rows %d places %d firsts %d tiles %d sums %.1e %.1e", n_tok, k,
+           n_expert, only, row.get() == want_row, place.get() == want_place, first.get() == want_first, tiles,
+           sum[0].nmse(), sum[1].nmse());
 }
 
 extern "C" void cuda_test_sort(void) {
@@ -893,8 +836,7 @@ struct test_plane {
                 float amax = 0;
                 int begin = g * group, end = min(begin + group, width);
                 for (int j = begin; j < end; j++)
-                    x[(size_t)j] = (float)(normal() * size * (1 + j % 5)),
-                    amax = fmaxf(amax, fabsf(x[(size_t)j]));
+                    x[(size_t)j] = (float)(normal() * size * (1 + j % 5)), amax = fmaxf(amax, fabsf(x[(size_t)j]));
                 float s = fp8 ? amax / 448 : 1;
                 if (fp8) scales[i * n_group + (size_t)g] = s;
                 for (int j = begin; j < end; j++) {
@@ -907,20 +849,16 @@ struct test_plane {
                 }
             }
         must(cudaMemcpy(data, rows.data(), rows.size(), cudaMemcpyHostToDevice), "a cache");
-        must(cudaMemcpy(scale, scales.data(), scales.size() * sizeof(float), cudaMemcpyHostToDevice),
-             "a cache");
+        must(cudaMemcpy(scale, scales.data(), scales.size() * sizeof(float), cudaMemcpyHostToDevice), "a cache");
         p = {data, scale, bytes, (int)n_group, fp8};
     }
-    static size_t row_bytes(int width, bool fp8) {
-        return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16;
-    }
+    static size_t row_bytes(int width, bool fp8) { return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16; }
 };
 
 /* out (dv): attention of one query q (dk) of head h over keys 0..n-1. */
-static void attn_plain(const struct attn_case &c, const test_plane &k, const test_plane &v, const uint16_t *q,
-                       int h, int n, std::vector<double> &out) {
-    const int kv = h / c.group, lat = c.mla ? c.dv : c.dk, width = c.mla ? c.dv : c.n_kv * c.dk,
-              rest = c.dk - lat;
+static void attn_plain(const struct attn_case &c, const test_plane &k, const test_plane &v, const uint16_t *q, int h,
+                       int n, std::vector<double> &out) {
+    const int kv = h / c.group, lat = c.mla ? c.dv : c.dk, width = c.mla ? c.dv : c.n_kv * c.dk, rest = c.dk - lat;
     double top = -INFINITY, den = 0;
     std::vector<double> s((size_t)n);
     std::vector<float> qf;
@@ -935,8 +873,7 @@ static void attn_plain(const struct attn_case &c, const test_plane &k, const tes
     for (double &o : out) o = 0;
     for (int x = 0; x < n; x++) {
         const double f = exp(s[(size_t)x] - top);
-        const double *val =
-            c.mla ? &k.value[(size_t)(x * width)] : &v.value[(size_t)((x * c.n_kv + kv) * c.dv)];
+        const double *val = c.mla ? &k.value[(size_t)(x * width)] : &v.value[(size_t)((x * c.n_kv + kv) * c.dv)];
         den += f;
         for (int j = 0; f > 1e-12 && j < c.dv; j++) out[(size_t)j] += f * val[j];
     }
@@ -955,10 +892,8 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<float> part(std::vector<float>(attn_part_floats(c.splits, c.n_tok, n_head, c.dv), NAN));
     gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here}});
     struct attn_args a = {};
-    a.q = q_d, a.out = out, a.part = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok,
-    a.n_head = n_head;
-    a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os,
-    a.max_splits = c.splits;
+    a.q = q_d, a.out = out, a.part = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
+    a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
     a.scale = (float)(1 / sqrt(c.dk));
     q_d.arrive();
     (c.prefill ? attn_prefill : attn_decode)(&a, c.mla, test_stream);
@@ -979,8 +914,8 @@ static void run_attention(const struct attn_case &c) {
     expect(error <= limit && !bad,
            "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g: error %.1e, %d gaps "
            "written",
-           c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv,
-           c.n_kv, c.group, c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad);
+           c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
+           c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad);
 }
 
 extern "C" void cuda_test_attention(void) {
@@ -1002,8 +937,7 @@ extern "C" void cuda_test_attention(void) {
                 for (int again = 0; again < 4; again++) {
                     struct attn_case c = {};
                     int len = lens[turn++ % 7];
-                    c.mla = w[0], c.dk = w[1], c.dv = w[2], c.prefill = kind & 1, c.fp8 = kind >> 1,
-                    c.splits = n_split;
+                    c.mla = w[0], c.dk = w[1], c.dv = w[2], c.prefill = kind & 1, c.fp8 = kind >> 1, c.splits = n_split;
                     c.n_kv = c.mla ? 1 : 1 + (int)(rnd() % 3), c.group = groups[rnd() % 6];
                     c.n_tok = c.prefill ? prefill_toks[rnd() % 4] : decode_toks[rnd() % 5];
                     if (len == 1 && !c.prefill) c.n_tok = 1;

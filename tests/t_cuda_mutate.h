@@ -36,8 +36,7 @@ static const struct {
 } unshown[] = {
     {"route_warp", "__syncwarp(); /* score has been read: the next token's goes there */",
      "the next token's shuffles meet in between; they order lanes, but not memory"},
-    {"k_repack", "grid_dependency_wait();",
-     "in front of it is always a copy, which has ended when it starts"},
+    {"k_repack", "grid_dependency_wait();", "in front of it is always a copy, which has ended when it starts"},
     {"k_fill", "grid_dependency_wait();",
      "in front of it is always the clearing of memory, which has ended when it starts"},
     {"k_mma_rate", "grid_dependency_wait();", "it reads and writes nothing"},
@@ -101,11 +100,8 @@ static std::vector<mutation> find_mutations() {
                 if (x.site.line == now[k].line && !strcmp(x.site.kind, now[k].kind)) m = &x;
             std::string function = now[k].function;
             if (!m)
-                all.push_back({now[k],
-                               {},
-                               function.substr(0, function.find('<')),
-                               lines.at((size_t)now[k].line - 1),
-                               0}),
+                all.push_back(
+                    {now[k], {}, function.substr(0, function.find('<')), lines.at((size_t)now[k].line - 1), 0}),
                     m = &all.back();
             m->count[i] = now[k].count - (k < before.size() ? before[k].count : 0);
         }
@@ -149,8 +145,7 @@ extern "C" int cuda_test_mutate(void) {
                     why = unshown[i].why, explained[i] = true;
             if (!m.site.line) {
                 lives += status != 0;
-                printf("%-6s with all barriers, %d schedules\n", status ? "DIES" : "lives",
-                       (int)MUTANT_ROUNDS);
+                printf("%-6s with all barriers, %d schedules\n", status ? "DIES" : "lives", (int)MUTANT_ROUNDS);
                 continue;
             }
             const char *end = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "wrong results";

@@ -71,8 +71,7 @@ static void test_hostile_corpus(void) {
 
 /* Names that do not fit a message, or that a terminal would obey. */
 static void test_hostile_names(void) {
-    char *model = hostile_read(HOSTILE_CORPUS "gguf/valid-qwen3moe.gguf"), *bad = NULL, err[ERR_MAX] = "",
-         path[1024];
+    char *model = hostile_read(HOSTILE_CORPUS "gguf/valid-qwen3moe.gguf"), *bad = NULL, err[ERR_MAX] = "", path[1024];
     struct model m;
     char *arch = memmem(model, arrlenu(model), "qwen3moe", 8);
     if (!CHECK(arch, "no architecture")) return;
@@ -100,10 +99,7 @@ static void test_hostile_seeds(void) {
     static const struct {
         const char *dir;
         void (*fn)(const uint8_t *data, size_t size);
-    } t[] = {{"gguf", fuzz_gguf},
-             {"tokenize", fuzz_tokenize},
-             {"template", fuzz_template},
-             {"session", fuzz_session}};
+    } t[] = {{"gguf", fuzz_gguf}, {"tokenize", fuzz_tokenize}, {"template", fuzz_template}, {"session", fuzz_session}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char path[512];
         struct dirent **names = NULL;
@@ -155,8 +151,8 @@ static void test_hostile_cuts(void) {
     for (size_t cut = 24; cut < end; cut += 997) arrput(edges, cut);
     arrput(edges, end - 1);
     for (size_t i = 0; sb && i < arrlenu(edges); i++)
-        CHECK(!fuzz_bind((const uint8_t *)sb, edges[i], false), "the first %zu of %zu bytes were taken",
-              edges[i], arrlenu(sb));
+        CHECK(!fuzz_bind((const uint8_t *)sb, edges[i], false), "the first %zu of %zu bytes were taken", edges[i],
+              arrlenu(sb));
     arrfree(edges);
     arrfree(sb);
 }
@@ -178,8 +174,7 @@ static void test_hostile_flips(void) {
         bound += fuzz_bind((const uint8_t *)sb, arrlenu(sb), i % 50 == 0);
         for (size_t j = 0; j < k; j++) sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
     }
-    CHECK(i >= n / 20 && bound > 0 && bound < i, "%d of %d files were taken in %.0f s", bound, i,
-          now_seconds() - t0);
+    CHECK(i >= n / 20 && bound > 0 && bound < i, "%d of %d files were taken in %.0f s", bound, i, now_seconds() - t0);
     arrfree(edges);
     arrfree(sb);
 }
@@ -199,8 +194,7 @@ static void test_hostile_router(void) {
         int32_t ids[8];
         unsigned seen = 0;
         m.n_group_used = 1 + i % m.n_group;
-        for (int e = 0; e < 8; e++)
-            logits[e] = (float[]){NAN, INFINITY, -INFINITY, 1, -2}[rng_next(&rng) % 5];
+        for (int e = 0; e < 8; e++) logits[e] = (float[]){NAN, INFINITY, -INFINITY, 1, -2}[rng_next(&rng) % 5];
         route_token(&m, &y, logits, ids, weights);
         for (int k = 0; k < m.n_expert_used; k++) {
             CHECK(ids[k] >= 0 && ids[k] < 8 && !(seen >> ids[k] & 1), "case %d: expert %d, of %d", i, ids[k],
@@ -275,8 +269,7 @@ static void test_hostile_shrinks(void) {
     snprintf(cmd, sizeof cmd,
              "{ i=0; while ! grep -q 'loaded in' %s.said && [ $i -lt 500 ]; do i=$((i + 1)); sleep 0.02; "
              "done; truncate -s 4096 %s; echo ab; } | "
-             "timeout 30 " MOE_BIN
-             " --verbose -m %s --raw -n 4 -c 64 -t 2 2>%s.said; rc=$?; cat %s.said >&2; exit $rc",
+             "timeout 30 " MOE_BIN " --verbose -m %s --raw -n 4 -c 64 -t 2 2>%s.said; rc=$?; cat %s.said >&2; exit $rc",
              path, path, path, path, path);
     int rc = run_command(cmd, NULL, &said);
     static const char last[] = "moe: the model file was truncated or its disk failed while in use\n";
@@ -291,8 +284,8 @@ static size_t hostile_header_bytes(const char *safetensors) {
 
 /* The converter on directories of which one file is cut or flipped. What it writes all the same is loaded. */
 static void test_hostile_convert(void) {
-    static const char *const files[] = {"model.safetensors", "config.json", "tokenizer.json",
-                                        "hf_quant_config.json", "tokenizer_config.json"};
+    static const char *const files[] = {"model.safetensors", "config.json", "tokenizer.json", "hf_quant_config.json",
+                                        "tokenizer_config.json"};
     char dir[128], path[256], out[256], cmd[1024], err[ERR_MAX];
     uint64_t rng = 13;
     int refused = 0, n = SANITIZED ? 25 : 100;

@@ -58,8 +58,7 @@ static void kt_unpack(enum act_format f, const uint8_t *x, int n, float *out) {
             out[i] = bf16_to_f32(((const uint16_t *)(const void *)x)[i]) +
                      bf16_to_f32(((const uint16_t *)(const void *)(x + act_plane(n)))[i]);
     else
-        for (int i = 0; i < n; i++)
-            out[i] = (float)(256 * q[i / 32].hi[i % 32] + q[i / 32].lo[i % 32]) * q[i / 32].d;
+        for (int i = 0; i < n; i++) out[i] = (float)(256 * q[i / 32].hi[i % 32] + q[i / 32].lo[i % 32]) * q[i / 32].d;
 }
 
 /* The product of a whole matrix by all tokens, and how much of it rounding may take: `unit` per weight and activation. */
@@ -135,13 +134,11 @@ static bool kt_case_check(const struct kt_case *c, const char *name, const char 
            least = c->format == ACT_BF16 ? c->n_in * 0x1p-118 : 0x1p-120; /* flushed to zero */
     int at = 0;
     for (int i = 0; i < c->n_out * c->n_tok; i++) {
-        double e =
-            fabs((double)c->y[i] - (double)c->expected[i]) / (0.75 * unit * (double)c->magnitude[i] + least);
+        double e = fabs((double)c->y[i] - (double)c->expected[i]) / (0.75 * unit * (double)c->magnitude[i] + least);
         if (!(e <= worst)) worst = e, at = i;
         if (!(e <= 1)) break;
     }
-    return CHECK(worst <= 1,
-                 "%s %s: %s format %d, %d x %d, %d tokens: element %d is %g, not %g (sum of magnitudes %g)",
+    return CHECK(worst <= 1, "%s %s: %s format %d, %d x %d, %d tokens: element %d is %g, not %g (sum of magnitudes %g)",
                  name, what, gguf_type_info(c->type).name, (int)c->format, c->n_out, c->n_in, c->n_tok, at,
                  (double)c->y[at], (double)c->expected[at], (double)c->magnitude[at]);
 }
@@ -168,12 +165,11 @@ static void kt_case_cuts(const struct kt_case *c, const struct kernels *k) {
             k->gemm(&g);
             for (int t = 0; t < n_tok; t++) {
                 const float *got = y + t * (n_out + GAP);
-                bad += memcmp(got, c->y + rows[t] * c->n_out + r0, (size_t)n_out * 4) ||
-                       memcmp(got + n_out, gap, GAP * 4);
+                bad +=
+                    memcmp(got, c->y + rows[t] * c->n_out + r0, (size_t)n_out * 4) || memcmp(got + n_out, gap, GAP * 4);
             }
             CHECK(!bad, "%s: %s format %d, n_in %d: %d of %d tokens differ when cut to %d rows%s", k->name,
-                  gguf_type_info(c->type).name, (int)c->format, c->n_in, bad, n_tok, n_out,
-                  pick ? ", picked" : "");
+                  gguf_type_info(c->type).name, (int)c->format, c->n_in, bad, n_tok, n_out, pick ? ", picked" : "");
         }
     free(y), free(gap);
 }
@@ -192,8 +188,7 @@ static void kt_product(const struct kernels *k, uint32_t type, int n_in, int n_o
     kt_weights(type, w, (size_t)n_in * (size_t)n_out, &rng);
     for (int i = 0; i < n_in * n_tok; i++) x[i] = kt_normal(&rng);
     for (int i = 0, n = kt_formats(k, type, f); i < n; i++) {
-        struct kt_case c = {
-            .type = type, .format = f[i], .n_out = n_out, .n_in = n_in, .n_tok = n_tok, .w = w};
+        struct kt_case c = {.type = type, .format = f[i], .n_out = n_out, .n_in = n_in, .n_tok = n_tok, .w = w};
         kt_case_run(&c, k, x);
         if (kt_case_check(&c, k->name, "product")) kt_case_cuts(&c, k);
         kt_case_free(&c);
@@ -248,8 +243,7 @@ static void test_kernels_scales(void) {
                 kt_weights(types[ty], p, N_IN, &rng);
                 for (int j = 0; ty == 0 && j < 4; j++) p[j] = (uint8_t)(r + 64 * j);
                 if (ty == 1)
-                    p[0] = (uint8_t)(r < 232 ? r : 231),
-                    p[17] = (uint8_t)(231 - p[0]); /* sums overflow beyond */
+                    p[0] = (uint8_t)(r < 232 ? r : 231), p[17] = (uint8_t)(231 - p[0]); /* sums overflow beyond */
             }
             for (int i = 0, n = kt_formats(k, types[ty], f); i < n; i++) {
                 struct kt_case c = {
@@ -264,8 +258,8 @@ static void test_kernels_scales(void) {
                         bad += !(fabs((double)c.y[t * N_OUT + r] - want) <= tol);
                     }
                 }
-                CHECK(!bad, "%s: %s format %d: %d weights differ", k->name, gguf_type_info(types[ty]).name,
-                      (int)f[i], bad);
+                CHECK(!bad, "%s: %s format %d: %d weights differ", k->name, gguf_type_info(types[ty]).name, (int)f[i],
+                      bad);
                 kt_case_free(&c);
             }
             kt_guarded_free(w, N_OUT * stride);
@@ -291,16 +285,11 @@ static void test_kernels_extremes(void) {
             uint8_t *w = kt_guarded(gguf_row_bytes(kt_types[i], N_IN) * N_OUT);
             kt_weights(kt_types[i], w, N_IN * N_OUT, &rng);
             for (int j = 0, n = kt_formats(k, kt_types[i], f); j < n; j++) {
-                struct kt_case c = {.type = kt_types[i],
-                                    .format = f[j],
-                                    .n_out = N_OUT,
-                                    .n_in = N_IN,
-                                    .n_tok = N_TOK,
-                                    .w = w};
+                struct kt_case c = {
+                    .type = kt_types[i], .format = f[j], .n_out = N_OUT, .n_in = N_IN, .n_tok = N_TOK, .w = w};
                 kt_case_run(&c, k, x);
                 kt_case_check(&c, k->name, "extremes");
-                for (int r = 0; r < N_OUT; r++)
-                    CHECK(c.y[r] == 0, "%s: zeros give %g", k->name, (double)c.y[r]);
+                for (int r = 0; r < N_OUT; r++) CHECK(c.y[r] == 0, "%s: zeros give %g", k->name, (double)c.y[r]);
                 kt_case_free(&c);
             }
             kt_guarded_free(w, gguf_row_bytes(kt_types[i], N_IN) * N_OUT);
@@ -333,10 +322,8 @@ static void test_kernels_pack(void) {
             }
             for (int b = 0; f == ACT_I16 && b < N / 16; b++) {
                 int sum = 0;
-                for (int i = 0; i < 16; i++)
-                    sum += 256 * q[b / 2].hi[b % 2 * 16 + i] + q[b / 2].lo[b % 2 * 16 + i];
-                CHECK(q[b / 2].bias[b % 2] == -16 * sum, "%s: bias %d, sum %d", k->name, q[b / 2].bias[b % 2],
-                      sum);
+                for (int i = 0; i < 16; i++) sum += 256 * q[b / 2].hi[b % 2 * 16 + i] + q[b / 2].lo[b % 2 * 16 + i];
+                CHECK(q[b / 2].bias[b % 2] == -16 * sum, "%s: bias %d, sum %d", k->name, q[b / 2].bias[b % 2], sum);
             }
             free(p);
         }
@@ -387,14 +374,14 @@ static void test_kernels_vectors(void) {
             memcpy(a, x, sizeof a), memcpy(b, x, sizeof b);
             double sum = (double)k->exp_sum(a, n, 30.0f), want = (double)kernels_ref.exp_sum(b, n, 30.0f);
             for (int i = 0; i < n; i++)
-                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * b[i] + 0x1p-125f, "%s: exp(%g) is %g", k->name,
-                      (double)x[i] - 30, (double)a[i]);
+                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * b[i] + 0x1p-125f, "%s: exp(%g) is %g", k->name, (double)x[i] - 30,
+                      (double)a[i]);
             CHECK(fabs(sum - want) <= 1e-6 * want, "%s: exp_sum of %d is %g, not %g", k->name, n, sum, want);
             for (int i = 0; i < n; i++) a[i] = b[i] = i == 2 ? -200.0f : x[i];
             k->silu_mul(a, w, n), kernels_ref.silu_mul(b, w, n);
             for (int i = 0; i < n; i++)
-                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: silu(%g) is %g", k->name,
-                      (double)x[i], (double)a[i]);
+                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: silu(%g) is %g", k->name, (double)x[i],
+                      (double)a[i]);
             for (int i = 0; i < 2; i++) {
                 k->rmsnorm(w, i ? w : NULL, 1e-6f, a, n), kernels_ref.rmsnorm(w, i ? w : NULL, 1e-6f, b, n);
                 for (int t = 0; t < n; t++)
@@ -413,8 +400,7 @@ static void test_kernels_sgemm(void) {
     uint64_t rng = 9;
     for (size_t s = 0; (k = kt_set(s)); s++)
         for (size_t i = 0; i < sizeof shape / sizeof *shape; i++) {
-            int m = shape[i][0], n = shape[i][1], p = shape[i][2], ld = (n > p ? n : p) + 3,
-                big = n > p ? n : p;
+            int m = shape[i][0], n = shape[i][1], p = shape[i][2], ld = (n > p ? n : p) + 3, big = n > p ? n : p;
             size_t size = (size_t)(big > m ? big : m) * (size_t)ld;
             float *a = xcalloc(size, 4), *b = xcalloc(size, 4), *c = xcalloc(size, 4), *d = xcalloc(size, 4);
             for (size_t j = 0; j < size; j++)
@@ -424,8 +410,8 @@ static void test_kernels_sgemm(void) {
                 (add ? k->sgemm_nn_add : k->sgemm_nt)(m, n, p, a, ld, b, ld, c, ld);
                 (add ? kernels_ref.sgemm_nn_add : kernels_ref.sgemm_nt)(m, n, p, a, ld, b, ld, d, ld);
                 for (size_t j = 0; j < size; j++) worst = fmax(worst, fabs((double)c[j] - (double)d[j]));
-                CHECK(worst <= 1e-6 * (p + 8), "%s: sgemm_%s %d x %d x %d is off by %g", k->name,
-                      add ? "nn_add" : "nt", m, n, p, worst);
+                CHECK(worst <= 1e-6 * (p + 8), "%s: sgemm_%s %d x %d x %d is off by %g", k->name, add ? "nn_add" : "nt",
+                      m, n, p, worst);
             }
             free(a), free(b), free(c), free(d);
         }

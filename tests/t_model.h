@@ -4,8 +4,7 @@
 static double nmse(const float *x, const float *ref, size_t n) {
     double e = 0, s = 0;
     for (size_t i = 0; i < n; i++)
-        e += ((double)x[i] - (double)ref[i]) * ((double)x[i] - (double)ref[i]),
-            s += (double)ref[i] * (double)ref[i];
+        e += ((double)x[i] - (double)ref[i]) * ((double)x[i] - (double)ref[i]), s += (double)ref[i] * (double)ref[i];
     return e / s;
 }
 
@@ -84,14 +83,12 @@ static void check_fixture(const char *name, const int *experts) {
     session_init(&s, &m, &kernels_ref, 1, 64, KV_F32);
     greedy_run(&s, ids, 17, out, n_greedy);
     for (int i = 0; i < n_greedy; i++)
-        CHECK(out[i] == json_integer_value(json_array_get(list, (size_t)i)), "%s: greedy token %d is %d",
-              name, i, out[i]);
+        CHECK(out[i] == json_integer_value(json_array_get(list, (size_t)i)), "%s: greedy token %d is %d", name, i,
+              out[i]);
     session_free(&s);
     for (int il = 0; experts && il < m.n_layer; il++) {
-        CHECK(m.layers[il].n_expert == experts[il], "%s: layer %d has %d experts", name, il,
-              m.layers[il].n_expert);
-        CHECK(!experts[il] || m.layers[il].kept, "%s: layer %d does not say which experts were kept", name,
-              il);
+        CHECK(m.layers[il].n_expert == experts[il], "%s: layer %d has %d experts", name, il, m.layers[il].n_expert);
+        CHECK(!experts[il] || m.layers[il].kept, "%s: layer %d does not say which experts were kept", name, il);
     }
     json_decref(greedy);
     arrfree(ids);
@@ -144,8 +141,8 @@ static void test_demo_reference(void) {
         struct chat c;
         struct text text = {0};
         int32_t *ids = NULL, out[256];
-        option_store(&set, option_find("think"),
-                     json_is_true(json_object_get(x, "enable_thinking")) ? "on" : "off", err);
+        option_store(&set, option_find("think"), json_is_true(json_object_get(x, "enable_thinking")) ? "on" : "off",
+                     err);
         if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) break;
         json_array_foreach(json_object_get(x, "messages"), k, v) {
             const char *content = json_string_value(json_object_get(v, "content"));
@@ -164,30 +161,28 @@ static void test_demo_reference(void) {
         float *l = all_logits(&m, &kernels_ref, KV_F32, 2, ids, (int)arrlen(ids)),
               *last = l + ((size_t)arrlen(ids) - 1) * (size_t)m.n_vocab;
         for (k = 0; k < 8; k++) {
-            int64_t id = json_integer_value(
-                json_array_get(json_object_get(json_object_get(x, "last_logits_top8"), "ids"), k));
-            double want = json_number_value(
-                json_array_get(json_object_get(json_object_get(x, "last_logits_top8"), "values"), k));
+            int64_t id =
+                json_integer_value(json_array_get(json_object_get(json_object_get(x, "last_logits_top8"), "ids"), k));
+            double want =
+                json_number_value(json_array_get(json_object_get(json_object_get(x, "last_logits_top8"), "values"), k));
             int better = 0;
             for (int t = 0; t < m.n_vocab; t++) better += last[t] > last[id];
             CHECK((size_t)better == k && fabs((double)last[id] - want) <= 1e-3,
-                  "prompt %zu: logit %zu (id %d) is %.5f at rank %d, expected %.5f", i, k, (int)id, last[id],
-                  better, want);
+                  "prompt %zu: logit %zu (id %d) is %.5f at rank %d, expected %.5f", i, k, (int)id, last[id], better,
+                  want);
         }
         for (k = 0; k < arrlenu(ids); k++) {
-            double sum = 0,
-                   want = json_number_value(json_array_get(json_object_get(x, "logits_l2_per_position"), k));
+            double sum = 0, want = json_number_value(json_array_get(json_object_get(x, "logits_l2_per_position"), k));
             for (int t = 0; t < m.n_vocab; t++)
-                sum += (double)l[k * (size_t)m.n_vocab + (size_t)t] *
-                       (double)l[k * (size_t)m.n_vocab + (size_t)t];
-            CHECK(fabs(sqrt(sum) / want - 1) < 1e-5, "prompt %zu, position %zu: norm %.4f, expected %.4f", i,
-                  k, sqrt(sum), want);
+                sum += (double)l[k * (size_t)m.n_vocab + (size_t)t] * (double)l[k * (size_t)m.n_vocab + (size_t)t];
+            CHECK(fabs(sqrt(sum) / want - 1) < 1e-5, "prompt %zu, position %zu: norm %.4f, expected %.4f", i, k,
+                  sqrt(sum), want);
         }
         v = json_object_get(x, "greedy_ids");
         greedy_run(&s, ids, (int)arrlen(ids), out, (int)json_array_size(v));
         for (k = 0; k < json_array_size(v); k++)
-            CHECK(out[k] == json_integer_value(json_array_get(v, k)), "prompt %zu: greedy token %zu is %d", i,
-                  k, out[k]);
+            CHECK(out[k] == json_integer_value(json_array_get(v, k)), "prompt %zu: greedy token %zu is %d", i, k,
+                  out[k]);
         free(l);
         arrfree(ids);
         text_free(&text);
@@ -223,8 +218,7 @@ static void test_demo_fast_path(void) {
             float *b = ref + (size_t)t * (size_t)m.n_vocab;
             double de = 0, ds = 0;
             for (int i = 0; i < m.n_vocab; i++)
-                de += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]),
-                    ds += (double)b[i] * (double)b[i];
+                de += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]), ds += (double)b[i] * (double)b[i];
             e += de, s += ds, per[at + t] = (float)(de / ds);
             int want = argmax(b, m.n_vocab), got = argmax(a, m.n_vocab);
             if (want != got && b[want] - b[got] > 0.5f) wrong++;
@@ -253,8 +247,7 @@ static void test_session_threads(void) {
     for (int kv = KV_BF16; kv <= KV_F32; kv++) {
         float *a = all_logits(&m, kernels_choose(), (enum kv_type)kv, 1, ids, 200),
               *b = all_logits(&m, kernels_choose(), (enum kv_type)kv, 3, ids, 200);
-        CHECK(!memcmp(a, b, 200 * (size_t)m.n_vocab * sizeof *a), "1 and 3 threads differ (cache type %d)",
-              kv);
+        CHECK(!memcmp(a, b, 200 * (size_t)m.n_vocab * sizeof *a), "1 and 3 threads differ (cache type %d)", kv);
         free(a), free(b);
     }
     model_free(&m);
@@ -281,8 +274,7 @@ static void test_session_decode_equals_prefill(void) {
     ids[650] = 17;
     CHECK(session_sync(&s, ids, 700, err) == SYNC_DONE && s.sync_tokens == 50,
           "a change at 650 of 700 computed %d tokens", s.sync_tokens);
-    CHECK(session_sync(&s, ids, 701, err) == SYNC_FAILED && strstr(err, "context is full"), "701 tokens: %s",
-          err);
+    CHECK(session_sync(&s, ids, 701, err) == SYNC_FAILED && strstr(err, "context is full"), "701 tokens: %s", err);
     ids[3] = -1;
     CHECK(session_sync(&s, ids, 10, err) == SYNC_FAILED, "a negative id was taken");
     free(want);
@@ -308,8 +300,8 @@ static void test_session_file(void) {
         session_init(&s, &m, &kernels_ref, 1, 64, (enum kv_type)kv);
         CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
         session_decode(&s, 7);
-        CHECK(logit_hash(session_logits(&s), m.n_vocab) == want,
-              "a loaded state continues differently (cache type %d)", kv);
+        CHECK(logit_hash(session_logits(&s), m.n_vocab) == want, "a loaded state continues differently (cache type %d)",
+              kv);
         session_free(&s);
     }
     struct model other = m;
@@ -333,8 +325,7 @@ static void test_session_file(void) {
         CHECK(session_load(&s, path, err) && strstr(err, "checksum") && !s.n_past, "%s", err);
     }
     CHECK(truncate(path, 1000) == 0 && session_load(&s, path, err) && s.n_past == 0, "a cut file was taken");
-    CHECK(truncate(path, 3) == 0 && session_load(&s, path, err) && strstr(err, "not a saved state"), "%s",
-          err);
+    CHECK(truncate(path, 3) == 0 && session_load(&s, path, err) && strstr(err, "not a saved state"), "%s", err);
     session_free(&s);
     model_free(&m);
 }
@@ -350,8 +341,7 @@ static const struct ops *op_real;
 static void op_note(const char *name, int a, int b, const void *w) {
     op_log.n++;
     for (const char *p = name; *p; p++) op_log.hash = (op_log.hash ^ (uint32_t)*p) * 0x01000193u;
-    op_log.hash =
-        ((op_log.hash ^ (uint32_t)a) * 0x01000193u ^ (uint32_t)b) * 0x01000193u ^ (uint32_t)(uintptr_t)w;
+    op_log.hash = ((op_log.hash ^ (uint32_t)a) * 0x01000193u ^ (uint32_t)b) * 0x01000193u ^ (uint32_t)(uintptr_t)w;
 }
 
 static void log_embed(struct rank *r, enum act o) { op_note("embed", o, 0, NULL), op_real->embed(r, o); }
@@ -361,9 +351,7 @@ static void log_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) 
 static void log_add_rmsnorm(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
     op_note("add_rmsnorm", x * 16 + d, o, w), op_real->add_rmsnorm(r, x, d, w, o);
 }
-static void log_add(struct rank *r, enum act x, enum act d) {
-    op_note("add", x, d, NULL), op_real->add(r, x, d);
-}
+static void log_add(struct rank *r, enum act x, enum act d) { op_note("add", x, d, NULL), op_real->add(r, x, d); }
 static void log_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
     op_note("linear", x, o, w), op_real->linear(r, w, x, o);
 }
@@ -385,9 +373,7 @@ static void log_ffn(struct rank *r, int il, enum act x, enum act o) {
 static void log_moe_ffn(struct rank *r, int il, enum act x, enum act o) {
     op_note("moe_ffn", il, x * 16 + o, NULL), op_real->moe_ffn(r, il, x, o);
 }
-static void log_all_reduce(struct rank *r, enum act x) {
-    op_note("all_reduce", x, 0, NULL), op_real->all_reduce(r, x);
-}
+static void log_all_reduce(struct rank *r, enum act x) { op_note("all_reduce", x, 0, NULL), op_real->all_reduce(r, x); }
 
 static void test_ops_replay(void) {
     static const char *const names[] = {"qwen3moe", "deepseek_v3"};
@@ -398,8 +384,7 @@ static void test_ops_replay(void) {
         session_init(&s, &m, &kernels_ref, 1, 64, KV_F32);
         op_real = s.r.ops;
         struct ops log = *op_real;
-        log.embed = log_embed, log.rmsnorm = log_rmsnorm, log.add_rmsnorm = log_add_rmsnorm,
-        log.add = log_add;
+        log.embed = log_embed, log.rmsnorm = log_rmsnorm, log.add_rmsnorm = log_add_rmsnorm, log.add = log_add;
         log.linear = log_linear, log.rope_store_kv = log_rope_store_kv, log.attention = log_attention;
         log.mla_store = log_mla_store, log.mla_attention = log_mla_attention, log.ffn = log_ffn;
         log.moe_ffn = log_moe_ffn, log.all_reduce = log_all_reduce;
@@ -413,8 +398,8 @@ static void test_ops_replay(void) {
             hash[i] = op_log.hash, n[i] = op_log.n;
         }
         for (int i = 1; i < 4; i++)
-            CHECK(hash[i] == hash[0] && n[i] == n[0] && n[0] > 10, "%s: replay %d of %d operations differs",
-                  names[f], i, n[0]);
+            CHECK(hash[i] == hash[0] && n[i] == n[0] && n[0] > 10, "%s: replay %d of %d operations differs", names[f],
+                  i, n[0]);
         session_free(&s);
         model_free(&m);
     }
@@ -432,14 +417,12 @@ static void test_rope_yarn(void) {
          32,
          1,
          1,
-         {1, 0.0668740305, 0.0340072782, 0.024250967, 0.00447213595, 3.61404677e-5, 9.34592988e-6,
-          8.76441291e-7}},
+         {1, 0.0668740305, 0.0340072782, 0.024250967, 0.00447213595, 3.61404677e-5, 9.34592988e-6, 8.76441291e-7}},
         {5e4,
          64,
          1,
          1,
-         {1, 0.0668740305, 0.0340072782, 0.024250967, 0.00447213595, 1.80702339e-5, 4.67296494e-6,
-          4.38220646e-7}}};
+         {1, 0.0668740305, 0.0340072782, 0.024250967, 0.00447213595, 1.80702339e-5, 4.67296494e-6, 4.38220646e-7}}};
     static const int at[8] = {0, 8, 10, 11, 16, 20, 24, 31};
     for (int i = 0; i < 3; i++) {
         struct gguf_writer w = {0};
@@ -462,8 +445,8 @@ static void test_rope_yarn(void) {
             CHECK(fabs((double)m.rope_freq[at[k]] / c[i].freq[k] - 1) < 1e-6,
                   "case %d: frequency %d is %.9g, expected %.9g", i, at[k], m.rope_freq[at[k]], c[i].freq[k]);
         double mscale = 0.1 * log(c[i].factor) + 1;
-        CHECK(fabs((double)m.attn_scale * sqrt(192.0) / (mscale * mscale) - 1) < 1e-6,
-              "case %d: softmax scale %g", i, m.attn_scale);
+        CHECK(fabs((double)m.attn_scale * sqrt(192.0) / (mscale * mscale) - 1) < 1e-6, "case %d: softmax scale %g", i,
+              m.attn_scale);
         model_free(&m);
         gguf_close(&g);
         gguf_writer_free(&w);
@@ -498,8 +481,7 @@ static void test_model_hash(void) {
         uint8_t *h = gguf_header(&w, &n);
         h = xrealloc(h, n + 32);
         memset(h + n, c[i % N].last, 32);
-        if (CHECK(gguf_parse(&g, h, n + 32, err, ERR_MAX) == 0, "%s", err))
-            hash[i] = model_hash(&g), gguf_close(&g);
+        if (CHECK(gguf_parse(&g, h, n + 32, err, ERR_MAX) == 0, "%s", err)) hash[i] = model_hash(&g), gguf_close(&g);
         gguf_writer_free(&w);
         free(h);
         for (int k = 0; k < i; k++)
@@ -523,8 +505,8 @@ static void test_router(void) {
     route_token(&m, &y, logits, ids, w);
     float a = 0.5f, b = 1 / (1 + expf(-1.5f));
     CHECK(ids[0] == 2 && ids[1] == 4, "chose %d and %d", ids[0], ids[1]);
-    CHECK(fabsf(w[0] - 2.5f * a / (a + b)) < 1e-6f && fabsf(w[1] - 2.5f * b / (a + b)) < 1e-6f,
-          "weights %g and %g", w[0], w[1]);
+    CHECK(fabsf(w[0] - 2.5f * a / (a + b)) < 1e-6f && fabsf(w[1] - 2.5f * b / (a + b)) < 1e-6f, "weights %g and %g",
+          w[0], w[1]);
     float soft[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     m = (struct model){
         .n_group = 1, .n_group_used = 1, .n_expert_used = 2, .gating = GATING_SOFTMAX, .weights_scale = 1};
@@ -534,8 +516,7 @@ static void test_router(void) {
           "softmax chose %d %d with %g %g", ids[0], ids[1], w[0], w[1]);
     float bad[8] = {NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN};
     route_token(&m, &y, bad, ids, w);
-    CHECK(ids[0] >= 0 && ids[0] < 8 && ids[1] >= 0 && ids[1] < 8, "NaN logits chose %d and %d", ids[0],
-          ids[1]);
+    CHECK(ids[0] >= 0 && ids[0] < 8 && ids[1] >= 0 && ids[1] < 8, "NaN logits chose %d and %d", ids[0], ids[1]);
 }
 
 /* One of the ids 0..n-1 with the next random number. */
@@ -556,8 +537,7 @@ static void test_sampler(void) {
     double z = (1 - exp(-0.1 * N)) / (1 - exp(-0.1));
     for (int i = 0; i < N; i += 7) {
         double p = exp(-0.1 * i) / z, sd = sqrt(p * (1 - p) * DRAWS);
-        CHECK(fabs(count[i] - p * DRAWS) < 5 * sd, "id %d drawn %d times, expected %.0f", i, count[i],
-              p * DRAWS);
+        CHECK(fabs(count[i] - p * DRAWS) < 5 * sd, "id %d drawn %d times, expected %.0f", i, count[i], p * DRAWS);
     }
     o.top_k = 3;
     for (int i = 0; i < 1000; i++) CHECK(sample(&o, x, N, NULL, 0) < 3, "top-k let another one through");
@@ -603,15 +583,13 @@ static void test_kv_planes(void) {
                       tol = type == KV_F32    ? 0
                             : type == KV_BF16 ? fabsf(x[i]) / 256
                                               : fmaxf(fabsf(x[i]) / 16, amax * 0x1p-9f / 448 * 1.01f);
-                CHECK(fabsf(x[i] - y[i]) <= tol, "type %d row %d value %d: %g became %g", type, row, i, x[i],
-                      y[i]);
+                CHECK(fabsf(x[i] - y[i]) <= tol, "type %d row %d value %d: %g became %g", type, row, i, x[i], y[i]);
             }
             float tiny[W]; /* its scale has no finite reciprocal */
             for (int i = 0; i < W; i++) tiny[i] = 1e-38f;
             kv_store(kernels_choose(), &p, row + 1, tiny);
             kv_load(kernels_choose(), &p, row + 1, 1, 0, W, y, W);
-            for (int i = 0; i < W; i++)
-                CHECK(fabsf(y[i]) <= 1.01e-38f, "type %d: 1e-38 became %g", type, y[i]);
+            for (int i = 0; i < W; i++) CHECK(fabsf(y[i]) <= 1.01e-38f, "type %d: 1e-38 became %g", type, y[i]);
             kv_load(kernels_choose(), &p, row, 1, 128, 64, y, W);
             CHECK(fabsf(y[3] - x[131]) <= fabsf(x[131]) / 8, "type %d: a range that starts at a group", type);
         }
@@ -620,8 +598,8 @@ static void test_kv_planes(void) {
     }
 }
 
-static double perplexity(const struct model *m, const struct kernels *k, enum kv_type kv, const int32_t *ids,
-                         int n, int window) {
+static double perplexity(const struct model *m, const struct kernels *k, enum kv_type kv, const int32_t *ids, int n,
+                         int window) {
     struct session s;
     struct surprise x = {.n = window, .n_vocab = m->n_vocab};
     char err[ERR_MAX] = "";
@@ -673,13 +651,12 @@ static void test_contents_list(void) {
     arrfree(text);
 }
 
-#define TESTS_MODEL                                                                                          \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe},                                                     \
-        {"model/fixtures-deepseek", test_fixtures_deepseek}, {"model/fixtures-reap", test_fixtures_reap},    \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},        \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},            \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill},                                 \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                      \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router}, \
-        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                \
+#define TESTS_MODEL                                                                                                   \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
+        {"model/fixtures-reap", test_fixtures_reap}, {"model/demo-reference", test_demo_reference},                   \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
+        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                         \
         {"model/contents-list", test_contents_list},

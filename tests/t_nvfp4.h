@@ -83,8 +83,7 @@ static void check_ue4m3_line(char *line) {
     b.qs[0] = 0x72;
     nvfp4_decode_block(&b, v);
     CHECK(f32_to_bits(ue4m3_to_f32((uint8_t)byte)) == scale, "byte %02x", byte);
-    CHECK(f32_to_bits(v[0]) == one && f32_to_bits(v[8]) == six, "byte %02x: %g %g", byte, (double)v[0],
-          (double)v[8]);
+    CHECK(f32_to_bits(v[0]) == one && f32_to_bits(v[8]) == six, "byte %02x: %g %g", byte, (double)v[0], (double)v[8]);
 }
 
 static void test_nvfp4_ue4m3(void) { golden_lines("ue4m3.txt", check_ue4m3_line); }
@@ -129,8 +128,8 @@ static void golden_case_line(char *line) {
     else if (sscanf(line, "weight_global_scale %x", &bits) == 1) c->global_scale = f32_from_bits(bits);
     else if (!strcmp(line, "end")) {
         size_t n = (size_t)c->rows * c->cols;
-        if (CHECK(n && arrlenu(c->weight) == n / 2 && arrlenu(c->scale) == n / 16 &&
-                      arrlenu(c->gguf) == n / 64 * 36 && arrlenu(c->dequant) == n,
+        if (CHECK(n && arrlenu(c->weight) == n / 2 && arrlenu(c->scale) == n / 16 && arrlenu(c->gguf) == n / 64 * 36 &&
+                      arrlenu(c->dequant) == n,
                   "%s: incomplete", c->name))
             golden_case_fn(c);
         arrfree(c->weight);

@@ -136,8 +136,7 @@ static void vt_resize(struct vt *v, int rows, int cols) {
         if (r == old->r && old->c > end) end = old->c;
         for (int c = 0; c < end; c++) {
             const char *cell = old->cell[r][c];
-            if (r == old->r && c == old->c)
-                r_new = v->pending ? v->r + 1 : v->r, c_new = v->pending ? 0 : v->c;
+            if (r == old->r && c == old->c) r_new = v->pending ? v->r + 1 : v->r, c_new = v->pending ? 0 : v->c;
             if (*cell != 1)
                 vt_print(v, *cell ? cell : " ", *cell ? (int)strlen(cell) : 1,
                          text_width(*cell ? cell : " ", *cell ? strlen(cell) : 1));
@@ -217,9 +216,8 @@ static void pty_send(struct pty *p, const char *s) { pty_send_n(p, s, strlen(s))
 static bool pty_expect(struct pty *p, const char *text) {
     size_t n = strlen(text);
     for (double end = now_seconds() + PTY_SECONDS; now_seconds() < end; pty_pump(p, 20)) {
-        char *at = arrlenu(p->log) > p->log_at
-                       ? memmem(p->log + p->log_at, arrlenu(p->log) - p->log_at, text, n)
-                       : NULL;
+        char *at =
+            arrlenu(p->log) > p->log_at ? memmem(p->log + p->log_at, arrlenu(p->log) - p->log_at, text, n) : NULL;
         if (!at) continue;
         p->log_at = (size_t)(at - p->log) + n;
         return true;
@@ -244,15 +242,13 @@ static bool pty_screen(struct pty *p, int row, const char *const *want, int curs
     return false;
 }
 
-#define SCREEN(p, row, cursor_r, cursor_c, ...)                                             \
-    CHECK(pty_screen(p, row, (const char *const[]){__VA_ARGS__, NULL}, cursor_r, cursor_c), \
-          "this is the screen")
+#define SCREEN(p, row, cursor_r, cursor_c, ...) \
+    CHECK(pty_screen(p, row, (const char *const[]){__VA_ARGS__, NULL}, cursor_r, cursor_c), "this is the screen")
 
 static bool pty_mode_kept(const struct pty *p) {
     struct termios t;
     return !tcgetattr(p->slave, &t) && t.c_iflag == p->mode.c_iflag && t.c_oflag == p->mode.c_oflag &&
-           t.c_cflag == p->mode.c_cflag && t.c_lflag == p->mode.c_lflag &&
-           !memcmp(t.c_cc, p->mode.c_cc, sizeof t.c_cc);
+           t.c_cflag == p->mode.c_cflag && t.c_lflag == p->mode.c_lflag && !memcmp(t.c_cc, p->mode.c_cc, sizeof t.c_cc);
 }
 
 /* Waits for the child's end. Its exit code, 128 + signal, or -1 when it had to be killed. The mode must be as before. */
@@ -295,8 +291,7 @@ static void editor_child(const char *history) {
         if (r == EDIT_LINE) editor_history_add(&e, line, arrlenu(line));
         if (arrlen(line) == 5 && !memcmp(line, "crash", 5)) raise(SIGSEGV);
         if (arrlen(line) == 5 && !memcmp(line, "sleep", 5)) sleep(1);
-        for (double end = now_seconds() + 5;
-             arrlen(line) == 4 && !memcmp(line, "busy", 4) && now_seconds() < end;)
+        for (double end = now_seconds() + 5; arrlen(line) == 4 && !memcmp(line, "busy", 4) && now_seconds() < end;)
             poll(NULL, 0, 20);
         interrupted = 0;
     }
@@ -666,9 +661,7 @@ static void test_repl_redraw(void) {
         int first = 0, r = v->r, c = v->c;
         for (int i = 0; i < v->rows; i++) sb_printf(&before, "%s\n", vt_row(v, i));
         pty_send(&p, "\14");
-        if (!CHECK(pty_expect(&p, "\033[H\033[2J") && pty_expect(&p, "\033[?25h"), "round %d: no redraw",
-                   round))
-            break;
+        if (!CHECK(pty_expect(&p, "\033[H\033[2J") && pty_expect(&p, "\033[?25h"), "round %d: no redraw", round)) break;
         for (int i = 0; i < v->rows; i++) sb_printf(&after, "%s\n", vt_row(v, i));
         first = r - v->r;
         const char *b = sb_cstr(&before);
@@ -724,8 +717,8 @@ static void test_repl_fuzz(void) {
                 enum edit_result r = editor_key(&e, key);
                 size_t n = arrlenu(e.text);
                 if (r == EDIT_LINE) editor_history_add(&e, e.text, n);
-                bad |= e.cursor > n || !utf8_valid(e.text, n) ||
-                       (n && (memchr(e.text, 0, n) || memchr(e.text, '\r', n)));
+                bad |=
+                    e.cursor > n || !utf8_valid(e.text, n) || (n && (memchr(e.text, 0, n) || memchr(e.text, '\r', n)));
                 for (int i = 0; i < arrlen(e.folds); i++) {
                     const struct fold *f = &e.folds[i];
                     bad |= f->at + f->len > n || (e.cursor > f->at && e.cursor < f->at + f->len) || !f->len;
@@ -919,8 +912,7 @@ static void test_moe_files(void) {
     repl_write(good, "What is 7 squared? One word.\n", 29);
     snprintf(bad, sizeof bad, "%s", repl_scratch("latin1.txt"));
     repl_write(bad, "caf\xe9\n", 5);
-    setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'",
-           1);
+    setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
     bool started = moe_start(&p, "xterm", moe_argv);
     unsetenv("EDITOR");
     if (!started) return;
@@ -946,8 +938,7 @@ static void test_moe_files(void) {
     moe_ask(&p, "/load ~/home", "[loaded: 2 messages]");
     struct stat st;
     char *data = NULL, err[ERR_MAX];
-    static const char asked[] =
-        "{\"moe\":1}\n{\"role\":\"user\",\"content\":\"What is 7 squared? One word.\"}\n";
+    static const char asked[] = "{\"moe\":1}\n{\"role\":\"user\",\"content\":\"What is 7 squared? One word.\"}\n";
     snprintf(line, sizeof line, "%s/.moe/asked.jsonl", test_dir());
     repl_write(line, asked, sizeof asked - 1);
     moe_ask(&p, "/load asked.jsonl", "[loaded: 1 messages] /regen answers the last");
@@ -959,8 +950,7 @@ static void test_moe_files(void) {
     snprintf(line, sizeof line, "%s/.moe/empty.kv", test_dir());
     CHECK(!stat(line, &st) && st.st_size == sizeof(struct kv_header), "%lld bytes", (long long)st.st_size);
     snprintf(line, sizeof line, "%s/.moe_history", test_dir());
-    CHECK(!read_file(line, &data, err) && strstr(sb_cstr(&data), "\nWhat is 7 squared?\rOne word.\n"), "%s",
-          data);
+    CHECK(!read_file(line, &data, err) && strstr(sb_cstr(&data), "\nWhat is 7 squared?\rOne word.\n"), "%s", data);
     arrfree(data);
 }
 
@@ -1048,8 +1038,7 @@ static void test_moe_redirected(void) {
     EXPECT(&p, "\n> ");
     moe_end(&p);
     read_file(path, &data, err);
-    CHECK(arrlen(data) && strstr(sb_cstr(&data), "49") && arrlen(data) < 16 &&
-              !memchr(data, 27, arrlenu(data)),
+    CHECK(arrlen(data) && strstr(sb_cstr(&data), "49") && arrlen(data) < 16 && !memchr(data, 27, arrlenu(data)),
           "\"%s\"", sb_cstr(&data));
     arrfree(data);
 }
@@ -1108,8 +1097,8 @@ static void test_moe_colour(void) {
             if (p.log[i] != 27 || p.log[i + 1] != '[') continue;
             size_t k = i + 2;
             while (k < arrlenu(p.log) && (isdigit((uint8_t)p.log[k]) || p.log[k] == ';')) k++;
-            if (!CHECK(k == arrlenu(p.log) || p.log[k] != 'm' || p.log[i + 2] == '0', "a colour: %.*s",
-                       (int)(k - i), p.log + i + 1))
+            if (!CHECK(k == arrlenu(p.log) || p.log[k] != 'm' || p.log[i + 2] == '0', "a colour: %.*s", (int)(k - i),
+                       p.log + i + 1))
                 break;
         }
         moe_end(&p);
@@ -1117,14 +1106,13 @@ static void test_moe_colour(void) {
     unsetenv("NO_COLOR");
 }
 
-#define TESTS_REPL                                                                                           \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},     \
-        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                \
-        {"repl/screen", test_repl_screen}, {"repl/resize", test_repl_resize},                                \
-        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz},                                    \
-        {"repl/interrupt", test_repl_interrupt}, {"repl/restore", test_repl_restore},                        \
-        {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, \
-        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt},                                   \
-        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                    \
-        {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/colour", test_moe_colour},
+#define TESTS_REPL                                                                                                   \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
+        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                        \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
+        {"repl/screen", test_repl_screen}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},     \
+        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/restore", test_repl_restore}, \
+        {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files},         \
+        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt}, {"repl/terminate", test_moe_terminate},   \
+        {"repl/redirected", test_moe_redirected}, {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow},    \
+        {"repl/colour", test_moe_colour},

@@ -4,8 +4,7 @@
  * ours; snippets.jsonl has small templates with what jinja2 3.1.6 makes of them, the variables in its first line. */
 
 /* Renders src; the text, or NULL with a message. *rc is that of template_render, or -3 if the source was refused. */
-static char *render_text(const char *src, size_t n, const json_t *vars, struct text *out, int *rc,
-                         char *err) {
+static char *render_text(const char *src, size_t n, const json_t *vars, struct text *out, int *rc, char *err) {
     struct template *t = template_parse(src, n, err);
     *rc = t ? template_render(t, vars, out, err) : -3;
     template_free(t);
@@ -40,14 +39,11 @@ static int each_json_line(const char *path, void (*fn)(const json_t *line, void 
     return lines;
 }
 
-static const char *json_text(const json_t *o, const char *key) {
-    return json_string_value(json_object_get(o, key));
-}
+static const char *json_text(const json_t *o, const char *key) { return json_string_value(json_object_get(o, key)); }
 
 /* The variables of a golden case. */
 static json_t *case_vars(const json_t *c) {
-    static const char *const copied[] = {"messages", "add_generation_prompt", "bos_token", "eos_token",
-                                         "now"};
+    static const char *const copied[] = {"messages", "add_generation_prompt", "bos_token", "eos_token", "now"};
     json_t *vars = json_deep_copy(json_object_get(c, "kwargs"));
     for (size_t i = 0; i < sizeof copied / sizeof *copied; i++) {
         json_t *v = json_object_get(c, copied[i]);
@@ -76,8 +72,7 @@ static void check_case(const json_t *c, void *arg) {
     struct golden_templates *g = arg;
     struct text out = {0};
     char err[ERR_MAX] = "";
-    const char *id = json_text(c, "id"), *expected = json_text(c, "expected"),
-               *error = json_text(c, "expected_error");
+    const char *id = json_text(c, "id"), *expected = json_text(c, "expected"), *error = json_text(c, "expected_error");
     int rc;
     if (!case_source(g, c)) return;
     json_t *vars = case_vars(c);
@@ -96,14 +91,11 @@ static void check_case(const json_t *c, void *arg) {
 /* ---- origin ---- */
 
 /* Texts that are special tokens of one of the models, to be typed by a user. */
-static const char *const special_texts[] = {"<|im_start|>", "<|im_end|>",      "<|endoftext|>",
-                                            "<｜User｜>",   "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
-                                            "<|user|>",     "<|assistant|>",   "<|observation|>",
-                                            "[gMASK]<sop>", "]~b]ai",          "[e~[",
-                                            "<|im_user|>",  "<|im_middle|>",   "<|start|>",
-                                            "<|message|>",  "<|end|>",         "<|return|>",
-                                            "<|call|>",     "<tool_call>",     "{{ x }}",
-                                            "{% if %}"};
+static const char *const special_texts[] = {
+    "<|im_start|>", "<|im_end|>",    "<|endoftext|>",   "<｜User｜>",   "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
+    "<|user|>",     "<|assistant|>", "<|observation|>", "[gMASK]<sop>", "]~b]ai",          "[e~[",
+    "<|im_user|>",  "<|im_middle|>", "<|start|>",       "<|message|>",  "<|end|>",         "<|return|>",
+    "<|call|>",     "<tool_call>",   "{{ x }}",         "{% if %}"};
 
 #define MARK_OPEN  "\ue000"
 #define MARK_CLOSE "\ue001"
@@ -131,25 +123,21 @@ static void check_origins(const char *id, const struct text *out) {
     static const char *const roles[] = {"user", "system", "assistant"};
     size_t n = arrlenu(out->s);
     bool inside = false;
-    if (!CHECK(arrlenu(out->origin) == n, "%s: %zu origins for %zu bytes", id, arrlenu(out->origin), n))
-        return;
+    if (!CHECK(arrlenu(out->origin) == n, "%s: %zu origins for %zu bytes", id, arrlenu(out->origin), n)) return;
     for (size_t i = 0; i < n; i++) {
         const char *p = out->s + i;
         bool open = n - i >= 3 && !memcmp(p, MARK_OPEN, 3), close = n - i >= 3 && !memcmp(p, MARK_CLOSE, 3);
         inside |= open;
         if (inside) {
-            if (!CHECK(out->origin[i] == ORIGIN_DATA, "%s: typed text at byte %zu passes for the template's",
-                       id, i))
+            if (!CHECK(out->origin[i] == ORIGIN_DATA, "%s: typed text at byte %zu passes for the template's", id, i))
                 return;
             if (!close) continue;
-            for (size_t k = 1; k < 3; k++)
-                CHECK(out->origin[i + k] == ORIGIN_DATA, "%s: byte %zu", id, i + k);
+            for (size_t k = 1; k < 3; k++) CHECK(out->origin[i + k] == ORIGIN_DATA, "%s: byte %zu", id, i + k);
             inside = false, i += 2;
         } else if (out->origin[i] == ORIGIN_DATA && *p != ' ' && *p != '\n') {
             size_t run = 0, role = 0;
             while (i + run < n && out->origin[i + run] == ORIGIN_DATA) run++;
-            while (role < 3 && !(run >= strlen(roles[role]) && !memcmp(p, roles[role], strlen(roles[role]))))
-                role++;
+            while (role < 3 && !(run >= strlen(roles[role]) && !memcmp(p, roles[role], strlen(roles[role])))) role++;
             if (!CHECK(role < 3, "%s: '%.*s' passes for typed text", id, (int)run, p)) return;
             i += strlen(roles[role]) - 1;
         }
@@ -165,8 +153,7 @@ static void check_case_origin(const json_t *c, void *arg) {
     int rc;
     if (!case_source(g, c)) return;
     json_array_foreach(json_object_get(vars, "messages"), i, m) mark_message(m);
-    if (render_text(g->source, arrlenu(g->source), vars, &out, &rc, err))
-        check_origins(json_text(c, "id"), &out);
+    if (render_text(g->source, arrlenu(g->source), vars, &out, &rc, err)) check_origins(json_text(c, "id"), &out);
     else CHECK(rc == -2 && json_text(c, "expected_error"), "%s: rc %d, %s", json_text(c, "id"), rc, err);
     text_free(&out);
     json_decref(vars);
@@ -183,9 +170,7 @@ static void golden_templates(const char *dir, int cases, void (*check)(const jso
 
 static void test_template_demo(void) { golden_templates("tests/golden/templates", 19, check_case); }
 
-static void test_template_demo_origin(void) {
-    golden_templates("tests/golden/templates", 19, check_case_origin);
-}
+static void test_template_demo_origin(void) { golden_templates("tests/golden/templates", 19, check_case_origin); }
 
 static void test_template_official(void) {
     const char *dir = shared_path("golden/templates");
@@ -233,8 +218,7 @@ static void test_template_operations(void) {
         {"strftime_now('%Y') ~ strftime_now(u[:1])", "2026a", "ttttd"},
         {"bos_token ~ u[:1]", "<s>a", "tttd"},
         {"m(u[:1])", "(a)", "tdt"},
-        {"('1' ~ digit)|int ~ digit|float ~ digit|int|abs ~ digit|int|round ~ -7|abs", "177.0777",
-         "dddddddt"},
+        {"('1' ~ digit)|int ~ digit|float ~ digit|int|abs ~ digit|int|round ~ -7|abs", "177.0777", "dddddddt"},
         {"'x'|int ~ '7'|int ~ u|int(5)", "075", "ttt"},
         {"'%d' % digit|float", "7", "d"},
         {"lines|indent(1)", "a\n b", "ddtd"},
@@ -243,10 +227,9 @@ static void test_template_operations(void) {
         {"u if true else 'x'", "aB <|x|>", "dddddddd"},
         {"'x' and u or 'y'", "aB <|x|>", "dddddddd"},
     };
-    static const char head[] =
-        "{%- set u = messages[0].u -%}{%- set digit = messages[1].digit -%}"
-        "{%- set lines = messages[1].lines -%}{%- macro m(a) -%}({{ a }}){%- endmacro -%}"
-        "{%- set ns = namespace(v=u) -%}{%- set s -%}[{{ u }}]{%- endset -%}";
+    static const char head[] = "{%- set u = messages[0].u -%}{%- set digit = messages[1].digit -%}"
+                               "{%- set lines = messages[1].lines -%}{%- macro m(a) -%}({{ a }}){%- endmacro -%}"
+                               "{%- set ns = namespace(v=u) -%}{%- set s -%}[{{ u }}]{%- endset -%}";
     json_t *vars = json_loads("{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}, {\"digit\": \"7\", "
                               "\"lines\": \"a\\nb\"}], \"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
                               0, NULL);
@@ -310,14 +293,10 @@ static void test_template_errors(void) {
         int rc; /* -3: refused, -1: failed, -2: raise_exception */
         const char *message;
     } bad[] = {
-        {"a\n\n{% include 'x' %}", -3,
-         "line 3: the statement 'include' is unknown, not supported or out of place"},
-        {"{% import 'x' as y %}", -3,
-         "line 1: the statement 'import' is unknown, not supported or out of place"},
-        {"{% extends 'x' %}", -3,
-         "line 1: the statement 'extends' is unknown, not supported or out of place"},
-        {"{% if 1 %}{% endfor %}", -3,
-         "line 1: the statement 'endfor' is unknown, not supported or out of place"},
+        {"a\n\n{% include 'x' %}", -3, "line 3: the statement 'include' is unknown, not supported or out of place"},
+        {"{% import 'x' as y %}", -3, "line 1: the statement 'import' is unknown, not supported or out of place"},
+        {"{% extends 'x' %}", -3, "line 1: the statement 'extends' is unknown, not supported or out of place"},
+        {"{% if 1 %}{% endfor %}", -3, "line 1: the statement 'endfor' is unknown, not supported or out of place"},
         {"{% for x in y recursive %}{% endfor %}", -3, "line 1: recursive loops are not supported"},
         {"\n{{ x|nofilter }}", -3, "line 2: No filter or test named 'nofilter'."},
         {"\n{{ x is notest }}", -3, "line 2: No filter or test named 'notest'."},
@@ -330,8 +309,7 @@ static void test_template_errors(void) {
         {"{{ 1 +", -3, "line 1: the template ends inside a tag"},
         {"{{ }}", -3, "line 1: expected an expression, found '}}'"},
         {"{% break %}", -3, "line 1: 'break' outside of a loop"},
-        {"{% for i in [1] %}{% set loop = 1 %}{% endfor %}", -3,
-         "line 1: Can't assign to special loop variable"},
+        {"{% for i in [1] %}{% set loop = 1 %}{% endfor %}", -3, "line 1: Can't assign to special loop variable"},
         {"{% set 1 = 2 %}", -3, "line 1: expected a name to assign to, found '='"},
         {"\n{{ x.y }}", -1, "line 2: 'x' is undefined"},
         {"{{ messages[0].nope.x }}", -1, "line 1: 'dict object' has no attribute 'nope'"},
@@ -345,12 +323,10 @@ static void test_template_errors(void) {
         {"{{ [].append(1) }}", -1, "line 1: access to attribute 'append' of 'list' object is unsafe."},
         {"{{ {}.update(a=1) }}", -1, "line 1: access to attribute 'update' of 'dict' object is unsafe."},
         {"{% set x = [] %}{% set x.y = 1 %}", -1, "line 1: cannot assign attribute on non-namespace object"},
-        {"{% for a, b in [[1]] %}{% endfor %}", -1,
-         "line 1: not enough values to unpack (expected 2, got 1)"},
+        {"{% for a, b in [[1]] %}{% endfor %}", -1, "line 1: not enough values to unpack (expected 2, got 1)"},
         {"{{ x|tojson }}", -1, "line 1: Object of type Undefined is not JSON serializable"},
         {"{{ 'a'.split(1, 2, 3) }}", -1, "line 1: split() takes at most 2 arguments, not 3"},
-        {"{{ 'a'.strip(x=1) }}", -1,
-         "line 1: strip() got a keyword that is not one of 'chars?', or one twice"},
+        {"{{ 'a'.strip(x=1) }}", -1, "line 1: strip() got a keyword that is not one of 'chars?', or one twice"},
         {"{{ {[]: 1} }}", -1, "line 1: unhashable type: 'list'"},
         {"{{ 1.5|round(400, 'ceil') }}", -1, "line 1: round: the number or the precision is out of range"},
         {"{{ 1.7e308|round(-308) }}", -1, "line 1: the rounded value is too large"},
@@ -379,8 +355,7 @@ static void test_template_errors(void) {
     char err[ERR_MAX] = "";
     struct template *t = template_parse("x", 1, err);
     struct text out = {0};
-    CHECK(template_render(t, NULL, &out, err) == -1 &&
-              !strcmp(err, "template variables: expected a JSON object"),
+    CHECK(template_render(t, NULL, &out, err) == -1 && !strcmp(err, "template variables: expected a JSON object"),
           "'%s'", err);
     template_free(t);
     text_free(&out);
@@ -443,9 +418,8 @@ static void test_template_size(void) {
     int rc;
     while (arrlenu(big) < 1000000) sb_puts(&big, "Hé llo <think> ");
     for (int i = 0; i < 2000; i++)
-        json_array_append_new(messages,
-                              json_pack("{s:s, s:o}", "role", "user", "content",
-                                        i ? json_string("hello") : json_stringn(big, arrlenu(big))));
+        json_array_append_new(messages, json_pack("{s:s, s:o}", "role", "user", "content",
+                                                  i ? json_string("hello") : json_stringn(big, arrlenu(big))));
     json_object_set_new(vars, "messages", messages);
     json_t *numbers = json_object();
     for (int i = 0; i < 100000; i++) {
@@ -474,18 +448,17 @@ static void test_template_bytes(void) {
     char err[ERR_MAX] = "";
     int rc;
     render_text(src, sizeof src - 1, vars, &out, &rc, err);
-    CHECK(!rc && arrlenu(out.s) == sizeof expected - 1 && !memcmp(out.s, expected, sizeof expected - 1),
-          "rc %d, %s", rc, err);
+    CHECK(!rc && arrlenu(out.s) == sizeof expected - 1 && !memcmp(out.s, expected, sizeof expected - 1), "rc %d, %s",
+          rc, err);
     text_free(&out);
     CHECK(!render_text("", 0, vars, &out, &rc, err) || !arrlen(out.s), "an empty template");
     text_free(&out);
     json_decref(vars);
 }
 
-#define TESTS_TEMPLATE                                                                                    \
-    {"template/demo", test_template_demo}, {"template/demo_origin", test_template_demo_origin},           \
-        {"template/official", test_template_official},                                                    \
-        {"template/official_origin", test_template_official_origin},                                      \
-        {"template/operations", test_template_operations}, {"template/snippets", test_template_snippets}, \
-        {"template/errors", test_template_errors}, {"template/limits", test_template_limits},             \
+#define TESTS_TEMPLATE                                                                                              \
+    {"template/demo", test_template_demo}, {"template/demo_origin", test_template_demo_origin},                     \
+        {"template/official", test_template_official}, {"template/official_origin", test_template_official_origin}, \
+        {"template/operations", test_template_operations}, {"template/snippets", test_template_snippets},           \
+        {"template/errors", test_template_errors}, {"template/limits", test_template_limits},                       \
         {"template/size", test_template_size}, {"template/bytes", test_template_bytes},

@@ -140,8 +140,7 @@ static void test_vocab_golden(void) {
             arrput(want, -1);
             uint8_t *origin = xmalloc((size_t)(end - s) + 1);
             memset(origin, ORIGIN_DATA, (size_t)(end - s) + 1);
-            CHECK(test_ids(&v, s, (size_t)(end - s), origin, TOKENIZE_TAGS, want), "%s, text %d", names[m],
-                  texts);
+            CHECK(test_ids(&v, s, (size_t)(end - s), origin, TOKENIZE_TAGS, want), "%s, text %d", names[m], texts);
             free(origin);
             arrfree(want);
         }
@@ -310,8 +309,7 @@ static void test_vocab_merging(void) {
         char store[64][64];
         arrput(words, "a"), arrput(words, "b"), arrput(words, "c");
         for (int i = 0; i < 40; i++) {
-            const char *l = words[rng_next(&seed) % arrlenu(words)],
-                       *r = words[rng_next(&seed) % arrlenu(words)];
+            const char *l = words[rng_next(&seed) % arrlenu(words)], *r = words[rng_next(&seed) % arrlenu(words)];
             if (strlen(l) + strlen(r) > 20) continue;
             snprintf(store[i], sizeof store[i], "%s%s", l, r);
             test_merge(&t, l, r);
@@ -343,8 +341,7 @@ static void test_vocab_ranked(void) {
         CHECK(test_ids(&t.v, "abcd", 4, NULL, 0, IDS('a', bcd)), "bc before ab, then bcd");
         CHECK(test_ids(&t.v, "abab", 4, NULL, 0, IDS(ab, ab)), "twice ab");
         CHECK(test_ids(&t.v, "wxyz", 4, NULL, 0, IDS(lone)), "a piece that is a token");
-        CHECK(test_ids(&t.v, "bcwxyz", 6, NULL, 0, IDS(bc, 'w', 'x', 'y', 'z')),
-              "which merging cannot reach");
+        CHECK(test_ids(&t.v, "bcwxyz", 6, NULL, 0, IDS(bc, 'w', 'x', 'y', 'z')), "which merging cannot reach");
     }
     test_vocab_end(&t);
     for (int ignore = 0; ignore < 2; ignore++) {
@@ -353,8 +350,7 @@ static void test_vocab_ranked(void) {
         lone = test_add(&t, "wxyz", TOKEN_NORMAL);
         gguf_put_bool(&t.w, "tokenizer.ggml.ignore_merges", ignore);
         if (test_vocab_ready(&t))
-            CHECK(test_ids(&t.v, "wxyz", 4, NULL, 0, ignore ? IDS(lone) : IDS('w', 'x', 'y', 'z')), "%d",
-                  ignore);
+            CHECK(test_ids(&t.v, "wxyz", 4, NULL, 0, ignore ? IDS(lone) : IDS('w', 'x', 'y', 'z')), "%d", ignore);
         test_vocab_end(&t);
     }
 }
@@ -364,8 +360,7 @@ static void test_vocab_ranked(void) {
 static void test_vocab_origins(void) {
     struct test_vocab t = test_vocab_begin("qwen2");
     test_merge(&t, "x", "y");
-    int32_t end = test_add(&t, "<|im_end|>", TOKEN_CONTROL),
-            think = test_add(&t, "<think>", TOKEN_USER_DEFINED);
+    int32_t end = test_add(&t, "<|im_end|>", TOKEN_CONTROL), think = test_add(&t, "<think>", TOKEN_USER_DEFINED);
     int32_t hash = test_add(&t, "##", TOKEN_USER_DEFINED), hashes = test_add(&t, "####", TOKEN_USER_DEFINED);
     int32_t tag = test_add(&t, "[A]", TOKEN_USER_DEFINED), longer = test_add(&t, "[A]]", TOKEN_CONTROL);
     const unsigned both = TOKENIZE_CONTROL | TOKENIZE_TAGS;
@@ -387,8 +382,7 @@ static void test_vocab_origins(void) {
         CHECK(test_ids(v, "<|im_end|>x", 11, mixed, both, IDS(end, 'x')), "data behind it");
         CHECK(test_ids(v, "<think>", 7, NULL, 0, IDS(think)), "a tag of the template");
         CHECK(test_ids(v, "<think>", 7, data, TOKENIZE_TAGS, IDS(think)), "a tag in data, wanted");
-        CHECK(test_ids(v, "<think>", 7, data, TOKENIZE_CONTROL, IDS('<', 't', 'h', 'i', 'n', 'k', '>')),
-              "not wanted");
+        CHECK(test_ids(v, "<think>", 7, data, TOKENIZE_CONTROL, IDS('<', 't', 'h', 'i', 'n', 'k', '>')), "not wanted");
         CHECK(test_ids(v, "a##b", 4, data, 0, IDS('a', hash, 'b')), "no tag: anywhere");
         CHECK(test_ids(v, "#######", 7, data, 0, IDS(hashes, hash, '#')), "the longest, then the next");
         CHECK(test_ids(v, "[A]]", 4, NULL, both, IDS(longer)), "the longest");
@@ -397,8 +391,7 @@ static void test_vocab_origins(void) {
         CHECK(test_ids(v, NULL, 0, NULL, both, IDS(-1)), "no text");
         CHECK(vocab_type(v, end) == TOKEN_CONTROL && vocab_type(v, 'a') == TOKEN_NORMAL, "types");
         CHECK(vocab_type(v, -1) == TOKEN_UNUSED && !vocab_bytes(v, 1 << 20).n, "ids out of range");
-        CHECK(vocab_find(v, "<think>") == think && vocab_find(v, "xy") == 256 && vocab_find(v, "xz") == -1,
-              "find");
+        CHECK(vocab_find(v, "<think>") == think && vocab_find(v, "xy") == 256 && vocab_find(v, "xz") == -1, "find");
         CHECK(vocab_find(v, " ") == ' ' && vocab_find(v, "") == -1, "find");
     }
     test_vocab_end(&t);
@@ -409,8 +402,7 @@ static void test_vocab_stops(void) {
     test_merge(&t, "x", "y");
     int32_t end = test_add(&t, "<|end|>", TOKEN_CONTROL), ret = test_add(&t, "<|return|>", TOKEN_CONTROL);
     int32_t call = test_add(&t, "<|call|>", TOKEN_USER_DEFINED), s = test_add(&t, "</s>", TOKEN_NORMAL);
-    int32_t fim = test_add(&t, "<|fim_prefix|>", TOKEN_USER_DEFINED),
-            user = test_add(&t, "<|user|>", TOKEN_CONTROL);
+    int32_t fim = test_add(&t, "<|fim_prefix|>", TOKEN_USER_DEFINED), user = test_add(&t, "<|user|>", TOKEN_CONTROL);
     uint32_t more[] = {'A', 'B', 100000};
     gguf_put_u32(&t.w, "tokenizer.ggml.eos_token_id", 'E');
     gguf_put_u32(&t.w, "tokenizer.ggml.eom_token_id", 'M');
@@ -418,12 +410,10 @@ static void test_vocab_stops(void) {
     gguf_put_array(&t.w, "tokenizer.ggml.eos_token_ids", GGUF_V_U32, 3, more);
     gguf_put_str(&t.w, "tokenizer.chat_template", "T{{x}}", 6);
     if (test_vocab_ready(&t)) {
-        const int32_t stops[] = {'E', 'M', 'A', 'B', ret, call, user},
-                      others[] = {end, s, fim, 'C', -1, 100000};
+        const int32_t stops[] = {'E', 'M', 'A', 'B', ret, call, user}, others[] = {end, s, fim, 'C', -1, 100000};
         for (int i = 0; i < 7; i++) CHECK(vocab_is_stop(&t.v, stops[i]), "%d stops", stops[i]);
         for (int i = 0; i < 6; i++) CHECK(!vocab_is_stop(&t.v, others[i]), "%d does not stop", others[i]);
-        CHECK(vocab_type(&t.v, call) == TOKEN_CONTROL && vocab_type(&t.v, fim) == TOKEN_CONTROL,
-              "known names");
+        CHECK(vocab_type(&t.v, call) == TOKEN_CONTROL && vocab_type(&t.v, fim) == TOKEN_CONTROL, "known names");
         CHECK(t.v.eos == 'E' && t.v.eot == ret && t.v.bos == -1 && t.v.pad == -1 && !t.v.add_bos, "ids");
         CHECK(gguf_str_eq(t.v.chat_template, "T{{x}}"), "the template");
     }
@@ -431,8 +421,7 @@ static void test_vocab_stops(void) {
     t = test_vocab_begin("qwen2"); /* without <|call|> and <|return|> it does */
     test_merge(&t, "x", "y");
     end = test_add(&t, "<|end|>", TOKEN_CONTROL);
-    if (test_vocab_ready(&t))
-        CHECK(vocab_is_stop(&t.v, end) && t.v.eot == end && t.v.eos == -1, "eot by name");
+    if (test_vocab_ready(&t)) CHECK(vocab_is_stop(&t.v, end) && t.v.eot == end && t.v.eos == -1, "eot by name");
     test_vocab_end(&t);
 }
 
@@ -444,11 +433,9 @@ static void test_vocab_nfc(void) {
         test_merge(&t, "x", "y");
         gguf_put_bool(&t.w, "tokenizer.ggml.normalizer.nfc", nfc);
         if (test_vocab_ready(&t)) {
-            CHECK(test_ids(&t.v, "e\314\201", 3, NULL, 0, nfc ? IDS(0xc3, 0xa9) : IDS('e', 0xcc, 0x81)), "%d",
-                  nfc);
+            CHECK(test_ids(&t.v, "e\314\201", 3, NULL, 0, nfc ? IDS(0xc3, 0xa9) : IDS('e', 0xcc, 0x81)), "%d", nfc);
             CHECK(test_ids(&t.v, "\303\251", 2, NULL, 0, IDS(0xc3, 0xa9)), "composed already");
-            CHECK(test_ids(&t.v, "\377e\314\201", 4, NULL, 0,
-                           nfc ? IDS(0xff, 0xc3, 0xa9) : IDS(0xff, 'e', 0xcc, 0x81)),
+            CHECK(test_ids(&t.v, "\377e\314\201", 4, NULL, 0, nfc ? IDS(0xff, 0xc3, 0xa9) : IDS(0xff, 'e', 0xcc, 0x81)),
                   "beside a malformed byte");
             CHECK(test_ids(&t.v, "x\0\342\204\253", 5, NULL, 0, /* U+212B, behind a NUL */
                            nfc ? IDS('x', 0, 0xc3, 0x85) : IDS('x', 0, 0xe2, 0x84, 0xab)),
@@ -630,10 +617,8 @@ static void test_vocab_refusals(void) {
         uint8_t *image = gguf_header(&w, &n);
         CHECK(!gguf_parse(&g, image, n, err, sizeof err), "%s: %s", cases[i].what, err);
         int rc = vocab_load(&v, &g, err);
-        CHECK(cases[i].message ? rc && strstr(err, cases[i].message) : !rc, "%s: %d, '%s'", cases[i].what, rc,
-              err);
-        if (!rc)
-            CHECK(test_ids(&v, "ab\xffz", 4, NULL, 3, IDS(0, 1)), "%s: bytes without a token", cases[i].what);
+        CHECK(cases[i].message ? rc && strstr(err, cases[i].message) : !rc, "%s: %d, '%s'", cases[i].what, rc, err);
+        if (!rc) CHECK(test_ids(&v, "ab\xffz", 4, NULL, 3, IDS(0, 1)), "%s: bytes without a token", cases[i].what);
         if (!rc) vocab_free(&v);
         gguf_close(&g);
         gguf_writer_free(&w);
@@ -667,8 +652,7 @@ static void test_vocab_hostile(void) {
     gguf_put_str(&t.w, "tokenizer.ggml.eos_token_ids", "x", 1);
     if (test_vocab_ready(&t)) {
         CHECK(t.v.eos == -1 && t.v.bos == -1 && !t.v.add_bos, "ids that are none");
-        CHECK(test_ids(&t.v, "xyzab", 5, NULL, 3, IDS(xy, 'z', 'a', 'b')),
-              "the first of two counts, odd ones do not");
+        CHECK(test_ids(&t.v, "xyzab", 5, NULL, 3, IDS(xy, 'z', 'a', 'b')), "the first of two counts, odd ones do not");
         CHECK(test_ids(&t.v, "\346\261\211", 3, NULL, 3, IDS(0xe6, 0xb1, 0x89)), "text outside the alphabet");
         CHECK(test_ids(&t.v, "@@<unk>", 7, NULL, 1, IDS(twice, unknown)), "the lowest id of two");
         CHECK(vocab_bytes(&t.v, unknown).n == 5, "literal text");
@@ -716,8 +700,7 @@ static void test_vocab_work(void) {
         for (uint64_t l = 1; l < 256; l++)
             for (uint64_t r = 1; r < 256; r++) {
                 char two[2] = {(char)l, (char)r}, *s = NULL;
-                bool wanted =
-                    merges ? (l << 32 | r) * 0x9e3779b97f4a7c15u >> 53 < 36 : bytes_hash(two, 2) >> 20 < 72;
+                bool wanted = merges ? (l << 32 | r) * 0x9e3779b97f4a7c15u >> 53 < 36 : bytes_hash(two, 2) >> 20 < 72;
                 if (!wanted) continue;
                 test_alphabet(&s, two, 2);
                 if (merges) test_merge(&t, (char[]){two[0], 0}, (char[]){two[1], 0}), arrfree(s);
@@ -731,10 +714,10 @@ static void test_vocab_work(void) {
     }
 }
 
-#define TESTS_VOCAB                                                                                          \
-    {"vocab/golden", test_vocab_golden}, {"vocab/cuts", test_vocab_cuts}, {"vocab/names", test_vocab_names}, \
-        {"vocab/merging", test_vocab_merging}, {"vocab/ranked", test_vocab_ranked},                          \
-        {"vocab/origins", test_vocab_origins}, {"vocab/stops", test_vocab_stops},                            \
-        {"vocab/nfc", test_vocab_nfc}, {"vocab/detok", test_vocab_detok},                                    \
-        {"vocab/pastes", test_vocab_pastes}, {"vocab/refusals", test_vocab_refusals},                        \
-        {"vocab/hostile", test_vocab_hostile}, {"vocab/work", test_vocab_work},
+#define TESTS_VOCAB                                                                                              \
+    {"vocab/golden", test_vocab_golden}, {"vocab/cuts", test_vocab_cuts}, {"vocab/names", test_vocab_names},     \
+        {"vocab/merging", test_vocab_merging}, {"vocab/ranked", test_vocab_ranked},                              \
+        {"vocab/origins", test_vocab_origins}, {"vocab/stops", test_vocab_stops}, {"vocab/nfc", test_vocab_nfc}, \
+        {"vocab/detok", test_vocab_detok}, {"vocab/pastes", test_vocab_pastes},                                  \
+        {"vocab/refusals", test_vocab_refusals}, {"vocab/hostile", test_vocab_hostile},                          \
+        {"vocab/work", test_vocab_work},

@@ -13,8 +13,7 @@ void cuda_test_logits(struct rank *r, const float *x, int n) {
     struct cuda *c = r->cuda;
     cudaStreamSynchronize(c->stream);
     cudaMemcpy(c->logits + n, x, (size_t)n * sizeof *x, cudaMemcpyHostToDevice);
-    LAUNCH_PDL(k_arrive, 4, 256, 0, c->stream, (uint32_t *)c->logits, (const uint32_t *)c->logits + n,
-               (size_t)n);
+    LAUNCH_PDL(k_arrive, 4, 256, 0, c->stream, (uint32_t *)c->logits, (const uint32_t *)c->logits + n, (size_t)n);
 }
 
 bool cuda_test_chose(struct rank *r) { return *r->cuda->token_host >= 0; }

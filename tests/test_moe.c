@@ -39,8 +39,8 @@
 #define TESTS_CUDA
 #endif
 
-static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT
-                                        TESTS_MODEL TESTS_CLI TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
+static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL
+                                        TESTS_CLI TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
 
 static void test_dir_remove(void) {
     char cmd[128];
