@@ -1,6 +1,7 @@
 # make           everything: ./moe, build/moe-convert, build/demo.gguf
 # make chat      the same, and opens a chat with the demo model
 # make test      builds and runs the tests
+# make measure   speed of everything on a GPU
 # make help      lists the targets
 #
 # The first step installs missing system packages (Debian, Ubuntu); then make calls itself, so that pkg-config is asked
@@ -13,10 +14,10 @@ endif
 CLANG    ?= clang
 PACKAGES := gcc g++ libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
 GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe build/test_cuda build/test_gpu \
-            mutate test-gpu
+            build/bench_tiles mutate test-gpu measure
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test mutate test-gpu bench asan fuzz test-arm64 install clean help format deps goals
+.PHONY: all chat test mutate test-gpu measure bench asan fuzz test-arm64 install clean help format deps goals
 
 ifneq ($(DEPS),ok)
 
@@ -98,9 +99,10 @@ build/test_moe: $(TESTS) moe.c gguf_nvfp4.h Makefile | build
 # Threads that wait asleep: on a busy machine spinning ones stand in each other's way.
 test mutate asan: export OMP_WAIT_POLICY = passive
 
-test: all build/test_moe build/test_cuda
+test: all build/test_moe build/test_cuda build/tiles_emulated
 	build/test_moe
 	build/test_cuda cuda
+	build/tiles_emulated >build/tiles_emulated.md || { grep OTHER build/tiles_emulated.md; exit 1; }
 
 # The CUDA backend on an emulator: the tests in C, moe_cuda.cu as C++.
 EMULATED := -std=c++17 -x c++ -DCUEMU -O2 -g -fno-strict-aliasing -Wall -Wextra -Wshadow -Wno-unused-function $(if $(WERROR),-Werror) -fopenmp
@@ -111,6 +113,18 @@ build/emulated.o: $(CUDA_TESTS) moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
 build/test_cuda: $(TESTS) build/emulated.o moe.c gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -DMOE_CUDA -DCUEMU -fopenmp -c tests/test_moe.c -o build/test_cuda.o
 	$(CXX) build/test_cuda.o build/emulated.o -fopenmp -o $@ $(LIBS)
+
+# The tile sizes of prefill, timed on a device; on the emulator they are only compared.
+build/moe_library.o: moe.c gguf_nvfp4.h Makefile | build
+	$(CC) $(FLAGS) -DMOE_NO_MAIN -DMOE_CUDA -fopenmp -c moe.c -o $@
+
+build/tiles_emulated: build/moe_library.o tests/bench_tiles.cu tests/cuda_emu.h moe_cuda.cu gguf_nvfp4.h Makefile
+	$(CXX) $(EMULATED) -c tests/bench_tiles.cu -o $@.o
+	$(CXX) build/moe_library.o $@.o -fopenmp -o $@ $(LIBS)
+
+build/bench_tiles: build/moe_library.o tests/bench_tiles.cu moe_cuda.cu gguf_nvfp4.h Makefile
+	$(NVCC) $(CUDA_FLAGS) -c tests/bench_tiles.cu -o $@.o
+	$(CC) build/moe_library.o $@.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
 
 # Leaves out every barrier of moe_cuda.cu once: some test has to fail.
 mutate: build/moe-convert build/test_cuda
@@ -131,6 +145,10 @@ test-gpu:
 	build/test_gpu cuda
 	$(if $(SANITIZER),$(SANITIZER) --error-exitcode 1 --tool memcheck build/test_gpu $(GPU_KERNELS) cuda/forward,@echo "no compute-sanitizer: not checked with it")
 	$(if $(SANITIZER),$(SANITIZER) --error-exitcode 1 --tool racecheck build/test_gpu $(GPU_KERNELS))
+
+# Builds, checks and times everything on a GPU within ten minutes: results in build/measured.
+measure:
+	@tests/measure.sh
 
 # The whole suite, with the programs that it starts, under AddressSanitizer and UndefinedBehaviorSanitizer.
 asan: build/demo.gguf | build/asan
@@ -187,6 +205,7 @@ help:
 	@echo 'make test      runs the tests'
 	@echo 'make mutate    leaves out every barrier of the CUDA backend once: the tests must notice'
 	@echo 'make test-gpu  the tests of the CUDA backend on a GPU, and under compute-sanitizer'
+	@echo 'make measure   builds, checks and times everything on a GPU; results in build/measured'
 	@echo 'make bench     speed of the demo model'
 	@echo 'make asan      the tests under the address and undefined-behaviour sanitizers'
 	@echo 'make test-arm64 a cross build and its tests under qemu-user'

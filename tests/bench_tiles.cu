@@ -1,0 +1,173 @@
+/* Times the products for more than 16 tokens of moe_cuda.cu, tile size by tile size, with random weights and tokens of real shapes, and
+ * prints a table in Markdown. All sizes must give the same results: that is what build/tiles_emulated tests with tiny shapes. */
+#include "../moe_cuda.cu"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+static const struct shape {
+    const char *name;
+    int fmt, glu, n_expert, n_used, n_out, n_in; /* one expert: a dense product */
+    std::vector<int> n_tok;
+} shapes[] = {
+#ifdef CUEMU
+    {"gate+up", FMT_FP4, 1, 3, 2, 40, 424, {70}},
+    {"down", FMT_FP4, 0, 3, 2, 72, 328, {70}},
+    {"dense", FMT_F16, 0, 1, 1, 136, 200, {70}},
+};
+enum { RUNS = 1, FLUSH = 4096 };
+#else
+    {"qwen3-30b-a3b gate+up", FMT_FP4, 1, 128, 8, 768, 2048, {512, 4096}},
+    {"qwen3-30b-a3b down", FMT_FP4, 0, 128, 8, 2048, 768, {512, 4096}},
+    {"qwen3-30b-a3b attn_q", FMT_F16, 0, 1, 1, 4096, 2048, {512, 4096}},
+    {"deepseek-v3 0/4 gate+up", FMT_FP4, 1, 256, 8, 512, 7168, {512, 4096}},
+    {"deepseek-v3 0/4 down", FMT_FP4, 0, 256, 8, 7168, 512, {512, 4096}},
+};
+enum { RUNS = 7, FLUSH = 256 << 20 /* bytes, more than the second cache holds */ };
+#endif
+
+/* WM, WN, stages, KT (2: K = 128), those of gemm_prefill among them. */
+template <int... N>
+using size = std::integer_sequence<int, N...>;
+typedef std::tuple<size<8, 1, 4, 1>, size<8, 1, 3, 1>, size<8, 1, 2, 1>, size<8, 1, 2, 2>, size<4, 2, 5, 1>,
+                   size<4, 2, 4, 1>, size<4, 2, 3, 1>, size<4, 2, 2, 2>, size<4, 1, 5, 1>, size<4, 1, 3, 1>,
+                   size<4, 1, 2, 1>, size<4, 1, 2, 2>, size<4, 1, 3, 2>>
+    all_sizes;
+
+static void must(cudaError_t e) {
+    if (e != cudaSuccess) fprintf(stderr, "bench_tiles: %s\n", cudaGetErrorString(e)), exit(1);
+}
+
+/* Prints the rows of one shape at a time. */
+struct bench {
+    cudaStream_t stream;
+    cudaEvent_t event[2];
+    double mma; /* multiplications and additions of m16n8k16, TFLOP/s */
+    bool bad;
+    std::vector<void *> owned; /* by the shape in work, which is what follows */
+    const struct shape *s;
+    struct gemm_args g;
+    uint8_t *flush;
+    std::vector<float> want; /* the last results of the first size; empty: of the next */
+
+    template <class T>
+    T *room(size_t n) {
+        void *p = NULL;
+        must(cudaMalloc(&p, n * sizeof(T)));
+        return owned.push_back(p), (T *)p;
+    }
+    int32_t *copy(const std::vector<int32_t> &v) {
+        int32_t *p = room<int32_t>(v.size());
+        return must(cudaMemcpy(p, v.data(), v.size() * sizeof *p, cudaMemcpyHostToDevice)), p;
+    }
+    struct dmat matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t seed) {
+        int n_rt = (n_out + TILE_ROWS - 1) / TILE_ROWS, n_kt = (n_in + TILE_COLS - 1) / TILE_COLS;
+        size_t n = (size_t)n_expert * (size_t)n_rt * (size_t)n_kt;
+        uint8_t *codes = room<uint8_t>(n * (size_t)tile_bytes(fmt)), *scales = room<uint8_t>(n * TILE_SCALES);
+        float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* sums of moderate size */
+        struct dmat w = {codes, scales, NULL, NULL, unit, n_out, n_in, n_rt, n_kt, n_expert, fmt};
+        LAUNCH_PDL(k_fill, dim3((unsigned)((n + 7) / 8)), 256, 0, stream, w, codes, scales, seed << 40);
+        return w;
+    }
+    /* Tokens choose every expert with the same probability, n_used of them on average. */
+    void prepare(const struct shape *shape, int n_tok) {
+        std::vector<int32_t> row, expert, first, count;
+        uint64_t rng = 1;
+        for (void *p : owned) cudaFree(p);
+        s = shape, g = {}, owned.clear(), flush = room<uint8_t>(FLUSH);
+        for (int x = 0; x < s->n_expert; x++) {
+            int i = (int)row.size();
+            for (int t = 0; t < n_tok; t++) {
+                rng = rng * 6364136223846793005u + 1442695040888963407u;
+                if ((int)(rng >> 33) % s->n_expert < s->n_used) row.push_back(t);
+            }
+            for (; i < (int)row.size(); i += TN)
+                expert.push_back(x), first.push_back(i), count.push_back(min((int)row.size() - i, (int)TN));
+        }
+        const int n = (int)row.size(), n_x = s->glu ? n_tok : n;
+        g.w = matrix(s->fmt, s->n_expert, s->n_out, s->n_in, 1), g.w2 = g.w;
+        if (s->glu) g.w2 = matrix(s->fmt, s->n_expert, s->n_out, s->n_in, 2), g.rows = copy(row);
+        g.x = (const uint16_t *)matrix(FMT_F16, 1, n_x, s->n_in, 3).codes; /* random halves in any order */
+        g.x_stride = (size_t)g.w.n_kt * TILE_COLS, g.n_tok = n, g.max_tiles = (int)expert.size();
+        g.n_tiles = copy({g.max_tiles}), g.tile_first = copy(first), g.tile_count = copy(count);
+        if (s->n_expert > 1) g.tile_expert = copy(expert);
+        g.y_f32 = !s->glu, g.y_stride = (size_t)s->n_out, g.y = room<float>(row.size() * g.y_stride);
+        g.xq.codes = room<uint8_t>((size_t)n_x * (size_t)g.w.n_kt * 32), g.xq.scale = room<float>((size_t)n_x);
+        g.xq.scales = room<uint8_t>((size_t)n_x * fp4_scale_bytes(s->n_in));
+        quantize_fp4(g.x, g.x_stride, n_x, s->n_in, g.xq, stream);
+    }
+    template <class Launch>
+    float milliseconds(Launch launch) {
+        float ms;
+        must(cudaEventRecord(event[0], stream)), launch(), must(cudaGetLastError());
+        must(cudaEventRecord(event[1], stream)), must(cudaEventSynchronize(event[1]));
+        return must(cudaEventElapsedTime(&ms, event[0], event[1])), ms;
+    }
+    template <int F, int GLU, int WM, int WN, int STAGES, int KT>
+    void row(size<WM, WN, STAGES, KT>) {
+        constexpr int A4 = F == FMT_A4, N = 64 * WN, CODE = tile_bytes(A4 ? (int)FMT_FP4 : F);
+        constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = A4 ? 32 : 128 /* bytes of a token */;
+        constexpr int RING = STAGES * KT * (2 * WM * (CODE + SCALE) + N * X), BYTES = RING + A4 * 2 * N * 16;
+        /* SM120's limit; room for the results; FP4 tokens: enough for all threads, and two buffers of scales */
+        if constexpr (BYTES <= 101376 && RING >= N * (16 * WM + 4) * 4 &&
+                      (!A4 || (WM <= 4 && (STAGES - 1) * KT <= 4))) {
+            const size_t n = (size_t)g.n_tok * g.y_stride, part = std::min(n, (size_t)1 << 20);
+            const size_t size = g.y_f32 ? 4 : 2;
+            std::vector<float> ms, got(part), raw(part);
+            must(cudaMemsetAsync(g.y, 0xFF, n * size, stream)); /* NaNs */
+            for (int i = 0; i <= RUNS; i++) {
+                must(cudaMemsetAsync(flush, 0, FLUSH, stream));
+                ms.push_back(milliseconds([&] { gemm_launch<F, GLU, WM, WN, STAGES, KT>(&g, stream); }));
+            }
+            std::sort(ms.begin() + 1, ms.end()); /* the first is not counted */
+            const float t = ms[1 + RUNS / 2];
+            uint8_t *y = (uint8_t *)g.y + (n - part) * size;
+            must(cudaMemcpy(raw.data(), y, part * size, cudaMemcpyDeviceToHost));
+            for (size_t i = 0; i < part; i++) got[i] = g.y_f32 ? raw[i] : f16_to_f32(((uint16_t *)raw.data())[i]);
+            if (want.empty()) want = got;
+            double num = 0, den = 0, rate = 2e-9 * g.n_tok * s->n_out * s->n_in * (GLU + 1) / t;
+            for (size_t i = 0; i < part; i++) num += pow(got[i] - want[i], 2), den += pow(want[i], 2);
+            const bool same = sqrt(num / den) <= 1e-3; /* not if all are 0 */
+            printf("| %s | %d | %s | %d x %d | %d | %d | %d | %.1f | %.1f | %.1f |%s\n", s->name, g.n_tok,
+                   A4 ? "FP4" : "F16", 32 * WM, N, STAGES, 64 * KT, BYTES, t * 1e3, rate, 100 * rate / mma,
+                   same ? "" : " OTHER RESULTS");
+            bad |= !same;
+        }
+    }
+    template <int F, int GLU, class... S>
+    void rows(std::tuple<S...>) {
+        want.clear(), (row<F, GLU>(S{}), ...);
+    }
+};
+
+int main() {
+    struct bench b = {};
+    char text[ERR_MAX];
+    int major = 0, n_sm = 0, turns = 1;
+    float ms;
+    if (!cuda_device_count(text)) return fprintf(stderr, "bench_tiles: %s\n", text), 1;
+    must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    must(cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, 0));
+    must(cudaStreamCreate(&b.stream));
+    for (cudaEvent_t &e : b.event) must(cudaEventCreate(&e));
+    auto probe = [&] { LAUNCH_PDL(k_mma_rate, 2 * (unsigned)n_sm, 512, 0, b.stream, turns, (float *)NULL); };
+    while ((ms = b.milliseconds(probe)) < 4) turns *= 2;
+    b.mma = 2e-9 * 16 * 8 * 16 * 8 * turns * 16 * 2 * n_sm / ms;
+    const char *built = cuda_targets();
+    const bool a4 = major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
+    cuda_describe(0, text);
+    printf("%s, m16n8k16 at %.1f TFLOP/s\n\n| product | rows | tokens in | block | stages | K | shared bytes |"
+           " us | TFLOP/s | %% of m16n8k16 |\n|---|---|---|---|---|---|---|---|---|---|\n",
+           text, b.mma);
+    for (const struct shape &s : shapes)
+        for (int n_tok : s.n_tok) {
+            b.prepare(&s, n_tok);
+            if (s.fmt == FMT_F16) b.rows<FMT_F16, 0>(all_sizes{});
+            else s.glu ? b.rows<FMT_FP4, 1>(all_sizes{}) : b.rows<FMT_FP4, 0>(all_sizes{});
+            if (!a4 || s.fmt == FMT_F16) continue;
+            s.glu ? b.rows<FMT_A4, 1>(all_sizes{}) : b.rows<FMT_A4, 0>(all_sizes{});
+        }
+    return b.bad;
+}
