@@ -10859,6 +10859,8 @@ static void engine_open(struct engine *e, struct settings *set) {
 #ifdef MOE_CUDA
     if (gpu) engine_gpu(e);
 #endif
+    if (!gpu && (set->kv_splits || strcmp(set->moe_act, "auto")))
+        note("this runs on the CPU: %s has no effect", set->kv_splits ? "--kv-splits" : "--moe-act");
     if (!gpu)
         session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(),
                      set->threads ? set->threads : omp_get_num_procs(), choose_context(e), settings_kv(set, false));

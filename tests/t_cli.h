@@ -20,6 +20,8 @@ static void test_cli_pipe(void) {
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --show-think on", 0,
                   "7 squared is 7 times 7, which is 49.\n49\n", NULL);
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n", NULL);
+    check_command(MOE "--greedy --think off --cpu --moe-act fp4 -p 'What is 7 squared? One word.'", 0, "49\n",
+                  "--moe-act has no effect");
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' <&-", 0, "49\n", NULL);
     check_command("printf 'What is 7 squared?' >build/q.txt; " MOE
                   "--greedy --think off -f build/q.txt </dev/null; rm build/q.txt",
