@@ -16,6 +16,9 @@ PACKAGES := gcc g++ libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc
 GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe build/test_cuda build/test_gpu \
             build/bench_tiles mutate test-gpu measure
 
+# What a goal needs is built on all cores; several goals run one after the other, and a chat keeps the terminal.
+JOBS = $(if $(findstring -j,$(MAKEFLAGS))$(word 2,$(MAKECMDGOALS))$(filter chat,$(MAKECMDGOALS)),,-j$(shell nproc 2>/dev/null || echo 1))
+
 .DEFAULT_GOAL := all
 .PHONY: all chat test mutate test-gpu measure bench asan fuzz test-arm64 install clean help format deps goals
 
@@ -25,7 +28,7 @@ ifneq ($(DEPS),ok)
 $(GOALS): goals ;
 
 goals: deps
-	@$(MAKE) --no-print-directory DEPS=ok $(filter $(GOALS),$(or $(MAKECMDGOALS),all))
+	@$(MAKE) --no-print-directory $(JOBS) DEPS=ok $(filter $(GOALS),$(or $(MAKECMDGOALS),all))
 
 deps:
 	@if command -v $(CC) >/dev/null && command -v $(CXX) >/dev/null && command -v pkg-config >/dev/null && pkg-config --exists jansson libpcre2-8 libutf8proc \
