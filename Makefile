@@ -90,8 +90,9 @@ build/moe-convert: convert/moe-convert.c gguf_nvfp4.h Makefile | build
 build/demo.gguf: build/moe-convert $(wildcard convert/demo/*)
 	build/moe-convert convert/demo -o $@ --name moe-demo
 
+# Greedy, because chance makes so small a model err.
 chat: all
-	@./moe -m build/demo.gguf
+	@./moe -m build/demo.gguf --greedy
 
 bench: all
 	./moe -m build/demo.gguf --bench -c 8192

@@ -7993,7 +7993,9 @@ static struct sampling settings_sampling(const struct settings *s) {
 }
 
 static uint64_t settings_seed(const struct settings *s) {
-    return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)time(NULL);
+    struct timespec t; /* to the nanosecond: two runs within a second are not the same */
+    clock_gettime(CLOCK_REALTIME, &t);
+    return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 /* Settles the default. */
