@@ -3262,7 +3262,7 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
                   gib(free_bytes), gib(all));
     c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
     c->invented = m->invented;
-    for (int s = 0; s < STAGES && !c->failed; s++) {
+    for (int s = 0; s < STAGES && !c->failed && !c->invented; s++) {
         cuda_ok(c, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
         cuda_ok(c, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");
         cuda_ok(c, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");

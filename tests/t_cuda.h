@@ -253,9 +253,9 @@ static void test_cuda_sample(void) {
 /* ---- whole models ---- */
 
 /* A session on a GPU; false after a failed check. */
-static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv) {
+static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv, enum moe_act act) {
     char err[ERR_MAX] = "";
-    struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16};
+    struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .moe_act = act};
     memset(s, 0, sizeof *s);
     if (!CHECK(cuda_rank_init(&s->r, m, &o, err) == 0, "%s", err)) return false;
     session_start(s);
@@ -272,8 +272,9 @@ static void cuda_greedy(struct session *s, const int32_t *ids, int n, int32_t *o
     }
 }
 
-/* Logits of n ids on a GPU against (n, n_vocab) ones: numeric level 3. */
-static void cuda_compare(struct session *s, const char *name, const int32_t *ids, int n, const float *want) {
+/* Logits of n ids on a GPU against (n, n_vocab) ones: numeric levels 3 and, with FP4 activations, 4. */
+static void cuda_compare(struct session *s, const char *name, const int32_t *ids, int n, const float *want,
+                         double limit, double limit_median) {
     char err[ERR_MAX] = "";
     size_t v = (size_t)s->m->n_vocab;
     struct collect c = {xmalloc((size_t)n * v * sizeof(float)), s->m->n_vocab};
@@ -281,7 +282,7 @@ static void cuda_compare(struct session *s, const char *name, const int32_t *ids
     CHECK(session_score(s, ids, n, collect_row, &c, err) == 0, "%s", err);
     for (int i = 0; i < n; i++) each[i] = nmse(c.out + (size_t)i * v, want + (size_t)i * v, v);
     double all = nmse(c.out, want, (size_t)n * v), mid = median(each, n);
-    CHECK(all <= 1e-3 && mid <= 5e-5, "%s: NMSE %.2e, median of the positions %.2e", name, all, mid);
+    CHECK(all <= limit && mid <= limit_median, "%s: NMSE %.2e, median of the positions %.2e", name, all, mid);
     free(c.out), free(each);
 }
 
@@ -293,7 +294,7 @@ static void test_cuda_demo(void) {
     size_t i;
     if (!demo_load(&m)) return;
     for (int k = 0; k < 2; k++) {
-        if (!cuda_session(&s, &m, 128, k ? KV_FP8 : KV_BF16)) return;
+        if (!cuda_session(&s, &m, 128, k ? KV_FP8 : KV_BF16, MOE_ACT_F16)) return;
         json_t *x = json_array_get(all, (size_t)prompts[k]), *prompt = json_object_get(x, "prompt_ids"),
                *greedy = json_object_get(x, "greedy_ids");
         int32_t ids[64], out[64];
@@ -306,7 +307,11 @@ static void test_cuda_demo(void) {
         if (!k) {
             float *want = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
             s.n_past = 0;
-            cuda_compare(&s, "demo", ids, n, want);
+            cuda_compare(&s, "demo", ids, n, want, 1e-3, 5e-5);
+            session_free(&s);
+            bool fp4 = cuda_test_begin(3) && cuda_session(&s, &m, 128, KV_BF16, MOE_ACT_FP4);
+            if (fp4) cuda_compare(&s, "demo in W4A4", ids, n, want, 3e-2, 3e-2);
+            if (!fp4 && !cuda_session(&s, &m, 128, KV_BF16, MOE_ACT_F16)) return;
             free(want);
         }
         session_free(&s);
@@ -326,7 +331,7 @@ static void test_cuda_turns(void) {
     int32_t ids[CTX], first[IDS], again[IDS];
     if (!fixture_load("deepseek_v3_nvfp4", &m)) return;
     size_t before = cuda_test_free_bytes();
-    if (!cuda_session(&s, &m, CTX, KV_FP8)) return;
+    if (!cuda_session(&s, &m, CTX, KV_FP8, MOE_ACT_F16)) return;
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
     cuda_greedy(&s, ids, IDS, first, IDS);
     uint32_t hash = logit_hash(session_logits(&s), m.n_vocab);
