@@ -12,6 +12,8 @@
  *
  *   embed, then per layer: norm, query/key/value, rotation and cache, attention, output, add + norm, router + experts; head
  *
+ * Several ranks, each with its part of the model, run the same line; where it adds, they add up what all of them have.
+ *
  * Two nouns: `struct model` never changes after loading; `struct session` is one timeline of tokens with its KV state.
  * Memory: the weights are the mapped file; the cache is kv_token_bytes per token of context; activations are laid out once, for
  * chunks of 512 tokens. Nothing is allocated while tokens are computed.
@@ -29,6 +31,7 @@
  *   Chat template: from source to tree
  *   Chat template: rendering
  *   Model: metadata, tensors, binding
+ *   Parts of a model
  *   CPU kernels
  *   CPU kernels: the oracle
  *   CPU kernels: vector functions for any instruction set
@@ -39,6 +42,7 @@
  *   CPU kernels: NEON with dot products
  *   CPU kernels: choice
  *   KV cache
+ *   Ranks
  *   CPU operations
  *   Families
  *   Sampler
@@ -62,8 +66,10 @@
 #include <omp.h>
 #include <poll.h>
 #include <setjmp.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <termios.h>
 #include <time.h>
@@ -132,7 +138,18 @@ struct layer {
 enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
 enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
 
+/* Which part of a model a rank holds: of n_rank ranks that share every layer (tensor parallelism), in one of n_stage groups that
+ * have whole layers each (pipeline). */
+struct part {
+    int rank, n_rank, stage, n_stage;
+};
+
+enum { MAX_RANKS = 4 /* of all stages together */ };
+
+/* The whole of a file, or a rank's part of it: then the sizes are the part's, but for n_vocab. */
 struct model {
+    struct part part;
+    int first_layer, first_head_kv, first_id; /* of layers, of the KV heads, of the rows of output */
     struct gguf gguf;
     struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
     enum arch arch;
@@ -165,6 +182,18 @@ struct model {
     void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
 };
+
+/* The matrices of a layer that there are, in the order of the forward; returns how many. */
+enum { LAYER_WEIGHTS = 16 };
+static inline int layer_weights(const struct layer *y, const struct weight *out[LAYER_WEIGHTS]) {
+    const struct weight *all[LAYER_WEIGHTS] = {&y->wq,   &y->wk,      &y->wv,    &y->wq_a,   &y->wq_b, &y->wkv_a,
+                                               &y->wk_b, &y->wv_b,    &y->wo,    &y->router, &y->gate, &y->up,
+                                               &y->down, &y->sh_gate, &y->sh_up, &y->sh_down};
+    int n = 0;
+    for (int i = 0; i < LAYER_WEIGHTS; i++)
+        if (all[i]->data) out[n++] = all[i];
+    return n;
+}
 
 /* Different experts that n tokens choose together, expected. */
 static inline double experts_expected(const struct model *m, int n_expert, int n) {
@@ -218,11 +247,12 @@ struct profile_row {
 struct ops {
     bool (*begin)(struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
     void (*end)(struct rank *r);   /* after it */
-    void (*embed)(struct rank *r, enum act out);                               /* out = rows of the embedding */
+    void (*enter)(struct rank *r, enum act x); /* x = rows of the embedding, or what the stage before left */
     void (*rmsnorm)(struct rank *r, enum act x, const float *w, enum act out); /* out = norm(x) * w; out may be x */
-    void (*add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w,
-                        enum act out);                                                /* x += delta; then as above */
-    void (*add)(struct rank *r, enum act x, enum act delta);                          /* x += delta */
+    /* x += the deltas of all ranks of the stage, in their order, the same bits on each; out = norm(x) * w */
+    void (*reduce_add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w, enum act out);
+    void (*leave)(struct rank *r, enum act x,
+                  enum act delta); /* the same sum; x goes to the next stage, if there is one */
     void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
     void (*linear3)(struct rank *r, enum act x, const struct weight *const w[3],
                     const enum act out[3]); /* out[i] = w[i] x; w[i] NULL: that many */
@@ -235,8 +265,8 @@ struct ops {
                           enum act out);                               /* multi-head latent attention, over the cache */
     void (*ffn)(struct rank *r, int il, enum act x, enum act out);     /* dense SwiGLU */
     void (*moe_ffn)(struct rank *r, int il, enum act x, enum act out); /* router, routed experts, shared expert */
-    void (*all_reduce)(struct rank *r, enum act x);                    /* sum over the ranks */
-    void (*logits)(struct rank *r, int first, int n);     /* final norm and head for rows first..first+n-1 */
+    /* final norm and head for rows first..first+n-1, on all ranks of the last stage; the results are the first one's: */
+    void (*logits)(struct rank *r, int first, int n);
     const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
     /* chooses a token by row 0 of the logits; recent: the n_recent <= PENALTY_WINDOW latest ids; uniform: a draw from [0, 1) */
     void (*sample)(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform);
@@ -303,9 +333,13 @@ static inline size_t kv_token_bytes(const struct model *m, enum kv_type type) {
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
-    const struct model *m;
+    const struct model *m; /* its part of the model */
     const struct ops *ops;
-    int n_ctx, chunk; /* tokens of context, of one forward at most */
+    struct team *team; /* the others */
+    int index;         /* among all ranks: stage * n_rank + rank */
+    unsigned met;      /* meetings with the ranks of its stage, */
+    unsigned joined;   /* and sums over them in this forward */
+    int n_ctx, chunk;  /* tokens of context, of one forward at most */
     enum kv_type kv_type;
     struct kv_layer *kv;             /* (n_layer); planes in the backend's memory */
     int n_tok;                       /* the batch: tokens of this forward, */
@@ -391,9 +425,14 @@ static void term_restore(void);
 static void temp_remove(void);
 static void message_neutralise(char *s);
 
+static _Thread_local char rank_label[32]; /* "rank 1 of 4: " where a thread works for one of several */
+static bool ranks_at_work;                /* there are threads that may never end */
+
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
+    static int dying;
     char line[2048];
     va_list ap;
+    while (__atomic_exchange_n(&dying, 1, __ATOMIC_SEQ_CST) && ranks_at_work) pause(); /* another thread has the word */
     term_restore();
     temp_remove();
     fflush(stdout);
@@ -401,7 +440,8 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
     message_neutralise(line);
-    fprintf(stderr, "moe: %s\n", line);
+    fprintf(stderr, "moe: %s%s\n", rank_label, line);
+    if (ranks_at_work) _exit(code);
     exit(code);
 }
 
@@ -4900,6 +4940,8 @@ static uint64_t model_hash(const struct gguf *g) {
     return h;
 }
 
+static int int_min(int a, int b) { return a < b ? a : b; }
+
 static void model_free(struct model *m) {
     for (size_t i = 0; i < arrlenu(m->owned); i++) free(m->owned[i]);
     arrfree(m->owned);
@@ -4916,6 +4958,7 @@ static int model_bind(struct model *m, char *err) {
     char text[64];
     size_t known = 0, n_names = sizeof arch_names / sizeof *arch_names;
     m->vocab = xcalloc(1, sizeof *m->vocab);
+    m->part = (struct part){0, 1, 0, 1};
     if (!gguf_get_str(l.g, "general.architecture", &s))
         loader_fail(&l, "metadata key 'general.architecture' is missing");
     while (known < n_names && !gguf_str_eq(s, arch_names[known])) known++;
@@ -5018,6 +5061,153 @@ static int model_load(struct model *m, const char *path, char *err) {
     m->load_seconds = now_seconds() - t0;
     return 0;
 }
+
+/* ============================================================================================================
+ * Parts of a model
+ *
+ * What each of several ranks holds, the same for every backend: attention by heads, feed-forwards by columns in whole units of
+ * 64, the head by rows; norms, routers, the low-rank projections and the embedding on all. Larger shares come first; nothing is
+ * padded. A share may be empty: such a rank adds zeros. Parts are views into the same mapping.
+ * ============================================================================================================ */
+
+enum { FF_UNIT = 64 /* columns of a feed-forward; a multiple of every format's block */ };
+
+struct share {
+    int first, n;
+};
+
+/* What the rank gets of `total` things that are cut in whole units, the last of which may be shorter. */
+static struct share share_of(int total, int unit, int n_rank, int rank) {
+    int units = (total + unit - 1) / unit, per = units / n_rank, more = units % n_rank;
+    int first = (rank * per + int_min(rank, more)) * unit, n = (per + (rank < more)) * unit;
+    if (n > total - first) n = total - first;
+    return n > 0 ? (struct share){first, n} : (struct share){0, 0};
+}
+
+static void weight_rows(struct weight *w, struct share s) {
+    if (!w->data) return;
+    w->data += (size_t)s.first * w->row_bytes, w->n_out = s.n;
+    if (w->bias) w->bias += s.first;
+}
+
+static void weight_columns(struct weight *w, struct share s) {
+    if (!w->data) return;
+    w->data += gguf_row_bytes(w->type, (size_t)s.first), w->n_in = s.n;
+}
+
+static void weight_matrices(struct weight *w, struct share s) {
+    if (!w->data) return;
+    w->data += (size_t)s.first * w->expert_bytes, w->n_expert = s.n;
+    if (w->scale) w->scale += s.first;
+}
+
+/* Bytes of a weight as the file has it, or of a part. */
+static uint64_t weight_bytes(const struct weight *w) {
+    return w->data ? (uint64_t)gguf_row_bytes(w->type, (size_t)w->n_in) * (uint64_t)w->n_out * (uint64_t)w->n_expert
+                   : 0;
+}
+
+static uint64_t layer_bytes(const struct layer *y) {
+    const struct weight *w[LAYER_WEIGHTS];
+    uint64_t sum = 0;
+    for (int i = 0, n = layer_weights(y, w); i < n; i++) sum += weight_bytes(w[i]);
+    return sum;
+}
+
+static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
+
+/* Heads that only together end where a block of the output projection does. */
+static int heads_unit(const struct model *m) {
+    int unit = 1;
+    for (int il = 0; il < m->n_layer; il++) {
+        int block = (int)gguf_type_info(m->layers[il].wo.type).block, u = block / int_gcd(block, m->head_v);
+        unit = unit / int_gcd(unit, u) * u;
+    }
+    return unit;
+}
+
+struct heads_share {
+    struct share q, kv;
+};
+
+/* Query heads go where their KV head is. With fewer KV heads than ranks, some ranks hold copies of one and share its query heads. */
+static struct heads_share heads_of(const struct model *m, int n_rank, int rank) {
+    int unit = heads_unit(m), group = m->n_head / m->n_head_kv;
+    struct heads_share h;
+    if (m->kv_lora) {
+        h.q = share_of(m->n_head, unit, n_rank, rank);
+        h.kv = (struct share){0, 1};
+    } else if (m->n_head_kv >= n_rank) {
+        h.kv = share_of(m->n_head_kv, unit / int_gcd(unit, group), n_rank, rank);
+        h.q = (struct share){h.kv.first * group, h.kv.n * group};
+    } else {
+        int j = rank * m->n_head_kv / n_rank; /* its KV head, which the ranks from..to-1 have */
+        int from = (j * n_rank + m->n_head_kv - 1) / m->n_head_kv,
+            to = ((j + 1) * n_rank + m->n_head_kv - 1) / m->n_head_kv;
+        h.q = share_of(group, unit, to - from, rank - from);
+        h.q.first += j * group;
+        h.kv = (struct share){j, 1};
+    }
+    if (!h.kv.n)
+        h.kv.n = 1; /* a rank without query heads keeps the cache of one KV head, so that its sizes stay sizes */
+    return h;
+}
+
+static void part_layer(struct model *p, struct layer *y, const struct model *m, struct heads_share h) {
+    int n_rank = p->part.n_rank, rank = p->part.rank;
+    struct share q = {h.q.first * m->head_k, h.q.n * m->head_k}, out = {h.q.first * m->head_v, h.q.n * m->head_v};
+    struct share k = {h.kv.first * m->head_k, h.kv.n * m->head_k}, v = {h.kv.first * m->head_v, h.kv.n * m->head_v};
+    weight_rows(&y->wq, q), weight_rows(&y->wq_b, q);
+    weight_rows(&y->wk, k), weight_rows(&y->wv, v);
+    weight_matrices(&y->wk_b, h.q), weight_matrices(&y->wv_b, h.q);
+    weight_columns(&y->wo, out);
+    struct share ff = share_of(y->gate.n_out, FF_UNIT, n_rank, rank);
+    struct share shared = share_of(y->sh_gate.n_out, FF_UNIT, n_rank, rank);
+    weight_rows(&y->gate, ff), weight_rows(&y->up, ff), weight_columns(&y->down, ff);
+    weight_rows(&y->sh_gate, shared), weight_rows(&y->sh_up, shared), weight_columns(&y->sh_down, shared);
+    int *widest = y->n_expert ? &p->n_ff_expert : &p->n_ff_dense;
+    if (ff.n > *widest) *widest = ff.n;
+    if (shared.n > p->n_ff_shared) p->n_ff_shared = shared.n;
+}
+
+/* Layers of a stage: consecutive ones, so many that the bytes of weights up to its last layer come nearest to its part of all. */
+static struct share stage_layers(const struct model *m, int n_stage, int stage) {
+    uint64_t all = weight_bytes(&m->embd) + weight_bytes(&m->output), sum = weight_bytes(&m->embd);
+    int bound[MAX_RANKS + 1] = {0}, s = 1;
+    for (int il = 0; il < m->n_layer; il++) all += layer_bytes(&m->layers[il]);
+    for (int il = 0; il < m->n_layer && s < n_stage; il++) {
+        uint64_t more = layer_bytes(&m->layers[il]);
+        bool must = m->n_layer - il <= n_stage - s; /* every later stage needs a layer too */
+        bool full = (sum + more / 2) * (uint64_t)n_stage >= all * (uint64_t)s;
+        if (il > bound[s - 1] && (must || full)) bound[s++] = il;
+        sum += more;
+    }
+    bound[n_stage] = m->n_layer;
+    return (struct share){bound[stage], bound[stage + 1] - bound[stage]};
+}
+
+/* The part of a whole model, n_stage <= n_layer; part_free frees it. */
+static void part_make(struct model *p, const struct model *m, struct part part) {
+    struct heads_share h = heads_of(m, part.n_rank, part.rank);
+    struct share layers = stage_layers(m, part.n_stage, part.stage);
+    struct share rows = share_of(m->n_vocab, FF_UNIT, part.n_rank, part.rank);
+    *p = *m;
+    p->part = part;
+    p->n_head = h.q.n, p->n_head_kv = h.kv.n, p->first_head_kv = h.kv.first;
+    p->first_layer = layers.first, p->n_layer = layers.n;
+    p->layers = xcalloc((size_t)layers.n, sizeof *p->layers);
+    p->n_ff_dense = p->n_ff_expert = p->n_ff_shared = 0;
+    for (int il = 0; il < layers.n; il++) {
+        p->layers[il] = m->layers[layers.first + il];
+        part_layer(p, &p->layers[il], m, h);
+    }
+    weight_rows(&p->output, rows);
+    p->first_id = rows.first;
+    if (part.stage) memset(&p->embd, 0, sizeof p->embd);
+    if (part.stage < part.n_stage - 1) memset(&p->output, 0, sizeof p->output);
+}
+
+static void part_free(struct model *p) { free(p->layers); }
 /* ============================================================================================================
  * CPU kernels
  *
@@ -5075,8 +5265,6 @@ struct kernels {
     float (*amax)(const float *x, int n); /* largest |x|, 0 for n = 0 */
     float (*max)(const float *x, int n);  /* largest x; n > 0, no NaN */
 };
-
-static int int_min(int a, int b) { return a < b ? a : b; }
 
 static inline const uint8_t *gemm_x(const struct gemm *g, int t) {
     return g->x + (size_t)(g->rows ? g->rows[t] : t) * g->x_stride;
@@ -6500,6 +6688,239 @@ static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t p
 }
 
 /* ============================================================================================================
+ * Ranks
+ *
+ * A team is the ranks of one session: of each stage n_rank that share its layers. Every rank but the first has a thread of its own;
+ * the first's is the caller's. team_run is the only way to make them do something, team_meet and team_hand the only ways in which
+ * ranks wait for one another: under one lock, with a watchdog, so that nothing waits forever.
+ * ============================================================================================================ */
+
+enum {
+    TEAM_STALL = 5,  /* seconds in which the whole program does nothing, after which a waiting rank gives up, */
+    TEAM_LIMIT = 600 /* and those that it waits at all */
+};
+
+struct team {
+    int n_rank, n_stage, n; /* n = n_rank * n_stage */
+    struct model *parts;    /* (n), stage by stage */
+    struct rank *ranks;     /* (n) */
+    pthread_t *threads;     /* (n), those from 1 on are used */
+    pthread_mutex_t lock;   /* of all that follows */
+    pthread_cond_t changed;
+    void (*run)(struct rank *r, void *arg); /* the current job */
+    void *arg;
+    unsigned jobs, done;      /* jobs given out; ranks that have finished their part, of all jobs */
+    unsigned *met;            /* (n_stage) arrivals at meetings */
+    unsigned *handed, *taken; /* (n) batches that rank i of a stage got from the stage before; consumed */
+    unsigned beats;           /* signs of life from ranks that wait for a device */
+    bool quit;
+};
+
+/* What the program has done: seconds of processors, pages that a disk brought, signs of life. */
+static double team_effort(const struct team *g) {
+    struct rusage u;
+    getrusage(RUSAGE_SELF, &u);
+    return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + 1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) +
+           (double)u.ru_majflt + (double)g->beats;
+}
+
+/* The ranks first..first+n-1 that met the least often, for a message. */
+static void team_late(const struct team *g, int first, int n, char who[64]) {
+    unsigned least = g->ranks[first].met;
+    who[0] = 0;
+    for (int i = first; i < first + n; i++) least = (int)(g->ranks[i].met - least) < 0 ? g->ranks[i].met : least;
+    for (int i = first; i < first + n; i++)
+        if (g->ranks[i].met == least) snprintf(who + strlen(who), 64 - strlen(who), " %d", i);
+}
+
+/* Waits, under the lock, until *count has reached `want` (modulo 2^32). r: the rank that waits for the sum it is at; NULL: somebody
+ * waits for all. A wait in which nothing at all happens ends the program: an error is better than silence. */
+static void team_await(struct team *g, const struct rank *r, const unsigned *count, unsigned want) {
+    double t = now_seconds(), effort = team_effort(g);
+    int still = 0, waited = 0;
+    while ((int)(*count - want) < 0) {
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_sec++;
+        pthread_cond_timedwait(&g->changed, &g->lock, &until);
+        double now = now_seconds(), did = team_effort(g);
+        if (now - t < 1) continue;
+        bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
+        still = stopped || did - effort > 0.02 ? 0 : still + 1;
+        t = now, effort = did, waited++;
+        if (still < TEAM_STALL && waited < TEAM_LIMIT) continue;
+        char who[64], what[64] = "the end of a step";
+        team_late(g, r ? r->index - r->m->part.rank : 0, r ? g->n_rank : g->n, who);
+        if (r)
+            snprintf(what, sizeof what, "the sum of the %s of layer %d", r->joined % 2 ? "attention" : "feed-forward",
+                     r->m->first_layer + (int)(r->joined - 1) / 2);
+        die("%s was not reached by all ranks within %d s, and nothing moves; behind:%s (does the disk with the model "
+            "still "
+            "answer?)",
+            what, waited, who);
+    }
+}
+
+/* Adds one to *count and lets all look. */
+static void team_count(struct team *g, unsigned *count) {
+    ++*count;
+    pthread_cond_broadcast(&g->changed);
+}
+
+/* Returns when all ranks of the stage have come here as often. */
+static void team_meet(struct rank *r) {
+    struct team *g = r->team;
+    const struct part *p = &r->m->part;
+    if (p->n_rank == 1) return;
+    pthread_mutex_lock(&g->lock);
+    r->met++;
+    team_count(g, &g->met[p->stage]);
+    team_await(g, r, &g->met[p->stage], r->met * (unsigned)g->n_rank);
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* The rank of the same number in the next stage, or the one before (step -1); NULL: there is none. */
+static struct rank *team_neighbour(struct rank *r, int step) {
+    const struct part *p = &r->m->part;
+    int stage = p->stage + step;
+    return stage < 0 || stage >= p->n_stage ? NULL : r + step * p->n_rank;
+}
+
+/* Says that `to` has a batch, and waits for the one that r shall have. */
+static void team_hand(struct rank *to) {
+    struct team *g = to->team;
+    pthread_mutex_lock(&g->lock);
+    team_count(g, &g->handed[to->index]);
+    pthread_mutex_unlock(&g->lock);
+}
+static void team_take(struct rank *r) {
+    struct team *g = r->team;
+    pthread_mutex_lock(&g->lock);
+    team_await(g, NULL, &g->handed[r->index], ++g->taken[r->index]);
+    pthread_mutex_unlock(&g->lock);
+}
+
+static void team_name_thread(const struct team *g, int i) {
+    if (g->n > 1) snprintf(rank_label, sizeof rank_label, "rank %d of %d: ", i, g->n);
+}
+
+static void *team_thread(void *arg) {
+    struct rank *r = arg;
+    struct team *g = r->team;
+    unsigned seen = 0;
+    team_name_thread(g, r->index);
+    pthread_mutex_lock(&g->lock);
+    for (;;) {
+        while (g->jobs == seen && !g->quit) pthread_cond_wait(&g->changed, &g->lock);
+        if (g->jobs == seen) break;
+        seen++;
+        void (*run)(struct rank *, void *) = g->run;
+        void *what = g->arg;
+        pthread_mutex_unlock(&g->lock);
+        run(r, what);
+        pthread_mutex_lock(&g->lock);
+        team_count(g, &g->done);
+    }
+    pthread_mutex_unlock(&g->lock);
+    return NULL;
+}
+
+/* run(rank, arg) on every rank at once; returns when all have. */
+static void team_run(struct team *g, void (*run)(struct rank *r, void *arg), void *arg) {
+    if (g->n > 1) {
+        pthread_mutex_lock(&g->lock);
+        g->run = run, g->arg = arg;
+        team_count(g, &g->jobs);
+        pthread_mutex_unlock(&g->lock);
+    }
+    team_name_thread(g, 0);
+    run(&g->ranks[0], arg);
+    rank_label[0] = 0;
+    if (g->n == 1) return;
+    pthread_mutex_lock(&g->lock);
+    team_await(g, NULL, &g->done, g->jobs * (unsigned)(g->n - 1));
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Gives a rank its memory, on the rank's own thread. 0, or -1 with a message and nothing held. */
+typedef int rank_starter(struct rank *r, const struct model *part, void *arg, char *err);
+
+struct team_start {
+    rank_starter *start;
+    void *arg;
+    int failed[MAX_RANKS];
+    char err[MAX_RANKS][ERR_MAX];
+};
+
+static void rank_start(struct rank *r, void *arg) {
+    struct team_start *t = arg;
+    struct team *g = r->team;
+    int i = r->index;
+    t->failed[i] = t->start(r, &g->parts[i], t->arg, t->err[i]);
+    r->team = g, r->index = i;
+}
+
+static void rank_close(struct rank *r, void *arg) {
+    (void)arg;
+    if (r->ops) r->ops->close(r);
+    r->ops = NULL;
+}
+
+static void team_close(struct team *g) {
+    team_run(g, rank_close, NULL);
+    pthread_mutex_lock(&g->lock);
+    g->quit = true;
+    pthread_cond_broadcast(&g->changed);
+    pthread_mutex_unlock(&g->lock);
+    for (int i = 1; i < g->n; i++) pthread_join(g->threads[i], NULL);
+    for (int i = 0; i < g->n; i++) part_free(&g->parts[i]);
+    pthread_mutex_destroy(&g->lock);
+    pthread_cond_destroy(&g->changed);
+    free(g->parts), free(g->ranks), free(g->threads), free(g->met), free(g->handed), free(g->taken);
+    memset(g, 0, sizeof *g);
+    ranks_at_work = false;
+}
+
+/* Starts n_stage * n_rank <= MAX_RANKS ranks of the model. 0, or -1 with the message of the first that failed. */
+static int team_open(struct team *g, const struct model *m, int n_rank, int n_stage, rank_starter *start, void *arg,
+                     char *err) {
+    struct team_start t = {.start = start, .arg = arg};
+    pthread_condattr_t attr;
+    sigset_t all, old;
+    memset(g, 0, sizeof *g);
+    g->n_rank = n_rank, g->n_stage = n_stage, g->n = n_rank * n_stage;
+    size_t n = (size_t)g->n;
+    g->parts = xcalloc(n, sizeof *g->parts), g->ranks = xcalloc(n, sizeof *g->ranks);
+    g->threads = xcalloc(n, sizeof *g->threads), g->met = xcalloc((size_t)n_stage, sizeof *g->met);
+    g->handed = xcalloc(n, sizeof *g->handed), g->taken = xcalloc(n, sizeof *g->taken);
+    pthread_mutex_init(&g->lock, NULL);
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&g->changed, &attr);
+    pthread_condattr_destroy(&attr);
+    sigfillset(&all); /* signals are the caller's */
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    for (int i = 0; i < g->n; i++) {
+        part_make(&g->parts[i], m, (struct part){i % n_rank, n_rank, i / n_rank, n_stage});
+        g->ranks[i].team = g, g->ranks[i].index = i, g->ranks[i].m = &g->parts[i];
+    }
+    for (int i = 1; i < g->n; i++)
+        if (pthread_create(&g->threads[i], NULL, team_thread, &g->ranks[i]))
+            die("cannot start a thread for rank %d", i);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    ranks_at_work = g->n > 1;
+    team_run(g, rank_start, &t);
+    for (int i = 0; i < g->n; i++) {
+        if (!t.failed[i]) continue;
+        if (g->n > 1) fail(err, "rank %d of %d: %.*s", i, g->n, ERR_MAX - 32, t.err[i]);
+        else memcpy(err, t.err[i], ERR_MAX);
+        team_close(g);
+        return -1;
+    }
+    return 0;
+}
+
+/* ============================================================================================================
  * CPU operations
  *
  * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that do
@@ -6526,18 +6947,28 @@ static void *rank_scratch(const struct rank *r) { return r->scratch + (size_t)om
 /* Threads for work on n items: one token's norms are not worth waking anybody. */
 static int rank_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
 
-static void cpu_embed(struct rank *r, enum act out) {
+/* The rank `rank` of r's stage: they lie side by side. */
+static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->part.rank + rank; }
+
+static void cpu_enter(struct rank *r, enum act x) {
     const struct weight *w = &r->m->embd;
+    const struct rank *before = team_neighbour(r, -1);
     float scale = w->scale ? w->scale[0] : 1.0f;
+    r->joined = 0;
+    if (before) team_take(r);
     for (int t = 0; t < r->n_tok; t++) {
-        float *x = act_row(r, out, t);
-        gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, x, (size_t)w->n_in);
-        for (int i = 0; scale != 1.0f && i < w->n_in; i++) x[i] *= scale;
+        float *row = act_row(r, x, t);
         for (int i = 0; i < r->m->rope_dim / 2; i++) {
             float angle = (float)(r->pos + t) * r->m->rope_freq[i];
             r->cos[t * (r->m->rope_dim / 2) + i] = cosf(angle) * r->m->rope_factor;
             r->sin[t * (r->m->rope_dim / 2) + i] = sinf(angle) * r->m->rope_factor;
         }
+        if (before) {
+            memcpy(row, act_row(before, x, t), (size_t)r->m->n_embd * sizeof *row);
+            continue;
+        }
+        gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, row, (size_t)w->n_in);
+        for (int i = 0; scale != 1.0f && i < w->n_in; i++) row[i] *= scale;
     }
 }
 
@@ -6547,17 +6978,28 @@ static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out
         r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
 }
 
-static void cpu_add(struct rank *r, enum act x, enum act delta) {
+static void cpu_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+    int n_rank = r->m->part.n_rank, n = r->width[x];
+    r->joined++;
+    team_meet(r);
 #pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
-        float *a = act_row(r, x, t), *b = act_row(r, delta, t);
-        for (int i = 0; i < r->width[x]; i++) a[i] += b[i];
+        float *a = act_row(r, x, t), *d[MAX_RANKS];
+        for (int k = 0; k < n_rank; k++) d[k] = act_row(rank_peer(r, k), delta, t);
+        for (int i = 0; i < n; i++) {
+            float sum = d[0][i];
+            for (int k = 1; k < n_rank; k++) sum += d[k][i];
+            a[i] += sum;
+        }
+        if (w) r->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
     }
+    team_meet(r); /* nobody's delta is overwritten while others read it */
 }
 
-static void cpu_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
-    cpu_add(r, x, delta);
-    cpu_rmsnorm(r, x, w, out);
+static void cpu_leave(struct rank *r, enum act x, enum act delta) {
+    struct rank *next = team_neighbour(r, 1);
+    cpu_reduce_add_rmsnorm(r, x, delta, NULL, x);
+    if (next) team_hand(next);
 }
 
 /* Thread scratch: the kernels' own, a tile of results for the most tokens, three areas of packed activations. */
@@ -6588,6 +7030,11 @@ static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const f
 /* y = W x for n rows of x (x_stride floats apart), inside a parallel region; the caller waits for the other threads. */
 static void linear_rows(struct rank *r, const struct weight *w, const float *x, int x_stride, int n, float *y,
                         int y_stride) {
+    if (!w->n_in) { /* an empty share */
+#pragma omp for schedule(static) nowait
+        for (int t = 0; t < n; t++) memset(y + (size_t)t * (size_t)y_stride, 0, (size_t)w->n_out * sizeof *y);
+        return;
+    }
     enum act_format f = r->k->act_format(w->type, n);
     const uint8_t *pack = pack_rows(r, f, x, (size_t)x_stride, n, w->n_in, r->pack, 0);
 #pragma omp for schedule(dynamic) nowait
@@ -6838,6 +7285,7 @@ static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS 
 
 static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct model *m = r->m;
+    if (!m->n_head) return;
     int group = m->n_head / m->n_head_kv;
     struct attend a = {.kind = ATTEND_GQA,
                        .il = il,
@@ -6900,6 +7348,7 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
     const struct model *m = r->m;
     const struct layer *y = &m->layers[il];
     size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
+    if (!m->n_head) return;
     struct attend a = {.il = il,
                        .n_head = m->n_head,
                        .dk = m->head_k,
@@ -7000,7 +7449,7 @@ static void ffn_jobs_build(struct rank *r, const struct layer *y) {
     for (int i = 0; i < r->n_tok * k; i++) count[r->route_id[i]]++;
     for (int e = 0, sum = 0; e < y->n_expert; e++) {
         at[e] = sum;
-        if (!count[e]) continue;
+        if (!count[e] || !y->gate.n_out) continue;
         r->jobs[r->n_jobs++] =
             (struct ffn_job){&y->gate, &y->up, &y->down, e, count[e], r->job_rows + sum, r->job_w + sum, hidden, slot};
         sum += count[e], slot += (size_t)count[e], hidden += (size_t)count[e] * (size_t)y->gate.n_out;
@@ -7009,7 +7458,7 @@ static void ffn_jobs_build(struct rank *r, const struct layer *y) {
         int j = at[r->route_id[i]]++;
         r->job_rows[j] = i / k, r->job_w[j] = r->route_w[i];
     }
-    if (y->sh_gate.data)
+    if (y->sh_gate.n_out)
         r->jobs[r->n_jobs++] =
             (struct ffn_job){&y->sh_gate, &y->sh_up, &y->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
 }
@@ -7050,6 +7499,11 @@ static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, e
  * order of the jobs by one thread. `per_job`: tokens that a job has on average, which chooses the number format. */
 static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     const struct kernels *k = r->k;
+    if (!r->n_jobs) { /* an empty share */
+#pragma omp for schedule(static)
+        for (int t = 0; t < r->n_tok; t++) memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
+        return;
+    }
     const struct ffn_job *j0 = &r->jobs[0];
     const struct ffn_job *jn =
         &r->jobs[r->n_jobs - 1]; /* the shared expert, if there is one: of all tokens, maybe of another type */
@@ -7107,7 +7561,7 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
 static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *y = &r->m->layers[il];
     r->jobs[0] = (struct ffn_job){&y->gate, &y->up, &y->down, 0, r->n_tok, NULL, NULL, 0, 0};
-    r->n_jobs = 1;
+    r->n_jobs = y->gate.n_out > 0;
 #pragma omp parallel num_threads(r->n_threads)
     ffn_run(r, x, out, r->n_tok);
 }
@@ -7130,16 +7584,15 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     }
 }
 
-static void cpu_all_reduce(struct rank *r, enum act x) { (void)r, (void)x; }
-
 static void cpu_logits(struct rank *r, int first, int n) {
     const struct weight *w = &r->m->output;
+    float *out = rank_peer(r, 0)->logits + r->m->first_id;
 #pragma omp parallel num_threads(r->n_threads)
     {
 #pragma omp for schedule(static)
         for (int t = first; t < first + n; t++)
             r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t), r->m->n_embd);
-        linear_rows(r, w, act_row(r, A_H, first), r->width[A_H], n, r->logits, r->m->n_vocab);
+        linear_rows(r, w, act_row(r, A_H, first), r->width[A_H], n, out, r->m->n_vocab);
     }
 }
 
@@ -7171,11 +7624,29 @@ static void cpu_close(struct rank *r) {
     arrfree(r->owned);
 }
 
-static const struct ops cpu_ops = {cpu_begin,     cpu_end,           cpu_embed,   cpu_rmsnorm,       cpu_add_rmsnorm,
-                                   cpu_add,       cpu_linear,        cpu_linear3, cpu_rope_store_kv, cpu_attention,
-                                   cpu_mla_store, cpu_mla_attention, cpu_ffn,     cpu_moe_ffn,       cpu_all_reduce,
-                                   cpu_logits,    cpu_read_logits,   cpu_sample,  cpu_read_token,    cpu_kv_copy,
-                                   cpu_wait,      cpu_measure,       NULL,        cpu_close};
+static const struct ops cpu_ops = {cpu_begin,
+                                   cpu_end,
+                                   cpu_enter,
+                                   cpu_rmsnorm,
+                                   cpu_reduce_add_rmsnorm,
+                                   cpu_leave,
+                                   cpu_linear,
+                                   cpu_linear3,
+                                   cpu_rope_store_kv,
+                                   cpu_attention,
+                                   cpu_mla_store,
+                                   cpu_mla_attention,
+                                   cpu_ffn,
+                                   cpu_moe_ffn,
+                                   cpu_logits,
+                                   cpu_read_logits,
+                                   cpu_sample,
+                                   cpu_read_token,
+                                   cpu_kv_copy,
+                                   cpu_wait,
+                                   cpu_measure,
+                                   NULL,
+                                   cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -7195,6 +7666,9 @@ static void rank_plane(struct rank *r, struct kv_plane *p) {
     p->scale = rank_own(r, (size_t)r->n_ctx * (size_t)p->n_group, sizeof(float));
     r->kv_bytes += (size_t)r->n_ctx * (size_t)p->n_group * sizeof(float);
 }
+
+/* Whether the rank has the logits of all. */
+static bool rank_is_head(const struct model *m) { return !m->part.rank && m->part.stage == m->part.n_stage - 1; }
 
 /* Lays out the memory for contexts of n_ctx tokens. */
 static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
@@ -7246,8 +7720,10 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     size_t lat = (size_t)(2 * m->kv_lora + m->rope_dim), dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
     if (m->kv_lora) r->qlat = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
     r->part = rank_own(r, PARTS_MAX * PART_TOKENS * n_head * (dv + 2), sizeof(float));
-    r->logits = rank_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
-    r->work = rank_own(r, (size_t)m->n_ids, sizeof *r->work);
+    if (rank_is_head(m)) {
+        r->logits = rank_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
+        r->work = rank_own(r, (size_t)m->n_ids, sizeof *r->work);
+    }
 
     size_t rows = (size_t)(m->n_head / m->n_head_kv) * PART_TOKENS; /* the largest attention item */
     rows = size_max(m->kv_lora ? size_max(c, MLA_HEAD_GROUP * PART_TOKENS) : rows, QUERY_ROWS);
@@ -7271,42 +7747,41 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
  * One straight line per family. The batch (tokens, position) is in the rank.
  * ============================================================================================================ */
 
-/* The second half of every layer: x += attention's result, then the feed-forward's goes to A_OUT. */
+/* The second half of every layer: x += attention's result, then the feed-forward's goes to A_OUT. What a rank has there is a
+ * part of a sum over the ranks. */
 static void forward_ffn(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *y = &r->m->layers[il];
-    o->all_reduce(r, A_OUT);
-    o->add_rmsnorm(r, A_X, A_OUT, y->ffn_norm, A_H);
+    o->reduce_add_rmsnorm(r, A_X, A_OUT, y->ffn_norm, A_H);
     if (y->n_expert) o->moe_ffn(r, il, A_H, A_OUT);
     else o->ffn(r, il, A_H, A_OUT);
-    o->all_reduce(r, A_OUT);
 }
 
 /* Qwen3-MoE: grouped-query attention with head norms, softmax router. */
 static void forward_qwen3moe(struct rank *r) {
     const struct ops *o = r->ops;
-    o->embed(r, A_X);
+    o->enter(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
         const struct layer *y = &r->m->layers[il];
         if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
-        else o->add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
+        else o->reduce_add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
         o->linear3(r, A_H, (const struct weight *const[]){&y->wq, &y->wk, &y->wv}, (const enum act[]){A_Q, A_K, A_V});
         o->rope_store_kv(r, il, A_Q, A_K, A_V);
         o->attention(r, il, A_Q, A_ATT);
         o->linear(r, &y->wo, A_ATT, A_OUT);
         forward_ffn(r, il);
     }
-    o->add(r, A_X, A_OUT);
+    o->leave(r, A_X, A_OUT);
 }
 
 /* DeepSeek-V3 and Kimi-K2: multi-head latent attention, sigmoid router with groups, a shared expert. */
 static void forward_deepseek2(struct rank *r) {
     const struct ops *o = r->ops;
-    o->embed(r, A_X);
+    o->enter(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
         const struct layer *y = &r->m->layers[il];
         if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
-        else o->add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
+        else o->reduce_add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
         bool low = r->m->q_lora != 0; /* the query comes through a low rank */
         o->linear3(r, A_H, (const struct weight *const[]){&y->wkv_a, low ? &y->wq_a : &y->wq, NULL},
                    (const enum act[]){A_K, low ? A_QA : A_Q, A_OUT});
@@ -7319,7 +7794,7 @@ static void forward_deepseek2(struct rank *r) {
         o->linear(r, &y->wo, A_ATT, A_OUT);
         forward_ffn(r, il);
     }
-    o->add(r, A_X, A_OUT);
+    o->leave(r, A_X, A_OUT);
 }
 
 static void forward(struct rank *r) {
@@ -7411,62 +7886,129 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
 
 struct session {
     const struct model *m;
-    struct rank r;
+    struct team team;
+    struct rank *r;  /* of its ranks the one that has the logits */
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
     int sync_tokens;     /* of the latest sync: tokens computed, */
     double sync_seconds; /* and the time it took */
 };
 
-/* An empty timeline for the rank in s->r. */
-static void session_start(struct session *s) {
-    s->m = s->r.m, s->n_ctx = s->r.n_ctx;
+/* An empty timeline for n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
+static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
+                        void *arg, char *err) {
+    memset(s, 0, sizeof *s);
+    if (team_open(&s->team, m, n_rank, n_stage, start, arg, err)) return -1;
+    s->m = m, s->r = &s->team.ranks[(n_stage - 1) * n_rank], s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
+    return 0;
 }
 
-static void session_init(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
-                         enum kv_type kv) {
-    memset(s, 0, sizeof *s);
-    rank_init(&s->r, m, k, n_threads, n_ctx, kv);
-    session_start(s);
+struct cpu_options {
+    const struct kernels *k;
+    int n_threads, n_ctx; /* of all ranks together; tokens */
+    enum kv_type kv;
+};
+
+static int cpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err) {
+    const struct cpu_options *o = arg;
+    int n = part->part.n_rank * part->part.n_stage;
+    (void)err; /* what fails ends the program */
+    rank_init(r, part, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
+    return 0;
+}
+
+/* A session of n_stage * n_rank ranks on the CPU. */
+static void session_init(struct session *s, const struct model *m, int n_rank, int n_stage, struct cpu_options o) {
+    char err[ERR_MAX];
+    if (session_open(s, m, n_rank, n_stage, cpu_rank_start, &o, err)) die("%s", err);
 }
 
 static void session_free(struct session *s) {
-    s->r.ops->close(&s->r);
+    team_close(&s->team);
     free(s->tokens);
+}
+
+struct batch_job {
+    const int32_t *ids; /* (n) */
+    int n, pos;
+};
+
+static void rank_forward(struct rank *r, void *arg) {
+    const struct batch_job *b = arg;
+    alloc_guard_begin("a forward pass");
+    memcpy(r->tokens, b->ids, (size_t)b->n * sizeof *b->ids);
+    r->pos = b->pos, r->n_tok = b->n;
+    forward(r);
+    alloc_guard_end();
 }
 
 /* Computes n <= chunk tokens behind the timeline; no logits. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
-    alloc_guard_begin("a forward pass");
+    struct batch_job b = {ids, n, s->n_past};
     memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
-    memcpy(s->r.tokens, ids, (size_t)n * sizeof *ids);
-    s->r.pos = s->n_past, s->r.n_tok = n;
-    forward(&s->r);
+    team_run(&s->team, rank_forward, &b);
     s->n_past += n;
-    alloc_guard_end();
 }
+
+struct rows_job {
+    int first, n;
+};
+
+static void rank_logits(struct rank *r, void *arg) {
+    const struct rows_job *j = arg;
+    if (r->m->part.stage == r->m->part.n_stage - 1) r->ops->logits(r, j->first, j->n);
+}
+
+/* Logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
+static void session_head(struct session *s, int first, int n) {
+    team_run(&s->team, rank_logits, &(struct rows_job){first, n});
+}
+
+static void rank_wait(struct rank *r, void *arg) {
+    (void)arg;
+    r->ops->wait(r);
+}
+
+static void session_wait(struct session *s) { team_run(&s->team, rank_wait, NULL); }
 
 /* One token: forward and logits. */
 static void session_decode(struct session *s, int32_t id) {
     session_forward(s, &id, 1);
-    s->r.ops->logits(&s->r, 0, 1);
+    session_head(s, 0, 1);
 }
 
 /* (n_vocab) behind the last token, after a sync or decode. */
-static const float *session_logits(struct session *s) { return s->r.ops->read_logits(&s->r, 0); }
+static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, 0); }
 
 /* The next token, chosen by those logits. */
 static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
     int n = s->n_past < PENALTY_WINDOW ? s->n_past : PENALTY_WINDOW;
     double uniform = o->greedy || o->temp <= 0 ? 0 : rng_uniform(rng);
-    s->r.ops->sample(&s->r, o, s->tokens + s->n_past - n, n, uniform);
-    return s->r.ops->read_token(&s->r);
+    s->r->ops->sample(s->r, o, s->tokens + s->n_past - n, n, uniform);
+    return s->r->ops->read_token(s->r);
+}
+
+static void rank_measure(struct rank *r, void *arg) { ((struct rates *)arg)[r->index] = r->ops->measure(r); }
+
+/* What all ranks can do together, measured at once. */
+static struct rates session_measure(struct session *s) {
+    struct rates each[MAX_RANKS], sum = {0, 0};
+    team_run(&s->team, rank_measure, each);
+    for (int i = 0; i < s->team.n; i++) sum.bytes += each[i].bytes, sum.mma += each[i].mma;
+    return sum;
+}
+
+/* Of all ranks. */
+static uint64_t session_kv_bytes(const struct session *s) {
+    uint64_t sum = 0;
+    for (int i = 0; i < s->team.n; i++) sum += s->team.ranks[i].kv_bytes;
+    return sum;
 }
 
 /* Bytes of cache that `more` further tokens of context would take. */
 static uint64_t session_more_bytes(const struct session *s, int more) {
-    return (uint64_t)more * kv_token_bytes(s->m, s->r.kv_type);
+    return (uint64_t)more * kv_token_bytes(s->m, s->r->kv_type);
 }
 
 /* What helps against a full context, for a sentence that goes on with -c. */
@@ -7504,7 +8046,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     s->n_past = keep;
     double t0 = now_seconds(), shown = t0 + 0.4;
     while (s->n_past < n) {
-        int c = n - s->n_past < s->r.chunk ? n - s->n_past : s->r.chunk;
+        int c = n - s->n_past < s->r->chunk ? n - s->n_past : s->r->chunk;
         if (interrupted) break;
         session_forward(s, ids + s->n_past, c);
         done += c;
@@ -7514,8 +8056,8 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     if (shown > t0 + 0.4) status_line("%s", "");
     s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
     if (s->n_past < n) return SYNC_INTERRUPTED;
-    s->r.ops->logits(&s->r, s->r.n_tok - 1, 1);
-    s->r.ops->wait(&s->r);
+    session_head(s, s->r->n_tok - 1, 1);
+    session_wait(s);
     s->sync_seconds = now_seconds() - t0;
     return SYNC_DONE;
 }
@@ -7525,13 +8067,13 @@ static int session_score(struct session *s, const int32_t *ids, int n,
                          void (*each)(void *ctx, int pos, const float *logits), void *ctx, char *err) {
     if (session_fits(s, n, err)) return -1;
     for (s->n_past = 0; s->n_past < n;) {
-        int c = n - s->n_past < s->r.chunk ? n - s->n_past : s->r.chunk, first = s->n_past;
+        int c = n - s->n_past < s->r->chunk ? n - s->n_past : s->r->chunk, first = s->n_past;
         if (interrupted) return 1;
         session_forward(s, ids + first, c);
         for (int i = 0; i < c; i += LOGIT_ROWS) {
             int rows = c - i < LOGIT_ROWS ? c - i : LOGIT_ROWS;
-            s->r.ops->logits(&s->r, i, rows);
-            for (int k = 0; k < rows; k++) each(ctx, first + i + k, s->r.ops->read_logits(&s->r, k));
+            session_head(s, i, rows);
+            for (int k = 0; k < rows; k++) each(ctx, first + i + k, s->r->ops->read_logits(s->r, k));
         }
     }
     return 0;
@@ -7544,12 +8086,9 @@ static double layers_use(const struct model *m, int n, double *per_token) {
     *per_token = 0;
     for (int il = 0; il < m->n_layer; il++) {
         const struct layer *y = &m->layers[il];
-        const struct weight *all[] = {&y->wq,    &y->wk,      &y->wv,    &y->wo,     &y->wq_a, &y->wq_b,
-                                      &y->wkv_a, &y->wk_b,    &y->wv_b,  &y->router, &y->gate, &y->up,
-                                      &y->down,  &y->sh_gate, &y->sh_up, &y->sh_down};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const struct weight *all[LAYER_WEIGHTS];
+        for (int i = 0, n_all = layer_weights(y, all); i < n_all; i++) {
             const struct weight *w = all[i];
-            if (!w->data) continue;
             bool routed = y->n_expert && (w == &y->gate || w == &y->up || w == &y->down);
             double used = routed ? m->n_expert_used : w->n_expert;
             *per_token += used * w->n_in * w->n_out;
@@ -7563,7 +8102,7 @@ static double layers_use(const struct model *m, int n, double *per_token) {
 static double session_forward_bytes(const struct session *s, int n) {
     double per_token;
     return layers_use(s->m, n, &per_token) + (double)s->m->output.expert_bytes +
-           (double)kv_token_bytes(s->m, s->r.kv_type) * s->n_past;
+           (double)kv_token_bytes(s->m, s->r->kv_type) * s->n_past;
 }
 
 /* Multiplications and additions that a forward of n tokens behind n_past others takes with logits of the last one: attention as
@@ -7601,37 +8140,61 @@ static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
 }
 
 static struct kv_header session_header(const struct session *s) {
-    const struct kv_layer *y = &s->r.kv[0];
+    struct kv_layer whole = kv_layer_make(s->m, s->r->kv_type), *y = &whole;
     struct kv_header h = {.model_hash = s->m->hash,
-                          .kv_type = (uint32_t)s->r.kv_type,
+                          .kv_type = (uint32_t)s->r->kv_type,
                           .n_layer = (uint32_t)s->m->n_layer,
                           .n_tokens = (uint32_t)s->n_past,
                           .k_row = (uint32_t)y->k.row_bytes,
                           .v_row = (uint32_t)y->v.row_bytes,
-                          .k_scales = y->k.scale ? (uint32_t)y->k.n_group : 0,
-                          .v_scales = y->v.scale ? (uint32_t)y->v.n_group : 0,
+                          .k_scales = y->k.type == KV_FP8 ? (uint32_t)y->k.n_group : 0,
+                          .v_scales = y->v.type == KV_FP8 ? (uint32_t)y->v.n_group : 0,
                           .checksum = 0xcbf29ce484222325u};
     memcpy(h.magic, kv_magic, sizeof h.magic);
     return h;
 }
 
+/* Rows first..first+n-1 of a plane of the whole model's layer il, or their scales, from or to (store) the ranks that have the layer.
+ * all (n, row) bytes; part: room for the same. */
+static void session_plane(struct session *s, int il, bool v, bool scales, size_t first, size_t n, uint8_t *all,
+                          size_t row, uint8_t *part, bool store) {
+    for (int i = 0; i < s->team.n; i++) {
+        struct rank *r = &s->team.ranks[i];
+        int own = il - r->m->first_layer, head = v ? r->m->head_v : r->m->head_k;
+        if (own < 0 || own >= r->m->n_layer) continue;
+        const struct kv_plane *p = v ? &r->kv[own].v : &r->kv[own].k;
+        size_t size = scales || p->type == KV_F32 ? 4
+                      : p->type == KV_BF16        ? 2
+                                                  : 1,
+               stride = scales ? (size_t)p->n_group * 4 : p->row_bytes;
+        size_t from = r->m->kv_lora ? 0 : (size_t)r->m->first_head_kv * (scales ? 1 : (size_t)head) * size;
+        size_t used = (size_t)(scales ? p->n_group : p->width) * size;
+        if (store) memset(part, 0, n * stride); /* rows are filled up to 16 bytes */
+        for (size_t t = 0; store && t < n; t++) memcpy(part + t * stride, all + t * row + from, used);
+        r->ops->kv_copy(r, p, first, n, scales ? NULL : part, scales ? (float *)(void *)part : NULL, store);
+        for (size_t t = 0; !store && t < n; t++) memcpy(all + t * row + from, part + t * stride, used);
+    }
+}
+
 /* Writes or reads (store) what follows the header, and adds it to *sum: n token ids, then per plane all rows and all scales. */
 static bool session_body(struct session *s, size_t n, FILE *f, bool store, uint64_t *sum) {
     enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be filled up */
+    const struct kv_layer y = kv_layer_make(s->m, s->r->kv_type);
     size_t id = sizeof *s->tokens;
-    void *buf = NULL;
+    uint8_t *buf = NULL;
     bool ok = (store ? fread(s->tokens, id, n, f) : fwrite(s->tokens, id, n, f)) == n;
     *sum = checksum_add(*sum, s->tokens, n * id);
     for (int i = 0; ok && i < 4 * s->m->n_layer; i++) {
-        const struct kv_plane *p = i & 2 ? &s->r.kv[i / 4].v : &s->r.kv[i / 4].k;
+        const struct kv_plane *p = i & 2 ? &y.v : &y.k;
         bool scales = i & 1;
         size_t row = scales ? (size_t)p->n_group * sizeof(float) : p->row_bytes;
-        if (scales && !p->scale) continue;
-        buf = xrealloc(buf, ROWS * row);
+        if (scales && p->type != KV_FP8) continue;
+        buf = xrealloc(buf, 2 * ROWS * row);
+        if (!store) memset(buf, 0, ROWS * row);
         for (size_t at = 0; ok && at < n; at += ROWS) {
             size_t k = n - at < ROWS ? n - at : ROWS;
             if (store) ok = fread(buf, row, k, f) == k;
-            if (ok) s->r.ops->kv_copy(&s->r, p, at, k, scales ? NULL : buf, scales ? buf : NULL, store);
+            if (ok) session_plane(s, i / 4, i & 2, scales, at, k, buf, row, buf + ROWS * row, store);
             if (!store) ok = fwrite(buf, row, k, f) == k;
             if (ok) *sum = checksum_add(*sum, buf, k * row);
         }
@@ -7691,8 +8254,8 @@ static int session_load(struct session *s, const char *path, char *err) {
 struct settings {
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
     bool lines, raw, special, verbose, cpu, cpu_ref;
-    int n_predict, n_ctx, threads, gpu, kv_splits, vram_reserve;
-    char *kv, *moe_act, *think, *show_think;
+    int n_predict, n_ctx, threads, tp, pp, kv_splits, vram_reserve;
+    char *gpus, *kv, *moe_act, *think, *show_think;
     bool greedy;
     double temp, top_p, min_p, repeat_penalty; /* NAN: unset */
     int top_k;                                 /* -1: unset */
@@ -7759,7 +8322,11 @@ static const struct option options[] = {
     {"kv", 0, OPT_CHOICE, AT(kv), "bf16|fp8|f32", 0, 0, false,
      "number format of the KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
     {"cpu", 0, OPT_FLAG, AT(cpu), NULL, 0, 0, false, "use no GPU"},
-    {"gpus", 0, OPT_INT, AT(gpu), "N", 0, 63, false, "the GPU to use (default: the first; none: the CPU)"},
+    {"gpus", 0, OPT_STR, AT(gpus), "0,1", 0, 0, false,
+     "the GPUs to use, by number; one may be named again (default: the first ones; none: the CPU)"},
+    {"tp", 0, OPT_INT, AT(tp), "N", 1, MAX_RANKS, false,
+     "ranks that share every layer (default: one for each of --gpus)"},
+    {"pp", 0, OPT_INT, AT(pp), "N", 1, MAX_RANKS, false, "groups of ranks with layers of their own (default: 1)"},
     {"kv-splits", 0, OPT_INT, AT(kv_splits), "N", 0, 384, false,
      "parts of the context in GPU decode at most (default: 0, what fills the GPU)"},
     {"moe-act", 0, OPT_CHOICE, AT(moe_act), "auto|bf16|fp4", 0, 0, false,
@@ -7800,8 +8367,7 @@ static void settings_init(struct settings *s) {
                            .top_k = -1,
                            .seed = -1,
                            .depth = 50};
-    s->gpu = -1, s->vram_reserve = 256, s->moe_act = xstrdup("auto"), s->think = xstrdup("auto"),
-    s->show_think = xstrdup("auto");
+    s->vram_reserve = 256, s->moe_act = xstrdup("auto"), s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
 }
 
 static void settings_free(struct settings *s) {
@@ -8618,13 +9184,13 @@ static void chat_list(struct chat *c) {
 static void chat_print_context(struct chat *c) {
     char a[32], b[32];
     chat_trim(c);
-    double use = (double)c->s->n_past / c->s->n_ctx, per = (double)kv_token_bytes(c->m, c->s->r.kv_type);
+    double use = (double)c->s->n_past / c->s->n_ctx, per = (double)kv_token_bytes(c->m, c->s->r->kv_type);
     fprintf(stderr, "  [");
     for (int i = 0; i < 40; i++) fputc(i < (int)(use * 40 + 0.5) ? '#' : '.', stderr);
     fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)c->s->n_past, a),
             with_commas((uint64_t)c->s->n_ctx, b), 100 * use);
     fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes per token)\n", per * c->s->n_past / 0x1p20,
-            (double)c->s->r.kv_bytes / 0x1p20, c->set->kv, per);
+            (double)session_kv_bytes(c->s) / 0x1p20, c->set->kv, per);
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
         int32_t *ids = NULL;
         size_t n = strlen(c->messages[i].content);
@@ -10355,7 +10921,7 @@ enum { BENCH_BATCHES = sizeof bench_batches / sizeof *bench_batches };
 /* Median seconds of a forward of n of the BENCH_PREFILL ids behind `depth` other tokens and of the logits of the last `rows` of them; 0: interrupted. Two
  * runs are not counted: one prepares, one tells how often to repeat. Forwards that take too long for that count at once. */
 static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
-    double t[BENCH_RUNS], spent = 0, room = s->r.cuda ? 0.5 : 4; /* seconds */
+    double t[BENCH_RUNS], spent = 0, room = s->r->cuda ? 0.5 : 4; /* seconds */
     int got = 0, repeat = 1;
     for (int run = -2; run < BENCH_RUNS && (!got || spent < room); run++) {
         double t0 = now_seconds();
@@ -10363,8 +10929,8 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
             if (interrupted) return 0;
             s->n_past = depth;
             session_forward(s, ids + i * n % (BENCH_PREFILL - n + 1), n);
-            s->r.ops->logits(&s->r, n - rows, rows);
-            s->r.ops->wait(&s->r);
+            session_head(s, n - rows, rows);
+            session_wait(s);
         }
         double one = now_seconds() - t0;
         spent += one;
@@ -10381,12 +10947,13 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
  * cache must lie in memory: pages that were never written are all one page of zeros, which is read from the nearest cache. */
 static void bench_claim(struct session *s, int from, int to) {
     size_t first = (size_t)from, n = (size_t)(to - from);
-    for (int il = 0; il < s->m->n_layer && !s->r.cuda; il++) {
-        const struct kv_plane *p[] = {&s->r.kv[il].k, &s->r.kv[il].v};
-        for (int i = 0; i < 2; i++) {
-            memset(p[i]->data + first * p[i]->row_bytes, 0, n * p[i]->row_bytes);
-            if (p[i]->type == KV_FP8)
-                memset(p[i]->scale + first * (size_t)p[i]->n_group, 0, n * (size_t)p[i]->n_group * sizeof(float));
+    for (int i = 0; i < s->team.n; i++) {
+        struct rank *r = &s->team.ranks[i];
+        for (int il = 0; il < 2 * r->m->n_layer && !r->cuda; il++) {
+            const struct kv_plane *p = il & 1 ? &r->kv[il / 2].v : &r->kv[il / 2].k;
+            memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
+            if (p->type == KV_FP8)
+                memset(p->scale + first * (size_t)p->n_group, 0, n * (size_t)p->n_group * sizeof(float));
         }
     }
 }
@@ -10407,7 +10974,7 @@ static void bench_call(void *arg) {
     const struct bench_call *b = arg;
     b->s->n_past = 0;
     session_forward(b->s, b->ids, b->n);
-    b->s->r.ops->logits(&b->s->r, b->n - b->rows, b->rows);
+    session_head(b->s, b->n - b->rows, b->rows);
 }
 
 /* Medians of the call's launches, added up by name; malloc'ed. */
@@ -10417,7 +10984,7 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
     struct profile_row *row = *rows = xcalloc((size_t)cap, sizeof *row);
     double *t = xcalloc((size_t)cap * BENCH_RUNS, sizeof *t);
     for (int run = -1; run < BENCH_RUNS; run++) { /* the first is not counted */
-        n = s->r.ops->profile(&s->r, bench_call, call, row, cap);
+        n = s->r->ops->profile(s->r, bench_call, call, row, cap);
         for (int i = 0; i < n && run >= 0; i++) t[i * BENCH_RUNS + run] = row[i].seconds;
     }
     for (int i = 0, at; i < n; i++) {
@@ -10465,11 +11032,12 @@ static int mode_bench(struct engine *e) {
     int32_t ids[BENCH_PREFILL];
     uint64_t rng = 1;
     double first[BENCH_BATCHES + 1]; /* seconds at depth 0, the last one of prefill */
-    int chunk = s->r.chunk < BENCH_PREFILL ? s->r.chunk : BENCH_PREFILL;
+    int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
-    if (e->set->profile && !s->r.ops->profile) die("--profile works on a GPU only");
-    struct rates rates = s->r.ops->measure(&s->r);
-    note("%s, memory %s at %.1f GB/s", s->r.name, s->r.cuda ? "copies" : "reads", rates.bytes * 1e-9);
+    if (e->set->profile && !s->r->ops->profile) die("--profile works on a GPU only");
+    if (e->set->profile && s->team.n > 1) die("--profile works on one GPU");
+    struct rates rates = session_measure(s);
+    note("%s, memory %s at %.1f GB/s", s->r->name, s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
     if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
     printf("ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
            "gen_gb_per_s,gen_percent_of_bandwidth\n");
@@ -10490,7 +11058,7 @@ static int mode_bench(struct engine *e) {
             bench_field(!i, n / pre, 1);
             bench_field(!i && rates.mma > 0, 100 * ops / pre / rates.mma, 1);
             printf(",%d,%.1f,%llu,%.2f", b, b / t,
-                   (unsigned long long)kv_token_bytes(s->m, s->r.kv_type) * (unsigned long long)depth,
+                   (unsigned long long)kv_token_bytes(s->m, s->r->kv_type) * (unsigned long long)depth,
                    bytes / t * 1e-9);
             bench_field(rates.bytes > 0, 100 * bytes / t / rates.bytes, 1);
             putchar('\n');
@@ -10808,48 +11376,92 @@ static void upload_progress(double done, double total) {
 }
 #endif
 
+/* Device numbers of --gpus; returns how many. */
+static int gpus_parse(const char *list, int gpu[MAX_RANKS]) {
+    int n = 0;
+    for (const char *p = list; *p; n++) {
+        char *end;
+        long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : -1;
+        if (v < 0 || v > 63 || (*end && (*end != ',' || !end[1])) || n == MAX_RANKS)
+            die_usage("--gpus %s: expected one to %d numbers of GPUs, divided by commas", list, MAX_RANKS);
+        gpu[n] = (int)v;
+        p = *end ? end + 1 : end;
+    }
+    if (!n) die_usage("--gpus wants at least one number");
+    return n;
+}
+
 /* Whether the session will be on a GPU; false: on the CPU, because that was asked for or there is no GPU and none was asked for. */
 static bool gpu_wanted(const struct settings *set) {
-    if (set->cpu && set->gpu >= 0) die_usage("--cpu and --gpus exclude each other");
+    if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
     if (set->cpu || set->cpu_ref) return false;
 #ifdef MOE_CUDA
     char err[ERR_MAX];
     if (cuda_device_count(err)) return true;
-    if (set->gpu >= 0) die("--gpus %d: %s", set->gpu, err);
+    if (set->gpus) die("--gpus %s: %s", set->gpus, err);
     if (set->verbose) note("%s", err);
 #else
-    if (set->gpu >= 0) die("--gpus %d: this program was built without CUDA", set->gpu);
+    if (set->gpus) die("--gpus %s: this program was built without CUDA", set->gpus);
 #endif
     return false;
 }
 
+/* Settles --tp and --pp, and on a GPU the device of each rank. */
+static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]) {
+    int listed = s->gpus ? gpus_parse(s->gpus, gpu) : 0;
+    if (!s->pp) s->pp = 1;
+    if (!s->tp) s->tp = listed > s->pp ? listed / s->pp : 1;
+    int n = s->tp * s->pp;
+    if (n > MAX_RANKS)
+        die_usage("--tp %d with --pp %d are %d ranks, at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
+    if (listed && listed != n)
+        die_usage("--gpus %s lists %d GPUs, --tp %d with --pp %d want %d", s->gpus, listed, s->tp, s->pp, n);
+    if (s->pp > m->n_layer) die_usage("--pp %d: the model has %d layers", s->pp, m->n_layer);
+    for (int i = 0; i < n && !listed; i++) gpu[i] = i;
+}
+
 #ifdef MOE_CUDA
-static void engine_gpu(struct engine *e) {
+struct gpu_start {
+    struct cuda_options o;
+    int device[MAX_RANKS];
+};
+
+static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err) {
+    const struct gpu_start *g = arg;
+    struct cuda_options o = g->o;
+    o.device = g->device[r->index];
+    if (r->index) o.progress = NULL;
+    return cuda_rank_init(r, part, &o, err);
+}
+
+static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
     struct settings *set = e->set;
     char err[ERR_MAX], number[32];
-    struct cuda_options o = {.device = set->gpu < 0 ? 0 : set->gpu,
-                             .n_ctx = set->n_ctx,
-                             .kv_splits = set->kv_splits,
-                             .kv = settings_kv(set, true),
-                             .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
-                                        : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
-                                                                        : MOE_ACT_AUTO,
-                             .reserve = (size_t)set->vram_reserve << 20,
-                             .progress = upload_progress};
+    struct gpu_start g = {.o = {.n_ctx = set->n_ctx,
+                                .kv_splits = set->kv_splits,
+                                .kv = settings_kv(set, true),
+                                .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
+                                           : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
+                                                                           : MOE_ACT_AUTO,
+                                .reserve = (size_t)set->vram_reserve << 20,
+                                .progress = upload_progress}};
+    memcpy(g.device, gpu, sizeof g.device);
     double t0 = now_seconds();
-    if (cuda_rank_init(&e->session.r, &e->model, &o, err)) die("%s", err);
-    const struct rank *r = &e->session.r;
-    double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
-                    (double)r->free_bytes / 0x1p30};
-    note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB", r->name,
-         gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
-         r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
-    session_start(&e->session);
+    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &g, err)) die("%s", err);
+    for (int i = 0; i < e->session.team.n; i++) {
+        const struct rank *r = &e->session.team.ranks[i];
+        double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
+                        (double)r->free_bytes / 0x1p30};
+        note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB",
+             r->name, gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
+             r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
+    }
 }
 #endif
 
 static void engine_open(struct engine *e, struct settings *set) {
     char err[ERR_MAX];
+    int devices[MAX_RANKS];
     memset(e, 0, sizeof *e);
     e->set = set;
     bool gpu = !set->info && gpu_wanted(set); /* --info needs no memory of its own */
@@ -10858,21 +11470,24 @@ static void engine_open(struct engine *e, struct settings *set) {
     else if (model_load(&e->model, set->model, err)) die("%s", err);
     settings_resolve(set, &e->model);
     if (set->info) return;
+    settings_ranks(set, &e->model, devices);
 #ifdef MOE_CUDA
-    if (gpu) engine_gpu(e);
+    if (gpu) engine_gpu(e, devices);
 #endif
     if (!gpu && (set->kv_splits || strcmp(set->moe_act, "auto")))
         note("this runs on the CPU: %s has no effect", set->kv_splits ? "--kv-splits" : "--moe-act");
     if (!gpu)
-        session_init(&e->session, &e->model, set->cpu_ref ? &kernels_ref : kernels_choose(),
-                     set->threads ? set->threads : omp_get_num_procs(), choose_context(e), settings_kv(set, false));
+        session_init(&e->session, &e->model, set->tp, set->pp,
+                     (struct cpu_options){set->cpu_ref ? &kernels_ref : kernels_choose(),
+                                          set->threads ? set->threads : omp_get_num_procs(), choose_context(e),
+                                          settings_kv(set, false)});
     if (e->session.n_ctx > e->model.n_ctx_train)
         note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
     if (set->verbose)
         note("%s: %.1f MiB loaded in %.2f s; %s; cache %.1f MiB for %d tokens; "
              "activations %.1f MiB",
-             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r.name,
-             (double)e->session.r.kv_bytes / 0x1p20, e->session.n_ctx, (double)e->session.r.bytes / 0x1p20);
+             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r->name,
+             (double)session_kv_bytes(&e->session) / 0x1p20, e->session.n_ctx, (double)e->session.r->bytes / 0x1p20);
 }
 
 static void engine_close(struct engine *e) {
@@ -11002,8 +11617,8 @@ static void banner(const struct engine *e) {
     char a[32];
     note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used, m->n_expert_max,
          m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
-    note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r.name,
-         with_commas((uint64_t)e->session.n_ctx, a), (double)e->session.r.kv_bytes / 0x1p20, e->set->kv,
+    note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r->name,
+         with_commas((uint64_t)e->session.n_ctx, a), (double)session_kv_bytes(&e->session) / 0x1p20, e->set->kv,
          m->load_seconds);
     note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
 }

@@ -2763,15 +2763,11 @@ static void upload_router(struct cuda *c, const struct weight *w) {
     free(rows);
 }
 
-/* The matrices of a layer, in the order of the forward. */
-enum { LAYER_MATS = 15 };
-static int layer_matrices(const struct layer *y, const struct weight *out[LAYER_MATS]) {
-    const struct weight *all[LAYER_MATS] = {&y->wq,    &y->wk,   &y->wv,      &y->wq_a,  &y->wq_b,
-                                            &y->wkv_a, &y->wk_b, &y->wv_b,    &y->wo,    &y->gate,
-                                            &y->up,    &y->down, &y->sh_gate, &y->sh_up, &y->sh_down};
+/* The matrices of a layer that are kept in tiles: not the router, and no empty shares. */
+static int layer_matrices(const struct layer *y, const struct weight *out[LAYER_WEIGHTS]) {
     int n = 0;
-    for (int i = 0; i < LAYER_MATS; i++)
-        if (all[i]->data) out[n++] = all[i];
+    for (int i = 0, all = layer_weights(y, out); i < all; i++)
+        if (out[i] != &y->router && weight_tiles(out[i])) out[n++] = out[i];
     return n;
 }
 
@@ -2819,7 +2815,7 @@ static void cuda_end(struct rank *r) {
     cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
 }
 
-static void cuda_embed(struct rank *r, enum act out) {
+static void cuda_enter(struct rank *r, enum act out) {
     struct cuda *c = r->cuda;
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, *mat(c, &r->m->embd), c->tokens, c->batch,
                c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
@@ -2834,12 +2830,10 @@ static void add_norm(struct rank *r, float *x, int n_tok, int n, const float *de
 static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
     add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], NULL, w, out);
 }
-static void cuda_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], r->cuda->x32[delta], w, out);
 }
-static void cuda_add(struct rank *r, enum act x, enum act delta) {
-    add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], r->cuda->x32[delta], NULL, A_H);
-}
+static void cuda_leave(struct rank *r, enum act x, enum act delta) { cuda_reduce_add_rmsnorm(r, x, delta, NULL, A_H); }
 
 /* The next launch moves `count` matrices of w's shape, and `more` bytes. */
 static void profile_matrices(const struct dmat *w, double count, double more) {
@@ -3047,8 +3041,6 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
                r->width[out], y->sh_gate.data != NULL, c->x32[out]);
 }
 
-static void cuda_all_reduce(struct rank *r, enum act x) { (void)r, (void)x; }
-
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
     add_norm(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
@@ -3213,10 +3205,11 @@ static void cuda_close(struct rank *r) {
 }
 
 static const struct ops cuda_ops = {
-    cuda_begin,      cuda_end,     cuda_embed,         cuda_rmsnorm,   cuda_add_rmsnorm, cuda_add,
-    cuda_linear,     cuda_linear3, cuda_rope_store_kv, cuda_attention, cuda_mla_store,   cuda_mla_attention,
-    cuda_ffn,        cuda_moe_ffn, cuda_all_reduce,    cuda_logits,    cuda_read_logits, cuda_sample,
-    cuda_read_token, cuda_kv_copy, cuda_wait,          cuda_measure,   cuda_profile,     cuda_close};
+    cuda_begin,       cuda_end,           cuda_enter,      cuda_rmsnorm,       cuda_reduce_add_rmsnorm,
+    cuda_leave,       cuda_linear,        cuda_linear3,    cuda_rope_store_kv, cuda_attention,
+    cuda_mla_store,   cuda_mla_attention, cuda_ffn,        cuda_moe_ffn,       cuda_logits,
+    cuda_read_logits, cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
+    cuda_measure,     cuda_profile,       cuda_close};
 
 /* A message if the kernels cannot run this model, else NULL. */
 static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
@@ -3233,7 +3226,7 @@ static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
     else if (m->n_group > ROUTE_MAX_GROUPS)
         snprintf(why, sizeof why, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     for (int il = -2; il < m->n_layer && !why[0]; il++) {
-        const struct weight *w[LAYER_MATS];
+        const struct weight *w[LAYER_WEIGHTS];
         int n = 1;
         if (il < 0) w[0] = il == -2 ? &m->embd : &m->output;
         else n = layer_matrices(&m->layers[il], w);
@@ -3249,7 +3242,7 @@ static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
 
 /* Copies every tensor that a forward uses. */
 static void upload_model(struct cuda *c, const struct model *m, void (*progress)(double, double)) {
-    const struct weight *w[LAYER_MATS];
+    const struct weight *w[LAYER_WEIGHTS];
     double total = 0, done = 0;
     char what[64];
     for (int il = 0; il < m->n_layer; il++)

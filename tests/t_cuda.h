@@ -75,9 +75,9 @@ static void twin_cache(struct rank *r, int il) {
     }
 }
 
-static void twin_embed(struct rank *r, enum act o) {
-    twin.cpu->embed(r, o), twin.gpu->ops->embed(twin.gpu, o);
-    twin_out(r, "embed", -1, o);
+static void twin_enter(struct rank *r, enum act o) {
+    twin.cpu->enter(r, o), twin.gpu->ops->enter(twin.gpu, o);
+    twin_out(r, "enter", -1, o);
 }
 static void twin_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) {
     twin_in(r, x);
@@ -87,15 +87,15 @@ static void twin_rmsnorm(struct rank *r, enum act x, const float *w, enum act o)
     twin_compare(r, "rmsnorm", -1, got, r->act[o], (size_t)r->n_tok * (size_t)r->width[o]);
     free(got);
 }
-static void twin_add_rmsnorm(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
+static void twin_reduce(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
     twin_in(r, x), twin_in(r, d);
-    twin.cpu->add_rmsnorm(r, x, d, w, o), twin.gpu->ops->add_rmsnorm(twin.gpu, x, d, w, o);
-    twin_out(r, "add_rmsnorm, sum", -1, x), twin_out(r, "add_rmsnorm", -1, o);
+    twin.cpu->reduce_add_rmsnorm(r, x, d, w, o), twin.gpu->ops->reduce_add_rmsnorm(twin.gpu, x, d, w, o);
+    twin_out(r, "reduce_add_rmsnorm, sum", -1, x), twin_out(r, "reduce_add_rmsnorm", -1, o);
 }
-static void twin_add(struct rank *r, enum act x, enum act d) {
+static void twin_leave(struct rank *r, enum act x, enum act d) {
     twin_in(r, x), twin_in(r, d);
-    twin.cpu->add(r, x, d), twin.gpu->ops->add(twin.gpu, x, d);
-    twin_out(r, "add", -1, x);
+    twin.cpu->leave(r, x, d), twin.gpu->ops->leave(twin.gpu, x, d);
+    twin_out(r, "leave", -1, x);
 }
 static void twin_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
     twin_in(r, x);
@@ -146,7 +146,8 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
-    table.embed = twin_embed, table.rmsnorm = twin_rmsnorm, table.add_rmsnorm = twin_add_rmsnorm, table.add = twin_add;
+    table.enter = twin_enter, table.rmsnorm = twin_rmsnorm, table.reduce_add_rmsnorm = twin_reduce;
+    table.leave = twin_leave;
     table.linear = twin_linear, table.linear3 = twin_linear3, table.rope_store_kv = twin_rope_store_kv,
     table.attention = twin_attention;
     table.mla_store = twin_mla_store, table.mla_attention = twin_mla_attention, table.ffn = twin_ffn;
@@ -255,11 +256,8 @@ static void test_cuda_sample(void) {
 /* A session on a GPU; false after a failed check. */
 static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv, enum moe_act act) {
     char err[ERR_MAX] = "";
-    struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .moe_act = act};
-    memset(s, 0, sizeof *s);
-    if (!CHECK(cuda_rank_init(&s->r, m, &o, err) == 0, "%s", err)) return false;
-    session_start(s);
-    return true;
+    struct gpu_start g = {.o = {.n_ctx = n_ctx, .kv = kv, .moe_act = act}};
+    return CHECK(session_open(s, m, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
 }
 
 static void cuda_greedy(struct session *s, const int32_t *ids, int n, int32_t *out, int n_out) {
@@ -404,10 +402,10 @@ static void test_cuda_failures(void) {
 static const struct ops *step_ops;
 #define STEP(op, params, ...) \
     static void step_##op params { step_ops->op(__VA_ARGS__), step_ops->wait(r); }
-STEP(embed, (struct rank * r, enum act o), r, o)
+STEP(enter, (struct rank * r, enum act o), r, o)
 STEP(rmsnorm, (struct rank * r, enum act x, const float *w, enum act o), r, x, w, o)
-STEP(add_rmsnorm, (struct rank * r, enum act x, enum act d, const float *w, enum act o), r, x, d, w, o)
-STEP(add, (struct rank * r, enum act x, enum act d), r, x, d)
+STEP(reduce_add_rmsnorm, (struct rank * r, enum act x, enum act d, const float *w, enum act o), r, x, d, w, o)
+STEP(leave, (struct rank * r, enum act x, enum act d), r, x, d)
 STEP(linear, (struct rank * r, const struct weight *w, enum act x, enum act o), r, w, x, o)
 STEP(linear3, (struct rank * r, enum act x, const struct weight *const w[3], const enum act o[3]), r, x, w, o)
 STEP(rope_store_kv, (struct rank * r, int il, enum act q, enum act k, enum act v), r, il, q, k, v)
@@ -431,8 +429,8 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     step_ops = r.ops;
     struct ops table = *r.ops;
     table.begin = step_begin, table.end = step_end;
-    table.embed = step_embed, table.rmsnorm = step_rmsnorm, table.add_rmsnorm = step_add_rmsnorm;
-    table.add = step_add, table.linear = step_linear, table.linear3 = step_linear3,
+    table.enter = step_enter, table.rmsnorm = step_rmsnorm, table.reduce_add_rmsnorm = step_reduce_add_rmsnorm;
+    table.leave = step_leave, table.linear = step_linear, table.linear3 = step_linear3,
     table.rope_store_kv = step_rope_store_kv;
     table.attention = step_attention, table.mla_store = step_mla_store, table.ffn = step_ffn;
     table.mla_attention = step_mla_attention, table.moe_ffn = step_moe_ffn, table.logits = step_logits;
@@ -486,13 +484,11 @@ static const struct synth tiny_synths[] = {
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
     char err[ERR_MAX] = "";
-    struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8, .kv_splits = 1};
+    struct gpu_start g = {.o = {.n_ctx = 64, .kv = KV_FP8, .kv_splits = 1}};
     memset(e, 0, sizeof *e), memset(set, 0, sizeof *set);
     e->set = set;
     synth_make(&e->model, &tiny_synths[which], NULL, true);
-    if (!CHECK(cuda_rank_init(&e->session.r, &e->model, &o, err) == 0, "%s", err)) return false;
-    session_start(&e->session);
-    return true;
+    return CHECK(session_open(&e->session, &e->model, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
 }
 
 /* One matrix on the device: FP4 scales 0x30 .. 0x3F, halves of at most 0.025 * 2^8, no two tiles alike, zeros beyond the matrix. */
@@ -501,7 +497,7 @@ static void tiny_matrix(struct engine *e, const struct weight *w, const char *wh
     size_t n_kt = ((size_t)w->n_in + 63) / 64, n_rt = ((size_t)w->n_out + 15) / 16,
            tiles = n_kt * n_rt * (size_t)w->n_expert, each = fp4 ? 512 : 2048, zeros = 0, same = 0, bad = 0;
     uint8_t *codes = xmalloc(tiles * each), *scales = xmalloc(tiles * 64);
-    cuda_test_tiles(&e->session.r, w, codes, scales);
+    cuda_test_tiles(e->session.r, w, codes, scales);
     for (size_t i = 1; i < tiles; i++) same += !memcmp(codes + i * each, codes + (i - 1) * each, each);
     for (size_t i = 0; i < tiles * each / 2; i++) {
         uint16_t h;
@@ -531,7 +527,7 @@ static void test_cuda_invented(void) {
         if (!tiny_open(&e, &set, which)) return;
         struct session *s = &e.session;
         const struct layer *y = &e.model.layers[e.model.n_layer - 1];
-        struct rates rates = which ? s->r.ops->measure(&s->r) : (struct rates){1, 1};
+        struct rates rates = which ? s->r->ops->measure(s->r) : (struct rates){1, 1};
         CHECK(rates.bytes > 0 && rates.mma > 0, "%g bytes, %g operations per second", rates.bytes, rates.mma);
         tiny_matrix(&e, &e.model.output, "output"), tiny_matrix(&e, &y->wo, "wo");
         tiny_matrix(&e, &y->gate, "gate"), tiny_matrix(&e, &y->down, "down");
@@ -541,8 +537,8 @@ static void test_cuda_invented(void) {
             double sum = 0, sq = 0;
             for (int k = 0; k < n[i]; k++) ids[k] = (7 * k + i) % e.model.n_vocab;
             session_forward(s, ids, n[i]);
-            s->r.ops->logits(&s->r, n[i] - 1, 1);
-            const float *x = s->r.ops->read_logits(&s->r, 0);
+            session_head(s, n[i] - 1, 1);
+            const float *x = s->r->ops->read_logits(s->r, 0);
             for (int k = 0; k < e.model.n_vocab; k++) sum += x[k], sq += (double)x[k] * x[k];
             sum /= e.model.n_vocab, sq = sqrt(sq / e.model.n_vocab - sum * sum);
             CHECK(sq > 0.02 && sq < 2, "%s, %d tokens: logits deviate by %g", e.model.name, n[i], sq);

@@ -8,6 +8,12 @@ static double nmse(const float *x, const float *ref, size_t n) {
     return e / s;
 }
 
+/* A session of one rank on the CPU. */
+static void session_cpu(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
+                        enum kv_type kv) {
+    session_init(s, m, 1, 1, (struct cpu_options){k, n_threads, n_ctx, kv});
+}
+
 /* Converts tests/fixtures/NAME into the test directory and loads it. */
 static bool fixture_load(const char *name, struct model *m) {
     char cmd[512], path[256], err[ERR_MAX], *said = NULL;
@@ -42,7 +48,7 @@ static float *all_logits(const struct model *m, const struct kernels *k, enum kv
     struct session s;
     char err[ERR_MAX] = "";
     struct collect c = {xmalloc((size_t)n * (size_t)m->n_vocab * sizeof(float)), m->n_vocab};
-    session_init(&s, m, k, threads, n, kv);
+    session_cpu(&s, m, k, threads, n, kv);
     CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
     session_free(&s);
     return c.out;
@@ -80,7 +86,7 @@ static void check_fixture(const char *name, const int *experts) {
     free(x);
     struct session s;
     int32_t out[64] = {0};
-    session_init(&s, &m, &kernels_ref, 1, 64, KV_F32);
+    session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
     greedy_run(&s, ids, 17, out, n_greedy);
     for (int i = 0; i < n_greedy; i++)
         CHECK(out[i] == json_integer_value(json_array_get(list, (size_t)i)), "%s: greedy token %d is %d", name, i,
@@ -135,7 +141,7 @@ static void test_demo_reference(void) {
     CHECK(json_array_size(all) == 12, "reference_hf.json has %zu prompts", json_array_size(all));
     if (!demo_load(&m)) return;
     settings_init(&set);
-    session_init(&s, &m, &kernels_ref, 2, 512, KV_F32);
+    session_cpu(&s, &m, &kernels_ref, 2, 512, KV_F32);
     json_array_foreach(all, i, x) {
         if (SANITIZED && i % 4) continue;
         struct chat c;
@@ -262,7 +268,7 @@ static void test_session_decode_equals_prefill(void) {
     uint64_t rng = 5;
     if (!demo_load(&m)) return;
     for (int i = 0; i < 700; i++) ids[i] = (int32_t)(rng_next(&rng) % 8000);
-    session_init(&s, &m, &kernels_ref, 2, 700, KV_F32);
+    session_cpu(&s, &m, &kernels_ref, 2, 700, KV_F32);
     CHECK(session_sync(&s, ids, 700, err) == SYNC_DONE, "%s", err);
     float *want = xmalloc((size_t)m.n_vocab * sizeof *want);
     memcpy(want, session_logits(&s), (size_t)m.n_vocab * sizeof *want);
@@ -291,13 +297,13 @@ static void test_session_file(void) {
     for (int i = 0; i < 40; i++) ids[i] = 100 + i;
     snprintf(path, sizeof path, "%s/state.kv", test_dir());
     for (int kv = KV_BF16; kv <= KV_F32; kv++) {
-        session_init(&s, &m, &kernels_ref, 1, 64, (enum kv_type)kv);
+        session_cpu(&s, &m, &kernels_ref, 1, 64, (enum kv_type)kv);
         CHECK(session_sync(&s, ids, 40, err) == SYNC_DONE, "%s", err);
         CHECK(session_save(&s, path, err) == 0, "%s", err);
         session_decode(&s, 7);
         uint32_t want = logit_hash(session_logits(&s), m.n_vocab);
         session_free(&s);
-        session_init(&s, &m, &kernels_ref, 1, 64, (enum kv_type)kv);
+        session_cpu(&s, &m, &kernels_ref, 1, 64, (enum kv_type)kv);
         CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
         session_decode(&s, 7);
         CHECK(logit_hash(session_logits(&s), m.n_vocab) == want, "a loaded state continues differently (cache type %d)",
@@ -306,16 +312,16 @@ static void test_session_file(void) {
     }
     struct model other = m;
     other.hash++;
-    session_init(&s, &other, &kernels_ref, 1, 64, KV_F32);
+    session_cpu(&s, &other, &kernels_ref, 1, 64, KV_F32);
     CHECK(session_load(&s, path, err) && strstr(err, "another model"), "%s", err);
     session_free(&s);
-    session_init(&s, &m, &kernels_ref, 1, 64, KV_BF16);
+    session_cpu(&s, &m, &kernels_ref, 1, 64, KV_BF16);
     CHECK(session_load(&s, path, err) && strstr(err, "--kv"), "%s", err);
     session_free(&s);
-    session_init(&s, &m, &kernels_ref, 1, 20, KV_F32);
+    session_cpu(&s, &m, &kernels_ref, 1, 20, KV_F32);
     CHECK(session_load(&s, path, err) && strstr(err, "40 tokens"), "%s", err);
     session_free(&s);
-    session_init(&s, &m, &kernels_ref, 1, 64, KV_F32);
+    session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
     CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
     for (int at = 1; at < 3; at++) { /* one bit of a token, one of the cache */
         FILE *f = fopen(path, "r+b");
@@ -344,14 +350,14 @@ static void op_note(const char *name, int a, int b, const void *w) {
     op_log.hash = ((op_log.hash ^ (uint32_t)a) * 0x01000193u ^ (uint32_t)b) * 0x01000193u ^ (uint32_t)(uintptr_t)w;
 }
 
-static void log_embed(struct rank *r, enum act o) { op_note("embed", o, 0, NULL), op_real->embed(r, o); }
+static void log_enter(struct rank *r, enum act o) { op_note("enter", o, 0, NULL), op_real->enter(r, o); }
 static void log_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) {
     op_note("rmsnorm", x, o, w), op_real->rmsnorm(r, x, w, o);
 }
-static void log_add_rmsnorm(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
-    op_note("add_rmsnorm", x * 16 + d, o, w), op_real->add_rmsnorm(r, x, d, w, o);
+static void log_reduce(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
+    op_note("reduce_add_rmsnorm", x * 16 + d, o, w), op_real->reduce_add_rmsnorm(r, x, d, w, o);
 }
-static void log_add(struct rank *r, enum act x, enum act d) { op_note("add", x, d, NULL), op_real->add(r, x, d); }
+static void log_leave(struct rank *r, enum act x, enum act d) { op_note("leave", x, d, NULL), op_real->leave(r, x, d); }
 static void log_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
     op_note("linear", x, o, w), op_real->linear(r, w, x, o);
 }
@@ -373,7 +379,6 @@ static void log_ffn(struct rank *r, int il, enum act x, enum act o) {
 static void log_moe_ffn(struct rank *r, int il, enum act x, enum act o) {
     op_note("moe_ffn", il, x * 16 + o, NULL), op_real->moe_ffn(r, il, x, o);
 }
-static void log_all_reduce(struct rank *r, enum act x) { op_note("all_reduce", x, 0, NULL), op_real->all_reduce(r, x); }
 
 static void test_ops_replay(void) {
     static const char *const names[] = {"qwen3moe", "deepseek_v3"};
@@ -381,14 +386,14 @@ static void test_ops_replay(void) {
         struct model m;
         struct session s;
         if (!fixture_load(names[f], &m)) return;
-        session_init(&s, &m, &kernels_ref, 1, 64, KV_F32);
-        op_real = s.r.ops;
+        session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
+        op_real = s.r->ops;
         struct ops log = *op_real;
-        log.embed = log_embed, log.rmsnorm = log_rmsnorm, log.add_rmsnorm = log_add_rmsnorm, log.add = log_add;
+        log.enter = log_enter, log.rmsnorm = log_rmsnorm, log.reduce_add_rmsnorm = log_reduce, log.leave = log_leave;
         log.linear = log_linear, log.rope_store_kv = log_rope_store_kv, log.attention = log_attention;
         log.mla_store = log_mla_store, log.mla_attention = log_mla_attention, log.ffn = log_ffn;
-        log.moe_ffn = log_moe_ffn, log.all_reduce = log_all_reduce;
-        s.r.ops = &log;
+        log.moe_ffn = log_moe_ffn;
+        s.r->ops = &log;
         uint32_t hash[4];
         int n[4];
         for (int i = 0; i < 4; i++) { /* other tokens and positions, the same bucket */
@@ -603,7 +608,7 @@ static double perplexity(const struct model *m, const struct kernels *k, enum kv
     struct session s;
     struct surprise x = {.n = window, .n_vocab = m->n_vocab};
     char err[ERR_MAX] = "";
-    session_init(&s, m, k, 2, window, kv);
+    session_cpu(&s, m, k, 2, window, kv);
     for (int at = 0; at + window <= n; at += window) {
         x.ids = ids + at;
         CHECK(session_score(&s, x.ids, window, surprise_add, &x, err) == 0, "%s", err);

@@ -3,6 +3,7 @@
  *   build/test_moe              all tests
  *   build/test_moe vocab nvfp4  those whose names contain one of the words
  *   build/test_moe --list
+ *   build/test_moe --fault NAME goes wrong on purpose: the test of faults starts it
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *
  * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
@@ -30,6 +31,7 @@
 #include "t_convert.h"
 #include "t_model.h"
 #include "t_cli.h"
+#include "t_ranks.h"
 #include "t_hostile.h"
 #include "t_repl.h"
 
@@ -40,7 +42,7 @@
 #endif
 
 static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL
-                                        TESTS_CLI TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
+                                        TESTS_CLI TESTS_RANKS TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
 
 static void test_dir_remove(void) {
     char cmd[128];
@@ -66,6 +68,7 @@ int main(int argc, char **argv) {
         return rc;
     }
 #endif
+    if (argc == 3 && !strcmp(argv[1], "--fault")) return rank_fault(argv[2]);
     setlocale(LC_CTYPE, "C.UTF-8");
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int i = 0; i < n; i++) {

@@ -1,0 +1,237 @@
+/* Several ranks of one model, as threads on the CPU: shares, numbers, saved states, faults. */
+
+static const char *const rank_fixtures[] = {
+    "qwen3moe",          "qwen3moe_nonorm", "qwen3moe_nvfp4", "qwen3moe_ct",       "qwen3moe_reap",   "deepseek_v3",
+    "deepseek_v3_plain", "deepseek_v3_fp8", "kimi_k2",        "deepseek_v3_nvfp4", "deepseek_v3_reap"};
+enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
+
+/* Every thing is somebody's, nobody's twice, in order, in whole units, larger shares first. */
+static void test_ranks_shares(void) {
+    for (int total = 0; total < 700; total += 1 + total / 9)
+        for (int unit = 1; unit <= 64; unit *= 8)
+            for (int n = 1; n <= MAX_RANKS; n++) {
+                int at = 0, last = INT32_MAX;
+                for (int i = 0; i < n; i++) {
+                    struct share s = share_of(total, unit, n, i);
+                    CHECK(s.n >= 0 && s.n <= last && (!s.n || s.first == at),
+                          "%d in units of %d: share %d of %d is %d+%d", total, unit, i, n, s.first, s.n);
+                    CHECK(!s.n || s.first % unit == 0, "a share of %d begins at %d", total, s.first);
+                    at += s.n, last = s.n;
+                }
+                CHECK(at == total, "%d shares of %d hold %d", n, total, at);
+            }
+    struct share s = share_of(768, 64, 3, 2), t = share_of(1408, 64, 4, 3);
+    CHECK(s.first == 512 && s.n == 256 && t.first == 17 * 64 && t.n == 5 * 64, "shares of 768 and 1408");
+}
+
+/* Heads of a model without weights: n_head query heads on n_kv KV heads. */
+static void test_ranks_heads(void) {
+    static const int shapes[][2] = {{32, 4}, {64, 4}, {4, 2}, {6, 3}, {4, 1}, {16, 2}, {128, 128}, {12, 4}, {1, 1}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int n = 1; n <= MAX_RANKS; n++) {
+            struct model m = {.n_head = shapes[i][0], .n_head_kv = shapes[i][1], .head_k = 64, .head_v = 64};
+            int group = m.n_head / m.n_head_kv, at = 0;
+            for (int k = 0; k < n; k++) {
+                struct heads_share h = heads_of(&m, n, k);
+                CHECK(!h.q.n || h.q.first == at, "%d heads: rank %d of %d begins at %d", m.n_head, k, n, h.q.first);
+                at += h.q.n;
+                if (!h.q.n) continue;
+                CHECK(h.q.first / group == h.kv.first && (h.q.first + h.q.n - 1) / group == h.kv.first + h.kv.n - 1 &&
+                          h.q.n % h.kv.n == 0,
+                      "%d heads on %d: rank %d of %d has %d+%d and KV %d+%d", m.n_head, m.n_head_kv, k, n, h.q.first,
+                      h.q.n, h.kv.first, h.kv.n);
+            }
+            CHECK(at == m.n_head, "%d ranks have %d of %d heads", n, at, m.n_head);
+        }
+}
+
+/* Logits of n ids, (n, n_vocab), and n_out greedy ids behind the first `from`; malloc'ed logits. */
+static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_type kv, int tp, int pp,
+                        const int32_t *ids, int n, int from, int32_t *out, int n_out) {
+    struct session s;
+    char err[ERR_MAX] = "";
+    struct collect c = {xmalloc((size_t)n * (size_t)m->n_vocab * sizeof(float)), m->n_vocab};
+    session_init(&s, m, tp, pp, (struct cpu_options){k, 2, n > from + n_out ? n : from + n_out, kv});
+    CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
+    greedy_run(&s, ids, from, out, n_out);
+    session_free(&s);
+    return c.out;
+}
+
+/* All divisions of a model give what one rank gives: the same text, logits within `limit` (NMSE). */
+static void ranks_agree(const char *name, const struct model *m, const struct kernels *k, const int32_t *ids, int n,
+                        double limit) {
+    static const int division[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}};
+    enum { OUT = 12 };
+    int32_t want[OUT], got[OUT];
+    size_t count = (size_t)n * (size_t)m->n_vocab;
+    float *one = ranks_run(m, k, KV_F32, 1, 1, ids, n, 17, want, OUT);
+    for (size_t i = 0; i < sizeof division / sizeof *division; i++) {
+        int tp = division[i][0], pp = division[i][1];
+        if (SANITIZED && i % 2) continue;
+        float *x = ranks_run(m, k, KV_F32, tp, pp, ids, n, 17, got, OUT);
+        double e = nmse(x, one, count);
+        CHECK(e <= limit, "%s: NMSE %.3g between --tp %d --pp %d and one rank", name, e, tp, pp);
+        CHECK(!memcmp(got, want, sizeof got), "%s: another text with --tp %d --pp %d", name, tp, pp);
+        free(x);
+    }
+    free(one);
+}
+
+static void ranks_fixtures(const struct kernels *k, double limit) {
+    for (int f = 0; f < RANK_FIXTURES; f++) {
+        struct model m;
+        char path[256];
+        size_t n_ids = 0;
+        if (!fixture_load(rank_fixtures[f], &m)) return;
+        snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", rank_fixtures[f]);
+        int32_t *ids = slurp(path, &n_ids);
+        ranks_agree(rank_fixtures[f], &m, k, ids, (int)(n_ids / 4), limit);
+        arrfree(ids);
+        model_free(&m);
+    }
+}
+
+static void test_ranks_fixtures(void) { ranks_fixtures(&kernels_ref, 1e-9); }
+
+/* Integer activations are rounded per 32 of them, and widths are cut in units of 64: what
+ * differs is the order of sums and what it moves across a rounding. */
+static void test_ranks_fast(void) { ranks_fixtures(kernels_choose(), 1e-7); }
+
+static void test_ranks_demo(void) {
+    struct model m;
+    char *text = NULL, err[ERR_MAX];
+    int32_t *ids = NULL;
+    if (!demo_load(&m) || !CHECK(!read_file("prompts/haystack.txt", &text, err), "%s", err)) return;
+    tokenize_all(m.vocab, text, 1200, false, &ids);
+    ranks_agree("demo", &m, &kernels_ref, ids, 96, 1e-9);
+    arrfree(ids);
+    arrfree(text);
+    model_free(&m);
+}
+
+/* A saved state knows no ranks: what two ranks in two stages write, one reads, and the other way round. */
+static void test_ranks_save(void) {
+    static const char *const names[] = {"qwen3moe_nonorm", "qwen3moe", "deepseek_v3"};
+    for (int f = 0; f < 3; f++) {
+        struct model m;
+        char path[256], err[ERR_MAX] = "";
+        size_t n_ids = 0;
+        if (!fixture_load(names[f], &m)) return;
+        snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", names[f]);
+        int32_t *ids = slurp(path, &n_ids);
+        snprintf(path, sizeof path, "%s/ranks.kv", test_dir());
+        for (int i = 0; i < 6; i++) {
+            enum kv_type kv = i % 3 == 0 ? KV_BF16 : i % 3 == 1 ? KV_FP8 : KV_F32;
+            int tp[2] = {i < 3 ? 2 : 1, i < 3 ? 1 : 3}, pp[2] = {i < 3 ? 2 : 1, 1};
+            struct session s;
+            float *last[2];
+            for (int k = 0; k < 2; k++) { /* k 0 computes and writes, 1 reads and goes on */
+                session_init(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv});
+                if (!k) CHECK(session_sync(&s, ids, 40, err) == SYNC_DONE && !session_save(&s, path, err), "%s", err);
+                else CHECK(!session_load(&s, path, err) && s.n_past == 40, "%s", err);
+                session_decode(&s, 7);
+                last[k] = xmalloc((size_t)m.n_vocab * sizeof(float));
+                memcpy(last[k], session_logits(&s), (size_t)m.n_vocab * sizeof(float));
+                session_free(&s);
+            }
+            double e = nmse(last[1], last[0], (size_t)m.n_vocab);
+            CHECK(e <= 1e-9, "%s: NMSE %.3g after a state went from %d x %d ranks to %d x %d", names[f], e, tp[0],
+                  pp[0], tp[1], pp[1]);
+            free(last[0]), free(last[1]);
+        }
+        arrfree(ids);
+        model_free(&m);
+    }
+}
+
+/* ---- faults: what a rank does wrong, in a process of its own ---- */
+
+static const struct ops *fault_ops;
+static int fault_turns;
+
+static bool fault_now(const struct rank *r) {
+    return r->m->part.rank == 1 && r->m->part.stage == 0 && ++fault_turns > 5;
+}
+
+static void fault_stuck(struct rank *r, int il, enum act x, enum act out) {
+    while (fault_now(r)) pause();
+    fault_ops->moe_ffn(r, il, x, out);
+}
+
+static void fault_fails(struct rank *r, int il, enum act x, enum act out) {
+    if (fault_now(r)) die("layer %d: an operation failed", il);
+    fault_ops->moe_ffn(r, il, x, out);
+}
+
+/* arg NULL: the rank's memory runs out. */
+static int fault_start(struct rank *r, const struct model *part, void *arg, char *err) {
+    static struct cpu_options o = {&kernels_ref, 1, 64, KV_F32};
+    if (part->part.rank == 1 && arg) return fail(err, "no room for it");
+    if (part->part.rank == 1) free(xmalloc((size_t)1 << 62));
+    return cpu_rank_start(r, part, &o, err);
+}
+
+/* The faults, by name: build/test_moe --fault NAME. */
+static int rank_fault(const char *name) {
+    struct model m;
+    struct session s;
+    char err[ERR_MAX];
+    struct ops table = cpu_ops;
+    struct cpu_options o = {&kernels_ref, 2, 64, KV_F32};
+    int32_t ids[32] = {1, 2, 3, 4, 5, 6, 7, 8};
+    signal(SIGALRM, SIG_DFL);
+    alarm(30); /* a hang ends here, with another exit code */
+    if (model_load(&m, "build/demo.gguf", err)) die("%s", err);
+    bool memory = !strcmp(name, "memory");
+    if ((memory || !strcmp(name, "start")) && session_open(&s, &m, 2, 1, fault_start, memory ? NULL : &o, err))
+        die("%s", err);
+    fault_ops = &cpu_ops;
+    table.moe_ffn = !strcmp(name, "stuck") ? fault_stuck : fault_fails;
+    session_init(&s, &m, 2, 2, o);
+    for (int i = 0; i < s.team.n; i++) s.team.ranks[i].ops = &table;
+    for (int i = 0; i < 8; i++) session_forward(&s, ids, 4);
+    return 0;
+}
+
+static void test_ranks_faults(void) {
+    static const struct {
+        const char *name, *says[3];
+    } faults[] = {{"stuck", {"the sum of the feed-forward of layer ", "behind: 1 (", "rank "}},
+                  {"fails", {"rank 1 of 4: layer ", "an operation failed", ""}},
+                  {"memory", {"rank 1 of 2: out of memory (4611686018427387904 bytes)", "", ""}},
+                  {"start", {"rank 1 of 2: no room for it", "", ""}}};
+    char self[512], cmd[640];
+    ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (!CHECK(n > 0, "no path of the program")) return;
+    self[n] = 0;
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
+        char *said = NULL;
+        double t0 = now_seconds();
+        snprintf(cmd, sizeof cmd, "%s --fault %s", self, faults[i].name);
+        int rc = run_command(cmd, NULL, &said);
+        CHECK(rc == EXIT_RUN, "%s: exit code %d, said '%s'", faults[i].name, rc, sb_cstr(&said));
+        for (int k = 0; k < 3; k++)
+            CHECK(strstr(sb_cstr(&said), faults[i].says[k]), "%s: '%s' lacks '%s'", faults[i].name, said,
+                  faults[i].says[k]);
+        CHECK(strchr(said, '\n') == said + arrlen(said) - 1, "%s: more than a line: %s", faults[i].name, said);
+        CHECK(now_seconds() - t0 < 10, "%s took %.1f s", faults[i].name, now_seconds() - t0);
+        arrfree(said);
+    }
+}
+
+static void test_ranks_cli(void) {
+    check_command(MOE "--cpu --tp 3 --greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n",
+                  NULL);
+    check_command(MOE "--cpu --tp 2 --pp 2 --kv fp8 --greedy --think off -p 'What is 7 squared? One word.' </dev/null",
+                  0, "49\n", NULL);
+    check_command(MOE "--cpu --tp 2 --kv fp8 --needle 1000", 0, NULL, "found");
+    check_command(MOE "--cpu --tp 3 --pp 2 -p x", 2, "", "are 6 ranks, at most 4");
+    check_command(MOE "--cpu --pp 5 -p x", 2, "", "expected a whole number from 1 to 4");
+    check_command(MOE "--cpu --gpus 0 -p x", 2, "", "exclude each other");
+}
+
+#define TESTS_RANKS                                                                                                  \
+    {"ranks/shares", test_ranks_shares}, {"ranks/heads", test_ranks_heads}, {"ranks/fixtures", test_ranks_fixtures}, \
+        {"ranks/fast", test_ranks_fast}, {"ranks/demo", test_ranks_demo}, {"ranks/save", test_ranks_save},           \
+        {"ranks/faults", test_ranks_faults}, {"ranks/cli", test_ranks_cli},
