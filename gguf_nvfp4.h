@@ -4,7 +4,8 @@
  *
  *   numbers    BF16, F16, E4M3, UE4M3, E8M0, E2M1: to and from F32
  *   blocks     NVFP4, MXFP4, Q8_0: dequantise, quantise, re-pack from the Hugging Face order
- *   reader     gguf_open (mmap, split files), gguf_parse (one image in memory), typed look-ups
+ *   reader     gguf_open (mmap, split files), gguf_open_header (also a header without data), gguf_parse (one image in
+ *              memory), typed look-ups
  *   writer     gguf_writer_*: metadata and tensor table in memory, tensor data streamed by the caller
  *
  * The reader trusts nothing: every count, length and offset is checked against what is left of the file before
@@ -354,6 +355,7 @@ struct gguf {
     struct gguf_tensor *tensors;
     uint32_t *tensor_order;
     uint32_t n_tensors;
+    bool header_only; /* the file ends before its data, which all read as zeros; only gguf_open_header takes it */
 };
 
 static inline bool gguf_str_eq(struct gguf_str s, const char *z) {
@@ -514,11 +516,37 @@ static inline int gguf_cmp_offset(const void *a, const void *b) {
     return (x->data > y->data) - (x->data < y->data);
 }
 
-/* Turns offsets into pointers; all of [offset, offset+bytes) must lie in the data section, without overlap. */
-static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor *t, uint32_t n, uint32_t align) {
+/* Bytes of the file that a header without data belongs to; t[i].bytes are still offsets from `start`. */
+static inline uint64_t gguf_whole_bytes(struct gguf_cursor *c, const struct gguf_tensor *t, uint32_t n, size_t start,
+                                        uint32_t align) {
+    const uint64_t most = (uint64_t)1 << 46; /* half of what a process can address on x86-64 */
+    uint64_t end = start;
+    char name[64];
+    for (uint32_t i = 0; i < n && !c->failed; i++) {
+        uint64_t off = t[i].bytes, bytes = gguf_row_bytes(t[i].type, t[i].ne[0] * t[i].ne[1] * t[i].ne[2] * t[i].ne[3]);
+        if (off > most - start || bytes > most - start - off)
+            gguf_fail(c, "tensor '%s': data of %llu bytes at offset %llu end beyond %llu bytes",
+                      gguf_printable(t[i].name, name, sizeof name), (unsigned long long)bytes, (unsigned long long)off,
+                      (unsigned long long)most);
+        else if (start + off + bytes > end) end = start + off + bytes;
+    }
+    return (end + align - 1) / align * align;
+}
+
+/* Turns offsets into pointers; all of [offset, offset+bytes) must lie in the data section, without overlap. A file that ends
+ * before that section is an error too, but with `whole` (may be NULL) the bytes that it would have. */
+static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor *t, uint32_t n, uint32_t align,
+                                      uint64_t *whole) {
     char name[64], other[64];
     size_t start = (c->pos + align - 1) / align * align;
-    if (start > c->size) start = c->size;
+    if (c->size <= start) {
+        uint64_t bytes = whole ? gguf_whole_bytes(c, t, n, start, align) : 0;
+        if (c->failed) return;
+        if (whole) *whole = bytes;
+        snprintf(c->err, c->errlen, "the file holds only a header: use it with --plan, or convert the model");
+        c->failed = true;
+        return;
+    }
     const struct gguf_tensor **by = (const struct gguf_tensor **)malloc((n + 1) * sizeof *by);
     if (!by) {
         gguf_fail(c, "out of memory for %u tensors", n);
@@ -608,8 +636,9 @@ static inline int64_t gguf_lookup(const void *records, size_t stride, const uint
     return -1;
 }
 
-/* Appends the contents of one image: metadata if it is the first, tensors always. */
-static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size, char *err, size_t errlen) {
+/* Appends the contents of one image: metadata if it is the first, tensors always. `whole` as in gguf_place_tensors. */
+static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size, uint64_t *whole, char *err,
+                                   size_t errlen) {
     struct gguf_cursor c = {(const uint8_t *)base, size, 0, false, err, errlen};
     const uint8_t *magic = gguf_take(&c, 4, "the magic");
     if (magic && memcmp(magic, "GGUF", 4))
@@ -650,7 +679,7 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
         t[i].shard = g->n_images;
         gguf_take_tensor(&c, &t[i]);
     }
-    if (!c.failed && n_tensors) gguf_place_tensors(&c, t, (uint32_t)n_tensors, align);
+    if (!c.failed && n_tensors) gguf_place_tensors(&c, t, (uint32_t)n_tensors, align, whole);
     if (c.failed) {
         free(kv);
         return -1;
@@ -675,7 +704,7 @@ static inline int gguf_index_tensors(struct gguf *g, char *err, size_t errlen) {
 /* One file's image in the caller's memory, which must outlive g. 0, or -1 with a message and g empty. */
 static inline int gguf_parse(struct gguf *g, const void *base, size_t size, char *err, size_t errlen) {
     memset(g, 0, sizeof *g);
-    if (gguf_parse_image(g, base, size, err, errlen) || gguf_index_tensors(g, err, errlen)) {
+    if (gguf_parse_image(g, base, size, NULL, err, errlen) || gguf_index_tensors(g, err, errlen)) {
         gguf_close(g);
         return -1;
     }
@@ -759,8 +788,32 @@ static inline bool gguf_split_name(const char *path, char *prefix, size_t cap, u
     return true;
 }
 
-static inline int gguf_map(struct gguf *g, const char *path, char *err, size_t errlen) {
+/* Replaces the image of a header by one of the whole file, with zeros for the data: they cost addresses, not memory. Only the
+ * header's pages can be written, so that the kernel commits no more than those however it is set up. */
+static inline int gguf_map_zeros(struct gguf *g, uint64_t whole, char *err, size_t errlen) {
+    struct gguf_image *im = &g->images[0];
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *p = whole > SIZE_MAX ? MAP_FAILED : mmap(NULL, (size_t)whole, PROT_READ, flags, -1, 0);
+    if (p != MAP_FAILED && mprotect(p, im->size, PROT_READ | PROT_WRITE)) {
+        munmap(p, (size_t)whole);
+        p = MAP_FAILED;
+    }
+    if (p == MAP_FAILED) {
+        snprintf(err, errlen, "cannot map %llu bytes of zeros: %s", (unsigned long long)whole, strerror(errno));
+        return -1;
+    }
+    memcpy(p, im->base, im->size);
+    munmap((void *)(uintptr_t)im->base, im->size);
+    im->base = (const uint8_t *)p;
+    im->size = (size_t)whole;
+    g->header_only = true;
+    return gguf_parse_image(g, p, im->size, NULL, err, errlen);
+}
+
+/* Appends a file; with header_of (the parts of the model) 1 it may be a header without data. 0: data must be there. */
+static inline int gguf_map(struct gguf *g, const char *path, unsigned header_of, char *err, size_t errlen) {
     struct stat st;
+    uint64_t whole = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe is refused below, not waited for */
     if (fd < 0) {
         snprintf(err, errlen, "cannot open: %s", strerror(errno));
@@ -788,12 +841,14 @@ static inline int gguf_map(struct gguf *g, const char *path, char *err, size_t e
     im[g->n_images].base = (const uint8_t *)p;
     im[g->n_images].size = (size_t)st.st_size;
     im[g->n_images].mapped = true;
-    return gguf_parse_image(g, im[g->n_images++].base, (size_t)st.st_size, err, errlen);
+    if (!gguf_parse_image(g, im[g->n_images++].base, (size_t)st.st_size, header_of ? &whole : NULL, err, errlen))
+        return 0;
+    if (whole && header_of == 1) return gguf_map_zeros(g, whole, err, errlen);
+    if (whole) snprintf(err, errlen, "one of %u parts, and it holds only a header", header_of);
+    return -1;
 }
 
-/* Maps a file read-only, and with "-00001-of-0000N.gguf" all its parts (any part's name will do; metadata come from the
- * first). 0, or -1 with a message that names the part; g is then empty. */
-static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t errlen) {
+static inline int gguf_open_as(struct gguf *g, const char *path, bool header, char *err, size_t errlen) {
     char prefix[4096], part[4096 + 32], why[512];
     unsigned no = 1, count = 1;
     const struct gguf_kv *kv;
@@ -807,7 +862,7 @@ static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t 
     for (unsigned i = 0; i < count; i++) {
         if (split) snprintf(part, sizeof part, "%s-%05u-of-%05u.gguf", prefix, i + 1, count);
         else snprintf(part, sizeof part, "%s", path);
-        if (gguf_map(g, part, why, sizeof why)) {
+        if (gguf_map(g, part, header ? count : 0, why, sizeof why)) {
             snprintf(err, errlen, "'%.200s': %.250s", part, why);
             gguf_close(g);
             return -1;
@@ -825,6 +880,18 @@ static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t 
     snprintf(err, errlen, "'%.200s': %.250s", path, why);
     gguf_close(g);
     return -1;
+}
+
+/* Maps a file read-only, and with "-00001-of-0000N.gguf" all its parts (any part's name will do; metadata come from the
+ * first). 0, or -1 with a message that names the part; g is then empty. */
+static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t errlen) {
+    return gguf_open_as(g, path, false, err, errlen);
+}
+
+/* The same, or a header without data, as moe-convert --dry-run writes it: a file in one part that ends between its tensor
+ * table and its data section. Sizes and pointers are then those of the whole file, header_only is set. */
+static inline int gguf_open_header(struct gguf *g, const char *path, char *err, size_t errlen) {
+    return gguf_open_as(g, path, true, err, errlen);
 }
 
 /* ============================================================================================================

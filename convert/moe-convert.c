@@ -1920,11 +1920,12 @@ static void check_target(char path[PATH_MAX], char *dir) {
     if (room < (double)out.total) die("'%s': %s are needed, %s are free", dir, need, human(room));
 }
 
-static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header_bytes) {
+/* With only_header the file ends where the data of its tensors would begin. */
+static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header_bytes, bool only_header) {
     char dir[PATH_MAX];
     const char *terminal = getenv("TERM");
     out.path = path;
-    out.total = header_bytes + writer.data_bytes;
+    out.total = header_bytes + (only_header ? 0 : writer.data_bytes);
     out.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
     out.start = now_seconds();
     check_target(path, dir);
@@ -1935,7 +1936,7 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
     if (fd < 0 || !(out.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));
     snprintf(temp_path, sizeof temp_path, "%s", temp);
     out_write(header, header_bytes);
-    for (size_t i = 0; i < arrlenu(plan); i++) write_output(&plan[i]);
+    for (size_t i = 0; i < arrlenu(plan) && !only_header; i++) write_output(&plan[i]);
     if (fflush(out.f) || fsync(fd) || fclose(out.f)) die("cannot write '%s': %s", path, strerror(errno));
     if (rename(temp_path, path)) die("cannot rename '%s' to '%s': %s", temp_path, path, strerror(errno));
     temp_path[0] = 0;
@@ -1943,7 +1944,8 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
     if (dirfd >= 0) fsync(dirfd), close(dirfd);
     progress(true);
     if (implausible > 1) note("%zu matrices have implausible weights", implausible);
-    note("'%s': %zu tensors, %s", path, arrlenu(plan), human((double)out.total));
+    note("'%s': %s%zu tensors, %s", path, only_header ? "only the header of " : "", arrlenu(plan),
+         human((double)out.total));
 }
 
 /* ============================================================================================================
@@ -1977,7 +1979,7 @@ static void list_plan(size_t header_bytes) {
 
 static void help(void) {
     puts("usage: moe-convert HF_DIR -o OUT.gguf [--name NAME]\n"
-         "       moe-convert HF_DIR --dry-run\n\n"
+         "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [--name NAME]\n\n"
          "Converts a Hugging Face directory (safetensors, config.json, tokenizer.json or tiktoken.model) to "
          "GGUF.\n"
          "Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
@@ -1985,7 +1987,8 @@ static void help(void) {
          "BF16, F16 and F32 stay; norms and routers become F32.\n\n"
          "  -o FILE      the file to write\n"
          "  --name NAME  general.name (default: the directory's name)\n"
-         "  --dry-run    list the tensors that would be written, and write nothing\n"
+         "  --dry-run    list the tensors that would be written; with -o write the header of the file, without\n"
+         "               the tensors' data, for moe --plan; without it nothing\n"
          "  --version    print the version\n"
          "  --help       print this");
 }
@@ -2027,8 +2030,8 @@ int main(int argc, char **argv) {
     size_t header_bytes;
     uint8_t *header = gguf_header(&writer, &header_bytes);
     if (!header) die("out of memory for the header");
-    if (dry_run) list_plan(header_bytes);
-    else write_file(target, header, header_bytes);
+    if (path) write_file(target, header, header_bytes, dry_run);
+    if (dry_run) list_plan(header_bytes); /* last: a reader that hangs up ends the program */
     free(header);
     gguf_writer_free(&writer);
     json_decref(m.top.obj);

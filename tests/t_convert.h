@@ -1341,14 +1341,216 @@ static void test_convert_dry_run(void) {
     arrfree(said);
 }
 
-#define TESTS_CONVERT                                                                                 \
-    {"convert/forms", test_convert_forms}, {"convert/deepseek", test_convert_deepseek},               \
-        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},         \
-        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi}, \
-        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},           \
-        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},   \
-        {"convert/refusals", test_convert_refusals}, {"convert/scales", test_convert_scales},         \
-        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},     \
-        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},       \
-        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                   \
-        {"convert/dry_run", test_convert_dry_run},
+/* Byte at which the tensor table of a file with one image ends. */
+static size_t header_table_end(const struct gguf *g) {
+    const struct gguf_tensor *t = &g->tensors[g->n_tensors - 1];
+    return (size_t)((const uint8_t *)t->name.p + t->name.n - g->images[0].base) + 4 + 8 * t->n_dims + 4 + 8;
+}
+
+static bool all_zeros(const uint8_t *p, uint64_t n) { return !n || (!p[0] && !memcmp(p, p + 1, n - 1)); }
+
+/* A header without data against the file of a conversion: the same bytes, the same tensors, zeros instead of data. */
+static void header_compare(const char *what, const char *path, const char *whole_path) {
+    struct gguf h, g;
+    char err[ERR_MAX] = "", *head = NULL, *whole = NULL;
+    if (!CHECK(!read_file(path, &head, err) && !read_file(whole_path, &whole, err), "%s", err)) return;
+    size_t n = arrlenu(head);
+    CHECK(gguf_open(&h, path, err, sizeof err) && strstr(err, "holds only a header: use it with --plan, or convert"),
+          "%s: '%s'", what, err);
+    if (!CHECK(!gguf_open_header(&h, path, err, sizeof err), "%s", err)) return;
+    if (!CHECK(!gguf_open_header(&g, whole_path, err, sizeof err), "%s", err)) return;
+    size_t start = (header_table_end(&g) + 31) / 32 * 32;
+    CHECK(n == start && n < arrlenu(whole) && !memcmp(head, whole, n), "%s: a header of %zu bytes, not %zu", what, n,
+          start);
+    CHECK(h.header_only && !g.header_only && h.images[0].size == arrlenu(whole), "%s: %zu bytes, not %zu", what,
+          h.images[0].size, arrlenu(whole));
+    CHECK(h.n_kv == g.n_kv && h.n_tensors == g.n_tensors, "%s: %u keys, %u tensors", what, h.n_kv, h.n_tensors);
+    for (uint32_t i = 0; i < h.n_tensors && i < g.n_tensors; i++) {
+        const struct gguf_tensor *a = &h.tensors[i], *b = &g.tensors[i];
+        CHECK(!gguf_str_cmp(a->name, b->name) && a->bytes == b->bytes && a->type == b->type &&
+                  a->data - h.images[0].base == b->data - g.images[0].base && all_zeros(a->data, a->bytes),
+              "%s: tensor %u", what, i);
+    }
+    gguf_close(&h);
+    gguf_close(&g);
+    CHECK(!h.header_only && !h.images, "what was closed is empty");
+    arrfree(head);
+    arrfree(whole);
+}
+
+static void test_convert_header(void) {
+    static const char *const dirs[] = {"convert/demo",
+                                       "tests/fixtures/deepseek_v3_fp8",
+                                       "tests/fixtures/deepseek_v3_nvfp4",
+                                       "tests/fixtures/deepseek_v3_reap",
+                                       "tests/fixtures/kimi_k2",
+                                       "tests/fixtures/qwen3moe",
+                                       "tests/fixtures/qwen3moe_ct"};
+    char cmd[512], path[128], whole[128];
+    snprintf(path, sizeof path, "%s/header.gguf", test_dir());
+    snprintf(whole, sizeof whole, "%s/whole.gguf", test_dir());
+    for (size_t i = 0; i < sizeof dirs / sizeof *dirs; i++) {
+        char *list = NULL, *list_o = NULL, *said = NULL;
+        snprintf(cmd, sizeof cmd, CONVERT_BIN " %s -o %s --name 'a model'", dirs[i], whole);
+        if (!CHECK(!run_command(cmd, NULL, &said), "%s", sb_cstr(&said))) return;
+        snprintf(cmd, sizeof cmd, CONVERT_BIN " %s --dry-run --name 'a model'", dirs[i]);
+        CHECK(!run_command(cmd, &list, NULL) && arrlen(list), "%s: no listing", dirs[i]);
+        snprintf(cmd, sizeof cmd, CONVERT_BIN " %s --dry-run --name 'a model' -o %s", dirs[i], path);
+        arrsetlen(said, 0);
+        if (!CHECK(!run_command(cmd, &list_o, &said), "%s", sb_cstr(&said))) return;
+        CHECK(strstr(sb_cstr(&said), "only the header of "), "%s: %s", dirs[i], said);
+        CHECK(!strcmp(sb_cstr(&list), sb_cstr(&list_o)), "%s: another listing", dirs[i]);
+        header_compare(dirs[i], path, whole);
+        arrfree(list), arrfree(list_o), arrfree(said);
+    }
+    unlink(path), unlink(whole);
+}
+
+/* Every cut of a file: in the header, in the padding behind it, in the data. */
+static void test_convert_header_cuts(void) {
+    struct gguf_writer w = {0};
+    struct gguf g;
+    char path[128], err[ERR_MAX], *file = NULL;
+    size_t start = 0;
+    gguf_put_u32(&w, "x", 1);
+    gguf_add_tensor(&w, "a", GGUF_F32, 1, (uint64_t[]){3});
+    gguf_add_tensor(&w, "bc", GGUF_BF16, 2, (uint64_t[]){32, 2});
+    uint8_t *header = gguf_header(&w, &start);
+    sb_put(&file, (char *)header, start);
+    for (uint64_t i = 0; i < w.data_bytes; i++) sb_put(&file, "x", 1);
+    size_t table = 24 + w.kv_len + w.info_len, end = arrlenu(file);
+    CHECK(table < start && end == start + 32 + 128, "%zu, %zu, %zu", table, start, end);
+    snprintf(path, sizeof path, "%s/cut.gguf", test_dir());
+    for (size_t n = 0; n <= end; n++) {
+        struct hf h = {.out = NULL};
+        snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+        hf_write(&h, "cut.gguf", file, n);
+        bool whole = !gguf_open(&g, path, err, sizeof err), only = n >= table && n <= start;
+        CHECK(whole == (n == end), "%zu of %zu bytes: %s", n, end, whole ? "taken" : err);
+        CHECK(whole || !!strstr(err, "holds only a header") == only, "%zu bytes: %s", n, err);
+        gguf_close(&g);
+        bool taken = !gguf_open_header(&g, path, err, sizeof err);
+        CHECK(taken == (whole || only) && g.header_only == only, "%zu bytes: %s", n, taken ? "taken" : err);
+        CHECK(taken || (n > start) == !!strstr(err, "end beyond the file"), "%zu bytes: %s", n, err);
+        if (only && taken) {
+            CHECK(g.images[0].size == end && g.n_tensors == 2 && g.tensors[1].bytes == 128, "%zu bytes", n);
+            CHECK(all_zeros(g.images[0].base + start, end - start), "%zu bytes: the data are not zeros", n);
+        }
+        gguf_close(&g);
+    }
+    unlink(path);
+    free(header);
+    arrfree(file);
+    gguf_writer_free(&w);
+}
+
+/* Headers of large files, and those that lie about them. */
+static void test_convert_header_sizes(void) {
+    static const struct {
+        uint64_t ne[2], offset; /* of the second tensor; the first has 128 bytes */
+        const char *message;    /* NULL: it is taken */
+    } c[] = {{{1 << 20, 1 << 20}, 128, NULL},
+             {{1ull << 44, 1}, 128, "'b': data of 70368744177664 bytes at offset 128 end beyond 70368744177664 bytes"},
+             {{1ull << 58, 1}, 128, "'b': data of 1152921504606846976 bytes at offset 128 end beyond"},
+             {{1ull << 60, 1}, 128, "'b': data of 4611686018427387904 bytes"},
+             {{1ull << 61, 4}, 128, "the element count overflows"},
+             {{32, 1}, 1ull << 46, "'b': data of 128 bytes at offset 70368744177664 end beyond"},
+             {{32, 1}, 0ull - 128, "end beyond 70368744177664 bytes"},
+             {{32, 1}, 4, "offset 4 is not a multiple of 32"},
+             {{32, 1}, 96, "tensors 'a' and 'b' overlap"}};
+    struct hf h = {.out = NULL};
+    struct gguf g;
+    char path[128], err[ERR_MAX];
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct gguf_writer w = {0};
+        size_t n = 0;
+        gguf_add_tensor(&w, "a", GGUF_F32, 1, (uint64_t[]){32});
+        w.data_bytes = c[i].offset;
+        gguf_add_tensor(&w, "b", GGUF_F32, 2, c[i].ne);
+        uint8_t *header = gguf_header(&w, &n);
+        hf_write(&h, "sizes.gguf", header, n);
+        snprintf(path, sizeof path, "%s/sizes.gguf", test_dir());
+        bool taken = !gguf_open_header(&g, path, err, sizeof err);
+        CHECK(taken == !c[i].message, "case %zu: %s", i, taken ? "taken" : err);
+        CHECK(taken || strstr(err, c[i].message ? c[i].message : "?"), "case %zu: %s", i, err);
+        if (taken) {
+            const struct gguf_tensor *t = &g.tensors[1];
+            CHECK(t->bytes == 1ull << 42 && t->data + t->bytes == g.images[0].base + g.images[0].size, "the size");
+            for (uint64_t at = 0; at < t->bytes; at += t->bytes / 64) CHECK(!t->data[at], "byte %zu", (size_t)at);
+            CHECK(!t->data[t->bytes - 1], "the last byte");
+        }
+        gguf_close(&g);
+        CHECK(gguf_open(&g, path, err, sizeof err), "case %zu: taken as a whole file", i);
+        if (!i) { /* a part of a split file is never a header; the only part is */
+            static const char *const names[] = {"s-00001-of-00001.gguf", "s-00001-of-00002.gguf"};
+            for (int k = 0; k < 2; k++) {
+                hf_write(&h, names[k], header, n);
+                snprintf(path, sizeof path, "%s/%s", test_dir(), names[k]);
+                bool ok = !gguf_open_header(&g, path, err, sizeof err);
+                CHECK(ok == !k && (ok || strstr(err, "one of 2 parts, and it holds only a header")), "%s", err);
+                gguf_close(&g);
+                unlink(path);
+            }
+        }
+        free(header);
+        gguf_writer_free(&w);
+    }
+    snprintf(path, sizeof path, "%s/sizes.gguf", test_dir());
+    unlink(path);
+}
+
+/* The header replaces a file as a conversion does: whole, never one of the source, and not when the disk is full. */
+static void test_convert_header_target(void) {
+    static const struct {
+        const char *before, *target,
+            *message; /* shell commands in the directory; the argument of -o; NULL: it is written */
+    } c[] = {{"true", "config.json", "is a file of the model"},
+             {"true", "model.safetensors", "is a file of the model"},
+             {"ln -s model.safetensors link", "link", "is a file of the model"},
+             {"ln model.safetensors hard", "hard", "is a file of the model"},
+             {"true", ".", "is a directory"},
+             {"true", "none/h.gguf", "No such file"},
+             {"mkfifo fifo", "fifo", "not a regular file"},
+             {"echo old >h.gguf; ulimit -f 1", "h.gguf", "File too large"},
+             {"[ \"$(cat h.gguf)\" = old ]", "h.gguf", NULL},
+             {"ln -s h.gguf to", "to", NULL}};
+    struct hf h;
+    char cmd[1024], path[256], *listing = NULL;
+    hf_begin(&h, "target");
+    hf_qwen3(&h);
+    if (!hf_convert(&h)) return;
+    snprintf(cmd, sizeof cmd, "md5sum %s/config.json %s/model.safetensors >%s/sums", h.dir, h.dir, h.dir);
+    CHECK(!run_command(cmd, NULL, NULL), "%s", cmd);
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char *out = NULL, *said = NULL;
+        snprintf(cmd, sizeof cmd, "d=$PWD; cd %s; { %s; } && $d/" CONVERT_BIN " . --dry-run --name target -o %s", h.dir,
+                 c[i].before, c[i].target);
+        int rc = run_command(cmd, &out, &said);
+        CHECK(rc == !!c[i].message && strstr(sb_cstr(&said), c[i].message ? c[i].message : "only the header of"),
+              "case %zu: exit %d: %s", i, rc, said);
+        CHECK(rc ? !arrlen(out) : arrlen(out) > 0, "case %zu: a refusal lists nothing", i);
+        arrfree(out), arrfree(said);
+    }
+    snprintf(path, sizeof path, "%s/h.gguf", h.dir);
+    snprintf(cmd, sizeof cmd, "%s/out.gguf", h.dir);
+    header_compare("h.gguf", path, cmd);
+    snprintf(cmd, sizeof cmd, "md5sum -c %s/sums && [ -L %s/to ] && ls %s", h.dir, h.dir, h.dir);
+    CHECK(!run_command(cmd, &listing, NULL) && !strstr(sb_cstr(&listing), "tmp"), "left behind: %s", listing);
+    arrfree(listing);
+    hf_end(&h);
+}
+
+#define TESTS_CONVERT                                                                                           \
+    {"convert/forms", test_convert_forms}, {"convert/deepseek", test_convert_deepseek},                         \
+        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                   \
+        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},           \
+        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                     \
+        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},             \
+        {"convert/refusals", test_convert_refusals}, {"convert/scales", test_convert_scales},                   \
+        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},               \
+        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                 \
+        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                             \
+        {"convert/dry_run", test_convert_dry_run}, {"convert/header", test_convert_header},                     \
+        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes}, \
+        {"convert/header_target", test_convert_header_target},

@@ -179,6 +179,55 @@ static void test_hostile_flips(void) {
     arrfree(sb);
 }
 
+/* Whether gguf_open_header took the file. It takes what gguf_open takes, and besides only headers, whose data are zeros. */
+static bool hostile_header(const char *path) {
+    struct gguf g;
+    char err[ERR_MAX] = "", refusal[ERR_MAX] = "";
+    bool whole = !gguf_open(&g, path, refusal, sizeof refusal);
+    if (!whole) fuzz_message(refusal);
+    gguf_close(&g);
+    bool ok = !gguf_open_header(&g, path, err, sizeof err), only = !!strstr(refusal, "holds only a header");
+    CHECK(whole ? ok && !g.header_only : !ok || (only && g.header_only), "%s: '%s', '%s'", path, refusal, err);
+    if (!ok) fuzz_message(err);
+    for (uint32_t i = 0; ok && i < g.n_tensors; i++) {
+        const struct gguf_tensor *t = &g.tensors[i];
+        int ends = t->data[0] | t->data[t->bytes - 1];
+        CHECK(!g.header_only || !ends, "%s: tensor %u is not zero", path, i);
+    }
+    gguf_close(&g);
+    return ok;
+}
+
+static void hostile_header_expected(const char *path, const char *expect, int no) {
+    (void)no;
+    CHECK(!strcmp(expect, "the file holds only a header") ? hostile_header(path)
+                                                          : hostile_header(path) || strcmp(expect, "-"),
+          "%s: refused", path);
+}
+
+/* The corpus and flipped headers without data. */
+static void test_hostile_headers(void) {
+    size_t *edges = NULL, begin, end;
+    char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
+    uint64_t rng = 15;
+    int n = SANITIZED ? 300 : 1000, taken = 0;
+    hostile_each(hostile_header_expected);
+    snprintf(path, sizeof path, "%s/flipped.gguf", test_dir());
+    for (int i = 0; sb && i < n; i++) {
+        /* half of the flips in the tensor table, which is what the sizes come from */
+        size_t at = begin - 1 - rng_next(&rng) % (i & 1 ? begin : begin / 4);
+        int bit = (int)(rng_next(&rng) % 8);
+        sb[at] = (char)(sb[at] ^ 1 << bit);
+        hostile_write(path, sb, begin);
+        taken += hostile_header(path);
+        sb[at] = (char)(sb[at] ^ 1 << bit);
+    }
+    CHECK(taken > n / 10 && taken < n, "%d of %d headers were taken", taken, n);
+    unlink(path);
+    arrfree(edges);
+    arrfree(sb);
+}
+
 /* Weights of a router are not looked at when they are loaded. Scratch memory has room for distinct experts only. */
 static void test_hostile_router(void) {
     float bias[8] = {0, 0, 0, NAN, INFINITY, -INFINITY, 0, 0};
@@ -329,4 +378,4 @@ static void test_hostile_convert(void) {
         {"hostile/seeds", test_hostile_seeds}, {"hostile/cuts", test_hostile_cuts},           \
         {"hostile/flips", test_hostile_flips}, {"hostile/router", test_hostile_router},       \
         {"hostile/program", test_hostile_program}, {"hostile/shrinks", test_hostile_shrinks}, \
-        {"hostile/convert", test_hostile_convert},
+        {"hostile/convert", test_hostile_convert}, {"hostile/headers", test_hostile_headers},

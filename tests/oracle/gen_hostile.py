@@ -234,7 +234,7 @@ def reader_cases():
                              ("0", u32(0), "0 is not a power of two"), ("3", u32(3), "3 is not a power of two"),
                              ("131072", u32(1 << 17), "131072 is not a power of two up to 65536")]:
         case("alignment-" + name, "general.alignment " + msg, B, setting("general.alignment", value))
-    case("alignment-beyond-the-data", "end beyond the file", B, setting("general.alignment", u32(65536)))
+    case("alignment-beyond-the-data", "the file holds only a header", B, setting("general.alignment", u32(65536)))
 
     def info(f, at):
         return ("tensors", 8 + len("token_embd.weight") + at)
@@ -259,7 +259,7 @@ def reader_cases():
     case("offset-beyond", "at offset 1048576 end beyond the file", B, tensor(offset=1 << 20))
     case("offset-huge", "end beyond the file", B, tensor(offset=(1 << 64) - 32))
     case("data-cut", "data of 36 bytes at offset 0 end beyond the file", B, lambda f: f.bytes()[:-29])
-    case("data-missing", "data of 36 bytes at offset 0 end beyond the file", B, cut=("data", 0))
+    case("data-missing", "the file holds only a header", B, cut=("data", 0))
     case("data-too-small", "end beyond the file", B, tensor(ne=[64, 1 << 40]))
     case("data-overlaps", "tensors 'token_embd.weight' and 'x' overlap", B, lambda f: (f.put("x", [1], T_F32), setattr(f.tensors[1], "offset", 32)))
     case("split-count", "split.count is 3, the name says 1 part", B, setting("split.count", val(U16, 3)))
