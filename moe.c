@@ -183,6 +183,24 @@ struct model {
     double load_seconds;
 };
 
+/* How a GPU keeps a matrix: in tiles of 16 rows x 64 columns, each expert's last ones filled up. */
+enum weight_format {
+    FMT_FP4, /* NVFP4, MXFP4: 512 bytes of codes a tile, 64 of scales */
+    FMT_Q8,  /* Q8_0: 1024 and 64 */
+    FMT_F16  /* BF16, F16, F32: 2048 bytes of halves */
+};
+enum { TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
+#define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_Q8 ? 1024 : 2048)
+
+static inline enum weight_format weight_format(uint32_t type) {
+    return type == GGUF_NVFP4 || type == GGUF_MXFP4 ? FMT_FP4 : type == GGUF_Q8_0 ? FMT_Q8 : FMT_F16;
+}
+
+static inline size_t weight_tiles(const struct weight *w) {
+    return (size_t)w->n_expert * (size_t)((w->n_out + TILE_ROWS - 1) / TILE_ROWS) *
+           (size_t)((w->n_in + TILE_COLS - 1) / TILE_COLS);
+}
+
 /* The matrices of a layer that there are, in the order of the forward; returns how many. */
 enum { LAYER_WEIGHTS = 16 };
 static inline int layer_weights(const struct layer *y, const struct weight *out[LAYER_WEIGHTS]) {

@@ -262,12 +262,7 @@ static void profile_mark(const char *kernel, cudaStream_t stream) {
  * 32h + 8t are the B operand of steps 2h and 2h + 1. The order of k inside a product is free as long as both operands share it.
  * ============================================================================================================ */
 
-enum weight_format {
-    FMT_FP4, /* NVFP4, MXFP4: 512 bytes of codes, 64 of UE4M3 scales (row-major, 4 a row, rows in the order 0 8 1 9 ..) */
-    FMT_Q8, /* Q8_0: 1024 bytes of codes + 128, 64 of F16 scales (2 a row) */
-    FMT_F16 /* BF16, F16, F32: 2048 bytes of halves */
-};
-enum { TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
+/* FMT_FP4: UE4M3 scales, row-major, 4 a row, rows in the order 0 8 1 9 ..; FMT_Q8: codes + 128, F16 scales, 2 a row. */
 
 /* (n_expert, n_out, n_in) matrices. Rows and columns that only fill up tiles are zero. */
 struct dmat {
@@ -278,10 +273,6 @@ struct dmat {
     float unit;            /* of the format: what the expansion to halves leaves out */
     int n_out, n_in, n_rt, n_kt, n_expert, fmt;
 };
-
-static __host__ __device__ constexpr int tile_bytes(int fmt) {
-    return fmt == FMT_FP4 ? 512 : fmt == FMT_Q8 ? 1024 : 2048;
-}
 
 /* Index of a matrix' first tile in row of tiles rt of expert e. */
 DEVICE size_t tile_index(const struct dmat &w, int e, int rt) {
@@ -330,7 +321,7 @@ DEVICE void expand(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
 DEVICE float dmat_value(const struct dmat &w, int row, int col) {
     size_t tile = tile_index(w, 0, row / TILE_ROWS) + (size_t)(col / TILE_COLS);
     int g = row & 7, hi = row >> 3 & 1, h = col >> 5 & 1, lane = 4 * g + (col >> 3 & 3), i = col & 7;
-    const uint8_t *c = w.codes + tile * (size_t)tile_bytes(w.fmt);
+    const uint8_t *c = w.codes + tile * (size_t)TILE_BYTES(w.fmt);
     const uint8_t *s = w.scales + tile * TILE_SCALES + 8 * g + 4 * hi;
     float v;
     if (w.fmt == FMT_FP4) {
@@ -388,7 +379,7 @@ __global__ void __launch_bounds__(256) k_repack(struct repack r, struct dmat w) 
     int e = (int)(n / per), rt = (int)(n % per) / w.n_kt, kt = (int)(n % per) % w.n_kt;
     int rows = min(r.n_rt * TILE_ROWS, w.n_out - r.rt0 * TILE_ROWS);
     size_t tile = tile_index(w, r.e0 + e, r.rt0 + rt) + (size_t)kt;
-    uint32_t *codes = (uint32_t *)(r.codes + tile * (size_t)tile_bytes(w.fmt));
+    uint32_t *codes = (uint32_t *)(r.codes + tile * (size_t)TILE_BYTES(w.fmt));
     uint8_t *scales = r.scales + tile * TILE_SCALES + 8 * g;
     uint32_t top = 0, low = 0;
     for (int i = 0; i < 4; i++) {
@@ -449,7 +440,7 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
     const bool fp4 = w.fmt == FMT_FP4;
     const float unit = 0.025f * 256.0f / 32768.0f;
     seed += tile * 320; /* numbers of a tile: 2 a lane and 512 bytes; FP4's scales behind all codes' */
-    for (int v = 0; v < tile_bytes(w.fmt) / 512; v++) {
+    for (int v = 0; v < TILE_BYTES(w.fmt) / 512; v++) {
         const uint64_t n = seed + (uint64_t)(64 * v + 2 * lane);
         uint32_t out[4]; /* FP4: words hi + 2h; halves: registers of step v; see expand */
         for (int i = 0; i < 4; i++) {
@@ -457,7 +448,7 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
             if (!fp4) x = f32_to_f16x2((float)(int16_t)x * unit, (float)(int16_t)(x >> 16) * unit);
             out[i] = in(i & 1, 32 * (fp4 ? i >> 1 : v >> 1) + 8 * t) ? x : 0;
         }
-        *(uint4 *)(codes + tile * (size_t)tile_bytes(w.fmt) + (size_t)(512 * v + 16 * lane)) =
+        *(uint4 *)(codes + tile * (size_t)TILE_BYTES(w.fmt) + (size_t)(512 * v + 16 * lane)) =
             make_uint4(out[0], out[1], out[2], out[3]);
     }
     if (!fp4) return; /* two scales a lane: row g + 8 (lane / 2 % 2), columns from 32 (lane % 2) */
@@ -576,14 +567,14 @@ enum { FEW_AHEAD = 4 };
 /* Some tiles of a row of tiles: a lane's part of each. */
 template <int FMT, int N>
 struct few_group {
-    enum { VEC = tile_bytes(FMT) / 512 };
+    enum { VEC = TILE_BYTES(FMT) / 512 };
     uint4 c[N][VEC];
     uint2 s[N];
     /* Tiles i0 .. i0+N-1 of n; past the end the last one again, which is not used. */
     DEVICE_MEMBER void load(const uint8_t *codes, const uint8_t *scales, int i0, int n) {
         UNROLL for (int u = 0; u < N; u++) {
             const int i = min(i0 + u, n - 1);
-            UNROLL for (int v = 0; v < VEC; v++) c[u][v] = ldg_stream(codes + (size_t)i * tile_bytes(FMT) + v * 512);
+            UNROLL for (int v = 0; v < VEC; v++) c[u][v] = ldg_stream(codes + (size_t)i * TILE_BYTES(FMT) + v * 512);
             s[u] = FMT == FMT_F16 ? make_uint2(0, 0) : *(const uint2 *)(scales + (size_t)i * TILE_SCALES);
         }
     }
@@ -598,7 +589,7 @@ DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *
                       float acc[NT][4], bool wait) {
     constexpr int N = FMT == FMT_FP4 ? FEW_AHEAD / NT : 1;
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const uint8_t *codes = w.codes + tile * (size_t)tile_bytes(FMT) + (size_t)lane * 16;
+    const uint8_t *codes = w.codes + tile * (size_t)TILE_BYTES(FMT) + (size_t)lane * 16;
     const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
     const uint16_t *row[NT];
     UNROLL for (int k = 0; k < NT; k++) row[k] = x + (size_t)min(g + 8 * k, n_tok - 1) * x_stride + 8 * t;
@@ -1034,7 +1025,7 @@ enum { SM_SHARED = 233472 };
 template <int F, int GLU, int WM, int WN, int STAGES, int KT = 1>
 struct gemm_shape {
     static constexpr int ROWS = (GLU ? 16 : 32) * WM, N = 64 * WN, THREADS = 32 * WM * WN;
-    static constexpr int CODE = tile_bytes(F == FMT_A4 ? (int)FMT_FP4 : F);
+    static constexpr int CODE = TILE_BYTES(F == FMT_A4 ? (int)FMT_FP4 : F);
     static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = F == FMT_A4 ? 32 : 128;
     static constexpr int SCALE_AT = 2 * WM * CODE, X_AT = SCALE_AT + 2 * WM * SCALE, SLOT = X_AT + N * X;
     /* A4: behind the ring token scales of 4 k64-tiles each (16 bytes a token), two of them: see `load` */
@@ -2623,20 +2614,11 @@ static float *upload_floats(struct cuda *c, const float *host, size_t n, const c
     return t->f32;
 }
 
-static int weight_format(uint32_t type) {
-    return type == GGUF_NVFP4 || type == GGUF_MXFP4 ? FMT_FP4 : type == GGUF_Q8_0 ? FMT_Q8 : FMT_F16;
-}
-
-static size_t weight_tiles(const struct weight *w) {
-    return (size_t)w->n_expert * (size_t)((w->n_out + TILE_ROWS - 1) / TILE_ROWS) *
-           (size_t)((w->n_in + TILE_COLS - 1) / TILE_COLS);
-}
-
 /* The allocations of upload_matrix, which the driver rounds up to 2 MiB. */
 static size_t weight_device_bytes(const struct weight *w) {
     const size_t page = (size_t)2 << 20;
     int fmt = weight_format(w->type);
-    size_t codes = weight_tiles(w) * (size_t)tile_bytes(fmt),
+    size_t codes = weight_tiles(w) * (size_t)TILE_BYTES(fmt),
            scales = fmt == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES;
     if (codes > page / 2) codes = (codes + page - 1) / page * page;
     if (scales > page / 2) scales = (scales + page - 1) / page * page;
@@ -2699,7 +2681,7 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
     d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
     d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
     size_t tiles = weight_tiles(w);
-    d->codes = (const uint8_t *)cuda_own(c, tiles * (size_t)tile_bytes(d->fmt), what);
+    d->codes = (const uint8_t *)cuda_own(c, tiles * (size_t)TILE_BYTES(d->fmt), what);
     if (d->fmt != FMT_F16) d->scales = (const uint8_t *)cuda_own(c, tiles * TILE_SCALES, what);
     d->scale = upload_floats(c, w->scale, (size_t)w->n_expert, what);
     d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
@@ -2838,7 +2820,7 @@ static void cuda_leave(struct rank *r, enum act x, enum act delta) { cuda_reduce
 /* The next launch moves `count` matrices of w's shape, and `more` bytes. */
 static void profile_matrices(const struct dmat *w, double count, double more) {
     static const char *const format[] = {"fp4", "q8", "f16"};
-    profile_next(count * w->n_rt * w->n_kt * (tile_bytes(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
+    profile_next(count * w->n_rt * w->n_kt * (TILE_BYTES(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
                  "%s%.0f of %dx%d %s", profile && profile->what[0] ? " + " : "", count, w->n_out, w->n_in,
                  format[w->fmt]);
 }

@@ -65,7 +65,7 @@ struct bench {
     struct dmat matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t seed) {
         int n_rt = (n_out + TILE_ROWS - 1) / TILE_ROWS, n_kt = (n_in + TILE_COLS - 1) / TILE_COLS;
         size_t n = (size_t)n_expert * (size_t)n_rt * (size_t)n_kt;
-        uint8_t *codes = room<uint8_t>(n * (size_t)tile_bytes(fmt)), *scales = room<uint8_t>(n * TILE_SCALES);
+        uint8_t *codes = room<uint8_t>(n * (size_t)TILE_BYTES(fmt)), *scales = room<uint8_t>(n * TILE_SCALES);
         float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* sums of moderate size */
         struct dmat w = {codes, scales, NULL, NULL, unit, n_out, n_in, n_rt, n_kt, n_expert, fmt};
         LAUNCH_PDL(k_fill, dim3((unsigned)((n + 7) / 8)), 256, 0, stream, w, codes, scales, seed << 40);
@@ -107,7 +107,7 @@ struct bench {
     }
     template <int F, int GLU, int WM, int WN, int STAGES, int KT>
     void row(size<WM, WN, STAGES, KT>) {
-        constexpr int A4 = F == FMT_A4, N = 64 * WN, CODE = tile_bytes(A4 ? (int)FMT_FP4 : F);
+        constexpr int A4 = F == FMT_A4, N = 64 * WN, CODE = TILE_BYTES(A4 ? (int)FMT_FP4 : F);
         constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = A4 ? 32 : 128 /* bytes of a token */;
         constexpr int RING = STAGES * KT * (2 * WM * (CODE + SCALE) + N * X), BYTES = RING + A4 * 2 * N * 16;
         /* SM120's limit; room for the results; FP4 tokens: enough for all threads, and two buffers of scales */

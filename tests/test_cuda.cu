@@ -77,7 +77,7 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half) 
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales) {
     const struct dmat *d = mat(r->cuda, w);
     cudaStreamSynchronize(r->cuda->stream);
-    cudaMemcpy(codes, d->codes, weight_tiles(w) * (size_t)tile_bytes(d->fmt), cudaMemcpyDeviceToHost);
+    cudaMemcpy(codes, d->codes, weight_tiles(w) * (size_t)TILE_BYTES(d->fmt), cudaMemcpyDeviceToHost);
     if (d->scales) cudaMemcpy(scales, d->scales, weight_tiles(w) * TILE_SCALES, cudaMemcpyDeviceToHost);
 }
 }
