@@ -4,11 +4,18 @@
 // blocks and streams take turns as a seeded random number generator says, with some warps starved for long
 // stretches, so that a missing barrier shows in the results. What the rules of CUDA forbid ends the process
 // with a report: divergent collectives and barriers, deadlock, accesses out of bounds, misalignment.
-// It shows nothing about speed, bank conflicts, registers, or the memory model across SMs. All host calls
-// must come from one thread. A kernel that polls must do so with ld_acquire or __nanosleep.
+// It shows nothing about speed, bank conflicts, registers, or the memory model across SMs. A kernel that polls
+// must do so with ld_acquire or __nanosleep.
+//
+// Host threads take turns: a lock is held during every call, and who waits in a call runs the kernels of all of
+// them. When kernels only poll, and other threads that have made a call are alive, it lets those go on. With
+// several host threads a seed does not repeat a schedule. There may be several devices (cuemu::devices).
 #pragma once
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <csignal>
 #include <cstdarg>
 #include <cstdint>
@@ -21,12 +28,15 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -77,8 +87,11 @@ struct dim3 {
     X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle")                                      \
     X(cudaErrorInsufficientDriver, 35, "CUDA driver version is insufficient for CUDA runtime version")     \
     X(cudaErrorNoKernelImageForDevice, 209, "no kernel image is available for execution on the device")    \
+    X(cudaErrorPeerAccessUnsupported, 217, "peer access is not supported between these two devices")       \
     X(cudaErrorUnsupportedPtxVersion, 222, "the provided PTX was compiled with an unsupported toolchain.") \
     X(cudaErrorNotReady, 600, "device not ready")                                                          \
+    X(cudaErrorPeerAccessAlreadyEnabled, 704, "peer access is already enabled")                            \
+    X(cudaErrorPeerAccessNotEnabled, 705, "peer access has not been enabled")                              \
     X(cudaErrorHostMemoryNotRegistered, 713, "pointer does not correspond to a registered memory region")  \
     X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing")          \
     X(cudaErrorStreamCaptureInvalidated, 901, "operation failed due to a previous error during capture")   \
@@ -182,6 +195,7 @@ constexpr size_t SMEM_STATIC = 48 << 10; // what a kernel gets without asking fo
 constexpr size_t RED = 256;              // bytes of a red zone
 constexpr size_t ARENA = 256 << 10;      // SMEM_MAX, red zones and alignment of some hundred arrays
 constexpr size_t STACK = 64 << 10, PAGE = 4096;
+constexpr int DEVICES_MAX = 8;
 constexpr unsigned RESIDENT_MAX = 256; // blocks of one launch at a time
 constexpr uint8_t POISON_SMEM = 0xfd, POISON_GLOBAL = 0xff, CANARY = 0xfb;
 
@@ -280,6 +294,7 @@ struct kernel { // what LAUNCH fixes; shared with graphs
 
 struct launch { // a kernel that has begun
     const kernel *k;
+    int device;
     uint64_t blocks, first, stride; // the i-th block to start is (first + i * stride) % blocks
     uint64_t started = 0, done = 0, triggered = 0;
     bool early = false;        // the kernel before it in the stream has not ended (PDL)
@@ -319,6 +334,13 @@ struct allocation {
     memory_kind kind;
     char *map; // with the pages around it; null: not ours
     size_t map_bytes;
+    int device; // current when it was made
+};
+
+struct gpu {
+    size_t limit = (size_t)16 << 30, used = 0; // bytes
+    int major = 12, minor = 0;
+    bool peer[DEVICES_MAX] = {}; // devices whose memory its kernels may reach
 };
 } // namespace cuemu
 
@@ -328,6 +350,7 @@ struct CUgraph_st {
 struct CUgraphExec_st : CUgraph_st {};
 struct CUevent_st {
     std::shared_ptr<cuemu::event_state> state;
+    int device;
 };
 struct CUstream_st {
     std::deque<cuemu::op> q = {};
@@ -335,6 +358,9 @@ struct CUstream_st {
     bool dead = false;             // destroyed; its work is still to be done
     bool broken = false;           // the capture has failed
     CUgraph_st *capture = nullptr; // non-null: capturing
+    std::thread::id capturer = {}; // whose waiting calls break the capture; no thread: everybody's
+    int device = 0;
+    bool legacy = false; // its device's stream 0
 };
 typedef CUstream_st *cudaStream_t;
 typedef CUevent_st *cudaEvent_t;
@@ -354,15 +380,17 @@ inline unsigned pass_start, churn = 15;
 inline bool pass_backward;
 inline std::vector<std::unique_ptr<block>> resident, idle_blocks;
 inline std::vector<block *> finished;
-inline std::list<CUstream_st> streams(1); // the first: the legacy stream
+inline std::list<CUstream_st> streams;
 inline uint64_t op_seq;
 inline std::map<char *, allocation> allocations;
-inline size_t memory_limit = (size_t)16 << 30, memory_used;
-inline std::map<const void *, size_t> smem_limit; // by kernel
-inline std::map<std::string, int> failures;       // calls until the failure, by API
-inline cudaError_t last_error;
-inline int capability_major = 12, capability_minor = 0;
+inline gpu gpus[DEVICES_MAX];
+inline int device_count = 1;
+inline bool peers_possible = true;
+inline std::map<std::pair<int, const void *>, size_t> smem_limit; // by device and kernel
+inline std::map<std::string, int> failures;                       // calls until the failure, by API
 inline std::vector<barrier_site> barrier_sites;
+inline thread_local cudaError_t last_error; // these two are the host's: fibers change threads
+inline thread_local int current_device;
 
 // xorshift64*
 inline uint64_t rnd() {
@@ -384,6 +412,56 @@ inline void seed(uint64_t s) { rng_state = (s + 1) * 0x9e3779b97f4a7c15 | 1; }
     va_end(ap);
     fputc('\n', stderr);
     abort();
+}
+
+// ---- Host threads -----------------------------------------------------------------------------------------
+// Who holds the lock owns all of the above, and runs the fibers; a fiber goes on in whichever thread runs them
+// next, so kernels must not read thread_local variables.
+
+inline std::mutex big_lock;
+inline std::condition_variable news_came;
+inline uint64_t news, announced;         // work queued or done: what a thread that finds nothing to run waits for
+inline unsigned host_threads;            // alive, and have made a call
+inline std::atomic<unsigned> contenders; // threads that want the lock
+inline double patience = 20;             // seconds without news until a deadlock is reported; with one thread: 0
+inline pthread_t runner;                 // who runs the fibers
+inline thread_local unsigned lock_depth;
+
+struct host_thread {
+    stack_t alt = {}; // for SIGSEGV on a fiber's stack
+    uint64_t calls = 0;
+    host_thread() {
+        host_threads++;
+        alt.ss_size = STACK, alt.ss_sp = malloc(STACK);
+        sigaltstack(&alt, nullptr);
+    }
+    ~host_thread() {
+        std::lock_guard<std::mutex> l(big_lock);
+        host_threads--, news++, news_came.notify_all();
+        alt.ss_flags = SS_DISABLE;
+        sigaltstack(&alt, nullptr), free(alt.ss_sp);
+    }
+};
+inline thread_local host_thread this_thread;
+
+// The lock, for a call of the API; calls may be nested.
+struct scope {
+    scope() {
+        if (lock_depth++) return;
+        if (!big_lock.try_lock()) contenders++, big_lock.lock(), contenders--;
+        this_thread.calls++; // exists from the first on
+    }
+    ~scope() {
+        if (--lock_depth) return;
+        if (announced != news) announced = news, news_came.notify_all();
+        big_lock.unlock();
+    }
+    scope(const scope &) = delete;
+};
+
+// Seconds.
+inline double real_time() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // ---- Scheduler --------------------------------------------------------------------------------------------
@@ -655,24 +733,24 @@ inline void block_start(launch &l) {
 
 // ---- Streams ----------------------------------------------------------------------------------------------
 
-inline void launch_begin(op &o) {
+inline void launch_begin(op &o, int device) {
     const dim3 g = o.k->grid;
     o.run = std::make_shared<launch>();
     launch &l = *o.run;
-    l.k = o.k.get(), l.blocks = (uint64_t)g.x * g.y * g.z;
+    l.k = o.k.get(), l.device = device, l.blocks = (uint64_t)g.x * g.y * g.z;
     l.first = rnd() % l.blocks;
     do l.stride = 1 + rnd() % l.blocks;
     while (std::gcd(l.stride, l.blocks) != 1);
     churn = (unsigned[]){3, 15, 63}[rnd() % 3];
 }
 
-// The legacy stream and blocking streams keep the order in which work was queued.
+// The legacy stream and the blocking streams of a device keep the order in which work was queued.
 inline bool may_start(const CUstream_st &s, const op &o) {
     if (o.event && o.event->done < o.event_count) return false;
     if (!s.blocking) return true;
-    const CUstream_st *legacy = &streams.front();
     for (auto &t : streams)
-        if (&t != &s && t.blocking && !t.q.empty() && t.q.front().seq < o.seq && (&s == legacy || &t == legacy))
+        if (&t != &s && t.blocking && !t.q.empty() && t.q.front().seq < o.seq && (s.legacy || t.legacy) &&
+            t.device == s.device)
             return false;
     return true;
 }
@@ -684,7 +762,7 @@ inline void start_next_early(CUstream_st &s, size_t i) {
     if (l.next_decided) return;
     l.next_decided = true;
     if (i + 1 == s.q.size() || !s.q[i + 1].k || !s.q[i + 1].k->pdl || !may_start(s, s.q[i + 1]) || coin()) return;
-    launch_begin(s.q[i + 1]);
+    launch_begin(s.q[i + 1], s.device);
     launch &next = *s.q[i + 1].run;
     next.early = true;
     for (uint64_t n = std::min<uint64_t>(next.blocks, 1 + rnd() % 16); n; n--) block_start(next);
@@ -709,10 +787,10 @@ inline bool start_something() {
         launch &l = *o.run;
         for (uint64_t n = rnd() % 4 ? 1 : 1 + rnd() % 8; n && l.started < l.blocks; n--) block_start(l);
     } else if (o.k) {
-        launch_begin(o), start_next_early(s, 0);
+        launch_begin(o, s.device), start_next_early(s, 0);
     } else {
         if (o.work) o.work();
-        s.q.pop_front();
+        s.q.pop_front(), news++;
     }
     return true;
 }
@@ -722,7 +800,7 @@ inline void launch_end(launch &l) {
         die("kernel %s was launched with LAUNCH_PDL and no thread called grid_dependency_wait", l.k->name);
     for (auto &s : streams) {
         if (s.q.empty() || s.q.front().run.get() != &l) continue;
-        s.q.pop_front(); // ends l
+        s.q.pop_front(), news++; // ends l
         launch *next = s.q.empty() ? nullptr : s.q.front().run.get();
         if (!next) return;
         next->early = false;
@@ -795,7 +873,7 @@ inline const allocation *find_allocation(const void *p) {
 
 inline void on_segv(int, siginfo_t *info, void *) {
     signal(SIGSEGV, SIG_DFL);
-    if (me == &host) return; // not ours: happens again, and ends the process
+    if (me == &host || !pthread_equal(runner, pthread_self())) return; // not ours: happens again, ends the process
     char *p = (char *)info->si_addr;
     if (p >= me->stack && p < me->stack + PAGE) die("stack overflow: more than %zu bytes", STACK);
     for (auto &[base, a] : allocations)
@@ -806,13 +884,10 @@ inline void on_segv(int, siginfo_t *info, void *) {
 
 inline void catch_segv() {
     static bool done;
-    if (done) return;
-    done = true;
-    stack_t alt = {};
-    alt.ss_size = STACK, alt.ss_sp = malloc(STACK);
+    if (std::exchange(done, true)) return;
     struct sigaction sa = {};
     sa.sa_sigaction = on_segv, sa.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaltstack(&alt, nullptr), sigaction(SIGSEGV, &sa, nullptr);
+    sigaction(SIGSEGV, &sa, nullptr);
 }
 
 inline void check_allocation(const allocation &a) {
@@ -823,28 +898,69 @@ inline void check_allocation(const allocation &a) {
     if (bad) die("out of bounds: an allocation of %zu bytes was written at offset %td", a.bytes, bad - a.p);
 }
 
-// Does everything that is queued on all streams.
-inline void drain() {
+struct listener { // a thread that found nothing to run
+    uint64_t heard = 0;
+    double since = 0; // when it last heard news
+};
+
+// Waits a little for other host threads. False: nothing will come from them.
+inline bool listen(listener &l) {
+    if (host_threads == 1) return false;
+    if (l.heard != news) return l.heard = news, l.since = real_time(), true;
+    if (real_time() - l.since > patience) return false;
+    if (announced != news) announced = news, news_came.notify_all();
+    std::unique_lock<std::mutex> lock(big_lock, std::adopt_lock);
+    news_came.wait_for(lock, std::chrono::milliseconds(1), [&] { return news != l.heard; });
+    lock.release();
+    return runner = pthread_self(), true;
+}
+
+inline void give_way() {
+    big_lock.unlock();
+    std::this_thread::yield();
+    big_lock.lock();
+    runner = pthread_self();
+}
+
+// Runs what is queued on all streams until done(); so many rounds at most, 0: any number. With one host thread until nothing
+// can go on any more, whatever done() says: that all streams run shows best which of them do not wait for others.
+template <class F>
+void drain(F done, unsigned rounds = 0) {
     uint64_t seen = 0;
     unsigned idle = 0; // rounds in which threads polled and nothing else happened
+    listener ear;
     catch_segv();
-    for (;;) {
+    runner = pthread_self();
+    for (unsigned n = 0; !rounds || n < rounds; n++) {
         me = next_fiber();
         if (me != &host) host.ctx.leave(me->ctx);
         retire_blocks();
+        if (contenders && !(rnd() & 15)) give_way();
+        if (host_threads > 1 && done()) break;
         if (!ready.empty()) continue;
-        const bool idle_streams = std::all_of(streams.begin(), streams.end(), [](auto &x) { return x.q.empty(); });
         // No other block can help one that has no thread which polls or waits for the kernel before it.
         const bool stuck =
             !spinners && std::any_of(resident.begin(), resident.end(), [](auto &b) { return !b->run->early; });
         if (spinners && events != seen) seen = events, idle = 0, wake_spinners();
         else if (!stuck && start_something()) continue;
         else if (spinners && ++idle < 64) wake_spinners();
-        else if (idle_streams) break;
-        else deadlock();
+        else if (done() || rounds) break;
+        else if (stuck || !listen(ear)) deadlock();
+        else idle = 60, wake_spinners();
     }
     for (auto &a : allocations) check_allocation(a.second);
-    streams.remove_if([](auto &s) { return s.dead; });
+    streams.remove_if([](auto &s) { return s.dead && s.q.empty(); });
+}
+
+// What to wait for: all that is queued by now on a stream, on a device.
+inline auto stream_done(const CUstream_st *s) {
+    return [s, last = op_seq] { return s->q.empty() || s->q.front().seq > last; };
+}
+inline auto device_done(int device) {
+    return [device, last = op_seq] {
+        return std::all_of(streams.begin(), streams.end(),
+                           [&](auto &s) { return s.device != device || s.q.empty() || s.q.front().seq > last; });
+    };
 }
 
 // ---- What the host API is made of -------------------------------------------------------------------------
@@ -861,11 +977,13 @@ inline cudaError_t enter(bool waits, const char *api) {
     }
     bool capturing = false;
     for (auto &s : streams)
-        if (waits && s.capture) s.broken = capturing = true;
+        if (waits && s.capture && (s.capturer == std::thread::id() || s.capturer == std::this_thread::get_id()))
+            s.broken = capturing = true;
     return capturing ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }
 
-#define CUEMU_ENTER(waits) \
+#define CUEMU_ENTER(waits)     \
+    cuemu::scope in_this_call; \
     if (const cudaError_t refused = cuemu::enter(waits, __func__)) return refused
 
 // Not inlined, lest compilers look inside and warn their callers of results that a refused call does not set.
@@ -873,25 +991,51 @@ inline cudaError_t enter(bool waits, const char *api) {
 
 // The n-th call of this API from now on fails (1: the next one). A launch is called LAUNCH.
 inline void fail_next(const char *api, int n) { failures[api] = n; }
-// Bytes that cudaMalloc may give out; bytes that it has given out.
-inline void memory(size_t bytes) { memory_limit = bytes; }
-inline size_t allocated() { return memory_used; }
-inline void capability(int major, int minor) { capability_major = major, capability_minor = minor; }
 
-inline CUstream_st *find_stream(cudaStream_t handle) {
-    if (!handle) return &streams.front();
-    for (auto &s : streams)
-        if (&s == handle && !s.dead) return handle;
-    return nullptr;
+// The number of devices, 1 to 8. No peer access is enabled afterwards.
+inline void devices(int n) {
+    scope locked;
+    if (n < 1 || n > DEVICES_MAX) die("%d devices", n);
+    device_count = n;
+    for (gpu &g : gpus) memset(g.peer, 0, sizeof g.peer);
+    if (current_device >= n) current_device = 0;
+}
+inline void peers(bool possible) { peers_possible = possible; }
+// Bytes that cudaMalloc may give out on each device, or on one; bytes that it has given out on the current one.
+inline void memory(size_t bytes, int device = -1) {
+    scope locked;
+    for (int i = 0; i < DEVICES_MAX; i++)
+        if (device < 0 || i == device) gpus[i].limit = bytes;
+}
+inline size_t allocated() {
+    scope locked;
+    return gpus[current_device].used;
+}
+inline void capability_of(int device, int major, int minor) { gpus[device].major = major, gpus[device].minor = minor; }
+inline void capability(int major, int minor) {
+    for (int i = 0; i < DEVICES_MAX; i++) capability_of(i, major, minor);
 }
 
+// Stream 0: that of the current device.
+inline CUstream_st *find_stream(cudaStream_t handle) {
+    for (auto &s : streams)
+        if (handle ? &s == handle && !s.dead : s.legacy && s.device == current_device) return &s;
+    if (handle) return nullptr;
+    streams.emplace_back();
+    streams.back().device = current_device, streams.back().legacy = true;
+    return &streams.back();
+}
+
+inline cudaError_t append(CUstream_st &s, op o) {
+    if (s.capture) return s.capture->ops.push_back(std::move(o)), cudaSuccess;
+    o.seq = ++op_seq, news++;
+    s.q.push_back(std::move(o));
+    return cudaSuccess;
+}
 inline cudaError_t enqueue(cudaStream_t handle, op o) {
     CUstream_st *s = find_stream(handle);
-    if (!s) return fail(cudaErrorInvalidResourceHandle);
-    if (s->capture) return s->capture->ops.push_back(std::move(o)), cudaSuccess;
-    o.seq = ++op_seq;
-    s->q.push_back(std::move(o));
-    return cudaSuccess;
+    if (!s || s->device != current_device) return fail(cudaErrorInvalidResourceHandle);
+    return append(*s, std::move(o));
 }
 
 template <class T>
@@ -901,8 +1045,9 @@ using no_deduce = std::common_type_t<T>;
 template <class... P>
 void enqueue_kernel(void (*k)(P...), const char *name, bool pdl, dim3 grid, dim3 dim, size_t smem, cudaStream_t stream,
                     no_deduce<P>... args) {
+    scope locked;
     if (enter(false, "LAUNCH")) return;
-    auto limit = smem_limit.find((const void *)k);
+    auto limit = smem_limit.find({current_device, (const void *)k});
     if (smem > (limit == smem_limit.end() ? SMEM_STATIC : limit->second)) return (void)fail(cudaErrorInvalidValue);
     const uint64_t threads = (uint64_t)dim.x * dim.y * dim.z;
     if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 || !threads ||
@@ -933,12 +1078,22 @@ enum cudaMemcpyKind {
 enum cudaDeviceAttr {
     cudaDevAttrClockRate = 13,
     cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrIntegrated = 18,
+    cudaDevAttrPciBusId = 33,
+    cudaDevAttrPciDeviceId = 34,
     cudaDevAttrMemoryClockRate = 36,
     cudaDevAttrGlobalMemoryBusWidth = 37,
     cudaDevAttrL2CacheSize = 38,
+    cudaDevAttrPciDomainId = 50,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+enum cudaDeviceP2PAttr {
+    cudaDevP2PAttrPerformanceRank = 1,
+    cudaDevP2PAttrAccessSupported,
+    cudaDevP2PAttrNativeAtomicSupported,
+    cudaDevP2PAttrCudaArrayAccessSupported
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaStreamCaptureMode {
@@ -952,7 +1107,13 @@ enum : unsigned {
     cudaEventDefault = 0,
     cudaEventBlockingSync = 1,
     cudaEventDisableTiming = 2,
-    cudaHostRegisterDefault = 0
+    cudaHostRegisterDefault = 0,
+    cudaHostRegisterPortable = 1,
+    cudaHostRegisterMapped = 2,
+    cudaHostAllocDefault = 0,
+    cudaHostAllocPortable = 1,
+    cudaHostAllocMapped = 2,
+    cudaHostAllocWriteCombined = 4
 };
 struct cudaDeviceProp {
     char name[256];
@@ -968,30 +1129,35 @@ struct cudaFuncAttributes {
 CUEMU_API cudaPeekAtLastError() { return cuemu::last_error; }
 CUEMU_API cudaGetLastError() { return std::exchange(cuemu::last_error, cudaSuccess); }
 
+namespace cuemu {
+inline bool no_device(int device) { return device < 0 || device >= device_count; }
+} // namespace cuemu
 CUEMU_API cudaGetDeviceCount(int *n) {
     CUEMU_ENTER(false);
-    return *n = 1, cudaSuccess;
+    return *n = cuemu::device_count, cudaSuccess;
 }
 CUEMU_API cudaSetDevice(int device) {
     CUEMU_ENTER(false);
-    return device ? cuemu::fail(cudaErrorInvalidDevice) : cudaSuccess;
+    if (cuemu::no_device(device)) return cuemu::fail(cudaErrorInvalidDevice);
+    return cuemu::current_device = device, cudaSuccess;
 }
 CUEMU_API cudaGetDevice(int *device) {
     CUEMU_ENTER(false);
-    return *device = 0, cudaSuccess;
+    return *device = cuemu::current_device, cudaSuccess;
 }
 CUEMU_API cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     CUEMU_ENTER(false);
-    if (device) return cuemu::fail(cudaErrorInvalidDevice);
+    if (cuemu::no_device(device)) return cuemu::fail(cudaErrorInvalidDevice);
+    const cuemu::gpu &g = cuemu::gpus[device];
     *p = {};
     strcpy(p->name, "emulated GPU");
-    p->totalGlobalMem = cuemu::memory_limit;
+    p->totalGlobalMem = g.limit;
     p->sharedMemPerBlock = cuemu::SMEM_STATIC, p->sharedMemPerBlockOptin = cuemu::SMEM_MAX;
     p->sharedMemPerMultiprocessor = cuemu::SMEM_MAX + 1024;
-    p->major = cuemu::capability_major, p->minor = cuemu::capability_minor;
+    p->major = g.major, p->minor = g.minor;
     p->multiProcessorCount = 4, p->l2CacheSize = 4 << 20, p->memoryBusWidth = 512;
     p->memoryClockRate = 1000000, p->clockRate = 1000000, p->warpSize = 32, p->maxThreadsPerBlock = 1024;
-    p->pciBusID = 1;
+    p->pciBusID = 1 + device;
     return cudaSuccess;
 }
 CUEMU_API cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr, int device) {
@@ -1001,6 +1167,10 @@ CUEMU_API cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr, int device) {
     switch (attr) {
     case cudaDevAttrClockRate: return *value = p.clockRate, cudaSuccess;
     case cudaDevAttrMultiProcessorCount: return *value = p.multiProcessorCount, cudaSuccess;
+    case cudaDevAttrIntegrated: return *value = p.integrated, cudaSuccess;
+    case cudaDevAttrPciBusId: return *value = p.pciBusID, cudaSuccess;
+    case cudaDevAttrPciDeviceId: return *value = p.pciDeviceID, cudaSuccess;
+    case cudaDevAttrPciDomainId: return *value = p.pciDomainID, cudaSuccess;
     case cudaDevAttrMemoryClockRate: return *value = p.memoryClockRate, cudaSuccess;
     case cudaDevAttrGlobalMemoryBusWidth: return *value = p.memoryBusWidth, cudaSuccess;
     case cudaDevAttrL2CacheSize: return *value = p.l2CacheSize, cudaSuccess;
@@ -1020,7 +1190,43 @@ CUEMU_API cudaRuntimeGetVersion(int *v) {
 }
 CUEMU_API cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     CUEMU_ENTER(false);
-    *total = cuemu::memory_limit, *free_bytes = *total - std::min(*total, cuemu::memory_used);
+    const cuemu::gpu &g = cuemu::gpus[cuemu::current_device];
+    *total = g.limit, *free_bytes = *total - std::min(*total, g.used);
+    return cudaSuccess;
+}
+CUEMU_API cudaDeviceGetPCIBusId(char *id, int bytes, int device) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(device)) return cuemu::fail(cudaErrorInvalidDevice);
+    if (!id || bytes < 13) return cuemu::fail(cudaErrorInvalidValue);
+    return snprintf(id, (size_t)bytes, "0000:%02x:00.0", 1 + device), cudaSuccess;
+}
+
+CUEMU_API cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(device) || cuemu::no_device(peer)) return cuemu::fail(cudaErrorInvalidDevice);
+    return *can = cuemu::peers_possible && device != peer, cudaSuccess;
+}
+CUEMU_API cudaDeviceGetP2PAttribute(int *value, cudaDeviceP2PAttr attr, int device, int peer) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(device) || cuemu::no_device(peer) || device == peer)
+        return cuemu::fail(cudaErrorInvalidDevice);
+    *value = attr == cudaDevP2PAttrAccessSupported && cuemu::peers_possible;
+    return cudaSuccess;
+}
+CUEMU_API cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(peer) || peer == cuemu::current_device) return cuemu::fail(cudaErrorInvalidDevice);
+    if (flags) return cuemu::fail(cudaErrorInvalidValue);
+    if (!cuemu::peers_possible) return cuemu::fail(cudaErrorPeerAccessUnsupported);
+    if (std::exchange(cuemu::gpus[cuemu::current_device].peer[peer], true))
+        return cuemu::fail(cudaErrorPeerAccessAlreadyEnabled);
+    return cudaSuccess;
+}
+CUEMU_API cudaDeviceDisablePeerAccess(int peer) {
+    CUEMU_ENTER(true);
+    if (cuemu::no_device(peer)) return cuemu::fail(cudaErrorInvalidDevice);
+    if (!std::exchange(cuemu::gpus[cuemu::current_device].peer[peer], false))
+        return cuemu::fail(cudaErrorPeerAccessNotEnabled);
     return cudaSuccess;
 }
 
@@ -1030,7 +1236,8 @@ namespace cuemu {
 inline cudaError_t allocate(void **p, size_t bytes, memory_kind kind) {
     *p = nullptr;
     if (!bytes) return cudaSuccess;
-    if (bytes > (size_t)1 << 46 || (kind == DEVICE && bytes > memory_limit - std::min(memory_limit, memory_used)))
+    gpu &g = gpus[current_device];
+    if (bytes > (size_t)1 << 46 || (kind == DEVICE && bytes > g.limit - std::min(g.limit, g.used)))
         return fail(cudaErrorMemoryAllocation);
     const size_t aligned = (bytes + 255) & ~(size_t)255, pages = (aligned + PAGE - 1) & ~(PAGE - 1);
     char *map = (char *)mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -1039,18 +1246,19 @@ inline cudaError_t allocate(void **p, size_t bytes, memory_kind kind) {
     char *data = map + PAGE + pages - aligned;
     memset(map + PAGE, CANARY, pages - aligned);
     memset(data, POISON_GLOBAL, bytes), memset(data + bytes, CANARY, aligned - bytes);
-    allocations[data] = {data, bytes, kind, map, pages + 2 * PAGE};
-    if (kind == DEVICE) memory_used += bytes;
+    allocations[data] = {data, bytes, kind, map, pages + 2 * PAGE, current_device};
+    if (kind == DEVICE) g.used += bytes;
     return *p = data, cudaSuccess;
 }
 inline cudaError_t release(void *p, memory_kind kind) {
     if (!p) return cudaSuccess;
-    drain();
     auto it = allocations.find((char *)p);
+    drain(device_done(it == allocations.end() ? current_device : it->second.device));
+    it = allocations.find((char *)p); // another thread may have been here
     if (it == allocations.end() || it->second.kind != kind)
         return fail(kind == REGISTERED ? cudaErrorHostMemoryNotRegistered : cudaErrorInvalidValue);
     if (it->second.map) munmap(it->second.map, it->second.map_bytes);
-    if (kind == DEVICE) memory_used -= it->second.bytes;
+    if (kind == DEVICE) gpus[it->second.device].used -= it->second.bytes;
     allocations.erase(it);
     return cudaSuccess;
 }
@@ -1095,6 +1303,16 @@ CUEMU_API cudaMallocHost(T **p, size_t bytes) {
     cudaError_t e = cuemu::allocate(&v, bytes, cuemu::PINNED);
     return *p = (T *)v, e;
 }
+CUEMU_API cudaHostAlloc(void **p, size_t bytes, unsigned) {
+    CUEMU_ENTER(true);
+    return cuemu::allocate(p, bytes, cuemu::PINNED);
+}
+CUEMU_API cudaHostGetDevicePointer(void **p, void *host, unsigned) {
+    CUEMU_ENTER(false);
+    const cuemu::allocation *a = cuemu::find_allocation(host);
+    if (!a || a->kind == cuemu::DEVICE) return *p = nullptr, cuemu::fail(cudaErrorInvalidValue);
+    return *p = host, cudaSuccess;
+}
 CUEMU_API cudaFree(void *p) {
     CUEMU_ENTER(true);
     return cuemu::release(p, cuemu::DEVICE);
@@ -1106,7 +1324,7 @@ CUEMU_API cudaFreeHost(void *p) {
 CUEMU_API cudaHostRegister(void *p, size_t bytes, unsigned) {
     CUEMU_ENTER(true);
     if (!p || !bytes || cuemu::find_allocation(p)) return cuemu::fail(cudaErrorInvalidValue);
-    cuemu::allocations[(char *)p] = {(char *)p, bytes, cuemu::REGISTERED, nullptr, 0};
+    cuemu::allocations[(char *)p] = {(char *)p, bytes, cuemu::REGISTERED, nullptr, 0, cuemu::current_device};
     return cudaSuccess;
 }
 CUEMU_API cudaHostUnregister(void *p) {
@@ -1117,12 +1335,20 @@ CUEMU_API cudaHostUnregister(void *p) {
 CUEMU_API cudaMemcpy(void *dst, const void *src, size_t n, cudaMemcpyKind kind) {
     CUEMU_ENTER(true);
     cudaError_t e = cuemu::copy(dst, n, src, n, n, 1, kind, nullptr);
-    cuemu::drain();
+    cuemu::drain(cuemu::stream_done(cuemu::find_stream(nullptr)));
     return e;
 }
 CUEMU_API cudaMemcpyAsync(void *dst, const void *src, size_t n, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
     CUEMU_ENTER(false);
     return cuemu::copy(dst, n, src, n, n, 1, kind, stream);
+}
+CUEMU_API cudaMemcpyPeerAsync(void *dst, int dst_device, const void *src, int src_device, size_t n,
+                              cudaStream_t stream = nullptr) {
+    CUEMU_ENTER(false);
+    const cuemu::allocation *d = cuemu::find_allocation(dst), *s = cuemu::find_allocation(src);
+    if (cuemu::no_device(dst_device) || cuemu::no_device(src_device)) return cuemu::fail(cudaErrorInvalidDevice);
+    if (!d || !s || d->device != dst_device || s->device != src_device) return cuemu::fail(cudaErrorInvalidValue);
+    return cuemu::copy(dst, n, src, n, n, 1, cudaMemcpyDeviceToDevice, stream);
 }
 CUEMU_API cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height,
                             cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
@@ -1143,7 +1369,7 @@ CUEMU_API cudaMemset(void *p, int value, size_t n) {
 CUEMU_API cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) {
     CUEMU_ENTER(false);
     *s = &cuemu::streams.emplace_back();
-    (*s)->blocking = !(flags & cudaStreamNonBlocking);
+    (*s)->blocking = !(flags & cudaStreamNonBlocking), (*s)->device = cuemu::current_device;
     return cudaSuccess;
 }
 CUEMU_API cudaStreamCreate(cudaStream_t *s) {
@@ -1159,17 +1385,32 @@ CUEMU_API cudaStreamDestroy(cudaStream_t s) {
 }
 CUEMU_API cudaStreamSynchronize(cudaStream_t s) {
     CUEMU_ENTER(true);
-    if (!cuemu::find_stream(s)) return cuemu::fail(cudaErrorInvalidResourceHandle);
-    return cuemu::drain(), cudaSuccess;
+    const CUstream_st *found = cuemu::find_stream(s);
+    if (!found) return cuemu::fail(cudaErrorInvalidResourceHandle);
+    return cuemu::drain(cuemu::stream_done(found)), cudaSuccess;
 }
 CUEMU_API cudaDeviceSynchronize() {
     CUEMU_ENTER(true);
-    return cuemu::drain(), cudaSuccess;
+    return cuemu::drain(cuemu::device_done(cuemu::current_device)), cudaSuccess;
+}
+namespace cuemu {
+// Whether done(), without waiting: sometimes a slice of what is queued runs behind the question.
+template <class F>
+cudaError_t query(F done) {
+    if (done()) return cudaSuccess;
+    if (coin()) drain(done, 1 + (unsigned)(rnd() % 32));
+    return cudaErrorNotReady;
+}
+} // namespace cuemu
+CUEMU_API cudaStreamQuery(cudaStream_t s) {
+    CUEMU_ENTER(true);
+    const CUstream_st *found = cuemu::find_stream(s);
+    return found ? cuemu::query(cuemu::stream_done(found)) : cuemu::fail(cudaErrorInvalidResourceHandle);
 }
 
 CUEMU_API cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
     CUEMU_ENTER(false);
-    return *e = new CUevent_st{std::make_shared<cuemu::event_state>()}, cudaSuccess;
+    return *e = new CUevent_st{std::make_shared<cuemu::event_state>(), cuemu::current_device}, cudaSuccess;
 }
 CUEMU_API cudaEventCreate(cudaEvent_t *e) {
     CUEMU_ENTER(false);
@@ -1184,32 +1425,35 @@ CUEMU_API cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
     if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     CUstream_st *s = cuemu::find_stream(stream);
     if (s && s->capture) return s->broken = true, cuemu::fail(cudaErrorStreamCaptureUnsupported);
-    if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
+    if (!s || s->device != event->device) return cuemu::fail(cudaErrorInvalidResourceHandle);
     auto record = [state = event->state, count = ++event->state->recorded] {
         timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
         state->done = count, state->ms = (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
     };
-    return cuemu::enqueue(stream, {{}, record, {}});
+    return cuemu::append(*s, {{}, record, {}});
 }
 CUEMU_API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
     CUEMU_ENTER(false);
     if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     CUstream_st *s = cuemu::find_stream(stream);
     if (s && s->capture) return s->broken = true, cuemu::fail(cudaErrorStreamCaptureUnsupported);
-    return cuemu::enqueue(stream, {{}, {}, event->state, event->state->recorded});
+    if (!s) return cuemu::fail(cudaErrorInvalidResourceHandle);
+    return cuemu::append(*s, {{}, {}, event->state, event->state->recorded});
 }
+namespace cuemu {
+inline auto event_done(cudaEvent_t e) {
+    return [state = e->state, n = e->state->recorded] { return state->done >= n; };
+}
+} // namespace cuemu
 CUEMU_API cudaEventSynchronize(cudaEvent_t event) {
     CUEMU_ENTER(true);
     if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
-    return cuemu::drain(), cudaSuccess;
+    return cuemu::drain(cuemu::event_done(event)), cudaSuccess;
 }
-// Not ready at first, sometimes: what is queued runs at the one call or the other.
 CUEMU_API cudaEventQuery(cudaEvent_t event) {
     CUEMU_ENTER(true);
-    const bool done = event->state->done == event->state->recorded;
-    if (!done && cuemu::coin()) cuemu::drain();
-    return done ? cudaSuccess : cudaErrorNotReady;
+    return event ? cuemu::query(cuemu::event_done(event)) : cuemu::fail(cudaErrorInvalidResourceHandle);
 }
 CUEMU_API cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     CUEMU_ENTER(false);
@@ -1222,13 +1466,13 @@ template <class... P>
 CUEMU_API cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
     CUEMU_ENTER(false);
     if (value < 0 || (size_t)value > cuemu::SMEM_MAX) return cuemu::fail(cudaErrorInvalidValue);
-    return cuemu::smem_limit[(const void *)kernel] = (size_t)value, cudaSuccess;
+    return cuemu::smem_limit[{cuemu::current_device, (const void *)kernel}] = (size_t)value, cudaSuccess;
 }
 template <class... P>
 CUEMU_API cudaFuncGetAttributes(cudaFuncAttributes *a, void (*kernel)(P...)) {
     CUEMU_ENTER(false);
     *a = {};
-    auto limit = cuemu::smem_limit.find((const void *)kernel);
+    auto limit = cuemu::smem_limit.find({cuemu::current_device, (const void *)kernel});
     a->maxThreadsPerBlock = 1024;
     a->maxDynamicSharedSizeBytes = (int)(limit == cuemu::smem_limit.end() ? cuemu::SMEM_STATIC : limit->second);
     return cudaSuccess;
@@ -1239,12 +1483,13 @@ CUEMU_API cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void (*)(P...), 
     return *n = 2, cudaSuccess;
 }
 
-CUEMU_API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+CUEMU_API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     CUEMU_ENTER(false);
     CUstream_st *s = cuemu::find_stream(stream);
     if (!stream || !s || s->capture)
         return cuemu::fail(s ? cudaErrorStreamCaptureUnsupported : cudaErrorInvalidResourceHandle);
     s->capture = new CUgraph_st, s->broken = false;
+    s->capturer = mode == cudaStreamCaptureModeGlobal ? std::thread::id() : std::this_thread::get_id();
     return cudaSuccess;
 }
 CUEMU_API cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
