@@ -237,6 +237,7 @@ struct fiber {
     bool triggered; // called grid_dependency_launch, or has exited
     uint64_t commits;
     std::vector<async_copy> pending; // oldest first
+    const void *polled;              // what ld_sys16 read last
 };
 
 // Runs a warp collective for all its lanes at once: from warp.in to warp.out.
@@ -272,6 +273,12 @@ struct shared_array {
     const char *label;
 };
 
+struct sys_store { // by st_sys16, on its way to memory
+    uint4 *dst, v;
+    unsigned thread;
+    enum { THREAD, WARP, BLOCK } order; // whose releases take it along
+};
+
 struct block {
     launch *run;
     uint3 idx;
@@ -282,6 +289,7 @@ struct block {
     char *arena = nullptr, *top; // red zone, array, red zone, ..., up to top; the dynamic array is arrays[0]
     size_t smem_bytes;
     std::vector<shared_array> arrays;
+    std::vector<sys_store> stores; // oldest first
 };
 
 struct kernel { // what LAUNCH fixes; shared with graphs
@@ -389,6 +397,8 @@ inline bool peers_possible = true;
 inline std::map<std::pair<int, const void *>, size_t> smem_limit; // by device and kernel
 inline std::map<std::string, int> failures;                       // calls until the failure, by API
 inline std::vector<barrier_site> barrier_sites;
+inline std::atomic<uint64_t> timer = 1000000000; // of global_timer
+inline bool timer_read;
 inline thread_local cudaError_t last_error; // these two are the host's: fibers change threads
 inline thread_local int current_device;
 
@@ -516,6 +526,34 @@ inline void wait(const char *what, site at) { events++, yield(what, at); }
 
 inline uint32_t lane_bit() { return 1u << me->lane; }
 
+// ---- Stores that other devices read -----------------------------------------------------------------------
+// What st_sys16 stores lies in a buffer of the block until it lands in memory: at a random time, at the block's end,
+// or when a thread to which it is visible releases (st_release_sys, __threadfence_system and the same for the GPU).
+// It is visible to the thread that stored it, to its warp behind a __syncwarp, and to the block behind a
+// __syncthreads (of a named barrier: if its warp takes part). So who sets a flag without a barrier or fence
+// before it shows old memory to those who wait for the flag. Other stores are visible to all at once.
+
+template <class F>
+void land_stores(block &b, F lands) {
+    size_t kept = 0;
+    for (const sys_store &s : b.stores)
+        if (lands(s)) *s.dst = s.v, events++;
+        else b.stores[kept++] = s;
+    b.stores.resize(kept);
+}
+inline void land_some(block &b) { // those of one address together, as they are to land in their order
+    const uint64_t salt = rnd() | 1;
+    land_stores(b, [=](const sys_store &s) { return ((uintptr_t)s.dst >> 4) * salt >> 40 & 1; });
+}
+inline bool visible(const sys_store &s) {
+    const unsigned self = (unsigned)(me - &me->blk->f[0]);
+    return s.thread == self || s.order == sys_store::BLOCK ||
+           (s.order == sys_store::WARP && s.thread / 32 == self / 32);
+}
+inline void release_stores() {
+    if (!me->blk->stores.empty()) land_stores(*me->blk, visible);
+}
+
 // ---- Warp collectives and barriers ------------------------------------------------------------------------
 
 // Runs the i-th open meeting when no lane is missing. Exited lanes are not waited for.
@@ -572,6 +610,8 @@ inline unsigned barrier(int id, unsigned n, bool all, bool pred, const char *wha
         me->w->at_barrier[id] |= lane_bit();
         wait(what, at);
     } else {
+        for (sys_store &s : b.stores)
+            if (all || b.w[s.thread / 32].at_barrier[id] || &b.w[s.thread / 32] == me->w) s.order = sys_store::BLOCK;
         r.result = r.yes, r.arrived = r.yes = 0;
         for (warp &w : b.w) wake(w, w.at_barrier[id]), w.at_barrier[id] = 0;
     }
@@ -716,7 +756,7 @@ inline void block_start(launch &l) {
         fiber &f = b.f[t];
         f.tid = {t % dim.x, t / dim.x % dim.y, t / dim.x / dim.y};
         f.lane = t % 32, f.w = &b.w[t / 32], f.blk = &b;
-        f.triggered = false, f.commits = 0, f.pending.clear();
+        f.triggered = false, f.commits = 0, f.polled = nullptr, f.pending.clear();
         fiber_start(f, t);
     }
     for (unsigned i_w = 0; i_w < warps; i_w++) {
@@ -815,6 +855,7 @@ inline void launch_end(launch &l) {
 inline void retire_blocks() {
     for (block *b : finished) {
         launch &l = *b->run;
+        land_stores(*b, [](const sys_store &) { return true; });
         for (shared_array &a : b->arrays) {
             const char *bad = overwritten(a.p - RED, RED);
             if (!bad) bad = overwritten(a.p + a.bytes, RED);
@@ -842,8 +883,10 @@ inline void spin(const char *what, site at) {
 }
 inline void wake_spinners() {
     spinners = 0;
-    for (auto &b : resident)
+    for (auto &b : resident) {
+        if (!b->stores.empty() && !(rnd() & 3)) land_some(*b);
         for (warp &w : b->w) wake(w, w.spinning), w.spinning = 0;
+    }
 }
 
 // ---- Running what is queued -------------------------------------------------------------------------------
@@ -901,13 +944,17 @@ inline void check_allocation(const allocation &a) {
 struct listener { // a thread that found nothing to run
     uint64_t heard = 0;
     double since = 0; // when it last heard news
+    unsigned jumps = 0;
 };
 
-// Waits a little for other host threads. False: nothing will come from them.
+inline void timer_jump(uint64_t ns) { timer += ns; }
+
+// Waits a little for other host threads. If nothing comes from them, time flies for kernels that look at the
+// timer: 1000 seconds, in steps of one. False: nothing will ever happen.
 inline bool listen(listener &l) {
-    if (host_threads == 1) return false;
-    if (l.heard != news) return l.heard = news, l.since = real_time(), true;
-    if (real_time() - l.since > patience) return false;
+    if (l.heard != news) l.heard = news, l.since = real_time(), l.jumps = 0;
+    if (host_threads == 1 || real_time() - l.since > patience)
+        return timer_read && l.jumps++ < 1000 ? timer_jump(1000000000), true : false;
     if (announced != news) announced = news, news_came.notify_all();
     std::unique_lock<std::mutex> lock(big_lock, std::adopt_lock);
     news_came.wait_for(lock, std::chrono::milliseconds(1), [&] { return news != l.heard; });
@@ -1567,7 +1614,13 @@ inline void named_barrier(int id, int n_threads, CUEMU_AT) {
         cuemu::barrier(id, (unsigned)n_threads, false, false, "named_barrier", at);
 }
 inline void __syncwarp(uint32_t mask = cuemu::FULL, CUEMU_AT) {
-    if (!cuemu::skipped(at, "__syncwarp")) cuemu::collective(mask, "__syncwarp", at, [](cuemu::warp &, uint32_t) {});
+    if (cuemu::skipped(at, "__syncwarp")) return;
+    cuemu::collective(mask, "__syncwarp", at, [](cuemu::warp &w, uint32_t lanes) {
+        cuemu::block &b = *w.lane->blk;
+        for (cuemu::sys_store &s : b.stores)
+            if (&b.w[s.thread / 32] == &w && (lanes >> s.thread % 32 & 1) && s.order == cuemu::sys_store::THREAD)
+                s.order = cuemu::sys_store::WARP;
+    });
 }
 
 namespace cuemu {
@@ -1732,14 +1785,19 @@ template <class T>
 T __ldg(const T *p) {
     return *p;
 }
-inline void __threadfence() {}
+inline void __threadfence() { cuemu::release_stores(); }
 inline void __threadfence_block() {}
-inline void __threadfence_system() {}
+inline void __threadfence_system() { cuemu::release_stores(); }
 inline void __nanosleep(unsigned, CUEMU_AT) { cuemu::spin("__nanosleep", at); }
 inline long long clock64() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+// Nanoseconds: a few pass from reading to reading, seconds while nothing else can happen.
+inline uint64_t global_timer() {
+    cuemu::timer_read = true;
+    return cuemu::timer += 100;
 }
 [[noreturn]] inline void __trap(CUEMU_AT) { cuemu::die("__trap at %s:%d", at.file, at.line); }
 
@@ -2024,14 +2082,49 @@ inline uint32_t ld_acquire(const uint32_t *p, CUEMU_AT) {
     cuemu::spin("ld_acquire", at);
     return *(const volatile uint32_t *)p;
 }
+
+namespace cuemu {
+// A kernel may touch memory of another device only with peer access.
+inline void check_peer(const void *p, const char *what, site at) {
+    if (device_count == 1) return;
+    const allocation *a = find_allocation(p);
+    const int device = me->blk->run->device;
+    if (a && a->kind == DEVICE && a->device != device && !gpus[device].peer[a->device])
+        die("%s at %s:%d: device %d has no access to memory of device %d", what, at.file, at.line, device, a->device);
+}
+} // namespace cuemu
 inline uint32_t ld_acquire_sys(const uint32_t *p, CUEMU_AT) {
+    cuemu::check_peer(p, "ld_acquire_sys", at);
     cuemu::spin("ld_acquire_sys", at);
     return *(const volatile uint32_t *)p;
 }
-inline void st_release(uint32_t *p, uint32_t v) { cuemu::events++, *(volatile uint32_t *)p = v; }
-inline void st_release_sys(uint32_t *p, uint32_t v) { st_release(p, v); }
+inline void st_release(uint32_t *p, uint32_t v) {
+    cuemu::release_stores();
+    cuemu::events++, *(volatile uint32_t *)p = v;
+}
+inline void st_release_sys(uint32_t *p, uint32_t v, CUEMU_AT) {
+    cuemu::check_peer(p, "st_release_sys", at);
+    st_release(p, v);
+}
+inline void st_sys16(void *p, uint4 v, CUEMU_AT) {
+    cuemu::check_aligned(p, 16, "st_sys16", at), cuemu::check_peer(p, "st_sys16", at);
+    (void)*(volatile char *)p;
+    cuemu::block &b = *cuemu::me->blk;
+    b.stores.push_back({(uint4 *)p, v, (unsigned)(cuemu::me - &b.f[0]), cuemu::sys_store::THREAD});
+    if (!(cuemu::rnd() & 63)) cuemu::land_some(b);
+}
+// A thread that reads one address again and again polls.
+inline uint4 ld_sys16(const void *p, CUEMU_AT) {
+    cuemu::check_aligned(p, 16, "ld_sys16", at), cuemu::check_peer(p, "ld_sys16", at);
+    if (std::exchange(cuemu::me->polled, p) == p) cuemu::spin("ld_sys16", at);
+    const std::vector<cuemu::sys_store> &stores = cuemu::me->blk->stores;
+    for (size_t i = stores.size(); i-- > 0;)
+        if (stores[i].dst == p && cuemu::visible(stores[i])) return stores[i].v;
+    return *(const uint4 *)p;
+}
 // What this says to have been done, others may look at now: often the rest of the warp falls behind.
 inline uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
+    cuemu::release_stores();
     if (cuemu::coin()) cuemu::pass_lanes = 0, cuemu::me->w->priority = 0;
     return atomicAdd(p, v);
 }
