@@ -310,12 +310,29 @@ struct launch { // a kernel that has begun
     bool next_decided = false; // whether the launch behind it starts early has been drawn
 };
 
+struct team {                  // the ranks of an NCCL communicator
+    std::vector<int> device;   // by rank; -1: has not come yet
+    std::vector<bool> aborted; // by rank: its calls do nothing
+    unsigned missing;
+    bool broken = false; // some rank's initialisation has failed
+};
+struct nccl_call {
+    std::shared_ptr<team> all;
+    unsigned rank;
+    const char *what;
+    const void *send;
+    void *recv;
+    size_t count;
+    int type, root;
+};
+
 struct event_state {
     unsigned recorded = 0, done = 0; // how often
     double ms = 0;                   // when, the last time
 };
 
-// What a stream executes: a kernel, or some work on the host, or waiting for an event.
+// What a stream executes: a kernel, or some work on the host, or waiting for an event, or a rank's part of a
+// collective.
 struct op {
     std::shared_ptr<const kernel> k;
     std::function<void()> work;
@@ -323,6 +340,7 @@ struct op {
     unsigned event_count = 0;
     uint64_t seq = 0;                 // order of queueing over all streams
     std::shared_ptr<launch> run = {}; // once k has begun
+    std::shared_ptr<const nccl_call> nccl = {};
 };
 
 struct barrier_site {
@@ -396,6 +414,7 @@ inline int device_count = 1;
 inline bool peers_possible = true;
 inline std::map<std::pair<int, const void *>, size_t> smem_limit; // by device and kernel
 inline std::map<std::string, int> failures;                       // calls until the failure, by API
+inline std::map<uint64_t, std::shared_ptr<team>> forming;         // by ncclUniqueId, until all ranks have come
 inline std::vector<barrier_site> barrier_sites;
 inline std::atomic<uint64_t> timer = 1000000000; // of global_timer
 inline bool timer_read;
@@ -808,6 +827,10 @@ inline void start_next_early(CUstream_st &s, size_t i) {
     for (uint64_t n = std::min<uint64_t>(next.blocks, 1 + rnd() % 16); n; n--) block_start(next);
 }
 
+// For the collective at the head of a stream: whether all ranks' parts are; and their execution.
+inline bool nccl_ready(const nccl_call &);
+inline void nccl_run(CUstream_st &);
+
 // Starts a block, or a kernel, or does some other work of a stream; false if there is nothing to start.
 inline bool start_something() {
     static std::vector<CUstream_st *> can;
@@ -817,7 +840,10 @@ inline bool start_something() {
         const launch *l = s.q.front().run.get();
         for (size_t i = 1; i < s.q.size() && s.q[i].run && s.q[i].run->triggered == s.q[i].run->blocks; i++)
             start_next_early(s, i);
-        if (l ? l->started < l->blocks && l->started - l->done < RESIDENT_MAX : may_start(s, s.q.front()))
+        const op &head = s.q.front();
+        if (l           ? l->started < l->blocks && l->started - l->done < RESIDENT_MAX
+            : head.nccl ? nccl_ready(*head.nccl)
+                        : may_start(s, head))
             can.push_back(&s);
     }
     if (can.empty()) return !ready.empty();
@@ -828,6 +854,8 @@ inline bool start_something() {
         for (uint64_t n = rnd() % 4 ? 1 : 1 + rnd() % 8; n && l.started < l.blocks; n--) block_start(l);
     } else if (o.k) {
         launch_begin(o, s.device), start_next_early(s, 0);
+    } else if (o.nccl) {
+        nccl_run(s);
     } else {
         if (o.work) o.work();
         s.q.pop_front(), news++;
@@ -903,6 +931,11 @@ inline void wake_spinners() {
     for (auto &g : groups) fprintf(stderr, "cuemu: %u threads wait in %s\n", g.second, g.first.c_str());
     for (auto &s : streams)
         if (!s.q.empty() && s.q.front().event) fprintf(stderr, "cuemu: a stream waits for an event\n");
+        else if (const nccl_call *c = s.q.empty() ? nullptr : s.q.front().nccl.get())
+            fprintf(stderr, "cuemu: rank %u of %zu waits in %s\n", c->rank, c->all->device.size(), c->what);
+    for (auto &t : forming)
+        fprintf(stderr, "cuemu: %u of %zu ranks have not called ncclCommInitRank\n", t.second->missing,
+                t.second->device.size());
     die("deadlock: %zu blocks are resident and nothing can run", resident.size());
 }
 
@@ -1014,14 +1047,18 @@ inline auto device_done(int device) {
 
 inline cudaError_t fail(cudaError_t e) { return e ? last_error = e : e; }
 
-// Every API call begins with this. waits: it is not allowed while a stream is capturing.
-inline cudaError_t enter(bool waits, const char *api) {
+// Whether this call is to fail.
+inline bool failing(const char *api) {
     if (me != &host) die("%s is called by a kernel", api);
     auto it = failures.find(api);
-    if (it != failures.end() && --it->second <= 0) {
-        failures.erase(it);
-        return fail(!strncmp(api, "cudaMalloc", 10) ? cudaErrorMemoryAllocation : cudaErrorUnknown);
-    }
+    if (it == failures.end() || --it->second > 0) return false;
+    failures.erase(it);
+    return true;
+}
+
+// Every API call begins with this. waits: it is not allowed while a stream is capturing.
+inline cudaError_t enter(bool waits, const char *api) {
+    if (failing(api)) return fail(!strncmp(api, "cudaMalloc", 10) ? cudaErrorMemoryAllocation : cudaErrorUnknown);
     bool capturing = false;
     for (auto &s : streams)
         if (waits && s.capture && (s.capturer == std::thread::id() || s.capturer == std::this_thread::get_id()))
@@ -2137,3 +2174,258 @@ inline void grid_dependency_wait(CUEMU_AT) {
     cuemu::wait("grid_dependency_wait", at);
 }
 inline void grid_dependency_launch() { cuemu::trigger(*cuemu::me); }
+
+// ---- NCCL -------------------------------------------------------------------------------------------------
+// A collective is a part for each rank, queued on its stream; all are executed at once when every rank's next one
+// is at the head of its stream.
+
+#define NCCL_UNIQUE_ID_BYTES 128
+enum ncclResult_t {
+    ncclSuccess,
+    ncclUnhandledCudaError,
+    ncclSystemError,
+    ncclInternalError,
+    ncclInvalidArgument,
+    ncclInvalidUsage,
+    ncclRemoteError,
+    ncclInProgress
+};
+enum ncclDataType_t { ncclInt8 = 0, ncclChar = 0, ncclUint8 = 1, ncclFloat32 = 7, ncclFloat = 7, ncclBfloat16 = 9 };
+enum ncclRedOp_t { ncclSum };
+struct ncclUniqueId {
+    char internal[NCCL_UNIQUE_ID_BYTES];
+};
+struct ncclComm {
+    std::shared_ptr<cuemu::team> all;
+    unsigned rank;
+    int device;
+};
+typedef ncclComm *ncclComm_t;
+
+namespace cuemu {
+inline bool same_device_allowed;
+inline thread_local unsigned group_depth;
+inline thread_local std::vector<std::function<ncclResult_t()>> group_calls; // to be done at ncclGroupEnd
+inline thread_local char nccl_said[256] = "";
+
+// Whether several ranks of a communicator may be on one device.
+inline void nccl_same_device(bool allowed) { same_device_allowed = allowed; }
+
+[[gnu::format(printf, 2, 3)]] inline ncclResult_t nccl_fail(ncclResult_t e, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(nccl_said, sizeof nccl_said, fmt, ap);
+    va_end(ap);
+    return e;
+}
+#define CUEMU_NCCL __attribute__((noinline)) inline ncclResult_t
+#define CUEMU_NCCL_ENTER()     \
+    cuemu::scope in_this_call; \
+    if (cuemu::failing(__func__)) return cuemu::nccl_fail(ncclSystemError, "%s: made to fail", __func__)
+
+inline size_t nccl_bytes(int type) { return type == ncclFloat32 ? 4 : type == ncclBfloat16 ? 2 : 1; }
+
+// Now, or at the end of the group.
+inline ncclResult_t in_group(std::function<ncclResult_t()> call) {
+    if (!group_depth) return call();
+    return group_calls.push_back(std::move(call)), ncclSuccess;
+}
+
+// The stream with the next part of a rank at its head, or null.
+inline CUstream_st *nccl_head(const team *all, unsigned rank) {
+    CUstream_st *first = nullptr;
+    for (auto &s : streams) {
+        if (s.q.empty() || !s.q.front().nccl) continue;
+        const op &o = s.q.front();
+        if (o.nccl->all.get() == all && o.nccl->rank == rank && may_start(s, o) &&
+            (!first || o.seq < first->q.front().seq))
+            first = &s;
+    }
+    return first;
+}
+inline bool nccl_ready(const nccl_call &c) {
+    if (c.all->aborted[c.rank]) return true;
+    for (unsigned r = 0; r < c.all->device.size(); r++)
+        if (!nccl_head(c.all.get(), r)) return false;
+    return true;
+}
+
+// (count) sums. Each begins with another rank's value, as where data goes round in rings.
+inline void nccl_sum(const std::vector<const nccl_call *> &part, size_t count, int type, char *sum) {
+    auto add = [&](auto of, auto plus) {
+        for (size_t i = 0, n = part.size(); i < count; i++) {
+            auto at = [&](size_t r) { return ((decltype(of) *)part[r % n]->send)[i]; };
+            const size_t first = i * n / count + 1;
+            auto x = at(first);
+            for (size_t r = 1; r < n; r++) x = plus(x, at(first + r));
+            ((decltype(of) *)sum)[i] = x;
+        }
+    };
+    if (type == ncclFloat32) add(float(), [](float a, float b) { return a + b; });
+    else if (type == ncclBfloat16)
+        add(uint16_t(),
+            [](uint16_t a, uint16_t b) { return (uint16_t)f32_to_bf16x2(bf16_value(a) + bf16_value(b), 0); });
+    else add(uint8_t(), [](uint8_t a, uint8_t b) { return (uint8_t)(a + b); });
+}
+
+inline void nccl_run(CUstream_st &stream) {
+    const std::shared_ptr<const nccl_call> c = stream.q.front().nccl;
+    const size_t n = c->all->device.size(), bytes = c->count * nccl_bytes(c->type);
+    news++;
+    if (c->all->aborted[c->rank]) return stream.q.pop_front();
+    std::vector<CUstream_st *> heads;
+    std::vector<const nccl_call *> part;
+    for (unsigned r = 0; r < n; r++) {
+        heads.push_back(nccl_head(c->all.get(), r));
+        part.push_back(heads[r]->q.front().nccl.get());
+        const nccl_call &o = *part[0], &p = *part[r];
+        if (!same_text(o.what, p.what) || o.count != p.count || o.type != p.type || o.root != p.root)
+            die("mismatch: rank 0 calls %s with count %zu, type %d, root %d, rank %u %s with %zu, %d, %d", o.what,
+                o.count, o.type, o.root, r, p.what, p.count, p.type, p.root);
+    }
+    std::vector<char> result;
+    if (same_text(c->what, "ncclAllReduce")) {
+        nccl_sum(part, c->count, c->type, (result.resize(bytes), result.data()));
+    } else {
+        const bool gather = same_text(c->what, "ncclAllGather");
+        for (size_t r = gather ? 0 : (size_t)c->root; r < (gather ? n : (size_t)c->root + 1); r++)
+            result.insert(result.end(), (const char *)part[r]->send, (const char *)part[r]->send + bytes);
+    }
+    for (const nccl_call *p : part) memcpy(p->recv, result.data(), result.size());
+    for (CUstream_st *s : heads) s->q.pop_front();
+}
+
+inline ncclResult_t nccl_queue(const char *what, const void *send, void *recv, size_t count, ncclDataType_t type,
+                               int root, ncclComm_t comm, cudaStream_t stream) {
+    CUstream_st *s = find_stream(stream);
+    if (!comm) return nccl_fail(ncclInvalidArgument, "%s: no communicator", what);
+    const size_t n = comm->all->device.size(), bytes = count * nccl_bytes(type);
+    auto usable = [&](const void *p, size_t size) {
+        return accessible(p, size, true) && find_allocation(p)->device == comm->device;
+    };
+    if ((type > ncclUint8 && type != ncclFloat32 && type != ncclBfloat16) || root < 0 || (size_t)root >= n)
+        return nccl_fail(ncclInvalidArgument, "%s: type %d, root %d", what, type, root);
+    if (!s || s->device != comm->device)
+        return nccl_fail(ncclInvalidUsage, "%s: the stream is not one of device %d", what, comm->device);
+    if (!count) return ncclSuccess;
+    if (!usable(recv, same_text(what, "ncclAllGather") ? n * bytes : bytes) ||
+        ((!same_text(what, "ncclBroadcast") || root == (int)comm->rank) && !usable(send, bytes)))
+        return nccl_fail(ncclInvalidArgument, "%s: a buffer is not in memory of device %d", what, comm->device);
+    op o = {};
+    o.nccl = std::make_shared<nccl_call>(nccl_call{comm->all, comm->rank, what, send, recv, count, type, root});
+    return in_group([s, o] { return append(*s, o), ncclSuccess; });
+}
+} // namespace cuemu
+
+inline const char *ncclGetErrorString(ncclResult_t e) {
+    static const char *const text[] = {"no error",       "unhandled cuda error", "unhandled system error",
+                                       "internal error", "invalid argument",     "invalid usage",
+                                       "remote error",   "in progress"};
+    return e >= 0 && e <= ncclInProgress ? text[e] : "unknown result code";
+}
+inline const char *ncclGetLastError(ncclComm_t) { return cuemu::nccl_said; }
+CUEMU_NCCL ncclGetVersion(int *v) {
+    CUEMU_NCCL_ENTER();
+    return *v = 22803, ncclSuccess;
+}
+CUEMU_NCCL ncclGetUniqueId(ncclUniqueId *id) {
+    CUEMU_NCCL_ENTER();
+    static uint64_t last;
+    return *id = {}, memcpy(id->internal, &++last, sizeof last), ncclSuccess;
+}
+CUEMU_NCCL ncclGroupStart() {
+    CUEMU_NCCL_ENTER();
+    return cuemu::group_depth++, ncclSuccess;
+}
+CUEMU_NCCL ncclGroupEnd() {
+    CUEMU_NCCL_ENTER();
+    if (!cuemu::group_depth) return cuemu::nccl_fail(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+    if (--cuemu::group_depth) return ncclSuccess;
+    ncclResult_t first = ncclSuccess;
+    for (auto &call : std::exchange(cuemu::group_calls, {}))
+        if (const ncclResult_t e = call(); e && !first) first = e;
+    return first;
+}
+// Returns when all ranks have come; in a group, its end does.
+CUEMU_NCCL ncclCommInitRank(ncclComm_t *comm, int n, ncclUniqueId id, int rank) {
+    cuemu::scope in_this_call;
+    uint64_t key;
+    memcpy(&key, id.internal, sizeof key);
+    *comm = nullptr;
+    if (n < 1 || rank < 0 || rank >= n || !key) return cuemu::nccl_fail(ncclInvalidArgument, "rank %d of %d", rank, n);
+    std::shared_ptr<cuemu::team> &formed = cuemu::forming[key];
+    if (!formed) {
+        const size_t count = (size_t)n;
+        formed = std::make_shared<cuemu::team>(
+            cuemu::team{std::vector<int>(count, -1), std::vector<bool>(count), (unsigned)n});
+    }
+    const std::shared_ptr<cuemu::team> all = formed;
+    cuemu::news++;
+    ncclResult_t refused = cuemu::failing(__func__) ? ncclSystemError : ncclSuccess;
+    if (all->device.size() != (size_t)n || all->device[(size_t)rank] >= 0) refused = ncclInvalidUsage;
+    if (refused) return all->broken = true, cuemu::nccl_fail(refused, "ncclCommInitRank: rank %d of %d", rank, n);
+    all->device[(size_t)rank] = cuemu::current_device;
+    if (!--all->missing) cuemu::forming.erase(key);
+    *comm = new ncclComm{all, (unsigned)rank, cuemu::current_device};
+    return cuemu::in_group([=] {
+        cuemu::drain([=] { return !all->missing || all->broken; });
+        ncclResult_t e = ncclSuccess;
+        if (all->broken) e = cuemu::nccl_fail(ncclRemoteError, "ncclCommInitRank: another rank has failed");
+        for (int i = 0; i < n && !e; i++)
+            for (int j = 0; j < i && !e; j++)
+                if (all->device[(size_t)i] == all->device[(size_t)j] && !cuemu::same_device_allowed)
+                    e = cuemu::nccl_fail(ncclInvalidUsage,
+                                         "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x000", j, i,
+                                         1 + all->device[(size_t)i]);
+        if (e) delete *comm, *comm = nullptr;
+        return e;
+    });
+}
+CUEMU_NCCL ncclCommInitAll(ncclComm_t *comms, int n, const int *devices) {
+    CUEMU_NCCL_ENTER();
+    ncclUniqueId id;
+    const int before = cuemu::current_device;
+    ncclResult_t first = ncclGetUniqueId(&id);
+    for (int i = 0; i < n; i++)
+        if (cuemu::no_device(devices ? devices[i] : i))
+            return cuemu::nccl_fail(ncclUnhandledCudaError, "ncclCommInitAll: device %d", devices ? devices[i] : i);
+    ncclGroupStart();
+    for (int i = 0; i < n && !first; i++) {
+        cuemu::current_device = devices ? devices[i] : i;
+        first = ncclCommInitRank(comms + i, n, id, i);
+    }
+    cuemu::current_device = before;
+    const ncclResult_t e = ncclGroupEnd();
+    return first ? first : e;
+}
+CUEMU_NCCL ncclCommDestroy(ncclComm_t comm) {
+    CUEMU_NCCL_ENTER();
+    return delete comm, ncclSuccess;
+}
+// What it has queued does nothing; other ranks wait on for it.
+CUEMU_NCCL ncclCommAbort(ncclComm_t comm) {
+    CUEMU_NCCL_ENTER();
+    comm->all->aborted[comm->rank] = true, cuemu::news++;
+    return delete comm, ncclSuccess;
+}
+// fail_next makes it tell of an error.
+inline ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t *e) {
+    cuemu::scope in_this_call;
+    return *e = cuemu::failing(__func__) ? ncclSystemError : ncclSuccess, ncclSuccess;
+}
+CUEMU_NCCL ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                         ncclComm_t comm, cudaStream_t stream) {
+    CUEMU_NCCL_ENTER();
+    if (op != ncclSum) return cuemu::nccl_fail(ncclInvalidArgument, "ncclAllReduce: op %d", op);
+    return cuemu::nccl_queue("ncclAllReduce", send, recv, count, type, 0, comm, stream);
+}
+CUEMU_NCCL ncclAllGather(const void *send, void *recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                         cudaStream_t stream) {
+    CUEMU_NCCL_ENTER();
+    return cuemu::nccl_queue("ncclAllGather", send, recv, count, type, 0, comm, stream);
+}
+CUEMU_NCCL ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                         cudaStream_t stream) {
+    CUEMU_NCCL_ENTER();
+    return cuemu::nccl_queue("ncclBroadcast", send, recv, count, type, root, comm, stream);
+}

@@ -1097,3 +1097,129 @@ static void emu_test_waits() {
     cuemu::devices(1);
     CHECK(!cudaStreamDestroy(s) && !cudaEventDestroy(e));
 }
+
+// ---- NCCL -------------------------------------------------------------------------------------------------
+
+// Four ranks in host threads: sums, in rounds, by launches or by a graph, then a gathering in place and a broadcast.
+static bool emu_collectives(uint64_t seed, bool graph) {
+    const unsigned ranks = 4, n = 60;
+    ncclUniqueId id;
+    std::atomic<unsigned> right{0};
+    cuemu::devices((int)ranks);
+    cuemu::seed(seed);
+    if (ncclGetUniqueId(&id)) return false;
+    emu_threads(ranks, [&](unsigned rank) {
+        bool ok = !cudaSetDevice((int)rank);
+        ncclComm_t comm;
+        cudaStream_t s;
+        cudaGraph_t recorded;
+        cudaGraphExec_t exec;
+        ok &= !ncclCommInitRank(&comm, (int)ranks, id, (int)rank) && !cudaStreamCreate(&s);
+        gpu_array<int> x(std::vector<int>(n, (int)rank + 1));
+        gpu_array<uint8_t> all(std::vector<uint8_t>(ranks * 3, (uint8_t)(10 + rank)));
+        auto round = [&] { // bytes, which do not carry
+            LAUNCH(emu_k_add, 2, 32, 0, s, x, (int)n, 1);
+            ok &= !ncclAllReduce(x, x, 4 * n, ncclUint8, ncclSum, comm, s);
+        };
+        ok &= !cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), round();
+        ok &= !cudaStreamEndCapture(s, &recorded) && !cudaGraphInstantiate(&exec, recorded, 0);
+        uint32_t want[4] = {1, 2, 3, 4};
+        for (int k = 0; k < 10; k++) {
+            if (graph) ok &= !cudaGraphLaunch(exec, s);
+            else round();
+            uint32_t bytes[4] = {};
+            for (uint32_t w : want)
+                for (unsigned b = 0; b < 4; b++) bytes[b] += (w + 1) >> 8 * b & 255;
+            for (uint32_t &w : want)
+                w = (bytes[0] & 255) | (bytes[1] & 255) << 8 | (bytes[2] & 255) << 16 | (bytes[3] & 255) << 24;
+            if (k % 4 == (int)rank) ok &= !cudaStreamSynchronize(s);
+        }
+        ok &= !ncclAllGather(all + 3 * rank, all, 3, ncclInt8, comm, s) && !cudaStreamSynchronize(s);
+        for (int v : x.get()) ok &= (uint32_t)v == want[rank];
+        std::vector<uint8_t> got = all.get();
+        for (unsigned i = 0; i < ranks * 3; i++) ok &= got[i] == 10 + i / 3;
+        ok &= !cudaMemset(all, (int)rank, 12) && !cudaDeviceSynchronize();
+        ok &= !ncclBroadcast(rank == 2 ? all.p : nullptr, all, 12, ncclUint8, 2, comm, s);
+        ok &= !cudaStreamSynchronize(s) && all.get()[11] == 2;
+        ok &= !cudaGraphDestroy(recorded) && !cudaGraphExecDestroy(exec) && !ncclCommDestroy(comm);
+        right += ok && !cudaStreamDestroy(s);
+    });
+    cuemu::devices(1);
+    return right == ranks;
+}
+
+static void emu_test_nccl() {
+    for (uint64_t s = 0; s < 4; s++) CHECK(emu_collectives(s, s % 2));
+
+    // Three ranks of one host thread.
+    cuemu::devices(3);
+    ncclComm_t comm[3], other;
+    int devices[3] = {0, 1, 1}, version;
+    CHECK(ncclCommInitAll(comm, 3, devices) == ncclInvalidUsage && !comm[1]);
+    CHECK(strstr(ncclGetLastError(nullptr), "Duplicate GPU detected : rank 1 and rank 2"));
+    cuemu::nccl_same_device(true);
+    CHECK(!ncclCommInitAll(comm, 3, devices) && !ncclCommDestroy(comm[0]) && !ncclCommDestroy(comm[1]));
+    CHECK(!ncclCommDestroy(comm[2]) && !ncclGetVersion(&version) && version / 10000 == 2);
+    cuemu::nccl_same_device(false);
+    CHECK(!ncclCommInitAll(comm, 3, nullptr) && !cudaGetDevice(devices) && devices[0] == 0);
+    // Not in the order of ranks: 1e8 swallows what is added before it is taken away. BF16 rounds 257 to 256.
+    const float value[3] = {1e8f, 1, -1e8f};
+    std::unique_ptr<gpu_array<float>> f[3];
+    std::unique_ptr<gpu_array<uint16_t>> h[3];
+    cudaStream_t s[3];
+    for (int r = 0; r < 3; r++) {
+        cudaSetDevice(r), cudaStreamCreate(&s[r]);
+        f[r].reset(new gpu_array<float>(std::vector<float>(30, value[r])));
+        h[r].reset(new gpu_array<uint16_t>(std::vector<uint16_t>(30, r == 0 ? 0x4380 : 0x3f80))); // 256, 1, 1
+    }
+    auto sum = [&](int r, size_t n, ncclDataType_t type) {
+        return ncclAllReduce(*f[r], *f[r], n, type, ncclSum, comm[r], s[r]);
+    };
+    CHECK(!ncclGroupStart());
+    for (int r = 0; r < 3; r++) CHECK(!sum(r, 30, ncclFloat32));
+    CHECK(cudaStreamQuery(s[0]) == cudaSuccess && !ncclGroupEnd()); // nothing was queued before
+    for (int r = 0; r < 3; r++) CHECK(!ncclAllReduce(*h[r], *h[r], 30, ncclBfloat16, ncclSum, comm[r], s[r]));
+    for (int r = 0; r < 3; r++) {
+        cudaSetDevice(r), cudaDeviceSynchronize();
+        const std::vector<float> got = f[r]->get();
+        const std::vector<uint16_t> half = h[r]->get();
+        CHECK(got == f[0]->get() && half == h[0]->get());
+        CHECK(std::count(got.begin(), got.end(), 0.0f) == 20 && std::count(got.begin(), got.end(), 1.0f) == 10);
+        CHECK(std::count(half.begin(), half.end(), 0x4380) == 20 && std::count(half.begin(), half.end(), 0x4381) == 10);
+    }
+
+    CHECK(sum(0, 31, ncclFloat32) == ncclInvalidArgument && sum(0, 30, (ncclDataType_t)8) == ncclInvalidArgument);
+    CHECK(ncclAllReduce(*f[0], *f[0], 4, ncclFloat32, ncclSum, comm[0], s[1]) == ncclInvalidUsage);
+    CHECK(ncclAllReduce(*f[1], *f[0], 4, ncclFloat32, ncclSum, comm[0], s[0]) == ncclInvalidArgument);
+    cuemu::fail_next("ncclAllReduce", 1);
+    CHECK(sum(0, 30, ncclFloat32) == ncclSystemError &&
+          !strcmp(ncclGetErrorString(ncclSystemError), "unhandled system error"));
+    ncclResult_t async;
+    cuemu::fail_next("ncclCommGetAsyncError", 1);
+    CHECK(!ncclCommGetAsyncError(comm[0], &async) && async && !ncclCommGetAsyncError(comm[0], &async) && !async);
+    CHECK(emu_aborts("mismatch: rank 0 calls ncclAllReduce with count 30", [&] {
+        sum(0, 30, ncclFloat32), sum(1, 29, ncclFloat32), sum(2, 30, ncclFloat32);
+        cudaStreamSynchronize(s[0]);
+    }));
+    CHECK(emu_aborts("rank 2 of 3 waits in ncclAllReduce", [&] {
+        sum(0, 30, ncclFloat32), sum(2, 30, ncclFloat32);
+        cudaStreamSynchronize(s[0]);
+    }));
+    ncclUniqueId id;
+    CHECK(!ncclGetUniqueId(&id) &&
+          emu_aborts("1 of 2 ranks have not called ncclCommInitRank", [&] { ncclCommInitRank(&other, 2, id, 0); }));
+    ncclResult_t got[2];
+    cuemu::fail_next("ncclCommInitRank", 1); // fails the rank that comes first, and with it the other
+    emu_threads(2, [&](unsigned rank) {
+        ncclComm_t c;
+        got[rank] = ncclCommInitRank(&c, 2, id, (int)rank);
+    });
+    CHECK(got[0] + got[1] == ncclSystemError + ncclRemoteError && got[0] != got[1]);
+
+    CHECK(!sum(1, 30, ncclFloat32) && cudaStreamQuery(s[1]) == cudaErrorNotReady);
+    CHECK(!ncclCommAbort(comm[1]) && !cudaStreamSynchronize(s[1]));
+    CHECK(!ncclCommDestroy(comm[0]) && !ncclCommDestroy(comm[2]));
+    for (int r = 0; r < 3; r++) CHECK(!cudaStreamDestroy(s[r]));
+    cudaSetDevice(0);
+    cuemu::devices(1);
+}
