@@ -4,11 +4,18 @@
 // blocks and streams take turns as a seeded random number generator says, with some warps starved for long
 // stretches, so that a missing barrier shows in the results. What the rules of CUDA forbid ends the process
 // with a report: divergent collectives and barriers, deadlock, accesses out of bounds, misalignment.
-// It shows nothing about speed, bank conflicts, registers, or the memory model across SMs. All host calls
-// must come from one thread. A kernel that polls must do so with ld_acquire or __nanosleep.
+// It shows nothing about speed, bank conflicts, registers, or the memory model across SMs. A kernel that polls
+// must do so with ld_acquire or __nanosleep.
+//
+// Host threads take turns: a lock is held during every call, and who waits in a call runs the kernels of all of
+// them. When kernels only poll, and other threads that have made a call are alive, it lets those go on. With
+// several host threads a seed does not repeat a schedule. There may be several devices (cuemu::devices).
 #pragma once
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <csignal>
 #include <cstdarg>
 #include <cstdint>
@@ -21,12 +28,15 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -77,8 +87,11 @@ struct dim3 {
     X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle")                                      \
     X(cudaErrorInsufficientDriver, 35, "CUDA driver version is insufficient for CUDA runtime version")     \
     X(cudaErrorNoKernelImageForDevice, 209, "no kernel image is available for execution on the device")    \
+    X(cudaErrorPeerAccessUnsupported, 217, "peer access is not supported between these two devices")       \
     X(cudaErrorUnsupportedPtxVersion, 222, "the provided PTX was compiled with an unsupported toolchain.") \
     X(cudaErrorNotReady, 600, "device not ready")                                                          \
+    X(cudaErrorPeerAccessAlreadyEnabled, 704, "peer access is already enabled")                            \
+    X(cudaErrorPeerAccessNotEnabled, 705, "peer access has not been enabled")                              \
     X(cudaErrorHostMemoryNotRegistered, 713, "pointer does not correspond to a registered memory region")  \
     X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing")          \
     X(cudaErrorStreamCaptureInvalidated, 901, "operation failed due to a previous error during capture")   \
@@ -182,6 +195,7 @@ constexpr size_t SMEM_STATIC = 48 << 10; // what a kernel gets without asking fo
 constexpr size_t RED = 256;              // bytes of a red zone
 constexpr size_t ARENA = 256 << 10;      // SMEM_MAX, red zones and alignment of some hundred arrays
 constexpr size_t STACK = 64 << 10, PAGE = 4096;
+constexpr int DEVICES_MAX = 8;
 constexpr unsigned RESIDENT_MAX = 256; // blocks of one launch at a time
 constexpr uint8_t POISON_SMEM = 0xfd, POISON_GLOBAL = 0xff, CANARY = 0xfb;
 
@@ -223,6 +237,7 @@ struct fiber {
     bool triggered; // called grid_dependency_launch, or has exited
     uint64_t commits;
     std::vector<async_copy> pending; // oldest first
+    const void *polled;              // what ld_sys16 read last
 };
 
 // Runs a warp collective for all its lanes at once: from warp.in to warp.out.
@@ -258,6 +273,12 @@ struct shared_array {
     const char *label;
 };
 
+struct sys_store { // by st_sys16, on its way to memory
+    uint4 *dst, v;
+    unsigned thread;
+    enum { THREAD, WARP, BLOCK } order; // whose releases take it along
+};
+
 struct block {
     launch *run;
     uint3 idx;
@@ -268,6 +289,7 @@ struct block {
     char *arena = nullptr, *top; // red zone, array, red zone, ..., up to top; the dynamic array is arrays[0]
     size_t smem_bytes;
     std::vector<shared_array> arrays;
+    std::vector<sys_store> stores; // oldest first
 };
 
 struct kernel { // what LAUNCH fixes; shared with graphs
@@ -280,6 +302,7 @@ struct kernel { // what LAUNCH fixes; shared with graphs
 
 struct launch { // a kernel that has begun
     const kernel *k;
+    int device;
     uint64_t blocks, first, stride; // the i-th block to start is (first + i * stride) % blocks
     uint64_t started = 0, done = 0, triggered = 0;
     bool early = false;        // the kernel before it in the stream has not ended (PDL)
@@ -287,12 +310,29 @@ struct launch { // a kernel that has begun
     bool next_decided = false; // whether the launch behind it starts early has been drawn
 };
 
+struct team {                  // the ranks of an NCCL communicator
+    std::vector<int> device;   // by rank; -1: has not come yet
+    std::vector<bool> aborted; // by rank: its calls do nothing
+    unsigned missing;
+    bool broken = false; // some rank's initialisation has failed
+};
+struct nccl_call {
+    std::shared_ptr<team> all;
+    unsigned rank;
+    const char *what;
+    const void *send;
+    void *recv;
+    size_t count;
+    int type, root;
+};
+
 struct event_state {
     unsigned recorded = 0, done = 0; // how often
     double ms = 0;                   // when, the last time
 };
 
-// What a stream executes: a kernel, or some work on the host, or waiting for an event.
+// What a stream executes: a kernel, or some work on the host, or waiting for an event, or a rank's part of a
+// collective.
 struct op {
     std::shared_ptr<const kernel> k;
     std::function<void()> work;
@@ -300,6 +340,7 @@ struct op {
     unsigned event_count = 0;
     uint64_t seq = 0;                 // order of queueing over all streams
     std::shared_ptr<launch> run = {}; // once k has begun
+    std::shared_ptr<const nccl_call> nccl = {};
 };
 
 struct barrier_site {
@@ -319,6 +360,13 @@ struct allocation {
     memory_kind kind;
     char *map; // with the pages around it; null: not ours
     size_t map_bytes;
+    int device; // current when it was made
+};
+
+struct gpu {
+    size_t limit = (size_t)16 << 30, used = 0; // bytes
+    int major = 12, minor = 0;
+    bool peer[DEVICES_MAX] = {}; // devices whose memory its kernels may reach
 };
 } // namespace cuemu
 
@@ -328,6 +376,7 @@ struct CUgraph_st {
 struct CUgraphExec_st : CUgraph_st {};
 struct CUevent_st {
     std::shared_ptr<cuemu::event_state> state;
+    int device;
 };
 struct CUstream_st {
     std::deque<cuemu::op> q = {};
@@ -335,6 +384,9 @@ struct CUstream_st {
     bool dead = false;             // destroyed; its work is still to be done
     bool broken = false;           // the capture has failed
     CUgraph_st *capture = nullptr; // non-null: capturing
+    std::thread::id capturer = {}; // whose waiting calls break the capture; no thread: everybody's
+    int device = 0;
+    bool legacy = false; // its device's stream 0
 };
 typedef CUstream_st *cudaStream_t;
 typedef CUevent_st *cudaEvent_t;
@@ -354,15 +406,20 @@ inline unsigned pass_start, churn = 15;
 inline bool pass_backward;
 inline std::vector<std::unique_ptr<block>> resident, idle_blocks;
 inline std::vector<block *> finished;
-inline std::list<CUstream_st> streams(1); // the first: the legacy stream
+inline std::list<CUstream_st> streams;
 inline uint64_t op_seq;
 inline std::map<char *, allocation> allocations;
-inline size_t memory_limit = (size_t)16 << 30, memory_used;
-inline std::map<const void *, size_t> smem_limit; // by kernel
-inline std::map<std::string, int> failures;       // calls until the failure, by API
-inline cudaError_t last_error;
-inline int capability_major = 12, capability_minor = 0;
+inline gpu gpus[DEVICES_MAX];
+inline int device_count = 1;
+inline bool peers_possible = true;
+inline std::map<std::pair<int, const void *>, size_t> smem_limit; // by device and kernel
+inline std::map<std::string, int> failures;                       // calls until the failure, by API
+inline std::map<uint64_t, std::shared_ptr<team>> forming;         // by ncclUniqueId, until all ranks have come
 inline std::vector<barrier_site> barrier_sites;
+inline std::atomic<uint64_t> timer = 1000000000; // of global_timer
+inline bool timer_read;
+inline thread_local cudaError_t last_error; // these two are the host's: fibers change threads
+inline thread_local int current_device;
 
 // xorshift64*
 inline uint64_t rnd() {
@@ -384,6 +441,56 @@ inline void seed(uint64_t s) { rng_state = (s + 1) * 0x9e3779b97f4a7c15 | 1; }
     va_end(ap);
     fputc('\n', stderr);
     abort();
+}
+
+// ---- Host threads -----------------------------------------------------------------------------------------
+// Who holds the lock owns all of the above, and runs the fibers; a fiber goes on in whichever thread runs them
+// next, so kernels must not read thread_local variables.
+
+inline std::mutex big_lock;
+inline std::condition_variable news_came;
+inline uint64_t news, announced;         // work queued or done: what a thread that finds nothing to run waits for
+inline unsigned host_threads;            // alive, and have made a call
+inline std::atomic<unsigned> contenders; // threads that want the lock
+inline double patience = 20;             // seconds without news until a deadlock is reported; with one thread: 0
+inline pthread_t runner;                 // who runs the fibers
+inline thread_local unsigned lock_depth;
+
+struct host_thread {
+    stack_t alt = {}; // for SIGSEGV on a fiber's stack
+    uint64_t calls = 0;
+    host_thread() {
+        host_threads++;
+        alt.ss_size = STACK, alt.ss_sp = malloc(STACK);
+        sigaltstack(&alt, nullptr);
+    }
+    ~host_thread() {
+        std::lock_guard<std::mutex> l(big_lock);
+        host_threads--, news++, news_came.notify_all();
+        alt.ss_flags = SS_DISABLE;
+        sigaltstack(&alt, nullptr), free(alt.ss_sp);
+    }
+};
+inline thread_local host_thread this_thread;
+
+// The lock, for a call of the API; calls may be nested.
+struct scope {
+    scope() {
+        if (lock_depth++) return;
+        if (!big_lock.try_lock()) contenders++, big_lock.lock(), contenders--;
+        this_thread.calls++; // exists from the first on
+    }
+    ~scope() {
+        if (--lock_depth) return;
+        if (announced != news) announced = news, news_came.notify_all();
+        big_lock.unlock();
+    }
+    scope(const scope &) = delete;
+};
+
+// Seconds.
+inline double real_time() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // ---- Scheduler --------------------------------------------------------------------------------------------
@@ -437,6 +544,34 @@ inline void yield(const char *what, site at) {
 inline void wait(const char *what, site at) { events++, yield(what, at); }
 
 inline uint32_t lane_bit() { return 1u << me->lane; }
+
+// ---- Stores that other devices read -----------------------------------------------------------------------
+// What st_sys16 stores lies in a buffer of the block until it lands in memory: at a random time, at the block's end,
+// or when a thread to which it is visible releases (st_release_sys, __threadfence_system and the same for the GPU).
+// It is visible to the thread that stored it, to its warp behind a __syncwarp, and to the block behind a
+// __syncthreads (of a named barrier: if its warp takes part). So who sets a flag without a barrier or fence
+// before it shows old memory to those who wait for the flag. Other stores are visible to all at once.
+
+template <class F>
+void land_stores(block &b, F lands) {
+    size_t kept = 0;
+    for (const sys_store &s : b.stores)
+        if (lands(s)) *s.dst = s.v, events++;
+        else b.stores[kept++] = s;
+    b.stores.resize(kept);
+}
+inline void land_some(block &b) { // those of one address together, as they are to land in their order
+    const uint64_t salt = rnd() | 1;
+    land_stores(b, [=](const sys_store &s) { return ((uintptr_t)s.dst >> 4) * salt >> 40 & 1; });
+}
+inline bool visible(const sys_store &s) {
+    const unsigned self = (unsigned)(me - &me->blk->f[0]);
+    return s.thread == self || s.order == sys_store::BLOCK ||
+           (s.order == sys_store::WARP && s.thread / 32 == self / 32);
+}
+inline void release_stores() {
+    if (!me->blk->stores.empty()) land_stores(*me->blk, visible);
+}
 
 // ---- Warp collectives and barriers ------------------------------------------------------------------------
 
@@ -494,6 +629,8 @@ inline unsigned barrier(int id, unsigned n, bool all, bool pred, const char *wha
         me->w->at_barrier[id] |= lane_bit();
         wait(what, at);
     } else {
+        for (sys_store &s : b.stores)
+            if (all || b.w[s.thread / 32].at_barrier[id] || &b.w[s.thread / 32] == me->w) s.order = sys_store::BLOCK;
         r.result = r.yes, r.arrived = r.yes = 0;
         for (warp &w : b.w) wake(w, w.at_barrier[id]), w.at_barrier[id] = 0;
     }
@@ -638,7 +775,7 @@ inline void block_start(launch &l) {
         fiber &f = b.f[t];
         f.tid = {t % dim.x, t / dim.x % dim.y, t / dim.x / dim.y};
         f.lane = t % 32, f.w = &b.w[t / 32], f.blk = &b;
-        f.triggered = false, f.commits = 0, f.pending.clear();
+        f.triggered = false, f.commits = 0, f.polled = nullptr, f.pending.clear();
         fiber_start(f, t);
     }
     for (unsigned i_w = 0; i_w < warps; i_w++) {
@@ -655,24 +792,24 @@ inline void block_start(launch &l) {
 
 // ---- Streams ----------------------------------------------------------------------------------------------
 
-inline void launch_begin(op &o) {
+inline void launch_begin(op &o, int device) {
     const dim3 g = o.k->grid;
     o.run = std::make_shared<launch>();
     launch &l = *o.run;
-    l.k = o.k.get(), l.blocks = (uint64_t)g.x * g.y * g.z;
+    l.k = o.k.get(), l.device = device, l.blocks = (uint64_t)g.x * g.y * g.z;
     l.first = rnd() % l.blocks;
     do l.stride = 1 + rnd() % l.blocks;
     while (std::gcd(l.stride, l.blocks) != 1);
     churn = (unsigned[]){3, 15, 63}[rnd() % 3];
 }
 
-// The legacy stream and blocking streams keep the order in which work was queued.
+// The legacy stream and the blocking streams of a device keep the order in which work was queued.
 inline bool may_start(const CUstream_st &s, const op &o) {
     if (o.event && o.event->done < o.event_count) return false;
     if (!s.blocking) return true;
-    const CUstream_st *legacy = &streams.front();
     for (auto &t : streams)
-        if (&t != &s && t.blocking && !t.q.empty() && t.q.front().seq < o.seq && (&s == legacy || &t == legacy))
+        if (&t != &s && t.blocking && !t.q.empty() && t.q.front().seq < o.seq && (s.legacy || t.legacy) &&
+            t.device == s.device)
             return false;
     return true;
 }
@@ -684,11 +821,15 @@ inline void start_next_early(CUstream_st &s, size_t i) {
     if (l.next_decided) return;
     l.next_decided = true;
     if (i + 1 == s.q.size() || !s.q[i + 1].k || !s.q[i + 1].k->pdl || !may_start(s, s.q[i + 1]) || coin()) return;
-    launch_begin(s.q[i + 1]);
+    launch_begin(s.q[i + 1], s.device);
     launch &next = *s.q[i + 1].run;
     next.early = true;
     for (uint64_t n = std::min<uint64_t>(next.blocks, 1 + rnd() % 16); n; n--) block_start(next);
 }
+
+// For the collective at the head of a stream: whether all ranks' parts are; and their execution.
+inline bool nccl_ready(const nccl_call &);
+inline void nccl_run(CUstream_st &);
 
 // Starts a block, or a kernel, or does some other work of a stream; false if there is nothing to start.
 inline bool start_something() {
@@ -699,7 +840,10 @@ inline bool start_something() {
         const launch *l = s.q.front().run.get();
         for (size_t i = 1; i < s.q.size() && s.q[i].run && s.q[i].run->triggered == s.q[i].run->blocks; i++)
             start_next_early(s, i);
-        if (l ? l->started < l->blocks && l->started - l->done < RESIDENT_MAX : may_start(s, s.q.front()))
+        const op &head = s.q.front();
+        if (l           ? l->started < l->blocks && l->started - l->done < RESIDENT_MAX
+            : head.nccl ? nccl_ready(*head.nccl)
+                        : may_start(s, head))
             can.push_back(&s);
     }
     if (can.empty()) return !ready.empty();
@@ -709,10 +853,12 @@ inline bool start_something() {
         launch &l = *o.run;
         for (uint64_t n = rnd() % 4 ? 1 : 1 + rnd() % 8; n && l.started < l.blocks; n--) block_start(l);
     } else if (o.k) {
-        launch_begin(o), start_next_early(s, 0);
+        launch_begin(o, s.device), start_next_early(s, 0);
+    } else if (o.nccl) {
+        nccl_run(s);
     } else {
         if (o.work) o.work();
-        s.q.pop_front();
+        s.q.pop_front(), news++;
     }
     return true;
 }
@@ -722,7 +868,7 @@ inline void launch_end(launch &l) {
         die("kernel %s was launched with LAUNCH_PDL and no thread called grid_dependency_wait", l.k->name);
     for (auto &s : streams) {
         if (s.q.empty() || s.q.front().run.get() != &l) continue;
-        s.q.pop_front(); // ends l
+        s.q.pop_front(), news++; // ends l
         launch *next = s.q.empty() ? nullptr : s.q.front().run.get();
         if (!next) return;
         next->early = false;
@@ -737,6 +883,7 @@ inline void launch_end(launch &l) {
 inline void retire_blocks() {
     for (block *b : finished) {
         launch &l = *b->run;
+        land_stores(*b, [](const sys_store &) { return true; });
         for (shared_array &a : b->arrays) {
             const char *bad = overwritten(a.p - RED, RED);
             if (!bad) bad = overwritten(a.p + a.bytes, RED);
@@ -764,8 +911,10 @@ inline void spin(const char *what, site at) {
 }
 inline void wake_spinners() {
     spinners = 0;
-    for (auto &b : resident)
+    for (auto &b : resident) {
+        if (!b->stores.empty() && !(rnd() & 3)) land_some(*b);
         for (warp &w : b->w) wake(w, w.spinning), w.spinning = 0;
+    }
 }
 
 // ---- Running what is queued -------------------------------------------------------------------------------
@@ -782,6 +931,11 @@ inline void wake_spinners() {
     for (auto &g : groups) fprintf(stderr, "cuemu: %u threads wait in %s\n", g.second, g.first.c_str());
     for (auto &s : streams)
         if (!s.q.empty() && s.q.front().event) fprintf(stderr, "cuemu: a stream waits for an event\n");
+        else if (const nccl_call *c = s.q.empty() ? nullptr : s.q.front().nccl.get())
+            fprintf(stderr, "cuemu: rank %u of %zu waits in %s\n", c->rank, c->all->device.size(), c->what);
+    for (auto &t : forming)
+        fprintf(stderr, "cuemu: %u of %zu ranks have not called ncclCommInitRank\n", t.second->missing,
+                t.second->device.size());
     die("deadlock: %zu blocks are resident and nothing can run", resident.size());
 }
 
@@ -795,7 +949,7 @@ inline const allocation *find_allocation(const void *p) {
 
 inline void on_segv(int, siginfo_t *info, void *) {
     signal(SIGSEGV, SIG_DFL);
-    if (me == &host) return; // not ours: happens again, and ends the process
+    if (me == &host || !pthread_equal(runner, pthread_self())) return; // not ours: happens again, ends the process
     char *p = (char *)info->si_addr;
     if (p >= me->stack && p < me->stack + PAGE) die("stack overflow: more than %zu bytes", STACK);
     for (auto &[base, a] : allocations)
@@ -806,13 +960,10 @@ inline void on_segv(int, siginfo_t *info, void *) {
 
 inline void catch_segv() {
     static bool done;
-    if (done) return;
-    done = true;
-    stack_t alt = {};
-    alt.ss_size = STACK, alt.ss_sp = malloc(STACK);
+    if (std::exchange(done, true)) return;
     struct sigaction sa = {};
     sa.sa_sigaction = on_segv, sa.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaltstack(&alt, nullptr), sigaction(SIGSEGV, &sa, nullptr);
+    sigaction(SIGSEGV, &sa, nullptr);
 }
 
 inline void check_allocation(const allocation &a) {
@@ -823,49 +974,100 @@ inline void check_allocation(const allocation &a) {
     if (bad) die("out of bounds: an allocation of %zu bytes was written at offset %td", a.bytes, bad - a.p);
 }
 
-// Does everything that is queued on all streams.
-inline void drain() {
+struct listener { // a thread that found nothing to run
+    uint64_t heard = 0;
+    double since = 0; // when it last heard news
+    unsigned jumps = 0;
+};
+
+inline void timer_jump(uint64_t ns) { timer += ns; }
+
+// Waits a little for other host threads. If nothing comes from them, time flies for kernels that look at the
+// timer: 1000 seconds, in steps of one. False: nothing will ever happen.
+inline bool listen(listener &l) {
+    if (l.heard != news) l.heard = news, l.since = real_time(), l.jumps = 0;
+    if (host_threads == 1 || real_time() - l.since > patience)
+        return timer_read && l.jumps++ < 1000 ? timer_jump(1000000000), true : false;
+    if (announced != news) announced = news, news_came.notify_all();
+    std::unique_lock<std::mutex> lock(big_lock, std::adopt_lock);
+    news_came.wait_for(lock, std::chrono::milliseconds(1), [&] { return news != l.heard; });
+    lock.release();
+    return runner = pthread_self(), true;
+}
+
+inline void give_way() {
+    big_lock.unlock();
+    std::this_thread::yield();
+    big_lock.lock();
+    runner = pthread_self();
+}
+
+// Runs what is queued on all streams until done(); so many rounds at most, 0: any number. With one host thread until nothing
+// can go on any more, whatever done() says: that all streams run shows best which of them do not wait for others.
+template <class F>
+void drain(F done, unsigned rounds = 0) {
     uint64_t seen = 0;
     unsigned idle = 0; // rounds in which threads polled and nothing else happened
+    listener ear;
     catch_segv();
-    for (;;) {
+    runner = pthread_self();
+    for (unsigned n = 0; !rounds || n < rounds; n++) {
         me = next_fiber();
         if (me != &host) host.ctx.leave(me->ctx);
         retire_blocks();
+        if (contenders && !(rnd() & 15)) give_way();
+        if (host_threads > 1 && done()) break;
         if (!ready.empty()) continue;
-        const bool idle_streams = std::all_of(streams.begin(), streams.end(), [](auto &x) { return x.q.empty(); });
         // No other block can help one that has no thread which polls or waits for the kernel before it.
         const bool stuck =
             !spinners && std::any_of(resident.begin(), resident.end(), [](auto &b) { return !b->run->early; });
         if (spinners && events != seen) seen = events, idle = 0, wake_spinners();
         else if (!stuck && start_something()) continue;
         else if (spinners && ++idle < 64) wake_spinners();
-        else if (idle_streams) break;
-        else deadlock();
+        else if (done() || rounds) break;
+        else if (stuck || !listen(ear)) deadlock();
+        else idle = 60, wake_spinners();
     }
     for (auto &a : allocations) check_allocation(a.second);
-    streams.remove_if([](auto &s) { return s.dead; });
+    streams.remove_if([](auto &s) { return s.dead && s.q.empty(); });
+}
+
+// What to wait for: all that is queued by now on a stream, on a device.
+inline auto stream_done(const CUstream_st *s) {
+    return [s, last = op_seq] { return s->q.empty() || s->q.front().seq > last; };
+}
+inline auto device_done(int device) {
+    return [device, last = op_seq] {
+        return std::all_of(streams.begin(), streams.end(),
+                           [&](auto &s) { return s.device != device || s.q.empty() || s.q.front().seq > last; });
+    };
 }
 
 // ---- What the host API is made of -------------------------------------------------------------------------
 
 inline cudaError_t fail(cudaError_t e) { return e ? last_error = e : e; }
 
-// Every API call begins with this. waits: it is not allowed while a stream is capturing.
-inline cudaError_t enter(bool waits, const char *api) {
+// Whether this call is to fail.
+inline bool failing(const char *api) {
     if (me != &host) die("%s is called by a kernel", api);
     auto it = failures.find(api);
-    if (it != failures.end() && --it->second <= 0) {
-        failures.erase(it);
-        return fail(!strncmp(api, "cudaMalloc", 10) ? cudaErrorMemoryAllocation : cudaErrorUnknown);
-    }
+    if (it == failures.end() || --it->second > 0) return false;
+    failures.erase(it);
+    return true;
+}
+
+// Every API call begins with this. waits: it is not allowed while a stream is capturing.
+inline cudaError_t enter(bool waits, const char *api) {
+    if (failing(api)) return fail(!strncmp(api, "cudaMalloc", 10) ? cudaErrorMemoryAllocation : cudaErrorUnknown);
     bool capturing = false;
     for (auto &s : streams)
-        if (waits && s.capture) s.broken = capturing = true;
+        if (waits && s.capture && (s.capturer == std::thread::id() || s.capturer == std::this_thread::get_id()))
+            s.broken = capturing = true;
     return capturing ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }
 
-#define CUEMU_ENTER(waits) \
+#define CUEMU_ENTER(waits)     \
+    cuemu::scope in_this_call; \
     if (const cudaError_t refused = cuemu::enter(waits, __func__)) return refused
 
 // Not inlined, lest compilers look inside and warn their callers of results that a refused call does not set.
@@ -873,25 +1075,51 @@ inline cudaError_t enter(bool waits, const char *api) {
 
 // The n-th call of this API from now on fails (1: the next one). A launch is called LAUNCH.
 inline void fail_next(const char *api, int n) { failures[api] = n; }
-// Bytes that cudaMalloc may give out; bytes that it has given out.
-inline void memory(size_t bytes) { memory_limit = bytes; }
-inline size_t allocated() { return memory_used; }
-inline void capability(int major, int minor) { capability_major = major, capability_minor = minor; }
 
-inline CUstream_st *find_stream(cudaStream_t handle) {
-    if (!handle) return &streams.front();
-    for (auto &s : streams)
-        if (&s == handle && !s.dead) return handle;
-    return nullptr;
+// The number of devices, 1 to 8. No peer access is enabled afterwards.
+inline void devices(int n) {
+    scope locked;
+    if (n < 1 || n > DEVICES_MAX) die("%d devices", n);
+    device_count = n;
+    for (gpu &g : gpus) memset(g.peer, 0, sizeof g.peer);
+    if (current_device >= n) current_device = 0;
+}
+inline void peers(bool possible) { peers_possible = possible; }
+// Bytes that cudaMalloc may give out on each device, or on one; bytes that it has given out on the current one.
+inline void memory(size_t bytes, int device = -1) {
+    scope locked;
+    for (int i = 0; i < DEVICES_MAX; i++)
+        if (device < 0 || i == device) gpus[i].limit = bytes;
+}
+inline size_t allocated() {
+    scope locked;
+    return gpus[current_device].used;
+}
+inline void capability_of(int device, int major, int minor) { gpus[device].major = major, gpus[device].minor = minor; }
+inline void capability(int major, int minor) {
+    for (int i = 0; i < DEVICES_MAX; i++) capability_of(i, major, minor);
 }
 
+// Stream 0: that of the current device.
+inline CUstream_st *find_stream(cudaStream_t handle) {
+    for (auto &s : streams)
+        if (handle ? &s == handle && !s.dead : s.legacy && s.device == current_device) return &s;
+    if (handle) return nullptr;
+    streams.emplace_back();
+    streams.back().device = current_device, streams.back().legacy = true;
+    return &streams.back();
+}
+
+inline cudaError_t append(CUstream_st &s, op o) {
+    if (s.capture) return s.capture->ops.push_back(std::move(o)), cudaSuccess;
+    o.seq = ++op_seq, news++;
+    s.q.push_back(std::move(o));
+    return cudaSuccess;
+}
 inline cudaError_t enqueue(cudaStream_t handle, op o) {
     CUstream_st *s = find_stream(handle);
-    if (!s) return fail(cudaErrorInvalidResourceHandle);
-    if (s->capture) return s->capture->ops.push_back(std::move(o)), cudaSuccess;
-    o.seq = ++op_seq;
-    s->q.push_back(std::move(o));
-    return cudaSuccess;
+    if (!s || s->device != current_device) return fail(cudaErrorInvalidResourceHandle);
+    return append(*s, std::move(o));
 }
 
 template <class T>
@@ -901,8 +1129,9 @@ using no_deduce = std::common_type_t<T>;
 template <class... P>
 void enqueue_kernel(void (*k)(P...), const char *name, bool pdl, dim3 grid, dim3 dim, size_t smem, cudaStream_t stream,
                     no_deduce<P>... args) {
+    scope locked;
     if (enter(false, "LAUNCH")) return;
-    auto limit = smem_limit.find((const void *)k);
+    auto limit = smem_limit.find({current_device, (const void *)k});
     if (smem > (limit == smem_limit.end() ? SMEM_STATIC : limit->second)) return (void)fail(cudaErrorInvalidValue);
     const uint64_t threads = (uint64_t)dim.x * dim.y * dim.z;
     if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 || !threads ||
@@ -933,12 +1162,22 @@ enum cudaMemcpyKind {
 enum cudaDeviceAttr {
     cudaDevAttrClockRate = 13,
     cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrIntegrated = 18,
+    cudaDevAttrPciBusId = 33,
+    cudaDevAttrPciDeviceId = 34,
     cudaDevAttrMemoryClockRate = 36,
     cudaDevAttrGlobalMemoryBusWidth = 37,
     cudaDevAttrL2CacheSize = 38,
+    cudaDevAttrPciDomainId = 50,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+enum cudaDeviceP2PAttr {
+    cudaDevP2PAttrPerformanceRank = 1,
+    cudaDevP2PAttrAccessSupported,
+    cudaDevP2PAttrNativeAtomicSupported,
+    cudaDevP2PAttrCudaArrayAccessSupported
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaStreamCaptureMode {
@@ -952,7 +1191,13 @@ enum : unsigned {
     cudaEventDefault = 0,
     cudaEventBlockingSync = 1,
     cudaEventDisableTiming = 2,
-    cudaHostRegisterDefault = 0
+    cudaHostRegisterDefault = 0,
+    cudaHostRegisterPortable = 1,
+    cudaHostRegisterMapped = 2,
+    cudaHostAllocDefault = 0,
+    cudaHostAllocPortable = 1,
+    cudaHostAllocMapped = 2,
+    cudaHostAllocWriteCombined = 4
 };
 struct cudaDeviceProp {
     char name[256];
@@ -968,30 +1213,35 @@ struct cudaFuncAttributes {
 CUEMU_API cudaPeekAtLastError() { return cuemu::last_error; }
 CUEMU_API cudaGetLastError() { return std::exchange(cuemu::last_error, cudaSuccess); }
 
+namespace cuemu {
+inline bool no_device(int device) { return device < 0 || device >= device_count; }
+} // namespace cuemu
 CUEMU_API cudaGetDeviceCount(int *n) {
     CUEMU_ENTER(false);
-    return *n = 1, cudaSuccess;
+    return *n = cuemu::device_count, cudaSuccess;
 }
 CUEMU_API cudaSetDevice(int device) {
     CUEMU_ENTER(false);
-    return device ? cuemu::fail(cudaErrorInvalidDevice) : cudaSuccess;
+    if (cuemu::no_device(device)) return cuemu::fail(cudaErrorInvalidDevice);
+    return cuemu::current_device = device, cudaSuccess;
 }
 CUEMU_API cudaGetDevice(int *device) {
     CUEMU_ENTER(false);
-    return *device = 0, cudaSuccess;
+    return *device = cuemu::current_device, cudaSuccess;
 }
 CUEMU_API cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     CUEMU_ENTER(false);
-    if (device) return cuemu::fail(cudaErrorInvalidDevice);
+    if (cuemu::no_device(device)) return cuemu::fail(cudaErrorInvalidDevice);
+    const cuemu::gpu &g = cuemu::gpus[device];
     *p = {};
     strcpy(p->name, "emulated GPU");
-    p->totalGlobalMem = cuemu::memory_limit;
+    p->totalGlobalMem = g.limit;
     p->sharedMemPerBlock = cuemu::SMEM_STATIC, p->sharedMemPerBlockOptin = cuemu::SMEM_MAX;
     p->sharedMemPerMultiprocessor = cuemu::SMEM_MAX + 1024;
-    p->major = cuemu::capability_major, p->minor = cuemu::capability_minor;
+    p->major = g.major, p->minor = g.minor;
     p->multiProcessorCount = 4, p->l2CacheSize = 4 << 20, p->memoryBusWidth = 512;
     p->memoryClockRate = 1000000, p->clockRate = 1000000, p->warpSize = 32, p->maxThreadsPerBlock = 1024;
-    p->pciBusID = 1;
+    p->pciBusID = 1 + device;
     return cudaSuccess;
 }
 CUEMU_API cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr, int device) {
@@ -1001,6 +1251,10 @@ CUEMU_API cudaDeviceGetAttribute(int *value, cudaDeviceAttr attr, int device) {
     switch (attr) {
     case cudaDevAttrClockRate: return *value = p.clockRate, cudaSuccess;
     case cudaDevAttrMultiProcessorCount: return *value = p.multiProcessorCount, cudaSuccess;
+    case cudaDevAttrIntegrated: return *value = p.integrated, cudaSuccess;
+    case cudaDevAttrPciBusId: return *value = p.pciBusID, cudaSuccess;
+    case cudaDevAttrPciDeviceId: return *value = p.pciDeviceID, cudaSuccess;
+    case cudaDevAttrPciDomainId: return *value = p.pciDomainID, cudaSuccess;
     case cudaDevAttrMemoryClockRate: return *value = p.memoryClockRate, cudaSuccess;
     case cudaDevAttrGlobalMemoryBusWidth: return *value = p.memoryBusWidth, cudaSuccess;
     case cudaDevAttrL2CacheSize: return *value = p.l2CacheSize, cudaSuccess;
@@ -1020,7 +1274,43 @@ CUEMU_API cudaRuntimeGetVersion(int *v) {
 }
 CUEMU_API cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     CUEMU_ENTER(false);
-    *total = cuemu::memory_limit, *free_bytes = *total - std::min(*total, cuemu::memory_used);
+    const cuemu::gpu &g = cuemu::gpus[cuemu::current_device];
+    *total = g.limit, *free_bytes = *total - std::min(*total, g.used);
+    return cudaSuccess;
+}
+CUEMU_API cudaDeviceGetPCIBusId(char *id, int bytes, int device) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(device)) return cuemu::fail(cudaErrorInvalidDevice);
+    if (!id || bytes < 13) return cuemu::fail(cudaErrorInvalidValue);
+    return snprintf(id, (size_t)bytes, "0000:%02x:00.0", 1 + device), cudaSuccess;
+}
+
+CUEMU_API cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(device) || cuemu::no_device(peer)) return cuemu::fail(cudaErrorInvalidDevice);
+    return *can = cuemu::peers_possible && device != peer, cudaSuccess;
+}
+CUEMU_API cudaDeviceGetP2PAttribute(int *value, cudaDeviceP2PAttr attr, int device, int peer) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(device) || cuemu::no_device(peer) || device == peer)
+        return cuemu::fail(cudaErrorInvalidDevice);
+    *value = attr == cudaDevP2PAttrAccessSupported && cuemu::peers_possible;
+    return cudaSuccess;
+}
+CUEMU_API cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
+    CUEMU_ENTER(false);
+    if (cuemu::no_device(peer) || peer == cuemu::current_device) return cuemu::fail(cudaErrorInvalidDevice);
+    if (flags) return cuemu::fail(cudaErrorInvalidValue);
+    if (!cuemu::peers_possible) return cuemu::fail(cudaErrorPeerAccessUnsupported);
+    if (std::exchange(cuemu::gpus[cuemu::current_device].peer[peer], true))
+        return cuemu::fail(cudaErrorPeerAccessAlreadyEnabled);
+    return cudaSuccess;
+}
+CUEMU_API cudaDeviceDisablePeerAccess(int peer) {
+    CUEMU_ENTER(true);
+    if (cuemu::no_device(peer)) return cuemu::fail(cudaErrorInvalidDevice);
+    if (!std::exchange(cuemu::gpus[cuemu::current_device].peer[peer], false))
+        return cuemu::fail(cudaErrorPeerAccessNotEnabled);
     return cudaSuccess;
 }
 
@@ -1030,7 +1320,8 @@ namespace cuemu {
 inline cudaError_t allocate(void **p, size_t bytes, memory_kind kind) {
     *p = nullptr;
     if (!bytes) return cudaSuccess;
-    if (bytes > (size_t)1 << 46 || (kind == DEVICE && bytes > memory_limit - std::min(memory_limit, memory_used)))
+    gpu &g = gpus[current_device];
+    if (bytes > (size_t)1 << 46 || (kind == DEVICE && bytes > g.limit - std::min(g.limit, g.used)))
         return fail(cudaErrorMemoryAllocation);
     const size_t aligned = (bytes + 255) & ~(size_t)255, pages = (aligned + PAGE - 1) & ~(PAGE - 1);
     char *map = (char *)mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -1039,18 +1330,19 @@ inline cudaError_t allocate(void **p, size_t bytes, memory_kind kind) {
     char *data = map + PAGE + pages - aligned;
     memset(map + PAGE, CANARY, pages - aligned);
     memset(data, POISON_GLOBAL, bytes), memset(data + bytes, CANARY, aligned - bytes);
-    allocations[data] = {data, bytes, kind, map, pages + 2 * PAGE};
-    if (kind == DEVICE) memory_used += bytes;
+    allocations[data] = {data, bytes, kind, map, pages + 2 * PAGE, current_device};
+    if (kind == DEVICE) g.used += bytes;
     return *p = data, cudaSuccess;
 }
 inline cudaError_t release(void *p, memory_kind kind) {
     if (!p) return cudaSuccess;
-    drain();
     auto it = allocations.find((char *)p);
+    drain(device_done(it == allocations.end() ? current_device : it->second.device));
+    it = allocations.find((char *)p); // another thread may have been here
     if (it == allocations.end() || it->second.kind != kind)
         return fail(kind == REGISTERED ? cudaErrorHostMemoryNotRegistered : cudaErrorInvalidValue);
     if (it->second.map) munmap(it->second.map, it->second.map_bytes);
-    if (kind == DEVICE) memory_used -= it->second.bytes;
+    if (kind == DEVICE) gpus[it->second.device].used -= it->second.bytes;
     allocations.erase(it);
     return cudaSuccess;
 }
@@ -1095,6 +1387,16 @@ CUEMU_API cudaMallocHost(T **p, size_t bytes) {
     cudaError_t e = cuemu::allocate(&v, bytes, cuemu::PINNED);
     return *p = (T *)v, e;
 }
+CUEMU_API cudaHostAlloc(void **p, size_t bytes, unsigned) {
+    CUEMU_ENTER(true);
+    return cuemu::allocate(p, bytes, cuemu::PINNED);
+}
+CUEMU_API cudaHostGetDevicePointer(void **p, void *host, unsigned) {
+    CUEMU_ENTER(false);
+    const cuemu::allocation *a = cuemu::find_allocation(host);
+    if (!a || a->kind == cuemu::DEVICE) return *p = nullptr, cuemu::fail(cudaErrorInvalidValue);
+    return *p = host, cudaSuccess;
+}
 CUEMU_API cudaFree(void *p) {
     CUEMU_ENTER(true);
     return cuemu::release(p, cuemu::DEVICE);
@@ -1106,7 +1408,7 @@ CUEMU_API cudaFreeHost(void *p) {
 CUEMU_API cudaHostRegister(void *p, size_t bytes, unsigned) {
     CUEMU_ENTER(true);
     if (!p || !bytes || cuemu::find_allocation(p)) return cuemu::fail(cudaErrorInvalidValue);
-    cuemu::allocations[(char *)p] = {(char *)p, bytes, cuemu::REGISTERED, nullptr, 0};
+    cuemu::allocations[(char *)p] = {(char *)p, bytes, cuemu::REGISTERED, nullptr, 0, cuemu::current_device};
     return cudaSuccess;
 }
 CUEMU_API cudaHostUnregister(void *p) {
@@ -1117,12 +1419,20 @@ CUEMU_API cudaHostUnregister(void *p) {
 CUEMU_API cudaMemcpy(void *dst, const void *src, size_t n, cudaMemcpyKind kind) {
     CUEMU_ENTER(true);
     cudaError_t e = cuemu::copy(dst, n, src, n, n, 1, kind, nullptr);
-    cuemu::drain();
+    cuemu::drain(cuemu::stream_done(cuemu::find_stream(nullptr)));
     return e;
 }
 CUEMU_API cudaMemcpyAsync(void *dst, const void *src, size_t n, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
     CUEMU_ENTER(false);
     return cuemu::copy(dst, n, src, n, n, 1, kind, stream);
+}
+CUEMU_API cudaMemcpyPeerAsync(void *dst, int dst_device, const void *src, int src_device, size_t n,
+                              cudaStream_t stream = nullptr) {
+    CUEMU_ENTER(false);
+    const cuemu::allocation *d = cuemu::find_allocation(dst), *s = cuemu::find_allocation(src);
+    if (cuemu::no_device(dst_device) || cuemu::no_device(src_device)) return cuemu::fail(cudaErrorInvalidDevice);
+    if (!d || !s || d->device != dst_device || s->device != src_device) return cuemu::fail(cudaErrorInvalidValue);
+    return cuemu::copy(dst, n, src, n, n, 1, cudaMemcpyDeviceToDevice, stream);
 }
 CUEMU_API cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height,
                             cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
@@ -1143,7 +1453,7 @@ CUEMU_API cudaMemset(void *p, int value, size_t n) {
 CUEMU_API cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) {
     CUEMU_ENTER(false);
     *s = &cuemu::streams.emplace_back();
-    (*s)->blocking = !(flags & cudaStreamNonBlocking);
+    (*s)->blocking = !(flags & cudaStreamNonBlocking), (*s)->device = cuemu::current_device;
     return cudaSuccess;
 }
 CUEMU_API cudaStreamCreate(cudaStream_t *s) {
@@ -1159,17 +1469,32 @@ CUEMU_API cudaStreamDestroy(cudaStream_t s) {
 }
 CUEMU_API cudaStreamSynchronize(cudaStream_t s) {
     CUEMU_ENTER(true);
-    if (!cuemu::find_stream(s)) return cuemu::fail(cudaErrorInvalidResourceHandle);
-    return cuemu::drain(), cudaSuccess;
+    const CUstream_st *found = cuemu::find_stream(s);
+    if (!found) return cuemu::fail(cudaErrorInvalidResourceHandle);
+    return cuemu::drain(cuemu::stream_done(found)), cudaSuccess;
 }
 CUEMU_API cudaDeviceSynchronize() {
     CUEMU_ENTER(true);
-    return cuemu::drain(), cudaSuccess;
+    return cuemu::drain(cuemu::device_done(cuemu::current_device)), cudaSuccess;
+}
+namespace cuemu {
+// Whether done(), without waiting: sometimes a slice of what is queued runs behind the question.
+template <class F>
+cudaError_t query(F done) {
+    if (done()) return cudaSuccess;
+    if (coin()) drain(done, 1 + (unsigned)(rnd() % 32));
+    return cudaErrorNotReady;
+}
+} // namespace cuemu
+CUEMU_API cudaStreamQuery(cudaStream_t s) {
+    CUEMU_ENTER(true);
+    const CUstream_st *found = cuemu::find_stream(s);
+    return found ? cuemu::query(cuemu::stream_done(found)) : cuemu::fail(cudaErrorInvalidResourceHandle);
 }
 
 CUEMU_API cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
     CUEMU_ENTER(false);
-    return *e = new CUevent_st{std::make_shared<cuemu::event_state>()}, cudaSuccess;
+    return *e = new CUevent_st{std::make_shared<cuemu::event_state>(), cuemu::current_device}, cudaSuccess;
 }
 CUEMU_API cudaEventCreate(cudaEvent_t *e) {
     CUEMU_ENTER(false);
@@ -1184,32 +1509,35 @@ CUEMU_API cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
     if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     CUstream_st *s = cuemu::find_stream(stream);
     if (s && s->capture) return s->broken = true, cuemu::fail(cudaErrorStreamCaptureUnsupported);
-    if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
+    if (!s || s->device != event->device) return cuemu::fail(cudaErrorInvalidResourceHandle);
     auto record = [state = event->state, count = ++event->state->recorded] {
         timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
         state->done = count, state->ms = (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
     };
-    return cuemu::enqueue(stream, {{}, record, {}});
+    return cuemu::append(*s, {{}, record, {}});
 }
 CUEMU_API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
     CUEMU_ENTER(false);
     if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
     CUstream_st *s = cuemu::find_stream(stream);
     if (s && s->capture) return s->broken = true, cuemu::fail(cudaErrorStreamCaptureUnsupported);
-    return cuemu::enqueue(stream, {{}, {}, event->state, event->state->recorded});
+    if (!s) return cuemu::fail(cudaErrorInvalidResourceHandle);
+    return cuemu::append(*s, {{}, {}, event->state, event->state->recorded});
 }
+namespace cuemu {
+inline auto event_done(cudaEvent_t e) {
+    return [state = e->state, n = e->state->recorded] { return state->done >= n; };
+}
+} // namespace cuemu
 CUEMU_API cudaEventSynchronize(cudaEvent_t event) {
     CUEMU_ENTER(true);
     if (!event) return cuemu::fail(cudaErrorInvalidResourceHandle);
-    return cuemu::drain(), cudaSuccess;
+    return cuemu::drain(cuemu::event_done(event)), cudaSuccess;
 }
-// Not ready at first, sometimes: what is queued runs at the one call or the other.
 CUEMU_API cudaEventQuery(cudaEvent_t event) {
     CUEMU_ENTER(true);
-    const bool done = event->state->done == event->state->recorded;
-    if (!done && cuemu::coin()) cuemu::drain();
-    return done ? cudaSuccess : cudaErrorNotReady;
+    return event ? cuemu::query(cuemu::event_done(event)) : cuemu::fail(cudaErrorInvalidResourceHandle);
 }
 CUEMU_API cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     CUEMU_ENTER(false);
@@ -1222,13 +1550,13 @@ template <class... P>
 CUEMU_API cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
     CUEMU_ENTER(false);
     if (value < 0 || (size_t)value > cuemu::SMEM_MAX) return cuemu::fail(cudaErrorInvalidValue);
-    return cuemu::smem_limit[(const void *)kernel] = (size_t)value, cudaSuccess;
+    return cuemu::smem_limit[{cuemu::current_device, (const void *)kernel}] = (size_t)value, cudaSuccess;
 }
 template <class... P>
 CUEMU_API cudaFuncGetAttributes(cudaFuncAttributes *a, void (*kernel)(P...)) {
     CUEMU_ENTER(false);
     *a = {};
-    auto limit = cuemu::smem_limit.find((const void *)kernel);
+    auto limit = cuemu::smem_limit.find({cuemu::current_device, (const void *)kernel});
     a->maxThreadsPerBlock = 1024;
     a->maxDynamicSharedSizeBytes = (int)(limit == cuemu::smem_limit.end() ? cuemu::SMEM_STATIC : limit->second);
     return cudaSuccess;
@@ -1239,12 +1567,13 @@ CUEMU_API cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void (*)(P...), 
     return *n = 2, cudaSuccess;
 }
 
-CUEMU_API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+CUEMU_API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     CUEMU_ENTER(false);
     CUstream_st *s = cuemu::find_stream(stream);
     if (!stream || !s || s->capture)
         return cuemu::fail(s ? cudaErrorStreamCaptureUnsupported : cudaErrorInvalidResourceHandle);
     s->capture = new CUgraph_st, s->broken = false;
+    s->capturer = mode == cudaStreamCaptureModeGlobal ? std::thread::id() : std::this_thread::get_id();
     return cudaSuccess;
 }
 CUEMU_API cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
@@ -1322,7 +1651,13 @@ inline void named_barrier(int id, int n_threads, CUEMU_AT) {
         cuemu::barrier(id, (unsigned)n_threads, false, false, "named_barrier", at);
 }
 inline void __syncwarp(uint32_t mask = cuemu::FULL, CUEMU_AT) {
-    if (!cuemu::skipped(at, "__syncwarp")) cuemu::collective(mask, "__syncwarp", at, [](cuemu::warp &, uint32_t) {});
+    if (cuemu::skipped(at, "__syncwarp")) return;
+    cuemu::collective(mask, "__syncwarp", at, [](cuemu::warp &w, uint32_t lanes) {
+        cuemu::block &b = *w.lane->blk;
+        for (cuemu::sys_store &s : b.stores)
+            if (&b.w[s.thread / 32] == &w && (lanes >> s.thread % 32 & 1) && s.order == cuemu::sys_store::THREAD)
+                s.order = cuemu::sys_store::WARP;
+    });
 }
 
 namespace cuemu {
@@ -1487,14 +1822,19 @@ template <class T>
 T __ldg(const T *p) {
     return *p;
 }
-inline void __threadfence() {}
+inline void __threadfence() { cuemu::release_stores(); }
 inline void __threadfence_block() {}
-inline void __threadfence_system() {}
+inline void __threadfence_system() { cuemu::release_stores(); }
 inline void __nanosleep(unsigned, CUEMU_AT) { cuemu::spin("__nanosleep", at); }
 inline long long clock64() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+// Nanoseconds: a few pass from reading to reading, seconds while nothing else can happen.
+inline uint64_t global_timer() {
+    cuemu::timer_read = true;
+    return cuemu::timer += 100;
 }
 [[noreturn]] inline void __trap(CUEMU_AT) { cuemu::die("__trap at %s:%d", at.file, at.line); }
 
@@ -1779,14 +2119,49 @@ inline uint32_t ld_acquire(const uint32_t *p, CUEMU_AT) {
     cuemu::spin("ld_acquire", at);
     return *(const volatile uint32_t *)p;
 }
+
+namespace cuemu {
+// A kernel may touch memory of another device only with peer access.
+inline void check_peer(const void *p, const char *what, site at) {
+    if (device_count == 1) return;
+    const allocation *a = find_allocation(p);
+    const int device = me->blk->run->device;
+    if (a && a->kind == DEVICE && a->device != device && !gpus[device].peer[a->device])
+        die("%s at %s:%d: device %d has no access to memory of device %d", what, at.file, at.line, device, a->device);
+}
+} // namespace cuemu
 inline uint32_t ld_acquire_sys(const uint32_t *p, CUEMU_AT) {
+    cuemu::check_peer(p, "ld_acquire_sys", at);
     cuemu::spin("ld_acquire_sys", at);
     return *(const volatile uint32_t *)p;
 }
-inline void st_release(uint32_t *p, uint32_t v) { cuemu::events++, *(volatile uint32_t *)p = v; }
-inline void st_release_sys(uint32_t *p, uint32_t v) { st_release(p, v); }
+inline void st_release(uint32_t *p, uint32_t v) {
+    cuemu::release_stores();
+    cuemu::events++, *(volatile uint32_t *)p = v;
+}
+inline void st_release_sys(uint32_t *p, uint32_t v, CUEMU_AT) {
+    cuemu::check_peer(p, "st_release_sys", at);
+    st_release(p, v);
+}
+inline void st_sys16(void *p, uint4 v, CUEMU_AT) {
+    cuemu::check_aligned(p, 16, "st_sys16", at), cuemu::check_peer(p, "st_sys16", at);
+    (void)*(volatile char *)p;
+    cuemu::block &b = *cuemu::me->blk;
+    b.stores.push_back({(uint4 *)p, v, (unsigned)(cuemu::me - &b.f[0]), cuemu::sys_store::THREAD});
+    if (!(cuemu::rnd() & 63)) cuemu::land_some(b);
+}
+// A thread that reads one address again and again polls.
+inline uint4 ld_sys16(const void *p, CUEMU_AT) {
+    cuemu::check_aligned(p, 16, "ld_sys16", at), cuemu::check_peer(p, "ld_sys16", at);
+    if (std::exchange(cuemu::me->polled, p) == p) cuemu::spin("ld_sys16", at);
+    const std::vector<cuemu::sys_store> &stores = cuemu::me->blk->stores;
+    for (size_t i = stores.size(); i-- > 0;)
+        if (stores[i].dst == p && cuemu::visible(stores[i])) return stores[i].v;
+    return *(const uint4 *)p;
+}
 // What this says to have been done, others may look at now: often the rest of the warp falls behind.
 inline uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
+    cuemu::release_stores();
     if (cuemu::coin()) cuemu::pass_lanes = 0, cuemu::me->w->priority = 0;
     return atomicAdd(p, v);
 }
@@ -1799,3 +2174,258 @@ inline void grid_dependency_wait(CUEMU_AT) {
     cuemu::wait("grid_dependency_wait", at);
 }
 inline void grid_dependency_launch() { cuemu::trigger(*cuemu::me); }
+
+// ---- NCCL -------------------------------------------------------------------------------------------------
+// A collective is a part for each rank, queued on its stream; all are executed at once when every rank's next one
+// is at the head of its stream.
+
+#define NCCL_UNIQUE_ID_BYTES 128
+enum ncclResult_t {
+    ncclSuccess,
+    ncclUnhandledCudaError,
+    ncclSystemError,
+    ncclInternalError,
+    ncclInvalidArgument,
+    ncclInvalidUsage,
+    ncclRemoteError,
+    ncclInProgress
+};
+enum ncclDataType_t { ncclInt8 = 0, ncclChar = 0, ncclUint8 = 1, ncclFloat32 = 7, ncclFloat = 7, ncclBfloat16 = 9 };
+enum ncclRedOp_t { ncclSum };
+struct ncclUniqueId {
+    char internal[NCCL_UNIQUE_ID_BYTES];
+};
+struct ncclComm {
+    std::shared_ptr<cuemu::team> all;
+    unsigned rank;
+    int device;
+};
+typedef ncclComm *ncclComm_t;
+
+namespace cuemu {
+inline bool same_device_allowed;
+inline thread_local unsigned group_depth;
+inline thread_local std::vector<std::function<ncclResult_t()>> group_calls; // to be done at ncclGroupEnd
+inline thread_local char nccl_said[256] = "";
+
+// Whether several ranks of a communicator may be on one device.
+inline void nccl_same_device(bool allowed) { same_device_allowed = allowed; }
+
+[[gnu::format(printf, 2, 3)]] inline ncclResult_t nccl_fail(ncclResult_t e, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(nccl_said, sizeof nccl_said, fmt, ap);
+    va_end(ap);
+    return e;
+}
+#define CUEMU_NCCL __attribute__((noinline)) inline ncclResult_t
+#define CUEMU_NCCL_ENTER()     \
+    cuemu::scope in_this_call; \
+    if (cuemu::failing(__func__)) return cuemu::nccl_fail(ncclSystemError, "%s: made to fail", __func__)
+
+inline size_t nccl_bytes(int type) { return type == ncclFloat32 ? 4 : type == ncclBfloat16 ? 2 : 1; }
+
+// Now, or at the end of the group.
+inline ncclResult_t in_group(std::function<ncclResult_t()> call) {
+    if (!group_depth) return call();
+    return group_calls.push_back(std::move(call)), ncclSuccess;
+}
+
+// The stream with the next part of a rank at its head, or null.
+inline CUstream_st *nccl_head(const team *all, unsigned rank) {
+    CUstream_st *first = nullptr;
+    for (auto &s : streams) {
+        if (s.q.empty() || !s.q.front().nccl) continue;
+        const op &o = s.q.front();
+        if (o.nccl->all.get() == all && o.nccl->rank == rank && may_start(s, o) &&
+            (!first || o.seq < first->q.front().seq))
+            first = &s;
+    }
+    return first;
+}
+inline bool nccl_ready(const nccl_call &c) {
+    if (c.all->aborted[c.rank]) return true;
+    for (unsigned r = 0; r < c.all->device.size(); r++)
+        if (!nccl_head(c.all.get(), r)) return false;
+    return true;
+}
+
+// (count) sums. Each begins with another rank's value, as where data goes round in rings.
+inline void nccl_sum(const std::vector<const nccl_call *> &part, size_t count, int type, char *sum) {
+    auto add = [&](auto of, auto plus) {
+        for (size_t i = 0, n = part.size(); i < count; i++) {
+            auto at = [&](size_t r) { return ((decltype(of) *)part[r % n]->send)[i]; };
+            const size_t first = i * n / count + 1;
+            auto x = at(first);
+            for (size_t r = 1; r < n; r++) x = plus(x, at(first + r));
+            ((decltype(of) *)sum)[i] = x;
+        }
+    };
+    if (type == ncclFloat32) add(float(), [](float a, float b) { return a + b; });
+    else if (type == ncclBfloat16)
+        add(uint16_t(),
+            [](uint16_t a, uint16_t b) { return (uint16_t)f32_to_bf16x2(bf16_value(a) + bf16_value(b), 0); });
+    else add(uint8_t(), [](uint8_t a, uint8_t b) { return (uint8_t)(a + b); });
+}
+
+inline void nccl_run(CUstream_st &stream) {
+    const std::shared_ptr<const nccl_call> c = stream.q.front().nccl;
+    const size_t n = c->all->device.size(), bytes = c->count * nccl_bytes(c->type);
+    news++;
+    if (c->all->aborted[c->rank]) return stream.q.pop_front();
+    std::vector<CUstream_st *> heads;
+    std::vector<const nccl_call *> part;
+    for (unsigned r = 0; r < n; r++) {
+        heads.push_back(nccl_head(c->all.get(), r));
+        part.push_back(heads[r]->q.front().nccl.get());
+        const nccl_call &o = *part[0], &p = *part[r];
+        if (!same_text(o.what, p.what) || o.count != p.count || o.type != p.type || o.root != p.root)
+            die("mismatch: rank 0 calls %s with count %zu, type %d, root %d, rank %u %s with %zu, %d, %d", o.what,
+                o.count, o.type, o.root, r, p.what, p.count, p.type, p.root);
+    }
+    std::vector<char> result;
+    if (same_text(c->what, "ncclAllReduce")) {
+        nccl_sum(part, c->count, c->type, (result.resize(bytes), result.data()));
+    } else {
+        const bool gather = same_text(c->what, "ncclAllGather");
+        for (size_t r = gather ? 0 : (size_t)c->root; r < (gather ? n : (size_t)c->root + 1); r++)
+            result.insert(result.end(), (const char *)part[r]->send, (const char *)part[r]->send + bytes);
+    }
+    for (const nccl_call *p : part) memcpy(p->recv, result.data(), result.size());
+    for (CUstream_st *s : heads) s->q.pop_front();
+}
+
+inline ncclResult_t nccl_queue(const char *what, const void *send, void *recv, size_t count, ncclDataType_t type,
+                               int root, ncclComm_t comm, cudaStream_t stream) {
+    CUstream_st *s = find_stream(stream);
+    if (!comm) return nccl_fail(ncclInvalidArgument, "%s: no communicator", what);
+    const size_t n = comm->all->device.size(), bytes = count * nccl_bytes(type);
+    auto usable = [&](const void *p, size_t size) {
+        return accessible(p, size, true) && find_allocation(p)->device == comm->device;
+    };
+    if ((type > ncclUint8 && type != ncclFloat32 && type != ncclBfloat16) || root < 0 || (size_t)root >= n)
+        return nccl_fail(ncclInvalidArgument, "%s: type %d, root %d", what, type, root);
+    if (!s || s->device != comm->device)
+        return nccl_fail(ncclInvalidUsage, "%s: the stream is not one of device %d", what, comm->device);
+    if (!count) return ncclSuccess;
+    if (!usable(recv, same_text(what, "ncclAllGather") ? n * bytes : bytes) ||
+        ((!same_text(what, "ncclBroadcast") || root == (int)comm->rank) && !usable(send, bytes)))
+        return nccl_fail(ncclInvalidArgument, "%s: a buffer is not in memory of device %d", what, comm->device);
+    op o = {};
+    o.nccl = std::make_shared<nccl_call>(nccl_call{comm->all, comm->rank, what, send, recv, count, type, root});
+    return in_group([s, o] { return append(*s, o), ncclSuccess; });
+}
+} // namespace cuemu
+
+inline const char *ncclGetErrorString(ncclResult_t e) {
+    static const char *const text[] = {"no error",       "unhandled cuda error", "unhandled system error",
+                                       "internal error", "invalid argument",     "invalid usage",
+                                       "remote error",   "in progress"};
+    return e >= 0 && e <= ncclInProgress ? text[e] : "unknown result code";
+}
+inline const char *ncclGetLastError(ncclComm_t) { return cuemu::nccl_said; }
+CUEMU_NCCL ncclGetVersion(int *v) {
+    CUEMU_NCCL_ENTER();
+    return *v = 22803, ncclSuccess;
+}
+CUEMU_NCCL ncclGetUniqueId(ncclUniqueId *id) {
+    CUEMU_NCCL_ENTER();
+    static uint64_t last;
+    return *id = {}, memcpy(id->internal, &++last, sizeof last), ncclSuccess;
+}
+CUEMU_NCCL ncclGroupStart() {
+    CUEMU_NCCL_ENTER();
+    return cuemu::group_depth++, ncclSuccess;
+}
+CUEMU_NCCL ncclGroupEnd() {
+    CUEMU_NCCL_ENTER();
+    if (!cuemu::group_depth) return cuemu::nccl_fail(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
+    if (--cuemu::group_depth) return ncclSuccess;
+    ncclResult_t first = ncclSuccess;
+    for (auto &call : std::exchange(cuemu::group_calls, {}))
+        if (const ncclResult_t e = call(); e && !first) first = e;
+    return first;
+}
+// Returns when all ranks have come; in a group, its end does.
+CUEMU_NCCL ncclCommInitRank(ncclComm_t *comm, int n, ncclUniqueId id, int rank) {
+    cuemu::scope in_this_call;
+    uint64_t key;
+    memcpy(&key, id.internal, sizeof key);
+    *comm = nullptr;
+    if (n < 1 || rank < 0 || rank >= n || !key) return cuemu::nccl_fail(ncclInvalidArgument, "rank %d of %d", rank, n);
+    std::shared_ptr<cuemu::team> &formed = cuemu::forming[key];
+    if (!formed) {
+        const size_t count = (size_t)n;
+        formed = std::make_shared<cuemu::team>(
+            cuemu::team{std::vector<int>(count, -1), std::vector<bool>(count), (unsigned)n});
+    }
+    const std::shared_ptr<cuemu::team> all = formed;
+    cuemu::news++;
+    ncclResult_t refused = cuemu::failing(__func__) ? ncclSystemError : ncclSuccess;
+    if (all->device.size() != (size_t)n || all->device[(size_t)rank] >= 0) refused = ncclInvalidUsage;
+    if (refused) return all->broken = true, cuemu::nccl_fail(refused, "ncclCommInitRank: rank %d of %d", rank, n);
+    all->device[(size_t)rank] = cuemu::current_device;
+    if (!--all->missing) cuemu::forming.erase(key);
+    *comm = new ncclComm{all, (unsigned)rank, cuemu::current_device};
+    return cuemu::in_group([=] {
+        cuemu::drain([=] { return !all->missing || all->broken; });
+        ncclResult_t e = ncclSuccess;
+        if (all->broken) e = cuemu::nccl_fail(ncclRemoteError, "ncclCommInitRank: another rank has failed");
+        for (int i = 0; i < n && !e; i++)
+            for (int j = 0; j < i && !e; j++)
+                if (all->device[(size_t)i] == all->device[(size_t)j] && !cuemu::same_device_allowed)
+                    e = cuemu::nccl_fail(ncclInvalidUsage,
+                                         "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x000", j, i,
+                                         1 + all->device[(size_t)i]);
+        if (e) delete *comm, *comm = nullptr;
+        return e;
+    });
+}
+CUEMU_NCCL ncclCommInitAll(ncclComm_t *comms, int n, const int *devices) {
+    CUEMU_NCCL_ENTER();
+    ncclUniqueId id;
+    const int before = cuemu::current_device;
+    ncclResult_t first = ncclGetUniqueId(&id);
+    for (int i = 0; i < n; i++)
+        if (cuemu::no_device(devices ? devices[i] : i))
+            return cuemu::nccl_fail(ncclUnhandledCudaError, "ncclCommInitAll: device %d", devices ? devices[i] : i);
+    ncclGroupStart();
+    for (int i = 0; i < n && !first; i++) {
+        cuemu::current_device = devices ? devices[i] : i;
+        first = ncclCommInitRank(comms + i, n, id, i);
+    }
+    cuemu::current_device = before;
+    const ncclResult_t e = ncclGroupEnd();
+    return first ? first : e;
+}
+CUEMU_NCCL ncclCommDestroy(ncclComm_t comm) {
+    CUEMU_NCCL_ENTER();
+    return delete comm, ncclSuccess;
+}
+// What it has queued does nothing; other ranks wait on for it.
+CUEMU_NCCL ncclCommAbort(ncclComm_t comm) {
+    CUEMU_NCCL_ENTER();
+    comm->all->aborted[comm->rank] = true, cuemu::news++;
+    return delete comm, ncclSuccess;
+}
+// fail_next makes it tell of an error.
+inline ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t *e) {
+    cuemu::scope in_this_call;
+    return *e = cuemu::failing(__func__) ? ncclSystemError : ncclSuccess, ncclSuccess;
+}
+CUEMU_NCCL ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                         ncclComm_t comm, cudaStream_t stream) {
+    CUEMU_NCCL_ENTER();
+    if (op != ncclSum) return cuemu::nccl_fail(ncclInvalidArgument, "ncclAllReduce: op %d", op);
+    return cuemu::nccl_queue("ncclAllReduce", send, recv, count, type, 0, comm, stream);
+}
+CUEMU_NCCL ncclAllGather(const void *send, void *recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                         cudaStream_t stream) {
+    CUEMU_NCCL_ENTER();
+    return cuemu::nccl_queue("ncclAllGather", send, recv, count, type, 0, comm, stream);
+}
+CUEMU_NCCL ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                         cudaStream_t stream) {
+    CUEMU_NCCL_ENTER();
+    return cuemu::nccl_queue("ncclBroadcast", send, recv, count, type, root, comm, stream);
+}

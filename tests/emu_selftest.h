@@ -803,3 +803,423 @@ static void emu_test_pdl() {
     CHECK(right < 12);
     CHECK(emu_aborts("LAUNCH_PDL", [&] { chain(1, 2); }));
 }
+
+// ---- Several devices --------------------------------------------------------------------------------------
+
+static void emu_test_devices() {
+    cuemu::devices(2);
+    int n = 0, v = 0;
+    char id[16];
+    void *p0, *p1;
+    cudaStream_t s0, s1;
+    cudaEvent_t e1;
+    CHECK(!cudaGetDeviceCount(&n) && n == 2 && cudaSetDevice(2) == cudaErrorInvalidDevice && !cudaGetDevice(&n) && !n);
+    const size_t before = cuemu::allocated();
+    cuemu::memory(1000, 1);
+    CHECK(!cudaMalloc(&p0, 2000) && !cudaStreamCreate(&s0) && !cudaSetDevice(1) && !cudaStreamCreate(&s1));
+    CHECK(cudaMalloc(&p1, 1001) == cudaErrorMemoryAllocation && !cudaMalloc(&p1, 1000) && !cudaEventCreate(&e1));
+    size_t free_bytes, total;
+    CHECK(!cudaMemGetInfo(&free_bytes, &total) && free_bytes == 0 && total == 1000 && cuemu::allocated() == 1000);
+    cudaGetLastError();
+    CHECK(!cudaEventRecord(e1, s1) && cudaEventRecord(e1, s0) == cudaErrorInvalidResourceHandle);
+    LAUNCH(emu_k_add, 1, 32, 0, s0, (int *)p0, 32, 1);
+    CHECK(cudaGetLastError() == cudaErrorInvalidResourceHandle);
+    CHECK(cudaMemsetAsync(p0, 0, 4, s0) == cudaErrorInvalidResourceHandle);
+    CHECK(cudaMemcpyPeerAsync(p1, 0, p0, 0, 500, s1) == cudaErrorInvalidValue);
+    CHECK(!cudaMemset(p1, 7, 1000) && !cudaMemcpyPeerAsync(p0, 0, p1, 1, 500, s1) && !cudaStreamSynchronize(s1));
+    CHECK(!cudaMemcpy(&v, p0, 4, cudaMemcpyDefault) && v == 0x07070707);
+    CHECK(!cudaFuncSetAttribute(emu_k_index, cudaFuncAttributeMaxDynamicSharedMemorySize, 60000));
+    cudaGetLastError();
+    for (int device = 1; device >= 0; device--) { // the attribute is of a device
+        CHECK(!cudaSetDevice(device));
+        LAUNCH(emu_k_index, 1, 32, 60000, 0, (unsigned *)(device ? p1 : p0));
+        CHECK((cudaGetLastError() == cudaSuccess) == (device == 1) && !cudaDeviceSynchronize());
+    }
+
+    CHECK(!cudaDeviceCanAccessPeer(&v, 0, 1) && v && !cudaDeviceCanAccessPeer(&v, 1, 1) && !v);
+    CHECK(!cudaDeviceGetP2PAttribute(&v, cudaDevP2PAttrAccessSupported, 0, 1) && v);
+    CHECK(!cudaDeviceEnablePeerAccess(1, 0) && cudaDeviceEnablePeerAccess(1, 0) == cudaErrorPeerAccessAlreadyEnabled);
+    CHECK(cudaDeviceEnablePeerAccess(0, 0) == cudaErrorInvalidDevice);
+    CHECK(!cudaDeviceDisablePeerAccess(1) && cudaDeviceDisablePeerAccess(1) == cudaErrorPeerAccessNotEnabled);
+    cuemu::peers(false);
+    CHECK(cudaDeviceEnablePeerAccess(1, 0) == cudaErrorPeerAccessUnsupported);
+    CHECK(!cudaDeviceCanAccessPeer(&v, 0, 1) && !v);
+    cuemu::peers(true);
+    CHECK(!cudaDeviceGetPCIBusId(id, sizeof id, 1) && !strcmp(id, "0000:02:00.0"));
+    CHECK(!cudaDeviceGetAttribute(&v, cudaDevAttrPciBusId, 1) && v == 2);
+    CHECK(!cudaDeviceGetAttribute(&v, cudaDevAttrIntegrated, 1) && !v);
+    cuemu::capability_of(1, 8, 9);
+    CHECK(!cudaDeviceGetAttribute(&v, cudaDevAttrComputeCapabilityMajor, 1) && v == 8);
+    CHECK(!cudaDeviceGetAttribute(&v, cudaDevAttrComputeCapabilityMajor, 0) && v == 12);
+    cuemu::capability(12, 0);
+
+    void *host, *there;
+    CHECK(!cudaHostAlloc(&host, 400, cudaHostAllocPortable | cudaHostAllocMapped) && !cudaFree(p1));
+    CHECK(!cudaHostGetDevicePointer(&there, host, 0) && there == host && !cudaStreamDestroy(s0));
+    CHECK(cudaHostGetDevicePointer(&p1, p0, 0) == cudaErrorInvalidValue && !cudaFree(p0) && !cudaStreamDestroy(s1));
+    memset(host, 0, 400);
+    LAUNCH(emu_k_add, 1, 32, 0, 0, (int *)there, 32, 5);
+    CHECK(!cudaDeviceSynchronize() && ((int *)host)[31] == 5 && !cudaFreeHost(host) && !cudaEventDestroy(e1));
+    CHECK(cuemu::allocated() == before);
+    cuemu::memory((size_t)16 << 30);
+    cuemu::devices(1);
+    cudaGetLastError();
+}
+
+// ---- Ranks ------------------------------------------------------------------------------------------------
+
+struct emu_mail {      // what every rank knows of all
+    uint4 *slot[4];    // (2, ranks, n): of odd and even rounds, by the sender
+    uint32_t *flag[4]; // (ranks, blocks): the latest round that the sender's block has stored
+};
+static __device__ uint4 emu_sum(uint4 a, uint4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+enum { EMU_RIGHT, EMU_NO_BARRIER, EMU_NO_RELEASE, EMU_TIMEOUT };
+
+// Sums x of all ranks: stores it into a slot of each, sets flags, waits for theirs. total (n) takes all rounds' sums
+// into account, and x is new in every round. EMU_TIMEOUT: gives up after 3 s, and says so in *round.
+static __global__ void emu_k_push(emu_mail m, unsigned rank, unsigned ranks, uint32_t *round, uint4 *x, uint4 *total,
+                                  int how) {
+    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x, t = threadIdx.x;
+    const uint32_t now = *round + 1;
+    const uint64_t begin = global_timer();
+    uint4 sum = x[i];
+    for (unsigned p = 0; p < ranks; p++)
+        if (p != rank) st_sys16(m.slot[p] + ((now & 1) * ranks + rank) * n + i, sum);
+    if (how != EMU_NO_BARRIER) __syncthreads();
+    if (t < ranks && t != rank) {
+        uint32_t *theirs = m.flag[t] + rank * gridDim.x + blockIdx.x;
+        if (how == EMU_NO_RELEASE) *(volatile uint32_t *)theirs = now;
+        else st_release_sys(theirs, now);
+        while ((int32_t)(ld_acquire_sys(m.flag[rank] + t * gridDim.x + blockIdx.x) - now) < 0)
+            if (how == EMU_TIMEOUT && global_timer() - begin > 3000000000) {
+                *round = 1000;
+                break;
+            }
+    }
+    __syncthreads();
+    for (unsigned p = 0; p < ranks; p++)
+        if (p != rank) sum = emu_sum(sum, ld_sys16(m.slot[rank] + ((now & 1) * ranks + p) * n + i));
+    total[i] = emu_sum(emu_sum(total[i], total[i]), sum);
+    x[i] = emu_sum(emu_sum(x[i], x[i]), {1, rank, i, 7});
+}
+static __global__ void emu_k_next(uint32_t *round) { ++*round; }
+
+constexpr unsigned EMU_BLOCKS = 2, EMU_N = 2 * 64;
+
+struct emu_rank { // one rank's memory, on the device that was current
+    gpu_array<uint4> slot, x, total;
+    gpu_array<uint32_t> flag, round;
+    cudaStream_t stream;
+    emu_rank(unsigned rank, unsigned ranks)
+        : slot(2 * ranks * EMU_N), x(std::vector<uint4>(EMU_N, uint4{rank, 2, 3, 4})), total(std::vector<uint4>(EMU_N)),
+          flag(std::vector<uint32_t>(ranks * EMU_BLOCKS)), round(std::vector<uint32_t>(1)) {
+        cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    }
+    ~emu_rank() { cudaStreamDestroy(stream); }
+    void post(emu_mail &m, unsigned rank) { m.slot[rank] = slot, m.flag[rank] = flag; }
+    void push(const emu_mail &m, unsigned rank, unsigned ranks, int how) {
+        LAUNCH(emu_k_push, EMU_BLOCKS, EMU_N / EMU_BLOCKS, 0, stream, m, rank, ranks, round, x, total, how);
+        LAUNCH(emu_k_next, 1, 1, 0, stream, round);
+    }
+    // Whether total is what so many rounds make it.
+    bool right(unsigned ranks, int rounds) {
+        cudaStreamSynchronize(stream);
+        const std::vector<uint4> got = total.get();
+        for (unsigned i = 0; i < EMU_N; i++) {
+            uint4 want = {}, value[4];
+            for (unsigned p = 0; p < ranks; p++) value[p] = {p, 2, 3, 4};
+            for (int k = 0; k < rounds; k++) {
+                want = emu_sum(want, want);
+                for (unsigned p = 0; p < ranks; p++)
+                    want = emu_sum(want, value[p]), value[p] = emu_sum(emu_sum(value[p], value[p]), {1, p, i, 7});
+            }
+            if (memcmp(&want, &got[i], sizeof want)) return false;
+        }
+        return true;
+    }
+};
+
+// Two ranks, one host thread.
+static bool emu_pushes(uint64_t seed, int how) {
+    cuemu::seed(seed);
+    emu_mail m;
+    emu_rank a(0, 2), b(1, 2);
+    a.post(m, 0), b.post(m, 1);
+    for (int k = 0; k < 5; k++) a.push(m, 0, 2, how), b.push(m, 1, 2, how);
+    return a.right(2, 5) && b.right(2, 5);
+}
+static void emu_test_stores() {
+    int no_barrier = 0, no_release = 0;
+    for (uint64_t s = 0; s < 20; s++) {
+        CHECK(emu_pushes(s, EMU_RIGHT) && emu_pushes(s, EMU_TIMEOUT));
+        no_barrier += !emu_pushes(s, EMU_NO_BARRIER), no_release += !emu_pushes(s, EMU_NO_RELEASE);
+    }
+    CHECK(no_barrier >= 10 && no_release >= 10);
+}
+
+// ---- Host threads -----------------------------------------------------------------------------------------
+
+struct emu_meeting { // of host threads
+    pthread_barrier_t b;
+    explicit emu_meeting(unsigned n) { pthread_barrier_init(&b, nullptr, n); }
+    ~emu_meeting() { pthread_barrier_destroy(&b); }
+    void wait() { pthread_barrier_wait(&b); }
+};
+template <class F>
+static void emu_threads(unsigned n, F fn) { // fn(i) in n threads
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < n; i++) threads.emplace_back([=] { fn(i); });
+    for (std::thread &t : threads) t.join();
+}
+
+// Whether the pushes of all ranks, each in a thread of its own, come out right. Rank r is on device r % devices.
+static bool emu_rank_threads(uint64_t seed, unsigned ranks, unsigned devices, int rounds, bool graph) {
+    emu_meeting meeting(ranks);
+    emu_mail m;
+    std::atomic<unsigned> right{0};
+    cuemu::devices((int)devices);
+    cuemu::seed(seed);
+    emu_threads(ranks, [&](unsigned rank) {
+        bool ok = !cudaSetDevice((int)(rank % devices));
+        for (unsigned p = 0; p < devices; p++)
+            if (p != rank % devices) cudaDeviceEnablePeerAccess((int)p, 0);
+        cudaGetLastError();
+        emu_rank r(rank, ranks);
+        cudaGraph_t recorded;
+        cudaGraphExec_t exec;
+        cudaEvent_t event;
+        r.post(m, rank);
+        meeting.wait();
+        ok &= !cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal);
+        r.push(m, rank, ranks, EMU_RIGHT);
+        ok &= !cudaStreamEndCapture(r.stream, &recorded) && !cudaGraphInstantiate(&exec, recorded, 0);
+        ok &= !cudaEventCreate(&event);
+        uint64_t chance = seed * 977 + rank;
+        for (int k = 0; k < rounds; k++) {
+            if (graph) cudaGraphLaunch(exec, r.stream);
+            else r.push(m, rank, ranks, EMU_RIGHT);
+            chance = chance * 6364136223846793005u + 1;
+            switch (chance >> 60) {
+            case 0: ok &= !cudaStreamSynchronize(r.stream); break;
+            case 1:
+                cudaEventRecord(event, r.stream);
+                ok &= !cudaEventSynchronize(event);
+                break;
+            case 2:
+                while (cudaStreamQuery(r.stream) == cudaErrorNotReady) {}
+                break;
+            }
+        }
+        ok &= r.right(ranks, rounds);
+        meeting.wait(); // no one sends me anything from here on
+        ok &= !cudaEventDestroy(event) && !cudaGraphDestroy(recorded) && !cudaGraphExecDestroy(exec);
+        right += ok && !cudaGetLastError();
+    });
+    cuemu::devices(1);
+    return right == ranks;
+}
+
+static void emu_test_threads() {
+    for (uint64_t s = 0; s < 2; s++)
+        for (unsigned ranks : {2u, 4u}) {
+            CHECK(emu_rank_threads(s, ranks, 1, 200, s == 0));
+            CHECK(emu_rank_threads(s, ranks, ranks, 200, s == 1));
+            CHECK(emu_rank_threads(s, ranks, 2, 50, true));
+        }
+
+    // A thread's capture suffers from the waiting of others only in global mode. Errors are a thread's own.
+    for (cudaStreamCaptureMode mode : {cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeGlobal}) {
+        const bool global = mode == cudaStreamCaptureModeGlobal;
+        cudaStream_t s;
+        cudaGraph_t graph;
+        cudaError_t other = cudaSuccess;
+        CHECK(!cudaStreamCreate(&s) && !cudaStreamBeginCapture(s, mode));
+        std::thread([&] { other = cudaDeviceSynchronize(); }).join();
+        CHECK(other == (global ? cudaErrorStreamCaptureUnsupported : cudaSuccess) && !cudaGetLastError());
+        CHECK(cudaStreamEndCapture(s, &graph) == (global ? cudaErrorStreamCaptureInvalidated : cudaSuccess));
+        CHECK((!graph || !cudaGraphDestroy(graph)) && !cudaStreamDestroy(s));
+        cudaGetLastError();
+    }
+}
+
+// Waiting for one stream while a kernel of another polls; ranks that never come.
+static void emu_test_waits() {
+    emu_mail m;
+    emu_rank a(0, 2), b(1, 2);
+    cudaStream_t s;
+    cudaEvent_t e;
+    int v = 0;
+    gpu_array<int> x(std::vector<int>(100));
+    a.post(m, 0), b.post(m, 1);
+    cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), cudaEventCreate(&e);
+    a.push(m, 0, 2, EMU_RIGHT);
+    LAUNCH(emu_k_add, 4, 32, 0, s, x, 100, 3);
+    cudaMemcpyAsync(&v, x, 4, cudaMemcpyDeviceToHost, s);
+    CHECK(!cudaStreamSynchronize(s) && v == 3 && !cudaEventRecord(e, s) && !cudaEventSynchronize(e));
+    for (int i = 0; i < 100; i++) CHECK(cudaStreamQuery(a.stream) == cudaErrorNotReady);
+    CHECK(!cudaEventRecord(e, a.stream) && cudaEventQuery(e) == cudaErrorNotReady);
+    CHECK(emu_aborts("2 threads wait in kernel emu_k_push: ld_acquire_sys", [&] { cudaStreamSynchronize(a.stream); }));
+    CHECK(emu_aborts("deadlock", [&] { cudaDeviceSynchronize(); }));
+    b.push(m, 1, 2, EMU_RIGHT);
+    while (cudaEventQuery(e) == cudaErrorNotReady) {}
+    CHECK(a.right(2, 1) && b.right(2, 1) && cudaStreamQuery(a.stream) == cudaSuccess);
+
+    cuemu::patience = .1;
+    CHECK(emu_aborts("deadlock", [&] { // the other host thread does nothing
+        a.push(m, 0, 2, EMU_RIGHT);
+        std::thread([&] { cudaStreamSynchronize(a.stream); }).join();
+    }));
+    for (bool alone : {true, false}) { // the kernel gives up after 3 s, which pass at once
+        a.push(m, 0, 2, EMU_TIMEOUT);
+        if (alone) cudaStreamSynchronize(a.stream);
+        else std::thread([&] { cudaStreamSynchronize(a.stream); }).join();
+        CHECK(a.round.get()[0] == 1001);
+    }
+    cuemu::patience = 1e9;
+    a.push(m, 0, 2, EMU_TIMEOUT);
+    std::thread waiting([&] { cudaStreamSynchronize(a.stream); });
+    usleep(20000);
+    cuemu::timer_jump(4000000000);
+    waiting.join();
+    CHECK(a.round.get()[0] == 1001);
+    cuemu::patience = 20;
+
+    cuemu::devices(2);
+    CHECK(emu_aborts("has no access to memory of device 1", [&] {
+        cudaSetDevice(1);
+        emu_rank far(1, 2);
+        far.post(m, 1);
+        cudaSetDevice(0);
+        a.push(m, 0, 2, EMU_RIGHT);
+        cudaDeviceSynchronize();
+    }));
+    cuemu::devices(1);
+    CHECK(!cudaStreamDestroy(s) && !cudaEventDestroy(e));
+}
+
+// ---- NCCL -------------------------------------------------------------------------------------------------
+
+// Four ranks in host threads: sums, in rounds, by launches or by a graph, then a gathering in place and a broadcast.
+static bool emu_collectives(uint64_t seed, bool graph) {
+    const unsigned ranks = 4, n = 60;
+    ncclUniqueId id;
+    std::atomic<unsigned> right{0};
+    cuemu::devices((int)ranks);
+    cuemu::seed(seed);
+    if (ncclGetUniqueId(&id)) return false;
+    emu_threads(ranks, [&](unsigned rank) {
+        bool ok = !cudaSetDevice((int)rank);
+        ncclComm_t comm;
+        cudaStream_t s;
+        cudaGraph_t recorded;
+        cudaGraphExec_t exec;
+        ok &= !ncclCommInitRank(&comm, (int)ranks, id, (int)rank) && !cudaStreamCreate(&s);
+        gpu_array<int> x(std::vector<int>(n, (int)rank + 1));
+        gpu_array<uint8_t> all(std::vector<uint8_t>(ranks * 3, (uint8_t)(10 + rank)));
+        auto round = [&] { // bytes, which do not carry
+            LAUNCH(emu_k_add, 2, 32, 0, s, x, (int)n, 1);
+            ok &= !ncclAllReduce(x, x, 4 * n, ncclUint8, ncclSum, comm, s);
+        };
+        ok &= !cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), round();
+        ok &= !cudaStreamEndCapture(s, &recorded) && !cudaGraphInstantiate(&exec, recorded, 0);
+        uint32_t want[4] = {1, 2, 3, 4};
+        for (int k = 0; k < 10; k++) {
+            if (graph) ok &= !cudaGraphLaunch(exec, s);
+            else round();
+            uint32_t bytes[4] = {};
+            for (uint32_t w : want)
+                for (unsigned b = 0; b < 4; b++) bytes[b] += (w + 1) >> 8 * b & 255;
+            for (uint32_t &w : want)
+                w = (bytes[0] & 255) | (bytes[1] & 255) << 8 | (bytes[2] & 255) << 16 | (bytes[3] & 255) << 24;
+            if (k % 4 == (int)rank) ok &= !cudaStreamSynchronize(s);
+        }
+        ok &= !ncclAllGather(all + 3 * rank, all, 3, ncclInt8, comm, s) && !cudaStreamSynchronize(s);
+        for (int v : x.get()) ok &= (uint32_t)v == want[rank];
+        std::vector<uint8_t> got = all.get();
+        for (unsigned i = 0; i < ranks * 3; i++) ok &= got[i] == 10 + i / 3;
+        ok &= !cudaMemset(all, (int)rank, 12) && !cudaDeviceSynchronize();
+        ok &= !ncclBroadcast(rank == 2 ? all.p : nullptr, all, 12, ncclUint8, 2, comm, s);
+        ok &= !cudaStreamSynchronize(s) && all.get()[11] == 2;
+        ok &= !cudaGraphDestroy(recorded) && !cudaGraphExecDestroy(exec) && !ncclCommDestroy(comm);
+        right += ok && !cudaStreamDestroy(s);
+    });
+    cuemu::devices(1);
+    return right == ranks;
+}
+
+static void emu_test_nccl() {
+    for (uint64_t s = 0; s < 4; s++) CHECK(emu_collectives(s, s % 2));
+
+    // Three ranks of one host thread.
+    cuemu::devices(3);
+    ncclComm_t comm[3], other;
+    int devices[3] = {0, 1, 1}, version;
+    CHECK(ncclCommInitAll(comm, 3, devices) == ncclInvalidUsage && !comm[1]);
+    CHECK(strstr(ncclGetLastError(nullptr), "Duplicate GPU detected : rank 1 and rank 2"));
+    cuemu::nccl_same_device(true);
+    CHECK(!ncclCommInitAll(comm, 3, devices) && !ncclCommDestroy(comm[0]) && !ncclCommDestroy(comm[1]));
+    CHECK(!ncclCommDestroy(comm[2]) && !ncclGetVersion(&version) && version / 10000 == 2);
+    cuemu::nccl_same_device(false);
+    CHECK(!ncclCommInitAll(comm, 3, nullptr) && !cudaGetDevice(devices) && devices[0] == 0);
+    // Not in the order of ranks: 1e8 swallows what is added before it is taken away. BF16 rounds 257 to 256.
+    const float value[3] = {1e8f, 1, -1e8f};
+    std::unique_ptr<gpu_array<float>> f[3];
+    std::unique_ptr<gpu_array<uint16_t>> h[3];
+    cudaStream_t s[3];
+    for (int r = 0; r < 3; r++) {
+        cudaSetDevice(r), cudaStreamCreate(&s[r]);
+        f[r].reset(new gpu_array<float>(std::vector<float>(30, value[r])));
+        h[r].reset(new gpu_array<uint16_t>(std::vector<uint16_t>(30, r == 0 ? 0x4380 : 0x3f80))); // 256, 1, 1
+    }
+    auto sum = [&](int r, size_t n, ncclDataType_t type) {
+        return ncclAllReduce(*f[r], *f[r], n, type, ncclSum, comm[r], s[r]);
+    };
+    CHECK(!ncclGroupStart());
+    for (int r = 0; r < 3; r++) CHECK(!sum(r, 30, ncclFloat32));
+    CHECK(cudaStreamQuery(s[0]) == cudaSuccess && !ncclGroupEnd()); // nothing was queued before
+    for (int r = 0; r < 3; r++) CHECK(!ncclAllReduce(*h[r], *h[r], 30, ncclBfloat16, ncclSum, comm[r], s[r]));
+    for (int r = 0; r < 3; r++) {
+        cudaSetDevice(r), cudaDeviceSynchronize();
+        const std::vector<float> got = f[r]->get();
+        const std::vector<uint16_t> half = h[r]->get();
+        CHECK(got == f[0]->get() && half == h[0]->get());
+        CHECK(std::count(got.begin(), got.end(), 0.0f) == 20 && std::count(got.begin(), got.end(), 1.0f) == 10);
+        CHECK(std::count(half.begin(), half.end(), 0x4380) == 20 && std::count(half.begin(), half.end(), 0x4381) == 10);
+    }
+
+    CHECK(sum(0, 31, ncclFloat32) == ncclInvalidArgument && sum(0, 30, (ncclDataType_t)8) == ncclInvalidArgument);
+    CHECK(ncclAllReduce(*f[0], *f[0], 4, ncclFloat32, ncclSum, comm[0], s[1]) == ncclInvalidUsage);
+    CHECK(ncclAllReduce(*f[1], *f[0], 4, ncclFloat32, ncclSum, comm[0], s[0]) == ncclInvalidArgument);
+    cuemu::fail_next("ncclAllReduce", 1);
+    CHECK(sum(0, 30, ncclFloat32) == ncclSystemError &&
+          !strcmp(ncclGetErrorString(ncclSystemError), "unhandled system error"));
+    ncclResult_t async;
+    cuemu::fail_next("ncclCommGetAsyncError", 1);
+    CHECK(!ncclCommGetAsyncError(comm[0], &async) && async && !ncclCommGetAsyncError(comm[0], &async) && !async);
+    CHECK(emu_aborts("mismatch: rank 0 calls ncclAllReduce with count 30", [&] {
+        sum(0, 30, ncclFloat32), sum(1, 29, ncclFloat32), sum(2, 30, ncclFloat32);
+        cudaStreamSynchronize(s[0]);
+    }));
+    CHECK(emu_aborts("rank 2 of 3 waits in ncclAllReduce", [&] {
+        sum(0, 30, ncclFloat32), sum(2, 30, ncclFloat32);
+        cudaStreamSynchronize(s[0]);
+    }));
+    ncclUniqueId id;
+    CHECK(!ncclGetUniqueId(&id) &&
+          emu_aborts("1 of 2 ranks have not called ncclCommInitRank", [&] { ncclCommInitRank(&other, 2, id, 0); }));
+    ncclResult_t got[2];
+    cuemu::fail_next("ncclCommInitRank", 1); // fails the rank that comes first, and with it the other
+    emu_threads(2, [&](unsigned rank) {
+        ncclComm_t c;
+        got[rank] = ncclCommInitRank(&c, 2, id, (int)rank);
+    });
+    CHECK(got[0] + got[1] == ncclSystemError + ncclRemoteError && got[0] != got[1]);
+
+    CHECK(!sum(1, 30, ncclFloat32) && cudaStreamQuery(s[1]) == cudaErrorNotReady);
+    CHECK(!ncclCommAbort(comm[1]) && !cudaStreamSynchronize(s[1]));
+    CHECK(!ncclCommDestroy(comm[0]) && !ncclCommDestroy(comm[2]));
+    for (int r = 0; r < 3; r++) CHECK(!cudaStreamDestroy(s[r]));
+    cudaSetDevice(0);
+    cuemu::devices(1);
+}

@@ -12,7 +12,8 @@ extern "C" void cuda_test_emulator(void) {
     emu_test_index(), emu_test_barriers(), emu_test_shared(), emu_test_named_barriers(), emu_test_shuffles();
     emu_test_reports(), emu_test_cp_async(), emu_test_ldmatrix(), emu_test_mma(), emu_test_gemm();
     emu_test_conversions(), emu_test_intrinsics(), emu_test_queue(), emu_test_memory(), emu_test_graph();
-    emu_test_waiting_kernels(), emu_test_pdl();
+    emu_test_waiting_kernels(), emu_test_pdl(), emu_test_devices(), emu_test_stores(), emu_test_threads();
+    emu_test_waits(), emu_test_nccl();
 }
 
 extern "C" void cuda_test_forward(void); /* t_cuda.h */
