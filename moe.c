@@ -144,7 +144,7 @@ struct part {
     int rank, n_rank, stage, n_stage;
 };
 
-enum { MAX_RANKS = 4 /* of all stages together */ };
+enum { MAX_RANKS = 4 /* of all stages together */, EXCHANGE_MAX = 256 /* bytes */ };
 
 /* The whole of a file, or a rank's part of it: then the sizes are the part's, but for n_vocab. */
 struct model {
@@ -357,6 +357,7 @@ struct rank {
     int index;         /* among all ranks: stage * n_rank + rank */
     unsigned met;      /* meetings with the ranks of its stage, */
     unsigned joined;   /* and sums over them in this forward */
+    char link[192];    /* GPU: how it adds up with the others; empty: there are none */
     int n_ctx, chunk;  /* tokens of context, of one forward at most */
     enum kv_type kv_type;
     struct kv_layer *kv;             /* (n_layer); planes in the backend's memory */
@@ -398,10 +399,16 @@ struct rank {
  * always FP4. */
 enum moe_act { MOE_ACT_AUTO, MOE_ACT_F16, MOE_ACT_FP4 };
 
+/* Who adds up what ranks on GPUs have, for up to 16 tokens: NCCL, the kernel of moe_cuda.cu, or whichever is faster here. */
+enum allreduce { ALLREDUCE_AUTO, ALLREDUCE_NCCL, ALLREDUCE_ONESHOT };
+
 /* What moe_cuda.cu offers, in a program that is built with it. */
 struct cuda_options {
-    int device, n_ctx; /* n_ctx 0: the trained length, or what fits */
-    int kv_splits;     /* of the context in decode at most; 0: what fills the GPU */
+    struct team *team;            /* NULL: there is one rank, */
+    int index;                    /* or which of them */
+    int device[MAX_RANKS], n_ctx; /* of all ranks; n_ctx 0: the trained length, or what fits */
+    enum allreduce allreduce;
+    int kv_splits; /* of the context in decode at most; 0: what fills the GPU */
     enum moe_act moe_act;
     enum kv_type kv;
     size_t reserve;                              /* bytes to leave free */
@@ -414,10 +421,14 @@ extern "C" {
 int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o,
                    char *err);                 /* 0 or -1 with a line */
 int cuda_device_count(char *err);              /* 0: none can be used, and why */
+bool cuda_peers(const int *device, int n);     /* can they write to each other's memory? */
 void cuda_describe(int device, char out[128]); /* name, chip, memory */
 const char *cuda_targets(void);                /* the chips that the program was built for */
 /* what moe.c offers to it */
 void rank_fatal(const char *what); /* ends the program with a line */
+/* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= EXCHANGE_MAX; waits for all of them */
+void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes);
+void rank_beat(struct rank *r); /* a sign of life while it waits for its GPU */
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
 #ifdef __cplusplus
@@ -6727,10 +6738,12 @@ struct team {
     pthread_cond_t changed;
     void (*run)(struct rank *r, void *arg); /* the current job */
     void *arg;
-    unsigned jobs, done;      /* jobs given out; ranks that have finished their part, of all jobs */
-    unsigned *met;            /* (n_stage) arrivals at meetings */
-    unsigned *handed, *taken; /* (n) batches that rank i of a stage got from the stage before; consumed */
-    unsigned beats;           /* signs of life from ranks that wait for a device */
+    unsigned jobs, done;               /* jobs given out; ranks that have finished their part, of all jobs */
+    unsigned *met;                     /* (n_stage) arrivals at meetings */
+    unsigned *handed, *taken;          /* (n) batches that rank i of a stage got from the stage before; consumed */
+    unsigned beats;                    /* signs of life from ranks that wait for a device */
+    unsigned turns[MAX_RANKS], posted; /* exchanges: of each rank, and arrivals at both ends of all */
+    uint8_t board[MAX_RANKS][EXCHANGE_MAX];
     bool quit;
 };
 
@@ -6739,7 +6752,7 @@ static double team_effort(const struct team *g) {
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
     return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + 1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) +
-           (double)u.ru_majflt + (double)g->beats;
+           (double)u.ru_majflt + (double)__atomic_load_n(&g->beats, __ATOMIC_RELAXED);
 }
 
 /* The ranks first..first+n-1 that met the least often, for a message. */
@@ -6860,6 +6873,28 @@ static void team_run(struct team *g, void (*run)(struct rank *r, void *arg), voi
     pthread_mutex_unlock(&g->lock);
 }
 
+#ifdef MOE_CUDA
+void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes) {
+    struct team *g = r->team;
+    if (!g || g->n == 1) {
+        memcpy(all, mine, bytes);
+        return;
+    }
+    pthread_mutex_lock(&g->lock);
+    for (int end = 0; end < 2; end++) { /* all have written; all have read */
+        if (!end) memcpy(g->board[r->index], mine, bytes);
+        team_count(g, &g->posted);
+        team_await(g, NULL, &g->posted, ++g->turns[r->index] * (unsigned)g->n);
+        for (int i = 0; i < g->n && !end; i++) memcpy((uint8_t *)all + (size_t)i * bytes, g->board[i], bytes);
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+void rank_beat(struct rank *r) {
+    if (r->team) __atomic_add_fetch(&r->team->beats, 1, __ATOMIC_RELAXED);
+}
+#endif
+
 /* Gives a rank its memory, on the rank's own thread. 0, or -1 with a message and nothing held. */
 typedef int rank_starter(struct rank *r, const struct model *part, void *arg, char *err);
 
@@ -6929,7 +6964,7 @@ static int team_open(struct team *g, const struct model *m, int n_rank, int n_st
     ranks_at_work = g->n > 1;
     team_run(g, rank_start, &t);
     for (int i = 0; i < g->n; i++) {
-        if (!t.failed[i]) continue;
+        if (!t.failed[i] || !*t.err[i]) continue; /* those without a message gave up because another did */
         if (g->n > 1) fail(err, "rank %d of %d: %.*s", i, g->n, ERR_MAX - 32, t.err[i]);
         else memcpy(err, t.err[i], ERR_MAX);
         team_close(g);
@@ -8273,7 +8308,7 @@ struct settings {
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
     bool lines, raw, special, verbose, cpu, cpu_ref;
     int n_predict, n_ctx, threads, tp, pp, kv_splits, vram_reserve;
-    char *gpus, *kv, *moe_act, *think, *show_think;
+    char *gpus, *allreduce, *kv, *moe_act, *think, *show_think;
     bool greedy;
     double temp, top_p, min_p, repeat_penalty; /* NAN: unset */
     int top_k;                                 /* -1: unset */
@@ -8345,6 +8380,8 @@ static const struct option options[] = {
     {"tp", 0, OPT_INT, AT(tp), "N", 1, MAX_RANKS, false,
      "ranks that share every layer (default: one for each of --gpus)"},
     {"pp", 0, OPT_INT, AT(pp), "N", 1, MAX_RANKS, false, "groups of ranks with layers of their own (default: 1)"},
+    {"allreduce", 0, OPT_CHOICE, AT(allreduce), "auto|nccl|oneshot", 0, 0, false,
+     "who adds up over GPUs (default: auto, the faster one)"},
     {"kv-splits", 0, OPT_INT, AT(kv_splits), "N", 0, 384, false,
      "parts of the context in GPU decode at most (default: 0, what fills the GPU)"},
     {"moe-act", 0, OPT_CHOICE, AT(moe_act), "auto|bf16|fp4", 0, 0, false,
@@ -8385,7 +8422,8 @@ static void settings_init(struct settings *s) {
                            .top_k = -1,
                            .seed = -1,
                            .depth = 50};
-    s->vram_reserve = 256, s->moe_act = xstrdup("auto"), s->think = xstrdup("auto"), s->show_think = xstrdup("auto");
+    s->allreduce = xstrdup("auto"), s->vram_reserve = 256, s->moe_act = xstrdup("auto"), s->think = xstrdup("auto"),
+    s->show_think = xstrdup("auto");
 }
 
 static void settings_free(struct settings *s) {
@@ -11053,7 +11091,7 @@ static int mode_bench(struct engine *e) {
     int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
     if (e->set->profile && !s->r->ops->profile) die("--profile works on a GPU only");
-    if (e->set->profile && s->team.n > 1) die("--profile works on one GPU");
+    if (e->set->profile && s->team.n_stage > 1) die("--profile works without --pp");
     struct rates rates = session_measure(s);
     note("%s, memory %s at %.1f GB/s", s->r->name, s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
     if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
@@ -11415,6 +11453,8 @@ static bool gpu_wanted(const struct settings *set) {
     if (set->cpu || set->cpu_ref) return false;
 #ifdef MOE_CUDA
     char err[ERR_MAX];
+    /* Loading a kernel may wait for the GPU to be idle, which it is not while the kernel of one rank waits for another's. */
+    if (set->tp > 1 || set->pp > 1 || set->gpus) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     if (cuda_device_count(err)) return true;
     if (set->gpus) die("--gpus %s: %s", set->gpus, err);
     if (set->verbose) note("%s", err);
@@ -11439,33 +11479,32 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
 }
 
 #ifdef MOE_CUDA
-struct gpu_start {
-    struct cuda_options o;
-    int device[MAX_RANKS];
-};
-
 static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err) {
-    const struct gpu_start *g = arg;
-    struct cuda_options o = g->o;
-    o.device = g->device[r->index];
-    if (r->index) o.progress = NULL;
+    struct cuda_options o = *(const struct cuda_options *)arg;
+    int n = part->part.n_rank * part->part.n_stage, procs = omp_get_num_procs();
+    o.team = r->team, o.index = r->index;
+    if (o.index) o.progress = NULL;
+    if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all upload at once */
     return cuda_rank_init(r, part, &o, err);
 }
 
 static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
     struct settings *set = e->set;
     char err[ERR_MAX], number[32];
-    struct gpu_start g = {.o = {.n_ctx = set->n_ctx,
-                                .kv_splits = set->kv_splits,
-                                .kv = settings_kv(set, true),
-                                .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
-                                           : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
-                                                                           : MOE_ACT_AUTO,
-                                .reserve = (size_t)set->vram_reserve << 20,
-                                .progress = upload_progress}};
-    memcpy(g.device, gpu, sizeof g.device);
+    struct cuda_options o = {.n_ctx = set->n_ctx,
+                             .kv_splits = set->kv_splits,
+                             .kv = settings_kv(set, true),
+                             .allreduce = !strcmp(set->allreduce, "nccl")      ? ALLREDUCE_NCCL
+                                          : !strcmp(set->allreduce, "oneshot") ? ALLREDUCE_ONESHOT
+                                                                               : ALLREDUCE_AUTO,
+                             .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
+                                        : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
+                                                                        : MOE_ACT_AUTO,
+                             .reserve = (size_t)set->vram_reserve << 20,
+                             .progress = upload_progress};
+    memcpy(o.device, gpu, sizeof o.device);
     double t0 = now_seconds();
-    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &g, err)) die("%s", err);
+    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) die("%s", err);
     for (int i = 0; i < e->session.team.n; i++) {
         const struct rank *r = &e->session.team.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
@@ -11474,6 +11513,7 @@ static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
              r->name, gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
              r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
     }
+    if (*e->session.r->link) note("%s", e->session.r->link);
 }
 #endif
 
@@ -11492,8 +11532,11 @@ static void engine_open(struct engine *e, struct settings *set) {
 #ifdef MOE_CUDA
     if (gpu) engine_gpu(e, devices);
 #endif
-    if (!gpu && (set->kv_splits || strcmp(set->moe_act, "auto")))
-        note("this runs on the CPU: %s has no effect", set->kv_splits ? "--kv-splits" : "--moe-act");
+    const char *idle = set->kv_splits                   ? "--kv-splits"
+                       : strcmp(set->moe_act, "auto")   ? "--moe-act"
+                       : strcmp(set->allreduce, "auto") ? "--allreduce"
+                                                        : NULL;
+    if (!gpu && idle) note("this runs on the CPU: %s has no effect", idle);
     if (!gpu)
         session_init(&e->session, &e->model, set->tp, set->pp,
                      (struct cpu_options){set->cpu_ref ? &kernels_ref : kernels_choose(),

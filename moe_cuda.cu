@@ -17,6 +17,7 @@
  *   Instructions
  *   Weights on the device
  *   Upload: from the file's blocks to tiles
+ *   Sums over ranks
  *   Embedding, norms, sums
  *   Products for few tokens
  *   Router
@@ -33,6 +34,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 
 #include "gguf_nvfp4.h"
 
@@ -41,8 +43,12 @@
 #define DEVICE        static inline
 #define DEVICE_MEMBER inline
 #define HAVE_FP4_MMA  1
+#define HAVE_NCCL     1
 #else
 #include <cuda_runtime.h>
+#ifdef HAVE_NCCL
+#include <nccl.h>
+#endif
 #endif
 
 #define MOE_TYPES_ONLY
@@ -168,6 +174,34 @@ DEVICE uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
     uint32_t r;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");
     return r;
+}
+
+/* Memory that other GPUs see: 16 bytes to them, 16 bytes that came from them, and flags. A release makes what the block wrote before
+ * a barrier visible to whoever sees the flag by an acquire. */
+DEVICE void st_sys16(void *p, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+DEVICE uint4 ld_sys16(const void *p) {
+    uint4 r;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(p)
+                 : "memory");
+    return r;
+}
+DEVICE void st_release_sys(uint32_t *p, uint32_t v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE uint32_t ld_acquire_sys(const uint32_t *p) {
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE uint64_t global_timer() { /* nanoseconds */
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
 }
 
 /* Programmatic dependent launch: `wait` returns when the kernels before have ended and their writes are visible; `launch` lets the
@@ -457,6 +491,125 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
 }
 
 /* ============================================================================================================
+ * Sums over ranks
+ *
+ * Ranks push: 16-byte stores into an area of the other's, then a flag. Stores cross PCIe once, loads would twice. The area is memory of
+ * the receiver's GPU, or of the host where GPUs cannot reach each other. Flags only ever count up, the counts are in device memory, so that
+ * a recorded graph goes on counting. A kernel that waits gives up after PATIENCE and says so to the host; after that nothing waits.
+ * ============================================================================================================ */
+
+enum { JOIN_BLOCKS = 32, JOIN_SLOT = 1 << 20 /* floats that a rank pushes at once */ };
+static const uint64_t PATIENCE = 5000000000; /* nanoseconds */
+
+enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
+
+/* On the rank's GPU. */
+struct counts {
+    uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
+    uint32_t dead;                              /* somebody did not come */
+};
+
+/* In host memory: what the rank's GPU says to the thread that waits for it. */
+struct watch {
+    uint32_t sums;  /* a sign of life */
+    uint32_t fault; /* not 0: see fault_code */
+};
+
+/* The rank that did not come, in which channel, at which sum of the forward. */
+static __host__ __device__ constexpr uint32_t fault_code(int rank, int channel, int place) {
+    return 1u + (uint32_t)rank + (uint32_t)channel * 16u + (uint32_t)place * 256u;
+}
+
+struct party {
+    int rank, n_rank; /* of the stage */
+    struct counts *counts;
+    struct watch *watch;
+};
+
+/* Until *flag has come to `want`. One thread. */
+DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code) {
+    if (*(volatile uint32_t *)&p.counts->dead) return;
+    const uint64_t t = global_timer();
+    while ((int32_t)(ld_acquire_sys(flag) - want) < 0)
+        if (global_timer() - t > PATIENCE) {
+            *(volatile uint32_t *)&p.counts->dead = 1;
+            *(volatile uint32_t *)&p.watch->fault = code;
+            return;
+        }
+}
+
+/* All blocks of a kernel come here when they have done what it is for. True in the last one's first thread. */
+DEVICE bool channel_end(const struct party &p, int ch) {
+    __syncthreads();
+    if (threadIdx.x || atom_add_acq_rel(&p.counts->arrived[ch], 1) != gridDim.x - 1) return false;
+    p.counts->arrived[ch] = 0;
+    p.counts->done[ch]++;
+    return true;
+}
+
+/* A block of rows for another rank. */
+struct hand_args {
+    struct party p;
+    int channel;
+    const float *src; /* rows of n_col floats, a multiple of 4, src_stride apart */
+    float *dst;       /* the receiver's */
+    size_t src_stride, dst_stride;
+    int n_row, n_col;
+    const uint32_t *room; /* what the receiver has taken; NULL: it has room */
+    uint32_t *flag;       /* the receiver's */
+};
+
+/* Grid <= JOIN_BLOCKS, block 256. Moves n_row * n_col * 4 bytes to the receiver, at the bandwidth of the link. */
+__global__ void __launch_bounds__(256) k_hand(struct hand_args a) {
+    grid_dependency_wait();
+    const uint32_t e = a.p.counts->done[a.channel] + 1;
+    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, fault_code(0, CH_HAND, 0));
+    __syncthreads();
+    const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
+        const size_t row = i / vecs, col = i % vecs * 4;
+        st_sys16(a.dst + row * a.dst_stride + col, *(const uint4 *)(a.src + row * a.src_stride + col));
+    }
+    if (channel_end(a.p, a.channel)) st_release_sys(a.flag, e);
+    grid_dependency_launch();
+}
+
+struct take_args {
+    struct party p;
+    int channel;
+    const uint32_t *flag; /* (n_flag) of those that hand over; rank p.rank, if among them, is not waited for */
+    int n_flag;
+    const float *src; /* (n) where it lies, a multiple of 4 floats; NULL: there */
+    float *dst;       /* (n) where it shall be */
+    size_t n;
+    uint32_t *room; /* the sender's, which may send again; NULL: it knows */
+};
+
+/* Grid <= JOIN_BLOCKS, block 256. Latency of the link, then n * 8 bytes. */
+__global__ void __launch_bounds__(256) k_take(struct take_args a) {
+    grid_dependency_wait();
+    const uint32_t e = a.p.counts->done[a.channel] + 1;
+    const int t = threadIdx.x;
+    if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank))
+        flag_await(a.flag + t, e, a.p, fault_code(a.n_flag == 1 ? 0 : t, a.channel, 0));
+    __syncthreads();
+    for (size_t i = 4 * ((size_t)blockIdx.x * 256 + threadIdx.x); i < a.n; i += (size_t)gridDim.x * 1024)
+        *(uint4 *)(a.dst + i) = ld_sys16(a.src + i);
+    if (channel_end(a.p, a.channel) && a.room) st_release_sys(a.room, e);
+    grid_dependency_launch();
+}
+
+/* y = x in BF16. Grid n / 1024, block 256, n a multiple of 4. 6 bytes per value. */
+__global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, size_t n) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const size_t i = 4 * ((size_t)blockIdx.x * 256 + threadIdx.x);
+    if (i >= n) return;
+    const float4 v = *(const float4 *)(x + i);
+    *(uint2 *)(y + i) = make_uint2(f32_to_bf16x2(v.x, v.y), f32_to_bf16x2(v.z, v.w));
+}
+
+/* ============================================================================================================
  * Embedding, norms, sums
  * ============================================================================================================ */
 
@@ -491,15 +644,15 @@ DEVICE float block_sum(float x) {
 /* One half, clamped like clamped_f16x2's. */
 DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
-/* x (n_tok, n_embd) F32 = rows of the embedding; cs, sn (n_tok, n_half): cos and sin of the positions, times `factor`. Grid n_tok,
+/* x (n_tok, n_embd) F32 = rows of the embedding, unless that is empty; cs, sn (n_tok, n_half): cos and sin of the positions, times `factor`. Grid n_tok,
  * block 256. Gathers n_embd weights per token out of tiles: 4 to 8 bytes of every 16; a few KB, latency only. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_embed(struct dmat w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half, float factor,
             float *x, float *cs, float *sn) {
     grid_dependency_launch();
     grid_dependency_wait();
-    int t = blockIdx.x, id = tokens[t];
-    for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) x[(size_t)t * w.n_in + i] = dmat_value(w, id, i);
+    int t = blockIdx.x;
+    for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) x[(size_t)t * w.n_in + i] = dmat_value(w, tokens[t], i);
     for (int i = threadIdx.x; i < n_half; i += ROW_THREADS) {
         float angle = (float)(b->pos + t) * freq[i];
         cs[t * n_half + i] = cosf(angle) * factor, sn[t * n_half + i] = sinf(angle) * factor;
@@ -508,43 +661,122 @@ __global__ void __launch_bounds__(ROW_THREADS)
 
 enum { NORM_THREADS = 512, NORM_VECS = 8, NORM_MAX = 4 * NORM_THREADS * NORM_VECS /* values of a row */ };
 
-/* x += delta (unless NULL); then, unless weight is NULL, h16 and, unless NULL, h32 = RMS norm of x times weight. Rows of n <= NORM_MAX,
- * a multiple of 4. Grid n_tok, block 512. Every value is read once and then held: 2 latencies, about 2 us for one token; 3 to 5 F32
- * passes over the rows for many. No __restrict__ here: it would let loads move above grid_dependency_wait. */
-__global__ void __launch_bounds__(NORM_THREADS)
-    k_add_norm(float *x, const float *delta, const float *weight, float eps, int n, uint16_t *h16, float *h32) {
-    const int i0 = 4 * (int)threadIdx.x;
-    const size_t row = (size_t)blockIdx.x * (size_t)n;
+/* Where what is added comes from. */
+enum delta_source {
+    DELTA_OWN,    /* this rank's alone, or nothing */
+    DELTA_PUSHED, /* all ranks', pushed by this kernel */
+    DELTA_PARTS,  /* all ranks', side by side */
+    DELTA_BF16    /* their sum */
+};
+
+struct norm_args {
+    float *x;            /* (n_tok, n), n <= NORM_MAX, a multiple of 4 */
+    const void *delta;   /* (n_tok, n) floats; parts: (n_rank, n_tok, n); BF16: halves of those bytes; NULL: nothing */
+    const float *weight; /* (n); NULL: only the sum is wanted */
+    float eps;
+    int n, n_tok;
+    uint16_t *h16; /* (n_tok, n) */
+    float *h32;    /* likewise, or NULL */
+    struct party p;
+    float *slot[MAX_RANKS];    /* pushed: of each rank, (2, n_rank, JOIN_SLOT) */
+    uint32_t *flag[MAX_RANKS]; /* likewise (n_rank, JOIN_BLOCKS) */
+    int place;                 /* which sum of the forward this is */
+};
+
+/* Pushes the block's rows to the other ranks and waits for theirs. Slots alternate: a rank that is one sum ahead writes to the other half,
+ * and it cannot be two ahead of one that still reads, whose flag of the sum between it would lack. */
+DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
+    const int tid = threadIdx.x;
+    const size_t n = (size_t)a.n, half = (size_t)(e & 1) * (size_t)a.p.n_rank * JOIN_SLOT;
+    for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x)
+        for (int i = 4 * tid; i < a.n; i += 4 * NORM_THREADS) {
+            const uint4 v = *(const uint4 *)((const float *)a.delta + (size_t)t * n + i);
+            for (int k = 0; k < a.p.n_rank; k++)
+                if (k != a.p.rank) st_sys16(a.slot[k] + half + (size_t)a.p.rank * JOIN_SLOT + (size_t)t * n + i, v);
+        }
+    __syncthreads();
+    if (tid < a.p.n_rank && tid != a.p.rank) {
+        st_release_sys(a.flag[tid] + a.p.rank * JOIN_BLOCKS + blockIdx.x, e);
+        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, fault_code(tid, CH_SUM, a.place));
+    }
+    __syncthreads();
+}
+
+/* Four values of what is added to row t at column i. */
+template <int SOURCE>
+DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
+    const size_t n = (size_t)a.n, at = (size_t)t * n + (size_t)i;
+    if (SOURCE == DELTA_OWN) return *(const float4 *)((const float *)a.delta + at);
+    if (SOURCE == DELTA_BF16) {
+        const uint2 v = *(const uint2 *)((const uint16_t *)a.delta + at);
+        return make_float4(bf16_value((uint16_t)v.x), bf16_value((uint16_t)(v.x >> 16)), bf16_value((uint16_t)v.y),
+                           bf16_value((uint16_t)(v.y >> 16)));
+    }
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (int k = 0; k < a.p.n_rank; k++) { /* in their order, so that all ranks have the same bits */
+        uint4 u;
+        if (SOURCE == DELTA_PARTS) u = *(const uint4 *)((const float *)a.delta + (size_t)k * (size_t)a.n_tok * n + at);
+        else if (k == a.p.rank) u = *(const uint4 *)((const float *)a.delta + at);
+        else u = ld_sys16(a.slot[a.p.rank] + ((size_t)(e & 1) * (size_t)a.p.n_rank + (size_t)k) * JOIN_SLOT + at);
+        const float4 v =
+            make_float4(__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w));
+        if (!k) sum = v;
+        else sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    return sum;
+}
+
+/* x += what is to be added; then, unless weight is NULL, h16 and h32 = RMS norm of x times weight. Grid n_tok, pushed: at most JOIN_BLOCKS,
+ * which all must be resident while they wait; block 512. Every value is read once and then held: 2 latencies, about 2 us for one token,
+ * pushed 5 us more; 3 to 5 F32 passes over the rows for many. No __restrict__ here: it would let loads move above
+ * grid_dependency_wait. */
+template <int SOURCE>
+__global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
+    const int i0 = 4 * (int)threadIdx.x, n = a.n;
+    uint32_t e = 0;
     float4 v[NORM_VECS], w[NORM_VECS], d;
-    grid_dependency_launch();
+    if (SOURCE != DELTA_PUSHED) grid_dependency_launch();
     UNROLL for (int u = 0; u < NORM_VECS; u++) {
         const int i = i0 + 4 * NORM_THREADS * u;
-        if (weight && i < n) w[u] = *(const float4 *)(weight + i);
+        if (a.weight && i < n) w[u] = *(const float4 *)(a.weight + i);
     }
     grid_dependency_wait();
-    UNROLL for (int u = 0; u < NORM_VECS; u++) {
-        const int i = i0 + 4 * NORM_THREADS * u;
-        v[u] = i < n ? *(const float4 *)(x + row + i) : make_float4(0, 0, 0, 0);
-        if (!delta || i >= n) continue;
-        d = *(const float4 *)(delta + row + i);
-        v[u].x += d.x, v[u].y += d.y, v[u].z += d.z, v[u].w += d.w;
+    if (SOURCE == DELTA_PUSHED) {
+        e = a.p.counts->done[CH_SUM] + 1;
+        rows_push(a, e);
+        grid_dependency_launch(); /* not before: the next kernel's blocks would take the places of a rank on the same GPU */
     }
-    float ss = 0;
-    UNROLL for (int u = 0; u < NORM_VECS; u++) {
-        const int i = i0 + 4 * NORM_THREADS * u;
-        if (delta && i < n) *(float4 *)(x + row + i) = v[u];
-        ss += v[u].x * v[u].x + v[u].y * v[u].y + v[u].z * v[u].z + v[u].w * v[u].w;
+    for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x) {
+        float *x = a.x + (size_t)t * (size_t)n;
+        UNROLL for (int u = 0; u < NORM_VECS; u++) {
+            const int i = i0 + 4 * NORM_THREADS * u;
+            v[u] = i < n ? *(const float4 *)(x + i) : make_float4(0, 0, 0, 0);
+            if (!a.delta || i >= n) continue;
+            d = delta_at<SOURCE>(a, e, t, i);
+            v[u].x += d.x, v[u].y += d.y, v[u].z += d.z, v[u].w += d.w;
+        }
+        float ss = 0;
+        UNROLL for (int u = 0; u < NORM_VECS; u++) {
+            const int i = i0 + 4 * NORM_THREADS * u;
+            if (a.delta && i < n) *(float4 *)(x + i) = v[u];
+            ss += v[u].x * v[u].x + v[u].y * v[u].y + v[u].z * v[u].z + v[u].w * v[u].w;
+        }
+        if (a.weight) {
+            const float f = rsqrtf(block_sum(ss) / (float)n + a.eps);
+            UNROLL for (int u = 0; u < NORM_VECS; u++) {
+                const int i = i0 + 4 * NORM_THREADS * u;
+                if (i >= n) continue;
+                const float4 y =
+                    make_float4(v[u].x * f * w[u].x, v[u].y * f * w[u].y, v[u].z * f * w[u].z, v[u].w * f * w[u].w);
+                const size_t at = (size_t)t * (size_t)n + (size_t)i;
+                *(uint2 *)(a.h16 + at) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+                if (a.h32) *(float4 *)(a.h32 + at) = y;
+            }
+        }
+        if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's sum overwrites the parts of this one's */
     }
-    if (!weight) return;
-    const float f = rsqrtf(block_sum(ss) / (float)n + eps);
-    UNROLL for (int u = 0; u < NORM_VECS; u++) {
-        const int i = i0 + 4 * NORM_THREADS * u;
-        if (i >= n) continue;
-        const float4 y =
-            make_float4(v[u].x * f * w[u].x, v[u].y * f * w[u].y, v[u].z * f * w[u].z, v[u].w * f * w[u].w);
-        *(uint2 *)(h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
-        if (h32) *(float4 *)(h32 + row + i) = y;
-    }
+    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_SUM))
+        *(volatile uint32_t *)&a.p.watch->sums = a.p.counts->done[CH_SUM];
 }
 
 /* ============================================================================================================
@@ -2508,6 +2740,17 @@ enum {
     SPLITS_MAX = 384
 };
 
+/* What other ranks write to: on the receiver's GPU, or in host memory. */
+struct area {
+    uint32_t *sum_flag;    /* (n_rank, JOIN_BLOCKS) */
+    uint32_t *logits_flag; /* (n_rank) */
+    uint32_t *x_flag;      /* of the stage before */
+    uint32_t *room;        /* of the stage behind: what it has taken */
+    float *slot;           /* (2, n_rank, JOIN_SLOT) */
+    float *x;              /* (chunk, n_embd) from the stage before */
+    float *logits;         /* (LOGIT_ROWS, stride) of all ranks of the last stage, in its first */
+};
+
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
     int device, n_sm;
@@ -2532,9 +2775,21 @@ struct cuda {
     uint16_t *hidden, *hidden_shared; /* few: (jobs, FEW_TOKENS, n_ff); many: (slots, n_ff), (chunk, n_ff) */
     struct route_args route;
     struct sort_args sort;
-    float *slots;       /* (chunk k, n_embd) results of the experts before they are weighed */
-    float *logits;      /* (LOGIT_ROWS, n_vocab) */
-    float *logits_host; /* host, pinned, likewise */
+    float *slots;         /* (chunk k, n_embd) results of the experts before they are weighed */
+    float *logits;        /* (LOGIT_ROWS, n_vocab) or, in one of several ranks, of the rows it has; */
+    size_t logits_stride; /* floats from row to row */
+    float *logits_host;   /* host, pinned, likewise */
+    /* with other ranks */
+    struct party party;
+    struct area area[MAX_RANKS];               /* of the ranks of the stage; */
+    struct area next, before;                  /* of the same rank in other stages */
+    void *host_area[2];                        /* pinned: the watch, and the rank's area where that is in host memory */
+    float *gathered;                           /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
+    uint16_t *sum16;                           /* (chunk, n_embd) BF16 */
+    bool nccl_wanted, by_nccl[FEW_TOKENS + 1]; /* at all; sums of so many tokens */
+#ifdef HAVE_NCCL
+    ncclComm_t comm;
+#endif
     struct sample_args sample;
     struct sampling sampling;              /* of the latest choice */
     int32_t *token_host;                   /* pinned */
@@ -2568,6 +2823,43 @@ static bool cuda_ok(struct cuda *c, cudaError_t e, const char *what) {
     cudaGetLastError();
     return cuda_fail(c, "%s: %s%s", what, cudaGetErrorString(e),
                      image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
+}
+
+/* What a kernel that waited in vain has told. */
+static void fault_report(struct rank *r, uint32_t fault) {
+    const int rank = (int)((fault - 1) & 15), channel = (int)((fault - 1) >> 4 & 15), place = (int)(fault >> 8);
+    const int index = r->m->part.stage * r->m->part.n_rank + rank;
+    if (channel == CH_SUM)
+        cuda_fail(r->cuda, "rank %d did not come to the sum of the %s of layer %d within %d s: has its GPU stopped?",
+                  index, place % 2 ? "feed-forward" : "attention", r->m->first_layer + place / 2,
+                  (int)(PATIENCE / 1000000000));
+    else
+        cuda_fail(r->cuda, "%s did not come: has its GPU stopped?",
+                  channel == CH_LOGITS ? "a part of the logits" : "the batch of another stage");
+}
+
+/* Waits for what was enqueued. With other ranks a GPU may wait for one that never comes: then it must not be waited for blindly. */
+static bool rank_sync(struct rank *r, const char *what) {
+    struct cuda *c = r->cuda;
+    if (!c->party.watch) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
+    enum { SPINS = 2000, NAP = 50000 /* ns */, STALL = 60 /* s */ };
+    volatile struct watch *w = (volatile struct watch *)c->host_area[0];
+    uint32_t sums = w->sums;
+    uint64_t naps = 0;
+    cudaError_t e;
+    for (uint64_t turn = 0; (e = cudaStreamQuery(c->stream)) == cudaErrorNotReady; turn++) {
+        if (w->sums != sums) sums = w->sums, naps = 0;
+        if (w->fault) break;
+        rank_beat(r);
+        if (turn < SPINS) continue;
+        const struct timespec nap = {0, NAP};
+        nanosleep(&nap, NULL);
+        if (++naps > (uint64_t)STALL * 1000000000 / NAP)
+            return cuda_fail(c, "%s: nothing has happened for %d s; does another rank or NCCL hang?", what, (int)STALL);
+    }
+    if (w->fault) return fault_report(r, w->fault), false;
+    if (e == cudaErrorNotReady) e = cudaSuccess;
+    return cuda_ok(c, e, what);
 }
 
 static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
@@ -2629,14 +2921,20 @@ static size_t weight_device_bytes(const struct weight *w) {
 static void upload_part(struct cuda *c, const struct weight *w, const struct dmat *d, struct repack r) {
     int s = c->stage_at++ % STAGES, rows = r.n_rt * TILE_ROWS;
     if (rows > w->n_out - r.rt0 * TILE_ROWS) rows = w->n_out - r.rt0 * TILE_ROWS;
-    size_t bytes = (size_t)rows * w->row_bytes;
+    size_t bytes = (size_t)rows * r.row_bytes;
     if (!cuda_ok(c, cudaEventSynchronize(c->stage_free[s]), "waiting for an upload")) return;
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < r.n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
-        size_t from = bytes * (size_t)(i % 16) / 16, to = bytes * (size_t)(i % 16 + 1) / 16;
-        memcpy(c->stage_host[s] + (size_t)(i / 16) * bytes + from,
-               w->data + (size_t)(r.e0 + i / 16) * w->expert_bytes + (size_t)(r.rt0 * TILE_ROWS) * w->row_bytes + from,
-               to - from);
+        int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
+        uint8_t *out = c->stage_host[s] + (size_t)(i / 16) * bytes;
+        const uint8_t *in =
+            w->data + (size_t)(r.e0 + i / 16) * w->expert_bytes + (size_t)(r.rt0 * TILE_ROWS) * w->row_bytes;
+        if (r.row_bytes == w->row_bytes)
+            memcpy(out + (size_t)from * r.row_bytes, in + (size_t)from * r.row_bytes,
+                   (size_t)(to - from) * r.row_bytes);
+        else /* some of the columns */
+            for (int row = from; row < to; row++)
+                memcpy(out + (size_t)row * r.row_bytes, in + (size_t)row * w->row_bytes, r.row_bytes);
     }
     cuda_ok(c, cudaMemcpyAsync(c->stage[s], c->stage_host[s], bytes * (size_t)r.n_e, cudaMemcpyHostToDevice, c->stream),
             "uploading weights");
@@ -2649,13 +2947,13 @@ static void upload_part(struct cuda *c, const struct weight *w, const struct dma
 
 /* One pass over a matrix. */
 static void upload_pass(struct cuda *c, const struct weight *w, const struct dmat *d, int shift) {
-    size_t bytes = (size_t)w->n_out * w->row_bytes;
+    size_t row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in), bytes = (size_t)w->n_out * row_bytes;
     int n_e = bytes <= STAGE_BYTES ? (int)(STAGE_BYTES / bytes) : 1;
-    int n_rt = bytes <= STAGE_BYTES ? d->n_rt : (int)(STAGE_BYTES / (w->row_bytes * TILE_ROWS));
+    int n_rt = bytes <= STAGE_BYTES ? d->n_rt : (int)(STAGE_BYTES / (row_bytes * TILE_ROWS));
     for (int e = 0; e < w->n_expert; e += n_e)
         for (int rt = 0; rt < d->n_rt; rt += n_rt) {
             struct repack r = {NULL,
-                               w->row_bytes,
+                               row_bytes,
                                w->type,
                                e,
                                w->n_expert - e < n_e ? w->n_expert - e : n_e,
@@ -2760,6 +3058,9 @@ static const float *vec(const struct cuda *c, const float *host) { return host ?
  * Operations
  * ============================================================================================================ */
 
+/* Floats from row to row where several ranks' logits come together: their pieces are moved by 16 bytes. */
+static size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
+
 static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
 
 /* Tokens and position to the device. */
@@ -2797,25 +3098,104 @@ static void cuda_end(struct rank *r) {
     cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
 }
 
-static void cuda_enter(struct rank *r, enum act out) {
-    struct cuda *c = r->cuda;
-    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, *mat(c, &r->m->embd), c->tokens, c->batch,
-               c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
+static void take(struct rank *r, int channel, const uint32_t *flag, int n_flag, const float *src, float *dst, size_t n,
+                 uint32_t *room) {
+    struct take_args a = {r->cuda->party, channel, flag, n_flag, src, dst, n, room};
+    LAUNCH_PDL(k_take, src ? (unsigned)JOIN_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
 }
 
-/* x (+= delta); out = norm(x) * w when w is given: in halves, and in F32 too where the slot has that. */
-static void add_norm(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w, enum act out) {
+static void hand(struct rank *r, int channel, const float *src, size_t src_stride, float *dst, size_t dst_stride,
+                 int n_row, int n_col, const uint32_t *room, uint32_t *flag) {
+    struct hand_args a = {r->cuda->party, channel, src, dst, src_stride, dst_stride, n_row, n_col, room, flag};
+    LAUNCH_PDL(k_hand, (unsigned)JOIN_BLOCKS, 256, 0, r->cuda->stream, a);
+}
+
+static void cuda_enter(struct rank *r, enum act out) {
     struct cuda *c = r->cuda;
-    LAUNCH_PDL(k_add_norm, (unsigned)n_tok, NORM_THREADS, 0, c->stream, x, delta, vec(c, w), r->m->rms_eps, n,
-               c->x16[out], out == A_H ? c->x32[out] : NULL);
+    const struct dmat none = {};
+    r->joined = 0;
+    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, r->m->embd.data ? *mat(c, &r->m->embd) : none,
+               c->tokens, c->batch, c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
+    const struct area *own = &c->area[r->m->part.rank];
+    if (r->m->part.stage)
+        take(r, CH_TAKE, own->x_flag, 1, own->x, c->x32[out], (size_t)r->n_tok * (size_t)r->m->n_embd, c->before.room);
+}
+
+/* What k_add_norm gets for n_tok rows of n: out in halves, and in F32 too where the slot has that. */
+static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w,
+                                enum act out) {
+    struct cuda *c = r->cuda;
+    struct norm_args a = {};
+    a.x = x, a.delta = delta, a.weight = vec(c, w), a.eps = r->m->rms_eps, a.n = n, a.n_tok = n_tok;
+    a.h16 = c->x16[out], a.h32 = out == A_H ? c->x32[out] : NULL;
+    return a;
 }
 static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
-    add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], NULL, w, out);
+    struct norm_args a = norm_of(r, r->cuda->x32[x], r->n_tok, r->width[x], NULL, w, out);
+    LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)r->n_tok, NORM_THREADS, 0, r->cuda->stream, a);
 }
+
+#ifdef HAVE_NCCL
+static bool nccl_ok(struct cuda *c, ncclResult_t e, const char *what) {
+    return e == ncclSuccess ? !c->failed
+                            : cuda_fail(c, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(c->comm));
+}
+
+/* The sum by NCCL. For few tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
+ * BF16: two bytes per value cross the bus instead of four, and each addition rounds to 8 bits (NMSE of about 4e-6). */
+static bool sum_by_nccl(struct rank *r, struct norm_args *a) {
+    struct cuda *c = r->cuda;
+    const size_t count = (size_t)a->n_tok * (size_t)a->n;
+    const bool few = a->n_tok <= FEW_TOKENS;
+    if (!c->comm || (few && !c->by_nccl[a->n_tok])) return false;
+    if (few) {
+        nccl_ok(c, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
+        a->delta = c->gathered;
+        LAUNCH_PDL(k_add_norm<DELTA_PARTS>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
+    } else {
+        LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
+                   count);
+        nccl_ok(c, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream),
+                "NCCL all-reduce");
+        a->delta = c->sum16;
+        LAUNCH_PDL(k_add_norm<DELTA_BF16>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
+    }
+    return true;
+}
+#else
+static bool sum_by_nccl(struct rank *, struct norm_args *) { return false; }
+#endif
+
 static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
-    add_norm(r, r->cuda->x32[x], r->n_tok, r->width[x], r->cuda->x32[delta], w, out);
+    struct cuda *c = r->cuda;
+    const struct part *p = &r->m->part;
+    const int n_tok = r->n_tok, n = r->width[x], piece = JOIN_SLOT / n; /* rows that are pushed at once */
+    struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
+    if (p->n_rank == 1) {
+        LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
+        return;
+    }
+    a.p = c->party, a.place = (int)r->joined++;
+    if (sum_by_nccl(r, &a)) return;
+    for (int k = 0; k < p->n_rank; k++) a.slot[k] = c->area[k].slot, a.flag[k] = c->area[k].sum_flag;
+    for (int t = 0; t < n_tok; t += piece) {
+        const size_t at = (size_t)t * (size_t)n;
+        struct norm_args b = a;
+        b.n_tok = n_tok - t < piece ? n_tok - t : piece;
+        b.x += at, b.delta = (const float *)a.delta + at, b.h16 += at;
+        if (b.h32) b.h32 += at;
+        LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, (unsigned)min(b.n_tok, (int)JOIN_BLOCKS), NORM_THREADS, 0, c->stream, b);
+    }
 }
-static void cuda_leave(struct rank *r, enum act x, enum act delta) { cuda_reduce_add_rmsnorm(r, x, delta, NULL, A_H); }
+
+static void cuda_leave(struct rank *r, enum act x, enum act delta) {
+    struct cuda *c = r->cuda;
+    const size_t n = (size_t)r->m->n_embd;
+    cuda_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
+    if (r->m->part.stage + 1 < r->m->part.n_stage)
+        hand(r, CH_HAND, c->x32[x], n, c->next.x, n, r->n_tok, r->m->n_embd, c->area[r->m->part.rank].room,
+             c->next.x_flag);
+}
 
 /* The next launch moves `count` matrices of w's shape, and `more` bytes. */
 static void profile_matrices(const struct dmat *w, double count, double more) {
@@ -3025,21 +3405,29 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
 
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
-    add_norm(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
-    product(r, mat(c, &r->m->output), c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits,
-            (size_t)r->m->n_vocab, 0);
+    const struct part *p = &r->m->part;
+    struct norm_args a =
+        norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
+    LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n, NORM_THREADS, 0, c->stream, a);
+    product(r, mat(c, &r->m->output), c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride,
+            0);
+    const struct area *head = &c->area[0];
+    if (p->rank) /* behind the last id there is room for three more */
+        hand(r, CH_LOGITS, c->logits, c->logits_stride, head->logits + r->m->first_id, logits_stride(r->m->n_vocab), n,
+             (r->m->output.n_out + 3) / 4 * 4, NULL, head->logits_flag + p->rank);
+    else if (p->n_rank > 1) take(r, CH_LOGITS, head->logits_flag, p->n_rank, NULL, NULL, 0, NULL);
     cuda_ok(c, cudaGetLastError(), "the output layer");
 }
 
 static const float *cuda_read_logits(struct rank *r, int row) {
     struct cuda *c = r->cuda;
-    size_t at = (size_t)row * (size_t)r->m->n_vocab;
+    float *out = c->logits_host + (size_t)row * (size_t)r->m->n_vocab;
     cuda_ok(c,
-            cudaMemcpyAsync(c->logits_host + at, c->logits + at, (size_t)r->m->n_vocab * sizeof(float),
-                            cudaMemcpyDeviceToHost, c->stream),
+            cudaMemcpyAsync(out, c->logits + (size_t)row * c->logits_stride, (size_t)r->m->n_vocab * sizeof(float),
+                            cudaMemcpyDefault, c->stream),
             "reading logits");
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "a forward pass");
-    return c->logits_host + at;
+    rank_sync(r, "a forward pass");
+    return out;
 }
 
 static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
@@ -3064,7 +3452,7 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
 static int32_t cuda_read_token(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct sample_args *p = &c->sample;
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "a forward pass");
+    rank_sync(r, "a forward pass");
     if (*c->token_host >= 0) return *c->token_host;
     return sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, 0), p->recent, p->n_recent, p->uniform);
 }
@@ -3080,10 +3468,10 @@ static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first,
     const char *what = "copying the cache";
     if (data) cuda_ok(c, cudaMemcpyAsync(store ? d : data, store ? data : d, nd, kind, c->stream), what);
     if (scale) cuda_ok(c, cudaMemcpyAsync(store ? s : scale, store ? scale : s, ns, kind, c->stream), what);
-    cuda_ok(c, cudaStreamSynchronize(c->stream), what);
+    rank_sync(r, what);
 }
 
-static void cuda_wait(struct rank *r) { cuda_ok(r->cuda, cudaStreamSynchronize(r->cuda->stream), "a forward pass"); }
+static void cuda_wait(struct rank *r) { rank_sync(r, "a forward pass"); }
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
  * 512. No memory: `out` is there
@@ -3123,7 +3511,7 @@ static struct rates cuda_measure(struct rank *r) {
     ms = 0;
     for (int turns = 1; timed && turns < 1 << 24 && ms < 4; turns *= 2) {
         cudaEventRecord(e[0], c->stream);
-        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns, c->logits);
+        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns, c->x32[A_X]);
         timed = stop(), c->mma_turns = turns;
     }
     if (timed) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * c->n_sm / (ms * 1e-3);
@@ -3171,10 +3559,17 @@ static void cuda_close(struct rank *r) {
     if (!c) return;
     cudaSetDevice(c->device);
     if (c->stream) cudaStreamSynchronize(c->stream);
+    int mine = 0, all[MAX_RANKS]; /* nobody writes to this rank's memory any more */
+    rank_exchange(r, &mine, all, sizeof mine);
+#ifdef HAVE_NCCL
+    if (c->comm) ncclCommDestroy(c->comm);
+#endif
     for (int i = 0; i <= FEW_TOKENS; i++)
         if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
     for (size_t i = 0; i < c->n_owned; i++) cudaFree(c->owned[i]);
     if (c->logits_host) cudaFreeHost(c->logits_host);
+    for (void *p : c->host_area)
+        if (p) cudaFreeHost(p);
     upload_end(c);
     if (c->stream) cudaStreamDestroy(c->stream);
     free(c->owned);
@@ -3193,33 +3588,38 @@ static const struct ops cuda_ops = {
     cuda_read_logits, cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
     cuda_measure,     cuda_profile,       cuda_close};
 
-/* A message if the kernels cannot run this model, else NULL. */
-static const char *cuda_refuses(const struct model *m, enum kv_type kv) {
-    static char why[ERR_MAX];
+/* A message in why (ERR_MAX) if the kernels cannot run this model or part of one; else it is empty. */
+static void cuda_refuses(const struct model *m, enum kv_type kv, char *why) {
     int dk = m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k, dv = m->kv_lora ? m->kv_lora : m->head_v;
     why[0] = 0;
-    if (kv == KV_F32) snprintf(why, sizeof why, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
+    if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
     else if (!attn_supported(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
-        snprintf(why, sizeof why, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
+        snprintf(why, ERR_MAX, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
                  dv);
     else if (m->n_embd > NORM_MAX || m->q_lora > NORM_MAX)
-        snprintf(why, sizeof why, "rows of %d values are not supported on a GPU (at most %d); use --cpu",
+        snprintf(why, ERR_MAX, "rows of %d values are not supported on a GPU (at most %d); use --cpu",
                  m->n_embd > m->q_lora ? m->n_embd : m->q_lora, (int)NORM_MAX);
     else if (m->n_group > ROUTE_MAX_GROUPS)
-        snprintf(why, sizeof why, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
+        snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     for (int il = -2; il < m->n_layer && !why[0]; il++) {
         const struct weight *w[LAYER_WEIGHTS];
         int n = 1;
         if (il < 0) w[0] = il == -2 ? &m->embd : &m->output;
-        else n = layer_matrices(&m->layers[il], w);
-        for (int i = 0; i < n; i++)
-            if (w[i]->n_in % 8)
-                snprintf(why, sizeof why,
+        else n = layer_weights(&m->layers[il], w);
+        for (int i = 0; i < n && !why[0]; i++)
+            if (w[i]->data && !weight_tiles(w[i]))
+                snprintf(
+                    why, ERR_MAX,
+                    "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
+                    "--tp",
+                    m->part.n_rank, m->part.rank, il < 0 ? "the output of layer" : "layer",
+                    il < 0 ? m->n_layer : m->first_layer + il);
+            else if (w[i]->n_in % 8)
+                snprintf(why, ERR_MAX,
                          "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; "
                          "use --cpu",
                          w[i]->n_in);
     }
-    return why[0] ? why : NULL;
 }
 
 /* Copies every tensor that a forward uses. */
@@ -3232,7 +3632,8 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
     total += (double)weight_device_bytes(&m->embd) + (double)weight_device_bytes(&m->output);
     size_t free_bytes = 0, all = 0;
     cuda_ok(c, cudaMemGetInfo(&free_bytes, &all), "asking for the free memory");
-    if (!c->failed && total > (double)free_bytes)
+    if (!c->failed &&
+        total > (double)free_bytes) /* of several ranks on one GPU some may have begun: theirs is not free */
         cuda_fail(c, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
                   gib(free_bytes), gib(all));
     c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
@@ -3243,7 +3644,8 @@ static void upload_model(struct cuda *c, const struct model *m, void (*progress)
         cuda_ok(c, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");
         cuda_ok(c, cudaEventRecord(c->stage_free[s], c->stream), "upload");
     }
-    upload_matrix(c, &m->embd, "token_embd"), upload_matrix(c, &m->output, "output");
+    if (m->embd.data) upload_matrix(c, &m->embd, "token_embd");
+    if (m->output.data) upload_matrix(c, &m->output, "output");
     upload_floats(c, m->output_norm, (size_t)m->n_embd, "norms");
     for (int il = 0; il < m->n_layer && !c->failed; il++) {
         const struct layer *y = &m->layers[il];
@@ -3326,7 +3728,13 @@ static size_t layout(struct rank *r, struct cuda *c, int chunk) {
     ROOM(d->sort.tile_first, int32_t, tiles);
     ROOM(d->sort.tile_count, int32_t, tiles);
     ROOM(d->sort.n_tiles, int32_t, 1);
-    ROOM(d->logits, float, LOGIT_ROWS *(size_t)m->n_vocab);
+    const struct part *p = &m->part;
+    if (p->stage == p->n_stage - 1 && (p->n_rank == 1 || p->rank)) /* the first of several has them in its area */
+        ROOM(d->logits, float, LOGIT_ROWS *(p->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));
+    if (p->n_rank > 1 && (d->nccl_wanted || !c)) {
+        ROOM(d->gathered, float, (size_t)p->n_rank *few *(size_t)m->n_embd);
+        ROOM(d->sum16, uint16_t, n * (size_t)m->n_embd);
+    }
     ROOM(d->sample.block_best, uint64_t, SAMPLE_BLOCKS);
     ROOM(d->sample.block_mass, double, SAMPLE_BLOCKS);
     ROOM(d->sample.bins, int, SAMPLE_BINS);
@@ -3385,28 +3793,208 @@ extern "C" const char *cuda_targets(void) {
 #endif
 }
 
-extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
-    int n_dev = cuda_device_count(err);
-    if (!n_dev) return -1;
-    if (o->device >= n_dev) return snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", o->device, n_dev), -1;
-    const char *why = cuda_refuses(m, o->kv);
-    if (why) return snprintf(err, ERR_MAX, "%s", why), -1;
-    struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
-    memset(r, 0, sizeof *r);
-    if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
-    r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv;
-    c->device = o->device, c->err = err;
-    cuda_describe(o->device, r->name);
+/* Whether all these GPUs can write to each other's memory. */
+extern "C" bool cuda_peers(const int *device, int n) {
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < n; k++) {
+            int can = 0;
+            if (device[i] != device[k] && (cudaDeviceCanAccessPeer(&can, device[i], device[k]) != cudaSuccess || !can))
+                return cudaGetLastError(), false;
+        }
+    return true;
+}
+
+/* ---- start: ranks go through the same steps; what one of them meets, all hear of ---- */
+
+struct ballot {
+    int failed, n_ctx, chunk;
+    uint8_t *area;
+};
+
+/* Hears the others out: n_ctx and chunk become the smallest of all; all (n) may be NULL. False: somebody has failed. */
+static bool vote(struct rank *r, struct ballot *v, struct ballot *all) {
+    struct ballot heard[MAX_RANKS];
+    v->failed = r->cuda->failed;
+    rank_exchange(r, v, heard, sizeof *v);
+    for (int i = 0; i < r->m->part.n_rank * r->m->part.n_stage; i++) {
+        r->cuda->failed |= heard[i].failed != 0;
+        if (heard[i].n_ctx < v->n_ctx) v->n_ctx = heard[i].n_ctx;
+        if (heard[i].chunk < v->chunk) v->chunk = heard[i].chunk;
+        if (all) all[i] = heard[i];
+    }
+    return !r->cuda->failed;
+}
+
+/* The area of the rank that has the part p of the model, at base; its bytes. */
+static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, int chunk) {
+    size_t at = 0, n_rank = (size_t)p.n_rank;
+    auto room = [&](size_t bytes) {
+        uint8_t *place = base + at;
+        at += (bytes + 255) / 256 * 256;
+        return place;
+    };
+    a->sum_flag = (uint32_t *)room(n_rank * JOIN_BLOCKS * sizeof(uint32_t));
+    a->logits_flag = (uint32_t *)room(n_rank * sizeof(uint32_t));
+    a->x_flag = (uint32_t *)room(sizeof(uint32_t)), a->room = (uint32_t *)room(sizeof(uint32_t));
+    a->slot = (float *)room(n_rank > 1 ? 2 * n_rank * JOIN_SLOT * sizeof(float) : 0);
+    a->x = (float *)room(p.stage ? (size_t)chunk * (size_t)m->n_embd * sizeof(float) : 0);
+    const bool head = n_rank > 1 && !p.rank && p.stage == p.n_stage - 1;
+    a->logits = (float *)room(head ? LOGIT_ROWS * logits_stride(m->n_vocab) * sizeof(float) : 0);
+    return at;
+}
+
+/* Memory that the others may write to, and theirs. */
+static void link_areas(struct rank *r, const struct cuda_options *o, bool peers) {
+    struct cuda *c = r->cuda;
+    const struct part p = r->m->part;
+    const int n = p.n_rank * p.n_stage;
+    struct ballot mine = {}, all[MAX_RANKS];
+    for (int i = 0; i < n && peers && !c->failed; i++) {
+        if (o->device[i] == c->device) continue;
+        cudaError_t e = cudaDeviceEnablePeerAccess(o->device[i], 0);
+        if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
+        else cuda_ok(c, e, "reaching another GPU");
+    }
+    size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->chunk);
+    if (peers) mine.area = (uint8_t *)cuda_own(c, bytes, "what other ranks send");
+    else if (cuda_ok(c, cudaHostAlloc(&c->host_area[1], bytes, cudaHostAllocPortable | cudaHostAllocMapped),
+                     "host memory"))
+        mine.area = (uint8_t *)memset(c->host_area[1], 0, bytes);
+    struct watch *watch = NULL;
+    if (cuda_ok(c, cudaHostAlloc(&c->host_area[0], sizeof *watch, cudaHostAllocPortable | cudaHostAllocMapped),
+                "host memory"))
+        watch = (struct watch *)memset(c->host_area[0], 0, sizeof *watch);
+    struct counts *counts = (struct counts *)cuda_own(c, sizeof *counts, "what other ranks send");
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "starting"); /* the flags are 0 before anybody knows where they are */
+    if (!vote(r, &mine, all)) return;
+    c->party = {p.rank, p.n_rank, counts, watch};
+    for (int i = 0; i < p.n_rank; i++)
+        area_layout(&c->area[i], all[p.stage * p.n_rank + i].area, r->m, {i, p.n_rank, p.stage, p.n_stage}, r->chunk);
+    for (int step = -1; step <= 1; step += 2) {
+        const int stage = p.stage + step;
+        if (stage < 0 || stage >= p.n_stage) continue;
+        area_layout(step < 0 ? &c->before : &c->next, all[stage * p.n_rank + p.rank].area, r->m,
+                    {p.rank, p.n_rank, stage, p.n_stage}, r->chunk);
+    }
+    if (p.n_rank > 1 && !p.rank && p.stage == p.n_stage - 1) c->logits = c->area[0].logits;
+}
+
+enum { JOIN_SIZES = 5 };
+static const int join_sizes[JOIN_SIZES] = {1, 2, 4, 8, FEW_TOKENS};
+
+#ifdef HAVE_NCCL
+/* The communicator of the stage. */
+static void link_nccl(struct rank *r) {
+    struct cuda *c = r->cuda;
+    const struct part p = r->m->part;
+    ncclUniqueId id = {}, all[MAX_RANKS];
+    struct ballot v = {};
+    if (!p.rank) nccl_ok(c, ncclGetUniqueId(&id), "NCCL");
+    rank_exchange(r, &id, all, sizeof id);
+    if (vote(r, &v, NULL)) nccl_ok(c, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
+    vote(r, &v, NULL);
+}
+#endif
+
+/* Microseconds of a sum of n_tok rows. */
+static float time_sum(struct rank *r, int n_tok) {
+    enum { WARM = 10, RUNS = 40 };
+    struct cuda *c = r->cuda;
+    cudaEvent_t e[2] = {};
+    float ms = 0;
+    r->n_tok = n_tok;
+    for (cudaEvent_t &x : e) cuda_ok(c, cudaEventCreate(&x), "timing");
+    for (int i = 0; i < WARM + RUNS && !c->failed; i++) {
+        if (i == WARM) cuda_ok(c, cudaEventRecord(e[0], c->stream), "timing");
+        cuda_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+    }
+    cuda_ok(c, cudaEventRecord(e[1], c->stream), "timing");
+    if (rank_sync(r, "timing sums")) cuda_ok(c, cudaEventElapsedTime(&ms, e[0], e[1]), "timing");
+    for (cudaEvent_t x : e)
+        if (x) cudaEventDestroy(x);
+    return ms * 1e3f / RUNS;
+}
+
+/* For each number of tokens the faster way to add, by the slowest rank of all; both give the same bits. */
+static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers) {
+    struct cuda *c = r->cuda;
+    const struct part p = r->m->part;
+    float us[JOIN_SIZES][2] = {}, all[MAX_RANKS][JOIN_SIZES][2];
+    const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
+    const bool both = c->nccl_wanted && o->allreduce == ALLREDUCE_AUTO;
+    int version = 0;
+    char list[64] = "";
+#ifdef HAVE_NCCL
+    if (c->nccl_wanted) ncclGetVersion(&version);
+#endif
+    for (int i = 0; i < JOIN_SIZES && p.n_rank > 1; i++)
+        for (int k = 0; k < 2; k++)
+            if (both || k == c->nccl_wanted) c->by_nccl[join_sizes[i]] = k != 0, us[i][k] = time_sum(r, join_sizes[i]);
+    rank_exchange(r, us, all, sizeof us);
+    for (int i = 0, n = 1; i < JOIN_SIZES; i++) {
+        float worst[2] = {};
+        for (int k = 0; k < p.n_rank * p.n_stage; k++)
+            for (int w = 0; w < 2; w++)
+                if (all[k][i][w] > worst[w]) worst[w] = all[k][i][w];
+        const bool nccl = both ? worst[1] < worst[0] : c->nccl_wanted;
+        for (; n <= join_sizes[i]; n++) c->by_nccl[n] = nccl;
+        if (i == 0 || i == JOIN_SIZES - 1)
+            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", join_sizes[i],
+                     nccl ? "NCCL" : "own", (double)worst[nccl]);
+    }
+    if (p.n_rank == 1) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
+    else if (!version) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
+    else
+        snprintf(r->link, sizeof r->link,
+                 "sums: NCCL %d.%d for many tokens, for few the faster (tokens: %s); through %s", version / 10000,
+                 version / 100 % 100, list, way);
+    cuda_ok(c, cudaMemsetAsync(c->x32[A_X], 0, (size_t)r->width[A_X] * sizeof(float), c->stream), "starting");
+}
+
+/* Connects the rank with the others. */
+static void link_ranks(struct rank *r, const struct cuda_options *o) {
+    const struct part p = r->m->part;
+    const bool peers = cuda_peers(o->device, p.n_rank * p.n_stage);
+    struct ballot v = {};
+    link_areas(r, o, peers);
+    if (r->cuda->failed) return;
+#ifdef HAVE_NCCL
+    if (r->cuda->nccl_wanted) link_nccl(r);
+    if (r->cuda->failed) return;
+#endif
+    choose_sums(r, o, peers);
+    vote(r, &v, NULL);
+}
+
+/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. */
+static bool wants_nccl(struct rank *r, const struct cuda_options *o) {
+    const struct part p = r->m->part;
+    bool twice = false, built = false;
+    for (int i = 0; i < p.n_rank; i++)
+        for (int k = 0; k < i; k++) twice |= o->device[p.stage * p.n_rank + i] == o->device[p.stage * p.n_rank + k];
+#ifdef HAVE_NCCL
+    built = true;
+#endif
+    if (o->allreduce == ALLREDUCE_NCCL && p.n_rank > 1 && (twice || !built))
+        cuda_fail(r->cuda, "--allreduce nccl: %s",
+                  built ? "NCCL does not run two ranks on one GPU" : "this program was built without NCCL");
+    return built && !twice && p.n_rank > 1 && o->allreduce != ALLREDUCE_ONESHOT;
+}
+
+/* What does not depend on sizes. */
+static void rank_basics(struct rank *r, const struct cuda_options *o) {
+    const struct model *m = r->m;
+    struct cuda *c = r->cuda;
     const int dk = m->n_head * m->head_k, dv = m->n_head * m->head_v;
     r->width[A_X] = r->width[A_H] = r->width[A_OUT] = m->n_embd;
     r->width[A_QA] = m->q_lora, r->width[A_Q] = dk, r->width[A_ATT] = dv;
     r->width[A_K] = m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k;
     r->width[A_V] = m->kv_lora ? 0 : m->n_head_kv * m->head_v;
-    cuda_ok(c, cudaSetDevice(o->device), "selecting it");
-    cuda_ok(c, cudaDeviceGetAttribute(&c->n_sm, cudaDevAttrMultiProcessorCount, o->device), "asking for its size");
+    cuda_ok(c, cudaSetDevice(c->device), "selecting it");
+    cuda_ok(c, cudaDeviceGetAttribute(&c->n_sm, cudaDevAttrMultiProcessorCount, c->device), "asking for its size");
     cuda_ok(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
     int major = 0, declared = 0;
-    cuda_ok(c, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, o->device), "asking for its chip");
+    cuda_ok(c, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, c->device), "asking for its chip");
     for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
     /* PTX that the driver compiles for such a chip has none of these products */
     const char *built = cuda_targets();
@@ -3419,28 +4007,46 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
                   major, built);
     if (c->act4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
     int head_blocks = m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv;
-    c->splits = o->kv_splits ? o->kv_splits : attn_splits(c->n_sm, head_blocks, 1);
+    if (!c->failed) c->splits = o->kv_splits ? o->kv_splits : attn_splits(c->n_sm, head_blocks, 1);
     if (c->splits > SPLITS_MAX) c->splits = SPLITS_MAX;
-    size_t before = 0, total = 0;
-    cuda_ok(c, cudaMemGetInfo(&before, &total), "asking for the free memory");
-    if (!c->failed) upload_model(c, m, o->progress);
-    r->weight_bytes = c->allocated;
+    c->nccl_wanted = wants_nccl(r, o);
+    c->logits_stride =
+        m->part.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(m->part.rank ? m->output.n_out : m->n_vocab);
+}
 
-    int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
+/* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
+static void rank_sizes(struct rank *r, const struct cuda_options *o) {
+    const struct model *m = r->m;
+    const struct part p = m->part;
+    struct cuda *c = r->cuda;
+    size_t free_bytes = 0, total = 0, per = kv_token_bytes(m, r->kv_type), sharers = 0;
+    struct ballot v = {};
+    for (int i = 0; i < p.n_rank * p.n_stage; i++) sharers += o->device[i] == c->device;
+    vote(r, &v, NULL); /* all weights are there */
+    if (!c->failed) cuda_ok(c, cudaMemGetInfo(&free_bytes, &total), "asking for the free memory");
+    int want = v.n_ctx = o->n_ctx ? o->n_ctx : m->n_ctx_train;
     r->chunk = MANY_CHUNK < want ? MANY_CHUNK : want;
-    while (r->chunk > 256 && layout(r, NULL, r->chunk) > total / SCRATCH_SHARE) r->chunk /= 2;
+    while (r->chunk > 256 && layout(r, NULL, r->chunk) > total / sharers / SCRATCH_SHARE) r->chunk /= 2;
+    struct area area;
     r->bytes = layout(r, NULL, r->chunk);
-    size_t free_bytes = 0, per = kv_token_bytes(m, r->kv_type);
-    cuda_ok(c, cudaMemGetInfo(&free_bytes, &total), "asking for the free memory");
+    if (p.n_rank * p.n_stage > 1) r->bytes += area_layout(&area, NULL, m, p, r->chunk);
+    free_bytes /= sharers;
     /* up to 64 allocations, each rounded up to 2 MiB, and planes to 256 bytes */
     size_t keep = r->bytes + o->reserve + ((size_t)64 << 21) + (size_t)m->n_layer * 1024;
     size_t fit = free_bytes > keep ? (free_bytes - keep) / per : 0;
-    r->n_ctx = want;
-    if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
-    if (r->n_ctx < 256 && r->n_ctx < want)
+    if (!o->n_ctx && fit < (size_t)want) v.n_ctx = (int)(fit / 256 * 256);
+    if (!c->failed && v.n_ctx < 256 && v.n_ctx < want)
         cuda_fail(c, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
                   gib(free_bytes), gib(r->bytes));
+    v.chunk = r->chunk;
+    vote(r, &v, NULL);
+    r->chunk = v.chunk, r->n_ctx = v.n_ctx;
     r->kv_bytes = per * (size_t)r->n_ctx;
+}
+
+static void rank_memory(struct rank *r) {
+    const struct model *m = r->m;
+    struct cuda *c = r->cuda;
     r->kv = (struct kv_layer *)calloc((size_t)m->n_layer, sizeof *r->kv);
     c->staged = (int32_t *)calloc((size_t)r->chunk + 2, sizeof *c->staged);
     r->work = (struct candidate *)malloc((size_t)m->n_ids * sizeof *r->work);
@@ -3458,8 +4064,36 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     p->n_embd = m->n_embd, p->k = m->n_expert_used, p->n_group = m->n_group, p->n_group_used = m->n_group_used;
     p->softmax = m->gating == GATING_SOFTMAX, p->norm = m->weights_norm, p->factor = m->weights_scale;
     c->sort.id = p->id, c->sort.k = p->k;
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
-    cuda_ok(c, cudaMemGetInfo(&r->free_bytes, &total), "starting");
+}
+
+extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
+    struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
+    const bool alone = m->part.n_rank * m->part.n_stage == 1;
+    memset(r, 0, sizeof *r);
+    if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
+    r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv, r->team = o->team, r->index = o->index;
+    c->device = o->device[o->index], c->err = err;
+    err[0] = 0;
+    int n_dev = cuda_device_count(err);
+    if (n_dev && c->device >= n_dev) snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", c->device, n_dev);
+    if (!err[0]) cuda_refuses(m, o->kv, err);
+    c->failed = err[0] != 0;
+    if (!c->failed) {
+        cuda_describe(c->device, r->name);
+        rank_basics(r, o);
+    }
+    if (!c->failed) upload_model(c, m, o->progress);
+    r->weight_bytes = c->allocated;
+    rank_sizes(r, o);
+    if (!c->failed) {
+        rank_memory(r);
+        if (!alone) link_ranks(r, o);
+        size_t total;
+        cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
+        cuda_ok(c, cudaMemGetInfo(&r->free_bytes, &total), "starting");
+    }
+    struct ballot v = {};
+    vote(r, &v, NULL);
     if (c->failed) {
         cuda_close(r);
         return -1;

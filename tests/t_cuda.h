@@ -256,7 +256,7 @@ static void test_cuda_sample(void) {
 /* A session on a GPU; false after a failed check. */
 static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv, enum moe_act act) {
     char err[ERR_MAX] = "";
-    struct gpu_start g = {.o = {.n_ctx = n_ctx, .kv = kv, .moe_act = act}};
+    struct cuda_options g = {.n_ctx = n_ctx, .kv = kv, .moe_act = act};
     return CHECK(session_open(s, m, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
 }
 
@@ -484,7 +484,7 @@ static const struct synth tiny_synths[] = {
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
     char err[ERR_MAX] = "";
-    struct gpu_start g = {.o = {.n_ctx = 64, .kv = KV_FP8, .kv_splits = 1}};
+    struct cuda_options g = {.n_ctx = 64, .kv = KV_FP8, .kv_splits = 1};
     memset(e, 0, sizeof *e), memset(set, 0, sizeof *set);
     e->set = set;
     synth_make(&e->model, &tiny_synths[which], NULL, true);
