@@ -5,11 +5,12 @@
 // stretches, so that a missing barrier shows in the results. What the rules of CUDA forbid ends the process
 // with a report: divergent collectives and barriers, deadlock, accesses out of bounds, misalignment.
 // It shows nothing about speed, bank conflicts, registers, or the memory model across SMs. A kernel that polls
-// must do so with ld_acquire or __nanosleep.
+// must do so with ld_acquire, ld_acquire_sys, ld_sys16 (of one address) or __nanosleep.
 //
 // Host threads take turns: a lock is held during every call, and who waits in a call runs the kernels of all of
-// them. When kernels only poll, and other threads that have made a call are alive, it lets those go on. With
-// several host threads a seed does not repeat a schedule. There may be several devices (cuemu::devices).
+// them. When kernels only poll, and other threads that have made a call are alive, it lets those go on: for
+// cuemu::patience seconds, then it reports a deadlock. With several host threads a seed does not repeat a
+// schedule. There may be several devices (cuemu::devices), and NCCL.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -452,7 +453,7 @@ inline std::condition_variable news_came;
 inline uint64_t news, announced;         // work queued or done: what a thread that finds nothing to run waits for
 inline unsigned host_threads;            // alive, and have made a call
 inline std::atomic<unsigned> contenders; // threads that want the lock
-inline double patience = 20;             // seconds without news until a deadlock is reported; with one thread: 0
+inline double patience = 20;             // seconds without news until a deadlock is reported; with one thread 0
 inline pthread_t runner;                 // who runs the fibers
 inline thread_local unsigned lock_depth;
 
@@ -934,8 +935,9 @@ inline void wake_spinners() {
         else if (const nccl_call *c = s.q.empty() ? nullptr : s.q.front().nccl.get())
             fprintf(stderr, "cuemu: rank %u of %zu waits in %s\n", c->rank, c->all->device.size(), c->what);
     for (auto &t : forming)
-        fprintf(stderr, "cuemu: %u of %zu ranks have not called ncclCommInitRank\n", t.second->missing,
-                t.second->device.size());
+        if (!t.second->broken)
+            fprintf(stderr, "cuemu: %u of %zu ranks have not called ncclCommInitRank\n", t.second->missing,
+                    t.second->device.size());
     die("deadlock: %zu blocks are resident and nothing can run", resident.size());
 }
 
@@ -983,11 +985,11 @@ struct listener { // a thread that found nothing to run
 inline void timer_jump(uint64_t ns) { timer += ns; }
 
 // Waits a little for other host threads. If nothing comes from them, time flies for kernels that look at the
-// timer: 1000 seconds, in steps of one. False: nothing will ever happen.
+// timer: 1000 seconds, in steps of ten. False: nothing will ever happen.
 inline bool listen(listener &l) {
     if (l.heard != news) l.heard = news, l.since = real_time(), l.jumps = 0;
     if (host_threads == 1 || real_time() - l.since > patience)
-        return timer_read && l.jumps++ < 1000 ? timer_jump(1000000000), true : false;
+        return timer_read && l.jumps++ < 100 ? timer_jump(10000000000), true : false;
     if (announced != news) announced = news, news_came.notify_all();
     std::unique_lock<std::mutex> lock(big_lock, std::adopt_lock);
     news_came.wait_for(lock, std::chrono::milliseconds(1), [&] { return news != l.heard; });
@@ -995,15 +997,17 @@ inline bool listen(listener &l) {
     return runner = pthread_self(), true;
 }
 
+// Lets a thread that wants the lock have it.
 inline void give_way() {
+    const unsigned before = contenders;
     big_lock.unlock();
-    std::this_thread::yield();
+    for (int i = 0; i < 1000 && contenders >= before; i++) std::this_thread::yield();
     big_lock.lock();
     runner = pthread_self();
 }
 
-// Runs what is queued on all streams until done(); so many rounds at most, 0: any number. With one host thread until nothing
-// can go on any more, whatever done() says: that all streams run shows best which of them do not wait for others.
+// Runs what is queued on all streams until done(); so many rounds at most, 0: any number. With one host thread
+// until nothing can go on any more, so that those streams are far ahead which should have waited for others.
 template <class F>
 void drain(F done, unsigned rounds = 0) {
     uint64_t seen = 0;
@@ -1028,6 +1032,7 @@ void drain(F done, unsigned rounds = 0) {
         else if (stuck || !listen(ear)) deadlock();
         else idle = 60, wake_spinners();
     }
+    if (rounds) return;
     for (auto &a : allocations) check_allocation(a.second);
     streams.remove_if([](auto &s) { return s.dead && s.q.empty(); });
 }
@@ -1074,7 +1079,10 @@ inline cudaError_t enter(bool waits, const char *api) {
 #define CUEMU_API __attribute__((noinline)) inline cudaError_t
 
 // The n-th call of this API from now on fails (1: the next one). A launch is called LAUNCH.
-inline void fail_next(const char *api, int n) { failures[api] = n; }
+inline void fail_next(const char *api, int n) {
+    scope locked;
+    failures[api] = n;
+}
 
 // The number of devices, 1 to 8. No peer access is enabled afterwards.
 inline void devices(int n) {
@@ -1483,6 +1491,7 @@ template <class F>
 cudaError_t query(F done) {
     if (done()) return cudaSuccess;
     if (coin()) drain(done, 1 + (unsigned)(rnd() % 32));
+    if (contenders) give_way();
     return cudaErrorNotReady;
 }
 } // namespace cuemu

@@ -949,13 +949,58 @@ static bool emu_pushes(uint64_t seed, int how) {
     for (int k = 0; k < 5; k++) a.push(m, 0, 2, how), b.push(m, 1, 2, how);
     return a.right(2, 5) && b.right(2, 5);
 }
+// Two warps store, each in a way of its own to make the stores visible, and set a flag for each warp. *bad: one did
+// not see what it or its warp had stored.
+static __global__ void emu_k_publish(uint4 *slot, volatile uint32_t *flag, int *bad, int how) {
+    const unsigned t = threadIdx.x;
+    st_sys16(slot + t, {1, 1, 1, 1});
+    st_sys16(slot + t, {t, how > 0, 3, 4});
+    if (ld_sys16(slot + t).x != t) *bad = 1;
+    if (how == 1) __threadfence_system();
+    if (how <= 1) __syncwarp();
+    if (how == 2) named_barrier(3, 64);
+    if (how <= 2 && ld_sys16(slot + (t ^ 1)).x != (t ^ 1)) *bad = 1;
+    if (how == 1 && t % 32 == 0) flag[t / 32] = 1;
+    if (how != 1 && t == 0) st_release_sys((uint32_t *)flag, 1);
+    if (how != 1 && t == 32) st_release_sys((uint32_t *)flag + 1, 1);
+    while (!ld_acquire_sys((uint32_t *)flag + 2)) {} // the block stays until all has been read
+}
+static __global__ void emu_k_subscribe(uint4 *slot, uint32_t *flag, int *bad) {
+    const unsigned t = threadIdx.x;
+    while (!ld_acquire_sys(flag + t / 32)) {}
+    if (ld_sys16(slot + t).x != t || ld_sys16(slot + t).z != 3) *bad = 2;
+    while (ld_sys16(slot + 64).x != 1) {} // polls without a flag
+    __syncthreads();
+    if (t == 0) st_release_sys(flag + 2, 1);
+}
+static __global__ void emu_k_word(uint4 *slot, uint32_t *flag) { // lands without a release
+    st_sys16(slot, {1, 0, 0, 0});
+    while (!ld_acquire_sys(flag)) {}
+}
+// how 0: __syncwarp, 1: __threadfence_system, 2: named_barrier, 3: nothing.
+static bool emu_publishes(uint64_t seed, int how) {
+    cuemu::seed(seed);
+    gpu_array<uint4> slot(std::vector<uint4>(65));
+    gpu_array<uint32_t> flag(std::vector<uint32_t>(3));
+    gpu_array<int> bad(std::vector<int>(1));
+    cudaStream_t s[3];
+    for (cudaStream_t &x : s) cudaStreamCreateWithFlags(&x, cudaStreamNonBlocking);
+    LAUNCH(emu_k_publish, 1, 64, 0, s[0], slot, flag, bad, how);
+    LAUNCH(emu_k_subscribe, 1, 64, 0, s[1], slot, flag, bad);
+    LAUNCH(emu_k_word, 1, 1, 0, s[2], slot + 64, flag + 2);
+    cudaDeviceSynchronize();
+    for (cudaStream_t x : s) cudaStreamDestroy(x);
+    return bad.get()[0] == 0;
+}
 static void emu_test_stores() {
-    int no_barrier = 0, no_release = 0;
+    int no_barrier = 0, no_release = 0, nothing = 0;
     for (uint64_t s = 0; s < 20; s++) {
         CHECK(emu_pushes(s, EMU_RIGHT) && emu_pushes(s, EMU_TIMEOUT));
+        for (int how = 0; how < 3; how++) CHECK(emu_publishes(s, how));
+        nothing += !emu_publishes(s, 3);
         no_barrier += !emu_pushes(s, EMU_NO_BARRIER), no_release += !emu_pushes(s, EMU_NO_RELEASE);
     }
-    CHECK(no_barrier >= 10 && no_release >= 10);
+    CHECK(no_barrier >= 10 && no_release >= 10 && nothing >= 10);
 }
 
 // ---- Host threads -----------------------------------------------------------------------------------------
@@ -1043,6 +1088,13 @@ static void emu_test_threads() {
     }
 }
 
+static __device__ __noinline__ int emu_deep(int depth) {
+    volatile int fill[64];
+    fill[depth & 63] = depth;
+    return depth ? emu_deep(depth - 1) + fill[depth & 63] : 0;
+}
+static __global__ void emu_k_deep(int *out) { *out = emu_deep(100000); }
+
 // Waiting for one stream while a kernel of another polls; ranks that never come.
 static void emu_test_waits() {
     emu_mail m;
@@ -1069,6 +1121,12 @@ static void emu_test_waits() {
     CHECK(emu_aborts("deadlock", [&] { // the other host thread does nothing
         a.push(m, 0, 2, EMU_RIGHT);
         std::thread([&] { cudaStreamSynchronize(a.stream); }).join();
+    }));
+    CHECK(emu_aborts("stack overflow", [&] {
+        std::thread([&] {
+            LAUNCH(emu_k_deep, 1, 1, 0, 0, x);
+            cudaDeviceSynchronize();
+        }).join();
     }));
     for (bool alone : {true, false}) { // the kernel gives up after 3 s, which pass at once
         a.push(m, 0, 2, EMU_TIMEOUT);
