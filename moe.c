@@ -6719,8 +6719,8 @@ static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t p
 /* ============================================================================================================
  * Ranks
  *
- * A team is the ranks of one session: of each stage n_rank that share its layers. Every rank but the first has a thread of its own;
- * the first's is the caller's. team_run is the only way to make them do something, team_meet and team_hand the only ways in which
+ * A team is the ranks of one session: of each stage n_rank that share its layers. Every rank but the one with the logits has a thread of
+ * its own; that one's is the caller's. team_run is the only way to make them do something, team_meet and team_hand the only ways in which
  * ranks wait for one another: under one lock, with a watchdog, so that nothing waits forever.
  * ============================================================================================================ */
 
@@ -6733,7 +6733,8 @@ struct team {
     int n_rank, n_stage, n; /* n = n_rank * n_stage */
     struct model *parts;    /* (n), stage by stage */
     struct rank *ranks;     /* (n) */
-    pthread_t *threads;     /* (n), those from 1 on are used */
+    int head;               /* the rank with the logits, which works in the caller's thread; */
+    pthread_t *threads;     /* (n) of the others */
     pthread_mutex_t lock;   /* of all that follows */
     pthread_cond_t changed;
     void (*run)(struct rank *r, void *arg); /* the current job */
@@ -6864,8 +6865,8 @@ static void team_run(struct team *g, void (*run)(struct rank *r, void *arg), voi
         team_count(g, &g->jobs);
         pthread_mutex_unlock(&g->lock);
     }
-    team_name_thread(g, 0);
-    run(&g->ranks[0], arg);
+    team_name_thread(g, g->head);
+    run(&g->ranks[g->head], arg);
     rank_label[0] = 0;
     if (g->n == 1) return;
     pthread_mutex_lock(&g->lock);
@@ -6925,7 +6926,8 @@ static void team_close(struct team *g) {
     g->quit = true;
     pthread_cond_broadcast(&g->changed);
     pthread_mutex_unlock(&g->lock);
-    for (int i = 1; i < g->n; i++) pthread_join(g->threads[i], NULL);
+    for (int i = 0; i < g->n; i++)
+        if (i != g->head) pthread_join(g->threads[i], NULL);
     for (int i = 0; i < g->n; i++) part_free(&g->parts[i]);
     pthread_mutex_destroy(&g->lock);
     pthread_cond_destroy(&g->changed);
@@ -6941,7 +6943,7 @@ static int team_open(struct team *g, const struct model *m, int n_rank, int n_st
     pthread_condattr_t attr;
     sigset_t all, old;
     memset(g, 0, sizeof *g);
-    g->n_rank = n_rank, g->n_stage = n_stage, g->n = n_rank * n_stage;
+    g->n_rank = n_rank, g->n_stage = n_stage, g->n = n_rank * n_stage, g->head = g->n - n_rank;
     size_t n = (size_t)g->n;
     g->parts = xcalloc(n, sizeof *g->parts), g->ranks = xcalloc(n, sizeof *g->ranks);
     g->threads = xcalloc(n, sizeof *g->threads), g->met = xcalloc((size_t)n_stage, sizeof *g->met);
@@ -6957,8 +6959,8 @@ static int team_open(struct team *g, const struct model *m, int n_rank, int n_st
         part_make(&g->parts[i], m, (struct part){i % n_rank, n_rank, i / n_rank, n_stage});
         g->ranks[i].team = g, g->ranks[i].index = i, g->ranks[i].m = &g->parts[i];
     }
-    for (int i = 1; i < g->n; i++)
-        if (pthread_create(&g->threads[i], NULL, team_thread, &g->ranks[i]))
+    for (int i = 0; i < g->n; i++)
+        if (i != g->head && pthread_create(&g->threads[i], NULL, team_thread, &g->ranks[i]))
             die("cannot start a thread for rank %d", i);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     ranks_at_work = g->n > 1;
@@ -7952,7 +7954,7 @@ static int session_open(struct session *s, const struct model *m, int n_rank, in
                         void *arg, char *err) {
     memset(s, 0, sizeof *s);
     if (team_open(&s->team, m, n_rank, n_stage, start, arg, err)) return -1;
-    s->m = m, s->r = &s->team.ranks[(n_stage - 1) * n_rank], s->n_ctx = s->r->n_ctx;
+    s->m = m, s->r = &s->team.ranks[s->team.head], s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
     return 0;
 }

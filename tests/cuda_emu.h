@@ -1124,9 +1124,10 @@ inline cudaError_t append(CUstream_st &s, op o) {
     s.q.push_back(std::move(o));
     return cudaSuccess;
 }
-inline cudaError_t enqueue(cudaStream_t handle, op o) {
+// Kernels want a stream of the current device, copies do not.
+inline cudaError_t enqueue(cudaStream_t handle, op o, bool any_device = false) {
     CUstream_st *s = find_stream(handle);
-    if (!s || s->device != current_device) return fail(cudaErrorInvalidResourceHandle);
+    if (!s || (s->device != current_device && !any_device)) return fail(cudaErrorInvalidResourceHandle);
     return append(*s, std::move(o));
 }
 
@@ -1375,9 +1376,10 @@ inline cudaError_t copy(void *dst, size_t dpitch, const void *src, size_t spitch
         auto snapshot = std::make_shared<std::vector<char>>(width * height);
         copy_rows(snapshot->data(), width, (const char *)src, spitch, width, height);
         return enqueue(handle,
-                       {{}, [=] { copy_rows((char *)dst, dpitch, snapshot->data(), width, width, height); }, {}});
+                       {{}, [=] { copy_rows((char *)dst, dpitch, snapshot->data(), width, width, height); }, {}}, true);
     }
-    return enqueue(handle, {{}, [=] { copy_rows((char *)dst, dpitch, (const char *)src, spitch, width, height); }, {}});
+    return enqueue(handle, {{}, [=] { copy_rows((char *)dst, dpitch, (const char *)src, spitch, width, height); }, {}},
+                   true);
 }
 } // namespace cuemu
 

@@ -824,7 +824,8 @@ static void emu_test_devices() {
     CHECK(!cudaEventRecord(e1, s1) && cudaEventRecord(e1, s0) == cudaErrorInvalidResourceHandle);
     LAUNCH(emu_k_add, 1, 32, 0, s0, (int *)p0, 32, 1);
     CHECK(cudaGetLastError() == cudaErrorInvalidResourceHandle);
-    CHECK(cudaMemsetAsync(p0, 0, 4, s0) == cudaErrorInvalidResourceHandle);
+    CHECK(cudaMemsetAsync(p0, 0, 4, s0) == cudaErrorInvalidResourceHandle &&
+          !cudaMemcpyAsync(p0, &v, 4, cudaMemcpyDefault, s0));
     CHECK(cudaMemcpyPeerAsync(p1, 0, p0, 0, 500, s1) == cudaErrorInvalidValue);
     CHECK(!cudaMemset(p1, 7, 1000) && !cudaMemcpyPeerAsync(p0, 0, p1, 1, 500, s1) && !cudaStreamSynchronize(s1));
     CHECK(!cudaMemcpy(&v, p0, 4, cudaMemcpyDefault) && v == 0x07070707);

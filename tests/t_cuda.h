@@ -7,8 +7,10 @@ void cuda_test_logits(struct rank *r, const float *x, int n);
 size_t cuda_test_free_bytes(void);
 void cuda_test_fail(const char *api, int n); /* emulator: its n-th call from now on fails; 0: none */
 void cuda_test_memory(size_t bytes);         /* emulator: of the GPU */
-int cuda_test_turns(void);                   /* of a chat: many on a device */
-bool cuda_test_chose(struct rank *r);        /* the device chose, not the host */
+void cuda_test_devices(int n, bool peers);   /* emulator: how many GPUs, and whether they reach each other */
+bool cuda_test_by_nccl(struct rank *r, int n);
+int cuda_test_turns(void);            /* of a chat: many on a device */
+bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
 
 /* Kernel by kernel: t_cuda_kernels.h. */
@@ -705,13 +707,111 @@ static void test_cuda_images(void) {
     arrfree(log);
 }
 
+/* ---- several ranks ---- */
+
+struct division {
+    const char *name;
+    int tp, pp, device[MAX_RANKS];
+    enum allreduce allreduce;
+    bool peers;
+};
+
+/* Logits behind n ids and behind each of three more, (4, n_vocab), malloc'ed; NULL after a failed check. */
+static float *division_logits(const struct model *m, const struct division *d, const int32_t *ids, int n) {
+    struct session s;
+    char err[ERR_MAX] = "";
+    size_t v = (size_t)m->n_vocab;
+    struct cuda_options o = {
+        .n_ctx = 96, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
+    memcpy(o.device, d->device, sizeof o.device);
+    cuda_test_devices(4, d->peers);
+    if (!CHECK(session_open(&s, m, d->tp, d->pp, gpu_rank_start, &o, err) == 0, "%s: %s", d->name, err)) return NULL;
+    if (d->allreduce && d->tp > 1)
+        CHECK(cuda_test_by_nccl(s.r, 1) == (d->allreduce == ALLREDUCE_NCCL), "%s: the other way to add was taken",
+              d->name);
+    CHECK((s.r->link[0] != 0) == (d->tp * d->pp > 1), "%s: '%s'", d->name, s.r->link);
+    float *out = xmalloc(4 * v * sizeof *out);
+    CHECK(session_sync(&s, ids, n, err) == SYNC_DONE, "%s: %s", d->name, err);
+    for (int i = 0; i < 4; i++) {
+        if (i) session_decode(&s, ids[n + i]);
+        memcpy(out + (size_t)i * v, session_logits(&s), v * sizeof *out);
+    }
+    session_free(&s);
+    cuda_test_devices(1, true);
+    return out;
+}
+
+static const struct division one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
+
+static void divisions_agree(const char *fixture, const struct division *d, int n_d, int n) {
+    struct model m;
+    char path[256];
+    size_t n_ids = 0;
+    if (!fixture_load(fixture, &m)) return;
+    snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", fixture);
+    int32_t *ids = slurp(path, &n_ids);
+    size_t before = cuda_test_free_bytes(), count = 4 * (size_t)m.n_vocab;
+    float *want = division_logits(&m, &one_rank, ids, n);
+    for (int i = 0; i < n_d && want; i++) {
+        float *got = division_logits(&m, &d[i], ids, n);
+        double e = got ? nmse(got, want, count) : 0;
+        CHECK(e <= 1e-3, "%s, %s: NMSE %.3g against one rank", fixture, d[i].name, e);
+        CHECK(cuda_test_free_bytes() == before, "%s, %s: memory is lost", fixture, d[i].name);
+        free(got);
+    }
+    free(want);
+    arrfree(ids);
+    model_free(&m);
+}
+
+static void test_cuda_ranks(void) {
+    static const struct division virtual[] = {{"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true},
+                                              {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
+                                              {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true}};
+    divisions_agree("qwen3moe_nvfp4", virtual, 3, 40);
+    divisions_agree("deepseek_v3", virtual, 3, 40);
+    divisions_agree("qwen3moe_ct", virtual, 3, 7);
+#ifdef CUEMU
+    static const struct division several[] = {
+        {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
+        {"two GPUs, NCCL", 2, 1, {1, 0}, ALLREDUCE_NCCL, true},
+        {"three GPUs without peer access", 3, 1, {0, 1, 3}, ALLREDUCE_ONESHOT, false},
+        {"two by two GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
+        {"two by two, no peers, NCCL", 2, 2, {3, 2, 1, 0}, ALLREDUCE_NCCL, false}};
+    divisions_agree("qwen3moe", several, 5, 40);
+    divisions_agree("deepseek_v3_nvfp4", several, 2, 30);
+#endif
+}
+
+#ifdef CUEMU
+/* Who adds must not change a bit of the sums of few tokens. */
+static void test_cuda_same_bits(void) {
+    static const struct division ways[] = {{"own kernel", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
+                                           {"NCCL", 3, 1, {0, 1, 2}, ALLREDUCE_NCCL, true},
+                                           {"through the host", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, false},
+                                           {"on one GPU", 3, 1, {0, 0, 0}, ALLREDUCE_AUTO, true}};
+    struct model m;
+    float *x[4];
+    int32_t ids[20];
+    if (!fixture_load("deepseek_v3", &m)) return;
+    for (int i = 0; i < 20; i++) ids[i] = 11 + 17 * i;
+    for (int i = 0; i < 4; i++) {
+        x[i] = division_logits(&m, &ways[i], ids, 14);
+        if (i && x[0] && x[i])
+            CHECK(!memcmp(x[i], x[0], 4 * (size_t)m.n_vocab * sizeof(float)), "%s gives other bits", ways[i].name);
+    }
+    for (int i = 0; i < 4; i++) free(x[i]);
+    model_free(&m);
+}
+#endif
+
 /* For t_cuda_mutate.h. */
 void cuda_test_forward(void) { test_cuda_forward(); }
 void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_invented(void) { test_cuda_invented(); }
 
 #ifdef CUEMU
-#define TESTS_EMULATOR {"cuda/emulator", cuda_test_emulator},
+#define TESTS_EMULATOR {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},
 #else
 #define TESTS_EMULATOR
 #endif
@@ -720,5 +820,5 @@ void cuda_test_invented(void) { test_cuda_invented(); }
         {"cuda/sort", cuda_test_sort}, {"cuda/products", cuda_test_products}, {"cuda/attention", cuda_test_attention}, \
         {"cuda/operations", test_cuda_operations}, {"cuda/sample", test_cuda_sample},                                  \
         {"cuda/forward", test_cuda_forward}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},           \
-        {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented},                                  \
+        {"cuda/ranks", test_cuda_ranks}, {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented}, \
         {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/images", test_cuda_images},

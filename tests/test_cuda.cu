@@ -42,6 +42,7 @@ void cuda_test_fail(const char *api, int n) {
     if (n) cuemu::fail_next(api, n);
 }
 void cuda_test_memory(size_t bytes) { cuemu::memory(bytes); }
+void cuda_test_devices(int n, bool peers) { cuemu::devices(n), cuemu::peers(peers); }
 #else
 int cuda_test_turns(void) { return 1000; }
 #endif
@@ -72,6 +73,9 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half) 
     for (size_t i = 0; i < n; i++) x[i] = f16_to_f32(h[i]);
     free(h);
 }
+
+/* Whether sums of n tokens are NCCL's. */
+bool cuda_test_by_nccl(struct rank *r, int n) { return r->cuda->by_nccl[n]; }
 
 /* The copy of a matrix: bytes of codes and of scales. */
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales) {
