@@ -428,7 +428,8 @@ const char *cuda_targets(void);                /* the chips that the program was
 void rank_fatal(const char *what); /* ends the program with a line */
 /* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= EXCHANGE_MAX; waits for all of them */
 void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes);
-void rank_beat(struct rank *r); /* a sign of life while it waits for its GPU */
+void rank_beat(struct rank *r);              /* a sign of life while it waits for its GPU */
+bool rank_alarm(struct rank *r, bool raise); /* whether a rank has failed: what others wait for may never come */
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
 #ifdef __cplusplus
@@ -6739,13 +6740,14 @@ struct team {
     pthread_cond_t changed;
     void (*run)(struct rank *r, void *arg); /* the current job */
     void *arg;
-    unsigned jobs, done;               /* jobs given out; ranks that have finished their part, of all jobs */
+    unsigned jobs, done;               /* jobs given out; ranks that have finished their part, of all jobs, */
+    unsigned ended[MAX_RANKS];         /* and jobs that each has finished */
     unsigned *met;                     /* (n_stage) arrivals at meetings */
     unsigned *handed, *taken;          /* (n) batches that rank i of a stage got from the stage before; consumed */
     unsigned beats;                    /* signs of life from ranks that wait for a device */
     unsigned turns[MAX_RANKS], posted; /* exchanges: of each rank, and arrivals at both ends of all */
     uint8_t board[MAX_RANKS][EXCHANGE_MAX];
-    bool quit;
+    bool quit, alarm;
 };
 
 /* What the program has done: seconds of processors, pages that a disk brought, signs of life. */
@@ -6756,13 +6758,15 @@ static double team_effort(const struct team *g) {
            (double)u.ru_majflt + (double)__atomic_load_n(&g->beats, __ATOMIC_RELAXED);
 }
 
-/* The ranks first..first+n-1 that met the least often, for a message. */
-static void team_late(const struct team *g, int first, int n, char who[64]) {
+/* For a message: the ranks of r's stage that met the least often; r NULL: those whose part of the job has not ended. */
+static void team_late(const struct team *g, const struct rank *r, char who[64]) {
+    int first = r ? r->index - r->m->part.rank : 0, n = r ? g->n_rank : g->n;
     unsigned least = g->ranks[first].met;
     who[0] = 0;
     for (int i = first; i < first + n; i++) least = (int)(g->ranks[i].met - least) < 0 ? g->ranks[i].met : least;
     for (int i = first; i < first + n; i++)
-        if (g->ranks[i].met == least) snprintf(who + strlen(who), 64 - strlen(who), " %d", i);
+        if (r ? g->ranks[i].met == least : i != g->head && g->ended[i] != g->jobs)
+            snprintf(who + strlen(who), 64 - strlen(who), " %d", i);
 }
 
 /* Waits, under the lock, until *count has reached `want` (modulo 2^32). r: the rank that waits for the sum it is at; NULL: somebody
@@ -6782,12 +6786,11 @@ static void team_await(struct team *g, const struct rank *r, const unsigned *cou
         t = now, effort = did, waited++;
         if (still < TEAM_STALL && waited < TEAM_LIMIT) continue;
         char who[64], what[64] = "the end of a step";
-        team_late(g, r ? r->index - r->m->part.rank : 0, r ? g->n_rank : g->n, who);
+        team_late(g, r, who);
         if (r)
             snprintf(what, sizeof what, "the sum of the %s of layer %d", r->joined % 2 ? "attention" : "feed-forward",
                      r->m->first_layer + (int)(r->joined - 1) / 2);
-        die("%s was not reached by all ranks within %d s, and nothing moves; behind:%s (does the disk with the model "
-            "still "
+        die("%s was not reached by all ranks within %d s, and nothing moves; behind:%s (does a disk or a GPU not "
             "answer?)",
             what, waited, who);
     }
@@ -6851,6 +6854,7 @@ static void *team_thread(void *arg) {
         pthread_mutex_unlock(&g->lock);
         run(r, what);
         pthread_mutex_lock(&g->lock);
+        g->ended[r->index] = seen;
         team_count(g, &g->done);
     }
     pthread_mutex_unlock(&g->lock);
@@ -6889,6 +6893,11 @@ void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes) {
         for (int i = 0; i < g->n && !end; i++) memcpy((uint8_t *)all + (size_t)i * bytes, g->board[i], bytes);
     }
     pthread_mutex_unlock(&g->lock);
+}
+
+bool rank_alarm(struct rank *r, bool raise) {
+    if (r->team && raise) __atomic_store_n(&r->team->alarm, true, __ATOMIC_RELEASE);
+    return r->team && __atomic_load_n(&r->team->alarm, __ATOMIC_ACQUIRE);
 }
 
 void rank_beat(struct rank *r) {

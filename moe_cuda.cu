@@ -44,7 +44,9 @@
 #define DEVICE_MEMBER inline
 #define HAVE_FP4_MMA  1
 #define HAVE_NCCL     1
+#define SLOT_FLOATS   2048 /* few, so that sums come in pieces */
 #else
+#define SLOT_FLOATS (1 << 20)
 #include <cuda_runtime.h>
 #ifdef HAVE_NCCL
 #include <nccl.h>
@@ -498,7 +500,7 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
  * a recorded graph goes on counting. A kernel that waits gives up after PATIENCE and says so to the host; after that nothing waits.
  * ============================================================================================================ */
 
-enum { JOIN_BLOCKS = 32, JOIN_SLOT = 1 << 20 /* floats that a rank pushes at once */ };
+enum { JOIN_BLOCKS = 32, JOIN_SLOT = SLOT_FLOATS /* floats that a rank pushes at once */ };
 static const uint64_t PATIENCE = 5000000000; /* nanoseconds */
 
 enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
@@ -2753,6 +2755,7 @@ struct area {
 
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
+    struct rank *rank;
     int device, n_sm;
     cudaStream_t stream;
     char *err; /* host: during start, ERR_MAX bytes for the first error; NULL later */
@@ -2814,6 +2817,7 @@ __attribute__((format(printf, 2, 3))) static bool cuda_fail(struct cuda *c, cons
     if (!c->err) rank_fatal(line);
     if (!c->failed) snprintf(c->err, ERR_MAX, "%.*s", ERR_MAX - 1, line);
     c->failed = true;
+    rank_alarm(c->rank, true);
     return false;
 }
 
@@ -2850,6 +2854,13 @@ static bool rank_sync(struct rank *r, const char *what) {
     for (uint64_t turn = 0; (e = cudaStreamQuery(c->stream)) == cudaErrorNotReady; turn++) {
         if (w->sums != sums) sums = w->sums, naps = 0;
         if (w->fault) break;
+        if (rank_alarm(r, false)) {
+            c->failed = true;
+#ifdef HAVE_NCCL
+            if (c->comm) ncclCommAbort(c->comm); /* or its kernels would wait on */
+            c->comm = NULL;
+#endif
+        }
         rank_beat(r);
         if (turn < SPINS) continue;
         const struct timespec nap = {0, NAP};
@@ -3898,7 +3909,7 @@ static void link_nccl(struct rank *r) {
 
 /* Microseconds of a sum of n_tok rows. */
 static float time_sum(struct rank *r, int n_tok) {
-    enum { WARM = 10, RUNS = 40 };
+    enum { WARM = 3, RUNS = 20 };
     struct cuda *c = r->cuda;
     cudaEvent_t e[2] = {};
     float ms = 0;
@@ -3929,7 +3940,8 @@ static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers
 #endif
     for (int i = 0; i < JOIN_SIZES && p.n_rank > 1; i++)
         for (int k = 0; k < 2; k++)
-            if (both || k == c->nccl_wanted) c->by_nccl[join_sizes[i]] = k != 0, us[i][k] = time_sum(r, join_sizes[i]);
+            if (both || (k == c->nccl_wanted && i % (JOIN_SIZES - 1) == 0))
+                c->by_nccl[join_sizes[i]] = k != 0, us[i][k] = time_sum(r, join_sizes[i]);
     rank_exchange(r, us, all, sizeof us);
     for (int i = 0, n = 1; i < JOIN_SIZES; i++) {
         float worst[2] = {};
@@ -4072,6 +4084,7 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     memset(r, 0, sizeof *r);
     if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
     r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv, r->team = o->team, r->index = o->index;
+    c->rank = r;
     c->device = o->device[o->index], c->err = err;
     err[0] = 0;
     int n_dev = cuda_device_count(err);

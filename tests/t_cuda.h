@@ -5,9 +5,10 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half);
 void cuda_test_batch(struct rank *r);
 void cuda_test_logits(struct rank *r, const float *x, int n);
 size_t cuda_test_free_bytes(void);
-void cuda_test_fail(const char *api, int n); /* emulator: its n-th call from now on fails; 0: none */
-void cuda_test_memory(size_t bytes);         /* emulator: of the GPU */
-void cuda_test_devices(int n, bool peers);   /* emulator: how many GPUs, and whether they reach each other */
+void cuda_test_fail(const char *api, int n);        /* emulator: its n-th call from now on fails; 0: none */
+void cuda_test_memory(size_t bytes);                /* emulator: of the GPU */
+void cuda_test_memory_of(int device, size_t bytes); /* emulator */
+void cuda_test_devices(int n, bool peers);          /* emulator: how many GPUs, and whether they reach each other */
 bool cuda_test_by_nccl(struct rank *r, int n);
 int cuda_test_turns(void);            /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
@@ -803,6 +804,92 @@ static void test_cuda_same_bits(void) {
     for (int i = 0; i < 4; i++) free(x[i]);
     model_free(&m);
 }
+
+/* For t_cuda_mutate.h: sums, pieces of logits and hand-overs by the own kernels, on one GPU and on four, and by NCCL. */
+void cuda_test_sums(void) {
+    static const struct division ways[] = {{"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
+                                           {"on four GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
+                                           {"NCCL", 2, 2, {0, 1, 2, 3}, ALLREDUCE_NCCL, true}};
+    struct model m;
+    float *x[3];
+    int32_t ids[40];
+    if (!fixture_load("deepseek_v3_plain", &m)) return;
+    size_t n = 4 * (size_t)m.n_vocab;
+    for (int i = 0; i < 40; i++) ids[i] = 11 + 12 * i;
+    for (int i = 0; i < 3; i++) {
+        x[i] = division_logits(&m, &ways[i], ids, 36);
+        if (!i || !x[0] || !x[i]) continue;
+        CHECK(i == 2 || !memcmp(x[i], x[0], n * sizeof(float)), "%s gives other bits", ways[i].name);
+        CHECK(nmse(x[i], x[0], n) <= 1e-4, "%s: NMSE %.3g", ways[i].name, nmse(x[i], x[0], n));
+    }
+    for (int i = 0; i < 3; i++) free(x[i]);
+    model_free(&m);
+}
+
+/* What keeps a rank from starting is one line that names it, and nothing is left. */
+static void test_cuda_rank_errors(void) {
+    static const struct {
+        int device[2];
+        size_t memory;
+        const char *api, *says;
+        enum allreduce allreduce;
+    } bad[] = {{{0, 7}, 0, NULL, "rank 1 of 2: there is no GPU 7; found: 4", ALLREDUCE_AUTO},
+               {{0, 1}, 2 << 20, NULL, "rank 1 of 2: GPU 1: ", ALLREDUCE_AUTO},
+               {{0, 0}, 0, NULL, "--allreduce nccl: NCCL does not run two ranks on one GPU", ALLREDUCE_NCCL},
+               {{2, 3}, 0, "ncclCommInitRank", ": NCCL: ", ALLREDUCE_NCCL},
+               {{2, 3}, 0, "ncclAllGather", "NCCL all-gather: unhandled system error", ALLREDUCE_NCCL},
+               {{2, 3}, 0, "cudaDeviceEnablePeerAccess", "reaching another GPU", ALLREDUCE_ONESHOT},
+               {{2, 3}, 0, "cudaHostAlloc", "host memory", ALLREDUCE_ONESHOT}};
+    struct model m;
+    if (!fixture_load("qwen3moe", &m)) return;
+    size_t before = cuda_test_free_bytes();
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct session s;
+        char err[ERR_MAX] = "";
+        struct cuda_options o = {
+            .n_ctx = 64, .kv = KV_FP8, .allreduce = bad[i].allreduce, .device = {bad[i].device[0], bad[i].device[1]}};
+        cuda_test_devices(4, true);
+        if (bad[i].memory) cuda_test_memory_of(1, bad[i].memory);
+        if (bad[i].api) cuda_test_fail(bad[i].api, 1);
+        double t0 = now_seconds();
+        bool started = !session_open(&s, &m, 2, 1, gpu_rank_start, &o, err);
+        CHECK(now_seconds() - t0 < 10, "case %zu took %.1f s", i, now_seconds() - t0);
+        CHECK(!started && strstr(err, bad[i].says) && !strchr(err, '\n'), "case %zu: '%s' lacks '%s'", i, err,
+              bad[i].says);
+        if (started) session_free(&s);
+        if (bad[i].api) cuda_test_fail(bad[i].api, 0);
+        if (bad[i].memory) cuda_test_memory_of(1, (size_t)4 << 30);
+        CHECK(cuda_test_free_bytes() == before, "case %zu: memory is lost", i);
+    }
+    cuda_test_devices(1, true);
+    model_free(&m);
+}
+
+/* A rank on a GPU that stops: build/test_cuda --fault gpu-stuck. The others' kernels wait for it. */
+static void fault_gpu_stuck(struct rank *r, int il, enum act x, enum act out) {
+    while (fault_now(r)) pause();
+    fault_ops->moe_ffn(r, il, x, out);
+}
+
+static void rank_fault_gpu(bool silent) {
+    struct model m;
+    struct session s;
+    char err[ERR_MAX];
+    int32_t ids[32] = {1, 2, 3, 4, 5, 6, 7, 8};
+    struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8};
+    if (model_load(&m, "build/demo.gguf", err) || session_open(&s, &m, 2, 1, gpu_rank_start, &o, err)) die("%s", err);
+    struct ops table = *s.r->ops;
+    fault_ops = s.r->ops, table.moe_ffn = fault_gpu_stuck;
+    if (!silent) s.team.ranks[1].ops = &table;
+    else cuda_test_fail("LAUNCH", 40); /* a kernel of one rank is lost */
+    for (int i = 0; i < 2; i++) session_forward(&s, ids, 20);
+    session_wait(&s);
+}
+
+static void test_cuda_rank_faults(void) {
+    check_fault("gpu-stuck", (const char *const[3]){"the end of a step was not reached", "behind: 1 (", ""});
+    check_fault("gpu-lost", (const char *const[3]){"GPU 0: ", "", ""});
+}
 #endif
 
 /* For t_cuda_mutate.h. */
@@ -811,7 +898,9 @@ void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_invented(void) { test_cuda_invented(); }
 
 #ifdef CUEMU
-#define TESTS_EMULATOR {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},
+#define TESTS_EMULATOR                                                                                             \
+    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits}, {"cuda/sums", cuda_test_sums}, \
+        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},
 #else
 #define TESTS_EMULATOR
 #endif

@@ -42,6 +42,7 @@ void cuda_test_fail(const char *api, int n) {
     if (n) cuemu::fail_next(api, n);
 }
 void cuda_test_memory(size_t bytes) { cuemu::memory(bytes); }
+void cuda_test_memory_of(int device, size_t bytes) { cuemu::memory(bytes, device); }
 void cuda_test_devices(int n, bool peers) { cuemu::devices(n), cuemu::peers(peers); }
 #else
 int cuda_test_turns(void) { return 1000; }
