@@ -415,13 +415,29 @@ struct cuda_options {
     void (*progress)(double done, double total); /* bytes of weights that are there */
 };
 
+/* What a GPU is, for --doctor. */
+struct gpu_facts {
+    char name[64], bus[24]; /* as the driver calls it; its place on the bus, as sysfs writes it */
+    int major, minor;       /* compute capability */
+    int driver, runtime;    /* CUDA's versions, 1000 * major + 10 * minor */
+    int block_shared;       /* bytes of shared memory that a block can have */
+    size_t total, free;     /* bytes of memory */
+    char image[160];        /* why no kernel of this program runs on it; empty: they do */
+};
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o,
-                   char *err);                 /* 0 or -1 with a line */
-int cuda_device_count(char *err);              /* 0: none can be used, and why */
-bool cuda_peers(const int *device, int n);     /* can they write to each other's memory? */
+                   char *err);             /* 0 or -1 with a line */
+int cuda_device_count(char *err);          /* 0: none can be used, and why */
+bool cuda_peers(const int *device, int n); /* can they write to each other's memory? */
+bool cuda_facts(int device, struct gpu_facts *f, char *err);
+/* Writes from one GPU to another (or within one): bytes per second of large copies, seconds of a small one; 0: not measured. */
+void cuda_pair(int from, int to, double *rate, double *latency);
+/* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
+double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl);
+const char *cuda_nccl(void);                   /* the version, or why there is none */
 void cuda_describe(int device, char out[128]); /* name, chip, memory */
 const char *cuda_targets(void);                /* the chips that the program was built for */
 /* what moe.c offers to it */
@@ -11490,6 +11506,24 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
 }
 
 #ifdef MOE_CUDA
+/* What NCCL does well on a workstation, where the user has not said otherwise: one machine without InfiniBand, buffers that fit
+ * PCIe, and peer access wherever it was found to work. */
+static void nccl_defaults(const int *gpu, int n, bool verbose) {
+    const struct {
+        const char *name, *value;
+        bool wanted;
+    } d[] = {{"NCCL_IB_DISABLE", "1", true},
+             {"NCCL_SHM_DISABLE", "0", true},
+             {"NCCL_BUFFSIZE", "4194304", true},
+             {"NCCL_P2P_LEVEL", "SYS", cuda_peers(gpu, n)}};
+    for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
+        const char *given = getenv(d[i].name);
+        if (!given && d[i].wanted) setenv(d[i].name, d[i].value, 0);
+        if (verbose && (given || d[i].wanted))
+            note("%s=%s (%s)", d[i].name, given ? given : d[i].value, given ? "from the environment" : "default here");
+    }
+}
+
 static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err) {
     struct cuda_options o = *(const struct cuda_options *)arg;
     int n = part->part.n_rank * part->part.n_stage, procs = omp_get_num_procs();
@@ -11514,6 +11548,7 @@ static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
+    if (set->tp > 1) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) die("%s", err);
     for (int i = 0; i < e->session.team.n; i++) {
@@ -11770,6 +11805,9 @@ static int print_version(void) {
            "built without CUDA"
 #endif
     );
+#ifdef MOE_CUDA
+    printf("NCCL: %s\n", cuda_nccl());
+#endif
     return EXIT_OK;
 }
 

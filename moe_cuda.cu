@@ -4114,3 +4114,94 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     c->err = NULL;
     return 0;
 }
+
+/* ---- for --doctor ---- */
+
+/* One block, one thread: does the program have an image for this chip? */
+__global__ void k_probe(int *out) {
+    grid_dependency_wait();
+    *out = 42;
+}
+
+extern "C" bool cuda_facts(int device, struct gpu_facts *f, char *err) {
+    cudaDeviceProp p;
+    int *answer = NULL, said = 0;
+    memset(f, 0, sizeof *f);
+    cudaError_t e = cudaSetDevice(device);
+    if (e == cudaSuccess) e = cudaGetDeviceProperties(&p, device);
+    if (e == cudaSuccess) e = cudaDeviceGetPCIBusId(f->bus, sizeof f->bus, device);
+    if (e == cudaSuccess) e = cudaMemGetInfo(&f->free, &f->total);
+    if (e == cudaSuccess) e = cudaDriverGetVersion(&f->driver);
+    if (e == cudaSuccess) e = cudaRuntimeGetVersion(&f->runtime);
+    if (e == cudaSuccess) e = cudaMalloc((void **)&answer, sizeof *answer);
+    if (e != cudaSuccess) {
+        cudaGetLastError();
+        snprintf(err, ERR_MAX, "GPU %d: %s", device, cudaGetErrorString(e));
+        return false;
+    }
+    for (char *c = f->bus; *c; c++)
+        if (*c >= 'A' && *c <= 'F') *c += 'a' - 'A';
+    snprintf(f->name, sizeof f->name, "%.63s", p.name);
+    f->major = p.major, f->minor = p.minor, f->block_shared = (int)p.sharedMemPerBlockOptin;
+    LAUNCH_PDL(k_probe, 1, 1, 0, (cudaStream_t)0, answer);
+    e = cudaGetLastError();
+    if (e == cudaSuccess) e = cudaMemcpy(&said, answer, sizeof said, cudaMemcpyDeviceToHost);
+    if (e != cudaSuccess || said != 42)
+        snprintf(f->image, sizeof f->image, "%s",
+                 e != cudaSuccess ? cudaGetErrorString(e) : "a kernel gave a wrong answer");
+    cudaFree(answer);
+    cudaGetLastError();
+    return true;
+}
+
+extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
+    enum { BIG = 64 << 20, SMALL = 8 << 10, RUNS = 20 };
+    uint8_t *a = NULL, *b = NULL;
+    cudaEvent_t e[2] = {};
+    int can = 0;
+    *rate = *latency = 0;
+    bool ok = cudaSetDevice(to) == cudaSuccess && cudaMalloc((void **)&b, BIG) == cudaSuccess &&
+              cudaSetDevice(from) == cudaSuccess && cudaMalloc((void **)&a, BIG) == cudaSuccess &&
+              cudaEventCreate(&e[0]) == cudaSuccess && cudaEventCreate(&e[1]) == cudaSuccess;
+    if (from != to && cudaDeviceCanAccessPeer(&can, from, to) == cudaSuccess && can) cudaDeviceEnablePeerAccess(to, 0);
+    for (int small = 0; small < 2 && ok; small++) {
+        const size_t n = small ? SMALL : BIG;
+        float ms = 0;
+        for (int i = -1; i < RUNS; i++) { /* the first is not counted */
+            if (!i) cudaEventRecord(e[0], 0);
+            cudaMemcpyPeerAsync(b, to, a, from, n, 0);
+        }
+        cudaEventRecord(e[1], 0);
+        ok =
+            cudaEventSynchronize(e[1]) == cudaSuccess && cudaEventElapsedTime(&ms, e[0], e[1]) == cudaSuccess && ms > 0;
+        if (!ok) break;
+        if (small) *latency = ms * 1e-3 / RUNS;
+        else *rate = (double)n * RUNS / (ms * 1e-3);
+    }
+    for (cudaEvent_t x : e)
+        if (x) cudaEventDestroy(x);
+    cudaFree(a), cudaFree(b);
+    cudaGetLastError();
+}
+
+extern "C" double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl) {
+    struct cuda *c = r->cuda;
+    bool *few = &c->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
+    if (nccl ? !c->nccl_wanted : n_tok > FEW_TOKENS && c->nccl_wanted) return 0;
+    *few = nccl;
+    double t = (double)time_sum(r, n_tok) * 1e-6;
+    *few = before;
+    return t;
+}
+
+extern "C" const char *cuda_nccl(void) {
+#ifdef HAVE_NCCL
+    static char text[32];
+    int v = 0;
+    if (ncclGetVersion(&v) == ncclSuccess) {
+        snprintf(text, sizeof text, "%d.%d.%d", v / 10000, v / 100 % 100, v % 100);
+        return text;
+    }
+#endif
+    return "none (not found when the program was built)";
+}
