@@ -44,7 +44,7 @@
 #define DEVICE_MEMBER inline
 #define HAVE_FP4_MMA  1
 #define HAVE_NCCL     1
-#define SLOT_FLOATS   2048 /* few, so that sums come in pieces */
+#define SLOT_FLOATS   3072 /* few, so that sums come in pieces */
 #else
 #define SLOT_FLOATS (1 << 20)
 #include <cuda_runtime.h>
@@ -501,7 +501,7 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
  * ============================================================================================================ */
 
 enum { JOIN_BLOCKS = 32, JOIN_SLOT = SLOT_FLOATS /* floats that a rank pushes at once */ };
-static const uint64_t PATIENCE = 5000000000; /* nanoseconds */
+enum { PATIENCE = 5, STAGE_PATIENCE = 60 /* seconds, for a sum; for a stage, which computes for long */ };
 
 enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
 
@@ -529,11 +529,11 @@ struct party {
 };
 
 /* Until *flag has come to `want`. One thread. */
-DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code) {
+DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code, int seconds) {
     if (*(volatile uint32_t *)&p.counts->dead) return;
     const uint64_t t = global_timer();
     while ((int32_t)(ld_acquire_sys(flag) - want) < 0)
-        if (global_timer() - t > PATIENCE) {
+        if (global_timer() - t > (uint64_t)seconds * 1000000000u) {
             *(volatile uint32_t *)&p.counts->dead = 1;
             *(volatile uint32_t *)&p.watch->fault = code;
             return;
@@ -565,7 +565,7 @@ struct hand_args {
 __global__ void __launch_bounds__(256) k_hand(struct hand_args a) {
     grid_dependency_wait();
     const uint32_t e = a.p.counts->done[a.channel] + 1;
-    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, fault_code(0, CH_HAND, 0));
+    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, fault_code(0, CH_HAND, 0), STAGE_PATIENCE);
     __syncthreads();
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
@@ -593,7 +593,8 @@ __global__ void __launch_bounds__(256) k_take(struct take_args a) {
     const uint32_t e = a.p.counts->done[a.channel] + 1;
     const int t = threadIdx.x;
     if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank))
-        flag_await(a.flag + t, e, a.p, fault_code(a.n_flag == 1 ? 0 : t, a.channel, 0));
+        flag_await(a.flag + t, e, a.p, fault_code(a.n_flag == 1 ? 0 : t, a.channel, 0),
+                   a.channel == CH_TAKE ? STAGE_PATIENCE : PATIENCE);
     __syncthreads();
     for (size_t i = 4 * ((size_t)blockIdx.x * 256 + threadIdx.x); i < a.n; i += (size_t)gridDim.x * 1024)
         *(uint4 *)(a.dst + i) = ld_sys16(a.src + i);
@@ -699,7 +700,8 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
     __syncthreads();
     if (tid < a.p.n_rank && tid != a.p.rank) {
         st_release_sys(a.flag[tid] + a.p.rank * JOIN_BLOCKS + blockIdx.x, e);
-        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, fault_code(tid, CH_SUM, a.place));
+        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, fault_code(tid, CH_SUM, a.place),
+                   PATIENCE);
     }
     __syncthreads();
 }
@@ -2835,8 +2837,7 @@ static void fault_report(struct rank *r, uint32_t fault) {
     const int index = r->m->part.stage * r->m->part.n_rank + rank;
     if (channel == CH_SUM)
         cuda_fail(r->cuda, "rank %d did not come to the sum of the %s of layer %d within %d s: has its GPU stopped?",
-                  index, place % 2 ? "feed-forward" : "attention", r->m->first_layer + place / 2,
-                  (int)(PATIENCE / 1000000000));
+                  index, place % 2 ? "feed-forward" : "attention", r->m->first_layer + place / 2, (int)PATIENCE);
     else
         cuda_fail(r->cuda, "%s did not come: has its GPU stopped?",
                   channel == CH_LOGITS ? "a part of the logits" : "the batch of another stage");
@@ -2846,7 +2847,7 @@ static void fault_report(struct rank *r, uint32_t fault) {
 static bool rank_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
     if (!c->party.watch) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
-    enum { SPINS = 2000, NAP = 50000 /* ns */, STALL = 60 /* s */ };
+    enum { SPINS = 20000, NAP = 50000 /* ns */, STALL = 60 /* s */ };
     volatile struct watch *w = (volatile struct watch *)c->host_area[0];
     uint32_t sums = w->sums;
     uint64_t naps = 0;
