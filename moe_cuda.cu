@@ -3183,7 +3183,7 @@ static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, 
     const struct part *p = &r->m->part;
     const int n_tok = r->n_tok, n = r->width[x], piece = JOIN_SLOT / n; /* rows that are pushed at once */
     struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
-    if (p->n_rank == 1) {
+    if (p->n_rank == 1 && !c->nccl_wanted) {
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
@@ -3743,7 +3743,7 @@ static size_t layout(struct rank *r, struct cuda *c, int chunk) {
     const struct part *p = &m->part;
     if (p->stage == p->n_stage - 1 && (p->n_rank == 1 || p->rank)) /* the first of several has them in its area */
         ROOM(d->logits, float, LOGIT_ROWS *(p->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));
-    if (p->n_rank > 1 && (d->nccl_wanted || !c)) {
+    if (d->nccl_wanted || (!c && p->n_rank > 1)) {
         ROOM(d->gathered, float, (size_t)p->n_rank *few *(size_t)m->n_embd);
         ROOM(d->sum16, uint16_t, n * (size_t)m->n_embd);
     }
@@ -3939,7 +3939,7 @@ static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers
 #ifdef HAVE_NCCL
     if (c->nccl_wanted) ncclGetVersion(&version);
 #endif
-    for (int i = 0; i < JOIN_SIZES && p.n_rank > 1; i++)
+    for (int i = 0; i < JOIN_SIZES && (p.n_rank > 1 || c->nccl_wanted); i++)
         for (int k = 0; k < 2; k++)
             if (both || (k == c->nccl_wanted && i % (JOIN_SIZES - 1) == 0))
                 c->by_nccl[join_sizes[i]] = k != 0, us[i][k] = time_sum(r, join_sizes[i]);
@@ -3955,7 +3955,7 @@ static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers
             snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", join_sizes[i],
                      nccl ? "NCCL" : "own", (double)worst[nccl]);
     }
-    if (p.n_rank == 1) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
+    if (p.n_rank == 1 && !version) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
     else if (!version) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
     else
         snprintf(r->link, sizeof r->link,
@@ -3979,19 +3979,25 @@ static void link_ranks(struct rank *r, const struct cuda_options *o) {
     vote(r, &v, NULL);
 }
 
-/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. */
+/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. One rank uses it when that is asked for, which
+ * tries it out. */
 static bool wants_nccl(struct rank *r, const struct cuda_options *o) {
     const struct part p = r->m->part;
-    bool twice = false, built = false;
+    bool twice = false;
     for (int i = 0; i < p.n_rank; i++)
         for (int k = 0; k < i; k++) twice |= o->device[p.stage * p.n_rank + i] == o->device[p.stage * p.n_rank + k];
+    if (o->allreduce == ALLREDUCE_ONESHOT || (p.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
+    const char *lacks = "this program was built without NCCL";
 #ifdef HAVE_NCCL
-    built = true;
+    const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    int version = 0;
+    ncclGetVersion(&version);
+    lacks = NULL;
+    if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
+        lacks = "NCCL does not run two ranks on one GPU";
 #endif
-    if (o->allreduce == ALLREDUCE_NCCL && p.n_rank > 1 && (twice || !built))
-        cuda_fail(r->cuda, "--allreduce nccl: %s",
-                  built ? "NCCL does not run two ranks on one GPU" : "this program was built without NCCL");
-    return built && !twice && p.n_rank > 1 && o->allreduce != ALLREDUCE_ONESHOT;
+    if (lacks && o->allreduce == ALLREDUCE_NCCL) cuda_fail(r->cuda, "--allreduce nccl: %s", lacks);
+    return !lacks;
 }
 
 /* What does not depend on sizes. */
@@ -4081,7 +4087,7 @@ static void rank_memory(struct rank *r) {
 
 extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
     struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
-    const bool alone = m->part.n_rank * m->part.n_stage == 1;
+    const bool alone = m->part.n_rank * m->part.n_stage == 1 && o->allreduce != ALLREDUCE_NCCL;
     memset(r, 0, sizeof *r);
     if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
     r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv, r->team = o->team, r->index = o->index;
