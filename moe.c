@@ -10668,8 +10668,6 @@ static int repl_run(struct chat *c) {
 
 enum plan_read { READ_EXPERTS, READ_BACKBONE, READ_CACHE, READ_HEAD, PLAN_READS };
 
-static const char *const plan_read_names[PLAN_READS] = {"experts", "backbone", "cache", "head"};
-
 enum {
     PLAN_CTX = 4096,     /* a model that has no room for so many tokens does not fit, unless fewer are asked for */
     PLAN_CTX_STEP = 256, /* tokens to which the largest context is rounded */
@@ -10684,19 +10682,23 @@ struct plan_device {
     char name[128];
     int64_t memory, usable; /* bytes: of all; without the driver's and --vram-reserve */
     double rate;            /* bytes that are read per second */
-    bool assumed;           /* the rate */
+    const char *source;     /* of the rate: measured, given .. */
 };
 
 /* What one rank holds and reads. */
 struct plan_rank {
-    struct model m;            /* the sizes of its part, without layers */
-    int64_t weights, rounding; /* bytes; what the driver adds to them and to all other allocations */
-    int64_t reads[PLAN_READS]; /* bytes per token; of the cache per token of the context */
+    struct model m;               /* the sizes of its part, without layers */
+    int64_t weights, rounding;    /* bytes; what the driver adds to them and to all other allocations */
+    int64_t reads[PLAN_READS];    /* bytes per token; of the cache per token of the context */
+    int64_t cache, scratch, left; /* at the plan's context */
 };
 
 struct plan_division {
     int tp, pp;
+    char name[32]; /* --tp N --pp M */
     struct plan_rank rank[MAX_RANKS];
+    int context, largest[2]; /* tokens, 0: it does not fit; with a cache of fp8 and of bf16 */
+    double limit[2];         /* tokens per second, for each of plan_reduce */
 };
 
 struct plan {
@@ -10707,16 +10709,16 @@ struct plan {
     int64_t host;        /* CPU: bytes of the file besides the layers, */
     int64_t activations; /* and of activations */
     enum kv_type kv;
+    const char *kv_name;
     int want, least; /* tokens of context: wished for, indispensable */
     struct plan_division division[PLAN_DIVISIONS];
     int n_division, chosen, context;
     int keep;           /* experts a layer that fit; 0: all fit, or none do */
+    double percent;     /* of the experts that are so many */
     int few;            /* the fewest that could be kept */
     int fallback;       /* the largest context with all experts, where that is below -c; 0: it is no alternative */
     int64_t missing[2]; /* bytes on the worst GPU, with all and with the fewest experts */
 };
-
-static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 /* A matrix, n_used of whose experts a token uses. */
 static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, enum plan_read kind, int n_used) {
@@ -10726,8 +10728,8 @@ static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, e
             scales = f == FMT_F16 ? 0 : tiles * TILE_SCALES;
     if (!tiles) return;
     int64_t factors = w->scale ? 4 * (int64_t)w->n_expert : 0, bias = w->bias ? 4 * (int64_t)w->n_out : 0;
-    if (codes > page / 2) r->rounding += round_up(codes, page) - codes;
-    if (scales > page / 2) r->rounding += round_up(scales, page) - scales;
+    if (codes > page / 2) r->rounding += (page - codes % page) % page;
+    if (scales > page / 2) r->rounding += (page - scales % page) % page;
     r->weights += codes + scales + factors + bias;
     r->reads[kind] += ((cpu ? (int64_t)weight_bytes(w) : codes + scales) + factors) / w->n_expert * n_used + bias;
 }
@@ -10859,17 +10861,19 @@ static bool plan_choose(struct plan *p, const struct model *m) {
     return false;
 }
 
-/* The same model with at most n experts in a layer, for its sizes; its layers are to be freed. */
-static void plan_prune(struct model *out, const struct model *m, int n) {
+/* The same model with at most n experts in a layer, for its sizes; its layers are to be freed. The percentage that is left. */
+static double plan_prune(struct model *out, const struct model *m, int n) {
+    double all = 0, kept = 0;
     *out = *m;
     out->n_expert_max = int_min(m->n_expert_max, n);
     out->layers = xmalloc((size_t)m->n_layer * sizeof *out->layers);
     for (int il = 0; il < m->n_layer; il++) {
         struct layer *y = &out->layers[il];
         *y = m->layers[il];
-        if (y->n_expert <= n) continue;
-        y->n_expert = y->router.n_out = y->gate.n_expert = y->up.n_expert = y->down.n_expert = n;
+        all += y->n_expert, kept += int_min(y->n_expert, n);
+        if (y->n_expert > n) y->n_expert = y->router.n_out = y->gate.n_expert = y->up.n_expert = y->down.n_expert = n;
     }
+    return 100 * kept / all;
 }
 
 /* Bytes that are missing on the worst GPU of the division that lacks least, which becomes the chosen one. */
@@ -10898,11 +10902,11 @@ static void plan_solve(struct plan *p) {
     p->few = (m->n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
     for (int n = (most - 1) / step * step; n >= p->few; n -= step) {
         struct model pruned;
-        plan_prune(&pruned, m, n);
+        double percent = plan_prune(&pruned, m, n);
         bool fits = plan_choose(p, &pruned);
         free(pruned.layers);
         if (fits) {
-            p->keep = n, p->missing[1] = 0;
+            p->keep = n, p->percent = percent, p->missing[1] = 0;
             return;
         }
         p->missing[1] = plan_missing(p);
@@ -10914,48 +10918,26 @@ static void plan_solve(struct plan *p) {
 
 /* ---- the machine ---- */
 
-/* A number in digits at *s, which moves behind it; 0: there is none. */
-static double plan_number(const char **s) {
-    size_t n = strspn(*s, "0123456789.");
-    char *end, *text = xstrndup(*s, n);
-    double v = n ? strtod(text, &end) : 0;
-    if (n && *end) v = 0;
-    free(text);
-    *s += n;
-    return v <= 1e6 ? v : 0;
-}
-
-/* Bytes per second of the usual card of that size; 0: there is none. */
-static double plan_usual_rate(double gib) {
-    static const struct {
-        double gib, gb_per_s;
-    } t[] = {{96, 1792},
-             {32, 1792},
-             {128, 273},
-             {80, 3350},
-             {141, 4800}}; /* RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
-    for (size_t i = 0; i < sizeof t / sizeof *t; i++)
-        if (gib == t[i].gib) return t[i].gb_per_s * 1e9;
-    return 0;
-}
-
 /* NxGIB or NxGIB@GBPS. */
 static void plan_described(struct plan *p, const char *text, int64_t reserve) {
-    int n = *text >= '1' && *text <= '0' + MAX_RANKS && text[1] == 'x' ? *text - '0' : 0;
-    const char *at = text + 2;
-    double gib = n ? plan_number(&at) : 0, rate = plan_usual_rate(gib);
-    bool given = n && *at == '@';
-    if (given) at++, rate = plan_number(&at) * 1e9;
-    if (!(gib >= 1) || *at || (given && !(rate >= 1e9)))
+    /* GiB and GB/s: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
+    static const double usual[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800}};
+    int n = 0, end = 0;
+    double gib = 0, gb = 0;
+    bool digits = !text[strspn(text, "0123456789.x@")], given = strchr(text, '@');
+    int got = given ? sscanf(text, "%1dx%lf@%lf%n", &n, &gib, &gb, &end) : sscanf(text, "%1dx%lf%n", &n, &gib, &end);
+    if (!digits || got != 2 + given || text[end] || n < 1 || n > MAX_RANKS || gib < 1 || gib > 1e6 ||
+        (given && (gb < 1 || gb > 1e6)))
         die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", text,
                   MAX_RANKS);
-    if (rate <= 0)
+    for (size_t i = 0; i < sizeof usual / sizeof *usual && !given; i++) gb = gib == usual[i][0] ? usual[i][1] : gb;
+    if (gb < 1)
         die_usage("--gpus %s: how fast GPUs of %g GiB read is not known here: add it in GB/s, --gpus %s@GBPS", text,
                   gib, text);
     p->n_device = n;
     for (int i = 0; i < n; i++) {
         struct plan_device *d = &p->device[i];
-        d->memory = (int64_t)(gib * 0x1p30), d->rate = rate, d->assumed = !given;
+        d->memory = (int64_t)(gib * 0x1p30), d->rate = gb * 1e9, d->source = given ? "given" : "assumed";
         d->usable = (int64_t)(gib * 0x1p30 * 0.97) - ((int64_t)450 << 20) - reserve;
         snprintf(d->name, sizeof d->name, "GPU of %g GiB", gib);
     }
@@ -10976,7 +10958,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         cuda_describe(gpu, d->name);
         if (!cuda_memory(gpu, &unused, &total, &d->rate)) die("%s does not tell its memory", d->name);
         if (!(d->rate > 0)) die("%s does not tell how fast it reads: describe it, --gpus NxGIB@GBPS", d->name);
-        d->memory = (int64_t)total / ranks, d->rate /= ranks;
+        d->memory = (int64_t)total / ranks, d->rate /= ranks, d->source = "of the device";
         d->usable = ((int64_t)unused - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
 #else
@@ -10993,27 +10975,34 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
         die_usage("--plan divides a model among GPUs only: give --gpus 4x96, or no --tp and --pp");
     p->n_device = 1;
     d->memory = d->usable = (int64_t)memory_available();
-    d->rate = memory_bandwidth(n_threads);
+    d->rate = memory_bandwidth(n_threads), d->source = "measured";
     snprintf(d->name, sizeof d->name, "CPU, %d threads", n_threads);
     p->host = (int64_t)m->file_bytes;
     for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
     for (int il = 0; il < m->n_layer; il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
-    rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX),
-              p->kv); /* pages that are never touched */
+    /* takes addresses, not memory: nothing is written */
+    rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
     p->activations = (int64_t)r.bytes;
     r.ops->close(&r);
 }
 
 /* ---- the answer ---- */
 
-/* Share of the routed experts that stay. */
-static double plan_kept(const struct plan *p) {
-    double kept = 0, all = 0;
-    for (int il = 0; il < p->m->n_layer; il++) {
-        int n = p->m->layers[il].n_expert;
-        all += n, kept += p->keep ? int_min(n, p->keep) : n;
+/* Fills in what is told of every division, and of the ranks of the chosen one. */
+static void plan_finish(struct plan *p) {
+    for (int k = 0; k < p->n_division; k++) {
+        struct plan_division *d = &p->division[k];
+        d->context = plan_context(p, d);
+        d->largest[0] = plan_largest(p, d, KV_FP8), d->largest[1] = plan_largest(p, d, KV_BF16);
+        for (int j = 0; j < 2; j++) d->limit[j] = plan_limit(p, d, d->context ? d->context : p->least, plan_reduce[j]);
+        snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
+        for (int i = 0; i < p->n_device; i++) {
+            struct plan_rank *r = &d->rank[i];
+            r->cache = r->reads[READ_CACHE] *= p->context; /* is per token no longer */
+            r->scratch = plan_scratch(p, r, i, p->context);
+            r->left = p->device[i].usable - r->weights - r->rounding - r->scratch - r->cache;
+        }
     }
-    return all > 0 ? 100 * kept / all : 100;
 }
 
 static const char *plan_verdict(const struct plan *p) {
@@ -11023,127 +11012,97 @@ static const char *plan_verdict(const struct plan *p) {
                                            : "fits";
 }
 
-/* --tp N --pp M */
-static const char *plan_ways(const struct plan_division *d, char out[32]) {
-    int n = d->tp > 1 || d->pp == 1 ? snprintf(out, 32, "--tp %d", d->tp) : 0;
-    if (d->pp > 1) snprintf(out + n, 32 - (size_t)n, "%s--pp %d", n ? " " : "", d->pp);
-    return out;
-}
-
-static const char *plan_kv_name(enum kv_type kv) { return kv == KV_FP8 ? "fp8" : kv == KV_BF16 ? "bf16" : "f32"; }
-
-/* Bytes per token of the rank that reads most, or of all. */
-static void plan_reads(const struct plan *p, bool all, int64_t out[PLAN_READS]) {
+/* Bytes per token of the rank that reads most, or of all. Returns their sum. */
+static int64_t plan_reads(const struct plan *p, bool all, int64_t out[PLAN_READS]) {
     const struct plan_division *d = &p->division[p->chosen];
-    int64_t most = -1;
+    int64_t most = 0, total = 0;
     memset(out, 0, PLAN_READS * sizeof *out);
     for (int i = 0; i < p->n_device; i++) {
-        int64_t r[PLAN_READS], sum = 0;
-        for (int k = 0; k < PLAN_READS; k++) sum += r[k] = d->rank[i].reads[k] * (k == READ_CACHE ? p->context : 1);
-        for (int k = 0; k < PLAN_READS && all; k++) out[k] += r[k];
-        if (!all && sum > most) most = sum, memcpy(out, r, sizeof r);
+        const int64_t *r = d->rank[i].reads;
+        int64_t sum = 0;
+        for (int k = 0; k < PLAN_READS; k++) sum += r[k], out[k] += all ? r[k] : 0;
+        total += sum;
+        if (sum > most) most = sum, memcpy(out, r, all ? 0 : PLAN_READS * sizeof *r);
     }
-}
-
-static void plan_print_reads(const struct plan *p, const char *who, bool all) {
-    int64_t r[PLAN_READS], sum = 0;
-    plan_reads(p, all, r);
-    printf("%-11s", who);
-    for (int k = 0; k < PLAN_READS; k++) printf(" %9.3f", (double)r[k] * 1e-9), sum += r[k];
-    printf(" %9.3f\n", (double)sum * 1e-9);
+    return all ? total : most;
 }
 
 static void plan_print_head(const struct plan *p) {
     const struct model *m = p->m;
-    const struct plan_division *d = &p->division[p->chosen];
+    const char *where = p->cpu ? "in memory" : "on a GPU";
     char a[32], b[32];
     printf("model       %.40s: %d layers, %d of %d experts a token\n", m->name, m->n_layer, m->n_expert_used,
            m->n_expert_max);
-    for (int i = 0; i < p->n_device; i++) {
+    for (int i = 0, same; i < p->n_device; i += same) {
         const struct plan_device *v = &p->device[i];
-        int same = 1;
-        while (i + 1 < p->n_device && !strcmp(v->name, p->device[i + 1].name)) same++, i++;
-        printf("%-11s ", i < same ? "machine" : "");
-        if (!p->cpu) printf("%d x ", same);
-        printf("%.60s\n            %.2f GiB to use (%.2f reserved), reads %.0f GB/s (%s)\n", v->name,
-               (double)v->usable / 0x1p30, (double)(v->memory - v->usable) / 0x1p30, v->rate * 1e-9,
-               p->cpu       ? "measured"
-               : v->assumed ? "assumed"
-                            : "given");
+        for (same = 1; i + same < p->n_device && !strcmp(v->name, v[same].name);) same++;
+        printf("%-11s %d x %.60s\n            %.2f GiB to use (%.2f reserved), reads %.0f GB/s (%s)\n",
+               i ? "" : "machine", same, v->name, (double)v->usable / 0x1p30, (double)(v->memory - v->usable) / 0x1p30,
+               v->rate * 1e-9, v->source);
     }
     printf("verdict     %s", plan_verdict(p));
-    if (p->keep)
-        printf(" to %d of %d experts a layer (%.1f %% of the experts stay)", p->keep, m->n_expert_max, plan_kept(p));
+    if (p->keep) printf(" to %d of %d experts a layer (%.1f %% of them stay)", p->keep, m->n_expert_max, p->percent);
+    if (p->missing[0] > 0)
+        printf("%s %s are missing %s", p->keep ? "\n            with all of them" : ":",
+               with_unit((double)p->missing[0], a), where);
+    if (p->missing[1] > 0 && p->missing[1] < p->missing[0])
+        printf("\n            with %d experts a layer still %s", p->few, with_unit((double)p->missing[1], a));
     putchar('\n');
-    if (p->missing[0] > 0) {
-        printf("            with all experts %s are missing on a %s", with_unit((double)p->missing[0], a),
-               p->cpu ? "CPU" : "GPU");
-        if (!p->keep && p->missing[1] < p->missing[0])
-            printf(",\n            with %d a layer %s", p->few, with_unit((double)p->missing[1], a));
-        putchar('\n');
-    }
     if (p->fallback) printf("            with all experts -c %d fits\n", p->fallback);
-    if (!p->cpu) printf("division    %s\n", plan_ways(d, a));
+    if (!p->cpu) printf("division    %s\n", p->division[p->chosen].name);
     printf("context     %s tokens (trained: %s), %s cache\n", with_commas((uint64_t)p->context, a),
-           with_commas((uint64_t)m->n_ctx_train, b), plan_kv_name(p->kv));
+           with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
 }
 
 /* For people, in at most 80 columns. */
 static void plan_print(const struct plan *p) {
     const struct plan_division *d = &p->division[p->chosen];
-    char a[32], b[32], c[32];
+    char a[32], b[32];
     plan_print_head(p);
-    printf("\nGiB         %9s %9s %9s %9s %9s %9s\n", p->cpu ? "file" : "weights", "cache",
-           p->cpu ? "activ." : "scratch*", p->cpu ? "" : "rounding", "sum", "free");
+    printf("\nGiB         %9s     cache %9s  rounding       sum      free\n", p->cpu ? "file" : "weights",
+           p->cpu ? "activat." : "scratch*");
     for (int i = 0; i < p->n_device; i++) {
         const struct plan_rank *r = &d->rank[i];
-        int64_t cache = (int64_t)kv_token_bytes(&r->m, p->kv) * p->context, scratch = plan_scratch(p, r, i, p->context),
-                left = plan_free(p, d, i, p->context, p->kv);
+        int64_t bytes[] = {r->weights, r->cache, r->scratch, r->rounding, p->device[i].usable - r->left, r->left};
         snprintf(a, sizeof a,
                  p->cpu      ? "CPU"
                  : d->pp > 1 ? "GPU %d %d-%d"
                              : "GPU %d",
                  i, r->m.first_layer, r->m.first_layer + r->m.n_layer - 1);
-        printf("%-11s %9.3f %9.3f %9.3f ", a, (double)r->weights / 0x1p30, (double)cache / 0x1p30,
-               (double)scratch / 0x1p30);
-        if (p->cpu) printf("%9s ", "");
-        else printf("%9.3f ", (double)r->rounding / 0x1p30);
-        printf("%9.3f %9.3f\n", (double)(p->device[i].usable - left) / 0x1p30, (double)left / 0x1p30);
+        printf("%-11s", a);
+        for (int k = 0; k < 6; k++) printf(" %9.3f", (double)bytes[k] / 0x1p30);
+        putchar('\n');
     }
     if (!p->cpu)
-        printf("* about; rounding: allocations are of whole 2 MiB; reserved: the driver's context,\n"
-               "  NCCL, --vram-reserve\n");
-    printf("\nGB a token  %9s %9s %9s %9s %9s\n", "experts", "backbone", "cache", "head", "sum");
-    plan_print_reads(p, p->cpu ? "CPU" : "one GPU", false);
-    if (p->n_device > 1) plan_print_reads(p, "all GPUs", true);
-    printf("\nlimit       %.1f tok/s at that context, if only reading", plan_limit(p, d, p->context, plan_reduce[0]));
+        printf("* about; rounding: memory is given out in pieces of 2 MiB; reserved: for the\n  driver's context and "
+               "NCCL, and by --vram-reserve\n");
+    printf("\nGB a token    experts  backbone     cache      head       sum\n");
+    for (int all = 0; all < (p->n_device > 1 ? 2 : 1); all++) {
+        int64_t r[PLAN_READS], sum = plan_reads(p, all, r);
+        printf("%-11s", p->cpu ? "CPU" : all ? "all GPUs" : "one GPU");
+        for (int k = 0; k < PLAN_READS; k++) printf(" %9.3f", (double)r[k] * 1e-9);
+        printf(" %9.3f\n", (double)sum * 1e-9);
+    }
+    printf("\nlimit       %.1f tok/s at that context, if only reading took time", d->limit[0]);
     if (d->tp > 1)
-        printf(" and %d all-reduces of %g us\n            took time; %.1f with NCCL's of %g us", 2 * p->m->n_layer,
-               plan_reduce[0] * 1e6, plan_limit(p, d, p->context, plan_reduce[1]), plan_reduce[1] * 1e6);
-    else printf(" took time");
-    printf(". A limit, not a promise.\n");
-    if (p->cpu) return;
-    printf("\n%-18s %17s %17s %14s\n", "division", "context, fp8", "bf16", "tok/s limit");
-    for (int k = 0; k < p->n_division; k++) {
+        printf(",\n            and %d all-reduces of %g us; %.1f with NCCL's of %g us", 2 * p->m->n_layer,
+               plan_reduce[0] * 1e6, d->limit[1], plan_reduce[1] * 1e6);
+    printf("\n            (a limit, not a promise)\n");
+    if (!p->cpu) printf("\n%-18s %17s %17s %14s\n", "division", "context, fp8", "bf16", "tok/s limit");
+    for (int k = 0; k < p->n_division && !p->cpu; k++) {
         const struct plan_division *o = &p->division[k];
-        int ctx = plan_context(p, o);
-        printf("%-18s %17s %17s ", plan_ways(o, a), with_commas((uint64_t)plan_largest(p, o, KV_FP8), b),
-               with_commas((uint64_t)plan_largest(p, o, KV_BF16), c));
-        if (ctx) printf("%14.1f%s\n", plan_limit(p, o, ctx, plan_reduce[0]), k == p->chosen ? "  <-" : "");
-        else printf("%14s\n", "does not fit");
+        printf("%-18s %17s %17s ", o->name, with_commas((uint64_t)o->largest[0], a),
+               with_commas((uint64_t)o->largest[1], b));
+        if (o->context) printf("%14.1f%s\n", o->limit[0], o == d ? "  <-" : "");
+        else printf("  does not fit\n");
     }
 }
 
-static json_t *plan_json_reads(const int64_t r[PLAN_READS], int ctx) {
-    json_t *o = json_object();
-    int64_t sum = 0;
-    for (int k = 0; k < PLAN_READS; k++) {
-        int64_t n = r[k] * (k == READ_CACHE ? ctx : 1);
-        sum += n;
-        json_object_set_new(o, plan_read_names[k], json_integer(n));
-    }
-    json_object_set_new(o, "sum", json_integer(sum));
-    return o;
+static json_t *plan_json_reads(const int64_t r[PLAN_READS]) {
+    json_int_t sum = r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_CACHE] + r[READ_HEAD];
+    return json_pack("{s:I,s:I,s:I,s:I,s:I}", "experts", (json_int_t)r[READ_EXPERTS], "backbone",
+                     (json_int_t)r[READ_BACKBONE], "cache", (json_int_t)r[READ_CACHE], "head", (json_int_t)r[READ_HEAD],
+                     "sum", sum);
 }
 
 /* For programs: sizes in bytes. */
@@ -11155,47 +11114,41 @@ static void plan_print_json(const struct plan *p) {
     for (int i = 0; i < p->n_device; i++) {
         const struct plan_rank *r = &d->rank[i];
         const struct plan_device *v = &p->device[i];
-        int64_t left = plan_free(p, d, i, p->context, p->kv);
-        json_array_append_new(
-            ranks, json_pack("{s:s,s:I,s:I,s:I,s:f,s:b,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:o}", "name", v->name, "memory",
-                             (json_int_t)v->memory, "reserved", (json_int_t)(v->memory - v->usable), "usable",
-                             (json_int_t)v->usable, "bytes_per_second", v->rate, "assumed", v->assumed, "first_layer",
-                             r->m.first_layer, "layers", r->m.n_layer, "weights", (json_int_t)r->weights, "cache",
-                             (json_int_t)kv_token_bytes(&r->m, p->kv) * p->context, "scratch_about",
-                             (json_int_t)plan_scratch(p, r, i, p->context), "rounding", (json_int_t)r->rounding, "sum",
-                             (json_int_t)(v->usable - left), "free", (json_int_t)left, "reads",
-                             plan_json_reads(r->reads, p->context)));
+        const json_int_t n[] = {v->memory,  v->usable,   r->weights,          r->cache,
+                                r->scratch, r->rounding, v->usable - r->left, r->left};
+        json_array_append_new(ranks, json_pack("{s:s,s:f,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:o}", "name",
+                                               v->name, "bytes_per_second", v->rate, "source", v->source, "first_layer",
+                                               r->m.first_layer, "layers", r->m.n_layer, "memory", n[0], "usable", n[1],
+                                               "weights", n[2], "cache", n[3], "scratch_about", n[4], "rounding", n[5],
+                                               "sum", n[6], "free", n[7], "reads", plan_json_reads(r->reads)));
     }
     for (int k = 0; k < p->n_division; k++) {
         const struct plan_division *o = &p->division[k];
-        int ctx = plan_context(p, o);
-        json_array_append_new(ways, json_pack("{s:i,s:i,s:b,s:i,s:i,s:f,s:f}", "tp", o->tp, "pp", o->pp, "fits",
-                                              ctx > 0, "largest_context_fp8", plan_largest(p, o, KV_FP8),
-                                              "largest_context_bf16", plan_largest(p, o, KV_BF16), "limit_oneshot",
-                                              ctx ? plan_limit(p, o, ctx, plan_reduce[0]) : 0.0, "limit_nccl",
-                                              ctx ? plan_limit(p, o, ctx, plan_reduce[1]) : 0.0));
+        json_array_append_new(ways, json_pack("{s:i,s:i,s:i,s:i,s:i,s:f,s:f}", "tp", o->tp, "pp", o->pp, "context",
+                                              o->context, "largest_context_fp8", o->largest[0], "largest_context_bf16",
+                                              o->largest[1], "limit_oneshot", o->limit[0], "limit_nccl", o->limit[1]));
     }
     plan_reads(p, true, all);
-    all[READ_CACHE] /= p->context;
-    json_t *o = json_pack("{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:i,s:f,s:I,s:I,s:o,s:o,s:f,s:f,s:o}", "model",
-                          m->name, "architecture", arch_names[m->arch], "layers", m->n_layer, "experts",
-                          m->n_expert_max, "experts_used", m->n_expert_used, "trained_context", m->n_ctx_train,
-                          "machine", p->cpu ? "cpu" : "gpu", "verdict", plan_verdict(p), "tp", d->tp, "pp", d->pp,
-                          "context", p->context, "keep_experts", p->keep ? p->keep : m->n_expert_max, "keep_percent",
-                          plan_kept(p), "missing", (json_int_t)p->missing[0], "missing_fewest_experts",
-                          (json_int_t)p->missing[1], "ranks", ranks, "reads", plan_json_reads(all, p->context),
-                          "limit_oneshot", plan_limit(p, d, p->context, plan_reduce[0]), "limit_nccl",
-                          plan_limit(p, d, p->context, plan_reduce[1]), "divisions", ways);
-    json_object_set_new(o, "kv", json_string(plan_kv_name(p->kv)));
-    if (!o || json_dumpf(o, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(10))) die("out of memory for JSON");
+    json_t *o = json_pack("{s:s,s:s,s:i,s:i,s:i,s:i}", "model", m->name, "architecture", arch_names[m->arch], "layers",
+                          m->n_layer, "experts", m->n_expert_max, "experts_used", m->n_expert_used, "trained_context",
+                          m->n_ctx_train);
+    json_t *more =
+        json_pack("{s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "machine", p->cpu ? "cpu" : "gpu", "verdict",
+                  plan_verdict(p), "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
+                  p->keep ? p->keep : m->n_expert_max, "keep_percent", p->keep ? p->percent : 100.0, "missing",
+                  (json_int_t)p->missing[0], "missing_fewest_experts", (json_int_t)p->missing[1], "ranks", ranks,
+                  "reads", plan_json_reads(all), "divisions", ways);
+    if (json_object_update(o, more) || json_dumpf(o, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(10)))
+        die("cannot write the plan as JSON");
     putchar('\n');
+    json_decref(more);
     json_decref(o);
 }
 
 /* --plan for a described machine, for n_device GPUs (0: those that are there), or for the CPU. Exit code 0: m fits. */
 static int mode_plan(const struct model *m, struct settings *set, bool gpu, const int *device, int n_device) {
     struct plan *p = xcalloc(1, sizeof *p);
-    p->m = m, p->cpu = !gpu, p->kv = settings_kv(set, gpu);
+    p->m = m, p->cpu = !gpu, p->kv = settings_kv(set, gpu), p->kv_name = set->kv;
     p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
     p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
@@ -11213,6 +11166,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
                   "needs one of %d layers",
                   p->n_device, m->n_layer);
     plan_solve(p);
+    plan_finish(p);
     if (set->json) plan_print_json(p);
     else plan_print(p);
     int code = p->missing[0] > 0 ? EXIT_RUN : EXIT_OK;
