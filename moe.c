@@ -8412,8 +8412,7 @@ static const struct option options[] = {
      "number format of the KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
     {"cpu", 0, OPT_FLAG, AT(cpu), NULL, 0, 0, false, "use no GPU"},
     {"gpus", 0, OPT_STR, AT(gpus), "0,1", 0, 0, false,
-     "the GPUs to use, by number; one may be named again (default: the first ones; none: the CPU); "
-     "with --plan also 4x96: four of 96 GiB, 4x96@1792: reading 1792 GB/s"},
+     "the GPUs to use, by number; one may be named again (default: the first ones; none: the CPU)"},
     {"tp", 0, OPT_INT, AT(tp), "N", 1, MAX_RANKS, false,
      "ranks that share every layer (default: one for each of --gpus)"},
     {"pp", 0, OPT_INT, AT(pp), "N", 1, MAX_RANKS, false, "groups of ranks with layers of their own (default: 1)"},
@@ -8428,7 +8427,8 @@ static const struct option options[] = {
     {.help = "Instead of answering"},
     {"info", 0, OPT_FLAG, AT(info), NULL, 0, 0, false, "what the file holds"},
     {"plan", 0, OPT_FLAG, AT(plan), NULL, 0, 0, false,
-     "whether the model fits --gpus, and how fast it can be there; a header is enough; exit 0 if it fits"},
+     "whether -m, of which a header is enough, fits and how fast it can be; exit 0 if it fits; with --gpus 4x96 on "
+     "four GPUs of 96 GiB, 4x96@1792: that read 1792 GB/s"},
     {"json", 0, OPT_FLAG, AT(json), NULL, 0, 0, false, "with --plan: one JSON object, sizes in bytes"},
     {"tokenize", 0, OPT_FLAG, AT(tokenize), NULL, 0, 0, false, "token ids of stdin, on one line"},
     {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false,
@@ -10755,7 +10755,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, con
 
 /* What the GPU engine allocates besides weights and cache for forwards of `chunk` tokens. */
 static int64_t plan_layout(const struct model *m, int64_t chunk) {
-    const int64_t few = 16, splits = 384, tile = 128, sampler = 64 * 16 + 4096 * 4;
+    const int64_t few = 16, splits = 384, tile = 128, sampler = 64 * 16 + 4096 * 4, slot = 1 << 20;
     int64_t n = chunk, k = m->n_expert_used, heads = m->n_head, experts = m->n_expert_max, ff = m->n_ff_expert,
             embd = m->n_embd;
     int64_t dq = heads * m->head_k, da = heads * m->head_v, dv = m->kv_lora ? m->kv_lora : m->head_v;
@@ -10768,8 +10768,12 @@ static int64_t plan_layout(const struct model *m, int64_t chunk) {
     if (m->kv_lora) sum += 2 * n * heads * (2 * m->kv_lora + m->rope_dim);
     sum += 4 * splits * few * heads * (dv + 2) + 2 * slots * ff + 2 * rows * ff_all + n * fp4[0] + n * k * fp4[1];
     sum += (n > few ? 4 * n * k * embd : 0) + 4 * n * experts + 16 * n * k + 4 * few * (few * k + 1);
-    return sum + 12 * (n * k / tile + experts + 1) + 4 * (experts + jobs) + 4 * LOGIT_ROWS * (int64_t)m->n_vocab +
-           sampler;
+    sum += 12 * (n * k / tile + experts + 1) + 4 * (experts + jobs) + sampler;
+    const struct part *part = &m->part;
+    int64_t logits = part->stage < part->n_stage - 1 ? 0 : part->rank ? m->output.n_out : m->n_vocab;
+    if (part->n_rank > 1) /* sums of all ranks */
+        sum += part->n_rank * (4 * few * embd + 2 * 4 * slot) + 2 * n * embd;
+    return sum + 4 * LOGIT_ROWS * ((logits + 3) / 4 * 4) + (part->stage ? 4 * n * embd : 0);
 }
 
 /* The chunk is the engine's: shorter where that would be more than a 24th of the memory. */
@@ -10847,6 +10851,21 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     }
     part_free(part_of);
     part_of->layers = NULL;
+}
+
+/* Whether every stage has layers, and every rank a part of each matrix: the GPU engine wants that. */
+static bool plan_divides(const struct model *m, int tp, int pp) {
+    bool whole = pp <= m->n_layer;
+    for (int i = 0; i < tp * pp && whole; i++) {
+        const struct weight *w[LAYER_WEIGHTS];
+        struct model part;
+        part_make(&part, m, (struct part){i % tp, tp, i / tp, pp});
+        whole = !part.output.data || weight_tiles(&part.output);
+        for (int il = 0; il < part.n_layer; il++)
+            for (int k = layer_weights(&part.layers[il], w); k-- > 0;) whole &= weight_tiles(w[k]) > 0;
+        part_free(&part);
+    }
+    return whole;
 }
 
 /* Divides m in every way that was asked for, and chooses the first that fits; false: none does. */
@@ -11048,7 +11067,7 @@ static void plan_print_head(const struct plan *p) {
     if (p->missing[1] > 0 && p->missing[1] < p->missing[0])
         printf("\n            with %d experts a layer still %s", p->few, with_unit((double)p->missing[1], a));
     putchar('\n');
-    if (p->fallback) printf("            with all experts -c %d fits\n", p->fallback);
+    if (p->fallback) printf("            with all of them -c %d fits\n", p->fallback);
     if (!p->cpu) printf("division    %s\n", p->division[p->chosen].name);
     printf("context     %s tokens (trained: %s), %s cache\n", with_commas((uint64_t)p->context, a),
            with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
@@ -11157,14 +11176,15 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     else plan_real(p, set, device, n_device);
     for (int tp = p->n_device; tp; tp--) {
         int pp = p->n_device / tp;
-        if (tp * pp != p->n_device || pp > m->n_layer || (set->tp && tp != set->tp) || (set->pp && pp != set->pp))
-            continue;
+        bool asked = tp * pp == p->n_device && (!set->tp || tp == set->tp) && (!set->pp || pp == set->pp);
+        if (!asked || (gpu && !plan_divides(m, tp, pp))) continue;
         p->division[p->n_division].tp = tp, p->division[p->n_division++].pp = pp;
     }
     if (!p->n_division)
-        die_usage("%d GPUs cannot be divided as --tp and --pp ask: their product must be that, and each of --pp groups "
-                  "needs one of %d layers",
-                  p->n_device, m->n_layer);
+        die_usage(
+            "%d GPUs cannot share this model%s: --tp times --pp must be that, each of --pp groups needs one of %d "
+            "layers and each of --tp ranks a part of it",
+            p->n_device, set->tp || set->pp ? " as --tp and --pp ask" : "", m->n_layer);
     plan_solve(p);
     plan_finish(p);
     if (set->json) plan_print_json(p);
