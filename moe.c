@@ -53,6 +53,7 @@
  *   Edited text and history
  *   Line editor
  *   REPL commands
+ *   Plan
  *   Modes
  *   Main
  */
@@ -439,7 +440,9 @@ void cuda_pair(int from, int to, double *rate, double *latency);
 double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl);
 const char *cuda_nccl(void);                   /* the version, or why there is none */
 void cuda_describe(int device, char out[128]); /* name, chip, memory */
-const char *cuda_targets(void);                /* the chips that the program was built for */
+/* bytes of its memory, and how fast it reads them (0: it does not tell); false: it cannot be asked */
+bool cuda_memory(int device, size_t *free_bytes, size_t *total, double *bytes_per_s);
+const char *cuda_targets(void); /* the chips that the program was built for */
 /* what moe.c offers to it */
 void rank_fatal(const char *what); /* ends the program with a line */
 /* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= EXCHANGE_MAX; waits for all of them */
@@ -5091,18 +5094,24 @@ static void model_prefetch(const struct model *m) {
     if (shown > t0) status_line("%s", "");
 }
 
-/* Opens, maps and binds a model file. 0, or -1 with a message that begins with the path. */
-static int model_load(struct model *m, const char *path, char *err) {
+/* Opens, maps and binds a model file, or with `header` its header alone. 0, or -1 with a message that begins with the path. */
+static int model_open(struct model *m, const char *path, bool header, char *err) {
     char why[ERR_MAX];
-    double t0 = now_seconds();
     memset(m, 0, sizeof *m);
-    if (gguf_open(&m->gguf, path, err, ERR_MAX)) return -1;
+    if ((header ? gguf_open_header : gguf_open)(&m->gguf, path, err, ERR_MAX)) return -1;
     if (model_bind(m, why)) return fail(err, "'%.200s': %s", path, why);
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
         message_neutralise(m->name);
     }
+    return 0;
+}
+
+/* The same with all of its data, which is read into memory. */
+static int model_load(struct model *m, const char *path, char *err) {
+    double t0 = now_seconds();
+    if (model_open(m, path, false, err)) return -1;
     model_prefetch(m);
     m->load_seconds = now_seconds() - t0;
     return 0;
@@ -8341,7 +8350,7 @@ struct settings {
     int top_k;                                 /* -1: unset */
     int seed;                                  /* -1: from the clock */
     /* modes */
-    bool tokenize, render, smoke, bench, info, version, help;
+    bool tokenize, render, smoke, bench, info, plan, json, version, help;
     char *logits, *perplexity, *haystack, *synth;
     char *shard;
     bool profile;
@@ -8417,6 +8426,10 @@ static const struct option options[] = {
     {"cpu-ref", 0, OPT_FLAG, AT(cpu_ref), NULL, 0, 0, false, "scalar reference arithmetic: exact, slow"},
     {.help = "Instead of answering"},
     {"info", 0, OPT_FLAG, AT(info), NULL, 0, 0, false, "what the file holds"},
+    {"plan", 0, OPT_FLAG, AT(plan), NULL, 0, 0, false,
+     "whether -m, of which a header is enough, fits and how fast it can be; exit 0 if it fits; with --gpus 4x96 on "
+     "four GPUs of 96 GiB, 4x96@1792: that read 1792 GB/s"},
+    {"json", 0, OPT_FLAG, AT(json), NULL, 0, 0, false, "with --plan: one JSON object, sizes in bytes"},
     {"tokenize", 0, OPT_FLAG, AT(tokenize), NULL, 0, 0, false, "token ids of stdin, on one line"},
     {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false,
      "stdin is a JSON object of template variables: print the rendered text"},
@@ -8429,7 +8442,7 @@ static const struct option options[] = {
     {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
     {"profile", 0, OPT_FLAG, AT(profile), NULL, 0, 0, false,
      "with --bench on a GPU: behind it the time of every kernel, on stderr"},
-    {"synth", 0, OPT_STR, AT(synth), "NAME[:layers=N,experts=M]", 0, 0, false,
+    {"synth", 0, OPT_STR, AT(synth), "NAME[:layers=N,experts=M,backbone=bf16|q8_0]", 0, 0, false,
      "random weights of a real shape; with -m written to that file first"},
     {"shard", 0, OPT_STR, AT(shard), "R/N", 0, 0, false,
      "with --synth: what GPU R of N would hold: heads and feed-forwards divided, vocabulary whole"},
@@ -8588,6 +8601,7 @@ static void settings_check(const struct settings *s) {
         bool given;
         int kind, beside; /* beside: the kinds that may be given too */
     } w[] = {{"--info", s->info, MODE, 0},
+             {"--plan", s->plan, MODE, 0},
              {"--tokenize", s->tokenize, MODE, 0},
              {"--render", s->render, MODE, 0},
              {"--logits", s->logits, LOGITS, TEXT | IDS},
@@ -8605,6 +8619,10 @@ static void settings_check(const struct settings *s) {
                 die_usage("%s and %s exclude each other", w[k].name, w[i].name);
     if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
     if (s->profile && !s->bench) die_usage("--profile wants --bench");
+    if (s->json && !s->plan) die_usage("--json wants --plan");
+    if (s->plan && s->synth && s->model) die_usage("--plan wants -m or --synth, not both");
+    if (s->gpus && strchr(s->gpus, 'x') && !s->plan)
+        die_usage("--gpus %s describes a machine, which only --plan takes; to run, give numbers of GPUs", s->gpus);
     if (s->shard && !s->synth) die_usage("--shard works with --synth only");
 }
 
@@ -10641,6 +10659,541 @@ static int repl_run(struct chat *c) {
     return EXIT_OK;
 }
 /* ============================================================================================================
+ * Plan
+ *
+ * Whether and how a model fits a machine, and how fast it can be there, before anything is loaded. What the ranks hold is
+ * counted on the parts that the engine makes of a model, in the sizes in which a GPU keeps them (upload_model and layout in
+ * moe_cuda.cu); the speed is that of reading it.
+ * ============================================================================================================ */
+
+enum plan_read { READ_EXPERTS, READ_BACKBONE, READ_CACHE, READ_HEAD, PLAN_READS };
+
+enum {
+    PLAN_CTX = 4096,     /* a model that has no room for so many tokens does not fit, unless fewer are asked for */
+    PLAN_CTX_STEP = 256, /* tokens to which the largest context is rounded */
+    PLAN_DIVISIONS = 3   /* into tp x pp parts of up to MAX_RANKS GPUs */
+};
+
+/* Seconds of an all-reduce of one token's activations: one-shot, NCCL. */
+static const double plan_reduce[2] = {5.5e-6, 12e-6};
+
+/* A GPU; of a plan for the CPU the only one is that. */
+struct plan_device {
+    char name[128];
+    int64_t memory, usable; /* bytes: of all; without the driver's and --vram-reserve */
+    double rate;            /* bytes that are read per second */
+    const char *source;     /* of the rate: measured, given .. */
+};
+
+/* What one rank holds and reads. */
+struct plan_rank {
+    struct model m;               /* the sizes of its part, without layers */
+    int64_t weights, rounding;    /* bytes; what the driver adds to them and to all other allocations */
+    int64_t reads[PLAN_READS];    /* bytes per token; of the cache per token of the context */
+    int64_t cache, scratch, left; /* at the plan's context */
+};
+
+struct plan_division {
+    int tp, pp;
+    char name[32]; /* --tp N --pp M */
+    struct plan_rank rank[MAX_RANKS];
+    int context, largest[2]; /* tokens, 0: it does not fit; with a cache of fp8 and of bf16 */
+    double limit[2];         /* tokens per second, for each of plan_reduce */
+};
+
+struct plan {
+    const struct model *m;
+    bool cpu;
+    struct plan_device device[MAX_RANKS];
+    int n_device;
+    int64_t host;        /* CPU: bytes of the file besides the layers, */
+    int64_t activations; /* and of activations */
+    enum kv_type kv;
+    const char *kv_name;
+    int want, least; /* tokens of context: wished for, indispensable */
+    struct plan_division division[PLAN_DIVISIONS];
+    int n_division, chosen, context;
+    int keep;           /* experts a layer that fit; 0: all fit, or none do */
+    double percent;     /* of the experts that are so many */
+    int few;            /* the fewest that could be kept */
+    int fallback;       /* the largest context with all experts, where that is below -c; 0: it is no alternative */
+    int64_t missing[2]; /* bytes on the worst GPU, with all and with the fewest experts */
+};
+
+/* A matrix, n_used of whose experts a token uses. */
+static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, enum plan_read kind, int n_used) {
+    const int64_t page = (int64_t)2 << 20;
+    enum weight_format f = weight_format(w->type);
+    int64_t tiles = (int64_t)weight_tiles(w), codes = tiles * TILE_BYTES(f),
+            scales = f == FMT_F16 ? 0 : tiles * TILE_SCALES;
+    if (!tiles) return;
+    int64_t factors = w->scale ? 4 * (int64_t)w->n_expert : 0, bias = w->bias ? 4 * (int64_t)w->n_out : 0;
+    if (codes > page / 2) r->rounding += (page - codes % page) % page;
+    if (scales > page / 2) r->rounding += (page - scales % page) % page;
+    r->weights += codes + scales + factors + bias;
+    r->reads[kind] += ((cpu ? (int64_t)weight_bytes(w) : codes + scales) + factors) / w->n_expert * n_used + bias;
+}
+
+static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *y) {
+    const struct weight *w[LAYER_WEIGHTS];
+    for (int i = 0, n = layer_weights(y, w); i < n; i++) {
+        bool routed = y->n_expert && (w[i] == &y->gate || w[i] == &y->up || w[i] == &y->down);
+        if (w[i] != &y->router)
+            plan_matrix(r, cpu, w[i], routed ? READ_EXPERTS : READ_BACKBONE,
+                        routed ? m->n_expert_used : w[i]->n_expert);
+    }
+    if (y->up.scale && y->up.scale == y->gate.scale && weight_tiles(&y->up))
+        r->weights -= 4 * (int64_t)y->n_expert; /* one stack: its factors are there once */
+    int64_t floats = 2 * m->n_embd + (y->q_norm ? m->head_k : 0) + (y->k_norm ? m->head_k : 0) +
+                     (y->q_a_norm ? m->q_lora : 0) + (y->kv_a_norm ? m->kv_lora : 0) +
+                     (y->router_bias ? y->n_expert : 0);
+    int64_t router = (int64_t)y->router.n_out * y->router.n_in;
+    bool halves = y->router.type == GGUF_BF16 && !y->router.scale;
+    r->weights += 4 * floats + router * (halves ? 2 : 4);
+    r->reads[READ_BACKBONE] += 4 * floats + (cpu ? (int64_t)weight_bytes(&y->router) : router * (halves ? 2 : 4));
+}
+
+/* What the GPU engine allocates besides weights and cache for forwards of `chunk` tokens. */
+static int64_t plan_layout(const struct model *m, int64_t chunk) {
+    const int64_t few = 16, splits = 384, tile = 128, sampler = 64 * 16 + 4096 * 4, slot = 1 << 20;
+    int64_t n = chunk, k = m->n_expert_used, heads = m->n_head, experts = m->n_expert_max, ff = m->n_ff_expert,
+            embd = m->n_embd;
+    int64_t dq = heads * m->head_k, da = heads * m->head_v, dv = m->kv_lora ? m->kv_lora : m->head_v;
+    int64_t dkv = m->kv_lora ? m->kv_lora + m->rope_dim : (int64_t)m->n_head_kv * (m->head_k + m->head_v);
+    int64_t jobs = few * k < experts ? few * k : experts, slots = n * k > jobs * few ? n * k : jobs * few;
+    int64_t ff_all = m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared, rows = n > few ? n : few;
+    int64_t in[2] = {embd, ff}, fp4[2]; /* bytes of a row in FP4 */
+    for (int i = 0; i < 2; i++) fp4[i] = (in[i] + 63) / 64 * 32 + (in[i] + 255) / 256 * 16 + 4;
+    int64_t sum = n * (4 * (3 * embd + m->q_lora + dq + dkv) + 2 * (embd + m->q_lora + dq + da) + 4 * m->rope_dim);
+    if (m->kv_lora) sum += 2 * n * heads * (2 * m->kv_lora + m->rope_dim);
+    sum += 4 * splits * few * heads * (dv + 2) + 2 * slots * ff + 2 * rows * ff_all + n * fp4[0] + n * k * fp4[1];
+    sum += (n > few ? 4 * n * k * embd : 0) + 4 * n * experts + 16 * n * k + 4 * few * (few * k + 1);
+    sum += 12 * (n * k / tile + experts + 1) + 4 * (experts + jobs) + sampler;
+    const struct part *part = &m->part;
+    int64_t logits = part->stage < part->n_stage - 1 ? 0 : part->rank ? m->output.n_out : m->n_vocab;
+    if (part->n_rank > 1) /* sums of all ranks */
+        sum += part->n_rank * (4 * few * embd + 2 * 4 * slot) + 2 * n * embd;
+    return sum + 4 * LOGIT_ROWS * ((logits + 3) / 4 * 4) + (part->stage ? 4 * n * embd : 0);
+}
+
+/* The chunk is the engine's: shorter where that would be more than a 24th of the memory. */
+static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
+    int64_t chunk = int_min(4096, ctx);
+    if (p->cpu) return p->activations;
+    while (chunk > 256 && plan_layout(&r->m, chunk) > p->device[i].memory / 24) chunk /= 2;
+    return plan_layout(&r->m, chunk);
+}
+
+/* Bytes that are left on the GPU of rank i; negative: that are missing. */
+static int64_t plan_free(const struct plan *p, const struct plan_division *d, int i, int ctx, enum kv_type kv) {
+    const struct plan_rank *r = &d->rank[i];
+    return p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx) -
+           (int64_t)kv_token_bytes(&r->m, kv) * ctx;
+}
+
+static int64_t plan_least_free(const struct plan *p, const struct plan_division *d, int ctx, enum kv_type kv) {
+    int64_t least = INT64_MAX;
+    for (int i = 0; i < p->n_device; i++) {
+        int64_t f = plan_free(p, d, i, ctx, kv);
+        if (f < least) least = f;
+    }
+    return least;
+}
+
+/* The largest context that there is room for; 0: none. */
+static int plan_largest(const struct plan *p, const struct plan_division *d, enum kv_type kv) {
+    const int middle = PLAN_CTX / PLAN_CTX_STEP, most = (1 << 28) / PLAN_CTX_STEP;
+    bool much = plan_least_free(p, d, PLAN_CTX, kv) >= 0;
+    int lo = much ? middle : 0, hi = much ? most : middle - 1;
+    while (lo < hi) {
+        int mid = (lo + hi + 1) / 2;
+        if (plan_least_free(p, d, mid * PLAN_CTX_STEP, kv) >= 0) lo = mid;
+        else hi = mid - 1;
+    }
+    return lo * PLAN_CTX_STEP;
+}
+
+static int plan_context(const struct plan *p, const struct plan_division *d) {
+    if (plan_least_free(p, d, p->least, p->kv) < 0) return 0;
+    if (plan_least_free(p, d, p->want, p->kv) >= 0) return p->want;
+    return int_min(p->want, plan_largest(p, d, p->kv));
+}
+
+/* Tokens per second at a context, if nothing but reading and all-reduces took time. */
+static double plan_limit(const struct plan *p, const struct plan_division *d, int ctx, double reduce) {
+    double seconds = d->tp > 1 ? 2.0 * p->m->n_layer * reduce : 0;
+    for (int stage = 0; stage < d->pp; stage++) {
+        double slowest = 0;
+        for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
+            const int64_t *r = d->rank[i].reads;
+            double bytes = (double)(r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_HEAD]) + (double)r[READ_CACHE] * ctx;
+            slowest = fmax(slowest, bytes / p->device[i].rate);
+        }
+        seconds += slowest;
+    }
+    return 1 / seconds;
+}
+
+static void plan_rank(struct plan_rank *r, const struct plan *p, const struct model *m, struct part part) {
+    struct model *part_of = &r->m;
+    memset(r, 0, sizeof *r);
+    part_make(part_of, m, part);
+    plan_matrix(r, p->cpu, &part_of->output, READ_HEAD, 1);
+    if (part_of->output.data == part_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
+    plan_matrix(r, p->cpu, &part_of->embd, READ_HEAD, 0);
+    for (int il = 0; il < part_of->n_layer; il++) plan_layer(r, p->cpu, part_of, &part_of->layers[il]);
+    r->weights += 4 * ((int64_t)m->n_embd + m->rope_dim / 2); /* the last norm and the rotary frequencies */
+    r->reads[READ_CACHE] = (int64_t)kv_token_bytes(part_of, p->kv);
+    r->rounding += ((int64_t)64 << 21) + 1024 * (int64_t)part_of->n_layer; /* as cuda_rank_init keeps it for the rest */
+    if (p->cpu) {
+        r->weights = p->host, r->rounding = 0;
+        for (int il = 0; il < part_of->n_layer; il++) r->weights += (int64_t)layer_bytes(&part_of->layers[il]);
+    }
+    part_free(part_of);
+    part_of->layers = NULL;
+}
+
+/* Whether every stage has layers, and every rank a part of each matrix: the GPU engine wants that. */
+static bool plan_divides(const struct model *m, int tp, int pp) {
+    bool whole = pp <= m->n_layer;
+    for (int i = 0; i < tp * pp && whole; i++) {
+        const struct weight *w[LAYER_WEIGHTS];
+        struct model part;
+        part_make(&part, m, (struct part){i % tp, tp, i / tp, pp});
+        whole = !part.output.data || weight_tiles(&part.output);
+        for (int il = 0; il < part.n_layer; il++)
+            for (int k = layer_weights(&part.layers[il], w); k-- > 0;) whole &= weight_tiles(w[k]) > 0;
+        part_free(&part);
+    }
+    return whole;
+}
+
+/* Divides m in every way that was asked for, and chooses the first that fits; false: none does. */
+static bool plan_choose(struct plan *p, const struct model *m) {
+    for (int k = 0; k < p->n_division; k++) {
+        struct plan_division *d = &p->division[k];
+        for (int i = 0; i < p->n_device; i++)
+            plan_rank(&d->rank[i], p, m, (struct part){i % d->tp, d->tp, i / d->tp, d->pp});
+    }
+    for (p->chosen = 0; p->chosen < p->n_division; p->chosen++)
+        if ((p->context = plan_context(p, &p->division[p->chosen]))) return true;
+    return false;
+}
+
+/* The same model with at most n experts in a layer, for its sizes; its layers are to be freed. The percentage that is left. */
+static double plan_prune(struct model *out, const struct model *m, int n) {
+    double all = 0, kept = 0;
+    *out = *m;
+    out->n_expert_max = int_min(m->n_expert_max, n);
+    out->layers = xmalloc((size_t)m->n_layer * sizeof *out->layers);
+    for (int il = 0; il < m->n_layer; il++) {
+        struct layer *y = &out->layers[il];
+        *y = m->layers[il];
+        all += y->n_expert, kept += int_min(y->n_expert, n);
+        if (y->n_expert > n) y->n_expert = y->router.n_out = y->gate.n_expert = y->up.n_expert = y->down.n_expert = n;
+    }
+    return 100 * kept / all;
+}
+
+/* Bytes that are missing on the worst GPU of the division that lacks least, which becomes the chosen one. */
+static int64_t plan_missing(struct plan *p) {
+    int64_t best = INT64_MIN;
+    for (int k = 0; k < p->n_division; k++) {
+        int64_t f = plan_least_free(p, &p->division[k], p->least, p->kv);
+        if (f > best) best = f, p->chosen = k;
+    }
+    return -best;
+}
+
+/* Finds how m fits: as it is, or with how many experts. */
+static void plan_solve(struct plan *p) {
+    const struct model *m = p->m;
+    int step = m->n_group, most = 0, usual = int_min(PLAN_CTX, m->n_ctx_train);
+    if (plan_choose(p, m)) return;
+    p->missing[0] = p->missing[1] = plan_missing(p);
+    p->context = p->least;
+    for (int k = 0; k < p->n_division; k++) {
+        int n = plan_largest(p, &p->division[k], p->kv);
+        if (n >= usual && n > p->fallback) p->fallback = n;
+    }
+    for (int il = 0; il < m->n_layer; il++)
+        if (m->layers[il].n_expert > most) most = m->layers[il].n_expert;
+    p->few = (m->n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
+    for (int n = (most - 1) / step * step; n >= p->few; n -= step) {
+        struct model pruned;
+        double percent = plan_prune(&pruned, m, n);
+        bool fits = plan_choose(p, &pruned);
+        free(pruned.layers);
+        if (fits) {
+            p->keep = n, p->percent = percent, p->missing[1] = 0;
+            return;
+        }
+        p->missing[1] = plan_missing(p);
+    }
+    plan_choose(p, m);
+    plan_missing(p);
+    p->context = p->least;
+}
+
+/* ---- the machine ---- */
+
+/* NxGIB or NxGIB@GBPS. */
+static void plan_described(struct plan *p, const char *text, int64_t reserve) {
+    /* GiB and GB/s: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
+    static const double usual[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800}};
+    int n = 0, end = 0;
+    double gib = 0, gb = 0;
+    bool digits = !text[strspn(text, "0123456789.x@")], given = strchr(text, '@');
+    int got = given ? sscanf(text, "%1dx%lf@%lf%n", &n, &gib, &gb, &end) : sscanf(text, "%1dx%lf%n", &n, &gib, &end);
+    if (!digits || got != 2 + given || text[end] || n < 1 || n > MAX_RANKS || gib < 1 || gib > 1e6 ||
+        (given && (gb < 1 || gb > 1e6)))
+        die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", text,
+                  MAX_RANKS);
+    for (size_t i = 0; i < sizeof usual / sizeof *usual && !given; i++) gb = gib == usual[i][0] ? usual[i][1] : gb;
+    if (gb < 1)
+        die_usage("--gpus %s: how fast GPUs of %g GiB read is not known here: add it in GB/s, --gpus %s@GBPS", text,
+                  gib, text);
+    p->n_device = n;
+    for (int i = 0; i < n; i++) {
+        struct plan_device *d = &p->device[i];
+        d->memory = (int64_t)(gib * 0x1p30), d->rate = gb * 1e9, d->source = given ? "given" : "assumed";
+        d->usable = (int64_t)(gib * 0x1p30 * 0.97) - ((int64_t)450 << 20) - reserve;
+        snprintf(d->name, sizeof d->name, "GPU of %g GiB", gib);
+    }
+}
+
+/* The listed GPUs, or as many as --tp and --pp ask for, or all. */
+static void plan_real(struct plan *p, const struct settings *set, const int *device, int n) {
+#ifdef MOE_CUDA
+    char err[ERR_MAX];
+    int found = cuda_device_count(err), asked = (set->tp ? set->tp : 1) * (set->pp ? set->pp : 1);
+    p->n_device = n ? n : int_min(set->tp || set->pp ? asked : found, MAX_RANKS);
+    for (int i = 0; i < p->n_device; i++) {
+        struct plan_device *d = &p->device[i];
+        int gpu = n ? device[i] : i, ranks = 0;
+        size_t unused, total;
+        if (gpu >= found) die("there is no GPU %d; found: %d", gpu, found);
+        for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
+        cuda_describe(gpu, d->name);
+        if (!cuda_memory(gpu, &unused, &total, &d->rate)) die("%s does not tell its memory", d->name);
+        if (!(d->rate > 0)) die("%s does not tell how fast it reads: describe it, --gpus NxGIB@GBPS", d->name);
+        d->memory = (int64_t)total / ranks, d->rate /= ranks, d->source = "of the device";
+        d->usable = ((int64_t)unused - ((int64_t)set->vram_reserve << 20)) / ranks;
+    }
+#else
+    (void)p, (void)set, (void)device, (void)n;
+#endif
+}
+
+static void plan_cpu(struct plan *p, const struct settings *set) {
+    const struct model *m = p->m;
+    struct plan_device *d = &p->device[0];
+    struct rank r;
+    int n_threads = set->threads ? set->threads : omp_get_num_procs();
+    if (set->tp > 1 || set->pp > 1)
+        die_usage("--plan divides a model among GPUs only: give --gpus 4x96, or no --tp and --pp");
+    p->n_device = 1;
+    d->memory = d->usable = (int64_t)memory_available();
+    d->rate = memory_bandwidth(n_threads), d->source = "measured";
+    snprintf(d->name, sizeof d->name, "CPU, %d threads", n_threads);
+    p->host = (int64_t)m->file_bytes;
+    for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
+    for (int il = 0; il < m->n_layer; il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
+    /* takes addresses, not memory: nothing is written */
+    rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
+    p->activations = (int64_t)r.bytes;
+    r.ops->close(&r);
+}
+
+/* ---- the answer ---- */
+
+/* Fills in what is told of every division, and of the ranks of the chosen one. */
+static void plan_finish(struct plan *p) {
+    for (int k = 0; k < p->n_division; k++) {
+        struct plan_division *d = &p->division[k];
+        d->context = plan_context(p, d);
+        d->largest[0] = plan_largest(p, d, KV_FP8), d->largest[1] = plan_largest(p, d, KV_BF16);
+        for (int j = 0; j < 2; j++) d->limit[j] = plan_limit(p, d, d->context ? d->context : p->least, plan_reduce[j]);
+        snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
+        for (int i = 0; i < p->n_device; i++) {
+            struct plan_rank *r = &d->rank[i];
+            r->cache = r->reads[READ_CACHE] *= p->context; /* is per token no longer */
+            r->scratch = plan_scratch(p, r, i, p->context);
+            r->left = p->device[i].usable - r->weights - r->rounding - r->scratch - r->cache;
+        }
+    }
+}
+
+static const char *plan_verdict(const struct plan *p) {
+    return p->keep                         ? "needs pruning"
+           : p->missing[0] > 0             ? "does not fit"
+           : p->division[p->chosen].pp > 1 ? "fits with --pp"
+                                           : "fits";
+}
+
+/* Bytes per token of the rank that reads most, or of all. Returns their sum. */
+static int64_t plan_reads(const struct plan *p, bool all, int64_t out[PLAN_READS]) {
+    const struct plan_division *d = &p->division[p->chosen];
+    int64_t most = 0, total = 0;
+    memset(out, 0, PLAN_READS * sizeof *out);
+    for (int i = 0; i < p->n_device; i++) {
+        const int64_t *r = d->rank[i].reads;
+        int64_t sum = 0;
+        for (int k = 0; k < PLAN_READS; k++) sum += r[k], out[k] += all ? r[k] : 0;
+        total += sum;
+        if (sum > most) most = sum, memcpy(out, r, all ? 0 : PLAN_READS * sizeof *r);
+    }
+    return all ? total : most;
+}
+
+static void plan_print_head(const struct plan *p) {
+    const struct model *m = p->m;
+    const char *where = p->cpu ? "in memory" : "on a GPU";
+    char a[32], b[32];
+    printf("model       %.40s: %d layers, %d of %d experts a token\n", m->name, m->n_layer, m->n_expert_used,
+           m->n_expert_max);
+    for (int i = 0, same; i < p->n_device; i += same) {
+        const struct plan_device *v = &p->device[i];
+        for (same = 1; i + same < p->n_device && !strcmp(v->name, v[same].name);) same++;
+        printf("%-11s %d x %.60s\n            %.2f GiB to use (%.2f reserved), reads %.0f GB/s (%s)\n",
+               i ? "" : "machine", same, v->name, (double)v->usable / 0x1p30, (double)(v->memory - v->usable) / 0x1p30,
+               v->rate * 1e-9, v->source);
+    }
+    printf("verdict     %s", plan_verdict(p));
+    if (p->keep) printf(" to %d of %d experts a layer (%.1f %% of them stay)", p->keep, m->n_expert_max, p->percent);
+    if (p->missing[0] > 0)
+        printf("%s %s are missing %s", p->keep ? "\n            with all of them" : ":",
+               with_unit((double)p->missing[0], a), where);
+    if (p->missing[1] > 0 && p->missing[1] < p->missing[0])
+        printf("\n            with %d experts a layer still %s", p->few, with_unit((double)p->missing[1], a));
+    putchar('\n');
+    if (p->fallback) printf("            with all of them -c %d fits\n", p->fallback);
+    if (!p->cpu) printf("division    %s\n", p->division[p->chosen].name);
+    printf("context     %s tokens (trained: %s), %s cache\n", with_commas((uint64_t)p->context, a),
+           with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
+}
+
+/* For people, in at most 80 columns. */
+static void plan_print(const struct plan *p) {
+    const struct plan_division *d = &p->division[p->chosen];
+    char a[32], b[32];
+    plan_print_head(p);
+    printf("\nGiB         %9s     cache %9s  rounding       sum      free\n", p->cpu ? "file" : "weights",
+           p->cpu ? "activat." : "scratch*");
+    for (int i = 0; i < p->n_device; i++) {
+        const struct plan_rank *r = &d->rank[i];
+        int64_t bytes[] = {r->weights, r->cache, r->scratch, r->rounding, p->device[i].usable - r->left, r->left};
+        snprintf(a, sizeof a,
+                 p->cpu      ? "CPU"
+                 : d->pp > 1 ? "GPU %d %d-%d"
+                             : "GPU %d",
+                 i, r->m.first_layer, r->m.first_layer + r->m.n_layer - 1);
+        printf("%-11s", a);
+        for (int k = 0; k < 6; k++) printf(" %9.3f", (double)bytes[k] / 0x1p30);
+        putchar('\n');
+    }
+    if (!p->cpu)
+        printf("* about; rounding: memory is given out in pieces of 2 MiB; reserved: for the\n  driver's context and "
+               "NCCL, and by --vram-reserve\n");
+    printf("\nGB a token    experts  backbone     cache      head       sum\n");
+    for (int all = 0; all < (p->n_device > 1 ? 2 : 1); all++) {
+        int64_t r[PLAN_READS], sum = plan_reads(p, all, r);
+        printf("%-11s", p->cpu ? "CPU" : all ? "all GPUs" : "one GPU");
+        for (int k = 0; k < PLAN_READS; k++) printf(" %9.3f", (double)r[k] * 1e-9);
+        printf(" %9.3f\n", (double)sum * 1e-9);
+    }
+    printf("\nlimit       %.1f tok/s at that context, if only reading took time", d->limit[0]);
+    if (d->tp > 1)
+        printf(",\n            and %d all-reduces of %g us; %.1f with NCCL's of %g us", 2 * p->m->n_layer,
+               plan_reduce[0] * 1e6, d->limit[1], plan_reduce[1] * 1e6);
+    printf("\n            (a limit, not a promise)\n");
+    if (!p->cpu) printf("\n%-18s %17s %17s %14s\n", "division", "context, fp8", "bf16", "tok/s limit");
+    for (int k = 0; k < p->n_division && !p->cpu; k++) {
+        const struct plan_division *o = &p->division[k];
+        printf("%-18s %17s %17s ", o->name, with_commas((uint64_t)o->largest[0], a),
+               with_commas((uint64_t)o->largest[1], b));
+        if (o->context) printf("%14.1f%s\n", o->limit[0], o == d ? "  <-" : "");
+        else printf("  does not fit\n");
+    }
+}
+
+static json_t *plan_json_reads(const int64_t r[PLAN_READS]) {
+    json_int_t sum = r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_CACHE] + r[READ_HEAD];
+    return json_pack("{s:I,s:I,s:I,s:I,s:I}", "experts", (json_int_t)r[READ_EXPERTS], "backbone",
+                     (json_int_t)r[READ_BACKBONE], "cache", (json_int_t)r[READ_CACHE], "head", (json_int_t)r[READ_HEAD],
+                     "sum", sum);
+}
+
+/* For programs: sizes in bytes. */
+static void plan_print_json(const struct plan *p) {
+    const struct plan_division *d = &p->division[p->chosen];
+    const struct model *m = p->m;
+    int64_t all[PLAN_READS];
+    json_t *ranks = json_array(), *ways = json_array();
+    for (int i = 0; i < p->n_device; i++) {
+        const struct plan_rank *r = &d->rank[i];
+        const struct plan_device *v = &p->device[i];
+        const json_int_t n[] = {v->memory,  v->usable,   r->weights,          r->cache,
+                                r->scratch, r->rounding, v->usable - r->left, r->left};
+        json_array_append_new(ranks, json_pack("{s:s,s:f,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:o}", "name",
+                                               v->name, "bytes_per_second", v->rate, "source", v->source, "first_layer",
+                                               r->m.first_layer, "layers", r->m.n_layer, "memory", n[0], "usable", n[1],
+                                               "weights", n[2], "cache", n[3], "scratch_about", n[4], "rounding", n[5],
+                                               "sum", n[6], "free", n[7], "reads", plan_json_reads(r->reads)));
+    }
+    for (int k = 0; k < p->n_division; k++) {
+        const struct plan_division *o = &p->division[k];
+        json_array_append_new(ways, json_pack("{s:i,s:i,s:i,s:i,s:i,s:f,s:f}", "tp", o->tp, "pp", o->pp, "context",
+                                              o->context, "largest_context_fp8", o->largest[0], "largest_context_bf16",
+                                              o->largest[1], "limit_oneshot", o->limit[0], "limit_nccl", o->limit[1]));
+    }
+    plan_reads(p, true, all);
+    json_t *o = json_pack("{s:s,s:s,s:i,s:i,s:i,s:i}", "model", m->name, "architecture", arch_names[m->arch], "layers",
+                          m->n_layer, "experts", m->n_expert_max, "experts_used", m->n_expert_used, "trained_context",
+                          m->n_ctx_train);
+    json_t *more =
+        json_pack("{s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "machine", p->cpu ? "cpu" : "gpu", "verdict",
+                  plan_verdict(p), "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
+                  p->keep ? p->keep : m->n_expert_max, "keep_percent", p->keep ? p->percent : 100.0, "missing",
+                  (json_int_t)p->missing[0], "missing_fewest_experts", (json_int_t)p->missing[1], "ranks", ranks,
+                  "reads", plan_json_reads(all), "divisions", ways);
+    if (json_object_update(o, more) || json_dumpf(o, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(10)))
+        die("cannot write the plan as JSON");
+    putchar('\n');
+    json_decref(more);
+    json_decref(o);
+}
+
+/* --plan for a described machine, for n_device GPUs (0: those that are there), or for the CPU. Exit code 0: m fits. */
+static int mode_plan(const struct model *m, struct settings *set, bool gpu, const int *device, int n_device) {
+    struct plan *p = xcalloc(1, sizeof *p);
+    p->m = m, p->cpu = !gpu, p->kv = settings_kv(set, gpu), p->kv_name = set->kv;
+    p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
+    p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
+    if (gpu && p->kv == KV_F32) die_usage("--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
+    if (!gpu) plan_cpu(p, set);
+    else if (set->gpus && strchr(set->gpus, 'x')) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
+    else plan_real(p, set, device, n_device);
+    for (int tp = p->n_device; tp; tp--) {
+        int pp = p->n_device / tp;
+        bool asked = tp * pp == p->n_device && (!set->tp || tp == set->tp) && (!set->pp || pp == set->pp);
+        if (!asked || (gpu && !plan_divides(m, tp, pp))) continue;
+        p->division[p->n_division].tp = tp, p->division[p->n_division++].pp = pp;
+    }
+    if (!p->n_division)
+        die_usage(
+            "%d GPUs cannot share this model%s: --tp times --pp must be that, each of --pp groups needs one of %d "
+            "layers and each of --tp ranks a part of it",
+            p->n_device, set->tp || set->pp ? " as --tp and --pp ask" : "", m->n_layer);
+    plan_solve(p);
+    plan_finish(p);
+    if (set->json) plan_print_json(p);
+    else plan_print(p);
+    int code = p->missing[0] > 0 ? EXIT_RUN : EXIT_OK;
+    free(p);
+    return code;
+}
+/* ============================================================================================================
  * Modes
  *
  * What the program does instead of chatting. Results go to stdout or the named file, remarks to stderr. Each returns the
@@ -11165,18 +11718,20 @@ struct synth {
     /* deepseek2 only */
     int q_lora, kv_lora, rope, n_dense, ff_dense, ff_shared, n_group, n_group_used;
     float scale; /* of the experts' weights */
+    bool q8;     /* what is BF16 otherwise is Q8_0 */
+    bool sizes;  /* only sizes are looked at: nothing is filled in */
 };
 
 static const struct synth synths[] = {
     {"qwen3-30b-a3b", "qwen3moe", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, 40960, .ff_dense = 6144},
     {"qwen3-235b-a22b", "qwen3moe", 94, 4096, 64, 4, 128, 128, 8, 1536, 151936, 40960, .ff_dense = 12288},
-    {"deepseek-v3", "deepseek2", 61,  7168, 128, 1,     128,  256, 8, 2048, 129280,
-     163840,        1536,        512, 64,   3,   18432, 2048, 8,   4, 2.5f},
-    {"kimi-k2", "deepseek2", 61,  7168, 64, 1,     128,  384, 8, 2048,  163840,
-     131072,    1536,        512, 64,   1,  18432, 2048, 1,   1, 2.827f},
+    {"deepseek-v3", "deepseek2", 61,  7168, 128, 1,     128,  256, 8, 2048,         129280,
+     163840,        1536,        512, 64,   3,   18432, 2048, 8,   4, .scale = 2.5f},
+    {"kimi-k2", "deepseek2", 61,  7168, 64, 1,     128,  384, 8, 2048,           163840,
+     131072,    1536,        512, 64,   1,  18432, 2048, 1,   1, .scale = 2.827f},
 };
 
-/* NAME:LAYERS or NAME:layers=N,experts=M, both optional. */
+/* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0, all optional. */
 static struct synth synth_parse(const char *arg) {
     char names[128];
     size_t n = strcspn(arg, ":"), at = 0;
@@ -11192,7 +11747,11 @@ static struct synth synth_parse(const char *arg) {
     const char *p = arg + n;
     while (*p == (p == arg + n ? ':' : ',')) {
         char *end;
-        bool e = !strncmp(++p, "experts=", 8);
+        bool e = !strncmp(++p, "experts=", 8), bf16 = !strncmp(p, "backbone=bf16", 13);
+        if (bf16 || !strncmp(p, "backbone=q8_0", 13)) {
+            y.q8 = !bf16, p += 13;
+            continue;
+        }
         p += e ? 8 : strncmp(p, "layers=", 7) ? 0 : 7;
         long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : (end = (char *)(uintptr_t)p, 0);
         if (e) experts = v;
@@ -11200,8 +11759,8 @@ static struct synth synth_parse(const char *arg) {
         p = end;
     }
     if (*p || layers < 1 || layers > y.n_layer || experts < least || experts > y.n_expert || experts % step)
-        die_usage("--synth %s: expected :layers=N,experts=M with layers from 1 to %d and experts from %d to "
-                  "%d in steps of %d",
+        die_usage("--synth %s: expected :layers=N,experts=M,backbone=bf16|q8_0 with layers from 1 to %d and "
+                  "experts from %d to %d in steps of %d",
                   arg, y.n_layer, least, y.n_expert, step);
     y.n_layer = (int)layers, y.n_expert = (int)experts;
     return y;
@@ -11230,7 +11789,7 @@ static void synth_shard(struct synth *y, const char *text) {
 
 /* Numbers that behave: norms near 1, products of unit scale. */
 static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
-    enum { PATTERN = 36 * 29127 }; /* about 1 MiB of whole blocks of every type; repeated */
+    enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB of whole blocks of every type; repeated */
     uint64_t n = bytes < PATTERN ? bytes : PATTERN;
     if (type == GGUF_NVFP4) {
         for (uint64_t i = 0; i < n; i += 36) {
@@ -11244,6 +11803,15 @@ static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, u
         for (uint64_t i = 0; i + 4 <= n; i += 4) {
             float v = vector ? 1.0f + 0.1f * (float)(rng_uniform(rng) - 0.5) : 0.05f * (float)(rng_uniform(rng) - 0.5);
             memcpy(p + i, &v, 4);
+        }
+    } else if (type == GGUF_Q8_0) {
+        uint16_t scale = f16_from_f32(0.025f / 128);
+        for (uint64_t i = 0; i < n; i += 34) {
+            memcpy(p + i, &scale, 2);
+            for (int q = 0; q < 4; q++) {
+                uint64_t v = rng_next(rng);
+                memcpy(p + i + 2 + 8 * q, &v, 8);
+            }
         }
     } else {
         for (uint64_t i = 0; i + 2 <= n; i += 2) {
@@ -11283,30 +11851,31 @@ static void synth_add_ffn(struct synth_tensor **t, const char *suffix, int n_emb
     }
 }
 
-/* The tensors of a shape in the mix that NVFP4 releases have: feed-forwards NVFP4, norms and router F32, the rest BF16. */
+/* The tensors of a shape in the mix that NVFP4 releases have: feed-forwards NVFP4, norms and router F32, the rest BF16 or Q8_0. */
 static struct synth_tensor *synth_tensors(const struct synth *y) {
     struct synth_tensor *t = NULL;
+    const uint32_t rest = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
     int n = y->n_embd;
-    synth_add(&t, GGUF_BF16, n, y->n_vocab, 1, "token_embd.weight", 0);
+    synth_add(&t, rest, n, y->n_vocab, 1, "token_embd.weight", 0);
     for (int i = 0; i < y->n_layer; i++) {
         synth_add(&t, GGUF_F32, n, 1, 1, "blk.%d.attn_norm.weight", i);
         if (y->kv_lora) {
             int lat = y->kv_lora;
-            synth_add(&t, GGUF_BF16, n, y->q_lora, 1, "blk.%d.attn_q_a.weight", i);
+            synth_add(&t, rest, n, y->q_lora, 1, "blk.%d.attn_q_a.weight", i);
             synth_add(&t, GGUF_F32, y->q_lora, 1, 1, "blk.%d.attn_q_a_norm.weight", i);
-            synth_add(&t, GGUF_BF16, y->q_lora, y->n_head * (y->head + y->rope), 1, "blk.%d.attn_q_b.weight", i);
-            synth_add(&t, GGUF_BF16, n, lat + y->rope, 1, "blk.%d.attn_kv_a_mqa.weight", i);
+            synth_add(&t, rest, y->q_lora, y->n_head * (y->head + y->rope), 1, "blk.%d.attn_q_b.weight", i);
+            synth_add(&t, rest, n, lat + y->rope, 1, "blk.%d.attn_kv_a_mqa.weight", i);
             synth_add(&t, GGUF_F32, lat, 1, 1, "blk.%d.attn_kv_a_norm.weight", i);
-            synth_add(&t, GGUF_BF16, y->head, lat, y->n_head, "blk.%d.attn_k_b.weight", i);
-            synth_add(&t, GGUF_BF16, lat, y->head, y->n_head, "blk.%d.attn_v_b.weight", i);
+            synth_add(&t, rest, y->head, lat, y->n_head, "blk.%d.attn_k_b.weight", i);
+            synth_add(&t, rest, lat, y->head, y->n_head, "blk.%d.attn_v_b.weight", i);
         } else {
-            synth_add(&t, GGUF_BF16, n, y->n_head * y->head, 1, "blk.%d.attn_q.weight", i);
-            synth_add(&t, GGUF_BF16, n, y->n_head_kv * y->head, 1, "blk.%d.attn_k.weight", i);
-            synth_add(&t, GGUF_BF16, n, y->n_head_kv * y->head, 1, "blk.%d.attn_v.weight", i);
+            synth_add(&t, rest, n, y->n_head * y->head, 1, "blk.%d.attn_q.weight", i);
+            synth_add(&t, rest, n, y->n_head_kv * y->head, 1, "blk.%d.attn_k.weight", i);
+            synth_add(&t, rest, n, y->n_head_kv * y->head, 1, "blk.%d.attn_v.weight", i);
             synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_q_norm.weight", i);
             synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_k_norm.weight", i);
         }
-        synth_add(&t, GGUF_BF16, y->n_head * y->head, n, 1, "blk.%d.attn_output.weight", i);
+        synth_add(&t, rest, y->n_head * y->head, n, 1, "blk.%d.attn_output.weight", i);
         synth_add(&t, GGUF_F32, n, 1, 1, "blk.%d.ffn_norm.weight", i);
         if (i < y->n_dense) {
             synth_add_ffn(&t, "", n, y->ff_dense, 1, i);
@@ -11318,7 +11887,7 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
         if (y->ff_shared) synth_add_ffn(&t, "_shexp", n, y->ff_shared, 1, i);
     }
     synth_add(&t, GGUF_F32, n, 1, 1, "output_norm.weight", 0);
-    synth_add(&t, GGUF_BF16, n, y->n_vocab, 1, "output.weight", 0);
+    synth_add(&t, rest, n, y->n_vocab, 1, "output.weight", 0);
     return t;
 }
 
@@ -11404,7 +11973,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
     for (size_t i = 0; i < arrlenu(t); at += gguf_pad(t[i++].bytes)) {
         uint64_t bytes = t[i].bytes;
         if (interrupted) temp_remove(), exit(EXIT_INTERRUPT);
-        if (invented && t[i].type != GGUF_F32) continue;
+        if (y->sizes || (invented && t[i].type != GGUF_F32)) continue;
         if (strstr(t[i].name, ".scale")) { /* experts whose products have unit scale */
             for (uint64_t k = 0; k < bytes / 4; k++) {
                 float v = 0.01f;
@@ -11423,7 +11992,9 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
 static void synth_load(struct engine *e, bool invented) {
     struct synth y = synth_parse(e->set->synth);
     if (e->set->shard) synth_shard(&y, e->set->shard);
-    synth_make(&e->model, &y, e->set->model, invented && !e->set->model);
+    y.sizes = (e->set->info || e->set->plan) && !e->set->model;
+    synth_make(&e->model, &y, e->set->model,
+               y.sizes || (invented && !e->set->model && !y.q8)); /* no GPU invents Q8_0 */
 }
 /* ============================================================================================================
  * Main
@@ -11740,11 +12311,29 @@ static int run_chat(struct engine *e) {
     return code;
 }
 
+/* --plan, on a described machine, real GPUs, or the CPU. */
+static int run_plan(struct settings *set) {
+    struct engine e = {.set = set};
+    char err[ERR_MAX];
+    int device[MAX_RANKS], n = 0;
+    bool described = set->gpus && strchr(set->gpus, 'x');
+    if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus exclude each other");
+    bool gpu = described || gpu_wanted(set);
+    if (gpu && !described && set->gpus) n = gpus_parse(set->gpus, device);
+    if (set->synth) synth_load(&e, true);
+    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (model_open(&e.model, set->model, true, err)) die("%s", err);
+    int code = mode_plan(&e.model, set, gpu, device, n);
+    model_free(&e.model);
+    return code;
+}
+
 static int run(struct settings *set) {
     struct engine e;
     char err[ERR_MAX], *text = NULL;
     int code;
     settings_check(set);
+    if (set->plan) return run_plan(set);
     if (set->tokenize) return mode_tokenize(set);
     if (set->render) return mode_render(set);
     if (set->system_file) {

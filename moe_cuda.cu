@@ -3797,6 +3797,17 @@ extern "C" void cuda_describe(int device, char out[128]) {
     cudaGetLastError();
 }
 
+extern "C" bool cuda_memory(int device, size_t *free_bytes, size_t *total, double *bytes_per_s) {
+    int khz = 0, bits = 0;
+    bool ok = cudaSetDevice(device) == cudaSuccess && cudaMemGetInfo(free_bytes, total) == cudaSuccess;
+    if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) != cudaSuccess)
+        khz = 0;
+    *bytes_per_s = 2e3 * khz * bits / 8; /* both edges of the clock */
+    cudaGetLastError();
+    return ok;
+}
+
 extern "C" const char *cuda_targets(void) {
 #ifdef MOE_CUDA_TARGETS
     return MOE_CUDA_TARGETS;

@@ -483,7 +483,7 @@ static void test_cuda_forward(void) {
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
 static const struct synth tiny_synths[] = {
     {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
-    {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, 2.5f}};
+    {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f}};
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
     char err[ERR_MAX] = "";

@@ -32,6 +32,7 @@
 #include "t_model.h"
 #include "t_cli.h"
 #include "t_ranks.h"
+#include "t_plan.h"
 #include "t_hostile.h"
 #include "t_repl.h"
 
@@ -42,7 +43,7 @@
 #endif
 
 static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL
-                                        TESTS_CLI TESTS_RANKS TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
+                                        TESTS_CLI TESTS_RANKS TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
 
 static void test_dir_remove(void) {
     char cmd[128];

@@ -1,0 +1,513 @@
+/* --plan: what it counts against arithmetic by hand, its verdicts, where the model may come from. */
+
+/* The JSON of a plan; the caller decrefs it. NULL after a failed check. */
+static json_t *plan_of(const char *args, int code) {
+    char cmd[512], *out = NULL, *err = NULL;
+    snprintf(cmd, sizeof cmd, MOE_BIN " --plan --json %s </dev/null", args);
+    int rc = run_command(cmd, &out, &err);
+    json_t *o = json_loads(sb_cstr(&out), JSON_REJECT_DUPLICATES, NULL);
+    CHECK(rc == code && o && !arrlen(err), "`%s` gave %d, expected %d: %.200s%.200s", cmd, rc, code, sb_cstr(&err),
+          o ? "" : sb_cstr(&out));
+    arrfree(out);
+    arrfree(err);
+    return o;
+}
+
+static int64_t plan_int(const json_t *o, const char *key) {
+    const json_t *v = json_object_get(o, key);
+    CHECK(json_is_integer(v), "'%s' is not an integer", key);
+    return json_integer_value(v);
+}
+
+static double plan_real_of(const json_t *o, const char *key) { return json_real_value(json_object_get(o, key)); }
+
+static bool plan_says(const json_t *o, const char *key, const char *value) {
+    const char *s = json_string_value(json_object_get(o, key));
+    return CHECK(s && !strcmp(s, value), "'%s' is '%s', expected '%s'", key, s ? s : "none", value);
+}
+
+static const json_t *plan_rank_of(const json_t *o, size_t i) {
+    const json_t *r = json_array_get(json_object_get(o, "ranks"), i);
+    CHECK(r != NULL, "there is no rank %zu", i);
+    return r;
+}
+
+/* The published shapes (config.json of the releases); MLA where there is a latent. */
+struct published {
+    const char *name;
+    int layers, hidden, heads, kv_heads, experts, used, width, vocab, context;
+    int dense_layers, dense_width,
+        q_rank; /* MLA: 128 dimensions of a head, 64 rotary, latents of 512, one shared expert */
+};
+
+static const struct published published[] = {
+    {"qwen3-30b-a3b", 48, 2048, 32, 4, 128, 8, 768, 151936, 40960, 0, 0, 0},
+    {"qwen3-235b-a22b", 94, 4096, 64, 4, 128, 8, 1536, 151936, 40960, 0, 0, 0},
+    {"deepseek-v3", 61, 7168, 128, 128, 256, 8, 2048, 129280, 163840, 3, 18432, 1536},
+    {"kimi-k2", 61, 7168, 64, 64, 384, 8, 2048, 163840, 131072, 1, 18432, 1536},
+};
+
+/* Of n things that are dealt out in units, the larger shares first, those of rank r of n_rank. */
+static int64_t dealt(int64_t n, int64_t unit, int64_t n_rank, int64_t r) {
+    return (n / unit / n_rank + (r < n / unit % n_rank)) * unit;
+}
+
+struct by_hand {
+    int64_t weights, copied; /* bytes of a GPU; of what every GPU of its stage has alike */
+    int64_t experts, head;   /* bytes of it that a token reads */
+    int64_t cache;           /* bytes per token of context, FP8 */
+};
+
+/* Rank r of tp in a stage of layers first..first+n-1. Q8_0 has 34 bytes for 32 weights, BF16 2 for one, NVFP4 36 for 64. */
+static struct by_hand count_by_hand(const struct published *p, bool q8, int64_t experts, int64_t tp, int64_t r,
+                                    int64_t first, int64_t n) {
+    struct by_hand h = {0};
+    int64_t num = q8 ? 34 : 64, d = p->hidden, width = dealt(p->width, 64, tp, r);
+    int64_t heads = dealt(p->kv_heads, 1, tp, r) * (p->heads / p->kv_heads), kv = dealt(p->kv_heads, 1, tp, r);
+    int64_t own, alike, expert = 3 * d * width * 36 / 64, last = first + n == p->layers;
+    for (int64_t il = first; il < first + n; il++) {
+        if (p->q_rank) {
+            own = p->q_rank * heads * (128 + 64) + heads * 512 * 128 + heads * 128 * 512 + heads * 128 * d;
+            alike = d * p->q_rank + d * (512 + 64);
+            h.copied += 4 * (2 * d + p->q_rank + 512);
+            h.cache += 512 + 4 * 4 + 64 * 2; /* latents, a scale for each 128, rotary keys in BF16 */
+        } else {
+            own = d * heads * 128 + 2 * d * kv * 128 + heads * 128 * d;
+            alike = 0;
+            h.copied += 4 * (2 * d + 2 * 128);
+            h.cache += 2 * kv * (128 + 4);
+        }
+        h.weights += own * num / 32, h.copied += alike * num / 32;
+        if (il < p->dense_layers) { /* three matrices, a factor for each */
+            h.weights += 3 * d * dealt(p->dense_width, 64, tp, r) * 36 / 64;
+            h.copied += 3 * 4;
+            continue;
+        }
+        h.weights += experts * expert;
+        h.copied += 3 * experts * 4 + d * experts * 4; /* factors, the router in F32 */
+        h.experts += p->used * (expert + 3 * 4);
+        if (!p->q_rank) continue;
+        h.weights += expert; /* the shared one */
+        h.copied += 3 * 4 + experts * 4;
+    }
+    if (!first) h.copied += d * p->vocab * num / 32;
+    if (last) h.head = d * dealt(p->vocab, 64, tp, r) * num / 32;
+    h.copied += 4 * d + 4 * (p->q_rank ? 64 : 128) / 2; /* the last norm, rotary frequencies */
+    h.weights += h.head + h.copied;
+    return h;
+}
+
+/* Every rank of a plan against the hand; the sum of what they do not have alike. */
+static int64_t check_by_hand(const json_t *o, const struct published *p, bool q8, bool fp8) {
+    int64_t tp = plan_int(o, "tp"), pp = plan_int(o, "pp"), ctx = plan_int(o, "context"), at = 0, sum = 0;
+    CHECK(json_array_size(json_object_get(o, "ranks")) == (size_t)(tp * pp), "%d ranks", (int)(tp * pp));
+    for (int64_t i = 0; i < tp * pp; i++) {
+        const json_t *r = plan_rank_of(o, (size_t)i), *reads = json_object_get(r, "reads");
+        int64_t first = plan_int(r, "first_layer"), n = plan_int(r, "layers");
+        struct by_hand h = count_by_hand(p, q8, plan_int(o, "keep_experts"), tp, i % tp, first, n);
+        int64_t cache =
+            fp8 ? h.cache : n * (p->q_rank ? 2 * (512 + 64) : 2 * 2 * 128 * dealt(p->kv_heads, 1, tp, i % tp));
+        CHECK(first == at, "%s: rank %d begins with layer %d", p->name, (int)i, (int)first);
+        if (i % tp == tp - 1) at += n;
+        CHECK(plan_int(r, "weights") == h.weights, "%s: rank %d has %lld bytes of weights, by hand %lld", p->name,
+              (int)i, (long long)plan_int(r, "weights"), (long long)h.weights);
+        CHECK(plan_int(r, "cache") == cache * ctx && plan_int(reads, "cache") == cache * ctx,
+              "%s: rank %d has a cache of %lld bytes, by hand %lld", p->name, (int)i, (long long)plan_int(r, "cache"),
+              (long long)(cache * ctx));
+        CHECK(plan_int(reads, "experts") == h.experts && plan_int(reads, "head") == h.head,
+              "%s: rank %d reads %lld of experts, %lld of the head, by hand %lld, %lld", p->name, (int)i,
+              (long long)plan_int(reads, "experts"), (long long)plan_int(reads, "head"), (long long)h.experts,
+              (long long)h.head);
+        CHECK(plan_int(r, "sum") == plan_int(r, "weights") + plan_int(r, "cache") + plan_int(r, "scratch_about") +
+                                        plan_int(r, "rounding") &&
+                  plan_int(r, "free") == plan_int(r, "usable") - plan_int(r, "sum"),
+              "%s: the sums of rank %d", p->name, (int)i);
+        sum += h.weights - h.copied;
+    }
+    CHECK(at == p->layers, "%s: the stages have %d layers", p->name, (int)at);
+    return sum;
+}
+
+/* Four GPUs of 96 GiB, with as many experts as fit; then all experts on larger ones, whose parts are together the whole. */
+static void test_plan_published(void) {
+    for (size_t i = 0; i < sizeof published / sizeof *published; i++)
+        for (int q8 = 0; q8 < 2; q8++) {
+            const struct published *p = &published[i];
+            char args[160];
+            snprintf(args, sizeof args, "--gpus 4x96 --synth %s:backbone=%s", p->name, q8 ? "q8_0" : "bf16");
+            json_t *o = plan_of(args, i < 2 ? 0 : 1);
+            check_by_hand(o, p, q8, true);
+            CHECK(plan_int(plan_rank_of(o, 0), "usable") == (int64_t)(96 * 0x1p30 * 0.97) - (450 + 256) * 1048576ll,
+                  "of 96 GiB");
+            if (i < 2) plan_says(o, "verdict", "fits"), CHECK(plan_int(o, "context") == p->context, "%s", args);
+            json_decref(o);
+            snprintf(args, sizeof args, "--gpus 4x160@1792 --synth %s:backbone=%s%s", p->name, q8 ? "q8_0" : "bf16",
+                     q8 ? "" : " --kv bf16");
+            o = plan_of(args, 0);
+            CHECK(plan_int(o, "tp") == 4 && plan_int(o, "keep_experts") == p->experts, "%s", args);
+            int64_t parts = check_by_hand(o, p, q8, q8);
+            json_decref(o);
+            snprintf(args, sizeof args, "--gpus 1x640@1792 --synth %s:backbone=%s", p->name, q8 ? "q8_0" : "bf16");
+            o = plan_of(args, 0);
+            CHECK(parts == check_by_hand(o, p, q8, true), "%s: four parts do not make the whole", p->name);
+            json_decref(o);
+        }
+}
+
+/* Three ranks: 43, 43 and 42 heads, 11, 11 and 10 units of the experts; two and one KV heads; stages. */
+static void test_plan_uneven(void) {
+    static const struct {
+        int model;
+        const char *args;
+    } t[] = {{2, "--gpus 3x200@1000 --tp 3"},
+             {0, "--gpus 3x96"},
+             {3, "--gpus 4x200@1000 --pp 2"},
+             {1, "--gpus 3x96 --pp 3"}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char args[160];
+        snprintf(args, sizeof args, "%s --synth %s", t[i].args, published[t[i].model].name);
+        json_t *o = plan_of(args, 0);
+        check_by_hand(o, &published[t[i].model], false, true);
+        json_decref(o);
+    }
+}
+
+/* Times from what is read: the slowest rank of every stage, one stage after the other, two all-reduces a layer. */
+static void test_plan_limit(void) {
+    static const char *const args[] = {"--gpus 4x96 -c 4096 --synth qwen3-30b-a3b",
+                                       "--gpus 4x200@500 --pp 2 -c 4096 --synth deepseek-v3",
+                                       "--gpus 2x48@960 --pp 2 --synth qwen3-30b-a3b"};
+    for (size_t i = 0; i < sizeof args / sizeof *args; i++) {
+        json_t *o = plan_of(args[i], 0);
+        const json_t *ways = json_object_get(o, "divisions");
+        int tp = (int)plan_int(o, "tp"), pp = (int)plan_int(o, "pp");
+        double seconds = 0, sum = 0;
+        for (int s = 0; s < pp; s++) {
+            double slowest = 0;
+            for (int r = 0; r < tp; r++) {
+                const json_t *rank = plan_rank_of(o, (size_t)(s * tp + r)), *reads = json_object_get(rank, "reads");
+                double bytes = (double)(plan_int(reads, "experts") + plan_int(reads, "backbone") +
+                                        plan_int(reads, "cache") + plan_int(reads, "head"));
+                CHECK(plan_int(reads, "backbone") > 0 && (double)plan_int(reads, "sum") == bytes,
+                      "%s: the sum of reads", args[i]);
+                slowest = fmax(slowest, bytes / plan_real_of(rank, "bytes_per_second")), sum += bytes;
+            }
+            seconds += slowest;
+        }
+        CHECK((double)plan_int(json_object_get(o, "reads"), "sum") == sum, "%s: reads of all", args[i]);
+        for (size_t k = 0; k < json_array_size(ways); k++) {
+            const json_t *w = json_array_get(ways, k);
+            if (plan_int(w, "tp") != tp || plan_int(w, "pp") != pp) continue;
+            double reduces = tp > 1 ? 2.0 * (double)plan_int(o, "layers") : 0, one = 1 / (seconds + reduces * 5.5e-6),
+                   nccl = 1 / (seconds + reduces * 12e-6);
+            CHECK(fabs(plan_real_of(w, "limit_oneshot") / one - 1) < 1e-6 &&
+                      fabs(plan_real_of(w, "limit_nccl") / nccl - 1) < 1e-6,
+                  "%s: %g and %g tok/s, expected %g and %g", args[i], plan_real_of(w, "limit_oneshot"),
+                  plan_real_of(w, "limit_nccl"), one, nccl);
+        }
+        json_decref(o);
+    }
+}
+
+/* The four verdicts, and that what is said to fit is the most. */
+static void test_plan_verdicts(void) {
+    static const struct {
+        const char *args, *verdict;
+        int rc, tp, pp, keep;
+    } t[] = {{"--gpus 1x32 --synth qwen3-30b-a3b", "fits", 0, 1, 1, 128},
+             {"--gpus 4x149@1792 --synth kimi-k2", "fits", 0, 4, 1, 384},
+             {"--gpus 4x148@1792 --synth kimi-k2", "fits with --pp", 0, 2, 2, 384},
+             {"--gpus 4x148@1792 --tp 4 --synth kimi-k2", "needs pruning", 1, 4, 1, 382},
+             {"--gpus 4x148@1792 --tp 4 --synth kimi-k2:experts=382", "fits", 0, 4, 1, 382},
+             {"--gpus 4x148@1792 --tp 4 --synth kimi-k2:experts=383", "needs pruning", 1, 4, 1, 382},
+             {"--gpus 1x16@1000 --synth qwen3-30b-a3b -c 100000", "needs pruning", 1, 1, 1, 53},
+             {"--gpus 4x96 --synth deepseek-v3:backbone=q8_0", "needs pruning", 1, 4, 1, 248},
+             {"--gpus 1x32 --synth deepseek-v3", "does not fit", 1, 1, 1, 256},
+             {"--gpus 2x8@500 --vram-reserve 1048576 --synth qwen3-30b-a3b", "does not fit", 1, 1, 2, 128}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        json_t *o = plan_of(t[i].args, t[i].rc);
+        bool fits = t[i].rc == 0;
+        plan_says(o, "verdict", t[i].verdict);
+        CHECK(plan_int(o, "tp") == t[i].tp && plan_int(o, "pp") == t[i].pp && plan_int(o, "keep_experts") == t[i].keep,
+              "%s: --tp %d --pp %d, %d experts", t[i].args, (int)plan_int(o, "tp"), (int)plan_int(o, "pp"),
+              (int)plan_int(o, "keep_experts"));
+        CHECK((plan_int(o, "missing") > 0) == !fits &&
+                  (plan_int(o, "missing_fewest_experts") > 0) == !strcmp(t[i].verdict, "does not fit"),
+              "%s: what is missing", t[i].args);
+        int64_t worst = INT64_MAX;
+        for (int r = 0; r < t[i].tp * t[i].pp; r++) {
+            int64_t f = plan_int(plan_rank_of(o, (size_t)r), "free");
+            if (f < worst) worst = f;
+        }
+        CHECK((worst < 0) == !strcmp(t[i].verdict, "does not fit"), "%s: %lld bytes are left", t[i].args,
+              (long long)worst);
+        json_decref(o);
+    }
+    /* the largest context fits, 256 tokens more do not */
+    json_t *o = plan_of("--gpus 1x32 --synth qwen3-30b-a3b", 0);
+    int64_t most = plan_int(json_array_get(json_object_get(o, "divisions"), 0), "largest_context_fp8");
+    for (int more = 0; more < 2; more++) {
+        char args[128];
+        snprintf(args, sizeof args, "--gpus 1x32 --synth qwen3-30b-a3b -c %d", (int)most + 256 * more);
+        json_t *at = plan_of(args, more);
+        CHECK(most % 256 == 0 && plan_int(at, "context") == most + 256 * more, "%s", args);
+        plan_says(at, "verdict", more ? "needs pruning" : "fits");
+        json_decref(at);
+    }
+    json_decref(o);
+    /* what people read */
+    char *out = NULL;
+    run_command(MOE_BIN " --plan --gpus 4x96 --synth deepseek-v3:backbone=q8_0 </dev/null; " MOE_BIN
+                        " --plan --gpus 1x32 -c 50000 --synth deepseek-v3 </dev/null; " MOE_BIN
+                        " --plan --gpus 1x32 -c 2000000 --synth qwen3-30b-a3b </dev/null",
+                &out, NULL);
+    static const char *const lines[] = {
+        "\nverdict     needs pruning to 248 of 256 experts a layer (96.9 % of them stay)\n",
+        "\nverdict     does not fit: ",
+        " are missing on a GPU\n            with 16 experts a layer still ",
+        "GiB to use (3.57 reserved), reads 1792 GB/s (assumed)\n",
+        "\nGPU 3 ",
+        "\nall GPUs ",
+        "\n--tp 2 --pp 2 ",
+        "  <-\n",
+        "(a limit, not a promise)\n",
+        "\n            with all of them -c "};
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
+        CHECK(strstr(sb_cstr(&out), lines[i]), "'%s' is not in: %s", lines[i], sb_cstr(&out));
+    for (const char *p = sb_cstr(&out); *p; p += strcspn(p, "\n") + 1)
+        CHECK(strcspn(p, "\n") <= 80, "%.*s", (int)strcspn(p, "\n"), p);
+    for (size_t i = 0; i < arrlenu(out); i++)
+        CHECK(out[i] == '\n' || (out[i] >= 32 && out[i] < 127), "a byte of %d", out[i]);
+    arrfree(out);
+}
+
+/* Checks that two models have the same plan to the byte. */
+static void plan_same(const char *a, const char *b) {
+    char cmd[512], *out[2] = {NULL, NULL};
+    for (int i = 0; i < 2; i++) {
+        snprintf(cmd, sizeof cmd, MOE_BIN " --plan --json --gpus 2x8@100 -m %s </dev/null", i ? b : a);
+        int rc = run_command(cmd, &out[i], NULL);
+        CHECK(rc == 0 && arrlen(out[i]) > 1000, "`%s` gave %d", cmd, rc);
+    }
+    CHECK(!strcmp(sb_cstr(&out[0]), sb_cstr(&out[1])), "%s has another plan than %s", b, a);
+    arrfree(out[0]);
+    arrfree(out[1]);
+}
+
+/* The header that moe-convert --dry-run writes is as good as the file. */
+static void test_plan_header(void) {
+    static const char *const dirs[] = {"convert/demo", "tests/fixtures/qwen3moe_nvfp4",
+                                       "tests/fixtures/deepseek_v3_reap"};
+    for (size_t i = 0; i < sizeof dirs / sizeof *dirs; i++) {
+        char cmd[512], file[2][128];
+        for (int dry = 0; dry < 2; dry++) {
+            snprintf(file[dry], sizeof file[0], "%s/plan%d.gguf", test_dir(), dry);
+            snprintf(cmd, sizeof cmd, CONVERT_BIN " %s --name same -o %s%s", dirs[i], file[dry],
+                     dry ? " --dry-run" : "");
+            CHECK(run_command(cmd, NULL, NULL) == 0, "%s", cmd);
+        }
+        plan_same(file[0], file[1]);
+        unlink(file[0]), unlink(file[1]);
+    }
+}
+
+/* A file of nothing but holes behind a header. */
+static void plan_write(const char *path, const uint8_t *header, size_t n, uint64_t data) {
+    FILE *f = fopen(path, "wb");
+    bool ok = f && fwrite(header, 1, n, f) == n;
+    ok = f && !fclose(f) && ok && !truncate(path, (off_t)(n + data));
+    CHECK(ok, "cannot write %s", path);
+}
+
+/* One file, its header, two parts. */
+static void test_plan_split(void) {
+    const struct synth y = {"tiny", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 256, 256, .ff_dense = 192};
+    struct synth_tensor *t = synth_tensors(&y), *head = NULL;
+    struct gguf_writer w = {0};
+    char path[4][128];
+    size_t n, half = arrlenu(t) / 2;
+    uint64_t data;
+    for (int i = 0; i < 4; i++)
+        snprintf(path[i], sizeof path[0], i < 2 ? "%s/one%d.gguf" : "%s/plan-%05d-of-00002.gguf", test_dir(),
+                 i < 2 ? i : i - 1);
+    uint8_t *h = synth_header(&y, t, &n, &data);
+    plan_write(path[0], h, n, data), plan_write(path[1], h, n, 0);
+    free(h);
+    for (size_t i = 0; i < half; i++) arrput(head, t[i]);
+    h = synth_header(&y, head, &n, &data);
+    plan_write(path[2], h, n, data);
+    free(h);
+    for (size_t i = half; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
+    data = w.data_bytes, h = gguf_header(&w, &n);
+    plan_write(path[3], h, n, data);
+    free(h);
+    gguf_writer_free(&w);
+    arrfree(t);
+    arrfree(head);
+    plan_same(path[0], path[1]), plan_same(path[0], path[2]), plan_same(path[0], path[3]);
+    for (int i = 0; i < 4; i++) unlink(path[i]);
+}
+
+/* Without a GPU: the file, the cache and the activations in the memory that is there. */
+static void test_plan_cpu(void) {
+    json_t *o = plan_of("--cpu -t 1 -m build/demo.gguf -c 1000", 0);
+    const json_t *r = plan_rank_of(o, 0);
+    struct stat st;
+    char *out = NULL;
+    plan_says(o, "machine", "cpu"), plan_says(o, "verdict", "fits"), plan_says(o, "kv", "bf16");
+    CHECK(!stat("build/demo.gguf", &st) && plan_int(r, "weights") == st.st_size, "the file has %lld bytes",
+          (long long)st.st_size);
+    int rc =
+        run_command(MOE_BIN " --cpu -t 1 -c 1000 -n 1 --verbose -m build/demo.gguf -p x 2>&1 >/dev/null", &out, NULL);
+    const char *cache = strstr(sb_cstr(&out), "; cache "), *activations = strstr(sb_cstr(&out), "activations ");
+    double mib[2] = {0, 0};
+    if (CHECK(rc == 0 && cache && activations, "%s", sb_cstr(&out)))
+        mib[0] = atof(cache + 8), mib[1] = atof(activations + 12);
+    CHECK(fabs((double)plan_int(r, "cache") / 0x1p20 - mib[0]) < 0.06 &&
+              fabs((double)plan_int(r, "scratch_about") / 0x1p20 - mib[1]) < 0.06,
+          "cache %lld, activations %lld; the engine has %g and %g MiB", (long long)plan_int(r, "cache"),
+          (long long)plan_int(r, "scratch_about"), mib[0], mib[1]);
+    CHECK(plan_real_of(r, "bytes_per_second") > 1e8 && plan_int(r, "usable") > 1 << 20, "the machine");
+    json_decref(o);
+    arrfree(out);
+    json_decref(plan_of("--cpu -t 1 --synth kimi-k2:backbone=q8_0", 1));
+}
+
+static void test_plan_usage(void) {
+    static const struct {
+        const char *args, *said;
+        int rc;
+    } t[] = {{"--plan --gpus 4x --synth kimi-k2", "--gpus 4x: expected NxGIB or NxGIB@GBPS with N from 1 to 4", 2},
+             {"--plan --gpus 5x96 --synth kimi-k2", "with N from 1 to 4", 2},
+             {"--plan --gpus 4x96@ --synth kimi-k2", "with N from 1 to 4", 2},
+             {"--plan --gpus 4x96@0 --synth kimi-k2", "with N from 1 to 4", 2},
+             {"--plan --gpus 4x96,0 --synth kimi-k2", "with N from 1 to 4", 2},
+             {"--plan --gpus 4x1e9 --synth kimi-k2", "with N from 1 to 4", 2},
+             {"--plan --gpus 4x97 --synth kimi-k2", "is not known here: add it in GB/s, --gpus 4x97@GBPS", 2},
+             {"--gpus 4x96 -m build/demo.gguf -p hi", "--gpus 4x96 describes a machine, which only --plan takes", 2},
+             {"--plan --gpus 4x96 --tp 3 --synth kimi-k2", "4 GPUs cannot share this model as --tp and --pp ask", 2},
+             {"--plan --gpus 4x96 --pp 4 --synth kimi-k2:layers=3", "needs one of 3 layers and", 2},
+             {"--plan --gpus 4x96 --tp 4 -m build/narrow.gguf", "4 GPUs cannot share this model as", 2},
+             {"--plan --gpus 4x96 --cpu --synth kimi-k2", "--cpu and --gpus exclude each other", 2},
+             {"--plan --cpu --tp 2 --synth kimi-k2", "give --gpus 4x96, or no --tp and --pp", 2},
+             {"--plan --gpus 4x96 --kv f32 --synth kimi-k2", "--kv f32 is the CPU's", 2},
+             {"--plan --gpus 4x96", "no model", 2},
+             {"--plan --info -m build/demo.gguf", "--info and --plan exclude each other", 2},
+             {"--plan -p hi -m build/demo.gguf", "--plan and -p exclude each other", 2},
+             {"--plan --synth kimi-k2 -m build/new.gguf", "--plan wants -m or --synth, not both", 2},
+             {"--json -m build/demo.gguf", "--json wants --plan", 2},
+             {"--plan --gpus 4x96 --synth kimi-k2:backbone=q4", "backbone=bf16|q8_0", 2},
+             {"--plan --gpus 4x96 -m build/nothing.gguf", "No such file", 1},
+             {"--plan --gpus 4x96 -m Makefile", "not a GGUF file", 1}};
+    /* widths of one unit of 64 */
+    const struct synth narrow = {"narrow", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 512, 256, .ff_dense = 64};
+    struct synth_tensor *tensors = synth_tensors(&narrow);
+    size_t n;
+    uint64_t data;
+    uint8_t *h = synth_header(&narrow, tensors, &n, &data);
+    plan_write("build/narrow.gguf", h, n, 0);
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char cmd[256];
+        snprintf(cmd, sizeof cmd, "unset MOE_MODEL; " MOE_BIN " %s </dev/null", t[i].args);
+        check_command(cmd, t[i].rc, "", t[i].said);
+    }
+    json_t *o = plan_of("--gpus 2x96 -m build/narrow.gguf", 0); /* only by layers */
+    plan_says(o, "verdict", "fits with --pp");
+    json_decref(o);
+    unlink("build/narrow.gguf");
+    free(h);
+    arrfree(tensors);
+}
+
+/* A header may claim anything: the sums stay sums. */
+static void test_plan_absurd(void) {
+    const struct synth y = {"absurd", "qwen3moe", 2,       1 << 17, 1024,    1024,          4096,
+                            1024,     32,         1 << 14, 1 << 15, 1 << 28, .ff_dense = 64};
+    char path[128], args[160];
+    size_t n;
+    uint64_t data;
+    struct synth_tensor *t = synth_tensors(&y);
+    uint8_t *h = synth_header(&y, t, &n, &data);
+    snprintf(path, sizeof path, "%s/absurd.gguf", test_dir());
+    snprintf(args, sizeof args, "--gpus 4x96 -c %d -m %s", 1 << 28, path);
+    plan_write(path, h, n, 0);
+    json_t *o = plan_of(args, 1);
+    plan_says(o, "verdict", "does not fit");
+    /* two layers, two planes of 1024 / 4 heads of 4096 values with a scale each */
+    for (size_t i = 0; i < 4; i++)
+        CHECK(plan_int(plan_rank_of(o, i), "cache") == ((int64_t)2 * 2 * 256 * (4096 + 4)) << 28, "rank %zu", i);
+    CHECK(plan_int(o, "missing") > (int64_t)1 << 50 && plan_int(o, "missing_fewest_experts") > (int64_t)1 << 50,
+          "what is missing");
+    json_decref(o);
+    unlink(path);
+    free(h);
+    arrfree(t);
+}
+
+#ifdef MOE_CUDA
+/* What the engine allocates is what the plan counted: its weights, with the range of a matrix and without the frequencies; its
+ * cache; its activations but for flags. */
+static void test_plan_engine(void) {
+    static const struct synth tiny[] = {
+        {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 200, 256, .ff_dense = 192},
+        {"tiny MLA", "deepseek2", 3,  128, 4, 1,   32,  16, 2, 128,          200,
+         256,        72,          64, 16,  1, 192, 128, 2,  1, .scale = 2.5f}};
+    static const struct {
+        const struct synth *shape; /* NULL: the demo model */
+        int tp, pp;
+    } c[] = {{NULL, 1, 1}, {&tiny[0], 2, 1}, {&tiny[0], 1, 2}, {&tiny[1], 2, 2}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct model m = {0};
+        struct session s;
+        char err[ERR_MAX] = "";
+        int tp = c[i].tp, pp = c[i].pp;
+        struct cuda_options o = {.n_ctx = 256, .kv = i % 2 ? KV_FP8 : KV_BF16, .allreduce = ALLREDUCE_ONESHOT};
+        struct plan p = {.m = &m, .kv = o.kv};
+        if (c[i].shape) synth_make(&m, c[i].shape, NULL, true);
+        else if (!CHECK(!model_load(&m, "build/demo.gguf", err), "%s", err)) return;
+        if (!CHECK(!session_open(&s, &m, tp, pp, gpu_rank_start, &o, err), "%s", err)) return;
+        for (int k = 0; k < tp * pp; k++) {
+            struct plan_rank *r = &p.division[0].rank[k];
+            const struct rank *e = &s.team.ranks[k];
+            plan_rank(r, &p, &m, (struct part){k % tp, tp, k / tp, pp});
+            CHECK((int64_t)e->weight_bytes == r->weights - 4 * m.rope_dim / 2 + 8, "weights %zu, plan %lld",
+                  e->weight_bytes, (long long)r->weights);
+            CHECK((int64_t)e->kv_bytes == r->reads[READ_CACHE] * 256, "cache %zu, plan %lld", e->kv_bytes,
+                  (long long)r->reads[READ_CACHE] * 256);
+            int64_t scratch = plan_layout(&r->m, e->chunk);
+#ifdef CUEMU /* two slots a rank have 2,048 floats each there */
+            if (tp > 1) scratch -= tp * 2 * 4 * ((1 << 20) - 2048);
+#endif
+            CHECK(llabs((long long)e->bytes - scratch) < 4096, "--tp %d --pp %d: scratch %zu, plan %lld", tp, pp,
+                  e->bytes, (long long)scratch);
+        }
+        session_free(&s);
+        model_free(&m);
+    }
+}
+
+/* A GPU that is there; named twice each rank has half of it. */
+static void test_plan_device(void) {
+    const struct settings set = {.vram_reserve = 256};
+    const int twice[] = {0, 0};
+    struct plan one = {0}, two = {0};
+    plan_real(&one, &set, twice, 1), plan_real(&two, &set, twice, 2);
+    const struct plan_device *a = &one.device[0], *b = &two.device[1];
+    CHECK(one.n_device == 1 && two.n_device == 2 && a->name[0] && !strcmp(a->name, b->name), "'%s' and '%s'", a->name,
+          b->name);
+    CHECK(a->usable > 0 && a->usable <= a->memory - (256 << 20) && a->rate > 1e9, "%lld of %lld bytes at %g",
+          (long long)a->usable, (long long)a->memory, a->rate);
+    CHECK(b->memory == a->memory / 2 && b->rate == a->rate / 2 && b->usable < a->memory / 2,
+          "the half has %lld bytes at %g", (long long)b->memory, b->rate);
+}
+
+#define TESTS_PLAN_ENGINE {"cuda/plan", test_plan_engine}, {"cuda/plan-device", test_plan_device},
+#else
+#define TESTS_PLAN_ENGINE
+#endif
+
+#define TESTS_PLAN                                                                                                 \
+    {"plan/published", test_plan_published}, {"plan/uneven", test_plan_uneven}, {"plan/limit", test_plan_limit},   \
+        {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
+        {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},           \
+        TESTS_PLAN_ENGINE
