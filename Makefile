@@ -57,9 +57,9 @@ NVCC     ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/
 ifneq ($(NVCC),)
 NVCC_VERSION := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
 CUDA_SM120   := $(shell [ "$(NVCC_VERSION)" -ge 129 ] 2>/dev/null && echo yes)
-CUDA_LIB     := $(realpath $(dir $(realpath $(NVCC)))../lib64)
+CUDA_LIB     := $(abspath $(dir $(NVCC))../lib64)
 # NCCL beside CUDA or in the system; without it GPUs add up by our own kernel alone.
-NCCL_LIBS    := $(shell echo '\#include <nccl.h>' | $(CC) -I$(CUDA_LIB)/../include -E - >/dev/null 2>&1 && echo 'int main(void){return 0;}' | \
+NCCL_LIBS    := $(shell $(CC) -I$(CUDA_LIB)/../include -include nccl.h -E -x c /dev/null >/dev/null 2>&1 && echo 'int main(void) { return 0; }' | \
     $(CC) -x c - -o /dev/null -L$(CUDA_LIB) -lnccl 2>/dev/null && echo -lnccl $(if $(wildcard $(CUDA_LIB)/libnccl.so*),-Wl$(,)-rpath$(,)$(CUDA_LIB)))
 CUDA_TARGETS := $(if $(CUDA_SM120),sm_120f )sm_90 compute_90 compute_80
 CUDA_FLAGS   := -std=c++17 -O3 --threads 0 $(if $(CUDA_SM120),-gencode arch=compute_120f$(,)code=sm_120f) \

@@ -356,8 +356,7 @@ struct rank {
     const struct ops *ops;
     struct team *team; /* the others */
     int index;         /* among all ranks: stage * n_rank + rank */
-    unsigned met;      /* meetings with the ranks of its stage, */
-    unsigned joined;   /* and sums over them in this forward */
+    unsigned joined;   /* sums over the ranks of its stage in this forward */
     char link[192];    /* GPU: how it adds up with the others; empty: there are none */
     int n_ctx, chunk;  /* tokens of context, of one forward at most */
     enum kv_type kv_type;
@@ -6750,27 +6749,25 @@ static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t p
  * ranks wait for one another: under one lock, with a watchdog, so that nothing waits forever.
  * ============================================================================================================ */
 
-enum {
-    TEAM_STALL = 5,  /* seconds in which the whole program does nothing, after which a waiting rank gives up, */
-    TEAM_LIMIT = 600 /* and those that it waits at all */
-};
+enum { TEAM_STALL = 5 /* seconds in which the whole program does nothing, after which who waits gives up */ };
 
 struct team {
-    int n_rank, n_stage, n; /* n = n_rank * n_stage */
-    struct model *parts;    /* (n), stage by stage */
-    struct rank *ranks;     /* (n) */
-    int head;               /* the rank with the logits, which works in the caller's thread; */
-    pthread_t *threads;     /* (n) of the others */
-    pthread_mutex_t lock;   /* of all that follows */
+    int n_rank, n_stage, n;       /* n = n_rank * n_stage */
+    int head;                     /* the rank with the logits, which works in the caller's thread; */
+    pthread_t threads[MAX_RANKS]; /* of the others */
+    struct model *parts;          /* (n), stage by stage */
+    struct rank *ranks;           /* (n) */
+    pthread_mutex_t lock;         /* of all that follows */
     pthread_cond_t changed;
     void (*run)(struct rank *r, void *arg); /* the current job */
     void *arg;
-    unsigned jobs, done;               /* jobs given out; ranks that have finished their part, of all jobs, */
-    unsigned ended[MAX_RANKS];         /* and jobs that each has finished */
-    unsigned *met;                     /* (n_stage) arrivals at meetings */
-    unsigned *handed, *taken;          /* (n) batches that rank i of a stage got from the stage before; consumed */
-    unsigned beats;                    /* signs of life from ranks that wait for a device */
-    unsigned turns[MAX_RANKS], posted; /* exchanges: of each rank, and arrivals at both ends of all */
+    unsigned jobs;             /* given out */
+    unsigned ended[MAX_RANKS]; /* jobs that each rank has finished, */
+    unsigned met[MAX_RANKS];   /* meetings that it has come to, */
+    unsigned turns[MAX_RANKS]; /* ends of exchanges, */
+    unsigned taken[MAX_RANKS],
+        handed[MAX_RANKS]; /* batches that it has got from the stage before, and that this has left for it */
+    unsigned beats;        /* signs of life from ranks that wait for a device */
     uint8_t board[MAX_RANKS][EXCHANGE_MAX];
     bool quit, alarm;
 };
@@ -6783,24 +6780,19 @@ static double team_effort(const struct team *g) {
            (double)u.ru_majflt + (double)__atomic_load_n(&g->beats, __ATOMIC_RELAXED);
 }
 
-/* For a message: the ranks of r's stage that met the least often; r NULL: those whose part of the job has not ended. */
-static void team_late(const struct team *g, const struct rank *r, char who[64]) {
-    int first = r ? r->index - r->m->part.rank : 0, n = r ? g->n_rank : g->n;
-    unsigned least = g->ranks[first].met;
-    who[0] = 0;
-    for (int i = first; i < first + n; i++) least = (int)(g->ranks[i].met - least) < 0 ? g->ranks[i].met : least;
-    for (int i = first; i < first + n; i++)
-        if (r ? g->ranks[i].met == least : i != g->head && g->ended[i] != g->jobs)
-            snprintf(who + strlen(who), 64 - strlen(who), " %d", i);
-}
-
-/* Waits, under the lock, until *count has reached `want` (modulo 2^32). r: the rank that waits for the sum it is at; NULL: somebody
- * waits for all. A wait in which nothing at all happens ends the program: an error is better than silence. */
-static void team_await(struct team *g, const struct rank *r, const unsigned *count, unsigned want) {
+/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32); behind: the number of the rank that counts
+ * each[first]. r: the one that waits for a sum; NULL: somebody for the end of a step. A wait in which nothing at all happens ends
+ * the program: an error is better than silence. */
+static void team_await(struct team *g, const struct rank *r, const unsigned *each, int first, int n, int behind,
+                       unsigned want) {
     double t = now_seconds(), effort = team_effort(g);
-    int still = 0, waited = 0;
-    while ((int)(*count - want) < 0) {
+    for (int still = 0;;) {
         struct timespec until;
+        char who[64] = "", what[64] = "the end of a step";
+        for (int i = 0; i < n; i++)
+            if ((int)(each[first + i] - want) < 0)
+                snprintf(who + strlen(who), sizeof who - strlen(who), " %d", behind + i);
+        if (!*who) return;
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec++;
         pthread_cond_timedwait(&g->changed, &g->lock, &until);
@@ -6808,16 +6800,14 @@ static void team_await(struct team *g, const struct rank *r, const unsigned *cou
         if (now - t < 1) continue;
         bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
         still = stopped || did - effort > 0.02 ? 0 : still + 1;
-        t = now, effort = did, waited++;
-        if (still < TEAM_STALL && waited < TEAM_LIMIT) continue;
-        char who[64], what[64] = "the end of a step";
-        team_late(g, r, who);
+        t = now, effort = did;
+        if (still < TEAM_STALL) continue;
         if (r)
             snprintf(what, sizeof what, "the sum of the %s of layer %d", r->joined % 2 ? "attention" : "feed-forward",
                      r->m->first_layer + (int)(r->joined - 1) / 2);
-        die("%s was not reached by all ranks within %d s, and nothing moves; behind:%s (does a disk or a GPU not "
+        die("%s was not reached by all ranks, and nothing has moved for %d s; behind:%s (does a disk or a GPU not "
             "answer?)",
-            what, waited, who);
+            what, TEAM_STALL, who);
     }
 }
 
@@ -6833,9 +6823,8 @@ static void team_meet(struct rank *r) {
     const struct part *p = &r->m->part;
     if (p->n_rank == 1) return;
     pthread_mutex_lock(&g->lock);
-    r->met++;
-    team_count(g, &g->met[p->stage]);
-    team_await(g, r, &g->met[p->stage], r->met * (unsigned)g->n_rank);
+    team_count(g, &g->met[r->index]);
+    team_await(g, r, g->met, r->index - p->rank, p->n_rank, r->index - p->rank, g->met[r->index]);
     pthread_mutex_unlock(&g->lock);
 }
 
@@ -6856,7 +6845,7 @@ static void team_hand(struct rank *to) {
 static void team_take(struct rank *r) {
     struct team *g = r->team;
     pthread_mutex_lock(&g->lock);
-    team_await(g, NULL, &g->handed[r->index], ++g->taken[r->index]);
+    team_await(g, NULL, g->handed, r->index, 1, r->index - g->n_rank, ++g->taken[r->index]);
     pthread_mutex_unlock(&g->lock);
 }
 
@@ -6879,8 +6868,7 @@ static void *team_thread(void *arg) {
         pthread_mutex_unlock(&g->lock);
         run(r, what);
         pthread_mutex_lock(&g->lock);
-        g->ended[r->index] = seen;
-        team_count(g, &g->done);
+        team_count(g, &g->ended[r->index]);
     }
     pthread_mutex_unlock(&g->lock);
     return NULL;
@@ -6899,7 +6887,8 @@ static void team_run(struct team *g, void (*run)(struct rank *r, void *arg), voi
     rank_label[0] = 0;
     if (g->n == 1) return;
     pthread_mutex_lock(&g->lock);
-    team_await(g, NULL, &g->done, g->jobs * (unsigned)(g->n - 1));
+    g->ended[g->head]++;
+    team_await(g, NULL, g->ended, 0, g->n, 0, g->jobs);
     pthread_mutex_unlock(&g->lock);
 }
 
@@ -6913,8 +6902,8 @@ void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes) {
     pthread_mutex_lock(&g->lock);
     for (int end = 0; end < 2; end++) { /* all have written; all have read */
         if (!end) memcpy(g->board[r->index], mine, bytes);
-        team_count(g, &g->posted);
-        team_await(g, NULL, &g->posted, ++g->turns[r->index] * (unsigned)g->n);
+        team_count(g, &g->turns[r->index]);
+        team_await(g, NULL, g->turns, 0, g->n, 0, g->turns[r->index]);
         for (int i = 0; i < g->n && !end; i++) memcpy((uint8_t *)all + (size_t)i * bytes, g->board[i], bytes);
     }
     pthread_mutex_unlock(&g->lock);
@@ -6965,7 +6954,7 @@ static void team_close(struct team *g) {
     for (int i = 0; i < g->n; i++) part_free(&g->parts[i]);
     pthread_mutex_destroy(&g->lock);
     pthread_cond_destroy(&g->changed);
-    free(g->parts), free(g->ranks), free(g->threads), free(g->met), free(g->handed), free(g->taken);
+    free(g->parts), free(g->ranks);
     memset(g, 0, sizeof *g);
     ranks_at_work = false;
 }
@@ -6980,14 +6969,14 @@ static int team_open(struct team *g, const struct model *m, int n_rank, int n_st
     g->n_rank = n_rank, g->n_stage = n_stage, g->n = n_rank * n_stage, g->head = g->n - n_rank;
     size_t n = (size_t)g->n;
     g->parts = xcalloc(n, sizeof *g->parts), g->ranks = xcalloc(n, sizeof *g->ranks);
-    g->threads = xcalloc(n, sizeof *g->threads), g->met = xcalloc((size_t)n_stage, sizeof *g->met);
-    g->handed = xcalloc(n, sizeof *g->handed), g->taken = xcalloc(n, sizeof *g->taken);
     pthread_mutex_init(&g->lock, NULL);
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(&g->changed, &attr);
     pthread_condattr_destroy(&attr);
-    sigfillset(&all); /* signals are the caller's */
+    sigfillset(&all); /* signals are the caller's, but for a thread's own faults */
+    const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT};
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&all, own[i]);
     pthread_sigmask(SIG_SETMASK, &all, &old);
     for (int i = 0; i < g->n; i++) {
         part_make(&g->parts[i], m, (struct part){i % n_rank, n_rank, i / n_rank, n_stage});
@@ -6999,14 +6988,15 @@ static int team_open(struct team *g, const struct model *m, int n_rank, int n_st
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     ranks_at_work = g->n > 1;
     team_run(g, rank_start, &t);
-    for (int i = 0; i < g->n; i++) {
-        if (!t.failed[i] || !*t.err[i]) continue; /* those without a message gave up because another did */
-        if (g->n > 1) fail(err, "rank %d of %d: %.*s", i, g->n, ERR_MAX - 32, t.err[i]);
-        else memcpy(err, t.err[i], ERR_MAX);
-        team_close(g);
-        return -1;
-    }
-    return 0;
+    int bad = -1; /* those without a message gave up because another did */
+    for (int i = g->n - 1; i >= 0; i--)
+        if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
+    if (bad < 0) return 0;
+    if (g->n > 1)
+        fail(err, "rank %d of %d: %.*s", bad, g->n, ERR_MAX - 32, *t.err[bad] ? t.err[bad] : "it could not start");
+    else memcpy(err, t.err[bad], ERR_MAX);
+    team_close(g);
+    return -1;
 }
 
 /* ============================================================================================================
@@ -11679,7 +11669,7 @@ static int mode_bench(struct engine *e) {
     int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
     if (e->set->profile && !s->r->ops->profile) die("--profile works on a GPU only");
-    if (e->set->profile && s->team.n_stage > 1) die("--profile works without --pp");
+    if (e->set->profile && s->team.n > 1) die("--profile works with one rank: its kernels alone are timed");
     struct rates rates = session_measure(s);
     char name[192];
     note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
@@ -12061,7 +12051,7 @@ static bool gpu_wanted(const struct settings *set) {
 #ifdef MOE_CUDA
     char err[ERR_MAX];
     /* Loading a kernel may wait for the GPU to be idle, which it is not while the kernel of one rank waits for another's. */
-    if (set->tp > 1 || set->pp > 1 || set->gpus) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    if (set->tp > 1 || set->pp > 1 || (set->gpus && strchr(set->gpus, ','))) setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     if (cuda_device_count(err)) return true;
     if (set->gpus) die("--gpus %s: %s", set->gpus, err);
     if (set->verbose) note("%s", err);
@@ -12087,7 +12077,7 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
 
 #ifdef MOE_CUDA
 /* What NCCL does well on a workstation, where the user has not said otherwise: one machine without InfiniBand, buffers that fit
- * PCIe, and peer access wherever it was found to work. */
+ * PCIe, and peer access wherever the driver allows it. */
 static void nccl_defaults(const int *gpu, int n, bool verbose) {
     const struct {
         const char *name, *value;
@@ -12109,8 +12099,11 @@ static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, c
     int n = part->part.n_rank * part->part.n_stage, procs = omp_get_num_procs();
     o.team = r->team, o.index = r->index;
     if (o.index) o.progress = NULL;
+    int threads = omp_get_max_threads();
     if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all upload at once */
-    return cuda_rank_init(r, part, &o, err);
+    int rc = cuda_rank_init(r, part, &o, err);
+    omp_set_num_threads(threads);
+    return rc;
 }
 
 static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
@@ -12163,6 +12156,8 @@ static void engine_open(struct engine *e, struct settings *set) {
                        : strcmp(set->allreduce, "auto") ? "--allreduce"
                                                         : NULL;
     if (!gpu && idle) note("this runs on the CPU: %s has no effect", idle);
+    if (!gpu && set->tp * set->pp > 1 && !set->cpu && !set->cpu_ref)
+        note("no GPU is used: the %d ranks are threads of the CPU", set->tp * set->pp);
     if (!gpu)
         session_init(&e->session, &e->model, set->tp, set->pp,
                      (struct cpu_options){set->cpu_ref ? &kernels_ref : kernels_choose(),

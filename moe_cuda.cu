@@ -497,28 +497,28 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
  *
  * Ranks push: 16-byte stores into an area of the other's, then a flag. Stores cross PCIe once, loads would twice. The area is memory of
  * the receiver's GPU, or of the host where GPUs cannot reach each other. Flags only ever count up, the counts are in device memory, so that
- * a recorded graph goes on counting. A kernel that waits gives up after PATIENCE and says so to the host; after that nothing waits.
+ * a recorded graph goes on counting. A kernel that waits says for whom, and goes on until the host, which knows whether the program was
+ * merely suspended, tells it to give up; after that nothing waits.
  * ============================================================================================================ */
 
 enum { JOIN_BLOCKS = 32, JOIN_SLOT = SLOT_FLOATS /* floats that a rank pushes at once */ };
-enum { PATIENCE = 5, STAGE_PATIENCE = 60 /* seconds, for a sum; for a stage, which computes for long */ };
-
 enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
 
 /* On the rank's GPU. */
 struct counts {
     uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
-    uint32_t dead;                              /* somebody did not come */
+    uint32_t dead;                              /* nothing waits any more */
 };
 
-/* In host memory: what the rank's GPU says to the thread that waits for it. */
+/* In host memory, between the rank's GPU and its thread. */
 struct watch {
-    uint32_t sums;  /* a sign of life */
-    uint32_t fault; /* not 0: see fault_code */
+    uint32_t sums;    /* of the GPU: a sign of life; */
+    uint32_t waiting; /* for whom it has waited long last, see wait_code */
+    uint32_t give_up; /* of the thread */
 };
 
-/* The rank that did not come, in which channel, at which sum of the forward. */
-static __host__ __device__ constexpr uint32_t fault_code(int rank, int channel, int place) {
+/* A rank of the stage, the channel, the sum of the forward. */
+static __host__ __device__ constexpr uint32_t wait_code(int rank, int channel, int place) {
     return 1u + (uint32_t)rank + (uint32_t)channel * 16u + (uint32_t)place * 256u;
 }
 
@@ -529,15 +529,15 @@ struct party {
 };
 
 /* Until *flag has come to `want`. One thread. */
-DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code, int seconds) {
-    if (*(volatile uint32_t *)&p.counts->dead) return;
-    const uint64_t t = global_timer();
-    while ((int32_t)(ld_acquire_sys(flag) - want) < 0)
-        if (global_timer() - t > (uint64_t)seconds * 1000000000u) {
-            *(volatile uint32_t *)&p.counts->dead = 1;
-            *(volatile uint32_t *)&p.watch->fault = code;
-            return;
-        }
+DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code) {
+    enum { LONG = 10000000 /* nanoseconds between looks at the host */ };
+    uint64_t t = global_timer();
+    while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.counts->dead) {
+        if (global_timer() - t < LONG) continue;
+        t = global_timer();
+        *(volatile uint32_t *)&p.watch->waiting = code;
+        if (*(volatile uint32_t *)&p.watch->give_up) *(volatile uint32_t *)&p.counts->dead = 1;
+    }
 }
 
 /* All blocks of a kernel come here when they have done what it is for. True in the last one's first thread. */
@@ -565,7 +565,7 @@ struct hand_args {
 __global__ void __launch_bounds__(256) k_hand(struct hand_args a) {
     grid_dependency_wait();
     const uint32_t e = a.p.counts->done[a.channel] + 1;
-    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, fault_code(0, CH_HAND, 0), STAGE_PATIENCE);
+    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, wait_code(0, CH_HAND, 0));
     __syncthreads();
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
@@ -593,8 +593,7 @@ __global__ void __launch_bounds__(256) k_take(struct take_args a) {
     const uint32_t e = a.p.counts->done[a.channel] + 1;
     const int t = threadIdx.x;
     if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank))
-        flag_await(a.flag + t, e, a.p, fault_code(a.n_flag == 1 ? 0 : t, a.channel, 0),
-                   a.channel == CH_TAKE ? STAGE_PATIENCE : PATIENCE);
+        flag_await(a.flag + t, e, a.p, wait_code(a.n_flag == 1 ? 0 : t, a.channel, 0));
     __syncthreads();
     for (size_t i = 4 * ((size_t)blockIdx.x * 256 + threadIdx.x); i < a.n; i += (size_t)gridDim.x * 1024)
         *(uint4 *)(a.dst + i) = ld_sys16(a.src + i);
@@ -700,8 +699,7 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
     __syncthreads();
     if (tid < a.p.n_rank && tid != a.p.rank) {
         st_release_sys(a.flag[tid] + a.p.rank * JOIN_BLOCKS + blockIdx.x, e);
-        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, fault_code(tid, CH_SUM, a.place),
-                   PATIENCE);
+        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, wait_code(tid, CH_SUM, a.place));
     }
     __syncthreads();
 }
@@ -779,7 +777,8 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
         }
         if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's sum overwrites the parts of this one's */
     }
-    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_SUM))
+    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_SUM) &&
+        (a.p.counts->done[CH_SUM] & 15) == 1) /* it crosses the bus */
         *(volatile uint32_t *)&a.p.watch->sums = a.p.counts->done[CH_SUM];
 }
 
@@ -2786,12 +2785,14 @@ struct cuda {
     float *logits_host;   /* host, pinned, likewise */
     /* with other ranks */
     struct party party;
-    struct area area[MAX_RANKS];               /* of the ranks of the stage; */
-    struct area next, before;                  /* of the same rank in other stages */
-    void *host_area[2];                        /* pinned: the watch, and the rank's area where that is in host memory */
-    float *gathered;                           /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
-    uint16_t *sum16;                           /* (chunk, n_embd) BF16 */
-    bool nccl_wanted, by_nccl[FEW_TOKENS + 1]; /* at all; sums of so many tokens */
+    struct area area[MAX_RANKS];                /* of the ranks of the stage; */
+    struct area next, before;                   /* of the same rank in other stages */
+    struct watch *watch[MAX_RANKS], *own_watch; /* pinned: of all ranks of all stages; NULL: this one is alone */
+    void *host_area;                            /* pinned: the rank's area where that is in host memory */
+    bool shared;                                /* another rank is on the same GPU */
+    float *gathered;                            /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
+    uint16_t *sum16;                            /* (chunk, n_embd) BF16 */
+    bool nccl_wanted, by_nccl[FEW_TOKENS + 1];  /* at all; sums of so many tokens */
 #ifdef HAVE_NCCL
     ncclComm_t comm;
 #endif
@@ -2831,46 +2832,62 @@ static bool cuda_ok(struct cuda *c, cudaError_t e, const char *what) {
                      image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
 }
 
-/* What a kernel that waited in vain has told. */
-static void fault_report(struct rank *r, uint32_t fault) {
-    const int rank = (int)((fault - 1) & 15), channel = (int)((fault - 1) >> 4 & 15), place = (int)(fault >> 8);
-    const int index = r->m->part.stage * r->m->part.n_rank + rank;
-    if (channel == CH_SUM)
-        cuda_fail(r->cuda, "rank %d did not come to the sum of the %s of layer %d within %d s: has its GPU stopped?",
-                  index, place % 2 ? "feed-forward" : "attention", r->m->first_layer + place / 2, (int)PATIENCE);
-    else
-        cuda_fail(r->cuda, "%s did not come: has its GPU stopped?",
-                  channel == CH_LOGITS ? "a part of the logits" : "the batch of another stage");
+/* For whom the ranks wait, as far as their kernels said. */
+static bool stalled(struct rank *r, const char *what, int seconds) {
+    const struct part p = r->m->part;
+    char who[256] = "";
+    for (int i = 0; i < p.n_rank * p.n_stage; i++) {
+        const uint32_t code = *(volatile uint32_t *)&r->cuda->watch[i]->waiting;
+        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
+        size_t at = strlen(who);
+        if (!code) continue;
+        at += (size_t)snprintf(who + at, sizeof who - at, "; rank %d waited ", i);
+        if (at >= sizeof who) break;
+        if (channel == CH_SUM)
+            snprintf(who + at, sizeof who - at, "for rank %d at the sum of the %s of its layer %d",
+                     i / p.n_rank * p.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
+        else
+            snprintf(who + at, sizeof who - at,
+                     channel == CH_LOGITS ? "for a part of the logits" : "for another stage");
+    }
+    return cuda_fail(
+        r->cuda,
+        "%s: nothing has happened for %d s%s. Has a GPU stopped? At the start: are writes between GPUs or NCCL broken "
+        "here (IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
+        what, seconds, who);
 }
 
 /* Waits for what was enqueued. With other ranks a GPU may wait for one that never comes: then it must not be waited for blindly. */
 static bool rank_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
-    if (!c->party.watch) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
-    enum { SPINS = 20000, NAP = 50000 /* ns */, STALL = 60 /* s */ };
-    volatile struct watch *w = (volatile struct watch *)c->host_area[0];
-    uint32_t sums = w->sums;
-    uint64_t naps = 0;
+    if (!c->watch[0]) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
+    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 6, STAGE_STALL = 60 /* s: a stage computes for long */ };
+    const struct part p = r->m->part;
+    const double limit = p.n_stage > 1 ? STAGE_STALL : SUM_STALL;
+    double idle = 0, last = 0; /* seconds, those in which the program was suspended not counted */
+    uint32_t seen = 0;
     cudaError_t e;
     for (uint64_t turn = 0; (e = cudaStreamQuery(c->stream)) == cudaErrorNotReady; turn++) {
-        if (w->sums != sums) sums = w->sums, naps = 0;
-        if (w->fault) break;
-        if (rank_alarm(r, false)) {
-            c->failed = true;
+        uint32_t sums = 0;
+        struct timespec now, nap = {0, NAP};
+        for (int i = 0; i < p.n_rank * p.n_stage; i++) sums += *(volatile uint32_t *)&c->watch[i]->sums;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        const double t = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec, step = t - last;
+        idle = sums != seen || !turn ? 0 : idle + (step < 0.1 ? step : 0.1);
+        seen = sums, last = t;
+        rank_beat(r);
+        if (rank_alarm(r, false)) c->failed = true;
+        if (idle > limit && !c->failed) stalled(r, what, (int)idle);
+        if (c->failed) { /* what is enqueued must end before memory is freed */
+            *(volatile uint32_t *)&c->own_watch->give_up = 1;
 #ifdef HAVE_NCCL
-            if (c->comm) ncclCommAbort(c->comm); /* or its kernels would wait on */
+            if (c->comm) ncclCommAbort(c->comm);
             c->comm = NULL;
 #endif
         }
-        rank_beat(r);
-        if (turn < SPINS) continue;
-        const struct timespec nap = {0, NAP};
-        nanosleep(&nap, NULL);
-        if (++naps > (uint64_t)STALL * 1000000000 / NAP)
-            return cuda_fail(c, "%s: nothing has happened for %d s; does another rank or NCCL hang?", what, (int)STALL);
+        if (turn > SPINS || c->failed) nanosleep(&nap, NULL);
     }
-    if (w->fault) return fault_report(r, w->fault), false;
-    if (e == cudaErrorNotReady) e = cudaSuccess;
+    if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
     return cuda_ok(c, e, what);
 }
 
@@ -3107,6 +3124,9 @@ static void cuda_end(struct rank *r) {
     cuda_ok(c, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
     cuda_ok(c, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
+    int mine = 0,
+        all[MAX_RANKS]; /* a kernel that waits could keep another rank on the same GPU from getting this far */
+    rank_exchange(r, &mine, all, sizeof mine);
     cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
 }
 
@@ -3189,6 +3209,8 @@ static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, 
     }
     a.p = c->party, a.place = (int)r->joined++;
     if (sum_by_nccl(r, &a)) return;
+    /* a full queue of launches could stop another rank of the same GPU, for which they wait */
+    if (c->shared && n_tok > FEW_TOKENS) rank_sync(r, "a forward pass");
     for (int k = 0; k < p->n_rank; k++) a.slot[k] = c->area[k].slot, a.flag[k] = c->area[k].sum_flag;
     for (int t = 0; t < n_tok; t += piece) {
         const size_t at = (size_t)t * (size_t)n;
@@ -3574,15 +3596,15 @@ static void cuda_close(struct rank *r) {
     if (c->stream) cudaStreamSynchronize(c->stream);
     int mine = 0, all[MAX_RANKS]; /* nobody writes to this rank's memory any more */
     rank_exchange(r, &mine, all, sizeof mine);
-#ifdef HAVE_NCCL
-    if (c->comm) ncclCommDestroy(c->comm);
-#endif
     for (int i = 0; i <= FEW_TOKENS; i++)
         if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
+#ifdef HAVE_NCCL
+    if (c->comm) ncclCommDestroy(c->comm); /* behind the graphs: it waits for those that recorded its calls */
+#endif
     for (size_t i = 0; i < c->n_owned; i++) cudaFree(c->owned[i]);
     if (c->logits_host) cudaFreeHost(c->logits_host);
-    for (void *p : c->host_area)
-        if (p) cudaFreeHost(p);
+    if (c->host_area) cudaFreeHost(c->host_area);
+    if (c->own_watch) cudaFreeHost(c->own_watch);
     upload_end(c);
     if (c->stream) cudaStreamDestroy(c->stream);
     free(c->owned);
@@ -3625,8 +3647,8 @@ static void cuda_refuses(const struct model *m, enum kv_type kv, char *why) {
                     why, ERR_MAX,
                     "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
                     "--tp",
-                    m->part.n_rank, m->part.rank, il < 0 ? "the output of layer" : "layer",
-                    il < 0 ? m->n_layer : m->first_layer + il);
+                    m->part.n_rank, m->part.rank, il < 0 ? "the output behind layer" : "layer",
+                    m->first_layer + (il < 0 ? m->n_layer - 1 : il));
             else if (w[i]->n_in % 8)
                 snprintf(why, ERR_MAX,
                          "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; "
@@ -3798,9 +3820,21 @@ extern "C" void cuda_describe(int device, char out[128]) {
     cudaGetLastError();
 }
 
+/* Sets a device for a while. */
+struct device_for_now {
+    int before = 0;
+    cudaError_t e;
+    explicit device_for_now(int device) {
+        cudaGetDevice(&before);
+        e = cudaSetDevice(device);
+    }
+    ~device_for_now() { cudaSetDevice(before); }
+};
+
 extern "C" bool cuda_memory(int device, size_t *free_bytes, size_t *total, double *bytes_per_s) {
     int khz = 0, bits = 0;
-    bool ok = cudaSetDevice(device) == cudaSuccess && cudaMemGetInfo(free_bytes, total) == cudaSuccess;
+    const struct device_for_now now(device);
+    bool ok = now.e == cudaSuccess && cudaMemGetInfo(free_bytes, total) == cudaSuccess;
     if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) != cudaSuccess ||
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) != cudaSuccess)
         khz = 0;
@@ -3817,8 +3851,10 @@ extern "C" const char *cuda_targets(void) {
 #endif
 }
 
-/* Whether all these GPUs can write to each other's memory. */
+/* Whether all these GPUs can write to each other's memory, and shall. */
 extern "C" bool cuda_peers(const int *device, int n) {
+    const char *off = getenv("NCCL_P2P_DISABLE");
+    if (off && *off && strcmp(off, "0") != 0) return false;
     for (int i = 0; i < n; i++)
         for (int k = 0; k < n; k++) {
             int can = 0;
@@ -3833,6 +3869,7 @@ extern "C" bool cuda_peers(const int *device, int n) {
 struct ballot {
     int failed, n_ctx, chunk;
     uint8_t *area;
+    struct watch *watch;
 };
 
 /* Hears the others out: n_ctx and chunk become the smallest of all; all (n) may be NULL. False: somebody has failed. */
@@ -3880,18 +3917,18 @@ static void link_areas(struct rank *r, const struct cuda_options *o, bool peers)
         else cuda_ok(c, e, "reaching another GPU");
     }
     size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->chunk);
+    const unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped;
     if (peers) mine.area = (uint8_t *)cuda_own(c, bytes, "what other ranks send");
-    else if (cuda_ok(c, cudaHostAlloc(&c->host_area[1], bytes, cudaHostAllocPortable | cudaHostAllocMapped),
-                     "host memory"))
-        mine.area = (uint8_t *)memset(c->host_area[1], 0, bytes);
-    struct watch *watch = NULL;
-    if (cuda_ok(c, cudaHostAlloc(&c->host_area[0], sizeof *watch, cudaHostAllocPortable | cudaHostAllocMapped),
-                "host memory"))
-        watch = (struct watch *)memset(c->host_area[0], 0, sizeof *watch);
+    else if (cuda_ok(c, cudaHostAlloc(&c->host_area, bytes, flags), "host memory"))
+        mine.area = (uint8_t *)memset(c->host_area, 0, bytes);
+    if (cuda_ok(c, cudaHostAlloc((void **)&c->own_watch, sizeof *c->own_watch, flags), "host memory"))
+        memset(c->own_watch, 0, sizeof *c->own_watch);
+    mine.watch = c->own_watch;
     struct counts *counts = (struct counts *)cuda_own(c, sizeof *counts, "what other ranks send");
     cuda_ok(c, cudaStreamSynchronize(c->stream), "starting"); /* the flags are 0 before anybody knows where they are */
     if (!vote(r, &mine, all)) return;
-    c->party = {p.rank, p.n_rank, counts, watch};
+    c->party = {p.rank, p.n_rank, counts, c->own_watch};
+    for (int i = 0; i < n; i++) c->watch[i] = all[i].watch;
     for (int i = 0; i < p.n_rank; i++)
         area_layout(&c->area[i], all[p.stage * p.n_rank + i].area, r->m, {i, p.n_rank, p.stage, p.n_stage}, r->chunk);
     for (int step = -1; step <= 1; step += 2) {
@@ -3907,16 +3944,24 @@ enum { JOIN_SIZES = 5 };
 static const int join_sizes[JOIN_SIZES] = {1, 2, 4, 8, FEW_TOKENS};
 
 #ifdef HAVE_NCCL
-/* The communicator of the stage. */
+/* The communicator of the stage, and its buffers, which come with the first calls: before the rest of the memory is given out. */
 static void link_nccl(struct rank *r) {
+    enum { TRY = 1024 };
     struct cuda *c = r->cuda;
     const struct part p = r->m->part;
     ncclUniqueId id = {}, all[MAX_RANKS];
     struct ballot v = {};
+    float *room = (float *)cuda_own(c, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
     if (!p.rank) nccl_ok(c, ncclGetUniqueId(&id), "NCCL");
     rank_exchange(r, &id, all, sizeof id);
-    if (vote(r, &v, NULL)) nccl_ok(c, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
-    vote(r, &v, NULL);
+    if (!vote(r, &v, NULL)) return;
+    char *err = c->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
+    c->err = NULL;
+    nccl_ok(c, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
+    nccl_ok(c, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
+    nccl_ok(c, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "NCCL");
+    c->err = err;
 }
 #endif
 
@@ -3926,7 +3971,7 @@ static float time_sum(struct rank *r, int n_tok) {
     struct cuda *c = r->cuda;
     cudaEvent_t e[2] = {};
     float ms = 0;
-    r->n_tok = n_tok;
+    r->n_tok = n_tok < r->chunk ? n_tok : r->chunk;
     for (cudaEvent_t &x : e) cuda_ok(c, cudaEventCreate(&x), "timing");
     for (int i = 0; i < WARM + RUNS && !c->failed; i++) {
         if (i == WARM) cuda_ok(c, cudaEventRecord(e[0], c->stream), "timing");
@@ -3970,10 +4015,8 @@ static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers
     if (p.n_rank == 1 && !version) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
     else if (!version) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
     else
-        snprintf(r->link, sizeof r->link,
-                 "sums: NCCL %d.%d for many tokens, for few the faster (tokens: %s); through %s", version / 10000,
-                 version / 100 % 100, list, way);
-    cuda_ok(c, cudaMemsetAsync(c->x32[A_X], 0, (size_t)r->width[A_X] * sizeof(float), c->stream), "starting");
+        snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
+                 version / 10000, version / 100 % 100, both ? "the faster" : "as asked", list, way);
 }
 
 /* Connects the rank with the others. */
@@ -3983,10 +4026,6 @@ static void link_ranks(struct rank *r, const struct cuda_options *o) {
     struct ballot v = {};
     link_areas(r, o, peers);
     if (r->cuda->failed) return;
-#ifdef HAVE_NCCL
-    if (r->cuda->nccl_wanted) link_nccl(r);
-    if (r->cuda->failed) return;
-#endif
     choose_sums(r, o, peers);
     vote(r, &v, NULL);
 }
@@ -3996,8 +4035,8 @@ static void link_ranks(struct rank *r, const struct cuda_options *o) {
 static bool wants_nccl(struct rank *r, const struct cuda_options *o) {
     const struct part p = r->m->part;
     bool twice = false;
-    for (int i = 0; i < p.n_rank; i++)
-        for (int k = 0; k < i; k++) twice |= o->device[p.stage * p.n_rank + i] == o->device[p.stage * p.n_rank + k];
+    for (int i = 0; i < p.n_rank * p.n_stage; i++) /* all stages do the same */
+        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
     if (o->allreduce == ALLREDUCE_ONESHOT || (p.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
     const char *lacks = "this program was built without NCCL";
 #ifdef HAVE_NCCL
@@ -4054,6 +4093,9 @@ static void rank_sizes(struct rank *r, const struct cuda_options *o) {
     struct ballot v = {};
     for (int i = 0; i < p.n_rank * p.n_stage; i++) sharers += o->device[i] == c->device;
     vote(r, &v, NULL); /* all weights are there */
+#ifdef HAVE_NCCL
+    if (!c->failed && c->nccl_wanted) link_nccl(r);
+#endif
     if (!c->failed) cuda_ok(c, cudaMemGetInfo(&free_bytes, &total), "asking for the free memory");
     int want = v.n_ctx = o->n_ctx ? o->n_ctx : m->n_ctx_train;
     r->chunk = MANY_CHUNK < want ? MANY_CHUNK : want;
@@ -4061,9 +4103,9 @@ static void rank_sizes(struct rank *r, const struct cuda_options *o) {
     struct area area;
     r->bytes = layout(r, NULL, r->chunk);
     if (p.n_rank * p.n_stage > 1) r->bytes += area_layout(&area, NULL, m, p, r->chunk);
-    free_bytes /= sharers;
+    free_bytes /= sharers, c->shared = sharers > 1;
     /* up to 64 allocations, each rounded up to 2 MiB, and planes to 256 bytes */
-    size_t keep = r->bytes + o->reserve + ((size_t)64 << 21) + (size_t)m->n_layer * 1024;
+    size_t keep = r->bytes + o->reserve / sharers + ((size_t)64 << 21) + (size_t)m->n_layer * 1024;
     size_t fit = free_bytes > keep ? (free_bytes - keep) / per : 0;
     if (!o->n_ctx && fit < (size_t)want) v.n_ctx = (int)(fit / 256 * 256);
     if (!c->failed && v.n_ctx < 256 && v.n_ctx < want)
@@ -4143,10 +4185,11 @@ __global__ void k_probe(int *out) {
 }
 
 extern "C" bool cuda_facts(int device, struct gpu_facts *f, char *err) {
+    const struct device_for_now now(device);
     cudaDeviceProp p;
     int *answer = NULL, said = 0;
     memset(f, 0, sizeof *f);
-    cudaError_t e = cudaSetDevice(device);
+    cudaError_t e = now.e;
     if (e == cudaSuccess) e = cudaGetDeviceProperties(&p, device);
     if (e == cudaSuccess) e = cudaDeviceGetPCIBusId(f->bus, sizeof f->bus, device);
     if (e == cudaSuccess) e = cudaMemGetInfo(&f->free, &f->total);
@@ -4174,6 +4217,7 @@ extern "C" bool cuda_facts(int device, struct gpu_facts *f, char *err) {
 }
 
 extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
+    const struct device_for_now now(from);
     enum { BIG = 64 << 20, SMALL = 8 << 10, RUNS = 20 };
     uint8_t *a = NULL, *b = NULL;
     cudaEvent_t e[2] = {};
@@ -4206,6 +4250,7 @@ extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
 extern "C" double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl) {
     struct cuda *c = r->cuda;
     bool *few = &c->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
+    if (n_tok > r->chunk) return 0;
     if (nccl ? !c->nccl_wanted : n_tok > FEW_TOKENS && c->nccl_wanted) return 0;
     *few = nccl;
     double t = (double)time_sum(r, n_tok) * 1e-6;

@@ -173,7 +173,7 @@ static int fault_start(struct rank *r, const struct model *part, void *arg, char
 }
 
 #ifdef CUEMU
-static void rank_fault_gpu(bool silent);
+static void rank_fault_gpu(const char *name);
 #endif
 
 /* The faults, by name: build/test_moe --fault NAME. */
@@ -187,7 +187,7 @@ static int rank_fault(const char *name) {
     signal(SIGALRM, SIG_DFL);
     alarm(30); /* a hang ends here, with another exit code */
 #ifdef CUEMU
-    if (!strncmp(name, "gpu-", 4)) return rank_fault_gpu(!strcmp(name, "gpu-lost")), 0;
+    if (!strncmp(name, "gpu-", 4)) return rank_fault_gpu(name + 4), 0;
 #endif
     if (model_load(&m, "build/demo.gguf", err)) die("%s", err);
     bool memory = !strcmp(name, "memory");
