@@ -477,6 +477,12 @@ static void message_neutralise(char *s);
 static _Thread_local char rank_label[32]; /* "rank 1 of 4: " where a thread works for one of several */
 static bool ranks_at_work;                /* there are threads that may never end */
 
+/* What a report that is under way does with the message that ends the program, before that is printed; it must not die. */
+static struct {
+    void (*run)(void *arg, const char *line);
+    void *arg;
+} last_words;
+
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
     static int dying;
     char line[2048];
@@ -489,6 +495,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
     message_neutralise(line);
+    if (last_words.run && code == EXIT_RUN) last_words.run(last_words.arg, line);
     fprintf(stderr, "moe: %s%s\n", rank_label, line);
     if (ranks_at_work) _exit(code);
     exit(code);
@@ -8353,7 +8360,8 @@ struct settings {
     bool tokenize, render, smoke, bench, info, plan, json, version, help;
     char *logits, *perplexity, *haystack, *synth;
     char *shard;
-    bool profile;
+    bool profile, doctor;
+    bool quiet; /* not an option: chats of the program's own show neither answers nor statistics */
     int needle, depth;
 };
 
@@ -8881,6 +8889,7 @@ struct printer {
     bool ends_line;      /* a newline is added where the answer has none */
     bool thinking, show; /* inside <think>; thinking is printed */
     bool began;          /* something of the answer is on stdout */
+    bool mute;           /* nothing is printed */
     char last;           /* the last byte there */
     int think_tokens;
     double start;
@@ -8888,7 +8897,7 @@ struct printer {
 };
 
 static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
-    if (!n) return;
+    if (!n || p->mute) return;
     arrsetlen(p->out, 0);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[2m");
     if (term.out_tty) term_neutralise(&p->out, s, n);
@@ -8901,7 +8910,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
 
 /* The line that stands for hidden thinking on a terminal; empty text removes it. */
 static void printer_hidden(const struct printer *p, bool done) {
-    if (!term.out_tty) return;
+    if (!term.out_tty || p->mute) return;
     if (done) status_line("%s", "");
     else status_line("thinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
 }
@@ -8957,7 +8966,7 @@ static void printer_end(struct printer *p) {
     if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
     else printer_emit(p, arrlenu(p->text));
     if (p->thinking && !p->show) printer_hidden(p, true);
-    if (p->last != '\n' && p->ends_line) fputc('\n', stdout);
+    if (p->last != '\n' && p->ends_line && !p->mute) fputc('\n', stdout);
     out_flush();
     arrfree(p->out);
 }
@@ -8968,6 +8977,7 @@ static struct printer printer_make(const struct chat *c, bool thinking, bool ver
                             .thinking = thinking,
                             .show = show,
                             .verbatim = verbatim,
+                            .mute = c->set->quiet,
                             .ends_line = !verbatim || term.out_tty || c->set->lines,
                             .start = now_seconds()};
 }
@@ -9017,6 +9027,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256];
     double use = (double)c->s->n_past / c->s->n_ctx;
+    if (c->set->quiet) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
         n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)", st->n_generated / st->seconds,
@@ -11498,31 +11509,43 @@ static int mode_needle(struct engine *e) {
     return found ? EXIT_OK : EXIT_RUN;
 }
 
+/* A question whose answer is known: whether the logits are finite and the answer is right. 0, or -1 with a message. */
+static int smoke_ask(struct engine *e, bool *finite, bool *right, double *seconds, char *err) {
+    static const char question[] = "What is 7 squared? One word.";
+    struct settings set = *e->set;
+    struct chat c;
+    double t0 = now_seconds();
+    int rc = -1;
+    *finite = *right = false;
+    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
+    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
+        enum turn_result r = chat_turn(&c, question, sizeof question - 1, err);
+        if (r == TURN_DONE) {
+            const char *think;
+            size_t n_think;
+            const float *logits = session_logits(&e->session);
+            *right = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
+            *finite = true, rc = 0;
+            for (int i = 0; i < e->model.n_vocab; i++) *finite &= isfinite(logits[i]) != 0;
+        } else if (r != TURN_FAILED) fail(err, "interrupted");
+        chat_free(&c);
+    }
+    *seconds = now_seconds() - t0;
+    return rc;
+}
+
+enum { SMOKE_TOKENS = 1000 /* of the needle's haystack at most */ };
+static int smoke_tokens(const struct session *s) { return int_min(s->n_ctx - 128, SMOKE_TOKENS); }
+
 /* A: the model loads and its numbers are finite; B: a question whose answer is known; C: the needle. */
 static int mode_smoke(struct engine *e) {
     char err[ERR_MAX] = "";
-    struct settings set = *e->set;
-    struct chat c;
     bool ok[3] = {false};
     double seconds[3] = {e->model.load_seconds, 0, 0};
-    static const char question[] = "What is 7 squared? One word.";
-    int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000, secret;
+    int n = smoke_tokens(&e->session), secret;
     if (n < 64)
         die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx, 128 + 64);
-    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
-    double t0 = now_seconds();
-    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
-        if (chat_turn(&c, question, sizeof question - 1, err) == TURN_DONE) {
-            const char *think;
-            size_t n_think;
-            ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
-            ok[0] = true;
-            const float *logits = session_logits(&e->session);
-            for (int i = 0; i < e->model.n_vocab; i++) ok[0] &= isfinite(logits[i]) != 0;
-        }
-        chat_free(&c);
-    }
-    seconds[1] = now_seconds() - t0;
+    smoke_ask(e, &ok[0], &ok[1], &seconds[1], err);
     ok[2] = !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
     if (interrupted) return EXIT_INTERRUPT;
     fprintf(stderr,
@@ -12104,9 +12127,9 @@ static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, c
     return cuda_rank_init(r, part, &o, err);
 }
 
-static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
+static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct settings *set = e->set;
-    char err[ERR_MAX], number[32];
+    char number[32];
     struct cuda_options o = {.n_ctx = set->n_ctx,
                              .kv_splits = set->kv_splits,
                              .kv = settings_kv(set, true),
@@ -12121,7 +12144,7 @@ static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
     memcpy(o.device, gpu, sizeof o.device);
     if (set->tp > 1) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
-    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) die("%s", err);
+    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) return -1;
     for (int i = 0; i < e->session.team.n; i++) {
         const struct rank *r = &e->session.team.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
@@ -12131,24 +12154,19 @@ static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
              r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
     }
     if (*e->session.r->link) note("%s", e->session.r->link);
+    return 0;
 }
 #endif
 
-static void engine_open(struct engine *e, struct settings *set) {
-    char err[ERR_MAX];
+/* The session for the model that is loaded. 0, or -1 with a message: a GPU refuses. */
+static int engine_start(struct engine *e, bool gpu, char *err) {
+    struct settings *set = e->set;
     int devices[MAX_RANKS];
-    memset(e, 0, sizeof *e);
-    e->set = set;
-    bool gpu = !set->info && gpu_wanted(set); /* --info needs no memory of its own */
-    if (set->synth) synth_load(e, gpu || set->info);
-    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
-    else if (model_load(&e->model, set->model, err)) die("%s", err);
-    settings_resolve(set, &e->model);
-    if (set->info) return;
     settings_ranks(set, &e->model, devices);
 #ifdef MOE_CUDA
-    if (gpu) engine_gpu(e, devices);
+    if (gpu && engine_gpu(e, devices, err)) return -1;
 #endif
+    (void)err;
     const char *idle = set->kv_splits                   ? "--kv-splits"
                        : strcmp(set->moe_act, "auto")   ? "--moe-act"
                        : strcmp(set->allreduce, "auto") ? "--allreduce"
@@ -12166,6 +12184,19 @@ static void engine_open(struct engine *e, struct settings *set) {
              "activations %.1f MiB",
              e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r->name,
              (double)session_kv_bytes(&e->session) / 0x1p20, e->session.n_ctx, (double)e->session.r->bytes / 0x1p20);
+    return 0;
+}
+
+static void engine_open(struct engine *e, struct settings *set) {
+    char err[ERR_MAX];
+    memset(e, 0, sizeof *e);
+    e->set = set;
+    bool gpu = !set->info && gpu_wanted(set); /* --info needs no memory of its own */
+    if (set->synth) synth_load(e, gpu || set->info);
+    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (model_load(&e->model, set->model, err)) die("%s", err);
+    settings_resolve(set, &e->model);
+    if (!set->info && engine_start(e, gpu, err)) die("%s", err);
 }
 
 static void engine_close(struct engine *e) {
