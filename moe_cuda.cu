@@ -44,7 +44,7 @@
 #define DEVICE_MEMBER inline
 #define HAVE_FP4_MMA  1
 #define HAVE_NCCL     1
-#define SLOT_FLOATS   2048 /* few, so that sums come in pieces */
+#define SLOT_FLOATS   3072 /* few, so that sums come in pieces */
 #else
 #define SLOT_FLOATS (1 << 20)
 #include <cuda_runtime.h>
@@ -501,7 +501,7 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
  * ============================================================================================================ */
 
 enum { JOIN_BLOCKS = 32, JOIN_SLOT = SLOT_FLOATS /* floats that a rank pushes at once */ };
-static const uint64_t PATIENCE = 5000000000; /* nanoseconds */
+enum { PATIENCE = 5, STAGE_PATIENCE = 60 /* seconds, for a sum; for a stage, which computes for long */ };
 
 enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
 
@@ -529,11 +529,11 @@ struct party {
 };
 
 /* Until *flag has come to `want`. One thread. */
-DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code) {
+DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code, int seconds) {
     if (*(volatile uint32_t *)&p.counts->dead) return;
     const uint64_t t = global_timer();
     while ((int32_t)(ld_acquire_sys(flag) - want) < 0)
-        if (global_timer() - t > PATIENCE) {
+        if (global_timer() - t > (uint64_t)seconds * 1000000000u) {
             *(volatile uint32_t *)&p.counts->dead = 1;
             *(volatile uint32_t *)&p.watch->fault = code;
             return;
@@ -565,7 +565,7 @@ struct hand_args {
 __global__ void __launch_bounds__(256) k_hand(struct hand_args a) {
     grid_dependency_wait();
     const uint32_t e = a.p.counts->done[a.channel] + 1;
-    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, fault_code(0, CH_HAND, 0));
+    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, fault_code(0, CH_HAND, 0), STAGE_PATIENCE);
     __syncthreads();
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
@@ -593,7 +593,8 @@ __global__ void __launch_bounds__(256) k_take(struct take_args a) {
     const uint32_t e = a.p.counts->done[a.channel] + 1;
     const int t = threadIdx.x;
     if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank))
-        flag_await(a.flag + t, e, a.p, fault_code(a.n_flag == 1 ? 0 : t, a.channel, 0));
+        flag_await(a.flag + t, e, a.p, fault_code(a.n_flag == 1 ? 0 : t, a.channel, 0),
+                   a.channel == CH_TAKE ? STAGE_PATIENCE : PATIENCE);
     __syncthreads();
     for (size_t i = 4 * ((size_t)blockIdx.x * 256 + threadIdx.x); i < a.n; i += (size_t)gridDim.x * 1024)
         *(uint4 *)(a.dst + i) = ld_sys16(a.src + i);
@@ -699,7 +700,8 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
     __syncthreads();
     if (tid < a.p.n_rank && tid != a.p.rank) {
         st_release_sys(a.flag[tid] + a.p.rank * JOIN_BLOCKS + blockIdx.x, e);
-        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, fault_code(tid, CH_SUM, a.place));
+        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, fault_code(tid, CH_SUM, a.place),
+                   PATIENCE);
     }
     __syncthreads();
 }
@@ -2835,8 +2837,7 @@ static void fault_report(struct rank *r, uint32_t fault) {
     const int index = r->m->part.stage * r->m->part.n_rank + rank;
     if (channel == CH_SUM)
         cuda_fail(r->cuda, "rank %d did not come to the sum of the %s of layer %d within %d s: has its GPU stopped?",
-                  index, place % 2 ? "feed-forward" : "attention", r->m->first_layer + place / 2,
-                  (int)(PATIENCE / 1000000000));
+                  index, place % 2 ? "feed-forward" : "attention", r->m->first_layer + place / 2, (int)PATIENCE);
     else
         cuda_fail(r->cuda, "%s did not come: has its GPU stopped?",
                   channel == CH_LOGITS ? "a part of the logits" : "the batch of another stage");
@@ -2846,7 +2847,7 @@ static void fault_report(struct rank *r, uint32_t fault) {
 static bool rank_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
     if (!c->party.watch) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
-    enum { SPINS = 2000, NAP = 50000 /* ns */, STALL = 60 /* s */ };
+    enum { SPINS = 20000, NAP = 50000 /* ns */, STALL = 60 /* s */ };
     volatile struct watch *w = (volatile struct watch *)c->host_area[0];
     uint32_t sums = w->sums;
     uint64_t naps = 0;
@@ -3182,7 +3183,7 @@ static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, 
     const struct part *p = &r->m->part;
     const int n_tok = r->n_tok, n = r->width[x], piece = JOIN_SLOT / n; /* rows that are pushed at once */
     struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
-    if (p->n_rank == 1) {
+    if (p->n_rank == 1 && !c->nccl_wanted) {
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
@@ -3742,7 +3743,7 @@ static size_t layout(struct rank *r, struct cuda *c, int chunk) {
     const struct part *p = &m->part;
     if (p->stage == p->n_stage - 1 && (p->n_rank == 1 || p->rank)) /* the first of several has them in its area */
         ROOM(d->logits, float, LOGIT_ROWS *(p->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));
-    if (p->n_rank > 1 && (d->nccl_wanted || !c)) {
+    if (d->nccl_wanted || (!c && p->n_rank > 1)) {
         ROOM(d->gathered, float, (size_t)p->n_rank *few *(size_t)m->n_embd);
         ROOM(d->sum16, uint16_t, n * (size_t)m->n_embd);
     }
@@ -3949,7 +3950,7 @@ static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers
 #ifdef HAVE_NCCL
     if (c->nccl_wanted) ncclGetVersion(&version);
 #endif
-    for (int i = 0; i < JOIN_SIZES && p.n_rank > 1; i++)
+    for (int i = 0; i < JOIN_SIZES && (p.n_rank > 1 || c->nccl_wanted); i++)
         for (int k = 0; k < 2; k++)
             if (both || (k == c->nccl_wanted && i % (JOIN_SIZES - 1) == 0))
                 c->by_nccl[join_sizes[i]] = k != 0, us[i][k] = time_sum(r, join_sizes[i]);
@@ -3965,7 +3966,7 @@ static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers
             snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", join_sizes[i],
                      nccl ? "NCCL" : "own", (double)worst[nccl]);
     }
-    if (p.n_rank == 1) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
+    if (p.n_rank == 1 && !version) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
     else if (!version) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
     else
         snprintf(r->link, sizeof r->link,
@@ -3989,19 +3990,25 @@ static void link_ranks(struct rank *r, const struct cuda_options *o) {
     vote(r, &v, NULL);
 }
 
-/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. */
+/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. One rank uses it when that is asked for, which
+ * tries it out. */
 static bool wants_nccl(struct rank *r, const struct cuda_options *o) {
     const struct part p = r->m->part;
-    bool twice = false, built = false;
+    bool twice = false;
     for (int i = 0; i < p.n_rank; i++)
         for (int k = 0; k < i; k++) twice |= o->device[p.stage * p.n_rank + i] == o->device[p.stage * p.n_rank + k];
+    if (o->allreduce == ALLREDUCE_ONESHOT || (p.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
+    const char *lacks = "this program was built without NCCL";
 #ifdef HAVE_NCCL
-    built = true;
+    const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    int version = 0;
+    ncclGetVersion(&version);
+    lacks = NULL;
+    if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
+        lacks = "NCCL does not run two ranks on one GPU";
 #endif
-    if (o->allreduce == ALLREDUCE_NCCL && p.n_rank > 1 && (twice || !built))
-        cuda_fail(r->cuda, "--allreduce nccl: %s",
-                  built ? "NCCL does not run two ranks on one GPU" : "this program was built without NCCL");
-    return built && !twice && p.n_rank > 1 && o->allreduce != ALLREDUCE_ONESHOT;
+    if (lacks && o->allreduce == ALLREDUCE_NCCL) cuda_fail(r->cuda, "--allreduce nccl: %s", lacks);
+    return !lacks;
 }
 
 /* What does not depend on sizes. */
@@ -4091,7 +4098,7 @@ static void rank_memory(struct rank *r) {
 
 extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
     struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
-    const bool alone = m->part.n_rank * m->part.n_stage == 1;
+    const bool alone = m->part.n_rank * m->part.n_stage == 1 && o->allreduce != ALLREDUCE_NCCL;
     memset(r, 0, sizeof *r);
     if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
     r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv, r->team = o->team, r->index = o->index;

@@ -824,6 +824,9 @@ void cuda_test_sums(void) {
     }
     for (int i = 0; i < 3; i++) free(x[i]);
     model_free(&m);
+    struct gpu_facts f;
+    char err[ERR_MAX] = "";
+    CHECK(cuda_facts(0, &f, err) && !f.image[0], "%s%s", err, f.image);
 }
 
 /* What keeps a rank from starting is one line that names it, and nothing is left. */

@@ -42,6 +42,7 @@ static const struct {
     {"k_fill", "grid_dependency_wait();",
      "in front of it is always the clearing of memory, which has ended when it starts"},
     {"k_mma_rate", "grid_dependency_wait();", "it reads and writes nothing"},
+    {"k_probe", "grid_dependency_wait();", "it alone writes its answer, into memory that nobody else has"},
 };
 
 struct mutation {

@@ -46,6 +46,7 @@ void cuda_test_memory_of(int device, size_t bytes) { cuemu::memory(bytes, device
 void cuda_test_devices(int n, bool peers) { cuemu::devices(n), cuemu::peers(peers); }
 #else
 int cuda_test_turns(void) { return 1000; }
+void cuda_test_devices(int, bool) {}
 #endif
 
 /* A slot from floats (n_tok, width), in every form that the backend keeps. */
