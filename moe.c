@@ -8681,6 +8681,13 @@ static uint64_t settings_seed(const struct settings *s) {
 }
 
 /* Settles the default. */
+#ifdef MOE_CUDA
+static enum allreduce settings_allreduce(const struct settings *s) {
+    if (!strcmp(s->allreduce, "nccl")) return ALLREDUCE_NCCL;
+    return strcmp(s->allreduce, "oneshot") ? ALLREDUCE_AUTO : ALLREDUCE_ONESHOT;
+}
+#endif
+
 static enum kv_type settings_kv(struct settings *s, bool gpu) {
     if (!s->kv) s->kv = xstrdup(gpu ? "fp8" : "bf16");
     return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16;
@@ -12126,7 +12133,7 @@ static void doctor_step(struct doctor *d, enum step step) {
 
 __attribute__((format(printf, 4, 5))) static void doctor_find(struct doctor *d, enum level level, const char *advice,
                                                               const char *fmt, ...) {
-    struct finding f = {.step = d->step, .level = level, .advice = advice};
+    struct finding f = {.step = d->step, .level = level, .advice = level == LEVEL_OK ? NULL : advice};
     char head[16];
     va_list ap;
     va_start(ap, fmt);
@@ -12139,7 +12146,7 @@ __attribute__((format(printf, 4, 5))) static void doctor_find(struct doctor *d, 
         if (!d->open[d->step]) puts(step_names[d->step][1]);
         snprintf(head, sizeof head, "  %s", level_names[level]);
         doctor_wrap(head, 11, f.what);
-        if (advice) doctor_wrap("           -> ", 14, advice);
+        if (f.advice) doctor_wrap("           -> ", 14, f.advice);
         fflush(stdout);
     }
     d->open[d->step] = true;
@@ -12169,16 +12176,14 @@ static int doctor_end(struct doctor *d) {
 
 /* What ends the program in the middle is a finding too. */
 static void doctor_dies(void *arg, const char *line) {
-    static const char *const advice[STEPS] = {
-        "read the message: it names what could not be had",
-        "run it again with --cpu: if that works, the GPU, its driver or its image is at fault",
-        "run it again with --cpu: if that works, the GPU, its driver or its image is at fault",
-        "run it again with a smaller -c, then with --cpu",
-        "run it again with --cpu: if that works, the GPU, its driver or its image is at fault"};
     struct doctor *d = arg;
     last_words.run = NULL;
     alloc_guard_end();
-    doctor_find(d, LEVEL_ERROR, advice[d->step], "%s%s", rank_label, line);
+    doctor_find(d, LEVEL_ERROR,
+                d->step == STEP_START
+                    ? "read the message: it names what could not be had"
+                    : "run it again with --cpu: if that works, the GPU, its driver or its image is at fault",
+                "%s%s", rank_label, line);
     doctor_end(d);
     fflush(stdout);
 }
@@ -12273,15 +12278,11 @@ static double doctor_link(struct doctor *d, const char *who, const char *bus, si
     bool sized = !stat(path, &st) && st.st_size > 0;
     if (sized) snprintf(bar, sizeof bar, ", BAR %.2f GiB", (double)st.st_size / 0x1p30);
     bool narrow = v[0] < v[1], small = sized && memory && (double)st.st_size < 0.5 * (double)memory;
-    doctor_find(d,
-                narrow          ? LEVEL_WARNING
-                : gen < gen_max ? LEVEL_NOTE
-                                : LEVEL_OK,
-                narrow ? "seat the card again, or in a slot with all lanes to the processor; look for shared lanes and "
-                         "bifurcation in the firmware, and for a riser"
-                : gen < gen_max ? "idle links slow down, so look again under load; then at the slot, a riser, and the "
-                                  "link speed in the firmware"
-                                : NULL,
+    const char *advice = narrow ? "seat the card again, or in a slot with all lanes to the processor; look for shared "
+                                  "lanes and bifurcation in the firmware, and for a riser"
+                                : "idle links slow down, so look again under load; then at the slot, a riser, and the "
+                                  "link speed in the firmware";
+    doctor_find(d, narrow ? LEVEL_WARNING : (enum level)(gen < gen_max), advice,
                 "%s: PCIe %d.0 x%.0f of at most %d.0 x%.0f, %.1f GB/s%s%s", who, gen, v[0], gen_max, v[1], rate * 1e-9,
                 numa, bar);
     if (small)
@@ -12386,7 +12387,7 @@ static void doctor_pair(struct doctor *d, int a, int b) {
     bool peers = cuda_peers((const int[]){a, b}, 2);
     cuda_pair(a, b, &rate[0], &latency[0]), cuda_pair(b, a, &rate[1], &latency[1]);
     bool slow = fmin(rate[0], rate[1]) < link / 4;
-    doctor_find(d, peers && !slow ? LEVEL_OK : LEVEL_WARNING, peers && !slow ? NULL : advice,
+    doctor_find(d, peers && !slow ? LEVEL_OK : LEVEL_WARNING, advice,
                 "GPU %d and %d: %speer access, %.1f and %.1f GB/s, %.1f and %.1f us%s", a, b, peers ? "" : "no ",
                 rate[0] * 1e-9, rate[1] * 1e-9, latency[0] * 1e6, latency[1] * 1e6,
                 slow ? ", less than a quarter of the link's rate" : "");
@@ -12463,14 +12464,14 @@ static void doctor_sums(struct doctor *d, bool gpu, int n) {
     synth_make(&m, &y, NULL, true);
     if (gpu) {
 #ifdef MOE_CUDA
-        struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16};
+        struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = settings_allreduce(d->set)};
         memcpy(o.device, d->device, sizeof o.device);
         nccl_defaults(d->device, n, d->set->verbose);
         failed = session_open(&s, &m, n, 1, gpu_rank_start, &o, err);
 #endif
     } else session_init(&s, &m, n, 1, (struct cpu_options){kernels_choose(), omp_get_num_procs(), 256, KV_BF16});
     if (failed) {
-        doctor_find(d, LEVEL_ERROR,
+        doctor_find(d, d->set->tp > 1 ? LEVEL_ERROR : LEVEL_WARNING,
                     "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL tell",
                     "%d ranks cannot start: %s", n, err);
         model_free(&m);
@@ -12485,8 +12486,7 @@ static void doctor_sums(struct doctor *d, bool gpu, int n) {
         for (int i = 0; i < SUM_SIZES; i++)
             if (t[i][k] > 0) snprintf(us[i], sizeof us[i], "%.1f us", t[i][k] * 1e6);
         doctor_find(d, slow ? LEVEL_WARNING : LEVEL_OK,
-                    slow ? "there are two sums a layer: see what keeps the GPUs from each other above, or use --pp"
-                         : NULL,
+                    "there are two sums a layer: see what keeps the GPUs from each other above, or use --pp",
                     "a sum over %d ranks on %s%s: 8 KB %s, 1 MB %s", n, gpu ? "GPUs" : "the CPU",
                     !gpu ? ""
                     : k  ? ", NCCL"
@@ -12501,16 +12501,16 @@ static void doctor_sums(struct doctor *d, bool gpu, int n) {
 
 /* Words in files of the kernel's that say something. */
 static const struct {
-    const char *path, *word, *word2; /* word2 too, unless NULL */
+    const char *path, *word;
     enum level level;
     const char *what, *advice;
 } doctor_hints[] = {
-    {"/proc/sys/kernel/osrelease", "icrosoft", NULL, LEVEL_NOTE,
+    {"/proc/sys/kernel/osrelease", "icrosoft", LEVEL_NOTE,
      "this is WSL2: the GPU works by way of Windows' driver; peer access, pinned memory and disks are slower",
      "keep model files in the Linux file system, raise memory= in .wslconfig; for several GPUs boot Linux"},
-    {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave", NULL, LEVEL_NOTE,
+    {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave", LEVEL_NOTE,
      "the processor's governor is powersave: it may be slow to speed up", "cpupower frequency-set -g performance"},
-    {"/sys/kernel/mm/transparent_hugepage/enabled", "[never]", NULL, LEVEL_NOTE,
+    {"/sys/kernel/mm/transparent_hugepage/enabled", "[never]", LEVEL_NOTE,
      "transparent huge pages are off: the cache and activations on the CPU are slower to reach",
      "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled, as root"},
 };
@@ -12613,7 +12613,7 @@ static double disk_rate(const char *path) {
 /* Size, place and speed of the model's file, before it is loaded. */
 static bool doctor_file(struct doctor *d, bool gpu) {
     const char *path = d->set->model;
-    char err[ERR_MAX], speed[96] = "";
+    char err[ERR_MAX], speed[96] = "", size[32];
     struct statfs fs;
     struct gguf g;
     double bytes = 0, cached = 0;
@@ -12628,9 +12628,8 @@ static bool doctor_file(struct doctor *d, bool gpu) {
     double rate = disk_rate(path), wait = rate > 0 ? (bytes - cached) / rate : 0;
     if (rate > 0)
         snprintf(speed, sizeof speed, ", the disk reads %.2f GB/s, so that loading takes %.1f s", rate * 1e-9, wait);
-    doctor_find(d, wait > LOAD_SECONDS ? LEVEL_WARNING : LEVEL_OK,
-                wait > LOAD_SECONDS ? "copy the file to a local NVMe disk" : NULL,
-                "the file has %.2f GiB, %.0f %% of it in the page cache%s", bytes / 0x1p30, 100 * cached / bytes,
+    doctor_find(d, wait > LOAD_SECONDS ? LEVEL_WARNING : LEVEL_OK, "copy the file to a local NVMe disk",
+                "the file has %s, %.0f %% of it in the page cache%s", with_unit(bytes, size), 100 * cached / bytes,
                 speed);
     const char *slow = statfs(path, &fs) ? NULL : slow_files((uint64_t)fs.f_type);
     if (slow)
@@ -12666,14 +12665,14 @@ static bool doctor_answer(struct doctor *d, struct engine *e) {
                         "no answer: %s", err);
         return false;
     }
-    doctor_find(d, finite ? LEVEL_OK : LEVEL_ERROR, finite ? NULL : broken, "A: %s in %.2f s, logits %s",
+    doctor_find(d, finite ? LEVEL_OK : LEVEL_ERROR, broken, "A: %s in %.2f s, logits %s",
                 mute ? "a forward" : "an answer", seconds, finite ? "are finite" : "are not finite");
     doctor_step(d, STEP_OUTPUT);
     if (mute)
         doctor_find(d, LEVEL_NOTE, "a file with a vocabulary, converted by moe-convert",
                     "B and C, questions and answers, are not checked: the model has no vocabulary");
     else
-        doctor_find(d, right ? LEVEL_OK : LEVEL_ERROR, right ? NULL : broken, "B: 7 squared is %s",
+        doctor_find(d, right ? LEVEL_OK : LEVEL_ERROR, broken, "B: 7 squared is %s",
                     right ? "49" : "not answered with 49");
     return true;
 }
@@ -12695,9 +12694,7 @@ static void doctor_needle(struct doctor *d, struct engine *e) {
     if (found < 0) doctor_find(d, LEVEL_ERROR, "read the message; a text can be given with --haystack", "C: %s", err);
     else
         doctor_find(d, found ? LEVEL_OK : LEVEL_ERROR,
-                    found ? NULL
-                          : "try --kv bf16 and --needle N --depth P with smaller N; compare with --cpu-ref: if that "
-                            "finds it, report it",
+                    "try --kv bf16, and --needle N with smaller N; compare with --cpu-ref: if that finds it, report it",
                     "C: a fact in %d tokens is %s, %.2f s", n, found ? "found" : "NOT found", seconds);
 }
 
@@ -12735,8 +12732,7 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
     bool small =
         gpu && limit > 0 && 1e6 / limit / s->m->n_layer<SPEED_LAYER, slow = limit> 0 && percent < SPEED_PERCENT;
     const char *advice =
-        !slow   ? NULL
-        : small ? "this model is too small to judge a GPU by: starting kernels takes longer than reading it"
+        small ? "this model is too small to judge a GPU by: starting kernels takes longer than reading it"
         : gpu
             ? "in this order: another program on the GPU; its power or heat limit (nvidia-smi -q -d PERFORMANCE); sums "
               "between GPUs, see above; --bench --profile shows the kernels"
@@ -12772,8 +12768,9 @@ static void doctor_model(struct doctor *d, bool gpu) {
     if (engine_start(&e, gpu, err))
         doctor_find(d, LEVEL_ERROR, "--plan tells what fits; a smaller -c, --kv fp8, more --gpus, or --cpu", "%s", err);
     else {
-        doctor_find(d, LEVEL_OK, NULL, "%s is open on %s: %s tokens of context, loaded in %.2f s", e.model.name,
-                    e.session.r->name, with_commas((uint64_t)e.session.n_ctx, tokens), e.model.load_seconds);
+        doctor_find(d, LEVEL_OK, NULL, "%s is open on %s, %d rank%s: %s tokens of context, loaded in %.2f s",
+                    e.model.name, e.session.r->name, e.session.team.n, e.session.team.n > 1 ? "s" : "",
+                    with_commas((uint64_t)e.session.n_ctx, tokens), e.model.load_seconds);
         if (*e.session.r->link) doctor_find(d, LEVEL_OK, NULL, "%s", e.session.r->link);
         if (doctor_answer(d, &e) && !interrupted) doctor_needle(d, &e);
         if (d->open[STEP_OUTPUT] && !interrupted) doctor_speed(d, &e);
@@ -12927,9 +12924,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct cuda_options o = {.n_ctx = set->n_ctx,
                              .kv_splits = set->kv_splits,
                              .kv = settings_kv(set, true),
-                             .allreduce = !strcmp(set->allreduce, "nccl")      ? ALLREDUCE_NCCL
-                                          : !strcmp(set->allreduce, "oneshot") ? ALLREDUCE_ONESHOT
-                                                                               : ALLREDUCE_AUTO,
+                             .allreduce = settings_allreduce(set),
                              .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
                                         : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
                                                                         : MOE_ACT_AUTO,
