@@ -8680,7 +8680,6 @@ static uint64_t settings_seed(const struct settings *s) {
     return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* Settles the default. */
 #ifdef MOE_CUDA
 static enum allreduce settings_allreduce(const struct settings *s) {
     if (!strcmp(s->allreduce, "nccl")) return ALLREDUCE_NCCL;
@@ -8688,6 +8687,7 @@ static enum allreduce settings_allreduce(const struct settings *s) {
 }
 #endif
 
+/* Settles the default. */
 static enum kv_type settings_kv(struct settings *s, bool gpu) {
     if (!s->kv) s->kv = xstrdup(gpu ? "fp8" : "bf16");
     return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16;
@@ -12738,15 +12738,15 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
               "between GPUs, see above; --bench --profile shows the kernels"
         : e->set->cpu_ref ? "leave out --cpu-ref, which is exact and slow"
         : d->busy > 0.5 * omp_get_num_procs()
-            ? "stop the other programs that keep the processors busy; then try -t with the number of real cores"
+            ? "stop the other programs that keep the processors busy, or set OMP_WAIT_POLICY=passive and a smaller -t"
             : "try -t with the number of real cores; then the governor, the memory limit and the page cache above";
     if (limit > 0)
         doctor_find(d,
                     !slow   ? LEVEL_OK
                     : small ? LEVEL_NOTE
                             : LEVEL_WARNING,
-                    advice, "decode %.1f tok/s: %.0f %% of the %.1f tok/s that reading at %.1f GB/s%s allows", 1 / t,
-                    percent, limit, all * 1e-9, reduce > 0 ? ", and the sums," : "");
+                    advice, "decode %.1f tok/s: %.*f %% of the %.1f tok/s that reading at %.1f GB/s%s allows", 1 / t,
+                    percent<10, percent, limit, all * 1e-9, reduce> 0 ? ", and the sums," : "");
     else
         doctor_find(d, LEVEL_NOTE, "free some memory", "decode %.1f tok/s; there was no memory to measure reading with",
                     1 / t);
@@ -12768,9 +12768,8 @@ static void doctor_model(struct doctor *d, bool gpu) {
     if (engine_start(&e, gpu, err))
         doctor_find(d, LEVEL_ERROR, "--plan tells what fits; a smaller -c, --kv fp8, more --gpus, or --cpu", "%s", err);
     else {
-        doctor_find(d, LEVEL_OK, NULL, "%s is open on %s, %d rank%s: %s tokens of context, loaded in %.2f s",
-                    e.model.name, e.session.r->name, e.session.team.n, e.session.team.n > 1 ? "s" : "",
-                    with_commas((uint64_t)e.session.n_ctx, tokens), e.model.load_seconds);
+        doctor_find(d, LEVEL_OK, NULL, "%s is open on %s: %s tokens of context, loaded in %.2f s", e.model.name,
+                    e.session.r->name, with_commas((uint64_t)e.session.n_ctx, tokens), e.model.load_seconds);
         if (*e.session.r->link) doctor_find(d, LEVEL_OK, NULL, "%s", e.session.r->link);
         if (doctor_answer(d, &e) && !interrupted) doctor_needle(d, &e);
         if (d->open[STEP_OUTPUT] && !interrupted) doctor_speed(d, &e);

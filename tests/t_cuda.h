@@ -896,7 +896,7 @@ static void test_cuda_doctor(void) {
               false,
               2,
               {12, 12},
-              "0,1",
+              "0",
               NULL,
               EXIT_OK,
               {{LEVEL_WARNING, "GPU 0 and 1: no peer access, ", "sums of ranks then go through the host"}}},
