@@ -7776,7 +7776,7 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     memset(r, 0, sizeof *r);
     r->m = m, r->ops = &cpu_ops, r->k = k, r->n_threads = n_threads, r->n_ctx = n_ctx, r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
-    snprintf(r->name, sizeof r->name, "%s, %d threads", k->name, n_threads);
+    snprintf(r->name, sizeof r->name, "%s, %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
     size_t c = (size_t)r->chunk, n_head = (size_t)m->n_head;
     int widths[ACT_COUNT] = {m->n_embd,
                              m->n_embd,
@@ -8097,6 +8097,14 @@ static struct rates session_measure(struct session *s) {
     team_run(&s->team, rank_measure, each);
     for (int i = 0; i < s->team.n; i++) sum.bytes += each[i].bytes, sum.mma += each[i].mma;
     return sum;
+}
+
+/* What it runs on. */
+static const char *session_name(const struct session *s, char out[192]) {
+    if (s->team.n == 1) return s->r->name;
+    snprintf(out, 192, "%d ranks in %d stage%s, one on %s", s->team.n, s->team.n_stage, s->team.n_stage > 1 ? "s" : "",
+             s->r->name);
+    return out;
 }
 
 /* Of all ranks. */
@@ -11715,7 +11723,8 @@ static int mode_bench(struct engine *e) {
     if (e->set->profile && !s->r->ops->profile) die("--profile works on a GPU only");
     if (e->set->profile && s->team.n_stage > 1) die("--profile works without --pp");
     struct rates rates = session_measure(s);
-    note("%s, memory %s at %.1f GB/s", s->r->name, s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
+    char name[192];
+    note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
     if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
     printf("ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
            "gen_gb_per_s,gen_percent_of_bandwidth\n");
@@ -12756,7 +12765,7 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
 /* The model of the options, as it would be run. */
 static void doctor_model(struct doctor *d, bool gpu) {
     struct engine e = {.set = d->set};
-    char err[ERR_MAX] = "", tokens[32];
+    char err[ERR_MAX] = "", tokens[32], name[192];
     if (d->set->synth) synth_load(&e, gpu);
     else if (!doctor_file(d, gpu)) return;
     else if (model_load(&e.model, d->set->model, err)) {
@@ -12769,7 +12778,8 @@ static void doctor_model(struct doctor *d, bool gpu) {
         doctor_find(d, LEVEL_ERROR, "--plan tells what fits; a smaller -c, --kv fp8, more --gpus, or --cpu", "%s", err);
     else {
         doctor_find(d, LEVEL_OK, NULL, "%s is open on %s: %s tokens of context, loaded in %.2f s", e.model.name,
-                    e.session.r->name, with_commas((uint64_t)e.session.n_ctx, tokens), e.model.load_seconds);
+                    session_name(&e.session, name), with_commas((uint64_t)e.session.n_ctx, tokens),
+                    e.model.load_seconds);
         if (*e.session.r->link) doctor_find(d, LEVEL_OK, NULL, "%s", e.session.r->link);
         if (doctor_answer(d, &e) && !interrupted) doctor_needle(d, &e);
         if (d->open[STEP_OUTPUT] && !interrupted) doctor_speed(d, &e);
@@ -12949,6 +12959,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
 /* The session for the model that is loaded. 0, or -1 with a message: a GPU refuses. */
 static int engine_start(struct engine *e, bool gpu, char *err) {
     struct settings *set = e->set;
+    char name[192];
     int devices[MAX_RANKS];
     settings_ranks(set, &e->model, devices);
 #ifdef MOE_CUDA
@@ -12970,8 +12981,9 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     if (set->verbose)
         note("%s: %.1f MiB loaded in %.2f s; %s; cache %.1f MiB for %d tokens; "
              "activations %.1f MiB",
-             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds, e->session.r->name,
-             (double)session_kv_bytes(&e->session) / 0x1p20, e->session.n_ctx, (double)e->session.r->bytes / 0x1p20);
+             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds,
+             session_name(&e->session, name), (double)session_kv_bytes(&e->session) / 0x1p20, e->session.n_ctx,
+             (double)e->session.r->bytes / 0x1p20);
     return 0;
 }
 
@@ -13111,10 +13123,10 @@ static int run_lines(struct engine *e) {
 
 static void banner(const struct engine *e) {
     const struct model *m = &e->model;
-    char a[32];
+    char a[32], name[192];
     note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used, m->n_expert_max,
          m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
-    note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", e->session.r->name,
+    note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", session_name(&e->session, name),
          with_commas((uint64_t)e->session.n_ctx, a), (double)session_kv_bytes(&e->session) / 0x1p20, e->set->kv,
          m->load_seconds);
     note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");

@@ -3421,8 +3421,9 @@ static void cuda_logits(struct rank *r, int first, int n) {
     struct norm_args a =
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
     LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n, NORM_THREADS, 0, c->stream, a);
-    product(r, mat(c, &r->m->output), c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride,
-            0);
+    struct dmat w = *mat(c, &r->m->output); /* maybe the embedding, of which the first rank's rows are the first */
+    w.n_out = r->m->output.n_out, w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
+    product(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
     const struct area *head = &c->area[0];
     if (p->rank) /* behind the last id there is room for three more */
         hand(r, CH_LOGITS, c->logits, c->logits_stride, head->logits + r->m->first_id, logits_stride(r->m->n_vocab), n,

@@ -11,6 +11,7 @@ void cuda_test_memory_of(int device, size_t bytes); /* emulator */
 void cuda_test_devices(int n, bool peers);          /* emulator: how many GPUs, and whether they reach each other */
 void cuda_test_capability(int device, int major, int minor); /* emulator */
 bool cuda_test_by_nccl(struct rank *r, int n);
+int cuda_test_slot(void);             /* floats that a rank pushes at once */
 int cuda_test_turns(void);            /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
@@ -322,9 +323,28 @@ static void test_cuda_demo(void) {
     model_free(&m);
 }
 
+/* How a model is divided. */
+struct division {
+    const char *name;
+    int tp, pp, device[MAX_RANKS];
+    enum allreduce allreduce;
+    bool peers;
+};
+
+/* A session of the division; false after a failed check. */
+static bool division_session(struct session *s, const struct model *m, const struct division *d, int n_ctx,
+                             enum kv_type kv) {
+    char err[ERR_MAX] = "";
+    struct cuda_options o = {
+        .n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
+    memcpy(o.device, d->device, sizeof o.device);
+    cuda_test_devices(4, d->peers);
+    return CHECK(session_open(s, m, d->tp, d->pp, gpu_rank_start, &o, err) == 0, "%s: %s", d->name, err);
+}
+
 /* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it was, and
  * after an empty timeline the same ids give the same bits. */
-static void test_cuda_turns(void) {
+static void cuda_turns(const struct division *d, int turns) {
     enum { CTX = 200, IDS = 24 };
     struct model m;
     struct session s;
@@ -333,12 +353,12 @@ static void test_cuda_turns(void) {
     int32_t ids[CTX], first[IDS], again[IDS];
     if (!fixture_load("deepseek_v3_nvfp4", &m)) return;
     size_t before = cuda_test_free_bytes();
-    if (!cuda_session(&s, &m, CTX, KV_FP8, MOE_ACT_F16)) return;
+    if (!division_session(&s, &m, d, CTX, KV_FP8)) return;
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
     cuda_greedy(&s, ids, IDS, first, IDS);
     uint32_t hash = logit_hash(session_logits(&s), m.n_vocab);
     size_t held = cuda_test_free_bytes();
-    for (int turn = 0; turn < cuda_test_turns(); turn++) {
+    for (int turn = 0; turn < turns; turn++) {
         int n = 1 + (int)(rng_next(&rng) % (CTX - 8)), change = (int)(rng_next(&rng) % CTX);
         for (int i = turn % 3 ? change : CTX; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
         interrupted = turn % 5 == 4;
@@ -354,8 +374,16 @@ static void test_cuda_turns(void) {
     CHECK(!memcmp(first, again, sizeof first) && logit_hash(session_logits(&s), m.n_vocab) == hash,
           "the same prompt is answered differently later");
     session_free(&s);
+    cuda_test_devices(1, true);
     CHECK(cuda_test_free_bytes() == before, "%zu bytes of the GPU are lost", before - cuda_test_free_bytes());
     model_free(&m);
+}
+
+static void test_cuda_turns(void) {
+    static const struct division one = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
+    static const struct division two = {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true};
+    cuda_turns(&one, cuda_test_turns());
+    cuda_turns(&two, cuda_test_turns() > 500 ? 500 : 15);
 }
 
 /* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on the GPU. */
@@ -711,29 +739,21 @@ static void test_cuda_images(void) {
 
 /* ---- several ranks ---- */
 
-struct division {
-    const char *name;
-    int tp, pp, device[MAX_RANKS];
-    enum allreduce allreduce;
-    bool peers;
-};
-
 /* Logits behind n ids and behind each of three more, (4, n_vocab), malloc'ed; NULL after a failed check. */
 static float *division_logits(const struct model *m, const struct division *d, const int32_t *ids, int n) {
     struct session s;
-    char err[ERR_MAX] = "";
     size_t v = (size_t)m->n_vocab;
-    struct cuda_options o = {
-        .n_ctx = 96, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
-    memcpy(o.device, d->device, sizeof o.device);
-    cuda_test_devices(4, d->peers);
-    if (!CHECK(session_open(&s, m, d->tp, d->pp, gpu_rank_start, &o, err) == 0, "%s: %s", d->name, err)) return NULL;
-    if (d->allreduce && d->tp > 1)
+    if (!division_session(&s, m, d, 96, KV_BF16)) return NULL;
+    if (d->allreduce)
         CHECK(cuda_test_by_nccl(s.r, 1) == (d->allreduce == ALLREDUCE_NCCL), "%s: the other way to add was taken",
               d->name);
-    CHECK((s.r->link[0] != 0) == (d->tp * d->pp > 1), "%s: '%s'", d->name, s.r->link);
+    CHECK((s.r->link[0] != 0) == (d->tp * d->pp > 1 || d->allreduce), "%s: '%s'", d->name, s.r->link);
     float *out = xmalloc(4 * v * sizeof *out);
-    CHECK(session_sync(&s, ids, n, err) == SYNC_DONE, "%s: %s", d->name, err);
+    for (int at = 0, k = 40; at < n; at += k) { /* one after the other: the next is enqueued while this one runs */
+        k = n - at < k ? n - at : k;
+        session_forward(&s, ids + at, k);
+        if (at + k == n) session_head(&s, k - 1, 1);
+    }
     for (int i = 0; i < 4; i++) {
         if (i) session_decode(&s, ids[n + i]);
         memcpy(out + (size_t)i * v, session_logits(&s), v * sizeof *out);
@@ -769,8 +789,10 @@ static void divisions_agree(const char *fixture, const struct division *d, int n
 static void test_cuda_ranks(void) {
     static const struct division virtual[] = {{"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
-                                              {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true}};
-    divisions_agree("qwen3moe_nvfp4", virtual, 3, 40);
+                                              {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
+                                              {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
+    bool nccl = cuda_nccl()[0] != 'n'; /* there is none */
+    divisions_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 40);
     divisions_agree("deepseek_v3", virtual, 3, 40);
     divisions_agree("qwen3moe_ct", virtual, 3, 7);
 #ifdef CUEMU
@@ -808,22 +830,23 @@ static void test_cuda_same_bits(void) {
 
 /* For t_cuda_mutate.h: sums, pieces of logits and hand-overs by the own kernels, on one GPU and on four, and by NCCL. */
 void cuda_test_sums(void) {
-    static const struct division ways[] = {{"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
+    static const struct division ways[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
+                                           {"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
                                            {"on four GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
                                            {"NCCL", 2, 2, {0, 1, 2, 3}, ALLREDUCE_NCCL, true}};
     struct model m;
-    float *x[3];
-    int32_t ids[40];
+    float *x[4];
+    int32_t ids[60];
     if (!fixture_load("deepseek_v3_plain", &m)) return;
     size_t n = 4 * (size_t)m.n_vocab;
-    for (int i = 0; i < 40; i++) ids[i] = 11 + 12 * i;
-    for (int i = 0; i < 3; i++) {
-        x[i] = division_logits(&m, &ways[i], ids, 36);
+    for (int i = 0; i < 60; i++) ids[i] = 11 + 8 * i;
+    for (int i = 0; i < 4; i++) {
+        x[i] = division_logits(&m, &ways[i], ids, 56);
         if (!i || !x[0] || !x[i]) continue;
-        CHECK(i == 2 || !memcmp(x[i], x[0], n * sizeof(float)), "%s gives other bits", ways[i].name);
-        CHECK(nmse(x[i], x[0], n) <= 1e-4, "%s: NMSE %.3g", ways[i].name, nmse(x[i], x[0], n));
+        CHECK(i != 2 || !x[1] || !memcmp(x[2], x[1], n * sizeof(float)), "%s gives other bits", ways[i].name);
+        CHECK(nmse(x[i], x[0], n) <= 1e-3, "%s: NMSE %.3g", ways[i].name, nmse(x[i], x[0], n));
     }
-    for (int i = 0; i < 3; i++) free(x[i]);
+    for (int i = 0; i < 4; i++) free(x[i]);
     model_free(&m);
     struct gpu_facts f;
     char err[ERR_MAX] = "";

@@ -22,7 +22,7 @@ extern "C" void cuda_test_invented(void);
 extern "C" void cuda_test_sums(void);
 extern "C" int cuda_test_failures(void);
 
-enum { MUTANT_TESTS = 10, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 150 };
+enum { MUTANT_TESTS = 10, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
 static const struct {
     const char *name;
     void (*fn)();

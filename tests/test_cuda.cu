@@ -77,6 +77,8 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half) 
     free(h);
 }
 
+int cuda_test_slot(void) { return JOIN_SLOT; }
+
 /* Whether sums of n tokens are NCCL's. */
 bool cuda_test_by_nccl(struct rank *r, int n) { return r->cuda->by_nccl[n]; }
 
