@@ -12469,7 +12469,7 @@ static void doctor_sums(struct doctor *d, bool gpu, int n) {
     sum_times t;
     char err[ERR_MAX] = "";
     int failed = 0;
-    y.n_vocab = 4096;
+    y.n_head = y.n_head_kv = MAX_RANKS, y.n_ff = 64 * MAX_RANKS, y.n_vocab = 1024; /* what every rank has a part of */
     synth_make(&m, &y, NULL, true);
     if (gpu) {
 #ifdef MOE_CUDA
