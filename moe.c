@@ -12050,9 +12050,9 @@ static void synth_load(struct engine *e, bool invented) {
 /* ============================================================================================================
  * Doctor
  *
- * Why a machine is slow or fails, in the order in which that is found out: does it start, complete a forward, say what makes sense,
- * do so behind a long context, and is it fast enough? What the kernel and drivers tell of the machine is text from outside: bounded,
- * and printed as ASCII.
+ * Why a machine is slow or fails, in the order in which that is found out: does it start, complete a forward, say what
+ * makes sense, do so behind a long context, and is it fast enough? What the kernel and drivers tell of the machine is text
+ * from outside: bounded, and printed as ASCII.
  * ============================================================================================================ */
 
 static int engine_start(struct engine *e, bool gpu, char *err);
