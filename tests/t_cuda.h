@@ -23,6 +23,7 @@ void cuda_test_upload(void);
 void cuda_test_few(void);
 void cuda_test_router(void);
 void cuda_test_sort(void);
+void cuda_test_links(void);
 void cuda_test_products(void);
 void cuda_test_attention(void);
 int cuda_test_mutate(void); /* t_cuda_mutate.h */
@@ -1031,10 +1032,11 @@ void cuda_test_invented(void) { test_cuda_invented(); }
 #else
 #define TESTS_EMULATOR
 #endif
-#define TESTS_CUDA                                                                                                     \
-    TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/few", cuda_test_few}, {"cuda/router", cuda_test_router},   \
-        {"cuda/sort", cuda_test_sort}, {"cuda/products", cuda_test_products}, {"cuda/attention", cuda_test_attention}, \
-        {"cuda/operations", test_cuda_operations}, {"cuda/sample", test_cuda_sample},                                  \
-        {"cuda/forward", test_cuda_forward}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},           \
-        {"cuda/ranks", test_cuda_ranks}, {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented}, \
-        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/images", test_cuda_images},
+#define TESTS_CUDA                                                                                                   \
+    TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/few", cuda_test_few}, {"cuda/router", cuda_test_router}, \
+        {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/products", cuda_test_products},       \
+        {"cuda/attention", cuda_test_attention}, {"cuda/operations", test_cuda_operations},                          \
+        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/demo", test_cuda_demo},       \
+        {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/failures", test_cuda_failures},     \
+        {"cuda/invented", test_cuda_invented}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, \
+        {"cuda/images", test_cuda_images},

@@ -809,6 +809,81 @@ extern "C" void cuda_test_sort(void) {
     run_sort(40, 6, 1024, -1), run_sort(257, 1, 1024, 1023), run_sort(1009, 2, 5, -1);
 }
 
+/* ---- between ranks ---- */
+
+/* Batches that one stream hands to another faster than that takes them, each from and to the same place. */
+static void run_hand_over(int n_row, int n_col) {
+    enum { TURNS = 5 };
+    const size_t n = (size_t)n_row * (size_t)n_col;
+    cudaStream_t receiver;
+    must(cudaStreamCreate(&receiver), "a stream");
+    std::vector<float> v(n * TURNS);
+    for (float &x : v) x = uniform();
+    gpu_array<float> data(v), src(n), landing(n), dst(n), out(n * TURNS);
+    gpu_array<uint32_t> flags(std::vector<uint32_t>(2)), state(std::vector<uint32_t>(2 * sizeof(struct counts) / 4)),
+        watch(std::vector<uint32_t>(sizeof(struct watch) / 4));
+    const size_t words = sizeof(struct counts) / 4;
+    for (int t = 0; t < TURNS; t++) {
+        const struct party from = {0, 1, (struct counts *)state.p, (struct watch *)watch.p};
+        const struct party to = {0, 1, (struct counts *)(state.p + words), (struct watch *)watch.p};
+        const size_t at = n * (size_t)t, stride = (size_t)n_col;
+        LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)src.p, (const uint32_t *)(data.p + at), n);
+        const struct hand_args h = {from, CH_HAND, src, landing, stride, stride, n_row, n_col, flags.p, flags.p + 1};
+        LAUNCH_PDL(k_hand, JOIN_BLOCKS / 4, 256, 0, test_stream, h);
+        const struct take_args k = {to, CH_TAKE, flags.p + 1, 1, landing, dst, n, flags.p};
+        LAUNCH_PDL(k_take, JOIN_BLOCKS / 4, 256, 0, receiver, k);
+        LAUNCH_PDL(k_arrive, 4, 256, 0, receiver, (uint32_t *)(out.p + at), (const uint32_t *)dst.p, n);
+    }
+    finish("handing over");
+    must(cudaStreamSynchronize(receiver), "taking over");
+    const std::vector<float> got = out.get();
+    for (int t = 0; t < TURNS; t++)
+        expect(!memcmp(&got[n * (size_t)t], &v[n * (size_t)t], n * sizeof(float)), "%d x %d: batch %d came otherwise",
+               n_row, n_col, t);
+    expect(!watch.get()[1], "somebody waited in vain");
+    must(cudaStreamDestroy(receiver), "a stream");
+}
+
+/* The kernel of sums over ranks with one of them: blocks with many rows, whose norms must not mix. */
+static void run_sum(int n_tok, int n, int blocks) {
+    const size_t count = (size_t)n_tok * (size_t)n;
+    std::vector<float> x(count), d(count), w((size_t)n);
+    for (size_t i = 0; i < count; i++) x[i] = (float)normal() * (float)(1 + i / (size_t)n % 7), d[i] = (float)normal();
+    for (float &f : w) f = 1 + uniform() / 2;
+    gpu_array<float> gx(x), gd(d), gw(w), g32(count);
+    gpu_array<uint16_t> g16(count);
+    gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct counts) / 4)), watch(std::vector<uint32_t>(2));
+    struct norm_args a = {};
+    gd.arrive();
+    a.x = gx, a.delta = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16, a.h32 = g32;
+    a.p = {0, 1, (struct counts *)state.p, (struct watch *)watch.p};
+    LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, blocks, NORM_THREADS, 0, test_stream, a);
+    finish("a sum");
+    const std::vector<float> sum = gx.get(), norm = g32.get();
+    struct error_sum e;
+    bool exact = true;
+    for (int t = 0; t < n_tok; t++) {
+        double ss = 0;
+        for (int i = 0; i < n; i++) {
+            const size_t at = (size_t)t * (size_t)n + (size_t)i;
+            exact &= sum[at] == x[at] + d[at];
+            ss += (double)sum[at] * (double)sum[at];
+        }
+        for (int i = 0; i < n; i++) {
+            const size_t at = (size_t)t * (size_t)n + (size_t)i;
+            e.add((double)norm[at], (double)sum[at] / sqrt(ss / n + 1e-6) * (double)w[(size_t)i]);
+        }
+    }
+    expect(exact && e.nmse() < 1e-10, "sum of %d x %d in %d blocks: NMSE %.2e", n_tok, n, blocks, e.nmse());
+    expect(state.get()[CH_SUM] == 1 && watch.get()[0] == 1, "the sum was not counted");
+}
+
+extern "C" void cuda_test_links(void) {
+    begin_test(8);
+    run_hand_over(1, 4), run_hand_over(5, 1000), run_hand_over(40, 260);
+    run_sum(1, 64, 1), run_sum(40, 1000, 3), run_sum(50, 2052, 2);
+}
+
 /* ---- attention ---- */
 
 struct attn_case {
