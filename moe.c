@@ -55,6 +55,7 @@
  *   REPL commands
  *   Plan
  *   Modes
+ *   Doctor
  *   Main
  */
 #ifndef MOE_TYPES_ONLY
@@ -71,6 +72,7 @@
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
+#include <sys/vfs.h>
 #include <sys/wait.h>
 #include <termios.h>
 #include <time.h>
@@ -464,6 +466,8 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
  * one line into `char err[ERR_MAX]`; the caller rolls back and lives on.
  * ============================================================================================================ */
 
+#define MOE_VERSION "0.1.0"
+
 enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
 /* Set by SIGINT; polled at token and chunk boundaries. Counts, so that a second Ctrl-C can be told from the first. */
@@ -475,6 +479,12 @@ static void message_neutralise(char *s);
 
 static _Thread_local char rank_label[32]; /* "rank 1 of 4: " where a thread works for one of several */
 static bool ranks_at_work;                /* there are threads that may never end */
+
+/* What a report that is under way does with the message that ends the program, before that is printed; it must not die. */
+static struct {
+    void (*run)(void *arg, const char *line);
+    void *arg;
+} last_words;
 
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
     static int dying;
@@ -488,6 +498,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
     message_neutralise(line);
+    if (last_words.run && code == EXIT_RUN) last_words.run(last_words.arg, line);
     fprintf(stderr, "moe: %s%s\n", rank_label, line);
     if (ranks_at_work) _exit(code);
     exit(code);
@@ -8351,7 +8362,8 @@ struct settings {
     bool tokenize, render, smoke, bench, info, plan, json, version, help;
     char *logits, *perplexity, *haystack, *synth;
     char *shard;
-    bool profile;
+    bool profile, doctor;
+    bool quiet; /* not an option: chats of the program's own show neither answers nor statistics */
     int needle, depth;
 };
 
@@ -8427,7 +8439,7 @@ static const struct option options[] = {
     {"plan", 0, OPT_FLAG, AT(plan), NULL, 0, 0, false,
      "whether -m, of which a header is enough, fits and how fast it can be; exit 0 if it fits; with --gpus 4x96 on "
      "four GPUs of 96 GiB, 4x96@1792: that read 1792 GB/s"},
-    {"json", 0, OPT_FLAG, AT(json), NULL, 0, 0, false, "with --plan: one JSON object, sizes in bytes"},
+    {"json", 0, OPT_FLAG, AT(json), NULL, 0, 0, false, "with --plan and --doctor: one JSON object, sizes in bytes"},
     {"tokenize", 0, OPT_FLAG, AT(tokenize), NULL, 0, 0, false, "token ids of stdin, on one line"},
     {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false,
      "stdin is a JSON object of template variables: print the rendered text"},
@@ -8437,6 +8449,8 @@ static const struct option options[] = {
     {"depth", 0, OPT_INT, AT(depth), "PERCENT", 0, 100, false, "where the fact stands (default: 50)"},
     {"haystack", 0, OPT_STR, AT(haystack), "FILE", 0, 0, false, "the prose (default: the shipped stories)"},
     {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false, "three quick tests of the model; exit 0 if all pass"},
+    {"doctor", 0, OPT_FLAG, AT(doctor), NULL, 0, 0, false,
+     "why this machine is slow or fails, with -m also a model on it; exit 0 without errors"},
     {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
     {"profile", 0, OPT_FLAG, AT(profile), NULL, 0, 0, false,
      "with --bench on a GPU: behind it the time of every kernel, on stderr"},
@@ -8607,6 +8621,7 @@ static void settings_check(const struct settings *s) {
              {"--needle", s->needle, MODE, 0},
              {"--smoke", s->smoke, MODE, 0},
              {"--bench", s->bench, MODE, 0},
+             {"--doctor", s->doctor, MODE, 0},
              {"--lines", s->lines, MODE, 0},
              {"-p", s->prompt, TEXT, TEXT | LOGITS},
              {"-f", s->prompt_file, TEXT, TEXT | LOGITS},
@@ -8617,7 +8632,7 @@ static void settings_check(const struct settings *s) {
                 die_usage("%s and %s exclude each other", w[k].name, w[i].name);
     if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
     if (s->profile && !s->bench) die_usage("--profile wants --bench");
-    if (s->json && !s->plan) die_usage("--json wants --plan");
+    if (s->json && !s->plan && !s->doctor) die_usage("--json wants --plan or --doctor");
     if (s->plan && s->synth && s->model) die_usage("--plan wants -m or --synth, not both");
     if (s->gpus && strchr(s->gpus, 'x') && !s->plan)
         die_usage("--gpus %s describes a machine, which only --plan takes; to run, give numbers of GPUs", s->gpus);
@@ -8662,6 +8677,13 @@ static uint64_t settings_seed(const struct settings *s) {
     clock_gettime(CLOCK_REALTIME, &t);
     return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
+
+#ifdef MOE_CUDA
+static enum allreduce settings_allreduce(const struct settings *s) {
+    if (!strcmp(s->allreduce, "nccl")) return ALLREDUCE_NCCL;
+    return strcmp(s->allreduce, "oneshot") ? ALLREDUCE_AUTO : ALLREDUCE_ONESHOT;
+}
+#endif
 
 /* Settles the default. */
 static enum kv_type settings_kv(struct settings *s, bool gpu) {
@@ -8879,6 +8901,7 @@ struct printer {
     bool ends_line;      /* a newline is added where the answer has none */
     bool thinking, show; /* inside <think>; thinking is printed */
     bool began;          /* something of the answer is on stdout */
+    bool mute;           /* nothing is printed */
     char last;           /* the last byte there */
     int think_tokens;
     double start;
@@ -8886,7 +8909,7 @@ struct printer {
 };
 
 static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
-    if (!n) return;
+    if (!n || p->mute) return;
     arrsetlen(p->out, 0);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[2m");
     if (term.out_tty) term_neutralise(&p->out, s, n);
@@ -8899,7 +8922,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
 
 /* The line that stands for hidden thinking on a terminal; empty text removes it. */
 static void printer_hidden(const struct printer *p, bool done) {
-    if (!term.out_tty) return;
+    if (!term.out_tty || p->mute) return;
     if (done) status_line("%s", "");
     else status_line("thinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
 }
@@ -8955,7 +8978,7 @@ static void printer_end(struct printer *p) {
     if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
     else printer_emit(p, arrlenu(p->text));
     if (p->thinking && !p->show) printer_hidden(p, true);
-    if (p->last != '\n' && p->ends_line) fputc('\n', stdout);
+    if (p->last != '\n' && p->ends_line && !p->mute) fputc('\n', stdout);
     out_flush();
     arrfree(p->out);
 }
@@ -8966,6 +8989,7 @@ static struct printer printer_make(const struct chat *c, bool thinking, bool ver
                             .thinking = thinking,
                             .show = show,
                             .verbatim = verbatim,
+                            .mute = c->set->quiet,
                             .ends_line = !verbatim || term.out_tty || c->set->lines,
                             .start = now_seconds()};
 }
@@ -9015,6 +9039,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256];
     double use = (double)c->s->n_past / c->s->n_ctx;
+    if (c->set->quiet) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
         n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)", st->n_generated / st->seconds,
@@ -11496,31 +11521,43 @@ static int mode_needle(struct engine *e) {
     return found ? EXIT_OK : EXIT_RUN;
 }
 
+/* A question whose answer is known: whether the logits are finite and the answer is right. 0, or -1 with a message. */
+static int smoke_ask(struct engine *e, bool *finite, bool *right, double *seconds, char *err) {
+    static const char question[] = "What is 7 squared? One word.";
+    struct settings set = *e->set;
+    struct chat c;
+    double t0 = now_seconds();
+    int rc = -1;
+    *finite = *right = false;
+    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
+    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
+        enum turn_result r = chat_turn(&c, question, sizeof question - 1, err);
+        if (r == TURN_DONE) {
+            const char *think;
+            size_t n_think;
+            const float *logits = session_logits(&e->session);
+            *right = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
+            *finite = true, rc = 0;
+            for (int i = 0; i < e->model.n_vocab; i++) *finite &= isfinite(logits[i]) != 0;
+        } else if (r != TURN_FAILED) fail(err, "interrupted");
+        chat_free(&c);
+    }
+    *seconds = now_seconds() - t0;
+    return rc;
+}
+
+enum { SMOKE_TOKENS = 1000 /* of the needle's haystack at most */ };
+static int smoke_tokens(const struct session *s) { return int_min(s->n_ctx - 128, SMOKE_TOKENS); }
+
 /* A: the model loads and its numbers are finite; B: a question whose answer is known; C: the needle. */
 static int mode_smoke(struct engine *e) {
     char err[ERR_MAX] = "";
-    struct settings set = *e->set;
-    struct chat c;
     bool ok[3] = {false};
     double seconds[3] = {e->model.load_seconds, 0, 0};
-    static const char question[] = "What is 7 squared? One word.";
-    int n = e->session.n_ctx - 128 < 1000 ? e->session.n_ctx - 128 : 1000, secret;
+    int n = smoke_tokens(&e->session), secret;
     if (n < 64)
         die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx, 128 + 64);
-    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
-    double t0 = now_seconds();
-    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
-        if (chat_turn(&c, question, sizeof question - 1, err) == TURN_DONE) {
-            const char *think;
-            size_t n_think;
-            ok[1] = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
-            ok[0] = true;
-            const float *logits = session_logits(&e->session);
-            for (int i = 0; i < e->model.n_vocab; i++) ok[0] &= isfinite(logits[i]) != 0;
-        }
-        chat_free(&c);
-    }
-    seconds[1] = now_seconds() - t0;
+    smoke_ask(e, &ok[0], &ok[1], &seconds[1], err);
     ok[2] = !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
     if (interrupted) return EXIT_INTERRUPT;
     fprintf(stderr,
@@ -11551,6 +11588,12 @@ enum {
 
 static const int bench_batches[] = {1, 2, 4, 8, 16}; /* the last one is the largest */
 enum { BENCH_BATCHES = sizeof bench_batches / sizeof *bench_batches };
+
+/* What is fed to a model that is timed. */
+static void bench_ids(const struct model *m, int32_t ids[BENCH_PREFILL]) {
+    uint64_t rng = 1;
+    for (int i = 0; i < BENCH_PREFILL; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
+}
 
 /* Median seconds of a forward of n of the BENCH_PREFILL ids behind `depth` other tokens and of the logits of the last `rows` of them; 0: interrupted. Two
  * runs are not counted: one prepares, one tells how often to repeat. Forwards that take too long for that count at once. */
@@ -11664,7 +11707,6 @@ static int mode_bench(struct engine *e) {
     const int most = bench_batches[BENCH_BATCHES - 1];
     struct session *s = &e->session;
     int32_t ids[BENCH_PREFILL];
-    uint64_t rng = 1;
     double first[BENCH_BATCHES + 1]; /* seconds at depth 0, the last one of prefill */
     int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
@@ -11676,7 +11718,7 @@ static int mode_bench(struct engine *e) {
     if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
     printf("ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
            "gen_gb_per_s,gen_percent_of_bandwidth\n");
-    for (int i = 0; i < BENCH_PREFILL; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)s->m->n_vocab);
+    bench_ids(s->m, ids);
     for (int d = 0; d < (int)(sizeof depths / sizeof *depths) && depths[d] + most <= s->n_ctx; d++) {
         int depth = depths[d], n = s->n_ctx - depth < chunk ? s->n_ctx - depth : chunk;
         bench_claim(s, d ? depths[d - 1] : 0, depth);
@@ -11996,10 +12038,782 @@ static void synth_load(struct engine *e, bool invented) {
                y.sizes || (invented && !e->set->model && !y.q8)); /* no GPU invents Q8_0 */
 }
 /* ============================================================================================================
- * Main
+ * Doctor
+ *
+ * Why a machine is slow or fails, in the order in which that is found out: does it start, complete a forward, say what
+ * makes sense, do so behind a long context, and is it fast enough? What the kernel and drivers tell of the machine is text
+ * from outside: bounded, and printed as ASCII.
  * ============================================================================================================ */
 
-#define MOE_VERSION "0.1.0"
+static int engine_start(struct engine *e, bool gpu, char *err);
+static void engine_close(struct engine *e);
+static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
+#ifdef MOE_CUDA
+static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err);
+static void nccl_defaults(const int *gpu, int n, bool verbose);
+#endif
+
+enum step { STEP_START, STEP_FORWARD, STEP_OUTPUT, STEP_CONTEXT, STEP_SPEED, STEPS };
+enum level { LEVEL_OK, LEVEL_NOTE, LEVEL_WARNING, LEVEL_ERROR, LEVELS };
+
+static const char *const step_names[STEPS][2] = {{"starts", "Starts?"},
+                                                 {"forward", "Forward completes?"},
+                                                 {"output", "Output coherent?"},
+                                                 {"context", "Long context coherent?"},
+                                                 {"speed", "Fast enough?"}};
+static const char *const level_names[LEVELS] = {"ok", "note", "warning", "error"};
+
+enum {
+    DOCTOR_FINDINGS = 128, /* that --json reports; all are printed */
+    DOCTOR_DEVICES = 8,    /* GPUs that are looked at */
+    DOCTOR_COLUMNS = 100,
+    FACT_MAX = 4096,       /* bytes of a file of the kernel's */
+    BLOCK_SHARED = 101376, /* bytes of shared memory that kernels want for a block */
+    SUM_SLOW = 50,         /* microseconds of a sum of one token over GPUs, above which it is worth a warning */
+    SPEED_PERCENT = 50,    /* of the roofline, below which there is something to find */
+    SPEED_LAYER = 10,      /* microseconds of reading a layer, below which launches take a GPU longer */
+    DISK_PIECE = 4 << 20,  /* bytes of a read, */
+    DISK_MOST = 256 << 20, /* of all at most, */
+    DISK_LEAST = 8 << 20,  /* and how many tell a speed; */
+    DISK_SECONDS = 3,      /* how long at most */
+    LOAD_SECONDS = 120,    /* of loading that are worth a warning */
+};
+
+struct finding {
+    enum step step;
+    enum level level;
+    char what[ERR_MAX];
+    const char *advice; /* NULL: there is nothing to change */
+};
+
+struct doctor {
+    struct settings *set;
+    enum step step;
+    bool open[STEPS]; /* has findings */
+    int count[LEVELS];
+    struct finding found[DOCTOR_FINDINGS];
+    int n;
+    char bus[DOCTOR_DEVICES][24]; /* of NVIDIA's devices, as sysfs writes it */
+    int n_bus, n_gpu;             /* how many; GPUs that CUDA can use */
+    int device[MAX_RANKS];        /* of the ranks */
+    double link[DOCTOR_DEVICES];  /* bytes per second of each GPU's, 0: not known */
+    double busy;                  /* load average */
+    double memory, available;     /* bytes */
+};
+
+static const char *doctor_root = ""; /* before /proc, /sys and /dev: tests bring their own */
+
+/* ---- findings ---- */
+
+static void doctor_ascii(char *s) {
+    for (; *s; s++)
+        if ((uint8_t)*s < 32 || (uint8_t)*s > 126) *s = '?';
+}
+
+/* Text behind a head of `indent` columns, broken between words. */
+static void doctor_wrap(const char *head, int indent, const char *text) {
+    int room = DOCTOR_COLUMNS - indent, n = (int)strlen(text);
+    printf("%-*s", indent, head);
+    while (n > room) {
+        int cut = room;
+        while (cut > room / 2 && text[cut] != ' ') cut--;
+        if (text[cut] != ' ') cut = room;
+        printf("%.*s\n%*s", cut, text, indent, "");
+        text += cut, text += *text == ' ', n = (int)strlen(text);
+    }
+    puts(text);
+}
+
+/* Goes on to a step, past others that have found nothing. */
+static void doctor_step(struct doctor *d, enum step step) {
+    for (; d->step < step; d->step++)
+        if (!d->open[d->step] && !d->set->json) printf("%s\n  -        not checked\n", step_names[d->step][1]);
+}
+
+__attribute__((format(printf, 4, 5))) static void doctor_find(struct doctor *d, enum level level, const char *advice,
+                                                              const char *fmt, ...) {
+    struct finding f = {.step = d->step, .level = level, .advice = level == LEVEL_OK ? NULL : advice};
+    char head[16];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(f.what, sizeof f.what, fmt, ap);
+    va_end(ap);
+    doctor_ascii(f.what);
+    d->count[level]++;
+    if (d->n < DOCTOR_FINDINGS) d->found[d->n++] = f;
+    if (!d->set->json) {
+        if (!d->open[d->step]) puts(step_names[d->step][1]);
+        snprintf(head, sizeof head, "  %s", level_names[level]);
+        doctor_wrap(head, 11, f.what);
+        if (f.advice) doctor_wrap("           -> ", 14, f.advice);
+        fflush(stdout);
+    }
+    d->open[d->step] = true;
+}
+
+/* The last line, or the JSON. The exit code. */
+static int doctor_end(struct doctor *d) {
+    int code = d->count[LEVEL_ERROR] ? EXIT_RUN : EXIT_OK;
+    doctor_step(d, STEPS);
+    if (!d->set->json) {
+        printf("%d errors, %d warnings\n", d->count[LEVEL_ERROR], d->count[LEVEL_WARNING]);
+        return code;
+    }
+    json_t *list = json_array();
+    for (int i = 0; i < d->n; i++) {
+        const struct finding *f = &d->found[i];
+        json_array_append_new(list,
+                              json_pack("{s:s,s:s,s:s,s:s}", "step", step_names[f->step][0], "level",
+                                        level_names[f->level], "what", f->what, "advice", f->advice ? f->advice : ""));
+    }
+    json_t *all = json_pack("{s:o,s:i}", "findings", list, "exit", code);
+    json_dumpf(all, stdout, JSON_INDENT(2));
+    putchar('\n');
+    json_decref(all);
+    return code;
+}
+
+/* What ends the program in the middle is a finding too. */
+static void doctor_dies(void *arg, const char *line) {
+    struct doctor *d = arg;
+    last_words.run = NULL;
+    alloc_guard_end();
+    doctor_find(d, LEVEL_ERROR,
+                d->step == STEP_START
+                    ? "read the message: it names what could not be had"
+                    : "run it again with --cpu: if that works, the GPU, its driver or its image is at fault",
+                "%s%s", rank_label, line);
+    doctor_end(d);
+    fflush(stdout);
+}
+
+/* ---- facts ---- */
+
+/* A file of the kernel's; "" when there is none. */
+__attribute__((format(printf, 2, 3))) static const char *fact(char out[FACT_MAX], const char *fmt, ...) {
+    char path[512];
+    va_list ap;
+    size_t at = (size_t)snprintf(path, sizeof path, "%.200s", doctor_root);
+    va_start(ap, fmt);
+    vsnprintf(path + at, sizeof path - at, fmt, ap);
+    va_end(ap);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    ssize_t n = fd < 0 ? -1 : read(fd, out, FACT_MAX - 1);
+    if (fd >= 0) close(fd);
+    out[n > 0 ? n : 0] = 0;
+    out[strcspn(out, "\r")] = 0;
+    return out;
+}
+
+static bool fact_exists(const char *path) {
+    char full[512];
+    snprintf(full, sizeof full, "%.200s%s", doctor_root, path);
+    return !access(full, F_OK);
+}
+
+/* The number behind a word, in a file; 0: it is not there. */
+static double fact_number(const char *text, const char *word) {
+    const char *at = strstr(text, word);
+    return at ? strtod(at + strlen(word), NULL) : 0;
+}
+
+static DIR *fact_dir(const char *path) {
+    char full[512];
+    snprintf(full, sizeof full, "%.200s%s", doctor_root, path);
+    return opendir(full);
+}
+
+/* The next entry of a directory, NULL: there is none. */
+static struct dirent *fact_entry(DIR *dir) {
+    struct dirent *e = NULL;
+    while (dir && (e = readdir(dir)) && e->d_name[0] == '.') {}
+    return e;
+}
+
+/* Display adapters of NVIDIA on the PCI bus. */
+static void doctor_bus(struct doctor *d) {
+    char text[FACT_MAX];
+    DIR *dir = fact_dir("/sys/bus/pci/devices");
+    for (struct dirent *e; (e = fact_entry(dir)) && d->n_bus < DOCTOR_DEVICES;) {
+        if (strlen(e->d_name) >= sizeof *d->bus || strspn(e->d_name, "0123456789abcdef:.") != strlen(e->d_name) ||
+            strncmp(fact(text, "/sys/bus/pci/devices/%s/vendor", e->d_name), "0x10de", 6) ||
+            strncmp(fact(text, "/sys/bus/pci/devices/%s/class", e->d_name), "0x03", 4))
+            continue;
+        strcpy(d->bus[d->n_bus++], e->d_name);
+    }
+    if (dir) closedir(dir);
+}
+
+static bool iommu_active(void) {
+    char text[FACT_MAX];
+    DIR *dir = fact_dir("/sys/class/iommu");
+    bool any = fact_entry(dir) != NULL;
+    if (dir) closedir(dir);
+    fact(text, "/proc/cmdline");
+    return any || strstr(text, "intel_iommu=on") || strstr(text, "amd_iommu=on");
+}
+
+/* Generation of a PCIe link by its billions of transfers per second; 0: unknown. */
+static int link_generation(double gt) {
+    static const double rate[] = {2.5, 5, 8, 16, 32, 64};
+    for (int i = 0; i < 6; i++)
+        if (gt > 0.9 * rate[i] && gt < 1.1 * rate[i]) return i + 1;
+    return 0;
+}
+
+/* The PCIe link of a device, which its last copy has woken up. Returns bytes per second, 0: not known. */
+static double doctor_link(struct doctor *d, const char *who, const char *bus, size_t memory) {
+    static const char *const item[] = {"current_link_width", "max_link_width", "current_link_speed", "max_link_speed"};
+    char text[FACT_MAX], path[256], numa[48] = "", bar[48] = "";
+    struct stat st;
+    double v[4];
+    for (int i = 0; i < 4; i++) v[i] = strtod(fact(text, "/sys/bus/pci/devices/%.24s/%s", bus, item[i]), NULL);
+    int gen = link_generation(v[2]), gen_max = link_generation(v[3]);
+    if (!(v[0] >= 1 && v[0] <= 32 && v[1] >= 1 && v[1] <= 32) || !gen || !gen_max) return 0; /* a virtual machine */
+    double rate = v[2] * 1e9 / 8 * v[0] * (gen < 3 ? 0.8 : 128.0 / 130);
+    fact(text, "/sys/bus/pci/devices/%.24s/numa_node", bus);
+    if (*text >= '0' && *text <= '9') snprintf(numa, sizeof numa, ", NUMA node %d", atoi(text));
+    snprintf(path, sizeof path, "%.200s/sys/bus/pci/devices/%.24s/resource1", doctor_root, bus);
+    bool sized = !stat(path, &st) && st.st_size > 0;
+    if (sized) snprintf(bar, sizeof bar, ", BAR %.2f GiB", (double)st.st_size / 0x1p30);
+    bool narrow = v[0] < v[1], small = sized && memory && (double)st.st_size < 0.5 * (double)memory;
+    const char *advice = narrow ? "seat the card again, or in a slot with all lanes to the processor; look for shared "
+                                  "lanes and bifurcation in the firmware, and for a riser"
+                                : "idle links slow down, so look again under load; then at the slot, a riser, and the "
+                                  "link speed in the firmware";
+    doctor_find(d, narrow ? LEVEL_WARNING : (enum level)(gen < gen_max), advice,
+                "%s: PCIe %d.0 x%.0f of at most %d.0 x%.0f, %.1f GB/s%s%s", who, gen, v[0], gen_max, v[1], rate * 1e-9,
+                numa, bar);
+    if (small)
+        doctor_find(d, LEVEL_NOTE, "turn on Resizable BAR and \"above 4G decoding\" in the firmware",
+                    "%s: only %.2f GiB of its memory can be reached over PCIe at once", who,
+                    (double)st.st_size / 0x1p30);
+    return rate;
+}
+
+/* ---- the program, GPUs ---- */
+
+static void doctor_build(struct doctor *d) {
+#ifdef MOE_CUDA
+    doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
+                cuda_targets(), cuda_nccl());
+#else
+    bool nvidia = d->n_bus || fact_exists("/proc/driver/nvidia");
+    doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; built without CUDA", MOE_VERSION, kernels_choose()->name);
+    if (d->set->gpus)
+        doctor_find(d, LEVEL_ERROR, "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make",
+                    "--gpus %.80s: this program was built without CUDA", d->set->gpus);
+    else if (nvidia)
+        doctor_find(d, LEVEL_WARNING, "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make",
+                    "there is an NVIDIA GPU, but this program was built without CUDA: it uses the CPU");
+    if (!nvidia) doctor_find(d, LEVEL_OK, NULL, "no GPU here: everything runs on the CPU");
+    for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
+#endif
+}
+
+#ifdef MOE_CUDA
+/* CUDA has no GPU. */
+static void doctor_no_gpu(struct doctor *d, const char *err) {
+    bool driver = fact_exists("/proc/driver/nvidia"), there = d->n_bus || driver;
+    const char *advice =
+        "see what nvidia-smi says and the kernel's log (dmesg); reboot if the card has fallen off the bus";
+    if (fact_exists("/sys/module/nouveau")) advice = "blacklist nouveau, install NVIDIA's driver, reboot";
+    else if (!driver) advice = "install NVIDIA's driver, or load it: modprobe nvidia; in a container: --gpus all";
+    else if (!fact_exists("/dev/nvidiactl") || !fact_exists("/dev/nvidia0"))
+        advice = "there is no /dev/nvidia0: run nvidia-modprobe, or give the container its GPUs (--gpus all)";
+    else if (strstr(err, "newer driver")) advice = "install a driver that is as new as the CUDA this was built with";
+    if (!there && !d->set->gpus) doctor_find(d, LEVEL_OK, NULL, "no GPU here: everything runs on the CPU (%s)", err);
+    else if (!there)
+        doctor_find(d, LEVEL_ERROR, "leave --gpus out to run on the CPU", "--gpus %.40s: %s", d->set->gpus, err);
+    else doctor_find(d, LEVEL_ERROR, advice, "%s", err);
+    for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
+}
+
+/* Which of the program's images a chip of capability major.minor runs. */
+static const char *gpu_image(int major, int minor) {
+    const char *built = cuda_targets();
+    if (!strcmp(built, "emulated")) return "emulated";
+    if (major == 12 && strstr(built, "sm_120f")) return "sm_120f";
+    if (major == 9 && !minor && strstr(built, "sm_90")) return "sm_90";
+    return major >= 9 ? "PTX for compute_90" : "PTX for compute_80";
+}
+
+static void doctor_gpu(struct doctor *d, int i) {
+    struct gpu_facts f;
+    char err[ERR_MAX] = "", who[16];
+    double rate, latency;
+    snprintf(who, sizeof who, "GPU %d", i);
+    if (!cuda_facts(i, &f, err)) {
+        doctor_find(d, LEVEL_ERROR, "see what nvidia-smi says of it, end what holds it, or leave it out with --gpus",
+                    "%s", err);
+        return;
+    }
+    const char *image = gpu_image(f.major, f.minor);
+    double total = (double)f.total, held = (double)(f.total - f.free);
+    if (!i && f.driver < f.runtime)
+        doctor_find(d, LEVEL_WARNING, "install a driver that is as new as the CUDA this program was built with",
+                    "the driver knows CUDA %d.%d, this program was built with %d.%d", f.driver / 1000,
+                    f.driver % 1000 / 10, f.runtime / 1000, f.runtime % 1000 / 10);
+    cuda_pair(i, i, &rate, &latency);
+    doctor_find(d, LEVEL_OK, NULL,
+                "%s: %.63s, capability %d.%d, image %s, CUDA %d.%d, %.1f of %.1f GiB free, copies %.1f GB/s", who,
+                f.name, f.major, f.minor, image, f.driver / 1000, f.driver % 1000 / 10, (double)f.free / 0x1p30,
+                total / 0x1p30, rate * 1e-9);
+    if (f.image[0])
+        doctor_find(d, LEVEL_ERROR, "build again with nvcc 12.9 or newer (make clean, make), or install a newer driver",
+                    "%s: a kernel does not run: %.159s", who, f.image);
+    else if (f.major < 8)
+        doctor_find(d, LEVEL_ERROR, "leave it out: --gpus with the numbers of others, or --cpu",
+                    "%s: capability %d.%d is too old, at least 8.0 is needed", who, f.major, f.minor);
+    else if (f.major == 12 && image[0] == 'P')
+        doctor_find(d, LEVEL_WARNING, "build again with nvcc 12.9 or newer (make clean, make)",
+                    "%s: this program has no sm_120f image, so its products in FP4 are not used", who);
+    if (f.block_shared < BLOCK_SHARED)
+        doctor_find(d, LEVEL_ERROR, "leave it out: --gpus with the numbers of others, or --cpu",
+                    "%s: a block can have %d bytes of shared memory, kernels need %d", who, f.block_shared,
+                    BLOCK_SHARED);
+    if (held > 1.5 * 0x1p30 + 0.01 * total)
+        doctor_find(d, LEVEL_NOTE, "nvidia-smi lists who holds it; end what is not needed",
+                    "%s: other programs hold %.1f GiB of its memory", who, held / 0x1p30);
+    d->link[i] = doctor_link(d, who, f.bus, f.total);
+}
+
+static void doctor_pair(struct doctor *d, int a, int b) {
+    static const char advice[] =
+        "sums of ranks then go through the host: set iommu=pt or turn the IOMMU and ACS off, put "
+        "both cards below one root complex; drivers refuse peers to some consumer cards";
+    double rate[2], latency[2], link = fmin(d->link[a], d->link[b]);
+    bool peers = cuda_peers((const int[]){a, b}, 2);
+    cuda_pair(a, b, &rate[0], &latency[0]), cuda_pair(b, a, &rate[1], &latency[1]);
+    bool slow = fmin(rate[0], rate[1]) < link / 4;
+    doctor_find(d, peers && !slow ? LEVEL_OK : LEVEL_WARNING, advice,
+                "GPU %d and %d: %speer access, %.1f and %.1f GB/s, %.1f and %.1f us%s", a, b, peers ? "" : "no ",
+                rate[0] * 1e-9, rate[1] * 1e-9, latency[0] * 1e6, latency[1] * 1e6,
+                slow ? ", less than a quarter of the link's rate" : "");
+}
+
+static void doctor_gpus(struct doctor *d) {
+    char err[ERR_MAX] = "";
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0); /* see gpu_wanted */
+    d->n_gpu = cuda_device_count(err);
+    if (!d->n_gpu) {
+        doctor_no_gpu(d, err);
+        return;
+    }
+    int n = int_min(d->n_gpu, DOCTOR_DEVICES), ranks = d->set->tp * d->set->pp;
+    if (d->n_bus > d->n_gpu)
+        doctor_find(d, LEVEL_WARNING, "see what nvidia-smi lists, and CUDA_VISIBLE_DEVICES",
+                    "%d NVIDIA GPUs are on the bus, CUDA has %d", d->n_bus, d->n_gpu);
+    for (int i = 0; i < n && !interrupted; i++) doctor_gpu(d, i);
+    for (int i = 0; i < ranks; i++)
+        if (d->device[i] >= d->n_gpu)
+            doctor_find(d, LEVEL_ERROR, "numbers begin with 0; give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
+                        "rank %d wants GPU %d, found: %d", i, d->device[i], d->n_gpu);
+    for (int a = 0; a < n && a < MAX_RANKS; a++)
+        for (int b = a + 1; b < n && b < MAX_RANKS && !interrupted; b++) doctor_pair(d, a, b);
+}
+#endif
+
+/* ---- sums over ranks ---- */
+
+enum { SUM_SIZES = 2 };
+static const int sum_tokens[SUM_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
+typedef double sum_times[SUM_SIZES][2];            /* seconds: our own way, NCCL; 0: there is no such way */
+
+static void rank_sums(struct rank *r, void *arg) {
+    sum_times *t = (sum_times *)arg + r->index;
+    for (int i = 0; i < SUM_SIZES; i++)
+        for (int nccl = 0; nccl < 2; nccl++) {
+            int runs = i ? 50 : 300;
+            (*t)[i][nccl] = 0;
+            if (sum_tokens[i] > r->chunk) continue;
+#ifdef MOE_CUDA
+            if (r->cuda) {
+                (*t)[i][nccl] = cuda_sum_seconds(r, sum_tokens[i], nccl);
+                continue;
+            }
+#endif
+            if (nccl) continue;
+            double t0 = now_seconds();
+            r->n_tok = sum_tokens[i];
+            for (int k = 0; k < runs; k++) r->ops->reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+            (*t)[i][0] = (now_seconds() - t0) / runs;
+        }
+}
+
+/* Of the slowest rank. */
+static void measure_sums(struct session *s, double t[SUM_SIZES][2]) {
+    sum_times each[MAX_RANKS];
+    memset(t, 0, sizeof(sum_times));
+    team_run(&s->team, rank_sums, each);
+    for (int i = 0; i < SUM_SIZES; i++)
+        for (int k = 0; k < 2; k++)
+            for (int r = 0; r < s->team.n; r++) t[i][k] = fmax(t[i][k], each[r][i][k]);
+}
+
+/* n ranks that add up, on one invented layer. */
+static void doctor_sums(struct doctor *d, bool gpu, int n) {
+    struct synth y = synth_parse("qwen3-30b-a3b:layers=1,experts=8");
+    struct model m = {0};
+    struct session s;
+    sum_times t;
+    char err[ERR_MAX] = "";
+    int failed = 0;
+    y.n_head = y.n_head_kv = MAX_RANKS, y.n_ff = 64 * MAX_RANKS, y.n_vocab = 1024; /* what every rank has a part of */
+    synth_make(&m, &y, NULL, true);
+    if (gpu) {
+#ifdef MOE_CUDA
+        struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = settings_allreduce(d->set)};
+        memcpy(o.device, d->device, sizeof o.device);
+        nccl_defaults(d->device, n, d->set->verbose);
+        failed = session_open(&s, &m, n, 1, gpu_rank_start, &o, err);
+#endif
+    } else session_init(&s, &m, n, 1, (struct cpu_options){kernels_choose(), omp_get_num_procs(), 256, KV_BF16});
+    if (failed) {
+        doctor_find(d, d->set->tp > 1 ? LEVEL_ERROR : LEVEL_WARNING,
+                    "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL tell",
+                    "%d ranks cannot start: %s", n, err);
+        model_free(&m);
+        return;
+    }
+    measure_sums(&s, t);
+    for (int k = 0; k < 2; k++) {
+        double best = t[0][0] > 0 && t[0][1] > 0 ? fmin(t[0][0], t[0][1]) : t[0][k];
+        bool slow = gpu && best * 1e6 > SUM_SLOW;
+        if (t[0][k] + t[1][k] <= 0) continue;
+        char us[SUM_SIZES][24] = {"-", "-"};
+        for (int i = 0; i < SUM_SIZES; i++)
+            if (t[i][k] > 0) snprintf(us[i], sizeof us[i], "%.1f us", t[i][k] * 1e6);
+        doctor_find(d, slow ? LEVEL_WARNING : LEVEL_OK,
+                    "there are two sums a layer: see what keeps the GPUs from each other above, or use --pp",
+                    "a sum over %d ranks on %s%s: 8 KB %s, 1 MB %s", n, gpu ? "GPUs" : "the CPU",
+                    !gpu ? ""
+                    : k  ? ", NCCL"
+                         : ", our own",
+                    us[0], us[1]);
+    }
+    session_free(&s);
+    model_free(&m);
+}
+
+/* ---- the host ---- */
+
+/* Words in files of the kernel's that say something. */
+static const struct {
+    const char *path, *word;
+    enum level level;
+    const char *what, *advice;
+} doctor_hints[] = {
+    {"/proc/sys/kernel/osrelease", "icrosoft", LEVEL_NOTE,
+     "this is WSL2: the GPU works by way of Windows' driver; peer access, pinned memory and disks are slower",
+     "keep model files in the Linux file system, raise memory= in .wslconfig; for several GPUs boot Linux"},
+    {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave", LEVEL_NOTE,
+     "the processor's governor is powersave: it may be slow to speed up", "cpupower frequency-set -g performance"},
+    {"/sys/kernel/mm/transparent_hugepage/enabled", "[never]", LEVEL_NOTE,
+     "transparent huge pages are off: the cache and activations on the CPU are slower to reach",
+     "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled, as root"},
+};
+
+/* Bytes that the memory of this control group is limited to; 0: it is not. */
+static double cgroup_limit(void) {
+    char text[FACT_MAX], path[256] = "";
+    fact(text, "/proc/self/cgroup");
+    const char *own = strstr(text, "0::/");
+    if (own) sscanf(own + 3, "%255[^\n]", path);
+    if (!*fact(text, "/sys/fs/cgroup%s/memory.max", path) && !*fact(text, "/sys/fs/cgroup/memory.max"))
+        fact(text, "/sys/fs/cgroup/memory/memory.limit_in_bytes");
+    return strtod(text, NULL); /* "max" is 0 */
+}
+
+static void doctor_host(struct doctor *d) {
+    char text[FACT_MAX];
+    struct rlimit lock = {0, 0};
+    int cores = omp_get_num_procs(), threads = d->set->threads ? d->set->threads : cores;
+    fact(text, "/proc/meminfo");
+    d->memory = fact_number(text, "MemTotal:") * 1024, d->available = fact_number(text, "MemAvailable:") * 1024;
+    double swapped = (fact_number(text, "SwapTotal:") - fact_number(text, "SwapFree:")) * 1024, limit = cgroup_limit();
+    doctor_find(d, LEVEL_OK, NULL,
+                "host: %d processors, %.1f of %.1f GiB of memory available, reads %.1f GB/s with %d threads", cores,
+                d->available / 0x1p30, d->memory / 0x1p30, memory_bandwidth(threads) * 1e-9, threads);
+    if (kernels_choose() == &kernels_scalar)
+        doctor_find(d, LEVEL_WARNING, "use a processor with AVX2 or AVX-512 (x86-64) or dot products (arm64), or a GPU",
+                    "no vector instructions of this processor are used: the CPU will be slow");
+    if (limit > 0 && limit < d->memory)
+        doctor_find(d, LEVEL_NOTE, "raise the limit of the container or the service (--memory, MemoryMax=)",
+                    "a control group limits memory to %.1f GiB", limit / 0x1p30);
+    if (limit > 0 && limit < d->available) d->available = limit;
+    if (swapped > 256 * 0x1p20)
+        doctor_find(d, LEVEL_NOTE, "end programs that are not needed, or add memory", "%.1f GiB are swapped out",
+                    swapped / 0x1p30);
+    for (size_t i = 0; i < sizeof doctor_hints / sizeof *doctor_hints; i++)
+        if (strstr(fact(text, "%s", doctor_hints[i].path), doctor_hints[i].word))
+            doctor_find(d, doctor_hints[i].level, doctor_hints[i].advice, "%s", doctor_hints[i].what);
+    d->busy = strtod(fact(text, "/proc/loadavg"), NULL);
+    if (d->busy > 0.5 * cores)
+        doctor_find(d, LEVEL_NOTE, "stop other programs and look again",
+                    "the load average is %.1f on %d processors: times below are noisy", d->busy, cores);
+    int gpus = d->n_gpu > d->n_bus ? d->n_gpu : d->n_bus;
+    if (gpus >= 2 && iommu_active())
+        doctor_find(d, LEVEL_NOTE,
+                    "where peer access is missing or slow: boot with iommu=pt, or turn the IOMMU and ACS off",
+                    "the IOMMU is active: copies between GPUs may be redirected through the host");
+    if (gpus && fact_exists("/sys/module/nouveau"))
+        doctor_find(d, LEVEL_WARNING, "blacklist nouveau, install NVIDIA's driver, reboot",
+                    "the kernel module nouveau is loaded: CUDA cannot use a card that it drives");
+    if (gpus && !getrlimit(RLIMIT_MEMLOCK, &lock) && lock.rlim_cur < (rlim_t)8 << 20)
+        doctor_find(d, LEVEL_NOTE, "ulimit -l unlimited, or LimitMEMLOCK= of the service",
+                    "only %llu KiB of memory may be locked: pinned buffers may fail",
+                    (unsigned long long)lock.rlim_cur >> 10);
+}
+
+/* ---- the file ---- */
+
+/* The name of a file system that is slow to map files from, by its number of statfs; NULL: it is none. */
+static const char *slow_files(uint64_t type) {
+    static const struct {
+        uint32_t type;
+        const char *name;
+    } slow[] = {{0x6969, "NFS"},      {0xff534d42, "CIFS"},    {0xfe534d42, "SMB"}, {0x01021997, "9p"},
+                {0x65735546, "FUSE"}, {0x794c7630, "overlay"}, {0x00c36400, "Ceph"}};
+    for (size_t i = 0; i < sizeof slow / sizeof *slow; i++)
+        if ((uint32_t)type == slow[i].type) return slow[i].name;
+    return NULL;
+}
+
+/* Bytes per second of parts of the file that are not in the page cache, read past it; 0: too little to tell. */
+static double disk_rate(const char *path) {
+    static uint8_t resident[DISK_PIECE / 4096];
+    struct stat st;
+    double t = 0, done = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT), plain = open(path, O_RDONLY | O_CLOEXEC);
+    uint8_t *map = MAP_FAILED, *to = mmap(NULL, DISK_PIECE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (plain >= 0 && !fstat(plain, &st) && st.st_size >= DISK_LEAST)
+        map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, plain, 0);
+    if (map != MAP_FAILED && to != MAP_FAILED)
+        for (off_t at = 0; at + DISK_PIECE <= st.st_size && done < DISK_MOST && t < DISK_SECONDS && !interrupted;
+             at += DISK_PIECE) {
+            if (mincore(map + at, DISK_PIECE, resident) || memchr(resident, 1, sizeof resident)) continue;
+            double t0 = now_seconds();
+            ssize_t n = fd >= 0 ? pread(fd, to, DISK_PIECE, at) : -1;
+            if (n < 0) { /* not every file system reads past the cache */
+                n = pread(plain, to, DISK_PIECE, at);
+                posix_fadvise(plain, at, DISK_PIECE, POSIX_FADV_DONTNEED);
+            }
+            if (n <= 0) break;
+            t += now_seconds() - t0, done += (double)n;
+        }
+    if (map != MAP_FAILED) munmap(map, (size_t)st.st_size);
+    if (to != MAP_FAILED) munmap(to, DISK_PIECE);
+    if (fd >= 0) close(fd);
+    if (plain >= 0) close(plain);
+    return done >= DISK_LEAST ? done / t : 0;
+}
+
+/* Size, place and speed of the model's file, before it is loaded. */
+static bool doctor_file(struct doctor *d, bool gpu) {
+    const char *path = d->set->model;
+    char err[ERR_MAX], speed[96] = "", size[32];
+    struct statfs fs;
+    struct gguf g;
+    double bytes = 0, cached = 0;
+    if (gguf_open(&g, path, err, ERR_MAX)) {
+        doctor_find(d, LEVEL_ERROR,
+                    "check the path; a file that is damaged or incomplete: download or convert it again", "%s", err);
+        return false;
+    }
+    for (uint32_t i = 0; i < g.n_images; i++)
+        bytes += (double)g.images[i].size, cached += (double)g.images[i].size * image_resident(&g.images[i]);
+    gguf_close(&g);
+    double rate = disk_rate(path), wait = rate > 0 ? (bytes - cached) / rate : 0;
+    if (rate > 0)
+        snprintf(speed, sizeof speed, ", the disk reads %.2f GB/s, so that loading takes %.1f s", rate * 1e-9, wait);
+    doctor_find(d, wait > LOAD_SECONDS ? LEVEL_WARNING : LEVEL_OK, "copy the file to a local NVMe disk",
+                "the file has %s, %.0f %% of it in the page cache%s", with_unit(bytes, size), 100 * cached / bytes,
+                speed);
+    const char *slow = statfs(path, &fs) ? NULL : slow_files((uint64_t)fs.f_type);
+    if (slow)
+        doctor_find(d, LEVEL_WARNING, "copy it to a local disk; in a container mount that as a volume",
+                    "the file lies on a file system of the kind %s, which is slow to load from", slow);
+    if (!gpu && bytes > d->available && d->available > 0)
+        doctor_find(d, LEVEL_WARNING, "a smaller or pruned model, more memory, or a GPU that holds it (see --plan)",
+                    "the file is larger than the %.1f GiB of memory that are available: every token reads the disk",
+                    d->available / 0x1p30);
+    return true;
+}
+
+/* ---- the model at work ---- */
+
+/* A and B of the smoke test; without a vocabulary a forward alone. False: there is nothing to go on with. */
+static bool doctor_answer(struct doctor *d, struct engine *e) {
+    static const char broken[] =
+        "compare with --cpu-ref: if that is right, try --kv bf16 and --moe-act bf16 and report "
+        "it; if not, the file is damaged: convert it again";
+    char err[ERR_MAX] = "";
+    int32_t id = 0;
+    bool finite = true, right = false, mute = !e->model.vocab->n_tokens;
+    double seconds, t0 = now_seconds();
+    doctor_step(d, STEP_FORWARD);
+    if (mute) {
+        session_decode(&e->session, id);
+        const float *x = session_logits(&e->session);
+        for (int i = 0; i < e->model.n_vocab; i++) finite &= isfinite(x[i]) != 0;
+        seconds = now_seconds() - t0;
+    } else if (smoke_ask(e, &finite, &right, &seconds, err)) {
+        if (!interrupted)
+            doctor_find(d, LEVEL_ERROR, "read the message; a template can be given with --chat-template-file",
+                        "no answer: %s", err);
+        return false;
+    }
+    doctor_find(d, finite ? LEVEL_OK : LEVEL_ERROR, broken, "A: %s in %.2f s, logits %s",
+                mute ? "a forward" : "an answer", seconds, finite ? "are finite" : "are not finite");
+    doctor_step(d, STEP_OUTPUT);
+    if (mute)
+        doctor_find(d, LEVEL_NOTE, "a file with a vocabulary, converted by moe-convert",
+                    "B and C, questions and answers, are not checked: the model has no vocabulary");
+    else
+        doctor_find(d, right ? LEVEL_OK : LEVEL_ERROR, broken, "B: 7 squared is %s",
+                    right ? "49" : "not answered with 49");
+    return true;
+}
+
+/* C of the smoke test. */
+static void doctor_needle(struct doctor *d, struct engine *e) {
+    char err[ERR_MAX] = "";
+    int n = smoke_tokens(&e->session), secret;
+    double seconds;
+    if (!e->model.vocab->n_tokens) return;
+    doctor_step(d, STEP_CONTEXT);
+    if (n < 64) {
+        doctor_find(d, LEVEL_NOTE, "-c 1200", "C: a context of %d tokens is too small for the needle",
+                    e->session.n_ctx);
+        return;
+    }
+    int found = needle_run(e, n, 50, &secret, &seconds, err);
+    if (interrupted) return;
+    if (found < 0) doctor_find(d, LEVEL_ERROR, "read the message; a text can be given with --haystack", "C: %s", err);
+    else
+        doctor_find(d, found ? LEVEL_OK : LEVEL_ERROR,
+                    "try --kv bf16, and --needle N with smaller N; compare with --cpu-ref: if that finds it, report it",
+                    "C: a fact in %d tokens is %s, %.2f s", n, found ? "found" : "NOT found", seconds);
+}
+
+/* Decoding against what reading alone would take. */
+static void doctor_speed(struct doctor *d, struct engine *e) {
+    struct session *s = &e->session;
+    struct rates each[MAX_RANKS];
+    struct plan *p = xcalloc(1, sizeof *p);
+    struct plan_division *v = &p->division[0];
+    int32_t ids[BENCH_PREFILL];
+    sum_times sums = {{0}};
+    bool gpu = s->r->cuda != NULL;
+    double all = 0, reduce = 0;
+    doctor_step(d, STEP_SPEED);
+    bench_ids(s->m, ids);
+    double t = bench_forward(s, ids, 0, 1, 1);
+    if (interrupted) {
+        free(p);
+        return;
+    }
+    team_run(&s->team, rank_measure, each);
+    for (int i = 0; i < s->team.n; i++) all += each[i].bytes;
+    if (gpu && s->team.n_rank > 1) {
+        measure_sums(s, sums);
+        reduce = sums[0][1] > 0 ? fmin(sums[0][0], sums[0][1]) : sums[0][0];
+    }
+    /* a CPU's ranks share its memory: one reads what all of them do */
+    p->m = s->m, p->cpu = !gpu, p->kv = s->r->kv_type;
+    v->tp = gpu ? s->team.n_rank : 1, v->pp = gpu ? s->team.n_stage : 1, p->n_device = v->tp * v->pp;
+    for (int i = 0; i < p->n_device; i++) {
+        p->device[i].rate = gpu ? each[i].bytes : all;
+        plan_rank(&v->rank[i], p, s->m, (struct part){i % v->tp, v->tp, i / v->tp, v->pp});
+    }
+    double limit = all > 0 ? plan_limit(p, v, 0, reduce) : 0, percent = limit > 0 ? 100 / t / limit : 0;
+    bool small =
+        gpu && limit > 0 && 1e6 / limit / s->m->n_layer<SPEED_LAYER, slow = limit> 0 && percent < SPEED_PERCENT;
+    const char *advice =
+        small ? "this model is too small to judge a GPU by: starting kernels takes longer than reading it"
+        : gpu
+            ? "in this order: another program on the GPU; its power or heat limit (nvidia-smi -q -d PERFORMANCE); sums "
+              "between GPUs, see above; --bench --profile shows the kernels"
+        : e->set->cpu_ref ? "leave out --cpu-ref, which is exact and slow"
+        : d->busy > 0.5 * omp_get_num_procs()
+            ? "stop the other programs that keep the processors busy, or set OMP_WAIT_POLICY=passive and a smaller -t"
+            : "try -t with the number of real cores; then the governor, the memory limit and the page cache above";
+    if (limit > 0)
+        doctor_find(d,
+                    !slow   ? LEVEL_OK
+                    : small ? LEVEL_NOTE
+                            : LEVEL_WARNING,
+                    advice, "decode %.1f tok/s: %.*f %% of the %.1f tok/s that reading at %.1f GB/s%s allows", 1 / t,
+                    percent<10, percent, limit, all * 1e-9, reduce> 0 ? ", and the sums," : "");
+    else
+        doctor_find(d, LEVEL_NOTE, "free some memory", "decode %.1f tok/s; there was no memory to measure reading with",
+                    1 / t);
+    free(p);
+}
+
+/* The model of the options, as it would be run. */
+static void doctor_model(struct doctor *d, bool gpu) {
+    struct engine e = {.set = d->set};
+    char err[ERR_MAX] = "", tokens[32], name[192];
+    if (d->set->synth) synth_load(&e, gpu);
+    else if (!doctor_file(d, gpu)) return;
+    else if (model_load(&e.model, d->set->model, err)) {
+        doctor_find(d, LEVEL_ERROR, "the README lists the models that run; convert the release again with moe-convert",
+                    "%s", err);
+        return;
+    }
+    settings_resolve(d->set, &e.model);
+    if (engine_start(&e, gpu, err))
+        doctor_find(d, LEVEL_ERROR, "--plan tells what fits; a smaller -c, --kv fp8, more --gpus, or --cpu", "%s", err);
+    else {
+        doctor_find(d, LEVEL_OK, NULL, "%s is open on %s: %s tokens of context, loaded in %.2f s", e.model.name,
+                    session_name(&e.session, name), with_commas((uint64_t)e.session.n_ctx, tokens),
+                    e.model.load_seconds);
+        if (*e.session.r->link) doctor_find(d, LEVEL_OK, NULL, "%s", e.session.r->link);
+        if (doctor_answer(d, &e) && !interrupted) doctor_needle(d, &e);
+        if (d->open[STEP_OUTPUT] && !interrupted) doctor_speed(d, &e);
+    }
+    engine_close(&e);
+}
+
+/* All of it, into d. The exit code. */
+static int doctor_run(struct doctor *d) {
+    struct settings *set = d->set;
+    struct model any = {.n_layer = MAX_RANKS};
+    if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
+    for (int i = 0; i < MAX_RANKS; i++) d->device[i] = i;
+    settings_ranks(set, &any, d->device);
+    set->quiet = true;
+    last_words.run = doctor_dies, last_words.arg = d;
+    doctor_bus(d);
+    doctor_build(d);
+#ifdef MOE_CUDA
+    if (set->cpu || set->cpu_ref) doctor_find(d, LEVEL_OK, NULL, "GPUs are left out, as asked for");
+    else doctor_gpus(d);
+#endif
+    bool gpu = d->n_gpu > 0;
+    if (!interrupted) doctor_host(d);
+    int n = set->tp > 1 ? set->tp : !set->gpus && set->pp == 1 ? int_min(d->n_gpu, MAX_RANKS) : 1;
+    if (n > 1 && !interrupted) doctor_sums(d, gpu, n);
+    if ((set->model || set->synth) && !interrupted) doctor_model(d, gpu);
+    else if (!interrupted)
+        doctor_find(d, LEVEL_NOTE, "moe --doctor -m FILE", "without a model only the machine is looked at");
+    last_words.run = NULL;
+    return interrupted ? EXIT_INTERRUPT : doctor_end(d);
+}
+
+static int mode_doctor(struct settings *set) {
+    struct doctor *d = xcalloc(1, sizeof *d);
+    d->set = set;
+    int code = doctor_run(d);
+    free(d);
+    return code;
+}
+
+/* ============================================================================================================
+ * Main
+ * ============================================================================================================ */
 
 /* Tokens of context: what was asked for, or the trained length, shortened until the cache takes at most half of the memory
  * that is left when all of the model's file stays in the page cache. */
@@ -12106,15 +12920,13 @@ static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, c
     return rc;
 }
 
-static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
+static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct settings *set = e->set;
-    char err[ERR_MAX], number[32];
+    char number[32];
     struct cuda_options o = {.n_ctx = set->n_ctx,
                              .kv_splits = set->kv_splits,
                              .kv = settings_kv(set, true),
-                             .allreduce = !strcmp(set->allreduce, "nccl")      ? ALLREDUCE_NCCL
-                                          : !strcmp(set->allreduce, "oneshot") ? ALLREDUCE_ONESHOT
-                                                                               : ALLREDUCE_AUTO,
+                             .allreduce = settings_allreduce(set),
                              .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
                                         : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
                                                                         : MOE_ACT_AUTO,
@@ -12123,7 +12935,7 @@ static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
     memcpy(o.device, gpu, sizeof o.device);
     if (set->tp > 1) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
-    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) die("%s", err);
+    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) return -1;
     for (int i = 0; i < e->session.team.n; i++) {
         const struct rank *r = &e->session.team.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
@@ -12133,24 +12945,20 @@ static void engine_gpu(struct engine *e, const int gpu[MAX_RANKS]) {
              r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
     }
     if (*e->session.r->link) note("%s", e->session.r->link);
+    return 0;
 }
 #endif
 
-static void engine_open(struct engine *e, struct settings *set) {
-    char err[ERR_MAX], name[192];
+/* The session for the model that is loaded. 0, or -1 with a message: a GPU refuses. */
+static int engine_start(struct engine *e, bool gpu, char *err) {
+    struct settings *set = e->set;
+    char name[192];
     int devices[MAX_RANKS];
-    memset(e, 0, sizeof *e);
-    e->set = set;
-    bool gpu = !set->info && gpu_wanted(set); /* --info needs no memory of its own */
-    if (set->synth) synth_load(e, gpu || set->info);
-    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
-    else if (model_load(&e->model, set->model, err)) die("%s", err);
-    settings_resolve(set, &e->model);
-    if (set->info) return;
     settings_ranks(set, &e->model, devices);
 #ifdef MOE_CUDA
-    if (gpu) engine_gpu(e, devices);
+    if (gpu && engine_gpu(e, devices, err)) return -1;
 #endif
+    (void)err;
     const char *idle = set->kv_splits                   ? "--kv-splits"
                        : strcmp(set->moe_act, "auto")   ? "--moe-act"
                        : strcmp(set->allreduce, "auto") ? "--allreduce"
@@ -12171,6 +12979,19 @@ static void engine_open(struct engine *e, struct settings *set) {
              e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds,
              session_name(&e->session, name), (double)session_kv_bytes(&e->session) / 0x1p20, e->session.n_ctx,
              (double)e->session.r->bytes / 0x1p20);
+    return 0;
+}
+
+static void engine_open(struct engine *e, struct settings *set) {
+    char err[ERR_MAX];
+    memset(e, 0, sizeof *e);
+    e->set = set;
+    bool gpu = !set->info && gpu_wanted(set); /* --info needs no memory of its own */
+    if (set->synth) synth_load(e, gpu || set->info);
+    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (model_load(&e->model, set->model, err)) die("%s", err);
+    settings_resolve(set, &e->model);
+    if (!set->info && engine_start(e, gpu, err)) die("%s", err);
 }
 
 static void engine_close(struct engine *e) {
@@ -12353,6 +13174,7 @@ static int run(struct settings *set) {
     if (set->logits && set->model && !stat(set->model, &from) && !stat(set->logits, &to) && from.st_dev == to.st_dev &&
         from.st_ino == to.st_ino)
         die("--logits would replace the model '%s'", set->model);
+    if (set->doctor) return mode_doctor(set);
     engine_open(&e, set);
     bool own_text = set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
     bool has_prompt = !own_text && gather_prompt(set, &text);

@@ -9,6 +9,7 @@ void cuda_test_fail(const char *api, int n);        /* emulator: its n-th call f
 void cuda_test_memory(size_t bytes);                /* emulator: of the GPU */
 void cuda_test_memory_of(int device, size_t bytes); /* emulator */
 void cuda_test_devices(int n, bool peers);          /* emulator: how many GPUs, and whether they reach each other */
+void cuda_test_capability(int device, int major, int minor); /* emulator */
 bool cuda_test_by_nccl(struct rank *r, int n);
 int cuda_test_slot(void);             /* floats that a rank pushes at once */
 int cuda_test_turns(void);            /* of a chat: many on a device */
@@ -890,6 +891,105 @@ static void test_cuda_rank_errors(void) {
     model_free(&m);
 }
 
+/* --doctor on emulated GPUs: two that reach each other or not, chips and images that do not do, and a model on one. */
+static void test_cuda_doctor(void) {
+    static const struct {
+        bool peers, lose;     /* lose: the first kernel does not start */
+        int devices, chip[2]; /* major capability */
+        const char *gpus, *model;
+        int code;
+        struct {
+            enum level level;
+            const char *what, *advice;
+        } want[6];
+    } t[] = {{true,
+              false,
+              2,
+              {12, 8},
+              NULL,
+              NULL,
+              EXIT_OK,
+              {{LEVEL_OK, "GPU 0: emulated GPU, capability 12.0, image emulated", NULL},
+               {LEVEL_OK, "GPU 1: emulated GPU, capability 8.0, image emulated", NULL},
+               {LEVEL_WARNING, "GPU 0: PCIe 6.0 x8 of ", "riser"},
+               {LEVEL_OK, "GPU 1: PCIe 6.0 x16 of at most 4.0 x16, 126.0 GB/s", NULL},
+               {LEVEL_WARNING, "us, less than a quarter of the link's rate", "iommu=pt"}}},
+             {false,
+              false,
+              2,
+              {12, 12},
+              "0",
+              NULL,
+              EXIT_OK,
+              {{LEVEL_WARNING, "GPU 0 and 1: no peer access, ", "sums of ranks then go through the host"}}},
+             {true,
+              false,
+              1,
+              {7, 12},
+              NULL,
+              NULL,
+              EXIT_RUN,
+              {{LEVEL_ERROR, "GPU 0: capability 7.0 is too old, at least 8.0 is needed", "--cpu"}}},
+             {true,
+              true,
+              1,
+              {12, 12},
+              NULL,
+              NULL,
+              EXIT_RUN,
+              {{LEVEL_ERROR, "GPU 0: a kernel does not run: ", "build again with nvcc 12.9"}}},
+             {true,
+              false,
+              2,
+              {12, 12},
+              "1,5",
+              NULL,
+              EXIT_RUN,
+              {{LEVEL_ERROR, "rank 1 wants GPU 5, found: 2", "numbers begin with 0"},
+               {LEVEL_ERROR, "2 ranks cannot start: rank 1 of 2: there is no GPU 5; found: 2", "--gpus"}}},
+             {true,
+              false,
+              1,
+              {12, 12},
+              NULL,
+              "build/demo.gguf",
+              EXIT_OK,
+              {{LEVEL_OK, "moe-demo is open on GPU 0 emulated GPU", NULL},
+               {LEVEL_OK, "A: an answer in ", NULL},
+               {LEVEL_OK, "B: 7 squared is 49", NULL},
+               {LEVEL_NOTE, "C: a context of 160 tokens is too small", "-c 1200"}}}};
+    size_t before = cuda_test_free_bytes();
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        struct settings set;
+        struct doctor *d = doctor_new(&set);
+        machine_begin();
+        if (!i) machine_gpu(1, 8, "64.0 GT/s PCIe\n", 64), machine_gpu(2, 16, "64.0 GT/s PCIe\n", (size_t)16 << 30);
+        cuda_test_devices(t[i].devices, t[i].peers);
+        cuda_test_memory((size_t)512 << 20);
+        for (int k = 0; k < 2; k++) cuda_test_capability(k, t[i].chip[k], 0);
+        if (t[i].gpus) set.gpus = xstrdup(t[i].gpus);
+        if (t[i].model) set.model = xstrdup(t[i].model);
+        set.n_ctx = 160, set.vram_reserve = 0;
+        if (t[i].lose) cuda_test_fail("LAUNCH", 1);
+        int code = doctor_silent(d);
+        cuda_test_fail("LAUNCH", 0);
+        CHECK(code == t[i].code, "case %zu: exit code %d", i, code);
+        for (int k = 0; k < 6 && t[i].want[k].what; k++)
+            check_finding(d, t[i].want[k].level, t[i].want[k].what, t[i].want[k].advice);
+        bool sums = i == 0;
+        CHECK(sums == (doctor_said(d, "a sum over 2 ranks on GPUs, NCCL: 8 KB ") != NULL) &&
+                  sums == (doctor_said(d, "a sum over 2 ranks on GPUs, our own: 8 KB ") != NULL),
+              "case %zu: sums", i);
+        check_advice(d);
+        machine_end();
+        doctor_done(d);
+    }
+    for (int k = 0; k < 2; k++) cuda_test_capability(k, 12, 0);
+    cuda_test_devices(1, true);
+    cuda_test_memory((size_t)16 << 30);
+    CHECK(cuda_test_free_bytes() == before, "memory is lost");
+}
+
 /* Ranks on GPUs that go wrong: build/test_cuda --fault gpu-NAME. */
 static void fault_gpu_stuck(struct rank *r, int il, enum act x, enum act out) {
     while (fault_now(r)) pause();
@@ -938,7 +1038,8 @@ void cuda_test_invented(void) { test_cuda_invented(); }
 #ifdef CUEMU
 #define TESTS_EMULATOR                                                                                             \
     {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits}, {"cuda/sums", cuda_test_sums}, \
-        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},
+        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                  \
+        {"cuda/doctor", test_cuda_doctor},
 #else
 #define TESTS_EMULATOR
 #endif

@@ -44,6 +44,7 @@ void cuda_test_fail(const char *api, int n) {
 void cuda_test_memory(size_t bytes) { cuemu::memory(bytes); }
 void cuda_test_memory_of(int device, size_t bytes) { cuemu::memory(bytes, device); }
 void cuda_test_devices(int n, bool peers) { cuemu::devices(n), cuemu::peers(peers); }
+void cuda_test_capability(int device, int major, int minor) { cuemu::capability_of(device, major, minor); }
 #else
 int cuda_test_turns(void) { return 1000; }
 void cuda_test_devices(int, bool) {}

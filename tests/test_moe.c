@@ -35,6 +35,7 @@
 #include "t_plan.h"
 #include "t_hostile.h"
 #include "t_repl.h"
+#include "t_doctor.h"
 
 #ifdef MOE_CUDA /* linked with test_cuda.cu */
 #include "t_cuda.h"
@@ -42,8 +43,9 @@
 #define TESTS_CUDA
 #endif
 
-static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL
-                                        TESTS_CLI TESTS_RANKS TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_CUDA};
+static const struct test table[] = {
+    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_CLI TESTS_RANKS TESTS_PLAN
+        TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
 
 static void test_dir_remove(void) {
     char cmd[128];
@@ -69,7 +71,13 @@ int main(int argc, char **argv) {
         return rc;
     }
 #endif
-    if (argc == 3 && !strcmp(argv[1], "--fault")) return rank_fault(argv[2]);
+    if (argc == 3 && !strcmp(argv[1], "--fault")) {
+        static struct settings set = {.json = true};
+        static struct doctor d = {.set = &set};
+        if (!strcmp(argv[2], "doctor"))
+            doctor_step(&d, STEP_FORWARD), last_words.run = doctor_dies, last_words.arg = &d;
+        return rank_fault(argv[2]);
+    }
     setlocale(LC_CTYPE, "C.UTF-8");
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int i = 0; i < n; i++) {
