@@ -6812,13 +6812,13 @@ static void team_await(struct team *g, const struct rank *r, const unsigned *eac
         bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
         still = stopped || did - effort > 0.02 ? 0 : still + 1;
         t = now, effort = did;
-        if (still < TEAM_STALL) continue;
+        if (still < TEAM_STALL + !r) continue; /* who waits for a sum knows better who is behind */
         if (r)
             snprintf(what, sizeof what, "the sum of the %s of layer %d", r->joined % 2 ? "attention" : "feed-forward",
                      r->m->first_layer + (int)(r->joined - 1) / 2);
         die("%s was not reached by all ranks, and nothing has moved for %d s; behind:%s (does a disk or a GPU not "
             "answer?)",
-            what, TEAM_STALL, who);
+            what, still, who);
     }
 }
 

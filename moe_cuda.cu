@@ -2861,7 +2861,7 @@ static bool stalled(struct rank *r, const char *what, int seconds) {
 static bool rank_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
     if (!c->watch[0]) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
-    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 6, STAGE_STALL = 60 /* s: a stage computes for long */ };
+    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 5, STAGE_STALL = 60 /* s: a stage computes for long */ };
     const struct part p = r->m->part;
     const double limit = p.n_stage > 1 ? STAGE_STALL : SUM_STALL;
     double idle = 0, last = 0; /* seconds, those in which the program was suspended not counted */
@@ -2873,7 +2873,7 @@ static bool rank_sync(struct rank *r, const char *what) {
         for (int i = 0; i < p.n_rank * p.n_stage; i++) sums += *(volatile uint32_t *)&c->watch[i]->sums;
         clock_gettime(CLOCK_MONOTONIC, &now);
         const double t = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec, step = t - last;
-        idle = sums != seen || !turn ? 0 : idle + (step < 0.1 ? step : 0.1);
+        idle = sums != seen || !turn ? 0 : idle + (step < 0.5 ? step : 0.5);
         seen = sums, last = t;
         rank_beat(r);
         if (rank_alarm(r, false)) c->failed = true;

@@ -384,7 +384,7 @@ static void test_cuda_turns(void) {
     static const struct division one = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
     static const struct division two = {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true};
     cuda_turns(&one, cuda_test_turns());
-    cuda_turns(&two, cuda_test_turns() > 500 ? 500 : 15);
+    cuda_turns(&two, cuda_test_turns() > 500 ? 500 : 6);
 }
 
 /* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on the GPU. */
@@ -793,8 +793,8 @@ static void test_cuda_ranks(void) {
                                               {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
     bool nccl = cuda_nccl()[0] != 'n'; /* there is none */
-    divisions_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 40);
-    divisions_agree("deepseek_v3", virtual, 3, 40);
+    divisions_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
+    divisions_agree("deepseek_v3", virtual, 3, 20);
     divisions_agree("qwen3moe_ct", virtual, 3, 7);
 #ifdef CUEMU
     static const struct division several[] = {
@@ -803,7 +803,7 @@ static void test_cuda_ranks(void) {
         {"three GPUs without peer access", 3, 1, {0, 1, 3}, ALLREDUCE_ONESHOT, false},
         {"two by two GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
         {"two by two, no peers, NCCL", 2, 2, {3, 2, 1, 0}, ALLREDUCE_NCCL, false}};
-    divisions_agree("qwen3moe", several, 5, 40);
+    divisions_agree("qwen3moe", several, 5, 20);
     divisions_agree("deepseek_v3_nvfp4", several, 2, 30);
 #endif
 }
@@ -991,16 +991,11 @@ static void test_cuda_doctor(void) {
 }
 
 /* Ranks on GPUs that go wrong: build/test_cuda --fault gpu-NAME. */
-static void fault_gpu_stuck(struct rank *r, int il, enum act x, enum act out) {
-    while (fault_now(r)) pause();
-    fault_ops->moe_ffn(r, il, x, out);
-}
-
 static void fault_gpu_skips(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     if (!fault_now(r)) fault_ops->reduce_add_rmsnorm(r, x, delta, w, out);
 }
 
-static void rank_fault_gpu(const char *name) {
+static void rank_fault_gpu(const char *name, const char *path) {
     struct model m;
     struct session s;
     char err[ERR_MAX];
@@ -1009,10 +1004,10 @@ static void rank_fault_gpu(const char *name) {
     cuda_test_devices(2, true);
     o.allreduce = !strncmp(name, "nccl", 4) ? ALLREDUCE_NCCL : ALLREDUCE_ONESHOT;
     if (o.allreduce == ALLREDUCE_NCCL) cuda_test_fail(name, 1);
-    if (model_load(&m, "build/demo.gguf", err) || session_open(&s, &m, 2, 1, gpu_rank_start, &o, err)) die("%s", err);
+    if (model_load(&m, path, err) || session_open(&s, &m, 2, 1, gpu_rank_start, &o, err)) die("%s", err);
     struct ops table = *s.r->ops;
     fault_ops = s.r->ops;
-    if (!strcmp(name, "stuck")) table.moe_ffn = fault_gpu_stuck;
+    if (!strcmp(name, "stuck")) table.mla_attention = fault_stuck;
     if (!strcmp(name, "skips")) table.reduce_add_rmsnorm = fault_gpu_skips;
     s.team.ranks[1].ops = &table;
     if (!strcmp(name, "lost")) cuda_test_fail("LAUNCH", 40); /* a kernel of one rank */
@@ -1021,12 +1016,13 @@ static void rank_fault_gpu(const char *name) {
 }
 
 static void test_cuda_rank_faults(void) {
-    check_fault("gpu-stuck", (const char *const[3]){"the end of a step was not reached", "behind: 1 (", ""});
-    check_fault("gpu-skips",
-                (const char *const[3]){"nothing has happened for 6 s", "waited for rank 1 at the sum of the", ""});
-    check_fault("gpu-lost", (const char *const[3]){"rank ", "GPU ", ""});
-    check_fault("gpu-ncclCommInitRank", (const char *const[3]){"NCCL: ", "GPU ", ""});
-    check_fault("gpu-ncclAllGather", (const char *const[3]){"NCCL: unhandled system error", "GPU ", ""});
+    static const struct fault faults[] = {
+        {"gpu-stuck", {"the end of a step was not reached", "behind: 1 ("}},
+        {"gpu-skips", {"nothing has happened for 5 s", "waited for rank 1 at the sum of the"}},
+        {"gpu-lost", {"rank ", "GPU "}},
+        {"gpu-ncclCommInitRank", {"NCCL: ", "GPU "}},
+        {"gpu-ncclAllGather", {"NCCL: unhandled system error", "GPU "}}};
+    check_faults(faults, 5);
 }
 #endif
 

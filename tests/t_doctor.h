@@ -279,7 +279,7 @@ static void test_doctor_dies(void) {
     ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
     if (!CHECK(n > 0, "no path of the program")) return;
     self[n] = 0;
-    snprintf(cmd, sizeof cmd, "%s --fault doctor", self);
+    snprintf(cmd, sizeof cmd, "%s --fault doctor build/demo.gguf", self);
     int rc = run_command(cmd, &out, &said);
     json_t *all = json_loadb(arrlen(out) ? out : "", arrlenu(out), 0, &je);
     json_t *f = json_array_get(json_object_get(all, "findings"), 0);

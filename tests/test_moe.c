@@ -3,7 +3,7 @@
  *   build/test_moe              all tests
  *   build/test_moe vocab nvfp4  those whose names contain one of the words
  *   build/test_moe --list
- *   build/test_moe --fault NAME goes wrong on purpose: the test of faults starts it
+ *   build/test_moe --fault NAME MODEL goes wrong on purpose: the test of faults starts it
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *
  * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
@@ -71,12 +71,12 @@ int main(int argc, char **argv) {
         return rc;
     }
 #endif
-    if (argc == 3 && !strcmp(argv[1], "--fault")) {
+    if (argc == 4 && !strcmp(argv[1], "--fault")) {
         static struct settings set = {.json = true};
         static struct doctor d = {.set = &set};
         if (!strcmp(argv[2], "doctor"))
             doctor_step(&d, STEP_FORWARD), last_words.run = doctor_dies, last_words.arg = &d;
-        return rank_fault(argv[2]);
+        return rank_fault(argv[2], argv[3]);
     }
     setlocale(LC_CTYPE, "C.UTF-8");
     setvbuf(stdout, NULL, _IOLBF, 0);
