@@ -79,6 +79,7 @@ moe: moe.c gguf_nvfp4.h build/moe_cuda.o Makefile
 
 build/moe_cuda.o: moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
 	$(if $(CUDA_SM120),,@echo "nvcc before 12.9: without the image for RTX PRO 6000, RTX 5090 and DGX Spark")
+	$(if $(NCCL_LIBS),,@echo "no NCCL: GPUs add up by our own kernel alone")
 	@mkdir -p build/nvcc
 	@echo "$(NVCC) -c moe_cuda.cu -o $@ ($(CUDA_TARGETS))"
 	@$(NVCC) $(CUDA_FLAGS) -Xptxas -v --keep --keep-dir build/nvcc -c moe_cuda.cu -o $@ 2>build/nvcc/log || { cat build/nvcc/log; rm -f $@; exit 1; }

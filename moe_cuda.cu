@@ -777,9 +777,10 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
         }
         if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's sum overwrites the parts of this one's */
     }
-    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_SUM) &&
-        (a.p.counts->done[CH_SUM] & 15) == 1) /* it crosses the bus */
-        *(volatile uint32_t *)&a.p.watch->sums = a.p.counts->done[CH_SUM];
+    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_SUM)) { /* a sign of life crosses the bus: not with each short sum */
+        const uint32_t sums = a.p.counts->done[CH_SUM];
+        if (a.n_tok > 16 || (sums & 15) == 1) *(volatile uint32_t *)&a.p.watch->sums = sums;
+    }
 }
 
 /* ============================================================================================================
@@ -2861,7 +2862,7 @@ static bool stalled(struct rank *r, const char *what, int seconds) {
 static bool rank_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
     if (!c->watch[0]) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
-    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 5, STAGE_STALL = 60 /* s: a stage computes for long */ };
+    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 7, STAGE_STALL = 60 /* s: a stage computes for long */ };
     const struct part p = r->m->part;
     const double limit = p.n_stage > 1 ? STAGE_STALL : SUM_STALL;
     double idle = 0, last = 0; /* seconds, those in which the program was suspended not counted */
@@ -3965,6 +3966,33 @@ static void link_nccl(struct rank *r) {
 }
 #endif
 
+/* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
+static void check_sums(struct rank *r) {
+    struct cuda *c = r->cuda;
+    const int n = r->m->n_embd, n_rank = r->m->part.n_rank;
+    float *row = (float *)malloc((size_t)n * sizeof *row);
+    if (!row) rank_fatal("out of memory");
+    for (int turn = 0; turn < 2 && !c->failed; turn++) { /* both halves of the slots */
+        int wrong = 0;
+        for (int i = 0; i < n; i++) row[i] = (float)((r->m->part.rank + 1) * (1 + i % 97 + turn));
+        r->n_tok = 1;
+        cuda_ok(c, cudaMemsetAsync(c->x32[A_X], 0, (size_t)n * sizeof *row, c->stream), "a first sum");
+        cuda_ok(c, cudaMemcpyAsync(c->x32[A_OUT], row, (size_t)n * sizeof *row, cudaMemcpyHostToDevice, c->stream),
+                "a first sum");
+        cuda_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
+        cuda_ok(c, cudaMemcpyAsync(row, c->x32[A_X], (size_t)n * sizeof *row, cudaMemcpyDeviceToHost, c->stream),
+                "a first sum");
+        if (!rank_sync(r, "a first sum")) break;
+        for (int i = 0; i < n; i++) wrong += row[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
+        if (wrong)
+            cuda_fail(c,
+                      "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
+                      "NCCL_P2P_DISABLE=1 goes through the host",
+                      wrong, n);
+    }
+    free(row);
+}
+
 /* Microseconds of a sum of n_tok rows. */
 static float time_sum(struct rank *r, int n_tok) {
     enum { WARM = 3, RUNS = 20 };
@@ -4026,6 +4054,8 @@ static void link_ranks(struct rank *r, const struct cuda_options *o) {
     struct ballot v = {};
     link_areas(r, o, peers);
     if (r->cuda->failed) return;
+    if (p.n_rank > 1) check_sums(r);
+    if (!vote(r, &v, NULL)) return;
     choose_sums(r, o, peers);
     vote(r, &v, NULL);
 }

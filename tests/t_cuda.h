@@ -1018,7 +1018,7 @@ static void rank_fault_gpu(const char *name, const char *path) {
 static void test_cuda_rank_faults(void) {
     static const struct fault faults[] = {
         {"gpu-stuck", {"the end of a step was not reached", "behind: 1 ("}},
-        {"gpu-skips", {"nothing has happened for 5 s", "waited for rank 1 at the sum of the"}},
+        {"gpu-skips", {"nothing has happened for 7 s", "waited for rank 1 at the sum of the"}},
         {"gpu-lost", {"rank ", "GPU "}},
         {"gpu-ncclCommInitRank", {"NCCL: ", "GPU "}},
         {"gpu-ncclAllGather", {"NCCL: unhandled system error", "GPU "}}};
