@@ -128,7 +128,7 @@ static void test_doctor_machine(void) {
     CHECK(d->n_bus == 3, "%d GPUs are on the bus", d->n_bus);
     doctor_build(d);
     for (int i = 1; i < 4; i++) {
-        char who[16], bus[24];
+        char who[32], bus[24];
         snprintf(who, sizeof who, "card %d", i);
         snprintf(bus, sizeof bus, "0000:%02x:00.0", i);
         double rate = doctor_link(d, who, bus, (size_t)16 << 30);
