@@ -12890,8 +12890,22 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
 }
 
 #ifdef MOE_CUDA
+/* Whether every two of these GPUs write to each other's memory, and not so slowly that the host's would be the better way. */
+static bool gpus_close(const int *gpu, int n) {
+    enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
+    bool close = cuda_peers(gpu, n);
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < i && close; k++) {
+            double rate = 0, latency;
+            if (gpu[i] == gpu[k]) continue;
+            cuda_pair(gpu[k], gpu[i], &rate, &latency);
+            close = rate > SLOW * 1e9;
+        }
+    return close;
+}
+
 /* What NCCL does well on a workstation, where the user has not said otherwise: one machine without InfiniBand, buffers that fit
- * PCIe, and peer access wherever the driver allows it. */
+ * PCIe, and peer access wherever it was measured to be of use. */
 static void nccl_defaults(const int *gpu, int n, bool verbose) {
     const struct {
         const char *name, *value;
@@ -12899,7 +12913,7 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     } d[] = {{"NCCL_IB_DISABLE", "1", true},
              {"NCCL_SHM_DISABLE", "0", true},
              {"NCCL_BUFFSIZE", "4194304", true},
-             {"NCCL_P2P_LEVEL", "SYS", cuda_peers(gpu, n)}};
+             {"NCCL_P2P_LEVEL", "SYS", gpus_close(gpu, n)}};
     for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
         const char *given = getenv(d[i].name);
         if (!given && d[i].wanted) setenv(d[i].name, d[i].value, 0);
