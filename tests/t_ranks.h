@@ -240,9 +240,9 @@ static void check_faults(const struct fault *f, int n, int seconds) {
 static void test_ranks_faults(void) {
     static const struct fault faults[] = {{"stuck", {"the sum of the attention of layer ", "behind: 1 ("}},
                                           {"fails", {"rank 1 of 4: layer ", "an operation failed"}},
-                                          {"memory", {"rank 1 of 2: out of memory (4611686018427387904 bytes)", NULL}},
-                                          {"start", {"rank 1 of 2: no room for it", NULL}}};
-    check_faults(faults, 4, 10);
+                                          {"start", {"rank 1 of 2: no room for it", NULL}},
+                                          {"memory", {"rank 1 of 2: out of memory (4611686018427387904 bytes)", NULL}}};
+    check_faults(faults, SANITIZED ? 3 : 4, 10); /* the sanitizers' malloc ends the program itself */
 }
 
 static void test_ranks_cli(void) {
