@@ -12465,7 +12465,7 @@ static void doctor_sums(struct doctor *d, bool gpu, int n) {
 #ifdef MOE_CUDA
         struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = settings_allreduce(d->set)};
         memcpy(o.device, d->device, sizeof o.device);
-        nccl_defaults(d->device, n, d->set->verbose);
+        if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(d->device, n, d->set->verbose);
         failed = session_open(&s, &m, n, 1, gpu_rank_start, &o, err);
 #endif
     } else session_init(&s, &m, n, 1, (struct cpu_options){kernels_choose(), omp_get_num_procs(), 256, KV_BF16});
@@ -12913,7 +12913,7 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     } d[] = {{"NCCL_IB_DISABLE", "1", true},
              {"NCCL_SHM_DISABLE", "0", true},
              {"NCCL_BUFFSIZE", "4194304", true},
-             {"NCCL_P2P_LEVEL", "SYS", gpus_close(gpu, n)}};
+             {"NCCL_P2P_LEVEL", "SYS", !getenv("NCCL_P2P_LEVEL") && gpus_close(gpu, n)}};
     for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
         const char *given = getenv(d[i].name);
         if (!given && d[i].wanted) setenv(d[i].name, d[i].value, 0);
@@ -12947,7 +12947,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
-    if (set->tp > 1) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
+    if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) return -1;
     for (int i = 0; i < e->session.team.n; i++) {

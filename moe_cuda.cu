@@ -646,8 +646,9 @@ DEVICE float block_sum(float x) {
 /* One half, clamped like clamped_f16x2's. */
 DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
-/* x (n_tok, n_embd) F32 = rows of the embedding, unless that is empty; cs, sn (n_tok, n_half): cos and sin of the positions, times `factor`. Grid n_tok,
- * block 256. Gathers n_embd weights per token out of tiles: 4 to 8 bytes of every 16; a few KB, latency only. */
+/* x (n_tok, n_embd) F32 = rows of the embedding, unless that is empty; cs, sn (n_tok, n_half): cos and sin of the positions, times
+ * `factor`. Grid n_tok, block 256. Gathers n_embd weights per token out of tiles: 4 to 8 bytes of every 16; a few KB, latency
+ * only. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_embed(struct dmat w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half, float factor,
             float *x, float *cs, float *sn) {
