@@ -748,8 +748,8 @@ inline void fiber_start(fiber &f, unsigned index) {
         f.stack = (char *)mmap(nullptr, PAGE + STACK, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (f.stack == MAP_FAILED) die("no memory for stacks");
-        // A guard costs two of the 65,530 mappings that a process may have.
-        if (stacks++ < 16384) mprotect(f.stack, PAGE, PROT_NONE);
+        // A guard costs two of the 65,530 mappings that a process may have: every warp's first thread has one.
+        if (index % 32 == 0 || stacks++ < 8192) mprotect(f.stack, PAGE, PROT_NONE);
     }
     f.ctx.start(f.stack + PAGE, f.stack + PAGE + STACK - (index * 192 & 4095), fiber_main);
 }
