@@ -89,7 +89,7 @@ moe: moe.c gguf_nvfp4.h Makefile
 	$(CC) $(FLAGS) -fopenmp moe.c -o $@ $(LIBS)
 endif
 
-build/moe-convert: convert/moe-convert.c gguf_nvfp4.h Makefile | build
+build/moe-convert: convert/moe-convert.c convert/common.h gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) convert/moe-convert.c -o $@ $(LIBS)
 
 build/demo.gguf: build/moe-convert $(wildcard convert/demo/*)
@@ -206,7 +206,7 @@ clean:
 	rm -rf build moe
 
 format:
-	clang-format -i moe.c moe_cuda.cu gguf_nvfp4.h convert/*.c tests/*.c tests/*.h tests/*.cu
+	clang-format -i moe.c moe_cuda.cu gguf_nvfp4.h convert/*.[ch] tests/*.c tests/*.h tests/*.cu
 
 help:
 	@echo 'make           ./moe, build/moe-convert and build/demo.gguf; installs missing system packages first'

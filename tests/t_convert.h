@@ -1177,7 +1177,7 @@ static void test_convert_atomic(void) {
     CHECK(run_command("build/moe-convert convert/demo -o ''", NULL, &h.err) == 2, "%s", h.err);
     snprintf(cmd, sizeof cmd, "cd %s; ln -s tokenizer.json link; $OLDPWD/build/moe-convert . -o link", h.dir);
     arrsetlen(h.err, 0);
-    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a file of the model"), "%s", h.err);
+    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is one of the files that are read"), "%s", h.err);
     snprintf(cmd, sizeof cmd,
              "cd %s; touch real.gguf; ln -sf real.gguf link; $OLDPWD/build/moe-convert . -o link && "
              "[ -L link ] && cmp real.gguf out.gguf",
@@ -1505,10 +1505,10 @@ static void test_convert_header_target(void) {
     static const struct {
         const char *before, *target,
             *message; /* shell commands in the directory; the argument of -o; NULL: it is written */
-    } c[] = {{"true", "config.json", "is a file of the model"},
-             {"true", "model.safetensors", "is a file of the model"},
-             {"ln -s model.safetensors link", "link", "is a file of the model"},
-             {"ln model.safetensors hard", "hard", "is a file of the model"},
+    } c[] = {{"true", "config.json", "is one of the files that are read"},
+             {"true", "model.safetensors", "is one of the files that are read"},
+             {"ln -s model.safetensors link", "link", "is one of the files that are read"},
+             {"ln model.safetensors hard", "hard", "is one of the files that are read"},
              {"true", ".", "is a directory"},
              {"true", "none/h.gguf", "No such file"},
              {"mkfifo fifo", "fifo", "not a regular file"},

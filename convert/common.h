@@ -1,0 +1,547 @@
+/* What moe-convert and moe-reap share: messages, JSON, the reader of safetensors, files that appear whole or not at all.
+ *
+ * The including program defines PROGRAM, its name in messages.
+ */
+#ifndef CONVERT_COMMON_H
+#define CONVERT_COMMON_H
+
+#define _GNU_SOURCE
+#include <jansson.h>
+#include <libgen.h>
+#include <limits.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/statvfs.h>
+#include <time.h>
+
+#include "../gguf_nvfp4.h"
+
+#define VERSION "0.1.0"
+
+static_assert(sizeof(size_t) == 8, "sizes of files and tensors are size_t");
+
+/* ============================================================================================================
+ * Errors and memory
+ *
+ * Every error ends the program: one line on stderr, the temporary file removed. Names come from files that nobody
+ * vouches for, so control characters in a message are replaced.
+ * ============================================================================================================ */
+
+enum { CHUNK_BYTES = 8 << 20, MAX_BLOCKS = 512, MAX_EXPERTS = 1024 };
+
+static char temp_path[PATH_MAX + 32]; /* the unfinished output, "" when there is none */
+static volatile sig_atomic_t stop_signal;
+static bool bar_shown; /* the cursor stands behind the progress bar */
+
+/* C0, DEL and C1 controls, which a terminal would obey, become question marks. */
+static inline void neutralise(char *s) {
+    for (; *s; s++) {
+        unsigned char c = (unsigned char)*s, next = (unsigned char)s[1];
+        if (c < 32 || c == 127 || (c == 0xc2 && next >= 0x80 && next < 0xa0)) *s = '?';
+        if (c == 0xc2 && *s == '?') s[1] = '?';
+    }
+}
+
+/* One line on stderr. Remarks use it too: stdout belongs to the listing of --dry-run. */
+__attribute__((format(printf, 1, 2))) static inline void note(const char *fmt, ...) {
+    char line[2048];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    neutralise(line);
+    fprintf(stderr, "%s" PROGRAM ": %s\n", bar_shown ? "\n" : "", line);
+    bar_shown = false;
+}
+
+__attribute__((noreturn)) static inline void quit(int code) {
+    if (temp_path[0]) unlink(temp_path);
+    exit(code);
+}
+
+#define die(...)   (note(__VA_ARGS__), quit(1))
+#define usage(...) (note(__VA_ARGS__), quit(2))
+
+static inline void *xrealloc(void *p, size_t n) {
+    void *q = realloc(p, n ? n : 1);
+    if (!q) die("out of memory (%zu bytes)", n);
+    return q;
+}
+
+static inline char *xstrdup(const char *s) {
+    size_t n = strlen(s) + 1;
+    return memcpy(xrealloc(NULL, n), s, n);
+}
+
+#define COUNT(a) (sizeof(a) / sizeof *(a))
+
+/* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. */
+#define STBDS_REALLOC(context, p, n) xrealloc(p, n)
+#define STBDS_FREE(context, p)       free(p)
+#define STB_DS_IMPLEMENTATION
+#include <stb/stb_ds.h>
+
+/* A formatted name or path; valid until 16 calls later. */
+__attribute__((format(printf, 1, 2))) static inline const char *fmt(const char *f, ...) {
+    static char ring[16][PATH_MAX];
+    static unsigned turn;
+    char *p = ring[turn++ % 16];
+    va_list ap;
+    va_start(ap, f);
+    vsnprintf(p, sizeof ring[0], f, ap);
+    va_end(ap);
+    return p;
+}
+
+static inline bool ends_with(const char *s, const char *tail) {
+    size_t n = strlen(s), k = strlen(tail);
+    return n >= k && !memcmp(s + n - k, tail, k);
+}
+
+static inline bool starts_with(const char *s, const char *head) { return !strncmp(s, head, strlen(head)); }
+
+/* Whether s is one of the words in a list separated by spaces. */
+static inline bool one_of(const char *s, const char *words) {
+    return strstr(fmt(" %s ", words), fmt(" %s ", s)) != NULL;
+}
+
+static inline const char *human(double bytes) {
+    static const char unit[] = " kMGTP";
+    int u = 0;
+    while (bytes >= 1000 && u < 5) bytes /= 1000, u++;
+    return u ? fmt("%.1f %cB", bytes, unit[u]) : fmt("%.0f B", bytes);
+}
+
+/* ============================================================================================================
+ * JSON
+ *
+ * All configuration goes through these: absent and null are the same, a wrong type is an error that shows the value.
+ * ============================================================================================================ */
+
+static const char *model_dir;
+
+static inline const char *in_dir(const char *file) { return fmt("%s/%s", model_dir, file); }
+
+static struct stat *inputs; /* stb_ds: every file that was read */
+
+/* Opens a file to be read. A pipe is refused, not waited for. */
+static inline int input_open(const char *path) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &st)) die("cannot open '%s': %s", path, strerror(errno));
+    if (!S_ISREG(st.st_mode)) die("'%s' is not a regular file", path);
+    arrput(inputs, st);
+    return fd;
+}
+
+static inline FILE *input_file(const char *path) {
+    FILE *f = fdopen(input_open(path), "r");
+    if (!f) die("cannot open '%s': %s", path, strerror(errno));
+    return f;
+}
+
+/* A value as it stands in the file, shortened. */
+static inline const char *json_show(const json_t *j) {
+    char *s = json_dumps(j, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
+    const char *out = fmt("%.80s%s", s ? s : "none", s && strlen(s) > 80 ? "..." : "");
+    free(s);
+    return out;
+}
+
+/* A JSON object and where it stands, for messages: the file, and the key of the object in it (NULL: the top). */
+struct doc {
+    json_t *obj; /* NULL: every key is absent */
+    const char *file, *in;
+};
+
+/* A JSON file, called `name` in messages about its contents. */
+static inline struct doc doc_open(const char *path, const char *name) {
+    json_error_t e;
+    FILE *f = input_file(path);
+    json_t *j = json_loadf(f, JSON_REJECT_DUPLICATES, &e);
+    fclose(f);
+    if (!j) die("'%s': %s (line %d, column %d)", path, e.text, e.line, e.column);
+    if (!json_is_object(j)) die("'%s': expected a JSON object", path);
+    return (struct doc){j, name, NULL};
+}
+
+/* A JSON file of the model; .obj is NULL when it is not there. */
+static inline struct doc doc_read(const char *file) {
+    return access(in_dir(file), F_OK) ? (struct doc){NULL, file, NULL} : doc_open(in_dir(file), file);
+}
+
+static inline json_t *get(struct doc d, const char *key) {
+    json_t *j = d.obj ? json_object_get(d.obj, key) : NULL;
+    return json_is_null(j) ? NULL : j;
+}
+
+/* Dies unless ok, showing what stands there. */
+static inline void expect(struct doc d, const char *key, bool ok, const char *what) {
+    if (ok) return;
+    die("%s: key '%s%s%s': expected %s, found %s", d.file, d.in ? d.in : "", d.in ? "." : "", key, what,
+        json_show(get(d, key)));
+}
+
+#define REQUIRED INT64_MIN
+
+static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t hi, int64_t otherwise) {
+    json_t *j = get(d, key);
+    if (!j && otherwise != REQUIRED) return otherwise;
+    expect(d, key, json_is_integer(j) && json_integer_value(j) >= lo && json_integer_value(j) <= hi,
+           fmt("an integer from %lld to %lld", (long long)lo, (long long)hi));
+    return json_integer_value(j);
+}
+
+/* `otherwise` NAN: the key is required. */
+static inline double get_num(struct doc d, const char *key, double otherwise) {
+    json_t *j = get(d, key);
+    if (!j && !isnan(otherwise)) return otherwise;
+    expect(d, key, json_is_number(j), "a number");
+    return json_number_value(j);
+}
+
+static inline bool get_bool(struct doc d, const char *key, bool otherwise) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_boolean(j), "true or false");
+    return j ? json_is_true(j) : otherwise;
+}
+
+static inline const char *get_str(struct doc d, const char *key, const char *otherwise) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_string(j), "a string");
+    return j ? json_string_value(j) : otherwise;
+}
+
+static inline json_t *get_list(struct doc d, const char *key) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_array(j), "a list");
+    return j;
+}
+
+static inline struct doc get_obj(struct doc d, const char *key) {
+    json_t *j = get(d, key);
+    expect(d, key, !j || json_is_object(j), "an object");
+    return (struct doc){j, d.file, key};
+}
+
+/* ============================================================================================================
+ * safetensors
+ *
+ * u64 header length, JSON header, data. A header is believed only after its ranges tile the data section exactly:
+ * no hole, no overlap, each as long as dtype and shape say. Data are unaligned; they are read with pread, so that a
+ * failing disk is an error and not a signal.
+ * ============================================================================================================ */
+
+enum dtype { F32, F16, BF16, F8_E4M3, U8 }; /* those that are read; the rest only have a size */
+
+static const struct {
+    const char *name;
+    unsigned bits;
+} dtypes[] = {[F32] = {"F32", 32}, [F16] = {"F16", 16}, [BF16] = {"BF16", 16}, [F8_E4M3] = {"F8_E4M3", 8},
+              [U8] = {"U8", 8},    {"I8", 8},           {"F8_E5M2", 8},        {"F8_E8M0", 8},
+              {"BOOL", 8},         {"I16", 16},         {"U16", 16},           {"I32", 32},
+              {"U32", 32},         {"I64", 64},         {"U64", 64},           {"F64", 64},
+              {"C64", 64},         {"F4", 4},           {"F6_E2M3", 6},        {"F6_E3M2", 6},
+              {"F8_E4M3FNUZ", 8},  {"F8_E5M2FNUZ", 8}};
+
+enum { MAX_RANK = 8, MAX_HEADER = 100000000 };
+
+struct shard {
+    char *name;
+    int fd;
+};
+
+struct tensor {
+    char *name;
+    uint32_t dtype; /* index into dtypes */
+    uint32_t rank;
+    size_t shape[MAX_RANK];
+    size_t at, bytes; /* in the file of the shard */
+    uint32_t shard;
+    bool used; /* mapped to an output or skipped on purpose */
+};
+
+static struct shard *shards;   /* stb_ds */
+static struct tensor *tensors; /* stb_ds, sorted by name */
+
+/* "BF16 [576, 7168]" */
+static inline const char *shape_text(const struct tensor *t) {
+    char s[256] = "[";
+    for (uint32_t i = 0; i < t->rank; i++)
+        snprintf(s + strlen(s), sizeof s - strlen(s), "%s%zu", i ? ", " : "", t->shape[i]);
+    return fmt("%s %s]", dtypes[t->dtype].name, s);
+}
+
+static inline const char *where(const struct tensor *t) {
+    return fmt("'%s': tensor '%s'", shards[t->shard].name, t->name);
+}
+
+static inline void read_exact(const struct shard *s, size_t at, void *buf, size_t n) {
+    uint8_t *p = buf;
+    while (n) {
+        ssize_t k = pread(s->fd, p, n, (off_t)at);
+        if (k < 0 && errno == EINTR) continue;
+        if (k < 0) die("cannot read '%s': %s", s->name, strerror(errno));
+        if (!k) die("'%s': the file ends at byte %zu, %zu more were expected", s->name, at, n);
+        p += k, at += (size_t)k, n -= (size_t)k;
+    }
+}
+
+/* Bytes [at, at+n) of a tensor's data; what has been read leaves the page cache, for it is not needed again. */
+static inline void tensor_read(const struct tensor *t, size_t at, void *buf, size_t n) {
+    const struct shard *s = &shards[t->shard];
+    read_exact(s, t->at + at, buf, n);
+    if (n >= 1 << 20) posix_fadvise(s->fd, (off_t)(t->at + at), (off_t)n, POSIX_FADV_DONTNEED);
+}
+
+/* One header entry; data_bytes is what the file holds behind the header, which starts at data_at. */
+static inline void parse_entry(const char *file, const char *name, json_t *e, size_t data_at, size_t data_bytes) {
+    struct tensor t = {.at = data_at, .shard = (uint32_t)arrlen(shards) - 1};
+    const char *dtype = json_string_value(json_object_get(e, "dtype"));
+    json_t *shape = json_object_get(e, "shape"), *range = json_object_get(e, "data_offsets");
+    size_t n_types = COUNT(dtypes);
+    while (t.dtype < n_types && strcmp(dtypes[t.dtype].name, dtype ? dtype : "")) t.dtype++;
+    if (t.dtype == n_types) die("'%s': tensor '%s': the dtype '%s' is unknown", file, name, dtype ? dtype : "(none)");
+    if (!json_is_array(shape) || json_array_size(shape) > MAX_RANK)
+        die("'%s': tensor '%s': the shape is not a list of at most %d sizes", file, name, MAX_RANK);
+    t.rank = (uint32_t)json_array_size(shape);
+    size_t bits = dtypes[t.dtype].bits;
+    for (uint32_t i = 0; i < t.rank; i++) {
+        json_t *d = json_array_get(shape, i);
+        if (!json_is_integer(d) || json_integer_value(d) < 0)
+            die("'%s': tensor '%s': size %u of the shape is %s", file, name, i, json_show(d));
+        t.shape[i] = (size_t)json_integer_value(d);
+        if (__builtin_mul_overflow(bits, t.shape[i], &bits)) die("'%s': tensor '%s': the size overflows", file, name);
+    }
+    json_t *b = json_array_get(range, 0), *end = json_array_get(range, 1);
+    if (json_array_size(range) != 2 || !json_is_integer(b) || !json_is_integer(end) || json_integer_value(b) < 0 ||
+        json_integer_value(end) < json_integer_value(b))
+        die("'%s': tensor '%s': data_offsets are %s", file, name, range ? json_show(range) : "missing");
+    size_t first = (size_t)json_integer_value(b), last = (size_t)json_integer_value(end);
+    if (last > data_bytes)
+        die("'%s': tensor '%s': data end at byte %zu of %zu: the file is truncated", file, name, last, data_bytes);
+    if (bits % 8 || last - first != bits / 8)
+        die("'%s': tensor '%s': %zu bytes of data for %s", file, name, last - first, shape_text(&t));
+    t.at += first;
+    t.bytes = last - first;
+    t.name = xstrdup(name);
+    arrput(tensors, t);
+}
+
+/* Empty tensors stand before the one that begins where they do. */
+static inline int by_offset(const void *a, const void *b) {
+    const struct tensor *x = a, *y = b;
+    if (x->at != y->at) return x->at < y->at ? -1 : 1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+/* Reads the header of one file and appends its tensors. The file stays open. */
+static inline void shard_open(const char *name) {
+    struct shard s = {xstrdup(name), input_open(in_dir(name))};
+    arrput(shards, s);
+    uint8_t len[8];
+    size_t size = (size_t)arrlast(inputs).st_size;
+    if (size < 8) die("'%s': not a safetensors file (%zu bytes)", name, size);
+    read_exact(&s, 0, len, 8);
+    size_t n = gguf_rd64(len);
+    if (n > MAX_HEADER || n > size - 8)
+        die("'%s': a header of %zu bytes in a file of %zu: not a safetensors file, or truncated", name, n, size);
+    char *text = xrealloc(NULL, n);
+    json_error_t e;
+    read_exact(&s, 8, text, n);
+    json_t *header = n && *text == '{' ? json_loadb(text, n, JSON_REJECT_DUPLICATES, &e) : NULL;
+    if (!header) die("'%s': the header is not valid JSON: %s", name, n && *text == '{' ? e.text : "no '{'");
+    free(text);
+
+    size_t first = arrlenu(tensors);
+    const char *key;
+    json_t *value;
+    json_object_foreach(header, key, value) {
+        if (strcmp(key, "__metadata__")) parse_entry(name, key, value, 8 + n, size - 8 - n);
+    }
+    json_decref(header);
+    size_t count = arrlenu(tensors) - first;
+    size_t at = 8 + n;
+    if (count) qsort(tensors + first, count, sizeof *tensors, by_offset);
+    for (size_t i = first; i < first + count; i++) {
+        if (tensors[i].at != at)
+            die("%s: data begin at byte %zu of the file, expected %zu (a hole or an overlap)", where(&tensors[i]),
+                tensors[i].at, at);
+        at += tensors[i].bytes;
+    }
+    if (at != size) die("'%s': the tensors end at byte %zu, the file has %zu", name, at, size);
+}
+
+static inline int by_name(const void *a, const void *b) {
+    return strcmp(((const struct tensor *)a)->name, ((const struct tensor *)b)->name);
+}
+
+/* By its full name, prefix included; NULL when the source has none. */
+static inline struct tensor *tensor_find(const char *name) {
+    struct tensor key = {.name = (char *)(uintptr_t)name};
+    return bsearch(&key, tensors, arrlenu(tensors), sizeof *tensors, by_name);
+}
+
+/* Opens every shard that the index names, or model.safetensors; index and headers must agree in both directions. */
+static inline void source_open(void) {
+    struct doc index = doc_read("model.safetensors.index.json"), map = get_obj(index, "weight_map");
+    const char *name;
+    json_t *file, *seen = json_object();
+    expect(index, "weight_map", !index.obj || map.obj, "an object");
+    if (!index.obj && access(in_dir("model.safetensors"), F_OK))
+        die("'%s': neither %s nor model.safetensors is there", model_dir, index.file);
+    if (!index.obj) shard_open("model.safetensors");
+    json_object_foreach(map.obj, name, file) {
+        const char *f = get_str(map, name, NULL);
+        expect(map, name, f && !strchr(f, '/') && !strstr(f, ".."), "a file name without a directory");
+        if (json_object_get(seen, f)) continue;
+        json_object_set_new(seen, f, json_true());
+        shard_open(f);
+    }
+    json_decref(seen);
+    if (!arrlenu(tensors)) die("'%s': the safetensors files hold no tensor", model_dir);
+    qsort(tensors, arrlenu(tensors), sizeof *tensors, by_name);
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        struct tensor *t = &tensors[i];
+        if (i && !strcmp(t[-1].name, t->name)) die("%s: also in '%s'", where(t), shards[t[-1].shard].name);
+        const char *f = get_str(map, t->name, NULL);
+        if (index.obj && !f) die("%s: the index does not list it", where(t));
+        if (f && strcmp(f, shards[t->shard].name)) die("%s: the index says that it is in '%s'", where(t), f);
+    }
+    json_object_foreach(map.obj, name, file) {
+        if (!tensor_find(name)) die("%s: tensor '%s' is not in '%s'", index.file, name, json_string_value(file));
+    }
+    json_decref(index.obj);
+}
+
+/* ============================================================================================================
+ * Output
+ *
+ * Written to a temporary name beside the target, synced, renamed: under the final name there is a whole file or what
+ * was there before.
+ * ============================================================================================================ */
+
+static struct {
+    FILE *f;
+    const char *path;
+    size_t done, total;  /* bytes */
+    double start, shown; /* seconds */
+    bool terminal;
+} dest;
+
+static inline double now_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static inline void progress(bool last) {
+    double t = now_seconds(), rate;
+    if (!dest.terminal || (!last && t - dest.shown < 0.2)) return;
+    dest.shown = t;
+    rate = (double)dest.done / (t - dest.start > 1e-3 ? t - dest.start : 1e-3);
+    double part = dest.total ? (double)dest.done / (double)dest.total : 1;
+    long eta = rate > 0 ? (long)((double)(dest.total - dest.done) / rate + 0.5) : 0;
+    char bar[33] = "................................";
+    struct winsize w; /* a line that wraps cannot be rewritten */
+    int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
+    memset(bar, '#', (size_t)(32 * part));
+    fprintf(stderr, "\r%.*s\033[K%s", cols - 1,
+            fmt("[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld", bar, 100 * part, human((double)dest.done),
+                human((double)dest.total), human(rate), eta / 3600, eta / 60 % 60, eta % 60),
+            last ? "\n" : "");
+    bar_shown = !last;
+}
+
+/* The one place that writes, so that signals and full disks are met here. */
+static inline void out_write(const void *p, size_t n) {
+    if (stop_signal) {
+        note("interrupted; nothing was written to '%s'", dest.path);
+        quit(128 + stop_signal);
+    }
+    if (n && fwrite(p, 1, n, dest.f) != n) die("cannot write '%s': %s", dest.path, strerror(errno));
+    dest.done += n;
+    progress(false);
+}
+
+/* A growing buffer; contents are lost. */
+static inline uint8_t *scratch(int which, size_t n) {
+    static struct {
+        uint8_t *p;
+        size_t n;
+    } buf[4];
+    if (n > buf[which].n) {
+        free(buf[which].p);
+        buf[which].p = xrealloc(NULL, n);
+        buf[which].n = n;
+    }
+    return buf[which].p;
+}
+
+static inline void on_signal(int sig) { stop_signal = sig; }
+
+/* What the parent ignores (nohup) stays ignored. */
+static inline void stop_on(int sig) {
+    struct sigaction old, act = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    if (!sigaction(sig, NULL, &old) && old.sa_handler != SIG_IGN) sigaction(sig, &act, NULL);
+}
+
+/* Before the first byte: a name for a file, none of the source's, a directory that can be written, and room. Symbolic links
+ * in `path` are replaced by what they lead to. */
+static inline void check_target(char path[PATH_MAX]) {
+    char dir[PATH_MAX], copy[PATH_MAX], need[64];
+    struct stat st;
+    struct statvfs fs;
+    if (!lstat(path, &st)) {
+        bool link = S_ISLNK(st.st_mode);
+        if (!realpath(path, copy) || stat(copy, &st)) die("cannot replace '%s': %s", path, strerror(errno));
+        for (size_t i = 0; i < arrlenu(inputs); i++)
+            if (inputs[i].st_dev == st.st_dev && inputs[i].st_ino == st.st_ino)
+                die("cannot replace '%s': it is one of the files that are read", path);
+        if (link) strcpy(path, copy);
+    }
+    snprintf(copy, sizeof copy, "%s", path);
+    strcpy(dir, dirname(copy));
+    if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o names a file", path);
+    if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("cannot replace '%s': it is not a regular file", path);
+    if (statvfs(dir, &fs)) die("'%s': %s", dir, strerror(errno));
+    double room = (double)fs.f_bavail * (double)fs.f_frsize;
+    snprintf(need, sizeof need, "%s", human((double)dest.total));
+    if (room < (double)dest.total) die("'%s': %s are needed, %s are free", dir, need, human(room));
+}
+
+/* Opens the temporary file beside `path` for dest.total bytes. Symbolic links in `path` are replaced by what they lead to. */
+static inline void out_begin(char path[PATH_MAX]) {
+    const char *terminal = getenv("TERM");
+    dest.path = path;
+    dest.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
+    dest.start = now_seconds();
+    check_target(path);
+    signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error of write() */
+    stop_on(SIGINT), stop_on(SIGTERM), stop_on(SIGHUP);
+    const char *temp = fmt("%s.tmp-%ld", path, (long)getpid());
+    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0 || !(dest.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));
+    snprintf(temp_path, sizeof temp_path, "%s", temp);
+}
+
+/* The file under its name, on the disk. */
+static inline void out_end(void) {
+    char copy[PATH_MAX];
+    if (fflush(dest.f) || fsync(fileno(dest.f)) || fclose(dest.f))
+        die("cannot write '%s': %s", dest.path, strerror(errno));
+    if (rename(temp_path, dest.path)) die("cannot rename '%s' to '%s': %s", temp_path, dest.path, strerror(errno));
+    temp_path[0] = 0;
+    snprintf(copy, sizeof copy, "%s", dest.path);
+    int dir = open(dirname(copy), O_RDONLY | O_CLOEXEC);
+    if (dir >= 0) fsync(dir), close(dir);
+    progress(true);
+}
+
+/* The exit code of what went to stdout. */
+static inline int stdout_end(void) {
+    if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
+    return 0;
+}
+
+#endif
