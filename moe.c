@@ -216,6 +216,45 @@ static inline int layer_weights(const struct layer *y, const struct weight *out[
     return n;
 }
 
+/* A gated feed-forward: the routed experts, a dense layer's, or the shared expert. */
+struct ffn_net {
+    const struct weight *gate, *up, *down;
+};
+
+/* Those of a layer, the shared one last; returns how many. */
+static inline int layer_nets(const struct layer *y, struct ffn_net out[2]) {
+    const struct ffn_net all[2] = {{&y->gate, &y->up, &y->down}, {&y->sh_gate, &y->sh_up, &y->sh_down}};
+    int n = 0;
+    for (int i = 0; i < 2; i++)
+        if (all[i].gate->data) out[n++] = all[i];
+    return n;
+}
+
+/* What is collected of every routed expert (REAP, arXiv 2510.13999, equation 6): f is its output for a token, g its weight where those
+ * of all experts of the token add up to 1. */
+enum expert_stat {
+    STAT_TOKENS,       /* that chose it */
+    STAT_WEIGHTED,     /* sum of g |f| */
+    STAT_WEIGHTED_MAX, /* largest g |f| */
+    STAT_NORM,         /* sum of |f| */
+    STAT_GATE,         /* sum of g */
+    STATS
+};
+
+/* Sums of squares of the columns of a network's inputs: (n_expert, gate->n_in), then (n_expert, down->n_in). */
+static inline size_t net_squares(const struct ffn_net *n) {
+    return (size_t)n->gate->n_expert * ((size_t)n->gate->n_in + (size_t)n->down->n_in);
+}
+
+/* Of all layers before il, those of one layer following each other as in layer_nets. */
+static inline size_t squares_before(const struct model *m, int il) {
+    size_t n = 0;
+    struct ffn_net nets[2];
+    for (int i = 0; i < il; i++)
+        for (int k = layer_nets(&m->layers[i], nets); k-- > 0;) n += net_squares(&nets[k]);
+    return n;
+}
+
 /* Different experts that n tokens choose together, expected. */
 static inline double experts_expected(const struct model *m, int n_expert, int n) {
     double none = 1;
@@ -296,6 +335,8 @@ struct ops {
     void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
                     bool store);
     void (*wait)(struct rank *r); /* until everything that was enqueued is done */
+    /* What was collected since the start, see struct rank; squares NULL: not wanted. Waits. */
+    void (*read_stats)(struct rank *r, double *stats, float *squares);
     struct rates (*measure)(struct rank *r);
     /* Times every kernel of run(arg), a forward; returns the launches in their order, at most n; a NULL pointer: the backend cannot. */
     int (*profile)(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n);
@@ -362,12 +403,14 @@ struct rank {
     char link[192];    /* GPU: how it adds up with the others; empty: there are none */
     int n_ctx, chunk;  /* tokens of context, of one forward at most */
     enum kv_type kv_type;
-    struct kv_layer *kv;             /* (n_layer); planes in the backend's memory */
-    int n_tok;                       /* the batch: tokens of this forward, */
-    int32_t pos;                     /* position of the first, */
-    int32_t *tokens;                 /* (chunk) ids */
-    int width[ACT_COUNT];            /* values per row */
-    struct candidate *work;          /* (n_ids), of the sampler, in host memory */
+    struct kv_layer *kv;    /* (n_layer); planes in the backend's memory */
+    int n_tok;              /* the batch: tokens of this forward, */
+    int32_t pos;            /* position of the first, */
+    int32_t *tokens;        /* (chunk) ids */
+    int width[ACT_COUNT];   /* values per row */
+    struct candidate *work; /* (n_ids), of the sampler, in host memory */
+    double *stats;  /* (n_layer, n_expert_max, STATS) of the experts, in the backend's memory; NULL: not collected */
+    float *squares; /* (squares_before(m, n_layer)) likewise, of the inputs of feed-forwards */
     size_t bytes, kv_bytes;          /* of activations; of the cache */
     size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
     char name[128];                  /* what it runs on */
@@ -388,6 +431,7 @@ struct rank {
     int n_jobs;
     int32_t *job_rows; /* tokens of the jobs */
     float *job_w;      /* their weights */
+    float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norms of its parts */
     float *qlat;       /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
     float *part;       /* partial results of a partitioned context */
     float *logits;     /* (LOGIT_ROWS, n_vocab) */
@@ -413,6 +457,7 @@ struct cuda_options {
     int kv_splits; /* of the context in decode at most; 0: what fills the GPU */
     enum moe_act moe_act;
     enum kv_type kv;
+    bool stats, squares;                         /* collect them */
     size_t reserve;                              /* bytes to leave free */
     void (*progress)(double done, double total); /* bytes of weights that are there */
 };
@@ -7585,6 +7630,46 @@ static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, e
     return out;
 }
 
+static float *norm_part(const struct rank *r, int tile, size_t slot) {
+    return r->norm_parts + (size_t)tile * (size_t)r->chunk * (size_t)r->m->n_expert_used + slot;
+}
+
+static void squares_add(float *sum, const float *x, int n) {
+    for (int i = 0; i < n; i++) sum[i] += x[i] * x[i];
+}
+
+/* Collects what the jobs of the latest feed-forward, with the input x, were given and gave. */
+static void stats_add(struct rank *r, int il, enum act x) {
+    const struct layer *y = &r->m->layers[il];
+    const int k = r->m->n_expert_used, tiles = (r->m->n_embd + ROW_TILE - 1) / ROW_TILE;
+    struct ffn_net nets[2];
+    layer_nets(y, nets);
+#pragma omp parallel for num_threads(r->n_threads) schedule(dynamic)
+    for (int i = 0; i < r->n_jobs; i++) {
+        const struct ffn_job *j = &r->jobs[i];
+        const bool second = j->gate != nets[0].gate;
+        const struct ffn_net *net = &nets[second];
+        const size_t n_in = (size_t)j->gate->n_in, ff = (size_t)j->gate->n_out, e = (size_t)j->expert;
+        double *s = r->stats + ((size_t)il * (size_t)r->m->n_expert_max + e) * STATS;
+        for (int t = 0; t < j->n_tok && j->rows; t++) {
+            const float *w = r->route_w + (size_t)j->rows[t] * (size_t)k;
+            double square = 0, sum = 0;
+            for (int c = 0; c < tiles; c++) square += (double)*norm_part(r, c, j->slot + (size_t)t);
+            for (int c = 0; c < k; c++) sum += (double)w[c];
+            const double norm = sqrt(square), g = sum > 0 ? (double)j->w[t] / sum : 0;
+            s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
+            s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);
+        }
+        if (!r->squares) continue;
+        float *in = r->squares + squares_before(r->m, il) + (second ? net_squares(&nets[0]) : 0);
+        float *down = in + (size_t)net->gate->n_expert * n_in;
+        for (int t = 0; t < j->n_tok; t++) {
+            squares_add(in + e * n_in, act_row(r, x, j->rows ? j->rows[t] : t), (int)n_in);
+            squares_add(down + e * ff, r->hidden + j->hidden + (size_t)t * ff, (int)ff);
+        }
+    }
+}
+
 /* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. Each output element is summed in the
  * order of the jobs by one thread. `per_job`: tokens that a job has on average, which chooses the number format. */
 static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
@@ -7644,6 +7729,13 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
                 float *y = act_row(r, out, j->rows ? j->rows[t] : t) + row, w = j->w ? j->w[t] : 1.0f;
                 for (int c = 0; c < g.n_out; c++) y[c] += w * tile[t * ROW_TILE + c];
             }
+            if (!r->norm_parts || !j->rows) continue;
+            float *part = norm_part(r, row / ROW_TILE, j->slot);
+            for (int t = 0; t < j->n_tok; t++) {
+                float sum = 0;
+                for (int c = 0; c < g.n_out; c++) sum += tile[t * ROW_TILE + c] * tile[t * ROW_TILE + c];
+                part[t] = sum;
+            }
         }
     }
 }
@@ -7654,6 +7746,7 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     r->n_jobs = y->gate.n_out > 0;
 #pragma omp parallel num_threads(r->n_threads)
     ffn_run(r, x, out, r->n_tok);
+    if (r->stats) stats_add(r, il, x);
 }
 
 static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
@@ -7672,6 +7765,12 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         ffn_jobs_build(r, y);
         ffn_run(r, x, out, per_job);
     }
+    if (r->stats) stats_add(r, il, x);
+}
+
+static void cpu_read_stats(struct rank *r, double *stats, float *squares) {
+    memcpy(stats, r->stats, (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS * sizeof *stats);
+    if (squares) memcpy(squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares);
 }
 
 static void cpu_logits(struct rank *r, int first, int n) {
@@ -7714,29 +7813,12 @@ static void cpu_close(struct rank *r) {
     arrfree(r->owned);
 }
 
-static const struct ops cpu_ops = {cpu_begin,
-                                   cpu_end,
-                                   cpu_enter,
-                                   cpu_rmsnorm,
-                                   cpu_reduce_add_rmsnorm,
-                                   cpu_leave,
-                                   cpu_linear,
-                                   cpu_linear3,
-                                   cpu_rope_store_kv,
-                                   cpu_attention,
-                                   cpu_mla_store,
-                                   cpu_mla_attention,
-                                   cpu_ffn,
-                                   cpu_moe_ffn,
-                                   cpu_logits,
-                                   cpu_read_logits,
-                                   cpu_sample,
-                                   cpu_read_token,
-                                   cpu_kv_copy,
-                                   cpu_wait,
-                                   cpu_measure,
-                                   NULL,
-                                   cpu_close};
+static const struct ops cpu_ops = {
+    cpu_begin,       cpu_end,           cpu_enter,      cpu_rmsnorm,       cpu_reduce_add_rmsnorm,
+    cpu_leave,       cpu_linear,        cpu_linear3,    cpu_rope_store_kv, cpu_attention,
+    cpu_mla_store,   cpu_mla_attention, cpu_ffn,        cpu_moe_ffn,       cpu_logits,
+    cpu_read_logits, cpu_sample,        cpu_read_token, cpu_kv_copy,       cpu_wait,
+    cpu_read_stats,  cpu_measure,       NULL,           cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -7829,6 +7911,15 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
         rank_plane(r, &y->v);
     }
     r->bytes -= r->kv_bytes;
+}
+
+/* Lets a rank collect; squares: those too. */
+static void rank_collect(struct rank *r, bool squares) {
+    const struct model *m = r->m;
+    const size_t tiles = ((size_t)m->n_embd + ROW_TILE - 1) / ROW_TILE;
+    r->stats = rank_own(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
+    r->norm_parts = rank_own(r, tiles * (size_t)r->chunk * (size_t)m->n_expert_used, sizeof(float));
+    if (squares) r->squares = rank_own(r, squares_before(m, m->n_layer), sizeof(float));
 }
 
 /* ============================================================================================================
@@ -7998,6 +8089,7 @@ struct cpu_options {
     const struct kernels *k;
     int n_threads, n_ctx; /* of all ranks together; tokens */
     enum kv_type kv;
+    bool stats, squares; /* collect them */
 };
 
 static int cpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err) {
@@ -8005,6 +8097,7 @@ static int cpu_rank_start(struct rank *r, const struct model *part, void *arg, c
     int n = part->part.n_rank * part->part.n_stage;
     (void)err; /* what fails ends the program */
     rank_init(r, part, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
+    if (o->stats) rank_collect(r, o->squares);
     return 0;
 }
 
@@ -8061,6 +8154,25 @@ static void rank_wait(struct rank *r, void *arg) {
 }
 
 static void session_wait(struct session *s) { team_run(&s->team, rank_wait, NULL); }
+
+struct stats_job {
+    const struct model *m; /* the whole */
+    double *stats;
+    float *squares;
+};
+
+static void rank_read_stats(struct rank *r, void *arg) {
+    const struct stats_job *j = arg;
+    const int il = r->m->first_layer;
+    r->ops->read_stats(r, j->stats + (size_t)il * (size_t)j->m->n_expert_max * STATS,
+                       j->squares ? j->squares + squares_before(j->m, il) : NULL);
+}
+
+/* stats (n_layer, n_expert_max, STATS) and squares (squares_before(m, n_layer); NULL: not wanted) of all layers since the start.
+ * Only for sessions that collect, with one rank a stage. */
+static void session_stats(struct session *s, double *stats, float *squares) {
+    team_run(&s->team, rank_read_stats, &(struct stats_job){s->m, stats, squares});
+}
 
 /* One token: forward and logits. */
 static void session_decode(struct session *s, int32_t id) {
@@ -8365,9 +8477,11 @@ struct settings {
     bool profile, doctor;
     bool quiet; /* not an option: chats of the program's own show neither answers nor statistics */
     int needle, depth;
+    char **calibrate, **compare; /* stb_ds, of malloc'ed names */
+    char *output, *activations;
 };
 
-enum option_type { OPT_FLAG, OPT_INT, OPT_NUM, OPT_STR, OPT_CHOICE };
+enum option_type { OPT_FLAG, OPT_INT, OPT_NUM, OPT_STR, OPT_CHOICE, OPT_FILES /* up to the next option */ };
 
 struct option {
     const char *name;
@@ -8445,6 +8559,13 @@ static const struct option options[] = {
      "stdin is a JSON object of template variables: print the rendered text"},
     {"logits", 0, OPT_STR, AT(logits), "FILE.npy", 0, 0, false, "write the logits of every position of the prompt"},
     {"perplexity", 0, OPT_STR, AT(perplexity), "FILE", 0, 0, false, "of a text, with its standard error"},
+    {"calibrate", 0, OPT_FILES, AT(calibrate), "FILES...", 0, 0, false,
+     "what the routed experts do for these texts or chats (.jsonl), to -o, for moe-reap; goes on where it stopped"},
+    {"output", 'o', OPT_STR, AT(output), "FILE.json", 0, 0, false, "with --calibrate: where the scores go"},
+    {"activations", 0, OPT_STR, AT(activations), "FILE.gguf", 0, 0, false,
+     "with --calibrate: also the mean squares of what feed-forwards read, for moe-convert --importance"},
+    {"compare", 0, OPT_FILES, AT(compare), "A B TEXT", 0, 0, false,
+     "how far the predictions of model B are from those of A on a text"},
     {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false, "find a fact in N tokens of prose; exit 0 if found"},
     {"depth", 0, OPT_INT, AT(depth), "PERCENT", 0, 100, false, "where the fact stands (default: 50)"},
     {"haystack", 0, OPT_STR, AT(haystack), "FILE", 0, 0, false, "the prose (default: the shipped stories)"},
@@ -8480,7 +8601,11 @@ static void settings_init(struct settings *s) {
 
 static void settings_free(struct settings *s) {
     for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].name && (options[i].type == OPT_STR || options[i].type == OPT_CHOICE))
+        if (options[i].name && options[i].type == OPT_FILES) {
+            char **list = *(char ***)(void *)((char *)s + options[i].offset);
+            for (size_t k = 0; k < arrlenu(list); k++) free(list[k]);
+            arrfree(list);
+        } else if (options[i].name && (options[i].type == OPT_STR || options[i].type == OPT_CHOICE))
             free(*(char **)(void *)((char *)s + options[i].offset));
 }
 
@@ -8516,7 +8641,12 @@ static int option_store(struct settings *s, const struct option *o, const char *
     } else {
         if (o->type == OPT_CHOICE && !choice_ok(o->arg, value))
             return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
-        if (!*value && !strncmp(o->arg, "FILE", 4)) return fail(err, "--%s wants the name of a file", o->name);
+        if (!*value && (o->type == OPT_FILES || !strncmp(o->arg, "FILE", 4)))
+            return fail(err, "--%s wants the name of a file", o->name);
+        if (o->type == OPT_FILES) {
+            arrput(*(char ***)at, xstrdup(value));
+            return 0;
+        }
         free(*(char **)at);
         *(char **)at = xstrdup(value);
     }
@@ -8541,7 +8671,7 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
         if (o->type == OPT_FLAG) fputs(*(const bool *)at ? "on" : "off", f);
         else if (o->type == OPT_INT) fprintf(f, "%d", *(const int *)at);
         else if (o->type == OPT_NUM) fprintf(f, "%g", *(const double *)at);
-        else if (*(char *const *)at) {
+        else if (o->type != OPT_FILES && *(char *const *)at) {
             char *text = NULL;
             term_neutralise(&text, *(char *const *)at, strlen(*(char *const *)at));
             fputs(sb_cstr(&text), f);
@@ -8600,9 +8730,11 @@ static void options_parse(struct settings *s, int argc, char **argv) {
         else if (!value && i + 1 < argc) value = argv[++i];
         if (!value) die_usage("option '%s' wants a value: %s", a, o->arg);
         if (option_store(s, o, value, err)) die_usage("%s", err);
+        while (o->type == OPT_FILES && i + 1 < argc && argv[i + 1][0] != '-')
+            if (option_store(s, o, argv[++i], err)) die_usage("%s", err);
     }
     /* --synth writes to its -m, which must be meant */
-    if (!s->model && !s->synth && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
+    if (!s->model && !s->synth && !s->compare && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
 /* What cannot be done together ends the program instead of being ignored. */
@@ -8621,6 +8753,8 @@ static void settings_check(const struct settings *s) {
              {"--needle", s->needle, MODE, 0},
              {"--smoke", s->smoke, MODE, 0},
              {"--bench", s->bench, MODE, 0},
+             {"--calibrate", s->calibrate != NULL, MODE, 0},
+             {"--compare", s->compare != NULL, MODE, 0},
              {"--doctor", s->doctor, MODE, 0},
              {"--lines", s->lines, MODE, 0},
              {"-p", s->prompt, TEXT, TEXT | LOGITS},
@@ -8637,6 +8771,13 @@ static void settings_check(const struct settings *s) {
     if (s->gpus && strchr(s->gpus, 'x') && !s->plan)
         die_usage("--gpus %s describes a machine, which only --plan takes; to run, give numbers of GPUs", s->gpus);
     if (s->shard && !s->synth) die_usage("--shard works with --synth only");
+    if (!s->calibrate != !s->output) die_usage("--calibrate and -o want each other");
+    if (s->activations && !s->calibrate) die_usage("--activations wants --calibrate");
+    if (s->calibrate && s->synth) die_usage("--calibrate and --synth exclude each other");
+    if (s->calibrate && s->tp > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
+    if (s->compare && arrlen(s->compare) != 3)
+        die_usage("--compare wants A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));
+    if (s->compare && (s->model || s->synth)) die_usage("--compare takes the place of -m and --synth");
 }
 
 /* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
@@ -8834,12 +8975,13 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
     if (on && strcmp(think, "on")) json_object_set_new(vars, "reasoning_effort", json_string(think));
 }
 
-static int chat_render(const struct chat *c, struct text *out, char *err) {
+/* `answer`: the text ends where an answer begins. */
+static int chat_render(const struct chat *c, bool answer, struct text *out, char *err) {
     json_t *vars = json_object(), *list = json_array();
     for (size_t i = 0; i < arrlenu(c->messages); i++)
         json_array_append_new(list, chat_message_json(c, &c->messages[i]));
     json_object_set_new(vars, "messages", list);
-    json_object_set_new(vars, "add_generation_prompt", json_true());
+    json_object_set_new(vars, "add_generation_prompt", json_boolean(answer));
     chat_common_vars(vars, c->m, c->set);
     int rc = template_render(c->t, vars, out, err);
     json_decref(vars);
@@ -9070,7 +9212,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     int32_t *ids = NULL;
     struct turn_stats st = {0};
     enum turn_result result = TURN_FAILED;
-    if (chat_render(c, &text, err)) {
+    if (chat_render(c, true, &text, err)) {
         text_free(&text);
         return TURN_FAILED;
     }
@@ -9134,7 +9276,7 @@ static void chat_trim(struct chat *c) {
     struct text text = {0};
     int32_t *ids = NULL;
     int keep = 0;
-    if (arrlen(c->messages) && !chat_render(c, &text, err)) chat_tokenize(c, &text, &ids);
+    if (arrlen(c->messages) && !chat_render(c, true, &text, err)) chat_tokenize(c, &text, &ids);
     while (keep < c->s->n_past && keep < arrlen(ids) && c->s->tokens[keep] == ids[keep]) keep++;
     c->s->n_past = keep;
     arrfree(ids);
@@ -11443,6 +11585,571 @@ static int mode_perplexity(struct engine *e) {
     return EXIT_OK;
 }
 
+/* ---- two models on one text ---- */
+
+static void engine_open(struct engine *e, struct settings *set);
+static void engine_close(struct engine *e);
+
+/* Sums over the positions of a text. */
+struct divergence {
+    struct surprise a, b;
+    float *kl;    /* stb_ds: Kullback-Leibler divergence at each position, in nats */
+    int64_t same; /* positions with the same best token */
+};
+
+/* log sum exp of x (n), relative to its largest, which is at *best. */
+static double log_total(const float *x, int n, int *best) {
+    double sum = 0;
+    *best = argmax(x, n);
+    for (int i = 0; i < n; i++) sum += exp((double)(x[i] - x[*best]));
+    return log(sum);
+}
+
+static void divergence_add(struct divergence *d, int pos, const float *a, const float *b) {
+    const int n = d->a.n_vocab;
+    int top_a, top_b;
+    const double la = log_total(a, n, &top_a), lb = log_total(b, n, &top_b);
+    double kl = 0;
+    for (int i = 0; i < n; i++) {
+        const double p = (double)(a[i] - a[top_a]) - la, q = (double)(b[i] - b[top_b]) - lb;
+        kl += exp(p) * (p - q);
+    }
+    arrput(d->kl, (float)fmax(kl, 0));
+    d->same += top_a == top_b;
+    surprise_add(&d->a, pos, a);
+    surprise_add(&d->b, pos, b);
+}
+
+static int by_value(const void *a, const void *b) {
+    return (*(const float *)a > *(const float *)b) - (*(const float *)a < *(const float *)b);
+}
+
+/* The text in windows through both, side by side. 0, or 1 when interrupted. */
+static int divergence_run(struct divergence *d, struct session *a, struct session *b, const int32_t *ids, int n,
+                          int window) {
+    const int chunk = int_min(a->r->chunk, b->r->chunk);
+    for (int at = 0; at + 1 < n; at += window) {
+        d->a.ids = d->b.ids = ids + at, d->a.n = d->b.n = int_min(n - at, window);
+        for (int pos = a->n_past = b->n_past = 0, c; pos < d->a.n; pos += c) {
+            if (interrupted) return 1;
+            c = int_min(d->a.n - pos, chunk);
+            session_forward(a, ids + at + pos, c);
+            session_forward(b, ids + at + pos, c);
+            for (int i = 0; i < c; i += LOGIT_ROWS) {
+                const int rows = int_min(c - i, LOGIT_ROWS);
+                session_head(a, i, rows);
+                session_head(b, i, rows);
+                for (int k = 0; k < rows; k++)
+                    divergence_add(d, pos + i + k, a->r->ops->read_logits(a->r, k), b->r->ops->read_logits(b->r, k));
+            }
+            status_line("%d of %d tokens", at + pos + c, n);
+        }
+    }
+    status_line("%s", "");
+    return 0;
+}
+
+/* Whether ids mean the same in both; else a message. */
+static int same_vocabulary(const struct model *a, const struct model *b, char *err) {
+    if (!a->vocab->n_tokens || a->n_vocab != b->n_vocab || a->vocab->n_tokens != b->vocab->n_tokens)
+        return fail(err, "the models have different vocabularies: %d and %d tokens", a->vocab->n_tokens,
+                    b->vocab->n_tokens);
+    for (int i = 0; i < a->vocab->n_tokens; i++) {
+        const struct gguf_str x = vocab_bytes(a->vocab, i), y = vocab_bytes(b->vocab, i);
+        if (x.n != y.n || memcmp(x.p, y.p, x.n)) return fail(err, "the models have different tokens of id %d", i);
+    }
+    return 0;
+}
+
+static void print_perplexity(const char *which, const struct surprise *s, const char *name) {
+    const double mean = s->sum / (double)s->count, var = s->sum2 / (double)s->count - mean * mean;
+    printf("perplexity %s    %.4f +/- %.4f  %s\n", which, exp(mean),
+           s->count > 1 ? exp(mean) * sqrt(fmax(var, 0) / (double)(s->count - 1)) : 0, name);
+}
+
+/* --compare A B TEXT: how far B's predictions are from A's. */
+static int mode_compare(struct settings *set) {
+    char err[ERR_MAX], *text = NULL;
+    struct settings sets[2] = {*set, *set};
+    struct engine e[2];
+    int32_t *ids = NULL;
+    if (read_file(set->compare[2], &text, err)) die("%s", err);
+    for (int i = 0; i < 2; i++) {
+        if (!set->n_ctx) sets[i].n_ctx = PERPLEXITY_WINDOW;
+        sets[i].model = set->compare[i];
+        if (i) sets[1].kv = sets[0].kv; /* settled by now */
+        engine_open(&e[i], &sets[i]);
+    }
+    set->kv = sets[0].kv;
+    if (same_vocabulary(&e[0].model, &e[1].model, err)) die("%s", err);
+    tokenize_all(e[0].model.vocab, text, arrlenu(text), false, &ids);
+    const int n = (int)arrlen(ids), window = int_min(e[0].session.n_ctx, e[1].session.n_ctx);
+    if (n < 2 || window < 2) die("'%s' has %d tokens in windows of %d: too few to compare", set->compare[2], n, window);
+    struct divergence d = {.a.n_vocab = e[0].model.n_vocab, .b.n_vocab = e[0].model.n_vocab};
+    const int rc = divergence_run(&d, &e[0].session, &e[1].session, ids, n, window);
+    const size_t count = arrlenu(d.kl);
+    double sum = 0, sum2 = 0;
+    for (size_t i = 0; i < count; i++) sum += (double)d.kl[i], sum2 += (double)d.kl[i] * (double)d.kl[i];
+    if (!rc) {
+        const double mean = sum / (double)count, var = sum2 / (double)count - mean * mean;
+        qsort(d.kl, count, sizeof *d.kl, by_value);
+        print_perplexity("A", &d.a, set->compare[0]);
+        print_perplexity("B", &d.b, set->compare[1]);
+        printf("KL of B from A  mean %.6f +/- %.6f, median %.6f, 99 %% %.6f, largest %.6f\n", mean,
+               sqrt(fmax(var, 0) / (double)count), (double)d.kl[count / 2], (double)d.kl[(count - 1) * 99 / 100],
+               (double)d.kl[count - 1]);
+        printf("same best token %.2f %% of %zu positions in windows of %d\n", 100.0 * (double)d.same / (double)count,
+               count, window);
+    }
+    for (int i = 0; i < 2; i++) engine_close(&e[i]);
+    arrfree(d.kl), arrfree(ids), arrfree(text);
+    return rc ? EXIT_INTERRUPT : EXIT_OK;
+}
+
+/* ---- calibration ---- */
+
+enum { STATS_SAVE = 60 /* seconds between savings */, SEEN_LEAST = 32 /* tokens that tell something of an expert */ };
+
+/* A text on its way through the model. It is gone through in units: the whole text, or the lines of a .jsonl. */
+struct corpus {
+    char *name, *text; /* malloc'ed; stb_ds */
+    uint64_t hash;     /* of the text */
+    int64_t tokens;    /* that were counted; */
+    int64_t unit;      /* where it stands: units that are done, */
+    int64_t offset;    /* tokens of the next one that are */
+    bool lines, done;
+};
+
+/* Invariant: what `before` holds and what the session has collected since are the first units of every source. */
+struct calibration {
+    struct engine *e;
+    struct chat chat;       /* renders conversations */
+    struct corpus *sources; /* stb_ds */
+    double *before, *stats; /* (n_layer, n_expert_max, STATS): of earlier runs, of all */
+    float *squares_before, *squares;
+    size_t n_stats, n_squares;
+    int64_t tokens;
+    double started, saved, bytes, bytes_done; /* seconds; of the sources of this run */
+    int64_t tokens_run;                       /* in this run */
+};
+
+static const char *const stat_names[STATS] = {"tokens", "weighted_sum", "weighted_max", "norm_sum", "gate_sum"};
+
+/* Identifies a model whatever its experts are stored as: a hash of all routers' rows as floats. */
+static uint64_t routers_hash(const struct model *m) {
+    uint64_t h = 0xcbf29ce484222325u;
+    float *row = xcalloc((size_t)m->n_embd, sizeof *row);
+    for (int il = 0; il < m->n_layer; il++) {
+        const struct weight *w = &m->layers[il].router;
+        for (int e = 0; e < m->layers[il].n_expert; e++) {
+            gguf_dequantize_row(w->type, w->data + (size_t)e * w->row_bytes, row, (size_t)w->n_in);
+            h = hash_bytes(h, row, (size_t)w->n_in * sizeof *row);
+        }
+    }
+    free(row);
+    return h;
+}
+
+static double *stats_of(const struct model *m, double *all, int il, int expert) {
+    return all + ((size_t)il * (size_t)m->n_expert_max + (size_t)expert) * STATS;
+}
+
+/* What the session has collected, and what was there before. */
+static void calibration_sum(struct calibration *c) {
+    session_stats(&c->e->session, c->stats, c->squares);
+    for (size_t i = 0; i < c->n_stats; i++) {
+        const double x = c->before[i], y = c->stats[i];
+        c->stats[i] = i % STATS == STAT_WEIGHTED_MAX ? fmax(x, y) : x + y;
+    }
+    for (size_t i = 0; c->squares && i < c->n_squares; i++) c->squares[i] += c->squares_before[i];
+}
+
+static json_t *calibration_json(const struct calibration *c) {
+    const struct model *m = &c->e->model;
+    json_t *sources = json_array(), *layers = json_array();
+    char hash[17], routers[17];
+    snprintf(routers, sizeof routers, "%016llx", (unsigned long long)routers_hash(m));
+    for (size_t i = 0; i < arrlenu(c->sources); i++) {
+        const struct corpus *s = &c->sources[i];
+        snprintf(hash, sizeof hash, "%016llx", (unsigned long long)s->hash);
+        json_array_append_new(sources, json_pack("{s:s, s:s, s:I, s:I, s:I, s:b}", "name", s->name, "hash", hash,
+                                                 "tokens", (json_int_t)s->tokens, "unit", (json_int_t)s->unit, "offset",
+                                                 (json_int_t)s->offset, "done", s->done));
+    }
+    for (int il = 0; il < m->n_layer; il++) {
+        json_t *y = m->layers[il].n_expert ? json_object() : json_null();
+        for (int k = 0; k < STATS && m->layers[il].n_expert; k++) {
+            json_t *list = json_array();
+            for (int e = 0; e < m->layers[il].n_expert; e++) {
+                const double x = stats_of(m, c->stats, il, e)[k];
+                if (!isfinite(x)) die("layer %d, expert %d: its output is not a number", il, e);
+                json_array_append_new(list, k == STAT_TOKENS ? json_integer((json_int_t)x) : json_real(x));
+            }
+            json_object_set_new(y, stat_names[k], list);
+        }
+        json_array_append_new(layers, y);
+    }
+    return json_pack("{s:s, s:i, s:{s:s, s:s}, s:I, s:o, s:o}", "format", "moe-scores", "version", 1, "model", "name",
+                     m->name, "routers", routers, "tokens", (json_int_t)c->tokens, "sources", sources, "layers",
+                     layers);
+}
+
+/* The activations in the form that llama-imatrix has: NAME.in_sum2 (n_in, n_expert) and NAME.counts (1, n_expert). With `f` NULL the
+ * header only is collected. */
+static void activations_write(const struct calibration *c, struct gguf_writer *w, FILE *f) {
+    static const char *const roles[2][2][3] = {{{"gate_exps", "up_exps", "down_exps"}, {"gate", "up", "down"}},
+                                               {{"gate_shexp", "up_shexp", "down_shexp"}}};
+    const struct model *m = &c->e->model;
+    for (int il = 0; il < m->n_layer; il++) {
+        struct ffn_net nets[2];
+        const float *at = c->squares + squares_before(m, il);
+        for (int i = 0, n = layer_nets(&m->layers[il], nets); i < n; at += net_squares(&nets[i++]))
+            for (int role = 0; role < 3; role++) {
+                const struct ffn_net *net = &nets[i];
+                const struct weight *v = role < 2 ? net->gate : net->down;
+                const size_t n_e = (size_t)v->n_expert, in = (size_t)v->n_in, skip = n_e * (size_t)net->gate->n_in;
+                const bool routed = !i && m->layers[il].n_expert;
+                char name[2][GGUF_MAX_NAME];
+                snprintf(name[0], sizeof name[0], "blk.%d.ffn_%s.weight.in_sum2", il, roles[i][!i && !routed][role]);
+                snprintf(name[1], sizeof name[1], "blk.%d.ffn_%s.weight.counts", il, roles[i][!i && !routed][role]);
+                if (!f) {
+                    gguf_add_tensor(w, name[0], GGUF_F32, 2, (uint64_t[]){in, n_e});
+                    gguf_add_tensor(w, name[1], GGUF_F32, 2, (uint64_t[]){1, n_e});
+                    continue;
+                }
+                static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
+                const size_t sums = n_e * in * sizeof *at;
+                fwrite(role < 2 ? at : at + skip, 1, sums, f);
+                fwrite(zeros, 1, gguf_pad(sums) - sums, f);
+                for (size_t e = 0; e < n_e; e++) {
+                    const float count =
+                        (float)(routed ? stats_of(m, c->stats, il, (int)e)[STAT_TOKENS] : (double)c->tokens);
+                    fwrite(&count, sizeof count, 1, f);
+                }
+                fwrite(zeros, 1, gguf_pad(n_e * sizeof *at) - n_e * sizeof *at, f);
+            }
+    }
+}
+
+static int activations_save(const struct calibration *c, char *err) {
+    const char *path = c->e->set->activations;
+    struct gguf_writer w = {0};
+    size_t n;
+    gguf_put_str(&w, "general.type", "imatrix", 7);
+    gguf_put_array(&w, "imatrix.datasets", GGUF_V_STR, arrlenu(c->sources), NULL);
+    for (size_t i = 0; i < arrlenu(c->sources); i++) gguf_put_bytes(&w, c->sources[i].name, strlen(c->sources[i].name));
+    gguf_put_u32(&w, "imatrix.chunk_size", (uint32_t)c->e->session.n_ctx);
+    gguf_put_u32(&w, "imatrix.chunk_count", (uint32_t)(c->tokens / c->e->session.n_ctx));
+    gguf_put_array(&w, "moe.calibration.tokens", GGUF_V_U64, 1, &(uint64_t){(uint64_t)c->tokens});
+    activations_write(c, &w, NULL);
+    uint8_t *header = gguf_header(&w, &n);
+    if (!header) die("out of memory");
+    FILE *f = temp_create(path, 0666, err);
+    if (f) fwrite(header, 1, n, f), activations_write(c, &w, f);
+    free(header);
+    gguf_writer_free(&w);
+    return f ? temp_finish(f, path, false, err) : -1;
+}
+
+/* Both files as they would be if this was the end. */
+static void calibration_save(struct calibration *c) {
+    char err[ERR_MAX];
+    calibration_sum(c);
+    json_t *j = calibration_json(c);
+    FILE *f = temp_create(c->e->set->output, 0666, err);
+    if (!f) die("%s", err);
+    const bool bad = json_dumpf(j, f, JSON_INDENT(1) | JSON_REAL_PRECISION(17)) != 0;
+    putc('\n', f);
+    if (temp_finish(f, c->e->set->output, bad, err)) die("%s", err);
+    json_decref(j);
+    if (c->squares && activations_save(c, err)) die("%s", err);
+    c->saved = now_seconds();
+}
+
+/* One layer's arrays of a score file. */
+static int layer_load(struct calibration *c, const json_t *y, int il, const char *path, char *err) {
+    const struct model *m = &c->e->model;
+    const size_t n = (size_t)m->layers[il].n_expert;
+    if (!n) return 0;
+    for (int k = 0; k < STATS; k++) {
+        const json_t *list = json_object_get(y, stat_names[k]);
+        if (json_array_size(list) != n)
+            return fail(err, "'%s': layer %d: expected %zu numbers in %s, found %zu", path, il, n, stat_names[k],
+                        json_array_size(list));
+        for (size_t e = 0; e < n; e++) {
+            const json_t *x = json_array_get(list, e);
+            const double v = json_number_value(x);
+            if (!json_is_number(x) || !(v >= 0) || !isfinite(v))
+                return fail(err, "'%s': layer %d: %s of expert %zu is not a number from 0 on", path, il, stat_names[k],
+                            e);
+            stats_of(m, c->before, il, (int)e)[k] = v;
+        }
+    }
+    return 0;
+}
+
+/* The sums beside a score file that goes on. */
+static int activations_load(struct calibration *c, char *err) {
+    const char *path = c->e->set->activations;
+    struct gguf g;
+    int64_t tokens;
+    if (gguf_open(&g, path, err, ERR_MAX)) return -1;
+    const struct gguf_kv *kv = gguf_find(&g, "moe.calibration.tokens");
+    int rc = 0;
+    if (!kv || !gguf_elem_int(kv, 0, &tokens) || tokens != c->tokens)
+        rc = fail(err, "'%s' does not belong to '%s': remove both to start again", path, c->e->set->output);
+    for (int il = 0; il < c->e->model.n_layer && !rc; il++) {
+        static const char *const first[2][2] = {{"gate_exps", "down_exps"}, {"gate_shexp", "down_shexp"}};
+        struct ffn_net nets[2];
+        float *at = c->squares_before + squares_before(&c->e->model, il);
+        const struct layer *y = &c->e->model.layers[il];
+        for (int i = 0, n = layer_nets(y, nets); i < n; i++)
+            for (int down = 0; down < 2 && !rc; down++) {
+                char name[GGUF_MAX_NAME];
+                const struct weight *w = down ? nets[i].down : nets[i].gate;
+                const char *dense = down ? "down" : "gate";
+                const size_t count = (size_t)w->n_expert * (size_t)w->n_in;
+                snprintf(name, sizeof name, "blk.%d.ffn_%s.weight.in_sum2", il,
+                         !i && !y->n_expert ? dense : first[i][down]);
+                const struct gguf_tensor *t = gguf_find_tensor(&g, name);
+                if (!t || t->type != GGUF_F32 || t->bytes != count * sizeof *at)
+                    rc = fail(err, "'%s': expected a tensor '%s' of %zu floats", path, name, count);
+                else memcpy(at, t->data, count * sizeof *at);
+                at += count;
+            }
+    }
+    gguf_close(&g);
+    return rc;
+}
+
+/* What an earlier run left in -o. 0, or -1 with a message. */
+static int calibration_load(struct calibration *c, char *err) {
+    const struct model *m = &c->e->model;
+    const char *path = c->e->set->output;
+    char *text = NULL, routers[17];
+    json_error_t why;
+    if (access(path, F_OK)) return 0;
+    if (read_file(path, &text, err)) return -1;
+    json_t *j = json_loadb(text ? text : "", arrlenu(text), JSON_REJECT_DUPLICATES, &why);
+    arrfree(text);
+    if (!j) return fail(err, "'%s': %s (line %d)", path, why.text, why.line);
+    const json_t *layers = json_object_get(j, "layers"), *of = json_object_get(j, "model"), *source;
+    const json_t *sources = json_object_get(j, "sources");
+    const char *format = json_string_value(json_object_get(j, "format"));
+    const char *theirs = json_string_value(json_object_get(of, "routers"));
+    int rc = 0;
+    size_t i;
+    snprintf(routers, sizeof routers, "%016llx", (unsigned long long)routers_hash(m));
+    c->tokens = json_integer_value(json_object_get(j, "tokens"));
+    if (!format || strcmp(format, "moe-scores") || json_integer_value(json_object_get(j, "version")) != 1)
+        rc = fail(err, "'%s' is no score file of version 1; it is not replaced", path);
+    else if (!theirs || strcmp(theirs, routers))
+        rc = fail(err, "'%s' belongs to another model: routers %s, here %s", path, theirs ? theirs : "(none)", routers);
+    else if (json_array_size(layers) != (size_t)m->n_layer)
+        rc = fail(err, "'%s' has %zu layers, the model %d", path, json_array_size(layers), m->n_layer);
+    for (int il = 0; il < m->n_layer && !rc; il++)
+        rc = layer_load(c, json_array_get(layers, (size_t)il), il, path, err);
+    json_array_foreach(sources, i, source) {
+        const char *name = json_string_value(json_object_get(source, "name"));
+        const char *hash = json_string_value(json_object_get(source, "hash"));
+        struct corpus s = {.tokens = json_integer_value(json_object_get(source, "tokens")),
+                           .unit = json_integer_value(json_object_get(source, "unit")),
+                           .offset = json_integer_value(json_object_get(source, "offset")),
+                           .done = json_is_true(json_object_get(source, "done"))};
+        if (rc) break;
+        if (!name || !hash || s.tokens < 0 || s.unit < 0 || s.offset < 0)
+            rc = fail(err, "'%s': source %zu is incomplete", path, i);
+        s.hash = hash ? strtoull(hash, NULL, 16) : 0, s.name = xstrdup(name ? name : "");
+        arrput(c->sources, s);
+    }
+    json_decref(j);
+    if (!rc && c->squares) rc = activations_load(c, err);
+    return rc;
+}
+
+/* The source of this file: the one that it was in an earlier run, or a new one. NULL with a message. */
+static struct corpus *corpus_open(struct calibration *c, const char *path, char *err) {
+    char *text = NULL;
+    if (read_file(path, &text, err)) return NULL;
+    const size_t bytes = arrlenu(text), n = strlen(path);
+    if (!bytes || !utf8_valid(text, bytes)) {
+        arrfree(text);
+        return fail(err, "'%s' is %s", path, bytes ? "not valid UTF-8 text" : "empty"), NULL;
+    }
+    const uint64_t h = hash_bytes(0xcbf29ce484222325u, text, bytes);
+    size_t i = 0;
+    while (i < arrlenu(c->sources) && c->sources[i].hash != h) i++;
+    if (i == arrlenu(c->sources)) arrput(c->sources, ((struct corpus){.name = xstrdup(path), .hash = h}));
+    struct corpus *s = &c->sources[i];
+    arrfree(s->text); /* the same file may be named twice */
+    s->text = text, s->lines = n > 6 && !strcmp(path + n - 6, ".jsonl");
+    return s;
+}
+
+/* Tokens of a line of a .jsonl: {"messages": [{"role", "content"}, ..]} by the model's template, {"prompt", "completion"} or {"text"}
+ * as they are. 0, or -1 with a message. */
+static int line_tokens(struct calibration *c, const char *s, size_t n, int32_t **ids, char *err) {
+    json_error_t why;
+    json_t *j = json_loadb(s, n, 0, &why), *msg;
+    const json_t *list = json_object_get(j, "messages");
+    const char *plain[3] = {json_string_value(json_object_get(j, "prompt")),
+                            json_string_value(json_object_get(j, "completion")),
+                            json_string_value(json_object_get(j, "text"))};
+    struct text t = {0};
+    size_t i;
+    int rc = j ? 0 : fail(err, "%s", why.text);
+    if (j && !json_is_array(list) && !plain[0] && !plain[1] && !plain[2])
+        rc = fail(err, "expected \"messages\", \"text\", or \"prompt\" and \"completion\"");
+    json_array_foreach(list, i, msg) {
+        const char *role = json_string_value(json_object_get(msg, "role"));
+        const char *content = json_string_value(json_object_get(msg, "content"));
+        if (!rc && (!role || !content)) rc = fail(err, "message %zu has no text as role and content", i);
+        if (!rc) chat_push(&c->chat, role, content, strlen(content));
+    }
+    if (!rc && json_is_array(list)) {
+        c->e->session.n_past = 0; /* nothing of the record before is to be taken over */
+        rc = chat_render(&c->chat, false, &t, err);
+        if (!rc) chat_tokenize(&c->chat, &t, ids);
+        text_free(&t);
+    } else
+        for (int k = 0; k < 3 && !rc; k++)
+            if (plain[k]) tokenize_all(c->e->model.vocab, plain[k], strlen(plain[k]), false, ids);
+    while (arrlen(c->chat.messages) > 0) chat_pop(&c->chat);
+    json_decref(j);
+    return rc;
+}
+
+static void calibration_progress(struct calibration *c, const struct corpus *s) {
+    const double t = now_seconds() - c->started, rate = (double)c->tokens_run / fmax(t, 1e-3);
+    const double part = c->bytes > 0 ? c->bytes_done / c->bytes : 1;
+    const long left = part > 0 ? (long)(t / part - t) : 0;
+    status_line("%s: %3.0f %% of all, %lld tokens, %.0f tok/s, %ld:%02ld:%02ld left", s->name, 100 * part,
+                (long long)c->tokens, rate, left / 3600, left / 60 % 60, left % 60);
+}
+
+/* One unit of `bytes` from its token s->offset on, in windows. 0, or 1 when interrupted. */
+static int unit_run(struct calibration *c, struct corpus *s, const int32_t *ids, int n, double bytes) {
+    struct session *ses = &c->e->session;
+    const double before = c->bytes_done;
+    for (ses->n_past = 0; s->offset < n;) {
+        const int rest = n - (int)s->offset, room = ses->n_ctx - ses->n_past;
+        const int k = int_min(int_min(rest, room), ses->r->chunk);
+        if (interrupted) return 1;
+        session_forward(ses, ids + s->offset, k);
+        session_wait(ses);
+        s->offset += k, s->tokens += k, c->tokens += k, c->tokens_run += k;
+        if (ses->n_past == ses->n_ctx) ses->n_past = 0;
+        c->bytes_done = before + bytes * (double)s->offset / n;
+        calibration_progress(c, s);
+        if (now_seconds() - c->saved > STATS_SAVE) calibration_save(c);
+    }
+    c->bytes_done = before + bytes;
+    s->unit++, s->offset = 0;
+    return 0;
+}
+
+/* A source to its end. 0, or 1 when interrupted. A line that cannot be used ends the program; what came before it is saved. */
+static int corpus_run(struct calibration *c, struct corpus *s) {
+    char err[ERR_MAX];
+    const size_t size = arrlenu(s->text);
+    int32_t *ids = NULL;
+    int rc = 0;
+    int64_t unit = 0;
+    for (size_t at = 0; at < size && !rc; unit++) {
+        const char *p = s->text + at, *end = s->lines ? memchr(p, '\n', size - at) : NULL;
+        const size_t n = end ? (size_t)(end - p) : size - at;
+        at += n + (end != NULL);
+        arrsetlen(ids, 0);
+        if (unit < s->unit) {
+            c->bytes_done += (double)n;
+            continue;
+        }
+        if (!s->lines) tokenize_all(c->e->model.vocab, p, n, false, &ids);
+        else if (n && line_tokens(c, p, n, &ids, err)) {
+            calibration_save(c);
+            die("'%s', line %lld: %s", s->name, (long long)unit + 1, err);
+        }
+        rc = unit_run(c, s, ids, (int)arrlen(ids), (double)n);
+    }
+    s->done = !rc;
+    arrfree(ids);
+    return rc;
+}
+
+/* How well the experts are covered, by layer where some are not, and in all. */
+static void calibration_report(const struct calibration *c) {
+    const struct model *m = &c->e->model;
+    int64_t all = 0, never_all = 0, rare_all = 0;
+    for (int il = 0; il < m->n_layer; il++) {
+        int never = 0, rare = 0, n = m->layers[il].n_expert;
+        for (int e = 0; e < n; e++) {
+            const double t = stats_of(m, c->stats, il, e)[STAT_TOKENS];
+            never += t <= 0, rare += t > 0 && t < SEEN_LEAST;
+        }
+        if (never + rare)
+            printf("layer %3d: of %d experts %d were never chosen, %d more by fewer than %d tokens\n", il, n, never,
+                   rare, SEEN_LEAST);
+        all += n, never_all += never, rare_all += rare;
+    }
+    printf("%lld tokens; of %lld experts %lld (%.1f %%) were seen %d times or more, %lld never\n", (long long)c->tokens,
+           (long long)all, (long long)(all - never_all - rare_all),
+           100.0 * (double)(all - never_all - rare_all) / (double)all, SEEN_LEAST, (long long)never_all);
+}
+
+/* --calibrate FILES... -o FILE: collects for every routed expert what pruning and quantising want to know. */
+static int mode_calibrate(struct engine *e) {
+    char err[ERR_MAX];
+    struct calibration c = {.e = e};
+    const struct model *m = &e->model;
+    const char *const outputs[] = {e->set->output, e->set->activations};
+    int rc = 0;
+    if (e->session.team.n_rank > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
+    if (!m->n_expert_max) die("'%s' has no routed experts", e->set->model);
+    if (!m->vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
+    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
+        struct stat a, b;
+        if (outputs[i] && !stat(outputs[i], &a) && !stat(e->set->model, &b) && a.st_dev == b.st_dev &&
+            a.st_ino == b.st_ino)
+            die("'%s' is the model; it is not replaced", outputs[i]);
+    }
+    c.n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
+    c.n_squares = squares_before(m, m->n_layer);
+    c.before = xcalloc(c.n_stats, sizeof *c.before), c.stats = xcalloc(c.n_stats, sizeof *c.stats);
+    if (e->set->activations) {
+        c.squares = xcalloc(c.n_squares, sizeof *c.squares);
+        c.squares_before = xcalloc(c.n_squares, sizeof *c.squares);
+    }
+    if (calibration_load(&c, err) || chat_init(&c.chat, e->set, m, &e->session, err)) die("%s", err);
+    while (arrlen(c.chat.messages) > 0) chat_pop(&c.chat);
+    const int64_t had = c.tokens;
+    const size_t n_files = arrlenu(e->set->calibrate);
+    size_t *order = xcalloc(n_files, sizeof *order); /* the list of sources grows while it is filled */
+    for (size_t i = 0; i < n_files; i++) {
+        struct corpus *s = corpus_open(&c, e->set->calibrate[i], err);
+        if (!s) die("%s", err);
+        order[i] = (size_t)(s - c.sources);
+        c.bytes += (double)arrlenu(s->text);
+    }
+    if (had) note("'%s' goes on: %lld tokens of earlier runs", e->set->output, (long long)had);
+    c.started = c.saved = now_seconds();
+    for (size_t i = 0; i < n_files && !rc; i++) {
+        struct corpus *s = &c.sources[order[i]];
+        if (s->done) {
+            note("'%s' is in '%s' already", e->set->calibrate[i], e->set->output);
+            c.bytes -= (double)arrlenu(s->text);
+        } else rc = corpus_run(&c, s);
+    }
+    status_line("%s", "");
+    calibration_save(&c);
+    if (rc) note("interrupted; the same command goes on from here");
+    calibration_report(&c);
+    for (size_t i = 0; i < arrlenu(c.sources); i++) free(c.sources[i].name), arrfree(c.sources[i].text);
+    arrfree(c.sources);
+    chat_free(&c.chat);
+    free(c.before), free(c.stats), free(c.squares), free(c.squares_before), free(order);
+    return rc ? EXIT_INTERRUPT : EXIT_OK;
+}
+
 /* ---- needle and smoke ---- */
 
 /* A message of about n tokens: paragraphs of the haystack, from the start again when it ends, with the fact between them at `depth`
@@ -12468,7 +13175,10 @@ static void doctor_sums(struct doctor *d, bool gpu, int n) {
         if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(d->device, n, d->set->verbose);
         failed = session_open(&s, &m, n, 1, gpu_rank_start, &o, err);
 #endif
-    } else session_init(&s, &m, n, 1, (struct cpu_options){kernels_choose(), omp_get_num_procs(), 256, KV_BF16});
+    } else
+        session_init(
+            &s, &m, n, 1,
+            (struct cpu_options){.k = kernels_choose(), .n_threads = omp_get_num_procs(), .n_ctx = 256, .kv = KV_BF16});
     if (failed) {
         doctor_find(d, d->set->tp > 1 ? LEVEL_ERROR : LEVEL_WARNING,
                     "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL tell",
@@ -12944,6 +13654,8 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
                              .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
                                         : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
                                                                         : MOE_ACT_AUTO,
+                             .stats = set->calibrate != NULL,
+                             .squares = set->activations != NULL,
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
@@ -12984,7 +13696,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
         session_init(&e->session, &e->model, set->tp, set->pp,
                      (struct cpu_options){set->cpu_ref ? &kernels_ref : kernels_choose(),
                                           set->threads ? set->threads : omp_get_num_procs(), choose_context(e),
-                                          settings_kv(set, false)});
+                                          settings_kv(set, false), set->calibrate != NULL, set->activations != NULL});
     if (e->session.n_ctx > e->model.n_ctx_train)
         note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
     if (set->verbose)
@@ -13189,11 +13901,15 @@ static int run(struct settings *set) {
         from.st_ino == to.st_ino)
         die("--logits would replace the model '%s'", set->model);
     if (set->doctor) return mode_doctor(set);
+    if (set->compare) return mode_compare(set);
+    if (set->calibrate && !set->n_ctx) set->n_ctx = PERPLEXITY_WINDOW;
     engine_open(&e, set);
-    bool own_text = set->info || set->perplexity || set->needle || set->smoke || set->bench || set->ids || set->lines;
+    bool own_text = set->info || set->perplexity || set->calibrate || set->needle || set->smoke || set->bench ||
+                    set->ids || set->lines;
     bool has_prompt = !own_text && gather_prompt(set, &text);
     if (set->info) code = mode_info(&e);
     else if (set->perplexity) code = mode_perplexity(&e);
+    else if (set->calibrate) code = mode_calibrate(&e);
     else if (set->needle) code = mode_needle(&e);
     else if (set->smoke) code = mode_smoke(&e);
     else if (set->bench) code = mode_bench(&e);
@@ -13209,7 +13925,7 @@ static int run(struct settings *set) {
             if (chat_init(&c, set, &e.model, &e.session, err)) die("%s", err);
             if (message_check("the prompt", text, arrlenu(text), err)) die("%s", err);
             chat_push(&c, "user", text, arrlenu(text));
-            if (chat_render(&c, &t, err)) die("%s", err);
+            if (chat_render(&c, true, &t, err)) die("%s", err);
             chat_tokenize(&c, &t, &ids);
             text_free(&t);
             chat_free(&c);

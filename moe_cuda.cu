@@ -1714,6 +1714,57 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
+struct stats_args {
+    const float *y; /* (n_slots, n) results of the experts before they are weighed, by expert */
+    int n, k;
+    const int32_t *first, *row, *id; /* of struct sort_args */
+    const float *weight;             /* (n_tok, k) */
+    double *stats;                   /* (n_expert, STATS) */
+};
+
+/* Adds to an expert's stats what it gave its tokens. Grid n_expert, block 256: the rows of an expert one after the other, so that the
+ * sums do not change from run to run. Bytes: the results once; latency of a row, about 2 us, times the rows of the busiest expert. */
+__global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int e = blockIdx.x;
+    double *s = p.stats + (size_t)e * STATS;
+    for (int at = p.first[e]; at < p.first[e + 1]; at++) {
+        const float *y = p.y + (size_t)at * (size_t)p.n;
+        float sum = 0, g = 0, all = 0;
+        for (int i = threadIdx.x; i < p.n; i += 256) sum += y[i] * y[i];
+        const double norm = sqrt((double)block_sum(sum));
+        const size_t token = (size_t)p.row[at] * (size_t)p.k;
+        for (int j = 0; j < p.k && !threadIdx.x; j++) {
+            all += p.weight[token + j];
+            if (p.id[token + j] == e) g = p.weight[token + j];
+        }
+        if (!threadIdx.x) {
+            const double share = all > 0 ? (double)g / (double)all : 0;
+            s[STAT_TOKENS]++, s[STAT_WEIGHTED] += share * norm, s[STAT_NORM] += norm, s[STAT_GATE] += share;
+            if (share * norm > s[STAT_WEIGHTED_MAX]) s[STAT_WEIGHTED_MAX] = share * norm;
+        }
+        __syncthreads(); /* the next row's sum overwrites the parts of this one's */
+    }
+}
+
+/* sums (n_expert, n) += unit * squares of the columns of the rows of x that an expert reads: rows[first[e] .. first[e + 1] - 1], or all
+ * n_tok. Grid (n / 256, n_expert), block 256. Bytes: 2 per value. */
+__global__ void __launch_bounds__(256) k_squares(const uint16_t *x, size_t x_stride, const int32_t *first,
+                                                 const int32_t *rows, int n_tok, int n, float unit, float *sums) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int c = blockIdx.x * 256 + threadIdx.x, e = blockIdx.y;
+    const int begin = first ? first[e] : 0, end = first ? first[e + 1] : n_tok;
+    float sum = 0;
+    if (c >= n) return;
+    for (int at = begin; at < end; at++) {
+        const float v = half_to_f32(x[(size_t)(rows ? rows[at] : at) * x_stride + c]);
+        sum += v * v;
+    }
+    sums[(size_t)e * n + c] += unit * sum;
+}
+
 /* ============================================================================================================
  * Rotation and the cache
  * ============================================================================================================ */
@@ -3345,15 +3396,33 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out)
             heads * (size_t)m->head_v, (size_t)m->head_v);
 }
 
-/* out (+)= down(silu(gate x) * (up x)) of one network for many tokens. */
-static void dense_ffn_many(struct rank *r, const struct weight *gate, const struct weight *up,
-                           const struct weight *down, enum act x, enum act out) {
+/* Collects the squares of the inputs of network `net` of a layer: x, and hidden rows. first, rows: as in k_squares. */
+static void squares_add(struct rank *r, int il, int net, enum act x, const uint16_t *hidden, const int32_t *first,
+                        const int32_t *rows) {
+    struct ffn_net nets[2];
+    layer_nets(&r->m->layers[il], nets);
+    if (!r->squares) return;
+    float *sums = r->squares + squares_before(r->m, il) + (net ? net_squares(&nets[0]) : 0);
+    const int n_in = nets[net].gate->n_in, n_ff = nets[net].gate->n_out, n_e = nets[net].gate->n_expert;
+    LAUNCH_PDL(k_squares, dim3(ceil_div(n_in, 256), (unsigned)n_e), 256, 0, r->cuda->stream, r->cuda->x16[x],
+               (size_t)r->width[x], first, rows, r->n_tok, n_in, 1.0f, sums);
+    LAUNCH_PDL(k_squares, dim3(ceil_div(n_ff, 256), (unsigned)n_e), 256, 0, r->cuda->stream, hidden, (size_t)n_ff,
+               first, (const int32_t *)NULL, r->n_tok, n_ff, HIDDEN_SCALE * HIDDEN_SCALE,
+               sums + (size_t)n_e * (size_t)n_in);
+}
+
+/* out (+)= down(silu(gate x) * (up x)) of network `net` of a layer for many tokens. */
+static void dense_ffn_many(struct rank *r, int il, int net, enum act x, enum act out) {
     struct cuda *c = r->cuda;
+    struct ffn_net nets[2];
+    layer_nets(&r->m->layers[il], nets);
+    const struct weight *gate = nets[net].gate, *up = nets[net].up, *down = nets[net].down;
     struct gemm_args g = {};
     g.w = *mat(c, gate), g.w2 = *mat(c, up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x], g.n_tok = r->n_tok;
     g.y = c->hidden_shared, g.y_stride = (size_t)gate->n_out;
     profile_matrices(&g.w, 2, 0);
     gemm_prefill(&g, 1, c->stream);
+    squares_add(r, il, net, x, c->hidden_shared, NULL, NULL);
     struct dmat d = *mat(c, down);
     d.unit *= HIDDEN_SCALE;
     product(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
@@ -3395,8 +3464,8 @@ static void ffn_few(struct rank *r, const struct layer *y, bool routed, const st
 static void cuda_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *y = &r->m->layers[il];
     const struct weight *dense[3] = {&y->gate, &y->up, &y->down};
-    if (r->n_tok <= FEW_TOKENS) ffn_few(r, y, false, dense, x, out);
-    else dense_ffn_many(r, dense[0], dense[1], dense[2], x, out);
+    if (r->n_tok <= FEW_TOKENS && !r->stats) ffn_few(r, y, false, dense, x, out);
+    else dense_ffn_many(r, il, 0, x, out);
 }
 
 static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
@@ -3408,7 +3477,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     struct route_args p = c->route;
     p.w16 = router->bf16, p.w32 = router->f32, p.bias = vec(c, y->router_bias), p.x = c->x32[x];
     p.n_tok = r->n_tok, p.n_expert = y->n_expert;
-    if (r->n_tok <= FEW_TOKENS) {
+    if (r->n_tok <= FEW_TOKENS && !r->stats) { /* what is collected lies sorted by expert */
         route_few_launch(&p, c->stream);
         ffn_few(r, y, true, y->sh_gate.data ? shared : NULL, x, out);
         return;
@@ -3419,7 +3488,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     s.n_slots = r->n_tok * s.k, s.n_expert = y->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)y->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
-    if (y->sh_gate.data) dense_ffn_many(r, shared[0], shared[1], shared[2], x, out);
+    if (y->sh_gate.data) dense_ffn_many(r, il, 1, x, out);
     struct gemm_args g = {};
     g.w = *mat(c, &y->gate), g.w2 = *mat(c, &y->up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x], g.rows = s.row;
     g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
@@ -3432,9 +3501,15 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         gemm_prefill(&g, glu, c->stream);
     };
     experts(1, r->n_tok, c->x4);
+    squares_add(r, il, 0, x, c->hidden, s.first, s.row);
     g.w = *mat(c, &y->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride, g.rows = NULL;
     g.y = c->slots, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
     experts(0, s.n_slots, c->hidden4);
+    if (r->stats) {
+        struct stats_args a = {c->slots, m->n_embd, s.k,      s.first,
+                               s.row,    s.id,      p.weight, r->stats + (size_t)il * (size_t)m->n_expert_max * STATS};
+        LAUNCH_PDL(k_stats, (unsigned)y->n_expert, 256, 0, c->stream, a);
+    }
     LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->slots, s.place, p.weight, s.k,
                r->width[out], y->sh_gate.data != NULL, c->x32[out]);
 }
@@ -3509,6 +3584,19 @@ static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first,
 }
 
 static void cuda_wait(struct rank *r) { rank_sync(r, "a forward pass"); }
+
+static void cuda_read_stats(struct rank *r, double *stats, float *squares) {
+    struct cuda *c = r->cuda;
+    const size_t n = (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS;
+    const char *what = "reading what was collected";
+    cuda_ok(c, cudaMemcpyAsync(stats, r->stats, n * sizeof *stats, cudaMemcpyDeviceToHost, c->stream), what);
+    if (squares)
+        cuda_ok(c,
+                cudaMemcpyAsync(squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares,
+                                cudaMemcpyDeviceToHost, c->stream),
+                what);
+    rank_sync(r, what);
+}
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
  * 512. No memory: `out` is there
@@ -3623,7 +3711,7 @@ static const struct ops cuda_ops = {
     cuda_leave,       cuda_linear,        cuda_linear3,    cuda_rope_store_kv, cuda_attention,
     cuda_mla_store,   cuda_mla_attention, cuda_ffn,        cuda_moe_ffn,       cuda_logits,
     cuda_read_logits, cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
-    cuda_measure,     cuda_profile,       cuda_close};
+    cuda_read_stats,  cuda_measure,       cuda_profile,    cuda_close};
 
 /* A message in why (ERR_MAX) if the kernels cannot run this model or part of one; else it is empty. */
 static void cuda_refuses(const struct model *m, enum kv_type kv, char *why) {
@@ -3749,7 +3837,7 @@ static size_t layout(struct rank *r, struct cuda *c, int chunk) {
             ROOM(q[i]->scale, float, q_rows[i]);
         }
     }
-    ROOM(d->slots, float, n > few ? n * k * (size_t)m->n_embd : 0);
+    ROOM(d->slots, float, n > few || r->stats ? n * k * (size_t)m->n_embd : 0);
     ROOM(d->route.logits, float, n *(size_t)m->n_expert_max);
     ROOM(d->route.id, int32_t, n * k);
     ROOM(d->route.weight, float, n *k);
@@ -4189,6 +4277,10 @@ extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struc
     }
     if (!c->failed) upload_model(c, m, o->progress);
     r->weight_bytes = c->allocated;
+    if (o->stats)
+        r->stats =
+            (double *)cuda_own(c, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof(double), "scores");
+    if (o->squares) r->squares = (float *)cuda_own(c, squares_before(m, m->n_layer) * sizeof(float), "squares");
     rank_sizes(r, o);
     if (!c->failed) {
         rank_memory(r);

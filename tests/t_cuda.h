@@ -1026,7 +1026,47 @@ static void test_cuda_rank_faults(void) {
 }
 #endif
 
+/* What is collected on a GPU is what the CPU collects. */
+static void test_cuda_stats(void) {
+    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4"};
+    static const int pieces[] = {21, 3, 1, 16};
+    for (int f = 0; f < 2; f++) {
+        struct model m;
+        struct session gpu, cpu;
+        struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .squares = true};
+        char err[ERR_MAX] = "", path[256];
+        size_t n_ids;
+        snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", names[f]); /* no close choices of experts */
+        int32_t *ids = slurp(path, &n_ids);
+        cuda_test_begin(f);
+        if (!ids || !fixture_load(names[f], &m)) return;
+        if (!CHECK(session_open(&gpu, &m, 1, 1, gpu_rank_start, &o, err) == 0, "%s", err)) return;
+        session_init(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
+        const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
+        const size_t n_squares = squares_before(&m, m.n_layer);
+        double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);
+        float *sq[2] = {xcalloc(n_squares, sizeof(float)), xcalloc(n_squares, sizeof(float))};
+        for (int i = 0, at = 0; i < 4; at += pieces[i++]) {
+            session_forward(&gpu, ids + at, pieces[i]);
+            session_forward(&cpu, ids + at, pieces[i]);
+        }
+        session_stats(&gpu, got, sq[0]);
+        session_stats(&cpu, want, sq[1]);
+        for (int i = 0; i < STATS; i++) {
+            const double e = worst_difference(want + i, got + i, n_stats - (size_t)i, STATS);
+            CHECK(e <= (i == STAT_TOKENS ? 0 : 1e-2), "%s: %s differs by %.2e", names[f], stat_names[i], e);
+        }
+        const double e = nmse(sq[0], sq[1], n_squares);
+        CHECK(e <= 1e-5, "%s: squares differ by NMSE %.2e", names[f], e);
+        session_free(&gpu), session_free(&cpu);
+        arrfree(ids);
+        free(want), free(got), free(sq[0]), free(sq[1]);
+        model_free(&m);
+    }
+}
+
 /* For t_cuda_mutate.h. */
+void cuda_test_stats(void) { test_cuda_stats(); }
 void cuda_test_forward(void) { test_cuda_forward(); }
 void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_invented(void) { test_cuda_invented(); }
@@ -1043,7 +1083,7 @@ void cuda_test_invented(void) { test_cuda_invented(); }
     TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/few", cuda_test_few}, {"cuda/router", cuda_test_router}, \
         {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/products", cuda_test_products},       \
         {"cuda/attention", cuda_test_attention}, {"cuda/operations", test_cuda_operations},                          \
-        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/demo", test_cuda_demo},       \
-        {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/failures", test_cuda_failures},     \
-        {"cuda/invented", test_cuda_invented}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, \
-        {"cuda/images", test_cuda_images},
+        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},     \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},             \
+        {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented},                                \
+        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/images", test_cuda_images},

@@ -19,10 +19,11 @@ extern "C" void cuda_test_emulator(void) {
 extern "C" void cuda_test_forward(void); /* t_cuda.h */
 extern "C" void cuda_test_sample(void);
 extern "C" void cuda_test_invented(void);
+extern "C" void cuda_test_stats(void);
 extern "C" void cuda_test_sums(void);
 extern "C" int cuda_test_failures(void);
 
-enum { MUTANT_TESTS = 11, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
+enum { MUTANT_TESTS = 12, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
 static const struct {
     const char *name;
     void (*fn)();
@@ -31,7 +32,7 @@ static const struct {
                                 {"products", cuda_test_products},   {"forward", cuda_test_forward},
                                 {"attention", cuda_test_attention}, {"sample", cuda_test_sample},
                                 {"invented", cuda_test_invented},   {"sums", cuda_test_sums},
-                                {"links", cuda_test_links}};
+                                {"links", cuda_test_links},         {"stats", cuda_test_stats}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there. */
 static const struct {
@@ -85,7 +86,7 @@ static std::vector<std::string> source_lines() {
 
 /* One run of all tests: which barriers there are, and who reaches them. The first mutation is none: it has to live. */
 static std::vector<mutation> find_mutations() {
-    std::vector<mutation> all = {{{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0}};
+    std::vector<mutation> all = {{{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0}};
     std::vector<std::string> lines = source_lines();
     for (int i = 0; i < MUTANT_TESTS; i++) {
         std::vector<cuemu::barrier_site> before = cuemu::barriers();

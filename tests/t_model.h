@@ -11,7 +11,7 @@ static double nmse(const float *x, const float *ref, size_t n) {
 /* A session of one rank on the CPU. */
 static void session_cpu(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
                         enum kv_type kv) {
-    session_init(s, m, 1, 1, (struct cpu_options){k, n_threads, n_ctx, kv});
+    session_init(s, m, 1, 1, (struct cpu_options){k, n_threads, n_ctx, kv, false, false});
 }
 
 /* Converts tests/fixtures/NAME into the test directory and loads it. */
@@ -155,7 +155,7 @@ static void test_demo_reference(void) {
             chat_push(&c, json_string_value(json_object_get(v, "role")), content, strlen(content));
         }
         s.n_past = 0;
-        CHECK(chat_render(&c, &text, err) == 0, "%s", err);
+        CHECK(chat_render(&c, true, &text, err) == 0, "%s", err);
         chat_tokenize(&c, &text, &ids);
         const char *prompt = json_string_value(json_object_get(x, "prompt"));
         CHECK(arrlenu(text.s) == strlen(prompt) && !memcmp(text.s, prompt, strlen(prompt)),

@@ -51,7 +51,7 @@ static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_
     struct session s;
     char err[ERR_MAX] = "";
     struct collect c = {xmalloc((size_t)n * (size_t)m->n_vocab * sizeof(float)), m->n_vocab};
-    session_init(&s, m, tp, pp, (struct cpu_options){k, 2, n > from + n_out ? n : from + n_out, kv});
+    session_init(&s, m, tp, pp, (struct cpu_options){k, 2, n > from + n_out ? n : from + n_out, kv, false, false});
     CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
     greedy_run(&s, ids, from, out, n_out);
     session_free(&s);
@@ -127,7 +127,7 @@ static void test_ranks_save(void) {
             struct session s;
             float *last[2];
             for (int k = 0; k < 2; k++) { /* k 0 computes and writes, 1 reads and goes on */
-                session_init(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv});
+                session_init(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv, false, false});
                 if (!k) CHECK(session_sync(&s, ids, 40, err) == SYNC_DONE && !session_save(&s, path, err), "%s", err);
                 else CHECK(!session_load(&s, path, err) && s.n_past == 40, "%s", err);
                 session_decode(&s, 7);
@@ -166,7 +166,7 @@ static void fault_fails(struct rank *r, int il, enum act q, enum act out) {
 
 /* arg NULL: the rank's memory runs out. */
 static int fault_start(struct rank *r, const struct model *part, void *arg, char *err) {
-    static struct cpu_options o = {&kernels_ref, 1, 64, KV_F32};
+    static struct cpu_options o = {&kernels_ref, 1, 64, KV_F32, false, false};
     if (part->part.rank == 1 && arg) return fail(err, "no room for it");
     if (part->part.rank == 1) free(xmalloc((size_t)1 << 62));
     return cpu_rank_start(r, part, &o, err);
@@ -182,7 +182,7 @@ static int rank_fault(const char *name, const char *path) {
     struct session s;
     char err[ERR_MAX];
     struct ops table = cpu_ops;
-    struct cpu_options o = {&kernels_ref, 2, 64, KV_F32};
+    struct cpu_options o = {&kernels_ref, 2, 64, KV_F32, false, false};
     int32_t ids[32] = {1, 2, 3, 4, 5, 6, 7, 8};
     signal(SIGALRM, SIG_DFL);
     alarm(30); /* a hang ends here, with another exit code */

@@ -1,0 +1,357 @@
+/* --calibrate against sums over plainly dequantised weights, its files, and --compare. */
+
+/* Ids that stay in the vocabulary of the fixtures. */
+static void some_ids(int32_t *ids, int n, int n_vocab) {
+    for (int i = 0; i < n; i++) ids[i] = (int32_t)((uint32_t)i * 2654435761u >> 8) % n_vocab;
+}
+
+/* What should have been collected, by a moe_ffn and an ffn that compute it all again in double from their input. */
+static struct {
+    const struct ops *plain;
+    double *stats, *squares;
+} spy;
+
+/* y (n_out) = the product of matrix e of w and x (n_in). */
+static void spy_product(const struct weight *w, int e, const double *x, double *y) {
+    float *row = malloc((size_t)w->n_in * sizeof *row);
+    for (int o = 0; o < w->n_out; o++) {
+        gguf_dequantize_row(w->type, w->data + (size_t)e * w->expert_bytes + (size_t)o * w->row_bytes, row,
+                            (size_t)w->n_in);
+        y[o] = 0;
+        for (int i = 0; i < w->n_in; i++) y[o] += (double)row[i] * x[i];
+        y[o] *= w->scale ? (double)w->scale[e] : 1;
+    }
+    free(row);
+}
+
+/* The norm of what expert e of a network makes of x (floats); the squares of both inputs are added. */
+static double spy_expert(const struct model *m, int il, int net, int e, const float *input) {
+    struct ffn_net nets[2];
+    layer_nets(&m->layers[il], nets);
+    const struct ffn_net *n = &nets[net];
+    const size_t n_in = (size_t)n->gate->n_in, ff = (size_t)n->gate->n_out;
+    double *x = malloc((n_in + 2 * ff + (size_t)m->n_embd) * sizeof *x), *g = x + n_in, *u = g + ff, *y = u + ff;
+    double *sums = spy.squares + squares_before(m, il) + (net ? net_squares(&nets[0]) : 0), norm = 0;
+    for (size_t i = 0; i < n_in; i++) x[i] = (double)input[i], sums[(size_t)e * n_in + i] += x[i] * x[i];
+    spy_product(n->gate, e, x, g);
+    spy_product(n->up, e, x, u);
+    sums += (size_t)n->gate->n_expert * n_in + (size_t)e * ff;
+    for (size_t i = 0; i < ff; i++) g[i] = g[i] / (1 + exp(-g[i])) * u[i], sums[i] += g[i] * g[i];
+    spy_product(n->down, e, g, y);
+    for (int i = 0; i < m->n_embd; i++) norm += y[i] * y[i];
+    free(x);
+    return sqrt(norm);
+}
+
+static void spy_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
+    const struct model *m = r->m;
+    const int k = m->n_expert_used;
+    spy.plain->moe_ffn(r, il, x, out);
+    for (int t = 0; t < r->n_tok; t++) {
+        double all = 0;
+        for (int j = 0; j < k; j++) all += (double)r->route_w[t * k + j];
+        for (int j = 0; j < k; j++) {
+            const int e = r->route_id[t * k + j];
+            const double norm = spy_expert(m, il, 0, e, act_row(r, x, t)), g = (double)r->route_w[t * k + j] / all;
+            double *s = stats_of(m, spy.stats, il, e);
+            s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
+            s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);
+        }
+        if (m->layers[il].sh_gate.data) spy_expert(m, il, 1, 0, act_row(r, x, t));
+    }
+}
+
+static void spy_ffn(struct rank *r, int il, enum act x, enum act out) {
+    spy.plain->ffn(r, il, x, out);
+    for (int t = 0; t < r->n_tok; t++) spy_expert(r->m, il, 0, 0, act_row(r, x, t));
+}
+
+/* Largest difference of two lists, relative to the larger of a value and a thousandth of the largest. */
+static double worst_difference(const double *a, const double *b, size_t n, size_t step) {
+    double worst = 0, top = 0;
+    for (size_t i = 0; i < n; i += step) top = fmax(top, fabs(a[i]));
+    for (size_t i = 0; i < n; i += step)
+        worst = fmax(worst, fabs(a[i] - b[i]) / fmax(fmax(fabs(a[i]), top * 1e-3), 1e-300));
+    return worst;
+}
+
+static double *squares_as_double(const float *x, size_t n) {
+    double *y = xmalloc(n * sizeof *y);
+    for (size_t i = 0; i < n; i++) y[i] = (double)x[i];
+    return y;
+}
+
+static void test_calibrate_sums(void) {
+    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "deepseek_v3_plain", "qwen3moe_reap"};
+    for (int f = 0; f < (SANITIZED ? 2 : 4); f++) {
+        struct model m;
+        if (!fixture_load(names[f], &m)) return;
+        const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
+        const size_t n_squares = squares_before(&m, m.n_layer);
+        double *got = xcalloc(n_stats, sizeof *got);
+        float *squares = xcalloc(n_squares, sizeof *squares);
+        for (int fast = 0; fast < 2; fast++) {
+            const struct kernels *k = fast ? kernels_choose() : &kernels_ref;
+            const double limit = fast ? 2e-3 : 2e-5;
+            struct session s;
+            int32_t ids[40];
+            spy.stats = xcalloc(n_stats, sizeof *spy.stats), spy.squares = xcalloc(n_squares, sizeof *spy.squares);
+            session_init(&s, &m, 1, 1, (struct cpu_options){k, 2, 64, KV_F32, true, true});
+            struct ops ops = *s.r->ops;
+            spy.plain = s.r->ops, ops.moe_ffn = spy_moe_ffn, ops.ffn = spy_ffn, s.r->ops = &ops;
+            some_ids(ids, 40, m.n_vocab);
+            session_forward(&s, ids, 23);
+            session_forward(&s, ids + 23, 1);
+            s.n_past = 0;
+            session_forward(&s, ids + 24, 16);
+            session_stats(&s, got, squares);
+            double *sq = squares_as_double(squares, n_squares);
+            for (int i = 0; i < STATS; i++) {
+                const double e = worst_difference(spy.stats + i, got + i, n_stats - (size_t)i, STATS);
+                CHECK(e <= (i == STAT_TOKENS ? 0 : limit), "%s, %s: %s differs by %.2e", names[f], k->name,
+                      stat_names[i], e);
+            }
+            const double e = worst_difference(spy.squares, sq, n_squares, 1);
+            CHECK(e <= 20 * limit, "%s, %s: squares differ by %.2e", names[f], k->name, e);
+            s.r->ops = spy.plain;
+            session_free(&s);
+            free(spy.stats), free(spy.squares), free(sq);
+        }
+        free(got), free(squares);
+        model_free(&m);
+    }
+}
+
+/* ---- the files ---- */
+
+static json_t *scores_read(const char *name) {
+    char path[256];
+    json_error_t e;
+    snprintf(path, sizeof path, "%s/%s", test_dir(), name);
+    json_t *j = json_load_file(path, 0, &e);
+    CHECK(j != NULL, "%s: %s", name, e.text);
+    return j;
+}
+
+/* Largest relative difference of the sums of two score files; the counts must be equal. */
+static double scores_differ(const json_t *a, const json_t *b) {
+    double worst = 0;
+    const json_t *la = json_object_get(a, "layers"), *lb = json_object_get(b, "layers");
+    CHECK(json_array_size(la) == json_array_size(lb) && json_array_size(la) > 0, "layers");
+    for (size_t il = 0; il < json_array_size(la); il++)
+        for (int k = 0; k < STATS; k++) {
+            const json_t *x = json_object_get(json_array_get(la, il), stat_names[k]);
+            const json_t *y = json_object_get(json_array_get(lb, il), stat_names[k]);
+            CHECK(json_array_size(x) == json_array_size(y), "layer %zu", il);
+            for (size_t e = 0; e < json_array_size(x); e++) {
+                const double u = json_number_value(json_array_get(x, e)), v = json_number_value(json_array_get(y, e));
+                if (k == STAT_TOKENS) CHECK(u == v, "layer %zu, expert %zu: %g and %g tokens", il, e, u, v);
+                else worst = fmax(worst, fabs(u - v) / fmax(u, 1e-9));
+            }
+        }
+    return worst;
+}
+
+#define IN_DIR(cmd) in_dir(cmd, test_dir())
+/* A command line in which every @ stands for the tests' directory. */
+static const char *in_dir(const char *cmd, const char *dir) {
+    static char out[2048];
+    size_t n = 0;
+    for (; *cmd && n + 128 < sizeof out; cmd++) {
+        if (*cmd == '@') n += (size_t)snprintf(out + n, sizeof out - n, "%s", dir);
+        else out[n++] = *cmd;
+    }
+    out[n] = 0;
+    return out;
+}
+
+/* A short text and chats in files. */
+static void calibration_texts(void) {
+    run_command(IN_DIR("head -c 6000 prompts/haystack.txt >@/a.txt; tail -c 5000 prompts/haystack.txt >@/b.txt; "
+                       "printf '%s\\n\\n%s\\n%s\\n' "
+                       "'{\"messages\": [{\"role\": \"user\", \"content\": \"What is 7 squared?\"}, "
+                       "{\"role\": \"assistant\", \"content\": \"49\"}]}' "
+                       "'{\"text\": \"Once upon a time\"}' "
+                       "'{\"prompt\": \"One word: \", \"completion\": \"yes\"}' >@/c.jsonl"),
+                NULL, NULL);
+}
+
+static void test_calibrate_files(void) {
+    calibration_texts();
+    check_command(IN_DIR(MOE "--calibrate @/a.txt @/b.txt @/c.jsonl -o @/all.json -c 512"), 0, NULL, NULL);
+    /* the same in three runs, of which the last finds two files done; by two stages; by another number of threads */
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/sum.json -c 512"), 0, NULL, NULL);
+    check_command(IN_DIR(MOE "--calibrate @/b.txt --output @/sum.json -c 512"), 0, NULL, "goes on");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt @/c.jsonl @/b.txt -o @/sum.json -c 512"), 0, NULL, "already");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt @/b.txt @/c.jsonl -o @/pp.json -c 512 --cpu --pp 2 -t 2"), 0, NULL,
+                  NULL);
+    json_t *all = scores_read("all.json"), *sum = scores_read("sum.json"), *pp = scores_read("pp.json");
+    if (!all || !sum || !pp) return;
+    double e = scores_differ(all, sum);
+    CHECK(e < 1e-9, "in several runs: %g", e);
+    e = scores_differ(all, pp);
+    CHECK(e < 1e-6, "by two stages: %g", e);
+    const json_int_t tokens = json_integer_value(json_object_get(all, "tokens"));
+    const json_t *layers = json_object_get(all, "layers");
+    CHECK(json_is_null(json_array_get(layers, 0)), "the first layer of the demo has no experts");
+    for (size_t il = 1; il < json_array_size(layers); il++) {
+        double n = 0, gates = 0;
+        const json_t *y = json_array_get(layers, il);
+        for (size_t x = 0; x < 16; x++) {
+            n += json_number_value(json_array_get(json_object_get(y, "tokens"), x));
+            gates += json_number_value(json_array_get(json_object_get(y, "gate_sum"), x));
+        }
+        CHECK(n == 2.0 * (double)tokens, "layer %zu: %g choices of %lld tokens", il, n, (long long)tokens);
+        CHECK(fabs(gates - (double)tokens) < 1e-3 * (double)tokens, "layer %zu: gates add up to %g", il, gates);
+    }
+    json_decref(all), json_decref(sum), json_decref(pp);
+}
+
+/* Interrupted and continued, every token is counted once. */
+static void test_calibrate_resumes(void) {
+    int cuts = 0;
+    run_command(IN_DIR("head -c 40000 prompts/haystack.txt >@/part.txt"), NULL, NULL);
+    for (int i = 0; i < 60; i++) {
+        const int rc = run_command(IN_DIR("timeout -s INT 0.4 " MOE "--calibrate @/part.txt -o @/cut.json "
+                                          "--activations @/cut.gguf -t 1 -c 512"),
+                                   NULL, NULL);
+        cuts += rc != 0;
+        if (!rc) break;
+        CHECK(rc == 124 || rc == 130, "exit %d", rc);
+    }
+    CHECK(cuts > 0, "never interrupted");
+    check_command(IN_DIR(MOE "--calibrate @/part.txt -o @/cut.json --activations @/cut.gguf -c 512"), 0, NULL,
+                  "goes on");
+    check_command(IN_DIR(MOE "--calibrate @/part.txt -o @/whole.json -c 512"), 0, NULL, NULL);
+    json_t *cut = scores_read("cut.json"), *whole = scores_read("whole.json");
+    CHECK(json_integer_value(json_object_get(cut, "tokens")) == json_integer_value(json_object_get(whole, "tokens")),
+          "tokens of cut and whole");
+    json_decref(cut), json_decref(whole);
+}
+
+static void test_calibrate_activations(void) {
+    struct gguf g;
+    struct gguf_str type;
+    char path[256], err[ERR_MAX];
+    calibration_texts();
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/x.json --activations @/x.gguf -c 512"), 0, NULL, NULL);
+    check_command(IN_DIR(MOE "--calibrate @/b.txt -o @/x.json --activations @/x.gguf -c 512"), 0, NULL, "goes on");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt @/b.txt -o @/y.json --activations @/y.gguf -c 512"), 0, NULL, NULL);
+    check_command(IN_DIR(MOE "--calibrate @/c.jsonl -o @/x.json -c 512; cp @/x.json @/z.json; " MOE
+                             "--calibrate @/b.txt -o @/z.json --activations @/x.gguf -c 512"),
+                  1, NULL, "does not belong to");
+    struct gguf other;
+    snprintf(path, sizeof path, "%s/x.gguf", test_dir());
+    if (!CHECK(gguf_open(&g, path, err, sizeof err) == 0, "%s", err)) return;
+    snprintf(path, sizeof path, "%s/y.gguf", test_dir());
+    if (!CHECK(gguf_open(&other, path, err, sizeof err) == 0, "%s", err)) return;
+    CHECK(gguf_get_str(&g, "general.type", &type) && gguf_str_eq(type, "imatrix"), "the file's type");
+    const struct gguf_tensor *sums = gguf_find_tensor(&g, "blk.1.ffn_down_exps.weight.in_sum2");
+    const struct gguf_tensor *counts = gguf_find_tensor(&g, "blk.1.ffn_down_exps.weight.counts");
+    const struct gguf_tensor *same = gguf_find_tensor(&other, "blk.1.ffn_down_exps.weight.in_sum2");
+    CHECK(sums && counts && same && sums->ne[0] == 256 && sums->ne[1] == 16 && counts->ne[0] == 1 &&
+              counts->ne[1] == 16,
+          "shapes");
+    CHECK(gguf_find_tensor(&g, "blk.0.ffn_gate.weight.in_sum2") &&
+              gguf_find_tensor(&g, "blk.5.ffn_up_shexp.weight.counts"),
+          "dense and shared networks");
+    if (sums && same) {
+        const double e = nmse((const float *)(const void *)sums->data, (const float *)(const void *)same->data, 4096);
+        CHECK(e < 1e-10, "added up in two runs: %g", e);
+    }
+    gguf_close(&g), gguf_close(&other);
+}
+
+static void test_calibrate_refuses(void) {
+    struct model m;
+    calibration_texts();
+    if (!fixture_load("deepseek_v3", &m)) return;
+    model_free(&m);
+    run_command(
+        IN_DIR("echo '{\"format\": \"moe-scores\", \"version\": 1, \"model\": {\"routers\": \"1\"}}' >@/o.json;"
+               "echo '[1' >@/bad.json; echo '{\"a\": 1}' >@/none.json; printf '' >@/empty.txt;"
+               "printf '\\377\\377' >@/latin.txt; printf '{\"text\": \"a b c\"}\\n{\"texts\": 1}\\n' >@/k.jsonl;"
+               "printf '{\"messages\": [{\"role\": \"user\"}]}' >@/r.jsonl; rm -f @/n.json"),
+        NULL, NULL);
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/o.json"), 1, "", "another model: routers 1, here 66974426");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/bad.json"), 1, "", "bad.json");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/none.json"), 1, "", "no score file");
+    check_command(IN_DIR(MOE "--calibrate @/empty.txt -o @/n.json"), 1, "", "is empty");
+    check_command(IN_DIR(MOE "--calibrate @/latin.txt -o @/n.json"), 1, "", "not valid UTF-8");
+    check_command(IN_DIR(MOE "--calibrate @/nowhere.txt -o @/n.json"), 1, "", "cannot open");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/none/n.json"), 1, NULL, "cannot write");
+    check_command(IN_DIR("cp build/demo.gguf @/m.gguf; " MOE_BIN " -m @/m.gguf --calibrate @/a.txt -o @/m.gguf"), 1, "",
+                  "is the model");
+    check_command(IN_DIR("[ ! -e @/n.json ]"), 0, NULL, NULL);
+    check_command(IN_DIR(MOE "--calibrate @/k.jsonl -o @/n.json"), 1, "", "k.jsonl', line 2: expected \"messages\"");
+    check_command(IN_DIR(MOE "--calibrate @/r.jsonl -o @/r.json"), 1, "", "line 1: message 0");
+    check_command(IN_DIR(MOE_BIN " -m @/deepseek_v3.gguf --calibrate @/a.txt -o @/n.json"), 1, "", NULL);
+    check_command(IN_DIR(MOE "--calibrate @/a.txt"), 2, "", "want each other");
+    check_command(IN_DIR(MOE "-o @/n.json -p hello"), 2, "", "want each other");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --tp 2 --cpu"), 2, "", "--pp instead of --tp");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --bench"), 2, "", "exclude each other");
+    check_command(IN_DIR(MOE "--activations @/n.gguf -p hello"), 2, "", "wants --calibrate");
+}
+
+/* ---- --compare ---- */
+
+static void test_compare(void) {
+    struct model m[2];
+    char *said = NULL;
+    double kl = 0, nll[2] = {0}, mean, a, b;
+    int n = 0, same = 0;
+    check_command(
+        IN_DIR("head -c 3000 prompts/haystack.txt >@/t.txt; " MOE_BIN
+               " --compare build/demo.gguf build/demo.gguf @/t.txt | grep -c -e 'mean 0.000000' -e '100.00 %'"),
+        0, "2\n", NULL);
+    if (!fixture_load("deepseek_v3", &m[0]) || !fixture_load("deepseek_v3_plain", &m[1])) return;
+    int32_t *ids = NULL;
+    char *text = NULL, err[ERR_MAX];
+    const char *path = in_dir("@/t.txt", test_dir());
+    if (!CHECK(m[0].vocab->n_tokens > 0 && !read_file(path, &text, err), "fixtures with vocabularies")) return;
+    tokenize_all(m[0].vocab, text, arrlenu(text), false, &ids);
+    n = int_min((int)arrlen(ids), 96);
+    const int vocab = m[0].n_vocab;
+    float *x[2];
+    for (int i = 0; i < 2; i++) x[i] = all_logits(&m[i], &kernels_ref, KV_F32, 2, ids, n);
+    for (int t = 0; t < n; t++) {
+        const float *row[2] = {x[0] + (size_t)t * (size_t)vocab, x[1] + (size_t)t * (size_t)vocab};
+        double total[2] = {0};
+        for (int i = 0; i < 2; i++)
+            for (int k = 0; k < vocab; k++) total[i] += exp((double)row[i][k]);
+        for (int k = 0; k < vocab; k++)
+            kl += exp((double)row[0][k]) / total[0] *
+                  ((double)row[0][k] - log(total[0]) - (double)row[1][k] + log(total[1]));
+        same += argmax(row[0], vocab) == argmax(row[1], vocab);
+        for (int i = 0; i < 2 && t + 1 < n; i++) nll[i] += log(total[i]) - (double)row[i][ids[t + 1]];
+    }
+    /* one window of n tokens: a text that has no more */
+    size_t bytes = 0;
+    for (int i = 0; i < n; i++) bytes += vocab_bytes(m[0].vocab, ids[i]).n;
+    char cmd[1024];
+    snprintf(cmd, sizeof cmd,
+             "head -c %zu %s/t.txt >%s/u.txt; %s --cpu-ref --kv f32 --compare %s/deepseek_v3.gguf "
+             "%s/deepseek_v3_plain.gguf %s/u.txt",
+             bytes, test_dir(), test_dir(), MOE_BIN, test_dir(), test_dir(), test_dir());
+    CHECK(run_command(cmd, &said, NULL) == 0, "%s", sb_cstr(&said));
+    const char *p = strstr(sb_cstr(&said), "mean ");
+    CHECK(p && sscanf(p, "mean %lf", &mean) == 1 && fabs(mean - kl / n) < 1e-5, "KL %.7f in '%s'", kl / n, said);
+    p = strstr(said, "best token ");
+    CHECK(p && sscanf(p, "best token %lf", &mean) == 1 && fabs(mean - 100.0 * same / n) < 0.01, "%d of %d in '%s'",
+          same, n, said);
+    p = strstr(said, "perplexity B");
+    CHECK(sscanf(said, "perplexity A %lf", &a) == 1 && p && sscanf(p, "perplexity B %lf", &b) == 1 &&
+              fabs(a / exp(nll[0] / (n - 1)) - 1) < 1e-4 && fabs(b / exp(nll[1] / (n - 1)) - 1) < 1e-4,
+          "perplexities %.4f and %.4f in '%s'", exp(nll[0] / (n - 1)), exp(nll[1] / (n - 1)), said);
+    check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf @/deepseek_v3.gguf @/t.txt"), 1, "", "different");
+    check_command(MOE_BIN " --compare build/demo.gguf build/demo.gguf", 2, "", "A.gguf B.gguf TEXT");
+    check_command(IN_DIR(MOE "--compare build/demo.gguf build/demo.gguf @/t.txt"), 2, "", "takes the place of -m");
+    check_command(MOE_BIN " --compare build/demo.gguf build/nothing.gguf README.md", 1, "", "nothing.gguf");
+    arrfree(said), arrfree(ids), arrfree(text);
+    for (int i = 0; i < 2; i++) free(x[i]), model_free(&m[i]);
+}
+
+#define TESTS_CALIBRATE                                                                                       \
+    {"calibrate/sums", test_calibrate_sums}, {"calibrate/files", test_calibrate_files},                       \
+        {"calibrate/resumes", test_calibrate_resumes}, {"calibrate/activations", test_calibrate_activations}, \
+        {"calibrate/refuses", test_calibrate_refuses}, {"calibrate/compare", test_compare},
