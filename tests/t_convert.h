@@ -1177,7 +1177,8 @@ static void test_convert_atomic(void) {
     CHECK(run_command("build/moe-convert convert/demo -o ''", NULL, &h.err) == 2, "%s", h.err);
     snprintf(cmd, sizeof cmd, "cd %s; ln -s tokenizer.json link; $OLDPWD/build/moe-convert . -o link", h.dir);
     arrsetlen(h.err, 0);
-    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is one of the files that are read"), "%s", h.err);
+    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is one of the files that are read"), "%s",
+          h.err);
     snprintf(cmd, sizeof cmd,
              "cd %s; touch real.gguf; ln -sf real.gguf link; $OLDPWD/build/moe-convert . -o link && "
              "[ -L link ] && cmp real.gguf out.gguf",
