@@ -49,7 +49,7 @@ LIBS   := $(shell pkg-config --libs jansson libpcre2-8 libutf8proc) -lm
 CFLAGS ?= -O2 -g
 FLAGS   = -std=gnu11 $(CFLAGS) $(WARN) $(shell pkg-config --cflags jansson libpcre2-8 libutf8proc)
 SAN    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-TESTS  := tests/test_moe.c $(wildcard tests/*.h)
+TESTS  := tests/test_moe.c $(wildcard tests/*.h) convert/quantize.h
 
 # CUDA where nvcc is: chips of Blackwell workstations (from 12.9 on), of Hopper, and code that drivers compile for others: for newer
 # ones with launches that overlap (compute_90: without its wait they must not), for older ones without.

@@ -1,4 +1,6 @@
-/* The number formats of gguf_nvfp4.h against libggml's tables and vectors (tests/golden/nvfp4). */
+/* The number formats of gguf_nvfp4.h against libggml's tables and vectors (tests/golden/nvfp4), and the quantiser of the
+ * converter. */
+#include "../convert/quantize.h"
 
 /* Calls fn for every line of a golden file that is not a comment. */
 static void golden_lines(const char *file, void (*fn)(char *line)) {
@@ -167,6 +169,229 @@ static void check_repack(const struct golden_case *c) {
 
 static void test_nvfp4_repack(void) { golden_cases(check_repack); }
 
-#define TESTS_NVFP4                                                                                      \
-    {"nvfp4/e2m1", test_nvfp4_e2m1}, {"nvfp4/e4m3", test_nvfp4_e4m3}, {"nvfp4/ue4m3", test_nvfp4_ue4m3}, \
-        {"nvfp4/quantize_ref", test_nvfp4_quantize}, {"nvfp4/repack", test_nvfp4_repack},
+/* A sub-block of 16 weights: where its largest code is 6, its scale is what amax gives; one of zeros gets 1.0. */
+static void check_amax_block(const struct golden_case *c, size_t at, const struct block_nvfp4 *got) {
+    const struct block_nvfp4 *want = (const struct block_nvfp4 *)c->gguf + at / 64;
+    size_t s = at / 16 % 4;
+    bool zeros = true, six = false;
+    for (size_t i = 0; i < 16; i++) {
+        uint8_t code = want->qs[8 * s + i % 8] >> i / 8 * 4 & 7;
+        zeros &= c->dequant[at + i] == 0.0f, six |= code == 7;
+    }
+    if (zeros || !six) {
+        CHECK(!zeros || got->d[s] == 0x38, "%s: weight %zu: zeros have the scale %02x", c->name, at, got->d[s]);
+        return;
+    }
+    CHECK(got->d[s] == want->d[s], "%s: weight %zu: scale %02x, not %02x", c->name, at, got->d[s], want->d[s]);
+    for (size_t i = 0; i < 16; i++) {
+        uint8_t a = got->qs[8 * s + i % 8] >> i / 8 * 4 & 15, b = want->qs[8 * s + i % 8] >> i / 8 * 4 & 15;
+        CHECK(a == (b == 8 ? 0 : b), "%s: weight %zu: code %u, not %u", c->name, at + i, a, b);
+    }
+}
+
+/* What ModelOpt's amax rule makes of a dequantised matrix is that matrix again. */
+static void check_amax(const struct golden_case *c) {
+    size_t n = (size_t)c->rows * c->cols;
+    float amax = 0;
+    if (c->scale2 < 0x1p-117f) return; /* the products have lost bits */
+    struct block_nvfp4 *out = xmalloc(n / 64 * sizeof *out);
+    struct nvfp4_rule r = {.scale2 = c->scale2, .n_in = c->cols};
+    quantize_nvfp4_scalar(c->dequant, n, &r, out);
+    for (size_t at = 0; at < n; at += 16) check_amax_block(c, at, &out[at / 64]);
+    for (size_t i = 0; i < n; i++) amax = fmaxf(amax, fabsf(c->dequant[i]));
+    if (strstr(c->name, "realistic")) {
+        CHECK(same_bits(nvfp4_scale2(amax), c->scale2), "%s: scale %g, not %g", c->name, (double)nvfp4_scale2(amax),
+              (double)c->scale2);
+        size_t other = 0;
+        for (size_t i = 0; i < n / 64 * sizeof *out; i++) {
+            uint8_t b = c->gguf[i]; /* the codes of -0 become those of 0 */
+            if (i % 36 >= 4) b = (uint8_t)(((b & 15) == 8 ? 0 : b & 15) | (b >> 4 == 8 ? 0 : b & 0xf0));
+            other += ((uint8_t *)out)[i] != b;
+        }
+        CHECK(!other, "%s: %zu other bytes", c->name, other);
+        struct nvfp4_rule sweep = {.scale2 = c->scale2, .n_in = c->cols, .sweep = true};
+        struct quantize_sums s = quantize_nvfp4_scalar(c->dequant, n, &sweep, out);
+        CHECK(s.error < 1e-12 * s.power, "%s: a search loses what fits: %g", c->name, s.error / s.power);
+    }
+    free(out);
+}
+
+static void test_nvfp4_amax(void) {
+    struct block_nvfp4 b;
+    float x[64] = {0.0f, -0.0f, 1e-30f, -1e-30f};
+    golden_cases(check_amax);
+    /* ties go to the even code; a block of tiny weights gets the least scale, and signs of zeros are dropped */
+    static const float ties[16] = {0.25f,  0.75f,  1.25f,  1.75f,  2.5f,  3.5f,  5.0f,  6.0f,
+                                   -0.25f, -0.75f, -1.25f, -1.75f, -2.5f, -3.5f, -5.0f, -6.0f};
+    static const uint8_t codes[8] = {0x80, 0xa2, 0xa2, 0xc4, 0xc4, 0xe6, 0xe6, 0xf7};
+    memcpy(x + 16, ties, sizeof ties);
+    struct nvfp4_rule r = {.scale2 = 1.0f, .n_in = 64};
+    quantize_nvfp4_scalar(x, 64, &r, &b);
+    CHECK(b.d[1] == 0x38 && !memcmp(b.qs + 8, codes, 8), "ties");
+    CHECK(b.d[0] == 0x01 && b.qs[0] == 0 && b.qs[1] == 0 && b.qs[2] == 0 && b.qs[3] == 8, "tiny weights");
+    CHECK(b.d[2] == 0x38 && !b.qs[16], "zeros");
+    for (uint8_t c = 1; c <= 0x7e; c++) /* every scale */
+        for (int i = 0; i < 16; i++) {
+            float v = e4m3_to_f32(c) * 6, s = e4m3_to_f32(c) * (1 + (float)i / 1024);
+            CHECK(nvfp4_amax_code(v, 1.0f) == c && nvfp4_amax_code(s * 6, 1.0f) == e4m3_from_f32(s), "scale %02x", c);
+        }
+}
+
+static double normal(uint64_t *rng) { return sqrt(-2 * log(1 - rng_uniform(rng))) * cos(2 * M_PI * rng_uniform(rng)); }
+
+/* Weights of one kind. */
+static const struct quantize_kind {
+    const char *name;
+    double sigma;
+    int kind;     /* 0 Gaussian, 1 Student's t of 5 degrees of freedom, 2 Laplace */
+    double least; /* part of the squared error that the search has to save */
+} quantize_kinds[] = {
+    {"gauss .02", .02, 0, .25}, {"gauss .004", .004, 0, .25}, {"student-t5", .02, 1, .18}, {"laplace", .02, 2, .18}};
+
+static float quantize_weight(const struct quantize_kind *k, uint64_t *rng) {
+    double v = normal(rng), chi = 0;
+    for (int i = 0; i < 5 && k->kind == 1; i++) {
+        double z = normal(rng);
+        chi += z * z;
+    }
+    if (k->kind == 1) v /= sqrt(chi / 5);
+    if (k->kind == 2) v = -log(1 - rng_uniform(rng)) * (v < 0 ? -1 : 1);
+    return (float)(k->sigma * v);
+}
+
+static float largest(const float *x, size_t n) {
+    float amax = 0;
+    for (size_t i = 0; i < n; i++) amax = fmaxf(amax, fabsf(x[i]));
+    return amax;
+}
+
+/* The squared error of blocks against what they stand for, with the weights of the columns, and its part of the power. */
+static double quantize_error(const float *x, size_t n, const struct nvfp4_rule *r, const struct block_nvfp4 *b,
+                             const float *weight) {
+    double error = 0, power = 0;
+    for (size_t i = 0; i < n; i++) {
+        float v[64];
+        if (i % 64 == 0) nvfp4_decode_block(&b[i / 64], v);
+        double e = (double)x[i] - (double)(v[i % 64] * r->scale2), w = weight ? (double)weight[i % r->n_in] : 1;
+        error += w * e * e, power += w * x[i] * x[i];
+    }
+    return error / power;
+}
+
+/* How much the search of scales saves, on 2^19 weights of every kind. */
+static void test_nvfp4_search(void) {
+    enum { N = 1 << 19, COLS = 512 };
+    float *x = xmalloc(N * sizeof *x), weight[COLS];
+    struct block_nvfp4 *b = xmalloc(N / 64 * sizeof *b);
+    char table[1024] = "\n  weights       amax dB   sweep dB   saved   weighted\n";
+    bool ok = true;
+    for (size_t k = 0; k < sizeof quantize_kinds / sizeof *quantize_kinds; k++) {
+        const struct quantize_kind *kind = &quantize_kinds[k];
+        uint64_t rng = 7;
+        for (size_t i = 0; i < N; i++) x[i] = quantize_weight(kind, &rng);
+        for (size_t c = 0; c < COLS; c++) weight[c] = (float)exp(1.5 * normal(&rng));
+        struct nvfp4_rule r[3] = {
+            {.n_in = COLS}, {.n_in = COLS, .sweep = true}, {.n_in = COLS, .sweep = true, .weight = weight}};
+        double error[3], weighted[3];
+        for (int m = 0; m < 3; m++) {
+            r[m].scale2 = nvfp4_scale2(largest(x, N));
+            struct quantize_sums s = nvfp4_fastest()(x, N, &r[m], b);
+            error[m] = quantize_error(x, N, &r[m], b, NULL);
+            weighted[m] = quantize_error(x, N, &r[m], b, weight);
+            CHECK(fabs(s.error / s.power / error[m] - 1) < 1e-4, "%s: %g is reported, not %g", kind->name,
+                  s.error / s.power, error[m]);
+        }
+        double saved = 1 - error[1] / error[0], less = 1 - weighted[2] / weighted[1];
+        ok &= saved >= kind->least && less > 0.05 && error[2] > error[1];
+        size_t at = strlen(table);
+        snprintf(table + at, sizeof table - at, "  %-12s %8.2f %10.2f %6.1f %% %7.1f %%\n", kind->name,
+                 -10 * log10(error[0]), -10 * log10(error[1]), 100 * saved, 100 * less);
+    }
+    CHECK(ok, "%s", table);
+    free(x);
+    free(b);
+}
+
+/* Inputs of n weights on which lanes could differ from the scalar loop; returns what they are called. */
+static const char *lanes_input(int which, float *x, size_t n, uint64_t *rng) {
+    static const char *const names[] = {"random", "any exponent", "subnormal", "huge",     "zeros",
+                                        "ties",   "one large",    "tiny",      "negatives"};
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)(rng_next(rng) >> 32);
+        float v = (float)normal(rng), u = (float)rng_uniform(rng);
+        switch (which) {
+        case 0: x[i] = 0.02f * v; break;
+        case 1: x[i] = f32_from_bits((bits & 0x7f800000) == 0x7f800000 ? bits & 0x80ffffff : bits); break;
+        case 2: x[i] = f32_from_bits(bits & 0x807fffff); break;
+        case 3: x[i] = (bits & 1 ? -1.0f : 1.0f) * FLT_MAX * u; break;
+        case 4: x[i] = bits & 1 ? 0.0f : -0.0f; break;
+        case 5: x[i] = (float)(int)(bits % 49 - 24) / 4; break;
+        case 6: x[i] = i == n / 3 ? 1000.0f : 1e-3f * v; break;
+        case 7: x[i] = 1e-38f * v; break;
+        default: x[i] = -fabsf(v); break;
+        }
+    }
+    if (which == 3) x[n / 2] = FLT_MAX;
+    return names[which];
+}
+
+/* Every version gives the blocks and the sums of the scalar one, also where lanes are left over. */
+static void test_nvfp4_lanes(void) {
+#if defined(__x86_64__)
+    enum { N = 64 * 61 };
+    nvfp4_quantizer *const fast[] = {quantize_nvfp4_lanes8, quantize_nvfp4_lanes16};
+    const bool have[] = {__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"),
+                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                             __builtin_cpu_supports("avx512dq")};
+    struct block_nvfp4 want[N / 64], got[N / 64];
+    float x[N], weight[N];
+    uint64_t rng = 11;
+    if (!have[0]) SKIP("no AVX2");
+    for (int which = 0; which < 9; which++)
+        for (int mode = 0; mode < 8; mode++) {
+            const char *name = lanes_input(which, x, N, &rng);
+            size_t n = 64 * (size_t)(mode < 3 ? 61 : mode * 3 - 8);
+            for (size_t i = 0; i < n; i++) weight[i] = (float)(mode & 4 ? rng_uniform(&rng) : i % 3);
+            struct nvfp4_rule r = {nvfp4_scale2(largest(x, n)), mode > 0, mode & 4 ? 64 : n, mode & 2 ? weight : NULL};
+            struct quantize_sums a = quantize_nvfp4_scalar(x, n, &r, want);
+            CHECK(isfinite(a.error) && isfinite(a.power), "%s: the sums are %g and %g", name, a.error, a.power);
+            for (int k = 0; k < 2 && have[k]; k++) {
+                struct quantize_sums b = fast[k](x, n, &r, got);
+                CHECK(!memcmp(want, got, n / 64 * sizeof *got), "%s, mode %d, %d lanes: other blocks", name, mode,
+                      8 << k);
+                CHECK(a.error == b.error && a.power == b.power, "%s, mode %d, %d lanes: %g %g, not %g %g", name, mode,
+                      8 << k, b.error, b.power, a.error, a.power);
+            }
+        }
+#else
+    SKIP("no lanes here");
+#endif
+}
+
+/* As ggml: the scale is amax / 127 rounded to F16, codes are those of the scale before rounding, half away from zero. */
+static void test_nvfp4_q8_0(void) {
+    struct block_q8_0 b[2];
+    float x[64] = {127.0f, -0.5f, 0.5f, 1.5f, -2.5f, 126.49f, -127.0f}, v[64];
+    uint64_t rng = 3;
+    for (int i = 32; i < 64; i++) x[i] = 0.02f * (float)normal(&rng);
+    struct quantize_sums s = quantize_q8_0(x, 64, b);
+    static const int8_t codes[8] = {127, -1, 1, 2, -3, 126, -127, 0};
+    CHECK(b[0].d[0] == 0 && b[0].d[1] == 0x3c && !memcmp(b[0].qs, codes, 8), "codes");
+    gguf_dequantize_row(GGUF_Q8_0, b, v, 64);
+    double error = 0, power = 0, second = 0;
+    for (int i = 0; i < 64; i++) {
+        double e = (double)x[i] - (double)v[i];
+        error += e * e, power += (double)x[i] * (double)x[i], second += i < 32 ? 0 : e * e / (4e-4 * 32);
+    }
+    CHECK(fabs(s.error / error - 1) < 1e-5 && fabs(s.power / power - 1) < 1e-5, "%g %g", s.error, s.power);
+    CHECK(second < 1e-4, "relative error %g", second);
+    memset(x, 0, sizeof x);
+    quantize_q8_0(x, 64, b);
+    for (size_t i = 0; i < sizeof b; i++) CHECK(!((uint8_t *)b)[i], "zeros: byte %zu", i);
+}
+
+#define TESTS_NVFP4                                                                                              \
+    {"nvfp4/e2m1", test_nvfp4_e2m1}, {"nvfp4/e4m3", test_nvfp4_e4m3}, {"nvfp4/ue4m3", test_nvfp4_ue4m3},         \
+        {"nvfp4/quantize_ref", test_nvfp4_quantize}, {"nvfp4/repack", test_nvfp4_repack},                        \
+        {"nvfp4/amax", test_nvfp4_amax}, {"nvfp4/lanes", test_nvfp4_lanes}, {"nvfp4/search", test_nvfp4_search}, \
+        {"nvfp4/q8_0", test_nvfp4_q8_0},

@@ -1,0 +1,258 @@
+/* Quantisation of plain weights: NVFP4 with a scale for each block of 16 and one for the matrix, and Q8_0.
+ *
+ *   quantize_nvfp4   the fastest version that this processor has; all give the same bits
+ *   *_scalar         one block after the other: what the others are measured against
+ *   *_lanes8, 16     8 or 16 blocks side by side, one in each lane (AVX2, AVX-512)
+ *   quantize_q8_0    as ggml's quantize_row_q8_0_ref
+ *
+ * So that lanes and loops agree, every sum runs in the order of the weights and every multiplication that is added to
+ * something is an explicit fused one. */
+#ifndef CONVERT_QUANTIZE_H
+#define CONVERT_QUANTIZE_H
+
+#include <float.h>
+
+#include "../gguf_nvfp4.h"
+
+enum {
+    BLOCK = 16,      /* weights under one E4M3 scale */
+    SWEEP_BELOW = 3, /* E4M3 codes below the one of amax that are tried, */
+    SWEEP_ABOVE = 5, /* and above it */
+    E4M3_ONE = 0x38,
+    E4M3_LEAST = 1,  /* 2^-9 */
+    E4M3_MOST = 0x7e /* 448 */
+};
+
+/* How one matrix is quantised. */
+struct nvfp4_rule {
+    float scale2;        /* of the matrix, see nvfp4_scale2 */
+    bool sweep;          /* try neighbours of the scale that amax gives; else that one */
+    size_t n_in;         /* columns, a multiple of 64 */
+    const float *weight; /* [n_in] what a squared error counts in each column; NULL: 1 */
+};
+
+/* Over all weights: the sums of their squared errors and of their squares, both in units of scale2 squared. */
+struct quantize_sums {
+    double error, power;
+};
+
+/* The scale of a matrix with the largest magnitude amax: its block gets the scale 448 and the code 6. Where that is so
+ * small that a block's scale would be subnormal, the least that is not. */
+static inline float nvfp4_scale2(float amax) {
+    float s = amax / (6.0f * 448.0f);
+    return s > 0x1p-117f ? s : 0x1p-117f;
+}
+
+/* E4M3 of amax / 6 / scale2, at least the smallest; 1.0 for a block of zeros. */
+static inline uint8_t nvfp4_amax_code(float amax, float scale2) {
+    float s = amax / (6.0f * scale2);
+    if (s == 0.0f) return E4M3_ONE;
+    return e4m3_from_f32(s < 0x1p-9f ? 0x1p-9f : s);
+}
+
+/* The nearest E2M1 magnitude to y >= 0, the even code of two. Adding 2^22 times the power of two below y leaves just
+ * its first two bits, and below 1 the multiples of a half. */
+static inline float e2m1_round(float y) {
+    uint32_t exponent = f32_to_bits(y) & 0x7f800000;
+    float big = f32_from_bits((exponent > 0x3f800000 ? exponent : 0x3f800000) + (22u << 23));
+    float q = (y + big) - big;
+    return q < 6.0f ? q : 6.0f;
+}
+
+/* Code of one of the eight magnitudes. */
+static inline uint32_t e2m1_code(float q) { return q < 1.0f ? (uint32_t)(2 * q) : (f32_to_bits(q) >> 22) - 252; }
+
+/* The weighted squared error of a block under an E4M3 scale, in units of scale2 squared. */
+static inline float nvfp4_block_error(const float *x, const float *weight, float d, float scale2) {
+    float sum = 0.0f, step = d * scale2;
+    for (int i = 0; i < BLOCK; i++) {
+        float y = fabsf(x[i]) / step, e = y - e2m1_round(y);
+        sum = fmaf(weight ? e * weight[i] : e, e, sum);
+    }
+    return sum * (d * d);
+}
+
+/* x[16] to 8 bytes of codes (see block_nvfp4); returns the scale. weight: as in the rule, of these columns. */
+static inline uint8_t nvfp4_quantize_block(const float *x, const struct nvfp4_rule *r, const float *weight, uint8_t *qs,
+                                           struct quantize_sums *s) {
+    float amax = 0.0f, error = 0.0f, power = 0.0f;
+    for (int i = 0; i < BLOCK; i++) amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+    int first = nvfp4_amax_code(amax, r->scale2), code = first;
+    float best = r->sweep ? nvfp4_block_error(x, weight, e4m3_to_f32((uint8_t)code), r->scale2) : 0.0f;
+    for (int k = -SWEEP_BELOW; k <= SWEEP_ABOVE && r->sweep; k += k == -1 ? 2 : 1) {
+        int c = first + k < E4M3_LEAST ? E4M3_LEAST : first + k > E4M3_MOST ? E4M3_MOST : first + k;
+        float e = nvfp4_block_error(x, weight, e4m3_to_f32((uint8_t)c), r->scale2);
+        if (e < best) best = e, code = c;
+    }
+    float d = e4m3_to_f32((uint8_t)code), step = d * r->scale2;
+    memset(qs, 0, BLOCK / 2);
+    for (int i = 0; i < BLOCK; i++) {
+        float y = fabsf(x[i]) / step, q = e2m1_round(y), e = y - q;
+        error = fmaf(e, e, error);
+        power = fmaf(y, y, power);
+        qs[i % 8] |= (uint8_t)((e2m1_code(q) | (x[i] < 0.0f ? 8 : 0)) << (i < 8 ? 0 : 4));
+    }
+    s->error += (double)(error * (d * d));
+    s->power += (double)(power * (d * d));
+    return (uint8_t)code;
+}
+
+/* x[n] to out[n/64], rows of rule->n_in; the weights are finite. */
+typedef struct quantize_sums nvfp4_quantizer(const float *x, size_t n, const struct nvfp4_rule *r,
+                                             struct block_nvfp4 *out);
+
+static inline struct quantize_sums quantize_nvfp4_scalar(const float *x, size_t n, const struct nvfp4_rule *r,
+                                                         struct block_nvfp4 *out) {
+    struct quantize_sums s = {0, 0};
+    for (size_t b = 0; b < n / BLOCK; b++) {
+        const float *weight = r->weight ? r->weight + b * BLOCK % r->n_in : NULL;
+        struct block_nvfp4 *o = &out[b / 4];
+        o->d[b % 4] = nvfp4_quantize_block(x + BLOCK * b, r, weight, o->qs + b % 4 * 8, &s);
+    }
+    return s;
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* An instruction set brings its vectors of `lanes` floats (vf) and integers (vi), min, max and fma. */
+#define QUANTIZE_FUNCTIONS(isa, TARGET, lanes)                                                                         \
+    /* E4M3, codes 1 to 0x7e */                                                                                        \
+    TARGET QUANTIZE_INLINE isa##_vf isa##_e4m3(isa##_vi code) {                                                        \
+        isa##_vf normal = (isa##_vf)((code << 20) + (120 << 23));                                                      \
+        isa##_vf small = (isa##_vf)((code << 20) + (121 << 23)) - 0x1p-6f;                                             \
+        isa##_vi is_small = (isa##_vi)(code < 8);                                                                      \
+        return (isa##_vf)(((isa##_vi)small & is_small) | ((isa##_vi)normal & ~is_small));                              \
+    }                                                                                                                  \
+    /* See e2m1_round. */                                                                                              \
+    TARGET QUANTIZE_INLINE isa##_vf isa##_round(isa##_vf y) {                                                          \
+        isa##_vi exponent = (isa##_vi)y & 0x7f800000;                                                                  \
+        isa##_vf big = (isa##_vf)(isa##_max(exponent, (isa##_vi){0} + 0x3f800000) + (22 << 23));                       \
+        return isa##_min((y + big) - big, (isa##_vf){0} + 6.0f);                                                       \
+    }                                                                                                                  \
+    /* See nvfp4_block_error; x are magnitudes. */                                                                     \
+    TARGET QUANTIZE_INLINE isa##_vf isa##_error(const isa##_vf *x, const isa##_vf *weight, isa##_vf d, float scale2) { \
+        isa##_vf sum = {0}, step = d * scale2;                                                                         \
+        for (int i = 0; i < BLOCK; i++) {                                                                              \
+            isa##_vf y = x[i] / step, e = y - isa##_round(y);                                                          \
+            sum = isa##_fma(weight ? e * weight[i] : e, e, sum);                                                       \
+        }                                                                                                              \
+        return sum * (d * d);                                                                                          \
+    }                                                                                                                  \
+    TARGET QUANTIZE_INLINE isa##_vi isa##_sweep(const isa##_vf *x, const isa##_vf *weight, isa##_vi first,             \
+                                                float scale2) {                                                        \
+        isa##_vi code = first;                                                                                         \
+        isa##_vf best = isa##_error(x, weight, isa##_e4m3(first), scale2);                                             \
+        for (int k = -SWEEP_BELOW; k <= SWEEP_ABOVE; k += k == -1 ? 2 : 1) {                                           \
+            isa##_vi c = isa##_max(first + k, (isa##_vi){0} + E4M3_LEAST);                                             \
+            c = (c & (isa##_vi)(c < E4M3_MOST)) | (E4M3_MOST & (isa##_vi)(c >= E4M3_MOST));                            \
+            isa##_vf e = isa##_error(x, weight, isa##_e4m3(c), scale2);                                                \
+            isa##_vi better = (isa##_vi)(e < best);                                                                    \
+            code = (c & better) | (code & ~better);                                                                    \
+            best = isa##_min(e, best);                                                                                 \
+        }                                                                                                              \
+        return code;                                                                                                   \
+    }                                                                                                                  \
+    /* The codes of the 16 weights of every lane: in lo the bytes 0 to 3, in hi 4 to 7. */                             \
+    TARGET QUANTIZE_INLINE void isa##_encode(const isa##_vf *x, const isa##_vi *sign, isa##_vf d, float scale2,        \
+                                             isa##_vi *lo, isa##_vi *hi, isa##_vf *error, isa##_vf *power) {           \
+        isa##_vf step = d * scale2, err = {0}, pow = {0};                                                              \
+        isa##_vi half[2] = {{0}, {0}};                                                                                 \
+        for (int i = 0; i < BLOCK; i++) {                                                                              \
+            isa##_vf y = x[i] / step, q = isa##_round(y), e = y - q;                                                   \
+            err = isa##_fma(e, e, err), pow = isa##_fma(y, y, pow);                                                    \
+            isa##_vi least = (isa##_vi)(q < 1.0f);                                                                     \
+            isa##_vi code = ((isa##_vi)(q == 0.5f) & 1) | ((((isa##_vi)q >> 22) - 252) & ~least);                      \
+            half[i / 4 % 2] |= (code | (sign[i] & 8)) << (i % 4 * 8 + i / 8 * 4);                                      \
+        }                                                                                                              \
+        *lo = half[0], *hi = half[1];                                                                                  \
+        *error = err * (d * d), *power = pow * (d * d);                                                                \
+    }                                                                                                                  \
+    TARGET static inline struct quantize_sums quantize_nvfp4_##isa(                                                    \
+        const float *x, size_t n, const struct nvfp4_rule *r, struct block_nvfp4 *out) {                               \
+        struct quantize_sums s = {0, 0};                                                                               \
+        isa##_vf a[BLOCK], w[BLOCK], error, power; /* weight i of every lane */                                        \
+        isa##_vi sign[BLOCK], code, lo, hi;                                                                            \
+        for (size_t b0 = 0; b0 < n / BLOCK; b0 += (lanes)) {                                                           \
+            size_t some = n / BLOCK - b0 < (lanes) ? n / BLOCK - b0 : (lanes);                                         \
+            for (size_t k = 0; k < (lanes); k++) { /* lanes behind the end repeat the last block */                    \
+                size_t at = BLOCK * (b0 + (k < some ? k : some - 1));                                                  \
+                float amax = 0.0f;                                                                                     \
+                for (int i = 0; i < BLOCK; i++) {                                                                      \
+                    float v = x[at + (size_t)i], m = fabsf(v);                                                         \
+                    a[i][k] = m, sign[i][k] = -(v < 0.0f);                                                             \
+                    amax = m > amax ? m : amax;                                                                        \
+                }                                                                                                      \
+                for (int i = 0; i < BLOCK && r->weight; i++) w[i][k] = r->weight[at % r->n_in + (size_t)i];            \
+                code[k] = nvfp4_amax_code(amax, r->scale2);                                                            \
+            }                                                                                                          \
+            if (r->sweep && r->weight) code = isa##_sweep(a, w, code, r->scale2);                                      \
+            else if (r->sweep) code = isa##_sweep(a, NULL, code, r->scale2);                                           \
+            isa##_encode(a, sign, isa##_e4m3(code), r->scale2, &lo, &hi, &error, &power);                              \
+            for (size_t k = 0; k < some; k++) {                                                                        \
+                struct block_nvfp4 *o = &out[(b0 + k) / 4];                                                            \
+                uint8_t *qs = o->qs + (b0 + k) % 4 * 8;                                                                \
+                int32_t half[2] = {lo[k], hi[k]};                                                                      \
+                o->d[(b0 + k) % 4] = (uint8_t)code[k];                                                                 \
+                memcpy(qs, half, 8);                                                                                   \
+                s.error += (double)error[k], s.power += (double)power[k];                                              \
+            }                                                                                                          \
+        }                                                                                                              \
+        return s;                                                                                                      \
+    }
+
+#define QUANTIZE_INLINE static inline __attribute__((always_inline))
+#define QUANTIZE_AVX2   __attribute__((target("avx2,fma")))
+typedef float lanes8_vf __attribute__((vector_size(32)));
+typedef int32_t lanes8_vi __attribute__((vector_size(32)));
+QUANTIZE_AVX2 static inline lanes8_vf lanes8_min(lanes8_vf a, lanes8_vf b) { return _mm256_min_ps(a, b); }
+QUANTIZE_AVX2 static inline lanes8_vi lanes8_max(lanes8_vi a, lanes8_vi b) {
+    return (lanes8_vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+}
+QUANTIZE_AVX2 static inline lanes8_vf lanes8_fma(lanes8_vf a, lanes8_vf b, lanes8_vf c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+QUANTIZE_FUNCTIONS(lanes8, QUANTIZE_AVX2, 8)
+
+#define QUANTIZE_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
+typedef float lanes16_vf __attribute__((vector_size(64)));
+typedef int32_t lanes16_vi __attribute__((vector_size(64)));
+QUANTIZE_AVX512 static inline lanes16_vf lanes16_min(lanes16_vf a, lanes16_vf b) { return _mm512_min_ps(a, b); }
+QUANTIZE_AVX512 static inline lanes16_vi lanes16_max(lanes16_vi a, lanes16_vi b) {
+    return (lanes16_vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+}
+QUANTIZE_AVX512 static inline lanes16_vf lanes16_fma(lanes16_vf a, lanes16_vf b, lanes16_vf c) {
+    return _mm512_fmadd_ps(a, b, c);
+}
+QUANTIZE_FUNCTIONS(lanes16, QUANTIZE_AVX512, 16)
+#endif
+
+static inline nvfp4_quantizer *nvfp4_fastest(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return quantize_nvfp4_lanes16;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return quantize_nvfp4_lanes8;
+#endif
+    return quantize_nvfp4_scalar;
+}
+
+/* x[n] to out[n/32]: 127 for the largest magnitude of a block. The sums are of the errors and squares themselves. */
+static inline struct quantize_sums quantize_q8_0(const float *x, size_t n, struct block_q8_0 *out) {
+    struct quantize_sums s = {0, 0};
+    for (size_t b = 0; b < n / 32; b++, x += 32, out++) {
+        float amax = 0.0f, error = 0.0f, power = 0.0f;
+        for (int i = 0; i < 32; i++) amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+        float d = amax / 127.0f, inverse = d > 0.0f ? 1.0f / d : 0.0f;
+        uint16_t h = f16_from_f32(d);
+        out->d[0] = (uint8_t)h, out->d[1] = (uint8_t)(h >> 8);
+        for (int i = 0; i < 32; i++) {
+            out->qs[i] = (int8_t)roundf(x[i] * inverse);
+            float e = x[i] - (float)out->qs[i] * f16_to_f32(h);
+            error += e * e, power += x[i] * x[i];
+        }
+        s.error += (double)error, s.power += (double)power;
+    }
+    return s;
+}
+
+#endif
