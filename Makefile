@@ -89,8 +89,8 @@ moe: moe.c gguf_nvfp4.h Makefile
 	$(CC) $(FLAGS) -fopenmp moe.c -o $@ $(LIBS)
 endif
 
-build/moe-convert: convert/moe-convert.c convert/common.h gguf_nvfp4.h Makefile | build
-	$(CC) $(FLAGS) convert/moe-convert.c -o $@ $(LIBS)
+build/moe-convert: convert/moe-convert.c convert/common.h convert/quantize.h gguf_nvfp4.h Makefile | build
+	$(CC) $(FLAGS) -fopenmp convert/moe-convert.c -o $@ $(LIBS)
 
 build/demo.gguf: build/moe-convert $(wildcard convert/demo/*)
 	build/moe-convert convert/demo -o $@ --name moe-demo
@@ -163,7 +163,7 @@ measure:
 asan: build/demo.gguf | build/asan
 	ln -sfn ../../prompts build/asan/prompts
 	$(CC) $(FLAGS) $(SAN) -fopenmp moe.c -o build/asan/moe $(LIBS)
-	$(CC) $(FLAGS) $(SAN) convert/moe-convert.c -o build/asan/moe-convert $(LIBS)
+	$(CC) $(FLAGS) $(SAN) -fopenmp convert/moe-convert.c -o build/asan/moe-convert $(LIBS)
 	$(CC) $(FLAGS) $(SAN) -fopenmp -DMOE_BIN='"build/asan/moe"' -DCONVERT_BIN='"build/asan/moe-convert"' -DSANITIZED=1 \
 	    tests/test_moe.c -o build/asan/test_moe $(LIBS)
 	build/asan/test_moe

@@ -2,6 +2,7 @@
  *
  * Contents, bottom up:
  *   weights                what a linear layer is stored as (NVFP4, FP8, plain) and its sidecar scales
+ *   types                  what --quantize, --backbone and --keep make of a matrix
  *   plan                   the list of output tensors: name, type, shape, pieces of the source
  *   model                  config.json to sizes; the rules from Hugging Face names to GGUF names
  *   vocabulary             tokenizer.json or tiktoken.model to tokens, types and merges
@@ -16,7 +17,12 @@
 #define PROGRAM "moe-convert"
 #include "common.h"
 
-enum { MAX_VOCAB = 4 << 20 };
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
+#include "quantize.h"
+
+enum { MAX_VOCAB = 4 << 20, PARALLEL = 1 << 17 /* weights from which threads are worth waking */ };
 
 /* ============================================================================================================
  * Weights
@@ -197,6 +203,59 @@ static struct tensor *resolve_vector(const char *name) {
 }
 
 /* ============================================================================================================
+ * Types
+ *
+ * Without options a matrix keeps the type of its source. --quantize is for the experts (and dense feed-forwards), whose
+ * bytes are most of a model, --backbone for all other matrices. What is NVFP4 already is never touched.
+ * ============================================================================================================ */
+
+enum { AS_STORED = GGUF_TYPE_COUNT };
+
+static struct {
+    uint32_t experts, backbone; /* enum gguf_type, or AS_STORED */
+    bool dense;                 /* feed-forwards of dense layers count as experts */
+    bool amax;                  /* no search of scales */
+    pcre2_code *keep;           /* tensors that stay as they are stored; NULL: none */
+} types = {.experts = AS_STORED, .backbone = AS_STORED};
+
+enum stacking { SINGLE, DENSE_FFN, EXPERTS, HEADS };
+
+static void keep_compile(const char *regex) {
+    int code;
+    size_t at;
+    PCRE2_UCHAR why[128];
+    types.keep = pcre2_compile((PCRE2_SPTR)regex, PCRE2_ZERO_TERMINATED, 0, &code, &at, NULL);
+    if (types.keep) return;
+    pcre2_get_error_message(code, why, sizeof why);
+    usage("--keep '%s': %s at character %zu", regex, (char *)why, at + 1);
+}
+
+static bool is_kept(const char *name) {
+    if (!types.keep) return false;
+    pcre2_match_data *match = pcre2_match_data_create(1, NULL);
+    if (!match) die("out of memory");
+    int rc = pcre2_match(types.keep, (PCRE2_SPTR)name, PCRE2_ZERO_TERMINATED, 0, 0, match, NULL);
+    pcre2_match_data_free(match);
+    if (rc < 0 && rc != PCRE2_ERROR_NOMATCH) die("--keep: the expression takes too many steps for '%s'", name);
+    return rc >= 0;
+}
+
+static size_t n_uneven; /* matrices that stay because of their width */
+
+/* Of the matrix `name` with rows of n_in weights, which has `stored` without any option. */
+static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t stored, enum stacking how, size_t n_in) {
+    bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
+    uint32_t type = expert ? types.experts : types.backbone;
+    if (type == AS_STORED || type == stored || l->form == NVFP4 || is_kept(name)) return stored;
+    struct gguf_type_traits t = gguf_type_info(type);
+    if (n_in % t.block == 0) return type;
+    if (!n_uneven++)
+        note("%s: rows of %zu weights are no blocks of %u: it stays %s", name, n_in, t.block,
+             gguf_type_info(stored).name);
+    return stored;
+}
+
+/* ============================================================================================================
  * Plan
  *
  * The output tensors in file order. Each is a concatenation of pieces, row ranges of source matrices (experts of a
@@ -216,7 +275,14 @@ struct output {
     float *values;        /* stb_ds */
     bool transpose;       /* every piece [rows][cols] is written as [cols][rows] */
     const char *how;      /* remark for the listing */
+
+    /* of matrices that are quantised here */
+    float *scale2;             /* NVFP4: the values of NAME.scale, known once a piece has been read; else NULL */
+    struct quantize_sums sums; /* of what has been written */
 };
+
+/* Whether its weights get a new, coarser grid; the rounding to BF16 does not count. */
+static bool is_quantised(const struct output *o) { return o->scale2 || o->type == GGUF_Q8_0; }
 
 static struct output *plan; /* stb_ds */
 
@@ -261,26 +327,34 @@ static void plan_scales(const char *base, const struct piece *p, bool per_piece,
     plan_values(fmt("%s.input_scale", base), input);
 }
 
-enum stacking { SINGLE, EXPERTS, HEADS };
-
 /* base.weight and its scales from pieces that all have the same rows and cols; takes the array. */
 static void plan_matrix(const char *base, struct piece *p, enum stacking how, bool transpose) {
     const struct linear *l = &p[0].lin;
-    bool nvfp4 = l->form == NVFP4 && !transpose && l->cols % 64 == 0;
-    uint32_t type = nvfp4 ? GGUF_NVFP4 : l->form == PLAIN ? plain_type(l->w) : GGUF_BF16;
+    bool nvfp4 = l->form == NVFP4 && !transpose && l->cols % 64 == 0, single = how == SINGLE || how == DENSE_FFN;
+    uint32_t stored = nvfp4 ? GGUF_NVFP4 : l->form == PLAIN ? plain_type(l->w) : GGUF_BF16;
+    size_t n_in = transpose ? p->rows : l->cols, n = how == EXPERTS ? arrlenu(p) : 1;
     for (size_t i = 1; i < arrlenu(p); i++)
         if (p[i].lin.form != l->form || (l->form == PLAIN && p[i].lin.w->dtype != l->w->dtype))
             die("%s: %s %s, while '%s' is %s %s: one stacked tensor has one form", where(p[i].lin.w),
                 form_names[p[i].lin.form], shape_text(p[i].lin.w), l->w->name, form_names[l->form], shape_text(l->w));
-    struct output *o = plan_add(fmt("%s.weight", base), type, how == SINGLE ? 2 : 3, transpose ? p->rows : l->cols,
-                                transpose ? l->cols : p->rows, how == SINGLE ? 1 : arrlenu(p));
+    uint32_t type = matrix_type(fmt("%s.weight", base), l, stored, how, n_in);
+    struct output *o = plan_add(fmt("%s.weight", base), type, single ? 2 : 3, n_in, transpose ? l->cols : p->rows,
+                                single ? 1 : arrlenu(p));
     o->pieces = p;
     o->transpose = transpose;
-    o->how = nvfp4 || l->form == PLAIN ? ""
-             : l->form == NVFP4        ? "BF16 of E2M1 x E4M3, exact"
-             : l->form == FP8_TENSOR   ? "BF16 of E4M3, exact"
-                                       : "BF16 from FP8, rounded";
-    plan_scales(base, p, how == EXPERTS, l->form == NVFP4 && !transpose);
+    o->how = type != stored && type != GGUF_BF16 ? "quantised"
+             : type != stored                    ? "rounded"
+             : nvfp4 || l->form == PLAIN         ? ""
+             : l->form == NVFP4                  ? "BF16 of E2M1 x E4M3, exact"
+             : l->form == FP8_TENSOR             ? "BF16 of E4M3, exact"
+                                                 : "BF16 from FP8, rounded";
+    if (type == GGUF_NVFP4 && !nvfp4) {
+        float *scale2 = NULL;
+        arrsetlen(scale2, n);
+        memset(scale2, 0, n * sizeof *scale2);
+        o->scale2 = scale2;
+        plan_values(fmt("%s.scale", base), scale2);
+    } else plan_scales(base, p, how == EXPERTS, l->form == NVFP4 && !transpose);
 }
 
 /* ============================================================================================================
@@ -414,7 +488,7 @@ static void plan_rule(const struct rule *r, int layer) {
     }
     struct piece *p = NULL, one = {l, 0, l.rows};
     arrput(p, one);
-    plan_matrix(dst, p, SINGLE, false);
+    plan_matrix(dst, p, r->group == DENSE ? DENSE_FFN : SINGLE, false);
 }
 
 /* All rules of a group, for a layer or (layer -1) for the whole model. */
@@ -565,6 +639,7 @@ static void plan_model(void) {
     if (!m.tied) plan_group(HEAD_ROWS, -1);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
+    if (n_uneven > 1) note("%zu tensors stay because of the length of their rows", n_uneven);
     check_all_used();
 }
 
@@ -1295,7 +1370,7 @@ static uint32_t file_type(void) {
     for (size_t i = 0; i < arrlenu(plan); i++) sum[plan[i].type] += plan[i].bytes;
     for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
         if (sum[t] > sum[best]) best = t;
-    return best == GGUF_NVFP4 ? 39 : best == GGUF_BF16 ? 32 : best == GGUF_F16 ? 1 : 0;
+    return best == GGUF_NVFP4 ? 39 : best == GGUF_BF16 ? 32 : best == GGUF_Q8_0 ? 7 : best == GGUF_F16 ? 1 : 0;
 }
 
 static void put_metadata(const char *name) {
@@ -1337,32 +1412,57 @@ static uint8_t read_block_scales(const struct linear *l, size_t row, size_t n, u
     return most;
 }
 
-/* out[n][cols] = rows of the matrix without `factor`. */
-static void read_rows(const struct linear *l, size_t row, size_t n, float *dst) {
-    if (l->form == PLAIN) {
-        read_floats(l->w, row * l->cols, n * l->cols, dst);
-        return;
+/* One row of raw bytes to F32. s: its block scales (NVFP4); scale: one, or one for 128 columns (FP8); e4m3: the values of
+ * all bytes. Returns the bits of the largest magnitude; those of infinity and of NaN are larger than any other. */
+static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
+                          const float e4m3[256], float *dst) {
+    size_t step = l->form == FP8_BLOCK ? 128 : l->cols;
+    int32_t most = 0;
+    if (l->form == PLAIN) gguf_dequantize_row(plain_type(l->w), raw, dst, l->cols);
+    else if (l->form == NVFP4)
+        for (size_t c = 0; c < l->cols; c++) dst[c] = e2m1_to_f32(raw[c / 2] >> (c & 1) * 4 & 15) * e4m3[s[c / 16]];
+    else
+        for (size_t c = 0; c < l->cols; c += step, scale++)
+            for (size_t i = c; i < c + step && i < l->cols; i++) dst[i] = e4m3[raw[i]] * *scale;
+#pragma omp simd reduction(max : most)
+    for (size_t c = 0; c < l->cols; c++) {
+        int32_t u = (int32_t)(f32_to_bits(dst[c]) & 0x7fffffff);
+        most = u > most ? u : most;
     }
-    uint8_t *raw = scratch(0, n * row_bytes(l)), *s = scratch(1, l->cols);
-    float *scale = (float *)(void *)scratch(2, (l->cols / 128 + 1) * sizeof *scale);
-    tensor_read(l->w, row * row_bytes(l), raw, n * row_bytes(l));
+    return most;
+}
+
+/* Dies unless `largest`, of rows v of l from `row` on, is a number. */
+static void check_finite(const struct linear *l, size_t row, const float *v, float largest) {
+    size_t at = 0;
+    if (isfinite(largest)) return;
+    while (isfinite(v[at])) at++;
+    die("%s: row %zu, column %zu is not a finite number", where(l->w), row + at / l->cols, at % l->cols);
+}
+
+/* dst[n][cols] = rows of the matrix without `factor`. Returns the largest magnitude; only of plain rows it may be infinite
+ * or NaN. */
+static float read_rows(const struct linear *l, size_t row, size_t n, float *dst) {
+    size_t rb = row_bytes(l), tiles = ceil128(l->cols), first = row / 128;
+    size_t scales = l->form == FP8_ROW ? n : l->form == FP8_BLOCK ? ((row + n - 1) / 128 - first + 1) * tiles : 1;
+    uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * l->cols / 16 + 1);
+    float *scale = (float *)(void *)scratch(2, scales * sizeof *scale), e4m3[256];
+    int32_t most = 0;
+    for (int b = 0; b < 256; b++) e4m3[b] = e4m3_to_f32((uint8_t)b);
     scale[0] = 1.0f;
+    tensor_read(l->w, row * rb, raw, n * rb);
+    if (l->form == NVFP4) read_block_scales(l, row, n, s);
+    if (l->form == FP8_ROW) read_floats(l->scale, row, n, scale);
+    if (l->form == FP8_BLOCK) read_floats(l->scale, first * tiles, scales, scale);
+#pragma omp parallel for schedule(dynamic, 16) reduction(max : most) if (n * l->cols > PARALLEL)
     for (size_t i = 0; i < n; i++) {
-        size_t r = row + i;
-        if (l->form == NVFP4) read_block_scales(l, r, 1, s);
-        if (l->form == FP8_ROW) read_floats(l->scale, r, 1, scale);
-        if (l->form == FP8_BLOCK && (!i || r % 128 == 0))
-            read_floats(l->scale, r / 128 * ceil128(l->cols), ceil128(l->cols), scale);
-        for (size_t c = 0; c < l->cols; c++) {
-            uint8_t b = raw[i * row_bytes(l) + (l->form == NVFP4 ? c / 2 : c)];
-            if (l->form == NVFP4) dst[i * l->cols + c] = e2m1_to_f32(b >> (c & 1) * 4 & 15) * e4m3_to_f32(s[c / 16]);
-            else {
-                float v = e4m3_to_f32(b) * scale[l->form == FP8_BLOCK ? c / 128 : 0];
-                if (!isfinite(v)) die("%s: row %zu, column %zu is not a finite number", where(l->w), r, c);
-                dst[i * l->cols + c] = v;
-            }
-        }
+        size_t at = l->form == FP8_ROW ? i : l->form == FP8_BLOCK ? ((row + i) / 128 - first) * tiles : 0;
+        int32_t u = decode_row(l, raw + i * rb, s + i * l->cols / 16, scale + at, e4m3, dst + i * l->cols);
+        most = u > most ? u : most;
     }
+    float largest = f32_from_bits((uint32_t)most);
+    if (l->form != PLAIN) check_finite(l, row, dst, largest);
+    return largest;
 }
 
 /* In place: the 2-byte result never overtakes the 4-byte source. */
@@ -1373,6 +1473,56 @@ static void write_floats(uint32_t type, float *v, size_t n) {
         memcpy(p + 2 * i, &h, 2);
     }
     out_write(p, n * (type == GGUF_F32 ? 4 : 2));
+}
+
+/* The scale of a block is an F16 number. */
+static void check_q8_0(const struct linear *l, size_t row, const float *v, float largest) {
+    check_finite(l, row, v, largest);
+    if (largest / 127.0f >= 65520.0f) die("%s: weights up to %g are too large for Q8_0", where(l->w), (double)largest);
+}
+
+/* v: n rows of the output, from l; r NULL: to Q8_0. In parts whose sums do not depend on the number of threads. */
+static void write_quantised(struct output *o, const struct linear *l, const struct nvfp4_rule *r, const float *v,
+                            size_t n) {
+    enum { WEIGHTS = 1 << 14 };
+    size_t step = WEIGHTS / o->ne[0] + 1, parts = (n + step - 1) / step, bytes = gguf_row_bytes(o->type, o->ne[0]);
+    nvfp4_quantizer *quantise = nvfp4_fastest();
+    uint8_t *to = scratch(0, n * bytes);
+    struct quantize_sums *sums = (struct quantize_sums *)(void *)scratch(1, parts * sizeof *sums);
+#pragma omp parallel for schedule(dynamic) if (n * o->ne[0] > PARALLEL)
+    for (size_t i = 0; i < parts; i++) {
+        size_t row = i * step, rows = n - row < step ? n - row : step;
+        const float *from = v + row * o->ne[0];
+        void *out = to + row * bytes;
+        sums[i] = r ? quantise(from, rows * o->ne[0], r, out) : quantize_q8_0(from, rows * o->ne[0], out);
+    }
+    double unit = (double)l->factor * (r ? (double)r->scale2 : 1);
+    for (size_t i = 0; i < parts; i++) {
+        o->sums.error += unit * unit * sums[i].error;
+        o->sums.power += unit * unit * sums[i].power;
+    }
+    out_write(to, n * bytes);
+}
+
+/* A matrix to NVFP4: once for its scale and once for the blocks, unless one chunk of `step` rows holds it. */
+static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
+    const struct piece *p = &o->pieces[index];
+    const struct linear *l = &p->lin;
+    float *v = (float *)(void *)scratch(3, (step < p->rows ? step : p->rows) * l->cols * sizeof *v), amax = 0.0f;
+    for (size_t r = 0; r < p->rows; r += step) {
+        size_t n = p->rows - r < step ? p->rows - r : step;
+        float largest = read_rows(l, p->row + r, n, v);
+        check_finite(l, p->row + r, v, largest);
+        amax = fmaxf(amax, largest);
+        out_write(v, 0); /* notices signals */
+    }
+    struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, l->cols, NULL};
+    o->scale2[index % arrlenu(o->scale2)] = rule.scale2 * l->factor;
+    for (size_t r = 0; r < p->rows; r += step) {
+        size_t n = p->rows - r < step ? p->rows - r : step;
+        if (step < p->rows) read_rows(l, p->row + r, n, v);
+        write_quantised(o, l, &rule, v, n);
+    }
 }
 
 /* Rows [row, row+n) re-packed; *most collects the largest scale byte. */
@@ -1388,16 +1538,23 @@ static void write_nvfp4_rows(const struct linear *l, size_t row, size_t n, uint8
 }
 
 /* In chunks of whole rows; a transposed piece (one head) is held whole. */
-static void write_piece(const struct output *o, const struct piece *p) {
+static void write_piece(struct output *o, size_t index) {
+    const struct piece *p = &o->pieces[index];
     const struct linear *l = &p->lin;
     size_t step = CHUNK_BYTES / (l->cols * 4) + 1;
     uint8_t most = 0;
     if (o->transpose) {
         float *a = (float *)(void *)scratch(3, 2 * p->rows * l->cols * sizeof *a), *b = a + p->rows * l->cols;
-        read_rows(l, p->row, p->rows, a);
+        float largest = read_rows(l, p->row, p->rows, a);
+        if (o->type == GGUF_Q8_0) check_q8_0(l, p->row, a, largest);
         for (size_t r = 0; r < p->rows; r++)
             for (size_t c = 0; c < l->cols; c++) b[c * p->rows + r] = a[r * l->cols + c];
-        write_floats(o->type, b, p->rows * l->cols);
+        if (o->type == GGUF_Q8_0) write_quantised(o, l, NULL, b, l->cols);
+        else write_floats(o->type, b, p->rows * l->cols);
+        return;
+    }
+    if (o->scale2) {
+        write_as_nvfp4(o, index, step);
         return;
     }
     for (size_t r = 0; r < p->rows; r += step) {
@@ -1409,8 +1566,9 @@ static void write_piece(const struct output *o, const struct piece *p) {
             out_write(raw, n * row_bytes(l));
         } else {
             float *v = (float *)(void *)scratch(3, n * l->cols * sizeof *v);
-            read_rows(l, p->row + r, n, v);
-            write_floats(o->type, v, n * l->cols);
+            float largest = read_rows(l, p->row + r, n, v);
+            if (o->type == GGUF_Q8_0) check_q8_0(l, p->row + r, v, largest), write_quantised(o, l, NULL, v, n);
+            else write_floats(o->type, v, n * l->cols);
         }
     }
     float largest = 6.0f * e4m3_to_f32(most) * l->factor;
@@ -1418,11 +1576,11 @@ static void write_piece(const struct output *o, const struct piece *p) {
         note("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
 }
 
-static void write_output(const struct output *o) {
+static void write_output(struct output *o) {
     static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
     size_t from = dest.done;
     if (o->values) out_write(o->values, arrlenu(o->values) * sizeof *o->values);
-    for (size_t i = 0; i < arrlenu(o->pieces); i++) write_piece(o, &o->pieces[i]);
+    for (size_t i = 0; i < arrlenu(o->pieces); i++) write_piece(o, i);
     if (dest.done - from != o->bytes)
         die("internal error: %s: %zu bytes written, %zu planned", o->name, dest.done - from, o->bytes);
     out_write(zeros, gguf_pad(o->bytes) - o->bytes);
@@ -1469,57 +1627,130 @@ static void list_plan(size_t header_bytes) {
            arrlenu(plan), data, header_bytes + writer.data_bytes, n_skipped);
 }
 
+static const char *error_text(struct quantize_sums s) {
+    return s.error > 0 ? fmt("%7.3f %% %6.2f dB", 100 * sqrt(s.error / s.power), 10 * log10(s.power / s.error))
+                       : "  exact";
+}
+
+/* name, type, weights, error relative to the root mean square of the weights, signal to noise; then totals */
+static void report_errors(void) {
+    enum { LEAST_DB = 18 };
+    for (uint32_t type = GGUF_Q8_0; type <= GGUF_NVFP4; type += GGUF_NVFP4 - GGUF_Q8_0) {
+        struct quantize_sums sum = {0, 0};
+        size_t count = 0, weights = 0;
+        for (size_t i = 0; i < arrlenu(plan); i++) {
+            const struct output *o = &plan[i];
+            size_t n = o->ne[0] * o->ne[1] * o->ne[2];
+            if (!is_quantised(o) || o->type != type) continue;
+            const char *name = gguf_type_info(type).name;
+            printf("%-36s %-6s %12zu weights  %s\n", o->name, name, n, error_text(o->sums));
+            if (o->sums.error > 0 && 10 * log10(o->sums.power / o->sums.error) < LEAST_DB)
+                note("%s: its weights do not suit %s: signal to noise is below %d dB (--keep leaves it as it is)",
+                     o->name, name, LEAST_DB);
+            count++, weights += n, sum.error += o->sums.error, sum.power += o->sums.power;
+        }
+        if (count)
+            printf("total %-6s %6zu tensors %28zu weights  %s\n", gguf_type_info(type).name, count, weights,
+                   error_text(sum));
+    }
+}
+
 static void help(void) {
-    puts("usage: moe-convert HF_DIR -o OUT.gguf [--name NAME]\n"
-         "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [--name NAME]\n\n"
+    puts("usage: moe-convert HF_DIR -o OUT.gguf [options]\n"
+         "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n\n"
          "Converts a Hugging Face directory (safetensors, config.json, tokenizer.json or tiktoken.model) to "
          "GGUF.\n"
          "Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
          "Weights: NVFP4 (ModelOpt, compressed-tensors) is kept bit by bit; FP8 E4M3 becomes BF16;\n"
          "BF16, F16 and F32 stay; norms and routers become F32.\n\n"
-         "  -o FILE      the file to write\n"
-         "  --name NAME  general.name (default: the directory's name)\n"
-         "  --dry-run    list the tensors that would be written; with -o write the header of the file, without\n"
-         "               the tensors' data, for moe --plan; without it nothing\n"
-         "  --version    print the version\n"
-         "  --help       print this");
+         "  -o FILE            the file to write\n"
+         "  --name NAME        general.name (default: the directory's name)\n"
+         "  --quantize nvfp4   routed experts that are not NVFP4 become it; stdout tells the error of each tensor\n"
+         "  --dense            with --quantize: the feed-forwards of dense layers too\n"
+         "  --search HOW       with --quantize: sweep tries nine scales for every 16 weights and keeps the best;\n"
+         "                     amax takes the one of the largest weight (default: sweep)\n"
+         "  --backbone TYPE    bf16 or q8_0 for all other matrices that are not NVFP4 (default: as they are stored)\n"
+         "  --keep REGEX       tensors whose GGUF name matches stay as they are stored\n"
+         "  --dry-run          list the tensors that would be written; with -o write the header of the file,\n"
+         "                     without the tensors' data, for moe --plan; without it nothing\n"
+         "  --version          print the version\n"
+         "  --help             print this");
+}
+
+/* As given; NULL: not. */
+static struct {
+    const char *dir, *out, *name, *quantize, *search, *backbone, *keep;
+    bool dense, dry_run;
+} opt;
+
+static void parse_options(int argc, char **argv) {
+    static const struct {
+        const char *name;
+        const char **value; /* or */
+        bool *flag;
+    } table[] = {
+        {"-o", &opt.out, NULL},          {"--name", &opt.name, NULL},         {"--quantize", &opt.quantize, NULL},
+        {"--search", &opt.search, NULL}, {"--backbone", &opt.backbone, NULL}, {"--keep", &opt.keep, NULL},
+        {"--dense", NULL, &opt.dense},   {"--dry-run", NULL, &opt.dry_run}};
+    for (int i = 1; i < argc; i++) {
+        const char *a = argv[i];
+        size_t k = 0, n = COUNT(table);
+        while (k < n && strcmp(table[k].name, a)) k++;
+        if (!strcmp(a, "--help")) help(), exit(stdout_end());
+        if (!strcmp(a, "--version")) puts("moe-convert " VERSION), exit(stdout_end());
+        if (k < n && table[k].flag) *table[k].flag = true;
+        else if (k < n && i + 1 == argc) usage("%s needs a value", a);
+        else if (k < n) *table[k].value = argv[++i];
+        else if (*a == '-') usage("unknown option '%s' (see --help)", a);
+        else if (opt.dir) usage("one directory, please: '%s' and '%s'", opt.dir, a);
+        else opt.dir = a;
+    }
+}
+
+/* Dies where options contradict each other; sets what they mean. */
+static void apply_options(void) {
+    static const char choice[] = "%s '%s': expected %s";
+    if (!opt.dir) usage("a Hugging Face directory is needed (see --help)");
+    if (!opt.out && !opt.dry_run) usage("-o OUT.gguf or --dry-run is needed (see --help)");
+    if (opt.out && (!*opt.out || strlen(opt.out) >= PATH_MAX - 1))
+        usage("the name given with -o is %s", *opt.out ? "too long" : "empty");
+    if (opt.quantize && strcmp(opt.quantize, "nvfp4")) usage(choice, "--quantize", opt.quantize, "nvfp4");
+    if (opt.search && strcmp(opt.search, "sweep") && strcmp(opt.search, "amax"))
+        usage(choice, "--search", opt.search, "sweep or amax");
+    if (opt.backbone && strcmp(opt.backbone, "bf16") && strcmp(opt.backbone, "q8_0"))
+        usage(choice, "--backbone", opt.backbone, "bf16 or q8_0");
+    if (!opt.quantize && (opt.dense || opt.search))
+        usage("%s is for --quantize nvfp4, which is not given", opt.dense ? "--dense" : "--search");
+    if (!opt.quantize && !opt.backbone && opt.keep)
+        usage("--keep is for --quantize and --backbone; neither is given, so everything stays as it is stored");
+    model_dir = opt.dir;
+    if (opt.quantize) types.experts = GGUF_NVFP4;
+    if (opt.backbone) types.backbone = opt.backbone[0] == 'b' ? GGUF_BF16 : GGUF_Q8_0;
+    types.dense = opt.dense;
+    types.amax = opt.search && !strcmp(opt.search, "amax");
+    if (opt.keep) keep_compile(opt.keep);
 }
 
 int main(int argc, char **argv) {
-    const char *path = NULL, *name = NULL;
     char target[PATH_MAX];
-    bool dry_run = false;
-    for (int i = 1; i < argc; i++) {
-        const char *a = argv[i];
-        bool takes = !strcmp(a, "-o") || !strcmp(a, "--name");
-        if (takes && i + 1 == argc) usage("%s needs a value", a);
-        if (!strcmp(a, "--help")) return help(), stdout_end();
-        if (!strcmp(a, "--version")) return puts("moe-convert " VERSION), stdout_end();
-        if (!strcmp(a, "--dry-run")) dry_run = true;
-        else if (takes && a[1] == 'o') path = argv[++i];
-        else if (takes) name = argv[++i];
-        else if (*a == '-') usage("unknown option '%s' (see --help)", a);
-        else if (model_dir) usage("one directory, please: '%s' and '%s'", model_dir, a);
-        else model_dir = a;
-    }
-    if (!model_dir) usage("a Hugging Face directory is needed (see --help)");
-    if (!path && !dry_run) usage("-o OUT.gguf or --dry-run is needed (see --help)");
-    if (path && (!*path || strlen(path) >= PATH_MAX - 1))
-        usage("the name given with -o is %s", *path ? "too long" : "empty");
-    strcpy(target, path ? path : "");
+    parse_options(argc, argv);
+    apply_options();
+    strcpy(target, opt.out ? opt.out : "");
 
     read_config();
     source_open();
     plan_model();
     check_quantisation();
-    put_metadata(model_name(name));
+    put_metadata(model_name(opt.name));
     size_t header_bytes;
     uint8_t *header = gguf_header(&writer, &header_bytes);
     if (!header) die("out of memory for the header");
-    if (path) write_file(target, header, header_bytes, dry_run);
-    if (dry_run) list_plan(header_bytes); /* last: a reader that hangs up ends the program */
+    if (opt.out) write_file(target, header, header_bytes, opt.dry_run);
+    if (opt.dry_run) list_plan(header_bytes); /* last: a reader that hangs up ends the program */
+    else report_errors();
     free(header);
     gguf_writer_free(&writer);
+    pcre2_code_free(types.keep);
     json_decref(m.top.obj);
     return stdout_end();
 }

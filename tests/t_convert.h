@@ -1164,6 +1164,10 @@ static void test_convert_atomic(void) {
     arrsetlen(h.err, 0);
     int rc = run_command(cmd, NULL, &h.err);
     CHECK(rc == 1 && strstr(sb_cstr(&h.err), "File too large"), "exit %d: %s", rc, h.err);
+    snprintf(cmd, sizeof cmd, "ulimit -f 60; build/moe-convert %s -o %s/out2.gguf --quantize nvfp4", h.dir, h.dir);
+    arrsetlen(h.err, 0);
+    rc = run_command(cmd, NULL, &h.err);
+    CHECK(rc == 1 && strstr(sb_cstr(&h.err), "File too large"), "exit %d: %s", rc, h.err);
     snprintf(cmd, sizeof cmd, "build/moe-convert %s -o %s", h.dir, h.dir);
     arrsetlen(h.err, 0);
     CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a directory"), "%s", h.err);
@@ -1204,7 +1208,7 @@ static void test_convert_interrupt(void) {
     static const char *const part[] = {"gate_proj", "up_proj", "down_proj"};
     const long long width = 4 << 20, bytes = width * HF_EMBD * 2;
     struct hf h;
-    char text[320], *s = NULL, *listing = NULL;
+    char text[512], *s = NULL, *listing = NULL;
     hf_begin(&h, "interrupt");
     h.n_experts[0] = 0;
     hf_qwen3(&h);
@@ -1229,14 +1233,17 @@ static void test_convert_interrupt(void) {
     json_decref(index);
     hf_set(h.config, "{\"intermediate_size\":4194304,\"mlp_only_layers\":[0]}");
     CHECK(hf_run(&h, "--dry-run") == 0, "%s", h.err);
-    arrsetlen(h.err, 0);
-    snprintf(text, sizeof text,
-             "trap '' HUP; build/moe-convert %s -o %s/out.gguf & p=$!; sleep 0.2; kill -HUP $p; sleep 0.2; "
-             "kill -TERM $p; wait $p",
-             h.dir, h.dir);
-    int rc = run_command(text, NULL, &h.err);
-    bool room = !strstr(sb_cstr(&h.err), "are needed");
-    CHECK(!room || rc == 128 + SIGTERM, "exit %d: %s", rc, h.err);
+    bool room = true;
+    for (int quantize = 0; quantize < 2; quantize++) {
+        arrsetlen(h.err, 0);
+        snprintf(text, sizeof text,
+                 "trap '' HUP; build/moe-convert %s -o %s/out.gguf%s & p=$!; sleep 0.2; kill -HUP $p; sleep 0.2; "
+                 "kill -TERM $p; wait $p",
+                 h.dir, h.dir, quantize ? " --quantize nvfp4 --dense" : "");
+        int rc = run_command(text, NULL, &h.err);
+        room = room && !strstr(sb_cstr(&h.err), "are needed");
+        CHECK(!room || rc == 128 + SIGTERM, "exit %d: %s", rc, h.err);
+    }
     snprintf(text, sizeof text, "ls %s", h.dir);
     run_command(text, &listing, NULL);
     CHECK(!strstr(sb_cstr(&listing), "out.gguf"), "left behind: %s", listing);
