@@ -2,7 +2,7 @@
  *
  * Contents, bottom up:
  *   weights                what a linear layer is stored as (NVFP4, FP8, plain) and its sidecar scales
- *   types                  what --quantize, --backbone and --keep make of a matrix
+ *   types                  what --quantize, --backbone and --keep make of a matrix; --importance
  *   plan                   the list of output tensors: name, type, shape, pieces of the source
  *   model                  config.json to sizes; the rules from Hugging Face names to GGUF names
  *   vocabulary             tokenizer.json or tiktoken.model to tokens, types and merges
@@ -218,6 +218,46 @@ static struct {
     pcre2_code *keep;           /* tensors that stay as they are stored; NULL: none */
 } types = {.experts = AS_STORED, .backbone = AS_STORED};
 
+/* What llama-imatrix writes: for a matrix NAME the sums of the squares of its inputs, NAME.in_sum2 (n_in, experts), and of
+ * how many inputs, NAME.counts (1, experts). */
+static struct {
+    struct gguf g;
+    const char *path;            /* NULL: none */
+    size_t weighted, unweighted; /* tensors that it names, and others */
+} importance;
+
+static void importance_open(const char *path) {
+    char err[1024], found[64];
+    struct gguf_str type = {"none", 4};
+    close(input_open(path));
+    if (gguf_open(&importance.g, path, err, sizeof err)) die("%s", err);
+    importance.path = path;
+    gguf_get_str(&importance.g, "general.type", &type);
+    if (!gguf_str_eq(type, "imatrix"))
+        die("'%s': expected an importance matrix (general.type imatrix), found %s", path,
+            gguf_printable(type, found, sizeof found));
+}
+
+static float importance_value(const struct gguf_tensor *t, size_t i) {
+    return f32_from_bits(gguf_rd32(t->data + 4 * i));
+}
+
+/* A tensor of the file with n0 x n1 values, none of them negative; NULL when it is not there. */
+static const struct gguf_tensor *importance_find(const char *name, size_t n0, size_t n1) {
+    const struct gguf_tensor *t = gguf_find_tensor(&importance.g, name);
+    if (!t) return NULL;
+    if (t->type != GGUF_F32 || t->ne[0] != n0 || t->ne[1] != n1 || t->ne[2] * t->ne[3] != 1)
+        die("'%s': tensor '%s': expected F32 %zu x %zu, found %s %zu x %zu x %zu", importance.path, name, n0, n1,
+            gguf_type_info(t->type).name, (size_t)t->ne[0], (size_t)t->ne[1], (size_t)(t->ne[2] * t->ne[3]));
+    for (size_t i = 0; i < n0 * n1; i++) {
+        float v = importance_value(t, i);
+        if (!(v >= 0 && v <= FLT_MAX))
+            die("'%s': tensor '%s': value %zu is %g; expected a finite one from 0 on", importance.path, name, i,
+                (double)v);
+    }
+    return t;
+}
+
 enum stacking { SINGLE, DENSE_FFN, EXPERTS, HEADS };
 
 static void keep_compile(const char *regex) {
@@ -277,8 +317,9 @@ struct output {
     const char *how;      /* remark for the listing */
 
     /* of matrices that are quantised here */
-    float *scale2;             /* NVFP4: the values of NAME.scale, known once a piece has been read; else NULL */
-    struct quantize_sums sums; /* of what has been written */
+    float *scale2; /* NVFP4: the values of NAME.scale, known once a piece has been read; else NULL */
+    const struct gguf_tensor *sum2, *counts; /* of --importance; NULL: all columns count alike */
+    struct quantize_sums sums;               /* of what has been written */
 };
 
 /* Whether its weights get a new, coarser grid; the rounding to BF16 does not count. */
@@ -327,6 +368,18 @@ static void plan_scales(const char *base, const struct piece *p, bool per_piece,
     plan_values(fmt("%s.input_scale", base), input);
 }
 
+/* The importance of the columns of o, a stack of n matrices. */
+static void importance_bind(struct output *o, size_t n) {
+    if (!importance.path) return;
+    o->sum2 = importance_find(fmt("%s.in_sum2", o->name), o->ne[0], n);
+    o->counts = importance_find(fmt("%s.counts", o->name), 1, n);
+    if (!o->sum2 != !o->counts)
+        die("'%s': '%s.%s' is there, but '%s.%s' is not", importance.path, o->name, o->sum2 ? "in_sum2" : "counts",
+            o->name, o->sum2 ? "counts" : "in_sum2");
+    if (o->sum2) importance.weighted++;
+    else importance.unweighted++;
+}
+
 /* base.weight and its scales from pieces that all have the same rows and cols; takes the array. */
 static void plan_matrix(const char *base, struct piece *p, enum stacking how, bool transpose) {
     const struct linear *l = &p[0].lin;
@@ -353,6 +406,7 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
         arrsetlen(scale2, n);
         memset(scale2, 0, n * sizeof *scale2);
         o->scale2 = scale2;
+        importance_bind(o, n);
         plan_values(fmt("%s.scale", base), scale2);
     } else plan_scales(base, p, how == EXPERTS, l->form == NVFP4 && !transpose);
 }
@@ -1504,6 +1558,20 @@ static void write_quantised(struct output *o, const struct linear *l, const stru
     out_write(to, n * bytes);
 }
 
+/* What the columns of matrix `index` count, 1 on average: the number of inputs does not matter. NULL where none was seen. */
+static const float *column_weights(const struct output *o, size_t index) {
+    static float *weights;
+    size_t n = o->ne[0];
+    double sum = 0;
+    if (!o->sum2 || importance_value(o->counts, index) == 0.0f) return NULL;
+    for (size_t c = 0; c < n; c++) sum += (double)importance_value(o->sum2, index * n + c);
+    if (sum == 0) return NULL;
+    arrsetlen(weights, n);
+    for (size_t c = 0; c < n; c++)
+        weights[c] = (float)((double)importance_value(o->sum2, index * n + c) * (double)n / sum);
+    return weights;
+}
+
 /* A matrix to NVFP4: once for its scale and once for the blocks, unless one chunk of `step` rows holds it. */
 static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
     const struct piece *p = &o->pieces[index];
@@ -1516,8 +1584,8 @@ static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
         amax = fmaxf(amax, largest);
         out_write(v, 0); /* notices signals */
     }
-    struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, l->cols, NULL};
-    o->scale2[index % arrlenu(o->scale2)] = rule.scale2 * l->factor;
+    struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, l->cols, column_weights(o, index)};
+    o->scale2[index] = rule.scale2 * l->factor;
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (step < p->rows) read_rows(l, p->row + r, n, v);
@@ -1653,6 +1721,9 @@ static void report_errors(void) {
             printf("total %-6s %6zu tensors %28zu weights  %s\n", gguf_type_info(type).name, count, weights,
                    error_text(sum));
     }
+    if (importance.path)
+        printf("importance   %6zu tensors are weighted, %zu are not in '%s'\n", importance.weighted,
+               importance.unweighted, importance.path);
 }
 
 static void help(void) {
@@ -1669,6 +1740,8 @@ static void help(void) {
          "  --dense            with --quantize: the feed-forwards of dense layers too\n"
          "  --search HOW       with --quantize: sweep tries nine scales for every 16 weights and keeps the best;\n"
          "                     amax takes the one of the largest weight (default: sweep)\n"
+         "  --importance FILE  with --quantize: weigh errors by the mean squares of the inputs that llama-imatrix\n"
+         "                     or moe --calibrate --activations has written to FILE (GGUF)\n"
          "  --backbone TYPE    bf16 or q8_0 for all other matrices that are not NVFP4 (default: as they are stored)\n"
          "  --keep REGEX       tensors whose GGUF name matches stay as they are stored\n"
          "  --dry-run          list the tensors that would be written; with -o write the header of the file,\n"
@@ -1679,7 +1752,7 @@ static void help(void) {
 
 /* As given; NULL: not. */
 static struct {
-    const char *dir, *out, *name, *quantize, *search, *backbone, *keep;
+    const char *dir, *out, *name, *quantize, *search, *importance, *backbone, *keep;
     bool dense, dry_run;
 } opt;
 
@@ -1688,10 +1761,15 @@ static void parse_options(int argc, char **argv) {
         const char *name;
         const char **value; /* or */
         bool *flag;
-    } table[] = {
-        {"-o", &opt.out, NULL},          {"--name", &opt.name, NULL},         {"--quantize", &opt.quantize, NULL},
-        {"--search", &opt.search, NULL}, {"--backbone", &opt.backbone, NULL}, {"--keep", &opt.keep, NULL},
-        {"--dense", NULL, &opt.dense},   {"--dry-run", NULL, &opt.dry_run}};
+    } table[] = {{"-o", &opt.out, NULL},
+                 {"--name", &opt.name, NULL},
+                 {"--quantize", &opt.quantize, NULL},
+                 {"--search", &opt.search, NULL},
+                 {"--importance", &opt.importance, NULL},
+                 {"--backbone", &opt.backbone, NULL},
+                 {"--keep", &opt.keep, NULL},
+                 {"--dense", NULL, &opt.dense},
+                 {"--dry-run", NULL, &opt.dry_run}};
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
         size_t k = 0, n = COUNT(table);
@@ -1719,8 +1797,10 @@ static void apply_options(void) {
         usage(choice, "--search", opt.search, "sweep or amax");
     if (opt.backbone && strcmp(opt.backbone, "bf16") && strcmp(opt.backbone, "q8_0"))
         usage(choice, "--backbone", opt.backbone, "bf16 or q8_0");
-    if (!opt.quantize && (opt.dense || opt.search))
-        usage("%s is for --quantize nvfp4, which is not given", opt.dense ? "--dense" : "--search");
+    const char *idle = opt.dense ? "--dense" : opt.search ? "--search" : opt.importance ? "--importance" : NULL;
+    if (!opt.quantize && idle) usage("%s is for --quantize nvfp4, which is not given", idle);
+    if (opt.importance && opt.search && !strcmp(opt.search, "amax"))
+        usage("--importance is for --search sweep: amax looks at no other weight than the largest");
     if (!opt.quantize && !opt.backbone && opt.keep)
         usage("--keep is for --quantize and --backbone; neither is given, so everything stays as it is stored");
     model_dir = opt.dir;
@@ -1739,6 +1819,7 @@ int main(int argc, char **argv) {
 
     read_config();
     source_open();
+    if (opt.importance) importance_open(opt.importance);
     plan_model();
     check_quantisation();
     put_metadata(model_name(opt.name));
@@ -1751,6 +1832,7 @@ int main(int argc, char **argv) {
     free(header);
     gguf_writer_free(&writer);
     pcre2_code_free(types.keep);
+    if (opt.importance) gguf_close(&importance.g);
     json_decref(m.top.obj);
     return stdout_end();
 }

@@ -1,4 +1,4 @@
-/* moe-convert --quantize, --backbone and --keep. Truth is the file that the same source gives without args,
+/* moe-convert --quantize, --backbone, --keep and --importance. Truth is the file that the same source gives without args,
  * and the scalar quantiser on its weights. */
 
 /* Runs the converter; its exit code. *out and *said (stb_ds, NULL at first) get what it printed. */
@@ -21,9 +21,25 @@ static bool quantize_open(const char *dir, const char *args, const char *file, s
     return ok;
 }
 
+/* What the columns of matrix e count, as an importance file says; NULL: nothing. */
+static float *quantize_columns(const struct gguf *imatrix, const char *name, size_t n_in, size_t e) {
+    char key[128];
+    double sum = 0;
+    snprintf(key, sizeof key, "%s.in_sum2", name);
+    const struct gguf_tensor *t = imatrix ? gguf_find_tensor(imatrix, key) : NULL;
+    if (!t) return NULL;
+    float *w = xmalloc(n_in * sizeof *w);
+    memcpy(w, t->data + e * n_in * sizeof *w, n_in * sizeof *w);
+    for (size_t c = 0; c < n_in; c++) sum += (double)w[c];
+    for (size_t c = 0; c < n_in; c++) w[c] = (float)((double)w[c] * (double)n_in / sum);
+    if (sum > 0) return w;
+    free(w);
+    return NULL;
+}
+
 struct quantize_case {
     const char *what;
-    const struct gguf *plain, *got;
+    const struct gguf *plain, *got, *imatrix; /* imatrix NULL: none */
     bool amax;
     int nvfp4, q8_0, bf16; /* tensors that are expected to get another type */
 };
@@ -39,11 +55,13 @@ static void quantize_check_nvfp4(const struct quantize_case *k, const char *name
     const struct gguf_tensor *outer = gguf_find_tensor(k->plain, scale); /* of FP8 */
     for (uint64_t e = 0; e < t->ne[2]; e++) {
         gguf_dequantize_row(from->type, from->data + e * gguf_row_bytes(from->type, n), x, n);
-        struct nvfp4_rule r = {nvfp4_scale2(largest(x, n)), !k->amax, t->ne[0], NULL};
+        float *weight = quantize_columns(k->imatrix, name, t->ne[0], e);
+        struct nvfp4_rule r = {nvfp4_scale2(largest(x, n)), !k->amax, t->ne[0], weight};
         quantize_nvfp4_scalar(x, n, &r, (struct block_nvfp4 *)want);
         CHECK(!memcmp(want, t->data + e * bytes, bytes), "%s: %s: other blocks in matrix %d", k->what, name, (int)e);
         float factor = outer ? f32_from_bits(gguf_rd32(outer->data + 4 * e)) : 1;
         CHECK(same_bits(out_f32(k->got, scale, t->ne[2], e), r.scale2 * factor), "%s: %s", k->what, scale);
+        free(weight);
     }
     free(x);
     free(want);
@@ -361,6 +379,8 @@ static void test_quantize_usage(void) {
              {"--backbone nvfp4", "--backbone 'nvfp4': expected bf16 or q8_0"},
              {"--search amax", "--search is for --quantize nvfp4"},
              {"--backbone q8_0 --dense", "--dense is for --quantize nvfp4"},
+             {"--importance x.gguf", "--importance is for --quantize nvfp4"},
+             {"--quantize nvfp4 --search amax --importance x.gguf", "--importance is for --search sweep"},
              {"--keep x", "--keep is for --quantize and --backbone"},
              {"--backbone q8_0 --keep 'a('", "--keep 'a(': missing closing parenthesis at character 3"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
@@ -410,6 +430,160 @@ static void test_quantize_bad_weights(void) {
     run_command(cmd, &listing, NULL);
     CHECK(!strstr(sb_cstr(&listing), "tmp"), "left behind: %s", listing);
     arrfree(listing);
+}
+
+/* ------------------------------------------------------------------------------------------------------- importance */
+
+/* An importance matrix in the making. */
+struct imatrix {
+    struct gguf_writer w;
+    char *data; /* stb_ds */
+    uint64_t rng;
+};
+
+/* in_sum2 and counts of n matrices with n_in columns; those of matrix 1 were never reached, matrix 2 saw only zeros. */
+static void imatrix_add(struct imatrix *im, const char *name, size_t n_in, size_t n) {
+    char key[128];
+    snprintf(key, sizeof key, "%s.in_sum2", name);
+    gguf_add_tensor(&im->w, key, GGUF_F32, n > 1 ? 2 : 1, (uint64_t[]){n_in, n});
+    snprintf(key, sizeof key, "%s.counts", name);
+    gguf_add_tensor(&im->w, key, GGUF_F32, n > 1 ? 2 : 1, (uint64_t[]){1, n});
+    for (size_t i = 0; i < n_in * n; i++) {
+        float v = i / n_in == 1 || i / n_in == 2 ? 0.0f : (float)exp(3 * normal(&im->rng));
+        sb_put(&im->data, (char *)&v, 4);
+    }
+    while (arrlenu(im->data) % 32) sb_put(&im->data, "", 1);
+    for (size_t i = 0; i < n; i++) {
+        float v = i == 1 ? 0.0f : 100.0f;
+        sb_put(&im->data, (char *)&v, 4);
+    }
+    while (arrlenu(im->data) % 32) sb_put(&im->data, "", 1);
+}
+
+static void imatrix_write(struct imatrix *im, const char *path) {
+    size_t n = 0;
+    uint8_t *header = gguf_header(&im->w, &n);
+    FILE *f = fopen(path, "w");
+    if (CHECK(f && fwrite(header, 1, n, f) == n && fwrite(im->data, 1, arrlenu(im->data), f) == arrlenu(im->data),
+              "cannot write %s", path))
+        fclose(f);
+    free(header);
+}
+
+static void imatrix_free(struct imatrix *im) {
+    gguf_writer_free(&im->w);
+    arrfree(im->data);
+}
+
+/* The weights of columns are those of the file; what it does not name or never saw counts alike. */
+static void test_quantize_importance(void) {
+    struct imatrix im = {.rng = 5};
+    struct gguf g = {0};
+    struct hf h;
+    char path[256], args[1024], err[ERR_MAX], *out = NULL, *said = NULL;
+    hf_begin(&h, "importance");
+    hf_deepseek(&h);
+    CHECK(!hf_convert_to(&h, "out.gguf"), "%s", h.err);
+    snprintf(path, sizeof path, "%s/imatrix.gguf", h.dir);
+    gguf_put_str(&im.w, "general.type", "imatrix", 7);
+    imatrix_add(&im, "blk.0.ffn_down.weight", 128, 1);
+    imatrix_add(&im, "blk.1.attn_q_a.weight", 64, 1);
+    imatrix_add(&im, "blk.1.ffn_gate_exps.weight", 64, 4);
+    imatrix_add(&im, "blk.1.ffn_down_exps.weight", 128, 4);
+    imatrix_add(&im, "blk.2.ffn_up_exps.weight", 64, 4);
+    imatrix_write(&im, path);
+    if (CHECK(!gguf_open(&g, path, err, sizeof err), "%s", err)) {
+        snprintf(args, sizeof args, "--quantize nvfp4 --dense --importance %s", path);
+        quantize_compare(h.dir, args, (struct quantize_case){.nvfp4 = 9, .imatrix = &g});
+        CHECK(!quantize_run(h.dir, args, "q.gguf", &out, &said) &&
+                  strstr(out, "\nimportance        4 tensors are weighted, 5 are not in '"),
+              "%s", out);
+        snprintf(args, sizeof args, CONVERT_BIN " %s --quantize nvfp4 --importance %s -o %s", h.dir, path, path);
+        arrsetlen(said, 0);
+        CHECK(run_command(args, NULL, &said) == 1 && strstr(sb_cstr(&said), "is one of the files that are read"), "%s",
+              said);
+    }
+    gguf_close(&g);
+    imatrix_free(&im);
+    arrfree(out);
+    arrfree(said);
+    hf_end(&h);
+}
+
+/* What --calibrate --activations writes names every feed-forward. */
+static void test_quantize_calibrated(void) {
+    static const char dir[] = "tests/fixtures/deepseek_v3";
+    struct gguf plain = {0}, g = {0};
+    char cmd[1024], path[256], args[512], err[ERR_MAX], *said = NULL, *out = NULL;
+    if (!quantize_open(dir, "", "plain.gguf", &plain, NULL)) return;
+    gguf_close(&plain);
+    snprintf(path, sizeof path, "%s/activations.gguf", test_dir());
+    snprintf(cmd, sizeof cmd,
+             "head -c 3000 prompts/haystack.txt >%s/some.txt; " MOE_BIN
+             " --cpu -m %s/plain.gguf --calibrate %s/some.txt -o %s/scores.json --activations %s -c 256",
+             test_dir(), test_dir(), test_dir(), test_dir(), path);
+    int rc = run_command(cmd, NULL, &said);
+    snprintf(args, sizeof args, "--quantize nvfp4 --dense --importance %s", path);
+    if (CHECK(rc == 0, "%s", sb_cstr(&said)) && CHECK(!gguf_open(&g, path, err, sizeof err), "%s", err)) {
+        quantize_compare(dir, args, (struct quantize_case){.nvfp4 = 9, .imatrix = &g});
+        CHECK(!quantize_run(dir, args, "q.gguf", &out, &said) && strstr(out, "9 tensors are weighted, 0 are not"), "%s",
+              out);
+    }
+    gguf_close(&g);
+    arrfree(said);
+    arrfree(out);
+}
+
+/* Files that are no importance matrix of this model: one line, and no output. */
+static void test_quantize_importance_bad(void) {
+    static const struct {
+        const char *says;
+        const char *type;
+        size_t n_in, n;
+        size_t at; /* of a value that is replaced by v */
+        float v;
+    } c[] = {{"expected an importance matrix (general.type imatrix), found model", "model", 64, 4, 0, 1},
+             {"expected an importance matrix (general.type imatrix), found none", NULL, 64, 4, 0, 1},
+             {"ffn_up_exps.weight.in_sum2': expected F32 64 x 4, found F32 128 x 4 x 1", "imatrix", 128, 4, 0, 1},
+             {"ffn_up_exps.weight.in_sum2': expected F32 64 x 4, found F32 64 x 3 x 1", "imatrix", 64, 3, 0, 1},
+             {"ffn_up_exps.weight.in_sum2': value 7 is nan; expected a finite one", "imatrix", 64, 4, 7, NAN},
+             {"ffn_up_exps.weight.in_sum2': value 255 is -1; expected", "imatrix", 64, 4, 255, -1},
+             {"ffn_up_exps.weight.in_sum2': value 9 is inf; expected", "imatrix", 64, 4, 9, INFINITY},
+             {"ffn_up_exps.weight.counts': value 3 is -2; expected", "imatrix", 64, 4, 256 + 3, -2},
+             {"in_sum2' is there, but 'blk.1.ffn_up_exps.weight.counts' is not", "imatrix", 0, 4, 0, 0},
+             {"not a GGUF file", "text", 0, 0, 0, 0},
+             {"cannot open", NULL, 0, 0, 0, 0}};
+    struct hf h;
+    char path[256], args[512];
+    hf_begin(&h, "bad_importance");
+    hf_qwen3(&h);
+    CHECK(!hf_convert_to(&h, "out.gguf"), "%s", h.err);
+    snprintf(path, sizeof path, "%s/imatrix.gguf", h.dir);
+    snprintf(args, sizeof args, "--quantize nvfp4 --importance %s", path);
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct imatrix im = {.rng = 5};
+        char *out = NULL, *said = NULL;
+        if (c[i].type) gguf_put_str(&im.w, "general.type", c[i].type, strlen(c[i].type));
+        if (c[i].n_in) {
+            imatrix_add(&im, "blk.1.ffn_up_exps.weight", c[i].n_in, c[i].n);
+            memcpy(im.data + 4 * c[i].at, &c[i].v, 4);
+            imatrix_write(&im, path);
+        } else if (c[i].n) {
+            gguf_add_tensor(&im.w, "blk.1.ffn_up_exps.weight.in_sum2", GGUF_F32, 2, (uint64_t[]){64, 4});
+            for (int k = 0; k < 1024; k++) sb_put(&im.data, "", 1);
+            imatrix_write(&im, path);
+        } else if (c[i].type) hf_write(&h, "imatrix.gguf", "no GGUF, but a text of more than a few bytes", 44);
+        else unlink(path);
+        int rc = quantize_run(h.dir, args, "none.gguf", &out, &said);
+        CHECK(rc == 1 && strstr(said, c[i].says) && strchr(said, '\n') == said + strlen(said) - 1, "%s: exit %d: %s",
+              c[i].says, rc, said);
+        arrfree(out);
+        arrfree(said);
+        imatrix_free(&im);
+    }
+    snprintf(path, sizeof path, "%s/none.gguf", test_dir());
+    CHECK(access(path, F_OK), "%s is there", path);
+    hf_end(&h);
 }
 
 /* -------------------------------------------------------------------------------------------------------- perplexity */
@@ -495,8 +669,10 @@ static void test_quantize_perplexity(void) {
     hf_end(&h);
 }
 
-#define TESTS_QUANTIZE                                                                          \
-    {"quantize/forms", test_quantize_forms}, {"quantize/sources", test_quantize_sources},       \
-        {"quantize/keep", test_quantize_keep}, {"quantize/report", test_quantize_report},       \
-        {"quantize/fixtures", test_quantize_fixtures}, {"quantize/usage", test_quantize_usage}, \
-        {"quantize/bad_weights", test_quantize_bad_weights}, {"quantize/perplexity", test_quantize_perplexity},
+#define TESTS_QUANTIZE                                                                                                \
+    {"quantize/forms", test_quantize_forms}, {"quantize/sources", test_quantize_sources},                             \
+        {"quantize/keep", test_quantize_keep}, {"quantize/report", test_quantize_report},                             \
+        {"quantize/fixtures", test_quantize_fixtures}, {"quantize/usage", test_quantize_usage},                       \
+        {"quantize/bad_weights", test_quantize_bad_weights}, {"quantize/importance", test_quantize_importance},       \
+        {"quantize/importance_bad", test_quantize_importance_bad}, {"quantize/calibrated", test_quantize_calibrated}, \
+        {"quantize/perplexity", test_quantize_perplexity},
