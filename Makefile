@@ -1,4 +1,4 @@
-# make           everything: ./moe, build/moe-convert, build/demo.gguf
+# make           everything: ./moe, build/moe-convert, build/moe-reap, build/demo.gguf
 # make chat      the same, and opens a chat with the demo model
 # make test      builds and runs the tests
 # make measure   speed of everything on a GPU
@@ -13,7 +13,7 @@ CC       := gcc
 endif
 CLANG    ?= clang
 PACKAGES := gcc g++ libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
-GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/demo.gguf build/test_moe build/test_cuda build/test_gpu \
+GOALS    := all chat test bench asan fuzz test-arm64 install moe build/moe-convert build/moe-reap build/demo.gguf build/test_moe build/test_cuda build/test_gpu \
             build/bench_tiles mutate test-gpu measure
 
 # What a goal needs is built on all cores; several goals run one after the other, and a chat keeps the terminal.
@@ -68,7 +68,7 @@ CUDA_FLAGS   := -std=c++17 -O3 --threads 0 $(if $(CUDA_SM120),-gencode arch=comp
 CUDA_LIBS    := -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCCL_LIBS)
 endif
 
-all: moe build/moe-convert build/demo.gguf
+all: moe build/moe-convert build/moe-reap build/demo.gguf
 
 build build/asan:
 	@mkdir -p $@
@@ -91,6 +91,9 @@ endif
 
 build/moe-convert: convert/moe-convert.c convert/common.h convert/quantize.h gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -fopenmp convert/moe-convert.c -o $@ $(LIBS)
+
+build/moe-reap: convert/moe-reap.c convert/common.h gguf_nvfp4.h Makefile | build
+	$(CC) $(FLAGS) convert/moe-reap.c -o $@ $(LIBS)
 
 build/demo.gguf: build/moe-convert $(wildcard convert/demo/*)
 	build/moe-convert convert/demo -o $@ --name moe-demo
@@ -164,7 +167,8 @@ asan: build/demo.gguf | build/asan
 	ln -sfn ../../prompts build/asan/prompts
 	$(CC) $(FLAGS) $(SAN) -fopenmp moe.c -o build/asan/moe $(LIBS)
 	$(CC) $(FLAGS) $(SAN) -fopenmp convert/moe-convert.c -o build/asan/moe-convert $(LIBS)
-	$(CC) $(FLAGS) $(SAN) -fopenmp -DMOE_BIN='"build/asan/moe"' -DCONVERT_BIN='"build/asan/moe-convert"' -DSANITIZED=1 \
+	$(CC) $(FLAGS) $(SAN) convert/moe-reap.c -o build/asan/moe-reap $(LIBS)
+	$(CC) $(FLAGS) $(SAN) -fopenmp -DMOE_BIN='"build/asan/moe"' -DCONVERT_BIN='"build/asan/moe-convert"' -DREAP_BIN='"build/asan/moe-reap"' -DSANITIZED=1 \
 	    tests/test_moe.c -o build/asan/test_moe $(LIBS)
 	build/asan/test_moe
 
@@ -195,9 +199,9 @@ test-arm64: all | build
 
 QEMU := qemu-aarch64-static -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH=$(ARM64)/root/usr/lib/aarch64-linux-gnu:$(ARM64)/root/lib/aarch64-linux-gnu
 
-install: moe build/moe-convert
+install: moe build/moe-convert build/moe-reap
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/moe/prompts
-	install -m 755 moe build/moe-convert $(DESTDIR)$(PREFIX)/bin
+	install -m 755 moe build/moe-convert build/moe-reap $(DESTDIR)$(PREFIX)/bin
 	install -m 644 prompts/*.txt $(DESTDIR)$(PREFIX)/share/moe/prompts
 
 endif
@@ -209,7 +213,7 @@ format:
 	clang-format -i moe.c moe_cuda.cu gguf_nvfp4.h convert/*.[ch] tests/*.c tests/*.h tests/*.cu
 
 help:
-	@echo 'make           ./moe, build/moe-convert and build/demo.gguf; installs missing system packages first'
+	@echo 'make           ./moe, build/moe-convert, build/moe-reap and build/demo.gguf; installs missing system packages first'
 	@echo 'make chat      opens a chat with the demo model'
 	@echo 'make test      runs the tests'
 	@echo 'make mutate    leaves out every barrier of the CUDA backend once: the tests must notice'

@@ -335,7 +335,7 @@ struct gguf_tensor {
     uint64_t ne[4]; /* ne[0] contiguous; unused ones are 1 */
     uint64_t bytes; /* of the data */
     const uint8_t *data;
-    uint32_t shard;
+    uint32_t shard; /* the image that holds it */
 };
 
 struct gguf_image {
@@ -676,7 +676,7 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
     struct gguf_tensor *t = c.failed ? NULL : all + g->n_tensors;
     for (uint64_t i = 0; i < n_tensors && !c.failed; i++) {
         memset(&t[i], 0, sizeof t[i]);
-        t[i].shard = g->n_images;
+        t[i].shard = g->n_images ? g->n_images - 1 : 0; /* gguf_map has counted this one */
         gguf_take_tensor(&c, &t[i]);
     }
     if (!c.failed && n_tensors) gguf_place_tensors(&c, t, (uint32_t)n_tensors, align, whole);

@@ -18,6 +18,9 @@
 #ifndef CONVERT_BIN
 #define CONVERT_BIN "build/moe-convert"
 #endif
+#ifndef REAP_BIN
+#define REAP_BIN "build/moe-reap"
+#endif
 #ifndef SANITIZED
 #define SANITIZED 0 /* 1: everything is slow, repeat less */
 #endif
@@ -31,6 +34,7 @@
 #include "t_convert.h"
 #include "t_model.h"
 #include "t_quantize.h"
+#include "t_reap.h"
 #include "t_cli.h"
 #include "t_calibrate.h"
 #include "t_ranks.h"
@@ -46,7 +50,7 @@
 #endif
 
 static const struct test table[] = {
-    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_QUANTIZE TESTS_CLI
+    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_QUANTIZE TESTS_REAP TESTS_CLI
         TESTS_CALIBRATE TESTS_RANKS TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
 
 static void test_dir_remove(void) {

@@ -1,0 +1,946 @@
+/* moe-reap: a model without the experts that its router weighs least.
+ *
+ * Contents, bottom up:
+ *   model                  the layers with routed experts, whatever the model is stored as
+ *   scores                 scores.json of moe --calibrate
+ *   selection              what every layer keeps
+ *   GGUF                   reading, the new header, byte-exact slices
+ *   report                 what is dropped, and how well the scores cover it
+ *   main
+ *
+ * An expert's score is the mean, over the tokens routed to it, of gate weight x norm of its output (REAP, arXiv 2510.13999). The
+ * weights that stay are copied, not converted. Everything is checked and planned before the first byte is written; data are
+ * streamed in chunks.
+ */
+#define PROGRAM "moe-reap"
+#include "common.h"
+
+enum { FEW_TOKENS = 32 }; /* an expert that fewer were routed to has a score by chance */
+
+/* ============================================================================================================
+ * Model
+ * ============================================================================================================ */
+
+struct expert {
+    int64_t tokens;              /* routed to it */
+    double weighted, most, norm; /* over them: sum and maximum of gate weight x output norm, sum of output norms */
+    double value;                /* of the criterion: the larger ones stay */
+    int32_t original;            /* its id before any pruning; -1: unknown */
+    bool outlier;                /* protected: before all values */
+    bool kept;
+};
+
+struct layer {
+    int block;             /* its number in the file */
+    int n, keep;           /* experts, those that stay; keep counts `kept` */
+    bool hashed;           /* routed by token id: left whole */
+    bool mtp;              /* behind the last ordinary layer: does what that one does */
+    bool listed;           /* the source says which experts these once were */
+    struct expert *e;      /* (n) */
+    struct expert **order; /* (n) every group of experts from the best to the worst */
+};
+
+static struct model {
+    const char *path;
+    struct layer *layers; /* stb_ds: those with routed experts, in order */
+    int n_trunk, n_mtp;   /* layers of any kind */
+    int top_k, n_group, n_group_used;
+    int few;            /* the fewest that a layer can work with */
+    int original;       /* experts of a layer before any pruning; 0: unknown */
+    bool pruned;        /* the source has been pruned before */
+    uint64_t routers;   /* hash of the trunk's routers */
+    size_t bytes;       /* of the source */
+    const char *arch;   /* of GGUF */
+    bool drop_mtp;      /* --mtp drop */
+    const char *naming; /* --name */
+} m;
+
+static uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+#define HASH_START 0xcbf29ce484222325u
+
+/* Whether the selection decides on it. */
+static bool decides(const struct layer *y) { return !y->hashed && !y->mtp; }
+
+static struct layer *layer_find(int block) {
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        if (m.layers[i].block == block) return &m.layers[i];
+    return NULL;
+}
+
+/* Appends a layer of n experts, in the order of blocks. */
+static struct layer *layer_add(int block, size_t n, const char *router) {
+    struct layer y = {.block = block, .mtp = block >= m.n_trunk};
+    if (n < (size_t)m.top_k || n > MAX_EXPERTS || n % (size_t)m.n_group)
+        die("'%s': tensor '%s' routes to %zu experts, expected %d to %d%s", m.path, router, n, m.top_k, MAX_EXPERTS,
+            m.n_group > 1 ? fmt(", a multiple of the %d groups", m.n_group) : "");
+    y.n = y.keep = (int)n;
+    y.e = xrealloc(NULL, n * sizeof *y.e);
+    memset(y.e, 0, n * sizeof *y.e);
+    for (int i = 0; i < y.n; i++) y.e[i].original = i, y.e[i].kept = true;
+    arrput(m.layers, y);
+    return &arrlast(m.layers);
+}
+
+/* Once all layers are known. The last trunk layer decides for those that predict further tokens. */
+static void model_check(void) {
+    const struct layer *last = NULL;
+    int most = 0;
+    bool any = false;
+    m.few = (m.top_k + m.n_group_used - 1) / m.n_group_used * m.n_group;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        const struct layer *y = &m.layers[i];
+        most = y->n > most ? y->n : most;
+        any |= decides(y);
+        if (!y->mtp) last = y;
+        else if (!m.drop_mtp && (!last || last->hashed || last->n != y->n))
+            die("'%s': layer %d, for multi-token prediction, has %d experts and the last layer before it %s: --mtp "
+                "drop leaves it out",
+                m.path, y->block, y->n,
+                !last          ? "none"
+                : last->hashed ? "is routed by hash"
+                               : fmt("%d", last->n));
+    }
+    if (!any) die("'%s': no layer has routed experts that could be pruned", m.path);
+    if (!m.original && !m.pruned) m.original = most;
+    if (m.original && m.original < most)
+        die("'%s': a layer has %d experts, the model had %d before pruning", m.path, most, m.original);
+    for (size_t i = 0; i < arrlenu(m.layers); i++) { /* a layer that lost experts and does not say which */
+        struct layer *y = &m.layers[i];
+        for (int k = 0; k < y->n && m.pruned && !y->listed && y->n != m.original; k++) y->e[k].original = -1;
+    }
+}
+
+/* ============================================================================================================
+ * Scores
+ * ============================================================================================================ */
+
+static struct {
+    int n_files;
+    int64_t tokens;
+    size_t seen, few, never, experts; /* experts of deciding layers: seen FEW_TOKENS times, fewer, never; all */
+} scores;
+
+static json_t *score_array(struct doc d, const char *key, int n) {
+    json_t *a = get_list(d, key);
+    if (json_array_size(a) != (size_t)n)
+        die("'%s': %s: '%s' has %zu numbers, the model's layer has %d experts", d.file, d.in, key, json_array_size(a),
+            n);
+    return a;
+}
+
+/* A number that a sum over tokens can be. */
+static double score_number(struct doc d, const char *key, json_t *a, int i) {
+    json_t *v = json_array_get(a, (size_t)i);
+    double x = json_number_value(v);
+    if (!json_is_number(v) || !(x >= 0) || !isfinite(x))
+        die("'%s': %s: '%s': expert %d has %s, expected a number from 0", d.file, d.in, key, i, json_show(v));
+    return x;
+}
+
+static void score_layer(struct doc d, struct layer *y) {
+    json_t *tokens = score_array(d, "tokens", y->n), *weighted = score_array(d, "weighted_sum", y->n);
+    json_t *most = score_array(d, "weighted_max", y->n), *norm = score_array(d, "norm_sum", y->n);
+    for (int i = 0; i < y->n; i++) {
+        struct expert *e = &y->e[i];
+        json_t *v = json_array_get(tokens, (size_t)i);
+        double x = score_number(d, "weighted_max", most, i);
+        if (!json_is_integer(v) || json_integer_value(v) < 0 ||
+            __builtin_add_overflow(e->tokens, json_integer_value(v), &e->tokens))
+            die("'%s': %s: 'tokens': expert %d has %s, expected an integer from 0", d.file, d.in, i, json_show(v));
+        e->weighted += score_number(d, "weighted_sum", weighted, i);
+        e->norm += score_number(d, "norm_sum", norm, i);
+        e->most = x > e->most ? x : e->most;
+        if (!isfinite(e->weighted + e->norm)) die("'%s': %s: the sums of expert %d overflow", d.file, d.in, i);
+    }
+}
+
+/* Adds one file to what is there. */
+static void scores_read(const char *path) {
+    struct doc d = doc_open(path, path);
+    char routers[17];
+    expect(d, "format", !strcmp(get_str(d, "format", ""), "moe-scores"), "\"moe-scores\"");
+    get_int(d, "version", 1, 1, REQUIRED);
+    snprintf(routers, sizeof routers, "%016llx", (unsigned long long)m.routers);
+    const char *of = get_str(get_obj(d, "model"), "routers", "(none)");
+    if (strcmp(of, routers))
+        die("'%s': scores of another model: its routers have the hash %s, those of '%s' %s", path, of, m.path, routers);
+    if (__builtin_add_overflow(scores.tokens, get_int(d, "tokens", 0, INT64_MAX, REQUIRED), &scores.tokens))
+        die("'%s': the tokens overflow", path);
+    json_t *list = get_list(d, "layers");
+    if (json_array_size(list) != (size_t)m.n_trunk)
+        die("'%s': scores of %zu layers, '%s' has %d", path, json_array_size(list), m.path, m.n_trunk);
+    for (int b = 0; b < m.n_trunk; b++) {
+        json_t *j = json_array_get(list, (size_t)b);
+        struct layer *y = layer_find(b);
+        struct doc in = {j, d.file, fmt("layer %d", b)};
+        bool given = !json_is_null(j);
+        if (given && !json_is_object(j)) die("'%s': layer %d: expected an object, found %s", path, b, json_show(j));
+        if (given && !y) die("'%s': layer %d has scores, but no routed experts in '%s'", path, b, m.path);
+        if (!given && y && !y->hashed) die("'%s': layer %d has no scores", path, b);
+        if (given) score_layer(in, y);
+    }
+    json_decref(d.obj);
+    scores.n_files++;
+}
+
+/* Counts how well the experts were seen. */
+static void scores_check(void) {
+    for (size_t i = 0; i < arrlenu(m.layers) && scores.n_files; i++) {
+        const struct layer *y = &m.layers[i];
+        bool any = false;
+        if (!decides(y)) continue;
+        for (int k = 0; k < y->n; k++) {
+            any |= y->e[k].tokens > 0;
+            scores.seen += y->e[k].tokens >= FEW_TOKENS;
+            scores.few += y->e[k].tokens < FEW_TOKENS;
+            scores.never += !y->e[k].tokens;
+        }
+        scores.experts += (size_t)y->n;
+        if (!any || !scores.tokens) die("layer %d was never calibrated: the scores count no token in it", y->block);
+    }
+}
+
+/* ============================================================================================================
+ * Selection
+ *
+ * Routing groups are ranges of ids, so every group of a layer keeps the same number. A unit is one expert of each group.
+ * ============================================================================================================ */
+
+enum criterion { REAP, FREQUENCY, NORM, RANDOM };
+static const char *const criteria[] = {"reap", "frequency", "norm", "random"};
+
+enum amount { NONE, KEEP, RATIO, BUDGET, COUNTS };
+
+static struct {
+    enum criterion criterion;
+    uint64_t seed;
+    bool outliers;
+    enum amount amount;
+    int keep;           /* --keep */
+    double ratio;       /* --ratio */
+    double budget;      /* --budget, in bytes */
+    const char *counts; /* --counts */
+    bool per_layer;
+    int floor; /* --floor; 0: by default */
+} want;
+
+static int by_double(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Experts with one huge output ("super experts") in the first three quarters of the layers, as the reference code has it. */
+static void protect_outliers(void) {
+    double *all = NULL;
+    size_t n_layers = 0, index = 0;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        if (!decides(&m.layers[i])) continue;
+        n_layers++;
+        for (int k = 0; k < m.layers[i].n; k++) arrput(all, m.layers[i].e[k].most);
+    }
+    qsort(all, arrlenu(all), sizeof *all, by_double);
+    double at = 0.995 * (double)(arrlenu(all) - 1), part = at - floor(at);
+    double lo = all[(size_t)at], hi = all[(size_t)ceil(at)], limit = lo + part * (hi - lo);
+    if (arrlast(all) / 10 > limit) limit = arrlast(all) / 10;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        struct layer *y = &m.layers[i];
+        if (!decides(y) || index++ >= n_layers * 3 / 4) continue;
+        for (int k = 0; k < y->n; k++) y->e[k].outlier = y->e[k].most > limit;
+    }
+    arrfree(all);
+}
+
+/* Better ones first; ties by id, which is the order in memory. */
+static int by_rank(const void *a, const void *b) {
+    const struct expert *x = *(struct expert *const *)a, *y = *(struct expert *const *)b;
+    if (x->outlier != y->outlier) return x->outlier ? -1 : 1;
+    if (x->value != y->value) return x->value > y->value ? -1 : 1;
+    return (x > y) - (x < y);
+}
+
+static double random_value(void) {
+    uint64_t z = want.seed += 0x9e3779b97f4a7c15u; /* splitmix64 */
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
+}
+
+static void rank_experts(void) {
+    if (want.outliers) protect_outliers();
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        struct layer *y = &m.layers[i];
+        int per = y->n / m.n_group;
+        if (!decides(y)) continue;
+        y->order = xrealloc(NULL, (size_t)y->n * sizeof(struct expert *));
+        for (int k = 0; k < y->n; k++) {
+            struct expert *e = &y->e[k];
+            double sum = want.criterion == NORM ? e->norm : e->weighted;
+            e->value = want.criterion == RANDOM      ? random_value()
+                       : want.criterion == FREQUENCY ? (double)e->tokens
+                       : e->tokens                   ? sum / (double)e->tokens
+                                                     : 0;
+            y->order[k] = e;
+        }
+        for (int g = 0; g < m.n_group; g++) qsort(y->order + g * per, (size_t)per, sizeof(struct expert *), by_rank);
+    }
+}
+
+/* What the t-th best experts of the groups are worth together, as a share of the layer. */
+static double unit_value(const struct layer *y, int t) {
+    double sum = 0, v = 0;
+    for (int k = 0; k < y->n; k++) sum += y->e[k].value;
+    for (int g = 0; g < m.n_group; g++) {
+        const struct expert *e = y->order[g * (y->n / m.n_group) + t];
+        if (e->outlier) return INFINITY;
+        v += sum > 0 ? e->value / sum : 0;
+    }
+    return v;
+}
+
+/* Gives the experts that are kept to the layers where they are worth most; none gets below the floor. */
+static void spread_counts(void) {
+    int units = 0, most = 0;
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        if (decides(&m.layers[i]) && m.layers[i].keep > most) most = m.layers[i].keep;
+    int least = want.floor ? want.floor : (most + 1) / 2 > m.few ? (most + 1) / 2 : m.few;
+    least = (least + m.n_group - 1) / m.n_group * m.n_group;
+    if (least > most) die("--floor %d: layers of the same size would keep %d experts each", want.floor, most);
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        struct layer *y = &m.layers[i];
+        if (!decides(y)) continue;
+        units += y->keep;
+        y->keep = y->keep < least ? y->keep : least;
+        units -= y->keep;
+    }
+    for (units /= m.n_group; units > 0; units--) {
+        struct layer *best = NULL;
+        double value = 0;
+        for (size_t i = 0; i < arrlenu(m.layers); i++) {
+            struct layer *y = &m.layers[i];
+            if (!decides(y) || y->keep == y->n) continue;
+            double v = unit_value(y, y->keep / m.n_group);
+            if (!best || v > value) best = y, value = v;
+        }
+        best->keep += m.n_group;
+    }
+}
+
+/* Marks what stays, by the layers' counts. */
+static void choose(void) {
+    const struct layer *last = NULL;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        struct layer *y = &m.layers[i];
+        int per = y->n / m.n_group;
+        if (decides(y))
+            for (int k = 0; k < y->n; k++) y->order[k]->kept = k % per < y->keep / m.n_group;
+        if (y->mtp) {
+            y->keep = m.drop_mtp ? 0 : last->keep;
+            for (int k = 0; k < y->n; k++) y->e[k].kept = !m.drop_mtp && last->e[k].kept;
+        } else last = y;
+    }
+}
+
+static int largest_layer(void) {
+    int most = 0;
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        if (decides(&m.layers[i]) && m.layers[i].n > most) most = m.layers[i].n;
+    return most;
+}
+
+/* Every layer keeps n, or what it has. */
+static void keep_uniform(int n) {
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        if (decides(&m.layers[i])) m.layers[i].keep = m.layers[i].n < n ? m.layers[i].n : n;
+    if (want.per_layer) spread_counts();
+    choose();
+}
+
+/* Dies unless a layer of n experts (-1: any) can keep that many. */
+static void check_count(const char *who, int count, int n) {
+    int most = n < 0 ? largest_layer() : n, lower = count / m.n_group * m.n_group;
+    if (count < m.few)
+        die("%s: %d experts are too few: %d a token%s need %d", who, count, m.top_k,
+            m.n_group > 1 ? fmt(" from %d of %d groups", m.n_group_used, m.n_group) : "", m.few);
+    if (count > most) die("%s: %d experts are more than the %d that are there", who, count, most);
+    if (count != lower)
+        die("%s: %d experts are not a multiple of the %d groups; %d and %d are", who, count, m.n_group, lower,
+            lower + m.n_group);
+}
+
+static void keep_ratio(void) {
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        struct layer *y = &m.layers[i];
+        if (!decides(y)) continue;
+        y->keep = (y->n - (int)(y->n * want.ratio)) / m.n_group * m.n_group;
+        check_count(fmt("--ratio %g: layer %d", want.ratio, y->block), y->keep, y->n);
+    }
+    if (want.per_layer) spread_counts();
+    choose();
+}
+
+/* Lines "LAYER COUNT"; # begins a remark. */
+static void keep_counts(void) {
+    FILE *f = input_file(want.counts);
+    char *line = NULL;
+    size_t cap = 0, no = 0;
+    bool seen[MAX_BLOCKS] = {false};
+    while (getline(&line, &cap, f) >= 0) {
+        int block, count, end = 0;
+        no++;
+        line[strcspn(line, "#\n")] = 0;
+        if (!line[strspn(line, " \t\r")]) continue;
+        const char *who = fmt("'%s', line %zu", want.counts, no);
+        if (sscanf(line, "%6d %6d %n", &block, &count, &end) != 2 || line[end])
+            die("%s: expected LAYER COUNT, found '%s'", who, line);
+        struct layer *y = layer_find(block);
+        if (!y || y->mtp) die("%s: layer %d has no routed experts", who, block);
+        if (seen[block]) die("%s: layer %d for the second time", who, block);
+        seen[block] = true;
+        if (y->hashed && count != y->n)
+            die("%s: layer %d is routed by hash and keeps its %d experts", who, block, y->n);
+        if (!y->hashed) check_count(fmt("%s: layer %d", who, block), count, y->n);
+        y->keep = count;
+    }
+    if (ferror(f)) die("cannot read '%s': %s", want.counts, strerror(errno));
+    free(line);
+    fclose(f);
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        if (decides(&m.layers[i]) && !seen[m.layers[i].block])
+            die("'%s': layer %d is missing", want.counts, m.layers[i].block);
+    choose();
+}
+
+/* The largest uniform count whose output is small enough; output_bytes tells the size by what is chosen. */
+static void keep_budget(size_t (*output_bytes)(void)) {
+    int lo = m.few / m.n_group, hi = largest_layer() / m.n_group;
+    while (lo < hi) { /* in units; lo may fit, more than hi does not */
+        int mid = (lo + hi + 1) / 2;
+        keep_uniform(mid * m.n_group);
+        if ((double)output_bytes() <= want.budget) lo = mid;
+        else hi = mid - 1;
+    }
+    keep_uniform(lo * m.n_group);
+    if ((double)output_bytes() <= want.budget) return;
+    die("--budget %g GiB: the smallest output, with %d experts a layer, has %zu bytes (%.4f GiB)", want.budget / 0x1p30,
+        lo * m.n_group, output_bytes(), (double)output_bytes() / 0x1p30);
+}
+
+static void select_experts(size_t (*output_bytes)(void)) {
+    rank_experts();
+    if (want.amount == KEEP) check_count("--keep", want.keep, -1);
+    if (want.per_layer && want.floor) check_count("--floor", (want.floor + m.n_group - 1) / m.n_group * m.n_group, -1);
+    if (want.amount == KEEP) keep_uniform(want.keep);
+    if (want.amount == RATIO) keep_ratio();
+    if (want.amount == BUDGET) keep_budget(output_bytes);
+    if (want.amount == COUNTS) keep_counts();
+}
+
+/* What became of the counts: the largest of all layers, of those that the selection decides on, and whether these differ. */
+struct outcome {
+    int largest, chosen;
+    bool differ, dropped;
+};
+
+static struct outcome outcome(void) {
+    struct outcome o = {0};
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        const struct layer *y = &m.layers[i];
+        o.largest = y->keep > o.largest ? y->keep : o.largest;
+        if (!decides(y)) continue;
+        o.differ |= o.chosen && o.chosen != y->keep;
+        o.chosen = y->keep > o.chosen ? y->keep : o.chosen;
+        o.dropped |= y->keep < y->n;
+    }
+    return o;
+}
+
+/* NAME-REAP-KofE for a pruned model called NAME, or already NAME-REAP-...; valid as long as fmt's. */
+static const char *pruned_name(const char *name) {
+    struct outcome o = outcome();
+    const char *tail = strstr(name, "-REAP"), *rest;
+    unsigned k, e;
+    int end = 0;
+    if (m.naming) return m.naming;
+    if (!o.dropped) return name;
+    for (; tail && (rest = strstr(tail + 1, "-REAP")); tail = rest) continue;
+    if (tail && tail[5] && (sscanf(tail + 5, "-%4uof%4u%n", &k, &e, &end) != 2 || tail[5 + end])) tail = NULL;
+    int n = tail ? (int)(tail - name) : (int)strlen(name);
+    if (o.differ || !m.original) return fmt("%.*s-REAP", n, name);
+    return fmt("%.*s-REAP-%dof%d", n, name, o.chosen, m.original);
+}
+
+/* ============================================================================================================
+ * GGUF
+ *
+ * Tensors keep their order. Of those that have one slice per expert the slices that stay are copied, in order.
+ * ============================================================================================================ */
+
+static struct gguf gguf;
+
+struct cut {
+    int layer;    /* index into m.layers of the experts that it is sliced by; -1: copied whole */
+    bool dropped; /* with the layers for multi-token prediction */
+};
+
+static struct cut *cuts;      /* (gguf.n_tensors) */
+static uint8_t *gguf_head;    /* the header of the output */
+static size_t gguf_head_size; /* bytes */
+static uint64_t gguf_data;    /* bytes behind it */
+
+static const char *kv_name(struct gguf_str s) {
+    char text[128];
+    return fmt("%s", gguf_printable(s, text, sizeof text));
+}
+
+static const char *arch_key(const char *suffix) { return fmt("%s.%s", m.arch, suffix); }
+
+/* An integer, or an array of equal ones; `otherwise` -1: it is required. */
+static int meta_int(const char *key, int otherwise, int lo, int hi) {
+    const struct gguf_kv *kv = gguf_find(&gguf, key);
+    int64_t v = 0, w;
+    if (!kv && otherwise >= 0) return otherwise;
+    if (!kv) die("'%s': metadata key '%s' is missing", m.path, key);
+    if (!kv->n || !gguf_elem_int(kv, 0, &v)) die("'%s': metadata key '%s' is not an integer", m.path, key);
+    for (uint64_t i = 1; i < kv->n; i++)
+        if (!gguf_elem_int(kv, i, &w) || w != v) die("'%s': metadata key '%s' differs between layers", m.path, key);
+    if (v < lo || v > hi) die("'%s': metadata key '%s' is %lld, expected %d to %d", m.path, key, (long long)v, lo, hi);
+    return (int)v;
+}
+
+/* The parts of the file as shards, for reads whose failure is an error and not a signal. */
+static void gguf_parts(const char *path) {
+    char prefix[PATH_MAX];
+    unsigned no = 1, count = 1;
+    bool split = gguf_split_name(path, prefix, sizeof prefix, &no, &count);
+    for (unsigned i = 0; i < count; i++) {
+        const char *part = split ? fmt("%s-%05u-of-%05u.gguf", prefix, i + 1, count) : path;
+        struct shard s = {xstrdup(part), input_open(part)};
+        arrput(shards, s);
+        m.bytes += gguf.images[i].size;
+    }
+}
+
+/* Where tensor t begins in its part. */
+static size_t gguf_offset(const struct gguf_tensor *t) { return (size_t)(t->data - gguf.images[t->shard].base); }
+
+/* Adds a router to the hash, as float32. */
+static void gguf_hash_router(const struct gguf_tensor *t) {
+    size_t cols = (size_t)t->ne[0], bytes = gguf_row_bytes(t->type, cols);
+    float *row = (float *)(void *)scratch(1, cols * sizeof *row);
+    for (uint64_t r = 0; r < t->ne[1]; r++) {
+        uint8_t *raw = scratch(0, bytes);
+        read_exact(&shards[t->shard], gguf_offset(t) + r * bytes, raw, bytes);
+        if (!gguf_dequantize_row(t->type, raw, row, cols))
+            die("'%s': tensor '%s' has the type %s, which is not one of weights", m.path, kv_name(t->name),
+                gguf_type_info(t->type).name);
+        m.routers = hash_bytes(m.routers, row, cols * sizeof *row);
+    }
+}
+
+/* moe.reap.kept.N: the ids that the experts of a layer once had. */
+static void gguf_read_kept(struct layer *y) {
+    const char *key = fmt("moe.reap.kept.%d", y->block);
+    const struct gguf_kv *kv = gguf_find(&gguf, key);
+    int64_t v, last = -1;
+    if (!kv) return;
+    m.pruned = y->listed = true;
+    if (!kv->is_array || kv->n != (uint64_t)y->n)
+        die("'%s': metadata key '%s' lists %llu experts, the layer has %d", m.path, key, (unsigned long long)kv->n,
+            y->n);
+    for (int i = 0; i < y->n; i++, last = v) {
+        if (!gguf_elem_int(kv, (uint64_t)i, &v) || v <= last || v > INT32_MAX || (m.original && v >= m.original))
+            die("'%s': metadata key '%s' is not an ascending list of expert ids", m.path, key);
+        y->e[i].original = (int32_t)v;
+    }
+}
+
+/* The block that a tensor belongs to, or -1; *rest is the name behind "blk.N.". */
+static int tensor_block(const char *name, const char **rest) {
+    char *end;
+    if (!starts_with(name, "blk.") || name[4] < '0' || name[4] > '9') return -1;
+    long n = strtol(name + 4, &end, 10);
+    *rest = end + 1;
+    return *end == '.' && n < INT_MAX ? (int)n : -1;
+}
+
+static void gguf_cut(const struct gguf_tensor *t, struct cut *c) {
+    char name[GGUF_MAX_NAME + 1];
+    const char *rest = "";
+    if (memchr(t->name.p, 0, t->name.n)) die("'%s': the name of tensor '%s' holds a NUL", m.path, kv_name(t->name));
+    snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.p);
+    int block = tensor_block(name, &rest);
+    struct layer *y = block < 0 ? NULL : layer_find(block);
+    c->layer = -1;
+    c->dropped = m.drop_mtp && block >= m.n_trunk;
+    if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
+    if (!y) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
+    uint64_t n = t->ne[t->n_dims - 1], all = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+    if (all == 1 && ends_with(rest, "scale")) return; /* one for all experts */
+    if (n != (uint64_t)y->n)
+        die("'%s': tensor '%s' ends in a dimension of %llu, the layer has %d experts", m.path, name,
+            (unsigned long long)n, y->n);
+    if (t->n_dims == 1 && gguf_type_info(t->type).block > 1)
+        die("'%s': tensor '%s' has the type %s, which cannot be cut by expert", m.path, name,
+            gguf_type_info(t->type).name);
+    c->layer = (int)(y - m.layers);
+}
+
+static void gguf_read(const char *path) {
+    static char arch[64];
+    char err[1024];
+    struct gguf_str s = {"", 0};
+    if (gguf_open(&gguf, path, err, sizeof err)) die("%s", err);
+    gguf_parts(path);
+    if (!gguf_get_str(&gguf, "general.architecture", &s) || !s.n || s.n >= sizeof arch)
+        die("'%s': metadata key 'general.architecture' is missing or not a short string", path);
+    m.arch = gguf_printable(s, arch, sizeof arch);
+    int blocks = meta_int(arch_key("block_count"), -1, 1, MAX_BLOCKS);
+    m.n_mtp = meta_int(arch_key("nextn_predict_layers"), 0, 0, blocks - 1);
+    m.n_trunk = blocks - m.n_mtp;
+    m.top_k = meta_int(arch_key("expert_used_count"), -1, 1, MAX_EXPERTS);
+    m.n_group = meta_int(arch_key("expert_group_count"), 1, 0, MAX_EXPERTS);
+    if (!m.n_group) m.n_group = 1;
+    m.n_group_used = meta_int(arch_key("expert_group_used_count"), m.n_group, m.n_group > 1, m.n_group);
+    if (m.n_group == 1) m.n_group_used = 1;
+    m.original = meta_int("moe.reap.original_expert_count", 0, 0, INT_MAX);
+    m.pruned = meta_int("moe.reap.pruned", 0, 0, 1);
+    m.routers = HASH_START;
+    for (int b = 0; b < blocks; b++) {
+        const struct gguf_tensor *t = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_inp.weight", b));
+        if (!t) continue;
+        struct layer *y = layer_add(b, t->n_dims == 2 ? (size_t)t->ne[1] : 0, kv_name(t->name));
+        y->hashed = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid", b)) ||
+                    gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid.weight", b));
+        if (b < m.n_trunk) gguf_hash_router(t);
+        gguf_read_kept(y);
+    }
+    cuts = xrealloc(NULL, gguf.n_tensors * sizeof *cuts);
+    for (uint32_t i = 0; i < gguf.n_tensors; i++) gguf_cut(&gguf.tensors[i], &cuts[i]);
+}
+
+/* FNV-1a 64 of the source's headers, with what stands before the first data. */
+static uint64_t gguf_source_hash(void) {
+    uint64_t h = HASH_START;
+    for (uint32_t k = 0; k < gguf.n_images; k++) {
+        size_t end = gguf.images[k].size;
+        for (uint32_t i = 0; i < gguf.n_tensors; i++)
+            if (gguf.tensors[i].shard == k && gguf_offset(&gguf.tensors[i]) < end) end = gguf_offset(&gguf.tensors[i]);
+        h = hash_bytes(h, gguf.images[k].base, end);
+    }
+    return h;
+}
+
+/* A key as it stands in the source, of an array the first n elements. */
+static void put_kv(struct gguf_writer *w, const struct gguf_kv *kv, uint64_t n) {
+    const uint8_t *end = kv->data + n * gguf_value_bytes(kv->type);
+    for (uint64_t i = 0; kv->type == GGUF_V_STR && i < n; i++) gguf_next_str(&end);
+    gguf_put_bytes(w, kv->key.p, kv->key.n);
+    gguf_put_u32_raw(w, kv->is_array ? GGUF_V_ARR : kv->type);
+    if (kv->is_array) gguf_put_u32_raw(w, kv->type), gguf_put_u64_raw(w, n);
+    gguf_put(w, kv->data, (size_t)(end - kv->data));
+    w->n_kv++;
+}
+
+/* How many experts every layer keeps; 0: dense. */
+static void put_counts_per_layer(struct gguf_writer *w, int blocks) {
+    int32_t counts[MAX_BLOCKS] = {0};
+    for (size_t i = 0; i < arrlenu(m.layers); i++) counts[m.layers[i].block] = m.layers[i].keep;
+    gguf_put_array(w, arch_key("expert_count_per_layer"), GGUF_V_I32, (uint64_t)blocks, counts);
+}
+
+static void put_kept(struct gguf_writer *w) {
+    bool unknown = false;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        const struct layer *y = &m.layers[i];
+        int32_t ids[MAX_EXPERTS];
+        int n = 0;
+        for (int k = 0; k < y->n; k++)
+            if (y->e[k].kept) ids[n++] = y->e[k].original;
+        if (!n || (y->keep == y->n && !y->listed)) continue;
+        if (ids[0] < 0) unknown = true;
+        else gguf_put_array(w, fmt("moe.reap.kept.%d", y->block), GGUF_V_I32, (uint64_t)n, ids);
+    }
+    static bool said;
+    if (unknown && !said) note("'%s' was pruned and does not say of what: original ids are left out", m.path);
+    said |= unknown;
+}
+
+static void put_reap(struct gguf_writer *w, uint64_t source) {
+    char hash[17];
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)source);
+    gguf_put_bool(w, "moe.reap.pruned", m.pruned || outcome().dropped);
+    if (m.original) gguf_put_u32(w, "moe.reap.original_expert_count", (uint32_t)m.original);
+    put_kept(w);
+    gguf_put_str(w, "moe.reap.criterion", criteria[want.criterion], strlen(criteria[want.criterion]));
+    if (scores.n_files) {
+        gguf_put_key(w, "moe.reap.calibration.tokens", GGUF_V_U64);
+        gguf_put_u64_raw(w, (uint64_t)scores.tokens);
+        gguf_put_f32(w, "moe.reap.calibration.coverage", (float)((double)scores.seen / (double)scores.experts));
+    }
+    gguf_put_str(w, "moe.reap.source_hash", hash, 16);
+}
+
+/* The source's keys in their order, with those that pruning changes, and what is said about it. */
+static void put_metadata(struct gguf_writer *w) {
+    static uint64_t source;
+    struct outcome o = outcome();
+    int blocks = m.n_trunk + (m.drop_mtp ? 0 : m.n_mtp);
+    bool named = false, listed = false;
+    char name[1024];
+    for (uint32_t i = 0; i < gguf.n_kv; i++) {
+        const struct gguf_kv *kv = &gguf.kv[i];
+        char key[128];
+        gguf_printable(kv->key, key, sizeof key);
+        bool ours = starts_with(key, m.arch) && key[strlen(m.arch)] == '.';
+        const char *suffix = ours ? key + strlen(m.arch) + 1 : "";
+        if (starts_with(key, "split.") || starts_with(key, "moe.reap.")) continue;
+        if (!strcmp(key, "general.name") && kv->type == GGUF_V_STR && !kv->is_array) {
+            const uint8_t *p = kv->data;
+            struct gguf_str s = gguf_next_str(&p);
+            snprintf(name, sizeof name, "%.*s", s.n < 900 ? (int)s.n : 900, s.p);
+            const char *text = pruned_name(name);
+            gguf_put_str(w, key, text, strlen(text));
+            named = true;
+        } else if (!strcmp(key, "general.alignment")) gguf_put_u32(w, key, GGUF_DEFAULT_ALIGN);
+        else if (!strcmp(suffix, "expert_count")) gguf_put_u32(w, key, (uint32_t)o.largest);
+        else if (!strcmp(suffix, "expert_count_per_layer")) put_counts_per_layer(w, blocks), listed = true;
+        else if (m.drop_mtp && !strcmp(suffix, "block_count")) gguf_put_u32(w, key, (uint32_t)blocks);
+        else if (m.drop_mtp && !strcmp(suffix, "nextn_predict_layers")) gguf_put_u32(w, key, 0);
+        else if (m.drop_mtp && ours && kv->is_array && kv->n == (uint64_t)(m.n_trunk + m.n_mtp))
+            put_kv(w, kv, (uint64_t)blocks); /* one for each layer */
+        else put_kv(w, kv, kv->n);
+    }
+    if (m.naming && !named) gguf_put_str(w, "general.name", m.naming, strlen(m.naming));
+    if (o.differ && !listed) put_counts_per_layer(w, blocks);
+    if (!source) source = gguf_source_hash();
+    put_reap(w, source);
+}
+
+/* Makes the header of what is chosen; the bytes of the whole file. */
+static size_t gguf_plan(void) {
+    struct gguf_writer w = {0};
+    put_metadata(&w);
+    for (uint32_t i = 0; i < gguf.n_tensors; i++) {
+        const struct gguf_tensor *t = &gguf.tensors[i];
+        uint64_t ne[4] = {t->ne[0], t->ne[1], t->ne[2], t->ne[3]};
+        char name[GGUF_MAX_NAME + 1];
+        snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.p);
+        if (cuts[i].dropped) continue;
+        if (cuts[i].layer >= 0) ne[t->n_dims - 1] = (uint64_t)m.layers[cuts[i].layer].keep;
+        gguf_add_tensor(&w, name, t->type, t->n_dims, ne);
+    }
+    free(gguf_head);
+    gguf_head = gguf_header(&w, &gguf_head_size);
+    if (!gguf_head) die("out of memory for the header");
+    gguf_data = w.data_bytes;
+    gguf_writer_free(&w);
+    return gguf_head_size + gguf_data;
+}
+
+/* Copies bytes [at, at+n) of a file to the output; what has been read leaves the page cache. */
+static void copy_bytes(const struct shard *s, size_t at, size_t n) {
+    for (size_t k; n; at += k, n -= k) {
+        k = n < CHUNK_BYTES ? n : CHUNK_BYTES;
+        uint8_t *buf = scratch(0, k);
+        read_exact(s, at, buf, k);
+        if (k >= 1 << 20) posix_fadvise(s->fd, (off_t)at, (off_t)k, POSIX_FADV_DONTNEED);
+        out_write(buf, k);
+    }
+}
+
+/* Of n slices that begin at `at` and have `bytes` each those of the experts that stay, neighbours together. */
+static void copy_kept(const struct shard *s, size_t at, size_t bytes, const struct layer *y) {
+    for (int k = 0, run; k < y->n; k += run) {
+        for (run = 1; k + run < y->n && y->e[k + run].kept == y->e[k].kept; run++) continue;
+        if (y->e[k].kept) copy_bytes(s, at + (size_t)k * bytes, (size_t)run * bytes);
+    }
+}
+
+static void gguf_write(char path[PATH_MAX]) {
+    static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
+    uint32_t n = 0;
+    out_begin(path);
+    out_write(gguf_head, gguf_head_size);
+    for (uint32_t i = 0; i < gguf.n_tensors; i++) {
+        const struct gguf_tensor *t = &gguf.tensors[i];
+        const struct shard *s = &shards[t->shard];
+        size_t from = dest.done;
+        if (cuts[i].dropped) continue;
+        if (cuts[i].layer < 0) copy_bytes(s, gguf_offset(t), t->bytes);
+        else {
+            const struct layer *y = &m.layers[cuts[i].layer];
+            copy_kept(s, gguf_offset(t), t->bytes / (size_t)y->n, y);
+        }
+        out_write(zeros, gguf_pad(dest.done - from) - (dest.done - from));
+        n++;
+    }
+    if (dest.done != dest.total) die("internal error: %zu bytes written, %zu planned", dest.done, dest.total);
+    out_end();
+    note("'%s': %u tensors, %s", path, n, human((double)dest.total));
+}
+
+/* ============================================================================================================
+ * Report
+ * ============================================================================================================ */
+
+static void report_layer(const struct layer *y) {
+    double all = 0, kept = 0;
+    int never = 0, few = 0;
+    for (int k = 0; k < y->n; k++) {
+        all += y->e[k].weighted;
+        kept += y->e[k].kept ? y->e[k].weighted : 0;
+        never += !y->e[k].tokens;
+        few += y->e[k].tokens < FEW_TOKENS;
+    }
+    printf("%5d  %4d -> %-4d ", y->block, y->n, y->keep);
+    if (scores.n_files && decides(y)) printf("%6.2f %% %6d %6d ", all > 0 ? 100 * kept / all : 100, never, few);
+    else printf("%8s %6s %6s ", "-", "-", "-");
+    if (y->hashed) printf(" (routed by hash: left whole)");
+    if (y->mtp)
+        printf(m.drop_mtp ? " (multi-token prediction: left out)" : " (multi-token prediction: as the layer before)");
+    for (int k = 0; k < y->n && decides(y); k++)
+        if (!y->e[k].kept) printf(" %d", k);
+    putchar('\n');
+}
+
+static void report(size_t bytes) {
+    long long before = 0, after = 0;
+    double all = 0, kept = 0;
+    printf("layer   experts    score   never   <%d   dropped\n", FEW_TOKENS);
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        const struct layer *y = &m.layers[i];
+        report_layer(y);
+        before += y->n, after += y->keep;
+        for (int k = 0; k < y->n && decides(y); k++)
+            all += y->e[k].weighted, kept += y->e[k].kept ? y->e[k].weighted : 0;
+    }
+    printf("total   experts %lld -> %lld", before, after);
+    if (all > 0) printf(", %.2f %% of the weighted output stays", 100 * kept / all);
+    printf("\ntotal   %zu bytes -> %zu (%.2f %%)\n", m.bytes, bytes, 100 * (double)bytes / (double)m.bytes);
+    if (scores.n_files)
+        printf("scores  %lld tokens in %d file%s\n", (long long)scores.tokens, scores.n_files,
+               scores.n_files > 1 ? "s" : "");
+    if (scores.few)
+        printf("warning: %zu of %zu experts were seen fewer than %d times (%zu never): calibrate with more text\n",
+               scores.few, scores.experts, FEW_TOKENS, scores.never);
+}
+
+/* ============================================================================================================
+ * Main
+ * ============================================================================================================ */
+
+static void help(void) {
+    puts("usage: moe-reap IN.gguf SCORES.json... -o OUT.gguf (--keep N | --ratio R | --budget GIB | --counts FILE)\n\n"
+         "Removes the routed experts that matter least by the scores of moe --calibrate; several files of scores add\n"
+         "up. What stays is copied bit by bit.\n\n"
+         "  -o FILE             the file to write\n"
+         "  --keep N            experts that every layer keeps\n"
+         "  --ratio R           share of every layer's experts that goes, from 0 to below 1\n"
+         "  --budget GIB        as many experts as a file of this size holds\n"
+         "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
+         "  --per-layer         the same total, but more to layers where experts matter alike\n"
+         "  --floor N           with --per-layer, the fewest a layer keeps (default: half of the mean)\n"
+         "  --criterion NAME    reap: mean gate weight x output (default), frequency: tokens, norm: mean output,\n"
+         "                      random: by chance, without scores\n"
+         "  --seed N            of --criterion random (default: 0)\n"
+         "  --protect-outliers  keep experts with one huge output in the first three quarters of the layers\n"
+         "  --mtp prune|drop    layers for multi-token prediction: pruned as the last layer (default), or left out\n"
+         "  --name NAME         general.name (default: the source's with -REAP-KofE)\n"
+         "  --dry-run           print the report, write nothing\n"
+         "  --version           print the version\n"
+         "  --help              print this");
+}
+
+/* A number of an option, all of the text. */
+static double option_number(const char *option, const char *text, double lo, double hi, bool whole) {
+    char *end;
+    double v = strtod(text, &end);
+    if (end == text || *end || !(v >= lo && v <= hi) ||
+        (whole && (v != floor(v) || strspn(text, "0123456789") != strlen(text))))
+        usage("%s: expected %s from %g to %g, found '%s'", option, whole ? "an integer" : "a number", lo, hi, text);
+    return v;
+}
+
+static void set_amount(enum amount a) {
+    if (want.amount != NONE) usage("one of --keep, --ratio, --budget and --counts, please");
+    want.amount = a;
+}
+
+static void set_criterion(const char *name) {
+    size_t k = 0;
+    while (k < COUNT(criteria) && strcmp(criteria[k], name)) k++;
+    if (k == COUNT(criteria)) usage("--criterion: expected reap, frequency, norm or random, found '%s'", name);
+    want.criterion = (enum criterion)k;
+}
+
+static void set_option(const char *a, const char *v) {
+    if (!strcmp(a, "--keep")) set_amount(KEEP), want.keep = (int)option_number(a, v, 1, MAX_EXPERTS, true);
+    else if (!strcmp(a, "--ratio")) {
+        set_amount(RATIO);
+        want.ratio = option_number(a, v, 0, 1, false);
+        if (want.ratio == 1) usage("--ratio: 1 would leave no expert");
+    } else if (!strcmp(a, "--budget")) set_amount(BUDGET), want.budget = option_number(a, v, 0, 1e9, false) * 0x1p30;
+    else if (!strcmp(a, "--counts")) set_amount(COUNTS), want.counts = v;
+    else if (!strcmp(a, "--floor")) want.floor = (int)option_number(a, v, 1, MAX_EXPERTS, true);
+    else if (!strcmp(a, "--criterion")) set_criterion(v);
+    else if (!strcmp(a, "--name")) m.naming = v;
+    else if (strcmp(v, "prune") && strcmp(v, "drop")) usage("--mtp: expected prune or drop, found '%s'", v);
+    else m.drop_mtp = !strcmp(v, "drop");
+}
+
+/* Contradictions among the options. */
+static void check_usage(const char *out, bool dry_run, bool seeded, size_t n_files) {
+    if (!m.path) usage("a model is needed (see --help)");
+    if (!out && !dry_run) usage("-o OUT or --dry-run is needed (see --help)");
+    if (out && (!*out || strlen(out) >= PATH_MAX - 1))
+        usage("the name given with -o is %s", *out ? "too long" : "empty");
+    if (want.amount == NONE) usage("one of --keep, --ratio, --budget and --counts is needed (see --help)");
+    if (want.per_layer && want.amount == COUNTS) usage("--per-layer goes with --keep, --ratio or --budget");
+    if (want.floor && !want.per_layer) usage("--floor goes with --per-layer");
+    if (seeded && want.criterion != RANDOM) usage("--seed goes with --criterion random");
+    if (!n_files && want.criterion != RANDOM) usage("scores are needed: moe --calibrate makes them (see --help)");
+    if (!n_files && want.outliers) usage("--protect-outliers needs scores");
+}
+
+int main(int argc, char **argv) {
+    const char *out = NULL, **files = NULL;
+    char target[PATH_MAX];
+    bool dry_run = false, seeded = false;
+    for (int i = 1; i < argc; i++) {
+        const char *a = argv[i];
+        if (!strcmp(a, "--help")) return help(), stdout_end();
+        if (!strcmp(a, "--version")) return puts("moe-reap " VERSION), stdout_end();
+        if (!strcmp(a, "--dry-run")) dry_run = true;
+        else if (!strcmp(a, "--per-layer")) want.per_layer = true;
+        else if (!strcmp(a, "--protect-outliers")) want.outliers = true;
+        else if (*a != '-' && !m.path) m.path = a;
+        else if (*a != '-') arrput(files, a);
+        else if (strchr(a, ' ') ||
+                 !one_of(a, "-o --keep --ratio --budget --counts --floor --criterion --seed --mtp --name"))
+            usage("unknown option '%s' (see --help)", a);
+        else if (i + 1 == argc) usage("%s needs a value", a);
+        else if (!strcmp(a, "-o")) out = argv[++i];
+        else if (!strcmp(a, "--seed")) {
+            want.seed = (uint64_t)option_number(a, argv[++i], 0, 0x1p53, true);
+            seeded = true;
+        } else set_option(a, argv[i + 1]), i++;
+    }
+    check_usage(out, dry_run, seeded, arrlenu(files));
+    strcpy(target, out ? out : "");
+
+    gguf_read(m.path);
+    model_check();
+    for (size_t i = 0; i < arrlenu(files); i++) scores_read(files[i]);
+    scores_check();
+    select_experts(gguf_plan);
+    dest.total = gguf_plan();
+    if (out && !dry_run) check_target(target);
+    report(dest.total);
+    fflush(stdout);
+    if (out && !dry_run) gguf_write(target);
+    gguf_close(&gguf);
+    return stdout_end();
+}

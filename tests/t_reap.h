@@ -1,0 +1,956 @@
+/* build/moe-reap: files of random bytes in which every expert can be told from the others, scores that are known, and what is
+ * left compared slice by slice; then whole models, whose pruned form must compute what the whole one does without those
+ * experts. */
+
+/* ------------------------------------------------------------------------------------------------- files of our own */
+
+enum { TOY_BLOCKS = 6, TOY_EXPERTS = 16 };
+
+/* Blocks from 0; those behind blocks - mtp are for multi-token prediction. */
+struct toy {
+    int blocks, mtp, n_group, n_group_used, top_k, hashed; /* hashed: the block that is routed by id; 0: none */
+    uint32_t type;                                         /* of the experts' gate */
+    int n[TOY_BLOCKS];                                     /* experts; 0: dense */
+    const char *name;
+    void (*more)(struct gguf_writer *w); /* further keys */
+};
+
+struct toy_file {
+    struct gguf_writer w;
+    uint8_t *data; /* stb_ds */
+    uint64_t rng;
+};
+
+static void toy_tensor(struct toy_file *f, int block, const char *what, uint32_t type, uint32_t n_dims, uint64_t a,
+                       uint64_t b, uint64_t c) {
+    char name[96];
+    if (block < 0) snprintf(name, sizeof name, "%s", what);
+    else snprintf(name, sizeof name, "blk.%d.%s", block, what);
+    uint64_t n = gguf_add_tensor(&f->w, name, type, n_dims, (uint64_t[]){a, b, c});
+    for (uint64_t i = 0; i < gguf_pad(n); i++) arrput(f->data, i < n ? (uint8_t)rng_next(&f->rng) : 0);
+}
+
+static void toy_u32(struct toy_file *f, const char *key, int v) {
+    char full[64];
+    snprintf(full, sizeof full, "toy.%s", key);
+    gguf_put_u32(&f->w, full, (uint32_t)v);
+}
+
+/* Writes the model as test_dir()/file; `extra` adds a tensor of its own to the last block. */
+static void toy_write(const struct toy *t, const char *file, void (*extra)(struct toy_file *f)) {
+    struct toy_file f = {.rng = 77};
+    size_t n = 0;
+    gguf_put_str(&f.w, "general.architecture", "toy", 3);
+    if (t->name) gguf_put_str(&f.w, "general.name", t->name, strlen(t->name));
+    gguf_put_u32(&f.w, "split.count", 1);
+    toy_u32(&f, "block_count", t->blocks);
+    if (t->mtp) toy_u32(&f, "nextn_predict_layers", t->mtp);
+    toy_u32(&f, "expert_count", TOY_EXPERTS);
+    toy_u32(&f, "expert_used_count", t->top_k);
+    if (t->n_group > 1) toy_u32(&f, "expert_group_count", t->n_group);
+    if (t->n_group > 1) toy_u32(&f, "expert_group_used_count", t->n_group_used);
+    gguf_put_array(&f.w, "toy.strings", GGUF_V_STR, 2, NULL);
+    gguf_put_bytes(&f.w, "one", 3), gguf_put_bytes(&f.w, "", 0);
+    gguf_put_array(&f.w, "toy.per_layer", GGUF_V_I32, (uint64_t)t->blocks, t->n);
+    if (t->more) t->more(&f.w);
+    toy_tensor(&f, -1, "token_embd.weight", GGUF_BF16, 2, 8, 5, 1);
+    for (int b = 0; b < t->blocks; b++) {
+        uint64_t e = (uint64_t)t->n[b];
+        toy_tensor(&f, b, "attn_norm.weight", GGUF_F32, 1, 7, 1, 1);
+        if (!e) continue;
+        if (b == t->hashed && b) toy_tensor(&f, b, "ffn_gate_tid2eid.weight", GGUF_I32, 2, 2, 5, 1);
+        toy_tensor(&f, b, "ffn_gate_inp.weight", b % 2 ? GGUF_F32 : GGUF_BF16, 2, 8, e, 1);
+        toy_tensor(&f, b, "ffn_gate_inp.bias", GGUF_F32, 1, e, 1, 1);
+        toy_tensor(&f, b, b % 2 ? "exp_probs_b.bias" : "exp_probs_b", GGUF_F32, 1, e, 1, 1);
+        toy_tensor(&f, b, "ffn_gate_exps.weight", t->type, 3, 64, 3, e);
+        toy_tensor(&f, b, "ffn_gate_exps.scale", GGUF_F32, 1, e, 1, 1);
+        toy_tensor(&f, b, "ffn_gate_exps.input_scale", GGUF_F32, 1, e, 1, 1);
+        toy_tensor(&f, b, "ffn_gate_up_exps.weight", GGUF_Q8_0, 3, 64, 2, e);
+        toy_tensor(&f, b, "ffn_gate_up_exps.scale", GGUF_F32, 1, 1, 1, 1);
+        toy_tensor(&f, b, "ffn_down_exps.weight", GGUF_MXFP4, 3, 32, 5, e);
+        toy_tensor(&f, b, "ffn_down_exps.bias", GGUF_F16, 2, 3, e, 1);
+        toy_tensor(&f, b, "ffn_gate_shexp.weight", GGUF_BF16, 2, 8, e, 1);
+        toy_tensor(&f, b, "ffn_gate_inp_shexp.weight", GGUF_F32, 1, e, 1, 1);
+    }
+    if (extra) extra(&f);
+    uint8_t *header = gguf_header(&f.w, &n);
+    struct hf h = {.out = NULL};
+    char *all = NULL;
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    sb_put(&all, (char *)header, n);
+    sb_put(&all, (char *)f.data, arrlenu(f.data));
+    hf_write(&h, file, all, arrlenu(all));
+    arrfree(all);
+    arrfree(f.data);
+    free(header);
+    gguf_writer_free(&f.w);
+}
+
+static bool reap_open(struct gguf *g, const char *file) {
+    char path[256], err[ERR_MAX];
+    snprintf(path, sizeof path, "%s/%s", test_dir(), file);
+    return CHECK(!gguf_open(g, path, err, sizeof err), "%s", err);
+}
+
+/* ----------------------------------------------------------------------------------------------------------- scores */
+
+struct toy_score {
+    int64_t tokens;
+    double weighted, most, norm;
+};
+
+/* FNV-1a of the routers of blocks 0..n-1 as float32. */
+static uint64_t toy_routers(const struct gguf *g, int n) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (int b = 0; b < n; b++) {
+        char name[64];
+        snprintf(name, sizeof name, "blk.%d.ffn_gate_inp.weight", b);
+        const struct gguf_tensor *t = gguf_find_tensor(g, name);
+        if (!t) continue;
+        size_t count = (size_t)(t->ne[0] * t->ne[1]);
+        float *v = xmalloc(count * sizeof *v);
+        gguf_dequantize_row(t->type, t->data, v, count);
+        h = hash_bytes(h, v, count * sizeof *v);
+        free(v);
+    }
+    return h;
+}
+
+/* Scores of a file; score(block, expert) says which. */
+static json_t *scores_make(const struct gguf *g, int trunk, struct toy_score (*score)(int block, int e)) {
+    static const char *const keys[] = {"tokens", "weighted_sum", "weighted_max", "norm_sum", "gate_sum"};
+    char hash[17];
+    json_t *layers = json_array();
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)toy_routers(g, trunk));
+    for (int b = 0; b < trunk; b++) {
+        char name[64];
+        snprintf(name, sizeof name, "blk.%d.ffn_gate_inp.weight", b);
+        const struct gguf_tensor *t = gguf_find_tensor(g, name);
+        json_t *layer = t ? json_object() : json_null();
+        for (int k = 0; t && k < 5; k++) json_object_set_new(layer, keys[k], json_array());
+        for (int e = 0; t && e < (int)t->ne[1]; e++) {
+            struct toy_score s = score(b, e);
+            double v[] = {0, s.weighted, s.most, s.norm, 0};
+            for (int k = 0; k < 5; k++)
+                json_array_append_new(json_object_get(layer, keys[k]), k ? json_real(v[k]) : json_integer(s.tokens));
+        }
+        json_array_append_new(layers, layer);
+    }
+    return json_pack("{s:s,s:i,s:{s:s,s:s},s:I,s:[],s:o}", "format", "moe-scores", "version", 1, "model", "name", "toy",
+                     "routers", hash, "tokens", (json_int_t)1000, "sources", "layers", layers);
+}
+
+static void scores_write(json_t *j, const char *file) {
+    struct hf h = {.out = NULL};
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    hf_json(&h, file, j);
+}
+
+static void scores_put(const char *model, const char *file, int trunk, struct toy_score (*score)(int block, int e)) {
+    struct gguf g;
+    if (!reap_open(&g, model)) return;
+    json_t *j = scores_make(&g, trunk, score);
+    scores_write(j, file);
+    json_decref(j);
+    gguf_close(&g);
+}
+
+/* Runs moe-reap in the test directory; the exit code. What it says is valid until the next call. */
+static const char *reap_out, *reap_err;
+static int reap_run(const char *args) {
+    static char *out, *err;
+    char cmd[2048];
+    arrsetlen(out, 0);
+    arrsetlen(err, 0);
+    snprintf(cmd, sizeof cmd, "d=$PWD; cd %s && $d/" REAP_BIN " %s", test_dir(), args);
+    int rc = run_command(cmd, &out, &err);
+    reap_out = sb_cstr(&out), reap_err = sb_cstr(&err);
+    return rc;
+}
+
+/* The kept list of a block as text, or "-". */
+static const char *kept_text(const struct gguf *g, int block) {
+    static char text[4][512];
+    static int turn;
+    char *s = text[turn++ & 3], key[64];
+    int64_t v;
+    snprintf(key, sizeof key, "moe.reap.kept.%d", block);
+    const struct gguf_kv *kv = gguf_find(g, key);
+    snprintf(s, sizeof text[0], "-");
+    for (uint64_t i = 0; kv && i < kv->n; i++)
+        if (gguf_elem_int(kv, i, &v))
+            snprintf(i ? s + strlen(s) : s, i ? sizeof text[0] - strlen(s) : sizeof text[0], i ? " %d" : "%d", (int)v);
+    return s;
+}
+
+/* Whether a tensor has a slice per expert, by the rules of the formats. */
+static bool toy_sliced(const char *name, const struct gguf_tensor *t) {
+    static const char *const words[] = {"ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias",
+                                        "exp_probs_b",         "_exps.weight",      "_exps.bias",
+                                        "_exps.scale",         "_exps.input_scale"};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (strlen(name) >= strlen(words[i]) && !strcmp(name + strlen(name) - strlen(words[i]), words[i]))
+            return t->ne[0] * t->ne[1] * t->ne[2] > 1;
+    return false;
+}
+
+/* Every tensor of `b` is that of `a` or its slices ids[block][0..n[block]-1], in a's order; n[block] < 0: left out. */
+static void compare_cut(const struct gguf *a, const struct gguf *b, const int ids[][TOY_EXPERTS], const int *n,
+                        int blocks) {
+    uint32_t k = 0;
+    for (uint32_t i = 0; i < a->n_tensors; i++) {
+        const struct gguf_tensor *x = &a->tensors[i], *y = &b->tensors[k];
+        char name[96];
+        int block = -1;
+        gguf_printable(x->name, name, sizeof name);
+        sscanf(name, "blk.%d.", &block);
+        if (block >= 0 && block < blocks && n[block] < 0) continue;
+        if (!CHECK(k < b->n_tensors && !gguf_str_cmp(x->name, y->name) && x->type == y->type && x->n_dims == y->n_dims,
+                   "%s is not the next tensor", name))
+            return;
+        k++;
+        bool cut = block >= 0 && block < blocks && n[block] && toy_sliced(name, x);
+        uint64_t all = x->ne[x->n_dims - 1], kept = cut ? (uint64_t)n[block] : all, bytes = x->bytes / all;
+        bool same = y->bytes == bytes * kept && y->ne[x->n_dims - 1] == kept;
+        for (uint64_t s = 0; same && s < kept; s++)
+            same = !memcmp(y->data + s * bytes, x->data + (cut ? (uint64_t)ids[block][s] : s) * bytes, bytes);
+        CHECK(same, "%s: other bytes than those of the experts that stay", name);
+    }
+    CHECK(k == b->n_tensors, "%u tensors, expected %u", b->n_tensors, k);
+}
+
+/* compare_cut by the kept lists that b holds; blocks without one are whole. */
+static void compare_listed(const struct gguf *a, const struct gguf *b, int blocks) {
+    static int ids[16][TOY_EXPERTS];
+    int n[16] = {0};
+    for (int block = 0; block < blocks; block++) {
+        char key[64];
+        int64_t v = 0;
+        snprintf(key, sizeof key, "moe.reap.kept.%d", block);
+        const struct gguf_kv *kv = gguf_find(b, key);
+        for (uint64_t i = 0; kv && i < kv->n && gguf_elem_int(kv, i, &v); i++) ids[block][n[block]++] = (int)v;
+    }
+    compare_cut(a, b, (const int(*)[TOY_EXPERTS])ids, n, blocks);
+}
+
+/* -------------------------------------------------------------------------------------------------------- selection */
+
+/* One dense block, two mixtures of 8. */
+static const struct toy toy_plain = {.blocks = 3, .top_k = 2, .type = GGUF_NVFP4, .n = {0, 8, 8}, .name = "toy"};
+
+/* Means of weighted output: block 1: 5 1 5 3 2 5 0 4 (expert 6 was never seen); block 2: 10 1 1 1 1 1 1 1.
+ * Tokens order the experts otherwise, and so do the norms. */
+static struct toy_score score_plain(int block, int e) {
+    static const double mean[2][8] = {{5, 1, 5, 3, 2, 5, 0, 4}, {10, 1, 1, 1, 1, 1, 1, 1}};
+    static const int tokens[2][8] = {{10, 100, 31, 40, 50, 60, 0, 70}, {40, 40, 40, 40, 50, 60, 70, 80}};
+    int64_t t = tokens[block - 1][e];
+    double most = block == 1 && e == 3 ? 1000 : e + 1;
+    return (struct toy_score){t, mean[block - 1][e] * (double)t, most, (double)(t * (8 - e))};
+}
+
+/* The same with the one outlier in the last quarter of the layers. */
+static struct toy_score score_late(int block, int e) {
+    struct toy_score s = score_plain(block, e);
+    s.most = block == 2 && e == 7 ? 1000 : e + 1;
+    return s;
+}
+
+/* Two blocks of 8 in groups of 4; a third block for prediction. */
+static const struct toy toy_groups = {.blocks = 4,
+                                      .mtp = 1,
+                                      .n_group = 2,
+                                      .n_group_used = 1,
+                                      .top_k = 2,
+                                      .type = GGUF_BF16,
+                                      .n = {0, 8, 8, 8},
+                                      .name = "toy-REAP-8of16"};
+
+/* Means: block 1: 9 8 7 6, 4 3 2 1; block 2: 1 1 1 30, 2 2 9 2. */
+static struct toy_score score_groups(int block, int e) {
+    static const double mean[2][8] = {{9, 8, 7, 6, 4, 3, 2, 1}, {1, 1, 1, 30, 2, 2, 9, 2}};
+    return (struct toy_score){100, 100 * mean[block - 1][e], 1, 100};
+}
+
+static void test_reap_selection(void) {
+    static const struct {
+        const char *options, *kept[2]; /* of blocks 1 and 2 */
+        const char *name;
+    } c[] = {{"plain --keep 4", {"0 2 5 7", "0 1 2 3"}, "toy-REAP-4of8"},
+             {"plain --keep 2", {"0 2", "0 1"}, "toy-REAP-2of8"},
+             {"plain --keep 7", {"0 1 2 3 4 5 7", "0 1 2 3 4 5 6"}, "toy-REAP-7of8"},
+             {"plain --ratio 0.5", {"0 2 5 7", "0 1 2 3"}, "toy-REAP-4of8"},
+             {"plain --ratio 0.49", {"0 2 3 5 7", "0 1 2 3 4"}, "toy-REAP-5of8"}, /* int(3.92) go */
+             {"plain --ratio 0.75", {"0 2", "0 1"}, "toy-REAP-2of8"},
+             {"plain --ratio 0", {"-", "-"}, "toy"},
+             {"plain --keep 3 --criterion frequency", {"1 5 7", "5 6 7"}, "toy-REAP-3of8"},
+             {"plain --keep 3 --criterion norm", {"0 1 2", "0 1 2"}, "toy-REAP-3of8"},
+             {"plain --keep 2 --protect-outliers", {"0 3", "0 1"}, "toy-REAP-2of8"},
+             {"late --keep 2 --protect-outliers", {"0 2", "0 1"}, "toy-REAP-2of8"},
+             {"plain --keep 4 --per-layer", {"0 2 3 4 5 7", "0 1"}, "toy-REAP"},
+             {"plain --keep 4 --per-layer --floor 3", {"0 2 3 5 7", "0 1 2"}, "toy-REAP"},
+             {"plain --keep 4 --per-layer --floor 4", {"0 2 5 7", "0 1 2 3"}, "toy-REAP-4of8"},
+             {"plain --counts counts --name other", {"0 2 5", "0 1 2 3 4 5 6"}, "other"},
+             {"groups --keep 6", {"0 1 2 4 5 6", "0 1 3 4 5 6"}, "toy-REAP-6of8"},
+             {"groups --keep 4", {"0 1 4 5", "0 3 4 6"}, "toy-REAP-4of8"},
+             {"groups --ratio 0.3", {"0 1 2 4 5 6", "0 1 3 4 5 6"}, "toy-REAP-6of8"},
+             {"groups --ratio 0.4", {"0 1 4 5", "0 3 4 6"}, "toy-REAP-4of8"},
+             {"groups --keep 6 --per-layer --floor 4", {"-", "0 3 4 6"}, "toy-REAP"}};
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    toy_write(&toy_groups, "groups.gguf", NULL);
+    scores_put("plain.gguf", "plain.json", 3, score_plain);
+    toy_write(&toy_plain, "late.gguf", NULL);
+    scores_put("groups.gguf", "groups.json", 3, score_groups);
+    scores_put("late.gguf", "late.json", 3, score_late);
+    struct hf h = {.out = NULL};
+    static const char counts[] = "# layer count\n\n 1 3\n2\t7 # the last\n";
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    hf_write(&h, "counts", counts, strlen(counts));
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char args[256], model[32], file[64];
+        struct gguf a, b;
+        sscanf(c[i].options, "%31s", model);
+        snprintf(file, sizeof file, "%s.gguf", model);
+        snprintf(args, sizeof args, "%s.gguf %s.json -o out.gguf%s", model, model, c[i].options + strlen(model));
+        if (!CHECK(!reap_run(args), "%s: %s", args, reap_err) || !reap_open(&a, file)) continue;
+        if (reap_open(&b, "out.gguf")) {
+            for (int k = 0; k < 2; k++)
+                CHECK(!strcmp(kept_text(&b, 1 + k), c[i].kept[k]), "%s: block %d keeps %s, expected %s", args, 1 + k,
+                      kept_text(&b, 1 + k), c[i].kept[k]);
+            CHECK(key_is(&b, "general.name", c[i].name), "%s: the name", args);
+            compare_listed(&a, &b, model[0] == 'g' ? 4 : 3);
+            if (model[0] == 'g') CHECK(!strcmp(kept_text(&b, 3), kept_text(&b, 2)), "%s: MTP", args);
+        }
+        gguf_close(&a);
+        gguf_close(&b);
+    }
+}
+
+static void test_reap_random(void) {
+    struct gguf g;
+    char first[2][64] = {"", ""};
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    static const char *const seeds[] = {"", " --seed 0", " --seed 1"};
+    for (int i = 0; i < 3; i++) {
+        char args[128];
+        snprintf(args, sizeof args, "plain.gguf -o out.gguf --keep 4 --criterion random%s", seeds[i]);
+        if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_open(&g, "out.gguf")) return;
+        bool same = !strcmp(first[0], kept_text(&g, 1)) && !strcmp(first[1], kept_text(&g, 2));
+        CHECK(i == 0 || same == (i == 1), "%s: %s, %s", args, kept_text(&g, 1), kept_text(&g, 2));
+        for (int k = 0; k < 2 && !i; k++) snprintf(first[k], sizeof first[k], "%s", kept_text(&g, 1 + k));
+        CHECK(!gguf_find(&g, "moe.reap.calibration.tokens"), "tokens without scores");
+        gguf_close(&g);
+    }
+}
+
+/* Every format of experts, groups of slices at both ends and in the middle; blocks routed by hash stay whole. */
+static void test_reap_slices(void) {
+    static const uint32_t types[] = {GGUF_NVFP4, GGUF_BF16, GGUF_F16, GGUF_F32, GGUF_Q8_0, GGUF_MXFP4};
+    static const char counts[] = "1 3\n2 7\n4 16";
+    struct toy t = {.blocks = 5, .top_k = 2, .hashed = 4, .n = {0, 8, 8, 0, 16}};
+    struct hf h = {.out = NULL};
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    hf_write(&h, "counts", counts, strlen(counts));
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        struct gguf a, b;
+        t.type = types[i];
+        toy_write(&t, "in.gguf", NULL);
+        if (!reap_open(&a, "in.gguf")) return;
+        if (!CHECK(!reap_run("in.gguf -o out.gguf --counts counts --criterion random"), "%s", reap_err)) return;
+        CHECK(strstr(reap_out, "routed by hash"), "%s", reap_out);
+        if (!reap_open(&b, "out.gguf")) return;
+        compare_listed(&a, &b, 5);
+        CHECK(!strcmp(kept_text(&b, 4), "-") && key_int(&b, "toy.expert_count") == 16, "the block routed by hash");
+        const struct gguf_kv *kv = gguf_find(&b, "toy.expert_count_per_layer");
+        static const int want_counts[] = {0, 3, 7, 0, 16};
+        CHECK(kv && kv->n == 5 && !memcmp(kv->data, want_counts, sizeof want_counts), "expert_count_per_layer");
+        gguf_close(&a);
+        gguf_close(&b);
+    }
+}
+
+/* Keys and data stay as they are; what is said about pruning is right. */
+static void test_reap_nothing(void) {
+    struct gguf a, b;
+    char hash[17];
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    scores_put("plain.gguf", "plain.json", 3, score_plain);
+    if (!CHECK(!reap_run("plain.gguf plain.json -o out.gguf --keep 8"), "%s", reap_err)) return;
+    if (!reap_open(&a, "plain.gguf") || !reap_open(&b, "out.gguf")) return;
+    uint32_t k = 0;
+    for (uint32_t i = 0; i < a.n_kv; i++) {
+        const struct gguf_kv *x = &a.kv[i], *y = &b.kv[k];
+        char key[64];
+        gguf_printable(x->key, key, sizeof key);
+        if (!strcmp(key, "split.count")) continue;
+        k++;
+        CHECK(!gguf_str_cmp(x->key, y->key) && x->type == y->type && x->is_array == y->is_array && x->n == y->n,
+              "key %s", key);
+        if (i + 1 == a.n_kv || !strcmp(key, "toy.expert_count")) continue;
+        CHECK(!memcmp(x->data, y->data, (size_t)(x[1].key.p - 8 - (const char *)x->data)), "key %s", key);
+    }
+    CHECK(key_int(&b, "toy.expert_count") == 8 && key_int(&b, "moe.reap.pruned") == 0, "counts");
+    CHECK(key_int(&b, "moe.reap.original_expert_count") == 8 && key_is(&b, "moe.reap.criterion", "reap"), "keys");
+    CHECK(key_int(&b, "moe.reap.calibration.tokens") == 1000, "tokens");
+    CHECK(fabs(key_num(&b, "moe.reap.calibration.coverage") - 13.0 / 16) < 1e-6, "coverage");
+    uint64_t h = hash_bytes(0xcbf29ce484222325u, a.images[0].base, (size_t)(a.tensors[0].data - a.images[0].base));
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)h);
+    CHECK(key_is(&b, "moe.reap.source_hash", hash), "the hash of the source");
+    int none[3] = {0};
+    compare_cut(&a, &b, NULL, none, 3);
+    size_t first = (size_t)(a.tensors[0].data - a.images[0].base), at = (size_t)(b.tensors[0].data - b.images[0].base);
+    CHECK(a.images[0].size - first == b.images[0].size - at &&
+              !memcmp(a.tensors[0].data, b.tensors[0].data, a.images[0].size - first),
+          "the data differ");
+    gguf_close(&a);
+    gguf_close(&b);
+}
+
+/* The largest count that fits to the byte, and the smallest file in the refusal. */
+static void test_reap_budget(void) {
+    long long size[9] = {0};
+    char args[256], path[128], text[64];
+    struct stat st;
+    struct gguf g;
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    scores_put("plain.gguf", "plain.json", 3, score_plain);
+    snprintf(path, sizeof path, "%s/out.gguf", test_dir());
+    for (int n = 2; n <= 8; n++) {
+        snprintf(args, sizeof args, "plain.gguf plain.json -o out.gguf --keep %d", n);
+        CHECK(!reap_run(args) && !stat(path, &st), "%s", reap_err);
+        size[n] = (long long)st.st_size;
+    }
+    for (int n = 2; n <= 8; n++)
+        for (int less = 0; less < 2; less++) {
+            snprintf(args, sizeof args, "plain.gguf plain.json -o out.gguf --budget %.17g",
+                     (double)(size[n] - less) / 0x1p30);
+            int rc = reap_run(args), keep = n - less;
+            snprintf(text, sizeof text, "with 2 experts a layer, has %lld bytes", size[2]);
+            CHECK(rc == (keep < 2), "%s: %s", args, reap_err);
+            CHECK(!rc || strstr(reap_err, text), "%s", reap_err);
+            if (rc || !reap_open(&g, "out.gguf")) continue;
+            CHECK(key_int(&g, "toy.expert_count") == keep && (long long)g.images[0].size == size[keep],
+                  "%s: %d experts, %zu bytes", args, (int)key_int(&g, "toy.expert_count"), g.images[0].size);
+            gguf_close(&g);
+        }
+    snprintf(args, sizeof args, "plain.gguf plain.json -o out.gguf --per-layer --budget %.17g",
+             (double)size[5] / 0x1p30);
+    CHECK(!reap_run(args) && !stat(path, &st) && st.st_size <= size[5] && st.st_size > size[3], "%s", reap_err);
+}
+
+/* Two files add up: neither alone gives this choice. */
+static struct toy_score score_half(int block, int e) {
+    (void)block;
+    return e == 0   ? (struct toy_score){10, 100, 1, 10} /* 10 here, then 100 in 90: together 2 */
+           : e == 1 ? (struct toy_score){10, 30, 1, 10}  /* 3, then 3 */
+           : e == 2 ? (struct toy_score){0, 0, 0, 0}     /* none, then 5 */
+                    : (struct toy_score){50, 50, 1, 50}; /* 1, then 1 */
+}
+
+static struct toy_score score_other_half(int block, int e) {
+    (void)block;
+    return e == 0   ? (struct toy_score){90, 100, 1, 10}
+           : e == 1 ? (struct toy_score){10, 30, 1, 10}
+           : e == 2 ? (struct toy_score){10, 50, 0, 0}
+                    : (struct toy_score){50, 50, 1, 50};
+}
+
+static void test_reap_sums(void) {
+    static const char *const c[][2] = {
+        {"a.json", "0 1"}, {"b.json", "1 2"}, {"a.json b.json", "1 2"}, {"a.json b.json --protect-outliers", "1 2"}};
+    struct gguf g;
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    scores_put("plain.gguf", "a.json", 3, score_half);
+    scores_put("plain.gguf", "b.json", 3, score_other_half);
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char args[128];
+        snprintf(args, sizeof args, "plain.gguf %s -o out.gguf --keep %d", c[i][0], i == 2 ? 3 : 2);
+        if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_open(&g, "out.gguf")) return;
+        CHECK(!strcmp(kept_text(&g, 1), i == 2 ? "0 1 2" : c[i][1]), "%s: %s", args, kept_text(&g, 1));
+        CHECK(key_int(&g, "moe.reap.calibration.tokens") == (i < 2 ? 1000 : 2000), "tokens");
+        gguf_close(&g);
+    }
+}
+
+/* A pruned file pruned again: ids are still those of the first file. */
+static void test_reap_twice(void) {
+    struct gguf a, b;
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    scores_put("plain.gguf", "plain.json", 3, score_plain);
+    if (!CHECK(!reap_run("plain.gguf plain.json -o once.gguf --keep 5"), "%s", reap_err)) return;
+    CHECK(reap_run("once.gguf plain.json -o out.gguf --keep 4") == 1 && strstr(reap_err, "scores of another model"),
+          "%s", reap_err);
+    scores_put("once.gguf", "once.json", 3, score_plain); /* of its 0 2 3 5 7: means 5 1 5 3 2 */
+    if (!CHECK(!reap_run("once.gguf once.json -o out.gguf --keep 3"), "%s", reap_err)) return;
+    if (!reap_open(&a, "plain.gguf") || !reap_open(&b, "out.gguf")) return;
+    CHECK(!strcmp(kept_text(&b, 1), "0 3 5") && !strcmp(kept_text(&b, 2), "0 1 2"), "%s, %s", kept_text(&b, 1),
+          kept_text(&b, 2));
+    CHECK(key_is(&b, "general.name", "toy-REAP-3of8") && key_int(&b, "moe.reap.original_expert_count") == 8, "name");
+    compare_listed(&a, &b, 3);
+    gguf_close(&b);
+    if (CHECK(!reap_run("once.gguf once.json -o out.gguf --keep 5"), "%s", reap_err) && reap_open(&b, "out.gguf")) {
+        CHECK(!strcmp(kept_text(&b, 1), "0 2 3 5 7") && key_int(&b, "moe.reap.pruned") == 1, "nothing more to prune");
+        compare_listed(&a, &b, 3);
+        gguf_close(&b);
+    }
+    gguf_close(&a);
+}
+
+/* Parts of a split file give what the whole one gives. */
+static void toy_split(const char *file) {
+    struct gguf g;
+    if (!reap_open(&g, file)) return;
+    for (int part = 0; part < 2; part++) {
+        struct gguf_writer w = {0};
+        char *all = NULL, name[64];
+        size_t n = 0;
+        const uint8_t *keys = g.images[0].base + 24, *end = (const uint8_t *)g.tensors[0].name.p - 8;
+        if (!part) gguf_put(&w, keys, (size_t)(end - keys)), w.n_kv = g.n_kv;
+        uint32_t from = part ? g.n_tensors / 2 : 0, to = part ? g.n_tensors : g.n_tensors / 2;
+        for (uint32_t i = from; i < to; i++) {
+            gguf_printable(g.tensors[i].name, name, sizeof name);
+            gguf_add_tensor(&w, name, g.tensors[i].type, g.tensors[i].n_dims, g.tensors[i].ne);
+        }
+        uint8_t *header = gguf_header(&w, &n);
+        sb_put(&all, (char *)header, n);
+        for (uint32_t i = from; i < to; i++) {
+            sb_put(&all, (const char *)g.tensors[i].data, g.tensors[i].bytes);
+            while (arrlenu(all) % 32) arrput(all, 0);
+        }
+        struct hf h = {.out = NULL};
+        snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+        snprintf(name, sizeof name, "split-0000%d-of-00002.gguf", part + 1);
+        hf_write(&h, name, all, arrlenu(all));
+        arrfree(all);
+        free(header);
+        gguf_writer_free(&w);
+    }
+    gguf_close(&g);
+}
+
+static void align_to_8(struct gguf_writer *w) { gguf_put_u32(w, "general.alignment", 8); }
+
+static void test_reap_split(void) {
+    struct toy t = toy_plain;
+    struct gguf a, b;
+    t.more = align_to_8;
+    toy_write(&t, "plain.gguf", NULL);
+    if (!CHECK(!reap_run("plain.gguf -o out.gguf --keep 3 --criterion random"), "%s", reap_err)) return;
+    if (!reap_open(&a, "plain.gguf") || !reap_open(&b, "out.gguf")) return;
+    CHECK(key_int(&b, "general.alignment") == 32, "the alignment of what is written");
+    compare_listed(&a, &b, 3);
+    gguf_close(&a);
+    gguf_close(&b);
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    scores_put("plain.gguf", "plain.json", 3, score_plain);
+    toy_split("plain.gguf");
+    static const char *const parts[] = {"split-00001-of-00002.gguf", "split-00002-of-00002.gguf"};
+    for (int i = 0; i < 2; i++) {
+        char args[128];
+        snprintf(args, sizeof args, "%s plain.json -o out.gguf --keep 3", parts[i]);
+        if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_open(&a, "plain.gguf")) return;
+        if (reap_open(&b, "out.gguf")) compare_listed(&a, &b, 3);
+        CHECK(!gguf_find(&b, "split.count"), "a whole file has no split.count");
+        gguf_close(&a);
+        gguf_close(&b);
+        snprintf(args, sizeof args, "%s plain.json -o %s --keep 3", parts[i], parts[1 - i]);
+        CHECK(reap_run(args) == 1 && strstr(reap_err, "one of the files that are read"), "%s", reap_err);
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------ whole models */
+
+/* Converts a fixture as test_dir()/file. */
+static bool fixture_convert(const char *name, const char *file) {
+    char cmd[512], *said = NULL;
+    snprintf(cmd, sizeof cmd, CONVERT_BIN " tests/fixtures/%s -o %s/%s --name %s", name, test_dir(), file, name);
+    bool ok = CHECK(!run_command(cmd, NULL, &said), "%s: %s", name, sb_cstr(&said));
+    arrfree(said);
+    return ok;
+}
+
+static bool reap_load(struct model *m, const char *file) {
+    char path[256], err[ERR_MAX];
+    snprintf(path, sizeof path, "%s/%s", test_dir(), file);
+    return CHECK(!model_load(m, path, err), "%s", err);
+}
+
+/* Every expert its own score; the best ones are spread. */
+static struct toy_score score_spread(int block, int e) {
+    double v = 1 + (e * 7 + block * 3) % 16;
+    return (struct toy_score){100, 100 * v, v, 100};
+}
+
+/* The pruned model computes what the whole one does when a bias keeps the others out of the selection. */
+static void test_reap_model(void) {
+    struct model all, cut;
+    char path[256];
+    size_t n_ids = 0;
+    if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
+    scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
+    if (!CHECK(!reap_run("in.gguf in.json -o out.gguf --keep 2"), "%s", reap_err)) return;
+    if (!reap_load(&all, "in.gguf") || !reap_load(&cut, "out.gguf")) return;
+    const struct layer *y = &cut.layers[1];
+    CHECK(y->n_expert == 2 && y->kept && y->kept[0] == 1 && y->kept[1] == 3, "the list of the layer");
+    CHECK(cut.pruned && cut.n_expert_original == 4 && cut.n_expert_max == 2 && cut.n_mtp_layer == 1, "the model");
+    CHECK(!strcmp(cut.name, "deepseek_v3_plain-REAP-2of4"), "%s", cut.name);
+    float bias[4];
+    memcpy(bias, all.layers[1].router_bias, sizeof bias);
+    bias[0] = bias[2] = -100;
+    all.layers[1].router_bias = bias;
+    snprintf(path, sizeof path, "tests/fixtures/deepseek_v3_plain/ids.i32");
+    int32_t *ids = slurp(path, &n_ids);
+    int n = (int)(n_ids / 4);
+    float *x = all_logits(&all, &kernels_ref, KV_F32, 1, ids, n),
+          *z = all_logits(&cut, &kernels_ref, KV_F32, 1, ids, n);
+    CHECK(!memcmp(x, z, (size_t)n * (size_t)all.n_vocab * sizeof *x), "other logits");
+    free(x), free(z);
+    arrfree(ids);
+    model_free(&all);
+    model_free(&cut);
+}
+
+/* Files of moe-convert: NVFP4 with scales, BF16, groups, pruned before with other counts in every layer. */
+static void test_reap_fixtures(void) {
+    static const struct {
+        const char *name, *options;
+        int experts[4];
+    } c[] = {{"qwen3moe_nvfp4", "--keep 5", {5, 5}},
+             {"qwen3moe_ct", "--ratio 0.5", {2, 2}},
+             {"qwen3moe", "--keep 6", {0}},
+             {"deepseek_v3_reap", "--keep 8", {0, 8, 8}},
+             {"qwen3moe_reap", "--keep 5", {5, 5, 5}},
+             {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct model m;
+        struct gguf a;
+        char args[128];
+        if (!fixture_convert(c[i].name, "in.gguf") || !reap_open(&a, "in.gguf")) return;
+        int64_t blocks = 0;
+        gguf_elem_int(gguf_find(&a, c[i].name[0] == 'q' ? "qwen3moe.block_count" : "deepseek2.block_count"), 0,
+                      &blocks);
+        scores_put("in.gguf", "in.json", (int)blocks, score_spread);
+        snprintf(args, sizeof args, "in.gguf in.json -o out.gguf %s", c[i].options);
+        if (!CHECK(!reap_run(args), "%s: %s", c[i].name, reap_err) || !reap_load(&m, "out.gguf")) continue;
+        static int ids[16][TOY_EXPERTS];
+        int n[16] = {0};
+        for (int l = 0; l < m.n_layer; l++) {
+            const struct layer *y = &m.layers[l];
+            CHECK(!c[i].experts[m.n_layer - 1] || y->n_expert == c[i].experts[l], "%s: layer %d has %d experts",
+                  c[i].name, l, y->n_expert);
+            if (!y->n_expert || !CHECK(y->kept, "%s: layer %d has no list", c[i].name, l)) continue;
+            char key[64];
+            snprintf(key, sizeof key, "moe.reap.kept.%d", l);
+            const struct gguf_kv *was = gguf_find(&a, key); /* ids in the source, by those of the original */
+            for (int e = 0; e < y->n_expert; e++) {
+                int64_t v = e, k = y->kept[e];
+                for (uint64_t s = 0; was && s < was->n; s++)
+                    if (gguf_elem_int(was, s, &v) && v == y->kept[e]) k = (int64_t)s;
+                ids[l][n[l]++] = (int)k;
+            }
+        }
+        compare_cut(&a, &m.gguf, (const int(*)[TOY_EXPERTS])ids, n, m.n_layer);
+        gguf_close(&a);
+        model_free(&m);
+    }
+}
+
+static void test_reap_mtp(void) {
+    struct model m;
+    struct gguf a;
+    if (!fixture_convert("deepseek_v3_plain", "in.gguf") || !reap_open(&a, "in.gguf")) return;
+    scores_put("in.gguf", "in.json", 2, score_spread);
+    static const int ids[3][TOY_EXPERTS] = {{0}, {0, 1, 3}, {0, 1, 3}};
+    for (int drop = 0; drop < 2; drop++) {
+        int n[3] = {0, 3, drop ? -1 : 3};
+        char args[128];
+        snprintf(args, sizeof args, "in.gguf in.json -o out.gguf --keep 3%s", drop ? " --mtp drop" : "");
+        if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_load(&m, "out.gguf")) return;
+        CHECK(m.n_layer == 2 && m.n_mtp_layer == !drop, "%d layers, %d for prediction", m.n_layer, m.n_mtp_layer);
+        CHECK(key_int(&m.gguf, "deepseek2.block_count") == 3 - drop, "block_count");
+        CHECK(key_int(&m.gguf, "deepseek2.nextn_predict_layers") == 1 - drop, "nextn_predict_layers");
+        CHECK(!strcmp(kept_text(&m.gguf, 2), drop ? "-" : "0 1 3"), "%s", kept_text(&m.gguf, 2));
+        compare_cut(&a, &m.gguf, ids, n, 3);
+        model_free(&m);
+    }
+    gguf_close(&a);
+    struct toy t = toy_groups; /* a file whose prediction layer has other experts than the last */
+    t.n[3] = 16;
+    toy_write(&t, "mtp.gguf", NULL);
+    CHECK(reap_run("mtp.gguf -o out.gguf --keep 6 --criterion random") == 1 && strstr(reap_err, "--mtp drop"), "%s",
+          reap_err);
+    if (!CHECK(!reap_run("mtp.gguf -o out.gguf --keep 6 --criterion random --mtp drop"), "%s", reap_err)) return;
+    struct gguf b;
+    if (!reap_open(&b, "out.gguf")) return;
+    const struct gguf_kv *per = gguf_find(&b, "toy.per_layer");
+    CHECK(per && per->n == 3 && key_int(&b, "toy.expert_count") == 6, "a list with one value for each layer");
+    gguf_close(&b);
+}
+
+/* Other counts in every layer: the ranks divide them as one rank has them. */
+static void test_reap_ranks(void) {
+    static const char counts[] = "1 4\n2 16\n3 8\n4 12\n5 8";
+    struct hf h = {.out = NULL};
+    char cmd[512], *one = NULL, *two = NULL, *said = NULL;
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    hf_write(&h, "counts", counts, strlen(counts));
+    snprintf(cmd, sizeof cmd, REAP_BIN " build/demo.gguf -o %s/out.gguf --counts %s/counts --criterion random",
+             test_dir(), test_dir());
+    if (!CHECK(!run_command(cmd, NULL, &said), "%s", sb_cstr(&said))) return;
+    for (int tp = 1; tp <= 2; tp++) {
+        snprintf(cmd, sizeof cmd,
+                 MOE_BIN " -m %s/out.gguf --cpu --tp %d --greedy -n 24 -p 'What is 7 squared?' </dev/null", test_dir(),
+                 tp);
+        arrsetlen(said, 0);
+        CHECK(!run_command(cmd, tp == 1 ? &one : &two, &said), "%s: %s", cmd, sb_cstr(&said));
+    }
+    CHECK(arrlen(one) > 1 && !strcmp(sb_cstr(&one), sb_cstr(&two)), "'%s' and '%s'", one, two);
+    arrfree(one), arrfree(two), arrfree(said);
+}
+
+/* ---------------------------------------------------------------------------------------------------------- refusals */
+
+/* Nothing but what was there: no output, no temporary file. */
+static void nothing_left(const char *what) {
+    char cmd[128], *listing = NULL;
+    snprintf(cmd, sizeof cmd, "ls -d %s/no* %s/*tmp-* 2>/dev/null", test_dir(), test_dir());
+    run_command(cmd, &listing, NULL);
+    CHECK(!arrlen(listing), "%s: left behind: %s", what, sb_cstr(&listing));
+    arrfree(listing);
+}
+
+static void test_reap_usage(void) {
+    static const struct {
+        const char *args, *message;
+    } c[] = {{"", "a model is needed"},
+             {"plain.gguf plain.json --keep 4", "-o OUT or --dry-run is needed"},
+             {"plain.gguf plain.json -o no.gguf", "one of --keep, --ratio, --budget and --counts is needed"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --ratio 0.5", "one of --keep, --ratio"},
+             {"plain.gguf -o no.gguf --keep 4", "scores are needed"},
+             {"plain.gguf -o no.gguf --keep 4 --criterion random --protect-outliers", "needs scores"},
+             {"plain.gguf plain.json -o no.gguf --keep 0", "expected an integer from 1"},
+             {"plain.gguf plain.json -o no.gguf --keep 4x", "expected an integer from 1"},
+             {"plain.gguf plain.json -o no.gguf --keep +4", "expected an integer from 1"},
+             {"plain.gguf plain.json -o no.gguf --keep 4.5", "expected an integer from 1"},
+             {"plain.gguf plain.json -o no.gguf --ratio 1", "would leave no expert"},
+             {"plain.gguf plain.json -o no.gguf --ratio -0.1", "expected a number from 0 to 1"},
+             {"plain.gguf plain.json -o no.gguf --ratio nan", "expected a number from 0 to 1"},
+             {"plain.gguf plain.json -o no.gguf --budget", "--budget needs a value"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --floor 2", "--floor goes with --per-layer"},
+             {"plain.gguf plain.json -o no.gguf --counts c --per-layer", "--per-layer goes with"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --seed 1", "--seed goes with"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --criterion best", "expected reap, frequency"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --mtp keep", "expected prune or drop"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --quick", "unknown option '--quick'"},
+             {"plain.gguf plain.json -o no.gguf '-o --keep' 4", "unknown option"},
+             {"plain.gguf plain.json -o '' --keep 4", "is empty"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        int rc = reap_run(c[i].args);
+        CHECK(rc == 2 && strstr(reap_err, c[i].message) && !*reap_out, "%s: exit %d: %s", c[i].args, rc, reap_err);
+    }
+    CHECK(!reap_run("--help") && strstr(reap_out, "--per-layer"), "%s", reap_out);
+    CHECK(!reap_run("--version") && !strcmp(reap_out, "moe-reap 0.1.0\n"), "%s", reap_out);
+    nothing_left("usage");
+}
+
+/* Exit 1 with one line that says what is wrong. */
+static void reap_refused(const char *args, const char *message) {
+    int rc = reap_run(args);
+    const char *nl = strchr(reap_err, '\n');
+    CHECK(rc == 1 && strstr(reap_err, message) && nl && !nl[1] && !*reap_out, "%s: exit %d: %s (expected: %s)", args,
+          rc, reap_err, message);
+}
+
+static void test_reap_counts(void) {
+    static const struct {
+        const char *text, *message;
+    } c[] = {{"1 4\n2", "line 2: expected LAYER COUNT, found '2'"},
+             {"1 4\n2 4 5\n", "line 2: expected LAYER COUNT, found '2 4 5'"},
+             {"1 4\n2 4x\n", "line 2: expected LAYER COUNT"},
+             {"1 4\n", "layer 2 is missing"},
+             {"1 4\n2 4\n1 4\n", "line 3: layer 1 for the second time"},
+             {"0 4\n", "line 1: layer 0 has no routed experts"},
+             {"99999999999 4\n", "line 1: "},
+             {"-1 4\n", "layer -1 has no routed experts"},
+             {"1 9\n", "layer 1: 9 experts are more than the 8"},
+             {"1 1\n", "layer 1: 1 experts are too few: 2 a token need 2"}};
+    struct hf h = {.out = NULL};
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        hf_write(&h, "counts", c[i].text, strlen(c[i].text));
+        reap_refused("plain.gguf -o no.gguf --criterion random --counts counts", c[i].message);
+    }
+    reap_refused("plain.gguf -o no.gguf --criterion random --counts nowhere", "cannot open 'nowhere'");
+    nothing_left("counts");
+}
+
+static void test_reap_amounts(void) {
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    toy_write(&toy_groups, "groups.gguf", NULL);
+    scores_put("plain.gguf", "plain.json", 3, score_plain);
+    scores_put("groups.gguf", "groups.json", 3, score_groups);
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 1", "1 experts are too few: 2 a token need 2");
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 9", "9 experts are more than the 8 that are there");
+    reap_refused("plain.gguf plain.json -o no.gguf --ratio 0.9", "1 experts are too few");
+    reap_refused("groups.gguf groups.json -o no.gguf --keep 5",
+                 "5 experts are not a multiple of the 2 groups; 4 and 6 are");
+    reap_refused("groups.gguf groups.json -o no.gguf --keep 2",
+                 "2 experts are too few: 2 a token from 1 of 2 groups need 4");
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 4 --per-layer --floor 5", "--floor 5: ");
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 4 --per-layer --floor 1", "--floor: 1 experts are too few");
+    nothing_left("amounts");
+}
+
+/* One change to a file of scores that is right. `text` replaces the value of the key of layer 1, or (top) of the file. */
+static void test_reap_scores(void) {
+    static const struct {
+        bool top;
+        const char *key, *text, *message;
+    } c[] = {
+        {true, "format", "\"other\"", "expected \"moe-scores\", found \"other\""},
+        {true, "format", "7", "expected a string, found 7"},
+        {true, "version", "2", "key 'version': expected an integer from 1 to 1, found 2"},
+        {true, "model", "{\"routers\":\"0123456789abcdef\"}", "its routers have the hash 0123456789abcdef, those of"},
+        {true, "model", "{}", "scores of another model: its routers have the hash (none)"},
+        {true, "tokens", "-1", "key 'tokens': expected an integer"},
+        {true, "tokens", "0", "layer 1 was never calibrated"},
+        {true, "layers", "[null]", "scores of 1 layers, 'plain.gguf' has 3"},
+        {true, "layers", "7", "expected a list"},
+        {true, "layers", "[null,null,null]", "layer 1 has no scores"},
+        {true, "layers", "[{},null,null]", "layer 0 has scores, but no routed experts"},
+        {true, "layers", "[null,3,null]", "layer 1: expected an object, found 3"},
+        {false, "tokens", "[1,2,3]", "'tokens' has 3 numbers, the model's layer has 8 experts"},
+        {false, "tokens", "[1,2,3,4,5,6,7,8.5]", "'tokens': expert 7 has 8.5"},
+        {false, "tokens", "[1,2,3,4,5,6,7,-8]", "'tokens': expert 7 has -8"},
+        {false, "tokens", "[0,0,0,0,0,0,0,0]", "layer 1 was never calibrated"},
+        {false, "weighted_sum", "[1,2,3,4,5,6,7,-1e-9]", "'weighted_sum': expert 7 has -1"},
+        {false, "weighted_sum", "[1,2,3,4,5,6,7,\"8\"]", "'weighted_sum': expert 7 has \"8\""},
+        {false, "weighted_sum", "null", "'weighted_sum' has 0 numbers"},
+        {false, "weighted_sum", "[1e308,2,3,4,5,6,7,8]", "the sums of expert 0 overflow"},
+        {false, "weighted_max", "[1,2,3,4,5,6,7,null]", "'weighted_max': expert 7 has null"},
+        {false, "norm_sum", "[1,2,3,4,5,6,7]", "'norm_sum' has 7 numbers"}};
+    static const char *const texts[] = {"{\"format\":\"moe-scores\",\"version\":1,\"tokens\":NaN}",
+                                        "{\"tokens\":1e999}", "[]", "", "{\"tokens\":1,\"tokens\":1}"};
+    struct hf h = {.out = NULL};
+    struct gguf g;
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    if (!reap_open(&g, "plain.gguf")) return;
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        json_t *j = scores_make(&g, 3, score_plain), *v = json_loads(c[i].text, JSON_DECODE_ANY, NULL);
+        json_t *layer = json_array_get(json_object_get(j, "layers"), 1);
+        CHECK(v && !json_object_set_new(c[i].top ? j : layer, c[i].key, v), "%s", c[i].text);
+        if (strstr(c[i].text, "1e308")) /* which two files add up to too much */
+            json_object_set_new(layer, "norm_sum", json_loads("[1e308,2,3,4,5,6,7,8]", 0, NULL));
+        scores_write(j, "bad.json");
+        reap_refused("plain.gguf bad.json -o no.gguf --keep 4", c[i].message);
+        json_decref(j);
+    }
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        hf_write(&h, "bad.json", texts[i], strlen(texts[i]));
+        reap_refused("plain.gguf bad.json -o no.gguf --keep 4", "bad.json");
+    }
+    reap_refused("plain.gguf none.json -o no.gguf --keep 4", "cannot open 'none.json'");
+    gguf_close(&g);
+    nothing_left("scores");
+}
+
+static void add_lying(struct toy_file *f) { toy_tensor(f, 2, "ffn_x_exps.weight", GGUF_BF16, 3, 8, 8, 7); }
+static void add_quantised(struct toy_file *f) { toy_tensor(f, 1, "ffn_y_exps.scale", GGUF_Q8_0, 1, 32, 1, 1); }
+static void add_orphan(struct toy_file *f) { toy_tensor(f, 0, "ffn_up_exps.weight", GGUF_BF16, 3, 8, 8, 8); }
+static void kept_short(struct gguf_writer *w) { gguf_put_array(w, "moe.reap.kept.1", GGUF_V_I32, 2, (int[]){1, 2}); }
+static void kept_falling(struct gguf_writer *w) {
+    gguf_put_array(w, "moe.reap.kept.1", GGUF_V_I32, 8, (int[]){0, 1, 2, 3, 4, 6, 5, 7});
+}
+static void kept_beyond(struct gguf_writer *w) {
+    gguf_put_u32(w, "moe.reap.original_expert_count", 9);
+    gguf_put_array(w, "moe.reap.kept.1", GGUF_V_I32, 8, (int[]){0, 1, 2, 3, 4, 5, 6, 9});
+}
+static void original_less(struct gguf_writer *w) { gguf_put_u32(w, "moe.reap.original_expert_count", 7); }
+
+static void test_reap_headers(void) {
+    static const struct {
+        void (*more)(struct gguf_writer *w);
+        void (*extra)(struct toy_file *f);
+        int n, top_k, n_group;
+        const char *message;
+    } c[] = {{NULL, add_lying, 8, 2, 1, "'blk.2.ffn_x_exps.weight' ends in a dimension of 7, the layer has 8 experts"},
+             {NULL, add_quantised, 32, 2, 1, "'blk.1.ffn_y_exps.scale' has the type Q8_0, which cannot be cut"},
+             {NULL, add_orphan, 8, 2, 1, "'blk.0.ffn_up_exps.weight' without 'blk.0.ffn_gate_inp.weight'"},
+             {NULL, NULL, 8, 9, 1, "routes to 8 experts, expected 9 to 1024"},
+             {NULL, NULL, 8, 2, 3, "routes to 8 experts, expected 2 to 1024, a multiple of the 3 groups"},
+             {NULL, NULL, 0, 2, 1, "no layer has routed experts that could be pruned"},
+             {kept_short, NULL, 8, 2, 1, "'moe.reap.kept.1' lists 2 experts, the layer has 8"},
+             {kept_falling, NULL, 8, 2, 1, "'moe.reap.kept.1' is not an ascending list"},
+             {kept_beyond, NULL, 8, 2, 1, "'moe.reap.kept.1' is not an ascending list"},
+             {original_less, NULL, 8, 2, 1, "a layer has 8 experts, the model had 7 before pruning"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct toy t = {
+            .blocks = 3, .top_k = c[i].top_k, .n_group = c[i].n_group, .n_group_used = 1, .type = GGUF_BF16};
+        t.n[1] = t.n[2] = c[i].n;
+        t.more = c[i].more;
+        toy_write(&t, "bad.gguf", c[i].extra);
+        reap_refused("bad.gguf -o no.gguf --keep 4 --criterion random", c[i].message);
+    }
+    reap_refused("bad.gguf -o bad.gguf --ratio 0 --criterion random", "the model had 7");
+    reap_refused("none.gguf -o no.gguf --keep 4 --criterion random", "none.gguf");
+    nothing_left("headers");
+}
+
+/* What was there before stays, and nothing else. */
+static void test_reap_target(void) {
+    char cmd[1024], *err = NULL;
+    toy_write(&toy_plain, "plain.gguf", NULL);
+    reap_refused("plain.gguf -o plain.gguf --keep 4 --criterion random", "it is one of the files that are read");
+    reap_refused("plain.gguf -o . --keep 4 --criterion random", "is a directory");
+    reap_refused("plain.gguf -o none/no.gguf --keep 4 --criterion random", "No such file");
+    CHECK(!reap_run("plain.gguf --keep 4 --criterion random --dry-run -o no.gguf") && strstr(reap_out, "total"), "%s",
+          reap_err);
+    snprintf(cmd, sizeof cmd,
+             "cd %s; d=$OLDPWD; ulimit -f 1; $d/" REAP_BIN " plain.gguf -o no.gguf --keep 4 --criterion random",
+             test_dir());
+    CHECK(run_command(cmd, NULL, &err) == 1 && strstr(sb_cstr(&err), "File too large"), "%s", sb_cstr(&err));
+    arrfree(err);
+    nothing_left("target");
+}
+
+/* SIGINT in the middle of a sparse tensor of 1.5 GB. */
+static void test_reap_interrupt(void) {
+    struct gguf_writer w = {0};
+    struct hf h = {.out = NULL};
+    char cmd[1024], path[256], *err = NULL;
+    size_t n = 0;
+    gguf_put_str(&w, "general.architecture", "toy", 3);
+    gguf_put_u32(&w, "toy.block_count", 1);
+    gguf_put_u32(&w, "toy.expert_count", 8);
+    gguf_put_u32(&w, "toy.expert_used_count", 2);
+    gguf_add_tensor(&w, "blk.0.ffn_gate_inp.weight", GGUF_F32, 2, (uint64_t[]){8, 8});
+    gguf_add_tensor(&w, "token_embd.weight", GGUF_F32, 2, (uint64_t[]){1 << 10, 384 << 10});
+    uint8_t *header = gguf_header(&w, &n);
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    hf_write(&h, "large.gguf", header, n);
+    snprintf(path, sizeof path, "%s/large.gguf", test_dir());
+    CHECK(!truncate(path, (off_t)(n + w.data_bytes)), "%s", path);
+    snprintf(cmd, sizeof cmd,
+             "cd %s; env --default-signal=INT $OLDPWD/" REAP_BIN " large.gguf -o no.gguf --keep 4 --criterion random & "
+             "p=$!; until ls no.gguf.tmp-* || ! kill -0 $p; do sleep 0.01; done; kill -INT $p; wait $p",
+             test_dir());
+    int rc = run_command(cmd, NULL, &err);
+    bool room = !strstr(sb_cstr(&err), "are needed");
+    CHECK(!room || (rc == 128 + SIGINT && strstr(err, "interrupted; nothing was written")), "exit %d: %s", rc, err);
+    nothing_left("interrupted");
+    unlink(path);
+    free(header);
+    gguf_writer_free(&w);
+    arrfree(err);
+    if (!room) SKIP("less than 1.7 GB are free");
+}
+
+#define TESTS_REAP                                                                                                 \
+    {"reap/selection", test_reap_selection}, {"reap/random", test_reap_random}, {"reap/slices", test_reap_slices}, \
+        {"reap/nothing", test_reap_nothing}, {"reap/budget", test_reap_budget}, {"reap/sums", test_reap_sums},     \
+        {"reap/twice", test_reap_twice}, {"reap/split", test_reap_split}, {"reap/model", test_reap_model},         \
+        {"reap/fixtures", test_reap_fixtures}, {"reap/mtp", test_reap_mtp}, {"reap/ranks", test_reap_ranks},       \
+        {"reap/usage", test_reap_usage}, {"reap/counts", test_reap_counts}, {"reap/amounts", test_reap_amounts},   \
+        {"reap/scores", test_reap_scores}, {"reap/headers", test_reap_headers}, {"reap/target", test_reap_target}, \
+        {"reap/interrupt", test_reap_interrupt},
