@@ -486,12 +486,23 @@ static inline void stop_on(int sig) {
     if (!sigaction(sig, NULL, &old) && old.sa_handler != SIG_IGN) sigaction(sig, &act, NULL);
 }
 
+/* Room for dest.total bytes beside `path`. */
+static inline void check_room(const char *path) {
+    char dir[PATH_MAX], copy[PATH_MAX], need[64];
+    struct statvfs fs;
+    snprintf(copy, sizeof copy, "%s", path);
+    strcpy(dir, dirname(copy));
+    if (statvfs(dir, &fs)) die("'%s': %s", dir, strerror(errno));
+    double room = (double)fs.f_bavail * (double)fs.f_frsize;
+    snprintf(need, sizeof need, "%s", human((double)dest.total));
+    if (room < (double)dest.total) die("'%s': %s are needed, %s are free", dir, need, human(room));
+}
+
 /* Before the first byte: a name for a file, none of the source's, a directory that can be written, and room. Symbolic links
  * in `path` are replaced by what they lead to. */
 static inline void check_target(char path[PATH_MAX]) {
-    char dir[PATH_MAX], copy[PATH_MAX], need[64];
+    char copy[PATH_MAX];
     struct stat st;
-    struct statvfs fs;
     if (!lstat(path, &st)) {
         bool link = S_ISLNK(st.st_mode);
         if (!realpath(path, copy) || stat(copy, &st)) die("cannot replace '%s': %s", path, strerror(errno));
@@ -500,29 +511,35 @@ static inline void check_target(char path[PATH_MAX]) {
                 die("cannot replace '%s': it is one of the files that are read", path);
         if (link) strcpy(path, copy);
     }
-    snprintf(copy, sizeof copy, "%s", path);
-    strcpy(dir, dirname(copy));
     if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o names a file", path);
     if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("cannot replace '%s': it is not a regular file", path);
-    if (statvfs(dir, &fs)) die("'%s': %s", dir, strerror(errno));
-    double room = (double)fs.f_bavail * (double)fs.f_frsize;
-    snprintf(need, sizeof need, "%s", human((double)dest.total));
-    if (room < (double)dest.total) die("'%s': %s are needed, %s are free", dir, need, human(room));
+    check_room(path);
 }
 
-/* Opens the temporary file beside `path` for dest.total bytes. Symbolic links in `path` are replaced by what they lead to. */
-static inline void out_begin(char path[PATH_MAX]) {
+/* The progress bar, and signals that out_write meets. */
+static inline void out_start(const char *path) {
     const char *terminal = getenv("TERM");
     dest.path = path;
     dest.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
     dest.start = now_seconds();
-    check_target(path);
     signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error of write() */
     stop_on(SIGINT), stop_on(SIGTERM), stop_on(SIGHUP);
+}
+
+/* Opens the temporary file beside `path` for dest.total bytes. Symbolic links in `path` are replaced by what they lead to. */
+static inline void out_begin(char path[PATH_MAX]) {
+    check_target(path);
+    out_start(path);
     const char *temp = fmt("%s.tmp-%ld", path, (long)getpid());
     int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd < 0 || !(dest.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));
     snprintf(temp_path, sizeof temp_path, "%s", temp);
+}
+
+/* Makes what happened to the names in a directory last. */
+static inline void sync_dir(const char *path) {
+    int dir = open(path, O_RDONLY | O_CLOEXEC);
+    if (dir >= 0) fsync(dir), close(dir);
 }
 
 /* The file under its name, on the disk. */
@@ -533,8 +550,7 @@ static inline void out_end(void) {
     if (rename(temp_path, dest.path)) die("cannot rename '%s' to '%s': %s", temp_path, dest.path, strerror(errno));
     temp_path[0] = 0;
     snprintf(copy, sizeof copy, "%s", dest.path);
-    int dir = open(dirname(copy), O_RDONLY | O_CLOEXEC);
-    if (dir >= 0) fsync(dir), close(dir);
+    sync_dir(dirname(copy));
     progress(true);
 }
 

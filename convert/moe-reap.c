@@ -5,6 +5,7 @@
  *   scores                 scores.json of moe --calibrate
  *   selection              what every layer keeps
  *   GGUF                   reading, the new header, byte-exact slices
+ *   Hugging Face directory the same for safetensors and what describes them
  *   report                 what is dropped, and how well the scores cover it
  *   main
  *
@@ -14,6 +15,7 @@
  */
 #define PROGRAM "moe-reap"
 #include "common.h"
+#include <dirent.h>
 
 enum { FEW_TOKENS = 32 }; /* an expert that fewer were routed to has a score by chance */
 
@@ -28,6 +30,8 @@ struct expert {
     int32_t original;            /* its id before any pruning; -1: unknown */
     bool outlier;                /* protected: before all values */
     bool kept;
+    int index;   /* among those that are kept */
+    int tensors; /* of its own, in a directory */
 };
 
 struct layer {
@@ -340,6 +344,8 @@ static void choose(void) {
             y->keep = m.drop_mtp ? 0 : last->keep;
             for (int k = 0; k < y->n; k++) y->e[k].kept = !m.drop_mtp && last->e[k].kept;
         } else last = y;
+        for (int k = 0, n = 0; k < y->n; k++)
+            if (y->e[k].kept) y->e[k].index = n++;
     }
 }
 
@@ -783,6 +789,502 @@ static void gguf_write(char path[PATH_MAX]) {
 }
 
 /* ============================================================================================================
+ * Hugging Face directory
+ *
+ * The same files under the same names: tensors of experts that go are left out, the others are renumbered, stacks and routers
+ * are sliced; config.json, the index and lists of quantised modules follow. Everything else is copied.
+ * ============================================================================================================ */
+
+/* What a name says: of a tensor, or of a module in a list. */
+enum part { OTHER, EXPERT, STACK, ROUTER };
+
+struct name_part {
+    enum part part;
+    int block;        /* -1: none */
+    int expert;       /* of EXPERT */
+    size_t at, end;   /* its digits */
+    const char *rest; /* behind the block's number and dot */
+};
+
+/* A number at s without sign, of at most six digits; -1: there is none. */
+static int digits(const char *s, size_t *n) {
+    *n = strspn(s, "0123456789");
+    return *n && *n <= 6 ? (int)strtol(s, NULL, 10) : -1;
+}
+
+/* "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. The layers of "mtp." stand behind the others. */
+static struct name_part name_parse(const char *name) {
+    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe."};
+    struct name_part r = {.block = -1, .rest = ""};
+    const char *p = starts_with(name, "layers.") ? name : strstr(name, ".layers.");
+    size_t n;
+    if (!p) return r;
+    p += *p == '.' ? 8 : 7;
+    r.block = digits(p, &n);
+    if (r.block >= 0 && p[n] != '.') r.block = -1;
+    if (r.block < 0) return r;
+    if (starts_with(name, "mtp.") || strstr(name, ".mtp.")) r.block += m.n_trunk;
+    r.rest = p += n + 1;
+    size_t k = 0;
+    while (k < COUNT(stems) && !starts_with(p, stems[k])) k++;
+    if (k == COUNT(stems)) return r;
+    p += strlen(stems[k]);
+    if ((starts_with(p, "gate.") && !ends_with(p, "tid2eid")) || !strcmp(p, "e_score_correction_bias")) r.part = ROUTER;
+    if (!starts_with(p, "experts.")) return r;
+    r.expert = digits(p + 8, &n);
+    if (r.expert < 0 || (p[8 + n] && p[8 + n] != '.')) r.part = STACK;
+    else r.part = EXPERT, r.at = (size_t)(p + 8 - name), r.end = r.at + n;
+    return r;
+}
+
+/* A file of the output: a text, a shard whose header the text is, or the copy of a file. */
+struct out_file {
+    char *name;
+    char *text;       /* stb_ds */
+    int shard, other; /* indices into shards and others; -1: not this */
+    size_t bytes;
+};
+
+static struct out_file *hf_files; /* stb_ds */
+static struct shard *others;      /* stb_ds: files that are copied */
+static size_t *other_bytes;       /* stb_ds: (arrlen(others)) */
+static uint32_t *by_place;        /* (arrlen(tensors)) their indices, by shard and offset */
+static char **hf_metadata;        /* stb_ds: __metadata__ of every shard as text; NULL: none */
+static struct doc hf_config, hf_text, hf_quant, hf_index;
+
+static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
+
+static struct doc hf_doc_of(const char *key) { return get(hf_text, key) ? hf_text : hf_config; }
+
+static int hf_int(const char *key, int64_t lo, int64_t hi, int64_t otherwise) {
+    return (int)get_int(hf_doc_of(key), key, lo, hi, otherwise);
+}
+
+/* The layers' routers, in order; hashed ones have a table from tokens to experts beside them. */
+static void hf_read_layers(void) {
+    struct tensor *routers[MAX_BLOCKS + 16] = {NULL};
+    bool hashed[MAX_BLOCKS + 16] = {false};
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        struct tensor *t = &tensors[i];
+        struct name_part p = name_parse(t->name);
+        bool router = p.part == ROUTER && ends_with(p.rest, ".gate.weight"), table = ends_with(p.rest, "tid2eid");
+        if (p.block < 0 || (!router && !table)) continue;
+        if (p.block >= (int)COUNT(routers)) die("%s: layer %d is beyond %d", where(t), p.block, MAX_BLOCKS);
+        hashed[p.block] |= table;
+        if (router && routers[p.block]) die("%s: '%s' is the same layer's", where(t), routers[p.block]->name);
+        if (router) routers[p.block] = t;
+    }
+    for (int b = 0; b < (int)COUNT(routers); b++) {
+        struct tensor *t = routers[b];
+        if (!t) continue;
+        if (t->rank != 2 || (t->dtype != F32 && t->dtype != F16 && t->dtype != BF16))
+            die("%s: expected a matrix of BF16, F16 or F32, found %s", where(t), shape_text(t));
+        layer_add(b, t->shape[0], t->name)->hashed = hashed[b];
+        size_t cols = t->shape[1], bytes = cols * (dtypes[t->dtype].bits / 8);
+        float *row = (float *)(void *)scratch(1, cols * sizeof *row);
+        for (size_t r = 0; r < t->shape[0] && b < m.n_trunk; r++) {
+            uint8_t *raw = scratch(0, bytes);
+            tensor_read(t, r * bytes, raw, bytes);
+            gguf_dequantize_row(t->dtype == F32 ? GGUF_F32 : t->dtype == F16 ? GGUF_F16 : GGUF_BF16, raw, row, cols);
+            m.routers = hash_bytes(m.routers, row, cols * sizeof *row);
+        }
+    }
+}
+
+/* Every expert of a layer has tensors, and as many as the others; what is sliced has that many slices. */
+static void hf_check_tensors(void) {
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        const struct tensor *t = &tensors[i];
+        struct name_part p = name_parse(t->name);
+        if (p.part == OTHER) continue;
+        struct layer *y = layer_find(p.block);
+        if (!y) die("%s: layer %d has no router mlp.gate.weight", where(t), p.block);
+        if (p.part == EXPERT && p.expert >= y->n) die("%s: expert %d, the router has %d", where(t), p.expert, y->n);
+        if (p.part == EXPERT) y->e[p.expert].tensors++;
+        else if (t->bytes * 8 != dtypes[t->dtype].bits &&
+                 (!t->rank || t->shape[0] != (size_t)y->n || t->bytes % t->shape[0]))
+            die("%s: expected %d slices, one for each expert, found %s", where(t), y->n, shape_text(t));
+    }
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        for (int k = 1; k < m.layers[i].n; k++)
+            if (m.layers[i].e[k].tensors != m.layers[i].e[0].tensors)
+                die("'%s': layer %d: expert %d has %d tensors, expert 0 has %d", m.path, m.layers[i].block, k,
+                    m.layers[i].e[k].tensors, m.layers[i].e[0].tensors);
+}
+
+/* config.json may carry the object "reap": the ids that were kept, by layer. */
+static void hf_read_kept(void) {
+    struct doc reap = get_obj(hf_config, "reap");
+    if (!reap.obj) return;
+    m.pruned = true;
+    m.original = (int)get_int(reap, "original_experts", 1, INT32_MAX, REQUIRED);
+    json_t *kept = get_list(reap, "kept");
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        struct layer *y = &m.layers[i];
+        json_t *ids = json_array_get(kept, (size_t)y->block);
+        if (!json_is_array(ids)) continue;
+        y->listed = true;
+        expect(reap, "kept", json_array_size(ids) == (size_t)y->n, fmt("%d ids for layer %d", y->n, y->block));
+        for (int k = 0; k < y->n; k++) {
+            int64_t v = json_is_integer(json_array_get(ids, (size_t)k))
+                            ? json_integer_value(json_array_get(ids, (size_t)k))
+                            : -1;
+            expect(reap, "kept", v >= 0 && v < m.original && (!k || v > y->e[k - 1].original),
+                   fmt("rising ids below %d for layer %d", m.original, y->block));
+            y->e[k].original = (int32_t)v;
+        }
+    }
+}
+
+static int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+static int by_shard_offset(const void *a, const void *b) {
+    const struct tensor *x = &tensors[*(const uint32_t *)a], *y = &tensors[*(const uint32_t *)b];
+    if (x->shard != y->shard) return x->shard < y->shard ? -1 : 1;
+    return by_offset(x, y);
+}
+
+/* Opens the files that are neither changed nor shards. */
+static void hf_read_others(void) {
+    char **names = NULL;
+    struct dirent *e;
+    DIR *d = opendir(model_dir);
+    if (!d) die("cannot open '%s': %s", model_dir, strerror(errno));
+    while ((e = readdir(d))) arrput(names, xstrdup(e->d_name));
+    closedir(d);
+    qsort(names, arrlenu(names), sizeof *names, by_text);
+    for (size_t i = 0; i < arrlenu(names); i++) {
+        struct stat st;
+        bool known = one_of(names[i], "config.json hf_quant_config.json model.safetensors.index.json . ..");
+        for (size_t k = 0; k < arrlenu(shards); k++) known |= !strcmp(shards[k].name, names[i]);
+        bool regular = !stat(in_dir(names[i]), &st) && S_ISREG(st.st_mode);
+        if (regular) m.bytes += (size_t)st.st_size;
+        if (regular && !known) {
+            struct shard s = {names[i], input_open(in_dir(names[i]))};
+            arrput(others, s);
+            arrput(other_bytes, (size_t)st.st_size);
+            continue;
+        }
+        if (!known) note("'%s' is not a regular file: not copied", in_dir(names[i]));
+        free(names[i]);
+    }
+    arrfree(names);
+}
+
+/* What the shards say of themselves. */
+static void hf_read_metadata(void) {
+    for (size_t i = 0; i < arrlenu(shards); i++) {
+        uint8_t len[8];
+        read_exact(&shards[i], 0, len, 8);
+        size_t n = gguf_rd64(len);
+        char *text = xrealloc(NULL, n);
+        read_exact(&shards[i], 8, text, n);
+        json_t *header = json_loadb(text, n, 0, NULL), *meta = json_object_get(header, "__metadata__");
+        arrput(hf_metadata, meta ? json_dumps(meta, JSON_COMPACT) : NULL);
+        json_decref(header);
+        free(text);
+    }
+}
+
+static void hf_read(const char *path) {
+    model_dir = path;
+    hf_config = doc_read("config.json");
+    if (!hf_config.obj) die("'%s': no config.json there", path);
+    hf_text = get_obj(hf_config, "text_config");
+    hf_quant = doc_read("hf_quant_config.json");
+    source_open();
+    hf_index = doc_read("model.safetensors.index.json");
+    m.n_trunk = hf_int("num_hidden_layers", 1, MAX_BLOCKS, REQUIRED);
+    m.top_k = hf_int("num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
+    m.n_group = hf_int("n_group", 1, MAX_EXPERTS, 1);
+    m.n_group_used = m.n_group == 1 ? 1 : hf_int("topk_group", 1, m.n_group, m.n_group);
+    m.routers = HASH_START;
+    bool counted = false;
+    for (size_t k = 0; k < COUNT(count_keys); k++) counted |= get(hf_doc_of(count_keys[k]), count_keys[k]) != NULL;
+    if (!counted)
+        die("config.json: none of num_experts, n_routed_experts, num_local_experts, moe_num_experts is there");
+    hf_read_layers();
+    hf_check_tensors();
+    hf_read_kept();
+    by_place = xrealloc(NULL, arrlenu(tensors) * sizeof *by_place);
+    for (uint32_t i = 0; i < arrlenu(tensors); i++) by_place[i] = i;
+    qsort(by_place, arrlenu(tensors), sizeof *by_place, by_shard_offset);
+    hf_read_metadata();
+    hf_read_others();
+}
+
+/* The name under which a tensor or module goes on; NULL: it does not. */
+static const char *hf_rename(const char *name) {
+    struct name_part p = name_parse(name);
+    const struct layer *y = p.part == EXPERT ? layer_find(p.block) : NULL;
+    if (m.drop_mtp && (p.block >= m.n_trunk || starts_with(name, "mtp."))) return NULL;
+    if (!y || p.expert >= y->n) return name;
+    if (!y->e[p.expert].kept) return NULL;
+    return fmt("%.*s%d%s", (int)p.at, name, y->e[p.expert].index, name + p.end);
+}
+
+/* Whether a pattern means an expert by its number, so that it would mean another one afterwards. */
+static bool names_expert(const char *pattern) {
+    const char *p = strstr(pattern, "experts");
+    if (!p || name_parse(pattern).part == EXPERT) return false;
+    p += strlen("experts");
+    p += strspn(p, "\\.");
+    return *p >= '0' && *p <= '9';
+}
+
+/* A copy in which modules in lists and keys follow their experts. */
+static json_t *hf_renamed(json_t *j, const char *file) {
+    bool list = json_is_array(j);
+    const char *key;
+    json_t *v, *out = list ? json_array() : json_object();
+    size_t i;
+    json_array_foreach(j, i, v) {
+        const char *name = json_string_value(v), *to = name ? hf_rename(name) : NULL;
+        if (name && names_expert(name)) die("%s: %s means an expert by a number that changes", file, json_show(v));
+        if (name && to) json_array_append_new(out, json_string(to));
+        else if (!name)
+            json_array_append_new(out, json_is_object(v) || json_is_array(v) ? hf_renamed(v, file) : json_incref(v));
+    }
+    if (list) return out;
+    json_object_foreach(j, key, v) {
+        const char *to = hf_rename(key);
+        if (names_expert(key)) die("%s: '%s' means an expert by a number that changes", file, key);
+        char *name = to ? xstrdup(to) : NULL;
+        if (name)
+            json_object_set_new(out, name,
+                                json_is_object(v) || json_is_array(v) ? hf_renamed(v, file) : json_incref(v));
+        free(name);
+    }
+    return out;
+}
+
+/* Adds "reap", as moe-convert reads it. */
+static void hf_put_reap(json_t *config) {
+    json_t *kept = json_array(), *reap;
+    bool known = m.original > 0;
+    int blocks = 0;
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        if (m.layers[i].keep) blocks = m.layers[i].block + 1;
+    for (int b = 0; b < blocks; b++) {
+        const struct layer *y = layer_find(b);
+        json_t *ids = y && (y->listed || y->keep < y->n) ? json_array() : json_null();
+        for (int k = 0; y && k < y->n; k++) {
+            known &= y->e[k].original >= 0;
+            if (y->e[k].kept) json_array_append_new(ids, json_integer(y->e[k].original));
+        }
+        json_array_append_new(kept, ids);
+    }
+    reap =
+        json_pack("{s:i,s:o,s:s}", "original_experts", m.original, "kept", kept, "criterion", criteria[want.criterion]);
+    if (scores.n_files)
+        json_object_update_new(reap, json_pack("{s:I,s:f}", "calibration_tokens", (json_int_t)scores.tokens,
+                                               "calibration_coverage", (double)scores.seen / (double)scores.experts));
+    if (known) json_object_set(config, "reap", reap);
+    json_decref(reap);
+}
+
+static json_t *hf_new_config(void) {
+    struct outcome o = outcome();
+    json_t *config = json_deep_copy(hf_config.obj), *parts[] = {config, json_object_get(config, "text_config")};
+    for (int i = 0; i < 2 && parts[i]; i++) {
+        json_t *q = json_object_get(parts[i], "quantization_config");
+        for (size_t k = 0; k < COUNT(count_keys); k++)
+            if (json_object_get(parts[i], count_keys[k]))
+                json_object_set_new(parts[i], count_keys[k], json_integer(o.largest));
+        static const char *const mtp[] = {"num_nextn_predict_layers", "mtp_num_hidden_layers"};
+        for (size_t k = 0; k < COUNT(mtp); k++)
+            if (m.drop_mtp && json_object_get(parts[i], mtp[k])) json_object_set_new(parts[i], mtp[k], json_integer(0));
+        if (json_is_object(q)) json_object_set_new(parts[i], "quantization_config", hf_renamed(q, "config.json"));
+    }
+    if (m.pruned || o.dropped) hf_put_reap(config);
+    return config;
+}
+
+/* Decimal digits after which every number of j is what it was. */
+static int real_digits(json_t *j) {
+    int most = 15, n;
+    const char *key;
+    char text[64];
+    json_t *v;
+    size_t i;
+    json_array_foreach(j, i, v) if ((n = real_digits(v)) > most) most = n;
+    json_object_foreach(j, key, v) if ((n = real_digits(v)) > most) most = n;
+    for (n = 15; json_is_real(j) && n < 17; n++) {
+        snprintf(text, sizeof text, "%.*g", n, json_real_value(j));
+        if (strtod(text, NULL) == json_real_value(j)) break;
+    }
+    return json_is_real(j) && n > most ? n : most;
+}
+
+static void text_put(char **text, const char *s) { memcpy(arraddnptr(*text, strlen(s)), s, strlen(s)); }
+
+/* Adds a JSON file, takes j; without a change it is copied. */
+static void hf_add_json(const char *name, json_t *j, struct doc was) {
+    struct out_file f = {.name = xstrdup(name), .shard = -1, .other = -1};
+    if (json_equal(j, was.obj)) {
+        FILE *in = input_file(in_dir(name));
+        for (size_t n = 1; n; arrsetlen(f.text, arrlenu(f.text) - 4096 + n)) {
+            char *p = arraddnptr(f.text, 4096);
+            n = fread(p, 1, 4096, in);
+        }
+        if (ferror(in)) die("cannot read '%s': %s", in_dir(name), strerror(errno));
+        fclose(in);
+    } else {
+        char *s = json_dumps(j, JSON_INDENT(2) | JSON_REAL_PRECISION(real_digits(j)));
+        if (!s) die("out of memory for '%s'", name);
+        text_put(&f.text, s), text_put(&f.text, "\n");
+        free(s);
+    }
+    json_decref(j);
+    f.bytes = arrlenu(f.text);
+    arrput(hf_files, f);
+}
+
+/* The layer by whose experts a tensor is sliced, or NULL. */
+static const struct layer *hf_sliced(const struct tensor *t) {
+    struct name_part p = name_parse(t->name);
+    bool slices = (p.part == STACK || p.part == ROUTER) && t->bytes * 8 != dtypes[t->dtype].bits;
+    return slices ? layer_find(p.block) : NULL;
+}
+
+/* Bytes of a tensor as it goes on. */
+static size_t hf_bytes(const struct tensor *t, const struct layer *y) {
+    return y ? t->bytes / (size_t)y->n * (size_t)y->keep : t->bytes;
+}
+
+/* Adds the header of a shard, and its data to *all; a shard that loses all its tensors is left out. */
+static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
+    struct out_file f = {.name = xstrdup(shards[shard].name), .shard = shard, .other = -1};
+    size_t at = 0, n = 0;
+    text_put(&f.text, "01234567{");
+    if (hf_metadata[shard]) text_put(&f.text, fmt("\"__metadata__\":%s", hf_metadata[shard]));
+    for (size_t i = first; i < last; i++) {
+        const struct tensor *t = &tensors[by_place[i]];
+        const struct layer *y = hf_sliced(t);
+        const char *to = hf_rename(t->name);
+        if (!to) continue;
+        json_t *name = json_string(to);
+        char *quoted = json_dumps(name, JSON_ENCODE_ANY);
+        size_t bytes = hf_bytes(t, y);
+        text_put(&f.text, arrlenu(f.text) > 9 ? "," : "");
+        text_put(&f.text, quoted);
+        text_put(&f.text, fmt(":{\"dtype\":\"%s\",\"shape\":[", dtypes[t->dtype].name));
+        for (uint32_t d = 0; d < t->rank; d++)
+            text_put(&f.text, fmt("%s%zu", d ? "," : "", y && !d ? (size_t)y->keep : t->shape[d]));
+        text_put(&f.text, fmt("],\"data_offsets\":[%zu,%zu]}", at, at + bytes));
+        at += bytes, n++;
+        free(quoted);
+        json_decref(name);
+    }
+    text_put(&f.text, "}");
+    while (arrlenu(f.text) % 8) arrput(f.text, ' ');
+    uint64_t header = arrlenu(f.text) - 8;
+    memcpy(f.text, &header, 8);
+    f.bytes = arrlenu(f.text) + at;
+    *all += at;
+    if (n || first == last) arrput(hf_files, f);
+    else free(f.name), arrfree(f.text);
+}
+
+static void hf_add_index(size_t all) {
+    json_t *index = json_deep_copy(hf_index.obj), *meta = json_object_get(index, "metadata"), *map = json_object(),
+           *file;
+    const char *name;
+    json_object_foreach(json_object_get(hf_index.obj, "weight_map"), name, file) {
+        const char *to = hf_rename(name);
+        if (to) json_object_set(map, to, file);
+    }
+    json_object_set_new(index, "weight_map", map);
+    if (json_is_object(meta)) {
+        json_object_del(meta, "total_parameters"); /* of the whole model; nobody needs it */
+        json_object_set_new(meta, "total_size", json_integer((json_int_t)all));
+    }
+    hf_add_json("model.safetensors.index.json", index, hf_index);
+}
+
+/* Makes the list of files for what is chosen; the bytes of all. */
+static size_t hf_plan(void) {
+    size_t all = 0, bytes = 0, first = 0, last;
+    for (size_t i = 0; i < arrlenu(hf_files); i++) free(hf_files[i].name), arrfree(hf_files[i].text);
+    arrsetlen(hf_files, 0);
+    hf_add_json("config.json", hf_new_config(), hf_config);
+    if (hf_quant.obj) hf_add_json("hf_quant_config.json", hf_renamed(hf_quant.obj, "hf_quant_config.json"), hf_quant);
+    for (int s = 0; s < (int)arrlen(shards); s++, first = last) {
+        for (last = first; last < arrlenu(tensors) && (int)tensors[by_place[last]].shard == s; last++) continue;
+        hf_add_shard(s, first, last, &all);
+    }
+    if (hf_index.obj) hf_add_index(all);
+    for (int i = 0; i < (int)arrlen(others); i++) {
+        struct out_file f = {.name = xstrdup(others[i].name), .shard = -1, .other = i, .bytes = other_bytes[i]};
+        arrput(hf_files, f);
+    }
+    for (size_t i = 0; i < arrlenu(hf_files); i++) bytes += hf_files[i].bytes;
+    return bytes;
+}
+
+/* config.json has one count for all layers. */
+static void hf_check_uniform(void) {
+    struct outcome o = outcome();
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        const struct layer *y = &m.layers[i];
+        if (y->keep != o.largest && !(y->mtp && m.drop_mtp))
+            die("layer %d keeps %d experts, another one %d: a Hugging Face directory has one count for all; convert it "
+                "and prune the GGUF",
+                y->block, y->keep, o.largest);
+    }
+}
+
+static char hf_temp[PATH_MAX + 32]; /* the unfinished directory, "" when there is none */
+
+static void hf_cleanup(void) {
+    for (size_t i = 0; i < arrlenu(hf_files) && hf_temp[0]; i++) unlink(fmt("%s/%s", hf_temp, hf_files[i].name));
+    if (hf_temp[0]) rmdir(hf_temp);
+}
+
+static void hf_check_target(char path[PATH_MAX]) {
+    struct stat st;
+    for (size_t n = strlen(path); n > 1 && path[n - 1] == '/'; n--) path[n - 1] = 0;
+    if (!lstat(path, &st)) die("'%s' exists; a model in a directory becomes a new one", path);
+    check_room(path);
+}
+
+static void hf_write_file(const struct out_file *f) {
+    const char *temp = fmt("%s/%s", hf_temp, f->name);
+    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0 || !(dest.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));
+    out_write(f->text, arrlenu(f->text));
+    if (f->other >= 0) copy_bytes(&others[f->other], 0, f->bytes);
+    for (size_t i = 0; i < arrlenu(tensors) && f->shard >= 0; i++) {
+        const struct tensor *t = &tensors[by_place[i]];
+        if ((int)t->shard != f->shard || !hf_rename(t->name)) continue;
+        const struct layer *y = hf_sliced(t);
+        if (y) copy_kept(&shards[t->shard], t->at, t->bytes / (size_t)y->n, y);
+        else copy_bytes(&shards[t->shard], t->at, t->bytes);
+    }
+    if (fflush(dest.f) || fsync(fileno(dest.f)) || fclose(dest.f))
+        die("cannot write '%s': %s", dest.path, strerror(errno));
+}
+
+static void hf_write(char path[PATH_MAX]) {
+    char copy[PATH_MAX];
+    hf_check_target(path);
+    out_start(path);
+    const char *temp = fmt("%s.tmp-%ld", path, (long)getpid());
+    if (mkdir(temp, 0777)) die("cannot create '%s': %s", temp, strerror(errno));
+    snprintf(hf_temp, sizeof hf_temp, "%s", temp);
+    atexit(hf_cleanup);
+    for (size_t i = 0; i < arrlenu(hf_files); i++) hf_write_file(&hf_files[i]);
+    if (dest.done != dest.total) die("internal error: %zu bytes written, %zu planned", dest.done, dest.total);
+    sync_dir(hf_temp);
+    if (rename(hf_temp, path)) die("cannot rename '%s' to '%s': %s", hf_temp, path, strerror(errno));
+    hf_temp[0] = 0;
+    snprintf(copy, sizeof copy, "%s", path);
+    sync_dir(dirname(copy));
+    progress(true);
+    note("'%s': %zu files, %s", path, arrlenu(hf_files), human((double)dest.total));
+}
+
+/* ============================================================================================================
  * Report
  * ============================================================================================================ */
 
@@ -833,13 +1335,15 @@ static void report(size_t bytes) {
  * ============================================================================================================ */
 
 static void help(void) {
-    puts("usage: moe-reap IN.gguf SCORES.json... -o OUT.gguf (--keep N | --ratio R | --budget GIB | --counts FILE)\n\n"
+    puts("usage: moe-reap IN SCORES.json... -o OUT (--keep N | --ratio R | --budget GIB | --counts FILE) [options]\n\n"
          "Removes the routed experts that matter least by the scores of moe --calibrate; several files of scores add\n"
-         "up. What stays is copied bit by bit.\n\n"
-         "  -o FILE             the file to write\n"
+         "up. What stays is copied bit by bit. A GGUF file gives a GGUF file; a Hugging Face directory a new "
+         "directory,\n"
+         "where all layers keep the same number.\n\n"
+         "  -o OUT              the file or directory to write\n"
          "  --keep N            experts that every layer keeps\n"
          "  --ratio R           share of every layer's experts that goes, from 0 to below 1\n"
-         "  --budget GIB        as many experts as a file of this size holds\n"
+         "  --budget GIB        as many experts as an output of this size holds\n"
          "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
          "  --per-layer         the same total, but more to layers where experts matter alike\n"
          "  --floor N           with --per-layer, the fewest a layer keeps (default: half of the mean)\n"
@@ -931,16 +1435,22 @@ int main(int argc, char **argv) {
     check_usage(out, dry_run, seeded, arrlenu(files));
     strcpy(target, out ? out : "");
 
-    gguf_read(m.path);
+    struct stat st;
+    if (stat(m.path, &st)) die("cannot open '%s': %s", m.path, strerror(errno));
+    bool dir = S_ISDIR(st.st_mode);
+    if (dir && m.naming) usage("--name goes with a GGUF file");
+    size_t (*plan)(void) = dir ? hf_plan : gguf_plan;
+    (dir ? hf_read : gguf_read)(m.path);
     model_check();
     for (size_t i = 0; i < arrlenu(files); i++) scores_read(files[i]);
     scores_check();
-    select_experts(gguf_plan);
-    dest.total = gguf_plan();
-    if (out && !dry_run) check_target(target);
+    select_experts(plan);
+    if (dir) hf_check_uniform();
+    dest.total = plan();
+    if (out && !dry_run) (dir ? hf_check_target : check_target)(target);
     report(dest.total);
     fflush(stdout);
-    if (out && !dry_run) gguf_write(target);
+    if (out && !dry_run) (dir ? hf_write : gguf_write)(target);
     gguf_close(&gguf);
     return stdout_end();
 }
