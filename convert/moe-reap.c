@@ -123,6 +123,7 @@ static void model_check(void) {
 
 static struct {
     int n_files;
+    bool unfinished; /* a source was not read to its end */
     int64_t tokens;
     size_t seen, few, never, experts; /* experts of deciding layers: seen FEW_TOKENS times, fewer, never; all */
 } scores;
@@ -185,6 +186,11 @@ static void scores_read(const char *path) {
         if (given && !y) die("'%s': layer %d has scores, but no routed experts in '%s'", path, b, m.path);
         if (!given && y && !y->hashed) die("'%s': layer %d has no scores", path, b);
         if (given) score_layer(in, y);
+    }
+    json_t *source;
+    size_t i;
+    json_array_foreach(get_list(d, "sources"), i, source) {
+        scores.unfinished |= json_is_false(json_object_get(source, "done"));
     }
     json_decref(d.obj);
     scores.n_files++;
@@ -803,6 +809,8 @@ struct name_part {
     int block;        /* -1: none */
     int expert;       /* of EXPERT */
     size_t at, end;   /* its digits */
+    size_t prefix;    /* bytes before "layers." */
+    bool mtp;         /* in "mtp.", whose layers stand behind the others */
     const char *rest; /* behind the block's number and dot */
 };
 
@@ -812,10 +820,10 @@ static int digits(const char *s, size_t *n) {
     return *n && *n <= 6 ? (int)strtol(s, NULL, 10) : -1;
 }
 
-/* "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. The layers of "mtp." stand behind the others. */
+/* "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. */
 static struct name_part name_parse(const char *name) {
     static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe."};
-    struct name_part r = {.block = -1, .rest = ""};
+    struct name_part r = {.block = -1, .rest = "", .mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.")};
     const char *p = starts_with(name, "layers.") ? name : strstr(name, ".layers.");
     size_t n;
     if (!p) return r;
@@ -823,7 +831,8 @@ static struct name_part name_parse(const char *name) {
     r.block = digits(p, &n);
     if (r.block >= 0 && p[n] != '.') r.block = -1;
     if (r.block < 0) return r;
-    if (starts_with(name, "mtp.") || strstr(name, ".mtp.")) r.block += m.n_trunk;
+    r.prefix = (size_t)(p - name) - 7;
+    if (r.mtp) r.block += m.n_trunk;
     r.rest = p += n + 1;
     size_t k = 0;
     while (k < COUNT(stems) && !starts_with(p, stems[k])) k++;
@@ -845,11 +854,12 @@ struct out_file {
     size_t bytes;
 };
 
-static struct out_file *hf_files; /* stb_ds */
-static struct shard *others;      /* stb_ds: files that are copied */
-static size_t *other_bytes;       /* stb_ds: (arrlen(others)) */
-static uint32_t *by_place;        /* (arrlen(tensors)) their indices, by shard and offset */
-static char **hf_metadata;        /* stb_ds: __metadata__ of every shard as text; NULL: none */
+static struct out_file *hf_files;  /* stb_ds */
+static struct shard *others;       /* stb_ds: files that are copied */
+static size_t *other_bytes;        /* stb_ds: (arrlen(others)) */
+static uint32_t *by_place;         /* (arrlen(tensors)) their indices, by shard and offset */
+static const char *hf_prefix = ""; /* of the layers' names, which a vision tower's do not have */
+static char **hf_metadata;         /* stb_ds: __metadata__ of every shard as text; NULL: none */
 static struct doc hf_config, hf_text, hf_quant, hf_index;
 
 static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
@@ -880,6 +890,11 @@ static void hf_read_layers(void) {
         if (t->rank != 2 || (t->dtype != F32 && t->dtype != F16 && t->dtype != BF16))
             die("%s: expected a matrix of BF16, F16 or F32, found %s", where(t), shape_text(t));
         layer_add(b, t->shape[0], t->name)->hashed = hashed[b];
+        if (arrlen(m.layers) == 1) {
+            char *prefix = xstrdup(t->name);
+            prefix[name_parse(t->name).prefix] = 0;
+            hf_prefix = prefix;
+        }
         size_t cols = t->shape[1], bytes = cols * (dtypes[t->dtype].bits / 8);
         float *row = (float *)(void *)scratch(1, cols * sizeof *row);
         for (size_t r = 0; r < t->shape[0] && b < m.n_trunk; r++) {
@@ -1017,7 +1032,8 @@ static void hf_read(const char *path) {
 static const char *hf_rename(const char *name) {
     struct name_part p = name_parse(name);
     const struct layer *y = p.part == EXPERT ? layer_find(p.block) : NULL;
-    if (m.drop_mtp && (p.block >= m.n_trunk || starts_with(name, "mtp."))) return NULL;
+    bool ours = p.block >= 0 && p.prefix == strlen(hf_prefix) && !memcmp(name, hf_prefix, p.prefix);
+    if (m.drop_mtp && (p.mtp || (ours && p.block >= m.n_trunk))) return NULL;
     if (!y || p.expert >= y->n) return name;
     if (!y->e[p.expert].kept) return NULL;
     return fmt("%.*s%d%s", (int)p.at, name, y->e[p.expert].index, name + p.end);
@@ -1195,7 +1211,7 @@ static void hf_add_index(size_t all) {
         if (to) json_object_set(map, to, file);
     }
     json_object_set_new(index, "weight_map", map);
-    if (json_is_object(meta)) {
+    if (json_is_object(meta) && json_number_value(json_object_get(meta, "total_size")) != (double)all) {
         json_object_del(meta, "total_parameters"); /* of the whole model; nobody needs it */
         json_object_set_new(meta, "total_size", json_integer((json_int_t)all));
     }
@@ -1323,8 +1339,8 @@ static void report(size_t bytes) {
     if (all > 0) printf(", %.2f %% of the weighted output stays", 100 * kept / all);
     printf("\ntotal   %zu bytes -> %zu (%.2f %%)\n", m.bytes, bytes, 100 * (double)bytes / (double)m.bytes);
     if (scores.n_files)
-        printf("scores  %lld tokens in %d file%s\n", (long long)scores.tokens, scores.n_files,
-               scores.n_files > 1 ? "s" : "");
+        printf("scores  %lld tokens in %d file%s%s\n", (long long)scores.tokens, scores.n_files,
+               scores.n_files > 1 ? "s" : "", scores.unfinished ? " (the calibration was not finished)" : "");
     if (scores.few)
         printf("warning: %zu of %zu experts were seen fewer than %d times (%zu never): calibrate with more text\n",
                scores.few, scores.experts, FEW_TOKENS, scores.never);
@@ -1346,7 +1362,7 @@ static void help(void) {
          "  --budget GIB        as many experts as an output of this size holds\n"
          "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
          "  --per-layer         the same total, but more to layers where experts matter alike\n"
-         "  --floor N           with --per-layer, the fewest a layer keeps (default: half of the mean)\n"
+         "  --floor N           with --per-layer, the fewest a layer keeps (default: half of the even count)\n"
          "  --criterion NAME    reap: mean gate weight x output (default), frequency: tokens, norm: mean output,\n"
          "                      random: by chance, without scores\n"
          "  --seed N            of --criterion random (default: 0)\n"
@@ -1451,6 +1467,7 @@ int main(int argc, char **argv) {
     report(dest.total);
     fflush(stdout);
     if (out && !dry_run) (dir ? hf_write : gguf_write)(target);
+    arrfree(files);
     gguf_close(&gguf);
     return stdout_end();
 }

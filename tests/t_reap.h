@@ -168,6 +168,22 @@ static int reap_run(const char *args) {
     return rc;
 }
 
+/* In the test directory. */
+static void shell(const char *what) {
+    char cmd[1024];
+    snprintf(cmd, sizeof cmd, "cd %s && { set -e; %s; }", test_dir(), what);
+    CHECK(!run_command(cmd, NULL, NULL), "%s", what);
+}
+
+static json_t *json_in(const char *file) {
+    char path[256];
+    json_error_t e;
+    snprintf(path, sizeof path, "%s/%s", test_dir(), file);
+    json_t *j = json_load_file(path, 0, &e);
+    CHECK(j, "%s: %s", file, e.text);
+    return j;
+}
+
 /* The kept list of a block as text, or "-". */
 static const char *kept_text(const struct gguf *g, int block) {
     static char text[4][512];
@@ -342,6 +358,32 @@ static void test_reap_random(void) {
     }
 }
 
+/* Above the 99.5th percentile and a tenth of the largest, both: of 64 values one is, of 1024 two. */
+static struct toy_score score_few(int block, int e) {
+    double most = block || e > 3 ? 1 : 1000 - 10 * e;
+    return (struct toy_score){100, 100.0 * e, most, 100};
+}
+
+static struct toy_score score_many(int block, int e) {
+    double most = block || e > 3 ? 1 : e == 1 ? 1000 : e == 2 ? 90 : 500;
+    return (struct toy_score){100, 100.0 * e, most, 100};
+}
+
+static void test_reap_outliers(void) {
+    for (int many = 0; many < 2; many++) {
+        struct toy t = {.blocks = 4, .top_k = 2, .type = GGUF_BF16};
+        struct gguf g;
+        for (int b = 0; b < 4; b++) t.n[b] = many ? 256 : 16;
+        toy_write(&t, "many.gguf", NULL);
+        scores_put("many.gguf", "many.json", 4, many ? score_many : score_few);
+        const char *args = "many.gguf many.json -o out.gguf --keep 4 --protect-outliers";
+        if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_open(&g, "out.gguf")) return;
+        CHECK(!strcmp(kept_text(&g, 0), many ? "0 1 3 255" : "0 13 14 15"), "%s", kept_text(&g, 0));
+        CHECK(!strcmp(kept_text(&g, 3), many ? "252 253 254 255" : "12 13 14 15"), "%s", kept_text(&g, 3));
+        gguf_close(&g);
+    }
+}
+
 /* Every format of experts, groups of slices at both ends and in the middle; blocks routed by hash stay whole. */
 static void test_reap_slices(void) {
     static const uint32_t types[] = {GGUF_NVFP4, GGUF_BF16, GGUF_F16, GGUF_F32, GGUF_Q8_0, GGUF_MXFP4};
@@ -437,35 +479,38 @@ static void test_reap_budget(void) {
     CHECK(!reap_run(args) && !stat(path, &st) && st.st_size <= size[5] && st.st_size > size[3], "%s", reap_err);
 }
 
-/* Two files add up: neither alone gives this choice. */
+/* Two files add up: neither alone gives this choice. Means of output by gate weight, then of output:
+ * expert 0: 10 of 10 tokens and 100 / 90 of 90, together 2; 1 and 0.1, together 0.2
+ *        1: 3 and 3; 1 and 1
+ *        2: none and 5; none and 1
+ *        3: 1 and 1; 10 and 1, together 5.5
+ *   others: 1 and 1 */
 static struct toy_score score_half(int block, int e) {
+    static const struct toy_score s[4] = {{10, 100, 1, 10}, {10, 30, 1, 10}, {0, 0, 0, 0}, {50, 50, 1, 500}};
     (void)block;
-    return e == 0   ? (struct toy_score){10, 100, 1, 10} /* 10 here, then 100 in 90: together 2 */
-           : e == 1 ? (struct toy_score){10, 30, 1, 10}  /* 3, then 3 */
-           : e == 2 ? (struct toy_score){0, 0, 0, 0}     /* none, then 5 */
-                    : (struct toy_score){50, 50, 1, 50}; /* 1, then 1 */
+    return e < 4 ? s[e] : (struct toy_score){50, 50, 1, 50};
 }
 
 static struct toy_score score_other_half(int block, int e) {
+    static const struct toy_score s[4] = {{90, 100, 1, 10}, {10, 30, 1, 10}, {10, 50, 0, 10}, {50, 50, 1, 50}};
     (void)block;
-    return e == 0   ? (struct toy_score){90, 100, 1, 10}
-           : e == 1 ? (struct toy_score){10, 30, 1, 10}
-           : e == 2 ? (struct toy_score){10, 50, 0, 0}
-                    : (struct toy_score){50, 50, 1, 50};
+    return e < 4 ? s[e] : (struct toy_score){50, 50, 1, 50};
 }
 
 static void test_reap_sums(void) {
-    static const char *const c[][2] = {
-        {"a.json", "0 1"}, {"b.json", "1 2"}, {"a.json b.json", "1 2"}, {"a.json b.json --protect-outliers", "1 2"}};
+    static const char *const c[][2] = {{"a.json --keep 2", "0 1"},
+                                       {"b.json --keep 2", "1 2"},
+                                       {"a.json b.json --keep 3", "0 1 2"},
+                                       {"a.json b.json --keep 2 --criterion norm", "1 3"}};
     struct gguf g;
     toy_write(&toy_plain, "plain.gguf", NULL);
     scores_put("plain.gguf", "a.json", 3, score_half);
     scores_put("plain.gguf", "b.json", 3, score_other_half);
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         char args[128];
-        snprintf(args, sizeof args, "plain.gguf %s -o out.gguf --keep %d", c[i][0], i == 2 ? 3 : 2);
+        snprintf(args, sizeof args, "plain.gguf %s -o out.gguf", c[i][0]);
         if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_open(&g, "out.gguf")) return;
-        CHECK(!strcmp(kept_text(&g, 1), i == 2 ? "0 1 2" : c[i][1]), "%s: %s", args, kept_text(&g, 1));
+        CHECK(!strcmp(kept_text(&g, 1), c[i][1]), "%s: %s", args, kept_text(&g, 1));
         CHECK(key_int(&g, "moe.reap.calibration.tokens") == (i < 2 ? 1000 : 2000), "tokens");
         gguf_close(&g);
     }
@@ -684,6 +729,44 @@ static void test_reap_mtp(void) {
     const struct gguf_kv *per = gguf_find(&b, "toy.per_layer");
     CHECK(per && per->n == 3 && key_int(&b, "toy.expert_count") == 6, "a list with one value for each layer");
     gguf_close(&b);
+}
+
+/* With the scores of a text the demo loses little at half of its experts; with chance it is lost. */
+static void test_reap_calibrated(void) {
+    enum { HEAD = SANITIZED ? 6000 : 20000, TAIL = 8000 /* bytes */, WINDOW = 512 /* tokens */ };
+    static const char *const names[] = {"build/demo.gguf", "cut.gguf", "chance.gguf"};
+    double ppl[3] = {0};
+    char *text = NULL, err[ERR_MAX], path[256];
+    int32_t *ids = NULL;
+    struct hf h = {.out = NULL};
+    if (!CHECK(!read_file("prompts/haystack.txt", &text, err), "%s", err)) return;
+    snprintf(h.dir, sizeof h.dir, "%s", test_dir());
+    hf_write(&h, "head.txt", text, HEAD);
+    shell("$OLDPWD/" MOE_BIN " -m $OLDPWD/build/demo.gguf --calibrate head.txt -o s.json -c 512 </dev/null");
+    if (!CHECK(!reap_run("$d/build/demo.gguf s.json -o cut.gguf --keep 8"), "%s", reap_err)) return;
+    CHECK(strstr(reap_out, "tokens in 1 file\n"), "%s", reap_out);
+    if (!CHECK(!reap_run("$d/build/demo.gguf s.json -o chance.gguf --keep 8 --criterion random"), "%s", reap_err))
+        return;
+    for (int i = 0; i < 3; i++) {
+        struct model m;
+        snprintf(path, sizeof path, i ? "%s/%s" : "%.0s%s", test_dir(), names[i]);
+        if (!CHECK(!model_load(&m, path, err), "%s", err)) return;
+        arrsetlen(ids, 0);
+        tokenize(m.vocab, text + arrlen(text) - TAIL, TAIL, NULL, 0, &ids);
+        if (CHECK(arrlen(ids) >= WINDOW, "only %td tokens", arrlen(ids)))
+            ppl[i] = perplexity(&m, kernels_choose(), KV_BF16, ids, WINDOW * (SANITIZED ? 1 : 2), WINDOW);
+        model_free(&m);
+    }
+    CHECK(ppl[0] > 1 && ppl[1] < 1.6 * ppl[0] && ppl[2] > 2 * ppl[1], "perplexity %.3f, pruned %.3f, by chance %.3f",
+          ppl[0], ppl[1], ppl[2]);
+    json_t *j = json_in("s.json"); /* as an interrupted run leaves it */
+    json_object_set_new(json_array_get(json_object_get(j, "sources"), 0), "done", json_false());
+    scores_write(j, "s.json");
+    json_decref(j);
+    CHECK(!reap_run("$d/build/demo.gguf s.json --dry-run --keep 8") && strstr(reap_out, "not finished"), "%s",
+          reap_out);
+    arrfree(ids);
+    arrfree(text);
 }
 
 /* Other counts in every layer: the ranks divide them as one rank has them. */
@@ -925,13 +1008,6 @@ static bool dir_convert(const char *dir, const char *file) {
     return ok;
 }
 
-/* In the test directory. */
-static void shell(const char *what) {
-    char cmd[1024];
-    snprintf(cmd, sizeof cmd, "cd %s && { set -e; %s; }", test_dir(), what);
-    CHECK(!run_command(cmd, NULL, NULL), "%s", what);
-}
-
 /* A pruned directory, converted, has the tensors and lists of the converted directory, pruned. */
 static void compare_ways(const char *dir, const char *how) {
     struct gguf a, b, in;
@@ -993,20 +1069,45 @@ static void test_reap_directory_forms(void) {
         if (form) hf_set(h.config, "{\"n_group\":1,\"topk_group\":1}");
         if (form) h.config = json_pack("{s:s,s:o,s:i}", "model_type", "kimi_k25", "text_config", h.config, "last", 1);
         else hf_fuse(&h, 0);
+        h.prefix = NULL;
+        if (form) hf_plain(&h, "vision_tower.layers.9.mlp.fc1.weight", "[4,2]", 8, HF_BF16);
         hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
         CHECK(!hf_run(&h, "--dry-run"), "%s", h.err);
         compare_ways("forms", "--keep 3");
+        compare_ways("forms", "--keep 3 --mtp drop");
+        if (form) shell("grep -q vision_tower.layers.9.mlp.fc1.weight cut/model.safetensors");
         hf_end(&h);
     }
 }
 
-static json_t *json_in(const char *file) {
-    char path[256];
-    json_error_t e;
-    snprintf(path, sizeof path, "%s/%s", test_dir(), file);
-    json_t *j = json_load_file(path, 0, &e);
-    CHECK(j, "%s: %s", file, e.text);
-    return j;
+/* Layers of "mtp." and layers that are routed by hash. */
+static void test_reap_directory_layers(void) {
+    char x[96];
+    struct hf h;
+    hf_begin(&h, "layers");
+    hf_qwen3(&h);
+    hf_linear(&h, "mtp.layers.0.mlp.gate", 4, HF_EMBD, HF_BF16);
+    hf_linear(&h, "mtp.fc", 8, 8, HF_BF16);
+    for (int e = 0; e < 4; e++) {
+        snprintf(x, sizeof x, "mtp.layers.0.mlp.experts.%d.up_proj", e);
+        hf_linear(&h, x, 8, 8, HF_BF16);
+    }
+    hf_set(h.config, "{\"mtp_num_hidden_layers\":1}");
+    hf_json(&h, "config.json", h.config);
+    hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+    shell("rm -rf cut");
+    CHECK(!reap_run("layers -o cut --keep 3 --criterion random"), "%s", reap_err);
+    shell("grep -q mtp.layers.0.mlp.experts.2 cut/model.safetensors; if grep -q experts.3 cut/model.safetensors; then "
+          "exit 1; fi; "
+          "grep -q '\"mtp_num_hidden_layers\": *1' cut/config.json; grep -q mtp.fc cut/model.safetensors; rm -r cut");
+    CHECK(!reap_run("layers -o cut --keep 3 --criterion random --mtp drop"), "%s", reap_err);
+    shell("if grep -q mtp cut/model.safetensors; then exit 1; fi; grep -q '\"mtp_num_hidden_layers\": *0' "
+          "cut/config.json; rm -r cut");
+    hf_plain(&h, "model.layers.0.mlp.gate.tid2eid", "[2,2]", 4, HF_BF16);
+    hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+    reap_refused("layers -o no --keep 3 --criterion random", "layer 1 keeps 3 experts, another one 4");
+    CHECK(!reap_run("layers -o cut --keep 4 --criterion random") && strstr(reap_out, "routed by hash"), "%s", reap_err);
+    hf_end(&h);
 }
 
 /* What is not tensors: order of keys, values as they were, lists of modules, the index, copies, total size. */
@@ -1017,6 +1118,7 @@ static void test_reap_directory_files(void) {
           "\"model.layers.0.mlp.experts.1.up_proj\", \"model.layers.0.mlp.experts.2\", "
           "\"model.layers.1.mlp.experts.7.*\", \"*.experts.*.x\", \"model.layers.9.mlp.experts.0.up_proj\"]}, "
           "\"third\": 0.1, \"mlp_only_layers\"/' dir/config.json");
+    shell("sed -i 's/\"metadata\": {/&\"total_parameters\": 7, /' dir/model.safetensors.index.json");
     if (!dir_convert("dir", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* block 0: 1 8 15 6 13 4 11 2, block 1: 4 11 2 9 16 7 14 5 */
     if (!CHECK(!reap_run("dir in.json -o cut/ --keep 5"), "%s", reap_err)) return;
@@ -1066,6 +1168,7 @@ static void test_reap_directory_files(void) {
         json_decref(header);
         arrfree(text);
     }
+    CHECK(!json_object_get(json_object_get(a, "metadata"), "total_parameters"), "a number that is no longer true");
     CHECK(total == data && total > 0, "total_size %lld, the shards hold %lld", total, data);
     json_decref(a);
     shell("for f in tokenizer.json tokenizer_config.json ids.i32 logits.f32 greedy.json generation_config.json; "
@@ -1126,6 +1229,12 @@ static void test_reap_directory_refusals(void) {
              {"sed -i 's/\"lm_head\"/\"lm_head\", \"model.layers.*.mlp.experts.3.up_proj\"/;s/\"vocab_size\"/"
               "\"quantization_config\": {\"ignore\": [\"re:.*experts.3.*\"]}, \"vocab_size\"/' dir/config.json",
               "--keep 5", "means an expert by a number that changes"},
+             {"sed -i 's/\"vocab_size\"/\"reap\": {\"original_experts\": 9, \"kept\": [[1,2]]}, \"vocab_size\"/' "
+              "dir/config.json",
+              "--keep 5", "key 'reap.kept': expected 8 ids for layer 0"},
+             {"sed -i 's/\"vocab_size\"/\"reap\": {\"original_experts\": 9, \"kept\": [null,[1,2,3,4,5,6,7,9]]}, "
+              "\"vocab_size\"/' dir/config.json",
+              "--keep 5", "key 'reap.kept': expected rising ids below 9 for layer 1"},
              {"truncate -s -1 dir/model-00002-of-00002.safetensors", "--keep 5", "the file is truncated"},
              {"rm dir/model-00002-of-00002.safetensors", "--keep 5", "cannot open"},
              {"true", "--keep 1", "1 experts are too few"},
@@ -1203,13 +1312,15 @@ static void test_reap_interrupt(void) {
     if (!room) SKIP("less than 1.7 GB are free");
 }
 
-#define TESTS_REAP                                                                                                 \
-    {"reap/selection", test_reap_selection}, {"reap/random", test_reap_random}, {"reap/slices", test_reap_slices}, \
-        {"reap/nothing", test_reap_nothing}, {"reap/budget", test_reap_budget}, {"reap/sums", test_reap_sums},     \
-        {"reap/twice", test_reap_twice}, {"reap/split", test_reap_split}, {"reap/model", test_reap_model},         \
-        {"reap/fixtures", test_reap_fixtures}, {"reap/mtp", test_reap_mtp}, {"reap/ranks", test_reap_ranks},       \
-        {"reap/usage", test_reap_usage}, {"reap/counts", test_reap_counts}, {"reap/amounts", test_reap_amounts},   \
-        {"reap/scores", test_reap_scores}, {"reap/headers", test_reap_headers}, {"reap/target", test_reap_target}, \
-        {"reap/directory", test_reap_directory}, {"reap/directory_forms", test_reap_directory_forms},              \
-        {"reap/directory_files", test_reap_directory_files}, {"reap/directory_twice", test_reap_directory_twice},  \
+#define TESTS_REAP                                                                                                     \
+    {"reap/selection", test_reap_selection}, {"reap/random", test_reap_random}, {"reap/outliers", test_reap_outliers}, \
+        {"reap/slices", test_reap_slices}, {"reap/nothing", test_reap_nothing}, {"reap/budget", test_reap_budget},     \
+        {"reap/sums", test_reap_sums}, {"reap/twice", test_reap_twice}, {"reap/split", test_reap_split},               \
+        {"reap/model", test_reap_model}, {"reap/fixtures", test_reap_fixtures}, {"reap/mtp", test_reap_mtp},           \
+        {"reap/calibrated", test_reap_calibrated}, {"reap/ranks", test_reap_ranks}, {"reap/usage", test_reap_usage},   \
+        {"reap/counts", test_reap_counts}, {"reap/amounts", test_reap_amounts}, {"reap/scores", test_reap_scores},     \
+        {"reap/headers", test_reap_headers}, {"reap/target", test_reap_target},                                        \
+        {"reap/directory", test_reap_directory}, {"reap/directory_forms", test_reap_directory_forms},                  \
+        {"reap/directory_layers", test_reap_directory_layers}, {"reap/directory_files", test_reap_directory_files},    \
+        {"reap/directory_twice", test_reap_directory_twice},                                                           \
         {"reap/directory_refusals", test_reap_directory_refusals}, {"reap/interrupt", test_reap_interrupt},
