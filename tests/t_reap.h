@@ -1080,6 +1080,43 @@ static void test_reap_directory_forms(void) {
     }
 }
 
+/* What transformers computes for a directory that was pruned, by tests/oracle/gen_pruned.py: so do the directory, converted, and
+ * the converted file, pruned. */
+static void test_reap_transformers(void) {
+    static const struct {
+        const char *name;
+        int keep;
+    } c[] = {{"qwen3moe", 5}, {"deepseek_v3_plain", 3}};
+    for (int i = 0; i < 2; i++) {
+        char path[256], args[128];
+        size_t n_ids = 0, n_ref = 0;
+        snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", c[i].name);
+        int32_t *ids = slurp(path, &n_ids);
+        snprintf(path, sizeof path, "tests/fixtures/%s/pruned.f32", c[i].name);
+        float *ref = slurp(path, &n_ref);
+        fixture_copy(c[i].name, "dir");
+        shell("rm -rf cut");
+        snprintf(args, sizeof args, "dir -o cut --keep %d --criterion random --seed 3", c[i].keep);
+        if (!CHECK(!reap_run(args), "%s", reap_err) || !dir_convert("cut", "b.gguf") || !dir_convert("dir", "in.gguf"))
+            return;
+        snprintf(args, sizeof args, "in.gguf -o a.gguf --keep %d --criterion random --seed 3", c[i].keep);
+        if (!CHECK(!reap_run(args), "%s", reap_err)) return;
+        for (int way = 0; way < 2; way++) {
+            struct model m;
+            if (!reap_load(&m, way ? "a.gguf" : "b.gguf")) return;
+            size_t n = n_ids / 4 * (size_t)m.n_vocab;
+            CHECK(n_ref == 4 * n && n, "%s: the fixture is incomplete", c[i].name);
+            float *x = all_logits(&m, &kernels_ref, KV_F32, 1, ids, (int)(n_ids / 4));
+            double e = nmse(x, ref, n);
+            CHECK(e <= 1e-6, "%s, way %d: NMSE %.3g against transformers", c[i].name, way, e);
+            free(x);
+            model_free(&m);
+        }
+        arrfree(ids);
+        arrfree(ref);
+    }
+}
+
 /* Layers of "mtp." and layers that are routed by hash. */
 static void test_reap_directory_layers(void) {
     char x[96];
@@ -1321,6 +1358,6 @@ static void test_reap_interrupt(void) {
         {"reap/counts", test_reap_counts}, {"reap/amounts", test_reap_amounts}, {"reap/scores", test_reap_scores},     \
         {"reap/headers", test_reap_headers}, {"reap/target", test_reap_target},                                        \
         {"reap/directory", test_reap_directory}, {"reap/directory_forms", test_reap_directory_forms},                  \
-        {"reap/directory_layers", test_reap_directory_layers}, {"reap/directory_files", test_reap_directory_files},    \
-        {"reap/directory_twice", test_reap_directory_twice},                                                           \
+        {"reap/transformers", test_reap_transformers}, {"reap/directory_layers", test_reap_directory_layers},          \
+        {"reap/directory_files", test_reap_directory_files}, {"reap/directory_twice", test_reap_directory_twice},      \
         {"reap/directory_refusals", test_reap_directory_refusals}, {"reap/interrupt", test_reap_interrupt},
