@@ -10453,6 +10453,7 @@ static void signals_install(void) {
                  {SIGILL, signal_crash},     {SIGABRT, signal_crash},   {SIGQUIT, signal_default},
                  {SIGUSR1, signal_default},  {SIGUSR2, signal_default}, {SIGALRM, signal_default},
                  {SIGXCPU, signal_default}};
+    signal(SIGXFSZ, SIG_IGN); /* a limit of file sizes is an error of write() */
     static char stack[65536]; /* a handler must run when the stack itself has overflowed */
     sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
@@ -11928,8 +11929,9 @@ static int calibration_load(struct calibration *c, char *err) {
     const char *path = c->e->set->output;
     char *text = NULL, routers[17];
     json_error_t why;
+    struct stat st;
     if (access(path, F_OK)) return 0;
-    if (read_file(path, &text, err)) return -1;
+    if (file_check(path, &st, err) || read_file(path, &text, err)) return -1;
     json_t *j = json_loadb(text ? text : "", arrlenu(text), JSON_REJECT_DUPLICATES, &why);
     arrfree(text);
     if (!j) return fail(err, "'%s': %s (line %d)", path, why.text, why.line);
@@ -12131,7 +12133,8 @@ static int mode_calibrate(struct engine *e) {
         c.bytes += (double)arrlenu(s->text);
     }
     if (had) note("'%s' goes on: %lld tokens of earlier runs", e->set->output, (long long)had);
-    c.started = c.saved = now_seconds();
+    calibration_save(&c); /* what cannot be written is better known before the work */
+    c.started = now_seconds();
     for (size_t i = 0; i < n_files && !rc; i++) {
         struct corpus *s = &c.sources[order[i]];
         if (s->done) {

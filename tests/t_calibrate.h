@@ -279,7 +279,11 @@ static void test_calibrate_refuses(void) {
     check_command(IN_DIR(MOE "--calibrate @/empty.txt -o @/n.json"), 1, "", "is empty");
     check_command(IN_DIR(MOE "--calibrate @/latin.txt -o @/n.json"), 1, "", "not valid UTF-8");
     check_command(IN_DIR(MOE "--calibrate @/nowhere.txt -o @/n.json"), 1, "", "cannot open");
-    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/none/n.json"), 1, NULL, "cannot write");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/none/n.json"), 1, "", "cannot write");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o /dev/full"), 1, "", "not a regular file");
+    check_command(IN_DIR("ulimit -f 40; " MOE "--calibrate @/a.txt -o @/e.json --activations @/e.gguf"), 1, "",
+                  "e.gguf': File too large");
+    check_command(IN_DIR("ls @ | grep -c '^e.*tmp'"), 1, "0\n", NULL);
     check_command(IN_DIR("cp build/demo.gguf @/m.gguf; " MOE_BIN " -m @/m.gguf --calibrate @/a.txt -o @/m.gguf"), 1, "",
                   "is the model");
     check_command(IN_DIR("[ ! -e @/n.json ]"), 0, NULL, NULL);
