@@ -8563,7 +8563,8 @@ static const struct option options[] = {
      "what the routed experts do for these texts or chats (.jsonl), to -o, for moe-reap; goes on where it stopped"},
     {"output", 'o', OPT_STR, AT(output), "FILE.json", 0, 0, false, "with --calibrate: where the scores go"},
     {"activations", 0, OPT_STR, AT(activations), "FILE.gguf", 0, 0, false,
-     "with --calibrate: also the mean squares of what feed-forwards read, for moe-convert --importance"},
+     "with --calibrate, from its first run on: also the mean squares of what feed-forwards read, for moe-convert "
+     "--importance"},
     {"compare", 0, OPT_FILES, AT(compare), "A B TEXT", 0, 0, false,
      "how far the predictions of model B are from those of A on a text"},
     {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false, "find a fact in N tokens of prose; exit 0 if found"},
@@ -11611,6 +11612,7 @@ static void divergence_add(struct divergence *d, int pos, const float *a, const 
     int top_a, top_b;
     const double la = log_total(a, n, &top_a), lb = log_total(b, n, &top_b);
     double kl = 0;
+    if (!isfinite(la) || !isfinite(lb)) die("model %c gives logits that are not finite", isfinite(la) ? 'B' : 'A');
     for (int i = 0; i < n; i++) {
         const double p = (double)(a[i] - a[top_a]) - la, q = (double)(b[i] - b[top_b]) - lb;
         kl += exp(p) * (p - q);
@@ -11767,8 +11769,10 @@ static void calibration_sum(struct calibration *c) {
 
 static json_t *calibration_json(const struct calibration *c) {
     const struct model *m = &c->e->model;
-    json_t *sources = json_array(), *layers = json_array();
-    char hash[17], routers[17];
+    json_t *sources = json_array(), *layers = json_array(), *all;
+    char hash[17], routers[17], name[sizeof m->name];
+    snprintf(name, sizeof name, "%s", m->name);
+    message_neutralise(name);
     snprintf(routers, sizeof routers, "%016llx", (unsigned long long)routers_hash(m));
     for (size_t i = 0; i < arrlenu(c->sources); i++) {
         const struct corpus *s = &c->sources[i];
@@ -11790,9 +11794,10 @@ static json_t *calibration_json(const struct calibration *c) {
         }
         json_array_append_new(layers, y);
     }
-    return json_pack("{s:s, s:i, s:{s:s, s:s}, s:I, s:o, s:o}", "format", "moe-scores", "version", 1, "model", "name",
-                     m->name, "routers", routers, "tokens", (json_int_t)c->tokens, "sources", sources, "layers",
-                     layers);
+    all = json_pack("{s:s, s:i, s:{s:s, s:s}, s:I, s:o, s:o}", "format", "moe-scores", "version", 1, "model", "name",
+                    name, "routers", routers, "tokens", (json_int_t)c->tokens, "sources", sources, "layers", layers);
+    if (!all || json_array_size(sources) != arrlenu(c->sources)) die("out of memory for the scores");
+    return all;
 }
 
 /* The activations in the form that llama-imatrix has: NAME.in_sum2 (n_in, n_expert) and NAME.counts (1, n_expert). With `f` NULL the
@@ -11832,8 +11837,7 @@ static void activations_write(const struct calibration *c, struct gguf_writer *w
     }
 }
 
-static int activations_save(const struct calibration *c, char *err) {
-    const char *path = c->e->set->activations;
+static int activations_save(const struct calibration *c, const char *path, char *err) {
     struct gguf_writer w = {0};
     size_t n;
     gguf_put_str(&w, "general.type", "imatrix", 7);
@@ -11852,18 +11856,28 @@ static int activations_save(const struct calibration *c, char *err) {
     return f ? temp_finish(f, path, false, err) : -1;
 }
 
-/* Both files as they would be if this was the end. */
+#define ACTIVATIONS_NEXT "%s.next"
+
+/* Both files as they would be if this was the end. The activations get their name last: what ends the program in between leaves them
+ * as NEXT, which the next run takes. */
 static void calibration_save(struct calibration *c) {
-    char err[ERR_MAX];
+    const char *path = c->e->set->output, *activations = c->e->set->activations;
+    char err[ERR_MAX], next[PATH_MAX];
     calibration_sum(c);
+    snprintf(next, sizeof next, ACTIVATIONS_NEXT, activations ? activations : "");
+    if (activations && activations_save(c, next, err)) die("%s", err);
     json_t *j = calibration_json(c);
-    FILE *f = temp_create(c->e->set->output, 0666, err);
-    if (!f) die("%s", err);
+    FILE *f = temp_create(path, 0666, err);
+    if (!f) {
+        unlink(next);
+        die("%s", err);
+    }
     const bool bad = json_dumpf(j, f, JSON_INDENT(1) | JSON_REAL_PRECISION(17)) != 0;
     putc('\n', f);
-    if (temp_finish(f, c->e->set->output, bad, err)) die("%s", err);
+    if (temp_finish(f, path, bad, err)) die("%s", err);
     json_decref(j);
-    if (c->squares && activations_save(c, err)) die("%s", err);
+    if (activations && rename(next, activations))
+        die("cannot rename '%s' to '%s': %s", next, activations, strerror(errno));
     c->saved = now_seconds();
 }
 
@@ -11889,23 +11903,28 @@ static int layer_load(struct calibration *c, const json_t *y, int il, const char
     return 0;
 }
 
-/* The sums beside a score file that goes on. */
-static int activations_load(struct calibration *c, char *err) {
-    const char *path = c->e->set->activations;
+/* The sums in `path`, if it belongs to the scores that go on: 1, 0 if it does not, -1 with a message. */
+static int activations_read(struct calibration *c, const char *path, char *err) {
     struct gguf g;
-    int64_t tokens;
+    int64_t tokens = -1;
     if (gguf_open(&g, path, err, ERR_MAX)) return -1;
     const struct gguf_kv *kv = gguf_find(&g, "moe.calibration.tokens");
-    int rc = 0;
-    if (!kv || !gguf_elem_int(kv, 0, &tokens) || tokens != c->tokens)
-        rc = fail(err, "'%s' does not belong to '%s': remove both to start again", path, c->e->set->output);
-    for (int il = 0; il < c->e->model.n_layer && !rc; il++) {
+    if (!kv || !gguf_elem_int(kv, 0, &tokens)) {
+        gguf_close(&g);
+        return fail(err, "'%s' was not written by --activations; it is not replaced", path);
+    }
+    int rc = tokens == c->tokens;
+    if (!rc || !tokens) {
+        gguf_close(&g);
+        return rc;
+    }
+    for (int il = 0; il < c->e->model.n_layer && rc > 0; il++) {
         static const char *const first[2][2] = {{"gate_exps", "down_exps"}, {"gate_shexp", "down_shexp"}};
         struct ffn_net nets[2];
         float *at = c->squares_before + squares_before(&c->e->model, il);
         const struct layer *y = &c->e->model.layers[il];
         for (int i = 0, n = layer_nets(y, nets); i < n; i++)
-            for (int down = 0; down < 2 && !rc; down++) {
+            for (int down = 0; down < 2 && rc > 0; down++) {
                 char name[GGUF_MAX_NAME];
                 const struct weight *w = down ? nets[i].down : nets[i].gate;
                 const char *dense = down ? "down" : "gate";
@@ -11923,6 +11942,20 @@ static int activations_load(struct calibration *c, char *err) {
     return rc;
 }
 
+/* The sums beside the scores that go on. 0, or -1 with a message. */
+static int activations_load(struct calibration *c, char *err) {
+    const char *path = c->e->set->activations;
+    char next[PATH_MAX];
+    snprintf(next, sizeof next, ACTIVATIONS_NEXT, path);
+    const bool there = !access(path, F_OK), newer = !access(next, F_OK);
+    int rc = there ? activations_read(c, path, err) : 0;
+    if (!rc && newer) rc = activations_read(c, next, err);
+    if (rc || (!c->tokens && !there)) return rc < 0 ? -1 : 0;
+    if (!c->tokens) return 0; /* of scores that are not there any more */
+    return fail(err, "'%s' holds %lld tokens, '%s' does not belong to it: remove both, or leave --activations out",
+                c->e->set->output, (long long)c->tokens, path);
+}
+
 /* What an earlier run left in -o. 0, or -1 with a message. */
 static int calibration_load(struct calibration *c, char *err) {
     const struct model *m = &c->e->model;
@@ -11930,7 +11963,7 @@ static int calibration_load(struct calibration *c, char *err) {
     char *text = NULL, routers[17];
     json_error_t why;
     struct stat st;
-    if (access(path, F_OK)) return 0;
+    if (access(path, F_OK)) return c->squares ? activations_load(c, err) : 0;
     if (file_check(path, &st, err) || read_file(path, &text, err)) return -1;
     json_t *j = json_loadb(text ? text : "", arrlenu(text), JSON_REJECT_DUPLICATES, &why);
     arrfree(text);
@@ -11949,6 +11982,7 @@ static int calibration_load(struct calibration *c, char *err) {
         rc = fail(err, "'%s' belongs to another model: routers %s, here %s", path, theirs ? theirs : "(none)", routers);
     else if (json_array_size(layers) != (size_t)m->n_layer)
         rc = fail(err, "'%s' has %zu layers, the model %d", path, json_array_size(layers), m->n_layer);
+    else if (c->tokens < 0) rc = fail(err, "'%s' holds %lld tokens", path, (long long)c->tokens);
     for (int il = 0; il < m->n_layer && !rc; il++)
         rc = layer_load(c, json_array_get(layers, (size_t)il), il, path, err);
     json_array_foreach(sources, i, source) {
@@ -11969,53 +12003,101 @@ static int calibration_load(struct calibration *c, char *err) {
     return rc;
 }
 
+/* A line of a .jsonl: {"messages": [{"role", "content"}, ..]}, {"prompt", "completion"} or {"text"}. NULL with a message. */
+static json_t *line_parse(const char *s, size_t n, char *err) {
+    json_error_t why;
+    json_t *j = json_loadb(s, n, 0, &why), *msg;
+    const json_t *list = json_object_get(j, "messages");
+    size_t i;
+    int rc = j ? 0 : fail(err, "%s", why.text);
+    if (j && !json_is_array(list) && !json_is_string(json_object_get(j, "prompt")) &&
+        !json_is_string(json_object_get(j, "completion")) && !json_is_string(json_object_get(j, "text")))
+        rc = fail(err, "expected \"messages\", \"text\", or \"prompt\" and \"completion\"");
+    json_array_foreach(list, i, msg) {
+        if (!json_is_string(json_object_get(msg, "role")) || !json_is_string(json_object_get(msg, "content")))
+            rc = fail(err, "message %zu has no text as role and content", i);
+    }
+    if (rc) json_decref(j);
+    return rc ? NULL : j;
+}
+
+/* The next unit of a source from byte *at on: its bytes, *n of them. */
+static const char *corpus_unit(const struct corpus *s, size_t *at, size_t *n) {
+    const char *p = s->text + *at, *end = s->lines ? memchr(p, '\n', arrlenu(s->text) - *at) : NULL;
+    *n = end ? (size_t)(end - p) : arrlenu(s->text) - *at;
+    *at += *n + (end != NULL);
+    return p;
+}
+
+static bool is_blank(const char *s, size_t n) {
+    while (n && strchr(" \t\r", s[n - 1])) n--;
+    return !n;
+}
+
+/* All lines are looked at before the first is counted. */
+static int corpus_check(const struct corpus *s, char *err) {
+    char why[ERR_MAX];
+    int64_t line = 1;
+    for (size_t at = 0, n; s->lines && at < arrlenu(s->text); line++) {
+        const char *p = corpus_unit(s, &at, &n);
+        if (is_blank(p, n)) continue;
+        json_t *j = line_parse(p, n, why);
+        if (!j) return fail(err, "'%s', line %lld: %s", s->name, (long long)line, why);
+        json_decref(j);
+    }
+    return 0;
+}
+
 /* The source of this file: the one that it was in an earlier run, or a new one. NULL with a message. */
 static struct corpus *corpus_open(struct calibration *c, const char *path, char *err) {
     char *text = NULL;
     if (read_file(path, &text, err)) return NULL;
     const size_t bytes = arrlenu(text), n = strlen(path);
+    const bool lines = n > 6 && !strcmp(path + n - 6, ".jsonl");
     if (!bytes || !utf8_valid(text, bytes)) {
         arrfree(text);
         return fail(err, "'%s' is %s", path, bytes ? "not valid UTF-8 text" : "empty"), NULL;
     }
-    const uint64_t h = hash_bytes(0xcbf29ce484222325u, text, bytes);
+    const uint64_t h = hash_bytes(hash_bytes(0xcbf29ce484222325u, text, bytes), "lines", lines ? 5 : 0);
     size_t i = 0;
     while (i < arrlenu(c->sources) && c->sources[i].hash != h) i++;
-    if (i == arrlenu(c->sources)) arrput(c->sources, ((struct corpus){.name = xstrdup(path), .hash = h}));
+    if (i == arrlenu(c->sources)) {
+        char *name = xstrdup(path);
+        message_neutralise(name);
+        for (size_t k = 0; k < i; k++)
+            if (!strcmp(c->sources[k].name, name) && c->sources[k].tokens)
+                note("'%s' is another text than in an earlier run, of which %lld tokens are counted", name,
+                     (long long)c->sources[k].tokens);
+        arrput(c->sources, ((struct corpus){.name = name, .hash = h}));
+    }
     struct corpus *s = &c->sources[i];
     arrfree(s->text); /* the same file may be named twice */
-    s->text = text, s->lines = n > 6 && !strcmp(path + n - 6, ".jsonl");
-    return s;
+    s->text = text, s->lines = lines;
+    return corpus_check(s, err) ? NULL : s;
 }
 
-/* Tokens of a line of a .jsonl: {"messages": [{"role", "content"}, ..]} by the model's template, {"prompt", "completion"} or {"text"}
- * as they are. 0, or -1 with a message. */
+/* Tokens of a line of a .jsonl: conversations by the model's template, other text as it is. 0, or -1 with a message. */
 static int line_tokens(struct calibration *c, const char *s, size_t n, int32_t **ids, char *err) {
-    json_error_t why;
-    json_t *j = json_loadb(s, n, 0, &why), *msg;
+    json_t *j = line_parse(s, n, err), *msg;
     const json_t *list = json_object_get(j, "messages");
-    const char *plain[3] = {json_string_value(json_object_get(j, "prompt")),
-                            json_string_value(json_object_get(j, "completion")),
-                            json_string_value(json_object_get(j, "text"))};
     struct text t = {0};
     size_t i;
-    int rc = j ? 0 : fail(err, "%s", why.text);
-    if (j && !json_is_array(list) && !plain[0] && !plain[1] && !plain[2])
-        rc = fail(err, "expected \"messages\", \"text\", or \"prompt\" and \"completion\"");
+    int rc = j ? 0 : -1;
     json_array_foreach(list, i, msg) {
-        const char *role = json_string_value(json_object_get(msg, "role"));
         const char *content = json_string_value(json_object_get(msg, "content"));
-        if (!rc && (!role || !content)) rc = fail(err, "message %zu has no text as role and content", i);
-        if (!rc) chat_push(&c->chat, role, content, strlen(content));
+        chat_push(&c->chat, json_string_value(json_object_get(msg, "role")), content, strlen(content));
     }
-    if (!rc && json_is_array(list)) {
+    if (json_is_array(list)) {
         c->e->session.n_past = 0; /* nothing of the record before is to be taken over */
         rc = chat_render(&c->chat, false, &t, err);
         if (!rc) chat_tokenize(&c->chat, &t, ids);
         text_free(&t);
     } else
-        for (int k = 0; k < 3 && !rc; k++)
-            if (plain[k]) tokenize_all(c->e->model.vocab, plain[k], strlen(plain[k]), false, ids);
+        for (i = 0; i < 3; i++) {
+            const char *plain =
+                json_string_value(json_object_get(j, (const char *[]){"prompt", "completion", "text"}[i]));
+            if (plain) tokenize_all(c->e->model.vocab, plain, strlen(plain), false, ids);
+        }
     while (arrlen(c->chat.messages) > 0) chat_pop(&c->chat);
     json_decref(j);
     return rc;
@@ -12058,16 +12140,15 @@ static int corpus_run(struct calibration *c, struct corpus *s) {
     int rc = 0;
     int64_t unit = 0;
     for (size_t at = 0; at < size && !rc; unit++) {
-        const char *p = s->text + at, *end = s->lines ? memchr(p, '\n', size - at) : NULL;
-        const size_t n = end ? (size_t)(end - p) : size - at;
-        at += n + (end != NULL);
+        size_t n;
+        const char *p = corpus_unit(s, &at, &n);
         arrsetlen(ids, 0);
         if (unit < s->unit) {
             c->bytes_done += (double)n;
             continue;
         }
         if (!s->lines) tokenize_all(c->e->model.vocab, p, n, false, &ids);
-        else if (n && line_tokens(c, p, n, &ids, err)) {
+        else if (!is_blank(p, n) && line_tokens(c, p, n, &ids, err)) {
             calibration_save(c);
             die("'%s', line %lld: %s", s->name, (long long)unit + 1, err);
         }
@@ -12098,6 +12179,11 @@ static void calibration_report(const struct calibration *c) {
            100.0 * (double)(all - never_all - rare_all) / (double)all, SEEN_LEAST, (long long)never_all);
 }
 
+static bool same_file(const char *a, const char *b) {
+    struct stat x, y;
+    return !strcmp(a, b) || (!stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino);
+}
+
 /* --calibrate FILES... -o FILE: collects for every routed expert what pruning and quantising want to know. */
 static int mode_calibrate(struct engine *e) {
     char err[ERR_MAX];
@@ -12108,11 +12194,11 @@ static int mode_calibrate(struct engine *e) {
     if (e->session.team.n_rank > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
     if (!m->n_expert_max) die("'%s' has no routed experts", e->set->model);
     if (!m->vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
-    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
-        struct stat a, b;
-        if (outputs[i] && !stat(outputs[i], &a) && !stat(e->set->model, &b) && a.st_dev == b.st_dev &&
-            a.st_ino == b.st_ino)
-            die("'%s' is the model; it is not replaced", outputs[i]);
+    for (int i = 0; i < 2; i++) {
+        if (!outputs[i]) continue;
+        bool taken = same_file(outputs[i], e->set->model) || (i && same_file(outputs[1], outputs[0]));
+        for (size_t k = 0; k < arrlenu(e->set->calibrate); k++) taken |= same_file(outputs[i], e->set->calibrate[k]);
+        if (taken) die("'%s' is another file of this command; it is not replaced", outputs[i]);
     }
     c.n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
     c.n_squares = squares_before(m, m->n_layer);

@@ -123,6 +123,7 @@ static void model_check(void) {
 
 static struct {
     int n_files;
+    char **sources;  /* stb_ds: hashes of the texts */
     bool unfinished; /* a source was not read to its end */
     int64_t tokens;
     size_t seen, few, never, experts; /* experts of deciding layers: seen FEW_TOKENS times, fewer, never; all */
@@ -190,7 +191,14 @@ static void scores_read(const char *path) {
     json_t *source;
     size_t i;
     json_array_foreach(get_list(d, "sources"), i, source) {
+        const char *hash = json_string_value(json_object_get(source, "hash"));
+        const char *name = json_string_value(json_object_get(source, "name"));
         scores.unfinished |= json_is_false(json_object_get(source, "done"));
+        for (size_t k = 0; hash && k < arrlenu(scores.sources); k++)
+            if (!strcmp(scores.sources[k], hash))
+                die("'%s': the text '%s' is in another file of scores too: it would count twice", path,
+                    name ? name : hash);
+        if (hash) arrput(scores.sources, xstrdup(hash));
     }
     json_decref(d.obj);
     scores.n_files++;
@@ -386,7 +394,7 @@ static void keep_ratio(void) {
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         struct layer *y = &m.layers[i];
         if (!decides(y)) continue;
-        y->keep = (y->n - (int)(y->n * want.ratio)) / m.n_group * m.n_group;
+        y->keep = y->n - (int)(y->n * want.ratio + 1e-9) / m.n_group * m.n_group; /* not more than asked for */
         check_count(fmt("--ratio %g: layer %d", want.ratio, y->block), y->keep, y->n);
     }
     if (want.per_layer) spread_counts();
@@ -427,7 +435,8 @@ static void keep_counts(void) {
 
 /* The largest uniform count whose output is small enough; output_bytes tells the size by what is chosen. */
 static void keep_budget(size_t (*output_bytes)(void)) {
-    int lo = m.few / m.n_group, hi = largest_layer() / m.n_group;
+    int least = want.per_layer && want.floor > m.few ? want.floor : m.few;
+    int lo = (least + m.n_group - 1) / m.n_group, hi = largest_layer() / m.n_group;
     while (lo < hi) { /* in units; lo may fit, more than hi does not */
         int mid = (lo + hi + 1) / 2;
         keep_uniform(mid * m.n_group);
@@ -1173,7 +1182,7 @@ static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     struct out_file f = {.name = xstrdup(shards[shard].name), .shard = shard, .other = -1};
     size_t at = 0, n = 0;
     text_put(&f.text, "01234567{");
-    if (hf_metadata[shard]) text_put(&f.text, fmt("\"__metadata__\":%s", hf_metadata[shard]));
+    if (hf_metadata[shard]) text_put(&f.text, "\"__metadata__\":"), text_put(&f.text, hf_metadata[shard]);
     for (size_t i = first; i < last; i++) {
         const struct tensor *t = &tensors[by_place[i]];
         const struct layer *y = hf_sliced(t);

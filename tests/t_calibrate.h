@@ -212,18 +212,18 @@ static void test_calibrate_resumes(void) {
     int cuts = 0;
     run_command(IN_DIR("head -c 40000 prompts/haystack.txt >@/part.txt"), NULL, NULL);
     for (int i = 0; i < 60; i++) {
-        const int rc = run_command(IN_DIR("timeout -s INT 0.4 " MOE "--calibrate @/part.txt -o @/cut.json "
-                                          "--activations @/cut.gguf -t 1 -c 512"),
+        const int rc = run_command(IN_DIR("timeout -s INT 0.4 " MOE "--calibrate @/part.txt -o @/resumed.json "
+                                          "--activations @/resumed.gguf -t 1 -c 512"),
                                    NULL, NULL);
         cuts += rc != 0;
         if (!rc) break;
         CHECK(rc == 124 || rc == 130, "exit %d", rc);
     }
     CHECK(cuts > 0, "never interrupted");
-    check_command(IN_DIR(MOE "--calibrate @/part.txt -o @/cut.json --activations @/cut.gguf -c 512"), 0, NULL,
+    check_command(IN_DIR(MOE "--calibrate @/part.txt -o @/resumed.json --activations @/resumed.gguf -c 512"), 0, NULL,
                   "goes on");
     check_command(IN_DIR(MOE "--calibrate @/part.txt -o @/whole.json -c 512"), 0, NULL, NULL);
-    json_t *cut = scores_read("cut.json"), *whole = scores_read("whole.json");
+    json_t *cut = scores_read("resumed.json"), *whole = scores_read("whole.json");
     CHECK(json_integer_value(json_object_get(cut, "tokens")) == json_integer_value(json_object_get(whole, "tokens")),
           "tokens of cut and whole");
     json_decref(cut), json_decref(whole);
@@ -240,6 +240,10 @@ static void test_calibrate_activations(void) {
     check_command(IN_DIR(MOE "--calibrate @/c.jsonl -o @/x.json -c 512; cp @/x.json @/z.json; " MOE
                              "--calibrate @/b.txt -o @/z.json --activations @/x.gguf -c 512"),
                   1, NULL, "does not belong to");
+    /* ended between the two files: the newer activations are there under another name */
+    check_command(IN_DIR("cp @/y.gguf @/y.gguf.next; cp @/x.gguf @/y.gguf; " MOE
+                         "--calibrate @/b.txt -o @/y.json --activations @/y.gguf -c 512"),
+                  0, NULL, "already");
     struct gguf other;
     snprintf(path, sizeof path, "%s/x.gguf", test_dir());
     if (!CHECK(gguf_open(&g, path, err, sizeof err) == 0, "%s", err)) return;
@@ -282,14 +286,26 @@ static void test_calibrate_refuses(void) {
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/none/n.json"), 1, "", "cannot write");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o /dev/full"), 1, "", "not a regular file");
     check_command(IN_DIR("ulimit -f 40; " MOE "--calibrate @/a.txt -o @/e.json --activations @/e.gguf"), 1, "",
-                  "e.gguf': File too large");
+                  "e.gguf.next': File too large");
     check_command(IN_DIR("ls @ | grep -c '^e.*tmp'"), 1, "0\n", NULL);
     check_command(IN_DIR("cp build/demo.gguf @/m.gguf; " MOE_BIN " -m @/m.gguf --calibrate @/a.txt -o @/m.gguf"), 1, "",
-                  "is the model");
-    check_command(IN_DIR("[ ! -e @/n.json ]"), 0, NULL, NULL);
+                  "is another file of this command");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/a.txt"), 1, "", "is another file");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/n.json"), 1, "", "is another file");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/deepseek_v3.gguf"), 1, "",
+                  "was not written by --activations");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/none/n.gguf"), 1, "", "cannot write");
     check_command(IN_DIR(MOE "--calibrate @/k.jsonl -o @/n.json"), 1, "", "k.jsonl', line 2: expected \"messages\"");
+    check_command(IN_DIR("[ ! -e @/n.json ]"), 0, NULL, NULL); /* nothing was counted */
+    /* blank lines, other ends of lines, and a name that is no UTF-8 are no hindrance */
+    check_command(
+        IN_DIR("printf '{\"text\": \"a b c\"}\\r\\n \\t\\r\\n{\"text\": \"d\"}' >@/\351.jsonl; for i in 1 2; do " MOE
+               "--calibrate @/\351.jsonl -o @/w.json | tail -1; done | uniq | wc -l"),
+        0, "1\n", NULL);
     check_command(IN_DIR(MOE "--calibrate @/r.jsonl -o @/r.json"), 1, "", "line 1: message 0");
-    check_command(IN_DIR(MOE_BIN " -m @/deepseek_v3.gguf --calibrate @/a.txt -o @/n.json"), 1, "", NULL);
+    check_command(IN_DIR(MOE_BIN " -m @/deepseek_v3.gguf --calibrate @/a.txt -o @/w.json"), 1, "", "another model");
+    check_command(IN_DIR(REAP_BIN " build/demo.gguf @/w.json @/w.json --keep 12 --dry-run"), 1, "",
+                  "would count twice");
     check_command(IN_DIR(MOE "--calibrate @/a.txt"), 2, "", "want each other");
     check_command(IN_DIR(MOE "-o @/n.json -p hello"), 2, "", "want each other");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --tp 2 --cpu"), 2, "", "--pp instead of --tp");

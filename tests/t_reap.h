@@ -309,7 +309,8 @@ static void test_reap_selection(void) {
              {"groups --keep 6", {"0 1 2 4 5 6", "0 1 3 4 5 6"}, "toy-REAP-6of8"},
              {"groups --keep 4", {"0 1 4 5", "0 3 4 6"}, "toy-REAP-4of8"},
              {"groups --ratio 0.3", {"0 1 2 4 5 6", "0 1 3 4 5 6"}, "toy-REAP-6of8"},
-             {"groups --ratio 0.4", {"0 1 4 5", "0 3 4 6"}, "toy-REAP-4of8"},
+             {"groups --ratio 0.4", {"0 1 2 4 5 6", "0 1 3 4 5 6"}, "toy-REAP-6of8"},
+             {"groups --ratio 0.5", {"0 1 4 5", "0 3 4 6"}, "toy-REAP-4of8"},
              {"groups --keep 6 --per-layer --floor 4", {"-", "0 3 4 6"}, "toy-REAP"}};
     toy_write(&toy_plain, "plain.gguf", NULL);
     toy_write(&toy_groups, "groups.gguf", NULL);
