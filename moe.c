@@ -442,6 +442,7 @@ struct gpu_sizes {
 
 /* The activations of a rank on a GPU, each as ROOM(field of struct cuda, type, count), for the model m, a part p, and the sizes s. What
  * few tokens need is laid out for FEW_TOKENS. */
+/* clang-format off: of products it makes pointers */
 #define GPU_ROOMS(ROOM)                                                                                            \
     do {                                                                                                           \
         int width[ACT_COUNT];                                                                                      \
@@ -495,29 +496,32 @@ struct gpu_sizes {
         ROOM(sample.token, int32_t, 1);                                                                            \
     } while (0)
 
-/* Likewise what other ranks write to, fields of struct area, for chunks of so many tokens. */
+/* Likewise what other ranks write to, fields of struct area. */
 #define AREA_ROOMS(ROOM)                                                       \
     do {                                                                       \
-        const size_t n_rank = (size_t)p.n_rank, embd = (size_t)m->n_embd;      \
-        const bool head = p.n_rank > 1 && !p.rank && p.stage == p.n_stage - 1; \
+        const size_t n_rank = (size_t)p.n_rank;                                \
+        const bool head = n_rank > 1 && !p.rank && p.stage == p.n_stage - 1;   \
         ROOM(sum_flag, uint32_t, n_rank *JOIN_BLOCKS);                         \
         ROOM(logits_flag, uint32_t, n_rank);                                   \
         ROOM(x_flag, uint32_t, 1);                                             \
         ROOM(room, uint32_t, 1);                                               \
         ROOM(slot, float, n_rank > 1 ? 2 * n_rank * JOIN_SLOT : 0);            \
-        ROOM(x, float, p.stage ? (size_t)chunk *embd : 0);                     \
+        ROOM(x, float, p.stage ? (size_t)s.chunk *(size_t)m->n_embd : 0);      \
         ROOM(logits, float, head ? LOGIT_ROWS *logits_stride(m->n_vocab) : 0); \
     } while (0)
+/* clang-format on */
 
 /* In host memory, between a rank's GPU and its thread. */
 struct watch {
-    uint32_t sums; /* of the GPU: a sign of life; */
-    uint32_t
-        waiting; /* for whom it has waited long last, by WAIT_CODE: a rank of the stage, a channel, the sum of the forward */
+    uint32_t sums;    /* of the GPU: a sign of life; */
+    uint32_t waiting; /* for whom it has waited long last, see WAIT_CODE */
     uint32_t give_up; /* of the thread */
 };
+
 enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
-#define WAIT_CODE(rank, channel, place) (1u + (uint32_t)(rank) + (uint32_t)(channel)*16u + (uint32_t)(place)*256u)
+
+/* A rank of the stage, the channel, the sum of the forward. */
+#define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
 
 /* How long a rank has waited for its GPU. */
 struct patience {
@@ -639,8 +643,6 @@ void cuda_link(struct rank *r, const int *device, bool peers); /* with the other
 /* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
 double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl);
 /* what moe.c offers to it */
-int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o,
-                   char *err);     /* 0 or -1 with a line */
 void rank_fatal(const char *what); /* ends the program with a line */
 /* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
 __attribute__((format(printf, 2, 3))) bool rank_fail(struct rank *r, const char *fmt, ...);
@@ -8253,13 +8255,19 @@ static bool gpu_wants_nccl(struct rank *r, const struct cuda_options *o) {
     return !lacks;
 }
 
+/* What its GPU says now; an error of the rank if it does not. */
+static struct gpu_facts rank_facts(struct rank *r) {
+    struct gpu_facts f;
+    const char *why = cuda_facts(r->device, &f, false);
+    if (why) rank_fail(r, "asking for its chip and memory: %s", why);
+    return f;
+}
+
 /* What the chip and the options make of a rank. */
 static void gpu_choose(struct rank *r, const struct cuda_options *o) {
     const struct model *m = r->m;
-    struct gpu_facts f;
+    const struct gpu_facts f = rank_facts(r);
     bool declared = false;
-    const char *why = cuda_facts(r->device, &f, false);
-    if (why) rank_fail(r, "asking what it is: %s", why);
     gpu_name(r->name, r->device, &f);
     r->n_sm = f.n_sm;
     for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
@@ -8282,15 +8290,13 @@ static void gpu_choose(struct rank *r, const struct cuda_options *o) {
 static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
     const struct model *m = r->m;
     const struct weight *w[LAYER_WEIGHTS];
-    struct gpu_facts f;
+    const struct gpu_facts f = rank_facts(r);
     char what[64];
     double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
     for (int il = 0; il < m->n_layer; il++)
         for (int i = layer_weights(&m->layers[il], w); i-- > 0;)
             if (w[i] != &m->layers[il].router) total += (double)weight_gpu_bytes(w[i], true);
-    const char *why = cuda_facts(r->device, &f, false);
-    if (why) rank_fail(r, "asking for the free memory: %s", why);
-    else if (total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
+    if (!r->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
         rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
                   (double)f.free / 0x1p30, (double)f.total / 0x1p30);
     if (m->embd.data) cuda_upload(r, &m->embd, "token_embd");
@@ -8321,15 +8327,13 @@ static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
 }
 
 /* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
-static void gpu_size(struct rank *r, const struct cuda_options *o) {
+static void gpu_fit(struct rank *r, const struct cuda_options *o) {
     const struct model *m = r->m;
     const size_t per = kv_token_bytes(m, r->kv_type);
     size_t sharers = 0;
-    struct gpu_facts f;
     if (!rank_vote(r)) return; /* all weights are there */
     if (r->sizes.nccl) cuda_join(r);
-    const char *why = cuda_facts(r->device, &f, false);
-    if (why) rank_fail(r, "asking for the free memory: %s", why);
+    const struct gpu_facts f = rank_facts(r);
     for (int i = 0; i < m->part.n_rank * m->part.n_stage; i++) sharers += o->device[i] == r->device;
     const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
     r->shared = sharers > 1;
@@ -8338,7 +8342,7 @@ static void gpu_size(struct rank *r, const struct cuda_options *o) {
     const size_t room = f.free / sharers, keep = r->bytes + o->reserve / sharers + gpu_rounding(m),
                  fit = room > keep ? (room - keep) / per : 0;
     if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
-    if (r->n_ctx < 256 && r->n_ctx < want)
+    if (!r->failed && r->n_ctx < 256 && r->n_ctx < want)
         rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
                   (double)room / 0x1p30, (double)r->bytes / 0x1p30);
     rank_vote(r);
@@ -8377,9 +8381,9 @@ static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
                  cuda_nccl() / 10000, cuda_nccl() / 100 % 100, both ? "the faster" : "as asked", list, way);
 }
 
-int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
+/* 0, or -1 with a message. */
+static int gpu_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
     const int n = m->part.n_rank * m->part.n_stage, found = cuda_device_count(err);
-    struct gpu_facts f;
     memset(r, 0, sizeof *r);
     r->m = m, r->kv_type = o->kv, r->team = o->team, r->index = o->index, r->device = o->device[o->index], r->err = err;
     act_widths(m, r->width);
@@ -8391,7 +8395,7 @@ int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_opti
     if (!r->failed) gpu_choose(r, o);
     if (!r->failed) gpu_upload(r, o->progress);
     if (!r->failed) cuda_uploaded(r, o->stats, o->squares);
-    gpu_size(r, o);
+    gpu_fit(r, o);
     if (!r->failed) {
         r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
         cuda_allocate(r);
@@ -8400,9 +8404,7 @@ int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_opti
             cuda_link(r, o->device, peers);
             if (rank_vote(r)) gpu_sums(r, o, peers);
         }
-        const char *why = cuda_facts(r->device, &f, false);
-        if (why) rank_fail(r, "starting: %s", why);
-        r->free_bytes = f.free;
+        r->free_bytes = rank_facts(r).free;
     }
     if (rank_vote(r)) return r->err = NULL, 0;
     r->ops->close(r);
@@ -14092,7 +14094,7 @@ static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, c
     if (o.index) o.progress = NULL;
     int threads = omp_get_max_threads();
     if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all upload at once */
-    int rc = cuda_rank_init(r, part, &o, err);
+    int rc = gpu_rank_init(r, part, &o, err);
     omp_set_num_threads(threads);
     return rc;
 }

@@ -81,18 +81,16 @@ DEVICE void cp_async_wait() {
 }
 
 /* Four 8x8 matrices of halves; lane l gives the address of row l % 8 of matrix l / 8. */
-DEVICE void ldmatrix_x4(uint32_t r[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-DEVICE void ldmatrix_x4_trans(uint32_t r[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
+#define LDMATRIX_X4(name, how)                                                              \
+    DEVICE void name(uint32_t r[4], const void *row) {                                      \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                       \
+                     : "r"(shared_address(row))                                             \
+                     : "memory");                                                           \
+    }
+LDMATRIX_X4(ldmatrix_x4, "")
+LDMATRIX_X4(ldmatrix_x4_trans, ".trans")
+
 /* d (16,8) += a (16,16) b (16,8), F32 sums. With g = lane / 4, t = lane % 4: a0 (g; 2t,2t+1), a1 (g+8; ..), a2 (g; 2t+8..),
  * a3 (g+8; 2t+8..); b0 (2t,2t+1; g), b1 (2t+8..; g); d0,d1 (g; 2t,2t+1), d2,d3 (g+8; ..). */
 DEVICE void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
@@ -1202,6 +1200,7 @@ static void route_few_launch(const struct route_args *p, cudaStream_t s) {
  * which blocks run.
  * ============================================================================================================ */
 
+enum { TN = LIST_TILE };
 enum { FMT_A4 = 3 }; /* not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens */
 
 /* Tokens in FP4, by quantize_fp4: value = e2m1 * ue4m3 * scale. Nibbles lie as in FMT_FP4 inside each 8 columns; columns from n_in
@@ -1218,7 +1217,7 @@ struct gemm_args {
     size_t x_stride;
     struct fp4_rows xq;  /* instead of x unless its pointers are NULL */
     const int32_t *rows; /* row of x at a sorted position; NULL: the position itself */
-    /* Grouped: tile i has the positions tile_first[i].. (tile_count[i] <= LIST_TILE of them) of expert tile_expert[i], i < *n_tiles <=
+    /* Grouped: tile i has the positions tile_first[i].. (tile_count[i] <= TN of them) of expert tile_expert[i], i < *n_tiles <=
      * max_tiles; the lists lie on the device. NULL: dense, positions 0..n_tok-1. */
     const int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
     int max_tiles, n_tok;
@@ -1250,7 +1249,7 @@ struct gemm_shape {
     static_assert(F != FMT_A4 || (STAGES - 1) * KT <= 4, "the two buffers of token scales");
 
     static dim3 grid(const struct gemm_args *g) {
-        int tiles = g->tile_expert ? g->max_tiles * (LIST_TILE / N) : (g->n_tok + N - 1) / N;
+        int tiles = g->tile_expert ? g->max_tiles * (TN / N) : (g->n_tok + N - 1) / N;
         return dim3((g->w.n_out + ROWS - 1) / ROWS, tiles, max(g->batch, 1));
     }
 };
@@ -1291,7 +1290,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     DYN_SMEM(uint8_t, smem);
     grid_dependency_launch();
     grid_dependency_wait();
-    constexpr int PER = LIST_TILE / S::N; /* blocks of a tile of the list */
+    constexpr int PER = TN / S::N; /* blocks of a tile of the list */
     const int n_kt = p.w.n_kt;
     if (p.tile_expert && (int)blockIdx.y / PER >= *p.n_tiles) return;
     int e, first, count; /* the expert, and its positions; count may be negative */
@@ -2559,11 +2558,8 @@ static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
     return NULL;
 }
 extern "C" bool cuda_attends(bool mla, int dk, int dv) { return attn_find(mla, dk, dv, 0) != NULL; }
-static void attn_decode(const struct attn_args *a, int mla, cudaStream_t s) {
-    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, 0, s);
-}
-static void attn_prefill(const struct attn_args *a, int mla, cudaStream_t s) {
-    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, 1, s);
+static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaStream_t s) {
+    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, prefill, s);
 }
 
 /* ============================================================================================================
@@ -3013,7 +3009,6 @@ extern "C" void cuda_upload_router(struct rank *r, const struct weight *w) {
 
 extern "C" void cuda_upload(struct rank *r, const struct weight *w, const char *what) {
     struct cuda *c = r->cuda;
-    if (!c->range && r->failed) return;
     if (!c->range) c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
     for (int s = 0; s < STAGES && !r->failed && !c->stage_free[s] && !r->m->invented; s++) {
         cuda_ok(c, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
@@ -3284,8 +3279,7 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     size_t scales = (size_t)((a.k.fp8 ? a.k.n_group : 0) + (a.v.fp8 ? a.v.n_group : 0)) * sizeof(float);
     profile_next((double)(r->pos + r->n_tok) * (double)(a.k.row_bytes + a.v.row_bytes + scales), "%d keys",
                  r->pos + r->n_tok);
-    if (r->n_tok <= FEW_TOKENS) attn_decode(&a, m->kv_lora != 0, c->stream);
-    else attn_prefill(&a, m->kv_lora != 0, c->stream);
+    attn_launch(&a, m->kv_lora != 0, r->n_tok > FEW_TOKENS, c->stream);
 }
 
 static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
@@ -3395,12 +3389,12 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     struct sort_args s = c->sort;
     s.n_slots = r->n_tok * s.k, s.n_expert = y->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)y->n_expert, 256, 0, c->stream, s);
-    LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)LIST_TILE);
+    LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
     if (y->sh_gate.data) dense_ffn_many(r, il, 1, x, out);
     struct gemm_args g = {};
     g.w = *mat(c, &y->gate), g.w2 = *mat(c, &y->up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x], g.rows = s.row;
     g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
-    g.max_tiles = s.n_slots / LIST_TILE + (y->n_expert < s.n_slots ? y->n_expert : s.n_slots);
+    g.max_tiles = s.n_slots / TN + (y->n_expert < s.n_slots ? y->n_expert : s.n_slots);
     g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)y->gate.n_out;
     const bool act4 = r->sizes.act4 && g.w.fmt == FMT_FP4 && mat(c, &y->down)->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
@@ -3706,7 +3700,7 @@ extern "C" void cuda_allocate(struct rank *r) {
 }
 
 /* The area of the rank that has the part p of the model, at base; its bytes. */
-static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, int chunk) {
+static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, struct gpu_sizes s) {
     size_t at = 0;
 #define ROOM(field, type, count) a->field = (type *)(base + at), at += (sizeof(type) * (count) + 255) / 256 * 256
     AREA_ROOMS(ROOM);
@@ -3729,7 +3723,7 @@ static void link_areas(struct rank *r, const int *device, bool peers) {
         if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
         else cuda_ok(c, e, "reaching another GPU");
     }
-    size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->chunk);
+    size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->sizes);
     const unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped;
     if (peers) mine.area = (uint8_t *)cuda_own(c, bytes, "what other ranks send");
     else if (cuda_ok(c, cudaHostAlloc(&c->host_area, bytes, flags), "host memory"))
@@ -3744,12 +3738,12 @@ static void link_areas(struct rank *r, const int *device, bool peers) {
     c->party = {p.rank, p.n_rank, counts, c->own_watch};
     for (int i = 0; i < n; i++) r->watch[i] = all[i].watch;
     for (int i = 0; i < p.n_rank; i++)
-        area_layout(&c->area[i], all[p.stage * p.n_rank + i].area, r->m, {i, p.n_rank, p.stage, p.n_stage}, r->chunk);
+        area_layout(&c->area[i], all[p.stage * p.n_rank + i].area, r->m, {i, p.n_rank, p.stage, p.n_stage}, r->sizes);
     for (int step = -1; step <= 1; step += 2) {
         const int stage = p.stage + step;
         if (stage < 0 || stage >= p.n_stage) continue;
         area_layout(step < 0 ? &c->before : &c->next, all[stage * p.n_rank + p.rank].area, r->m,
-                    {p.rank, p.n_rank, stage, p.n_stage}, r->chunk);
+                    {p.rank, p.n_rank, stage, p.n_stage}, r->sizes);
     }
     if (p.n_rank > 1 && !p.rank && p.stage == p.n_stage - 1) c->logits = c->area[0].logits;
 }

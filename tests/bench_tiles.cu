@@ -83,8 +83,8 @@ struct bench {
                 rng = rng * 6364136223846793005u + 1442695040888963407u;
                 if ((int)(rng >> 33) % s->n_expert < s->n_used) row.push_back(t);
             }
-            for (; i < (int)row.size(); i += LIST_TILE)
-                expert.push_back(x), first.push_back(i), count.push_back(min((int)row.size() - i, (int)LIST_TILE));
+            for (; i < (int)row.size(); i += TN)
+                expert.push_back(x), first.push_back(i), count.push_back(min((int)row.size() - i, (int)TN));
         }
         const int n = (int)row.size(), n_x = s->glu ? n_tok : n;
         g.w = matrix(s->fmt, s->n_expert, s->n_out, s->n_in, 1), g.w2 = g.w;

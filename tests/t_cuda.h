@@ -147,7 +147,7 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
     struct rank cpu, gpu;
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
-    if (!CHECK(cuda_rank_init(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
+    if (!CHECK(gpu_rank_init(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
@@ -223,7 +223,7 @@ static void test_cuda_sample(void) {
     if (!kept) return;
     struct model m = *kept;
     m.n_vocab = m.n_ids = 9973;
-    if (!CHECK(cuda_rank_init(&r, &m, &o, err) == 0, "%s", err)) return;
+    if (!CHECK(gpu_rank_init(&r, &m, &o, err) == 0, "%s", err)) return;
     float *x = xmalloc((size_t)m.n_ids * sizeof *x);
     struct candidate *work = xmalloc((size_t)m.n_ids * sizeof *work);
     uint64_t rng = 5;
@@ -405,7 +405,7 @@ static void test_cuda_failures(void) {
             struct rank r;
             err[0] = 0;
             cuda_test_fail(apis[i], n += 1 + n / 8);
-            rc = cuda_rank_init(&r, &m, &o, err);
+            rc = gpu_rank_init(&r, &m, &o, err);
             cuda_test_fail(apis[i], 0);
             CHECK(rc == 0 || (strstr(err, "GPU 0") && !strchr(err, '\n')), "%s, call %d: '%s'", apis[i], n, err);
             if (!rc) r.ops->close(&r);
@@ -423,7 +423,7 @@ static void test_cuda_failures(void) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         struct rank r;
         cuda_test_memory(((size_t)16 << 30) - free_bytes + sizes[i].bytes);
-        CHECK(cuda_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
+        CHECK(gpu_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
         cuda_test_memory((size_t)16 << 30);
     }
     model_free(&m);
@@ -457,7 +457,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     struct rank r;
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = 128, .kv = kv, .kv_splits = 2};
-    if (!CHECK(cuda_rank_init(&r, m, &o, err) == 0, "%s", err)) return NULL;
+    if (!CHECK(gpu_rank_init(&r, m, &o, err) == 0, "%s", err)) return NULL;
     step_ops = r.ops;
     struct ops table = *r.ops;
     table.begin = step_begin, table.end = step_end;

@@ -316,9 +316,9 @@ struct tile_list {
     int n_tiles;
     explicit tile_list(const std::vector<int> &counts) {
         for (int e = 0; e < (int)counts.size(); e++) {
-            for (int i = 0; i < counts[(size_t)e]; i += LIST_TILE) {
+            for (int i = 0; i < counts[(size_t)e]; i += TN) {
                 of_tile.push_back(e), first.push_back((int)expert.size() + i);
-                count.push_back(min(counts[(size_t)e] - i, (int)LIST_TILE));
+                count.push_back(min(counts[(size_t)e] - i, (int)TN));
             }
             expert.insert(expert.end(), (size_t)counts[(size_t)e], e);
         }
@@ -408,30 +408,9 @@ extern "C" void cuda_test_products(void) {
                       true,
                       true,
                       false});
-            run_gemm({"list",
-                      type.type,
-                      0,
-                      gated,
-                      LIST,
-                      7,
-                      200,
-                      72,
-                      {0, 1, 17, LIST_TILE, 0, LIST_TILE + 1, 40},
-                      true,
-                      false,
-                      true});
-            run_gemm({"one expert takes all",
-                      type.type,
-                      0,
-                      gated,
-                      LIST,
-                      3,
-                      16,
-                      192,
-                      {0, LIST_TILE + 17, 0},
-                      false,
-                      false,
-                      true});
+            run_gemm({"list", type.type, 0, gated, LIST, 7, 200, 72, {0, 1, 17, TN, 0, TN + 1, 40}, true, false, true});
+            run_gemm(
+                {"one expert takes all", type.type, 0, gated, LIST, 3, 16, 192, {0, TN + 17, 0}, false, false, true});
             run_gemm({"heads", type.type, 0, gated, BATCH, 3, 16, 64, {20}, false, false, false});
             run_gemm({"long rows", type.type, 0, gated, i ? LIST : DENSE, 1, 40, 2112, {70}, true, false, false});
         }
@@ -451,19 +430,8 @@ extern "C" void cuda_test_products(void) {
                       true,
                       false,
                       false});
-            run_gemm({"list",
-                      type,
-                      true,
-                      gated,
-                      LIST,
-                      7,
-                      200,
-                      72,
-                      {0, 1, 17, LIST_TILE, 0, LIST_TILE + 1, 40},
-                      true,
-                      false,
-                      true});
-            run_gemm({"long rows", type, true, gated, LIST, 2, 24, 1088, {LIST_TILE - 1, 3}, false, false, true});
+            run_gemm({"list", type, true, gated, LIST, 7, 200, 72, {0, 1, 17, TN, 0, TN + 1, 40}, true, false, true});
+            run_gemm({"long rows", type, true, gated, LIST, 2, 24, 1088, {TN - 1, 3}, false, false, true});
             run_gemm({"long rows", type, true, gated, DENSE, 1, 130, 2112, {70}, true, false, false});
         }
 }
@@ -809,7 +777,7 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
     gpu_array<float> y_d(y), weight_d(weight), out_d(out);
     id_d.arrive();
     LAUNCH_PDL(k_sort, (unsigned)n_expert, 256, 0, test_stream, p);
-    LAUNCH_PDL(k_tiles, 1, 1024, 0, test_stream, p, (int)LIST_TILE);
+    LAUNCH_PDL(k_tiles, 1, 1024, 0, test_stream, p, (int)TN);
     finish("sorting");
     std::vector<int32_t> e = tile_expert.get(), f = tile_first.get(), c = tile_count.get();
     bool tiles = n_tiles.get()[0] == want.n_tiles;
@@ -1007,7 +975,7 @@ static void run_attention(const struct attn_case &c) {
     a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
     a.scale = (float)(1 / sqrt(c.dk));
     q_d.arrive();
-    (c.prefill ? attn_prefill : attn_decode)(&a, c.mla, test_stream);
+    attn_launch(&a, c.mla, c.prefill, test_stream);
     finish("attention");
     std::vector<uint16_t> got = out.get();
     std::vector<double> want((size_t)c.dv);
