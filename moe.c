@@ -44,6 +44,7 @@
  *   KV cache
  *   Ranks
  *   CPU operations
+ *   Ranks on GPUs
  *   Families
  *   Sampler
  *   Session
@@ -349,6 +350,26 @@ enum {
     LATENT_GROUP = 128 /* latents under one FP8 scale */
 };
 
+/* Sizes and limits of the kernels of a GPU. */
+#ifndef SLOT_FLOATS
+#define SLOT_FLOATS (1 << 20)
+#endif
+enum {
+    FEW_TOKENS = 16,         /* a forward of more is prefill, with other kernels */
+    MANY_CHUNK = 4096,       /* tokens of one forward at most */
+    SCRATCH_SHARE = 24,      /* activations take at most this part of the memory; longer chunks would need more */
+    LIST_TILE = 128,         /* tokens of a tile of the list of a grouped product */
+    SPLITS_MAX = 384,        /* parts of a context */
+    NORM_MAX = 16384,        /* values of a row, */
+    HEAD_MAX = 256,          /* of a head of grouped-query attention */
+    ROUTE_MAX_GROUPS = 32,   /* of experts */
+    SAMPLE_BLOCKS = 64,      /* that look for the best logits, */
+    SAMPLE_BINS = 4096,      /* which are counted by size */
+    JOIN_BLOCKS = 32,        /* of a sum over ranks; */
+    JOIN_SLOT = SLOT_FLOATS, /* floats that a rank pushes at once */
+    PAGE_BYTES = 2 << 20     /* to which the driver rounds up what is allocated */
+};
+
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
 
 /* One of the two arrays of a layer's cache. FP8 rows carry one F32 scale per `group` values, in an array of their own. */
@@ -393,6 +414,122 @@ static inline size_t kv_token_bytes(const struct model *m, enum kv_type type) {
     return (size_t)m->n_layer * (y.k.row_bytes + y.v.row_bytes + scales * sizeof(float));
 }
 
+static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
+    width[A_X] = width[A_H] = width[A_OUT] = m->n_embd;
+    width[A_QA] = m->q_lora, width[A_Q] = m->n_head * m->head_k, width[A_ATT] = m->n_head * m->head_v;
+    width[A_K] = m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k;
+    width[A_V] = m->kv_lora ? 0 : m->n_head_kv * m->head_v;
+}
+
+/* Floats from row to row where several ranks' logits come together: their pieces are moved by 16 bytes. */
+static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
+
+/* Bytes of a row's codes in FP4, and of its scales: a k64-tile has 4, and a copy moves 16. */
+#define FP4_CODE_BYTES(n_in)  (((n_in) + 63) / 64 * 32)
+#define FP4_SCALE_BYTES(n_in) (((n_in) + 255) / 256 * 16)
+
+/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
+static inline int attn_splits(int n_sm, int n_head_blocks) {
+    const int n = 2 * n_sm / n_head_blocks;
+    return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
+}
+
+/* By what a GPU's activations are sized. */
+struct gpu_sizes {
+    int chunk, splits;      /* tokens of a forward, parts of a context in decode, at most */
+    bool act4, nccl, stats; /* prefill of experts in FP4; sums by NCCL; their results are looked at */
+};
+
+/* The activations of a rank on a GPU, each as ROOM(field of struct cuda, type, count), for the model m, a part p, and the sizes s. What
+ * few tokens need is laid out for FEW_TOKENS. */
+/* clang-format off: of products it makes pointers */
+#define GPU_ROOMS(ROOM)                                                                                            \
+    do {                                                                                                           \
+        int width[ACT_COUNT];                                                                                      \
+        const size_t few = FEW_TOKENS, n = (size_t)s.chunk, k = (size_t)m->n_expert_used, nk = n * k;              \
+        const size_t experts = (size_t)m->n_expert_max, embd = (size_t)m->n_embd, ff = (size_t)m->n_ff_expert;     \
+        const size_t rope = (size_t)m->rope_dim, heads = (size_t)m->n_head, lat = (size_t)m->kv_lora;              \
+        const size_t jobs = few * k < experts ? few * k : experts, tiles = nk / LIST_TILE + experts + 1;           \
+        const size_t all = (size_t)(m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared);              \
+        act_widths(m, width);                                                                                      \
+        for (int a = 0; a < ACT_COUNT; a++) {                                                                      \
+            const bool half = a == A_H || a == A_QA || a == A_Q || a == A_ATT;                                     \
+            ROOM(x32[a], float, a == A_ATT ? 0 : n * (size_t)width[a]);                                            \
+            ROOM(x16[a], uint16_t, half ? n *(size_t)width[a] : 0);                                                \
+        }                                                                                                          \
+        ROOM(cs, float, n *rope / 2);                                                                              \
+        ROOM(sn, float, n *rope / 2);                                                                              \
+        ROOM(qlat, uint16_t, lat ? n *heads *(lat + rope) : 0);                                                    \
+        ROOM(mixed, uint16_t, n *heads *lat);                                                                      \
+        ROOM(part, float, (size_t)s.splits *few *heads *((lat ? lat : (size_t)m->head_v) + 2));                    \
+        ROOM(hidden, uint16_t, (nk > jobs * few ? nk : jobs * few) * ff);                                          \
+        ROOM(hidden_shared, uint16_t, (n > few ? n : few) * all);                                                  \
+        ROOM(x4.codes, uint8_t, s.act4 ? n *FP4_CODE_BYTES(embd) : 0);                                             \
+        ROOM(x4.scales, uint8_t, s.act4 ? n *FP4_SCALE_BYTES(embd) : 0);                                           \
+        ROOM(x4.scale, float, s.act4 ? n : 0);                                                                     \
+        ROOM(hidden4.codes, uint8_t, s.act4 ? nk *FP4_CODE_BYTES(ff) : 0);                                         \
+        ROOM(hidden4.scales, uint8_t, s.act4 ? nk *FP4_SCALE_BYTES(ff) : 0);                                       \
+        ROOM(hidden4.scale, float, s.act4 ? nk : 0);                                                               \
+        ROOM(slots, float, n > few || s.stats ? nk * embd : 0);                                                    \
+        ROOM(route.logits, float, n *experts);                                                                     \
+        ROOM(route.id, int32_t, nk);                                                                               \
+        ROOM(route.weight, float, nk);                                                                             \
+        ROOM(route.arrived, uint32_t, 1);                                                                          \
+        ROOM(route.n_jobs, int32_t, 1);                                                                            \
+        ROOM(route.job_expert, int32_t, jobs + 1);                                                                 \
+        ROOM(route.job_weight, float, few *(few * k + 1));                                                         \
+        ROOM(sort.row, int32_t, nk);                                                                               \
+        ROOM(sort.place, int32_t, nk);                                                                             \
+        ROOM(sort.first, int32_t, experts + 1);                                                                    \
+        ROOM(sort.tile_expert, int32_t, tiles);                                                                    \
+        ROOM(sort.tile_first, int32_t, tiles);                                                                     \
+        ROOM(sort.tile_count, int32_t, tiles);                                                                     \
+        ROOM(sort.n_tiles, int32_t, 1);                                                                            \
+        if (p.stage == p.n_stage - 1 && (p.n_rank == 1 || p.rank)) /* the first of several has them in its area */ \
+            ROOM(logits, float, LOGIT_ROWS *(p.rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));       \
+        ROOM(gathered, float, s.nccl ? (size_t)p.n_rank *few *embd : 0);                                           \
+        ROOM(sum16, uint16_t, s.nccl ? n *embd : 0);                                                               \
+        ROOM(sample.block_best, uint64_t, SAMPLE_BLOCKS);                                                          \
+        ROOM(sample.block_mass, double, SAMPLE_BLOCKS);                                                            \
+        ROOM(sample.bins, int, SAMPLE_BINS);                                                                       \
+        ROOM(sample.arrived, uint32_t, 1);                                                                         \
+        ROOM(sample.token, int32_t, 1);                                                                            \
+    } while (0)
+
+/* Likewise what other ranks write to, fields of struct area. */
+#define AREA_ROOMS(ROOM)                                                       \
+    do {                                                                       \
+        const size_t n_rank = (size_t)p.n_rank;                                \
+        const bool head = n_rank > 1 && !p.rank && p.stage == p.n_stage - 1;   \
+        ROOM(sum_flag, uint32_t, n_rank *JOIN_BLOCKS);                         \
+        ROOM(logits_flag, uint32_t, n_rank);                                   \
+        ROOM(x_flag, uint32_t, 1);                                             \
+        ROOM(room, uint32_t, 1);                                               \
+        ROOM(slot, float, n_rank > 1 ? 2 * n_rank * JOIN_SLOT : 0);            \
+        ROOM(x, float, p.stage ? (size_t)s.chunk *(size_t)m->n_embd : 0);      \
+        ROOM(logits, float, head ? LOGIT_ROWS *logits_stride(m->n_vocab) : 0); \
+    } while (0)
+/* clang-format on */
+
+/* In host memory, between a rank's GPU and its thread. */
+struct watch {
+    uint32_t sums;    /* of the GPU: a sign of life; */
+    uint32_t waiting; /* for whom it has waited long last, see WAIT_CODE */
+    uint32_t give_up; /* of the thread */
+};
+
+enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
+
+/* A rank of the stage, the channel, the sum of the forward. */
+#define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
+
+/* How long a rank has waited for its GPU. */
+struct patience {
+    uint64_t turns;
+    double idle, last; /* seconds, those in which the program was suspended not counted; the time of the latest look */
+    uint32_t seen;     /* sums of all ranks then */
+};
+
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
     const struct model *m; /* its part of the model */
@@ -414,7 +551,16 @@ struct rank {
     size_t bytes, kv_bytes;          /* of activations; of the cache */
     size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
     char name[128];                  /* what it runs on */
-    struct cuda *cuda;               /* the rest of a GPU's rank; */
+
+    /* the rest of a GPU's */
+    struct cuda *cuda;
+    int device, n_sm; /* its number; multiprocessors */
+    char *err;        /* ERR_MAX bytes for the first error of the start; NULL later */
+    bool failed;
+    bool shared; /* another rank is on the same GPU */
+    struct gpu_sizes sizes;
+    bool by_nccl[FEW_TOKENS + 1];   /* sums of so many tokens */
+    struct watch *watch[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
 
     /* the rest of a CPU's */
     const struct kernels *k;
@@ -468,33 +614,46 @@ struct gpu_facts {
     int major, minor;       /* compute capability */
     int driver, runtime;    /* CUDA's versions, 1000 * major + 10 * minor */
     int block_shared;       /* bytes of shared memory that a block can have */
+    int n_sm;               /* multiprocessors */
     size_t total, free;     /* bytes of memory */
-    char image[160];        /* why no kernel of this program runs on it; empty: they do */
+    double rate;            /* bytes that it reads per second; 0: it does not tell */
+    char image[160];        /* probed: why no kernel of this program runs on it; empty: they do */
 };
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o,
-                   char *err);             /* 0 or -1 with a line */
-int cuda_device_count(char *err);          /* 0: none can be used, and why */
-bool cuda_peers(const int *device, int n); /* can they write to each other's memory? */
-bool cuda_facts(int device, struct gpu_facts *f, char *err);
+int cuda_device_count(char *err);                                    /* 0: none can be used, and why */
+bool cuda_peers(const int *device, int n);                           /* can they write to each other's memory? */
+const char *cuda_facts(int device, struct gpu_facts *f, bool probe); /* NULL, or why it cannot be asked */
 /* Writes from one GPU to another (or within one): bytes per second of large copies, seconds of a small one; 0: not measured. */
 void cuda_pair(int from, int to, double *rate, double *latency);
+int cuda_nccl(void);                         /* its version; 0: the program was built without it */
+const char *cuda_targets(void);              /* the chips that the program was built for */
+bool cuda_attends(bool mla, int dk, int dv); /* whether there are kernels for keys and values of these widths */
+/* Steps of the start of a rank, in this order; errors are rank_fail's. */
+void cuda_open(struct rank *r);
+void cuda_upload(struct rank *r, const struct weight *w, const char *what); /* a matrix in tiles, */
+void cuda_upload_router(struct rank *r, const struct weight *w);            /* the rows of a router, */
+void cuda_upload_floats(struct rank *r, const float *x, int n, const char *what);
+void cuda_uploaded(struct rank *r, bool stats, bool squares);  /* everything; what shall be collected */
+void cuda_join(struct rank *r);                                /* NCCL */
+void cuda_allocate(struct rank *r);                            /* cache and activations */
+void cuda_link(struct rank *r, const int *device, bool peers); /* with the other ranks, on these GPUs */
 /* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
 double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl);
-const char *cuda_nccl(void);                   /* the version, or why there is none */
-void cuda_describe(int device, char out[128]); /* name, chip, memory */
-/* bytes of its memory, and how fast it reads them (0: it does not tell); false: it cannot be asked */
-bool cuda_memory(int device, size_t *free_bytes, size_t *total, double *bytes_per_s);
-const char *cuda_targets(void); /* the chips that the program was built for */
 /* what moe.c offers to it */
 void rank_fatal(const char *what); /* ends the program with a line */
+/* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
+__attribute__((format(printf, 2, 3))) bool rank_fail(struct rank *r, const char *fmt, ...);
 /* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= EXCHANGE_MAX; waits for all of them */
 void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes);
-void rank_beat(struct rank *r);              /* a sign of life while it waits for its GPU */
-bool rank_alarm(struct rank *r, bool raise); /* whether a rank has failed: what others wait for may never come */
+/* Hears the others out: context and chunk become the smallest of all. False: somebody has failed. */
+bool rank_vote(struct rank *r);
+/* Between two looks at a GPU that is not ready: false: what it does is to be given up. */
+bool rank_patience(struct rank *r, struct patience *p, const char *what);
+/* Bytes of a GPU's cache, which begins at base unless that is NULL. */
+size_t rank_cache(struct rank *r, uint8_t *base);
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
 #ifdef __cplusplus
@@ -6965,13 +7124,10 @@ void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes) {
     pthread_mutex_unlock(&g->lock);
 }
 
-bool rank_alarm(struct rank *r, bool raise) {
+/* Whether a rank has failed: what others wait for may never come. */
+static bool rank_alarm(struct rank *r, bool raise) {
     if (r->team && raise) __atomic_store_n(&r->team->alarm, true, __ATOMIC_RELEASE);
     return r->team && __atomic_load_n(&r->team->alarm, __ATOMIC_ACQUIRE);
-}
-
-void rank_beat(struct rank *r) {
-    if (r->team) __atomic_add_fetch(&r->team->beats, 1, __ATOMIC_RELAXED);
 }
 #endif
 
@@ -7850,18 +8006,8 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
     snprintf(r->name, sizeof r->name, "%s, %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
     size_t c = (size_t)r->chunk, n_head = (size_t)m->n_head;
-    int widths[ACT_COUNT] = {m->n_embd,
-                             m->n_embd,
-                             m->n_embd,
-                             m->q_lora,
-                             m->n_head * m->head_k,
-                             m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k,
-                             m->kv_lora ? 0 : m->n_head_kv * m->head_v,
-                             m->n_head * m->head_v};
-    for (int a = 0; a < ACT_COUNT; a++) {
-        r->width[a] = widths[a];
-        r->act[a] = rank_own(r, c * (size_t)widths[a], sizeof(float));
-    }
+    act_widths(m, r->width);
+    for (int a = 0; a < ACT_COUNT; a++) r->act[a] = rank_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = rank_own(r, c, sizeof *r->tokens);
     r->cos = rank_own(r, c * (size_t)m->rope_dim / 2, sizeof(float));
     r->sin = rank_own(r, c * (size_t)m->rope_dim / 2, sizeof(float));
@@ -7921,6 +8067,350 @@ static void rank_collect(struct rank *r, bool squares) {
     r->norm_parts = rank_own(r, tiles * (size_t)r->chunk * (size_t)m->n_expert_used, sizeof(float));
     if (squares) r->squares = rank_own(r, squares_before(m, m->n_layer), sizeof(float));
 }
+
+/* ============================================================================================================
+ * Ranks on GPUs
+ *
+ * What a GPU holds, for the ranks that start and for --plan; and the start, a step of moe_cuda.cu after the other. All ranks go through
+ * the same steps; what one of them meets, all hear of.
+ * ============================================================================================================ */
+
+/* Bytes of a GPU's copy of a matrix; rounded: as the driver allocates them. */
+static size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
+    const enum weight_format f = weight_format(w->type);
+    const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
+    size_t n = 0;
+    for (int i = 0; i < 2; i++)
+        n += rounded && part[i] > PAGE_BYTES / 2 ? (part[i] + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : part[i];
+    return n;
+}
+
+/* What the driver's rounding adds to up to 64 other allocations, and that of planes to 256 bytes. */
+static size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
+
+/* Bytes of activations for forwards of `chunk` tokens, with everything that options may ask for. */
+static size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
+    const struct part p = m->part;
+    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, p.n_rank > 1, stats};
+    size_t total = 0;
+#define ROOM(field, type, count) total += sizeof(type) * (count)
+    GPU_ROOMS(ROOM);
+#undef ROOM
+#define ROOM(field, type, count) total += (sizeof(type) * (count) + 255) / 256 * 256
+    if (p.n_rank * p.n_stage > 1) AREA_ROOMS(ROOM);
+#undef ROOM
+    return total;
+}
+
+/* Tokens of a forward, so that activations are no large part of the memory. */
+static int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
+    int chunk = int_min(MANY_CHUNK, n_ctx);
+    while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
+    return chunk;
+}
+
+#ifdef MOE_CUDA
+/* Which of the program's images a chip of capability major.minor runs. */
+static const char *gpu_image(int major, int minor) {
+    const char *built = cuda_targets();
+    if (!strcmp(built, "emulated")) return "emulated";
+    if (major == 12 && strstr(built, "sm_120f")) return "sm_120f";
+    if (major == 9 && !minor && strstr(built, "sm_90")) return "sm_90";
+    return major >= 9 ? "PTX for compute_90" : "PTX for compute_80";
+}
+
+static void gpu_name(char out[128], int device, const struct gpu_facts *f) {
+    snprintf(out, 128, "GPU %d %.63s (sm_%d%d, %.0f GiB)", device, f->name, f->major, f->minor,
+             (double)f->total / 0x1p30);
+}
+
+/* NCCL's version, or why there is none. */
+static const char *nccl_name(char out[24]) {
+    const int v = cuda_nccl();
+    snprintf(out, 24, "%d.%d.%d", v / 10000, v / 100 % 100, v % 100);
+    return v ? out : "none (not found when the program was built)";
+}
+
+bool rank_fail(struct rank *r, const char *fmt, ...) {
+    char text[ERR_MAX - 16];
+    va_list v;
+    va_start(v, fmt);
+    vsnprintf(text, sizeof text, fmt, v);
+    va_end(v);
+    if (!r->err) die("GPU %d: %s", r->device, text);
+    if (!r->failed) snprintf(r->err, ERR_MAX, "GPU %d: %s", r->device, text);
+    r->failed = true;
+    rank_alarm(r, true);
+    return false;
+}
+
+bool rank_vote(struct rank *r) {
+    const int mine[3] = {r->failed, r->n_ctx, r->chunk};
+    int all[MAX_RANKS][3];
+    rank_exchange(r, mine, all, sizeof mine);
+    for (int i = 0; i < r->m->part.n_rank * r->m->part.n_stage; i++) {
+        r->failed |= all[i][0] != 0;
+        r->n_ctx = int_min(r->n_ctx, all[i][1]), r->chunk = int_min(r->chunk, all[i][2]);
+    }
+    return !r->failed;
+}
+
+/* For whom the ranks wait, as far as their kernels said. */
+static void rank_stalled(struct rank *r, const char *what, int seconds) {
+    const struct part p = r->m->part;
+    char who[256] = "";
+    for (int i = 0; i < p.n_rank * p.n_stage; i++) {
+        const uint32_t code = *(volatile uint32_t *)&r->watch[i]->waiting;
+        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
+        const size_t at = strlen(who), room = sizeof who - at;
+        if (code && channel == CH_SUM)
+            snprintf(who + at, room, "; rank %d waited for rank %d at the sum of the %s of its layer %d", i,
+                     i / p.n_rank * p.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
+        else if (code)
+            snprintf(who + at, room, "; rank %d waited for %s", i,
+                     channel == CH_LOGITS ? "a part of the logits" : "another stage");
+    }
+    rank_fail(
+        r,
+        "%s: nothing has happened for %d s%s. Has a GPU stopped? At the start: are writes between GPUs or NCCL broken "
+        "here (IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
+        what, seconds, who);
+}
+
+bool rank_patience(struct rank *r, struct patience *p, const char *what) {
+    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 7, STAGE_STALL = 60 /* s: a stage computes for long */ };
+    const struct timespec nap = {0, NAP};
+    const struct part *part = &r->m->part;
+    const double now = now_seconds();
+    uint32_t sums = 0;
+    for (int i = 0; i < part->n_rank * part->n_stage; i++) sums += *(volatile uint32_t *)&r->watch[i]->sums;
+    p->idle = sums != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
+    p->seen = sums, p->last = now;
+    if (r->team) __atomic_add_fetch(&r->team->beats, 1, __ATOMIC_RELAXED);
+    if (rank_alarm(r, false)) r->failed = true;
+    if (p->idle > (part->n_stage > 1 ? STAGE_STALL : SUM_STALL) && !r->failed) rank_stalled(r, what, (int)p->idle);
+    if (r->failed) *(volatile uint32_t *)&r->watch[r->index]->give_up = 1;
+    if (p->turns++ > SPINS || r->failed) nanosleep(&nap, NULL);
+    return !r->failed;
+}
+
+size_t rank_cache(struct rank *r, uint8_t *base) {
+    size_t bytes = 0;
+    for (int il = 0; il < r->m->n_layer; il++) {
+        struct kv_layer y = kv_layer_make(r->m, r->kv_type);
+        for (int i = 0; i < 2; i++) {
+            struct kv_plane *p = i ? &y.v : &y.k;
+            p->data = base ? base + bytes : NULL;
+            bytes += ((size_t)r->n_ctx * p->row_bytes + 255) / 256 * 256;
+            if (p->type != KV_FP8) continue;
+            p->scale = base ? (float *)(base + bytes) : NULL;
+            bytes += ((size_t)r->n_ctx * (size_t)p->n_group * sizeof(float) + 255) / 256 * 256;
+        }
+        if (base) r->kv[il] = y;
+    }
+    return bytes;
+}
+
+/* A message in why (ERR_MAX) if the kernels cannot run this model or part of one. */
+static void gpu_refuses(const struct model *m, enum kv_type kv, char *why) {
+    const int dk = m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k, dv = m->kv_lora ? m->kv_lora : m->head_v;
+    const int row = m->n_embd > m->q_lora ? m->n_embd : m->q_lora;
+    if (kv == KV_F32) fail(why, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
+    else if (!cuda_attends(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
+        fail(why, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk, dv);
+    else if (row > NORM_MAX)
+        fail(why, "rows of %d values are not supported on a GPU (at most %d); use --cpu", row, NORM_MAX);
+    else if (m->n_group > ROUTE_MAX_GROUPS)
+        fail(why, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
+    for (int il = -2; il < m->n_layer && !why[0]; il++) {
+        const struct weight *w[LAYER_WEIGHTS] = {il == -2 ? &m->embd : &m->output};
+        const int n = il < 0 ? 1 : layer_weights(&m->layers[il], w);
+        for (int i = 0; i < n && !why[0]; i++)
+            if (w[i]->data && !weight_tiles(w[i]))
+                fail(why,
+                     "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
+                     "--tp",
+                     m->part.n_rank, m->part.rank, il < 0 ? "the output behind layer" : "layer",
+                     m->first_layer + (il < 0 ? m->n_layer - 1 : il));
+            else if (w[i]->n_in % 8)
+                fail(why, "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; use --cpu",
+                     w[i]->n_in);
+    }
+}
+
+/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. One rank uses it when that is asked for, which
+ * tries it out. */
+static bool gpu_wants_nccl(struct rank *r, const struct cuda_options *o) {
+    const struct part p = r->m->part;
+    const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE"), *lacks = NULL;
+    const int version = cuda_nccl();
+    bool twice = false;
+    for (int i = 0; i < p.n_rank * p.n_stage; i++) /* all stages do the same */
+        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
+    if (o->allreduce == ALLREDUCE_ONESHOT || (p.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
+    if (!version) lacks = "this program was built without NCCL";
+    else if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
+        lacks = "NCCL does not run two ranks on one GPU";
+    if (lacks && o->allreduce == ALLREDUCE_NCCL) rank_fail(r, "--allreduce nccl: %s", lacks);
+    return !lacks;
+}
+
+/* What its GPU says now; an error of the rank if it does not. */
+static struct gpu_facts rank_facts(struct rank *r) {
+    struct gpu_facts f;
+    const char *why = cuda_facts(r->device, &f, false);
+    if (why) rank_fail(r, "asking for its chip and memory: %s", why);
+    return f;
+}
+
+/* What the chip and the options make of a rank. */
+static void gpu_choose(struct rank *r, const struct cuda_options *o) {
+    const struct model *m = r->m;
+    const struct gpu_facts f = rank_facts(r);
+    bool declared = false;
+    gpu_name(r->name, r->device, &f);
+    r->n_sm = f.n_sm;
+    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
+    /* PTX that the driver compiles for such a chip has none of these products */
+    const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
+    if (o->moe_act == MOE_ACT_FP4 && !can4)
+        rank_fail(r,
+                  "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
+                  "built for it; the chip has %d, the program is for: %s",
+                  f.major, cuda_targets());
+    r->sizes.act4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
+    if (r->sizes.act4)
+        snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
+    r->sizes.splits = o->kv_splits ? int_min(o->kv_splits, SPLITS_MAX)
+                                   : attn_splits(f.n_sm, m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv);
+    r->sizes.nccl = gpu_wants_nccl(r, o), r->sizes.stats = o->stats;
+}
+
+/* Copies every tensor that a forward uses. */
+static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
+    const struct model *m = r->m;
+    const struct weight *w[LAYER_WEIGHTS];
+    const struct gpu_facts f = rank_facts(r);
+    char what[64];
+    double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
+    for (int il = 0; il < m->n_layer; il++)
+        for (int i = layer_weights(&m->layers[il], w); i-- > 0;)
+            if (w[i] != &m->layers[il].router) total += (double)weight_gpu_bytes(w[i], true);
+    if (!r->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
+        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
+                  (double)f.free / 0x1p30, (double)f.total / 0x1p30);
+    if (m->embd.data) cuda_upload(r, &m->embd, "token_embd");
+    if (m->output.data) cuda_upload(r, &m->output, "output");
+    cuda_upload_floats(r, m->output_norm, m->n_embd, "norms");
+    for (int il = 0; il < m->n_layer && !r->failed; il++) {
+        const struct layer *y = &m->layers[il];
+        const struct {
+            const float *x;
+            int n;
+        } floats[] = {{y->attn_norm, m->n_embd},    {y->ffn_norm, m->n_embd}, {y->q_norm, m->head_k},
+                      {y->k_norm, m->head_k},       {y->q_a_norm, m->q_lora}, {y->kv_a_norm, m->kv_lora},
+                      {y->router_bias, y->n_expert}};
+        snprintf(what, sizeof what, "layer %d", il);
+        for (int i = 0, n = layer_weights(y, w); i < n; i++) {
+            if (w[i] == &y->router) {
+                cuda_upload_router(r, w[i]);
+                continue;
+            }
+            cuda_upload(r, w[i], what);
+            done += (double)weight_gpu_bytes(w[i], true);
+            if (progress) progress(done, total);
+        }
+        for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
+            cuda_upload_floats(r, floats[i].x, floats[i].n, "norms");
+    }
+    if (progress) progress(total, total);
+}
+
+/* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
+static void gpu_fit(struct rank *r, const struct cuda_options *o) {
+    const struct model *m = r->m;
+    const size_t per = kv_token_bytes(m, r->kv_type);
+    size_t sharers = 0;
+    if (!rank_vote(r)) return; /* all weights are there */
+    if (r->sizes.nccl) cuda_join(r);
+    const struct gpu_facts f = rank_facts(r);
+    for (int i = 0; i < m->part.n_rank * m->part.n_stage; i++) sharers += o->device[i] == r->device;
+    const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
+    r->shared = sharers > 1;
+    r->n_ctx = want, r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
+    r->bytes = gpu_bytes(m, r->chunk, o->stats);
+    const size_t room = f.free / sharers, keep = r->bytes + o->reserve / sharers + gpu_rounding(m),
+                 fit = room > keep ? (room - keep) / per : 0;
+    if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
+    if (!r->failed && r->n_ctx < 256 && r->n_ctx < want)
+        rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
+                  (double)room / 0x1p30, (double)r->bytes / 0x1p30);
+    rank_vote(r);
+    r->sizes.chunk = r->chunk;
+    r->kv_bytes = per * (size_t)r->n_ctx;
+}
+
+/* For each number of tokens the faster way to add, by the slowest rank of all; both give the same bits. */
+static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
+    enum { SIZES = 5 };
+    static const int size[SIZES] = {1, 2, 4, 8, FEW_TOKENS};
+    const struct part p = r->m->part;
+    const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
+    const bool wanted = r->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
+    float us[SIZES][2] = {{0}}, all[MAX_RANKS][SIZES][2];
+    char list[64] = "";
+    for (int i = 0; i < SIZES && (p.n_rank > 1 || wanted); i++)
+        for (int k = 0; k < 2; k++)
+            if (both || (k == wanted && i % (SIZES - 1) == 0))
+                us[i][k] = (float)(1e6 * cuda_sum_seconds(r, int_min(size[i], r->chunk), k));
+    rank_exchange(r, us, all, sizeof us);
+    for (int i = 0, n = 1; i < SIZES; i++) {
+        float worst[2] = {0};
+        for (int k = 0; k < p.n_rank * p.n_stage; k++)
+            for (int w = 0; w < 2; w++) worst[w] = fmaxf(worst[w], all[k][i][w]);
+        const bool nccl = both ? worst[1] < worst[0] : wanted;
+        for (; n <= size[i]; n++) r->by_nccl[n] = nccl;
+        if (i % (SIZES - 1) == 0)
+            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", size[i],
+                     nccl ? "NCCL" : "own", (double)worst[nccl]);
+    }
+    if (p.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
+    else if (!wanted) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
+    else
+        snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
+                 cuda_nccl() / 10000, cuda_nccl() / 100 % 100, both ? "the faster" : "as asked", list, way);
+}
+
+/* 0, or -1 with a message. */
+static int gpu_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
+    const int n = m->part.n_rank * m->part.n_stage, found = cuda_device_count(err);
+    memset(r, 0, sizeof *r);
+    r->m = m, r->kv_type = o->kv, r->team = o->team, r->index = o->index, r->device = o->device[o->index], r->err = err;
+    act_widths(m, r->width);
+    if (found) err[0] = 0;
+    if (found && r->device >= found) fail(err, "there is no GPU %d; found: %d", r->device, found);
+    if (!err[0]) gpu_refuses(m, o->kv, err);
+    r->failed = err[0] != 0;
+    cuda_open(r);
+    if (!r->failed) gpu_choose(r, o);
+    if (!r->failed) gpu_upload(r, o->progress);
+    if (!r->failed) cuda_uploaded(r, o->stats, o->squares);
+    gpu_fit(r, o);
+    if (!r->failed) {
+        r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
+        cuda_allocate(r);
+        if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
+            const bool peers = cuda_peers(o->device, n);
+            cuda_link(r, o->device, peers);
+            if (rank_vote(r)) gpu_sums(r, o, peers);
+        }
+        r->free_bytes = rank_facts(r).free;
+    }
+    if (rank_vote(r)) return r->err = NULL, 0;
+    r->ops->close(r);
+    return -1;
+}
+#endif
 
 /* ============================================================================================================
  * Families
@@ -10829,8 +11319,7 @@ static int repl_run(struct chat *c) {
  * Plan
  *
  * Whether and how a model fits a machine, and how fast it can be there, before anything is loaded. What the ranks hold is
- * counted on the parts that the engine makes of a model, in the sizes in which a GPU keeps them (upload_model and layout in
- * moe_cuda.cu); the speed is that of reading it.
+ * counted on the parts that the engine makes of a model, in the sizes in which a GPU keeps them; the speed is that of reading it.
  * ============================================================================================================ */
 
 enum plan_read { READ_EXPERTS, READ_BACKBONE, READ_CACHE, READ_HEAD, PLAN_READS };
@@ -10889,16 +11378,12 @@ struct plan {
 
 /* A matrix, n_used of whose experts a token uses. */
 static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, enum plan_read kind, int n_used) {
-    const int64_t page = (int64_t)2 << 20;
-    enum weight_format f = weight_format(w->type);
-    int64_t tiles = (int64_t)weight_tiles(w), codes = tiles * TILE_BYTES(f),
-            scales = f == FMT_F16 ? 0 : tiles * TILE_SCALES;
-    if (!tiles) return;
+    int64_t bytes = (int64_t)weight_gpu_bytes(w, false);
+    if (!bytes) return;
     int64_t factors = w->scale ? 4 * (int64_t)w->n_expert : 0, bias = w->bias ? 4 * (int64_t)w->n_out : 0;
-    if (codes > page / 2) r->rounding += (page - codes % page) % page;
-    if (scales > page / 2) r->rounding += (page - scales % page) % page;
-    r->weights += codes + scales + factors + bias;
-    r->reads[kind] += ((cpu ? (int64_t)weight_bytes(w) : codes + scales) + factors) / w->n_expert * n_used + bias;
+    r->rounding += (int64_t)weight_gpu_bytes(w, true) - bytes;
+    r->weights += bytes + factors + bias;
+    r->reads[kind] += ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used + bias;
 }
 
 static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *y) {
@@ -10920,35 +11405,9 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, con
     r->reads[READ_BACKBONE] += 4 * floats + (cpu ? (int64_t)weight_bytes(&y->router) : router * (halves ? 2 : 4));
 }
 
-/* What the GPU engine allocates besides weights and cache for forwards of `chunk` tokens. */
-static int64_t plan_layout(const struct model *m, int64_t chunk) {
-    const int64_t few = 16, splits = 384, tile = 128, sampler = 64 * 16 + 4096 * 4, slot = 1 << 20;
-    int64_t n = chunk, k = m->n_expert_used, heads = m->n_head, experts = m->n_expert_max, ff = m->n_ff_expert,
-            embd = m->n_embd;
-    int64_t dq = heads * m->head_k, da = heads * m->head_v, dv = m->kv_lora ? m->kv_lora : m->head_v;
-    int64_t dkv = m->kv_lora ? m->kv_lora + m->rope_dim : (int64_t)m->n_head_kv * (m->head_k + m->head_v);
-    int64_t jobs = few * k < experts ? few * k : experts, slots = n * k > jobs * few ? n * k : jobs * few;
-    int64_t ff_all = m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared, rows = n > few ? n : few;
-    int64_t in[2] = {embd, ff}, fp4[2]; /* bytes of a row in FP4 */
-    for (int i = 0; i < 2; i++) fp4[i] = (in[i] + 63) / 64 * 32 + (in[i] + 255) / 256 * 16 + 4;
-    int64_t sum = n * (4 * (3 * embd + m->q_lora + dq + dkv) + 2 * (embd + m->q_lora + dq + da) + 4 * m->rope_dim);
-    if (m->kv_lora) sum += 2 * n * heads * (2 * m->kv_lora + m->rope_dim);
-    sum += 4 * splits * few * heads * (dv + 2) + 2 * slots * ff + 2 * rows * ff_all + n * fp4[0] + n * k * fp4[1];
-    sum += (n > few ? 4 * n * k * embd : 0) + 4 * n * experts + 16 * n * k + 4 * few * (few * k + 1);
-    sum += 12 * (n * k / tile + experts + 1) + 4 * (experts + jobs) + sampler;
-    const struct part *part = &m->part;
-    int64_t logits = part->stage < part->n_stage - 1 ? 0 : part->rank ? m->output.n_out : m->n_vocab;
-    if (part->n_rank > 1) /* sums of all ranks */
-        sum += part->n_rank * (4 * few * embd + 2 * 4 * slot) + 2 * n * embd;
-    return sum + 4 * LOGIT_ROWS * ((logits + 3) / 4 * 4) + (part->stage ? 4 * n * embd : 0);
-}
-
-/* The chunk is the engine's: shorter where that would be more than a 24th of the memory. */
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
-    int64_t chunk = int_min(4096, ctx);
     if (p->cpu) return p->activations;
-    while (chunk > 256 && plan_layout(&r->m, chunk) > p->device[i].memory / 24) chunk /= 2;
-    return plan_layout(&r->m, chunk);
+    return (int64_t)gpu_bytes(&r->m, gpu_chunk(&r->m, ctx, (size_t)p->device[i].memory, false), false);
 }
 
 /* Bytes that are left on the GPU of rank i; negative: that are missing. */
@@ -11011,7 +11470,7 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     for (int il = 0; il < part_of->n_layer; il++) plan_layer(r, p->cpu, part_of, &part_of->layers[il]);
     r->weights += 4 * ((int64_t)m->n_embd + m->rope_dim / 2); /* the last norm and the rotary frequencies */
     r->reads[READ_CACHE] = (int64_t)kv_token_bytes(part_of, p->kv);
-    r->rounding += ((int64_t)64 << 21) + 1024 * (int64_t)part_of->n_layer; /* as cuda_rank_init keeps it for the rest */
+    r->rounding += (int64_t)gpu_rounding(part_of);
     if (p->cpu) {
         r->weights = p->host, r->rounding = 0;
         for (int il = 0; il < part_of->n_layer; il++) r->weights += (int64_t)layer_bytes(&part_of->layers[il]);
@@ -11138,14 +11597,14 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
     for (int i = 0; i < p->n_device; i++) {
         struct plan_device *d = &p->device[i];
         int gpu = n ? device[i] : i, ranks = 0;
-        size_t unused, total;
+        struct gpu_facts f;
         if (gpu >= found) die("there is no GPU %d; found: %d", gpu, found);
         for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
-        cuda_describe(gpu, d->name);
-        if (!cuda_memory(gpu, &unused, &total, &d->rate)) die("%s does not tell its memory", d->name);
-        if (!(d->rate > 0)) die("%s does not tell how fast it reads: describe it, --gpus NxGIB@GBPS", d->name);
-        d->memory = (int64_t)total / ranks, d->rate /= ranks, d->source = "of the device";
-        d->usable = ((int64_t)unused - ((int64_t)set->vram_reserve << 20)) / ranks;
+        if (cuda_facts(gpu, &f, false)) die("GPU %d does not tell its memory", gpu);
+        gpu_name(d->name, gpu, &f);
+        if (!(f.rate > 0)) die("%s does not tell how fast it reads: describe it, --gpus NxGIB@GBPS", d->name);
+        d->memory = (int64_t)f.total / ranks, d->rate = f.rate / ranks, d->source = "of the device";
+        d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
 #else
     (void)p, (void)set, (void)device, (void)n;
@@ -13091,8 +13550,9 @@ static double doctor_link(struct doctor *d, const char *who, const char *bus, si
 
 static void doctor_build(struct doctor *d) {
 #ifdef MOE_CUDA
+    char nccl[24];
     doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
-                cuda_targets(), cuda_nccl());
+                cuda_targets(), nccl_name(nccl));
 #else
     bool nvidia = d->n_bus || fact_exists("/proc/driver/nvidia");
     doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; built without CUDA", MOE_VERSION, kernels_choose()->name);
@@ -13125,23 +13585,15 @@ static void doctor_no_gpu(struct doctor *d, const char *err) {
     for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
 }
 
-/* Which of the program's images a chip of capability major.minor runs. */
-static const char *gpu_image(int major, int minor) {
-    const char *built = cuda_targets();
-    if (!strcmp(built, "emulated")) return "emulated";
-    if (major == 12 && strstr(built, "sm_120f")) return "sm_120f";
-    if (major == 9 && !minor && strstr(built, "sm_90")) return "sm_90";
-    return major >= 9 ? "PTX for compute_90" : "PTX for compute_80";
-}
-
 static void doctor_gpu(struct doctor *d, int i) {
     struct gpu_facts f;
-    char err[ERR_MAX] = "", who[16];
+    char who[16];
     double rate, latency;
+    const char *why = cuda_facts(i, &f, true);
     snprintf(who, sizeof who, "GPU %d", i);
-    if (!cuda_facts(i, &f, err)) {
+    if (why) {
         doctor_find(d, LEVEL_ERROR, "see what nvidia-smi says of it, end what holds it, or leave it out with --gpus",
-                    "%s", err);
+                    "%s: %s", who, why);
         return;
     }
     const char *image = gpu_image(f.major, f.minor);
@@ -13728,7 +14180,7 @@ static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, c
     if (o.index) o.progress = NULL;
     int threads = omp_get_max_threads();
     if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all upload at once */
-    int rc = cuda_rank_init(r, part, &o, err);
+    int rc = gpu_rank_init(r, part, &o, err);
     omp_set_num_threads(threads);
     return rc;
 }
@@ -14041,7 +14493,8 @@ static int print_version(void) {
 #endif
     );
 #ifdef MOE_CUDA
-    printf("NCCL: %s\n", cuda_nccl());
+    char nccl[24];
+    printf("NCCL: %s\n", nccl_name(nccl));
 #endif
     return EXIT_OK;
 }

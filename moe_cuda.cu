@@ -34,7 +34,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 
 #include "gguf_nvfp4.h"
 
@@ -46,7 +45,6 @@
 #define HAVE_NCCL     1
 #define SLOT_FLOATS   3072 /* few, so that sums come in pieces */
 #else
-#define SLOT_FLOATS (1 << 20)
 #include <cuda_runtime.h>
 #ifdef HAVE_NCCL
 #include <nccl.h>
@@ -83,18 +81,16 @@ DEVICE void cp_async_wait() {
 }
 
 /* Four 8x8 matrices of halves; lane l gives the address of row l % 8 of matrix l / 8. */
-DEVICE void ldmatrix_x4(uint32_t r[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-DEVICE void ldmatrix_x4_trans(uint32_t r[4], const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
+#define LDMATRIX_X4(name, how)                                                              \
+    DEVICE void name(uint32_t r[4], const void *row) {                                      \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                       \
+                     : "r"(shared_address(row))                                             \
+                     : "memory");                                                           \
+    }
+LDMATRIX_X4(ldmatrix_x4, "")
+LDMATRIX_X4(ldmatrix_x4_trans, ".trans")
+
 /* d (16,8) += a (16,16) b (16,8), F32 sums. With g = lane / 4, t = lane % 4: a0 (g; 2t,2t+1), a1 (g+8; ..), a2 (g; 2t+8..),
  * a3 (g+8; 2t+8..); b0 (2t,2t+1; g), b1 (2t+8..; g); d0,d1 (g; 2t,2t+1), d2,d3 (g+8; ..). */
 DEVICE void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
@@ -501,26 +497,11 @@ __global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uin
  * merely suspended, tells it to give up; after that nothing waits.
  * ============================================================================================================ */
 
-enum { JOIN_BLOCKS = 32, JOIN_SLOT = SLOT_FLOATS /* floats that a rank pushes at once */ };
-enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
-
 /* On the rank's GPU. */
 struct counts {
     uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
     uint32_t dead;                              /* nothing waits any more */
 };
-
-/* In host memory, between the rank's GPU and its thread. */
-struct watch {
-    uint32_t sums;    /* of the GPU: a sign of life; */
-    uint32_t waiting; /* for whom it has waited long last, see wait_code */
-    uint32_t give_up; /* of the thread */
-};
-
-/* A rank of the stage, the channel, the sum of the forward. */
-static __host__ __device__ constexpr uint32_t wait_code(int rank, int channel, int place) {
-    return 1u + (uint32_t)rank + (uint32_t)channel * 16u + (uint32_t)place * 256u;
-}
 
 struct party {
     int rank, n_rank; /* of the stage */
@@ -565,7 +546,7 @@ struct hand_args {
 __global__ void __launch_bounds__(256) k_hand(struct hand_args a) {
     grid_dependency_wait();
     const uint32_t e = a.p.counts->done[a.channel] + 1;
-    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, wait_code(0, CH_HAND, 0));
+    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, WAIT_CODE(0, CH_HAND, 0));
     __syncthreads();
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
@@ -593,7 +574,7 @@ __global__ void __launch_bounds__(256) k_take(struct take_args a) {
     const uint32_t e = a.p.counts->done[a.channel] + 1;
     const int t = threadIdx.x;
     if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank))
-        flag_await(a.flag + t, e, a.p, wait_code(a.n_flag == 1 ? 0 : t, a.channel, 0));
+        flag_await(a.flag + t, e, a.p, WAIT_CODE(a.n_flag == 1 ? 0 : t, a.channel, 0));
     __syncthreads();
     for (size_t i = 4 * ((size_t)blockIdx.x * 256 + threadIdx.x); i < a.n; i += (size_t)gridDim.x * 1024)
         *(uint4 *)(a.dst + i) = ld_sys16(a.src + i);
@@ -662,7 +643,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-enum { NORM_THREADS = 512, NORM_VECS = 8, NORM_MAX = 4 * NORM_THREADS * NORM_VECS /* values of a row */ };
+enum { NORM_THREADS = 512, NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
 /* Where what is added comes from. */
 enum delta_source {
@@ -700,7 +681,7 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
     __syncthreads();
     if (tid < a.p.n_rank && tid != a.p.rank) {
         st_release_sys(a.flag[tid] + a.p.rank * JOIN_BLOCKS + blockIdx.x, e);
-        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, wait_code(tid, CH_SUM, a.place));
+        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, WAIT_CODE(tid, CH_SUM, a.place));
     }
     __syncthreads();
 }
@@ -792,7 +773,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
  * add up through shared memory in a fixed order.
  * ============================================================================================================ */
 
-enum { FEW_WARPS = 8, FEW_TOKENS = 16, FEW_THREADS = FEW_WARPS * WARP };
+enum { FEW_WARPS = 8, FEW_THREADS = FEW_WARPS * WARP };
 
 /* FP4 tiles of a warp that are on their way at once. Four hide HBM's latency; GDDR7 needs less, and SM120's code more registers. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -1061,8 +1042,6 @@ struct route_args {
     float *job_weight; /* (jobs, FEW_TOKENS) */
 };
 
-enum { ROUTE_MAX_EXPERTS = 1024, ROUTE_MAX_GROUPS = 32 };
-
 /* Orders floats as unsigned numbers; NaN counts as the smallest. Never 0. */
 DEVICE uint32_t float_key(float v) {
     uint32_t u = __float_as_uint(v == v ? v : -INFINITY);
@@ -1221,19 +1200,16 @@ static void route_few_launch(const struct route_args *p, cudaStream_t s) {
  * which blocks run.
  * ============================================================================================================ */
 
-enum { TN = 128 };   /* tokens of a tile of the list of a grouped product */
+enum { TN = LIST_TILE };
 enum { FMT_A4 = 3 }; /* not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens */
 
 /* Tokens in FP4, by quantize_fp4: value = e2m1 * ue4m3 * scale. Nibbles lie as in FMT_FP4 inside each 8 columns; columns from n_in
  * to the row's end are zeros. */
 struct fp4_rows {
     uint8_t *codes;  /* (row, n_kt * 32 bytes): columns 64c + 8j.. at 32 c + 4 j */
-    uint8_t *scales; /* (row, fp4_scale_bytes(n_in)): columns 16b.. at b */
+    uint8_t *scales; /* (row, FP4_SCALE_BYTES(n_in)): columns 16b.. at b */
     float *scale;    /* (row) */
 };
-
-/* Bytes of a row of fp4_rows.scales: a k64-tile has 4, and a copy moves 16. */
-static __host__ __device__ inline int fp4_scale_bytes(int n_in) { return (n_in + 255) / 256 * 16; }
 
 struct gemm_args {
     struct dmat w, w2; /* w2: the `up` matrix of a gated product */
@@ -1531,7 +1507,7 @@ __global__ void __launch_bounds__(256)
     grid_dependency_launch();
     grid_dependency_wait();
     const uint16_t *row = x + blockIdx.x * x_stride;
-    const int tid = threadIdx.x, n_kt = (n_in + 63) / 64, n_scales = fp4_scale_bytes(n_in);
+    const int tid = threadIdx.x, n_kt = (n_in + 63) / 64, n_scales = FP4_SCALE_BYTES(n_in);
     uint8_t *codes = q.codes + (size_t)blockIdx.x * n_kt * 32, *scales = q.scales + (size_t)blockIdx.x * n_scales;
     auto read16 = [&](int col, float v[16]) {
         __align__(16) uint32_t w[8] = {};
@@ -1809,7 +1785,7 @@ struct rope_args {
     float eps;
 };
 
-enum { HEAD_MAX = 256, HEAD_PER = HEAD_MAX / 32 };
+enum { HEAD_PER = HEAD_MAX / 32 };
 
 /* Grouped-query attention: norm and rotation of the heads of q and k, k and v to the cache. Halves are rotated against each other (Qwen).
  * Grid (heads of q, k and v / 4, n_tok), block 128: a warp a head of at most 256. Bytes: q, k, v once; latency for few tokens. */
@@ -1909,7 +1885,7 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
 struct attn_args {
     const uint16_t *q;                    /* f16 (n_tok, n_head, dk), q_stride halves from token to token */
     uint16_t *out;                        /* f16 (n_tok, n_head, dv), out_stride */
-    float *part;                          /* (attn_part_floats(max_splits, n_tok, n_head, dv)) */
+    float *part;                          /* (max_splits, min(n_tok, FEW_TOKENS), n_head, dv + 2) */
     struct plane k, v;                    /* MLA: latents, rotated part */
     const struct batch *batch;            /* its n_tok may be less than ours: rows behind it are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
@@ -1920,10 +1896,8 @@ struct attn_args {
 
 enum {
     ATTN_SPLIT_KEYS = 64, /* a split has a multiple of so many keys */
-    ATTN_MAX_SPLITS = 384,
-    ATTN_GROUP = 128,        /* latents under one FP8 scale */
-    ATTN_DECODE_TOKENS = 16, /* more are prefill */
-    ATTN_SMEM = 48 << 10     /* two blocks in an SM's 100 KB */
+    ATTN_GROUP = 128,     /* latents under one FP8 scale */
+    ATTN_SMEM = 48 << 10  /* two blocks in an SM's 100 KB */
 };
 #define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are numbers */
 #define ATTN_P      256.0f   /* factor of the weights as f16, which V's FP8 scale makes small */
@@ -2498,7 +2472,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
  * Grid n_tok * n_head, 256 threads: dv / 4 columns of 4, several groups of splits. Reads n_split * (dv + 2) * 4 bytes per row, from
  * the L2 cache; a few us. */
 __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
-    SHARED(float, weight, ATTN_MAX_SPLITS);
+    SHARED(float, weight, SPLITS_MAX);
     SHARED(floats4, sums, 256);
     SHARED(float, dens, 8);
     struct attn_work w;
@@ -2534,26 +2508,14 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     attn_store(a, w, row, col, x, top, den);
 }
 
-/* Splits to fill 2 blocks per SM; n_head_blocks (KV heads; MLA: groups of 16 heads) share the work of up to 16 tokens. */
-static int attn_splits(int n_sm, int n_head_blocks, int n_tok) {
-    int n = 2 * n_sm / (n_head_blocks * ((n_tok + ATTN_DECODE_TOKENS - 1) / ATTN_DECODE_TOKENS));
-    return n < 1 ? 1 : n > ATTN_MAX_SPLITS ? ATTN_MAX_SPLITS : n;
-}
-
-/* Floats of `part` for up to n_tok tokens; what 16 tokens need serves more, too (which then get fewer splits). */
-static size_t attn_part_floats(int max_splits, int n_tok, int n_head, int dv) {
-    if (n_tok > ATTN_DECODE_TOKENS) n_tok = ATTN_DECODE_TOKENS;
-    return (size_t)max_splits * (size_t)n_tok * (size_t)n_head * ((size_t)dv + 2);
-}
-
 /* Launches the kernel and the merge. More tiles of rows per KV head mean fewer splits: they fill the GPU as well. */
 static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
                      int smem, cudaStream_t s) {
     struct attn_args a = *args;
     int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows;
     int splits = a.max_splits * ((group + 15) / 16) / tiles;
-    if (a.n_tok > ATTN_DECODE_TOKENS) splits = min(splits, a.max_splits * ATTN_DECODE_TOKENS / a.n_tok);
-    a.max_splits = max(1, min(splits, min(a.max_splits, (int)ATTN_MAX_SPLITS)));
+    if (a.n_tok > FEW_TOKENS) splits = min(splits, a.max_splits * FEW_TOKENS / a.n_tok);
+    a.max_splits = max(1, min(splits, min(a.max_splits, (int)SPLITS_MAX)));
     if (smem > 32 << 10) /* above 48 KB with the static arrays */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     LAUNCH_PDL(attn_kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)), dim3((unsigned)threads),
@@ -2595,12 +2557,9 @@ static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
         if (x.mla == mla && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
     return NULL;
 }
-static int attn_supported(int mla, int dk, int dv) { return attn_find(mla, dk, dv, 0) != NULL; }
-static void attn_decode(const struct attn_args *a, int mla, cudaStream_t s) {
-    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, 0, s);
-}
-static void attn_prefill(const struct attn_args *a, int mla, cudaStream_t s) {
-    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, 1, s);
+extern "C" bool cuda_attends(bool mla, int dk, int dv) { return attn_find(mla, dk, dv, 0) != NULL; }
+static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaStream_t s) {
+    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, prefill, s);
 }
 
 /* ============================================================================================================
@@ -2611,7 +2570,7 @@ static void attn_prefill(const struct attn_args *a, int mla, cudaStream_t s) {
  * the id is -1 and the host chooses.
  * ============================================================================================================ */
 
-enum { SAMPLE_BLOCKS = 64, SAMPLE_THREADS = 512, SAMPLE_BINS = 4096, SAMPLE_ROOM = 2 * SAMPLE_THREADS };
+enum { SAMPLE_THREADS = 512, SAMPLE_ROOM = 2 * SAMPLE_THREADS };
 
 struct sample_args {
     const float *logits; /* (n) */
@@ -2790,10 +2749,7 @@ struct twin {
 enum {
     STAGES = 2,
     STAGE_BYTES = 32 << 20,
-    TWINS = 1 << 14,    /* slots of the table of twins: at most 512 layers of 24 tensors */
-    MANY_CHUNK = 4096,  /* tokens of one forward at most */
-    SCRATCH_SHARE = 24, /* activations take at most this part of the memory; longer chunks would need more */
-    SPLITS_MAX = 384
+    TWINS = 1 << 14 /* slots of the table of twins: at most 512 layers of 24 tensors */
 };
 
 /* What other ranks write to: on the receiver's GPU, or in host memory. */
@@ -2810,10 +2766,7 @@ struct area {
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
     struct rank *rank;
-    int device, n_sm;
     cudaStream_t stream;
-    char *err; /* host: during start, ERR_MAX bytes for the first error; NULL later */
-    bool failed;
     void **owned; /* host list of allocations, */
     size_t n_owned, cap_owned;
     size_t allocated;
@@ -2826,8 +2779,6 @@ struct cuda {
     float *cs, *sn, *freq;
     uint16_t *qlat, *mixed; /* MLA: (chunk, n_head, kv_lora + rope), (chunk, n_head, kv_lora) */
     float *part;            /* of attention over a split context */
-    int splits;
-    bool act4; /* routed experts take FP4 activations in prefill */
     struct fp4_rows x4, hidden4;
     uint16_t *hidden, *hidden_shared; /* few: (jobs, FEW_TOKENS, n_ff); many: (slots, n_ff), (chunk, n_ff) */
     struct route_args route;
@@ -2838,14 +2789,12 @@ struct cuda {
     float *logits_host;   /* host, pinned, likewise */
     /* with other ranks */
     struct party party;
-    struct area area[MAX_RANKS];                /* of the ranks of the stage; */
-    struct area next, before;                   /* of the same rank in other stages */
-    struct watch *watch[MAX_RANKS], *own_watch; /* pinned: of all ranks of all stages; NULL: this one is alone */
-    void *host_area;                            /* pinned: the rank's area where that is in host memory */
-    bool shared;                                /* another rank is on the same GPU */
-    float *gathered;                            /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
-    uint16_t *sum16;                            /* (chunk, n_embd) BF16 */
-    bool nccl_wanted, by_nccl[FEW_TOKENS + 1];  /* at all; sums of so many tokens */
+    struct area area[MAX_RANKS]; /* of the ranks of the stage; */
+    struct area next, before;    /* of the same rank in other stages */
+    struct watch *own_watch;     /* pinned */
+    void *host_area;             /* pinned: the rank's area where that is in host memory */
+    float *gathered;             /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
+    uint16_t *sum16;             /* (chunk, n_embd) BF16 */
 #ifdef HAVE_NCCL
     ncclComm_t comm;
 #endif
@@ -2858,90 +2807,37 @@ struct cuda {
     cudaEvent_t stage_free[STAGES];
     uint32_t *range, range_host[2]; /* here, as the copy of one may end after a failed wait for it */
     int stage_at;
-    bool invented; /* they are invented here instead */
     int mma_turns; /* of k_mma_rate that take some milliseconds; 0: not measured */
 };
 
-/* Keeps the first error; once the program runs an error ends it. Always false. */
-__attribute__((format(printf, 2, 3))) static bool cuda_fail(struct cuda *c, const char *fmt, ...) {
-    char text[ERR_MAX], line[ERR_MAX + 16];
-    va_list v;
-    va_start(v, fmt);
-    vsnprintf(text, sizeof text, fmt, v);
-    va_end(v);
-    snprintf(line, sizeof line, "GPU %d: %s", c->device, text);
-    if (!c->err) rank_fatal(line);
-    if (!c->failed) snprintf(c->err, ERR_MAX, "%.*s", ERR_MAX - 1, line);
-    c->failed = true;
-    rank_alarm(c->rank, true);
-    return false;
-}
-
 static bool cuda_ok(struct cuda *c, cudaError_t e, const char *what) {
-    if (e == cudaSuccess) return !c->failed;
+    if (e == cudaSuccess) return !c->rank->failed;
     const bool image = e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion;
     cudaGetLastError();
-    return cuda_fail(c, "%s: %s%s", what, cudaGetErrorString(e),
+    return rank_fail(c->rank, "%s: %s%s", what, cudaGetErrorString(e),
                      image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
-}
-
-/* For whom the ranks wait, as far as their kernels said. */
-static bool stalled(struct rank *r, const char *what, int seconds) {
-    const struct part p = r->m->part;
-    char who[256] = "";
-    for (int i = 0; i < p.n_rank * p.n_stage; i++) {
-        const uint32_t code = *(volatile uint32_t *)&r->cuda->watch[i]->waiting;
-        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
-        size_t at = strlen(who);
-        if (!code) continue;
-        at += (size_t)snprintf(who + at, sizeof who - at, "; rank %d waited ", i);
-        if (at >= sizeof who) break;
-        if (channel == CH_SUM)
-            snprintf(who + at, sizeof who - at, "for rank %d at the sum of the %s of its layer %d",
-                     i / p.n_rank * p.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
-        else
-            snprintf(who + at, sizeof who - at,
-                     channel == CH_LOGITS ? "for a part of the logits" : "for another stage");
-    }
-    return cuda_fail(
-        r->cuda,
-        "%s: nothing has happened for %d s%s. Has a GPU stopped? At the start: are writes between GPUs or NCCL broken "
-        "here (IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
-        what, seconds, who);
 }
 
 /* Waits for what was enqueued. With other ranks a GPU may wait for one that never comes: then it must not be waited for blindly. */
 static bool rank_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
-    if (!c->watch[0]) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
-    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 7, STAGE_STALL = 60 /* s: a stage computes for long */ };
-    const struct part p = r->m->part;
-    const double limit = p.n_stage > 1 ? STAGE_STALL : SUM_STALL;
-    double idle = 0, last = 0; /* seconds, those in which the program was suspended not counted */
-    uint32_t seen = 0;
+    struct patience p = {};
     cudaError_t e;
-    for (uint64_t turn = 0; (e = cudaStreamQuery(c->stream)) == cudaErrorNotReady; turn++) {
-        uint32_t sums = 0;
-        struct timespec now, nap = {0, NAP};
-        for (int i = 0; i < p.n_rank * p.n_stage; i++) sums += *(volatile uint32_t *)&c->watch[i]->sums;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        const double t = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec, step = t - last;
-        idle = sums != seen || !turn ? 0 : idle + (step < 0.5 ? step : 0.5);
-        seen = sums, last = t;
-        rank_beat(r);
-        if (rank_alarm(r, false)) c->failed = true;
-        if (idle > limit && !c->failed) stalled(r, what, (int)idle);
-        if (c->failed) { /* what is enqueued must end before memory is freed */
-            *(volatile uint32_t *)&c->own_watch->give_up = 1;
+    if (!r->watch[0]) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
+    while ((e = cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
+        if (rank_patience(r, &p, what)) continue;
 #ifdef HAVE_NCCL
-            if (c->comm) ncclCommAbort(c->comm);
-            c->comm = NULL;
+        if (c->comm) ncclCommAbort(c->comm); /* what is enqueued must end before memory is freed */
+        c->comm = NULL;
 #endif
-        }
-        if (turn > SPINS || c->failed) nanosleep(&nap, NULL);
     }
     if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
     return cuda_ok(c, e, what);
+}
+
+/* Between the host's memory and the GPU's. From pageable memory: the source may change as soon as this returns. */
+static bool copy(struct cuda *c, void *to, const void *from, size_t bytes, const char *what) {
+    return cuda_ok(c, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, c->stream), what);
 }
 
 static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
@@ -2949,12 +2845,12 @@ static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
 /* Device memory, zeroed; NULL after an error. */
 static void *cuda_own(struct cuda *c, size_t bytes, const char *what) {
     void *p = NULL;
-    if (c->failed) return NULL;
+    if (c->rank->failed) return NULL;
     if (cudaMalloc(&p, bytes + 256) != cudaSuccess) {
         size_t free_bytes = 0, total = 0;
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
-        cuda_fail(c,
+        rank_fail(c->rank,
                   "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer "
                   "experts need less; --cpu needs none",
                   what, gib(bytes), gib(free_bytes), gib(total));
@@ -2984,19 +2880,8 @@ static float *upload_floats(struct cuda *c, const float *host, size_t n, const c
     if (t->f32) return t->f32;
     t->host = host;
     t->f32 = (float *)cuda_own(c, n * sizeof(float), what);
-    if (t->f32) cuda_ok(c, cudaMemcpyAsync(t->f32, host, n * sizeof(float), cudaMemcpyHostToDevice, c->stream), what);
+    if (t->f32) copy(c, t->f32, host, n * sizeof(float), what);
     return t->f32;
-}
-
-/* The allocations of upload_matrix, which the driver rounds up to 2 MiB. */
-static size_t weight_device_bytes(const struct weight *w) {
-    const size_t page = (size_t)2 << 20;
-    int fmt = weight_format(w->type);
-    size_t codes = weight_tiles(w) * (size_t)TILE_BYTES(fmt),
-           scales = fmt == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES;
-    if (codes > page / 2) codes = (codes + page - 1) / page * page;
-    if (scales > page / 2) scales = (scales + page - 1) / page * page;
-    return codes + scales;
 }
 
 /* Sends rows of the file through a stage and has them repacked: tile rows rt0..rt0+n_rt-1 of experts e0..e0+n_e-1. */
@@ -3018,8 +2903,7 @@ static void upload_part(struct cuda *c, const struct weight *w, const struct dma
             for (int row = from; row < to; row++)
                 memcpy(out + (size_t)row * r.row_bytes, in + (size_t)row * w->row_bytes, r.row_bytes);
     }
-    cuda_ok(c, cudaMemcpyAsync(c->stage[s], c->stage_host[s], bytes * (size_t)r.n_e, cudaMemcpyHostToDevice, c->stream),
-            "uploading weights");
+    copy(c, c->stage[s], c->stage_host[s], bytes * (size_t)r.n_e, "uploading weights");
     size_t tiles = (size_t)r.n_e * (size_t)r.n_rt * (size_t)d->n_kt;
     r.raw = c->stage[s];
     LAUNCH_PDL(k_repack, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, r, *d);
@@ -3054,7 +2938,7 @@ static void upload_pass(struct cuda *c, const struct weight *w, const struct dma
  * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
 static void upload_matrix(struct cuda *c, const struct weight *w, const char *what) {
     struct twin *t = twin_slot(c, w->data);
-    if (t->mat.codes || c->failed) return;
+    if (t->mat.codes || c->rank->failed) return;
     struct dmat *d = &t->mat;
     t->host = w->data;
     *d = {};
@@ -3065,7 +2949,7 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
     if (d->fmt != FMT_F16) d->scales = (const uint8_t *)cuda_own(c, tiles * TILE_SCALES, what);
     d->scale = upload_floats(c, w->scale, (size_t)w->n_expert, what);
     d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
-    if (c->invented && !c->failed) { /* NVFP4 or BF16 */
+    if (c->rank->m->invented && !c->rank->failed) { /* NVFP4 or BF16 */
         d->unit = d->fmt == FMT_FP4 ? 128.0f : 0x1p-8f;
         LAUNCH_PDL(k_fill, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, *d, (uint8_t *)(uintptr_t)d->codes,
                    (uint8_t *)(uintptr_t)d->scales, (uint64_t)c->stage_at++ << 40);
@@ -3073,14 +2957,14 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
         return;
     }
     int shift = w->type == GGUF_MXFP4 ? 116 : 8;
-    for (int tries = 0; !c->failed; tries++) {
+    for (int tries = 0; !c->rank->failed; tries++) {
         uint32_t *range = c->range_host;
         range[0] = range[1] = 0;
         cuda_ok(c, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), what);
         upload_pass(c, w, d, shift);
         d->unit = d->fmt == FMT_Q8 ? 1.0f : d->fmt == FMT_FP4 ? 128.0f : ldexpf(1.0f, -shift);
-        if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || c->failed) return;
-        cuda_ok(c, cudaMemcpyAsync(range, c->range, sizeof c->range_host, cudaMemcpyDeviceToHost, c->stream), what);
+        if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || c->rank->failed) return;
+        copy(c, range, c->range, sizeof c->range_host, what);
         cuda_ok(c, cudaStreamSynchronize(c->stream), what);
         float top;
         memcpy(&top, range, sizeof top);
@@ -3089,26 +2973,26 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
             d->unit = ldexpf(128.0f, shift - 127);
             if (!high || (high - shift <= 8 && low - shift >= -9)) return;
             if (tries)
-                cuda_fail(c, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
+                rank_fail(c->rank, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low,
+                          high);
             shift = high - 8;
         } else {
             if (ldexpf(top, shift) <= 65504.0f) return;
-            if (tries) cuda_fail(c, "%s: a weight is %g, only finite ones are supported", what, (double)top);
+            if (tries) rank_fail(c->rank, "%s: a weight is %g, only finite ones are supported", what, (double)top);
             shift = 14 - ilogbf(top);
         }
     }
 }
 
 /* A router: BF16 as it is, everything else as floats. */
-static void upload_router(struct cuda *c, const struct weight *w) {
+extern "C" void cuda_upload_router(struct rank *r, const struct weight *w) {
+    struct cuda *c = r->cuda;
     struct twin *t = twin_slot(c, w->data);
     size_t n = (size_t)w->n_out * (size_t)w->n_in;
     t->host = w->data;
     if (w->type == GGUF_BF16 && !w->scale) {
         t->bf16 = (uint16_t *)cuda_own(c, n * 2, "routers");
-        if (t->bf16)
-            cuda_ok(c, cudaMemcpyAsync(t->bf16, w->data, n * 2, cudaMemcpyHostToDevice, c->stream),
-                    "uploading a router");
+        if (t->bf16) copy(c, t->bf16, w->data, n * 2, "uploading a router");
         return;
     }
     float *rows = (float *)malloc(n * sizeof *rows + 1);
@@ -3118,19 +3002,45 @@ static void upload_router(struct cuda *c, const struct weight *w) {
                             (size_t)w->n_in);
     for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
     t->f32 = (float *)cuda_own(c, n * sizeof *rows, "routers");
-    if (t->f32)
-        cuda_ok(c, cudaMemcpyAsync(t->f32, rows, n * sizeof *rows, cudaMemcpyHostToDevice, c->stream),
-                "uploading a router");
+    if (t->f32) copy(c, t->f32, rows, n * sizeof *rows, "uploading a router");
     cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading a router");
     free(rows);
 }
 
-/* The matrices of a layer that are kept in tiles: not the router, and no empty shares. */
-static int layer_matrices(const struct layer *y, const struct weight *out[LAYER_WEIGHTS]) {
-    int n = 0;
-    for (int i = 0, all = layer_weights(y, out); i < all; i++)
-        if (out[i] != &y->router && weight_tiles(out[i])) out[n++] = out[i];
-    return n;
+extern "C" void cuda_upload(struct rank *r, const struct weight *w, const char *what) {
+    struct cuda *c = r->cuda;
+    if (!c->range) c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
+    for (int s = 0; s < STAGES && !r->failed && !c->stage_free[s] && !r->m->invented; s++) {
+        cuda_ok(c, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
+        cuda_ok(c, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");
+        cuda_ok(c, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");
+        cuda_ok(c, cudaEventRecord(c->stage_free[s], c->stream), "upload");
+    }
+    upload_matrix(c, w, what);
+}
+
+extern "C" void cuda_upload_floats(struct rank *r, const float *x, int n, const char *what) {
+    upload_floats(r->cuda, x, (size_t)n, what);
+}
+
+static void upload_end(struct cuda *c) {
+    for (int s = 0; s < STAGES; s++) {
+        if (c->stage[s]) cudaFree(c->stage[s]);
+        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
+        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
+        c->stage[s] = c->stage_host[s] = NULL, c->stage_free[s] = NULL;
+    }
+}
+
+extern "C" void cuda_uploaded(struct rank *r, bool stats, bool squares) {
+    struct cuda *c = r->cuda;
+    const struct model *m = r->m;
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading weights");
+    upload_end(c);
+    r->weight_bytes = c->allocated;
+    const size_t n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
+    if (stats) r->stats = (double *)cuda_own(c, n_stats * sizeof(double), "scores");
+    if (squares) r->squares = (float *)cuda_own(c, squares_before(m, m->n_layer) * sizeof(float), "squares");
 }
 
 static const struct dmat *mat(const struct cuda *c, const struct weight *w) { return &twin_slot(c, w->data)->mat; }
@@ -3140,20 +3050,13 @@ static const float *vec(const struct cuda *c, const float *host) { return host ?
  * Operations
  * ============================================================================================================ */
 
-/* Floats from row to row where several ranks' logits come together: their pieces are moved by 16 bytes. */
-static size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
-
 static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
 
 /* Tokens and position to the device. */
 static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
     c->staged[0] = r->pos, c->staged[1] = r->n_tok; /* the ids are behind them: they are r->tokens */
-    /* from pageable memory: the source may change as soon as the call returns */
-    cuda_ok(c,
-            cudaMemcpyAsync(c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t), cudaMemcpyHostToDevice,
-                            c->stream),
-            "sending tokens");
+    copy(c, c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t), "sending tokens");
 }
 
 /* True: the whole forward was replayed from its graph. Otherwise a forward of few tokens is recorded. */
@@ -3222,8 +3125,8 @@ static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act ou
 
 #ifdef HAVE_NCCL
 static bool nccl_ok(struct cuda *c, ncclResult_t e, const char *what) {
-    return e == ncclSuccess ? !c->failed
-                            : cuda_fail(c, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(c->comm));
+    if (e == ncclSuccess) return !c->rank->failed;
+    return rank_fail(c->rank, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(c->comm));
 }
 
 /* The sum by NCCL. For few tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
@@ -3232,7 +3135,7 @@ static bool sum_by_nccl(struct rank *r, struct norm_args *a) {
     struct cuda *c = r->cuda;
     const size_t count = (size_t)a->n_tok * (size_t)a->n;
     const bool few = a->n_tok <= FEW_TOKENS;
-    if (!c->comm || (few && !c->by_nccl[a->n_tok])) return false;
+    if (!c->comm || (few && !r->by_nccl[a->n_tok])) return false;
     if (few) {
         nccl_ok(c, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
         a->delta = c->gathered;
@@ -3256,14 +3159,14 @@ static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, 
     const struct part *p = &r->m->part;
     const int n_tok = r->n_tok, n = r->width[x], piece = JOIN_SLOT / n; /* rows that are pushed at once */
     struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
-    if (p->n_rank == 1 && !c->nccl_wanted) {
+    if (p->n_rank == 1 && !r->sizes.nccl) {
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
     a.p = c->party, a.place = (int)r->joined++;
     if (sum_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
-    if (c->shared && n_tok > FEW_TOKENS) rank_sync(r, "a forward pass");
+    if (r->shared && n_tok > FEW_TOKENS) rank_sync(r, "a forward pass");
     for (int k = 0; k < p->n_rank; k++) a.slot[k] = c->area[k].slot, a.flag[k] = c->area[k].sum_flag;
     for (int t = 0; t < n_tok; t += piece) {
         const size_t at = (size_t)t * (size_t)n;
@@ -3372,12 +3275,11 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     a.q = q, a.out = out, a.part = c->part, a.k = device_plane(&r->kv[il].k), a.v = device_plane(&r->kv[il].v);
     a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = m->n_head, a.n_head_kv = n_head_kv, a.dk = dk, a.dv = dv;
     a.q_stride = (size_t)m->n_head * (size_t)dk, a.out_stride = (size_t)m->n_head * (size_t)dv;
-    a.scale = m->attn_scale, a.max_splits = c->splits;
+    a.scale = m->attn_scale, a.max_splits = r->sizes.splits;
     size_t scales = (size_t)((a.k.fp8 ? a.k.n_group : 0) + (a.v.fp8 ? a.v.n_group : 0)) * sizeof(float);
     profile_next((double)(r->pos + r->n_tok) * (double)(a.k.row_bytes + a.v.row_bytes + scales), "%d keys",
                  r->pos + r->n_tok);
-    if (r->n_tok <= FEW_TOKENS) attn_decode(&a, m->kv_lora != 0, c->stream);
-    else attn_prefill(&a, m->kv_lora != 0, c->stream);
+    attn_launch(&a, m->kv_lora != 0, r->n_tok > FEW_TOKENS, c->stream);
 }
 
 static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
@@ -3494,7 +3396,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
     g.max_tiles = s.n_slots / TN + (y->n_expert < s.n_slots ? y->n_expert : s.n_slots);
     g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)y->gate.n_out;
-    const bool act4 = c->act4 && g.w.fmt == FMT_FP4 && mat(c, &y->down)->fmt == FMT_FP4;
+    const bool act4 = r->sizes.act4 && g.w.fmt == FMT_FP4 && mat(c, &y->down)->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (act4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
         profile_matrices(&g.w, (1 + glu) * experts_expected(m, y->n_expert, r->n_tok), 0);
@@ -3534,10 +3436,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
 static const float *cuda_read_logits(struct rank *r, int row) {
     struct cuda *c = r->cuda;
     float *out = c->logits_host + (size_t)row * (size_t)r->m->n_vocab;
-    cuda_ok(c,
-            cudaMemcpyAsync(out, c->logits + (size_t)row * c->logits_stride, (size_t)r->m->n_vocab * sizeof(float),
-                            cudaMemcpyDefault, c->stream),
-            "reading logits");
+    copy(c, out, c->logits + (size_t)row * c->logits_stride, (size_t)r->m->n_vocab * sizeof(float), "reading logits");
     rank_sync(r, "a forward pass");
     return out;
 }
@@ -3557,8 +3456,7 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
     unsigned blocks = ceil_div(p->n, 4 * SAMPLE_THREADS);
     if (blocks > SAMPLE_BLOCKS) blocks = SAMPLE_BLOCKS;
     LAUNCH_PDL(k_sample, blocks, SAMPLE_THREADS, 0, c->stream, *p);
-    cuda_ok(c, cudaMemcpyAsync(c->token_host, p->token, sizeof(int32_t), cudaMemcpyDeviceToHost, c->stream),
-            "choosing a token");
+    copy(c, c->token_host, p->token, sizeof(int32_t), "choosing a token");
 }
 
 static int32_t cuda_read_token(struct rank *r) {
@@ -3576,10 +3474,9 @@ static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first,
     uint8_t *d = p->data + first * p->row_bytes;
     float *s = p->scale + first * (size_t)p->n_group;
     size_t nd = n * p->row_bytes, ns = n * (size_t)p->n_group * sizeof *s;
-    cudaMemcpyKind kind = store ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     const char *what = "copying the cache";
-    if (data) cuda_ok(c, cudaMemcpyAsync(store ? d : data, store ? data : d, nd, kind, c->stream), what);
-    if (scale) cuda_ok(c, cudaMemcpyAsync(store ? s : scale, store ? scale : s, ns, kind, c->stream), what);
+    if (data) copy(c, store ? d : data, store ? data : d, nd, what);
+    if (scale) copy(c, store ? s : scale, store ? scale : s, ns, what);
     rank_sync(r, what);
 }
 
@@ -3589,12 +3486,8 @@ static void cuda_read_stats(struct rank *r, double *stats, float *squares) {
     struct cuda *c = r->cuda;
     const size_t n = (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS;
     const char *what = "reading what was collected";
-    cuda_ok(c, cudaMemcpyAsync(stats, r->stats, n * sizeof *stats, cudaMemcpyDeviceToHost, c->stream), what);
-    if (squares)
-        cuda_ok(c,
-                cudaMemcpyAsync(squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares,
-                                cudaMemcpyDeviceToHost, c->stream),
-                what);
+    copy(c, stats, r->stats, n * sizeof *stats, what);
+    if (squares) copy(c, squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares, what);
     rank_sync(r, what);
 }
 
@@ -3611,37 +3504,56 @@ __global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
     if (sum < 0) *out = sum;
 }
 
+/* The time between two places in a stream. */
+struct stopwatch {
+    cudaStream_t stream;
+    cudaEvent_t e[2] = {};
+    cudaError_t error = cudaSuccess; /* the first */
+    explicit stopwatch(cudaStream_t s) : stream(s) {
+        for (cudaEvent_t &x : e)
+            if (error == cudaSuccess) error = cudaEventCreate(&x);
+    }
+    void mark(int end) {
+        if (error == cudaSuccess) error = cudaEventRecord(e[end], stream);
+    }
+    double seconds() { /* 0 after an error; waits */
+        float ms = 0;
+        if (error == cudaSuccess) error = cudaEventSynchronize(e[1]);
+        if (error == cudaSuccess) error = cudaEventElapsedTime(&ms, e[0], e[1]);
+        return error == cudaSuccess ? ms * 1e-3 : 0;
+    }
+    ~stopwatch() {
+        for (cudaEvent_t x : e)
+            if (x) cudaEventDestroy(x);
+    }
+};
+
 static struct rates cuda_measure(struct rank *r) {
     struct cuda *c = r->cuda;
     struct rates rates = {};
+    struct stopwatch watch(c->stream);
     size_t free_bytes = 0, total = 0, n = (size_t)1 << 30;
     uint8_t *p = NULL;
-    cudaEvent_t e[2] = {};
-    float ms = 0;
+    double t = 0;
     cudaMemGetInfo(&free_bytes, &total);
     while (n > (size_t)1 << 20 && 2 * n > free_bytes / 2) n /= 2;
-    bool timed = cudaEventCreate(&e[0]) == cudaSuccess && cudaEventCreate(&e[1]) == cudaSuccess;
-    auto stop = [&] {
-        cudaEventRecord(e[1], c->stream);
-        return cudaEventSynchronize(e[1]) == cudaSuccess && cudaEventElapsedTime(&ms, e[0], e[1]) == cudaSuccess;
-    };
-    if (timed && cudaMalloc((void **)&p, 2 * n) == cudaSuccess) {
+    if (cudaMalloc((void **)&p, 2 * n) == cudaSuccess) {
         for (int i = 0; i < 5; i++) { /* the first is not counted */
-            if (i == 1) cudaEventRecord(e[0], c->stream);
+            if (i == 1) watch.mark(0);
             cudaMemcpyAsync(p + n, p, n, cudaMemcpyDeviceToDevice, c->stream);
         }
-        if (stop()) rates.bytes = 4 * 2 * (double)n / (ms * 1e-3);
+        watch.mark(1);
+        if ((t = watch.seconds()) > 0) rates.bytes = 4 * 2 * (double)n / t;
         cudaFree(p);
     }
-    ms = 0;
-    for (int turns = 1; timed && turns < 1 << 24 && ms < 4; turns *= 2) {
-        cudaEventRecord(e[0], c->stream);
-        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, turns, c->x32[A_X]);
-        timed = stop(), c->mma_turns = turns;
+    t = 0;
+    for (int turns = 1; watch.error == cudaSuccess && turns < 1 << 24 && t < 4e-3; turns *= 2) {
+        watch.mark(0);
+        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)r->n_sm, 512, 0, c->stream, turns, c->x32[A_X]);
+        watch.mark(1);
+        t = watch.seconds(), c->mma_turns = turns;
     }
-    if (timed) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * c->n_sm / (ms * 1e-3);
-    for (cudaEvent_t x : e)
-        if (x) cudaEventDestroy(x);
+    if (t > 0) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * r->n_sm / t;
     cudaGetLastError();
     return rates;
 }
@@ -3651,7 +3563,7 @@ static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct p
     struct profile p = {rows, (cudaEvent_t *)calloc(2 * (size_t)n, sizeof(cudaEvent_t)), 0, n, "", 0};
     if (!p.event) rank_fatal("out of memory");
     /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
-    if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
+    if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)r->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
     profile = &p;
     run(arg);
     profile = NULL;
@@ -3670,19 +3582,10 @@ static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct p
  * Start and end
  * ============================================================================================================ */
 
-static void upload_end(struct cuda *c) {
-    for (int s = 0; s < STAGES; s++) {
-        if (c->stage[s]) cudaFree(c->stage[s]);
-        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
-        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
-        c->stage[s] = c->stage_host[s] = NULL, c->stage_free[s] = NULL;
-    }
-}
-
 static void cuda_close(struct rank *r) {
     struct cuda *c = r->cuda;
     if (!c) return;
-    cudaSetDevice(c->device);
+    cudaSetDevice(r->device);
     if (c->stream) cudaStreamSynchronize(c->stream);
     int mine = 0, all[MAX_RANKS]; /* nobody writes to this rank's memory any more */
     rank_exchange(r, &mine, all, sizeof mine);
@@ -3713,184 +3616,6 @@ static const struct ops cuda_ops = {
     cuda_read_logits, cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
     cuda_read_stats,  cuda_measure,       cuda_profile,    cuda_close};
 
-/* A message in why (ERR_MAX) if the kernels cannot run this model or part of one; else it is empty. */
-static void cuda_refuses(const struct model *m, enum kv_type kv, char *why) {
-    int dk = m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k, dv = m->kv_lora ? m->kv_lora : m->head_v;
-    why[0] = 0;
-    if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
-    else if (!attn_supported(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
-        snprintf(why, ERR_MAX, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
-                 dv);
-    else if (m->n_embd > NORM_MAX || m->q_lora > NORM_MAX)
-        snprintf(why, ERR_MAX, "rows of %d values are not supported on a GPU (at most %d); use --cpu",
-                 m->n_embd > m->q_lora ? m->n_embd : m->q_lora, (int)NORM_MAX);
-    else if (m->n_group > ROUTE_MAX_GROUPS)
-        snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
-    for (int il = -2; il < m->n_layer && !why[0]; il++) {
-        const struct weight *w[LAYER_WEIGHTS];
-        int n = 1;
-        if (il < 0) w[0] = il == -2 ? &m->embd : &m->output;
-        else n = layer_weights(&m->layers[il], w);
-        for (int i = 0; i < n && !why[0]; i++)
-            if (w[i]->data && !weight_tiles(w[i]))
-                snprintf(
-                    why, ERR_MAX,
-                    "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
-                    "--tp",
-                    m->part.n_rank, m->part.rank, il < 0 ? "the output behind layer" : "layer",
-                    m->first_layer + (il < 0 ? m->n_layer - 1 : il));
-            else if (w[i]->n_in % 8)
-                snprintf(why, ERR_MAX,
-                         "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; "
-                         "use --cpu",
-                         w[i]->n_in);
-    }
-}
-
-/* Copies every tensor that a forward uses. */
-static void upload_model(struct cuda *c, const struct model *m, void (*progress)(double, double)) {
-    const struct weight *w[LAYER_WEIGHTS];
-    double total = 0, done = 0;
-    char what[64];
-    for (int il = 0; il < m->n_layer; il++)
-        for (int i = layer_matrices(&m->layers[il], w); i-- > 0;) total += (double)weight_device_bytes(w[i]);
-    total += (double)weight_device_bytes(&m->embd) + (double)weight_device_bytes(&m->output);
-    size_t free_bytes = 0, all = 0;
-    cuda_ok(c, cudaMemGetInfo(&free_bytes, &all), "asking for the free memory");
-    if (!c->failed &&
-        total > (double)free_bytes) /* of several ranks on one GPU some may have begun: theirs is not free */
-        cuda_fail(c, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
-                  gib(free_bytes), gib(all));
-    c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
-    c->invented = m->invented;
-    for (int s = 0; s < STAGES && !c->failed && !c->invented; s++) {
-        cuda_ok(c, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
-        cuda_ok(c, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");
-        cuda_ok(c, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");
-        cuda_ok(c, cudaEventRecord(c->stage_free[s], c->stream), "upload");
-    }
-    if (m->embd.data) upload_matrix(c, &m->embd, "token_embd");
-    if (m->output.data) upload_matrix(c, &m->output, "output");
-    upload_floats(c, m->output_norm, (size_t)m->n_embd, "norms");
-    for (int il = 0; il < m->n_layer && !c->failed; il++) {
-        const struct layer *y = &m->layers[il];
-        for (int i = 0, n = layer_matrices(y, w); i < n; i++) {
-            snprintf(what, sizeof what, "layer %d", il);
-            upload_matrix(c, w[i], what);
-            done += (double)weight_device_bytes(w[i]);
-            if (progress) progress(done, total);
-        }
-        const struct {
-            const float *norm;
-            int n;
-        } norms[] = {{y->attn_norm, m->n_embd}, {y->ffn_norm, m->n_embd}, {y->q_norm, m->head_k},
-                     {y->k_norm, m->head_k},    {y->q_a_norm, m->q_lora}, {y->kv_a_norm, m->kv_lora}};
-        for (auto &v : norms) upload_floats(c, v.norm, (size_t)v.n, "norms");
-        upload_floats(c, y->router_bias, (size_t)y->n_expert, "routers");
-        if (y->n_expert) upload_router(c, &y->router);
-    }
-    if (progress) progress(total, total);
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading weights");
-    upload_end(c);
-}
-
-/* Lays out activations for forwards of `chunk` tokens; with c NULL only adds up their bytes. */
-static size_t layout(struct rank *r, struct cuda *c, int chunk) {
-    const struct model *m = r->m;
-    const char *what = "activations";
-    size_t n = (size_t)chunk, k = (size_t)m->n_expert_used, heads = (size_t)m->n_head, total = 0;
-    const size_t few = FEW_TOKENS, n_expert = (size_t)m->n_expert_max;
-    size_t few_jobs = few * k < n_expert ? few * k : n_expert;
-    size_t slots = n * k > few_jobs * few ? n * k : few_jobs * few, ff = (size_t)m->n_ff_expert;
-    size_t ff_all = (size_t)(m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared);
-    size_t rows = n > few ? n : few; /* few tokens are laid out for 16 */
-#define ROOM(field, type, count)                            \
-    do {                                                    \
-        size_t bytes_ = sizeof(type) * (count);             \
-        total += bytes_;                                    \
-        if (c) (field) = (type *)cuda_own(c, bytes_, what); \
-    } while (0)
-    struct cuda none = {}, *d = c ? c : &none;
-    for (int a = 0; a < ACT_COUNT; a++) {
-        size_t count = n * (size_t)r->width[a];
-        if (a != A_ATT) ROOM(d->x32[a], float, count);
-        if (a == A_H || a == A_QA || a == A_Q || a == A_ATT) ROOM(d->x16[a], uint16_t, count);
-    }
-    ROOM(d->cs, float, n *(size_t)m->rope_dim / 2);
-    ROOM(d->sn, float, n *(size_t)m->rope_dim / 2);
-    if (m->kv_lora) {
-        ROOM(d->qlat, uint16_t, n * heads * (size_t)(m->kv_lora + m->rope_dim));
-        ROOM(d->mixed, uint16_t, n * heads * (size_t)m->kv_lora);
-    }
-    ROOM(d->part, float,
-         attn_part_floats(d->splits ? d->splits : SPLITS_MAX, FEW_TOKENS, m->n_head,
-                          m->kv_lora ? m->kv_lora : m->head_v));
-    ROOM(d->hidden, uint16_t, slots * ff);
-    ROOM(d->hidden_shared, uint16_t, rows * ff_all);
-    if (d->act4 || !c) { /* rows of experts in FP4 */
-        struct fp4_rows *q[2] = {&d->x4, &d->hidden4};
-        size_t q_rows[2] = {n, n * k};
-        int q_in[2] = {m->n_embd, m->n_ff_expert};
-        for (int i = 0; i < 2; i++) {
-            ROOM(q[i]->codes, uint8_t, q_rows[i] * (size_t)((q_in[i] + TILE_COLS - 1) / TILE_COLS) * 32);
-            ROOM(q[i]->scales, uint8_t, q_rows[i] * fp4_scale_bytes(q_in[i]));
-            ROOM(q[i]->scale, float, q_rows[i]);
-        }
-    }
-    ROOM(d->slots, float, n > few || r->stats ? n * k * (size_t)m->n_embd : 0);
-    ROOM(d->route.logits, float, n *(size_t)m->n_expert_max);
-    ROOM(d->route.id, int32_t, n * k);
-    ROOM(d->route.weight, float, n *k);
-    ROOM(d->route.arrived, uint32_t, 1);
-    ROOM(d->route.n_jobs, int32_t, 1);
-    ROOM(d->route.job_expert, int32_t, few_jobs + 1);
-    ROOM(d->route.job_weight, float, few *(few * k + 1));
-    ROOM(d->sort.row, int32_t, n * k);
-    ROOM(d->sort.place, int32_t, n * k);
-    ROOM(d->sort.first, int32_t, (size_t)m->n_expert_max + 1);
-    size_t tiles = n * k / TN + (size_t)m->n_expert_max + 1;
-    ROOM(d->sort.tile_expert, int32_t, tiles);
-    ROOM(d->sort.tile_first, int32_t, tiles);
-    ROOM(d->sort.tile_count, int32_t, tiles);
-    ROOM(d->sort.n_tiles, int32_t, 1);
-    const struct part *p = &m->part;
-    if (p->stage == p->n_stage - 1 && (p->n_rank == 1 || p->rank)) /* the first of several has them in its area */
-        ROOM(d->logits, float, LOGIT_ROWS *(p->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));
-    if (d->nccl_wanted || (!c && p->n_rank > 1)) {
-        ROOM(d->gathered, float, (size_t)p->n_rank *few *(size_t)m->n_embd);
-        ROOM(d->sum16, uint16_t, n * (size_t)m->n_embd);
-    }
-    ROOM(d->sample.block_best, uint64_t, SAMPLE_BLOCKS);
-    ROOM(d->sample.block_mass, double, SAMPLE_BLOCKS);
-    ROOM(d->sample.bins, int, SAMPLE_BINS);
-    ROOM(d->sample.arrived, uint32_t, 1);
-    ROOM(d->sample.token, int32_t, 1);
-#undef ROOM
-    return total;
-}
-
-/* The cache of n_ctx tokens in one allocation; with c NULL only adds up its bytes. */
-static size_t layout_cache(struct rank *r, struct cuda *c, int n_ctx) {
-    size_t bytes = 0;
-    for (int pass = c ? 0 : 1; pass < 2; pass++) {
-        uint8_t *base = c && pass ? (uint8_t *)cuda_own(c, bytes, "the KV cache") : NULL;
-        bytes = 0;
-        for (int il = 0; il < r->m->n_layer; il++) {
-            struct kv_layer y = kv_layer_make(r->m, r->kv_type);
-            for (int i = 0; i < 2; i++) {
-                struct kv_plane *p = i ? &y.v : &y.k;
-                p->data = base ? base + bytes : NULL;
-                bytes += ((size_t)n_ctx * p->row_bytes + 255) / 256 * 256;
-                if (p->type != KV_FP8) continue;
-                p->scale = base ? (float *)(base + bytes) : NULL;
-                bytes += ((size_t)n_ctx * (size_t)p->n_group * sizeof(float) + 255) / 256 * 256;
-            }
-            if (base) r->kv[il] = y;
-        }
-    }
-    return bytes;
-}
-
 extern "C" int cuda_device_count(char *err) {
     int n = 0;
     cudaError_t e = cudaGetDeviceCount(&n);
@@ -3899,15 +3624,6 @@ extern "C" int cuda_device_count(char *err) {
              e == cudaErrorInsufficientDriver ? " (a newer driver is needed)" : "");
     cudaGetLastError();
     return 0;
-}
-
-extern "C" void cuda_describe(int device, char out[128]) {
-    cudaDeviceProp p;
-    if (cudaGetDeviceProperties(&p, device) != cudaSuccess) snprintf(out, 128, "GPU %d", device);
-    else
-        snprintf(out, 128, "GPU %d %.64s (sm_%d%d, %.0f GiB)", device, p.name, p.major, p.minor,
-                 (double)p.totalGlobalMem / 0x1p30);
-    cudaGetLastError();
 }
 
 /* Sets a device for a while. */
@@ -3920,18 +3636,6 @@ struct device_for_now {
     }
     ~device_for_now() { cudaSetDevice(before); }
 };
-
-extern "C" bool cuda_memory(int device, size_t *free_bytes, size_t *total, double *bytes_per_s) {
-    int khz = 0, bits = 0;
-    const struct device_for_now now(device);
-    bool ok = now.e == cudaSuccess && cudaMemGetInfo(free_bytes, total) == cudaSuccess;
-    if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) != cudaSuccess)
-        khz = 0;
-    *bytes_per_s = 2e3 * khz * bits / 8; /* both edges of the clock */
-    cudaGetLastError();
-    return ok;
-}
 
 extern "C" const char *cuda_targets(void) {
 #ifdef MOE_CUDA_TARGETS
@@ -3954,59 +3658,72 @@ extern "C" bool cuda_peers(const int *device, int n) {
     return true;
 }
 
-/* ---- start: ranks go through the same steps; what one of them meets, all hear of ---- */
+/* ---- the steps of a start ---- */
 
-struct ballot {
-    int failed, n_ctx, chunk;
-    uint8_t *area;
-    struct watch *watch;
-};
+extern "C" void cuda_open(struct rank *r) {
+    struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
+    if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
+    r->ops = &cuda_ops, r->cuda = c, c->rank = r;
+    if (r->failed) return;
+    cuda_ok(c, cudaSetDevice(r->device), "selecting it");
+    cuda_ok(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
+}
 
-/* Hears the others out: n_ctx and chunk become the smallest of all; all (n) may be NULL. False: somebody has failed. */
-static bool vote(struct rank *r, struct ballot *v, struct ballot *all) {
-    struct ballot heard[MAX_RANKS];
-    v->failed = r->cuda->failed;
-    rank_exchange(r, v, heard, sizeof *v);
-    for (int i = 0; i < r->m->part.n_rank * r->m->part.n_stage; i++) {
-        r->cuda->failed |= heard[i].failed != 0;
-        if (heard[i].n_ctx < v->n_ctx) v->n_ctx = heard[i].n_ctx;
-        if (heard[i].chunk < v->chunk) v->chunk = heard[i].chunk;
-        if (all) all[i] = heard[i];
-    }
-    return !r->cuda->failed;
+extern "C" void cuda_allocate(struct rank *r) {
+    const struct model *m = r->m;
+    const struct part p = m->part;
+    const struct gpu_sizes s = r->sizes;
+    struct cuda *c = r->cuda;
+    struct route_args *route = &c->route;
+    c->staged = (int32_t *)calloc((size_t)r->chunk + 2, sizeof *c->staged);
+    if (!c->staged) rank_fatal("out of memory");
+    r->tokens = c->staged + 2;
+    c->batch = (struct batch *)cuda_own(c, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
+    c->tokens = (int32_t *)(c->batch + 1);
+    c->freq = upload_floats(c, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
+    uint8_t *cache = (uint8_t *)cuda_own(c, rank_cache(r, NULL), "the KV cache");
+    if (cache) rank_cache(r, cache);
+#define ROOM(field, type, count)                                                             \
+    if (const size_t bytes = sizeof(type) * (count)) /* NULL where there is no such thing */ \
+    c->field = (type *)cuda_own(c, bytes, "activations")
+    GPU_ROOMS(ROOM);
+#undef ROOM
+    c->logits_stride = p.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(p.rank ? m->output.n_out : m->n_vocab);
+    cuda_ok(c, cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
+            "host memory for logits");
+    c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
+    route->n_embd = m->n_embd, route->k = m->n_expert_used, route->n_group = m->n_group,
+    route->n_group_used = m->n_group_used;
+    route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->weights_norm, route->factor = m->weights_scale;
+    c->sort.id = route->id, c->sort.k = route->k;
+    cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
 }
 
 /* The area of the rank that has the part p of the model, at base; its bytes. */
-static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, int chunk) {
-    size_t at = 0, n_rank = (size_t)p.n_rank;
-    auto room = [&](size_t bytes) {
-        uint8_t *place = base + at;
-        at += (bytes + 255) / 256 * 256;
-        return place;
-    };
-    a->sum_flag = (uint32_t *)room(n_rank * JOIN_BLOCKS * sizeof(uint32_t));
-    a->logits_flag = (uint32_t *)room(n_rank * sizeof(uint32_t));
-    a->x_flag = (uint32_t *)room(sizeof(uint32_t)), a->room = (uint32_t *)room(sizeof(uint32_t));
-    a->slot = (float *)room(n_rank > 1 ? 2 * n_rank * JOIN_SLOT * sizeof(float) : 0);
-    a->x = (float *)room(p.stage ? (size_t)chunk * (size_t)m->n_embd * sizeof(float) : 0);
-    const bool head = n_rank > 1 && !p.rank && p.stage == p.n_stage - 1;
-    a->logits = (float *)room(head ? LOGIT_ROWS * logits_stride(m->n_vocab) * sizeof(float) : 0);
+static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, struct gpu_sizes s) {
+    size_t at = 0;
+#define ROOM(field, type, count) a->field = (type *)(base + at), at += (sizeof(type) * (count) + 255) / 256 * 256
+    AREA_ROOMS(ROOM);
+#undef ROOM
     return at;
 }
 
 /* Memory that the others may write to, and theirs. */
-static void link_areas(struct rank *r, const struct cuda_options *o, bool peers) {
+static void link_areas(struct rank *r, const int *device, bool peers) {
     struct cuda *c = r->cuda;
     const struct part p = r->m->part;
     const int n = p.n_rank * p.n_stage;
-    struct ballot mine = {}, all[MAX_RANKS];
-    for (int i = 0; i < n && peers && !c->failed; i++) {
-        if (o->device[i] == c->device) continue;
-        cudaError_t e = cudaDeviceEnablePeerAccess(o->device[i], 0);
+    struct {
+        uint8_t *area;
+        struct watch *watch;
+    } mine = {}, all[MAX_RANKS];
+    for (int i = 0; i < n && peers && !r->failed; i++) {
+        if (device[i] == r->device) continue;
+        cudaError_t e = cudaDeviceEnablePeerAccess(device[i], 0);
         if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
         else cuda_ok(c, e, "reaching another GPU");
     }
-    size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->chunk);
+    size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->sizes);
     const unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped;
     if (peers) mine.area = (uint8_t *)cuda_own(c, bytes, "what other ranks send");
     else if (cuda_ok(c, cudaHostAlloc(&c->host_area, bytes, flags), "host memory"))
@@ -4016,44 +3733,43 @@ static void link_areas(struct rank *r, const struct cuda_options *o, bool peers)
     mine.watch = c->own_watch;
     struct counts *counts = (struct counts *)cuda_own(c, sizeof *counts, "what other ranks send");
     cuda_ok(c, cudaStreamSynchronize(c->stream), "starting"); /* the flags are 0 before anybody knows where they are */
-    if (!vote(r, &mine, all)) return;
+    rank_exchange(r, &mine, all, sizeof mine);
+    if (!rank_vote(r)) return;
     c->party = {p.rank, p.n_rank, counts, c->own_watch};
-    for (int i = 0; i < n; i++) c->watch[i] = all[i].watch;
+    for (int i = 0; i < n; i++) r->watch[i] = all[i].watch;
     for (int i = 0; i < p.n_rank; i++)
-        area_layout(&c->area[i], all[p.stage * p.n_rank + i].area, r->m, {i, p.n_rank, p.stage, p.n_stage}, r->chunk);
+        area_layout(&c->area[i], all[p.stage * p.n_rank + i].area, r->m, {i, p.n_rank, p.stage, p.n_stage}, r->sizes);
     for (int step = -1; step <= 1; step += 2) {
         const int stage = p.stage + step;
         if (stage < 0 || stage >= p.n_stage) continue;
         area_layout(step < 0 ? &c->before : &c->next, all[stage * p.n_rank + p.rank].area, r->m,
-                    {p.rank, p.n_rank, stage, p.n_stage}, r->chunk);
+                    {p.rank, p.n_rank, stage, p.n_stage}, r->sizes);
     }
     if (p.n_rank > 1 && !p.rank && p.stage == p.n_stage - 1) c->logits = c->area[0].logits;
 }
 
-enum { JOIN_SIZES = 5 };
-static const int join_sizes[JOIN_SIZES] = {1, 2, 4, 8, FEW_TOKENS};
-
-#ifdef HAVE_NCCL
 /* The communicator of the stage, and its buffers, which come with the first calls: before the rest of the memory is given out. */
-static void link_nccl(struct rank *r) {
+extern "C" void cuda_join(struct rank *r) {
+#ifdef HAVE_NCCL
     enum { TRY = 1024 };
     struct cuda *c = r->cuda;
     const struct part p = r->m->part;
     ncclUniqueId id = {}, all[MAX_RANKS];
-    struct ballot v = {};
     float *room = (float *)cuda_own(c, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
     if (!p.rank) nccl_ok(c, ncclGetUniqueId(&id), "NCCL");
     rank_exchange(r, &id, all, sizeof id);
-    if (!vote(r, &v, NULL)) return;
-    char *err = c->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
-    c->err = NULL;
+    if (!rank_vote(r)) return;
+    char *err = r->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
+    r->err = NULL;
     nccl_ok(c, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
     nccl_ok(c, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
     nccl_ok(c, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
     cuda_ok(c, cudaStreamSynchronize(c->stream), "NCCL");
-    c->err = err;
-}
+    r->err = err;
+#else
+    (void)r;
 #endif
+}
 
 /* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
 static void check_sums(struct rank *r) {
@@ -4061,20 +3777,18 @@ static void check_sums(struct rank *r) {
     const int n = r->m->n_embd, n_rank = r->m->part.n_rank;
     float *row = (float *)malloc((size_t)n * sizeof *row);
     if (!row) rank_fatal("out of memory");
-    for (int turn = 0; turn < 2 && !c->failed; turn++) { /* both halves of the slots */
+    for (int turn = 0; turn < 2 && !c->rank->failed; turn++) { /* both halves of the slots */
         int wrong = 0;
         for (int i = 0; i < n; i++) row[i] = (float)((r->m->part.rank + 1) * (1 + i % 97 + turn));
         r->n_tok = 1;
         cuda_ok(c, cudaMemsetAsync(c->x32[A_X], 0, (size_t)n * sizeof *row, c->stream), "a first sum");
-        cuda_ok(c, cudaMemcpyAsync(c->x32[A_OUT], row, (size_t)n * sizeof *row, cudaMemcpyHostToDevice, c->stream),
-                "a first sum");
+        copy(c, c->x32[A_OUT], row, (size_t)n * sizeof *row, "a first sum");
         cuda_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
-        cuda_ok(c, cudaMemcpyAsync(row, c->x32[A_X], (size_t)n * sizeof *row, cudaMemcpyDeviceToHost, c->stream),
-                "a first sum");
+        copy(c, row, c->x32[A_X], (size_t)n * sizeof *row, "a first sum");
         if (!rank_sync(r, "a first sum")) break;
         for (int i = 0; i < n; i++) wrong += row[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
         if (wrong)
-            cuda_fail(c,
+            rank_fail(c->rank,
                       "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
                       "NCCL_P2P_DISABLE=1 goes through the host",
                       wrong, n);
@@ -4082,221 +3796,28 @@ static void check_sums(struct rank *r) {
     free(row);
 }
 
-/* Microseconds of a sum of n_tok rows. */
-static float time_sum(struct rank *r, int n_tok) {
+extern "C" void cuda_link(struct rank *r, const int *device, bool peers) {
+    link_areas(r, device, peers);
+    if (!r->failed && r->m->part.n_rank > 1) check_sums(r);
+}
+
+extern "C" double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl) {
     enum { WARM = 3, RUNS = 20 };
     struct cuda *c = r->cuda;
-    cudaEvent_t e[2] = {};
-    float ms = 0;
-    r->n_tok = n_tok < r->chunk ? n_tok : r->chunk;
-    for (cudaEvent_t &x : e) cuda_ok(c, cudaEventCreate(&x), "timing");
-    for (int i = 0; i < WARM + RUNS && !c->failed; i++) {
-        if (i == WARM) cuda_ok(c, cudaEventRecord(e[0], c->stream), "timing");
+    struct stopwatch watch(c->stream);
+    bool *few = &r->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
+    if (n_tok > r->chunk) return 0;
+    if (nccl ? !r->sizes.nccl : n_tok > FEW_TOKENS && r->sizes.nccl) return 0;
+    *few = nccl, r->n_tok = n_tok;
+    for (int i = 0; i < WARM + RUNS && !r->failed; i++) {
+        if (i == WARM) watch.mark(0);
         cuda_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
     }
-    cuda_ok(c, cudaEventRecord(e[1], c->stream), "timing");
-    if (rank_sync(r, "timing sums")) cuda_ok(c, cudaEventElapsedTime(&ms, e[0], e[1]), "timing");
-    for (cudaEvent_t x : e)
-        if (x) cudaEventDestroy(x);
-    return ms * 1e3f / RUNS;
-}
-
-/* For each number of tokens the faster way to add, by the slowest rank of all; both give the same bits. */
-static void choose_sums(struct rank *r, const struct cuda_options *o, bool peers) {
-    struct cuda *c = r->cuda;
-    const struct part p = r->m->part;
-    float us[JOIN_SIZES][2] = {}, all[MAX_RANKS][JOIN_SIZES][2];
-    const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
-    const bool both = c->nccl_wanted && o->allreduce == ALLREDUCE_AUTO;
-    int version = 0;
-    char list[64] = "";
-#ifdef HAVE_NCCL
-    if (c->nccl_wanted) ncclGetVersion(&version);
-#endif
-    for (int i = 0; i < JOIN_SIZES && (p.n_rank > 1 || c->nccl_wanted); i++)
-        for (int k = 0; k < 2; k++)
-            if (both || (k == c->nccl_wanted && i % (JOIN_SIZES - 1) == 0))
-                c->by_nccl[join_sizes[i]] = k != 0, us[i][k] = time_sum(r, join_sizes[i]);
-    rank_exchange(r, us, all, sizeof us);
-    for (int i = 0, n = 1; i < JOIN_SIZES; i++) {
-        float worst[2] = {};
-        for (int k = 0; k < p.n_rank * p.n_stage; k++)
-            for (int w = 0; w < 2; w++)
-                if (all[k][i][w] > worst[w]) worst[w] = all[k][i][w];
-        const bool nccl = both ? worst[1] < worst[0] : c->nccl_wanted;
-        for (; n <= join_sizes[i]; n++) c->by_nccl[n] = nccl;
-        if (i == 0 || i == JOIN_SIZES - 1)
-            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", join_sizes[i],
-                     nccl ? "NCCL" : "own", (double)worst[nccl]);
-    }
-    if (p.n_rank == 1 && !version) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
-    else if (!version) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
-    else
-        snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
-                 version / 10000, version / 100 % 100, both ? "the faster" : "as asked", list, way);
-}
-
-/* Connects the rank with the others. */
-static void link_ranks(struct rank *r, const struct cuda_options *o) {
-    const struct part p = r->m->part;
-    const bool peers = cuda_peers(o->device, p.n_rank * p.n_stage);
-    struct ballot v = {};
-    link_areas(r, o, peers);
-    if (r->cuda->failed) return;
-    if (p.n_rank > 1) check_sums(r);
-    if (!vote(r, &v, NULL)) return;
-    choose_sums(r, o, peers);
-    vote(r, &v, NULL);
-}
-
-/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. One rank uses it when that is asked for, which
- * tries it out. */
-static bool wants_nccl(struct rank *r, const struct cuda_options *o) {
-    const struct part p = r->m->part;
-    bool twice = false;
-    for (int i = 0; i < p.n_rank * p.n_stage; i++) /* all stages do the same */
-        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
-    if (o->allreduce == ALLREDUCE_ONESHOT || (p.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
-    const char *lacks = "this program was built without NCCL";
-#ifdef HAVE_NCCL
-    const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-    int version = 0;
-    ncclGetVersion(&version);
-    lacks = NULL;
-    if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
-        lacks = "NCCL does not run two ranks on one GPU";
-#endif
-    if (lacks && o->allreduce == ALLREDUCE_NCCL) cuda_fail(r->cuda, "--allreduce nccl: %s", lacks);
-    return !lacks;
-}
-
-/* What does not depend on sizes. */
-static void rank_basics(struct rank *r, const struct cuda_options *o) {
-    const struct model *m = r->m;
-    struct cuda *c = r->cuda;
-    const int dk = m->n_head * m->head_k, dv = m->n_head * m->head_v;
-    r->width[A_X] = r->width[A_H] = r->width[A_OUT] = m->n_embd;
-    r->width[A_QA] = m->q_lora, r->width[A_Q] = dk, r->width[A_ATT] = dv;
-    r->width[A_K] = m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k;
-    r->width[A_V] = m->kv_lora ? 0 : m->n_head_kv * m->head_v;
-    cuda_ok(c, cudaSetDevice(c->device), "selecting it");
-    cuda_ok(c, cudaDeviceGetAttribute(&c->n_sm, cudaDevAttrMultiProcessorCount, c->device), "asking for its size");
-    cuda_ok(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
-    int major = 0, declared = 0;
-    cuda_ok(c, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, c->device), "asking for its chip");
-    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
-    /* PTX that the driver compiles for such a chip has none of these products */
-    const char *built = cuda_targets();
-    const bool can4 = major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
-    c->act4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
-    if (o->moe_act == MOE_ACT_FP4 && !can4)
-        cuda_fail(c,
-                  "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
-                  "built for it; the chip has %d, the program is for: %s",
-                  major, built);
-    if (c->act4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
-    int head_blocks = m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv;
-    if (!c->failed) c->splits = o->kv_splits ? o->kv_splits : attn_splits(c->n_sm, head_blocks, 1);
-    if (c->splits > SPLITS_MAX) c->splits = SPLITS_MAX;
-    c->nccl_wanted = wants_nccl(r, o);
-    c->logits_stride =
-        m->part.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(m->part.rank ? m->output.n_out : m->n_vocab);
-}
-
-/* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
-static void rank_sizes(struct rank *r, const struct cuda_options *o) {
-    const struct model *m = r->m;
-    const struct part p = m->part;
-    struct cuda *c = r->cuda;
-    size_t free_bytes = 0, total = 0, per = kv_token_bytes(m, r->kv_type), sharers = 0;
-    struct ballot v = {};
-    for (int i = 0; i < p.n_rank * p.n_stage; i++) sharers += o->device[i] == c->device;
-    vote(r, &v, NULL); /* all weights are there */
-#ifdef HAVE_NCCL
-    if (!c->failed && c->nccl_wanted) link_nccl(r);
-#endif
-    if (!c->failed) cuda_ok(c, cudaMemGetInfo(&free_bytes, &total), "asking for the free memory");
-    int want = v.n_ctx = o->n_ctx ? o->n_ctx : m->n_ctx_train;
-    r->chunk = MANY_CHUNK < want ? MANY_CHUNK : want;
-    while (r->chunk > 256 && layout(r, NULL, r->chunk) > total / sharers / SCRATCH_SHARE) r->chunk /= 2;
-    struct area area;
-    r->bytes = layout(r, NULL, r->chunk);
-    if (p.n_rank * p.n_stage > 1) r->bytes += area_layout(&area, NULL, m, p, r->chunk);
-    free_bytes /= sharers, c->shared = sharers > 1;
-    /* up to 64 allocations, each rounded up to 2 MiB, and planes to 256 bytes */
-    size_t keep = r->bytes + o->reserve / sharers + ((size_t)64 << 21) + (size_t)m->n_layer * 1024;
-    size_t fit = free_bytes > keep ? (free_bytes - keep) / per : 0;
-    if (!o->n_ctx && fit < (size_t)want) v.n_ctx = (int)(fit / 256 * 256);
-    if (!c->failed && v.n_ctx < 256 && v.n_ctx < want)
-        cuda_fail(c, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
-                  gib(free_bytes), gib(r->bytes));
-    v.chunk = r->chunk;
-    vote(r, &v, NULL);
-    r->chunk = v.chunk, r->n_ctx = v.n_ctx;
-    r->kv_bytes = per * (size_t)r->n_ctx;
-}
-
-static void rank_memory(struct rank *r) {
-    const struct model *m = r->m;
-    struct cuda *c = r->cuda;
-    r->kv = (struct kv_layer *)calloc((size_t)m->n_layer, sizeof *r->kv);
-    c->staged = (int32_t *)calloc((size_t)r->chunk + 2, sizeof *c->staged);
-    r->work = (struct candidate *)malloc((size_t)m->n_ids * sizeof *r->work);
-    if (!r->kv || !c->staged || !r->work) rank_fatal("out of memory");
-    r->tokens = c->staged + 2;
-    c->batch = (struct batch *)cuda_own(c, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
-    c->tokens = (int32_t *)(c->batch + 1);
-    c->freq = upload_floats(c, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
-    layout_cache(r, c, r->n_ctx);
-    layout(r, c, r->chunk);
-    cuda_ok(c, cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
-            "host memory for logits");
-    c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
-    struct route_args *p = &c->route;
-    p->n_embd = m->n_embd, p->k = m->n_expert_used, p->n_group = m->n_group, p->n_group_used = m->n_group_used;
-    p->softmax = m->gating == GATING_SOFTMAX, p->norm = m->weights_norm, p->factor = m->weights_scale;
-    c->sort.id = p->id, c->sort.k = p->k;
-}
-
-extern "C" int cuda_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
-    struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
-    const bool alone = m->part.n_rank * m->part.n_stage == 1 && o->allreduce != ALLREDUCE_NCCL;
-    memset(r, 0, sizeof *r);
-    if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
-    r->m = m, r->ops = &cuda_ops, r->cuda = c, r->kv_type = o->kv, r->team = o->team, r->index = o->index;
-    c->rank = r;
-    c->device = o->device[o->index], c->err = err;
-    err[0] = 0;
-    int n_dev = cuda_device_count(err);
-    if (n_dev && c->device >= n_dev) snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", c->device, n_dev);
-    if (!err[0]) cuda_refuses(m, o->kv, err);
-    c->failed = err[0] != 0;
-    if (!c->failed) {
-        cuda_describe(c->device, r->name);
-        rank_basics(r, o);
-    }
-    if (!c->failed) upload_model(c, m, o->progress);
-    r->weight_bytes = c->allocated;
-    if (o->stats)
-        r->stats =
-            (double *)cuda_own(c, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof(double), "scores");
-    if (o->squares) r->squares = (float *)cuda_own(c, squares_before(m, m->n_layer) * sizeof(float), "squares");
-    rank_sizes(r, o);
-    if (!c->failed) {
-        rank_memory(r);
-        if (!alone) link_ranks(r, o);
-        size_t total;
-        cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
-        cuda_ok(c, cudaMemGetInfo(&r->free_bytes, &total), "starting");
-    }
-    struct ballot v = {};
-    vote(r, &v, NULL);
-    if (c->failed) {
-        cuda_close(r);
-        return -1;
-    }
-    c->err = NULL;
-    return 0;
+    watch.mark(1);
+    *few = before;
+    const double t = rank_sync(r, "timing sums") ? watch.seconds() / RUNS : 0;
+    cuda_ok(c, watch.error, "timing");
+    return t;
 }
 
 /* ---- for --doctor ---- */
@@ -4307,10 +3828,10 @@ __global__ void k_probe(int *out) {
     *out = 42;
 }
 
-extern "C" bool cuda_facts(int device, struct gpu_facts *f, char *err) {
+extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     const struct device_for_now now(device);
     cudaDeviceProp p;
-    int *answer = NULL, said = 0;
+    int *answer = NULL, said = 0, khz = 0, bits = 0;
     memset(f, 0, sizeof *f);
     cudaError_t e = now.e;
     if (e == cudaSuccess) e = cudaGetDeviceProperties(&p, device);
@@ -4318,77 +3839,59 @@ extern "C" bool cuda_facts(int device, struct gpu_facts *f, char *err) {
     if (e == cudaSuccess) e = cudaMemGetInfo(&f->free, &f->total);
     if (e == cudaSuccess) e = cudaDriverGetVersion(&f->driver);
     if (e == cudaSuccess) e = cudaRuntimeGetVersion(&f->runtime);
-    if (e == cudaSuccess) e = cudaMalloc((void **)&answer, sizeof *answer);
-    if (e != cudaSuccess) {
-        cudaGetLastError();
-        snprintf(err, ERR_MAX, "GPU %d: %s", device, cudaGetErrorString(e));
-        return false;
-    }
+    if (e == cudaSuccess && probe) e = cudaMalloc((void **)&answer, sizeof *answer);
+    if (e != cudaSuccess) return cudaGetLastError(), cudaGetErrorString(e);
+    if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess)
+        f->rate = 2e3 * khz * bits / 8; /* both edges of the clock */
     for (char *c = f->bus; *c; c++)
         if (*c >= 'A' && *c <= 'F') *c += 'a' - 'A';
     snprintf(f->name, sizeof f->name, "%.63s", p.name);
     f->major = p.major, f->minor = p.minor, f->block_shared = (int)p.sharedMemPerBlockOptin;
-    LAUNCH_PDL(k_probe, 1, 1, 0, (cudaStream_t)0, answer);
-    e = cudaGetLastError();
-    if (e == cudaSuccess) e = cudaMemcpy(&said, answer, sizeof said, cudaMemcpyDeviceToHost);
-    if (e != cudaSuccess || said != 42)
-        snprintf(f->image, sizeof f->image, "%s",
-                 e != cudaSuccess ? cudaGetErrorString(e) : "a kernel gave a wrong answer");
-    cudaFree(answer);
+    f->n_sm = p.multiProcessorCount;
+    if (probe) {
+        LAUNCH_PDL(k_probe, 1, 1, 0, (cudaStream_t)0, answer);
+        e = cudaGetLastError();
+        if (e == cudaSuccess) e = cudaMemcpy(&said, answer, sizeof said, cudaMemcpyDeviceToHost);
+        if (e != cudaSuccess || said != 42)
+            snprintf(f->image, sizeof f->image, "%s",
+                     e != cudaSuccess ? cudaGetErrorString(e) : "a kernel gave a wrong answer");
+        cudaFree(answer);
+    }
     cudaGetLastError();
-    return true;
+    return NULL;
 }
 
 extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
     const struct device_for_now now(from);
     enum { BIG = 64 << 20, SMALL = 8 << 10, RUNS = 20 };
     uint8_t *a = NULL, *b = NULL;
-    cudaEvent_t e[2] = {};
     int can = 0;
     *rate = *latency = 0;
     bool ok = cudaSetDevice(to) == cudaSuccess && cudaMalloc((void **)&b, BIG) == cudaSuccess &&
-              cudaSetDevice(from) == cudaSuccess && cudaMalloc((void **)&a, BIG) == cudaSuccess &&
-              cudaEventCreate(&e[0]) == cudaSuccess && cudaEventCreate(&e[1]) == cudaSuccess;
+              cudaSetDevice(from) == cudaSuccess && cudaMalloc((void **)&a, BIG) == cudaSuccess;
     if (from != to && cudaDeviceCanAccessPeer(&can, from, to) == cudaSuccess && can) cudaDeviceEnablePeerAccess(to, 0);
+    struct stopwatch watch(0);
     for (int small = 0; small < 2 && ok; small++) {
         const size_t n = small ? SMALL : BIG;
-        float ms = 0;
         for (int i = -1; i < RUNS; i++) { /* the first is not counted */
-            if (!i) cudaEventRecord(e[0], 0);
+            if (!i) watch.mark(0);
             cudaMemcpyPeerAsync(b, to, a, from, n, 0);
         }
-        cudaEventRecord(e[1], 0);
-        ok =
-            cudaEventSynchronize(e[1]) == cudaSuccess && cudaEventElapsedTime(&ms, e[0], e[1]) == cudaSuccess && ms > 0;
-        if (!ok) break;
-        if (small) *latency = ms * 1e-3 / RUNS;
-        else *rate = (double)n * RUNS / (ms * 1e-3);
+        watch.mark(1);
+        const double t = watch.seconds() / RUNS;
+        ok = t > 0;
+        if (ok && small) *latency = t;
+        else if (ok) *rate = (double)n / t;
     }
-    for (cudaEvent_t x : e)
-        if (x) cudaEventDestroy(x);
     cudaFree(a), cudaFree(b);
     cudaGetLastError();
 }
 
-extern "C" double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl) {
-    struct cuda *c = r->cuda;
-    bool *few = &c->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
-    if (n_tok > r->chunk) return 0;
-    if (nccl ? !c->nccl_wanted : n_tok > FEW_TOKENS && c->nccl_wanted) return 0;
-    *few = nccl;
-    double t = (double)time_sum(r, n_tok) * 1e-6;
-    *few = before;
-    return t;
-}
-
-extern "C" const char *cuda_nccl(void) {
+extern "C" int cuda_nccl(void) {
+    int version = 0;
 #ifdef HAVE_NCCL
-    static char text[32];
-    int v = 0;
-    if (ncclGetVersion(&v) == ncclSuccess) {
-        snprintf(text, sizeof text, "%d.%d.%d", v / 10000, v / 100 % 100, v % 100);
-        return text;
-    }
+    if (ncclGetVersion(&version) != ncclSuccess) version = 0;
 #endif
-    return "none (not found when the program was built)";
+    return version;
 }

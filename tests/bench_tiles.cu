@@ -95,7 +95,7 @@ struct bench {
         if (s->n_expert > 1) g.tile_expert = copy(expert);
         g.y_f32 = !s->glu, g.y_stride = (size_t)s->n_out, g.y = room<float>(row.size() * g.y_stride);
         g.xq.codes = room<uint8_t>((size_t)n_x * (size_t)g.w.n_kt * 32), g.xq.scale = room<float>((size_t)n_x);
-        g.xq.scales = room<uint8_t>((size_t)n_x * fp4_scale_bytes(s->n_in));
+        g.xq.scales = room<uint8_t>((size_t)n_x * FP4_SCALE_BYTES((size_t)s->n_in));
         quantize_fp4(g.x, g.x_stride, n_x, s->n_in, g.xq, stream);
     }
     template <class Launch>
@@ -145,22 +145,21 @@ struct bench {
 int main() {
     struct bench b = {};
     char text[ERR_MAX];
-    int major = 0, n_sm = 0, turns = 1;
+    struct gpu_facts f;
+    int turns = 1;
     float ms;
     if (!cuda_device_count(text)) return fprintf(stderr, "bench_tiles: %s\n", text), 1;
-    must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    must(cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, 0));
+    if (const char *why = cuda_facts(0, &f, false)) return fprintf(stderr, "bench_tiles: %s\n", why), 1;
     must(cudaStreamCreate(&b.stream));
     for (cudaEvent_t &e : b.event) must(cudaEventCreate(&e));
-    auto probe = [&] { LAUNCH_PDL(k_mma_rate, 2 * (unsigned)n_sm, 512, 0, b.stream, turns, (float *)NULL); };
+    auto probe = [&] { LAUNCH_PDL(k_mma_rate, 2 * (unsigned)f.n_sm, 512, 0, b.stream, turns, (float *)NULL); };
     while ((ms = b.milliseconds(probe)) < 4) turns *= 2;
-    b.mma = 2e-9 * 16 * 8 * 16 * 8 * turns * 16 * 2 * n_sm / ms;
+    b.mma = 2e-9 * 16 * 8 * 16 * 8 * turns * 16 * 2 * f.n_sm / ms;
     const char *built = cuda_targets();
-    const bool a4 = major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
-    cuda_describe(0, text);
+    const bool a4 = f.major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
     printf("%s, m16n8k16 at %.1f TFLOP/s\n\n| product | rows | tokens in | block | stages | K | shared bytes |"
            " us | TFLOP/s | %% of m16n8k16 |\n|---|---|---|---|---|---|---|---|---|---|\n",
-           text, b.mma);
+           f.name, b.mma);
     for (const struct shape &s : shapes)
         for (int n_tok : s.n_tok) {
             b.prepare(&s, n_tok);

@@ -11,7 +11,6 @@ void cuda_test_memory_of(int device, size_t bytes); /* emulator */
 void cuda_test_devices(int n, bool peers);          /* emulator: how many GPUs, and whether they reach each other */
 void cuda_test_capability(int device, int major, int minor); /* emulator */
 bool cuda_test_by_nccl(struct rank *r, int n);
-int cuda_test_slot(void);             /* floats that a rank pushes at once */
 int cuda_test_turns(void);            /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
@@ -148,7 +147,7 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
     struct rank cpu, gpu;
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
-    if (!CHECK(cuda_rank_init(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
+    if (!CHECK(gpu_rank_init(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
@@ -224,7 +223,7 @@ static void test_cuda_sample(void) {
     if (!kept) return;
     struct model m = *kept;
     m.n_vocab = m.n_ids = 9973;
-    if (!CHECK(cuda_rank_init(&r, &m, &o, err) == 0, "%s", err)) return;
+    if (!CHECK(gpu_rank_init(&r, &m, &o, err) == 0, "%s", err)) return;
     float *x = xmalloc((size_t)m.n_ids * sizeof *x);
     struct candidate *work = xmalloc((size_t)m.n_ids * sizeof *work);
     uint64_t rng = 5;
@@ -406,7 +405,7 @@ static void test_cuda_failures(void) {
             struct rank r;
             err[0] = 0;
             cuda_test_fail(apis[i], n += 1 + n / 8);
-            rc = cuda_rank_init(&r, &m, &o, err);
+            rc = gpu_rank_init(&r, &m, &o, err);
             cuda_test_fail(apis[i], 0);
             CHECK(rc == 0 || (strstr(err, "GPU 0") && !strchr(err, '\n')), "%s, call %d: '%s'", apis[i], n, err);
             if (!rc) r.ops->close(&r);
@@ -424,7 +423,7 @@ static void test_cuda_failures(void) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         struct rank r;
         cuda_test_memory(((size_t)16 << 30) - free_bytes + sizes[i].bytes);
-        CHECK(cuda_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
+        CHECK(gpu_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
         cuda_test_memory((size_t)16 << 30);
     }
     model_free(&m);
@@ -458,7 +457,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     struct rank r;
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = 128, .kv = kv, .kv_splits = 2};
-    if (!CHECK(cuda_rank_init(&r, m, &o, err) == 0, "%s", err)) return NULL;
+    if (!CHECK(gpu_rank_init(&r, m, &o, err) == 0, "%s", err)) return NULL;
     step_ops = r.ops;
     struct ops table = *r.ops;
     table.begin = step_begin, table.end = step_end;
@@ -792,7 +791,7 @@ static void test_cuda_ranks(void) {
                                               {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
                                               {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
-    bool nccl = cuda_nccl()[0] != 'n'; /* there is none */
+    bool nccl = cuda_nccl() != 0;
     divisions_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
     divisions_agree("deepseek_v3", virtual, 3, 20);
     divisions_agree("qwen3moe_ct", virtual, 3, 7);
@@ -850,8 +849,8 @@ void cuda_test_sums(void) {
     for (int i = 0; i < 4; i++) free(x[i]);
     model_free(&m);
     struct gpu_facts f;
-    char err[ERR_MAX] = "";
-    CHECK(cuda_facts(0, &f, err) && !f.image[0], "%s%s", err, f.image);
+    const char *why = cuda_facts(0, &f, true);
+    CHECK(!why && !f.image[0], "%s%s", why, f.image);
 }
 
 /* What keeps a rank from starting is one line that names it, and nothing is left. */

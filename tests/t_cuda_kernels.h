@@ -159,7 +159,8 @@ static struct cuda *uploader() {
     static struct cuda c;
     static char err[ERR_MAX];
     static struct rank alone;
-    c.rank = &alone, c.err = err, c.failed = false, err[0] = 0;
+    static struct model none;
+    c.rank = &alone, alone.m = &none, alone.err = err, alone.failed = false, err[0] = 0;
     if (c.twins) return &c;
     c.stream = test_stream;
     c.twins = (struct twin *)calloc(TWINS, sizeof *c.twins);
@@ -348,7 +349,7 @@ static void run_gemm(const struct gemm_case &t) {
         g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
         g.max_tiles = list.n_tiles + 3;
     if (t.mode == BATCH) g.batch = many, g.x_batch = x.stride * (size_t)n_x, g.y_batch = batch;
-    size_t code_bytes = (size_t)w.d.n_kt * 32, scale_bytes = fp4_scale_bytes(n_in);
+    size_t code_bytes = (size_t)w.d.n_kt * 32, scale_bytes = FP4_SCALE_BYTES(n_in);
     gpu_array<uint8_t> codes((size_t)n_x * code_bytes), scales((size_t)n_x * scale_bytes);
     gpu_array<float> row_scale((size_t)n_x);
     const struct fp4_rows xq = {codes, scales, row_scale};
@@ -473,13 +474,14 @@ extern "C" void cuda_test_upload(void) {
                     angles.add((double)n[(size_t)(i * n_half + k)], 1.5 * sin(a));
                 }
             }
-            expect(!w.c->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
+            expect(!w.c->rank->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
                    "%s (%d, %d) of size %g: NMSE %.1e, of angles %.1e %s", type.name, s.n_out, n_in, (double)s.size,
-                   sum.nmse(), angles.nmse(), w.c->err);
+                   sum.nmse(), angles.nmse(), w.c->rank->err);
         }
     {
         matrix w(GGUF_F32, 1, 16, 64, false, 0, INFINITY);
-        expect(w.c->failed && strstr(w.c->err, "only finite ones"), "an infinite weight: %s", w.c->err);
+        expect(w.c->rank->failed && strstr(w.c->rank->err, "only finite ones"), "an infinite weight: %s",
+               w.c->rank->err);
     }
     struct cuda *c = uploader();
     std::vector<uint8_t> raw(17 * 2 * 16, 0x77); /* exponents too far apart */
@@ -489,7 +491,7 @@ extern "C" void cuda_test_upload(void) {
     far_apart.n_expert = 1;
     far_apart.row_bytes = 34, far_apart.expert_bytes = 34 * 16;
     upload_matrix(c, &far_apart, "a matrix");
-    expect(c->failed && strstr(c->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", c->err);
+    expect(c->rank->failed && strstr(c->rank->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", c->rank->err);
     *twin_slot(c, raw.data()) = {};
     uploader();
 }
@@ -965,14 +967,15 @@ static void run_attention(const struct attn_case &c) {
     for (size_t i = 0; i < (size_t)here; i++)
         for (size_t j = 0; j < qs - 24; j++) q[i * qs + j] = f16_from_f32((float)(normal() * c.size));
     gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(os * (size_t)c.n_tok, 0xABCD));
-    gpu_array<float> part(std::vector<float>(attn_part_floats(c.splits, c.n_tok, n_head, c.dv), NAN));
+    gpu_array<float> part(
+        std::vector<float>((size_t)(c.splits * min(c.n_tok, (int)FEW_TOKENS) * n_head * (c.dv + 2)), NAN));
     gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here}});
     struct attn_args a = {};
     a.q = q_d, a.out = out, a.part = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
     a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
     a.scale = (float)(1 / sqrt(c.dk));
     q_d.arrive();
-    (c.prefill ? attn_prefill : attn_decode)(&a, c.mla, test_stream);
+    attn_launch(&a, c.mla, c.prefill, test_stream);
     finish("attention");
     std::vector<uint16_t> got = out.get();
     std::vector<double> want((size_t)c.dv);
@@ -996,9 +999,9 @@ static void run_attention(const struct attn_case &c) {
 
 extern "C" void cuda_test_attention(void) {
     begin_test(6);
-    expect(attn_supported(1, 576, 512) && !attn_supported(0, 128, 64), "supported widths");
-    expect(attn_splits(132, 4, 1) == 66 && attn_splits(4, 64, 16) == 1 && attn_splits(188, 1, 1) == 376 &&
-               attn_splits(999, 1, 1) == 384,
+    expect(cuda_attends(true, 576, 512) && !cuda_attends(false, 128, 64), "supported widths");
+    expect(attn_splits(132, 4) == 66 && attn_splits(4, 64) == 1 && attn_splits(188, 1) == 376 &&
+               attn_splits(999, 1) == 384,
            "numbers of splits");
     static const int lens[] = {1, 17, 64, 65, 127, 257, 1009}, decode_toks[] = {1, 2, 3, 5, 16},
                      prefill_toks[] = {17, 33, 70, 130};

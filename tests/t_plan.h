@@ -445,10 +445,10 @@ static void test_plan_absurd(void) {
 }
 
 #ifdef MOE_CUDA
-int cuda_test_slot(void); /* floats that a rank pushes at once */
+size_t cuda_test_allocated(struct rank *r);
 
 /* What the engine allocates is what the plan counted: its weights, with the range of a matrix and without the frequencies; its
- * cache; its activations but for flags. */
+ * cache; its activations. */
 static void test_plan_engine(void) {
     static const struct synth tiny[] = {
         {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 200, 256, .ff_dense = 192},
@@ -465,23 +465,26 @@ static void test_plan_engine(void) {
         int tp = c[i].tp, pp = c[i].pp;
         struct cuda_options o = {.n_ctx = 256, .kv = i % 2 ? KV_FP8 : KV_BF16, .allreduce = ALLREDUCE_ONESHOT};
         struct plan p = {.m = &m, .kv = o.kv};
+        o.kv_splits = SPLITS_MAX; /* as is counted */
+#ifdef CUEMU
+        o.moe_act = MOE_ACT_FP4;
+#endif
         if (c[i].shape) synth_make(&m, c[i].shape, NULL, true);
         else if (!CHECK(!model_load(&m, "build/demo.gguf", err), "%s", err)) return;
         if (!CHECK(!session_open(&s, &m, tp, pp, gpu_rank_start, &o, err), "%s", err)) return;
         for (int k = 0; k < tp * pp; k++) {
             struct plan_rank *r = &p.division[0].rank[k];
-            const struct rank *e = &s.team.ranks[k];
+            struct rank *e = &s.team.ranks[k];
             plan_rank(r, &p, &m, (struct part){k % tp, tp, k / tp, pp});
             CHECK((int64_t)e->weight_bytes == r->weights - 4 * m.rope_dim / 2 + 8, "weights %zu, plan %lld",
                   e->weight_bytes, (long long)r->weights);
             CHECK((int64_t)e->kv_bytes == r->reads[READ_CACHE] * 256, "cache %zu, plan %lld", e->kv_bytes,
                   (long long)r->reads[READ_CACHE] * 256);
-            int64_t scratch = plan_layout(&r->m, e->chunk);
-#ifdef CUEMU /* slots are smaller there */
-            if (tp > 1) scratch -= tp * 2 * 4 * ((1 << 20) - cuda_test_slot());
-#endif
-            CHECK(llabs((long long)e->bytes - scratch) < 4096, "--tp %d --pp %d: scratch %zu, plan %lld", tp, pp,
-                  e->bytes, (long long)scratch);
+            size_t batch = 4 * ((size_t)e->chunk + 2) + 2 * (size_t)m.rope_dim,
+                   room = cuda_test_allocated(e) - e->weight_bytes - rank_cache(e, NULL) - batch;
+            CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
+            CHECK(tp * pp == 1 && e->sizes.act4 ? room == e->bytes : room < e->bytes + 4096,
+                  "--tp %d --pp %d: %zu bytes are allocated, %zu were counted", tp, pp, room, e->bytes);
         }
         session_free(&s);
         model_free(&m);

@@ -77,10 +77,10 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half) 
     free(h);
 }
 
-int cuda_test_slot(void) { return JOIN_SLOT; }
+size_t cuda_test_allocated(struct rank *r) { return r->cuda->allocated; }
 
 /* Whether sums of n tokens are NCCL's. */
-bool cuda_test_by_nccl(struct rank *r, int n) { return r->cuda->by_nccl[n]; }
+bool cuda_test_by_nccl(struct rank *r, int n) { return r->by_nccl[n]; }
 
 /* The copy of a matrix: bytes of codes and of scales. */
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales) {
