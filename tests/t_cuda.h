@@ -6,7 +6,7 @@ void cuda_test_batch(struct rank *r);
 void cuda_test_logits(struct rank *r, const float *x, int n);
 size_t cuda_test_free_bytes(void);
 void cuda_test_fail(const char *api, int n);        /* emulator: its n-th call from now on fails; 0: none */
-void cuda_test_memory(size_t bytes);                /* emulator: of the GPU */
+void cuda_test_memory(size_t bytes);                /* emulator: of the GPU; a device keeps what it has */
 void cuda_test_memory_of(int device, size_t bytes); /* emulator */
 void cuda_test_devices(int n, bool peers);          /* emulator: how many GPUs, and whether they reach each other */
 void cuda_test_capability(int device, int major, int minor); /* emulator */
@@ -386,6 +386,7 @@ static void test_cuda_turns(void) {
     cuda_turns(&two, cuda_test_turns() > 500 ? 500 : 6);
 }
 
+#ifdef CUEMU
 /* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on the GPU. */
 static void test_cuda_failures(void) {
     static const char *const apis[] = {"cudaMalloc",      "cudaMallocHost",
@@ -428,6 +429,7 @@ static void test_cuda_failures(void) {
     }
     model_free(&m);
 }
+#endif
 
 /* ---- whole forwards as they run, recorded and overlapping, against the same kernels one at a time ---- */
 
@@ -1074,7 +1076,7 @@ void cuda_test_invented(void) { test_cuda_invented(); }
 #define TESTS_EMULATOR                                                                                             \
     {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits}, {"cuda/sums", cuda_test_sums}, \
         {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                  \
-        {"cuda/doctor", test_cuda_doctor},
+        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures},
 #else
 #define TESTS_EMULATOR
 #endif
@@ -1084,5 +1086,5 @@ void cuda_test_invented(void) { test_cuda_invented(); }
         {"cuda/attention", cuda_test_attention}, {"cuda/operations", test_cuda_operations},                          \
         {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},     \
         {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},             \
-        {"cuda/failures", test_cuda_failures}, {"cuda/invented", test_cuda_invented},                                \
-        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/images", test_cuda_images},
+        {"cuda/invented", test_cuda_invented}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, \
+        {"cuda/images", test_cuda_images},

@@ -48,6 +48,7 @@ void cuda_test_capability(int device, int major, int minor) { cuemu::capability_
 #else
 int cuda_test_turns(void) { return 1000; }
 void cuda_test_devices(int, bool) {}
+void cuda_test_memory(size_t) {}
 #endif
 
 /* A slot from floats (n_tok, width), in every form that the backend keeps. */
