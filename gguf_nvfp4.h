@@ -314,6 +314,13 @@ enum {
     GGUF_MAX_ALIGN = 65536
 };
 
+/* FNV-1a, 64 bits: over p (n bytes), going on from h. */
+#define HASH_START 0xcbf29ce484222325u
+static inline uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    return h;
+}
+
 /* Bytes of the image; not NUL-terminated, any content. */
 struct gguf_str {
     const char *p;

@@ -5174,15 +5174,10 @@ static void loader_leftovers(struct loader *l) {
     }
 }
 
-static uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
-    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
-    return h;
-}
-
 /* FNV-1a over the metadata (of each value 4 KB at most), the names, types and shapes of tensors, and the ends of their data:
  * two files of one model differ, and so does one that is read with another rope. */
 static uint64_t model_hash(const struct gguf *g) {
-    uint64_t h = 0xcbf29ce484222325u;
+    uint64_t h = HASH_START;
     for (uint32_t i = 0; i < g->n_kv; i++) {
         const struct gguf_kv *kv = &g->kv[i];
         const uint8_t *end = kv->data + kv->n * gguf_value_bytes(kv->type);
@@ -8849,7 +8844,7 @@ static struct kv_header session_header(const struct session *s) {
                           .v_row = (uint32_t)y->v.row_bytes,
                           .k_scales = y->k.type == KV_FP8 ? (uint32_t)y->k.n_group : 0,
                           .v_scales = y->v.type == KV_FP8 ? (uint32_t)y->v.n_group : 0,
-                          .checksum = 0xcbf29ce484222325u};
+                          .checksum = HASH_START};
     memcpy(h.magic, kv_magic, sizeof h.magic);
     return h;
 }
@@ -9265,7 +9260,6 @@ static void settings_check(const struct settings *s) {
     if (!s->calibrate != !s->output) die_usage("--calibrate and -o want each other");
     if (s->activations && !s->calibrate) die_usage("--activations wants --calibrate");
     if (s->calibrate && s->synth) die_usage("--calibrate and --synth exclude each other");
-    if (s->calibrate && s->tp > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
     if (s->compare && arrlen(s->compare) != 3)
         die_usage("--compare wants A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));
     if (s->compare && (s->model || s->synth)) die_usage("--compare takes the place of -m and --synth");
@@ -12005,14 +11999,34 @@ struct surprise {
     int64_t count;
 };
 
+/* log sum exp of x (n), relative to its largest, which is at *best. */
+static double log_total(const float *x, int n, int *best) {
+    double sum = 0;
+    *best = argmax(x, n);
+    for (int i = 0; i < n; i++) sum += exp((double)(x[i] - x[*best]));
+    return log(sum);
+}
+
+/* The surprise at what follows `pos`; x (n_vocab) logits, log_total of them with the best id. */
+static void surprise_put(struct surprise *s, int pos, const float *x, double total, int best) {
+    if (pos + 1 >= s->n) return;
+    const double nll = total + (double)(x[best] - x[s->ids[pos + 1]]);
+    s->sum += nll, s->sum2 += nll * nll, s->count++;
+}
+
 static void surprise_add(void *ctx, int pos, const float *x) {
     struct surprise *s = ctx;
+    int best;
     if (pos + 1 >= s->n) return;
-    float top = x[argmax(x, s->n_vocab)];
-    double sum = 0;
-    for (int i = 0; i < s->n_vocab; i++) sum += exp((double)(x[i] - top));
-    double nll = log(sum) + (double)(top - x[s->ids[pos + 1]]);
-    s->sum += nll, s->sum2 += nll * nll, s->count++;
+    const double total = log_total(x, s->n_vocab, &best);
+    surprise_put(s, pos, x, total, best);
+}
+
+/* exp of the mean; *error: its standard error. */
+static double surprise_perplexity(const struct surprise *s, double *error) {
+    const double mean = s->sum / (double)s->count, var = s->sum2 / (double)s->count - mean * mean;
+    *error = s->count > 1 ? exp(mean) * sqrt(fmax(var, 0) / (double)(s->count - 1)) : 0;
+    return exp(mean);
 }
 
 enum { PERPLEXITY_WINDOW = 2048 };
@@ -12037,10 +12051,9 @@ static int mode_perplexity(struct engine *e) {
         status_line("%d of %d tokens, %.3f", at + s.n, n, exp(s.sum / (double)s.count));
     }
     status_line("%s", "");
-    double mean = s.sum / (double)s.count, var = s.sum2 / (double)s.count - mean * mean;
-    double se = s.count > 1 ? sqrt(fmax(var, 0) / (double)(s.count - 1)) : 0;
-    printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", exp(mean), exp(mean) * se,
-           (long long)s.count, window, (double)n / (now_seconds() - t0));
+    double error, perplexity = surprise_perplexity(&s, &error);
+    printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", perplexity, error, (long long)s.count,
+           window, (double)n / (now_seconds() - t0));
     arrfree(ids);
     arrfree(text);
     return EXIT_OK;
@@ -12058,14 +12071,6 @@ struct divergence {
     int64_t same; /* positions with the same best token */
 };
 
-/* log sum exp of x (n), relative to its largest, which is at *best. */
-static double log_total(const float *x, int n, int *best) {
-    double sum = 0;
-    *best = argmax(x, n);
-    for (int i = 0; i < n; i++) sum += exp((double)(x[i] - x[*best]));
-    return log(sum);
-}
-
 static void divergence_add(struct divergence *d, int pos, const float *a, const float *b) {
     const int n = d->a.n_vocab;
     int top_a, top_b;
@@ -12078,8 +12083,8 @@ static void divergence_add(struct divergence *d, int pos, const float *a, const 
     }
     arrput(d->kl, (float)fmax(kl, 0));
     d->same += top_a == top_b;
-    surprise_add(&d->a, pos, a);
-    surprise_add(&d->b, pos, b);
+    surprise_put(&d->a, pos, a, la, top_a);
+    surprise_put(&d->b, pos, b, lb, top_b);
 }
 
 static int by_value(const void *a, const void *b) {
@@ -12123,12 +12128,6 @@ static int same_vocabulary(const struct model *a, const struct model *b, char *e
     return 0;
 }
 
-static void print_perplexity(const char *which, const struct surprise *s, const char *name) {
-    const double mean = s->sum / (double)s->count, var = s->sum2 / (double)s->count - mean * mean;
-    printf("perplexity %s    %.4f +/- %.4f  %s\n", which, exp(mean),
-           s->count > 1 ? exp(mean) * sqrt(fmax(var, 0) / (double)(s->count - 1)) : 0, name);
-}
-
 /* --compare A B TEXT: how far B's predictions are from A's. */
 static int mode_compare(struct settings *set) {
     char err[ERR_MAX], *text = NULL;
@@ -12155,8 +12154,10 @@ static int mode_compare(struct settings *set) {
     if (!rc) {
         const double mean = sum / (double)count, var = sum2 / (double)count - mean * mean;
         qsort(d.kl, count, sizeof *d.kl, by_value);
-        print_perplexity("A", &d.a, set->compare[0]);
-        print_perplexity("B", &d.b, set->compare[1]);
+        for (int i = 0; i < 2; i++) {
+            double error, perplexity = surprise_perplexity(i ? &d.b : &d.a, &error);
+            printf("perplexity %c    %.4f +/- %.4f  %s\n", "AB"[i], perplexity, error, set -> compare[i]);
+        }
         printf("KL of B from A  mean %.6f +/- %.6f, median %.6f, 99 %% %.6f, largest %.6f\n", mean,
                sqrt(fmax(var, 0) / (double)count), (double)d.kl[count / 2], (double)d.kl[(count - 1) * 99 / 100],
                (double)d.kl[count - 1]);
@@ -12190,6 +12191,7 @@ struct calibration {
     double *before, *stats; /* (n_layer, n_expert_max, STATS): of earlier runs, of all */
     float *squares_before, *squares;
     size_t n_stats, n_squares;
+    char routers[17]; /* routers_hash */
     int64_t tokens;
     double started, saved, bytes, bytes_done; /* seconds; of the sources of this run */
     int64_t tokens_run;                       /* in this run */
@@ -12199,7 +12201,7 @@ static const char *const stat_names[STATS] = {"tokens", "weighted_sum", "weighte
 
 /* Identifies a model whatever its experts are stored as: a hash of all routers' rows as floats. */
 static uint64_t routers_hash(const struct model *m) {
-    uint64_t h = 0xcbf29ce484222325u;
+    uint64_t h = HASH_START;
     float *row = xcalloc((size_t)m->n_embd, sizeof *row);
     for (int il = 0; il < m->n_layer; il++) {
         const struct weight *w = &m->layers[il].router;
@@ -12229,10 +12231,9 @@ static void calibration_sum(struct calibration *c) {
 static json_t *calibration_json(const struct calibration *c) {
     const struct model *m = &c->e->model;
     json_t *sources = json_array(), *layers = json_array(), *all;
-    char hash[17], routers[17], name[sizeof m->name];
+    char hash[17], name[sizeof m->name];
     snprintf(name, sizeof name, "%s", m->name);
     message_neutralise(name);
-    snprintf(routers, sizeof routers, "%016llx", (unsigned long long)routers_hash(m));
     for (size_t i = 0; i < arrlenu(c->sources); i++) {
         const struct corpus *s = &c->sources[i];
         snprintf(hash, sizeof hash, "%016llx", (unsigned long long)s->hash);
@@ -12254,7 +12255,7 @@ static json_t *calibration_json(const struct calibration *c) {
         json_array_append_new(layers, y);
     }
     all = json_pack("{s:s, s:i, s:{s:s, s:s}, s:I, s:o, s:o}", "format", "moe-scores", "version", 1, "model", "name",
-                    name, "routers", routers, "tokens", (json_int_t)c->tokens, "sources", sources, "layers", layers);
+                    name, "routers", c->routers, "tokens", (json_int_t)c->tokens, "sources", sources, "layers", layers);
     if (!all || json_array_size(sources) != arrlenu(c->sources)) die("out of memory for the scores");
     return all;
 }
@@ -12419,7 +12420,7 @@ static int activations_load(struct calibration *c, char *err) {
 static int calibration_load(struct calibration *c, char *err) {
     const struct model *m = &c->e->model;
     const char *path = c->e->set->output;
-    char *text = NULL, routers[17];
+    char *text = NULL;
     json_error_t why;
     struct stat st;
     if (access(path, F_OK)) return c->squares ? activations_load(c, err) : 0;
@@ -12433,12 +12434,12 @@ static int calibration_load(struct calibration *c, char *err) {
     const char *theirs = json_string_value(json_object_get(of, "routers"));
     int rc = 0;
     size_t i;
-    snprintf(routers, sizeof routers, "%016llx", (unsigned long long)routers_hash(m));
     c->tokens = json_integer_value(json_object_get(j, "tokens"));
     if (!format || strcmp(format, "moe-scores") || json_integer_value(json_object_get(j, "version")) != 1)
         rc = fail(err, "'%s' is no score file of version 1; it is not replaced", path);
-    else if (!theirs || strcmp(theirs, routers))
-        rc = fail(err, "'%s' belongs to another model: routers %s, here %s", path, theirs ? theirs : "(none)", routers);
+    else if (!theirs || strcmp(theirs, c->routers))
+        rc = fail(err, "'%s' belongs to another model: routers %s, here %s", path, theirs ? theirs : "(none)",
+                  c->routers);
     else if (json_array_size(layers) != (size_t)m->n_layer)
         rc = fail(err, "'%s' has %zu layers, the model %d", path, json_array_size(layers), m->n_layer);
     else if (c->tokens < 0) rc = fail(err, "'%s' holds %lld tokens", path, (long long)c->tokens);
@@ -12517,7 +12518,7 @@ static struct corpus *corpus_open(struct calibration *c, const char *path, char 
         arrfree(text);
         return fail(err, "'%s' is %s", path, bytes ? "not valid UTF-8 text" : "empty"), NULL;
     }
-    const uint64_t h = hash_bytes(hash_bytes(0xcbf29ce484222325u, text, bytes), "lines", lines ? 5 : 0);
+    const uint64_t h = hash_bytes(hash_bytes(HASH_START, text, bytes), "lines", lines ? 5 : 0);
     size_t i = 0;
     while (i < arrlenu(c->sources) && c->sources[i].hash != h) i++;
     if (i == arrlenu(c->sources)) {
@@ -12650,7 +12651,6 @@ static int mode_calibrate(struct engine *e) {
     const struct model *m = &e->model;
     const char *const outputs[] = {e->set->output, e->set->activations};
     int rc = 0;
-    if (e->session.team.n_rank > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
     if (!m->n_expert_max) die("'%s' has no routed experts", e->set->model);
     if (!m->vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
     for (int i = 0; i < 2; i++) {
@@ -12659,6 +12659,7 @@ static int mode_calibrate(struct engine *e) {
         for (size_t k = 0; k < arrlenu(e->set->calibrate); k++) taken |= same_file(outputs[i], e->set->calibrate[k]);
         if (taken) die("'%s' is another file of this command; it is not replaced", outputs[i]);
     }
+    snprintf(c.routers, sizeof c.routers, "%016llx", (unsigned long long)routers_hash(m));
     c.n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
     c.n_squares = squares_before(m, m->n_layer);
     c.before = xcalloc(c.n_stats, sizeof *c.before), c.stats = xcalloc(c.n_stats, sizeof *c.stats);
@@ -14132,6 +14133,7 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     if (!s->pp) s->pp = 1;
     if (!s->tp) s->tp = listed > s->pp ? listed / s->pp : 1;
     int n = s->tp * s->pp;
+    if (s->calibrate && s->tp > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
     if (n > MAX_RANKS)
         die_usage("--tp %d with --pp %d are %d ranks, at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
     if (listed && listed != n)

@@ -1026,8 +1026,7 @@ static int32_t *rank_table; /* open addressing; -1 empty */
 static size_t rank_mask;
 
 static size_t rank_hash(const uint8_t *p, size_t n) {
-    uint64_t h = 0xcbf29ce484222325u; /* FNV-1a */
-    for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * 0x100000001b3u;
+    uint64_t h = hash_bytes(HASH_START, p, n);
     return (size_t)(h ^ h >> 29);
 }
 

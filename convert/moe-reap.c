@@ -59,12 +59,6 @@ static struct model {
     const char *naming; /* --name */
 } m;
 
-static uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
-    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
-    return h;
-}
-#define HASH_START 0xcbf29ce484222325u
-
 /* Whether the selection decides on it. */
 static bool decides(const struct layer *y) { return !y->hashed && !y->mtp; }
 
