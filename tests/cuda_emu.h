@@ -1442,6 +1442,11 @@ CUEMU_API cudaMemcpyPeerAsync(void *dst, int dst_device, const void *src, int sr
     const cuemu::allocation *d = cuemu::find_allocation(dst), *s = cuemu::find_allocation(src);
     if (cuemu::no_device(dst_device) || cuemu::no_device(src_device)) return cuemu::fail(cudaErrorInvalidDevice);
     if (!d || !s || d->device != dst_device || s->device != src_device) return cuemu::fail(cudaErrorInvalidValue);
+    constexpr double LINK = 10e9; // bytes per second between devices, however fast this machine's memory is
+    if (dst_device != src_device)
+        cuemu::enqueue(stream,
+                       {{}, [=] { std::this_thread::sleep_for(std::chrono::duration<double>((double)n / LINK)); }, {}},
+                       true);
     return cuemu::copy(dst, n, src, n, n, 1, cudaMemcpyDeviceToDevice, stream);
 }
 CUEMU_API cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height,
