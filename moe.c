@@ -631,6 +631,12 @@ void cuda_pair(int from, int to, double *rate, double *latency);
 int cuda_nccl(void);                         /* its version; 0: the program was built without it */
 const char *cuda_targets(void);              /* the chips that the program was built for */
 bool cuda_attends(bool mla, int dk, int dv); /* whether there are kernels for keys and values of these widths */
+/* Device memory of a rank, zeroed, until it ends; NULL after an error, which is rank_fail's. */
+void *cuda_memory(struct rank *r, size_t bytes, const char *what);
+/* Between the host's memory and the GPU's, in the order of what is enqueued. From pageable memory: the source may change as soon as this
+ * returns. False after an error. */
+bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what);
+bool cuda_sync(struct rank *r, const char *what); /* waits for what was enqueued */
 /* Steps of the start of a rank, in this order; errors are rank_fail's. */
 void cuda_open(struct rank *r);
 void cuda_upload(struct rank *r, const struct weight *w, const char *what); /* a matrix in tiles, */

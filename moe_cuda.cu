@@ -2765,7 +2765,6 @@ struct area {
 
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
-    struct rank *rank;
     cudaStream_t stream;
     void **owned; /* host list of allocations, */
     size_t n_owned, cap_owned;
@@ -2810,20 +2809,20 @@ struct cuda {
     int mma_turns; /* of k_mma_rate that take some milliseconds; 0: not measured */
 };
 
-static bool cuda_ok(struct cuda *c, cudaError_t e, const char *what) {
-    if (e == cudaSuccess) return !c->rank->failed;
+static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
+    if (e == cudaSuccess) return !r->failed;
     const bool image = e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion;
     cudaGetLastError();
-    return rank_fail(c->rank, "%s: %s%s", what, cudaGetErrorString(e),
+    return rank_fail(r, "%s: %s%s", what, cudaGetErrorString(e),
                      image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
 }
 
 /* Waits for what was enqueued. With other ranks a GPU may wait for one that never comes: then it must not be waited for blindly. */
-static bool rank_sync(struct rank *r, const char *what) {
+extern "C" bool cuda_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
     struct patience p = {};
     cudaError_t e;
-    if (!r->watch[0]) return cuda_ok(c, cudaStreamSynchronize(c->stream), what);
+    if (!r->watch[0]) return cuda_ok(r, cudaStreamSynchronize(c->stream), what);
     while ((e = cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
         if (rank_patience(r, &p, what)) continue;
 #ifdef HAVE_NCCL
@@ -2832,25 +2831,26 @@ static bool rank_sync(struct rank *r, const char *what) {
 #endif
     }
     if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
-    return cuda_ok(c, e, what);
+    return cuda_ok(r, e, what);
 }
 
 /* Between the host's memory and the GPU's. From pageable memory: the source may change as soon as this returns. */
-static bool copy(struct cuda *c, void *to, const void *from, size_t bytes, const char *what) {
-    return cuda_ok(c, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, c->stream), what);
+extern "C" bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what) {
+    return cuda_ok(r, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, r->cuda->stream), what);
 }
 
 static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
 
 /* Device memory, zeroed; NULL after an error. */
-static void *cuda_own(struct cuda *c, size_t bytes, const char *what) {
+extern "C" void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
+    struct cuda *c = r->cuda;
     void *p = NULL;
-    if (c->rank->failed) return NULL;
+    if (r->failed) return NULL;
     if (cudaMalloc(&p, bytes + 256) != cudaSuccess) {
         size_t free_bytes = 0, total = 0;
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
-        rank_fail(c->rank,
+        rank_fail(r,
                   "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer "
                   "experts need less; --cpu needs none",
                   what, gib(bytes), gib(free_bytes), gib(total));
@@ -2863,7 +2863,7 @@ static void *cuda_own(struct cuda *c, size_t bytes, const char *what) {
     }
     c->owned[c->n_owned++] = p;
     c->allocated += bytes;
-    cuda_ok(c, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
+    cuda_ok(r, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
     return p;
 }
 
@@ -2874,51 +2874,52 @@ static struct twin *twin_slot(const struct cuda *c, const void *host) {
 }
 
 /* The copy of n floats; NULL of NULL. */
-static float *upload_floats(struct cuda *c, const float *host, size_t n, const char *what) {
+static float *upload_floats(struct rank *r, const float *host, size_t n, const char *what) {
     if (!host) return NULL;
-    struct twin *t = twin_slot(c, host);
+    struct twin *t = twin_slot(r->cuda, host);
     if (t->f32) return t->f32;
     t->host = host;
-    t->f32 = (float *)cuda_own(c, n * sizeof(float), what);
-    if (t->f32) copy(c, t->f32, host, n * sizeof(float), what);
+    t->f32 = (float *)cuda_memory(r, n * sizeof(float), what);
+    if (t->f32) cuda_copy(r, t->f32, host, n * sizeof(float), what);
     return t->f32;
 }
 
 /* Sends rows of the file through a stage and has them repacked: tile rows rt0..rt0+n_rt-1 of experts e0..e0+n_e-1. */
-static void upload_part(struct cuda *c, const struct weight *w, const struct dmat *d, struct repack r) {
-    int s = c->stage_at++ % STAGES, rows = r.n_rt * TILE_ROWS;
-    if (rows > w->n_out - r.rt0 * TILE_ROWS) rows = w->n_out - r.rt0 * TILE_ROWS;
-    size_t bytes = (size_t)rows * r.row_bytes;
-    if (!cuda_ok(c, cudaEventSynchronize(c->stage_free[s]), "waiting for an upload")) return;
+static void upload_part(struct rank *r, const struct weight *w, const struct dmat *d, struct repack k) {
+    struct cuda *c = r->cuda;
+    int s = c->stage_at++ % STAGES, rows = k.n_rt * TILE_ROWS;
+    if (rows > w->n_out - k.rt0 * TILE_ROWS) rows = w->n_out - k.rt0 * TILE_ROWS;
+    size_t bytes = (size_t)rows * k.row_bytes;
+    if (!cuda_ok(r, cudaEventSynchronize(c->stage_free[s]), "waiting for an upload")) return;
 #pragma omp parallel for schedule(static)
-    for (int i = 0; i < r.n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
+    for (int i = 0; i < k.n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
         int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
         uint8_t *out = c->stage_host[s] + (size_t)(i / 16) * bytes;
         const uint8_t *in =
-            w->data + (size_t)(r.e0 + i / 16) * w->expert_bytes + (size_t)(r.rt0 * TILE_ROWS) * w->row_bytes;
-        if (r.row_bytes == w->row_bytes)
-            memcpy(out + (size_t)from * r.row_bytes, in + (size_t)from * r.row_bytes,
-                   (size_t)(to - from) * r.row_bytes);
+            w->data + (size_t)(k.e0 + i / 16) * w->expert_bytes + (size_t)(k.rt0 * TILE_ROWS) * w->row_bytes;
+        if (k.row_bytes == w->row_bytes)
+            memcpy(out + (size_t)from * k.row_bytes, in + (size_t)from * k.row_bytes,
+                   (size_t)(to - from) * k.row_bytes);
         else /* some of the columns */
             for (int row = from; row < to; row++)
-                memcpy(out + (size_t)row * r.row_bytes, in + (size_t)row * w->row_bytes, r.row_bytes);
+                memcpy(out + (size_t)row * k.row_bytes, in + (size_t)row * w->row_bytes, k.row_bytes);
     }
-    copy(c, c->stage[s], c->stage_host[s], bytes * (size_t)r.n_e, "uploading weights");
-    size_t tiles = (size_t)r.n_e * (size_t)r.n_rt * (size_t)d->n_kt;
-    r.raw = c->stage[s];
-    LAUNCH_PDL(k_repack, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, r, *d);
-    cuda_ok(c, cudaGetLastError(), "repacking weights");
-    cuda_ok(c, cudaEventRecord(c->stage_free[s], c->stream), "repacking weights");
+    cuda_copy(r, c->stage[s], c->stage_host[s], bytes * (size_t)k.n_e, "uploading weights");
+    size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
+    k.raw = c->stage[s];
+    LAUNCH_PDL(k_repack, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, k, *d);
+    cuda_ok(r, cudaGetLastError(), "repacking weights");
+    cuda_ok(r, cudaEventRecord(c->stage_free[s], c->stream), "repacking weights");
 }
 
 /* One pass over a matrix. */
-static void upload_pass(struct cuda *c, const struct weight *w, const struct dmat *d, int shift) {
+static void upload_pass(struct rank *r, const struct weight *w, const struct dmat *d, int shift) {
     size_t row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in), bytes = (size_t)w->n_out * row_bytes;
     int n_e = bytes <= STAGE_BYTES ? (int)(STAGE_BYTES / bytes) : 1;
     int n_rt = bytes <= STAGE_BYTES ? d->n_rt : (int)(STAGE_BYTES / (row_bytes * TILE_ROWS));
     for (int e = 0; e < w->n_expert; e += n_e)
         for (int rt = 0; rt < d->n_rt; rt += n_rt) {
-            struct repack r = {NULL,
+            struct repack k = {NULL,
                                row_bytes,
                                w->type,
                                e,
@@ -2929,43 +2930,44 @@ static void upload_pass(struct cuda *c, const struct weight *w, const struct dma
                                ldexpf(1.0f, shift),
                                (uint8_t *)(uintptr_t)d->codes,
                                (uint8_t *)(uintptr_t)d->scales,
-                               c->range};
-            upload_part(c, w, d, r);
+                               r->cuda->range};
+            upload_part(r, w, d, k);
         }
 }
 
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
  * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
-static void upload_matrix(struct cuda *c, const struct weight *w, const char *what) {
+static void upload_matrix(struct rank *r, const struct weight *w, const char *what) {
+    struct cuda *c = r->cuda;
     struct twin *t = twin_slot(c, w->data);
-    if (t->mat.codes || c->rank->failed) return;
+    if (t->mat.codes || r->failed) return;
     struct dmat *d = &t->mat;
     t->host = w->data;
     *d = {};
     d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
     d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
     size_t tiles = weight_tiles(w);
-    d->codes = (const uint8_t *)cuda_own(c, tiles * (size_t)TILE_BYTES(d->fmt), what);
-    if (d->fmt != FMT_F16) d->scales = (const uint8_t *)cuda_own(c, tiles * TILE_SCALES, what);
-    d->scale = upload_floats(c, w->scale, (size_t)w->n_expert, what);
-    d->bias = upload_floats(c, w->bias, (size_t)w->n_out, what);
-    if (c->rank->m->invented && !c->rank->failed) { /* NVFP4 or BF16 */
+    d->codes = (const uint8_t *)cuda_memory(r, tiles * (size_t)TILE_BYTES(d->fmt), what);
+    if (d->fmt != FMT_F16) d->scales = (const uint8_t *)cuda_memory(r, tiles * TILE_SCALES, what);
+    d->scale = upload_floats(r, w->scale, (size_t)w->n_expert, what);
+    d->bias = upload_floats(r, w->bias, (size_t)w->n_out, what);
+    if (r->m->invented && !r->failed) { /* NVFP4 or BF16 */
         d->unit = d->fmt == FMT_FP4 ? 128.0f : 0x1p-8f;
         LAUNCH_PDL(k_fill, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, *d, (uint8_t *)(uintptr_t)d->codes,
                    (uint8_t *)(uintptr_t)d->scales, (uint64_t)c->stage_at++ << 40);
-        cuda_ok(c, cudaGetLastError(), "inventing weights");
+        cuda_ok(r, cudaGetLastError(), "inventing weights");
         return;
     }
     int shift = w->type == GGUF_MXFP4 ? 116 : 8;
-    for (int tries = 0; !c->rank->failed; tries++) {
+    for (int tries = 0; !r->failed; tries++) {
         uint32_t *range = c->range_host;
         range[0] = range[1] = 0;
-        cuda_ok(c, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), what);
-        upload_pass(c, w, d, shift);
+        cuda_ok(r, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), what);
+        upload_pass(r, w, d, shift);
         d->unit = d->fmt == FMT_Q8 ? 1.0f : d->fmt == FMT_FP4 ? 128.0f : ldexpf(1.0f, -shift);
-        if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || c->rank->failed) return;
-        copy(c, range, c->range, sizeof c->range_host, what);
-        cuda_ok(c, cudaStreamSynchronize(c->stream), what);
+        if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || r->failed) return;
+        cuda_copy(r, range, c->range, sizeof c->range_host, what);
+        cuda_ok(r, cudaStreamSynchronize(c->stream), what);
         float top;
         memcpy(&top, range, sizeof top);
         int low = 255 - (int)range[1], high = (int)range[0];
@@ -2973,12 +2975,11 @@ static void upload_matrix(struct cuda *c, const struct weight *w, const char *wh
             d->unit = ldexpf(128.0f, shift - 127);
             if (!high || (high - shift <= 8 && low - shift >= -9)) return;
             if (tries)
-                rank_fail(c->rank, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low,
-                          high);
+                rank_fail(r, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
             shift = high - 8;
         } else {
             if (ldexpf(top, shift) <= 65504.0f) return;
-            if (tries) rank_fail(c->rank, "%s: a weight is %g, only finite ones are supported", what, (double)top);
+            if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
             shift = 14 - ilogbf(top);
         }
     }
@@ -2991,8 +2992,8 @@ extern "C" void cuda_upload_router(struct rank *r, const struct weight *w) {
     size_t n = (size_t)w->n_out * (size_t)w->n_in;
     t->host = w->data;
     if (w->type == GGUF_BF16 && !w->scale) {
-        t->bf16 = (uint16_t *)cuda_own(c, n * 2, "routers");
-        if (t->bf16) copy(c, t->bf16, w->data, n * 2, "uploading a router");
+        t->bf16 = (uint16_t *)cuda_memory(r, n * 2, "routers");
+        if (t->bf16) cuda_copy(r, t->bf16, w->data, n * 2, "uploading a router");
         return;
     }
     float *rows = (float *)malloc(n * sizeof *rows + 1);
@@ -3001,26 +3002,26 @@ extern "C" void cuda_upload_router(struct rank *r, const struct weight *w) {
         gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * (size_t)w->n_in,
                             (size_t)w->n_in);
     for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
-    t->f32 = (float *)cuda_own(c, n * sizeof *rows, "routers");
-    if (t->f32) copy(c, t->f32, rows, n * sizeof *rows, "uploading a router");
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading a router");
+    t->f32 = (float *)cuda_memory(r, n * sizeof *rows, "routers");
+    if (t->f32) cuda_copy(r, t->f32, rows, n * sizeof *rows, "uploading a router");
+    cuda_ok(r, cudaStreamSynchronize(c->stream), "uploading a router");
     free(rows);
 }
 
 extern "C" void cuda_upload(struct rank *r, const struct weight *w, const char *what) {
     struct cuda *c = r->cuda;
-    if (!c->range) c->range = (uint32_t *)cuda_own(c, 2 * sizeof *c->range, "scratch");
+    if (!c->range) c->range = (uint32_t *)cuda_memory(r, 2 * sizeof *c->range, "scratch");
     for (int s = 0; s < STAGES && !r->failed && !c->stage_free[s] && !r->m->invented; s++) {
-        cuda_ok(c, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
-        cuda_ok(c, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");
-        cuda_ok(c, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");
-        cuda_ok(c, cudaEventRecord(c->stage_free[s], c->stream), "upload");
+        cuda_ok(r, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
+        cuda_ok(r, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");
+        cuda_ok(r, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");
+        cuda_ok(r, cudaEventRecord(c->stage_free[s], c->stream), "upload");
     }
-    upload_matrix(c, w, what);
+    upload_matrix(r, w, what);
 }
 
 extern "C" void cuda_upload_floats(struct rank *r, const float *x, int n, const char *what) {
-    upload_floats(r->cuda, x, (size_t)n, what);
+    upload_floats(r, x, (size_t)n, what);
 }
 
 static void upload_end(struct cuda *c) {
@@ -3035,12 +3036,12 @@ static void upload_end(struct cuda *c) {
 extern "C" void cuda_uploaded(struct rank *r, bool stats, bool squares) {
     struct cuda *c = r->cuda;
     const struct model *m = r->m;
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "uploading weights");
+    cuda_ok(r, cudaStreamSynchronize(c->stream), "uploading weights");
     upload_end(c);
     r->weight_bytes = c->allocated;
     const size_t n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
-    if (stats) r->stats = (double *)cuda_own(c, n_stats * sizeof(double), "scores");
-    if (squares) r->squares = (float *)cuda_own(c, squares_before(m, m->n_layer) * sizeof(float), "squares");
+    if (stats) r->stats = (double *)cuda_memory(r, n_stats * sizeof(double), "scores");
+    if (squares) r->squares = (float *)cuda_memory(r, squares_before(m, m->n_layer) * sizeof(float), "squares");
 }
 
 static const struct dmat *mat(const struct cuda *c, const struct weight *w) { return &twin_slot(c, w->data)->mat; }
@@ -3056,7 +3057,7 @@ static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); 
 static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
     c->staged[0] = r->pos, c->staged[1] = r->n_tok; /* the ids are behind them: they are r->tokens */
-    copy(c, c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t), "sending tokens");
+    cuda_copy(r, c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t), "sending tokens");
 }
 
 /* True: the whole forward was replayed from its graph. Otherwise a forward of few tokens is recorded. */
@@ -3065,25 +3066,25 @@ static bool cuda_begin(struct rank *r) {
     send_batch(r);
     if (r->n_tok > FEW_TOKENS || profile) return false;
     if (!c->graph[r->n_tok]) {
-        cuda_ok(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
+        cuda_ok(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
         return false;
     }
-    cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
     return true;
 }
 
 static void cuda_end(struct rank *r) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
-    cuda_ok(c, cudaGetLastError(), "a forward pass");
+    cuda_ok(r, cudaGetLastError(), "a forward pass");
     if (r->n_tok > FEW_TOKENS || profile) return;
-    cuda_ok(c, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
-    cuda_ok(c, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
+    cuda_ok(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
+    cuda_ok(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
     int mine = 0,
         all[MAX_RANKS]; /* a kernel that waits could keep another rank on the same GPU from getting this far */
     rank_exchange(r, &mine, all, sizeof mine);
-    cuda_ok(c, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
 }
 
 static void take(struct rank *r, int channel, const uint32_t *flag, int n_flag, const float *src, float *dst, size_t n,
@@ -3124,9 +3125,9 @@ static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act ou
 }
 
 #ifdef HAVE_NCCL
-static bool nccl_ok(struct cuda *c, ncclResult_t e, const char *what) {
-    if (e == ncclSuccess) return !c->rank->failed;
-    return rank_fail(c->rank, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(c->comm));
+static bool nccl_ok(struct rank *r, ncclResult_t e, const char *what) {
+    if (e == ncclSuccess) return !r->failed;
+    return rank_fail(r, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(r->cuda->comm));
 }
 
 /* The sum by NCCL. For few tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
@@ -3137,13 +3138,13 @@ static bool sum_by_nccl(struct rank *r, struct norm_args *a) {
     const bool few = a->n_tok <= FEW_TOKENS;
     if (!c->comm || (few && !r->by_nccl[a->n_tok])) return false;
     if (few) {
-        nccl_ok(c, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
+        nccl_ok(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
         a->delta = c->gathered;
         LAUNCH_PDL(k_add_norm<DELTA_PARTS>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
     } else {
         LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
                    count);
-        nccl_ok(c, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream),
+        nccl_ok(r, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream),
                 "NCCL all-reduce");
         a->delta = c->sum16;
         LAUNCH_PDL(k_add_norm<DELTA_BF16>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
@@ -3166,7 +3167,7 @@ static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, 
     a.p = c->party, a.place = (int)r->joined++;
     if (sum_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
-    if (r->shared && n_tok > FEW_TOKENS) rank_sync(r, "a forward pass");
+    if (r->shared && n_tok > FEW_TOKENS) cuda_sync(r, "a forward pass");
     for (int k = 0; k < p->n_rank; k++) a.slot[k] = c->area[k].slot, a.flag[k] = c->area[k].sum_flag;
     for (int t = 0; t < n_tok; t += piece) {
         const size_t at = (size_t)t * (size_t)n;
@@ -3430,14 +3431,15 @@ static void cuda_logits(struct rank *r, int first, int n) {
         hand(r, CH_LOGITS, c->logits, c->logits_stride, head->logits + r->m->first_id, logits_stride(r->m->n_vocab), n,
              (r->m->output.n_out + 3) / 4 * 4, NULL, head->logits_flag + p->rank);
     else if (p->n_rank > 1) take(r, CH_LOGITS, head->logits_flag, p->n_rank, NULL, NULL, 0, NULL);
-    cuda_ok(c, cudaGetLastError(), "the output layer");
+    cuda_ok(r, cudaGetLastError(), "the output layer");
 }
 
 static const float *cuda_read_logits(struct rank *r, int row) {
     struct cuda *c = r->cuda;
     float *out = c->logits_host + (size_t)row * (size_t)r->m->n_vocab;
-    copy(c, out, c->logits + (size_t)row * c->logits_stride, (size_t)r->m->n_vocab * sizeof(float), "reading logits");
-    rank_sync(r, "a forward pass");
+    cuda_copy(r, out, c->logits + (size_t)row * c->logits_stride, (size_t)r->m->n_vocab * sizeof(float),
+              "reading logits");
+    cuda_sync(r, "a forward pass");
     return out;
 }
 
@@ -3456,13 +3458,13 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
     unsigned blocks = ceil_div(p->n, 4 * SAMPLE_THREADS);
     if (blocks > SAMPLE_BLOCKS) blocks = SAMPLE_BLOCKS;
     LAUNCH_PDL(k_sample, blocks, SAMPLE_THREADS, 0, c->stream, *p);
-    copy(c, c->token_host, p->token, sizeof(int32_t), "choosing a token");
+    cuda_copy(r, c->token_host, p->token, sizeof(int32_t), "choosing a token");
 }
 
 static int32_t cuda_read_token(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct sample_args *p = &c->sample;
-    rank_sync(r, "a forward pass");
+    cuda_sync(r, "a forward pass");
     if (*c->token_host >= 0) return *c->token_host;
     return sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, 0), p->recent, p->n_recent, p->uniform);
 }
@@ -3470,25 +3472,23 @@ static int32_t cuda_read_token(struct rank *r) {
 /* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one. */
 static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
                          bool store) {
-    struct cuda *c = r->cuda;
     uint8_t *d = p->data + first * p->row_bytes;
     float *s = p->scale + first * (size_t)p->n_group;
     size_t nd = n * p->row_bytes, ns = n * (size_t)p->n_group * sizeof *s;
     const char *what = "copying the cache";
-    if (data) copy(c, store ? d : data, store ? data : d, nd, what);
-    if (scale) copy(c, store ? s : scale, store ? scale : s, ns, what);
-    rank_sync(r, what);
+    if (data) cuda_copy(r, store ? d : data, store ? data : d, nd, what);
+    if (scale) cuda_copy(r, store ? s : scale, store ? scale : s, ns, what);
+    cuda_sync(r, what);
 }
 
-static void cuda_wait(struct rank *r) { rank_sync(r, "a forward pass"); }
+static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
 
 static void cuda_read_stats(struct rank *r, double *stats, float *squares) {
-    struct cuda *c = r->cuda;
     const size_t n = (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS;
     const char *what = "reading what was collected";
-    copy(c, stats, r->stats, n * sizeof *stats, what);
-    if (squares) copy(c, squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares, what);
-    rank_sync(r, what);
+    cuda_copy(r, stats, r->stats, n * sizeof *stats, what);
+    if (squares) cuda_copy(r, squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares, what);
+    cuda_sync(r, what);
 }
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
@@ -3663,10 +3663,10 @@ extern "C" bool cuda_peers(const int *device, int n) {
 extern "C" void cuda_open(struct rank *r) {
     struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
     if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
-    r->ops = &cuda_ops, r->cuda = c, c->rank = r;
+    r->ops = &cuda_ops, r->cuda = c;
     if (r->failed) return;
-    cuda_ok(c, cudaSetDevice(r->device), "selecting it");
-    cuda_ok(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
+    cuda_ok(r, cudaSetDevice(r->device), "selecting it");
+    cuda_ok(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
 }
 
 extern "C" void cuda_allocate(struct rank *r) {
@@ -3678,25 +3678,25 @@ extern "C" void cuda_allocate(struct rank *r) {
     c->staged = (int32_t *)calloc((size_t)r->chunk + 2, sizeof *c->staged);
     if (!c->staged) rank_fatal("out of memory");
     r->tokens = c->staged + 2;
-    c->batch = (struct batch *)cuda_own(c, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
+    c->batch = (struct batch *)cuda_memory(r, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
     c->tokens = (int32_t *)(c->batch + 1);
-    c->freq = upload_floats(c, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
-    uint8_t *cache = (uint8_t *)cuda_own(c, rank_cache(r, NULL), "the KV cache");
+    c->freq = upload_floats(r, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
+    uint8_t *cache = (uint8_t *)cuda_memory(r, rank_cache(r, NULL), "the KV cache");
     if (cache) rank_cache(r, cache);
 #define ROOM(field, type, count)                                                             \
     if (const size_t bytes = sizeof(type) * (count)) /* NULL where there is no such thing */ \
-    c->field = (type *)cuda_own(c, bytes, "activations")
+    c->field = (type *)cuda_memory(r, bytes, "activations")
     GPU_ROOMS(ROOM);
 #undef ROOM
     c->logits_stride = p.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(p.rank ? m->output.n_out : m->n_vocab);
-    cuda_ok(c, cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
+    cuda_ok(r, cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
             "host memory for logits");
     c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
     route->n_embd = m->n_embd, route->k = m->n_expert_used, route->n_group = m->n_group,
     route->n_group_used = m->n_group_used;
     route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->weights_norm, route->factor = m->weights_scale;
     c->sort.id = route->id, c->sort.k = route->k;
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "starting");
+    cuda_ok(r, cudaStreamSynchronize(c->stream), "starting");
 }
 
 /* The area of the rank that has the part p of the model, at base; its bytes. */
@@ -3721,18 +3721,18 @@ static void link_areas(struct rank *r, const int *device, bool peers) {
         if (device[i] == r->device) continue;
         cudaError_t e = cudaDeviceEnablePeerAccess(device[i], 0);
         if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
-        else cuda_ok(c, e, "reaching another GPU");
+        else cuda_ok(r, e, "reaching another GPU");
     }
     size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->sizes);
     const unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped;
-    if (peers) mine.area = (uint8_t *)cuda_own(c, bytes, "what other ranks send");
-    else if (cuda_ok(c, cudaHostAlloc(&c->host_area, bytes, flags), "host memory"))
+    if (peers) mine.area = (uint8_t *)cuda_memory(r, bytes, "what other ranks send");
+    else if (cuda_ok(r, cudaHostAlloc(&c->host_area, bytes, flags), "host memory"))
         mine.area = (uint8_t *)memset(c->host_area, 0, bytes);
-    if (cuda_ok(c, cudaHostAlloc((void **)&c->own_watch, sizeof *c->own_watch, flags), "host memory"))
+    if (cuda_ok(r, cudaHostAlloc((void **)&c->own_watch, sizeof *c->own_watch, flags), "host memory"))
         memset(c->own_watch, 0, sizeof *c->own_watch);
     mine.watch = c->own_watch;
-    struct counts *counts = (struct counts *)cuda_own(c, sizeof *counts, "what other ranks send");
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "starting"); /* the flags are 0 before anybody knows where they are */
+    struct counts *counts = (struct counts *)cuda_memory(r, sizeof *counts, "what other ranks send");
+    cuda_ok(r, cudaStreamSynchronize(c->stream), "starting"); /* the flags are 0 before anybody knows where they are */
     rank_exchange(r, &mine, all, sizeof mine);
     if (!rank_vote(r)) return;
     c->party = {p.rank, p.n_rank, counts, c->own_watch};
@@ -3755,16 +3755,16 @@ extern "C" void cuda_join(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct part p = r->m->part;
     ncclUniqueId id = {}, all[MAX_RANKS];
-    float *room = (float *)cuda_own(c, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
-    if (!p.rank) nccl_ok(c, ncclGetUniqueId(&id), "NCCL");
+    float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
+    if (!p.rank) nccl_ok(r, ncclGetUniqueId(&id), "NCCL");
     rank_exchange(r, &id, all, sizeof id);
     if (!rank_vote(r)) return;
     char *err = r->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
     r->err = NULL;
-    nccl_ok(c, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
-    nccl_ok(c, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
-    nccl_ok(c, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
-    cuda_ok(c, cudaStreamSynchronize(c->stream), "NCCL");
+    nccl_ok(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
+    nccl_ok(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
+    nccl_ok(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
+    cuda_ok(r, cudaStreamSynchronize(c->stream), "NCCL");
     r->err = err;
 #else
     (void)r;
@@ -3777,18 +3777,18 @@ static void check_sums(struct rank *r) {
     const int n = r->m->n_embd, n_rank = r->m->part.n_rank;
     float *row = (float *)malloc((size_t)n * sizeof *row);
     if (!row) rank_fatal("out of memory");
-    for (int turn = 0; turn < 2 && !c->rank->failed; turn++) { /* both halves of the slots */
+    for (int turn = 0; turn < 2 && !r->failed; turn++) { /* both halves of the slots */
         int wrong = 0;
         for (int i = 0; i < n; i++) row[i] = (float)((r->m->part.rank + 1) * (1 + i % 97 + turn));
         r->n_tok = 1;
-        cuda_ok(c, cudaMemsetAsync(c->x32[A_X], 0, (size_t)n * sizeof *row, c->stream), "a first sum");
-        copy(c, c->x32[A_OUT], row, (size_t)n * sizeof *row, "a first sum");
+        cuda_ok(r, cudaMemsetAsync(c->x32[A_X], 0, (size_t)n * sizeof *row, c->stream), "a first sum");
+        cuda_copy(r, c->x32[A_OUT], row, (size_t)n * sizeof *row, "a first sum");
         cuda_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
-        copy(c, row, c->x32[A_X], (size_t)n * sizeof *row, "a first sum");
-        if (!rank_sync(r, "a first sum")) break;
+        cuda_copy(r, row, c->x32[A_X], (size_t)n * sizeof *row, "a first sum");
+        if (!cuda_sync(r, "a first sum")) break;
         for (int i = 0; i < n; i++) wrong += row[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
         if (wrong)
-            rank_fail(c->rank,
+            rank_fail(r,
                       "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
                       "NCCL_P2P_DISABLE=1 goes through the host",
                       wrong, n);
@@ -3815,8 +3815,8 @@ extern "C" double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl) {
     }
     watch.mark(1);
     *few = before;
-    const double t = rank_sync(r, "timing sums") ? watch.seconds() / RUNS : 0;
-    cuda_ok(c, watch.error, "timing");
+    const double t = cuda_sync(r, "timing sums") ? watch.seconds() / RUNS : 0;
+    cuda_ok(r, watch.error, "timing");
     return t;
 }
 

@@ -155,23 +155,23 @@ static void random_row(uint8_t *row, uint32_t type, int n, int octaves, float si
 }
 
 /* What upload_matrix works with. */
-static struct cuda *uploader() {
+static struct rank *uploader() {
     static struct cuda c;
     static char err[ERR_MAX];
     static struct rank alone;
     static struct model none;
-    c.rank = &alone, alone.m = &none, alone.err = err, alone.failed = false, err[0] = 0;
-    if (c.twins) return &c;
+    alone.cuda = &c, alone.m = &none, alone.err = err, alone.failed = false, err[0] = 0;
+    if (c.twins) return &alone;
     c.stream = test_stream;
     c.twins = (struct twin *)calloc(TWINS, sizeof *c.twins);
-    c.range = (uint32_t *)cuda_own(&c, 2 * sizeof *c.range, "scratch");
+    c.range = (uint32_t *)cuda_memory(&alone, 2 * sizeof *c.range, "scratch");
     for (int s = 0; s < STAGES; s++) {
         must(cudaMallocHost((void **)&c.stage_host[s], STAGE_BYTES), "memory for uploads");
         must(cudaMalloc((void **)&c.stage[s], STAGE_BYTES), "memory for uploads");
         must(cudaEventCreate(&c.stage_free[s]), "an event");
         must(cudaEventRecord(c.stage_free[s], test_stream), "an event");
     }
-    return &c;
+    return &alone;
 }
 
 /* n_expert random matrices: as in a file, on the device by the program's own upload, and the values that it has there. Freed in
@@ -182,7 +182,8 @@ struct matrix {
     std::vector<double> v; /* (n_expert, n_out, n_in), factors and all */
     struct weight w = {};
     struct dmat d = {};
-    struct cuda *c = uploader();
+    struct rank *r = uploader();
+    struct cuda *c = r->cuda;
     size_t mark = c->n_owned;
 
     matrix(uint32_t type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0, float size = 1)
@@ -195,7 +196,7 @@ struct matrix {
         for (float &f : scale) f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
         for (int i = 0; with_bias && i < n_out; i++) bias.push_back(uniform());
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
-        upload_matrix(c, &w, "a test's matrix");
+        upload_matrix(r, &w, "a test's matrix");
         must(cudaStreamSynchronize(test_stream), "uploading");
         d = twin_slot(c, w.data)->mat;
         std::vector<float> row((size_t)n_in);
@@ -474,25 +475,24 @@ extern "C" void cuda_test_upload(void) {
                     angles.add((double)n[(size_t)(i * n_half + k)], 1.5 * sin(a));
                 }
             }
-            expect(!w.c->rank->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
+            expect(!w.r->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
                    "%s (%d, %d) of size %g: NMSE %.1e, of angles %.1e %s", type.name, s.n_out, n_in, (double)s.size,
-                   sum.nmse(), angles.nmse(), w.c->rank->err);
+                   sum.nmse(), angles.nmse(), w.r->err);
         }
     {
         matrix w(GGUF_F32, 1, 16, 64, false, 0, INFINITY);
-        expect(w.c->rank->failed && strstr(w.c->rank->err, "only finite ones"), "an infinite weight: %s",
-               w.c->rank->err);
+        expect(w.r->failed && strstr(w.r->err, "only finite ones"), "an infinite weight: %s", w.r->err);
     }
-    struct cuda *c = uploader();
+    struct rank *r = uploader();
     std::vector<uint8_t> raw(17 * 2 * 16, 0x77); /* exponents too far apart */
     for (int i = 0; i < 32; i++) raw[(size_t)i * 17] = (uint8_t)(100 + i);
     struct weight far_apart = {};
     far_apart.data = raw.data(), far_apart.type = GGUF_MXFP4, far_apart.n_in = 64, far_apart.n_out = 16,
     far_apart.n_expert = 1;
     far_apart.row_bytes = 34, far_apart.expert_bytes = 34 * 16;
-    upload_matrix(c, &far_apart, "a matrix");
-    expect(c->rank->failed && strstr(c->rank->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", c->rank->err);
-    *twin_slot(c, raw.data()) = {};
+    upload_matrix(r, &far_apart, "a matrix");
+    expect(r->failed && strstr(r->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", r->err);
+    *twin_slot(r->cuda, raw.data()) = {};
     uploader();
 }
 
