@@ -205,6 +205,9 @@ static inline size_t weight_tiles(const struct weight *w) {
            (size_t)((w->n_in + TILE_COLS - 1) / TILE_COLS);
 }
 
+/* Whether a GPU has a router's rows in BF16, as they are; otherwise in F32. */
+static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
+
 /* The matrices of a layer that there are, in the order of the forward; returns how many. */
 enum { LAYER_WEIGHTS = 16 };
 static inline int layer_weights(const struct layer *y, const struct weight *out[LAYER_WEIGHTS]) {
@@ -367,6 +370,8 @@ enum {
     SAMPLE_BINS = 4096,      /* which are counted by size */
     JOIN_BLOCKS = 32,        /* of a sum over ranks; */
     JOIN_SLOT = SLOT_FLOATS, /* floats that a rank pushes at once */
+    STAGES = FMT_F16 + 1,    /* on the way to the GPU, */
+    STAGE_BYTES = 32 << 20,  /* each */
     PAGE_BYTES = 2 << 20     /* to which the driver rounds up what is allocated */
 };
 
@@ -433,6 +438,16 @@ static inline int attn_splits(int n_sm, int n_head_blocks) {
     const int n = 2 * n_sm / n_head_blocks;
     return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
 }
+
+/* Rows of a file on their way into a matrix' tiles: 16 n_rt from row 16 rt0 on, as far as there are, of experts e0 .. e0 + n_e - 1. */
+struct repack {
+    size_t row_bytes;
+    uint32_t type;
+    int e0, n_e, rt0, n_rt;
+    int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
+    float factor; /* 2^shift */
+    float unit;   /* of the format: what the expansion to halves leaves out */
+};
 
 /* By what a GPU's activations are sized. */
 struct gpu_sizes {
@@ -559,6 +574,7 @@ struct rank {
     bool failed;
     bool shared; /* another rank is on the same GPU */
     struct gpu_sizes sizes;
+    int stage;                      /* the next one of the upload; of invented weights, bits: those that are filled */
     bool by_nccl[FEW_TOKENS + 1];   /* sums of so many tokens */
     struct watch *watch[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
 
@@ -593,6 +609,17 @@ enum moe_act { MOE_ACT_AUTO, MOE_ACT_F16, MOE_ACT_FP4 };
 
 /* Who adds up what ranks on GPUs have, for up to 16 tokens: NCCL, the kernel of moe_cuda.cu, or whichever is faster here. */
 enum allreduce { ALLREDUCE_AUTO, ALLREDUCE_NCCL, ALLREDUCE_ONESHOT };
+
+/* A choice of a token by a GPU. */
+struct sample_job {
+    int n, limit; /* ids; how many of the best top-k leaves, n: all */
+    int n_recent; /* 0 where nothing is penalised */
+    bool greedy;
+    float repeat_penalty, temp, top_p, min_p;
+    double uniform;
+    int32_t recent[PENALTY_WINDOW];
+    uint32_t recent_mask[64]; /* bit id % 2048 of those: most ids need not be looked up */
+};
 
 /* What moe_cuda.cu offers, in a program that is built with it. */
 struct cuda_options {
@@ -639,16 +666,25 @@ bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const c
 bool cuda_sync(struct rank *r, const char *what); /* waits for what was enqueued */
 /* Steps of the start of a rank, in this order; errors are rank_fail's. */
 void cuda_open(struct rank *r);
-void cuda_upload(struct rank *r, const struct weight *w, const char *what); /* a matrix in tiles, */
-void cuda_upload_router(struct rank *r, const struct weight *w);            /* the rows of a router, */
-void cuda_upload_floats(struct rank *r, const float *x, int n, const char *what);
-void cuda_uploaded(struct rank *r, bool stats, bool squares);  /* everything; what shall be collected */
+/* Room for a matrix in tiles. False: it is there already, or after an error. */
+bool cuda_matrix(struct rank *r, const struct weight *w, const char *what);
+/* Host memory, STAGE_BYTES, that cuda_repack takes `bytes` of and then repacks: (n_e, rows, row_bytes). NULL after an error. */
+uint8_t *cuda_stage(struct rank *r, int stage);
+void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes);
+/* Of the matrix that was repacked: F16: bits of the largest |weight|; MXFP4: the largest exponent byte, 255 - the smallest. */
+bool cuda_range(struct rank *r, uint32_t range[2]);
+/* The copy of something that `key` names; it is made at the first call. NULL: there is no key, or after an error. */
+const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what);
+void cuda_uploaded(struct rank *r);                            /* everything */
 void cuda_join(struct rank *r);                                /* NCCL */
 void cuda_allocate(struct rank *r);                            /* cache and activations */
 void cuda_link(struct rank *r, const int *device, bool peers); /* with the other ranks, on these GPUs */
 /* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
 double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl);
 /* what moe.c offers to it */
+/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
+ * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
+void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what);
 void rank_fatal(const char *what); /* ends the program with a line */
 /* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
 __attribute__((format(printf, 2, 3))) bool rank_fail(struct rank *r, const char *fmt, ...);
@@ -662,6 +698,15 @@ bool rank_patience(struct rank *r, struct patience *p, const char *what);
 size_t rank_cache(struct rank *r, uint8_t *base);
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
+void sampling_job(struct sample_job *p, const struct sampling *o, int n, const int32_t *recent, int n_recent,
+                  double uniform);
+/* The thread's next launch moves so many bytes; `fmt` says of what. May be called several times. */
+__attribute__((format(printf, 2, 3))) void profile_next(double bytes, const char *fmt, ...);
+/* Before a launch its name as the source spells it, after it NULL. The event to be recorded; -1: none. */
+int profile_launch(const char *kernel);
+bool profiling(void);
+void profile_start(struct profile_row *rows, int n);
+int profile_end(void); /* rows that there are */
 #ifdef __cplusplus
 }
 #endif
@@ -8111,6 +8156,60 @@ static int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats
 }
 
 #ifdef MOE_CUDA
+void sampling_job(struct sample_job *p, const struct sampling *o, int n, const int32_t *recent, int n_recent,
+                  double uniform) {
+    p->n = n, p->limit = o->top_k > 0 && o->top_k < n ? o->top_k : n;
+    p->greedy = o->greedy || o->temp <= 0;
+    p->n_recent = o->repeat_penalty != 1.0f ? n_recent : 0;
+    memset(p->recent_mask, 0, sizeof p->recent_mask);
+    for (int i = 0; i < n_recent; i++)
+        p->recent[i] = recent[i], p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
+    p->repeat_penalty = o->repeat_penalty, p->temp = o->temp, p->top_p = o->top_p, p->min_p = o->min_p;
+    p->uniform = uniform;
+}
+
+/* The launches of a forward, while a thread profiles its rank. */
+static _Thread_local struct {
+    struct profile_row *row; /* (cap); NULL: nothing is recorded */
+    int n, cap;
+    char what[64]; /* of the next launch: what it works on, */
+    double bytes;  /* and moves */
+} profile;
+
+void profile_next(double bytes, const char *fmt, ...) {
+    if (!profile.row) return;
+    if (profile.what[0]) strncat(profile.what, " + ", sizeof profile.what - 1 - strlen(profile.what));
+    size_t at = strlen(profile.what);
+    va_list v;
+    va_start(v, fmt);
+    vsnprintf(profile.what + at, sizeof profile.what - at, fmt, v);
+    va_end(v);
+    profile.bytes += bytes;
+}
+
+int profile_launch(const char *kernel) {
+    if (!profile.row || profile.n == profile.cap) return -1;
+    if (!kernel) return 2 * profile.n++ + 1;
+    struct profile_row *row = &profile.row[profile.n];
+    kernel += *kernel == '('; /* and without the arguments of a template */
+    snprintf(row->name, sizeof row->name, "%.*s %s", (int)strcspn(kernel, "<"), kernel, profile.what);
+    row->calls = 1, row->bytes = profile.bytes;
+    profile.bytes = 0, profile.what[0] = 0;
+    return 2 * profile.n;
+}
+
+bool profiling(void) { return profile.row; }
+
+void profile_start(struct profile_row *rows, int n) {
+    memset(&profile, 0, sizeof profile);
+    profile.row = rows, profile.cap = n;
+}
+
+int profile_end(void) {
+    profile.row = NULL;
+    return profile.n;
+}
+
 /* Which of the program's images a chip of capability major.minor runs. */
 static const char *gpu_image(int major, int minor) {
     const char *built = cuda_targets();
@@ -8233,6 +8332,9 @@ static void gpu_refuses(const struct model *m, enum kv_type kv, char *why) {
                      "--tp",
                      m->part.n_rank, m->part.rank, il < 0 ? "the output behind layer" : "layer",
                      m->first_layer + (il < 0 ? m->n_layer - 1 : il));
+            else if (w[i]->row_bytes > STAGE_BYTES / TILE_ROWS)
+                fail(why, "a matrix with rows of %zu bytes (more than %d) is not supported on a GPU; use --cpu",
+                     w[i]->row_bytes, STAGE_BYTES / TILE_ROWS);
             else if (w[i]->n_in % 8)
                 fail(why, "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; use --cpu",
                      w[i]->n_in);
@@ -8287,6 +8389,84 @@ static void gpu_choose(struct rank *r, const struct cuda_options *o) {
     r->sizes.nccl = gpu_wants_nccl(r, o), r->sizes.stats = o->stats;
 }
 
+static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
+
+/* The rows of a part of a matrix, as many as there are, to a stage; by all threads. */
+static void gpu_stage_rows(const struct weight *w, const struct repack *k, int rows, uint8_t *out) {
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < k->n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
+        const int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
+        uint8_t *row = out + ((size_t)(i / 16) * (size_t)rows + (size_t)from) * k->row_bytes;
+        const uint8_t *in =
+            w->data + (size_t)(k->e0 + i / 16) * w->expert_bytes + (size_t)(k->rt0 * TILE_ROWS + from) * w->row_bytes;
+        if (k->row_bytes == w->row_bytes) memcpy(row, in, (size_t)(to - from) * k->row_bytes);
+        else /* some of the columns */
+            for (int n = to - from; n-- > 0; row += k->row_bytes, in += w->row_bytes) memcpy(row, in, k->row_bytes);
+    }
+}
+
+/* The rows of a matrix to its copy; k: how they are stored. Invented ones are made once per format and repacked again and again. */
+static void gpu_upload_rows(struct rank *r, const struct weight *w, struct repack k) {
+    const size_t expert = (size_t)w->n_out * k.row_bytes;
+    const bool whole = expert <= STAGE_BYTES, invent = r->m->invented;
+    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, n_e = whole ? (int)(STAGE_BYTES / expert) : 1;
+    const int step = whole ? n_rt : (int)(STAGE_BYTES / (k.row_bytes * TILE_ROWS));
+    for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
+        for (k.rt0 = 0; k.rt0 < n_rt && !r->failed; k.rt0 += step) {
+            const int rows = int_min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
+            const int stage = invent ? (int)weight_format(w->type) : r->stage++ % STAGES;
+            const bool there = invent && r->stage >> stage & 1;
+            uint8_t *out = there ? NULL : cuda_stage(r, stage);
+            uint64_t rng = 42;
+            k.n_e = int_min(w->n_expert - k.e0, n_e), k.n_rt = int_min(n_rt - k.rt0, step);
+            size_t bytes = (size_t)k.n_e * (size_t)rows * k.row_bytes;
+            if (there) bytes = 0;
+            else if (out && invent)
+                bytes = STAGE_BYTES, r->stage |= 1 << stage, synth_fill(out, bytes, w->type, false, &rng);
+            else if (out) gpu_stage_rows(w, &k, rows, out);
+            if (!r->failed) cuda_repack(r, w, k, stage, bytes);
+        }
+}
+
+void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what) {
+    const bool mx = w->type == GGUF_MXFP4;
+    struct repack k = {.type = w->type, .row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in), .shift = mx ? 116 : 8};
+    if (!cuda_matrix(r, w, what)) return;
+    for (int tries = 0; !r->failed; tries++) {
+        uint32_t range[2];
+        float top;
+        k.factor = ldexpf(1, k.shift);
+        k.unit = mx                      ? ldexpf(128, k.shift - 127)
+                 : w->type == GGUF_NVFP4 ? 128
+                 : w->type == GGUF_Q8_0  ? 1
+                                         : 1 / k.factor;
+        gpu_upload_rows(r, w, k);
+        if (w->type == GGUF_NVFP4 || w->type == GGUF_Q8_0 || !cuda_range(r, range)) return;
+        const int low = 255 - (int)range[1], high = (int)range[0];
+        memcpy(&top, range, sizeof top);
+        if (mx ? !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;
+        if (tries && mx)
+            rank_fail(r, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
+        else if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
+        k.shift = mx ? high - 8 : 14 - ilogbf(top);
+    }
+}
+
+static void gpu_upload_router(struct rank *r, const struct weight *w) {
+    const size_t n_in = (size_t)w->n_in, n = (size_t)w->n_out * n_in;
+    float *rows = NULL;
+    if (!router_halves(w)) rows = xcalloc(n + 1, sizeof *rows);
+    for (int i = 0; i < w->n_out && rows; i++)
+        gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * n_in, n_in);
+    for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
+    cuda_vector(r, w->data, rows ? (const void *)rows : w->data, n * (rows ? sizeof *rows : 2), "routers");
+    free(rows);
+}
+
+static void gpu_upload_floats(struct rank *r, const float *x, int n, const char *what) {
+    cuda_vector(r, x, x, (size_t)n * sizeof *x, what);
+}
+
 /* Copies every tensor that a forward uses. */
 static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
     const struct model *m = r->m;
@@ -8300,9 +8480,9 @@ static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
     if (!r->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
         rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
                   (double)f.free / 0x1p30, (double)f.total / 0x1p30);
-    if (m->embd.data) cuda_upload(r, &m->embd, "token_embd");
-    if (m->output.data) cuda_upload(r, &m->output, "output");
-    cuda_upload_floats(r, m->output_norm, m->n_embd, "norms");
+    if (m->embd.data) gpu_upload_matrix(r, &m->embd, "token_embd");
+    if (m->output.data) gpu_upload_matrix(r, &m->output, "output");
+    gpu_upload_floats(r, m->output_norm, m->n_embd, "norms");
     for (int il = 0; il < m->n_layer && !r->failed; il++) {
         const struct layer *y = &m->layers[il];
         const struct {
@@ -8314,15 +8494,15 @@ static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
         snprintf(what, sizeof what, "layer %d", il);
         for (int i = 0, n = layer_weights(y, w); i < n; i++) {
             if (w[i] == &y->router) {
-                cuda_upload_router(r, w[i]);
+                gpu_upload_router(r, w[i]);
                 continue;
             }
-            cuda_upload(r, w[i], what);
+            gpu_upload_matrix(r, w[i], what);
             done += (double)weight_gpu_bytes(w[i], true);
             if (progress) progress(done, total);
         }
         for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
-            cuda_upload_floats(r, floats[i].x, floats[i].n, "norms");
+            gpu_upload_floats(r, floats[i].x, floats[i].n, "norms");
     }
     if (progress) progress(total, total);
 }
@@ -8395,11 +8575,15 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
     cuda_open(r);
     if (!r->failed) gpu_choose(r, o);
     if (!r->failed) gpu_upload(r, o->progress);
-    if (!r->failed) cuda_uploaded(r, o->stats, o->squares);
+    if (!r->failed) cuda_uploaded(r);
     gpu_fit(r, o);
     if (!r->failed) {
         r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
         cuda_allocate(r);
+        if (o->stats)
+            r->stats =
+                cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
+        if (o->squares) r->squares = cuda_memory(r, squares_before(m, m->n_layer) * sizeof *r->squares, "squares");
         if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
             const bool peers = cuda_peers(o->device, n);
             cuda_link(r, o->device, peers);
@@ -11400,7 +11584,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, con
                      (y->q_a_norm ? m->q_lora : 0) + (y->kv_a_norm ? m->kv_lora : 0) +
                      (y->router_bias ? y->n_expert : 0);
     int64_t router = (int64_t)y->router.n_out * y->router.n_in;
-    bool halves = y->router.type == GGUF_BF16 && !y->router.scale;
+    const bool halves = router_halves(&y->router);
     r->weights += 4 * floats + router * (halves ? 2 : 4);
     r->reads[READ_BACKBONE] += 4 * floats + (cpu ? (int64_t)weight_bytes(&y->router) : router * (halves ? 2 : 4));
 }
@@ -13296,8 +13480,7 @@ static void synth_load(struct engine *e, bool invented) {
     struct synth y = synth_parse(e->set->synth);
     if (e->set->shard) synth_shard(&y, e->set->shard);
     y.sizes = (e->set->info || e->set->plan) && !e->set->model;
-    synth_make(&e->model, &y, e->set->model,
-               y.sizes || (invented && !e->set->model && !y.q8)); /* no GPU invents Q8_0 */
+    synth_make(&e->model, &y, e->set->model, y.sizes || (invented && !e->set->model));
 }
 /* ============================================================================================================
  * Doctor

@@ -29,11 +29,12 @@
  *   Operations
  *   Start and end
  */
-#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <stb/stb_ds.h>
+#include <type_traits>
 
 #include "gguf_nvfp4.h"
 
@@ -45,6 +46,7 @@
 #define HAVE_NCCL     1
 #define SLOT_FLOATS   3072 /* few, so that sums come in pieces */
 #else
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #ifdef HAVE_NCCL
 #include <nccl.h>
@@ -136,24 +138,14 @@ ONE_INSTRUCTION(float, "=f", half_to_f32, uint16_t, "h", "cvt.f32.f16 %0, %1;")
 ONE_INSTRUCTION(uint16_t, "=h", f32_to_f16, float, "f", "cvt.rn.f16.f32 %0, %1;")
 DEVICE float bf16_value(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-ONE_INSTRUCTION2(uint16_t, "=h", f32_to_e4m3x2, float, "f", "cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;")
-ONE_INSTRUCTION(uint32_t, "=r", e4m3x2_to_f16x2, uint16_t, "h", "cvt.rn.f16x2.e4m3x2 %0, %1;")
-#else
-/* E4M3 on chips without the conversion: rounding by adding a number whose last place is the wanted one. */
-DEVICE uint32_t f32_to_e4m3(float x) {
-    float a = fminf(fabsf(x), 448.0f);
-    int e = max((int)(__float_as_uint(a) >> 23) - 127, -6);
-    float ulp = __uint_as_float((uint32_t)(e - 3 + 127) << 23);
-    int m = __float2int_rn(a / ulp); /* 0..16; 16 carries into the exponent by itself */
-    return (__float_as_uint(x) >> 31 << 7) | (uint32_t)(m < 8 ? m : ((e + 7) << 3) + m - 8);
+/* E4M3, which chips before capability 8.9 convert by integers. */
+DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, __NV_E4M3);
 }
-DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) { return (uint16_t)(f32_to_e4m3(lo) | f32_to_e4m3(hi) << 8); }
 DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
-    uint32_t v = (x & 0xFFu) | (uint32_t)(x >> 8) << 16; /* s eeee mmm: as f16 it is 2^-8 of the value */
-    return f16x2_mul((v & 0x00800080) << 8 | (v & 0x007F007F) << 7, 0x5C005C00);
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
+    return *(const uint32_t *)&h;
 }
-#endif
 
 /* Written by another block of the same kernel: not from the first cache, which is not coherent. */
 DEVICE float load_l2(const float *p) { return __ldcg(p); }
@@ -204,16 +196,13 @@ DEVICE uint64_t global_timer() { /* nanoseconds */
 
 /* Programmatic dependent launch: `wait` returns when the kernels before have ended and their writes are visible; `launch` lets the
  * next kernel's blocks start, which then wait themselves. */
-DEVICE void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+DEVICE void grid_dependency_wait() { cudaGridDependencySynchronize(); }
+DEVICE void grid_dependency_launch() { cudaTriggerProgrammaticLaunchCompletion(); }
+#else
+DEVICE void grid_dependency_wait() {}
+DEVICE void grid_dependency_launch() {}
 #endif
-}
-DEVICE void grid_dependency_launch() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 #define DYN_SMEM(T, name)                                 \
     extern __shared__ __align__(1024) uint8_t dyn_smem[]; \
@@ -237,44 +226,12 @@ static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem,
 #define LAUNCH_NAMED(kernel, name, ...) cuemu::enqueue_kernel(kernel, name, true, __VA_ARGS__)
 #endif
 
-/* ============================================================================================================
- * Profile
- * ============================================================================================================ */
-
-/* The launches of a forward, each between two events, while a thread profiles its rank. */
-struct profile {
-    struct profile_row *row; /* (cap) */
-    cudaEvent_t *event;      /* (cap, 2) */
-    int n, cap;
-    char what[64]; /* of the next launch: what it works on, */
-    double bytes;  /* and moves */
-};
-
-static thread_local struct profile *profile; /* NULL: nothing is recorded */
-
-/* The next launch moves so many bytes; `fmt` says of what. May be called several times. */
-__attribute__((format(printf, 2, 3))) static void profile_next(double bytes, const char *fmt, ...) {
-    if (!profile) return;
-    size_t at = strlen(profile->what);
-    va_list v;
-    va_start(v, fmt);
-    vsnprintf(profile->what + at, sizeof profile->what - at, fmt, v);
-    va_end(v);
-    profile->bytes += bytes;
-}
+static thread_local cudaEvent_t *profile_event; /* two of each launch, while a thread profiles its rank */
 
 /* Before a launch its name as the source spells it, after it NULL. */
 static void profile_mark(const char *kernel, cudaStream_t stream) {
-    struct profile *p = profile;
-    if (!p || p->n == p->cap) return;
-    cudaEvent_t *e = &p->event[2 * p->n + !kernel];
-    cudaEventCreate(e), cudaEventRecord(*e, stream);
-    if (!kernel && ++p->n) return;
-    struct profile_row *row = &p->row[p->n];
-    kernel += *kernel == '('; /* and without the arguments of a template */
-    snprintf(row->name, sizeof row->name, "%.*s %s", (int)strcspn(kernel, "<"), kernel, p->what);
-    row->calls = 1, row->bytes = p->bytes;
-    p->bytes = 0, p->what[0] = 0;
+    const int i = profile_launch(kernel);
+    if (i >= 0) cudaEventCreate(&profile_event[i]), cudaEventRecord(profile_event[i], stream);
 }
 
 #define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
@@ -298,11 +255,11 @@ static void profile_mark(const char *kernel, cudaStream_t stream) {
 
 /* (n_expert, n_out, n_in) matrices. Rows and columns that only fill up tiles are zero. */
 struct dmat {
-    const uint8_t *codes;  /* (n_expert, n_rt, n_kt) tiles */
-    const uint8_t *scales; /* likewise; NULL: the format has none */
-    const float *scale;    /* (n_expert) factors of the sums; NULL: factor `unit` alone */
-    const float *bias;     /* (n_out) or NULL */
-    float unit;            /* of the format: what the expansion to halves leaves out */
+    uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles */
+    uint8_t *scales;    /* likewise; NULL: the format has none */
+    const float *scale; /* (n_expert) factors of the sums; NULL: factor `unit` alone */
+    const float *bias;  /* (n_out) or NULL */
+    float unit;         /* of the format: what the expansion to halves leaves out */
     int n_out, n_in, n_rt, n_kt, n_expert, fmt;
 };
 
@@ -373,18 +330,6 @@ DEVICE float dmat_value(const struct dmat &w, int row, int col) {
  * Upload: from the file's blocks to tiles
  * ============================================================================================================ */
 
-/* What k_repack writes: tile rows rt0..rt0+n_rt-1 of experts e0..e0+n_e-1. */
-struct repack {
-    const uint8_t *raw; /* (n_e, those of the 16 n_rt rows that exist, row_bytes) as in the file */
-    size_t row_bytes;
-    uint32_t type;
-    int e0, n_e, rt0, n_rt;
-    int shift;  /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
-    float unit; /* 2^shift */
-    uint8_t *codes, *scales;
-    uint32_t *range; /* F16: bits of the largest |weight|; MXFP4: largest e, 255 - smallest: does all fit? */
-};
-
 /* A weight of an F32, F16 or BF16 row. */
 DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
     if (r.type == GGUF_F32) return ((const float *)row)[col];
@@ -402,8 +347,9 @@ DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
     return out;
 }
 
-/* Rows of the file to tiles. Grid: tiles / 8, block 256, a warp a tile. Reads and writes the matrix once; the bus is slower. */
-__global__ void __launch_bounds__(256) k_repack(struct repack r, struct dmat w) {
+/* Rows of the file to tiles. range, where the format's values may not all fit: F16: bits of the largest |weight|; MXFP4: the largest
+ * exponent, 255 - the smallest. Grid: tiles / 8, block 256, a warp a tile. Reads and writes the matrix once; the bus is slower. */
+__global__ void __launch_bounds__(256) k_repack(struct repack r, const uint8_t *raw, struct dmat w, uint32_t *range) {
     grid_dependency_wait();
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     size_t n = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
@@ -411,13 +357,13 @@ __global__ void __launch_bounds__(256) k_repack(struct repack r, struct dmat w) 
     int e = (int)(n / per), rt = (int)(n % per) / w.n_kt, kt = (int)(n % per) % w.n_kt;
     int rows = min(r.n_rt * TILE_ROWS, w.n_out - r.rt0 * TILE_ROWS);
     size_t tile = tile_index(w, r.e0 + e, r.rt0 + rt) + (size_t)kt;
-    uint32_t *codes = (uint32_t *)(r.codes + tile * (size_t)TILE_BYTES(w.fmt));
-    uint8_t *scales = r.scales + tile * TILE_SCALES + 8 * g;
+    uint32_t *codes = (uint32_t *)(w.codes + tile * (size_t)TILE_BYTES(w.fmt));
+    uint8_t *scales = w.scales + tile * TILE_SCALES + 8 * g;
     uint32_t top = 0, low = 0;
     for (int i = 0; i < 4; i++) {
         const int hi = i >> 1, h = i & 1;
         const int row = rt * TILE_ROWS + g + 8 * hi, col = kt * TILE_COLS + 32 * h + 8 * t;
-        const uint8_t *src = r.raw + ((size_t)e * (size_t)rows + (size_t)row) * r.row_bytes;
+        const uint8_t *src = raw + ((size_t)e * (size_t)rows + (size_t)row) * r.row_bytes;
         const bool in = row < rows && col < w.n_in;
         uint32_t *to = codes + 4 * lane + hi;
         if (w.fmt == FMT_FP4) {
@@ -444,48 +390,13 @@ __global__ void __launch_bounds__(256) k_repack(struct repack r, struct dmat w) 
             for (int k = 0; k < 8; k += 2) { /* steps 2h and 2h + 1, registers hi and hi + 2 */
                 float x = in ? raw_float(r, src, col + k) : 0, y = in ? raw_float(r, src, col + k + 1) : 0;
                 top = max(top, __float_as_uint(fmaxf(fabsf(x), fabsf(y))));
-                to[128 * (2 * h + (k >> 2)) + (k & 2)] = f32_to_f16x2(x * r.unit, y * r.unit);
+                to[128 * (2 * h + (k >> 2)) + (k & 2)] = f32_to_f16x2(x * r.factor, y * r.factor);
             }
         }
     }
     if (r.type == GGUF_NVFP4 || w.fmt == FMT_Q8) return;
-    atomicMax(r.range, top);
-    atomicMax(r.range + 1, low);
-}
-
-/* Splitmix64's n-th number. */
-DEVICE uint64_t random_bits(uint64_t n) {
-    uint64_t z = n * 0x9E3779B97F4A7C15u;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u, z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
-}
-
-/* Invents FP4 (any codes, scales 0x30 .. 0x3F) or halves (+-0.025 times 2^8) from the random numbers behind `seed`, as synth_fill
- * does. Grid: tiles / 8, block 256, a warp a tile. Writes the matrix once: the bandwidth of memory. */
-__global__ void __launch_bounds__(256) k_fill(struct dmat w, uint8_t *codes, uint8_t *scales, uint64_t seed) {
-    grid_dependency_wait();
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    size_t tile = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), rows = (size_t)w.n_expert * (size_t)w.n_rt;
-    if (tile >= rows * (size_t)w.n_kt) return;
-    const int row = (int)(tile / w.n_kt % w.n_rt) * TILE_ROWS + g, col = (int)(tile % w.n_kt) * TILE_COLS;
-    auto in = [&](int hi, int c) { return row + 8 * hi < w.n_out && col + c < w.n_in; };
-    const bool fp4 = w.fmt == FMT_FP4;
-    const float unit = 0.025f * 256.0f / 32768.0f;
-    seed += tile * 320; /* numbers of a tile: 2 a lane and 512 bytes; FP4's scales behind all codes' */
-    for (int v = 0; v < TILE_BYTES(w.fmt) / 512; v++) {
-        const uint64_t n = seed + (uint64_t)(64 * v + 2 * lane);
-        uint32_t out[4]; /* FP4: words hi + 2h; halves: registers of step v; see expand */
-        for (int i = 0; i < 4; i++) {
-            uint32_t x = (uint32_t)(random_bits(n + (uint64_t)(i >> 1)) >> 32 * (i & 1));
-            if (!fp4) x = f32_to_f16x2((float)(int16_t)x * unit, (float)(int16_t)(x >> 16) * unit);
-            out[i] = in(i & 1, 32 * (fp4 ? i >> 1 : v >> 1) + 8 * t) ? x : 0;
-        }
-        *(uint4 *)(codes + tile * (size_t)TILE_BYTES(w.fmt) + (size_t)(512 * v + 16 * lane)) =
-            make_uint4(out[0], out[1], out[2], out[3]);
-    }
-    if (!fp4) return; /* two scales a lane: row g + 8 (lane / 2 % 2), columns from 32 (lane % 2) */
-    uint32_t s = 0x3030 | ((uint32_t)random_bits(seed + 256 + 2 * (uint64_t)lane) & 0x0F0F);
-    ((uint16_t *)(scales + tile * TILE_SCALES))[lane] = in(lane >> 1 & 1, 32 * (lane & 1)) ? (uint16_t)s : 0;
+    atomicMax(range, top);
+    atomicMax(range + 1, low);
 }
 
 /* ============================================================================================================
@@ -821,43 +732,32 @@ DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *
             UNROLL for (int h = 0; h < 2; h++) {
                 uint4 b[NT];
                 UNROLL for (int k = 0; k < NT; k++) b[k] = *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
-                if constexpr (FMT == FMT_Q8) { /* the block's scale belongs to rows g and g + 8 */
-                    const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
-                                d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
+                float part[NT][4] = {}, (*sum)[4] = FMT == FMT_Q8 ? part : acc;
+                UNROLL for (int q = 0; q < 2; q++) {
+                    uint32_t a[4];
+                    expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
                     UNROLL for (int k = 0; k < NT; k++) {
-                        float part[4] = {};
-                        UNROLL for (int q = 0; q < 2; q++) {
-                            uint32_t a[4], bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
-                            expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
-                            mma_f16(part, a, bb);
-                        }
-                        acc[k][0] += d0 * part[0], acc[k][1] += d0 * part[1];
-                        acc[k][2] += d1 * part[2], acc[k][3] += d1 * part[3];
-                    }
-                } else {
-                    UNROLL for (int q = 0; q < 2; q++) {
-                        uint32_t a[4];
-                        expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
-                        UNROLL for (int k = 0; k < NT; k++) {
-                            uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
-                            mma_f16(acc[k], a, bb);
-                        }
+                        uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
+                        mma_f16(sum[k], a, bb);
                     }
                 }
+                if (FMT != FMT_Q8) continue;
+                /* the block's scale belongs to rows g and g + 8 */
+                const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
+                            d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
+                UNROLL for (int i = 0; i < 4 * NT; i++) acc[i >> 2][i & 3] += (i & 2 ? d1 : d0) * part[i >> 2][i & 3];
             }
         }
         now = next;
     }
 }
 
-template <int NT>
-DEVICE void few_product(const struct dmat &w, int e, int rt, int k0, int k1, const uint16_t *x, size_t x_stride,
-                        int n_tok, float acc[NT][4], bool wait) {
-    size_t tile = tile_index(w, e, rt) + (size_t)k0;
-    x += (size_t)k0 * TILE_COLS;
-    if (w.fmt == FMT_FP4) few_tiles<FMT_FP4, NT>(w, tile, k1 - k0, x, x_stride, n_tok, acc, wait);
-    else if (w.fmt == FMT_Q8) few_tiles<FMT_Q8, NT>(w, tile, k1 - k0, x, x_stride, n_tok, acc, wait);
-    else few_tiles<FMT_F16, NT>(w, tile, k1 - k0, x, x_stride, n_tok, acc, wait);
+/* f with the format of a matrix as a constant. */
+template <class F>
+DEVICE void with_format(int fmt, F f) {
+    if (fmt == FMT_FP4) f(std::integral_constant<int, FMT_FP4>());
+    else if (fmt == FMT_Q8) f(std::integral_constant<int, FMT_Q8>());
+    else f(std::integral_constant<int, FMT_F16>());
 }
 
 /* Experts, heads or one plain matrix, each with rows of x of its own. */
@@ -944,9 +844,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constan
     UNROLL_BY(1) for (int i = first; i < last; i++) {
         const struct few_part &q = p.part[i];
         const int tiles = few_jobs(p, i) * q.w.n_kt, begin = max(from, 0), end = min(to, tiles);
-        if (q.w.fmt == FMT_FP4) few_list<FMT_FP4, NT>(p, q, rt, begin, end, sum, early);
-        else if (q.w.fmt == FMT_Q8) few_list<FMT_Q8, NT>(p, q, rt, begin, end, sum, early);
-        else few_list<FMT_F16, NT>(p, q, rt, begin, end, sum, early);
+        with_format(q.w.fmt, [&](auto fmt) { few_list<fmt.value, NT>(p, q, rt, begin, end, sum, early); });
         from -= tiles, to -= tiles;
     }
     __syncthreads(); /* some warp has had tiles, and waited: y is free */
@@ -991,7 +889,11 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_glu(const __grid_constan
     const struct dmat &w = warp < half ? q.w : p.up[part];
     int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
     float acc[NT][4] = {};
-    if (k0 < k1) few_product<NT>(w, e, rt, k0, k1, q.x, q.x_stride, p.n_tok, acc, early);
+    with_format(w.fmt, [&](auto fmt) {
+        if (k0 < k1)
+            few_tiles<fmt.value, NT>(w, tile_index(w, e, rt) + (size_t)k0, k1 - k0, q.x + k0 * TILE_COLS, q.x_stride,
+                                     p.n_tok, acc, early);
+    });
     UNROLL for (int i = 0; i < 4 * NT; i++) few_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
     __syncthreads();
     float gate_scale = dmat_scale(q.w, e), up_scale = dmat_scale(p.up[part], e);
@@ -1745,29 +1647,22 @@ __global__ void __launch_bounds__(256) k_squares(const uint16_t *x, size_t x_str
  * Rotation and the cache
  * ============================================================================================================ */
 
-/* One plane of a layer's cache, laid out as struct kv_plane of moe.c. */
-struct plane {
-    uint8_t *data;    /* (n_ctx, row_bytes) */
-    float *scale;     /* (n_ctx, n_group), FP8 only */
-    size_t row_bytes; /* a multiple of 16 */
-    int n_group, fp8;
-};
-
 /* One warp stores a group of n values that it holds, value i in x[i / 32] of lane i % 32, at element `at` of row `pos`. FP8: the scale
  * is amax / 448. */
 template <int PER>
-DEVICE void plane_store(const struct plane &p, size_t pos, int at, int group, int n, const float x[PER]) {
+DEVICE void plane_store(const struct kv_plane &p, size_t pos, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
     uint8_t *row = p.data + pos * p.row_bytes;
     float amax = 0;
     UNROLL for (int i = 0; i < PER; i++) if (lane + 32 * i < n) amax = fmaxf(amax, fabsf(x[i]));
     amax = warp_max(amax);
     float scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f, inv = 1.0f / scale;
-    if (p.fp8 && !lane) p.scale[pos * (size_t)p.n_group + (size_t)group] = scale;
+    const bool fp8 = p.type == KV_FP8;
+    if (fp8 && !lane) p.scale[pos * (size_t)p.n_group + (size_t)group] = scale;
     UNROLL for (int i = 0; i < PER; i++) {
         int k = lane + 32 * i;
         if (k >= n) continue;
-        if (p.fp8) row[at + k] = (uint8_t)f32_to_e4m3x2(x[i] * inv, 0);
+        if (fp8) row[at + k] = (uint8_t)f32_to_e4m3x2(x[i] * inv, 0);
         else ((uint16_t *)row)[at + k] = (uint16_t)f32_to_bf16x2(x[i], 0);
     }
 }
@@ -1780,7 +1675,7 @@ struct rope_args {
     const float *q_norm, *k_norm; /* (d); MLA: k_norm (latent) */
     uint16_t *q16;    /* (n_tok, n_head, d): what attention reads; MLA: the part without rotation, for wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which the last `rope` are written here */
-    struct plane kp, vp;
+    struct kv_plane kp, vp;
     int n_head, n_head_kv, d, dv, rope, latent, nope;
     float eps;
 };
@@ -1796,28 +1691,26 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     const int kind = h < p.n_head ? 0 : h < p.n_head + p.n_head_kv ? 1 : 2; /* q, k, v */
     const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv, n = kind == 2 ? p.dv : p.d;
     if (i >= p.n_head_kv && kind == 2) return;
-    const float *src = kind == 0   ? p.q + ((size_t)t * p.n_head + i) * n
-                       : kind == 1 ? p.k + ((size_t)t * p.n_head_kv + i) * n
-                                   : p.v + ((size_t)t * p.n_head_kv + i) * n;
-    float x[HEAD_PER];
+    const float *src = (kind == 0   ? p.q
+                        : kind == 1 ? p.k
+                                    : p.v) +
+                       ((size_t)t * (kind ? p.n_head_kv : p.n_head) + i) * n;
+    float x[HEAD_PER], ss = 0;
+    UNROLL for (int j = 0; j < HEAD_PER; j++) {
+        x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+        ss += x[j] * x[j];
+    }
     if (kind == 2) {
-        UNROLL for (int j = 0; j < HEAD_PER; j++) x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
         plane_store<HEAD_PER>(p.vp, (size_t)(p.batch->pos + t), i * n, i, n, x);
         return;
     }
-    float ss = 0;
-    UNROLL for (int j = 0; j < HEAD_PER; j++) {
-        float v = lane + 32 * j < n ? src[lane + 32 * j] : 0;
-        ss += v * v;
-    }
-    float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
+    const float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
     const float *w = kind ? p.k_norm : p.q_norm, *cs = p.cs + (size_t)t * (p.rope / 2),
                 *sn = p.sn + (size_t)t * (p.rope / 2);
     UNROLL for (int j = 0; j < HEAD_PER; j++) {
         int c = lane + 32 * j, half = p.rope / 2;
-        x[j] = 0;
         if (c >= n) continue;
-        float v = src[c] * f * w[c];
+        float v = x[j] * f * w[c];
         if (c < p.rope) { /* the other half's value is read again: cheaper than moving it between lanes */
             int o = c < half ? c + half : c - half, r = c < half ? c : o;
             float u = src[o] * f * w[o];
@@ -1886,7 +1779,7 @@ struct attn_args {
     const uint16_t *q;                    /* f16 (n_tok, n_head, dk), q_stride halves from token to token */
     uint16_t *out;                        /* f16 (n_tok, n_head, dv), out_stride */
     float *part;                          /* (max_splits, min(n_tok, FEW_TOKENS), n_head, dv + 2) */
-    struct plane k, v;                    /* MLA: latents, rotated part */
+    struct kv_plane k, v;                 /* MLA: latents, rotated part */
     const struct batch *batch;            /* its n_tok may be less than ours: rows behind it are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
@@ -2013,7 +1906,7 @@ DEVICE int kv_at(int row, int at) {
 
 /* Starts copying N rows of ROW bytes (at byte `first` of the plane's rows) of keys key..; zeros from `len` on. For LANES lanes. */
 template <int ROW, int N, int LANES>
-DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int len, int lane) {
+DEVICE void kv_copy(uint8_t *to, const struct kv_plane &p, int first, int key, int len, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
     const uint8_t *from = p.data + (size_t)(key + row) * p.row_bytes + first + at;
@@ -2022,7 +1915,7 @@ DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int 
         if (N % STEP == 0 || row < N) cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
 }
 
-DEVICE float kv_scale(const struct plane &p, int key, int group, int len) {
+DEVICE float kv_scale(const struct kv_plane &p, int key, int group, int len) {
     return key < len ? p.scale[(size_t)key * p.n_group + group] : 0.0f;
 }
 
@@ -2474,7 +2367,6 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
 __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     SHARED(float, weight, SPLITS_MAX);
     SHARED(floats4, sums, 256);
-    SHARED(float, dens, 8);
     struct attn_work w;
     int tid = (int)threadIdx.x, row = (int)blockIdx.x;
     attn_begin(&w, a, 1);
@@ -2488,9 +2380,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
         float2 ml = tops[from(s)];
         weight[s] = exp2f(ml.x - top), den += weight[s] * ml.y;
     }
-    UNROLL for (int x = 1; x < 32; x *= 2) den += __shfl_xor_sync(0xFFFFFFFFu, den, x);
-    if ((tid & 31) == 0) dens[tid >> 5] = den;
-    __syncthreads(); /* weights and the warps' denominators are there */
+    den = block_sum(den); /* its barrier is that of the weights, too */
     int cols = a.dv / 4, n = 256 / cols, part = tid / cols, col = tid % cols * 4;
     floats4 x = {};
     auto add = [&](float f, const void *p) {
@@ -2501,8 +2391,6 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     sums[tid] = x;
     __syncthreads(); /* the groups' sums are there */
     if (part) return;
-    den = 0;
-    UNROLL for (int i = 0; i < 8; i++) den += dens[i];
     for (int i = 1; i < n; i++) add(1, &sums[tid + i * cols]);
     w.n_split = 1;
     attn_store(a, w, row, col, x, top, den);
@@ -2559,7 +2447,7 @@ static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
 }
 extern "C" bool cuda_attends(bool mla, int dk, int dv) { return attn_find(mla, dk, dv, 0) != NULL; }
 static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaStream_t s) {
-    attn_find(mla, a->dk, a->dv, a->k.fp8)(a, prefill, s);
+    attn_find(mla, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
 }
 
 /* ============================================================================================================
@@ -2572,19 +2460,12 @@ static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaS
 
 enum { SAMPLE_THREADS = 512, SAMPLE_ROOM = 2 * SAMPLE_THREADS };
 
-struct sample_args {
-    const float *logits; /* (n) */
-    int n, limit;        /* ids; how many of the best top-k leaves, n: all */
-    int n_recent;        /* 0 where nothing is penalised */
-    bool greedy;
-    float repeat_penalty, temp, top_p, min_p;
-    double uniform;
-    int32_t recent[PENALTY_WINDOW];
-    uint32_t recent_mask[64]; /* bit id % 2048 of those: most ids need not be looked up */
-    uint64_t *block_best;     /* (SAMPLE_BLOCKS) keys */
-    double *block_mass;       /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best) */
-    int *bins;                /* (SAMPLE_BINS) zero between launches */
-    uint32_t *arrived;        /* likewise */
+struct sample_args : sample_job {
+    const float *logits;  /* (n) */
+    uint64_t *block_best; /* (SAMPLE_BLOCKS) keys */
+    double *block_mass;   /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best) */
+    int *bins;            /* (SAMPLE_BINS) zero between launches */
+    uint32_t *arrived;    /* likewise */
     int32_t *token;
 };
 
@@ -2738,18 +2619,19 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
  * The engine of a rank
  * ============================================================================================================ */
 
-/* A tensor of the model and its copy: a matrix, a vector of floats, or a router's rows in BF16. */
+/* The copy of a tensor of the model: of a matrix in tiles, of anything else as it is. */
 struct twin {
-    const void *host;
-    struct dmat mat;
-    float *f32;
-    uint16_t *bf16;
+    const void *key; /* the host's */
+    struct {
+        struct dmat mat;
+        void *data;
+    } value;
 };
 
-enum {
-    STAGES = 2,
-    STAGE_BYTES = 32 << 20,
-    TWINS = 1 << 14 /* slots of the table of twins: at most 512 layers of 24 tensors */
+/* What is on its way to the GPU, of STAGE_BYTES. */
+struct stage {
+    uint8_t *host, *device;
+    cudaEvent_t free;
 };
 
 /* What other ranks write to: on the receiver's GPU, or in host memory. */
@@ -2766,16 +2648,15 @@ struct area {
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
     cudaStream_t stream;
-    void **owned; /* host list of allocations, */
-    size_t n_owned, cap_owned;
-    size_t allocated;
-    struct twin *twins;       /* host, TWINS slots, open addressing */
+    size_t allocated;         /* bytes of r->owned */
+    struct twin *twins;       /* host, stb_ds */
     struct batch *batch;      /* followed by the ids: one copy per forward */
     int32_t *tokens;          /* (chunk) */
     int32_t *staged;          /* host: what is copied there */
     float *x32[ACT_COUNT];    /* slots in F32, where something reads that */
     uint16_t *x16[ACT_COUNT]; /* slots in halves: inputs of products and of attention */
-    float *cs, *sn, *freq;
+    float *cs, *sn;
+    const float *freq;
     uint16_t *qlat, *mixed; /* MLA: (chunk, n_head, kv_lora + rope), (chunk, n_head, kv_lora) */
     float *part;            /* of attention over a split context */
     struct fp4_rows x4, hidden4;
@@ -2801,12 +2682,9 @@ struct cuda {
     struct sampling sampling;              /* of the latest choice */
     int32_t *token_host;                   /* pinned */
     cudaGraphExec_t graph[FEW_TOKENS + 1]; /* of forwards of so many tokens; NULL: not yet */
-    /* while the weights are uploaded */
-    uint8_t *stage_host[STAGES], *stage[STAGES];
-    cudaEvent_t stage_free[STAGES];
-    uint32_t *range, range_host[2]; /* here, as the copy of one may end after a failed wait for it */
-    int stage_at;
-    int mma_turns; /* of k_mma_rate that take some milliseconds; 0: not measured */
+    struct stage stage[STAGES];            /* while the weights are uploaded */
+    uint32_t *range, range_host[2];        /* of repacking; here, as the copy may end after a failed wait for it */
+    int mma_turns;                         /* of k_mma_rate that take some milliseconds; 0: not measured */
 };
 
 static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
@@ -2856,196 +2734,85 @@ extern "C" void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
                   what, gib(bytes), gib(free_bytes), gib(total));
         return NULL;
     }
-    if (c->n_owned == c->cap_owned) {
-        c->cap_owned = c->cap_owned ? 2 * c->cap_owned : 256;
-        c->owned = (void **)realloc(c->owned, c->cap_owned * sizeof *c->owned);
-        if (!c->owned) rank_fatal("out of memory");
-    }
-    c->owned[c->n_owned++] = p;
+    arrput(r->owned, p);
     c->allocated += bytes;
     cuda_ok(r, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
     return p;
 }
 
-static struct twin *twin_slot(const struct cuda *c, const void *host) {
-    size_t i = (size_t)((uintptr_t)host * 0x9E3779B97F4A7C15u >> 40) % TWINS;
-    while (c->twins[i].host && c->twins[i].host != host) i = (i + 1) % TWINS;
-    return &c->twins[i];
+static struct dmat *mat(struct cuda *c, const struct weight *w) { return &hmgetp(c->twins, w->data)->value.mat; }
+static void *vec(struct cuda *c, const void *key) { return hmgetp(c->twins, key)->value.data; }
+
+extern "C" const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
+    struct twin t = {key, {{}, vec(r->cuda, key)}};
+    if (!key || t.value.data || !(t.value.data = cuda_memory(r, bytes, what))) return t.value.data;
+    cuda_copy(r, t.value.data, from, bytes, what);
+    hmputs(r->cuda->twins, t);
+    return t.value.data;
 }
 
-/* The copy of n floats; NULL of NULL. */
-static float *upload_floats(struct rank *r, const float *host, size_t n, const char *what) {
-    if (!host) return NULL;
-    struct twin *t = twin_slot(r->cuda, host);
-    if (t->f32) return t->f32;
-    t->host = host;
-    t->f32 = (float *)cuda_memory(r, n * sizeof(float), what);
-    if (t->f32) cuda_copy(r, t->f32, host, n * sizeof(float), what);
-    return t->f32;
-}
-
-/* Sends rows of the file through a stage and has them repacked: tile rows rt0..rt0+n_rt-1 of experts e0..e0+n_e-1. */
-static void upload_part(struct rank *r, const struct weight *w, const struct dmat *d, struct repack k) {
-    struct cuda *c = r->cuda;
-    int s = c->stage_at++ % STAGES, rows = k.n_rt * TILE_ROWS;
-    if (rows > w->n_out - k.rt0 * TILE_ROWS) rows = w->n_out - k.rt0 * TILE_ROWS;
-    size_t bytes = (size_t)rows * k.row_bytes;
-    if (!cuda_ok(r, cudaEventSynchronize(c->stage_free[s]), "waiting for an upload")) return;
-#pragma omp parallel for schedule(static)
-    for (int i = 0; i < k.n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
-        int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
-        uint8_t *out = c->stage_host[s] + (size_t)(i / 16) * bytes;
-        const uint8_t *in =
-            w->data + (size_t)(k.e0 + i / 16) * w->expert_bytes + (size_t)(k.rt0 * TILE_ROWS) * w->row_bytes;
-        if (k.row_bytes == w->row_bytes)
-            memcpy(out + (size_t)from * k.row_bytes, in + (size_t)from * k.row_bytes,
-                   (size_t)(to - from) * k.row_bytes);
-        else /* some of the columns */
-            for (int row = from; row < to; row++)
-                memcpy(out + (size_t)row * k.row_bytes, in + (size_t)row * w->row_bytes, k.row_bytes);
-    }
-    cuda_copy(r, c->stage[s], c->stage_host[s], bytes * (size_t)k.n_e, "uploading weights");
-    size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
-    k.raw = c->stage[s];
-    LAUNCH_PDL(k_repack, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, k, *d);
-    cuda_ok(r, cudaGetLastError(), "repacking weights");
-    cuda_ok(r, cudaEventRecord(c->stage_free[s], c->stream), "repacking weights");
-}
-
-/* One pass over a matrix. */
-static void upload_pass(struct rank *r, const struct weight *w, const struct dmat *d, int shift) {
-    size_t row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in), bytes = (size_t)w->n_out * row_bytes;
-    int n_e = bytes <= STAGE_BYTES ? (int)(STAGE_BYTES / bytes) : 1;
-    int n_rt = bytes <= STAGE_BYTES ? d->n_rt : (int)(STAGE_BYTES / (row_bytes * TILE_ROWS));
-    for (int e = 0; e < w->n_expert; e += n_e)
-        for (int rt = 0; rt < d->n_rt; rt += n_rt) {
-            struct repack k = {NULL,
-                               row_bytes,
-                               w->type,
-                               e,
-                               w->n_expert - e < n_e ? w->n_expert - e : n_e,
-                               rt,
-                               d->n_rt - rt < n_rt ? d->n_rt - rt : n_rt,
-                               shift,
-                               ldexpf(1.0f, shift),
-                               (uint8_t *)(uintptr_t)d->codes,
-                               (uint8_t *)(uintptr_t)d->scales,
-                               r->cuda->range};
-            upload_part(r, w, d, k);
-        }
-}
-
-/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
- * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
-static void upload_matrix(struct rank *r, const struct weight *w, const char *what) {
-    struct cuda *c = r->cuda;
-    struct twin *t = twin_slot(c, w->data);
-    if (t->mat.codes || r->failed) return;
-    struct dmat *d = &t->mat;
-    t->host = w->data;
-    *d = {};
+extern "C" bool cuda_matrix(struct rank *r, const struct weight *w, const char *what) {
+    struct twin t = {w->data, {}};
+    struct dmat *d = &t.value.mat;
+    if (mat(r->cuda, w)->codes || r->failed) return false;
     d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
     d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
-    size_t tiles = weight_tiles(w);
-    d->codes = (const uint8_t *)cuda_memory(r, tiles * (size_t)TILE_BYTES(d->fmt), what);
-    if (d->fmt != FMT_F16) d->scales = (const uint8_t *)cuda_memory(r, tiles * TILE_SCALES, what);
-    d->scale = upload_floats(r, w->scale, (size_t)w->n_expert, what);
-    d->bias = upload_floats(r, w->bias, (size_t)w->n_out, what);
-    if (r->m->invented && !r->failed) { /* NVFP4 or BF16 */
-        d->unit = d->fmt == FMT_FP4 ? 128.0f : 0x1p-8f;
-        LAUNCH_PDL(k_fill, dim3((unsigned)((tiles + 7) / 8)), 256, 0, c->stream, *d, (uint8_t *)(uintptr_t)d->codes,
-                   (uint8_t *)(uintptr_t)d->scales, (uint64_t)c->stage_at++ << 40);
-        cuda_ok(r, cudaGetLastError(), "inventing weights");
-        return;
-    }
-    int shift = w->type == GGUF_MXFP4 ? 116 : 8;
-    for (int tries = 0; !r->failed; tries++) {
-        uint32_t *range = c->range_host;
-        range[0] = range[1] = 0;
-        cuda_ok(r, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), what);
-        upload_pass(r, w, d, shift);
-        d->unit = d->fmt == FMT_Q8 ? 1.0f : d->fmt == FMT_FP4 ? 128.0f : ldexpf(1.0f, -shift);
-        if (w->type == GGUF_NVFP4 || d->fmt == FMT_Q8 || r->failed) return;
-        cuda_copy(r, range, c->range, sizeof c->range_host, what);
-        cuda_ok(r, cudaStreamSynchronize(c->stream), what);
-        float top;
-        memcpy(&top, range, sizeof top);
-        int low = 255 - (int)range[1], high = (int)range[0];
-        if (w->type == GGUF_MXFP4) {
-            d->unit = ldexpf(128.0f, shift - 127);
-            if (!high || (high - shift <= 8 && low - shift >= -9)) return;
-            if (tries)
-                rank_fail(r, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
-            shift = high - 8;
-        } else {
-            if (ldexpf(top, shift) <= 65504.0f) return;
-            if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
-            shift = 14 - ilogbf(top);
-        }
-    }
+    d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);
+    if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
+    d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
+    d->bias = (const float *)cuda_vector(r, w->bias, w->bias, (size_t)w->n_out * sizeof(float), what);
+    hmputs(r->cuda->twins, t);
+    return !r->failed;
 }
 
-/* A router: BF16 as it is, everything else as floats. */
-extern "C" void cuda_upload_router(struct rank *r, const struct weight *w) {
+extern "C" uint8_t *cuda_stage(struct rank *r, int stage) {
+    struct stage *s = &r->cuda->stage[stage];
+    if (s->free) {
+        cuda_ok(r, cudaEventSynchronize(s->free), "waiting for an upload");
+    } else {
+        cuda_ok(r, cudaMallocHost((void **)&s->host, STAGE_BYTES), "host memory for the upload");
+        cuda_ok(r, cudaMalloc((void **)&s->device, STAGE_BYTES), "memory for the upload");
+        cuda_ok(r, cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming), "upload");
+    }
+    return r->failed ? NULL : s->host;
+}
+
+extern "C" void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes) {
     struct cuda *c = r->cuda;
-    struct twin *t = twin_slot(c, w->data);
-    size_t n = (size_t)w->n_out * (size_t)w->n_in;
-    t->host = w->data;
-    if (w->type == GGUF_BF16 && !w->scale) {
-        t->bf16 = (uint16_t *)cuda_memory(r, n * 2, "routers");
-        if (t->bf16) cuda_copy(r, t->bf16, w->data, n * 2, "uploading a router");
-        return;
-    }
-    float *rows = (float *)malloc(n * sizeof *rows + 1);
-    if (!rows) rank_fatal("out of memory");
-    for (int i = 0; i < w->n_out; i++)
-        gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * (size_t)w->n_in,
-                            (size_t)w->n_in);
-    for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
-    t->f32 = (float *)cuda_memory(r, n * sizeof *rows, "routers");
-    if (t->f32) cuda_copy(r, t->f32, rows, n * sizeof *rows, "uploading a router");
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "uploading a router");
-    free(rows);
+    struct dmat *d = mat(c, w);
+    const struct stage *s = &c->stage[stage];
+    const size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
+    if (bytes) cuda_copy(r, s->device, s->host, bytes, "uploading weights");
+    d->unit = k.unit;
+    LAUNCH_PDL(k_repack, (unsigned)((tiles + 7) / 8), 256, 0, c->stream, k, s->device, *d, c->range);
+    cuda_ok(r, cudaGetLastError(), "repacking weights");
+    cuda_ok(r, cudaEventRecord(s->free, c->stream), "repacking weights");
 }
 
-extern "C" void cuda_upload(struct rank *r, const struct weight *w, const char *what) {
+extern "C" bool cuda_range(struct rank *r, uint32_t range[2]) {
     struct cuda *c = r->cuda;
-    if (!c->range) c->range = (uint32_t *)cuda_memory(r, 2 * sizeof *c->range, "scratch");
-    for (int s = 0; s < STAGES && !r->failed && !c->stage_free[s] && !r->m->invented; s++) {
-        cuda_ok(r, cudaMallocHost((void **)&c->stage_host[s], STAGE_BYTES), "host memory for the upload");
-        cuda_ok(r, cudaMalloc((void **)&c->stage[s], STAGE_BYTES), "memory for the upload");
-        cuda_ok(r, cudaEventCreateWithFlags(&c->stage_free[s], cudaEventDisableTiming), "upload");
-        cuda_ok(r, cudaEventRecord(c->stage_free[s], c->stream), "upload");
-    }
-    upload_matrix(r, w, what);
-}
-
-extern "C" void cuda_upload_floats(struct rank *r, const float *x, int n, const char *what) {
-    upload_floats(r, x, (size_t)n, what);
+    if (r->failed) return false;
+    cuda_copy(r, c->range_host, c->range, sizeof c->range_host, "repacking weights");
+    cuda_ok(r, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), "repacking weights");
+    if (cuda_ok(r, cudaStreamSynchronize(c->stream), "repacking weights"))
+        memcpy(range, c->range_host, sizeof c->range_host);
+    return !r->failed;
 }
 
 static void upload_end(struct cuda *c) {
-    for (int s = 0; s < STAGES; s++) {
-        if (c->stage[s]) cudaFree(c->stage[s]);
-        if (c->stage_host[s]) cudaFreeHost(c->stage_host[s]);
-        if (c->stage_free[s]) cudaEventDestroy(c->stage_free[s]);
-        c->stage[s] = c->stage_host[s] = NULL, c->stage_free[s] = NULL;
+    for (struct stage &s : c->stage) {
+        if (s.device) cudaFree(s.device);
+        if (s.host) cudaFreeHost(s.host);
+        if (s.free) cudaEventDestroy(s.free);
+        s = {};
     }
 }
 
-extern "C" void cuda_uploaded(struct rank *r, bool stats, bool squares) {
-    struct cuda *c = r->cuda;
-    const struct model *m = r->m;
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "uploading weights");
-    upload_end(c);
-    r->weight_bytes = c->allocated;
-    const size_t n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
-    if (stats) r->stats = (double *)cuda_memory(r, n_stats * sizeof(double), "scores");
-    if (squares) r->squares = (float *)cuda_memory(r, squares_before(m, m->n_layer) * sizeof(float), "squares");
+extern "C" void cuda_uploaded(struct rank *r) {
+    cuda_ok(r, cudaStreamSynchronize(r->cuda->stream), "uploading weights");
+    upload_end(r->cuda);
+    r->weight_bytes = r->cuda->allocated;
 }
-
-static const struct dmat *mat(const struct cuda *c, const struct weight *w) { return &twin_slot(c, w->data)->mat; }
-static const float *vec(const struct cuda *c, const float *host) { return host ? twin_slot(c, host)->f32 : NULL; }
 
 /* ============================================================================================================
  * Operations
@@ -3064,7 +2831,7 @@ static void send_batch(struct rank *r) {
 static bool cuda_begin(struct rank *r) {
     struct cuda *c = r->cuda;
     send_batch(r);
-    if (r->n_tok > FEW_TOKENS || profile) return false;
+    if (r->n_tok > FEW_TOKENS || profiling()) return false;
     if (!c->graph[r->n_tok]) {
         cuda_ok(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
         return false;
@@ -3077,7 +2844,7 @@ static void cuda_end(struct rank *r) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
     cuda_ok(r, cudaGetLastError(), "a forward pass");
-    if (r->n_tok > FEW_TOKENS || profile) return;
+    if (r->n_tok > FEW_TOKENS || profiling()) return;
     cuda_ok(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
     cuda_ok(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
@@ -3115,7 +2882,7 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
                                 enum act out) {
     struct cuda *c = r->cuda;
     struct norm_args a = {};
-    a.x = x, a.delta = delta, a.weight = vec(c, w), a.eps = r->m->rms_eps, a.n = n, a.n_tok = n_tok;
+    a.x = x, a.delta = delta, a.weight = (const float *)vec(c, w), a.eps = r->m->rms_eps, a.n = n, a.n_tok = n_tok;
     a.h16 = c->x16[out], a.h32 = out == A_H ? c->x32[out] : NULL;
     return a;
 }
@@ -3192,8 +2959,7 @@ static void cuda_leave(struct rank *r, enum act x, enum act delta) {
 static void profile_matrices(const struct dmat *w, double count, double more) {
     static const char *const format[] = {"fp4", "q8", "f16"};
     profile_next(count * w->n_rt * w->n_kt * (TILE_BYTES(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
-                 "%s%.0f of %dx%d %s", profile && profile->what[0] ? " + " : "", count, w->n_out, w->n_in,
-                 format[w->fmt]);
+                 "%.0f of %dx%d %s", count, w->n_out, w->n_in, format[w->fmt]);
 }
 
 /* y = W x for n_tok rows of halves. batch > 0: one matrix per head, x and y advance by x_batch and y_batch. */
@@ -3240,20 +3006,17 @@ static void cuda_linear3(struct rank *r, enum act x, const struct weight *const 
     few_sum_launch(&p, c->stream);
 }
 
-static struct plane device_plane(const struct kv_plane *p) {
-    return (struct plane){p->data, p->scale, p->row_bytes, p->n_group, p->type == KV_FP8};
-}
-
 static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) {
     const struct model *m = r->m;
     const struct layer *y = &m->layers[il];
     struct cuda *c = r->cuda;
     struct rope_args p = {};
     p.batch = c->batch, p.cs = c->cs, p.sn = c->sn, p.q = c->x32[q], p.k = c->x32[k], p.q16 = c->x16[q];
-    p.kp = device_plane(&r->kv[il].k), p.vp = device_plane(&r->kv[il].v);
+    p.kp = r->kv[il].k, p.vp = r->kv[il].v;
     p.n_head = m->n_head, p.n_head_kv = m->n_head_kv, p.d = m->head_k, p.dv = m->head_v, p.rope = m->rope_dim;
     p.latent = m->kv_lora, p.nope = m->nope, p.eps = m->rms_eps, p.q_rope = c->qlat;
-    p.q_norm = vec(c, y->q_norm), p.k_norm = vec(c, m->kv_lora ? y->kv_a_norm : y->k_norm);
+    p.q_norm = (const float *)vec(c, y->q_norm),
+    p.k_norm = (const float *)vec(c, m->kv_lora ? y->kv_a_norm : y->k_norm);
     return p;
 }
 
@@ -3273,13 +3036,12 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
     struct attn_args a = {};
-    a.q = q, a.out = out, a.part = c->part, a.k = device_plane(&r->kv[il].k), a.v = device_plane(&r->kv[il].v);
+    a.q = q, a.out = out, a.part = c->part, a.k = r->kv[il].k, a.v = r->kv[il].v;
     a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = m->n_head, a.n_head_kv = n_head_kv, a.dk = dk, a.dv = dv;
     a.q_stride = (size_t)m->n_head * (size_t)dk, a.out_stride = (size_t)m->n_head * (size_t)dv;
     a.scale = m->attn_scale, a.max_splits = r->sizes.splits;
-    size_t scales = (size_t)((a.k.fp8 ? a.k.n_group : 0) + (a.v.fp8 ? a.v.n_group : 0)) * sizeof(float);
-    profile_next((double)(r->pos + r->n_tok) * (double)(a.k.row_bytes + a.v.row_bytes + scales), "%d keys",
-                 r->pos + r->n_tok);
+    const double key = (double)kv_token_bytes(m, r->kv_type) / m->n_layer;
+    profile_next((r->pos + r->n_tok) * key, "%d keys", r->pos + r->n_tok);
     attn_launch(&a, m->kv_lora != 0, r->n_tok > FEW_TOKENS, c->stream);
 }
 
@@ -3331,43 +3093,40 @@ static void dense_ffn_many(struct rank *r, int il, int net, enum act x, enum act
     product(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
-/* Routed experts (gate NULL: none) and one network of all tokens (NULL: none), for 1..16 tokens. */
-static void ffn_few(struct rank *r, const struct layer *y, bool routed, const struct weight *dense[3], enum act x,
-                    enum act out) {
+/* The networks of a layer, of which routed experts are the first, for 1..16 tokens. */
+static void ffn_few(struct rank *r, int il, bool routed, enum act x, enum act out) {
     struct cuda *c = r->cuda;
+    const struct route_args *ro = &c->route;
     struct few_glu_args u = {};
     struct few_args d = {};
-    const struct route_args *ro = &c->route;
-    int n = 0, max_jobs = r->n_tok * r->m->n_expert_used;
-    if (routed) {
+    struct ffn_net nets[2];
+    const int n = layer_nets(&r->m->layers[il], nets);
+    double jobs[2] = {1, 1}; /* matrices that are read */
+    for (int i = 0; i < n; i++) {
+        const bool experts = routed && !i;
         struct few_part p = {};
-        p.w = *mat(c, &y->gate), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.expert = ro->job_expert;
-        p.n_jobs = ro->n_jobs, p.max_jobs = max_jobs < y->n_expert ? max_jobs : y->n_expert;
-        u.gate[0] = p, u.up[0] = *mat(c, &y->up), u.y[0] = c->hidden, u.y_stride[0] = (size_t)p.w.n_out;
-        p.w = *mat(c, &y->down), p.w.unit *= HIDDEN_SCALE, p.x = c->hidden, p.x_stride = u.y_stride[0];
-        p.x_job = FEW_TOKENS * p.x_stride, p.weight = ro->job_weight;
-        d.part[0] = p, n = 1;
-    }
-    if (dense) {
-        struct few_part p = {};
-        p.w = *mat(c, dense[0]), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
-        u.gate[n] = p, u.up[n] = *mat(c, dense[1]), u.y[n] = c->hidden_shared, u.y_stride[n] = (size_t)p.w.n_out;
-        p.w = *mat(c, dense[2]), p.w.unit *= HIDDEN_SCALE, p.x = c->hidden_shared, p.x_stride = u.y_stride[n];
-        d.part[n++] = p;
+        p.w = *mat(c, nets[i].gate), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
+        if (experts) {
+            p.expert = ro->job_expert, p.n_jobs = ro->n_jobs;
+            p.max_jobs = min(r->n_tok * r->m->n_expert_used, p.w.n_expert);
+            jobs[i] = experts_expected(r->m, p.w.n_expert, r->n_tok);
+        }
+        u.gate[i] = p, u.up[i] = *mat(c, nets[i].up), u.y[i] = experts ? c->hidden : c->hidden_shared;
+        u.y_stride[i] = (size_t)p.w.n_out;
+        p.w = *mat(c, nets[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
+        if (experts) p.x_job = FEW_TOKENS * p.x_stride, p.weight = ro->job_weight;
+        d.part[i] = p;
     }
     u.n_part = d.n_part = n, u.n_tok = d.n_tok = r->n_tok;
     d.y32[0] = c->x32[out], d.y_stride[0] = (size_t)r->width[out];
-    double jobs = routed ? experts_expected(r->m, y->n_expert, r->n_tok) : 1;
-    for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, i ? 2 : 2 * jobs, 0);
+    for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, 2 * jobs[i], 0);
     few_glu_launch(&u, c->stream);
-    for (int i = 0; i < n; i++) profile_matrices(&d.part[i].w, i ? 1 : jobs, 0);
+    for (int i = 0; i < n; i++) profile_matrices(&d.part[i].w, jobs[i], 0);
     few_sum_launch(&d, c->stream);
 }
 
 static void cuda_ffn(struct rank *r, int il, enum act x, enum act out) {
-    const struct layer *y = &r->m->layers[il];
-    const struct weight *dense[3] = {&y->gate, &y->up, &y->down};
-    if (r->n_tok <= FEW_TOKENS && !r->stats) ffn_few(r, y, false, dense, x, out);
+    if (r->n_tok <= FEW_TOKENS && !r->stats) ffn_few(r, il, false, x, out);
     else dense_ffn_many(r, il, 0, x, out);
 }
 
@@ -3375,14 +3134,15 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const struct layer *y = &m->layers[il];
     struct cuda *c = r->cuda;
-    const struct weight *shared[3] = {&y->sh_gate, &y->sh_up, &y->sh_down};
-    const struct twin *router = twin_slot(c, y->router.data);
     struct route_args p = c->route;
-    p.w16 = router->bf16, p.w32 = router->f32, p.bias = vec(c, y->router_bias), p.x = c->x32[x];
+    const void *router = vec(c, y->router.data);
+    if (router_halves(&y->router)) p.w16 = (const uint16_t *)router;
+    else p.w32 = (const float *)router;
+    p.bias = (const float *)vec(c, y->router_bias), p.x = c->x32[x];
     p.n_tok = r->n_tok, p.n_expert = y->n_expert;
     if (r->n_tok <= FEW_TOKENS && !r->stats) { /* what is collected lies sorted by expert */
         route_few_launch(&p, c->stream);
-        ffn_few(r, y, true, y->sh_gate.data ? shared : NULL, x, out);
+        ffn_few(r, il, true, x, out);
         return;
     }
     LAUNCH_PDL(k_route_logits, dim3(ceil_div(y->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
@@ -3446,18 +3206,10 @@ static const float *cuda_read_logits(struct rank *r, int row) {
 static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
     struct cuda *c = r->cuda;
     struct sample_args *p = &c->sample;
-    c->sampling = *o;
-    p->logits = c->logits, p->n = r->m->n_ids, p->greedy = o->greedy || o->temp <= 0;
-    p->limit = o->top_k > 0 && o->top_k < p->n ? o->top_k : p->n;
-    p->n_recent = o->repeat_penalty != 1.0f ? n_recent : 0;
-    memcpy(p->recent, recent, (size_t)n_recent * sizeof *recent);
-    memset(p->recent_mask, 0, sizeof p->recent_mask);
-    for (int i = 0; i < n_recent; i++) p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
-    p->repeat_penalty = o->repeat_penalty, p->temp = o->temp, p->top_p = o->top_p, p->min_p = o->min_p;
-    p->uniform = uniform;
-    unsigned blocks = ceil_div(p->n, 4 * SAMPLE_THREADS);
-    if (blocks > SAMPLE_BLOCKS) blocks = SAMPLE_BLOCKS;
-    LAUNCH_PDL(k_sample, blocks, SAMPLE_THREADS, 0, c->stream, *p);
+    c->sampling = *o, p->logits = c->logits;
+    sampling_job(p, o, r->m->n_ids, recent, n_recent, uniform);
+    LAUNCH_PDL(k_sample, min(ceil_div(p->n, 4 * SAMPLE_THREADS), (unsigned)SAMPLE_BLOCKS), SAMPLE_THREADS, 0, c->stream,
+               *p);
     cuda_copy(r, c->token_host, p->token, sizeof(int32_t), "choosing a token");
 }
 
@@ -3528,22 +3280,28 @@ struct stopwatch {
     }
 };
 
+/* Seconds of a copy, of several. 0 after an error. */
+static double copy_seconds(struct stopwatch *w, void *to, int to_device, const void *from, int from_device, size_t n) {
+    enum { RUNS = 20 };
+    for (int i = -1; i < RUNS; i++) { /* the first is not counted */
+        if (!i) w->mark(0);
+        cudaMemcpyPeerAsync(to, to_device, from, from_device, n, w->stream);
+    }
+    w->mark(1);
+    return w->seconds() / RUNS;
+}
+
 static struct rates cuda_measure(struct rank *r) {
     struct cuda *c = r->cuda;
     struct rates rates = {};
     struct stopwatch watch(c->stream);
-    size_t free_bytes = 0, total = 0, n = (size_t)1 << 30;
+    size_t free_bytes = 0, total = 0, n = (size_t)1 << 29;
     uint8_t *p = NULL;
     double t = 0;
     cudaMemGetInfo(&free_bytes, &total);
     while (n > (size_t)1 << 20 && 2 * n > free_bytes / 2) n /= 2;
     if (cudaMalloc((void **)&p, 2 * n) == cudaSuccess) {
-        for (int i = 0; i < 5; i++) { /* the first is not counted */
-            if (i == 1) watch.mark(0);
-            cudaMemcpyAsync(p + n, p, n, cudaMemcpyDeviceToDevice, c->stream);
-        }
-        watch.mark(1);
-        if ((t = watch.seconds()) > 0) rates.bytes = 4 * 2 * (double)n / t;
+        if ((t = copy_seconds(&watch, p + n, r->device, p, r->device, n)) > 0) rates.bytes = 2 * (double)n / t;
         cudaFree(p);
     }
     t = 0;
@@ -3560,22 +3318,22 @@ static struct rates cuda_measure(struct rank *r) {
 
 static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n) {
     struct cuda *c = r->cuda;
-    struct profile p = {rows, (cudaEvent_t *)calloc(2 * (size_t)n, sizeof(cudaEvent_t)), 0, n, "", 0};
-    if (!p.event) rank_fatal("out of memory");
+    cudaEvent_t *e = profile_event = (cudaEvent_t *)calloc(2 * (size_t)n, sizeof *e);
+    if (!e) rank_fatal("out of memory");
     /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
     if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)r->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
-    profile = &p;
+    profile_start(rows, n);
     run(arg);
-    profile = NULL;
+    n = profile_end();
     cuda_wait(r);
-    for (int i = 0; i < p.n; i++) {
+    for (int i = 0; i < n; i++) {
         float ms = 0;
-        cudaEventElapsedTime(&ms, p.event[2 * i], p.event[2 * i + 1]);
+        cudaEventElapsedTime(&ms, e[2 * i], e[2 * i + 1]);
         rows[i].seconds = ms * 1e-3;
-        for (int k = 0; k < 2; k++) cudaEventDestroy(p.event[2 * i + k]);
+        cudaEventDestroy(e[2 * i]), cudaEventDestroy(e[2 * i + 1]);
     }
-    free(p.event);
-    return p.n;
+    free(e);
+    return n;
 }
 
 /* ============================================================================================================
@@ -3594,14 +3352,14 @@ static void cuda_close(struct rank *r) {
 #ifdef HAVE_NCCL
     if (c->comm) ncclCommDestroy(c->comm); /* behind the graphs: it waits for those that recorded its calls */
 #endif
-    for (size_t i = 0; i < c->n_owned; i++) cudaFree(c->owned[i]);
+    for (size_t i = 0; i < arrlenu(r->owned); i++) cudaFree(r->owned[i]);
     if (c->logits_host) cudaFreeHost(c->logits_host);
     if (c->host_area) cudaFreeHost(c->host_area);
     if (c->own_watch) cudaFreeHost(c->own_watch);
     upload_end(c);
     if (c->stream) cudaStreamDestroy(c->stream);
-    free(c->owned);
-    free(c->twins);
+    arrfree(r->owned);
+    hmfree(c->twins);
     free(c->staged);
     free(c);
     free(r->work);
@@ -3662,11 +3420,12 @@ extern "C" bool cuda_peers(const int *device, int n) {
 
 extern "C" void cuda_open(struct rank *r) {
     struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
-    if (!c || !(c->twins = (struct twin *)calloc(TWINS, sizeof *c->twins))) rank_fatal("out of memory");
+    if (!c) rank_fatal("out of memory");
     r->ops = &cuda_ops, r->cuda = c;
     if (r->failed) return;
     cuda_ok(r, cudaSetDevice(r->device), "selecting it");
     cuda_ok(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
+    c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
 }
 
 extern "C" void cuda_allocate(struct rank *r) {
@@ -3680,7 +3439,8 @@ extern "C" void cuda_allocate(struct rank *r) {
     r->tokens = c->staged + 2;
     c->batch = (struct batch *)cuda_memory(r, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
     c->tokens = (int32_t *)(c->batch + 1);
-    c->freq = upload_floats(r, m->rope_freq, (size_t)m->rope_dim / 2, "activations");
+    c->freq = (const float *)cuda_vector(r, m->rope_freq, m->rope_freq, (size_t)m->rope_dim / 2 * sizeof(float),
+                                         "activations");
     uint8_t *cache = (uint8_t *)cuda_memory(r, rank_cache(r, NULL), "the KV cache");
     if (cache) rank_cache(r, cache);
 #define ROOM(field, type, count)                                                             \
@@ -3864,7 +3624,7 @@ extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
 
 extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
     const struct device_for_now now(from);
-    enum { BIG = 64 << 20, SMALL = 8 << 10, RUNS = 20 };
+    enum { BIG = 64 << 20, SMALL = 8 << 10 };
     uint8_t *a = NULL, *b = NULL;
     int can = 0;
     *rate = *latency = 0;
@@ -3872,18 +3632,8 @@ extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
               cudaSetDevice(from) == cudaSuccess && cudaMalloc((void **)&a, BIG) == cudaSuccess;
     if (from != to && cudaDeviceCanAccessPeer(&can, from, to) == cudaSuccess && can) cudaDeviceEnablePeerAccess(to, 0);
     struct stopwatch watch(0);
-    for (int small = 0; small < 2 && ok; small++) {
-        const size_t n = small ? SMALL : BIG;
-        for (int i = -1; i < RUNS; i++) { /* the first is not counted */
-            if (!i) watch.mark(0);
-            cudaMemcpyPeerAsync(b, to, a, from, n, 0);
-        }
-        watch.mark(1);
-        const double t = watch.seconds() / RUNS;
-        ok = t > 0;
-        if (ok && small) *latency = t;
-        else if (ok) *rate = (double)n / t;
-    }
+    const double big = ok ? copy_seconds(&watch, b, to, a, from, BIG) : 0;
+    if (big > 0) *rate = BIG / big, *latency = copy_seconds(&watch, b, to, a, from, SMALL);
     cudaFree(a), cudaFree(b);
     cudaGetLastError();
 }

@@ -62,13 +62,29 @@ struct bench {
         int32_t *p = room<int32_t>(v.size());
         return must(cudaMemcpy(p, v.data(), v.size() * sizeof *p, cudaMemcpyHostToDevice)), p;
     }
-    struct dmat matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t seed) {
-        int n_rt = (n_out + TILE_ROWS - 1) / TILE_ROWS, n_kt = (n_in + TILE_COLS - 1) / TILE_COLS;
-        size_t n = (size_t)n_expert * (size_t)n_rt * (size_t)n_kt;
-        uint8_t *codes = room<uint8_t>(n * (size_t)TILE_BYTES(fmt)), *scales = room<uint8_t>(n * TILE_SCALES);
-        float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* sums of moderate size */
+    /* Random weights of moderate size; expert e has the rows from e on of one list. */
+    struct dmat matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t rng) {
+        static const uint32_t types[] = {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16};
+        const int n_rt = (n_out + TILE_ROWS - 1) / TILE_ROWS, n_kt = (n_in + TILE_COLS - 1) / TILE_COLS;
+        const size_t n = (size_t)n_rt * (size_t)n_kt, row = gguf_row_bytes(types[fmt], (size_t)n_kt * TILE_COLS);
+        std::vector<uint8_t> list((size_t)(n_out + n_expert) * row);
+        for (size_t i = 0; i < list.size(); i++) {
+            rng = rng * 6364136223846793005u + 1442695040888963407u;
+            const uint8_t x = (uint8_t)(rng >> 33);
+            if (fmt == FMT_FP4) list[i] = i % 36 < 4 ? 0x30 | (x & 15) : x;
+            else if (fmt == FMT_Q8) list[i] = i % 34 < 2 ? 0x0A : x;
+            else list[i] = i & 1 ? 0x3C | (x & 0x80) : x;
+        }
+        uint8_t *raw = room<uint8_t>(list.size()), *codes = room<uint8_t>(n * (size_t)n_expert * TILE_BYTES(fmt));
+        uint8_t *scales = room<uint8_t>(n * (size_t)n_expert * TILE_SCALES);
+        uint32_t *range = room<uint32_t>(2);
+        must(cudaMemcpy(raw, list.data(), list.size(), cudaMemcpyHostToDevice));
+        const float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* sums of moderate size */
         struct dmat w = {codes, scales, NULL, NULL, unit, n_out, n_in, n_rt, n_kt, n_expert, fmt};
-        LAUNCH_PDL(k_fill, dim3((unsigned)((n + 7) / 8)), 256, 0, stream, w, codes, scales, seed << 40);
+        for (int e = 0; e < n_expert; e++) {
+            struct repack k = {row, types[fmt], e, 1, 0, n_rt, 8, 256, unit};
+            LAUNCH_PDL(k_repack, dim3((unsigned)((n + 7) / 8)), 256, 0, stream, k, raw + (size_t)e * row, w, range);
+        }
         return w;
     }
     /* Tokens choose every expert with the same probability, n_used of them on average. */

@@ -525,7 +525,7 @@ static bool tiny_open(struct engine *e, struct settings *set, int which) {
     return CHECK(session_open(&e->session, &e->model, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
 }
 
-/* One matrix on the device: FP4 scales 0x30 .. 0x3F, halves of at most 0.025 * 2^8, no two tiles alike, zeros beyond the matrix. */
+/* One matrix on the device: FP4 scales 0x30 .. 0x3F, halves of at most what BF16 makes of 0.025, times 2^8, no two tiles alike, zeros beyond the matrix. */
 static void tiny_matrix(struct engine *e, const struct weight *w, const char *what) {
     bool fp4 = w->type == GGUF_NVFP4;
     size_t n_kt = ((size_t)w->n_in + 63) / 64, n_rt = ((size_t)w->n_out + 15) / 16,
@@ -537,7 +537,7 @@ static void tiny_matrix(struct engine *e, const struct weight *w, const char *wh
         uint16_t h;
         memcpy(&h, codes + 2 * i, 2);
         zeros += h == 0;
-        bad += !fp4 && !(fabsf(f16_to_f32(h)) <= 6.4f);
+        bad += !fp4 && !(fabsf(f16_to_f32(h)) <= 6.40625f);
     }
     for (size_t i = 0; fp4 && i < tiles * 64; i++) bad += scales[i] < 0x30 || scales[i] > 0x3F;
     CHECK(!same && !bad, "%s, %s: %zu tiles repeat, %zu values are out of range", e->model.name, what, same, bad);

@@ -154,23 +154,15 @@ static void random_row(uint8_t *row, uint32_t type, int n, int octaves, float si
     }
 }
 
-/* What upload_matrix works with. */
+/* What gpu_upload_matrix works with. */
 static struct rank *uploader() {
     static struct cuda c;
     static char err[ERR_MAX];
     static struct rank alone;
     static struct model none;
     alone.cuda = &c, alone.m = &none, alone.err = err, alone.failed = false, err[0] = 0;
-    if (c.twins) return &alone;
     c.stream = test_stream;
-    c.twins = (struct twin *)calloc(TWINS, sizeof *c.twins);
-    c.range = (uint32_t *)cuda_memory(&alone, 2 * sizeof *c.range, "scratch");
-    for (int s = 0; s < STAGES; s++) {
-        must(cudaMallocHost((void **)&c.stage_host[s], STAGE_BYTES), "memory for uploads");
-        must(cudaMalloc((void **)&c.stage[s], STAGE_BYTES), "memory for uploads");
-        must(cudaEventCreate(&c.stage_free[s]), "an event");
-        must(cudaEventRecord(c.stage_free[s], test_stream), "an event");
-    }
+    if (!c.range) c.range = (uint32_t *)cuda_memory(&alone, sizeof c.range_host, "scratch");
     return &alone;
 }
 
@@ -184,7 +176,7 @@ struct matrix {
     struct dmat d = {};
     struct rank *r = uploader();
     struct cuda *c = r->cuda;
-    size_t mark = c->n_owned;
+    size_t mark = arrlenu(r->owned);
 
     matrix(uint32_t type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0, float size = 1)
         : scale((size_t)n_expert) {
@@ -196,9 +188,9 @@ struct matrix {
         for (float &f : scale) f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
         for (int i = 0; with_bias && i < n_out; i++) bias.push_back(uniform());
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
-        upload_matrix(r, &w, "a test's matrix");
+        gpu_upload_matrix(r, &w, "a test's matrix");
         must(cudaStreamSynchronize(test_stream), "uploading");
-        d = twin_slot(c, w.data)->mat;
+        d = *mat(c, &w);
         std::vector<float> row((size_t)n_in);
         for (int i = 0; i < n_expert * n_out; i++) {
             gguf_dequantize_row(type, &raw[(size_t)i * w.row_bytes], row.data(), (size_t)n_in);
@@ -210,10 +202,10 @@ struct matrix {
     }
     matrix(const matrix &) = delete;
     ~matrix() {
-        while (c->n_owned > mark) cudaFree(c->owned[--c->n_owned]);
+        while (arrlenu(r->owned) > mark) cudaFree(arrpop(r->owned));
         const void *hosts[3] = {w.bias, w.scale, w.data};
         for (const void *host : hosts)
-            if (host) *twin_slot(c, host) = {};
+            if (host) hmdel(c->twins, host);
     }
     double dot(int e, int row, const float *x) const {
         const double *a = &v[((size_t)e * (size_t)w.n_out + (size_t)row) * (size_t)w.n_in];
@@ -490,9 +482,10 @@ extern "C" void cuda_test_upload(void) {
     far_apart.data = raw.data(), far_apart.type = GGUF_MXFP4, far_apart.n_in = 64, far_apart.n_out = 16,
     far_apart.n_expert = 1;
     far_apart.row_bytes = 34, far_apart.expert_bytes = 34 * 16;
-    upload_matrix(r, &far_apart, "a matrix");
+    gpu_upload_matrix(r, &far_apart, "a matrix");
     expect(r->failed && strstr(r->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", r->err);
-    *twin_slot(r->cuda, raw.data()) = {};
+    const void *key = raw.data();
+    hmdel(r->cuda->twins, key);
     uploader();
 }
 
@@ -900,7 +893,7 @@ struct test_plane {
     std::vector<double> value; /* (len, width) */
     gpu_array<uint8_t> data;
     gpu_array<float> scale;
-    struct plane p = {};
+    struct kv_plane p = {};
     test_plane(int len, int width, int group, bool fp8)
         : data((size_t)(len + 70) * row_bytes(width, fp8)),
           scale((size_t)(len + 70) * (size_t)((width + group - 1) / group)) {
@@ -928,7 +921,7 @@ struct test_plane {
             }
         must(cudaMemcpy(data, rows.data(), rows.size(), cudaMemcpyHostToDevice), "a cache");
         must(cudaMemcpy(scale, scales.data(), scales.size() * sizeof(float), cudaMemcpyHostToDevice), "a cache");
-        p = {data, scale, bytes, (int)n_group, fp8};
+        p = {data, scale, fp8 ? KV_FP8 : KV_BF16, width, group, (int)n_group, bytes};
     }
     static size_t row_bytes(int width, bool fp8) { return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16; }
 };
