@@ -510,21 +510,18 @@ struct gpu_sizes {
         ROOM(sample.arrived, uint32_t, 1);                                                                         \
         ROOM(sample.token, int32_t, 1);                                                                            \
     } while (0)
-
-/* Likewise what other ranks write to, fields of struct area. */
-#define AREA_ROOMS(ROOM)                                                       \
-    do {                                                                       \
-        const size_t n_rank = (size_t)p.n_rank;                                \
-        const bool head = n_rank > 1 && !p.rank && p.stage == p.n_stage - 1;   \
-        ROOM(sum_flag, uint32_t, n_rank *JOIN_BLOCKS);                         \
-        ROOM(logits_flag, uint32_t, n_rank);                                   \
-        ROOM(x_flag, uint32_t, 1);                                             \
-        ROOM(room, uint32_t, 1);                                               \
-        ROOM(slot, float, n_rank > 1 ? 2 * n_rank * JOIN_SLOT : 0);            \
-        ROOM(x, float, p.stage ? (size_t)s.chunk *(size_t)m->n_embd : 0);      \
-        ROOM(logits, float, head ? LOGIT_ROWS *logits_stride(m->n_vocab) : 0); \
-    } while (0)
 /* clang-format on */
+
+/* What other ranks write to: on the receiver's GPU, or in host memory. */
+struct area {
+    uint32_t *sum_flag;    /* (n_rank, JOIN_BLOCKS) */
+    uint32_t *logits_flag; /* (n_rank) */
+    uint32_t *x_flag;      /* of the stage before */
+    uint32_t *room;        /* of the stage behind: what it has taken */
+    float *slot;           /* (2, n_rank, JOIN_SLOT), of several ranks */
+    float *x;              /* (chunk, n_embd) from the stage before */
+    float *logits;         /* (LOGIT_ROWS, stride) of all ranks of the last stage, in the first of several */
+};
 
 /* In host memory, between a rank's GPU and its thread. */
 struct watch {
@@ -534,6 +531,12 @@ struct watch {
 };
 
 enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
+
+/* On the rank's GPU. */
+struct counts {
+    uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
+    uint32_t dead;                              /* nothing waits any more */
+};
 
 /* A rank of the stage, the channel, the sum of the forward. */
 #define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
@@ -560,6 +563,7 @@ struct rank {
     int32_t pos;            /* position of the first, */
     int32_t *tokens;        /* (chunk) ids */
     int width[ACT_COUNT];   /* values per row */
+    float *act[ACT_COUNT];  /* the slots in F32, in the backend's memory; GPU: NULL where it has no such form */
     struct candidate *work; /* (n_ids), of the sampler, in host memory */
     double *stats;  /* (n_layer, n_expert_max, STATS) of the experts, in the backend's memory; NULL: not collected */
     float *squares; /* (squares_before(m, n_layer)) likewise, of the inputs of feed-forwards */
@@ -577,11 +581,12 @@ struct rank {
     int stage;                      /* the next one of the upload; of invented weights, bits: those that are filled */
     bool by_nccl[FEW_TOKENS + 1];   /* sums of so many tokens */
     struct watch *watch[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
+    struct area area[MAX_RANKS];    /* likewise, as this one's GPU reaches them */
+    struct counts *counts;          /* NULL: likewise */
 
     /* the rest of a CPU's */
     const struct kernels *k;
     int n_threads;
-    float *act[ACT_COUNT];
     float *cos, *sin;     /* (chunk, rope_dim / 2) of the batch's positions */
     uint8_t *pack;        /* packed inputs: 2 * chunk rows, or MLA absorbed: one per token and head */
     uint8_t *pack_h;      /* packed hidden rows of the feed-forward */
@@ -637,7 +642,7 @@ struct cuda_options {
 
 /* What a GPU is, for --doctor. */
 struct gpu_facts {
-    char name[64], bus[24]; /* as the driver calls it; its place on the bus, as sysfs writes it */
+    char name[64], bus[24]; /* as the driver calls it; its place on the bus */
     int major, minor;       /* compute capability */
     int driver, runtime;    /* CUDA's versions, 1000 * major + 10 * minor */
     int block_shared;       /* bytes of shared memory that a block can have */
@@ -651,7 +656,7 @@ struct gpu_facts {
 extern "C" {
 #endif
 int cuda_device_count(char *err);                                    /* 0: none can be used, and why */
-bool cuda_peers(const int *device, int n);                           /* can they write to each other's memory? */
+bool cuda_peer(int from, int to);                                    /* can it write to the other's memory? */
 const char *cuda_facts(int device, struct gpu_facts *f, bool probe); /* NULL, or why it cannot be asked */
 /* Writes from one GPU to another (or within one): bytes per second of large copies, seconds of a small one; 0: not measured. */
 void cuda_pair(int from, int to, double *rate, double *latency);
@@ -660,10 +665,15 @@ const char *cuda_targets(void);              /* the chips that the program was b
 bool cuda_attends(bool mla, int dk, int dv); /* whether there are kernels for keys and values of these widths */
 /* Device memory of a rank, zeroed, until it ends; NULL after an error, which is rank_fail's. */
 void *cuda_memory(struct rank *r, size_t bytes, const char *what);
+/* Likewise host memory that all GPUs reach. */
+void *cuda_host_memory(struct rank *r, size_t bytes, const char *what);
 /* Between the host's memory and the GPU's, in the order of what is enqueued. From pageable memory: the source may change as soon as this
  * returns. False after an error. */
 bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what);
 bool cuda_sync(struct rank *r, const char *what); /* waits for what was enqueued */
+void cuda_reach(struct rank *r, int device);      /* from now on its kernels can write to that GPU's memory, a peer's */
+/* Seconds that the GPU takes for what run(r, arg) enqueues; 0 after an error. */
+double cuda_seconds(struct rank *r, void (*run)(struct rank *r, void *arg), void *arg, const char *what);
 /* Steps of the start of a rank, in this order; errors are rank_fail's. */
 void cuda_open(struct rank *r);
 /* Room for a matrix in tiles. False: it is there already, or after an error. */
@@ -675,21 +685,20 @@ void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int st
 bool cuda_range(struct rank *r, uint32_t range[2]);
 /* The copy of something that `key` names; it is made at the first call. NULL: there is no key, or after an error. */
 const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what);
-void cuda_uploaded(struct rank *r);                            /* everything */
-void cuda_join(struct rank *r);                                /* NCCL */
-void cuda_allocate(struct rank *r);                            /* cache and activations */
-void cuda_link(struct rank *r, const int *device, bool peers); /* with the other ranks, on these GPUs */
-/* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
-double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl);
+void cuda_uploaded(struct rank *r); /* everything */
+void cuda_join(struct rank *r);     /* NCCL */
+void cuda_allocate(struct rank *r); /* cache and activations */
 /* what moe.c offers to it */
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
  * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
 void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what);
-void rank_fatal(const char *what); /* ends the program with a line */
+void rank_fatal(const char *what);                             /* ends the program with a line */
+void gpu_full(struct rank *r, size_t bytes, const char *what); /* an error: there is no room for them */
 /* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
 __attribute__((format(printf, 2, 3))) bool rank_fail(struct rank *r, const char *fmt, ...);
 /* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= EXCHANGE_MAX; waits for all of them */
 void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes);
+void rank_meet(struct rank *r); /* waits for all of them */
 /* Hears the others out: context and chunk become the smallest of all. False: somebody has failed. */
 bool rank_vote(struct rank *r);
 /* Between two looks at a GPU that is not ready: false: what it does is to be given up. */
@@ -7170,6 +7179,12 @@ void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes) {
     pthread_mutex_unlock(&g->lock);
 }
 
+void rank_meet(struct rank *r) {
+    const char mine = 0;
+    char all[MAX_RANKS];
+    rank_exchange(r, &mine, all, 1);
+}
+
 /* Whether a rank has failed: what others wait for may never come. */
 static bool rank_alarm(struct rank *r, bool raise) {
     if (r->team && raise) __atomic_store_n(&r->team->alarm, true, __ATOMIC_RELEASE);
@@ -8134,6 +8149,24 @@ static size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
 /* What the driver's rounding adds to up to 64 other allocations, and that of planes to 256 bytes. */
 static size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
 
+/* The area of the rank that has the part p of the model, at base unless that is NULL; its bytes. */
+static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, struct gpu_sizes s) {
+    const size_t n = (size_t)p.n_rank;
+    const bool head = n > 1 && !p.rank && p.stage == p.n_stage - 1;
+    size_t at = 0;
+#define ROOM(field, count) \
+    a->field = base ? (void *)(base + at) : NULL, at += (sizeof *a->field * (count) + 255) / 256 * 256
+    ROOM(sum_flag, n * JOIN_BLOCKS);
+    ROOM(logits_flag, n);
+    ROOM(x_flag, 1);
+    ROOM(room, 1);
+    ROOM(slot, n > 1 ? 2 * n * JOIN_SLOT : 0);
+    ROOM(x, p.stage ? (size_t)s.chunk * (size_t)m->n_embd : 0);
+    ROOM(logits, head ? LOGIT_ROWS * logits_stride(m->n_vocab) : 0);
+#undef ROOM
+    return at;
+}
+
 /* Bytes of activations for forwards of `chunk` tokens, with everything that options may ask for. */
 static size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
     const struct part p = m->part;
@@ -8142,10 +8175,7 @@ static size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
 #define ROOM(field, type, count) total += sizeof(type) * (count)
     GPU_ROOMS(ROOM);
 #undef ROOM
-#define ROOM(field, type, count) total += (sizeof(type) * (count) + 255) / 256 * 256
-    if (p.n_rank * p.n_stage > 1) AREA_ROOMS(ROOM);
-#undef ROOM
-    return total;
+    return total + (p.n_rank * p.n_stage > 1 ? area_layout(&(struct area){0}, NULL, m, p, s) : 0);
 }
 
 /* Tokens of a forward, so that activations are no large part of the memory. */
@@ -8358,6 +8388,16 @@ static bool gpu_wants_nccl(struct rank *r, const struct cuda_options *o) {
     return !lacks;
 }
 
+void gpu_full(struct rank *r, size_t bytes, const char *what) {
+    struct gpu_facts f;
+    cuda_facts(r->device, &f, false);
+    rank_fail(
+        r,
+        "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer experts need "
+        "less; --cpu needs none",
+        what, (double)bytes / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
+}
+
 /* What its GPU says now; an error of the rank if it does not. */
 static struct gpu_facts rank_facts(struct rank *r) {
     struct gpu_facts f;
@@ -8531,6 +8571,83 @@ static void gpu_fit(struct rank *r, const struct cuda_options *o) {
     r->kv_bytes = per * (size_t)r->n_ctx;
 }
 
+/* Whether all these GPUs can write to each other's memory, and shall. */
+static bool gpus_peers(const int *device, int n) {
+    const char *off = getenv("NCCL_P2P_DISABLE");
+    bool all = !off || !*off || !strcmp(off, "0");
+    for (int i = 0; i < n * n && all; i++)
+        all = device[i / n] == device[i % n] || cuda_peer(device[i / n], device[i % n]);
+    return all;
+}
+
+/* Memory that the others may write to, and theirs. */
+static void link_areas(struct rank *r, const int *device, bool peers) {
+    static const char what[] = "what other ranks send";
+    const struct part p = r->m->part;
+    const int n = p.n_rank * p.n_stage;
+    struct {
+        uint8_t *area;
+        struct watch *watch;
+    } mine, all[MAX_RANKS];
+    for (int i = 0; i < n && peers && !r->failed; i++)
+        if (device[i] != r->device) cuda_reach(r, device[i]);
+    const size_t bytes = area_layout(&r->area[r->index], NULL, r->m, p, r->sizes);
+    mine.area = peers ? cuda_memory(r, bytes, what) : cuda_host_memory(r, bytes, "host memory");
+    mine.watch = cuda_host_memory(r, sizeof *mine.watch, "host memory");
+    r->counts = cuda_memory(r, sizeof *r->counts, what);
+    cuda_sync(r, "starting"); /* the flags are 0 before anybody knows where they are */
+    rank_exchange(r, &mine, all, sizeof mine);
+    if (!rank_vote(r)) return;
+    for (int i = 0; i < n; i++) {
+        const struct part other = {i % p.n_rank, p.n_rank, i / p.n_rank, p.n_stage};
+        area_layout(&r->area[i], all[i].area, r->m, other, r->sizes);
+        r->watch[i] = all[i].watch;
+    }
+}
+
+/* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
+static void check_sums(struct rank *r) {
+    static const char what[] = "a first sum";
+    const int n = r->m->n_embd, n_rank = r->m->part.n_rank;
+    const size_t bytes = (size_t)n * sizeof(float);
+    float *x = xmalloc(bytes), *delta = xmalloc(bytes);
+    for (int turn = 0; turn < 2 && !r->failed; turn++) { /* both halves of the slots */
+        int wrong = 0;
+        for (int i = 0; i < n; i++) x[i] = 0, delta[i] = (float)((r->m->part.rank + 1) * (1 + i % 97 + turn));
+        r->n_tok = 1;
+        cuda_copy(r, r->act[A_X], x, bytes, what);
+        cuda_copy(r, r->act[A_OUT], delta, bytes, what);
+        r->ops->reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
+        cuda_copy(r, x, r->act[A_X], bytes, what);
+        if (!cuda_sync(r, what)) break;
+        for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
+        if (wrong)
+            rank_fail(r,
+                      "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
+                      "NCCL_P2P_DISABLE=1 goes through the host",
+                      wrong, n);
+    }
+    free(x), free(delta);
+}
+
+static void run_sums(struct rank *r, void *runs) {
+    for (int i = *(const int *)runs; i > 0 && !r->failed; i--)
+        r->ops->reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+}
+
+/* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
+static double sum_seconds(struct rank *r, int n_tok, bool nccl) {
+    int warm = 3, runs = 20;
+    bool *few = &r->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
+    if (n_tok > r->chunk) return 0;
+    if (nccl ? !r->sizes.nccl : n_tok > FEW_TOKENS && r->sizes.nccl) return 0;
+    *few = nccl, r->n_tok = n_tok;
+    run_sums(r, &warm);
+    const double t = cuda_seconds(r, run_sums, &runs, "timing sums") / runs;
+    *few = before;
+    return t;
+}
+
 /* For each number of tokens the faster way to add, by the slowest rank of all; both give the same bits. */
 static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
     enum { SIZES = 5 };
@@ -8543,7 +8660,7 @@ static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
     for (int i = 0; i < SIZES && (p.n_rank > 1 || wanted); i++)
         for (int k = 0; k < 2; k++)
             if (both || (k == wanted && i % (SIZES - 1) == 0))
-                us[i][k] = (float)(1e6 * cuda_sum_seconds(r, int_min(size[i], r->chunk), k));
+                us[i][k] = (float)(1e6 * sum_seconds(r, int_min(size[i], r->chunk), k));
     rank_exchange(r, us, all, sizeof us);
     for (int i = 0, n = 1; i < SIZES; i++) {
         float worst[2] = {0};
@@ -8585,8 +8702,9 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
                 cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
         if (o->squares) r->squares = cuda_memory(r, squares_before(m, m->n_layer) * sizeof *r->squares, "squares");
         if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
-            const bool peers = cuda_peers(o->device, n);
-            cuda_link(r, o->device, peers);
+            const bool peers = gpus_peers(o->device, n);
+            link_areas(r, o->device, peers);
+            if (!r->failed && m->part.n_rank > 1) check_sums(r);
             if (rank_vote(r)) gpu_sums(r, o, peers);
         }
         r->free_bytes = rank_facts(r).free;
@@ -13813,6 +13931,7 @@ static void doctor_gpu(struct doctor *d, int i) {
     if (held > 1.5 * 0x1p30 + 0.01 * total)
         doctor_find(d, LEVEL_NOTE, "nvidia-smi lists who holds it; end what is not needed",
                     "%s: other programs hold %.1f GiB of its memory", who, held / 0x1p30);
+    for (char *p = f.bus; *p; p++) *p = (char)tolower((unsigned char)*p); /* as sysfs writes it */
     d->link[i] = doctor_link(d, who, f.bus, f.total);
 }
 
@@ -13821,7 +13940,7 @@ static void doctor_pair(struct doctor *d, int a, int b) {
         "sums of ranks then go through the host: set iommu=pt or turn the IOMMU and ACS off, put "
         "both cards below one root complex; drivers refuse peers to some consumer cards";
     double rate[2], latency[2], link = fmin(d->link[a], d->link[b]);
-    bool peers = cuda_peers((const int[]){a, b}, 2);
+    bool peers = gpus_peers((const int[]){a, b}, 2);
     cuda_pair(a, b, &rate[0], &latency[0]), cuda_pair(b, a, &rate[1], &latency[1]);
     bool slow = fmin(rate[0], rate[1]) < link / 4;
     doctor_find(d, peers && !slow ? LEVEL_OK : LEVEL_WARNING, advice,
@@ -13867,7 +13986,7 @@ static void rank_sums(struct rank *r, void *arg) {
             if (sum_tokens[i] > r->chunk) continue;
 #ifdef MOE_CUDA
             if (r->cuda) {
-                (*t)[i][nccl] = cuda_sum_seconds(r, sum_tokens[i], nccl);
+                (*t)[i][nccl] = sum_seconds(r, sum_tokens[i], nccl);
                 continue;
             }
 #endif
@@ -14335,7 +14454,7 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
 /* Whether every two of these GPUs write to each other's memory, and not so slowly that the host's would be the better way. */
 static bool gpus_close(const int *gpu, int n) {
     enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
-    bool close = cuda_peers(gpu, n);
+    bool close = gpus_peers(gpu, n);
     for (int i = 0; i < n; i++)
         for (int k = 0; k < i && close; k++) {
             double rate = 0, latency;

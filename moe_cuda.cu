@@ -408,12 +408,6 @@ __global__ void __launch_bounds__(256) k_repack(struct repack r, const uint8_t *
  * merely suspended, tells it to give up; after that nothing waits.
  * ============================================================================================================ */
 
-/* On the rank's GPU. */
-struct counts {
-    uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
-    uint32_t dead;                              /* nothing waits any more */
-};
-
 struct party {
     int rank, n_rank; /* of the stage */
     struct counts *counts;
@@ -441,55 +435,34 @@ DEVICE bool channel_end(const struct party &p, int ch) {
     return true;
 }
 
-/* A block of rows for another rank. */
-struct hand_args {
+/* Rows for another rank, or from one. */
+struct move_args {
     struct party p;
     int channel;
-    const float *src; /* rows of n_col floats, a multiple of 4, src_stride apart */
-    float *dst;       /* the receiver's */
+    const uint32_t *flag; /* (n_flag) of those that hand over, but for p.rank's own of several; or room of who takes */
+    int n_flag;
+    const float *src; /* n_row rows of n_col floats, a multiple of 4, src_stride apart */
+    float *dst;
     size_t src_stride, dst_stride;
     int n_row, n_col;
-    const uint32_t *room; /* what the receiver has taken; NULL: it has room */
-    uint32_t *flag;       /* the receiver's */
+    uint32_t *tell; /* the other's flag or room; NULL: it need not know */
 };
 
-/* Grid <= JOIN_BLOCKS, block 256. Moves n_row * n_col * 4 bytes to the receiver, at the bandwidth of the link. */
-__global__ void __launch_bounds__(256) k_hand(struct hand_args a) {
+/* Grid <= JOIN_BLOCKS, block 256. To a receiver n_row * n_col * 4 bytes at the bandwidth of the link; from a sender its latency, then 8
+ * bytes per value. */
+__global__ void __launch_bounds__(256) k_move(struct move_args a) {
     grid_dependency_wait();
     const uint32_t e = a.p.counts->done[a.channel] + 1;
-    if (a.room && !threadIdx.x) flag_await(a.room, e - 1, a.p, WAIT_CODE(0, CH_HAND, 0));
+    const int t = threadIdx.x;
+    if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank)) /* room: the rows before these have been taken */
+        flag_await(a.flag + t, a.channel == CH_HAND ? e - 1 : e, a.p, WAIT_CODE(a.n_flag == 1 ? 0 : t, a.channel, 0));
     __syncthreads();
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
         const size_t row = i / vecs, col = i % vecs * 4;
-        st_sys16(a.dst + row * a.dst_stride + col, *(const uint4 *)(a.src + row * a.src_stride + col));
+        st_sys16(a.dst + row * a.dst_stride + col, ld_sys16(a.src + row * a.src_stride + col));
     }
-    if (channel_end(a.p, a.channel)) st_release_sys(a.flag, e);
-    grid_dependency_launch();
-}
-
-struct take_args {
-    struct party p;
-    int channel;
-    const uint32_t *flag; /* (n_flag) of those that hand over; rank p.rank, if among them, is not waited for */
-    int n_flag;
-    const float *src; /* (n) where it lies, a multiple of 4 floats; NULL: there */
-    float *dst;       /* (n) where it shall be */
-    size_t n;
-    uint32_t *room; /* the sender's, which may send again; NULL: it knows */
-};
-
-/* Grid <= JOIN_BLOCKS, block 256. Latency of the link, then n * 8 bytes. */
-__global__ void __launch_bounds__(256) k_take(struct take_args a) {
-    grid_dependency_wait();
-    const uint32_t e = a.p.counts->done[a.channel] + 1;
-    const int t = threadIdx.x;
-    if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank))
-        flag_await(a.flag + t, e, a.p, WAIT_CODE(a.n_flag == 1 ? 0 : t, a.channel, 0));
-    __syncthreads();
-    for (size_t i = 4 * ((size_t)blockIdx.x * 256 + threadIdx.x); i < a.n; i += (size_t)gridDim.x * 1024)
-        *(uint4 *)(a.dst + i) = ld_sys16(a.src + i);
-    if (channel_end(a.p, a.channel) && a.room) st_release_sys(a.room, e);
+    if (channel_end(a.p, a.channel) && a.tell) st_release_sys(a.tell, e);
     grid_dependency_launch();
 }
 
@@ -2634,21 +2607,11 @@ struct stage {
     cudaEvent_t free;
 };
 
-/* What other ranks write to: on the receiver's GPU, or in host memory. */
-struct area {
-    uint32_t *sum_flag;    /* (n_rank, JOIN_BLOCKS) */
-    uint32_t *logits_flag; /* (n_rank) */
-    uint32_t *x_flag;      /* of the stage before */
-    uint32_t *room;        /* of the stage behind: what it has taken */
-    float *slot;           /* (2, n_rank, JOIN_SLOT) */
-    float *x;              /* (chunk, n_embd) from the stage before */
-    float *logits;         /* (LOGIT_ROWS, stride) of all ranks of the last stage, in its first */
-};
-
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
     cudaStream_t stream;
-    size_t allocated;         /* bytes of r->owned */
+    void **pinned;            /* stb_ds: allocations in host memory, */
+    size_t allocated;         /* bytes of r->owned: those on the device */
     struct twin *twins;       /* host, stb_ds */
     struct batch *batch;      /* followed by the ids: one copy per forward */
     int32_t *tokens;          /* (chunk) */
@@ -2667,14 +2630,8 @@ struct cuda {
     float *logits;        /* (LOGIT_ROWS, n_vocab) or, in one of several ranks, of the rows it has; */
     size_t logits_stride; /* floats from row to row */
     float *logits_host;   /* host, pinned, likewise */
-    /* with other ranks */
-    struct party party;
-    struct area area[MAX_RANKS]; /* of the ranks of the stage; */
-    struct area next, before;    /* of the same rank in other stages */
-    struct watch *own_watch;     /* pinned */
-    void *host_area;             /* pinned: the rank's area where that is in host memory */
-    float *gathered;             /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
-    uint16_t *sum16;             /* (chunk, n_embd) BF16 */
+    float *gathered;      /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
+    uint16_t *sum16;      /* (chunk, n_embd) BF16 */
 #ifdef HAVE_NCCL
     ncclComm_t comm;
 #endif
@@ -2695,7 +2652,7 @@ static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
                      image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
 }
 
-/* Waits for what was enqueued. With other ranks a GPU may wait for one that never comes: then it must not be waited for blindly. */
+/* With other ranks a GPU may wait for one that never comes: then it must not be waited for blindly. */
 extern "C" bool cuda_sync(struct rank *r, const char *what) {
     struct cuda *c = r->cuda;
     struct patience p = {};
@@ -2712,32 +2669,27 @@ extern "C" bool cuda_sync(struct rank *r, const char *what) {
     return cuda_ok(r, e, what);
 }
 
-/* Between the host's memory and the GPU's. From pageable memory: the source may change as soon as this returns. */
 extern "C" bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what) {
     return cuda_ok(r, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, r->cuda->stream), what);
 }
 
-static double gib(size_t bytes) { return (double)bytes / 0x1p30; }
-
-/* Device memory, zeroed; NULL after an error. */
 extern "C" void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
     struct cuda *c = r->cuda;
     void *p = NULL;
     if (r->failed) return NULL;
-    if (cudaMalloc(&p, bytes + 256) != cudaSuccess) {
-        size_t free_bytes = 0, total = 0;
-        cudaGetLastError();
-        cudaMemGetInfo(&free_bytes, &total);
-        rank_fail(r,
-                  "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer "
-                  "experts need less; --cpu needs none",
-                  what, gib(bytes), gib(free_bytes), gib(total));
-        return NULL;
-    }
+    if (cudaMalloc(&p, bytes + 256) != cudaSuccess) return cudaGetLastError(), gpu_full(r, bytes, what), nullptr;
     arrput(r->owned, p);
     c->allocated += bytes;
     cuda_ok(r, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
     return p;
+}
+
+extern "C" void *cuda_host_memory(struct rank *r, size_t bytes, const char *what) {
+    void *p = NULL;
+    if (r->failed || !cuda_ok(r, cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what))
+        return NULL;
+    arrput(r->cuda->pinned, p);
+    return memset(p, 0, bytes);
 }
 
 static struct dmat *mat(struct cuda *c, const struct weight *w) { return &hmgetp(c->twins, w->data)->value.mat; }
@@ -2848,22 +2800,16 @@ static void cuda_end(struct rank *r) {
     cuda_ok(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
     cuda_ok(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
-    int mine = 0,
-        all[MAX_RANKS]; /* a kernel that waits could keep another rank on the same GPU from getting this far */
-    rank_exchange(r, &mine, all, sizeof mine);
+    rank_meet(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
     cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
 }
 
-static void take(struct rank *r, int channel, const uint32_t *flag, int n_flag, const float *src, float *dst, size_t n,
-                 uint32_t *room) {
-    struct take_args a = {r->cuda->party, channel, flag, n_flag, src, dst, n, room};
-    LAUNCH_PDL(k_take, src ? (unsigned)JOIN_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
+static struct party party_of(const struct rank *r) {
+    return {r->m->part.rank, r->m->part.n_rank, r->counts, r->watch[r->index]};
 }
 
-static void hand(struct rank *r, int channel, const float *src, size_t src_stride, float *dst, size_t dst_stride,
-                 int n_row, int n_col, const uint32_t *room, uint32_t *flag) {
-    struct hand_args a = {r->cuda->party, channel, src, dst, src_stride, dst_stride, n_row, n_col, room, flag};
-    LAUNCH_PDL(k_hand, (unsigned)JOIN_BLOCKS, 256, 0, r->cuda->stream, a);
+static void move_rows(struct rank *r, struct move_args a) {
+    LAUNCH_PDL(k_move, a.n_row ? (unsigned)JOIN_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
 }
 
 static void cuda_enter(struct rank *r, enum act out) {
@@ -2872,9 +2818,11 @@ static void cuda_enter(struct rank *r, enum act out) {
     r->joined = 0;
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, r->m->embd.data ? *mat(c, &r->m->embd) : none,
                c->tokens, c->batch, c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
-    const struct area *own = &c->area[r->m->part.rank];
-    if (r->m->part.stage)
-        take(r, CH_TAKE, own->x_flag, 1, own->x, c->x32[out], (size_t)r->n_tok * (size_t)r->m->n_embd, c->before.room);
+    if (!r->m->part.stage) return;
+    const struct area *own = &r->area[r->index], *before = own - r->m->part.n_rank;
+    const size_t n = (size_t)r->m->n_embd;
+    move_rows(r,
+              {party_of(r), CH_TAKE, own->x_flag, 1, own->x, c->x32[out], n, n, r->n_tok, r->m->n_embd, before->room});
 }
 
 /* What k_add_norm gets for n_tok rows of n: out in halves, and in F32 too where the slot has that. */
@@ -2918,8 +2866,28 @@ static bool sum_by_nccl(struct rank *r, struct norm_args *a) {
     }
     return true;
 }
+/* The communicator of the stage, and its buffers, which come with the first calls: before the rest of the memory is given out. */
+extern "C" void cuda_join(struct rank *r) {
+    enum { TRY = 1024 };
+    struct cuda *c = r->cuda;
+    const struct part p = r->m->part;
+    ncclUniqueId id = {}, all[MAX_RANKS];
+    float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
+    if (!p.rank) nccl_ok(r, ncclGetUniqueId(&id), "NCCL");
+    rank_exchange(r, &id, all, sizeof id);
+    if (!rank_vote(r)) return;
+    char *err = r->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
+    r->err = NULL;
+    nccl_ok(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
+    nccl_ok(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
+    nccl_ok(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
+    cuda_ok(r, cudaStreamSynchronize(c->stream), "NCCL");
+    r->err = err;
+}
+
 #else
 static bool sum_by_nccl(struct rank *, struct norm_args *) { return false; }
+extern "C" void cuda_join(struct rank *) {}
 #endif
 
 static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
@@ -2931,28 +2899,29 @@ static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, 
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
-    a.p = c->party, a.place = (int)r->joined++;
+    a.p = party_of(r), a.place = (int)r->joined++;
     if (sum_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
     if (r->shared && n_tok > FEW_TOKENS) cuda_sync(r, "a forward pass");
-    for (int k = 0; k < p->n_rank; k++) a.slot[k] = c->area[k].slot, a.flag[k] = c->area[k].sum_flag;
+    const struct area *stage = &r->area[p->stage * p->n_rank];
+    for (int k = 0; k < p->n_rank; k++) a.slot[k] = stage[k].slot, a.flag[k] = stage[k].sum_flag;
+    const size_t step = (size_t)piece * (size_t)n;
     for (int t = 0; t < n_tok; t += piece) {
-        const size_t at = (size_t)t * (size_t)n;
-        struct norm_args b = a;
-        b.n_tok = n_tok - t < piece ? n_tok - t : piece;
-        b.x += at, b.delta = (const float *)a.delta + at, b.h16 += at;
-        if (b.h32) b.h32 += at;
-        LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, (unsigned)min(b.n_tok, (int)JOIN_BLOCKS), NORM_THREADS, 0, c->stream, b);
+        a.n_tok = min(n_tok - t, piece);
+        LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, (unsigned)min(a.n_tok, (int)JOIN_BLOCKS), NORM_THREADS, 0, c->stream, a);
+        a.x += step, a.delta = (const float *)a.delta + step, a.h16 += step;
+        if (a.h32) a.h32 += step;
     }
 }
 
 static void cuda_leave(struct rank *r, enum act x, enum act delta) {
-    struct cuda *c = r->cuda;
+    const struct part *p = &r->m->part;
     const size_t n = (size_t)r->m->n_embd;
     cuda_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
-    if (r->m->part.stage + 1 < r->m->part.n_stage)
-        hand(r, CH_HAND, c->x32[x], n, c->next.x, n, r->n_tok, r->m->n_embd, c->area[r->m->part.rank].room,
-             c->next.x_flag);
+    if (p->stage + 1 == p->n_stage) return;
+    const struct area *next = &r->area[r->index + p->n_rank];
+    move_rows(r, {party_of(r), CH_HAND, r->area[r->index].room, 1, r->cuda->x32[x], next->x, n, n, r->n_tok,
+                  r->m->n_embd, next->x_flag});
 }
 
 /* The next launch moves `count` matrices of w's shape, and `more` bytes. */
@@ -3180,17 +3149,19 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
     const struct part *p = &r->m->part;
+    const struct area *head = &r->area[p->stage * p->n_rank];
+    if (!c->logits) c->logits = head->logits; /* of the first of several ranks: where the others push theirs */
     struct norm_args a =
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
     LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n, NORM_THREADS, 0, c->stream, a);
     struct dmat w = *mat(c, &r->m->output); /* maybe the embedding, of which the first rank's rows are the first */
     w.n_out = r->m->output.n_out, w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
     product(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
-    const struct area *head = &c->area[0];
     if (p->rank) /* behind the last id there is room for three more */
-        hand(r, CH_LOGITS, c->logits, c->logits_stride, head->logits + r->m->first_id, logits_stride(r->m->n_vocab), n,
-             (r->m->output.n_out + 3) / 4 * 4, NULL, head->logits_flag + p->rank);
-    else if (p->n_rank > 1) take(r, CH_LOGITS, head->logits_flag, p->n_rank, NULL, NULL, 0, NULL);
+        move_rows(r, {party_of(r), CH_LOGITS, NULL, 0, c->logits, head->logits + r->m->first_id, c->logits_stride,
+                      logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, head->logits_flag + p->rank});
+    else if (p->n_rank > 1)
+        move_rows(r, {party_of(r), CH_LOGITS, head->logits_flag, p->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
     cuda_ok(r, cudaGetLastError(), "the output layer");
 }
 
@@ -3244,8 +3215,7 @@ static void cuda_read_stats(struct rank *r, double *stats, float *squares) {
 }
 
 /* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
- * 512. No memory: `out` is there
- * so that the compiler leaves no product out: sums of positive numbers are never written. */
+ * 512. No memory: `out` is there so that the compiler leaves no product out: sums of positive numbers are never written. */
 __global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
     grid_dependency_wait();
     const uint32_t one = 0x3C003C00u + threadIdx.x, a[4] = {one, one, one, one}, b[2] = {one, one};
@@ -3261,18 +3231,12 @@ struct stopwatch {
     cudaStream_t stream;
     cudaEvent_t e[2] = {};
     cudaError_t error = cudaSuccess; /* the first */
-    explicit stopwatch(cudaStream_t s) : stream(s) {
-        for (cudaEvent_t &x : e)
-            if (error == cudaSuccess) error = cudaEventCreate(&x);
-    }
-    void mark(int end) {
-        if (error == cudaSuccess) error = cudaEventRecord(e[end], stream);
-    }
+    bool ok(cudaError_t x) { return (error = error ? error : x) == cudaSuccess; }
+    explicit stopwatch(cudaStream_t s) : stream(s) { ok(cudaEventCreate(&e[0])) && ok(cudaEventCreate(&e[1])); }
+    void mark(int end) { error || ok(cudaEventRecord(e[end], stream)); }
     double seconds() { /* 0 after an error; waits */
         float ms = 0;
-        if (error == cudaSuccess) error = cudaEventSynchronize(e[1]);
-        if (error == cudaSuccess) error = cudaEventElapsedTime(&ms, e[0], e[1]);
-        return error == cudaSuccess ? ms * 1e-3 : 0;
+        return !error && ok(cudaEventSynchronize(e[1])) && ok(cudaEventElapsedTime(&ms, e[0], e[1])) ? ms * 1e-3 : 0;
     }
     ~stopwatch() {
         for (cudaEvent_t x : e)
@@ -3345,20 +3309,18 @@ static void cuda_close(struct rank *r) {
     if (!c) return;
     cudaSetDevice(r->device);
     if (c->stream) cudaStreamSynchronize(c->stream);
-    int mine = 0, all[MAX_RANKS]; /* nobody writes to this rank's memory any more */
-    rank_exchange(r, &mine, all, sizeof mine);
+    rank_meet(r); /* nobody writes to this rank's memory any more */
     for (int i = 0; i <= FEW_TOKENS; i++)
         if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
 #ifdef HAVE_NCCL
     if (c->comm) ncclCommDestroy(c->comm); /* behind the graphs: it waits for those that recorded its calls */
 #endif
     for (size_t i = 0; i < arrlenu(r->owned); i++) cudaFree(r->owned[i]);
-    if (c->logits_host) cudaFreeHost(c->logits_host);
-    if (c->host_area) cudaFreeHost(c->host_area);
-    if (c->own_watch) cudaFreeHost(c->own_watch);
+    for (size_t i = 0; i < arrlenu(c->pinned); i++) cudaFreeHost(c->pinned[i]);
     upload_end(c);
     if (c->stream) cudaStreamDestroy(c->stream);
     arrfree(r->owned);
+    arrfree(c->pinned);
     hmfree(c->twins);
     free(c->staged);
     free(c);
@@ -3403,17 +3365,10 @@ extern "C" const char *cuda_targets(void) {
 #endif
 }
 
-/* Whether all these GPUs can write to each other's memory, and shall. */
-extern "C" bool cuda_peers(const int *device, int n) {
-    const char *off = getenv("NCCL_P2P_DISABLE");
-    if (off && *off && strcmp(off, "0") != 0) return false;
-    for (int i = 0; i < n; i++)
-        for (int k = 0; k < n; k++) {
-            int can = 0;
-            if (device[i] != device[k] && (cudaDeviceCanAccessPeer(&can, device[i], device[k]) != cudaSuccess || !can))
-                return cudaGetLastError(), false;
-        }
-    return true;
+extern "C" bool cuda_peer(int from, int to) {
+    int can = 0;
+    if (cudaDeviceCanAccessPeer(&can, from, to) != cudaSuccess) cudaGetLastError();
+    return can;
 }
 
 /* ---- the steps of a start ---- */
@@ -3449,133 +3404,27 @@ extern "C" void cuda_allocate(struct rank *r) {
     GPU_ROOMS(ROOM);
 #undef ROOM
     c->logits_stride = p.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(p.rank ? m->output.n_out : m->n_vocab);
-    cuda_ok(r, cudaMallocHost((void **)&c->logits_host, (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float)),
-            "host memory for logits");
+    const size_t logits_bytes = (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float);
+    c->logits_host = (float *)cuda_host_memory(r, logits_bytes, "host memory for logits");
     c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
     route->n_embd = m->n_embd, route->k = m->n_expert_used, route->n_group = m->n_group,
     route->n_group_used = m->n_group_used;
     route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->weights_norm, route->factor = m->weights_scale;
     c->sort.id = route->id, c->sort.k = route->k;
+    memcpy(r->act, c->x32, sizeof r->act);
     cuda_ok(r, cudaStreamSynchronize(c->stream), "starting");
 }
 
-/* The area of the rank that has the part p of the model, at base; its bytes. */
-static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, struct gpu_sizes s) {
-    size_t at = 0;
-#define ROOM(field, type, count) a->field = (type *)(base + at), at += (sizeof(type) * (count) + 255) / 256 * 256
-    AREA_ROOMS(ROOM);
-#undef ROOM
-    return at;
+extern "C" void cuda_reach(struct rank *r, int device) {
+    cudaError_t e = cudaDeviceEnablePeerAccess(device, 0);
+    if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
+    else cuda_ok(r, e, "reaching another GPU");
 }
 
-/* Memory that the others may write to, and theirs. */
-static void link_areas(struct rank *r, const int *device, bool peers) {
-    struct cuda *c = r->cuda;
-    const struct part p = r->m->part;
-    const int n = p.n_rank * p.n_stage;
-    struct {
-        uint8_t *area;
-        struct watch *watch;
-    } mine = {}, all[MAX_RANKS];
-    for (int i = 0; i < n && peers && !r->failed; i++) {
-        if (device[i] == r->device) continue;
-        cudaError_t e = cudaDeviceEnablePeerAccess(device[i], 0);
-        if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
-        else cuda_ok(r, e, "reaching another GPU");
-    }
-    size_t bytes = area_layout(&c->area[p.rank], NULL, r->m, p, r->sizes);
-    const unsigned flags = cudaHostAllocPortable | cudaHostAllocMapped;
-    if (peers) mine.area = (uint8_t *)cuda_memory(r, bytes, "what other ranks send");
-    else if (cuda_ok(r, cudaHostAlloc(&c->host_area, bytes, flags), "host memory"))
-        mine.area = (uint8_t *)memset(c->host_area, 0, bytes);
-    if (cuda_ok(r, cudaHostAlloc((void **)&c->own_watch, sizeof *c->own_watch, flags), "host memory"))
-        memset(c->own_watch, 0, sizeof *c->own_watch);
-    mine.watch = c->own_watch;
-    struct counts *counts = (struct counts *)cuda_memory(r, sizeof *counts, "what other ranks send");
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "starting"); /* the flags are 0 before anybody knows where they are */
-    rank_exchange(r, &mine, all, sizeof mine);
-    if (!rank_vote(r)) return;
-    c->party = {p.rank, p.n_rank, counts, c->own_watch};
-    for (int i = 0; i < n; i++) r->watch[i] = all[i].watch;
-    for (int i = 0; i < p.n_rank; i++)
-        area_layout(&c->area[i], all[p.stage * p.n_rank + i].area, r->m, {i, p.n_rank, p.stage, p.n_stage}, r->sizes);
-    for (int step = -1; step <= 1; step += 2) {
-        const int stage = p.stage + step;
-        if (stage < 0 || stage >= p.n_stage) continue;
-        area_layout(step < 0 ? &c->before : &c->next, all[stage * p.n_rank + p.rank].area, r->m,
-                    {p.rank, p.n_rank, stage, p.n_stage}, r->sizes);
-    }
-    if (p.n_rank > 1 && !p.rank && p.stage == p.n_stage - 1) c->logits = c->area[0].logits;
-}
-
-/* The communicator of the stage, and its buffers, which come with the first calls: before the rest of the memory is given out. */
-extern "C" void cuda_join(struct rank *r) {
-#ifdef HAVE_NCCL
-    enum { TRY = 1024 };
-    struct cuda *c = r->cuda;
-    const struct part p = r->m->part;
-    ncclUniqueId id = {}, all[MAX_RANKS];
-    float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
-    if (!p.rank) nccl_ok(r, ncclGetUniqueId(&id), "NCCL");
-    rank_exchange(r, &id, all, sizeof id);
-    if (!rank_vote(r)) return;
-    char *err = r->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
-    r->err = NULL;
-    nccl_ok(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
-    nccl_ok(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
-    nccl_ok(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "NCCL");
-    r->err = err;
-#else
-    (void)r;
-#endif
-}
-
-/* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
-static void check_sums(struct rank *r) {
-    struct cuda *c = r->cuda;
-    const int n = r->m->n_embd, n_rank = r->m->part.n_rank;
-    float *row = (float *)malloc((size_t)n * sizeof *row);
-    if (!row) rank_fatal("out of memory");
-    for (int turn = 0; turn < 2 && !r->failed; turn++) { /* both halves of the slots */
-        int wrong = 0;
-        for (int i = 0; i < n; i++) row[i] = (float)((r->m->part.rank + 1) * (1 + i % 97 + turn));
-        r->n_tok = 1;
-        cuda_ok(r, cudaMemsetAsync(c->x32[A_X], 0, (size_t)n * sizeof *row, c->stream), "a first sum");
-        cuda_copy(r, c->x32[A_OUT], row, (size_t)n * sizeof *row, "a first sum");
-        cuda_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
-        cuda_copy(r, row, c->x32[A_X], (size_t)n * sizeof *row, "a first sum");
-        if (!cuda_sync(r, "a first sum")) break;
-        for (int i = 0; i < n; i++) wrong += row[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
-        if (wrong)
-            rank_fail(r,
-                      "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
-                      "NCCL_P2P_DISABLE=1 goes through the host",
-                      wrong, n);
-    }
-    free(row);
-}
-
-extern "C" void cuda_link(struct rank *r, const int *device, bool peers) {
-    link_areas(r, device, peers);
-    if (!r->failed && r->m->part.n_rank > 1) check_sums(r);
-}
-
-extern "C" double cuda_sum_seconds(struct rank *r, int n_tok, bool nccl) {
-    enum { WARM = 3, RUNS = 20 };
-    struct cuda *c = r->cuda;
-    struct stopwatch watch(c->stream);
-    bool *few = &r->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
-    if (n_tok > r->chunk) return 0;
-    if (nccl ? !r->sizes.nccl : n_tok > FEW_TOKENS && r->sizes.nccl) return 0;
-    *few = nccl, r->n_tok = n_tok;
-    for (int i = 0; i < WARM + RUNS && !r->failed; i++) {
-        if (i == WARM) watch.mark(0);
-        cuda_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
-    }
-    watch.mark(1);
-    *few = before;
-    const double t = cuda_sync(r, "timing sums") ? watch.seconds() / RUNS : 0;
+extern "C" double cuda_seconds(struct rank *r, void (*run)(struct rank *, void *), void *arg, const char *what) {
+    struct stopwatch watch(r->cuda->stream);
+    watch.mark(0), run(r, arg), watch.mark(1);
+    const double t = cuda_sync(r, what) ? watch.seconds() : 0;
     cuda_ok(r, watch.error, "timing");
     return t;
 }
@@ -3604,8 +3453,6 @@ extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess)
         f->rate = 2e3 * khz * bits / 8; /* both edges of the clock */
-    for (char *c = f->bus; *c; c++)
-        if (*c >= 'A' && *c <= 'F') *c += 'a' - 'A';
     snprintf(f->name, sizeof f->name, "%.63s", p.name);
     f->major = p.major, f->minor = p.minor, f->block_shared = (int)p.sharedMemPerBlockOptin;
     f->n_sm = p.multiProcessorCount;
@@ -3626,11 +3473,10 @@ extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
     const struct device_for_now now(from);
     enum { BIG = 64 << 20, SMALL = 8 << 10 };
     uint8_t *a = NULL, *b = NULL;
-    int can = 0;
     *rate = *latency = 0;
     bool ok = cudaSetDevice(to) == cudaSuccess && cudaMalloc((void **)&b, BIG) == cudaSuccess &&
               cudaSetDevice(from) == cudaSuccess && cudaMalloc((void **)&a, BIG) == cudaSuccess;
-    if (from != to && cudaDeviceCanAccessPeer(&can, from, to) == cudaSuccess && can) cudaDeviceEnablePeerAccess(to, 0);
+    if (from != to && cuda_peer(from, to)) cudaDeviceEnablePeerAccess(to, 0);
     struct stopwatch watch(0);
     const double big = ok ? copy_seconds(&watch, b, to, a, from, BIG) : 0;
     if (big > 0) *rate = BIG / big, *latency = copy_seconds(&watch, b, to, a, from, SMALL);

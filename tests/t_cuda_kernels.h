@@ -823,10 +823,10 @@ static void run_hand_over(int n_row, int n_col) {
         const struct party to = {0, 1, (struct counts *)(state.p + words), (struct watch *)watch.p};
         const size_t at = n * (size_t)t, stride = (size_t)n_col;
         LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)src.p, (const uint32_t *)(data.p + at), n);
-        const struct hand_args h = {from, CH_HAND, src, landing, stride, stride, n_row, n_col, flags.p, flags.p + 1};
-        LAUNCH_PDL(k_hand, JOIN_BLOCKS / 4, 256, 0, test_stream, h);
-        const struct take_args k = {to, CH_TAKE, flags.p + 1, 1, landing, dst, n, flags.p};
-        LAUNCH_PDL(k_take, JOIN_BLOCKS / 4, 256, 0, receiver, k);
+        const struct move_args h = {from, CH_HAND, flags.p, 1, src, landing, stride, stride, n_row, n_col, flags.p + 1};
+        LAUNCH_PDL(k_move, JOIN_BLOCKS / 4, 256, 0, test_stream, h);
+        const struct move_args k = {to, CH_TAKE, flags.p + 1, 1, landing, dst, stride, stride, n_row, n_col, flags.p};
+        LAUNCH_PDL(k_move, JOIN_BLOCKS / 4, 256, 0, receiver, k);
         LAUNCH_PDL(k_arrive, 4, 256, 0, receiver, (uint32_t *)(out.p + at), (const uint32_t *)dst.p, n);
     }
     finish("handing over");
