@@ -578,7 +578,8 @@ struct rank {
     bool failed;
     bool shared; /* another rank is on the same GPU */
     struct gpu_sizes sizes;
-    int stage;                      /* the next one of the upload; of invented weights, bits: those that are filled */
+    int stage;                      /* the next one of the upload; */
+    unsigned filled;                /* stages with invented weights, bits */
     bool by_nccl[FEW_TOKENS + 1];   /* sums of so many tokens */
     struct watch *watch[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
     struct area area[MAX_RANKS];    /* likewise, as this one's GPU reaches them */
@@ -8455,16 +8456,18 @@ static void gpu_upload_rows(struct rank *r, const struct weight *w, struct repac
         for (k.rt0 = 0; k.rt0 < n_rt && !r->failed; k.rt0 += step) {
             const int rows = int_min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
             const int stage = invent ? (int)weight_format(w->type) : r->stage++ % STAGES;
-            const bool there = invent && r->stage >> stage & 1;
-            uint8_t *out = there ? NULL : cuda_stage(r, stage);
-            uint64_t rng = 42;
+            size_t bytes = 0; /* what is new in the stage */
             k.n_e = int_min(w->n_expert - k.e0, n_e), k.n_rt = int_min(n_rt - k.rt0, step);
-            size_t bytes = (size_t)k.n_e * (size_t)rows * k.row_bytes;
-            if (there) bytes = 0;
-            else if (out && invent)
-                bytes = STAGE_BYTES, r->stage |= 1 << stage, synth_fill(out, bytes, w->type, false, &rng);
-            else if (out) gpu_stage_rows(w, &k, rows, out);
-            if (!r->failed) cuda_repack(r, w, k, stage, bytes);
+            if (!invent || !(r->filled >> stage & 1)) {
+                uint8_t *out = cuda_stage(r, stage);
+                uint64_t rng = 42;
+                if (!out) return;
+                bytes = invent ? STAGE_BYTES : (size_t)k.n_e * (size_t)rows * k.row_bytes;
+                if (invent) synth_fill(out, bytes, w->type, false, &rng);
+                else gpu_stage_rows(w, &k, rows, out);
+                r->filled |= 1u << stage;
+            }
+            cuda_repack(r, w, k, stage, bytes);
         }
 }
 
@@ -8581,7 +8584,7 @@ static bool gpus_peers(const int *device, int n) {
 }
 
 /* Memory that the others may write to, and theirs. */
-static void link_areas(struct rank *r, const int *device, bool peers) {
+static void gpu_link(struct rank *r, const int *device, bool peers) {
     static const char what[] = "what other ranks send";
     const struct part p = r->m->part;
     const int n = p.n_rank * p.n_stage;
@@ -8606,7 +8609,7 @@ static void link_areas(struct rank *r, const int *device, bool peers) {
 }
 
 /* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
-static void check_sums(struct rank *r) {
+static void gpu_check_sums(struct rank *r) {
     static const char what[] = "a first sum";
     const int n = r->m->n_embd, n_rank = r->m->part.n_rank;
     const size_t bytes = (size_t)n * sizeof(float);
@@ -8630,20 +8633,20 @@ static void check_sums(struct rank *r) {
     free(x), free(delta);
 }
 
-static void run_sums(struct rank *r, void *runs) {
+static void gpu_run_sums(struct rank *r, void *runs) {
     for (int i = *(const int *)runs; i > 0 && !r->failed; i--)
         r->ops->reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
 }
 
 /* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
-static double sum_seconds(struct rank *r, int n_tok, bool nccl) {
+static double gpu_sum_seconds(struct rank *r, int n_tok, bool nccl) {
     int warm = 3, runs = 20;
     bool *few = &r->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
     if (n_tok > r->chunk) return 0;
     if (nccl ? !r->sizes.nccl : n_tok > FEW_TOKENS && r->sizes.nccl) return 0;
     *few = nccl, r->n_tok = n_tok;
-    run_sums(r, &warm);
-    const double t = cuda_seconds(r, run_sums, &runs, "timing sums") / runs;
+    gpu_run_sums(r, &warm);
+    const double t = cuda_seconds(r, gpu_run_sums, &runs, "timing sums") / runs;
     *few = before;
     return t;
 }
@@ -8660,7 +8663,7 @@ static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
     for (int i = 0; i < SIZES && (p.n_rank > 1 || wanted); i++)
         for (int k = 0; k < 2; k++)
             if (both || (k == wanted && i % (SIZES - 1) == 0))
-                us[i][k] = (float)(1e6 * sum_seconds(r, int_min(size[i], r->chunk), k));
+                us[i][k] = (float)(1e6 * gpu_sum_seconds(r, int_min(size[i], r->chunk), k));
     rank_exchange(r, us, all, sizeof us);
     for (int i = 0, n = 1; i < SIZES; i++) {
         float worst[2] = {0};
@@ -8703,8 +8706,8 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
         if (o->squares) r->squares = cuda_memory(r, squares_before(m, m->n_layer) * sizeof *r->squares, "squares");
         if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
             const bool peers = gpus_peers(o->device, n);
-            link_areas(r, o->device, peers);
-            if (!r->failed && m->part.n_rank > 1) check_sums(r);
+            gpu_link(r, o->device, peers);
+            if (!r->failed && m->part.n_rank > 1) gpu_check_sums(r);
             if (rank_vote(r)) gpu_sums(r, o, peers);
         }
         r->free_bytes = rank_facts(r).free;
@@ -13986,7 +13989,7 @@ static void rank_sums(struct rank *r, void *arg) {
             if (sum_tokens[i] > r->chunk) continue;
 #ifdef MOE_CUDA
             if (r->cuda) {
-                (*t)[i][nccl] = sum_seconds(r, sum_tokens[i], nccl);
+                (*t)[i][nccl] = gpu_sum_seconds(r, sum_tokens[i], nccl);
                 continue;
             }
 #endif

@@ -514,7 +514,8 @@ static void test_cuda_forward(void) {
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
 static const struct synth tiny_synths[] = {
     {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
-    {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f}};
+    {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f},
+    {"tiny Q8_0", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192, .q8 = true}};
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
     char err[ERR_MAX] = "";
@@ -525,25 +526,32 @@ static bool tiny_open(struct engine *e, struct settings *set, int which) {
     return CHECK(session_open(&e->session, &e->model, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
 }
 
-/* One matrix on the device: FP4 scales 0x30 .. 0x3F, halves of at most what BF16 makes of 0.025, times 2^8, no two tiles alike, zeros beyond the matrix. */
+/* One matrix on the device: FP4 scales 0x30 .. 0x3F, those of Q8_0 0.025 / 128, halves of at most what BF16 makes of 0.025, times 2^8,
+ * no two tiles alike, zeros beyond the matrix. */
 static void tiny_matrix(struct engine *e, const struct weight *w, const char *what) {
-    bool fp4 = w->type == GGUF_NVFP4;
+    const enum weight_format fmt = weight_format(w->type);
+    const uint16_t zero = fmt == FMT_Q8 ? 0x8080 : 0, unit = f16_from_f32(0.025f / 128);
     size_t n_kt = ((size_t)w->n_in + 63) / 64, n_rt = ((size_t)w->n_out + 15) / 16,
-           tiles = n_kt * n_rt * (size_t)w->n_expert, each = fp4 ? 512 : 2048, zeros = 0, same = 0, bad = 0;
+           tiles = n_kt * n_rt * (size_t)w->n_expert, each = TILE_BYTES(fmt), zeros = 0, same = 0, bad = 0;
     uint8_t *codes = xmalloc(tiles * each), *scales = xmalloc(tiles * 64);
     cuda_test_tiles(e->session.r, w, codes, scales);
     for (size_t i = 1; i < tiles; i++) same += !memcmp(codes + i * each, codes + (i - 1) * each, each);
     for (size_t i = 0; i < tiles * each / 2; i++) {
         uint16_t h;
         memcpy(&h, codes + 2 * i, 2);
-        zeros += h == 0;
-        bad += !fp4 && !(fabsf(f16_to_f32(h)) <= 6.40625f);
+        zeros += h == zero;
+        bad += fmt == FMT_F16 && !(fabsf(f16_to_f32(h)) <= 6.40625f);
     }
-    for (size_t i = 0; fp4 && i < tiles * 64; i++) bad += scales[i] < 0x30 || scales[i] > 0x3F;
+    for (size_t i = 0; fmt == FMT_FP4 && i < tiles * 64; i++) bad += scales[i] < 0x30 || scales[i] > 0x3F;
+    for (size_t i = 0; fmt == FMT_Q8 && i < tiles * 64; i += 2) {
+        uint16_t h;
+        memcpy(&h, scales + i, 2);
+        bad += h != unit && h;
+    }
     CHECK(!same && !bad, "%s, %s: %zu tiles repeat, %zu values are out of range", e->model.name, what, same, bad);
-    /* of the values themselves few are zero: pairs of bytes in FP4, halves elsewhere */
+    /* of the values themselves few are zero: pairs of bytes in FP4 and Q8_0, halves elsewhere */
     size_t outside = (n_kt * n_rt * 1024 - (size_t)w->n_in * (size_t)w->n_out) * (size_t)w->n_expert;
-    if (fp4) outside /= 4;
+    outside /= fmt == FMT_FP4 ? 4 : fmt == FMT_Q8 ? 2 : 1;
     CHECK(zeros >= outside && zeros <= outside + tiles * each / 2 / 1000 + 2, "%s, %s: %zu zeros, %zu beyond",
           e->model.name, what, zeros, outside);
     size_t filled = 0;
@@ -557,15 +565,15 @@ static void test_cuda_invented(void) {
     struct engine e;
     struct settings set;
     cuda_test_memory((size_t)256 << 20); /* what is copied for its speed is part of that */
-    for (int which = 0; which < 2; which++) {
+    for (int which = 0; which < 3; which++) {
         if (!tiny_open(&e, &set, which)) return;
         struct session *s = &e.session;
         const struct layer *y = &e.model.layers[e.model.n_layer - 1];
-        struct rates rates = which ? s->r->ops->measure(s->r) : (struct rates){1, 1};
+        struct rates rates = which == 1 ? s->r->ops->measure(s->r) : (struct rates){1, 1};
         CHECK(rates.bytes > 0 && rates.mma > 0, "%g bytes, %g operations per second", rates.bytes, rates.mma);
         tiny_matrix(&e, &e.model.output, "output"), tiny_matrix(&e, &y->wo, "wo");
         tiny_matrix(&e, &y->gate, "gate"), tiny_matrix(&e, &y->down, "down");
-        if (which) tiny_matrix(&e, &y->wq_b, "wq_b"), tiny_matrix(&e, &y->wv_b, "wv_b");
+        if (which == 1) tiny_matrix(&e, &y->wq_b, "wq_b"), tiny_matrix(&e, &y->wv_b, "wv_b");
         for (int i = 0; i < 3; i++) {
             int32_t ids[40];
             double sum = 0, sq = 0;

@@ -40,9 +40,8 @@ static const struct {
 } unshown[] = {
     {"route_warp", "__syncwarp(); /* score has been read: the next token's goes there */",
      "the next token's shuffles meet in between; they order lanes, but not memory"},
-    {"k_repack", "grid_dependency_wait();", "in front of it is always a copy, which has ended when it starts"},
-    {"k_fill", "grid_dependency_wait();",
-     "in front of it is always the clearing of memory, which has ended when it starts"},
+    {"k_repack", "grid_dependency_wait();",
+     "in front of it is always a copy, the clearing of memory or itself, which has ended when it starts"},
     {"k_mma_rate", "grid_dependency_wait();", "it reads and writes nothing"},
     {"k_probe", "grid_dependency_wait();", "it alone writes its answer, into memory that nobody else has"},
 };
