@@ -40,11 +40,12 @@
 
 #ifdef CUEMU
 #include "tests/cuda_emu.h"
-#define DEVICE        static inline
-#define DEVICE_MEMBER inline
-#define HAVE_FP4_MMA  1
-#define HAVE_NCCL     1
-#define SLOT_FLOATS   3072 /* few, so that sums come in pieces */
+#define DEVICE           static inline
+#define DEVICE_MEMBER    inline
+#define HAVE_FP4_MMA     1
+#define HAVE_NCCL        1
+#define SLOT_FLOATS      3072 /* few, so that sums come in pieces */
+#define MOE_CUDA_TARGETS "emulated"
 #else
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
@@ -2814,9 +2815,8 @@ static void move_rows(struct rank *r, struct move_args a) {
 
 static void cuda_enter(struct rank *r, enum act out) {
     struct cuda *c = r->cuda;
-    const struct dmat none = {};
     r->joined = 0;
-    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, r->m->embd.data ? *mat(c, &r->m->embd) : none,
+    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, r->m->embd.data ? *mat(c, &r->m->embd) : dmat{},
                c->tokens, c->batch, c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
     if (!r->m->part.stage) return;
     const struct area *own = &r->area[r->index], *before = own - r->m->part.n_rank;
@@ -2866,6 +2866,7 @@ static bool sum_by_nccl(struct rank *r, struct norm_args *a) {
     }
     return true;
 }
+
 /* The communicator of the stage, and its buffers, which come with the first calls: before the rest of the memory is given out. */
 extern "C" void cuda_join(struct rank *r) {
     enum { TRY = 1024 };
@@ -2885,9 +2886,14 @@ extern "C" void cuda_join(struct rank *r) {
     r->err = err;
 }
 
+extern "C" int cuda_nccl(void) {
+    int version = 0;
+    return ncclGetVersion(&version) == ncclSuccess ? version : 0;
+}
 #else
 static bool sum_by_nccl(struct rank *, struct norm_args *) { return false; }
 extern "C" void cuda_join(struct rank *) {}
+extern "C" int cuda_nccl(void) { return 0; }
 #endif
 
 static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
@@ -3357,13 +3363,7 @@ struct device_for_now {
     ~device_for_now() { cudaSetDevice(before); }
 };
 
-extern "C" const char *cuda_targets(void) {
-#ifdef MOE_CUDA_TARGETS
-    return MOE_CUDA_TARGETS;
-#else
-    return "emulated";
-#endif
-}
+extern "C" const char *cuda_targets(void) { return MOE_CUDA_TARGETS; }
 
 extern "C" bool cuda_peer(int from, int to) {
     int can = 0;
@@ -3482,12 +3482,4 @@ extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
     if (big > 0) *rate = BIG / big, *latency = copy_seconds(&watch, b, to, a, from, SMALL);
     cudaFree(a), cudaFree(b);
     cudaGetLastError();
-}
-
-extern "C" int cuda_nccl(void) {
-    int version = 0;
-#ifdef HAVE_NCCL
-    if (ncclGetVersion(&version) != ncclSuccess) version = 0;
-#endif
-    return version;
 }
