@@ -14441,7 +14441,7 @@ static bool gpu_wanted(const struct settings *set) {
 /* Settles --tp and --pp, and on a GPU the device of each rank. */
 static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]) {
     int listed = s->gpus ? gpus_parse(s->gpus, gpu) : 0;
-    if (!s->pp) s->pp = 1;
+    if (!s->pp) s->pp = s->calibrate && !s->tp && listed ? listed : 1; /* scores want whole experts */
     if (!s->tp) s->tp = listed > s->pp ? listed / s->pp : 1;
     int n = s->tp * s->pp;
     if (s->calibrate && s->tp > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");

@@ -1665,10 +1665,8 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     const int kind = h < p.n_head ? 0 : h < p.n_head + p.n_head_kv ? 1 : 2; /* q, k, v */
     const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv, n = kind == 2 ? p.dv : p.d;
     if (i >= p.n_head_kv && kind == 2) return;
-    const float *src = (kind == 0   ? p.q
-                        : kind == 1 ? p.k
-                                    : p.v) +
-                       ((size_t)t * (kind ? p.n_head_kv : p.n_head) + i) * n;
+    const float *heads = kind == 2 ? p.v : kind ? p.k : p.q;
+    const float *src = heads + ((size_t)t * (kind ? p.n_head_kv : p.n_head) + i) * n;
     float x[HEAD_PER], ss = 0;
     UNROLL for (int j = 0; j < HEAD_PER; j++) {
         x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;

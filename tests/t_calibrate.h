@@ -266,6 +266,21 @@ static void test_calibrate_activations(void) {
     gguf_close(&g), gguf_close(&other);
 }
 
+/* GPUs that are listed become stages: every rank has whole experts. */
+static void test_calibrate_stages(void) {
+    static char gpus[] = "1,0", text[] = "a.txt";
+    struct settings set = {.gpus = gpus};
+    struct model m = {.n_layer = 2};
+    int device[MAX_RANKS] = {0};
+    arrput(set.calibrate, text);
+    settings_ranks(&set, &m, device);
+    CHECK(set.pp == 2 && set.tp == 1 && device[0] == 1 && !device[1], "%d stages of %d ranks", set.pp, set.tp);
+    arrfree(set.calibrate);
+    set.pp = set.tp = 0;
+    settings_ranks(&set, &m, device);
+    CHECK(set.pp == 1 && set.tp == 2, "%d stages of %d ranks", set.pp, set.tp);
+}
+
 static void test_calibrate_refuses(void) {
     struct model m;
     calibration_texts();
@@ -367,11 +382,28 @@ static void test_compare(void) {
     check_command(MOE_BIN " --compare build/demo.gguf build/demo.gguf", 2, "", "A.gguf B.gguf TEXT");
     check_command(IN_DIR(MOE "--compare build/demo.gguf build/demo.gguf @/t.txt"), 2, "", "takes the place of -m");
     check_command(MOE_BIN " --compare build/demo.gguf build/nothing.gguf README.md", 1, "", "nothing.gguf");
-    arrfree(said), arrfree(ids), arrfree(text);
+    /* weights that are no numbers */
+    char *file = NULL;
+    struct gguf g;
+    if (CHECK(!read_file(in_dir("@/deepseek_v3.gguf", test_dir()), &file, err) &&
+                  !gguf_parse(&g, (uint8_t *)file, arrlenu(file), err, sizeof err),
+              "%s", err)) {
+        const struct gguf_tensor *head = gguf_find_tensor(&g, "output.weight");
+        memset((uint8_t *)file + (head->data - (const uint8_t *)file), 0xFF, head->bytes);
+        FILE *f = fopen(in_dir("@/nan.gguf", test_dir()), "wb");
+        CHECK(f && fwrite(file, arrlenu(file), 1, f) == 1 && !fclose(f), "@/nan.gguf");
+        gguf_close(&g);
+        check_command(IN_DIR(MOE_BIN " --compare @/deepseek_v3.gguf @/nan.gguf @/t.txt"), 1, "",
+                      "model B gives logits that are not finite");
+        check_command(IN_DIR(MOE_BIN " --compare @/nan.gguf @/deepseek_v3.gguf @/t.txt"), 1, "",
+                      "model A gives logits that are not finite");
+    }
+    arrfree(said), arrfree(ids), arrfree(text), arrfree(file);
     for (int i = 0; i < 2; i++) free(x[i]), model_free(&m[i]);
 }
 
 #define TESTS_CALIBRATE                                                                                       \
     {"calibrate/sums", test_calibrate_sums}, {"calibrate/files", test_calibrate_files},                       \
         {"calibrate/resumes", test_calibrate_resumes}, {"calibrate/activations", test_calibrate_activations}, \
-        {"calibrate/refuses", test_calibrate_refuses}, {"calibrate/compare", test_compare},
+        {"calibrate/stages", test_calibrate_stages}, {"calibrate/refuses", test_calibrate_refuses},           \
+        {"calibrate/compare", test_compare},

@@ -478,6 +478,9 @@ static void test_reap_budget(void) {
     snprintf(args, sizeof args, "plain.gguf plain.json -o out.gguf --per-layer --budget %.17g",
              (double)size[5] / 0x1p30);
     CHECK(!reap_run(args) && !stat(path, &st) && st.st_size <= size[5] && st.st_size > size[3], "%s", reap_err);
+    snprintf(args, sizeof args, "plain.gguf plain.json -o out.gguf --per-layer --floor 6 --budget %.17g",
+             (double)size[5] / 0x1p30); /* a floor is kept, whatever the budget */
+    CHECK(reap_run(args) == 1 && strstr(reap_err, "with 6 experts a layer"), "%s", reap_err);
 }
 
 /* Two files add up: neither alone gives this choice. Means of output by gate weight, then of output:
@@ -1148,8 +1151,31 @@ static void test_reap_directory_layers(void) {
     hf_end(&h);
 }
 
+/* Puts a note of n bytes into the metadata of a safetensors file. */
+static void shard_note(const char *file, size_t n) {
+    char *text = NULL, *note = xmalloc(n + 1), err[ERR_MAX], path[256];
+    uint64_t len = 0;
+    snprintf(path, sizeof path, "%s/%s", test_dir(), file);
+    memset(note, 'x', n), note[n] = 0;
+    if (!CHECK(!read_file(path, &text, err), "%s", err)) return;
+    memcpy(&len, text, 8);
+    json_t *header = json_loadb(text + 8, len, 0, NULL);
+    json_object_set_new(json_object_get(header, "__metadata__"), "note", json_string(note));
+    char *longer = json_dumps(header, JSON_COMPACT | JSON_PRESERVE_ORDER);
+    const uint64_t used = strlen(longer), padded = (used + 7) / 8 * 8;
+    FILE *f = fopen(path, "wb");
+    if (CHECK(f != NULL, "%s", path)) {
+        fwrite(&padded, 8, 1, f), fprintf(f, "%s%*s", longer, (int)(padded - used), "");
+        fwrite(text + 8 + len, 1, arrlenu(text) - 8 - len, f);
+        CHECK(!fclose(f), "%s", path);
+    }
+    json_decref(header), free(longer), free(note);
+    arrfree(text);
+}
+
 /* What is not tensors: order of keys, values as they were, lists of modules, the index, copies, total size. */
 static void test_reap_directory_files(void) {
+    enum { NOTE = 20000 };
     fixture_copy("qwen3moe_nvfp4", "dir");
     shell("mkdir dir/sub; ln -s ids.i32 dir/link; rm -rf cut; sed -i "
           "'s/\"mlp_only_layers\"/\"quantization_config\": {\"ignore\": [\"lm_head\", "
@@ -1157,6 +1183,7 @@ static void test_reap_directory_files(void) {
           "\"model.layers.1.mlp.experts.7.*\", \"*.experts.*.x\", \"model.layers.9.mlp.experts.0.up_proj\"]}, "
           "\"third\": 0.1, \"mlp_only_layers\"/' dir/config.json");
     shell("sed -i 's/\"metadata\": {/&\"total_parameters\": 7, /' dir/model.safetensors.index.json");
+    shard_note("dir/model-00001-of-00002.safetensors", NOTE);
     if (!dir_convert("dir", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* block 0: 1 8 15 6 13 4 11 2, block 1: 4 11 2 9 16 7 14 5 */
     if (!CHECK(!reap_run("dir in.json -o cut/ --keep 5"), "%s", reap_err)) return;
@@ -1202,7 +1229,9 @@ static void test_reap_directory_files(void) {
         memcpy(&n, text, 8);
         data += (long long)(arrlenu(text) - 8 - n);
         json_t *header = json_loadb(text + 8, n, 0, NULL);
+        json_t *note = json_object_get(json_object_get(header, "__metadata__"), "note");
         CHECK(n % 8 == 0 && json_object_get(header, "__metadata__"), "%s: the header", path);
+        CHECK(json_string_length(note) == (i ? 0 : NOTE), "%s: a note of %zu bytes", path, json_string_length(note));
         json_decref(header);
         arrfree(text);
     }
