@@ -181,7 +181,7 @@ struct model {
     const float *output_norm;   /* (n_embd) */
     struct layer *layers;       /* (n_layer) */
     uint64_t file_bytes;        /* of all parts; 0 for synthetic weights */
-    bool invented;              /* matrices are addresses without contents: the GPU invents its copies */
+    bool invented;              /* matrices are addresses without contents: a GPU repacks invented rows */
     uint64_t hash;              /* identifies the file to saved sessions */
     void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
@@ -354,7 +354,9 @@ enum {
 };
 
 /* Sizes and limits of the kernels of a GPU. */
-#ifndef SLOT_FLOATS
+#ifdef CUEMU
+#define SLOT_FLOATS 3072 /* few, so that sums come in pieces */
+#else
 #define SLOT_FLOATS (1 << 20)
 #endif
 enum {
@@ -370,8 +372,8 @@ enum {
     SAMPLE_BINS = 4096,      /* which are counted by size */
     JOIN_BLOCKS = 32,        /* of a sum over ranks; */
     JOIN_SLOT = SLOT_FLOATS, /* floats that a rank pushes at once */
-    STAGES = FMT_F16 + 1,    /* on the way to the GPU, */
-    STAGE_BYTES = 32 << 20,  /* each */
+    STAGES = FMT_F16 + 1,    /* on the way to the GPU: two take turns, or one holds invented rows of a format */
+    STAGE_BYTES = 32 << 20,  /* of each */
     PAGE_BYTES = 2 << 20     /* to which the driver rounds up what is allocated */
 };
 
@@ -564,6 +566,7 @@ struct rank {
     int32_t *tokens;        /* (chunk) ids */
     int width[ACT_COUNT];   /* values per row */
     float *act[ACT_COUNT];  /* the slots in F32, in the backend's memory; GPU: NULL where it has no such form */
+    void **owned;           /* stb_ds: allocations in the backend's memory */
     struct candidate *work; /* (n_ids), of the sampler, in host memory */
     double *stats;  /* (n_layer, n_expert_max, STATS) of the experts, in the backend's memory; NULL: not collected */
     float *squares; /* (squares_before(m, n_layer)) likewise, of the inputs of feed-forwards */
@@ -606,7 +609,6 @@ struct rank {
     int32_t chosen;    /* the token of `sample` */
     uint8_t *scratch;  /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
-    void **owned; /* stb_ds */
 };
 
 /* Activations of the routed experts in prefill: in FP4 where the file was made for that and the GPU can, always halves, or
@@ -668,8 +670,7 @@ bool cuda_attends(bool mla, int dk, int dv); /* whether there are kernels for ke
 void *cuda_memory(struct rank *r, size_t bytes, const char *what);
 /* Likewise host memory that all GPUs reach. */
 void *cuda_host_memory(struct rank *r, size_t bytes, const char *what);
-/* Between the host's memory and the GPU's, in the order of what is enqueued. From pageable memory: the source may change as soon as this
- * returns. False after an error. */
+/* Between the host's memory and the GPU's, in the order of what is enqueued. False after an error. */
 bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what);
 bool cuda_sync(struct rank *r, const char *what); /* waits for what was enqueued */
 void cuda_reach(struct rank *r, int device);      /* from now on its kernels can write to that GPU's memory, a peer's */
@@ -689,7 +690,7 @@ const void *cuda_vector(struct rank *r, const void *key, const void *from, size_
 void cuda_uploaded(struct rank *r); /* everything */
 void cuda_join(struct rank *r);     /* NCCL */
 void cuda_allocate(struct rank *r); /* cache and activations */
-/* what moe.c offers to it */
+/* what moe.c offers to it and its tests */
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
  * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
 void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what);
@@ -836,8 +837,8 @@ static char *xstrndup(const char *s, size_t n) {
 
 static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
 
-/* Dynamic arrays are stb_ds's (arrput, arrlen, arrsetlen, arrfree); its hash maps only with integer keys, filled by one
- * thread at load. One macro call per expression, no side effects in arguments; a function that may grow an array takes
+/* Dynamic arrays are stb_ds's (arrput, arrlen, arrsetlen, arrfree); its hash maps only with integers and pointers as keys,
+ * each of one thread: what they share is a seed, of which each copies some value. One macro call per expression, no side effects in arguments; a function that may grow an array takes
  * a pointer to it. */
 #define STBDS_REALLOC(context, p, n) xrealloc(p, n)
 #define STBDS_FREE(context, p)       free(p)
@@ -8455,7 +8456,7 @@ static void gpu_upload_rows(struct rank *r, const struct weight *w, struct repac
     for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
         for (k.rt0 = 0; k.rt0 < n_rt && !r->failed; k.rt0 += step) {
             const int rows = int_min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
-            const int stage = invent ? (int)weight_format(w->type) : r->stage++ % STAGES;
+            const int stage = invent ? (int)weight_format(w->type) : r->stage++ % 2;
             size_t bytes = 0; /* what is new in the stage */
             k.n_e = int_min(w->n_expert - k.e0, n_e), k.n_rt = int_min(n_rt - k.rt0, step);
             if (!invent || !(r->filled >> stage & 1)) {
@@ -8503,7 +8504,7 @@ static void gpu_upload_router(struct rank *r, const struct weight *w) {
         gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * n_in, n_in);
     for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
     cuda_vector(r, w->data, rows ? (const void *)rows : w->data, n * (rows ? sizeof *rows : 2), "routers");
-    free(rows);
+    if (rows) cuda_sync(r, "routers"), free(rows);
 }
 
 static void gpu_upload_floats(struct rank *r, const float *x, int n, const char *what) {
@@ -8696,14 +8697,13 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
     if (!r->failed) gpu_choose(r, o);
     if (!r->failed) gpu_upload(r, o->progress);
     if (!r->failed) cuda_uploaded(r);
+    if (o->stats)
+        r->stats = cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
+    if (o->squares) r->squares = cuda_memory(r, squares_before(m, m->n_layer) * sizeof *r->squares, "squares");
     gpu_fit(r, o);
     if (!r->failed) {
         r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
         cuda_allocate(r);
-        if (o->stats)
-            r->stats =
-                cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
-        if (o->squares) r->squares = cuda_memory(r, squares_before(m, m->n_layer) * sizeof *r->squares, "squares");
         if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
             const bool peers = gpus_peers(o->device, n);
             gpu_link(r, o->device, peers);
@@ -13554,7 +13554,7 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
 }
 
 /* Invents a model in memory, or in a file when one is named (which must not exist yet). With `invented` the matrices are addresses
- * that nothing reads: the GPU's copies are invented there. */
+ * that nothing reads: the GPU makes its copies of some invented rows. */
 static void synth_make(struct model *m, const struct synth *y, const char *file, bool invented) {
     char err[ERR_MAX];
     struct synth_tensor *t = synth_tensors(y);

@@ -44,7 +44,6 @@
 #define DEVICE_MEMBER    inline
 #define HAVE_FP4_MMA     1
 #define HAVE_NCCL        1
-#define SLOT_FLOATS      3072 /* few, so that sums come in pieces */
 #define MOE_CUDA_TARGETS "emulated"
 #else
 #include <cuda_fp8.h>
@@ -139,13 +138,18 @@ ONE_INSTRUCTION(float, "=f", half_to_f32, uint16_t, "h", "cvt.f32.f16 %0, %1;")
 ONE_INSTRUCTION(uint16_t, "=h", f32_to_f16, float, "f", "cvt.rn.f16.f32 %0, %1;")
 DEVICE float bf16_value(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
 
-/* E4M3, which chips before capability 8.9 convert by integers. */
+/* E4M3. The image for chips before 9.0 has no instructions for it, and attention reads it all the time. */
 DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) {
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, __NV_E4M3);
 }
 DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
+#if __CUDA_ARCH__ >= 890
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
     return *(const uint32_t *)&h;
+#else
+    uint32_t v = (x & 0xFFu) | (uint32_t)(x >> 8) << 16; /* s eeee mmm: as f16 it is 2^-8 of the value */
+    return f16x2_mul((v & 0x00800080) << 8 | (v & 0x007F007F) << 7, 0x5C005C00);
+#endif
 }
 
 /* Written by another block of the same kernel: not from the first cache, which is not coherent. */
@@ -2625,8 +2629,8 @@ struct cuda {
     uint16_t *hidden, *hidden_shared; /* few: (jobs, FEW_TOKENS, n_ff); many: (slots, n_ff), (chunk, n_ff) */
     struct route_args route;
     struct sort_args sort;
-    float *slots;         /* (chunk k, n_embd) results of the experts before they are weighed */
-    float *logits;        /* (LOGIT_ROWS, n_vocab) or, in one of several ranks, of the rows it has; */
+    float *slots;  /* (chunk k, n_embd) results of the experts before they are weighed */
+    float *logits; /* (LOGIT_ROWS, n_vocab) or, in one of several ranks, of the rows it has; NULL: see cuda_logits */
     size_t logits_stride; /* floats from row to row */
     float *logits_host;   /* host, pinned, likewise */
     float *gathered;      /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
@@ -2695,7 +2699,8 @@ static struct dmat *mat(struct cuda *c, const struct weight *w) { return &hmgetp
 static void *vec(struct cuda *c, const void *key) { return hmgetp(c->twins, key)->value.data; }
 
 extern "C" const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
-    struct twin t = {key, {{}, vec(r->cuda, key)}};
+    struct twin t = *hmgetp(r->cuda->twins, key);
+    t.key = key;
     if (!key || t.value.data || !(t.value.data = cuda_memory(r, bytes, what))) return t.value.data;
     cuda_copy(r, t.value.data, from, bytes, what);
     hmputs(r->cuda->twins, t);
@@ -2703,9 +2708,10 @@ extern "C" const void *cuda_vector(struct rank *r, const void *key, const void *
 }
 
 extern "C" bool cuda_matrix(struct rank *r, const struct weight *w, const char *what) {
-    struct twin t = {w->data, {}};
+    struct twin t = *hmgetp(r->cuda->twins, w->data);
     struct dmat *d = &t.value.mat;
-    if (mat(r->cuda, w)->codes || r->failed) return false;
+    if (d->codes || r->failed) return false;
+    t.key = w->data;
     d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
     d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
     d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);

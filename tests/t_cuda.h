@@ -509,7 +509,7 @@ static void test_cuda_forward(void) {
     }
 }
 
-/* ---- weights that the GPU invents, --bench, --profile ---- */
+/* ---- invented weights, --bench, --profile ---- */
 
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
 static const struct synth tiny_synths[] = {
