@@ -8703,6 +8703,7 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
     gpu_fit(r, o);
     if (!r->failed) {
         r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
+        r->tokens = xcalloc((size_t)r->chunk, sizeof *r->tokens);
         cuda_allocate(r);
         if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
             const bool peers = gpus_peers(o->device, n);

@@ -884,12 +884,10 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_glu(const __grid_constan
     }
 }
 
-static dim3 grid2(int x, int y) { return dim3((unsigned)x, (unsigned)y); }
-
 static void few_sum_launch(const struct few_args *p, cudaStream_t s) {
     int n_rt = p->part[0].w.n_rt;
     for (int i = 1; p->separate && i < p->n_part; i++) n_rt += p->part[i].w.n_rt;
-    dim3 grid = grid2(n_rt, p->batch ? p->batch : 1);
+    dim3 grid = dim3(n_rt, p->batch ? p->batch : 1);
     if (p->n_tok <= 8) LAUNCH_PDL(k_few_sum<1>, grid, FEW_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_few_sum<2>, grid, FEW_THREADS, 0, s, *p);
 }
@@ -897,7 +895,7 @@ static void few_sum_launch(const struct few_args *p, cudaStream_t s) {
 static void few_glu_launch(const struct few_glu_args *p, cudaStream_t s) {
     int n_rt = p->gate[0].w.n_rt;
     if (p->n_part > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
-    dim3 grid = grid2(n_rt, p->gate[0].max_jobs + p->n_part - 1);
+    dim3 grid = dim3(n_rt, p->gate[0].max_jobs + p->n_part - 1);
     if (p->n_tok <= 8) LAUNCH_PDL(k_few_glu<1>, grid, FEW_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_few_glu<2>, grid, FEW_THREADS, 0, s, *p);
 }
@@ -2604,21 +2602,22 @@ struct twin {
     } value;
 };
 
-/* What is on its way to the GPU, of STAGE_BYTES. */
+/* What is on its way to the GPU. */
 struct stage {
-    uint8_t *host, *device;
+    uint8_t *host, *device; /* pinned; NULL: it goes elsewhere */
     cudaEvent_t free;
 };
 
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
     cudaStream_t stream;
-    void **pinned;            /* stb_ds: allocations in host memory, */
-    size_t allocated;         /* bytes of r->owned: those on the device */
-    struct twin *twins;       /* host, stb_ds */
-    struct batch *batch;      /* followed by the ids: one copy per forward */
+    void **pinned;        /* stb_ds: allocations in host memory, */
+    size_t allocated;     /* bytes of r->owned: those on the device */
+    struct twin *twins;   /* host, stb_ds */
+    struct batch *batch;  /* followed by the ids: one copy per forward, */
+    struct stage sent[2]; /* which two take turns to carry: the one before may not have left when the next is written */
+    int turn;
     int32_t *tokens;          /* (chunk) */
-    int32_t *staged;          /* host: what is copied there */
     float *x32[ACT_COUNT];    /* slots in F32, where something reads that */
     uint16_t *x16[ACT_COUNT]; /* slots in halves: inputs of products and of attention */
     float *cs, *sn;
@@ -2655,13 +2654,14 @@ static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
                      image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
 }
 
-/* With other ranks a GPU may wait for one that never comes: then it must not be waited for blindly. */
-extern "C" bool cuda_sync(struct rank *r, const char *what) {
+/* Waits for an event, or NULL: for all that was enqueued. With other ranks a GPU may wait for one that never comes: then it must not be
+ * waited for blindly. */
+static bool await(struct rank *r, cudaEvent_t event, const char *what) {
     struct cuda *c = r->cuda;
     struct patience p = {};
     cudaError_t e;
-    if (!r->watch[0]) return cuda_ok(r, cudaStreamSynchronize(c->stream), what);
-    while ((e = cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
+    if (!r->watch[0]) return cuda_ok(r, event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream), what);
+    while ((e = event ? cudaEventQuery(event) : cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
         if (rank_patience(r, &p, what)) continue;
 #ifdef HAVE_NCCL
         if (c->comm) ncclCommAbort(c->comm); /* what is enqueued must end before memory is freed */
@@ -2671,6 +2671,7 @@ extern "C" bool cuda_sync(struct rank *r, const char *what) {
     if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
     return cuda_ok(r, e, what);
 }
+extern "C" bool cuda_sync(struct rank *r, const char *what) { return await(r, NULL, what); }
 
 extern "C" bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what) {
     return cuda_ok(r, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, r->cuda->stream), what);
@@ -2722,16 +2723,27 @@ extern "C" bool cuda_matrix(struct rank *r, const struct weight *w, const char *
     return !r->failed;
 }
 
-extern "C" uint8_t *cuda_stage(struct rank *r, int stage) {
-    struct stage *s = &r->cuda->stage[stage];
+/* A stage to be written, whose contents before have left; made at the first call. NULL after an error. */
+static uint8_t *stage_take(struct rank *r, struct stage *s, size_t bytes, bool device, const char *what) {
     if (s->free) {
-        cuda_ok(r, cudaEventSynchronize(s->free), "waiting for an upload");
+        await(r, s->free, what);
     } else {
-        cuda_ok(r, cudaMallocHost((void **)&s->host, STAGE_BYTES), "host memory for the upload");
-        cuda_ok(r, cudaMalloc((void **)&s->device, STAGE_BYTES), "memory for the upload");
-        cuda_ok(r, cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming), "upload");
+        cuda_ok(r, cudaMallocHost((void **)&s->host, bytes), what);
+        if (device) cuda_ok(r, cudaMalloc((void **)&s->device, bytes), what);
+        cuda_ok(r, cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming), what);
     }
     return r->failed ? NULL : s->host;
+}
+
+static void stage_end(struct stage *s) {
+    if (s->device) cudaFree(s->device);
+    if (s->host) cudaFreeHost(s->host);
+    if (s->free) cudaEventDestroy(s->free);
+    *s = {};
+}
+
+extern "C" uint8_t *cuda_stage(struct rank *r, int stage) {
+    return stage_take(r, &r->cuda->stage[stage], STAGE_BYTES, true, "memory for the upload");
 }
 
 extern "C" void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes) {
@@ -2756,18 +2768,9 @@ extern "C" bool cuda_range(struct rank *r, uint32_t range[2]) {
     return !r->failed;
 }
 
-static void upload_end(struct cuda *c) {
-    for (struct stage &s : c->stage) {
-        if (s.device) cudaFree(s.device);
-        if (s.host) cudaFreeHost(s.host);
-        if (s.free) cudaEventDestroy(s.free);
-        s = {};
-    }
-}
-
 extern "C" void cuda_uploaded(struct rank *r) {
     cuda_ok(r, cudaStreamSynchronize(r->cuda->stream), "uploading weights");
-    upload_end(r->cuda);
+    for (struct stage &s : r->cuda->stage) stage_end(&s);
     r->weight_bytes = r->cuda->allocated;
 }
 
@@ -2780,8 +2783,14 @@ static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); 
 /* Tokens and position to the device. */
 static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
-    c->staged[0] = r->pos, c->staged[1] = r->n_tok; /* the ids are behind them: they are r->tokens */
-    cuda_copy(r, c->batch, c->staged, ((size_t)r->n_tok + 2) * sizeof(int32_t), "sending tokens");
+    struct stage *s = &c->sent[c->turn ^= 1];
+    const size_t bytes = (size_t)r->n_tok * sizeof *r->tokens;
+    int32_t *out = (int32_t *)stage_take(r, s, ((size_t)r->chunk + 2) * sizeof *out, false, "sending tokens");
+    if (!out) return;
+    out[0] = r->pos, out[1] = r->n_tok;
+    memcpy(out + 2, r->tokens, bytes);
+    cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
+    cuda_ok(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
 /* True: the whole forward was replayed from its graph. Otherwise a forward of few tokens is recorded. */
@@ -3205,12 +3214,12 @@ static int32_t cuda_read_token(struct rank *r) {
 /* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one. */
 static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
                          bool store) {
-    uint8_t *d = p->data + first * p->row_bytes;
-    float *s = p->scale + first * (size_t)p->n_group;
-    size_t nd = n * p->row_bytes, ns = n * (size_t)p->n_group * sizeof *s;
     const char *what = "copying the cache";
-    if (data) cuda_copy(r, store ? d : data, store ? data : d, nd, what);
-    if (scale) cuda_copy(r, store ? s : scale, store ? scale : s, ns, what);
+    auto move = [&](void *gpu, void *host, size_t bytes) {
+        if (host) cuda_copy(r, store ? gpu : host, store ? host : gpu, bytes, what);
+    };
+    move(p->data + first * p->row_bytes, data, n * p->row_bytes);
+    move(p->scale + first * (size_t)p->n_group, scale, n * (size_t)p->n_group * sizeof *scale);
     cuda_sync(r, what);
 }
 
@@ -3327,15 +3336,16 @@ static void cuda_close(struct rank *r) {
 #endif
     for (size_t i = 0; i < arrlenu(r->owned); i++) cudaFree(r->owned[i]);
     for (size_t i = 0; i < arrlenu(c->pinned); i++) cudaFreeHost(c->pinned[i]);
-    upload_end(c);
+    for (struct stage &s : c->stage) stage_end(&s);
+    for (struct stage &s : c->sent) stage_end(&s);
     if (c->stream) cudaStreamDestroy(c->stream);
     arrfree(r->owned);
     arrfree(c->pinned);
     hmfree(c->twins);
-    free(c->staged);
     free(c);
     free(r->work);
     free(r->kv);
+    free(r->tokens);
     r->cuda = NULL;
 }
 
@@ -3393,9 +3403,6 @@ extern "C" void cuda_allocate(struct rank *r) {
     const struct gpu_sizes s = r->sizes;
     struct cuda *c = r->cuda;
     struct route_args *route = &c->route;
-    c->staged = (int32_t *)calloc((size_t)r->chunk + 2, sizeof *c->staged);
-    if (!c->staged) rank_fatal("out of memory");
-    r->tokens = c->staged + 2;
     c->batch = (struct batch *)cuda_memory(r, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
     c->tokens = (int32_t *)(c->batch + 1);
     c->freq = (const float *)cuda_vector(r, m->rope_freq, m->rope_freq, (size_t)m->rope_dim / 2 * sizeof(float),

@@ -1359,8 +1359,8 @@ inline cudaError_t release(void *p, memory_kind kind) {
 inline void copy_rows(char *dst, size_t dpitch, const char *src, size_t spitch, size_t width, size_t height) {
     for (size_t y = 0; y < height; y++) memmove(dst + y * dpitch, src + y * spitch, width);
 }
-// Queues a copy. From pageable memory it takes the source's content now, as CUDA does, unless a graph is
-// recorded.
+// Queues a copy. Pageable memory is read when the copy's turn comes, as on machines whose GPUs reach it by themselves: drivers
+// that stage it read it earlier, but nobody may rely on that.
 inline cudaError_t copy(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height,
                         cudaMemcpyKind kind, cudaStream_t handle) {
     if (!width || !height) return cudaSuccess;
@@ -1371,13 +1371,6 @@ inline cudaError_t copy(void *dst, size_t dpitch, const void *src, size_t spitch
     if (width > dpitch || width > spitch || !accessible(dst, dpitch * (height - 1) + width, dst_device) ||
         !accessible(src, spitch * (height - 1) + width, src_device))
         return fail(cudaErrorInvalidValue);
-    CUstream_st *s = find_stream(handle);
-    if (s && !s->capture && !src_device && !find_allocation(src)) {
-        auto snapshot = std::make_shared<std::vector<char>>(width * height);
-        copy_rows(snapshot->data(), width, (const char *)src, spitch, width, height);
-        return enqueue(handle,
-                       {{}, [=] { copy_rows((char *)dst, dpitch, snapshot->data(), width, width, height); }, {}}, true);
-    }
     return enqueue(handle, {{}, [=] { copy_rows((char *)dst, dpitch, (const char *)src, spitch, width, height); }, {}},
                    true);
 }

@@ -627,13 +627,13 @@ static void emu_test_queue() {
     CHECK(!cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     CHECK(!cudaMalloc(&d, sizeof host));
     CHECK(!cudaMemcpyAsync(d, host, sizeof host, cudaMemcpyHostToDevice, s));
-    host[0] = 77; // pageable: the copy has been taken
+    host[0] = 77; // pageable: read when its turn comes
     LAUNCH(emu_k_add, 4, 32, 0, s, d, 100, add);
     add = 9;
     CHECK(!cudaMemcpyAsync(host, d, sizeof host, cudaMemcpyDeviceToHost, s));
     CHECK(host[0] == 77 && host[99] == 0);
     CHECK(!cudaStreamSynchronize(s));
-    CHECK(host[0] == 5 && host[99] == 5);
+    CHECK(host[0] == 82 && host[99] == 5);
     int rows[2][3] = {{1, 2, 3}, {4, 5, 6}};
     CHECK(!cudaMemcpy2DAsync(d, 16, rows, 12, 8, 2, cudaMemcpyHostToDevice, s) && !cudaMemset(d + 50, 1, 4));
     CHECK(!cudaStreamSynchronize(s)); // the copy below is not ordered with s
