@@ -1736,6 +1736,7 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
         ((uint32_t *)rot)[i] = f32_to_bf16x2(a * cs[i] - b * sn[i], a * sn[i] + b * cs[i]);
     }
 }
+
 /* ============================================================================================================
  * Attention over the cache
  *
