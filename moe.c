@@ -435,12 +435,6 @@ static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) /
 #define FP4_CODE_BYTES(n_in)  (((n_in) + 63) / 64 * 32)
 #define FP4_SCALE_BYTES(n_in) (((n_in) + 255) / 256 * 16)
 
-/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
-static inline int attn_splits(int n_sm, int n_head_blocks) {
-    const int n = 2 * n_sm / n_head_blocks;
-    return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
-}
-
 /* Rows of a file on their way into a matrix' tiles: 16 n_rt from row 16 rt0 on, as far as there are, of experts e0 .. e0 + n_e - 1. */
 struct repack {
     size_t row_bytes;
@@ -694,6 +688,8 @@ void cuda_allocate(struct rank *r); /* cache and activations */
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
  * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
 void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what);
+/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
+int attn_splits(int n_sm, int n_head_blocks);
 void rank_fatal(const char *what);                             /* ends the program with a line */
 void gpu_full(struct rank *r, size_t bytes, const char *what); /* an error: there is no room for them */
 /* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
@@ -8406,6 +8402,11 @@ static struct gpu_facts rank_facts(struct rank *r) {
     const char *why = cuda_facts(r->device, &f, false);
     if (why) rank_fail(r, "asking for its chip and memory: %s", why);
     return f;
+}
+
+int attn_splits(int n_sm, int n_head_blocks) {
+    const int n = 2 * n_sm / n_head_blocks;
+    return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
 }
 
 /* What the chip and the options make of a rank. */

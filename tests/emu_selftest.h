@@ -810,9 +810,9 @@ static void emu_test_devices() {
     cuemu::devices(2);
     int n = 0, v = 0;
     char id[16];
-    void *p0, *p1;
-    cudaStream_t s0, s1;
-    cudaEvent_t e1;
+    void *p0 = nullptr, *p1 = nullptr;
+    cudaStream_t s0 = nullptr, s1 = nullptr;
+    cudaEvent_t e1 = nullptr;
     CHECK(!cudaGetDeviceCount(&n) && n == 2 && cudaSetDevice(2) == cudaErrorInvalidDevice && !cudaGetDevice(&n) && !n);
     const size_t before = cuemu::allocated();
     cuemu::memory(1000, 1);
