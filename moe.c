@@ -833,9 +833,9 @@ static char *xstrndup(const char *s, size_t n) {
 
 static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
 
-/* Dynamic arrays are stb_ds's (arrput, arrlen, arrsetlen, arrfree); its hash maps only with integers and pointers as keys,
- * each of one thread: what they share is a seed, of which each copies some value. One macro call per expression, no side effects in arguments; a function that may grow an array takes
- * a pointer to it. */
+/* Dynamic arrays are stb_ds's (arrput, arrlen, arrsetlen, arrfree); its hash maps only with integers and pointers as keys, each of one
+ * thread: what they share is a seed, of which each copies some value. One macro call per expression, no side effects in arguments;
+ * a function that may grow an array takes a pointer to it. */
 #define STBDS_REALLOC(context, p, n) xrealloc(p, n)
 #define STBDS_FREE(context, p)       free(p)
 #define STB_DS_IMPLEMENTATION
@@ -12468,8 +12468,9 @@ static int mode_compare(struct settings *set) {
         const double mean = sum / (double)count, var = sum2 / (double)count - mean * mean;
         qsort(d.kl, count, sizeof *d.kl, by_value);
         for (int i = 0; i < 2; i++) {
-            double error, perplexity = surprise_perplexity(i ? &d.b : &d.a, &error);
-            printf("perplexity %c    %.4f +/- %.4f  %s\n", "AB"[i], perplexity, error, set -> compare[i]);
+            double error;
+            const double perplexity = surprise_perplexity(i ? &d.b : &d.a, &error);
+            printf("perplexity %c    %.4f +/- %.4f  %s\n", 'A' + i, perplexity, error, set->compare[i]);
         }
         printf("KL of B from A  mean %.6f +/- %.6f, median %.6f, 99 %% %.6f, largest %.6f\n", mean,
                sqrt(fmax(var, 0) / (double)count), (double)d.kl[count / 2], (double)d.kl[(count - 1) * 99 / 100],

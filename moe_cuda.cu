@@ -2597,10 +2597,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
 /* The copy of a tensor of the model: of a matrix in tiles, of anything else as it is. */
 struct twin {
     const void *key; /* the host's */
-    struct {
-        struct dmat mat;
-        void *data;
-    } value;
+    struct dmat mat;
+    void *data;
 };
 
 /* What is on its way to the GPU. */
@@ -2697,21 +2695,21 @@ extern "C" void *cuda_host_memory(struct rank *r, size_t bytes, const char *what
     return memset(p, 0, bytes);
 }
 
-static struct dmat *mat(struct cuda *c, const struct weight *w) { return &hmgetp(c->twins, w->data)->value.mat; }
-static void *vec(struct cuda *c, const void *key) { return hmgetp(c->twins, key)->value.data; }
+static struct dmat *mat(struct cuda *c, const struct weight *w) { return &hmgetp(c->twins, w->data)->mat; }
+static void *vec(struct cuda *c, const void *key) { return hmgetp(c->twins, key)->data; }
 
 extern "C" const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
     struct twin t = *hmgetp(r->cuda->twins, key);
     t.key = key;
-    if (!key || t.value.data || !(t.value.data = cuda_memory(r, bytes, what))) return t.value.data;
-    cuda_copy(r, t.value.data, from, bytes, what);
+    if (!key || t.data || !(t.data = cuda_memory(r, bytes, what))) return t.data;
+    cuda_copy(r, t.data, from, bytes, what);
     hmputs(r->cuda->twins, t);
-    return t.value.data;
+    return t.data;
 }
 
 extern "C" bool cuda_matrix(struct rank *r, const struct weight *w, const char *what) {
     struct twin t = *hmgetp(r->cuda->twins, w->data);
-    struct dmat *d = &t.value.mat;
+    struct dmat *d = &t.mat;
     if (d->codes || r->failed) return false;
     t.key = w->data;
     d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
@@ -2786,8 +2784,8 @@ static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
     struct stage *s = &c->sent[c->turn ^= 1];
     const size_t bytes = (size_t)r->n_tok * sizeof *r->tokens;
-    int32_t *out = (int32_t *)stage_take(r, s, ((size_t)r->chunk + 2) * sizeof *out, false, "sending tokens");
-    if (!out) return;
+    int32_t *out = (int32_t *)s->host;
+    if (!await(r, s->free, "sending tokens")) return;
     out[0] = r->pos, out[1] = r->n_tok;
     memcpy(out + 2, r->tokens, bytes);
     cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
@@ -3406,6 +3404,7 @@ extern "C" void cuda_allocate(struct rank *r) {
     struct route_args *route = &c->route;
     c->batch = (struct batch *)cuda_memory(r, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
     c->tokens = (int32_t *)(c->batch + 1);
+    for (struct stage &x : c->sent) stage_take(r, &x, ((size_t)r->chunk + 2) * sizeof(int32_t), false, "host memory");
     c->freq = (const float *)cuda_vector(r, m->rope_freq, m->rope_freq, (size_t)m->rope_dim / 2 * sizeof(float),
                                          "activations");
     uint8_t *cache = (uint8_t *)cuda_memory(r, rank_cache(r, NULL), "the KV cache");
