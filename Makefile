@@ -143,7 +143,7 @@ mutate: build/moe-convert build/test_cuda
 	build/test_cuda --mutate
 
 # The tests of the CUDA backend on a device; those of single kernels also under compute-sanitizer.
-GPU_KERNELS := cuda/upload cuda/few cuda/router cuda/sort cuda/products cuda/attention
+GPU_KERNELS := cuda/upload cuda/gemv cuda/router cuda/sort cuda/gemm cuda/attention
 build/test_gpu: $(TESTS) $(CUDA_TESTS) moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -DMOE_CUDA -fopenmp -c tests/test_moe.c -o build/test_gpu_moe.o
 	$(NVCC) $(CUDA_FLAGS) -c tests/test_cuda.cu -o build/test_gpu_cuda.o

@@ -115,7 +115,7 @@ struct weight {
     size_t row_bytes, expert_bytes; /* strides */
     const float *scale;             /* (n_expert) factors of the products, or NULL for 1 */
     const float *bias;              /* (n_out) added to the product of a plain matrix, or NULL */
-    bool act4;                      /* the file was made for 4-bit activations: it has NAME.input_scale */
+    bool has_input_scale;           /* the file was made for 4-bit activations: it has NAME.input_scale */
 };
 
 struct layer {
@@ -136,7 +136,7 @@ struct layer {
     const float *router_bias;              /* (n_expert), added for the selection only; NULL: none */
     struct weight gate, up, down;          /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert */
-    const int32_t *kept; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
+    const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
 };
 
 enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
@@ -144,15 +144,15 @@ enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadat
 
 /* Which part of a model a rank holds: of n_rank ranks that share every layer (tensor parallelism), in one of n_stage groups that
  * have whole layers each (pipeline). */
-struct part {
+struct shard {
     int rank, n_rank, stage, n_stage;
 };
 
-enum { MAX_RANKS = 4 /* of all stages together */, EXCHANGE_MAX = 256 /* bytes */ };
+enum { MAX_RANKS = 4 /* of all stages together */, ALL_GATHER_MAX = 256 /* bytes */ };
 
 /* The whole of a file, or a rank's part of it: then the sizes are the part's, but for n_vocab. */
 struct model {
-    struct part part;
+    struct shard shard;
     int first_layer, first_head_kv, first_id; /* of layers, of the KV heads, of the rows of output */
     struct gguf gguf;
     struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
@@ -173,15 +173,15 @@ struct model {
     int n_ff_dense, n_ff_expert, n_ff_shared; /* widths; 0 where there is no such part */
     int n_group, n_group_used;                /* routing groups; 1: no grouping */
     enum gating gating;
-    bool weights_norm; /* the chosen experts' weights are divided by their sum */
-    float weights_scale;
+    bool norm_topk_prob; /* the chosen experts' weights are divided by their sum */
+    float routed_scaling_factor;
     bool pruned;                /* the file says that experts were removed */
     int n_expert_original;      /* before pruning, 0 if not recorded */
     struct weight embd, output; /* (n_vocab, n_embd) */
     const float *output_norm;   /* (n_embd) */
     struct layer *layers;       /* (n_layer) */
     uint64_t file_bytes;        /* of all parts; 0 for synthetic weights */
-    bool invented;              /* matrices are addresses without contents: a GPU repacks invented rows */
+    bool synthetic;             /* matrices are addresses without contents: a GPU repacks synthetic rows */
     uint64_t hash;              /* identifies the file to saved sessions */
     void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
@@ -210,10 +210,11 @@ static inline bool router_halves(const struct weight *w) { return w->type == GGU
 
 /* The matrices of a layer that there are, in the order of the forward; returns how many. */
 enum { LAYER_WEIGHTS = 16 };
-static inline int layer_weights(const struct layer *y, const struct weight *out[LAYER_WEIGHTS]) {
-    const struct weight *all[LAYER_WEIGHTS] = {&y->wq,   &y->wk,      &y->wv,    &y->wq_a,   &y->wq_b, &y->wkv_a,
-                                               &y->wk_b, &y->wv_b,    &y->wo,    &y->router, &y->gate, &y->up,
-                                               &y->down, &y->sh_gate, &y->sh_up, &y->sh_down};
+static inline int layer_weights(const struct layer *layer, const struct weight *out[LAYER_WEIGHTS]) {
+    const struct weight *all[LAYER_WEIGHTS] = {&layer->wq,   &layer->wk,      &layer->wv,    &layer->wq_a,
+                                               &layer->wq_b, &layer->wkv_a,   &layer->wk_b,  &layer->wv_b,
+                                               &layer->wo,   &layer->router,  &layer->gate,  &layer->up,
+                                               &layer->down, &layer->sh_gate, &layer->sh_up, &layer->sh_down};
     int n = 0;
     for (int i = 0; i < LAYER_WEIGHTS; i++)
         if (all[i]->data) out[n++] = all[i];
@@ -221,13 +222,14 @@ static inline int layer_weights(const struct layer *y, const struct weight *out[
 }
 
 /* A gated feed-forward: the routed experts, a dense layer's, or the shared expert. */
-struct ffn_net {
+struct ffn_weights {
     const struct weight *gate, *up, *down;
 };
 
 /* Those of a layer, the shared one last; returns how many. */
-static inline int layer_nets(const struct layer *y, struct ffn_net out[2]) {
-    const struct ffn_net all[2] = {{&y->gate, &y->up, &y->down}, {&y->sh_gate, &y->sh_up, &y->sh_down}};
+static inline int layer_ffns(const struct layer *layer, struct ffn_weights out[2]) {
+    const struct ffn_weights all[2] = {{&layer->gate, &layer->up, &layer->down},
+                                       {&layer->sh_gate, &layer->sh_up, &layer->sh_down}};
     int n = 0;
     for (int i = 0; i < 2; i++)
         if (all[i].gate->data) out[n++] = all[i];
@@ -246,16 +248,16 @@ enum expert_stat {
 };
 
 /* Sums of squares of the columns of a network's inputs: (n_expert, gate->n_in), then (n_expert, down->n_in). */
-static inline size_t net_squares(const struct ffn_net *n) {
+static inline size_t ffn_in_sum2(const struct ffn_weights *n) {
     return (size_t)n->gate->n_expert * ((size_t)n->gate->n_in + (size_t)n->down->n_in);
 }
 
-/* Of all layers before il, those of one layer following each other as in layer_nets. */
-static inline size_t squares_before(const struct model *m, int il) {
+/* Of all layers before il, those of one layer following each other as in layer_ffns. */
+static inline size_t in_sum2_before(const struct model *m, int il) {
     size_t n = 0;
-    struct ffn_net nets[2];
+    struct ffn_weights ffns[2];
     for (int i = 0; i < il; i++)
-        for (int k = layer_nets(&m->layers[i], nets); k-- > 0;) n += net_squares(&nets[k]);
+        for (int k = layer_ffns(&m->layers[i], ffns); k-- > 0;) n += ffn_in_sum2(&ffns[k]);
     return n;
 }
 
@@ -311,12 +313,12 @@ struct profile_row {
 struct ops {
     bool (*begin)(struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
     void (*end)(struct rank *r);   /* after it */
-    void (*enter)(struct rank *r, enum act x); /* x = rows of the embedding, or what the stage before left */
+    void (*embed)(struct rank *r, enum act x); /* x = rows of the embedding, or what the stage before left */
     void (*rmsnorm)(struct rank *r, enum act x, const float *w, enum act out); /* out = norm(x) * w; out may be x */
     /* x += the deltas of all ranks of the stage, in their order, the same bits on each; out = norm(x) * w */
-    void (*reduce_add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w, enum act out);
-    void (*leave)(struct rank *r, enum act x,
-                  enum act delta); /* the same sum; x goes to the next stage, if there is one */
+    void (*all_reduce_add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w, enum act out);
+    void (*final_reduce)(struct rank *r, enum act x,
+                         enum act delta); /* the same sum; x goes to the next stage, if there is one */
     void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
     void (*linear3)(struct rank *r, enum act x, const struct weight *const w[3],
                     const enum act out[3]); /* out[i] = w[i] x; w[i] NULL: that many */
@@ -339,8 +341,8 @@ struct ops {
     void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
                     bool store);
     void (*wait)(struct rank *r); /* until everything that was enqueued is done */
-    /* What was collected since the start, see struct rank; squares NULL: not wanted. Waits. */
-    void (*read_stats)(struct rank *r, double *stats, float *squares);
+    /* What was collected since the start, see struct rank; in_sum2 NULL: not wanted. Waits. */
+    void (*read_stats)(struct rank *r, double *stats, float *in_sum2);
     struct rates (*measure)(struct rank *r);
     /* Times every kernel of run(arg), a forward; returns the launches in their order, at most n; a NULL pointer: the backend cannot. */
     int (*profile)(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n);
@@ -355,26 +357,26 @@ enum {
 
 /* Sizes and limits of the kernels of a GPU. */
 #ifdef CUEMU
-#define SLOT_FLOATS 3072 /* few, so that sums come in pieces */
+#define ALLREDUCE_SLOT_FLOATS 3072 /* few, so that sums come in pieces */
 #else
-#define SLOT_FLOATS (1 << 20)
+#define ALLREDUCE_SLOT_FLOATS (1 << 20)
 #endif
 enum {
-    FEW_TOKENS = 16,         /* a forward of more is prefill, with other kernels */
-    MANY_CHUNK = 4096,       /* tokens of one forward at most */
-    SCRATCH_SHARE = 24,      /* activations take at most this part of the memory; longer chunks would need more */
-    LIST_TILE = 128,         /* tokens of a tile of the list of a grouped product */
-    SPLITS_MAX = 384,        /* parts of a context */
-    NORM_MAX = 16384,        /* values of a row, */
-    HEAD_MAX = 256,          /* of a head of grouped-query attention */
-    ROUTE_MAX_GROUPS = 32,   /* of experts */
-    SAMPLE_BLOCKS = 64,      /* that look for the best logits, */
-    SAMPLE_BINS = 4096,      /* which are counted by size */
-    JOIN_BLOCKS = 32,        /* of a sum over ranks; */
-    JOIN_SLOT = SLOT_FLOATS, /* floats that a rank pushes at once */
-    STAGES = FMT_F16 + 1,    /* on the way to the GPU: two take turns, or one holds invented rows of a format */
-    STAGE_BYTES = 32 << 20,  /* of each */
-    PAGE_BYTES = 2 << 20     /* to which the driver rounds up what is allocated */
+    DECODE_MAX_TOKENS = 16,    /* a forward of more is prefill, with other kernels */
+    PREFILL_MAX_TOKENS = 4096, /* tokens of one forward at most */
+    SCRATCH_SHARE = 24,        /* activations take at most this part of the memory; longer chunks would need more */
+    LIST_TILE = 128,           /* tokens of a tile of the list of a grouped product */
+    SPLITS_MAX = 384,          /* parts of a context */
+    NORM_MAX = 16384,          /* values of a row, */
+    HEAD_MAX = 256,            /* of a head of grouped-query attention */
+    ROUTE_MAX_GROUPS = 32,     /* of experts */
+    SAMPLE_BLOCKS = 64,        /* that look for the best logits, */
+    SAMPLE_BINS = 4096,        /* which are counted by size */
+    ALLREDUCE_BLOCKS = 32,     /* of a sum over ranks; */
+    ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
+    STAGING_BUFFERS = FMT_F16 + 1, /* on the way to the GPU: two take turns, or one holds synthetic rows of a format */
+    STAGING_BYTES = 32 << 20,      /* of each */
+    PAGE_BYTES = 2 << 20           /* to which the driver rounds up what is allocated */
 };
 
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
@@ -448,97 +450,97 @@ struct repack {
 /* By what a GPU's activations are sized. */
 struct gpu_sizes {
     int chunk, splits;      /* tokens of a forward, parts of a context in decode, at most */
-    bool act4, nccl, stats; /* prefill of experts in FP4; sums by NCCL; their results are looked at */
+    bool w4a4, nccl, stats; /* prefill of experts in FP4; sums by NCCL; their results are looked at */
 };
 
-/* The activations of a rank on a GPU, each as ROOM(field of struct cuda, type, count), for the model m, a part p, and the sizes s. What
- * few tokens need is laid out for FEW_TOKENS. */
+/* The activations of a rank on a GPU, each as BUFFER(field of struct cuda, type, count), for the model m, a part p, and the sizes s. What
+ * few tokens need is laid out for DECODE_MAX_TOKENS. */
 /* clang-format off: of products it makes pointers */
-#define GPU_ROOMS(ROOM)                                                                                            \
+#define GPU_BUFFERS(BUFFER)                                                                                        \
     do {                                                                                                           \
         int width[ACT_COUNT];                                                                                      \
-        const size_t few = FEW_TOKENS, n = (size_t)s.chunk, k = (size_t)m->n_expert_used, nk = n * k;              \
+        const size_t decode = DECODE_MAX_TOKENS, n = (size_t)s.chunk, k = (size_t)m->n_expert_used, nk = n * k;    \
         const size_t experts = (size_t)m->n_expert_max, embd = (size_t)m->n_embd, ff = (size_t)m->n_ff_expert;     \
-        const size_t rope = (size_t)m->rope_dim, heads = (size_t)m->n_head, lat = (size_t)m->kv_lora;              \
-        const size_t jobs = few * k < experts ? few * k : experts, tiles = nk / LIST_TILE + experts + 1;           \
+        const size_t rope = (size_t)m->rope_dim, heads = (size_t)m->n_head, kv_lora = (size_t)m->kv_lora;          \
+        const size_t jobs = decode * k < experts ? decode * k : experts, tiles = nk / LIST_TILE + experts + 1;     \
         const size_t all = (size_t)(m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared);              \
         act_widths(m, width);                                                                                      \
         for (int a = 0; a < ACT_COUNT; a++) {                                                                      \
             const bool half = a == A_H || a == A_QA || a == A_Q || a == A_ATT;                                     \
-            ROOM(x32[a], float, a == A_ATT ? 0 : n * (size_t)width[a]);                                            \
-            ROOM(x16[a], uint16_t, half ? n *(size_t)width[a] : 0);                                                \
+            BUFFER(x32[a], float, a == A_ATT ? 0 : n * (size_t)width[a]);                                          \
+            BUFFER(x16[a], uint16_t, half ? n *(size_t)width[a] : 0);                                              \
         }                                                                                                          \
-        ROOM(cs, float, n *rope / 2);                                                                              \
-        ROOM(sn, float, n *rope / 2);                                                                              \
-        ROOM(qlat, uint16_t, lat ? n *heads *(lat + rope) : 0);                                                    \
-        ROOM(mixed, uint16_t, n *heads *lat);                                                                      \
-        ROOM(part, float, (size_t)s.splits *few *heads *((lat ? lat : (size_t)m->head_v) + 2));                    \
-        ROOM(hidden, uint16_t, (nk > jobs * few ? nk : jobs * few) * ff);                                          \
-        ROOM(hidden_shared, uint16_t, (n > few ? n : few) * all);                                                  \
-        ROOM(x4.codes, uint8_t, s.act4 ? n *FP4_CODE_BYTES(embd) : 0);                                             \
-        ROOM(x4.scales, uint8_t, s.act4 ? n *FP4_SCALE_BYTES(embd) : 0);                                           \
-        ROOM(x4.scale, float, s.act4 ? n : 0);                                                                     \
-        ROOM(hidden4.codes, uint8_t, s.act4 ? nk *FP4_CODE_BYTES(ff) : 0);                                         \
-        ROOM(hidden4.scales, uint8_t, s.act4 ? nk *FP4_SCALE_BYTES(ff) : 0);                                       \
-        ROOM(hidden4.scale, float, s.act4 ? nk : 0);                                                               \
-        ROOM(slots, float, n > few || s.stats ? nk * embd : 0);                                                    \
-        ROOM(route.logits, float, n *experts);                                                                     \
-        ROOM(route.id, int32_t, nk);                                                                               \
-        ROOM(route.weight, float, nk);                                                                             \
-        ROOM(route.arrived, uint32_t, 1);                                                                          \
-        ROOM(route.n_jobs, int32_t, 1);                                                                            \
-        ROOM(route.job_expert, int32_t, jobs + 1);                                                                 \
-        ROOM(route.job_weight, float, few *(few * k + 1));                                                         \
-        ROOM(sort.row, int32_t, nk);                                                                               \
-        ROOM(sort.place, int32_t, nk);                                                                             \
-        ROOM(sort.first, int32_t, experts + 1);                                                                    \
-        ROOM(sort.tile_expert, int32_t, tiles);                                                                    \
-        ROOM(sort.tile_first, int32_t, tiles);                                                                     \
-        ROOM(sort.tile_count, int32_t, tiles);                                                                     \
-        ROOM(sort.n_tiles, int32_t, 1);                                                                            \
+        BUFFER(cs, float, n *rope / 2);                                                                            \
+        BUFFER(sn, float, n *rope / 2);                                                                            \
+        BUFFER(q_absorbed, uint16_t, kv_lora ? n *heads *(kv_lora + rope) : 0);                                    \
+        BUFFER(latent_out, uint16_t, n *heads *kv_lora);                                                           \
+        BUFFER(partials, float, (size_t)s.splits *decode *heads *((kv_lora ? kv_lora : (size_t)m->head_v) + 2));   \
+        BUFFER(hidden, uint16_t, (nk > jobs * decode ? nk : jobs * decode) * ff);                                  \
+        BUFFER(hidden_shared, uint16_t, (n > decode ? n : decode) * all);                                          \
+        BUFFER(x4.codes, uint8_t, s.w4a4 ? n *FP4_CODE_BYTES(embd) : 0);                                           \
+        BUFFER(x4.scales, uint8_t, s.w4a4 ? n *FP4_SCALE_BYTES(embd) : 0);                                         \
+        BUFFER(x4.scale, float, s.w4a4 ? n : 0);                                                                   \
+        BUFFER(hidden4.codes, uint8_t, s.w4a4 ? nk *FP4_CODE_BYTES(ff) : 0);                                       \
+        BUFFER(hidden4.scales, uint8_t, s.w4a4 ? nk *FP4_SCALE_BYTES(ff) : 0);                                     \
+        BUFFER(hidden4.scale, float, s.w4a4 ? nk : 0);                                                             \
+        BUFFER(expert_out, float, n > decode || s.stats ? nk * embd : 0);                                          \
+        BUFFER(route.logits, float, n *experts);                                                                   \
+        BUFFER(route.id, int32_t, nk);                                                                             \
+        BUFFER(route.weight, float, nk);                                                                           \
+        BUFFER(route.arrived, uint32_t, 1);                                                                        \
+        BUFFER(route.n_jobs, int32_t, 1);                                                                          \
+        BUFFER(route.job_expert, int32_t, jobs + 1);                                                               \
+        BUFFER(route.job_weight, float, decode *(decode * k + 1));                                                 \
+        BUFFER(sort.row, int32_t, nk);                                                                             \
+        BUFFER(sort.inverse, int32_t, nk);                                                                         \
+        BUFFER(sort.first, int32_t, experts + 1);                                                                  \
+        BUFFER(sort.tile_expert, int32_t, tiles);                                                                  \
+        BUFFER(sort.tile_first, int32_t, tiles);                                                                   \
+        BUFFER(sort.tile_count, int32_t, tiles);                                                                   \
+        BUFFER(sort.n_tiles, int32_t, 1);                                                                          \
         if (p.stage == p.n_stage - 1 && (p.n_rank == 1 || p.rank)) /* the first of several has them in its area */ \
-            ROOM(logits, float, LOGIT_ROWS *(p.rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));       \
-        ROOM(gathered, float, s.nccl ? (size_t)p.n_rank *few *embd : 0);                                           \
-        ROOM(sum16, uint16_t, s.nccl ? n *embd : 0);                                                               \
-        ROOM(sample.block_best, uint64_t, SAMPLE_BLOCKS);                                                          \
-        ROOM(sample.block_mass, double, SAMPLE_BLOCKS);                                                            \
-        ROOM(sample.bins, int, SAMPLE_BINS);                                                                       \
-        ROOM(sample.arrived, uint32_t, 1);                                                                         \
-        ROOM(sample.token, int32_t, 1);                                                                            \
+            BUFFER(logits, float, LOGIT_ROWS *(p.rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));     \
+        BUFFER(gathered, float, s.nccl ? (size_t)p.n_rank *decode *embd : 0);                                      \
+        BUFFER(sum16, uint16_t, s.nccl ? n *embd : 0);                                                             \
+        BUFFER(sample.block_best, uint64_t, SAMPLE_BLOCKS);                                                        \
+        BUFFER(sample.block_mass, double, SAMPLE_BLOCKS);                                                          \
+        BUFFER(sample.bins, int, SAMPLE_BINS);                                                                     \
+        BUFFER(sample.arrived, uint32_t, 1);                                                                       \
+        BUFFER(sample.token, int32_t, 1);                                                                          \
     } while (0)
 /* clang-format on */
 
 /* What other ranks write to: on the receiver's GPU, or in host memory. */
-struct area {
-    uint32_t *sum_flag;    /* (n_rank, JOIN_BLOCKS) */
+struct mailbox {
+    uint32_t *reduce_flag; /* (n_rank, ALLREDUCE_BLOCKS) */
     uint32_t *logits_flag; /* (n_rank) */
-    uint32_t *x_flag;      /* of the stage before */
-    uint32_t *room;        /* of the stage behind: what it has taken */
-    float *slot;           /* (2, n_rank, JOIN_SLOT), of several ranks */
+    uint32_t *hidden_flag; /* of the stage before */
+    uint32_t *credit;      /* of the stage behind: what it has taken */
+    float *slot;           /* (2, n_rank, ALLREDUCE_SLOT), of several ranks */
     float *x;              /* (chunk, n_embd) from the stage before */
     float *logits;         /* (LOGIT_ROWS, stride) of all ranks of the last stage, in the first of several */
 };
 
 /* In host memory, between a rank's GPU and its thread. */
-struct watch {
+struct heartbeat {
     uint32_t sums;    /* of the GPU: a sign of life; */
     uint32_t waiting; /* for whom it has waited long last, see WAIT_CODE */
-    uint32_t give_up; /* of the thread */
+    uint32_t abort;   /* of the thread */
 };
 
-enum channel { CH_SUM, CH_HAND, CH_TAKE, CH_LOGITS, CHANNELS };
+enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CHANNELS };
 
 /* On the rank's GPU. */
-struct counts {
+struct sequence {
     uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
-    uint32_t dead;                              /* nothing waits any more */
+    uint32_t aborted;                           /* nothing waits any more */
 };
 
 /* A rank of the stage, the channel, the sum of the forward. */
 #define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
 
 /* How long a rank has waited for its GPU. */
-struct patience {
+struct backoff {
     uint64_t turns;
     double idle, last; /* seconds, those in which the program was suspended not counted; the time of the latest look */
     uint32_t seen;     /* sums of all ranks then */
@@ -548,11 +550,11 @@ struct patience {
 struct rank {
     const struct model *m; /* its part of the model */
     const struct ops *ops;
-    struct team *team; /* the others */
-    int index;         /* among all ranks: stage * n_rank + rank */
-    unsigned joined;   /* sums over the ranks of its stage in this forward */
-    char link[192];    /* GPU: how it adds up with the others; empty: there are none */
-    int n_ctx, chunk;  /* tokens of context, of one forward at most */
+    struct process_group *pg; /* the others */
+    int index;                /* among all ranks: stage * n_rank + rank */
+    unsigned n_all_reduce;    /* sums over the ranks of its stage in this forward */
+    char link[192];           /* GPU: how it adds up with the others; empty: there are none */
+    int n_ctx, chunk;         /* tokens of context, of one forward at most */
     enum kv_type kv_type;
     struct kv_layer *kv;    /* (n_layer); planes in the backend's memory */
     int n_tok;              /* the batch: tokens of this forward, */
@@ -563,7 +565,7 @@ struct rank {
     void **owned;           /* stb_ds: allocations in the backend's memory */
     struct candidate *work; /* (n_ids), of the sampler, in host memory */
     double *stats;  /* (n_layer, n_expert_max, STATS) of the experts, in the backend's memory; NULL: not collected */
-    float *squares; /* (squares_before(m, n_layer)) likewise, of the inputs of feed-forwards */
+    float *in_sum2; /* (in_sum2_before(m, n_layer)) likewise, of the inputs of feed-forwards */
     size_t bytes, kv_bytes;          /* of activations; of the cache */
     size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
     char name[128];                  /* what it runs on */
@@ -575,12 +577,12 @@ struct rank {
     bool failed;
     bool shared; /* another rank is on the same GPU */
     struct gpu_sizes sizes;
-    int stage;                      /* the next one of the upload; */
-    unsigned filled;                /* stages with invented weights, bits */
-    bool by_nccl[FEW_TOKENS + 1];   /* sums of so many tokens */
-    struct watch *watch[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
-    struct area area[MAX_RANKS];    /* likewise, as this one's GPU reaches them */
-    struct counts *counts;          /* NULL: likewise */
+    int staging_next;                       /* the next one of the upload; */
+    unsigned filled;                        /* stages with synthetic weights, bits */
+    bool by_nccl[DECODE_MAX_TOKENS + 1];    /* sums of so many tokens */
+    struct heartbeat *heartbeat[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
+    struct mailbox mailbox[MAX_RANKS];      /* likewise, as this one's GPU reaches them */
+    struct sequence *sequence;              /* NULL: likewise */
 
     /* the rest of a CPU's */
     const struct kernels *k;
@@ -597,8 +599,8 @@ struct rank {
     int32_t *job_rows; /* tokens of the jobs */
     float *job_w;      /* their weights */
     float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norms of its parts */
-    float *qlat;       /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the mixed latents */
-    float *part;       /* partial results of a partitioned context */
+    float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
+    float *partials;   /* partial results of a partitioned context */
     float *logits;     /* (LOGIT_ROWS, n_vocab) */
     int32_t chosen;    /* the token of `sample` */
     uint8_t *scratch;  /* (n_threads, scratch_bytes) */
@@ -625,14 +627,14 @@ struct sample_job {
 
 /* What moe_cuda.cu offers, in a program that is built with it. */
 struct cuda_options {
-    struct team *team;            /* NULL: there is one rank, */
+    struct process_group *pg;     /* NULL: there is one rank, */
     int index;                    /* or which of them */
     int device[MAX_RANKS], n_ctx; /* of all ranks; n_ctx 0: the trained length, or what fits */
     enum allreduce allreduce;
     int kv_splits; /* of the context in decode at most; 0: what fills the GPU */
     enum moe_act moe_act;
     enum kv_type kv;
-    bool stats, squares;                         /* collect them */
+    bool stats, in_sum2;                         /* collect them */
     size_t reserve;                              /* bytes to leave free */
     void (*progress)(double done, double total); /* bytes of weights that are there */
 };
@@ -674,16 +676,16 @@ double cuda_seconds(struct rank *r, void (*run)(struct rank *r, void *arg), void
 void cuda_open(struct rank *r);
 /* Room for a matrix in tiles. False: it is there already, or after an error. */
 bool cuda_matrix(struct rank *r, const struct weight *w, const char *what);
-/* Host memory, STAGE_BYTES, that cuda_repack takes `bytes` of and then repacks: (n_e, rows, row_bytes). NULL after an error. */
-uint8_t *cuda_stage(struct rank *r, int stage);
+/* Host memory, STAGING_BYTES, that cuda_repack takes `bytes` of and then repacks: (n_e, rows, row_bytes). NULL after an error. */
+uint8_t *cuda_staging(struct rank *r, int stage);
 void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes);
 /* Of the matrix that was repacked: F16: bits of the largest |weight|; MXFP4: the largest exponent byte, 255 - the smallest. */
 bool cuda_range(struct rank *r, uint32_t range[2]);
 /* The copy of something that `key` names; it is made at the first call. NULL: there is no key, or after an error. */
 const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what);
-void cuda_uploaded(struct rank *r); /* everything */
-void cuda_join(struct rank *r);     /* NCCL */
-void cuda_allocate(struct rank *r); /* cache and activations */
+void cuda_uploaded(struct rank *r);  /* everything */
+void cuda_nccl_init(struct rank *r); /* NCCL */
+void cuda_allocate(struct rank *r);  /* cache and activations */
 /* what moe.c offers to it and its tests */
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
  * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
@@ -694,13 +696,13 @@ void rank_fatal(const char *what);                             /* ends the progr
 void gpu_full(struct rank *r, size_t bytes, const char *what); /* an error: there is no room for them */
 /* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
 __attribute__((format(printf, 2, 3))) bool rank_fail(struct rank *r, const char *fmt, ...);
-/* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= EXCHANGE_MAX; waits for all of them */
-void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes);
-void rank_meet(struct rank *r); /* waits for all of them */
+/* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= ALL_GATHER_MAX; waits for all of them */
+void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes);
+void rank_barrier(struct rank *r); /* waits for all of them */
 /* Hears the others out: context and chunk become the smallest of all. False: somebody has failed. */
-bool rank_vote(struct rank *r);
+bool rank_agree(struct rank *r);
 /* Between two looks at a GPU that is not ready: false: what it does is to be given up. */
-bool rank_patience(struct rank *r, struct patience *p, const char *what);
+bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what);
 /* Bytes of a GPU's cache, which begins at base unless that is NULL. */
 size_t rank_cache(struct rank *r, uint8_t *base);
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
@@ -4970,7 +4972,7 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     /* the scale that activations had at calibration: kernels that quantise activations measure their own */
     snprintf(name, sizeof name, "%s.input_scale", base);
     t = gguf_find_tensor(l->g, name);
-    if (t) l->used[t - l->g->tensors] = true, w->act4 = true;
+    if (t) l->used[t - l->g->tensors] = true, w->has_input_scale = true;
 }
 
 static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in, int n_out,
@@ -5079,37 +5081,37 @@ static void loader_hparams(struct loader *l) {
     int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SIGMOID);
     bool by_arch = !gating && !mla; /* 0: as the architecture has it, and that includes the norm */
     m->gating = gating ? (enum gating)gating : GATING_SOFTMAX;
-    m->weights_norm = by_arch || loader_bool(l, "expert_weights_norm", !mla);
-    m->weights_scale = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
-    if (m->weights_scale == 0.0f) m->weights_scale = 1.0f;
+    m->norm_topk_prob = by_arch || loader_bool(l, "expert_weights_norm", !mla);
+    m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
+    if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     loader_rope(l);
 }
 
 /* Kept original ids of a pruned layer: moe.reap.kept.N. */
-static void loader_kept(struct loader *l, struct layer *y, int il) {
+static void loader_retained(struct loader *l, struct layer *layer, int il) {
     char key[64];
     int64_t v, last = -1;
     snprintf(key, sizeof key, "moe.reap.kept.%d", il);
     const struct gguf_kv *kv = l->failed ? NULL : gguf_find(l->g, key);
     if (!kv) return;
-    if (!kv->is_array || kv->n != (uint64_t)y->n_expert) {
+    if (!kv->is_array || kv->n != (uint64_t)layer->n_expert) {
         loader_fail(l, "metadata key '%s' lists %llu experts, the layer has %d", key, (unsigned long long)kv->n,
-                    y->n_expert);
+                    layer->n_expert);
         return;
     }
-    int32_t *kept = loader_own(l, (size_t)y->n_expert * sizeof *kept);
-    for (int e = 0; e < y->n_expert; e++, last = v) {
+    int32_t *kept = loader_own(l, (size_t)layer->n_expert * sizeof *kept);
+    for (int e = 0; e < layer->n_expert; e++, last = v) {
         if (!gguf_elem_int(kv, (uint64_t)e, &v) || v <= last || v > INT32_MAX) {
             loader_fail(l, "metadata key '%s' is not an ascending list of expert ids", key);
             return;
         }
         kept[e] = (int32_t)v;
     }
-    y->kept = kept;
+    layer->retained = kept;
 }
 
 /* Routed experts (their count is the router's), the shared expert, or a dense feed-forward. */
-static void loader_ffn(struct loader *l, struct layer *y, int il) {
+static void loader_ffn(struct loader *l, struct layer *layer, int il) {
     struct model *m = l->m;
     char name[128];
     snprintf(name, sizeof name, "blk.%d.ffn_gate_inp.weight", il);
@@ -5126,9 +5128,9 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
         }
         int n_ff = (int)t->ne[1];
         if (n_ff > m->n_ff_dense) m->n_ff_dense = n_ff;
-        loader_layer_weight(l, &y->gate, il, "ffn_gate", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &y->up, il, "ffn_up", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &y->down, il, "ffn_down", n_ff, m->n_embd, 1, false);
+        loader_layer_weight(l, &layer->gate, il, "ffn_gate", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &layer->up, il, "ffn_up", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &layer->down, il, "ffn_down", n_ff, m->n_embd, 1, false);
         return;
     }
     if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)m->n_expert_used ||
@@ -5138,10 +5140,10 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
                     m->n_group > 1 ? " and whole groups" : "");
         return;
     }
-    int n = y->n_expert = (int)router->ne[1];
-    loader_layer_weight(l, &y->router, il, "ffn_gate_inp", m->n_embd, n, 1, false);
-    y->router_bias = loader_layer_vector(l, il, "exp_probs_b.bias", n, true);
-    if (y->router_bias && m->gating == GATING_SOFTMAX)
+    int n = layer->n_expert = (int)router->ne[1];
+    loader_layer_weight(l, &layer->router, il, "ffn_gate_inp", m->n_embd, n, 1, false);
+    layer->router_bias = loader_layer_vector(l, il, "exp_probs_b.bias", n, true);
+    if (layer->router_bias && m->gating == GATING_SOFTMAX)
         loader_fail(l,
                     "layer %d has a routing bias, which belongs to a sigmoid router; '%s.expert_gating_func' "
                     "does not say 2",
@@ -5156,27 +5158,27 @@ static void loader_ffn(struct loader *l, struct layer *y, int il) {
     }
     int n_ff = (int)down->ne[0];
     if (n_ff > m->n_ff_expert) m->n_ff_expert = n_ff;
-    loader_layer_weight(l, &y->down, il, "ffn_down_exps", n_ff, m->n_embd, n, false);
+    loader_layer_weight(l, &layer->down, il, "ffn_down_exps", n_ff, m->n_embd, n, false);
     struct weight both = {0};
     loader_layer_weight(l, &both, il, "ffn_gate_up_exps", m->n_embd, 2 * n_ff, n, true);
     if (both.data) { /* one stack, gate rows first */
-        y->gate = y->up = both;
-        y->gate.n_out = y->up.n_out = n_ff;
-        y->up.data += (size_t)n_ff * both.row_bytes;
+        layer->gate = layer->up = both;
+        layer->gate.n_out = layer->up.n_out = n_ff;
+        layer->up.data += (size_t)n_ff * both.row_bytes;
     } else {
-        loader_layer_weight(l, &y->gate, il, "ffn_gate_exps", m->n_embd, n_ff, n, false);
-        loader_layer_weight(l, &y->up, il, "ffn_up_exps", m->n_embd, n_ff, n, false);
+        loader_layer_weight(l, &layer->gate, il, "ffn_gate_exps", m->n_embd, n_ff, n, false);
+        loader_layer_weight(l, &layer->up, il, "ffn_up_exps", m->n_embd, n_ff, n, false);
     }
     snprintf(name, sizeof name, "blk.%d.ffn_down_shexp.weight", il);
     const struct gguf_tensor *shared = gguf_find_tensor(l->g, name);
     if (!l->failed && shared && shared->ne[0] <= 1 << 20) {
         n_ff = (int)shared->ne[0];
         if (n_ff > m->n_ff_shared) m->n_ff_shared = n_ff;
-        loader_layer_weight(l, &y->sh_gate, il, "ffn_gate_shexp", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &y->sh_up, il, "ffn_up_shexp", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &y->sh_down, il, "ffn_down_shexp", n_ff, m->n_embd, 1, false);
+        loader_layer_weight(l, &layer->sh_gate, il, "ffn_gate_shexp", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &layer->sh_up, il, "ffn_up_shexp", m->n_embd, n_ff, 1, false);
+        loader_layer_weight(l, &layer->sh_down, il, "ffn_down_shexp", n_ff, m->n_embd, 1, false);
     }
-    loader_kept(l, y, il);
+    loader_retained(l, layer, il);
 }
 
 /* Gate and up multiply the same packed activations, whose format follows from the type. */
@@ -5186,36 +5188,36 @@ static void loader_same_type(struct loader *l, int il, const struct weight *gate
                     gguf_type_info(gate->type).name, gguf_type_info(up->type).name);
 }
 
-static void loader_layer(struct loader *l, struct layer *y, int il) {
+static void loader_layer(struct loader *l, struct layer *layer, int il) {
     struct model *m = l->m;
-    y->attn_norm = loader_layer_vector(l, il, "attn_norm.weight", m->n_embd, false);
-    y->ffn_norm = loader_layer_vector(l, il, "ffn_norm.weight", m->n_embd, false);
+    layer->attn_norm = loader_layer_vector(l, il, "attn_norm.weight", m->n_embd, false);
+    layer->ffn_norm = loader_layer_vector(l, il, "ffn_norm.weight", m->n_embd, false);
     if (m->kv_lora) {
         if (m->q_lora) {
-            loader_layer_weight(l, &y->wq_a, il, "attn_q_a", m->n_embd, m->q_lora, 1, false);
-            y->q_a_norm = loader_layer_vector(l, il, "attn_q_a_norm.weight", m->q_lora, false);
-            loader_layer_weight(l, &y->wq_b, il, "attn_q_b", m->q_lora, m->n_head * m->head_k, 1, false);
+            loader_layer_weight(l, &layer->wq_a, il, "attn_q_a", m->n_embd, m->q_lora, 1, false);
+            layer->q_a_norm = loader_layer_vector(l, il, "attn_q_a_norm.weight", m->q_lora, false);
+            loader_layer_weight(l, &layer->wq_b, il, "attn_q_b", m->q_lora, m->n_head * m->head_k, 1, false);
         } else {
-            loader_layer_weight(l, &y->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
+            loader_layer_weight(l, &layer->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
         }
-        loader_layer_weight(l, &y->wkv_a, il, "attn_kv_a_mqa", m->n_embd, m->kv_lora + m->rope_dim, 1, false);
-        y->kv_a_norm = loader_layer_vector(l, il, "attn_kv_a_norm.weight", m->kv_lora, false);
-        loader_layer_weight(l, &y->wk_b, il, "attn_k_b", m->nope, m->kv_lora, m->n_head, false);
-        loader_layer_weight(l, &y->wv_b, il, "attn_v_b", m->kv_lora, m->head_v, m->n_head, false);
+        loader_layer_weight(l, &layer->wkv_a, il, "attn_kv_a_mqa", m->n_embd, m->kv_lora + m->rope_dim, 1, false);
+        layer->kv_a_norm = loader_layer_vector(l, il, "attn_kv_a_norm.weight", m->kv_lora, false);
+        loader_layer_weight(l, &layer->wk_b, il, "attn_k_b", m->nope, m->kv_lora, m->n_head, false);
+        loader_layer_weight(l, &layer->wv_b, il, "attn_v_b", m->kv_lora, m->head_v, m->n_head, false);
     } else {
-        loader_layer_weight(l, &y->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
-        loader_layer_weight(l, &y->wk, il, "attn_k", m->n_embd, m->n_head_kv * m->head_k, 1, false);
-        loader_layer_weight(l, &y->wv, il, "attn_v", m->n_embd, m->n_head_kv * m->head_v, 1, false);
-        y->wq.bias = loader_layer_vector(l, il, "attn_q.bias", m->n_head * m->head_k, true);
-        y->wk.bias = loader_layer_vector(l, il, "attn_k.bias", m->n_head_kv * m->head_k, true);
-        y->wv.bias = loader_layer_vector(l, il, "attn_v.bias", m->n_head_kv * m->head_v, true);
-        y->q_norm = loader_layer_vector(l, il, "attn_q_norm.weight", m->head_k, false);
-        y->k_norm = loader_layer_vector(l, il, "attn_k_norm.weight", m->head_k, false);
+        loader_layer_weight(l, &layer->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
+        loader_layer_weight(l, &layer->wk, il, "attn_k", m->n_embd, m->n_head_kv * m->head_k, 1, false);
+        loader_layer_weight(l, &layer->wv, il, "attn_v", m->n_embd, m->n_head_kv * m->head_v, 1, false);
+        layer->wq.bias = loader_layer_vector(l, il, "attn_q.bias", m->n_head * m->head_k, true);
+        layer->wk.bias = loader_layer_vector(l, il, "attn_k.bias", m->n_head_kv * m->head_k, true);
+        layer->wv.bias = loader_layer_vector(l, il, "attn_v.bias", m->n_head_kv * m->head_v, true);
+        layer->q_norm = loader_layer_vector(l, il, "attn_q_norm.weight", m->head_k, false);
+        layer->k_norm = loader_layer_vector(l, il, "attn_k_norm.weight", m->head_k, false);
     }
-    loader_layer_weight(l, &y->wo, il, "attn_output", m->n_head * m->head_v, m->n_embd, 1, false);
-    loader_ffn(l, y, il);
-    loader_same_type(l, il, &y->gate, &y->up);
-    loader_same_type(l, il, &y->sh_gate, &y->sh_up);
+    loader_layer_weight(l, &layer->wo, il, "attn_output", m->n_head * m->head_v, m->n_embd, 1, false);
+    loader_ffn(l, layer, il);
+    loader_same_type(l, il, &layer->gate, &layer->up);
+    loader_same_type(l, il, &layer->sh_gate, &layer->sh_up);
 }
 
 /* Every tensor of the file must have found its place; those of the prediction layers behind the last layer wait for theirs. */
@@ -5274,7 +5276,7 @@ static int model_bind(struct model *m, char *err) {
     char text[64];
     size_t known = 0, n_names = sizeof arch_names / sizeof *arch_names;
     m->vocab = xcalloc(1, sizeof *m->vocab);
-    m->part = (struct part){0, 1, 0, 1};
+    m->shard = (struct shard){0, 1, 0, 1};
     if (!gguf_get_str(l.g, "general.architecture", &s))
         loader_fail(&l, "metadata key 'general.architecture' is missing");
     while (known < n_names && !gguf_str_eq(s, arch_names[known])) known++;
@@ -5394,30 +5396,30 @@ static int model_load(struct model *m, const char *path, char *err) {
 
 enum { FF_UNIT = 64 /* columns of a feed-forward; a multiple of every format's block */ };
 
-struct share {
+struct range {
     int first, n;
 };
 
 /* What the rank gets of `total` things that are cut in whole units, the last of which may be shorter. */
-static struct share share_of(int total, int unit, int n_rank, int rank) {
+static struct range shard_range(int total, int unit, int n_rank, int rank) {
     int units = (total + unit - 1) / unit, per = units / n_rank, more = units % n_rank;
     int first = (rank * per + int_min(rank, more)) * unit, n = (per + (rank < more)) * unit;
     if (n > total - first) n = total - first;
-    return n > 0 ? (struct share){first, n} : (struct share){0, 0};
+    return n > 0 ? (struct range){first, n} : (struct range){0, 0};
 }
 
-static void weight_rows(struct weight *w, struct share s) {
+static void weight_rows(struct weight *w, struct range s) {
     if (!w->data) return;
     w->data += (size_t)s.first * w->row_bytes, w->n_out = s.n;
     if (w->bias) w->bias += s.first;
 }
 
-static void weight_columns(struct weight *w, struct share s) {
+static void weight_columns(struct weight *w, struct range s) {
     if (!w->data) return;
     w->data += gguf_row_bytes(w->type, (size_t)s.first), w->n_in = s.n;
 }
 
-static void weight_matrices(struct weight *w, struct share s) {
+static void weight_matrices(struct weight *w, struct range s) {
     if (!w->data) return;
     w->data += (size_t)s.first * w->expert_bytes, w->n_expert = s.n;
     if (w->scale) w->scale += s.first;
@@ -5429,10 +5431,10 @@ static uint64_t weight_bytes(const struct weight *w) {
                    : 0;
 }
 
-static uint64_t layer_bytes(const struct layer *y) {
+static uint64_t layer_bytes(const struct layer *layer) {
     const struct weight *w[LAYER_WEIGHTS];
     uint64_t sum = 0;
-    for (int i = 0, n = layer_weights(y, w); i < n; i++) sum += weight_bytes(w[i]);
+    for (int i = 0, n = layer_weights(layer, w); i < n; i++) sum += weight_bytes(w[i]);
     return sum;
 }
 
@@ -5448,52 +5450,52 @@ static int heads_unit(const struct model *m) {
     return unit;
 }
 
-struct heads_share {
-    struct share q, kv;
+struct heads_range {
+    struct range q, kv;
 };
 
 /* Query heads go where their KV head is. With fewer KV heads than ranks, some ranks hold copies of one and share its query heads. */
-static struct heads_share heads_of(const struct model *m, int n_rank, int rank) {
+static struct heads_range shard_heads(const struct model *m, int n_rank, int rank) {
     int unit = heads_unit(m), group = m->n_head / m->n_head_kv;
-    struct heads_share h;
+    struct heads_range h;
     if (m->kv_lora) {
-        h.q = share_of(m->n_head, unit, n_rank, rank);
-        h.kv = (struct share){0, 1};
+        h.q = shard_range(m->n_head, unit, n_rank, rank);
+        h.kv = (struct range){0, 1};
     } else if (m->n_head_kv >= n_rank) {
-        h.kv = share_of(m->n_head_kv, unit / int_gcd(unit, group), n_rank, rank);
-        h.q = (struct share){h.kv.first * group, h.kv.n * group};
+        h.kv = shard_range(m->n_head_kv, unit / int_gcd(unit, group), n_rank, rank);
+        h.q = (struct range){h.kv.first * group, h.kv.n * group};
     } else {
         int j = rank * m->n_head_kv / n_rank; /* its KV head, which the ranks from..to-1 have */
         int from = (j * n_rank + m->n_head_kv - 1) / m->n_head_kv,
             to = ((j + 1) * n_rank + m->n_head_kv - 1) / m->n_head_kv;
-        h.q = share_of(group, unit, to - from, rank - from);
+        h.q = shard_range(group, unit, to - from, rank - from);
         h.q.first += j * group;
-        h.kv = (struct share){j, 1};
+        h.kv = (struct range){j, 1};
     }
     if (!h.kv.n)
         h.kv.n = 1; /* a rank without query heads keeps the cache of one KV head, so that its sizes stay sizes */
     return h;
 }
 
-static void part_layer(struct model *p, struct layer *y, const struct model *m, struct heads_share h) {
-    int n_rank = p->part.n_rank, rank = p->part.rank;
-    struct share q = {h.q.first * m->head_k, h.q.n * m->head_k}, out = {h.q.first * m->head_v, h.q.n * m->head_v};
-    struct share k = {h.kv.first * m->head_k, h.kv.n * m->head_k}, v = {h.kv.first * m->head_v, h.kv.n * m->head_v};
-    weight_rows(&y->wq, q), weight_rows(&y->wq_b, q);
-    weight_rows(&y->wk, k), weight_rows(&y->wv, v);
-    weight_matrices(&y->wk_b, h.q), weight_matrices(&y->wv_b, h.q);
-    weight_columns(&y->wo, out);
-    struct share ff = share_of(y->gate.n_out, FF_UNIT, n_rank, rank);
-    struct share shared = share_of(y->sh_gate.n_out, FF_UNIT, n_rank, rank);
-    weight_rows(&y->gate, ff), weight_rows(&y->up, ff), weight_columns(&y->down, ff);
-    weight_rows(&y->sh_gate, shared), weight_rows(&y->sh_up, shared), weight_columns(&y->sh_down, shared);
-    int *widest = y->n_expert ? &p->n_ff_expert : &p->n_ff_dense;
+static void shard_layer(struct model *out, struct layer *layer, const struct model *m, struct heads_range h) {
+    int n_rank = out->shard.n_rank, rank = out->shard.rank;
+    struct range q = {h.q.first * m->head_k, h.q.n * m->head_k}, att = {h.q.first * m->head_v, h.q.n * m->head_v};
+    struct range k = {h.kv.first * m->head_k, h.kv.n * m->head_k}, v = {h.kv.first * m->head_v, h.kv.n * m->head_v};
+    weight_rows(&layer->wq, q), weight_rows(&layer->wq_b, q);
+    weight_rows(&layer->wk, k), weight_rows(&layer->wv, v);
+    weight_matrices(&layer->wk_b, h.q), weight_matrices(&layer->wv_b, h.q);
+    weight_columns(&layer->wo, att);
+    struct range ff = shard_range(layer->gate.n_out, FF_UNIT, n_rank, rank);
+    struct range shared = shard_range(layer->sh_gate.n_out, FF_UNIT, n_rank, rank);
+    weight_rows(&layer->gate, ff), weight_rows(&layer->up, ff), weight_columns(&layer->down, ff);
+    weight_rows(&layer->sh_gate, shared), weight_rows(&layer->sh_up, shared), weight_columns(&layer->sh_down, shared);
+    int *widest = layer->n_expert ? &out->n_ff_expert : &out->n_ff_dense;
     if (ff.n > *widest) *widest = ff.n;
-    if (shared.n > p->n_ff_shared) p->n_ff_shared = shared.n;
+    if (shared.n > out->n_ff_shared) out->n_ff_shared = shared.n;
 }
 
 /* Layers of a stage: consecutive ones, so many that the bytes of weights up to its last layer come nearest to its part of all. */
-static struct share stage_layers(const struct model *m, int n_stage, int stage) {
+static struct range stage_layers(const struct model *m, int n_stage, int stage) {
     uint64_t all = weight_bytes(&m->embd) + weight_bytes(&m->output), sum = weight_bytes(&m->embd);
     int bound[MAX_RANKS + 1] = {0}, s = 1;
     for (int il = 0; il < m->n_layer; il++) all += layer_bytes(&m->layers[il]);
@@ -5505,31 +5507,31 @@ static struct share stage_layers(const struct model *m, int n_stage, int stage) 
         sum += more;
     }
     bound[n_stage] = m->n_layer;
-    return (struct share){bound[stage], bound[stage + 1] - bound[stage]};
+    return (struct range){bound[stage], bound[stage + 1] - bound[stage]};
 }
 
-/* The part of a whole model, n_stage <= n_layer; part_free frees it. */
-static void part_make(struct model *p, const struct model *m, struct part part) {
-    struct heads_share h = heads_of(m, part.n_rank, part.rank);
-    struct share layers = stage_layers(m, part.n_stage, part.stage);
-    struct share rows = share_of(m->n_vocab, FF_UNIT, part.n_rank, part.rank);
-    *p = *m;
-    p->part = part;
-    p->n_head = h.q.n, p->n_head_kv = h.kv.n, p->first_head_kv = h.kv.first;
-    p->first_layer = layers.first, p->n_layer = layers.n;
-    p->layers = xcalloc((size_t)layers.n, sizeof *p->layers);
-    p->n_ff_dense = p->n_ff_expert = p->n_ff_shared = 0;
+/* The part of a whole model, n_stage <= n_layer; shard_free frees it. */
+static void shard_model(struct model *out, const struct model *m, struct shard shard) {
+    struct heads_range h = shard_heads(m, shard.n_rank, shard.rank);
+    struct range layers = stage_layers(m, shard.n_stage, shard.stage);
+    struct range rows = shard_range(m->n_vocab, FF_UNIT, shard.n_rank, shard.rank);
+    *out = *m;
+    out->shard = shard;
+    out->n_head = h.q.n, out->n_head_kv = h.kv.n, out->first_head_kv = h.kv.first;
+    out->first_layer = layers.first, out->n_layer = layers.n;
+    out->layers = xcalloc((size_t)layers.n, sizeof *out->layers);
+    out->n_ff_dense = out->n_ff_expert = out->n_ff_shared = 0;
     for (int il = 0; il < layers.n; il++) {
-        p->layers[il] = m->layers[layers.first + il];
-        part_layer(p, &p->layers[il], m, h);
+        out->layers[il] = m->layers[layers.first + il];
+        shard_layer(out, &out->layers[il], m, h);
     }
-    weight_rows(&p->output, rows);
-    p->first_id = rows.first;
-    if (part.stage) memset(&p->embd, 0, sizeof p->embd);
-    if (part.stage < part.n_stage - 1) memset(&p->output, 0, sizeof p->output);
+    weight_rows(&out->output, rows);
+    out->first_id = rows.first;
+    if (shard.stage) memset(&out->embd, 0, sizeof out->embd);
+    if (shard.stage < shard.n_stage - 1) memset(&out->output, 0, sizeof out->output);
 }
 
-static void part_free(struct model *p) { free(p->layers); }
+static void shard_free(struct model *shard) { free(shard->layers); }
 /* ============================================================================================================
  * CPU kernels
  *
@@ -7013,17 +7015,17 @@ static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t p
  * Ranks
  *
  * A team is the ranks of one session: of each stage n_rank that share its layers. Every rank but the one with the logits has a thread of
- * its own; that one's is the caller's. team_run is the only way to make them do something, team_meet and team_hand the only ways in which
+ * its own; that one's is the caller's. pg_run is the only way to make them do something, pg_barrier and pg_send the only ways in which
  * ranks wait for one another: under one lock, with a watchdog, so that nothing waits forever.
  * ============================================================================================================ */
 
-enum { TEAM_STALL = 5 /* seconds in which the whole program does nothing, after which who waits gives up */ };
+enum { PG_STALL = 5 /* seconds in which the whole program does nothing, after which who waits gives up */ };
 
-struct team {
+struct process_group {
     int n_rank, n_stage, n;       /* n = n_rank * n_stage */
-    int head;                     /* the rank with the logits, which works in the caller's thread; */
+    int root;                     /* the rank with the logits, which works in the caller's thread; */
     pthread_t threads[MAX_RANKS]; /* of the others */
-    struct model *parts;          /* (n), stage by stage */
+    struct model *shards;         /* (n), stage by stage */
     struct rank *ranks;           /* (n) */
     pthread_mutex_t lock;         /* of all that follows */
     pthread_cond_t changed;
@@ -7035,25 +7037,25 @@ struct team {
     unsigned turns[MAX_RANKS]; /* ends of exchanges, */
     unsigned taken[MAX_RANKS],
         handed[MAX_RANKS]; /* batches that it has got from the stage before, and that this has left for it */
-    unsigned beats;        /* signs of life from ranks that wait for a device */
-    uint8_t board[MAX_RANKS][EXCHANGE_MAX];
+    unsigned heartbeats;   /* signs of life from ranks that wait for a device */
+    uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX];
     bool quit, alarm;
 };
 
 /* What the program has done: seconds of processors, pages that a disk brought, signs of life. */
-static double team_effort(const struct team *g) {
+static double pg_activity(const struct process_group *pg) {
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
     return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + 1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) +
-           (double)u.ru_majflt + (double)__atomic_load_n(&g->beats, __ATOMIC_RELAXED);
+           (double)u.ru_majflt + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED);
 }
 
 /* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32); behind: the number of the rank that counts
  * each[first]. r: the one that waits for a sum; NULL: somebody for the end of a step. A wait in which nothing at all happens ends
  * the program: an error is better than silence. */
-static void team_await(struct team *g, const struct rank *r, const unsigned *each, int first, int n, int behind,
-                       unsigned want) {
-    double t = now_seconds(), effort = team_effort(g);
+static void pg_wait_for(struct process_group *pg, const struct rank *r, const unsigned *each, int first, int n,
+                        int behind, unsigned want) {
+    double t = now_seconds(), effort = pg_activity(pg);
     for (int still = 0;;) {
         struct timespec until;
         char who[64] = "", what[64] = "the end of a step";
@@ -7063,16 +7065,17 @@ static void team_await(struct team *g, const struct rank *r, const unsigned *eac
         if (!*who) return;
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec++;
-        pthread_cond_timedwait(&g->changed, &g->lock, &until);
-        double now = now_seconds(), did = team_effort(g);
+        pthread_cond_timedwait(&pg->changed, &pg->lock, &until);
+        double now = now_seconds(), did = pg_activity(pg);
         if (now - t < 1) continue;
         bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
         still = stopped || did - effort > 0.02 ? 0 : still + 1;
         t = now, effort = did;
-        if (still < TEAM_STALL + !r) continue; /* who waits for a sum knows better who is behind */
+        if (still < PG_STALL + !r) continue; /* who waits for a sum knows better who is behind */
         if (r)
-            snprintf(what, sizeof what, "the sum of the %s of layer %d", r->joined % 2 ? "attention" : "feed-forward",
-                     r->m->first_layer + (int)(r->joined - 1) / 2);
+            snprintf(what, sizeof what, "the sum of the %s of layer %d",
+                     r->n_all_reduce % 2 ? "attention" : "feed-forward",
+                     r->m->first_layer + (int)(r->n_all_reduce - 1) / 2);
         die("%s was not reached by all ranks, and nothing has moved for %d s; behind:%s (does a disk or a GPU not "
             "answer?)",
             what, still, who);
@@ -7080,120 +7083,120 @@ static void team_await(struct team *g, const struct rank *r, const unsigned *eac
 }
 
 /* Adds one to *count and lets all look. */
-static void team_count(struct team *g, unsigned *count) {
+static void pg_advance(struct process_group *pg, unsigned *count) {
     ++*count;
-    pthread_cond_broadcast(&g->changed);
+    pthread_cond_broadcast(&pg->changed);
 }
 
 /* Returns when all ranks of the stage have come here as often. */
-static void team_meet(struct rank *r) {
-    struct team *g = r->team;
-    const struct part *p = &r->m->part;
-    if (p->n_rank == 1) return;
-    pthread_mutex_lock(&g->lock);
-    team_count(g, &g->met[r->index]);
-    team_await(g, r, g->met, r->index - p->rank, p->n_rank, r->index - p->rank, g->met[r->index]);
-    pthread_mutex_unlock(&g->lock);
+static void pg_barrier(struct rank *r) {
+    struct process_group *pg = r->pg;
+    const struct shard *shard = &r->m->shard;
+    if (shard->n_rank == 1) return;
+    pthread_mutex_lock(&pg->lock);
+    pg_advance(pg, &pg->met[r->index]);
+    pg_wait_for(pg, r, pg->met, r->index - shard->rank, shard->n_rank, r->index - shard->rank, pg->met[r->index]);
+    pthread_mutex_unlock(&pg->lock);
 }
 
 /* The rank of the same number in the next stage, or the one before (step -1); NULL: there is none. */
-static struct rank *team_neighbour(struct rank *r, int step) {
-    const struct part *p = &r->m->part;
-    int stage = p->stage + step;
-    return stage < 0 || stage >= p->n_stage ? NULL : r + step * p->n_rank;
+static struct rank *pg_neighbour(struct rank *r, int step) {
+    const struct shard *shard = &r->m->shard;
+    int stage = shard->stage + step;
+    return stage < 0 || stage >= shard->n_stage ? NULL : r + step * shard->n_rank;
 }
 
 /* Says that `to` has a batch, and waits for the one that r shall have. */
-static void team_hand(struct rank *to) {
-    struct team *g = to->team;
-    pthread_mutex_lock(&g->lock);
-    team_count(g, &g->handed[to->index]);
-    pthread_mutex_unlock(&g->lock);
+static void pg_send(struct rank *to) {
+    struct process_group *pg = to->pg;
+    pthread_mutex_lock(&pg->lock);
+    pg_advance(pg, &pg->handed[to->index]);
+    pthread_mutex_unlock(&pg->lock);
 }
-static void team_take(struct rank *r) {
-    struct team *g = r->team;
-    pthread_mutex_lock(&g->lock);
-    team_await(g, NULL, g->handed, r->index, 1, r->index - g->n_rank, ++g->taken[r->index]);
-    pthread_mutex_unlock(&g->lock);
-}
-
-static void team_name_thread(const struct team *g, int i) {
-    if (g->n > 1) snprintf(rank_label, sizeof rank_label, "rank %d of %d: ", i, g->n);
+static void pg_recv(struct rank *r) {
+    struct process_group *pg = r->pg;
+    pthread_mutex_lock(&pg->lock);
+    pg_wait_for(pg, NULL, pg->handed, r->index, 1, r->index - pg->n_rank, ++pg->taken[r->index]);
+    pthread_mutex_unlock(&pg->lock);
 }
 
-static void *team_thread(void *arg) {
+static void pg_name_thread(const struct process_group *pg, int i) {
+    if (pg->n > 1) snprintf(rank_label, sizeof rank_label, "rank %d of %d: ", i, pg->n);
+}
+
+static void *pg_thread(void *arg) {
     struct rank *r = arg;
-    struct team *g = r->team;
+    struct process_group *pg = r->pg;
     unsigned seen = 0;
-    team_name_thread(g, r->index);
-    pthread_mutex_lock(&g->lock);
+    pg_name_thread(pg, r->index);
+    pthread_mutex_lock(&pg->lock);
     for (;;) {
-        while (g->jobs == seen && !g->quit) pthread_cond_wait(&g->changed, &g->lock);
-        if (g->jobs == seen) break;
+        while (pg->jobs == seen && !pg->quit) pthread_cond_wait(&pg->changed, &pg->lock);
+        if (pg->jobs == seen) break;
         seen++;
-        void (*run)(struct rank *, void *) = g->run;
-        void *what = g->arg;
-        pthread_mutex_unlock(&g->lock);
+        void (*run)(struct rank *, void *) = pg->run;
+        void *what = pg->arg;
+        pthread_mutex_unlock(&pg->lock);
         run(r, what);
-        pthread_mutex_lock(&g->lock);
-        team_count(g, &g->ended[r->index]);
+        pthread_mutex_lock(&pg->lock);
+        pg_advance(pg, &pg->ended[r->index]);
     }
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_unlock(&pg->lock);
     return NULL;
 }
 
 /* run(rank, arg) on every rank at once; returns when all have. */
-static void team_run(struct team *g, void (*run)(struct rank *r, void *arg), void *arg) {
-    if (g->n > 1) {
-        pthread_mutex_lock(&g->lock);
-        g->run = run, g->arg = arg;
-        team_count(g, &g->jobs);
-        pthread_mutex_unlock(&g->lock);
+static void pg_run(struct process_group *pg, void (*run)(struct rank *r, void *arg), void *arg) {
+    if (pg->n > 1) {
+        pthread_mutex_lock(&pg->lock);
+        pg->run = run, pg->arg = arg;
+        pg_advance(pg, &pg->jobs);
+        pthread_mutex_unlock(&pg->lock);
     }
-    team_name_thread(g, g->head);
-    run(&g->ranks[g->head], arg);
+    pg_name_thread(pg, pg->root);
+    run(&pg->ranks[pg->root], arg);
     rank_label[0] = 0;
-    if (g->n == 1) return;
-    pthread_mutex_lock(&g->lock);
-    g->ended[g->head]++;
-    team_await(g, NULL, g->ended, 0, g->n, 0, g->jobs);
-    pthread_mutex_unlock(&g->lock);
+    if (pg->n == 1) return;
+    pthread_mutex_lock(&pg->lock);
+    pg->ended[pg->root]++;
+    pg_wait_for(pg, NULL, pg->ended, 0, pg->n, 0, pg->jobs);
+    pthread_mutex_unlock(&pg->lock);
 }
 
 #ifdef MOE_CUDA
-void rank_exchange(struct rank *r, const void *mine, void *all, size_t bytes) {
-    struct team *g = r->team;
-    if (!g || g->n == 1) {
+void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) {
+    struct process_group *pg = r->pg;
+    if (!pg || pg->n == 1) {
         memcpy(all, mine, bytes);
         return;
     }
-    pthread_mutex_lock(&g->lock);
+    pthread_mutex_lock(&pg->lock);
     for (int end = 0; end < 2; end++) { /* all have written; all have read */
-        if (!end) memcpy(g->board[r->index], mine, bytes);
-        team_count(g, &g->turns[r->index]);
-        team_await(g, NULL, g->turns, 0, g->n, 0, g->turns[r->index]);
-        for (int i = 0; i < g->n && !end; i++) memcpy((uint8_t *)all + (size_t)i * bytes, g->board[i], bytes);
+        if (!end) memcpy(pg->gathered[r->index], mine, bytes);
+        pg_advance(pg, &pg->turns[r->index]);
+        pg_wait_for(pg, NULL, pg->turns, 0, pg->n, 0, pg->turns[r->index]);
+        for (int i = 0; i < pg->n && !end; i++) memcpy((uint8_t *)all + (size_t)i * bytes, pg->gathered[i], bytes);
     }
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_unlock(&pg->lock);
 }
 
-void rank_meet(struct rank *r) {
+void rank_barrier(struct rank *r) {
     const char mine = 0;
     char all[MAX_RANKS];
-    rank_exchange(r, &mine, all, 1);
+    rank_all_gather(r, &mine, all, 1);
 }
 
 /* Whether a rank has failed: what others wait for may never come. */
 static bool rank_alarm(struct rank *r, bool raise) {
-    if (r->team && raise) __atomic_store_n(&r->team->alarm, true, __ATOMIC_RELEASE);
-    return r->team && __atomic_load_n(&r->team->alarm, __ATOMIC_ACQUIRE);
+    if (r->pg && raise) __atomic_store_n(&r->pg->alarm, true, __ATOMIC_RELEASE);
+    return r->pg && __atomic_load_n(&r->pg->alarm, __ATOMIC_ACQUIRE);
 }
 #endif
 
 /* Gives a rank its memory, on the rank's own thread. 0, or -1 with a message and nothing held. */
-typedef int rank_starter(struct rank *r, const struct model *part, void *arg, char *err);
+typedef int rank_starter(struct rank *r, const struct model *shard, void *arg, char *err);
 
-struct team_start {
+struct pg_start {
     rank_starter *start;
     void *arg;
     int failed[MAX_RANKS];
@@ -7201,11 +7204,11 @@ struct team_start {
 };
 
 static void rank_start(struct rank *r, void *arg) {
-    struct team_start *t = arg;
-    struct team *g = r->team;
+    struct pg_start *t = arg;
+    struct process_group *pg = r->pg;
     int i = r->index;
-    t->failed[i] = t->start(r, &g->parts[i], t->arg, t->err[i]);
-    r->team = g, r->index = i;
+    t->failed[i] = t->start(r, &pg->shards[i], t->arg, t->err[i]);
+    r->pg = pg, r->index = i;
 }
 
 static void rank_close(struct rank *r, void *arg) {
@@ -7214,59 +7217,59 @@ static void rank_close(struct rank *r, void *arg) {
     r->ops = NULL;
 }
 
-static void team_close(struct team *g) {
-    team_run(g, rank_close, NULL);
-    pthread_mutex_lock(&g->lock);
-    g->quit = true;
-    pthread_cond_broadcast(&g->changed);
-    pthread_mutex_unlock(&g->lock);
-    for (int i = 0; i < g->n; i++)
-        if (i != g->head) pthread_join(g->threads[i], NULL);
-    for (int i = 0; i < g->n; i++) part_free(&g->parts[i]);
-    pthread_mutex_destroy(&g->lock);
-    pthread_cond_destroy(&g->changed);
-    free(g->parts), free(g->ranks);
-    memset(g, 0, sizeof *g);
+static void pg_close(struct process_group *pg) {
+    pg_run(pg, rank_close, NULL);
+    pthread_mutex_lock(&pg->lock);
+    pg->quit = true;
+    pthread_cond_broadcast(&pg->changed);
+    pthread_mutex_unlock(&pg->lock);
+    for (int i = 0; i < pg->n; i++)
+        if (i != pg->root) pthread_join(pg->threads[i], NULL);
+    for (int i = 0; i < pg->n; i++) shard_free(&pg->shards[i]);
+    pthread_mutex_destroy(&pg->lock);
+    pthread_cond_destroy(&pg->changed);
+    free(pg->shards), free(pg->ranks);
+    memset(pg, 0, sizeof *pg);
     ranks_at_work = false;
 }
 
 /* Starts n_stage * n_rank <= MAX_RANKS ranks of the model. 0, or -1 with the message of the first that failed. */
-static int team_open(struct team *g, const struct model *m, int n_rank, int n_stage, rank_starter *start, void *arg,
-                     char *err) {
-    struct team_start t = {.start = start, .arg = arg};
+static int pg_open(struct process_group *pg, const struct model *m, int n_rank, int n_stage, rank_starter *start,
+                   void *arg, char *err) {
+    struct pg_start t = {.start = start, .arg = arg};
     pthread_condattr_t attr;
     sigset_t all, old;
-    memset(g, 0, sizeof *g);
-    g->n_rank = n_rank, g->n_stage = n_stage, g->n = n_rank * n_stage, g->head = g->n - n_rank;
-    size_t n = (size_t)g->n;
-    g->parts = xcalloc(n, sizeof *g->parts), g->ranks = xcalloc(n, sizeof *g->ranks);
-    pthread_mutex_init(&g->lock, NULL);
+    memset(pg, 0, sizeof *pg);
+    pg->n_rank = n_rank, pg->n_stage = n_stage, pg->n = n_rank * n_stage, pg->root = pg->n - n_rank;
+    size_t n = (size_t)pg->n;
+    pg->shards = xcalloc(n, sizeof *pg->shards), pg->ranks = xcalloc(n, sizeof *pg->ranks);
+    pthread_mutex_init(&pg->lock, NULL);
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    pthread_cond_init(&g->changed, &attr);
+    pthread_cond_init(&pg->changed, &attr);
     pthread_condattr_destroy(&attr);
     sigfillset(&all); /* signals are the caller's, but for a thread's own faults */
     const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT};
     for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&all, own[i]);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    for (int i = 0; i < g->n; i++) {
-        part_make(&g->parts[i], m, (struct part){i % n_rank, n_rank, i / n_rank, n_stage});
-        g->ranks[i].team = g, g->ranks[i].index = i, g->ranks[i].m = &g->parts[i];
+    for (int i = 0; i < pg->n; i++) {
+        shard_model(&pg->shards[i], m, (struct shard){i % n_rank, n_rank, i / n_rank, n_stage});
+        pg->ranks[i].pg = pg, pg->ranks[i].index = i, pg->ranks[i].m = &pg->shards[i];
     }
-    for (int i = 0; i < g->n; i++)
-        if (i != g->head && pthread_create(&g->threads[i], NULL, team_thread, &g->ranks[i]))
+    for (int i = 0; i < pg->n; i++)
+        if (i != pg->root && pthread_create(&pg->threads[i], NULL, pg_thread, &pg->ranks[i]))
             die("cannot start a thread for rank %d", i);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    ranks_at_work = g->n > 1;
-    team_run(g, rank_start, &t);
+    ranks_at_work = pg->n > 1;
+    pg_run(pg, rank_start, &t);
     int bad = -1; /* those without a message gave up because another did */
-    for (int i = g->n - 1; i >= 0; i--)
+    for (int i = pg->n - 1; i >= 0; i--)
         if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
     if (bad < 0) return 0;
-    if (g->n > 1)
-        fail(err, "rank %d of %d: %.*s", bad, g->n, ERR_MAX - 32, *t.err[bad] ? t.err[bad] : "it could not start");
+    if (pg->n > 1)
+        fail(err, "rank %d of %d: %.*s", bad, pg->n, ERR_MAX - 32, *t.err[bad] ? t.err[bad] : "it could not start");
     else memcpy(err, t.err[bad], ERR_MAX);
-    team_close(g);
+    pg_close(pg);
     return -1;
 }
 
@@ -7278,12 +7281,12 @@ static int team_open(struct team *g, const struct model *m, int n_rank, int n_st
  * ============================================================================================================ */
 
 enum {
-    ROW_TILE = 32,   /* weight rows of one work item */
-    KEY_BLOCK = 64,  /* keys of one step of the online softmax */
-    QUERY_ROWS = 64, /* query rows (tokens x heads) of one attention work item */
-    PART_KEYS = 128, /* keys of one partition of the context in decode, at least */
-    PARTS_MAX = 64,
-    PART_TOKENS = 4,    /* up to so many tokens the context is partitioned */
+    ROW_TILE = 32,    /* weight rows of one work item */
+    KEY_BLOCK = 64,   /* keys of one step of the online softmax */
+    QUERY_ROWS = 64,  /* query rows (tokens x heads) of one attention work item */
+    SPLIT_KEYS = 128, /* keys of one partition of the context in decode, at least */
+    CPU_SPLITS_MAX = 64,
+    SPLIT_TOKENS = 4,   /* up to so many tokens the context is partitioned */
     MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
     OWN_PACK = 96 << 10 /* bytes of packed activations that every thread rather makes for itself than waits for */
 };
@@ -7298,14 +7301,14 @@ static void *rank_scratch(const struct rank *r) { return r->scratch + (size_t)om
 static int rank_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
 
 /* The rank `rank` of r's stage: they lie side by side. */
-static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->part.rank + rank; }
+static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard.rank + rank; }
 
-static void cpu_enter(struct rank *r, enum act x) {
+static void cpu_embed(struct rank *r, enum act x) {
     const struct weight *w = &r->m->embd;
-    const struct rank *before = team_neighbour(r, -1);
+    const struct rank *before = pg_neighbour(r, -1);
     float scale = w->scale ? w->scale[0] : 1.0f;
-    r->joined = 0;
-    if (before) team_take(r);
+    r->n_all_reduce = 0;
+    if (before) pg_recv(r);
     for (int t = 0; t < r->n_tok; t++) {
         float *row = act_row(r, x, t);
         for (int i = 0; i < r->m->rope_dim / 2; i++) {
@@ -7328,10 +7331,10 @@ static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out
         r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
 }
 
-static void cpu_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
-    int n_rank = r->m->part.n_rank, n = r->width[x];
-    r->joined++;
-    team_meet(r);
+static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+    int n_rank = r->m->shard.n_rank, n = r->width[x];
+    r->n_all_reduce++;
+    pg_barrier(r);
 #pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
         float *a = act_row(r, x, t), *d[MAX_RANKS];
@@ -7343,13 +7346,13 @@ static void cpu_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
         }
         if (w) r->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
     }
-    team_meet(r); /* nobody's delta is overwritten while others read it */
+    pg_barrier(r); /* nobody's delta is overwritten while others read it */
 }
 
-static void cpu_leave(struct rank *r, enum act x, enum act delta) {
-    struct rank *next = team_neighbour(r, 1);
-    cpu_reduce_add_rmsnorm(r, x, delta, NULL, x);
-    if (next) team_hand(next);
+static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
+    struct rank *next = pg_neighbour(r, 1);
+    cpu_all_reduce_add_rmsnorm(r, x, delta, NULL, x);
+    if (next) pg_send(next);
 }
 
 /* Thread scratch: the kernels' own, a tile of results for the most tokens, three areas of packed activations. */
@@ -7437,14 +7440,14 @@ static void rope_pairs(float *x, const float *c, const float *s, int d) {
 
 static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
-    const struct layer *y = &m->layers[il];
+    const struct layer *layer = &m->layers[il];
 #pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
         const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
         for (int h = 0; h < m->n_head + m->n_head_kv; h++) {
             bool is_q = h < m->n_head;
             float *x = is_q ? act_row(r, q, t) + h * m->head_k : act_row(r, k, t) + (h - m->n_head) * m->head_k;
-            r->k->rmsnorm(x, is_q ? y->q_norm : y->k_norm, m->rms_eps, x, m->head_k);
+            r->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, m->head_k);
             rope_halves(x, c, s, m->rope_dim);
         }
         kv_store(r->k, &r->kv[il].k, r->pos + t, act_row(r, k, t));
@@ -7485,7 +7488,7 @@ struct attend {
     size_t q_tok, q_head;
     float *out; /* likewise, (dv): the result, */
     size_t out_tok, out_head;
-    float *part; /* or, when not NULL, the unfinished (n_tok * n_head, dv + 2): sums, maximum, denominator */
+    float *partial; /* or, when not NULL, the unfinished (n_tok * n_head, dv + 2): sums, maximum, denominator */
 };
 
 /* Scratch of an item, in floats. */
@@ -7575,22 +7578,22 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         r->k->sgemm_nn_add(rows, dv, n, s, KEY_BLOCK, v, ldv, acc, dv);
     }
     for (int i = 0; i < rows; i++) {
-        float *o =
-            a->part ? a->part + (size_t)i * (size_t)(dv + 2)
-                    : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok + (size_t)(i % a->n_head) * a->out_head;
-        float f = a->part ? 1.0f : 1.0f / den[i];
+        float *o = a->partial ? a->partial + (size_t)i * (size_t)(dv + 2)
+                              : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok +
+                                    (size_t)(i % a->n_head) * a->out_head;
+        float f = a->partial ? 1.0f : 1.0f / den[i];
         for (int j = 0; j < dv; j++) o[j] = acc[i * dv + j] * f;
-        if (a->part) o[dv] = top[i], o[dv + 1] = den[i];
+        if (a->partial) o[dv] = top[i], o[dv + 1] = den[i];
     }
 }
 
 /* Joins the partitions of a row in their order; partitions without a visible key have denominator 0. */
-static void attend_merge(const float *part, int n_part, size_t stride, int dv, float *out) {
+static void attend_merge(const float *partials, int n_split, size_t stride, int dv, float *out) {
     float top = -INFINITY, den = 0;
-    for (int p = 0; p < n_part; p++) top = fmaxf(top, part[(size_t)p * stride + (size_t)dv]);
+    for (int p = 0; p < n_split; p++) top = fmaxf(top, partials[(size_t)p * stride + (size_t)dv]);
     memset(out, 0, (size_t)dv * sizeof *out);
-    for (int p = 0; p < n_part; p++) {
-        const float *x = part + (size_t)p * stride;
+    for (int p = 0; p < n_split; p++) {
+        const float *x = partials + (size_t)p * stride;
         float f = x[dv + 1] > 0 ? expf(x[dv] - top) : 0;
         den += f * x[dv + 1];
         for (int j = 0; j < dv; j++) out[j] += f * x[j];
@@ -7601,32 +7604,32 @@ static void attend_merge(const float *part, int n_part, size_t stride, int dv, f
 /* All rows of the batch against the cache, inside a parallel region. `all` describes the whole: heads in n_head, of which
  * `group` go into one item; items of `tile` tokens. */
 static void attend_all(struct rank *r, const struct attend *all, int group, int tile) {
-    int keys = r->pos + r->n_tok, n_part = 1, part_keys = keys;
+    int keys = r->pos + r->n_tok, n_split = 1, split_keys = keys;
     int n_group = all->n_head / group, n_tile = (r->n_tok + tile - 1) / tile;
-    if (r->n_tok <= PART_TOKENS) {
-        part_keys = (keys + PARTS_MAX - 1) / PARTS_MAX;
-        part_keys = part_keys < PART_KEYS ? PART_KEYS : (part_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
-        n_part = (keys + part_keys - 1) / part_keys;
+    if (r->n_tok <= SPLIT_TOKENS) {
+        split_keys = (keys + CPU_SPLITS_MAX - 1) / CPU_SPLITS_MAX;
+        split_keys = split_keys < SPLIT_KEYS ? SPLIT_KEYS : (split_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
+        n_split = (keys + split_keys - 1) / split_keys;
     }
     size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
 #pragma omp for schedule(dynamic)
-    for (int i = n_group * n_tile * n_part - 1; i >= 0; i--) { /* the last tiles see the most keys: they start first */
+    for (int i = n_group * n_tile * n_split - 1; i >= 0; i--) { /* the last tiles see the most keys: they start first */
         struct attend a = *all;
         int g = i % n_group, t = i / n_group % n_tile, p = i / n_group / n_tile;
         a.head = all->kind == ATTEND_GQA ? g : g * group;
         a.n_head = group;
         a.first = t * tile, a.n_tok = r->n_tok - a.first < tile ? r->n_tok - a.first : tile;
-        a.begin = p * part_keys, a.end = a.begin + part_keys;
+        a.begin = p * split_keys, a.end = a.begin + split_keys;
         a.q += (size_t)g * (size_t)group * a.q_head, a.out += (size_t)g * (size_t)group * a.out_head;
-        if (n_part > 1) a.part = r->part + ((size_t)p * (size_t)n_group + (size_t)g) * rows * stride;
+        if (n_split > 1) a.partial = r->partials + ((size_t)p * (size_t)n_group + (size_t)g) * rows * stride;
         attend_run(r, &a, rank_scratch(r));
     }
-    if (n_part == 1) return;
+    if (n_split == 1) return;
 #pragma omp for schedule(static)
     for (int i = 0; i < r->n_tok * all->n_head; i++) {
         int t = i / all->n_head, h = i % all->n_head;
-        const float *part = r->part + ((size_t)(h / group) * rows + (size_t)(t * group + h % group)) * stride;
-        attend_merge(part, n_part, (size_t)n_group * rows * stride, all->dv,
+        const float *partials = r->partials + ((size_t)(h / group) * rows + (size_t)(t * group + h % group)) * stride;
+        attend_merge(partials, n_split, (size_t)n_group * rows * stride, all->dv,
                      all->out + (size_t)t * all->out_tok + (size_t)h * all->out_head);
     }
 }
@@ -7649,7 +7652,7 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
                        .out_tok = (size_t)r->width[out],
                        .out_head = (size_t)m->head_v};
 #pragma omp parallel num_threads(r->n_threads)
-    attend_all(r, &a, group, r->n_tok <= PART_TOKENS ? r->n_tok : tile_tokens(group));
+    attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
 }
 
 /* Whether n query tokens make multiplying keys and values out of the latents cheaper than absorbing the matrices into query
@@ -7696,7 +7699,7 @@ static void heads_linear(struct rank *r, const struct weight *w, const float *x,
 
 static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct model *m = r->m;
-    const struct layer *y = &m->layers[il];
+    const struct layer *layer = &m->layers[il];
     size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
     if (!m->n_head) return;
     struct attend a = {.il = il,
@@ -7716,17 +7719,17 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
         return;
     }
     size_t lat = (size_t)(m->kv_lora + m->rope_dim);
-    float *mixed = r->qlat + (size_t)r->n_tok * (size_t)m->n_head * lat;
+    float *latent_out = r->q_absorbed + (size_t)r->n_tok * (size_t)m->n_head * lat;
     a.kind = ATTEND_LATENT, a.dk = (int)lat, a.dv = m->kv_lora;
-    a.q = r->qlat, a.q_tok = (size_t)m->n_head * lat, a.q_head = lat;
-    a.out = mixed, a.out_tok = (size_t)m->n_head * (size_t)m->kv_lora, a.out_head = (size_t)m->kv_lora;
+    a.q = r->q_absorbed, a.q_tok = (size_t)m->n_head * lat, a.q_head = lat;
+    a.out = latent_out, a.out_tok = (size_t)m->n_head * (size_t)m->kv_lora, a.out_head = (size_t)m->kv_lora;
     int group = m->n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
 #pragma omp parallel num_threads(r->n_threads)
     {
-        heads_linear(r, &y->wk_b, r->act[q], q_tok, (size_t)m->head_k, r->qlat, a.q_tok, lat, m->rope_dim);
+        heads_linear(r, &layer->wk_b, r->act[q], q_tok, (size_t)m->head_k, r->q_absorbed, a.q_tok, lat, m->rope_dim);
 #pragma omp barrier
-        attend_all(r, &a, group, r->n_tok <= PART_TOKENS ? r->n_tok : tile_tokens(group));
-        heads_linear(r, &y->wv_b, mixed, a.out_tok, a.out_head, r->act[out], out_tok, (size_t)m->head_v, 0);
+        attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
+        heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, (size_t)m->head_v, 0);
     }
 }
 
@@ -7744,8 +7747,8 @@ struct ffn_job {
 
 /* Ids and weights of the experts of one token. logits (n). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias and the groups
  * decide who is chosen, never with what weight. Ties go to the lower id, as torch.topk's do in practice. */
-static void route_token(const struct model *m, const struct layer *y, float *logits, int32_t *ids, float *weights) {
-    int n = y->n_expert, k = m->n_expert_used, per = n / m->n_group;
+static void route_token(const struct model *m, const struct layer *layer, float *logits, int32_t *ids, float *weights) {
+    int n = layer->n_expert, k = m->n_expert_used, per = n / m->n_group;
     float pick[MAX_EXPERTS], group[MAX_EXPERTS];
     if (m->gating == GATING_SOFTMAX) {
         float mx = -INFINITY, sum = 0;
@@ -7756,7 +7759,7 @@ static void route_token(const struct model *m, const struct layer *y, float *log
         for (int e = 0; e < n; e++) logits[e] = 1.0f / (1.0f + expf(-logits[e]));
     }
     for (int e = 0; e < n; e++) {
-        pick[e] = logits[e] + (y->router_bias ? y->router_bias[e] : 0.0f);
+        pick[e] = logits[e] + (layer->router_bias ? layer->router_bias[e] : 0.0f);
         if (isnan(pick[e]))
             pick[e] = -INFINITY; /* the answer is lost, but the ids are distinct: scratch is sized for that */
     }
@@ -7785,32 +7788,32 @@ static void route_token(const struct model *m, const struct layer *y, float *log
         sum += weights[i];
         pick[best] = NAN;
     }
-    float f = m->weights_scale;
-    if (m->weights_norm) f /= m->gating == GATING_SIGMOID ? sum + 1e-20f : sum;
+    float f = m->routed_scaling_factor;
+    if (m->norm_topk_prob) f /= m->gating == GATING_SIGMOID ? sum + 1e-20f : sum;
     for (int i = 0; i < k; i++) weights[i] *= f;
 }
 
 /* Turns the batch's choices into jobs, in order of the expert ids, the shared expert last. */
-static void ffn_jobs_build(struct rank *r, const struct layer *y) {
+static void ffn_jobs_build(struct rank *r, const struct layer *layer) {
     const struct model *m = r->m;
     int k = m->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
     size_t hidden = 0, slot = 0;
     r->n_jobs = 0;
     for (int i = 0; i < r->n_tok * k; i++) count[r->route_id[i]]++;
-    for (int e = 0, sum = 0; e < y->n_expert; e++) {
+    for (int e = 0, sum = 0; e < layer->n_expert; e++) {
         at[e] = sum;
-        if (!count[e] || !y->gate.n_out) continue;
-        r->jobs[r->n_jobs++] =
-            (struct ffn_job){&y->gate, &y->up, &y->down, e, count[e], r->job_rows + sum, r->job_w + sum, hidden, slot};
-        sum += count[e], slot += (size_t)count[e], hidden += (size_t)count[e] * (size_t)y->gate.n_out;
+        if (!count[e] || !layer->gate.n_out) continue;
+        r->jobs[r->n_jobs++] = (struct ffn_job){&layer->gate,      &layer->up,     &layer->down, e,   count[e],
+                                                r->job_rows + sum, r->job_w + sum, hidden,       slot};
+        sum += count[e], slot += (size_t)count[e], hidden += (size_t)count[e] * (size_t)layer->gate.n_out;
     }
     for (int i = 0; i < r->n_tok * k; i++) {
         int j = at[r->route_id[i]]++;
         r->job_rows[j] = i / k, r->job_w[j] = r->route_w[i];
     }
-    if (y->sh_gate.n_out)
+    if (layer->sh_gate.n_out)
         r->jobs[r->n_jobs++] =
-            (struct ffn_job){&y->sh_gate, &y->sh_up, &y->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
+            (struct ffn_job){&layer->sh_gate, &layer->sh_up, &layer->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
 }
 
 static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j, enum act_format f,
@@ -7849,21 +7852,21 @@ static float *norm_part(const struct rank *r, int tile, size_t slot) {
     return r->norm_parts + (size_t)tile * (size_t)r->chunk * (size_t)r->m->n_expert_used + slot;
 }
 
-static void squares_add(float *sum, const float *x, int n) {
+static void in_sum2_add(float *sum, const float *x, int n) {
     for (int i = 0; i < n; i++) sum[i] += x[i] * x[i];
 }
 
 /* Collects what the jobs of the latest feed-forward, with the input x, were given and gave. */
 static void stats_add(struct rank *r, int il, enum act x) {
-    const struct layer *y = &r->m->layers[il];
+    const struct layer *layer = &r->m->layers[il];
     const int k = r->m->n_expert_used, tiles = (r->m->n_embd + ROW_TILE - 1) / ROW_TILE;
-    struct ffn_net nets[2];
-    layer_nets(y, nets);
+    struct ffn_weights ffns[2];
+    layer_ffns(layer, ffns);
 #pragma omp parallel for num_threads(r->n_threads) schedule(dynamic)
     for (int i = 0; i < r->n_jobs; i++) {
         const struct ffn_job *j = &r->jobs[i];
-        const bool second = j->gate != nets[0].gate;
-        const struct ffn_net *net = &nets[second];
+        const bool second = j->gate != ffns[0].gate;
+        const struct ffn_weights *ffn = &ffns[second];
         const size_t n_in = (size_t)j->gate->n_in, ff = (size_t)j->gate->n_out, e = (size_t)j->expert;
         double *s = r->stats + ((size_t)il * (size_t)r->m->n_expert_max + e) * STATS;
         for (int t = 0; t < j->n_tok && j->rows; t++) {
@@ -7875,12 +7878,12 @@ static void stats_add(struct rank *r, int il, enum act x) {
             s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
             s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);
         }
-        if (!r->squares) continue;
-        float *in = r->squares + squares_before(r->m, il) + (second ? net_squares(&nets[0]) : 0);
-        float *down = in + (size_t)net->gate->n_expert * n_in;
+        if (!r->in_sum2) continue;
+        float *in = r->in_sum2 + in_sum2_before(r->m, il) + (second ? ffn_in_sum2(&ffns[0]) : 0);
+        float *down = in + (size_t)ffn->gate->n_expert * n_in;
         for (int t = 0; t < j->n_tok; t++) {
-            squares_add(in + e * n_in, act_row(r, x, j->rows ? j->rows[t] : t), (int)n_in);
-            squares_add(down + e * ff, r->hidden + j->hidden + (size_t)t * ff, (int)ff);
+            in_sum2_add(in + e * n_in, act_row(r, x, j->rows ? j->rows[t] : t), (int)n_in);
+            in_sum2_add(down + e * ff, r->hidden + j->hidden + (size_t)t * ff, (int)ff);
         }
     }
 }
@@ -7956,9 +7959,9 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
 }
 
 static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
-    const struct layer *y = &r->m->layers[il];
-    r->jobs[0] = (struct ffn_job){&y->gate, &y->up, &y->down, 0, r->n_tok, NULL, NULL, 0, 0};
-    r->n_jobs = y->gate.n_out > 0;
+    const struct layer *layer = &r->m->layers[il];
+    r->jobs[0] = (struct ffn_job){&layer->gate, &layer->up, &layer->down, 0, r->n_tok, NULL, NULL, 0, 0};
+    r->n_jobs = layer->gate.n_out > 0;
 #pragma omp parallel num_threads(r->n_threads)
     ffn_run(r, x, out, r->n_tok);
     if (r->stats) stats_add(r, il, x);
@@ -7966,26 +7969,26 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
 
 static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
-    const struct layer *y = &m->layers[il];
-    int per_job = (r->n_tok * m->n_expert_used + y->n_expert - 1) / y->n_expert;
+    const struct layer *layer = &m->layers[il];
+    int per_job = (r->n_tok * m->n_expert_used + layer->n_expert - 1) / layer->n_expert;
 #pragma omp parallel num_threads(r->n_threads)
     {
-        linear_rows(r, &y->router, r->act[x], r->width[x], r->n_tok, r->route, m->n_expert_max);
+        linear_rows(r, &layer->router, r->act[x], r->width[x], r->n_tok, r->route, m->n_expert_max);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int t = 0; t < r->n_tok; t++)
-            route_token(m, y, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * m->n_expert_used,
+            route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * m->n_expert_used,
                         r->route_w + t * m->n_expert_used);
 #pragma omp single
-        ffn_jobs_build(r, y);
+        ffn_jobs_build(r, layer);
         ffn_run(r, x, out, per_job);
     }
     if (r->stats) stats_add(r, il, x);
 }
 
-static void cpu_read_stats(struct rank *r, double *stats, float *squares) {
+static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
     memcpy(stats, r->stats, (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS * sizeof *stats);
-    if (squares) memcpy(squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares);
+    if (in_sum2) memcpy(in_sum2, r->in_sum2, in_sum2_before(r->m, r->m->n_layer) * sizeof *in_sum2);
 }
 
 static void cpu_logits(struct rank *r, int first, int n) {
@@ -8029,11 +8032,11 @@ static void cpu_close(struct rank *r) {
 }
 
 static const struct ops cpu_ops = {
-    cpu_begin,       cpu_end,           cpu_enter,      cpu_rmsnorm,       cpu_reduce_add_rmsnorm,
-    cpu_leave,       cpu_linear,        cpu_linear3,    cpu_rope_store_kv, cpu_attention,
-    cpu_mla_store,   cpu_mla_attention, cpu_ffn,        cpu_moe_ffn,       cpu_logits,
-    cpu_read_logits, cpu_sample,        cpu_read_token, cpu_kv_copy,       cpu_wait,
-    cpu_read_stats,  cpu_measure,       NULL,           cpu_close};
+    cpu_begin,        cpu_end,           cpu_embed,      cpu_rmsnorm,       cpu_all_reduce_add_rmsnorm,
+    cpu_final_reduce, cpu_linear,        cpu_linear3,    cpu_rope_store_kv, cpu_attention,
+    cpu_mla_store,    cpu_mla_attention, cpu_ffn,        cpu_moe_ffn,       cpu_logits,
+    cpu_read_logits,  cpu_sample,        cpu_read_token, cpu_kv_copy,       cpu_wait,
+    cpu_read_stats,   cpu_measure,       NULL,           cpu_close};
 
 /* ---- memory of a rank ---- */
 
@@ -8055,7 +8058,7 @@ static void rank_plane(struct rank *r, struct kv_plane *p) {
 }
 
 /* Whether the rank has the logits of all. */
-static bool rank_is_head(const struct model *m) { return !m->part.rank && m->part.stage == m->part.n_stage - 1; }
+static bool rank_is_root(const struct model *m) { return !m->shard.rank && m->shard.stage == m->shard.n_stage - 1; }
 
 /* Lays out the memory for contexts of n_ctx tokens. */
 static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
@@ -8095,15 +8098,15 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->job_w = rank_own(r, c * used, sizeof(float));
     r->jobs = rank_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
     size_t lat = (size_t)(2 * m->kv_lora + m->rope_dim), dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
-    if (m->kv_lora) r->qlat = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
-    r->part = rank_own(r, PARTS_MAX * PART_TOKENS * n_head * (dv + 2), sizeof(float));
-    if (rank_is_head(m)) {
+    if (m->kv_lora) r->q_absorbed = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
+    r->partials = rank_own(r, CPU_SPLITS_MAX * SPLIT_TOKENS * n_head * (dv + 2), sizeof(float));
+    if (rank_is_root(m)) {
         r->logits = rank_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = rank_own(r, (size_t)m->n_ids, sizeof *r->work);
     }
 
-    size_t rows = (size_t)(m->n_head / m->n_head_kv) * PART_TOKENS; /* the largest attention item */
-    rows = size_max(m->kv_lora ? size_max(c, MLA_HEAD_GROUP * PART_TOKENS) : rows, QUERY_ROWS);
+    size_t rows = (size_t)(m->n_head / m->n_head_kv) * SPLIT_TOKENS; /* the largest attention item */
+    rows = size_max(m->kv_lora ? size_max(c, MLA_HEAD_GROUP * SPLIT_TOKENS) : rows, QUERY_ROWS);
     r->scratch_bytes = size_max(attend_floats(m, (int)rows) * sizeof(float),
                                 KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
@@ -8118,13 +8121,13 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->bytes -= r->kv_bytes;
 }
 
-/* Lets a rank collect; squares: those too. */
-static void rank_collect(struct rank *r, bool squares) {
+/* Lets a rank collect; in_sum2: those sums too. */
+static void rank_stats_init(struct rank *r, bool in_sum2) {
     const struct model *m = r->m;
     const size_t tiles = ((size_t)m->n_embd + ROW_TILE - 1) / ROW_TILE;
     r->stats = rank_own(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
     r->norm_parts = rank_own(r, tiles * (size_t)r->chunk * (size_t)m->n_expert_used, sizeof(float));
-    if (squares) r->squares = rank_own(r, squares_before(m, m->n_layer), sizeof(float));
+    if (in_sum2) r->in_sum2 = rank_own(r, in_sum2_before(m, m->n_layer), sizeof(float));
 }
 
 /* ============================================================================================================
@@ -8148,37 +8151,38 @@ static size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
 static size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
 
 /* The area of the rank that has the part p of the model, at base unless that is NULL; its bytes. */
-static size_t area_layout(struct area *a, uint8_t *base, const struct model *m, struct part p, struct gpu_sizes s) {
-    const size_t n = (size_t)p.n_rank;
-    const bool head = n > 1 && !p.rank && p.stage == p.n_stage - 1;
+static size_t mailbox_layout(struct mailbox *a, uint8_t *base, const struct model *m, struct shard shard,
+                             struct gpu_sizes s) {
+    const size_t n = (size_t)shard.n_rank;
+    const bool head = n > 1 && !shard.rank && shard.stage == shard.n_stage - 1;
     size_t at = 0;
-#define ROOM(field, count) \
+#define BUFFER(field, count) \
     a->field = base ? (void *)(base + at) : NULL, at += (sizeof *a->field * (count) + 255) / 256 * 256
-    ROOM(sum_flag, n * JOIN_BLOCKS);
-    ROOM(logits_flag, n);
-    ROOM(x_flag, 1);
-    ROOM(room, 1);
-    ROOM(slot, n > 1 ? 2 * n * JOIN_SLOT : 0);
-    ROOM(x, p.stage ? (size_t)s.chunk * (size_t)m->n_embd : 0);
-    ROOM(logits, head ? LOGIT_ROWS * logits_stride(m->n_vocab) : 0);
-#undef ROOM
+    BUFFER(reduce_flag, n * ALLREDUCE_BLOCKS);
+    BUFFER(logits_flag, n);
+    BUFFER(hidden_flag, 1);
+    BUFFER(credit, 1);
+    BUFFER(slot, n > 1 ? 2 * n * ALLREDUCE_SLOT : 0);
+    BUFFER(x, shard.stage ? (size_t)s.chunk * (size_t)m->n_embd : 0);
+    BUFFER(logits, head ? LOGIT_ROWS * logits_stride(m->n_vocab) : 0);
+#undef BUFFER
     return at;
 }
 
 /* Bytes of activations for forwards of `chunk` tokens, with everything that options may ask for. */
 static size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
-    const struct part p = m->part;
+    const struct shard p = m->shard;
     const struct gpu_sizes s = {chunk, SPLITS_MAX, true, p.n_rank > 1, stats};
     size_t total = 0;
-#define ROOM(field, type, count) total += sizeof(type) * (count)
-    GPU_ROOMS(ROOM);
-#undef ROOM
-    return total + (p.n_rank * p.n_stage > 1 ? area_layout(&(struct area){0}, NULL, m, p, s) : 0);
+#define BUFFER(field, type, count) total += sizeof(type) * (count)
+    GPU_BUFFERS(BUFFER);
+#undef BUFFER
+    return total + (p.n_rank * p.n_stage > 1 ? mailbox_layout(&(struct mailbox){0}, NULL, m, p, s) : 0);
 }
 
 /* Tokens of a forward, so that activations are no large part of the memory. */
 static int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
-    int chunk = int_min(MANY_CHUNK, n_ctx);
+    int chunk = int_min(PREFILL_MAX_TOKENS, n_ctx);
     while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
     return chunk;
 }
@@ -8272,11 +8276,11 @@ bool rank_fail(struct rank *r, const char *fmt, ...) {
     return false;
 }
 
-bool rank_vote(struct rank *r) {
+bool rank_agree(struct rank *r) {
     const int mine[3] = {r->failed, r->n_ctx, r->chunk};
     int all[MAX_RANKS][3];
-    rank_exchange(r, mine, all, sizeof mine);
-    for (int i = 0; i < r->m->part.n_rank * r->m->part.n_stage; i++) {
+    rank_all_gather(r, mine, all, sizeof mine);
+    for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++) {
         r->failed |= all[i][0] != 0;
         r->n_ctx = int_min(r->n_ctx, all[i][1]), r->chunk = int_min(r->chunk, all[i][2]);
     }
@@ -8285,15 +8289,15 @@ bool rank_vote(struct rank *r) {
 
 /* For whom the ranks wait, as far as their kernels said. */
 static void rank_stalled(struct rank *r, const char *what, int seconds) {
-    const struct part p = r->m->part;
+    const struct shard shard = r->m->shard;
     char who[256] = "";
-    for (int i = 0; i < p.n_rank * p.n_stage; i++) {
-        const uint32_t code = *(volatile uint32_t *)&r->watch[i]->waiting;
+    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) {
+        const uint32_t code = *(volatile uint32_t *)&r->heartbeat[i]->waiting;
         const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
         const size_t at = strlen(who), room = sizeof who - at;
-        if (code && channel == CH_SUM)
+        if (code && channel == CH_ALLREDUCE)
             snprintf(who + at, room, "; rank %d waited for rank %d at the sum of the %s of its layer %d", i,
-                     i / p.n_rank * p.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
+                     i / shard.n_rank * shard.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
         else if (code)
             snprintf(who + at, room, "; rank %d waited for %s", i,
                      channel == CH_LOGITS ? "a part of the logits" : "another stage");
@@ -8305,19 +8309,25 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         what, seconds, who);
 }
 
-bool rank_patience(struct rank *r, struct patience *p, const char *what) {
-    enum { SPINS = 20000, NAP = 50000 /* ns */, SUM_STALL = 7, STAGE_STALL = 60 /* s: a stage computes for long */ };
+bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
+    enum {
+        SPINS = 20000,
+        NAP = 50000 /* ns */,
+        ALLREDUCE_STALL = 7,
+        STAGE_STALL = 60 /* s: a stage computes for long */
+    };
     const struct timespec nap = {0, NAP};
-    const struct part *part = &r->m->part;
+    const struct shard *part = &r->m->shard;
     const double now = now_seconds();
     uint32_t sums = 0;
-    for (int i = 0; i < part->n_rank * part->n_stage; i++) sums += *(volatile uint32_t *)&r->watch[i]->sums;
+    for (int i = 0; i < part->n_rank * part->n_stage; i++) sums += *(volatile uint32_t *)&r->heartbeat[i]->sums;
     p->idle = sums != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
     p->seen = sums, p->last = now;
-    if (r->team) __atomic_add_fetch(&r->team->beats, 1, __ATOMIC_RELAXED);
+    if (r->pg) __atomic_add_fetch(&r->pg->heartbeats, 1, __ATOMIC_RELAXED);
     if (rank_alarm(r, false)) r->failed = true;
-    if (p->idle > (part->n_stage > 1 ? STAGE_STALL : SUM_STALL) && !r->failed) rank_stalled(r, what, (int)p->idle);
-    if (r->failed) *(volatile uint32_t *)&r->watch[r->index]->give_up = 1;
+    if (p->idle > (part->n_stage > 1 ? STAGE_STALL : ALLREDUCE_STALL) && !r->failed)
+        rank_stalled(r, what, (int)p->idle);
+    if (r->failed) *(volatile uint32_t *)&r->heartbeat[r->index]->abort = 1;
     if (p->turns++ > SPINS || r->failed) nanosleep(&nap, NULL);
     return !r->failed;
 }
@@ -8358,11 +8368,11 @@ static void gpu_refuses(const struct model *m, enum kv_type kv, char *why) {
                 fail(why,
                      "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
                      "--tp",
-                     m->part.n_rank, m->part.rank, il < 0 ? "the output behind layer" : "layer",
+                     m->shard.n_rank, m->shard.rank, il < 0 ? "the output behind layer" : "layer",
                      m->first_layer + (il < 0 ? m->n_layer - 1 : il));
-            else if (w[i]->row_bytes > STAGE_BYTES / TILE_ROWS)
+            else if (w[i]->row_bytes > STAGING_BYTES / TILE_ROWS)
                 fail(why, "a matrix with rows of %zu bytes (more than %d) is not supported on a GPU; use --cpu",
-                     w[i]->row_bytes, STAGE_BYTES / TILE_ROWS);
+                     w[i]->row_bytes, STAGING_BYTES / TILE_ROWS);
             else if (w[i]->n_in % 8)
                 fail(why, "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; use --cpu",
                      w[i]->n_in);
@@ -8372,13 +8382,13 @@ static void gpu_refuses(const struct model *m, enum kv_type kv, char *why) {
 /* Whether NCCL can and shall be used; what was asked for and cannot be is an error. One rank uses it when that is asked for, which
  * tries it out. */
 static bool gpu_wants_nccl(struct rank *r, const struct cuda_options *o) {
-    const struct part p = r->m->part;
+    const struct shard shard = r->m->shard;
     const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE"), *lacks = NULL;
     const int version = cuda_nccl();
     bool twice = false;
-    for (int i = 0; i < p.n_rank * p.n_stage; i++) /* all stages do the same */
+    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) /* all stages do the same */
         for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
-    if (o->allreduce == ALLREDUCE_ONESHOT || (p.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
+    if (o->allreduce == ALLREDUCE_ONESHOT || (shard.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
     if (!version) lacks = "this program was built without NCCL";
     else if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
         lacks = "NCCL does not run two ranks on one GPU";
@@ -8416,7 +8426,7 @@ static void gpu_choose(struct rank *r, const struct cuda_options *o) {
     bool declared = false;
     gpu_name(r->name, r->device, &f);
     r->n_sm = f.n_sm;
-    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.act4;
+    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.has_input_scale;
     /* PTX that the driver compiles for such a chip has none of these products */
     const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
     if (o->moe_act == MOE_ACT_FP4 && !can4)
@@ -8424,8 +8434,8 @@ static void gpu_choose(struct rank *r, const struct cuda_options *o) {
                   "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
                   "built for it; the chip has %d, the program is for: %s",
                   f.major, cuda_targets());
-    r->sizes.act4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
-    if (r->sizes.act4)
+    r->sizes.w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
+    if (r->sizes.w4a4)
         snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
     r->sizes.splits = o->kv_splits ? int_min(o->kv_splits, SPLITS_MAX)
                                    : attn_splits(f.n_sm, m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv);
@@ -8435,7 +8445,7 @@ static void gpu_choose(struct rank *r, const struct cuda_options *o) {
 static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
 
 /* The rows of a part of a matrix, as many as there are, to a stage; by all threads. */
-static void gpu_stage_rows(const struct weight *w, const struct repack *k, int rows, uint8_t *out) {
+static void gpu_staging_rows(const struct weight *w, const struct repack *k, int rows, uint8_t *out) {
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < k->n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
         const int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
@@ -8451,22 +8461,22 @@ static void gpu_stage_rows(const struct weight *w, const struct repack *k, int r
 /* The rows of a matrix to its copy; k: how they are stored. Invented ones are made once per format and repacked again and again. */
 static void gpu_upload_rows(struct rank *r, const struct weight *w, struct repack k) {
     const size_t expert = (size_t)w->n_out * k.row_bytes;
-    const bool whole = expert <= STAGE_BYTES, invent = r->m->invented;
-    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, n_e = whole ? (int)(STAGE_BYTES / expert) : 1;
-    const int step = whole ? n_rt : (int)(STAGE_BYTES / (k.row_bytes * TILE_ROWS));
+    const bool whole = expert <= STAGING_BYTES, synthesize = r->m->synthetic;
+    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, n_e = whole ? (int)(STAGING_BYTES / expert) : 1;
+    const int step = whole ? n_rt : (int)(STAGING_BYTES / (k.row_bytes * TILE_ROWS));
     for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
         for (k.rt0 = 0; k.rt0 < n_rt && !r->failed; k.rt0 += step) {
             const int rows = int_min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
-            const int stage = invent ? (int)weight_format(w->type) : r->stage++ % 2;
+            const int stage = synthesize ? (int)weight_format(w->type) : r->staging_next++ % 2;
             size_t bytes = 0; /* what is new in the stage */
             k.n_e = int_min(w->n_expert - k.e0, n_e), k.n_rt = int_min(n_rt - k.rt0, step);
-            if (!invent || !(r->filled >> stage & 1)) {
-                uint8_t *out = cuda_stage(r, stage);
+            if (!synthesize || !(r->filled >> stage & 1)) {
+                uint8_t *out = cuda_staging(r, stage);
                 uint64_t rng = 42;
                 if (!out) return;
-                bytes = invent ? STAGE_BYTES : (size_t)k.n_e * (size_t)rows * k.row_bytes;
-                if (invent) synth_fill(out, bytes, w->type, false, &rng);
-                else gpu_stage_rows(w, &k, rows, out);
+                bytes = synthesize ? STAGING_BYTES : (size_t)k.n_e * (size_t)rows * k.row_bytes;
+                if (synthesize) synth_fill(out, bytes, w->type, false, &rng);
+                else gpu_staging_rows(w, &k, rows, out);
                 r->filled |= 1u << stage;
             }
             cuda_repack(r, w, k, stage, bytes);
@@ -8529,16 +8539,17 @@ static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
     if (m->output.data) gpu_upload_matrix(r, &m->output, "output");
     gpu_upload_floats(r, m->output_norm, m->n_embd, "norms");
     for (int il = 0; il < m->n_layer && !r->failed; il++) {
-        const struct layer *y = &m->layers[il];
+        const struct layer *layer = &m->layers[il];
         const struct {
             const float *x;
             int n;
-        } floats[] = {{y->attn_norm, m->n_embd},    {y->ffn_norm, m->n_embd}, {y->q_norm, m->head_k},
-                      {y->k_norm, m->head_k},       {y->q_a_norm, m->q_lora}, {y->kv_a_norm, m->kv_lora},
-                      {y->router_bias, y->n_expert}};
+        } floats[] = {{layer->attn_norm, m->n_embd},        {layer->ffn_norm, m->n_embd},
+                      {layer->q_norm, m->head_k},           {layer->k_norm, m->head_k},
+                      {layer->q_a_norm, m->q_lora},         {layer->kv_a_norm, m->kv_lora},
+                      {layer->router_bias, layer->n_expert}};
         snprintf(what, sizeof what, "layer %d", il);
-        for (int i = 0, n = layer_weights(y, w); i < n; i++) {
-            if (w[i] == &y->router) {
+        for (int i = 0, n = layer_weights(layer, w); i < n; i++) {
+            if (w[i] == &layer->router) {
                 gpu_upload_router(r, w[i]);
                 continue;
             }
@@ -8557,10 +8568,10 @@ static void gpu_fit(struct rank *r, const struct cuda_options *o) {
     const struct model *m = r->m;
     const size_t per = kv_token_bytes(m, r->kv_type);
     size_t sharers = 0;
-    if (!rank_vote(r)) return; /* all weights are there */
-    if (r->sizes.nccl) cuda_join(r);
+    if (!rank_agree(r)) return; /* all weights are there */
+    if (r->sizes.nccl) cuda_nccl_init(r);
     const struct gpu_facts f = rank_facts(r);
-    for (int i = 0; i < m->part.n_rank * m->part.n_stage; i++) sharers += o->device[i] == r->device;
+    for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) sharers += o->device[i] == r->device;
     const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
     r->shared = sharers > 1;
     r->n_ctx = want, r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
@@ -8571,7 +8582,7 @@ static void gpu_fit(struct rank *r, const struct cuda_options *o) {
     if (!r->failed && r->n_ctx < 256 && r->n_ctx < want)
         rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
                   (double)room / 0x1p30, (double)r->bytes / 0x1p30);
-    rank_vote(r);
+    rank_agree(r);
     r->sizes.chunk = r->chunk;
     r->kv_bytes = per * (size_t)r->n_ctx;
 }
@@ -8588,41 +8599,41 @@ static bool gpus_peers(const int *device, int n) {
 /* Memory that the others may write to, and theirs. */
 static void gpu_link(struct rank *r, const int *device, bool peers) {
     static const char what[] = "what other ranks send";
-    const struct part p = r->m->part;
-    const int n = p.n_rank * p.n_stage;
+    const struct shard shard = r->m->shard;
+    const int n = shard.n_rank * shard.n_stage;
     struct {
         uint8_t *area;
-        struct watch *watch;
+        struct heartbeat *heartbeat;
     } mine, all[MAX_RANKS];
     for (int i = 0; i < n && peers && !r->failed; i++)
         if (device[i] != r->device) cuda_reach(r, device[i]);
-    const size_t bytes = area_layout(&r->area[r->index], NULL, r->m, p, r->sizes);
+    const size_t bytes = mailbox_layout(&r->mailbox[r->index], NULL, r->m, shard, r->sizes);
     mine.area = peers ? cuda_memory(r, bytes, what) : cuda_host_memory(r, bytes, "host memory");
-    mine.watch = cuda_host_memory(r, sizeof *mine.watch, "host memory");
-    r->counts = cuda_memory(r, sizeof *r->counts, what);
+    mine.heartbeat = cuda_host_memory(r, sizeof *mine.heartbeat, "host memory");
+    r->sequence = cuda_memory(r, sizeof *r->sequence, what);
     cuda_sync(r, "starting"); /* the flags are 0 before anybody knows where they are */
-    rank_exchange(r, &mine, all, sizeof mine);
-    if (!rank_vote(r)) return;
+    rank_all_gather(r, &mine, all, sizeof mine);
+    if (!rank_agree(r)) return;
     for (int i = 0; i < n; i++) {
-        const struct part other = {i % p.n_rank, p.n_rank, i / p.n_rank, p.n_stage};
-        area_layout(&r->area[i], all[i].area, r->m, other, r->sizes);
-        r->watch[i] = all[i].watch;
+        const struct shard other = {i % shard.n_rank, shard.n_rank, i / shard.n_rank, shard.n_stage};
+        mailbox_layout(&r->mailbox[i], all[i].area, r->m, other, r->sizes);
+        r->heartbeat[i] = all[i].heartbeat;
     }
 }
 
 /* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
-static void gpu_check_sums(struct rank *r) {
+static void gpu_check_all_reduce(struct rank *r) {
     static const char what[] = "a first sum";
-    const int n = r->m->n_embd, n_rank = r->m->part.n_rank;
+    const int n = r->m->n_embd, n_rank = r->m->shard.n_rank;
     const size_t bytes = (size_t)n * sizeof(float);
     float *x = xmalloc(bytes), *delta = xmalloc(bytes);
     for (int turn = 0; turn < 2 && !r->failed; turn++) { /* both halves of the slots */
         int wrong = 0;
-        for (int i = 0; i < n; i++) x[i] = 0, delta[i] = (float)((r->m->part.rank + 1) * (1 + i % 97 + turn));
+        for (int i = 0; i < n; i++) x[i] = 0, delta[i] = (float)((r->m->shard.rank + 1) * (1 + i % 97 + turn));
         r->n_tok = 1;
         cuda_copy(r, r->act[A_X], x, bytes, what);
         cuda_copy(r, r->act[A_OUT], delta, bytes, what);
-        r->ops->reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
+        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
         cuda_copy(r, x, r->act[A_X], bytes, what);
         if (!cuda_sync(r, what)) break;
         for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
@@ -8635,41 +8646,41 @@ static void gpu_check_sums(struct rank *r) {
     free(x), free(delta);
 }
 
-static void gpu_run_sums(struct rank *r, void *runs) {
+static void gpu_run_all_reduces(struct rank *r, void *runs) {
     for (int i = *(const int *)runs; i > 0 && !r->failed; i--)
-        r->ops->reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
 }
 
 /* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
-static double gpu_sum_seconds(struct rank *r, int n_tok, bool nccl) {
+static double gpu_all_reduce_seconds(struct rank *r, int n_tok, bool nccl) {
     int warm = 3, runs = 20;
-    bool *few = &r->by_nccl[n_tok <= FEW_TOKENS ? n_tok : 0], before = *few;
+    bool *few = &r->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *few;
     if (n_tok > r->chunk) return 0;
-    if (nccl ? !r->sizes.nccl : n_tok > FEW_TOKENS && r->sizes.nccl) return 0;
+    if (nccl ? !r->sizes.nccl : n_tok > DECODE_MAX_TOKENS && r->sizes.nccl) return 0;
     *few = nccl, r->n_tok = n_tok;
-    gpu_run_sums(r, &warm);
-    const double t = cuda_seconds(r, gpu_run_sums, &runs, "timing sums") / runs;
+    gpu_run_all_reduces(r, &warm);
+    const double t = cuda_seconds(r, gpu_run_all_reduces, &runs, "timing sums") / runs;
     *few = before;
     return t;
 }
 
 /* For each number of tokens the faster way to add, by the slowest rank of all; both give the same bits. */
-static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
+static void gpu_choose_all_reduce(struct rank *r, const struct cuda_options *o, bool peers) {
     enum { SIZES = 5 };
-    static const int size[SIZES] = {1, 2, 4, 8, FEW_TOKENS};
-    const struct part p = r->m->part;
+    static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
+    const struct shard shard = r->m->shard;
     const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
     const bool wanted = r->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
     float us[SIZES][2] = {{0}}, all[MAX_RANKS][SIZES][2];
     char list[64] = "";
-    for (int i = 0; i < SIZES && (p.n_rank > 1 || wanted); i++)
+    for (int i = 0; i < SIZES && (shard.n_rank > 1 || wanted); i++)
         for (int k = 0; k < 2; k++)
             if (both || (k == wanted && i % (SIZES - 1) == 0))
-                us[i][k] = (float)(1e6 * gpu_sum_seconds(r, int_min(size[i], r->chunk), k));
-    rank_exchange(r, us, all, sizeof us);
+                us[i][k] = (float)(1e6 * gpu_all_reduce_seconds(r, int_min(size[i], r->chunk), k));
+    rank_all_gather(r, us, all, sizeof us);
     for (int i = 0, n = 1; i < SIZES; i++) {
         float worst[2] = {0};
-        for (int k = 0; k < p.n_rank * p.n_stage; k++)
+        for (int k = 0; k < shard.n_rank * shard.n_stage; k++)
             for (int w = 0; w < 2; w++) worst[w] = fmaxf(worst[w], all[k][i][w]);
         const bool nccl = both ? worst[1] < worst[0] : wanted;
         for (; n <= size[i]; n++) r->by_nccl[n] = nccl;
@@ -8677,7 +8688,7 @@ static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
             snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", size[i],
                      nccl ? "NCCL" : "own", (double)worst[nccl]);
     }
-    if (p.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
+    if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
     else if (!wanted) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
     else
         snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
@@ -8686,9 +8697,9 @@ static void gpu_sums(struct rank *r, const struct cuda_options *o, bool peers) {
 
 /* 0, or -1 with a message. */
 static int gpu_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
-    const int n = m->part.n_rank * m->part.n_stage, found = cuda_device_count(err);
+    const int n = m->shard.n_rank * m->shard.n_stage, found = cuda_device_count(err);
     memset(r, 0, sizeof *r);
-    r->m = m, r->kv_type = o->kv, r->team = o->team, r->index = o->index, r->device = o->device[o->index], r->err = err;
+    r->m = m, r->kv_type = o->kv, r->pg = o->pg, r->index = o->index, r->device = o->device[o->index], r->err = err;
     act_widths(m, r->width);
     if (found) err[0] = 0;
     if (found && r->device >= found) fail(err, "there is no GPU %d; found: %d", r->device, found);
@@ -8700,7 +8711,7 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
     if (!r->failed) cuda_uploaded(r);
     if (o->stats)
         r->stats = cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
-    if (o->squares) r->squares = cuda_memory(r, squares_before(m, m->n_layer) * sizeof *r->squares, "squares");
+    if (o->in_sum2) r->in_sum2 = cuda_memory(r, in_sum2_before(m, m->n_layer) * sizeof *r->in_sum2, "squares");
     gpu_fit(r, o);
     if (!r->failed) {
         r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
@@ -8709,12 +8720,12 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
         if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
             const bool peers = gpus_peers(o->device, n);
             gpu_link(r, o->device, peers);
-            if (!r->failed && m->part.n_rank > 1) gpu_check_sums(r);
-            if (rank_vote(r)) gpu_sums(r, o, peers);
+            if (!r->failed && m->shard.n_rank > 1) gpu_check_all_reduce(r);
+            if (rank_agree(r)) gpu_choose_all_reduce(r, o, peers);
         }
         r->free_bytes = rank_facts(r).free;
     }
-    if (rank_vote(r)) return r->err = NULL, 0;
+    if (rank_agree(r)) return r->err = NULL, 0;
     r->ops->close(r);
     return -1;
 }
@@ -8730,50 +8741,51 @@ static int gpu_rank_init(struct rank *r, const struct model *m, const struct cud
  * part of a sum over the ranks. */
 static void forward_ffn(struct rank *r, int il) {
     const struct ops *o = r->ops;
-    const struct layer *y = &r->m->layers[il];
-    o->reduce_add_rmsnorm(r, A_X, A_OUT, y->ffn_norm, A_H);
-    if (y->n_expert) o->moe_ffn(r, il, A_H, A_OUT);
+    const struct layer *layer = &r->m->layers[il];
+    o->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->ffn_norm, A_H);
+    if (layer->n_expert) o->moe_ffn(r, il, A_H, A_OUT);
     else o->ffn(r, il, A_H, A_OUT);
 }
 
 /* Qwen3-MoE: grouped-query attention with head norms, softmax router. */
 static void forward_qwen3moe(struct rank *r) {
     const struct ops *o = r->ops;
-    o->enter(r, A_X);
+    o->embed(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
-        const struct layer *y = &r->m->layers[il];
-        if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
-        else o->reduce_add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
-        o->linear3(r, A_H, (const struct weight *const[]){&y->wq, &y->wk, &y->wv}, (const enum act[]){A_Q, A_K, A_V});
+        const struct layer *layer = &r->m->layers[il];
+        if (!il) o->rmsnorm(r, A_X, layer->attn_norm, A_H);
+        else o->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
+        o->linear3(r, A_H, (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv},
+                   (const enum act[]){A_Q, A_K, A_V});
         o->rope_store_kv(r, il, A_Q, A_K, A_V);
         o->attention(r, il, A_Q, A_ATT);
-        o->linear(r, &y->wo, A_ATT, A_OUT);
+        o->linear(r, &layer->wo, A_ATT, A_OUT);
         forward_ffn(r, il);
     }
-    o->leave(r, A_X, A_OUT);
+    o->final_reduce(r, A_X, A_OUT);
 }
 
 /* DeepSeek-V3 and Kimi-K2: multi-head latent attention, sigmoid router with groups, a shared expert. */
 static void forward_deepseek2(struct rank *r) {
     const struct ops *o = r->ops;
-    o->enter(r, A_X);
+    o->embed(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
-        const struct layer *y = &r->m->layers[il];
-        if (!il) o->rmsnorm(r, A_X, y->attn_norm, A_H);
-        else o->reduce_add_rmsnorm(r, A_X, A_OUT, y->attn_norm, A_H);
+        const struct layer *layer = &r->m->layers[il];
+        if (!il) o->rmsnorm(r, A_X, layer->attn_norm, A_H);
+        else o->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
         bool low = r->m->q_lora != 0; /* the query comes through a low rank */
-        o->linear3(r, A_H, (const struct weight *const[]){&y->wkv_a, low ? &y->wq_a : &y->wq, NULL},
+        o->linear3(r, A_H, (const struct weight *const[]){&layer->wkv_a, low ? &layer->wq_a : &layer->wq, NULL},
                    (const enum act[]){A_K, low ? A_QA : A_Q, A_OUT});
         if (low) {
-            o->rmsnorm(r, A_QA, y->q_a_norm, A_QA);
-            o->linear(r, &y->wq_b, A_QA, A_Q);
+            o->rmsnorm(r, A_QA, layer->q_a_norm, A_QA);
+            o->linear(r, &layer->wq_b, A_QA, A_Q);
         }
         o->mla_store(r, il, A_Q, A_K);
         o->mla_attention(r, il, A_Q, A_ATT);
-        o->linear(r, &y->wo, A_ATT, A_OUT);
+        o->linear(r, &layer->wo, A_ATT, A_OUT);
         forward_ffn(r, il);
     }
-    o->leave(r, A_X, A_OUT);
+    o->final_reduce(r, A_X, A_OUT);
 }
 
 static void forward(struct rank *r) {
@@ -8865,7 +8877,7 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
 
 struct session {
     const struct model *m;
-    struct team team;
+    struct process_group pg;
     struct rank *r;  /* of its ranks the one that has the logits */
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
@@ -8877,8 +8889,8 @@ struct session {
 static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
                         void *arg, char *err) {
     memset(s, 0, sizeof *s);
-    if (team_open(&s->team, m, n_rank, n_stage, start, arg, err)) return -1;
-    s->m = m, s->r = &s->team.ranks[s->team.head], s->n_ctx = s->r->n_ctx;
+    if (pg_open(&s->pg, m, n_rank, n_stage, start, arg, err)) return -1;
+    s->m = m, s->r = &s->pg.ranks[s->pg.root], s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
     return 0;
 }
@@ -8887,15 +8899,15 @@ struct cpu_options {
     const struct kernels *k;
     int n_threads, n_ctx; /* of all ranks together; tokens */
     enum kv_type kv;
-    bool stats, squares; /* collect them */
+    bool stats, in_sum2; /* collect them */
 };
 
-static int cpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err) {
+static int cpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err) {
     const struct cpu_options *o = arg;
-    int n = part->part.n_rank * part->part.n_stage;
+    int n = shard->shard.n_rank * shard->shard.n_stage;
     (void)err; /* what fails ends the program */
-    rank_init(r, part, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
-    if (o->stats) rank_collect(r, o->squares);
+    rank_init(r, shard, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
+    if (o->stats) rank_stats_init(r, o->in_sum2);
     return 0;
 }
 
@@ -8906,7 +8918,7 @@ static void session_init(struct session *s, const struct model *m, int n_rank, i
 }
 
 static void session_free(struct session *s) {
-    team_close(&s->team);
+    pg_close(&s->pg);
     free(s->tokens);
 }
 
@@ -8928,7 +8940,7 @@ static void rank_forward(struct rank *r, void *arg) {
 static void session_forward(struct session *s, const int32_t *ids, int n) {
     struct batch_job b = {ids, n, s->n_past};
     memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
-    team_run(&s->team, rank_forward, &b);
+    pg_run(&s->pg, rank_forward, &b);
     s->n_past += n;
 }
 
@@ -8938,12 +8950,12 @@ struct rows_job {
 
 static void rank_logits(struct rank *r, void *arg) {
     const struct rows_job *j = arg;
-    if (r->m->part.stage == r->m->part.n_stage - 1) r->ops->logits(r, j->first, j->n);
+    if (r->m->shard.stage == r->m->shard.n_stage - 1) r->ops->logits(r, j->first, j->n);
 }
 
 /* Logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
 static void session_head(struct session *s, int first, int n) {
-    team_run(&s->team, rank_logits, &(struct rows_job){first, n});
+    pg_run(&s->pg, rank_logits, &(struct rows_job){first, n});
 }
 
 static void rank_wait(struct rank *r, void *arg) {
@@ -8951,25 +8963,25 @@ static void rank_wait(struct rank *r, void *arg) {
     r->ops->wait(r);
 }
 
-static void session_wait(struct session *s) { team_run(&s->team, rank_wait, NULL); }
+static void session_wait(struct session *s) { pg_run(&s->pg, rank_wait, NULL); }
 
 struct stats_job {
     const struct model *m; /* the whole */
     double *stats;
-    float *squares;
+    float *in_sum2;
 };
 
 static void rank_read_stats(struct rank *r, void *arg) {
     const struct stats_job *j = arg;
     const int il = r->m->first_layer;
     r->ops->read_stats(r, j->stats + (size_t)il * (size_t)j->m->n_expert_max * STATS,
-                       j->squares ? j->squares + squares_before(j->m, il) : NULL);
+                       j->in_sum2 ? j->in_sum2 + in_sum2_before(j->m, il) : NULL);
 }
 
-/* stats (n_layer, n_expert_max, STATS) and squares (squares_before(m, n_layer); NULL: not wanted) of all layers since the start.
+/* stats (n_layer, n_expert_max, STATS) and in_sum2 (in_sum2_before(m, n_layer); NULL: not wanted) of all layers since the start.
  * Only for sessions that collect, with one rank a stage. */
-static void session_stats(struct session *s, double *stats, float *squares) {
-    team_run(&s->team, rank_read_stats, &(struct stats_job){s->m, stats, squares});
+static void session_stats(struct session *s, double *stats, float *in_sum2) {
+    pg_run(&s->pg, rank_read_stats, &(struct stats_job){s->m, stats, in_sum2});
 }
 
 /* One token: forward and logits. */
@@ -8994,15 +9006,15 @@ static void rank_measure(struct rank *r, void *arg) { ((struct rates *)arg)[r->i
 /* What all ranks can do together, measured at once. */
 static struct rates session_measure(struct session *s) {
     struct rates each[MAX_RANKS], sum = {0, 0};
-    team_run(&s->team, rank_measure, each);
-    for (int i = 0; i < s->team.n; i++) sum.bytes += each[i].bytes, sum.mma += each[i].mma;
+    pg_run(&s->pg, rank_measure, each);
+    for (int i = 0; i < s->pg.n; i++) sum.bytes += each[i].bytes, sum.mma += each[i].mma;
     return sum;
 }
 
 /* What it runs on. */
 static const char *session_name(const struct session *s, char out[192]) {
-    if (s->team.n == 1) return s->r->name;
-    snprintf(out, 192, "%d ranks in %d stage%s, one on %s", s->team.n, s->team.n_stage, s->team.n_stage > 1 ? "s" : "",
+    if (s->pg.n == 1) return s->r->name;
+    snprintf(out, 192, "%d ranks in %d stage%s, one on %s", s->pg.n, s->pg.n_stage, s->pg.n_stage > 1 ? "s" : "",
              s->r->name);
     return out;
 }
@@ -9010,7 +9022,7 @@ static const char *session_name(const struct session *s, char out[192]) {
 /* Of all ranks. */
 static uint64_t session_kv_bytes(const struct session *s) {
     uint64_t sum = 0;
-    for (int i = 0; i < s->team.n; i++) sum += s->team.ranks[i].kv_bytes;
+    for (int i = 0; i < s->pg.n; i++) sum += s->pg.ranks[i].kv_bytes;
     return sum;
 }
 
@@ -9093,14 +9105,14 @@ static double layers_use(const struct model *m, int n, double *per_token) {
     double bytes = 0;
     *per_token = 0;
     for (int il = 0; il < m->n_layer; il++) {
-        const struct layer *y = &m->layers[il];
+        const struct layer *layer = &m->layers[il];
         const struct weight *all[LAYER_WEIGHTS];
-        for (int i = 0, n_all = layer_weights(y, all); i < n_all; i++) {
+        for (int i = 0, n_all = layer_weights(layer, all); i < n_all; i++) {
             const struct weight *w = all[i];
-            bool routed = y->n_expert && (w == &y->gate || w == &y->up || w == &y->down);
+            bool routed = layer->n_expert && (w == &layer->gate || w == &layer->up || w == &layer->down);
             double used = routed ? m->n_expert_used : w->n_expert;
             *per_token += used * w->n_in * w->n_out;
-            bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(m, y->n_expert, n) : used);
+            bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(m, layer->n_expert, n) : used);
         }
     }
     return bytes;
@@ -9166,8 +9178,8 @@ static struct kv_header session_header(const struct session *s) {
  * all (n, row) bytes; part: room for the same. */
 static void session_plane(struct session *s, int il, bool v, bool scales, size_t first, size_t n, uint8_t *all,
                           size_t row, uint8_t *part, bool store) {
-    for (int i = 0; i < s->team.n; i++) {
-        struct rank *r = &s->team.ranks[i];
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
         int own = il - r->m->first_layer, head = v ? r->m->head_v : r->m->head_k;
         if (own < 0 || own >= r->m->n_layer) continue;
         const struct kv_plane *p = v ? &r->kv[own].v : &r->kv[own].k;
@@ -11634,7 +11646,7 @@ enum plan_read { READ_EXPERTS, READ_BACKBONE, READ_CACHE, READ_HEAD, PLAN_READS 
 enum {
     PLAN_CTX = 4096,     /* a model that has no room for so many tokens does not fit, unless fewer are asked for */
     PLAN_CTX_STEP = 256, /* tokens to which the largest context is rounded */
-    PLAN_DIVISIONS = 3   /* into tp x pp parts of up to MAX_RANKS GPUs */
+    PLAN_LAYOUTS = 3     /* into tp x pp parts of up to MAX_RANKS GPUs */
 };
 
 /* Seconds of an all-reduce of one token's activations: one-shot, NCCL. */
@@ -11650,18 +11662,18 @@ struct plan_device {
 
 /* What one rank holds and reads. */
 struct plan_rank {
-    struct model m;               /* the sizes of its part, without layers */
-    int64_t weights, rounding;    /* bytes; what the driver adds to them and to all other allocations */
-    int64_t reads[PLAN_READS];    /* bytes per token; of the cache per token of the context */
-    int64_t cache, scratch, left; /* at the plan's context */
+    struct model m;                      /* the sizes of its part, without layers */
+    int64_t weights, rounding;           /* bytes; what the driver adds to them and to all other allocations */
+    int64_t bytes_per_token[PLAN_READS]; /* bytes per token; of the cache per token of the context */
+    int64_t cache, scratch, left;        /* at the plan's context */
 };
 
-struct plan_division {
+struct plan_layout {
     int tp, pp;
     char name[32]; /* --tp N --pp M */
     struct plan_rank rank[MAX_RANKS];
     int context, largest[2]; /* tokens, 0: it does not fit; with a cache of fp8 and of bf16 */
-    double limit[2];         /* tokens per second, for each of plan_reduce */
+    double roofline[2];      /* tokens per second, for each of plan_reduce */
 };
 
 struct plan {
@@ -11674,11 +11686,11 @@ struct plan {
     enum kv_type kv;
     const char *kv_name;
     int want, least; /* tokens of context: wished for, indispensable */
-    struct plan_division division[PLAN_DIVISIONS];
-    int n_division, chosen, context;
-    int keep;           /* experts a layer that fit; 0: all fit, or none do */
+    struct plan_layout layout[PLAN_LAYOUTS];
+    int n_layout, chosen, context;
+    int retained;       /* experts a layer that fit; 0: all fit, or none do */
     double percent;     /* of the experts that are so many */
-    int few;            /* the fewest that could be kept */
+    int min_experts;    /* the fewest that could be kept */
     int fallback;       /* the largest context with all experts, where that is below -c; 0: it is no alternative */
     int64_t missing[2]; /* bytes on the worst GPU, with all and with the fewest experts */
 };
@@ -11690,26 +11702,27 @@ static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, e
     int64_t factors = w->scale ? 4 * (int64_t)w->n_expert : 0, bias = w->bias ? 4 * (int64_t)w->n_out : 0;
     r->rounding += (int64_t)weight_gpu_bytes(w, true) - bytes;
     r->weights += bytes + factors + bias;
-    r->reads[kind] += ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used + bias;
+    r->bytes_per_token[kind] += ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used + bias;
 }
 
-static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *y) {
+static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *layer) {
     const struct weight *w[LAYER_WEIGHTS];
-    for (int i = 0, n = layer_weights(y, w); i < n; i++) {
-        bool routed = y->n_expert && (w[i] == &y->gate || w[i] == &y->up || w[i] == &y->down);
-        if (w[i] != &y->router)
+    for (int i = 0, n = layer_weights(layer, w); i < n; i++) {
+        bool routed = layer->n_expert && (w[i] == &layer->gate || w[i] == &layer->up || w[i] == &layer->down);
+        if (w[i] != &layer->router)
             plan_matrix(r, cpu, w[i], routed ? READ_EXPERTS : READ_BACKBONE,
                         routed ? m->n_expert_used : w[i]->n_expert);
     }
-    if (y->up.scale && y->up.scale == y->gate.scale && weight_tiles(&y->up))
-        r->weights -= 4 * (int64_t)y->n_expert; /* one stack: its factors are there once */
-    int64_t floats = 2 * m->n_embd + (y->q_norm ? m->head_k : 0) + (y->k_norm ? m->head_k : 0) +
-                     (y->q_a_norm ? m->q_lora : 0) + (y->kv_a_norm ? m->kv_lora : 0) +
-                     (y->router_bias ? y->n_expert : 0);
-    int64_t router = (int64_t)y->router.n_out * y->router.n_in;
-    const bool halves = router_halves(&y->router);
+    if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_tiles(&layer->up))
+        r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
+    int64_t floats = 2 * m->n_embd + (layer->q_norm ? m->head_k : 0) + (layer->k_norm ? m->head_k : 0) +
+                     (layer->q_a_norm ? m->q_lora : 0) + (layer->kv_a_norm ? m->kv_lora : 0) +
+                     (layer->router_bias ? layer->n_expert : 0);
+    int64_t router = (int64_t)layer->router.n_out * layer->router.n_in;
+    const bool halves = router_halves(&layer->router);
     r->weights += 4 * floats + router * (halves ? 2 : 4);
-    r->reads[READ_BACKBONE] += 4 * floats + (cpu ? (int64_t)weight_bytes(&y->router) : router * (halves ? 2 : 4));
+    r->bytes_per_token[READ_BACKBONE] +=
+        4 * floats + (cpu ? (int64_t)weight_bytes(&layer->router) : router * (halves ? 2 : 4));
 }
 
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
@@ -11718,13 +11731,13 @@ static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int
 }
 
 /* Bytes that are left on the GPU of rank i; negative: that are missing. */
-static int64_t plan_free(const struct plan *p, const struct plan_division *d, int i, int ctx, enum kv_type kv) {
+static int64_t plan_free(const struct plan *p, const struct plan_layout *d, int i, int ctx, enum kv_type kv) {
     const struct plan_rank *r = &d->rank[i];
     return p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx) -
            (int64_t)kv_token_bytes(&r->m, kv) * ctx;
 }
 
-static int64_t plan_least_free(const struct plan *p, const struct plan_division *d, int ctx, enum kv_type kv) {
+static int64_t plan_least_free(const struct plan *p, const struct plan_layout *d, int ctx, enum kv_type kv) {
     int64_t least = INT64_MAX;
     for (int i = 0; i < p->n_device; i++) {
         int64_t f = plan_free(p, d, i, ctx, kv);
@@ -11734,7 +11747,7 @@ static int64_t plan_least_free(const struct plan *p, const struct plan_division 
 }
 
 /* The largest context that there is room for; 0: none. */
-static int plan_largest(const struct plan *p, const struct plan_division *d, enum kv_type kv) {
+static int plan_largest(const struct plan *p, const struct plan_layout *d, enum kv_type kv) {
     const int middle = PLAN_CTX / PLAN_CTX_STEP, most = (1 << 28) / PLAN_CTX_STEP;
     bool much = plan_least_free(p, d, PLAN_CTX, kv) >= 0;
     int lo = much ? middle : 0, hi = much ? most : middle - 1;
@@ -11746,19 +11759,19 @@ static int plan_largest(const struct plan *p, const struct plan_division *d, enu
     return lo * PLAN_CTX_STEP;
 }
 
-static int plan_context(const struct plan *p, const struct plan_division *d) {
+static int plan_context(const struct plan *p, const struct plan_layout *d) {
     if (plan_least_free(p, d, p->least, p->kv) < 0) return 0;
     if (plan_least_free(p, d, p->want, p->kv) >= 0) return p->want;
     return int_min(p->want, plan_largest(p, d, p->kv));
 }
 
 /* Tokens per second at a context, if nothing but reading and all-reduces took time. */
-static double plan_limit(const struct plan *p, const struct plan_division *d, int ctx, double reduce) {
+static double plan_roofline(const struct plan *p, const struct plan_layout *d, int ctx, double reduce) {
     double seconds = d->tp > 1 ? 2.0 * p->m->n_layer * reduce : 0;
     for (int stage = 0; stage < d->pp; stage++) {
         double slowest = 0;
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
-            const int64_t *r = d->rank[i].reads;
+            const int64_t *r = d->rank[i].bytes_per_token;
             double bytes = (double)(r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_HEAD]) + (double)r[READ_CACHE] * ctx;
             slowest = fmax(slowest, bytes / p->device[i].rate);
         }
@@ -11767,23 +11780,23 @@ static double plan_limit(const struct plan *p, const struct plan_division *d, in
     return 1 / seconds;
 }
 
-static void plan_rank(struct plan_rank *r, const struct plan *p, const struct model *m, struct part part) {
-    struct model *part_of = &r->m;
+static void plan_rank(struct plan_rank *r, const struct plan *p, const struct model *m, struct shard shard) {
+    struct model *shard_of = &r->m;
     memset(r, 0, sizeof *r);
-    part_make(part_of, m, part);
-    plan_matrix(r, p->cpu, &part_of->output, READ_HEAD, 1);
-    if (part_of->output.data == part_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
-    plan_matrix(r, p->cpu, &part_of->embd, READ_HEAD, 0);
-    for (int il = 0; il < part_of->n_layer; il++) plan_layer(r, p->cpu, part_of, &part_of->layers[il]);
+    shard_model(shard_of, m, shard);
+    plan_matrix(r, p->cpu, &shard_of->output, READ_HEAD, 1);
+    if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
+    plan_matrix(r, p->cpu, &shard_of->embd, READ_HEAD, 0);
+    for (int il = 0; il < shard_of->n_layer; il++) plan_layer(r, p->cpu, shard_of, &shard_of->layers[il]);
     r->weights += 4 * ((int64_t)m->n_embd + m->rope_dim / 2); /* the last norm and the rotary frequencies */
-    r->reads[READ_CACHE] = (int64_t)kv_token_bytes(part_of, p->kv);
-    r->rounding += (int64_t)gpu_rounding(part_of);
+    r->bytes_per_token[READ_CACHE] = (int64_t)kv_token_bytes(shard_of, p->kv);
+    r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
         r->weights = p->host, r->rounding = 0;
-        for (int il = 0; il < part_of->n_layer; il++) r->weights += (int64_t)layer_bytes(&part_of->layers[il]);
+        for (int il = 0; il < shard_of->n_layer; il++) r->weights += (int64_t)layer_bytes(&shard_of->layers[il]);
     }
-    part_free(part_of);
-    part_of->layers = NULL;
+    shard_free(shard_of);
+    shard_of->layers = NULL;
 }
 
 /* Whether every stage has layers, and every rank a part of each matrix: the GPU engine wants that. */
@@ -11792,24 +11805,24 @@ static bool plan_divides(const struct model *m, int tp, int pp) {
     for (int i = 0; i < tp * pp && whole; i++) {
         const struct weight *w[LAYER_WEIGHTS];
         struct model part;
-        part_make(&part, m, (struct part){i % tp, tp, i / tp, pp});
+        shard_model(&part, m, (struct shard){i % tp, tp, i / tp, pp});
         whole = !part.output.data || weight_tiles(&part.output);
         for (int il = 0; il < part.n_layer; il++)
             for (int k = layer_weights(&part.layers[il], w); k-- > 0;) whole &= weight_tiles(w[k]) > 0;
-        part_free(&part);
+        shard_free(&part);
     }
     return whole;
 }
 
 /* Divides m in every way that was asked for, and chooses the first that fits; false: none does. */
 static bool plan_choose(struct plan *p, const struct model *m) {
-    for (int k = 0; k < p->n_division; k++) {
-        struct plan_division *d = &p->division[k];
+    for (int k = 0; k < p->n_layout; k++) {
+        struct plan_layout *d = &p->layout[k];
         for (int i = 0; i < p->n_device; i++)
-            plan_rank(&d->rank[i], p, m, (struct part){i % d->tp, d->tp, i / d->tp, d->pp});
+            plan_rank(&d->rank[i], p, m, (struct shard){i % d->tp, d->tp, i / d->tp, d->pp});
     }
-    for (p->chosen = 0; p->chosen < p->n_division; p->chosen++)
-        if ((p->context = plan_context(p, &p->division[p->chosen]))) return true;
+    for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++)
+        if ((p->context = plan_context(p, &p->layout[p->chosen]))) return true;
     return false;
 }
 
@@ -11820,19 +11833,21 @@ static double plan_prune(struct model *out, const struct model *m, int n) {
     out->n_expert_max = int_min(m->n_expert_max, n);
     out->layers = xmalloc((size_t)m->n_layer * sizeof *out->layers);
     for (int il = 0; il < m->n_layer; il++) {
-        struct layer *y = &out->layers[il];
-        *y = m->layers[il];
-        all += y->n_expert, kept += int_min(y->n_expert, n);
-        if (y->n_expert > n) y->n_expert = y->router.n_out = y->gate.n_expert = y->up.n_expert = y->down.n_expert = n;
+        struct layer *layer = &out->layers[il];
+        *layer = m->layers[il];
+        all += layer->n_expert, kept += int_min(layer->n_expert, n);
+        if (layer->n_expert > n)
+            layer->n_expert = layer->router.n_out = layer->gate.n_expert = layer->up.n_expert = layer->down.n_expert =
+                n;
     }
     return 100 * kept / all;
 }
 
-/* Bytes that are missing on the worst GPU of the division that lacks least, which becomes the chosen one. */
+/* Bytes that are missing on the worst GPU of the layout that lacks least, which becomes the chosen one. */
 static int64_t plan_missing(struct plan *p) {
     int64_t best = INT64_MIN;
-    for (int k = 0; k < p->n_division; k++) {
-        int64_t f = plan_least_free(p, &p->division[k], p->least, p->kv);
+    for (int k = 0; k < p->n_layout; k++) {
+        int64_t f = plan_least_free(p, &p->layout[k], p->least, p->kv);
         if (f > best) best = f, p->chosen = k;
     }
     return -best;
@@ -11845,20 +11860,20 @@ static void plan_solve(struct plan *p) {
     if (plan_choose(p, m)) return;
     p->missing[0] = p->missing[1] = plan_missing(p);
     p->context = p->least;
-    for (int k = 0; k < p->n_division; k++) {
-        int n = plan_largest(p, &p->division[k], p->kv);
+    for (int k = 0; k < p->n_layout; k++) {
+        int n = plan_largest(p, &p->layout[k], p->kv);
         if (n >= usual && n > p->fallback) p->fallback = n;
     }
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].n_expert > most) most = m->layers[il].n_expert;
-    p->few = (m->n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
-    for (int n = (most - 1) / step * step; n >= p->few; n -= step) {
+    p->min_experts = (m->n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
+    for (int n = (most - 1) / step * step; n >= p->min_experts; n -= step) {
         struct model pruned;
         double percent = plan_prune(&pruned, m, n);
         bool fits = plan_choose(p, &pruned);
         free(pruned.layers);
         if (fits) {
-            p->keep = n, p->percent = percent, p->missing[1] = 0;
+            p->retained = n, p->percent = percent, p->missing[1] = 0;
             return;
         }
         p->missing[1] = plan_missing(p);
@@ -11940,17 +11955,18 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
 
 /* ---- the answer ---- */
 
-/* Fills in what is told of every division, and of the ranks of the chosen one. */
+/* Fills in what is told of every layout, and of the ranks of the chosen one. */
 static void plan_finish(struct plan *p) {
-    for (int k = 0; k < p->n_division; k++) {
-        struct plan_division *d = &p->division[k];
+    for (int k = 0; k < p->n_layout; k++) {
+        struct plan_layout *d = &p->layout[k];
         d->context = plan_context(p, d);
         d->largest[0] = plan_largest(p, d, KV_FP8), d->largest[1] = plan_largest(p, d, KV_BF16);
-        for (int j = 0; j < 2; j++) d->limit[j] = plan_limit(p, d, d->context ? d->context : p->least, plan_reduce[j]);
+        for (int j = 0; j < 2; j++)
+            d->roofline[j] = plan_roofline(p, d, d->context ? d->context : p->least, plan_reduce[j]);
         snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
         for (int i = 0; i < p->n_device; i++) {
             struct plan_rank *r = &d->rank[i];
-            r->cache = r->reads[READ_CACHE] *= p->context; /* is per token no longer */
+            r->cache = r->bytes_per_token[READ_CACHE] *= p->context; /* is per token no longer */
             r->scratch = plan_scratch(p, r, i, p->context);
             r->left = p->device[i].usable - r->weights - r->rounding - r->scratch - r->cache;
         }
@@ -11958,19 +11974,19 @@ static void plan_finish(struct plan *p) {
 }
 
 static const char *plan_verdict(const struct plan *p) {
-    return p->keep                         ? "needs pruning"
-           : p->missing[0] > 0             ? "does not fit"
-           : p->division[p->chosen].pp > 1 ? "fits with --pp"
-                                           : "fits";
+    return p->retained                   ? "needs pruning"
+           : p->missing[0] > 0           ? "does not fit"
+           : p->layout[p->chosen].pp > 1 ? "fits with --pp"
+                                         : "fits";
 }
 
 /* Bytes per token of the rank that reads most, or of all. Returns their sum. */
-static int64_t plan_reads(const struct plan *p, bool all, int64_t out[PLAN_READS]) {
-    const struct plan_division *d = &p->division[p->chosen];
+static int64_t plan_bytes_per_token(const struct plan *p, bool all, int64_t out[PLAN_READS]) {
+    const struct plan_layout *d = &p->layout[p->chosen];
     int64_t most = 0, total = 0;
     memset(out, 0, PLAN_READS * sizeof *out);
     for (int i = 0; i < p->n_device; i++) {
-        const int64_t *r = d->rank[i].reads;
+        const int64_t *r = d->rank[i].bytes_per_token;
         int64_t sum = 0;
         for (int k = 0; k < PLAN_READS; k++) sum += r[k], out[k] += all ? r[k] : 0;
         total += sum;
@@ -11993,22 +12009,23 @@ static void plan_print_head(const struct plan *p) {
                v->rate * 1e-9, v->source);
     }
     printf("verdict     %s", plan_verdict(p));
-    if (p->keep) printf(" to %d of %d experts a layer (%.1f %% of them stay)", p->keep, m->n_expert_max, p->percent);
+    if (p->retained)
+        printf(" to %d of %d experts a layer (%.1f %% of them stay)", p->retained, m->n_expert_max, p->percent);
     if (p->missing[0] > 0)
-        printf("%s %s are missing %s", p->keep ? "\n            with all of them" : ":",
+        printf("%s %s are missing %s", p->retained ? "\n            with all of them" : ":",
                with_unit((double)p->missing[0], a), where);
     if (p->missing[1] > 0 && p->missing[1] < p->missing[0])
-        printf("\n            with %d experts a layer still %s", p->few, with_unit((double)p->missing[1], a));
+        printf("\n            with %d experts a layer still %s", p->min_experts, with_unit((double)p->missing[1], a));
     putchar('\n');
     if (p->fallback) printf("            with all of them -c %d fits\n", p->fallback);
-    if (!p->cpu) printf("division    %s\n", p->division[p->chosen].name);
+    if (!p->cpu) printf("layout    %s\n", p->layout[p->chosen].name);
     printf("context     %s tokens (trained: %s), %s cache\n", with_commas((uint64_t)p->context, a),
            with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
 }
 
 /* For people, in at most 80 columns. */
 static void plan_print(const struct plan *p) {
-    const struct plan_division *d = &p->division[p->chosen];
+    const struct plan_layout *d = &p->layout[p->chosen];
     char a[32], b[32];
     plan_print_head(p);
     printf("\nGiB         %9s     cache %9s  rounding       sum      free\n", p->cpu ? "file" : "weights",
@@ -12030,27 +12047,27 @@ static void plan_print(const struct plan *p) {
                "NCCL, and by --vram-reserve\n");
     printf("\nGB a token    experts  backbone     cache      head       sum\n");
     for (int all = 0; all < (p->n_device > 1 ? 2 : 1); all++) {
-        int64_t r[PLAN_READS], sum = plan_reads(p, all, r);
+        int64_t r[PLAN_READS], sum = plan_bytes_per_token(p, all, r);
         printf("%-11s", p->cpu ? "CPU" : all ? "all GPUs" : "one GPU");
         for (int k = 0; k < PLAN_READS; k++) printf(" %9.3f", (double)r[k] * 1e-9);
         printf(" %9.3f\n", (double)sum * 1e-9);
     }
-    printf("\nlimit       %.1f tok/s at that context, if only reading took time", d->limit[0]);
+    printf("\nlimit       %.1f tok/s at that context, if only reading took time", d->roofline[0]);
     if (d->tp > 1)
         printf(",\n            and %d all-reduces of %g us; %.1f with NCCL's of %g us", 2 * p->m->n_layer,
-               plan_reduce[0] * 1e6, d->limit[1], plan_reduce[1] * 1e6);
+               plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
     printf("\n            (a limit, not a promise)\n");
-    if (!p->cpu) printf("\n%-18s %17s %17s %14s\n", "division", "context, fp8", "bf16", "tok/s limit");
-    for (int k = 0; k < p->n_division && !p->cpu; k++) {
-        const struct plan_division *o = &p->division[k];
+    if (!p->cpu) printf("\n%-18s %17s %17s %14s\n", "layout", "context, fp8", "bf16", "tok/s limit");
+    for (int k = 0; k < p->n_layout && !p->cpu; k++) {
+        const struct plan_layout *o = &p->layout[k];
         printf("%-18s %17s %17s ", o->name, with_commas((uint64_t)o->largest[0], a),
                with_commas((uint64_t)o->largest[1], b));
-        if (o->context) printf("%14.1f%s\n", o->limit[0], o == d ? "  <-" : "");
+        if (o->context) printf("%14.1f%s\n", o->roofline[0], o == d ? "  <-" : "");
         else printf("  does not fit\n");
     }
 }
 
-static json_t *plan_json_reads(const int64_t r[PLAN_READS]) {
+static json_t *plan_json_bytes_per_token(const int64_t r[PLAN_READS]) {
     json_int_t sum = r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_CACHE] + r[READ_HEAD];
     return json_pack("{s:I,s:I,s:I,s:I,s:I}", "experts", (json_int_t)r[READ_EXPERTS], "backbone",
                      (json_int_t)r[READ_BACKBONE], "cache", (json_int_t)r[READ_CACHE], "head", (json_int_t)r[READ_HEAD],
@@ -12059,7 +12076,7 @@ static json_t *plan_json_reads(const int64_t r[PLAN_READS]) {
 
 /* For programs: sizes in bytes. */
 static void plan_print_json(const struct plan *p) {
-    const struct plan_division *d = &p->division[p->chosen];
+    const struct plan_layout *d = &p->layout[p->chosen];
     const struct model *m = p->m;
     int64_t all[PLAN_READS];
     json_t *ranks = json_array(), *ways = json_array();
@@ -12068,28 +12085,30 @@ static void plan_print_json(const struct plan *p) {
         const struct plan_device *v = &p->device[i];
         const json_int_t n[] = {v->memory,  v->usable,   r->weights,          r->cache,
                                 r->scratch, r->rounding, v->usable - r->left, r->left};
-        json_array_append_new(ranks, json_pack("{s:s,s:f,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:o}", "name",
-                                               v->name, "bytes_per_second", v->rate, "source", v->source, "first_layer",
-                                               r->m.first_layer, "layers", r->m.n_layer, "memory", n[0], "usable", n[1],
-                                               "weights", n[2], "cache", n[3], "scratch_about", n[4], "rounding", n[5],
-                                               "sum", n[6], "free", n[7], "reads", plan_json_reads(r->reads)));
+        json_array_append_new(ranks,
+                              json_pack("{s:s,s:f,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:o}", "name", v->name,
+                                        "bytes_per_second", v->rate, "source", v->source, "first_layer",
+                                        r->m.first_layer, "layers", r->m.n_layer, "memory", n[0], "usable", n[1],
+                                        "weights", n[2], "cache", n[3], "scratch_about", n[4], "rounding", n[5], "sum",
+                                        n[6], "free", n[7], "reads", plan_json_bytes_per_token(r->bytes_per_token)));
     }
-    for (int k = 0; k < p->n_division; k++) {
-        const struct plan_division *o = &p->division[k];
-        json_array_append_new(ways, json_pack("{s:i,s:i,s:i,s:i,s:i,s:f,s:f}", "tp", o->tp, "pp", o->pp, "context",
-                                              o->context, "largest_context_fp8", o->largest[0], "largest_context_bf16",
-                                              o->largest[1], "limit_oneshot", o->limit[0], "limit_nccl", o->limit[1]));
+    for (int k = 0; k < p->n_layout; k++) {
+        const struct plan_layout *o = &p->layout[k];
+        json_array_append_new(ways,
+                              json_pack("{s:i,s:i,s:i,s:i,s:i,s:f,s:f}", "tp", o->tp, "pp", o->pp, "context",
+                                        o->context, "largest_context_fp8", o->largest[0], "largest_context_bf16",
+                                        o->largest[1], "limit_oneshot", o->roofline[0], "limit_nccl", o->roofline[1]));
     }
-    plan_reads(p, true, all);
+    plan_bytes_per_token(p, true, all);
     json_t *o = json_pack("{s:s,s:s,s:i,s:i,s:i,s:i}", "model", m->name, "architecture", arch_names[m->arch], "layers",
                           m->n_layer, "experts", m->n_expert_max, "experts_used", m->n_expert_used, "trained_context",
                           m->n_ctx_train);
     json_t *more =
         json_pack("{s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "machine", p->cpu ? "cpu" : "gpu", "verdict",
                   plan_verdict(p), "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
-                  p->keep ? p->keep : m->n_expert_max, "keep_percent", p->keep ? p->percent : 100.0, "missing",
-                  (json_int_t)p->missing[0], "missing_fewest_experts", (json_int_t)p->missing[1], "ranks", ranks,
-                  "reads", plan_json_reads(all), "divisions", ways);
+                  p->retained ? p->retained : m->n_expert_max, "keep_percent", p->retained ? p->percent : 100.0,
+                  "missing", (json_int_t)p->missing[0], "missing_fewest_experts", (json_int_t)p->missing[1], "ranks",
+                  ranks, "reads", plan_json_bytes_per_token(all), "layouts", ways);
     if (json_object_update(o, more) || json_dumpf(o, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(10)))
         die("cannot write the plan as JSON");
     putchar('\n');
@@ -12111,9 +12130,9 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
         int pp = p->n_device / tp;
         bool asked = tp * pp == p->n_device && (!set->tp || tp == set->tp) && (!set->pp || pp == set->pp);
         if (!asked || (gpu && !plan_divides(m, tp, pp))) continue;
-        p->division[p->n_division].tp = tp, p->division[p->n_division++].pp = pp;
+        p->layout[p->n_layout].tp = tp, p->layout[p->n_layout++].pp = pp;
     }
-    if (!p->n_division)
+    if (!p->n_layout)
         die_usage(
             "%d GPUs cannot share this model%s: --tp times --pp must be that, each of --pp groups needs one of %d "
             "layers and each of --tp ranks a part of it",
@@ -12252,9 +12271,9 @@ static int mode_info(const struct engine *e) {
     if (m->n_expert_original) printf(" of %d", m->n_expert_original);
     putchar('\n');
     for (int il = 0; il < m->n_layer; il++) {
-        if (!m->layers[il].kept) continue;
+        if (!m->layers[il].retained) continue;
         printf("  layer %3d keeps", il);
-        for (int k = 0; k < m->layers[il].n_expert; k++) printf(" %d", m->layers[il].kept[k]);
+        for (int k = 0; k < m->layers[il].n_expert; k++) printf(" %d", m->layers[il].retained[k]);
         putchar('\n');
     }
     for (uint32_t i = 0; i < m->gguf.n_tensors; i++) {
@@ -12305,7 +12324,7 @@ static int mode_logits(struct engine *e, const int32_t *ids, int n) {
     return rc ? EXIT_INTERRUPT : EXIT_OK;
 }
 
-struct surprise {
+struct nll {
     const int32_t *ids;
     int n, n_vocab;
     double sum, sum2; /* of -log p */
@@ -12320,23 +12339,23 @@ static double log_total(const float *x, int n, int *best) {
     return log(sum);
 }
 
-/* The surprise at what follows `pos`; x (n_vocab) logits, log_total of them with the best id. */
-static void surprise_put(struct surprise *s, int pos, const float *x, double total, int best) {
+/* The nll at what follows `pos`; x (n_vocab) logits, log_total of them with the best id. */
+static void nll_put(struct nll *s, int pos, const float *x, double total, int best) {
     if (pos + 1 >= s->n) return;
     const double nll = total + (double)(x[best] - x[s->ids[pos + 1]]);
     s->sum += nll, s->sum2 += nll * nll, s->count++;
 }
 
-static void surprise_add(void *ctx, int pos, const float *x) {
-    struct surprise *s = ctx;
+static void nll_add(void *ctx, int pos, const float *x) {
+    struct nll *s = ctx;
     int best;
     if (pos + 1 >= s->n) return;
     const double total = log_total(x, s->n_vocab, &best);
-    surprise_put(s, pos, x, total, best);
+    nll_put(s, pos, x, total, best);
 }
 
 /* exp of the mean; *error: its standard error. */
-static double surprise_perplexity(const struct surprise *s, double *error) {
+static double nll_perplexity(const struct nll *s, double *error) {
     const double mean = s->sum / (double)s->count, var = s->sum2 / (double)s->count - mean * mean;
     *error = s->count > 1 ? exp(mean) * sqrt(fmax(var, 0) / (double)(s->count - 1)) : 0;
     return exp(mean);
@@ -12344,7 +12363,7 @@ static double surprise_perplexity(const struct surprise *s, double *error) {
 
 enum { PERPLEXITY_WINDOW = 2048 };
 
-/* exp of the mean surprise over consecutive windows of the text; each window starts from nothing. */
+/* exp of the mean nll over consecutive windows of the text; each window starts from nothing. */
 static int mode_perplexity(struct engine *e) {
     char err[ERR_MAX], *text = NULL;
     int32_t *ids = NULL;
@@ -12354,17 +12373,17 @@ static int mode_perplexity(struct engine *e) {
     int n = (int)arrlen(ids), window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
     if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
     if (window < 2) die("-c %d is too short for a perplexity: expected at least 2", window);
-    struct surprise s = {.n_vocab = e->model.n_vocab};
+    struct nll s = {.n_vocab = e->model.n_vocab};
     double t0 = now_seconds();
     for (int at = 0; at + 1 < n; at += window) {
         s.ids = ids + at, s.n = n - at < window ? n - at : window;
-        int rc = session_score(&e->session, s.ids, s.n, surprise_add, &s, err);
+        int rc = session_score(&e->session, s.ids, s.n, nll_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
         status_line("%d of %d tokens, %.3f", at + s.n, n, exp(s.sum / (double)s.count));
     }
     status_line("%s", "");
-    double error, perplexity = surprise_perplexity(&s, &error);
+    double error, perplexity = nll_perplexity(&s, &error);
     printf("perplexity %.4f +/- %.4f (%lld tokens, windows of %d, %.0f tok/s)\n", perplexity, error, (long long)s.count,
            window, (double)n / (now_seconds() - t0));
     arrfree(ids);
@@ -12379,7 +12398,7 @@ static void engine_close(struct engine *e);
 
 /* Sums over the positions of a text. */
 struct divergence {
-    struct surprise a, b;
+    struct nll a, b;
     float *kl;    /* stb_ds: Kullback-Leibler divergence at each position, in nats */
     int64_t same; /* positions with the same best token */
 };
@@ -12396,8 +12415,8 @@ static void divergence_add(struct divergence *d, int pos, const float *a, const 
     }
     arrput(d->kl, (float)fmax(kl, 0));
     d->same += top_a == top_b;
-    surprise_put(&d->a, pos, a, la, top_a);
-    surprise_put(&d->b, pos, b, lb, top_b);
+    nll_put(&d->a, pos, a, la, top_a);
+    nll_put(&d->b, pos, b, lb, top_b);
 }
 
 static int by_value(const void *a, const void *b) {
@@ -12469,7 +12488,7 @@ static int mode_compare(struct settings *set) {
         qsort(d.kl, count, sizeof *d.kl, by_value);
         for (int i = 0; i < 2; i++) {
             double error;
-            const double perplexity = surprise_perplexity(i ? &d.b : &d.a, &error);
+            const double perplexity = nll_perplexity(i ? &d.b : &d.a, &error);
             printf("perplexity %c    %.4f +/- %.4f  %s\n", 'A' + i, perplexity, error, set->compare[i]);
         }
         printf("KL of B from A  mean %.6f +/- %.6f, median %.6f, 99 %% %.6f, largest %.6f\n", mean,
@@ -12503,8 +12522,8 @@ struct calibration {
     struct chat chat;       /* renders conversations */
     struct corpus *sources; /* stb_ds */
     double *before, *stats; /* (n_layer, n_expert_max, STATS): of earlier runs, of all */
-    float *squares_before, *squares;
-    size_t n_stats, n_squares;
+    float *in_sum2_start, *in_sum2;
+    size_t n_stats, n_in_sum2;
     char routers[17]; /* routers_hash */
     int64_t tokens;
     double started, saved, bytes, bytes_done; /* seconds; of the sources of this run */
@@ -12534,12 +12553,12 @@ static double *stats_of(const struct model *m, double *all, int il, int expert) 
 
 /* What the session has collected, and what was there before. */
 static void calibration_sum(struct calibration *c) {
-    session_stats(&c->e->session, c->stats, c->squares);
+    session_stats(&c->e->session, c->stats, c->in_sum2);
     for (size_t i = 0; i < c->n_stats; i++) {
         const double x = c->before[i], y = c->stats[i];
         c->stats[i] = i % STATS == STAT_WEIGHTED_MAX ? fmax(x, y) : x + y;
     }
-    for (size_t i = 0; c->squares && i < c->n_squares; i++) c->squares[i] += c->squares_before[i];
+    for (size_t i = 0; c->in_sum2 && i < c->n_in_sum2; i++) c->in_sum2[i] += c->in_sum2_start[i];
 }
 
 static json_t *calibration_json(const struct calibration *c) {
@@ -12581,13 +12600,13 @@ static void activations_write(const struct calibration *c, struct gguf_writer *w
                                                {{"gate_shexp", "up_shexp", "down_shexp"}}};
     const struct model *m = &c->e->model;
     for (int il = 0; il < m->n_layer; il++) {
-        struct ffn_net nets[2];
-        const float *at = c->squares + squares_before(m, il);
-        for (int i = 0, n = layer_nets(&m->layers[il], nets); i < n; at += net_squares(&nets[i++]))
+        struct ffn_weights ffns[2];
+        const float *at = c->in_sum2 + in_sum2_before(m, il);
+        for (int i = 0, n = layer_ffns(&m->layers[il], ffns); i < n; at += ffn_in_sum2(&ffns[i++]))
             for (int role = 0; role < 3; role++) {
-                const struct ffn_net *net = &nets[i];
-                const struct weight *v = role < 2 ? net->gate : net->down;
-                const size_t n_e = (size_t)v->n_expert, in = (size_t)v->n_in, skip = n_e * (size_t)net->gate->n_in;
+                const struct ffn_weights *ffn = &ffns[i];
+                const struct weight *v = role < 2 ? ffn->gate : ffn->down;
+                const size_t n_e = (size_t)v->n_expert, in = (size_t)v->n_in, skip = n_e * (size_t)ffn->gate->n_in;
                 const bool routed = !i && m->layers[il].n_expert;
                 char name[2][GGUF_MAX_NAME];
                 snprintf(name[0], sizeof name[0], "blk.%d.ffn_%s.weight.in_sum2", il, roles[i][!i && !routed][role]);
@@ -12694,17 +12713,17 @@ static int activations_read(struct calibration *c, const char *path, char *err) 
     }
     for (int il = 0; il < c->e->model.n_layer && rc > 0; il++) {
         static const char *const first[2][2] = {{"gate_exps", "down_exps"}, {"gate_shexp", "down_shexp"}};
-        struct ffn_net nets[2];
-        float *at = c->squares_before + squares_before(&c->e->model, il);
-        const struct layer *y = &c->e->model.layers[il];
-        for (int i = 0, n = layer_nets(y, nets); i < n; i++)
+        struct ffn_weights ffns[2];
+        float *at = c->in_sum2_start + in_sum2_before(&c->e->model, il);
+        const struct layer *layer = &c->e->model.layers[il];
+        for (int i = 0, n = layer_ffns(layer, ffns); i < n; i++)
             for (int down = 0; down < 2 && rc > 0; down++) {
                 char name[GGUF_MAX_NAME];
-                const struct weight *w = down ? nets[i].down : nets[i].gate;
+                const struct weight *w = down ? ffns[i].down : ffns[i].gate;
                 const char *dense = down ? "down" : "gate";
                 const size_t count = (size_t)w->n_expert * (size_t)w->n_in;
                 snprintf(name, sizeof name, "blk.%d.ffn_%s.weight.in_sum2", il,
-                         !i && !y->n_expert ? dense : first[i][down]);
+                         !i && !layer->n_expert ? dense : first[i][down]);
                 const struct gguf_tensor *t = gguf_find_tensor(&g, name);
                 if (!t || t->type != GGUF_F32 || t->bytes != count * sizeof *at)
                     rc = fail(err, "'%s': expected a tensor '%s' of %zu floats", path, name, count);
@@ -12737,7 +12756,7 @@ static int calibration_load(struct calibration *c, char *err) {
     char *text = NULL;
     json_error_t why;
     struct stat st;
-    if (access(path, F_OK)) return c->squares ? activations_load(c, err) : 0;
+    if (access(path, F_OK)) return c->in_sum2 ? activations_load(c, err) : 0;
     if (file_check(path, &st, err) || read_file(path, &text, err)) return -1;
     json_t *j = json_loadb(text ? text : "", arrlenu(text), JSON_REJECT_DUPLICATES, &why);
     arrfree(text);
@@ -12773,7 +12792,7 @@ static int calibration_load(struct calibration *c, char *err) {
         arrput(c->sources, s);
     }
     json_decref(j);
-    if (!rc && c->squares) rc = activations_load(c, err);
+    if (!rc && c->in_sum2) rc = activations_load(c, err);
     return rc;
 }
 
@@ -12975,11 +12994,11 @@ static int mode_calibrate(struct engine *e) {
     }
     snprintf(c.routers, sizeof c.routers, "%016llx", (unsigned long long)routers_hash(m));
     c.n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
-    c.n_squares = squares_before(m, m->n_layer);
+    c.n_in_sum2 = in_sum2_before(m, m->n_layer);
     c.before = xcalloc(c.n_stats, sizeof *c.before), c.stats = xcalloc(c.n_stats, sizeof *c.stats);
     if (e->set->activations) {
-        c.squares = xcalloc(c.n_squares, sizeof *c.squares);
-        c.squares_before = xcalloc(c.n_squares, sizeof *c.squares);
+        c.in_sum2 = xcalloc(c.n_in_sum2, sizeof *c.in_sum2);
+        c.in_sum2_start = xcalloc(c.n_in_sum2, sizeof *c.in_sum2);
     }
     if (calibration_load(&c, err) || chat_init(&c.chat, e->set, m, &e->session, err)) die("%s", err);
     while (arrlen(c.chat.messages) > 0) chat_pop(&c.chat);
@@ -13009,7 +13028,7 @@ static int mode_calibrate(struct engine *e) {
     for (size_t i = 0; i < arrlenu(c.sources); i++) free(c.sources[i].name), arrfree(c.sources[i].text);
     arrfree(c.sources);
     chat_free(&c.chat);
-    free(c.before), free(c.stats), free(c.squares), free(c.squares_before), free(order);
+    free(c.before), free(c.stats), free(c.in_sum2), free(c.in_sum2_start), free(order);
     return rc ? EXIT_INTERRUPT : EXIT_OK;
 }
 
@@ -13192,10 +13211,10 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
 
 /* The depth is claimed, not computed: the time of a forward does not depend on what the cache holds, only on how much. But a CPU's
  * cache must lie in memory: pages that were never written are all one page of zeros, which is read from the nearest cache. */
-static void bench_claim(struct session *s, int from, int to) {
+static void bench_fill_cache(struct session *s, int from, int to) {
     size_t first = (size_t)from, n = (size_t)(to - from);
-    for (int i = 0; i < s->team.n; i++) {
-        struct rank *r = &s->team.ranks[i];
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
         for (int il = 0; il < 2 * r->m->n_layer && !r->cuda; il++) {
             const struct kv_plane *p = il & 1 ? &r->kv[il / 2].v : &r->kv[il / 2].k;
             memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
@@ -13281,7 +13300,7 @@ static int mode_bench(struct engine *e) {
     int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
     if (e->set->profile && !s->r->ops->profile) die("--profile works on a GPU only");
-    if (e->set->profile && s->team.n > 1) die("--profile works with one rank: its kernels alone are timed");
+    if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: its kernels alone are timed");
     struct rates rates = session_measure(s);
     char name[192];
     note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
@@ -13291,7 +13310,7 @@ static int mode_bench(struct engine *e) {
     bench_ids(s->m, ids);
     for (int d = 0; d < (int)(sizeof depths / sizeof *depths) && depths[d] + most <= s->n_ctx; d++) {
         int depth = depths[d], n = s->n_ctx - depth < chunk ? s->n_ctx - depth : chunk;
-        bench_claim(s, d ? depths[d - 1] : 0, depth);
+        bench_fill_cache(s, d ? depths[d - 1] : 0, depth);
         for (int i = 0; i < BENCH_BATCHES; i++) {
             int b = bench_batches[i];
             double pre = i ? 0 : bench_forward(s, ids, depth, n, 1);
@@ -13556,9 +13575,9 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
     return h;
 }
 
-/* Invents a model in memory, or in a file when one is named (which must not exist yet). With `invented` the matrices are addresses
- * that nothing reads: the GPU makes its copies of some invented rows. */
-static void synth_make(struct model *m, const struct synth *y, const char *file, bool invented) {
+/* Invents a model in memory, or in a file when one is named (which must not exist yet). With `synthetic` the matrices are addresses
+ * that nothing reads: the GPU makes its copies of some synthetic rows. */
+static void synth_make(struct model *m, const struct synth *y, const char *file, bool synthetic) {
     char err[ERR_MAX];
     struct synth_tensor *t = synth_tensors(y);
     size_t head;
@@ -13571,11 +13590,11 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!(f = temp_create(file, 0666, err))) die("%s", err);
         int rc = posix_fallocate(fileno(f), 0, (off_t)total);
         if (rc) die("cannot write %zu bytes to '%s': %s", total, file, strerror(rc));
-    } else if (!invented && (double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
+    } else if (!synthetic && (double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
         die("%s needs %.1f GiB of memory; cut it with --synth %s:layers=N,experts=M", y->name, (double)total / 0x1p30,
             y->name);
     }
-    int flags = f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | (invented ? MAP_NORESERVE : 0);
+    int flags = f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | (synthetic ? MAP_NORESERVE : 0);
     p = mmap(NULL, total, PROT_READ | PROT_WRITE, flags, f ? fileno(f) : -1, 0);
     if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
     memcpy(p, h, head);
@@ -13584,7 +13603,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
     for (size_t i = 0; i < arrlenu(t); at += gguf_pad(t[i++].bytes)) {
         uint64_t bytes = t[i].bytes;
         if (interrupted) temp_remove(), exit(EXIT_INTERRUPT);
-        if (y->sizes || (invented && t[i].type != GGUF_F32)) continue;
+        if (y->sizes || (synthetic && t[i].type != GGUF_F32)) continue;
         if (strstr(t[i].name, ".scale")) { /* experts whose products have unit scale */
             for (uint64_t k = 0; k < bytes / 4; k++) {
                 float v = 0.01f;
@@ -13597,14 +13616,14 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
     arrfree(t);
     if (f && temp_finish(f, file, false, err)) die("%s", err);
     if (gguf_parse(&m->gguf, p, total, err, ERR_MAX) || model_bind(m, err)) die("synthetic model: %s", err);
-    m->invented = invented;
+    m->synthetic = synthetic;
 }
 
-static void synth_load(struct engine *e, bool invented) {
+static void synth_load(struct engine *e, bool synthetic) {
     struct synth y = synth_parse(e->set->synth);
     if (e->set->shard) synth_shard(&y, e->set->shard);
     y.sizes = (e->set->info || e->set->plan) && !e->set->model;
-    synth_make(&e->model, &y, e->set->model, y.sizes || (invented && !e->set->model));
+    synth_make(&e->model, &y, e->set->model, y.sizes || (synthetic && !e->set->model));
 }
 /* ============================================================================================================
  * Doctor
@@ -13618,7 +13637,7 @@ static int engine_start(struct engine *e, bool gpu, char *err);
 static void engine_close(struct engine *e);
 static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
 #ifdef MOE_CUDA
-static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err);
+static int gpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err);
 static void nccl_defaults(const int *gpu, int n, bool verbose);
 #endif
 
@@ -13638,7 +13657,7 @@ enum {
     DOCTOR_COLUMNS = 100,
     FACT_MAX = 4096,       /* bytes of a file of the kernel's */
     BLOCK_SHARED = 101376, /* bytes of shared memory that kernels want for a block */
-    SUM_SLOW = 50,         /* microseconds of a sum of one token over GPUs, above which it is worth a warning */
+    ALLREDUCE_SLOW = 50,   /* microseconds of a sum of one token over GPUs, above which it is worth a warning */
     SPEED_PERCENT = 50,    /* of the roofline, below which there is something to find */
     SPEED_LAYER = 10,      /* microseconds of reading a layer, below which launches take a GPU longer */
     DISK_PIECE = 4 << 20,  /* bytes of a read, */
@@ -13979,47 +13998,47 @@ static void doctor_gpus(struct doctor *d) {
 
 /* ---- sums over ranks ---- */
 
-enum { SUM_SIZES = 2 };
-static const int sum_tokens[SUM_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
-typedef double sum_times[SUM_SIZES][2];            /* seconds: our own way, NCCL; 0: there is no such way */
+enum { ALLREDUCE_SIZES = 2 };
+static const int sum_tokens[ALLREDUCE_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
+typedef double all_reduce_times[ALLREDUCE_SIZES][2];     /* seconds: our own way, NCCL; 0: there is no such way */
 
-static void rank_sums(struct rank *r, void *arg) {
-    sum_times *t = (sum_times *)arg + r->index;
-    for (int i = 0; i < SUM_SIZES; i++)
+static void rank_all_reduces(struct rank *r, void *arg) {
+    all_reduce_times *t = (all_reduce_times *)arg + r->index;
+    for (int i = 0; i < ALLREDUCE_SIZES; i++)
         for (int nccl = 0; nccl < 2; nccl++) {
             int runs = i ? 50 : 300;
             (*t)[i][nccl] = 0;
             if (sum_tokens[i] > r->chunk) continue;
 #ifdef MOE_CUDA
             if (r->cuda) {
-                (*t)[i][nccl] = gpu_sum_seconds(r, sum_tokens[i], nccl);
+                (*t)[i][nccl] = gpu_all_reduce_seconds(r, sum_tokens[i], nccl);
                 continue;
             }
 #endif
             if (nccl) continue;
             double t0 = now_seconds();
             r->n_tok = sum_tokens[i];
-            for (int k = 0; k < runs; k++) r->ops->reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+            for (int k = 0; k < runs; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
             (*t)[i][0] = (now_seconds() - t0) / runs;
         }
 }
 
 /* Of the slowest rank. */
-static void measure_sums(struct session *s, double t[SUM_SIZES][2]) {
-    sum_times each[MAX_RANKS];
-    memset(t, 0, sizeof(sum_times));
-    team_run(&s->team, rank_sums, each);
-    for (int i = 0; i < SUM_SIZES; i++)
+static void measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]) {
+    all_reduce_times each[MAX_RANKS];
+    memset(t, 0, sizeof(all_reduce_times));
+    pg_run(&s->pg, rank_all_reduces, each);
+    for (int i = 0; i < ALLREDUCE_SIZES; i++)
         for (int k = 0; k < 2; k++)
-            for (int r = 0; r < s->team.n; r++) t[i][k] = fmax(t[i][k], each[r][i][k]);
+            for (int r = 0; r < s->pg.n; r++) t[i][k] = fmax(t[i][k], each[r][i][k]);
 }
 
-/* n ranks that add up, on one invented layer. */
-static void doctor_sums(struct doctor *d, bool gpu, int n) {
+/* n ranks that add up, on one synthetic layer. */
+static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     struct synth y = synth_parse("qwen3-30b-a3b:layers=1,experts=8");
     struct model m = {0};
     struct session s;
-    sum_times t;
+    all_reduce_times t;
     char err[ERR_MAX] = "";
     int failed = 0;
     y.n_head = y.n_head_kv = MAX_RANKS, y.n_ff = 64 * MAX_RANKS, y.n_vocab = 1024; /* what every rank has a part of */
@@ -14042,13 +14061,13 @@ static void doctor_sums(struct doctor *d, bool gpu, int n) {
         model_free(&m);
         return;
     }
-    measure_sums(&s, t);
+    measure_all_reduce(&s, t);
     for (int k = 0; k < 2; k++) {
         double best = t[0][0] > 0 && t[0][1] > 0 ? fmin(t[0][0], t[0][1]) : t[0][k];
-        bool slow = gpu && best * 1e6 > SUM_SLOW;
+        bool slow = gpu && best * 1e6 > ALLREDUCE_SLOW;
         if (t[0][k] + t[1][k] <= 0) continue;
-        char us[SUM_SIZES][24] = {"-", "-"};
-        for (int i = 0; i < SUM_SIZES; i++)
+        char us[ALLREDUCE_SIZES][24] = {"-", "-"};
+        for (int i = 0; i < ALLREDUCE_SIZES; i++)
             if (t[i][k] > 0) snprintf(us[i], sizeof us[i], "%.1f us", t[i][k] * 1e6);
         doctor_find(d, slow ? LEVEL_WARNING : LEVEL_OK,
                     "there are two sums a layer: see what keeps the GPUs from each other above, or use --pp",
@@ -14268,9 +14287,9 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
     struct session *s = &e->session;
     struct rates each[MAX_RANKS];
     struct plan *p = xcalloc(1, sizeof *p);
-    struct plan_division *v = &p->division[0];
+    struct plan_layout *v = &p->layout[0];
     int32_t ids[BENCH_PREFILL];
-    sum_times sums = {{0}};
+    all_reduce_times sums = {{0}};
     bool gpu = s->r->cuda != NULL;
     double all = 0, reduce = 0;
     doctor_step(d, STEP_SPEED);
@@ -14280,20 +14299,20 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
         free(p);
         return;
     }
-    team_run(&s->team, rank_measure, each);
-    for (int i = 0; i < s->team.n; i++) all += each[i].bytes;
-    if (gpu && s->team.n_rank > 1) {
-        measure_sums(s, sums);
+    pg_run(&s->pg, rank_measure, each);
+    for (int i = 0; i < s->pg.n; i++) all += each[i].bytes;
+    if (gpu && s->pg.n_rank > 1) {
+        measure_all_reduce(s, sums);
         reduce = sums[0][1] > 0 ? fmin(sums[0][0], sums[0][1]) : sums[0][0];
     }
     /* a CPU's ranks share its memory: one reads what all of them do */
     p->m = s->m, p->cpu = !gpu, p->kv = s->r->kv_type;
-    v->tp = gpu ? s->team.n_rank : 1, v->pp = gpu ? s->team.n_stage : 1, p->n_device = v->tp * v->pp;
+    v->tp = gpu ? s->pg.n_rank : 1, v->pp = gpu ? s->pg.n_stage : 1, p->n_device = v->tp * v->pp;
     for (int i = 0; i < p->n_device; i++) {
         p->device[i].rate = gpu ? each[i].bytes : all;
-        plan_rank(&v->rank[i], p, s->m, (struct part){i % v->tp, v->tp, i / v->tp, v->pp});
+        plan_rank(&v->rank[i], p, s->m, (struct shard){i % v->tp, v->tp, i / v->tp, v->pp});
     }
-    double limit = all > 0 ? plan_limit(p, v, 0, reduce) : 0, percent = limit > 0 ? 100 / t / limit : 0;
+    double limit = all > 0 ? plan_roofline(p, v, 0, reduce) : 0, percent = limit > 0 ? 100 / t / limit : 0;
     bool small =
         gpu && limit > 0 && 1e6 / limit / s->m->n_layer<SPEED_LAYER, slow = limit> 0 && percent < SPEED_PERCENT;
     const char *advice =
@@ -14361,7 +14380,7 @@ static int doctor_run(struct doctor *d) {
     bool gpu = d->n_gpu > 0;
     if (!interrupted) doctor_host(d);
     int n = set->tp > 1 ? set->tp : !set->gpus && set->pp == 1 ? int_min(d->n_gpu, MAX_RANKS) : 1;
-    if (n > 1 && !interrupted) doctor_sums(d, gpu, n);
+    if (n > 1 && !interrupted) doctor_all_reduce(d, gpu, n);
     if ((set->model || set->synth) && !interrupted) doctor_model(d, gpu);
     else if (!interrupted)
         doctor_find(d, LEVEL_NOTE, "moe --doctor -m FILE", "without a model only the machine is looked at");
@@ -14489,14 +14508,14 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-static int gpu_rank_start(struct rank *r, const struct model *part, void *arg, char *err) {
+static int gpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err) {
     struct cuda_options o = *(const struct cuda_options *)arg;
-    int n = part->part.n_rank * part->part.n_stage, procs = omp_get_num_procs();
-    o.team = r->team, o.index = r->index;
+    int n = shard->shard.n_rank * shard->shard.n_stage, procs = omp_get_num_procs();
+    o.pg = r->pg, o.index = r->index;
     if (o.index) o.progress = NULL;
     int threads = omp_get_max_threads();
     if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all upload at once */
-    int rc = gpu_rank_init(r, part, &o, err);
+    int rc = gpu_rank_init(r, shard, &o, err);
     omp_set_num_threads(threads);
     return rc;
 }
@@ -14512,15 +14531,15 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
                                         : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
                                                                         : MOE_ACT_AUTO,
                              .stats = set->calibrate != NULL,
-                             .squares = set->activations != NULL,
+                             .in_sum2 = set->activations != NULL,
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
     if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) return -1;
-    for (int i = 0; i < e->session.team.n; i++) {
-        const struct rank *r = &e->session.team.ranks[i];
+    for (int i = 0; i < e->session.pg.n; i++) {
+        const struct rank *r = &e->session.pg.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
                         (double)r->free_bytes / 0x1p30};
         note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB",

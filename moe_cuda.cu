@@ -259,7 +259,7 @@ static void profile_mark(const char *kernel, cudaStream_t stream) {
 /* FMT_FP4: UE4M3 scales, row-major, 4 a row, rows in the order 0 8 1 9 ..; FMT_Q8: codes + 128, F16 scales, 2 a row. */
 
 /* (n_expert, n_out, n_in) matrices. Rows and columns that only fill up tiles are zero. */
-struct dmat {
+struct device_matrix {
     uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles */
     uint8_t *scales;    /* likewise; NULL: the format has none */
     const float *scale; /* (n_expert) factors of the sums; NULL: factor `unit` alone */
@@ -269,11 +269,13 @@ struct dmat {
 };
 
 /* Index of a matrix' first tile in row of tiles rt of expert e. */
-DEVICE size_t tile_index(const struct dmat &w, int e, int rt) {
+DEVICE size_t tile_index(const struct device_matrix &w, int e, int rt) {
     return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * (size_t)w.n_kt;
 }
 
-DEVICE float dmat_scale(const struct dmat &w, int e) { return w.scale ? w.unit * w.scale[e] : w.unit; }
+DEVICE float device_matrix_scale(const struct device_matrix &w, int e) {
+    return w.scale ? w.unit * w.scale[e] : w.unit;
+}
 
 /* Eight E2M1 codes to pairs of halves, times 2^-14: column i of the eight sits in nibble (i / 2) + 4 (i % 2), so that a pair
  * is 16 bits apart and its exponent and mantissa bits fall into a half's places by shifts. Subnormals come out right. */
@@ -283,7 +285,7 @@ DEVICE uint32_t fp4_pair(uint32_t codes, int pair) {
 }
 
 /* The scale byte at bit `shift` as a pair of halves: UE4M3 moved to a half's place is 2^-8 of its value; times 2^15. With
- * fp4_pair's 2^-14 a product is 2^-7 of the weight (exact: six significant bits); dmat.unit brings it back. */
+ * fp4_pair's 2^-14 a product is 2^-7 of the weight (exact: six significant bits); device_matrix.unit brings it back. */
 DEVICE uint32_t fp4_scale(uint32_t scales, int shift) {
     uint32_t b = (scales >> shift & 0xFFu) << 7;
     return f16x2_mul(b | b << 16, 0x78007800u);
@@ -312,7 +314,7 @@ DEVICE void expand(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
 }
 
 /* One weight of expert 0, scale and all: for gathering rows of the embedding. */
-DEVICE float dmat_value(const struct dmat &w, int row, int col) {
+DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col) {
     size_t tile = tile_index(w, 0, row / TILE_ROWS) + (size_t)(col / TILE_COLS);
     int g = row & 7, hi = row >> 3 & 1, h = col >> 5 & 1, lane = 4 * g + (col >> 3 & 3), i = col & 7;
     const uint8_t *c = w.codes + tile * (size_t)TILE_BYTES(w.fmt);
@@ -328,7 +330,7 @@ DEVICE float dmat_value(const struct dmat &w, int row, int col) {
         v = half_to_f32(
             ((const uint16_t *)c)[(512 * (2 * h + (i >> 2)) + 16 * lane) / 2 + 2 * (hi + (i & 2)) + (i & 1)]);
     }
-    return v * dmat_scale(w, 0);
+    return v * device_matrix_scale(w, 0);
 }
 
 /* ============================================================================================================
@@ -354,7 +356,8 @@ DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
 
 /* Rows of the file to tiles. range, where the format's values may not all fit: F16: bits of the largest |weight|; MXFP4: the largest
  * exponent, 255 - the smallest. Grid: tiles / 8, block 256, a warp a tile. Reads and writes the matrix once; the bus is slower. */
-__global__ void __launch_bounds__(256) k_repack(struct repack r, const uint8_t *raw, struct dmat w, uint32_t *range) {
+__global__ void __launch_bounds__(256)
+    k_repack(struct repack r, const uint8_t *raw, struct device_matrix w, uint32_t *range) {
     grid_dependency_wait();
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     size_t n = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
@@ -413,36 +416,36 @@ __global__ void __launch_bounds__(256) k_repack(struct repack r, const uint8_t *
  * merely suspended, tells it to give up; after that nothing waits.
  * ============================================================================================================ */
 
-struct party {
+struct tp_peer {
     int rank, n_rank; /* of the stage */
-    struct counts *counts;
-    struct watch *watch;
+    struct sequence *sequence;
+    struct heartbeat *heartbeat;
 };
 
 /* Until *flag has come to `want`. One thread. */
-DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct party &p, uint32_t code) {
+DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct tp_peer &p, uint32_t code) {
     enum { LONG = 10000000 /* nanoseconds between looks at the host */ };
     uint64_t t = global_timer();
-    while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.counts->dead) {
+    while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.sequence->aborted) {
         if (global_timer() - t < LONG) continue;
         t = global_timer();
-        *(volatile uint32_t *)&p.watch->waiting = code;
-        if (*(volatile uint32_t *)&p.watch->give_up) *(volatile uint32_t *)&p.counts->dead = 1;
+        *(volatile uint32_t *)&p.heartbeat->waiting = code;
+        if (*(volatile uint32_t *)&p.heartbeat->abort) *(volatile uint32_t *)&p.sequence->aborted = 1;
     }
 }
 
 /* All blocks of a kernel come here when they have done what it is for. True in the last one's first thread. */
-DEVICE bool channel_end(const struct party &p, int ch) {
+DEVICE bool channel_end(const struct tp_peer &p, int ch) {
     __syncthreads();
-    if (threadIdx.x || atom_add_acq_rel(&p.counts->arrived[ch], 1) != gridDim.x - 1) return false;
-    p.counts->arrived[ch] = 0;
-    p.counts->done[ch]++;
+    if (threadIdx.x || atom_add_acq_rel(&p.sequence->arrived[ch], 1) != gridDim.x - 1) return false;
+    p.sequence->arrived[ch] = 0;
+    p.sequence->done[ch]++;
     return true;
 }
 
 /* Rows for another rank, or from one. */
-struct move_args {
-    struct party p;
+struct send_args {
+    struct tp_peer p;
     int channel;
     const uint32_t *flag; /* (n_flag) of those that hand over, but for p.rank's own of several; or room of who takes */
     int n_flag;
@@ -453,14 +456,14 @@ struct move_args {
     uint32_t *tell; /* the other's flag or room; NULL: it need not know */
 };
 
-/* Grid <= JOIN_BLOCKS, block 256. To a receiver n_row * n_col * 4 bytes at the bandwidth of the link; from a sender its latency, then 8
+/* Grid <= ALLREDUCE_BLOCKS, block 256. To a receiver n_row * n_col * 4 bytes at the bandwidth of the link; from a sender its latency, then 8
  * bytes per value. */
-__global__ void __launch_bounds__(256) k_move(struct move_args a) {
+__global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
     grid_dependency_wait();
-    const uint32_t e = a.p.counts->done[a.channel] + 1;
+    const uint32_t e = a.p.sequence->done[a.channel] + 1;
     const int t = threadIdx.x;
     if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank)) /* room: the rows before these have been taken */
-        flag_await(a.flag + t, a.channel == CH_HAND ? e - 1 : e, a.p, WAIT_CODE(a.n_flag == 1 ? 0 : t, a.channel, 0));
+        flag_await(a.flag + t, a.channel == CH_SEND ? e - 1 : e, a.p, WAIT_CODE(a.n_flag == 1 ? 0 : t, a.channel, 0));
     __syncthreads();
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
@@ -520,12 +523,13 @@ DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0
  * `factor`. Grid n_tok, block 256. Gathers n_embd weights per token out of tiles: 4 to 8 bytes of every 16; a few KB, latency
  * only. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_embed(struct dmat w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half, float factor,
-            float *x, float *cs, float *sn) {
+    k_embed(struct device_matrix w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half,
+            float factor, float *x, float *cs, float *sn) {
     grid_dependency_launch();
     grid_dependency_wait();
     int t = blockIdx.x;
-    for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) x[(size_t)t * w.n_in + i] = dmat_value(w, tokens[t], i);
+    for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS)
+        x[(size_t)t * w.n_in + i] = device_matrix_value(w, tokens[t], i);
     for (int i = threadIdx.x; i < n_half; i += ROW_THREADS) {
         float angle = (float)(b->pos + t) * freq[i];
         cs[t * n_half + i] = cosf(angle) * factor, sn[t * n_half + i] = sinf(angle) * factor;
@@ -550,9 +554,9 @@ struct norm_args {
     int n, n_tok;
     uint16_t *h16; /* (n_tok, n) */
     float *h32;    /* likewise, or NULL */
-    struct party p;
-    float *slot[MAX_RANKS];    /* pushed: of each rank, (2, n_rank, JOIN_SLOT) */
-    uint32_t *flag[MAX_RANKS]; /* likewise (n_rank, JOIN_BLOCKS) */
+    struct tp_peer p;
+    float *slot[MAX_RANKS];    /* pushed: of each rank, (2, n_rank, ALLREDUCE_SLOT) */
+    uint32_t *flag[MAX_RANKS]; /* likewise (n_rank, ALLREDUCE_BLOCKS) */
     int place;                 /* which sum of the forward this is */
 };
 
@@ -560,17 +564,19 @@ struct norm_args {
  * and it cannot be two ahead of one that still reads, whose flag of the sum between it would lack. */
 DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
     const int tid = threadIdx.x;
-    const size_t n = (size_t)a.n, half = (size_t)(e & 1) * (size_t)a.p.n_rank * JOIN_SLOT;
+    const size_t n = (size_t)a.n, half = (size_t)(e & 1) * (size_t)a.p.n_rank * ALLREDUCE_SLOT;
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x)
         for (int i = 4 * tid; i < a.n; i += 4 * NORM_THREADS) {
             const uint4 v = *(const uint4 *)((const float *)a.delta + (size_t)t * n + i);
             for (int k = 0; k < a.p.n_rank; k++)
-                if (k != a.p.rank) st_sys16(a.slot[k] + half + (size_t)a.p.rank * JOIN_SLOT + (size_t)t * n + i, v);
+                if (k != a.p.rank)
+                    st_sys16(a.slot[k] + half + (size_t)a.p.rank * ALLREDUCE_SLOT + (size_t)t * n + i, v);
         }
     __syncthreads();
     if (tid < a.p.n_rank && tid != a.p.rank) {
-        st_release_sys(a.flag[tid] + a.p.rank * JOIN_BLOCKS + blockIdx.x, e);
-        flag_await(a.flag[a.p.rank] + tid * JOIN_BLOCKS + blockIdx.x, e, a.p, WAIT_CODE(tid, CH_SUM, a.place));
+        st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, e);
+        flag_await(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, e, a.p,
+                   WAIT_CODE(tid, CH_ALLREDUCE, a.place));
     }
     __syncthreads();
 }
@@ -590,7 +596,7 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
         uint4 u;
         if (SOURCE == DELTA_PARTS) u = *(const uint4 *)((const float *)a.delta + (size_t)k * (size_t)a.n_tok * n + at);
         else if (k == a.p.rank) u = *(const uint4 *)((const float *)a.delta + at);
-        else u = ld_sys16(a.slot[a.p.rank] + ((size_t)(e & 1) * (size_t)a.p.n_rank + (size_t)k) * JOIN_SLOT + at);
+        else u = ld_sys16(a.slot[a.p.rank] + ((size_t)(e & 1) * (size_t)a.p.n_rank + (size_t)k) * ALLREDUCE_SLOT + at);
         const float4 v =
             make_float4(__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w));
         if (!k) sum = v;
@@ -599,7 +605,7 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
     return sum;
 }
 
-/* x += what is to be added; then, unless weight is NULL, h16 and h32 = RMS norm of x times weight. Grid n_tok, pushed: at most JOIN_BLOCKS,
+/* x += what is to be added; then, unless weight is NULL, h16 and h32 = RMS norm of x times weight. Grid n_tok, pushed: at most ALLREDUCE_BLOCKS,
  * which all must be resident while they wait; block 512. Every value is read once and then held: 2 latencies, about 2 us for one token,
  * pushed 5 us more; 3 to 5 F32 passes over the rows for many. No __restrict__ here: it would let loads move above
  * grid_dependency_wait. */
@@ -615,7 +621,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
     }
     grid_dependency_wait();
     if (SOURCE == DELTA_PUSHED) {
-        e = a.p.counts->done[CH_SUM] + 1;
+        e = a.p.sequence->done[CH_ALLREDUCE] + 1;
         rows_push(a, e);
         grid_dependency_launch(); /* not before: the next kernel's blocks would take the places of a rank on the same GPU */
     }
@@ -648,9 +654,10 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
         }
         if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's sum overwrites the parts of this one's */
     }
-    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_SUM)) { /* a sign of life crosses the bus: not with each short sum */
-        const uint32_t sums = a.p.counts->done[CH_SUM];
-        if (a.n_tok > 16 || (sums & 15) == 1) *(volatile uint32_t *)&a.p.watch->sums = sums;
+    if (SOURCE != DELTA_OWN &&
+        channel_end(a.p, CH_ALLREDUCE)) { /* a sign of life crosses the bus: not with each short sum */
+        const uint32_t sums = a.p.sequence->done[CH_ALLREDUCE];
+        if (a.n_tok > 16 || (sums & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->sums = sums;
     }
 }
 
@@ -662,18 +669,18 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
  * add up through shared memory in a fixed order.
  * ============================================================================================================ */
 
-enum { FEW_WARPS = 8, FEW_THREADS = FEW_WARPS * WARP };
+enum { GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP };
 
 /* FP4 tiles of a warp that are on their way at once. Four hide HBM's latency; GDDR7 needs less, and SM120's code more registers. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-enum { FEW_AHEAD = 2 };
+enum { GEMV_AHEAD = 2 };
 #else
-enum { FEW_AHEAD = 4 };
+enum { GEMV_AHEAD = 4 };
 #endif
 
 /* Some tiles of a row of tiles: a lane's part of each. */
 template <int FMT, int N>
-struct few_group {
+struct gemv_group {
     enum { VEC = TILE_BYTES(FMT) / 512 };
     uint4 c[N][VEC];
     uint2 s[N];
@@ -688,19 +695,19 @@ struct few_group {
 };
 
 /* acc (16, 8 * NT) += tiles tile .. tile+n-1 times columns 0 .. 64n-1 of x (rows x_stride halves apart, n_tok of them). Sums lack
- * dmat_scale. A group of tiles is on its way while another is multiplied. Columns that no matrix has meet weights of 0 and whatever
+ * device_matrix_scale. A group of tiles is on its way while another is multiplied. Columns that no matrix has meet weights of 0 and whatever
  * finite number follows in x; rows of tokens that are not there repeat the last, and nobody reads their sums. wait: x is what the
  * kernel before computes, and only the weights may be read before that is done. */
 template <int FMT, int NT>
-DEVICE void few_tiles(const struct dmat &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
-                      float acc[NT][4], bool wait) {
-    constexpr int N = FMT == FMT_FP4 ? FEW_AHEAD / NT : 1;
+DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
+                       float acc[NT][4], bool wait) {
+    constexpr int N = FMT == FMT_FP4 ? GEMV_AHEAD / NT : 1;
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const uint8_t *codes = w.codes + tile * (size_t)TILE_BYTES(FMT) + (size_t)lane * 16;
     const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
     const uint16_t *row[NT];
     UNROLL for (int k = 0; k < NT; k++) row[k] = x + (size_t)min(g + 8 * k, n_tok - 1) * x_stride + 8 * t;
-    struct few_group<FMT, N> now, next;
+    struct gemv_group<FMT, N> now, next;
     now.load(codes, scales, 0, n);
     if (wait) grid_dependency_wait();
     UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += N) {
@@ -739,12 +746,12 @@ DEVICE void with_format(int fmt, F f) {
 }
 
 /* Experts, heads or one plain matrix, each with rows of x of its own. */
-struct few_part {
-    struct dmat w;
+struct gemv_batch {
+    struct device_matrix w;
     const uint16_t *x; /* of job j: x + j * x_job, rows x_stride halves apart */
     size_t x_stride, x_job;
     const int32_t *expert; /* (jobs) or NULL: job j is expert j */
-    const float *weight;   /* (jobs, FEW_TOKENS) factors of a job's result for a token; NULL: 1 */
+    const float *weight;   /* (jobs, DECODE_MAX_TOKENS) factors of a job's result for a token; NULL: 1 */
     const int32_t *n_jobs; /* in device memory; NULL: max_jobs */
     int max_jobs;
 };
@@ -752,20 +759,20 @@ struct few_part {
 /* The sum of all warps' acc for element i of the block's (16, 8 * NT) result, i < 128 * NT: register i / 32 % 4 of lane i % 32 of
  * n-tile i / 128, as the MMA lays them out. `red` (warps, 128 * NT). */
 template <int NT>
-DEVICE float *few_slot(float *red) { /* register r of n-tile k stands at WARP * (4 * k + r) */
+DEVICE float *gemv_slot(float *red) { /* register r of n-tile k stands at WARP * (4 * k + r) */
     return red + (threadIdx.x >> 5) * (128 * NT) + (threadIdx.x & 31);
 }
 template <int NT>
-DEVICE float few_sum(const float *red, int i, int first, int n) {
+DEVICE float gemv_sum(const float *red, int i, int first, int n) {
     float s = 0;
     for (int w = first; w < first + n; w++) s += red[w * (128 * NT) + i];
     return s;
 }
-DEVICE int few_row(int i) { return (i >> 2 & 7) + 8 * (i >> 6 & 1); }
-DEVICE int few_token(int i) { return 8 * (i >> 7) + 2 * (i & 3) + (i >> 5 & 1); }
+DEVICE int gemv_row(int i) { return (i >> 2 & 7) + 8 * (i >> 6 & 1); }
+DEVICE int gemv_token(int i) { return 8 * (i >> 7) + 2 * (i & 3) + (i >> 5 & 1); }
 
-struct few_args {
-    struct few_part part[3];
+struct gemv_args {
+    struct gemv_batch part[3];
     int n_part, n_tok;
     bool separate; /* part i makes result i, from one x; otherwise the parts are summed up */
     int batch;     /* independent results: job b of part 0 alone makes result b; 0: one result */
@@ -774,24 +781,24 @@ struct few_args {
     size_t y_stride[3], y_batch;
 };
 
-DEVICE int few_jobs(const struct few_args &p, int i) {
+DEVICE int gemv_jobs(const struct gemv_args &p, int i) {
     return p.batch ? 1 : p.part[i].n_jobs ? *p.part[i].n_jobs : p.part[i].max_jobs;
 }
 
-/* sum (few_slot) += weight * W x for the tiles at .. end-1 of row rt, counted through all jobs of a part. */
+/* sum (gemv_slot) += weight * W x for the tiles at .. end-1 of row rt, counted through all jobs of a part. */
 template <int FMT, int NT>
-DEVICE void few_list(const struct few_args &p, const struct few_part &q, int rt, int at, int end, float *sum,
-                     bool early) {
+DEVICE void gemv_list(const struct gemv_args &p, const struct gemv_batch &q, int rt, int at, int end, float *sum,
+                      bool early) {
     const int n_kt = q.w.n_kt, t = threadIdx.x & 3;
     while (at < end) {
         const int j = at / n_kt, k0 = at - j * n_kt, n = min(n_kt - k0, end - at);
         const int job = p.batch ? (int)blockIdx.y : j, e = q.expert ? q.expert[job] : job;
         float acc[NT][4] = {};
-        few_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n, q.x + (size_t)job * q.x_job + k0 * TILE_COLS,
-                           q.x_stride, p.n_tok, acc, early);
-        const float scale = dmat_scale(q.w, e);
+        gemv_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n, q.x + (size_t)job * q.x_job + k0 * TILE_COLS,
+                            q.x_stride, p.n_tok, acc, early);
+        const float scale = device_matrix_scale(q.w, e);
         UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
-            const size_t col = (size_t)job * FEW_TOKENS + 8 * k + 2 * t + (r & 1);
+            const size_t col = (size_t)job * DECODE_MAX_TOKENS + 8 * k + 2 * t + (r & 1);
             sum[WARP * (4 * k + r)] += (q.weight ? q.weight[col] * scale : scale) * acc[k][r];
         }
         at += n;
@@ -803,8 +810,8 @@ DEVICE void few_list(const struct few_args &p, const struct few_part &q, int rt,
  * for matrices of 8 MB and more (H200: its instruction rate allows 3 of 4.8 TB/s). The tiles of all jobs are dealt out to the warps
  * as one list; where no router chose them, the first are read before the kernel before has ended. */
 template <int NT>
-__global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constant__ struct few_args p) {
-    SHARED(float, red, FEW_WARPS * 128 * NT);
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_sum(const __grid_constant__ struct gemv_args p) {
+    SHARED(float, red, GEMV_WARPS * 128 * NT);
     grid_dependency_launch();
     const int warp = threadIdx.x >> 5, b = blockIdx.y;
     int rt = blockIdx.x, first = 0, last = p.n_part, total = 0;
@@ -814,23 +821,23 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constan
     }
     const bool early = !p.part[first].n_jobs;
     if (!early) grid_dependency_wait();
-    for (int i = first; i < last; i++) total += few_jobs(p, i) * p.part[i].w.n_kt;
+    for (int i = first; i < last; i++) total += gemv_jobs(p, i) * p.part[i].w.n_kt;
     /* this warp's share, counted from the first tile of part i */
-    int from = total * warp / FEW_WARPS, to = total * (warp + 1) / FEW_WARPS;
-    float *sum = few_slot<NT>(red); /* registers are short here */
+    int from = total * warp / GEMV_WARPS, to = total * (warp + 1) / GEMV_WARPS;
+    float *sum = gemv_slot<NT>(red); /* registers are short here */
     UNROLL for (int i = 0; i < 4 * NT; i++) sum[WARP * i] = 0;
     UNROLL_BY(1) for (int i = first; i < last; i++) {
-        const struct few_part &q = p.part[i];
-        const int tiles = few_jobs(p, i) * q.w.n_kt, begin = max(from, 0), end = min(to, tiles);
-        with_format(q.w.fmt, [&](auto fmt) { few_list<fmt.value, NT>(p, q, rt, begin, end, sum, early); });
+        const struct gemv_batch &q = p.part[i];
+        const int tiles = gemv_jobs(p, i) * q.w.n_kt, begin = max(from, 0), end = min(to, tiles);
+        with_format(q.w.fmt, [&](auto fmt) { gemv_list<fmt.value, NT>(p, q, rt, begin, end, sum, early); });
         from -= tiles, to -= tiles;
     }
     __syncthreads(); /* some warp has had tiles, and waited: y is free */
     const float *bias = p.part[first].w.bias;
-    for (int i = threadIdx.x; i < 128 * NT; i += FEW_THREADS) {
-        int row = rt * TILE_ROWS + few_row(i), tok = few_token(i);
+    for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
+        int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
         if (row >= p.part[first].w.n_out || tok >= p.n_tok) continue;
-        float v = few_sum<NT>(red, i, 0, FEW_WARPS) + (bias ? bias[row] : 0.0f);
+        float v = gemv_sum<NT>(red, i, 0, GEMV_WARPS) + (bias ? bias[row] : 0.0f);
         size_t at = (size_t)b * p.y_batch + (size_t)tok * p.y_stride[first] + (size_t)row;
         if (p.y32[first]) p.y32[first][at] = v;
         else p.y16[at] = clamped_f16(v);
@@ -842,62 +849,62 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_few_sum(const __grid_constan
 
 DEVICE float silu_mul(float g, float u) { return g / (1.0f + __expf(-g)) * u; }
 
-/* The first half of a feed-forward: y (job, FEW_TOKENS, n_ff) = silu(gate x) * (up x) / HIDDEN_SCALE, for every token and every job's
+/* The first half of a feed-forward: y (job, DECODE_MAX_TOKENS, n_ff) = silu(gate x) * (up x) / HIDDEN_SCALE, for every token and every job's
  * expert: tokens that did not choose the expert cost nothing and get the weight 0 later. Part 0: routed experts, part 1: the shared
  * one. Grid (tiles of rows, jobs of part 0 at most + jobs of part 1), block 256: four warps for gate, four for up. Bytes and aim as
- * k_few_sum. */
-struct few_glu_args {
-    struct few_part gate[2];
-    struct dmat up[2];
+ * k_gemv_sum. */
+struct gemv_glu_args {
+    struct gemv_batch gate[2];
+    struct device_matrix up[2];
     uint16_t *y[2];
     size_t y_stride[2];
     int n_part, n_tok;
 };
 
 template <int NT>
-__global__ void __launch_bounds__(FEW_THREADS, 2) k_few_glu(const __grid_constant__ struct few_glu_args p) {
-    SHARED(float, red, FEW_WARPS * 128 * NT);
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_glu(const __grid_constant__ struct gemv_glu_args p) {
+    SHARED(float, red, GEMV_WARPS * 128 * NT);
     grid_dependency_launch();
     int part = (int)blockIdx.y >= p.gate[0].max_jobs, job = part ? 0 : blockIdx.y, rt = blockIdx.x;
-    const struct few_part &q = p.gate[part];
-    const int warp = threadIdx.x >> 5, half = FEW_WARPS / 2;
+    const struct gemv_batch &q = p.gate[part];
+    const int warp = threadIdx.x >> 5, half = GEMV_WARPS / 2;
     const bool early = !q.n_jobs && rt < q.w.n_rt;
     if (!early) grid_dependency_wait();
     if (rt >= q.w.n_rt || (q.n_jobs && job >= *q.n_jobs)) return;
-    const struct dmat &w = warp < half ? q.w : p.up[part];
+    const struct device_matrix &w = warp < half ? q.w : p.up[part];
     int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
         if (k0 < k1)
-            few_tiles<fmt.value, NT>(w, tile_index(w, e, rt) + (size_t)k0, k1 - k0, q.x + k0 * TILE_COLS, q.x_stride,
-                                     p.n_tok, acc, early);
+            gemv_tiles<fmt.value, NT>(w, tile_index(w, e, rt) + (size_t)k0, k1 - k0, q.x + k0 * TILE_COLS, q.x_stride,
+                                      p.n_tok, acc, early);
     });
-    UNROLL for (int i = 0; i < 4 * NT; i++) few_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
+    UNROLL for (int i = 0; i < 4 * NT; i++) gemv_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
     __syncthreads();
-    float gate_scale = dmat_scale(q.w, e), up_scale = dmat_scale(p.up[part], e);
-    for (int i = threadIdx.x; i < 128 * NT; i += FEW_THREADS) {
-        int row = rt * TILE_ROWS + few_row(i), tok = few_token(i);
+    float gate_scale = device_matrix_scale(q.w, e), up_scale = device_matrix_scale(p.up[part], e);
+    for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
+        int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
         if (row >= q.w.n_out || tok >= p.n_tok) continue;
-        float g = few_sum<NT>(red, i, 0, half) * gate_scale, u = few_sum<NT>(red, i, half, half) * up_scale;
-        p.y[part][((size_t)job * FEW_TOKENS + (size_t)tok) * p.y_stride[part] + (size_t)row] =
+        float g = gemv_sum<NT>(red, i, 0, half) * gate_scale, u = gemv_sum<NT>(red, i, half, half) * up_scale;
+        p.y[part][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * p.y_stride[part] + (size_t)row] =
             clamped_f16(silu_mul(g, u) / HIDDEN_SCALE);
     }
 }
 
-static void few_sum_launch(const struct few_args *p, cudaStream_t s) {
+static void gemv_sum_launch(const struct gemv_args *p, cudaStream_t s) {
     int n_rt = p->part[0].w.n_rt;
     for (int i = 1; p->separate && i < p->n_part; i++) n_rt += p->part[i].w.n_rt;
     dim3 grid = dim3(n_rt, p->batch ? p->batch : 1);
-    if (p->n_tok <= 8) LAUNCH_PDL(k_few_sum<1>, grid, FEW_THREADS, 0, s, *p);
-    else LAUNCH_PDL(k_few_sum<2>, grid, FEW_THREADS, 0, s, *p);
+    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_sum<1>, grid, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL(k_gemv_sum<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
-static void few_glu_launch(const struct few_glu_args *p, cudaStream_t s) {
+static void gemv_glu_launch(const struct gemv_glu_args *p, cudaStream_t s) {
     int n_rt = p->gate[0].w.n_rt;
     if (p->n_part > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
     dim3 grid = dim3(n_rt, p->gate[0].max_jobs + p->n_part - 1);
-    if (p->n_tok <= 8) LAUNCH_PDL(k_few_glu<1>, grid, FEW_THREADS, 0, s, *p);
-    else LAUNCH_PDL(k_few_glu<2>, grid, FEW_THREADS, 0, s, *p);
+    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_glu<1>, grid, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL(k_gemv_glu<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
 /* ============================================================================================================
@@ -914,10 +921,10 @@ struct route_args {
     float *weight;       /* (n_tok, k) */
     int n_tok, n_embd, n_expert, k, n_group, n_group_used, softmax, norm;
     float factor;
-    /* for few tokens: the distinct experts as jobs of k_few_glu and k_few_sum */
+    /* for few tokens: the distinct experts as jobs of k_gemv_glu and k_gemv_sum */
     uint32_t *arrived; /* 0 between launches */
     int32_t *n_jobs, *job_expert;
-    float *job_weight; /* (jobs, FEW_TOKENS) */
+    float *job_weight; /* (jobs, DECODE_MAX_TOKENS) */
 };
 
 /* Orders floats as unsigned numbers; NaN counts as the smallest. Never 0. */
@@ -980,8 +987,8 @@ DEVICE void route_warp(const struct route_args &p, int t, float *room) {
     __syncwarp(); /* score has been read: the next token's goes there */
 }
 
-enum { ROUTE_WARPS = 4, ROUTE_ROWS = FEW_WARPS / ROUTE_WARPS }; /* warps of an expert's row, rows of a block */
-enum { ROUTE_AHEAD = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS };  /* reads at once, columns of each */
+enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS }; /* warps of an expert's row, rows of a block */
+enum { ROUTE_AHEAD = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS };   /* reads at once, columns of each */
 
 /* Four columns of an expert's row; zeros where there are none. */
 DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
@@ -1003,19 +1010,19 @@ DEVICE bool last_block(uint32_t *arrived) {
 /* Router of 1..16 tokens: logits, choice and jobs. Grid ceil(n_expert / 2), block 256: four warps an expert's row, whose first 2048
  * columns are read before the kernel before has ended; the block that ends last chooses. Bytes: the router's weights once (1 to
  * 8 MB); mostly the latency of two passes, about 4 us. */
-__global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_constant__ struct route_args p) {
-    SHARED(float, sums, FEW_WARPS *FEW_TOKENS);
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_constant__ struct route_args p) {
+    SHARED(float, sums, GEMV_WARPS *DECODE_MAX_TOKENS);
     DYN_SMEM(float, room); /* 2 n_expert words per warp */
     grid_dependency_launch();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int e0 = blockIdx.x * ROUTE_ROWS, e = e0 + warp / ROUTE_WARPS;
     int col = 4 * (lane + WARP * (warp % ROUTE_WARPS));
-    float acc[FEW_TOKENS] = {};
+    float acc[DECODE_MAX_TOKENS] = {};
     float4 w[ROUTE_AHEAD];
     UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * u);
     grid_dependency_wait();
     for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_AHEAD) {
-        UNROLL for (int t = 0; t < FEW_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
+        UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
             const int i = col + ROUTE_STEP * u;
             if (t >= p.n_tok || i >= p.n_embd) continue;
             const float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
@@ -1023,26 +1030,26 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_const
         }
         UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * (ROUTE_AHEAD + u));
     }
-    UNROLL for (int t = 0; t < FEW_TOKENS; t++) {
+    UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) {
         const float v = warp_sum(acc[t]);
-        if (!lane) sums[warp * FEW_TOKENS + t] = v;
+        if (!lane) sums[warp * DECODE_MAX_TOKENS + t] = v;
     }
     __syncthreads();
-    if (threadIdx.x < ROUTE_ROWS * FEW_TOKENS) {
-        const int t = threadIdx.x % FEW_TOKENS, r = threadIdx.x / FEW_TOKENS;
+    if (threadIdx.x < ROUTE_ROWS * DECODE_MAX_TOKENS) {
+        const int t = threadIdx.x % DECODE_MAX_TOKENS, r = threadIdx.x / DECODE_MAX_TOKENS;
         float v = 0;
-        for (int k = 0; k < ROUTE_WARPS; k++) v += sums[(r * ROUTE_WARPS + k) * FEW_TOKENS + t];
+        for (int k = 0; k < ROUTE_WARPS; k++) v += sums[(r * ROUTE_WARPS + k) * DECODE_MAX_TOKENS + t];
         if (t < p.n_tok && e0 + r < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e0 + r] = v;
     }
     if (!last_block(p.arrived)) return;
-    for (int t = warp; t < p.n_tok; t += FEW_WARPS) route_warp(p, t, room);
+    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) route_warp(p, t, room);
     __threadfence_block();
     __syncthreads();
     int *job_of = (int *)room; /* (n_expert): 0 or 1, then the job */
-    for (int i = threadIdx.x; i < p.n_expert; i += FEW_THREADS) job_of[i] = 0;
+    for (int i = threadIdx.x; i < p.n_expert; i += GEMV_THREADS) job_of[i] = 0;
     __syncthreads();
     const int n_slots = p.n_tok * p.k;
-    for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS) job_of[p.id[i]] = 1;
+    for (int i = threadIdx.x; i < n_slots; i += GEMV_THREADS) job_of[p.id[i]] = 1;
     __syncthreads();
     if (!warp) {
         int n = 0;
@@ -1056,18 +1063,18 @@ __global__ void __launch_bounds__(FEW_THREADS, 2) k_route_few(const __grid_const
         if (!lane) *p.n_jobs = n, *p.arrived = 0;
     }
     /* at most n_slots jobs */
-    for (int i = threadIdx.x; i < n_slots * FEW_TOKENS; i += FEW_THREADS) p.job_weight[i] = 0;
+    for (int i = threadIdx.x; i < n_slots * DECODE_MAX_TOKENS; i += GEMV_THREADS) p.job_weight[i] = 0;
     __syncthreads(); /* jobs have numbers, and the weights are zeros */
-    for (int i = threadIdx.x; i < n_slots; i += FEW_THREADS)
-        p.job_weight[job_of[p.id[i]] * FEW_TOKENS + i / p.k] = p.weight[i];
+    for (int i = threadIdx.x; i < n_slots; i += GEMV_THREADS)
+        p.job_weight[job_of[p.id[i]] * DECODE_MAX_TOKENS + i / p.k] = p.weight[i];
 }
 
-static void route_few_launch(const struct route_args *p, cudaStream_t s) {
-    int room = FEW_WARPS * 2 * p->n_expert * (int)sizeof(float);
+static void route_decode_launch(const struct route_args *p, cudaStream_t s) {
+    int room = GEMV_WARPS * 2 * p->n_expert * (int)sizeof(float);
     if (room > 32 << 10) /* above 48 KB with the static arrays */
-        cudaFuncSetAttribute(k_route_few, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+        cudaFuncSetAttribute(k_route_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
     unsigned blocks = (unsigned)((p->n_expert + ROUTE_ROWS - 1) / ROUTE_ROWS);
-    LAUNCH_PDL(k_route_few, blocks, FEW_THREADS, (size_t)room, s, *p);
+    LAUNCH_PDL(k_route_decode, blocks, GEMV_THREADS, (size_t)room, s, *p);
 }
 
 /* ============================================================================================================
@@ -1090,8 +1097,8 @@ struct fp4_rows {
 };
 
 struct gemm_args {
-    struct dmat w, w2; /* w2: the `up` matrix of a gated product */
-    const uint16_t *x; /* F16 tokens, x_stride halves (a multiple of 8) from row to row; 16-byte aligned */
+    struct device_matrix w, w2; /* w2: the `up` matrix of a gated product */
+    const uint16_t *x;          /* F16 tokens, x_stride halves (a multiple of 8) from row to row; 16-byte aligned */
     size_t x_stride;
     struct fp4_rows xq;  /* instead of x unless its pointers are NULL */
     const int32_t *rows; /* row of x at a sorted position; NULL: the position itself */
@@ -1318,8 +1325,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     place(); /* again, rather than kept through the loop */
     const int tid = threadIdx.x, g = tid >> 2 & 7, t = tid & 3, wm = (tid >> 5) % WM, m0 = GLU ? wm : 2 * wm;
     const int n0 = (tid >> 5) / WM * n_live * 8;
-    const float undo = F == FMT_A4 ? 1.0f / 128.0f : 1.0f; /* dmat.unit is for fp4_pair and fp4_scale */
-    const float f0 = undo * dmat_scale(p.w, e), f1 = GLU ? undo * dmat_scale(p.w2, e) : f0;
+    const float undo = F == FMT_A4 ? 1.0f / 128.0f : 1.0f; /* device_matrix.unit is for fp4_pair and fp4_scale */
+    const float f0 = undo * device_matrix_scale(p.w, e), f1 = GLU ? undo * device_matrix_scale(p.w2, e) : f0;
     const bool whole = !((p.w.n_out | p.y_stride | p.y_batch) & 3);
     float *tile = (float *)smem;
     UNROLL for (int m = 0; m < (GLU ? 1 : 2); m++) {
@@ -1466,7 +1473,7 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
 }
 
 /* The choice of experts for many tokens: grid n_tok / 4, block 128, a warp a token. Latency of the top-k, n_expert floats read. */
-__global__ void __launch_bounds__(128) k_route_many(struct route_args p) {
+__global__ void __launch_bounds__(128) k_route_prefill(struct route_args p) {
     DYN_SMEM(float, room); /* 2 n_expert words per warp */
     grid_dependency_launch();
     grid_dependency_wait();
@@ -1478,9 +1485,9 @@ __global__ void __launch_bounds__(128) k_route_many(struct route_args p) {
 struct sort_args {
     const int32_t *id; /* (n_slots) */
     int n_slots, k, n_expert;
-    int32_t *row;   /* (n_slots) sorted position -> token */
-    int32_t *place; /* (n_slots) choice -> sorted position */
-    int32_t *first; /* (n_expert + 1) first sorted position of an expert */
+    int32_t *row;     /* (n_slots) sorted position -> token */
+    int32_t *inverse; /* (n_slots) choice -> sorted position */
+    int32_t *first;   /* (n_expert + 1) first sorted position of an expert */
     int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
 };
 
@@ -1530,7 +1537,7 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
         int place = at + upto - mine;
         for (int w = 0; w < 8; w++) place += w < warp ? count[w] : 0, at += count[w];
         UNROLL for (int k = 0; k < 8; k++) {
-            if (id[k] == e) p.row[place] = (i + k) / p.k, p.place[i + k] = place++;
+            if (id[k] == e) p.row[place] = (i + k) / p.k, p.inverse[i + k] = place++;
         }
     }
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
@@ -1555,15 +1562,15 @@ __global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
     if (e == 1023) *p.n_tiles = at + n;
 }
 
-/* out (n_tok, n) = (out, when `add`) + sum_j weight[t][j] y[place[t][j]]. Grid n_tok, block 256. Bytes: (k + 2) n F32 per token. */
+/* out (n_tok, n) = (out, when `add`) + sum_j weight[t][j] y[inverse[t][j]]. Grid n_tok, block 256. Bytes: (k + 2) n F32 per token. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_combine(const float *y, const int32_t *place, const float *weight, int k, int n, int add, float *out) {
+    k_combine(const float *y, const int32_t *inverse, const float *weight, int k, int n, int add, float *out) {
     grid_dependency_launch();
     grid_dependency_wait();
-    place += (size_t)blockIdx.x * k, weight += (size_t)blockIdx.x * k, out += (size_t)blockIdx.x * n;
+    inverse += (size_t)blockIdx.x * k, weight += (size_t)blockIdx.x * k, out += (size_t)blockIdx.x * n;
     for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
         float s = 0;
-        for (int j = 0; j < k; j++) s += weight[j] * y[(size_t)place[j] * n + i];
+        for (int j = 0; j < k; j++) s += weight[j] * y[(size_t)inverse[j] * n + i];
         out[i] = add ? out[i] + s : s;
     }
 }
@@ -1604,7 +1611,7 @@ __global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
 
 /* sums (n_expert, n) += unit * squares of the columns of the rows of x that an expert reads: rows[first[e] .. first[e + 1] - 1], or all
  * n_tok. Grid (n / 256, n_expert), block 256. Bytes: 2 per value. */
-__global__ void __launch_bounds__(256) k_squares(const uint16_t *x, size_t x_stride, const int32_t *first,
+__global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_stride, const int32_t *first,
                                                  const int32_t *rows, int n_tok, int n, float unit, float *sums) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -1753,7 +1760,7 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
 struct attn_args {
     const uint16_t *q;                    /* f16 (n_tok, n_head, dk), q_stride halves from token to token */
     uint16_t *out;                        /* f16 (n_tok, n_head, dv), out_stride */
-    float *part;                          /* (max_splits, min(n_tok, FEW_TOKENS), n_head, dv + 2) */
+    float *partials;                      /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2) */
     struct kv_plane k, v;                 /* MLA: latents, rotated part */
     const struct batch *batch;            /* its n_tok may be less than ours: rows behind it are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
@@ -1953,7 +1960,7 @@ DEVICE size_t attn_part_row(const struct attn_args &a, int split, int2 th) {
     return ((size_t)split * a.n_tok + th.x) * a.n_head + th.y;
 }
 DEVICE float2 *attn_tops(const struct attn_args &a) {
-    return (float2 *)(a.part + attn_part_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
+    return (float2 *)(a.partials + attn_part_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
 }
 
 /* N columns from `col` on of row r with m and l: finished if there is one split, else to `part`. */
@@ -1969,7 +1976,7 @@ DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int
         *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
     } else {
         size_t row = attn_part_row(a, w.split, th);
-        *(pack<N, float> *)(a.part + row * a.dv + col) = x;
+        *(pack<N, float> *)(a.partials + row * a.dv + col) = x;
         if (col == 0) attn_tops(a)[row] = make_float2(m, l);
     }
 }
@@ -2362,7 +2369,8 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
         floats4 y = *(const floats4 *)p;
         UNROLL for (int j = 0; j < 4; j++) x.x[j] += f * y.x[j];
     };
-    if (part < n) UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) add(weight[s], a.part + from(s) * a.dv + col);
+    if (part < n)
+        UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) add(weight[s], a.partials + from(s) * a.dv + col);
     sums[tid] = x;
     __syncthreads(); /* the groups' sums are there */
     if (part) return;
@@ -2377,7 +2385,7 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     struct attn_args a = *args;
     int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows;
     int splits = a.max_splits * ((group + 15) / 16) / tiles;
-    if (a.n_tok > FEW_TOKENS) splits = min(splits, a.max_splits * FEW_TOKENS / a.n_tok);
+    if (a.n_tok > DECODE_MAX_TOKENS) splits = min(splits, a.max_splits * DECODE_MAX_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, min(a.max_splits, (int)SPLITS_MAX)));
     if (smem > 32 << 10) /* above 48 KB with the static arrays */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
@@ -2595,14 +2603,14 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
  * ============================================================================================================ */
 
 /* The copy of a tensor of the model: of a matrix in tiles, of anything else as it is. */
-struct twin {
+struct device_copy {
     const void *key; /* the host's */
-    struct dmat mat;
+    struct device_matrix mat;
     void *data;
 };
 
 /* What is on its way to the GPU. */
-struct stage {
+struct staging {
     uint8_t *host, *device; /* pinned; NULL: it goes elsewhere */
     cudaEvent_t free;
 };
@@ -2610,39 +2618,40 @@ struct stage {
 /* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
 struct cuda {
     cudaStream_t stream;
-    void **pinned;        /* stb_ds: allocations in host memory, */
-    size_t allocated;     /* bytes of r->owned: those on the device */
-    struct twin *twins;   /* host, stb_ds */
-    struct batch *batch;  /* followed by the ids: one copy per forward, */
-    struct stage sent[2]; /* which two take turns to carry: the one before may not have left when the next is written */
+    void **pinned;              /* stb_ds: allocations in host memory, */
+    size_t allocated;           /* bytes of r->owned: those on the device */
+    struct device_copy *copies; /* host, stb_ds */
+    struct batch *batch;        /* followed by the ids: one copy per forward, */
+    struct staging
+        sent[2]; /* which two take turns to carry: the one before may not have left when the next is written */
     int turn;
     int32_t *tokens;          /* (chunk) */
     float *x32[ACT_COUNT];    /* slots in F32, where something reads that */
     uint16_t *x16[ACT_COUNT]; /* slots in halves: inputs of products and of attention */
     float *cs, *sn;
     const float *freq;
-    uint16_t *qlat, *mixed; /* MLA: (chunk, n_head, kv_lora + rope), (chunk, n_head, kv_lora) */
-    float *part;            /* of attention over a split context */
+    uint16_t *q_absorbed, *latent_out; /* MLA: (chunk, n_head, kv_lora + rope), (chunk, n_head, kv_lora) */
+    float *partials;                   /* of attention over a split context */
     struct fp4_rows x4, hidden4;
-    uint16_t *hidden, *hidden_shared; /* few: (jobs, FEW_TOKENS, n_ff); many: (slots, n_ff), (chunk, n_ff) */
+    uint16_t *hidden, *hidden_shared; /* few: (jobs, DECODE_MAX_TOKENS, n_ff); many: (slots, n_ff), (chunk, n_ff) */
     struct route_args route;
     struct sort_args sort;
-    float *slots;  /* (chunk k, n_embd) results of the experts before they are weighed */
+    float *expert_out; /* (chunk k, n_embd) results of the experts before they are weighed */
     float *logits; /* (LOGIT_ROWS, n_vocab) or, in one of several ranks, of the rows it has; NULL: see cuda_logits */
     size_t logits_stride; /* floats from row to row */
     float *logits_host;   /* host, pinned, likewise */
-    float *gathered;      /* (n_rank, FEW_TOKENS, n_embd), for NCCL; */
+    float *gathered;      /* (n_rank, DECODE_MAX_TOKENS, n_embd), for NCCL; */
     uint16_t *sum16;      /* (chunk, n_embd) BF16 */
 #ifdef HAVE_NCCL
     ncclComm_t comm;
 #endif
     struct sample_args sample;
-    struct sampling sampling;              /* of the latest choice */
-    int32_t *token_host;                   /* pinned */
-    cudaGraphExec_t graph[FEW_TOKENS + 1]; /* of forwards of so many tokens; NULL: not yet */
-    struct stage stage[STAGES];            /* while the weights are uploaded */
-    uint32_t *range, range_host[2];        /* of repacking; here, as the copy may end after a failed wait for it */
-    int mma_turns;                         /* of k_mma_rate that take some milliseconds; 0: not measured */
+    struct sampling sampling;                     /* of the latest choice */
+    int32_t *token_host;                          /* pinned */
+    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1]; /* of forwards of so many tokens; NULL: not yet */
+    struct staging staging[STAGING_BUFFERS];      /* while the weights are uploaded */
+    uint32_t *range, range_host[2]; /* of repacking; here, as the copy may end after a failed wait for it */
+    int mma_turns;                  /* of k_mma_rate that take some milliseconds; 0: not measured */
 };
 
 static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
@@ -2657,11 +2666,12 @@ static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
  * waited for blindly. */
 static bool await(struct rank *r, cudaEvent_t event, const char *what) {
     struct cuda *c = r->cuda;
-    struct patience p = {};
+    struct backoff p = {};
     cudaError_t e;
-    if (!r->watch[0]) return cuda_ok(r, event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream), what);
+    if (!r->heartbeat[0])
+        return cuda_ok(r, event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream), what);
     while ((e = event ? cudaEventQuery(event) : cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
-        if (rank_patience(r, &p, what)) continue;
+        if (rank_keep_waiting(r, &p, what)) continue;
 #ifdef HAVE_NCCL
         if (c->comm) ncclCommAbort(c->comm); /* what is enqueued must end before memory is freed */
         c->comm = NULL;
@@ -2695,21 +2705,23 @@ extern "C" void *cuda_host_memory(struct rank *r, size_t bytes, const char *what
     return memset(p, 0, bytes);
 }
 
-static struct dmat *mat(struct cuda *c, const struct weight *w) { return &hmgetp(c->twins, w->data)->mat; }
-static void *vec(struct cuda *c, const void *key) { return hmgetp(c->twins, key)->data; }
+static struct device_matrix *device_matrix_of(struct cuda *c, const struct weight *w) {
+    return &hmgetp(c->copies, w->data)->mat;
+}
+static void *device_vector_of(struct cuda *c, const void *key) { return hmgetp(c->copies, key)->data; }
 
 extern "C" const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
-    struct twin t = *hmgetp(r->cuda->twins, key);
+    struct device_copy t = *hmgetp(r->cuda->copies, key);
     t.key = key;
     if (!key || t.data || !(t.data = cuda_memory(r, bytes, what))) return t.data;
     cuda_copy(r, t.data, from, bytes, what);
-    hmputs(r->cuda->twins, t);
+    hmputs(r->cuda->copies, t);
     return t.data;
 }
 
 extern "C" bool cuda_matrix(struct rank *r, const struct weight *w, const char *what) {
-    struct twin t = *hmgetp(r->cuda->twins, w->data);
-    struct dmat *d = &t.mat;
+    struct device_copy t = *hmgetp(r->cuda->copies, w->data);
+    struct device_matrix *d = &t.mat;
     if (d->codes || r->failed) return false;
     t.key = w->data;
     d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
@@ -2718,12 +2730,12 @@ extern "C" bool cuda_matrix(struct rank *r, const struct weight *w, const char *
     if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
     d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
     d->bias = (const float *)cuda_vector(r, w->bias, w->bias, (size_t)w->n_out * sizeof(float), what);
-    hmputs(r->cuda->twins, t);
+    hmputs(r->cuda->copies, t);
     return !r->failed;
 }
 
 /* A stage to be written, whose contents before have left; made at the first call. NULL after an error. */
-static uint8_t *stage_take(struct rank *r, struct stage *s, size_t bytes, bool device, const char *what) {
+static uint8_t *staging_take(struct rank *r, struct staging *s, size_t bytes, bool device, const char *what) {
     if (s->free) {
         await(r, s->free, what);
     } else {
@@ -2734,21 +2746,21 @@ static uint8_t *stage_take(struct rank *r, struct stage *s, size_t bytes, bool d
     return r->failed ? NULL : s->host;
 }
 
-static void stage_end(struct stage *s) {
+static void staging_free(struct staging *s) {
     if (s->device) cudaFree(s->device);
     if (s->host) cudaFreeHost(s->host);
     if (s->free) cudaEventDestroy(s->free);
     *s = {};
 }
 
-extern "C" uint8_t *cuda_stage(struct rank *r, int stage) {
-    return stage_take(r, &r->cuda->stage[stage], STAGE_BYTES, true, "memory for the upload");
+extern "C" uint8_t *cuda_staging(struct rank *r, int stage) {
+    return staging_take(r, &r->cuda->staging[stage], STAGING_BYTES, true, "memory for the upload");
 }
 
 extern "C" void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes) {
     struct cuda *c = r->cuda;
-    struct dmat *d = mat(c, w);
-    const struct stage *s = &c->stage[stage];
+    struct device_matrix *d = device_matrix_of(c, w);
+    const struct staging *s = &c->staging[stage];
     const size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
     if (bytes) cuda_copy(r, s->device, s->host, bytes, "uploading weights");
     d->unit = k.unit;
@@ -2769,7 +2781,7 @@ extern "C" bool cuda_range(struct rank *r, uint32_t range[2]) {
 
 extern "C" void cuda_uploaded(struct rank *r) {
     cuda_ok(r, cudaStreamSynchronize(r->cuda->stream), "uploading weights");
-    for (struct stage &s : r->cuda->stage) stage_end(&s);
+    for (struct staging &s : r->cuda->staging) staging_free(&s);
     r->weight_bytes = r->cuda->allocated;
 }
 
@@ -2782,7 +2794,7 @@ static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); 
 /* Tokens and position to the device. */
 static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
-    struct stage *s = &c->sent[c->turn ^= 1];
+    struct staging *s = &c->sent[c->turn ^= 1];
     const size_t bytes = (size_t)r->n_tok * sizeof *r->tokens;
     int32_t *out = (int32_t *)s->host;
     if (!await(r, s->free, "sending tokens")) return;
@@ -2796,7 +2808,7 @@ static void send_batch(struct rank *r) {
 static bool cuda_begin(struct rank *r) {
     struct cuda *c = r->cuda;
     send_batch(r);
-    if (r->n_tok > FEW_TOKENS || profiling()) return false;
+    if (r->n_tok > DECODE_MAX_TOKENS || profiling()) return false;
     if (!c->graph[r->n_tok]) {
         cuda_ok(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
         return false;
@@ -2809,32 +2821,33 @@ static void cuda_end(struct rank *r) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
     cuda_ok(r, cudaGetLastError(), "a forward pass");
-    if (r->n_tok > FEW_TOKENS || profiling()) return;
+    if (r->n_tok > DECODE_MAX_TOKENS || profiling()) return;
     cuda_ok(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
     cuda_ok(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
-    rank_meet(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
+    rank_barrier(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
     cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
 }
 
-static struct party party_of(const struct rank *r) {
-    return {r->m->part.rank, r->m->part.n_rank, r->counts, r->watch[r->index]};
+static struct tp_peer tp_peer_of(const struct rank *r) {
+    return {r->m->shard.rank, r->m->shard.n_rank, r->sequence, r->heartbeat[r->index]};
 }
 
-static void move_rows(struct rank *r, struct move_args a) {
-    LAUNCH_PDL(k_move, a.n_row ? (unsigned)JOIN_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
+static void send_rows(struct rank *r, struct send_args a) {
+    LAUNCH_PDL(k_send_rows, a.n_row ? (unsigned)ALLREDUCE_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
 }
 
-static void cuda_enter(struct rank *r, enum act out) {
+static void cuda_embed(struct rank *r, enum act out) {
     struct cuda *c = r->cuda;
-    r->joined = 0;
-    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, r->m->embd.data ? *mat(c, &r->m->embd) : dmat{},
-               c->tokens, c->batch, c->freq, r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
-    if (!r->m->part.stage) return;
-    const struct area *own = &r->area[r->index], *before = own - r->m->part.n_rank;
+    r->n_all_reduce = 0;
+    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream,
+               r->m->embd.data ? *device_matrix_of(c, &r->m->embd) : device_matrix{}, c->tokens, c->batch, c->freq,
+               r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
+    if (!r->m->shard.stage) return;
+    const struct mailbox *own = &r->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const size_t n = (size_t)r->m->n_embd;
-    move_rows(r,
-              {party_of(r), CH_TAKE, own->x_flag, 1, own->x, c->x32[out], n, n, r->n_tok, r->m->n_embd, before->room});
+    send_rows(r, {tp_peer_of(r), CH_RECV, own->hidden_flag, 1, own->x, c->x32[out], n, n, r->n_tok, r->m->n_embd,
+                  before->credit});
 }
 
 /* What k_add_norm gets for n_tok rows of n: out in halves, and in F32 too where the slot has that. */
@@ -2842,7 +2855,8 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
                                 enum act out) {
     struct cuda *c = r->cuda;
     struct norm_args a = {};
-    a.x = x, a.delta = delta, a.weight = (const float *)vec(c, w), a.eps = r->m->rms_eps, a.n = n, a.n_tok = n_tok;
+    a.x = x, a.delta = delta, a.weight = (const float *)device_vector_of(c, w), a.eps = r->m->rms_eps, a.n = n,
+    a.n_tok = n_tok;
     a.h16 = c->x16[out], a.h32 = out == A_H ? c->x32[out] : NULL;
     return a;
 }
@@ -2857,14 +2871,14 @@ static bool nccl_ok(struct rank *r, ncclResult_t e, const char *what) {
     return rank_fail(r, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(r->cuda->comm));
 }
 
-/* The sum by NCCL. For few tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
+/* The sum by NCCL. For decode tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
  * BF16: two bytes per value cross the bus instead of four, and each addition rounds to 8 bits (NMSE of about 4e-6). */
-static bool sum_by_nccl(struct rank *r, struct norm_args *a) {
+static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     struct cuda *c = r->cuda;
     const size_t count = (size_t)a->n_tok * (size_t)a->n;
-    const bool few = a->n_tok <= FEW_TOKENS;
-    if (!c->comm || (few && !r->by_nccl[a->n_tok])) return false;
-    if (few) {
+    const bool decode = a->n_tok <= DECODE_MAX_TOKENS;
+    if (!c->comm || (decode && !r->by_nccl[a->n_tok])) return false;
+    if (decode) {
         nccl_ok(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
         a->delta = c->gathered;
         LAUNCH_PDL(k_add_norm<DELTA_PARTS>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
@@ -2880,15 +2894,15 @@ static bool sum_by_nccl(struct rank *r, struct norm_args *a) {
 }
 
 /* The communicator of the stage, and its buffers, which come with the first calls: before the rest of the memory is given out. */
-extern "C" void cuda_join(struct rank *r) {
+extern "C" void cuda_nccl_init(struct rank *r) {
     enum { TRY = 1024 };
     struct cuda *c = r->cuda;
-    const struct part p = r->m->part;
+    const struct shard p = r->m->shard;
     ncclUniqueId id = {}, all[MAX_RANKS];
     float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
     if (!p.rank) nccl_ok(r, ncclGetUniqueId(&id), "NCCL");
-    rank_exchange(r, &id, all, sizeof id);
-    if (!rank_vote(r)) return;
+    rank_all_gather(r, &id, all, sizeof id);
+    if (!rank_agree(r)) return;
     char *err = r->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
     r->err = NULL;
     nccl_ok(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
@@ -2903,64 +2917,65 @@ extern "C" int cuda_nccl(void) {
     return ncclGetVersion(&version) == ncclSuccess ? version : 0;
 }
 #else
-static bool sum_by_nccl(struct rank *, struct norm_args *) { return false; }
-extern "C" void cuda_join(struct rank *) {}
+static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
+extern "C" void cuda_nccl_init(struct rank *) {}
 extern "C" int cuda_nccl(void) { return 0; }
 #endif
 
-static void cuda_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     struct cuda *c = r->cuda;
-    const struct part *p = &r->m->part;
-    const int n_tok = r->n_tok, n = r->width[x], piece = JOIN_SLOT / n; /* rows that are pushed at once */
+    const struct shard *shard = &r->m->shard;
+    const int n_tok = r->n_tok, n = r->width[x], piece = ALLREDUCE_SLOT / n; /* rows that are pushed at once */
     struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
-    if (p->n_rank == 1 && !r->sizes.nccl) {
+    if (shard->n_rank == 1 && !r->sizes.nccl) {
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
-    a.p = party_of(r), a.place = (int)r->joined++;
-    if (sum_by_nccl(r, &a)) return;
+    a.p = tp_peer_of(r), a.place = (int)r->n_all_reduce++;
+    if (all_reduce_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
-    if (r->shared && n_tok > FEW_TOKENS) cuda_sync(r, "a forward pass");
-    const struct area *stage = &r->area[p->stage * p->n_rank];
-    for (int k = 0; k < p->n_rank; k++) a.slot[k] = stage[k].slot, a.flag[k] = stage[k].sum_flag;
+    if (r->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
+    const struct mailbox *stage = &r->mailbox[shard->stage * shard->n_rank];
+    for (int k = 0; k < shard->n_rank; k++) a.slot[k] = stage[k].slot, a.flag[k] = stage[k].reduce_flag;
     const size_t step = (size_t)piece * (size_t)n;
     for (int t = 0; t < n_tok; t += piece) {
         a.n_tok = min(n_tok - t, piece);
-        LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, (unsigned)min(a.n_tok, (int)JOIN_BLOCKS), NORM_THREADS, 0, c->stream, a);
+        LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, (unsigned)min(a.n_tok, (int)ALLREDUCE_BLOCKS), NORM_THREADS, 0, c->stream,
+                   a);
         a.x += step, a.delta = (const float *)a.delta + step, a.h16 += step;
         if (a.h32) a.h32 += step;
     }
 }
 
-static void cuda_leave(struct rank *r, enum act x, enum act delta) {
-    const struct part *p = &r->m->part;
+static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
+    const struct shard *shard = &r->m->shard;
     const size_t n = (size_t)r->m->n_embd;
-    cuda_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
-    if (p->stage + 1 == p->n_stage) return;
-    const struct area *next = &r->area[r->index + p->n_rank];
-    move_rows(r, {party_of(r), CH_HAND, r->area[r->index].room, 1, r->cuda->x32[x], next->x, n, n, r->n_tok,
-                  r->m->n_embd, next->x_flag});
+    cuda_all_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
+    if (shard->stage + 1 == shard->n_stage) return;
+    const struct mailbox *next = &r->mailbox[r->index + shard->n_rank];
+    send_rows(r, {tp_peer_of(r), CH_SEND, r->mailbox[r->index].credit, 1, r->cuda->x32[x], next->x, n, n, r->n_tok,
+                  r->m->n_embd, next->hidden_flag});
 }
 
 /* The next launch moves `count` matrices of w's shape, and `more` bytes. */
-static void profile_matrices(const struct dmat *w, double count, double more) {
+static void profile_matrices(const struct device_matrix *w, double count, double more) {
     static const char *const format[] = {"fp4", "q8", "f16"};
     profile_next(count * w->n_rt * w->n_kt * (TILE_BYTES(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
                  "%.0f of %dx%d %s", count, w->n_out, w->n_in, format[w->fmt]);
 }
 
 /* y = W x for n_tok rows of halves. batch > 0: one matrix per head, x and y advance by x_batch and y_batch. */
-static void product(struct rank *r, const struct dmat *w, const uint16_t *x, size_t x_stride, size_t x_batch, int n_tok,
-                    int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
+static void product(struct rank *r, const struct device_matrix *w, const uint16_t *x, size_t x_stride, size_t x_batch,
+                    int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
     struct cuda *c = r->cuda;
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
-    if (n_tok <= FEW_TOKENS) {
-        struct few_args p = {};
+    if (n_tok <= DECODE_MAX_TOKENS) {
+        struct gemv_args p = {};
         p.part[0].w = *w, p.part[0].x = x, p.part[0].x_stride = x_stride, p.part[0].x_job = x_batch,
         p.part[0].max_jobs = 1;
         p.n_part = 1, p.n_tok = n_tok, p.batch = batch;
         p.y16 = y16, p.y32[0] = y32, p.y_stride[0] = y_stride, p.y_batch = y_batch;
-        few_sum_launch(&p, c->stream);
+        gemv_sum_launch(&p, c->stream);
         return;
     }
     struct gemm_args g = {};
@@ -2972,38 +2987,39 @@ static void product(struct rank *r, const struct dmat *w, const uint16_t *x, siz
 
 static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    product(r, mat(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
+    product(r, device_matrix_of(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
+            (size_t)r->width[out], 0);
 }
 
 static void cuda_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
     struct cuda *c = r->cuda;
-    struct few_args p = {};
+    struct gemv_args p = {};
     for (int i = 0; i < 3 && w[i]; i++) {
-        if (r->n_tok > FEW_TOKENS) {
+        if (r->n_tok > DECODE_MAX_TOKENS) {
             cuda_linear(r, w[i], x, out[i]);
             continue;
         }
-        struct few_part *q = &p.part[p.n_part];
-        profile_matrices(mat(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
-        q->w = *mat(c, w[i]), q->x = c->x16[x], q->x_stride = (size_t)r->width[x], q->max_jobs = 1;
+        struct gemv_batch *q = &p.part[p.n_part];
+        profile_matrices(device_matrix_of(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
+        q->w = *device_matrix_of(c, w[i]), q->x = c->x16[x], q->x_stride = (size_t)r->width[x], q->max_jobs = 1;
         p.y32[p.n_part] = c->x32[out[i]], p.y_stride[p.n_part++] = (size_t)r->width[out[i]];
     }
     if (!p.n_part) return;
     p.separate = true, p.n_tok = r->n_tok;
-    few_sum_launch(&p, c->stream);
+    gemv_sum_launch(&p, c->stream);
 }
 
 static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) {
     const struct model *m = r->m;
-    const struct layer *y = &m->layers[il];
+    const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
     struct rope_args p = {};
     p.batch = c->batch, p.cs = c->cs, p.sn = c->sn, p.q = c->x32[q], p.k = c->x32[k], p.q16 = c->x16[q];
     p.kp = r->kv[il].k, p.vp = r->kv[il].v;
     p.n_head = m->n_head, p.n_head_kv = m->n_head_kv, p.d = m->head_k, p.dv = m->head_v, p.rope = m->rope_dim;
-    p.latent = m->kv_lora, p.nope = m->nope, p.eps = m->rms_eps, p.q_rope = c->qlat;
-    p.q_norm = (const float *)vec(c, y->q_norm),
-    p.k_norm = (const float *)vec(c, m->kv_lora ? y->kv_a_norm : y->k_norm);
+    p.latent = m->kv_lora, p.nope = m->nope, p.eps = m->rms_eps, p.q_rope = c->q_absorbed;
+    p.q_norm = (const float *)device_vector_of(c, layer->q_norm),
+    p.k_norm = (const float *)device_vector_of(c, m->kv_lora ? layer->kv_a_norm : layer->k_norm);
     return p;
 }
 
@@ -3023,13 +3039,13 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
     struct attn_args a = {};
-    a.q = q, a.out = out, a.part = c->part, a.k = r->kv[il].k, a.v = r->kv[il].v;
+    a.q = q, a.out = out, a.partials = c->partials, a.k = r->kv[il].k, a.v = r->kv[il].v;
     a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = m->n_head, a.n_head_kv = n_head_kv, a.dk = dk, a.dv = dv;
     a.q_stride = (size_t)m->n_head * (size_t)dk, a.out_stride = (size_t)m->n_head * (size_t)dv;
     a.scale = m->attn_scale, a.max_splits = r->sizes.splits;
     const double key = (double)kv_token_bytes(m, r->kv_type) / m->n_layer;
     profile_next((r->pos + r->n_tok) * key, "%d keys", r->pos + r->n_tok);
-    attn_launch(&a, m->kv_lora != 0, r->n_tok > FEW_TOKENS, c->stream);
+    attn_launch(&a, m->kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
 }
 
 static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
@@ -3041,145 +3057,152 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out)
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
     size_t key = (size_t)(m->kv_lora + m->rope_dim), lat = (size_t)m->kv_lora, heads = (size_t)m->n_head;
-    product(r, mat(c, &m->layers[il].wk_b), c->x16[q], heads * (size_t)m->head_k, (size_t)m->head_k, r->n_tok,
-            m->n_head, c->qlat, NULL, heads * key, key);
-    attend(r, il, c->qlat, (int)key, c->mixed, m->kv_lora, 1);
-    product(r, mat(c, &m->layers[il].wv_b), c->mixed, heads * lat, lat, r->n_tok, m->n_head, c->x16[out], NULL,
-            heads * (size_t)m->head_v, (size_t)m->head_v);
+    product(r, device_matrix_of(c, &m->layers[il].wk_b), c->x16[q], heads * (size_t)m->head_k, (size_t)m->head_k,
+            r->n_tok, m->n_head, c->q_absorbed, NULL, heads * key, key);
+    attend(r, il, c->q_absorbed, (int)key, c->latent_out, m->kv_lora, 1);
+    product(r, device_matrix_of(c, &m->layers[il].wv_b), c->latent_out, heads * lat, lat, r->n_tok, m->n_head,
+            c->x16[out], NULL, heads * (size_t)m->head_v, (size_t)m->head_v);
 }
 
-/* Collects the squares of the inputs of network `net` of a layer: x, and hidden rows. first, rows: as in k_squares. */
-static void squares_add(struct rank *r, int il, int net, enum act x, const uint16_t *hidden, const int32_t *first,
+/* Collects the squares of the inputs of network `ffn` of a layer: x, and hidden rows. first, rows: as in k_in_sum2. */
+static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint16_t *hidden, const int32_t *first,
                         const int32_t *rows) {
-    struct ffn_net nets[2];
-    layer_nets(&r->m->layers[il], nets);
-    if (!r->squares) return;
-    float *sums = r->squares + squares_before(r->m, il) + (net ? net_squares(&nets[0]) : 0);
-    const int n_in = nets[net].gate->n_in, n_ff = nets[net].gate->n_out, n_e = nets[net].gate->n_expert;
-    LAUNCH_PDL(k_squares, dim3(ceil_div(n_in, 256), (unsigned)n_e), 256, 0, r->cuda->stream, r->cuda->x16[x],
+    struct ffn_weights ffns[2];
+    layer_ffns(&r->m->layers[il], ffns);
+    if (!r->in_sum2) return;
+    float *sums = r->in_sum2 + in_sum2_before(r->m, il) + (ffn ? ffn_in_sum2(&ffns[0]) : 0);
+    const int n_in = ffns[ffn].gate->n_in, n_ff = ffns[ffn].gate->n_out, n_e = ffns[ffn].gate->n_expert;
+    LAUNCH_PDL(k_in_sum2, dim3(ceil_div(n_in, 256), (unsigned)n_e), 256, 0, r->cuda->stream, r->cuda->x16[x],
                (size_t)r->width[x], first, rows, r->n_tok, n_in, 1.0f, sums);
-    LAUNCH_PDL(k_squares, dim3(ceil_div(n_ff, 256), (unsigned)n_e), 256, 0, r->cuda->stream, hidden, (size_t)n_ff,
+    LAUNCH_PDL(k_in_sum2, dim3(ceil_div(n_ff, 256), (unsigned)n_e), 256, 0, r->cuda->stream, hidden, (size_t)n_ff,
                first, (const int32_t *)NULL, r->n_tok, n_ff, HIDDEN_SCALE * HIDDEN_SCALE,
                sums + (size_t)n_e * (size_t)n_in);
 }
 
-/* out (+)= down(silu(gate x) * (up x)) of network `net` of a layer for many tokens. */
-static void dense_ffn_many(struct rank *r, int il, int net, enum act x, enum act out) {
+/* out (+)= down(silu(gate x) * (up x)) of network `ffn` of a layer for many tokens. */
+static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    struct ffn_net nets[2];
-    layer_nets(&r->m->layers[il], nets);
-    const struct weight *gate = nets[net].gate, *up = nets[net].up, *down = nets[net].down;
+    struct ffn_weights ffns[2];
+    layer_ffns(&r->m->layers[il], ffns);
+    const struct weight *gate = ffns[ffn].gate, *up = ffns[ffn].up, *down = ffns[ffn].down;
     struct gemm_args g = {};
-    g.w = *mat(c, gate), g.w2 = *mat(c, up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x], g.n_tok = r->n_tok;
+    g.w = *device_matrix_of(c, gate), g.w2 = *device_matrix_of(c, up), g.x = c->x16[x],
+    g.x_stride = (size_t)r->width[x], g.n_tok = r->n_tok;
     g.y = c->hidden_shared, g.y_stride = (size_t)gate->n_out;
     profile_matrices(&g.w, 2, 0);
     gemm_prefill(&g, 1, c->stream);
-    squares_add(r, il, net, x, c->hidden_shared, NULL, NULL);
-    struct dmat d = *mat(c, down);
+    in_sum2_add(r, il, ffn, x, c->hidden_shared, NULL, NULL);
+    struct device_matrix d = *device_matrix_of(c, down);
     d.unit *= HIDDEN_SCALE;
     product(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
 /* The networks of a layer, of which routed experts are the first, for 1..16 tokens. */
-static void ffn_few(struct rank *r, int il, bool routed, enum act x, enum act out) {
+static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act out) {
     struct cuda *c = r->cuda;
     const struct route_args *ro = &c->route;
-    struct few_glu_args u = {};
-    struct few_args d = {};
-    struct ffn_net nets[2];
-    const int n = layer_nets(&r->m->layers[il], nets);
+    struct gemv_glu_args u = {};
+    struct gemv_args d = {};
+    struct ffn_weights ffns[2];
+    const int n = layer_ffns(&r->m->layers[il], ffns);
     double jobs[2] = {1, 1}; /* matrices that are read */
     for (int i = 0; i < n; i++) {
         const bool experts = routed && !i;
-        struct few_part p = {};
-        p.w = *mat(c, nets[i].gate), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
+        struct gemv_batch p = {};
+        p.w = *device_matrix_of(c, ffns[i].gate), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
         if (experts) {
             p.expert = ro->job_expert, p.n_jobs = ro->n_jobs;
             p.max_jobs = min(r->n_tok * r->m->n_expert_used, p.w.n_expert);
             jobs[i] = experts_expected(r->m, p.w.n_expert, r->n_tok);
         }
-        u.gate[i] = p, u.up[i] = *mat(c, nets[i].up), u.y[i] = experts ? c->hidden : c->hidden_shared;
+        u.gate[i] = p, u.up[i] = *device_matrix_of(c, ffns[i].up), u.y[i] = experts ? c->hidden : c->hidden_shared;
         u.y_stride[i] = (size_t)p.w.n_out;
-        p.w = *mat(c, nets[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
-        if (experts) p.x_job = FEW_TOKENS * p.x_stride, p.weight = ro->job_weight;
+        p.w = *device_matrix_of(c, ffns[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
+        if (experts) p.x_job = DECODE_MAX_TOKENS * p.x_stride, p.weight = ro->job_weight;
         d.part[i] = p;
     }
     u.n_part = d.n_part = n, u.n_tok = d.n_tok = r->n_tok;
     d.y32[0] = c->x32[out], d.y_stride[0] = (size_t)r->width[out];
     for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, 2 * jobs[i], 0);
-    few_glu_launch(&u, c->stream);
+    gemv_glu_launch(&u, c->stream);
     for (int i = 0; i < n; i++) profile_matrices(&d.part[i].w, jobs[i], 0);
-    few_sum_launch(&d, c->stream);
+    gemv_sum_launch(&d, c->stream);
 }
 
 static void cuda_ffn(struct rank *r, int il, enum act x, enum act out) {
-    if (r->n_tok <= FEW_TOKENS && !r->stats) ffn_few(r, il, false, x, out);
-    else dense_ffn_many(r, il, 0, x, out);
+    if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) ffn_decode(r, il, false, x, out);
+    else dense_ffn_prefill(r, il, 0, x, out);
 }
 
 static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
-    const struct layer *y = &m->layers[il];
+    const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
     struct route_args p = c->route;
-    const void *router = vec(c, y->router.data);
-    if (router_halves(&y->router)) p.w16 = (const uint16_t *)router;
+    const void *router = device_vector_of(c, layer->router.data);
+    if (router_halves(&layer->router)) p.w16 = (const uint16_t *)router;
     else p.w32 = (const float *)router;
-    p.bias = (const float *)vec(c, y->router_bias), p.x = c->x32[x];
-    p.n_tok = r->n_tok, p.n_expert = y->n_expert;
-    if (r->n_tok <= FEW_TOKENS && !r->stats) { /* what is collected lies sorted by expert */
-        route_few_launch(&p, c->stream);
-        ffn_few(r, il, true, x, out);
+    p.bias = (const float *)device_vector_of(c, layer->router_bias), p.x = c->x32[x];
+    p.n_tok = r->n_tok, p.n_expert = layer->n_expert;
+    if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* what is collected lies sorted by expert */
+        route_decode_launch(&p, c->stream);
+        ffn_decode(r, il, true, x, out);
         return;
     }
-    LAUNCH_PDL(k_route_logits, dim3(ceil_div(y->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
-    LAUNCH_PDL(k_route_many, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)y->n_expert, c->stream, p);
+    LAUNCH_PDL(k_route_logits, dim3(ceil_div(layer->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
+    LAUNCH_PDL(k_route_prefill, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)layer->n_expert, c->stream,
+               p);
     struct sort_args s = c->sort;
-    s.n_slots = r->n_tok * s.k, s.n_expert = y->n_expert;
-    LAUNCH_PDL(k_sort, (unsigned)y->n_expert, 256, 0, c->stream, s);
+    s.n_slots = r->n_tok * s.k, s.n_expert = layer->n_expert;
+    LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
-    if (y->sh_gate.data) dense_ffn_many(r, il, 1, x, out);
+    if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
     struct gemm_args g = {};
-    g.w = *mat(c, &y->gate), g.w2 = *mat(c, &y->up), g.x = c->x16[x], g.x_stride = (size_t)r->width[x], g.rows = s.row;
+    g.w = *device_matrix_of(c, &layer->gate), g.w2 = *device_matrix_of(c, &layer->up), g.x = c->x16[x],
+    g.x_stride = (size_t)r->width[x], g.rows = s.row;
     g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
-    g.max_tiles = s.n_slots / TN + (y->n_expert < s.n_slots ? y->n_expert : s.n_slots);
-    g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)y->gate.n_out;
-    const bool act4 = r->sizes.act4 && g.w.fmt == FMT_FP4 && mat(c, &y->down)->fmt == FMT_FP4;
+    g.max_tiles = s.n_slots / TN + (layer->n_expert < s.n_slots ? layer->n_expert : s.n_slots);
+    g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)layer->gate.n_out;
+    const bool w4a4 = r->sizes.w4a4 && g.w.fmt == FMT_FP4 && device_matrix_of(c, &layer->down)->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
-        if (act4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
-        profile_matrices(&g.w, (1 + glu) * experts_expected(m, y->n_expert, r->n_tok), 0);
+        if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
+        profile_matrices(&g.w, (1 + glu) * experts_expected(m, layer->n_expert, r->n_tok), 0);
         gemm_prefill(&g, glu, c->stream);
     };
     experts(1, r->n_tok, c->x4);
-    squares_add(r, il, 0, x, c->hidden, s.first, s.row);
-    g.w = *mat(c, &y->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride, g.rows = NULL;
-    g.y = c->slots, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
+    in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
+    g.w = *device_matrix_of(c, &layer->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
+    g.rows = NULL;
+    g.y = c->expert_out, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
     experts(0, s.n_slots, c->hidden4);
     if (r->stats) {
-        struct stats_args a = {c->slots, m->n_embd, s.k,      s.first,
-                               s.row,    s.id,      p.weight, r->stats + (size_t)il * (size_t)m->n_expert_max * STATS};
-        LAUNCH_PDL(k_stats, (unsigned)y->n_expert, 256, 0, c->stream, a);
+        struct stats_args a = {
+            c->expert_out, m->n_embd, s.k,      s.first,
+            s.row,         s.id,      p.weight, r->stats + (size_t)il * (size_t)m->n_expert_max * STATS};
+        LAUNCH_PDL(k_stats, (unsigned)layer->n_expert, 256, 0, c->stream, a);
     }
-    LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->slots, s.place, p.weight, s.k,
-               r->width[out], y->sh_gate.data != NULL, c->x32[out]);
+    LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->expert_out, s.inverse, p.weight, s.k,
+               r->width[out], layer->sh_gate.data != NULL, c->x32[out]);
 }
 
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
-    const struct part *p = &r->m->part;
-    const struct area *head = &r->area[p->stage * p->n_rank];
+    const struct shard *shard = &r->m->shard;
+    const struct mailbox *head = &r->mailbox[shard->stage * shard->n_rank];
     if (!c->logits) c->logits = head->logits; /* of the first of several ranks: where the others push theirs */
     struct norm_args a =
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
     LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n, NORM_THREADS, 0, c->stream, a);
-    struct dmat w = *mat(c, &r->m->output); /* maybe the embedding, of which the first rank's rows are the first */
+    struct device_matrix w =
+        *device_matrix_of(c, &r->m->output); /* maybe the embedding, of which the first rank's rows are the first */
     w.n_out = r->m->output.n_out, w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
     product(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
-    if (p->rank) /* behind the last id there is room for three more */
-        move_rows(r, {party_of(r), CH_LOGITS, NULL, 0, c->logits, head->logits + r->m->first_id, c->logits_stride,
-                      logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, head->logits_flag + p->rank});
-    else if (p->n_rank > 1)
-        move_rows(r, {party_of(r), CH_LOGITS, head->logits_flag, p->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
+    if (shard->rank) /* behind the last id there is room for three more */
+        send_rows(r,
+                  {tp_peer_of(r), CH_LOGITS, NULL, 0, c->logits, head->logits + r->m->first_id, c->logits_stride,
+                   logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, head->logits_flag + shard->rank});
+    else if (shard->n_rank > 1)
+        send_rows(r, {tp_peer_of(r), CH_LOGITS, head->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
     cuda_ok(r, cudaGetLastError(), "the output layer");
 }
 
@@ -3224,11 +3247,11 @@ static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first,
 
 static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
 
-static void cuda_read_stats(struct rank *r, double *stats, float *squares) {
+static void cuda_read_stats(struct rank *r, double *stats, float *in_sum2) {
     const size_t n = (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS;
     const char *what = "reading what was collected";
     cuda_copy(r, stats, r->stats, n * sizeof *stats, what);
-    if (squares) cuda_copy(r, squares, r->squares, squares_before(r->m, r->m->n_layer) * sizeof *squares, what);
+    if (in_sum2) cuda_copy(r, in_sum2, r->in_sum2, in_sum2_before(r->m, r->m->n_layer) * sizeof *in_sum2, what);
     cuda_sync(r, what);
 }
 
@@ -3327,20 +3350,20 @@ static void cuda_close(struct rank *r) {
     if (!c) return;
     cudaSetDevice(r->device);
     if (c->stream) cudaStreamSynchronize(c->stream);
-    rank_meet(r); /* nobody writes to this rank's memory any more */
-    for (int i = 0; i <= FEW_TOKENS; i++)
+    rank_barrier(r); /* nobody writes to this rank's memory any more */
+    for (int i = 0; i <= DECODE_MAX_TOKENS; i++)
         if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
 #ifdef HAVE_NCCL
     if (c->comm) ncclCommDestroy(c->comm); /* behind the graphs: it waits for those that recorded its calls */
 #endif
     for (size_t i = 0; i < arrlenu(r->owned); i++) cudaFree(r->owned[i]);
     for (size_t i = 0; i < arrlenu(c->pinned); i++) cudaFreeHost(c->pinned[i]);
-    for (struct stage &s : c->stage) stage_end(&s);
-    for (struct stage &s : c->sent) stage_end(&s);
+    for (struct staging &s : c->staging) staging_free(&s);
+    for (struct staging &s : c->sent) staging_free(&s);
     if (c->stream) cudaStreamDestroy(c->stream);
     arrfree(r->owned);
     arrfree(c->pinned);
-    hmfree(c->twins);
+    hmfree(c->copies);
     free(c);
     free(r->work);
     free(r->kv);
@@ -3349,11 +3372,11 @@ static void cuda_close(struct rank *r) {
 }
 
 static const struct ops cuda_ops = {
-    cuda_begin,       cuda_end,           cuda_enter,      cuda_rmsnorm,       cuda_reduce_add_rmsnorm,
-    cuda_leave,       cuda_linear,        cuda_linear3,    cuda_rope_store_kv, cuda_attention,
-    cuda_mla_store,   cuda_mla_attention, cuda_ffn,        cuda_moe_ffn,       cuda_logits,
-    cuda_read_logits, cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
-    cuda_read_stats,  cuda_measure,       cuda_profile,    cuda_close};
+    cuda_begin,        cuda_end,           cuda_embed,      cuda_rmsnorm,       cuda_all_reduce_add_rmsnorm,
+    cuda_final_reduce, cuda_linear,        cuda_linear3,    cuda_rope_store_kv, cuda_attention,
+    cuda_mla_store,    cuda_mla_attention, cuda_ffn,        cuda_moe_ffn,       cuda_logits,
+    cuda_read_logits,  cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
+    cuda_read_stats,   cuda_measure,       cuda_profile,    cuda_close};
 
 extern "C" int cuda_device_count(char *err) {
     int n = 0;
@@ -3398,29 +3421,31 @@ extern "C" void cuda_open(struct rank *r) {
 
 extern "C" void cuda_allocate(struct rank *r) {
     const struct model *m = r->m;
-    const struct part p = m->part;
+    const struct shard p = m->shard;
     const struct gpu_sizes s = r->sizes;
     struct cuda *c = r->cuda;
     struct route_args *route = &c->route;
     c->batch = (struct batch *)cuda_memory(r, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
     c->tokens = (int32_t *)(c->batch + 1);
-    for (struct stage &x : c->sent) stage_take(r, &x, ((size_t)r->chunk + 2) * sizeof(int32_t), false, "host memory");
+    for (struct staging &x : c->sent)
+        staging_take(r, &x, ((size_t)r->chunk + 2) * sizeof(int32_t), false, "host memory");
     c->freq = (const float *)cuda_vector(r, m->rope_freq, m->rope_freq, (size_t)m->rope_dim / 2 * sizeof(float),
                                          "activations");
     uint8_t *cache = (uint8_t *)cuda_memory(r, rank_cache(r, NULL), "the KV cache");
     if (cache) rank_cache(r, cache);
-#define ROOM(field, type, count)                                                             \
+#define BUFFER(field, type, count)                                                           \
     if (const size_t bytes = sizeof(type) * (count)) /* NULL where there is no such thing */ \
     c->field = (type *)cuda_memory(r, bytes, "activations")
-    GPU_ROOMS(ROOM);
-#undef ROOM
+    GPU_BUFFERS(BUFFER);
+#undef BUFFER
     c->logits_stride = p.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(p.rank ? m->output.n_out : m->n_vocab);
     const size_t logits_bytes = (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float);
     c->logits_host = (float *)cuda_host_memory(r, logits_bytes, "host memory for logits");
     c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
     route->n_embd = m->n_embd, route->k = m->n_expert_used, route->n_group = m->n_group,
     route->n_group_used = m->n_group_used;
-    route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->weights_norm, route->factor = m->weights_scale;
+    route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->norm_topk_prob,
+    route->factor = m->routed_scaling_factor;
     c->sort.id = route->id, c->sort.k = route->k;
     memcpy(r->act, c->x32, sizeof r->act);
     cuda_ok(r, cudaStreamSynchronize(c->stream), "starting");

@@ -63,7 +63,7 @@ struct bench {
         return must(cudaMemcpy(p, v.data(), v.size() * sizeof *p, cudaMemcpyHostToDevice)), p;
     }
     /* Random weights of moderate size; expert e has the rows from e on of one list. */
-    struct dmat matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t rng) {
+    struct device_matrix matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t rng) {
         static const uint32_t types[] = {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16};
         const int n_rt = (n_out + TILE_ROWS - 1) / TILE_ROWS, n_kt = (n_in + TILE_COLS - 1) / TILE_COLS;
         const size_t n = (size_t)n_rt * (size_t)n_kt, row = gguf_row_bytes(types[fmt], (size_t)n_kt * TILE_COLS);
@@ -80,7 +80,7 @@ struct bench {
         uint32_t *range = room<uint32_t>(2);
         must(cudaMemcpy(raw, list.data(), list.size(), cudaMemcpyHostToDevice));
         const float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* sums of moderate size */
-        struct dmat w = {codes, scales, NULL, NULL, unit, n_out, n_in, n_rt, n_kt, n_expert, fmt};
+        struct device_matrix w = {codes, scales, NULL, NULL, unit, n_out, n_in, n_rt, n_kt, n_expert, fmt};
         for (int e = 0; e < n_expert; e++) {
             struct repack k = {row, types[fmt], e, 1, 0, n_rt, 8, 256, unit};
             LAUNCH_PDL(k_repack, dim3((unsigned)((n + 7) / 8)), 256, 0, stream, k, raw + (size_t)e * row, w, range);

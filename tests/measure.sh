@@ -57,7 +57,7 @@ step tiles 60 '\|' build/bench_tiles
 step write 60 tensors ./moe --synth qwen3-30b-a3b:layers=8 -m "$file" --info
 step upload 30 'weights|loaded' ./moe -m "$file" --gpus 0 --verbose -c 256 --ids 1,2,3 --logits "$out/logits.npy"
 if sanitizer=$(command -v compute-sanitizer); then
-    step sanitizer 120 'ERROR|passed' "$sanitizer" --error-exitcode 1 build/test_gpu cuda/few cuda/router cuda/sort
+    step sanitizer 120 'ERROR|passed' "$sanitizer" --error-exitcode 1 build/test_gpu cuda/gemv cuda/router cuda/sort
 else echo "no compute-sanitizer: not checked with it"; fi
 echo "$SECONDS s; $([ $failed = 0 ] && echo "all steps succeeded" || echo "some steps FAILED"); what they said is in $out"
 exit $failed

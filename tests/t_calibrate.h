@@ -8,7 +8,7 @@ static void some_ids(int32_t *ids, int n, int n_vocab) {
 /* What should have been collected, by a moe_ffn and an ffn that compute it all again in double from their input. */
 static struct {
     const struct ops *plain;
-    double *stats, *squares;
+    double *stats, *in_sum2;
 } spy;
 
 /* y (n_out) = the product of matrix e of w and x (n_in). */
@@ -25,13 +25,13 @@ static void spy_product(const struct weight *w, int e, const double *x, double *
 }
 
 /* The norm of what expert e of a network makes of x (floats); the squares of both inputs are added. */
-static double spy_expert(const struct model *m, int il, int net, int e, const float *input) {
-    struct ffn_net nets[2];
-    layer_nets(&m->layers[il], nets);
-    const struct ffn_net *n = &nets[net];
+static double spy_expert(const struct model *m, int il, int ffn, int e, const float *input) {
+    struct ffn_weights ffns[2];
+    layer_ffns(&m->layers[il], ffns);
+    const struct ffn_weights *n = &ffns[ffn];
     const size_t n_in = (size_t)n->gate->n_in, ff = (size_t)n->gate->n_out;
     double *x = malloc((n_in + 2 * ff + (size_t)m->n_embd) * sizeof *x), *g = x + n_in, *u = g + ff, *y = u + ff;
-    double *sums = spy.squares + squares_before(m, il) + (net ? net_squares(&nets[0]) : 0), norm = 0;
+    double *sums = spy.in_sum2 + in_sum2_before(m, il) + (ffn ? ffn_in_sum2(&ffns[0]) : 0), norm = 0;
     for (size_t i = 0; i < n_in; i++) x[i] = (double)input[i], sums[(size_t)e * n_in + i] += x[i] * x[i];
     spy_product(n->gate, e, x, g);
     spy_product(n->up, e, x, u);
@@ -75,7 +75,7 @@ static double worst_difference(const double *a, const double *b, size_t n, size_
     return worst;
 }
 
-static double *squares_as_double(const float *x, size_t n) {
+static double *in_sum2_as_double(const float *x, size_t n) {
     double *y = xmalloc(n * sizeof *y);
     for (size_t i = 0; i < n; i++) y[i] = (double)x[i];
     return y;
@@ -87,15 +87,15 @@ static void test_calibrate_sums(void) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
-        const size_t n_squares = squares_before(&m, m.n_layer);
+        const size_t n_in_sum2 = in_sum2_before(&m, m.n_layer);
         double *got = xcalloc(n_stats, sizeof *got);
-        float *squares = xcalloc(n_squares, sizeof *squares);
+        float *in_sum2 = xcalloc(n_in_sum2, sizeof *in_sum2);
         for (int fast = 0; fast < 2; fast++) {
             const struct kernels *k = fast ? kernels_choose() : &kernels_ref;
             const double limit = fast ? 2e-3 : 2e-5;
             struct session s;
             int32_t ids[40];
-            spy.stats = xcalloc(n_stats, sizeof *spy.stats), spy.squares = xcalloc(n_squares, sizeof *spy.squares);
+            spy.stats = xcalloc(n_stats, sizeof *spy.stats), spy.in_sum2 = xcalloc(n_in_sum2, sizeof *spy.in_sum2);
             session_init(&s, &m, 1, 1, (struct cpu_options){k, 2, 64, KV_F32, true, true});
             struct ops ops = *s.r->ops;
             spy.plain = s.r->ops, ops.moe_ffn = spy_moe_ffn, ops.ffn = spy_ffn, s.r->ops = &ops;
@@ -104,20 +104,20 @@ static void test_calibrate_sums(void) {
             session_forward(&s, ids + 23, 1);
             s.n_past = 0;
             session_forward(&s, ids + 24, 16);
-            session_stats(&s, got, squares);
-            double *sq = squares_as_double(squares, n_squares);
+            session_stats(&s, got, in_sum2);
+            double *sq = in_sum2_as_double(in_sum2, n_in_sum2);
             for (int i = 0; i < STATS; i++) {
                 const double e = worst_difference(spy.stats + i, got + i, n_stats - (size_t)i, STATS);
                 CHECK(e <= (i == STAT_TOKENS ? 0 : limit), "%s, %s: %s differs by %.2e", names[f], k->name,
                       stat_names[i], e);
             }
-            const double e = worst_difference(spy.squares, sq, n_squares, 1);
+            const double e = worst_difference(spy.in_sum2, sq, n_in_sum2, 1);
             CHECK(e <= 20 * limit, "%s, %s: squares differ by %.2e", names[f], k->name, e);
             s.r->ops = spy.plain;
             session_free(&s);
-            free(spy.stats), free(spy.squares), free(sq);
+            free(spy.stats), free(spy.in_sum2), free(sq);
         }
-        free(got), free(squares);
+        free(got), free(in_sum2);
         model_free(&m);
     }
 }

@@ -626,7 +626,7 @@ static void test_convert_keys(void) {
                      "\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":5000000,\"factor\":4.0,"
                      "\"original_max_position_embeddings\":1024}}");
     if (hf_convert(&h)) {
-        CHECK(key_int(&h.g, "qwen3moe.expert_weights_norm") == 0, "weights_norm");
+        CHECK(key_int(&h.g, "qwen3moe.expert_weights_norm") == 0, "norm_topk_prob");
         CHECK(key_num(&h.g, "qwen3moe.rope.freq_base") == 5e6 && key_num(&h.g, "qwen3moe.rope.scaling.factor") == 4,
               "rope");
         CHECK(key_int(&h.g, "qwen3moe.attention.key_length") == 64 &&

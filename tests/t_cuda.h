@@ -19,11 +19,11 @@ bool cuda_test_counted(struct rank *r);
 bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
 void cuda_test_emulator(void);
 void cuda_test_upload(void);
-void cuda_test_few(void);
+void cuda_test_gemv(void);
 void cuda_test_router(void);
 void cuda_test_sort(void);
 void cuda_test_links(void);
-void cuda_test_products(void);
+void cuda_test_gemm(void);
 void cuda_test_attention(void);
 int cuda_test_mutate(void); /* t_cuda_mutate.h */
 
@@ -40,109 +40,109 @@ static struct {
     const char *name;
     double worst;            /* relative RMS error of an operation, at most */
     double limit, moe_limit; /* the second: of moe_ffn for more than 16 tokens */
-} twin;
+} pair;
 
-static float *twin_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
+static float *pair_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
 
 /* The slot's values of the CPU become the GPU's: every operation starts from the same numbers. */
-static void twin_in(struct rank *r, enum act a) { cuda_test_write(twin.gpu, a, r->act[a], r->n_tok); }
+static void pair_in(struct rank *r, enum act a) { cuda_test_write(pair.gpu, a, r->act[a], r->n_tok); }
 
-static void twin_compare(const struct rank *r, const char *op, int il, const float *got, const float *want, size_t n) {
-    double e = nmse(got, want, n), limit = twin.limit;
+static void pair_compare(const struct rank *r, const char *op, int il, const float *got, const float *want, size_t n) {
+    double e = nmse(got, want, n), limit = pair.limit;
     e = n ? sqrt(e) : 0;
-    if (!strcmp(op, "moe_ffn") && r->n_tok > 16) limit = twin.moe_limit;
-    CHECK(e <= limit, "%s: %s of layer %d, %d tokens at %d: relative error %.2e, at most %.0e", twin.name, op, il,
+    if (!strcmp(op, "moe_ffn") && r->n_tok > 16) limit = pair.moe_limit;
+    CHECK(e <= limit, "%s: %s of layer %d, %d tokens at %d: relative error %.2e, at most %.0e", pair.name, op, il,
           r->n_tok, r->pos, e, limit);
-    if (e > twin.worst) twin.worst = e;
+    if (e > pair.worst) pair.worst = e;
 }
 
-static void twin_out(struct rank *r, const char *op, int il, enum act a) {
+static void pair_out(struct rank *r, const char *op, int il, enum act a) {
     size_t n = (size_t)r->n_tok * (size_t)r->width[a];
-    float *got = twin_buffer(n);
-    cuda_test_read(twin.gpu, a, got, r->n_tok, false);
-    twin_compare(r, op, il, got, r->act[a], n);
+    float *got = pair_buffer(n);
+    cuda_test_read(pair.gpu, a, got, r->n_tok, false);
+    pair_compare(r, op, il, got, r->act[a], n);
     free(got);
 }
 
 /* The rows of the batch in both caches, as floats. */
-static void twin_cache(struct rank *r, int il) {
+static void pair_cache(struct rank *r, int il) {
     for (int i = 0; i < 2; i++) {
-        const struct kv_plane *p = i ? &r->kv[il].v : &r->kv[il].k, *q = i ? &twin.gpu->kv[il].v : &twin.gpu->kv[il].k;
+        const struct kv_plane *p = i ? &r->kv[il].v : &r->kv[il].k, *q = i ? &pair.gpu->kv[il].v : &pair.gpu->kv[il].k;
         size_t n = (size_t)r->n_tok, width = (size_t)p->width;
         struct kv_plane g = *q;
         g.data = xmalloc(n * q->row_bytes), g.scale = q->scale ? xmalloc(n * (size_t)q->n_group * sizeof(float)) : NULL;
-        twin.gpu->ops->kv_copy(twin.gpu, q, (size_t)r->pos, n, g.data, g.scale, false);
-        float *got = twin_buffer(n * width), *want = twin_buffer(n * width);
+        pair.gpu->ops->kv_copy(pair.gpu, q, (size_t)r->pos, n, g.data, g.scale, false);
+        float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
         kv_load(&kernels_ref, &g, 0, (int)n, 0, p->width, got, p->width);
         kv_load(&kernels_ref, p, r->pos, (int)n, 0, p->width, want, p->width);
-        twin_compare(r, i ? "cache of v" : "cache of k", il, got, want, n * width);
+        pair_compare(r, i ? "cache of v" : "cache of k", il, got, want, n * width);
         free(g.data), free(g.scale), free(got), free(want);
     }
 }
 
-static void twin_enter(struct rank *r, enum act o) {
-    twin.cpu->enter(r, o), twin.gpu->ops->enter(twin.gpu, o);
-    twin_out(r, "enter", -1, o);
+static void pair_embed(struct rank *r, enum act o) {
+    pair.cpu->embed(r, o), pair.gpu->ops->embed(pair.gpu, o);
+    pair_out(r, "embed", -1, o);
 }
-static void twin_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) {
-    twin_in(r, x);
-    twin.cpu->rmsnorm(r, x, w, o), twin.gpu->ops->rmsnorm(twin.gpu, x, w, o);
-    float *got = twin_buffer((size_t)r->n_tok * (size_t)r->width[o]);
-    cuda_test_read(twin.gpu, o, got, r->n_tok, true);
-    twin_compare(r, "rmsnorm", -1, got, r->act[o], (size_t)r->n_tok * (size_t)r->width[o]);
+static void pair_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) {
+    pair_in(r, x);
+    pair.cpu->rmsnorm(r, x, w, o), pair.gpu->ops->rmsnorm(pair.gpu, x, w, o);
+    float *got = pair_buffer((size_t)r->n_tok * (size_t)r->width[o]);
+    cuda_test_read(pair.gpu, o, got, r->n_tok, true);
+    pair_compare(r, "rmsnorm", -1, got, r->act[o], (size_t)r->n_tok * (size_t)r->width[o]);
     free(got);
 }
-static void twin_reduce(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
-    twin_in(r, x), twin_in(r, d);
-    twin.cpu->reduce_add_rmsnorm(r, x, d, w, o), twin.gpu->ops->reduce_add_rmsnorm(twin.gpu, x, d, w, o);
-    twin_out(r, "reduce_add_rmsnorm, sum", -1, x), twin_out(r, "reduce_add_rmsnorm", -1, o);
+static void pair_reduce(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
+    pair_in(r, x), pair_in(r, d);
+    pair.cpu->all_reduce_add_rmsnorm(r, x, d, w, o), pair.gpu->ops->all_reduce_add_rmsnorm(pair.gpu, x, d, w, o);
+    pair_out(r, "all_reduce_add_rmsnorm, sum", -1, x), pair_out(r, "all_reduce_add_rmsnorm", -1, o);
 }
-static void twin_leave(struct rank *r, enum act x, enum act d) {
-    twin_in(r, x), twin_in(r, d);
-    twin.cpu->leave(r, x, d), twin.gpu->ops->leave(twin.gpu, x, d);
-    twin_out(r, "leave", -1, x);
+static void pair_final_reduce(struct rank *r, enum act x, enum act d) {
+    pair_in(r, x), pair_in(r, d);
+    pair.cpu->final_reduce(r, x, d), pair.gpu->ops->final_reduce(pair.gpu, x, d);
+    pair_out(r, "final_reduce", -1, x);
 }
-static void twin_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
-    twin_in(r, x);
-    twin.cpu->linear(r, w, x, o), twin.gpu->ops->linear(twin.gpu, w, x, o);
-    twin_out(r, "linear", -1, o);
+static void pair_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
+    pair_in(r, x);
+    pair.cpu->linear(r, w, x, o), pair.gpu->ops->linear(pair.gpu, w, x, o);
+    pair_out(r, "linear", -1, o);
 }
-static void twin_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
-    twin_in(r, x);
-    twin.cpu->linear3(r, x, w, out), twin.gpu->ops->linear3(twin.gpu, x, w, out);
-    for (int i = 0; i < 3 && w[i]; i++) twin_out(r, "linear3", -1, out[i]);
+static void pair_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
+    pair_in(r, x);
+    pair.cpu->linear3(r, x, w, out), pair.gpu->ops->linear3(pair.gpu, x, w, out);
+    for (int i = 0; i < 3 && w[i]; i++) pair_out(r, "linear3", -1, out[i]);
 }
-static void twin_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
-    twin_in(r, q), twin_in(r, k), twin_in(r, v);
-    twin.cpu->rope_store_kv(r, il, q, k, v), twin.gpu->ops->rope_store_kv(twin.gpu, il, q, k, v);
-    twin_cache(r, il);
+static void pair_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
+    pair_in(r, q), pair_in(r, k), pair_in(r, v);
+    pair.cpu->rope_store_kv(r, il, q, k, v), pair.gpu->ops->rope_store_kv(pair.gpu, il, q, k, v);
+    pair_cache(r, il);
 }
-static void twin_attention(struct rank *r, int il, enum act q, enum act o) {
-    twin.cpu->attention(r, il, q, o), twin.gpu->ops->attention(twin.gpu, il, q, o);
-    twin_out(r, "attention", il, o);
+static void pair_attention(struct rank *r, int il, enum act q, enum act o) {
+    pair.cpu->attention(r, il, q, o), pair.gpu->ops->attention(pair.gpu, il, q, o);
+    pair_out(r, "attention", il, o);
 }
-static void twin_mla_store(struct rank *r, int il, enum act q, enum act kv) {
-    twin_in(r, q), twin_in(r, kv);
-    twin.cpu->mla_store(r, il, q, kv), twin.gpu->ops->mla_store(twin.gpu, il, q, kv);
-    twin_cache(r, il);
+static void pair_mla_store(struct rank *r, int il, enum act q, enum act kv) {
+    pair_in(r, q), pair_in(r, kv);
+    pair.cpu->mla_store(r, il, q, kv), pair.gpu->ops->mla_store(pair.gpu, il, q, kv);
+    pair_cache(r, il);
 }
-static void twin_mla_attention(struct rank *r, int il, enum act q, enum act o) {
-    twin.cpu->mla_attention(r, il, q, o), twin.gpu->ops->mla_attention(twin.gpu, il, q, o);
-    twin_out(r, "mla_attention", il, o);
+static void pair_mla_attention(struct rank *r, int il, enum act q, enum act o) {
+    pair.cpu->mla_attention(r, il, q, o), pair.gpu->ops->mla_attention(pair.gpu, il, q, o);
+    pair_out(r, "mla_attention", il, o);
 }
-static void twin_ffn(struct rank *r, int il, enum act x, enum act o) {
-    twin_in(r, x);
-    twin.cpu->ffn(r, il, x, o), twin.gpu->ops->ffn(twin.gpu, il, x, o);
-    twin_out(r, "ffn", il, o);
+static void pair_ffn(struct rank *r, int il, enum act x, enum act o) {
+    pair_in(r, x);
+    pair.cpu->ffn(r, il, x, o), pair.gpu->ops->ffn(pair.gpu, il, x, o);
+    pair_out(r, "ffn", il, o);
 }
-static void twin_moe_ffn(struct rank *r, int il, enum act x, enum act o) {
-    twin_in(r, x);
-    twin.cpu->moe_ffn(r, il, x, o), twin.gpu->ops->moe_ffn(twin.gpu, il, x, o);
-    twin_out(r, "moe_ffn", il, o);
+static void pair_moe_ffn(struct rank *r, int il, enum act x, enum act o) {
+    pair_in(r, x);
+    pair.cpu->moe_ffn(r, il, x, o), pair.gpu->ops->moe_ffn(pair.gpu, il, x, o);
+    pair_out(r, "moe_ffn", il, o);
 }
 
 /* Forwards of n tokens each over one timeline, every operation compared. */
-static void twin_forwards(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int splits,
+static void pair_forwards(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int splits,
                           enum moe_act act, const int *n) {
     struct rank cpu, gpu;
     char err[ERR_MAX] = "";
@@ -151,15 +151,15 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
-    table.enter = twin_enter, table.rmsnorm = twin_rmsnorm, table.reduce_add_rmsnorm = twin_reduce;
-    table.leave = twin_leave;
-    table.linear = twin_linear, table.linear3 = twin_linear3, table.rope_store_kv = twin_rope_store_kv,
-    table.attention = twin_attention;
-    table.mla_store = twin_mla_store, table.mla_attention = twin_mla_attention, table.ffn = twin_ffn;
-    table.moe_ffn = twin_moe_ffn;
-    twin.gpu = &gpu, twin.cpu = &cpu_ops, twin.name = name, twin.limit = 2e-3, twin.worst = 0;
+    table.embed = pair_embed, table.rmsnorm = pair_rmsnorm, table.all_reduce_add_rmsnorm = pair_reduce;
+    table.final_reduce = pair_final_reduce;
+    table.linear = pair_linear, table.linear3 = pair_linear3, table.rope_store_kv = pair_rope_store_kv,
+    table.attention = pair_attention;
+    table.mla_store = pair_mla_store, table.mla_attention = pair_mla_attention, table.ffn = pair_ffn;
+    table.moe_ffn = pair_moe_ffn;
+    pair.gpu = &gpu, pair.cpu = &cpu_ops, pair.name = name, pair.limit = 2e-3, pair.worst = 0;
     /* rounding to FP4 alone: 0.01 of the squares in x, twice by way of gate and up, and 0.01 in the hidden values */
-    twin.moe_limit = act == MOE_ACT_FP4 ? sqrt(4e-2) : twin.limit;
+    pair.moe_limit = act == MOE_ACT_FP4 ? sqrt(4e-2) : pair.limit;
     cpu.ops = &table;
     uint64_t rng = 7;
     for (int pos = 0; *n; pos += *n++) {
@@ -167,11 +167,11 @@ static void twin_forwards(const char *name, const struct model *m, enum kv_type 
         cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n;
         cuda_test_batch(&gpu);
         forward(&cpu);
-        twin_in(&cpu, A_X);
+        pair_in(&cpu, A_X);
         int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
         cpu_ops.logits(&cpu, *n - rows, rows), gpu.ops->logits(&gpu, *n - rows, rows);
         for (int i = 0; i < rows; i++)
-            twin_compare(&cpu, "logits", -1, gpu.ops->read_logits(&gpu, i), cpu_ops.read_logits(&cpu, i),
+            pair_compare(&cpu, "logits", -1, gpu.ops->read_logits(&gpu, i), cpu_ops.read_logits(&cpu, i),
                          (size_t)m->n_vocab);
     }
     cpu_ops.close(&cpu);
@@ -183,19 +183,19 @@ static void test_cuda_operations(void) {
         "qwen3moe",          "qwen3moe_nvfp4",    "qwen3moe_ct",     "qwen3moe_reap",    "deepseek_v3",
         "deepseek_v3_nvfp4", "deepseek_v3_plain", "deepseek_v3_fp8", "deepseek_v3_reap", "kimi_k2"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
-    int n_act4 = 0;
+    int n_w4a4 = 0;
     bool fp4 = cuda_test_begin(8);
     for (int f = 0; f < (int)(sizeof names / sizeof *names); f++) {
         struct model m;
         bool act4 = false;
         if (!fixture_load(names[f], &m)) return;
         for (int kv = 0; kv < 2; kv++)
-            twin_forwards(names[f], &m, kv ? KV_FP8 : KV_BF16, 128, splits[(f + 2 * kv + f / 4) % 4], MOE_ACT_F16, n);
-        for (int il = 0; il < m.n_layer; il++) act4 |= m.layers[il].n_expert && m.layers[il].gate.act4;
-        if (act4 && fp4) n_act4++, twin_forwards(names[f], &m, KV_BF16, 128, 0, MOE_ACT_FP4, wide);
+            pair_forwards(names[f], &m, kv ? KV_FP8 : KV_BF16, 128, splits[(f + 2 * kv + f / 4) % 4], MOE_ACT_F16, n);
+        for (int il = 0; il < m.n_layer; il++) act4 |= m.layers[il].n_expert && m.layers[il].gate.has_input_scale;
+        if (act4 && fp4) n_w4a4++, pair_forwards(names[f], &m, KV_BF16, 128, 0, MOE_ACT_FP4, wide);
         model_free(&m);
     }
-    CHECK(!fp4 || n_act4 >= 2, "%d fixtures are made for FP4 activations", n_act4);
+    CHECK(!fp4 || n_w4a4 >= 2, "%d fixtures are made for FP4 activations", n_w4a4);
 }
 
 /* A fixture that stays loaded: the tests of mutants run side by side in children, which must not write its file. */
@@ -332,8 +332,8 @@ struct division {
 };
 
 /* A session of the division; false after a failed check. */
-static bool division_session(struct session *s, const struct model *m, const struct division *d, int n_ctx,
-                             enum kv_type kv) {
+static bool layout_session(struct session *s, const struct model *m, const struct division *d, int n_ctx,
+                           enum kv_type kv) {
     char err[ERR_MAX] = "";
     struct cuda_options o = {
         .n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
@@ -353,7 +353,7 @@ static void cuda_turns(const struct division *d, int turns) {
     int32_t ids[CTX], first[IDS], again[IDS];
     if (!fixture_load("deepseek_v3_nvfp4", &m)) return;
     size_t before = cuda_test_free_bytes();
-    if (!division_session(&s, &m, d, CTX, KV_FP8)) return;
+    if (!layout_session(&s, &m, d, CTX, KV_FP8)) return;
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
     cuda_greedy(&s, ids, IDS, first, IDS);
     uint32_t hash = logit_hash(session_logits(&s), m.n_vocab);
@@ -436,10 +436,10 @@ static void test_cuda_failures(void) {
 static const struct ops *step_ops;
 #define STEP(op, params, ...) \
     static void step_##op params { step_ops->op(__VA_ARGS__), step_ops->wait(r); }
-STEP(enter, (struct rank * r, enum act o), r, o)
+STEP(embed, (struct rank * r, enum act o), r, o)
 STEP(rmsnorm, (struct rank * r, enum act x, const float *w, enum act o), r, x, w, o)
-STEP(reduce_add_rmsnorm, (struct rank * r, enum act x, enum act d, const float *w, enum act o), r, x, d, w, o)
-STEP(leave, (struct rank * r, enum act x, enum act d), r, x, d)
+STEP(all_reduce_add_rmsnorm, (struct rank * r, enum act x, enum act d, const float *w, enum act o), r, x, d, w, o)
+STEP(final_reduce, (struct rank * r, enum act x, enum act d), r, x, d)
 STEP(linear, (struct rank * r, const struct weight *w, enum act x, enum act o), r, w, x, o)
 STEP(linear3, (struct rank * r, enum act x, const struct weight *const w[3], const enum act o[3]), r, x, w, o)
 STEP(rope_store_kv, (struct rank * r, int il, enum act q, enum act k, enum act v), r, il, q, k, v)
@@ -463,8 +463,8 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     step_ops = r.ops;
     struct ops table = *r.ops;
     table.begin = step_begin, table.end = step_end;
-    table.enter = step_enter, table.rmsnorm = step_rmsnorm, table.reduce_add_rmsnorm = step_reduce_add_rmsnorm;
-    table.leave = step_leave, table.linear = step_linear, table.linear3 = step_linear3,
+    table.embed = step_embed, table.rmsnorm = step_rmsnorm, table.all_reduce_add_rmsnorm = step_all_reduce_add_rmsnorm;
+    table.final_reduce = step_final_reduce, table.linear = step_linear, table.linear3 = step_linear3,
     table.rope_store_kv = step_rope_store_kv;
     table.attention = step_attention, table.mla_store = step_mla_store, table.ffn = step_ffn;
     table.mla_attention = step_mla_attention, table.moe_ffn = step_moe_ffn, table.logits = step_logits;
@@ -509,7 +509,7 @@ static void test_cuda_forward(void) {
     }
 }
 
-/* ---- invented weights, --bench, --profile ---- */
+/* ---- synthetic weights, --bench, --profile ---- */
 
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
 static const struct synth tiny_synths[] = {
@@ -568,12 +568,12 @@ static void test_cuda_invented(void) {
     for (int which = 0; which < 3; which++) {
         if (!tiny_open(&e, &set, which)) return;
         struct session *s = &e.session;
-        const struct layer *y = &e.model.layers[e.model.n_layer - 1];
+        const struct layer *layer = &e.model.layers[e.model.n_layer - 1];
         struct rates rates = which == 1 ? s->r->ops->measure(s->r) : (struct rates){1, 1};
         CHECK(rates.bytes > 0 && rates.mma > 0, "%g bytes, %g operations per second", rates.bytes, rates.mma);
-        tiny_matrix(&e, &e.model.output, "output"), tiny_matrix(&e, &y->wo, "wo");
-        tiny_matrix(&e, &y->gate, "gate"), tiny_matrix(&e, &y->down, "down");
-        if (which == 1) tiny_matrix(&e, &y->wq_b, "wq_b"), tiny_matrix(&e, &y->wv_b, "wv_b");
+        tiny_matrix(&e, &e.model.output, "output"), tiny_matrix(&e, &layer->wo, "wo");
+        tiny_matrix(&e, &layer->gate, "gate"), tiny_matrix(&e, &layer->down, "down");
+        if (which == 1) tiny_matrix(&e, &layer->wq_b, "wq_b"), tiny_matrix(&e, &layer->wv_b, "wv_b");
         for (int i = 0; i < 3; i++) {
             int32_t ids[40];
             double sum = 0, sq = 0;
@@ -607,7 +607,7 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
         CHECK(got == calls[k], "%s, %d tokens: %s runs %d times, not %d", e->model.name, n, kernel[k], got, calls[k]);
     }
     CHECK(found == n_row, "%s, %d tokens: %d of %d rows are expected", e->model.name, n, found, n_row);
-    snprintf(logits, sizeof logits, "k_few_sum 1 of %dx%d f16", e->model.n_vocab, e->model.n_embd);
+    snprintf(logits, sizeof logits, "k_gemv_sum 1 of %dx%d f16", e->model.n_vocab, e->model.n_embd);
     for (int i = 0; i < n_row; i++) {
         for (int k = 0; k < i; k++) CHECK(strcmp(row[i].name, row[k].name), "%s twice", row[i].name);
         CHECK(row[i].seconds > 0, "%s: %g s", row[i].name, row[i].seconds);
@@ -621,11 +621,11 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
 }
 
 static void test_cuda_profile(void) {
-    static const char *const few[] = {"k_embed",    "k_add_norm",  "k_few_sum",   "k_few_glu", "k_rope_gqa",
-                                      "k_rope_mla", "attn_kernel", "k_route_few", NULL},
-                             *const many[] = {"k_embed",     "k_add_norm",     "k_few_sum",
+    static const char *const few[] = {"k_embed",    "k_add_norm",  "k_gemv_sum",     "k_gemv_glu", "k_rope_gqa",
+                                      "k_rope_mla", "attn_kernel", "k_route_decode", NULL},
+                             *const many[] = {"k_embed",     "k_add_norm",     "k_gemv_sum",
                                               "gemm_kernel", "k_rope_gqa",     "k_rope_mla",
-                                              "attn_kernel", "k_route_logits", "k_route_many",
+                                              "attn_kernel", "k_route_logits", "k_route_prefill",
                                               "k_sort",      "k_tiles",        "k_combine",
                                               NULL};
     static const int calls[2][2][12] = {{{1, 6, 7, 2, 2, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}},
@@ -634,7 +634,7 @@ static void test_cuda_profile(void) {
     struct settings set;
     for (int which = 0; which < 2; which++) {
         if (!tiny_open(&e, &set, which)) return;
-        float *before = twin_buffer((size_t)e.model.n_vocab);
+        float *before = pair_buffer((size_t)e.model.n_vocab);
         session_decode(&e.session, 5);
         memcpy(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before);
         profile_check(&e, 1, few, calls[which][0]);
@@ -691,7 +691,7 @@ static void test_cuda_bench(void) {
           "%s", out);
     CHECK(count_of(out, "\n") == 6 && count_of(out, "\n0,,,,") == 4, "%s", out);
     CHECK(count_of(sb_cstr(&said), " kernels per layer, ") == 6 && count_of(said, "through the graph, gap") == 5 &&
-              strstr(said, "prefill of 64: ") && strstr(said, "\nk_few_glu 4 of 64x128 fp4 + 2 of 64x128 fp4 "),
+              strstr(said, "prefill of 64: ") && strstr(said, "\nk_gemv_glu 4 of 64x128 fp4 + 2 of 64x128 fp4 "),
           "%s", said);
     arrfree(out), arrfree(said);
     interrupted = 1; /* the row that was begun is not printed */
@@ -750,10 +750,10 @@ static void test_cuda_images(void) {
 /* ---- several ranks ---- */
 
 /* Logits behind n ids and behind each of three more, (4, n_vocab), malloc'ed; NULL after a failed check. */
-static float *division_logits(const struct model *m, const struct division *d, const int32_t *ids, int n) {
+static float *layout_logits(const struct model *m, const struct division *d, const int32_t *ids, int n) {
     struct session s;
     size_t v = (size_t)m->n_vocab;
-    if (!division_session(&s, m, d, 96, KV_BF16)) return NULL;
+    if (!layout_session(&s, m, d, 96, KV_BF16)) return NULL;
     if (d->allreduce)
         CHECK(cuda_test_by_nccl(s.r, 1) == (d->allreduce == ALLREDUCE_NCCL), "%s: the other way to add was taken",
               d->name);
@@ -775,7 +775,7 @@ static float *division_logits(const struct model *m, const struct division *d, c
 
 static const struct division one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
 
-static void divisions_agree(const char *fixture, const struct division *d, int n_d, int n) {
+static void layouts_agree(const char *fixture, const struct division *d, int n_d, int n) {
     struct model m;
     char path[256];
     size_t n_ids = 0;
@@ -783,9 +783,9 @@ static void divisions_agree(const char *fixture, const struct division *d, int n
     snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", fixture);
     int32_t *ids = slurp(path, &n_ids);
     size_t before = cuda_test_free_bytes(), count = 4 * (size_t)m.n_vocab;
-    float *want = division_logits(&m, &one_rank, ids, n);
+    float *want = layout_logits(&m, &one_rank, ids, n);
     for (int i = 0; i < n_d && want; i++) {
-        float *got = division_logits(&m, &d[i], ids, n);
+        float *got = layout_logits(&m, &d[i], ids, n);
         double e = got ? nmse(got, want, count) : 0;
         CHECK(e <= 1e-3, "%s, %s: NMSE %.3g against one rank", fixture, d[i].name, e);
         CHECK(cuda_test_free_bytes() == before, "%s, %s: memory is lost", fixture, d[i].name);
@@ -802,9 +802,9 @@ static void test_cuda_ranks(void) {
                                               {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
     bool nccl = cuda_nccl() != 0;
-    divisions_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
-    divisions_agree("deepseek_v3", virtual, 3, 20);
-    divisions_agree("qwen3moe_ct", virtual, 3, 7);
+    layouts_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
+    layouts_agree("deepseek_v3", virtual, 3, 20);
+    layouts_agree("qwen3moe_ct", virtual, 3, 7);
 #ifdef CUEMU
     static const struct division several[] = {
         {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
@@ -812,8 +812,8 @@ static void test_cuda_ranks(void) {
         {"three GPUs without peer access", 3, 1, {0, 1, 3}, ALLREDUCE_ONESHOT, false},
         {"two by two GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
         {"two by two, no peers, NCCL", 2, 2, {3, 2, 1, 0}, ALLREDUCE_NCCL, false}};
-    divisions_agree("qwen3moe", several, 5, 20);
-    divisions_agree("deepseek_v3_nvfp4", several, 2, 30);
+    layouts_agree("qwen3moe", several, 5, 20);
+    layouts_agree("deepseek_v3_nvfp4", several, 2, 30);
 #endif
 }
 
@@ -830,7 +830,7 @@ static void test_cuda_same_bits(void) {
     if (!fixture_load("deepseek_v3", &m)) return;
     for (int i = 0; i < 20; i++) ids[i] = 11 + 17 * i;
     for (int i = 0; i < 4; i++) {
-        x[i] = division_logits(&m, &ways[i], ids, 14);
+        x[i] = layout_logits(&m, &ways[i], ids, 14);
         if (i && x[0] && x[i])
             CHECK(!memcmp(x[i], x[0], 4 * (size_t)m.n_vocab * sizeof(float)), "%s gives other bits", ways[i].name);
     }
@@ -839,7 +839,7 @@ static void test_cuda_same_bits(void) {
 }
 
 /* For t_cuda_mutate.h: sums, pieces of logits and hand-overs by the own kernels, on one GPU and on four, and by NCCL. */
-void cuda_test_sums(void) {
+void cuda_test_all_reduce(void) {
     static const struct division ways[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
                                            {"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
                                            {"on four GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
@@ -851,7 +851,7 @@ void cuda_test_sums(void) {
     size_t n = 4 * (size_t)m.n_vocab;
     for (int i = 0; i < 60; i++) ids[i] = 11 + 8 * i;
     for (int i = 0; i < 4; i++) {
-        x[i] = division_logits(&m, &ways[i], ids, 56);
+        x[i] = layout_logits(&m, &ways[i], ids, 56);
         if (!i || !x[0] || !x[i]) continue;
         CHECK(i != 2 || !x[1] || !memcmp(x[2], x[1], n * sizeof(float)), "%s gives other bits", ways[i].name);
         CHECK(nmse(x[i], x[0], n) <= 1e-3, "%s: NMSE %.3g", ways[i].name, nmse(x[i], x[0], n));
@@ -1003,7 +1003,7 @@ static void test_cuda_doctor(void) {
 
 /* Ranks on GPUs that go wrong: build/test_cuda --fault gpu-NAME. */
 static void fault_gpu_skips(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
-    if (!fault_now(r)) fault_ops->reduce_add_rmsnorm(r, x, delta, w, out);
+    if (!fault_now(r)) fault_ops->all_reduce_add_rmsnorm(r, x, delta, w, out);
 }
 
 static void rank_fault_gpu(const char *name, const char *path) {
@@ -1019,8 +1019,8 @@ static void rank_fault_gpu(const char *name, const char *path) {
     struct ops table = *s.r->ops;
     fault_ops = s.r->ops;
     if (!strcmp(name, "stuck")) table.mla_attention = fault_stuck;
-    if (!strcmp(name, "skips")) table.reduce_add_rmsnorm = fault_gpu_skips;
-    s.team.ranks[1].ops = &table;
+    if (!strcmp(name, "skips")) table.all_reduce_add_rmsnorm = fault_gpu_skips;
+    s.pg.ranks[1].ops = &table;
     if (!strcmp(name, "lost")) cuda_test_fail("LAUNCH", 40); /* a kernel of one rank */
     for (int i = 0; i < 2; i++) session_forward(&s, ids, 20);
     session_wait(&s);
@@ -1044,7 +1044,7 @@ static void test_cuda_stats(void) {
     for (int f = 0; f < 2; f++) {
         struct model m;
         struct session gpu, cpu;
-        struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .squares = true};
+        struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
         char err[ERR_MAX] = "", path[256];
         size_t n_ids;
         snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", names[f]); /* no close choices of experts */
@@ -1054,9 +1054,9 @@ static void test_cuda_stats(void) {
         if (!CHECK(session_open(&gpu, &m, 1, 1, gpu_rank_start, &o, err) == 0, "%s", err)) return;
         session_init(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
         const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
-        const size_t n_squares = squares_before(&m, m.n_layer);
+        const size_t n_in_sum2 = in_sum2_before(&m, m.n_layer);
         double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);
-        float *sq[2] = {xcalloc(n_squares, sizeof(float)), xcalloc(n_squares, sizeof(float))};
+        float *sq[2] = {xcalloc(n_in_sum2, sizeof(float)), xcalloc(n_in_sum2, sizeof(float))};
         for (int i = 0, at = 0; i < 4; at += pieces[i++]) {
             session_forward(&gpu, ids + at, pieces[i]);
             session_forward(&cpu, ids + at, pieces[i]);
@@ -1067,7 +1067,7 @@ static void test_cuda_stats(void) {
             const double e = worst_difference(want + i, got + i, n_stats - (size_t)i, STATS);
             CHECK(e <= (i == STAT_TOKENS ? 0 : 1e-2), "%s: %s differs by %.2e", names[f], stat_names[i], e);
         }
-        const double e = nmse(sq[0], sq[1], n_squares);
+        const double e = nmse(sq[0], sq[1], n_in_sum2);
         CHECK(e <= 1e-5, "%s: squares differ by NMSE %.2e", names[f], e);
         session_free(&gpu), session_free(&cpu);
         arrfree(ids);
@@ -1083,18 +1083,19 @@ void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_invented(void) { test_cuda_invented(); }
 
 #ifdef CUEMU
-#define TESTS_EMULATOR                                                                                             \
-    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits}, {"cuda/sums", cuda_test_sums}, \
-        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                  \
-        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures},
+#define TESTS_EMULATOR                                                                          \
+    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},             \
+        {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors}, \
+        {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},         \
+        {"cuda/failures", test_cuda_failures},
 #else
 #define TESTS_EMULATOR
 #endif
-#define TESTS_CUDA                                                                                                   \
-    TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/few", cuda_test_few}, {"cuda/router", cuda_test_router}, \
-        {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/products", cuda_test_products},       \
-        {"cuda/attention", cuda_test_attention}, {"cuda/operations", test_cuda_operations},                          \
-        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},     \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},             \
-        {"cuda/invented", test_cuda_invented}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, \
+#define TESTS_CUDA                                                                                                     \
+    TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/gemv", cuda_test_gemv}, {"cuda/router", cuda_test_router}, \
+        {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
+        {"cuda/attention", cuda_test_attention}, {"cuda/operations", test_cuda_operations},                            \
+        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},       \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
+        {"cuda/synthetic", test_cuda_invented}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},  \
         {"cuda/images", test_cuda_images},

@@ -173,7 +173,7 @@ struct matrix {
     std::vector<float> scale, bias;
     std::vector<double> v; /* (n_expert, n_out, n_in), factors and all */
     struct weight w = {};
-    struct dmat d = {};
+    struct device_matrix d = {};
     struct rank *r = uploader();
     struct cuda *c = r->cuda;
     size_t mark = arrlenu(r->owned);
@@ -190,7 +190,7 @@ struct matrix {
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
         gpu_upload_matrix(r, &w, "a test's matrix");
         must(cudaStreamSynchronize(test_stream), "uploading");
-        d = *mat(c, &w);
+        d = *device_matrix_of(c, &w);
         std::vector<float> row((size_t)n_in);
         for (int i = 0; i < n_expert * n_out; i++) {
             gguf_dequantize_row(type, &raw[(size_t)i * w.row_bytes], row.data(), (size_t)n_in);
@@ -205,7 +205,7 @@ struct matrix {
         while (arrlenu(r->owned) > mark) cudaFree(arrpop(r->owned));
         const void *hosts[3] = {w.bias, w.scale, w.data};
         for (const void *host : hosts)
-            if (host) hmdel(c->twins, host);
+            if (host) hmdel(c->copies, host);
     }
     double dot(int e, int row, const float *x) const {
         const double *a = &v[((size_t)e * (size_t)w.n_out + (size_t)row) * (size_t)w.n_in];
@@ -382,7 +382,7 @@ static void run_gemm(const struct gemm_case &t) {
            sum.nmse(), gaps, bad_codes);
 }
 
-extern "C" void cuda_test_products(void) {
+extern "C" void cuda_test_gemm(void) {
     const bool fp4 = cuda_test_begin(1);
     for (auto &type : matrix_types)
         for (int i = 0; i < 2; i++) {
@@ -485,27 +485,27 @@ extern "C" void cuda_test_upload(void) {
     gpu_upload_matrix(r, &far_apart, "a matrix");
     expect(r->failed && strstr(r->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", r->err);
     const void *key = raw.data();
-    hmdel(r->cuda->twins, key);
+    hmdel(r->cuda->copies, key);
     uploader();
 }
 
 /* ---- products for few tokens ---- */
 
 /* y = W x + bias for 1..16 tokens: one matrix, or one for each head. */
-static void run_few(uint32_t type, int n_tok, int heads, int n_out, int n_in, bool f32) {
+static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in, bool f32) {
     const int many = heads ? heads : 1;
     matrix w(type, many, n_out, n_in, !heads);
     tokens x(n_tok * many, w.w.n_in, 0x7BFF);
     gpu_array<uint16_t> xd(x.half);
     size_t stride = (size_t)n_out + 3, batch = stride * (size_t)n_tok + 4;
     results y(batch * (size_t)many, f32);
-    struct few_args p = {};
+    struct gemv_args p = {};
     p.part[0].w = w.d, p.part[0].x = xd, p.part[0].x_stride = x.stride, p.part[0].x_job = x.stride * (size_t)n_tok;
     p.part[0].max_jobs = 1, p.n_part = 1, p.n_tok = n_tok, p.batch = heads;
     (f32 ? (void *&)p.y32[0] : (void *&)p.y16) = y.y.p;
     p.y_stride[0] = stride, p.y_batch = batch;
     xd.arrive();
-    few_sum_launch(&p, test_stream);
+    gemv_sum_launch(&p, test_stream);
     finish("few tokens");
     y.got = y.y.get();
     error_sum sum;
@@ -523,8 +523,8 @@ static void run_few(uint32_t type, int n_tok, int heads, int n_out, int n_in, bo
 }
 
 /* The two halves of a feed-forward: the chosen experts by their jobs, and the shared one. */
-static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int n_jobs, int n_embd, int n_ff,
-                        int n_ff_shared) {
+static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int n_jobs, int n_embd, int n_ff,
+                         int n_ff_shared) {
     matrix gate(type, n_expert, n_ff, n_embd), up(type, n_expert, n_ff, n_embd), down(type, n_expert, n_embd, n_ff);
     matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
         sh_down(shared_type, 1, n_embd, n_ff_shared);
@@ -533,18 +533,19 @@ static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_ex
     std::vector<float> weight;
     for (int j = 0; j < n_expert; j++) { /* behind n_jobs: garbage */
         expert.push_back(j < n_jobs ? j * n_expert / max(n_jobs, 1) : 1 << 20);
-        for (int t = 0; t < FEW_TOKENS; t++) weight.push_back(rnd() % 3 && t < n_tok ? uniform() : 0);
+        for (int t = 0; t < DECODE_MAX_TOKENS; t++) weight.push_back(rnd() % 3 && t < n_tok ? uniform() : 0);
     }
-    gpu_array<uint16_t> xd(x.half), hidden((size_t)(n_expert * FEW_TOKENS * n_ff)),
-        hidden_shared((size_t)(FEW_TOKENS * n_ff_shared));
+    gpu_array<uint16_t> xd(x.half), hidden((size_t)(n_expert * DECODE_MAX_TOKENS * n_ff)),
+        hidden_shared((size_t)(DECODE_MAX_TOKENS * n_ff_shared));
     gpu_array<int32_t> expert_d(expert), n_d(std::vector<int32_t>{n_jobs});
     gpu_array<float> weight_d(weight), y((size_t)(n_tok * n_embd));
-    struct few_glu_args u = {};
-    struct few_args d = {};
-    struct few_part p = {};
+    struct gemv_glu_args u = {};
+    struct gemv_args d = {};
+    struct gemv_batch p = {};
     p.w = gate.d, p.x = xd, p.x_stride = x.stride, p.expert = expert_d, p.n_jobs = n_d, p.max_jobs = n_expert;
     u.gate[0] = p, u.up[0] = up.d, u.y[0] = hidden, u.y_stride[0] = (size_t)n_ff;
-    p.w = down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden, p.x_stride = (size_t)n_ff, p.x_job = FEW_TOKENS * p.x_stride;
+    p.w = down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden, p.x_stride = (size_t)n_ff,
+    p.x_job = DECODE_MAX_TOKENS * p.x_stride;
     p.weight = weight_d;
     d.part[0] = p;
     p = {};
@@ -555,7 +556,7 @@ static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_ex
     u.n_part = d.n_part = 2, u.n_tok = d.n_tok = n_tok;
     d.y32[0] = y, d.y_stride[0] = (size_t)n_embd;
     xd.arrive();
-    few_glu_launch(&u, test_stream), few_sum_launch(&d, test_stream);
+    gemv_glu_launch(&u, test_stream), gemv_sum_launch(&d, test_stream);
     finish("the feed-forward of few tokens");
     std::vector<float> got = y.get();
     error_sum sum;
@@ -567,7 +568,7 @@ static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_ex
             const int e = shared ? 0 : expert[(size_t)j];
             const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
             for (int k = 0; k < g.w.n_out; k++) h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
-            double f = shared ? 1 : (double)weight[(size_t)(j * FEW_TOKENS + t)];
+            double f = shared ? 1 : (double)weight[(size_t)(j * DECODE_MAX_TOKENS + t)];
             for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
@@ -576,20 +577,20 @@ static void run_few_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_ex
            n_expert, sum.nmse());
 }
 
-extern "C" void cuda_test_few(void) {
+extern "C" void cuda_test_gemv(void) {
     begin_test(3);
     static const int n_tok[] = {1, 2, 8, 9, 16};
     for (auto &type : matrix_types)
         for (int n : n_tok) {
-            run_few(type.type, n, 0, 130, 72, true);
-            run_few(type.type, n, 0, 24, 1088, false);
-            run_few(type.type, n, 3, 40, 136, n & 1);
+            run_gemv(type.type, n, 0, 130, 72, true);
+            run_gemv(type.type, n, 0, 24, 1088, false);
+            run_gemv(type.type, n, 3, 40, 136, n & 1);
         }
     for (auto &type : matrix_types) {
         uint32_t shared = type.type == GGUF_NVFP4 ? (uint32_t)GGUF_BF16 : type.type;
-        run_few_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
-        run_few_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
-        run_few_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
+        run_gemv_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
+        run_gemv_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
+        run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
     }
 }
 
@@ -660,13 +661,13 @@ static int check_jobs(const struct route_case &c, const std::vector<int32_t> &id
                       int n_jobs, const std::vector<int32_t> &expert, const std::vector<float> &job_weight) {
     int n = 0, bad = 0;
     for (int e = 0; e < c.n_expert; e++) {
-        std::vector<float> want(FEW_TOKENS, 0.0f);
+        std::vector<float> want(DECODE_MAX_TOKENS, 0.0f);
         bool used = false;
         for (size_t i = 0; i < id.size(); i++)
             if (id[i] == e) used = true, want[i / (size_t)c.k] = weight[i];
         if (!used) continue;
         bad += n >= n_jobs || expert[(size_t)n] != e ||
-               memcmp(&job_weight[(size_t)n * FEW_TOKENS], want.data(), sizeof(float) * FEW_TOKENS);
+               memcmp(&job_weight[(size_t)n * DECODE_MAX_TOKENS], want.data(), sizeof(float) * DECODE_MAX_TOKENS);
         n++;
     }
     return bad + (n != n_jobs);
@@ -687,7 +688,7 @@ static void run_route(const struct route_case &c) {
         w32.push_back(v), w16.push_back(bf16_from_f32(v));
     }
     gpu_array<float> xd(x), bias_d(bias), w32_d(w32), logits(n * n_expert), weight(n * k),
-        job_weight((jobs + 1) * FEW_TOKENS);
+        job_weight((jobs + 1) * DECODE_MAX_TOKENS);
     gpu_array<uint16_t> w16_d(w16);
     gpu_array<int32_t> id(n * k), n_jobs(std::vector<int32_t>{-1}), job_expert(jobs + 1);
     gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
@@ -699,11 +700,11 @@ static void run_route(const struct route_case &c) {
     p.arrived = arrived, p.n_jobs = n_jobs, p.job_expert = job_expert, p.job_weight = job_weight;
     for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
         xd.arrive();
-        if (c.n_tok <= FEW_TOKENS) {
-            route_few_launch(&p, test_stream);
+        if (c.n_tok <= DECODE_MAX_TOKENS) {
+            route_decode_launch(&p, test_stream);
         } else {
             LAUNCH_PDL(k_route_logits, dim3(ceil_div(c.n_expert, 64), ceil_div(c.n_tok, 64)), 256, 0, test_stream, p);
-            LAUNCH_PDL(k_route_many, ceil_div(c.n_tok, 4), 128, 4 * 2 * sizeof(float) * n_expert, test_stream, p);
+            LAUNCH_PDL(k_route_prefill, ceil_div(c.n_tok, 4), 128, 4 * 2 * sizeof(float) * n_expert, test_stream, p);
         }
         finish("the router");
         std::vector<int32_t> ids = id.get();
@@ -717,7 +718,7 @@ static void run_route(const struct route_case &c) {
             }
             bad += check_route(c, want.data(), bias, &ids[t * k], &weights[t * k], 2.5f);
         }
-        if (c.n_tok <= FEW_TOKENS)
+        if (c.n_tok <= DECODE_MAX_TOKENS)
             bad += check_jobs(c, ids, weights, n_jobs.get()[0], job_expert.get(), job_weight.get()) +
                    (arrived.get()[0] != 0);
         expect(!bad,
@@ -807,7 +808,7 @@ extern "C" void cuda_test_sort(void) {
 /* ---- between ranks ---- */
 
 /* Batches that one stream hands to another faster than that takes them, each from and to the same place. */
-static void run_hand_over(int n_row, int n_col) {
+static void run_send_recv(int n_row, int n_col) {
     enum { TURNS = 5 };
     const size_t n = (size_t)n_row * (size_t)n_col;
     cudaStream_t receiver;
@@ -815,18 +816,18 @@ static void run_hand_over(int n_row, int n_col) {
     std::vector<float> v(n * TURNS);
     for (float &x : v) x = uniform();
     gpu_array<float> data(v), src(n), landing(n), dst(n), out(n * TURNS);
-    gpu_array<uint32_t> flags(std::vector<uint32_t>(2)), state(std::vector<uint32_t>(2 * sizeof(struct counts) / 4)),
-        watch(std::vector<uint32_t>(sizeof(struct watch) / 4));
-    const size_t words = sizeof(struct counts) / 4;
+    gpu_array<uint32_t> flags(std::vector<uint32_t>(2)), state(std::vector<uint32_t>(2 * sizeof(struct sequence) / 4)),
+        watch(std::vector<uint32_t>(sizeof(struct heartbeat) / 4));
+    const size_t words = sizeof(struct sequence) / 4;
     for (int t = 0; t < TURNS; t++) {
-        const struct party from = {0, 1, (struct counts *)state.p, (struct watch *)watch.p};
-        const struct party to = {0, 1, (struct counts *)(state.p + words), (struct watch *)watch.p};
+        const struct tp_peer from = {0, 1, (struct sequence *)state.p, (struct heartbeat *)watch.p};
+        const struct tp_peer to = {0, 1, (struct sequence *)(state.p + words), (struct heartbeat *)watch.p};
         const size_t at = n * (size_t)t, stride = (size_t)n_col;
         LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)src.p, (const uint32_t *)(data.p + at), n);
-        const struct move_args h = {from, CH_HAND, flags.p, 1, src, landing, stride, stride, n_row, n_col, flags.p + 1};
-        LAUNCH_PDL(k_move, JOIN_BLOCKS / 4, 256, 0, test_stream, h);
-        const struct move_args k = {to, CH_TAKE, flags.p + 1, 1, landing, dst, stride, stride, n_row, n_col, flags.p};
-        LAUNCH_PDL(k_move, JOIN_BLOCKS / 4, 256, 0, receiver, k);
+        const struct send_args h = {from, CH_SEND, flags.p, 1, src, landing, stride, stride, n_row, n_col, flags.p + 1};
+        LAUNCH_PDL(k_send_rows, ALLREDUCE_BLOCKS / 4, 256, 0, test_stream, h);
+        const struct send_args k = {to, CH_RECV, flags.p + 1, 1, landing, dst, stride, stride, n_row, n_col, flags.p};
+        LAUNCH_PDL(k_send_rows, ALLREDUCE_BLOCKS / 4, 256, 0, receiver, k);
         LAUNCH_PDL(k_arrive, 4, 256, 0, receiver, (uint32_t *)(out.p + at), (const uint32_t *)dst.p, n);
     }
     finish("handing over");
@@ -840,18 +841,18 @@ static void run_hand_over(int n_row, int n_col) {
 }
 
 /* The kernel of sums over ranks with one of them: blocks with many rows, whose norms must not mix. */
-static void run_sum(int n_tok, int n, int blocks) {
+static void run_all_reduce(int n_tok, int n, int blocks) {
     const size_t count = (size_t)n_tok * (size_t)n;
     std::vector<float> x(count), d(count), w((size_t)n);
     for (size_t i = 0; i < count; i++) x[i] = (float)normal() * (float)(1 + i / (size_t)n % 7), d[i] = (float)normal();
     for (float &f : w) f = 1 + uniform() / 2;
     gpu_array<float> gx(x), gd(d), gw(w), g32(count);
     gpu_array<uint16_t> g16(count);
-    gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct counts) / 4)), watch(std::vector<uint32_t>(2));
+    gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct sequence) / 4)), watch(std::vector<uint32_t>(2));
     struct norm_args a = {};
     gd.arrive();
     a.x = gx, a.delta = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16, a.h32 = g32;
-    a.p = {0, 1, (struct counts *)state.p, (struct watch *)watch.p};
+    a.p = {0, 1, (struct sequence *)state.p, (struct heartbeat *)watch.p};
     LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, blocks, NORM_THREADS, 0, test_stream, a);
     finish("a sum");
     const std::vector<float> sum = gx.get(), norm = g32.get();
@@ -870,13 +871,13 @@ static void run_sum(int n_tok, int n, int blocks) {
         }
     }
     expect(exact && e.nmse() < 1e-10, "sum of %d x %d in %d blocks: NMSE %.2e", n_tok, n, blocks, e.nmse());
-    expect(state.get()[CH_SUM] == 1 && watch.get()[0] == 1, "the sum was not counted");
+    expect(state.get()[CH_ALLREDUCE] == 1 && watch.get()[0] == 1, "the sum was not counted");
 }
 
 extern "C" void cuda_test_links(void) {
     begin_test(8);
-    run_hand_over(1, 4), run_hand_over(5, 1000), run_hand_over(40, 260);
-    run_sum(1, 64, 1), run_sum(40, 1000, 3), run_sum(50, 2052, 2);
+    run_send_recv(1, 4), run_send_recv(5, 1000), run_send_recv(40, 260);
+    run_all_reduce(1, 64, 1), run_all_reduce(40, 1000, 3), run_all_reduce(50, 2052, 2);
 }
 
 /* ---- attention ---- */
@@ -961,10 +962,10 @@ static void run_attention(const struct attn_case &c) {
         for (size_t j = 0; j < qs - 24; j++) q[i * qs + j] = f16_from_f32((float)(normal() * c.size));
     gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(os * (size_t)c.n_tok, 0xABCD));
     gpu_array<float> part(
-        std::vector<float>((size_t)(c.splits * min(c.n_tok, (int)FEW_TOKENS) * n_head * (c.dv + 2)), NAN));
+        std::vector<float>((size_t)(c.splits * min(c.n_tok, (int)DECODE_MAX_TOKENS) * n_head * (c.dv + 2)), NAN));
     gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here}});
     struct attn_args a = {};
-    a.q = q_d, a.out = out, a.part = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
+    a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
     a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
     a.scale = (float)(1 / sqrt(c.dk));
     q_d.arrive();

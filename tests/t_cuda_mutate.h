@@ -20,7 +20,7 @@ extern "C" void cuda_test_forward(void); /* t_cuda.h */
 extern "C" void cuda_test_sample(void);
 extern "C" void cuda_test_invented(void);
 extern "C" void cuda_test_stats(void);
-extern "C" void cuda_test_sums(void);
+extern "C" void cuda_test_all_reduce(void);
 extern "C" int cuda_test_failures(void);
 
 enum { MUTANT_TESTS = 12, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
@@ -28,10 +28,10 @@ static const struct {
     const char *name;
     void (*fn)();
 } mutant_tests[MUTANT_TESTS] = {{"sort", cuda_test_sort},           {"router", cuda_test_router},
-                                {"upload", cuda_test_upload},       {"few", cuda_test_few},
-                                {"products", cuda_test_products},   {"forward", cuda_test_forward},
+                                {"upload", cuda_test_upload},       {"few", cuda_test_gemv},
+                                {"products", cuda_test_gemm},       {"forward", cuda_test_forward},
                                 {"attention", cuda_test_attention}, {"sample", cuda_test_sample},
-                                {"invented", cuda_test_invented},   {"sums", cuda_test_sums},
+                                {"synthetic", cuda_test_invented},  {"sums", cuda_test_all_reduce},
                                 {"links", cuda_test_links},         {"stats", cuda_test_stats}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there. */

@@ -1,6 +1,6 @@
-/* --doctor: what it makes of a machine that the tests invent, and of this one. */
+/* --doctor: what it makes of a machine that the tests synthesize, and of this one. */
 
-/* A file below the invented machine's root. */
+/* A file below the synthetic machine's root. */
 __attribute__((format(printf, 2, 3))) static void machine_put(const char *path, const char *fmt, ...) {
     char full[512], cmd[600];
     va_list ap;

@@ -236,8 +236,8 @@ static void test_hostile_router(void) {
         struct model m = {.n_expert_used = 1 + i % 8,
                           .n_group = 1 << i % 4,
                           .gating = i & 8 ? GATING_SOFTMAX : GATING_SIGMOID,
-                          .weights_scale = 1,
-                          .weights_norm = i & 1};
+                          .routed_scaling_factor = 1,
+                          .norm_topk_prob = i & 1};
         struct layer y = {.n_expert = 8, .router_bias = i & 16 ? bias : NULL};
         float logits[8], weights[8];
         int32_t ids[8];

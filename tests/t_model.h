@@ -94,7 +94,7 @@ static void check_fixture(const char *name, const int *experts) {
     session_free(&s);
     for (int il = 0; experts && il < m.n_layer; il++) {
         CHECK(m.layers[il].n_expert == experts[il], "%s: layer %d has %d experts", name, il, m.layers[il].n_expert);
-        CHECK(!experts[il] || m.layers[il].kept, "%s: layer %d does not say which experts were kept", name, il);
+        CHECK(!experts[il] || m.layers[il].retained, "%s: layer %d does not say which experts were kept", name, il);
     }
     json_decref(greedy);
     arrfree(ids);
@@ -350,14 +350,16 @@ static void op_note(const char *name, int a, int b, const void *w) {
     op_log.hash = ((op_log.hash ^ (uint32_t)a) * 0x01000193u ^ (uint32_t)b) * 0x01000193u ^ (uint32_t)(uintptr_t)w;
 }
 
-static void log_enter(struct rank *r, enum act o) { op_note("enter", o, 0, NULL), op_real->enter(r, o); }
+static void log_embed(struct rank *r, enum act o) { op_note("embed", o, 0, NULL), op_real->embed(r, o); }
 static void log_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) {
     op_note("rmsnorm", x, o, w), op_real->rmsnorm(r, x, w, o);
 }
 static void log_reduce(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
-    op_note("reduce_add_rmsnorm", x * 16 + d, o, w), op_real->reduce_add_rmsnorm(r, x, d, w, o);
+    op_note("all_reduce_add_rmsnorm", x * 16 + d, o, w), op_real->all_reduce_add_rmsnorm(r, x, d, w, o);
 }
-static void log_leave(struct rank *r, enum act x, enum act d) { op_note("leave", x, d, NULL), op_real->leave(r, x, d); }
+static void log_final_reduce(struct rank *r, enum act x, enum act d) {
+    op_note("final_reduce", x, d, NULL), op_real->final_reduce(r, x, d);
+}
 static void log_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
     op_note("linear", x, o, w), op_real->linear(r, w, x, o);
 }
@@ -389,7 +391,8 @@ static void test_ops_replay(void) {
         session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
         op_real = s.r->ops;
         struct ops log = *op_real;
-        log.enter = log_enter, log.rmsnorm = log_rmsnorm, log.reduce_add_rmsnorm = log_reduce, log.leave = log_leave;
+        log.embed = log_embed, log.rmsnorm = log_rmsnorm, log.all_reduce_add_rmsnorm = log_reduce,
+        log.final_reduce = log_final_reduce;
         log.linear = log_linear, log.rope_store_kv = log_rope_store_kv, log.attention = log_attention;
         log.mla_store = log_mla_store, log.mla_attention = log_mla_attention, log.ffn = log_ffn;
         log.moe_ffn = log_moe_ffn;
@@ -501,8 +504,8 @@ static void test_router(void) {
                       .n_group_used = 2,
                       .n_expert_used = 2,
                       .gating = GATING_SIGMOID,
-                      .weights_norm = true,
-                      .weights_scale = 2.5f};
+                      .norm_topk_prob = true,
+                      .routed_scaling_factor = 2.5f};
     float bias[8] = {0, 0, 0.5f, 0, 0, 0, 0, 0}, logits[8] = {2, -4, 0, 0, 1.5f, 1.5f, 3, -9}, w[2];
     struct layer y = {.n_expert = 8, .router_bias = bias};
     int32_t ids[2];
@@ -514,7 +517,7 @@ static void test_router(void) {
           w[0], w[1]);
     float soft[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     m = (struct model){
-        .n_group = 1, .n_group_used = 1, .n_expert_used = 2, .gating = GATING_SOFTMAX, .weights_scale = 1};
+        .n_group = 1, .n_group_used = 1, .n_expert_used = 2, .gating = GATING_SOFTMAX, .routed_scaling_factor = 1};
     y.router_bias = NULL;
     route_token(&m, &y, soft, ids, w);
     CHECK(ids[0] == 7 && ids[1] == 6 && fabsf(w[0] / w[1] - expf(1)) < 1e-5f && w[0] + w[1] < 0.9f,
@@ -606,12 +609,12 @@ static void test_kv_planes(void) {
 static double perplexity(const struct model *m, const struct kernels *k, enum kv_type kv, const int32_t *ids, int n,
                          int window) {
     struct session s;
-    struct surprise x = {.n = window, .n_vocab = m->n_vocab};
+    struct nll x = {.n = window, .n_vocab = m->n_vocab};
     char err[ERR_MAX] = "";
     session_cpu(&s, m, k, 2, window, kv);
     for (int at = 0; at + window <= n; at += window) {
         x.ids = ids + at;
-        CHECK(session_score(&s, x.ids, window, surprise_add, &x, err) == 0, "%s", err);
+        CHECK(session_score(&s, x.ids, window, nll_add, &x, err) == 0, "%s", err);
     }
     session_free(&s);
     return exp(x.sum / (double)x.count);

@@ -179,7 +179,7 @@ static void test_plan_limit(void) {
                                        "--gpus 2x48@960 --pp 2 --synth qwen3-30b-a3b"};
     for (size_t i = 0; i < sizeof args / sizeof *args; i++) {
         json_t *o = plan_of(args[i], 0);
-        const json_t *ways = json_object_get(o, "divisions");
+        const json_t *ways = json_object_get(o, "layouts");
         int tp = (int)plan_int(o, "tp"), pp = (int)plan_int(o, "pp");
         double seconds = 0, sum = 0;
         for (int s = 0; s < pp; s++) {
@@ -245,7 +245,7 @@ static void test_plan_verdicts(void) {
     }
     /* the largest context fits, 256 tokens more do not */
     json_t *o = plan_of("--gpus 1x32 --synth qwen3-30b-a3b", 0);
-    int64_t most = plan_int(json_array_get(json_object_get(o, "divisions"), 0), "largest_context_fp8");
+    int64_t most = plan_int(json_array_get(json_object_get(o, "layouts"), 0), "largest_context_fp8");
     for (int more = 0; more < 2; more++) {
         char args[128];
         snprintf(args, sizeof args, "--gpus 1x32 --synth qwen3-30b-a3b -c %d", (int)most + 256 * more);
@@ -473,17 +473,17 @@ static void test_plan_engine(void) {
         else if (!CHECK(!model_load(&m, "build/demo.gguf", err), "%s", err)) return;
         if (!CHECK(!session_open(&s, &m, tp, pp, gpu_rank_start, &o, err), "%s", err)) return;
         for (int k = 0; k < tp * pp; k++) {
-            struct plan_rank *r = &p.division[0].rank[k];
-            struct rank *e = &s.team.ranks[k];
-            plan_rank(r, &p, &m, (struct part){k % tp, tp, k / tp, pp});
+            struct plan_rank *r = &p.layout[0].rank[k];
+            struct rank *e = &s.pg.ranks[k];
+            plan_rank(r, &p, &m, (struct shard){k % tp, tp, k / tp, pp});
             CHECK((int64_t)e->weight_bytes == r->weights - 4 * m.rope_dim / 2 + 8, "weights %zu, plan %lld",
                   e->weight_bytes, (long long)r->weights);
-            CHECK((int64_t)e->kv_bytes == r->reads[READ_CACHE] * 256, "cache %zu, plan %lld", e->kv_bytes,
-                  (long long)r->reads[READ_CACHE] * 256);
+            CHECK((int64_t)e->kv_bytes == r->bytes_per_token[READ_CACHE] * 256, "cache %zu, plan %lld", e->kv_bytes,
+                  (long long)r->bytes_per_token[READ_CACHE] * 256);
             size_t batch = 4 * ((size_t)e->chunk + 2) + 2 * (size_t)m.rope_dim,
                    room = cuda_test_allocated(e) - e->weight_bytes - rank_cache(e, NULL) - batch;
             CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
-            CHECK(tp * pp == 1 && e->sizes.act4 ? room == e->bytes : room < e->bytes + 4096,
+            CHECK(tp * pp == 1 && e->sizes.w4a4 ? room == e->bytes : room < e->bytes + 4096,
                   "--tp %d --pp %d: %zu bytes are allocated, %zu were counted", tp, pp, room, e->bytes);
         }
         session_free(&s);

@@ -12,7 +12,7 @@ static void test_ranks_shares(void) {
             for (int n = 1; n <= MAX_RANKS; n++) {
                 int at = 0, last = INT32_MAX;
                 for (int i = 0; i < n; i++) {
-                    struct share s = share_of(total, unit, n, i);
+                    struct range s = shard_range(total, unit, n, i);
                     CHECK(s.n >= 0 && s.n <= last && (!s.n || s.first == at),
                           "%d in units of %d: share %d of %d is %d+%d", total, unit, i, n, s.first, s.n);
                     CHECK(!s.n || s.first % unit == 0, "a share of %d begins at %d", total, s.first);
@@ -20,7 +20,7 @@ static void test_ranks_shares(void) {
                 }
                 CHECK(at == total, "%d shares of %d hold %d", n, total, at);
             }
-    struct share s = share_of(768, 64, 3, 2), t = share_of(1408, 64, 4, 3);
+    struct range s = shard_range(768, 64, 3, 2), t = shard_range(1408, 64, 4, 3);
     CHECK(s.first == 512 && s.n == 256 && t.first == 17 * 64 && t.n == 5 * 64, "shares of 768 and 1408");
 }
 
@@ -32,7 +32,7 @@ static void test_ranks_heads(void) {
             struct model m = {.n_head = shapes[i][0], .n_head_kv = shapes[i][1], .head_k = 64, .head_v = 64};
             int group = m.n_head / m.n_head_kv, at = 0;
             for (int k = 0; k < n; k++) {
-                struct heads_share h = heads_of(&m, n, k);
+                struct heads_range h = shard_heads(&m, n, k);
                 CHECK(!h.q.n || h.q.first == at, "%d heads: rank %d of %d begins at %d", m.n_head, k, n, h.q.first);
                 at += h.q.n;
                 if (!h.q.n) continue;
@@ -58,7 +58,7 @@ static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_
     return c.out;
 }
 
-/* All divisions of a model give what one rank gives: the same text, logits within `limit` (NMSE). */
+/* All layouts of a model give what one rank gives: the same text, logits within `limit` (NMSE). */
 static void ranks_agree(const char *name, const struct model *m, const struct kernels *k, const int32_t *ids, int n,
                         double limit) {
     static const int division[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}};
@@ -151,7 +151,7 @@ static const struct ops *fault_ops;
 static int fault_turns;
 
 static bool fault_now(const struct rank *r) {
-    return r->m->part.rank == 1 && r->m->part.stage == 0 && ++fault_turns > 2;
+    return r->m->shard.rank == 1 && r->m->shard.stage == 0 && ++fault_turns > 2;
 }
 
 static void fault_stuck(struct rank *r, int il, enum act q, enum act out) {
@@ -165,11 +165,11 @@ static void fault_fails(struct rank *r, int il, enum act q, enum act out) {
 }
 
 /* arg NULL: the rank's memory runs out. */
-static int fault_start(struct rank *r, const struct model *part, void *arg, char *err) {
+static int fault_start(struct rank *r, const struct model *shard, void *arg, char *err) {
     static struct cpu_options o = {&kernels_ref, 1, 64, KV_F32, false, false};
-    if (part->part.rank == 1 && arg) return fail(err, "no room for it");
-    if (part->part.rank == 1) free(xmalloc((size_t)1 << 62));
-    return cpu_rank_start(r, part, &o, err);
+    if (shard->shard.rank == 1 && arg) return fail(err, "no room for it");
+    if (shard->shard.rank == 1) free(xmalloc((size_t)1 << 62));
+    return cpu_rank_start(r, shard, &o, err);
 }
 
 #ifdef CUEMU
@@ -196,7 +196,7 @@ static int rank_fault(const char *name, const char *path) {
     fault_ops = &cpu_ops;
     table.mla_attention = !strcmp(name, "stuck") ? fault_stuck : fault_fails;
     session_init(&s, &m, 2, 2, o);
-    for (int i = 0; i < s.team.n; i++) s.team.ranks[i].ops = &table;
+    for (int i = 0; i < s.pg.n; i++) s.pg.ranks[i].ops = &table;
     for (int i = 0; i < 8; i++) session_forward(&s, ids, 4);
     return 0;
 }

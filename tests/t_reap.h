@@ -360,12 +360,12 @@ static void test_reap_random(void) {
 }
 
 /* Above the 99.5th percentile and a tenth of the largest, both: of 64 values one is, of 1024 two. */
-static struct toy_score score_few(int block, int e) {
+static struct toy_score score_decode(int block, int e) {
     double most = block || e > 3 ? 1 : 1000 - 10 * e;
     return (struct toy_score){100, 100.0 * e, most, 100};
 }
 
-static struct toy_score score_many(int block, int e) {
+static struct toy_score score_prefill(int block, int e) {
     double most = block || e > 3 ? 1 : e == 1 ? 1000 : e == 2 ? 90 : 500;
     return (struct toy_score){100, 100.0 * e, most, 100};
 }
@@ -376,7 +376,7 @@ static void test_reap_outliers(void) {
         struct gguf g;
         for (int b = 0; b < 4; b++) t.n[b] = many ? 256 : 16;
         toy_write(&t, "many.gguf", NULL);
-        scores_put("many.gguf", "many.json", 4, many ? score_many : score_few);
+        scores_put("many.gguf", "many.json", 4, many ? score_prefill : score_decode);
         const char *args = "many.gguf many.json -o out.gguf --keep 4 --protect-outliers";
         if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_open(&g, "out.gguf")) return;
         CHECK(!strcmp(kept_text(&g, 0), many ? "0 1 3 255" : "0 13 14 15"), "%s", kept_text(&g, 0));
@@ -638,8 +638,9 @@ static void test_reap_model(void) {
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
     if (!CHECK(!reap_run("in.gguf in.json -o out.gguf --keep 2"), "%s", reap_err)) return;
     if (!reap_load(&all, "in.gguf") || !reap_load(&cut, "out.gguf")) return;
-    const struct layer *y = &cut.layers[1];
-    CHECK(y->n_expert == 2 && y->kept && y->kept[0] == 1 && y->kept[1] == 3, "the list of the layer");
+    const struct layer *layer = &cut.layers[1];
+    CHECK(layer->n_expert == 2 && layer->retained && layer->retained[0] == 1 && layer->retained[1] == 3,
+          "the list of the layer");
     CHECK(cut.pruned && cut.n_expert_original == 4 && cut.n_expert_max == 2 && cut.n_mtp_layer == 1, "the model");
     CHECK(!strcmp(cut.name, "deepseek_v3_plain-REAP-2of4"), "%s", cut.name);
     float bias[4];
@@ -683,17 +684,17 @@ static void test_reap_fixtures(void) {
         static int ids[16][TOY_EXPERTS];
         int n[16] = {0};
         for (int l = 0; l < m.n_layer; l++) {
-            const struct layer *y = &m.layers[l];
-            CHECK(!c[i].experts[m.n_layer - 1] || y->n_expert == c[i].experts[l], "%s: layer %d has %d experts",
-                  c[i].name, l, y->n_expert);
-            if (!y->n_expert || !CHECK(y->kept, "%s: layer %d has no list", c[i].name, l)) continue;
+            const struct layer *layer = &m.layers[l];
+            CHECK(!c[i].experts[m.n_layer - 1] || layer->n_expert == c[i].experts[l], "%s: layer %d has %d experts",
+                  c[i].name, l, layer->n_expert);
+            if (!layer->n_expert || !CHECK(layer->retained, "%s: layer %d has no list", c[i].name, l)) continue;
             char key[64];
             snprintf(key, sizeof key, "moe.reap.kept.%d", l);
             const struct gguf_kv *was = gguf_find(&a, key); /* ids in the source, by those of the original */
-            for (int e = 0; e < y->n_expert; e++) {
-                int64_t v = e, k = y->kept[e];
+            for (int e = 0; e < layer->n_expert; e++) {
+                int64_t v = e, k = layer->retained[e];
                 for (uint64_t s = 0; was && s < was->n; s++)
-                    if (gguf_elem_int(was, s, &v) && v == y->kept[e]) k = (int64_t)s;
+                    if (gguf_elem_int(was, s, &v) && v == layer->retained[e]) k = (int64_t)s;
                 ids[l][n[l]++] = (int)k;
             }
         }

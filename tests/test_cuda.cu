@@ -85,7 +85,7 @@ bool cuda_test_by_nccl(struct rank *r, int n) { return r->by_nccl[n]; }
 
 /* The copy of a matrix: bytes of codes and of scales. */
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales) {
-    const struct dmat *d = mat(r->cuda, w);
+    const struct device_matrix *d = device_matrix_of(r->cuda, w);
     cudaStreamSynchronize(r->cuda->stream);
     cudaMemcpy(codes, d->codes, weight_tiles(w) * (size_t)TILE_BYTES(d->fmt), cudaMemcpyDeviceToHost);
     if (d->scales) cudaMemcpy(scales, d->scales, weight_tiles(w) * TILE_SCALES, cudaMemcpyDeviceToHost);

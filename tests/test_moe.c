@@ -6,7 +6,7 @@
  *   build/test_moe --fault NAME MODEL goes wrong on purpose: the test of faults starts it
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *
- * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
+ * Run at the top of the tree. Third-tp_peer test data are read from ../shared; without it the tests that need them are
  * skipped. The last line is "N passed, M failed, K skipped".
  */
 #define MOE_NO_MAIN
