@@ -15,7 +15,7 @@
  * Several ranks, each with its part of the model, run the same line; where it adds, they add up what all of them have.
  *
  * Two nouns: `struct model` never changes after loading; `struct session` is one timeline of tokens with its KV state.
- * Memory: the weights are the mapped file; the cache is kv_token_bytes per token of context; activations are laid out once, for
+ * Memory: the weights are the mapped file; the state is state_bytes for a context; activations are laid out once, for
  * chunks of 512 tokens. Nothing is allocated while tokens are computed.
  *
  * Contents, in order of the sections:
@@ -118,28 +118,181 @@ struct weight {
     bool has_input_scale;           /* the file was made for 4-bit activations: it has NAME.input_scale */
 };
 
+/* Shape of a layer's attention. In a shard n_head and n_head_kv count the rank's own heads. */
+struct attn {
+    int n_head, n_head_kv; /* query heads; KV heads, each read by n_head / n_head_kv query heads */
+    int head_k, head_v;    /* values of one head's key (latent attention: nope + rotated) and of its value */
+    int q_lora,
+        kv_lora; /* latent attention: widths of the compressed query (0: wq makes it) and of the latent; else 0 */
+    int rope;    /* index in model.ropes */
+    int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
+    float scale;                      /* factor of q.k before the softmax */
+};
+
+/* A rotation of queries and keys by position. */
+struct rope {
+    int dim;           /* values of a head that are rotated */
+    float factor;      /* of cos and sin (YaRN) */
+    const float *freq; /* (dim / 2) radians per position */
+};
+enum { MAX_ROPES = 2 };
+
+/* What a layer is made of. The table of tensors says by these bits which layers have a tensor. */
+enum layer_has {
+    HAS_GQA = 1 << 0,       /* grouped-query attention */
+    HAS_MLA = 1 << 1,       /* multi-head latent attention */
+    HAS_Q = 1 << 2,         /* the query is one product: GQA, and latent attention without a compressed query */
+    HAS_Q_LORA = 1 << 3,    /* the query is compressed first */
+    HAS_DENSE_FFN = 1 << 4, /* one feed-forward for all tokens */
+    HAS_EXPERTS = 1 << 5,   /* a router and experts */
+    HAS_SHARED = 1 << 6,    /* an expert that every token uses */
+    HAS_HEAD_NORM = 1 << 7, /* the heads of queries and keys are normed (of the family) */
+    HAS_PREDICTION = 1 << 8 /* a prediction layer behind the last layer */
+};
+
 struct layer {
+    uint32_t has; /* bits of enum layer_has */
+    struct attn attn;
     const float *attn_norm, *ffn_norm; /* (n_embd) */
     struct weight wo;                  /* (n_embd, n_head * head_v) */
-    /* grouped-query attention */
-    struct weight wq, wk,
-        wv; /* (n_head * head_k, n_embd), (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
+    /* grouped-query attention; wq also in latent attention without a compressed query */
+    struct weight wq;             /* (n_head * head_k, n_embd) */
+    struct weight wk;             /* (n_head_kv * head_k, n_embd) */
+    struct weight wv;             /* (n_head_kv * head_v, n_embd) */
     const float *q_norm, *k_norm; /* (head_k) */
-    /* multi-head latent attention; wq serves models without a low-rank query */
-    struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * (nope + rope), q_lora) */
-    struct weight wkv_a;               /* (kv_lora + rope, n_embd) */
-    struct weight wk_b, wv_b;          /* n_head of (kv_lora, nope); n_head of (v, kv_lora) */
+    /* multi-head latent attention */
+    struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * head_k, q_lora) */
+    struct weight wkv_a;               /* (kv_lora + rope dim, n_embd) */
+    struct weight wk_b, wv_b;          /* n_head of (kv_lora, head_k - rope dim), n_head of (head_v, kv_lora) */
     const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
     /* feed-forward: dense when n_expert is 0 */
     int n_expert;                          /* routed experts of this layer; pruning makes it differ between layers */
+    int n_expert_used;                     /* of them per token */
+    int n_ff, n_ff_shared;                 /* hidden width of an expert or the dense network, of the shared expert */
     struct weight router;                  /* (n_expert, n_embd) */
     const float *router_bias;              /* (n_expert), added for the selection only; NULL: none */
     struct weight gate, up, down;          /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
-    struct weight sh_gate, sh_up, sh_down; /* the shared expert */
+    struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
 };
 
-enum arch { ARCH_QWEN3MOE, ARCH_DEEPSEEK2 };
+/* Sizes that the shapes of a layer's tensors are made of; layer_dim gives their values. */
+enum dim {
+    DIM_ONE,
+    DIM_EMBD,    /* n_embd */
+    DIM_2_EMBD,  /* 2 n_embd */
+    DIM_VOCAB,   /* n_vocab */
+    DIM_Q,       /* n_head * head_k */
+    DIM_K,       /* n_head_kv * head_k */
+    DIM_V,       /* n_head_kv * head_v */
+    DIM_ATT,     /* n_head * head_v */
+    DIM_HEADS,   /* n_head */
+    DIM_HEAD_K,  /* head_k */
+    DIM_HEAD_V,  /* head_v */
+    DIM_NOPE,    /* head_k without its rotated values */
+    DIM_Q_LORA,  /* q_lora */
+    DIM_KV_LORA, /* kv_lora */
+    DIM_KV_A,    /* kv_lora + rotated values */
+    DIM_EXPERTS, /* n_expert */
+    DIM_FF,      /* n_ff */
+    DIM_SHARED,  /* n_ff_shared */
+    DIM_COUNT
+};
+
+enum tensor_kind {
+    TENSOR_MATRIX, /* struct weight: NAME.weight (in, out, n), with NAME.scale and NAME.input_scale where they exist */
+    TENSOR_ROUTER, /* the same; a GPU keeps it in BF16 or F32 */
+    TENSOR_VECTOR  /* const float *: NAME (in), F32, F16 or BF16 */
+};
+
+/* One tensor of a layer. Binding, sharding, upload, plan, roofline, synthetic models, --calibrate and the converter walk this
+ * table. Ranks of tensor parallelism divide a tensor along the one dimension that they divide: DIM_Q, DIM_K, DIM_V, DIM_ATT,
+ * DIM_HEADS, DIM_FF or DIM_SHARED; without one every rank has all of it. */
+struct tensor_rule {
+    const char *name; /* GGUF: blk.N.NAME, of a matrix without ".weight" */
+    const char *hf;   /* model.layers.N.HF of Hugging Face checkpoints, without ".weight"; NULL: made from others */
+    uint16_t field;   /* offset in struct layer; NOT_BOUND: the engine does not use it */
+    uint8_t kind;     /* enum tensor_kind */
+    uint8_t in, out;  /* enum dim: values of a row, rows; of a vector its length and DIM_ONE */
+    uint8_t n;        /* enum dim: matrices in the stack */
+    uint16_t when;    /* bits of enum layer_has that a layer must all have */
+    bool optional;
+};
+enum { NOT_BOUND = UINT16_MAX };
+
+#define MATRIX(name, hf, field, in, out, n, when) \
+    { name, hf, offsetof(struct layer, field), TENSOR_MATRIX, DIM_##in, DIM_##out, DIM_##n, when, false }
+#define VECTOR(name, hf, field, in, when) \
+    { name, hf, offsetof(struct layer, field), TENSOR_VECTOR, DIM_##in, DIM_ONE, DIM_ONE, when, false }
+#define OPTIONAL(name, hf, field, in, when) \
+    { name, hf, offsetof(struct layer, field), TENSOR_VECTOR, DIM_##in, DIM_ONE, DIM_ONE, when, true }
+/* clang-format off */
+static const struct tensor_rule tensor_rules[] = {
+    VECTOR("attn_norm.weight",      "input_layernorm",              attn_norm,   EMBD,              0),
+    MATRIX("attn_q_a",              "self_attn.q_a_proj",           wq_a,        EMBD,    Q_LORA,   ONE,     HAS_Q_LORA),
+    VECTOR("attn_q_a_norm.weight",  "self_attn.q_a_layernorm",      q_a_norm,    Q_LORA,            HAS_Q_LORA),
+    MATRIX("attn_q_b",              "self_attn.q_b_proj",           wq_b,        Q_LORA,  Q,        ONE,     HAS_Q_LORA),
+    MATRIX("attn_q",                "self_attn.q_proj",             wq,          EMBD,    Q,        ONE,     HAS_Q),
+    MATRIX("attn_kv_a_mqa",         "self_attn.kv_a_proj_with_mqa", wkv_a,       EMBD,    KV_A,     ONE,     HAS_MLA),
+    VECTOR("attn_kv_a_norm.weight", "self_attn.kv_a_layernorm",     kv_a_norm,   KV_LORA,           HAS_MLA),
+    MATRIX("attn_k_b",              NULL,                           wk_b,        NOPE,    KV_LORA,  HEADS,   HAS_MLA),
+    MATRIX("attn_v_b",              NULL,                           wv_b,        KV_LORA, HEAD_V,   HEADS,   HAS_MLA),
+    MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
+    MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA),
+    OPTIONAL("attn_q.bias",         NULL,                           wq.bias,     Q,                 HAS_GQA),
+    OPTIONAL("attn_k.bias",         NULL,                           wk.bias,     K,                 HAS_GQA),
+    OPTIONAL("attn_v.bias",         NULL,                           wv.bias,     V,                 HAS_GQA),
+    VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      HEAD_K,            HAS_HEAD_NORM),
+    VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      HEAD_K,            HAS_HEAD_NORM),
+    MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     0),
+    VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              0),
+    MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_FFN),
+    MATRIX("ffn_up",                "mlp.up_proj",                  up,          EMBD,    FF,       ONE,     HAS_DENSE_FFN),
+    MATRIX("ffn_down",              "mlp.down_proj",                down,        FF,      EMBD,     ONE,     HAS_DENSE_FFN),
+    {"ffn_gate_inp", "mlp.gate", offsetof(struct layer, router), TENSOR_ROUTER, DIM_EMBD, DIM_EXPERTS, DIM_ONE, HAS_EXPERTS, false},
+    OPTIONAL("exp_probs_b.bias",    "mlp.gate.e_score_correction_bias", router_bias, EXPERTS,       HAS_EXPERTS),
+    MATRIX("ffn_gate_exps",         "mlp.experts.*.gate_proj",      gate,        EMBD,    FF,       EXPERTS, HAS_EXPERTS),
+    MATRIX("ffn_up_exps",           "mlp.experts.*.up_proj",        up,          EMBD,    FF,       EXPERTS, HAS_EXPERTS),
+    MATRIX("ffn_down_exps",         "mlp.experts.*.down_proj",      down,        FF,      EMBD,     EXPERTS, HAS_EXPERTS),
+    MATRIX("ffn_gate_shexp",        "mlp.shared_experts.gate_proj", sh_gate,     EMBD,    SHARED,   ONE,     HAS_SHARED),
+    MATRIX("ffn_up_shexp",          "mlp.shared_experts.up_proj",   sh_up,       EMBD,    SHARED,   ONE,     HAS_SHARED),
+    MATRIX("ffn_down_shexp",        "mlp.shared_experts.down_proj", sh_down,     SHARED,  EMBD,     ONE,     HAS_SHARED),
+    {"nextn.enorm.weight",            "enorm",            NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
+    {"nextn.hnorm.weight",            "hnorm",            NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
+    {"nextn.eh_proj",                 "eh_proj",          NOT_BOUND, TENSOR_MATRIX, DIM_2_EMBD, DIM_EMBD,  DIM_ONE, HAS_PREDICTION, false},
+    {"nextn.shared_head_norm.weight", "shared_head.norm", NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
+    {"nextn.shared_head_head",        "shared_head.head", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD,   DIM_VOCAB, DIM_ONE, HAS_PREDICTION, true},
+    {"nextn.embed_tokens",            "embed_tokens",     NOT_BOUND, TENSOR_MATRIX, DIM_EMBD,   DIM_VOCAB, DIM_ONE, HAS_PREDICTION, true},
+};
+/* clang-format on */
+#undef MATRIX
+#undef VECTOR
+#undef OPTIONAL
+enum { TENSOR_RULES = sizeof tensor_rules / sizeof *tensor_rules };
+
+static inline struct weight *rule_weight(const struct tensor_rule *rule, const struct layer *layer) {
+    return (struct weight *)(uintptr_t)((const uint8_t *)layer + rule->field);
+}
+
+static inline const float **rule_vector(const struct tensor_rule *rule, const struct layer *layer) {
+    return (const float **)(uintptr_t)((const uint8_t *)layer + rule->field);
+}
+
+/* Whether the row's field is a struct weight. */
+static inline bool rule_is_weight(const struct tensor_rule *rule) {
+    return rule->kind != TENSOR_VECTOR && rule->field != NOT_BOUND;
+}
+
+/* The next tensor of the layer behind `rule` (NULL: the first); NULL behind the last one. */
+static inline const struct tensor_rule *rule_next(const struct tensor_rule *rule, const struct layer *layer) {
+    for (rule = rule ? rule + 1 : tensor_rules; rule < tensor_rules + TENSOR_RULES; rule++)
+        if ((rule->when & layer->has) == rule->when) return rule;
+    return NULL;
+}
+
+/* Whether a token reads only those matrices of the stack whose experts it has chosen. */
+static inline bool rule_routed(const struct tensor_rule *rule) { return rule->n == DIM_EXPERTS; }
+
 enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
 
 /* Which part of a model a rank holds: of n_rank ranks that share every layer (tensor parallelism), in one of n_stage groups that
@@ -150,28 +303,32 @@ struct shard {
 
 enum { MAX_RANKS = 4 /* of all stages together */, ALL_GATHER_MAX = 256 /* bytes */ };
 
-/* The whole of a file, or a rank's part of it: then the sizes are the part's, but for n_vocab. */
+/* Largest sizes over the layers of a model or shard: what buffers are made for. */
+struct maxima {
+    int n_head, head_k, head_v, q_lora, kv_lora, rope_dim;
+    int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
+    int n_expert_used;                        /* per token */
+    int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
+};
+
+/* A whole file, or one rank's shard of it: then all sizes but n_vocab are the shard's. */
 struct model {
     struct shard shard;
-    int first_layer, first_head_kv, first_id; /* of layers, of the KV heads, of the rows of output */
+    int first_layer, first_id; /* shard: of the model's layers, of the rows of output */
     struct gguf gguf;
     struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
-    enum arch arch;
+    const struct family *family;
     char name[128];
     int n_layer;     /* without the multi-token-prediction layers */
     int n_mtp_layer; /* present in the file, not bound */
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
-    int n_head, n_head_kv;
-    int head_k, head_v;                  /* of one head as attention sees it (MLA: nope + rope, v) */
-    int q_lora, kv_lora, rope_dim, nope; /* kv_lora 0: no MLA; q_lora 0: wq instead of wq_a, wq_b */
     float rms_eps;
-    float attn_scale;       /* factor of q.k before the softmax */
-    const float *rope_freq; /* (rope_dim / 2) radians per position */
-    float rope_factor;      /* of cos and sin (YaRN) */
-    int n_expert_max, n_expert_used;
-    int n_ff_dense, n_ff_expert, n_ff_shared; /* widths; 0 where there is no such part */
-    int n_group, n_group_used;                /* routing groups; 1: no grouping */
+    struct rope ropes[MAX_ROPES];
+    int n_rope;
+    struct maxima max;
+    int n_expert_max;          /* expert_count of the file; a pruned layer may have fewer */
+    int n_group, n_group_used; /* routing groups; 1: no grouping */
     enum gating gating;
     bool norm_topk_prob; /* the chosen experts' weights are divided by their sum */
     float routed_scaling_factor;
@@ -180,12 +337,67 @@ struct model {
     struct weight embd, output; /* (n_vocab, n_embd) */
     const float *output_norm;   /* (n_embd) */
     struct layer *layers;       /* (n_layer) */
-    uint64_t file_bytes;        /* of all parts; 0 for synthetic weights */
+    uint64_t file_bytes;        /* of all split files; 0 for synthetic weights */
     bool synthetic;             /* matrices are addresses without contents: a GPU repacks synthetic rows */
     uint64_t hash;              /* identifies the file to saved sessions */
     void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
 };
+
+struct loader;
+struct rank;
+struct plane;
+
+/* A family of models: one architecture name of GGUF and what belongs to it. */
+struct family {
+    const char *arch;    /* general.architecture */
+    enum gating gating;  /* the router's function where the file does not name it */
+    bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
+    /* Reads the metadata of attention, and what is this family's alone. */
+    void (*keys)(struct loader *l);
+    /* Says what layer il is made of and the shape of its attention. */
+    void (*layer)(struct loader *l, struct layer *layer, int il);
+    /* Writes the operations of one forward pass: the batch's tokens to hidden rows. */
+    void (*forward)(struct rank *r);
+    /* Adds planes to those of attention; NULL: there are none. */
+    void (*planes)(const struct model *m, const struct layer *layer, struct plane *out);
+};
+
+static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
+    return m->ropes[layer->attn.rope].dim;
+}
+
+/* Width of the values of a layer's keys that are not rotated (latent attention). */
+static inline int layer_nope(const struct model *m, const struct layer *layer) {
+    return layer->attn.head_k - layer_rope_dim(m, layer);
+}
+
+/* The value of a dimension in a layer. */
+static inline int layer_dim(const struct model *m, const struct layer *layer, enum dim d) {
+    const struct attn *a = &layer->attn;
+    switch (d) {
+    case DIM_ONE: return 1;
+    case DIM_EMBD: return m->n_embd;
+    case DIM_2_EMBD: return 2 * m->n_embd;
+    case DIM_VOCAB: return m->n_vocab;
+    case DIM_Q: return a->n_head * a->head_k;
+    case DIM_K: return a->n_head_kv * a->head_k;
+    case DIM_V: return a->n_head_kv * a->head_v;
+    case DIM_ATT: return a->n_head * a->head_v;
+    case DIM_HEADS: return a->n_head;
+    case DIM_HEAD_K: return a->head_k;
+    case DIM_HEAD_V: return a->head_v;
+    case DIM_NOPE: return layer_nope(m, layer);
+    case DIM_Q_LORA: return a->q_lora;
+    case DIM_KV_LORA: return a->kv_lora;
+    case DIM_KV_A: return a->kv_lora + layer_rope_dim(m, layer);
+    case DIM_EXPERTS: return layer->n_expert;
+    case DIM_FF: return layer->n_ff;
+    case DIM_SHARED: return layer->n_ff_shared;
+    case DIM_COUNT: break;
+    }
+    return 0;
+}
 
 /* How a GPU keeps a matrix: in tiles of 16 rows x 64 columns, each expert's last ones filled up. */
 enum weight_format {
@@ -207,19 +419,6 @@ static inline size_t weight_tiles(const struct weight *w) {
 
 /* Whether a GPU has a router's rows in BF16, as they are; otherwise in F32. */
 static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
-
-/* The matrices of a layer that there are, in the order of the forward; returns how many. */
-enum { LAYER_WEIGHTS = 16 };
-static inline int layer_weights(const struct layer *layer, const struct weight *out[LAYER_WEIGHTS]) {
-    const struct weight *all[LAYER_WEIGHTS] = {&layer->wq,   &layer->wk,      &layer->wv,    &layer->wq_a,
-                                               &layer->wq_b, &layer->wkv_a,   &layer->wk_b,  &layer->wv_b,
-                                               &layer->wo,   &layer->router,  &layer->gate,  &layer->up,
-                                               &layer->down, &layer->sh_gate, &layer->sh_up, &layer->sh_down};
-    int n = 0;
-    for (int i = 0; i < LAYER_WEIGHTS; i++)
-        if (all[i]->data) out[n++] = all[i];
-    return n;
-}
 
 /* A gated feed-forward: the routed experts, a dense layer's, or the shared expert. */
 struct ffn_weights {
@@ -262,10 +461,10 @@ static inline size_t in_sum2_before(const struct model *m, int il) {
 }
 
 /* Different experts that n tokens choose together, expected. */
-static inline double experts_expected(const struct model *m, int n_expert, int n) {
+static inline double experts_expected(const struct layer *layer, int n) {
     double none = 1;
-    for (int i = 0; i < n; i++) none *= 1 - (double)m->n_expert_used / n_expert;
-    return n_expert * (1 - none);
+    for (int i = 0; i < n; i++) none *= 1 - (double)layer->n_expert_used / layer->n_expert;
+    return layer->n_expert * (1 - none);
 }
 
 enum act {
@@ -281,7 +480,7 @@ enum act {
 };
 
 struct rank;
-struct kv_plane;
+struct plane;
 
 /* How a token is chosen. */
 struct sampling {
@@ -338,8 +537,8 @@ struct ops {
     void (*sample)(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform);
     int32_t (*read_token)(struct rank *r); /* the one chosen; waits */
     /* rows first..first+n-1 of a plane to or from (store) host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one */
-    void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
-                    bool store);
+    void (*plane_copy)(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
+                       bool store);
     void (*wait)(struct rank *r); /* until everything that was enqueued is done */
     /* What was collected since the start, see struct rank; in_sum2 NULL: not wanted. Waits. */
     void (*read_stats)(struct rank *r, double *stats, float *in_sum2);
@@ -381,53 +580,139 @@ enum {
 
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
 
-/* One of the two arrays of a layer's cache. FP8 rows carry one F32 scale per `group` values, in an array of their own. */
-struct kv_plane {
-    uint8_t *data; /* (n_ctx, row_bytes) */
-    float *scale;  /* (n_ctx, n_group); FP8 only */
+/* How the rows of a plane follow the timeline. */
+enum plane_kind {
+    PLANE_TOKENS, /* a row for every token */
+    PLANE_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
+    PLANE_RING,   /* the latest n_row tokens: token p is row p % n_row */
+    PLANE_STATE   /* n_row rows that stand for all tokens before struct rank's state_pos */
+};
+
+/* What a plane of a layer holds. */
+enum plane_use {
+    PLANE_K,      /* GQA: keys; MLA: normed latents */
+    PLANE_V,      /* GQA: values; MLA: the rotated key that all heads share */
+    PLANE_RECENT, /* a ring: what a recurrent state still has to take in, or a window of keys */
+    PLANE_POOL,   /* blocks: pooled rows */
+    PLANE_SUM,    /* a recurrent state */
+    PLANE_USES
+};
+
+/* One array of a layer's state. FP8 rows carry one F32 scale per `group` values, in an array of their own.
+ * In a shard, values first .. first + width - 1 of the whole row, which has `whole`; ranks with all of it have first 0. */
+struct plane {
+    uint8_t *data; /* (plane_rows, row_bytes) */
+    float *scale;  /* (plane_rows, n_group); FP8 only */
     enum kv_type type;
-    int width, group, n_group; /* values per row, per scale, scales per row */
+    int width, group, n_group; /* values per row (0: the layer has no such plane), per scale; scales per row */
     size_t row_bytes;          /* a multiple of 16 */
+    enum plane_kind kind;
+    int ratio, n_row; /* blocks: tokens of a row; ring, state: rows */
+    int window;       /* ring: a forward reads the rows of so many tokens before its first */
+    int first, whole;
 };
 
-/* GQA: k (n_head_kv * head_k), v (n_head_kv * head_v). MLA: k the normed latent (kv_lora), v the rotated shared key (rope_dim). */
-struct kv_layer {
-    struct kv_plane k, v;
-};
-
-static inline struct kv_plane kv_plane_make(enum kv_type type, int width, int group) {
-    struct kv_plane p;
+static inline struct plane plane_make(enum kv_type type, int width, int group) {
+    struct plane p;
     memset(&p, 0, sizeof p);
-    p.type = type, p.width = width, p.group = group, p.n_group = (width + group - 1) / group;
+    p.type = type;
+    p.width = p.whole = width;
+    p.group = group;
+    p.n_group = (width + group - 1) / group;
     p.row_bytes = ((size_t)width * (type == KV_F32 ? 4 : type == KV_BF16 ? 2 : 1) + 15) / 16 * 16;
     return p;
 }
 
 /* The planes of a layer, without memory. */
-static inline struct kv_layer kv_layer_make(const struct model *m, enum kv_type type) {
-    struct kv_layer y;
-    if (m->kv_lora) {
-        y.k = kv_plane_make(type, m->kv_lora, LATENT_GROUP);
-        y.v = kv_plane_make(type == KV_F32 ? KV_F32 : KV_BF16, m->rope_dim, m->rope_dim);
+static inline void layer_planes(const struct model *m, const struct layer *layer, enum kv_type type,
+                                struct plane out[PLANE_USES]) {
+    const struct attn *a = &layer->attn;
+    memset(out, 0, PLANE_USES * sizeof *out);
+    if (layer->has & HAS_MLA) {
+        const int rope = layer_rope_dim(m, layer);
+        out[PLANE_K] = plane_make(type, a->kv_lora, LATENT_GROUP);
+        out[PLANE_V] = plane_make(type == KV_F32 ? KV_F32 : KV_BF16, rope, rope);
     } else {
-        y.k = kv_plane_make(type, m->n_head_kv * m->head_k, m->head_k);
-        y.v = kv_plane_make(type, m->n_head_kv * m->head_v, m->head_v);
+        out[PLANE_K] = plane_make(type, a->n_head_kv * a->head_k, a->head_k);
+        out[PLANE_V] = plane_make(type, a->n_head_kv * a->head_v, a->head_v);
+        out[PLANE_K].first = a->first_head_kv * a->head_k;
+        out[PLANE_V].first = a->first_head_kv * a->head_v;
+        out[PLANE_K].whole = a->whole_head_kv * a->head_k;
+        out[PLANE_V].whole = a->whole_head_kv * a->head_v;
     }
-    return y;
+    if (m->family->planes) m->family->planes(m, layer, out);
 }
 
-/* Bytes of the cache per token, all layers. */
-static inline size_t kv_token_bytes(const struct model *m, enum kv_type type) {
-    struct kv_layer y = kv_layer_make(m, type);
-    size_t scales = (y.k.type == KV_FP8 ? (size_t)y.k.n_group : 0) + (y.v.type == KV_FP8 ? (size_t)y.v.n_group : 0);
-    return (size_t)m->n_layer * (y.k.row_bytes + y.v.row_bytes + scales * sizeof(float));
+/* Rows of a plane for contexts of n_ctx tokens. */
+static inline size_t plane_rows(const struct plane *p, size_t n_ctx) {
+    if (!p->width) return 0;
+    return p->kind == PLANE_TOKENS ? n_ctx : p->kind == PLANE_BLOCKS ? n_ctx / (size_t)p->ratio : (size_t)p->n_row;
 }
 
+/* Rows that hold something behind n tokens. */
+static inline size_t plane_used(const struct plane *p, size_t n) {
+    const size_t rows = plane_rows(p, n);
+    return p->kind == PLANE_RING && n < rows ? n : rows;
+}
+
+/* Bytes of a row's scales. */
+static inline size_t plane_scale_bytes(const struct plane *p) {
+    return p->type == KV_FP8 ? (size_t)p->n_group * sizeof(float) : 0;
+}
+
+/* Bytes of all planes of all layers for contexts of n_ctx tokens. */
+static inline size_t state_bytes(const struct model *m, enum kv_type type, size_t n_ctx) {
+    struct plane planes[PLANE_USES];
+    size_t bytes = 0;
+    for (int il = 0; il < m->n_layer; il++) {
+        layer_planes(m, &m->layers[il], type, planes);
+        for (int u = 0; u < PLANE_USES; u++)
+            bytes += plane_rows(&planes[u], n_ctx) * (planes[u].row_bytes + plane_scale_bytes(&planes[u]));
+    }
+    return bytes;
+}
+
+/* Whether a plane does not keep a row per token, so that going back needs a copy of it. */
+static inline bool plane_is_snapshot(const struct plane *p) {
+    return p->width && (p->kind == PLANE_RING || p->kind == PLANE_STATE);
+}
+
+/* Bytes of a snapshot of a model's rings and recurrent states. */
+static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
+    struct plane planes[PLANE_USES];
+    size_t bytes = 0;
+    for (int il = 0; il < m->n_layer; il++) {
+        layer_planes(m, &m->layers[il], type, planes);
+        for (int u = 0; u < PLANE_USES; u++)
+            if (plane_is_snapshot(&planes[u]))
+                bytes += (size_t)planes[u].n_row * (planes[u].row_bytes + plane_scale_bytes(&planes[u]));
+    }
+    return bytes;
+}
+
+/* Bytes of all planes that a forward of one token behind n_past others reads or, of recurrent states, reads and writes. */
+static inline double state_reads(const struct model *m, enum kv_type type, size_t n_past) {
+    struct plane planes[PLANE_USES];
+    double bytes = 0;
+    for (int il = 0; il < m->n_layer; il++) {
+        layer_planes(m, &m->layers[il], type, planes);
+        for (int u = 0; u < PLANE_USES; u++) {
+            const struct plane *p = &planes[u];
+            const size_t rows = p->kind == PLANE_RING ? (size_t)p->window : plane_used(p, n_past);
+            bytes += (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
+        }
+    }
+    return bytes;
+}
+
+/* Values of a row of every activation, for the widest layer. */
 static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_X] = width[A_H] = width[A_OUT] = m->n_embd;
-    width[A_QA] = m->q_lora, width[A_Q] = m->n_head * m->head_k, width[A_ATT] = m->n_head * m->head_v;
-    width[A_K] = m->kv_lora ? m->kv_lora + m->rope_dim : m->n_head_kv * m->head_k;
-    width[A_V] = m->kv_lora ? 0 : m->n_head_kv * m->head_v;
+    width[A_QA] = m->max.q_lora;
+    width[A_Q] = m->max.q;
+    width[A_K] = m->max.k;
+    width[A_V] = m->max.v;
+    width[A_ATT] = m->max.att;
 }
 
 /* Floats from row to row where several ranks' logits come together: their pieces are moved by 16 bytes. */
@@ -456,57 +741,57 @@ struct gpu_sizes {
 /* The activations of a rank on a GPU, each as BUFFER(field of struct cuda, type, count), for the model m, a part p, and the sizes s. What
  * few tokens need is laid out for DECODE_MAX_TOKENS. */
 /* clang-format off: of products it makes pointers */
-#define GPU_BUFFERS(BUFFER)                                                                                        \
-    do {                                                                                                           \
-        int width[ACT_COUNT];                                                                                      \
-        const size_t decode = DECODE_MAX_TOKENS, n = (size_t)s.chunk, k = (size_t)m->n_expert_used, nk = n * k;    \
-        const size_t experts = (size_t)m->n_expert_max, embd = (size_t)m->n_embd, ff = (size_t)m->n_ff_expert;     \
-        const size_t rope = (size_t)m->rope_dim, heads = (size_t)m->n_head, kv_lora = (size_t)m->kv_lora;          \
-        const size_t jobs = decode * k < experts ? decode * k : experts, tiles = nk / LIST_TILE + experts + 1;     \
-        const size_t all = (size_t)(m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared);              \
-        act_widths(m, width);                                                                                      \
-        for (int a = 0; a < ACT_COUNT; a++) {                                                                      \
-            const bool half = a == A_H || a == A_QA || a == A_Q || a == A_ATT;                                     \
-            BUFFER(x32[a], float, a == A_ATT ? 0 : n * (size_t)width[a]);                                          \
-            BUFFER(x16[a], uint16_t, half ? n *(size_t)width[a] : 0);                                              \
-        }                                                                                                          \
-        BUFFER(cs, float, n *rope / 2);                                                                            \
-        BUFFER(sn, float, n *rope / 2);                                                                            \
-        BUFFER(q_absorbed, uint16_t, kv_lora ? n *heads *(kv_lora + rope) : 0);                                    \
-        BUFFER(latent_out, uint16_t, n *heads *kv_lora);                                                           \
-        BUFFER(partials, float, (size_t)s.splits *decode *heads *((kv_lora ? kv_lora : (size_t)m->head_v) + 2));   \
-        BUFFER(hidden, uint16_t, (nk > jobs * decode ? nk : jobs * decode) * ff);                                  \
-        BUFFER(hidden_shared, uint16_t, (n > decode ? n : decode) * all);                                          \
-        BUFFER(x4.codes, uint8_t, s.w4a4 ? n *FP4_CODE_BYTES(embd) : 0);                                           \
-        BUFFER(x4.scales, uint8_t, s.w4a4 ? n *FP4_SCALE_BYTES(embd) : 0);                                         \
-        BUFFER(x4.scale, float, s.w4a4 ? n : 0);                                                                   \
-        BUFFER(hidden4.codes, uint8_t, s.w4a4 ? nk *FP4_CODE_BYTES(ff) : 0);                                       \
-        BUFFER(hidden4.scales, uint8_t, s.w4a4 ? nk *FP4_SCALE_BYTES(ff) : 0);                                     \
-        BUFFER(hidden4.scale, float, s.w4a4 ? nk : 0);                                                             \
-        BUFFER(expert_out, float, n > decode || s.stats ? nk * embd : 0);                                          \
-        BUFFER(route.logits, float, n *experts);                                                                   \
-        BUFFER(route.id, int32_t, nk);                                                                             \
-        BUFFER(route.weight, float, nk);                                                                           \
-        BUFFER(route.arrived, uint32_t, 1);                                                                        \
-        BUFFER(route.n_jobs, int32_t, 1);                                                                          \
-        BUFFER(route.job_expert, int32_t, jobs + 1);                                                               \
-        BUFFER(route.job_weight, float, decode *(decode * k + 1));                                                 \
-        BUFFER(sort.row, int32_t, nk);                                                                             \
-        BUFFER(sort.inverse, int32_t, nk);                                                                         \
-        BUFFER(sort.first, int32_t, experts + 1);                                                                  \
-        BUFFER(sort.tile_expert, int32_t, tiles);                                                                  \
-        BUFFER(sort.tile_first, int32_t, tiles);                                                                   \
-        BUFFER(sort.tile_count, int32_t, tiles);                                                                   \
-        BUFFER(sort.n_tiles, int32_t, 1);                                                                          \
-        if (p.stage == p.n_stage - 1 && (p.n_rank == 1 || p.rank)) /* the first of several has them in its area */ \
-            BUFFER(logits, float, LOGIT_ROWS *(p.rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));     \
-        BUFFER(gathered, float, s.nccl ? (size_t)p.n_rank *decode *embd : 0);                                      \
-        BUFFER(sum16, uint16_t, s.nccl ? n *embd : 0);                                                             \
-        BUFFER(sample.block_best, uint64_t, SAMPLE_BLOCKS);                                                        \
-        BUFFER(sample.block_mass, double, SAMPLE_BLOCKS);                                                          \
-        BUFFER(sample.bins, int, SAMPLE_BINS);                                                                     \
-        BUFFER(sample.arrived, uint32_t, 1);                                                                       \
-        BUFFER(sample.token, int32_t, 1);                                                                          \
+#define GPU_BUFFERS(BUFFER)                                                                                           \
+    do {                                                                                                              \
+        int width[ACT_COUNT];                                                                                         \
+        const size_t decode = DECODE_MAX_TOKENS, n = (size_t)s.chunk, k = (size_t)m->max.n_expert_used, nk = n * k;   \
+        const size_t experts = (size_t)m->n_expert_max, embd = (size_t)m->n_embd, ff = (size_t)m->max.n_ff_expert;    \
+        const size_t rope = (size_t)m->max.rope_dim, heads = (size_t)m->max.n_head, kv_lora = (size_t)m->max.kv_lora; \
+        const size_t jobs = decode * k < experts ? decode * k : experts, tiles = nk / LIST_TILE + experts + 1;        \
+        const size_t all = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared); \
+        act_widths(m, width);                                                                                         \
+        for (int a = 0; a < ACT_COUNT; a++) {                                                                         \
+            const bool half = a == A_H || a == A_QA || a == A_Q || a == A_ATT;                                        \
+            BUFFER(x32[a], float, a == A_ATT ? 0 : n * (size_t)width[a]);                                             \
+            BUFFER(x16[a], uint16_t, half ? n *(size_t)width[a] : 0);                                                 \
+        }                                                                                                             \
+        BUFFER(cs, float, n *rope / 2);                                                                               \
+        BUFFER(sn, float, n *rope / 2);                                                                               \
+        BUFFER(q_absorbed, uint16_t, kv_lora ? n *heads *(kv_lora + rope) : 0);                                       \
+        BUFFER(latent_out, uint16_t, n *heads *kv_lora);                                                              \
+        BUFFER(partials, float, (size_t)s.splits *decode *heads *((kv_lora ? kv_lora : (size_t)m->max.head_v) + 2));  \
+        BUFFER(hidden, uint16_t, (nk > jobs * decode ? nk : jobs * decode) * ff);                                     \
+        BUFFER(hidden_shared, uint16_t, (n > decode ? n : decode) * all);                                             \
+        BUFFER(x4.codes, uint8_t, s.w4a4 ? n *FP4_CODE_BYTES(embd) : 0);                                              \
+        BUFFER(x4.scales, uint8_t, s.w4a4 ? n *FP4_SCALE_BYTES(embd) : 0);                                            \
+        BUFFER(x4.scale, float, s.w4a4 ? n : 0);                                                                      \
+        BUFFER(hidden4.codes, uint8_t, s.w4a4 ? nk *FP4_CODE_BYTES(ff) : 0);                                          \
+        BUFFER(hidden4.scales, uint8_t, s.w4a4 ? nk *FP4_SCALE_BYTES(ff) : 0);                                        \
+        BUFFER(hidden4.scale, float, s.w4a4 ? nk : 0);                                                                \
+        BUFFER(expert_out, float, n > decode || s.stats ? nk * embd : 0);                                             \
+        BUFFER(route.logits, float, n *experts);                                                                      \
+        BUFFER(route.id, int32_t, nk);                                                                                \
+        BUFFER(route.weight, float, nk);                                                                              \
+        BUFFER(route.arrived, uint32_t, 1);                                                                           \
+        BUFFER(route.n_jobs, int32_t, 1);                                                                             \
+        BUFFER(route.job_expert, int32_t, jobs + 1);                                                                  \
+        BUFFER(route.job_weight, float, decode *(decode * k + 1));                                                    \
+        BUFFER(sort.row, int32_t, nk);                                                                                \
+        BUFFER(sort.inverse, int32_t, nk);                                                                            \
+        BUFFER(sort.first, int32_t, experts + 1);                                                                     \
+        BUFFER(sort.tile_expert, int32_t, tiles);                                                                     \
+        BUFFER(sort.tile_first, int32_t, tiles);                                                                      \
+        BUFFER(sort.tile_count, int32_t, tiles);                                                                      \
+        BUFFER(sort.n_tiles, int32_t, 1);                                                                             \
+        if (p.stage == p.n_stage - 1 && (p.n_rank == 1 || p.rank)) /* the first of several has them in its area */    \
+            BUFFER(logits, float, LOGIT_ROWS *(p.rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));        \
+        BUFFER(gathered, float, s.nccl ? (size_t)p.n_rank *decode *embd : 0);                                         \
+        BUFFER(sum16, uint16_t, s.nccl ? n *embd : 0);                                                                \
+        BUFFER(sample.block_best, uint64_t, SAMPLE_BLOCKS);                                                           \
+        BUFFER(sample.block_mass, double, SAMPLE_BLOCKS);                                                             \
+        BUFFER(sample.bins, int, SAMPLE_BINS);                                                                        \
+        BUFFER(sample.arrived, uint32_t, 1);                                                                          \
+        BUFFER(sample.token, int32_t, 1);                                                                             \
     } while (0)
 /* clang-format on */
 
@@ -556,9 +841,10 @@ struct rank {
     char link[192];           /* GPU: how it adds up with the others; empty: there are none */
     int n_ctx, chunk;         /* tokens of context, of one forward at most */
     enum kv_type kv_type;
-    struct kv_layer *kv;    /* (n_layer); planes in the backend's memory */
-    int n_tok;              /* the batch: tokens of this forward, */
-    int32_t pos;            /* position of the first, */
+    struct plane (*planes)[PLANE_USES]; /* (n_layer) in the backend's memory; width 0: the layer has none */
+    int n_tok;                          /* the batch: tokens of this forward, */
+    int32_t pos;                        /* position of the first, */
+    int32_t state_pos;      /* recurrent states stand for the tokens before it; rings hold those from it to pos, */
     int32_t *tokens;        /* (chunk) ids */
     int width[ACT_COUNT];   /* values per row */
     float *act[ACT_COUNT];  /* the slots in F32, in the backend's memory; GPU: NULL where it has no such form */
@@ -566,7 +852,7 @@ struct rank {
     struct candidate *work; /* (n_ids), of the sampler, in host memory */
     double *stats;  /* (n_layer, n_expert_max, STATS) of the experts, in the backend's memory; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, n_layer)) likewise, of the inputs of feed-forwards */
-    size_t bytes, kv_bytes;          /* of activations; of the cache */
+    size_t bytes, kv_bytes;          /* of activations; of all planes */
     size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
     char name[128];                  /* what it runs on */
 
@@ -587,14 +873,14 @@ struct rank {
     /* the rest of a CPU's */
     const struct kernels *k;
     int n_threads;
-    float *cos, *sin;     /* (chunk, rope_dim / 2) of the batch's positions */
-    uint8_t *pack;        /* packed inputs: 2 * chunk rows, or MLA absorbed: one per token and head */
-    uint8_t *pack_h;      /* packed hidden rows of the feed-forward */
-    float *hidden;        /* hidden rows of the feed-forward, one after the other */
-    float *route;         /* (chunk, n_expert_max) router logits */
-    int32_t *route_id;    /* (chunk, n_expert_used) */
-    float *route_w;       /* (chunk, n_expert_used) */
-    struct ffn_job *jobs; /* (n_expert_max + 1) */
+    float *cos[MAX_ROPES], *sin[MAX_ROPES]; /* (chunk, rope dim / 2) of the batch's positions, for each rotation */
+    uint8_t *pack;                          /* packed inputs: 2 * chunk rows, or MLA absorbed: one per token and head */
+    uint8_t *pack_h;                        /* packed hidden rows of the feed-forward */
+    float *hidden;                          /* hidden rows of the feed-forward, one after the other */
+    float *route;                           /* (chunk, n_expert_max) router logits */
+    int32_t *route_id;                      /* (chunk, n_expert_used) */
+    float *route_w;                         /* (chunk, n_expert_used) */
+    struct ffn_job *jobs;                   /* (n_expert_max + 1) */
     int n_jobs;
     int32_t *job_rows; /* tokens of the jobs */
     float *job_w;      /* their weights */
@@ -4825,7 +5111,10 @@ static int template_render(const struct template *t, const json_t *vars, struct 
  * really holds.
  * ============================================================================================================ */
 
-static const char *const arch_names[] = {[ARCH_QWEN3MOE] = "qwen3moe", [ARCH_DEEPSEEK2] = "deepseek2"};
+/* The family of that architecture name, or NULL. */
+static const struct family *family_find(struct gguf_str arch);
+/* The names of all families for a message: "a, b and c". */
+static const char *family_names(char out[ERR_MAX]);
 
 /* What loading carries along. The first error sticks; every step after it does nothing. */
 struct loader {
@@ -4835,6 +5124,8 @@ struct loader {
     bool *used;       /* (n_tensors) */
     char *err;
     bool failed;
+    struct attn attn; /* what all layers share; then by layer: */
+    int n_head[MAX_LAYERS], n_head_kv[MAX_LAYERS], n_expert_used[MAX_LAYERS];
 };
 
 __attribute__((format(printf, 2, 3))) static void loader_fail(struct loader *l, const char *fmt, ...) {
@@ -4869,6 +5160,29 @@ static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_
         loader_fail(l, "metadata key '%s' is %lld%s, expected %lld to %lld", key, (long long)v, kv ? "" : " by default",
                     (long long)lo, (long long)hi);
     return l->failed ? 0 : (int)v;
+}
+
+/* An integer for every layer within [lo, hi], from one number for all or an array of block_count numbers. Without the key all are
+ * dflt, which is KEY_REQUIRED where that is an error. */
+static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi,
+                        int out[MAX_LAYERS]) {
+    char key[128];
+    int64_t v = dflt;
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    const int blocks = l->m->n_layer + l->m->n_mtp_layer;
+    if (l->failed) return;
+    if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
+    if (kv && kv->is_array && kv->n != (uint64_t)blocks)
+        loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
+                    (unsigned long long)kv->n, blocks);
+    for (int il = 0; il < l->m->n_layer && !l->failed; il++) {
+        if (kv && !gguf_elem_int(kv, kv->is_array ? (uint64_t)il : 0, &v))
+            loader_fail(l, "metadata key '%s' is not an integer", key);
+        else if (v < lo || v > hi)
+            loader_fail(l, "metadata key '%s' is %lld%s, expected %lld to %lld", key, (long long)v,
+                        kv ? "" : " by default", (long long)lo, (long long)hi);
+        out[il] = (int)v;
+    }
 }
 
 /* A finite number within [lo, hi]; NAN as default: required. */
@@ -4945,6 +5259,26 @@ static const float *loader_vector(struct loader *l, const char *name, int n, boo
     return v;
 }
 
+/* Whether the file lists BASE.weight as made for 16-bit activations although it has an input scale: general.tensor_extra.name
+ * (names) and general.tensor_extra.prec_a4 (as many booleans, false: 16-bit), as llama.cpp's converter writes them. */
+static bool loader_wants_16_bit(struct loader *l, const char *base) {
+    const struct gguf_kv *names = gguf_find(l->g, "general.tensor_extra.name");
+    const struct gguf_kv *a4 = gguf_find(l->g, "general.tensor_extra.prec_a4");
+    char name[160];
+    if (!names && !a4) return false;
+    if (!names || !a4 || names->type != GGUF_V_STR || a4->type != GGUF_V_BOOL || names->n != a4->n) {
+        loader_fail(l,
+                    "metadata keys 'general.tensor_extra.name' and 'general.tensor_extra.prec_a4' are not lists of as "
+                    "many names as booleans");
+        return false;
+    }
+    snprintf(name, sizeof name, "%s.weight", base);
+    const uint8_t *at = names->data;
+    for (uint64_t i = 0; i < names->n; i++)
+        if (gguf_str_eq(gguf_next_str(&at), name)) return !a4->data[i];
+    return false;
+}
+
 /* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and its optional BASE.scale, of one factor
  * or one per expert. */
 static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional,
@@ -4972,25 +5306,29 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     /* the scale that activations had at calibration: kernels that quantise activations measure their own */
     snprintf(name, sizeof name, "%s.input_scale", base);
     t = gguf_find_tensor(l->g, name);
-    if (t) l->used[t - l->g->tensors] = true, w->has_input_scale = true;
+    if (!t) return;
+    l->used[t - l->g->tensors] = true;
+    w->has_input_scale = !loader_wants_16_bit(l, base);
 }
 
-static void loader_layer_weight(struct loader *l, struct weight *w, int il, const char *what, int n_in, int n_out,
-                                int n_expert, bool optional) {
-    char base[128];
-    snprintf(base, sizeof base, "blk.%d.%s", il, what);
-    loader_weight(l, w, n_in, n_out, n_expert, optional, base);
-}
-
-static const float *loader_layer_vector(struct loader *l, int il, const char *what, int n, bool optional) {
+/* Binds the tensor of one row of the table in layer il, unless it is bound already. */
+static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct layer *layer, int il) {
+    const struct model *m = l->m;
     char name[128];
-    snprintf(name, sizeof name, "blk.%d.%s", il, what);
-    return loader_vector(l, name, n, optional);
+    const int in = layer_dim(m, layer, rule->in), out = layer_dim(m, layer, rule->out),
+              n = layer_dim(m, layer, rule->n);
+    snprintf(name, sizeof name, "blk.%d.%s", il, rule->name);
+    if (rule->kind != TENSOR_VECTOR) {
+        struct weight *w = rule_weight(rule, layer);
+        if (!w->data) loader_weight(l, w, in, out, n, rule->optional, name);
+    } else if (!*rule_vector(rule, layer)) *rule_vector(rule, layer) = loader_vector(l, name, in, rule->optional);
 }
 
-/* Rotary frequencies, with the interpolation that the file asks for (YaRN: arXiv 2309.00071, section 3.2 and 3.4). */
-static void loader_rope(struct loader *l) {
+/* Adds the rotation of `dim` values to the model and names it in attn, with the scale of q.k. Frequencies are interpolated as the file
+ * asks for (YaRN: arXiv 2309.00071, sections 3.2 and 3.4). */
+static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     struct model *m = l->m;
+    struct rope rope = {.dim = dim};
     struct gguf_str type = {"linear", 6}; /* upstream's default; without a factor it is none */
     char key[128];
     double base = loader_num(l, "rope.freq_base", 10000.0, 1.0, 1e12);
@@ -5014,20 +5352,20 @@ static void loader_rope(struct loader *l) {
     loader_num(l, "rope.scaling.yarn_ext_factor", yarn, yarn, yarn);
     if (l->failed) return;
     if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
-    m->rope_factor = (float)attn_factor;
-    m->attn_scale = 1.0f / sqrtf((float)m->head_k);
-    if (yarn && m->kv_lora && log_mul == 0.0) {
+    rope.factor = (float)attn_factor;
+    attn->scale = 1.0f / sqrtf((float)attn->head_k);
+    if (yarn && attn->kv_lora && log_mul == 0.0) {
         loader_fail(l,
                     "metadata key '%s.rope.scaling.yarn_log_multiplier' is missing: YaRN with latent "
                     "attention needs it",
                     l->arch);
-    } else if (yarn && m->kv_lora) { /* DeepSeek: the factor goes into the softmax scale, cos and sin stay */
+    } else if (yarn && attn->kv_lora) { /* DeepSeek: the factor goes into the softmax scale, cos and sin stay */
         double mscale = 1.0 + log_mul * log(factor > 1.0 ? factor : 1.0);
-        m->attn_scale *= (float)(mscale * mscale);
+        attn->scale *= (float)(mscale * mscale);
     } else if (yarn) {
-        m->rope_factor *= (float)(1.0 + 0.1 * log(factor > 1.0 ? factor : 1.0));
+        rope.factor *= (float)(1.0 + 0.1 * log(factor > 1.0 ? factor : 1.0));
     }
-    int d = m->rope_dim;
+    int d = dim;
     double lo = floor(d * log(original / (beta_fast * 2 * M_PI)) / (2 * log(base)));
     double hi = ceil(d * log(original / (beta_slow * 2 * M_PI)) / (2 * log(base)));
     lo = fmax(lo, 0.0), hi = fmin(hi, d - 1.0);
@@ -5039,52 +5377,90 @@ static void loader_rope(struct loader *l) {
         freq[i] = (float)(f / factor * ramp + f * (1.0 - ramp));
         if (!isfinite(freq[i])) loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
     }
-    m->rope_freq = freq;
+    rope.freq = freq;
+    attn->rope = m->n_rope;
+    m->ropes[m->n_rope++] = rope;
 }
 
+/* The keys of grouped-query attention. */
+static void keys_gqa(struct loader *l) {
+    const struct model *m = l->m;
+    struct attn *a = &l->attn;
+    const int n_head = l->n_head[0];
+    a->head_k = loader_int(l, "attention.key_length", n_head ? m->n_embd / n_head : 0, 2, 4096);
+    a->head_v = loader_int(l, "attention.value_length", a->head_k, 1, 4096);
+    loader_rope(l, loader_int(l, "rope.dimension_count", a->head_k, 2, a->head_k), a);
+}
+
+/* Qwen3-MoE's files without a router function mean that of the architecture: softmax over all experts, divided by the sum. */
+static void keys_qwen3moe(struct loader *l) {
+    keys_gqa(l);
+    char key[128];
+    if (!loader_key(l, "expert_gating_func", key)) l->m->norm_topk_prob = true;
+}
+
+/* The keys of multi-head latent attention (arXiv 2405.04434, section 2.1). */
+static void keys_mla(struct loader *l) {
+    struct attn *a = &l->attn;
+    a->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
+    a->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
+    a->head_k = loader_int(l, "attention.key_length_mla", KEY_REQUIRED, 2, 4096);
+    a->head_v = loader_int(l, "attention.value_length_mla", KEY_REQUIRED, 1, 4096);
+    int rope = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k - 1);
+    if (loader_num(l, "attention.temperature_scale", 0.0, 0.0, 1e6) != 0.0f)
+        loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
+    loader_rope(l, rope, a);
+}
+
+static void layer_attn(struct loader *l, struct layer *layer, int il) {
+    layer->attn = l->attn;
+    layer->attn.n_head = l->n_head[il];
+    layer->attn.n_head_kv = layer->attn.whole_head_kv = l->n_head_kv[il];
+}
+
+/* A layer with grouped-query attention whose heads are normed. */
+static void layer_gqa(struct loader *l, struct layer *layer, int il) {
+    layer->has = HAS_GQA | HAS_Q | HAS_HEAD_NORM;
+    layer_attn(l, layer, il);
+}
+
+/* A layer with latent attention. */
+static void layer_mla(struct loader *l, struct layer *layer, int il) {
+    layer->has = HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q);
+    layer_attn(l, layer, il);
+}
+
+/* Metadata that all families have, and the family's own. */
 static void loader_hparams(struct loader *l) {
     struct model *m = l->m;
-    bool mla = m->arch == ARCH_DEEPSEEK2;
+    char key[128];
     m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, 1 << 28);
     m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
     int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
     m->n_mtp_layer = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
     m->n_layer = blocks - m->n_mtp_layer;
-    m->n_head = loader_int(l, "attention.head_count", KEY_REQUIRED, 1, 1024);
-    m->n_head_kv = loader_int(l, "attention.head_count_kv", m->n_head, 1, m->n_head);
+    loader_ints(l, "attention.head_count", KEY_REQUIRED, 1, 1024, l->n_head);
+    if (loader_key(l, "attention.head_count_kv", key))
+        loader_ints(l, "attention.head_count_kv", 0, 1, 1024, l->n_head_kv);
+    else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN, 0.0, 1.0);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
-    m->n_expert_used =
-        loader_int(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK);
-    if (mla) {
-        m->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
-        m->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
-        m->head_k = loader_int(l, "attention.key_length_mla", KEY_REQUIRED, 2, 4096);
-        m->head_v = loader_int(l, "attention.value_length_mla", KEY_REQUIRED, 1, 4096);
-        m->rope_dim = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, m->head_k - 1);
-        m->nope = m->head_k - m->rope_dim;
-        if (loader_num(l, "attention.temperature_scale", 0.0, 0.0, 1e6) != 0.0f)
-            loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported",
-                        l->arch);
-    } else {
-        m->head_k = loader_int(l, "attention.key_length", m->n_head ? m->n_embd / m->n_head : 0, 2, 4096);
-        m->head_v = loader_int(l, "attention.value_length", m->head_k, 1, 4096);
-        m->rope_dim = loader_int(l, "rope.dimension_count", m->head_k, 2, m->head_k);
-    }
-    if (!l->failed && (m->rope_dim % 2 || m->n_head % m->n_head_kv))
-        loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->rope_dim, m->n_head,
-                    m->n_head_kv);
+    loader_ints(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK,
+                l->n_expert_used);
     m->n_group = loader_int(l, "expert_group_count", 1, 0, MAX_EXPERTS);
     m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
     if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
     int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SIGMOID);
-    bool by_arch = !gating && !mla; /* 0: as the architecture has it, and that includes the norm */
-    m->gating = gating ? (enum gating)gating : GATING_SOFTMAX;
-    m->norm_topk_prob = by_arch || loader_bool(l, "expert_weights_norm", !mla);
+    m->gating = gating ? (enum gating)gating : m->family->gating;
+    m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
     m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
-    loader_rope(l);
+    m->family->keys(l);
+    for (int il = 0; il < m->n_layer && !l->failed; il++)
+        if (l->n_head_kv[il] > l->n_head[il] || l->n_head[il] % l->n_head_kv[il] || m->ropes[0].dim % 2)
+            loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->ropes[0].dim,
+                        l->n_head[il], l->n_head_kv[il]);
 }
 
 /* Kept original ids of a pruned layer: moe.reap.kept.N. */
@@ -5110,75 +5486,79 @@ static void loader_retained(struct loader *l, struct layer *layer, int il) {
     layer->retained = kept;
 }
 
-/* Routed experts (their count is the router's), the shared expert, or a dense feed-forward. */
-static void loader_ffn(struct loader *l, struct layer *layer, int il) {
-    struct model *m = l->m;
+/* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an error. */
+static int loader_width(struct loader *l, int il, const char *what, int axis) {
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.%s.weight", il, what);
+    const struct gguf_tensor *t = l->failed ? NULL : gguf_find_tensor(l->g, name);
+    if (!t) return 0;
+    if (t->ne[axis] > 1 << 20) {
+        loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[axis], 1 << 20);
+        return 0;
+    }
+    return (int)t->ne[axis];
+}
+
+/* Which feed-forwards layer il has, how wide, with how many experts: that is said by the tensors, because pruning and some families
+ * make it differ between layers. */
+static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
+    const struct model *m = l->m;
     char name[128];
     snprintf(name, sizeof name, "blk.%d.ffn_gate_inp.weight", il);
     const struct gguf_tensor *router = gguf_find_tensor(l->g, name);
     if (l->failed) return;
     if (!router) {
-        snprintf(name, sizeof name, "blk.%d.ffn_gate.weight", il);
-        const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)m->n_embd, 0, 1, false);
-        if (!t || t->ne[1] > 1 << 20) {
-            if (t)
-                loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[1],
-                            1 << 20);
-            return;
-        }
-        int n_ff = (int)t->ne[1];
-        if (n_ff > m->n_ff_dense) m->n_ff_dense = n_ff;
-        loader_layer_weight(l, &layer->gate, il, "ffn_gate", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &layer->up, il, "ffn_up", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &layer->down, il, "ffn_down", n_ff, m->n_embd, 1, false);
+        layer->has |= HAS_DENSE_FFN;
+        layer->n_ff = loader_width(l, il, "ffn_gate", 1);
         return;
     }
-    if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)m->n_expert_used ||
+    layer->has |= HAS_EXPERTS;
+    layer->n_expert_used = l->n_expert_used[il];
+    if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)layer->n_expert_used ||
         router->ne[1] % (uint64_t)m->n_group) {
         loader_fail(l, "tensor '%s' routes to %llu experts, expected %d to %d%s", name,
-                    (unsigned long long)router->ne[1], m->n_expert_used, m->n_expert_max,
+                    (unsigned long long)router->ne[1], layer->n_expert_used, m->n_expert_max,
                     m->n_group > 1 ? " and whole groups" : "");
         return;
     }
-    int n = layer->n_expert = (int)router->ne[1];
-    loader_layer_weight(l, &layer->router, il, "ffn_gate_inp", m->n_embd, n, 1, false);
-    layer->router_bias = loader_layer_vector(l, il, "exp_probs_b.bias", n, true);
-    if (layer->router_bias && m->gating == GATING_SOFTMAX)
-        loader_fail(l,
-                    "layer %d has a routing bias, which belongs to a sigmoid router; '%s.expert_gating_func' "
-                    "does not say 2",
-                    il, l->arch);
-    snprintf(name, sizeof name, "blk.%d.ffn_down_exps.weight", il);
-    const struct gguf_tensor *down = loader_tensor(l, name, 0, (uint64_t)m->n_embd, (uint64_t)n, false);
-    if (!down || down->ne[0] > 1 << 20) {
-        if (down)
-            loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)down->ne[0],
-                        1 << 20);
-        return;
+    layer->n_expert = (int)router->ne[1];
+    layer->n_ff = loader_width(l, il, "ffn_down_exps", 0);
+    layer->n_ff_shared = loader_width(l, il, "ffn_down_shexp", 0);
+    if (layer->n_ff_shared) layer->has |= HAS_SHARED;
+}
+
+/* The first n of a weight's rows (of each matrix in a stack) behind `from`. */
+static struct weight weight_view(const struct weight *all, int from, int n) {
+    struct weight w = *all;
+    w.data += (size_t)from * all->row_bytes;
+    w.n_out = n;
+    if (all->bias) w.bias += from;
+    return w;
+}
+
+/* Matrices that a file holds as one: gate and up of the experts, gate rows first; queries, keys and values. */
+static void loader_fused(struct loader *l, struct layer *layer, int il) {
+    struct weight both = {0}, qkv = {0};
+    char name[128];
+    const int n_embd = l->m->n_embd, n_ff = layer->n_ff;
+    if (layer->has & HAS_EXPERTS) {
+        snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps", il);
+        loader_weight(l, &both, n_embd, 2 * n_ff, layer->n_expert, true, name);
     }
-    int n_ff = (int)down->ne[0];
-    if (n_ff > m->n_ff_expert) m->n_ff_expert = n_ff;
-    loader_layer_weight(l, &layer->down, il, "ffn_down_exps", n_ff, m->n_embd, n, false);
-    struct weight both = {0};
-    loader_layer_weight(l, &both, il, "ffn_gate_up_exps", m->n_embd, 2 * n_ff, n, true);
-    if (both.data) { /* one stack, gate rows first */
-        layer->gate = layer->up = both;
-        layer->gate.n_out = layer->up.n_out = n_ff;
-        layer->up.data += (size_t)n_ff * both.row_bytes;
-    } else {
-        loader_layer_weight(l, &layer->gate, il, "ffn_gate_exps", m->n_embd, n_ff, n, false);
-        loader_layer_weight(l, &layer->up, il, "ffn_up_exps", m->n_embd, n_ff, n, false);
+    if (both.data) {
+        layer->gate = weight_view(&both, 0, n_ff);
+        layer->up = weight_view(&both, n_ff, n_ff);
     }
-    snprintf(name, sizeof name, "blk.%d.ffn_down_shexp.weight", il);
-    const struct gguf_tensor *shared = gguf_find_tensor(l->g, name);
-    if (!l->failed && shared && shared->ne[0] <= 1 << 20) {
-        n_ff = (int)shared->ne[0];
-        if (n_ff > m->n_ff_shared) m->n_ff_shared = n_ff;
-        loader_layer_weight(l, &layer->sh_gate, il, "ffn_gate_shexp", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &layer->sh_up, il, "ffn_up_shexp", m->n_embd, n_ff, 1, false);
-        loader_layer_weight(l, &layer->sh_down, il, "ffn_down_shexp", n_ff, m->n_embd, 1, false);
-    }
-    loader_retained(l, layer, il);
+    if (!(layer->has & HAS_GQA)) return;
+    const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
+    snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
+    loader_weight(l, &qkv, n_embd, q + k + v, 1, true, name);
+    if (!qkv.data) return;
+    snprintf(name, sizeof name, "blk.%d.attn_qkv.bias", il);
+    qkv.bias = loader_vector(l, name, q + k + v, true);
+    layer->wq = weight_view(&qkv, 0, q);
+    layer->wk = weight_view(&qkv, q, k);
+    layer->wv = weight_view(&qkv, q + k, v);
 }
 
 /* Gate and up multiply the same packed activations, whose format follows from the type. */
@@ -5188,36 +5568,48 @@ static void loader_same_type(struct loader *l, int il, const struct weight *gate
                     gguf_type_info(gate->type).name, gguf_type_info(up->type).name);
 }
 
+/* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
-    struct model *m = l->m;
-    layer->attn_norm = loader_layer_vector(l, il, "attn_norm.weight", m->n_embd, false);
-    layer->ffn_norm = loader_layer_vector(l, il, "ffn_norm.weight", m->n_embd, false);
-    if (m->kv_lora) {
-        if (m->q_lora) {
-            loader_layer_weight(l, &layer->wq_a, il, "attn_q_a", m->n_embd, m->q_lora, 1, false);
-            layer->q_a_norm = loader_layer_vector(l, il, "attn_q_a_norm.weight", m->q_lora, false);
-            loader_layer_weight(l, &layer->wq_b, il, "attn_q_b", m->q_lora, m->n_head * m->head_k, 1, false);
-        } else {
-            loader_layer_weight(l, &layer->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
-        }
-        loader_layer_weight(l, &layer->wkv_a, il, "attn_kv_a_mqa", m->n_embd, m->kv_lora + m->rope_dim, 1, false);
-        layer->kv_a_norm = loader_layer_vector(l, il, "attn_kv_a_norm.weight", m->kv_lora, false);
-        loader_layer_weight(l, &layer->wk_b, il, "attn_k_b", m->nope, m->kv_lora, m->n_head, false);
-        loader_layer_weight(l, &layer->wv_b, il, "attn_v_b", m->kv_lora, m->head_v, m->n_head, false);
-    } else {
-        loader_layer_weight(l, &layer->wq, il, "attn_q", m->n_embd, m->n_head * m->head_k, 1, false);
-        loader_layer_weight(l, &layer->wk, il, "attn_k", m->n_embd, m->n_head_kv * m->head_k, 1, false);
-        loader_layer_weight(l, &layer->wv, il, "attn_v", m->n_embd, m->n_head_kv * m->head_v, 1, false);
-        layer->wq.bias = loader_layer_vector(l, il, "attn_q.bias", m->n_head * m->head_k, true);
-        layer->wk.bias = loader_layer_vector(l, il, "attn_k.bias", m->n_head_kv * m->head_k, true);
-        layer->wv.bias = loader_layer_vector(l, il, "attn_v.bias", m->n_head_kv * m->head_v, true);
-        layer->q_norm = loader_layer_vector(l, il, "attn_q_norm.weight", m->head_k, false);
-        layer->k_norm = loader_layer_vector(l, il, "attn_k_norm.weight", m->head_k, false);
-    }
-    loader_layer_weight(l, &layer->wo, il, "attn_output", m->n_head * m->head_v, m->n_embd, 1, false);
-    loader_ffn(l, layer, il);
+    l->m->family->layer(l, layer, il);
+    loader_ffn_shape(l, layer, il);
+    loader_fused(l, layer, il);
+    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer)) && !l->failed;)
+        loader_rule(l, rule, layer, il);
+    if (layer->router_bias && l->m->gating == GATING_SOFTMAX)
+        loader_fail(l,
+                    "layer %d has a routing bias, which belongs to a sigmoid router; '%s.expert_gating_func' "
+                    "does not say 2",
+                    il, l->arch);
+    if (layer->has & HAS_EXPERTS) loader_retained(l, layer, il);
     loader_same_type(l, il, &layer->gate, &layer->up);
     loader_same_type(l, il, &layer->sh_gate, &layer->sh_up);
+}
+
+static int int_max(int a, int b) { return a > b ? a : b; }
+
+/* Computes m->max from the layers. */
+static void model_maxima(struct model *m) {
+    struct maxima *x = &m->max;
+    memset(x, 0, sizeof *x);
+    for (int il = 0; il < m->n_layer; il++) {
+        const struct layer *layer = &m->layers[il];
+        const struct attn *a = &layer->attn;
+        const bool mla = layer->has & HAS_MLA;
+        x->n_head = int_max(x->n_head, a->n_head);
+        x->head_k = int_max(x->head_k, a->head_k);
+        x->head_v = int_max(x->head_v, a->head_v);
+        x->q_lora = int_max(x->q_lora, a->q_lora);
+        x->kv_lora = int_max(x->kv_lora, a->kv_lora);
+        x->rope_dim = int_max(x->rope_dim, layer_rope_dim(m, layer));
+        x->q = int_max(x->q, layer_dim(m, layer, DIM_Q));
+        x->k = int_max(x->k, layer_dim(m, layer, mla ? DIM_KV_A : DIM_K));
+        x->v = int_max(x->v, mla ? 0 : layer_dim(m, layer, DIM_V));
+        x->att = int_max(x->att, layer_dim(m, layer, DIM_ATT));
+        x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
+        int *n_ff = layer->n_expert ? &x->n_ff_expert : &x->n_ff_dense;
+        *n_ff = int_max(*n_ff, layer->n_ff);
+        x->n_ff_shared = int_max(x->n_ff_shared, layer->n_ff_shared);
+    }
 }
 
 /* Every tensor of the file must have found its place; those of the prediction layers behind the last layer wait for theirs. */
@@ -5231,6 +5623,18 @@ static void loader_leftovers(struct loader *l) {
         if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer && il < l->m->n_layer + l->m->n_mtp_layer)
             continue;
         loader_fail(l, "tensor '%s' is not part of the architecture %s as known here", name, l->arch);
+    }
+}
+
+/* A file may leave the prediction layers out, although its metadata count them; one with these alone is no model to run. */
+static void loader_has_trunk(struct loader *l) {
+    if (l->failed || gguf_find_tensor(l->g, "blk.0.attn_norm.weight")) return;
+    for (uint32_t i = 0; i < l->g->n_tensors; i++) {
+        const struct gguf_str name = l->g->tensors[i].name;
+        if (!memmem(name.p, name.n, ".nextn.", 7)) continue;
+        loader_fail(l,
+                    "the file holds only the prediction layers of a model; the file with its other layers is needed");
+        return;
     }
 }
 
@@ -5273,24 +5677,23 @@ static void model_free(struct model *m) {
 static int model_bind(struct model *m, char *err) {
     struct loader l = {.m = m, .g = &m->gguf, .err = err};
     struct gguf_str s = {"", 0};
-    char text[64];
-    size_t known = 0, n_names = sizeof arch_names / sizeof *arch_names;
+    char text[64], known[ERR_MAX];
     m->vocab = xcalloc(1, sizeof *m->vocab);
     m->shard = (struct shard){0, 1, 0, 1};
     if (!gguf_get_str(l.g, "general.architecture", &s))
         loader_fail(&l, "metadata key 'general.architecture' is missing");
-    while (known < n_names && !gguf_str_eq(s, arch_names[known])) known++;
-    if (known == n_names)
-        loader_fail(&l, "the architecture '%s' is not supported; known are qwen3moe and deepseek2",
-                    gguf_printable(s, text, sizeof text));
+    m->family = family_find(s);
+    if (!m->family)
+        loader_fail(&l, "the architecture '%s' is not supported; known are %s", gguf_printable(s, text, sizeof text),
+                    family_names(known));
     if (!l.failed && !l.g->n_tensors) loader_fail(&l, "the file holds a vocabulary but no tensors");
     l.used = xcalloc(l.g->n_tensors + 1u, sizeof *l.used);
-    l.arch = known < n_names ? arch_names[known] : "";
-    m->arch = (enum arch)known;
+    l.arch = m->family ? m->family->arch : "";
     s = (struct gguf_str){"", 0};
     gguf_get_str(l.g, "general.name", &s);
     gguf_printable(s, m->name, sizeof m->name);
     if (!l.failed) loader_hparams(&l);
+    loader_has_trunk(&l);
     const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
     if (embd && embd->ne[1] > 1 << 24)
         loader_fail(&l, "tensor 'token_embd.weight' has %llu rows", (unsigned long long)embd->ne[1]);
@@ -5301,6 +5704,7 @@ static int model_bind(struct model *m, char *err) {
     m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, false);
     if (!l.failed) m->layers = loader_own(&l, (size_t)m->n_layer * sizeof *m->layers);
     for (int i = 0; i < m->n_layer && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
+    if (!l.failed) model_maxima(m);
     loader_leftovers(&l);
     const struct gguf_kv *kv = gguf_find(l.g, "moe.reap.pruned");
     int64_t v;
@@ -5410,8 +5814,8 @@ static struct range shard_range(int total, int unit, int n_rank, int rank) {
 
 static void weight_rows(struct weight *w, struct range s) {
     if (!w->data) return;
-    w->data += (size_t)s.first * w->row_bytes, w->n_out = s.n;
-    if (w->bias) w->bias += s.first;
+    w->data += (size_t)s.first * w->row_bytes;
+    w->n_out = s.n;
 }
 
 static void weight_columns(struct weight *w, struct range s) {
@@ -5432,19 +5836,20 @@ static uint64_t weight_bytes(const struct weight *w) {
 }
 
 static uint64_t layer_bytes(const struct layer *layer) {
-    const struct weight *w[LAYER_WEIGHTS];
     uint64_t sum = 0;
-    for (int i = 0, n = layer_weights(layer, w); i < n; i++) sum += weight_bytes(w[i]);
+    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));)
+        if (rule_is_weight(rule)) sum += weight_bytes(rule_weight(rule, layer));
     return sum;
 }
 
 static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
 
-/* Heads that only together end where a block of the output projection does. */
+/* Heads that only together end where a block of the output projection does, in every layer. */
 static int heads_unit(const struct model *m) {
     int unit = 1;
     for (int il = 0; il < m->n_layer; il++) {
-        int block = (int)gguf_type_info(m->layers[il].wo.type).block, u = block / int_gcd(block, m->head_v);
+        const struct layer *layer = &m->layers[il];
+        int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, layer->attn.head_v);
         unit = unit / int_gcd(unit, u) * u;
     }
     return unit;
@@ -5454,20 +5859,21 @@ struct heads_range {
     struct range q, kv;
 };
 
-/* Query heads go where their KV head is. With fewer KV heads than ranks, some ranks hold copies of one and share its query heads. */
-static struct heads_range shard_heads(const struct model *m, int n_rank, int rank) {
-    int unit = heads_unit(m), group = m->n_head / m->n_head_kv;
+/* The heads of a rank, in units of `unit` query heads. Query heads go where their KV head is. With fewer KV heads than ranks, some ranks
+ * hold copies of one and share its query heads. Latent attention has one KV head, which every rank holds. */
+static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank, int rank) {
+    int group = a->n_head / a->n_head_kv;
     struct heads_range h;
-    if (m->kv_lora) {
-        h.q = shard_range(m->n_head, unit, n_rank, rank);
+    if (a->kv_lora) {
+        h.q = shard_range(a->n_head, unit, n_rank, rank);
         h.kv = (struct range){0, 1};
-    } else if (m->n_head_kv >= n_rank) {
-        h.kv = shard_range(m->n_head_kv, unit / int_gcd(unit, group), n_rank, rank);
+    } else if (a->n_head_kv >= n_rank) {
+        h.kv = shard_range(a->n_head_kv, unit / int_gcd(unit, group), n_rank, rank);
         h.q = (struct range){h.kv.first * group, h.kv.n * group};
     } else {
-        int j = rank * m->n_head_kv / n_rank; /* its KV head, which the ranks from..to-1 have */
-        int from = (j * n_rank + m->n_head_kv - 1) / m->n_head_kv,
-            to = ((j + 1) * n_rank + m->n_head_kv - 1) / m->n_head_kv;
+        int j = rank * a->n_head_kv / n_rank; /* its KV head, which the ranks from..to-1 have */
+        int from = (j * n_rank + a->n_head_kv - 1) / a->n_head_kv,
+            to = ((j + 1) * n_rank + a->n_head_kv - 1) / a->n_head_kv;
         h.q = shard_range(group, unit, to - from, rank - from);
         h.q.first += j * group;
         h.kv = (struct range){j, 1};
@@ -5477,21 +5883,46 @@ static struct heads_range shard_heads(const struct model *m, int n_rank, int ran
     return h;
 }
 
-static void shard_layer(struct model *out, struct layer *layer, const struct model *m, struct heads_range h) {
-    int n_rank = out->shard.n_rank, rank = out->shard.rank;
-    struct range q = {h.q.first * m->head_k, h.q.n * m->head_k}, att = {h.q.first * m->head_v, h.q.n * m->head_v};
-    struct range k = {h.kv.first * m->head_k, h.kv.n * m->head_k}, v = {h.kv.first * m->head_v, h.kv.n * m->head_v};
-    weight_rows(&layer->wq, q), weight_rows(&layer->wq_b, q);
-    weight_rows(&layer->wk, k), weight_rows(&layer->wv, v);
-    weight_matrices(&layer->wk_b, h.q), weight_matrices(&layer->wv_b, h.q);
-    weight_columns(&layer->wo, att);
-    struct range ff = shard_range(layer->gate.n_out, FF_UNIT, n_rank, rank);
-    struct range shared = shard_range(layer->sh_gate.n_out, FF_UNIT, n_rank, rank);
-    weight_rows(&layer->gate, ff), weight_rows(&layer->up, ff), weight_columns(&layer->down, ff);
-    weight_rows(&layer->sh_gate, shared), weight_rows(&layer->sh_up, shared), weight_columns(&layer->sh_down, shared);
-    int *widest = layer->n_expert ? &out->n_ff_expert : &out->n_ff_dense;
-    if (ff.n > *widest) *widest = ff.n;
-    if (shared.n > out->n_ff_shared) out->n_ff_shared = shared.n;
+/* What a rank holds of a dimension of `layer`, a layer of the whole model; all of the dimensions that ranks do not divide. */
+static struct range dim_range(const struct model *m, const struct layer *layer, enum dim d, struct heads_range h,
+                              struct shard shard) {
+    const struct attn *a = &layer->attn;
+    const int n = layer_dim(m, layer, d);
+    switch (d) {
+    case DIM_Q: return (struct range){h.q.first * a->head_k, h.q.n * a->head_k};
+    case DIM_K: return (struct range){h.kv.first * a->head_k, h.kv.n * a->head_k};
+    case DIM_V: return (struct range){h.kv.first * a->head_v, h.kv.n * a->head_v};
+    case DIM_ATT: return (struct range){h.q.first * a->head_v, h.q.n * a->head_v};
+    case DIM_HEADS: return h.q;
+    case DIM_FF:
+    case DIM_SHARED: return shard_range(n, FF_UNIT, shard.n_rank, shard.rank);
+    default: return (struct range){0, n};
+    }
+}
+
+/* Makes of a layer of the whole model the rank's shard of it. */
+static void shard_layer(struct layer *out, const struct model *m, const struct layer *whole, int unit,
+                        struct shard shard) {
+    const struct heads_range h = shard_heads(&whole->attn, unit, shard.n_rank, shard.rank);
+    *out = *whole;
+    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, whole));) {
+        const struct range in = dim_range(m, whole, rule->in, h, shard);
+        if (rule->field == NOT_BOUND) continue;
+        if (rule->kind == TENSOR_VECTOR) {
+            const float **v = rule_vector(rule, out);
+            if (*v) *v += in.first;
+            continue;
+        }
+        struct weight *w = rule_weight(rule, out);
+        if (rule->out != DIM_ONE) weight_rows(w, dim_range(m, whole, rule->out, h, shard));
+        weight_columns(w, in);
+        weight_matrices(w, dim_range(m, whole, rule->n, h, shard));
+    }
+    out->attn.n_head = h.q.n;
+    out->attn.n_head_kv = h.kv.n;
+    out->attn.first_head_kv = h.kv.first;
+    out->n_ff = dim_range(m, whole, DIM_FF, h, shard).n;
+    out->n_ff_shared = dim_range(m, whole, DIM_SHARED, h, shard).n;
 }
 
 /* Layers of a stage: consecutive ones, so many that the bytes of weights up to its last layer come nearest to its part of all. */
@@ -5510,25 +5941,35 @@ static struct range stage_layers(const struct model *m, int n_stage, int stage) 
     return (struct range){bound[stage], bound[stage + 1] - bound[stage]};
 }
 
-/* The part of a whole model, n_stage <= n_layer; shard_free frees it. */
+/* A rank's shard of a whole model, n_stage <= n_layer; shard_free frees it. */
 static void shard_model(struct model *out, const struct model *m, struct shard shard) {
-    struct heads_range h = shard_heads(m, shard.n_rank, shard.rank);
     struct range layers = stage_layers(m, shard.n_stage, shard.stage);
     struct range rows = shard_range(m->n_vocab, FF_UNIT, shard.n_rank, shard.rank);
+    const int unit = heads_unit(m);
     *out = *m;
     out->shard = shard;
-    out->n_head = h.q.n, out->n_head_kv = h.kv.n, out->first_head_kv = h.kv.first;
-    out->first_layer = layers.first, out->n_layer = layers.n;
+    out->first_layer = layers.first;
+    out->n_layer = layers.n;
     out->layers = xcalloc((size_t)layers.n, sizeof *out->layers);
-    out->n_ff_dense = out->n_ff_expert = out->n_ff_shared = 0;
-    for (int il = 0; il < layers.n; il++) {
-        out->layers[il] = m->layers[layers.first + il];
-        shard_layer(out, &out->layers[il], m, h);
-    }
+    for (int il = 0; il < layers.n; il++) shard_layer(&out->layers[il], m, &m->layers[layers.first + il], unit, shard);
+    model_maxima(out);
     weight_rows(&out->output, rows);
     out->first_id = rows.first;
     if (shard.stage) memset(&out->embd, 0, sizeof out->embd);
     if (shard.stage < shard.n_stage - 1) memset(&out->output, 0, sizeof out->output);
+}
+
+/* A matrix of which the rank holds no rows or no columns, and its layer (-1: the output); NULL: it holds some of each. The GPU's kernels
+ * want some. */
+static const struct weight *shard_gap(const struct model *m, int *layer) {
+    *layer = -1;
+    if (m->output.data && !weight_tiles(&m->output)) return &m->output;
+    for (*layer = 0; *layer < m->n_layer; ++*layer)
+        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &m->layers[*layer]));) {
+            const struct weight *w = rule_is_weight(rule) ? rule_weight(rule, &m->layers[*layer]) : NULL;
+            if (w && w->data && !weight_tiles(w)) return w;
+        }
+    return NULL;
 }
 
 static void shard_free(struct model *shard) { free(shard->layers); }
@@ -6976,7 +7417,7 @@ static double memory_bandwidth(int n_threads) {
 
 /* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
  * so small that 1 / scale would be infinite becomes zeros. */
-static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t pos, const float *x) {
+static void kv_store(const struct kernels *k, const struct plane *p, int64_t pos, const float *x) {
     uint8_t *row = p->data + (size_t)pos * p->row_bytes;
     if (p->type == KV_F32) {
         memcpy(row, x, (size_t)p->width * 4);
@@ -6993,8 +7434,8 @@ static void kv_store(const struct kernels *k, const struct kv_plane *p, int64_t 
 }
 
 /* out (n, ld) = values first..first+len-1 of rows pos..pos+n-1; a range that starts and ends at group boundaries. */
-static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t pos, int n, int first, int len,
-                    float *out, int ld) {
+static void kv_load(const struct kernels *k, const struct plane *p, int64_t pos, int n, int first, int len, float *out,
+                    int ld) {
     for (int i = 0; i < n; i++, out += ld) {
         const uint8_t *row = p->data + (size_t)(pos + i) * p->row_bytes;
         if (p->type == KV_F32) {
@@ -7311,10 +7752,14 @@ static void cpu_embed(struct rank *r, enum act x) {
     if (before) pg_recv(r);
     for (int t = 0; t < r->n_tok; t++) {
         float *row = act_row(r, x, t);
-        for (int i = 0; i < r->m->rope_dim / 2; i++) {
-            float angle = (float)(r->pos + t) * r->m->rope_freq[i];
-            r->cos[t * (r->m->rope_dim / 2) + i] = cosf(angle) * r->m->rope_factor;
-            r->sin[t * (r->m->rope_dim / 2) + i] = sinf(angle) * r->m->rope_factor;
+        for (int k = 0; k < r->m->n_rope; k++) {
+            const struct rope *rope = &r->m->ropes[k];
+            const int half = rope->dim / 2;
+            for (int i = 0; i < half; i++) {
+                float angle = (float)(r->pos + t) * rope->freq[i];
+                r->cos[k][t * half + i] = cosf(angle) * rope->factor;
+                r->sin[k][t * half + i] = sinf(angle) * rope->factor;
+            }
         }
         if (before) {
             memcpy(row, act_row(before, x, t), (size_t)r->m->n_embd * sizeof *row);
@@ -7441,31 +7886,36 @@ static void rope_pairs(float *x, const float *c, const float *s, int d) {
 static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
+    const struct attn *a = &layer->attn;
+    const int dim = m->ropes[a->rope].dim;
 #pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
-        const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
-        for (int h = 0; h < m->n_head + m->n_head_kv; h++) {
-            bool is_q = h < m->n_head;
-            float *x = is_q ? act_row(r, q, t) + h * m->head_k : act_row(r, k, t) + (h - m->n_head) * m->head_k;
-            r->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, m->head_k);
-            rope_halves(x, c, s, m->rope_dim);
+        const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
+        for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
+            bool is_q = h < a->n_head;
+            float *x = is_q ? act_row(r, q, t) + h * a->head_k : act_row(r, k, t) + (h - a->n_head) * a->head_k;
+            r->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
+            rope_halves(x, c, s, dim);
         }
-        kv_store(r->k, &r->kv[il].k, r->pos + t, act_row(r, k, t));
-        kv_store(r->k, &r->kv[il].v, r->pos + t, act_row(r, v, t));
+        kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
+        kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, act_row(r, v, t));
     }
 }
 
 static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct model *m = r->m;
+    const struct layer *layer = &m->layers[il];
+    const struct attn *a = &layer->attn;
+    const int dim = m->ropes[a->rope].dim, nope = a->head_k - dim;
 #pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
-        const float *c = r->cos + t * (m->rope_dim / 2), *s = r->sin + t * (m->rope_dim / 2);
+        const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
         float *latent = act_row(r, kv, t);
-        for (int h = 0; h < m->n_head; h++) rope_pairs(act_row(r, q, t) + h * m->head_k + m->nope, c, s, m->rope_dim);
-        r->k->rmsnorm(latent, m->layers[il].kv_a_norm, m->rms_eps, latent, m->kv_lora);
-        rope_pairs(latent + m->kv_lora, c, s, m->rope_dim);
-        kv_store(r->k, &r->kv[il].k, r->pos + t, latent);
-        kv_store(r->k, &r->kv[il].v, r->pos + t, latent + m->kv_lora);
+        for (int h = 0; h < a->n_head; h++) rope_pairs(act_row(r, q, t) + h * a->head_k + nope, c, s, dim);
+        r->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
+        rope_pairs(latent + a->kv_lora, c, s, dim);
+        kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, latent);
+        kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, latent + a->kv_lora);
     }
 }
 
@@ -7493,10 +7943,10 @@ struct attend {
 
 /* Scratch of an item, in floats. */
 static size_t attend_floats(const struct model *m, int rows) {
-    size_t dk = (size_t)(m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k),
-           dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
-    dk = dk > (size_t)m->head_k ? dk : (size_t)m->head_k, dv = dv > (size_t)m->head_v ? dv : (size_t)m->head_v;
-    size_t expand = m->kv_lora ? (size_t)m->kv_lora * (size_t)(m->nope + m->head_v) + KEY_BLOCK * dk : 0;
+    const struct maxima *x = &m->max;
+    const size_t lat = (size_t)x->kv_lora, rope = (size_t)x->rope_dim, head_k = (size_t)x->head_k;
+    size_t dk = size_max(lat ? lat + rope : 0, head_k), dv = size_max(lat, (size_t)x->head_v);
+    size_t expand = lat ? lat * (head_k - rope + (size_t)x->head_v) + KEY_BLOCK * dk : 0;
     return (size_t)rows * (dk + dv + KEY_BLOCK + 2) + KEY_BLOCK * (dk + dv) + expand + 64;
 }
 
@@ -7505,27 +7955,30 @@ static size_t attend_floats(const struct model *m, int rows) {
 static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf, float *expand,
                          const float **k, int *ldk, const float **v, int *ldv) {
     const struct model *m = r->m;
-    const struct kv_layer *c = &r->kv[a->il];
+    const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
+    const struct attn *shape = &m->layers[a->il].attn;
+    const int kv_lora = shape->kv_lora, rope = m->ropes[shape->rope].dim, nope = shape->head_k - rope,
+              head_v = shape->head_v;
     float *kb = buf, *vb = buf + KEY_BLOCK * a->dk;
     *k = kb, *ldk = a->dk, *v = vb, *ldv = a->dv;
     if (a->kind == ATTEND_GQA) {
-        kv_load(r->k, &c->k, pos, n, a->head * a->dk, a->dk, kb, a->dk);
-        kv_load(r->k, &c->v, pos, n, a->head * a->dv, a->dv, vb, a->dv);
+        kv_load(r->k, keys, pos, n, a->head * a->dk, a->dk, kb, a->dk);
+        kv_load(r->k, values, pos, n, a->head * a->dv, a->dv, vb, a->dv);
         return;
     }
     if (a->kind == ATTEND_LATENT) {
-        kv_load(r->k, &c->k, pos, n, 0, m->kv_lora, kb, a->dk);
-        kv_load(r->k, &c->v, pos, n, 0, m->rope_dim, kb + m->kv_lora, a->dk);
+        kv_load(r->k, keys, pos, n, 0, kv_lora, kb, a->dk);
+        kv_load(r->k, values, pos, n, 0, rope, kb + kv_lora, a->dk);
         *v = kb, *ldv = a->dk;
         return;
     }
-    const float *w_k = expand, *w_v = w_k + m->kv_lora * m->nope;
-    float *latent = expand + m->kv_lora * (m->nope + m->head_v);
-    kv_load(r->k, &c->k, pos, n, 0, m->kv_lora, latent, m->kv_lora);
-    for (int i = 0; i < n; i++) memset(kb + i * a->dk, 0, (size_t)m->nope * sizeof *kb);
-    r->k->sgemm_nn_add(n, m->nope, m->kv_lora, latent, m->kv_lora, w_k, m->nope, kb, a->dk);
-    kv_load(r->k, &c->v, pos, n, 0, m->rope_dim, kb + m->nope, a->dk);
-    r->k->sgemm_nt(n, m->head_v, m->kv_lora, latent, m->kv_lora, w_v, m->kv_lora, vb, a->dv);
+    const float *w_k = expand, *w_v = w_k + kv_lora * nope;
+    float *latent = expand + kv_lora * (nope + head_v);
+    kv_load(r->k, keys, pos, n, 0, kv_lora, latent, kv_lora);
+    for (int i = 0; i < n; i++) memset(kb + i * a->dk, 0, (size_t)nope * sizeof *kb);
+    r->k->sgemm_nn_add(n, nope, kv_lora, latent, kv_lora, w_k, nope, kb, a->dk);
+    kv_load(r->k, values, pos, n, 0, rope, kb + nope, a->dk);
+    r->k->sgemm_nt(n, head_v, kv_lora, latent, kv_lora, w_v, kv_lora, vb, a->dv);
 }
 
 /* The head's matrices of wk_b and wv_b as floats, for attend_block. */
@@ -7551,7 +8004,7 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     const float *k, *v;
     for (int i = 0; i < rows; i++) {
         const float *src = a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
-        for (int j = 0; j < dk; j++) q[i * dk + j] = src[j] * r->m->attn_scale;
+        for (int j = 0; j < dk; j++) q[i * dk + j] = src[j] * r->m->layers[a->il].attn.scale;
         top[i] = -INFINITY, den[i] = 0;
     }
     memset(acc, 0, (size_t)rows * (size_t)dv * sizeof *acc);
@@ -7637,29 +8090,31 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
 static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1; }
 
 static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
-    const struct model *m = r->m;
-    if (!m->n_head) return;
-    int group = m->n_head / m->n_head_kv;
+    const struct attn *shape = &r->m->layers[il].attn;
+    if (!shape->n_head) return;
+    int group = shape->n_head / shape->n_head_kv;
     struct attend a = {.kind = ATTEND_GQA,
                        .il = il,
-                       .n_head = m->n_head,
-                       .dk = m->head_k,
-                       .dv = m->head_v,
+                       .n_head = shape->n_head,
+                       .dk = shape->head_k,
+                       .dv = shape->head_v,
                        .q = r->act[q],
                        .q_tok = (size_t)r->width[q],
-                       .q_head = (size_t)m->head_k,
+                       .q_head = (size_t)shape->head_k,
                        .out = r->act[out],
                        .out_tok = (size_t)r->width[out],
-                       .out_head = (size_t)m->head_v};
+                       .out_head = (size_t)shape->head_v};
 #pragma omp parallel num_threads(r->n_threads)
     attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
 }
 
 /* Whether n query tokens make multiplying keys and values out of the latents cheaper than absorbing the matrices into query
  * and output: products per key and head, (nope + v) * kv_lora / n + nope + rope + v against 2 * kv_lora + rope. */
-static bool mla_expands(const struct model *m, int n) {
-    int64_t saved = 2 * m->kv_lora - m->nope - m->head_v;
-    return saved > 0 && (int64_t)(m->nope + m->head_v) * m->kv_lora < saved * n;
+static bool mla_expands(const struct model *m, const struct layer *layer, int n) {
+    const struct attn *a = &layer->attn;
+    const int nope = layer_nope(m, layer);
+    int64_t saved = 2 * a->kv_lora - nope - a->head_v;
+    return saved > 0 && (int64_t)(nope + a->head_v) * a->kv_lora < saved * n;
 }
 
 /* One matrix per head applied to one vector per token and head, inside a parallel region: y (n_tok, n_head, y_head) = w[h] x (n_tok,
@@ -7697,39 +8152,49 @@ static void heads_linear(struct rank *r, const struct weight *w, const float *x,
     }
 }
 
+/* Attention over the cached latents. With few query tokens wk_b is absorbed into the queries and wv_b into the results, so that scores
+ * and sums are taken over latents (arXiv 2405.04434, section 2.1.2); with many, keys and values are multiplied out block by block. */
 static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) {
-    const struct model *m = r->m;
-    const struct layer *layer = &m->layers[il];
-    size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
-    if (!m->n_head) return;
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn *shape = &layer->attn;
+    const int n_head = shape->n_head, rope = layer_rope_dim(r->m, layer);
+    const size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
+    const size_t head_k = (size_t)shape->head_k, head_v = (size_t)shape->head_v, lat = (size_t)shape->kv_lora;
+    if (!n_head) return;
     struct attend a = {.il = il,
-                       .n_head = m->n_head,
-                       .dk = m->head_k,
-                       .dv = m->head_v,
+                       .n_head = n_head,
+                       .dk = shape->head_k,
+                       .dv = shape->head_v,
                        .q = r->act[q],
                        .q_tok = q_tok,
-                       .q_head = (size_t)m->head_k,
+                       .q_head = head_k,
                        .out = r->act[out],
                        .out_tok = out_tok,
-                       .out_head = (size_t)m->head_v};
-    if (mla_expands(m, r->n_tok)) {
+                       .out_head = head_v};
+    if (mla_expands(r->m, layer, r->n_tok)) {
         a.kind = ATTEND_EXPAND;
 #pragma omp parallel num_threads(r->n_threads)
         attend_all(r, &a, 1, r->n_tok);
         return;
     }
-    size_t lat = (size_t)(m->kv_lora + m->rope_dim);
-    float *latent_out = r->q_absorbed + (size_t)r->n_tok * (size_t)m->n_head * lat;
-    a.kind = ATTEND_LATENT, a.dk = (int)lat, a.dv = m->kv_lora;
-    a.q = r->q_absorbed, a.q_tok = (size_t)m->n_head * lat, a.q_head = lat;
-    a.out = latent_out, a.out_tok = (size_t)m->n_head * (size_t)m->kv_lora, a.out_head = (size_t)m->kv_lora;
-    int group = m->n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
+    const size_t key = lat + (size_t)rope; /* values of an absorbed query */
+    float *latent_out = r->q_absorbed + (size_t)r->n_tok * (size_t)n_head * key;
+    a.kind = ATTEND_LATENT;
+    a.dk = (int)key;
+    a.dv = shape->kv_lora;
+    a.q = r->q_absorbed;
+    a.q_tok = (size_t)n_head * key;
+    a.q_head = key;
+    a.out = latent_out;
+    a.out_tok = (size_t)n_head * lat;
+    a.out_head = lat;
+    int group = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
 #pragma omp parallel num_threads(r->n_threads)
     {
-        heads_linear(r, &layer->wk_b, r->act[q], q_tok, (size_t)m->head_k, r->q_absorbed, a.q_tok, lat, m->rope_dim);
+        heads_linear(r, &layer->wk_b, r->act[q], q_tok, head_k, r->q_absorbed, a.q_tok, key, rope);
 #pragma omp barrier
         attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
-        heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, (size_t)m->head_v, 0);
+        heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, head_v, 0);
     }
 }
 
@@ -7748,7 +8213,7 @@ struct ffn_job {
 /* Ids and weights of the experts of one token. logits (n). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias and the groups
  * decide who is chosen, never with what weight. Ties go to the lower id, as torch.topk's do in practice. */
 static void route_token(const struct model *m, const struct layer *layer, float *logits, int32_t *ids, float *weights) {
-    int n = layer->n_expert, k = m->n_expert_used, per = n / m->n_group;
+    int n = layer->n_expert, k = layer->n_expert_used, per = n / m->n_group;
     float pick[MAX_EXPERTS], group[MAX_EXPERTS];
     if (m->gating == GATING_SOFTMAX) {
         float mx = -INFINITY, sum = 0;
@@ -7795,8 +8260,7 @@ static void route_token(const struct model *m, const struct layer *layer, float 
 
 /* Turns the batch's choices into jobs, in order of the expert ids, the shared expert last. */
 static void ffn_jobs_build(struct rank *r, const struct layer *layer) {
-    const struct model *m = r->m;
-    int k = m->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
+    int k = layer->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
     size_t hidden = 0, slot = 0;
     r->n_jobs = 0;
     for (int i = 0; i < r->n_tok * k; i++) count[r->route_id[i]]++;
@@ -7849,7 +8313,7 @@ static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, e
 }
 
 static float *norm_part(const struct rank *r, int tile, size_t slot) {
-    return r->norm_parts + (size_t)tile * (size_t)r->chunk * (size_t)r->m->n_expert_used + slot;
+    return r->norm_parts + (size_t)tile * (size_t)r->chunk * (size_t)r->m->max.n_expert_used + slot;
 }
 
 static void in_sum2_add(float *sum, const float *x, int n) {
@@ -7859,7 +8323,7 @@ static void in_sum2_add(float *sum, const float *x, int n) {
 /* Collects what the jobs of the latest feed-forward, with the input x, were given and gave. */
 static void stats_add(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
-    const int k = r->m->n_expert_used, tiles = (r->m->n_embd + ROW_TILE - 1) / ROW_TILE;
+    const int k = layer->n_expert_used, tiles = (r->m->n_embd + ROW_TILE - 1) / ROW_TILE;
     struct ffn_weights ffns[2];
     layer_ffns(layer, ffns);
 #pragma omp parallel for num_threads(r->n_threads) schedule(dynamic)
@@ -7970,15 +8434,15 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
 static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
-    int per_job = (r->n_tok * m->n_expert_used + layer->n_expert - 1) / layer->n_expert;
+    const int k = layer->n_expert_used, per_job = (r->n_tok * k + layer->n_expert - 1) / layer->n_expert;
 #pragma omp parallel num_threads(r->n_threads)
     {
         linear_rows(r, &layer->router, r->act[x], r->width[x], r->n_tok, r->route, m->n_expert_max);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int t = 0; t < r->n_tok; t++)
-            route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * m->n_expert_used,
-                        r->route_w + t * m->n_expert_used);
+            route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k,
+                        r->route_w + t * k);
 #pragma omp single
         ffn_jobs_build(r, layer);
         ffn_run(r, x, out, per_job);
@@ -8013,8 +8477,8 @@ static int32_t cpu_read_token(struct rank *r) { return r->chosen; }
 static bool cpu_begin(struct rank *r) { return (void)r, false; }
 static void cpu_end(struct rank *r) { (void)r; }
 
-static void cpu_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
-                        bool store) {
+static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
+                           bool store) {
     (void)r;
     uint8_t *d = p->data + first * p->row_bytes;
     if (data) memcpy(store ? d : data, store ? data : d, n * p->row_bytes);
@@ -8035,7 +8499,7 @@ static const struct ops cpu_ops = {
     cpu_begin,        cpu_end,           cpu_embed,      cpu_rmsnorm,       cpu_all_reduce_add_rmsnorm,
     cpu_final_reduce, cpu_linear,        cpu_linear3,    cpu_rope_store_kv, cpu_attention,
     cpu_mla_store,    cpu_mla_attention, cpu_ffn,        cpu_moe_ffn,       cpu_logits,
-    cpu_read_logits,  cpu_sample,        cpu_read_token, cpu_kv_copy,       cpu_wait,
+    cpu_read_logits,  cpu_sample,        cpu_read_token, cpu_plane_copy,    cpu_wait,
     cpu_read_stats,   cpu_measure,       NULL,           cpu_close};
 
 /* ---- memory of a rank ---- */
@@ -8049,12 +8513,11 @@ static void *rank_own(struct rank *r, size_t n, size_t size) {
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
 }
 
-static void rank_plane(struct rank *r, struct kv_plane *p) {
-    p->data = rank_own(r, (size_t)r->n_ctx, p->row_bytes);
-    r->kv_bytes += (size_t)r->n_ctx * p->row_bytes;
-    if (p->type != KV_FP8) return;
-    p->scale = rank_own(r, (size_t)r->n_ctx * (size_t)p->n_group, sizeof(float));
-    r->kv_bytes += (size_t)r->n_ctx * (size_t)p->n_group * sizeof(float);
+static void rank_plane(struct rank *r, struct plane *p) {
+    const size_t rows = plane_rows(p, (size_t)r->n_ctx);
+    p->data = rank_own(r, rows, p->row_bytes);
+    r->kv_bytes += rows * (p->row_bytes + plane_scale_bytes(p));
+    if (p->type == KV_FP8) p->scale = rank_own(r, rows * (size_t)p->n_group, sizeof(float));
 }
 
 /* Whether the rank has the logits of all. */
@@ -8067,27 +8530,31 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->m = m, r->ops = &cpu_ops, r->k = k, r->n_threads = n_threads, r->n_ctx = n_ctx, r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
     snprintf(r->name, sizeof r->name, "%s, %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
-    size_t c = (size_t)r->chunk, n_head = (size_t)m->n_head;
+    const struct maxima *x = &m->max;
+    size_t c = (size_t)r->chunk, n_head = (size_t)x->n_head;
     act_widths(m, r->width);
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = rank_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = rank_own(r, c, sizeof *r->tokens);
-    r->cos = rank_own(r, c * (size_t)m->rope_dim / 2, sizeof(float));
-    r->sin = rank_own(r, c * (size_t)m->rope_dim / 2, sizeof(float));
+    for (int i = 0; i < m->n_rope; i++) {
+        r->cos[i] = rank_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
+        r->sin[i] = rank_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
+    }
 
     int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
-    while (m->kv_lora && absorbed < r->chunk && !mla_expands(m, absorbed + 1)) absorbed++;
-    size_t n_ff = size_max((size_t)m->n_ff_dense, size_max((size_t)m->n_ff_expert, (size_t)m->n_ff_shared)), pack = 0,
+    for (int il = 0; il < m->n_layer && x->kv_lora; il++)
+        while (absorbed < r->chunk && !mla_expands(m, &m->layers[il], absorbed + 1)) absorbed++;
+    size_t n_ff = size_max((size_t)x->n_ff_dense, size_max((size_t)x->n_ff_expert, (size_t)x->n_ff_shared)), pack = 0,
            pack_h = 0;
-    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)m->q_lora, n_ff), (size_t)r->width[A_ATT]));
+    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)x->q_lora, n_ff), (size_t)r->width[A_ATT]));
     for (int f = ACT_F32; f <= ACT_BF16; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
-        if (m->kv_lora) /* one row per token and head */
+        if (x->kv_lora) /* one row per token and head */
             pack = size_max(pack, (size_t)absorbed * n_head *
-                                      k->act_bytes((enum act_format)f, m->kv_lora > m->nope ? m->kv_lora : m->nope));
+                                      k->act_bytes((enum act_format)f, int_max(x->kv_lora, x->head_k - x->rope_dim)));
         pack_h = size_max(pack_h, k->act_bytes((enum act_format)f, (int)n_ff));
     }
-    size_t used = (size_t)m->n_expert_used, shared = (size_t)m->n_ff_shared,
-           hidden = size_max((size_t)m->n_ff_dense, used * (size_t)m->n_ff_expert + shared);
+    size_t used = (size_t)x->n_expert_used, shared = (size_t)x->n_ff_shared,
+           hidden = size_max((size_t)x->n_ff_dense, used * (size_t)x->n_ff_expert + shared);
     r->pack = rank_own(r, pack, 1);
     r->pack_h = rank_own(r, c * (used + 1), pack_h);
     r->hidden = rank_own(r, c * hidden, sizeof(float));
@@ -8097,28 +8564,42 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->job_rows = rank_own(r, c * used, sizeof *r->job_rows);
     r->job_w = rank_own(r, c * used, sizeof(float));
     r->jobs = rank_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
-    size_t lat = (size_t)(2 * m->kv_lora + m->rope_dim), dv = (size_t)(m->kv_lora ? m->kv_lora : m->head_v);
-    if (m->kv_lora) r->q_absorbed = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
+    size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
+    if (x->kv_lora) r->q_absorbed = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
     r->partials = rank_own(r, CPU_SPLITS_MAX * SPLIT_TOKENS * n_head * (dv + 2), sizeof(float));
     if (rank_is_root(m)) {
         r->logits = rank_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = rank_own(r, (size_t)m->n_ids, sizeof *r->work);
     }
 
-    size_t rows = (size_t)(m->n_head / m->n_head_kv) * SPLIT_TOKENS; /* the largest attention item */
-    rows = size_max(m->kv_lora ? size_max(c, MLA_HEAD_GROUP * SPLIT_TOKENS) : rows, QUERY_ROWS);
+    int group = 0;
+    for (int il = 0; il < m->n_layer; il++)
+        group = int_max(group, m->layers[il].attn.n_head / m->layers[il].attn.n_head_kv);
+    size_t rows = (size_t)group * SPLIT_TOKENS; /* the largest attention item */
+    rows = size_max(x->kv_lora ? size_max(c, MLA_HEAD_GROUP * SPLIT_TOKENS) : rows, QUERY_ROWS);
     r->scratch_bytes = size_max(attend_floats(m, (int)rows) * sizeof(float),
                                 KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
     r->scratch = rank_own(r, (size_t)n_threads, r->scratch_bytes);
-    r->kv = rank_own(r, (size_t)m->n_layer, sizeof *r->kv);
+    r->planes = rank_own(r, (size_t)m->n_layer, sizeof *r->planes);
     for (int il = 0; il < m->n_layer; il++) {
-        struct kv_layer *y = &r->kv[il];
-        *y = kv_layer_make(m, kv);
-        rank_plane(r, &y->k);
-        rank_plane(r, &y->v);
+        layer_planes(m, &m->layers[il], kv, r->planes[il]);
+        for (int u = 0; u < PLANE_USES; u++)
+            if (r->planes[il][u].width) rank_plane(r, &r->planes[il][u]);
     }
     r->bytes -= r->kv_bytes;
+}
+
+/* The most tokens of context, up to `most` or a smaller multiple of 256, whose state takes at most so many bytes. */
+static int context_fit(const struct model *m, enum kv_type kv, uint64_t bytes, int most) {
+    if (state_bytes(m, kv, (size_t)most) <= bytes) return most;
+    int lo = 0, hi = (most - 1) / 256; /* multiples of 256: lo fits */
+    while (lo < hi) {
+        const int mid = (lo + hi + 1) / 2;
+        if (state_bytes(m, kv, (size_t)mid * 256) <= bytes) lo = mid;
+        else hi = mid - 1;
+    }
+    return lo * 256;
 }
 
 /* Lets a rank collect; in_sum2: those sums too. */
@@ -8126,7 +8607,7 @@ static void rank_stats_init(struct rank *r, bool in_sum2) {
     const struct model *m = r->m;
     const size_t tiles = ((size_t)m->n_embd + ROW_TILE - 1) / ROW_TILE;
     r->stats = rank_own(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
-    r->norm_parts = rank_own(r, tiles * (size_t)r->chunk * (size_t)m->n_expert_used, sizeof(float));
+    r->norm_parts = rank_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
     if (in_sum2) r->in_sum2 = rank_own(r, in_sum2_before(m, m->n_layer), sizeof(float));
 }
 
@@ -8337,7 +8818,7 @@ size_t rank_cache(struct rank *r, uint8_t *base) {
     for (int il = 0; il < r->m->n_layer; il++) {
         struct kv_layer y = kv_layer_make(r->m, r->kv_type);
         for (int i = 0; i < 2; i++) {
-            struct kv_plane *p = i ? &y.v : &y.k;
+            struct plane *p = i ? &y.v : &y.k;
             p->data = base ? base + bytes : NULL;
             bytes += ((size_t)r->n_ctx * p->row_bytes + 255) / 256 * 256;
             if (p->type != KV_FP8) continue;
@@ -8773,7 +9254,7 @@ static void forward_deepseek2(struct rank *r) {
         const struct layer *layer = &r->m->layers[il];
         if (!il) o->rmsnorm(r, A_X, layer->attn_norm, A_H);
         else o->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
-        bool low = r->m->q_lora != 0; /* the query comes through a low rank */
+        bool low = layer->has & HAS_Q_LORA;
         o->linear3(r, A_H, (const struct weight *const[]){&layer->wkv_a, low ? &layer->wq_a : &layer->wq, NULL},
                    (const enum act[]){A_K, low ? A_QA : A_Q, A_OUT});
         if (low) {
@@ -8788,12 +9269,43 @@ static void forward_deepseek2(struct rank *r) {
     o->final_reduce(r, A_X, A_OUT);
 }
 
+static const struct family families[] = {{.arch = "qwen3moe",
+                                          .gating = GATING_SOFTMAX,
+                                          .norm_topk_prob = true,
+                                          .keys = keys_qwen3moe,
+                                          .layer = layer_gqa,
+                                          .forward = forward_qwen3moe},
+                                         {.arch = "deepseek2",
+                                          .gating = GATING_SOFTMAX,
+                                          .keys = keys_mla,
+                                          .layer = layer_mla,
+                                          .forward = forward_deepseek2}};
+enum { FAMILIES = sizeof families / sizeof *families };
+
+static const struct family *family_find(struct gguf_str arch) {
+    for (int i = 0; i < FAMILIES; i++)
+        if (gguf_str_eq(arch, families[i].arch)) return &families[i];
+    return NULL;
+}
+
+static const char *family_names(char out[ERR_MAX]) {
+    size_t n = 0;
+    for (int i = 0; i < FAMILIES; i++)
+        n += (size_t)snprintf(out + n, ERR_MAX - n, "%s%s",
+                              !i                  ? ""
+                              : i == FAMILIES - 1 ? " and "
+                                                  : ", ",
+                              families[i].arch);
+    return out;
+}
+
+/* One forward pass of the rank's batch, or its recording. */
 static void forward(struct rank *r) {
     if (r->ops->begin(r)) return;
-    if (r->m->arch == ARCH_QWEN3MOE) forward_qwen3moe(r);
-    else forward_deepseek2(r);
+    r->m->family->forward(r);
     r->ops->end(r);
 }
+
 /* ============================================================================================================
  * Sampler
  *
@@ -8875,14 +9387,28 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
  * rest; a cache that does not fit the tokens cannot come about. A failed or interrupted sync leaves a shorter timeline.
  * ============================================================================================================ */
 
+enum {
+    SNAPSHOTS = 8, /* of recurrent states and rings that a session keeps */
+    MAX_LAG =
+        DECODE_MAX_TOKENS /* tokens that recurrent states may lag behind the timeline: those of one decode forward */
+};
+
 struct session {
     const struct model *m;
     struct process_group pg;
     struct rank *r;  /* of its ranks the one that has the logits */
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
-    int sync_tokens;     /* of the latest sync: tokens computed, */
-    double sync_seconds; /* and the time it took */
+    int state_pos;     /* recurrent states stand for tokens[0..state_pos), <= n_past */
+    size_t state_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
+    struct snapshot {
+        int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
+        unsigned used;    /* when it was taken or restored last */
+        uint8_t *data;    /* (state_size) rows of rings and states, by rank, layer and use */
+    } snapshots[SNAPSHOTS];
+    unsigned snapshot_clock; /* counts snapshots taken and restored */
+    int sync_tokens;         /* of the latest sync: tokens computed, */
+    double sync_seconds;     /* and the time it took */
 };
 
 /* An empty timeline for n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
@@ -8892,6 +9418,8 @@ static int session_open(struct session *s, const struct model *m, int n_rank, in
     if (pg_open(&s->pg, m, n_rank, n_stage, start, arg, err)) return -1;
     s->m = m, s->r = &s->pg.ranks[s->pg.root], s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
+    for (int i = 0; i < s->pg.n; i++) s->state_size += snapshot_bytes(s->pg.ranks[i].m, s->r->kv_type);
+    for (int i = 0; i < SNAPSHOTS && s->state_size; i++) s->snapshots[i].data = xcalloc(s->state_size, 1);
     return 0;
 }
 
@@ -8920,27 +9448,113 @@ static void session_init(struct session *s, const struct model *m, int n_rank, i
 static void session_free(struct session *s) {
     pg_close(&s->pg);
     free(s->tokens);
+    for (int i = 0; i < SNAPSHOTS; i++) free(s->snapshots[i].data);
+}
+
+/* ---- the length of the timeline ---- */
+
+/* The shortest timeline that taking back tokens leaves usable without a snapshot: what rings and recurrent states still hold. */
+static int session_reach(const struct session *s) {
+    struct plane planes[PLANE_USES];
+    int reach = 0;
+    for (int il = 0; il < s->m->n_layer && s->state_size; il++) {
+        layer_planes(s->m, &s->m->layers[il], s->r->kv_type, planes);
+        for (int u = 0; u < PLANE_USES; u++) {
+            const struct plane *p = &planes[u];
+            if (!p->width) continue;
+            if (p->kind == PLANE_STATE) reach = int_max(reach, s->state_pos);
+            if (p->kind == PLANE_RING && s->n_past > p->n_row) reach = int_max(reach, s->n_past - p->n_row + p->window);
+        }
+    }
+    return reach;
+}
+
+/* Copies rings and states of all ranks to `data`, or from it (store); NULL with store: fills them with zeros. */
+static void session_copy_states(struct session *s, uint8_t *data, bool store) {
+    uint8_t *zeros = NULL;
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
+        for (int k = 0; k < r->m->n_layer * PLANE_USES; k++) {
+            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+            if (!plane_is_snapshot(p)) continue;
+            const size_t rows = (size_t)p->n_row, bytes = rows * p->row_bytes, scales = rows * plane_scale_bytes(p);
+            if (!data) {
+                zeros = xrealloc(zeros, bytes + scales);
+                memset(zeros, 0, bytes + scales);
+            }
+            uint8_t *at = data ? data : zeros;
+            r->ops->plane_copy(r, p, 0, rows, at, scales ? (float *)(void *)(at + bytes) : NULL, store);
+            if (data) data += bytes + scales;
+        }
+    }
+    free(zeros);
+}
+
+/* Shortens the timeline to n tokens, or to fewer where a recurrent state has gone past them: to the latest snapshot that was taken
+ * before, or to nothing. Returns how many tokens it has now. This and the forward are all that change the length. */
+static int session_truncate(struct session *s, int n) {
+    struct snapshot *best = NULL;
+    if (n >= s->n_past) return s->n_past;
+    const bool restore = s->state_size && n < session_reach(s);
+    for (int i = 0; i < SNAPSHOTS; i++) {
+        struct snapshot *k = &s->snapshots[i];
+        if (k->n > n) k->n = 0; /* of tokens that are taken back */
+        if (restore && k->n && (!best || k->n > best->n)) best = k;
+    }
+    s->n_past = n;
+    if (!restore) return n;
+    s->n_past = best ? best->n : 0;
+    s->state_pos = best ? best->state_pos : 0;
+    if (best) best->used = ++s->snapshot_clock;
+    session_copy_states(s, best ? best->data : NULL, true);
+    return s->n_past;
+}
+
+/* Keeps rings and recurrent states as they are at the end of the timeline, in place of the snapshot that was used longest ago. Does
+ * nothing where every plane has a row per token. */
+static void session_keep(struct session *s) {
+    struct snapshot *k = &s->snapshots[0];
+    if (!s->state_size || !s->n_past) return;
+    for (int i = 0; i < SNAPSHOTS; i++) {
+        struct snapshot *other = &s->snapshots[i];
+        if (other->n == s->n_past) return;
+        if (k->n && (!other->n || other->used < k->used)) k = other;
+    }
+    k->n = s->n_past;
+    k->state_pos = s->state_pos;
+    k->used = ++s->snapshot_clock;
+    session_copy_states(s, k->data, false);
+}
+
+/* Lengthens the timeline to n tokens without computing them: --bench, which measures how long a forward behind them takes. */
+static void session_claim(struct session *s, int n) {
+    session_truncate(s, n);
+    s->n_past = s->state_pos = n;
 }
 
 struct batch_job {
     const int32_t *ids; /* (n) */
-    int n, pos;
+    int n, pos, state_pos;
 };
 
 static void rank_forward(struct rank *r, void *arg) {
     const struct batch_job *b = arg;
     alloc_guard_begin("a forward pass");
     memcpy(r->tokens, b->ids, (size_t)b->n * sizeof *b->ids);
-    r->pos = b->pos, r->n_tok = b->n;
+    r->pos = b->pos;
+    r->state_pos = b->state_pos;
+    r->n_tok = b->n;
     forward(r);
     alloc_guard_end();
 }
 
-/* Computes n <= chunk tokens behind the timeline; no logits. */
+/* Computes n <= chunk tokens behind the timeline; no logits. Recurrent states take in what they had left out before; of these tokens a
+ * decode forward leaves out all, so that any of them can be taken back, and prefill the last. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
-    struct batch_job b = {ids, n, s->n_past};
+    struct batch_job b = {ids, n, s->n_past, s->state_pos};
     memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
     pg_run(&s->pg, rank_forward, &b);
+    s->state_pos = n <= MAX_LAG ? s->n_past : s->n_past + n - 1;
     s->n_past += n;
 }
 
@@ -9028,7 +9642,8 @@ static uint64_t session_kv_bytes(const struct session *s) {
 
 /* Bytes of cache that `more` further tokens of context would take. */
 static uint64_t session_more_bytes(const struct session *s, int more) {
-    return (uint64_t)more * kv_token_bytes(s->m, s->r->kv_type);
+    const size_t n = (size_t)s->n_ctx;
+    return state_bytes(s->m, s->r->kv_type, n + (size_t)more) - state_bytes(s->m, s->r->kv_type, n);
 }
 
 /* What helps against a full context, for a sentence that goes on with -c. */
@@ -9053,8 +9668,9 @@ static void prefill_progress(int done, int n, double seconds) {
 
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
 
-/* Makes the timeline equal ids[0..n), n >= 1, and the logits those behind the last one. Ctrl-C is looked at between chunks. */
-static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, char *err) {
+/* Makes the timeline equal ids[0..n), n >= 1, and the logits those behind the last one. States are kept behind the first `mark` tokens,
+ * to which a later timeline may go back; 0: nowhere. Ctrl-C is looked at between chunks. */
+static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, int mark, char *err) {
     int keep = 0, done = 0;
     if (n < 1) return fail(err, "the prompt has no tokens"), SYNC_FAILED;
     if (session_fits(s, n, err)) return SYNC_FAILED;
@@ -9063,12 +9679,14 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
             return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab), SYNC_FAILED;
     while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
         keep++; /* the last one is computed for its logits */
-    s->n_past = keep;
+    keep = session_truncate(s, keep);
     double t0 = now_seconds(), shown = t0 + 0.4;
     while (s->n_past < n) {
-        int c = n - s->n_past < s->r->chunk ? n - s->n_past : s->r->chunk;
+        int c = int_min(n - s->n_past, s->r->chunk);
         if (interrupted) break;
+        if (s->state_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
         session_forward(s, ids + s->n_past, c);
+        if (s->n_past == mark) session_keep(s);
         done += c;
         double t = now_seconds();
         if (term.err_moves && t - shown > 0.1 && s->n_past < n) prefill_progress(done, n - keep, t - t0), shown = t;
@@ -9086,8 +9704,9 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
 static int session_score(struct session *s, const int32_t *ids, int n,
                          void (*each)(void *ctx, int pos, const float *logits), void *ctx, char *err) {
     if (session_fits(s, n, err)) return -1;
-    for (s->n_past = 0; s->n_past < n;) {
-        int c = n - s->n_past < s->r->chunk ? n - s->n_past : s->r->chunk, first = s->n_past;
+    session_truncate(s, 0);
+    while (s->n_past < n) {
+        int c = int_min(n - s->n_past, s->r->chunk), first = s->n_past;
         if (interrupted) return 1;
         session_forward(s, ids + first, c);
         for (int i = 0; i < c; i += LOGIT_ROWS) {
@@ -9106,13 +9725,13 @@ static double layers_use(const struct model *m, int n, double *per_token) {
     *per_token = 0;
     for (int il = 0; il < m->n_layer; il++) {
         const struct layer *layer = &m->layers[il];
-        const struct weight *all[LAYER_WEIGHTS];
-        for (int i = 0, n_all = layer_weights(layer, all); i < n_all; i++) {
-            const struct weight *w = all[i];
-            bool routed = layer->n_expert && (w == &layer->gate || w == &layer->up || w == &layer->down);
-            double used = routed ? m->n_expert_used : w->n_expert;
+        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));) {
+            if (!rule_is_weight(rule)) continue;
+            const struct weight *w = rule_weight(rule, layer);
+            const bool routed = rule_routed(rule);
+            double used = routed ? layer->n_expert_used : w->n_expert;
             *per_token += used * w->n_in * w->n_out;
-            bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(m, layer->n_expert, n) : used);
+            bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(layer, n) : used);
         }
     }
     return bytes;
@@ -9122,7 +9741,7 @@ static double layers_use(const struct model *m, int n, double *per_token) {
 static double session_forward_bytes(const struct session *s, int n) {
     double per_token;
     return layers_use(s->m, n, &per_token) + (double)s->m->output.expert_bytes +
-           (double)kv_token_bytes(s->m, s->r->kv_type) * s->n_past;
+           state_reads(s->m, s->r->kv_type, (size_t)s->n_past);
 }
 
 /* Multiplications and additions that a forward of n tokens behind n_past others takes with logits of the last one: attention as
@@ -9131,23 +9750,30 @@ static double session_forward_ops(const struct session *s, int n) {
     const struct model *m = s->m;
     double per_token, pairs = n * (s->n_past + (n + 1) / 2.0); /* of a query and a key that it sees */
     layers_use(m, n, &per_token);
-    return 2 * (per_token * n + (double)m->n_layer * m->n_head * (m->head_k + m->head_v) * pairs +
-                (double)m->output.n_in * m->output.n_out);
+    double heads = 0; /* values of keys and values that all heads of all layers see for a pair */
+    for (int il = 0; il < m->n_layer; il++) {
+        const struct attn *a = &m->layers[il].attn;
+        heads += (double)a->n_head * (a->head_k + a->head_v);
+    }
+    return 2 * (per_token * n + heads * pairs + (double)m->output.n_in * m->output.n_out);
 }
 
 /* ---- the file of a session's state: README, "The format of /save" ---- */
 
-static const char kv_magic[8] = "MOEKV002";
+static const char kv_magic[8] = "MOEKV003";
 
 struct kv_header {
     char magic[8];
     uint64_t model_hash;
-    uint32_t kv_type, n_layer, n_tokens;
-    uint32_t k_row, v_row, k_scales, v_scales; /* bytes per row, scales per row */
-    uint32_t pad;
+    uint32_t kv_type, n_plane, n_tokens, state_pos;
     uint64_t checksum; /* of all that follows */
 };
-static_assert(sizeof(struct kv_header) == 56, "the header of a saved state is 56 bytes");
+static_assert(sizeof(struct kv_header) == 40, "the header of a saved state is 40 bytes");
+
+/* A plane of the whole model, as the file describes it: it must be what the model has. */
+struct kv_plane {
+    uint32_t layer, use, kind, ratio, n_row, width, row_bytes, scales;
+};
 
 /* FNV-1a over words of 64 bits; the last one is filled up with zeros. */
 static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
@@ -9159,111 +9785,168 @@ static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
     return sum;
 }
 
-static struct kv_header session_header(const struct session *s) {
-    struct kv_layer whole = kv_layer_make(s->m, s->r->kv_type), *y = &whole;
-    struct kv_header h = {.model_hash = s->m->hash,
-                          .kv_type = (uint32_t)s->r->kv_type,
-                          .n_layer = (uint32_t)s->m->n_layer,
-                          .n_tokens = (uint32_t)s->n_past,
-                          .k_row = (uint32_t)y->k.row_bytes,
-                          .v_row = (uint32_t)y->v.row_bytes,
-                          .k_scales = y->k.type == KV_FP8 ? (uint32_t)y->k.n_group : 0,
-                          .v_scales = y->v.type == KV_FP8 ? (uint32_t)y->v.n_group : 0,
-                          .checksum = HASH_START};
-    memcpy(h.magic, kv_magic, sizeof h.magic);
-    return h;
+/* The planes of the whole model (stb_ds), in the order of the file. */
+static struct kv_plane *session_planes(const struct session *s) {
+    struct kv_plane *list = NULL;
+    struct plane planes[PLANE_USES];
+    for (int il = 0; il < s->m->n_layer; il++) {
+        layer_planes(s->m, &s->m->layers[il], s->r->kv_type, planes);
+        for (int u = 0; u < PLANE_USES; u++) {
+            const struct plane *p = &planes[u];
+            const struct kv_plane k = {.layer = (uint32_t)il,
+                                       .use = (uint32_t)u,
+                                       .kind = p->kind,
+                                       .ratio = (uint32_t)p->ratio,
+                                       .n_row = (uint32_t)p->n_row,
+                                       .width = (uint32_t)p->width,
+                                       .row_bytes = (uint32_t)p->row_bytes,
+                                       .scales = p->type == KV_FP8 ? (uint32_t)p->n_group : 0};
+            if (p->width) arrput(list, k);
+        }
+    }
+    return list;
 }
 
-/* Rows first..first+n-1 of a plane of the whole model's layer il, or their scales, from or to (store) the ranks that have the layer.
- * all (n, row) bytes; part: room for the same. */
-static void session_plane(struct session *s, int il, bool v, bool scales, size_t first, size_t n, uint8_t *all,
-                          size_t row, uint8_t *part, bool store) {
+/* Rows first..first+n-1 of a plane of the whole model, or their scales, from or to (store) the ranks that have the layer.
+ * all (n, row) bytes; buf: as many bytes for a rank's share. */
+static void session_plane(struct session *s, const struct kv_plane *k, bool scales, size_t first, size_t n,
+                          uint8_t *all, size_t row, uint8_t *buf, bool store) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        int own = il - r->m->first_layer, head = v ? r->m->head_v : r->m->head_k;
-        if (own < 0 || own >= r->m->n_layer) continue;
-        const struct kv_plane *p = v ? &r->kv[own].v : &r->kv[own].k;
-        size_t size = scales || p->type == KV_F32 ? 4
-                      : p->type == KV_BF16        ? 2
-                                                  : 1,
-               stride = scales ? (size_t)p->n_group * 4 : p->row_bytes;
-        size_t from = r->m->kv_lora ? 0 : (size_t)r->m->first_head_kv * (scales ? 1 : (size_t)head) * size;
-        size_t used = (size_t)(scales ? p->n_group : p->width) * size;
-        if (store) memset(part, 0, n * stride); /* rows are filled up to 16 bytes */
-        for (size_t t = 0; store && t < n; t++) memcpy(part + t * stride, all + t * row + from, used);
-        r->ops->kv_copy(r, p, first, n, scales ? NULL : part, scales ? (float *)(void *)part : NULL, store);
-        for (size_t t = 0; !store && t < n; t++) memcpy(all + t * row + from, part + t * stride, used);
+        const int il = (int)k->layer - r->m->first_layer;
+        if (il < 0 || il >= r->m->n_layer) continue;
+        const struct plane *p = &r->planes[il][k->use];
+        const size_t size = scales || p->type == KV_F32 ? 4 : p->type == KV_BF16 ? 2 : 1;
+        const size_t stride = scales ? plane_scale_bytes(p) : p->row_bytes;
+        const size_t from = (size_t)(scales ? p->first / p->group : p->first) * size;
+        const size_t used = (size_t)(scales ? p->n_group : p->width) * size;
+        if (store) memset(buf, 0, n * stride); /* rows are padded to 16 bytes */
+        for (size_t t = 0; store && t < n; t++) memcpy(buf + t * stride, all + t * row + from, used);
+        r->ops->plane_copy(r, p, first, n, scales ? NULL : buf, scales ? (float *)(void *)buf : NULL, store);
+        for (size_t t = 0; !store && t < n; t++) memcpy(all + t * row + from, buf + t * stride, used);
     }
 }
 
-/* Writes or reads (store) what follows the header, and adds it to *sum: n token ids, then per plane all rows and all scales. */
-static bool session_body(struct session *s, size_t n, FILE *f, bool store, uint64_t *sum) {
-    enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be filled up */
-    const struct kv_layer y = kv_layer_make(s->m, s->r->kv_type);
-    size_t id = sizeof *s->tokens;
+/* Rows of a plane that are in use behind n tokens. */
+static size_t kv_plane_rows(const struct kv_plane *k, size_t n) {
+    const struct plane p = {
+        .kind = (enum plane_kind)k->kind, .ratio = (int)k->ratio, .n_row = (int)k->n_row, .width = (int)k->width};
+    return plane_used(&p, n);
+}
+
+/* Bytes of the rows behind n tokens, with the ids of the tokens and the descriptions. */
+static uint64_t session_body_bytes(const struct kv_plane *list, size_t n) {
+    uint64_t bytes = n * sizeof(int32_t) + arrlenu(list) * sizeof *list;
+    for (size_t i = 0; i < arrlenu(list); i++)
+        bytes += kv_plane_rows(&list[i], n) * (list[i].row_bytes + list[i].scales * sizeof(float));
+    return bytes;
+}
+
+/* Writes or reads (store) what follows the descriptions of planes, and adds it to *sum: n token ids, then per plane all rows in use, and
+ * all their scales. */
+static bool session_body(struct session *s, const struct kv_plane *list, size_t n, FILE *f, bool store, uint64_t *sum) {
+    enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be padded */
+    const size_t id = sizeof *s->tokens;
     uint8_t *buf = NULL;
     bool ok = (store ? fread(s->tokens, id, n, f) : fwrite(s->tokens, id, n, f)) == n;
     *sum = checksum_add(*sum, s->tokens, n * id);
-    for (int i = 0; ok && i < 4 * s->m->n_layer; i++) {
-        const struct kv_plane *p = i & 2 ? &y.v : &y.k;
-        bool scales = i & 1;
-        size_t row = scales ? (size_t)p->n_group * sizeof(float) : p->row_bytes;
-        if (scales && p->type != KV_FP8) continue;
+    for (size_t i = 0; ok && i < 2 * arrlenu(list); i++) {
+        const struct kv_plane *k = &list[i / 2];
+        const bool scales = i & 1;
+        const size_t row = scales ? k->scales * sizeof(float) : k->row_bytes, rows = kv_plane_rows(k, n);
+        if (!row) continue;
         buf = xrealloc(buf, 2 * ROWS * row);
         if (!store) memset(buf, 0, ROWS * row);
-        for (size_t at = 0; ok && at < n; at += ROWS) {
-            size_t k = n - at < ROWS ? n - at : ROWS;
-            if (store) ok = fread(buf, row, k, f) == k;
-            if (ok) session_plane(s, i / 4, i & 2, scales, at, k, buf, row, buf + ROWS * row, store);
-            if (!store) ok = fwrite(buf, row, k, f) == k;
-            if (ok) *sum = checksum_add(*sum, buf, k * row);
+        for (size_t at = 0; ok && at < rows; at += ROWS) {
+            const size_t c = rows - at < ROWS ? rows - at : ROWS;
+            if (store) ok = fread(buf, row, c, f) == c;
+            if (ok) session_plane(s, k, scales, at, c, buf, row, buf + ROWS * row, store);
+            if (!store) ok = fwrite(buf, row, c, f) == c;
+            if (ok) *sum = checksum_add(*sum, buf, c * row);
         }
     }
     free(buf);
     return ok;
 }
 
+static struct kv_header session_header(const struct session *s, const struct kv_plane *list) {
+    struct kv_header h = {.model_hash = s->m->hash,
+                          .kv_type = (uint32_t)s->r->kv_type,
+                          .n_plane = (uint32_t)arrlenu(list),
+                          .n_tokens = (uint32_t)s->n_past,
+                          .state_pos = (uint32_t)s->state_pos,
+                          .checksum = checksum_add(HASH_START, list, arrlenu(list) * sizeof *list)};
+    memcpy(h.magic, kv_magic, sizeof h.magic);
+    return h;
+}
+
 static int session_save(struct session *s, const char *path, char *err) {
-    struct kv_header h = session_header(s);
+    struct kv_plane *list = session_planes(s);
+    struct kv_header h = session_header(s, list);
     FILE *f = temp_create(path, 0600, err);
-    if (!f) return -1;
-    bool whole = fwrite(&h, sizeof h, 1, f) == 1 && session_body(s, h.n_tokens, f, false, &h.checksum) &&
-                 !fseek(f, 0, SEEK_SET) && fwrite(&h, sizeof h, 1, f) == 1;
-    return temp_finish(f, path, !whole, err);
+    int rc = -1;
+    if (f) {
+        const bool whole = fwrite(&h, sizeof h, 1, f) == 1 && fwrite(list, sizeof *list, h.n_plane, f) == h.n_plane &&
+                           session_body(s, list, h.n_tokens, f, false, &h.checksum) && !fseek(f, 0, SEEK_SET) &&
+                           fwrite(&h, sizeof h, 1, f) == 1;
+        rc = temp_finish(f, path, !whole, err);
+    }
+    arrfree(list);
+    return rc;
+}
+
+/* Reads the descriptions of planes and compares them with the model's. */
+static bool session_same_planes(const struct kv_plane *list, FILE *f) {
+    const size_t n = arrlenu(list);
+    struct kv_plane *got = xcalloc(n + 1, sizeof *got);
+    const bool same = fread(got, sizeof *got, n, f) == n && !memcmp(got, list, n * sizeof *got);
+    free(got);
+    return same;
+}
+
+/* Reads the state behind the header into an empty timeline. 0, or -1 with a message. */
+static int session_read(struct session *s, const struct kv_plane *list, FILE *f, const char *path, char *err) {
+    struct kv_header h, want = session_header(s, list);
+    struct stat st;
+    if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, 5))
+        return fail(err, "'%s' is not a saved state", path);
+    if (memcmp(h.magic, kv_magic, sizeof kv_magic))
+        return fail(err, "'%s' has the format %.8s of another version of moe, expected %.8s", path, h.magic, kv_magic);
+    if (h.model_hash != want.model_hash) return fail(err, "'%s' belongs to another model file", path);
+    if (h.kv_type != want.kv_type) return fail(err, "'%s' was saved with another --kv", path);
+    if (h.n_tokens > (uint32_t)s->n_ctx)
+        return fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
+    if (h.n_plane != want.n_plane || h.state_pos > h.n_tokens) return fail(err, "'%s' has another cache layout", path);
+    const uint64_t bytes = sizeof h + session_body_bytes(list, h.n_tokens);
+    if (fstat(fileno(f), &st) || (uint64_t)st.st_size != bytes)
+        return fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
+                    (unsigned long long)bytes);
+    if (!session_same_planes(list, f)) return fail(err, "'%s' has another cache layout", path);
+    if (!session_body(s, list, h.n_tokens, f, true, &want.checksum)) return fail(err, "cannot read '%s'", path);
+    if (want.checksum != h.checksum) return fail(err, "'%s' is damaged: its checksum is wrong", path);
+    for (uint32_t i = 0; i < h.n_tokens; i++)
+        if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
+            return fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
+    s->n_past = (int)h.n_tokens;
+    s->state_pos = (int)h.state_pos;
+    return 0;
 }
 
 /* The state from a file. -1 leaves an empty timeline and says why the file does not fit; the caller then computes anew. */
 static int session_load(struct session *s, const char *path, char *err) {
-    struct kv_header h, want = session_header(s);
     struct stat st;
-    s->n_past = 0;
+    session_truncate(s, 0);
     if (file_check(path, &st, err)) return -1;
     FILE *f = fopen(path, "rb");
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
-    size_t per = sizeof *s->tokens +
-                 (size_t)want.n_layer * (want.k_row + want.v_row + sizeof(float) * (want.k_scales + want.v_scales));
-    int rc = 0;
-    if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, sizeof kv_magic))
-        rc = fail(err, "'%s' is not a saved state of this version", path);
-    else if (h.model_hash != want.model_hash) rc = fail(err, "'%s' belongs to another model file", path);
-    else if (h.kv_type != want.kv_type) rc = fail(err, "'%s' was saved with another --kv", path);
-    else if (h.n_layer != want.n_layer || h.k_row != want.k_row || h.v_row != want.v_row ||
-             h.k_scales != want.k_scales || h.v_scales != want.v_scales)
-        rc = fail(err, "'%s' has another cache layout", path);
-    else if (h.n_tokens > (uint32_t)s->n_ctx)
-        rc = fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
-    else if ((uint64_t)st.st_size != sizeof h + (uint64_t)per * h.n_tokens)
-        rc = fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
-                  (unsigned long long)(sizeof h + (uint64_t)per * h.n_tokens));
-    else if (!session_body(s, h.n_tokens, f, true, &want.checksum)) rc = fail(err, "cannot read '%s'", path);
-    else if (want.checksum != h.checksum) rc = fail(err, "'%s' is damaged: its checksum is wrong", path);
-    for (uint32_t i = 0; !rc && i < h.n_tokens; i++)
-        if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
-            rc = fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
+    struct kv_plane *list = session_planes(s);
+    const int rc = session_read(s, list, f, path, err);
+    if (rc) session_copy_states(s, NULL, true);
+    arrfree(list);
     fclose(f);
-    if (!rc) s->n_past = (int)h.n_tokens;
     return rc;
 }
+
 /* ============================================================================================================
  * Options
  *
@@ -10016,6 +10699,30 @@ static void chat_count(struct chat *c, const struct turn_stats *st) {
     c->total.prompt_seconds += st->prompt_seconds, c->total.seconds += st->seconds, c->total.bytes += st->bytes;
 }
 
+/* How many of the ids end before the generation prompt, behind the last message: what a later turn's rendering has in common with this
+ * one, even where the template drops the thinking of former answers. 0 where the session needs no snapshot. */
+static int chat_mark(struct chat *c, const struct text *text, const int32_t *ids) {
+    const struct vocab *v = c->m->vocab;
+    struct text messages = {0};
+    char err[ERR_MAX];
+    size_t common = 0, at = 0;
+    int n = 0;
+    if (!c->s->state_size) return 0;
+    if (!chat_render(c, false, &messages, err))
+        while (common < arrlenu(messages.s) && common < arrlenu(text->s) && messages.s[common] == text->s[common])
+            common++;
+    text_free(&messages);
+    if (arrlen(ids) && v->add_bos && ids[0] == v->bos) {
+        const struct gguf_str bos = vocab_bytes(v, v->bos);
+        if (arrlenu(text->s) < bos.n || memcmp(text->s, bos.p, bos.n)) n = 1; /* the text does not have it */
+    }
+    for (; n < arrlen(ids); n++) {
+        at += vocab_bytes(v, ids[n]).n;
+        if (at > common) break;
+    }
+    return n;
+}
+
 /* Answers the messages as they are; the answer is appended unless nothing came of it. */
 static enum turn_result chat_answer(struct chat *c, char *err) {
     struct text text = {0};
@@ -10029,7 +10736,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     chat_tokenize(c, &text, &ids);
     bool opens = prompt_opens_think(&text);
     struct printer p = printer_make(c, opens, false);
-    enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), err);
+    enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
     st.n_prompt = c->s->sync_tokens, st.prompt_seconds = c->s->sync_seconds;
     if (sync == SYNC_INTERRUPTED) result = TURN_ROLLED_BACK;
     if (sync == SYNC_DONE) {
@@ -10088,7 +10795,7 @@ static void chat_trim(struct chat *c) {
     int keep = 0;
     if (arrlen(c->messages) && !chat_render(c, true, &text, err)) chat_tokenize(c, &text, &ids);
     while (keep < c->s->n_past && keep < arrlen(ids) && c->s->tokens[keep] == ids[keep]) keep++;
-    c->s->n_past = keep;
+    session_truncate(c->s, keep);
     arrfree(ids);
     text_free(&text);
 }
@@ -10260,13 +10967,14 @@ static void chat_list(struct chat *c) {
 static void chat_print_context(struct chat *c) {
     char a[32], b[32];
     chat_trim(c);
-    double use = (double)c->s->n_past / c->s->n_ctx, per = (double)kv_token_bytes(c->m, c->s->r->kv_type);
+    const size_t n_past = (size_t)c->s->n_past;
+    const double use = (double)n_past / c->s->n_ctx, bytes = (double)state_bytes(c->m, c->s->r->kv_type, n_past);
     fprintf(stderr, "  [");
     for (int i = 0; i < 40; i++) fputc(i < (int)(use * 40 + 0.5) ? '#' : '.', stderr);
     fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)c->s->n_past, a),
             with_commas((uint64_t)c->s->n_ctx, b), 100 * use);
-    fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes per token)\n", per * c->s->n_past / 0x1p20,
-            (double)session_kv_bytes(c->s) / 0x1p20, c->set->kv, per);
+    fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes for one more token)\n", bytes / 0x1p20,
+            (double)session_kv_bytes(c->s) / 0x1p20, c->set->kv, (double)session_more_bytes(c->s, 1));
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
         int32_t *ids = NULL;
         size_t n = strlen(c->messages[i].content);
@@ -11662,7 +12370,7 @@ struct plan_device {
 
 /* What one rank holds and reads. */
 struct plan_rank {
-    struct model m;                      /* the sizes of its part, without layers */
+    struct model m;                      /* its shard of the model */
     int64_t weights, rounding;           /* bytes; what the driver adds to them and to all other allocations */
     int64_t bytes_per_token[PLAN_READS]; /* bytes per token; of the cache per token of the context */
     int64_t cache, scratch, left;        /* at the plan's context */
@@ -11699,30 +12407,33 @@ struct plan {
 static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, enum plan_read kind, int n_used) {
     int64_t bytes = (int64_t)weight_gpu_bytes(w, false);
     if (!bytes) return;
-    int64_t factors = w->scale ? 4 * (int64_t)w->n_expert : 0, bias = w->bias ? 4 * (int64_t)w->n_out : 0;
+    int64_t factors = w->scale ? 4 * (int64_t)w->n_expert : 0;
     r->rounding += (int64_t)weight_gpu_bytes(w, true) - bytes;
-    r->weights += bytes + factors + bias;
-    r->bytes_per_token[kind] += ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used + bias;
+    r->weights += bytes + factors;
+    r->bytes_per_token[kind] += ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used;
 }
 
+/* Adds what a rank holds and reads of a layer: every tensor of the table. */
 static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *layer) {
-    const struct weight *w[LAYER_WEIGHTS];
-    for (int i = 0, n = layer_weights(layer, w); i < n; i++) {
-        bool routed = layer->n_expert && (w[i] == &layer->gate || w[i] == &layer->up || w[i] == &layer->down);
-        if (w[i] != &layer->router)
-            plan_matrix(r, cpu, w[i], routed ? READ_EXPERTS : READ_BACKBONE,
-                        routed ? m->n_expert_used : w[i]->n_expert);
+    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));) {
+        int64_t bytes = 0; /* of vectors and routers: on a GPU; and as a token reads them */
+        int64_t read = 0;
+        if (rule->field == NOT_BOUND) continue;
+        const struct weight *w = rule_weight(rule, layer);
+        if (rule->kind == TENSOR_MATRIX) {
+            const bool routed = rule_routed(rule);
+            plan_matrix(r, cpu, w, routed ? READ_EXPERTS : READ_BACKBONE, routed ? layer->n_expert_used : w->n_expert);
+        } else if (rule->kind == TENSOR_ROUTER) {
+            bytes = (int64_t)w->n_out * w->n_in * (router_halves(w) ? 2 : 4);
+            read = cpu ? (int64_t)weight_bytes(w) : bytes;
+        } else if (*rule_vector(rule, layer)) {
+            bytes = read = 4 * (int64_t)layer_dim(m, layer, rule->in);
+        }
+        r->weights += bytes;
+        r->bytes_per_token[READ_BACKBONE] += read;
     }
     if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_tiles(&layer->up))
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
-    int64_t floats = 2 * m->n_embd + (layer->q_norm ? m->head_k : 0) + (layer->k_norm ? m->head_k : 0) +
-                     (layer->q_a_norm ? m->q_lora : 0) + (layer->kv_a_norm ? m->kv_lora : 0) +
-                     (layer->router_bias ? layer->n_expert : 0);
-    int64_t router = (int64_t)layer->router.n_out * layer->router.n_in;
-    const bool halves = router_halves(&layer->router);
-    r->weights += 4 * floats + router * (halves ? 2 : 4);
-    r->bytes_per_token[READ_BACKBONE] +=
-        4 * floats + (cpu ? (int64_t)weight_bytes(&layer->router) : router * (halves ? 2 : 4));
 }
 
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
@@ -11734,7 +12445,7 @@ static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int
 static int64_t plan_free(const struct plan *p, const struct plan_layout *d, int i, int ctx, enum kv_type kv) {
     const struct plan_rank *r = &d->rank[i];
     return p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx) -
-           (int64_t)kv_token_bytes(&r->m, kv) * ctx;
+           (int64_t)state_bytes(&r->m, kv, (size_t)ctx);
 }
 
 static int64_t plan_least_free(const struct plan *p, const struct plan_layout *d, int ctx, enum kv_type kv) {
@@ -11782,34 +12493,31 @@ static double plan_roofline(const struct plan *p, const struct plan_layout *d, i
 
 static void plan_rank(struct plan_rank *r, const struct plan *p, const struct model *m, struct shard shard) {
     struct model *shard_of = &r->m;
+    shard_free(&r->m);
     memset(r, 0, sizeof *r);
     shard_model(shard_of, m, shard);
     plan_matrix(r, p->cpu, &shard_of->output, READ_HEAD, 1);
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
     plan_matrix(r, p->cpu, &shard_of->embd, READ_HEAD, 0);
     for (int il = 0; il < shard_of->n_layer; il++) plan_layer(r, p->cpu, shard_of, &shard_of->layers[il]);
-    r->weights += 4 * ((int64_t)m->n_embd + m->rope_dim / 2); /* the last norm and the rotary frequencies */
-    r->bytes_per_token[READ_CACHE] = (int64_t)kv_token_bytes(shard_of, p->kv);
+    r->weights += 4 * (int64_t)m->n_embd; /* the last norm */
+    for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
+    r->bytes_per_token[READ_CACHE] = (int64_t)state_reads(shard_of, p->kv, 1);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
         r->weights = p->host, r->rounding = 0;
         for (int il = 0; il < shard_of->n_layer; il++) r->weights += (int64_t)layer_bytes(&shard_of->layers[il]);
     }
-    shard_free(shard_of);
-    shard_of->layers = NULL;
 }
 
 /* Whether every stage has layers, and every rank a part of each matrix: the GPU engine wants that. */
 static bool plan_divides(const struct model *m, int tp, int pp) {
     bool whole = pp <= m->n_layer;
     for (int i = 0; i < tp * pp && whole; i++) {
-        const struct weight *w[LAYER_WEIGHTS];
-        struct model part;
-        shard_model(&part, m, (struct shard){i % tp, tp, i / tp, pp});
-        whole = !part.output.data || weight_tiles(&part.output);
-        for (int il = 0; il < part.n_layer; il++)
-            for (int k = layer_weights(&part.layers[il], w); k-- > 0;) whole &= weight_tiles(w[k]) > 0;
-        shard_free(&part);
+        struct model shard;
+        shard_model(&shard, m, (struct shard){i % tp, tp, i / tp, pp});
+        whole = !shard_gap(&shard, &(int){0});
+        shard_free(&shard);
     }
     return whole;
 }
@@ -11866,7 +12574,7 @@ static void plan_solve(struct plan *p) {
     }
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].n_expert > most) most = m->layers[il].n_expert;
-    p->min_experts = (m->n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
+    p->min_experts = (m->max.n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
     for (int n = (most - 1) / step * step; n >= p->min_experts; n -= step) {
         struct model pruned;
         double percent = plan_prune(&pruned, m, n);
@@ -11999,7 +12707,7 @@ static void plan_print_head(const struct plan *p) {
     const struct model *m = p->m;
     const char *where = p->cpu ? "in memory" : "on a GPU";
     char a[32], b[32];
-    printf("model       %.40s: %d layers, %d of %d experts a token\n", m->name, m->n_layer, m->n_expert_used,
+    printf("model       %.40s: %d layers, %d of %d experts a token\n", m->name, m->n_layer, m->max.n_expert_used,
            m->n_expert_max);
     for (int i = 0, same; i < p->n_device; i += same) {
         const struct plan_device *v = &p->device[i];
@@ -12100,9 +12808,9 @@ static void plan_print_json(const struct plan *p) {
                                         o->largest[1], "limit_oneshot", o->roofline[0], "limit_nccl", o->roofline[1]));
     }
     plan_bytes_per_token(p, true, all);
-    json_t *o = json_pack("{s:s,s:s,s:i,s:i,s:i,s:i}", "model", m->name, "architecture", arch_names[m->arch], "layers",
-                          m->n_layer, "experts", m->n_expert_max, "experts_used", m->n_expert_used, "trained_context",
-                          m->n_ctx_train);
+    json_t *o =
+        json_pack("{s:s,s:s,s:i,s:i,s:i,s:i}", "model", m->name, "architecture", m->family->arch, "layers", m->n_layer,
+                  "experts", m->n_expert_max, "experts_used", m->max.n_expert_used, "trained_context", m->n_ctx_train);
     json_t *more =
         json_pack("{s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "machine", p->cpu ? "cpu" : "gpu", "verdict",
                   plan_verdict(p), "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
@@ -12239,6 +12947,20 @@ static int mode_render(const struct settings *set) {
     return rc ? EXIT_RUN : EXIT_OK;
 }
 
+/* The line on the attention of layers first..last, which is the same in all of them. */
+static void info_attention(const struct model *m, int first, int last) {
+    const struct attn *a = &m->layers[first].attn;
+    const int rope = m->ropes[a->rope].dim;
+    printf("attention     ");
+    if (first || last < m->n_layer - 1) printf("layers %d-%d: ", first, last);
+    if (a->kv_lora)
+        printf("%d heads, latent %d, key %d (%d rotary), value %d%s\n", a->n_head, a->kv_lora, a->head_k, rope,
+               a->head_v, a->q_lora ? ", low-rank query" : "");
+    else
+        printf("%d heads, %d KV heads, key %d (%d rotary), value %d\n", a->n_head, a->n_head_kv, a->head_k, rope,
+               a->head_v);
+}
+
 /* --info: what the file holds, and what was pruned. */
 static int mode_info(const struct engine *e) {
     const struct model *m = &e->model;
@@ -12247,17 +12969,17 @@ static int mode_info(const struct engine *e) {
     int dense = 0;
     for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
     printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
-           arch_names[m->arch], m->n_layer, dense, m->n_mtp_layer);
+           m->family->arch, m->n_layer, dense, m->n_mtp_layer);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
            with_commas((uint64_t)m->n_ctx_train, a));
-    if (m->kv_lora)
-        printf("attention     %d heads, latent %d, key %d (%d rotary), value %d%s\n", m->n_head, m->kv_lora, m->head_k,
-               m->rope_dim, m->head_v, m->q_lora ? ", low-rank query" : "");
-    else
-        printf("attention     %d heads, %d KV heads, key %d (%d rotary), value %d\n", m->n_head, m->n_head_kv,
-               m->head_k, m->rope_dim, m->head_v);
-    printf("experts       %d used per token of width %d, %s router, shared width %d", m->n_expert_used, m->n_ff_expert,
-           m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->n_ff_shared);
+    for (int il = 0, from = 0; il < m->n_layer; il++) {
+        if (il + 1 < m->n_layer && !memcmp(&m->layers[il + 1].attn, &m->layers[from].attn, sizeof(struct attn)))
+            continue;
+        info_attention(m, from, il);
+        from = il + 1;
+    }
+    printf("experts       %d used per token of width %d, %s router, shared width %d", m->max.n_expert_used,
+           m->max.n_ff_expert, m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->max.n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
@@ -12429,7 +13151,9 @@ static int divergence_run(struct divergence *d, struct session *a, struct sessio
     const int chunk = int_min(a->r->chunk, b->r->chunk);
     for (int at = 0; at + 1 < n; at += window) {
         d->a.ids = d->b.ids = ids + at, d->a.n = d->b.n = int_min(n - at, window);
-        for (int pos = a->n_past = b->n_past = 0, c; pos < d->a.n; pos += c) {
+        session_truncate(a, 0);
+        session_truncate(b, 0);
+        for (int pos = 0, c; pos < d->a.n; pos += c) {
             if (interrupted) return 1;
             c = int_min(d->a.n - pos, chunk);
             session_forward(a, ids + at + pos, c);
@@ -12881,7 +13605,7 @@ static int line_tokens(struct calibration *c, const char *s, size_t n, int32_t *
         chat_push(&c->chat, json_string_value(json_object_get(msg, "role")), content, strlen(content));
     }
     if (json_is_array(list)) {
-        c->e->session.n_past = 0; /* nothing of the record before is to be taken over */
+        session_truncate(&c->e->session, 0); /* nothing of the record before is to be taken over */
         rc = chat_render(&c->chat, false, &t, err);
         if (!rc) chat_tokenize(&c->chat, &t, ids);
         text_free(&t);
@@ -12908,14 +13632,15 @@ static void calibration_progress(struct calibration *c, const struct corpus *s) 
 static int unit_run(struct calibration *c, struct corpus *s, const int32_t *ids, int n, double bytes) {
     struct session *ses = &c->e->session;
     const double before = c->bytes_done;
-    for (ses->n_past = 0; s->offset < n;) {
+    session_truncate(ses, 0);
+    while (s->offset < n) {
         const int rest = n - (int)s->offset, room = ses->n_ctx - ses->n_past;
         const int k = int_min(int_min(rest, room), ses->r->chunk);
         if (interrupted) return 1;
         session_forward(ses, ids + s->offset, k);
         session_wait(ses);
         s->offset += k, s->tokens += k, c->tokens += k, c->tokens_run += k;
-        if (ses->n_past == ses->n_ctx) ses->n_past = 0;
+        if (ses->n_past == ses->n_ctx) session_truncate(ses, 0);
         c->bytes_done = before + bytes * (double)s->offset / n;
         calibration_progress(c, s);
         if (now_seconds() - c->saved > STATS_SAVE) calibration_save(c);
@@ -13193,7 +13918,7 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
         double t0 = now_seconds();
         for (int i = 0; i < repeat; i++) {
             if (interrupted) return 0;
-            s->n_past = depth;
+            session_claim(s, depth);
             session_forward(s, ids + i * n % (BENCH_PREFILL - n + 1), n);
             session_head(s, n - rows, rows);
             session_wait(s);
@@ -13205,21 +13930,20 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
         double fit = room / 20 / one;
         if (run < 0) repeat = fit > BENCH_REPEAT ? BENCH_REPEAT : fit < 1 ? 1 : (int)fit;
     }
-    s->n_past = depth;
+    session_claim(s, depth);
     return interrupted ? 0 : median(t, got);
 }
 
 /* The depth is claimed, not computed: the time of a forward does not depend on what the cache holds, only on how much. But a CPU's
  * cache must lie in memory: pages that were never written are all one page of zeros, which is read from the nearest cache. */
 static void bench_fill_cache(struct session *s, int from, int to) {
-    size_t first = (size_t)from, n = (size_t)(to - from);
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        for (int il = 0; il < 2 * r->m->n_layer && !r->cuda; il++) {
-            const struct kv_plane *p = il & 1 ? &r->kv[il / 2].v : &r->kv[il / 2].k;
+        for (int k = 0; k < PLANE_USES * r->m->n_layer && !r->cuda; k++) {
+            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+            const size_t first = plane_used(p, (size_t)from), n = plane_used(p, (size_t)to) - first;
             memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
-            if (p->type == KV_FP8)
-                memset(p->scale + first * (size_t)p->n_group, 0, n * (size_t)p->n_group * sizeof(float));
+            if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_group, 0, n * plane_scale_bytes(p));
         }
     }
 }
@@ -13238,7 +13962,7 @@ struct bench_call {
 
 static void bench_call(void *arg) {
     const struct bench_call *b = arg;
-    b->s->n_past = 0;
+    session_truncate(b->s, 0);
     session_forward(b->s, b->ids, b->n);
     session_head(b->s, b->n - b->rows, b->rows);
 }
@@ -13323,8 +14047,7 @@ static int mode_bench(struct engine *e) {
             if (!i) printf("%d", n);
             bench_field(!i, n / pre, 1);
             bench_field(!i && rates.mma > 0, 100 * ops / pre / rates.mma, 1);
-            printf(",%d,%.1f,%llu,%.2f", b, b / t,
-                   (unsigned long long)kv_token_bytes(s->m, s->r->kv_type) * (unsigned long long)depth,
+            printf(",%d,%.1f,%llu,%.2f", b, b / t, (unsigned long long)state_bytes(s->m, s->r->kv_type, (size_t)depth),
                    bytes / t * 1e-9);
             bench_field(rates.bytes > 0, 100 * bytes / t / rates.bytes, 1);
             putchar('\n');
@@ -14404,12 +15127,9 @@ static int mode_doctor(struct settings *set) {
  * that is left when all of the model's file stays in the page cache. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
-    uint64_t per = kv_token_bytes(m, settings_kv(e->set, false));
+    const uint64_t have = memory_available(), budget = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0;
     if (e->set->n_ctx) return e->set->n_ctx;
-    uint64_t have = memory_available(), room = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0,
-             n = per ? room / per : 0;
-    n = n < (uint64_t)m->n_ctx_train ? n / 256 * 256 : (uint64_t)m->n_ctx_train;
-    return n < 256 ? (m->n_ctx_train < 256 ? m->n_ctx_train : 256) : (int)n;
+    return int_max(context_fit(m, settings_kv(e->set, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
 }
 
 #ifdef MOE_CUDA
@@ -14672,7 +15392,7 @@ static int run_raw(struct engine *e, const char *text, size_t n) {
     struct turn_stats st = {0};
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
     if (!ids) return report(err);
-    enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), err);
+    enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), 0, err);
     if (r == SYNC_FAILED) {
         arrfree(ids);
         return report(err);
@@ -14721,7 +15441,7 @@ static int run_lines(struct engine *e) {
 static void banner(const struct engine *e) {
     const struct model *m = &e->model;
     char a[32], name[192];
-    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->n_expert_used, m->n_expert_max,
+    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->max.n_expert_used, m->n_expert_max,
          m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
     note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", session_name(&e->session, name),
          with_commas((uint64_t)e->session.n_ctx, a), (double)session_kv_bytes(&e->session) / 0x1p20, e->set->kv,

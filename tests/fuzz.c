@@ -29,7 +29,7 @@ static void fuzz_forward(const struct model *m, const struct kernels *k, enum kv
     struct session s;
     char err[ERR_MAX] = "";
     session_init(&s, m, 1, 1, (struct cpu_options){k, 1, FUZZ_CONTEXT, kv, false, false});
-    FUZZ_CHECK(session_sync(&s, (int32_t[]){0, m->n_vocab - 1}, 2, err) == SYNC_DONE, "%s", err);
+    FUZZ_CHECK(session_sync(&s, (int32_t[]){0, m->n_vocab - 1}, 2, 0, err) == SYNC_DONE, "%s", err);
     session_decode(&s, argmax(session_logits(&s), m->n_vocab));
     FUZZ_CHECK(s.n_past == 3, "%d tokens", s.n_past);
     session_free(&s);

@@ -45,7 +45,7 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
 
 static void spy_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
-    const int k = m->n_expert_used;
+    const int k = m->layers[il].n_expert_used;
     spy.plain->moe_ffn(r, il, x, out);
     for (int t = 0; t < r->n_tok; t++) {
         double all = 0;
@@ -102,7 +102,7 @@ static void test_calibrate_sums(void) {
             some_ids(ids, 40, m.n_vocab);
             session_forward(&s, ids, 23);
             session_forward(&s, ids + 23, 1);
-            s.n_past = 0;
+            session_truncate(&s, 0);
             session_forward(&s, ids + 24, 16);
             session_stats(&s, got, in_sum2);
             double *sq = in_sum2_as_double(in_sum2, n_in_sum2);

@@ -67,9 +67,9 @@ static void pair_out(struct rank *r, const char *op, int il, enum act a) {
 /* The rows of the batch in both caches, as floats. */
 static void pair_cache(struct rank *r, int il) {
     for (int i = 0; i < 2; i++) {
-        const struct kv_plane *p = i ? &r->kv[il].v : &r->kv[il].k, *q = i ? &pair.gpu->kv[il].v : &pair.gpu->kv[il].k;
+        const struct plane *p = i ? &r->kv[il].v : &r->kv[il].k, *q = i ? &pair.gpu->kv[il].v : &pair.gpu->kv[il].k;
         size_t n = (size_t)r->n_tok, width = (size_t)p->width;
-        struct kv_plane g = *q;
+        struct plane g = *q;
         g.data = xmalloc(n * q->row_bytes), g.scale = q->scale ? xmalloc(n * (size_t)q->n_group * sizeof(float)) : NULL;
         pair.gpu->ops->kv_copy(pair.gpu, q, (size_t)r->pos, n, g.data, g.scale, false);
         float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
@@ -268,7 +268,7 @@ static bool cuda_session(struct session *s, const struct model *m, int n_ctx, en
 static void cuda_greedy(struct session *s, const int32_t *ids, int n, int32_t *out, int n_out) {
     static const struct sampling greedy = {.greedy = true, .repeat_penalty = 1};
     char err[ERR_MAX] = "";
-    CHECK(session_sync(s, ids, n, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(s, ids, n, 0, err) == SYNC_DONE, "%s", err);
     for (int i = 0; i < n_out; i++) {
         out[i] = session_sample(s, &greedy, NULL);
         if (i + 1 < n_out) session_decode(s, out[i]);
@@ -309,7 +309,7 @@ static void test_cuda_demo(void) {
                   (int)json_integer_value(v));
         if (!k) {
             float *want = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
-            s.n_past = 0;
+            session_truncate(&s, 0);
             cuda_compare(&s, "demo", ids, n, want, 1e-3, 5e-5);
             session_free(&s);
             bool fp4 = cuda_test_begin(3) && cuda_session(&s, &m, 128, KV_BF16, MOE_ACT_FP4);
@@ -362,13 +362,13 @@ static void cuda_turns(const struct division *d, int turns) {
         int n = 1 + (int)(rng_next(&rng) % (CTX - 8)), change = (int)(rng_next(&rng) % CTX);
         for (int i = turn % 3 ? change : CTX; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
         interrupted = turn % 5 == 4;
-        enum sync_result rc = session_sync(&s, ids, n, err);
+        enum sync_result rc = session_sync(&s, ids, n, 0, err);
         CHECK(rc == (turn % 5 == 4 ? SYNC_INTERRUPTED : SYNC_DONE), "turn %d: %d", turn, rc);
         interrupted = 0;
         for (int i = turn % 4; rc == SYNC_DONE && i; i--) session_decode(&s, ids[i]);
     }
     CHECK(cuda_test_free_bytes() == held, "%zu bytes of the GPU were free, now %zu", held, cuda_test_free_bytes());
-    rng = 11, s.n_past = 0;
+    rng = 11, session_truncate(&s, 0);
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
     cuda_greedy(&s, ids, IDS, again, IDS);
     CHECK(!memcmp(first, again, sizeof first) && logit_hash(session_logits(&s), m.n_vocab) == hash,
@@ -639,7 +639,7 @@ static void test_cuda_profile(void) {
         memcpy(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before);
         profile_check(&e, 1, few, calls[which][0]);
         profile_check(&e, 40, many, calls[which][1]);
-        e.session.n_past = 0;
+        session_truncate(&e.session, 0);
         session_decode(&e.session, 5);
         CHECK(!memcmp(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before),
               "%s: other logits behind a profile", e.model.name);

@@ -894,7 +894,7 @@ struct test_plane {
     std::vector<double> value; /* (len, width) */
     gpu_array<uint8_t> data;
     gpu_array<float> scale;
-    struct kv_plane p = {};
+    struct plane p = {};
     test_plane(int len, int width, int group, bool fp8)
         : data((size_t)(len + 70) * row_bytes(width, fp8)),
           scale((size_t)(len + 70) * (size_t)((width + group - 1) / group)) {

@@ -56,7 +56,7 @@ static float *all_logits(const struct model *m, const struct kernels *k, enum kv
 
 static void greedy_run(struct session *s, const int32_t *ids, int n, int32_t *out, int n_out) {
     char err[ERR_MAX] = "";
-    CHECK(session_sync(s, ids, n, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(s, ids, n, 0, err) == SYNC_DONE, "%s", err);
     for (int i = 0; i < n_out; i++) {
         out[i] = argmax(session_logits(s), s->m->n_vocab);
         if (i + 1 < n_out) session_decode(s, out[i]);
@@ -154,7 +154,7 @@ static void test_demo_reference(void) {
             const char *content = json_string_value(json_object_get(v, "content"));
             chat_push(&c, json_string_value(json_object_get(v, "role")), content, strlen(content));
         }
-        s.n_past = 0;
+        session_truncate(&s, 0);
         CHECK(chat_render(&c, true, &text, err) == 0, "%s", err);
         chat_tokenize(&c, &text, &ids);
         const char *prompt = json_string_value(json_object_get(x, "prompt"));
@@ -269,20 +269,20 @@ static void test_session_decode_equals_prefill(void) {
     if (!demo_load(&m)) return;
     for (int i = 0; i < 700; i++) ids[i] = (int32_t)(rng_next(&rng) % 8000);
     session_cpu(&s, &m, &kernels_ref, 2, 700, KV_F32);
-    CHECK(session_sync(&s, ids, 700, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(&s, ids, 700, 0, err) == SYNC_DONE, "%s", err);
     float *want = xmalloc((size_t)m.n_vocab * sizeof *want);
     memcpy(want, session_logits(&s), (size_t)m.n_vocab * sizeof *want);
-    CHECK(session_sync(&s, ids, 690, err) == SYNC_DONE && s.n_past == 690 && s.sync_tokens == 1,
+    CHECK(session_sync(&s, ids, 690, 0, err) == SYNC_DONE && s.n_past == 690 && s.sync_tokens == 1,
           "a shorter list computed %d tokens", s.sync_tokens);
     for (int i = 690; i < 700; i++) session_decode(&s, ids[i]);
     double e = nmse(session_logits(&s), want, (size_t)m.n_vocab);
     CHECK(e < 1e-9, "NMSE %.3g", e);
     ids[650] = 17;
-    CHECK(session_sync(&s, ids, 700, err) == SYNC_DONE && s.sync_tokens == 50,
+    CHECK(session_sync(&s, ids, 700, 0, err) == SYNC_DONE && s.sync_tokens == 50,
           "a change at 650 of 700 computed %d tokens", s.sync_tokens);
-    CHECK(session_sync(&s, ids, 701, err) == SYNC_FAILED && strstr(err, "context is full"), "701 tokens: %s", err);
+    CHECK(session_sync(&s, ids, 701, 0, err) == SYNC_FAILED && strstr(err, "context is full"), "701 tokens: %s", err);
     ids[3] = -1;
-    CHECK(session_sync(&s, ids, 10, err) == SYNC_FAILED, "a negative id was taken");
+    CHECK(session_sync(&s, ids, 10, 0, err) == SYNC_FAILED, "a negative id was taken");
     free(want);
     session_free(&s);
     model_free(&m);
@@ -298,7 +298,7 @@ static void test_session_file(void) {
     snprintf(path, sizeof path, "%s/state.kv", test_dir());
     for (int kv = KV_BF16; kv <= KV_F32; kv++) {
         session_cpu(&s, &m, &kernels_ref, 1, 64, (enum kv_type)kv);
-        CHECK(session_sync(&s, ids, 40, err) == SYNC_DONE, "%s", err);
+        CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE, "%s", err);
         CHECK(session_save(&s, path, err) == 0, "%s", err);
         session_decode(&s, 7);
         uint32_t want = logit_hash(session_logits(&s), m.n_vocab);
@@ -323,9 +323,10 @@ static void test_session_file(void) {
     session_free(&s);
     session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
     CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
+    const long ids_at = (long)(sizeof(struct kv_header) + 2 * (size_t)m.n_layer * sizeof(struct kv_plane));
     for (int at = 1; at < 3; at++) { /* one bit of a token, one of the cache */
         FILE *f = fopen(path, "r+b");
-        CHECK(f && !fseek(f, at > 1 ? -5 : (long)sizeof(struct kv_header), at > 1 ? SEEK_END : SEEK_SET) &&
+        CHECK(f && !fseek(f, at > 1 ? -5 : ids_at, at > 1 ? SEEK_END : SEEK_SET) &&
                   fputc(101, f) == 101 && !fclose(f),
               "%s", strerror(errno));
         CHECK(session_load(&s, path, err) && strstr(err, "checksum") && !s.n_past, "%s", err);
@@ -435,7 +436,8 @@ static void test_rope_yarn(void) {
     for (int i = 0; i < 3; i++) {
         struct gguf_writer w = {0};
         struct gguf g;
-        struct model m = {.kv_lora = 512, .head_k = 192, .rope_dim = 64, .n_ctx_train = 163840};
+        struct model m = {.n_ctx_train = 163840};
+        struct attn a = {.kv_lora = 512, .head_k = 192};
         char err[ERR_MAX] = "";
         size_t n;
         gguf_put_f32(&w, "a.rope.freq_base", (float)c[i].base);
@@ -448,13 +450,13 @@ static void test_rope_yarn(void) {
         uint8_t *h = gguf_header(&w, &n);
         CHECK(gguf_parse(&g, h, n, err, ERR_MAX) == 0, "%s", err);
         struct loader l = {.m = &m, .g = &g, .arch = "a", .err = err};
-        loader_rope(&l);
+        loader_rope(&l, 64, &a);
         for (int k = 0; k < 8; k++)
-            CHECK(fabs((double)m.rope_freq[at[k]] / c[i].freq[k] - 1) < 1e-6,
-                  "case %d: frequency %d is %.9g, expected %.9g", i, at[k], m.rope_freq[at[k]], c[i].freq[k]);
+            CHECK(fabs((double)m.ropes[0].freq[at[k]] / c[i].freq[k] - 1) < 1e-6,
+                  "case %d: frequency %d is %.9g, expected %.9g", i, at[k], m.ropes[0].freq[at[k]], c[i].freq[k]);
         double mscale = 0.1 * log(c[i].factor) + 1;
-        CHECK(fabs((double)m.attn_scale * sqrt(192.0) / (mscale * mscale) - 1) < 1e-6, "case %d: softmax scale %g", i,
-              m.attn_scale);
+        CHECK(fabs((double)a.scale * sqrt(192.0) / (mscale * mscale) - 1) < 1e-6, "case %d: softmax scale %g", i,
+              a.scale);
         model_free(&m);
         gguf_close(&g);
         gguf_writer_free(&w);
@@ -502,12 +504,11 @@ static void test_router(void) {
     /* 8 experts in 4 groups, 2 groups kept, 2 chosen: the bias decides who, the sigmoid with what weight */
     struct model m = {.n_group = 4,
                       .n_group_used = 2,
-                      .n_expert_used = 2,
                       .gating = GATING_SIGMOID,
                       .norm_topk_prob = true,
                       .routed_scaling_factor = 2.5f};
     float bias[8] = {0, 0, 0.5f, 0, 0, 0, 0, 0}, logits[8] = {2, -4, 0, 0, 1.5f, 1.5f, 3, -9}, w[2];
-    struct layer y = {.n_expert = 8, .router_bias = bias};
+    struct layer y = {.n_expert = 8, .n_expert_used = 2, .router_bias = bias};
     int32_t ids[2];
     /* group scores: 0.881+0.018, 1.0+0.5, 2*0.818, 0.953+0.0001: groups 1 and 2 stay, although 6 and 0 score highest alone */
     route_token(&m, &y, logits, ids, w);
@@ -516,8 +517,7 @@ static void test_router(void) {
     CHECK(fabsf(w[0] - 2.5f * a / (a + b)) < 1e-6f && fabsf(w[1] - 2.5f * b / (a + b)) < 1e-6f, "weights %g and %g",
           w[0], w[1]);
     float soft[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    m = (struct model){
-        .n_group = 1, .n_group_used = 1, .n_expert_used = 2, .gating = GATING_SOFTMAX, .routed_scaling_factor = 1};
+    m = (struct model){.n_group = 1, .n_group_used = 1, .gating = GATING_SOFTMAX, .routed_scaling_factor = 1};
     y.router_bias = NULL;
     route_token(&m, &y, soft, ids, w);
     CHECK(ids[0] == 7 && ids[1] == 6 && fabsf(w[0] / w[1] - expf(1)) < 1e-5f && w[0] + w[1] < 0.9f,
@@ -577,7 +577,7 @@ static void test_kv_planes(void) {
     float x[W], y[W];
     uint64_t rng = 9;
     for (int type = KV_BF16; type <= KV_F32; type++) {
-        struct kv_plane p = kv_plane_make((enum kv_type)type, W, 128);
+        struct plane p = plane_make((enum kv_type)type, W, 128);
         p.data = xcalloc(ROWS, p.row_bytes);
         if (type == KV_FP8) p.scale = xcalloc(ROWS * (size_t)p.n_group, sizeof(float));
         CHECK(p.row_bytes % 16 == 0, "rows of %zu bytes", p.row_bytes);

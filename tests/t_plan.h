@@ -476,11 +476,11 @@ static void test_plan_engine(void) {
             struct plan_rank *r = &p.layout[0].rank[k];
             struct rank *e = &s.pg.ranks[k];
             plan_rank(r, &p, &m, (struct shard){k % tp, tp, k / tp, pp});
-            CHECK((int64_t)e->weight_bytes == r->weights - 4 * m.rope_dim / 2 + 8, "weights %zu, plan %lld",
+            CHECK((int64_t)e->weight_bytes == r->weights - 4 * m.max.rope_dim / 2 + 8, "weights %zu, plan %lld",
                   e->weight_bytes, (long long)r->weights);
             CHECK((int64_t)e->kv_bytes == r->bytes_per_token[READ_CACHE] * 256, "cache %zu, plan %lld", e->kv_bytes,
                   (long long)r->bytes_per_token[READ_CACHE] * 256);
-            size_t batch = 4 * ((size_t)e->chunk + 2) + 2 * (size_t)m.rope_dim,
+            size_t batch = 4 * ((size_t)e->chunk + 2) + 2 * (size_t)m.max.rope_dim,
                    room = cuda_test_allocated(e) - e->weight_bytes - rank_cache(e, NULL) - batch;
             CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
             CHECK(tp * pp == 1 && e->sizes.w4a4 ? room == e->bytes : room < e->bytes + 4096,

@@ -29,10 +29,10 @@ static void test_ranks_heads(void) {
     static const int shapes[][2] = {{32, 4}, {64, 4}, {4, 2}, {6, 3}, {4, 1}, {16, 2}, {128, 128}, {12, 4}, {1, 1}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int n = 1; n <= MAX_RANKS; n++) {
-            struct model m = {.n_head = shapes[i][0], .n_head_kv = shapes[i][1], .head_k = 64, .head_v = 64};
+            const struct attn m = {.n_head = shapes[i][0], .n_head_kv = shapes[i][1], .head_k = 64, .head_v = 64};
             int group = m.n_head / m.n_head_kv, at = 0;
             for (int k = 0; k < n; k++) {
-                struct heads_range h = shard_heads(&m, n, k);
+                struct heads_range h = shard_heads(&m, 1, n, k);
                 CHECK(!h.q.n || h.q.first == at, "%d heads: rank %d of %d begins at %d", m.n_head, k, n, h.q.first);
                 at += h.q.n;
                 if (!h.q.n) continue;
@@ -128,7 +128,8 @@ static void test_ranks_save(void) {
             float *last[2];
             for (int k = 0; k < 2; k++) { /* k 0 computes and writes, 1 reads and goes on */
                 session_init(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv, false, false});
-                if (!k) CHECK(session_sync(&s, ids, 40, err) == SYNC_DONE && !session_save(&s, path, err), "%s", err);
+                if (!k)
+                    CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE && !session_save(&s, path, err), "%s", err);
                 else CHECK(!session_load(&s, path, err) && s.n_past == 40, "%s", err);
                 session_decode(&s, 7);
                 last[k] = xmalloc((size_t)m.n_vocab * sizeof(float));

@@ -33,6 +33,7 @@
 #include "t_kernels.h"
 #include "t_convert.h"
 #include "t_model.h"
+#include "t_state.h"
 #include "t_quantize.h"
 #include "t_reap.h"
 #include "t_cli.h"
@@ -50,8 +51,8 @@
 #endif
 
 static const struct test table[] = {
-    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_QUANTIZE TESTS_REAP TESTS_CLI
-        TESTS_CALIBRATE TESTS_RANKS TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
+    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_STATE TESTS_QUANTIZE TESTS_REAP
+        TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
 
 static void test_dir_remove(void) {
     char cmd[128];

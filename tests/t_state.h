@@ -1,0 +1,299 @@
+/* State that is more than a row per token: a family of the tests' own adds to attention's result a sum over all tokens, a sum over a
+ * window and a sum over pooled blocks of four. It is what a recurrent family will need, without its arithmetic: the sum lags behind the
+ * timeline by up to 16 tokens whose rows the ring holds. */
+
+enum { STATE_WINDOW = 5, STATE_RING = 32, STATE_BLOCK = 4 };
+
+static const struct family *state_base; /* whose attention it is */
+
+static void state_planes(const struct model *m, const struct layer *layer, struct plane *out) {
+    const struct attn *a = &layer->attn;
+    const int group = a->n_head / a->n_head_kv, width = a->n_head * a->head_v;
+    struct plane p = plane_make(KV_F32, width, width);
+    (void)m;
+    p.first = a->first_head_kv * group * a->head_v;
+    p.whole = a->whole_head_kv * group * a->head_v;
+    out[PLANE_RECENT] = out[PLANE_SUM] = out[PLANE_POOL] = p;
+    out[PLANE_RECENT].kind = PLANE_RING;
+    out[PLANE_RECENT].n_row = STATE_RING;
+    out[PLANE_RECENT].window = STATE_WINDOW;
+    out[PLANE_SUM].kind = PLANE_STATE;
+    out[PLANE_SUM].n_row = 1;
+    out[PLANE_POOL].kind = PLANE_BLOCKS;
+    out[PLANE_POOL].ratio = STATE_BLOCK;
+}
+
+static float *state_row(const struct rank *r, int il, enum plane_use use, int row) {
+    const struct plane *p = &r->planes[il][use];
+    return (float *)(void *)(p->data + (size_t)row * p->row_bytes);
+}
+
+/* x (n_tok, n_head * head_v), attention's result, gets the three sums on top. */
+static void state_op(struct rank *r, int il, enum act a) {
+    const int n = r->planes[il][PLANE_SUM].width, stride = r->width[a];
+    float *sum = state_row(r, il, PLANE_SUM, 0), *now = xcalloc((size_t)n + 1, sizeof *now);
+    for (int p = r->state_pos; p < r->pos; p++) /* what the state left out */
+        for (int i = 0; i < n; i++) sum[i] = 0.9f * sum[i] + state_row(r, il, PLANE_RECENT, p % STATE_RING)[i];
+    memcpy(now, sum, (size_t)n * sizeof *now);
+    for (int t = 0; t < r->n_tok; t++) {
+        const int p = r->pos + t;
+        float *x = r->act[a] + (size_t)t * (size_t)stride, *row = state_row(r, il, PLANE_RECENT, p % STATE_RING);
+        memcpy(row, x, (size_t)n * sizeof *row);
+        if (p % STATE_BLOCK == STATE_BLOCK - 1) {
+            float *pool = state_row(r, il, PLANE_POOL, p / STATE_BLOCK);
+            memset(pool, 0, (size_t)n * sizeof *pool);
+            for (int j = p - STATE_BLOCK + 1; j <= p; j++)
+                for (int i = 0; i < n; i++) pool[i] += state_row(r, il, PLANE_RECENT, j % STATE_RING)[i];
+        }
+        for (int i = 0; i < n; i++) now[i] = 0.9f * now[i] + row[i];
+        if (r->n_tok > MAX_LAG && t == r->n_tok - 2) memcpy(sum, now, (size_t)n * sizeof *sum);
+        for (int i = 0; i < n; i++) {
+            float window = 0, pool = 0;
+            for (int j = int_max(0, p - STATE_WINDOW + 1); j <= p; j++)
+                window += state_row(r, il, PLANE_RECENT, j % STATE_RING)[i];
+            for (int b = 0; b < (p + 1) / STATE_BLOCK; b++) pool += state_row(r, il, PLANE_POOL, b)[i];
+            x[i] += 0.05f * now[i] + 0.1f * window + 0.02f * pool;
+        }
+    }
+    free(now);
+}
+
+static void state_attention(struct rank *r, int il, enum act q, enum act out) {
+    cpu_attention(r, il, q, out);
+    state_op(r, il, out);
+}
+
+static void state_mla_attention(struct rank *r, int il, enum act q, enum act out) {
+    cpu_mla_attention(r, il, q, out);
+    state_op(r, il, out);
+}
+
+/* The family's attention with state_op behind it; only on a CPU. */
+static void state_forward(struct rank *r) {
+    const struct ops *real = r->ops;
+    struct ops ops = *real;
+    ops.attention = state_attention;
+    ops.mla_attention = state_mla_attention;
+    r->ops = &ops;
+    alloc_guard_end();
+    state_base->forward(r);
+    alloc_guard_begin("a forward pass");
+    r->ops = real;
+}
+
+static struct family state_family;
+
+/* Makes the model one of the test's family. */
+static void state_adopt(struct model *m) {
+    state_base = m->family;
+    state_family = *m->family;
+    state_family.planes = state_planes;
+    state_family.forward = state_forward;
+    m->family = &state_family;
+}
+
+static void state_open(struct session *s, const struct model *m, int tp, int pp, enum kv_type kv) {
+    session_init(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false});
+}
+
+/* The logits behind ids[0..n) of a session that has seen nothing else, in chunks of at most `chunk` tokens; malloc'ed. */
+static float *state_fresh(const struct model *m, int tp, int pp, enum kv_type kv, const int32_t *ids, int n,
+                          int chunk) {
+    struct session s;
+    float *out = xmalloc((size_t)m->n_vocab * sizeof *out);
+    state_open(&s, m, tp, pp, kv);
+    for (int at = 0; at < n; at += chunk) session_forward(&s, ids + at, int_min(chunk, n - at));
+    session_head(&s, s.r->n_tok - 1, 1);
+    memcpy(out, session_logits(&s), (size_t)m->n_vocab * sizeof *out);
+    session_free(&s);
+    return out;
+}
+
+static void state_compare(struct session *s, const struct model *m, const int32_t *ids, int n, const char *what) {
+    const struct shard *p = &s->r->m->shard;
+    float *want = state_fresh(m, p->n_rank, p->n_stage, s->r->kv_type, ids, n, n);
+    const double e = nmse(session_logits(s), want, (size_t)m->n_vocab);
+    CHECK(e < 1e-9, "%s, --tp %d --pp %d: NMSE %.3g", what, p->n_rank, p->n_stage, e);
+    free(want);
+}
+
+/* Syncs to ids[0..n) and compares with a session that has seen nothing else. How many tokens were computed must be `computed`. */
+static void state_sync(struct session *s, const struct model *m, const int32_t *ids, int n, int mark, int computed,
+                       const char *what) {
+    char err[ERR_MAX] = "";
+    CHECK(session_sync(s, ids, n, mark, err) == SYNC_DONE, "%s: %s", what, err);
+    CHECK(s->sync_tokens == computed, "%s: computed %d tokens, expected %d", what, s->sync_tokens, computed);
+    state_compare(s, m, ids, n, what);
+}
+
+static const int state_layouts[][2] = {{1, 1}, {2, 1}, {1, 2}, {2, 2}};
+enum { STATE_LAYOUTS = sizeof state_layouts / sizeof *state_layouts };
+
+static bool state_model(struct model *m, int32_t *ids, int n) {
+    uint64_t rng = 7;
+    if (!fixture_load("qwen3moe", m)) return false;
+    state_adopt(m);
+    for (int i = 0; i < n; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
+    return true;
+}
+
+/* One chunk, uneven chunks and single tokens are the same computation. */
+static void test_state_chunks(void) {
+    static const int chunks[] = {1, 3, 16, 17, 23, 90};
+    struct model m;
+    int32_t ids[90];
+    if (!state_model(&m, ids, 90)) return;
+    for (int k = 0; k < STATE_LAYOUTS; k++) {
+        const int tp = state_layouts[k][0], pp = state_layouts[k][1];
+        float *want = state_fresh(&m, tp, pp, KV_F32, ids, 90, 90);
+        for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+            float *got = state_fresh(&m, tp, pp, KV_F32, ids, 90, chunks[i]);
+            const double e = nmse(got, want, (size_t)m.n_vocab);
+            CHECK(e < 1e-9, "--tp %d --pp %d, chunks of %d: NMSE %.3g", tp, pp, chunks[i], e);
+            free(got);
+        }
+        free(want);
+    }
+    const struct family *with = m.family;
+    float *a = state_fresh(&m, 1, 1, KV_F32, ids, 90, 90);
+    m.family = state_base;
+    float *b = state_fresh(&m, 1, 1, KV_F32, ids, 90, 90);
+    CHECK(nmse(a, b, (size_t)m.n_vocab) > 1e-3, "the state does not matter");
+    m.family = with;
+    free(a);
+    free(b);
+    model_free(&m);
+}
+
+/* Taking back tokens: those that the state has not taken in cost nothing; beyond them the nearest snapshot, or everything. */
+static void test_state_truncation(void) {
+    struct model m;
+    int32_t ids[120], other[120];
+    if (!state_model(&m, ids, 120)) return;
+    for (int k = 0; k < STATE_LAYOUTS; k++) {
+        struct session s;
+        state_open(&s, &m, state_layouts[k][0], state_layouts[k][1], KV_F32);
+        state_sync(&s, &m, ids, 60, 40, 60, "from nothing");
+        CHECK(session_reach(&s) == 59, "reach %d behind a prefill", session_reach(&s));
+        for (int i = 60; i < 70; i++) session_decode(&s, ids[i]);
+        CHECK(session_reach(&s) == 69 && s.state_pos == 69, "reach %d, state at %d after decoding", session_reach(&s),
+              s.state_pos);
+        memcpy(other, ids, sizeof ids);
+        other[69] ^= 1;
+        state_sync(&s, &m, other, 72, 0, 3, "the last token changed");
+        other[55] ^= 1;
+        state_sync(&s, &m, other, 72, 0, 32, "a token behind the snapshot changed");
+        other[30] ^= 1;
+        state_sync(&s, &m, other, 72, 0, 72, "a token before the snapshot changed");
+        session_free(&s);
+    }
+    model_free(&m);
+}
+
+/* Ten marks in a session that keeps eight: the two that were used longest ago are gone. */
+static void test_state_snapshots(void) {
+    struct model m;
+    struct session s;
+    char err[ERR_MAX] = "";
+    int32_t ids[120], other[120];
+    if (!state_model(&m, ids, 120)) return;
+    state_open(&s, &m, 2, 1, KV_BF16);
+    for (int i = 1; i <= SNAPSHOTS + 2; i++)
+        CHECK(session_sync(&s, ids, 10 * i + 3, 10 * i, err) == SYNC_DONE, "%s", err);
+    memcpy(other, ids, sizeof ids);
+    for (int at = 100; at >= 30; at -= 10) {
+        other[at] ^= 1;
+        state_sync(&s, &m, other, at + 4, 0, 4, "back to a snapshot");
+        other[at] ^= 1;
+    }
+    other[20] ^= 1;
+    state_sync(&s, &m, other, 24, 0, 24, "back to before the first snapshot that is kept");
+    session_free(&s);
+    model_free(&m);
+}
+
+/* A state that is saved goes on in another session, with other ranks too. */
+static void test_state_file(void) {
+    struct model m;
+    char err[ERR_MAX] = "", path[256];
+    int32_t ids[120];
+    if (!state_model(&m, ids, 120)) return;
+    snprintf(path, sizeof path, "%s/state.kv", test_dir());
+    for (int k = 0; k < STATE_LAYOUTS; k++)
+        for (int decoded = 0; decoded < 8; decoded += 7) {
+            struct session s;
+            state_open(&s, &m, state_layouts[k][0], state_layouts[k][1], KV_BF16);
+            CHECK(session_sync(&s, ids, 50, 0, err) == SYNC_DONE, "%s", err);
+            for (int i = 0; i < decoded; i++) session_decode(&s, ids[50 + i]);
+            CHECK(session_save(&s, path, err) == 0, "%s", err);
+            session_free(&s);
+            const int *to = state_layouts[(k + 1) % STATE_LAYOUTS];
+            state_open(&s, &m, to[0], to[1], KV_BF16);
+            CHECK(session_sync(&s, ids + 7, 100, 90, err) == SYNC_DONE, "%s", err); /* nothing of it may remain */
+            CHECK(session_load(&s, path, err) == 0 && s.n_past == 50 + decoded, "%s", err);
+            state_sync(&s, &m, ids, 60 + decoded, 0, 10, "behind a state from a file");
+            session_free(&s);
+        }
+    struct session s;
+    state_open(&s, &m, 1, 1, KV_BF16);
+    FILE *f = fopen(path, "r+b");
+    CHECK(f && fwrite("MOEKV002", 8, 1, f) == 1 && !fclose(f), "%s", strerror(errno));
+    CHECK(session_load(&s, path, err) && strstr(err, "MOEKV002") && strstr(err, "MOEKV003") && !s.n_past,
+          "an old file: %s", err);
+    m.family = state_base;
+    session_free(&s);
+    model_free(&m);
+}
+
+/* A chat: the next turn goes back to the end of the user's message where the template drops thinking; /undo and /regen compute what a
+ * fresh chat would. */
+static void test_state_chat(void) {
+    static const char *const turns[] = {"What is 7 squared? One word.", "And 8 squared?"};
+    struct model m;
+    struct session s;
+    struct chat c, d;
+    char err[ERR_MAX] = "";
+    if (!demo_load(&m)) return;
+    state_adopt(&m);
+    struct settings set;
+    settings_init(&set);
+    set.greedy = true;
+    set.n_predict = 5;
+    set.quiet = true;
+    session_init(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
+    if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) return;
+    enum turn_result r = TURN_DONE;
+    fflush(stdout); /* answers are not for the list of tests */
+    const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
+    dup2(null, STDOUT_FILENO);
+    for (int i = 0; i < 2; i++) {
+        struct session fresh;
+        CHECK(chat_turn(&c, turns[i], strlen(turns[i]), err) == TURN_DONE, "%s", err);
+        if (i == 1) {
+            CHECK(chat_undo(&c, err) == 0 && chat_turn(&c, turns[i], strlen(turns[i]), err) == TURN_DONE, "%s", err);
+            CHECK(chat_regenerate(&c, &r, err) == 0 && r == TURN_DONE, "%s", err);
+        }
+        session_init(&fresh, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
+        if (!CHECK(chat_init(&d, &set, &m, &fresh, err) == 0, "%s", err)) break;
+        const struct message *answer = &arrlast(c.messages);
+        for (size_t k = 0; k + 1 < arrlenu(c.messages); k++)
+            chat_push(&d, c.messages[k].role, c.messages[k].content, strlen(c.messages[k].content));
+        CHECK(chat_answer(&d, err) == TURN_DONE, "%s", err);
+        CHECK(!strcmp(arrlast(d.messages).content, answer->content), "turn %d: '%s', a fresh chat says '%s'", i + 1,
+              answer->content, arrlast(d.messages).content);
+        chat_free(&d);
+        session_free(&fresh);
+    }
+    fflush(stdout);
+    dup2(out, STDOUT_FILENO);
+    close(out);
+    close(null);
+    chat_free(&c);
+    settings_free(&set);
+    session_free(&s);
+    model_free(&m);
+}
+
+#define TESTS_STATE                                                                   \
+    {"state/chunks", test_state_chunks}, {"state/truncation", test_state_truncation}, \
+        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat},
