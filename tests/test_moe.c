@@ -39,6 +39,7 @@
 #include "t_cli.h"
 #include "t_calibrate.h"
 #include "t_ranks.h"
+#include "t_tables.h"
 #include "t_plan.h"
 #include "t_hostile.h"
 #include "t_repl.h"
@@ -52,7 +53,7 @@
 
 static const struct test table[] = {
     TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_STATE TESTS_QUANTIZE TESTS_REAP
-        TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
+        TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
 
 static void test_dir_remove(void) {
     char cmd[128];

@@ -1,0 +1,234 @@
+/* What files may say in more than one way: matrices that are stored as one, metadata by layer, tensors for 16-bit activations, files
+ * without prediction layers. Each is made of a fixture's file and must give the same bits of logits. */
+
+/* A file that is being rewritten: tensors as they are, or put together. */
+struct rewrite {
+    struct gguf from;
+    struct gguf_writer w;
+    char *data; /* stb_ds: of all tensors */
+};
+
+static bool rewrite_open(struct rewrite *x, const char *fixture) {
+    char path[256], err[ERR_MAX];
+    memset(x, 0, sizeof *x);
+    snprintf(path, sizeof path, "%s/%s.gguf", test_dir(), fixture);
+    return CHECK(gguf_open(&x->from, path, err, ERR_MAX) == 0, "%s", err);
+}
+
+/* Copies the metadata but for `without` (NULL: all of them). */
+static void rewrite_keys(struct rewrite *x, const char *without) {
+    for (uint32_t i = 0; i < x->from.n_kv; i++) {
+        const struct gguf_kv *kv = &x->from.kv[i];
+        const uint8_t *from = (const uint8_t *)kv->key.p - 8;
+        const uint8_t *end = i + 1 < x->from.n_kv ? (const uint8_t *)x->from.kv[i + 1].key.p - 8
+                                                  : (const uint8_t *)x->from.tensors[0].name.p - 8;
+        if (without && gguf_str_eq(kv->key, without)) continue;
+        gguf_put(&x->w, from, (size_t)(end - from));
+        x->w.n_kv++;
+    }
+}
+
+/* A tensor of rows of `n` others, matrix by matrix of a stack; the others are not in the file by themselves. */
+static void rewrite_joined(struct rewrite *x, const char *name, const char *const *parts, int n) {
+    const struct gguf_tensor *t[3];
+    for (int i = 0; i < n; i++) t[i] = gguf_find_tensor(&x->from, parts[i]);
+    if (!CHECK(t[0], "no tensor %s", parts[0])) return;
+    uint64_t ne[3] = {t[0]->ne[0], 0, t[0]->ne[2]};
+    for (int i = 0; i < n; i++) ne[1] += t[i]->ne[1];
+    gguf_add_tensor(&x->w, name, t[0]->type, t[0]->ne[1] == 1 ? 1 : t[0]->n_dims, ne);
+    for (uint64_t e = 0; e < ne[2]; e++)
+        for (int i = 0; i < n; i++) {
+            const size_t bytes = (size_t)(t[i]->bytes / ne[2]);
+            sb_put(&x->data, (const char *)t[i]->data + e * bytes, bytes);
+        }
+    while (arrlenu(x->data) % 32) arrput(x->data, 0);
+}
+
+/* Copies the tensors whose names do not contain one of `without` (NULL-terminated). */
+static void rewrite_tensors(struct rewrite *x, const char *const *without) {
+    for (uint32_t i = 0; i < x->from.n_tensors; i++) {
+        char name[GGUF_MAX_NAME + 1];
+        bool skip = false;
+        gguf_printable(x->from.tensors[i].name, name, sizeof name);
+        for (int k = 0; without[k]; k++) skip |= strstr(name, without[k]) != NULL;
+        if (!skip) rewrite_joined(x, name, (const char *const[]){name}, 1);
+    }
+}
+
+/* Writes the file and closes what it was made of; the path. */
+static const char *rewrite_close(struct rewrite *x) {
+    static char path[256];
+    size_t n = 0;
+    uint8_t *header = gguf_header(&x->w, &n);
+    snprintf(path, sizeof path, "%s/rewritten.gguf", test_dir());
+    FILE *f = fopen(path, "wb");
+    CHECK(f && fwrite(header, n, 1, f) == 1 && fwrite(x->data, arrlenu(x->data), 1, f) == 1 && !fclose(f), "%s",
+          strerror(errno));
+    free(header);
+    arrfree(x->data);
+    gguf_writer_free(&x->w);
+    gguf_close(&x->from);
+    return path;
+}
+
+/* The file gives the logits of the model that it was made of, bit for bit, also on two ranks. */
+static void rewrite_compare(const char *path, const struct model *want) {
+    struct model m;
+    char err[ERR_MAX];
+    int32_t ids[30];
+    const int tps[] = {1, 2};
+    if (!CHECK(model_load(&m, path, err) == 0, "%s", err)) return;
+    for (int i = 0; i < 30; i++) ids[i] = 5 + 13 * i;
+    for (int i = 0; i < 2; i++) {
+        int32_t out[1];
+        float *a = ranks_run(want, &kernels_ref, KV_F32, tps[i], 1, ids, 30, 30, out, 1);
+        float *b = ranks_run(&m, &kernels_ref, KV_F32, tps[i], 1, ids, 30, 30, out, 1);
+        CHECK(!memcmp(a, b, 30 * (size_t)m.n_vocab * sizeof *a), "%d ranks: other logits", tps[i]);
+        free(a);
+        free(b);
+    }
+    model_free(&m);
+}
+
+/* attn_qkv for attn_q, attn_k and attn_v; ffn_gate_up_exps for ffn_gate_exps and ffn_up_exps. */
+static void test_tables_fused(void) {
+    static const char *const parts[] = {"attn_q.", "attn_k.", "attn_v.", "ffn_gate_exps.weight", "ffn_up_exps.weight",
+                                        NULL};
+    struct model m;
+    struct rewrite x;
+    if (!fixture_load("qwen3moe", &m) || !rewrite_open(&x, "qwen3moe")) return;
+    rewrite_keys(&x, NULL);
+    rewrite_tensors(&x, parts);
+    for (int il = 0; il < m.n_layer; il++) {
+        char name[6][64];
+        static const char *const what[] = {"attn_q", "attn_k", "attn_v", "ffn_gate_exps", "ffn_up_exps"};
+        for (int i = 0; i < 5; i++) snprintf(name[i], sizeof name[i], "blk.%d.%s.weight", il, what[i]);
+        snprintf(name[5], sizeof name[5], "blk.%d.attn_qkv.weight", il);
+        rewrite_joined(&x, name[5], (const char *const[]){name[0], name[1], name[2]}, 3);
+        snprintf(name[5], sizeof name[5], "blk.%d.ffn_gate_up_exps.weight", il);
+        if (gguf_find_tensor(&x.from, name[3])) rewrite_joined(&x, name[5], (const char *const[]){name[3], name[4]}, 2);
+    }
+    rewrite_compare(rewrite_close(&x), &m);
+    model_free(&m);
+}
+
+/* Numbers that may be lists with a value for each layer. */
+static void test_tables_arrays(void) {
+    static const char *const keys[] = {"qwen3moe.attention.head_count", "qwen3moe.attention.head_count_kv",
+                                       "qwen3moe.expert_used_count"};
+    static const char *const none[] = {NULL};
+    struct model m;
+    struct rewrite x;
+    char err[ERR_MAX];
+    if (!fixture_load("qwen3moe", &m)) return;
+    for (int i = 0; i < 3; i++)
+        for (int missing = 0; missing < 2; missing++) {
+            uint32_t list[MAX_LAYERS];
+            int64_t v = 0;
+            if (!rewrite_open(&x, "qwen3moe")) return;
+            const struct gguf_kv *kv = gguf_find(&x.from, keys[i]);
+            if (!CHECK(kv && gguf_elem_int(kv, 0, &v), "no %s", keys[i])) return;
+            for (int il = 0; il < m.n_layer; il++) list[il] = (uint32_t)v;
+            rewrite_keys(&x, keys[i]);
+            gguf_put_array(&x.w, keys[i], GGUF_V_U32, (uint64_t)(m.n_layer - missing), list);
+            rewrite_tensors(&x, none);
+            const char *path = rewrite_close(&x);
+            struct model bad;
+            if (!missing) rewrite_compare(path, &m);
+            else
+                CHECK(model_load(&bad, path, err) && strstr(err, keys[i]) && strstr(err, "expected one for each"),
+                      "a short list: %s", err);
+        }
+    model_free(&m);
+}
+
+/* Experts per token that differ by layer are what each layer uses. */
+static void test_tables_experts_used(void) {
+    static const char *const none[] = {NULL};
+    struct model m, other;
+    struct rewrite x;
+    char err[ERR_MAX];
+    uint32_t used[MAX_LAYERS];
+    if (!fixture_load("qwen3moe_reap", &m) || !rewrite_open(&x, "qwen3moe_reap")) return;
+    for (int il = 0; il < m.n_layer; il++) used[il] = (uint32_t)(3 - il);
+    rewrite_keys(&x, "qwen3moe.expert_used_count");
+    gguf_put_array(&x.w, "qwen3moe.expert_used_count", GGUF_V_U32, (uint64_t)m.n_layer, used);
+    rewrite_tensors(&x, none);
+    if (!CHECK(model_load(&other, rewrite_close(&x), err) == 0, "%s", err)) return;
+    for (int il = 0; il < m.n_layer; il++) m.layers[il].n_expert_used = (int)used[il];
+    model_maxima(&m);
+    int32_t ids[30], out[1];
+    for (int i = 0; i < 30; i++) ids[i] = 5 + 13 * i;
+    CHECK(other.max.n_expert_used == m.max.n_expert_used && m.max.n_expert_used == 3, "at most %d experts",
+          other.max.n_expert_used);
+    float *a = ranks_run(&m, &kernels_ref, KV_F32, 1, 1, ids, 30, 30, out, 1);
+    float *b = ranks_run(&other, &kernels_ref, KV_F32, 1, 1, ids, 30, 30, out, 1);
+    CHECK(!memcmp(a, b, 30 * (size_t)m.n_vocab * sizeof *a), "other logits");
+    free(a);
+    free(b);
+    model_free(&m);
+    model_free(&other);
+}
+
+/* general.tensor_extra.prec_a4 false: the tensor's activations stay at 16 bits although it has an input scale. */
+static void test_tables_prec_a4(void) {
+    static const char *const none[] = {NULL};
+    struct model m;
+    struct rewrite x;
+    char err[ERR_MAX];
+    if (!fixture_load("qwen3moe_nvfp4", &m)) return;
+    if (!CHECK(m.layers[1].up.has_input_scale && m.layers[1].gate.has_input_scale, "the fixture has no input scales"))
+        return;
+    model_free(&m);
+    for (int wrong = 0; wrong < 2; wrong++) {
+        static const char *const names[] = {"blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_exps.weight"};
+        const bool a4[] = {false, true};
+        char *list = NULL;
+        if (!rewrite_open(&x, "qwen3moe_nvfp4")) return;
+        rewrite_keys(&x, NULL);
+        for (int i = 0; i < 2; i++) {
+            const uint64_t n = strlen(names[i]);
+            sb_put(&list, (const char *)&n, sizeof n);
+            sb_put(&list, names[i], n);
+        }
+        gguf_put_key(&x.w, "general.tensor_extra.name", GGUF_V_ARR);
+        gguf_put_u32_raw(&x.w, GGUF_V_STR);
+        gguf_put_u64_raw(&x.w, 2);
+        gguf_put(&x.w, list, arrlenu(list));
+        gguf_put_array(&x.w, "general.tensor_extra.prec_a4", GGUF_V_BOOL, (uint64_t)(2 - wrong), a4);
+        rewrite_tensors(&x, none);
+        arrfree(list);
+        const char *path = rewrite_close(&x);
+        if (wrong) {
+            CHECK(model_load(&m, path, err) && strstr(err, "prec_a4"), "lists of other lengths: %s", err);
+            continue;
+        }
+        if (!CHECK(model_load(&m, path, err) == 0, "%s", err)) return;
+        CHECK(!m.layers[1].up.has_input_scale && m.layers[1].gate.has_input_scale, "the list was not followed");
+        model_free(&m);
+    }
+}
+
+/* A file may leave out its prediction layers, whose number the metadata still count; one that holds nothing else is refused. */
+static void test_tables_halves(void) {
+    struct model m, bad;
+    struct rewrite x;
+    char err[ERR_MAX], block[32];
+    if (!fixture_load("deepseek_v3_plain", &m)) return;
+    if (!CHECK(m.n_mtp_layer == 1, "the fixture has %d prediction layers", m.n_mtp_layer)) return;
+    snprintf(block, sizeof block, "blk.%d.", m.n_layer);
+    if (!rewrite_open(&x, "deepseek_v3_plain")) return;
+    rewrite_keys(&x, NULL);
+    rewrite_tensors(&x, (const char *const[]){block, NULL});
+    rewrite_compare(rewrite_close(&x), &m);
+    if (!rewrite_open(&x, "deepseek_v3_plain")) return;
+    rewrite_keys(&x, NULL);
+    rewrite_tensors(&x, (const char *const[]){"blk.0.", "blk.1.", NULL});
+    CHECK(model_load(&bad, rewrite_close(&x), err) && strstr(err, "only the prediction layers"), "%s", err);
+    model_free(&m);
+}
+
+#define TESTS_TABLES                                                                              \
+    {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},    \
+        {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4}, \
+        {"model/file-halves", test_tables_halves},
