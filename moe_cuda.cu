@@ -221,8 +221,12 @@ static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem,
     attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = smem, config.stream = stream;
-    config.attrs = &attr, config.numAttrs = 1;
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = smem;
+    config.stream = stream;
+    config.attrs = &attr;
+    config.numAttrs = 1;
     cudaLaunchKernelEx(&config, kernel, P(args)...);
 }
 #define LAUNCH_NAMED(kernel, name, ...) launch_pdl(kernel, __VA_ARGS__)
@@ -236,7 +240,9 @@ static thread_local cudaEvent_t *profile_event; /* two of each launch, while a t
 /* Before a launch its name as the source spells it, after it NULL. */
 static void profile_mark(const char *kernel, cudaStream_t stream) {
     const int i = profile_launch(kernel);
-    if (i >= 0) cudaEventCreate(&profile_event[i]), cudaEventRecord(profile_event[i], stream);
+    if (i < 0) return;
+    cudaEventCreate(&profile_event[i]);
+    cudaEventRecord(profile_event[i], stream);
 }
 
 #define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
@@ -293,23 +299,30 @@ DEVICE uint32_t fp4_scale(uint32_t scales, int shift) {
 
 /* The A fragment of k16-step `step` (a constant after unrolling) from a lane's part of a tile. */
 template <int FMT>
-DEVICE void expand(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
+DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
     int h = step >> 1, q = 2 * (step & 1);
     if (FMT == FMT_FP4) {
         int shift = 8 * (2 * h + (t >> 1));
-        uint32_t lo = h ? c[0].z : c[0].x, hi = h ? c[0].w : c[0].y;
+        uint32_t lo = h ? c[0].z : c[0].x;
+        uint32_t hi = h ? c[0].w : c[0].y;
         uint32_t s0 = fp4_scale(s.x, shift), s1 = fp4_scale(s.y, shift);
-        a[0] = f16x2_mul(fp4_pair(lo, q), s0), a[2] = f16x2_mul(fp4_pair(lo, q + 1), s0);
-        a[1] = f16x2_mul(fp4_pair(hi, q), s1), a[3] = f16x2_mul(fp4_pair(hi, q + 1), s1);
+        a[0] = f16x2_mul(fp4_pair(lo, q), s0);
+        a[2] = f16x2_mul(fp4_pair(lo, q + 1), s0);
+        a[1] = f16x2_mul(fp4_pair(hi, q), s1);
+        a[3] = f16x2_mul(fp4_pair(hi, q + 1), s1);
     } else if (FMT == FMT_Q8) { /* a byte below 0x64 is the half 1024 + byte */
-        uint32_t lo = q ? c[h].y : c[h].x, hi = q ? c[h].w : c[h].z;
+        uint32_t lo = q ? c[h].y : c[h].x;
+        uint32_t hi = q ? c[h].w : c[h].z;
         const uint32_t bias = 0xE480E480u; /* -1152 = -(1024 + 128) */
         a[0] = f16x2_add(__byte_perm(lo, 0x64646464u, 0x4140), bias);
         a[2] = f16x2_add(__byte_perm(lo, 0x64646464u, 0x4342), bias);
         a[1] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4140), bias);
         a[3] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4342), bias);
     } else {
-        a[0] = c[step].x, a[1] = c[step].y, a[2] = c[step].z, a[3] = c[step].w;
+        a[0] = c[step].x;
+        a[1] = c[step].y;
+        a[2] = c[step].z;
+        a[3] = c[step].w;
     }
 }
 
@@ -348,7 +361,8 @@ DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
 DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
     const bool nv = r.type == GGUF_NVFP4;
     const uint8_t *q = row + (nv ? col / 64 * 36 + 4 + col % 64 / 16 * 8 : col / 32 * 17 + 1 + (col & 8));
-    const int shift = col & (nv ? 8 : 16) ? 4 : 0;
+    const int half = nv ? 8 : 16; /* columns from a byte's low nibble to its high one */
+    const int shift = col & half ? 4 : 0;
     uint32_t out = 0;
     for (int i = 0; i < 8; i++) out |= (q[i] >> shift & 15u) << 4 * ((i >> 1) + 4 * (i & 1));
     return out;
@@ -384,19 +398,23 @@ __global__ void __launch_bounds__(256)
             } else if (in) {
                 int exponent = src[col / 32 * 17], x = exponent - r.shift; /* -9..8 fits */
                 s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : x >= -9 ? 1 << (x + 9) : 0);
-                if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u)
-                    top = max(top, (uint32_t)exponent), low = max(low, 255u - (uint32_t)exponent);
+                if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u) {
+                    top = max(top, (uint32_t)exponent);
+                    low = max(low, 255u - (uint32_t)exponent);
+                }
             }
             scales[4 * hi + 2 * h + (t >> 1)] = s;
         } else if (w.fmt == FMT_Q8) {
             const uint8_t *b = src + col / 32 * 34;
             uint32_t q[2] = {0x80808080u, 0x80808080u};
             for (int k = 0; in && k < 8; k++) q[k >> 2] ^= (uint32_t)b[2 + col % 32 + k] << 8 * (k & 3);
-            to[128 * h + hi] = q[0], to[128 * h + hi + 1] = q[1];
+            to[128 * h + hi] = q[0];
+            to[128 * h + hi + 1] = q[1];
             if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
         } else {
             for (int k = 0; k < 8; k += 2) { /* steps 2h and 2h + 1, registers hi and hi + 2 */
-                float x = in ? raw_float(r, src, col + k) : 0, y = in ? raw_float(r, src, col + k + 1) : 0;
+                float x = in ? raw_float(r, src, col + k) : 0;
+                float y = in ? raw_float(r, src, col + k + 1) : 0;
                 top = max(top, __float_as_uint(fmaxf(fabsf(x), fabsf(y))));
                 to[128 * (2 * h + (k >> 2)) + (k & 2)] = f32_to_f16x2(x * r.factor, y * r.factor);
             }
@@ -424,10 +442,10 @@ struct tp_peer {
 
 /* Until *flag has come to `want`. One thread. */
 DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct tp_peer &p, uint32_t code) {
-    enum { LONG = 10000000 /* nanoseconds between looks at the host */ };
+    enum { LOOK_NS = 10000000 /* nanoseconds between looks at the host */ };
     uint64_t t = global_timer();
     while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.sequence->aborted) {
-        if (global_timer() - t < LONG) continue;
+        if (global_timer() - t < LOOK_NS) continue;
         t = global_timer();
         *(volatile uint32_t *)&p.heartbeat->waiting = code;
         if (*(volatile uint32_t *)&p.heartbeat->abort) *(volatile uint32_t *)&p.sequence->aborted = 1;
@@ -447,30 +465,32 @@ DEVICE bool channel_end(const struct tp_peer &p, int ch) {
 struct send_args {
     struct tp_peer p;
     int channel;
-    const uint32_t *flag; /* (n_flag) of those that hand over, but for p.rank's own of several; or room of who takes */
-    int n_flag;
+    const uint32_t
+        *wait_flag; /* (n_wait) of those that hand over, but for p.rank's own of several; or room of who takes */
+    int n_wait;
     const float *src; /* n_row rows of n_col floats, a multiple of 4, src_stride apart */
     float *dst;
     size_t src_stride, dst_stride;
     int n_row, n_col;
-    uint32_t *tell; /* the other's flag or room; NULL: it need not know */
+    uint32_t *signal; /* the other's wait_flag or room; NULL: it need not know */
 };
 
 /* Grid <= ALLREDUCE_BLOCKS, block 256. To a receiver n_row * n_col * 4 bytes at the bandwidth of the link; from a sender its latency, then 8
  * bytes per value. */
 __global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
     grid_dependency_wait();
-    const uint32_t e = a.p.sequence->done[a.channel] + 1;
+    const uint32_t seq = a.p.sequence->done[a.channel] + 1;
     const int t = threadIdx.x;
-    if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank)) /* room: the rows before these have been taken */
-        flag_await(a.flag + t, a.channel == CH_SEND ? e - 1 : e, a.p, WAIT_CODE(a.n_flag == 1 ? 0 : t, a.channel, 0));
+    if (t < a.n_wait && (a.n_wait == 1 || t != a.p.rank)) /* room: the rows before these have been taken */
+        flag_await(a.wait_flag + t, a.channel == CH_SEND ? seq - 1 : seq, a.p,
+                   WAIT_CODE(a.n_wait == 1 ? 0 : t, a.channel, 0));
     __syncthreads();
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
         const size_t row = i / vecs, col = i % vecs * 4;
         st_sys16(a.dst + row * a.dst_stride + col, ld_sys16(a.src + row * a.src_stride + col));
     }
-    if (channel_end(a.p, a.channel) && a.tell) st_release_sys(a.tell, e);
+    if (channel_end(a.p, a.channel) && a.signal) st_release_sys(a.signal, seq);
     grid_dependency_launch();
 }
 
@@ -507,12 +527,12 @@ DEVICE float warp_max(float x) {
 /* The sum over a block of up to 1024 threads, the same bits in every thread. Once per kernel: a second sum would overwrite the
  * parts of the first while they are read. */
 DEVICE float block_sum(float x) {
-    SHARED(float, part, 32);
+    SHARED(float, partial, 32);
     x = warp_sum(x);
-    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
+    if (!(threadIdx.x & 31)) partial[threadIdx.x >> 5] = x;
     __syncthreads();
     float s = 0;
-    for (int i = 0; i < (int)(blockDim.x >> 5); i++) s += part[i];
+    for (int i = 0; i < (int)(blockDim.x >> 5); i++) s += partial[i];
     return s;
 }
 
@@ -532,7 +552,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
         x[(size_t)t * w.n_in + i] = device_matrix_value(w, tokens[t], i);
     for (int i = threadIdx.x; i < n_half; i += ROW_THREADS) {
         float angle = (float)(b->pos + t) * freq[i];
-        cs[t * n_half + i] = cosf(angle) * factor, sn[t * n_half + i] = sinf(angle) * factor;
+        cs[t * n_half + i] = cosf(angle) * factor;
+        sn[t * n_half + i] = sinf(angle) * factor;
     }
 }
 
@@ -540,10 +561,10 @@ enum { NORM_THREADS = 512, NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
 /* Where what is added comes from. */
 enum delta_source {
-    DELTA_OWN,    /* this rank's alone, or nothing */
-    DELTA_PUSHED, /* all ranks', pushed by this kernel */
-    DELTA_PARTS,  /* all ranks', side by side */
-    DELTA_BF16    /* their sum */
+    DELTA_OWN,      /* this rank's alone, or nothing */
+    DELTA_PUSHED,   /* all ranks', pushed by this kernel */
+    DELTA_GATHERED, /* all ranks', side by side */
+    DELTA_BF16      /* their sum */
 };
 
 struct norm_args {
@@ -557,33 +578,33 @@ struct norm_args {
     struct tp_peer p;
     float *slot[MAX_RANKS];    /* pushed: of each rank, (2, n_rank, ALLREDUCE_SLOT) */
     uint32_t *flag[MAX_RANKS]; /* likewise (n_rank, ALLREDUCE_BLOCKS) */
-    int place;                 /* which sum of the forward this is */
+    int ordinal;               /* which sum of the forward this is */
 };
 
 /* Pushes the block's rows to the other ranks and waits for theirs. Slots alternate: a rank that is one sum ahead writes to the other half,
  * and it cannot be two ahead of one that still reads, whose flag of the sum between it would lack. */
-DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
+DEVICE void rows_push(const struct norm_args &a, uint32_t seq) {
     const int tid = threadIdx.x;
-    const size_t n = (size_t)a.n, half = (size_t)(e & 1) * (size_t)a.p.n_rank * ALLREDUCE_SLOT;
+    const size_t n = (size_t)a.n, parity = (size_t)(seq & 1) * (size_t)a.p.n_rank * ALLREDUCE_SLOT;
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x)
         for (int i = 4 * tid; i < a.n; i += 4 * NORM_THREADS) {
             const uint4 v = *(const uint4 *)((const float *)a.delta + (size_t)t * n + i);
             for (int k = 0; k < a.p.n_rank; k++)
                 if (k != a.p.rank)
-                    st_sys16(a.slot[k] + half + (size_t)a.p.rank * ALLREDUCE_SLOT + (size_t)t * n + i, v);
+                    st_sys16(a.slot[k] + parity + (size_t)a.p.rank * ALLREDUCE_SLOT + (size_t)t * n + i, v);
         }
     __syncthreads();
     if (tid < a.p.n_rank && tid != a.p.rank) {
-        st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, e);
-        flag_await(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, e, a.p,
-                   WAIT_CODE(tid, CH_ALLREDUCE, a.place));
+        st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, seq);
+        flag_await(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, seq, a.p,
+                   WAIT_CODE(tid, CH_ALLREDUCE, a.ordinal));
     }
     __syncthreads();
 }
 
 /* Four values of what is added to row t at column i. */
 template <int SOURCE>
-DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
+DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
     const size_t n = (size_t)a.n, at = (size_t)t * n + (size_t)i;
     if (SOURCE == DELTA_OWN) return *(const float4 *)((const float *)a.delta + at);
     if (SOURCE == DELTA_BF16) {
@@ -594,13 +615,21 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
     float4 sum = make_float4(0, 0, 0, 0);
     for (int k = 0; k < a.p.n_rank; k++) { /* in their order, so that all ranks have the same bits */
         uint4 u;
-        if (SOURCE == DELTA_PARTS) u = *(const uint4 *)((const float *)a.delta + (size_t)k * (size_t)a.n_tok * n + at);
+        if (SOURCE == DELTA_GATHERED)
+            u = *(const uint4 *)((const float *)a.delta + (size_t)k * (size_t)a.n_tok * n + at);
         else if (k == a.p.rank) u = *(const uint4 *)((const float *)a.delta + at);
-        else u = ld_sys16(a.slot[a.p.rank] + ((size_t)(e & 1) * (size_t)a.p.n_rank + (size_t)k) * ALLREDUCE_SLOT + at);
+        else
+            u = ld_sys16(a.slot[a.p.rank] + ((size_t)(seq & 1) * (size_t)a.p.n_rank + (size_t)k) * ALLREDUCE_SLOT + at);
         const float4 v =
             make_float4(__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w));
-        if (!k) sum = v;
-        else sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        if (!k) {
+            sum = v;
+        } else {
+            sum.x += v.x;
+            sum.y += v.y;
+            sum.z += v.z;
+            sum.w += v.w;
+        }
     }
     return sum;
 }
@@ -612,7 +641,7 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
 template <int SOURCE>
 __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
     const int i0 = 4 * (int)threadIdx.x, n = a.n;
-    uint32_t e = 0;
+    uint32_t seq = 0;
     float4 v[NORM_VECS], w[NORM_VECS], d;
     if (SOURCE != DELTA_PUSHED) grid_dependency_launch();
     UNROLL for (int u = 0; u < NORM_VECS; u++) {
@@ -621,8 +650,8 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
     }
     grid_dependency_wait();
     if (SOURCE == DELTA_PUSHED) {
-        e = a.p.sequence->done[CH_ALLREDUCE] + 1;
-        rows_push(a, e);
+        seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
+        rows_push(a, seq);
         grid_dependency_launch(); /* not before: the next kernel's blocks would take the places of a rank on the same GPU */
     }
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x) {
@@ -631,8 +660,11 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
             const int i = i0 + 4 * NORM_THREADS * u;
             v[u] = i < n ? *(const float4 *)(x + i) : make_float4(0, 0, 0, 0);
             if (!a.delta || i >= n) continue;
-            d = delta_at<SOURCE>(a, e, t, i);
-            v[u].x += d.x, v[u].y += d.y, v[u].z += d.z, v[u].w += d.w;
+            d = delta_at<SOURCE>(a, seq, t, i);
+            v[u].x += d.x;
+            v[u].y += d.y;
+            v[u].z += d.z;
+            v[u].w += d.w;
         }
         float ss = 0;
         UNROLL for (int u = 0; u < NORM_VECS; u++) {
@@ -656,8 +688,8 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
     }
     if (SOURCE != DELTA_OWN &&
         channel_end(a.p, CH_ALLREDUCE)) { /* a sign of life crosses the bus: not with each short sum */
-        const uint32_t sums = a.p.sequence->done[CH_ALLREDUCE];
-        if (a.n_tok > 16 || (sums & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->sums = sums;
+        const uint32_t done = a.p.sequence->done[CH_ALLREDUCE];
+        if (a.n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->sums = done;
     }
 }
 
@@ -673,14 +705,14 @@ enum { GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP };
 
 /* FP4 tiles of a warp that are on their way at once. Four hide HBM's latency; GDDR7 needs less, and SM120's code more registers. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-enum { GEMV_AHEAD = 2 };
+enum { GEMV_IN_FLIGHT = 2 };
 #else
-enum { GEMV_AHEAD = 4 };
+enum { GEMV_IN_FLIGHT = 4 };
 #endif
 
 /* Some tiles of a row of tiles: a lane's part of each. */
 template <int FMT, int N>
-struct gemv_group {
+struct gemv_regs {
     enum { VEC = TILE_BYTES(FMT) / 512 };
     uint4 c[N][VEC];
     uint2 s[N];
@@ -701,13 +733,13 @@ struct gemv_group {
 template <int FMT, int NT>
 DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
                        float acc[NT][4], bool wait) {
-    constexpr int N = FMT == FMT_FP4 ? GEMV_AHEAD / NT : 1;
+    constexpr int N = FMT == FMT_FP4 ? GEMV_IN_FLIGHT / NT : 1;
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const uint8_t *codes = w.codes + tile * (size_t)TILE_BYTES(FMT) + (size_t)lane * 16;
     const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
     const uint16_t *row[NT];
     UNROLL for (int k = 0; k < NT; k++) row[k] = x + (size_t)min(g + 8 * k, n_tok - 1) * x_stride + 8 * t;
-    struct gemv_group<FMT, N> now, next;
+    struct gemv_regs<FMT, N> now, next;
     now.load(codes, scales, 0, n);
     if (wait) grid_dependency_wait();
     UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += N) {
@@ -717,12 +749,17 @@ DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const 
             UNROLL for (int h = 0; h < 2; h++) {
                 uint4 b[NT];
                 UNROLL for (int k = 0; k < NT; k++) b[k] = *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
-                float part[NT][4] = {}, (*sum)[4] = FMT == FMT_Q8 ? part : acc;
+                float block_acc[NT][4] = {};
+                float(*sum)[4] = FMT == FMT_Q8 ? block_acc : acc;
                 UNROLL for (int q = 0; q < 2; q++) {
                     uint32_t a[4];
-                    expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
+                    fragment_dequantize<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
                     UNROLL for (int k = 0; k < NT; k++) {
-                        uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
+                        uint32_t bb[2] = {b[k].x, b[k].y};
+                        if (q) {
+                            bb[0] = b[k].z;
+                            bb[1] = b[k].w;
+                        }
                         mma_f16(sum[k], a, bb);
                     }
                 }
@@ -730,7 +767,10 @@ DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const 
                 /* the block's scale belongs to rows g and g + 8 */
                 const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
                             d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
-                UNROLL for (int i = 0; i < 4 * NT; i++) acc[i >> 2][i & 3] += (i & 2 ? d1 : d0) * part[i >> 2][i & 3];
+                UNROLL for (int i = 0; i < 4 * NT; i++) {
+                    const float d = i & 2 ? d1 : d0;
+                    acc[i >> 2][i & 3] += d * block_acc[i >> 2][i & 3];
+                }
             }
         }
         now = next;
@@ -759,7 +799,7 @@ struct gemv_batch {
 /* The sum of all warps' acc for element i of the block's (16, 8 * NT) result, i < 128 * NT: register i / 32 % 4 of lane i % 32 of
  * n-tile i / 128, as the MMA lays them out. `red` (warps, 128 * NT). */
 template <int NT>
-DEVICE float *gemv_slot(float *red) { /* register r of n-tile k stands at WARP * (4 * k + r) */
+DEVICE float *gemv_warp_sums(float *red) { /* register r of n-tile k stands at WARP * (4 * k + r) */
     return red + (threadIdx.x >> 5) * (128 * NT) + (threadIdx.x & 31);
 }
 template <int NT>
@@ -772,8 +812,8 @@ DEVICE int gemv_row(int i) { return (i >> 2 & 7) + 8 * (i >> 6 & 1); }
 DEVICE int gemv_token(int i) { return 8 * (i >> 7) + 2 * (i & 3) + (i >> 5 & 1); }
 
 struct gemv_args {
-    struct gemv_batch part[3];
-    int n_part, n_tok;
+    struct gemv_batch entry[3];
+    int n_entry, n_tok;
     bool separate; /* part i makes result i, from one x; otherwise the parts are summed up */
     int batch;     /* independent results: job b of part 0 alone makes result b; 0: one result */
     uint16_t *y16; /* result b: (n_tok, n_out) at y + b * y_batch, rows y_stride apart: halves, */
@@ -782,24 +822,26 @@ struct gemv_args {
 };
 
 DEVICE int gemv_jobs(const struct gemv_args &p, int i) {
-    return p.batch ? 1 : p.part[i].n_jobs ? *p.part[i].n_jobs : p.part[i].max_jobs;
+    if (p.batch) return 1;
+    return p.entry[i].n_jobs ? *p.entry[i].n_jobs : p.entry[i].max_jobs;
 }
 
-/* sum (gemv_slot) += weight * W x for the tiles at .. end-1 of row rt, counted through all jobs of a part. */
+/* sum (gemv_warp_sums) += weight * W x for the tiles at .. end-1 of row rt, counted through all jobs of a part. */
 template <int FMT, int NT>
-DEVICE void gemv_list(const struct gemv_args &p, const struct gemv_batch &q, int rt, int at, int end, float *sum,
+DEVICE void gemv_list(const struct gemv_args &p, const struct gemv_batch &q, int rt, int at, int end, float *sums,
                       bool early) {
     const int n_kt = q.w.n_kt, t = threadIdx.x & 3;
     while (at < end) {
         const int j = at / n_kt, k0 = at - j * n_kt, n = min(n_kt - k0, end - at);
-        const int job = p.batch ? (int)blockIdx.y : j, e = q.expert ? q.expert[job] : job;
+        const int job = p.batch ? (int)blockIdx.y : j;
+        const int e = q.expert ? q.expert[job] : job;
         float acc[NT][4] = {};
         gemv_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n, q.x + (size_t)job * q.x_job + k0 * TILE_COLS,
                             q.x_stride, p.n_tok, acc, early);
         const float scale = device_matrix_scale(q.w, e);
         UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
             const size_t col = (size_t)job * DECODE_MAX_TOKENS + 8 * k + 2 * t + (r & 1);
-            sum[WARP * (4 * k + r)] += (q.weight ? q.weight[col] * scale : scale) * acc[k][r];
+            sums[WARP * (4 * k + r)] += (q.weight ? q.weight[col] * scale : scale) * acc[k][r];
         }
         at += n;
     }
@@ -814,29 +856,30 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_sum(const __grid_const
     SHARED(float, red, GEMV_WARPS * 128 * NT);
     grid_dependency_launch();
     const int warp = threadIdx.x >> 5, b = blockIdx.y;
-    int rt = blockIdx.x, first = 0, last = p.n_part, total = 0;
+    int rt = blockIdx.x, first = 0, last = p.n_entry, total = 0;
     if (p.separate) {
-        while (rt >= p.part[first].w.n_rt) rt -= p.part[first++].w.n_rt;
+        while (rt >= p.entry[first].w.n_rt) rt -= p.entry[first++].w.n_rt;
         last = first + 1;
     }
-    const bool early = !p.part[first].n_jobs;
+    const bool early = !p.entry[first].n_jobs;
     if (!early) grid_dependency_wait();
-    for (int i = first; i < last; i++) total += gemv_jobs(p, i) * p.part[i].w.n_kt;
+    for (int i = first; i < last; i++) total += gemv_jobs(p, i) * p.entry[i].w.n_kt;
     /* this warp's share, counted from the first tile of part i */
     int from = total * warp / GEMV_WARPS, to = total * (warp + 1) / GEMV_WARPS;
-    float *sum = gemv_slot<NT>(red); /* registers are short here */
-    UNROLL for (int i = 0; i < 4 * NT; i++) sum[WARP * i] = 0;
+    float *sums = gemv_warp_sums<NT>(red); /* registers are short here */
+    UNROLL for (int i = 0; i < 4 * NT; i++) sums[WARP * i] = 0;
     UNROLL_BY(1) for (int i = first; i < last; i++) {
-        const struct gemv_batch &q = p.part[i];
+        const struct gemv_batch &q = p.entry[i];
         const int tiles = gemv_jobs(p, i) * q.w.n_kt, begin = max(from, 0), end = min(to, tiles);
-        with_format(q.w.fmt, [&](auto fmt) { gemv_list<fmt.value, NT>(p, q, rt, begin, end, sum, early); });
-        from -= tiles, to -= tiles;
+        with_format(q.w.fmt, [&](auto fmt) { gemv_list<fmt.value, NT>(p, q, rt, begin, end, sums, early); });
+        from -= tiles;
+        to -= tiles;
     }
     __syncthreads(); /* some warp has had tiles, and waited: y is free */
-    const float *bias = p.part[first].w.bias;
+    const float *bias = p.entry[first].w.bias;
     for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
         int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
-        if (row >= p.part[first].w.n_out || tok >= p.n_tok) continue;
+        if (row >= p.entry[first].w.n_out || tok >= p.n_tok) continue;
         float v = gemv_sum<NT>(red, i, 0, GEMV_WARPS) + (bias ? bias[row] : 0.0f);
         size_t at = (size_t)b * p.y_batch + (size_t)tok * p.y_stride[first] + (size_t)row;
         if (p.y32[first]) p.y32[first][at] = v;
@@ -858,20 +901,20 @@ struct gemv_glu_args {
     struct device_matrix up[2];
     uint16_t *y[2];
     size_t y_stride[2];
-    int n_part, n_tok;
+    int n_entry, n_tok;
 };
 
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_glu(const __grid_constant__ struct gemv_glu_args p) {
     SHARED(float, red, GEMV_WARPS * 128 * NT);
     grid_dependency_launch();
-    int part = (int)blockIdx.y >= p.gate[0].max_jobs, job = part ? 0 : blockIdx.y, rt = blockIdx.x;
-    const struct gemv_batch &q = p.gate[part];
+    int entry = (int)blockIdx.y >= p.gate[0].max_jobs, job = entry ? 0 : blockIdx.y, rt = blockIdx.x;
+    const struct gemv_batch &q = p.gate[entry];
     const int warp = threadIdx.x >> 5, half = GEMV_WARPS / 2;
     const bool early = !q.n_jobs && rt < q.w.n_rt;
     if (!early) grid_dependency_wait();
     if (rt >= q.w.n_rt || (q.n_jobs && job >= *q.n_jobs)) return;
-    const struct device_matrix &w = warp < half ? q.w : p.up[part];
+    const struct device_matrix &w = warp < half ? q.w : p.up[entry];
     int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
@@ -879,21 +922,21 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_glu(const __grid_const
             gemv_tiles<fmt.value, NT>(w, tile_index(w, e, rt) + (size_t)k0, k1 - k0, q.x + k0 * TILE_COLS, q.x_stride,
                                       p.n_tok, acc, early);
     });
-    UNROLL for (int i = 0; i < 4 * NT; i++) gemv_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
+    UNROLL for (int i = 0; i < 4 * NT; i++) gemv_warp_sums<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
     __syncthreads();
-    float gate_scale = device_matrix_scale(q.w, e), up_scale = device_matrix_scale(p.up[part], e);
+    float gate_scale = device_matrix_scale(q.w, e), up_scale = device_matrix_scale(p.up[entry], e);
     for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
         int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
         if (row >= q.w.n_out || tok >= p.n_tok) continue;
         float g = gemv_sum<NT>(red, i, 0, half) * gate_scale, u = gemv_sum<NT>(red, i, half, half) * up_scale;
-        p.y[part][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * p.y_stride[part] + (size_t)row] =
+        p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * p.y_stride[entry] + (size_t)row] =
             clamped_f16(silu_mul(g, u) / HIDDEN_SCALE);
     }
 }
 
 static void gemv_sum_launch(const struct gemv_args *p, cudaStream_t s) {
-    int n_rt = p->part[0].w.n_rt;
-    for (int i = 1; p->separate && i < p->n_part; i++) n_rt += p->part[i].w.n_rt;
+    int n_rt = p->entry[0].w.n_rt;
+    for (int i = 1; p->separate && i < p->n_entry; i++) n_rt += p->entry[i].w.n_rt;
     dim3 grid = dim3(n_rt, p->batch ? p->batch : 1);
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_sum<1>, grid, GEMV_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_gemv_sum<2>, grid, GEMV_THREADS, 0, s, *p);
@@ -901,8 +944,8 @@ static void gemv_sum_launch(const struct gemv_args *p, cudaStream_t s) {
 
 static void gemv_glu_launch(const struct gemv_glu_args *p, cudaStream_t s) {
     int n_rt = p->gate[0].w.n_rt;
-    if (p->n_part > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
-    dim3 grid = dim3(n_rt, p->gate[0].max_jobs + p->n_part - 1);
+    if (p->n_entry > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
+    dim3 grid = dim3(n_rt, p->gate[0].max_jobs + p->n_entry - 1);
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_glu<1>, grid, GEMV_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_gemv_glu<2>, grid, GEMV_THREADS, 0, s, *p);
 }
@@ -934,30 +977,34 @@ DEVICE uint32_t float_key(float v) {
 }
 DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
-/* One warp chooses the experts of token t. room (warps, 2 n_expert) words, shared: scores and what is picked from. The rule is
+/* One warp chooses the experts of token t. scratch (warps, 2 n_expert) words, shared: scores and what is picked from. The rule is
  * route_token's in moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties to the lower id, NaN last. */
-DEVICE void route_warp(const struct route_args &p, int t, float *room) {
+DEVICE void route_warp(const struct route_args &p, int t, float *scratch) {
     const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
     const float *logits = p.logits + (size_t)t * (size_t)n;
-    float *score = room + (threadIdx.x >> 5) * 2 * n;
+    float *score = scratch + (threadIdx.x >> 5) * 2 * n;
     uint32_t *pick = (uint32_t *)score + n;
     float top = -INFINITY, sum = 0;
     for (int e = lane; e < n; e += WARP) top = fmaxf(top, load_l2(logits + e));
     top = warp_max(top);
     for (int e = lane; e < n; e += WARP) {
         float l = load_l2(logits + e), v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
-        score[e] = v, sum += v;
+        score[e] = v;
+        sum += v;
     }
     sum = p.softmax ? warp_sum(sum) : 1.0f;
-    for (int e = lane; e < n; e += WARP)
-        score[e] /= sum, pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
+    for (int e = lane; e < n; e += WARP) {
+        score[e] /= sum;
+        pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
+    }
     __syncwarp();
     if (p.n_group > 1) { /* lane g: group g by the sum of its two best; all but the best groups are out */
         const int e0 = lane * per, e1 = lane < p.n_group ? e0 + per : e0;
         float a = -INFINITY, b = -INFINITY;
         for (int e = e0; e < e1; e++) {
             float v = key_float(pick[e]);
-            b = fmaxf(b, fminf(a, v)), a = fmaxf(a, v);
+            b = fmaxf(b, fminf(a, v));
+            a = fmaxf(a, v);
         }
         const float mine = per > 1 ? a + b : a;
         int better = 0;
@@ -973,22 +1020,32 @@ DEVICE void route_warp(const struct route_args &p, int t, float *room) {
     for (int i = 0; i < p.k; i++) {
         uint32_t best = 0;
         int id = n;
-        for (int e = lane; e < n; e += WARP) /* 0 marks the taken ones */
-            if (pick[e] > best) best = pick[e], id = e;
+        for (int e = lane; e < n; e += WARP) {
+            if (pick[e] <= best) continue; /* 0 marks the taken ones */
+            best = pick[e];
+            id = e;
+        }
         const uint32_t top_key = __reduce_max_sync(0xFFFFFFFFu, best);
         id = (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
         chosen += score[id];
-        if (lane == i) my_id = id, my_weight = score[id];
+        if (lane == i) {
+            my_id = id;
+            my_weight = score[id];
+        }
         if (lane == (id & 31)) pick[id] = 0; /* only this lane reads it */
     }
-    float f = p.norm ? p.factor / (p.softmax ? chosen : chosen + 1e-20f) : p.factor;
+    float f = p.factor;
+    if (p.norm) f = p.factor / (p.softmax ? chosen : chosen + 1e-20f);
     const size_t at = (size_t)t * (size_t)p.k + (size_t)lane;
-    if (lane < p.k) p.id[at] = my_id, p.weight[at] = my_weight * f;
+    if (lane < p.k) {
+        p.id[at] = my_id;
+        p.weight[at] = my_weight * f;
+    }
     __syncwarp(); /* score has been read: the next token's goes there */
 }
 
-enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS }; /* warps of an expert's row, rows of a block */
-enum { ROUTE_AHEAD = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS };   /* reads at once, columns of each */
+enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS };   /* warps of an expert's row, rows of a block */
+enum { ROUTE_IN_FLIGHT = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* reads at once, columns of each */
 
 /* Four columns of an expert's row; zeros where there are none. */
 DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
@@ -1011,45 +1068,48 @@ DEVICE bool last_block(uint32_t *arrived) {
  * columns are read before the kernel before has ended; the block that ends last chooses. Bytes: the router's weights once (1 to
  * 8 MB); mostly the latency of two passes, about 4 us. */
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_constant__ struct route_args p) {
-    SHARED(float, sums, GEMV_WARPS *DECODE_MAX_TOKENS);
-    DYN_SMEM(float, room); /* 2 n_expert words per warp */
+    enum { PARTIALS = GEMV_WARPS * DECODE_MAX_TOKENS };
+    SHARED(float, partial, PARTIALS); /* (warps, tokens) */
+    DYN_SMEM(float, scratch);         /* 2 n_expert words per warp */
     grid_dependency_launch();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int e0 = blockIdx.x * ROUTE_ROWS, e = e0 + warp / ROUTE_WARPS;
     int col = 4 * (lane + WARP * (warp % ROUTE_WARPS));
     float acc[DECODE_MAX_TOKENS] = {};
-    float4 w[ROUTE_AHEAD];
-    UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * u);
+    float4 w[ROUTE_IN_FLIGHT];
+    UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * u);
     grid_dependency_wait();
-    for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_AHEAD) {
-        UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
+    for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_IN_FLIGHT) {
+        UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) {
             const int i = col + ROUTE_STEP * u;
             if (t >= p.n_tok || i >= p.n_embd) continue;
             const float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
             acc[t] += w[u].x * x.x + w[u].y * x.y + w[u].z * x.z + w[u].w * x.w;
         }
-        UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * (ROUTE_AHEAD + u));
+        UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) {
+            w[u] = route_weights(p, e, col + ROUTE_STEP * (ROUTE_IN_FLIGHT + u));
+        }
     }
     UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) {
         const float v = warp_sum(acc[t]);
-        if (!lane) sums[warp * DECODE_MAX_TOKENS + t] = v;
+        if (!lane) partial[warp * DECODE_MAX_TOKENS + t] = v;
     }
     __syncthreads();
     if (threadIdx.x < ROUTE_ROWS * DECODE_MAX_TOKENS) {
         const int t = threadIdx.x % DECODE_MAX_TOKENS, r = threadIdx.x / DECODE_MAX_TOKENS;
         float v = 0;
-        for (int k = 0; k < ROUTE_WARPS; k++) v += sums[(r * ROUTE_WARPS + k) * DECODE_MAX_TOKENS + t];
+        for (int k = 0; k < ROUTE_WARPS; k++) v += partial[(r * ROUTE_WARPS + k) * DECODE_MAX_TOKENS + t];
         if (t < p.n_tok && e0 + r < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e0 + r] = v;
     }
     if (!last_block(p.arrived)) return;
-    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) route_warp(p, t, room);
+    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) route_warp(p, t, scratch);
     __threadfence_block();
     __syncthreads();
-    int *job_of = (int *)room; /* (n_expert): 0 or 1, then the job */
+    int *job_of = (int *)scratch; /* (n_expert): 0 or 1, then the job */
     for (int i = threadIdx.x; i < p.n_expert; i += GEMV_THREADS) job_of[i] = 0;
     __syncthreads();
-    const int n_slots = p.n_tok * p.k;
-    for (int i = threadIdx.x; i < n_slots; i += GEMV_THREADS) job_of[p.id[i]] = 1;
+    const int n_choices = p.n_tok * p.k;
+    for (int i = threadIdx.x; i < n_choices; i += GEMV_THREADS) job_of[p.id[i]] = 1;
     __syncthreads();
     if (!warp) {
         int n = 0;
@@ -1057,24 +1117,30 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
             bool used = i0 + lane < p.n_expert && job_of[i0 + lane];
             uint32_t all = __ballot_sync(0xFFFFFFFFu, used);
             int job = n + __popc(all & ((1u << lane) - 1));
-            if (used) job_of[i0 + lane] = job, p.job_expert[job] = i0 + lane;
+            if (used) {
+                job_of[i0 + lane] = job;
+                p.job_expert[job] = i0 + lane;
+            }
             n += __popc(all);
         }
-        if (!lane) *p.n_jobs = n, *p.arrived = 0;
+        if (!lane) {
+            *p.n_jobs = n;
+            *p.arrived = 0;
+        }
     }
-    /* at most n_slots jobs */
-    for (int i = threadIdx.x; i < n_slots * DECODE_MAX_TOKENS; i += GEMV_THREADS) p.job_weight[i] = 0;
+    /* at most n_choices jobs */
+    for (int i = threadIdx.x; i < n_choices * DECODE_MAX_TOKENS; i += GEMV_THREADS) p.job_weight[i] = 0;
     __syncthreads(); /* jobs have numbers, and the weights are zeros */
-    for (int i = threadIdx.x; i < n_slots; i += GEMV_THREADS)
+    for (int i = threadIdx.x; i < n_choices; i += GEMV_THREADS)
         p.job_weight[job_of[p.id[i]] * DECODE_MAX_TOKENS + i / p.k] = p.weight[i];
 }
 
 static void route_decode_launch(const struct route_args *p, cudaStream_t s) {
-    int room = GEMV_WARPS * 2 * p->n_expert * (int)sizeof(float);
-    if (room > 32 << 10) /* above 48 KB with the static arrays */
-        cudaFuncSetAttribute(k_route_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+    int smem = GEMV_WARPS * 2 * p->n_expert * (int)sizeof(float);
+    if (smem > 32 << 10) /* above 48 KB with the static arrays */
+        cudaFuncSetAttribute(k_route_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     unsigned blocks = (unsigned)((p->n_expert + ROUTE_ROWS - 1) / ROUTE_ROWS);
-    LAUNCH_PDL(k_route_decode, blocks, GEMV_THREADS, (size_t)room, s, *p);
+    LAUNCH_PDL(k_route_decode, blocks, GEMV_THREADS, (size_t)smem, s, *p);
 }
 
 /* ============================================================================================================
@@ -1120,18 +1186,19 @@ enum { SM_SHARED = 233472 };
 #endif
 
 /* Sizes of one instance. A stage is KT k64-tiles: codes (2 WM, CODE), scales (2 WM, SCALE), tokens (N, X). */
-template <int F, int GLU, int WM, int WN, int STAGES, int KT = 1>
+template <int F, int GLU, int WM, int WN, int DEPTH, int KT = 1>
 struct gemm_shape {
     static constexpr int ROWS = (GLU ? 16 : 32) * WM, N = 64 * WN, THREADS = 32 * WM * WN;
     static constexpr int CODE = TILE_BYTES(F == FMT_A4 ? (int)FMT_FP4 : F);
-    static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = F == FMT_A4 ? 32 : 128;
+    static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES;
+    static constexpr int X = F == FMT_A4 ? 32 : 128;
     static constexpr int SCALE_AT = 2 * WM * CODE, X_AT = SCALE_AT + 2 * WM * SCALE, SLOT = X_AT + N * X;
     /* A4: behind the ring token scales of 4 k64-tiles each (16 bytes a token), two of them: see `load` */
-    static constexpr int RING = STAGES * KT * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
+    static constexpr int RING = DEPTH * KT * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
     /* Blocks of an SM: as many as shared memory holds, up to 16 warps; 128 registers a thread, or more where fewer fit. */
     static constexpr int FIT = SM_SHARED / (BYTES + 1024), BLOCKS = FIT * WM * WN < 16 ? FIT : 16 / (WM * WN);
     static_assert(BYTES <= 101376, "shared memory of SM120");
-    static_assert(F != FMT_A4 || (STAGES - 1) * KT <= 4, "the two buffers of token scales");
+    static_assert(F != FMT_A4 || (DEPTH - 1) * KT <= 4, "the two buffers of token scales");
 
     static dim3 grid(const struct gemm_args *g) {
         int tiles = g->tile_expert ? g->max_tiles * (TN / N) : (g->n_tok + N - 1) / N;
@@ -1167,10 +1234,10 @@ DEVICE uint32_t keep(uint32_t x) {
  * other instructions for FP4 (180 of them the expansion), 190 for F16, 18 to 24 loads from shared memory that take 70 clocks of the
  * SM: 50 to 60 % are to be expected. Groups of up to 16 tokens: the expansion, or the weights' bandwidth.
  * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token: the rate of L2, then that of the MMA. */
-template <int F, int GLU, int WM, int WN, int STAGES, int KT>
-__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAGES, KT>::BLOCKS))
+template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
+__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPTH, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
-    using S = gemm_shape<F, GLU, WM, WN, STAGES, KT>;
+    using S = gemm_shape<F, GLU, WM, WN, DEPTH, KT>;
     constexpr int NT = 8;
     DYN_SMEM(uint8_t, smem);
     grid_dependency_launch();
@@ -1179,15 +1246,19 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     const int n_kt = p.w.n_kt;
     if (p.tile_expert && (int)blockIdx.y / PER >= *p.n_tiles) return;
     int e, first, count; /* the expert, and its positions; count may be negative */
-    auto place = [&] {
-        e = blockIdx.z, first = blockIdx.y * S::N, count = p.n_tok - first;
+    auto locate = [&] {
+        e = blockIdx.z;
+        first = blockIdx.y * S::N;
+        count = p.n_tok - first;
         if (p.tile_expert) {
             const int i = blockIdx.y / PER, skip = blockIdx.y % PER * S::N;
-            e = p.tile_expert[i], first = p.tile_first[i] + skip, count = p.tile_count[i] - skip;
+            e = p.tile_expert[i];
+            first = p.tile_first[i] + skip;
+            count = p.tile_count[i] - skip;
         }
         count = min(count, S::N);
     };
-    place();
+    locate();
     if (count <= 0) return;
     auto x_row = [&](int token) -> size_t {
         const int at = first + min(token, count - 1); /* those behind the last repeat it */
@@ -1237,7 +1308,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
         UNROLL for (int i = 0, t = token; i < X_ITER; i++, t += X_STEP) if (t < count)
             cp_async16(to + S::X_AT + t * S::X + chunk * 16, x + (size_t)(x_at[i] + c_in * XC) * 16, in);
         /* Scales of tiles c_in..c_in+3. The buffer's last reader was tile c_in-5; at most 4 tiles are loaded ahead of the one in
-         * work, so all warps have passed a barrier since. */
+         * multiply, so all warps have passed a barrier since. */
         if (F == FMT_A4 && !(c_in & 3) && tid < count)
             cp_async16(smem + S::RING + ((c_in >> 2 & 1) * S::N + tid) * 16,
                        p.xq.scales + (size_t)(xs_at + (c_in >> 2)) * 16);
@@ -1247,7 +1318,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     const int n_live = keep((count + 8 * WN - 1) / (8 * WN)); /* n8-tiles a warp */
     constexpr int m_step = GLU ? WM : 1;                      /* from a warp's first row tile to its second */
 
-    auto work = [&](const uint8_t *s, int c) {
+    auto multiply = [&](const uint8_t *s, int c) {
         constexpr int VEC = S::CODE / 512;
         const int tid = keep(threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
         const int m0 = (tid >> 5) % WM * (GLU ? 1 : 2), n0 = (tid >> 5) / WM * n_live * 8;
@@ -1275,14 +1346,16 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
             const uint8_t *xb = s + S::X_AT + (n0 + g) * 128 + t * 16;
             uint4 v[2][VEC];
             uint2 sc[2];
-            UNROLL for (int m = 0; m < 2; m++) sc[m] =
-                S::SCALE > 0 ? *(const uint2 *)(scale + m * m_step * S::SCALE) : make_uint2(0, 0);
+            UNROLL for (int m = 0; m < 2; m++) {
+                sc[m] = S::SCALE > 0 ? *(const uint2 *)(scale + m * m_step * S::SCALE) : make_uint2(0, 0);
+            }
             UNROLL for (int h = 0; h < 2; h++) { /* 32 columns each */
                 uint32_t a[2][2][4];             /* row tile, k16-step, fragment */
                 UNROLL for (int m = 0; m < 2; m++) {
-                    UNROLL for (int i = VEC * h / 2; i < (VEC * (h + 1)) / 2 + (VEC == 1 && !h); i++) v[m][i] =
-                        *(const uint4 *)(code + m * m_step * S::CODE + i * 512);
-                    UNROLL for (int k = 0; k < 2; k++) expand<F>(v[m], sc[m], t, 2 * h + k, a[m][k]);
+                    UNROLL for (int i = VEC * h / 2; i < (VEC * (h + 1)) / 2 + (VEC == 1 && !h); i++) {
+                        v[m][i] = *(const uint4 *)(code + m * m_step * S::CODE + i * 512);
+                    }
+                    UNROLL for (int k = 0; k < 2; k++) fragment_dequantize<F>(v[m], sc[m], t, 2 * h + k, a[m][k]);
                 }
                 UNROLL for (int n = 0; n < NT; n++) {
                     if ((F == FMT_Q8 || !(n & 1)) && n >= n_live) break;
@@ -1304,17 +1377,17 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
         }
     };
 
-    for (int c = 0; c < (STAGES - 1) * KT; c++) {
+    for (int c = 0; c < (DEPTH - 1) * KT; c++) {
         load(smem + c * S::SLOT, c);
         if (c % KT == KT - 1) cp_async_commit();
     }
     for (int c = 0, slot = 0; c < n_kt; c += KT) {
-        cp_async_wait<STAGES - 2>();
+        cp_async_wait<DEPTH - 2>();
         __syncthreads(); /* all threads' copies of this stage have landed; all warps are done with the one before, now refilled */
         for (int k = 0; k < KT; k++)
-            load(smem + (slot ? slot : S::RING) + (k - KT) * S::SLOT, c + (STAGES - 1) * KT + k);
+            load(smem + (slot ? slot : S::RING) + (k - KT) * S::SLOT, c + (DEPTH - 1) * KT + k);
         cp_async_commit();
-        for (int k = 0; k < KT && c + k < n_kt; k++) work(smem + slot + k * S::SLOT, c + k);
+        for (int k = 0; k < KT && c + k < n_kt; k++) multiply(smem + slot + k * S::SLOT, c + k);
         slot = slot + KT * S::SLOT == S::RING ? 0 : slot + KT * S::SLOT;
     }
 
@@ -1322,7 +1395,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
      * acc[m][n][q]: row tile m, row g + 8 (q >> 1), token 8n + 2t + (q & 1). */
     constexpr int PITCH = 16 * WM + 4, QUADS = 4 * WM; /* + 4: lanes of different t meet different banks */
     static_assert(S::N * PITCH * 4 <= S::RING, "the results' tile");
-    place(); /* again, rather than kept through the loop */
+    locate(); /* again, rather than kept through the loop */
     const int tid = threadIdx.x, g = tid >> 2 & 7, t = tid & 3, wm = (tid >> 5) % WM, m0 = GLU ? wm : 2 * wm;
     const int n0 = (tid >> 5) / WM * n_live * 8;
     const float undo = F == FMT_A4 ? 1.0f / 128.0f : 1.0f; /* device_matrix.unit is for fp4_pair and fp4_scale */
@@ -1334,7 +1407,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
         UNROLL for (int half = 0; half < 2; half++) {
             size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
             bool in = row < (size_t)p.w.n_out;
-            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f, b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
+            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f;
+            float b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
             UNROLL for (int i = 0; i < 2 * NT; i++) {
                 if (i >= 2 * n_live) break; /* what follows is the next warp's */
                 const int token = n0 + (i >> 1) * 8 + 2 * t + (i & 1), q = 2 * half + (i & 1);
@@ -1351,26 +1425,25 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     }
 }
 
-template <int F, int GLU, int WM, int WN, int STAGES, int KT = 1>
+template <int F, int GLU, int WM, int WN, int DEPTH, int KT = 1>
 static void gemm_launch(const struct gemm_args *g, cudaStream_t s) {
-    using S = gemm_shape<F, GLU, WM, WN, STAGES, KT>;
-    cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, STAGES, KT>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         S::BYTES);
+    using S = gemm_shape<F, GLU, WM, WN, DEPTH, KT>;
+    cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, DEPTH, KT>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES);
     const dim3 grid = S::grid(g);
-    if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, STAGES, KT>), grid, dim3(S::THREADS), S::BYTES, s, *g);
+    if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, DEPTH, KT>), grid, dim3(S::THREADS), S::BYTES, s, *g);
 }
 
 /* The big block (8 warps, 256 x 64 or 128 x 128) where it fills the device, else 128 rows x 64 tokens by 4 warps. FP4 weights are
  * 3.5 times thinner than tokens, so the fewest bytes are those of a tall block; the others are square. */
-template <int F, int WM, int WN, int STAGES, int SMALL_STAGES>
+template <int F, int WM, int WN, int DEPTH, int SMALL_DEPTH>
 static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
     int device = 0, n_sm = 1;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, device);
-    const dim3 b = (glu ? gemm_shape<F, 1, WM, WN, STAGES>::grid : gemm_shape<F, 0, WM, WN, STAGES>::grid)(g);
+    const dim3 b = (glu ? gemm_shape<F, 1, WM, WN, DEPTH>::grid : gemm_shape<F, 0, WM, WN, DEPTH>::grid)(g);
     const bool big = g->tile_expert || b.x * b.y * b.z >= 2u * n_sm;
-    if (glu) (big ? gemm_launch<F, 1, WM, WN, STAGES> : gemm_launch<F, 1, 4, 1, SMALL_STAGES>)(g, s);
-    else (big ? gemm_launch<F, 0, WM, WN, STAGES> : gemm_launch<F, 0, 4, 1, SMALL_STAGES>)(g, s);
+    if (glu) (big ? gemm_launch<F, 1, WM, WN, DEPTH> : gemm_launch<F, 1, 4, 1, SMALL_DEPTH>)(g, s);
+    else (big ? gemm_launch<F, 0, WM, WN, DEPTH> : gemm_launch<F, 0, 4, 1, SMALL_DEPTH>)(g, s);
 }
 
 /* Products: y = w x, or silu(w x) * (w2 x) / HIDDEN_SCALE with `glu` (w2 of w's shape and format). Tokens are halves or, for FP4
@@ -1388,7 +1461,7 @@ static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
  * (once from L1 or L2), 0.56 n_in written; ~20 instructions an element: 60 % of L2's rate. */
 __global__ void __launch_bounds__(256)
     quantize_fp4_kernel(const uint16_t *x, size_t x_stride, int n_in, struct fp4_rows q) {
-    SHARED(float, part, 8);
+    SHARED(float, warp_amax, 8);
     grid_dependency_launch();
     grid_dependency_wait();
     const uint16_t *row = x + blockIdx.x * x_stride;
@@ -1408,9 +1481,9 @@ __global__ void __launch_bounds__(256)
     float amax = 0, v[16];
     for (int b = tid; b < n_scales; b += 256) amax = fmaxf(amax, read16(b * 16, v));
     amax = warp_max(amax);
-    if (!(tid & 31)) part[tid >> 5] = amax;
+    if (!(tid & 31)) warp_amax[tid >> 5] = amax;
     __syncthreads(); /* all parts are written */
-    for (int i = 0; i < 8; i++) amax = fmaxf(amax, part[i]);
+    for (int i = 0; i < 8; i++) amax = fmaxf(amax, warp_amax[i]);
     const float row_scale = amax / (448.0f * 6.0f);
     if (!tid) q.scale[blockIdx.x] = row_scale;
     for (int b = tid; b < n_scales; b += 256) {
@@ -1438,9 +1511,9 @@ static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in
  * out of 64 x 64 x 16 tiles, the next of which is on its way while one is multiplied. Compute: 2 n_tok n_expert n_embd operations
  * outside the tensor cores, 2 to 4 % of a layer. */
 __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
-    enum { SIDE = 64, DEPTH = 16, PITCH = SIDE + 4 };
-    SHARED(float, a, DEPTH *PITCH); /* [k][token] */
-    SHARED(float, b, DEPTH *PITCH); /* [k][expert] */
+    enum { SIDE = 64, K_STEP = 16, PITCH = SIDE + 4, TILE = K_STEP * PITCH };
+    SHARED(float, a, TILE); /* [k][token] */
+    SHARED(float, b, TILE); /* [k][expert] */
     grid_dependency_launch();
     grid_dependency_wait();
     const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
@@ -1453,14 +1526,14 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
         w = route_weights(p, e0 + r, col);
     };
     load(k4);
-    for (int k0 = 0; k0 < p.n_embd; k0 += DEPTH) {
+    for (int k0 = 0; k0 < p.n_embd; k0 += K_STEP) {
         UNROLL for (int i = 0; i < 4; i++) {
             a[(k4 + i) * PITCH + r] = (&x.x)[i];
             b[(k4 + i) * PITCH + r] = (&w.x)[i];
         }
         __syncthreads();
-        load(k0 + DEPTH + k4);
-        UNROLL for (int k = 0; k < DEPTH; k++) {
+        load(k0 + K_STEP + k4);
+        UNROLL for (int k = 0; k < K_STEP; k++) {
             const float4 u = *(const float4 *)(a + k * PITCH + 4 * ty), v = *(const float4 *)(b + k * PITCH + 4 * tx);
             UNROLL for (int i = 0; i < 16; i++) acc[i >> 2][i & 3] += (&u.x)[i >> 2] * (&v.x)[i & 3];
         }
@@ -1474,19 +1547,19 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
 
 /* The choice of experts for many tokens: grid n_tok / 4, block 128, a warp a token. Latency of the top-k, n_expert floats read. */
 __global__ void __launch_bounds__(128) k_route_prefill(struct route_args p) {
-    DYN_SMEM(float, room); /* 2 n_expert words per warp */
+    DYN_SMEM(float, scratch); /* 2 n_expert words per warp */
     grid_dependency_launch();
     grid_dependency_wait();
     const int t = blockIdx.x * 4 + (threadIdx.x >> 5);
-    if (t < p.n_tok) route_warp(p, t, room);
+    if (t < p.n_tok) route_warp(p, t, scratch);
 }
 
-/* Tokens by expert: the n_slots = n_tok k choices sorted by (expert, token), and the list of token tiles for the grouped products. */
+/* Tokens by expert: the n_choices = n_tok k choices sorted by (expert, token), and the list of token tiles for the grouped products. */
 struct sort_args {
-    const int32_t *id; /* (n_slots) */
-    int n_slots, k, n_expert;
-    int32_t *row;     /* (n_slots) sorted position -> token */
-    int32_t *inverse; /* (n_slots) choice -> sorted position */
+    const int32_t *id; /* (n_choices) */
+    int n_choices, k, n_expert;
+    int32_t *row;     /* (n_choices) sorted position -> token */
+    int32_t *inverse; /* (n_choices) choice -> sorted position */
     int32_t *first;   /* (n_expert + 1) first sorted position of an expert */
     int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
 };
@@ -1494,8 +1567,12 @@ struct sort_args {
 /* Eight choices of experts from i on, a multiple of 8; -1 behind the end. */
 DEVICE void sort_load(const struct sort_args &p, int i, int id[8]) {
     const int4 *from = (const int4 *)(p.id + i);
-    if (i + 8 <= p.n_slots) *(int4 *)id = from[0], *(int4 *)(id + 4) = from[1];
-    else UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_slots ? p.id[i + k] : -1;
+    if (i + 8 <= p.n_choices) {
+        *(int4 *)id = from[0];
+        *(int4 *)(id + 4) = from[1];
+    } else {
+        UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_choices ? p.id[i + k] : -1;
+    }
 }
 
 /* The sum of the x of this lane and those below it. */
@@ -1507,7 +1584,7 @@ DEVICE int warp_scan(int x) {
     return x;
 }
 
-/* Grid n_expert, block 256: block e counts the choices of smaller experts and lists its own in order. Reads n_slots ids twice per
+/* Grid n_expert, block 256: block e counts the choices of smaller experts and lists its own in order. Reads n_choices ids twice per
  * block from L2, 2,048 at a time: 10 us for 32,768 choices of 128 experts. */
 __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     SHARED(int, count, 8);
@@ -1516,7 +1593,7 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     const int e = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     __align__(16) int id[8];
     int less = 0, at = 0;
-    for (int i = 8 * threadIdx.x; i < p.n_slots; i += 8 * 256) {
+    for (int i = 8 * threadIdx.x; i < p.n_choices; i += 8 * 256) {
         sort_load(p, i, id);
         UNROLL for (int k = 0; k < 8; k++) less += id[k] >= 0 && id[k] < e;
     }
@@ -1525,7 +1602,7 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     __syncthreads();
     for (int w = 0; w < 8; w++) at += count[w];
     if (!threadIdx.x) p.first[e] = at;
-    for (int i0 = 0; i0 < p.n_slots; i0 += 8 * 256) {
+    for (int i0 = 0; i0 < p.n_choices; i0 += 8 * 256) {
         const int i = i0 + 8 * threadIdx.x;
         int mine = 0;
         sort_load(p, i, id);
@@ -1534,10 +1611,15 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
         __syncthreads(); /* the counts before may still be read */
         if (lane == WARP - 1) count[warp] = upto;
         __syncthreads();
-        int place = at + upto - mine;
-        for (int w = 0; w < 8; w++) place += w < warp ? count[w] : 0, at += count[w];
+        int position = at + upto - mine;
+        for (int w = 0; w < 8; w++) {
+            position += w < warp ? count[w] : 0;
+            at += count[w];
+        }
         UNROLL for (int k = 0; k < 8; k++) {
-            if (id[k] == e) p.row[place] = (i + k) / p.k, p.inverse[i + k] = place++;
+            if (id[k] != e) continue;
+            p.row[position] = (i + k) / p.k;
+            p.inverse[i + k] = position++;
         }
     }
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
@@ -1545,18 +1627,20 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
 
 /* The tiles of at most `tile` tokens, in order of the experts. One block of 1024 threads; latency. */
 __global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
-    SHARED(int, sums, 33);
+    SHARED(int, warp_total, 33);
     grid_dependency_launch();
     grid_dependency_wait();
     const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
-    int first = e < p.n_expert ? p.first[e] : 0, count = e < p.n_expert ? p.first[e + 1] - first : 0;
+    int first = e < p.n_expert ? p.first[e] : 0;
+    int count = e < p.n_expert ? p.first[e + 1] - first : 0;
     int n = (count + tile - 1) / tile, upto = warp_scan(n);
-    if (lane == 31) sums[warp] = upto;
+    if (lane == 31) warp_total[warp] = upto;
     __syncthreads();
     int at = upto - n;
-    for (int w = 0; w < warp; w++) at += sums[w];
+    for (int w = 0; w < warp; w++) at += warp_total[w];
     for (int i = 0; i < n; i++) {
-        p.tile_expert[at + i] = e, p.tile_first[at + i] = first + i * tile;
+        p.tile_expert[at + i] = e;
+        p.tile_first[at + i] = first + i * tile;
         p.tile_count[at + i] = min(tile, count - i * tile);
     }
     if (e == 1023) *p.n_tiles = at + n;
@@ -1567,7 +1651,9 @@ __global__ void __launch_bounds__(ROW_THREADS)
     k_combine(const float *y, const int32_t *inverse, const float *weight, int k, int n, int add, float *out) {
     grid_dependency_launch();
     grid_dependency_wait();
-    inverse += (size_t)blockIdx.x * k, weight += (size_t)blockIdx.x * k, out += (size_t)blockIdx.x * n;
+    inverse += (size_t)blockIdx.x * k;
+    weight += (size_t)blockIdx.x * k;
+    out += (size_t)blockIdx.x * n;
     for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
         float s = 0;
         for (int j = 0; j < k; j++) s += weight[j] * y[(size_t)inverse[j] * n + i];
@@ -1576,7 +1662,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 struct stats_args {
-    const float *y; /* (n_slots, n) results of the experts before they are weighed, by expert */
+    const float *y; /* (n_choices, n) results of the experts before they are weighed, by expert */
     int n, k;
     const int32_t *first, *row, *id; /* of struct sort_args */
     const float *weight;             /* (n_tok, k) */
@@ -1602,7 +1688,10 @@ __global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
         }
         if (!threadIdx.x) {
             const double share = all > 0 ? (double)g / (double)all : 0;
-            s[STAT_TOKENS]++, s[STAT_WEIGHTED] += share * norm, s[STAT_NORM] += norm, s[STAT_GATE] += share;
+            s[STAT_TOKENS]++;
+            s[STAT_WEIGHTED] += share * norm;
+            s[STAT_NORM] += norm;
+            s[STAT_GATE] += share;
             if (share * norm > s[STAT_WEIGHTED_MAX]) s[STAT_WEIGHTED_MAX] = share * norm;
         }
         __syncthreads(); /* the next row's sum overwrites the parts of this one's */
@@ -1616,7 +1705,8 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
     grid_dependency_launch();
     grid_dependency_wait();
     const int c = blockIdx.x * 256 + threadIdx.x, e = blockIdx.y;
-    const int begin = first ? first[e] : 0, end = first ? first[e + 1] : n_tok;
+    const int begin = first ? first[e] : 0;
+    const int end = first ? first[e + 1] : n_tok;
     float sum = 0;
     if (c >= n) return;
     for (int at = begin; at < end; at++) {
@@ -1652,9 +1742,10 @@ DEVICE void plane_store(const struct kv_plane &p, size_t pos, int at, int group,
 
 struct rope_args {
     const struct batch *batch;
-    const float *cs, *sn; /* (n_tok, rope / 2) */
-    const float *q, *k,
-        *v; /* (n_tok, n_head * d), (n_tok, n_head_kv * d), (n_tok, n_head_kv * dv); MLA: k (n_tok, latent + rope) */
+    const float *cs, *sn;         /* (n_tok, rope / 2) */
+    const float *q;               /* (n_tok, n_head * d) */
+    const float *k;               /* (n_tok, n_head_kv * d); MLA: (n_tok, latent + rope) */
+    const float *v;               /* (n_tok, n_head_kv * dv) */
     const float *q_norm, *k_norm; /* (d); MLA: k_norm (latent) */
     uint16_t *q16;    /* (n_tok, n_head, d): what attention reads; MLA: the part without rotation, for wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which the last `rope` are written here */
@@ -1672,7 +1763,8 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), t = blockIdx.y;
     const int kind = h < p.n_head ? 0 : h < p.n_head + p.n_head_kv ? 1 : 2; /* q, k, v */
-    const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv, n = kind == 2 ? p.dv : p.d;
+    const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv;
+    const int n = kind == 2 ? p.dv : p.d;
     if (i >= p.n_head_kv && kind == 2) return;
     const float *heads = kind == 2 ? p.v : kind ? p.k : p.q;
     const float *src = heads + ((size_t)t * (kind ? p.n_head_kv : p.n_head) + i) * n;
@@ -1693,7 +1785,8 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
         if (c >= n) continue;
         float v = x[j] * f * w[c];
         if (c < p.rope) { /* the other half's value is read again: cheaper than moving it between lanes */
-            int o = c < half ? c + half : c - half, r = c < half ? c : o;
+            int o = c < half ? c + half : c - half;
+            int r = c < half ? c : o;
             float u = src[o] * f * w[o];
             v = c < half ? v * cs[r] - u * sn[r] : u * sn[r] + v * cs[r];
         }
@@ -1719,7 +1812,8 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
         for (int i = lane; i < p.nope; i += WARP) plain[i] = clamped_f16(q[i]);
         for (int i = lane; i < p.rope / 2; i += WARP) {
             float a = q[p.nope + 2 * i], b = q[p.nope + 2 * i + 1];
-            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]), rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
+            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]);
+            rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
         }
         return;
     }
@@ -1797,12 +1891,16 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     grid_dependency_launch();
     grid_dependency_wait();
     int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
-    w->pos = a.batch->pos, w->len = w->pos + n_tok;
-    w->group = a.n_head / a.n_head_kv, w->n_row = w->group * n_tok;
-    w->kvh = y % a.n_head_kv, w->row0 = y / a.n_head_kv * tile_rows;
+    w->pos = a.batch->pos;
+    w->len = w->pos + n_tok;
+    w->group = a.n_head / a.n_head_kv;
+    w->n_row = w->group * n_tok;
+    w->kvh = y % a.n_head_kv;
+    w->row0 = y / a.n_head_kv * tile_rows;
     int tiles = (w->len + ATTN_SPLIT_KEYS - 1) / ATTN_SPLIT_KEYS;
     int per_split = (tiles + a.max_splits - 1) / a.max_splits;
-    w->split = (int)blockIdx.x, w->n_split = (tiles + per_split - 1) / per_split;
+    w->split = (int)blockIdx.x;
+    w->n_split = (tiles + per_split - 1) / per_split;
     int last = min(w->row0 + tile_rows, w->n_row) - 1;
     w->seen = w->pos + w->row0 / w->group + 1;
     w->begin = w->split * per_split * ATTN_SPLIT_KEYS;
@@ -1832,7 +1930,8 @@ DEVICE pack<4> attn_q(const uint16_t *const q[2], int at) {
     UNROLL for (int h = 0; h < 2; h++) {
         if (!q[h]) continue;
         pack<2> x = *(const pack<2> *)(q[h] + at);
-        f.x[h] = x.x[0], f.x[h + 2] = x.x[1];
+        f.x[h] = x.x[0];
+        f.x[h + 2] = x.x[1];
     }
     return f;
 }
@@ -1848,8 +1947,12 @@ struct attn_steps {
 /* A word of the cache as pairs of f16: two of FP8, one of BF16. */
 template <int FP8>
 DEVICE void kv_word(uint32_t *h, uint32_t w) {
-    if constexpr (FP8) h[0] = e4m3x2_to_f16x2((uint16_t)w), h[1] = e4m3x2_to_f16x2((uint16_t)(w >> 16));
-    else h[0] = clamped_f16x2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
+    if constexpr (FP8) {
+        h[0] = e4m3x2_to_f16x2((uint16_t)w);
+        h[1] = e4m3x2_to_f16x2((uint16_t)(w >> 16));
+    } else {
+        h[0] = clamped_f16x2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
+    }
 }
 
 /* N consecutive cache values. */
@@ -1875,14 +1978,15 @@ DEVICE void kv_pairs(uint32_t h[4], const uint8_t *p, const uint8_t *q) {
 
 /* Values that a lane reads at once as part of an inner dimension of `width`: 16 bytes if possible. 4 lanes make a chunk. */
 __host__ __device__ constexpr int kv_run(int fp8, int width) {
-    return fp8 && width % 64 == 0 ? 16 : width % 32 == 0 ? 8 : 4;
+    if (fp8 && width % 64 == 0) return 16;
+    return width % 32 == 0 ? 8 : 4;
 }
 
 /* Where byte `at` of cache row `row` lies in a tile of rows of ROW bytes. The 16-byte pieces are permuted such that neither 8
  * lanes that read 64 bytes of two neighbouring rows (keys), nor 4 x 8 that read 32 bytes of every other row (values), meet in a bank. */
 template <int ROW>
 DEVICE int kv_at(int row, int at) {
-    constexpr int mask = ROW % 128 == 0 ? 7 : ROW == 64 ? 3 : 0;
+    constexpr int short_mask = ROW == 64 ? 3 : 0, mask = ROW % 128 == 0 ? 7 : short_mask;
     return row * ROW + (at ^ (((row & 6) ^ (row & 1) << 2) & mask) << 4);
 }
 
@@ -1905,7 +2009,8 @@ DEVICE float kv_scale(const struct kv_plane &p, int key, int group, int len) {
 DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f); }
 template <int FP8>
 DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key) {
-    float scale = FP8 ? kv_scale(v ? a.v : a.k, key, w.kvh, w.len) : 1.0f;
+    float scale = 1.0f;
+    if (FP8) scale = kv_scale(v ? a.v : a.k, key, w.kvh, w.len);
     return v ? attn_v_factor(scale) : w.factor * scale;
 }
 
@@ -1927,18 +2032,24 @@ DEVICE void attn_softmax(float (&s)[NT][4], float m[2], float l[2], float (&acc)
     }
     if (__any_sync(0xFFFFFFFFu, top[0] > m[0] || top[1] > m[1])) {
         float f[2] = {exp2_fast(m[0] - top[0]), exp2_fast(m[1] - top[1])};
-        UNROLL for (int h = 0; h < 2; h++) l[h] *= f[h], m[h] = top[h];
+        UNROLL for (int h = 0; h < 2; h++) {
+            l[h] *= f[h];
+            m[h] = top[h];
+        }
         UNROLL for (int n = 0; n < NA; n++) UNROLL for (int e = 0; e < 4; e++) acc[n][e] *= f[e >> 1];
     }
     UNROLL for (int n = 0; n < NT; n++) UNROLL for (int e = 0; e < 4; e++) {
-        s[n][e] = exp2_fast(s[n][e] - m[e >> 1]), l[e >> 1] += s[n][e];
+        s[n][e] = exp2_fast(s[n][e] - m[e >> 1]);
+        l[e >> 1] += s[n][e];
     }
 }
 
 /* Weights of 16 keys (two n8 tiles), at most 1, times the factors of this lane's 4 keys, as A operand. */
 DEVICE void attn_weights(uint32_t p[4], const float s0[4], const float s1[4], const float f[4]) {
-    p[0] = f32_to_f16x2(s0[0] * f[0], s0[1] * f[1]), p[1] = f32_to_f16x2(s0[2] * f[0], s0[3] * f[1]);
-    p[2] = f32_to_f16x2(s1[0] * f[2], s1[1] * f[3]), p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
+    p[0] = f32_to_f16x2(s0[0] * f[0], s0[1] * f[1]);
+    p[1] = f32_to_f16x2(s0[2] * f[0], s0[3] * f[1]);
+    p[2] = f32_to_f16x2(s1[0] * f[2], s1[1] * f[3]);
+    p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
 }
 
 /* acc (16,32) += weights of 16 keys times 32 columns of their values. rows: the keys' first; at: byte of this lane's first of
@@ -1948,7 +2059,8 @@ DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4],
                         int t) {
     uint32_t b0[4], b1[4];
     auto row = [&](int k) { return tile + kv_at<ROW>(key + 2 * t + k, at); };
-    kv_pairs<FP8>(b0, row(0), row(1)), kv_pairs<FP8>(b1, row(8), row(9));
+    kv_pairs<FP8>(b0, row(0), row(1));
+    kv_pairs<FP8>(b1, row(8), row(9));
     UNROLL for (int j = 0; j < 4; j++) {
         uint32_t b[2] = {b0[j], b1[j]};
         UNROLL for (int i = 0; i < MT; i++) mma_f16(acc[i][n0 + j], p[i], b);
@@ -1956,11 +2068,11 @@ DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4],
 }
 
 /* The row in `part` of (token, head) th. The (m, l) of all splits and rows lie behind their sums. */
-DEVICE size_t attn_part_row(const struct attn_args &a, int split, int2 th) {
+DEVICE size_t attn_partial_row(const struct attn_args &a, int split, int2 th) {
     return ((size_t)split * a.n_tok + th.x) * a.n_head + th.y;
 }
-DEVICE float2 *attn_tops(const struct attn_args &a) {
-    return (float2 *)(a.partials + attn_part_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
+DEVICE float2 *attn_max_den(const struct attn_args &a) {
+    return (float2 *)(a.partials + attn_partial_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
 }
 
 /* N columns from `col` on of row r with m and l: finished if there is one split, else to `part`. */
@@ -1975,9 +2087,9 @@ DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int
         UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(x.x[i] * inv, x.x[i + 1] * inv);
         *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
     } else {
-        size_t row = attn_part_row(a, w.split, th);
+        size_t row = attn_partial_row(a, w.split, th);
         *(pack<N, float> *)(a.partials + row * a.dv + col) = x;
-        if (col == 0) attn_tops(a)[row] = make_float2(m, l);
+        if (col == 0) attn_max_den(a)[row] = make_float2(m, l);
     }
 }
 
@@ -1994,40 +2106,41 @@ DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
 template <int D, int FP8>
 struct attn_gqa {
     static constexpr int ROW = D * (FP8 ? 1 : 2), SLOT = 16 * ROW, FIT = ATTN_SMEM / (4 * SLOT);
-    static constexpr int SLOTS = FIT < 3 ? 3 : FIT > 8 ? 8 : FIT;
-    static constexpr int SMEM = 4 * SLOTS * SLOT; /* at least the 128 * D bytes of the final sum */
+    static constexpr int AT_MOST_8 = FIT > 8 ? 8 : FIT;
+    static constexpr int DEPTH = FIT < 3 ? 3 : AT_MOST_8;
+    static constexpr int SMEM = 4 * DEPTH * SLOT; /* at least the 128 * D bytes of the final sum */
 };
 template <int D, int FP8>
 __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     using L = attn_gqa<D, FP8>;
-    constexpr int ROW = L::ROW, SLOTS = L::SLOTS, ES = FP8 ? 1 : 2, RUN = kv_run(FP8, D), PER_RUN = RUN / 4;
+    constexpr int ROW = L::ROW, DEPTH = L::DEPTH, ES = FP8 ? 1 : 2, RUN = kv_run(FP8, D), PER_RUN = RUN / 4;
     DYN_SMEM(uint8_t, smem);
-    SHARED(float2, tops, 4 * 16);
+    SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
     if (!attn_begin(&w, a, 16)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
-    uint8_t *ring = smem + warp * SLOTS * L::SLOT;
+    uint8_t *ring = smem + warp * DEPTH * L::SLOT;
 
-    int fill = 0, slot = 0; /* of the next copy, and of the next rows to be read */
-    auto take = [&](int &at) {
+    int write_slot = 0, read_slot = 0; /* of the next copy, and of the next rows to be read */
+    auto next_slot = [&](int &at) {
         uint8_t *p = ring + at * L::SLOT;
-        at = at + 1 == SLOTS ? 0 : at + 1;
+        at = at + 1 == DEPTH ? 0 : at + 1;
         return p;
     };
     auto copy = [&](int u) {
-        uint8_t *to = take(fill);
+        uint8_t *to = next_slot(write_slot);
         int key = first + 64 * (u >> 1);
         if (u < 2 * n) kv_copy<ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * ROW, key, w.len, lane);
         cp_async_commit();
     };
     auto arrive = [&](int u) {
-        cp_async_wait<SLOTS - 2>();
+        cp_async_wait<DEPTH - 2>();
         __syncwarp(); /* the other lanes' copies have landed too, and all lanes are done with the slot that is filled next */
-        copy(u + SLOTS - 1);
-        return take(slot);
+        copy(u + DEPTH - 1);
+        return next_slot(read_slot);
     };
-    for (int u = 0; u < SLOTS - 1; u++) copy(u);
+    for (int u = 0; u < DEPTH - 1; u++) copy(u);
     /* lanes 0..15 hold the factors of the 16 keys of K, 16..31 of V, one step ahead */
     auto factors = [&](int i) { return attn_factor<FP8>(a, w, lane >= 16, first + 64 * i + (lane & 15)); };
     float next = factors(0);
@@ -2062,21 +2175,23 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         UNROLL for (int c = 0; c < D / 32; c++) attn_values<FP8, ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
     }
 
-    /* the warps' sums, in their order, 8 rows at a time */
+    /* the warps' merged, in their order, 8 rows at a time */
     UNROLL for (int h = 0; h < 2; h++) {
         l[h] = quad_sum(l[h]);
-        if (t == 0) tops[warp * 16 + g + 8 * h].x = m[h], tops[warp * 16 + g + 8 * h].y = l[h];
+        if (t == 0) max_den[warp * 16 + g + 8 * h] = make_float2(m[h], l[h]);
     }
-    __syncthreads();             /* tops are written, and the rings are free */
-    float *sums = (float *)smem; /* (4, 8, D) */
-    auto top = [&](int r) { return fmaxf(fmaxf(tops[r].x, tops[16 + r].x), fmaxf(tops[32 + r].x, tops[48 + r].x)); };
+    __syncthreads();               /* max_den are written, and the rings are free */
+    float *merged = (float *)smem; /* (4, 8, D) */
+    auto top = [&](int r) {
+        return fmaxf(fmaxf(max_den[r].x, max_den[16 + r].x), fmaxf(max_den[32 + r].x, max_den[48 + r].x));
+    };
     UNROLL for (int h = 0; h < 2; h++) {
         float f = exp2f(m[h] - top(g + 8 * h));
         if (h) __syncthreads(); /* the first 8 rows have been read */
         UNROLL for (int c = 0; c < D / 8; c += 4) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int j = 0; j < 4; j++) x.x[j] = acc[0][c + j][e] * f;
-            *(floats4 *)(sums + (warp * 8 + g) * D + 8 * c + 8 * t + 4 * (e & 1)) = x;
+            *(floats4 *)(merged + (warp * 8 + g) * D + 8 * c + 8 * t + 4 * (e & 1)) = x;
         }
         __syncthreads(); /* all four parts are there */
         for (int i = tid; i < 8 * D / 4; i += 128) {
@@ -2084,9 +2199,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
             floats4 x = {};
             float den = 0, mx = top(row);
             UNROLL for (int v = 0; v < 4; v++) {
-                floats4 y = *(const floats4 *)(sums + (v * 8 + r) * D + col);
+                floats4 y = *(const floats4 *)(merged + (v * 8 + r) * D + col);
                 UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
-                den += tops[v * 16 + row].y * exp2f(tops[v * 16 + row].x - mx);
+                den += max_den[v * 16 + row].y * exp2f(max_den[v * 16 + row].x - mx);
             }
             attn_store(a, w, row, col, x, mx, den);
         }
@@ -2100,32 +2215,34 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * 16 rows: limited by that (some 970 instructions per warp and 41 KB); 32 rows: by the MMAs, 32 * (2 LAT + ROPE) products per key. */
 template <int LAT, int ROPE, int FP8, int MT>
 struct attn_mla {
-    static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32, STAGES = FP8 && MT == 2 ? 3 : 2;
-    static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, STAGE = KEYS * (ROW + ROPE_ROW);
-    static constexpr int Q_SHARED = LAT < 512 || MT == 1 ? 0 : FP8 ? 10 : 8;
+    static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32;
+    static constexpr int DEPTH = FP8 && MT == 2 ? 3 : 2;
+    static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, SLOT = KEYS * (ROW + ROPE_ROW);
+    static constexpr bool Q_FITS = LAT < 512 || MT == 1; /* all of Q in registers */
+    static constexpr int Q_SHARED = Q_FITS ? 0 : 8 + 2 * FP8;
     static constexpr int GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP, SCALES = FP8 ? KEYS * GROUPS : 0;
     static constexpr int PITCH = KEYS + 8, SCORES = 2 * 16 * MT * PITCH; /* no bank conflicts for pairs */
-    static constexpr int SMEM = STAGES * STAGE + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
+    static constexpr int SMEM = DEPTH * SLOT + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
 template <int LAT, int ROPE, int FP8, int MT>
 __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     using L = attn_mla<LAT, ROPE, FP8, MT>;
-    constexpr int KEYS = L::KEYS, STAGES = L::STAGES, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
+    constexpr int KEYS = L::KEYS, DEPTH = L::DEPTH, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
     constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
     constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
     constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4, Q_REG = STEPS + RSTEPS - L::Q_SHARED;
-    constexpr int UNITS = LAT / 32, OWN = (UNITS + 7) / 8; /* 32 columns of the values; so many per warp */
+    constexpr int SLICES = LAT / 32, PER_WARP = (SLICES + 7) / 8; /* 32 columns of the values; so many per warp */
     DYN_SMEM(uint8_t, smem);
-    float *scores = (float *)(smem + STAGES * L::STAGE), *scale_tiles = scores + L::SCORES;
+    float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
     if (!attn_begin(&w, a, 16 * MT)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + KEYS - 1) / KEYS;
-    int unit = warp * OWN, group = unit * 32 / ATTN_GROUP;
+    int slice = warp * PER_WARP, group = slice * 32 / ATTN_GROUP;
 
     auto copy = [&](int i) {
-        uint8_t *to = smem + i % STAGES * L::STAGE;
+        uint8_t *to = smem + i % DEPTH * L::SLOT;
         int key = w.begin + i * KEYS;
         if (i < n) {
             kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, w.len, tid);
@@ -2137,7 +2254,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         int key = w.begin + i * KEYS + tid / GROUPS;
         return FP8 && tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.len) : 0.0f;
     };
-    for (int i = 0; i < STAGES - 1; i++) copy(i);
+    for (int i = 0; i < DEPTH - 1; i++) copy(i);
     float next = scales(0);
 
     /* the warp's chunks: latents half * HALF .., rotated part (1 - half) * RHALF .. (an odd last one to balance the latents') */
@@ -2160,16 +2277,16 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         pack<4> f = q[j].at(s);
         mma_f16(d, f.x, b);
     };
-    float m[MT][2], l[MT][2] = {}, acc[MT][4 * OWN][4] = {};
+    float m[MT][2], l[MT][2] = {}, acc[MT][4 * PER_WARP][4] = {};
     UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY;
 
     for (int i = 0; i < n; i++) {
-        const uint8_t *tile = smem + i % STAGES * L::STAGE, *rope = tile + KEYS * ROW;
+        const uint8_t *tile = smem + i % DEPTH * L::SLOT, *rope = tile + KEYS * ROW;
         float *scale = scale_tiles + (i & 1) * L::SCALES; /* (KEYS, GROUPS); the other is still read */
         if (FP8 && tid < L::SCALES) scale[tid] = next;    /* at most 256 */
-        cp_async_wait<STAGES - 2>();
+        cp_async_wait<DEPTH - 2>();
         __syncthreads(); /* tile i and its scales are there; all are done with the tile and the scores before it */
-        copy(i + STAGES - 1);
+        copy(i + DEPTH - 1);
         next = scales(i + 1);
 
         UNROLL for (int b = 8 * nt; b < KEYS; b += 32) { /* the warp's keys */
@@ -2179,7 +2296,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 if (CHUNKS % 2 && c >= CHUNKS) continue; /* the warp of the second half has one less */
                 auto h = kv_values<FP8, RUN>(tile + kv_at<ROW>(b + g, (4 * c + t) * RUN * ES));
                 const float *f = scale + (b + 2 * t) * GROUPS + c * 4 * RUN / ATTN_GROUP;
-                float f0 = FP8 ? f[0] : 1, f1 = FP8 ? f[GROUPS] : 1;
+                float f0 = FP8 ? f[0] : 1;
+                float f1 = FP8 ? f[GROUPS] : 1;
                 UNROLL for (int j = 0; j < MT; j++) {
                     float d[4] = {};
                     UNROLL for (int x = 0; x < RUN / 4; x++) multiply(d, j, k * (RUN / 4) + x, h.x + 2 * x);
@@ -2208,7 +2326,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 UNROLL for (int h = 0; h < 2; h++) {
                     const float *from = scores + (16 * j + g + 8 * h) * PITCH + 8 * b + 2 * t;
                     float2 y = *(const float2 *)from, z = *(const float2 *)(from + 16 * MT * PITCH);
-                    x[b][2 * h] = y.x + z.x, x[b][2 * h + 1] = y.y + z.y;
+                    x[b][2 * h] = y.x + z.x;
+                    x[b][2 * h + 1] = y.y + z.y;
                 }
                 attn_mask(x[b], w.begin + i * KEYS + 8 * b + 2 * t, 1, 1, limit[j], all);
             }
@@ -2217,22 +2336,22 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 float f[4];
                 UNROLL for (int y = 0; y < 4; y++) {
                     int at = (16 * k + (y >> 1) * 8 + 2 * t + (y & 1)) * GROUPS + group;
-                    f[y] = FP8 && unit < UNITS ? attn_v_factor(scale[at]) : ATTN_P;
+                    f[y] = FP8 && slice < SLICES ? attn_v_factor(scale[at]) : ATTN_P;
                 }
                 attn_weights(p[k][j], x[2 * k], x[2 * k + 1], f);
             }
         }
-        UNROLL for (int u = 0; u < OWN; u++) if (unit + u < UNITS) UNROLL for (int k = 0; k < KEYS / 16; k++)
-            attn_values<FP8, ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (unit + u) + 4 * g) * ES, t);
+        UNROLL for (int u = 0; u < PER_WARP; u++) if (slice + u < SLICES) UNROLL for (int k = 0; k < KEYS / 16; k++)
+            attn_values<FP8, ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (slice + u) + 4 * g) * ES, t);
     }
 
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
         float den = quad_sum(l[j][h]);
-        UNROLL for (int u = 0; u < OWN; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
+        UNROLL for (int u = 0; u < PER_WARP; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
-            int col = 32 * (unit + u) + 8 * t + 4 * (e & 1);
-            if (unit + u < UNITS) attn_store(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
+            int col = 32 * (slice + u) + 8 * t + 4 * (e & 1);
+            if (slice + u < SLICES) attn_store(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
     }
 }
@@ -2242,7 +2361,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
  * key and KV head's 64 rows; every warp reads every tile, which makes shared memory the limit, at half to all of the MMA rate. */
 template <int D, int FP8>
 struct attn_tiled {
-    static constexpr int KEYS = D > 128 ? 32 : 64, ROW = D * (FP8 ? 1 : 2), Q_SHARED = D > 128 ? 14 : 0;
+    static constexpr int KEYS = D > 128 ? 32 : 64;
+    static constexpr int ROW = D * (FP8 ? 1 : 2);
+    static constexpr int Q_SHARED = D > 128 ? 14 : 0;
     static constexpr int RAW = KEYS * ROW, TILE = KEYS * D * 2; /* of K, of V: as in the cache, as f16 */
     static constexpr int SMEM = 2 * (RAW + TILE) + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
 };
@@ -2312,7 +2433,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
                 uint32_t r[4]; /* matrices: keys 0-7 and 8-15 (lane / 16), of each elements 0-7 and 8-15 */
                 int row = 8 * b + (lane >> 4) * 8 + (lane & 7);
                 ldmatrix_x4(r, tile + f16_at<D>(row, 2 * k + (lane >> 3 & 1)));
-                mma_f16(s[b], f.x, r), mma_f16(s[b + 1], f.x, r + 2);
+                mma_f16(s[b], f.x, r);
+                mma_f16(s[b + 1], f.x, r + 2);
             }
         }
         bool all = w.begin + (i + 1) * KEYS <= w.seen;
@@ -2329,7 +2451,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
             UNROLL for (int b = 0; b < D / 8; b += 2) {
                 uint32_t r[4]; /* matrices: keys 0-7 and 8-15, of columns 0-7, then 8-15 (lane / 16) */
                 ldmatrix_x4_trans(r, tile + L::TILE + f16_at<D>(16 * k + (lane & 15), b + (lane >> 4)));
-                mma_f16(acc[b], p, r), mma_f16(acc[b + 1], p, r + 2);
+                mma_f16(acc[b], p, r);
+                mma_f16(acc[b + 1], p, r + 2);
             }
         }
     }
@@ -2348,33 +2471,35 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
  * the L2 cache; a few us. */
 __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     SHARED(float, weight, SPLITS_MAX);
-    SHARED(floats4, sums, 256);
+    SHARED(floats4, partial, 256);
     struct attn_work w;
     int tid = (int)threadIdx.x, row = (int)blockIdx.x;
     attn_begin(&w, a, 1);
     if (w.n_split == 1 || row >= w.n_row) return;
-    auto from = [&](int split) { return attn_part_row(a, split, make_int2(0, row)); };
-    const float2 *tops = attn_tops(a);
+    auto from = [&](int split) { return attn_partial_row(a, split, make_int2(0, row)); };
+    const float2 *max_den = attn_max_den(a);
     float top = ATTN_NO_KEY, den = 0;
-    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, tops[from(s)].x);
+    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, max_den[from(s)].x);
     top = warp_max(top);
     for (int s = tid; s < w.n_split; s += 256) {
-        float2 ml = tops[from(s)];
-        weight[s] = exp2f(ml.x - top), den += weight[s] * ml.y;
+        float2 ml = max_den[from(s)];
+        weight[s] = exp2f(ml.x - top);
+        den += weight[s] * ml.y;
     }
     den = block_sum(den); /* its barrier is that of the weights, too */
-    int cols = a.dv / 4, n = 256 / cols, part = tid / cols, col = tid % cols * 4;
+    int cols = a.dv / 4, n = 256 / cols, group = tid / cols, col = tid % cols * 4;
     floats4 x = {};
     auto add = [&](float f, const void *p) {
         floats4 y = *(const floats4 *)p;
         UNROLL for (int j = 0; j < 4; j++) x.x[j] += f * y.x[j];
     };
-    if (part < n)
-        UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) add(weight[s], a.partials + from(s) * a.dv + col);
-    sums[tid] = x;
-    __syncthreads(); /* the groups' sums are there */
-    if (part) return;
-    for (int i = 1; i < n; i++) add(1, &sums[tid + i * cols]);
+    if (group < n) {
+        UNROLL_BY(4) for (int s = group; s < w.n_split; s += n) add(weight[s], a.partials + from(s) * a.dv + col);
+    }
+    partial[tid] = x;
+    __syncthreads(); /* the groups' partial are there */
+    if (group) return;
+    for (int i = 1; i < n; i++) add(1, &partial[tid + i * cols]);
     w.n_split = 1;
     attn_store(a, w, row, col, x, top, den);
 }
@@ -2437,11 +2562,11 @@ static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaS
  * Choosing a token
  *
  * What sampling_choose of moe.c does, so that the host sees only the id. All ids are counted by the leading bits of their logits;
- * the best bins that fit SAMPLE_ROOM candidates are sorted. Where the choice hangs on more (a flat distribution without top-k),
+ * the best bins that fit SAMPLE_CANDIDATES candidates are sorted. Where the choice hangs on more (a flat distribution without top-k),
  * the id is -1 and the host chooses.
  * ============================================================================================================ */
 
-enum { SAMPLE_THREADS = 512, SAMPLE_ROOM = 2 * SAMPLE_THREADS };
+enum { SAMPLE_THREADS = 512, SAMPLE_CANDIDATES = 2 * SAMPLE_THREADS };
 
 struct sample_args : sample_job {
     const float *logits;  /* (n) */
@@ -2463,58 +2588,63 @@ DEVICE uint64_t sample_key(const struct sample_args &p, int i, float v) {
 DEVICE float key_logit(uint64_t key) { return key_float((uint32_t)(key >> 32)); }
 DEVICE int key_bin(uint64_t key) { return (int)(key >> 52); }
 
-/* f of the block's x, two at a time. room (SAMPLE_THREADS). */
+/* f of the block's x, two at a time. buffer (SAMPLE_THREADS). */
 template <class T, class F>
-DEVICE T block_fold(T *room, T x, F f) {
+DEVICE T block_fold(T *buffer, T x, F f) {
     const int tid = (int)threadIdx.x;
-    room[tid] = x;
+    buffer[tid] = x;
     for (int o = SAMPLE_THREADS / 2; o; o /= 2) {
         __syncthreads();
-        if (tid < o) room[tid] = f(room[tid], room[tid + o]);
+        if (tid < o) buffer[tid] = f(buffer[tid], buffer[tid + o]);
     }
     __syncthreads();
-    return room[0];
+    return buffer[0];
 }
 
-/* room (SAMPLE_ROOM) becomes its running sums; the last is returned. */
+/* buffer (SAMPLE_CANDIDATES) becomes its running sums; the last is returned. */
 template <class T>
-DEVICE T block_scan(T *room) {
+DEVICE T block_scan(T *buffer) {
     const int i = (int)threadIdx.x, k = i + SAMPLE_THREADS;
-    for (int o = 1; o < SAMPLE_ROOM; o *= 2) {
+    for (int o = 1; o < SAMPLE_CANDIDATES; o *= 2) {
         __syncthreads();
-        T a = i >= o ? room[i - o] : 0, b = k >= o ? room[k - o] : 0;
+        T a = i >= o ? buffer[i - o] : 0;
+        T b = k >= o ? buffer[k - o] : 0;
         __syncthreads();
-        room[i] += a, room[k] += b;
+        buffer[i] += a;
+        buffer[k] += b;
     }
     __syncthreads();
-    return room[SAMPLE_ROOM - 1];
+    return buffer[SAMPLE_CANDIDATES - 1];
 }
 
 /* Bitonic, best first. Thread i leaves keys 2i and 2i + 1, the others' it must wait for. */
 DEVICE void block_sort(uint64_t *key) {
-    for (int run = 2; run <= SAMPLE_ROOM; run *= 2)
+    for (int run = 2; run <= SAMPLE_CANDIDATES; run *= 2)
         for (int o = run / 2; o; o /= 2) {
             __syncthreads();
             const int i = 2 * ((int)threadIdx.x & ~(o - 1)) + ((int)threadIdx.x & (o - 1));
             const uint64_t a = key[i], b = key[i + o];
-            if ((a < b) == !(i & run)) key[i] = b, key[i + o] = a;
+            if ((a < b) == !(i & run)) {
+                key[i] = b;
+                key[i + o] = a;
+            }
         }
 }
 
-/* The lowest bin whose candidates, with those of all better bins, fit the room and are wanted. bin (SAMPLE_BINS) counts;
- * room (SAMPLE_ROOM). */
-DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *room, int *lowest) {
-    enum { PER = SAMPLE_BINS / SAMPLE_ROOM };
-    for (int g = (int)threadIdx.x; g < SAMPLE_ROOM; g += SAMPLE_THREADS) {
-        room[g] = 0;
-        for (int k = 0; k < PER; k++) room[g] += bin[SAMPLE_BINS - 1 - PER * g - k];
+/* The lowest bin whose candidates, with those of all better bins, fit the buffer and are wanted. bin (SAMPLE_BINS) counts;
+ * buffer (SAMPLE_CANDIDATES). */
+DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *buffer, int *lowest) {
+    enum { PER = SAMPLE_BINS / SAMPLE_CANDIDATES };
+    for (int g = (int)threadIdx.x; g < SAMPLE_CANDIDATES; g += SAMPLE_THREADS) {
+        buffer[g] = 0;
+        for (int k = 0; k < PER; k++) buffer[g] += bin[SAMPLE_BINS - 1 - PER * g - k];
     }
-    block_scan(room);
-    for (int g = (int)threadIdx.x; g < SAMPLE_ROOM; g += SAMPLE_THREADS) {
-        int better = g ? room[g - 1] : 0;
+    block_scan(buffer);
+    for (int g = (int)threadIdx.x; g < SAMPLE_CANDIDATES; g += SAMPLE_THREADS) {
+        int better = g ? buffer[g - 1] : 0;
         for (int k = 0; k < PER; k++) {
             const int b = SAMPLE_BINS - 1 - PER * g - k, with = better + bin[b];
-            if (with <= SAMPLE_ROOM && better < p.limit) atomicMin(lowest, b);
+            if (with <= SAMPLE_CANDIDATES && better < p.limit) atomicMin(lowest, b);
             better = with;
         }
     }
@@ -2523,15 +2653,20 @@ DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *room, i
 /* Grid at most SAMPLE_BLOCKS, block SAMPLE_THREADS; the block that ends last chooses. Bytes: the logits twice, 1.2 MB from L2 for a
  * vocabulary of 150,000; about 15 us: 6 for the last block's reading, the rest its barriers. */
 __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant__ struct sample_args p) {
-    SHARED(uint64_t, key, SAMPLE_ROOM);
-    SHARED(double, mass, SAMPLE_ROOM);
+    SHARED(uint64_t, key, SAMPLE_CANDIDATES);
+    SHARED(double, mass, SAMPLE_CANDIDATES);
     SHARED(int, bin, SAMPLE_BINS);
-    SHARED(int, at, 3); /* the lowest bin; candidates, later the choice; candidates kept */
+    enum { LOWEST_BIN, CANDIDATES, KEPT, CHOICE = CANDIDATES, COUNTERS = 3 };
+    SHARED(int, counter, COUNTERS);
     const int tid = (int)threadIdx.x, step = (int)gridDim.x * SAMPLE_THREADS;
     const bool all_mass = p.limit == p.n && p.top_p < 1.0f;
     grid_dependency_launch();
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = 0;
-    if (!tid) at[0] = SAMPLE_BINS, at[1] = 0, at[2] = p.limit;
+    if (!tid) {
+        counter[LOWEST_BIN] = SAMPLE_BINS;
+        counter[CANDIDATES] = 0;
+        counter[KEPT] = p.limit;
+    }
     grid_dependency_wait();
     __syncthreads();
     uint64_t top = 0;
@@ -2548,54 +2683,65 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; all_mass && i < p.n; i += step)
         total += exp(above_top(sample_key(p, i, p.logits[i])));
     if (all_mass) total = block_fold(mass, total, sum);
-    if (!tid) p.block_best[blockIdx.x] = top, p.block_mass[blockIdx.x] = total;
+    if (!tid) {
+        p.block_best[blockIdx.x] = top;
+        p.block_mass[blockIdx.x] = total;
+    }
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS)
         if (bin[i]) atomicAdd(&p.bins[i], bin[i]);
     if (!last_block(p.arrived)) return;
 
     const uint64_t best = tid < (int)gridDim.x ? p.block_best[tid] : 0;
     top = block_fold(key, best, larger);
-    if (!tid) *p.arrived = 0, *p.token = p.greedy ? (int32_t) ~(uint32_t)top : -1;
+    if (!tid) {
+        *p.arrived = 0;
+        *p.token = p.greedy ? (int32_t) ~(uint32_t)top : -1;
+    }
     if (p.greedy) return;
     if (all_mass) total = block_fold(mass, best ? p.block_mass[tid] * exp(above_top(best)) : 0, sum);
-    for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = p.bins[i], p.bins[i] = 0;
+    for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) {
+        bin[i] = p.bins[i];
+        p.bins[i] = 0;
+    }
     __syncthreads();
-    lowest_bin(p, bin, (int *)mass, &at[0]);
+    lowest_bin(p, bin, (int *)mass, &counter[LOWEST_BIN]);
     key[tid] = key[tid + SAMPLE_THREADS] = 0;
     __syncthreads();
-    const int lowest = at[0];
+    const int lowest = counter[LOWEST_BIN];
     for (int i0 = 4 * tid; i0 < p.n; i0 += 16 * SAMPLE_THREADS) {
         float4 x[4]; /* all on their way at once */
-        UNROLL for (int u = 0; u < 4; u++) if (i0 + 4 * SAMPLE_THREADS * u < p.n) x[u] =
-            *(const float4 *)(p.logits + i0 + 4 * SAMPLE_THREADS * u);
+        UNROLL for (int u = 0; u < 4; u++) {
+            if (i0 + 4 * SAMPLE_THREADS * u >= p.n) continue;
+            x[u] = *(const float4 *)(p.logits + i0 + 4 * SAMPLE_THREADS * u);
+        }
         UNROLL for (int k = 0; k < 16; k++) {
             const int i = i0 + 4 * SAMPLE_THREADS * (k >> 2) + (k & 3);
             if (i >= p.n) continue;
             const uint64_t y = sample_key(p, i, (&x[k >> 2].x)[k & 3]);
-            if (key_bin(y) >= lowest) key[atomicAdd(&at[1], 1)] = y;
+            if (key_bin(y) >= lowest) key[atomicAdd(&counter[CANDIDATES], 1)] = y;
         }
     }
     block_sort(key);
-    const int n = at[1];
+    const int n = counter[CANDIDATES];
     for (int i = 2 * tid; i < 2 * tid + 2; i++) /* those that this thread sorted */
         mass[i] = i < n ? exp(above_top(key[i])) : 0;
     block_scan(mass);
-    if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_ROOM - 1];
+    if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_CANDIDATES - 1];
     for (int i = tid; i < n && i < p.limit; i += SAMPLE_THREADS)
         if (i && ((p.top_p < 1.0f && mass[i - 1] >= (double)p.top_p * total) ||
                   (p.min_p > 0 && exp(above_top(key[i])) < (double)p.min_p)))
-            atomicMin(&at[2], i);
+            atomicMin(&counter[KEPT], i);
     __syncthreads();
-    const int kept = at[2];
+    const int kept = counter[KEPT];
     if (kept > n || (n < p.limit && !all_mass && p.top_p < 1.0f)) return;
-    for (int i = tid; i < SAMPLE_ROOM; i += SAMPLE_THREADS)
+    for (int i = tid; i < SAMPLE_CANDIDATES; i += SAMPLE_THREADS)
         mass[i] = i < kept ? exp(above_top(key[i]) / (double)p.temp) : 0;
-    if (!tid) at[1] = kept - 1;
+    if (!tid) counter[CHOICE] = kept - 1;
     const double want = p.uniform * block_scan(mass);
     for (int i = tid; i < kept; i += SAMPLE_THREADS)
-        if (mass[i] > want) atomicMin(&at[1], i);
+        if (mass[i] > want) atomicMin(&counter[CHOICE], i);
     __syncthreads();
-    if (!tid) *p.token = (int32_t) ~(uint32_t)key[at[1]];
+    if (!tid) *p.token = (int32_t) ~(uint32_t)key[counter[CHOICE]];
 }
 
 /* ============================================================================================================
@@ -2881,7 +3027,7 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     if (decode) {
         nccl_ok(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
         a->delta = c->gathered;
-        LAUNCH_PDL(k_add_norm<DELTA_PARTS>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
+        LAUNCH_PDL(k_add_norm<DELTA_GATHERED>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
     } else {
         LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
                    count);
@@ -2931,7 +3077,7 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
-    a.p = tp_peer_of(r), a.place = (int)r->n_all_reduce++;
+    a.p = tp_peer_of(r), a.ordinal = (int)r->n_all_reduce++;
     if (all_reduce_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
     if (r->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
@@ -2971,9 +3117,9 @@ static void product(struct rank *r, const struct device_matrix *w, const uint16_
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
     if (n_tok <= DECODE_MAX_TOKENS) {
         struct gemv_args p = {};
-        p.part[0].w = *w, p.part[0].x = x, p.part[0].x_stride = x_stride, p.part[0].x_job = x_batch,
-        p.part[0].max_jobs = 1;
-        p.n_part = 1, p.n_tok = n_tok, p.batch = batch;
+        p.entry[0].w = *w, p.entry[0].x = x, p.entry[0].x_stride = x_stride, p.entry[0].x_job = x_batch,
+        p.entry[0].max_jobs = 1;
+        p.n_entry = 1, p.n_tok = n_tok, p.batch = batch;
         p.y16 = y16, p.y32[0] = y32, p.y_stride[0] = y_stride, p.y_batch = y_batch;
         gemv_sum_launch(&p, c->stream);
         return;
@@ -2999,12 +3145,12 @@ static void cuda_linear3(struct rank *r, enum act x, const struct weight *const 
             cuda_linear(r, w[i], x, out[i]);
             continue;
         }
-        struct gemv_batch *q = &p.part[p.n_part];
+        struct gemv_batch *q = &p.entry[p.n_entry];
         profile_matrices(device_matrix_of(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
         q->w = *device_matrix_of(c, w[i]), q->x = c->x16[x], q->x_stride = (size_t)r->width[x], q->max_jobs = 1;
-        p.y32[p.n_part] = c->x32[out[i]], p.y_stride[p.n_part++] = (size_t)r->width[out[i]];
+        p.y32[p.n_entry] = c->x32[out[i]], p.y_stride[p.n_entry++] = (size_t)r->width[out[i]];
     }
-    if (!p.n_part) return;
+    if (!p.n_entry) return;
     p.separate = true, p.n_tok = r->n_tok;
     gemv_sum_launch(&p, c->stream);
 }
@@ -3119,13 +3265,13 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
         u.y_stride[i] = (size_t)p.w.n_out;
         p.w = *device_matrix_of(c, ffns[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
         if (experts) p.x_job = DECODE_MAX_TOKENS * p.x_stride, p.weight = ro->job_weight;
-        d.part[i] = p;
+        d.entry[i] = p;
     }
-    u.n_part = d.n_part = n, u.n_tok = d.n_tok = r->n_tok;
+    u.n_entry = d.n_entry = n, u.n_tok = d.n_tok = r->n_tok;
     d.y32[0] = c->x32[out], d.y_stride[0] = (size_t)r->width[out];
     for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, 2 * jobs[i], 0);
     gemv_glu_launch(&u, c->stream);
-    for (int i = 0; i < n; i++) profile_matrices(&d.part[i].w, jobs[i], 0);
+    for (int i = 0; i < n; i++) profile_matrices(&d.entry[i].w, jobs[i], 0);
     gemv_sum_launch(&d, c->stream);
 }
 
@@ -3153,7 +3299,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     LAUNCH_PDL(k_route_prefill, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)layer->n_expert, c->stream,
                p);
     struct sort_args s = c->sort;
-    s.n_slots = r->n_tok * s.k, s.n_expert = layer->n_expert;
+    s.n_choices = r->n_tok * s.k, s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
     if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
@@ -3161,8 +3307,8 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     g.w = *device_matrix_of(c, &layer->gate), g.w2 = *device_matrix_of(c, &layer->up), g.x = c->x16[x],
     g.x_stride = (size_t)r->width[x], g.rows = s.row;
     g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
-    g.max_tiles = s.n_slots / TN + (layer->n_expert < s.n_slots ? layer->n_expert : s.n_slots);
-    g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)layer->gate.n_out;
+    g.max_tiles = s.n_choices / TN + (layer->n_expert < s.n_choices ? layer->n_expert : s.n_choices);
+    g.n_tok = s.n_choices, g.y = c->hidden, g.y_stride = (size_t)layer->gate.n_out;
     const bool w4a4 = r->sizes.w4a4 && g.w.fmt == FMT_FP4 && device_matrix_of(c, &layer->down)->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
@@ -3174,7 +3320,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     g.w = *device_matrix_of(c, &layer->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
     g.rows = NULL;
     g.y = c->expert_out, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
-    experts(0, s.n_slots, c->hidden4);
+    experts(0, s.n_choices, c->hidden4);
     if (r->stats) {
         struct stats_args a = {
             c->expert_out, m->n_embd, s.k,      s.first,
