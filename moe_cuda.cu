@@ -765,8 +765,8 @@ DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const 
                 }
                 if (FMT != FMT_Q8) continue;
                 /* the block's scale belongs to rows g and g + 8 */
-                const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
-                            d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
+                const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h));
+                const float d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
                 UNROLL for (int i = 0; i < 4 * NT; i++) {
                     const float d = i & 2 ? d1 : d0;
                     acc[i >> 2][i & 3] += d * block_acc[i >> 2][i & 3];
@@ -1211,12 +1211,16 @@ DEVICE void store_quad(const struct gemm_args &p, int position, int row, bool wh
     const size_t at = blockIdx.z * p.y_batch + (size_t)position * p.y_stride + row;
     float *f = (float *)p.y + at;
     uint16_t *h = (uint16_t *)p.y + at;
-    if (whole && p.y_f32) *(float4 *)f = v;
-    else if (whole) *(uint2 *)h = make_uint2(clamped_f16x2(v.x, v.y), clamped_f16x2(v.z, v.w));
-    else UNROLL for (int i = 0; i < 4 && row + i < p.w.n_out; i++) {
+    if (whole && p.y_f32) {
+        *(float4 *)f = v;
+    } else if (whole) {
+        *(uint2 *)h = make_uint2(clamped_f16x2(v.x, v.y), clamped_f16x2(v.z, v.w));
+    } else {
+        UNROLL for (int i = 0; i < 4 && row + i < p.w.n_out; i++) {
             if (p.y_f32) f[i] = (&v.x)[i];
             else h[i] = (uint16_t)clamped_f16x2((&v.x)[i], 0);
         }
+    }
 }
 
 /* x, of which the compiler knows nothing more: it is kept in a register instead of being computed again in a loop. */
@@ -1369,9 +1373,10 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
                             uint32_t f = i & 2 ? sc[i >> 2].y : sc[i >> 2].x;
                             acc[i >> 2][n][i & 3] += d[i >> 2][i & 3] * half_to_f32((uint16_t)(f >> 16 * h));
                         }
-                    } else
+                    } else {
                         UNROLL for (int k = 0; k < 2; k++) UNROLL for (int m = 0; m < 2; m++)
                             mma_f16(acc[m][n], a[m][k], b[k]);
+                    }
                 }
             }
         }
@@ -1778,8 +1783,8 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
         return;
     }
     const float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
-    const float *w = kind ? p.k_norm : p.q_norm, *cs = p.cs + (size_t)t * (p.rope / 2),
-                *sn = p.sn + (size_t)t * (p.rope / 2);
+    const float *w = kind ? p.k_norm : p.q_norm;
+    const float *cs = p.cs + (size_t)t * (p.rope / 2), *sn = p.sn + (size_t)t * (p.rope / 2);
     UNROLL for (int j = 0; j < HEAD_PER; j++) {
         int c = lane + 32 * j, half = p.rope / 2;
         if (c >= n) continue;
