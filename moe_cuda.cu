@@ -1,30 +1,47 @@
-/* moe_cuda.cu - the table of operations (struct ops of moe.c) for NVIDIA GPUs.
+/* moe_cuda.cu - the GPU backend: the operations of moe.c (struct ops) as CUDA kernels
  *
- * One rank's engine: its copy of the weights, its cache, its activations, and a kernel or a few for every operation.
+ * One rank is one struct cuda: its weights, KV cache and activations on one GPU. A forward pass of moe.c calls
+ * operations such as cuda_linear and cuda_attention; each enqueues one kernel or a few on the rank's stream. The host
+ * waits only for a token, for logits or for statistics.
  *
- *   decode, 1..16 tokens: weights stream once, 4 bits become halves in registers, m16n8k16 sums in F32 (W4A16); one CUDA graph
- *                         per number of tokens, because positions and tokens lie in device memory
- *   prefill, more tokens: tokens sorted by expert, grouped products in tiles of K = 64; on SM120 optionally in FP4 (W4A4)
- *   attention:            over an FP8 or BF16 cache; decode splits the context over the whole GPU and merges exactly
+ * Start here: "Operations" shows which kernels a step of a layer launches. Then read one kernel, for example
+ * k_gemv_sum, with the tile format of "Weights on the device" beside it.
  *
- * The same source compiles with g++ against tests/cuda_emu.h, which runs every kernel on a CPU, thread by thread.
+ *   step                  decode (1 to 16 tokens)                    prefill (more tokens)
+ *   embedding             k_embed                                    k_embed
+ *   residual add, norm    k_add_norm, all-reduce included            k_add_norm, all-reduce included
+ *   projections           k_gemv_sum                                 gemm_kernel
+ *   RoPE, KV cache        k_rope_gqa or k_rope_mla                   k_rope_gqa or k_rope_mla
+ *   attention             attn_gqa_decode or attn_mla_kernel,        attn_gqa_prefill or attn_mla_kernel,
+ *                         attn_merge                                 attn_merge
+ *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
+ *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_sum (down)   gemm_kernel twice, k_combine for experts
+ *   output layer          k_gemv_sum for up to 16 rows               k_gemv_sum for up to 16 rows
+ *   sampling              k_sample                                   k_sample
  *
- * Numbers: activations between products are halves, clamped, never infinite; sums, norms, router, softmax and the residual
- * stream are F32. Nothing is added up with atomics: results do not change from run to run.
- * Every kernel's shared memory stays within the 101,376 bytes of SM120.
+ * Decode is memory-bound: a kernel reads each weight once, dequantizes it to halves in registers and multiplies by
+ * m16n8k16 with F32 sums (W4A16). Positions and tokens lie in device memory, so that one CUDA graph per number of
+ * tokens replays every forward pass.
+ * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
+ * experts may also run with FP4 activations (W4A4).
+ *
+ * Numbers: activations between GEMMs are halves, clamped to the largest half, never infinite. Sums, norms, router,
+ * softmax and the residual stream are F32. No floating-point sum uses atomics: the same input gives the same bits.
+ * Limits: no kernel uses more than the 101,376 bytes of shared memory of SM120.
+ * Tests: the same source compiles with g++ against tests/cuda_emu.h, which runs every CUDA thread on a CPU.
  *
  * Contents:
- *   Instructions
- *   Weights on the device
+ *   Instructions                                  PTX wrappers, launches
+ *   Weights on the device                         the tile format, dequantization
  *   Upload: from the file's blocks to tiles
- *   Sums over ranks
- *   Embedding, norms, sums
- *   Products for few tokens
+ *   All-reduce and send between ranks             flags, k_send_rows; the all-reduce itself is in k_add_norm
+ *   Embedding, residual add, norm
+ *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_sum, k_gemv_glu
  *   Router
- *   Products for more than 16 tokens
- *   Rotation and the cache
- *   Attention over the cache
- *   Choosing a token
+ *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations, the sort by expert, --calibrate's sums
+ *   RoPE and the KV cache
+ *   Attention over the KV cache
+ *   Sampling
  *   The engine of a rank
  *   Operations
  *   Start and end
@@ -58,6 +75,8 @@
 
 /* ============================================================================================================
  * Instructions
+ *
+ * One function per PTX instruction, with the same names as in tests/cuda_emu.h, and the launch macro.
  * ============================================================================================================ */
 
 #ifndef CUEMU
@@ -68,21 +87,23 @@
 #define UNROLL_BY(n)  UNROLL_BY_(unroll n)
 #define UNROLL_BY_(x) _Pragma(#x)
 
+/* Returns the address within shared memory that PTX instructions take. */
 DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-/* 16 bytes from global to shared memory, asynchronously; zeros, and no read, where !valid. */
+/* Copies 16 bytes from global to shared memory asynchronously. !valid: writes zeros and reads nothing. */
 DEVICE void cp_async16(void *smem, const void *gmem, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)), "l"(gmem),
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
+/* Closes a group of copies. cp_async_wait<N> waits until at most the N latest groups of this thread are in flight. */
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* Four 8x8 matrices of halves; lane l gives the address of row l % 8 of matrix l / 8. */
+/* Loads four 8x8 matrices of halves. Lane l passes the address of row l % 8 of matrix l / 8. */
 #define LDMATRIX_X4(name, how)                                                              \
     DEVICE void name(uint32_t r[4], const void *row) {                                      \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -93,8 +114,10 @@ DEVICE void cp_async_wait() {
 LDMATRIX_X4(ldmatrix_x4, "")
 LDMATRIX_X4(ldmatrix_x4_trans, ".trans")
 
-/* d (16,8) += a (16,16) b (16,8), F32 sums. With g = lane / 4, t = lane % 4: a0 (g; 2t,2t+1), a1 (g+8; ..), a2 (g; 2t+8..),
- * a3 (g+8; 2t+8..); b0 (2t,2t+1; g), b1 (2t+8..; g); d0,d1 (g; 2t,2t+1), d2,d3 (g+8; ..). */
+/* d (16,8) += a (16,16) b (16,8): halves, F32 sums. With g = lane / 4 and t = lane % 4 a lane holds
+ *   a0 (row g, k 2t, 2t+1)    a1 (row g+8, same k)    a2 (row g, k 2t+8, 2t+9)    a3 (row g+8, same k)
+ *   b0 (k 2t, 2t+1, column g) b1 (k 2t+8, 2t+9, column g)
+ *   d0, d1 (row g, columns 2t, 2t+1)    d2, d3 (row g+8, same columns) */
 DEVICE void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                  "{%0,%1,%2,%3};"
@@ -104,7 +127,8 @@ DEVICE void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
 
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
 #define HAVE_FP4_MMA 1
-/* d (16,8) += a (16,64) b (64,8) in E2M1 with a UE4M3 scale per 16 (PTX ISA, mma.m16n8k64 with block scaling). */
+/* d (16,8) += a (16,64) b (64,8) in E2M1, with a UE4M3 scale per 16 values of k (PTX ISA, mma.m16n8k64, block
+ * scaling). */
 DEVICE void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb) {
     asm volatile("mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, %10, {0,0}, %11, {0,0};"
@@ -113,7 +137,7 @@ DEVICE void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint
 }
 #endif
 
-/* Functions of one instruction, of one operand and of two, of which `lo` is %1. */
+/* Define functions of one instruction, with one operand or with two. Of two, `lo` is %1. */
 #define ONE_INSTRUCTION(R, r, name, A, a, code) \
     DEVICE R name(A x) {                        \
         R y;                                    \
@@ -126,19 +150,20 @@ DEVICE void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint
         asm(code : r(y) : a(lo), a(hi));         \
         return y;                                \
     }
-/* Pairs: element 0 is the low half. Subnormals are kept. */
+/* Pairs of 16-bit values: element 0 is the low half of the word. Subnormals are kept. */
 ONE_INSTRUCTION2(uint32_t, "=r", f16x2_mul, uint32_t, "r", "mul.rn.f16x2 %0, %1, %2;")
 ONE_INSTRUCTION2(uint32_t, "=r", f16x2_add, uint32_t, "r", "add.rn.f16x2 %0, %1, %2;")
 ONE_INSTRUCTION2(uint32_t, "=r", f32_to_f16x2, float, "f", "cvt.rn.f16x2.f32 %0, %2, %1;")
 ONE_INSTRUCTION2(uint32_t, "=r", f32_to_bf16x2, float, "f", "cvt.rn.bf16x2.f32 %0, %2, %1;")
-/* Beyond the largest half it is that one: an overflow may cost accuracy, never make an infinity. */
+/* Clamps to the largest half: an overflow may cost accuracy, but never makes an infinity. */
 ONE_INSTRUCTION2(uint32_t, "=r", clamped_f16x2, float, "f", "cvt.rn.satfinite.f16x2.f32 %0, %2, %1;")
-ONE_INSTRUCTION(float, "=f", exp2_fast, float, "f", "ex2.approx.ftz.f32 %0, %1;") /* below 2^-126: 0 */
+ONE_INSTRUCTION(float, "=f", exp2_fast, float, "f", "ex2.approx.ftz.f32 %0, %1;") /* results below 2^-126 are 0 */
 ONE_INSTRUCTION(float, "=f", half_to_f32, uint16_t, "h", "cvt.f32.f16 %0, %1;")
 ONE_INSTRUCTION(uint16_t, "=h", f32_to_f16, float, "f", "cvt.rn.f16.f32 %0, %1;")
 DEVICE float bf16_value(uint16_t b) { return __uint_as_float((uint32_t)b << 16); }
 
-/* E4M3. The image for chips before 9.0 has no instructions for it, and attention reads it all the time. */
+/* Conversions of E4M3. The image for chips before 9.0 (compute_80) has no instruction for the second, which attention
+ * runs all the time. */
 DEVICE uint16_t f32_to_e4m3x2(float lo, float hi) {
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, __NV_E4M3);
 }
@@ -147,15 +172,15 @@ DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
     return *(const uint32_t *)&h;
 #else
-    uint32_t v = (x & 0xFFu) | (uint32_t)(x >> 8) << 16; /* s eeee mmm: as f16 it is 2^-8 of the value */
+    uint32_t v = (x & 0xFFu) | (uint32_t)(x >> 8) << 16; /* bits s eeee mmm: read as f16 they are 2^-8 of the value */
     return f16x2_mul((v & 0x00800080) << 8 | (v & 0x007F007F) << 7, 0x5C005C00);
 #endif
 }
 
-/* Written by another block of the same kernel: not from the first cache, which is not coherent. */
+/* Loads what another block of the same kernel wrote: from L2, because L1 is not coherent. */
 DEVICE float load_l2(const float *p) { return __ldcg(p); }
 
-/* 16 bytes that are read once: past the first cache. */
+/* Loads 16 bytes that are read once: they take no place in L1. */
 DEVICE uint4 ldg_stream(const void *p) {
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -164,15 +189,16 @@ DEVICE uint4 ldg_stream(const void *p) {
     return r;
 }
 
-/* What was written before, here and by those who added before, is visible after. Returns the old value. */
+/* Adds v and returns the old value. Writes before it, of this thread and of those that added earlier, are visible after
+ * it. */
 DEVICE uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
     uint32_t r;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");
     return r;
 }
 
-/* Memory that other GPUs see: 16 bytes to them, 16 bytes that came from them, and flags. A release makes what the block wrote before
- * a barrier visible to whoever sees the flag by an acquire. */
+/* Memory that other GPUs write or read: 16-byte stores, 16-byte loads, and flags. A release store of a flag publishes
+ * what the whole block wrote before a barrier; an acquire load that sees the flag sees these writes. */
 DEVICE void st_sys16(void *p, uint4 v) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
@@ -199,8 +225,8 @@ DEVICE uint64_t global_timer() { /* nanoseconds */
     return t;
 }
 
-/* Programmatic dependent launch: `wait` returns when the kernels before have ended and their writes are visible; `launch` lets the
- * next kernel's blocks start, which then wait themselves. */
+/* Programmatic dependent launch. grid_dependency_wait returns when the kernels before have ended and their writes are
+ * visible. grid_dependency_launch lets the blocks of the next kernel start; they wait themselves. */
 #if __CUDA_ARCH__ >= 900
 DEVICE void grid_dependency_wait() { cudaGridDependencySynchronize(); }
 DEVICE void grid_dependency_launch() { cudaTriggerProgrammaticLaunchCompletion(); }
@@ -214,15 +240,19 @@ DEVICE void grid_dependency_launch() {}
     T *name = (T *)dyn_smem
 #define SHARED(T, name, count) __shared__ __align__(16) T name[count]
 
-/* Launches with programmatic dependence on the kernel before. Errors are collected by cudaGetLastError. */
+/* Launches a kernel that may start before the one in front of it has ended. Errors stay for cudaGetLastError. */
 template <class... P, class... A>
 static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream, A... args) {
     cudaLaunchAttribute attr = {};
     attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = smem, config.stream = stream;
-    config.attrs = &attr, config.numAttrs = 1;
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = smem;
+    config.stream = stream;
+    config.attrs = &attr;
+    config.numAttrs = 1;
     cudaLaunchKernelEx(&config, kernel, P(args)...);
 }
 #define LAUNCH_NAMED(kernel, name, ...) launch_pdl(kernel, __VA_ARGS__)
@@ -231,12 +261,15 @@ static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem,
 #define LAUNCH_NAMED(kernel, name, ...) cuemu::enqueue_kernel(kernel, name, true, __VA_ARGS__)
 #endif
 
-static thread_local cudaEvent_t *profile_event; /* two of each launch, while a thread profiles its rank */
+static thread_local cudaEvent_t *profile_event; /* two per launch, while a thread profiles its rank */
 
-/* Before a launch its name as the source spells it, after it NULL. */
+/* Records an event while profiling. Call it before a launch with the kernel's name as the source spells it, after it
+ * with NULL. */
 static void profile_mark(const char *kernel, cudaStream_t stream) {
     const int i = profile_launch(kernel);
-    if (i >= 0) cudaEventCreate(&profile_event[i]), cudaEventRecord(profile_event[i], stream);
+    if (i < 0) return;
+    cudaEventCreate(&profile_event[i]);
+    cudaEventRecord(profile_event[i], stream);
 }
 
 #define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
@@ -249,71 +282,98 @@ static void profile_mark(const char *kernel, cudaStream_t stream) {
 /* ============================================================================================================
  * Weights on the device
  *
- * A matrix is cut into tiles of 16 rows x 64 columns, each stored as the A fragments of m16n8k16 (and m16n8k64), so that a
- * warp's load of a tile is one 16-byte load per lane and 512 consecutive bytes. Lane 4g + t owns rows g and g + 8 and the
- * columns 8t..8t+7 and 32+8t..32+8t+7. The k16-step s of a tile covers, in the MMA's order of k, for lane t the columns
- * c = 32 (s / 2) + 8t + 4 (s % 2): c, c+1 (a0, a1, b0) and c+2, c+3 (a2, a3, b1). So 16 bytes of a token's halves at column
- * 32h + 8t are the B operand of steps 2h and 2h + 1. The order of k inside a product is free as long as both operands share it.
+ * A matrix (n_out rows, n_in columns) is cut into tiles of 16 rows x 64 columns. A tile is stored as MMA A fragments: a
+ * lane loads 16 bytes at a time, exactly the weights that it passes to the MMA, and a warp loads 512 consecutive bytes.
+ * Lane 4g + t owns 8 columns in each half of rows g and g + 8:
+ *
+ *   columns    0..7     8..15    16..23   24..31 | 32..39   40..47   48..55   56..63
+ *   row 0     lane 0   lane 1   lane 2   lane 3  | lane 0   lane 1   lane 2   lane 3
+ *   row 1     lane 4   lane 5   lane 6   lane 7  | lane 4   lane 5   lane 6   lane 7
+ *   ..
+ *   row 7     lane 28  lane 29  lane 30  lane 31 | lane 28  lane 29  lane 30  lane 31
+ *   row 8     lane 0   lane 1   lane 2   lane 3  | ..       rows 8..15 belong to the lanes of rows 0..7
+ *              half h = 0                          half h = 1
+ *
+ *   FMT_FP4,  512 bytes   lane 0 .. lane 31, 16 bytes each: [row g, h 0] [row g+8, h 0] [row g, h 1] [row g+8, h 1],
+ *                         4 bytes each; fp4_pair tells which nibble holds which of the 8 columns
+ *   FMT_Q8,  1024 bytes   h 0, then h 1; in each lane 0 .. lane 31, 16 bytes each: [row g] [row g+8], 8 codes (+ 128)
+ *   FMT_F16, 2048 bytes   k16-steps 0 .. 3; in each lane 0 .. lane 31, 16 bytes each: registers a0 a1 a2 a3 of mma_f16
+ *   scales,    64 bytes   4 bytes a row, rows in the order 0 8 1 9 .. 7 15. FP4: 4 UE4M3, one per 16 columns;
+ *                         Q8: 2 F16, one per 32 columns; F16 has none
+ *
+ * One m16n8k64 takes a whole FP4 tile. m16n8k16 takes it in four k16-steps s. The order of k inside a product is free
+ * as long as both operands use it, so step s uses the columns c = 32 (s / 2) + 8t + 4 (s % 2) of lane t: c, c+1 (a0,
+ * a1, b0) and c+2, c+3 (a2, a3, b1). Hence 16 bytes of a token's halves, from column 32h + 8t on, are the B operands of
+ * steps 2h and 2h + 1.
  * ============================================================================================================ */
 
-/* FMT_FP4: UE4M3 scales, row-major, 4 a row, rows in the order 0 8 1 9 ..; FMT_Q8: codes + 128, F16 scales, 2 a row. */
-
-/* (n_expert, n_out, n_in) matrices. Rows and columns that only fill up tiles are zero. */
+/* n_expert matrices (n_out, n_in). Rows and columns that only fill up tiles are zero. */
 struct device_matrix {
-    uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles */
-    uint8_t *scales;    /* likewise; NULL: the format has none */
-    const float *scale; /* (n_expert) factors of the sums; NULL: factor `unit` alone */
+    uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles: n_rt rows of tiles, n_kt tiles along k */
+    uint8_t *scales;    /* (n_expert, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
+    const float *scale; /* (n_expert) factors of the results, besides `unit`; NULL: 1 */
     const float *bias;  /* (n_out) or NULL */
-    float unit;         /* of the format: what the expansion to halves leaves out */
+    float unit;         /* factor that undoes the power of two of fragment_dequantize */
     int n_out, n_in, n_rt, n_kt, n_expert, fmt;
 };
 
-/* Index of a matrix' first tile in row of tiles rt of expert e. */
+/* Returns the index of the first tile in row of tiles rt of expert e. */
 DEVICE size_t tile_index(const struct device_matrix &w, int e, int rt) {
     return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * (size_t)w.n_kt;
 }
 
+/* Returns the factor of the results of expert e. */
 DEVICE float device_matrix_scale(const struct device_matrix &w, int e) {
     return w.scale ? w.unit * w.scale[e] : w.unit;
 }
 
-/* Eight E2M1 codes to pairs of halves, times 2^-14: column i of the eight sits in nibble (i / 2) + 4 (i % 2), so that a pair
- * is 16 bits apart and its exponent and mantissa bits fall into a half's places by shifts. Subnormals come out right. */
+/* Converts 2 of 8 E2M1 codes to halves times 2^-14. Column i of the 8 sits in nibble (i / 2) + 4 (i % 2): the two
+ * nibbles of a pair are 16 bits apart, and shifts move their bits to the places of a half's exponent and mantissa.
+ * Subnormals come out right. */
 DEVICE uint32_t fp4_pair(uint32_t codes, int pair) {
     uint32_t v = codes << (12 - 4 * pair);
     return (v & 0x80008000u) | (v >> 3 & 0x0E000E00u);
 }
 
-/* The scale byte at bit `shift` as a pair of halves: UE4M3 moved to a half's place is 2^-8 of its value; times 2^15. With
- * fp4_pair's 2^-14 a product is 2^-7 of the weight (exact: six significant bits); device_matrix.unit brings it back. */
+/* Converts the UE4M3 scale at bit `shift` to a pair of equal halves times 2^7: its bits at a half's place are 2^-8 of
+ * the value, the product adds 2^15. With fp4_pair's 2^-14 a dequantized weight is 2^-7 of its value, exactly (six
+ * significant bits). device_matrix.unit restores the factor. */
 DEVICE uint32_t fp4_scale(uint32_t scales, int shift) {
     uint32_t b = (scales >> shift & 0xFFu) << 7;
     return f16x2_mul(b | b << 16, 0x78007800u);
 }
 
-/* The A fragment of k16-step `step` (a constant after unrolling) from a lane's part of a tile. */
+/* Makes the A fragment of one k16-step (a constant after unrolling). c: the lane's 16 bytes, for Q8 two of them, for
+ * F16 four; s: the scales of rows g and g + 8; t = lane % 4. */
 template <int FMT>
-DEVICE void expand(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
+DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
     int h = step >> 1, q = 2 * (step & 1);
     if (FMT == FMT_FP4) {
         int shift = 8 * (2 * h + (t >> 1));
-        uint32_t lo = h ? c[0].z : c[0].x, hi = h ? c[0].w : c[0].y;
+        uint32_t lo = h ? c[0].z : c[0].x;
+        uint32_t hi = h ? c[0].w : c[0].y;
         uint32_t s0 = fp4_scale(s.x, shift), s1 = fp4_scale(s.y, shift);
-        a[0] = f16x2_mul(fp4_pair(lo, q), s0), a[2] = f16x2_mul(fp4_pair(lo, q + 1), s0);
-        a[1] = f16x2_mul(fp4_pair(hi, q), s1), a[3] = f16x2_mul(fp4_pair(hi, q + 1), s1);
-    } else if (FMT == FMT_Q8) { /* a byte below 0x64 is the half 1024 + byte */
-        uint32_t lo = q ? c[h].y : c[h].x, hi = q ? c[h].w : c[h].z;
+        a[0] = f16x2_mul(fp4_pair(lo, q), s0);
+        a[2] = f16x2_mul(fp4_pair(lo, q + 1), s0);
+        a[1] = f16x2_mul(fp4_pair(hi, q), s1);
+        a[3] = f16x2_mul(fp4_pair(hi, q + 1), s1);
+    } else if (FMT == FMT_Q8) { /* the half 0x6400 | byte is 1024 + byte */
+        uint32_t lo = q ? c[h].y : c[h].x;
+        uint32_t hi = q ? c[h].w : c[h].z;
         const uint32_t bias = 0xE480E480u; /* -1152 = -(1024 + 128) */
         a[0] = f16x2_add(__byte_perm(lo, 0x64646464u, 0x4140), bias);
         a[2] = f16x2_add(__byte_perm(lo, 0x64646464u, 0x4342), bias);
         a[1] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4140), bias);
         a[3] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4342), bias);
     } else {
-        a[0] = c[step].x, a[1] = c[step].y, a[2] = c[step].z, a[3] = c[step].w;
+        a[0] = c[step].x;
+        a[1] = c[step].y;
+        a[2] = c[step].z;
+        a[3] = c[step].w;
     }
 }
 
-/* One weight of expert 0, scale and all: for gathering rows of the embedding. */
+/* Returns one weight of expert 0, all scales applied: for single rows of the embedding. */
 DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col) {
     size_t tile = tile_index(w, 0, row / TILE_ROWS) + (size_t)(col / TILE_COLS);
     int g = row & 7, hi = row >> 3 & 1, h = col >> 5 & 1, lane = 4 * g + (col >> 3 & 3), i = col & 7;
@@ -335,27 +395,32 @@ DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col
 
 /* ============================================================================================================
  * Upload: from the file's blocks to tiles
+ *
+ * The host sends rows as the file has them (moe.c, gpu_upload_rows); k_repack permutes them into tiles on the GPU.
  * ============================================================================================================ */
 
-/* A weight of an F32, F16 or BF16 row. */
+/* Reads a weight of an F32, F16 or BF16 row. */
 DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
     if (r.type == GGUF_F32) return ((const float *)row)[col];
     uint16_t h = ((const uint16_t *)row)[col];
     return r.type == GGUF_BF16 ? bf16_value(h) : half_to_f32(h);
 }
 
-/* Eight codes at columns col.. (a multiple of 8) of a row, in the order of fp4_pair. */
+/* Reads the 8 E2M1 codes of columns col..col+7 (col % 8 == 0) in fp4_pair's order. NVFP4: 36 bytes per 64 columns,
+ * MXFP4: 17 per 32. */
 DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
     const bool nv = r.type == GGUF_NVFP4;
     const uint8_t *q = row + (nv ? col / 64 * 36 + 4 + col % 64 / 16 * 8 : col / 32 * 17 + 1 + (col & 8));
-    const int shift = col & (nv ? 8 : 16) ? 4 : 0;
+    const int half = nv ? 8 : 16; /* columns between a byte's low nibble and its high one */
+    const int shift = col & half ? 4 : 0;
     uint32_t out = 0;
     for (int i = 0; i < 8; i++) out |= (q[i] >> shift & 15u) << 4 * ((i >> 1) + 4 * (i & 1));
     return out;
 }
 
-/* Rows of the file to tiles. range, where the format's values may not all fit: F16: bits of the largest |weight|; MXFP4: the largest
- * exponent, 255 - the smallest. Grid: tiles / 8, block 256, a warp a tile. Reads and writes the matrix once; the bus is slower. */
+/* Writes rows of the file into tiles. For formats that may not represent all values it maximizes range[0..1]: F16: [0]
+ * bits of the largest |weight|; MXFP4: [0] the largest exponent, [1] 255 - the smallest.
+ * Grid: tiles / 8, block: 256, one warp per tile. Reads and writes each matrix once; the PCIe upload is slower. */
 __global__ void __launch_bounds__(256)
     k_repack(struct repack r, const uint8_t *raw, struct device_matrix w, uint32_t *range) {
     grid_dependency_wait();
@@ -376,27 +441,31 @@ __global__ void __launch_bounds__(256)
         uint32_t *to = codes + 4 * lane + hi;
         if (w.fmt == FMT_FP4) {
             to[2 * h] = in ? raw_fp4(r, src, col) : 0;
-            if (t & 1) continue; /* one lane per block of 16 columns writes its scale */
+            if (t & 1) continue; /* one lane per 16 columns writes the scale */
             uint8_t s = 0;
             if (in && r.type == GGUF_NVFP4) {
                 s = src[col / 64 * 36 + col % 64 / 16];
-                if (s == 0x7F) s = 0; /* as the other readers of this format do */
+                if (s == 0x7F) s = 0; /* NaN: other readers of this format read 0, too */
             } else if (in) {
-                int exponent = src[col / 32 * 17], x = exponent - r.shift; /* -9..8 fits */
+                int exponent = src[col / 32 * 17], x = exponent - r.shift; /* 2^x is exact in UE4M3 for -9 <= x <= 8 */
                 s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : x >= -9 ? 1 << (x + 9) : 0);
-                if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u)
-                    top = max(top, (uint32_t)exponent), low = max(low, 255u - (uint32_t)exponent);
+                if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u) {
+                    top = max(top, (uint32_t)exponent);
+                    low = max(low, 255u - (uint32_t)exponent);
+                }
             }
             scales[4 * hi + 2 * h + (t >> 1)] = s;
         } else if (w.fmt == FMT_Q8) {
             const uint8_t *b = src + col / 32 * 34;
             uint32_t q[2] = {0x80808080u, 0x80808080u};
             for (int k = 0; in && k < 8; k++) q[k >> 2] ^= (uint32_t)b[2 + col % 32 + k] << 8 * (k & 3);
-            to[128 * h + hi] = q[0], to[128 * h + hi + 1] = q[1];
+            to[128 * h + hi] = q[0];
+            to[128 * h + hi + 1] = q[1];
             if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
         } else {
-            for (int k = 0; k < 8; k += 2) { /* steps 2h and 2h + 1, registers hi and hi + 2 */
-                float x = in ? raw_float(r, src, col + k) : 0, y = in ? raw_float(r, src, col + k + 1) : 0;
+            for (int k = 0; k < 8; k += 2) { /* k16-steps 2h and 2h + 1, registers hi and hi + 2 */
+                float x = in ? raw_float(r, src, col + k) : 0;
+                float y = in ? raw_float(r, src, col + k + 1) : 0;
                 top = max(top, __float_as_uint(fmaxf(fabsf(x), fabsf(y))));
                 to[128 * (2 * h + (k >> 2)) + (k & 2)] = f32_to_f16x2(x * r.factor, y * r.factor);
             }
@@ -408,73 +477,84 @@ __global__ void __launch_bounds__(256)
 }
 
 /* ============================================================================================================
- * Sums over ranks
+ * All-reduce and send between ranks
  *
- * Ranks push: 16-byte stores into an area of the other's, then a flag. Stores cross PCIe once, loads would twice. The area is memory of
- * the receiver's GPU, or of the host where GPUs cannot reach each other. Flags only ever count up, the counts are in device memory, so that
- * a recorded graph goes on counting. A kernel that waits says for whom, and goes on until the host, which knows whether the program was
- * merely suspended, tells it to give up; after that nothing waits.
+ * Ranks push: a rank writes 16-byte stores into the mailbox of another, then a flag. A store crosses PCIe once, a load
+ * would cross it twice. The mailbox is memory of the receiver's GPU, or of the host where GPUs cannot reach each other
+ * (struct mailbox of moe.c). Flags only count up, and the counters are in device memory: a recorded graph continues to
+ * count.
+ * A kernel that waits long tells the host for whom (WAIT_CODE). It waits on until the host tells it to abort: only the
+ * host knows whether the program was merely suspended. After an abort no kernel waits any more.
+ * The all-reduce is a one-shot push in k_add_norm (below), or NCCL's.
  * ============================================================================================================ */
 
+/* This rank, as its kernels need it to talk to the others: its place in the stage, its counters on the GPU, and what
+ * it tells the host. */
 struct tp_peer {
-    int rank, n_rank; /* of the stage */
+    int rank, n_rank; /* in the pipeline stage */
     struct sequence *sequence;
     struct heartbeat *heartbeat;
 };
 
-/* Until *flag has come to `want`. One thread. */
+/* Waits until *flag has reached `want`, or for an abort. Called by one thread. */
 DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct tp_peer &p, uint32_t code) {
-    enum { LONG = 10000000 /* nanoseconds between looks at the host */ };
+    enum { LOOK_NS = 10000000 /* nanoseconds between looks at the host's flag */ };
     uint64_t t = global_timer();
     while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.sequence->aborted) {
-        if (global_timer() - t < LONG) continue;
+        if (global_timer() - t < LOOK_NS) continue;
         t = global_timer();
         *(volatile uint32_t *)&p.heartbeat->waiting = code;
         if (*(volatile uint32_t *)&p.heartbeat->abort) *(volatile uint32_t *)&p.sequence->aborted = 1;
     }
 }
 
-/* All blocks of a kernel come here when they have done what it is for. True in the last one's first thread. */
+/* Counts the blocks that have done a kernel's work on channel ch. Returns true in thread 0 of the last block; every
+ * block calls it. */
 DEVICE bool channel_end(const struct tp_peer &p, int ch) {
-    __syncthreads();
+    __syncthreads(); /* all threads have done their part before the block is counted */
     if (threadIdx.x || atom_add_acq_rel(&p.sequence->arrived[ch], 1) != gridDim.x - 1) return false;
     p.sequence->arrived[ch] = 0;
     p.sequence->done[ch]++;
     return true;
 }
 
-/* Rows for another rank, or from one. */
+/* One transfer of n_row rows (k_send_rows). CH_SEND: to the next stage, waits for its credit. CH_RECV: from the stage
+ * before, waits for its flag. CH_LOGITS: other ranks send to the root rank without waiting; the root waits for the
+ * flags of all ranks but its own. */
 struct send_args {
     struct tp_peer p;
     int channel;
-    const uint32_t *flag; /* (n_flag) of those that hand over, but for p.rank's own of several; or room of who takes */
-    int n_flag;
-    const float *src; /* n_row rows of n_col floats, a multiple of 4, src_stride apart */
+    const uint32_t *wait_flag; /* (n_wait) flags to wait for */
+    int n_wait;
+    const float *src; /* (n_row, n_col) floats, n_col % 4 == 0, rows src_stride floats apart */
     float *dst;
     size_t src_stride, dst_stride;
     int n_row, n_col;
-    uint32_t *tell; /* the other's flag or room; NULL: it need not know */
+    uint32_t *signal; /* flag of the other rank to set at the end; NULL: none */
 };
 
-/* Grid <= ALLREDUCE_BLOCKS, block 256. To a receiver n_row * n_col * 4 bytes at the bandwidth of the link; from a sender its latency, then 8
- * bytes per value. */
+/* Copies rows to another rank, or out of this rank's mailbox, and signals it.
+ * Grid: at most ALLREDUCE_BLOCKS, block: 256. Sends n_row * n_col * 4 bytes at the link's bandwidth; receiving costs
+ * the latency of a flag and 8 bytes per value. */
 __global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
     grid_dependency_wait();
-    const uint32_t e = a.p.sequence->done[a.channel] + 1;
+    const uint32_t seq = a.p.sequence->done[a.channel] + 1;
     const int t = threadIdx.x;
-    if (t < a.n_flag && (a.n_flag == 1 || t != a.p.rank)) /* room: the rows before these have been taken */
-        flag_await(a.flag + t, a.channel == CH_SEND ? e - 1 : e, a.p, WAIT_CODE(a.n_flag == 1 ? 0 : t, a.channel, 0));
-    __syncthreads();
+    /* CH_SEND waits until the rows of the transfer before have been taken, the others until their data have come. */
+    if (t < a.n_wait && (a.n_wait == 1 || t != a.p.rank))
+        flag_await(a.wait_flag + t, a.channel == CH_SEND ? seq - 1 : seq, a.p,
+                   WAIT_CODE(a.n_wait == 1 ? 0 : t, a.channel, 0));
+    __syncthreads(); /* thread 0..n_wait-1 have seen the flags: all threads may go on */
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
         const size_t row = i / vecs, col = i % vecs * 4;
         st_sys16(a.dst + row * a.dst_stride + col, ld_sys16(a.src + row * a.src_stride + col));
     }
-    if (channel_end(a.p, a.channel) && a.tell) st_release_sys(a.tell, e);
-    grid_dependency_launch();
+    if (channel_end(a.p, a.channel) && a.signal) st_release_sys(a.signal, seq);
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
 }
 
-/* y = x in BF16. Grid n / 1024, block 256, n a multiple of 4. 6 bytes per value. */
+/* y (n) BF16 = x (n) F32, n % 4 == 0. Grid: n / 1024, block: 256, moves 6 bytes per value. */
 __global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, size_t n) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -485,16 +565,19 @@ __global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, si
 }
 
 /* ============================================================================================================
- * Embedding, norms, sums
+ * Embedding, residual add, norm
+ *
+ * k_add_norm also does the all-reduce: it adds what attention or the feed-forward of all ranks computed.
  * ============================================================================================================ */
 
-/* The tokens of one forward, in device memory; the host writes it before each. */
+/* The position and number of tokens of one forward pass, in device memory. The host writes it before each pass. */
 struct batch {
     int32_t pos, n_tok; /* positions pos .. pos + n_tok - 1 */
 };
 
 enum { WARP = 32, ROW_THREADS = 256 };
 
+/* Sum and maximum over the 32 lanes of a warp; every lane gets them. */
 DEVICE float warp_sum(float x) {
     for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, o);
     return x;
@@ -504,24 +587,25 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-/* The sum over a block of up to 1024 threads, the same bits in every thread. Once per kernel: a second sum would overwrite the
- * parts of the first while they are read. */
+/* Sums x over a block of up to 1024 threads; every thread gets the same bits. There is one `partial` per kernel: put a
+ * barrier before the next call, or it overwrites sums that are still read. */
 DEVICE float block_sum(float x) {
-    SHARED(float, part, 32);
+    SHARED(float, partial, 32);
     x = warp_sum(x);
-    if (!(threadIdx.x & 31)) part[threadIdx.x >> 5] = x;
-    __syncthreads();
+    if (!(threadIdx.x & 31)) partial[threadIdx.x >> 5] = x;
+    __syncthreads(); /* all warps' sums are written */
     float s = 0;
-    for (int i = 0; i < (int)(blockDim.x >> 5); i++) s += part[i];
+    for (int i = 0; i < (int)(blockDim.x >> 5); i++) s += partial[i];
     return s;
 }
 
-/* One half, clamped like clamped_f16x2's. */
+/* Converts to a half, clamped as by clamped_f16x2. */
 DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
-/* x (n_tok, n_embd) F32 = rows of the embedding, unless that is empty; cs, sn (n_tok, n_half): cos and sin of the positions, times
- * `factor`. Grid n_tok, block 256. Gathers n_embd weights per token out of tiles: 4 to 8 bytes of every 16; a few KB, latency
- * only. */
+/* x (n_tok, n_embd) F32 = rows of the embedding; skipped if w is empty. cs, sn (n_tok, n_half) = cos and sin of the
+ * RoPE angles, times `factor`.
+ * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
+ * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_embed(struct device_matrix w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half,
             float factor, float *x, float *cs, float *sn) {
@@ -532,58 +616,60 @@ __global__ void __launch_bounds__(ROW_THREADS)
         x[(size_t)t * w.n_in + i] = device_matrix_value(w, tokens[t], i);
     for (int i = threadIdx.x; i < n_half; i += ROW_THREADS) {
         float angle = (float)(b->pos + t) * freq[i];
-        cs[t * n_half + i] = cosf(angle) * factor, sn[t * n_half + i] = sinf(angle) * factor;
+        cs[t * n_half + i] = cosf(angle) * factor;
+        sn[t * n_half + i] = sinf(angle) * factor;
     }
 }
 
 enum { NORM_THREADS = 512, NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* Where what is added comes from. */
+/* Where k_add_norm finds the delta that it adds to x. */
 enum delta_source {
-    DELTA_OWN,    /* this rank's alone, or nothing */
-    DELTA_PUSHED, /* all ranks', pushed by this kernel */
-    DELTA_PARTS,  /* all ranks', side by side */
-    DELTA_BF16    /* their sum */
+    DELTA_OWN,      /* of this rank alone, or no delta */
+    DELTA_PUSHED,   /* of all ranks: this kernel pushes and adds */
+    DELTA_GATHERED, /* of all ranks, side by side (NCCL all-gather) */
+    DELTA_BF16      /* their sum in BF16 (NCCL all-reduce) */
 };
 
 struct norm_args {
-    float *x;            /* (n_tok, n), n <= NORM_MAX, a multiple of 4 */
-    const void *delta;   /* (n_tok, n) floats; parts: (n_rank, n_tok, n); BF16: halves of those bytes; NULL: nothing */
-    const float *weight; /* (n); NULL: only the sum is wanted */
+    float *x;            /* (n_tok, n) residual stream; n <= NORM_MAX, n % 4 == 0 */
+    const void *delta;   /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
+    const float *weight; /* (n); NULL: add only */
     float eps;
     int n, n_tok;
-    uint16_t *h16; /* (n_tok, n) */
-    float *h32;    /* likewise, or NULL */
+    uint16_t *h16; /* (n_tok, n) result in halves */
+    float *h32;    /* (n_tok, n) result in F32, or NULL */
     struct tp_peer p;
-    float *slot[MAX_RANKS];    /* pushed: of each rank, (2, n_rank, ALLREDUCE_SLOT) */
-    uint32_t *flag[MAX_RANKS]; /* likewise (n_rank, ALLREDUCE_BLOCKS) */
-    int place;                 /* which sum of the forward this is */
+    float *slot[MAX_RANKS];    /* by rank, for DELTA_PUSHED: (2, n_rank, ALLREDUCE_SLOT) */
+    uint32_t *flag[MAX_RANKS]; /* by rank, for DELTA_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
+    int ordinal;               /* number of this all-reduce in the forward pass */
 };
 
-/* Pushes the block's rows to the other ranks and waits for theirs. Slots alternate: a rank that is one sum ahead writes to the other half,
- * and it cannot be two ahead of one that still reads, whose flag of the sum between it would lack. */
-DEVICE void rows_push(const struct norm_args &a, uint32_t e) {
+/* Pushes the block's rows to the other ranks and waits for theirs. Slots alternate between two halves, by the parity of
+ * seq: a rank that is one all-reduce ahead writes to the other half. It cannot be two ahead of a rank that still reads:
+ * the flag of the all-reduce between would be missing. */
+DEVICE void rows_push(const struct norm_args &a, uint32_t seq) {
     const int tid = threadIdx.x;
-    const size_t n = (size_t)a.n, half = (size_t)(e & 1) * (size_t)a.p.n_rank * ALLREDUCE_SLOT;
+    const size_t n = (size_t)a.n, parity = (size_t)(seq & 1) * (size_t)a.p.n_rank * ALLREDUCE_SLOT;
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x)
         for (int i = 4 * tid; i < a.n; i += 4 * NORM_THREADS) {
             const uint4 v = *(const uint4 *)((const float *)a.delta + (size_t)t * n + i);
             for (int k = 0; k < a.p.n_rank; k++)
                 if (k != a.p.rank)
-                    st_sys16(a.slot[k] + half + (size_t)a.p.rank * ALLREDUCE_SLOT + (size_t)t * n + i, v);
+                    st_sys16(a.slot[k] + parity + (size_t)a.p.rank * ALLREDUCE_SLOT + (size_t)t * n + i, v);
         }
-    __syncthreads();
+    __syncthreads(); /* all threads have stored before the releases publish the rows */
     if (tid < a.p.n_rank && tid != a.p.rank) {
-        st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, e);
-        flag_await(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, e, a.p,
-                   WAIT_CODE(tid, CH_ALLREDUCE, a.place));
+        st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, seq);
+        flag_await(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, seq, a.p,
+                   WAIT_CODE(tid, CH_ALLREDUCE, a.ordinal));
     }
-    __syncthreads();
+    __syncthreads(); /* the rows of all ranks have come */
 }
 
-/* Four values of what is added to row t at column i. */
+/* Returns four values of the delta of row t, from column i on. */
 template <int SOURCE>
-DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
+DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
     const size_t n = (size_t)a.n, at = (size_t)t * n + (size_t)i;
     if (SOURCE == DELTA_OWN) return *(const float4 *)((const float *)a.delta + at);
     if (SOURCE == DELTA_BF16) {
@@ -592,27 +678,35 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t e, int t, int i) {
                            bf16_value((uint16_t)(v.y >> 16)));
     }
     float4 sum = make_float4(0, 0, 0, 0);
-    for (int k = 0; k < a.p.n_rank; k++) { /* in their order, so that all ranks have the same bits */
+    for (int k = 0; k < a.p.n_rank; k++) { /* in the order of the ranks: all ranks get the same bits */
         uint4 u;
-        if (SOURCE == DELTA_PARTS) u = *(const uint4 *)((const float *)a.delta + (size_t)k * (size_t)a.n_tok * n + at);
+        if (SOURCE == DELTA_GATHERED)
+            u = *(const uint4 *)((const float *)a.delta + (size_t)k * (size_t)a.n_tok * n + at);
         else if (k == a.p.rank) u = *(const uint4 *)((const float *)a.delta + at);
-        else u = ld_sys16(a.slot[a.p.rank] + ((size_t)(e & 1) * (size_t)a.p.n_rank + (size_t)k) * ALLREDUCE_SLOT + at);
+        else
+            u = ld_sys16(a.slot[a.p.rank] + ((size_t)(seq & 1) * (size_t)a.p.n_rank + (size_t)k) * ALLREDUCE_SLOT + at);
         const float4 v =
             make_float4(__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w));
-        if (!k) sum = v;
-        else sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        if (!k) {
+            sum = v;
+        } else {
+            sum.x += v.x;
+            sum.y += v.y;
+            sum.z += v.z;
+            sum.w += v.w;
+        }
     }
     return sum;
 }
 
-/* x += what is to be added; then, unless weight is NULL, h16 and h32 = RMS norm of x times weight. Grid n_tok, pushed: at most ALLREDUCE_BLOCKS,
- * which all must be resident while they wait; block 512. Every value is read once and then held: 2 latencies, about 2 us for one token,
- * pushed 5 us more; 3 to 5 F32 passes over the rows for many. No __restrict__ here: it would let loads move above
- * grid_dependency_wait. */
+/* x += delta; then, unless weight is NULL, h16 and h32 = RMS norm of x times weight.
+ * Grid: n_tok; DELTA_PUSHED: at most ALLREDUCE_BLOCKS, which all must be resident while they wait. Block: 512. Each
+ * value is read once and held in registers. One token: 2 to 4 latencies of L2, about 2 us, pushed 5 us more. Many
+ * tokens: 3 to 5 F32 passes over the rows. No __restrict__ here: it would let loads move above grid_dependency_wait. */
 template <int SOURCE>
 __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
     const int i0 = 4 * (int)threadIdx.x, n = a.n;
-    uint32_t e = 0;
+    uint32_t seq = 0;
     float4 v[NORM_VECS], w[NORM_VECS], d;
     if (SOURCE != DELTA_PUSHED) grid_dependency_launch();
     UNROLL for (int u = 0; u < NORM_VECS; u++) {
@@ -621,9 +715,10 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
     }
     grid_dependency_wait();
     if (SOURCE == DELTA_PUSHED) {
-        e = a.p.sequence->done[CH_ALLREDUCE] + 1;
-        rows_push(a, e);
-        grid_dependency_launch(); /* not before: the next kernel's blocks would take the places of a rank on the same GPU */
+        seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
+        rows_push(a, seq);
+        /* Not before the wait: blocks of the next kernel would take the SMs of another rank on the same GPU. */
+        grid_dependency_launch();
     }
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x) {
         float *x = a.x + (size_t)t * (size_t)n;
@@ -631,8 +726,11 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
             const int i = i0 + 4 * NORM_THREADS * u;
             v[u] = i < n ? *(const float4 *)(x + i) : make_float4(0, 0, 0, 0);
             if (!a.delta || i >= n) continue;
-            d = delta_at<SOURCE>(a, e, t, i);
-            v[u].x += d.x, v[u].y += d.y, v[u].z += d.z, v[u].w += d.w;
+            d = delta_at<SOURCE>(a, seq, t, i);
+            v[u].x += d.x;
+            v[u].y += d.y;
+            v[u].z += d.z;
+            v[u].w += d.w;
         }
         float ss = 0;
         UNROLL for (int u = 0; u < NORM_VECS; u++) {
@@ -652,39 +750,42 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
                 if (a.h32) *(float4 *)(a.h32 + at) = y;
             }
         }
-        if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's sum overwrites the parts of this one's */
+        if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's block_sum overwrites this one's */
     }
-    if (SOURCE != DELTA_OWN &&
-        channel_end(a.p, CH_ALLREDUCE)) { /* a sign of life crosses the bus: not with each short sum */
-        const uint32_t sums = a.p.sequence->done[CH_ALLREDUCE];
-        if (a.n_tok > 16 || (sums & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->sums = sums;
+    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_ALLREDUCE)) {
+        /* Shows the host that the rank makes progress. It is a write over the bus, so not after each short
+         * all-reduce. */
+        const uint32_t done = a.p.sequence->done[CH_ALLREDUCE];
+        if (a.n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->sums = done;
     }
 }
 
 /* ============================================================================================================
- * Products for few tokens
+ * Decode: skinny GEMM (1 to 16 tokens)
  *
- * Y^T = W X^T with the weights as the 16 rows of the MMA and the tokens as its 8 columns: 1..16 tokens cost the same reading of
- * W, which is all that counts. A block owns 16 rows of the result; its 8 warps share out the tiles of K (and of all experts) and
- * add up through shared memory in a fixed order.
+ * Y^T = W X^T: the weights are the 16 rows of the MMA, the tokens its 8 columns. 1 to 8 tokens cost one n-tile, 9 to 16
+ * two (NT); the weights are read once in either case, and that is what takes the time. A block owns 16 rows of the
+ * result. Its 8 warps share the tiles along k (of all chosen experts) and add their sums through shared memory in a
+ * fixed order.
  * ============================================================================================================ */
 
 enum { GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP };
 
-/* FP4 tiles of a warp that are on their way at once. Four hide HBM's latency; GDDR7 needs less, and SM120's code more registers. */
+/* FP4 tiles that a warp requests at once (with two n-tiles half as many). Four hide the latency of HBM. GDDR7 needs
+ * fewer, and the code for SM120 needs more registers. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-enum { GEMV_AHEAD = 2 };
+enum { GEMV_IN_FLIGHT = 2 };
 #else
-enum { GEMV_AHEAD = 4 };
+enum { GEMV_IN_FLIGHT = 4 };
 #endif
 
-/* Some tiles of a row of tiles: a lane's part of each. */
+/* A lane's part of N consecutive tiles along k, in registers. */
 template <int FMT, int N>
-struct gemv_group {
+struct gemv_regs {
     enum { VEC = TILE_BYTES(FMT) / 512 };
-    uint4 c[N][VEC];
-    uint2 s[N];
-    /* Tiles i0 .. i0+N-1 of n; past the end the last one again, which is not used. */
+    uint4 c[N][VEC]; /* codes */
+    uint2 s[N];      /* scales of rows g and g + 8 */
+    /* Loads tiles i0..i0+N-1 of n. Past the end it loads the last one again, which nobody uses. */
     DEVICE_MEMBER void load(const uint8_t *codes, const uint8_t *scales, int i0, int n) {
         UNROLL for (int u = 0; u < N; u++) {
             const int i = min(i0 + u, n - 1);
@@ -694,20 +795,21 @@ struct gemv_group {
     }
 };
 
-/* acc (16, 8 * NT) += tiles tile .. tile+n-1 times columns 0 .. 64n-1 of x (rows x_stride halves apart, n_tok of them). Sums lack
- * device_matrix_scale. A group of tiles is on its way while another is multiplied. Columns that no matrix has meet weights of 0 and whatever
- * finite number follows in x; rows of tokens that are not there repeat the last, and nobody reads their sums. wait: x is what the
- * kernel before computes, and only the weights may be read before that is done. */
+/* acc (16, 8 * NT) += tiles tile..tile+n-1 times columns 0..64n-1 of x (n_tok rows, x_stride halves apart). Leaves out
+ * device_matrix_scale. The next group of tiles is requested before this one is multiplied.
+ * Columns beyond n_in meet weights of 0 and whatever finite number follows in x. Tokens beyond n_tok repeat the last
+ * one, and nobody reads their sums. wait: the kernel before computes x, so wait for it after the first weights are
+ * requested. */
 template <int FMT, int NT>
 DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
                        float acc[NT][4], bool wait) {
-    constexpr int N = FMT == FMT_FP4 ? GEMV_AHEAD / NT : 1;
+    constexpr int N = FMT == FMT_FP4 ? GEMV_IN_FLIGHT / NT : 1;
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const uint8_t *codes = w.codes + tile * (size_t)TILE_BYTES(FMT) + (size_t)lane * 16;
     const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
     const uint16_t *row[NT];
     UNROLL for (int k = 0; k < NT; k++) row[k] = x + (size_t)min(g + 8 * k, n_tok - 1) * x_stride + 8 * t;
-    struct gemv_group<FMT, N> now, next;
+    struct gemv_regs<FMT, N> now, next;
     now.load(codes, scales, 0, n);
     if (wait) grid_dependency_wait();
     UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += N) {
@@ -717,27 +819,35 @@ DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const 
             UNROLL for (int h = 0; h < 2; h++) {
                 uint4 b[NT];
                 UNROLL for (int k = 0; k < NT; k++) b[k] = *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
-                float part[NT][4] = {}, (*sum)[4] = FMT == FMT_Q8 ? part : acc;
+                float block_acc[NT][4] = {};
+                float(*sum)[4] = FMT == FMT_Q8 ? block_acc : acc;
                 UNROLL for (int q = 0; q < 2; q++) {
                     uint32_t a[4];
-                    expand<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
+                    fragment_dequantize<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
                     UNROLL for (int k = 0; k < NT; k++) {
-                        uint32_t bb[2] = {q ? b[k].z : b[k].x, q ? b[k].w : b[k].y};
+                        uint32_t bb[2] = {b[k].x, b[k].y};
+                        if (q) {
+                            bb[0] = b[k].z;
+                            bb[1] = b[k].w;
+                        }
                         mma_f16(sum[k], a, bb);
                     }
                 }
                 if (FMT != FMT_Q8) continue;
-                /* the block's scale belongs to rows g and g + 8 */
-                const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h)),
-                            d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
-                UNROLL for (int i = 0; i < 4 * NT; i++) acc[i >> 2][i & 3] += (i & 2 ? d1 : d0) * part[i >> 2][i & 3];
+                /* the scales of this block of 32 columns, of rows g and g + 8 */
+                const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h));
+                const float d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
+                UNROLL for (int i = 0; i < 4 * NT; i++) {
+                    const float d = i & 2 ? d1 : d0;
+                    acc[i >> 2][i & 3] += d * block_acc[i >> 2][i & 3];
+                }
             }
         }
         now = next;
     }
 }
 
-/* f with the format of a matrix as a constant. */
+/* Calls f with the format of a matrix as a compile-time constant. */
 template <class F>
 DEVICE void with_format(int fmt, F f) {
     if (fmt == FMT_FP4) f(std::integral_constant<int, FMT_FP4>());
@@ -745,21 +855,23 @@ DEVICE void with_format(int fmt, F f) {
     else f(std::integral_constant<int, FMT_F16>());
 }
 
-/* Experts, heads or one plain matrix, each with rows of x of its own. */
+/* A list of jobs on one stack of matrices: chosen experts, heads, or one plain matrix. Each job has its own rows of
+ * x. */
 struct gemv_batch {
     struct device_matrix w;
-    const uint16_t *x; /* of job j: x + j * x_job, rows x_stride halves apart */
+    const uint16_t *x; /* job j: x + j * x_job, (n_tok, n_in) with rows x_stride halves apart */
     size_t x_stride, x_job;
-    const int32_t *expert; /* (jobs) or NULL: job j is expert j */
-    const float *weight;   /* (jobs, DECODE_MAX_TOKENS) factors of a job's result for a token; NULL: 1 */
-    const int32_t *n_jobs; /* in device memory; NULL: max_jobs */
+    const int32_t *expert; /* (jobs) expert of a job; NULL: job j is expert j */
+    const float *weight;   /* (jobs, DECODE_MAX_TOKENS) router weight of a job for a token; NULL: 1 */
+    const int32_t *n_jobs; /* in device memory; NULL: there are max_jobs */
     int max_jobs;
 };
 
-/* The sum of all warps' acc for element i of the block's (16, 8 * NT) result, i < 128 * NT: register i / 32 % 4 of lane i % 32 of
- * n-tile i / 128, as the MMA lays them out. `red` (warps, 128 * NT). */
+/* The warps' sums: red (GEMV_WARPS, 128 * NT) in shared memory. Element i of a warp's (16, 8 * NT) result is register
+ * i / 32 % 4 of lane i % 32 of n-tile i / 128, as mma_f16 lays out d. gemv_warp_sums returns the lane's first element
+ * of its warp. gemv_sum adds element i of n warps. gemv_row and gemv_token return its place in the result. */
 template <int NT>
-DEVICE float *gemv_slot(float *red) { /* register r of n-tile k stands at WARP * (4 * k + r) */
+DEVICE float *gemv_warp_sums(float *red) { /* register r of n-tile k is at [WARP * (4 * k + r)] */
     return red + (threadIdx.x >> 5) * (128 * NT) + (threadIdx.x & 31);
 }
 template <int NT>
@@ -772,71 +884,79 @@ DEVICE int gemv_row(int i) { return (i >> 2 & 7) + 8 * (i >> 6 & 1); }
 DEVICE int gemv_token(int i) { return 8 * (i >> 7) + 2 * (i & 3) + (i >> 5 & 1); }
 
 struct gemv_args {
-    struct gemv_batch part[3];
-    int n_part, n_tok;
-    bool separate; /* part i makes result i, from one x; otherwise the parts are summed up */
-    int batch;     /* independent results: job b of part 0 alone makes result b; 0: one result */
-    uint16_t *y16; /* result b: (n_tok, n_out) at y + b * y_batch, rows y_stride apart: halves, */
-    float *y32[3]; /* or, when not NULL, floats */
+    struct gemv_batch entry[3];
+    int n_entry, n_tok;
+    bool separate; /* entry i makes result i from one x; otherwise the results of all entries are added up */
+    int batch;     /* > 0: job b of entry 0 alone makes result b; 0: one result */
+    uint16_t *y16; /* result b: (n_tok, n_out) halves at y16 + b * y_batch, rows y_stride apart */
+    float *y32[3]; /* likewise floats; where not NULL, used instead of y16 */
     size_t y_stride[3], y_batch;
 };
 
+/* Returns the number of jobs of entry i that one block computes. */
 DEVICE int gemv_jobs(const struct gemv_args &p, int i) {
-    return p.batch ? 1 : p.part[i].n_jobs ? *p.part[i].n_jobs : p.part[i].max_jobs;
+    if (p.batch) return 1;
+    return p.entry[i].n_jobs ? *p.entry[i].n_jobs : p.entry[i].max_jobs;
 }
 
-/* sum (gemv_slot) += weight * W x for the tiles at .. end-1 of row rt, counted through all jobs of a part. */
+/* sums (of gemv_warp_sums) += weight * W x over the tiles at..end-1 of row of tiles rt, counted through all jobs of
+ * entry q. */
 template <int FMT, int NT>
-DEVICE void gemv_list(const struct gemv_args &p, const struct gemv_batch &q, int rt, int at, int end, float *sum,
+DEVICE void gemv_list(const struct gemv_args &p, const struct gemv_batch &q, int rt, int at, int end, float *sums,
                       bool early) {
     const int n_kt = q.w.n_kt, t = threadIdx.x & 3;
     while (at < end) {
         const int j = at / n_kt, k0 = at - j * n_kt, n = min(n_kt - k0, end - at);
-        const int job = p.batch ? (int)blockIdx.y : j, e = q.expert ? q.expert[job] : job;
+        const int job = p.batch ? (int)blockIdx.y : j;
+        const int e = q.expert ? q.expert[job] : job;
         float acc[NT][4] = {};
         gemv_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n, q.x + (size_t)job * q.x_job + k0 * TILE_COLS,
                             q.x_stride, p.n_tok, acc, early);
         const float scale = device_matrix_scale(q.w, e);
         UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
             const size_t col = (size_t)job * DECODE_MAX_TOKENS + 8 * k + 2 * t + (r & 1);
-            sum[WARP * (4 * k + r)] += (q.weight ? q.weight[col] * scale : scale) * acc[k][r];
+            sums[WARP * (4 * k + r)] += (q.weight ? q.weight[col] * scale : scale) * acc[k][r];
         }
         at += n;
     }
 }
 
-/* y = sum over parts and jobs of weight * (W x + bias). Grid (tiles of rows, max(1, batch)), block 256. Bytes: every tile of the jobs
- * once, plus n_tok rows of x per block from L2. Memory-bound: 18 KB per block in flight, 2 blocks per SM; aim 80 % of copy bandwidth
- * for matrices of 8 MB and more (H200: its instruction rate allows 3 of 4.8 TB/s). The tiles of all jobs are dealt out to the warps
- * as one list; where no router chose them, the first are read before the kernel before has ended. */
+/* y = sum over entries and jobs of weight * (W x + bias).
+ * Grid: (rows of tiles, max(1, batch)), block: 256. Reads every tile of the jobs once, and per block n_tok rows of x
+ * from L2. Memory-bound: a block has 9 KB (SM120) or 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy
+ * bandwidth for matrices of 8 MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s.
+ * The tiles of all jobs are dealt out to the warps as one list. Where no router chose the jobs (`early`), a warp
+ * requests its first tiles before the kernel in front has ended. */
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_sum(const __grid_constant__ struct gemv_args p) {
     SHARED(float, red, GEMV_WARPS * 128 * NT);
     grid_dependency_launch();
     const int warp = threadIdx.x >> 5, b = blockIdx.y;
-    int rt = blockIdx.x, first = 0, last = p.n_part, total = 0;
+    int rt = blockIdx.x, first = 0, last = p.n_entry, total = 0;
     if (p.separate) {
-        while (rt >= p.part[first].w.n_rt) rt -= p.part[first++].w.n_rt;
+        while (rt >= p.entry[first].w.n_rt) rt -= p.entry[first++].w.n_rt;
         last = first + 1;
     }
-    const bool early = !p.part[first].n_jobs;
+    const bool early = !p.entry[first].n_jobs;
     if (!early) grid_dependency_wait();
-    for (int i = first; i < last; i++) total += gemv_jobs(p, i) * p.part[i].w.n_kt;
-    /* this warp's share, counted from the first tile of part i */
+    for (int i = first; i < last; i++) total += gemv_jobs(p, i) * p.entry[i].w.n_kt;
+    /* This warp's share: tiles from..to-1, counted from the first tile of entry i. */
     int from = total * warp / GEMV_WARPS, to = total * (warp + 1) / GEMV_WARPS;
-    float *sum = gemv_slot<NT>(red); /* registers are short here */
-    UNROLL for (int i = 0; i < 4 * NT; i++) sum[WARP * i] = 0;
+    float *sums = gemv_warp_sums<NT>(red); /* in shared memory: registers are scarce here */
+    UNROLL for (int i = 0; i < 4 * NT; i++) sums[WARP * i] = 0;
     UNROLL_BY(1) for (int i = first; i < last; i++) {
-        const struct gemv_batch &q = p.part[i];
+        const struct gemv_batch &q = p.entry[i];
         const int tiles = gemv_jobs(p, i) * q.w.n_kt, begin = max(from, 0), end = min(to, tiles);
-        with_format(q.w.fmt, [&](auto fmt) { gemv_list<fmt.value, NT>(p, q, rt, begin, end, sum, early); });
-        from -= tiles, to -= tiles;
+        with_format(q.w.fmt, [&](auto fmt) { gemv_list<fmt.value, NT>(p, q, rt, begin, end, sums, early); });
+        from -= tiles;
+        to -= tiles;
     }
-    __syncthreads(); /* some warp has had tiles, and waited: y is free */
-    const float *bias = p.part[first].w.bias;
+    /* All sums are written. Some warp had tiles and so has waited for the kernel before: y may be overwritten. */
+    __syncthreads();
+    const float *bias = p.entry[first].w.bias;
     for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
         int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
-        if (row >= p.part[first].w.n_out || tok >= p.n_tok) continue;
+        if (row >= p.entry[first].w.n_out || tok >= p.n_tok) continue;
         float v = gemv_sum<NT>(red, i, 0, GEMV_WARPS) + (bias ? bias[row] : 0.0f);
         size_t at = (size_t)b * p.y_batch + (size_t)tok * p.y_stride[first] + (size_t)row;
         if (p.y32[first]) p.y32[first][at] = v;
@@ -844,34 +964,37 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_sum(const __grid_const
     }
 }
 
-/* Hidden values are stored divided by this: SwiGLU's outliers are the largest numbers of a forward pass. Exact, a power of two. */
+/* SwiGLU results are stored divided by this: their outliers are the largest numbers of a forward pass. A power of two:
+ * exact. */
 #define HIDDEN_SCALE 16.0f
 
+/* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return g / (1.0f + __expf(-g)) * u; }
 
-/* The first half of a feed-forward: y (job, DECODE_MAX_TOKENS, n_ff) = silu(gate x) * (up x) / HIDDEN_SCALE, for every token and every job's
- * expert: tokens that did not choose the expert cost nothing and get the weight 0 later. Part 0: routed experts, part 1: the shared
- * one. Grid (tiles of rows, jobs of part 0 at most + jobs of part 1), block 256: four warps for gate, four for up. Bytes and aim as
- * k_gemv_sum. */
+/* The first half of a feed-forward: y (job, DECODE_MAX_TOKENS, n_ff) = silu(gate x) * (up x) / HIDDEN_SCALE, for every
+ * job's expert and every token. A token that did not choose the expert costs nothing and gets the weight 0 in
+ * k_gemv_sum. Entry 0: routed experts or a dense layer, entry 1: the shared expert.
+ * Grid: (rows of tiles, at most the jobs of entry 0 + 1 for entry 1), block: 256: four warps for gate, four for up.
+ * Bytes and aim as for k_gemv_sum. */
 struct gemv_glu_args {
     struct gemv_batch gate[2];
     struct device_matrix up[2];
     uint16_t *y[2];
     size_t y_stride[2];
-    int n_part, n_tok;
+    int n_entry, n_tok;
 };
 
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_glu(const __grid_constant__ struct gemv_glu_args p) {
     SHARED(float, red, GEMV_WARPS * 128 * NT);
     grid_dependency_launch();
-    int part = (int)blockIdx.y >= p.gate[0].max_jobs, job = part ? 0 : blockIdx.y, rt = blockIdx.x;
-    const struct gemv_batch &q = p.gate[part];
+    int entry = (int)blockIdx.y >= p.gate[0].max_jobs, job = entry ? 0 : blockIdx.y, rt = blockIdx.x;
+    const struct gemv_batch &q = p.gate[entry];
     const int warp = threadIdx.x >> 5, half = GEMV_WARPS / 2;
     const bool early = !q.n_jobs && rt < q.w.n_rt;
     if (!early) grid_dependency_wait();
     if (rt >= q.w.n_rt || (q.n_jobs && job >= *q.n_jobs)) return;
-    const struct device_matrix &w = warp < half ? q.w : p.up[part];
+    const struct device_matrix &w = warp < half ? q.w : p.up[entry];
     int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
@@ -879,85 +1002,97 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_glu(const __grid_const
             gemv_tiles<fmt.value, NT>(w, tile_index(w, e, rt) + (size_t)k0, k1 - k0, q.x + k0 * TILE_COLS, q.x_stride,
                                       p.n_tok, acc, early);
     });
-    UNROLL for (int i = 0; i < 4 * NT; i++) gemv_slot<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
-    __syncthreads();
-    float gate_scale = device_matrix_scale(q.w, e), up_scale = device_matrix_scale(p.up[part], e);
+    UNROLL for (int i = 0; i < 4 * NT; i++) gemv_warp_sums<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
+    __syncthreads(); /* all warps' sums are written */
+    float gate_scale = device_matrix_scale(q.w, e), up_scale = device_matrix_scale(p.up[entry], e);
     for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
         int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
         if (row >= q.w.n_out || tok >= p.n_tok) continue;
         float g = gemv_sum<NT>(red, i, 0, half) * gate_scale, u = gemv_sum<NT>(red, i, half, half) * up_scale;
-        p.y[part][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * p.y_stride[part] + (size_t)row] =
+        p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * p.y_stride[entry] + (size_t)row] =
             clamped_f16(silu_mul(g, u) / HIDDEN_SCALE);
     }
 }
 
+/* Launches k_gemv_sum with one n-tile for up to 8 tokens, with two for up to 16. */
 static void gemv_sum_launch(const struct gemv_args *p, cudaStream_t s) {
-    int n_rt = p->part[0].w.n_rt;
-    for (int i = 1; p->separate && i < p->n_part; i++) n_rt += p->part[i].w.n_rt;
+    int n_rt = p->entry[0].w.n_rt;
+    for (int i = 1; p->separate && i < p->n_entry; i++) n_rt += p->entry[i].w.n_rt;
     dim3 grid = dim3(n_rt, p->batch ? p->batch : 1);
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_sum<1>, grid, GEMV_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_gemv_sum<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
+/* Launches k_gemv_glu likewise. The grid covers the larger of both entries; surplus blocks return at once. */
 static void gemv_glu_launch(const struct gemv_glu_args *p, cudaStream_t s) {
     int n_rt = p->gate[0].w.n_rt;
-    if (p->n_part > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
-    dim3 grid = dim3(n_rt, p->gate[0].max_jobs + p->n_part - 1);
+    if (p->n_entry > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
+    dim3 grid = dim3(n_rt, p->gate[0].max_jobs + p->n_entry - 1);
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_glu<1>, grid, GEMV_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_gemv_glu<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
 /* ============================================================================================================
  * Router
+ *
+ * Chooses the experts of each token. Decode has one kernel for logits, choice and job list; prefill has k_route_logits
+ * and k_route_prefill in the next section.
  * ============================================================================================================ */
 
 struct route_args {
-    const uint16_t *w16; /* (n_expert, n_embd) BF16, */
-    const float *w32;    /* or F32 */
+    const uint16_t *w16; /* (n_expert, n_embd) BF16, used if w32 is NULL */
+    const float *w32;    /* (n_expert, n_embd) F32, or NULL */
     const float *bias;   /* (n_expert) added for the choice only; NULL: none */
     const float *x;      /* (n_tok, n_embd) */
     float *logits;       /* (n_tok, n_expert) */
-    int32_t *id;         /* (n_tok, k) the chosen experts, best first */
-    float *weight;       /* (n_tok, k) */
+    int32_t *id;         /* (n_tok, k) chosen experts, best first */
+    float *weight;       /* (n_tok, k) their weights */
     int n_tok, n_embd, n_expert, k, n_group, n_group_used, softmax, norm;
     float factor;
-    /* for few tokens: the distinct experts as jobs of k_gemv_glu and k_gemv_sum */
-    uint32_t *arrived; /* 0 between launches */
+    /* Decode: the distinct chosen experts, as jobs of k_gemv_glu and k_gemv_sum. */
+    uint32_t *arrived; /* counts blocks; 0 between launches */
     int32_t *n_jobs, *job_expert;
-    float *job_weight; /* (jobs, DECODE_MAX_TOKENS) */
+    float *job_weight; /* (jobs, DECODE_MAX_TOKENS); 0 where the token did not choose the expert */
 };
 
-/* Orders floats as unsigned numbers; NaN counts as the smallest. Never 0. */
+/* Maps floats to unsigned numbers of the same order. NaN counts as -infinity. Never 0. */
 DEVICE uint32_t float_key(float v) {
     uint32_t u = __float_as_uint(v == v ? v : -INFINITY);
     return u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);
 }
+/* Undoes float_key. */
 DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
-/* One warp chooses the experts of token t. room (warps, 2 n_expert) words, shared: scores and what is picked from. The rule is
- * route_token's in moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties to the lower id, NaN last. */
-DEVICE void route_warp(const struct route_args &p, int t, float *room) {
+/* Chooses the experts of token t, with one warp. scratch (warps, 2 n_expert) words of shared memory: scores, then the
+ * keys to pick from. The rule is that of route_token in moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties go to the
+ * lower id, NaN comes last. */
+DEVICE void route_warp(const struct route_args &p, int t, float *scratch) {
     const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
     const float *logits = p.logits + (size_t)t * (size_t)n;
-    float *score = room + (threadIdx.x >> 5) * 2 * n;
+    float *score = scratch + (threadIdx.x >> 5) * 2 * n;
     uint32_t *pick = (uint32_t *)score + n;
     float top = -INFINITY, sum = 0;
     for (int e = lane; e < n; e += WARP) top = fmaxf(top, load_l2(logits + e));
     top = warp_max(top);
     for (int e = lane; e < n; e += WARP) {
         float l = load_l2(logits + e), v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
-        score[e] = v, sum += v;
+        score[e] = v;
+        sum += v;
     }
     sum = p.softmax ? warp_sum(sum) : 1.0f;
-    for (int e = lane; e < n; e += WARP)
-        score[e] /= sum, pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
-    __syncwarp();
-    if (p.n_group > 1) { /* lane g: group g by the sum of its two best; all but the best groups are out */
+    for (int e = lane; e < n; e += WARP) {
+        score[e] /= sum;
+        pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
+    }
+    __syncwarp(); /* the scores and keys of all lanes are written */
+    /* Lane g rates group g by the sum of its two best scores. All but the best n_group_used groups are out. */
+    if (p.n_group > 1) {
         const int e0 = lane * per, e1 = lane < p.n_group ? e0 + per : e0;
         float a = -INFINITY, b = -INFINITY;
         for (int e = e0; e < e1; e++) {
             float v = key_float(pick[e]);
-            b = fmaxf(b, fminf(a, v)), a = fmaxf(a, v);
+            b = fmaxf(b, fminf(a, v));
+            a = fmaxf(a, v);
         }
         const float mine = per > 1 ? a + b : a;
         int better = 0;
@@ -966,31 +1101,41 @@ DEVICE void route_warp(const struct route_args &p, int t, float *room) {
             better += o > mine || (o == mine && g < lane);
         }
         for (int e = e0; e < e1 && better >= p.n_group_used; e++) pick[e] = float_key(-INFINITY);
-        __syncwarp();
+        __syncwarp(); /* the groups that are out have lost their keys */
     }
-    float chosen = 0, my_weight = 0; /* the sum of the weights, in the order of choice */
+    float chosen = 0, my_weight = 0; /* chosen: sum of the chosen scores, added in the order of choice */
     int my_id = 0;
     for (int i = 0; i < p.k; i++) {
         uint32_t best = 0;
         int id = n;
-        for (int e = lane; e < n; e += WARP) /* 0 marks the taken ones */
-            if (pick[e] > best) best = pick[e], id = e;
+        for (int e = lane; e < n; e += WARP) {
+            if (pick[e] <= best) continue; /* taken experts have key 0 */
+            best = pick[e];
+            id = e;
+        }
         const uint32_t top_key = __reduce_max_sync(0xFFFFFFFFu, best);
         id = (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
         chosen += score[id];
-        if (lane == i) my_id = id, my_weight = score[id];
-        if (lane == (id & 31)) pick[id] = 0; /* only this lane reads it */
+        if (lane == i) {
+            my_id = id;
+            my_weight = score[id];
+        }
+        if (lane == (id & 31)) pick[id] = 0; /* no other lane reads this key */
     }
-    float f = p.norm ? p.factor / (p.softmax ? chosen : chosen + 1e-20f) : p.factor;
+    float f = p.factor;
+    if (p.norm) f = p.factor / (p.softmax ? chosen : chosen + 1e-20f);
     const size_t at = (size_t)t * (size_t)p.k + (size_t)lane;
-    if (lane < p.k) p.id[at] = my_id, p.weight[at] = my_weight * f;
-    __syncwarp(); /* score has been read: the next token's goes there */
+    if (lane < p.k) {
+        p.id[at] = my_id;
+        p.weight[at] = my_weight * f;
+    }
+    __syncwarp(); /* all lanes have read score: the next token overwrites it */
 }
 
-enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS }; /* warps of an expert's row, rows of a block */
-enum { ROUTE_AHEAD = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS };   /* reads at once, columns of each */
+enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS };   /* warps per expert row, expert rows per block */
+enum { ROUTE_IN_FLIGHT = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* loads in flight, columns from one to the next */
 
-/* Four columns of an expert's row; zeros where there are none. */
+/* Loads four columns of an expert's row; zeros outside the matrix. */
 DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
     const size_t at = (size_t)e * (size_t)p.n_embd + (size_t)col;
     if (e >= p.n_expert || col >= p.n_embd) return make_float4(0, 0, 0, 0);
@@ -1000,138 +1145,156 @@ DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
                        __uint_as_float(b.y & 0xFFFF0000u));
 }
 
-/* Whether the grid's other blocks have all been here: then what they wrote before is visible. *arrived is 0 before a launch. */
+/* Returns true in the block that comes last: it then sees what all blocks wrote. *arrived is 0 before a launch. */
 DEVICE bool last_block(uint32_t *arrived) {
-    __threadfence();
-    __syncthreads(); /* all threads wrote, the first tells */
+    __threadfence(); /* this thread's writes come before the count */
+    __syncthreads(); /* all threads have written before the first one counts the block */
     return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == gridDim.x - 1);
 }
 
-/* Router of 1..16 tokens: logits, choice and jobs. Grid ceil(n_expert / 2), block 256: four warps an expert's row, whose first 2048
- * columns are read before the kernel before has ended; the block that ends last chooses. Bytes: the router's weights once (1 to
- * 8 MB); mostly the latency of two passes, about 4 us. */
+/* The router for 1 to 16 tokens: logits, choice and job list.
+ * Grid: ceil(n_expert / 2), block: 256: four warps per expert row, of which the first 2048 columns are requested before
+ * the kernel in front has ended. The block that ends last chooses. Reads the router's weights once (1 to 8 MB); mostly
+ * the latency of two passes, about 4 us. */
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_constant__ struct route_args p) {
-    SHARED(float, sums, GEMV_WARPS *DECODE_MAX_TOKENS);
-    DYN_SMEM(float, room); /* 2 n_expert words per warp */
+    enum { PARTIALS = GEMV_WARPS * DECODE_MAX_TOKENS };
+    SHARED(float, partial, PARTIALS); /* (warps, tokens) */
+    DYN_SMEM(float, scratch);         /* (warps, 2 n_expert) */
     grid_dependency_launch();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int e0 = blockIdx.x * ROUTE_ROWS, e = e0 + warp / ROUTE_WARPS;
     int col = 4 * (lane + WARP * (warp % ROUTE_WARPS));
     float acc[DECODE_MAX_TOKENS] = {};
-    float4 w[ROUTE_AHEAD];
-    UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * u);
+    float4 w[ROUTE_IN_FLIGHT];
+    UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * u);
     grid_dependency_wait();
-    for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_AHEAD) {
-        UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) {
+    for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_IN_FLIGHT) {
+        UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) {
             const int i = col + ROUTE_STEP * u;
             if (t >= p.n_tok || i >= p.n_embd) continue;
             const float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
             acc[t] += w[u].x * x.x + w[u].y * x.y + w[u].z * x.z + w[u].w * x.w;
         }
-        UNROLL for (int u = 0; u < ROUTE_AHEAD; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * (ROUTE_AHEAD + u));
+        UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) {
+            w[u] = route_weights(p, e, col + ROUTE_STEP * (ROUTE_IN_FLIGHT + u));
+        }
     }
     UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) {
         const float v = warp_sum(acc[t]);
-        if (!lane) sums[warp * DECODE_MAX_TOKENS + t] = v;
+        if (!lane) partial[warp * DECODE_MAX_TOKENS + t] = v;
     }
-    __syncthreads();
+    __syncthreads(); /* the partial sums of all warps are written */
     if (threadIdx.x < ROUTE_ROWS * DECODE_MAX_TOKENS) {
         const int t = threadIdx.x % DECODE_MAX_TOKENS, r = threadIdx.x / DECODE_MAX_TOKENS;
         float v = 0;
-        for (int k = 0; k < ROUTE_WARPS; k++) v += sums[(r * ROUTE_WARPS + k) * DECODE_MAX_TOKENS + t];
+        for (int k = 0; k < ROUTE_WARPS; k++) v += partial[(r * ROUTE_WARPS + k) * DECODE_MAX_TOKENS + t];
         if (t < p.n_tok && e0 + r < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e0 + r] = v;
     }
     if (!last_block(p.arrived)) return;
-    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) route_warp(p, t, room);
+    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) route_warp(p, t, scratch);
     __threadfence_block();
-    __syncthreads();
-    int *job_of = (int *)room; /* (n_expert): 0 or 1, then the job */
+    __syncthreads();              /* the choices of all tokens are written, and scratch is free for job_of */
+    int *job_of = (int *)scratch; /* (n_expert): whether it is used, then its job */
     for (int i = threadIdx.x; i < p.n_expert; i += GEMV_THREADS) job_of[i] = 0;
-    __syncthreads();
-    const int n_slots = p.n_tok * p.k;
-    for (int i = threadIdx.x; i < n_slots; i += GEMV_THREADS) job_of[p.id[i]] = 1;
-    __syncthreads();
+    __syncthreads(); /* job_of is zero */
+    const int n_choices = p.n_tok * p.k;
+    for (int i = threadIdx.x; i < n_choices; i += GEMV_THREADS) job_of[p.id[i]] = 1;
+    __syncthreads(); /* the used experts are marked */
     if (!warp) {
         int n = 0;
         for (int i0 = 0; i0 < p.n_expert; i0 += WARP) {
             bool used = i0 + lane < p.n_expert && job_of[i0 + lane];
             uint32_t all = __ballot_sync(0xFFFFFFFFu, used);
             int job = n + __popc(all & ((1u << lane) - 1));
-            if (used) job_of[i0 + lane] = job, p.job_expert[job] = i0 + lane;
+            if (used) {
+                job_of[i0 + lane] = job;
+                p.job_expert[job] = i0 + lane;
+            }
             n += __popc(all);
         }
-        if (!lane) *p.n_jobs = n, *p.arrived = 0;
+        if (!lane) {
+            *p.n_jobs = n;
+            *p.arrived = 0;
+        }
     }
-    /* at most n_slots jobs */
-    for (int i = threadIdx.x; i < n_slots * DECODE_MAX_TOKENS; i += GEMV_THREADS) p.job_weight[i] = 0;
-    __syncthreads(); /* jobs have numbers, and the weights are zeros */
-    for (int i = threadIdx.x; i < n_slots; i += GEMV_THREADS)
+    /* There are at most n_choices jobs. */
+    for (int i = threadIdx.x; i < n_choices * DECODE_MAX_TOKENS; i += GEMV_THREADS) p.job_weight[i] = 0;
+    __syncthreads(); /* jobs are numbered, and the weights are zero */
+    for (int i = threadIdx.x; i < n_choices; i += GEMV_THREADS)
         p.job_weight[job_of[p.id[i]] * DECODE_MAX_TOKENS + i / p.k] = p.weight[i];
 }
 
+/* Launches k_route_decode. */
 static void route_decode_launch(const struct route_args *p, cudaStream_t s) {
-    int room = GEMV_WARPS * 2 * p->n_expert * (int)sizeof(float);
-    if (room > 32 << 10) /* above 48 KB with the static arrays */
-        cudaFuncSetAttribute(k_route_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+    int smem = GEMV_WARPS * 2 * p->n_expert * (int)sizeof(float);
+    if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
+        cudaFuncSetAttribute(k_route_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     unsigned blocks = (unsigned)((p->n_expert + ROUTE_ROWS - 1) / ROUTE_ROWS);
-    LAUNCH_PDL(k_route_decode, blocks, GEMV_THREADS, (size_t)room, s, *p);
+    LAUNCH_PDL(k_route_decode, blocks, GEMV_THREADS, (size_t)smem, s, *p);
 }
 
 /* ============================================================================================================
- * Products for more than 16 tokens
+ * Prefill: tiled GEMM
  *
- * Y^T = W X^T: weights are the M side of the MMA, tokens the N side. One kernel template for all formats, dense, grouped by
- * expert and batched. Weights and tokens go through shared memory in tiles of 64 columns; nothing here depends on the order in
- * which blocks run.
+ * Y^T = W X^T: the weights are the M side of the MMA, the tokens the N side. One kernel template serves all formats,
+ * dense, grouped by expert and batched. Weights and tokens pass through shared memory in k-tiles of 64 columns: a ring
+ * of DEPTH slots that cp.async fills ahead of the MMAs. No result depends on the order in which blocks run.
+ * The section also has the kernels around the expert GEMMs: activations to FP4, router, sort by expert, weighted sum.
  * ============================================================================================================ */
 
-enum { TN = LIST_TILE };
-enum { FMT_A4 = 3 }; /* not a storage: the kernel that multiplies FMT_FP4 weights by FP4 tokens */
+enum { TN = LIST_TILE }; /* tokens of a token tile of the grouped GEMM */
+enum { FMT_A4 = 3 }; /* no storage format: the kernel variant that multiplies FMT_FP4 weights by FP4 tokens (W4A4) */
 
-/* Tokens in FP4, by quantize_fp4: value = e2m1 * ue4m3 * scale. Nibbles lie as in FMT_FP4 inside each 8 columns; columns from n_in
- * to the row's end are zeros. */
+/* Tokens in FP4, made by quantize_fp4: value = e2m1 * ue4m3 * scale. The nibbles of 8 columns have fp4_pair's order.
+ * Columns from n_in to the row's end are zeros. */
 struct fp4_rows {
-    uint8_t *codes;  /* (row, n_kt * 32 bytes): columns 64c + 8j.. at 32 c + 4 j */
-    uint8_t *scales; /* (row, FP4_SCALE_BYTES(n_in)): columns 16b.. at b */
-    float *scale;    /* (row) */
+    uint8_t *codes;  /* (row, n_kt * 32 bytes): columns 64c + 8j.. at byte 32c + 4j */
+    uint8_t *scales; /* (row, FP4_SCALE_BYTES(n_in)): columns 16b.. at byte b */
+    float *scale;    /* (row) F32 */
 };
 
 struct gemm_args {
-    struct device_matrix w, w2; /* w2: the `up` matrix of a gated product */
-    const uint16_t *x;          /* F16 tokens, x_stride halves (a multiple of 8) from row to row; 16-byte aligned */
+    struct device_matrix w, w2; /* w2: the `up` matrix with GLU */
+    const uint16_t *x;          /* (row, x_stride) halves, x_stride % 8 == 0, 16-byte aligned */
     size_t x_stride;
-    struct fp4_rows xq;  /* instead of x unless its pointers are NULL */
-    const int32_t *rows; /* row of x at a sorted position; NULL: the position itself */
-    /* Grouped: tile i has the positions tile_first[i].. (tile_count[i] <= TN of them) of expert tile_expert[i], i < *n_tiles <=
-     * max_tiles; the lists lie on the device. NULL: dense, positions 0..n_tok-1. */
+    struct fp4_rows xq;  /* used instead of x where its pointers are not NULL */
+    const int32_t *rows; /* row of x for a sorted position; NULL: the position is the row */
+    /* Grouped: token tile i < *n_tiles <= max_tiles is the positions tile_first[i].. of expert tile_expert[i],
+     * tile_count[i] <= TN of them. The lists are in device memory. NULL: dense, positions 0..n_tok-1. */
     const int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
     int max_tiles, n_tok;
-    void *y; /* (position, y_stride >= n_out elements) F16, or F32 with y_f32; 16-byte aligned */
+    void *y; /* (position, y_stride) F16, with y_f32 F32; y_stride >= n_out; 16-byte aligned */
     size_t y_stride;
     int y_f32;
-    int batch; /* > 1, dense only: matrix z of w meets x + z * x_batch and y + z * y_batch (elements; x_batch % 8 == 0) */
+    /* > 1 (dense only): matrix z of w meets x + z * x_batch and writes y + z * y_batch (in elements, x_batch % 8 ==
+     * 0). */
+    int batch;
     size_t x_batch, y_batch;
 };
 
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
-enum { SM_SHARED = 102400 };
+enum { SM_SHARED = 102400 }; /* bytes of shared memory of an SM */
 #else
 enum { SM_SHARED = 233472 };
 #endif
 
-/* Sizes of one instance. A stage is KT k64-tiles: codes (2 WM, CODE), scales (2 WM, SCALE), tokens (N, X). */
-template <int F, int GLU, int WM, int WN, int STAGES, int KT = 1>
+/* Sizes of one instance. A block has WM x WN warps. A ring slot holds one k-tile: codes (2 WM tiles, CODE bytes),
+ * scales (2 WM tiles, SCALE bytes), tokens (N, X bytes). The ring has DEPTH * KT slots: cp.async fills them in groups
+ * of KT, DEPTH - 1 groups ahead. */
+template <int F, int GLU, int WM, int WN, int DEPTH, int KT = 1>
 struct gemm_shape {
     static constexpr int ROWS = (GLU ? 16 : 32) * WM, N = 64 * WN, THREADS = 32 * WM * WN;
     static constexpr int CODE = TILE_BYTES(F == FMT_A4 ? (int)FMT_FP4 : F);
-    static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = F == FMT_A4 ? 32 : 128;
+    static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES;
+    static constexpr int X = F == FMT_A4 ? 32 : 128;
     static constexpr int SCALE_AT = 2 * WM * CODE, X_AT = SCALE_AT + 2 * WM * SCALE, SLOT = X_AT + N * X;
-    /* A4: behind the ring token scales of 4 k64-tiles each (16 bytes a token), two of them: see `load` */
-    static constexpr int RING = STAGES * KT * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
-    /* Blocks of an SM: as many as shared memory holds, up to 16 warps; 128 registers a thread, or more where fewer fit. */
+    /* A4: behind the ring two buffers of token scales, each for 4 k-tiles (16 bytes a token); see `load`. */
+    static constexpr int RING = DEPTH * KT * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
+    /* Blocks per SM: as many as shared memory holds, up to 16 warps. That leaves 128 registers a thread, or more where
+     * fewer fit. */
     static constexpr int FIT = SM_SHARED / (BYTES + 1024), BLOCKS = FIT * WM * WN < 16 ? FIT : 16 / (WM * WN);
     static_assert(BYTES <= 101376, "shared memory of SM120");
-    static_assert(F != FMT_A4 || (STAGES - 1) * KT <= 4, "the two buffers of token scales");
+    static_assert(F != FMT_A4 || (DEPTH - 1) * KT <= 4, "the two buffers of token scales");
 
     static dim3 grid(const struct gemm_args *g) {
         int tiles = g->tile_expert ? g->max_tiles * (TN / N) : (g->n_tok + N - 1) / N;
@@ -1139,69 +1302,83 @@ struct gemm_shape {
     }
 };
 
-/* Results row..row+3 of a position, as far as they exist; `whole`: all do, and lie at a multiple of 4 elements. */
+/* Stores results row..row+3 of a position, as far as the rows exist. whole: all four do, and y is aligned to 4
+ * elements. */
 DEVICE void store_quad(const struct gemm_args &p, int position, int row, bool whole, float4 v) {
     const size_t at = blockIdx.z * p.y_batch + (size_t)position * p.y_stride + row;
     float *f = (float *)p.y + at;
     uint16_t *h = (uint16_t *)p.y + at;
-    if (whole && p.y_f32) *(float4 *)f = v;
-    else if (whole) *(uint2 *)h = make_uint2(clamped_f16x2(v.x, v.y), clamped_f16x2(v.z, v.w));
-    else UNROLL for (int i = 0; i < 4 && row + i < p.w.n_out; i++) {
+    if (whole && p.y_f32) {
+        *(float4 *)f = v;
+    } else if (whole) {
+        *(uint2 *)h = make_uint2(clamped_f16x2(v.x, v.y), clamped_f16x2(v.z, v.w));
+    } else {
+        UNROLL for (int i = 0; i < 4 && row + i < p.w.n_out; i++) {
             if (p.y_f32) f[i] = (&v.x)[i];
             else h[i] = (uint16_t)clamped_f16x2((&v.x)[i], 0);
         }
+    }
 }
 
-/* x, of which the compiler knows nothing more: it is kept in a register instead of being computed again in a loop. */
+/* Hides how x was computed from the compiler: it keeps x in a register instead of computing it again in a loop. */
 DEVICE uint32_t keep(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* y (position, n_out) = x w^T, or silu(x w^T) * (x w2^T) / HIDDEN_SCALE with GLU. A warp computes 32 rows (with GLU 16 of each
- * matrix, so that a lane has both factors) x 64 tokens, a block 32 WM rows x 64 WN tokens, of which `count` exist. The warps beside
- * each other share them evenly, and of its 8 n8-tiles a warp computes those that it needs, in pairs (Q8: singly). Grid (row
- * blocks, token tiles, batch), block 32 WM WN.
- * Bytes of a k64-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * 128 (A4: 36), for 32 WM * 64 WN * 64 products. Limit:
- * the rate of mma.sync (sm_90: 1024 products a clock and SM). A warp's k64-tile is 64 MMAs, 512 clocks of a quarter SM, beside 350
- * other instructions for FP4 (180 of them the expansion), 190 for F16, 18 to 24 loads from shared memory that take 70 clocks of the
- * SM: 50 to 60 % are to be expected. Groups of up to 16 tokens: the expansion, or the weights' bandwidth.
- * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token: the rate of L2, then that of the MMA. */
-template <int F, int GLU, int WM, int WN, int STAGES, int KT>
-__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAGES, KT>::BLOCKS))
+/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE.
+ * A warp computes 32 rows x 64 tokens; with GLU 16 rows of each matrix, so that a lane has both factors. A block
+ * computes 32 WM rows x 64 WN tokens, of which `count` exist. The WN warps side by side share the tokens evenly, and a
+ * warp computes only the n8-tiles that it needs, in pairs (Q8: singly).
+ * Grid: (row blocks, token tiles, batch), block: 32 WM WN.
+ * Bytes of a k-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 products.
+ * Limit: the rate of mma.sync (sm_90: 1024 products per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a
+ * quarter SM. Beside them: 350 other instructions for FP4 (180 of them dequantize), 190 for F16, and 18 to 24 loads
+ * from shared memory that take 70 clocks of the SM. Expect 50 to 60 % of the MMA rate. With up to 16 tokens an expert
+ * the limit is dequantization or the bandwidth of the weights.
+ * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token. Limit: the rate of L2, then that
+ * of the MMA. */
+template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
+__global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPTH, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
-    using S = gemm_shape<F, GLU, WM, WN, STAGES, KT>;
+    using S = gemm_shape<F, GLU, WM, WN, DEPTH, KT>;
     constexpr int NT = 8;
     DYN_SMEM(uint8_t, smem);
     grid_dependency_launch();
     grid_dependency_wait();
-    constexpr int PER = TN / S::N; /* blocks of a tile of the list */
+    constexpr int PER = TN / S::N; /* blocks that share a token tile of the list */
     const int n_kt = p.w.n_kt;
     if (p.tile_expert && (int)blockIdx.y / PER >= *p.n_tiles) return;
-    int e, first, count; /* the expert, and its positions; count may be negative */
-    auto place = [&] {
-        e = blockIdx.z, first = blockIdx.y * S::N, count = p.n_tok - first;
+    int e, first, count; /* expert, first position, number of positions (0 or less: none) */
+    auto locate = [&] {
+        e = blockIdx.z;
+        first = blockIdx.y * S::N;
+        count = p.n_tok - first;
         if (p.tile_expert) {
             const int i = blockIdx.y / PER, skip = blockIdx.y % PER * S::N;
-            e = p.tile_expert[i], first = p.tile_first[i] + skip, count = p.tile_count[i] - skip;
+            e = p.tile_expert[i];
+            first = p.tile_first[i] + skip;
+            count = p.tile_count[i] - skip;
         }
         count = min(count, S::N);
     };
-    place();
+    locate();
     if (count <= 0) return;
     auto x_row = [&](int token) -> size_t {
-        const int at = first + min(token, count - 1); /* those behind the last repeat it */
+        const int at = first + min(token, count - 1); /* tokens behind the last repeat it */
         return p.rows ? p.rows[at] : at;
     };
-    /* Row tiles in shared memory: 2 WM consecutive ones, or with GLU WM of w and then WM of w2. Offsets count 16 bytes: 32 bits
-     * reach 64 GB. What depends on the thread only is computed again for every tile: registers are scarce in the loop. */
+    /* Row tiles in shared memory: 2 WM consecutive ones; with GLU WM of w, then WM of w2. Offsets count 16 bytes, so
+     * that 32 bits reach 64 GB. What depends on the thread alone is computed again for every k-tile: registers are
+     * scarce in the loop. CH: 16-byte chunks of a tile's codes; a thread copies one of every A_STEP-th tile, A_ITER in
+     * all. */
     const int rt0 = blockIdx.x * (S::ROWS / 16);
     const uint32_t tile0 = keep(tile_index(p.w, e, rt0));
     const uint32_t tile_end = keep(tile_index(p.w, e, p.w.n_rt));
     constexpr int CH = S::CODE / 16, A_ITER = 2 * WM * CH / S::THREADS, A_STEP = S::THREADS / CH;
     static_assert(A_ITER == 1 || WM % A_STEP == 0, "the halves of a gated block");
-    /* Tokens: a thread copies 16 bytes of every X_STEP-th one; those beyond the group are left as they are, for columns that
-     * nobody keeps. */
+    /* Tokens: XC chunks of 16 bytes each; a thread copies one of every X_STEP-th token. Rows beyond `count` are not
+     * written: they make columns that nobody stores. */
     constexpr int XC = S::X / 16, X_ITER = S::N * XC / S::THREADS, X_STEP = S::THREADS / XC;
     static_assert(X_ITER * S::THREADS == S::N * XC, "all threads copy tokens");
     uint32_t x_at[X_ITER], xs_at = 0;
@@ -1215,7 +1392,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
     auto load = [&](uint8_t *to, int c_in) {
         if (c_in >= n_kt) return;
         const int tid = keep(threadIdx.x);
-        UNROLL for (int i = 0; i < A_ITER; i++) { /* codes: of every A_STEP-th tile */
+        UNROLL for (int i = 0; i < A_ITER; i++) { /* codes of every A_STEP-th tile */
             const int tile = tid / CH + i * A_STEP;
             const bool up = GLU && (A_ITER > 1 ? i >= A_ITER / 2 : tile >= WM);
             const uint32_t at = tile0 + (tile - (up ? WM : 0)) * n_kt;
@@ -1228,26 +1405,26 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
             cp_async16(to + S::SCALE_AT + tid * 16, (up ? p.w2 : p.w).scales + (size_t)((at + c_in) * 4 + tid % 4) * 16,
                        at < tile_end);
         }
-        /* The swizzle keeps the 16-byte reads of a quarter warp (two tokens, four chunks; ldmatrix: eight tokens, one chunk)
-         * off each other's banks. */
+        /* The swizzle spreads the 16-byte reads of a quarter warp over different banks (two tokens, four chunks;
+         * ldmatrix: eight tokens, one chunk). */
         const int xc = tid % XC, token = tid / XC;
         const int chunk = F == FMT_A4 ? xc ^ (token >> 2 & 1) : xc ^ (token & 1) << 2;
         const uint8_t *x = F == FMT_A4 ? p.xq.codes : (const uint8_t *)p.x;
         const bool in = F == FMT_A4 || c_in * 64 + xc * 8 < p.w.n_in;
         UNROLL for (int i = 0, t = token; i < X_ITER; i++, t += X_STEP) if (t < count)
             cp_async16(to + S::X_AT + t * S::X + chunk * 16, x + (size_t)(x_at[i] + c_in * XC) * 16, in);
-        /* Scales of tiles c_in..c_in+3. The buffer's last reader was tile c_in-5; at most 4 tiles are loaded ahead of the one in
-         * work, so all warps have passed a barrier since. */
+        /* Token scales of k-tiles c_in..c_in+3. The buffer was last read for k-tile c_in-5. At most 4 k-tiles are
+         * loaded ahead of the one being multiplied, so all warps have passed a barrier since. */
         if (F == FMT_A4 && !(c_in & 3) && tid < count)
             cp_async16(smem + S::RING + ((c_in >> 2 & 1) * S::N + tid) * 16,
                        p.xq.scales + (size_t)(xs_at + (c_in >> 2)) * 16);
     };
 
     float acc[2][NT][4] = {};
-    const int n_live = keep((count + 8 * WN - 1) / (8 * WN)); /* n8-tiles a warp */
-    constexpr int m_step = GLU ? WM : 1;                      /* from a warp's first row tile to its second */
+    const int n_live = keep((count + 8 * WN - 1) / (8 * WN)); /* n8-tiles of a warp that have tokens */
+    constexpr int m_step = GLU ? WM : 1;                      /* row tiles from a warp's first to its second */
 
-    auto work = [&](const uint8_t *s, int c) {
+    auto multiply = [&](const uint8_t *s, int c) {
         constexpr int VEC = S::CODE / 512;
         const int tid = keep(threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
         const int m0 = (tid >> 5) % WM * (GLU ? 1 : 2), n0 = (tid >> 5) / WM * n_live * 8;
@@ -1258,7 +1435,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
             uint32_t sfa[2];
             UNROLL for (int m = 0; m < 2; m++) {
                 *(uint4 *)a[m] = *(const uint4 *)(code + m * m_step * S::CODE);
-                /* lanes of t 0 supply row g, of t 1 row g + 8 */
+                /* lanes with t = 0 supply the scales of row g, with t = 1 those of row g + 8 */
                 sfa[m] = *(const uint32_t *)(scale + m * m_step * S::SCALE + (t & 1) * 4);
             }
             const uint8_t *b_row = s + S::X_AT + (n0 + (lane >> 4) * 8 + (lane & 7)) * 32;
@@ -1275,20 +1452,22 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
             const uint8_t *xb = s + S::X_AT + (n0 + g) * 128 + t * 16;
             uint4 v[2][VEC];
             uint2 sc[2];
-            UNROLL for (int m = 0; m < 2; m++) sc[m] =
-                S::SCALE > 0 ? *(const uint2 *)(scale + m * m_step * S::SCALE) : make_uint2(0, 0);
+            UNROLL for (int m = 0; m < 2; m++) {
+                sc[m] = S::SCALE > 0 ? *(const uint2 *)(scale + m * m_step * S::SCALE) : make_uint2(0, 0);
+            }
             UNROLL for (int h = 0; h < 2; h++) { /* 32 columns each */
-                uint32_t a[2][2][4];             /* row tile, k16-step, fragment */
+                uint32_t a[2][2][4];             /* row tile, k16-step, register */
                 UNROLL for (int m = 0; m < 2; m++) {
-                    UNROLL for (int i = VEC * h / 2; i < (VEC * (h + 1)) / 2 + (VEC == 1 && !h); i++) v[m][i] =
-                        *(const uint4 *)(code + m * m_step * S::CODE + i * 512);
-                    UNROLL for (int k = 0; k < 2; k++) expand<F>(v[m], sc[m], t, 2 * h + k, a[m][k]);
+                    UNROLL for (int i = VEC * h / 2; i < (VEC * (h + 1)) / 2 + (VEC == 1 && !h); i++) {
+                        v[m][i] = *(const uint4 *)(code + m * m_step * S::CODE + i * 512);
+                    }
+                    UNROLL for (int k = 0; k < 2; k++) fragment_dequantize<F>(v[m], sc[m], t, 2 * h + k, a[m][k]);
                 }
                 UNROLL for (int n = 0; n < NT; n++) {
                     if ((F == FMT_Q8 || !(n & 1)) && n >= n_live) break;
                     uint4 q = *(const uint4 *)(xb + n * 1024 + ((h ^ (g & 1)) << 6));
                     uint32_t b[2][2] = {{q.x, q.y}, {q.z, q.w}};
-                    if (F == FMT_Q8) { /* the scale meets the F32 sum of its 32 columns: exact products */
+                    if (F == FMT_Q8) { /* exact products: the scale is applied to the F32 sum of its 32 columns */
                         float d[2][4] = {};
                         UNROLL for (int k = 0; k < 2; k++) UNROLL for (int m = 0; m < 2; m++)
                             mma_f16(d[m], a[m][k], b[k]);
@@ -1296,47 +1475,52 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
                             uint32_t f = i & 2 ? sc[i >> 2].y : sc[i >> 2].x;
                             acc[i >> 2][n][i & 3] += d[i >> 2][i & 3] * half_to_f32((uint16_t)(f >> 16 * h));
                         }
-                    } else
+                    } else {
                         UNROLL for (int k = 0; k < 2; k++) UNROLL for (int m = 0; m < 2; m++)
                             mma_f16(acc[m][n], a[m][k], b[k]);
+                    }
                 }
             }
         }
     };
 
-    for (int c = 0; c < (STAGES - 1) * KT; c++) {
+    for (int c = 0; c < (DEPTH - 1) * KT; c++) {
         load(smem + c * S::SLOT, c);
         if (c % KT == KT - 1) cp_async_commit();
     }
     for (int c = 0, slot = 0; c < n_kt; c += KT) {
-        cp_async_wait<STAGES - 2>();
-        __syncthreads(); /* all threads' copies of this stage have landed; all warps are done with the one before, now refilled */
+        cp_async_wait<DEPTH - 2>();
+        /* All threads' copies of these KT slots have landed. All warps have finished the KT slots before, which are
+         * refilled now. */
+        __syncthreads();
         for (int k = 0; k < KT; k++)
-            load(smem + (slot ? slot : S::RING) + (k - KT) * S::SLOT, c + (STAGES - 1) * KT + k);
+            load(smem + (slot ? slot : S::RING) + (k - KT) * S::SLOT, c + (DEPTH - 1) * KT + k);
         cp_async_commit();
-        for (int k = 0; k < KT && c + k < n_kt; k++) work(smem + slot + k * S::SLOT, c + k);
+        for (int k = 0; k < KT && c + k < n_kt; k++) multiply(smem + slot + k * S::SLOT, c + k);
         slot = slot + KT * S::SLOT == S::RING ? 0 : slot + KT * S::SLOT;
     }
 
-    /* Out through shared memory, for whole sectors: (N tokens, 16 WM rows) F32 at a time, one of every warp's row tiles.
-     * acc[m][n][q]: row tile m, row g + 8 (q >> 1), token 8n + 2t + (q & 1). */
-    constexpr int PITCH = 16 * WM + 4, QUADS = 4 * WM; /* + 4: lanes of different t meet different banks */
+    /* Results go through shared memory, so that whole sectors are stored: an F32 tile (N tokens, 16 WM rows) at a time,
+     * with one row tile of every warp. acc[m][n][q] is row tile m, row g + 8 (q >> 1), token 8n + 2t + (q & 1). */
+    constexpr int PITCH = 16 * WM + 4, QUADS = 4 * WM; /* + 4: lanes with different t use different banks */
     static_assert(S::N * PITCH * 4 <= S::RING, "the results' tile");
-    place(); /* again, rather than kept through the loop */
+    locate(); /* computed again: registers are scarce in the loop */
     const int tid = threadIdx.x, g = tid >> 2 & 7, t = tid & 3, wm = (tid >> 5) % WM, m0 = GLU ? wm : 2 * wm;
     const int n0 = (tid >> 5) / WM * n_live * 8;
-    const float undo = F == FMT_A4 ? 1.0f / 128.0f : 1.0f; /* device_matrix.unit is for fp4_pair and fp4_scale */
+    /* device_matrix.unit undoes fp4_pair and fp4_scale, which A4 does not use. */
+    const float undo = F == FMT_A4 ? 1.0f / 128.0f : 1.0f;
     const float f0 = undo * device_matrix_scale(p.w, e), f1 = GLU ? undo * device_matrix_scale(p.w2, e) : f0;
     const bool whole = !((p.w.n_out | p.y_stride | p.y_batch) & 3);
     float *tile = (float *)smem;
     UNROLL for (int m = 0; m < (GLU ? 1 : 2); m++) {
-        __syncthreads(); /* the ring, then the tile before, has been read */
+        __syncthreads(); /* the ring, or the result tile before, has been read */
         UNROLL for (int half = 0; half < 2; half++) {
             size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
             bool in = row < (size_t)p.w.n_out;
-            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f, b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
+            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f;
+            float b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
             UNROLL for (int i = 0; i < 2 * NT; i++) {
-                if (i >= 2 * n_live) break; /* what follows is the next warp's */
+                if (i >= 2 * n_live) break; /* the next warp's tokens follow */
                 const int token = n0 + (i >> 1) * 8 + 2 * t + (i & 1), q = 2 * half + (i & 1);
                 const float fx = F == FMT_A4 ? p.xq.scale[x_row(token)] : 1.0f;
                 float v = acc[m][i >> 1][q] * (f0 * fx) + b0;
@@ -1344,51 +1528,53 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, STAG
                 tile[token * PITCH + wm * 16 + g + 8 * half] = v;
             }
         }
-        __syncthreads(); /* the tile is written */
+        __syncthreads(); /* the result tile is written */
         const int quad = tid % QUADS, row = (rt0 + (GLU ? quad / 4 : quad / 4 * 2 + m)) * 16 + quad % 4 * 4;
         for (int token = tid / QUADS; token < count && row < p.w.n_out; token += S::THREADS / QUADS)
             store_quad(p, first + token, row, whole, *(const float4 *)(tile + token * PITCH + quad * 4));
     }
 }
 
-template <int F, int GLU, int WM, int WN, int STAGES, int KT = 1>
+/* Launches one instance of gemm_kernel. */
+template <int F, int GLU, int WM, int WN, int DEPTH, int KT = 1>
 static void gemm_launch(const struct gemm_args *g, cudaStream_t s) {
-    using S = gemm_shape<F, GLU, WM, WN, STAGES, KT>;
-    cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, STAGES, KT>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         S::BYTES);
+    using S = gemm_shape<F, GLU, WM, WN, DEPTH, KT>;
+    cudaFuncSetAttribute(gemm_kernel<F, GLU, WM, WN, DEPTH, KT>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES);
     const dim3 grid = S::grid(g);
-    if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, STAGES, KT>), grid, dim3(S::THREADS), S::BYTES, s, *g);
+    if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, DEPTH, KT>), grid, dim3(S::THREADS), S::BYTES, s, *g);
 }
 
-/* The big block (8 warps, 256 x 64 or 128 x 128) where it fills the device, else 128 rows x 64 tokens by 4 warps. FP4 weights are
- * 3.5 times thinner than tokens, so the fewest bytes are those of a tall block; the others are square. */
-template <int F, int WM, int WN, int STAGES, int SMALL_STAGES>
+/* Uses the big block (8 warps, 256 x 64 or 128 x 128 rows x tokens) where that fills the GPU, else 128 x 64 by 4 warps.
+ * FP4 weights are 3.5 times thinner than tokens, so a tall block reads the fewest bytes; the other formats use a square
+ * one. */
+template <int F, int WM, int WN, int DEPTH, int SMALL_DEPTH>
 static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
     int device = 0, n_sm = 1;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, device);
-    const dim3 b = (glu ? gemm_shape<F, 1, WM, WN, STAGES>::grid : gemm_shape<F, 0, WM, WN, STAGES>::grid)(g);
+    const dim3 b = (glu ? gemm_shape<F, 1, WM, WN, DEPTH>::grid : gemm_shape<F, 0, WM, WN, DEPTH>::grid)(g);
     const bool big = g->tile_expert || b.x * b.y * b.z >= 2u * n_sm;
-    if (glu) (big ? gemm_launch<F, 1, WM, WN, STAGES> : gemm_launch<F, 1, 4, 1, SMALL_STAGES>)(g, s);
-    else (big ? gemm_launch<F, 0, WM, WN, STAGES> : gemm_launch<F, 0, 4, 1, SMALL_STAGES>)(g, s);
+    if (glu) (big ? gemm_launch<F, 1, WM, WN, DEPTH> : gemm_launch<F, 1, 4, 1, SMALL_DEPTH>)(g, s);
+    else (big ? gemm_launch<F, 0, WM, WN, DEPTH> : gemm_launch<F, 0, 4, 1, SMALL_DEPTH>)(g, s);
 }
 
-/* Products: y = w x, or silu(w x) * (w2 x) / HIDDEN_SCALE with `glu` (w2 of w's shape and format). Tokens are halves or, for FP4
- * weights and not batched, FP4: SM120 only, elsewhere the kernel leaves zero sums. */
+/* Runs y = w x, or with `glu` silu(w x) * (w2 x) / HIDDEN_SCALE (w2 has w's shape and format). Tokens are halves, or
+ * FP4 for FP4 weights without batch. FP4 tokens need SM120: elsewhere the kernel leaves sums of zero. */
 static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
-    /* stages: SM120 has 100 KB an SM (one block of the big kind, two of the small), sm_90 228 KB (two and four) */
+    /* Depths: an SM of SM120 has 100 KB (one big block or two small ones), of sm_90 228 KB (two or four). */
     if (g->xq.codes) gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
     else if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s);
     else if (g->w.fmt == FMT_Q8) gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s);
     else gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s);
 }
 
-/* x (n_row, n_in) F16 to FP4 with the row's scale amax / (448 * 6), a UE4M3 scale amax16 / 6 / row scale per 16 columns, and the
- * nearest E2M1 of x / (both scales), ties to even. grid (n_row), block 256: 16 columns a thread and turn. Bytes: 2 n_in read twice
- * (once from L1 or L2), 0.56 n_in written; ~20 instructions an element: 60 % of L2's rate. */
+/* Quantizes x (n_row, n_in) F16 to FP4: a row scale amax / (448 * 6), a UE4M3 scale amax16 / 6 / row scale per 16
+ * columns, and the nearest E2M1 of x / (both scales), ties to even.
+ * Grid: n_row, block: 256, 16 columns per thread and turn. Reads 2 n_in bytes twice (once from L1 or L2), writes 0.56
+ * n_in; about 20 instructions per element, 60 % of L2's rate. */
 __global__ void __launch_bounds__(256)
     quantize_fp4_kernel(const uint16_t *x, size_t x_stride, int n_in, struct fp4_rows q) {
-    SHARED(float, part, 8);
+    SHARED(float, warp_amax, 8);
     grid_dependency_launch();
     grid_dependency_wait();
     const uint16_t *row = x + blockIdx.x * x_stride;
@@ -1408,9 +1594,9 @@ __global__ void __launch_bounds__(256)
     float amax = 0, v[16];
     for (int b = tid; b < n_scales; b += 256) amax = fmaxf(amax, read16(b * 16, v));
     amax = warp_max(amax);
-    if (!(tid & 31)) part[tid >> 5] = amax;
-    __syncthreads(); /* all parts are written */
-    for (int i = 0; i < 8; i++) amax = fmaxf(amax, part[i]);
+    if (!(tid & 31)) warp_amax[tid >> 5] = amax;
+    __syncthreads(); /* all warps' maxima are written */
+    for (int i = 0; i < 8; i++) amax = fmaxf(amax, warp_amax[i]);
     const float row_scale = amax / (448.0f * 6.0f);
     if (!tid) q.scale[blockIdx.x] = row_scale;
     for (int b = tid; b < n_scales; b += 256) {
@@ -1430,21 +1616,23 @@ __global__ void __launch_bounds__(256)
     }
 }
 
+/* Launches quantize_fp4_kernel for n_row rows. */
 static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in, struct fp4_rows q, cudaStream_t s) {
     if (n_row) LAUNCH_PDL(quantize_fp4_kernel, dim3(n_row), dim3(256), 0, s, x, x_stride, n_in, q);
 }
 
-/* Router logits of many tokens: (n_tok, n_expert) = x w^T in F32. Grid (experts / 64, tokens / 64), block 256: 4 x 4 results a thread
- * out of 64 x 64 x 16 tiles, the next of which is on its way while one is multiplied. Compute: 2 n_tok n_expert n_embd operations
- * outside the tensor cores, 2 to 4 % of a layer. */
+/* Router logits for prefill: (n_tok, n_expert) = x w^T in F32.
+ * Grid: (n_expert / 64, n_tok / 64), block: 256. A block makes 64 x 64 results in steps of 16 columns, a thread 4 x 4;
+ * the next step's loads are in flight while one is multiplied. Computes 2 n_tok n_expert n_embd operations outside the
+ * tensor cores, 2 to 4 % of a layer. */
 __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
-    enum { SIDE = 64, DEPTH = 16, PITCH = SIDE + 4 };
-    SHARED(float, a, DEPTH *PITCH); /* [k][token] */
-    SHARED(float, b, DEPTH *PITCH); /* [k][expert] */
+    enum { SIDE = 64, K_STEP = 16, PITCH = SIDE + 4, TILE = K_STEP * PITCH };
+    SHARED(float, a, TILE); /* [k][token] */
+    SHARED(float, b, TILE); /* [k][expert] */
     grid_dependency_launch();
     grid_dependency_wait();
     const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
-    const int r = threadIdx.x >> 2, k4 = 4 * (threadIdx.x & 3); /* what this thread loads: row, columns */
+    const int r = threadIdx.x >> 2, k4 = 4 * (threadIdx.x & 3); /* row and columns that this thread loads */
     const float *row = p.x + (size_t)(t0 + r) * (size_t)p.n_embd;
     float acc[4][4] = {};
     float4 x, w;
@@ -1453,18 +1641,18 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
         w = route_weights(p, e0 + r, col);
     };
     load(k4);
-    for (int k0 = 0; k0 < p.n_embd; k0 += DEPTH) {
+    for (int k0 = 0; k0 < p.n_embd; k0 += K_STEP) {
         UNROLL for (int i = 0; i < 4; i++) {
             a[(k4 + i) * PITCH + r] = (&x.x)[i];
             b[(k4 + i) * PITCH + r] = (&w.x)[i];
         }
-        __syncthreads();
-        load(k0 + DEPTH + k4);
-        UNROLL for (int k = 0; k < DEPTH; k++) {
+        __syncthreads(); /* this step's columns are in a and b */
+        load(k0 + K_STEP + k4);
+        UNROLL for (int k = 0; k < K_STEP; k++) {
             const float4 u = *(const float4 *)(a + k * PITCH + 4 * ty), v = *(const float4 *)(b + k * PITCH + 4 * tx);
             UNROLL for (int i = 0; i < 16; i++) acc[i >> 2][i & 3] += (&u.x)[i >> 2] * (&v.x)[i & 3];
         }
-        __syncthreads();
+        __syncthreads(); /* all threads are done with them */
     }
     UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) {
         int t = t0 + 4 * ty + i, e = e0 + 4 * tx + j;
@@ -1472,33 +1660,39 @@ __global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
     }
 }
 
-/* The choice of experts for many tokens: grid n_tok / 4, block 128, a warp a token. Latency of the top-k, n_expert floats read. */
+/* Chooses the experts for prefill. Grid: n_tok / 4, block: 128, one warp per token. Reads n_expert floats per token;
+ * bound by the latency of the top-k. */
 __global__ void __launch_bounds__(128) k_route_prefill(struct route_args p) {
-    DYN_SMEM(float, room); /* 2 n_expert words per warp */
+    DYN_SMEM(float, scratch); /* (warps, 2 n_expert) */
     grid_dependency_launch();
     grid_dependency_wait();
     const int t = blockIdx.x * 4 + (threadIdx.x >> 5);
-    if (t < p.n_tok) route_warp(p, t, room);
+    if (t < p.n_tok) route_warp(p, t, scratch);
 }
 
-/* Tokens by expert: the n_slots = n_tok k choices sorted by (expert, token), and the list of token tiles for the grouped products. */
+/* Sorts the n_choices = n_tok * k (token, expert) pairs of the router by (expert, token), and lists token tiles for the
+ * grouped GEMM. */
 struct sort_args {
-    const int32_t *id; /* (n_slots) */
-    int n_slots, k, n_expert;
-    int32_t *row;     /* (n_slots) sorted position -> token */
-    int32_t *inverse; /* (n_slots) choice -> sorted position */
+    const int32_t *id; /* (n_choices) expert of pair token * k + j */
+    int n_choices, k, n_expert;
+    int32_t *row;     /* (n_choices) sorted position -> token */
+    int32_t *inverse; /* (n_choices) pair -> sorted position */
     int32_t *first;   /* (n_expert + 1) first sorted position of an expert */
     int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
 };
 
-/* Eight choices of experts from i on, a multiple of 8; -1 behind the end. */
+/* Loads the experts of pairs i..i+7 (i % 8 == 0); -1 behind the end. */
 DEVICE void sort_load(const struct sort_args &p, int i, int id[8]) {
     const int4 *from = (const int4 *)(p.id + i);
-    if (i + 8 <= p.n_slots) *(int4 *)id = from[0], *(int4 *)(id + 4) = from[1];
-    else UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_slots ? p.id[i + k] : -1;
+    if (i + 8 <= p.n_choices) {
+        *(int4 *)id = from[0];
+        *(int4 *)(id + 4) = from[1];
+    } else {
+        UNROLL for (int k = 0; k < 8; k++) id[k] = i + k < p.n_choices ? p.id[i + k] : -1;
+    }
 }
 
-/* The sum of the x of this lane and those below it. */
+/* Returns the sum of x over this lane and the lanes below it. */
 DEVICE int warp_scan(int x) {
     UNROLL for (int o = 1; o < WARP; o <<= 1) {
         const int v = __shfl_up_sync(0xFFFFFFFFu, x, o);
@@ -1507,8 +1701,9 @@ DEVICE int warp_scan(int x) {
     return x;
 }
 
-/* Grid n_expert, block 256: block e counts the choices of smaller experts and lists its own in order. Reads n_slots ids twice per
- * block from L2, 2,048 at a time: 10 us for 32,768 choices of 128 experts. */
+/* Sorts by expert: block e counts the pairs of smaller experts, then lists its own in order.
+ * Grid: n_expert, block: 256. A block reads n_choices ids twice from L2, 2,048 at a time: 10 us for 32,768 pairs of 128
+ * experts. */
 __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     SHARED(int, count, 8);
     grid_dependency_launch();
@@ -1516,58 +1711,69 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     const int e = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     __align__(16) int id[8];
     int less = 0, at = 0;
-    for (int i = 8 * threadIdx.x; i < p.n_slots; i += 8 * 256) {
+    for (int i = 8 * threadIdx.x; i < p.n_choices; i += 8 * 256) {
         sort_load(p, i, id);
         UNROLL for (int k = 0; k < 8; k++) less += id[k] >= 0 && id[k] < e;
     }
     less = __reduce_add_sync(0xFFFFFFFFu, less);
     if (!lane) count[warp] = less;
-    __syncthreads();
+    __syncthreads(); /* all warps' counts are written */
     for (int w = 0; w < 8; w++) at += count[w];
     if (!threadIdx.x) p.first[e] = at;
-    for (int i0 = 0; i0 < p.n_slots; i0 += 8 * 256) {
+    for (int i0 = 0; i0 < p.n_choices; i0 += 8 * 256) {
         const int i = i0 + 8 * threadIdx.x;
         int mine = 0;
         sort_load(p, i, id);
         UNROLL for (int k = 0; k < 8; k++) mine += id[k] == e;
         const int upto = warp_scan(mine);
-        __syncthreads(); /* the counts before may still be read */
+        __syncthreads(); /* all threads have read the counts of the turn before */
         if (lane == WARP - 1) count[warp] = upto;
-        __syncthreads();
-        int place = at + upto - mine;
-        for (int w = 0; w < 8; w++) place += w < warp ? count[w] : 0, at += count[w];
+        __syncthreads(); /* all warps' counts of this turn are written */
+        int position = at + upto - mine;
+        for (int w = 0; w < 8; w++) {
+            position += w < warp ? count[w] : 0;
+            at += count[w];
+        }
         UNROLL for (int k = 0; k < 8; k++) {
-            if (id[k] == e) p.row[place] = (i + k) / p.k, p.inverse[i + k] = place++;
+            if (id[k] != e) continue;
+            p.row[position] = (i + k) / p.k;
+            p.inverse[i + k] = position++;
         }
     }
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
 }
 
-/* The tiles of at most `tile` tokens, in order of the experts. One block of 1024 threads; latency. */
+/* Lists the token tiles, of at most `tile` tokens each, in the order of the experts. Grid: 1, block: 1024; bound by
+ * latency. */
 __global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
-    SHARED(int, sums, 33);
+    SHARED(int, warp_total, 33);
     grid_dependency_launch();
     grid_dependency_wait();
     const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
-    int first = e < p.n_expert ? p.first[e] : 0, count = e < p.n_expert ? p.first[e + 1] - first : 0;
+    int first = e < p.n_expert ? p.first[e] : 0;
+    int count = e < p.n_expert ? p.first[e + 1] - first : 0;
     int n = (count + tile - 1) / tile, upto = warp_scan(n);
-    if (lane == 31) sums[warp] = upto;
-    __syncthreads();
+    if (lane == 31) warp_total[warp] = upto;
+    __syncthreads(); /* all warps' totals are written */
     int at = upto - n;
-    for (int w = 0; w < warp; w++) at += sums[w];
+    for (int w = 0; w < warp; w++) at += warp_total[w];
     for (int i = 0; i < n; i++) {
-        p.tile_expert[at + i] = e, p.tile_first[at + i] = first + i * tile;
+        p.tile_expert[at + i] = e;
+        p.tile_first[at + i] = first + i * tile;
         p.tile_count[at + i] = min(tile, count - i * tile);
     }
     if (e == 1023) *p.n_tiles = at + n;
 }
 
-/* out (n_tok, n) = (out, when `add`) + sum_j weight[t][j] y[inverse[t][j]]. Grid n_tok, block 256. Bytes: (k + 2) n F32 per token. */
+/* out (n_tok, n) = (with `add`: out) + sum over j of weight[t][j] * y[inverse[t][j]].
+ * Grid: n_tok, block: 256. Moves (k + 2) * n F32 per token. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_combine(const float *y, const int32_t *inverse, const float *weight, int k, int n, int add, float *out) {
     grid_dependency_launch();
     grid_dependency_wait();
-    inverse += (size_t)blockIdx.x * k, weight += (size_t)blockIdx.x * k, out += (size_t)blockIdx.x * n;
+    inverse += (size_t)blockIdx.x * k;
+    weight += (size_t)blockIdx.x * k;
+    out += (size_t)blockIdx.x * n;
     for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
         float s = 0;
         for (int j = 0; j < k; j++) s += weight[j] * y[(size_t)inverse[j] * n + i];
@@ -1576,15 +1782,16 @@ __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 struct stats_args {
-    const float *y; /* (n_slots, n) results of the experts before they are weighed, by expert */
+    const float *y; /* (n_choices, n) expert outputs before weighting, in sorted order */
     int n, k;
-    const int32_t *first, *row, *id; /* of struct sort_args */
+    const int32_t *first, *row, *id; /* as in struct sort_args */
     const float *weight;             /* (n_tok, k) */
     double *stats;                   /* (n_expert, STATS) */
 };
 
-/* Adds to an expert's stats what it gave its tokens. Grid n_expert, block 256: the rows of an expert one after the other, so that the
- * sums do not change from run to run. Bytes: the results once; latency of a row, about 2 us, times the rows of the busiest expert. */
+/* Adds to each expert's statistics what it gave its tokens (REAP).
+ * Grid: n_expert, block: 256. A block walks the expert's rows one after the other, so that sums do not change from run
+ * to run. Reads the outputs once; about 2 us of latency per row of the busiest expert. */
 __global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -1602,21 +1809,26 @@ __global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
         }
         if (!threadIdx.x) {
             const double share = all > 0 ? (double)g / (double)all : 0;
-            s[STAT_TOKENS]++, s[STAT_WEIGHTED] += share * norm, s[STAT_NORM] += norm, s[STAT_GATE] += share;
+            s[STAT_TOKENS]++;
+            s[STAT_WEIGHTED] += share * norm;
+            s[STAT_NORM] += norm;
+            s[STAT_GATE] += share;
             if (share * norm > s[STAT_WEIGHTED_MAX]) s[STAT_WEIGHTED_MAX] = share * norm;
         }
-        __syncthreads(); /* the next row's sum overwrites the parts of this one's */
+        __syncthreads(); /* the next row's block_sum overwrites this one's */
     }
 }
 
-/* sums (n_expert, n) += unit * squares of the columns of the rows of x that an expert reads: rows[first[e] .. first[e + 1] - 1], or all
- * n_tok. Grid (n / 256, n_expert), block 256. Bytes: 2 per value. */
+/* sums (n_expert, n) += unit * the squares of the columns of x, over the rows that an expert reads:
+ * rows[first[e]..first[e + 1] - 1]; first NULL: all n_tok.
+ * Grid: (n / 256, n_expert), block: 256. Reads 2 bytes per value. */
 __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_stride, const int32_t *first,
                                                  const int32_t *rows, int n_tok, int n, float unit, float *sums) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int c = blockIdx.x * 256 + threadIdx.x, e = blockIdx.y;
-    const int begin = first ? first[e] : 0, end = first ? first[e + 1] : n_tok;
+    const int begin = first ? first[e] : 0;
+    const int end = first ? first[e + 1] : n_tok;
     float sum = 0;
     if (c >= n) return;
     for (int at = begin; at < end; at++) {
@@ -1627,11 +1839,13 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
 }
 
 /* ============================================================================================================
- * Rotation and the cache
+ * RoPE and the KV cache
+ *
+ * One kernel per kind of attention: head norms, rotation, and the new rows of the cache.
  * ============================================================================================================ */
 
-/* One warp stores a group of n values that it holds, value i in x[i / 32] of lane i % 32, at element `at` of row `pos`. FP8: the scale
- * is amax / 448. */
+/* Stores a group of n values into row `pos` of a plane, from element `at` on, with one warp: value i is x[i / 32] of
+ * lane i % 32. FP8: the group's scale is amax / 448. */
 template <int PER>
 DEVICE void plane_store(const struct kv_plane &p, size_t pos, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
@@ -1652,12 +1866,13 @@ DEVICE void plane_store(const struct kv_plane &p, size_t pos, int at, int group,
 
 struct rope_args {
     const struct batch *batch;
-    const float *cs, *sn; /* (n_tok, rope / 2) */
-    const float *q, *k,
-        *v; /* (n_tok, n_head * d), (n_tok, n_head_kv * d), (n_tok, n_head_kv * dv); MLA: k (n_tok, latent + rope) */
+    const float *cs, *sn;         /* (n_tok, rope / 2) */
+    const float *q;               /* (n_tok, n_head * d) */
+    const float *k;               /* (n_tok, n_head_kv * d); MLA: (n_tok, latent + rope) */
+    const float *v;               /* (n_tok, n_head_kv * dv) */
     const float *q_norm, *k_norm; /* (d); MLA: k_norm (latent) */
-    uint16_t *q16;    /* (n_tok, n_head, d): what attention reads; MLA: the part without rotation, for wk_b */
-    uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which the last `rope` are written here */
+    uint16_t *q16;    /* (n_tok, n_head, d) queries for attention; MLA: the part without rotation, input of wk_b */
+    uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which this kernel writes the last `rope` */
     struct kv_plane kp, vp;
     int n_head, n_head_kv, d, dv, rope, latent, nope;
     float eps;
@@ -1665,14 +1880,17 @@ struct rope_args {
 
 enum { HEAD_PER = HEAD_MAX / 32 };
 
-/* Grouped-query attention: norm and rotation of the heads of q and k, k and v to the cache. Halves are rotated against each other (Qwen).
- * Grid (heads of q, k and v / 4, n_tok), block 128: a warp a head of at most 256. Bytes: q, k, v once; latency for few tokens. */
+/* GQA: norm and rotation of the heads of q and k; k and v go to the cache. Element i is rotated against element
+ * i + rope / 2 (Qwen).
+ * Grid: (ceil((heads of q, k and v) / 4), n_tok), block: 128, one warp per head of at most 256. Reads q, k, v once;
+ * bound by latency for few tokens. */
 __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), t = blockIdx.y;
     const int kind = h < p.n_head ? 0 : h < p.n_head + p.n_head_kv ? 1 : 2; /* q, k, v */
-    const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv, n = kind == 2 ? p.dv : p.d;
+    const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv;
+    const int n = kind == 2 ? p.dv : p.d;
     if (i >= p.n_head_kv && kind == 2) return;
     const float *heads = kind == 2 ? p.v : kind ? p.k : p.q;
     const float *src = heads + ((size_t)t * (kind ? p.n_head_kv : p.n_head) + i) * n;
@@ -1686,14 +1904,15 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
         return;
     }
     const float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
-    const float *w = kind ? p.k_norm : p.q_norm, *cs = p.cs + (size_t)t * (p.rope / 2),
-                *sn = p.sn + (size_t)t * (p.rope / 2);
+    const float *w = kind ? p.k_norm : p.q_norm;
+    const float *cs = p.cs + (size_t)t * (p.rope / 2), *sn = p.sn + (size_t)t * (p.rope / 2);
     UNROLL for (int j = 0; j < HEAD_PER; j++) {
         int c = lane + 32 * j, half = p.rope / 2;
         if (c >= n) continue;
         float v = x[j] * f * w[c];
-        if (c < p.rope) { /* the other half's value is read again: cheaper than moving it between lanes */
-            int o = c < half ? c + half : c - half, r = c < half ? c : o;
+        if (c < p.rope) { /* the partner is read again: cheaper than moving it between lanes */
+            int o = c < half ? c + half : c - half;
+            int r = c < half ? c : o;
             float u = src[o] * f * w[o];
             v = c < half ? v * cs[r] - u * sn[r] : u * sn[r] + v * cs[r];
         }
@@ -1703,8 +1922,9 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     if (kind) plane_store<HEAD_PER>(p.kp, (size_t)(p.batch->pos + t), i * n, i, n, x);
 }
 
-/* Latent attention: the latents' norm and the shared key's rotation to the cache, and the heads of q split into the part for wk_b and the
- * rotated part. Neighbours are rotated against each other (DeepSeek). Grid (1 + heads / 4, n_tok), block 128; bytes and latency as above. */
+/* MLA: norm of the latents and rotation of the shared key, both to the cache (block x = 0); the heads of q are split
+ * into the part for wk_b and the rotated part. Neighbors 2i and 2i + 1 are rotated against each other (DeepSeek).
+ * Grid: (1 + ceil(n_head / 4), n_tok), block: 128. Bytes and latency as for k_rope_gqa. */
 __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -1719,7 +1939,8 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
         for (int i = lane; i < p.nope; i += WARP) plain[i] = clamped_f16(q[i]);
         for (int i = lane; i < p.rope / 2; i += WARP) {
             float a = q[p.nope + 2 * i], b = q[p.nope + 2 * i + 1];
-            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]), rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
+            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]);
+            rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
         }
         return;
     }
@@ -1745,64 +1966,70 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
 }
 
 /* ============================================================================================================
- * Attention over the cache
+ * Attention over the KV cache
  *
- * Query rows that share keys are computed together: row = token * group + head, where `group` heads read one KV head (MLA: all
- * heads read the one latent). Keys come in tiles; each tile updates the running maximum m, denominator l and weighted sum of
- * values of every row (online softmax, base 2). A range of keys ("split") leaves (sums, m, l) in `part`; attn_merge joins them.
- * Query token i sees keys 0 .. pos + i. Keys behind the newest are never read: they arrive as zeros.
+ * Query rows that share keys are computed together: row = token * group + head, where `group` heads read one KV head
+ * (MLA: all heads read the one latent). Keys come in tiles. Each tile updates the running maximum m, the denominator l
+ * and the weighted sum of values of every row (online softmax, base 2). The context is cut into splits, so that the
+ * blocks fill the GPU: each split leaves (sums, m, l) in `partials`, and attn_merge joins them. Query token i sees keys
+ * 0 .. pos + i. Keys behind the newest are never read: they arrive as zeros.
  *
- * MMA operands (g = lane / 4, t = lane % 4): the order of the elements within a product's inner dimension is free if both operands
- * have it, and so is the order of the output columns. Decode chooses them so that a lane reads consecutive bytes of a cache row
- * and converts them in registers; prefill has more rows per key and converts each tile once, to f16 in shared memory.
+ * MMA operands (g = lane / 4, t = lane % 4): the order of the inner dimension is free as long as both operands use it,
+ * and so is the order of the output columns. Decode chooses both so that a lane reads consecutive bytes of a cache row
+ * and converts them in registers. Prefill has more rows per key: it converts each tile once, to f16 in shared memory.
  * ============================================================================================================ */
 
 struct attn_args {
-    const uint16_t *q;                    /* f16 (n_tok, n_head, dk), q_stride halves from token to token */
-    uint16_t *out;                        /* f16 (n_tok, n_head, dv), out_stride */
-    float *partials;                      /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2) */
-    struct kv_plane k, v;                 /* MLA: latents, rotated part */
-    const struct batch *batch;            /* its n_tok may be less than ours: rows behind it are left alone */
+    const uint16_t *q;         /* (n_tok, n_head, dk) f16, tokens q_stride halves apart */
+    uint16_t *out;             /* (n_tok, n_head, dv) f16, tokens out_stride halves apart */
+    float *partials;           /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2): sums, then all (m, l) */
+    struct kv_plane k, v;      /* MLA: latents, rotated keys */
+    const struct batch *batch; /* its n_tok may be less than n_tok below: rows behind it are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
     float scale;    /* of q.k before the softmax */
-    int max_splits; /* ranges of the context, at most */
+    int max_splits; /* at most */
 };
 
 enum {
-    ATTN_SPLIT_KEYS = 64, /* a split has a multiple of so many keys */
+    ATTN_SPLIT_KEYS = 64, /* a split has a multiple of this many keys */
     ATTN_GROUP = 128,     /* latents under one FP8 scale */
-    ATTN_SMEM = 48 << 10  /* two blocks in an SM's 100 KB */
+    ATTN_SMEM = 48 << 10  /* two blocks fit the 100 KB of an SM of SM120 */
 };
-#define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are numbers */
-#define ATTN_P      256.0f   /* factor of the weights as f16, which V's FP8 scale makes small */
+#define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are never NaN */
+#define ATTN_P      256.0f   /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
 
-/* N values that are read or written at once. */
+/* N values that are loaded or stored at once. */
 template <int N, class T = uint32_t>
 struct alignas(N * sizeof(T)) pack {
     T x[N];
 };
 using floats4 = pack<4, float>;
 
-/* What a block does: rows row0.. of KV head kvh over keys begin..end-1. */
+/* The work of one block: rows row0.. of KV head kvh, over keys begin..end-1. */
 struct attn_work {
-    int kvh, group, row0, n_row; /* n_row: of the KV head */
-    int pos, len, seen;          /* len: keys in the cache; seen: those that all rows of the tile see */
+    int kvh, group, row0, n_row; /* group: query heads per KV head; n_row: query rows of the KV head */
+    int pos, len, seen; /* pos: of the first token; len: keys in the cache; seen: keys that all rows of the tile see */
     int split, n_split, begin, end;
-    float factor; /* of q.k, for a softmax of base 2 */
+    float factor; /* scale * log2 e, for a softmax of base 2 */
 };
 
-/* Waits for the kernels before. Grid (splits, row tiles * KV heads). False: nothing to do. Rows that see the most keys start first. */
+/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads). Returns false if there
+ * is none. Rows that see the most keys start first. */
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
     int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
-    w->pos = a.batch->pos, w->len = w->pos + n_tok;
-    w->group = a.n_head / a.n_head_kv, w->n_row = w->group * n_tok;
-    w->kvh = y % a.n_head_kv, w->row0 = y / a.n_head_kv * tile_rows;
+    w->pos = a.batch->pos;
+    w->len = w->pos + n_tok;
+    w->group = a.n_head / a.n_head_kv;
+    w->n_row = w->group * n_tok;
+    w->kvh = y % a.n_head_kv;
+    w->row0 = y / a.n_head_kv * tile_rows;
     int tiles = (w->len + ATTN_SPLIT_KEYS - 1) / ATTN_SPLIT_KEYS;
     int per_split = (tiles + a.max_splits - 1) / a.max_splits;
-    w->split = (int)blockIdx.x, w->n_split = (tiles + per_split - 1) / per_split;
+    w->split = (int)blockIdx.x;
+    w->n_split = (tiles + per_split - 1) / per_split;
     int last = min(w->row0 + tile_rows, w->n_row) - 1;
     w->seen = w->pos + w->row0 / w->group + 1;
     w->begin = w->split * per_split * ATTN_SPLIT_KEYS;
@@ -1811,13 +2038,13 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     return w->split < w->n_split && w->row0 < w->n_row;
 }
 
-/* Token and head of row r of the block's tile; token -1: there is no such row. */
+/* Returns token and head of row r of the block's tile; token -1: there is no such row. */
 DEVICE int2 attn_row(const struct attn_work &w, int r) {
     int row = w.row0 + r;
     return row < w.n_row ? make_int2(row / w.group, w.kvh * w.group + row % w.group) : make_int2(-1, 0);
 }
 
-/* This lane's rows r and r + 8: their queries (NULL: there is no such row), and how many keys they see. */
+/* Finds, for this lane's rows r and r + 8, their queries (NULL: no such row) and the number of keys that they see. */
 DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args &a, const struct attn_work &w, int r) {
     UNROLL for (int h = 0; h < 2; h++) {
         int2 th = attn_row(w, r + 8 * h);
@@ -1826,33 +2053,38 @@ DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args
     }
 }
 
-/* A operand of one step of 16: of the two rows this lane holds elements at..at+3. */
+/* Returns the A operand of one k16-step: elements at..at+3 of this lane's two rows. */
 DEVICE pack<4> attn_q(const uint16_t *const q[2], int at) {
     pack<4> f = {};
     UNROLL for (int h = 0; h < 2; h++) {
         if (!q[h]) continue;
         pack<2> x = *(const pack<2> *)(q[h] + at);
-        f.x[h] = x.x[0], f.x[h + 2] = x.x[1];
+        f.x[h] = x.x[0];
+        f.x[h + 2] = x.x[1];
     }
     return f;
 }
 
-/* Steps of Q as A operands: REG in registers, those that do not fit in shared memory. */
+/* The k16-steps of Q as A operands: the first REG in registers, the others in shared memory. */
 template <int REG>
 struct attn_steps {
     pack<4> reg[REG];
-    uint8_t *rest; /* this lane's part of step REG; 512 bytes from step to step */
+    uint8_t *rest; /* this lane's 16 bytes of step REG; steps are 512 bytes apart */
     DEVICE_MEMBER pack<4> &at(int s) { return s < REG ? reg[s] : *(pack<4> *)(rest + (s - REG) * 512); }
 };
 
-/* A word of the cache as pairs of f16: two of FP8, one of BF16. */
+/* Converts a word of the cache to f16: FP8 to two words, BF16 to one. */
 template <int FP8>
 DEVICE void kv_word(uint32_t *h, uint32_t w) {
-    if constexpr (FP8) h[0] = e4m3x2_to_f16x2((uint16_t)w), h[1] = e4m3x2_to_f16x2((uint16_t)(w >> 16));
-    else h[0] = clamped_f16x2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
+    if constexpr (FP8) {
+        h[0] = e4m3x2_to_f16x2((uint16_t)w);
+        h[1] = e4m3x2_to_f16x2((uint16_t)(w >> 16));
+    } else {
+        h[0] = clamped_f16x2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
+    }
 }
 
-/* N consecutive cache values. */
+/* Loads N consecutive values of the cache as f16. */
 template <int FP8, int N>
 DEVICE pack<N / 2> kv_values(const uint8_t *p) {
     constexpr int W = FP8 ? N / 4 : N / 2;
@@ -1862,7 +2094,7 @@ DEVICE pack<N / 2> kv_values(const uint8_t *p) {
     return h;
 }
 
-/* Four consecutive values of two cache rows, interleaved: h[j] = (p[j], q[j]). */
+/* Loads four consecutive values of two cache rows, interleaved: h[j] = (p[j], q[j]). */
 template <int FP8>
 DEVICE void kv_pairs(uint32_t h[4], const uint8_t *p, const uint8_t *q) {
     constexpr int W = FP8 ? 1 : 2;
@@ -1873,20 +2105,24 @@ DEVICE void kv_pairs(uint32_t h[4], const uint8_t *p, const uint8_t *q) {
     }
 }
 
-/* Values that a lane reads at once as part of an inner dimension of `width`: 16 bytes if possible. 4 lanes make a chunk. */
+/* Values that a lane loads at once along an inner dimension of `width`: 16 bytes where possible. Four lanes make a
+ * chunk. */
 __host__ __device__ constexpr int kv_run(int fp8, int width) {
-    return fp8 && width % 64 == 0 ? 16 : width % 32 == 0 ? 8 : 4;
+    if (fp8 && width % 64 == 0) return 16;
+    return width % 32 == 0 ? 8 : 4;
 }
 
-/* Where byte `at` of cache row `row` lies in a tile of rows of ROW bytes. The 16-byte pieces are permuted such that neither 8
- * lanes that read 64 bytes of two neighbouring rows (keys), nor 4 x 8 that read 32 bytes of every other row (values), meet in a bank. */
+/* Returns where byte `at` of row `row` lies in a tile with rows of ROW bytes. Its 16-byte pieces are permuted: neither
+ * 8 lanes that read 64 bytes of two neighboring rows (keys), nor 4 x 8 lanes that read 32 bytes of every other row
+ * (values), meet in a bank. */
 template <int ROW>
 DEVICE int kv_at(int row, int at) {
-    constexpr int mask = ROW % 128 == 0 ? 7 : ROW == 64 ? 3 : 0;
+    constexpr int short_mask = ROW == 64 ? 3 : 0, mask = ROW % 128 == 0 ? 7 : short_mask;
     return row * ROW + (at ^ (((row & 6) ^ (row & 1) << 2) & mask) << 4);
 }
 
-/* Starts copying N rows of ROW bytes (at byte `first` of the plane's rows) of keys key..; zeros from `len` on. For LANES lanes. */
+/* Starts to copy the rows of keys key..key+N-1: ROW bytes each, from byte `first` of the plane's rows; zeros from key
+ * `len` on. With LANES threads, of which this is `lane`. */
 template <int ROW, int N, int LANES>
 DEVICE void kv_copy(uint8_t *to, const struct kv_plane &p, int first, int key, int len, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
@@ -1897,26 +2133,30 @@ DEVICE void kv_copy(uint8_t *to, const struct kv_plane &p, int first, int key, i
         if (N % STEP == 0 || row < N) cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
 }
 
+/* Returns the FP8 scale of a key's group; 0 from key `len` on. */
 DEVICE float kv_scale(const struct kv_plane &p, int key, int group, int len) {
     return key < len ? p.scale[(size_t)key * p.n_group + group] : 0.0f;
 }
 
-/* Factors of a key's scores and, so that they fit f16, of its weights; scale: of the cache. */
+/* Factors of a key: of its scores (v false), and of its softmax weights (v true), clamped to fit f16. scale: of the FP8
+ * cache. */
 DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f); }
 template <int FP8>
 DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key) {
-    float scale = FP8 ? kv_scale(v ? a.v : a.k, key, w.kvh, w.len) : 1.0f;
+    float scale = 1.0f;
+    if (FP8) scale = kv_scale(v ? a.v : a.k, key, w.kvh, w.len);
     return v ? attn_v_factor(scale) : w.factor * scale;
 }
 
-/* Scores s of the keys key and key + 1 times their factors, base 2; -inf where the row does not see the key (all: they all do). */
+/* Multiplies the scores s of keys key and key + 1 by their factors (base 2), and makes them -inf where the row does not
+ * see the key. all: every row sees every key. */
 DEVICE void attn_mask(float s[4], int key, float f0, float f1, const int limit[2], bool all) {
     UNROLL for (int e = 0; e < 4; e++) s[e] *= e & 1 ? f1 : f0;
     if (!all) UNROLL for (int e = 0; e < 4; e++) s[e] = key + (e & 1) < limit[e >> 1] ? s[e] : -INFINITY;
 }
 
-/* One step of the online softmax for a warp's 16 rows: scores s (16, 8 NT) become weights, acc (16, 8 NA) follows the maximum.
- * l holds the sum over this lane's columns only. */
+/* One step of the online softmax for a warp's 16 rows: scores s (16, 8 NT) become weights 2^(s - m), and acc (16, 8 NA)
+ * follows the new maximum. l sums over this lane's columns only. */
 template <int NT, int NA>
 DEVICE void attn_softmax(float (&s)[NT][4], float m[2], float l[2], float (&acc)[NA][4]) {
     float top[2] = {m[0], m[1]};
@@ -1927,43 +2167,52 @@ DEVICE void attn_softmax(float (&s)[NT][4], float m[2], float l[2], float (&acc)
     }
     if (__any_sync(0xFFFFFFFFu, top[0] > m[0] || top[1] > m[1])) {
         float f[2] = {exp2_fast(m[0] - top[0]), exp2_fast(m[1] - top[1])};
-        UNROLL for (int h = 0; h < 2; h++) l[h] *= f[h], m[h] = top[h];
+        UNROLL for (int h = 0; h < 2; h++) {
+            l[h] *= f[h];
+            m[h] = top[h];
+        }
         UNROLL for (int n = 0; n < NA; n++) UNROLL for (int e = 0; e < 4; e++) acc[n][e] *= f[e >> 1];
     }
     UNROLL for (int n = 0; n < NT; n++) UNROLL for (int e = 0; e < 4; e++) {
-        s[n][e] = exp2_fast(s[n][e] - m[e >> 1]), l[e >> 1] += s[n][e];
+        s[n][e] = exp2_fast(s[n][e] - m[e >> 1]);
+        l[e >> 1] += s[n][e];
     }
 }
 
-/* Weights of 16 keys (two n8 tiles), at most 1, times the factors of this lane's 4 keys, as A operand. */
+/* Makes the A operand of P V: the weights of 16 keys (two n8-tiles, at most 1) times the factors f of this lane's 4
+ * keys. */
 DEVICE void attn_weights(uint32_t p[4], const float s0[4], const float s1[4], const float f[4]) {
-    p[0] = f32_to_f16x2(s0[0] * f[0], s0[1] * f[1]), p[1] = f32_to_f16x2(s0[2] * f[0], s0[3] * f[1]);
-    p[2] = f32_to_f16x2(s1[0] * f[2], s1[1] * f[3]), p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
+    p[0] = f32_to_f16x2(s0[0] * f[0], s0[1] * f[1]);
+    p[1] = f32_to_f16x2(s0[2] * f[0], s0[3] * f[1]);
+    p[2] = f32_to_f16x2(s1[0] * f[2], s1[1] * f[3]);
+    p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
 }
 
-/* acc (16,32) += weights of 16 keys times 32 columns of their values. rows: the keys' first; at: byte of this lane's first of
- * 4 columns. Column g of n8 tile j is column 4 g + j, so that lane t ends up with columns 8t .. 8t+7. */
+/* acc (16 MT, 32) += weights p of 16 keys times 32 columns of their values. key: first row in the tile; at: byte of
+ * this lane's first of 4 columns. Column g of n8-tile j is column 4 g + j of the 32, so that lane t ends up with
+ * columns 8t..8t+7. */
 template <int FP8, int ROW, int MT, int NA>
 DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4], const uint8_t *tile, int key, int at,
                         int t) {
     uint32_t b0[4], b1[4];
     auto row = [&](int k) { return tile + kv_at<ROW>(key + 2 * t + k, at); };
-    kv_pairs<FP8>(b0, row(0), row(1)), kv_pairs<FP8>(b1, row(8), row(9));
+    kv_pairs<FP8>(b0, row(0), row(1));
+    kv_pairs<FP8>(b1, row(8), row(9));
     UNROLL for (int j = 0; j < 4; j++) {
         uint32_t b[2] = {b0[j], b1[j]};
         UNROLL for (int i = 0; i < MT; i++) mma_f16(acc[i][n0 + j], p[i], b);
     }
 }
 
-/* The row in `part` of (token, head) th. The (m, l) of all splits and rows lie behind their sums. */
-DEVICE size_t attn_part_row(const struct attn_args &a, int split, int2 th) {
+/* Index of (split, token, head) in `partials`. The (m, l) of all splits and rows lie behind the sums. */
+DEVICE size_t attn_partial_row(const struct attn_args &a, int split, int2 th) {
     return ((size_t)split * a.n_tok + th.x) * a.n_head + th.y;
 }
-DEVICE float2 *attn_tops(const struct attn_args &a) {
-    return (float2 *)(a.partials + attn_part_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
+DEVICE float2 *attn_max_den(const struct attn_args &a) {
+    return (float2 *)(a.partials + attn_partial_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
 }
 
-/* N columns from `col` on of row r with m and l: finished if there is one split, else to `part`. */
+/* Stores N columns of row r, from `col` on: the result if there is one split, else sums, m and l to `partials`. */
 template <int N>
 DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
                        float m, float l) {
@@ -1975,9 +2224,9 @@ DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int
         UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(x.x[i] * inv, x.x[i + 1] * inv);
         *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
     } else {
-        size_t row = attn_part_row(a, w.split, th);
+        size_t row = attn_partial_row(a, w.split, th);
         *(pack<N, float> *)(a.partials + row * a.dv + col) = x;
-        if (col == 0) attn_tops(a)[row] = make_float2(m, l);
+        if (col == 0) attn_max_den(a)[row] = make_float2(m, l);
     }
 }
 
@@ -1986,49 +2235,52 @@ DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
     return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
-/* GQA, few tokens. out or part (16 rows, D) of one KV head and split.
- * Grid (splits, row tiles of 16 * KV heads), 4 warps. Of every 64 keys each warp takes 16 and runs a softmax of its own, with a
- * ring of its own in shared memory (slots: 16 rows of K, of V, of K, ...), so that warps meet only at the end. Reads
- * keys * D * 2 (FP8: + 8 bytes) of the cache, per row tile; limited by that: at 2 blocks per SM 64 KB are on their way per SM, enough for
- * 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB). */
+/* GQA decode: `out` or `partials` (16 rows, D) of one KV head and split.
+ * Grid: (splits, row tiles of 16 * KV heads), block: 128. Of every 64 keys each of the 4 warps takes 16, with a softmax
+ * and a ring in shared memory of its own (slots: 16 rows of K, of V, of K, ..); warps meet only at the end. Reads
+ * keys * D * 2 bytes of the cache per row tile (FP8: + 8 bytes per key), and that is the limit: with 2 blocks per SM 64
+ * KB are in flight per SM, enough for 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB). */
 template <int D, int FP8>
 struct attn_gqa {
     static constexpr int ROW = D * (FP8 ? 1 : 2), SLOT = 16 * ROW, FIT = ATTN_SMEM / (4 * SLOT);
-    static constexpr int SLOTS = FIT < 3 ? 3 : FIT > 8 ? 8 : FIT;
-    static constexpr int SMEM = 4 * SLOTS * SLOT; /* at least the 128 * D bytes of the final sum */
+    static constexpr int AT_MOST_8 = FIT > 8 ? 8 : FIT;
+    static constexpr int DEPTH = FIT < 3 ? 3 : AT_MOST_8;
+    static constexpr int SMEM = 4 * DEPTH * SLOT; /* at least the 128 * D bytes of the final sum */
 };
 template <int D, int FP8>
 __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     using L = attn_gqa<D, FP8>;
-    constexpr int ROW = L::ROW, SLOTS = L::SLOTS, ES = FP8 ? 1 : 2, RUN = kv_run(FP8, D), PER_RUN = RUN / 4;
+    /* ES: bytes of a cache value. RUN: values that a lane loads at once. PER_RUN: k16-steps that they feed. */
+    constexpr int ROW = L::ROW, DEPTH = L::DEPTH, ES = FP8 ? 1 : 2, RUN = kv_run(FP8, D), PER_RUN = RUN / 4;
     DYN_SMEM(uint8_t, smem);
-    SHARED(float2, tops, 4 * 16);
+    SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
     if (!attn_begin(&w, a, 16)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
-    uint8_t *ring = smem + warp * SLOTS * L::SLOT;
+    uint8_t *ring = smem + warp * DEPTH * L::SLOT;
 
-    int fill = 0, slot = 0; /* of the next copy, and of the next rows to be read */
-    auto take = [&](int &at) {
+    int write_slot = 0, read_slot = 0; /* next slot to fill, next slot to read */
+    auto next_slot = [&](int &at) {
         uint8_t *p = ring + at * L::SLOT;
-        at = at + 1 == SLOTS ? 0 : at + 1;
+        at = at + 1 == DEPTH ? 0 : at + 1;
         return p;
     };
     auto copy = [&](int u) {
-        uint8_t *to = take(fill);
+        uint8_t *to = next_slot(write_slot);
         int key = first + 64 * (u >> 1);
         if (u < 2 * n) kv_copy<ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * ROW, key, w.len, lane);
         cp_async_commit();
     };
     auto arrive = [&](int u) {
-        cp_async_wait<SLOTS - 2>();
-        __syncwarp(); /* the other lanes' copies have landed too, and all lanes are done with the slot that is filled next */
-        copy(u + SLOTS - 1);
-        return take(slot);
+        cp_async_wait<DEPTH - 2>();
+        /* The other lanes' copies have landed, too, and all lanes are done with the slot that is filled next. */
+        __syncwarp();
+        copy(u + DEPTH - 1);
+        return next_slot(read_slot);
     };
-    for (int u = 0; u < SLOTS - 1; u++) copy(u);
-    /* lanes 0..15 hold the factors of the 16 keys of K, 16..31 of V, one step ahead */
+    for (int u = 0; u < DEPTH - 1; u++) copy(u);
+    /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
     auto factors = [&](int i) { return attn_factor<FP8>(a, w, lane >= 16, first + 64 * i + (lane & 15)); };
     float next = factors(0);
 
@@ -2062,70 +2314,78 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         UNROLL for (int c = 0; c < D / 32; c++) attn_values<FP8, ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
     }
 
-    /* the warps' sums, in their order, 8 rows at a time */
+    /* Add the warps' sums, in the order of the warps, 8 rows at a time. */
     UNROLL for (int h = 0; h < 2; h++) {
         l[h] = quad_sum(l[h]);
-        if (t == 0) tops[warp * 16 + g + 8 * h].x = m[h], tops[warp * 16 + g + 8 * h].y = l[h];
+        if (t == 0) max_den[warp * 16 + g + 8 * h] = make_float2(m[h], l[h]);
     }
-    __syncthreads();             /* tops are written, and the rings are free */
-    float *sums = (float *)smem; /* (4, 8, D) */
-    auto top = [&](int r) { return fmaxf(fmaxf(tops[r].x, tops[16 + r].x), fmaxf(tops[32 + r].x, tops[48 + r].x)); };
+    __syncthreads();               /* max_den is written, and all warps are done with their rings */
+    float *merged = (float *)smem; /* (4 warps, 8 rows, D) */
+    auto top = [&](int r) {
+        return fmaxf(fmaxf(max_den[r].x, max_den[16 + r].x), fmaxf(max_den[32 + r].x, max_den[48 + r].x));
+    };
     UNROLL for (int h = 0; h < 2; h++) {
         float f = exp2f(m[h] - top(g + 8 * h));
         if (h) __syncthreads(); /* the first 8 rows have been read */
         UNROLL for (int c = 0; c < D / 8; c += 4) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int j = 0; j < 4; j++) x.x[j] = acc[0][c + j][e] * f;
-            *(floats4 *)(sums + (warp * 8 + g) * D + 8 * c + 8 * t + 4 * (e & 1)) = x;
+            *(floats4 *)(merged + (warp * 8 + g) * D + 8 * c + 8 * t + 4 * (e & 1)) = x;
         }
-        __syncthreads(); /* all four parts are there */
+        __syncthreads(); /* the sums of all 4 warps are written */
         for (int i = tid; i < 8 * D / 4; i += 128) {
             int r = i / (D / 4), col = i % (D / 4) * 4, row = r + 8 * h;
             floats4 x = {};
             float den = 0, mx = top(row);
             UNROLL for (int v = 0; v < 4; v++) {
-                floats4 y = *(const floats4 *)(sums + (v * 8 + r) * D + col);
+                floats4 y = *(const floats4 *)(merged + (v * 8 + r) * D + col);
                 UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
-                den += tops[v * 16 + row].y * exp2f(tops[v * 16 + row].x - mx);
+                den += max_den[v * 16 + row].y * exp2f(max_den[v * 16 + row].x - mx);
             }
             attn_store(a, w, row, col, x, mx, den);
         }
     }
 }
 
-/* MLA absorbed, few tokens and prefill. out or part (16 MT rows, LAT) of one split; keys are [latent | rotated], values the
- * latents. Grid (splits, row tiles), 8 warps, tiles of 32 or 64 keys that all warps share. For the scores a warp has half of the
- * inner dimension and 8 keys of every 32; the halves meet in shared memory. Then every warp makes the same weights for itself
- * and multiplies them with its own 1/8 of the values' columns. Reads keys * (LAT + 2 ROPE + 4 LAT / 128) bytes (FP8) per row tile.
- * 16 rows: limited by that (some 970 instructions per warp and 41 KB); 32 rows: by the MMAs, 32 * (2 LAT + ROPE) products per key. */
+/* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
+ * [latent | rotated], values are the latents.
+ * Grid: (splits, row tiles), block: 256. All 8 warps share tiles of 32 or 64 keys. Scores: a warp takes half of the
+ * inner dimension and 8 keys of every 32; the halves are added in shared memory. Then every warp computes all softmax
+ * weights itself and multiplies them by its own 1/8 of the value columns.
+ * Reads keys * (LAT + 2 ROPE + 4 LAT / 128) bytes (FP8) per row tile. 16 rows: limited by that (some 970 instructions
+ * per warp and 41 KB). 32 rows: limited by the MMAs, 32 * (2 LAT + ROPE) products per key. */
 template <int LAT, int ROPE, int FP8, int MT>
 struct attn_mla {
-    static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32, STAGES = FP8 && MT == 2 ? 3 : 2;
-    static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, STAGE = KEYS * (ROW + ROPE_ROW);
-    static constexpr int Q_SHARED = LAT < 512 || MT == 1 ? 0 : FP8 ? 10 : 8;
+    static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32;
+    static constexpr int DEPTH = FP8 && MT == 2 ? 3 : 2;
+    static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, SLOT = KEYS * (ROW + ROPE_ROW);
+    static constexpr bool Q_FITS = LAT < 512 || MT == 1; /* Q fits in registers */
+    static constexpr int Q_SHARED = Q_FITS ? 0 : 8 + 2 * FP8;
     static constexpr int GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP, SCALES = FP8 ? KEYS * GROUPS : 0;
     static constexpr int PITCH = KEYS + 8, SCORES = 2 * 16 * MT * PITCH; /* no bank conflicts for pairs */
-    static constexpr int SMEM = STAGES * STAGE + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
+    static constexpr int SMEM = DEPTH * SLOT + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
 template <int LAT, int ROPE, int FP8, int MT>
 __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     using L = attn_mla<LAT, ROPE, FP8, MT>;
-    constexpr int KEYS = L::KEYS, STAGES = L::STAGES, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
+    constexpr int KEYS = L::KEYS, DEPTH = L::DEPTH, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
+    /* A chunk is what 4 lanes load at once: 4 RUN latents, or 4 RRUN values of the rotated part. A warp takes HALF of
+     * the CHUNKS and RHALF of the RCHUNKS, which are STEPS and RSTEPS k16-steps. ES: bytes of a latent. */
     constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
     constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
     constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4, Q_REG = STEPS + RSTEPS - L::Q_SHARED;
-    constexpr int UNITS = LAT / 32, OWN = (UNITS + 7) / 8; /* 32 columns of the values; so many per warp */
+    constexpr int SLICES = LAT / 32, PER_WARP = (SLICES + 7) / 8; /* slices of 32 value columns; so many per warp */
     DYN_SMEM(uint8_t, smem);
-    float *scores = (float *)(smem + STAGES * L::STAGE), *scale_tiles = scores + L::SCORES;
+    float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
     if (!attn_begin(&w, a, 16 * MT)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + KEYS - 1) / KEYS;
-    int unit = warp * OWN, group = unit * 32 / ATTN_GROUP;
+    int slice = warp * PER_WARP, group = slice * 32 / ATTN_GROUP;
 
     auto copy = [&](int i) {
-        uint8_t *to = smem + i % STAGES * L::STAGE;
+        uint8_t *to = smem + i % DEPTH * L::SLOT;
         int key = w.begin + i * KEYS;
         if (i < n) {
             kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, w.len, tid);
@@ -2137,10 +2397,11 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         int key = w.begin + i * KEYS + tid / GROUPS;
         return FP8 && tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.len) : 0.0f;
     };
-    for (int i = 0; i < STAGES - 1; i++) copy(i);
+    for (int i = 0; i < DEPTH - 1; i++) copy(i);
     float next = scales(0);
 
-    /* the warp's chunks: latents half * HALF .., rotated part (1 - half) * RHALF .. (an odd last one to balance the latents') */
+    /* The warp's chunks: latents from half * HALF on, rotated part from (1 - half) * RHALF on. An odd chunk of the
+     * latents and an odd one of the rotated part so go to different halves. */
     attn_steps<Q_REG> q[MT];
     int limit[MT][2];
     UNROLL for (int j = 0; j < MT; j++) {
@@ -2155,31 +2416,33 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             if (s < Q_REG || nt == 0) q[j].at(s) = f;
         }
     }
-    /* d += step s of the m16 tile j of Q times 8 keys */
+    /* d (16, 8) += k16-step s of m16-tile j of Q times 8 keys */
     auto multiply = [&](float d[4], int j, int s, const uint32_t b[2]) {
         pack<4> f = q[j].at(s);
         mma_f16(d, f.x, b);
     };
-    float m[MT][2], l[MT][2] = {}, acc[MT][4 * OWN][4] = {};
+    float m[MT][2], l[MT][2] = {}, acc[MT][4 * PER_WARP][4] = {};
     UNROLL for (int j = 0; j < MT; j++) m[j][0] = m[j][1] = ATTN_NO_KEY;
 
     for (int i = 0; i < n; i++) {
-        const uint8_t *tile = smem + i % STAGES * L::STAGE, *rope = tile + KEYS * ROW;
-        float *scale = scale_tiles + (i & 1) * L::SCALES; /* (KEYS, GROUPS); the other is still read */
-        if (FP8 && tid < L::SCALES) scale[tid] = next;    /* at most 256 */
-        cp_async_wait<STAGES - 2>();
-        __syncthreads(); /* tile i and its scales are there; all are done with the tile and the scores before it */
-        copy(i + STAGES - 1);
+        const uint8_t *tile = smem + i % DEPTH * L::SLOT, *rope = tile + KEYS * ROW;
+        /* (KEYS, GROUPS), double-buffered: slower warps may still read the other one. */
+        float *scale = scale_tiles + (i & 1) * L::SCALES;
+        if (FP8 && tid < L::SCALES) scale[tid] = next; /* SCALES <= 256 */
+        cp_async_wait<DEPTH - 2>();
+        __syncthreads(); /* tile i and its scales have landed; all warps are done with the tile and the scores before */
+        copy(i + DEPTH - 1);
         next = scales(i + 1);
 
         UNROLL for (int b = 8 * nt; b < KEYS; b += 32) { /* the warp's keys */
             float s[MT][4] = {};
             UNROLL for (int k = 0; k < HALF; k++) {
                 int c = half * HALF + k;
-                if (CHUNKS % 2 && c >= CHUNKS) continue; /* the warp of the second half has one less */
+                if (CHUNKS % 2 && c >= CHUNKS) continue; /* the second half has one chunk less */
                 auto h = kv_values<FP8, RUN>(tile + kv_at<ROW>(b + g, (4 * c + t) * RUN * ES));
                 const float *f = scale + (b + 2 * t) * GROUPS + c * 4 * RUN / ATTN_GROUP;
-                float f0 = FP8 ? f[0] : 1, f1 = FP8 ? f[GROUPS] : 1;
+                float f0 = FP8 ? f[0] : 1;
+                float f1 = FP8 ? f[GROUPS] : 1;
                 UNROLL for (int j = 0; j < MT; j++) {
                     float d[4] = {};
                     UNROLL for (int x = 0; x < RUN / 4; x++) multiply(d, j, k * (RUN / 4) + x, h.x + 2 * x);
@@ -2198,7 +2461,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 *(float2 *)to = make_float2(w.factor * s[j][2 * r], w.factor * s[j][2 * r + 1]);
             }
         }
-        __syncthreads(); /* both halves of all scores are there */
+        __syncthreads(); /* the scores of both halves are written */
 
         bool all = w.begin + (i + 1) * KEYS <= w.seen;
         uint32_t p[KEYS / 16][MT][4];
@@ -2208,7 +2471,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 UNROLL for (int h = 0; h < 2; h++) {
                     const float *from = scores + (16 * j + g + 8 * h) * PITCH + 8 * b + 2 * t;
                     float2 y = *(const float2 *)from, z = *(const float2 *)(from + 16 * MT * PITCH);
-                    x[b][2 * h] = y.x + z.x, x[b][2 * h + 1] = y.y + z.y;
+                    x[b][2 * h] = y.x + z.x;
+                    x[b][2 * h + 1] = y.y + z.y;
                 }
                 attn_mask(x[b], w.begin + i * KEYS + 8 * b + 2 * t, 1, 1, limit[j], all);
             }
@@ -2217,36 +2481,40 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                 float f[4];
                 UNROLL for (int y = 0; y < 4; y++) {
                     int at = (16 * k + (y >> 1) * 8 + 2 * t + (y & 1)) * GROUPS + group;
-                    f[y] = FP8 && unit < UNITS ? attn_v_factor(scale[at]) : ATTN_P;
+                    f[y] = FP8 && slice < SLICES ? attn_v_factor(scale[at]) : ATTN_P;
                 }
                 attn_weights(p[k][j], x[2 * k], x[2 * k + 1], f);
             }
         }
-        UNROLL for (int u = 0; u < OWN; u++) if (unit + u < UNITS) UNROLL for (int k = 0; k < KEYS / 16; k++)
-            attn_values<FP8, ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (unit + u) + 4 * g) * ES, t);
+        UNROLL for (int u = 0; u < PER_WARP; u++) if (slice + u < SLICES) UNROLL for (int k = 0; k < KEYS / 16; k++)
+            attn_values<FP8, ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (slice + u) + 4 * g) * ES, t);
     }
 
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
         float den = quad_sum(l[j][h]);
-        UNROLL for (int u = 0; u < OWN; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
+        UNROLL for (int u = 0; u < PER_WARP; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
-            int col = 32 * (unit + u) + 8 * t + 4 * (e & 1);
-            if (unit + u < UNITS) attn_store(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
+            int col = 32 * (slice + u) + 8 * t + 4 * (e & 1);
+            if (slice + u < SLICES) attn_store(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
     }
 }
 
-/* GQA prefill. out or part (64 rows, D) of one KV head and split. Grid (splits, row tiles * KV heads), 4 warps of 16 rows each.
- * A tile of keys: copied raw while the tile before is multiplied, converted to f16 once, read by ldmatrix. 128 D products per
- * key and KV head's 64 rows; every warp reads every tile, which makes shared memory the limit, at half to all of the MMA rate. */
+/* GQA prefill: `out` or `partials` (64 rows, D) of one KV head and split.
+ * Grid: (splits, row tiles * KV heads), block: 128, 4 warps of 16 rows each. A tile of keys is copied raw while the
+ * tile before is multiplied, then converted to f16 once and read by ldmatrix. 128 D products per key for the 64 rows of
+ * a KV head. Every warp reads every tile: the limit is shared memory, at half to all of the MMA rate. */
 template <int D, int FP8>
 struct attn_tiled {
-    static constexpr int KEYS = D > 128 ? 32 : 64, ROW = D * (FP8 ? 1 : 2), Q_SHARED = D > 128 ? 14 : 0;
-    static constexpr int RAW = KEYS * ROW, TILE = KEYS * D * 2; /* of K, of V: as in the cache, as f16 */
+    static constexpr int KEYS = D > 128 ? 32 : 64;
+    static constexpr int ROW = D * (FP8 ? 1 : 2);
+    static constexpr int Q_SHARED = D > 128 ? 14 : 0;
+    static constexpr int RAW = KEYS * ROW, TILE = KEYS * D * 2; /* of K or V: as in the cache; as f16 */
     static constexpr int SMEM = 2 * (RAW + TILE) + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
 };
-/* Byte of 16-byte piece c of row `row` of an f16 tile; permuted so that the 8 rows of a matrix lie in different banks. */
+/* Returns the byte of 16-byte piece c of row `row` in an f16 tile, permuted so that the 8 rows of a matrix use
+ * different banks. */
 template <int D>
 DEVICE int f16_at(int row, int c) {
     return row * D * 2 + ((D % 64 ? c : c ^ (row & 7)) << 4);
@@ -2257,8 +2525,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     using L = attn_tiled<D, FP8>;
     constexpr int KEYS = L::KEYS, ROW = L::ROW, NT = KEYS / 8, PIECES = D / 8, Q_REG = D / 16 - L::Q_SHARED;
     DYN_SMEM(uint8_t, smem);
-    uint8_t *tile = smem, *raw = smem + 2 * L::TILE; /* each K, then V */
-    float *factor = (float *)(raw + 2 * L::RAW);     /* (2, KEYS), likewise */
+    uint8_t *tile = smem, *raw = smem + 2 * L::TILE; /* (K, V) f16; (K, V) as in the cache */
+    float *factor = (float *)(raw + 2 * L::RAW);     /* (2, KEYS): of K, of V */
     struct attn_work w;
     if (!attn_begin(&w, a, 64)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -2272,7 +2540,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         }
         cp_async_commit();
     };
-    /* thread tid: of key tid % KEYS of K (below KEYS) or V */
+    /* Thread tid has the factor of key tid % KEYS: of K if tid < KEYS, else of V. */
     auto factors = [&](int i) { return attn_factor<FP8>(a, w, tid >= KEYS, w.begin + i * KEYS + tid % KEYS); };
     copy(0);
     float next = factors(0);
@@ -2294,14 +2562,14 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
 
     for (int i = 0; i < n; i++) {
         cp_async_wait<0>();
-        __syncthreads(); /* the raw tile has landed; all are done with the f16 tile before it */
-        UNROLL_BY(4) for (int x = tid; x < 2 * KEYS * PIECES; x += 128) { /* K's rows, then V's */
+        __syncthreads(); /* the raw tile has landed; all warps are done with the f16 tile before */
+        UNROLL_BY(4) for (int x = tid; x < 2 * KEYS * PIECES; x += 128) { /* rows of K, then of V */
             int row = x / PIECES, c = x % PIECES;
             auto h = kv_values<FP8, 8>(raw + kv_at<ROW>(row, c * (FP8 ? 8 : 16)));
             *(pack<4> *)(tile + f16_at<D>(row, c)) = h;
         }
         if (tid < 2 * KEYS) factor[tid] = next;
-        __syncthreads(); /* the f16 tile is complete, the raw one is free */
+        __syncthreads(); /* the f16 tile is complete, the raw one may be refilled */
         copy(i + 1);
         next = factors(i + 1);
 
@@ -2309,10 +2577,12 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         UNROLL for (int k = 0; k < D / 16; k++) {
             pack<4> f = q.at(k);
             UNROLL for (int b = 0; b < NT; b += 2) {
-                uint32_t r[4]; /* matrices: keys 0-7 and 8-15 (lane / 16), of each elements 0-7 and 8-15 */
+                /* Matrices: elements 0-7 and 8-15 of keys 0-7, then of keys 8-15. */
+                uint32_t r[4];
                 int row = 8 * b + (lane >> 4) * 8 + (lane & 7);
                 ldmatrix_x4(r, tile + f16_at<D>(row, 2 * k + (lane >> 3 & 1)));
-                mma_f16(s[b], f.x, r), mma_f16(s[b + 1], f.x, r + 2);
+                mma_f16(s[b], f.x, r);
+                mma_f16(s[b + 1], f.x, r + 2);
             }
         }
         bool all = w.begin + (i + 1) * KEYS <= w.seen;
@@ -2327,9 +2597,11 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
             uint32_t p[4];
             attn_weights(p, s[2 * k], s[2 * k + 1], f);
             UNROLL for (int b = 0; b < D / 8; b += 2) {
-                uint32_t r[4]; /* matrices: keys 0-7 and 8-15, of columns 0-7, then 8-15 (lane / 16) */
+                /* Matrices: keys 0-7 and 8-15 of columns 0-7, then of columns 8-15. */
+                uint32_t r[4];
                 ldmatrix_x4_trans(r, tile + L::TILE + f16_at<D>(16 * k + (lane & 15), b + (lane >> 4)));
-                mma_f16(acc[b], p, r), mma_f16(acc[b + 1], p, r + 2);
+                mma_f16(acc[b], p, r);
+                mma_f16(acc[b + 1], p, r + 2);
             }
         }
     }
@@ -2343,43 +2615,47 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     }
 }
 
-/* out (n_tok, n_head, dv) from the splits' sums: sum 2^(m - M) sums / sum 2^(m - M) l. a.n_head_kv = 1: all heads are one group.
- * Grid n_tok * n_head, 256 threads: dv / 4 columns of 4, several groups of splits. Reads n_split * (dv + 2) * 4 bytes per row, from
- * the L2 cache; a few us. */
+/* Joins the splits: out (n_tok, n_head, dv) = sum of 2^(m - M) * sums / sum of 2^(m - M) * l, M the largest m. Call it
+ * with a.n_head_kv = 1: all heads are one group.
+ * Grid: n_tok * n_head, block: 256: dv / 4 threads with 4 columns each, and as many groups of splits as fit. Reads
+ * n_split * (dv + 2) * 4 bytes per row from L2; a few us. */
 __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     SHARED(float, weight, SPLITS_MAX);
-    SHARED(floats4, sums, 256);
+    SHARED(floats4, partial, 256);
     struct attn_work w;
     int tid = (int)threadIdx.x, row = (int)blockIdx.x;
     attn_begin(&w, a, 1);
     if (w.n_split == 1 || row >= w.n_row) return;
-    auto from = [&](int split) { return attn_part_row(a, split, make_int2(0, row)); };
-    const float2 *tops = attn_tops(a);
+    auto from = [&](int split) { return attn_partial_row(a, split, make_int2(0, row)); };
+    const float2 *max_den = attn_max_den(a);
     float top = ATTN_NO_KEY, den = 0;
-    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, tops[from(s)].x);
+    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, max_den[from(s)].x);
     top = warp_max(top);
     for (int s = tid; s < w.n_split; s += 256) {
-        float2 ml = tops[from(s)];
-        weight[s] = exp2f(ml.x - top), den += weight[s] * ml.y;
+        float2 ml = max_den[from(s)];
+        weight[s] = exp2f(ml.x - top);
+        den += weight[s] * ml.y;
     }
-    den = block_sum(den); /* its barrier is that of the weights, too */
-    int cols = a.dv / 4, n = 256 / cols, part = tid / cols, col = tid % cols * 4;
+    den = block_sum(den); /* its barrier also publishes the weights */
+    int cols = a.dv / 4, n = 256 / cols, group = tid / cols, col = tid % cols * 4;
     floats4 x = {};
     auto add = [&](float f, const void *p) {
         floats4 y = *(const floats4 *)p;
         UNROLL for (int j = 0; j < 4; j++) x.x[j] += f * y.x[j];
     };
-    if (part < n)
-        UNROLL_BY(4) for (int s = part; s < w.n_split; s += n) add(weight[s], a.partials + from(s) * a.dv + col);
-    sums[tid] = x;
-    __syncthreads(); /* the groups' sums are there */
-    if (part) return;
-    for (int i = 1; i < n; i++) add(1, &sums[tid + i * cols]);
+    if (group < n) {
+        UNROLL_BY(4) for (int s = group; s < w.n_split; s += n) add(weight[s], a.partials + from(s) * a.dv + col);
+    }
+    partial[tid] = x;
+    __syncthreads(); /* the sums of all groups are written */
+    if (group) return;
+    for (int i = 1; i < n; i++) add(1, &partial[tid + i * cols]);
     w.n_split = 1;
     attn_store(a, w, row, col, x, top, den);
 }
 
-/* Launches the kernel and the merge. More tiles of rows per KV head mean fewer splits: they fill the GPU as well. */
+/* Launches an attention kernel and, if the context is split, the merge. More row tiles per KV head mean fewer splits:
+ * they fill the GPU, too. */
 static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
                      int smem, cudaStream_t s) {
     struct attn_args a = *args;
@@ -2387,7 +2663,7 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     int splits = a.max_splits * ((group + 15) / 16) / tiles;
     if (a.n_tok > DECODE_MAX_TOKENS) splits = min(splits, a.max_splits * DECODE_MAX_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, min(a.max_splits, (int)SPLITS_MAX)));
-    if (smem > 32 << 10) /* above 48 KB with the static arrays */
+    if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     LAUNCH_PDL(attn_kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)), dim3((unsigned)threads),
                (size_t)smem, s, a);
@@ -2395,6 +2671,7 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     if (a.max_splits > 1) LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
 }
 
+/* Launch the kernels of one head width: tiles of 16 query rows for decode, 64 for prefill; MLA 16 or 32. */
 template <int D, int FP8>
 static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s) {
     if (prefill) attn_run(a, attn_gqa_prefill<D, FP8>, 64, 128, attn_tiled<D, FP8>::SMEM, s);
@@ -2402,7 +2679,7 @@ static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s)
 }
 template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
-    /* two row tiles share a reading and conversion of the cache */
+    /* Two row tiles share one reading and conversion of the cache. */
     if (prefill || a->n_head * a->n_tok > 16)
         attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 2>, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
     else attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 1>, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
@@ -2410,11 +2687,11 @@ static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s)
 
 typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
 
-/* The kernels for these widths; NULL: there are none. */
+/* Returns the launcher for these head widths; NULL: there are no kernels for them. */
 static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
     static const struct {
         int mla, dk, dv;
-        attn_runner *run[2]; /* by fp8 */
+        attn_runner *run[2]; /* BF16, FP8 */
     } table[] = {
         {0, 32, 32, {attn_run_gqa<32, 0>, attn_run_gqa<32, 1>}},
         {0, 64, 64, {attn_run_gqa<64, 0>, attn_run_gqa<64, 1>}},
@@ -2428,112 +2705,129 @@ static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
         if (x.mla == mla && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
     return NULL;
 }
+/* Tells moe.c whether there are attention kernels for these head widths. */
 extern "C" bool cuda_attends(bool mla, int dk, int dv) { return attn_find(mla, dk, dv, 0) != NULL; }
+/* Runs attention over the cache, with the kernels for these head widths and this type of cache. */
 static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaStream_t s) {
     attn_find(mla, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
 }
 
 /* ============================================================================================================
- * Choosing a token
+ * Sampling
  *
- * What sampling_choose of moe.c does, so that the host sees only the id. All ids are counted by the leading bits of their logits;
- * the best bins that fit SAMPLE_ROOM candidates are sorted. Where the choice hangs on more (a flat distribution without top-k),
- * the id is -1 and the host chooses.
+ * Does what sampling_choose of moe.c does, so that the host sees only the id. Blocks count all ids by the leading bits
+ * of their logits (bins). The last block sorts the best bins, as many as fit SAMPLE_CANDIDATES ids. If the choice
+ * depends on more ids (a flat distribution without top-k), the token is -1 and the host chooses.
  * ============================================================================================================ */
 
-enum { SAMPLE_THREADS = 512, SAMPLE_ROOM = 2 * SAMPLE_THREADS };
+enum { SAMPLE_THREADS = 512, SAMPLE_CANDIDATES = 2 * SAMPLE_THREADS };
 
 struct sample_args : sample_job {
     const float *logits;  /* (n) */
-    uint64_t *block_best; /* (SAMPLE_BLOCKS) keys */
-    double *block_mass;   /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best) */
-    int *bins;            /* (SAMPLE_BINS) zero between launches */
-    uint32_t *arrived;    /* likewise */
+    uint64_t *block_best; /* (SAMPLE_BLOCKS) keys (sample_key) */
+    double *block_mass;   /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best logit) */
+    int *bins;            /* (SAMPLE_BINS) ids per bin; 0 between launches */
+    uint32_t *arrived;    /* counts blocks; 0 between launches */
     int32_t *token;
 };
 
-/* Orders ids: the larger logit first, among equals the lower id. Never 0. v: the logit of id i. */
+/* Maps id i with logit v to a key: larger logits have larger keys, of equal logits the lower id. Applies the repeat
+ * penalty. Never 0. */
 DEVICE uint64_t sample_key(const struct sample_args &p, int i, float v) {
     bool recent = false;
     if (p.n_recent && p.recent_mask[i >> 5 & 63] >> (i & 31) & 1)
         for (int k = 0; k < p.n_recent && !recent; k++) recent = p.recent[k] == i;
     if (recent) v = v > 0 ? v / p.repeat_penalty : v * p.repeat_penalty;
-    return (uint64_t)float_key(v + 0.0f) << 32 | ~(uint32_t)i; /* -0 equals 0 */
+    return (uint64_t)float_key(v + 0.0f) << 32 | ~(uint32_t)i; /* + 0.0f: -0 equals 0 */
 }
+/* Logit and bin (the leading 12 bits) of a key. */
 DEVICE float key_logit(uint64_t key) { return key_float((uint32_t)(key >> 32)); }
 DEVICE int key_bin(uint64_t key) { return (int)(key >> 52); }
 
-/* f of the block's x, two at a time. room (SAMPLE_THREADS). */
+/* Folds the block's x by f, in the fixed order of a tree. buffer (SAMPLE_THREADS). */
 template <class T, class F>
-DEVICE T block_fold(T *room, T x, F f) {
+DEVICE T block_fold(T *buffer, T x, F f) {
     const int tid = (int)threadIdx.x;
-    room[tid] = x;
+    buffer[tid] = x;
     for (int o = SAMPLE_THREADS / 2; o; o /= 2) {
-        __syncthreads();
-        if (tid < o) room[tid] = f(room[tid], room[tid + o]);
+        __syncthreads(); /* the round before is written */
+        if (tid < o) buffer[tid] = f(buffer[tid], buffer[tid + o]);
     }
-    __syncthreads();
-    return room[0];
+    __syncthreads(); /* buffer[0] is the result */
+    return buffer[0];
 }
 
-/* room (SAMPLE_ROOM) becomes its running sums; the last is returned. */
+/* Replaces buffer (SAMPLE_CANDIDATES) by its running sums and returns the last. */
 template <class T>
-DEVICE T block_scan(T *room) {
+DEVICE T block_scan(T *buffer) {
     const int i = (int)threadIdx.x, k = i + SAMPLE_THREADS;
-    for (int o = 1; o < SAMPLE_ROOM; o *= 2) {
-        __syncthreads();
-        T a = i >= o ? room[i - o] : 0, b = k >= o ? room[k - o] : 0;
-        __syncthreads();
-        room[i] += a, room[k] += b;
+    for (int o = 1; o < SAMPLE_CANDIDATES; o *= 2) {
+        __syncthreads(); /* the round before, or the caller, has written */
+        T a = i >= o ? buffer[i - o] : 0;
+        T b = k >= o ? buffer[k - o] : 0;
+        __syncthreads(); /* and has been read by all threads */
+        buffer[i] += a;
+        buffer[k] += b;
     }
-    __syncthreads();
-    return room[SAMPLE_ROOM - 1];
+    __syncthreads(); /* the running sums are complete */
+    return buffer[SAMPLE_CANDIDATES - 1];
 }
 
-/* Bitonic, best first. Thread i leaves keys 2i and 2i + 1, the others' it must wait for. */
+/* Sorts keys (bitonic), best first. Thread i leaves keys 2i and 2i + 1 itself; before reading others' keys it needs a
+ * barrier. */
 DEVICE void block_sort(uint64_t *key) {
-    for (int run = 2; run <= SAMPLE_ROOM; run *= 2)
+    for (int run = 2; run <= SAMPLE_CANDIDATES; run *= 2)
         for (int o = run / 2; o; o /= 2) {
-            __syncthreads();
+            __syncthreads(); /* the round before is written */
             const int i = 2 * ((int)threadIdx.x & ~(o - 1)) + ((int)threadIdx.x & (o - 1));
             const uint64_t a = key[i], b = key[i + o];
-            if ((a < b) == !(i & run)) key[i] = b, key[i + o] = a;
+            if ((a < b) == !(i & run)) {
+                key[i] = b;
+                key[i + o] = a;
+            }
         }
 }
 
-/* The lowest bin whose candidates, with those of all better bins, fit the room and are wanted. bin (SAMPLE_BINS) counts;
- * room (SAMPLE_ROOM). */
-DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *room, int *lowest) {
-    enum { PER = SAMPLE_BINS / SAMPLE_ROOM };
-    for (int g = (int)threadIdx.x; g < SAMPLE_ROOM; g += SAMPLE_THREADS) {
-        room[g] = 0;
-        for (int k = 0; k < PER; k++) room[g] += bin[SAMPLE_BINS - 1 - PER * g - k];
+/* Finds the lowest wanted bin: its ids and those of all better bins fit SAMPLE_CANDIDATES, and the better bins do not
+ * have p.limit ids yet. bin (SAMPLE_BINS) counts; buffer (SAMPLE_CANDIDATES). */
+DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *buffer, int *lowest) {
+    enum { PER = SAMPLE_BINS / SAMPLE_CANDIDATES };
+    for (int g = (int)threadIdx.x; g < SAMPLE_CANDIDATES; g += SAMPLE_THREADS) {
+        buffer[g] = 0;
+        for (int k = 0; k < PER; k++) buffer[g] += bin[SAMPLE_BINS - 1 - PER * g - k];
     }
-    block_scan(room);
-    for (int g = (int)threadIdx.x; g < SAMPLE_ROOM; g += SAMPLE_THREADS) {
-        int better = g ? room[g - 1] : 0;
+    block_scan(buffer);
+    for (int g = (int)threadIdx.x; g < SAMPLE_CANDIDATES; g += SAMPLE_THREADS) {
+        int better = g ? buffer[g - 1] : 0;
         for (int k = 0; k < PER; k++) {
             const int b = SAMPLE_BINS - 1 - PER * g - k, with = better + bin[b];
-            if (with <= SAMPLE_ROOM && better < p.limit) atomicMin(lowest, b);
+            if (with <= SAMPLE_CANDIDATES && better < p.limit) atomicMin(lowest, b);
             better = with;
         }
     }
 }
 
-/* Grid at most SAMPLE_BLOCKS, block SAMPLE_THREADS; the block that ends last chooses. Bytes: the logits twice, 1.2 MB from L2 for a
- * vocabulary of 150,000; about 15 us: 6 for the last block's reading, the rest its barriers. */
+/* Chooses a token. Grid: at most SAMPLE_BLOCKS, block: SAMPLE_THREADS; the block that ends last chooses. Reads the
+ * logits twice, 1.2 MB from L2 for a vocabulary of 150,000. About 15 us: 6 for the last block's reading, the rest its
+ * barriers. */
 __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant__ struct sample_args p) {
-    SHARED(uint64_t, key, SAMPLE_ROOM);
-    SHARED(double, mass, SAMPLE_ROOM);
+    SHARED(uint64_t, key, SAMPLE_CANDIDATES);
+    SHARED(double, mass, SAMPLE_CANDIDATES);
     SHARED(int, bin, SAMPLE_BINS);
-    SHARED(int, at, 3); /* the lowest bin; candidates, later the choice; candidates kept */
+    /* counter[CANDIDATES] counts the ids in key; at the end it becomes the index of the chosen one. */
+    enum { LOWEST_BIN, CANDIDATES, KEPT, CHOICE = CANDIDATES, COUNTERS = 3 };
+    SHARED(int, counter, COUNTERS);
     const int tid = (int)threadIdx.x, step = (int)gridDim.x * SAMPLE_THREADS;
     const bool all_mass = p.limit == p.n && p.top_p < 1.0f;
     grid_dependency_launch();
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = 0;
-    if (!tid) at[0] = SAMPLE_BINS, at[1] = 0, at[2] = p.limit;
+    if (!tid) {
+        counter[LOWEST_BIN] = SAMPLE_BINS;
+        counter[CANDIDATES] = 0;
+        counter[KEPT] = p.limit;
+    }
     grid_dependency_wait();
-    __syncthreads();
+    __syncthreads(); /* bin and counter are initialized */
     uint64_t top = 0;
     auto larger = [](uint64_t a, uint64_t b) { return a > b ? a : b; };
     auto sum = [](double a, double b) { return a + b; };
@@ -2548,54 +2842,65 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; all_mass && i < p.n; i += step)
         total += exp(above_top(sample_key(p, i, p.logits[i])));
     if (all_mass) total = block_fold(mass, total, sum);
-    if (!tid) p.block_best[blockIdx.x] = top, p.block_mass[blockIdx.x] = total;
+    if (!tid) {
+        p.block_best[blockIdx.x] = top;
+        p.block_mass[blockIdx.x] = total;
+    }
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS)
         if (bin[i]) atomicAdd(&p.bins[i], bin[i]);
     if (!last_block(p.arrived)) return;
 
     const uint64_t best = tid < (int)gridDim.x ? p.block_best[tid] : 0;
     top = block_fold(key, best, larger);
-    if (!tid) *p.arrived = 0, *p.token = p.greedy ? (int32_t) ~(uint32_t)top : -1;
+    if (!tid) {
+        *p.arrived = 0;
+        *p.token = p.greedy ? (int32_t) ~(uint32_t)top : -1;
+    }
     if (p.greedy) return;
     if (all_mass) total = block_fold(mass, best ? p.block_mass[tid] * exp(above_top(best)) : 0, sum);
-    for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = p.bins[i], p.bins[i] = 0;
-    __syncthreads();
-    lowest_bin(p, bin, (int *)mass, &at[0]);
+    for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) {
+        bin[i] = p.bins[i];
+        p.bins[i] = 0;
+    }
+    __syncthreads(); /* bin has the counts of all blocks */
+    lowest_bin(p, bin, (int *)mass, &counter[LOWEST_BIN]);
     key[tid] = key[tid + SAMPLE_THREADS] = 0;
-    __syncthreads();
-    const int lowest = at[0];
+    __syncthreads(); /* LOWEST_BIN is final, and key is empty */
+    const int lowest = counter[LOWEST_BIN];
     for (int i0 = 4 * tid; i0 < p.n; i0 += 16 * SAMPLE_THREADS) {
-        float4 x[4]; /* all on their way at once */
-        UNROLL for (int u = 0; u < 4; u++) if (i0 + 4 * SAMPLE_THREADS * u < p.n) x[u] =
-            *(const float4 *)(p.logits + i0 + 4 * SAMPLE_THREADS * u);
+        float4 x[4]; /* four loads in flight */
+        UNROLL for (int u = 0; u < 4; u++) {
+            if (i0 + 4 * SAMPLE_THREADS * u >= p.n) continue;
+            x[u] = *(const float4 *)(p.logits + i0 + 4 * SAMPLE_THREADS * u);
+        }
         UNROLL for (int k = 0; k < 16; k++) {
             const int i = i0 + 4 * SAMPLE_THREADS * (k >> 2) + (k & 3);
             if (i >= p.n) continue;
             const uint64_t y = sample_key(p, i, (&x[k >> 2].x)[k & 3]);
-            if (key_bin(y) >= lowest) key[atomicAdd(&at[1], 1)] = y;
+            if (key_bin(y) >= lowest) key[atomicAdd(&counter[CANDIDATES], 1)] = y;
         }
     }
     block_sort(key);
-    const int n = at[1];
-    for (int i = 2 * tid; i < 2 * tid + 2; i++) /* those that this thread sorted */
+    const int n = counter[CANDIDATES];
+    for (int i = 2 * tid; i < 2 * tid + 2; i++) /* the keys that this thread sorted */
         mass[i] = i < n ? exp(above_top(key[i])) : 0;
     block_scan(mass);
-    if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_ROOM - 1];
+    if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_CANDIDATES - 1];
     for (int i = tid; i < n && i < p.limit; i += SAMPLE_THREADS)
         if (i && ((p.top_p < 1.0f && mass[i - 1] >= (double)p.top_p * total) ||
                   (p.min_p > 0 && exp(above_top(key[i])) < (double)p.min_p)))
-            atomicMin(&at[2], i);
-    __syncthreads();
-    const int kept = at[2];
+            atomicMin(&counter[KEPT], i);
+    __syncthreads(); /* KEPT is final */
+    const int kept = counter[KEPT];
     if (kept > n || (n < p.limit && !all_mass && p.top_p < 1.0f)) return;
-    for (int i = tid; i < SAMPLE_ROOM; i += SAMPLE_THREADS)
+    for (int i = tid; i < SAMPLE_CANDIDATES; i += SAMPLE_THREADS)
         mass[i] = i < kept ? exp(above_top(key[i]) / (double)p.temp) : 0;
-    if (!tid) at[1] = kept - 1;
+    if (!tid) counter[CHOICE] = kept - 1;
     const double want = p.uniform * block_scan(mass);
     for (int i = tid; i < kept; i += SAMPLE_THREADS)
-        if (mass[i] > want) atomicMin(&at[1], i);
-    __syncthreads();
-    if (!tid) *p.token = (int32_t) ~(uint32_t)key[at[1]];
+        if (mass[i] > want) atomicMin(&counter[CHOICE], i);
+    __syncthreads(); /* CHOICE is final */
+    if (!tid) *p.token = (int32_t) ~(uint32_t)key[counter[CHOICE]];
 }
 
 /* ============================================================================================================
@@ -2881,7 +3186,7 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     if (decode) {
         nccl_ok(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
         a->delta = c->gathered;
-        LAUNCH_PDL(k_add_norm<DELTA_PARTS>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
+        LAUNCH_PDL(k_add_norm<DELTA_GATHERED>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
     } else {
         LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
                    count);
@@ -2931,7 +3236,7 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
-    a.p = tp_peer_of(r), a.place = (int)r->n_all_reduce++;
+    a.p = tp_peer_of(r), a.ordinal = (int)r->n_all_reduce++;
     if (all_reduce_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
     if (r->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
@@ -2971,9 +3276,9 @@ static void product(struct rank *r, const struct device_matrix *w, const uint16_
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
     if (n_tok <= DECODE_MAX_TOKENS) {
         struct gemv_args p = {};
-        p.part[0].w = *w, p.part[0].x = x, p.part[0].x_stride = x_stride, p.part[0].x_job = x_batch,
-        p.part[0].max_jobs = 1;
-        p.n_part = 1, p.n_tok = n_tok, p.batch = batch;
+        p.entry[0].w = *w, p.entry[0].x = x, p.entry[0].x_stride = x_stride, p.entry[0].x_job = x_batch,
+        p.entry[0].max_jobs = 1;
+        p.n_entry = 1, p.n_tok = n_tok, p.batch = batch;
         p.y16 = y16, p.y32[0] = y32, p.y_stride[0] = y_stride, p.y_batch = y_batch;
         gemv_sum_launch(&p, c->stream);
         return;
@@ -2999,12 +3304,12 @@ static void cuda_linear3(struct rank *r, enum act x, const struct weight *const 
             cuda_linear(r, w[i], x, out[i]);
             continue;
         }
-        struct gemv_batch *q = &p.part[p.n_part];
+        struct gemv_batch *q = &p.entry[p.n_entry];
         profile_matrices(device_matrix_of(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
         q->w = *device_matrix_of(c, w[i]), q->x = c->x16[x], q->x_stride = (size_t)r->width[x], q->max_jobs = 1;
-        p.y32[p.n_part] = c->x32[out[i]], p.y_stride[p.n_part++] = (size_t)r->width[out[i]];
+        p.y32[p.n_entry] = c->x32[out[i]], p.y_stride[p.n_entry++] = (size_t)r->width[out[i]];
     }
-    if (!p.n_part) return;
+    if (!p.n_entry) return;
     p.separate = true, p.n_tok = r->n_tok;
     gemv_sum_launch(&p, c->stream);
 }
@@ -3119,13 +3424,13 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
         u.y_stride[i] = (size_t)p.w.n_out;
         p.w = *device_matrix_of(c, ffns[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
         if (experts) p.x_job = DECODE_MAX_TOKENS * p.x_stride, p.weight = ro->job_weight;
-        d.part[i] = p;
+        d.entry[i] = p;
     }
-    u.n_part = d.n_part = n, u.n_tok = d.n_tok = r->n_tok;
+    u.n_entry = d.n_entry = n, u.n_tok = d.n_tok = r->n_tok;
     d.y32[0] = c->x32[out], d.y_stride[0] = (size_t)r->width[out];
     for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, 2 * jobs[i], 0);
     gemv_glu_launch(&u, c->stream);
-    for (int i = 0; i < n; i++) profile_matrices(&d.part[i].w, jobs[i], 0);
+    for (int i = 0; i < n; i++) profile_matrices(&d.entry[i].w, jobs[i], 0);
     gemv_sum_launch(&d, c->stream);
 }
 
@@ -3153,7 +3458,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     LAUNCH_PDL(k_route_prefill, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)layer->n_expert, c->stream,
                p);
     struct sort_args s = c->sort;
-    s.n_slots = r->n_tok * s.k, s.n_expert = layer->n_expert;
+    s.n_choices = r->n_tok * s.k, s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
     if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
@@ -3161,8 +3466,8 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     g.w = *device_matrix_of(c, &layer->gate), g.w2 = *device_matrix_of(c, &layer->up), g.x = c->x16[x],
     g.x_stride = (size_t)r->width[x], g.rows = s.row;
     g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
-    g.max_tiles = s.n_slots / TN + (layer->n_expert < s.n_slots ? layer->n_expert : s.n_slots);
-    g.n_tok = s.n_slots, g.y = c->hidden, g.y_stride = (size_t)layer->gate.n_out;
+    g.max_tiles = s.n_choices / TN + (layer->n_expert < s.n_choices ? layer->n_expert : s.n_choices);
+    g.n_tok = s.n_choices, g.y = c->hidden, g.y_stride = (size_t)layer->gate.n_out;
     const bool w4a4 = r->sizes.w4a4 && g.w.fmt == FMT_FP4 && device_matrix_of(c, &layer->down)->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
@@ -3174,7 +3479,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     g.w = *device_matrix_of(c, &layer->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
     g.rows = NULL;
     g.y = c->expert_out, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
-    experts(0, s.n_slots, c->hidden4);
+    experts(0, s.n_choices, c->hidden4);
     if (r->stats) {
         struct stats_args a = {
             c->expert_out, m->n_embd, s.k,      s.first,

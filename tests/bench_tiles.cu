@@ -1,5 +1,6 @@
-/* Times the products for more than 16 tokens of moe_cuda.cu, tile size by tile size, with random weights and tokens of real shapes, and
- * prints a table in Markdown. All sizes must give the same results: that is what build/tiles_emulated tests with tiny shapes. */
+/* Times the tiled GEMM of moe_cuda.cu (prefill), one tile size after the other, with random weights and tokens of real
+ * shapes, and prints a table in Markdown. All tile sizes must give the same results: build/tiles_emulated checks that
+ * on the emulator, with tiny shapes. */
 #include "../moe_cuda.cu"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 static const struct shape {
     const char *name;
-    int fmt, glu, n_expert, n_used, n_out, n_in; /* one expert: a dense product */
+    int fmt, glu, n_expert, n_used, n_out, n_in; /* n_expert 1: dense, not grouped */
     std::vector<int> n_tok;
 } shapes[] = {
 #ifdef CUEMU
@@ -25,10 +26,10 @@ enum { RUNS = 1, FLUSH = 4096 };
     {"deepseek-v3 0/4 gate+up", FMT_FP4, 1, 256, 8, 512, 7168, {512, 4096}},
     {"deepseek-v3 0/4 down", FMT_FP4, 0, 256, 8, 7168, 512, {512, 4096}},
 };
-enum { RUNS = 7, FLUSH = 256 << 20 /* bytes, more than the second cache holds */ };
+enum { RUNS = 7, FLUSH = 256 << 20 /* bytes, more than L2 holds */ };
 #endif
 
-/* WM, WN, stages, KT (2: K = 128), those of gemm_prefill among them. */
+/* WM, WN, DEPTH, KT (2: K = 128) of gemm_kernel; those of gemm_prefill are among them. */
 template <int... N>
 using size = std::integer_sequence<int, N...>;
 typedef std::tuple<size<8, 1, 4, 1>, size<8, 1, 3, 1>, size<8, 1, 2, 1>, size<8, 1, 2, 2>, size<4, 2, 5, 1>,
@@ -40,29 +41,29 @@ static void must(cudaError_t e) {
     if (e != cudaSuccess) fprintf(stderr, "bench_tiles: %s\n", cudaGetErrorString(e)), exit(1);
 }
 
-/* Prints the rows of one shape at a time. */
+/* The shape being timed. Prints its rows of the table. */
 struct bench {
     cudaStream_t stream;
     cudaEvent_t event[2];
-    double mma; /* multiplications and additions of m16n8k16, TFLOP/s */
+    double mma; /* rate of m16n8k16, TFLOP/s */
     bool bad;
-    std::vector<void *> owned; /* by the shape in work, which is what follows */
+    std::vector<void *> owned; /* device memory of the shape */
     const struct shape *s;
     struct gemm_args g;
     uint8_t *flush;
-    std::vector<float> want; /* the last results of the first size; empty: of the next */
+    std::vector<float> want; /* last results of the first tile size; empty: not run yet */
 
     template <class T>
-    T *room(size_t n) {
+    T *alloc(size_t n) {
         void *p = NULL;
         must(cudaMalloc(&p, n * sizeof(T)));
         return owned.push_back(p), (T *)p;
     }
     int32_t *copy(const std::vector<int32_t> &v) {
-        int32_t *p = room<int32_t>(v.size());
+        int32_t *p = alloc<int32_t>(v.size());
         return must(cudaMemcpy(p, v.data(), v.size() * sizeof *p, cudaMemcpyHostToDevice)), p;
     }
-    /* Random weights of moderate size; expert e has the rows from e on of one list. */
+    /* Makes random weights of moderate size. Expert e has the rows from e on of one list. */
     struct device_matrix matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t rng) {
         static const uint32_t types[] = {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16};
         const int n_rt = (n_out + TILE_ROWS - 1) / TILE_ROWS, n_kt = (n_in + TILE_COLS - 1) / TILE_COLS;
@@ -75,11 +76,11 @@ struct bench {
             else if (fmt == FMT_Q8) list[i] = i % 34 < 2 ? 0x0A : x;
             else list[i] = i & 1 ? 0x3C | (x & 0x80) : x;
         }
-        uint8_t *raw = room<uint8_t>(list.size()), *codes = room<uint8_t>(n * (size_t)n_expert * TILE_BYTES(fmt));
-        uint8_t *scales = room<uint8_t>(n * (size_t)n_expert * TILE_SCALES);
-        uint32_t *range = room<uint32_t>(2);
+        uint8_t *raw = alloc<uint8_t>(list.size()), *codes = alloc<uint8_t>(n * (size_t)n_expert * TILE_BYTES(fmt));
+        uint8_t *scales = alloc<uint8_t>(n * (size_t)n_expert * TILE_SCALES);
+        uint32_t *range = alloc<uint32_t>(2);
         must(cudaMemcpy(raw, list.data(), list.size(), cudaMemcpyHostToDevice));
-        const float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* sums of moderate size */
+        const float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* keeps sums moderate */
         struct device_matrix w = {codes, scales, NULL, NULL, unit, n_out, n_in, n_rt, n_kt, n_expert, fmt};
         for (int e = 0; e < n_expert; e++) {
             struct repack k = {row, types[fmt], e, 1, 0, n_rt, 8, 256, unit};
@@ -87,12 +88,12 @@ struct bench {
         }
         return w;
     }
-    /* Tokens choose every expert with the same probability, n_used of them on average. */
+    /* Sets up a shape. Every token chooses each expert with the same probability, n_used on average. */
     void prepare(const struct shape *shape, int n_tok) {
         std::vector<int32_t> row, expert, first, count;
         uint64_t rng = 1;
         for (void *p : owned) cudaFree(p);
-        s = shape, g = {}, owned.clear(), flush = room<uint8_t>(FLUSH);
+        s = shape, g = {}, owned.clear(), flush = alloc<uint8_t>(FLUSH);
         for (int x = 0; x < s->n_expert; x++) {
             int i = (int)row.size();
             for (int t = 0; t < n_tok; t++) {
@@ -105,13 +106,13 @@ struct bench {
         const int n = (int)row.size(), n_x = s->glu ? n_tok : n;
         g.w = matrix(s->fmt, s->n_expert, s->n_out, s->n_in, 1), g.w2 = g.w;
         if (s->glu) g.w2 = matrix(s->fmt, s->n_expert, s->n_out, s->n_in, 2), g.rows = copy(row);
-        g.x = (const uint16_t *)matrix(FMT_F16, 1, n_x, s->n_in, 3).codes; /* random halves in any order */
+        g.x = (const uint16_t *)matrix(FMT_F16, 1, n_x, s->n_in, 3).codes; /* random halves, in any order */
         g.x_stride = (size_t)g.w.n_kt * TILE_COLS, g.n_tok = n, g.max_tiles = (int)expert.size();
         g.n_tiles = copy({g.max_tiles}), g.tile_first = copy(first), g.tile_count = copy(count);
         if (s->n_expert > 1) g.tile_expert = copy(expert);
-        g.y_f32 = !s->glu, g.y_stride = (size_t)s->n_out, g.y = room<float>(row.size() * g.y_stride);
-        g.xq.codes = room<uint8_t>((size_t)n_x * (size_t)g.w.n_kt * 32), g.xq.scale = room<float>((size_t)n_x);
-        g.xq.scales = room<uint8_t>((size_t)n_x * FP4_SCALE_BYTES((size_t)s->n_in));
+        g.y_f32 = !s->glu, g.y_stride = (size_t)s->n_out, g.y = alloc<float>(row.size() * g.y_stride);
+        g.xq.codes = alloc<uint8_t>((size_t)n_x * (size_t)g.w.n_kt * 32), g.xq.scale = alloc<float>((size_t)n_x);
+        g.xq.scales = alloc<uint8_t>((size_t)n_x * FP4_SCALE_BYTES((size_t)s->n_in));
         quantize_fp4(g.x, g.x_stride, n_x, s->n_in, g.xq, stream);
     }
     template <class Launch>
@@ -121,33 +122,33 @@ struct bench {
         must(cudaEventRecord(event[1], stream)), must(cudaEventSynchronize(event[1]));
         return must(cudaEventElapsedTime(&ms, event[0], event[1])), ms;
     }
-    template <int F, int GLU, int WM, int WN, int STAGES, int KT>
-    void row(size<WM, WN, STAGES, KT>) {
+    template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
+    void row(size<WM, WN, DEPTH, KT>) {
         constexpr int A4 = F == FMT_A4, N = 64 * WN, CODE = TILE_BYTES(A4 ? (int)FMT_FP4 : F);
         constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = A4 ? 32 : 128 /* bytes of a token */;
-        constexpr int RING = STAGES * KT * (2 * WM * (CODE + SCALE) + N * X), BYTES = RING + A4 * 2 * N * 16;
-        /* SM120's limit; room for the results; FP4 tokens: enough for all threads, and two buffers of scales */
-        if constexpr (BYTES <= 101376 && RING >= N * (16 * WM + 4) * 4 &&
-                      (!A4 || (WM <= 4 && (STAGES - 1) * KT <= 4))) {
-            const size_t n = (size_t)g.n_tok * g.y_stride, part = std::min(n, (size_t)1 << 20);
+        constexpr int RING = DEPTH * KT * (2 * WM * (CODE + SCALE) + N * X), BYTES = RING + A4 * 2 * N * 16;
+        /* Skip what exceeds SM120's limit or has too small a ring for the result tile; with FP4 tokens also what has
+         * too few chunks for all threads, or more k-tiles in flight than two buffers of scales hold. */
+        if constexpr (BYTES <= 101376 && RING >= N * (16 * WM + 4) * 4 && (!A4 || (WM <= 4 && (DEPTH - 1) * KT <= 4))) {
+            const size_t n = (size_t)g.n_tok * g.y_stride, n_check = std::min(n, (size_t)1 << 20);
             const size_t size = g.y_f32 ? 4 : 2;
-            std::vector<float> ms, got(part), raw(part);
+            std::vector<float> ms, got(n_check), raw(n_check);
             must(cudaMemsetAsync(g.y, 0xFF, n * size, stream)); /* NaNs */
             for (int i = 0; i <= RUNS; i++) {
                 must(cudaMemsetAsync(flush, 0, FLUSH, stream));
-                ms.push_back(milliseconds([&] { gemm_launch<F, GLU, WM, WN, STAGES, KT>(&g, stream); }));
+                ms.push_back(milliseconds([&] { gemm_launch<F, GLU, WM, WN, DEPTH, KT>(&g, stream); }));
             }
-            std::sort(ms.begin() + 1, ms.end()); /* the first is not counted */
+            std::sort(ms.begin() + 1, ms.end()); /* the first run is not counted */
             const float t = ms[1 + RUNS / 2];
-            uint8_t *y = (uint8_t *)g.y + (n - part) * size;
-            must(cudaMemcpy(raw.data(), y, part * size, cudaMemcpyDeviceToHost));
-            for (size_t i = 0; i < part; i++) got[i] = g.y_f32 ? raw[i] : f16_to_f32(((uint16_t *)raw.data())[i]);
+            uint8_t *y = (uint8_t *)g.y + (n - n_check) * size;
+            must(cudaMemcpy(raw.data(), y, n_check * size, cudaMemcpyDeviceToHost));
+            for (size_t i = 0; i < n_check; i++) got[i] = g.y_f32 ? raw[i] : f16_to_f32(((uint16_t *)raw.data())[i]);
             if (want.empty()) want = got;
             double num = 0, den = 0, rate = 2e-9 * g.n_tok * s->n_out * s->n_in * (GLU + 1) / t;
-            for (size_t i = 0; i < part; i++) num += pow(got[i] - want[i], 2), den += pow(want[i], 2);
-            const bool same = sqrt(num / den) <= 1e-3; /* not if all are 0 */
+            for (size_t i = 0; i < n_check; i++) num += pow(got[i] - want[i], 2), den += pow(want[i], 2);
+            const bool same = sqrt(num / den) <= 1e-3; /* false if all results are 0 */
             printf("| %s | %d | %s | %d x %d | %d | %d | %d | %.1f | %.1f | %.1f |%s\n", s->name, g.n_tok,
-                   A4 ? "FP4" : "F16", 32 * WM, N, STAGES, 64 * KT, BYTES, t * 1e3, rate, 100 * rate / mma,
+                   A4 ? "FP4" : "F16", 32 * WM, N, DEPTH, 64 * KT, BYTES, t * 1e3, rate, 100 * rate / mma,
                    same ? "" : " OTHER RESULTS");
             bad |= !same;
         }
@@ -173,7 +174,7 @@ int main() {
     b.mma = 2e-9 * 16 * 8 * 16 * 8 * turns * 16 * 2 * f.n_sm / ms;
     const char *built = cuda_targets();
     const bool a4 = f.major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
-    printf("%s, m16n8k16 at %.1f TFLOP/s\n\n| product | rows | tokens in | block | stages | K | shared bytes |"
+    printf("%s, m16n8k16 at %.1f TFLOP/s\n\n| product | rows | tokens in | block | depth | K | shared bytes |"
            " us | TFLOP/s | %% of m16n8k16 |\n|---|---|---|---|---|---|---|---|---|---|\n",
            f.name, b.mma);
     for (const struct shape &s : shapes)

@@ -1,16 +1,17 @@
-// CUDA on a CPU, for tests: moe_cuda.cu, host code and kernels, compiles against this header with
+// CUDA on a CPU, for tests. moe_cuda.cu, host code and kernels, compiles against this header with
 //     g++ -std=c++17 -O2 -fno-strict-aliasing -x c++ -DCUEMU
-// Every CUDA thread is a fiber. Work is queued on streams and runs when the host synchronises; warps, lanes,
-// blocks and streams take turns as a seeded random number generator says, with some warps starved for long
-// stretches, so that a missing barrier shows in the results. What the rules of CUDA forbid ends the process
-// with a report: divergent collectives and barriers, deadlock, accesses out of bounds, misalignment.
-// It shows nothing about speed, bank conflicts, registers, or the memory model across SMs. A kernel that polls
-// must do so with ld_acquire, ld_acquire_sys, ld_sys16 (of one address) or __nanosleep.
 //
-// Host threads take turns: a lock is held during every call, and who waits in a call runs the kernels of all of
-// them. When kernels only poll, and other threads that have made a call are alive, it lets those go on: for
-// cuemu::patience seconds, then it reports a deadlock. With several host threads a seed does not repeat a
-// schedule. There may be several devices (cuemu::devices), and NCCL.
+// Every CUDA thread is a fiber. Work is queued on streams and runs when the host synchronizes. A seeded random number
+// generator decides which warp, lane, block and stream runs next, and starves some warps for long stretches, so that a
+// missing barrier shows in the results. Breaking a rule of CUDA ends the process with a report: divergent collectives
+// and barriers, deadlock, accesses out of bounds, misalignment.
+// The emulator shows nothing about speed, bank conflicts, registers, or the memory model across SMs. A kernel that
+// polls must do so by ld_acquire, ld_acquire_sys, ld_sys16 (of one address) or __nanosleep.
+//
+// Host threads take turns: a lock is held during every API call, and a thread that waits in a call runs the kernels of
+// all threads. When kernels do nothing but poll and other threads that have made a call are alive, the waiting thread
+// lets those go on; after cuemu::patience seconds it reports a deadlock. With several host threads a seed does not
+// repeat a schedule. There may be several devices (cuemu::devices), and NCCL.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -47,7 +48,7 @@
 #define __host__
 #define __constant__    static
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__    // empty: libstdc++ spells an attribute so, and its headers may follow
+#define __noinline__    // empty: libstdc++ has an attribute of this name, and its headers may follow
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
@@ -119,8 +120,8 @@ inline const char *cudaGetErrorString(cudaError_t e) {
 
 // ---- Switching stacks -------------------------------------------------------------------------------------
 #if defined __x86_64__ && !defined CUEMU_UCONTEXT
-// Saves what the ABI preserves on the old stack, its pointer in *from, and continues on `to`. In a comdat
-// section, so that several translation units may include this.
+// Saves the registers that the ABI preserves on the old stack, stores its pointer in *from, and continues on `to`. It
+// is in a comdat section, so that several translation units may include this header.
 asm(R"(
 .pushsection .text.cuemu_switch,"axG",@progbits,cuemu_switch,comdat
 .weak cuemu_switch
@@ -134,7 +135,7 @@ cuemu_switch:
 .size cuemu_switch,.-cuemu_switch
 .popsection
 )");
-// On a new stack: 6 registers, the entry point, and a word for alignment.
+// A new stack starts with 6 registers, the entry point, and a word for alignment.
 #define CUEMU_FRAME_WORDS 8
 #define CUEMU_FRAME_ENTRY 6
 #elif defined __aarch64__ && !defined CUEMU_UCONTEXT
@@ -192,18 +193,18 @@ struct context {
 // ---- State ------------------------------------------------------------------------------------------------
 constexpr uint32_t FULL = 0xffffffff;    // mask of a whole warp
 constexpr size_t SMEM_MAX = 101376;      // shared memory of a block on SM120
-constexpr size_t SMEM_STATIC = 48 << 10; // what a kernel gets without asking for more
+constexpr size_t SMEM_STATIC = 48 << 10; // what a kernel may use without asking for more
 constexpr size_t RED = 256;              // bytes of a red zone
-constexpr size_t ARENA = 256 << 10;      // SMEM_MAX, red zones and alignment of some hundred arrays
+constexpr size_t ARENA = 256 << 10;      // room for SMEM_MAX, and for red zones and alignment of some hundred arrays
 constexpr size_t STACK = 64 << 10, PAGE = 4096;
 constexpr int DEVICES_MAX = 8;
-constexpr unsigned RESIDENT_MAX = 256; // blocks of one launch at a time
+constexpr unsigned RESIDENT_MAX = 256; // blocks of one launch that run at a time
 constexpr uint8_t POISON_SMEM = 0xfd, POISON_GLOBAL = 0xff, CANARY = 0xfb;
 
-// Equal literals have one address nearly always.
+// Compares the pointers first: equal literals nearly always have one address.
 inline bool same_text(const char *a, const char *b) { return a == b || !strcmp(a, b); }
 
-// A place in the source. Default arguments here() name the caller's line.
+// A place in the source. The default arguments of here() are the caller's file and line.
 struct site {
     const char *file;
     int line;
@@ -219,13 +220,13 @@ struct warp;
 struct block;
 struct launch;
 
-struct async_copy { // a cp.async on its way; src null: zeros
+struct async_copy { // a cp.async in flight; src null: writes zeros
     void *dst;
     const void *src;
-    uint64_t group; // commits before it
+    uint64_t group; // number of commits before it
 };
 
-// One CUDA thread. what and at say where it waits, for reports.
+// One CUDA thread. `what` and `at` tell where it waits, for reports.
 struct fiber {
     context ctx;
     uint3 tid;
@@ -235,29 +236,29 @@ struct fiber {
     const char *what;
     site at;
     char *stack = nullptr;
-    bool triggered; // called grid_dependency_launch, or has exited
+    bool triggered; // it called grid_dependency_launch, or has exited
     uint64_t commits;
     std::vector<async_copy> pending; // oldest first
-    const void *polled;              // what ld_sys16 read last
+    const void *polled;              // the address that ld_sys16 read last
 };
 
-// Runs a warp collective for all its lanes at once: from warp.in to warp.out.
+// Runs a warp collective for all its lanes at once, from warp.in to warp.out.
 typedef void (*action)(warp &w, uint32_t lanes);
 
-struct meeting { // a warp collective that waits for lanes
+struct meeting { // a warp collective that waits for its lanes
     uint32_t mask, arrived;
     site at;
     const char *what;
     action act;
 };
 
-// Lane sets are bit masks. A lane of `live` runs, or is in exactly one of runnable, spinning, parked,
-// at_barrier[*] or the arrived set of a meeting.
+// Sets of lanes are bit masks. A lane in `live` either runs, or is in exactly one of runnable, spinning, parked,
+// at_barrier[*] or the `arrived` set of a meeting.
 struct warp {
     fiber *lane; // [32]
     uint32_t live, runnable, spinning, parked, at_barrier[16];
-    uint32_t priority; // of the runnable warps the highest runs
-    bool listed;       // in `ready`
+    uint32_t priority; // the runnable warp with the highest priority runs
+    bool listed;       // it is in `ready`
     std::vector<meeting> open;
     uint32_t in[32][8], out[32][4];
 };
@@ -274,26 +275,26 @@ struct shared_array {
     const char *label;
 };
 
-struct sys_store { // by st_sys16, on its way to memory
+struct sys_store { // a store of st_sys16 that has not landed in memory
     uint4 *dst, v;
     unsigned thread;
-    enum { THREAD, WARP, BLOCK } order; // whose releases take it along
+    enum { THREAD, WARP, BLOCK } order; // the threads whose release makes it land
 };
 
 struct block {
     launch *run;
     uint3 idx;
-    unsigned n, live, triggers; // threads: all, not exited, that let dependents start
+    unsigned n, live, triggers; // all threads; those that have not exited; those that let dependents start
     barrier_state bar[16];
     std::vector<fiber> f;
     std::vector<warp> w;
-    char *arena = nullptr, *top; // red zone, array, red zone, ..., up to top; the dynamic array is arrays[0]
+    char *arena = nullptr, *top; // red zone, array, red zone, .. up to top; arrays[0] is the dynamic array
     size_t smem_bytes;
     std::vector<shared_array> arrays;
     std::vector<sys_store> stores; // oldest first
 };
 
-struct kernel { // what LAUNCH fixes; shared with graphs
+struct kernel { // what LAUNCH fixes; graphs share it
     const char *name;
     dim3 grid, dim;
     size_t smem;
@@ -306,16 +307,16 @@ struct launch { // a kernel that has begun
     int device;
     uint64_t blocks, first, stride; // the i-th block to start is (first + i * stride) % blocks
     uint64_t started = 0, done = 0, triggered = 0;
-    bool early = false;        // the kernel before it in the stream has not ended (PDL)
+    bool early = false;        // PDL: the kernel before it in the stream has not ended
     bool waited = false;       // some thread called grid_dependency_wait
-    bool next_decided = false; // whether the launch behind it starts early has been drawn
+    bool next_decided = false; // it has been drawn whether the launch behind it starts early
 };
 
 struct team {                  // the ranks of an NCCL communicator
-    std::vector<int> device;   // by rank; -1: has not come yet
-    std::vector<bool> aborted; // by rank: its calls do nothing
+    std::vector<int> device;   // by rank; -1: has not called yet
+    std::vector<bool> aborted; // by rank; an aborted rank's calls do nothing
     unsigned missing;
-    bool broken = false; // some rank's initialisation has failed
+    bool broken = false; // initialization of some rank has failed
 };
 struct nccl_call {
     std::shared_ptr<team> all;
@@ -328,19 +329,18 @@ struct nccl_call {
 };
 
 struct event_state {
-    unsigned recorded = 0, done = 0; // how often
-    double ms = 0;                   // when, the last time
+    unsigned recorded = 0, done = 0; // number of times
+    double ms = 0;                   // time of the last one
 };
 
-// What a stream executes: a kernel, or some work on the host, or waiting for an event, or a rank's part of a
-// collective.
+// What a stream executes: a kernel, work on the host, waiting for an event, or a rank's part of a collective.
 struct op {
     std::shared_ptr<const kernel> k;
     std::function<void()> work;
     std::shared_ptr<event_state> event;
     unsigned event_count = 0;
-    uint64_t seq = 0;                 // order of queueing over all streams
-    std::shared_ptr<launch> run = {}; // once k has begun
+    uint64_t seq = 0;                 // order of queuing over all streams
+    std::shared_ptr<launch> run = {}; // set once k has begun
     std::shared_ptr<const nccl_call> nccl = {};
 };
 
@@ -350,7 +350,7 @@ struct barrier_site {
     const char *function;
     const char *kind; // "__syncthreads", "__syncwarp", "named_barrier", "cp_async_wait", or
                       // "grid_dependency_wait"
-    uint64_t count;   // executions by a thread
+    uint64_t count;   // how often a thread executed it
     bool skip;
 };
 
@@ -359,15 +359,15 @@ struct allocation {
     char *p;
     size_t bytes;
     memory_kind kind;
-    char *map; // with the pages around it; null: not ours
+    char *map; // the mapping, with guard pages; null: not made here
     size_t map_bytes;
-    int device; // current when it was made
+    int device; // the current device when it was made
 };
 
 struct gpu {
     size_t limit = (size_t)16 << 30, used = 0; // bytes
     int major = 12, minor = 0;
-    bool peer[DEVICES_MAX] = {}; // devices whose memory its kernels may reach
+    bool peer[DEVICES_MAX] = {}; // devices whose memory its kernels may access
 };
 } // namespace cuemu
 
@@ -381,13 +381,13 @@ struct CUevent_st {
 };
 struct CUstream_st {
     std::deque<cuemu::op> q = {};
-    bool blocking = true;          // ordered with the legacy stream
-    bool dead = false;             // destroyed; its work is still to be done
-    bool broken = false;           // the capture has failed
-    CUgraph_st *capture = nullptr; // non-null: capturing
-    std::thread::id capturer = {}; // whose waiting calls break the capture; no thread: everybody's
+    bool blocking = true;          // keeps order with the legacy stream
+    bool dead = false;             // destroyed; the work queued on it is still done
+    bool broken = false;           // its capture has failed
+    CUgraph_st *capture = nullptr; // not null: it is capturing
+    std::thread::id capturer = {}; // thread whose waiting calls break the capture; default: any thread's
     int device = 0;
-    bool legacy = false; // its device's stream 0
+    bool legacy = false; // it is stream 0 of its device
 };
 typedef CUstream_st *cudaStream_t;
 typedef CUevent_st *cudaEvent_t;
@@ -397,12 +397,12 @@ typedef struct CUgraphNode_st *cudaGraphNode_t;
 
 namespace cuemu {
 inline fiber host;        // the host's own context
-inline fiber *me = &host; // who runs; nothing else says so, hence nothing is stale after a switch
-inline uint64_t rng_state = 1, switches, events; // events: everything but spinning
+inline fiber *me = &host; // the fiber that runs; only this variable tells, so that nothing is stale after a switch
+inline uint64_t rng_state = 1, switches, events; // events: counts everything but spinning
 inline unsigned spinners;
-inline std::vector<warp *> ready; // holds every warp with runnable lanes
-inline warp *pass_warp;           // the warp that takes its turn
-inline uint32_t pass_lanes;       // its lanes that are still to run in this turn
+inline std::vector<warp *> ready; // has every warp with runnable lanes
+inline warp *pass_warp;           // the warp whose turn it is
+inline uint32_t pass_lanes;       // its lanes that have not run in this turn
 inline unsigned pass_start, churn = 15;
 inline bool pass_backward;
 inline std::vector<std::unique_ptr<block>> resident, idle_blocks;
@@ -414,12 +414,12 @@ inline gpu gpus[DEVICES_MAX];
 inline int device_count = 1;
 inline bool peers_possible = true;
 inline std::map<std::pair<int, const void *>, size_t> smem_limit; // by device and kernel
-inline std::map<std::string, int> failures;                       // calls until the failure, by API
-inline std::map<uint64_t, std::shared_ptr<team>> forming;         // by ncclUniqueId, until all ranks have come
+inline std::map<std::string, int> failures;                       // by API: calls left until one fails
+inline std::map<uint64_t, std::shared_ptr<team>> forming;         // by ncclUniqueId, until all ranks have called
 inline std::vector<barrier_site> barrier_sites;
-inline std::atomic<uint64_t> timer = 1000000000; // of global_timer
+inline std::atomic<uint64_t> timer = 1000000000; // what global_timer returns, ns
 inline bool timer_read;
-inline thread_local cudaError_t last_error; // these two are the host's: fibers change threads
+inline thread_local cudaError_t last_error; // these two belong to the host thread: fibers move between threads
 inline thread_local int current_device;
 
 // xorshift64*
@@ -445,20 +445,20 @@ inline void seed(uint64_t s) { rng_state = (s + 1) * 0x9e3779b97f4a7c15 | 1; }
 }
 
 // ---- Host threads -----------------------------------------------------------------------------------------
-// Who holds the lock owns all of the above, and runs the fibers; a fiber goes on in whichever thread runs them
-// next, so kernels must not read thread_local variables.
+// The thread that holds the lock owns all variables above and runs the fibers. A fiber continues in whichever thread
+// runs them next, so kernels must not read thread_local variables.
 
 inline std::mutex big_lock;
 inline std::condition_variable news_came;
-inline uint64_t news, announced;         // work queued or done: what a thread that finds nothing to run waits for
-inline unsigned host_threads;            // alive, and have made a call
+inline uint64_t news, announced;         // counts work queued or done; a thread without work waits for a change
+inline unsigned host_threads;            // threads that are alive and have made a call
 inline std::atomic<unsigned> contenders; // threads that want the lock
-inline double patience = 20;             // seconds without news until a deadlock is reported; with one thread 0
-inline pthread_t runner;                 // who runs the fibers
+inline double patience = 20;             // seconds without news until a deadlock is reported; 0 with one thread
+inline pthread_t runner;                 // the thread that runs the fibers
 inline thread_local unsigned lock_depth;
 
 struct host_thread {
-    stack_t alt = {}; // for SIGSEGV on a fiber's stack
+    stack_t alt = {}; // stack for SIGSEGV while a fiber's own stack is in use
     uint64_t calls = 0;
     host_thread() {
         host_threads++;
@@ -474,12 +474,12 @@ struct host_thread {
 };
 inline thread_local host_thread this_thread;
 
-// The lock, for a call of the API; calls may be nested.
+// Holds the lock during an API call. Calls may be nested.
 struct scope {
     scope() {
         if (lock_depth++) return;
         if (!big_lock.try_lock()) contenders++, big_lock.lock(), contenders--;
-        this_thread.calls++; // exists from the first on
+        this_thread.calls++; // its constructor runs at the first use
     }
     ~scope() {
         if (--lock_depth) return;
@@ -489,16 +489,15 @@ struct scope {
     scope(const scope &) = delete;
 };
 
-// Seconds.
+// Returns the time in seconds.
 inline double real_time() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // ---- Scheduler --------------------------------------------------------------------------------------------
-// The runnable warp of the highest priority runs; priorities are drawn anew now and then, so the lowest waits
-// until all others are blocked, often for long ("probabilistic concurrency testing"). A turn runs each
-// runnable lane until it blocks, in a random rotation and direction; some turns leave lanes out, so that they
-// drift apart.
+// The runnable warp with the highest priority runs. Priorities are drawn anew now and then, so the lowest warp waits
+// until all others are blocked, often for long ("probabilistic concurrency testing"). A turn runs each runnable lane
+// until it blocks, in a random rotation and direction. Some turns leave lanes out, so that lanes drift apart.
 
 inline void wake(warp &w, uint32_t lanes) {
     w.runnable |= lanes;
@@ -525,7 +524,7 @@ inline bool begin_pass() {
     return true;
 }
 
-// The next fiber to run, the host when none is runnable.
+// Returns the next fiber to run, or the host if none is runnable.
 inline fiber *next_fiber() {
     if (!pass_lanes && !begin_pass()) return &host;
     uint32_t rotated = pass_lanes >> pass_start | pass_lanes << (-pass_start & 31);
@@ -535,7 +534,7 @@ inline fiber *next_fiber() {
     return pass_warp->lane + l;
 }
 
-// Lets others run until this fiber's lane, which the caller has put into some set of its warp, is woken.
+// Runs others until this fiber's lane is woken. The caller has put the lane into some set of its warp.
 inline void yield(const char *what, site at) {
     fiber *f = me, *next = next_fiber();
     f->what = what, f->at = at;
@@ -547,11 +546,11 @@ inline void wait(const char *what, site at) { events++, yield(what, at); }
 inline uint32_t lane_bit() { return 1u << me->lane; }
 
 // ---- Stores that other devices read -----------------------------------------------------------------------
-// What st_sys16 stores lies in a buffer of the block until it lands in memory: at a random time, at the block's end,
-// or when a thread to which it is visible releases (st_release_sys, __threadfence_system and the same for the GPU).
-// It is visible to the thread that stored it, to its warp behind a __syncwarp, and to the block behind a
-// __syncthreads (of a named barrier: if its warp takes part). So who sets a flag without a barrier or fence
-// before it shows old memory to those who wait for the flag. Other stores are visible to all at once.
+// A store of st_sys16 stays in a buffer of its block until it lands in memory: at a random time, at the block's end,
+// or when a thread that sees it releases (st_release_sys, __threadfence_system, and the same for the GPU). The storing
+// thread sees it at once, its warp after a __syncwarp, the block after a __syncthreads (after a named barrier: if the
+// storing warp takes part). So a kernel that sets a flag without a barrier or fence before it shows old memory to
+// those who wait for the flag. All other stores are visible to everyone at once.
 
 template <class F>
 void land_stores(block &b, F lands) {
@@ -561,7 +560,7 @@ void land_stores(block &b, F lands) {
         else b.stores[kept++] = s;
     b.stores.resize(kept);
 }
-inline void land_some(block &b) { // those of one address together, as they are to land in their order
+inline void land_some(block &b) { // stores to one address together: they must land in order
     const uint64_t salt = rnd() | 1;
     land_stores(b, [=](const sys_store &s) { return ((uintptr_t)s.dst >> 4) * salt >> 40 & 1; });
 }
@@ -576,7 +575,7 @@ inline void release_stores() {
 
 // ---- Warp collectives and barriers ------------------------------------------------------------------------
 
-// Runs the i-th open meeting when no lane is missing. Exited lanes are not waited for.
+// Runs the i-th open meeting if no lane is missing. Lanes that have exited are not waited for.
 inline bool meeting_complete(warp &w, size_t i) {
     meeting m = w.open[i];
     if (m.arrived != (m.mask & w.live)) return false;
@@ -586,8 +585,7 @@ inline bool meeting_complete(warp &w, size_t i) {
     return true;
 }
 
-// This lane's operands go into post(), then collective() returns its results once all lanes of the mask have
-// come.
+// A lane writes its operands to post(). collective() returns its results once all lanes of the mask have come.
 inline uint32_t *post() { return me->w->in[me->lane]; }
 inline const uint32_t *collective(uint32_t mask, const char *what, site at, action act) {
     warp &w = *me->w;
@@ -597,7 +595,7 @@ inline const uint32_t *collective(uint32_t mask, const char *what, site at, acti
     for (; i < w.open.size(); i++) {
         meeting &m = w.open[i];
         if (m.mask == mask && m.at == at && same_text(m.what, what)) break;
-        if ((m.mask & bit) && (m.arrived & mask)) // each waits for the other
+        if ((m.mask & bit) && (m.arrived & mask)) // each would wait for the other
             die("warp %u diverged: lane %u is at %s %s:%d with mask %08x, lanes %08x wait at %s %s:%d with "
                 "mask %08x",
                 (unsigned)(&w - &me->blk->w[0]), me->lane, what, at.file, at.line, mask, m.arrived, m.what, m.at.file,
@@ -614,8 +612,8 @@ inline void for_lanes(uint32_t lanes, F fn) {
     for (; lanes; lanes &= lanes - 1) fn((unsigned)__builtin_ctz(lanes));
 }
 
-// Waits at a barrier for n threads; returns how many came with pred. all: it is __syncthreads, which every
-// thread of the block must reach, at the same place.
+// Waits at a barrier for n threads and returns how many came with pred. all: it is __syncthreads, which every thread
+// of the block must reach at the same line.
 inline unsigned barrier(int id, unsigned n, bool all, bool pred, const char *what, site at) {
     block &b = *me->blk;
     barrier_state &r = b.bar[id];
@@ -645,7 +643,7 @@ inline void land(const async_copy &c) {
 
 // ---- Mutation: barriers that are left out -----------------------------------------------------------------
 inline barrier_site &find_barrier(site at, const char *kind) {
-    // By address of the file's name, line and kind: 1 + an index into barrier_sites that may be wrong.
+    // Cache, by address of the file's name, line and kind: 1 + an index into barrier_sites, which may be wrong.
     static unsigned table[1024];
     unsigned &slot = table[((uintptr_t)at.file * 31 + (unsigned)at.line * 7 + (unsigned char)kind[6]) & 1023];
     auto is = [&](const barrier_site &b) {
@@ -662,7 +660,8 @@ inline bool skipped(site at, const char *kind) {
     b.count++;
     return b.skip;
 }
-// All barriers seen so far. skip makes those of a line (of a kind, where given) do nothing from now on.
+// barriers() returns all barriers seen so far. skip() turns those of a line off (only of a kind, if given); unskip()
+// turns all on again.
 inline std::vector<barrier_site> barriers() { return barrier_sites; }
 inline void skip(const char *file, int line, const char *kind = nullptr) {
     unsigned found = 0;
@@ -676,7 +675,7 @@ inline void unskip() {
 
 // ---- Blocks -----------------------------------------------------------------------------------------------
 
-// A shared array of this block behind the ones that it has.
+// Places a shared array of this block behind the others.
 inline char *place_array(block &b, const void *key, const char *label, size_t bytes, size_t align) {
     char *p = (char *)(((uintptr_t)b.top + align - 1) & ~(uintptr_t)(align - 1));
     b.smem_bytes += bytes;
@@ -691,8 +690,8 @@ inline char *place_array(block &b, const void *key, const char *label, size_t by
     return p;
 }
 
-// What SHARED stands for. key: one address per instantiation of the surrounding function, as nvcc has one
-// array for each.
+// Implements SHARED. key: one address per instantiation of the surrounding function, because nvcc makes one array for
+// each.
 inline void *shared_array_of(const void *key, const char *label, size_t bytes, size_t align) {
     for (shared_array &a : me->blk->arrays)
         if (a.key == key) return a.p;
@@ -700,14 +699,14 @@ inline void *shared_array_of(const void *key, const char *label, size_t bytes, s
 }
 inline void *dynamic_array() { return me->blk->arrays[0].p; }
 
-// The first byte of a red zone that was written, null if none was.
+// Returns the first byte of a red zone that was overwritten, or null.
 inline const char *overwritten(const char *zone, size_t n) {
     for (; n; zone++, n--)
         if ((uint8_t)*zone != CANARY) return zone;
     return nullptr;
 }
 
-// Panics unless n bytes at p, aligned to n, are shared memory of this block.
+// Dies unless the n bytes at p, aligned to n, are shared memory of this block.
 inline void check_shared(const void *p, size_t n, const char *what, site at) {
     if ((uintptr_t)p % n)
         die("%s at %s:%d: shared address %p is not aligned to %zu bytes", what, at.file, at.line, p, n);
@@ -741,14 +740,15 @@ inline void fiber_main() {
     __builtin_unreachable();
 }
 
-// Stacks are staggered, or the tops of all would compete for the same few lines of the caches.
+// Tops of stacks are staggered: otherwise they would all compete for the same few cache lines.
 inline void fiber_start(fiber &f, unsigned index) {
     static unsigned stacks;
     if (!f.stack) {
         f.stack = (char *)mmap(nullptr, PAGE + STACK, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (f.stack == MAP_FAILED) die("no memory for stacks");
-        // A guard costs two of the 65,530 mappings that a process may have: every warp's first thread has one.
+        // A guard page costs two of the 65,530 mappings of a process. Once many are used, only the first thread of
+        // each warp gets one.
         if (index % 32 == 0 || stacks++ < 8192) mprotect(f.stack, PAGE, PROT_NONE);
     }
     f.ctx.start(f.stack + PAGE, f.stack + PAGE + STACK - (index * 192 & 4095), fiber_main);
@@ -804,7 +804,7 @@ inline void launch_begin(op &o, int device) {
     churn = (unsigned[]){3, 15, 63}[rnd() % 3];
 }
 
-// The legacy stream and the blocking streams of a device keep the order in which work was queued.
+// The legacy stream and the blocking streams of a device run their work in the order in which it was queued.
 inline bool may_start(const CUstream_st &s, const op &o) {
     if (o.event && o.event->done < o.event_count) return false;
     if (!s.blocking) return true;
@@ -815,8 +815,8 @@ inline bool may_start(const CUstream_st &s, const op &o) {
     return true;
 }
 
-// Programmatic dependent launch: before the i-th kernel of a stream has run, or once it has let its
-// dependents go, the one behind it may start. Its blocks then run up to grid_dependency_wait.
+// Programmatic dependent launch: when the i-th kernel of a stream begins, or has let its dependents go, the kernel
+// behind it may start. Its blocks then run up to grid_dependency_wait.
 inline void start_next_early(CUstream_st &s, size_t i) {
     launch &l = *s.q[i].run;
     if (l.next_decided) return;
@@ -828,11 +828,12 @@ inline void start_next_early(CUstream_st &s, size_t i) {
     for (uint64_t n = std::min<uint64_t>(next.blocks, 1 + rnd() % 16); n; n--) block_start(next);
 }
 
-// For the collective at the head of a stream: whether all ranks' parts are; and their execution.
+// For a collective at the head of a stream: nccl_ready tells whether the parts of all ranks are, too; nccl_run
+// executes them.
 inline bool nccl_ready(const nccl_call &);
 inline void nccl_run(CUstream_st &);
 
-// Starts a block, or a kernel, or does some other work of a stream; false if there is nothing to start.
+// Starts a block or a kernel, or does other work of a stream. Returns false if there is nothing to start.
 inline bool start_something() {
     static std::vector<CUstream_st *> can;
     can.clear();
@@ -850,7 +851,8 @@ inline bool start_something() {
     if (can.empty()) return !ready.empty();
     CUstream_st &s = *can[rnd() % can.size()];
     op &o = s.q.front();
-    if (o.run) { // often one alone, as most bugs need no more and it is faster; or some that run together
+    // Often one block alone: most bugs need no more, and it is faster. Otherwise some blocks together.
+    if (o.run) {
         launch &l = *o.run;
         for (uint64_t n = rnd() % 4 ? 1 : 1 + rnd() % 8; n && l.started < l.blocks; n--) block_start(l);
     } else if (o.k) {
@@ -869,11 +871,11 @@ inline void launch_end(launch &l) {
         die("kernel %s was launched with LAUNCH_PDL and no thread called grid_dependency_wait", l.k->name);
     for (auto &s : streams) {
         if (s.q.empty() || s.q.front().run.get() != &l) continue;
-        s.q.pop_front(), news++; // ends l
+        s.q.pop_front(), news++; // frees l
         launch *next = s.q.empty() ? nullptr : s.q.front().run.get();
         if (!next) return;
         next->early = false;
-        if (next->done == next->blocks) return launch_end(*next); // it never waited, and was faster
+        if (next->done == next->blocks) return launch_end(*next); // it never waited and was faster
         for (auto &b : resident)
             if (b->run == next)
                 for (warp &w : b->w) wake(w, w.parked), w.parked = 0;
@@ -904,7 +906,7 @@ inline void retire_blocks() {
 
 // ---- Polling ----------------------------------------------------------------------------------------------
 
-// A thread that polls lets the others run; now and then not, so that it also sees old values.
+// Lets other threads run while this one polls. Now and then it does not, so that the thread also sees old values.
 inline void spin(const char *what, site at) {
     if (!(rnd() & 3)) return;
     me->w->spinning |= lane_bit(), spinners++;
@@ -941,7 +943,7 @@ inline void wake_spinners() {
     die("deadlock: %zu blocks are resident and nothing can run", resident.size());
 }
 
-// The one that p points into, or null.
+// Returns the allocation that p points into, or null.
 inline const allocation *find_allocation(const void *p) {
     auto it = allocations.upper_bound((char *)p);
     if (it == allocations.begin()) return nullptr;
@@ -951,7 +953,8 @@ inline const allocation *find_allocation(const void *p) {
 
 inline void on_segv(int, siginfo_t *info, void *) {
     signal(SIGSEGV, SIG_DFL);
-    if (me == &host || !pthread_equal(runner, pthread_self())) return; // not ours: happens again, ends the process
+    // Not the emulator's fault: it happens again and ends the process.
+    if (me == &host || !pthread_equal(runner, pthread_self())) return;
     char *p = (char *)info->si_addr;
     if (p >= me->stack && p < me->stack + PAGE) die("stack overflow: more than %zu bytes", STACK);
     for (auto &[base, a] : allocations)
@@ -978,14 +981,14 @@ inline void check_allocation(const allocation &a) {
 
 struct listener { // a thread that found nothing to run
     uint64_t heard = 0;
-    double since = 0; // when it last heard news
+    double since = 0; // when the news last changed
     unsigned jumps = 0;
 };
 
 inline void timer_jump(uint64_t ns) { timer += ns; }
 
-// Waits a little for other host threads. If nothing comes from them, time flies for kernels that look at the
-// timer: 1000 seconds, in steps of ten. False: nothing will ever happen.
+// Waits a little for other host threads. If they do nothing, the timer of kernels that read it jumps ahead: 1000
+// seconds in all, in steps of ten. Returns false if nothing will ever happen.
 inline bool listen(listener &l) {
     if (l.heard != news) l.heard = news, l.since = real_time(), l.jumps = 0;
     if (host_threads == 1 || real_time() - l.since > patience)
@@ -997,7 +1000,7 @@ inline bool listen(listener &l) {
     return runner = pthread_self(), true;
 }
 
-// Lets a thread that wants the lock have it.
+// Gives the lock to a thread that wants it.
 inline void give_way() {
     const unsigned before = contenders;
     big_lock.unlock();
@@ -1006,8 +1009,8 @@ inline void give_way() {
     runner = pthread_self();
 }
 
-// Runs what is queued on all streams until done(); so many rounds at most, 0: any number. With one host thread
-// until nothing can go on any more, so that those streams are far ahead which should have waited for others.
+// Runs what is queued on all streams until done(), for at most `rounds` rounds (0: no limit). With one host thread it
+// runs until nothing can go on any more: a stream that should have waited for another is then far ahead, and it shows.
 template <class F>
 void drain(F done, unsigned rounds = 0) {
     uint64_t seen = 0;
@@ -1022,7 +1025,7 @@ void drain(F done, unsigned rounds = 0) {
         if (contenders && !(rnd() & 15)) give_way();
         if (host_threads > 1 && done()) break;
         if (!ready.empty()) continue;
-        // No other block can help one that has no thread which polls or waits for the kernel before it.
+        // A block none of whose threads polls or waits for the kernel before cannot be helped by other blocks.
         const bool stuck =
             !spinners && std::any_of(resident.begin(), resident.end(), [](auto &b) { return !b->run->early; });
         if (spinners && events != seen) seen = events, idle = 0, wake_spinners();
@@ -1037,7 +1040,7 @@ void drain(F done, unsigned rounds = 0) {
     streams.remove_if([](auto &s) { return s.dead && s.q.empty(); });
 }
 
-// What to wait for: all that is queued by now on a stream, on a device.
+// Conditions to wait for: everything queued until now on a stream, or on a device, is done.
 inline auto stream_done(const CUstream_st *s) {
     return [s, last = op_seq] { return s->q.empty() || s->q.front().seq > last; };
 }
@@ -1052,7 +1055,7 @@ inline auto device_done(int device) {
 
 inline cudaError_t fail(cudaError_t e) { return e ? last_error = e : e; }
 
-// Whether this call is to fail.
+// Returns whether this call is to fail.
 inline bool failing(const char *api) {
     if (me != &host) die("%s is called by a kernel", api);
     auto it = failures.find(api);
@@ -1061,7 +1064,7 @@ inline bool failing(const char *api) {
     return true;
 }
 
-// Every API call begins with this. waits: it is not allowed while a stream is capturing.
+// Begins every API call. waits: the call is not allowed while a stream is capturing.
 inline cudaError_t enter(bool waits, const char *api) {
     if (failing(api)) return fail(!strncmp(api, "cudaMalloc", 10) ? cudaErrorMemoryAllocation : cudaErrorUnknown);
     bool capturing = false;
@@ -1075,16 +1078,16 @@ inline cudaError_t enter(bool waits, const char *api) {
     cuemu::scope in_this_call; \
     if (const cudaError_t refused = cuemu::enter(waits, __func__)) return refused
 
-// Not inlined, lest compilers look inside and warn their callers of results that a refused call does not set.
+// Not inlined: compilers would look inside and warn callers of results that a refused call does not set.
 #define CUEMU_API __attribute__((noinline)) inline cudaError_t
 
-// The n-th call of this API from now on fails (1: the next one). A launch is called LAUNCH.
+// Makes the n-th call of this API from now on fail (1: the next one). A kernel launch is called LAUNCH.
 inline void fail_next(const char *api, int n) {
     scope locked;
     failures[api] = n;
 }
 
-// The number of devices, 1 to 8. No peer access is enabled afterwards.
+// Sets the number of devices, 1 to 8, and turns all peer access off.
 inline void devices(int n) {
     scope locked;
     if (n < 1 || n > DEVICES_MAX) die("%d devices", n);
@@ -1093,7 +1096,8 @@ inline void devices(int n) {
     if (current_device >= n) current_device = 0;
 }
 inline void peers(bool possible) { peers_possible = possible; }
-// Bytes that cudaMalloc may give out on each device, or on one; bytes that it has given out on the current one.
+// memory(): bytes that cudaMalloc may give out on each device, or on one. allocated(): bytes given out on the current
+// device.
 inline void memory(size_t bytes, int device = -1) {
     scope locked;
     for (int i = 0; i < DEVICES_MAX; i++)
@@ -1108,7 +1112,7 @@ inline void capability(int major, int minor) {
     for (int i = 0; i < DEVICES_MAX; i++) capability_of(i, major, minor);
 }
 
-// Stream 0: that of the current device.
+// A handle of 0 means stream 0 of the current device.
 inline CUstream_st *find_stream(cudaStream_t handle) {
     for (auto &s : streams)
         if (handle ? &s == handle && !s.dead : s.legacy && s.device == current_device) return &s;
@@ -1124,7 +1128,7 @@ inline cudaError_t append(CUstream_st &s, op o) {
     s.q.push_back(std::move(o));
     return cudaSuccess;
 }
-// Kernels want a stream of the current device, copies do not.
+// Kernels need a stream of the current device, copies do not.
 inline cudaError_t enqueue(cudaStream_t handle, op o, bool any_device = false) {
     CUstream_st *s = find_stream(handle);
     if (!s || (s->device != current_device && !any_device)) return fail(cudaErrorInvalidResourceHandle);
@@ -1134,7 +1138,7 @@ inline cudaError_t enqueue(cudaStream_t handle, op o, bool any_device = false) {
 template <class T>
 using no_deduce = std::common_type_t<T>;
 
-// What LAUNCH stands for. Arguments are converted to the kernel's parameters here and copied for each thread.
+// Implements LAUNCH. Arguments are converted to the kernel's parameters here and copied for each thread.
 template <class... P>
 void enqueue_kernel(void (*k)(P...), const char *name, bool pdl, dim3 grid, dim3 dim, size_t smem, cudaStream_t stream,
                     no_deduce<P>... args) {
@@ -1150,7 +1154,7 @@ void enqueue_kernel(void (*k)(P...), const char *name, bool pdl, dim3 grid, dim3
     enqueue(stream, {std::make_shared<const kernel>(kernel{name, grid, dim, smem, pdl, body}), {}, {}});
 }
 
-// n bytes at p are within one allocation (device), or not in the device's memory (host).
+// Returns whether the n bytes at p are within one allocation (device), or not in device memory (host).
 inline bool accessible(const void *p, size_t n, bool device) {
     const allocation *a = find_allocation(p);
     if (!device) return !a || a->kind != DEVICE;
@@ -1324,8 +1328,8 @@ CUEMU_API cudaDeviceDisablePeerAccess(int peer) {
 }
 
 namespace cuemu {
-// Between guard pages; the end is at a page's end but for the slack that alignment to 256 bytes costs, which
-// holds a canary.
+// Allocates between guard pages. The end is the end of a page, up to the slack of 256-byte alignment, which holds a
+// canary.
 inline cudaError_t allocate(void **p, size_t bytes, memory_kind kind) {
     *p = nullptr;
     if (!bytes) return cudaSuccess;
@@ -1347,7 +1351,7 @@ inline cudaError_t release(void *p, memory_kind kind) {
     if (!p) return cudaSuccess;
     auto it = allocations.find((char *)p);
     drain(device_done(it == allocations.end() ? current_device : it->second.device));
-    it = allocations.find((char *)p); // another thread may have been here
+    it = allocations.find((char *)p); // another thread may have freed it
     if (it == allocations.end() || it->second.kind != kind)
         return fail(kind == REGISTERED ? cudaErrorHostMemoryNotRegistered : cudaErrorInvalidValue);
     if (it->second.map) munmap(it->second.map, it->second.map_bytes);
@@ -1359,8 +1363,8 @@ inline cudaError_t release(void *p, memory_kind kind) {
 inline void copy_rows(char *dst, size_t dpitch, const char *src, size_t spitch, size_t width, size_t height) {
     for (size_t y = 0; y < height; y++) memmove(dst + y * dpitch, src + y * spitch, width);
 }
-// Queues a copy. Pageable memory is read when the copy's turn comes, as on machines whose GPUs reach it by themselves: drivers
-// that stage it read it earlier, but nobody may rely on that.
+// Queues a copy. Pageable memory is read when the copy's turn comes, as on machines whose GPUs read it themselves.
+// Drivers that stage it read it earlier, but nobody may rely on that.
 inline cudaError_t copy(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height,
                         cudaMemcpyKind kind, cudaStream_t handle) {
     if (!width || !height) return cudaSuccess;
@@ -1486,7 +1490,7 @@ CUEMU_API cudaDeviceSynchronize() {
     return cuemu::drain(cuemu::device_done(cuemu::current_device)), cudaSuccess;
 }
 namespace cuemu {
-// Whether done(), without waiting: sometimes a slice of what is queued runs behind the question.
+// Tells whether done() holds, without waiting. Sometimes some of the queued work runs after the question.
 template <class F>
 cudaError_t query(F done) {
     if (done()) return cudaSuccess;
@@ -1606,7 +1610,7 @@ CUEMU_API cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 }
 CUEMU_API cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *n) {
     CUEMU_ENTER(false);
-    if (nodes) return cuemu::fail(cudaErrorInvalidValue); // the count only
+    if (nodes) return cuemu::fail(cudaErrorInvalidValue); // returns only the count
     return *n = graph->ops.size(), cudaSuccess;
 }
 CUEMU_API cudaGraphDestroy(cudaGraph_t graph) {
@@ -1670,7 +1674,7 @@ inline void __syncwarp(uint32_t mask = cuemu::FULL, CUEMU_AT) {
 }
 
 namespace cuemu {
-// The value of lane src; an undefined one, here all ones, where that lane does not take part.
+// Returns the value of lane src; all ones if that lane does not take part (in CUDA it is undefined).
 template <class T>
 T shuffle(uint32_t mask, T v, unsigned src, const char *what, site at) {
     static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "shuffles move up to 8 bytes");
@@ -1787,7 +1791,7 @@ inline unsigned __float_as_uint(float f) {
 inline float __int_as_float(int i) { return __uint_as_float((unsigned)i); }
 inline int __float_as_int(float f) { return (int)__float_as_uint(f); }
 
-// glibc declares some of these names itself, but does not let programs link to them: hence macros.
+// Macros, because glibc declares some of these names itself but does not let programs link to them.
 #define __expf(x) expf(x)
 #define __logf(x) logf(x)
 #if !defined __GLIBC__ || !__GLIBC_PREREQ(2, 42)
@@ -1810,7 +1814,7 @@ inline unsigned __brev(unsigned x) {
     return __builtin_bswap32(x);
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
-// prmt.b32: each nibble of s selects a byte of y:x, or, with bit 3 set, that byte's sign 8 times.
+// prmt.b32: each nibble of s selects a byte of y:x; with bit 3 set, that byte's sign bit, 8 times.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
     const uint64_t both = (uint64_t)y << 32 | x;
     unsigned r = 0;
@@ -1840,7 +1844,7 @@ inline long long clock64() {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
-// Nanoseconds: a few pass from reading to reading, seconds while nothing else can happen.
+// Returns nanoseconds. 100 pass from one reading to the next, and seconds while nothing else can happen.
 inline uint64_t global_timer() {
     cuemu::timer_read = true;
     return cuemu::timer += 100;
@@ -1895,15 +1899,14 @@ T atomicAnd(T *p, cuemu::no_deduce<T> v) {
 // ---- PTX wrappers: conversions ----------------------------------------------------------------------------
 
 namespace cuemu {
-// A format of few bits: a sign, exponent bits with this bias, mantissa bits. Codes below are without the
-// sign.
+// Formats of few bits: a sign, exponent bits with this bias, mantissa bits. Codes below leave the sign out.
 
-// The value of a finite code.
+// Returns the value of a finite code.
 inline float widen(uint32_t code, int mantissa, int bias) {
     return __uint_as_float(code << (23 - mantissa)) * __uint_as_float((uint32_t)(254 - bias) << 23);
 }
-// |x| rounded to nearest even; codes go on beyond the format's largest. Doubles, so that sums and products of
-// two f16 are exact and are rounded once.
+// Rounds |x| to the nearest code, ties to even; codes go on beyond the format's largest. Takes doubles, so that sums
+// and products of two f16 are exact and are rounded once.
 inline uint32_t narrow(double x, int mantissa, int bias) {
     auto bits_of = [](double v) {
         uint64_t u;
@@ -1911,7 +1914,7 @@ inline uint32_t narrow(double x, int mantissa, int bias) {
     };
     x = fabs(x);
     const uint64_t bits = bits_of(x), smallest_normal = (uint64_t)(1024 - bias) << 52;
-    if (bits < smallest_normal) { // let an addition round, to the unit of the sum
+    if (bits < smallest_normal) { // let an addition round, to the unit of its sum
         const uint64_t magic = smallest_normal + ((uint64_t)(52 - mantissa) << 52);
         double sum;
         memcpy(&sum, &magic, 8);
@@ -1929,7 +1932,7 @@ inline uint32_t to_e4m3(float x) {
     if (x != x) return 0x7f;
     return std::min(narrow(x, 3, 7), 0x7eu) | (std::signbit(x) ? 0x80u : 0);
 }
-inline uint32_t to_e2m1(float x) { // PTX: NaN becomes the largest positive number
+inline uint32_t to_e2m1(float x) { // PTX: NaN becomes the largest positive value
     if (x != x) return 7;
     return std::min(narrow(x, 1, 1), 7u) | (std::signbit(x) ? 8u : 0);
 }
@@ -1984,7 +1987,7 @@ inline uint32_t f16x2_fma(uint32_t a, uint32_t b, uint32_t c) {
 
 // ---- PTX wrappers: copies to shared memory ----------------------------------------------------------------
 
-// Lands at once or when waited for, as a coin says.
+// A copy lands at once or when it is waited for, at random.
 inline void cp_async16(void *smem, const void *gmem, bool valid = true, CUEMU_AT) {
     cuemu::check_shared(smem, 16, "cp_async16", at);
     if (valid) cuemu::check_aligned(gmem, 16, "cp_async16", at), (void)*(const volatile char *)gmem;
@@ -2005,7 +2008,7 @@ void cp_async_wait(CUEMU_AT) {
 // ---- PTX wrappers: matrix fragments and products ----------------------------------------------------------
 
 namespace cuemu {
-// Matrix j has its rows at the addresses of lanes 8j .. 8j+7. A lane gets element pair (l / 4, l % 4) of each
+// Matrix j has its rows at the addresses of lanes 8j .. 8j+7. Lane l gets the element pair (l / 4, l % 4) of each
 // matrix, or of its transpose.
 template <unsigned COUNT, bool TRANS>
 void ldmatrix(uint32_t *r, const void *row, const char *what, site at) {
@@ -2031,9 +2034,9 @@ void ldmatrix(uint32_t *r, const void *row, const char *what, site at) {
 
 typedef float row8 __attribute__((vector_size(32)));
 
-// D = A B for a tile m16n8 with E elements in a 32-bit register and k = 8 E. DECODE makes f32 of element i of
-// a register. In all these instructions register r of A holds row g + 8 (r & 1), k from E t + 4 E (r >> 1);
-// register r of B column g, k from E t + 4 E r. E = 8 has scales, one for 16 elements.
+// D = A B for a tile m16n8 with E elements in a 32-bit register and k = 8 E. DECODE converts element i of a register
+// to f32. In all these instructions register r of A holds row g + 8 (r & 1), k from E t + 4 E (r >> 1) on; register r
+// of B holds column g, k from E t + 4 E r on. With E = 8 there is a scale per 16 elements.
 template <unsigned E, float (*DECODE)(uint32_t word, unsigned i)>
 void mma_tile(warp &w, uint32_t lanes) {
     constexpr unsigned K = 8 * E;
@@ -2130,7 +2133,7 @@ inline uint32_t ld_acquire(const uint32_t *p, CUEMU_AT) {
 }
 
 namespace cuemu {
-// A kernel may touch memory of another device only with peer access.
+// Checks peer access: without it a kernel may not touch memory of another device.
 inline void check_peer(const void *p, const char *what, site at) {
     if (device_count == 1) return;
     const allocation *a = find_allocation(p);
@@ -2159,7 +2162,7 @@ inline void st_sys16(void *p, uint4 v, CUEMU_AT) {
     b.stores.push_back({(uint4 *)p, v, (unsigned)(cuemu::me - &b.f[0]), cuemu::sys_store::THREAD});
     if (!(cuemu::rnd() & 63)) cuemu::land_some(b);
 }
-// A thread that reads one address again and again polls.
+// A thread that reads the same address again is polling.
 inline uint4 ld_sys16(const void *p, CUEMU_AT) {
     cuemu::check_aligned(p, 16, "ld_sys16", at), cuemu::check_peer(p, "ld_sys16", at);
     if (std::exchange(cuemu::me->polled, p) == p) cuemu::spin("ld_sys16", at);
@@ -2168,7 +2171,7 @@ inline uint4 ld_sys16(const void *p, CUEMU_AT) {
         if (stores[i].dst == p && cuemu::visible(stores[i])) return stores[i].v;
     return *(const uint4 *)p;
 }
-// What this says to have been done, others may look at now: often the rest of the warp falls behind.
+// Others may look now at what this announces as done: often the rest of the warp falls behind here.
 inline uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
     cuemu::release_stores();
     if (cuemu::coin()) cuemu::pass_lanes = 0, cuemu::me->w->priority = 0;
@@ -2214,10 +2217,10 @@ typedef ncclComm *ncclComm_t;
 namespace cuemu {
 inline bool same_device_allowed;
 inline thread_local unsigned group_depth;
-inline thread_local std::vector<std::function<ncclResult_t()>> group_calls; // to be done at ncclGroupEnd
+inline thread_local std::vector<std::function<ncclResult_t()>> group_calls; // calls that ncclGroupEnd makes
 inline thread_local char nccl_said[256] = "";
 
-// Whether several ranks of a communicator may be on one device.
+// Allows several ranks of a communicator on one device.
 inline void nccl_same_device(bool allowed) { same_device_allowed = allowed; }
 
 [[gnu::format(printf, 2, 3)]] inline ncclResult_t nccl_fail(ncclResult_t e, const char *fmt, ...) {
@@ -2234,13 +2237,13 @@ inline void nccl_same_device(bool allowed) { same_device_allowed = allowed; }
 
 inline size_t nccl_bytes(int type) { return type == ncclFloat32 ? 4 : type == ncclBfloat16 ? 2 : 1; }
 
-// Now, or at the end of the group.
+// Makes the call now, or at the end of the group.
 inline ncclResult_t in_group(std::function<ncclResult_t()> call) {
     if (!group_depth) return call();
     return group_calls.push_back(std::move(call)), ncclSuccess;
 }
 
-// The stream with the next part of a rank at its head, or null.
+// Returns the stream with the next part of a rank at its head, or null.
 inline CUstream_st *nccl_head(const team *all, unsigned rank) {
     CUstream_st *first = nullptr;
     for (auto &s : streams) {
@@ -2259,7 +2262,7 @@ inline bool nccl_ready(const nccl_call &c) {
     return true;
 }
 
-// (count) sums. Each begins with another rank's value, as where data goes round in rings.
+// Computes `count` sums. Each starts with another rank's value, as data that goes round in rings does.
 inline void nccl_sum(const std::vector<const nccl_call *> &part, size_t count, int type, char *sum) {
     auto add = [&](auto of, auto plus) {
         for (size_t i = 0, n = part.size(); i < count; i++) {
@@ -2355,7 +2358,7 @@ CUEMU_NCCL ncclGroupEnd() {
         if (const ncclResult_t e = call(); e && !first) first = e;
     return first;
 }
-// Returns when all ranks have come; in a group, its end does.
+// Returns when all ranks have called; in a group, ncclGroupEnd does.
 CUEMU_NCCL ncclCommInitRank(ncclComm_t *comm, int n, ncclUniqueId id, int rank) {
     cuemu::scope in_this_call;
     uint64_t key;
@@ -2411,13 +2414,13 @@ CUEMU_NCCL ncclCommDestroy(ncclComm_t comm) {
     CUEMU_NCCL_ENTER();
     return delete comm, ncclSuccess;
 }
-// What it has queued does nothing; other ranks wait on for it.
+// What the rank has queued does nothing any more. The other ranks keep waiting for it.
 CUEMU_NCCL ncclCommAbort(ncclComm_t comm) {
     CUEMU_NCCL_ENTER();
     comm->all->aborted[comm->rank] = true, cuemu::news++;
     return delete comm, ncclSuccess;
 }
-// fail_next makes it tell of an error.
+// Reports an error after fail_next.
 inline ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t *e) {
     cuemu::scope in_this_call;
     return *e = cuemu::failing(__func__) ? ncclSystemError : ncclSuccess, ncclSuccess;

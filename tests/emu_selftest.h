@@ -1,12 +1,12 @@
-// Tests of cuda_emu.h. The includer defines CHECK(cond), which records a failure and goes on, and calls the
-// functions emu_test_*. Reports that end the process are tested in children.
+// Tests of cuda_emu.h. The includer defines CHECK(cond), which records a failure and continues, and calls the
+// functions emu_test_*. Reports that end the process are tested in child processes.
 #pragma once
 #include "cuda_emu.h"
 #include <sys/wait.h>
 
 // ---- Helpers ----------------------------------------------------------------------------------------------
 
-// fn must abort in a child, and say `text` before.
+// Returns whether fn aborts, in a child process, after printing `text`.
 template <class F>
 static bool emu_aborts(const char *text, F fn) {
     int fd[2];
@@ -41,7 +41,7 @@ static __global__ void emu_k_index(unsigned *out) {
     out[b * blockDim.x * blockDim.y * blockDim.z + t] = before == after ? b * 1000 + t : ~0u;
 }
 
-// Rotates x within the block, `rounds` times, through one buffer.
+// Rotates x within the block through one buffer, `rounds` times.
 static __global__ void emu_k_rotate(int *x, int rounds) {
     DYN_SMEM(int, buf);
     int v = x[threadIdx.x];
@@ -53,7 +53,7 @@ static __global__ void emu_k_rotate(int *x, int rounds) {
     }
     x[threadIdx.x] = v;
 }
-// Whether the rotation comes out right.
+// Returns whether the rotation is right.
 static bool emu_rotates(uint64_t seed) {
     std::vector<int> x(256);
     for (int i = 0; i < 256; i++) x[(size_t)i] = i;
@@ -73,7 +73,7 @@ static void emu_test_index() {
     for (unsigned i = 0; i < out.size(); i++) CHECK(out[i] == i / 30 * 1000 + i % 30);
 }
 
-// Each barrier of the rotation is needed: without it the results are wrong, in nearly all schedules.
+// Each barrier of the rotation is needed: without it nearly all schedules give wrong results.
 static void emu_test_barriers() {
     for (uint64_t s = 0; s < 5; s++) CHECK(emu_rotates(s));
     unsigned of_rotate = 0;
@@ -104,7 +104,7 @@ static __global__ void emu_k_warp(uint32_t *out) {
     SHARED(int, box, 64);
     const int t = (int)threadIdx.x;
     box[t] = t;
-    __syncwarp(); // of the test below
+    __syncwarp(); // the barrier that the test below leaves out
     out[t] = (uint32_t)box[t ^ 1];
 }
 static void emu_test_shared() {
@@ -133,7 +133,7 @@ static void emu_test_shared() {
     cuemu::unskip();
 }
 
-static __global__ void emu_k_named(int *out) { // warps 0, 1 produce; 2, 3 consume
+static __global__ void emu_k_named(int *out) { // warps 0 and 1 produce, warps 2 and 3 consume
     SHARED(int, box, 64);
     const int t = (int)threadIdx.x;
     for (int i = 0; i < 10; i++)
@@ -179,10 +179,10 @@ static __global__ void emu_k_shuffles(int *out) {
     o[8] = __any_sync(~0u, l == 31) * 2 + __all_sync(~0u, l < 31);
     o[9] = (int)__reduce_add_sync(~0u, (unsigned)l);
     o[10] = __reduce_max_sync(~0u, l - 100);
-    if (l < 16) o[11] = __shfl_xor_sync(0xffffu, l, 1); // halves apart
+    if (l < 16) o[11] = __shfl_xor_sync(0xffffu, l, 1); // the halves meet separately
     else o[11] = __shfl_xor_sync(0xffff0000u, l, 2);
     o[12] = (int)(__shfl_xor_sync(~0u, 1.5 * l, 1) * 2); // 8 bytes
-    o[13] = __shfl_xor_sync(~0u, l, 8, 8);               // out of the segment above: own; below: that lane
+    o[13] = __shfl_xor_sync(~0u, l, 8, 8);               // source in the segment above: own value; below: that lane's
 }
 static void emu_test_shuffles() {
     for (uint64_t s = 0; s < 5; s++) {
@@ -207,15 +207,15 @@ static __global__ void emu_k_diverge(int *out, int how) {
     const int t = (int)threadIdx.x;
     DYN_SMEM(char, dynamic);
     switch (how) {
-    case 0: out[t] = t < 16 ? __shfl_sync(~0u, t, 0) : __shfl_xor_sync(~0u, t, 1); break; // other calls
-    case 1:                                                                               // other masks
+    case 0: out[t] = t < 16 ? __shfl_sync(~0u, t, 0) : __shfl_xor_sync(~0u, t, 1); break; // different calls
+    case 1:                                                                               // different masks
         out[t] = __shfl_sync(t % 32 < 16 ? 0xffffu : ~0u, t, 0);
         __syncwarp();
         break;
     case 2: // a barrier in a branch
         if (t < 40) __syncthreads();
         break;
-    case 3: // two barriers that are not the same
+    case 3: // two different barriers
         if (t < 32) __syncthreads();
         else if (t >= 0) __syncthreads();
         break;
@@ -223,7 +223,7 @@ static __global__ void emu_k_diverge(int *out, int how) {
         if (t < 32) named_barrier(1, 64);
         else named_barrier(2, 64);
         break;
-    case 5: out[64] = 1; break;  // just behind: within the slack
+    case 5: out[64] = 1; break;  // just behind the end: within the slack
     case 6: out[256] = 1; break; // in the guard page
     case 7: out[-1] = 1; break;
     case 8: dynamic[512 + t] = 1; break;
@@ -288,7 +288,8 @@ static void emu_test_reports() {
 
 // ---- Copies to shared memory, fragments -------------------------------------------------------------------
 
-// out: what the buffer holds after the issue, after waiting for all but one group, after waiting for all.
+// out: contents of the buffer after the copies were issued, after waiting for all groups but one, after waiting for
+// all.
 static __global__ void emu_k_cp_async(const int *in, int *out) {
     DYN_SMEM(int, buf);
     const int t = (int)threadIdx.x;
@@ -349,7 +350,7 @@ static void emu_test_ldmatrix() {
         }
 }
 
-struct emu_operands { // of one lane
+struct emu_operands { // operands of one lane
     uint32_t a[4], b[2], sfa, sfb;
     float d[4];
 };
@@ -363,7 +364,7 @@ static __global__ void emu_k_mma(emu_operands *lanes, int kind) {
     }
 }
 
-// Values from the definitions of the formats.
+// Returns the value of a code, from the definition of the format.
 static double emu_value(uint32_t bits, int exponent, int mantissa, int bias) {
     const uint32_t m = bits & ((1u << mantissa) - 1), e = bits >> mantissa & ((1u << exponent) - 1);
     const double magnitude = e ? ldexp(1 + ldexp(m, -mantissa), (int)e - bias) : ldexp(m, 1 - bias - mantissa);
@@ -377,7 +378,7 @@ static double emu_element(int kind, uint32_t word, unsigned i) {
     default: return emu_value(word >> 4 * i & 0xf, 2, 1, 1);
     }
 }
-// Random bits without infinities and NaN; exponents of bf16 near 1.
+// Returns random bits without infinities and NaN. Exponents of bf16 are near 1.
 static uint32_t rnd_word(int kind) {
     uint32_t w = rnd();
     if (kind == 0)
@@ -389,7 +390,7 @@ static uint32_t rnd_word(int kind) {
             if ((w >> 8 * i & 0x7f) == 0x7f) w ^= 1u << 8 * i;
     return w;
 }
-// Tiles against sums in double by the layouts that the PTX ISA gives, one instruction at a time.
+// Compares the products with sums in double, by the layouts of the PTX ISA, one instruction at a time.
 static void emu_test_mma() {
     for (int kind = 0; kind < 4; kind++)
         for (int round = 0; round < 20; round++) {
@@ -432,7 +433,7 @@ static void emu_test_mma() {
                     CHECK(fabs(y[l].d[r] - sum) <= 1e-6 * size);
                 }
         }
-    std::vector<emu_operands> x(32); // a NaN scale spoils its row
+    std::vector<emu_operands> x(32); // a NaN scale spoils its row only
     x[4 * 3 + 1].sfa = 0x7f;
     gpu_array<emu_operands> d(x);
     LAUNCH(emu_k_mma, 1, 32, 0, 0, d, 3);
@@ -442,7 +443,7 @@ static void emu_test_mma() {
 
 // ---- A GEMM with all of it, and with a barrier less -------------------------------------------------------
 
-// C = A B^T, m 16, blocks of 32 columns, 4 warps with 8 columns each, k in tiles of 64 through two buffers.
+// C = A B^T for m = 16: blocks of 32 columns, 4 warps with 8 columns each, k in tiles of 64 through two buffers.
 static __global__ void __launch_bounds__(128)
     emu_k_gemm(const uint8_t *A, const uint8_t *B, const uint8_t *SA, const uint8_t *SB, float *C, int N, int K) {
     DYN_SMEM(uint8_t, smem);
@@ -460,7 +461,7 @@ static __global__ void __launch_bounds__(128)
         if (k + 64 < K) load(k + 64, (k / 64 + 1) % 2);
         else cp_async_commit();
         cp_async_wait<1>();
-        __syncthreads(); // the tile has come
+        __syncthreads(); // the tile has landed
         const uint8_t *s = smem + k / 64 % 2 * stage, *b_row = s + 512 + (t / 32 * 8 + l / 4) * 32 + l % 4 * 4;
         uint32_t a[4], b[2], sfa, sfb;
         ldmatrix_x4(a, s + l % 16 * 32 + l / 16 * 16);
@@ -468,7 +469,7 @@ static __global__ void __launch_bounds__(128)
         memcpy(&sfa, SA + (l / 4 + 8 * (l % 2)) * K / 16 + k / 16, 4);
         memcpy(&sfb, SB + (n0 + t / 32 * 8 + l / 4) * K / 16 + k / 16, 4);
         mma_nvfp4(d, a, b, sfa, sfb);
-        __syncthreads(); // the tile may go
+        __syncthreads(); // the tile may be overwritten
     }
     for (int r = 0; r < 4; r++) C[(l / 4 + 8 * (r / 2)) * N + n0 + t / 32 * 8 + l % 4 * 2 + r % 2] = d[r];
 }
@@ -513,7 +514,7 @@ static void emu_test_gemm() {
 
 // ---- Conversions ------------------------------------------------------------------------------------------
 
-// The code of x, to nearest even, by search: `value` grows with the code, up to `last`.
+// Finds the code nearest to x, ties to even, by bisection. `value` grows with the code, up to `last`.
 template <class F>
 static uint32_t emu_nearest(double x, uint32_t last, F value) {
     uint32_t lo = 0, hi = last;
@@ -526,7 +527,7 @@ static uint32_t emu_nearest(double x, uint32_t last, F value) {
     return below < above || (below == above && lo % 2 == 0) ? lo : hi;
 }
 static void emu_test_conversions() {
-    auto f16 = [](uint32_t c) { return emu_value(c, 5, 10, 15); }; // of 0x7c00: 65536, which rounds to infinity
+    auto f16 = [](uint32_t c) { return emu_value(c, 5, 10, 15); }; // 0x7c00 counts as 65536, which rounds to infinity
     auto e4m3 = [](uint32_t c) { return emu_value(c, 4, 3, 7); };
     auto e2m1 = [](uint32_t c) { return emu_value(c, 2, 1, 1); };
     for (uint32_t h = 0; h < 65536; h++) {
@@ -577,7 +578,7 @@ static void emu_test_conversions() {
         const uint32_t sum = f16x2_add(a, b), product = f16x2_mul(a, b), fma = f16x2_fma(a, b, c);
         for (int h = 0; h < 32; h += 16) {
             const long double x = f16(a >> h & 0xffff), y = f16(b >> h & 0xffff), z = f16(c >> h & 0xffff);
-            auto check = [&](uint32_t got, long double exact) { // 64 bits of mantissa hold these exactly
+            auto check = [&](uint32_t got, long double exact) { // 64 bits of mantissa hold these values exactly
                 const uint32_t want = emu_nearest((double)fabsl(exact), 0x7c00, f16);
                 CHECK((got >> h & 0x7fff) == want && (!want || (got >> h & 0x8000) >> 15 == std::signbit(exact)));
             };
@@ -619,7 +620,7 @@ static __global__ void emu_k_add(int *x, int n, int v) {
     if (i < n) x[i] += v;
 }
 
-// Nothing runs before the host synchronises, and arguments are those of the call.
+// Nothing runs before the host synchronizes, and a kernel gets the arguments as they were at the launch.
 static void emu_test_queue() {
     int host[100] = {}, add = 5;
     int *d = nullptr;
@@ -627,7 +628,7 @@ static void emu_test_queue() {
     CHECK(!cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     CHECK(!cudaMalloc(&d, sizeof host));
     CHECK(!cudaMemcpyAsync(d, host, sizeof host, cudaMemcpyHostToDevice, s));
-    host[0] = 77; // pageable: read when its turn comes
+    host[0] = 77; // pageable memory: read when the copy's turn comes
     LAUNCH(emu_k_add, 4, 32, 0, s, d, 100, add);
     add = 9;
     CHECK(!cudaMemcpyAsync(host, d, sizeof host, cudaMemcpyDeviceToHost, s));
@@ -732,7 +733,7 @@ static __global__ void emu_k_rank(int *mine, int *theirs, uint32_t *my_flag, uin
     __syncthreads();
     sum[i] = mine[i] + theirs[i];
 }
-// All blocks wait for each other.
+// Every block waits for all others.
 static __global__ void emu_k_grid_barrier(uint32_t *count, int *x, int *out) {
     const unsigned n = gridDim.x;
     if (threadIdx.x == 0) {
@@ -776,7 +777,7 @@ static void emu_test_waiting_kernels() {
     }));
 }
 
-// y = x + 1. how: 0 reads x behind the wait; 1 before; 2 never waits; 3 as 0, but lets dependents go first.
+// y = x + 1. how: 0: reads x after the wait; 1: before it; 2: never waits; 3: as 0, but lets dependents go first.
 static __global__ void emu_k_dependent(const int *x, int *y, int how) {
     const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     int v = 0;
@@ -788,7 +789,7 @@ static __global__ void emu_k_dependent(const int *x, int *y, int how) {
     y[i] = v + 1;
 }
 static void emu_test_pdl() {
-    auto chain = [](uint64_t seed, int how) { // three kernels, each on the one before
+    auto chain = [](uint64_t seed, int how) { // three kernels, each depends on the one before
         cuemu::seed(seed);
         gpu_array<int> a(std::vector<int>(256, 0)), b(std::vector<int>(256, -50)), c(std::vector<int>(256, -50));
         LAUNCH(emu_k_add, 4, 64, 0, 0, a, 256, 1);
@@ -831,7 +832,7 @@ static void emu_test_devices() {
     CHECK(!cudaMemcpy(&v, p0, 4, cudaMemcpyDefault) && v == 0x07070707);
     CHECK(!cudaFuncSetAttribute(emu_k_index, cudaFuncAttributeMaxDynamicSharedMemorySize, 60000));
     cudaGetLastError();
-    for (int device = 1; device >= 0; device--) { // the attribute is of a device
+    for (int device = 1; device >= 0; device--) { // the attribute is per device
         CHECK(!cudaSetDevice(device));
         LAUNCH(emu_k_index, 1, 32, 60000, 0, (unsigned *)(device ? p1 : p0));
         CHECK((cudaGetLastError() == cudaSuccess) == (device == 1) && !cudaDeviceSynchronize());
@@ -869,16 +870,16 @@ static void emu_test_devices() {
 
 // ---- Ranks ------------------------------------------------------------------------------------------------
 
-struct emu_mail {      // what every rank knows of all
-    uint4 *slot[4];    // (2, ranks, n): of odd and even rounds, by the sender
-    uint32_t *flag[4]; // (ranks, blocks): the latest round that the sender's block has stored
+struct emu_mail {      // known to every rank: the mailboxes of all
+    uint4 *slot[4];    // (2, ranks, n): even and odd rounds, by sender
+    uint32_t *flag[4]; // (ranks, blocks): the latest round that this block of the sender has stored
 };
 static __device__ uint4 emu_sum(uint4 a, uint4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 enum { EMU_RIGHT, EMU_NO_BARRIER, EMU_NO_RELEASE, EMU_TIMEOUT };
 
-// Sums x of all ranks: stores it into a slot of each, sets flags, waits for theirs. total (n) takes all rounds' sums
-// into account, and x is new in every round. EMU_TIMEOUT: gives up after 3 s, and says so in *round.
+// All-reduce of x: stores it into a slot of each rank, sets flags, waits for theirs. total (n) depends on the sums of
+// all rounds, and x is new in every round. EMU_TIMEOUT: gives up after 3 s and says so in *round.
 static __global__ void emu_k_push(emu_mail m, unsigned rank, unsigned ranks, uint32_t *round, uint4 *x, uint4 *total,
                                   int how) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x, t = threadIdx.x;
@@ -908,7 +909,7 @@ static __global__ void emu_k_next(uint32_t *round) { ++*round; }
 
 constexpr unsigned EMU_BLOCKS = 2, EMU_N = 2 * 64;
 
-struct emu_rank { // one rank's memory, on the device that was current
+struct emu_rank { // memory of one rank, on the device that is current
     gpu_array<uint4> slot, x, total;
     gpu_array<uint32_t> flag, round;
     cudaStream_t stream;
@@ -923,7 +924,7 @@ struct emu_rank { // one rank's memory, on the device that was current
         LAUNCH(emu_k_push, EMU_BLOCKS, EMU_N / EMU_BLOCKS, 0, stream, m, rank, ranks, round, x, total, how);
         LAUNCH(emu_k_next, 1, 1, 0, stream, round);
     }
-    // Whether total is what so many rounds make it.
+    // Returns whether total is what `rounds` rounds make it.
     bool right(unsigned ranks, int rounds) {
         cudaStreamSynchronize(stream);
         const std::vector<uint4> got = total.get();
@@ -941,7 +942,7 @@ struct emu_rank { // one rank's memory, on the device that was current
     }
 };
 
-// Two ranks, one host thread.
+// Two ranks in one host thread.
 static bool emu_pushes(uint64_t seed, int how) {
     cuemu::seed(seed);
     emu_mail m;
@@ -950,8 +951,8 @@ static bool emu_pushes(uint64_t seed, int how) {
     for (int k = 0; k < 5; k++) a.push(m, 0, 2, how), b.push(m, 1, 2, how);
     return a.right(2, 5) && b.right(2, 5);
 }
-// Two warps store, each in a way of its own to make the stores visible, and set a flag for each warp. *bad: one did
-// not see what it or its warp had stored.
+// Two warps store, publish the stores in one of several ways, and set a flag for each warp. *bad: some thread did not
+// see what it or its warp had stored.
 static __global__ void emu_k_publish(uint4 *slot, volatile uint32_t *flag, int *bad, int how) {
     const unsigned t = threadIdx.x;
     st_sys16(slot + t, {1, 1, 1, 1});
@@ -964,21 +965,21 @@ static __global__ void emu_k_publish(uint4 *slot, volatile uint32_t *flag, int *
     if (how == 1 && t % 32 == 0) flag[t / 32] = 1;
     if (how != 1 && t == 0) st_release_sys((uint32_t *)flag, 1);
     if (how != 1 && t == 32) st_release_sys((uint32_t *)flag + 1, 1);
-    while (!ld_acquire_sys((uint32_t *)flag + 2)) {} // the block stays until all has been read
+    while (!ld_acquire_sys((uint32_t *)flag + 2)) {} // the block stays until everything has been read
 }
 static __global__ void emu_k_subscribe(uint4 *slot, uint32_t *flag, int *bad) {
     const unsigned t = threadIdx.x;
     while (!ld_acquire_sys(flag + t / 32)) {}
     if (ld_sys16(slot + t).x != t || ld_sys16(slot + t).z != 3) *bad = 2;
-    while (ld_sys16(slot + 64).x != 1) {} // polls without a flag
+    while (ld_sys16(slot + 64).x != 1) {} // polls the data, without a flag
     __syncthreads();
     if (t == 0) st_release_sys(flag + 2, 1);
 }
-static __global__ void emu_k_word(uint4 *slot, uint32_t *flag) { // lands without a release
+static __global__ void emu_k_word(uint4 *slot, uint32_t *flag) { // its store lands without a release
     st_sys16(slot, {1, 0, 0, 0});
     while (!ld_acquire_sys(flag)) {}
 }
-// how 0: __syncwarp, 1: __threadfence_system, 2: named_barrier, 3: nothing.
+// how: 0: __syncwarp, 1: __threadfence_system, 2: named_barrier, 3: nothing.
 static bool emu_publishes(uint64_t seed, int how) {
     cuemu::seed(seed);
     gpu_array<uint4> slot(std::vector<uint4>(65));
@@ -1006,20 +1007,21 @@ static void emu_test_stores() {
 
 // ---- Host threads -----------------------------------------------------------------------------------------
 
-struct emu_meeting { // of host threads
+struct emu_meeting { // barrier of host threads
     pthread_barrier_t b;
     explicit emu_meeting(unsigned n) { pthread_barrier_init(&b, nullptr, n); }
     ~emu_meeting() { pthread_barrier_destroy(&b); }
     void wait() { pthread_barrier_wait(&b); }
 };
 template <class F>
-static void emu_threads(unsigned n, F fn) { // fn(i) in n threads
+static void emu_threads(unsigned n, F fn) { // runs fn(i) in n threads
     std::vector<std::thread> threads;
     for (unsigned i = 0; i < n; i++) threads.emplace_back([=] { fn(i); });
     for (std::thread &t : threads) t.join();
 }
 
-// Whether the pushes of all ranks, each in a thread of its own, come out right. Rank r is on device r % devices.
+// Returns whether the pushes of all ranks are right, each rank in a thread of its own. Rank r is on device r %
+// devices.
 static bool emu_rank_threads(uint64_t seed, unsigned ranks, unsigned devices, int rounds, bool graph) {
     emu_meeting meeting(ranks);
     emu_mail m;
@@ -1058,7 +1060,7 @@ static bool emu_rank_threads(uint64_t seed, unsigned ranks, unsigned devices, in
             }
         }
         ok &= r.right(ranks, rounds);
-        meeting.wait(); // no one sends me anything from here on
+        meeting.wait(); // no other rank sends to this one any more
         ok &= !cudaEventDestroy(event) && !cudaGraphDestroy(recorded) && !cudaGraphExecDestroy(exec);
         right += ok && !cudaGetLastError();
     });
@@ -1074,7 +1076,7 @@ static void emu_test_threads() {
             CHECK(emu_rank_threads(s, ranks, 2, 50, true));
         }
 
-    // A thread's capture suffers from the waiting of others only in global mode. Errors are a thread's own.
+    // Waiting calls of other threads break a capture only in global mode. Errors belong to a thread.
     for (cudaStreamCaptureMode mode : {cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeGlobal}) {
         const bool global = mode == cudaStreamCaptureModeGlobal;
         cudaStream_t s;
@@ -1096,7 +1098,7 @@ static __device__ __noinline__ int emu_deep(int depth) {
 }
 static __global__ void emu_k_deep(int *out) { *out = emu_deep(100000); }
 
-// Waiting for one stream while a kernel of another polls; ranks that never come.
+// Waits for one stream while a kernel of another polls; then for ranks that never come.
 static void emu_test_waits() {
     emu_mail m;
     emu_rank a(0, 2), b(1, 2);
@@ -1159,7 +1161,8 @@ static void emu_test_waits() {
 
 // ---- NCCL -------------------------------------------------------------------------------------------------
 
-// Four ranks in host threads: sums, in rounds, by launches or by a graph, then a gathering in place and a broadcast.
+// Four ranks in host threads: all-reduce in rounds, by launches or by a graph, then an all-gather in place and a
+// broadcast.
 static bool emu_collectives(uint64_t seed, bool graph) {
     const unsigned ranks = 4, n = 60;
     ncclUniqueId id;
@@ -1176,7 +1179,7 @@ static bool emu_collectives(uint64_t seed, bool graph) {
         ok &= !ncclCommInitRank(&comm, (int)ranks, id, (int)rank) && !cudaStreamCreate(&s);
         gpu_array<int> x(std::vector<int>(n, (int)rank + 1));
         gpu_array<uint8_t> all(std::vector<uint8_t>(ranks * 3, (uint8_t)(10 + rank)));
-        auto round = [&] { // bytes, which do not carry
+        auto round = [&] { // sums of bytes: no carry into the next one
             LAUNCH(emu_k_add, 2, 32, 0, s, x, (int)n, 1);
             ok &= !ncclAllReduce(x, x, 4 * n, ncclUint8, ncclSum, comm, s);
         };
@@ -1210,7 +1213,7 @@ static bool emu_collectives(uint64_t seed, bool graph) {
 static void emu_test_nccl() {
     for (uint64_t s = 0; s < 4; s++) CHECK(emu_collectives(s, s % 2));
 
-    // Three ranks of one host thread.
+    // Three ranks in one host thread.
     cuemu::devices(3);
     ncclComm_t comm[3], other;
     int devices[3] = {0, 1, 1}, version;
@@ -1221,7 +1224,8 @@ static void emu_test_nccl() {
     CHECK(!ncclCommDestroy(comm[2]) && !ncclGetVersion(&version) && version / 10000 == 2);
     cuemu::nccl_same_device(false);
     CHECK(!ncclCommInitAll(comm, 3, nullptr) && !cudaGetDevice(devices) && devices[0] == 0);
-    // Not in the order of ranks: 1e8 swallows what is added before it is taken away. BF16 rounds 257 to 256.
+    // The sums are not made in the order of ranks: 1e8 swallows what is added before it is subtracted. BF16 rounds 257
+    // to 256.
     const float value[3] = {1e8f, 1, -1e8f};
     std::unique_ptr<gpu_array<float>> f[3];
     std::unique_ptr<gpu_array<uint16_t>> h[3];
@@ -1236,7 +1240,7 @@ static void emu_test_nccl() {
     };
     CHECK(!ncclGroupStart());
     for (int r = 0; r < 3; r++) CHECK(!sum(r, 30, ncclFloat32));
-    CHECK(cudaStreamQuery(s[0]) == cudaSuccess && !ncclGroupEnd()); // nothing was queued before
+    CHECK(cudaStreamQuery(s[0]) == cudaSuccess && !ncclGroupEnd()); // nothing was queued before ncclGroupEnd
     for (int r = 0; r < 3; r++) CHECK(!ncclAllReduce(*h[r], *h[r], 30, ncclBfloat16, ncclSum, comm[r], s[r]));
     for (int r = 0; r < 3; r++) {
         cudaSetDevice(r), cudaDeviceSynchronize();
@@ -1268,7 +1272,7 @@ static void emu_test_nccl() {
     CHECK(!ncclGetUniqueId(&id) &&
           emu_aborts("1 of 2 ranks have not called ncclCommInitRank", [&] { ncclCommInitRank(&other, 2, id, 0); }));
     ncclResult_t got[2];
-    cuemu::fail_next("ncclCommInitRank", 1); // fails the rank that comes first, and with it the other
+    cuemu::fail_next("ncclCommInitRank", 1); // fails in the rank that comes first, and so in the other
     emu_threads(2, [&](unsigned rank) {
         ncclComm_t c;
         got[rank] = ncclCommInitRank(&c, 2, id, (int)rank);

@@ -1,18 +1,18 @@
 #!/bin/bash
-# tests/measure.sh [DIRECTORY]: builds, checks and times everything on the first GPU in less than ten minutes. What the steps say lies
-# in DIRECTORY (build/measured), the lines that matter follow here. A step that fails (exit code 124: it took too long) does not keep
-# the others from running. Exit code: 0 if all succeeded.
+# tests/measure.sh [DIRECTORY]: builds, checks and times everything on the first GPU, in less than ten minutes. The
+# output of each step goes to DIRECTORY (default build/measured); the lines that matter are printed here, too. A step
+# that fails (exit code 124: it took too long) does not stop the others. Exit code: 0 if all steps succeeded.
 cd "$(dirname "$0")/.." || exit 1
 PATH=$PATH:/usr/local/cuda/bin
 command -v nvcc >/dev/null || { echo "make measure wants nvcc"; exit 1; }
 nvidia-smi -L >/dev/null 2>&1 || { echo "make measure wants a GPU: nvidia-smi lists none"; exit 1; }
 out=${1:-build/measured} failed=0 end=585 # seconds
 mkdir -p "$out" || exit 1
-file=$out/synth.gguf # 4.3 GB, in memory where it fits
+file=$out/synth.gguf # 4.3 GB; moved to /dev/shm if it fits there
 [ "$(df -Pk /dev/shm 2>/dev/null | awk 'END {print int($4)}')" -gt 6000000 ] && file=$(mktemp -u /dev/shm/moe-XXXXXX)
 trap 'rm -f "$file"' EXIT
 
-# step NAME SECONDS PATTERN COMMAND..: runs it for so long at most and repeats the lines with the pattern
+# step NAME SECONDS PATTERN COMMAND..: runs the command with this time limit and prints the lines that match the pattern
 step() {
     local log=$out/$1.txt from=$SECONDS most=$((end - SECONDS)) rc=124 word=ok
     [ "$2" -lt "$most" ] && most=$2
@@ -23,8 +23,9 @@ step() {
     grep -E -- "$3" "$log" | head -n 150 | cut -c1-160
     [ $rc = 0 ] || tail -n 3 "$log"
 }
-weights() { ./moe --synth "$@" --info </dev/null | awk '/^tensors/ {print int($5)}'; } # MiB of a shape
-# bench SHAPE [OPTIONS]: with as many layers as leave 15 % of the free memory to the cache and the activations
+weights() { ./moe --synth "$@" --info </dev/null | awk '/^tensors/ {print int($5)}'; } # MiB of weights
+# bench SHAPE [OPTIONS]: benchmarks synthetic weights, with as many layers as fit 85 % of the free memory; the rest is
+# for the KV cache and the activations
 bench() {
     local all n
     all=$(./moe --synth "$@" --info </dev/null | awk '/^layers/ {print $2}')
@@ -46,7 +47,7 @@ for ranks in 0,0 0,0,0,0; do step "needle-$ranks" 40 'needle|sums' "${moe[@]}" -
 step doctor 60 . "${moe[@]}" --doctor --gpus 0
 step doctor-ranks 40 'sum' ./moe --doctor --gpus 0,0,0,0
 step nccl 20 'sums|49' "${moe[@]}" --gpus 0 --tp 1 --allreduce nccl --greedy --think off -p 'What is 7 squared? One word.'
-head -c 28000 prompts/haystack.txt >"$out/prose.txt" # 6,370 tokens of the demo
+head -c 28000 prompts/haystack.txt >"$out/prose.txt" # 6,370 tokens for the demo model
 for kv in fp8 bf16; do step "perplexity-$kv" 30 perpl "${moe[@]}" --gpus 0 --kv $kv --perplexity "$out/prose.txt"; done
 step perplexity-cpu 60 perpl "${moe[@]}" --cpu --perplexity "$out/prose.txt"
 step perplexities 5 . awk '/^perplexity/ {x[n++] = $2}

@@ -500,8 +500,8 @@ static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in, b
     size_t stride = (size_t)n_out + 3, batch = stride * (size_t)n_tok + 4;
     results y(batch * (size_t)many, f32);
     struct gemv_args p = {};
-    p.part[0].w = w.d, p.part[0].x = xd, p.part[0].x_stride = x.stride, p.part[0].x_job = x.stride * (size_t)n_tok;
-    p.part[0].max_jobs = 1, p.n_part = 1, p.n_tok = n_tok, p.batch = heads;
+    p.entry[0].w = w.d, p.entry[0].x = xd, p.entry[0].x_stride = x.stride, p.entry[0].x_job = x.stride * (size_t)n_tok;
+    p.entry[0].max_jobs = 1, p.n_entry = 1, p.n_tok = n_tok, p.batch = heads;
     (f32 ? (void *&)p.y32[0] : (void *&)p.y16) = y.y.p;
     p.y_stride[0] = stride, p.y_batch = batch;
     xd.arrive();
@@ -547,13 +547,13 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
     p.w = down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden, p.x_stride = (size_t)n_ff,
     p.x_job = DECODE_MAX_TOKENS * p.x_stride;
     p.weight = weight_d;
-    d.part[0] = p;
+    d.entry[0] = p;
     p = {};
     p.w = sh_gate.d, p.x = xd, p.x_stride = x.stride, p.max_jobs = 1;
     u.gate[1] = p, u.up[1] = sh_up.d, u.y[1] = hidden_shared, u.y_stride[1] = (size_t)n_ff_shared;
     p.w = sh_down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden_shared, p.x_stride = (size_t)n_ff_shared;
-    d.part[1] = p;
-    u.n_part = d.n_part = 2, u.n_tok = d.n_tok = n_tok;
+    d.entry[1] = p;
+    u.n_entry = d.n_entry = 2, u.n_tok = d.n_tok = n_tok;
     d.y32[0] = y, d.y_stride[0] = (size_t)n_embd;
     xd.arrive();
     gemv_glu_launch(&u, test_stream), gemv_sum_launch(&d, test_stream);

@@ -38,7 +38,7 @@ static const struct {
 static const struct {
     const char *function, *text, *why;
 } unshown[] = {
-    {"route_warp", "__syncwarp(); /* score has been read: the next token's goes there */",
+    {"route_warp", "__syncwarp(); /* all lanes have read score: the next token overwrites it */",
      "the next token's shuffles meet in between; they order lanes, but not memory"},
     {"k_repack", "grid_dependency_wait();",
      "in front of it is always a copy, the clearing of memory or itself, which has ended when it starts"},
