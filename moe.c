@@ -739,7 +739,7 @@ static volatile sig_atomic_t interrupted;
 
 static void term_restore(void);
 static void temp_remove(void);
-static void message_neutralise(char *s);
+static void message_sanitize(char *s);
 
 static _Thread_local char rank_label[32]; /* "rank 1 of 4: " where a thread works for one of several */
 static bool ranks_at_work;                /* there are threads that may never end */
@@ -761,7 +761,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     va_start(ap, fmt);
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
-    message_neutralise(line);
+    message_sanitize(line);
     if (last_words.run && code == EXIT_RUN) last_words.run(last_words.arg, line);
     fprintf(stderr, "moe: %s%s\n", rank_label, line);
     if (ranks_at_work) _exit(code);
@@ -777,7 +777,7 @@ __attribute__((format(printf, 2, 3))) static int fail(char *err, const char *fmt
     va_start(ap, fmt);
     vsnprintf(err, ERR_MAX, fmt, ap);
     va_end(ap);
-    message_neutralise(err);
+    message_sanitize(err);
     return -1;
 }
 
@@ -994,7 +994,7 @@ static bool utf8_valid(const char *s, size_t n) {
 
 /* A message quotes files and templates: controls, and bytes that are not UTF-8, become '?', so that it is one line that no
  * terminal obeys. */
-static void message_neutralise(char *s) {
+static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
         int k = utf8_sequence(s, n);
         bool control = k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
@@ -1039,7 +1039,7 @@ static const char *with_commas(uint64_t v, char out[32]) {
  * Terminal
  *
  * stdout carries the answer, stderr everything else. Whether either is a terminal, and whether colour is wanted, is
- * decided once. Text from a model or a file reaches a terminal only through term_neutralise, which shows control characters
+ * decided once. Text from a model or a file reaches a terminal only through term_escape, which shows control characters
  * instead of obeying them.
  * ============================================================================================================ */
 
@@ -1102,7 +1102,7 @@ __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
 
 /* Appends s to *out with C0 (but \n and \t), DEL and C1 controls made visible and malformed UTF-8 replaced. s consists of
  * whole UTF-8 sequences (the detokeniser holds the rest back), so no state is carried. */
-static void term_neutralise(char **out, const char *s, size_t n) {
+static void term_escape(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
         uint8_t c = (uint8_t)s[i];
         int k = utf8_sequence(s + i, n - i);
@@ -1329,11 +1329,9 @@ static int table_bits(uint64_t n) {
     return bits;
 }
 
-/* FNV-1a, finished by a multiplication so that the upper bits are good for the slot. */
-static uint32_t bytes_hash(const char *s, size_t n) {
-    uint32_t h = 2166136261u;
-    for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)s[i]) * 16777619u;
-    return h * 0x9e3779b1u;
+/* Hash of a token's bytes. FNV-1a mixes the low bits well; the multiplication brings them up to where the slot is read. */
+static uint32_t token_hash(const char *s, size_t n) {
+    return (uint32_t)(hash_bytes(HASH_START, s, n) * 0x9e3779b97f4a7c15u >> 32);
 }
 
 /* The slot of the ordinary token with these bytes, or the empty one where it belongs; NULL: neither is near. */
@@ -1348,7 +1346,7 @@ static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_
 }
 
 static int32_t bytes_find(const struct vocab *v, const char *s, size_t n) {
-    const struct bytes_slot *e = bytes_slot(v, s, n, bytes_hash(s, n));
+    const struct bytes_slot *e = bytes_slot(v, s, n, token_hash(s, n));
     return e ? e->id : -1;
 }
 
@@ -1516,7 +1514,7 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
         int64_t n = alphabet_decode(t->p, t->n, out);
         if (n <= 0) continue;
         *t = (struct gguf_str){out, (size_t)n};
-        uint32_t hash = bytes_hash(out, t->n);
+        uint32_t hash = token_hash(out, t->n);
         struct bytes_slot *e = bytes_slot(v, out, t->n, hash);
         if (!e) return fail(err, "tokenizer.ggml.tokens: more than %d tokens collide", VOCAB_PROBES);
         if (e->id < 0) *e = (struct bytes_slot){hash, i};
@@ -2021,7 +2019,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job 
     va_start(ap, fmt);
     vsnprintf(j->err + n, (size_t)(ERR_MAX - n), fmt, ap);
     va_end(ap);
-    message_neutralise(j->err);
+    message_sanitize(j->err);
     j->rc = -1;
     longjmp(j->out_of_here, 1);
 }
@@ -2550,31 +2548,31 @@ enum op {
     OP_COUNT
 };
 
-/* Levels of precedence. `not` stands between `and` and the comparisons; + binds less than ~. */
-enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARE, LEVEL_ADD, LEVEL_CONCAT, LEVEL_MUL, LEVEL_POW, LEVEL_UNARY };
+/* Precedence of the operators, the loosest first. `not` stands between `and` and the comparisons; + binds less than ~. */
+enum { PREC_OR, PREC_AND, PREC_NOT, PREC_COMPARE, PREC_ADD, PREC_CONCAT, PREC_MUL, PREC_POW, PREC_UNARY };
 
 static const struct {
     const char *text;
-    int level;
+    int prec;
 } op_table[OP_COUNT] = {{"", -1},
-                        {"or", LEVEL_OR},
-                        {"and", LEVEL_AND},
-                        {"==", LEVEL_COMPARE},
-                        {"!=", LEVEL_COMPARE},
-                        {"<", LEVEL_COMPARE},
-                        {"<=", LEVEL_COMPARE},
-                        {">", LEVEL_COMPARE},
-                        {">=", LEVEL_COMPARE},
-                        {"in", LEVEL_COMPARE},
-                        {"not", LEVEL_COMPARE},
-                        {"+", LEVEL_ADD},
-                        {"-", LEVEL_ADD},
-                        {"~", LEVEL_CONCAT},
-                        {"*", LEVEL_MUL},
-                        {"/", LEVEL_MUL},
-                        {"//", LEVEL_MUL},
-                        {"%", LEVEL_MUL},
-                        {"**", LEVEL_POW}};
+                        {"or", PREC_OR},
+                        {"and", PREC_AND},
+                        {"==", PREC_COMPARE},
+                        {"!=", PREC_COMPARE},
+                        {"<", PREC_COMPARE},
+                        {"<=", PREC_COMPARE},
+                        {">", PREC_COMPARE},
+                        {">=", PREC_COMPARE},
+                        {"in", PREC_COMPARE},
+                        {"not", PREC_COMPARE},
+                        {"+", PREC_ADD},
+                        {"-", PREC_ADD},
+                        {"~", PREC_CONCAT},
+                        {"*", PREC_MUL},
+                        {"/", PREC_MUL},
+                        {"//", PREC_MUL},
+                        {"%", PREC_MUL},
+                        {"**", PREC_POW}};
 
 static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
     int64_t r = op == OP_POW;
@@ -4038,7 +4036,7 @@ static struct tv parse_number(struct parser *p) {
 }
 
 static struct node *parse_expr(struct parser *p);
-static struct node *parse_binary(struct parser *p, int level);
+static struct node *parse_binary(struct parser *p, int prec);
 static struct node *parse_primary(struct parser *p, int flags);
 
 enum { WITH_COND = 1, MAY_BE_EMPTY = 2, IS_TARGET = 4, MAY_BE_MEMBER = 8 };
@@ -4052,7 +4050,7 @@ static struct node *parse_tuple(struct parser *p, int flags) {
         if (!end) {
             first = flags & IS_TARGET   ? parse_primary(p, flags)
                     : flags & WITH_COND ? parse_expr(p)
-                                        : parse_binary(p, LEVEL_OR);
+                                        : parse_binary(p, PREC_OR);
             node_add(p, tuple, first);
         }
         if (!end && tok_skip(p, ",")) continue;
@@ -4219,9 +4217,9 @@ static struct node *parse_unary(struct parser *p, bool with_filters) {
 }
 
 /* The operator at this level, passed over; OP_NONE if there is none here. */
-static enum op parse_operator(struct parser *p, int level) {
+static enum op parse_operator(struct parser *p, int prec) {
     for (int op = OP_OR; op < OP_COUNT; op++) {
-        if (op_table[op].level != level || !tok_is(p, op_table[op].text)) continue;
+        if (op_table[op].prec != prec || !tok_is(p, op_table[op].text)) continue;
         if (op == OP_NOT_IN && !tok_equal(p->at + 1, "in")) continue;
         tok_next(p);
         if (op == OP_NOT_IN) tok_next(p);
@@ -4231,27 +4229,27 @@ static enum op parse_operator(struct parser *p, int level) {
 }
 
 /* Operators of this level and above. All are left-associative, ** too; a < b < c is a < b and b < c. */
-static struct node *parse_binary(struct parser *p, int level) {
+static struct node *parse_binary(struct parser *p, int prec) {
     struct node *left, *n, *middle = NULL;
-    if (level == LEVEL_UNARY) return parse_unary(p, true);
-    if (level == LEVEL_NOT && tok_is(p, "not")) {
+    if (prec == PREC_UNARY) return parse_unary(p, true);
+    if (prec == PREC_NOT && tok_is(p, "not")) {
         n = node_new(p, N_NOT);
         parse_nest(p);
         tok_next(p);
-        node_add(p, n, parse_binary(p, level));
+        node_add(p, n, parse_binary(p, prec));
         p->j->depth--;
         return n;
     }
-    left = parse_binary(p, level + 1);
-    for (enum op op; (op = parse_operator(p, level)) != OP_NONE;) {
-        struct node *right = parse_binary(p, level + 1);
+    left = parse_binary(p, prec + 1);
+    for (enum op op; (op = parse_operator(p, prec)) != OP_NONE;) {
+        struct node *right = parse_binary(p, prec + 1);
         n = node_add(p, node_add(p, node_new(p, N_BINARY), middle ? middle : left), right);
         n->op = (uint8_t)op;
         if (middle) {
             n = node_add(p, node_add(p, node_new(p, N_BINARY), left), n);
             n->op = OP_AND;
         }
-        if (level == LEVEL_COMPARE) middle = right;
+        if (prec == PREC_COMPARE) middle = right;
         left = n;
     }
     return left;
@@ -4261,11 +4259,11 @@ static struct node *parse_binary(struct parser *p, int level) {
 static struct node *parse_expr(struct parser *p) {
     size_t known = p->unknown.n;
     parse_nest(p);
-    struct node *then = parse_binary(p, LEVEL_OR);
+    struct node *then = parse_binary(p, PREC_OR);
     while (tok_is(p, "if")) {
         struct node *n = node_new(p, N_COND);
         tok_next(p);
-        node_add(p, n, parse_binary(p, LEVEL_OR));
+        node_add(p, n, parse_binary(p, PREC_OR));
         node_add(p, n, then);
         then = node_add(p, n, tok_skip(p, "else") ? parse_expr(p) : NULL);
         p->unknown.n = known;
@@ -4608,7 +4606,7 @@ static struct tv eval_binary(struct job *j, const struct node *n) {
     if (op == OP_AND || op == OP_OR) return tv_truthy(a) == (op == OP_AND) ? node_eval(j, n->kid[1]) : a;
     struct tv b = node_eval(j, n->kid[1]);
     j->line = n->line;
-    return op_table[op].level == LEVEL_COMPARE ? tv_bool(tv_compare(j, op, a, b)) : tv_binary(j, op, a, b);
+    return op_table[op].prec == PREC_COMPARE ? tv_bool(tv_compare(j, op, a, b)) : tv_binary(j, op, a, b);
 }
 
 static struct tv eval_get(struct job *j, const struct node *n) {
@@ -5372,7 +5370,7 @@ static int model_open(struct model *m, const char *path, bool header, char *err)
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
-        message_neutralise(m->name);
+        message_sanitize(m->name);
     }
     return 0;
 }
@@ -9484,7 +9482,7 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
         else if (o->type == OPT_NUM) fprintf(f, "%g", *(const double *)at);
         else if (o->type != OPT_FILES && *(char *const *)at) {
             char *text = NULL;
-            term_neutralise(&text, *(char *const *)at, strlen(*(char *const *)at));
+            term_escape(&text, *(char *const *)at, strlen(*(char *const *)at));
             fputs(sb_cstr(&text), f);
             arrfree(text);
         }
@@ -9864,7 +9862,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
     if (!n || p->mute) return;
     arrsetlen(p->out, 0);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[2m");
-    if (term.out_tty) term_neutralise(&p->out, s, n);
+    if (term.out_tty) term_escape(&p->out, s, n);
     else sb_put(&p->out, s, n);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[0m");
     fwrite(p->out, 1, arrlenu(p->out), stdout);
@@ -10246,7 +10244,7 @@ static void chat_list(struct chat *c) {
         snprintf(full, sizeof full, "%s/%s", path, names[i]->d_name);
         if (dot && !strcmp(dot, ".jsonl") && !stat(full, &st)) {
             char *safe = NULL;
-            term_neutralise(&safe, names[i]->d_name, (size_t)(dot - names[i]->d_name));
+            term_escape(&safe, names[i]->d_name, (size_t)(dot - names[i]->d_name));
             strftime(when, sizeof when, "%Y-%m-%d %H:%M", localtime(&st.st_mtime));
             fprintf(stderr, "  %s  %8lld bytes  %s\n", when, (long long)st.st_size, sb_cstr(&safe));
             arrfree(safe), shown++;
@@ -10989,7 +10987,7 @@ static void editor_search(struct editor *e) {
     for (;;) {
         arrsetlen(shown, 0);
         sb_puts(&shown, "(search '");
-        term_neutralise(&shown, query, arrlenu(query));
+        term_escape(&shown, query, arrlenu(query));
         sb_puts(&shown, "') ");
         e->prompt = sb_cstr(&shown);
         editor_refresh(e);
@@ -11297,7 +11295,7 @@ enum { COMMAND_QUIT = 1 }; /* what /quit returns instead of 0 */
 /* A session error, in its own line, red on a terminal. */
 static void complain(const char *err) {
     char *line = NULL;
-    if (term.err_tty) term_neutralise(&line, err, strlen(err));
+    if (term.err_tty) term_escape(&line, err, strlen(err));
     else sb_puts(&line, err);
     fprintf(stderr, term.colour_err ? "\033[31m%s\033[0m\n" : "%s\n", sb_cstr(&line));
     arrfree(line);
@@ -11392,7 +11390,7 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
         note("[no system message]");
         return 0;
     }
-    term_neutralise(&line, m[0].content, strlen(m[0].content));
+    term_escape(&line, m[0].content, strlen(m[0].content));
     note("%s", sb_cstr(&line));
     arrfree(line);
     return 0;
@@ -12227,7 +12225,7 @@ static int mode_render(const struct settings *set) {
     chat_common_vars(vars, set->model ? &m : NULL, set);
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
-    if (rc) message_neutralise(err), fprintf(stderr, "moe: %s\n", err);
+    if (rc) message_sanitize(err), fprintf(stderr, "moe: %s\n", err);
     else if (out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
     json_decref(given);
     json_decref(vars);
@@ -12566,7 +12564,7 @@ static json_t *calibration_json(const struct calibration *c) {
     json_t *sources = json_array(), *layers = json_array(), *all;
     char hash[17], name[sizeof m->name];
     snprintf(name, sizeof name, "%s", m->name);
-    message_neutralise(name);
+    message_sanitize(name);
     for (size_t i = 0; i < arrlenu(c->sources); i++) {
         const struct corpus *s = &c->sources[i];
         snprintf(hash, sizeof hash, "%016llx", (unsigned long long)s->hash);
@@ -12856,7 +12854,7 @@ static struct corpus *corpus_open(struct calibration *c, const char *path, char 
     while (i < arrlenu(c->sources) && c->sources[i].hash != h) i++;
     if (i == arrlenu(c->sources)) {
         char *name = xstrdup(path);
-        message_neutralise(name);
+        message_sanitize(name);
         for (size_t k = 0; k < i; k++)
             if (!strcmp(c->sources[k].name, name) && c->sources[k].tokens)
                 note("'%s' is another text than in an earlier run, of which %lld tokens are counted", name,
@@ -14659,7 +14657,7 @@ static int32_t *raw_ids(const struct engine *e, const char *text, size_t n, char
 
 /* A prompt that could not be answered. */
 static int report(char *err) {
-    message_neutralise(err);
+    message_sanitize(err);
     fprintf(stderr, "moe: %s\n", err);
     return EXIT_RUN;
 }
