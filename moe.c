@@ -926,18 +926,27 @@ static void temp_remove(void) {
 /* Begins a file that becomes `path` when it is complete, so that a failure leaves what was there. NULL with a message. */
 static FILE *temp_create(const char *path, mode_t mode, char *err) {
     struct stat st;
-    if (strlen(path) >= sizeof temp_target)
-        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    if (strlen(path) >= sizeof temp_target) {
+        fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG));
+        return NULL;
+    }
     strcpy(temp_target, path);
-    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st)))
-        return fail(err, "cannot replace '%s': %s", path, strerror(errno)), NULL;
-    if (!stat(path, &st) && !S_ISREG(st.st_mode))
-        return fail(err, "cannot replace '%s': it is not a regular file", path), NULL;
+    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st))) {
+        fail(err, "cannot replace '%s': %s", path, strerror(errno));
+        return NULL;
+    }
+    if (!stat(path, &st) && !S_ISREG(st.st_mode)) {
+        fail(err, "cannot replace '%s': it is not a regular file", path);
+        return NULL;
+    }
     snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
     temp_exists = 1;
     int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
-    if (!f) fail(err, "cannot write '%s': %s", path, strerror(errno)), temp_remove();
+    if (!f) {
+        fail(err, "cannot write '%s': %s", path, strerror(errno));
+        temp_remove();
+    }
     return f;
 }
 
@@ -970,12 +979,12 @@ static int utf8_sequence(const char *s, size_t n) {
     const uint8_t *u = (const uint8_t *)s;
     utf8proc_int32_t cp;
     if (!n) return 0;
-    int want = u[0] < 0x80                   ? 1
-               : u[0] >= 0xc2 && u[0] < 0xe0 ? 2
-               : (u[0] & 0xf0) == 0xe0       ? 3
-               : u[0] >= 0xf0 && u[0] < 0xf5 ? 4
-                                             : -1;
-    if (want < 0) return -1;
+    int want; /* the length that the first byte announces */
+    if (u[0] < 0x80) want = 1;
+    else if (u[0] >= 0xc2 && u[0] < 0xe0) want = 2;
+    else if ((u[0] & 0xf0) == 0xe0) want = 3;
+    else if (u[0] >= 0xf0 && u[0] < 0xf5) want = 4;
+    else return -1;
     if (n >= (size_t)want) return utf8proc_iterate(u, want, &cp) == want ? want : -1;
     uint8_t t[4] = {0x80, 0x80, 0x80, 0x80};
     memcpy(t, u, n);
@@ -987,7 +996,8 @@ static bool utf8_valid(const char *s, size_t n) {
     while (n) {
         int k = utf8_sequence(s, n);
         if (k <= 0) return false;
-        s += k, n -= (size_t)k;
+        s += k;
+        n -= (size_t)k;
     }
     return true;
 }
@@ -998,9 +1008,13 @@ static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
         int k = utf8_sequence(s, n);
         bool control = k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
-        if (k < 1) k = 1, control = true;
+        if (k < 1) {
+            k = 1;
+            control = true;
+        }
         if (control) memset(s, '?', (size_t)k);
-        s += k, n -= (size_t)k;
+        s += k;
+        n -= (size_t)k;
     }
 }
 
@@ -1018,7 +1032,7 @@ static double rng_uniform(uint64_t *state) { return (double)(rng_next(state) >> 
 static const char *with_unit(double bytes, char out[32]) {
     static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB"};
     int u = 0;
-    while (bytes >= 1024 && u < 3) bytes /= 1024, u++;
+    for (; bytes >= 1024 && u < 3; u++) bytes /= 1024;
     snprintf(out, 32, "%.*f %s", u ? 1 : 0, bytes, unit[u]);
     return out;
 }
@@ -1056,9 +1070,12 @@ static struct {
 static void term_init(void) {
     const char *t = getenv("TERM"), *no = getenv("NO_COLOR");
     bool able = t && *t && strcmp(t, "dumb"), colour = able && !(no && *no);
-    term.in_tty = isatty(0), term.out_tty = isatty(1), term.err_tty = isatty(2);
+    term.in_tty = isatty(0);
+    term.out_tty = isatty(1);
+    term.err_tty = isatty(2);
     term.err_moves = term.err_tty && able;
-    term.colour_out = term.out_tty && colour, term.colour_err = term.err_tty && colour;
+    term.colour_out = term.out_tty && colour;
+    term.colour_err = term.err_tty && colour;
 }
 
 /* Safe in a signal handler: gives the terminal back as it was found. */
@@ -1302,7 +1319,10 @@ static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre,
 static int alphabet_byte(int cp) {
     if ((cp > 32 && cp < 127) || (cp > 160 && cp < 256 && cp != 173)) return cp;
     int k = cp - 256;
-    return k < 0 || k > 67 ? -1 : k < 33 ? k : k < 67 ? k + 94 : 173;
+    if (k < 0 || k > 67) return -1;
+    if (k < 33) return k;      /* bytes 0 to 32 */
+    if (k < 67) return k + 94; /* bytes 127 to 160 */
+    return 173;
 }
 
 /* Undoes GPT-2's alphabet: out has room for n bytes. Bytes written, or -1 if some character is not of the alphabet. */
@@ -1399,8 +1419,10 @@ static int32_t special_match(const struct vocab *v, const char *text, size_t n, 
     int32_t best = -1;
     for (size_t depth = 1; lo < hi; depth++) {
         for (; lo < hi && v->special[lo].text.n == depth; lo++)
-            if ((best < 0 || *len < depth) && special_allowed(v, v->special[lo].id, origin, depth, flags))
-                best = v->special[lo].id, *len = depth;
+            if ((best < 0 || *len < depth) && special_allowed(v, v->special[lo].id, origin, depth, flags)) {
+                best = v->special[lo].id;
+                *len = depth;
+            }
         if (depth == n) break;
         uint8_t b = (uint8_t)text[depth];
         lo = special_lower(v, lo, hi, depth, b);
@@ -1600,8 +1622,13 @@ static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
 static void vocab_free(struct vocab *v) {
     for (int i = 0; i < v->n_exprs; i++) pcre2_code_free(v->expr[i]);
     pcre2_match_context_free(v->match_context);
-    free(v->token), free(v->type), free(v->stop), free(v->decoded);
-    free(v->by_bytes), free(v->merges), free(v->special);
+    free(v->token);
+    free(v->type);
+    free(v->stop);
+    free(v->decoded);
+    free(v->by_bytes);
+    free(v->merges);
+    free(v->special);
     memset(v, 0, sizeof *v);
 }
 
@@ -1690,7 +1717,8 @@ static uint64_t heap_pop(uint64_t *h) {
     for (size_t c = 1; c < n; c = 2 * i + 1) {
         c += c + 1 < n && h[c + 1] < h[c];
         if (h[c] >= x) break;
-        h[i] = h[c], i = c;
+        h[i] = h[c];
+        i = c;
     }
     if (n) h[i] = x;
     return top;
@@ -1704,7 +1732,10 @@ static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_
     if (s->next == n) return;
     if (v->merges) {
         const struct merge_slot *e = merge_slot(v, (uint64_t)s->id << 32 | (uint32_t)r->id);
-        s->rank = e ? e->rank : RANK_NONE, s->merged = e ? e->id : -1;
+        if (e) {
+            s->rank = e->rank;
+            s->merged = e->id;
+        }
     } else {
         s->rank = s->merged = bytes_find(v, piece + i, r->next - i);
     }
@@ -1724,7 +1755,8 @@ static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
     arrsetlen(t->symbols, (size_t)n + 1); /* one more, so that the neighbour of the last can be named */
     arrsetlen(t->heap, 0);
     for (uint32_t i = 0; i < n; i++)
-        t->symbols[i] = (struct bpe_symbol){v->byte_id[(uint8_t)piece[i]], RANK_NONE, -1, i - 1, i + 1};
+        t->symbols[i] = (struct bpe_symbol){
+            .id = v->byte_id[(uint8_t)piece[i]], .rank = RANK_NONE, .merged = -1, .prev = i - 1, .next = i + 1};
     for (uint32_t i = 0; i + 1 < n; i++) bpe_rate(t, piece, n, i);
     while (arrlenu(t->heap)) {
         uint64_t best = heap_pop(t->heap);
@@ -1762,7 +1794,8 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
         if (done < n) arrput(t->cut, begin + n);
     }
     size_t *swap = t->ends;
-    t->ends = t->cut, t->cut = swap;
+    t->ends = t->cut;
+    t->cut = swap;
 }
 
 /* Appends the NFC form of valid UTF-8. Runs of combining marks are sorted NFC_MAX_MARKS at a time. */
@@ -1793,7 +1826,8 @@ static void tokenize_valid(struct tokenizer *t, const char *s, size_t n) {
     char *nfc = NULL;
     if (t->v->nfc && !is_trivially_nfc(s, n)) {
         nfc_append(&nfc, s, n);
-        s = nfc, n = arrlenu(nfc);
+        s = nfc;
+        n = arrlenu(nfc);
     }
     arrsetlen(t->ends, 0);
     if (n) arrput(t->ends, n);
@@ -1839,7 +1873,10 @@ static void tokenize(const struct vocab *v, const char *text, size_t n, const ui
     }
     tokenize_stretch(&t, text + from, n - from);
     pcre2_match_data_free(t.match);
-    arrfree(t.symbols), arrfree(t.heap), arrfree(t.ends), arrfree(t.cut);
+    arrfree(t.symbols);
+    arrfree(t.heap);
+    arrfree(t.ends);
+    arrfree(t.cut);
 }
 
 /* ---- tokens to text ---- */
@@ -1867,7 +1904,8 @@ static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char *
         int k = utf8_sequence((const char *)d->pending, (size_t)d->n);
         if (k < 0 && d->n > 1) { /* what was pending is malformed, the byte begins anew */
             sb_puts(out, utf8_replacement);
-            d->pending[0] = (uint8_t)s.p[i], d->n = 1;
+            d->pending[0] = (uint8_t)s.p[i];
+            d->n = 1;
             k = utf8_sequence((const char *)d->pending, 1);
         }
         if (k < 0) sb_puts(out, utf8_replacement);
@@ -2104,7 +2142,9 @@ __attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct job *j, c
 }
 
 static struct tv tv_sub(struct tv s, size_t from, size_t to) {
-    s.s += from, s.o += from, s.n = to > from ? to - from : 0;
+    s.s += from;
+    s.o += from;
+    s.n = to > from ? to - from : 0;
     return s;
 }
 
@@ -2124,9 +2164,11 @@ static void list_push(struct job *j, struct list *l, struct tv v) {
 }
 
 static const char *tv_type(struct tv v) {
-    static const char *const name[] = {"",      "Undefined", "NoneType", "bool",  "int",
-                                       "float", "str",       "list",     "tuple", "generator",
-                                       "dict",  "Namespace", "function", "Macro", "LoopContext"};
+    static const char *const name[] = {
+        [TV_ABSENT] = "",       [TV_UNDEF] = "Undefined", [TV_NONE] = "NoneType",   [TV_BOOL] = "bool",
+        [TV_INT] = "int",       [TV_FLOAT] = "float",     [TV_STR] = "str",         [TV_LIST] = "list",
+        [TV_TUPLE] = "tuple",   [TV_GEN] = "generator",   [TV_DICT] = "dict",       [TV_NAMESPACE] = "Namespace",
+        [TV_FUNC] = "function", [TV_MACRO] = "Macro",     [TV_LOOP] = "LoopContext"};
     return name[v.kind];
 }
 
@@ -2222,19 +2264,29 @@ static void buf_room(struct job *j, struct buf *b, size_t more) {
     b->cap = b->n ? 2 * (b->n + more) : more; /* exact at first: most texts are not added to */
     char *s = job_alloc(j, b->cap);
     uint8_t *o = job_alloc(j, b->cap);
-    if (b->n) memcpy(s, b->s, b->n), memcpy(o, b->o, b->n);
-    b->s = s, b->o = o;
+    if (b->n) {
+        memcpy(s, b->s, b->n);
+        memcpy(o, b->o, b->n);
+    }
+    b->s = s;
+    b->o = o;
 }
 
 static void buf_put(struct job *j, struct buf *b, struct tv v) {
     buf_room(j, b, v.n);
-    if (v.n) memcpy(b->s + b->n, v.s, v.n), memcpy(b->o + b->n, v.o, v.n);
+    if (v.n) {
+        memcpy(b->s + b->n, v.s, v.n);
+        memcpy(b->o + b->n, v.o, v.n);
+    }
     b->n += v.n;
 }
 
 static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int origin) {
     buf_room(j, b, n);
-    if (n) memcpy(b->s + b->n, s, n), memset(b->o + b->n, origin, n);
+    if (n) {
+        memcpy(b->s + b->n, s, n);
+        memset(b->o + b->n, origin, n);
+    }
     b->n += n;
 }
 
@@ -2255,7 +2307,8 @@ static void buf_cp(struct job *j, struct buf *b, int32_t cp, int origin) {
 
 static struct tv buf_str(const struct buf *b) {
     static const uint8_t none[1];
-    return (struct tv){.kind = TV_STR, .s = b->s ? b->s : "", .o = b->s ? b->o : none, .n = b->n};
+    if (!b->s) return (struct tv){.kind = TV_STR, .s = "", .o = none};
+    return (struct tv){.kind = TV_STR, .s = b->s, .o = b->o, .n = b->n};
 }
 
 /* ---- equality, order, dictionaries ---- */
@@ -2265,9 +2318,12 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b);
 /* -1, 0 or 1: a is below, equal to or above b, by their exact values; 2: one of them is not a number. */
 static int number_order(struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b);
-    if (x != y) return x < y ? -1 : x > y ? 1 : 2;
+    if (x < y) return -1;
+    if (x > y) return 1;
+    if (x != y) return 2;
     if (a.kind == TV_FLOAT && b.kind == TV_FLOAT) return 0;
-    __int128 i = a.kind == TV_FLOAT ? (__int128)x : a.i, k = b.kind == TV_FLOAT ? (__int128)y : b.i;
+    __int128 i = a.kind == TV_FLOAT ? (__int128)x : a.i;
+    __int128 k = b.kind == TV_FLOAT ? (__int128)y : b.i;
     return (i > k) - (i < k);
 }
 
@@ -2357,8 +2413,12 @@ static struct list *tv_iter(struct job *j, struct tv v) {
 /* repr() of Python's float: the shortest digits that read back as d. */
 static void float_repr(double d, char out[40]) {
     int prec = -1;
-    if (!isfinite(d)) {
-        strcpy(out, isnan(d) ? "nan" : d < 0 ? "-inf" : "inf");
+    if (isnan(d)) {
+        strcpy(out, "nan");
+        return;
+    }
+    if (isinf(d)) {
+        strcpy(out, d < 0 ? "-inf" : "inf");
         return;
     }
     do snprintf(out, 40, "%.*e", ++prec, d);
@@ -2418,13 +2478,15 @@ static void write_newline(struct job *j, struct buf *b, const struct style *st, 
 
 static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
     bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
+    const char *brackets = dict ? "{}" : "[]";
+    if (tuple) brackets = "()";
     struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
     for (size_t i = 1; dict && i < v.list->n; i += 2) list_push(j, &values, v.list->v[i]);
     if (dict && st->sort) {
         values = *list_sorted(j, &values, keys, false);
         keys = list_sorted(j, keys, keys, false);
     }
-    buf_fill(j, b, dict ? "{" : tuple ? "(" : "[", 1, origin);
+    buf_fill(j, b, brackets, 1, origin);
     for (size_t i = 0; i < keys->n; i++) {
         struct tv item = keys->v[i];
         if (i) buf_fill(j, b, st->comma.s, st->comma.n, origin);
@@ -2444,11 +2506,12 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
     }
     if (tuple && keys->n == 1) buf_fill(j, b, ",", 1, origin);
     if (keys->n) write_newline(j, b, st, level, origin);
-    buf_fill(j, b, dict ? "}" : tuple ? ")" : "]", 1, origin);
+    buf_fill(j, b, brackets + 1, 1, origin);
 }
 
 /* Appends a value. Text that is added to data is data; `origin` is that of the container around v. */
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
+    static const char *const bool_name[2][2] = {{"False", "True"}, {"false", "true"}}; /* [JSON][value] */
     char num[40];
     if (v.data) origin = ORIGIN_DATA;
     job_enter(j);
@@ -2457,11 +2520,12 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
     switch (v.kind) {
     case TV_STR: write_quoted(j, b, v, st, origin); break;
     case TV_NONE: buf_printf(j, b, origin, st->json ? "null" : "None"); break;
-    case TV_BOOL: buf_printf(j, b, origin, st->json ? v.i ? "true" : "false" : v.i ? "True" : "False"); break;
+    case TV_BOOL: buf_printf(j, b, origin, "%s", bool_name[st->json][v.i != 0]); break;
     case TV_INT: buf_printf(j, b, origin, "%lld", (long long)v.i); break;
     case TV_FLOAT:
         float_repr(v.f, num);
-        if (st->json && !isfinite(v.f)) strcpy(num, isnan(v.f) ? "NaN" : v.f < 0 ? "-Infinity" : "Infinity");
+        if (st->json && isnan(v.f)) strcpy(num, "NaN");
+        if (st->json && isinf(v.f)) strcpy(num, v.f < 0 ? "-Infinity" : "Infinity");
         buf_printf(j, b, origin, "%s", num);
         break;
     case TV_LIST:
@@ -2554,25 +2618,14 @@ enum { PREC_OR, PREC_AND, PREC_NOT, PREC_COMPARE, PREC_ADD, PREC_CONCAT, PREC_MU
 static const struct {
     const char *text;
     int prec;
-} op_table[OP_COUNT] = {{"", -1},
-                        {"or", PREC_OR},
-                        {"and", PREC_AND},
-                        {"==", PREC_COMPARE},
-                        {"!=", PREC_COMPARE},
-                        {"<", PREC_COMPARE},
-                        {"<=", PREC_COMPARE},
-                        {">", PREC_COMPARE},
-                        {">=", PREC_COMPARE},
-                        {"in", PREC_COMPARE},
-                        {"not", PREC_COMPARE},
-                        {"+", PREC_ADD},
-                        {"-", PREC_ADD},
-                        {"~", PREC_CONCAT},
-                        {"*", PREC_MUL},
-                        {"/", PREC_MUL},
-                        {"//", PREC_MUL},
-                        {"%", PREC_MUL},
-                        {"**", PREC_POW}};
+} op_table[OP_COUNT] = {
+    [OP_NONE] = {"", -1},           [OP_OR] = {"or", PREC_OR},           [OP_AND] = {"and", PREC_AND},
+    [OP_EQ] = {"==", PREC_COMPARE}, [OP_NE] = {"!=", PREC_COMPARE},      [OP_LT] = {"<", PREC_COMPARE},
+    [OP_LE] = {"<=", PREC_COMPARE}, [OP_GT] = {">", PREC_COMPARE},       [OP_GE] = {">=", PREC_COMPARE},
+    [OP_IN] = {"in", PREC_COMPARE}, [OP_NOT_IN] = {"not", PREC_COMPARE}, /* the first of its two words */
+    [OP_ADD] = {"+", PREC_ADD},     [OP_SUB] = {"-", PREC_ADD},          [OP_CONCAT] = {"~", PREC_CONCAT},
+    [OP_MUL] = {"*", PREC_MUL},     [OP_DIV] = {"/", PREC_MUL},          [OP_FLOORDIV] = {"//", PREC_MUL},
+    [OP_MOD] = {"%", PREC_MUL},     [OP_POW] = {"**", PREC_POW}};
 
 static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
     int64_t r = op == OP_POW;
@@ -2609,10 +2662,16 @@ static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv
         if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "no real result of **");
         return tv_float(pow(x, y));
     default:
-        m = fmod(x, y), q = (x - m) / y;
+        m = fmod(x, y);
+        q = (x - m) / y;
         if (m == 0) m = copysign(0, y);
-        else if ((m < 0) != (y < 0)) m += y, q -= 1;
-        return tv_float(op == OP_MOD ? m : q == 0 ? copysign(0, x / y) : floor(q) + (q - floor(q) > 0.5));
+        else if ((m < 0) != (y < 0)) {
+            m += y;
+            q -= 1;
+        }
+        if (op == OP_MOD) return tv_float(m);
+        if (q == 0) return tv_float(copysign(0, x / y));
+        return tv_float(floor(q) + (q - floor(q) > 0.5));
     }
 }
 
@@ -2644,7 +2703,8 @@ static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
         *tail = (struct buf){0};
     } else {
         out.cap = a.n + b.n;
-        out.s = job_alloc(j, out.cap), out.o = job_alloc(j, out.cap);
+        out.s = job_alloc(j, out.cap);
+        out.o = job_alloc(j, out.cap);
         buf_put(j, &out, a);
     }
     buf_put(j, &out, b);
@@ -2712,7 +2772,11 @@ static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) 
     }
     if (op == OP_ADD && str) return tv_concat(j, a, b);
     if (op == OP_MOD && a.kind == TV_STR) return str_percent(j, a, b);
-    if (op == OP_MUL && tv_whole(a)) v = a, a = b, b = v; /* 3 * 'x' */
+    if (op == OP_MUL && tv_whole(a)) { /* 3 * 'x' */
+        v = a;
+        a = b;
+        b = v;
+    }
     if (tv_number(a) && tv_number(b)) v = number_binary(j, op, a, b);
     else if (op == OP_ADD && alike) {
         v = tv_list(j, a.kind);
@@ -2738,7 +2802,9 @@ static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) 
         job_charge(j, sub.n / 16);
         if (!memcmp(s.s + i, sub.s, sub.n)) at = (ptrdiff_t)i;
     }
-    job_charge(j, (at < 0 ? s.n : last ? s.n - (size_t)at : (size_t)at) / 16);
+    size_t looked_at = s.n;
+    if (at >= 0) looked_at = last ? s.n - (size_t)at : (size_t)at;
+    job_charge(j, looked_at / 16);
     return at;
 }
 
@@ -2774,7 +2840,8 @@ static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, 
     if (v.kind == TV_NONE) return none;
     if (!tv_whole(v)) job_fail(j, "slice indices must be integers or None");
     int64_t i = v.i < 0 ? v.i + n : v.i;
-    return i < low ? low : i > high ? high : i;
+    if (i < low) return low;
+    return i > high ? high : i;
 }
 
 /* v[start:stop:step]; TV_NONE stands for what is left out. Strings count code points. */
@@ -2784,7 +2851,8 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
     int64_t n = (int64_t)(str ? cp_count(j, v.s, v.n) : v.list->n);
     int64_t step = slice_index(j, by, 0, 1, INT64_MIN, INT64_MAX);
     if (!step) job_fail(j, "slice step cannot be zero");
-    int64_t low = step < 0 ? -1 : 0, high = step < 0 ? n - 1 : n;
+    int64_t low = step < 0 ? -1 : 0;
+    int64_t high = step < 0 ? n - 1 : n;
     int64_t i = slice_index(j, start, n, step < 0 ? high : low, low, high);
     int64_t end = slice_index(j, stop, n, step < 0 ? low : high, low, high);
     if (str && step == 1) {
@@ -2826,7 +2894,8 @@ static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
     struct tv *v = o.kind == TV_DICT && key.kind != TV_LIST && key.kind != TV_DICT ? dict_find(j, o.list, key) : NULL;
     if (v) return *v;
     if (!tv_whole(key) || !(str || o.kind == TV_LIST || o.kind == TV_TUPLE)) return (struct tv){0};
-    int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n), i = key.i < 0 ? key.i + n : key.i;
+    int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n);
+    int64_t i = key.i < 0 ? key.i + n : key.i;
     if (i < 0 || i >= n) return (struct tv){0};
     if (!str) return o.list->v[i];
     o = tv_sub(o, cp_offset(o, i), o.n);
@@ -2835,7 +2904,8 @@ static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
 
 /* o.key or o[key], which differ in what is tried first, the attribute or the element. Undefined if there is neither. */
 static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute) {
-    const char *owner = o.kind == TV_NONE ? "None" : tv_type(o), *object = o.kind == TV_NONE ? "" : " object";
+    const char *owner = o.kind == TV_NONE ? "None" : tv_type(o);
+    const char *object = o.kind == TV_NONE ? "" : " object";
     if (o.kind == TV_UNDEF) job_fail(j, "%s", o.s);
     struct tv v = attribute ? tv_member(j, o, key) : tv_element(j, o, key);
     if (!v.kind && key.kind == TV_STR) v = attribute ? tv_element(j, o, key) : tv_member(j, o, key);
@@ -2854,12 +2924,15 @@ static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribut
 /* Fills a->v by the signature. */
 static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
     size_t n = 0, used = 0;
-    a->mode = f->mode, a->name = f->name;
+    a->mode = f->mode;
+    a->name = f->name;
     if (!strcmp(f->sig, "*")) return;
     for (const char *p = f->sig; *p; n++) {
         size_t k = strcspn(p, " ?");
         struct tv *kw = n < a->pos.n ? NULL : dict_find(j, &a->kw, tv_text(j, p, k, ORIGIN_TEMPLATE));
-        a->v[n] = n < a->pos.n ? a->pos.v[n] : kw ? *kw : (struct tv){0};
+        a->v[n] = (struct tv){0};
+        if (n < a->pos.n) a->v[n] = a->pos.v[n];
+        else if (kw) a->v[n] = *kw;
         if (!a->v[n].kind && p[k] != '?') job_fail(j, "%s() needs an argument '%.*s'", f->name, (int)k, p);
         used += kw != NULL;
         p += k + strspn(p + k, " ?");
@@ -2870,7 +2943,8 @@ static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
 
 /* Steps to look at all of v once. */
 static size_t tv_size(struct tv v) {
-    return v.kind == TV_STR ? v.n / 16 : tv_listy(v) || v.kind == TV_DICT ? v.list->n : 0;
+    if (v.kind == TV_STR) return v.n / 16;
+    return tv_listy(v) || v.kind == TV_DICT ? v.list->n : 0;
 }
 
 static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv self, struct args *a) {
@@ -2919,7 +2993,8 @@ static struct tv str_case(struct job *j, struct tv v, int mode) {
         start = mode == CASE_TITLE
                     ? !cp_cased(cp)
                     : mode == CASE_TITLE_FILTER && (cp_space(cp) || strchr("-({[<", cp < 0x80 && cp ? cp : 'x'));
-        int32_t to = !up ? utf8proc_tolower(cp) : upper ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
+        int32_t to = utf8proc_tolower(cp);
+        if (up) to = upper ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
         if (cp == 0xdf && up) buf_printf(j, &b, v.o[i], upper ? "SS" : "Ss");
         else if (to == cp) buf_put(j, &b, tv_sub(v, i, i + k));
         else buf_cp(j, &b, to, v.o[i]);
@@ -2990,7 +3065,8 @@ static struct tv f_split(struct job *j, struct tv v, struct args *a) {
     list_push(j, out.list, v);
     for (size_t i = 0, n = out.list->n; right && i < n / 2; i++) {
         struct tv t = out.list->v[i];
-        out.list->v[i] = out.list->v[n - 1 - i], out.list->v[n - 1 - i] = t;
+        out.list->v[i] = out.list->v[n - 1 - i];
+        out.list->v[n - 1 - i] = t;
     }
     return out;
 }
@@ -3039,7 +3115,9 @@ static struct tv attribute_path(struct job *j, struct tv item, struct tv path);
 static struct tv f_join(struct job *j, struct tv self, struct args *a) {
     bool method = a->mode;
     const struct list *l = tv_iter(j, method ? a->v[0] : self);
-    struct tv sep = method ? self : a->v[0].kind ? tv_str(j, a->v[0]) : tv_lit(j, "");
+    struct tv sep = tv_lit(j, "");
+    if (method) sep = self;
+    else if (a->v[0].kind) sep = tv_str(j, a->v[0]);
     struct buf b = {0};
     for (size_t i = 0; i < l->n; i++) {
         struct tv item = method ? l->v[i] : attribute_path(j, l->v[i], a->v[1]);
@@ -3063,7 +3141,8 @@ static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
         found = affix.n <= v.n && !memcmp(v.s + (end ? v.n - affix.n : 0), affix.s, affix.n);
     }
     if (test) return tv_bool(found);
-    return !found ? v : end ? tv_sub(v, 0, v.n - affix.n) : tv_sub(v, affix.n, v.n);
+    if (!found) return v;
+    return end ? tv_sub(v, 0, v.n - affix.n) : tv_sub(v, affix.n, v.n);
 }
 
 enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
@@ -3071,7 +3150,9 @@ enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
 /* find, rfind, index, rindex, count with start and end, in code points. */
 static struct tv f_find(struct job *j, struct tv v, struct args *a) {
     struct tv sub = arg_str(j, a, 0), none = tv_none();
-    struct tv in = tv_slice(j, v, a->v[1].kind ? a->v[1] : none, a->v[2].kind ? a->v[2] : none, none);
+    struct tv start = a->v[1].kind ? a->v[1] : none;
+    struct tv stop = a->v[2].kind ? a->v[2] : none;
+    struct tv in = tv_slice(j, v, start, stop, none);
     int64_t count = 0;
     int64_t n = (int64_t)cp_count(j, v.s, v.n), from = 0, to = n;
     if (a->v[1].kind) from = slice_index(j, a->v[1], n, 0, 0, INT64_MAX);
@@ -3137,7 +3218,10 @@ static struct tv f_string(struct job *j, struct tv self, struct args *a) {
 static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
     if (!tv_number(v)) tv_fail(j, v, "bad operand type for %s(): '%s'", a->name, tv_type(v));
     if (v.kind == TV_FLOAT) v.f = fabs(v.f);
-    else v.i = v.i < 0 ? int_binary(j, OP_SUB, 0, v.i).i : v.i, v.kind = TV_INT;
+    else {
+        if (v.i < 0) v.i = int_binary(j, OP_SUB, 0, v.i).i;
+        v.kind = TV_INT;
+    }
     return v;
 }
 
@@ -3165,12 +3249,14 @@ static struct tv str_number(struct tv v) {
 
 /* int and, with mode 1, float */
 static struct tv f_number(struct job *j, struct tv v, struct args *a) {
-    struct tv none = a->v[0].kind ? a->v[0] : a->mode ? tv_float(0) : tv_int(0), n;
-    bool data = tv_has_data(v);
+    bool to_float = a->mode, data = tv_has_data(v);
+    struct tv none = to_float ? tv_float(0) : tv_int(0), n;
+    if (a->v[0].kind) none = a->v[0];
     if (v.kind == TV_UNDEF) job_fail(j, "%s", v.s);
     if (v.kind == TV_STR) v = str_number(v);
-    if (!tv_number(v) || (!a->mode && v.kind == TV_FLOAT && !isfinite(v.f))) return none;
-    n = a->mode ? tv_float(tv_double(v)) : tv_int(tv_whole(v) ? v.i : float_int(j, v.f, "int()"));
+    if (!tv_number(v) || (!to_float && v.kind == TV_FLOAT && !isfinite(v.f))) return none;
+    if (to_float) n = tv_float(tv_double(v));
+    else n = tv_int(tv_whole(v) ? v.i : float_int(j, v.f, "int()"));
     n.data = data;
     return n;
 }
@@ -3179,8 +3265,10 @@ static struct tv f_number(struct job *j, struct tv v, struct args *a) {
 static struct tv int_round(struct job *j, int64_t i, int64_t digits) {
     __int128 x = i, p = 1, r;
     for (; digits < 0 && p < (__int128)1e20; digits++) p *= 10;
-    r = x % p, x -= r;
-    if (r < 0 ? -2 * r > p - (x / p & 1) : 2 * r > p - (x / p & 1)) x += r < 0 ? -p : p;
+    r = x % p;
+    x -= r;
+    __int128 twice = r < 0 ? -2 * r : 2 * r;
+    if (twice > p - (x / p & 1)) x += r < 0 ? -p : p;
     if (x != (int64_t)x) job_fail(j, "integer overflow in round()");
     return tv_int((int64_t)x);
 }
@@ -3259,7 +3347,8 @@ static struct list *list_sorted(struct job *j, const struct list *l, const struc
     for (size_t i = 0; i < l->n; i++) at[i] = i;
     for (size_t width = 1; width < l->n; width *= 2) {
         for (size_t from = 0; from < l->n; from += 2 * width) {
-            size_t mid = from + width < l->n ? from + width : l->n, end = mid + width < l->n ? mid + width : l->n;
+            size_t mid = from + width < l->n ? from + width : l->n;
+            size_t end = mid + width < l->n ? mid + width : l->n;
             for (size_t i = from, k = mid, n = from; n < end; n++) {
                 bool right = i == mid;
                 if (i < mid && k < end) {
@@ -3271,7 +3360,8 @@ static struct list *list_sorted(struct job *j, const struct list *l, const struc
             }
         }
         size_t *t = at;
-        at = to, to = t;
+        at = to;
+        to = t;
     }
     for (size_t i = 0; i < l->n; i++) list_push(j, out, l->v[at[i]]);
     return out;
@@ -3292,9 +3382,13 @@ static struct tv f_items(struct job *j, struct tv self, struct args *a) {
     if (self.kind == TV_UNDEF && a->mode == DICT_ITEMS_FILTER) return out;
     if (self.kind != TV_DICT) tv_fail(j, self, "Can only get item pairs from a mapping.");
     for (size_t i = 0; i < self.list->n; i += 2) {
-        struct tv pair = a->mode >= DICT_ITEMS ? tv_list(j, TV_TUPLE) : self.list->v[a->mode == DICT_KEYS ? i : i + 1];
-        for (size_t k = i; a->mode >= DICT_ITEMS && k < i + 2; k++) list_push(j, pair.list, self.list->v[k]);
-        list_push(j, out.list, pair);
+        struct tv item = self.list->v[a->mode == DICT_KEYS ? i : i + 1];
+        if (a->mode >= DICT_ITEMS) {
+            item = tv_list(j, TV_TUPLE);
+            list_push(j, item.list, self.list->v[i]);
+            list_push(j, item.list, self.list->v[i + 1]);
+        }
+        list_push(j, out.list, item);
     }
     return out;
 }
@@ -3312,7 +3406,8 @@ static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
 
 static struct tv f_get(struct job *j, struct tv self, struct args *a) {
     struct tv *v = dict_find(j, self.list, a->v[0]);
-    return v ? *v : a->v[1].kind ? a->v[1] : tv_none();
+    if (v) return *v;
+    return a->v[1].kind ? a->v[1] : tv_none();
 }
 
 /* first and, with mode 1, last */
@@ -3321,7 +3416,11 @@ static struct tv f_end(struct job *j, struct tv self, struct args *a) {
     struct list *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
     if (!l->n) return tv_undef(j, "No %s item, sequence was empty.", a->name);
     struct tv v = l->v[a->mode ? l->n - 1 : 0];
-    if (self.kind == TV_GEN) l->v++, l->n--, l->cap = l->n;
+    if (self.kind == TV_GEN) {
+        l->v++;
+        l->n--;
+        l->cap = l->n;
+    }
     return v;
 }
 
@@ -3344,7 +3443,9 @@ static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
     struct tv best = tv_undef(j, "No aggregated item, sequence was empty."), best_key = best;
     for (size_t i = 0; i < l->n; i++) {
         struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0));
-        if (!i || (a->mode ? tv_less(j, best_key, key) : tv_less(j, key, best_key))) best = l->v[i], best_key = key;
+        if (i && !(a->mode ? tv_less(j, best_key, key) : tv_less(j, key, best_key))) continue;
+        best = l->v[i];
+        best_key = key;
     }
     return best;
 }
@@ -3445,12 +3546,14 @@ static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
     struct style st = {.json = true, .indent = indent, .ascii = arg_bool(a, 0), .sort = arg_bool(a, 3)};
     struct buf b = {0};
     if (indent.kind != TV_NONE && indent.kind != TV_STR) st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
-    st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ","), st.colon = tv_lit(j, ": ");
+    st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ",");
+    st.colon = tv_lit(j, ": ");
     if (sep.kind && sep.kind != TV_NONE) {
         const struct list *l = tv_iter(j, sep);
         if (l->n != 2 || l->v[0].kind != TV_STR || l->v[1].kind != TV_STR)
             job_fail(j, "tojson: separators must be two strings");
-        st.comma = l->v[0], st.colon = l->v[1];
+        st.comma = l->v[0];
+        st.colon = l->v[1];
     }
     tv_write(j, &b, self, &st, 0, ORIGIN_TEMPLATE);
     return buf_str(&b);
@@ -3506,7 +3609,9 @@ static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
 static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     (void)self;
     bool two = a->v[1].kind;
-    int64_t from = two ? arg_int(j, a, 0, 0) : 0, to = arg_int(j, a, two ? 1 : 0, 0), step = arg_int(j, a, 2, 1);
+    int64_t from = two ? arg_int(j, a, 0, 0) : 0;
+    int64_t to = arg_int(j, a, two ? 1 : 0, 0);
+    int64_t step = arg_int(j, a, 2, 1);
     struct tv out = tv_list(j, TV_LIST);
     if (!step) job_fail(j, "range() arg 3 must not be zero");
     for (int64_t i = from; step > 0 ? i < to : i > to;) {
@@ -3554,7 +3659,8 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
                        &t.tm_sec);
         if (n < 3 || t.tm_year < 0 || t.tm_mon < 1 || t.tm_mon > 12)
             job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
-        t.tm_year -= 1900, t.tm_mon--;
+        t.tm_year -= 1900;
+        t.tm_mon--;
         timegm(&t); /* finds the day of the week and of the year */
     } else localtime_r(&seconds, &t);
     size_t n = strftime(text, sizeof text, format, &t);
@@ -3580,7 +3686,11 @@ static int64_t loop_length(struct job *j, struct loop *l) {
     struct list *rest = job_alloc(j, sizeof *rest);
     struct tv v;
     while (l->test && loop_take(j, l, &v)) list_push(j, rest, v);
-    if (l->test) l->src = rest, l->at = 0, l->test = NULL;
+    if (l->test) {
+        l->src = rest;
+        l->at = 0;
+        l->test = NULL;
+    }
     return (int64_t)(l->src->n - l->at) + l->index0 + 1 + (l->next.kind != TV_ABSENT);
 }
 
@@ -3814,7 +3924,8 @@ static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool tr
     bool plus = trim && lex_is(l, at, "+"), minus = lex_is(l, at, "-");
     at += plus || minus ? 1 : 0;
     if (!lex_is(l, at, end)) return 0;
-    return minus ? lex_space(l, at + 2) : at + (trim && !plus && lex_is(l, at + 2, "\n") ? 3 : 2);
+    if (minus) return lex_space(l, at + 2);
+    return at + (trim && !plus && lex_is(l, at + 2, "\n") ? 3 : 2);
 }
 
 static char lex_sign(const struct lexer *l, size_t at) { return lex_any(l, at, "-+") ? l->s[at] : 0; }
@@ -3845,7 +3956,10 @@ static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
     char c = l->s[l->at];
     if (strchr("([{", c)) {
         if (*depth == TEMPLATE_NESTING) job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
-        open[(*depth)++] = c == '(' ? ')' : c == '[' ? ']' : '}';
+        char close = '}';
+        if (c == '(') close = ')';
+        if (c == '[') close = ']';
+        open[(*depth)++] = close;
     } else if (strchr(")]}", c) && (!*depth || open[--*depth] != c)) job_fail(l->j, "unexpected '%c'", c);
 }
 
@@ -3853,12 +3967,13 @@ static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
 static void lex_tag(struct lexer *l, bool var) {
     static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
     char open[TEMPLATE_NESTING];
+    const char *close = var ? "}}" : "%}";
     size_t depth = 0, k, end = 0;
     while (!end) {
         lex_skip(l, lex_space(l, l->at) - l->at);
         size_t at = l->at, n = 1;
         char c = at < l->n ? l->s[at] : 0;
-        end = depth ? 0 : lex_end(l, at, var ? "}}" : "%}", !var);
+        end = depth ? 0 : lex_end(l, at, close, !var);
         if (end) lex_token(l, var ? T_VAR_END : T_BLOCK_END, end - at, 0);
         else if (isdigit((uint8_t)c)) lex_number(l);
         else if (lex_name(l, at)) {
@@ -3907,8 +4022,9 @@ static void lex_template(struct lexer *l) {
             lex_skip(l, end - raw);
             continue;
         }
-        if (tag != '#') lex_token(l, tag == '{' ? T_VAR : T_BLOCK, 2, 0);
-        lex_skip(l, (tag == '#' ? 2 : 0) + (sign ? 1 : 0));
+        if (tag == '#') lex_skip(l, 2);
+        else lex_token(l, tag == '{' ? T_VAR : T_BLOCK, 2, 0);
+        if (sign) lex_skip(l, 1);
         if (tag == '#') lex_comment(l);
         else lex_tag(l, tag == '{');
     }
@@ -3925,7 +4041,9 @@ struct parser {
 
 static struct node *node_new(struct parser *p, int kind) {
     struct node *n = job_alloc(p->j, sizeof *n);
-    n->kind = (uint8_t)kind, n->line = p->at->line, n->height = 1;
+    n->kind = (uint8_t)kind;
+    n->line = p->at->line;
+    n->height = 1;
     return n;
 }
 
@@ -3991,7 +4109,11 @@ static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_
     char c = s[i], digits[9] = "";
     const char *known = c ? strchr(from, c) : NULL;
     bool octal = c >= '0' && c <= '7';
-    size_t want = octal ? 3 : c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, k = 0, start = i + !octal;
+    size_t want = 0, k = 0, start = i + !octal; /* digits; 0: not an escape with digits */
+    if (octal) want = 3;
+    if (c == 'x') want = 2;
+    if (c == 'u') want = 4;
+    if (c == 'U') want = 8;
     if (known) buf_fill(p->j, b, to + (known - from), 1, ORIGIN_TEMPLATE);
     if (c == 'N') job_fail(p->j, "the escape \\N is not supported");
     if (known || c == '\n') return i + 1;
@@ -4000,8 +4122,10 @@ static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_
         return i + 1;
     }
     while (k < want && start + k < n &&
-           (octal ? s[start + k] >= '0' && s[start + k] <= '7' : isxdigit((uint8_t)s[start + k])))
-        digits[k] = s[start + k], k++;
+           (octal ? s[start + k] >= '0' && s[start + k] <= '7' : isxdigit((uint8_t)s[start + k]))) {
+        digits[k] = s[start + k];
+        k++;
+    }
     unsigned long cp = strtoul(digits, NULL, octal ? 8 : 16);
     if ((!octal && k < want) || cp > 0x10ffff || (cp >= 0xd800 && cp < 0xe000))
         job_fail(p->j, "malformed \\%c escape", c);
@@ -4048,9 +4172,9 @@ static struct node *parse_tuple(struct parser *p, int flags) {
         int k = p->at->kind;
         bool end = k == T_VAR_END || k == T_BLOCK_END || tok_is(p, ")") || (flags & IS_TARGET && tok_is(p, "in"));
         if (!end) {
-            first = flags & IS_TARGET   ? parse_primary(p, flags)
-                    : flags & WITH_COND ? parse_expr(p)
-                                        : parse_binary(p, PREC_OR);
+            if (flags & IS_TARGET) first = parse_primary(p, flags);
+            else if (flags & WITH_COND) first = parse_expr(p);
+            else first = parse_binary(p, PREC_OR);
             node_add(p, tuple, first);
         }
         if (!end && tok_skip(p, ",")) continue;
@@ -4525,17 +4649,18 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
     dict_set(j, &j->scope->vars, caller, body ? *body : tv_undef(j, "No caller defined"));
     for (size_t i = 0; i < params; i++) {
         const struct node *param = m->def->kid[i];
-        struct tv *kw = i < a->pos.n ? &a->pos.v[i] : dict_find(j, &a->kw, param->val);
-        struct tv v = kw         ? *kw
-                      : param->n ? node_eval(j, param->kid[0])
-                                 : tv_undef(j, "parameter '%.*s' was not provided", SHOW(param->val));
-        used += kw && i >= a->pos.n && !tv_is(param->val, "caller");
+        struct tv *given = i < a->pos.n ? &a->pos.v[i] : dict_find(j, &a->kw, param->val), v;
+        if (given) v = *given;
+        else if (param->n) v = node_eval(j, param->kid[0]);
+        else v = tv_undef(j, "parameter '%.*s' was not provided", SHOW(param->val));
+        used += given && i >= a->pos.n && !tv_is(param->val, "caller");
         dict_set(j, &j->scope->vars, param->val, v);
     }
     if (2 * (used + (body != NULL)) < a->kw.n)
         job_fail(j, "the macro has no parameter of one of the given names, or got it twice");
     struct tv v = node_capture(j, m->def->kid[params], &flow);
-    j->scope = outer, j->line = line;
+    j->scope = outer;
+    j->line = line;
     return v;
 }
 
@@ -4572,7 +4697,9 @@ static struct tv eval_name(struct job *j, const struct node *n) {
 }
 
 static struct tv eval_display(struct job *j, const struct node *n) {
-    struct tv v = tv_list(j, n->kind == N_DICT ? TV_DICT : n->kind == N_LIST ? TV_LIST : TV_TUPLE);
+    int kind = n->kind == N_LIST ? TV_LIST : TV_TUPLE;
+    if (n->kind == N_DICT) kind = TV_DICT;
+    struct tv v = tv_list(j, kind);
     for (size_t i = 0; i < n->n; i++) {
         struct tv item = node_eval(j, n->kid[i]);
         if (n->kind == N_DICT) dict_set(j, v.list, item, node_eval(j, n->kid[++i]));
@@ -4582,9 +4709,10 @@ static struct tv eval_display(struct job *j, const struct node *n) {
 }
 
 static struct tv eval_sign(struct job *j, const struct node *n) {
+    bool negate = n->kind == N_NEG;
     struct tv v = node_eval(j, n->kid[0]);
-    if (!tv_number(v)) tv_fail(j, v, "bad operand type for unary %s: '%s'", n->kind == N_NEG ? "-" : "+", tv_type(v));
-    return tv_binary(j, n->kind == N_NEG ? OP_MUL : OP_ADD, tv_int(n->kind == N_NEG ? -1 : 0), v);
+    if (!tv_number(v)) tv_fail(j, v, "bad operand type for unary %s: '%s'", negate ? "-" : "+", tv_type(v));
+    return negate ? tv_binary(j, OP_MUL, tv_int(-1), v) : tv_binary(j, OP_ADD, tv_int(0), v);
 }
 
 static struct tv eval_apply(struct job *j, const struct node *n) {
@@ -4671,7 +4799,10 @@ static enum flow exec_for(struct job *j, const struct node *n) {
     bool ran = false; /* as jinja2 has it: a round that ends in break or continue does not count for else */
     enum flow flow = FLOW_NEXT;
     while (flow != FLOW_BREAK && loop_peek(j, l)) {
-        l->prev = l->cur, l->cur = l->next, l->next.kind = TV_ABSENT, l->index0++;
+        l->prev = l->cur;
+        l->cur = l->next;
+        l->next.kind = TV_ABSENT;
+        l->index0++;
         scope->vars.n = 0;
         dict_set(j, &scope->vars, tv_lit(j, "loop"), (struct tv){.kind = TV_LOOP, .loop = l});
         node_assign(j, l->target, l->cur);
@@ -4717,7 +4848,8 @@ static enum flow exec_with(struct job *j, const struct node *n) {
 static enum flow exec_if(struct job *j, const struct node *n) {
     size_t i = 0;
     while (i + 1 < n->n && !tv_truthy(node_eval(j, n->kid[i]))) i += 2;
-    return i + 1 < n->n ? node_exec(j, n->kid[i + 1]) : i < n->n ? node_exec(j, n->kid[i]) : FLOW_NEXT;
+    if (i + 1 < n->n) return node_exec(j, n->kid[i + 1]);
+    return i < n->n ? node_exec(j, n->kid[i]) : FLOW_NEXT;
 }
 
 static void exec_macro(struct job *j, const struct node *n) {
