@@ -24,11 +24,19 @@
  *   Allocation
  *   Files, time, text
  *   Terminal
- *   Vocabulary and BPE
+ *   Vocabulary: pre-tokenizers
+ *   Vocabulary: tables and loading
+ *   Vocabulary: text to tokens and back
  *   Chat template: values
+ *   Chat template: comparing and printing values
+ *   Chat template: format strings
  *   Chat template: operators
- *   Chat template: filters, tests, methods, globals
- *   Chat template: from source to tree
+ *   Chat template: functions on strings
+ *   Chat template: functions on numbers, sequences, mappings
+ *   Chat template: tests, globals, loop, the table of builtins
+ *   Chat template: lexer
+ *   Chat template: parsing expressions
+ *   Chat template: parsing statements
  *   Chat template: rendering
  *   Model: metadata, tensors, binding
  *   Parts of a model
@@ -1141,81 +1149,15 @@ static void term_escape(char **out, const char *s, size_t n) {
         }
     }
 }
+
 /* ============================================================================================================
- * Vocabulary and BPE
+ * Vocabulary: pre-tokenizers
  *
- * Byte-level BPE as Hugging Face's tokenizers do it: text is cut at special tokens, the stretches between are brought
- * to NFC if the model wants that, cut into pieces by the model's expressions, and merged from single bytes upwards.
- *
- * The vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it; any number of
- * threads may tokenise at once. Ordinary tokens (found by merging) and special ones (found by their literal text) are
- * kept apart, so that merging can never produce a special token. Whether text may name a special token depends on where
- * the text came from; this section is told by origin bytes and flags and knows nothing of templates or messages.
+ * Before BPE, a model's pre-tokenizer cuts text into pieces (words, numbers, runs of blanks), and no token spans two pieces.
+ * This section is data: the expressions of every pre-tokenizer that a GGUF file may name.
  * ============================================================================================================ */
 
-/* Values of tokenizer.ggml.token_type. */
-enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_UNUSED, TOKEN_BYTE };
-
-/* Of every byte of a text: whether the chat template wrote it, or it came from a message, a file or the user. */
-enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
-
-enum tokenize_flags {
-    TOKENIZE_CONTROL = 1, /* control tokens in text of the template are recognised */
-    TOKENIZE_TAGS = 2     /* user-defined tokens that look like tags are recognised in data too */
-};
-
-enum {
-    VOCAB_MAX = 1 << 24, /* tokens, and merges */
-    VOCAB_MAX_EXPRS = 6, /* expressions of a pre-tokenizer */
-    VOCAB_PROBES = 1024, /* slots looked at for one entry; the largest vocabularies need less than 100 */
-    SPECIAL_MAX = 1024,  /* bytes of a special token: at each byte of a text as many are compared */
-    PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
-    NFC_MAX_MARKS = 256, /* combining marks sorted at once; sorting is quadratic in utf8proc */
-    RANK_NONE = -1       /* also of an empty slot */
-};
-
-struct bytes_slot {
-    uint32_t hash;
-    int32_t id; /* -1: empty */
-};
-
-struct merge_slot {
-    uint64_t pair; /* left id << 32 | right id; UINT64_MAX: empty */
-    int32_t rank, id;
-};
-
-struct special_token {
-    struct gguf_str text;
-    int32_t id;
-};
-
-/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing, of at most VOCAB_PROBES slots. */
-struct vocab {
-    int32_t n_tokens;
-    int32_t bos, eos, eot, pad; /* -1: none */
-    bool add_bos, nfc, ignore_merges;
-    struct gguf_str chat_template; /* p NULL: none */
-
-    struct gguf_str *token; /* [n_tokens] the bytes a token stands for, in decoded or in the image */
-    uint8_t *type;          /* [n_tokens] enum token_type */
-    bool *stop;             /* [n_tokens] ends a turn */
-    char *decoded;          /* bytes of ordinary tokens, end to end */
-
-    struct bytes_slot *by_bytes; /* ordinary tokens by their bytes; of equal ones the lowest id */
-    struct merge_slot *merges;   /* NULL: two symbols merge if their bytes make a token, of rank its id */
-    int by_bytes_bits, merges_bits;
-    int32_t byte_id[256]; /* token of a single byte, -1: none, such bytes are dropped */
-
-    struct special_token *special; /* sorted by text, then id: an implicit trie */
-    uint32_t n_special;
-    uint32_t special_first[257]; /* [special_first[b], special_first[b + 1]) begin with byte b */
-
-    pcre2_code *expr[VOCAB_MAX_EXPRS];
-    int n_exprs;
-    pcre2_match_context *match_context;
-};
-
-/* ---- pre-tokenizers ---- */
+enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 
 /* White space as Unicode has it and Rust and Oniguruma read \s. PCRE2's own \s would add U+180E. */
 #define WS             "\\t-\\r \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}\\x{3000}"
@@ -1294,23 +1236,76 @@ static bool word_in_list(struct gguf_str word, const char *list) {
     return false;
 }
 
-static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre, char *err) {
-    v->match_context = pcre2_match_context_create(NULL);
-    if (!v->match_context) return fail(err, "out of memory for the pre-tokenizer");
-    pcre2_set_match_limit(v->match_context, UINT32_MAX); /* the number of steps grows with a run's length */
-    for (int i = 0; i < VOCAB_MAX_EXPRS && pre->expr[i]; i++) {
-        int code;
-        size_t at;
-        v->expr[i] =
-            pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &at, NULL);
-        if (!v->expr[i])
-            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
-                        pre->names, code, at);
-        pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* without JIT matching is slower, not different */
-        v->n_exprs++;
-    }
-    return 0;
-}
+/* ============================================================================================================
+ * Vocabulary: tables and loading
+ *
+ * The tables of a byte-level BPE vocabulary, read from a GGUF file: token to bytes, bytes to token, merges, special tokens.
+ *
+ * The vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it; any number of threads
+ * may tokenize at once. Two tables are kept apart: ordinary tokens are found by merging, special tokens by their literal
+ * text. So merging can never produce a special token.
+ * ============================================================================================================ */
+
+/* Values of tokenizer.ggml.token_type. */
+enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_UNUSED, TOKEN_BYTE };
+
+/* Of every byte of a text: whether the chat template wrote it, or it came from a message, a file or the user. */
+enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
+
+enum tokenize_flags {
+    TOKENIZE_CONTROL = 1, /* control tokens in text of the template are recognised */
+    TOKENIZE_TAGS = 2     /* user-defined tokens that look like tags are recognised in data too */
+};
+
+enum {
+    VOCAB_MAX = 1 << 24, /* tokens, and merges */
+    VOCAB_PROBES = 1024, /* slots looked at for one entry; the largest vocabularies need less than 100 */
+    SPECIAL_MAX = 1024,  /* bytes of a special token: at each byte of a text as many are compared */
+    PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
+    NFC_MAX_MARKS = 256, /* combining marks sorted at once; sorting is quadratic in utf8proc */
+    RANK_NONE = -1       /* also of an empty slot */
+};
+
+struct bytes_slot {
+    uint32_t hash;
+    int32_t id; /* -1: empty */
+};
+
+struct merge_slot {
+    uint64_t pair; /* left id << 32 | right id; UINT64_MAX: empty */
+    int32_t rank, id;
+};
+
+struct special_token {
+    struct gguf_str text;
+    int32_t id;
+};
+
+/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing, of at most VOCAB_PROBES slots. */
+struct vocab {
+    int32_t n_tokens;
+    int32_t bos, eos, eot, pad; /* -1: none */
+    bool add_bos, nfc, ignore_merges;
+    struct gguf_str chat_template; /* p NULL: none */
+
+    struct gguf_str *token; /* [n_tokens] the bytes a token stands for, in decoded or in the image */
+    uint8_t *type;          /* [n_tokens] enum token_type */
+    bool *stop;             /* [n_tokens] ends a turn */
+    char *decoded;          /* bytes of ordinary tokens, end to end */
+
+    struct bytes_slot *by_bytes; /* ordinary tokens by their bytes; of equal ones the lowest id */
+    struct merge_slot *merges;   /* NULL: two symbols merge if their bytes make a token, of rank its id */
+    int by_bytes_bits, merges_bits;
+    int32_t byte_id[256]; /* token of a single byte, -1: none, such bytes are dropped */
+
+    struct special_token *special; /* sorted by text, then id: an implicit trie */
+    uint32_t n_special;
+    uint32_t special_first[257]; /* [special_first[b], special_first[b + 1]) begin with byte b */
+
+    pcre2_code *expr[VOCAB_MAX_EXPRS];
+    int n_exprs;
+    pcre2_match_context *match_context;
+};
 
 /* ---- tables ---- */
 
@@ -1390,47 +1385,6 @@ static bool is_special(int type) {
     return type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED || type == TOKEN_UNKNOWN;
 }
 
-/* <think>, [TOOL_CALLS]: tokens that carry structure rather than text. */
-static bool is_tag(struct gguf_str s) {
-    return s.n > 1 && ((s.p[0] == '<' && s.p[s.n - 1] == '>') || (s.p[0] == '[' && s.p[s.n - 1] == ']'));
-}
-
-/* The first of special[lo, hi) whose byte at `depth` is not below b. All are longer than depth and equal before it. */
-static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, size_t depth, int b) {
-    while (lo < hi) {
-        uint32_t mid = lo + (hi - lo) / 2;
-        if ((uint8_t)v->special[mid].text.p[depth] < b) lo = mid + 1;
-        else hi = mid;
-    }
-    return lo;
-}
-
-static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n, unsigned flags) {
-    if (v->type[id] != TOKEN_USER_DEFINED) {
-        if (!(flags & TOKENIZE_CONTROL)) return false;
-    } else if (flags & TOKENIZE_TAGS || !is_tag(v->token[id])) return true;
-    return !origin || !memchr(origin, ORIGIN_DATA, n);
-}
-
-/* The longest special token at the head of the n bytes of text that flags and origin allow; its id and length, or -1. */
-static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
-                             size_t *len) {
-    uint32_t lo = v->special_first[(uint8_t)text[0]], hi = v->special_first[(uint8_t)text[0] + 1];
-    int32_t best = -1;
-    for (size_t depth = 1; lo < hi; depth++) {
-        for (; lo < hi && v->special[lo].text.n == depth; lo++)
-            if ((best < 0 || *len < depth) && special_allowed(v, v->special[lo].id, origin, depth, flags)) {
-                best = v->special[lo].id;
-                *len = depth;
-            }
-        if (depth == n) break;
-        uint8_t b = (uint8_t)text[depth];
-        lo = special_lower(v, lo, hi, depth, b);
-        hi = special_lower(v, lo, hi, depth, b + 1);
-    }
-    return best;
-}
-
 static int32_t special_find(const struct vocab *v, struct gguf_str text) {
     uint32_t lo = 0, hi = v->n_special;
     while (lo < hi) {
@@ -1442,6 +1396,24 @@ static int32_t special_find(const struct vocab *v, struct gguf_str text) {
 }
 
 /* ---- loading ---- */
+
+static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre, char *err) {
+    v->match_context = pcre2_match_context_create(NULL);
+    if (!v->match_context) return fail(err, "out of memory for the pre-tokenizer");
+    pcre2_set_match_limit(v->match_context, UINT32_MAX); /* the number of steps grows with a run's length */
+    for (int i = 0; i < VOCAB_MAX_EXPRS && pre->expr[i]; i++) {
+        int code;
+        size_t at;
+        v->expr[i] =
+            pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &at, NULL);
+        if (!v->expr[i])
+            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
+                        pre->names, code, at);
+        pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* without JIT matching is slower, not different */
+        v->n_exprs++;
+    }
+    return 0;
+}
 
 /* A token id under a key; -1 if there is none or it is no token of this vocabulary. */
 static int32_t vocab_key_id(const struct vocab *v, const struct gguf *g, const char *key) {
@@ -1683,6 +1655,60 @@ static int vocab_type(const struct vocab *v, int32_t id) {
 /* Whether the token ends a turn. */
 static bool vocab_is_stop(const struct vocab *v, int32_t id) { return id >= 0 && id < v->n_tokens && v->stop[id]; }
 
+/* ============================================================================================================
+ * Vocabulary: text to tokens and back
+ *
+ * tokenize does what Hugging Face's tokenizers do: it cuts text at special tokens, brings the stretches between them to NFC if
+ * the model wants that, cuts these into pieces with the pre-tokenizer, and merges each piece from single bytes upwards.
+ * struct detok turns tokens back into whole UTF-8 sequences.
+ *
+ * Whether text may name a special token depends on where the text came from. This section is told by origin bytes and flags;
+ * it knows nothing of templates or messages.
+ * ============================================================================================================ */
+
+/* ---- special tokens ---- */
+
+/* <think>, [TOOL_CALLS]: tokens that carry structure rather than text. */
+static bool is_tag(struct gguf_str s) {
+    return s.n > 1 && ((s.p[0] == '<' && s.p[s.n - 1] == '>') || (s.p[0] == '[' && s.p[s.n - 1] == ']'));
+}
+
+/* The first of special[lo, hi) whose byte at `depth` is not below b. All are longer than depth and equal before it. */
+static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, size_t depth, int b) {
+    while (lo < hi) {
+        uint32_t mid = lo + (hi - lo) / 2;
+        if ((uint8_t)v->special[mid].text.p[depth] < b) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+
+static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n, unsigned flags) {
+    if (v->type[id] != TOKEN_USER_DEFINED) {
+        if (!(flags & TOKENIZE_CONTROL)) return false;
+    } else if (flags & TOKENIZE_TAGS || !is_tag(v->token[id])) return true;
+    return !origin || !memchr(origin, ORIGIN_DATA, n);
+}
+
+/* The longest special token at the head of the n bytes of text that flags and origin allow; its id and length, or -1. */
+static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
+                             size_t *len) {
+    uint32_t lo = v->special_first[(uint8_t)text[0]], hi = v->special_first[(uint8_t)text[0] + 1];
+    int32_t best = -1;
+    for (size_t depth = 1; lo < hi; depth++) {
+        for (; lo < hi && v->special[lo].text.n == depth; lo++)
+            if ((best < 0 || *len < depth) && special_allowed(v, v->special[lo].id, origin, depth, flags)) {
+                best = v->special[lo].id;
+                *len = depth;
+            }
+        if (depth == n) break;
+        uint8_t b = (uint8_t)text[depth];
+        lo = special_lower(v, lo, hi, depth, b);
+        hi = special_lower(v, lo, hi, depth, b + 1);
+    }
+    return best;
+}
+
 /* ---- merging ---- */
 
 /* Symbol i begins at byte i of the piece; symbols that were absorbed keep their place, without a rank. */
@@ -1913,6 +1939,7 @@ static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char *
         if (k) d->n = 0;
     }
 }
+
 /* ============================================================================================================
  * Chat template: values
  *
@@ -2311,6 +2338,12 @@ static struct tv buf_str(const struct buf *b) {
     return (struct tv){.kind = TV_STR, .s = b->s, .o = b->o, .n = b->n};
 }
 
+/* ============================================================================================================
+ * Chat template: comparing and printing values
+ *
+ * Equality and order as Python defines them, dictionaries, the elements that a loop sees, and str(), repr() and json.dumps.
+ * ============================================================================================================ */
+
 /* ---- equality, order, dictionaries ---- */
 
 static bool tv_eq(struct job *j, struct tv a, struct tv b);
@@ -2551,6 +2584,22 @@ static struct tv tv_str(struct job *j, struct tv v) {
     return buf_str(&b);
 }
 
+/* Markup: & < > ' " replaced; what already is markup stays. */
+static struct tv html_escape(struct job *j, struct tv v) {
+    static const char special[] = "&<>'\"";
+    static const char *const escape[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
+    struct buf b = {0};
+    v = tv_str(j, v);
+    for (size_t i = 0; !v.markup && i < v.n; i++) {
+        const char *at = v.s[i] ? strchr(special, v.s[i]) : NULL;
+        if (at) buf_printf(j, &b, v.o[i], "%s", escape[at - special]);
+        else buf_put(j, &b, tv_sub(v, i, i + 1));
+    }
+    if (!v.markup) v = buf_str(&b);
+    v.markup = true;
+    return v;
+}
+
 /* A value from JSON; its strings stay where jansson keeps them. */
 static struct tv tv_json(struct job *j, const json_t *json, bool data) {
     struct tv v = tv_none();
@@ -2580,6 +2629,44 @@ static struct tv tv_json(struct job *j, const json_t *json, bool data) {
     v.data = data;
     j->depth--;
     return v;
+}
+
+/* ============================================================================================================
+ * Chat template: format strings
+ *
+ * The two ways of Python to fill values into a text: the operator % and str.format.
+ * ============================================================================================================ */
+
+/* The whole part of a float. */
+static int64_t float_int(struct job *j, double f, const char *what) {
+    if (!(fabs(f) < 0x1p63)) job_fail(j, "integer overflow in %s", what);
+    return (int64_t)f;
+}
+
+/* format % args with %s, %d and %% */
+static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
+    struct list one = {.v = &args, .n = 1}, *l = args.kind == TV_TUPLE ? args.list : &one;
+    struct buf b = {0};
+    size_t used = 0;
+    for (size_t i = 0; i < f.n; i++) {
+        char conv = f.s[i] == '%' && i + 1 < f.n ? f.s[i + 1] : 0;
+        if (f.s[i] != '%' || conv == '%') {
+            buf_put(j, &b, tv_sub(f, i, i + 1));
+            i += conv == '%';
+            continue;
+        }
+        if (conv != 's' && conv != 'd') job_fail(j, "the format '%%%c' is not supported", conv ? conv : ' ');
+        if (used == l->n) job_fail(j, "not enough arguments for format string");
+        struct tv v = l->v[used++];
+        if (conv == 'd' && !tv_number(v)) tv_fail(j, v, "%%d format: a number is required, not %s", tv_type(v));
+        if (conv == 'd')
+            v = (struct tv){.kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? float_int(j, v.f, "%d") : v.i};
+        buf_put(j, &b, tv_str(j, v));
+        i++;
+    }
+    if (used < l->n && args.kind != TV_DICT && args.kind != TV_LIST && args.kind != TV_UNDEF)
+        job_fail(j, "not all arguments converted during string formatting");
+    return buf_str(&b);
 }
 
 /* ============================================================================================================
@@ -2675,22 +2762,6 @@ static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv
     }
 }
 
-/* Markup: & < > ' " replaced; what already is markup stays. */
-static struct tv html_escape(struct job *j, struct tv v) {
-    static const char special[] = "&<>'\"";
-    static const char *const escape[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
-    struct buf b = {0};
-    v = tv_str(j, v);
-    for (size_t i = 0; !v.markup && i < v.n; i++) {
-        const char *at = v.s[i] ? strchr(special, v.s[i]) : NULL;
-        if (at) buf_printf(j, &b, v.o[i], "%s", escape[at - special]);
-        else buf_put(j, &b, tv_sub(v, i, i + 1));
-    }
-    if (!v.markup) v = buf_str(&b);
-    v.markup = true;
-    return v;
-}
-
 static struct buf *concat_tail(struct job *j, size_t n) { return &j->tail[63 - __builtin_clzll(n)]; }
 
 /* What was made here before is added to in place, behind its end: a loop that accumulates a text is linear. One tail for
@@ -2722,38 +2793,6 @@ static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
         job_charge(j, 1);
     }
     return v.kind == TV_STR ? buf_str(&b) : l;
-}
-
-/* The whole part of a float. */
-static int64_t float_int(struct job *j, double f, const char *what) {
-    if (!(fabs(f) < 0x1p63)) job_fail(j, "integer overflow in %s", what);
-    return (int64_t)f;
-}
-
-/* format % args with %s, %d and %% */
-static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
-    struct list one = {.v = &args, .n = 1}, *l = args.kind == TV_TUPLE ? args.list : &one;
-    struct buf b = {0};
-    size_t used = 0;
-    for (size_t i = 0; i < f.n; i++) {
-        char conv = f.s[i] == '%' && i + 1 < f.n ? f.s[i + 1] : 0;
-        if (f.s[i] != '%' || conv == '%') {
-            buf_put(j, &b, tv_sub(f, i, i + 1));
-            i += conv == '%';
-            continue;
-        }
-        if (conv != 's' && conv != 'd') job_fail(j, "the format '%%%c' is not supported", conv ? conv : ' ');
-        if (used == l->n) job_fail(j, "not enough arguments for format string");
-        struct tv v = l->v[used++];
-        if (conv == 'd' && !tv_number(v)) tv_fail(j, v, "%%d format: a number is required, not %s", tv_type(v));
-        if (conv == 'd')
-            v = (struct tv){.kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? float_int(j, v.f, "%d") : v.i};
-        buf_put(j, &b, tv_str(j, v));
-        i++;
-    }
-    if (used < l->n && args.kind != TV_DICT && args.kind != TV_LIST && args.kind != TV_UNDEF)
-        job_fail(j, "not all arguments converted during string formatting");
-    return buf_str(&b);
 }
 
 static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) {
@@ -2916,9 +2955,12 @@ static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribut
 }
 
 /* ============================================================================================================
- * Chat template: filters, tests, methods, globals
+ * Chat template: functions on strings
  *
- * All of them stand in one table; the parser finds filters and tests by name, subscripts find methods.
+ * Filters, tests, methods and global functions are C functions of one type: fn(job, self, args). The prefix tells what a name
+ * in a template calls: f_ filters and methods, t_ tests, g_ globals, l_ methods of `loop`. All of them stand in the table
+ * `builtins`, whose `mode` tells apart those that share a function. This section binds the arguments, then has the functions
+ * on strings.
  * ============================================================================================================ */
 
 /* Fills a->v by the signature. */
@@ -2970,8 +3012,6 @@ static struct tv arg_str(struct job *j, struct args *a, int i) {
     if (a->v[i].kind != TV_STR) tv_fail(j, a->v[i], "%s(): '%s' is not a string", a->name, tv_type(a->v[i]));
     return a->v[i];
 }
-
-/* ---- strings ---- */
 
 enum { CASE_UPPER, CASE_LOWER, CASE_CAPITALIZE, CASE_TITLE, CASE_TITLE_FILTER };
 
@@ -3212,6 +3252,12 @@ static struct tv f_string(struct job *j, struct tv self, struct args *a) {
     v.markup |= a->mode == STRING_SAFE;
     return v;
 }
+
+/* ============================================================================================================
+ * Chat template: functions on numbers, sequences, mappings
+ *
+ * More filters and methods: arithmetic and rounding, then what lists, tuples, generators and dictionaries offer, and JSON.
+ * ============================================================================================================ */
 
 /* ---- numbers ---- */
 
@@ -3569,6 +3615,13 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
     return tv_json(j, json, tv_has_data(self));
 }
 
+/* ============================================================================================================
+ * Chat template: tests, globals, loop, the table of builtins
+ *
+ * The rest of the built-in functions, and the table in which the parser finds filters and tests by name, and subscripts find
+ * methods.
+ * ============================================================================================================ */
+
 /* ---- tests ---- */
 
 #define KIND(k)        (1 << TV_##k)
@@ -3800,63 +3853,11 @@ static const struct builtin *method_find(struct tv o, struct tv name) {
 }
 
 /* ============================================================================================================
- * Chat template: from source to tree
+ * Chat template: lexer
  *
- * The lexer cuts the source into tokens and applies the white space rules (trim_blocks, lstrip_blocks, the signs - and
- * +); the parser makes a tree of nodes with filters and tests resolved. Both live in the pool of the template. No node is
- * higher than TEMPLATE_NESTING, so whatever walks the tree may recurse.
+ * Cuts the source into tokens and applies the white space rules: trim_blocks, lstrip_blocks, and the signs - and + in tags.
+ * Tokens point into the source, which is kept in the pool of the template.
  * ============================================================================================================ */
-
-/* Expressions, then statements. In brackets the kids; bodies are N_BODY, targets N_NAME, N_MEMBER or N_TUPLE of them. */
-enum node_kind {
-    N_CONST,
-    N_NAME,
-    N_LIST,
-    N_TUPLE,
-    N_DICT,    /* [key, value, key, value, ...] */
-    N_ATTR,    /* [object], val is the name */
-    N_ITEM,    /* [object, key] */
-    N_SLICE,   /* [object, start, stop, step], the last three may be NULL */
-    N_CALL,    /* [callee, arguments] */
-    N_FILTER,  /* [value, arguments]; fn, or NULL and a name that is unknown */
-    N_TEST,    /* likewise */
-    N_KEYWORD, /* val=[value] in arguments, val[=value] in the parameters of a macro */
-    N_NOT,     /* [operand], as the next two */
-    N_NEG,
-    N_POS,
-    N_BINARY,   /* [left, right], op */
-    N_COND,     /* [test, then, else or NULL] */
-    N_CAPTURED, /* what the filter of a {% set %} or {% filter %} block is applied to */
-
-    N_BODY,
-    N_DATA,
-    N_PRINT,       /* [expression] */
-    N_IF,          /* [test, body, test, body, ..., body of else] */
-    N_FOR,         /* [target, iterable, if or NULL, body, else or NULL] */
-    N_SET,         /* [target, value] */
-    N_MEMBER,      /* [N_NAME, N_CONST], the target ns.member */
-    N_SETBLOCK,    /* [body, filters or NULL, target] */
-    N_FILTERBLOCK, /* [body, filters] */
-    N_MACRO,       /* val is the name [N_KEYWORD..., body] */
-    N_CALLBLOCK,   /* [N_CALL, N_MACRO] */
-    N_WITH,        /* [target, value, target, value, ..., body] */
-    N_BREAK,
-    N_CONTINUE
-};
-
-struct node {
-    uint8_t kind, op;
-    int line, height;
-    const struct builtin *fn;
-    struct tv val; /* of a constant, or a name */
-    struct node **kid;
-    size_t n, cap;
-};
-
-struct template {
-    struct pool_block *pool;
-    struct node *body;
-};
 
 enum token_kind { T_EOF, T_DATA, T_VAR, T_VAR_END, T_BLOCK, T_BLOCK_END, T_WORD, T_STRING, T_INT, T_FLOAT };
 
@@ -4030,7 +4031,60 @@ static void lex_template(struct lexer *l) {
     }
 }
 
-/* ---- expressions ---- */
+/* ============================================================================================================
+ * Chat template: parsing expressions
+ *
+ * Makes a tree of nodes from the tokens of an expression, by recursive descent: parse_expr for `a if b else c`, parse_binary for
+ * the operators by precedence, parse_unary, parse_postfix for calls and subscripts, parse_primary. Filters and tests are
+ * resolved here. Nodes live in the pool of the template. No node is higher than TEMPLATE_NESTING, so whatever walks the tree
+ * may recurse.
+ * ============================================================================================================ */
+
+/* Expressions, then statements. In brackets the kids; bodies are N_BODY, targets N_NAME, N_MEMBER or N_TUPLE of them. */
+enum node_kind {
+    N_CONST,
+    N_NAME,
+    N_LIST,
+    N_TUPLE,
+    N_DICT,    /* [key, value, key, value, ...] */
+    N_ATTR,    /* [object], val is the name */
+    N_ITEM,    /* [object, key] */
+    N_SLICE,   /* [object, start, stop, step], the last three may be NULL */
+    N_CALL,    /* [callee, arguments] */
+    N_FILTER,  /* [value, arguments]; fn, or NULL and a name that is unknown */
+    N_TEST,    /* likewise */
+    N_KEYWORD, /* val=[value] in arguments, val[=value] in the parameters of a macro */
+    N_NOT,     /* [operand], as the next two */
+    N_NEG,
+    N_POS,
+    N_BINARY,   /* [left, right], op */
+    N_COND,     /* [test, then, else or NULL] */
+    N_CAPTURED, /* what the filter of a {% set %} or {% filter %} block is applied to */
+
+    N_BODY,
+    N_DATA,
+    N_PRINT,       /* [expression] */
+    N_IF,          /* [test, body, test, body, ..., body of else] */
+    N_FOR,         /* [target, iterable, if or NULL, body, else or NULL] */
+    N_SET,         /* [target, value] */
+    N_MEMBER,      /* [N_NAME, N_CONST], the target ns.member */
+    N_SETBLOCK,    /* [body, filters or NULL, target] */
+    N_FILTERBLOCK, /* [body, filters] */
+    N_MACRO,       /* val is the name [N_KEYWORD..., body] */
+    N_CALLBLOCK,   /* [N_CALL, N_MACRO] */
+    N_WITH,        /* [target, value, target, value, ..., body] */
+    N_BREAK,
+    N_CONTINUE
+};
+
+struct node {
+    uint8_t kind, op;
+    int line, height;
+    const struct builtin *fn;
+    struct tv val; /* of a constant, or a name */
+    struct node **kid;
+    size_t n, cap;
+};
 
 struct parser {
     struct job *j;
@@ -4396,7 +4450,11 @@ static struct node *parse_expr(struct parser *p) {
     return then;
 }
 
-/* ---- statements ---- */
+/* ============================================================================================================
+ * Chat template: parsing statements
+ *
+ * One function for each statement; parse_statement picks it by the first word of the tag. parse_source is the entry point.
+ * ============================================================================================================ */
 
 static struct node *parse_body(struct parser *p, const char *ends);
 
@@ -4560,6 +4618,11 @@ static struct node *parse_body(struct parser *p, const char *ends) {
         }
     }
 }
+
+struct template {
+    struct pool_block *pool;
+    struct node *body;
+};
 
 struct source {
     const char *s;
@@ -4945,6 +5008,7 @@ static int template_render(const struct template *t, const json_t *vars, struct 
     pool_free(j.pool);
     return rc;
 }
+
 /* ============================================================================================================
  * Model: metadata, tensors, binding
  *
