@@ -2669,6 +2669,141 @@ static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
     return buf_str(&b);
 }
 
+/* ---- str.format ---- */
+
+/* What stands behind the colon of a replacement field: [[fill]align][0][width][.precision][type]. Python's signs,
+ * separators (`,` and `_`), `#` and the types other than s, d and f are refused. */
+struct format_spec {
+    struct tv fill; /* one code point */
+    char align;     /* one of < > ^ =, where = pads between the sign and the digits; 0: not given */
+    size_t width;   /* code points; 0: not given */
+    int precision;  /* digits behind the point of `f`, or the most code points of a string; -1: not given */
+    char type;      /* s, d or f; 0: not given */
+};
+
+/* Parses digits at spec[*i], moves *i behind them. More than `max` is an error. */
+static int64_t format_digits(struct job *j, struct tv spec, size_t *i, int64_t max) {
+    int64_t n = 0;
+    for (; *i < spec.n && isdigit((uint8_t)spec.s[*i]); ++*i) {
+        n = 10 * n + (spec.s[*i] - '0');
+        if (n > max) job_fail(j, "a number in the format '%.*s' is larger than %lld", SHOW(spec), (long long)max);
+    }
+    return n;
+}
+
+static bool format_is_align(struct tv spec, size_t i) { return i < spec.n && spec.s[i] && strchr("<>^=", spec.s[i]); }
+
+static struct format_spec format_parse(struct job *j, struct tv spec, bool number) {
+    struct format_spec f = {.fill = tv_lit(j, " "), .precision = -1};
+    int32_t cp;
+    size_t i = 0, first = cp_next(spec.s, spec.n, &cp);
+    bool filled = format_is_align(spec, first);
+    if (filled) f.fill = tv_sub(spec, 0, first);
+    if (filled) i = first;
+    if (format_is_align(spec, i)) f.align = spec.s[i++];
+    if (!filled && i < spec.n && spec.s[i] == '0') {
+        f.fill = tv_lit(j, "0");
+        if (!f.align && number) f.align = '=';
+        i++;
+    }
+    f.width = (size_t)format_digits(j, spec, &i, TEMPLATE_TEXT);
+    if (i + 1 < spec.n && spec.s[i] == '.' && isdigit((uint8_t)spec.s[i + 1])) {
+        i++;
+        f.precision = (int)format_digits(j, spec, &i, TEMPLATE_TEXT);
+    }
+    if (i < spec.n && spec.s[i] && strchr("sdf", spec.s[i])) f.type = spec.s[i++];
+    if (i < spec.n) job_fail(j, "the format '%.*s' is not supported", SHOW(spec));
+    return f;
+}
+
+/* Text of a value before it is padded. */
+static struct tv format_text(struct job *j, struct tv v, struct tv spec, const struct format_spec *f, int origin) {
+    char num[512];
+    bool str = v.kind == TV_STR, fixed = f->type == 'f' && !str, wrong;
+    if (str) wrong = (f->type && f->type != 's') || f->align == '=';
+    else if (fixed) wrong = f->precision > 100;
+    else wrong = f->precision >= 0 || f->type == 's' || (f->type == 'd' && v.kind == TV_FLOAT);
+    if (wrong) job_fail(j, "the format '%.*s' is not supported for an object of type '%s'", SHOW(spec), tv_type(v));
+    if (str) return f->precision < 0 ? v : tv_sub(v, 0, cp_offset(v, f->precision));
+    if (fixed && isfinite(tv_double(v)))
+        snprintf(num, sizeof num, "%.*f", f->precision < 0 ? 6 : f->precision, tv_double(v));
+    else if (v.kind == TV_FLOAT) float_repr(v.f, num);
+    else snprintf(num, sizeof num, "%lld", (long long)v.i);
+    size_t n = strlen(num);
+    return tv_text(j, memcpy(job_alloc(j, n), num, n), n, origin);
+}
+
+/* format(v, spec) of Python. Padding, and the digits of a number, are data if the value or the spec is. */
+static struct tv format_value(struct job *j, struct tv v, struct tv spec) {
+    struct buf b = {0};
+    if (!spec.n) return tv_str(j, v);
+    if (v.kind != TV_STR && !tv_number(v)) job_fail(j, "unsupported format string passed to %s.__format__", tv_type(v));
+    int origin = tv_has_data(v) || tv_has_data(spec) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
+    struct format_spec f = format_parse(j, spec, v.kind != TV_STR);
+    struct tv text = format_text(j, v, spec, &f, origin);
+    size_t n = cp_count(j, text.s, text.n), pad = f.width > n ? f.width - n : 0, left = 0;
+    if (!f.align) f.align = v.kind == TV_STR ? '<' : '>';
+    if (f.align == '^') left = pad / 2;
+    if (f.align == '>' || f.align == '=') left = pad;
+    size_t sign = f.align == '=' && text.s[0] == '-';
+    buf_put(j, &b, tv_sub(text, 0, sign));
+    for (size_t i = 0; i < left; i++) buf_fill(j, &b, f.fill.s, f.fill.n, origin);
+    buf_put(j, &b, tv_sub(text, sign, text.n));
+    for (size_t i = left; i < pad; i++) buf_fill(j, &b, f.fill.s, f.fill.n, origin);
+    return buf_str(&b);
+}
+
+/* The argument that a field names. Fields without a name take the positional arguments in turn: *next counts them, and is
+ * -1 once a field has a number, because Python does not allow both. */
+static struct tv format_argument(struct job *j, struct args *a, struct tv name, int64_t *next) {
+    size_t i = 0;
+    int64_t index = format_digits(j, name, &i, INT32_MAX);
+    struct tv *v = NULL;
+    if (i < name.n) v = dict_find(j, &a->kw, name);
+    else {
+        if (name.n ? *next > 0 : *next < 0)
+            job_fail(j, "cannot switch between automatic field numbering and manual field specification");
+        if (name.n) *next = -1;
+        else index = (*next)++;
+        if (index < (int64_t)a->pos.n) v = &a->pos.v[index];
+    }
+    if (!v) job_fail(j, "format() has no argument for the field '{%.*s}'", SHOW(name));
+    return *v;
+}
+
+/* text.format(...): {} and {0} are positional arguments, {name} a keyword, {{ and }} braces. */
+static struct tv f_format(struct job *j, struct tv text, struct args *a) {
+    struct buf b = {0};
+    int64_t next = 0;
+    for (size_t i = 0; i < text.n;) {
+        size_t k = i;
+        while (k < text.n && text.s[k] != '{' && text.s[k] != '}') k++;
+        buf_put(j, &b, tv_sub(text, i, k));
+        if (k == text.n) break;
+        char brace = text.s[k];
+        if (k + 1 < text.n && text.s[k + 1] == brace) {
+            buf_put(j, &b, tv_sub(text, k, k + 1));
+            i = k + 2;
+            continue;
+        }
+        const char *close = memchr(text.s + k, '}', text.n - k);
+        if (brace == '}' || k + 1 == text.n) job_fail(j, "Single '%c' encountered in format string", brace);
+        if (!close) job_fail(j, "expected '}' before end of string");
+        struct tv field = tv_sub(text, k + 1, (size_t)(close - text.s));
+        const char *colon = memchr(field.s, ':', field.n);
+        size_t n = colon ? (size_t)(colon - field.s) : field.n;
+        struct tv name = tv_sub(field, 0, n), spec = tv_sub(field, colon ? n + 1 : n, field.n);
+        if (memchr(field.s, '{', field.n) || memchr(name.s, '!', n) || memchr(name.s, '.', n) || memchr(name.s, '[', n))
+            job_fail(j, "the format field '{%.*s}' is not supported", SHOW(field));
+        struct tv v = format_value(j, format_argument(j, a, name, &next), spec);
+        buf_put(j, &b, text.markup ? html_escape(j, v) : v);
+        i = (size_t)(close - text.s) + 1;
+    }
+    struct tv out = buf_str(&b);
+    out.markup = text.markup;
+    return out;
+}
+
 /* ============================================================================================================
  * Chat template: operators
  *
@@ -3792,6 +3927,7 @@ static const struct builtin builtins[] = {
     {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},  {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
     {AS_FILTER | OF_STR, "replace", "old new count?", f_replace, 0},
     {OF_STR, "count", "sub start? end?", f_find, FIND_COUNT},
+    {OF_STR, "format", "*", f_format, 0},
     {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST}, {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
     {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST}, {OF_STR, "rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
     {OF_STR, "startswith", "prefix", f_affix, AFFIX_STARTS}, {OF_STR, "endswith", "suffix", f_affix, AFFIX_ENDS},
