@@ -1834,7 +1834,7 @@ static void nfc_append(char **out, const char *s, size_t n) {
         uint8_t *nfc = NULL;
         utf8proc_ssize_t k =
             utf8proc_map((const uint8_t *)s, (utf8proc_ssize_t)end, &nfc, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
-        if (k < 0) die("cannot bring %zu bytes to NFC: %s", end, utf8proc_errmsg(k));
+        if (k < 0) die("cannot normalize %zu bytes to NFC: %s", end, utf8proc_errmsg(k));
         sb_put(out, (const char *)nfc, (size_t)k);
         free(nfc);
     }
@@ -2286,7 +2286,7 @@ static size_t space_start(const char *s, size_t n) {
 static void buf_room(struct job *j, struct buf *b, size_t more) {
     job_charge(j, 1 + more / 16);
     if (more > TEMPLATE_TEXT || b->n + more > TEMPLATE_TEXT)
-        job_fail(j, "a text of more than %d MiB", TEMPLATE_TEXT >> 20);
+        job_fail(j, "the template makes a text of more than %d MiB", TEMPLATE_TEXT >> 20);
     if (b->n + more <= b->cap) return;
     b->cap = b->n ? 2 * (b->n + more) : more; /* exact at first: most texts are not added to */
     char *s = job_alloc(j, b->cap);
@@ -2881,7 +2881,7 @@ static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv
     case OP_MUL: return tv_float(x * y);
     case OP_DIV: return tv_float(x / y);
     case OP_POW:
-        if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "no real result of **");
+        if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "the result of ** is not a real number");
         return tv_float(pow(x, y));
     default:
         m = fmod(x, y);
@@ -3115,7 +3115,8 @@ static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
         p += k + strspn(p + k, " ?");
     }
     if (a->pos.n > n) job_fail(j, "%s() takes at most %zu arguments, not %zu", f->name, n, a->pos.n);
-    if (2 * used < a->kw.n) job_fail(j, "%s() got a keyword that is not one of '%s', or one twice", f->name, f->sig);
+    if (2 * used < a->kw.n)
+        job_fail(j, "%s() got a keyword twice, or one that is not a parameter (%s)", f->name, f->sig);
 }
 
 /* Steps to look at all of v once. */
@@ -4433,7 +4434,7 @@ static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
         if (tok_is(p, ")")) break;
         bool keyword = tok_is_name(p) && tok_equal(p->at + 1, "=");
         struct node *arg = keyword || macro ? node_new(p, N_KEYWORD) : parse_expr(p);
-        if (keywords && !keyword) job_fail(p->j, "an argument without a name behind one with a name");
+        if (keywords && !keyword) job_fail(p->j, "positional argument follows keyword argument");
         if (arg->kind == N_KEYWORD && !arg->val.kind && (keyword || macro)) arg->val = tok_name(p);
         if (keyword) {
             tok_next(p);
@@ -4856,7 +4857,7 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
         dict_set(j, &j->scope->vars, param->val, v);
     }
     if (2 * (used + (body != NULL)) < a->kw.n)
-        job_fail(j, "the macro has no parameter of one of the given names, or got it twice");
+        job_fail(j, "the macro got a keyword twice, or one that is not a parameter");
     struct tv v = node_capture(j, m->def->kid[params], &flow);
     j->scope = outer;
     j->line = line;
