@@ -733,36 +733,38 @@ int profile_end(void); /* rows that there are */
 /* ============================================================================================================
  * Limits and errors
  *
- * Two classes of error. Start-up errors end the program: one line on stderr that names the file or option, what was
- * expected and what was found; exit 1 (2 for wrong usage). Session errors are returned: functions give -1 and write
- * one line into `char err[ERR_MAX]`; the caller rolls back and lives on.
+ * There are two classes of errors. A start-up error ends the program (die): one line on stderr names the file or
+ * option, what was expected and what was found; the exit code is 1, or 2 for wrong usage. A session error is returned
+ * (fail): the function returns -1 and writes one line to `char err[ERR_MAX]`; its caller rolls back and goes on.
  * ============================================================================================================ */
 
 #define MOE_VERSION "0.1.0"
 
 enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
-/* Set by SIGINT; polled at token and chunk boundaries. Counts, so that a second Ctrl-C can be told from the first. */
+/* Number of SIGINTs that nothing has reacted to yet. Polled after every token and after every chunk of a prefill. */
 static volatile sig_atomic_t interrupted;
 
 static void term_restore(void);
 static void temp_remove(void);
 static void message_sanitize(char *s);
 
-static _Thread_local char rank_label[32]; /* "rank 1 of 4: " where a thread works for one of several */
-static bool ranks_at_work;                /* there are threads that may never end */
+static _Thread_local char rank_label[32]; /* "rank 1 of 4: " in a thread of a process group of several, else "" */
+static bool ranks_at_work;                /* threads of several ranks run, which may never end: leave by _exit() */
 
-/* What a report that is under way does with the message that ends the program, before that is printed; it must not die. */
+/* Gets the fatal message before it is printed, so that --doctor can finish its report. Must not call die(). */
 static struct {
     void (*run)(void *arg, const char *line);
     void *arg;
 } last_words;
 
+/* Prints a message and ends the program. Restores the terminal and removes an unfinished output file first. */
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
     static int dying;
     char line[2048];
     va_list ap;
-    while (__atomic_exchange_n(&dying, 1, __ATOMIC_SEQ_CST) && ranks_at_work) pause(); /* another thread has the word */
+    while (__atomic_exchange_n(&dying, 1, __ATOMIC_SEQ_CST) && ranks_at_work)
+        pause(); /* another thread is ending the program */
     term_restore();
     temp_remove();
     fflush(stdout);
@@ -779,7 +781,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
 #define die(...)       die_code(EXIT_RUN, __VA_ARGS__)
 #define die_usage(...) die_code(EXIT_USAGE, __VA_ARGS__)
 
-/* Writes a session error; evaluates to -1, so that `return fail(err, ...)` reads well. */
+/* Writes a session error to err. Returns -1, so that a caller can write `return fail(err, ...)`. */
 __attribute__((format(printf, 2, 3))) static int fail(char *err, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
@@ -792,15 +794,18 @@ __attribute__((format(printf, 2, 3))) static int fail(char *err, const char *fmt
 /* ============================================================================================================
  * Allocation
  *
- * Memory that runs out ends the program. Between alloc_guard_begin and alloc_guard_end nothing may be allocated: the
- * token loop and everything below it works in memory laid out at start.
+ * Allocations that end the program when memory runs out, the dynamic arrays of stb_ds, and byte strings that grow.
+ *
+ * While the alloc guard of a thread is set, an allocation in that thread is an internal error: computing tokens has to
+ * do with the memory that was laid out at the start.
  * ============================================================================================================ */
 
-static _Thread_local const char *alloc_guard; /* what is being guarded, or NULL */
+static _Thread_local const char *alloc_guard; /* what this thread does without allocating, or NULL */
 
 static void alloc_guard_begin(const char *what) { alloc_guard = what; }
 static void alloc_guard_end(void) { alloc_guard = NULL; }
 
+/* Dies if the guard is set, or if an allocation of n bytes failed. */
 static void alloc_check(bool got, size_t n) {
     if (alloc_guard) die("internal error: %zu bytes allocated during %s", n, alloc_guard);
     if (!got && n) die("out of memory (%zu bytes)", n);
@@ -824,7 +829,7 @@ static void *xrealloc(void *p, size_t n) {
     return q;
 }
 
-/* Zeroed and aligned to a cache line. */
+/* n zeroed bytes, aligned to a cache line of 64 bytes. For free(). */
 static void *xaligned(size_t n) {
     void *p = NULL;
     n = (n + 63) / 64 * 64;
@@ -834,6 +839,7 @@ static void *xaligned(size_t n) {
     return p;
 }
 
+/* Copies n bytes and adds a NUL. */
 static char *xstrndup(const char *s, size_t n) {
     char *p = xmalloc(n + 1);
     if (n) memcpy(p, s, n);
@@ -843,21 +849,24 @@ static char *xstrndup(const char *s, size_t n) {
 
 static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
 
-/* Dynamic arrays are stb_ds's (arrput, arrlen, arrsetlen, arrfree); its hash maps only with integers and pointers as keys, each of one
- * thread: what they share is a seed, of which each copies some value. One macro call per expression, no side effects in arguments;
- * a function that may grow an array takes a pointer to it. */
+/* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. Write one macro call per expression, without side
+ * effects in its arguments; a function that may grow an array takes a pointer to it. Hash maps are used with integer
+ * and pointer keys only. Never share a map between threads, because even a look-up writes to it. (What all maps share,
+ * a global seed, does no harm: each copies some value of it.) */
 #define STBDS_REALLOC(context, p, n) xrealloc(p, n)
 #define STBDS_FREE(context, p)       free(p)
 #define STB_DS_IMPLEMENTATION
 #include <stb/stb_ds.h>
 
-/* Byte strings that grow are `char *` arrays of stb_ds, without a terminating NUL unless sb_cstr adds it. */
+/* A byte string that grows (sb) is a `char *` array of stb_ds, NULL while it is empty. Its length is arrlen; it has no
+ * NUL unless sb_cstr adds one. sb_put appends n bytes. */
 static void sb_put(char **sb, const char *s, size_t n) {
     if (n) memcpy(arraddnptr(*sb, n), s, n);
 }
 
 static void sb_puts(char **sb, const char *s) { sb_put(sb, s, strlen(s)); }
 
+/* Appends formatted text of any length. */
 __attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const char *fmt, ...) {
     char tmp[1024];
     va_list ap;
@@ -876,7 +885,7 @@ __attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const cha
     arrsetlen(*sb, at + (size_t)n);
 }
 
-/* NUL behind the last byte, not counted in arrlen. Valid until the next change. */
+/* Returns the string with a NUL behind its last byte, which arrlen does not count. Valid until the next change. */
 static const char *sb_cstr(char **sb) {
     arrput(*sb, 0);
     (void)arrpop(*sb);
@@ -885,15 +894,18 @@ static const char *sb_cstr(char **sb) {
 
 /* ============================================================================================================
  * Files, time, text
+ *
+ * The clock, whole files, output files that replace others in one step, UTF-8, random numbers, numbers for people.
  * ============================================================================================================ */
 
+/* Seconds on a clock that is never set back. */
 static double now_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Appends everything that fd still gives. 0, or -1 with errno set. */
+/* Appends everything up to the end of fd. Returns 0, or -1 with errno set. After Ctrl-C, EINTR ends it. */
 static int read_fd(int fd, char **sb) {
     for (;;) {
         size_t at = arrlenu(*sb);
@@ -905,7 +917,7 @@ static int read_fd(int fd, char **sb) {
     }
 }
 
-/* Appends a whole file. */
+/* Appends a whole file. Returns 0, or -1 with a message. */
 static int read_file(const char *path, char **sb, char *err) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return fail(err, "cannot open '%s': %s", path, strerror(errno));
@@ -915,23 +927,25 @@ static int read_file(const char *path, char **sb, char *err) {
     return rc;
 }
 
-/* Refuses what is not a regular file: a pipe would be waited for. 0, or -1 with a message. */
+/* Refuses anything but a regular file: reading a pipe might wait forever. Returns 0, or -1 with a message. */
 static int file_check(const char *path, struct stat *st, char *err) {
     if (stat(path, st)) return fail(err, "cannot open '%s': %s", path, strerror(errno));
     return S_ISREG(st->st_mode) ? 0 : fail(err, "'%s' is not a regular file", path);
 }
 
-/* The unfinished output, while temp_exists: whatever ends the program removes it. One at a time. */
-static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* the target behind all symbolic links */
+/* The output file that is being written, while temp_exists. Whatever ends the program removes it. */
+static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* temp_target: its name when complete */
 static volatile sig_atomic_t temp_exists;
 
-/* Safe in a signal handler. */
+/* Removes the unfinished output file. Safe in a signal handler. */
 static void temp_remove(void) {
     if (temp_exists) unlink(temp_path);
     temp_exists = 0;
 }
 
-/* Begins a file that becomes `path` when it is complete, so that a failure leaves what was there. NULL with a message. */
+/* Opens a temporary file that temp_finish renames to `path`, so that a failure leaves the old file as it was. Only one
+ * at a time. If `path` is a symbolic link, it is the file behind it that is replaced. Returns NULL with a message on
+ * failure. */
 static FILE *temp_create(const char *path, mode_t mode, char *err) {
     struct stat st;
     if (strlen(path) >= sizeof temp_target) {
@@ -958,7 +972,7 @@ static FILE *temp_create(const char *path, mode_t mode, char *err) {
     return f;
 }
 
-/* Ends it: what was written gets its name, unless `bad` or a failure. 0, or -1 with a message. */
+/* Closes the file of temp_create and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
 static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     int rc = 0;
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
@@ -971,7 +985,7 @@ static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     return rc;
 }
 
-/* Bytes of memory that can still be taken without swapping, the cached pages of files among them. */
+/* Bytes of memory that can be taken without swapping. Cached pages of files count as free. */
 static uint64_t memory_available(void) {
     char *text = NULL, err[ERR_MAX];
     unsigned long long kib = 0;
@@ -981,8 +995,7 @@ static uint64_t memory_available(void) {
     return known ? kib << 10 : (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-/* Bytes of the UTF-8 sequence at s: its length if complete and valid, 0 if it is valid so far but cut off by n, -1 if it
- * is invalid. */
+/* Length of the UTF-8 sequence at s, where there are n bytes. 0: valid so far but cut off. -1: invalid. */
 static int utf8_sequence(const char *s, size_t n) {
     const uint8_t *u = (const uint8_t *)s;
     utf8proc_int32_t cp;
@@ -1000,6 +1013,7 @@ static int utf8_sequence(const char *s, size_t n) {
     return utf8proc_iterate(t, want, &cp) == want ? 0 : -1;
 }
 
+/* Whether n bytes consist of whole, valid UTF-8 sequences. */
 static bool utf8_valid(const char *s, size_t n) {
     while (n) {
         int k = utf8_sequence(s, n);
@@ -1010,8 +1024,8 @@ static bool utf8_valid(const char *s, size_t n) {
     return true;
 }
 
-/* A message quotes files and templates: controls, and bytes that are not UTF-8, become '?', so that it is one line that no
- * terminal obeys. */
+/* Replaces control characters and malformed UTF-8 in a message by '?'. Messages quote files and templates: they must
+ * stay on one line and must not control the terminal. */
 static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
         int k = utf8_sequence(s, n);
@@ -1026,7 +1040,7 @@ static void message_sanitize(char *s) {
     }
 }
 
-/* Splitmix64: the random numbers of the sampler, of tests and of synthetic weights; the same everywhere. */
+/* Splitmix64, the random numbers of the sampler, of tests and of synthetic weights. The same on every machine. */
 static uint64_t rng_next(uint64_t *state) {
     uint64_t z = *state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
@@ -1036,7 +1050,7 @@ static uint64_t rng_next(uint64_t *state) {
 
 static double rng_uniform(uint64_t *state) { return (double)(rng_next(state) >> 11) * 0x1p-53; } /* [0, 1) */
 
-/* 1.5 GiB */
+/* Writes a number of bytes with its unit to `out`, such as "1.5 GiB". */
 static const char *with_unit(double bytes, char out[32]) {
     static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB"};
     int u = 0;
@@ -1045,7 +1059,7 @@ static const char *with_unit(double bytes, char out[32]) {
     return out;
 }
 
-/* 1,234,567 */
+/* Writes a number with commas to `out`, such as "1,234,567". */
 static const char *with_commas(uint64_t v, char out[32]) {
     char tmp[32];
     int n = snprintf(tmp, sizeof tmp, "%llu", (unsigned long long)v), k = 0;
@@ -1060,21 +1074,22 @@ static const char *with_commas(uint64_t v, char out[32]) {
 /* ============================================================================================================
  * Terminal
  *
- * stdout carries the answer, stderr everything else. Whether either is a terminal, and whether colour is wanted, is
- * decided once. Text from a model or a file reaches a terminal only through term_escape, which shows control characters
- * instead of obeying them.
+ * stdout carries the answer; everything else goes to stderr. term_init finds out once whether each is a terminal and
+ * whether to use color. Text from a model or a file reaches a terminal only through term_escape, which shows control
+ * characters instead of sending them.
  * ============================================================================================================ */
 
 static struct {
     bool in_tty, out_tty, err_tty;
     bool err_moves;              /* stderr is a terminal that can rewrite its line */
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
-    volatile sig_atomic_t raw;   /* the line editor changed the terminal's mode */
-    struct termios cooked;       /* valid while raw */
-    bool dialogue;               /* somebody can type commands */
+    volatile sig_atomic_t raw;   /* the line editor has changed the terminal's mode */
+    struct termios cooked;       /* the mode before that; valid while raw */
+    bool dialogue;               /* the user can type commands */
     int out_error;               /* errno of the first write to stdout that failed */
 } term;
 
+/* Fills in_tty to colour_err. Called once, at the start. */
 static void term_init(void) {
     const char *t = getenv("TERM"), *no = getenv("NO_COLOR");
     bool able = t && *t && strcmp(t, "dumb"), colour = able && !(no && *no);
@@ -1086,22 +1101,23 @@ static void term_init(void) {
     term.colour_err = term.err_tty && colour;
 }
 
-/* Safe in a signal handler: gives the terminal back as it was found. */
+/* Restores the mode, the color and the cursor of the terminal. Safe in a signal handler. */
 static void term_restore(void) {
     static const char reset[] = "\033[0m\033[?2004l\033[?25h";
     if (term.raw) {
         tcsetattr(0, TCSANOW, &term.cooked);
-        term.raw = 0; /* last: a signal in between restores again */
+        term.raw = 0; /* last, so that a signal in between restores again */
         if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
     } else if (term.colour_out && write(1, reset, 4) < 0) return;
 }
 
-/* Flushes stdout and remembers why that failed. */
+/* Flushes stdout. Keeps the first error in term.out_error. */
 static void out_flush(void) {
     if ((fflush(stdout) || ferror(stdout)) && !term.out_error) term.out_error = errno ? errno : EIO;
 }
 
-/* Rewrites the line of progress on stderr, cut to the terminal's width, where it can be rewritten; "" removes it. */
+/* Shows a line of progress on stderr in place of the last one, cut to the width of the terminal; "" removes it. Does
+ * nothing where a line cannot be rewritten. */
 __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, ...) {
     struct winsize w;
     char line[256];
@@ -1115,7 +1131,7 @@ __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, .
     fflush(stderr);
 }
 
-/* One warning or remark on stderr, in its own line, dim on a terminal. */
+/* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
 __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     va_list ap;
     if (term.colour_err) fputs("\033[2m", stderr);
@@ -1125,8 +1141,8 @@ __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     fputs(term.colour_err ? "\033[0m\n" : "\n", stderr);
 }
 
-/* Appends s to *out with C0 (but \n and \t), DEL and C1 controls made visible and malformed UTF-8 replaced. s consists of
- * whole UTF-8 sequences (the detokeniser holds the rest back), so no state is carried. */
+/* Appends s (n bytes) to *out for a terminal: controls other than \n and \t become visible as \x1b, malformed UTF-8
+ * becomes U+FFFD. s must not end within a UTF-8 sequence; the detokenizer holds such bytes back. */
 static void term_escape(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
         uint8_t c = (uint8_t)s[i];
@@ -1153,13 +1169,13 @@ static void term_escape(char **out, const char *s, size_t n) {
 /* ============================================================================================================
  * Vocabulary: pre-tokenizers
  *
- * Before BPE, a model's pre-tokenizer cuts text into pieces (words, numbers, runs of blanks), and no token spans two pieces.
- * This section is data: the expressions of every pre-tokenizer that a GGUF file may name.
+ * Before BPE, the model's pre-tokenizer cuts text into pieces such as words, numbers and runs of blanks. No token spans
+ * two pieces. This section is data: the expressions of every pre-tokenizer that a GGUF file may name.
  * ============================================================================================================ */
 
 enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 
-/* White space as Unicode has it and Rust and Oniguruma read \s. PCRE2's own \s would add U+180E. */
+/* White space as in the \s of Unicode, Rust and Oniguruma, for use inside a class. PCRE2's \s also has U+180E. */
 #define WS             "\\t-\\r \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}\\x{3000}"
 #define BLANKS         "[" WS "]+(?![^" WS "])|[" WS "]+"
 #define LINES_BLANKS   "[" WS "]*[\\r\\n]+|" BLANKS
@@ -1171,15 +1187,15 @@ enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 #define LLAMA3         CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
 #define CASED(UP, LOW) WORD_PREFIX UP "*" LOW "+" CONTRACTION "?|" WORD_PREFIX UP "+" LOW "*" CONTRACTION "?"
 
-/* Letters that are upper, title or without case, and those that are lower or without case; for Kimi without Han, which
- * a class of PCRE2 can only say as the complement of everything else. */
+/* For CASED: letters in upper or title case or without case, and letters in lower case or without case. Kimi excludes
+ * Han characters, which a PCRE2 class can only say as the complement of everything else. */
 #define UPPER      "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
 #define LOWER      "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
 #define UPPER_XHAN "[^\\p{Ll}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
 #define LOWER_XHAN "[^\\p{Lu}\\p{Lt}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
 
 /* clang-format off */
-/* The cased letters as DeepSeek's first tokenizer lists them. */
+/* The letters with case, as DeepSeek's first tokenizer lists them. */
 #define DEEPSEEK_LETTERS \
     "A-Za-z\\x{b5}À-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\\x{386}Έ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ" \
     "Ὀ-Ὅὐ-ὗὙὛὝὟ-\\x{1f7d}ᾀ-ᾴᾶ-ᾼ\\x{1fbe}ῂ-ῄῆ-ῌῐ-\\x{1fd3}ῖ-\\x{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\\x{2126}ℨ" \
@@ -1187,14 +1203,14 @@ enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 #define DEEPSEEK_MARKS "!-/:-~\\x{ff01}-\\x{ff0f}\\x{ff1a}-\\x{ff5e}\\x{2018}-\\x{201f}\\x{3000}-\\x{3002}"
 #define DEEPSEEK_CJK   "[\\x{800}-\\x{9fa5}\\x{ac00}-\\x{d7ff}]+"
 
-/* A pre-tokenizer is a sequence of expressions: each cuts the pieces of the one before into its matches and the gaps
- * between them. No expression repeats a group, so that none needs a stack that grows with the text, and none is worse
- * than linear on a long run: hence the look-behind in DeepSeek's "blanks at the end". Names and the defaults of missing
- * keys are those of llama.cpp, expressions those of the models' own tokenizer.json (codes above 0x7f as numbers where
- * two characters look the same). */
+/* A pre-tokenizer is a list of expressions. Each one cuts every piece of the one before it into its matches and the
+ * gaps between them. No expression repeats a group, so that matching needs no stack that grows with the text. None
+ * takes more than linear time on a long run, which is why DeepSeek's expression for blanks at the end has a
+ * look-behind. Names and defaults are llama.cpp's; the expressions are those of the models' tokenizer.json. Characters
+ * above 0x7f are written as numbers where two of them look the same. */
 static const struct pre_tokenizer {
-    const char *names; /* values of tokenizer.ggml.pre */
-    bool nfc, ignore_merges, add_bos;
+    const char *names; /* values of tokenizer.ggml.pre, separated by blanks */
+    bool nfc, ignore_merges, add_bos; /* defaults for files without these keys */
     const char *expr[VOCAB_MAX_EXPRS];
 } pre_tokenizers[] = {
     {.names = "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling",
@@ -1239,33 +1255,34 @@ static bool word_in_list(struct gguf_str word, const char *list) {
 /* ============================================================================================================
  * Vocabulary: tables and loading
  *
- * The tables of a byte-level BPE vocabulary, read from a GGUF file: token to bytes, bytes to token, merges, special tokens.
+ * The tables of a byte-level BPE vocabulary, read from a GGUF file: tokens, bytes to token, merges, special tokens.
  *
- * The vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it; any number of threads
- * may tokenize at once. Two tables are kept apart: ordinary tokens are found by merging, special tokens by their literal
- * text. So merging can never produce a special token.
+ * A vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it. Any number of
+ * threads may tokenize at once. Ordinary tokens, which merging finds, and special tokens, which are found by their
+ * literal text, are kept in separate tables, so that merging can never produce a special token.
  * ============================================================================================================ */
 
 /* Values of tokenizer.ggml.token_type. */
 enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_UNUSED, TOKEN_BYTE };
 
-/* Of every byte of a text: whether the chat template wrote it, or it came from a message, a file or the user. */
+/* The origin of one byte of text: written by the chat template, or taken from a message, a file or the user. */
 enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
 
 enum tokenize_flags {
-    TOKENIZE_CONTROL = 1, /* control tokens in text of the template are recognised */
-    TOKENIZE_TAGS = 2     /* user-defined tokens that look like tags are recognised in data too */
+    TOKENIZE_CONTROL = 1, /* recognize control tokens in template text */
+    TOKENIZE_TAGS = 2     /* recognize user-defined tokens that look like tags in data, too */
 };
 
 enum {
     VOCAB_MAX = 1 << 24, /* tokens, and merges */
-    VOCAB_PROBES = 1024, /* slots looked at for one entry; the largest vocabularies need less than 100 */
-    SPECIAL_MAX = 1024,  /* bytes of a special token: at each byte of a text as many are compared */
+    VOCAB_PROBES = 1024, /* slots tried for one entry; the largest vocabularies need less than 100 */
+    SPECIAL_MAX = 1024,  /* bytes of a special token; matching may compare that many at every byte of a text */
     PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
-    NFC_MAX_MARKS = 256, /* combining marks sorted at once; sorting is quadratic in utf8proc */
-    RANK_NONE = -1       /* also of an empty slot */
+    NFC_MAX_MARKS = 256, /* combining marks normalized at once; utf8proc sorts them in quadratic time */
+    RANK_NONE = -1       /* there is no merge; also what an empty slot holds */
 };
 
+/* Slots of the tables by_bytes and merges. */
 struct bytes_slot {
     uint32_t hash;
     int32_t id; /* -1: empty */
@@ -1281,24 +1298,25 @@ struct special_token {
     int32_t id;
 };
 
-/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing, of at most VOCAB_PROBES slots. */
+/* by_bytes and merges are open-addressed tables of 2^bits slots, of which at most two thirds are used. Linear probing
+ * tries at most VOCAB_PROBES slots. */
 struct vocab {
     int32_t n_tokens;
     int32_t bos, eos, eot, pad; /* -1: none */
     bool add_bos, nfc, ignore_merges;
     struct gguf_str chat_template; /* p NULL: none */
 
-    struct gguf_str *token; /* [n_tokens] the bytes a token stands for, in decoded or in the image */
-    uint8_t *type;          /* [n_tokens] enum token_type */
-    bool *stop;             /* [n_tokens] ends a turn */
-    char *decoded;          /* bytes of ordinary tokens, end to end */
+    struct gguf_str *token; /* (n_tokens) the bytes that a token stands for, in decoded or in the image */
+    uint8_t *type;          /* (n_tokens) enum token_type */
+    bool *stop;             /* (n_tokens) the token ends a turn */
+    char *decoded;          /* the bytes of all ordinary tokens, end to end */
 
     struct bytes_slot *by_bytes; /* ordinary tokens by their bytes; of equal ones the lowest id */
-    struct merge_slot *merges;   /* NULL: two symbols merge if their bytes make a token, of rank its id */
+    struct merge_slot *merges;   /* NULL: any two symbols whose bytes make a token merge; its id is the rank */
     int by_bytes_bits, merges_bits;
-    int32_t byte_id[256]; /* token of a single byte, -1: none, such bytes are dropped */
+    int32_t byte_id[256]; /* token of each single byte; -1: none, the byte is dropped */
 
-    struct special_token *special; /* sorted by text, then id: an implicit trie */
+    struct special_token *special; /* (n_special) sorted by text, then id; special_match walks it like a trie */
     uint32_t n_special;
     uint32_t special_first[257]; /* [special_first[b], special_first[b + 1]) begin with byte b */
 
@@ -1309,8 +1327,8 @@ struct vocab {
 
 /* ---- tables ---- */
 
-/* The byte that a character of GPT-2's alphabet stands for, or -1. Printable Latin-1 stands for itself, the other 68 bytes
- * are U+0100 and up in their order. */
+/* The byte that a character of GPT-2's byte alphabet stands for, or -1. Printable Latin-1 stands for itself; U+0100 and
+ * up stand for the other 68 bytes in order. */
 static int alphabet_byte(int cp) {
     if ((cp > 32 && cp < 127) || (cp > 160 && cp < 256 && cp != 173)) return cp;
     int k = cp - 256;
@@ -1320,7 +1338,8 @@ static int alphabet_byte(int cp) {
     return 173;
 }
 
-/* Undoes GPT-2's alphabet: out has room for n bytes. Bytes written, or -1 if some character is not of the alphabet. */
+/* Decodes n bytes of text in GPT-2's alphabet to `out`, which has room for n bytes. Returns the number of bytes
+ * written, or -1 if a character is not in the alphabet. */
 static int64_t alphabet_decode(const char *s, size_t n, char *out) {
     const uint8_t *u = (const uint8_t *)s;
     int64_t k = 0;
@@ -1337,19 +1356,20 @@ static int64_t alphabet_decode(const char *s, size_t n, char *out) {
     return k;
 }
 
-/* log2 of the slots for n entries. */
+/* log2 of the number of slots for n entries. */
 static int table_bits(uint64_t n) {
     int bits = 4;
     while (1ull << bits < n + n / 2) bits++;
     return bits;
 }
 
-/* Hash of a token's bytes. FNV-1a mixes the low bits well; the multiplication brings them up to where the slot is read. */
+/* Hash of a token's bytes: FNV-1a, multiplied so that the upper bits, which choose the slot, are well mixed. */
 static uint32_t token_hash(const char *s, size_t n) {
     return (uint32_t)(hash_bytes(HASH_START, s, n) * 0x9e3779b97f4a7c15u >> 32);
 }
 
-/* The slot of the ordinary token with these bytes, or the empty one where it belongs; NULL: neither is near. */
+/* Finds the slot of the ordinary token with these bytes, or else the empty slot for it. NULL after VOCAB_PROBES
+ * slots. */
 static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_t n, uint32_t hash) {
     uint32_t mask = (1u << v->by_bytes_bits) - 1, i = hash >> (32 - v->by_bytes_bits);
     for (int probe = 0; probe < VOCAB_PROBES; probe++, i = (i + 1) & mask) {
@@ -1360,11 +1380,14 @@ static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_
     return NULL;
 }
 
+/* Id of the ordinary token with these bytes, or -1. */
 static int32_t bytes_find(const struct vocab *v, const char *s, size_t n) {
     const struct bytes_slot *e = bytes_slot(v, s, n, token_hash(s, n));
     return e ? e->id : -1;
 }
 
+/* Finds the slot of a merge (left id << 32 | right id), or else the empty slot for it. NULL after VOCAB_PROBES
+ * slots. */
 static struct merge_slot *merge_slot(const struct vocab *v, uint64_t pair) {
     uint32_t mask = (1u << v->merges_bits) - 1;
     uint32_t i = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> (64 - v->merges_bits));
@@ -1375,16 +1398,19 @@ static struct merge_slot *merge_slot(const struct vocab *v, uint64_t pair) {
 
 /* ---- special tokens ---- */
 
+/* Orders special tokens for qsort. */
 static int special_compare(const void *a, const void *b) {
     const struct special_token *x = a, *y = b;
     int c = gguf_str_cmp(x->text, y->text);
     return c ? c : (x->id > y->id) - (x->id < y->id);
 }
 
+/* Whether tokens of a type are found by their literal text instead of by merging. */
 static bool is_special(int type) {
     return type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED || type == TOKEN_UNKNOWN;
 }
 
+/* Id of the special token with this text, the lowest if there are several, or -1. */
 static int32_t special_find(const struct vocab *v, struct gguf_str text) {
     uint32_t lo = 0, hi = v->n_special;
     while (lo < hi) {
@@ -1397,10 +1423,11 @@ static int32_t special_find(const struct vocab *v, struct gguf_str text) {
 
 /* ---- loading ---- */
 
+/* Compiles the expressions of a pre-tokenizer. Returns 0, or -1 with a message. */
 static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre, char *err) {
     v->match_context = pcre2_match_context_create(NULL);
     if (!v->match_context) return fail(err, "out of memory for the pre-tokenizer");
-    pcre2_set_match_limit(v->match_context, UINT32_MAX); /* the number of steps grows with a run's length */
+    pcre2_set_match_limit(v->match_context, UINT32_MAX); /* the default is too low for long runs */
     for (int i = 0; i < VOCAB_MAX_EXPRS && pre->expr[i]; i++) {
         int code;
         size_t at;
@@ -1409,26 +1436,27 @@ static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre,
         if (!v->expr[i])
             return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
                         pre->names, code, at);
-        pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* without JIT matching is slower, not different */
+        pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* if this fails, matching is only slower */
         v->n_exprs++;
     }
     return 0;
 }
 
-/* A token id under a key; -1 if there is none or it is no token of this vocabulary. */
+/* The token id under a key; -1 if the key is missing or the id is outside the vocabulary. */
 static int32_t vocab_key_id(const struct vocab *v, const struct gguf *g, const char *key) {
     const struct gguf_kv *kv = gguf_find(g, key);
     int64_t id;
     return kv && !kv->is_array && gguf_elem_int(kv, 0, &id) && id >= 0 && id < v->n_tokens ? (int32_t)id : -1;
 }
 
+/* The bool under a key, or `missing`. */
 static bool vocab_key_bool(const struct gguf *g, const char *key, bool missing) {
     const struct gguf_kv *kv = gguf_find(g, key);
     int64_t b;
     return kv && !kv->is_array && gguf_elem_int(kv, 0, &b) ? b != 0 : missing;
 }
 
-/* An array of strings with 1 to VOCAB_MAX elements. */
+/* Finds the array of 1 to VOCAB_MAX strings under a key. Returns 0, or -1 with a message. */
 static int vocab_key_strings(const struct gguf *g, const char *key, const struct gguf_kv **kv, char *err) {
     *kv = gguf_find(g, key);
     if (!*kv) return fail(err, "the key %s is missing", key);
@@ -1439,6 +1467,7 @@ static int vocab_key_strings(const struct gguf *g, const char *key, const struct
     return 0;
 }
 
+/* Fills v->type. A token without a type, or with an unknown one, is normal. */
 static int vocab_read_types(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv = gguf_find(g, "tokenizer.ggml.token_type");
     int64_t t;
@@ -1452,6 +1481,7 @@ static int vocab_read_types(struct vocab *v, const struct gguf *g, char *err) {
     return 0;
 }
 
+/* Sorts the special tokens and indexes them by their first byte. */
 static void vocab_index_special(struct vocab *v) {
     qsort(v->special, v->n_special, sizeof *v->special, special_compare);
     for (uint32_t b = 0, i = 0; b <= 256; b++) {
@@ -1460,7 +1490,8 @@ static void vocab_index_special(struct vocab *v) {
     }
 }
 
-/* A user-defined token may hold the place of a byte that UTF-8 never has (DeepSeek's first vocabulary: 0xf6). */
+/* Fills v->byte_id. In DeepSeek's first vocabulary a user-defined token stands for 0xf6, a byte that UTF-8 never
+ * has. */
 static void vocab_index_bytes(struct vocab *v) {
     for (int b = 0; b < 256; b++) v->byte_id[b] = bytes_find(v, (char[]){(char)b}, 1);
     for (uint32_t i = 0; i < v->n_special; i++) {
@@ -1473,8 +1504,8 @@ static void vocab_index_bytes(struct vocab *v) {
     }
 }
 
-/* Tokens, their types, and the tables of ordinary and special tokens. An ordinary token that is not spelt in GPT-2's
- * alphabet stands for its own text and cannot be found by merging. */
+/* Reads the tokens and their types, and builds the tables of ordinary and special tokens. An ordinary token that is not
+ * spelled in GPT-2's alphabet stands for its own text and cannot be found by merging. */
 static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv;
     if (vocab_key_strings(g, "tokenizer.ggml.tokens", &kv, err)) return -1;
@@ -1519,8 +1550,8 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     return 0;
 }
 
-/* "left right" in GPT-2's alphabet, the earlier the stronger; of equal ones the first counts. A merge of which a part or
- * the result is no ordinary token can never be applied and is left out. */
+/* Reads the merges: strings "left right" in GPT-2's alphabet, the strongest first. Of equal ones the first counts. A
+ * merge whose parts or result are not all ordinary tokens can never be applied and is left out. */
 static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv;
     if (vocab_key_strings(g, "tokenizer.ggml.merges", &kv, err)) return -1;
@@ -1552,8 +1583,9 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
     return rc;
 }
 
-/* Texts that are control tokens wherever they are special at all: some files call them user-defined. Those of llama.cpp that
- * end a turn, the earlier ones first choice for eot, and GLM's turns of others. */
+/* Special tokens that are control tokens whatever the file says; some files call them user-defined. `stop`: the token
+ * ends a turn. Those are llama.cpp's and, for GLM, the tokens that begin the turn of someone else. The first one that a
+ * vocabulary has is its eot, if the file names none. */
 static const struct {
     const char *text;
     bool stop;
@@ -1568,6 +1600,7 @@ static const struct {
     {"<|fim_suffix|>", false}, {"<|fim_middle|>", false},
 };
 
+/* Finds the tokens that end a turn, and eot. Needs v->eos. */
 static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
     const struct gguf_kv *kv = gguf_find(g, "tokenizer.ggml.eos_token_ids");
     int64_t id;
@@ -1577,7 +1610,7 @@ static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
         if (ids[i] >= 0) v->stop[ids[i]] = true;
     for (uint64_t i = 0; kv && i < kv->n && gguf_elem_int(kv, i, &id); i++)
         if (id >= 0 && id < v->n_tokens) v->stop[id] = true;
-    /* where <|return|> and <|call|> end a turn, <|end|> only ends a message (harmony) */
+    /* in harmony (gpt-oss), <|return|> and <|call|> end a turn; <|end|> only ends a message */
     bool harmony = special_find(v, (struct gguf_str){"<|return|>", 10}) >= 0 &&
                    special_find(v, (struct gguf_str){"<|call|>", 8}) >= 0;
     for (size_t i = 0; i < sizeof known_control / sizeof *known_control; i++) {
@@ -1591,6 +1624,7 @@ static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
     }
 }
 
+/* Frees what vocab_load allocated and zeroes *v. */
 static void vocab_free(struct vocab *v) {
     for (int i = 0; i < v->n_exprs; i++) pcre2_code_free(v->expr[i]);
     pcre2_match_context_free(v->match_context);
@@ -1604,6 +1638,7 @@ static void vocab_free(struct vocab *v) {
     memset(v, 0, sizeof *v);
 }
 
+/* Reads everything into *v, which vocab_load frees on an error. */
 static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
     struct gguf_str model, name;
     char shown[64];
@@ -1633,7 +1668,7 @@ static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
     return 0;
 }
 
-/* Reads the tokenizer of a GGUF file, which must outlive v. 0, or -1 with a message and v empty. */
+/* Reads the tokenizer of a GGUF file, which must outlive v. Returns 0, or -1 with a message and v empty. */
 static int vocab_load(struct vocab *v, const struct gguf *g, char *err) {
     memset(v, 0, sizeof *v);
     int rc = vocab_read(v, g, err);
@@ -1643,11 +1678,12 @@ static int vocab_load(struct vocab *v, const struct gguf *g, char *err) {
 
 /* ---- look-ups ---- */
 
-/* The bytes a token stands for; none for an id outside the vocabulary. */
+/* The bytes that a token stands for; none for an id outside the vocabulary. */
 static struct gguf_str vocab_bytes(const struct vocab *v, int32_t id) {
     return id >= 0 && id < v->n_tokens ? v->token[id] : (struct gguf_str){"", 0};
 }
 
+/* enum token_type of a token; TOKEN_UNUSED for an id outside the vocabulary. */
 static int vocab_type(const struct vocab *v, int32_t id) {
     return id >= 0 && id < v->n_tokens ? v->type[id] : TOKEN_UNUSED;
 }
@@ -1658,22 +1694,22 @@ static bool vocab_is_stop(const struct vocab *v, int32_t id) { return id >= 0 &&
 /* ============================================================================================================
  * Vocabulary: text to tokens and back
  *
- * tokenize does what Hugging Face's tokenizers do: it cuts text at special tokens, brings the stretches between them to NFC if
- * the model wants that, cuts these into pieces with the pre-tokenizer, and merges each piece from single bytes upwards.
- * struct detok turns tokens back into whole UTF-8 sequences.
+ * tokenize does what Hugging Face's tokenizers do. It cuts text at special tokens, brings the stretches between them to
+ * NFC if the model wants that, cuts these into pieces with the pre-tokenizer, and merges each piece from single bytes
+ * upwards. struct detok turns tokens back into whole UTF-8 sequences.
  *
- * Whether text may name a special token depends on where the text came from. This section is told by origin bytes and flags;
- * it knows nothing of templates or messages.
+ * Whether text may become a special token depends on where the text came from. This section is told by origin bytes and
+ * flags; it knows nothing of templates or messages.
  * ============================================================================================================ */
 
 /* ---- special tokens ---- */
 
-/* <think>, [TOOL_CALLS]: tokens that carry structure rather than text. */
+/* Whether a token looks like a tag, such as <think> or [TOOL_CALLS]: it carries structure rather than text. */
 static bool is_tag(struct gguf_str s) {
     return s.n > 1 && ((s.p[0] == '<' && s.p[s.n - 1] == '>') || (s.p[0] == '[' && s.p[s.n - 1] == ']'));
 }
 
-/* The first of special[lo, hi) whose byte at `depth` is not below b. All are longer than depth and equal before it. */
+/* Binary search: the first of special[lo, hi), all longer than `depth` and equal before it, with a byte >= b there. */
 static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, size_t depth, int b) {
     while (lo < hi) {
         uint32_t mid = lo + (hi - lo) / 2;
@@ -1683,6 +1719,7 @@ static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, s
     return lo;
 }
 
+/* Whether n bytes of text with these origins may become special token `id`: the rules stand above tokenize. */
 static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n, unsigned flags) {
     if (v->type[id] != TOKEN_USER_DEFINED) {
         if (!(flags & TOKENIZE_CONTROL)) return false;
@@ -1690,7 +1727,8 @@ static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *or
     return !origin || !memchr(origin, ORIGIN_DATA, n);
 }
 
-/* The longest special token at the head of the n bytes of text that flags and origin allow; its id and length, or -1. */
+/* Finds the longest special token that flags and origin allow at the start of text (n bytes). Returns its id and *len,
+ * or -1. */
 static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
                              size_t *len) {
     uint32_t lo = v->special_first[(uint8_t)text[0]], hi = v->special_first[(uint8_t)text[0] + 1];
@@ -1711,24 +1749,26 @@ static int32_t special_match(const struct vocab *v, const char *text, size_t n, 
 
 /* ---- merging ---- */
 
-/* Symbol i begins at byte i of the piece; symbols that were absorbed keep their place, without a rank. */
+/* A symbol of the piece that is being merged. Symbol i begins at byte i of the piece. One that its left neighbor has
+ * absorbed keeps its place in the array, with RANK_NONE. */
 struct bpe_symbol {
     int32_t id;          /* -1: a byte without a token */
-    int32_t rank;        /* of the merge with the next symbol; RANK_NONE: there is none */
-    int32_t merged;      /* the token it gives */
-    uint32_t prev, next; /* next of the last is the length of the piece */
+    int32_t rank;        /* of the merge with the next symbol, or RANK_NONE */
+    int32_t merged;      /* the token that this merge gives */
+    uint32_t prev, next; /* neighbors; next of the last symbol is the length of the piece */
 };
 
-/* What one call of tokenize works with; all arrays are stb_ds's. */
+/* The working state of one call of tokenize. All arrays are stb_ds's. */
 struct tokenizer {
     const struct vocab *v;
     struct bpe_symbol *symbols;
-    uint64_t *heap;     /* rank << 32 | symbol, smallest first; stale where the symbol has another rank by now */
-    size_t *ends, *cut; /* where pieces end, before and after an expression */
+    uint64_t *heap; /* min-heap of possible merges, rank << 32 | symbol; stale if the symbol's rank is another by now */
+    size_t *ends, *cut; /* offsets at which pieces end, before and after an expression */
     pcre2_match_data *match;
-    int32_t **out;
+    int32_t **out; /* the array that receives the ids */
 };
 
+/* Adds an element to a binary min-heap. */
 static void heap_push(uint64_t **heap, uint64_t x) {
     arrput(*heap, x);
     uint64_t *h = *heap;
@@ -1737,6 +1777,7 @@ static void heap_push(uint64_t **heap, uint64_t x) {
     h[i] = x;
 }
 
+/* Removes the smallest element and returns it. */
 static uint64_t heap_pop(uint64_t *h) {
     uint64_t top = h[0], x = arrpop(h);
     size_t n = arrlenu(h), i = 0;
@@ -1750,7 +1791,7 @@ static uint64_t heap_pop(uint64_t *h) {
     return top;
 }
 
-/* Finds the merge of symbol i with its right neighbour in a piece of n bytes. */
+/* Finds the merge of symbol i with its right neighbor, in a piece of n bytes, and puts it on the heap. */
 static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_t i) {
     const struct vocab *v = t->v;
     struct bpe_symbol *s = &t->symbols[i], *r = &t->symbols[s->next];
@@ -1768,7 +1809,7 @@ static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_
     if (s->rank != RANK_NONE) heap_push(&t->heap, (uint64_t)s->rank << 32 | i);
 }
 
-/* Appends the tokens of one piece: the strongest merge first, of equal ones the leftmost. O(n log n). */
+/* Appends the tokens of a piece of n bytes: merges the lowest rank first, of equal ranks the leftmost. O(n log n). */
 static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
     const struct vocab *v = t->v;
     if (v->ignore_merges) {
@@ -1778,7 +1819,7 @@ static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
             return;
         }
     }
-    arrsetlen(t->symbols, (size_t)n + 1); /* one more, so that the neighbour of the last can be named */
+    arrsetlen(t->symbols, (size_t)n + 1); /* one more: bpe_rate takes the address of the symbol behind the last */
     arrsetlen(t->heap, 0);
     for (uint32_t i = 0; i < n; i++)
         t->symbols[i] = (struct bpe_symbol){
@@ -1788,14 +1829,14 @@ static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
         uint64_t best = heap_pop(t->heap);
         uint32_t i = (uint32_t)best;
         struct bpe_symbol *s = &t->symbols[i];
-        if (s->rank != (int32_t)(best >> 32)) continue;
+        if (s->rank != (int32_t)(best >> 32)) continue; /* stale */
         struct bpe_symbol *r = &t->symbols[s->next];
         s->id = s->merged;
         s->next = r->next;
         r->rank = RANK_NONE;
         if (s->next < n) t->symbols[s->next].prev = i;
         bpe_rate(t, piece, n, i);
-        if (i) bpe_rate(t, piece, n, s->prev); /* symbol 0 is never absorbed: only it has none before */
+        if (i) bpe_rate(t, piece, n, s->prev); /* only symbol 0, which is never absorbed, has none before it */
     }
     for (uint32_t i = 0; i < n; i = t->symbols[i].next)
         if (t->symbols[i].id >= 0) arrput(*t->out, t->symbols[i].id);
@@ -1824,7 +1865,7 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
     t->cut = swap;
 }
 
-/* Appends the NFC form of valid UTF-8. Runs of combining marks are sorted NFC_MAX_MARKS at a time. */
+/* Appends the NFC form of valid UTF-8. Normalizes a run of combining marks NFC_MAX_MARKS at a time. */
 static void nfc_append(char **out, const char *s, size_t n) {
     for (size_t end = 0, marks = 0; n; s += end, n -= end, end = marks = 0) {
         for (utf8proc_int32_t cp; end < n && marks < NFC_MAX_MARKS;) {
@@ -1840,14 +1881,15 @@ static void nfc_append(char **out, const char *s, size_t n) {
     }
 }
 
-/* Every character below U+0300 is in NFC and stays so beside others; those above have lead bytes from 0xcc. */
+/* Whether NFC leaves a text as it is because all characters are below U+0300: those are in NFC, and stay so side by
+ * side. The UTF-8 of the others begins with 0xcc or above. */
 static bool is_trivially_nfc(const char *s, size_t n) {
     for (size_t i = 0; i < n; i++)
         if ((uint8_t)s[i] >= 0xcc) return false;
     return true;
 }
 
-/* Valid UTF-8 without special tokens. */
+/* Appends the tokens of valid UTF-8 without special tokens. */
 static void tokenize_valid(struct tokenizer *t, const char *s, size_t n) {
     char *nfc = NULL;
     if (t->v->nfc && !is_trivially_nfc(s, n)) {
@@ -1867,7 +1909,7 @@ static void tokenize_valid(struct tokenizer *t, const char *s, size_t n) {
     arrfree(nfc);
 }
 
-/* Any bytes without special tokens; every byte that is not part of valid UTF-8 is a piece of its own. */
+/* Appends the tokens of bytes without special tokens. A byte that is not valid UTF-8 is a piece of its own. */
 static void tokenize_stretch(struct tokenizer *t, const char *s, size_t n) {
     for (size_t end = 0; n; s += end, n -= end, end = 0) {
         for (int k; end < n && (k = (uint8_t)s[end] < 0x80 ? 1 : utf8_sequence(s + end, n - end)) > 0;)
@@ -1877,10 +1919,11 @@ static void tokenize_stretch(struct tokenizer *t, const char *s, size_t n) {
     }
 }
 
-/* Appends the tokens of n bytes of text, which may be anything, to the stb_ds array *out. origin: n bytes, or NULL for
- * text that is all the template's. Special tokens are recognised leftmost and longest:
- *   control       with TOKENIZE_CONTROL, where every byte is the template's
- *   user-defined  anywhere; if it looks like a tag, in data only with TOKENIZE_TAGS (one byte of data makes it data) */
+/* Appends the tokens of n bytes of text to the stb_ds array *out. Any bytes are allowed. origin: (n) ORIGIN_* of every
+ * byte, or NULL if all are the template's. At each byte from left to right, the longest special token that is allowed
+ * is recognized:
+ *   control       only with TOKENIZE_CONTROL, and only if every byte is the template's
+ *   user-defined  always; if it looks like a tag and one of its bytes is data, only with TOKENIZE_TAGS */
 static void tokenize(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
                      int32_t **out) {
     if (!n) return;
@@ -1907,7 +1950,7 @@ static void tokenize(const struct vocab *v, const char *text, size_t n, const ui
 
 /* ---- tokens to text ---- */
 
-/* A stream of tokens becomes whole UTF-8 sequences: pending holds the head of one that is valid so far. */
+/* Turns a stream of tokens into whole UTF-8 sequences. `pending` holds the first n bytes of an incomplete one. */
 struct detok {
     uint8_t pending[4];
     int n;
@@ -1915,20 +1958,20 @@ struct detok {
 
 static const char utf8_replacement[] = "\xef\xbf\xbd";
 
-/* Ends the stream: a sequence that was cut off becomes U+FFFD. */
+/* Ends the stream. A sequence that was cut off becomes U+FFFD. */
 static void detok_end(struct detok *d, char **out) {
     if (d->n) sb_puts(out, utf8_replacement);
     d->n = 0;
 }
 
-/* Appends what is complete after one more token. Malformed bytes become one U+FFFD per maximal subpart (Unicode 3.9,
- * table 3-8), as Python's errors="replace" does over the whole stream. */
+/* Appends what one more token completes. Malformed bytes become U+FFFD, one for each maximal subpart (Unicode 3.9,
+ * table 3-8), as with Python's errors="replace" over the whole stream. */
 static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char **out) {
     struct gguf_str s = vocab_bytes(v, id);
     for (size_t i = 0; i < s.n; i++) {
         d->pending[d->n++] = (uint8_t)s.p[i];
         int k = utf8_sequence((const char *)d->pending, (size_t)d->n);
-        if (k < 0 && d->n > 1) { /* what was pending is malformed, the byte begins anew */
+        if (k < 0 && d->n > 1) { /* what was pending is malformed; this byte begins a new sequence */
             sb_puts(out, utf8_replacement);
             d->pending[0] = (uint8_t)s.p[i];
             d->n = 1;
