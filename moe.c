@@ -1274,7 +1274,7 @@ enum tokenize_flags {
 };
 
 enum {
-    VOCAB_MAX = 1 << 24, /* tokens, and merges */
+    VOCAB_MAX = 1 << 24, /* of tokens, and of merges */
     VOCAB_PROBES = 1024, /* slots tried for one entry; the largest vocabularies need less than 100 */
     SPECIAL_MAX = 1024,  /* bytes of a special token; matching may compare that many at every byte of a text */
     PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
@@ -1986,18 +1986,34 @@ static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char *
 /* ============================================================================================================
  * Chat template: values
  *
- * A Jinja interpreter that gives what Python's jinja2 3.1 gives in the environment of Hugging Face transformers
- * (immutable sandbox, trim_blocks, lstrip_blocks, loopcontrols). Every string carries the origin of each of its bytes:
- * the template, or data (anything under `messages`, `tools`, `documents`). Origin survives every operation, so text
- * that a user typed never becomes template text, the only text in which special tokens are recognised.
+ * A model file carries a chat template: Jinja source that turns a conversation into the text of a prompt. The sections
+ * "Chat template" interpret it. They give, byte for byte, what Python's jinja2 3.1 gives in the environment of Hugging
+ * Face transformers (immutable sandbox, trim_blocks, lstrip_blocks, loopcontrols):
  *
- * Templates come from model files and are not trusted: depth, steps, memory and text are limited. Memory comes from a
- * pool that lives as long as the parsed template, or as one rendering; an error leaves by longjmp to template_parse or
- * template_render, which free it. Nothing here knows about models or tokens.
+ *   source --lexer--> tokens --parser--> tree of struct node --rendering--> text with the origin of every byte
+ *
+ * Values. A value is a struct tv, passed by value: a kind, and a number, a string or a pointer to a container. Strings
+ * and containers are shared and never change once they are made; only a namespace is assigned to, and only a generator
+ * is used up.
+ *
+ * Origin. Beside the bytes of every string stands an array with the origin of each: ORIGIN_TEMPLATE if the template
+ * wrote it, ORIGIN_DATA if it came from `messages`, `tools` or `documents`. Every operation copies the origins with the
+ * bytes, and what it makes of data, such as the digits of a number, is data. So what a user typed never becomes
+ * template text, the only text in which control tokens are recognized.
+ *
+ * Evaluation. node_eval computes the value of an expression by recursion over its tree. node_exec runs a statement,
+ * which prints to j->out. Variables live in a chain of scopes. Filters, tests, methods and global functions are C
+ * functions in one table.
+ *
+ * Limits and errors. Templates come from model files and are not trusted: nesting, recursion, steps, text and memory
+ * are limited. All memory comes from a pool that lives as long as the parsed template, or as one rendering. An error
+ * leaves by longjmp to job_run, and template_parse or template_render frees the pool. Nothing here knows about models
+ * or tokens.
  * ============================================================================================================ */
 
+/* Text with the origin of every byte. */
 struct text {
-    char *s;         /* stb_ds array, no NUL */
+    char *s;         /* stb_ds array, without a NUL */
     uint8_t *origin; /* stb_ds array of the same length: ORIGIN_* of every byte */
 };
 
@@ -2007,36 +2023,36 @@ static void text_free(struct text *t) {
 }
 
 enum {
-    TEMPLATE_NESTING = 200,  /* blocks, brackets and operators inside each other in the source */
-    TEMPLATE_DEPTH = 1000,   /* of evaluation: macros that call themselves, nested data */
-    TEMPLATE_RANGE = 100000, /* elements of a range(), as in jinja2's sandbox */
-    TEMPLATE_STEPS = 50000000,
+    TEMPLATE_NESTING = 200,     /* blocks, brackets and operators inside each other in the source */
+    TEMPLATE_DEPTH = 1000,      /* levels of evaluation: recursive macros, nested data */
+    TEMPLATE_RANGE = 100000,    /* elements of a range(), as in jinja2's sandbox */
+    TEMPLATE_STEPS = 50000000,  /* see job_charge */
     TEMPLATE_TEXT = 128 << 20,  /* bytes of a string */
     TEMPLATE_MEMORY = 512 << 20 /* bytes of a pool */
 };
 
 enum tv_kind {
-    TV_ABSENT, /* not a value: an argument that was not passed, a variable that was never set */
-    TV_UNDEF,
+    TV_ABSENT, /* not a value: an argument that was not passed, a member that was not found */
+    TV_UNDEF,  /* prints as nothing; most operations on it are errors */
     TV_NONE,
     TV_BOOL,
     TV_INT,
     TV_FLOAT,
     TV_STR,
-    TV_LIST, /* ranges and the views of a dictionary, too */
+    TV_LIST, /* also a range, or the keys, values or items of a dictionary */
     TV_TUPLE,
-    TV_GEN, /* a generator: always true, no length, used up by the first loop over it */
+    TV_GEN, /* a generator: always true, without a length, used up by the first loop over it */
     TV_DICT,
-    TV_NAMESPACE, /* the only value that changes after it was made */
+    TV_NAMESPACE, /* the only value whose members can be assigned to */
     TV_FUNC,
     TV_MACRO,
     TV_LOOP
 };
 
-/* A template value. Strings and containers are shared by reference and never modified. */
+/* A template value. */
 struct tv {
     uint8_t kind;
-    bool data;   /* made from data: its text, and the punctuation added when it is printed, is ORIGIN_DATA */
+    bool data;   /* made from data: all that it prints, punctuation included, is ORIGIN_DATA */
     bool markup; /* a string from `safe` or `escape`: + escapes the other operand */
     union {
         int64_t i; /* TV_BOOL too */
@@ -2045,53 +2061,58 @@ struct tv {
         const struct func *func;
         const struct macro *macro;
         struct loop *loop;
-        struct {           /* TV_STR */
-            const char *s; /* TV_UNDEF: the message for those who use the value, with a NUL */
-            const uint8_t *o;
+        struct {              /* TV_STR */
+            const char *s;    /* (n); TV_UNDEF: the message for using the value, with a NUL */
+            const uint8_t *o; /* (n) ORIGIN_* of every byte */
             size_t n;
         };
     };
 };
 
-/* A dictionary has its keys and values in turn, in order of insertion. */
+/* The elements of a container. A dictionary or namespace has its keys and values in turn, in order of insertion. */
 struct list {
     struct tv *v;
     size_t n, cap;
 };
 
+/* The arguments of a call. */
 struct args {
-    struct list pos, kw;
-    struct tv v[4];   /* by the signature of the function; TV_ABSENT where not passed */
-    int mode;         /* which of several functions that share their code */
-    const char *name; /* of the function, for messages */
+    struct list pos, kw; /* positional arguments; keyword arguments, a dictionary */
+    struct tv v[4];      /* by the parameters of the function; TV_ABSENT where not passed */
+    int mode;            /* builtin.mode */
+    const char *name;    /* of the function, for messages */
 };
 
 struct job;
 
-/* A filter, test, method or global. The signature names the parameters, `?` marks those that may be left out; "*": the
- * function looks at pos and kw itself. `self` is the value on the left of the | or the dot. */
+/* A filter, test, method or global function. `self` is the value to the left of the | or the dot. */
 struct builtin {
-    int where; /* AS_*, OF_* */
-    const char *name, *sig;
+    int where; /* AS_*, OF_*: what the name stands for */
+    const char *name;
+    const char *sig; /* names of the parameters, `?` behind the optional ones; "*": fn reads pos and kw itself */
     struct tv (*fn)(struct job *j, struct tv self, struct args *a); /* NULL: the immutable sandbox refuses it */
-    int mode;
+    int mode;                                                       /* tells apart the functions that share fn */
 };
 
+/* A built-in function as a value; a method is bound to its object `self`. */
 struct func {
     const struct builtin *fn;
     struct tv self;
 };
 
+/* A {% macro %}, or the body of a {% call %} block. */
 struct macro {
-    const struct node *def;
-    struct scope *scope; /* where it was defined */
+    const struct node *def; /* N_MACRO */
+    struct scope *scope;    /* where it was defined */
 };
 
+/* The variables of a block. */
 struct scope {
-    struct scope *up;
+    struct scope *up; /* where the look-up goes on; NULL: nowhere */
     struct list vars; /* a dictionary */
 };
 
+/* Text that grows, in the pool: (cap) bytes and origins, of which n are used. */
 struct buf {
     char *s;
     uint8_t *o;
@@ -2107,20 +2128,23 @@ struct pool_block {
 /* One parse or one rendering: its memory, its limits, and the way out on an error. */
 struct job {
     struct pool_block *pool;
-    size_t pool_bytes;     /* of the pool and of what from_json read */
-    const uint8_t *run[2]; /* run_n[i] bytes that all say origin i */
+    size_t pool_bytes;     /* bytes of the pool and of what from_json parsed */
+    const uint8_t *run[2]; /* [i]: (run_n[i]) bytes, all of origin i, which strings share as their origins */
     size_t run_n[2];
     jmp_buf out_of_here;
     char *err;
-    int line, rc, depth;
+    int line;  /* of the source, for messages */
+    int rc;    /* of job_run */
+    int depth; /* levels of parsing or evaluation */
     int64_t steps;
     struct scope *scope;
     struct buf *out;
-    struct tv captured;  /* text of a {% set %} or {% filter %} block on the way to its filter */
-    struct buf tail[28]; /* [i]: the last text of 2^i bytes or more that tv_concat made */
-    json_t **parsed;     /* stb_ds array: what from_json read; strings point into it */
+    struct tv captured;  /* the text of a {% set %} or {% filter %} block, for N_CAPTURED */
+    struct buf tail[28]; /* [i]: the last text of 2^i to 2^(i + 1) - 1 bytes that tv_concat made */
+    json_t **parsed;     /* stb_ds array: what from_json parsed; strings point into it */
 };
 
+/* Ends the parse or the rendering with "line N: message". */
 __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job *j, const char *fmt, ...) {
     va_list ap;
     int n = snprintf(j->err, ERR_MAX, "line %d: ", j->line);
@@ -2132,31 +2156,34 @@ __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job 
     longjmp(j->out_of_here, 1);
 }
 
-#define SHOW(x) (int)((x).n < 100 ? (x).n : 100), (x).s /* for %.*s */
+/* The first 100 bytes of a string or token, for %.*s. */
+#define SHOW(x) (int)((x).n < 100 ? (x).n : 100), (x).s
 
-/* Accounts for n elementary steps; handling 16 bytes is one. */
+/* Counts n elementary steps against TEMPLATE_STEPS. Handling 16 bytes of text is one step. */
 static void job_charge(struct job *j, size_t n) {
     j->steps += (int64_t)n;
     if (j->steps > TEMPLATE_STEPS) job_fail(j, "the template takes more than %d steps", TEMPLATE_STEPS);
 }
 
+/* Enters a level of evaluation; the caller leaves it with j->depth--. */
 static void job_enter(struct job *j) {
     if (++j->depth > TEMPLATE_DEPTH) job_fail(j, "recursion deeper than %d levels", TEMPLATE_DEPTH);
     job_charge(j, 1);
 }
 
-/* Accounts for n bytes of memory. */
+/* Counts n bytes against TEMPLATE_MEMORY. */
 static void job_reserve(struct job *j, size_t n) {
     if (n > TEMPLATE_MEMORY || j->pool_bytes + n > TEMPLATE_MEMORY)
         job_fail(j, "the template needs more than %d MiB", TEMPLATE_MEMORY >> 20);
     j->pool_bytes += n;
 }
 
+/* Takes n zeroed bytes from the pool, aligned to 16. */
 static void *job_alloc(struct job *j, size_t n) {
     struct pool_block *b = j->pool;
     n = (n + 15) / 16 * 16;
     if (!b || b->size - b->used < n) {
-        bool large = b && n > 16384; /* does not end the block that small pieces come from */
+        bool large = b && n > 16384; /* gets its own block; small pieces go on coming from the old one */
         size_t size = n > 16384 ? n : 65536;
         job_reserve(j, size);
         struct pool_block *fresh = xmalloc(sizeof *fresh + size), **at = large ? &b->next : &j->pool;
@@ -2175,7 +2202,7 @@ static void pool_free(struct pool_block *b) {
     }
 }
 
-/* Room for one more element in an array of the pool. */
+/* Makes room for one more element of `size` bytes in an array of the pool that has n of them. Returns the array. */
 static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size) {
     if (n < *cap) return p;
     *cap = *cap ? 2 * *cap : 4;
@@ -2183,25 +2210,28 @@ static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size
     return n ? memcpy(q, p, n * size) : q;
 }
 
-/* A string of one origin at s, which is not copied. */
+/* A string of the n bytes at s, which are not copied, all of one origin. */
 static struct tv tv_text(struct job *j, const char *s, size_t n, int origin) {
-    if (j->run_n[origin] < n || !j->run[origin]) { /* origins of one kind are shared */
+    if (j->run_n[origin] < n || !j->run[origin]) {
         j->run_n[origin] = n < 1024 ? 1024 : 2 * n;
         j->run[origin] = memset(job_alloc(j, j->run_n[origin]), origin, j->run_n[origin]);
     }
     return (struct tv){.kind = TV_STR, .data = origin == ORIGIN_DATA, .s = s, .o = j->run[origin], .n = n};
 }
 
+/* Values of the template's own. The text of tv_lit is not copied. */
 static struct tv tv_lit(struct job *j, const char *s) { return tv_text(j, s, strlen(s), ORIGIN_TEMPLATE); }
 static struct tv tv_bool(bool b) { return (struct tv){.kind = TV_BOOL, .i = b}; }
 static struct tv tv_int(int64_t i) { return (struct tv){.kind = TV_INT, .i = i}; }
 static struct tv tv_float(double f) { return (struct tv){.kind = TV_FLOAT, .f = f}; }
 static struct tv tv_none(void) { return (struct tv){.kind = TV_NONE}; }
 
+/* An empty container. */
 static struct tv tv_list(struct job *j, int kind) {
     return (struct tv){.kind = (uint8_t)kind, .list = job_alloc(j, sizeof(struct list))};
 }
 
+/* An undefined value. The message is for an operation that does not accept it. */
 __attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct job *j, const char *fmt, ...) {
     char msg[256];
     va_list ap;
@@ -2211,6 +2241,7 @@ __attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct job *j, c
     return (struct tv){.kind = TV_UNDEF, .s = strcpy(job_alloc(j, strlen(msg) + 1), msg)};
 }
 
+/* The bytes [from, to) of a string. */
 static struct tv tv_sub(struct tv s, size_t from, size_t to) {
     s.s += from;
     s.o += from;
@@ -2218,21 +2249,26 @@ static struct tv tv_sub(struct tv s, size_t from, size_t to) {
     return s;
 }
 
+/* Whether v is the string s. */
 static bool tv_is(struct tv v, const char *s) { return v.kind == TV_STR && v.n == strlen(s) && !memcmp(v.s, s, v.n); }
 
+/* Groups of kinds: v.list holds the elements of a listy value, v.i the number of a whole one. */
 static bool tv_listy(struct tv v) { return v.kind >= TV_LIST && v.kind <= TV_GEN; }
 static bool tv_whole(struct tv v) { return v.kind == TV_BOOL || v.kind == TV_INT; }
 static bool tv_number(struct tv v) { return tv_whole(v) || v.kind == TV_FLOAT; }
 static double tv_double(struct tv v) { return v.kind == TV_FLOAT ? v.f : (double)v.i; }
 
+/* Whether v, or a byte of it, is data. */
 static bool tv_has_data(struct tv v) { return v.data || (v.kind == TV_STR && v.n && memchr(v.o, ORIGIN_DATA, v.n)); }
 
+/* Appends an element. */
 static void list_push(struct job *j, struct list *l, struct tv v) {
     l->v = job_grow(j, l->v, l->n, &l->cap, sizeof *l->v);
     l->v[l->n++] = v;
     job_charge(j, 1);
 }
 
+/* Python's name for the type of a value. */
 static const char *tv_type(struct tv v) {
     static const char *const name[] = {
         [TV_ABSENT] = "",       [TV_UNDEF] = "Undefined", [TV_NONE] = "NoneType",   [TV_BOOL] = "bool",
@@ -2242,7 +2278,7 @@ static const char *tv_type(struct tv v) {
     return name[v.kind];
 }
 
-/* Ends with jinja2's message if v is undefined, else with this one; for operations that v does not have. */
+/* Fails because v does not support an operation. If v is undefined, shows jinja2's message about that instead. */
 __attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *j, struct tv v, const char *fmt, ...) {
     char msg[256];
     va_list ap;
@@ -2252,6 +2288,7 @@ __attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *
     job_fail(j, "%s", v.kind == TV_UNDEF ? v.s : msg);
 }
 
+/* Python's bool(v). */
 static bool tv_truthy(struct tv v) {
     if (v.kind == TV_UNDEF || v.kind == TV_NONE) return false;
     if (tv_number(v)) return tv_double(v) != 0;
@@ -2261,8 +2298,8 @@ static bool tv_truthy(struct tv v) {
 
 /* ---- code points ---- */
 
-/* Length and value of the code point at s, n > 0. A byte that is not UTF-8 counts as one code point, 0xdc00 + byte, as
- * in Python's surrogateescape. */
+/* Reads the code point at s (n > 0 bytes) to *cp and returns its length. A byte that is not UTF-8 counts as the code
+ * point 0xdc00 + byte, as with Python's surrogateescape. */
 static size_t cp_next(const char *s, size_t n, int32_t *cp) {
     *cp = (uint8_t)*s;
     if (*cp < 0x80) return 1;
@@ -2272,7 +2309,7 @@ static size_t cp_next(const char *s, size_t n, int32_t *cp) {
     return 1;
 }
 
-/* The code point that ends at s + n, n > 0. */
+/* Reads the code point that ends at s + n (n > 0) to *cp and returns its length. */
 static size_t cp_prev(const char *s, size_t n, int32_t *cp) {
     size_t k = 1;
     while (k < 4 && k < n && ((uint8_t)s[n - k] & 0xc0) == 0x80) k++;
@@ -2281,6 +2318,7 @@ static size_t cp_prev(const char *s, size_t n, int32_t *cp) {
     return 1;
 }
 
+/* Number of code points in n bytes. */
 static size_t cp_count(struct job *j, const char *s, size_t n) {
     size_t count = 0;
     int32_t cp;
@@ -2289,7 +2327,7 @@ static size_t cp_count(struct job *j, const char *s, size_t n) {
     return count;
 }
 
-/* Byte offset of the code point with this number. */
+/* Byte offset of code point `number` of a string, or the string's length. */
 static size_t cp_offset(struct tv v, int64_t number) {
     size_t i = 0;
     int32_t cp;
@@ -2297,14 +2335,14 @@ static size_t cp_offset(struct tv v, int64_t number) {
     return i;
 }
 
-/* str.isspace of Python. */
+/* Python's str.isspace. */
 static bool cp_space(int32_t c) {
     if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13) || (c >= 0x1c && c <= 0x1f);
     return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 ||
            c == 0x202f || c == 0x205f || c == 0x3000;
 }
 
-/* Bytes of s that remain when the white space at its end is removed; bytes of white space at its start. */
+/* Bytes of s that remain without the white space at its end. */
 static size_t space_end(const char *s, size_t n) {
     int32_t cp;
     for (size_t k; n; n -= k) {
@@ -2314,6 +2352,7 @@ static size_t space_end(const char *s, size_t n) {
     return n;
 }
 
+/* Bytes of white space at the start of s. */
 static size_t space_start(const char *s, size_t n) {
     size_t i = 0;
     int32_t cp;
@@ -2326,12 +2365,13 @@ static size_t space_start(const char *s, size_t n) {
 
 /* ---- text that grows ---- */
 
+/* Makes room for `more` bytes, and charges for writing them. */
 static void buf_room(struct job *j, struct buf *b, size_t more) {
     job_charge(j, 1 + more / 16);
     if (more > TEMPLATE_TEXT || b->n + more > TEMPLATE_TEXT)
         job_fail(j, "the template makes a text of more than %d MiB", TEMPLATE_TEXT >> 20);
     if (b->n + more <= b->cap) return;
-    b->cap = b->n ? 2 * (b->n + more) : more; /* exact at first: most texts are not added to */
+    b->cap = b->n ? 2 * (b->n + more) : more; /* exact at first, since most texts do not grow */
     char *s = job_alloc(j, b->cap);
     uint8_t *o = job_alloc(j, b->cap);
     if (b->n) {
@@ -2342,6 +2382,7 @@ static void buf_room(struct job *j, struct buf *b, size_t more) {
     b->o = o;
 }
 
+/* Appends a string with its origins. */
 static void buf_put(struct job *j, struct buf *b, struct tv v) {
     buf_room(j, b, v.n);
     if (v.n) {
@@ -2351,6 +2392,7 @@ static void buf_put(struct job *j, struct buf *b, struct tv v) {
     b->n += v.n;
 }
 
+/* Appends n bytes, all of one origin. */
 static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int origin) {
     buf_room(j, b, n);
     if (n) {
@@ -2360,6 +2402,7 @@ static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int 
     b->n += n;
 }
 
+/* Appends at most 255 bytes of formatted text, all of one origin. */
 __attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin, const char *fmt,
                                                              ...) {
     char tmp[256];
@@ -2370,11 +2413,13 @@ __attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, stru
     buf_fill(j, b, tmp, n < (int)sizeof tmp ? (size_t)n : sizeof tmp - 1, origin);
 }
 
+/* Appends a code point. */
 static void buf_cp(struct job *j, struct buf *b, int32_t cp, int origin) {
     char u[4];
     buf_fill(j, b, u, (size_t)utf8proc_encode_char(cp, (uint8_t *)u), origin);
 }
 
+/* The text as a string, which shares the bytes. */
 static struct tv buf_str(const struct buf *b) {
     static const uint8_t none[1];
     if (!b->s) return (struct tv){.kind = TV_STR, .s = "", .o = none};
@@ -2384,14 +2429,15 @@ static struct tv buf_str(const struct buf *b) {
 /* ============================================================================================================
  * Chat template: comparing and printing values
  *
- * Equality and order as Python defines them, dictionaries, the elements that a loop sees, and str(), repr() and json.dumps.
+ * Equality and order as Python has them, dictionaries, the elements that a loop sees; then Python's str() and repr(),
+ * JSON, and HTML escapes.
  * ============================================================================================================ */
 
 /* ---- equality, order, dictionaries ---- */
 
 static bool tv_eq(struct job *j, struct tv a, struct tv b);
 
-/* -1, 0 or 1: a is below, equal to or above b, by their exact values; 2: one of them is not a number. */
+/* Compares two numbers by their exact values. -1, 0 or 1: a is below, equal to or above b; 2: one of them is NaN. */
 static int number_order(struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b);
     if (x < y) return -1;
@@ -2403,7 +2449,7 @@ static int number_order(struct tv a, struct tv b) {
     return (i > k) - (i < k);
 }
 
-/* The value of a key; NULL: it is not there. */
+/* Finds the value of a key in a dictionary; NULL: there is none. */
 static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) {
     if (key.kind == TV_LIST || key.kind == TV_DICT) job_fail(j, "unhashable type: '%s'", tv_type(key));
     job_charge(j, 1 + d->n / 16);
@@ -2412,6 +2458,7 @@ static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) 
     return NULL;
 }
 
+/* Sets the value of a key in a dictionary. */
 static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) {
     struct tv *old = dict_find(j, d, key);
     if (old) {
@@ -2422,6 +2469,7 @@ static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) 
     list_push(j, d, v);
 }
 
+/* Python's a == b. */
 static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     if (a.kind == TV_STR && b.kind == TV_STR) {
         if (a.n != b.n) return false;
@@ -2443,7 +2491,7 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     return eq;
 }
 
-/* a < b as Python orders them; UTF-8 sorts as its code points do. */
+/* Python's a < b. Strings compare by bytes, since UTF-8 sorts as its code points do. */
 static bool tv_less(struct job *j, struct tv a, struct tv b) {
     if (tv_number(a) && tv_number(b)) return number_order(a, b) < 0;
     if (a.kind == TV_STR && b.kind == TV_STR) {
@@ -2465,7 +2513,7 @@ static bool tv_less(struct job *j, struct tv a, struct tv b) {
     return a.list->n < b.list->n;
 }
 
-/* The elements that a loop over v sees; they must not be modified. Uses up a generator. */
+/* The elements that a loop over v sees. They must not be modified: the list may be v's own. Uses up a generator. */
 static struct list *tv_iter(struct job *j, struct tv v) {
     int32_t cp;
     if (v.kind == TV_LIST || v.kind == TV_TUPLE) return v.list;
@@ -2486,7 +2534,7 @@ static struct list *tv_iter(struct job *j, struct tv v) {
 
 /* ---- printing ---- */
 
-/* repr() of Python's float: the shortest digits that read back as d. */
+/* Python's repr(d): the shortest digits that read back as d. */
 static void float_repr(double d, char out[40]) {
     int prec = -1;
     if (isnan(d)) {
@@ -2503,14 +2551,14 @@ static void float_repr(double d, char out[40]) {
     if (e >= -4 && e < 16) snprintf(out, 40, "%.*f", prec - e > 1 ? prec - e : 1, d);
 }
 
-/* How values are printed: str(), with repr() for what is inside containers, or json.dumps. */
+/* How tv_write prints values: as repr(), or as JSON like json.dumps. */
 struct style {
-    bool json, ascii, sort;
-    struct tv indent; /* JSON: text of one level; TV_NONE: all in one line */
-    struct tv comma, colon;
+    bool json, ascii, sort; /* JSON; escape all but ASCII; sort the keys */
+    struct tv indent;       /* indentation of one level; not a string: everything in one line */
+    struct tv comma, colon; /* separators */
 };
 
-/* A string in quotes, with the escapes of repr() or JSON. */
+/* Appends a string in quotes, escaped as by repr() or in JSON. An escape has the origin of what it stands for. */
 static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct style *st, int origin) {
     static const char plain[] = "\n\r\t\\\b\f\"", letter[] = "nrt\\bf\"";
     int own = tv_has_data(v) ? ORIGIN_DATA : origin;
@@ -2546,12 +2594,14 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin);
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
 
+/* Starts an indented line, if the style asks for that. */
 static void write_newline(struct job *j, struct buf *b, const struct style *st, int level, int origin) {
     if (st->indent.kind != TV_STR) return;
     buf_fill(j, b, "\n", 1, origin);
     while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
 }
 
+/* Appends a container other than a generator. `origin` is that of its punctuation. */
 static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
     bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
     const char *brackets = dict ? "{}" : "[]";
@@ -2585,7 +2635,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
     buf_fill(j, b, brackets + 1, 1, origin);
 }
 
-/* Appends a value. Text that is added to data is data; `origin` is that of the container around v. */
+/* Appends a value in a style. What is added to data is data; else it has `origin`, which is that of the container. */
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
     static const char *const bool_name[2][2] = {{"False", "True"}, {"false", "true"}}; /* [JSON][value] */
     char num[40];
@@ -2618,7 +2668,7 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
     j->depth--;
 }
 
-/* str(v); a string stays itself. */
+/* Python's str(v). A string stays as it is; an undefined value is empty. */
 static struct tv tv_str(struct job *j, struct tv v) {
     struct style st = {.comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
     struct buf b = {0};
@@ -2627,7 +2677,7 @@ static struct tv tv_str(struct job *j, struct tv v) {
     return buf_str(&b);
 }
 
-/* Markup: & < > ' " replaced; what already is markup stays. */
+/* str(v) as markup, with & < > ' and " escaped, unless it is markup already. */
 static struct tv html_escape(struct job *j, struct tv v) {
     static const char special[] = "&<>'\"";
     static const char *const escape[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
@@ -2643,7 +2693,7 @@ static struct tv html_escape(struct job *j, struct tv v) {
     return v;
 }
 
-/* A value from JSON; its strings stay where jansson keeps them. */
+/* A value from JSON, all of it data if `data`. Strings point into jansson's tree, which must outlive the job. */
 static struct tv tv_json(struct job *j, const json_t *json, bool data) {
     struct tv v = tv_none();
     const char *key;
@@ -2677,16 +2727,17 @@ static struct tv tv_json(struct job *j, const json_t *json, bool data) {
 /* ============================================================================================================
  * Chat template: format strings
  *
- * The two ways of Python to fill values into a text: the operator % and str.format.
+ * Python's two ways to fill values into a text: the operator % and str.format. Every part of the result keeps its
+ * origin.
  * ============================================================================================================ */
 
-/* The whole part of a float. */
+/* The integer part of a float. `what` names the operation in the message. */
 static int64_t float_int(struct job *j, double f, const char *what) {
     if (!(fabs(f) < 0x1p63)) job_fail(j, "integer overflow in %s", what);
     return (int64_t)f;
 }
 
-/* format % args with %s, %d and %% */
+/* Python's format % args, with %s, %d and %%. */
 static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
     struct list one = {.v = &args, .n = 1}, *l = args.kind == TV_TUPLE ? args.list : &one;
     struct buf b = {0};
@@ -2714,17 +2765,17 @@ static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
 
 /* ---- str.format ---- */
 
-/* What stands behind the colon of a replacement field: [[fill]align][0][width][.precision][type]. Python's signs,
- * separators (`,` and `_`), `#` and the types other than s, d and f are refused. */
+/* What stands behind the colon of a replacement field: [[fill]align][0][width][.precision][type]. The rest of Python's
+ * format language (signs, separators, `#`, other types, fields in fields) is refused. */
 struct format_spec {
     struct tv fill; /* one code point */
-    char align;     /* one of < > ^ =, where = pads between the sign and the digits; 0: not given */
+    char align;     /* < left, > right, ^ center, = between sign and digits; 0: not given */
     size_t width;   /* code points; 0: not given */
-    int precision;  /* digits behind the point of `f`, or the most code points of a string; -1: not given */
+    int precision;  /* digits behind the point, or the most code points of a string; -1: not given */
     char type;      /* s, d or f; 0: not given */
 };
 
-/* Parses digits at spec[*i], moves *i behind them. More than `max` is an error. */
+/* Parses the digits at spec[*i] and moves *i behind them. A number above `max` is an error. */
 static int64_t format_digits(struct job *j, struct tv spec, size_t *i, int64_t max) {
     int64_t n = 0;
     for (; *i < spec.n && isdigit((uint8_t)spec.s[*i]); ++*i) {
@@ -2734,8 +2785,10 @@ static int64_t format_digits(struct job *j, struct tv spec, size_t *i, int64_t m
     return n;
 }
 
+/* Whether spec[i] is an alignment. */
 static bool format_is_align(struct tv spec, size_t i) { return i < spec.n && spec.s[i] && strchr("<>^=", spec.s[i]); }
 
+/* Parses a format. For a number, a 0 before the width pads between sign and digits. */
 static struct format_spec format_parse(struct job *j, struct tv spec, bool number) {
     struct format_spec f = {.fill = tv_lit(j, " "), .precision = -1};
     int32_t cp;
@@ -2759,7 +2812,7 @@ static struct format_spec format_parse(struct job *j, struct tv spec, bool numbe
     return f;
 }
 
-/* Text of a value before it is padded. */
+/* The text of a value without its padding. `origin` is that of the digits of a number. */
 static struct tv format_text(struct job *j, struct tv v, struct tv spec, const struct format_spec *f, int origin) {
     char num[512];
     bool str = v.kind == TV_STR, fixed = f->type == 'f' && !str, wrong;
@@ -2776,7 +2829,7 @@ static struct tv format_text(struct job *j, struct tv v, struct tv spec, const s
     return tv_text(j, memcpy(job_alloc(j, n), num, n), n, origin);
 }
 
-/* format(v, spec) of Python. Padding, and the digits of a number, are data if the value or the spec is. */
+/* Python's format(v, spec). The padding, and the digits of a number, are data if the value or the spec is. */
 static struct tv format_value(struct job *j, struct tv v, struct tv spec) {
     struct buf b = {0};
     if (!spec.n) return tv_str(j, v);
@@ -2796,8 +2849,8 @@ static struct tv format_value(struct job *j, struct tv v, struct tv spec) {
     return buf_str(&b);
 }
 
-/* The argument that a field names. Fields without a name take the positional arguments in turn: *next counts them, and is
- * -1 once a field has a number, because Python does not allow both. */
+/* The argument that a field names. Fields without a name take the positional arguments in turn, and *next counts them.
+ * Python does not allow both those and fields with a number; *next is -1 once there was one with a number. */
 static struct tv format_argument(struct job *j, struct args *a, struct tv name, int64_t *next) {
     size_t i = 0;
     int64_t index = format_digits(j, name, &i, INT32_MAX);
@@ -2814,7 +2867,8 @@ static struct tv format_argument(struct job *j, struct args *a, struct tv name, 
     return *v;
 }
 
-/* text.format(...): {} and {0} are positional arguments, {name} a keyword, {{ and }} braces. */
+/* Python's text.format(...): {} and {0} are positional arguments, {name} is a keyword argument, {{ and }} are
+ * braces. */
 static struct tv f_format(struct job *j, struct tv text, struct args *a) {
     struct buf b = {0};
     int64_t next = 0;
@@ -2850,8 +2904,8 @@ static struct tv f_format(struct job *j, struct tv text, struct args *a) {
 /* ============================================================================================================
  * Chat template: operators
  *
- * What Python does with values: arithmetic, comparison, containment, subscripts, slices. Integers have 64 bits; where
- * Python's would grow beyond, that is an error.
+ * Python's operations on values: arithmetic, comparison, `in`, attributes, subscripts, slices. Integers have 64 bits; a
+ * result that would need more in Python is an error.
  * ============================================================================================================ */
 
 enum op {
@@ -2877,7 +2931,7 @@ enum op {
     OP_COUNT
 };
 
-/* Precedence of the operators, the loosest first. `not` stands between `and` and the comparisons; + binds less than ~. */
+/* Precedence of the operators, the loosest first. `not` binds less than a comparison, + less than ~. */
 enum { PREC_OR, PREC_AND, PREC_NOT, PREC_COMPARE, PREC_ADD, PREC_CONCAT, PREC_MUL, PREC_POW, PREC_UNARY };
 
 static const struct {
@@ -2892,6 +2946,7 @@ static const struct {
     [OP_MUL] = {"*", PREC_MUL},     [OP_DIV] = {"/", PREC_MUL},          [OP_FLOORDIV] = {"//", PREC_MUL},
     [OP_MOD] = {"%", PREC_MUL},     [OP_POW] = {"**", PREC_POW}};
 
+/* Arithmetic on integers. b is not 0 for // and %, and not negative for **. */
 static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
     int64_t r = op == OP_POW;
     bool over = false;
@@ -2905,7 +2960,7 @@ static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
             if (b > 1) over |= __builtin_mul_overflow(a, a, &a);
         }
         break;
-    default: /* // and %: rounded down, the remainder has the sign of b */
+    default: /* // and %: round down; the remainder has the sign of b */
         if (b == -1) return op == OP_MOD ? tv_int(0) : int_binary(j, OP_SUB, 0, a);
         r = op == OP_MOD ? a % b : a / b;
         if (a % b && (a < 0) != (b < 0)) r += op == OP_MOD ? b : -1;
@@ -2914,6 +2969,7 @@ static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
     return tv_int(r);
 }
 
+/* Arithmetic on numbers: in integers if both are, else in double. */
 static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b), m, q;
     if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
@@ -2940,10 +2996,12 @@ static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv
     }
 }
 
+/* The result kept for texts of n bytes, n > 0. */
 static struct buf *concat_tail(struct job *j, size_t n) { return &j->tail[63 - __builtin_clzll(n)]; }
 
-/* What was made here before is added to in place, behind its end: a loop that accumulates a text is linear. One tail for
- * each order of magnitude, so that the pieces do not evict the text. */
+/* Concatenates two strings. If a is the last result of its size, b is appended to it in place, so that a loop that
+ * accumulates a text takes linear time. One result for each power of two is kept, so that short pieces do not displace
+ * the text. */
 static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
     if (!a.n || !b.n) return a.n ? a : b;
     struct buf out = {0}, *tail = concat_tail(j, a.n);
@@ -2961,6 +3019,7 @@ static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
     return buf_str(&out);
 }
 
+/* v * times, of a string, list or tuple. */
 static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
     struct buf b = {0};
     struct tv l = tv_list(j, v.kind);
@@ -2973,6 +3032,7 @@ static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
     return v.kind == TV_STR ? buf_str(&b) : l;
 }
 
+/* a op b, for arithmetic operators and ~. */
 static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) {
     struct tv v = {0};
     bool str = a.kind == TV_STR && b.kind == TV_STR,
@@ -3007,7 +3067,7 @@ static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) 
     return v;
 }
 
-/* Offset of the first or last `sub` in s, or -1. Charges for the part of s that it looks at. */
+/* Byte offset of the first or last `sub` in s, or -1. Charges for the part of s that was searched. */
 static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) {
     ptrdiff_t at = -1;
     if (!sub.n) return last ? (ptrdiff_t)s.n : 0;
@@ -3025,6 +3085,7 @@ static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) 
     return at;
 }
 
+/* Python's `x in y`. */
 static bool tv_in(struct job *j, struct tv x, struct tv in) {
     if (in.kind == TV_DICT) return dict_find(j, in.list, x) != NULL;
     if (in.kind != TV_STR && !tv_listy(in) && in.kind != TV_UNDEF)
@@ -3039,6 +3100,7 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
     return false;
 }
 
+/* a op b, for comparisons. */
 static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
     if ((a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f))) return op == OP_NE || op == OP_NOT_IN;
     switch (op) {
@@ -3053,6 +3115,8 @@ static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
     }
 }
 
+/* A bound of a slice of n elements, clamped to [low, high]; `none` if it was left out. A negative one counts from the
+ * end. */
 static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, int64_t low, int64_t high) {
     if (v.kind == TV_NONE) return none;
     if (!tv_whole(v)) job_fail(j, "slice indices must be integers or None");
@@ -3061,7 +3125,7 @@ static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, 
     return i > high ? high : i;
 }
 
-/* v[start:stop:step]; TV_NONE stands for what is left out. Strings count code points. */
+/* v[start:stop:step], with TV_NONE for what is left out. Counts code points in strings. */
 static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
     bool str = v.kind == TV_STR;
     if (!str && v.kind != TV_LIST && v.kind != TV_TUPLE) tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
@@ -3092,7 +3156,7 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
 static const struct builtin *method_find(struct tv o, struct tv name);
 static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
 
-/* What Python's getattr finds: methods, members of a namespace, loop.*. TV_ABSENT: nothing. */
+/* What Python's getattr finds: a method, a member of a namespace or of `loop`. TV_ABSENT: nothing. */
 static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
     const struct builtin *m = method_find(o, key);
     struct tv *found = o.kind == TV_NAMESPACE ? dict_find(j, o.list, key) : NULL;
@@ -3119,7 +3183,8 @@ static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
     return tv_sub(o, 0, cp_offset(o, 1));
 }
 
-/* o.key or o[key], which differ in what is tried first, the attribute or the element. Undefined if there is neither. */
+/* o.key (attribute) or o[key]. The first looks for an attribute and then for an element, the second the other way
+ * round. Undefined if there is neither. */
 static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute) {
     const char *owner = o.kind == TV_NONE ? "None" : tv_type(o);
     const char *object = o.kind == TV_NONE ? "" : " object";
@@ -3135,13 +3200,14 @@ static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribut
 /* ============================================================================================================
  * Chat template: functions on strings
  *
- * Filters, tests, methods and global functions are C functions of one type: fn(job, self, args). The prefix tells what a name
- * in a template calls: f_ filters and methods, t_ tests, g_ globals, l_ methods of `loop`. All of them stand in the table
- * `builtins`, whose `mode` tells apart those that share a function. This section binds the arguments, then has the functions
- * on strings.
+ * A built-in function is a C function fn(job, self, args). Its prefix tells what a name in a template calls: f_ a
+ * filter or method, t_ a test, g_ a global function, l_ a method of `loop`. One without a comment does what Python or
+ * jinja2 document for its name. Functions that share their code are told apart by a->mode.
+ *
+ * This section binds arguments to parameters; then come the functions on strings.
  * ============================================================================================================ */
 
-/* Fills a->v by the signature. */
+/* Binds the arguments to the parameters of f, in a->v. */
 static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
     size_t n = 0, used = 0;
     a->mode = f->mode;
@@ -3162,14 +3228,15 @@ static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
         job_fail(j, "%s() got a keyword twice, or one that is not a parameter (%s)", f->name, f->sig);
 }
 
-/* Steps to look at all of v once. */
+/* The steps that looking at all of v takes. */
 static size_t tv_size(struct tv v) {
     if (v.kind == TV_STR) return v.n / 16;
     return tv_listy(v) || v.kind == TV_DICT ? v.list->n : 0;
 }
 
+/* Calls a built-in function. Charges for looking at self and each positional argument once. */
 static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv self, struct args *a) {
-    job_enter(j); /* map applies map */
+    job_enter(j); /* map can apply map */
     args_bind(j, f, a);
     job_charge(j, tv_size(self));
     for (size_t i = 0; i < a->pos.n; i++) job_charge(j, tv_size(a->pos.v[i]));
@@ -3178,8 +3245,10 @@ static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv 
     return v;
 }
 
+/* Argument i as a bool; false if it was not passed. */
 static bool arg_bool(struct args *a, int i) { return a->v[i].kind && tv_truthy(a->v[i]); }
 
+/* Argument i as an integer; `none` if it is None or was not passed. */
 static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
     struct tv v = a->v[i];
     if (!v.kind || v.kind == TV_NONE) return none;
@@ -3187,6 +3256,7 @@ static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
     return v.i;
 }
 
+/* Argument i, which must be a string. */
 static struct tv arg_str(struct job *j, struct args *a, int i) {
     if (a->v[i].kind != TV_STR) tv_fail(j, a->v[i], "%s(): '%s' is not a string", a->name, tv_type(a->v[i]));
     return a->v[i];
@@ -3194,16 +3264,17 @@ static struct tv arg_str(struct job *j, struct args *a, int i) {
 
 enum { CASE_UPPER, CASE_LOWER, CASE_CAPITALIZE, CASE_TITLE, CASE_TITLE_FILTER };
 
+/* Whether a code point has upper and lower case. */
 static bool cp_cased(int32_t cp) {
     int c = utf8proc_category(cp);
     return c == UTF8PROC_CATEGORY_LU || c == UTF8PROC_CATEGORY_LL || c == UTF8PROC_CATEGORY_LT;
 }
 
-/* upper, lower, capitalize, str.title, and the filter title, whose words begin behind white space and -({[<. Mappings are
- * of one code point, but for the German sharp s. */
+/* Changes the case: upper, lower, capitalize, str.title, and the filter title, for which a word begins after white
+ * space or one of -({[<. Each code point maps to one, except the German sharp s. */
 static struct tv str_case(struct job *j, struct tv v, int mode) {
     struct buf b = {0};
-    bool start = true; /* of a word, or of the string for capitalize */
+    bool start = true; /* at the start of a word, or of the string for capitalize */
     bool upper = mode == CASE_UPPER || mode == CASE_TITLE_FILTER;
     int32_t cp;
     for (size_t i = 0, k; i < v.n; i += k) {
@@ -3225,6 +3296,7 @@ static struct tv f_case(struct job *j, struct tv self, struct args *a) { return 
 
 enum { STRIP_LEFT = 1, STRIP_RIGHT = 2, STRIP_BOTH = 3 };
 
+/* strip, lstrip, rstrip, trim. */
 static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
     struct tv v = tv_str(j, self);
     bool space = !a->v[0].kind || a->v[0].kind == TV_NONE;
@@ -3243,7 +3315,7 @@ static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
     return v;
 }
 
-/* Fields between runs of white space; what is left after `max` splits keeps the white space at its far end. */
+/* Splits at runs of white space, at most `max` times. The rest keeps the white space at its far end. */
 static void split_space(struct job *j, struct list *out, struct tv v, size_t max, bool right) {
     struct list words = {0};
     int32_t cp;
@@ -3255,7 +3327,7 @@ static void split_space(struct job *j, struct list *out, struct tv v, size_t max
         }
         list_push(j, &words, tv_sub(v, from, i));
     }
-    size_t n = words.n, cut = right ? n - max : max; /* the word at which the unsplit piece ends, or starts */
+    size_t n = words.n, cut = right ? n - max : max; /* first word of the unsplit rest; right: first word behind it */
     for (size_t i = 0; i < n; i++) {
         struct tv w = words.v[i];
         if (n <= max || (right ? i >= cut : i < cut)) list_push(j, out, w);
@@ -3264,6 +3336,7 @@ static void split_space(struct job *j, struct list *out, struct tv v, size_t max
     }
 }
 
+/* split, rsplit. */
 static struct tv f_split(struct job *j, struct tv v, struct args *a) {
     struct tv out = tv_list(j, TV_LIST);
     int64_t limit = arg_int(j, a, 1, -1);
@@ -3290,6 +3363,7 @@ static struct tv f_split(struct job *j, struct tv v, struct args *a) {
     return out;
 }
 
+/* Splits at every line end that Python knows. */
 static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
     struct tv out = tv_list(j, TV_LIST);
     size_t from = 0;
@@ -3306,6 +3380,7 @@ static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
     return out;
 }
 
+/* replace(old, new, count). */
 static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
     struct tv v = tv_str(j, self), old = tv_str(j, a->v[0]), new = tv_str(j, a->v[1]);
     int64_t count = arg_int(j, a, 2, -1);
@@ -3330,7 +3405,7 @@ static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
 
 static struct tv attribute_path(struct job *j, struct tv item, struct tv path);
 
-/* items|join(sep, attribute), or with mode 1 sep.join(items), where every item must be a string */
+/* items|join(sep, attribute) or, with mode 1, sep.join(items), whose items must be strings. */
 static struct tv f_join(struct job *j, struct tv self, struct args *a) {
     bool method = a->mode;
     const struct list *l = tv_iter(j, method ? a->v[0] : self);
@@ -3350,6 +3425,7 @@ static struct tv f_join(struct job *j, struct tv self, struct args *a) {
 
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
+/* startswith and endswith, of a string or one of a tuple; removeprefix, removesuffix. */
 static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
     bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, test = a->mode <= AFFIX_ENDS, found = false;
     struct list one = {.v = a->v, .n = 1}, *l = test && a->v[0].kind == TV_TUPLE ? a->v[0].list : &one;
@@ -3366,7 +3442,7 @@ static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
 
 enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
 
-/* find, rfind, index, rindex, count with start and end, in code points. */
+/* find, rfind, index, rindex, count. Positions count code points. */
 static struct tv f_find(struct job *j, struct tv v, struct args *a) {
     struct tv sub = arg_str(j, a, 0), none = tv_none();
     struct tv start = a->v[1].kind ? a->v[1] : none;
@@ -3388,7 +3464,8 @@ static struct tv f_find(struct job *j, struct tv v, struct args *a) {
 
 enum { IS_ALPHA, IS_DIGIT, IS_ALNUM, IS_SPACE, IS_UPPER, IS_LOWER };
 
-/* str.isalpha and so on: not empty and every code point qualifies; isupper, islower: every cased one, and one is. */
+/* Python's str.isalpha and so on: there is a code point, and all of them qualify. For isupper and islower only those
+ * with case matter. */
 static bool str_is(struct tv v, int mode) {
     bool any = false;
     int32_t cp;
@@ -3425,6 +3502,7 @@ static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
 
 enum { STRING_PLAIN, STRING_SAFE, STRING_ESCAPE };
 
+/* string, safe, escape. */
 static struct tv f_string(struct job *j, struct tv self, struct args *a) {
     if (a->mode == STRING_ESCAPE) return html_escape(j, self);
     struct tv v = tv_str(j, self);
@@ -3435,7 +3513,8 @@ static struct tv f_string(struct job *j, struct tv self, struct args *a) {
 /* ============================================================================================================
  * Chat template: functions on numbers, sequences, mappings
  *
- * More filters and methods: arithmetic and rounding, then what lists, tuples, generators and dictionaries offer, and JSON.
+ * More filters and methods: conversion and rounding of numbers, then what lists, tuples, generators and dictionaries
+ * offer, then JSON.
  * ============================================================================================================ */
 
 /* ---- numbers ---- */
@@ -3450,13 +3529,13 @@ static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
     return v;
 }
 
-/* A whole string as a number, an integer if it is written as one; TV_NONE: it is no number. */
+/* Reads a string as Python's int() or float() does: an integer if it is written as one. TV_NONE: it is not a number. */
 static struct tv str_number(struct tv v) {
     char tmp[64], *end;
     v = tv_sub(v, space_start(v.s, v.n), space_end(v.s, v.n));
     if (!v.n || v.n >= sizeof tmp) return tv_none();
     size_t n = 0;
-    for (size_t i = 0; i < v.n; i++) /* 1_000 */
+    for (size_t i = 0; i < v.n; i++) /* without the _ of 1_000 */
         if (v.s[i] != '_' || !i || i + 1 == v.n || !isdigit((uint8_t)v.s[i - 1]) || !isdigit((uint8_t)v.s[i + 1]))
             tmp[n++] = v.s[i];
     tmp[n] = 0;
@@ -3472,7 +3551,7 @@ static struct tv str_number(struct tv v) {
     return *end ? tv_none() : tv_float(d);
 }
 
-/* int and, with mode 1, float */
+/* int and, with mode 1, float. */
 static struct tv f_number(struct job *j, struct tv v, struct args *a) {
     bool to_float = a->mode, data = tv_has_data(v);
     struct tv none = to_float ? tv_float(0) : tv_int(0), n;
@@ -3486,7 +3565,7 @@ static struct tv f_number(struct job *j, struct tv v, struct args *a) {
     return n;
 }
 
-/* round(x, digits) of Python: halves, by the exact value, to the even neighbour. */
+/* Python's round(i, digits): halves go to the even neighbor. */
 static struct tv int_round(struct job *j, int64_t i, int64_t digits) {
     __int128 x = i, p = 1, r;
     for (; digits < 0 && p < (__int128)1e20; digits++) p *= 10;
@@ -3498,6 +3577,7 @@ static struct tv int_round(struct job *j, int64_t i, int64_t digits) {
     return tv_int((int64_t)x);
 }
 
+/* Python's round(d, digits): by the exact value of d, halves go to the even neighbor. */
 static struct tv float_round(struct job *j, double d, int64_t digits) {
     char tmp[700];
     double x = fabs(d), p = pow(10, -(double)digits), r = fmod(x, p);
@@ -3543,7 +3623,7 @@ static struct tv f_default(struct job *j, struct tv v, struct args *a) {
     return a->v[0].kind ? a->v[0] : tv_lit(j, "");
 }
 
-/* An element reached by `a.b.0`, the attribute= of filters; the item itself where there is none. */
+/* Follows a path such as a.b.0, the attribute= of filters. Without a path, item itself. */
 static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
     if (!path.kind || path.kind == TV_NONE) return item;
     if (path.kind != TV_STR) return tv_get(j, item, path, false);
@@ -3557,7 +3637,7 @@ static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
     }
 }
 
-/* What an element is sorted by: itself or an attribute, strings in lower case unless case counts. */
+/* What an element is sorted by: itself or an attribute; strings in lower case unless case_sensitive. */
 static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool case_sensitive) {
     if (path.kind == TV_STR && memchr(path.s, ',', path.n))
         job_fail(j, "several attributes to sort by are not supported");
@@ -3565,7 +3645,7 @@ static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool ca
     return v.kind == TV_STR && !case_sensitive ? str_case(j, v, CASE_LOWER) : v;
 }
 
-/* A stable merge sort of l by keys. */
+/* Sorts l by keys, one for each element: a stable merge sort. With `reverse`, equal elements keep their order, too. */
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse) {
     struct list *out = job_alloc(j, sizeof *out);
     size_t *at = job_alloc(j, 2 * l->n * sizeof *at), *to = at + l->n;
@@ -3601,7 +3681,7 @@ static struct tv f_sort(struct job *j, struct tv self, struct args *a) {
 
 enum { DICT_KEYS = 1, DICT_VALUES, DICT_ITEMS, DICT_ITEMS_FILTER };
 
-/* keys, values and items of a dictionary */
+/* keys, values, items. */
 static struct tv f_items(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, a->mode == DICT_ITEMS_FILTER ? TV_GEN : TV_LIST);
     if (self.kind == TV_UNDEF && a->mode == DICT_ITEMS_FILTER) return out;
@@ -3635,7 +3715,7 @@ static struct tv f_get(struct job *j, struct tv self, struct args *a) {
     return a->v[1].kind ? a->v[1] : tv_none();
 }
 
-/* first and, with mode 1, last */
+/* first and, with mode 1, last. */
 static struct tv f_end(struct job *j, struct tv self, struct args *a) {
     if (a->mode && self.kind == TV_GEN) job_fail(j, "'generator' object is not reversible");
     struct list *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
@@ -3662,7 +3742,7 @@ static struct tv f_reverse(struct job *j, struct tv self, struct args *a) {
     return l;
 }
 
-/* min and, with mode 1, max */
+/* min and, with mode 1, max. */
 static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct tv best = tv_undef(j, "No aggregated item, sequence was empty."), best_key = best;
@@ -3695,6 +3775,7 @@ static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
     return sum;
 }
 
+/* What a name of a built-in function stands for: a filter, a test, a global function, or a method of a type. */
 enum {
     AS_FILTER = 1,
     AS_TEST = 2,
@@ -3708,7 +3789,7 @@ enum {
 
 static const struct builtin *builtin_find(int where, struct tv name);
 
-/* The filter or test that map, select and their kin apply to every element. */
+/* Finds the filter or test that map, select and so on apply to every element. */
 static const struct builtin *builtin_named(struct job *j, int where, struct tv name) {
     const struct builtin *f = name.kind == TV_STR ? builtin_find(where, name) : NULL;
     name = tv_str(j, name);
@@ -3716,6 +3797,7 @@ static const struct builtin *builtin_named(struct job *j, int where, struct tv n
     return f;
 }
 
+/* map(filter, arguments) or map(attribute=path, default=value). */
 static struct tv f_map(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, TV_GEN), *path = a->pos.n ? NULL : dict_find(j, &a->kw, tv_lit(j, "attribute"));
     struct tv *none = path ? dict_find(j, &a->kw, tv_lit(j, "default")) : NULL;
@@ -3736,6 +3818,7 @@ static struct tv f_map(struct job *j, struct tv self, struct args *a) {
 
 enum { SELECT_REJECT = 1, SELECT_BY_ATTRIBUTE = 2 };
 
+/* select, reject, selectattr, rejectattr. Without a test, the truth of the element or attribute decides. */
 static struct tv f_select(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, TV_GEN);
     size_t first = a->mode & SELECT_BY_ATTRIBUTE ? 1 : 0;
@@ -3754,7 +3837,7 @@ static struct tv f_select(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
-/* index and, with mode 1, count of a list */
+/* index and, with mode 1, count, of a list or tuple. */
 static struct tv f_index(struct job *j, struct tv self, struct args *a) {
     int64_t count = 0;
     for (size_t i = 0; i < self.list->n; i++) {
@@ -3766,6 +3849,7 @@ static struct tv f_index(struct job *j, struct tv self, struct args *a) {
     return tv_int(count);
 }
 
+/* The tojson of transformers: json.dumps without HTML escapes, ensure_ascii off. */
 static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
     struct tv indent = a->v[1].kind ? a->v[1] : tv_none(), sep = a->v[2];
     struct style st = {.json = true, .indent = indent, .ascii = arg_bool(a, 0), .sort = arg_bool(a, 3)};
@@ -3787,7 +3871,7 @@ static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
 static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
     json_error_t e;
     self = tv_str(j, self);
-    job_reserve(j, 80 * self.n); /* jansson's tree is not in the pool; `{},` makes the largest */
+    job_reserve(j, 80 * self.n); /* jansson's tree is not in the pool; `{},` needs the most per byte */
     json_t *json = json_loadb(self.s, self.n, JSON_DECODE_ANY, &e);
     if (!json) job_fail(j, "%s: %s at byte %d", a->name, e.text, e.position);
     arrput(j->parsed, json);
@@ -3797,8 +3881,8 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 /* ============================================================================================================
  * Chat template: tests, globals, loop, the table of builtins
  *
- * The rest of the built-in functions, and the table in which the parser finds filters and tests by name, and subscripts find
- * methods.
+ * The other built-in functions, and the table of all. The parser finds filters and tests in it by name, rendering finds
+ * global functions, and subscripts find methods.
  * ============================================================================================================ */
 
 /* ---- tests ---- */
@@ -3808,7 +3892,7 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 #define KINDS_CALLABLE (KIND(FUNC) | KIND(MACRO) | KIND(LOOP) | KIND(UNDEF))
 #define KINDS_NUMBER   (KIND(INT) | KIND(FLOAT) | KIND(BOOL))
 
-/* The mode is the set of kinds that pass. */
+/* Whether the kind of v is in the set of kinds `mode`. */
 static struct tv t_kind(struct job *j, struct tv v, struct args *a) {
     (void)j;
     return tv_bool(a->mode >> v.kind & 1);
@@ -3823,7 +3907,7 @@ static struct tv t_compare(struct job *j, struct tv v, struct args *a) {
     return tv_bool(tv_compare(j, (enum op)a->mode, v, a->v[0]));
 }
 
-/* odd, even, divisibleby: the remainder of a division is `mode`. */
+/* odd, even, divisibleby: whether the remainder is `mode`. */
 static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
     struct tv by = a->v[0].kind ? a->v[0] : tv_int(2);
     return tv_bool(tv_eq(j, tv_binary(j, OP_MOD, v, by), tv_int(a->mode)));
@@ -3832,7 +3916,7 @@ static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
 static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
     (void)j;
     struct tv w = a->v[0];
-    bool same = v.kind == w.kind && (v.kind == TV_NONE || v.list == w.list); /* any pointer, any number */
+    bool same = v.kind == w.kind && (v.kind == TV_NONE || v.list == w.list); /* the union holds a pointer or a number */
     return tv_bool(same && (v.kind != TV_STR || v.n == w.n));
 }
 
@@ -3855,7 +3939,7 @@ static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
-/* dict(...) and namespace(...): a mapping, then keywords; the mode is the kind. */
+/* dict(...) and namespace(...): a mapping, then keywords. The mode is the kind of the result. */
 static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv out = tv_list(j, a->mode);
@@ -3866,6 +3950,7 @@ static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
+/* raise_exception(message): the error is the message, without "line N:". */
 __attribute__((noreturn)) static struct tv g_raise(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv v = tv_str(j, a->v[0]);
@@ -3876,7 +3961,7 @@ __attribute__((noreturn)) static struct tv g_raise(struct job *j, struct tv self
 
 static struct tv *variable_find(struct job *j, struct tv name);
 
-/* strftime of the C library, as Python's; the time is the variable `now` where it is a string. */
+/* strftime_now(format), by the strftime of the C library. The time is the variable `now` if that is a string. */
 static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv f = arg_str(j, a, 0), *now = variable_find(j, tv_lit(j, "now"));
@@ -3884,7 +3969,8 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
     time_t seconds = time(NULL);
     char format[512], text[4096], iso[32] = "";
     if (f.n + 2 > sizeof format || memchr(f.s, 0, f.n)) job_fail(j, "strftime_now: the format is too long");
-    snprintf(format, sizeof format, "%.*s.", (int)f.n, f.s); /* with a dot, no result is empty */
+    /* strftime returns 0 for an empty text and for an error; with a dot at its end no text is empty */
+    snprintf(format, sizeof format, "%.*s.", (int)f.n, f.s);
     if (now && now->kind == TV_STR) {
         snprintf(iso, sizeof iso, "%.*s", SHOW(*now));
         int n = sscanf(iso, "%4d-%2d-%2d%*1[T ]%2d:%2d:%2d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour, &t.tm_min,
@@ -3893,27 +3979,29 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
             job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
         t.tm_year -= 1900;
         t.tm_mon--;
-        timegm(&t); /* finds the day of the week and of the year */
+        timegm(&t); /* fills in the day of the week and of the year */
     } else localtime_r(&seconds, &t);
     size_t n = strftime(text, sizeof text, format, &t);
     if (!n--) job_fail(j, "strftime_now: the text is longer than %zu bytes", sizeof text - 2);
     return tv_text(j, memcpy(job_alloc(j, n + 1), text, n), n, tv_has_data(f));
 }
 
+/* The variable `loop`. */
 struct loop {
-    const struct list *src;
+    const struct list *src;           /* what is looped over */
     size_t at;                        /* elements taken from src */
-    const struct node *target, *test; /* `if` of the loop, asked when an element is taken, not before; NULL: none */
-    struct scope *outer;
-    struct tv prev, cur, next; /* next: TV_ABSENT, or taken ahead of its turn */
-    int64_t index0;
+    const struct node *target, *test; /* test: the `if`, evaluated when an element is taken; NULL: none */
+    struct scope *outer;              /* the scope around the loop */
+    struct tv prev, cur, next;        /* next: TV_ABSENT, or an element that was taken ahead of its turn */
+    int64_t index0;                   /* of cur */
 };
 
 static bool loop_take(struct job *j, struct loop *l, struct tv *out);
 
+/* Whether there is another element; takes it ahead of its turn. */
 static bool loop_peek(struct job *j, struct loop *l) { return l->next.kind || loop_take(j, l, &l->next); }
 
-/* Without `if` the length is known; with it, all that is left is asked now. */
+/* Number of elements. With an `if`, the test of all that are left is evaluated now. */
 static int64_t loop_length(struct job *j, struct loop *l) {
     struct list *rest = job_alloc(j, sizeof *rest);
     struct tv v;
@@ -3926,10 +4014,11 @@ static int64_t loop_length(struct job *j, struct loop *l) {
     return (int64_t)(l->src->n - l->at) + l->index0 + 1 + (l->next.kind != TV_ABSENT);
 }
 
+/* A member of `loop`; TV_ABSENT: there is none of this name. */
 static struct tv loop_get(struct job *j, struct loop *l, struct tv key) {
     if (tv_is(key, "index0")) return tv_int(l->index0);
     if (tv_is(key, "index")) return tv_int(l->index0 + 1);
-    if (tv_is(key, "depth0") || tv_is(key, "depth")) return tv_int(key.n == 5); /* none is recursive */
+    if (tv_is(key, "depth0") || tv_is(key, "depth")) return tv_int(key.n == 5); /* 1 and 0: loops are not recursive */
     if (tv_is(key, "first")) return tv_bool(!l->index0);
     if (tv_is(key, "last")) return tv_bool(!loop_peek(j, l));
     if (tv_is(key, "length")) return tv_int(loop_length(j, l));
@@ -3946,86 +4035,96 @@ static struct tv l_cycle(struct job *j, struct tv self, struct args *a) {
 }
 
 /* clang-format off */
+/* where, name, parameters, function, mode */
 static const struct builtin builtins[] = {
-    {AS_FILTER, "abs", "", f_abs, 0},                       {AS_FILTER, "count", "", f_length, 0},
-    {AS_FILTER, "d", "default_value? boolean?", f_default, 0}, {AS_FILTER, "default", "default_value? boolean?", f_default, 0},
+    {AS_FILTER, "abs", "", f_abs, 0},                        {AS_FILTER, "count", "", f_length, 0},
+    {AS_FILTER, "d", "default_value? boolean?", f_default, 0},
+    {AS_FILTER, "default", "default_value? boolean?", f_default, 0},
     {AS_FILTER, "dictsort", "case_sensitive? by? reverse?", f_dictsort, 0},
-    {AS_FILTER, "e", "", f_string, STRING_ESCAPE},          {AS_FILTER, "escape", "", f_string, STRING_ESCAPE},
-    {AS_FILTER, "first", "", f_end, 0},                     {AS_FILTER, "last", "", f_end, 1},
-    {AS_FILTER, "float", "default?", f_number, 1},          {AS_FILTER, "int", "default?", f_number, 0},
-    {AS_FILTER, "from_json", "", f_from_json, 0},           {AS_FILTER, "indent", "width? first? blank?", f_indent, 0},
-    {AS_FILTER, "items", "", f_items, DICT_ITEMS_FILTER},   {AS_FILTER, "join", "d? attribute?", f_join, 0},
-    {AS_FILTER, "length", "", f_length, 0},                 {AS_FILTER, "list", "", f_list, 0},
-    {AS_FILTER, "map", "*", f_map, 0},                      {AS_FILTER, "max", "case_sensitive? attribute?", f_minmax, 1},
+    {AS_FILTER, "e", "", f_string, STRING_ESCAPE},           {AS_FILTER, "escape", "", f_string, STRING_ESCAPE},
+    {AS_FILTER, "first", "", f_end, 0},                      {AS_FILTER, "last", "", f_end, 1},
+    {AS_FILTER, "float", "default?", f_number, 1},           {AS_FILTER, "int", "default?", f_number, 0},
+    {AS_FILTER, "from_json", "", f_from_json, 0},            {AS_FILTER, "indent", "width? first? blank?", f_indent, 0},
+    {AS_FILTER, "items", "", f_items, DICT_ITEMS_FILTER},    {AS_FILTER, "join", "d? attribute?", f_join, 0},
+    {AS_FILTER, "length", "", f_length, 0},                  {AS_FILTER, "list", "", f_list, 0},
+    {AS_FILTER, "map", "*", f_map, 0},
+    {AS_FILTER, "max", "case_sensitive? attribute?", f_minmax, 1},
     {AS_FILTER, "min", "case_sensitive? attribute?", f_minmax, 0},
-    {AS_FILTER, "reject", "*", f_select, SELECT_REJECT},           {AS_FILTER, "rejectattr", "*", f_select, SELECT_REJECT | SELECT_BY_ATTRIBUTE},
-    {AS_FILTER, "reverse", "", f_reverse, 0},               {AS_FILTER, "round", "precision? method?", f_round, 0},
-    {AS_FILTER, "safe", "", f_string, STRING_SAFE},         {AS_FILTER, "string", "", f_string, STRING_PLAIN},
-    {AS_FILTER, "select", "*", f_select, 0},           {AS_FILTER, "selectattr", "*", f_select, SELECT_BY_ATTRIBUTE},
+    {AS_FILTER, "reject", "*", f_select, SELECT_REJECT},
+    {AS_FILTER, "rejectattr", "*", f_select, SELECT_REJECT | SELECT_BY_ATTRIBUTE},
+    {AS_FILTER, "reverse", "", f_reverse, 0},                {AS_FILTER, "round", "precision? method?", f_round, 0},
+    {AS_FILTER, "safe", "", f_string, STRING_SAFE},          {AS_FILTER, "string", "", f_string, STRING_PLAIN},
+    {AS_FILTER, "select", "*", f_select, 0},
+    {AS_FILTER, "selectattr", "*", f_select, SELECT_BY_ATTRIBUTE},
     {AS_FILTER, "sort", "reverse? case_sensitive? attribute?", f_sort, 0},
-    {AS_FILTER, "sum", "attribute? start?", f_sum, 0},      {AS_FILTER, "title", "", f_case, CASE_TITLE_FILTER},
+    {AS_FILTER, "sum", "attribute? start?", f_sum, 0},       {AS_FILTER, "title", "", f_case, CASE_TITLE_FILTER},
     {AS_FILTER, "tojson", "ensure_ascii? indent? separators? sort_keys?", f_tojson, 0},
-    {AS_FILTER, "trim", "chars?", f_strip, STRIP_BOTH},     {AS_FILTER, "unique", "case_sensitive? attribute?", f_unique, 0},
+    {AS_FILTER, "trim", "chars?", f_strip, STRIP_BOTH},
+    {AS_FILTER, "unique", "case_sensitive? attribute?", f_unique, 0},
 
     {AS_FILTER | OF_STR, "capitalize", "", f_case, CASE_CAPITALIZE},
-    {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},  {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
+    {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},   {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
     {AS_FILTER | OF_STR, "replace", "old new count?", f_replace, 0},
     {OF_STR, "count", "sub start? end?", f_find, FIND_COUNT},
-    {OF_STR, "format", "*", f_format, 0},
-    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST}, {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
-    {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST}, {OF_STR, "rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
+    {OF_STR, "format", "*", f_format, 0},                    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST},
+    {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
+    {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST},
+    {OF_STR, "rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
     {OF_STR, "startswith", "prefix", f_affix, AFFIX_STARTS}, {OF_STR, "endswith", "suffix", f_affix, AFFIX_ENDS},
     {OF_STR, "removeprefix", "prefix", f_affix, AFFIX_REMOVE_PREFIX},
     {OF_STR, "removesuffix", "suffix", f_affix, AFFIX_REMOVE_SUFFIX},
-    {OF_STR, "isalnum", "", f_str_is, IS_ALNUM},            {OF_STR, "isalpha", "", f_str_is, IS_ALPHA},
-    {OF_STR, "isdigit", "", f_str_is, IS_DIGIT},            {OF_STR, "isspace", "", f_str_is, IS_SPACE},
-    {OF_STR, "islower", "", f_str_is, IS_LOWER},            {OF_STR, "isupper", "", f_str_is, IS_UPPER},
-    {OF_STR, "join", "iterable", f_join, 1},                {OF_STR, "title", "", f_case, CASE_TITLE},
-    {OF_STR, "lstrip", "chars?", f_strip, STRIP_LEFT},      {OF_STR, "rstrip", "chars?", f_strip, STRIP_RIGHT},
-    {OF_STR, "strip", "chars?", f_strip, STRIP_BOTH},       {OF_STR, "splitlines", "keepends?", f_splitlines, 0},
-    {OF_STR, "split", "sep? maxsplit?", f_split, 0},        {OF_STR, "rsplit", "sep? maxsplit?", f_split, 1},
+    {OF_STR, "isalnum", "", f_str_is, IS_ALNUM},             {OF_STR, "isalpha", "", f_str_is, IS_ALPHA},
+    {OF_STR, "isdigit", "", f_str_is, IS_DIGIT},             {OF_STR, "isspace", "", f_str_is, IS_SPACE},
+    {OF_STR, "islower", "", f_str_is, IS_LOWER},             {OF_STR, "isupper", "", f_str_is, IS_UPPER},
+    {OF_STR, "join", "iterable", f_join, 1},                 {OF_STR, "title", "", f_case, CASE_TITLE},
+    {OF_STR, "lstrip", "chars?", f_strip, STRIP_LEFT},       {OF_STR, "rstrip", "chars?", f_strip, STRIP_RIGHT},
+    {OF_STR, "strip", "chars?", f_strip, STRIP_BOTH},        {OF_STR, "splitlines", "keepends?", f_splitlines, 0},
+    {OF_STR, "split", "sep? maxsplit?", f_split, 0},         {OF_STR, "rsplit", "sep? maxsplit?", f_split, 1},
 
-    {OF_DICT, "get", "key default?", f_get, 0},             {OF_DICT, "items", "", f_items, DICT_ITEMS},
-    {OF_DICT, "keys", "", f_items, DICT_KEYS},              {OF_DICT, "values", "", f_items, DICT_VALUES},
-    {OF_DICT | OF_LIST, "clear", "", NULL, 0},              {OF_DICT | OF_LIST, "pop", "", NULL, 0},
-    {OF_DICT, "popitem", "", NULL, 0},                      {OF_DICT, "setdefault", "", NULL, 0},
-    {OF_DICT, "update", "", NULL, 0},                       {OF_LIST, "append", "", NULL, 0},
-    {OF_LIST, "extend", "", NULL, 0},                       {OF_LIST, "insert", "", NULL, 0},
-    {OF_LIST, "remove", "", NULL, 0},                       {OF_LIST, "reverse", "", NULL, 0},
-    {OF_LIST, "sort", "", NULL, 0},                         {OF_LOOP, "cycle", "*", l_cycle, 0},
-    {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},     {OF_LIST | OF_TUPLE, "index", "value", f_index, 0},
+    {OF_DICT, "get", "key default?", f_get, 0},              {OF_DICT, "items", "", f_items, DICT_ITEMS},
+    {OF_DICT, "keys", "", f_items, DICT_KEYS},               {OF_DICT, "values", "", f_items, DICT_VALUES},
+    {OF_DICT | OF_LIST, "clear", "", NULL, 0},               {OF_DICT | OF_LIST, "pop", "", NULL, 0},
+    {OF_DICT, "popitem", "", NULL, 0},                       {OF_DICT, "setdefault", "", NULL, 0},
+    {OF_DICT, "update", "", NULL, 0},                        {OF_LIST, "append", "", NULL, 0},
+    {OF_LIST, "extend", "", NULL, 0},                        {OF_LIST, "insert", "", NULL, 0},
+    {OF_LIST, "remove", "", NULL, 0},                        {OF_LIST, "reverse", "", NULL, 0},
+    {OF_LIST, "sort", "", NULL, 0},                          {OF_LOOP, "cycle", "*", l_cycle, 0},
+    {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},      {OF_LIST | OF_TUPLE, "index", "value", f_index, 0},
 
-    {AS_TEST, "==", "other", t_compare, OP_EQ},             {AS_TEST, "!=", "other", t_compare, OP_NE},
-    {AS_TEST, "<", "other", t_compare, OP_LT},              {AS_TEST, "<=", "other", t_compare, OP_LE},
-    {AS_TEST, ">", "other", t_compare, OP_GT},              {AS_TEST, ">=", "other", t_compare, OP_GE},
-    {AS_TEST, "eq", "other", t_compare, OP_EQ},             {AS_TEST, "equalto", "other", t_compare, OP_EQ},
-    {AS_TEST, "ne", "other", t_compare, OP_NE},             {AS_TEST, "lt", "other", t_compare, OP_LT},
-    {AS_TEST, "lessthan", "other", t_compare, OP_LT},       {AS_TEST, "le", "other", t_compare, OP_LE},
-    {AS_TEST, "gt", "other", t_compare, OP_GT},             {AS_TEST, "greaterthan", "other", t_compare, OP_GT},
-    {AS_TEST, "ge", "other", t_compare, OP_GE},             {AS_TEST, "in", "seq", t_compare, OP_IN},
-    {AS_TEST, "divisibleby", "num", t_remainder, 0},        {AS_TEST, "even", "", t_remainder, 0},
-    {AS_TEST, "odd", "", t_remainder, 1},                   {AS_TEST, "sameas", "other", t_sameas, 0},
-    {AS_TEST, "true", "", t_bool, 1},                       {AS_TEST, "false", "", t_bool, 0},
-    {AS_TEST, "lower", "", f_str_is, IS_LOWER},             {AS_TEST, "upper", "", f_str_is, IS_UPPER},
-    {AS_TEST, "boolean", "", t_kind, KIND(BOOL)},           {AS_TEST, "callable", "", t_kind, KINDS_CALLABLE},
-    {AS_TEST, "defined", "", t_kind, ~KIND(UNDEF)},         {AS_TEST, "undefined", "", t_kind, KIND(UNDEF)},
-    {AS_TEST, "float", "", t_kind, KIND(FLOAT)},            {AS_TEST, "integer", "", t_kind, KIND(INT)},
-    {AS_TEST, "mapping", "", t_kind, KIND(DICT)},           {AS_TEST, "none", "", t_kind, KIND(NONE)},
-    {AS_TEST, "number", "", t_kind, KINDS_NUMBER},                {AS_TEST, "string", "", t_kind, KIND(STR)},
-    {AS_TEST, "sequence", "", t_kind, KINDS_SEQUENCE},              {AS_TEST, "iterable", "", t_kind, KINDS_SEQUENCE | KIND(GEN) | KIND(LOOP)},
+    {AS_TEST, "==", "other", t_compare, OP_EQ},              {AS_TEST, "!=", "other", t_compare, OP_NE},
+    {AS_TEST, "<", "other", t_compare, OP_LT},               {AS_TEST, "<=", "other", t_compare, OP_LE},
+    {AS_TEST, ">", "other", t_compare, OP_GT},               {AS_TEST, ">=", "other", t_compare, OP_GE},
+    {AS_TEST, "eq", "other", t_compare, OP_EQ},              {AS_TEST, "equalto", "other", t_compare, OP_EQ},
+    {AS_TEST, "ne", "other", t_compare, OP_NE},              {AS_TEST, "lt", "other", t_compare, OP_LT},
+    {AS_TEST, "lessthan", "other", t_compare, OP_LT},        {AS_TEST, "le", "other", t_compare, OP_LE},
+    {AS_TEST, "gt", "other", t_compare, OP_GT},              {AS_TEST, "greaterthan", "other", t_compare, OP_GT},
+    {AS_TEST, "ge", "other", t_compare, OP_GE},              {AS_TEST, "in", "seq", t_compare, OP_IN},
+    {AS_TEST, "divisibleby", "num", t_remainder, 0},         {AS_TEST, "even", "", t_remainder, 0},
+    {AS_TEST, "odd", "", t_remainder, 1},                    {AS_TEST, "sameas", "other", t_sameas, 0},
+    {AS_TEST, "true", "", t_bool, 1},                        {AS_TEST, "false", "", t_bool, 0},
+    {AS_TEST, "lower", "", f_str_is, IS_LOWER},              {AS_TEST, "upper", "", f_str_is, IS_UPPER},
+    {AS_TEST, "boolean", "", t_kind, KIND(BOOL)},            {AS_TEST, "callable", "", t_kind, KINDS_CALLABLE},
+    {AS_TEST, "defined", "", t_kind, ~KIND(UNDEF)},          {AS_TEST, "undefined", "", t_kind, KIND(UNDEF)},
+    {AS_TEST, "float", "", t_kind, KIND(FLOAT)},             {AS_TEST, "integer", "", t_kind, KIND(INT)},
+    {AS_TEST, "mapping", "", t_kind, KIND(DICT)},            {AS_TEST, "none", "", t_kind, KIND(NONE)},
+    {AS_TEST, "number", "", t_kind, KINDS_NUMBER},           {AS_TEST, "string", "", t_kind, KIND(STR)},
+    {AS_TEST, "sequence", "", t_kind, KINDS_SEQUENCE},
+    {AS_TEST, "iterable", "", t_kind, KINDS_SEQUENCE | KIND(GEN) | KIND(LOOP)},
 
-    {AS_GLOBAL, "dict", "*", g_dict, TV_DICT},              {AS_GLOBAL, "namespace", "*", g_dict, TV_NAMESPACE},
-    {AS_GLOBAL, "raise_exception", "message", g_raise, 0},  {AS_GLOBAL, "range", "start stop? step?", g_range, 0},
+    {AS_GLOBAL, "dict", "*", g_dict, TV_DICT},               {AS_GLOBAL, "namespace", "*", g_dict, TV_NAMESPACE},
+    {AS_GLOBAL, "raise_exception", "message", g_raise, 0},   {AS_GLOBAL, "range", "start stop? step?", g_range, 0},
     {AS_GLOBAL, "strftime_now", "format", g_strftime, 0},
 };
 /* clang-format on */
 
+/* Finds a built-in function by its name; NULL: there is none. */
 static const struct builtin *builtin_find(int where, struct tv name) {
     for (size_t i = 0; i < sizeof builtins / sizeof builtins[0]; i++)
         if (builtins[i].where & where && tv_is(name, builtins[i].name)) return &builtins[i];
     return NULL;
 }
 
+/* Finds a method of a value; NULL: there is none. */
 static const struct builtin *method_find(struct tv o, struct tv name) {
     static const int of[] = {
         [TV_STR] = OF_STR, [TV_LIST] = OF_LIST, [TV_TUPLE] = OF_TUPLE, [TV_DICT] = OF_DICT, [TV_LOOP] = OF_LOOP};
@@ -4035,13 +4134,24 @@ static const struct builtin *method_find(struct tv o, struct tv name) {
 /* ============================================================================================================
  * Chat template: lexer
  *
- * Cuts the source into tokens and applies the white space rules: trim_blocks, lstrip_blocks, and the signs - and + in tags.
- * Tokens point into the source, which is kept in the pool of the template.
+ * Cuts the source into tokens and applies the white space rules: trim_blocks, lstrip_blocks, and the signs - and + in
+ * tags. Tokens point into the source, which lives in the pool of the template.
  * ============================================================================================================ */
 
-enum token_kind { T_EOF, T_DATA, T_VAR, T_VAR_END, T_BLOCK, T_BLOCK_END, T_WORD, T_STRING, T_INT, T_FLOAT };
+enum token_kind {
+    T_EOF,
+    T_DATA,      /* text outside of tags */
+    T_VAR,       /* {{ */
+    T_VAR_END,   /* }} */
+    T_BLOCK,     /* {% */
+    T_BLOCK_END, /* %} */
+    T_WORD,      /* a name, keyword or operator */
+    T_STRING,
+    T_INT,
+    T_FLOAT
+};
 
-/* T_WORD: a name, keyword or operator. */
+/* The text of a token; of a string without the quotes. */
 struct token {
     int kind, line;
     const char *s;
@@ -4050,18 +4160,20 @@ struct token {
 
 struct lexer {
     struct job *j;
-    const char *s; /* line ends are \n */
+    const char *s; /* (n) the source; line ends are \n */
     size_t n, at;
-    bool line_start; /* the last token ended with a line end */
-    struct token *token;
+    bool line_start;     /* the last token ended with a line end */
+    struct token *token; /* (cap), of which `tokens` are used */
     size_t tokens, cap;
 };
 
+/* Whether s stands at `at`. */
 static bool lex_is(const struct lexer *l, size_t at, const char *s) {
     size_t k = strlen(s);
     return at <= l->n && l->n - at >= k && !memcmp(l->s + at, s, k);
 }
 
+/* Whether one of the characters of `set` stands at `at`. */
 static bool lex_any(const struct lexer *l, size_t at, const char *set) {
     return at < l->n && l->s[at] && strchr(set, l->s[at]);
 }
@@ -4071,21 +4183,24 @@ static void lex_skip(struct lexer *l, size_t n) {
     for (; n; n--, l->at++) l->j->line += l->line_start = l->s[l->at] == '\n';
 }
 
-/* A token of n bytes here, of which those within `edge` bytes of its ends (quotes) do not count. */
+/* Adds the next n bytes as a token and moves on. Its text is without the `edge` bytes (quotes) at both ends. */
 static void lex_token(struct lexer *l, int kind, size_t n, size_t edge) {
     l->token = job_grow(l->j, l->token, l->tokens, &l->cap, sizeof *l->token);
     l->token[l->tokens++] = (struct token){kind, l->j->line, l->s + l->at + edge, n - 2 * edge};
     lex_skip(l, n);
 }
 
+/* Whether the byte at `at` may be part of a name. One of a character above 0x7f may, unless that is white space. */
 static bool lex_name(const struct lexer *l, size_t at) {
     if (at >= l->n || !(l->s[at] & 0x80)) return at < l->n && (isalnum((uint8_t)l->s[at]) || l->s[at] == '_');
     return !space_start(l->s + at, l->n - at);
 }
 
+/* Offset behind the white space at `at`. */
 static size_t lex_space(const struct lexer *l, size_t at) { return at + space_start(l->s + at, l->n - at); }
 
-/* Template text up to `to`, where a tag begins, with this sign. Of the tags only {{ keeps the blanks before it. */
+/* Adds the text up to `to`, where a tag with this sign begins. A - removes the white space before the tag. Without a
+ * sign, lstrip_blocks removes the blanks before a tag that is the first in its line, but not before {{ (var). */
 static void lex_data(struct lexer *l, size_t to, char sign, bool var) {
     size_t n = to - l->at;
     const char *s = l->s + l->at;
@@ -4099,8 +4214,8 @@ static void lex_data(struct lexer *l, size_t to, char sign, bool var) {
     lex_skip(l, to - l->at);
 }
 
-/* The end of a tag at `at` with the white space that it eats: where that ends, or 0 if there is none here. The end of a
- * block or comment is `trim`: it eats a line end unless it has a +. */
+/* If the end of a tag stands at `at`, returns the offset behind it and the white space that it removes; else 0. A -
+ * removes all white space. With `trim` (blocks and comments) trim_blocks removes one line end, unless there is a +. */
 static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool trim) {
     bool plus = trim && lex_is(l, at, "+"), minus = lex_is(l, at, "-");
     at += plus || minus ? 1 : 0;
@@ -4109,9 +4224,10 @@ static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool tr
     return at + (trim && !plus && lex_is(l, at + 2, "\n") ? 3 : 2);
 }
 
+/* The sign at `at`, or 0. */
 static char lex_sign(const struct lexer *l, size_t at) { return lex_any(l, at, "-+") ? l->s[at] : 0; }
 
-/* {% raw %} or {% endraw %} at `at`: where it ends, or 0. */
+/* If {% raw %} or {% endraw %}, as `word` says, stands at `at`, returns the offset behind it; else 0. */
 static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
     bool end = word[0] == 'e';
     if (!lex_is(l, at, "{%")) return 0;
@@ -4120,10 +4236,11 @@ static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
     return lex_end(l, lex_space(l, at + strlen(word)), "%}", end);
 }
 
+/* Adds a number. An integer only, if it is behind a dot: a.0.1 has no 0.1. */
 static void lex_number(struct lexer *l) {
     static const char digits[] = "0123456789";
     size_t k = l->at, e;
-    bool element = k && l->s[k - 1] == '.', real = false; /* in a.0.1, 0.1 is no number */
+    bool element = k && l->s[k - 1] == '.', real = false;
     while (lex_any(l, k, digits)) k++;
     if (!element && lex_is(l, k, ".") && lex_any(l, k + 1, digits))
         for (real = true, k++; lex_any(l, k, digits);) k++;
@@ -4133,6 +4250,8 @@ static void lex_number(struct lexer *l) {
     lex_token(l, real ? T_FLOAT : T_INT, k - l->at, 0);
 }
 
+/* Checks that brackets match. open: (TEMPLATE_NESTING) the closing brackets that are awaited, of which *depth are
+ * used. */
 static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
     char c = l->s[l->at];
     if (strchr("([{", c)) {
@@ -4144,7 +4263,7 @@ static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
     } else if (strchr(")]}", c) && (!*depth || open[--*depth] != c)) job_fail(l->j, "unexpected '%c'", c);
 }
 
-/* The inside of a tag up to its end. Inside brackets }} and %} are not the end. */
+/* Adds the tokens of a tag behind its beginning, and its end. Inside brackets, }} and %} are not the end. */
 static void lex_tag(struct lexer *l, bool var) {
     static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
     char open[TEMPLATE_NESTING];
@@ -4175,6 +4294,7 @@ static void lex_tag(struct lexer *l, bool var) {
     }
 }
 
+/* Skips the rest of a comment. */
 static void lex_comment(struct lexer *l) {
     for (size_t at = l->at; at < l->n; at++) {
         size_t end = lex_end(l, at, "#}", true);
@@ -4185,6 +4305,7 @@ static void lex_comment(struct lexer *l) {
     job_fail(l->j, "missing end of comment");
 }
 
+/* Adds the tokens of the whole source. */
 static void lex_template(struct lexer *l) {
     while (l->at < l->n) {
         size_t at = l->at, end, raw;
@@ -4214,29 +4335,30 @@ static void lex_template(struct lexer *l) {
 /* ============================================================================================================
  * Chat template: parsing expressions
  *
- * Makes a tree of nodes from the tokens of an expression, by recursive descent: parse_expr for `a if b else c`, parse_binary for
- * the operators by precedence, parse_unary, parse_postfix for calls and subscripts, parse_primary. Filters and tests are
- * resolved here. Nodes live in the pool of the template. No node is higher than TEMPLATE_NESTING, so whatever walks the tree
- * may recurse.
+ * A parser by recursive descent that makes a tree of nodes from tokens: parse_expr (a if b else c) calls parse_binary
+ * (operators by precedence), which calls parse_unary (signs, filters, tests), parse_postfix (subscripts, calls) and
+ * parse_primary. Filters and tests are looked up here. Nodes live in the pool of the template. No node is higher than
+ * TEMPLATE_NESTING, so whatever walks the tree may recurse.
  * ============================================================================================================ */
 
-/* Expressions, then statements. In brackets the kids; bodies are N_BODY, targets N_NAME, N_MEMBER or N_TUPLE of them. */
+/* Expressions, then statements. The kids stand in brackets. A body is an N_BODY; a target of an assignment is an
+ * N_NAME, an N_MEMBER or an N_TUPLE of targets. */
 enum node_kind {
     N_CONST,
     N_NAME,
     N_LIST,
     N_TUPLE,
-    N_DICT,    /* [key, value, key, value, ...] */
-    N_ATTR,    /* [object], val is the name */
-    N_ITEM,    /* [object, key] */
-    N_SLICE,   /* [object, start, stop, step], the last three may be NULL */
-    N_CALL,    /* [callee, arguments] */
-    N_FILTER,  /* [value, arguments]; fn, or NULL and a name that is unknown */
-    N_TEST,    /* likewise */
-    N_KEYWORD, /* val=[value] in arguments, val[=value] in the parameters of a macro */
-    N_NOT,     /* [operand], as the next two */
-    N_NEG,
-    N_POS,
+    N_DICT,     /* [key, value, key, value, ...] */
+    N_ATTR,     /* [object], val is the name */
+    N_ITEM,     /* [object, key] */
+    N_SLICE,    /* [object, start, stop, step], the last three may be NULL */
+    N_CALL,     /* [callee, arguments] */
+    N_FILTER,   /* [value, arguments]; fn, or NULL and a name that is unknown */
+    N_TEST,     /* as N_FILTER */
+    N_KEYWORD,  /* val=[value] in arguments, val[=value] in the parameters of a macro */
+    N_NOT,      /* [operand] */
+    N_NEG,      /* [operand] */
+    N_POS,      /* [operand] */
     N_BINARY,   /* [left, right], op */
     N_COND,     /* [test, then, else or NULL] */
     N_CAPTURED, /* what the filter of a {% set %} or {% filter %} block is applied to */
@@ -4258,21 +4380,24 @@ enum node_kind {
 };
 
 struct node {
-    uint8_t kind, op;
-    int line, height;
+    uint8_t kind, op; /* enum node_kind, enum op */
+    int line, height; /* height: nodes on the longest path down, this one included */
     const struct builtin *fn;
-    struct tv val; /* of a constant, or a name */
-    struct node **kid;
+    struct tv val;     /* of a constant, or a name */
+    struct node **kid; /* (cap), of which n are used */
     size_t n, cap;
 };
 
+/* A filter or test that does not exist is an error of the source. In a condition it fails when it is evaluated, as in
+ * jinja2: parse_expr and parse_if take it off `unknown` again. */
 struct parser {
     struct job *j;
-    const struct token *at;
-    int loops;           /* around this place that break would leave */
-    struct list unknown; /* filters and tests that do not exist: name, line. In a condition they fail when reached */
+    const struct token *at; /* the current token */
+    int loops;              /* number of loops around the current place, in the same macro */
+    struct list unknown;    /* names and lines of filters and tests that do not exist */
 };
 
+/* A node without kids, at the current line. */
 static struct node *node_new(struct parser *p, int kind) {
     struct node *n = job_alloc(p->j, sizeof *n);
     n->kind = (uint8_t)kind;
@@ -4281,6 +4406,7 @@ static struct node *node_new(struct parser *p, int kind) {
     return n;
 }
 
+/* Adds a kid, or NULL for one that was left out. Returns n. */
 static struct node *node_add(struct parser *p, struct node *n, struct node *kid) {
     n->kid = job_grow(p->j, n->kid, n->n, &n->cap, sizeof *n->kid);
     n->kid[n->n++] = kid;
@@ -4290,46 +4416,55 @@ static struct node *node_add(struct parser *p, struct node *n, struct node *kid)
     return n;
 }
 
+/* Enters a level of recursion; the caller leaves it with j->depth--. */
 static void parse_nest(struct parser *p) {
     if (++p->j->depth > TEMPLATE_NESTING)
         job_fail(p->j, "more than %d operators or blocks inside each other", TEMPLATE_NESTING);
 }
 
+/* Whether a token is the word s; tok_is: whether the current one is. */
 static bool tok_equal(const struct token *t, const char *s) {
     return t->kind == T_WORD && t->n == strlen(s) && !memcmp(t->s, s, t->n);
 }
 
 static bool tok_is(const struct parser *p, const char *s) { return tok_equal(p->at, s); }
 
+/* Moves to the next token. */
 static void tok_next(struct parser *p) {
     if (p->at->kind != T_EOF) p->at++;
     p->j->line = p->at->line;
 }
 
+/* Moves on if the current token is the word s. Returns whether it was. */
 static bool tok_skip(struct parser *p, const char *s) {
     bool is = tok_is(p, s);
     if (is) tok_next(p);
     return is;
 }
 
+/* Fails at the current token. */
 __attribute__((noreturn)) static void tok_unexpected(struct parser *p, const char *expected) {
     if (p->at->kind == T_EOF) job_fail(p->j, "expected %s, found the end of the template", expected);
     job_fail(p->j, "expected %s, found '%.*s'", expected, SHOW(*p->at));
 }
 
+/* Moves on behind the word s, which must be here. */
 static void tok_expect(struct parser *p, const char *s) {
     if (!tok_skip(p, s)) tok_unexpected(p, s);
 }
 
+/* Moves on behind the end of a tag, which must be here. */
 static void tok_end(struct parser *p, int kind) {
     if (p->at->kind != kind) tok_unexpected(p, "the end of the tag");
     tok_next(p);
 }
 
+/* Whether the current token is a name or keyword. */
 static bool tok_is_name(const struct parser *p) {
     return p->at->kind == T_WORD && (isalpha((uint8_t)*p->at->s) || *p->at->s == '_' || *p->at->s & 0x80);
 }
 
+/* Moves on behind a name and returns it. */
 static struct tv tok_name(struct parser *p) {
     const struct token *t = p->at;
     if (!tok_is_name(p)) tok_unexpected(p, "a name");
@@ -4337,7 +4472,8 @@ static struct tv tok_name(struct parser *p) {
     return tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
 }
 
-/* The escape sequence of a Python string literal behind the backslash before s[i]; returns where it ends. */
+/* Appends what an escape sequence of a Python string means; s[i] is behind its backslash. Returns the offset behind
+ * it. */
 static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_t n, size_t i) {
     static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
     char c = s[i], digits[9] = "";
@@ -4367,7 +4503,7 @@ static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_
     return start + k;
 }
 
-/* One or more literals in a row. */
+/* Parses one string, or several in a row, which Python joins. */
 static struct tv parse_string(struct parser *p) {
     struct buf b = {0};
     for (; p->at->kind == T_STRING; tok_next(p)) {
@@ -4382,6 +4518,7 @@ static struct tv parse_string(struct parser *p) {
     return buf_str(&b);
 }
 
+/* Parses an integer or a float. */
 static struct tv parse_number(struct parser *p) {
     bool real = p->at->kind == T_FLOAT;
     char tmp[64];
@@ -4397,9 +4534,15 @@ static struct node *parse_expr(struct parser *p);
 static struct node *parse_binary(struct parser *p, int prec);
 static struct node *parse_primary(struct parser *p, int flags);
 
-enum { WITH_COND = 1, MAY_BE_EMPTY = 2, IS_TARGET = 4, MAY_BE_MEMBER = 8 };
+/* What parse_tuple and the functions below it accept. */
+enum {
+    WITH_COND = 1,    /* a if b else c */
+    MAY_BE_EMPTY = 2, /* () */
+    IS_TARGET = 4,    /* only targets of an assignment */
+    MAY_BE_MEMBER = 8 /* ns.member among these */
+};
 
-/* One expression, or a tuple of several separated by commas. */
+/* Parses one expression, or several with commas between them, which make a tuple. */
 static struct node *parse_tuple(struct parser *p, int flags) {
     struct node *tuple = node_new(p, N_TUPLE), *first = NULL;
     for (bool comma = false;; comma = true) {
@@ -4418,7 +4561,7 @@ static struct node *parse_tuple(struct parser *p, int flags) {
     }
 }
 
-/* [a, b] or {k: v} */
+/* Parses [a, b] or {k: v}. */
 static struct node *parse_display(struct parser *p) {
     bool dict = tok_is(p, "{");
     struct node *n = node_new(p, dict ? N_DICT : N_LIST);
@@ -4434,6 +4577,7 @@ static struct node *parse_display(struct parser *p) {
     return n;
 }
 
+/* Parses a variable, a constant (true, false, none), or ns.member. */
 static struct node *parse_name(struct parser *p, int flags) {
     struct node *n = node_new(p, N_CONST);
     struct tv name = n->val = tok_name(p);
@@ -4448,6 +4592,7 @@ static struct node *parse_name(struct parser *p, int flags) {
     return node_add(p, member, key);
 }
 
+/* Parses a name, a literal, a list, a dictionary, or what stands in parentheses. */
 static struct node *parse_primary(struct parser *p, int flags) {
     struct node *n;
     int k = p->at->kind;
@@ -4467,7 +4612,7 @@ static struct node *parse_primary(struct parser *p, int flags) {
     return n;
 }
 
-/* (a, b, k=v), or the parameters of a macro: (a, b=v), added to the kids of n. */
+/* Parses arguments (a, b, k=v), or the parameters (a, b=v) of a macro, and adds them to the kids of n. */
 static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
     bool keywords = false;
     size_t first = n->n;
@@ -4491,7 +4636,7 @@ static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
     return n;
 }
 
-/* .name, .0, [key] or [start:stop:step] behind an object */
+/* Parses .name, .0, [key] or [start:stop:step] behind an object. */
 static struct node *parse_subscript(struct parser *p, struct node *o) {
     struct node *n = node_add(p, node_new(p, N_ITEM), o), *part[3] = {0};
     if (tok_skip(p, ".")) {
@@ -4514,6 +4659,7 @@ static struct node *parse_subscript(struct parser *p, struct node *o) {
     return n;
 }
 
+/* Parses the subscripts and calls behind an object. */
 static struct node *parse_postfix(struct parser *p, struct node *n) {
     for (;;) {
         if (tok_is(p, ".") || tok_is(p, "[")) n = parse_subscript(p, n);
@@ -4522,7 +4668,7 @@ static struct node *parse_postfix(struct parser *p, struct node *n) {
     }
 }
 
-/* The filter or test whose name comes next, applied to value. */
+/* Makes a node for the filter or test whose name comes next, applied to value. It may not exist: see struct parser. */
 static struct node *parse_callee(struct parser *p, int kind, struct node *value) {
     struct node *n = node_add(p, node_new(p, kind), value);
     n->val = tok_name(p);
@@ -4533,7 +4679,7 @@ static struct node *parse_callee(struct parser *p, int kind, struct node *value)
     return n;
 }
 
-/* name(arguments), then | and more filters */
+/* Parses name(arguments), then | and more filters. */
 static struct node *parse_filter(struct parser *p, struct node *value) {
     do {
         value = parse_callee(p, N_FILTER, value);
@@ -4542,6 +4688,7 @@ static struct node *parse_filter(struct parser *p, struct node *value) {
     return value;
 }
 
+/* Parses a test behind `is`: `not`, the name, and an argument that may stand without parentheses. */
 static struct node *parse_test(struct parser *p, struct node *value) {
     bool negate = tok_skip(p, "not");
     struct node *n = parse_callee(p, N_TEST, value);
@@ -4554,7 +4701,7 @@ static struct node *parse_test(struct parser *p, struct node *value) {
     return negate ? node_add(p, node_new(p, N_NOT), n) : n;
 }
 
-/* A sign binds closer than the filters and tests behind its operand. */
+/* Parses an operand with its signs, filters and tests. A sign binds closer than a filter: -1|abs is (-1)|abs. */
 static struct node *parse_unary(struct parser *p, bool with_filters) {
     struct node *n;
     parse_nest(p);
@@ -4574,7 +4721,7 @@ static struct node *parse_unary(struct parser *p, bool with_filters) {
     return n;
 }
 
-/* The operator at this level, passed over; OP_NONE if there is none here. */
+/* Moves on behind an operator of this precedence and returns it; OP_NONE: there is none here. */
 static enum op parse_operator(struct parser *p, int prec) {
     for (int op = OP_OR; op < OP_COUNT; op++) {
         if (op_table[op].prec != prec || !tok_is(p, op_table[op].text)) continue;
@@ -4586,7 +4733,8 @@ static enum op parse_operator(struct parser *p, int prec) {
     return OP_NONE;
 }
 
-/* Operators of this level and above. All are left-associative, ** too; a < b < c is a < b and b < c. */
+/* Parses operators of this precedence and tighter ones. All are left-associative, even **, as in jinja2. a < b < c
+ * becomes a < b and b < c. */
 static struct node *parse_binary(struct parser *p, int prec) {
     struct node *left, *n, *middle = NULL;
     if (prec == PREC_UNARY) return parse_unary(p, true);
@@ -4613,7 +4761,7 @@ static struct node *parse_binary(struct parser *p, int prec) {
     return left;
 }
 
-/* then if test else other */
+/* Parses an expression, with any `if` and `else` behind it. */
 static struct node *parse_expr(struct parser *p) {
     size_t known = p->unknown.n;
     parse_nest(p);
@@ -4633,12 +4781,15 @@ static struct node *parse_expr(struct parser *p) {
 /* ============================================================================================================
  * Chat template: parsing statements
  *
- * One function for each statement; parse_statement picks it by the first word of the tag. parse_source is the entry point.
+ * parse_statement finds the function for a statement by the first word of its tag. That function gets a new node,
+ * parses the rest of the tag, the body and the closing tag, adds them to the node, and returns it. parse_source is the
+ * entry point.
  * ============================================================================================================ */
 
 static struct node *parse_body(struct parser *p, const char *ends);
 
-/* The body of a statement, behind the end of its tag, added to n; stops at the name of one of the tags in `ends`. */
+/* Parses the end of the current tag and the body behind it, which becomes a kid of n. Stops at the name of one of the
+ * tags in `ends`. */
 static struct node *parse_block(struct parser *p, struct node *n, const char *ends) {
     tok_skip(p, ":");
     tok_end(p, T_BLOCK_END);
@@ -4648,18 +4799,21 @@ static struct node *parse_block(struct parser *p, struct node *n, const char *en
     return n;
 }
 
+/* The same up to the closing tag `end`, whose name is skipped. */
 static struct node *parse_last_block(struct parser *p, struct node *n, const char *end) {
     parse_block(p, n, end);
     tok_next(p);
     return n;
 }
 
+/* Fails unless n can be assigned to. */
 static void check_target(struct parser *p, const struct node *n) {
     if (n->kind == N_NAME && tv_is(n->val, "loop") && p->loops) job_fail(p->j, "Can't assign to special loop variable");
     if (n->kind != N_NAME && n->kind != N_MEMBER && n->kind != N_TUPLE) tok_unexpected(p, "a name to assign to");
     for (size_t i = 0; i < n->n && n->kind == N_TUPLE; i++) check_target(p, n->kid[i]);
 }
 
+/* Parses the target of an assignment. */
 static struct node *parse_target(struct parser *p, int flags) {
     struct node *n = parse_tuple(p, IS_TARGET | flags);
     check_target(p, n);
@@ -4739,7 +4893,7 @@ static struct node *parse_with(struct parser *p, struct node *n) {
     return parse_last_block(p, n, "endwith");
 }
 
-/* {% generation %} marks the assistant's text for training; here it is a scope and nothing more. */
+/* {% generation %} marks the assistant's text for training; here it is only a scope. */
 static struct node *parse_generation(struct parser *p, struct node *n) {
     return parse_last_block(p, n, "endgeneration");
 }
@@ -4749,6 +4903,7 @@ static struct node *parse_jump(struct parser *p, struct node *n) {
     return n;
 }
 
+/* Parses the statement whose tag has just been opened. */
 static struct node *parse_statement(struct parser *p) {
     static const struct {
         const char *word;
@@ -4774,7 +4929,7 @@ static struct node *parse_statement(struct parser *p) {
     job_fail(p->j, "the statement '%.*s' is unknown, not supported or out of place", SHOW(*p->at));
 }
 
-/* Text, prints and statements up to a tag named in `ends`; NULL: up to the end of the template. */
+/* Parses text, {{ }} and statements, up to a tag named in `ends`; NULL: up to the end of the template. */
 static struct node *parse_body(struct parser *p, const char *ends) {
     struct node *body = node_new(p, N_BODY), *n;
     for (;; node_add(p, body, n)) {
@@ -4799,18 +4954,20 @@ static struct node *parse_body(struct parser *p, const char *ends) {
     }
 }
 
+/* A parsed template. */
 struct template {
     struct pool_block *pool;
     struct node *body;
 };
 
+/* What template_parse hands to parse_source. */
 struct source {
     const char *s;
     size_t n;
     struct template *t;
 };
 
-/* Source to tree, inside job_run. */
+/* Makes the tree of a template. Runs inside job_run. */
 static void parse_source(struct job *j, void *arg) {
     struct source *src = arg;
     struct lexer l = {.j = j, .line_start = true};
@@ -4819,7 +4976,7 @@ static void parse_source(struct job *j, void *arg) {
         if (src->s[i] == '\n' && i && src->s[i - 1] == '\r') continue;
         s[l.n++] = src->s[i] == '\r' ? '\n' : src->s[i];
     }
-    if (l.n && s[l.n - 1] == '\n') l.n--; /* keep_trailing_newline is off */
+    if (l.n && s[l.n - 1] == '\n') l.n--; /* keep_trailing_newline is off in jinja2 */
     l.s = s;
     lex_template(&l);
     for (int i = 0; i < 2; i++) lex_token(&l, T_EOF, 0, 0); /* the parser looks one token ahead */
@@ -4833,27 +4990,34 @@ static void parse_source(struct job *j, void *arg) {
 /* ============================================================================================================
  * Chat template: rendering
  *
- * A walk over the tree. Assignments go to the innermost scope; for, macro, call, with and the blocks that capture text
- * open one, if does not. A loop starts every round with an empty scope.
+ * Walks the tree: node_eval computes expressions, node_exec runs statements. template_parse and template_render are the
+ * interface of the interpreter.
+ *
+ * An assignment goes to the innermost scope. for, macro, call, with and the blocks that capture text open a scope, if
+ * does not. A loop begins every round with an empty scope.
  * ============================================================================================================ */
 
+/* What follows a statement: the next one, or a break or continue that its loop has to handle. */
 enum flow { FLOW_NEXT, FLOW_BREAK, FLOW_CONTINUE };
 
 static struct tv node_eval(struct job *j, const struct node *n);
 static enum flow node_exec(struct job *j, const struct node *n);
 
+/* Finds a variable, in the innermost scope first; NULL: it is not set. */
 static struct tv *variable_find(struct job *j, struct tv name) {
     struct tv *v = NULL;
     for (struct scope *s = j->scope; s && !v; s = s->up) v = dict_find(j, &s->vars, name);
     return v;
 }
 
+/* Makes an empty scope inside of `up` the current one. The caller puts j->scope back. */
 static struct scope *scope_open(struct job *j, struct scope *up) {
     struct scope *s = job_alloc(j, sizeof *s);
     s->up = up;
     return j->scope = s;
 }
 
+/* Assigns v to a target, or its elements to a tuple of targets. */
 static void node_assign(struct job *j, const struct node *target, struct tv v) {
     if (target->kind == N_NAME) {
         dict_set(j, &j->scope->vars, target->val, v);
@@ -4872,7 +5036,7 @@ static void node_assign(struct job *j, const struct node *target, struct tv v) {
     for (size_t i = 0; i < l->n; i++) node_assign(j, target->kid[i], l->v[i]);
 }
 
-/* What a body prints, as a string. */
+/* Runs a body and returns what it prints. */
 static struct tv node_capture(struct job *j, const struct node *body, enum flow *flow) {
     struct buf b = {0}, *out = j->out;
     j->out = &b;
@@ -4881,6 +5045,7 @@ static struct tv node_capture(struct job *j, const struct node *body, enum flow 
     return buf_str(&b);
 }
 
+/* Calls a macro and returns what it prints. The keyword `caller` is the body of a {% call %} block. */
 static struct tv macro_call(struct job *j, const struct macro *m, struct args *a) {
     struct scope *outer = j->scope;
     size_t params = m->def->n - 1, used = 0;
@@ -4907,7 +5072,7 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
     return v;
 }
 
-/* Arguments of a call, filter or test: the kids behind the first. */
+/* Evaluates the arguments of a call, filter or test: all kids but the first. */
 static struct args eval_args(struct job *j, const struct node *n) {
     struct args a = {0};
     for (size_t i = 1; i < n->n; i++) {
@@ -4919,7 +5084,7 @@ static struct args eval_args(struct job *j, const struct node *n) {
     return a;
 }
 
-/* `caller`: the body of a call block, or NULL. */
+/* Calls a macro or a function. caller: the body of a {% call %} block, or NULL. */
 static struct tv eval_call(struct job *j, const struct node *n, const struct macro *caller) {
     struct tv f = node_eval(j, n->kid[0]);
     struct args a = eval_args(j, n);
@@ -4929,6 +5094,7 @@ static struct tv eval_call(struct job *j, const struct node *n, const struct mac
     return builtin_call(j, f.func->fn, f.func->self, &a);
 }
 
+/* A variable, or else a global function. */
 static struct tv eval_name(struct job *j, const struct node *n) {
     struct tv *v = variable_find(j, n->val);
     const struct builtin *global = v ? NULL : builtin_find(AS_GLOBAL, n->val);
@@ -4992,6 +5158,7 @@ static struct tv eval_cond(struct job *j, const struct node *n) {
                : tv_undef(j, "the inline if-expression evaluated to false and no else section was defined.");
 }
 
+/* The value of an expression. */
 static struct tv node_eval(struct job *j, const struct node *n) {
     struct tv v;
     job_enter(j);
@@ -5017,7 +5184,7 @@ static struct tv node_eval(struct job *j, const struct node *n) {
     return v;
 }
 
-/* The next element that passes the loop's `if`. */
+/* Takes the next element that passes the loop's `if`. Returns false if there is none. */
 static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
     while (l->at < l->src->n) {
         struct scope *scope = j->scope;
@@ -5033,13 +5200,14 @@ static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
     return false;
 }
 
+/* Runs a loop, or its `else`. */
 static enum flow exec_for(struct job *j, const struct node *n) {
     struct scope *outer = j->scope;
     struct loop *l = job_alloc(j, sizeof *l);
     *l = (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1};
     l->src = tv_iter(j, node_eval(j, n->kid[1]));
     struct scope *scope = scope_open(j, outer);
-    bool ran = false; /* as jinja2 has it: a round that ends in break or continue does not count for else */
+    bool ran = false; /* a round ran to its end; as in jinja2, break and continue do not count */
     enum flow flow = FLOW_NEXT;
     while (flow != FLOW_BREAK && loop_peek(j, l)) {
         l->prev = l->cur;
@@ -5061,7 +5229,7 @@ static enum flow exec_for(struct job *j, const struct node *n) {
     return flow;
 }
 
-/* {% set x %} and {% filter f %} blocks */
+/* Runs a {% set x %} or {% filter f %} block. */
 static enum flow exec_capture(struct job *j, const struct node *n) {
     struct scope *outer = j->scope;
     enum flow flow;
@@ -5075,6 +5243,7 @@ static enum flow exec_capture(struct job *j, const struct node *n) {
     return FLOW_NEXT;
 }
 
+/* Runs a {% with %} block. The values are evaluated outside of its scope. */
 static enum flow exec_with(struct job *j, const struct node *n) {
     struct scope *outer = j->scope, *inner = scope_open(j, outer);
     for (size_t i = 0; i + 1 < n->n; i += 2) {
@@ -5088,6 +5257,7 @@ static enum flow exec_with(struct job *j, const struct node *n) {
     return flow;
 }
 
+/* Runs the first branch whose test is true, or the `else`. */
 static enum flow exec_if(struct job *j, const struct node *n) {
     size_t i = 0;
     while (i + 1 < n->n && !tv_truthy(node_eval(j, n->kid[i]))) i += 2;
@@ -5095,6 +5265,7 @@ static enum flow exec_if(struct job *j, const struct node *n) {
     return i < n->n ? node_exec(j, n->kid[i]) : FLOW_NEXT;
 }
 
+/* Defines a macro, or runs a {% call %} block. */
 static void exec_macro(struct job *j, const struct node *n) {
     struct macro *m = job_alloc(j, sizeof *m);
     *m = (struct macro){n->kind == N_CALLBLOCK ? n->kid[1] : n, j->scope};
@@ -5102,6 +5273,7 @@ static void exec_macro(struct job *j, const struct node *n) {
     else dict_set(j, &j->scope->vars, n->val, (struct tv){.kind = TV_MACRO, .macro = m});
 }
 
+/* Runs a body or a statement. */
 static enum flow node_exec(struct job *j, const struct node *n) {
     enum flow flow = FLOW_NEXT;
     job_enter(j);
@@ -5126,13 +5298,14 @@ static enum flow node_exec(struct job *j, const struct node *n) {
     return flow;
 }
 
+/* What template_render hands to render_body. */
 struct rendering {
     const struct template *t;
     const json_t *vars;
     struct text *out;
 };
 
-/* Inside job_run. */
+/* Renders a template. Runs inside job_run. */
 static void render_body(struct job *j, void *arg) {
     static const char *const data[] = {"messages", "tools", "documents"};
     struct rendering *r = arg;
@@ -5154,7 +5327,8 @@ static void render_body(struct job *j, void *arg) {
     memcpy(arraddnptr(r->out->origin, b.n), b.o, b.n);
 }
 
-/* Runs work; an error inside it ends here. The job lies outside of this frame, as longjmp wants it. */
+/* Runs work and returns j->rc. job_fail returns to here. The job lies outside of this frame, because longjmp leaves the
+ * variables of this function undefined. */
 static int job_run(struct job *j, void (*work)(struct job *j, void *arg), void *arg) {
     if (!setjmp(j->out_of_here)) work(j, arg);
     return j->rc;
@@ -5166,7 +5340,7 @@ static void template_free(struct template *t) {
     free(t);
 }
 
-/* From n bytes of source. NULL and "line N: ..." for what is malformed or not supported. */
+/* Parses n bytes of source. Returns NULL and "line N: ..." if something is malformed or not supported. */
 static struct template *template_parse(const char *src, size_t n, char *err) {
     struct template *t = xcalloc(1, sizeof *t);
     struct job j = {.err = err, .line = 1};
@@ -5177,8 +5351,9 @@ static struct template *template_parse(const char *src, size_t n, char *err) {
     return NULL;
 }
 
-/* Appends the text to *out. Every key of the JSON object vars is a variable; `now` (2026-11-20T10:00:00) is also the time
- * of strftime_now. -1 and "line N: ...", or -2 and exactly the message that the template gave to raise_exception. */
+/* Renders a template and appends the text to *out. Every key of the JSON object vars is a variable; `now`
+ * (2026-11-20T10:00:00) is also the time of strftime_now. Returns 0; or -1 and "line N: ..."; or -2 and exactly the
+ * message that the template gave to raise_exception. */
 static int template_render(const struct template *t, const json_t *vars, struct text *out, char *err) {
     struct job j = {.err = err};
     if (!json_is_object(vars)) return fail(err, "template variables: expected a JSON object");
