@@ -24,11 +24,19 @@
  *   Allocation
  *   Files, time, text
  *   Terminal
- *   Vocabulary and BPE
+ *   Vocabulary: pre-tokenizers
+ *   Vocabulary: tables and loading
+ *   Vocabulary: text to tokens and back
  *   Chat template: values
+ *   Chat template: comparing and printing values
+ *   Chat template: format strings
  *   Chat template: operators
- *   Chat template: filters, tests, methods, globals
- *   Chat template: from source to tree
+ *   Chat template: functions on strings
+ *   Chat template: functions on numbers, sequences, mappings
+ *   Chat template: tests, globals, loop, the table of builtins
+ *   Chat template: lexer
+ *   Chat template: parsing expressions
+ *   Chat template: parsing statements
  *   Chat template: rendering
  *   Model: metadata, tensors, binding
  *   Parts of a model
@@ -1011,43 +1019,45 @@ int profile_end(void); /* rows that there are */
 /* ============================================================================================================
  * Limits and errors
  *
- * Two classes of error. Start-up errors end the program: one line on stderr that names the file or option, what was
- * expected and what was found; exit 1 (2 for wrong usage). Session errors are returned: functions give -1 and write
- * one line into `char err[ERR_MAX]`; the caller rolls back and lives on.
+ * There are two classes of errors. A start-up error ends the program (die): one line on stderr names the file or
+ * option, what was expected and what was found; the exit code is 1, or 2 for wrong usage. A session error is returned
+ * (fail): the function returns -1 and writes one line to `char err[ERR_MAX]`; its caller rolls back and goes on.
  * ============================================================================================================ */
 
 #define MOE_VERSION "0.1.0"
 
 enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
-/* Set by SIGINT; polled at token and chunk boundaries. Counts, so that a second Ctrl-C can be told from the first. */
+/* Number of SIGINTs that nothing has reacted to yet. Polled after every token and after every chunk of a prefill. */
 static volatile sig_atomic_t interrupted;
 
 static void term_restore(void);
 static void temp_remove(void);
-static void message_neutralise(char *s);
+static void message_sanitize(char *s);
 
-static _Thread_local char rank_label[32]; /* "rank 1 of 4: " where a thread works for one of several */
-static bool ranks_at_work;                /* there are threads that may never end */
+static _Thread_local char rank_label[32]; /* "rank 1 of 4: " in a thread of a process group of several, else "" */
+static bool ranks_at_work;                /* threads of several ranks run, which may never end: leave by _exit() */
 
-/* What a report that is under way does with the message that ends the program, before that is printed; it must not die. */
+/* Gets the fatal message before it is printed, so that --doctor can finish its report. Must not call die(). */
 static struct {
     void (*run)(void *arg, const char *line);
     void *arg;
 } last_words;
 
+/* Prints a message and ends the program. Restores the terminal and removes an unfinished output file first. */
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
     static int dying;
     char line[2048];
     va_list ap;
-    while (__atomic_exchange_n(&dying, 1, __ATOMIC_SEQ_CST) && ranks_at_work) pause(); /* another thread has the word */
+    while (__atomic_exchange_n(&dying, 1, __ATOMIC_SEQ_CST) && ranks_at_work)
+        pause(); /* another thread is ending the program */
     term_restore();
     temp_remove();
     fflush(stdout);
     va_start(ap, fmt);
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
-    message_neutralise(line);
+    message_sanitize(line);
     if (last_words.run && code == EXIT_RUN) last_words.run(last_words.arg, line);
     fprintf(stderr, "moe: %s%s\n", rank_label, line);
     if (ranks_at_work) _exit(code);
@@ -1057,28 +1067,31 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
 #define die(...)       die_code(EXIT_RUN, __VA_ARGS__)
 #define die_usage(...) die_code(EXIT_USAGE, __VA_ARGS__)
 
-/* Writes a session error; evaluates to -1, so that `return fail(err, ...)` reads well. */
+/* Writes a session error to err. Returns -1, so that a caller can write `return fail(err, ...)`. */
 __attribute__((format(printf, 2, 3))) static int fail(char *err, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(err, ERR_MAX, fmt, ap);
     va_end(ap);
-    message_neutralise(err);
+    message_sanitize(err);
     return -1;
 }
 
 /* ============================================================================================================
  * Allocation
  *
- * Memory that runs out ends the program. Between alloc_guard_begin and alloc_guard_end nothing may be allocated: the
- * token loop and everything below it works in memory laid out at start.
+ * Allocations that end the program when memory runs out, the dynamic arrays of stb_ds, and byte strings that grow.
+ *
+ * While the alloc guard of a thread is set, an allocation in that thread is an internal error: computing tokens has to
+ * do with the memory that was laid out at the start.
  * ============================================================================================================ */
 
-static _Thread_local const char *alloc_guard; /* what is being guarded, or NULL */
+static _Thread_local const char *alloc_guard; /* what this thread does without allocating, or NULL */
 
 static void alloc_guard_begin(const char *what) { alloc_guard = what; }
 static void alloc_guard_end(void) { alloc_guard = NULL; }
 
+/* Dies if the guard is set, or if an allocation of n bytes failed. */
 static void alloc_check(bool got, size_t n) {
     if (alloc_guard) die("internal error: %zu bytes allocated during %s", n, alloc_guard);
     if (!got && n) die("out of memory (%zu bytes)", n);
@@ -1102,7 +1115,7 @@ static void *xrealloc(void *p, size_t n) {
     return q;
 }
 
-/* Zeroed and aligned to a cache line. */
+/* n zeroed bytes, aligned to a cache line of 64 bytes. For free(). */
 static void *xaligned(size_t n) {
     void *p = NULL;
     n = (n + 63) / 64 * 64;
@@ -1112,6 +1125,7 @@ static void *xaligned(size_t n) {
     return p;
 }
 
+/* Copies n bytes and adds a NUL. */
 static char *xstrndup(const char *s, size_t n) {
     char *p = xmalloc(n + 1);
     if (n) memcpy(p, s, n);
@@ -1121,21 +1135,24 @@ static char *xstrndup(const char *s, size_t n) {
 
 static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
 
-/* Dynamic arrays are stb_ds's (arrput, arrlen, arrsetlen, arrfree); its hash maps only with integers and pointers as keys, each of one
- * thread: what they share is a seed, of which each copies some value. One macro call per expression, no side effects in arguments;
- * a function that may grow an array takes a pointer to it. */
+/* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. Write one macro call per expression, without side
+ * effects in its arguments; a function that may grow an array takes a pointer to it. Hash maps are used with integer
+ * and pointer keys only. Never share a map between threads, because even a look-up writes to it. (What all maps share,
+ * a global seed, does no harm: each copies some value of it.) */
 #define STBDS_REALLOC(context, p, n) xrealloc(p, n)
 #define STBDS_FREE(context, p)       free(p)
 #define STB_DS_IMPLEMENTATION
 #include <stb/stb_ds.h>
 
-/* Byte strings that grow are `char *` arrays of stb_ds, without a terminating NUL unless sb_cstr adds it. */
+/* A byte string that grows (sb) is a `char *` array of stb_ds, NULL while it is empty. Its length is arrlen; it has no
+ * NUL unless sb_cstr adds one. sb_put appends n bytes. */
 static void sb_put(char **sb, const char *s, size_t n) {
     if (n) memcpy(arraddnptr(*sb, n), s, n);
 }
 
 static void sb_puts(char **sb, const char *s) { sb_put(sb, s, strlen(s)); }
 
+/* Appends formatted text of any length. */
 __attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const char *fmt, ...) {
     char tmp[1024];
     va_list ap;
@@ -1154,7 +1171,7 @@ __attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const cha
     arrsetlen(*sb, at + (size_t)n);
 }
 
-/* NUL behind the last byte, not counted in arrlen. Valid until the next change. */
+/* Returns the string with a NUL behind its last byte, which arrlen does not count. Valid until the next change. */
 static const char *sb_cstr(char **sb) {
     arrput(*sb, 0);
     (void)arrpop(*sb);
@@ -1163,15 +1180,18 @@ static const char *sb_cstr(char **sb) {
 
 /* ============================================================================================================
  * Files, time, text
+ *
+ * The clock, whole files, output files that replace others in one step, UTF-8, random numbers, numbers for people.
  * ============================================================================================================ */
 
+/* Seconds on a clock that is never set back. */
 static double now_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Appends everything that fd still gives. 0, or -1 with errno set. */
+/* Appends everything up to the end of fd. Returns 0, or -1 with errno set. After Ctrl-C, EINTR ends it. */
 static int read_fd(int fd, char **sb) {
     for (;;) {
         size_t at = arrlenu(*sb);
@@ -1183,7 +1203,7 @@ static int read_fd(int fd, char **sb) {
     }
 }
 
-/* Appends a whole file. */
+/* Appends a whole file. Returns 0, or -1 with a message. */
 static int read_file(const char *path, char **sb, char *err) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return fail(err, "cannot open '%s': %s", path, strerror(errno));
@@ -1193,41 +1213,52 @@ static int read_file(const char *path, char **sb, char *err) {
     return rc;
 }
 
-/* Refuses what is not a regular file: a pipe would be waited for. 0, or -1 with a message. */
+/* Refuses anything but a regular file: reading a pipe might wait forever. Returns 0, or -1 with a message. */
 static int file_check(const char *path, struct stat *st, char *err) {
     if (stat(path, st)) return fail(err, "cannot open '%s': %s", path, strerror(errno));
     return S_ISREG(st->st_mode) ? 0 : fail(err, "'%s' is not a regular file", path);
 }
 
-/* The unfinished output, while temp_exists: whatever ends the program removes it. One at a time. */
-static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* the target behind all symbolic links */
+/* The output file that is being written, while temp_exists. Whatever ends the program removes it. */
+static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* temp_target: its name when complete */
 static volatile sig_atomic_t temp_exists;
 
-/* Safe in a signal handler. */
+/* Removes the unfinished output file. Safe in a signal handler. */
 static void temp_remove(void) {
     if (temp_exists) unlink(temp_path);
     temp_exists = 0;
 }
 
-/* Begins a file that becomes `path` when it is complete, so that a failure leaves what was there. NULL with a message. */
+/* Opens a temporary file that temp_finish renames to `path`, so that a failure leaves the old file as it was. Only one
+ * at a time. If `path` is a symbolic link, it is the file behind it that is replaced. Returns NULL with a message on
+ * failure. */
 static FILE *temp_create(const char *path, mode_t mode, char *err) {
     struct stat st;
-    if (strlen(path) >= sizeof temp_target)
-        return fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG)), NULL;
+    if (strlen(path) >= sizeof temp_target) {
+        fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG));
+        return NULL;
+    }
     strcpy(temp_target, path);
-    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st)))
-        return fail(err, "cannot replace '%s': %s", path, strerror(errno)), NULL;
-    if (!stat(path, &st) && !S_ISREG(st.st_mode))
-        return fail(err, "cannot replace '%s': it is not a regular file", path), NULL;
+    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st))) {
+        fail(err, "cannot replace '%s': %s", path, strerror(errno));
+        return NULL;
+    }
+    if (!stat(path, &st) && !S_ISREG(st.st_mode)) {
+        fail(err, "cannot replace '%s': it is not a regular file", path);
+        return NULL;
+    }
     snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
     temp_exists = 1;
     int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
     FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
-    if (!f) fail(err, "cannot write '%s': %s", path, strerror(errno)), temp_remove();
+    if (!f) {
+        fail(err, "cannot write '%s': %s", path, strerror(errno));
+        temp_remove();
+    }
     return f;
 }
 
-/* Ends it: what was written gets its name, unless `bad` or a failure. 0, or -1 with a message. */
+/* Closes the file of temp_create and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
 static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     int rc = 0;
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
@@ -1240,7 +1271,7 @@ static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     return rc;
 }
 
-/* Bytes of memory that can still be taken without swapping, the cached pages of files among them. */
+/* Bytes of memory that can be taken without swapping. Cached pages of files count as free. */
 static uint64_t memory_available(void) {
     char *text = NULL, err[ERR_MAX];
     unsigned long long kib = 0;
@@ -1250,18 +1281,17 @@ static uint64_t memory_available(void) {
     return known ? kib << 10 : (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-/* Bytes of the UTF-8 sequence at s: its length if complete and valid, 0 if it is valid so far but cut off by n, -1 if it
- * is invalid. */
+/* Length of the UTF-8 sequence at s, where there are n bytes. 0: valid so far but cut off. -1: invalid. */
 static int utf8_sequence(const char *s, size_t n) {
     const uint8_t *u = (const uint8_t *)s;
     utf8proc_int32_t cp;
     if (!n) return 0;
-    int want = u[0] < 0x80                   ? 1
-               : u[0] >= 0xc2 && u[0] < 0xe0 ? 2
-               : (u[0] & 0xf0) == 0xe0       ? 3
-               : u[0] >= 0xf0 && u[0] < 0xf5 ? 4
-                                             : -1;
-    if (want < 0) return -1;
+    int want; /* the length that the first byte announces */
+    if (u[0] < 0x80) want = 1;
+    else if (u[0] >= 0xc2 && u[0] < 0xe0) want = 2;
+    else if ((u[0] & 0xf0) == 0xe0) want = 3;
+    else if (u[0] >= 0xf0 && u[0] < 0xf5) want = 4;
+    else return -1;
     if (n >= (size_t)want) return utf8proc_iterate(u, want, &cp) == want ? want : -1;
     uint8_t t[4] = {0x80, 0x80, 0x80, 0x80};
     memcpy(t, u, n);
@@ -1269,28 +1299,34 @@ static int utf8_sequence(const char *s, size_t n) {
     return utf8proc_iterate(t, want, &cp) == want ? 0 : -1;
 }
 
+/* Whether n bytes consist of whole, valid UTF-8 sequences. */
 static bool utf8_valid(const char *s, size_t n) {
     while (n) {
         int k = utf8_sequence(s, n);
         if (k <= 0) return false;
-        s += k, n -= (size_t)k;
+        s += k;
+        n -= (size_t)k;
     }
     return true;
 }
 
-/* A message quotes files and templates: controls, and bytes that are not UTF-8, become '?', so that it is one line that no
- * terminal obeys. */
-static void message_neutralise(char *s) {
+/* Replaces control characters and malformed UTF-8 in a message by '?'. Messages quote files and templates: they must
+ * stay on one line and must not control the terminal. */
+static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
         int k = utf8_sequence(s, n);
         bool control = k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
-        if (k < 1) k = 1, control = true;
+        if (k < 1) {
+            k = 1;
+            control = true;
+        }
         if (control) memset(s, '?', (size_t)k);
-        s += k, n -= (size_t)k;
+        s += k;
+        n -= (size_t)k;
     }
 }
 
-/* Splitmix64: the random numbers of the sampler, of tests and of synthetic weights; the same everywhere. */
+/* Splitmix64, the random numbers of the sampler, of tests and of synthetic weights. The same on every machine. */
 static uint64_t rng_next(uint64_t *state) {
     uint64_t z = *state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
@@ -1300,16 +1336,16 @@ static uint64_t rng_next(uint64_t *state) {
 
 static double rng_uniform(uint64_t *state) { return (double)(rng_next(state) >> 11) * 0x1p-53; } /* [0, 1) */
 
-/* 1.5 GiB */
+/* Writes a number of bytes with its unit to `out`, such as "1.5 GiB". */
 static const char *with_unit(double bytes, char out[32]) {
     static const char *const unit[] = {"bytes", "KiB", "MiB", "GiB"};
     int u = 0;
-    while (bytes >= 1024 && u < 3) bytes /= 1024, u++;
+    for (; bytes >= 1024 && u < 3; u++) bytes /= 1024;
     snprintf(out, 32, "%.*f %s", u ? 1 : 0, bytes, unit[u]);
     return out;
 }
 
-/* 1,234,567 */
+/* Writes a number with commas to `out`, such as "1,234,567". */
 static const char *with_commas(uint64_t v, char out[32]) {
     char tmp[32];
     int n = snprintf(tmp, sizeof tmp, "%llu", (unsigned long long)v), k = 0;
@@ -1324,45 +1360,50 @@ static const char *with_commas(uint64_t v, char out[32]) {
 /* ============================================================================================================
  * Terminal
  *
- * stdout carries the answer, stderr everything else. Whether either is a terminal, and whether colour is wanted, is
- * decided once. Text from a model or a file reaches a terminal only through term_neutralise, which shows control characters
- * instead of obeying them.
+ * stdout carries the answer; everything else goes to stderr. term_init finds out once whether each is a terminal and
+ * whether to use color. Text from a model or a file reaches a terminal only through term_escape, which shows control
+ * characters instead of sending them.
  * ============================================================================================================ */
 
 static struct {
     bool in_tty, out_tty, err_tty;
     bool err_moves;              /* stderr is a terminal that can rewrite its line */
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
-    volatile sig_atomic_t raw;   /* the line editor changed the terminal's mode */
-    struct termios cooked;       /* valid while raw */
-    bool dialogue;               /* somebody can type commands */
+    volatile sig_atomic_t raw;   /* the line editor has changed the terminal's mode */
+    struct termios cooked;       /* the mode before that; valid while raw */
+    bool dialogue;               /* the user can type commands */
     int out_error;               /* errno of the first write to stdout that failed */
 } term;
 
+/* Fills in_tty to colour_err. Called once, at the start. */
 static void term_init(void) {
     const char *t = getenv("TERM"), *no = getenv("NO_COLOR");
     bool able = t && *t && strcmp(t, "dumb"), colour = able && !(no && *no);
-    term.in_tty = isatty(0), term.out_tty = isatty(1), term.err_tty = isatty(2);
+    term.in_tty = isatty(0);
+    term.out_tty = isatty(1);
+    term.err_tty = isatty(2);
     term.err_moves = term.err_tty && able;
-    term.colour_out = term.out_tty && colour, term.colour_err = term.err_tty && colour;
+    term.colour_out = term.out_tty && colour;
+    term.colour_err = term.err_tty && colour;
 }
 
-/* Safe in a signal handler: gives the terminal back as it was found. */
+/* Restores the mode, the color and the cursor of the terminal. Safe in a signal handler. */
 static void term_restore(void) {
     static const char reset[] = "\033[0m\033[?2004l\033[?25h";
     if (term.raw) {
         tcsetattr(0, TCSANOW, &term.cooked);
-        term.raw = 0; /* last: a signal in between restores again */
+        term.raw = 0; /* last, so that a signal in between restores again */
         if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
     } else if (term.colour_out && write(1, reset, 4) < 0) return;
 }
 
-/* Flushes stdout and remembers why that failed. */
+/* Flushes stdout. Keeps the first error in term.out_error. */
 static void out_flush(void) {
     if ((fflush(stdout) || ferror(stdout)) && !term.out_error) term.out_error = errno ? errno : EIO;
 }
 
-/* Rewrites the line of progress on stderr, cut to the terminal's width, where it can be rewritten; "" removes it. */
+/* Shows a line of progress on stderr in place of the last one, cut to the width of the terminal; "" removes it. Does
+ * nothing where a line cannot be rewritten. */
 __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, ...) {
     struct winsize w;
     char line[256];
@@ -1376,7 +1417,7 @@ __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, .
     fflush(stderr);
 }
 
-/* One warning or remark on stderr, in its own line, dim on a terminal. */
+/* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
 __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     va_list ap;
     if (term.colour_err) fputs("\033[2m", stderr);
@@ -1386,9 +1427,9 @@ __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     fputs(term.colour_err ? "\033[0m\n" : "\n", stderr);
 }
 
-/* Appends s to *out with C0 (but \n and \t), DEL and C1 controls made visible and malformed UTF-8 replaced. s consists of
- * whole UTF-8 sequences (the detokeniser holds the rest back), so no state is carried. */
-static void term_neutralise(char **out, const char *s, size_t n) {
+/* Appends s (n bytes) to *out for a terminal: controls other than \n and \t become visible as \x1b, malformed UTF-8
+ * becomes U+FFFD. s must not end within a UTF-8 sequence; the detokenizer holds such bytes back. */
+static void term_escape(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
         uint8_t c = (uint8_t)s[i];
         int k = utf8_sequence(s + i, n - i);
@@ -1410,83 +1451,17 @@ static void term_neutralise(char **out, const char *s, size_t n) {
         }
     }
 }
+
 /* ============================================================================================================
- * Vocabulary and BPE
+ * Vocabulary: pre-tokenizers
  *
- * Byte-level BPE as Hugging Face's tokenizers do it: text is cut at special tokens, the stretches between are brought
- * to NFC if the model wants that, cut into pieces by the model's expressions, and merged from single bytes upwards.
- *
- * The vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it; any number of
- * threads may tokenise at once. Ordinary tokens (found by merging) and special ones (found by their literal text) are
- * kept apart, so that merging can never produce a special token. Whether text may name a special token depends on where
- * the text came from; this section is told by origin bytes and flags and knows nothing of templates or messages.
+ * Before BPE, the model's pre-tokenizer cuts text into pieces such as words, numbers and runs of blanks. No token spans
+ * two pieces. This section is data: the expressions of every pre-tokenizer that a GGUF file may name.
  * ============================================================================================================ */
 
-/* Values of tokenizer.ggml.token_type. */
-enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_UNUSED, TOKEN_BYTE };
+enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 
-/* Of every byte of a text: whether the chat template wrote it, or it came from a message, a file or the user. */
-enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
-
-enum tokenize_flags {
-    TOKENIZE_CONTROL = 1, /* control tokens in text of the template are recognised */
-    TOKENIZE_TAGS = 2     /* user-defined tokens that look like tags are recognised in data too */
-};
-
-enum {
-    VOCAB_MAX = 1 << 24, /* tokens, and merges */
-    VOCAB_MAX_EXPRS = 6, /* expressions of a pre-tokenizer */
-    VOCAB_PROBES = 1024, /* slots looked at for one entry; the largest vocabularies need less than 100 */
-    SPECIAL_MAX = 1024,  /* bytes of a special token: at each byte of a text as many are compared */
-    PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
-    NFC_MAX_MARKS = 256, /* combining marks sorted at once; sorting is quadratic in utf8proc */
-    RANK_NONE = -1       /* also of an empty slot */
-};
-
-struct bytes_slot {
-    uint32_t hash;
-    int32_t id; /* -1: empty */
-};
-
-struct merge_slot {
-    uint64_t pair; /* left id << 32 | right id; UINT64_MAX: empty */
-    int32_t rank, id;
-};
-
-struct special_token {
-    struct gguf_str text;
-    int32_t id;
-};
-
-/* Open-addressed tables have 2^bits slots, at most two thirds of them used; linear probing, of at most VOCAB_PROBES slots. */
-struct vocab {
-    int32_t n_tokens;
-    int32_t bos, eos, eot, pad; /* -1: none */
-    bool add_bos, nfc, ignore_merges;
-    struct gguf_str chat_template; /* p NULL: none */
-
-    struct gguf_str *token; /* [n_tokens] the bytes a token stands for, in decoded or in the image */
-    uint8_t *type;          /* [n_tokens] enum token_type */
-    bool *stop;             /* [n_tokens] ends a turn */
-    char *decoded;          /* bytes of ordinary tokens, end to end */
-
-    struct bytes_slot *by_bytes; /* ordinary tokens by their bytes; of equal ones the lowest id */
-    struct merge_slot *merges;   /* NULL: two symbols merge if their bytes make a token, of rank its id */
-    int by_bytes_bits, merges_bits;
-    int32_t byte_id[256]; /* token of a single byte, -1: none, such bytes are dropped */
-
-    struct special_token *special; /* sorted by text, then id: an implicit trie */
-    uint32_t n_special;
-    uint32_t special_first[257]; /* [special_first[b], special_first[b + 1]) begin with byte b */
-
-    pcre2_code *expr[VOCAB_MAX_EXPRS];
-    int n_exprs;
-    pcre2_match_context *match_context;
-};
-
-/* ---- pre-tokenizers ---- */
-
-/* White space as Unicode has it and Rust and Oniguruma read \s. PCRE2's own \s would add U+180E. */
+/* White space as in the \s of Unicode, Rust and Oniguruma, for use inside a class. PCRE2's \s also has U+180E. */
 #define WS             "\\t-\\r \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}\\x{3000}"
 #define BLANKS         "[" WS "]+(?![^" WS "])|[" WS "]+"
 #define LINES_BLANKS   "[" WS "]*[\\r\\n]+|" BLANKS
@@ -1498,15 +1473,15 @@ struct vocab {
 #define LLAMA3         CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
 #define CASED(UP, LOW) WORD_PREFIX UP "*" LOW "+" CONTRACTION "?|" WORD_PREFIX UP "+" LOW "*" CONTRACTION "?"
 
-/* Letters that are upper, title or without case, and those that are lower or without case; for Kimi without Han, which
- * a class of PCRE2 can only say as the complement of everything else. */
+/* For CASED: letters in upper or title case or without case, and letters in lower case or without case. Kimi excludes
+ * Han characters, which a PCRE2 class can only say as the complement of everything else. */
 #define UPPER      "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
 #define LOWER      "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
 #define UPPER_XHAN "[^\\p{Ll}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
 #define LOWER_XHAN "[^\\p{Lu}\\p{Lt}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
 
 /* clang-format off */
-/* The cased letters as DeepSeek's first tokenizer lists them. */
+/* The letters with case, as DeepSeek's first tokenizer lists them. */
 #define DEEPSEEK_LETTERS \
     "A-Za-z\\x{b5}À-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\\x{386}Έ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ" \
     "Ὀ-Ὅὐ-ὗὙὛὝὟ-\\x{1f7d}ᾀ-ᾴᾶ-ᾼ\\x{1fbe}ῂ-ῄῆ-ῌῐ-\\x{1fd3}ῖ-\\x{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\\x{2126}ℨ" \
@@ -1514,14 +1489,14 @@ struct vocab {
 #define DEEPSEEK_MARKS "!-/:-~\\x{ff01}-\\x{ff0f}\\x{ff1a}-\\x{ff5e}\\x{2018}-\\x{201f}\\x{3000}-\\x{3002}"
 #define DEEPSEEK_CJK   "[\\x{800}-\\x{9fa5}\\x{ac00}-\\x{d7ff}]+"
 
-/* A pre-tokenizer is a sequence of expressions: each cuts the pieces of the one before into its matches and the gaps
- * between them. No expression repeats a group, so that none needs a stack that grows with the text, and none is worse
- * than linear on a long run: hence the look-behind in DeepSeek's "blanks at the end". Names and the defaults of missing
- * keys are those of llama.cpp, expressions those of the models' own tokenizer.json (codes above 0x7f as numbers where
- * two characters look the same). */
+/* A pre-tokenizer is a list of expressions. Each one cuts every piece of the one before it into its matches and the
+ * gaps between them. No expression repeats a group, so that matching needs no stack that grows with the text. None
+ * takes more than linear time on a long run, which is why DeepSeek's expression for blanks at the end has a
+ * look-behind. Names and defaults are llama.cpp's; the expressions are those of the models' tokenizer.json. Characters
+ * above 0x7f are written as numbers where two of them look the same. */
 static const struct pre_tokenizer {
-    const char *names; /* values of tokenizer.ggml.pre */
-    bool nfc, ignore_merges, add_bos;
+    const char *names; /* values of tokenizer.ggml.pre, separated by blanks */
+    bool nfc, ignore_merges, add_bos; /* defaults for files without these keys */
     const char *expr[VOCAB_MAX_EXPRS];
 } pre_tokenizers[] = {
     {.names = "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling",
@@ -1563,35 +1538,94 @@ static bool word_in_list(struct gguf_str word, const char *list) {
     return false;
 }
 
-static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre, char *err) {
-    v->match_context = pcre2_match_context_create(NULL);
-    if (!v->match_context) return fail(err, "out of memory for the pre-tokenizer");
-    pcre2_set_match_limit(v->match_context, UINT32_MAX); /* the number of steps grows with a run's length */
-    for (int i = 0; i < VOCAB_MAX_EXPRS && pre->expr[i]; i++) {
-        int code;
-        size_t at;
-        v->expr[i] =
-            pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &at, NULL);
-        if (!v->expr[i])
-            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
-                        pre->names, code, at);
-        pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* without JIT matching is slower, not different */
-        v->n_exprs++;
-    }
-    return 0;
-}
+/* ============================================================================================================
+ * Vocabulary: tables and loading
+ *
+ * The tables of a byte-level BPE vocabulary, read from a GGUF file: tokens, bytes to token, merges, special tokens.
+ *
+ * A vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it. Any number of
+ * threads may tokenize at once. Ordinary tokens, which merging finds, and special tokens, which are found by their
+ * literal text, are kept in separate tables, so that merging can never produce a special token.
+ * ============================================================================================================ */
+
+/* Values of tokenizer.ggml.token_type. */
+enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_UNUSED, TOKEN_BYTE };
+
+/* The origin of one byte of text: written by the chat template, or taken from a message, a file or the user. */
+enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
+
+enum tokenize_flags {
+    TOKENIZE_CONTROL = 1, /* recognize control tokens in template text */
+    TOKENIZE_TAGS = 2     /* recognize user-defined tokens that look like tags in data, too */
+};
+
+enum {
+    VOCAB_MAX = 1 << 24, /* of tokens, and of merges */
+    VOCAB_PROBES = 1024, /* slots tried for one entry; the largest vocabularies need less than 100 */
+    SPECIAL_MAX = 1024,  /* bytes of a special token; matching may compare that many at every byte of a text */
+    PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
+    NFC_MAX_MARKS = 256, /* combining marks normalized at once; utf8proc sorts them in quadratic time */
+    RANK_NONE = -1       /* there is no merge; also what an empty slot holds */
+};
+
+/* Slots of the tables by_bytes and merges. */
+struct bytes_slot {
+    uint32_t hash;
+    int32_t id; /* -1: empty */
+};
+
+struct merge_slot {
+    uint64_t pair; /* left id << 32 | right id; UINT64_MAX: empty */
+    int32_t rank, id;
+};
+
+struct special_token {
+    struct gguf_str text;
+    int32_t id;
+};
+
+/* by_bytes and merges are open-addressed tables of 2^bits slots, of which at most two thirds are used. Linear probing
+ * tries at most VOCAB_PROBES slots. */
+struct vocab {
+    int32_t n_tokens;
+    int32_t bos, eos, eot, pad; /* -1: none */
+    bool add_bos, nfc, ignore_merges;
+    struct gguf_str chat_template; /* p NULL: none */
+
+    struct gguf_str *token; /* (n_tokens) the bytes that a token stands for, in decoded or in the image */
+    uint8_t *type;          /* (n_tokens) enum token_type */
+    bool *stop;             /* (n_tokens) the token ends a turn */
+    char *decoded;          /* the bytes of all ordinary tokens, end to end */
+
+    struct bytes_slot *by_bytes; /* ordinary tokens by their bytes; of equal ones the lowest id */
+    struct merge_slot *merges;   /* NULL: any two symbols whose bytes make a token merge; its id is the rank */
+    int by_bytes_bits, merges_bits;
+    int32_t byte_id[256]; /* token of each single byte; -1: none, the byte is dropped */
+
+    struct special_token *special; /* (n_special) sorted by text, then id; special_match walks it like a trie */
+    uint32_t n_special;
+    uint32_t special_first[257]; /* [special_first[b], special_first[b + 1]) begin with byte b */
+
+    pcre2_code *expr[VOCAB_MAX_EXPRS];
+    int n_exprs;
+    pcre2_match_context *match_context;
+};
 
 /* ---- tables ---- */
 
-/* The byte that a character of GPT-2's alphabet stands for, or -1. Printable Latin-1 stands for itself, the other 68 bytes
- * are U+0100 and up in their order. */
+/* The byte that a character of GPT-2's byte alphabet stands for, or -1. Printable Latin-1 stands for itself; U+0100 and
+ * up stand for the other 68 bytes in order. */
 static int alphabet_byte(int cp) {
     if ((cp > 32 && cp < 127) || (cp > 160 && cp < 256 && cp != 173)) return cp;
     int k = cp - 256;
-    return k < 0 || k > 67 ? -1 : k < 33 ? k : k < 67 ? k + 94 : 173;
+    if (k < 0 || k > 67) return -1;
+    if (k < 33) return k;      /* bytes 0 to 32 */
+    if (k < 67) return k + 94; /* bytes 127 to 160 */
+    return 173;
 }
 
-/* Undoes GPT-2's alphabet: out has room for n bytes. Bytes written, or -1 if some character is not of the alphabet. */
+/* Decodes n bytes of text in GPT-2's alphabet to `out`, which has room for n bytes. Returns the number of bytes
+ * written, or -1 if a character is not in the alphabet. */
 static int64_t alphabet_decode(const char *s, size_t n, char *out) {
     const uint8_t *u = (const uint8_t *)s;
     int64_t k = 0;
@@ -1608,21 +1642,20 @@ static int64_t alphabet_decode(const char *s, size_t n, char *out) {
     return k;
 }
 
-/* log2 of the slots for n entries. */
+/* log2 of the number of slots for n entries. */
 static int table_bits(uint64_t n) {
     int bits = 4;
     while (1ull << bits < n + n / 2) bits++;
     return bits;
 }
 
-/* FNV-1a, finished by a multiplication so that the upper bits are good for the slot. */
-static uint32_t bytes_hash(const char *s, size_t n) {
-    uint32_t h = 2166136261u;
-    for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)s[i]) * 16777619u;
-    return h * 0x9e3779b1u;
+/* Hash of a token's bytes: FNV-1a, multiplied so that the upper bits, which choose the slot, are well mixed. */
+static uint32_t token_hash(const char *s, size_t n) {
+    return (uint32_t)(hash_bytes(HASH_START, s, n) * 0x9e3779b97f4a7c15u >> 32);
 }
 
-/* The slot of the ordinary token with these bytes, or the empty one where it belongs; NULL: neither is near. */
+/* Finds the slot of the ordinary token with these bytes, or else the empty slot for it. NULL after VOCAB_PROBES
+ * slots. */
 static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_t n, uint32_t hash) {
     uint32_t mask = (1u << v->by_bytes_bits) - 1, i = hash >> (32 - v->by_bytes_bits);
     for (int probe = 0; probe < VOCAB_PROBES; probe++, i = (i + 1) & mask) {
@@ -1633,11 +1666,14 @@ static struct bytes_slot *bytes_slot(const struct vocab *v, const char *s, size_
     return NULL;
 }
 
+/* Id of the ordinary token with these bytes, or -1. */
 static int32_t bytes_find(const struct vocab *v, const char *s, size_t n) {
-    const struct bytes_slot *e = bytes_slot(v, s, n, bytes_hash(s, n));
+    const struct bytes_slot *e = bytes_slot(v, s, n, token_hash(s, n));
     return e ? e->id : -1;
 }
 
+/* Finds the slot of a merge (left id << 32 | right id), or else the empty slot for it. NULL after VOCAB_PROBES
+ * slots. */
 static struct merge_slot *merge_slot(const struct vocab *v, uint64_t pair) {
     uint32_t mask = (1u << v->merges_bits) - 1;
     uint32_t i = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> (64 - v->merges_bits));
@@ -1648,55 +1684,19 @@ static struct merge_slot *merge_slot(const struct vocab *v, uint64_t pair) {
 
 /* ---- special tokens ---- */
 
+/* Orders special tokens for qsort. */
 static int special_compare(const void *a, const void *b) {
     const struct special_token *x = a, *y = b;
     int c = gguf_str_cmp(x->text, y->text);
     return c ? c : (x->id > y->id) - (x->id < y->id);
 }
 
+/* Whether tokens of a type are found by their literal text instead of by merging. */
 static bool is_special(int type) {
     return type == TOKEN_CONTROL || type == TOKEN_USER_DEFINED || type == TOKEN_UNKNOWN;
 }
 
-/* <think>, [TOOL_CALLS]: tokens that carry structure rather than text. */
-static bool is_tag(struct gguf_str s) {
-    return s.n > 1 && ((s.p[0] == '<' && s.p[s.n - 1] == '>') || (s.p[0] == '[' && s.p[s.n - 1] == ']'));
-}
-
-/* The first of special[lo, hi) whose byte at `depth` is not below b. All are longer than depth and equal before it. */
-static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, size_t depth, int b) {
-    while (lo < hi) {
-        uint32_t mid = lo + (hi - lo) / 2;
-        if ((uint8_t)v->special[mid].text.p[depth] < b) lo = mid + 1;
-        else hi = mid;
-    }
-    return lo;
-}
-
-static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n, unsigned flags) {
-    if (v->type[id] != TOKEN_USER_DEFINED) {
-        if (!(flags & TOKENIZE_CONTROL)) return false;
-    } else if (flags & TOKENIZE_TAGS || !is_tag(v->token[id])) return true;
-    return !origin || !memchr(origin, ORIGIN_DATA, n);
-}
-
-/* The longest special token at the head of the n bytes of text that flags and origin allow; its id and length, or -1. */
-static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
-                             size_t *len) {
-    uint32_t lo = v->special_first[(uint8_t)text[0]], hi = v->special_first[(uint8_t)text[0] + 1];
-    int32_t best = -1;
-    for (size_t depth = 1; lo < hi; depth++) {
-        for (; lo < hi && v->special[lo].text.n == depth; lo++)
-            if ((best < 0 || *len < depth) && special_allowed(v, v->special[lo].id, origin, depth, flags))
-                best = v->special[lo].id, *len = depth;
-        if (depth == n) break;
-        uint8_t b = (uint8_t)text[depth];
-        lo = special_lower(v, lo, hi, depth, b);
-        hi = special_lower(v, lo, hi, depth, b + 1);
-    }
-    return best;
-}
-
+/* Id of the special token with this text, the lowest if there are several, or -1. */
 static int32_t special_find(const struct vocab *v, struct gguf_str text) {
     uint32_t lo = 0, hi = v->n_special;
     while (lo < hi) {
@@ -1709,20 +1709,40 @@ static int32_t special_find(const struct vocab *v, struct gguf_str text) {
 
 /* ---- loading ---- */
 
-/* A token id under a key; -1 if there is none or it is no token of this vocabulary. */
+/* Compiles the expressions of a pre-tokenizer. Returns 0, or -1 with a message. */
+static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre, char *err) {
+    v->match_context = pcre2_match_context_create(NULL);
+    if (!v->match_context) return fail(err, "out of memory for the pre-tokenizer");
+    pcre2_set_match_limit(v->match_context, UINT32_MAX); /* the default is too low for long runs */
+    for (int i = 0; i < VOCAB_MAX_EXPRS && pre->expr[i]; i++) {
+        int code;
+        size_t at;
+        v->expr[i] =
+            pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &at, NULL);
+        if (!v->expr[i])
+            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
+                        pre->names, code, at);
+        pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* if this fails, matching is only slower */
+        v->n_exprs++;
+    }
+    return 0;
+}
+
+/* The token id under a key; -1 if the key is missing or the id is outside the vocabulary. */
 static int32_t vocab_key_id(const struct vocab *v, const struct gguf *g, const char *key) {
     const struct gguf_kv *kv = gguf_find(g, key);
     int64_t id;
     return kv && !kv->is_array && gguf_elem_int(kv, 0, &id) && id >= 0 && id < v->n_tokens ? (int32_t)id : -1;
 }
 
+/* The bool under a key, or `missing`. */
 static bool vocab_key_bool(const struct gguf *g, const char *key, bool missing) {
     const struct gguf_kv *kv = gguf_find(g, key);
     int64_t b;
     return kv && !kv->is_array && gguf_elem_int(kv, 0, &b) ? b != 0 : missing;
 }
 
-/* An array of strings with 1 to VOCAB_MAX elements. */
+/* Finds the array of 1 to VOCAB_MAX strings under a key. Returns 0, or -1 with a message. */
 static int vocab_key_strings(const struct gguf *g, const char *key, const struct gguf_kv **kv, char *err) {
     *kv = gguf_find(g, key);
     if (!*kv) return fail(err, "the key %s is missing", key);
@@ -1733,6 +1753,7 @@ static int vocab_key_strings(const struct gguf *g, const char *key, const struct
     return 0;
 }
 
+/* Fills v->type. A token without a type, or with an unknown one, is normal. */
 static int vocab_read_types(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv = gguf_find(g, "tokenizer.ggml.token_type");
     int64_t t;
@@ -1746,6 +1767,7 @@ static int vocab_read_types(struct vocab *v, const struct gguf *g, char *err) {
     return 0;
 }
 
+/* Sorts the special tokens and indexes them by their first byte. */
 static void vocab_index_special(struct vocab *v) {
     qsort(v->special, v->n_special, sizeof *v->special, special_compare);
     for (uint32_t b = 0, i = 0; b <= 256; b++) {
@@ -1754,7 +1776,8 @@ static void vocab_index_special(struct vocab *v) {
     }
 }
 
-/* A user-defined token may hold the place of a byte that UTF-8 never has (DeepSeek's first vocabulary: 0xf6). */
+/* Fills v->byte_id. In DeepSeek's first vocabulary a user-defined token stands for 0xf6, a byte that UTF-8 never
+ * has. */
 static void vocab_index_bytes(struct vocab *v) {
     for (int b = 0; b < 256; b++) v->byte_id[b] = bytes_find(v, (char[]){(char)b}, 1);
     for (uint32_t i = 0; i < v->n_special; i++) {
@@ -1767,8 +1790,8 @@ static void vocab_index_bytes(struct vocab *v) {
     }
 }
 
-/* Tokens, their types, and the tables of ordinary and special tokens. An ordinary token that is not spelt in GPT-2's
- * alphabet stands for its own text and cannot be found by merging. */
+/* Reads the tokens and their types, and builds the tables of ordinary and special tokens. An ordinary token that is not
+ * spelled in GPT-2's alphabet stands for its own text and cannot be found by merging. */
 static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv;
     if (vocab_key_strings(g, "tokenizer.ggml.tokens", &kv, err)) return -1;
@@ -1802,7 +1825,7 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
         int64_t n = alphabet_decode(t->p, t->n, out);
         if (n <= 0) continue;
         *t = (struct gguf_str){out, (size_t)n};
-        uint32_t hash = bytes_hash(out, t->n);
+        uint32_t hash = token_hash(out, t->n);
         struct bytes_slot *e = bytes_slot(v, out, t->n, hash);
         if (!e) return fail(err, "tokenizer.ggml.tokens: more than %d tokens collide", VOCAB_PROBES);
         if (e->id < 0) *e = (struct bytes_slot){hash, i};
@@ -1813,8 +1836,8 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     return 0;
 }
 
-/* "left right" in GPT-2's alphabet, the earlier the stronger; of equal ones the first counts. A merge of which a part or
- * the result is no ordinary token can never be applied and is left out. */
+/* Reads the merges: strings "left right" in GPT-2's alphabet, the strongest first. Of equal ones the first counts. A
+ * merge whose parts or result are not all ordinary tokens can never be applied and is left out. */
 static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv;
     if (vocab_key_strings(g, "tokenizer.ggml.merges", &kv, err)) return -1;
@@ -1846,8 +1869,9 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
     return rc;
 }
 
-/* Texts that are control tokens wherever they are special at all: some files call them user-defined. Those of llama.cpp that
- * end a turn, the earlier ones first choice for eot, and GLM's turns of others. */
+/* Special tokens that are control tokens whatever the file says; some files call them user-defined. `stop`: the token
+ * ends a turn. Those are llama.cpp's and, for GLM, the tokens that begin the turn of someone else. The first one that a
+ * vocabulary has is its eot, if the file names none. */
 static const struct {
     const char *text;
     bool stop;
@@ -1862,6 +1886,7 @@ static const struct {
     {"<|fim_suffix|>", false}, {"<|fim_middle|>", false},
 };
 
+/* Finds the tokens that end a turn, and eot. Needs v->eos. */
 static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
     const struct gguf_kv *kv = gguf_find(g, "tokenizer.ggml.eos_token_ids");
     int64_t id;
@@ -1871,7 +1896,7 @@ static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
         if (ids[i] >= 0) v->stop[ids[i]] = true;
     for (uint64_t i = 0; kv && i < kv->n && gguf_elem_int(kv, i, &id); i++)
         if (id >= 0 && id < v->n_tokens) v->stop[id] = true;
-    /* where <|return|> and <|call|> end a turn, <|end|> only ends a message (harmony) */
+    /* in harmony (gpt-oss), <|return|> and <|call|> end a turn; <|end|> only ends a message */
     bool harmony = special_find(v, (struct gguf_str){"<|return|>", 10}) >= 0 &&
                    special_find(v, (struct gguf_str){"<|call|>", 8}) >= 0;
     for (size_t i = 0; i < sizeof known_control / sizeof *known_control; i++) {
@@ -1885,14 +1910,21 @@ static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
     }
 }
 
+/* Frees what vocab_load allocated and zeroes *v. */
 static void vocab_free(struct vocab *v) {
     for (int i = 0; i < v->n_exprs; i++) pcre2_code_free(v->expr[i]);
     pcre2_match_context_free(v->match_context);
-    free(v->token), free(v->type), free(v->stop), free(v->decoded);
-    free(v->by_bytes), free(v->merges), free(v->special);
+    free(v->token);
+    free(v->type);
+    free(v->stop);
+    free(v->decoded);
+    free(v->by_bytes);
+    free(v->merges);
+    free(v->special);
     memset(v, 0, sizeof *v);
 }
 
+/* Reads everything into *v, which vocab_load frees on an error. */
 static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
     struct gguf_str model, name;
     char shown[64];
@@ -1922,7 +1954,7 @@ static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
     return 0;
 }
 
-/* Reads the tokenizer of a GGUF file, which must outlive v. 0, or -1 with a message and v empty. */
+/* Reads the tokenizer of a GGUF file, which must outlive v. Returns 0, or -1 with a message and v empty. */
 static int vocab_load(struct vocab *v, const struct gguf *g, char *err) {
     memset(v, 0, sizeof *v);
     int rc = vocab_read(v, g, err);
@@ -1932,11 +1964,12 @@ static int vocab_load(struct vocab *v, const struct gguf *g, char *err) {
 
 /* ---- look-ups ---- */
 
-/* The bytes a token stands for; none for an id outside the vocabulary. */
+/* The bytes that a token stands for; none for an id outside the vocabulary. */
 static struct gguf_str vocab_bytes(const struct vocab *v, int32_t id) {
     return id >= 0 && id < v->n_tokens ? v->token[id] : (struct gguf_str){"", 0};
 }
 
+/* enum token_type of a token; TOKEN_UNUSED for an id outside the vocabulary. */
 static int vocab_type(const struct vocab *v, int32_t id) {
     return id >= 0 && id < v->n_tokens ? v->type[id] : TOKEN_UNUSED;
 }
@@ -1944,26 +1977,84 @@ static int vocab_type(const struct vocab *v, int32_t id) {
 /* Whether the token ends a turn. */
 static bool vocab_is_stop(const struct vocab *v, int32_t id) { return id >= 0 && id < v->n_tokens && v->stop[id]; }
 
+/* ============================================================================================================
+ * Vocabulary: text to tokens and back
+ *
+ * tokenize does what Hugging Face's tokenizers do. It cuts text at special tokens, brings the stretches between them to
+ * NFC if the model wants that, cuts these into pieces with the pre-tokenizer, and merges each piece from single bytes
+ * upwards. struct detok turns tokens back into whole UTF-8 sequences.
+ *
+ * Whether text may become a special token depends on where the text came from. This section is told by origin bytes and
+ * flags; it knows nothing of templates or messages.
+ * ============================================================================================================ */
+
+/* ---- special tokens ---- */
+
+/* Whether a token looks like a tag, such as <think> or [TOOL_CALLS]: it carries structure rather than text. */
+static bool is_tag(struct gguf_str s) {
+    return s.n > 1 && ((s.p[0] == '<' && s.p[s.n - 1] == '>') || (s.p[0] == '[' && s.p[s.n - 1] == ']'));
+}
+
+/* Binary search: the first of special[lo, hi), all longer than `depth` and equal before it, with a byte >= b there. */
+static uint32_t special_lower(const struct vocab *v, uint32_t lo, uint32_t hi, size_t depth, int b) {
+    while (lo < hi) {
+        uint32_t mid = lo + (hi - lo) / 2;
+        if ((uint8_t)v->special[mid].text.p[depth] < b) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+
+/* Whether n bytes of text with these origins may become special token `id`: the rules stand above tokenize. */
+static bool special_allowed(const struct vocab *v, int32_t id, const uint8_t *origin, size_t n, unsigned flags) {
+    if (v->type[id] != TOKEN_USER_DEFINED) {
+        if (!(flags & TOKENIZE_CONTROL)) return false;
+    } else if (flags & TOKENIZE_TAGS || !is_tag(v->token[id])) return true;
+    return !origin || !memchr(origin, ORIGIN_DATA, n);
+}
+
+/* Finds the longest special token that flags and origin allow at the start of text (n bytes). Returns its id and *len,
+ * or -1. */
+static int32_t special_match(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
+                             size_t *len) {
+    uint32_t lo = v->special_first[(uint8_t)text[0]], hi = v->special_first[(uint8_t)text[0] + 1];
+    int32_t best = -1;
+    for (size_t depth = 1; lo < hi; depth++) {
+        for (; lo < hi && v->special[lo].text.n == depth; lo++)
+            if ((best < 0 || *len < depth) && special_allowed(v, v->special[lo].id, origin, depth, flags)) {
+                best = v->special[lo].id;
+                *len = depth;
+            }
+        if (depth == n) break;
+        uint8_t b = (uint8_t)text[depth];
+        lo = special_lower(v, lo, hi, depth, b);
+        hi = special_lower(v, lo, hi, depth, b + 1);
+    }
+    return best;
+}
+
 /* ---- merging ---- */
 
-/* Symbol i begins at byte i of the piece; symbols that were absorbed keep their place, without a rank. */
+/* A symbol of the piece that is being merged. Symbol i begins at byte i of the piece. One that its left neighbor has
+ * absorbed keeps its place in the array, with RANK_NONE. */
 struct bpe_symbol {
     int32_t id;          /* -1: a byte without a token */
-    int32_t rank;        /* of the merge with the next symbol; RANK_NONE: there is none */
-    int32_t merged;      /* the token it gives */
-    uint32_t prev, next; /* next of the last is the length of the piece */
+    int32_t rank;        /* of the merge with the next symbol, or RANK_NONE */
+    int32_t merged;      /* the token that this merge gives */
+    uint32_t prev, next; /* neighbors; next of the last symbol is the length of the piece */
 };
 
-/* What one call of tokenize works with; all arrays are stb_ds's. */
+/* The working state of one call of tokenize. All arrays are stb_ds's. */
 struct tokenizer {
     const struct vocab *v;
     struct bpe_symbol *symbols;
-    uint64_t *heap;     /* rank << 32 | symbol, smallest first; stale where the symbol has another rank by now */
-    size_t *ends, *cut; /* where pieces end, before and after an expression */
+    uint64_t *heap; /* min-heap of possible merges, rank << 32 | symbol; stale if the symbol's rank is another by now */
+    size_t *ends, *cut; /* offsets at which pieces end, before and after an expression */
     pcre2_match_data *match;
-    int32_t **out;
+    int32_t **out; /* the array that receives the ids */
 };
 
+/* Adds an element to a binary min-heap. */
 static void heap_push(uint64_t **heap, uint64_t x) {
     arrput(*heap, x);
     uint64_t *h = *heap;
@@ -1972,19 +2063,21 @@ static void heap_push(uint64_t **heap, uint64_t x) {
     h[i] = x;
 }
 
+/* Removes the smallest element and returns it. */
 static uint64_t heap_pop(uint64_t *h) {
     uint64_t top = h[0], x = arrpop(h);
     size_t n = arrlenu(h), i = 0;
     for (size_t c = 1; c < n; c = 2 * i + 1) {
         c += c + 1 < n && h[c + 1] < h[c];
         if (h[c] >= x) break;
-        h[i] = h[c], i = c;
+        h[i] = h[c];
+        i = c;
     }
     if (n) h[i] = x;
     return top;
 }
 
-/* Finds the merge of symbol i with its right neighbour in a piece of n bytes. */
+/* Finds the merge of symbol i with its right neighbor, in a piece of n bytes, and puts it on the heap. */
 static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_t i) {
     const struct vocab *v = t->v;
     struct bpe_symbol *s = &t->symbols[i], *r = &t->symbols[s->next];
@@ -1992,14 +2085,17 @@ static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_
     if (s->next == n) return;
     if (v->merges) {
         const struct merge_slot *e = merge_slot(v, (uint64_t)s->id << 32 | (uint32_t)r->id);
-        s->rank = e ? e->rank : RANK_NONE, s->merged = e ? e->id : -1;
+        if (e) {
+            s->rank = e->rank;
+            s->merged = e->id;
+        }
     } else {
         s->rank = s->merged = bytes_find(v, piece + i, r->next - i);
     }
     if (s->rank != RANK_NONE) heap_push(&t->heap, (uint64_t)s->rank << 32 | i);
 }
 
-/* Appends the tokens of one piece: the strongest merge first, of equal ones the leftmost. O(n log n). */
+/* Appends the tokens of a piece of n bytes: merges the lowest rank first, of equal ranks the leftmost. O(n log n). */
 static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
     const struct vocab *v = t->v;
     if (v->ignore_merges) {
@@ -2009,23 +2105,24 @@ static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
             return;
         }
     }
-    arrsetlen(t->symbols, (size_t)n + 1); /* one more, so that the neighbour of the last can be named */
+    arrsetlen(t->symbols, (size_t)n + 1); /* one more: bpe_rate takes the address of the symbol behind the last */
     arrsetlen(t->heap, 0);
     for (uint32_t i = 0; i < n; i++)
-        t->symbols[i] = (struct bpe_symbol){v->byte_id[(uint8_t)piece[i]], RANK_NONE, -1, i - 1, i + 1};
+        t->symbols[i] = (struct bpe_symbol){
+            .id = v->byte_id[(uint8_t)piece[i]], .rank = RANK_NONE, .merged = -1, .prev = i - 1, .next = i + 1};
     for (uint32_t i = 0; i + 1 < n; i++) bpe_rate(t, piece, n, i);
     while (arrlenu(t->heap)) {
         uint64_t best = heap_pop(t->heap);
         uint32_t i = (uint32_t)best;
         struct bpe_symbol *s = &t->symbols[i];
-        if (s->rank != (int32_t)(best >> 32)) continue;
+        if (s->rank != (int32_t)(best >> 32)) continue; /* stale */
         struct bpe_symbol *r = &t->symbols[s->next];
         s->id = s->merged;
         s->next = r->next;
         r->rank = RANK_NONE;
         if (s->next < n) t->symbols[s->next].prev = i;
         bpe_rate(t, piece, n, i);
-        if (i) bpe_rate(t, piece, n, s->prev); /* symbol 0 is never absorbed: only it has none before */
+        if (i) bpe_rate(t, piece, n, s->prev); /* only symbol 0, which is never absorbed, has none before it */
     }
     for (uint32_t i = 0; i < n; i = t->symbols[i].next)
         if (t->symbols[i].id >= 0) arrput(*t->out, t->symbols[i].id);
@@ -2050,10 +2147,11 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
         if (done < n) arrput(t->cut, begin + n);
     }
     size_t *swap = t->ends;
-    t->ends = t->cut, t->cut = swap;
+    t->ends = t->cut;
+    t->cut = swap;
 }
 
-/* Appends the NFC form of valid UTF-8. Runs of combining marks are sorted NFC_MAX_MARKS at a time. */
+/* Appends the NFC form of valid UTF-8. Normalizes a run of combining marks NFC_MAX_MARKS at a time. */
 static void nfc_append(char **out, const char *s, size_t n) {
     for (size_t end = 0, marks = 0; n; s += end, n -= end, end = marks = 0) {
         for (utf8proc_int32_t cp; end < n && marks < NFC_MAX_MARKS;) {
@@ -2063,25 +2161,27 @@ static void nfc_append(char **out, const char *s, size_t n) {
         uint8_t *nfc = NULL;
         utf8proc_ssize_t k =
             utf8proc_map((const uint8_t *)s, (utf8proc_ssize_t)end, &nfc, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
-        if (k < 0) die("cannot bring %zu bytes to NFC: %s", end, utf8proc_errmsg(k));
+        if (k < 0) die("cannot normalize %zu bytes to NFC: %s", end, utf8proc_errmsg(k));
         sb_put(out, (const char *)nfc, (size_t)k);
         free(nfc);
     }
 }
 
-/* Every character below U+0300 is in NFC and stays so beside others; those above have lead bytes from 0xcc. */
+/* Whether NFC leaves a text as it is because all characters are below U+0300: those are in NFC, and stay so side by
+ * side. The UTF-8 of the others begins with 0xcc or above. */
 static bool is_trivially_nfc(const char *s, size_t n) {
     for (size_t i = 0; i < n; i++)
         if ((uint8_t)s[i] >= 0xcc) return false;
     return true;
 }
 
-/* Valid UTF-8 without special tokens. */
+/* Appends the tokens of valid UTF-8 without special tokens. */
 static void tokenize_valid(struct tokenizer *t, const char *s, size_t n) {
     char *nfc = NULL;
     if (t->v->nfc && !is_trivially_nfc(s, n)) {
         nfc_append(&nfc, s, n);
-        s = nfc, n = arrlenu(nfc);
+        s = nfc;
+        n = arrlenu(nfc);
     }
     arrsetlen(t->ends, 0);
     if (n) arrput(t->ends, n);
@@ -2095,7 +2195,7 @@ static void tokenize_valid(struct tokenizer *t, const char *s, size_t n) {
     arrfree(nfc);
 }
 
-/* Any bytes without special tokens; every byte that is not part of valid UTF-8 is a piece of its own. */
+/* Appends the tokens of bytes without special tokens. A byte that is not valid UTF-8 is a piece of its own. */
 static void tokenize_stretch(struct tokenizer *t, const char *s, size_t n) {
     for (size_t end = 0; n; s += end, n -= end, end = 0) {
         for (int k; end < n && (k = (uint8_t)s[end] < 0x80 ? 1 : utf8_sequence(s + end, n - end)) > 0;)
@@ -2105,10 +2205,11 @@ static void tokenize_stretch(struct tokenizer *t, const char *s, size_t n) {
     }
 }
 
-/* Appends the tokens of n bytes of text, which may be anything, to the stb_ds array *out. origin: n bytes, or NULL for
- * text that is all the template's. Special tokens are recognised leftmost and longest:
- *   control       with TOKENIZE_CONTROL, where every byte is the template's
- *   user-defined  anywhere; if it looks like a tag, in data only with TOKENIZE_TAGS (one byte of data makes it data) */
+/* Appends the tokens of n bytes of text to the stb_ds array *out. Any bytes are allowed. origin: (n) ORIGIN_* of every
+ * byte, or NULL if all are the template's. At each byte from left to right, the longest special token that is allowed
+ * is recognized:
+ *   control       only with TOKENIZE_CONTROL, and only if every byte is the template's
+ *   user-defined  always; if it looks like a tag and one of its bytes is data, only with TOKENIZE_TAGS */
 static void tokenize(const struct vocab *v, const char *text, size_t n, const uint8_t *origin, unsigned flags,
                      int32_t **out) {
     if (!n) return;
@@ -2127,12 +2228,15 @@ static void tokenize(const struct vocab *v, const char *text, size_t n, const ui
     }
     tokenize_stretch(&t, text + from, n - from);
     pcre2_match_data_free(t.match);
-    arrfree(t.symbols), arrfree(t.heap), arrfree(t.ends), arrfree(t.cut);
+    arrfree(t.symbols);
+    arrfree(t.heap);
+    arrfree(t.ends);
+    arrfree(t.cut);
 }
 
 /* ---- tokens to text ---- */
 
-/* A stream of tokens becomes whole UTF-8 sequences: pending holds the head of one that is valid so far. */
+/* Turns a stream of tokens into whole UTF-8 sequences. `pending` holds the first n bytes of an incomplete one. */
 struct detok {
     uint8_t pending[4];
     int n;
@@ -2140,22 +2244,23 @@ struct detok {
 
 static const char utf8_replacement[] = "\xef\xbf\xbd";
 
-/* Ends the stream: a sequence that was cut off becomes U+FFFD. */
+/* Ends the stream. A sequence that was cut off becomes U+FFFD. */
 static void detok_end(struct detok *d, char **out) {
     if (d->n) sb_puts(out, utf8_replacement);
     d->n = 0;
 }
 
-/* Appends what is complete after one more token. Malformed bytes become one U+FFFD per maximal subpart (Unicode 3.9,
- * table 3-8), as Python's errors="replace" does over the whole stream. */
+/* Appends what one more token completes. Malformed bytes become U+FFFD, one for each maximal subpart (Unicode 3.9,
+ * table 3-8), as with Python's errors="replace" over the whole stream. */
 static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char **out) {
     struct gguf_str s = vocab_bytes(v, id);
     for (size_t i = 0; i < s.n; i++) {
         d->pending[d->n++] = (uint8_t)s.p[i];
         int k = utf8_sequence((const char *)d->pending, (size_t)d->n);
-        if (k < 0 && d->n > 1) { /* what was pending is malformed, the byte begins anew */
+        if (k < 0 && d->n > 1) { /* what was pending is malformed; this byte begins a new sequence */
             sb_puts(out, utf8_replacement);
-            d->pending[0] = (uint8_t)s.p[i], d->n = 1;
+            d->pending[0] = (uint8_t)s.p[i];
+            d->n = 1;
             k = utf8_sequence((const char *)d->pending, 1);
         }
         if (k < 0) sb_puts(out, utf8_replacement);
@@ -2163,21 +2268,38 @@ static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char *
         if (k) d->n = 0;
     }
 }
+
 /* ============================================================================================================
  * Chat template: values
  *
- * A Jinja interpreter that gives what Python's jinja2 3.1 gives in the environment of Hugging Face transformers
- * (immutable sandbox, trim_blocks, lstrip_blocks, loopcontrols). Every string carries the origin of each of its bytes:
- * the template, or data (anything under `messages`, `tools`, `documents`). Origin survives every operation, so text
- * that a user typed never becomes template text, the only text in which special tokens are recognised.
+ * A model file carries a chat template: Jinja source that turns a conversation into the text of a prompt. The sections
+ * "Chat template" interpret it. They give, byte for byte, what Python's jinja2 3.1 gives in the environment of Hugging
+ * Face transformers (immutable sandbox, trim_blocks, lstrip_blocks, loopcontrols):
  *
- * Templates come from model files and are not trusted: depth, steps, memory and text are limited. Memory comes from a
- * pool that lives as long as the parsed template, or as one rendering; an error leaves by longjmp to template_parse or
- * template_render, which free it. Nothing here knows about models or tokens.
+ *   source --lexer--> tokens --parser--> tree of struct node --rendering--> text with the origin of every byte
+ *
+ * Values. A value is a struct tv, passed by value: a kind, and a number, a string or a pointer to a container. Strings
+ * and containers are shared and never change once they are made; only a namespace is assigned to, and only a generator
+ * is used up.
+ *
+ * Origin. Beside the bytes of every string stands an array with the origin of each: ORIGIN_TEMPLATE if the template
+ * wrote it, ORIGIN_DATA if it came from `messages`, `tools` or `documents`. Every operation copies the origins with the
+ * bytes, and what it makes of data, such as the digits of a number, is data. So what a user typed never becomes
+ * template text, the only text in which control tokens are recognized.
+ *
+ * Evaluation. node_eval computes the value of an expression by recursion over its tree. node_exec runs a statement,
+ * which prints to j->out. Variables live in a chain of scopes. Filters, tests, methods and global functions are C
+ * functions in one table.
+ *
+ * Limits and errors. Templates come from model files and are not trusted: nesting, recursion, steps, text and memory
+ * are limited. All memory comes from a pool that lives as long as the parsed template, or as one rendering. An error
+ * leaves by longjmp to job_run, and template_parse or template_render frees the pool. Nothing here knows about models
+ * or tokens.
  * ============================================================================================================ */
 
+/* Text with the origin of every byte. */
 struct text {
-    char *s;         /* stb_ds array, no NUL */
+    char *s;         /* stb_ds array, without a NUL */
     uint8_t *origin; /* stb_ds array of the same length: ORIGIN_* of every byte */
 };
 
@@ -2187,36 +2309,36 @@ static void text_free(struct text *t) {
 }
 
 enum {
-    TEMPLATE_NESTING = 200,  /* blocks, brackets and operators inside each other in the source */
-    TEMPLATE_DEPTH = 1000,   /* of evaluation: macros that call themselves, nested data */
-    TEMPLATE_RANGE = 100000, /* elements of a range(), as in jinja2's sandbox */
-    TEMPLATE_STEPS = 50000000,
+    TEMPLATE_NESTING = 200,     /* blocks, brackets and operators inside each other in the source */
+    TEMPLATE_DEPTH = 1000,      /* levels of evaluation: recursive macros, nested data */
+    TEMPLATE_RANGE = 100000,    /* elements of a range(), as in jinja2's sandbox */
+    TEMPLATE_STEPS = 50000000,  /* see job_charge */
     TEMPLATE_TEXT = 128 << 20,  /* bytes of a string */
     TEMPLATE_MEMORY = 512 << 20 /* bytes of a pool */
 };
 
 enum tv_kind {
-    TV_ABSENT, /* not a value: an argument that was not passed, a variable that was never set */
-    TV_UNDEF,
+    TV_ABSENT, /* not a value: an argument that was not passed, a member that was not found */
+    TV_UNDEF,  /* prints as nothing; most operations on it are errors */
     TV_NONE,
     TV_BOOL,
     TV_INT,
     TV_FLOAT,
     TV_STR,
-    TV_LIST, /* ranges and the views of a dictionary, too */
+    TV_LIST, /* also a range, or the keys, values or items of a dictionary */
     TV_TUPLE,
-    TV_GEN, /* a generator: always true, no length, used up by the first loop over it */
+    TV_GEN, /* a generator: always true, without a length, used up by the first loop over it */
     TV_DICT,
-    TV_NAMESPACE, /* the only value that changes after it was made */
+    TV_NAMESPACE, /* the only value whose members can be assigned to */
     TV_FUNC,
     TV_MACRO,
     TV_LOOP
 };
 
-/* A template value. Strings and containers are shared by reference and never modified. */
+/* A template value. */
 struct tv {
     uint8_t kind;
-    bool data;   /* made from data: its text, and the punctuation added when it is printed, is ORIGIN_DATA */
+    bool data;   /* made from data: all that it prints, punctuation included, is ORIGIN_DATA */
     bool markup; /* a string from `safe` or `escape`: + escapes the other operand */
     union {
         int64_t i; /* TV_BOOL too */
@@ -2225,53 +2347,58 @@ struct tv {
         const struct func *func;
         const struct macro *macro;
         struct loop *loop;
-        struct {           /* TV_STR */
-            const char *s; /* TV_UNDEF: the message for those who use the value, with a NUL */
-            const uint8_t *o;
+        struct {              /* TV_STR */
+            const char *s;    /* (n); TV_UNDEF: the message for using the value, with a NUL */
+            const uint8_t *o; /* (n) ORIGIN_* of every byte */
             size_t n;
         };
     };
 };
 
-/* A dictionary has its keys and values in turn, in order of insertion. */
+/* The elements of a container. A dictionary or namespace has its keys and values in turn, in order of insertion. */
 struct list {
     struct tv *v;
     size_t n, cap;
 };
 
+/* The arguments of a call. */
 struct args {
-    struct list pos, kw;
-    struct tv v[4];   /* by the signature of the function; TV_ABSENT where not passed */
-    int mode;         /* which of several functions that share their code */
-    const char *name; /* of the function, for messages */
+    struct list pos, kw; /* positional arguments; keyword arguments, a dictionary */
+    struct tv v[4];      /* by the parameters of the function; TV_ABSENT where not passed */
+    int mode;            /* builtin.mode */
+    const char *name;    /* of the function, for messages */
 };
 
 struct job;
 
-/* A filter, test, method or global. The signature names the parameters, `?` marks those that may be left out; "*": the
- * function looks at pos and kw itself. `self` is the value on the left of the | or the dot. */
+/* A filter, test, method or global function. `self` is the value to the left of the | or the dot. */
 struct builtin {
-    int where; /* AS_*, OF_* */
-    const char *name, *sig;
+    int where; /* AS_*, OF_*: what the name stands for */
+    const char *name;
+    const char *sig; /* names of the parameters, `?` behind the optional ones; "*": fn reads pos and kw itself */
     struct tv (*fn)(struct job *j, struct tv self, struct args *a); /* NULL: the immutable sandbox refuses it */
-    int mode;
+    int mode;                                                       /* tells apart the functions that share fn */
 };
 
+/* A built-in function as a value; a method is bound to its object `self`. */
 struct func {
     const struct builtin *fn;
     struct tv self;
 };
 
+/* A {% macro %}, or the body of a {% call %} block. */
 struct macro {
-    const struct node *def;
-    struct scope *scope; /* where it was defined */
+    const struct node *def; /* N_MACRO */
+    struct scope *scope;    /* where it was defined */
 };
 
+/* The variables of a block. */
 struct scope {
-    struct scope *up;
+    struct scope *up; /* where the look-up goes on; NULL: nowhere */
     struct list vars; /* a dictionary */
 };
 
+/* Text that grows, in the pool: (cap) bytes and origins, of which n are used. */
 struct buf {
     char *s;
     uint8_t *o;
@@ -2287,56 +2414,62 @@ struct pool_block {
 /* One parse or one rendering: its memory, its limits, and the way out on an error. */
 struct job {
     struct pool_block *pool;
-    size_t pool_bytes;     /* of the pool and of what from_json read */
-    const uint8_t *run[2]; /* run_n[i] bytes that all say origin i */
+    size_t pool_bytes;     /* bytes of the pool and of what from_json parsed */
+    const uint8_t *run[2]; /* [i]: (run_n[i]) bytes, all of origin i, which strings share as their origins */
     size_t run_n[2];
     jmp_buf out_of_here;
     char *err;
-    int line, rc, depth;
+    int line;  /* of the source, for messages */
+    int rc;    /* of job_run */
+    int depth; /* levels of parsing or evaluation */
     int64_t steps;
     struct scope *scope;
     struct buf *out;
-    struct tv captured;  /* text of a {% set %} or {% filter %} block on the way to its filter */
-    struct buf tail[28]; /* [i]: the last text of 2^i bytes or more that tv_concat made */
-    json_t **parsed;     /* stb_ds array: what from_json read; strings point into it */
+    struct tv captured;  /* the text of a {% set %} or {% filter %} block, for N_CAPTURED */
+    struct buf tail[28]; /* [i]: the last text of 2^i to 2^(i + 1) - 1 bytes that tv_concat made */
+    json_t **parsed;     /* stb_ds array: what from_json parsed; strings point into it */
 };
 
+/* Ends the parse or the rendering with "line N: message". */
 __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job *j, const char *fmt, ...) {
     va_list ap;
     int n = snprintf(j->err, ERR_MAX, "line %d: ", j->line);
     va_start(ap, fmt);
     vsnprintf(j->err + n, (size_t)(ERR_MAX - n), fmt, ap);
     va_end(ap);
-    message_neutralise(j->err);
+    message_sanitize(j->err);
     j->rc = -1;
     longjmp(j->out_of_here, 1);
 }
 
-#define SHOW(x) (int)((x).n < 100 ? (x).n : 100), (x).s /* for %.*s */
+/* The first 100 bytes of a string or token, for %.*s. */
+#define SHOW(x) (int)((x).n < 100 ? (x).n : 100), (x).s
 
-/* Accounts for n elementary steps; handling 16 bytes is one. */
+/* Counts n elementary steps against TEMPLATE_STEPS. Handling 16 bytes of text is one step. */
 static void job_charge(struct job *j, size_t n) {
     j->steps += (int64_t)n;
     if (j->steps > TEMPLATE_STEPS) job_fail(j, "the template takes more than %d steps", TEMPLATE_STEPS);
 }
 
+/* Enters a level of evaluation; the caller leaves it with j->depth--. */
 static void job_enter(struct job *j) {
     if (++j->depth > TEMPLATE_DEPTH) job_fail(j, "recursion deeper than %d levels", TEMPLATE_DEPTH);
     job_charge(j, 1);
 }
 
-/* Accounts for n bytes of memory. */
+/* Counts n bytes against TEMPLATE_MEMORY. */
 static void job_reserve(struct job *j, size_t n) {
     if (n > TEMPLATE_MEMORY || j->pool_bytes + n > TEMPLATE_MEMORY)
         job_fail(j, "the template needs more than %d MiB", TEMPLATE_MEMORY >> 20);
     j->pool_bytes += n;
 }
 
+/* Takes n zeroed bytes from the pool, aligned to 16. */
 static void *job_alloc(struct job *j, size_t n) {
     struct pool_block *b = j->pool;
     n = (n + 15) / 16 * 16;
     if (!b || b->size - b->used < n) {
-        bool large = b && n > 16384; /* does not end the block that small pieces come from */
+        bool large = b && n > 16384; /* gets its own block; small pieces go on coming from the old one */
         size_t size = n > 16384 ? n : 65536;
         job_reserve(j, size);
         struct pool_block *fresh = xmalloc(sizeof *fresh + size), **at = large ? &b->next : &j->pool;
@@ -2355,7 +2488,7 @@ static void pool_free(struct pool_block *b) {
     }
 }
 
-/* Room for one more element in an array of the pool. */
+/* Makes room for one more element of `size` bytes in an array of the pool that has n of them. Returns the array. */
 static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size) {
     if (n < *cap) return p;
     *cap = *cap ? 2 * *cap : 4;
@@ -2363,25 +2496,28 @@ static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size
     return n ? memcpy(q, p, n * size) : q;
 }
 
-/* A string of one origin at s, which is not copied. */
+/* A string of the n bytes at s, which are not copied, all of one origin. */
 static struct tv tv_text(struct job *j, const char *s, size_t n, int origin) {
-    if (j->run_n[origin] < n || !j->run[origin]) { /* origins of one kind are shared */
+    if (j->run_n[origin] < n || !j->run[origin]) {
         j->run_n[origin] = n < 1024 ? 1024 : 2 * n;
         j->run[origin] = memset(job_alloc(j, j->run_n[origin]), origin, j->run_n[origin]);
     }
     return (struct tv){.kind = TV_STR, .data = origin == ORIGIN_DATA, .s = s, .o = j->run[origin], .n = n};
 }
 
+/* Values of the template's own. The text of tv_lit is not copied. */
 static struct tv tv_lit(struct job *j, const char *s) { return tv_text(j, s, strlen(s), ORIGIN_TEMPLATE); }
 static struct tv tv_bool(bool b) { return (struct tv){.kind = TV_BOOL, .i = b}; }
 static struct tv tv_int(int64_t i) { return (struct tv){.kind = TV_INT, .i = i}; }
 static struct tv tv_float(double f) { return (struct tv){.kind = TV_FLOAT, .f = f}; }
 static struct tv tv_none(void) { return (struct tv){.kind = TV_NONE}; }
 
+/* An empty container. */
 static struct tv tv_list(struct job *j, int kind) {
     return (struct tv){.kind = (uint8_t)kind, .list = job_alloc(j, sizeof(struct list))};
 }
 
+/* An undefined value. The message is for an operation that does not accept it. */
 __attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct job *j, const char *fmt, ...) {
     char msg[256];
     va_list ap;
@@ -2391,34 +2527,44 @@ __attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct job *j, c
     return (struct tv){.kind = TV_UNDEF, .s = strcpy(job_alloc(j, strlen(msg) + 1), msg)};
 }
 
+/* The bytes [from, to) of a string. */
 static struct tv tv_sub(struct tv s, size_t from, size_t to) {
-    s.s += from, s.o += from, s.n = to > from ? to - from : 0;
+    s.s += from;
+    s.o += from;
+    s.n = to > from ? to - from : 0;
     return s;
 }
 
+/* Whether v is the string s. */
 static bool tv_is(struct tv v, const char *s) { return v.kind == TV_STR && v.n == strlen(s) && !memcmp(v.s, s, v.n); }
 
+/* Groups of kinds: v.list holds the elements of a listy value, v.i the number of a whole one. */
 static bool tv_listy(struct tv v) { return v.kind >= TV_LIST && v.kind <= TV_GEN; }
 static bool tv_whole(struct tv v) { return v.kind == TV_BOOL || v.kind == TV_INT; }
 static bool tv_number(struct tv v) { return tv_whole(v) || v.kind == TV_FLOAT; }
 static double tv_double(struct tv v) { return v.kind == TV_FLOAT ? v.f : (double)v.i; }
 
+/* Whether v, or a byte of it, is data. */
 static bool tv_has_data(struct tv v) { return v.data || (v.kind == TV_STR && v.n && memchr(v.o, ORIGIN_DATA, v.n)); }
 
+/* Appends an element. */
 static void list_push(struct job *j, struct list *l, struct tv v) {
     l->v = job_grow(j, l->v, l->n, &l->cap, sizeof *l->v);
     l->v[l->n++] = v;
     job_charge(j, 1);
 }
 
+/* Python's name for the type of a value. */
 static const char *tv_type(struct tv v) {
-    static const char *const name[] = {"",      "Undefined", "NoneType", "bool",  "int",
-                                       "float", "str",       "list",     "tuple", "generator",
-                                       "dict",  "Namespace", "function", "Macro", "LoopContext"};
+    static const char *const name[] = {
+        [TV_ABSENT] = "",       [TV_UNDEF] = "Undefined", [TV_NONE] = "NoneType",   [TV_BOOL] = "bool",
+        [TV_INT] = "int",       [TV_FLOAT] = "float",     [TV_STR] = "str",         [TV_LIST] = "list",
+        [TV_TUPLE] = "tuple",   [TV_GEN] = "generator",   [TV_DICT] = "dict",       [TV_NAMESPACE] = "Namespace",
+        [TV_FUNC] = "function", [TV_MACRO] = "Macro",     [TV_LOOP] = "LoopContext"};
     return name[v.kind];
 }
 
-/* Ends with jinja2's message if v is undefined, else with this one; for operations that v does not have. */
+/* Fails because v does not support an operation. If v is undefined, shows jinja2's message about that instead. */
 __attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *j, struct tv v, const char *fmt, ...) {
     char msg[256];
     va_list ap;
@@ -2428,6 +2574,7 @@ __attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *
     job_fail(j, "%s", v.kind == TV_UNDEF ? v.s : msg);
 }
 
+/* Python's bool(v). */
 static bool tv_truthy(struct tv v) {
     if (v.kind == TV_UNDEF || v.kind == TV_NONE) return false;
     if (tv_number(v)) return tv_double(v) != 0;
@@ -2437,8 +2584,8 @@ static bool tv_truthy(struct tv v) {
 
 /* ---- code points ---- */
 
-/* Length and value of the code point at s, n > 0. A byte that is not UTF-8 counts as one code point, 0xdc00 + byte, as
- * in Python's surrogateescape. */
+/* Reads the code point at s (n > 0 bytes) to *cp and returns its length. A byte that is not UTF-8 counts as the code
+ * point 0xdc00 + byte, as with Python's surrogateescape. */
 static size_t cp_next(const char *s, size_t n, int32_t *cp) {
     *cp = (uint8_t)*s;
     if (*cp < 0x80) return 1;
@@ -2448,7 +2595,7 @@ static size_t cp_next(const char *s, size_t n, int32_t *cp) {
     return 1;
 }
 
-/* The code point that ends at s + n, n > 0. */
+/* Reads the code point that ends at s + n (n > 0) to *cp and returns its length. */
 static size_t cp_prev(const char *s, size_t n, int32_t *cp) {
     size_t k = 1;
     while (k < 4 && k < n && ((uint8_t)s[n - k] & 0xc0) == 0x80) k++;
@@ -2457,6 +2604,7 @@ static size_t cp_prev(const char *s, size_t n, int32_t *cp) {
     return 1;
 }
 
+/* Number of code points in n bytes. */
 static size_t cp_count(struct job *j, const char *s, size_t n) {
     size_t count = 0;
     int32_t cp;
@@ -2465,7 +2613,7 @@ static size_t cp_count(struct job *j, const char *s, size_t n) {
     return count;
 }
 
-/* Byte offset of the code point with this number. */
+/* Byte offset of code point `number` of a string, or the string's length. */
 static size_t cp_offset(struct tv v, int64_t number) {
     size_t i = 0;
     int32_t cp;
@@ -2473,14 +2621,14 @@ static size_t cp_offset(struct tv v, int64_t number) {
     return i;
 }
 
-/* str.isspace of Python. */
+/* Python's str.isspace. */
 static bool cp_space(int32_t c) {
     if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13) || (c >= 0x1c && c <= 0x1f);
     return c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 ||
            c == 0x202f || c == 0x205f || c == 0x3000;
 }
 
-/* Bytes of s that remain when the white space at its end is removed; bytes of white space at its start. */
+/* Bytes of s that remain without the white space at its end. */
 static size_t space_end(const char *s, size_t n) {
     int32_t cp;
     for (size_t k; n; n -= k) {
@@ -2490,6 +2638,7 @@ static size_t space_end(const char *s, size_t n) {
     return n;
 }
 
+/* Bytes of white space at the start of s. */
 static size_t space_start(const char *s, size_t n) {
     size_t i = 0;
     int32_t cp;
@@ -2502,30 +2651,44 @@ static size_t space_start(const char *s, size_t n) {
 
 /* ---- text that grows ---- */
 
+/* Makes room for `more` bytes, and charges for writing them. */
 static void buf_room(struct job *j, struct buf *b, size_t more) {
     job_charge(j, 1 + more / 16);
     if (more > TEMPLATE_TEXT || b->n + more > TEMPLATE_TEXT)
-        job_fail(j, "a text of more than %d MiB", TEMPLATE_TEXT >> 20);
+        job_fail(j, "the template makes a text of more than %d MiB", TEMPLATE_TEXT >> 20);
     if (b->n + more <= b->cap) return;
-    b->cap = b->n ? 2 * (b->n + more) : more; /* exact at first: most texts are not added to */
+    b->cap = b->n ? 2 * (b->n + more) : more; /* exact at first, since most texts do not grow */
     char *s = job_alloc(j, b->cap);
     uint8_t *o = job_alloc(j, b->cap);
-    if (b->n) memcpy(s, b->s, b->n), memcpy(o, b->o, b->n);
-    b->s = s, b->o = o;
+    if (b->n) {
+        memcpy(s, b->s, b->n);
+        memcpy(o, b->o, b->n);
+    }
+    b->s = s;
+    b->o = o;
 }
 
+/* Appends a string with its origins. */
 static void buf_put(struct job *j, struct buf *b, struct tv v) {
     buf_room(j, b, v.n);
-    if (v.n) memcpy(b->s + b->n, v.s, v.n), memcpy(b->o + b->n, v.o, v.n);
+    if (v.n) {
+        memcpy(b->s + b->n, v.s, v.n);
+        memcpy(b->o + b->n, v.o, v.n);
+    }
     b->n += v.n;
 }
 
+/* Appends n bytes, all of one origin. */
 static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int origin) {
     buf_room(j, b, n);
-    if (n) memcpy(b->s + b->n, s, n), memset(b->o + b->n, origin, n);
+    if (n) {
+        memcpy(b->s + b->n, s, n);
+        memset(b->o + b->n, origin, n);
+    }
     b->n += n;
 }
 
+/* Appends at most 255 bytes of formatted text, all of one origin. */
 __attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin, const char *fmt,
                                                              ...) {
     char tmp[256];
@@ -2536,30 +2699,43 @@ __attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, stru
     buf_fill(j, b, tmp, n < (int)sizeof tmp ? (size_t)n : sizeof tmp - 1, origin);
 }
 
+/* Appends a code point. */
 static void buf_cp(struct job *j, struct buf *b, int32_t cp, int origin) {
     char u[4];
     buf_fill(j, b, u, (size_t)utf8proc_encode_char(cp, (uint8_t *)u), origin);
 }
 
+/* The text as a string, which shares the bytes. */
 static struct tv buf_str(const struct buf *b) {
     static const uint8_t none[1];
-    return (struct tv){.kind = TV_STR, .s = b->s ? b->s : "", .o = b->s ? b->o : none, .n = b->n};
+    if (!b->s) return (struct tv){.kind = TV_STR, .s = "", .o = none};
+    return (struct tv){.kind = TV_STR, .s = b->s, .o = b->o, .n = b->n};
 }
+
+/* ============================================================================================================
+ * Chat template: comparing and printing values
+ *
+ * Equality and order as Python has them, dictionaries, the elements that a loop sees; then Python's str() and repr(),
+ * JSON, and HTML escapes.
+ * ============================================================================================================ */
 
 /* ---- equality, order, dictionaries ---- */
 
 static bool tv_eq(struct job *j, struct tv a, struct tv b);
 
-/* -1, 0 or 1: a is below, equal to or above b, by their exact values; 2: one of them is not a number. */
+/* Compares two numbers by their exact values. -1, 0 or 1: a is below, equal to or above b; 2: one of them is NaN. */
 static int number_order(struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b);
-    if (x != y) return x < y ? -1 : x > y ? 1 : 2;
+    if (x < y) return -1;
+    if (x > y) return 1;
+    if (x != y) return 2;
     if (a.kind == TV_FLOAT && b.kind == TV_FLOAT) return 0;
-    __int128 i = a.kind == TV_FLOAT ? (__int128)x : a.i, k = b.kind == TV_FLOAT ? (__int128)y : b.i;
+    __int128 i = a.kind == TV_FLOAT ? (__int128)x : a.i;
+    __int128 k = b.kind == TV_FLOAT ? (__int128)y : b.i;
     return (i > k) - (i < k);
 }
 
-/* The value of a key; NULL: it is not there. */
+/* Finds the value of a key in a dictionary; NULL: there is none. */
 static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) {
     if (key.kind == TV_LIST || key.kind == TV_DICT) job_fail(j, "unhashable type: '%s'", tv_type(key));
     job_charge(j, 1 + d->n / 16);
@@ -2568,6 +2744,7 @@ static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) 
     return NULL;
 }
 
+/* Sets the value of a key in a dictionary. */
 static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) {
     struct tv *old = dict_find(j, d, key);
     if (old) {
@@ -2578,6 +2755,7 @@ static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) 
     list_push(j, d, v);
 }
 
+/* Python's a == b. */
 static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     if (a.kind == TV_STR && b.kind == TV_STR) {
         if (a.n != b.n) return false;
@@ -2599,7 +2777,7 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     return eq;
 }
 
-/* a < b as Python orders them; UTF-8 sorts as its code points do. */
+/* Python's a < b. Strings compare by bytes, since UTF-8 sorts as its code points do. */
 static bool tv_less(struct job *j, struct tv a, struct tv b) {
     if (tv_number(a) && tv_number(b)) return number_order(a, b) < 0;
     if (a.kind == TV_STR && b.kind == TV_STR) {
@@ -2621,7 +2799,7 @@ static bool tv_less(struct job *j, struct tv a, struct tv b) {
     return a.list->n < b.list->n;
 }
 
-/* The elements that a loop over v sees; they must not be modified. Uses up a generator. */
+/* The elements that a loop over v sees. They must not be modified: the list may be v's own. Uses up a generator. */
 static struct list *tv_iter(struct job *j, struct tv v) {
     int32_t cp;
     if (v.kind == TV_LIST || v.kind == TV_TUPLE) return v.list;
@@ -2642,11 +2820,15 @@ static struct list *tv_iter(struct job *j, struct tv v) {
 
 /* ---- printing ---- */
 
-/* repr() of Python's float: the shortest digits that read back as d. */
+/* Python's repr(d): the shortest digits that read back as d. */
 static void float_repr(double d, char out[40]) {
     int prec = -1;
-    if (!isfinite(d)) {
-        strcpy(out, isnan(d) ? "nan" : d < 0 ? "-inf" : "inf");
+    if (isnan(d)) {
+        strcpy(out, "nan");
+        return;
+    }
+    if (isinf(d)) {
+        strcpy(out, d < 0 ? "-inf" : "inf");
         return;
     }
     do snprintf(out, 40, "%.*e", ++prec, d);
@@ -2655,14 +2837,14 @@ static void float_repr(double d, char out[40]) {
     if (e >= -4 && e < 16) snprintf(out, 40, "%.*f", prec - e > 1 ? prec - e : 1, d);
 }
 
-/* How values are printed: str(), with repr() for what is inside containers, or json.dumps. */
+/* How tv_write prints values: as repr(), or as JSON like json.dumps. */
 struct style {
-    bool json, ascii, sort;
-    struct tv indent; /* JSON: text of one level; TV_NONE: all in one line */
-    struct tv comma, colon;
+    bool json, ascii, sort; /* JSON; escape all but ASCII; sort the keys */
+    struct tv indent;       /* indentation of one level; not a string: everything in one line */
+    struct tv comma, colon; /* separators */
 };
 
-/* A string in quotes, with the escapes of repr() or JSON. */
+/* Appends a string in quotes, escaped as by repr() or in JSON. An escape has the origin of what it stands for. */
 static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct style *st, int origin) {
     static const char plain[] = "\n\r\t\\\b\f\"", letter[] = "nrt\\bf\"";
     int own = tv_has_data(v) ? ORIGIN_DATA : origin;
@@ -2698,21 +2880,25 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin);
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
 
+/* Starts an indented line, if the style asks for that. */
 static void write_newline(struct job *j, struct buf *b, const struct style *st, int level, int origin) {
     if (st->indent.kind != TV_STR) return;
     buf_fill(j, b, "\n", 1, origin);
     while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
 }
 
+/* Appends a container other than a generator. `origin` is that of its punctuation. */
 static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
     bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
+    const char *brackets = dict ? "{}" : "[]";
+    if (tuple) brackets = "()";
     struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
     for (size_t i = 1; dict && i < v.list->n; i += 2) list_push(j, &values, v.list->v[i]);
     if (dict && st->sort) {
         values = *list_sorted(j, &values, keys, false);
         keys = list_sorted(j, keys, keys, false);
     }
-    buf_fill(j, b, dict ? "{" : tuple ? "(" : "[", 1, origin);
+    buf_fill(j, b, brackets, 1, origin);
     for (size_t i = 0; i < keys->n; i++) {
         struct tv item = keys->v[i];
         if (i) buf_fill(j, b, st->comma.s, st->comma.n, origin);
@@ -2732,11 +2918,12 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
     }
     if (tuple && keys->n == 1) buf_fill(j, b, ",", 1, origin);
     if (keys->n) write_newline(j, b, st, level, origin);
-    buf_fill(j, b, dict ? "}" : tuple ? ")" : "]", 1, origin);
+    buf_fill(j, b, brackets + 1, 1, origin);
 }
 
-/* Appends a value. Text that is added to data is data; `origin` is that of the container around v. */
+/* Appends a value in a style. What is added to data is data; else it has `origin`, which is that of the container. */
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
+    static const char *const bool_name[2][2] = {{"False", "True"}, {"false", "true"}}; /* [JSON][value] */
     char num[40];
     if (v.data) origin = ORIGIN_DATA;
     job_enter(j);
@@ -2745,11 +2932,12 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
     switch (v.kind) {
     case TV_STR: write_quoted(j, b, v, st, origin); break;
     case TV_NONE: buf_printf(j, b, origin, st->json ? "null" : "None"); break;
-    case TV_BOOL: buf_printf(j, b, origin, st->json ? v.i ? "true" : "false" : v.i ? "True" : "False"); break;
+    case TV_BOOL: buf_printf(j, b, origin, "%s", bool_name[st->json][v.i != 0]); break;
     case TV_INT: buf_printf(j, b, origin, "%lld", (long long)v.i); break;
     case TV_FLOAT:
         float_repr(v.f, num);
-        if (st->json && !isfinite(v.f)) strcpy(num, isnan(v.f) ? "NaN" : v.f < 0 ? "-Infinity" : "Infinity");
+        if (st->json && isnan(v.f)) strcpy(num, "NaN");
+        if (st->json && isinf(v.f)) strcpy(num, v.f < 0 ? "-Infinity" : "Infinity");
         buf_printf(j, b, origin, "%s", num);
         break;
     case TV_LIST:
@@ -2766,7 +2954,7 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
     j->depth--;
 }
 
-/* str(v); a string stays itself. */
+/* Python's str(v). A string stays as it is; an undefined value is empty. */
 static struct tv tv_str(struct job *j, struct tv v) {
     struct style st = {.comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
     struct buf b = {0};
@@ -2775,7 +2963,23 @@ static struct tv tv_str(struct job *j, struct tv v) {
     return buf_str(&b);
 }
 
-/* A value from JSON; its strings stay where jansson keeps them. */
+/* str(v) as markup, with & < > ' and " escaped, unless it is markup already. */
+static struct tv html_escape(struct job *j, struct tv v) {
+    static const char special[] = "&<>'\"";
+    static const char *const escape[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
+    struct buf b = {0};
+    v = tv_str(j, v);
+    for (size_t i = 0; !v.markup && i < v.n; i++) {
+        const char *at = v.s[i] ? strchr(special, v.s[i]) : NULL;
+        if (at) buf_printf(j, &b, v.o[i], "%s", escape[at - special]);
+        else buf_put(j, &b, tv_sub(v, i, i + 1));
+    }
+    if (!v.markup) v = buf_str(&b);
+    v.markup = true;
+    return v;
+}
+
+/* A value from JSON, all of it data if `data`. Strings point into jansson's tree, which must outlive the job. */
 static struct tv tv_json(struct job *j, const json_t *json, bool data) {
     struct tv v = tv_none();
     const char *key;
@@ -2807,158 +3011,19 @@ static struct tv tv_json(struct job *j, const json_t *json, bool data) {
 }
 
 /* ============================================================================================================
- * Chat template: operators
+ * Chat template: format strings
  *
- * What Python does with values: arithmetic, comparison, containment, subscripts, slices. Integers have 64 bits; where
- * Python's would grow beyond, that is an error.
+ * Python's two ways to fill values into a text: the operator % and str.format. Every part of the result keeps its
+ * origin.
  * ============================================================================================================ */
 
-enum op {
-    OP_NONE,
-    OP_OR,
-    OP_AND,
-    OP_EQ,
-    OP_NE,
-    OP_LT,
-    OP_LE,
-    OP_GT,
-    OP_GE,
-    OP_IN,
-    OP_NOT_IN,
-    OP_ADD,
-    OP_SUB,
-    OP_CONCAT,
-    OP_MUL,
-    OP_DIV,
-    OP_FLOORDIV,
-    OP_MOD,
-    OP_POW,
-    OP_COUNT
-};
-
-/* Levels of precedence. `not` stands between `and` and the comparisons; + binds less than ~. */
-enum { LEVEL_OR, LEVEL_AND, LEVEL_NOT, LEVEL_COMPARE, LEVEL_ADD, LEVEL_CONCAT, LEVEL_MUL, LEVEL_POW, LEVEL_UNARY };
-
-static const struct {
-    const char *text;
-    int level;
-} op_table[OP_COUNT] = {{"", -1},
-                        {"or", LEVEL_OR},
-                        {"and", LEVEL_AND},
-                        {"==", LEVEL_COMPARE},
-                        {"!=", LEVEL_COMPARE},
-                        {"<", LEVEL_COMPARE},
-                        {"<=", LEVEL_COMPARE},
-                        {">", LEVEL_COMPARE},
-                        {">=", LEVEL_COMPARE},
-                        {"in", LEVEL_COMPARE},
-                        {"not", LEVEL_COMPARE},
-                        {"+", LEVEL_ADD},
-                        {"-", LEVEL_ADD},
-                        {"~", LEVEL_CONCAT},
-                        {"*", LEVEL_MUL},
-                        {"/", LEVEL_MUL},
-                        {"//", LEVEL_MUL},
-                        {"%", LEVEL_MUL},
-                        {"**", LEVEL_POW}};
-
-static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
-    int64_t r = op == OP_POW;
-    bool over = false;
-    switch (op) {
-    case OP_ADD: over = __builtin_add_overflow(a, b, &r); break;
-    case OP_SUB: over = __builtin_sub_overflow(a, b, &r); break;
-    case OP_MUL: over = __builtin_mul_overflow(a, b, &r); break;
-    case OP_POW:
-        for (; b && !over; b >>= 1) {
-            if (b & 1) over = __builtin_mul_overflow(r, a, &r);
-            if (b > 1) over |= __builtin_mul_overflow(a, a, &a);
-        }
-        break;
-    default: /* // and %: rounded down, the remainder has the sign of b */
-        if (b == -1) return op == OP_MOD ? tv_int(0) : int_binary(j, OP_SUB, 0, a);
-        r = op == OP_MOD ? a % b : a / b;
-        if (a % b && (a < 0) != (b < 0)) r += op == OP_MOD ? b : -1;
-    }
-    if (over) job_fail(j, "integer overflow in %s", op_table[op].text);
-    return tv_int(r);
-}
-
-static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
-    double x = tv_double(a), y = tv_double(b), m, q;
-    if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
-    if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
-    switch (op) {
-    case OP_ADD: return tv_float(x + y);
-    case OP_SUB: return tv_float(x - y);
-    case OP_MUL: return tv_float(x * y);
-    case OP_DIV: return tv_float(x / y);
-    case OP_POW:
-        if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "no real result of **");
-        return tv_float(pow(x, y));
-    default:
-        m = fmod(x, y), q = (x - m) / y;
-        if (m == 0) m = copysign(0, y);
-        else if ((m < 0) != (y < 0)) m += y, q -= 1;
-        return tv_float(op == OP_MOD ? m : q == 0 ? copysign(0, x / y) : floor(q) + (q - floor(q) > 0.5));
-    }
-}
-
-/* Markup: & < > ' " replaced; what already is markup stays. */
-static struct tv html_escape(struct job *j, struct tv v) {
-    static const char special[] = "&<>'\"";
-    static const char *const escape[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
-    struct buf b = {0};
-    v = tv_str(j, v);
-    for (size_t i = 0; !v.markup && i < v.n; i++) {
-        const char *at = v.s[i] ? strchr(special, v.s[i]) : NULL;
-        if (at) buf_printf(j, &b, v.o[i], "%s", escape[at - special]);
-        else buf_put(j, &b, tv_sub(v, i, i + 1));
-    }
-    if (!v.markup) v = buf_str(&b);
-    v.markup = true;
-    return v;
-}
-
-static struct buf *concat_tail(struct job *j, size_t n) { return &j->tail[63 - __builtin_clzll(n)]; }
-
-/* What was made here before is added to in place, behind its end: a loop that accumulates a text is linear. One tail for
- * each order of magnitude, so that the pieces do not evict the text. */
-static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
-    if (!a.n || !b.n) return a.n ? a : b;
-    struct buf out = {0}, *tail = concat_tail(j, a.n);
-    if (tail->s == a.s && tail->o == a.o && tail->n == a.n) {
-        out = *tail;
-        *tail = (struct buf){0};
-    } else {
-        out.cap = a.n + b.n;
-        out.s = job_alloc(j, out.cap), out.o = job_alloc(j, out.cap);
-        buf_put(j, &out, a);
-    }
-    buf_put(j, &out, b);
-    *concat_tail(j, out.n) = out;
-    return buf_str(&out);
-}
-
-static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
-    struct buf b = {0};
-    struct tv l = tv_list(j, v.kind);
-    for (; times > 0 && (v.kind == TV_STR ? v.n : v.list->n); times--) {
-        if (v.kind == TV_STR) buf_put(j, &b, v);
-        else
-            for (size_t i = 0; i < v.list->n; i++) list_push(j, l.list, v.list->v[i]);
-        job_charge(j, 1);
-    }
-    return v.kind == TV_STR ? buf_str(&b) : l;
-}
-
-/* The whole part of a float. */
+/* The integer part of a float. `what` names the operation in the message. */
 static int64_t float_int(struct job *j, double f, const char *what) {
     if (!(fabs(f) < 0x1p63)) job_fail(j, "integer overflow in %s", what);
     return (int64_t)f;
 }
 
-/* format % args with %s, %d and %% */
+/* Python's format % args, with %s, %d and %%. */
 static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
     struct list one = {.v = &args, .n = 1}, *l = args.kind == TV_TUPLE ? args.list : &one;
     struct buf b = {0};
@@ -2984,6 +3049,276 @@ static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
     return buf_str(&b);
 }
 
+/* ---- str.format ---- */
+
+/* What stands behind the colon of a replacement field: [[fill]align][0][width][.precision][type]. The rest of Python's
+ * format language (signs, separators, `#`, other types, fields in fields) is refused. */
+struct format_spec {
+    struct tv fill; /* one code point */
+    char align;     /* < left, > right, ^ center, = between sign and digits; 0: not given */
+    size_t width;   /* code points; 0: not given */
+    int precision;  /* digits behind the point, or the most code points of a string; -1: not given */
+    char type;      /* s, d or f; 0: not given */
+};
+
+/* Parses the digits at spec[*i] and moves *i behind them. A number above `max` is an error. */
+static int64_t format_digits(struct job *j, struct tv spec, size_t *i, int64_t max) {
+    int64_t n = 0;
+    for (; *i < spec.n && isdigit((uint8_t)spec.s[*i]); ++*i) {
+        n = 10 * n + (spec.s[*i] - '0');
+        if (n > max) job_fail(j, "a number in the format '%.*s' is larger than %lld", SHOW(spec), (long long)max);
+    }
+    return n;
+}
+
+/* Whether spec[i] is an alignment. */
+static bool format_is_align(struct tv spec, size_t i) { return i < spec.n && spec.s[i] && strchr("<>^=", spec.s[i]); }
+
+/* Parses a format. For a number, a 0 before the width pads between sign and digits. */
+static struct format_spec format_parse(struct job *j, struct tv spec, bool number) {
+    struct format_spec f = {.fill = tv_lit(j, " "), .precision = -1};
+    int32_t cp;
+    size_t i = 0, first = cp_next(spec.s, spec.n, &cp);
+    bool filled = format_is_align(spec, first);
+    if (filled) f.fill = tv_sub(spec, 0, first);
+    if (filled) i = first;
+    if (format_is_align(spec, i)) f.align = spec.s[i++];
+    if (!filled && i < spec.n && spec.s[i] == '0') {
+        f.fill = tv_lit(j, "0");
+        if (!f.align && number) f.align = '=';
+        i++;
+    }
+    f.width = (size_t)format_digits(j, spec, &i, TEMPLATE_TEXT);
+    if (i + 1 < spec.n && spec.s[i] == '.' && isdigit((uint8_t)spec.s[i + 1])) {
+        i++;
+        f.precision = (int)format_digits(j, spec, &i, TEMPLATE_TEXT);
+    }
+    if (i < spec.n && spec.s[i] && strchr("sdf", spec.s[i])) f.type = spec.s[i++];
+    if (i < spec.n) job_fail(j, "the format '%.*s' is not supported", SHOW(spec));
+    return f;
+}
+
+/* The text of a value without its padding. `origin` is that of the digits of a number. */
+static struct tv format_text(struct job *j, struct tv v, struct tv spec, const struct format_spec *f, int origin) {
+    char num[512];
+    bool str = v.kind == TV_STR, fixed = f->type == 'f' && !str, wrong;
+    if (str) wrong = (f->type && f->type != 's') || f->align == '=';
+    else if (fixed) wrong = f->precision > 100;
+    else wrong = f->precision >= 0 || f->type == 's' || (f->type == 'd' && v.kind == TV_FLOAT);
+    if (wrong) job_fail(j, "the format '%.*s' is not supported for an object of type '%s'", SHOW(spec), tv_type(v));
+    if (str) return f->precision < 0 ? v : tv_sub(v, 0, cp_offset(v, f->precision));
+    if (fixed && isfinite(tv_double(v)))
+        snprintf(num, sizeof num, "%.*f", f->precision < 0 ? 6 : f->precision, tv_double(v));
+    else if (v.kind == TV_FLOAT) float_repr(v.f, num);
+    else snprintf(num, sizeof num, "%lld", (long long)v.i);
+    size_t n = strlen(num);
+    return tv_text(j, memcpy(job_alloc(j, n), num, n), n, origin);
+}
+
+/* Python's format(v, spec). The padding, and the digits of a number, are data if the value or the spec is. */
+static struct tv format_value(struct job *j, struct tv v, struct tv spec) {
+    struct buf b = {0};
+    if (!spec.n) return tv_str(j, v);
+    if (v.kind != TV_STR && !tv_number(v)) job_fail(j, "unsupported format string passed to %s.__format__", tv_type(v));
+    int origin = tv_has_data(v) || tv_has_data(spec) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
+    struct format_spec f = format_parse(j, spec, v.kind != TV_STR);
+    struct tv text = format_text(j, v, spec, &f, origin);
+    size_t n = cp_count(j, text.s, text.n), pad = f.width > n ? f.width - n : 0, left = 0;
+    if (!f.align) f.align = v.kind == TV_STR ? '<' : '>';
+    if (f.align == '^') left = pad / 2;
+    if (f.align == '>' || f.align == '=') left = pad;
+    size_t sign = f.align == '=' && text.s[0] == '-';
+    buf_put(j, &b, tv_sub(text, 0, sign));
+    for (size_t i = 0; i < left; i++) buf_fill(j, &b, f.fill.s, f.fill.n, origin);
+    buf_put(j, &b, tv_sub(text, sign, text.n));
+    for (size_t i = left; i < pad; i++) buf_fill(j, &b, f.fill.s, f.fill.n, origin);
+    return buf_str(&b);
+}
+
+/* The argument that a field names. Fields without a name take the positional arguments in turn, and *next counts them.
+ * Python does not allow both those and fields with a number; *next is -1 once there was one with a number. */
+static struct tv format_argument(struct job *j, struct args *a, struct tv name, int64_t *next) {
+    size_t i = 0;
+    int64_t index = format_digits(j, name, &i, INT32_MAX);
+    struct tv *v = NULL;
+    if (i < name.n) v = dict_find(j, &a->kw, name);
+    else {
+        if (name.n ? *next > 0 : *next < 0)
+            job_fail(j, "cannot switch between automatic field numbering and manual field specification");
+        if (name.n) *next = -1;
+        else index = (*next)++;
+        if (index < (int64_t)a->pos.n) v = &a->pos.v[index];
+    }
+    if (!v) job_fail(j, "format() has no argument for the field '{%.*s}'", SHOW(name));
+    return *v;
+}
+
+/* Python's text.format(...): {} and {0} are positional arguments, {name} is a keyword argument, {{ and }} are
+ * braces. */
+static struct tv f_format(struct job *j, struct tv text, struct args *a) {
+    struct buf b = {0};
+    int64_t next = 0;
+    for (size_t i = 0; i < text.n;) {
+        size_t k = i;
+        while (k < text.n && text.s[k] != '{' && text.s[k] != '}') k++;
+        buf_put(j, &b, tv_sub(text, i, k));
+        if (k == text.n) break;
+        char brace = text.s[k];
+        if (k + 1 < text.n && text.s[k + 1] == brace) {
+            buf_put(j, &b, tv_sub(text, k, k + 1));
+            i = k + 2;
+            continue;
+        }
+        const char *close = memchr(text.s + k, '}', text.n - k);
+        if (brace == '}' || k + 1 == text.n) job_fail(j, "Single '%c' encountered in format string", brace);
+        if (!close) job_fail(j, "expected '}' before end of string");
+        struct tv field = tv_sub(text, k + 1, (size_t)(close - text.s));
+        const char *colon = memchr(field.s, ':', field.n);
+        size_t n = colon ? (size_t)(colon - field.s) : field.n;
+        struct tv name = tv_sub(field, 0, n), spec = tv_sub(field, colon ? n + 1 : n, field.n);
+        if (memchr(field.s, '{', field.n) || memchr(name.s, '!', n) || memchr(name.s, '.', n) || memchr(name.s, '[', n))
+            job_fail(j, "the format field '{%.*s}' is not supported", SHOW(field));
+        struct tv v = format_value(j, format_argument(j, a, name, &next), spec);
+        buf_put(j, &b, text.markup ? html_escape(j, v) : v);
+        i = (size_t)(close - text.s) + 1;
+    }
+    struct tv out = buf_str(&b);
+    out.markup = text.markup;
+    return out;
+}
+
+/* ============================================================================================================
+ * Chat template: operators
+ *
+ * Python's operations on values: arithmetic, comparison, `in`, attributes, subscripts, slices. Integers have 64 bits; a
+ * result that would need more in Python is an error.
+ * ============================================================================================================ */
+
+enum op {
+    OP_NONE,
+    OP_OR,
+    OP_AND,
+    OP_EQ,
+    OP_NE,
+    OP_LT,
+    OP_LE,
+    OP_GT,
+    OP_GE,
+    OP_IN,
+    OP_NOT_IN,
+    OP_ADD,
+    OP_SUB,
+    OP_CONCAT,
+    OP_MUL,
+    OP_DIV,
+    OP_FLOORDIV,
+    OP_MOD,
+    OP_POW,
+    OP_COUNT
+};
+
+/* Precedence of the operators, the loosest first. `not` binds less than a comparison, + less than ~. */
+enum { PREC_OR, PREC_AND, PREC_NOT, PREC_COMPARE, PREC_ADD, PREC_CONCAT, PREC_MUL, PREC_POW, PREC_UNARY };
+
+static const struct {
+    const char *text;
+    int prec;
+} op_table[OP_COUNT] = {
+    [OP_NONE] = {"", -1},           [OP_OR] = {"or", PREC_OR},           [OP_AND] = {"and", PREC_AND},
+    [OP_EQ] = {"==", PREC_COMPARE}, [OP_NE] = {"!=", PREC_COMPARE},      [OP_LT] = {"<", PREC_COMPARE},
+    [OP_LE] = {"<=", PREC_COMPARE}, [OP_GT] = {">", PREC_COMPARE},       [OP_GE] = {">=", PREC_COMPARE},
+    [OP_IN] = {"in", PREC_COMPARE}, [OP_NOT_IN] = {"not", PREC_COMPARE}, /* the first of its two words */
+    [OP_ADD] = {"+", PREC_ADD},     [OP_SUB] = {"-", PREC_ADD},          [OP_CONCAT] = {"~", PREC_CONCAT},
+    [OP_MUL] = {"*", PREC_MUL},     [OP_DIV] = {"/", PREC_MUL},          [OP_FLOORDIV] = {"//", PREC_MUL},
+    [OP_MOD] = {"%", PREC_MUL},     [OP_POW] = {"**", PREC_POW}};
+
+/* Arithmetic on integers. b is not 0 for // and %, and not negative for **. */
+static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
+    int64_t r = op == OP_POW;
+    bool over = false;
+    switch (op) {
+    case OP_ADD: over = __builtin_add_overflow(a, b, &r); break;
+    case OP_SUB: over = __builtin_sub_overflow(a, b, &r); break;
+    case OP_MUL: over = __builtin_mul_overflow(a, b, &r); break;
+    case OP_POW:
+        for (; b && !over; b >>= 1) {
+            if (b & 1) over = __builtin_mul_overflow(r, a, &r);
+            if (b > 1) over |= __builtin_mul_overflow(a, a, &a);
+        }
+        break;
+    default: /* // and %: round down; the remainder has the sign of b */
+        if (b == -1) return op == OP_MOD ? tv_int(0) : int_binary(j, OP_SUB, 0, a);
+        r = op == OP_MOD ? a % b : a / b;
+        if (a % b && (a < 0) != (b < 0)) r += op == OP_MOD ? b : -1;
+    }
+    if (over) job_fail(j, "integer overflow in %s", op_table[op].text);
+    return tv_int(r);
+}
+
+/* Arithmetic on numbers: in integers if both are, else in double. */
+static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
+    double x = tv_double(a), y = tv_double(b), m, q;
+    if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
+    if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
+    switch (op) {
+    case OP_ADD: return tv_float(x + y);
+    case OP_SUB: return tv_float(x - y);
+    case OP_MUL: return tv_float(x * y);
+    case OP_DIV: return tv_float(x / y);
+    case OP_POW:
+        if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "the result of ** is not a real number");
+        return tv_float(pow(x, y));
+    default:
+        m = fmod(x, y);
+        q = (x - m) / y;
+        if (m == 0) m = copysign(0, y);
+        else if ((m < 0) != (y < 0)) {
+            m += y;
+            q -= 1;
+        }
+        if (op == OP_MOD) return tv_float(m);
+        if (q == 0) return tv_float(copysign(0, x / y));
+        return tv_float(floor(q) + (q - floor(q) > 0.5));
+    }
+}
+
+/* The result kept for texts of n bytes, n > 0. */
+static struct buf *concat_tail(struct job *j, size_t n) { return &j->tail[63 - __builtin_clzll(n)]; }
+
+/* Concatenates two strings. If a is the last result of its size, b is appended to it in place, so that a loop that
+ * accumulates a text takes linear time. One result for each power of two is kept, so that short pieces do not displace
+ * the text. */
+static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
+    if (!a.n || !b.n) return a.n ? a : b;
+    struct buf out = {0}, *tail = concat_tail(j, a.n);
+    if (tail->s == a.s && tail->o == a.o && tail->n == a.n) {
+        out = *tail;
+        *tail = (struct buf){0};
+    } else {
+        out.cap = a.n + b.n;
+        out.s = job_alloc(j, out.cap);
+        out.o = job_alloc(j, out.cap);
+        buf_put(j, &out, a);
+    }
+    buf_put(j, &out, b);
+    *concat_tail(j, out.n) = out;
+    return buf_str(&out);
+}
+
+/* v * times, of a string, list or tuple. */
+static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
+    struct buf b = {0};
+    struct tv l = tv_list(j, v.kind);
+    for (; times > 0 && (v.kind == TV_STR ? v.n : v.list->n); times--) {
+        if (v.kind == TV_STR) buf_put(j, &b, v);
+        else
+            for (size_t i = 0; i < v.list->n; i++) list_push(j, l.list, v.list->v[i]);
+        job_charge(j, 1);
+    }
+    return v.kind == TV_STR ? buf_str(&b) : l;
+}
+
+/* a op b, for arithmetic operators and ~. */
 static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) {
     struct tv v = {0};
     bool str = a.kind == TV_STR && b.kind == TV_STR,
@@ -3000,7 +3335,11 @@ static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) 
     }
     if (op == OP_ADD && str) return tv_concat(j, a, b);
     if (op == OP_MOD && a.kind == TV_STR) return str_percent(j, a, b);
-    if (op == OP_MUL && tv_whole(a)) v = a, a = b, b = v; /* 3 * 'x' */
+    if (op == OP_MUL && tv_whole(a)) { /* 3 * 'x' */
+        v = a;
+        a = b;
+        b = v;
+    }
     if (tv_number(a) && tv_number(b)) v = number_binary(j, op, a, b);
     else if (op == OP_ADD && alike) {
         v = tv_list(j, a.kind);
@@ -3014,7 +3353,7 @@ static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) 
     return v;
 }
 
-/* Offset of the first or last `sub` in s, or -1. Charges for the part of s that it looks at. */
+/* Byte offset of the first or last `sub` in s, or -1. Charges for the part of s that was searched. */
 static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) {
     ptrdiff_t at = -1;
     if (!sub.n) return last ? (ptrdiff_t)s.n : 0;
@@ -3026,10 +3365,13 @@ static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) 
         job_charge(j, sub.n / 16);
         if (!memcmp(s.s + i, sub.s, sub.n)) at = (ptrdiff_t)i;
     }
-    job_charge(j, (at < 0 ? s.n : last ? s.n - (size_t)at : (size_t)at) / 16);
+    size_t looked_at = s.n;
+    if (at >= 0) looked_at = last ? s.n - (size_t)at : (size_t)at;
+    job_charge(j, looked_at / 16);
     return at;
 }
 
+/* Python's `x in y`. */
 static bool tv_in(struct job *j, struct tv x, struct tv in) {
     if (in.kind == TV_DICT) return dict_find(j, in.list, x) != NULL;
     if (in.kind != TV_STR && !tv_listy(in) && in.kind != TV_UNDEF)
@@ -3044,6 +3386,7 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
     return false;
 }
 
+/* a op b, for comparisons. */
 static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
     if ((a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f))) return op == OP_NE || op == OP_NOT_IN;
     switch (op) {
@@ -3058,21 +3401,25 @@ static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
     }
 }
 
+/* A bound of a slice of n elements, clamped to [low, high]; `none` if it was left out. A negative one counts from the
+ * end. */
 static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, int64_t low, int64_t high) {
     if (v.kind == TV_NONE) return none;
     if (!tv_whole(v)) job_fail(j, "slice indices must be integers or None");
     int64_t i = v.i < 0 ? v.i + n : v.i;
-    return i < low ? low : i > high ? high : i;
+    if (i < low) return low;
+    return i > high ? high : i;
 }
 
-/* v[start:stop:step]; TV_NONE stands for what is left out. Strings count code points. */
+/* v[start:stop:step], with TV_NONE for what is left out. Counts code points in strings. */
 static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
     bool str = v.kind == TV_STR;
     if (!str && v.kind != TV_LIST && v.kind != TV_TUPLE) tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
     int64_t n = (int64_t)(str ? cp_count(j, v.s, v.n) : v.list->n);
     int64_t step = slice_index(j, by, 0, 1, INT64_MIN, INT64_MAX);
     if (!step) job_fail(j, "slice step cannot be zero");
-    int64_t low = step < 0 ? -1 : 0, high = step < 0 ? n - 1 : n;
+    int64_t low = step < 0 ? -1 : 0;
+    int64_t high = step < 0 ? n - 1 : n;
     int64_t i = slice_index(j, start, n, step < 0 ? high : low, low, high);
     int64_t end = slice_index(j, stop, n, step < 0 ? low : high, low, high);
     if (str && step == 1) {
@@ -3095,7 +3442,7 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
 static const struct builtin *method_find(struct tv o, struct tv name);
 static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
 
-/* What Python's getattr finds: methods, members of a namespace, loop.*. TV_ABSENT: nothing. */
+/* What Python's getattr finds: a method, a member of a namespace or of `loop`. TV_ABSENT: nothing. */
 static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
     const struct builtin *m = method_find(o, key);
     struct tv *found = o.kind == TV_NAMESPACE ? dict_find(j, o.list, key) : NULL;
@@ -3114,16 +3461,19 @@ static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
     struct tv *v = o.kind == TV_DICT && key.kind != TV_LIST && key.kind != TV_DICT ? dict_find(j, o.list, key) : NULL;
     if (v) return *v;
     if (!tv_whole(key) || !(str || o.kind == TV_LIST || o.kind == TV_TUPLE)) return (struct tv){0};
-    int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n), i = key.i < 0 ? key.i + n : key.i;
+    int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n);
+    int64_t i = key.i < 0 ? key.i + n : key.i;
     if (i < 0 || i >= n) return (struct tv){0};
     if (!str) return o.list->v[i];
     o = tv_sub(o, cp_offset(o, i), o.n);
     return tv_sub(o, 0, cp_offset(o, 1));
 }
 
-/* o.key or o[key], which differ in what is tried first, the attribute or the element. Undefined if there is neither. */
+/* o.key (attribute) or o[key]. The first looks for an attribute and then for an element, the second the other way
+ * round. Undefined if there is neither. */
 static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute) {
-    const char *owner = o.kind == TV_NONE ? "None" : tv_type(o), *object = o.kind == TV_NONE ? "" : " object";
+    const char *owner = o.kind == TV_NONE ? "None" : tv_type(o);
+    const char *object = o.kind == TV_NONE ? "" : " object";
     if (o.kind == TV_UNDEF) job_fail(j, "%s", o.s);
     struct tv v = attribute ? tv_member(j, o, key) : tv_element(j, o, key);
     if (!v.kind && key.kind == TV_STR) v = attribute ? tv_element(j, o, key) : tv_member(j, o, key);
@@ -3134,35 +3484,45 @@ static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribut
 }
 
 /* ============================================================================================================
- * Chat template: filters, tests, methods, globals
+ * Chat template: functions on strings
  *
- * All of them stand in one table; the parser finds filters and tests by name, subscripts find methods.
+ * A built-in function is a C function fn(job, self, args). Its prefix tells what a name in a template calls: f_ a
+ * filter or method, t_ a test, g_ a global function, l_ a method of `loop`. One without a comment does what Python or
+ * jinja2 document for its name. Functions that share their code are told apart by a->mode.
+ *
+ * This section binds arguments to parameters; then come the functions on strings.
  * ============================================================================================================ */
 
-/* Fills a->v by the signature. */
+/* Binds the arguments to the parameters of f, in a->v. */
 static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
     size_t n = 0, used = 0;
-    a->mode = f->mode, a->name = f->name;
+    a->mode = f->mode;
+    a->name = f->name;
     if (!strcmp(f->sig, "*")) return;
     for (const char *p = f->sig; *p; n++) {
         size_t k = strcspn(p, " ?");
         struct tv *kw = n < a->pos.n ? NULL : dict_find(j, &a->kw, tv_text(j, p, k, ORIGIN_TEMPLATE));
-        a->v[n] = n < a->pos.n ? a->pos.v[n] : kw ? *kw : (struct tv){0};
+        a->v[n] = (struct tv){0};
+        if (n < a->pos.n) a->v[n] = a->pos.v[n];
+        else if (kw) a->v[n] = *kw;
         if (!a->v[n].kind && p[k] != '?') job_fail(j, "%s() needs an argument '%.*s'", f->name, (int)k, p);
         used += kw != NULL;
         p += k + strspn(p + k, " ?");
     }
     if (a->pos.n > n) job_fail(j, "%s() takes at most %zu arguments, not %zu", f->name, n, a->pos.n);
-    if (2 * used < a->kw.n) job_fail(j, "%s() got a keyword that is not one of '%s', or one twice", f->name, f->sig);
+    if (2 * used < a->kw.n)
+        job_fail(j, "%s() got a keyword twice, or one that is not a parameter (%s)", f->name, f->sig);
 }
 
-/* Steps to look at all of v once. */
+/* The steps that looking at all of v takes. */
 static size_t tv_size(struct tv v) {
-    return v.kind == TV_STR ? v.n / 16 : tv_listy(v) || v.kind == TV_DICT ? v.list->n : 0;
+    if (v.kind == TV_STR) return v.n / 16;
+    return tv_listy(v) || v.kind == TV_DICT ? v.list->n : 0;
 }
 
+/* Calls a built-in function. Charges for looking at self and each positional argument once. */
 static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv self, struct args *a) {
-    job_enter(j); /* map applies map */
+    job_enter(j); /* map can apply map */
     args_bind(j, f, a);
     job_charge(j, tv_size(self));
     for (size_t i = 0; i < a->pos.n; i++) job_charge(j, tv_size(a->pos.v[i]));
@@ -3171,8 +3531,10 @@ static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv 
     return v;
 }
 
+/* Argument i as a bool; false if it was not passed. */
 static bool arg_bool(struct args *a, int i) { return a->v[i].kind && tv_truthy(a->v[i]); }
 
+/* Argument i as an integer; `none` if it is None or was not passed. */
 static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
     struct tv v = a->v[i];
     if (!v.kind || v.kind == TV_NONE) return none;
@@ -3180,25 +3542,25 @@ static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
     return v.i;
 }
 
+/* Argument i, which must be a string. */
 static struct tv arg_str(struct job *j, struct args *a, int i) {
     if (a->v[i].kind != TV_STR) tv_fail(j, a->v[i], "%s(): '%s' is not a string", a->name, tv_type(a->v[i]));
     return a->v[i];
 }
 
-/* ---- strings ---- */
-
 enum { CASE_UPPER, CASE_LOWER, CASE_CAPITALIZE, CASE_TITLE, CASE_TITLE_FILTER };
 
+/* Whether a code point has upper and lower case. */
 static bool cp_cased(int32_t cp) {
     int c = utf8proc_category(cp);
     return c == UTF8PROC_CATEGORY_LU || c == UTF8PROC_CATEGORY_LL || c == UTF8PROC_CATEGORY_LT;
 }
 
-/* upper, lower, capitalize, str.title, and the filter title, whose words begin behind white space and -({[<. Mappings are
- * of one code point, but for the German sharp s. */
+/* Changes the case: upper, lower, capitalize, str.title, and the filter title, for which a word begins after white
+ * space or one of -({[<. Each code point maps to one, except the German sharp s. */
 static struct tv str_case(struct job *j, struct tv v, int mode) {
     struct buf b = {0};
-    bool start = true; /* of a word, or of the string for capitalize */
+    bool start = true; /* at the start of a word, or of the string for capitalize */
     bool upper = mode == CASE_UPPER || mode == CASE_TITLE_FILTER;
     int32_t cp;
     for (size_t i = 0, k; i < v.n; i += k) {
@@ -3207,7 +3569,8 @@ static struct tv str_case(struct job *j, struct tv v, int mode) {
         start = mode == CASE_TITLE
                     ? !cp_cased(cp)
                     : mode == CASE_TITLE_FILTER && (cp_space(cp) || strchr("-({[<", cp < 0x80 && cp ? cp : 'x'));
-        int32_t to = !up ? utf8proc_tolower(cp) : upper ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
+        int32_t to = utf8proc_tolower(cp);
+        if (up) to = upper ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
         if (cp == 0xdf && up) buf_printf(j, &b, v.o[i], upper ? "SS" : "Ss");
         else if (to == cp) buf_put(j, &b, tv_sub(v, i, i + k));
         else buf_cp(j, &b, to, v.o[i]);
@@ -3219,6 +3582,7 @@ static struct tv f_case(struct job *j, struct tv self, struct args *a) { return 
 
 enum { STRIP_LEFT = 1, STRIP_RIGHT = 2, STRIP_BOTH = 3 };
 
+/* strip, lstrip, rstrip, trim. */
 static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
     struct tv v = tv_str(j, self);
     bool space = !a->v[0].kind || a->v[0].kind == TV_NONE;
@@ -3237,7 +3601,7 @@ static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
     return v;
 }
 
-/* Fields between runs of white space; what is left after `max` splits keeps the white space at its far end. */
+/* Splits at runs of white space, at most `max` times. The rest keeps the white space at its far end. */
 static void split_space(struct job *j, struct list *out, struct tv v, size_t max, bool right) {
     struct list words = {0};
     int32_t cp;
@@ -3249,7 +3613,7 @@ static void split_space(struct job *j, struct list *out, struct tv v, size_t max
         }
         list_push(j, &words, tv_sub(v, from, i));
     }
-    size_t n = words.n, cut = right ? n - max : max; /* the word at which the unsplit piece ends, or starts */
+    size_t n = words.n, cut = right ? n - max : max; /* first word of the unsplit rest; right: first word behind it */
     for (size_t i = 0; i < n; i++) {
         struct tv w = words.v[i];
         if (n <= max || (right ? i >= cut : i < cut)) list_push(j, out, w);
@@ -3258,6 +3622,7 @@ static void split_space(struct job *j, struct list *out, struct tv v, size_t max
     }
 }
 
+/* split, rsplit. */
 static struct tv f_split(struct job *j, struct tv v, struct args *a) {
     struct tv out = tv_list(j, TV_LIST);
     int64_t limit = arg_int(j, a, 1, -1);
@@ -3278,11 +3643,13 @@ static struct tv f_split(struct job *j, struct tv v, struct args *a) {
     list_push(j, out.list, v);
     for (size_t i = 0, n = out.list->n; right && i < n / 2; i++) {
         struct tv t = out.list->v[i];
-        out.list->v[i] = out.list->v[n - 1 - i], out.list->v[n - 1 - i] = t;
+        out.list->v[i] = out.list->v[n - 1 - i];
+        out.list->v[n - 1 - i] = t;
     }
     return out;
 }
 
+/* Splits at every line end that Python knows. */
 static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
     struct tv out = tv_list(j, TV_LIST);
     size_t from = 0;
@@ -3299,6 +3666,7 @@ static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
     return out;
 }
 
+/* replace(old, new, count). */
 static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
     struct tv v = tv_str(j, self), old = tv_str(j, a->v[0]), new = tv_str(j, a->v[1]);
     int64_t count = arg_int(j, a, 2, -1);
@@ -3323,11 +3691,13 @@ static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
 
 static struct tv attribute_path(struct job *j, struct tv item, struct tv path);
 
-/* items|join(sep, attribute), or with mode 1 sep.join(items), where every item must be a string */
+/* items|join(sep, attribute) or, with mode 1, sep.join(items), whose items must be strings. */
 static struct tv f_join(struct job *j, struct tv self, struct args *a) {
     bool method = a->mode;
     const struct list *l = tv_iter(j, method ? a->v[0] : self);
-    struct tv sep = method ? self : a->v[0].kind ? tv_str(j, a->v[0]) : tv_lit(j, "");
+    struct tv sep = tv_lit(j, "");
+    if (method) sep = self;
+    else if (a->v[0].kind) sep = tv_str(j, a->v[0]);
     struct buf b = {0};
     for (size_t i = 0; i < l->n; i++) {
         struct tv item = method ? l->v[i] : attribute_path(j, l->v[i], a->v[1]);
@@ -3341,6 +3711,7 @@ static struct tv f_join(struct job *j, struct tv self, struct args *a) {
 
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
+/* startswith and endswith, of a string or one of a tuple; removeprefix, removesuffix. */
 static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
     bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, test = a->mode <= AFFIX_ENDS, found = false;
     struct list one = {.v = a->v, .n = 1}, *l = test && a->v[0].kind == TV_TUPLE ? a->v[0].list : &one;
@@ -3351,15 +3722,18 @@ static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
         found = affix.n <= v.n && !memcmp(v.s + (end ? v.n - affix.n : 0), affix.s, affix.n);
     }
     if (test) return tv_bool(found);
-    return !found ? v : end ? tv_sub(v, 0, v.n - affix.n) : tv_sub(v, affix.n, v.n);
+    if (!found) return v;
+    return end ? tv_sub(v, 0, v.n - affix.n) : tv_sub(v, affix.n, v.n);
 }
 
 enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
 
-/* find, rfind, index, rindex, count with start and end, in code points. */
+/* find, rfind, index, rindex, count. Positions count code points. */
 static struct tv f_find(struct job *j, struct tv v, struct args *a) {
     struct tv sub = arg_str(j, a, 0), none = tv_none();
-    struct tv in = tv_slice(j, v, a->v[1].kind ? a->v[1] : none, a->v[2].kind ? a->v[2] : none, none);
+    struct tv start = a->v[1].kind ? a->v[1] : none;
+    struct tv stop = a->v[2].kind ? a->v[2] : none;
+    struct tv in = tv_slice(j, v, start, stop, none);
     int64_t count = 0;
     int64_t n = (int64_t)cp_count(j, v.s, v.n), from = 0, to = n;
     if (a->v[1].kind) from = slice_index(j, a->v[1], n, 0, 0, INT64_MAX);
@@ -3376,7 +3750,8 @@ static struct tv f_find(struct job *j, struct tv v, struct args *a) {
 
 enum { IS_ALPHA, IS_DIGIT, IS_ALNUM, IS_SPACE, IS_UPPER, IS_LOWER };
 
-/* str.isalpha and so on: not empty and every code point qualifies; isupper, islower: every cased one, and one is. */
+/* Python's str.isalpha and so on: there is a code point, and all of them qualify. For isupper and islower only those
+ * with case matter. */
 static bool str_is(struct tv v, int mode) {
     bool any = false;
     int32_t cp;
@@ -3413,6 +3788,7 @@ static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
 
 enum { STRING_PLAIN, STRING_SAFE, STRING_ESCAPE };
 
+/* string, safe, escape. */
 static struct tv f_string(struct job *j, struct tv self, struct args *a) {
     if (a->mode == STRING_ESCAPE) return html_escape(j, self);
     struct tv v = tv_str(j, self);
@@ -3420,22 +3796,32 @@ static struct tv f_string(struct job *j, struct tv self, struct args *a) {
     return v;
 }
 
+/* ============================================================================================================
+ * Chat template: functions on numbers, sequences, mappings
+ *
+ * More filters and methods: conversion and rounding of numbers, then what lists, tuples, generators and dictionaries
+ * offer, then JSON.
+ * ============================================================================================================ */
+
 /* ---- numbers ---- */
 
 static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
     if (!tv_number(v)) tv_fail(j, v, "bad operand type for %s(): '%s'", a->name, tv_type(v));
     if (v.kind == TV_FLOAT) v.f = fabs(v.f);
-    else v.i = v.i < 0 ? int_binary(j, OP_SUB, 0, v.i).i : v.i, v.kind = TV_INT;
+    else {
+        if (v.i < 0) v.i = int_binary(j, OP_SUB, 0, v.i).i;
+        v.kind = TV_INT;
+    }
     return v;
 }
 
-/* A whole string as a number, an integer if it is written as one; TV_NONE: it is no number. */
+/* Reads a string as Python's int() or float() does: an integer if it is written as one. TV_NONE: it is not a number. */
 static struct tv str_number(struct tv v) {
     char tmp[64], *end;
     v = tv_sub(v, space_start(v.s, v.n), space_end(v.s, v.n));
     if (!v.n || v.n >= sizeof tmp) return tv_none();
     size_t n = 0;
-    for (size_t i = 0; i < v.n; i++) /* 1_000 */
+    for (size_t i = 0; i < v.n; i++) /* without the _ of 1_000 */
         if (v.s[i] != '_' || !i || i + 1 == v.n || !isdigit((uint8_t)v.s[i - 1]) || !isdigit((uint8_t)v.s[i + 1]))
             tmp[n++] = v.s[i];
     tmp[n] = 0;
@@ -3451,28 +3837,33 @@ static struct tv str_number(struct tv v) {
     return *end ? tv_none() : tv_float(d);
 }
 
-/* int and, with mode 1, float */
+/* int and, with mode 1, float. */
 static struct tv f_number(struct job *j, struct tv v, struct args *a) {
-    struct tv none = a->v[0].kind ? a->v[0] : a->mode ? tv_float(0) : tv_int(0), n;
-    bool data = tv_has_data(v);
+    bool to_float = a->mode, data = tv_has_data(v);
+    struct tv none = to_float ? tv_float(0) : tv_int(0), n;
+    if (a->v[0].kind) none = a->v[0];
     if (v.kind == TV_UNDEF) job_fail(j, "%s", v.s);
     if (v.kind == TV_STR) v = str_number(v);
-    if (!tv_number(v) || (!a->mode && v.kind == TV_FLOAT && !isfinite(v.f))) return none;
-    n = a->mode ? tv_float(tv_double(v)) : tv_int(tv_whole(v) ? v.i : float_int(j, v.f, "int()"));
+    if (!tv_number(v) || (!to_float && v.kind == TV_FLOAT && !isfinite(v.f))) return none;
+    if (to_float) n = tv_float(tv_double(v));
+    else n = tv_int(tv_whole(v) ? v.i : float_int(j, v.f, "int()"));
     n.data = data;
     return n;
 }
 
-/* round(x, digits) of Python: halves, by the exact value, to the even neighbour. */
+/* Python's round(i, digits): halves go to the even neighbor. */
 static struct tv int_round(struct job *j, int64_t i, int64_t digits) {
     __int128 x = i, p = 1, r;
     for (; digits < 0 && p < (__int128)1e20; digits++) p *= 10;
-    r = x % p, x -= r;
-    if (r < 0 ? -2 * r > p - (x / p & 1) : 2 * r > p - (x / p & 1)) x += r < 0 ? -p : p;
+    r = x % p;
+    x -= r;
+    __int128 twice = r < 0 ? -2 * r : 2 * r;
+    if (twice > p - (x / p & 1)) x += r < 0 ? -p : p;
     if (x != (int64_t)x) job_fail(j, "integer overflow in round()");
     return tv_int((int64_t)x);
 }
 
+/* Python's round(d, digits): by the exact value of d, halves go to the even neighbor. */
 static struct tv float_round(struct job *j, double d, int64_t digits) {
     char tmp[700];
     double x = fabs(d), p = pow(10, -(double)digits), r = fmod(x, p);
@@ -3518,7 +3909,7 @@ static struct tv f_default(struct job *j, struct tv v, struct args *a) {
     return a->v[0].kind ? a->v[0] : tv_lit(j, "");
 }
 
-/* An element reached by `a.b.0`, the attribute= of filters; the item itself where there is none. */
+/* Follows a path such as a.b.0, the attribute= of filters. Without a path, item itself. */
 static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
     if (!path.kind || path.kind == TV_NONE) return item;
     if (path.kind != TV_STR) return tv_get(j, item, path, false);
@@ -3532,7 +3923,7 @@ static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
     }
 }
 
-/* What an element is sorted by: itself or an attribute, strings in lower case unless case counts. */
+/* What an element is sorted by: itself or an attribute; strings in lower case unless case_sensitive. */
 static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool case_sensitive) {
     if (path.kind == TV_STR && memchr(path.s, ',', path.n))
         job_fail(j, "several attributes to sort by are not supported");
@@ -3540,14 +3931,15 @@ static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool ca
     return v.kind == TV_STR && !case_sensitive ? str_case(j, v, CASE_LOWER) : v;
 }
 
-/* A stable merge sort of l by keys. */
+/* Sorts l by keys, one for each element: a stable merge sort. With `reverse`, equal elements keep their order, too. */
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse) {
     struct list *out = job_alloc(j, sizeof *out);
     size_t *at = job_alloc(j, 2 * l->n * sizeof *at), *to = at + l->n;
     for (size_t i = 0; i < l->n; i++) at[i] = i;
     for (size_t width = 1; width < l->n; width *= 2) {
         for (size_t from = 0; from < l->n; from += 2 * width) {
-            size_t mid = from + width < l->n ? from + width : l->n, end = mid + width < l->n ? mid + width : l->n;
+            size_t mid = from + width < l->n ? from + width : l->n;
+            size_t end = mid + width < l->n ? mid + width : l->n;
             for (size_t i = from, k = mid, n = from; n < end; n++) {
                 bool right = i == mid;
                 if (i < mid && k < end) {
@@ -3559,7 +3951,8 @@ static struct list *list_sorted(struct job *j, const struct list *l, const struc
             }
         }
         size_t *t = at;
-        at = to, to = t;
+        at = to;
+        to = t;
     }
     for (size_t i = 0; i < l->n; i++) list_push(j, out, l->v[at[i]]);
     return out;
@@ -3574,15 +3967,19 @@ static struct tv f_sort(struct job *j, struct tv self, struct args *a) {
 
 enum { DICT_KEYS = 1, DICT_VALUES, DICT_ITEMS, DICT_ITEMS_FILTER };
 
-/* keys, values and items of a dictionary */
+/* keys, values, items. */
 static struct tv f_items(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, a->mode == DICT_ITEMS_FILTER ? TV_GEN : TV_LIST);
     if (self.kind == TV_UNDEF && a->mode == DICT_ITEMS_FILTER) return out;
     if (self.kind != TV_DICT) tv_fail(j, self, "Can only get item pairs from a mapping.");
     for (size_t i = 0; i < self.list->n; i += 2) {
-        struct tv pair = a->mode >= DICT_ITEMS ? tv_list(j, TV_TUPLE) : self.list->v[a->mode == DICT_KEYS ? i : i + 1];
-        for (size_t k = i; a->mode >= DICT_ITEMS && k < i + 2; k++) list_push(j, pair.list, self.list->v[k]);
-        list_push(j, out.list, pair);
+        struct tv item = self.list->v[a->mode == DICT_KEYS ? i : i + 1];
+        if (a->mode >= DICT_ITEMS) {
+            item = tv_list(j, TV_TUPLE);
+            list_push(j, item.list, self.list->v[i]);
+            list_push(j, item.list, self.list->v[i + 1]);
+        }
+        list_push(j, out.list, item);
     }
     return out;
 }
@@ -3600,16 +3997,21 @@ static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
 
 static struct tv f_get(struct job *j, struct tv self, struct args *a) {
     struct tv *v = dict_find(j, self.list, a->v[0]);
-    return v ? *v : a->v[1].kind ? a->v[1] : tv_none();
+    if (v) return *v;
+    return a->v[1].kind ? a->v[1] : tv_none();
 }
 
-/* first and, with mode 1, last */
+/* first and, with mode 1, last. */
 static struct tv f_end(struct job *j, struct tv self, struct args *a) {
     if (a->mode && self.kind == TV_GEN) job_fail(j, "'generator' object is not reversible");
     struct list *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
     if (!l->n) return tv_undef(j, "No %s item, sequence was empty.", a->name);
     struct tv v = l->v[a->mode ? l->n - 1 : 0];
-    if (self.kind == TV_GEN) l->v++, l->n--, l->cap = l->n;
+    if (self.kind == TV_GEN) {
+        l->v++;
+        l->n--;
+        l->cap = l->n;
+    }
     return v;
 }
 
@@ -3626,13 +4028,15 @@ static struct tv f_reverse(struct job *j, struct tv self, struct args *a) {
     return l;
 }
 
-/* min and, with mode 1, max */
+/* min and, with mode 1, max. */
 static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct tv best = tv_undef(j, "No aggregated item, sequence was empty."), best_key = best;
     for (size_t i = 0; i < l->n; i++) {
         struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0));
-        if (!i || (a->mode ? tv_less(j, best_key, key) : tv_less(j, key, best_key))) best = l->v[i], best_key = key;
+        if (i && !(a->mode ? tv_less(j, best_key, key) : tv_less(j, key, best_key))) continue;
+        best = l->v[i];
+        best_key = key;
     }
     return best;
 }
@@ -3657,6 +4061,7 @@ static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
     return sum;
 }
 
+/* What a name of a built-in function stands for: a filter, a test, a global function, or a method of a type. */
 enum {
     AS_FILTER = 1,
     AS_TEST = 2,
@@ -3670,7 +4075,7 @@ enum {
 
 static const struct builtin *builtin_find(int where, struct tv name);
 
-/* The filter or test that map, select and their kin apply to every element. */
+/* Finds the filter or test that map, select and so on apply to every element. */
 static const struct builtin *builtin_named(struct job *j, int where, struct tv name) {
     const struct builtin *f = name.kind == TV_STR ? builtin_find(where, name) : NULL;
     name = tv_str(j, name);
@@ -3678,6 +4083,7 @@ static const struct builtin *builtin_named(struct job *j, int where, struct tv n
     return f;
 }
 
+/* map(filter, arguments) or map(attribute=path, default=value). */
 static struct tv f_map(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, TV_GEN), *path = a->pos.n ? NULL : dict_find(j, &a->kw, tv_lit(j, "attribute"));
     struct tv *none = path ? dict_find(j, &a->kw, tv_lit(j, "default")) : NULL;
@@ -3698,6 +4104,7 @@ static struct tv f_map(struct job *j, struct tv self, struct args *a) {
 
 enum { SELECT_REJECT = 1, SELECT_BY_ATTRIBUTE = 2 };
 
+/* select, reject, selectattr, rejectattr. Without a test, the truth of the element or attribute decides. */
 static struct tv f_select(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, TV_GEN);
     size_t first = a->mode & SELECT_BY_ATTRIBUTE ? 1 : 0;
@@ -3716,7 +4123,7 @@ static struct tv f_select(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
-/* index and, with mode 1, count of a list */
+/* index and, with mode 1, count, of a list or tuple. */
 static struct tv f_index(struct job *j, struct tv self, struct args *a) {
     int64_t count = 0;
     for (size_t i = 0; i < self.list->n; i++) {
@@ -3728,17 +4135,20 @@ static struct tv f_index(struct job *j, struct tv self, struct args *a) {
     return tv_int(count);
 }
 
+/* The tojson of transformers: json.dumps without HTML escapes, ensure_ascii off. */
 static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
     struct tv indent = a->v[1].kind ? a->v[1] : tv_none(), sep = a->v[2];
     struct style st = {.json = true, .indent = indent, .ascii = arg_bool(a, 0), .sort = arg_bool(a, 3)};
     struct buf b = {0};
     if (indent.kind != TV_NONE && indent.kind != TV_STR) st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
-    st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ","), st.colon = tv_lit(j, ": ");
+    st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ",");
+    st.colon = tv_lit(j, ": ");
     if (sep.kind && sep.kind != TV_NONE) {
         const struct list *l = tv_iter(j, sep);
         if (l->n != 2 || l->v[0].kind != TV_STR || l->v[1].kind != TV_STR)
             job_fail(j, "tojson: separators must be two strings");
-        st.comma = l->v[0], st.colon = l->v[1];
+        st.comma = l->v[0];
+        st.colon = l->v[1];
     }
     tv_write(j, &b, self, &st, 0, ORIGIN_TEMPLATE);
     return buf_str(&b);
@@ -3747,12 +4157,19 @@ static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
 static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
     json_error_t e;
     self = tv_str(j, self);
-    job_reserve(j, 80 * self.n); /* jansson's tree is not in the pool; `{},` makes the largest */
+    job_reserve(j, 80 * self.n); /* jansson's tree is not in the pool; `{},` needs the most per byte */
     json_t *json = json_loadb(self.s, self.n, JSON_DECODE_ANY, &e);
     if (!json) job_fail(j, "%s: %s at byte %d", a->name, e.text, e.position);
     arrput(j->parsed, json);
     return tv_json(j, json, tv_has_data(self));
 }
+
+/* ============================================================================================================
+ * Chat template: tests, globals, loop, the table of builtins
+ *
+ * The other built-in functions, and the table of all. The parser finds filters and tests in it by name, rendering finds
+ * global functions, and subscripts find methods.
+ * ============================================================================================================ */
 
 /* ---- tests ---- */
 
@@ -3761,7 +4178,7 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 #define KINDS_CALLABLE (KIND(FUNC) | KIND(MACRO) | KIND(LOOP) | KIND(UNDEF))
 #define KINDS_NUMBER   (KIND(INT) | KIND(FLOAT) | KIND(BOOL))
 
-/* The mode is the set of kinds that pass. */
+/* Whether the kind of v is in the set of kinds `mode`. */
 static struct tv t_kind(struct job *j, struct tv v, struct args *a) {
     (void)j;
     return tv_bool(a->mode >> v.kind & 1);
@@ -3776,7 +4193,7 @@ static struct tv t_compare(struct job *j, struct tv v, struct args *a) {
     return tv_bool(tv_compare(j, (enum op)a->mode, v, a->v[0]));
 }
 
-/* odd, even, divisibleby: the remainder of a division is `mode`. */
+/* odd, even, divisibleby: whether the remainder is `mode`. */
 static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
     struct tv by = a->v[0].kind ? a->v[0] : tv_int(2);
     return tv_bool(tv_eq(j, tv_binary(j, OP_MOD, v, by), tv_int(a->mode)));
@@ -3785,7 +4202,7 @@ static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
 static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
     (void)j;
     struct tv w = a->v[0];
-    bool same = v.kind == w.kind && (v.kind == TV_NONE || v.list == w.list); /* any pointer, any number */
+    bool same = v.kind == w.kind && (v.kind == TV_NONE || v.list == w.list); /* the union holds a pointer or a number */
     return tv_bool(same && (v.kind != TV_STR || v.n == w.n));
 }
 
@@ -3794,7 +4211,9 @@ static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
 static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     (void)self;
     bool two = a->v[1].kind;
-    int64_t from = two ? arg_int(j, a, 0, 0) : 0, to = arg_int(j, a, two ? 1 : 0, 0), step = arg_int(j, a, 2, 1);
+    int64_t from = two ? arg_int(j, a, 0, 0) : 0;
+    int64_t to = arg_int(j, a, two ? 1 : 0, 0);
+    int64_t step = arg_int(j, a, 2, 1);
     struct tv out = tv_list(j, TV_LIST);
     if (!step) job_fail(j, "range() arg 3 must not be zero");
     for (int64_t i = from; step > 0 ? i < to : i > to;) {
@@ -3806,7 +4225,7 @@ static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
-/* dict(...) and namespace(...): a mapping, then keywords; the mode is the kind. */
+/* dict(...) and namespace(...): a mapping, then keywords. The mode is the kind of the result. */
 static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv out = tv_list(j, a->mode);
@@ -3817,6 +4236,7 @@ static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
+/* raise_exception(message): the error is the message, without "line N:". */
 __attribute__((noreturn)) static struct tv g_raise(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv v = tv_str(j, a->v[0]);
@@ -3827,7 +4247,7 @@ __attribute__((noreturn)) static struct tv g_raise(struct job *j, struct tv self
 
 static struct tv *variable_find(struct job *j, struct tv name);
 
-/* strftime of the C library, as Python's; the time is the variable `now` where it is a string. */
+/* strftime_now(format), by the strftime of the C library. The time is the variable `now` if that is a string. */
 static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv f = arg_str(j, a, 0), *now = variable_find(j, tv_lit(j, "now"));
@@ -3835,47 +4255,56 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
     time_t seconds = time(NULL);
     char format[512], text[4096], iso[32] = "";
     if (f.n + 2 > sizeof format || memchr(f.s, 0, f.n)) job_fail(j, "strftime_now: the format is too long");
-    snprintf(format, sizeof format, "%.*s.", (int)f.n, f.s); /* with a dot, no result is empty */
+    /* strftime returns 0 for an empty text and for an error; with a dot at its end no text is empty */
+    snprintf(format, sizeof format, "%.*s.", (int)f.n, f.s);
     if (now && now->kind == TV_STR) {
         snprintf(iso, sizeof iso, "%.*s", SHOW(*now));
         int n = sscanf(iso, "%4d-%2d-%2d%*1[T ]%2d:%2d:%2d", &t.tm_year, &t.tm_mon, &t.tm_mday, &t.tm_hour, &t.tm_min,
                        &t.tm_sec);
         if (n < 3 || t.tm_year < 0 || t.tm_mon < 1 || t.tm_mon > 12)
             job_fail(j, "now: expected YYYY-MM-DDTHH:MM:SS, found '%s'", iso);
-        t.tm_year -= 1900, t.tm_mon--;
-        timegm(&t); /* finds the day of the week and of the year */
+        t.tm_year -= 1900;
+        t.tm_mon--;
+        timegm(&t); /* fills in the day of the week and of the year */
     } else localtime_r(&seconds, &t);
     size_t n = strftime(text, sizeof text, format, &t);
     if (!n--) job_fail(j, "strftime_now: the text is longer than %zu bytes", sizeof text - 2);
     return tv_text(j, memcpy(job_alloc(j, n + 1), text, n), n, tv_has_data(f));
 }
 
+/* The variable `loop`. */
 struct loop {
-    const struct list *src;
+    const struct list *src;           /* what is looped over */
     size_t at;                        /* elements taken from src */
-    const struct node *target, *test; /* `if` of the loop, asked when an element is taken, not before; NULL: none */
-    struct scope *outer;
-    struct tv prev, cur, next; /* next: TV_ABSENT, or taken ahead of its turn */
-    int64_t index0;
+    const struct node *target, *test; /* test: the `if`, evaluated when an element is taken; NULL: none */
+    struct scope *outer;              /* the scope around the loop */
+    struct tv prev, cur, next;        /* next: TV_ABSENT, or an element that was taken ahead of its turn */
+    int64_t index0;                   /* of cur */
 };
 
 static bool loop_take(struct job *j, struct loop *l, struct tv *out);
 
+/* Whether there is another element; takes it ahead of its turn. */
 static bool loop_peek(struct job *j, struct loop *l) { return l->next.kind || loop_take(j, l, &l->next); }
 
-/* Without `if` the length is known; with it, all that is left is asked now. */
+/* Number of elements. With an `if`, the test of all that are left is evaluated now. */
 static int64_t loop_length(struct job *j, struct loop *l) {
     struct list *rest = job_alloc(j, sizeof *rest);
     struct tv v;
     while (l->test && loop_take(j, l, &v)) list_push(j, rest, v);
-    if (l->test) l->src = rest, l->at = 0, l->test = NULL;
+    if (l->test) {
+        l->src = rest;
+        l->at = 0;
+        l->test = NULL;
+    }
     return (int64_t)(l->src->n - l->at) + l->index0 + 1 + (l->next.kind != TV_ABSENT);
 }
 
+/* A member of `loop`; TV_ABSENT: there is none of this name. */
 static struct tv loop_get(struct job *j, struct loop *l, struct tv key) {
     if (tv_is(key, "index0")) return tv_int(l->index0);
     if (tv_is(key, "index")) return tv_int(l->index0 + 1);
-    if (tv_is(key, "depth0") || tv_is(key, "depth")) return tv_int(key.n == 5); /* none is recursive */
+    if (tv_is(key, "depth0") || tv_is(key, "depth")) return tv_int(key.n == 5); /* 1 and 0: loops are not recursive */
     if (tv_is(key, "first")) return tv_bool(!l->index0);
     if (tv_is(key, "last")) return tv_bool(!loop_peek(j, l));
     if (tv_is(key, "length")) return tv_int(loop_length(j, l));
@@ -3892,85 +4321,96 @@ static struct tv l_cycle(struct job *j, struct tv self, struct args *a) {
 }
 
 /* clang-format off */
+/* where, name, parameters, function, mode */
 static const struct builtin builtins[] = {
-    {AS_FILTER, "abs", "", f_abs, 0},                       {AS_FILTER, "count", "", f_length, 0},
-    {AS_FILTER, "d", "default_value? boolean?", f_default, 0}, {AS_FILTER, "default", "default_value? boolean?", f_default, 0},
+    {AS_FILTER, "abs", "", f_abs, 0},                        {AS_FILTER, "count", "", f_length, 0},
+    {AS_FILTER, "d", "default_value? boolean?", f_default, 0},
+    {AS_FILTER, "default", "default_value? boolean?", f_default, 0},
     {AS_FILTER, "dictsort", "case_sensitive? by? reverse?", f_dictsort, 0},
-    {AS_FILTER, "e", "", f_string, STRING_ESCAPE},          {AS_FILTER, "escape", "", f_string, STRING_ESCAPE},
-    {AS_FILTER, "first", "", f_end, 0},                     {AS_FILTER, "last", "", f_end, 1},
-    {AS_FILTER, "float", "default?", f_number, 1},          {AS_FILTER, "int", "default?", f_number, 0},
-    {AS_FILTER, "from_json", "", f_from_json, 0},           {AS_FILTER, "indent", "width? first? blank?", f_indent, 0},
-    {AS_FILTER, "items", "", f_items, DICT_ITEMS_FILTER},   {AS_FILTER, "join", "d? attribute?", f_join, 0},
-    {AS_FILTER, "length", "", f_length, 0},                 {AS_FILTER, "list", "", f_list, 0},
-    {AS_FILTER, "map", "*", f_map, 0},                      {AS_FILTER, "max", "case_sensitive? attribute?", f_minmax, 1},
+    {AS_FILTER, "e", "", f_string, STRING_ESCAPE},           {AS_FILTER, "escape", "", f_string, STRING_ESCAPE},
+    {AS_FILTER, "first", "", f_end, 0},                      {AS_FILTER, "last", "", f_end, 1},
+    {AS_FILTER, "float", "default?", f_number, 1},           {AS_FILTER, "int", "default?", f_number, 0},
+    {AS_FILTER, "from_json", "", f_from_json, 0},            {AS_FILTER, "indent", "width? first? blank?", f_indent, 0},
+    {AS_FILTER, "items", "", f_items, DICT_ITEMS_FILTER},    {AS_FILTER, "join", "d? attribute?", f_join, 0},
+    {AS_FILTER, "length", "", f_length, 0},                  {AS_FILTER, "list", "", f_list, 0},
+    {AS_FILTER, "map", "*", f_map, 0},
+    {AS_FILTER, "max", "case_sensitive? attribute?", f_minmax, 1},
     {AS_FILTER, "min", "case_sensitive? attribute?", f_minmax, 0},
-    {AS_FILTER, "reject", "*", f_select, SELECT_REJECT},           {AS_FILTER, "rejectattr", "*", f_select, SELECT_REJECT | SELECT_BY_ATTRIBUTE},
-    {AS_FILTER, "reverse", "", f_reverse, 0},               {AS_FILTER, "round", "precision? method?", f_round, 0},
-    {AS_FILTER, "safe", "", f_string, STRING_SAFE},         {AS_FILTER, "string", "", f_string, STRING_PLAIN},
-    {AS_FILTER, "select", "*", f_select, 0},           {AS_FILTER, "selectattr", "*", f_select, SELECT_BY_ATTRIBUTE},
+    {AS_FILTER, "reject", "*", f_select, SELECT_REJECT},
+    {AS_FILTER, "rejectattr", "*", f_select, SELECT_REJECT | SELECT_BY_ATTRIBUTE},
+    {AS_FILTER, "reverse", "", f_reverse, 0},                {AS_FILTER, "round", "precision? method?", f_round, 0},
+    {AS_FILTER, "safe", "", f_string, STRING_SAFE},          {AS_FILTER, "string", "", f_string, STRING_PLAIN},
+    {AS_FILTER, "select", "*", f_select, 0},
+    {AS_FILTER, "selectattr", "*", f_select, SELECT_BY_ATTRIBUTE},
     {AS_FILTER, "sort", "reverse? case_sensitive? attribute?", f_sort, 0},
-    {AS_FILTER, "sum", "attribute? start?", f_sum, 0},      {AS_FILTER, "title", "", f_case, CASE_TITLE_FILTER},
+    {AS_FILTER, "sum", "attribute? start?", f_sum, 0},       {AS_FILTER, "title", "", f_case, CASE_TITLE_FILTER},
     {AS_FILTER, "tojson", "ensure_ascii? indent? separators? sort_keys?", f_tojson, 0},
-    {AS_FILTER, "trim", "chars?", f_strip, STRIP_BOTH},     {AS_FILTER, "unique", "case_sensitive? attribute?", f_unique, 0},
+    {AS_FILTER, "trim", "chars?", f_strip, STRIP_BOTH},
+    {AS_FILTER, "unique", "case_sensitive? attribute?", f_unique, 0},
 
     {AS_FILTER | OF_STR, "capitalize", "", f_case, CASE_CAPITALIZE},
-    {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},  {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
+    {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},   {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
     {AS_FILTER | OF_STR, "replace", "old new count?", f_replace, 0},
     {OF_STR, "count", "sub start? end?", f_find, FIND_COUNT},
-    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST}, {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
-    {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST}, {OF_STR, "rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
+    {OF_STR, "format", "*", f_format, 0},                    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST},
+    {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
+    {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST},
+    {OF_STR, "rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
     {OF_STR, "startswith", "prefix", f_affix, AFFIX_STARTS}, {OF_STR, "endswith", "suffix", f_affix, AFFIX_ENDS},
     {OF_STR, "removeprefix", "prefix", f_affix, AFFIX_REMOVE_PREFIX},
     {OF_STR, "removesuffix", "suffix", f_affix, AFFIX_REMOVE_SUFFIX},
-    {OF_STR, "isalnum", "", f_str_is, IS_ALNUM},            {OF_STR, "isalpha", "", f_str_is, IS_ALPHA},
-    {OF_STR, "isdigit", "", f_str_is, IS_DIGIT},            {OF_STR, "isspace", "", f_str_is, IS_SPACE},
-    {OF_STR, "islower", "", f_str_is, IS_LOWER},            {OF_STR, "isupper", "", f_str_is, IS_UPPER},
-    {OF_STR, "join", "iterable", f_join, 1},                {OF_STR, "title", "", f_case, CASE_TITLE},
-    {OF_STR, "lstrip", "chars?", f_strip, STRIP_LEFT},      {OF_STR, "rstrip", "chars?", f_strip, STRIP_RIGHT},
-    {OF_STR, "strip", "chars?", f_strip, STRIP_BOTH},       {OF_STR, "splitlines", "keepends?", f_splitlines, 0},
-    {OF_STR, "split", "sep? maxsplit?", f_split, 0},        {OF_STR, "rsplit", "sep? maxsplit?", f_split, 1},
+    {OF_STR, "isalnum", "", f_str_is, IS_ALNUM},             {OF_STR, "isalpha", "", f_str_is, IS_ALPHA},
+    {OF_STR, "isdigit", "", f_str_is, IS_DIGIT},             {OF_STR, "isspace", "", f_str_is, IS_SPACE},
+    {OF_STR, "islower", "", f_str_is, IS_LOWER},             {OF_STR, "isupper", "", f_str_is, IS_UPPER},
+    {OF_STR, "join", "iterable", f_join, 1},                 {OF_STR, "title", "", f_case, CASE_TITLE},
+    {OF_STR, "lstrip", "chars?", f_strip, STRIP_LEFT},       {OF_STR, "rstrip", "chars?", f_strip, STRIP_RIGHT},
+    {OF_STR, "strip", "chars?", f_strip, STRIP_BOTH},        {OF_STR, "splitlines", "keepends?", f_splitlines, 0},
+    {OF_STR, "split", "sep? maxsplit?", f_split, 0},         {OF_STR, "rsplit", "sep? maxsplit?", f_split, 1},
 
-    {OF_DICT, "get", "key default?", f_get, 0},             {OF_DICT, "items", "", f_items, DICT_ITEMS},
-    {OF_DICT, "keys", "", f_items, DICT_KEYS},              {OF_DICT, "values", "", f_items, DICT_VALUES},
-    {OF_DICT | OF_LIST, "clear", "", NULL, 0},              {OF_DICT | OF_LIST, "pop", "", NULL, 0},
-    {OF_DICT, "popitem", "", NULL, 0},                      {OF_DICT, "setdefault", "", NULL, 0},
-    {OF_DICT, "update", "", NULL, 0},                       {OF_LIST, "append", "", NULL, 0},
-    {OF_LIST, "extend", "", NULL, 0},                       {OF_LIST, "insert", "", NULL, 0},
-    {OF_LIST, "remove", "", NULL, 0},                       {OF_LIST, "reverse", "", NULL, 0},
-    {OF_LIST, "sort", "", NULL, 0},                         {OF_LOOP, "cycle", "*", l_cycle, 0},
-    {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},     {OF_LIST | OF_TUPLE, "index", "value", f_index, 0},
+    {OF_DICT, "get", "key default?", f_get, 0},              {OF_DICT, "items", "", f_items, DICT_ITEMS},
+    {OF_DICT, "keys", "", f_items, DICT_KEYS},               {OF_DICT, "values", "", f_items, DICT_VALUES},
+    {OF_DICT | OF_LIST, "clear", "", NULL, 0},               {OF_DICT | OF_LIST, "pop", "", NULL, 0},
+    {OF_DICT, "popitem", "", NULL, 0},                       {OF_DICT, "setdefault", "", NULL, 0},
+    {OF_DICT, "update", "", NULL, 0},                        {OF_LIST, "append", "", NULL, 0},
+    {OF_LIST, "extend", "", NULL, 0},                        {OF_LIST, "insert", "", NULL, 0},
+    {OF_LIST, "remove", "", NULL, 0},                        {OF_LIST, "reverse", "", NULL, 0},
+    {OF_LIST, "sort", "", NULL, 0},                          {OF_LOOP, "cycle", "*", l_cycle, 0},
+    {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},      {OF_LIST | OF_TUPLE, "index", "value", f_index, 0},
 
-    {AS_TEST, "==", "other", t_compare, OP_EQ},             {AS_TEST, "!=", "other", t_compare, OP_NE},
-    {AS_TEST, "<", "other", t_compare, OP_LT},              {AS_TEST, "<=", "other", t_compare, OP_LE},
-    {AS_TEST, ">", "other", t_compare, OP_GT},              {AS_TEST, ">=", "other", t_compare, OP_GE},
-    {AS_TEST, "eq", "other", t_compare, OP_EQ},             {AS_TEST, "equalto", "other", t_compare, OP_EQ},
-    {AS_TEST, "ne", "other", t_compare, OP_NE},             {AS_TEST, "lt", "other", t_compare, OP_LT},
-    {AS_TEST, "lessthan", "other", t_compare, OP_LT},       {AS_TEST, "le", "other", t_compare, OP_LE},
-    {AS_TEST, "gt", "other", t_compare, OP_GT},             {AS_TEST, "greaterthan", "other", t_compare, OP_GT},
-    {AS_TEST, "ge", "other", t_compare, OP_GE},             {AS_TEST, "in", "seq", t_compare, OP_IN},
-    {AS_TEST, "divisibleby", "num", t_remainder, 0},        {AS_TEST, "even", "", t_remainder, 0},
-    {AS_TEST, "odd", "", t_remainder, 1},                   {AS_TEST, "sameas", "other", t_sameas, 0},
-    {AS_TEST, "true", "", t_bool, 1},                       {AS_TEST, "false", "", t_bool, 0},
-    {AS_TEST, "lower", "", f_str_is, IS_LOWER},             {AS_TEST, "upper", "", f_str_is, IS_UPPER},
-    {AS_TEST, "boolean", "", t_kind, KIND(BOOL)},           {AS_TEST, "callable", "", t_kind, KINDS_CALLABLE},
-    {AS_TEST, "defined", "", t_kind, ~KIND(UNDEF)},         {AS_TEST, "undefined", "", t_kind, KIND(UNDEF)},
-    {AS_TEST, "float", "", t_kind, KIND(FLOAT)},            {AS_TEST, "integer", "", t_kind, KIND(INT)},
-    {AS_TEST, "mapping", "", t_kind, KIND(DICT)},           {AS_TEST, "none", "", t_kind, KIND(NONE)},
-    {AS_TEST, "number", "", t_kind, KINDS_NUMBER},                {AS_TEST, "string", "", t_kind, KIND(STR)},
-    {AS_TEST, "sequence", "", t_kind, KINDS_SEQUENCE},              {AS_TEST, "iterable", "", t_kind, KINDS_SEQUENCE | KIND(GEN) | KIND(LOOP)},
+    {AS_TEST, "==", "other", t_compare, OP_EQ},              {AS_TEST, "!=", "other", t_compare, OP_NE},
+    {AS_TEST, "<", "other", t_compare, OP_LT},               {AS_TEST, "<=", "other", t_compare, OP_LE},
+    {AS_TEST, ">", "other", t_compare, OP_GT},               {AS_TEST, ">=", "other", t_compare, OP_GE},
+    {AS_TEST, "eq", "other", t_compare, OP_EQ},              {AS_TEST, "equalto", "other", t_compare, OP_EQ},
+    {AS_TEST, "ne", "other", t_compare, OP_NE},              {AS_TEST, "lt", "other", t_compare, OP_LT},
+    {AS_TEST, "lessthan", "other", t_compare, OP_LT},        {AS_TEST, "le", "other", t_compare, OP_LE},
+    {AS_TEST, "gt", "other", t_compare, OP_GT},              {AS_TEST, "greaterthan", "other", t_compare, OP_GT},
+    {AS_TEST, "ge", "other", t_compare, OP_GE},              {AS_TEST, "in", "seq", t_compare, OP_IN},
+    {AS_TEST, "divisibleby", "num", t_remainder, 0},         {AS_TEST, "even", "", t_remainder, 0},
+    {AS_TEST, "odd", "", t_remainder, 1},                    {AS_TEST, "sameas", "other", t_sameas, 0},
+    {AS_TEST, "true", "", t_bool, 1},                        {AS_TEST, "false", "", t_bool, 0},
+    {AS_TEST, "lower", "", f_str_is, IS_LOWER},              {AS_TEST, "upper", "", f_str_is, IS_UPPER},
+    {AS_TEST, "boolean", "", t_kind, KIND(BOOL)},            {AS_TEST, "callable", "", t_kind, KINDS_CALLABLE},
+    {AS_TEST, "defined", "", t_kind, ~KIND(UNDEF)},          {AS_TEST, "undefined", "", t_kind, KIND(UNDEF)},
+    {AS_TEST, "float", "", t_kind, KIND(FLOAT)},             {AS_TEST, "integer", "", t_kind, KIND(INT)},
+    {AS_TEST, "mapping", "", t_kind, KIND(DICT)},            {AS_TEST, "none", "", t_kind, KIND(NONE)},
+    {AS_TEST, "number", "", t_kind, KINDS_NUMBER},           {AS_TEST, "string", "", t_kind, KIND(STR)},
+    {AS_TEST, "sequence", "", t_kind, KINDS_SEQUENCE},
+    {AS_TEST, "iterable", "", t_kind, KINDS_SEQUENCE | KIND(GEN) | KIND(LOOP)},
 
-    {AS_GLOBAL, "dict", "*", g_dict, TV_DICT},              {AS_GLOBAL, "namespace", "*", g_dict, TV_NAMESPACE},
-    {AS_GLOBAL, "raise_exception", "message", g_raise, 0},  {AS_GLOBAL, "range", "start stop? step?", g_range, 0},
+    {AS_GLOBAL, "dict", "*", g_dict, TV_DICT},               {AS_GLOBAL, "namespace", "*", g_dict, TV_NAMESPACE},
+    {AS_GLOBAL, "raise_exception", "message", g_raise, 0},   {AS_GLOBAL, "range", "start stop? step?", g_range, 0},
     {AS_GLOBAL, "strftime_now", "format", g_strftime, 0},
 };
 /* clang-format on */
 
+/* Finds a built-in function by its name; NULL: there is none. */
 static const struct builtin *builtin_find(int where, struct tv name) {
     for (size_t i = 0; i < sizeof builtins / sizeof builtins[0]; i++)
         if (builtins[i].where & where && tv_is(name, builtins[i].name)) return &builtins[i];
     return NULL;
 }
 
+/* Finds a method of a value; NULL: there is none. */
 static const struct builtin *method_find(struct tv o, struct tv name) {
     static const int of[] = {
         [TV_STR] = OF_STR, [TV_LIST] = OF_LIST, [TV_TUPLE] = OF_TUPLE, [TV_DICT] = OF_DICT, [TV_LOOP] = OF_LOOP};
@@ -3978,30 +4418,233 @@ static const struct builtin *method_find(struct tv o, struct tv name) {
 }
 
 /* ============================================================================================================
- * Chat template: from source to tree
+ * Chat template: lexer
  *
- * The lexer cuts the source into tokens and applies the white space rules (trim_blocks, lstrip_blocks, the signs - and
- * +); the parser makes a tree of nodes with filters and tests resolved. Both live in the pool of the template. No node is
- * higher than TEMPLATE_NESTING, so whatever walks the tree may recurse.
+ * Cuts the source into tokens and applies the white space rules: trim_blocks, lstrip_blocks, and the signs - and + in
+ * tags. Tokens point into the source, which lives in the pool of the template.
  * ============================================================================================================ */
 
-/* Expressions, then statements. In brackets the kids; bodies are N_BODY, targets N_NAME, N_MEMBER or N_TUPLE of them. */
+enum token_kind {
+    T_EOF,
+    T_DATA,      /* text outside of tags */
+    T_VAR,       /* {{ */
+    T_VAR_END,   /* }} */
+    T_BLOCK,     /* {% */
+    T_BLOCK_END, /* %} */
+    T_WORD,      /* a name, keyword or operator */
+    T_STRING,
+    T_INT,
+    T_FLOAT
+};
+
+/* The text of a token; of a string without the quotes. */
+struct token {
+    int kind, line;
+    const char *s;
+    size_t n;
+};
+
+struct lexer {
+    struct job *j;
+    const char *s; /* (n) the source; line ends are \n */
+    size_t n, at;
+    bool line_start;     /* the last token ended with a line end */
+    struct token *token; /* (cap), of which `tokens` are used */
+    size_t tokens, cap;
+};
+
+/* Whether s stands at `at`. */
+static bool lex_is(const struct lexer *l, size_t at, const char *s) {
+    size_t k = strlen(s);
+    return at <= l->n && l->n - at >= k && !memcmp(l->s + at, s, k);
+}
+
+/* Whether one of the characters of `set` stands at `at`. */
+static bool lex_any(const struct lexer *l, size_t at, const char *set) {
+    return at < l->n && l->s[at] && strchr(set, l->s[at]);
+}
+
+/* Moves on by n bytes, counting lines. */
+static void lex_skip(struct lexer *l, size_t n) {
+    for (; n; n--, l->at++) l->j->line += l->line_start = l->s[l->at] == '\n';
+}
+
+/* Adds the next n bytes as a token and moves on. Its text is without the `edge` bytes (quotes) at both ends. */
+static void lex_token(struct lexer *l, int kind, size_t n, size_t edge) {
+    l->token = job_grow(l->j, l->token, l->tokens, &l->cap, sizeof *l->token);
+    l->token[l->tokens++] = (struct token){kind, l->j->line, l->s + l->at + edge, n - 2 * edge};
+    lex_skip(l, n);
+}
+
+/* Whether the byte at `at` may be part of a name. One of a character above 0x7f may, unless that is white space. */
+static bool lex_name(const struct lexer *l, size_t at) {
+    if (at >= l->n || !(l->s[at] & 0x80)) return at < l->n && (isalnum((uint8_t)l->s[at]) || l->s[at] == '_');
+    return !space_start(l->s + at, l->n - at);
+}
+
+/* Offset behind the white space at `at`. */
+static size_t lex_space(const struct lexer *l, size_t at) { return at + space_start(l->s + at, l->n - at); }
+
+/* Adds the text up to `to`, where a tag with this sign begins. A - removes the white space before the tag. Without a
+ * sign, lstrip_blocks removes the blanks before a tag that is the first in its line, but not before {{ (var). */
+static void lex_data(struct lexer *l, size_t to, char sign, bool var) {
+    size_t n = to - l->at;
+    const char *s = l->s + l->at;
+    if (sign == '-') n = space_end(s, n);
+    else if (sign != '+' && !var) {
+        const char *nl = memrchr(s, '\n', n);
+        size_t line = nl ? (size_t)(nl - s) + 1 : 0;
+        if ((nl || l->line_start) && space_start(s + line, n - line) == n - line) n = line;
+    }
+    if (n) lex_token(l, T_DATA, n, 0);
+    lex_skip(l, to - l->at);
+}
+
+/* If the end of a tag stands at `at`, returns the offset behind it and the white space that it removes; else 0. A -
+ * removes all white space. With `trim` (blocks and comments) trim_blocks removes one line end, unless there is a +. */
+static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool trim) {
+    bool plus = trim && lex_is(l, at, "+"), minus = lex_is(l, at, "-");
+    at += plus || minus ? 1 : 0;
+    if (!lex_is(l, at, end)) return 0;
+    if (minus) return lex_space(l, at + 2);
+    return at + (trim && !plus && lex_is(l, at + 2, "\n") ? 3 : 2);
+}
+
+/* The sign at `at`, or 0. */
+static char lex_sign(const struct lexer *l, size_t at) { return lex_any(l, at, "-+") ? l->s[at] : 0; }
+
+/* If {% raw %} or {% endraw %}, as `word` says, stands at `at`, returns the offset behind it; else 0. */
+static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
+    bool end = word[0] == 'e';
+    if (!lex_is(l, at, "{%")) return 0;
+    at = lex_space(l, at + (lex_sign(l, at + 2) ? 3 : 2));
+    if (!lex_is(l, at, word)) return 0;
+    return lex_end(l, lex_space(l, at + strlen(word)), "%}", end);
+}
+
+/* Adds a number. An integer only, if it is behind a dot: a.0.1 has no 0.1. */
+static void lex_number(struct lexer *l) {
+    static const char digits[] = "0123456789";
+    size_t k = l->at, e;
+    bool element = k && l->s[k - 1] == '.', real = false;
+    while (lex_any(l, k, digits)) k++;
+    if (!element && lex_is(l, k, ".") && lex_any(l, k + 1, digits))
+        for (real = true, k++; lex_any(l, k, digits);) k++;
+    e = k + (lex_sign(l, k + 1) ? 2 : 1);
+    if (!element && lex_any(l, k, "eE") && lex_any(l, e, digits))
+        for (real = true, k = e; lex_any(l, k, digits);) k++;
+    lex_token(l, real ? T_FLOAT : T_INT, k - l->at, 0);
+}
+
+/* Checks that brackets match. open: (TEMPLATE_NESTING) the closing brackets that are awaited, of which *depth are
+ * used. */
+static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
+    char c = l->s[l->at];
+    if (strchr("([{", c)) {
+        if (*depth == TEMPLATE_NESTING) job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
+        char close = '}';
+        if (c == '(') close = ')';
+        if (c == '[') close = ']';
+        open[(*depth)++] = close;
+    } else if (strchr(")]}", c) && (!*depth || open[--*depth] != c)) job_fail(l->j, "unexpected '%c'", c);
+}
+
+/* Adds the tokens of a tag behind its beginning, and its end. Inside brackets, }} and %} are not the end. */
+static void lex_tag(struct lexer *l, bool var) {
+    static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
+    char open[TEMPLATE_NESTING];
+    const char *close = var ? "}}" : "%}";
+    size_t depth = 0, k, end = 0;
+    while (!end) {
+        lex_skip(l, lex_space(l, l->at) - l->at);
+        size_t at = l->at, n = 1;
+        char c = at < l->n ? l->s[at] : 0;
+        end = depth ? 0 : lex_end(l, at, close, !var);
+        if (end) lex_token(l, var ? T_VAR_END : T_BLOCK_END, end - at, 0);
+        else if (isdigit((uint8_t)c)) lex_number(l);
+        else if (lex_name(l, at)) {
+            for (k = at; lex_name(l, k);) k++;
+            lex_token(l, T_WORD, k - at, 0);
+        } else if (c == '\'' || c == '"') {
+            for (k = at + 1; k < l->n && l->s[k] != c; k++) k += l->s[k] == '\\';
+            if (k >= l->n) job_fail(l->j, "a string without its closing %c", c);
+            lex_token(l, T_STRING, k + 1 - at, 1);
+        } else {
+            if (at == l->n) job_fail(l->j, "the template ends inside a tag");
+            for (size_t i = 0; i < sizeof two / sizeof two[0]; i++) n += lex_is(l, at, two[i]);
+            if (n == 1 && !lex_any(l, at, "+-/*%~[](){}<>=.:|,"))
+                job_fail(l->j, "unexpected character 0x%02x", (uint8_t)c);
+            lex_bracket(l, open, &depth);
+            lex_token(l, T_WORD, n, 0);
+        }
+    }
+}
+
+/* Skips the rest of a comment. */
+static void lex_comment(struct lexer *l) {
+    for (size_t at = l->at; at < l->n; at++) {
+        size_t end = lex_end(l, at, "#}", true);
+        if (!end) continue;
+        lex_skip(l, end - l->at);
+        return;
+    }
+    job_fail(l->j, "missing end of comment");
+}
+
+/* Adds the tokens of the whole source. */
+static void lex_template(struct lexer *l) {
+    while (l->at < l->n) {
+        size_t at = l->at, end, raw;
+        while (at < l->n && !(l->s[at] == '{' && lex_any(l, at + 1, "%{#"))) at++;
+        if (at == l->n) {
+            lex_token(l, T_DATA, at - l->at, 0);
+            return;
+        }
+        char tag = l->s[at + 1], sign = lex_sign(l, at + 2);
+        lex_data(l, at, sign, tag == '{');
+        if ((raw = end = lex_raw(l, at, "raw"))) {
+            lex_skip(l, raw - at);
+            while (raw < l->n && !(end = lex_raw(l, raw, "endraw"))) raw++;
+            if (raw == l->n) job_fail(l->j, "missing end of raw block");
+            lex_data(l, raw, lex_sign(l, raw + 2), false);
+            lex_skip(l, end - raw);
+            continue;
+        }
+        if (tag == '#') lex_skip(l, 2);
+        else lex_token(l, tag == '{' ? T_VAR : T_BLOCK, 2, 0);
+        if (sign) lex_skip(l, 1);
+        if (tag == '#') lex_comment(l);
+        else lex_tag(l, tag == '{');
+    }
+}
+
+/* ============================================================================================================
+ * Chat template: parsing expressions
+ *
+ * A parser by recursive descent that makes a tree of nodes from tokens: parse_expr (a if b else c) calls parse_binary
+ * (operators by precedence), which calls parse_unary (signs, filters, tests), parse_postfix (subscripts, calls) and
+ * parse_primary. Filters and tests are looked up here. Nodes live in the pool of the template. No node is higher than
+ * TEMPLATE_NESTING, so whatever walks the tree may recurse.
+ * ============================================================================================================ */
+
+/* Expressions, then statements. The kids stand in brackets. A body is an N_BODY; a target of an assignment is an
+ * N_NAME, an N_MEMBER or an N_TUPLE of targets. */
 enum node_kind {
     N_CONST,
     N_NAME,
     N_LIST,
     N_TUPLE,
-    N_DICT,    /* [key, value, key, value, ...] */
-    N_ATTR,    /* [object], val is the name */
-    N_ITEM,    /* [object, key] */
-    N_SLICE,   /* [object, start, stop, step], the last three may be NULL */
-    N_CALL,    /* [callee, arguments] */
-    N_FILTER,  /* [value, arguments]; fn, or NULL and a name that is unknown */
-    N_TEST,    /* likewise */
-    N_KEYWORD, /* val=[value] in arguments, val[=value] in the parameters of a macro */
-    N_NOT,     /* [operand], as the next two */
-    N_NEG,
-    N_POS,
+    N_DICT,     /* [key, value, key, value, ...] */
+    N_ATTR,     /* [object], val is the name */
+    N_ITEM,     /* [object, key] */
+    N_SLICE,    /* [object, start, stop, step], the last three may be NULL */
+    N_CALL,     /* [callee, arguments] */
+    N_FILTER,   /* [value, arguments]; fn, or NULL and a name that is unknown */
+    N_TEST,     /* as N_FILTER */
+    N_KEYWORD,  /* val=[value] in arguments, val[=value] in the parameters of a macro */
+    N_NOT,      /* [operand] */
+    N_NEG,      /* [operand] */
+    N_POS,      /* [operand] */
     N_BINARY,   /* [left, right], op */
     N_COND,     /* [test, then, else or NULL] */
     N_CAPTURED, /* what the filter of a {% set %} or {% filter %} block is applied to */
@@ -4023,200 +4666,33 @@ enum node_kind {
 };
 
 struct node {
-    uint8_t kind, op;
-    int line, height;
+    uint8_t kind, op; /* enum node_kind, enum op */
+    int line, height; /* height: nodes on the longest path down, this one included */
     const struct builtin *fn;
-    struct tv val; /* of a constant, or a name */
-    struct node **kid;
+    struct tv val;     /* of a constant, or a name */
+    struct node **kid; /* (cap), of which n are used */
     size_t n, cap;
 };
 
-struct template {
-    struct pool_block *pool;
-    struct node *body;
-};
-
-enum token_kind { T_EOF, T_DATA, T_VAR, T_VAR_END, T_BLOCK, T_BLOCK_END, T_WORD, T_STRING, T_INT, T_FLOAT };
-
-/* T_WORD: a name, keyword or operator. */
-struct token {
-    int kind, line;
-    const char *s;
-    size_t n;
-};
-
-struct lexer {
-    struct job *j;
-    const char *s; /* line ends are \n */
-    size_t n, at;
-    bool line_start; /* the last token ended with a line end */
-    struct token *token;
-    size_t tokens, cap;
-};
-
-static bool lex_is(const struct lexer *l, size_t at, const char *s) {
-    size_t k = strlen(s);
-    return at <= l->n && l->n - at >= k && !memcmp(l->s + at, s, k);
-}
-
-static bool lex_any(const struct lexer *l, size_t at, const char *set) {
-    return at < l->n && l->s[at] && strchr(set, l->s[at]);
-}
-
-/* Moves on by n bytes, counting lines. */
-static void lex_skip(struct lexer *l, size_t n) {
-    for (; n; n--, l->at++) l->j->line += l->line_start = l->s[l->at] == '\n';
-}
-
-/* A token of n bytes here, of which those within `edge` bytes of its ends (quotes) do not count. */
-static void lex_token(struct lexer *l, int kind, size_t n, size_t edge) {
-    l->token = job_grow(l->j, l->token, l->tokens, &l->cap, sizeof *l->token);
-    l->token[l->tokens++] = (struct token){kind, l->j->line, l->s + l->at + edge, n - 2 * edge};
-    lex_skip(l, n);
-}
-
-static bool lex_name(const struct lexer *l, size_t at) {
-    if (at >= l->n || !(l->s[at] & 0x80)) return at < l->n && (isalnum((uint8_t)l->s[at]) || l->s[at] == '_');
-    return !space_start(l->s + at, l->n - at);
-}
-
-static size_t lex_space(const struct lexer *l, size_t at) { return at + space_start(l->s + at, l->n - at); }
-
-/* Template text up to `to`, where a tag begins, with this sign. Of the tags only {{ keeps the blanks before it. */
-static void lex_data(struct lexer *l, size_t to, char sign, bool var) {
-    size_t n = to - l->at;
-    const char *s = l->s + l->at;
-    if (sign == '-') n = space_end(s, n);
-    else if (sign != '+' && !var) {
-        const char *nl = memrchr(s, '\n', n);
-        size_t line = nl ? (size_t)(nl - s) + 1 : 0;
-        if ((nl || l->line_start) && space_start(s + line, n - line) == n - line) n = line;
-    }
-    if (n) lex_token(l, T_DATA, n, 0);
-    lex_skip(l, to - l->at);
-}
-
-/* The end of a tag at `at` with the white space that it eats: where that ends, or 0 if there is none here. The end of a
- * block or comment is `trim`: it eats a line end unless it has a +. */
-static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool trim) {
-    bool plus = trim && lex_is(l, at, "+"), minus = lex_is(l, at, "-");
-    at += plus || minus ? 1 : 0;
-    if (!lex_is(l, at, end)) return 0;
-    return minus ? lex_space(l, at + 2) : at + (trim && !plus && lex_is(l, at + 2, "\n") ? 3 : 2);
-}
-
-static char lex_sign(const struct lexer *l, size_t at) { return lex_any(l, at, "-+") ? l->s[at] : 0; }
-
-/* {% raw %} or {% endraw %} at `at`: where it ends, or 0. */
-static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
-    bool end = word[0] == 'e';
-    if (!lex_is(l, at, "{%")) return 0;
-    at = lex_space(l, at + (lex_sign(l, at + 2) ? 3 : 2));
-    if (!lex_is(l, at, word)) return 0;
-    return lex_end(l, lex_space(l, at + strlen(word)), "%}", end);
-}
-
-static void lex_number(struct lexer *l) {
-    static const char digits[] = "0123456789";
-    size_t k = l->at, e;
-    bool element = k && l->s[k - 1] == '.', real = false; /* in a.0.1, 0.1 is no number */
-    while (lex_any(l, k, digits)) k++;
-    if (!element && lex_is(l, k, ".") && lex_any(l, k + 1, digits))
-        for (real = true, k++; lex_any(l, k, digits);) k++;
-    e = k + (lex_sign(l, k + 1) ? 2 : 1);
-    if (!element && lex_any(l, k, "eE") && lex_any(l, e, digits))
-        for (real = true, k = e; lex_any(l, k, digits);) k++;
-    lex_token(l, real ? T_FLOAT : T_INT, k - l->at, 0);
-}
-
-static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
-    char c = l->s[l->at];
-    if (strchr("([{", c)) {
-        if (*depth == TEMPLATE_NESTING) job_fail(l->j, "more than %d brackets inside each other", TEMPLATE_NESTING);
-        open[(*depth)++] = c == '(' ? ')' : c == '[' ? ']' : '}';
-    } else if (strchr(")]}", c) && (!*depth || open[--*depth] != c)) job_fail(l->j, "unexpected '%c'", c);
-}
-
-/* The inside of a tag up to its end. Inside brackets }} and %} are not the end. */
-static void lex_tag(struct lexer *l, bool var) {
-    static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
-    char open[TEMPLATE_NESTING];
-    size_t depth = 0, k, end = 0;
-    while (!end) {
-        lex_skip(l, lex_space(l, l->at) - l->at);
-        size_t at = l->at, n = 1;
-        char c = at < l->n ? l->s[at] : 0;
-        end = depth ? 0 : lex_end(l, at, var ? "}}" : "%}", !var);
-        if (end) lex_token(l, var ? T_VAR_END : T_BLOCK_END, end - at, 0);
-        else if (isdigit((uint8_t)c)) lex_number(l);
-        else if (lex_name(l, at)) {
-            for (k = at; lex_name(l, k);) k++;
-            lex_token(l, T_WORD, k - at, 0);
-        } else if (c == '\'' || c == '"') {
-            for (k = at + 1; k < l->n && l->s[k] != c; k++) k += l->s[k] == '\\';
-            if (k >= l->n) job_fail(l->j, "a string without its closing %c", c);
-            lex_token(l, T_STRING, k + 1 - at, 1);
-        } else {
-            if (at == l->n) job_fail(l->j, "the template ends inside a tag");
-            for (size_t i = 0; i < sizeof two / sizeof two[0]; i++) n += lex_is(l, at, two[i]);
-            if (n == 1 && !lex_any(l, at, "+-/*%~[](){}<>=.:|,"))
-                job_fail(l->j, "unexpected character 0x%02x", (uint8_t)c);
-            lex_bracket(l, open, &depth);
-            lex_token(l, T_WORD, n, 0);
-        }
-    }
-}
-
-static void lex_comment(struct lexer *l) {
-    for (size_t at = l->at; at < l->n; at++) {
-        size_t end = lex_end(l, at, "#}", true);
-        if (!end) continue;
-        lex_skip(l, end - l->at);
-        return;
-    }
-    job_fail(l->j, "missing end of comment");
-}
-
-static void lex_template(struct lexer *l) {
-    while (l->at < l->n) {
-        size_t at = l->at, end, raw;
-        while (at < l->n && !(l->s[at] == '{' && lex_any(l, at + 1, "%{#"))) at++;
-        if (at == l->n) {
-            lex_token(l, T_DATA, at - l->at, 0);
-            return;
-        }
-        char tag = l->s[at + 1], sign = lex_sign(l, at + 2);
-        lex_data(l, at, sign, tag == '{');
-        if ((raw = end = lex_raw(l, at, "raw"))) {
-            lex_skip(l, raw - at);
-            while (raw < l->n && !(end = lex_raw(l, raw, "endraw"))) raw++;
-            if (raw == l->n) job_fail(l->j, "missing end of raw block");
-            lex_data(l, raw, lex_sign(l, raw + 2), false);
-            lex_skip(l, end - raw);
-            continue;
-        }
-        if (tag != '#') lex_token(l, tag == '{' ? T_VAR : T_BLOCK, 2, 0);
-        lex_skip(l, (tag == '#' ? 2 : 0) + (sign ? 1 : 0));
-        if (tag == '#') lex_comment(l);
-        else lex_tag(l, tag == '{');
-    }
-}
-
-/* ---- expressions ---- */
-
+/* A filter or test that does not exist is an error of the source. In a condition it fails when it is evaluated, as in
+ * jinja2: parse_expr and parse_if take it off `unknown` again. */
 struct parser {
     struct job *j;
-    const struct token *at;
-    int loops;           /* around this place that break would leave */
-    struct list unknown; /* filters and tests that do not exist: name, line. In a condition they fail when reached */
+    const struct token *at; /* the current token */
+    int loops;              /* number of loops around the current place, in the same macro */
+    struct list unknown;    /* names and lines of filters and tests that do not exist */
 };
 
+/* A node without kids, at the current line. */
 static struct node *node_new(struct parser *p, int kind) {
     struct node *n = job_alloc(p->j, sizeof *n);
-    n->kind = (uint8_t)kind, n->line = p->at->line, n->height = 1;
+    n->kind = (uint8_t)kind;
+    n->line = p->at->line;
+    n->height = 1;
     return n;
 }
 
+/* Adds a kid, or NULL for one that was left out. Returns n. */
 static struct node *node_add(struct parser *p, struct node *n, struct node *kid) {
     n->kid = job_grow(p->j, n->kid, n->n, &n->cap, sizeof *n->kid);
     n->kid[n->n++] = kid;
@@ -4226,46 +4702,55 @@ static struct node *node_add(struct parser *p, struct node *n, struct node *kid)
     return n;
 }
 
+/* Enters a level of recursion; the caller leaves it with j->depth--. */
 static void parse_nest(struct parser *p) {
     if (++p->j->depth > TEMPLATE_NESTING)
         job_fail(p->j, "more than %d operators or blocks inside each other", TEMPLATE_NESTING);
 }
 
+/* Whether a token is the word s; tok_is: whether the current one is. */
 static bool tok_equal(const struct token *t, const char *s) {
     return t->kind == T_WORD && t->n == strlen(s) && !memcmp(t->s, s, t->n);
 }
 
 static bool tok_is(const struct parser *p, const char *s) { return tok_equal(p->at, s); }
 
+/* Moves to the next token. */
 static void tok_next(struct parser *p) {
     if (p->at->kind != T_EOF) p->at++;
     p->j->line = p->at->line;
 }
 
+/* Moves on if the current token is the word s. Returns whether it was. */
 static bool tok_skip(struct parser *p, const char *s) {
     bool is = tok_is(p, s);
     if (is) tok_next(p);
     return is;
 }
 
+/* Fails at the current token. */
 __attribute__((noreturn)) static void tok_unexpected(struct parser *p, const char *expected) {
     if (p->at->kind == T_EOF) job_fail(p->j, "expected %s, found the end of the template", expected);
     job_fail(p->j, "expected %s, found '%.*s'", expected, SHOW(*p->at));
 }
 
+/* Moves on behind the word s, which must be here. */
 static void tok_expect(struct parser *p, const char *s) {
     if (!tok_skip(p, s)) tok_unexpected(p, s);
 }
 
+/* Moves on behind the end of a tag, which must be here. */
 static void tok_end(struct parser *p, int kind) {
     if (p->at->kind != kind) tok_unexpected(p, "the end of the tag");
     tok_next(p);
 }
 
+/* Whether the current token is a name or keyword. */
 static bool tok_is_name(const struct parser *p) {
     return p->at->kind == T_WORD && (isalpha((uint8_t)*p->at->s) || *p->at->s == '_' || *p->at->s & 0x80);
 }
 
+/* Moves on behind a name and returns it. */
 static struct tv tok_name(struct parser *p) {
     const struct token *t = p->at;
     if (!tok_is_name(p)) tok_unexpected(p, "a name");
@@ -4273,13 +4758,18 @@ static struct tv tok_name(struct parser *p) {
     return tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
 }
 
-/* The escape sequence of a Python string literal behind the backslash before s[i]; returns where it ends. */
+/* Appends what an escape sequence of a Python string means; s[i] is behind its backslash. Returns the offset behind
+ * it. */
 static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_t n, size_t i) {
     static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
     char c = s[i], digits[9] = "";
     const char *known = c ? strchr(from, c) : NULL;
     bool octal = c >= '0' && c <= '7';
-    size_t want = octal ? 3 : c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, k = 0, start = i + !octal;
+    size_t want = 0, k = 0, start = i + !octal; /* digits; 0: not an escape with digits */
+    if (octal) want = 3;
+    if (c == 'x') want = 2;
+    if (c == 'u') want = 4;
+    if (c == 'U') want = 8;
     if (known) buf_fill(p->j, b, to + (known - from), 1, ORIGIN_TEMPLATE);
     if (c == 'N') job_fail(p->j, "the escape \\N is not supported");
     if (known || c == '\n') return i + 1;
@@ -4288,8 +4778,10 @@ static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_
         return i + 1;
     }
     while (k < want && start + k < n &&
-           (octal ? s[start + k] >= '0' && s[start + k] <= '7' : isxdigit((uint8_t)s[start + k])))
-        digits[k] = s[start + k], k++;
+           (octal ? s[start + k] >= '0' && s[start + k] <= '7' : isxdigit((uint8_t)s[start + k]))) {
+        digits[k] = s[start + k];
+        k++;
+    }
     unsigned long cp = strtoul(digits, NULL, octal ? 8 : 16);
     if ((!octal && k < want) || cp > 0x10ffff || (cp >= 0xd800 && cp < 0xe000))
         job_fail(p->j, "malformed \\%c escape", c);
@@ -4297,7 +4789,7 @@ static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_
     return start + k;
 }
 
-/* One or more literals in a row. */
+/* Parses one string, or several in a row, which Python joins. */
 static struct tv parse_string(struct parser *p) {
     struct buf b = {0};
     for (; p->at->kind == T_STRING; tok_next(p)) {
@@ -4312,6 +4804,7 @@ static struct tv parse_string(struct parser *p) {
     return buf_str(&b);
 }
 
+/* Parses an integer or a float. */
 static struct tv parse_number(struct parser *p) {
     bool real = p->at->kind == T_FLOAT;
     char tmp[64];
@@ -4324,21 +4817,27 @@ static struct tv parse_number(struct parser *p) {
 }
 
 static struct node *parse_expr(struct parser *p);
-static struct node *parse_binary(struct parser *p, int level);
+static struct node *parse_binary(struct parser *p, int prec);
 static struct node *parse_primary(struct parser *p, int flags);
 
-enum { WITH_COND = 1, MAY_BE_EMPTY = 2, IS_TARGET = 4, MAY_BE_MEMBER = 8 };
+/* What parse_tuple and the functions below it accept. */
+enum {
+    WITH_COND = 1,    /* a if b else c */
+    MAY_BE_EMPTY = 2, /* () */
+    IS_TARGET = 4,    /* only targets of an assignment */
+    MAY_BE_MEMBER = 8 /* ns.member among these */
+};
 
-/* One expression, or a tuple of several separated by commas. */
+/* Parses one expression, or several with commas between them, which make a tuple. */
 static struct node *parse_tuple(struct parser *p, int flags) {
     struct node *tuple = node_new(p, N_TUPLE), *first = NULL;
     for (bool comma = false;; comma = true) {
         int k = p->at->kind;
         bool end = k == T_VAR_END || k == T_BLOCK_END || tok_is(p, ")") || (flags & IS_TARGET && tok_is(p, "in"));
         if (!end) {
-            first = flags & IS_TARGET   ? parse_primary(p, flags)
-                    : flags & WITH_COND ? parse_expr(p)
-                                        : parse_binary(p, LEVEL_OR);
+            if (flags & IS_TARGET) first = parse_primary(p, flags);
+            else if (flags & WITH_COND) first = parse_expr(p);
+            else first = parse_binary(p, PREC_OR);
             node_add(p, tuple, first);
         }
         if (!end && tok_skip(p, ",")) continue;
@@ -4348,7 +4847,7 @@ static struct node *parse_tuple(struct parser *p, int flags) {
     }
 }
 
-/* [a, b] or {k: v} */
+/* Parses [a, b] or {k: v}. */
 static struct node *parse_display(struct parser *p) {
     bool dict = tok_is(p, "{");
     struct node *n = node_new(p, dict ? N_DICT : N_LIST);
@@ -4364,6 +4863,7 @@ static struct node *parse_display(struct parser *p) {
     return n;
 }
 
+/* Parses a variable, a constant (true, false, none), or ns.member. */
 static struct node *parse_name(struct parser *p, int flags) {
     struct node *n = node_new(p, N_CONST);
     struct tv name = n->val = tok_name(p);
@@ -4378,6 +4878,7 @@ static struct node *parse_name(struct parser *p, int flags) {
     return node_add(p, member, key);
 }
 
+/* Parses a name, a literal, a list, a dictionary, or what stands in parentheses. */
 static struct node *parse_primary(struct parser *p, int flags) {
     struct node *n;
     int k = p->at->kind;
@@ -4397,7 +4898,7 @@ static struct node *parse_primary(struct parser *p, int flags) {
     return n;
 }
 
-/* (a, b, k=v), or the parameters of a macro: (a, b=v), added to the kids of n. */
+/* Parses arguments (a, b, k=v), or the parameters (a, b=v) of a macro, and adds them to the kids of n. */
 static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
     bool keywords = false;
     size_t first = n->n;
@@ -4407,7 +4908,7 @@ static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
         if (tok_is(p, ")")) break;
         bool keyword = tok_is_name(p) && tok_equal(p->at + 1, "=");
         struct node *arg = keyword || macro ? node_new(p, N_KEYWORD) : parse_expr(p);
-        if (keywords && !keyword) job_fail(p->j, "an argument without a name behind one with a name");
+        if (keywords && !keyword) job_fail(p->j, "positional argument follows keyword argument");
         if (arg->kind == N_KEYWORD && !arg->val.kind && (keyword || macro)) arg->val = tok_name(p);
         if (keyword) {
             tok_next(p);
@@ -4421,7 +4922,7 @@ static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
     return n;
 }
 
-/* .name, .0, [key] or [start:stop:step] behind an object */
+/* Parses .name, .0, [key] or [start:stop:step] behind an object. */
 static struct node *parse_subscript(struct parser *p, struct node *o) {
     struct node *n = node_add(p, node_new(p, N_ITEM), o), *part[3] = {0};
     if (tok_skip(p, ".")) {
@@ -4444,6 +4945,7 @@ static struct node *parse_subscript(struct parser *p, struct node *o) {
     return n;
 }
 
+/* Parses the subscripts and calls behind an object. */
 static struct node *parse_postfix(struct parser *p, struct node *n) {
     for (;;) {
         if (tok_is(p, ".") || tok_is(p, "[")) n = parse_subscript(p, n);
@@ -4452,7 +4954,7 @@ static struct node *parse_postfix(struct parser *p, struct node *n) {
     }
 }
 
-/* The filter or test whose name comes next, applied to value. */
+/* Makes a node for the filter or test whose name comes next, applied to value. It may not exist: see struct parser. */
 static struct node *parse_callee(struct parser *p, int kind, struct node *value) {
     struct node *n = node_add(p, node_new(p, kind), value);
     n->val = tok_name(p);
@@ -4463,7 +4965,7 @@ static struct node *parse_callee(struct parser *p, int kind, struct node *value)
     return n;
 }
 
-/* name(arguments), then | and more filters */
+/* Parses name(arguments), then | and more filters. */
 static struct node *parse_filter(struct parser *p, struct node *value) {
     do {
         value = parse_callee(p, N_FILTER, value);
@@ -4472,6 +4974,7 @@ static struct node *parse_filter(struct parser *p, struct node *value) {
     return value;
 }
 
+/* Parses a test behind `is`: `not`, the name, and an argument that may stand without parentheses. */
 static struct node *parse_test(struct parser *p, struct node *value) {
     bool negate = tok_skip(p, "not");
     struct node *n = parse_callee(p, N_TEST, value);
@@ -4484,7 +4987,7 @@ static struct node *parse_test(struct parser *p, struct node *value) {
     return negate ? node_add(p, node_new(p, N_NOT), n) : n;
 }
 
-/* A sign binds closer than the filters and tests behind its operand. */
+/* Parses an operand with its signs, filters and tests. A sign binds closer than a filter: -1|abs is (-1)|abs. */
 static struct node *parse_unary(struct parser *p, bool with_filters) {
     struct node *n;
     parse_nest(p);
@@ -4504,10 +5007,10 @@ static struct node *parse_unary(struct parser *p, bool with_filters) {
     return n;
 }
 
-/* The operator at this level, passed over; OP_NONE if there is none here. */
-static enum op parse_operator(struct parser *p, int level) {
+/* Moves on behind an operator of this precedence and returns it; OP_NONE: there is none here. */
+static enum op parse_operator(struct parser *p, int prec) {
     for (int op = OP_OR; op < OP_COUNT; op++) {
-        if (op_table[op].level != level || !tok_is(p, op_table[op].text)) continue;
+        if (op_table[op].prec != prec || !tok_is(p, op_table[op].text)) continue;
         if (op == OP_NOT_IN && !tok_equal(p->at + 1, "in")) continue;
         tok_next(p);
         if (op == OP_NOT_IN) tok_next(p);
@@ -4516,42 +5019,43 @@ static enum op parse_operator(struct parser *p, int level) {
     return OP_NONE;
 }
 
-/* Operators of this level and above. All are left-associative, ** too; a < b < c is a < b and b < c. */
-static struct node *parse_binary(struct parser *p, int level) {
+/* Parses operators of this precedence and tighter ones. All are left-associative, even **, as in jinja2. a < b < c
+ * becomes a < b and b < c. */
+static struct node *parse_binary(struct parser *p, int prec) {
     struct node *left, *n, *middle = NULL;
-    if (level == LEVEL_UNARY) return parse_unary(p, true);
-    if (level == LEVEL_NOT && tok_is(p, "not")) {
+    if (prec == PREC_UNARY) return parse_unary(p, true);
+    if (prec == PREC_NOT && tok_is(p, "not")) {
         n = node_new(p, N_NOT);
         parse_nest(p);
         tok_next(p);
-        node_add(p, n, parse_binary(p, level));
+        node_add(p, n, parse_binary(p, prec));
         p->j->depth--;
         return n;
     }
-    left = parse_binary(p, level + 1);
-    for (enum op op; (op = parse_operator(p, level)) != OP_NONE;) {
-        struct node *right = parse_binary(p, level + 1);
+    left = parse_binary(p, prec + 1);
+    for (enum op op; (op = parse_operator(p, prec)) != OP_NONE;) {
+        struct node *right = parse_binary(p, prec + 1);
         n = node_add(p, node_add(p, node_new(p, N_BINARY), middle ? middle : left), right);
         n->op = (uint8_t)op;
         if (middle) {
             n = node_add(p, node_add(p, node_new(p, N_BINARY), left), n);
             n->op = OP_AND;
         }
-        if (level == LEVEL_COMPARE) middle = right;
+        if (prec == PREC_COMPARE) middle = right;
         left = n;
     }
     return left;
 }
 
-/* then if test else other */
+/* Parses an expression, with any `if` and `else` behind it. */
 static struct node *parse_expr(struct parser *p) {
     size_t known = p->unknown.n;
     parse_nest(p);
-    struct node *then = parse_binary(p, LEVEL_OR);
+    struct node *then = parse_binary(p, PREC_OR);
     while (tok_is(p, "if")) {
         struct node *n = node_new(p, N_COND);
         tok_next(p);
-        node_add(p, n, parse_binary(p, LEVEL_OR));
+        node_add(p, n, parse_binary(p, PREC_OR));
         node_add(p, n, then);
         then = node_add(p, n, tok_skip(p, "else") ? parse_expr(p) : NULL);
         p->unknown.n = known;
@@ -4560,11 +5064,18 @@ static struct node *parse_expr(struct parser *p) {
     return then;
 }
 
-/* ---- statements ---- */
+/* ============================================================================================================
+ * Chat template: parsing statements
+ *
+ * parse_statement finds the function for a statement by the first word of its tag. That function gets a new node,
+ * parses the rest of the tag, the body and the closing tag, adds them to the node, and returns it. parse_source is the
+ * entry point.
+ * ============================================================================================================ */
 
 static struct node *parse_body(struct parser *p, const char *ends);
 
-/* The body of a statement, behind the end of its tag, added to n; stops at the name of one of the tags in `ends`. */
+/* Parses the end of the current tag and the body behind it, which becomes a kid of n. Stops at the name of one of the
+ * tags in `ends`. */
 static struct node *parse_block(struct parser *p, struct node *n, const char *ends) {
     tok_skip(p, ":");
     tok_end(p, T_BLOCK_END);
@@ -4574,18 +5085,21 @@ static struct node *parse_block(struct parser *p, struct node *n, const char *en
     return n;
 }
 
+/* The same up to the closing tag `end`, whose name is skipped. */
 static struct node *parse_last_block(struct parser *p, struct node *n, const char *end) {
     parse_block(p, n, end);
     tok_next(p);
     return n;
 }
 
+/* Fails unless n can be assigned to. */
 static void check_target(struct parser *p, const struct node *n) {
     if (n->kind == N_NAME && tv_is(n->val, "loop") && p->loops) job_fail(p->j, "Can't assign to special loop variable");
     if (n->kind != N_NAME && n->kind != N_MEMBER && n->kind != N_TUPLE) tok_unexpected(p, "a name to assign to");
     for (size_t i = 0; i < n->n && n->kind == N_TUPLE; i++) check_target(p, n->kid[i]);
 }
 
+/* Parses the target of an assignment. */
 static struct node *parse_target(struct parser *p, int flags) {
     struct node *n = parse_tuple(p, IS_TARGET | flags);
     check_target(p, n);
@@ -4665,7 +5179,7 @@ static struct node *parse_with(struct parser *p, struct node *n) {
     return parse_last_block(p, n, "endwith");
 }
 
-/* {% generation %} marks the assistant's text for training; here it is a scope and nothing more. */
+/* {% generation %} marks the assistant's text for training; here it is only a scope. */
 static struct node *parse_generation(struct parser *p, struct node *n) {
     return parse_last_block(p, n, "endgeneration");
 }
@@ -4675,6 +5189,7 @@ static struct node *parse_jump(struct parser *p, struct node *n) {
     return n;
 }
 
+/* Parses the statement whose tag has just been opened. */
 static struct node *parse_statement(struct parser *p) {
     static const struct {
         const char *word;
@@ -4700,7 +5215,7 @@ static struct node *parse_statement(struct parser *p) {
     job_fail(p->j, "the statement '%.*s' is unknown, not supported or out of place", SHOW(*p->at));
 }
 
-/* Text, prints and statements up to a tag named in `ends`; NULL: up to the end of the template. */
+/* Parses text, {{ }} and statements, up to a tag named in `ends`; NULL: up to the end of the template. */
 static struct node *parse_body(struct parser *p, const char *ends) {
     struct node *body = node_new(p, N_BODY), *n;
     for (;; node_add(p, body, n)) {
@@ -4725,13 +5240,20 @@ static struct node *parse_body(struct parser *p, const char *ends) {
     }
 }
 
+/* A parsed template. */
+struct template {
+    struct pool_block *pool;
+    struct node *body;
+};
+
+/* What template_parse hands to parse_source. */
 struct source {
     const char *s;
     size_t n;
     struct template *t;
 };
 
-/* Source to tree, inside job_run. */
+/* Makes the tree of a template. Runs inside job_run. */
 static void parse_source(struct job *j, void *arg) {
     struct source *src = arg;
     struct lexer l = {.j = j, .line_start = true};
@@ -4740,7 +5262,7 @@ static void parse_source(struct job *j, void *arg) {
         if (src->s[i] == '\n' && i && src->s[i - 1] == '\r') continue;
         s[l.n++] = src->s[i] == '\r' ? '\n' : src->s[i];
     }
-    if (l.n && s[l.n - 1] == '\n') l.n--; /* keep_trailing_newline is off */
+    if (l.n && s[l.n - 1] == '\n') l.n--; /* keep_trailing_newline is off in jinja2 */
     l.s = s;
     lex_template(&l);
     for (int i = 0; i < 2; i++) lex_token(&l, T_EOF, 0, 0); /* the parser looks one token ahead */
@@ -4754,27 +5276,34 @@ static void parse_source(struct job *j, void *arg) {
 /* ============================================================================================================
  * Chat template: rendering
  *
- * A walk over the tree. Assignments go to the innermost scope; for, macro, call, with and the blocks that capture text
- * open one, if does not. A loop starts every round with an empty scope.
+ * Walks the tree: node_eval computes expressions, node_exec runs statements. template_parse and template_render are the
+ * interface of the interpreter.
+ *
+ * An assignment goes to the innermost scope. for, macro, call, with and the blocks that capture text open a scope, if
+ * does not. A loop begins every round with an empty scope.
  * ============================================================================================================ */
 
+/* What follows a statement: the next one, or a break or continue that its loop has to handle. */
 enum flow { FLOW_NEXT, FLOW_BREAK, FLOW_CONTINUE };
 
 static struct tv node_eval(struct job *j, const struct node *n);
 static enum flow node_exec(struct job *j, const struct node *n);
 
+/* Finds a variable, in the innermost scope first; NULL: it is not set. */
 static struct tv *variable_find(struct job *j, struct tv name) {
     struct tv *v = NULL;
     for (struct scope *s = j->scope; s && !v; s = s->up) v = dict_find(j, &s->vars, name);
     return v;
 }
 
+/* Makes an empty scope inside of `up` the current one. The caller puts j->scope back. */
 static struct scope *scope_open(struct job *j, struct scope *up) {
     struct scope *s = job_alloc(j, sizeof *s);
     s->up = up;
     return j->scope = s;
 }
 
+/* Assigns v to a target, or its elements to a tuple of targets. */
 static void node_assign(struct job *j, const struct node *target, struct tv v) {
     if (target->kind == N_NAME) {
         dict_set(j, &j->scope->vars, target->val, v);
@@ -4793,7 +5322,7 @@ static void node_assign(struct job *j, const struct node *target, struct tv v) {
     for (size_t i = 0; i < l->n; i++) node_assign(j, target->kid[i], l->v[i]);
 }
 
-/* What a body prints, as a string. */
+/* Runs a body and returns what it prints. */
 static struct tv node_capture(struct job *j, const struct node *body, enum flow *flow) {
     struct buf b = {0}, *out = j->out;
     j->out = &b;
@@ -4802,6 +5331,7 @@ static struct tv node_capture(struct job *j, const struct node *body, enum flow 
     return buf_str(&b);
 }
 
+/* Calls a macro and returns what it prints. The keyword `caller` is the body of a {% call %} block. */
 static struct tv macro_call(struct job *j, const struct macro *m, struct args *a) {
     struct scope *outer = j->scope;
     size_t params = m->def->n - 1, used = 0;
@@ -4813,21 +5343,22 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
     dict_set(j, &j->scope->vars, caller, body ? *body : tv_undef(j, "No caller defined"));
     for (size_t i = 0; i < params; i++) {
         const struct node *param = m->def->kid[i];
-        struct tv *kw = i < a->pos.n ? &a->pos.v[i] : dict_find(j, &a->kw, param->val);
-        struct tv v = kw         ? *kw
-                      : param->n ? node_eval(j, param->kid[0])
-                                 : tv_undef(j, "parameter '%.*s' was not provided", SHOW(param->val));
-        used += kw && i >= a->pos.n && !tv_is(param->val, "caller");
+        struct tv *given = i < a->pos.n ? &a->pos.v[i] : dict_find(j, &a->kw, param->val), v;
+        if (given) v = *given;
+        else if (param->n) v = node_eval(j, param->kid[0]);
+        else v = tv_undef(j, "parameter '%.*s' was not provided", SHOW(param->val));
+        used += given && i >= a->pos.n && !tv_is(param->val, "caller");
         dict_set(j, &j->scope->vars, param->val, v);
     }
     if (2 * (used + (body != NULL)) < a->kw.n)
-        job_fail(j, "the macro has no parameter of one of the given names, or got it twice");
+        job_fail(j, "the macro got a keyword twice, or one that is not a parameter");
     struct tv v = node_capture(j, m->def->kid[params], &flow);
-    j->scope = outer, j->line = line;
+    j->scope = outer;
+    j->line = line;
     return v;
 }
 
-/* Arguments of a call, filter or test: the kids behind the first. */
+/* Evaluates the arguments of a call, filter or test: all kids but the first. */
 static struct args eval_args(struct job *j, const struct node *n) {
     struct args a = {0};
     for (size_t i = 1; i < n->n; i++) {
@@ -4839,7 +5370,7 @@ static struct args eval_args(struct job *j, const struct node *n) {
     return a;
 }
 
-/* `caller`: the body of a call block, or NULL. */
+/* Calls a macro or a function. caller: the body of a {% call %} block, or NULL. */
 static struct tv eval_call(struct job *j, const struct node *n, const struct macro *caller) {
     struct tv f = node_eval(j, n->kid[0]);
     struct args a = eval_args(j, n);
@@ -4849,6 +5380,7 @@ static struct tv eval_call(struct job *j, const struct node *n, const struct mac
     return builtin_call(j, f.func->fn, f.func->self, &a);
 }
 
+/* A variable, or else a global function. */
 static struct tv eval_name(struct job *j, const struct node *n) {
     struct tv *v = variable_find(j, n->val);
     const struct builtin *global = v ? NULL : builtin_find(AS_GLOBAL, n->val);
@@ -4860,7 +5392,9 @@ static struct tv eval_name(struct job *j, const struct node *n) {
 }
 
 static struct tv eval_display(struct job *j, const struct node *n) {
-    struct tv v = tv_list(j, n->kind == N_DICT ? TV_DICT : n->kind == N_LIST ? TV_LIST : TV_TUPLE);
+    int kind = n->kind == N_LIST ? TV_LIST : TV_TUPLE;
+    if (n->kind == N_DICT) kind = TV_DICT;
+    struct tv v = tv_list(j, kind);
     for (size_t i = 0; i < n->n; i++) {
         struct tv item = node_eval(j, n->kid[i]);
         if (n->kind == N_DICT) dict_set(j, v.list, item, node_eval(j, n->kid[++i]));
@@ -4870,9 +5404,10 @@ static struct tv eval_display(struct job *j, const struct node *n) {
 }
 
 static struct tv eval_sign(struct job *j, const struct node *n) {
+    bool negate = n->kind == N_NEG;
     struct tv v = node_eval(j, n->kid[0]);
-    if (!tv_number(v)) tv_fail(j, v, "bad operand type for unary %s: '%s'", n->kind == N_NEG ? "-" : "+", tv_type(v));
-    return tv_binary(j, n->kind == N_NEG ? OP_MUL : OP_ADD, tv_int(n->kind == N_NEG ? -1 : 0), v);
+    if (!tv_number(v)) tv_fail(j, v, "bad operand type for unary %s: '%s'", negate ? "-" : "+", tv_type(v));
+    return negate ? tv_binary(j, OP_MUL, tv_int(-1), v) : tv_binary(j, OP_ADD, tv_int(0), v);
 }
 
 static struct tv eval_apply(struct job *j, const struct node *n) {
@@ -4894,7 +5429,7 @@ static struct tv eval_binary(struct job *j, const struct node *n) {
     if (op == OP_AND || op == OP_OR) return tv_truthy(a) == (op == OP_AND) ? node_eval(j, n->kid[1]) : a;
     struct tv b = node_eval(j, n->kid[1]);
     j->line = n->line;
-    return op_table[op].level == LEVEL_COMPARE ? tv_bool(tv_compare(j, op, a, b)) : tv_binary(j, op, a, b);
+    return op_table[op].prec == PREC_COMPARE ? tv_bool(tv_compare(j, op, a, b)) : tv_binary(j, op, a, b);
 }
 
 static struct tv eval_get(struct job *j, const struct node *n) {
@@ -4909,6 +5444,7 @@ static struct tv eval_cond(struct job *j, const struct node *n) {
                : tv_undef(j, "the inline if-expression evaluated to false and no else section was defined.");
 }
 
+/* The value of an expression. */
 static struct tv node_eval(struct job *j, const struct node *n) {
     struct tv v;
     job_enter(j);
@@ -4934,7 +5470,7 @@ static struct tv node_eval(struct job *j, const struct node *n) {
     return v;
 }
 
-/* The next element that passes the loop's `if`. */
+/* Takes the next element that passes the loop's `if`. Returns false if there is none. */
 static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
     while (l->at < l->src->n) {
         struct scope *scope = j->scope;
@@ -4950,16 +5486,20 @@ static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
     return false;
 }
 
+/* Runs a loop, or its `else`. */
 static enum flow exec_for(struct job *j, const struct node *n) {
     struct scope *outer = j->scope;
     struct loop *l = job_alloc(j, sizeof *l);
     *l = (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1};
     l->src = tv_iter(j, node_eval(j, n->kid[1]));
     struct scope *scope = scope_open(j, outer);
-    bool ran = false; /* as jinja2 has it: a round that ends in break or continue does not count for else */
+    bool ran = false; /* a round ran to its end; as in jinja2, break and continue do not count */
     enum flow flow = FLOW_NEXT;
     while (flow != FLOW_BREAK && loop_peek(j, l)) {
-        l->prev = l->cur, l->cur = l->next, l->next.kind = TV_ABSENT, l->index0++;
+        l->prev = l->cur;
+        l->cur = l->next;
+        l->next.kind = TV_ABSENT;
+        l->index0++;
         scope->vars.n = 0;
         dict_set(j, &scope->vars, tv_lit(j, "loop"), (struct tv){.kind = TV_LOOP, .loop = l});
         node_assign(j, l->target, l->cur);
@@ -4975,7 +5515,7 @@ static enum flow exec_for(struct job *j, const struct node *n) {
     return flow;
 }
 
-/* {% set x %} and {% filter f %} blocks */
+/* Runs a {% set x %} or {% filter f %} block. */
 static enum flow exec_capture(struct job *j, const struct node *n) {
     struct scope *outer = j->scope;
     enum flow flow;
@@ -4989,6 +5529,7 @@ static enum flow exec_capture(struct job *j, const struct node *n) {
     return FLOW_NEXT;
 }
 
+/* Runs a {% with %} block. The values are evaluated outside of its scope. */
 static enum flow exec_with(struct job *j, const struct node *n) {
     struct scope *outer = j->scope, *inner = scope_open(j, outer);
     for (size_t i = 0; i + 1 < n->n; i += 2) {
@@ -5002,12 +5543,15 @@ static enum flow exec_with(struct job *j, const struct node *n) {
     return flow;
 }
 
+/* Runs the first branch whose test is true, or the `else`. */
 static enum flow exec_if(struct job *j, const struct node *n) {
     size_t i = 0;
     while (i + 1 < n->n && !tv_truthy(node_eval(j, n->kid[i]))) i += 2;
-    return i + 1 < n->n ? node_exec(j, n->kid[i + 1]) : i < n->n ? node_exec(j, n->kid[i]) : FLOW_NEXT;
+    if (i + 1 < n->n) return node_exec(j, n->kid[i + 1]);
+    return i < n->n ? node_exec(j, n->kid[i]) : FLOW_NEXT;
 }
 
+/* Defines a macro, or runs a {% call %} block. */
 static void exec_macro(struct job *j, const struct node *n) {
     struct macro *m = job_alloc(j, sizeof *m);
     *m = (struct macro){n->kind == N_CALLBLOCK ? n->kid[1] : n, j->scope};
@@ -5015,6 +5559,7 @@ static void exec_macro(struct job *j, const struct node *n) {
     else dict_set(j, &j->scope->vars, n->val, (struct tv){.kind = TV_MACRO, .macro = m});
 }
 
+/* Runs a body or a statement. */
 static enum flow node_exec(struct job *j, const struct node *n) {
     enum flow flow = FLOW_NEXT;
     job_enter(j);
@@ -5039,13 +5584,14 @@ static enum flow node_exec(struct job *j, const struct node *n) {
     return flow;
 }
 
+/* What template_render hands to render_body. */
 struct rendering {
     const struct template *t;
     const json_t *vars;
     struct text *out;
 };
 
-/* Inside job_run. */
+/* Renders a template. Runs inside job_run. */
 static void render_body(struct job *j, void *arg) {
     static const char *const data[] = {"messages", "tools", "documents"};
     struct rendering *r = arg;
@@ -5067,7 +5613,8 @@ static void render_body(struct job *j, void *arg) {
     memcpy(arraddnptr(r->out->origin, b.n), b.o, b.n);
 }
 
-/* Runs work; an error inside it ends here. The job lies outside of this frame, as longjmp wants it. */
+/* Runs work and returns j->rc. job_fail returns to here. The job lies outside of this frame, because longjmp leaves the
+ * variables of this function undefined. */
 static int job_run(struct job *j, void (*work)(struct job *j, void *arg), void *arg) {
     if (!setjmp(j->out_of_here)) work(j, arg);
     return j->rc;
@@ -5079,7 +5626,7 @@ static void template_free(struct template *t) {
     free(t);
 }
 
-/* From n bytes of source. NULL and "line N: ..." for what is malformed or not supported. */
+/* Parses n bytes of source. Returns NULL and "line N: ..." if something is malformed or not supported. */
 static struct template *template_parse(const char *src, size_t n, char *err) {
     struct template *t = xcalloc(1, sizeof *t);
     struct job j = {.err = err, .line = 1};
@@ -5090,8 +5637,9 @@ static struct template *template_parse(const char *src, size_t n, char *err) {
     return NULL;
 }
 
-/* Appends the text to *out. Every key of the JSON object vars is a variable; `now` (2026-11-20T10:00:00) is also the time
- * of strftime_now. -1 and "line N: ...", or -2 and exactly the message that the template gave to raise_exception. */
+/* Renders a template and appends the text to *out. Every key of the JSON object vars is a variable; `now`
+ * (2026-11-20T10:00:00) is also the time of strftime_now. Returns 0; or -1 and "line N: ..."; or -2 and exactly the
+ * message that the template gave to raise_exception. */
 static int template_render(const struct template *t, const json_t *vars, struct text *out, char *err) {
     struct job j = {.err = err};
     if (!json_is_object(vars)) return fail(err, "template variables: expected a JSON object");
@@ -5101,6 +5649,7 @@ static int template_render(const struct template *t, const json_t *vars, struct 
     pool_free(j.pool);
     return rc;
 }
+
 /* ============================================================================================================
  * Model: metadata, tensors, binding
  *
@@ -5776,7 +6325,7 @@ static int model_open(struct model *m, const char *path, bool header, char *err)
     if (!m->name[0]) {
         const char *base = strrchr(path, '/');
         snprintf(m->name, sizeof m->name, "%s", base ? base + 1 : path);
-        message_neutralise(m->name);
+        message_sanitize(m->name);
     }
     return 0;
 }
@@ -10167,7 +10716,7 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
         else if (o->type == OPT_NUM) fprintf(f, "%g", *(const double *)at);
         else if (o->type != OPT_FILES && *(char *const *)at) {
             char *text = NULL;
-            term_neutralise(&text, *(char *const *)at, strlen(*(char *const *)at));
+            term_escape(&text, *(char *const *)at, strlen(*(char *const *)at));
             fputs(sb_cstr(&text), f);
             arrfree(text);
         }
@@ -10547,7 +11096,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
     if (!n || p->mute) return;
     arrsetlen(p->out, 0);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[2m");
-    if (term.out_tty) term_neutralise(&p->out, s, n);
+    if (term.out_tty) term_escape(&p->out, s, n);
     else sb_put(&p->out, s, n);
     if (dim && term.colour_out) sb_puts(&p->out, "\033[0m");
     fwrite(p->out, 1, arrlenu(p->out), stdout);
@@ -10953,7 +11502,7 @@ static void chat_list(struct chat *c) {
         snprintf(full, sizeof full, "%s/%s", path, names[i]->d_name);
         if (dot && !strcmp(dot, ".jsonl") && !stat(full, &st)) {
             char *safe = NULL;
-            term_neutralise(&safe, names[i]->d_name, (size_t)(dot - names[i]->d_name));
+            term_escape(&safe, names[i]->d_name, (size_t)(dot - names[i]->d_name));
             strftime(when, sizeof when, "%Y-%m-%d %H:%M", localtime(&st.st_mtime));
             fprintf(stderr, "  %s  %8lld bytes  %s\n", when, (long long)st.st_size, sb_cstr(&safe));
             arrfree(safe), shown++;
@@ -11697,7 +12246,7 @@ static void editor_search(struct editor *e) {
     for (;;) {
         arrsetlen(shown, 0);
         sb_puts(&shown, "(search '");
-        term_neutralise(&shown, query, arrlenu(query));
+        term_escape(&shown, query, arrlenu(query));
         sb_puts(&shown, "') ");
         e->prompt = sb_cstr(&shown);
         editor_refresh(e);
@@ -12005,7 +12554,7 @@ enum { COMMAND_QUIT = 1 }; /* what /quit returns instead of 0 */
 /* A session error, in its own line, red on a terminal. */
 static void complain(const char *err) {
     char *line = NULL;
-    if (term.err_tty) term_neutralise(&line, err, strlen(err));
+    if (term.err_tty) term_escape(&line, err, strlen(err));
     else sb_puts(&line, err);
     fprintf(stderr, term.colour_err ? "\033[31m%s\033[0m\n" : "%s\n", sb_cstr(&line));
     arrfree(line);
@@ -12100,7 +12649,7 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
         note("[no system message]");
         return 0;
     }
-    term_neutralise(&line, m[0].content, strlen(m[0].content));
+    term_escape(&line, m[0].content, strlen(m[0].content));
     note("%s", sb_cstr(&line));
     arrfree(line);
     return 0;
@@ -12935,7 +13484,7 @@ static int mode_render(const struct settings *set) {
     chat_common_vars(vars, set->model ? &m : NULL, set);
     json_object_update(vars, given);
     int rc = template_render(t, vars, &out, err);
-    if (rc) message_neutralise(err), fprintf(stderr, "moe: %s\n", err);
+    if (rc) message_sanitize(err), fprintf(stderr, "moe: %s\n", err);
     else if (out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
     json_decref(given);
     json_decref(vars);
@@ -13290,7 +13839,7 @@ static json_t *calibration_json(const struct calibration *c) {
     json_t *sources = json_array(), *layers = json_array(), *all;
     char hash[17], name[sizeof m->name];
     snprintf(name, sizeof name, "%s", m->name);
-    message_neutralise(name);
+    message_sanitize(name);
     for (size_t i = 0; i < arrlenu(c->sources); i++) {
         const struct corpus *s = &c->sources[i];
         snprintf(hash, sizeof hash, "%016llx", (unsigned long long)s->hash);
@@ -13580,7 +14129,7 @@ static struct corpus *corpus_open(struct calibration *c, const char *path, char 
     while (i < arrlenu(c->sources) && c->sources[i].hash != h) i++;
     if (i == arrlenu(c->sources)) {
         char *name = xstrdup(path);
-        message_neutralise(name);
+        message_sanitize(name);
         for (size_t k = 0; k < i; k++)
             if (!strcmp(c->sources[k].name, name) && c->sources[k].tokens)
                 note("'%s' is another text than in an earlier run, of which %lld tokens are counted", name,
@@ -15379,7 +15928,7 @@ static int32_t *raw_ids(const struct engine *e, const char *text, size_t n, char
 
 /* A prompt that could not be answered. */
 static int report(char *err) {
-    message_neutralise(err);
+    message_sanitize(err);
     fprintf(stderr, "moe: %s\n", err);
     return EXIT_RUN;
 }

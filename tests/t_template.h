@@ -200,6 +200,11 @@ static void test_template_operations(void) {
         {"u[::-1]", ">|x|< Ba", "dddddddd"},
         {"u * 2", "aB <|x|>aB <|x|>", "dddddddddddddddd"},
         {"'[%s]' % u", "[aB <|x|>]", "tddddddddt"},
+        {"'<{}>'.format(u[:2])", "<aB>", "tddt"},
+        {"'{1}{{{0}}}{n}'.format(u[:1], 'x', n=messages[0].n)", "x{a}7", "ttdtd"},
+        {"'{:>3}{:.1}{:02d}{:03d}'.format(u[:1], u, messages[0].n, 5)", "  aa07005", "ddddddttt"},
+        {"(u[3:5] ~ '{}{:2}').format('x', 1)", "<|x 1", "ddttt"},
+        {"(lines[:0] ~ fmt).format('x', 1)", "-x 1", "dtdd"},
         {"u[:2]|tojson", "\"aB\"", "dddd"},
         {"{'k': u[:1]}|tojson", "{\"k\": \"a\"}", "ttttttdddt"},
         {"messages[0]|tojson", "{\"u\": \"aB <|x|>\", \"n\": 7}", "ddddddddddddddddddddddddd"},
@@ -228,11 +233,13 @@ static void test_template_operations(void) {
         {"'x' and u or 'y'", "aB <|x|>", "dddddddd"},
     };
     static const char head[] = "{%- set u = messages[0].u -%}{%- set digit = messages[1].digit -%}"
-                               "{%- set lines = messages[1].lines -%}{%- macro m(a) -%}({{ a }}){%- endmacro -%}"
+                               "{%- set lines = messages[1].lines -%}{%- set fmt = messages[1].fmt -%}{%- macro m(a) "
+                               "-%}({{ a }}){%- endmacro -%}"
                                "{%- set ns = namespace(v=u) -%}{%- set s -%}[{{ u }}]{%- endset -%}";
-    json_t *vars = json_loads("{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}, {\"digit\": \"7\", "
-                              "\"lines\": \"a\\nb\"}], \"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
-                              0, NULL);
+    json_t *vars =
+        json_loads("{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}, {\"digit\": \"7\", "
+                   "\"lines\": \"a\\nb\", \"fmt\": \"-{}{:2}\"}], \"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
+                   0, NULL);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
         struct text out = {0};
         char *src = NULL, err[ERR_MAX] = "";
@@ -326,7 +333,7 @@ static void test_template_errors(void) {
         {"{% for a, b in [[1]] %}{% endfor %}", -1, "line 1: not enough values to unpack (expected 2, got 1)"},
         {"{{ x|tojson }}", -1, "line 1: Object of type Undefined is not JSON serializable"},
         {"{{ 'a'.split(1, 2, 3) }}", -1, "line 1: split() takes at most 2 arguments, not 3"},
-        {"{{ 'a'.strip(x=1) }}", -1, "line 1: strip() got a keyword that is not one of 'chars?', or one twice"},
+        {"{{ 'a'.strip(x=1) }}", -1, "line 1: strip() got a keyword twice, or one that is not a parameter (chars?)"},
         {"{{ {[]: 1} }}", -1, "line 1: unhashable type: 'list'"},
         {"{{ 1.5|round(400, 'ceil') }}", -1, "line 1: round: the number or the precision is out of range"},
         {"{{ 1.7e308|round(-308) }}", -1, "line 1: the rounded value is too large"},
@@ -334,6 +341,33 @@ static void test_template_errors(void) {
         {"{{ '%d' % 1e300 }}", -1, "line 1: integer overflow in %d"},
         {"{{ '%d' % ('nan'|float) }}", -1, "line 1: integer overflow in %d"},
         {"{{ 1e300|int }}", -1, "line 1: integer overflow in int()"},
+        {"{{ '{'.format(1) }}", -1, "line 1: Single '{' encountered in format string"},
+        {"{{ 'a}'.format(1) }}", -1, "line 1: Single '}' encountered in format string"},
+        {"{{ '{0'.format(1) }}", -1, "line 1: expected '}' before end of string"},
+        {"{{ '{}{}'.format(1) }}", -1, "line 1: format() has no argument for the field '{}'"},
+        {"{{ '{1}'.format(1) }}", -1, "line 1: format() has no argument for the field '{1}'"},
+        {"{{ '{x}'.format(1) }}", -1, "line 1: format() has no argument for the field '{x}'"},
+        {"{{ '{}{0}'.format(1) }}", -1,
+         "line 1: cannot switch between automatic field numbering and manual field specification"},
+        {"{{ '{0}{}'.format(1) }}", -1,
+         "line 1: cannot switch between automatic field numbering and manual field specification"},
+        {"{{ '{!r}'.format(1) }}", -1, "line 1: the format field '{!r}' is not supported"},
+        {"{{ '{0.x}'.format(1) }}", -1, "line 1: the format field '{0.x}' is not supported"},
+        {"{{ '{0[x]}'.format(1) }}", -1, "line 1: the format field '{0[x]}' is not supported"},
+        {"{{ '{:{}}'.format(1, 2) }}", -1, "line 1: the format field '{:{}' is not supported"},
+        {"{{ '{:,}'.format(1) }}", -1, "line 1: the format ',' is not supported"},
+        {"{{ '{:+d}'.format(1) }}", -1, "line 1: the format '+d' is not supported"},
+        {"{{ '{:x}'.format(1) }}", -1, "line 1: the format 'x' is not supported"},
+        {"{{ '{:.}'.format(1) }}", -1, "line 1: the format '.' is not supported"},
+        {"{{ '{:.2}'.format(1.5) }}", -1, "line 1: the format '.2' is not supported for an object of type 'float'"},
+        {"{{ '{:d}'.format('a') }}", -1, "line 1: the format 'd' is not supported for an object of type 'str'"},
+        {"{{ '{:=4}'.format('a') }}", -1, "line 1: the format '=4' is not supported for an object of type 'str'"},
+        {"{{ '{:s}'.format(1) }}", -1, "line 1: the format 's' is not supported for an object of type 'int'"},
+        {"{{ '{:4}'.format(none) }}", -1, "line 1: unsupported format string passed to NoneType.__format__"},
+        {"{{ '{:4}'.format(x) }}", -1, "line 1: unsupported format string passed to Undefined.__format__"},
+        {"{{ '{:.101f}'.format(1) }}", -1, "line 1: the format '.101f' is not supported for an object of type 'int'"},
+        {"{{ '{:999999999999}'.format(1) }}", -1,
+         "line 1: a number in the format '999999999999' is larger than 134217728"},
         {"{{ 'abc'.index('', 4) }}", -1, "line 1: substring not found"},
         {"{{ strftime_now('%Y' * 256) }}", -1, "line 1: strftime_now: the format is too long"},
         {"{{ strftime_now('%9999d') }}", -1, "line 1: strftime_now: the text is longer than 4094 bytes"},
@@ -382,6 +416,7 @@ static void test_template_limits(void) {
          "takes more than 50000000 steps"},
         {"{{ range(100001)|length }}", "", 0, "", "Range too big."},
         {"{{ 'x' * 1000000000000 }}", "", 0, "", "the template takes more than"},
+        {"{{ '{:134217728}'.format(1) }}", "", 0, "", "the template takes more than"},
         {"{% set n = namespace(s='aaaaaaaaaaaaaaaa') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% "
          "endfor %}",
          "", 0, "", "MiB"},

@@ -700,7 +700,7 @@ static void test_vocab_work(void) {
         for (uint64_t l = 1; l < 256; l++)
             for (uint64_t r = 1; r < 256; r++) {
                 char two[2] = {(char)l, (char)r}, *s = NULL;
-                bool wanted = merges ? (l << 32 | r) * 0x9e3779b97f4a7c15u >> 53 < 36 : bytes_hash(two, 2) >> 20 < 72;
+                bool wanted = merges ? (l << 32 | r) * 0x9e3779b97f4a7c15u >> 53 < 36 : token_hash(two, 2) >> 20 < 72;
                 if (!wanted) continue;
                 test_alphabet(&s, two, 2);
                 if (merges) test_merge(&t, (char[]){two[0], 0}, (char[]){two[1], 0}), arrfree(s);
