@@ -5870,35 +5870,45 @@ static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda
                          .y_stride = (size_t)ldc};
 }
 
-/* M rows by N vectors of C += A B. */
-INLINE void vec_tile_nn(int M, int N, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc) {
-    vf s[4][2];
-    UNROLL for (int i = 0; i < M; i++) { UNROLL for (int j = 0; j < N; j++) s[i][j] = VLOAD(vf, c + i * ldc + j * VL); }
-    for (int p = 0; p < k; p++) {
-        vf v[2];
-        UNROLL for (int j = 0; j < N; j++) v[j] = VLOAD(vf, b + p * ldb + j * VL);
-        UNROLL for (int i = 0; i < M; i++) { UNROLL for (int j = 0; j < N; j++) s[i][j] += a[i * lda + p] * v[j]; }
+/* sgemm_nn_add, C (m, n) += A (m, k) B (k, n), for one instruction set with vectors of `lanes` floats and tiles of `rows`
+ * rows. An element of C is one chain of additions in the order of k: neither lanes nor rows change its bits. */
+#define SGEMM_NN(isa, TARGET, lanes, rows)                                                                          \
+    typedef float isa##_nn __attribute__((vector_size(4 * (lanes))));                                               \
+    typedef isa##_nn isa##_nn_mem __attribute__((aligned(1), may_alias));                                           \
+    /* M <= rows rows by N <= 2 vectors of C, which stay in registers. */                                           \
+    TARGET INLINE void isa##_nn_tile(int M, int N, int k, const float *a, ptrdiff_t lda, const float *b,            \
+                                     ptrdiff_t ldb, float *c, ptrdiff_t ldc) {                                      \
+        isa##_nn s[rows][2], v[2];                                                                                  \
+        UNROLL for (int i = 0; i < M; i++) {                                                                        \
+            UNROLL for (int j = 0; j < N; j++) s[i][j] = VLOAD(isa##_nn, c + i * ldc + j * (lanes));                \
+        }                                                                                                           \
+        for (int p = 0; p < k; p++) {                                                                               \
+            UNROLL for (int j = 0; j < N; j++) v[j] = VLOAD(isa##_nn, b + p * ldb + j * (lanes));                   \
+            UNROLL for (int i = 0; i < M; i++) {                                                                    \
+                UNROLL for (int j = 0; j < N; j++) s[i][j] += a[i * lda + p] * v[j];                                \
+            }                                                                                                       \
+        }                                                                                                           \
+        UNROLL for (int i = 0; i < M; i++) {                                                                        \
+            UNROLL for (int j = 0; j < N; j++) VSTORE(isa##_nn, c + i * ldc + j * (lanes)) = s[i][j];               \
+        }                                                                                                           \
+    }                                                                                                               \
+    /* M rows of C; the columns after the last whole vector are computed one by one. */                             \
+    TARGET INLINE void isa##_nn_rows(int M, int n, int k, const float *a, ptrdiff_t lda, const float *b,            \
+                                     ptrdiff_t ldb, float *c, ptrdiff_t ldc) {                                      \
+        int j = 0;                                                                                                  \
+        for (; j + 2 * (lanes) <= n; j += 2 * (lanes)) isa##_nn_tile(M, 2, k, a, lda, b + j, ldb, c + j, ldc);      \
+        for (; j + (lanes) <= n; j += (lanes)) isa##_nn_tile(M, 1, k, a, lda, b + j, ldb, c + j, ldc);              \
+        for (; j < n; j++)                                                                                          \
+            for (int i = 0; i < M; i++)                                                                             \
+                for (int p = 0; p < k; p++) c[i * ldc + j] += a[i * lda + p] * b[p * ldb + j];                      \
+    }                                                                                                               \
+    TARGET static void isa##_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb,    \
+                                          float *c, int ldc) {                                                      \
+        ptrdiff_t i = 0;                                                                                            \
+        for (; i + (rows) <= m; i += (rows)) isa##_nn_rows(rows, n, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc); \
+        for (; i + 4 <= m; i += 4) isa##_nn_rows(4, n, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);              \
+        for (; i < m; i++) isa##_nn_rows(1, n, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);                      \
     }
-    UNROLL for (int i = 0; i < M; i++) {
-        UNROLL for (int j = 0; j < N; j++) VSTORE(vf, c + i * ldc + j * VL) = s[i][j];
-    }
-}
-
-INLINE void vec_sgemm_nn_add(int m, int n, int k, const float *a, ptrdiff_t lda, const float *b, ptrdiff_t ldb,
-                             float *c, ptrdiff_t ldc) {
-    int i = 0, j;
-    for (; i + 4 <= m; i += 4) {
-        for (j = 0; j + 2 * VL <= n; j += 2 * VL)
-            vec_tile_nn(4, 2, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
-        for (; j + VL <= n; j += VL) vec_tile_nn(4, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
-    }
-    for (; i < m; i++)
-        for (j = 0; j + VL <= n; j += VL) vec_tile_nn(1, 1, k, a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc);
-    for (i = 0; i < m; i++)
-        for (j = n / VL * VL; j < n; j++)
-            for (int p = 0; p < k; p++) c[i * ldc + j] += a[i * lda + p] * b[p * ldb + j];
-}
 
 /* The last n < VL elements of a vector function go through a padded copy. */
 INLINE float vec_exp_sum(float *s, int n, float max) {
@@ -6083,10 +6093,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
         struct gemm g = sgemm_nt_as_gemm(m, n, k, a, lda, b, ldb, c, ldc);                                             \
         vec_gemm(vec_load_f32, &g);                                                                                    \
     }                                                                                                                  \
-    TARGET static void isa##_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb,       \
-                                          float *c, int ldc) {                                                         \
-        vec_sgemm_nn_add(m, n, k, a, lda, b, ldb, c, ldc);                                                             \
-    }
+    SGEMM_NN(isa, TARGET, VL, 4)
 
 /* The members of struct kernels behind gemm. */
 #define VECTOR_TABLE(isa)                                                                                \
@@ -6491,7 +6498,9 @@ AVX512_INLINE __m512 avx512_load(uint32_t type, const uint8_t *row, int i, __mma
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 
-/* R rows of weights times T rows of F32 activations, R * T <= 16: the lane R * t + r of the result. */
+/* R rows of weights times T rows of F32 activations, R * T <= 16: the lane R * t + r of the result. Unlike vec_tile, it adds
+ * up the lanes of all 16 sums at once. Measured for attention scores (64 keys, Zen 4): vec_tile with 16 lanes takes 2.7, 2.0
+ * and 1.6 times as long for keys of 128, 256 and 576 floats, and with 8 lanes 1.6, 1.4 and 1.2 times. */
 AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, int R, int t0, int T) {
     const uint8_t *w[16];
     const float *x[4];
@@ -6544,42 +6553,7 @@ AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda,
     avx512_gemm_typed(GGUF_F32, &g);
 }
 
-/* M rows by 32 columns of C += A B; m[j] masks the columns 16j on. */
-AVX512_INLINE void avx512_tile_nn(int M, const __mmask16 m[2], int k, const float *a, ptrdiff_t lda, const float *b,
-                                  ptrdiff_t ldb, float *c, ptrdiff_t ldc) {
-    __m512 s[8][2];
-    UNROLL for (int i = 0; i < M; i++) {
-        s[i][0] = _mm512_maskz_loadu_ps(m[0], c + i * ldc);
-        s[i][1] = _mm512_maskz_loadu_ps(m[1], c + i * ldc + 16);
-    }
-    for (int p = 0; p < k; p++) {
-        __m512 v0 = _mm512_maskz_loadu_ps(m[0], b + p * ldb), v1 = _mm512_maskz_loadu_ps(m[1], b + p * ldb + 16);
-        UNROLL for (int i = 0; i < M; i++) {
-            s[i][0] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v0, s[i][0]);
-            s[i][1] = _mm512_fmadd_ps(_mm512_set1_ps(a[i * lda + p]), v1, s[i][1]);
-        }
-    }
-    UNROLL for (int i = 0; i < M; i++) {
-        _mm512_mask_storeu_ps(c + i * ldc, m[0], s[i][0]);
-        _mm512_mask_storeu_ps(c + i * ldc + 16, m[1], s[i][1]);
-    }
-}
-
-AVX512 static void avx512_sgemm_nn_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
-                                       int ldc) {
-    for (int j = 0; j < n; j += 32) {
-        uint32_t columns = n - j < 32 ? (1u << (n - j)) - 1 : 0xffffffff;
-        __mmask16 mask[2] = {(__mmask16)columns, (__mmask16)(columns >> 16)};
-        const float *p = a;
-        float *q = c + j;
-        int i = 0;
-        for (; i + 8 <= m; i += 8, p += 8 * (ptrdiff_t)lda, q += 8 * (ptrdiff_t)ldc)
-            avx512_tile_nn(8, mask, k, p, lda, b + j, ldb, q, ldc);
-        for (; i + 4 <= m; i += 4, p += 4 * (ptrdiff_t)lda, q += 4 * (ptrdiff_t)ldc)
-            avx512_tile_nn(4, mask, k, p, lda, b + j, ldb, q, ldc);
-        for (; i < m; i++, p += lda, q += ldc) avx512_tile_nn(1, mask, k, p, lda, b + j, ldb, q, ldc);
-    }
-}
+SGEMM_NN(avx512, AVX512, 16, 8)
 
 VECTOR_FUNCTIONS(avx512, AVX512)
 
