@@ -119,7 +119,10 @@ static inline uint8_t ue4m3_from_f32(float f) {
     }
     uint32_t man = (u >> 20) & 7;
     if (u & 0x80000) {
-        if (++man == 8) man = 0, exp++;
+        if (++man == 8) {
+            man = 0;
+            exp++;
+        }
     }
     return exp >= 15 ? 0x7e : (uint8_t)(exp << 3 | (int)man);
 }
@@ -227,7 +230,10 @@ static inline void nvfp4_encode_block_ref(const float *x, struct block_nvfp4 *b)
             code[j] = 0;
             for (uint8_t c = 0; c < 16; c++) {
                 float e = fabsf(e2m1_to_f32(c) * d - x[16 * s + j]);
-                if (e < best) best = e, code[j] = c;
+                if (e < best) {
+                    best = e;
+                    code[j] = c;
+                }
             }
         }
         for (int j = 0; j < 8; j++) b->qs[8 * s + j] = (uint8_t)(code[j] | code[j + 8] << 4);
@@ -439,7 +445,10 @@ static inline struct gguf_str gguf_take_str(struct gguf_cursor *c, uint64_t max,
     uint64_t n = gguf_take64(c, what);
     if (n > max) gguf_fail(c, "length %llu of %s is above %llu", (unsigned long long)n, what, (unsigned long long)max);
     const uint8_t *p = gguf_take(c, n, what);
-    if (p) s.p = (const char *)p, s.n = (size_t)n;
+    if (p) {
+        s.p = (const char *)p;
+        s.n = (size_t)n;
+    }
     return s;
 }
 
@@ -606,7 +615,8 @@ static inline uint32_t *gguf_sorted(const void *records, size_t stride, uint32_t
     uint32_t *order = (uint32_t *)malloc((n + 1) * sizeof *order);
     if (!it || !order) {
         snprintf(err, errlen, "out of memory for %u names", n);
-        free(it), free(order);
+        free(it);
+        free(order);
         return NULL;
     }
     for (uint32_t i = 0; i < n; i++) {
@@ -618,7 +628,8 @@ static inline uint32_t *gguf_sorted(const void *records, size_t stride, uint32_t
         if (i && !gguf_str_cmp(it[i - 1].name, it[i].name)) {
             char name[64];
             snprintf(err, errlen, "%s '%s' occurs twice", what, gguf_printable(it[i].name, name, sizeof name));
-            free(it), free(order);
+            free(it);
+            free(order);
             return NULL;
         }
         order[i] = it[i].index;
@@ -791,7 +802,8 @@ static inline bool gguf_split_name(const char *path, char *prefix, size_t cap, u
     if (strcmp(tail, path + n - 20)) return false;
     memcpy(prefix, path, n - 20);
     prefix[n - 20] = 0;
-    *no = a, *count = b;
+    *no = a;
+    *count = b;
     return true;
 }
 

@@ -108,7 +108,10 @@ static inline bool one_of(const char *s, const char *words) {
 static inline const char *human(double bytes) {
     static const char unit[] = " kMGTP";
     int u = 0;
-    while (bytes >= 1000 && u < 5) bytes /= 1000, u++;
+    while (bytes >= 1000 && u < 5) {
+        bytes /= 1000;
+        u++;
+    }
     return u ? fmt("%.1f %cB", bytes, unit[u]) : fmt("%.0f B", bytes);
 }
 
@@ -143,7 +146,8 @@ static inline FILE *input_file(const char *path) {
 /* A value as it stands in the file, shortened. */
 static inline const char *json_show(const json_t *j) {
     char *s = json_dumps(j, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
-    const char *out = fmt("%.80s%s", s ? s : "none", s && strlen(s) > 80 ? "..." : "");
+    const char *out = "none";
+    if (s) out = fmt("%.80s%s", s, strlen(s) > 80 ? "..." : "");
     free(s);
     return out;
 }
@@ -178,38 +182,38 @@ static inline json_t *get(struct doc d, const char *key) {
 /* Dies unless ok, showing what stands there. */
 static inline void expect(struct doc d, const char *key, bool ok, const char *what) {
     if (ok) return;
-    die("%s: key '%s%s%s': expected %s, found %s", d.file, d.in ? d.in : "", d.in ? "." : "", key, what,
-        json_show(get(d, key)));
+    const char *path = d.in ? fmt("%s.%s", d.in, key) : key;
+    die("%s: key '%s': expected %s, found %s", d.file, path, what, json_show(get(d, key)));
 }
 
 #define REQUIRED INT64_MIN
 
-static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t hi, int64_t otherwise) {
+static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t hi, int64_t fallback) {
     json_t *j = get(d, key);
-    if (!j && otherwise != REQUIRED) return otherwise;
+    if (!j && fallback != REQUIRED) return fallback;
     expect(d, key, json_is_integer(j) && json_integer_value(j) >= lo && json_integer_value(j) <= hi,
            fmt("an integer from %lld to %lld", (long long)lo, (long long)hi));
     return json_integer_value(j);
 }
 
 /* `otherwise` NAN: the key is required. */
-static inline double get_num(struct doc d, const char *key, double otherwise) {
+static inline double get_num(struct doc d, const char *key, double fallback) {
     json_t *j = get(d, key);
-    if (!j && !isnan(otherwise)) return otherwise;
+    if (!j && !isnan(fallback)) return fallback;
     expect(d, key, json_is_number(j), "a number");
     return json_number_value(j);
 }
 
-static inline bool get_bool(struct doc d, const char *key, bool otherwise) {
+static inline bool get_bool(struct doc d, const char *key, bool fallback) {
     json_t *j = get(d, key);
     expect(d, key, !j || json_is_boolean(j), "true or false");
-    return j ? json_is_true(j) : otherwise;
+    return j ? json_is_true(j) : fallback;
 }
 
-static inline const char *get_str(struct doc d, const char *key, const char *otherwise) {
+static inline const char *get_str(struct doc d, const char *key, const char *fallback) {
     json_t *j = get(d, key);
     expect(d, key, !j || json_is_string(j), "a string");
-    return j ? json_string_value(j) : otherwise;
+    return j ? json_string_value(j) : fallback;
 }
 
 static inline json_t *get_list(struct doc d, const char *key) {
@@ -272,6 +276,14 @@ static inline const char *shape_text(const struct tensor *t) {
     return fmt("%s %s]", dtypes[t->dtype].name, s);
 }
 
+static inline bool is_float(const struct tensor *t) { return t->dtype == F32 || t->dtype == F16 || t->dtype == BF16; }
+
+/* The GGUF type with the same bits as an F32, F16 or BF16 tensor. */
+static inline uint32_t float_type(const struct tensor *t) {
+    if (t->dtype == F32) return GGUF_F32;
+    return t->dtype == F16 ? GGUF_F16 : GGUF_BF16;
+}
+
 static inline const char *where(const struct tensor *t) {
     return fmt("'%s': tensor '%s'", shards[t->shard].name, t->name);
 }
@@ -283,7 +295,9 @@ static inline void read_exact(const struct shard *s, size_t at, void *buf, size_
         if (k < 0 && errno == EINTR) continue;
         if (k < 0) die("cannot read '%s': %s", s->name, strerror(errno));
         if (!k) die("'%s': the file ends at byte %zu, %zu more were expected", s->name, at, n);
-        p += k, at += (size_t)k, n -= (size_t)k;
+        p += k;
+        at += (size_t)k;
+        n -= (size_t)k;
     }
 }
 
@@ -487,15 +501,15 @@ static inline void stop_on(int sig) {
 }
 
 /* Room for dest.total bytes beside `path`. */
-static inline void check_room(const char *path) {
+static inline void check_free_space(const char *path) {
     char dir[PATH_MAX], copy[PATH_MAX], need[64];
     struct statvfs fs;
     snprintf(copy, sizeof copy, "%s", path);
     strcpy(dir, dirname(copy));
     if (statvfs(dir, &fs)) die("'%s': %s", dir, strerror(errno));
-    double room = (double)fs.f_bavail * (double)fs.f_frsize;
+    double available = (double)fs.f_bavail * (double)fs.f_frsize;
     snprintf(need, sizeof need, "%s", human((double)dest.total));
-    if (room < (double)dest.total) die("'%s': %s are needed, %s are free", dir, need, human(room));
+    if (available < (double)dest.total) die("'%s': %s are needed, %s are free", dir, need, human(available));
 }
 
 /* Before the first byte: a name for a file, none of the source's, a directory that can be written, and room. Symbolic links
@@ -513,7 +527,7 @@ static inline void check_target(char path[PATH_MAX]) {
     }
     if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o names a file", path);
     if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("cannot replace '%s': it is not a regular file", path);
-    check_room(path);
+    check_free_space(path);
 }
 
 /* The progress bar, and signals that out_write meets. */
@@ -523,7 +537,9 @@ static inline void out_start(const char *path) {
     dest.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
     dest.start = now_seconds();
     signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error of write() */
-    stop_on(SIGINT), stop_on(SIGTERM), stop_on(SIGHUP);
+    stop_on(SIGINT);
+    stop_on(SIGTERM);
+    stop_on(SIGHUP);
 }
 
 /* Opens the temporary file beside `path` for dest.total bytes. Symbolic links in `path` are replaced by what they lead to. */
@@ -539,7 +555,10 @@ static inline void out_begin(char path[PATH_MAX]) {
 /* Makes what happened to the names in a directory last. */
 static inline void sync_dir(const char *path) {
     int dir = open(path, O_RDONLY | O_CLOEXEC);
-    if (dir >= 0) fsync(dir), close(dir);
+    if (dir >= 0) {
+        fsync(dir);
+        close(dir);
+    }
 }
 
 /* The file under its name, on the disk. */

@@ -32,7 +32,7 @@ enum { MAX_VOCAB = 4 << 20, PARALLEL = 1 << 17 /* weights from which threads are
  * is an error, for a misread scale gives a model that talks nonsense fluently.
  * ============================================================================================================ */
 
-enum form {
+enum format {
     PLAIN,      /* BF16, F16 or F32 */
     NVFP4,      /* E2M1 x E4M3 per 16, times `factor` */
     FP8_TENSOR, /* E4M3, times `factor` */
@@ -40,10 +40,10 @@ enum form {
     FP8_BLOCK   /* E4M3 x scale[row/128][col/128] */
 };
 
-static const char *const form_names[] = {"plain", "NVFP4", "FP8 per tensor", "FP8 per row", "FP8 in blocks"};
+static const char *const format_names[] = {"plain", "NVFP4", "FP8 per tensor", "FP8 per row", "FP8 in blocks"};
 
 struct linear {
-    enum form form;
+    enum format format;
     const struct tensor *w;
     const struct tensor *scale; /* NVFP4 [rows][cols/16] E4M3; FP8_ROW, FP8_BLOCK as above; else NULL */
     size_t rows, cols;          /* in weights; a fused expert tensor [E][R][C] counts as E*R rows */
@@ -82,10 +82,8 @@ static void read_floats(const struct tensor *t, size_t first, size_t n, float *o
     size_t w = dtypes[t->dtype].bits / 8;
     arrsetlen(raw, n * w + 1);
     tensor_read(t, first * w, raw, n * w);
-    gguf_dequantize_row(t->dtype == F32 ? GGUF_F32 : t->dtype == F16 ? GGUF_F16 : GGUF_BF16, raw, out, n);
+    gguf_dequantize_row(float_type(t), raw, out, n);
 }
-
-static bool is_float(const struct tensor *t) { return t->dtype == F32 || t->dtype == F16 || t->dtype == BF16; }
 
 static bool is_scalar(const struct tensor *t) { return t->bytes * 8 == dtypes[t->dtype].bits; }
 
@@ -112,17 +110,22 @@ static bool all_zero(const struct tensor *t) {
 /* weight_scale_2 (ModelOpt: amax / 2688, multiplies) or weight_global_scale (compressed-tensors: 2688 / amax, divides).
  * Weights of a network are far below 2688, so a value on the wrong side of 1 is the other convention under this name. */
 static float read_global_scale(const char *x, const struct tensor *w, bool divisor) {
-    struct tensor *t = tensor_find(fmt("%s.%s", x, divisor ? "weight_global_scale" : "weight_scale_2"));
-    if (!t)
-        die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, divisor ? "weight_global_scale" : "weight_scale_2");
+    const char *name = divisor ? "weight_global_scale" : "weight_scale_2";
+    struct tensor *t = tensor_find(fmt("%s.%s", x, name));
+    if (!t) die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
     float v = read_scalar(t), factor = divisor ? 1.0f / v : v;
     if (isfinite(v) && v > 0 && factor > 0 && factor <= 1) return factor;
     if (all_zero(w)) return isfinite(factor) ? factor : 0.0f;
-    if (isfinite(v) && v > 0)
-        die("%s: %g; %s, so it is expected %s: the file seems to mean the %s", where(t), (double)v,
-            divisor ? "this scale divides (2688 / largest weight)" : "this scale multiplies (largest weight / 2688)",
-            divisor ? "from 1 upwards" : "above 0 and up to 1", divisor ? "multiplier" : "divisor");
-    die("%s: expected a finite number above 0, found %g", where(t), (double)v);
+    if (!isfinite(v) || v <= 0) die("%s: expected a finite number above 0, found %g", where(t), (double)v);
+    if (divisor)
+        die("%s: %g; this scale divides (2688 / largest weight), so it is expected from 1 upwards: the file seems to "
+            "mean "
+            "the multiplier",
+            where(t), (double)v);
+    die("%s: %g; this scale multiplies (largest weight / 2688), so it is expected above 0 and up to 1: the file seems "
+        "to "
+        "mean the divisor",
+        where(t), (double)v);
 }
 
 /* 0 when there is none, or none that means anything (an expert that calibration never reached). */
@@ -136,7 +139,7 @@ static float read_input_scale(const char *x, bool divisor) {
 
 /* w: U8 [rows][cols/2]. compressed: the names of compressed-tensors, else those of ModelOpt. */
 static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compressed) {
-    struct linear l = {.form = NVFP4, .w = w, .rows = w->shape[0], .cols = w->shape[1] * 2};
+    struct linear l = {.format = NVFP4, .w = w, .rows = w->shape[0], .cols = w->shape[1] * 2};
     struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) die("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
     if (s->dtype == U8 || !strcmp(dtypes[s->dtype].name, "F8_E8M0"))
@@ -159,17 +162,17 @@ static struct linear resolve_fp8(const char *x, struct tensor *w) {
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' is there", where(w), x, x);
-    if (is_float(s) && is_scalar(s)) l.form = FP8_TENSOR;
+    if (is_float(s) && is_scalar(s)) l.format = FP8_TENSOR;
     else if (is_float(s) && s->rank && s->shape[0] == l.rows && (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
-        l.form = FP8_ROW;
+        l.format = FP8_ROW;
     else if (is_float(s) && s->rank == 2 && s->shape[0] == ceil128(l.rows) && s->shape[1] == ceil128(l.cols))
-        l.form = FP8_BLOCK;
+        l.format = FP8_BLOCK;
     else
         die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
             l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
     s->used = true;
     if (in) in->used = true; /* of FP8 activations: they are not quantised to FP8 here */
-    if (l.form == FP8_TENSOR) {
+    if (l.format == FP8_TENSOR) {
         l.factor = read_scalar(s);
         if (!isfinite(l.factor) || l.factor < 0)
             die("%s: expected a finite scale, found %g", where(s), (double)l.factor);
@@ -190,7 +193,7 @@ static struct linear resolve_linear(const char *x) {
     if (compressed || !is_float(w))
         die("%s: weights of the form %s are not supported (NVFP4, FP8 E4M3, BF16, F16 and F32 are)", where(w),
             shape_text(w));
-    return (struct linear){.form = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
+    return (struct linear){.format = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
 }
 
 /* A tensor without scales, of any float type. */
@@ -260,7 +263,7 @@ static const struct gguf_tensor *importance_find(const char *name, size_t n0, si
 
 enum stacking { SINGLE, DENSE_FFN, EXPERTS, HEADS };
 
-static void keep_compile(const char *regex) {
+static void keep_regex_compile(const char *regex) {
     int code;
     size_t at;
     PCRE2_UCHAR why[128];
@@ -270,7 +273,7 @@ static void keep_compile(const char *regex) {
     usage("--keep '%s': %s at character %zu", regex, (char *)why, at + 1);
 }
 
-static bool is_kept(const char *name) {
+static bool matches_keep(const char *name) {
     if (!types.keep) return false;
     pcre2_match_data *match = pcre2_match_data_create(1, NULL);
     if (!match) die("out of memory");
@@ -280,16 +283,16 @@ static bool is_kept(const char *name) {
     return rc >= 0;
 }
 
-static size_t n_uneven; /* matrices that stay because of their width */
+static size_t n_misaligned; /* matrices that stay because of their width */
 
 /* Of the matrix `name` with rows of n_in weights, which has `stored` without any option. */
 static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t stored, enum stacking how, size_t n_in) {
     bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
     uint32_t type = expert ? types.experts : types.backbone;
-    if (type == AS_STORED || type == stored || l->form == NVFP4 || is_kept(name)) return stored;
+    if (type == AS_STORED || type == stored || l->format == NVFP4 || matches_keep(name)) return stored;
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
-    if (!n_uneven++)
+    if (!n_misaligned++)
         note("%s: rows of %zu weights are no blocks of %u: it stays %s", name, n_in, t.block,
              gguf_type_info(stored).name);
     return stored;
@@ -314,7 +317,7 @@ struct output {
     struct piece *pieces; /* stb_ds; empty: `values` */
     float *values;        /* stb_ds */
     bool transpose;       /* every piece [rows][cols] is written as [cols][rows] */
-    const char *how;      /* remark for the listing */
+    const char *remark;   /* remark for the listing */
 
     /* of matrices that are quantised here */
     float *scale2; /* NVFP4: the values of NAME.scale, known once a piece has been read; else NULL */
@@ -323,13 +326,13 @@ struct output {
 };
 
 /* Whether its weights get a new, coarser grid; the rounding to BF16 does not count. */
-static bool is_quantised(const struct output *o) { return o->scale2 || o->type == GGUF_Q8_0; }
+static bool is_quantized(const struct output *o) { return o->scale2 || o->type == GGUF_Q8_0; }
 
 static struct output *plan; /* stb_ds */
 
 /* Appends an output of shape {a, b, c} (contiguous first); the pointer is good until the next one. */
 static struct output *plan_add(const char *name, uint32_t type, uint32_t n_dims, size_t a, size_t b, size_t c) {
-    struct output o = {.type = type, .n_dims = n_dims, .ne = {a, b, c, 1}, .how = ""};
+    struct output o = {.type = type, .n_dims = n_dims, .ne = {a, b, c, 1}, .remark = ""};
     size_t n = 1;
     for (uint32_t i = 0; i < n_dims; i++)
         if (!o.ne[i] || __builtin_mul_overflow(n, o.ne[i], &n) || n > INT64_MAX / 64)
@@ -346,15 +349,11 @@ static void plan_values(const char *name, float *values) {
     o->values = values;
 }
 
-static uint32_t plain_type(const struct tensor *t) {
-    return t->dtype == F32 ? GGUF_F32 : t->dtype == F16 ? GGUF_F16 : GGUF_BF16;
-}
-
 /* The scales that stand beside a matrix. per_piece: one value for each piece (experts), else one (pieces of one layer). */
 static void plan_scales(const char *base, const struct piece *p, bool per_piece, bool with_input) {
     size_t n = per_piece ? arrlenu(p) : 1, missing = 0;
     float *factor = NULL, *input = NULL, largest = 0.0f;
-    if (p[0].lin.form == NVFP4 || p[0].lin.form == FP8_TENSOR) {
+    if (p[0].lin.format == NVFP4 || p[0].lin.format == FP8_TENSOR) {
         for (size_t i = 0; i < n; i++) arrput(factor, p[i].lin.factor);
         plan_values(fmt("%s.scale", base), factor);
     }
@@ -383,24 +382,28 @@ static void importance_bind(struct output *o, size_t n) {
 /* base.weight and its scales from pieces that all have the same rows and cols; takes the array. */
 static void plan_matrix(const char *base, struct piece *p, enum stacking how, bool transpose) {
     const struct linear *l = &p[0].lin;
-    bool nvfp4 = l->form == NVFP4 && !transpose && l->cols % 64 == 0, single = how == SINGLE || how == DENSE_FFN;
-    uint32_t stored = nvfp4 ? GGUF_NVFP4 : l->form == PLAIN ? plain_type(l->w) : GGUF_BF16;
-    size_t n_in = transpose ? p->rows : l->cols, n = how == EXPERTS ? arrlenu(p) : 1;
+    bool nvfp4 = l->format == NVFP4 && !transpose && l->cols % 64 == 0, single = how == SINGLE || how == DENSE_FFN;
+    uint32_t stored = GGUF_BF16;
+    size_t n_in = l->cols, n_out = p->rows, n = how == EXPERTS ? arrlenu(p) : 1;
+    if (nvfp4) stored = GGUF_NVFP4;
+    if (l->format == PLAIN) stored = float_type(l->w);
+    if (transpose) {
+        n_in = p->rows;
+        n_out = l->cols;
+    }
     for (size_t i = 1; i < arrlenu(p); i++)
-        if (p[i].lin.form != l->form || (l->form == PLAIN && p[i].lin.w->dtype != l->w->dtype))
+        if (p[i].lin.format != l->format || (l->format == PLAIN && p[i].lin.w->dtype != l->w->dtype))
             die("%s: %s %s, while '%s' is %s %s: one stacked tensor has one form", where(p[i].lin.w),
-                form_names[p[i].lin.form], shape_text(p[i].lin.w), l->w->name, form_names[l->form], shape_text(l->w));
+                format_names[p[i].lin.format], shape_text(p[i].lin.w), l->w->name, format_names[l->format],
+                shape_text(l->w));
     uint32_t type = matrix_type(fmt("%s.weight", base), l, stored, how, n_in);
-    struct output *o = plan_add(fmt("%s.weight", base), type, single ? 2 : 3, n_in, transpose ? l->cols : p->rows,
-                                single ? 1 : arrlenu(p));
+    struct output *o = plan_add(fmt("%s.weight", base), type, single ? 2 : 3, n_in, n_out, single ? 1 : arrlenu(p));
     o->pieces = p;
     o->transpose = transpose;
-    o->how = type != stored && type != GGUF_BF16 ? "quantised"
-             : type != stored                    ? "rounded"
-             : nvfp4 || l->form == PLAIN         ? ""
-             : l->form == NVFP4                  ? "BF16 of E2M1 x E4M3, exact"
-             : l->form == FP8_TENSOR             ? "BF16 of E4M3, exact"
-                                                 : "BF16 from FP8, rounded";
+    if (type != stored) o->remark = type == GGUF_BF16 ? "rounded" : "quantized";
+    else if (l->format == NVFP4 && !nvfp4) o->remark = "BF16 of E2M1 x E4M3, exact";
+    else if (l->format == FP8_TENSOR) o->remark = "BF16 of E4M3, exact";
+    else if (l->format == FP8_ROW || l->format == FP8_BLOCK) o->remark = "BF16 from FP8, rounded";
     if (type == GGUF_NVFP4 && !nvfp4) {
         float *scale2 = NULL;
         arrsetlen(scale2, n);
@@ -408,7 +411,7 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
         o->scale2 = scale2;
         importance_bind(o, n);
         plan_values(fmt("%s.scale", base), scale2);
-    } else plan_scales(base, p, how == EXPERTS, l->form == NVFP4 && !transpose);
+    } else plan_scales(base, p, how == EXPERTS, l->format == NVFP4 && !transpose);
 }
 
 /* ============================================================================================================
@@ -502,8 +505,9 @@ static const struct rule {
 
 static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
     if (rows == m.dim[r] && cols == m.dim[c]) return;
-    die("%s: expected [%zu%s] (%s%s%s), found %s", where(t), m.dim[r], c == ONE ? "" : fmt(", %zu", m.dim[c]),
-        dim_names[r], c == ONE ? "" : ", ", c == ONE ? "" : dim_names[c], shape_text(t));
+    if (c == ONE) die("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], dim_names[r], shape_text(t));
+    die("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], dim_names[r], dim_names[c],
+        shape_text(t));
 }
 
 /* The source's name of a part of a layer, or (layer -1) of the whole model. */
@@ -513,7 +517,7 @@ static const char *hf_name(int layer, const char *rest) {
 
 /* t [rows][cols] as F32; one row gives a vector. BF16 and F16 are exact in F32. */
 static void plan_f32(const char *dst, const struct tensor *t, size_t rows, size_t cols) {
-    struct piece p = {{.form = PLAIN, .w = t, .rows = rows, .cols = cols, .factor = 1.0f}, 0, rows};
+    struct piece p = {{.format = PLAIN, .w = t, .rows = rows, .cols = cols, .factor = 1.0f}, 0, rows};
     struct output *o = plan_add(dst, GGUF_F32, rows > 1 ? 2 : 1, cols, rows, 1);
     arrput(o->pieces, p);
 }
@@ -534,8 +538,8 @@ static void plan_rule(const struct rule *r, int layer) {
     }
     struct linear l = resolve_linear(src);
     check_shape(l.w, l.rows, l.cols, r->rows, r->cols);
-    if (r->kind != LINEAR && l.form != PLAIN)
-        die("%s: expected BF16, F16 or F32, found %s (%s)", where(l.w), form_names[l.form], shape_text(l.w));
+    if (r->kind != LINEAR && l.format != PLAIN)
+        die("%s: expected BF16, F16 or F32, found %s (%s)", where(l.w), format_names[l.format], shape_text(l.w));
     if (r->kind == ROUTER) {
         plan_f32(fmt("%s.weight", dst), l.w, l.rows, l.cols);
         return;
@@ -633,7 +637,10 @@ static void plan_layer(int layer) {
     plan_group(m.mla ? MLA : QWEN3, layer);
     if (m.mla) plan_group(m.dim[QLORA] ? MLA_Q_LORA : MLA_Q, layer);
     if (m.mla) plan_kv_b(layer);
-    if (layer >= m.n_layer) plan_group(MTP, layer), plan_group(MTP_OWN, layer);
+    if (layer >= m.n_layer) {
+        plan_group(MTP, layer);
+        plan_group(MTP_OWN, layer);
+    }
     if (is_dense(layer)) {
         plan_group(DENSE, layer);
         return;
@@ -654,7 +661,7 @@ static void skip(struct tensor *t) {
 }
 
 /* Tensors with a name that tells a format or a purpose: refused at once, or left out. */
-static void judge_names(void) {
+static void screen_names(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         bool skipped = m.prefix[0] && (starts_with(t->name, "vision_tower.") || starts_with(t->name, "mm_projector."));
@@ -688,12 +695,12 @@ static void check_all_used(void) {
 
 static void plan_model(void) {
     struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
-    judge_names();
+    screen_names();
     plan_group(WHOLE, -1);
     if (!m.tied) plan_group(HEAD_ROWS, -1);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
-    if (n_uneven > 1) note("%zu tensors stay because of the length of their rows", n_uneven);
+    if (n_misaligned > 1) note("%zu tensors stay because of the length of their rows", n_misaligned);
     check_all_used();
 }
 
@@ -773,7 +780,7 @@ static void read_config(void) {
 }
 
 /* What the release says of its own quantisation must be something known and must not contradict the tensors. */
-static void check_quantisation(void) {
+static void check_quantization(void) {
     static const char algos[] = "NVFP4 W4A16_NVFP4 FP8 FP8_PB_WO MIXED_PRECISION none";
     struct doc hf = doc_read("hf_quant_config.json"), q;
     q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
@@ -784,19 +791,20 @@ static void check_quantisation(void) {
                   {q, "quant_algo", algos},
                   {q, "format", "nvfp4-pack-quantized float-quantized mixed-precision dense"},
                   {get_obj(hf, "quantization"), "quant_algo", algos}};
-    bool said = false, found = false;
+    bool announced = false, found = false;
     for (size_t i = 0; i < COUNT(checks); i++) {
         const char *v = get_str(checks[i].d, checks[i].key, "none");
         expect(checks[i].d, checks[i].key, !get(checks[i].d, checks[i].key) || one_of(v, checks[i].known),
                fmt("one of %s", checks[i].known));
-        said |= one_of(v, "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
+        announced |= one_of(v, "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
     }
     json_t *block = get_list(q, "weight_block_size");
     for (size_t i = 0; i < json_array_size(block); i++)
         expect(q, "weight_block_size", json_integer_value(json_array_get(block, i)) == 128, "[128, 128]");
     get_int(get_obj(hf, "quantization"), "group_size", 16, 16, 16);
-    for (size_t i = 0; i < arrlenu(plan); i++) found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.form == NVFP4;
-    if (said && !found) die("%s: NVFP4 is announced, but no tensor is NVFP4", q.obj ? q.file : hf.file);
+    for (size_t i = 0; i < arrlenu(plan); i++)
+        found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.format == NVFP4;
+    if (announced && !found) die("%s: NVFP4 is announced, but no tensor is NVFP4", q.obj ? q.file : hf.file);
     json_decref(hf.obj);
 }
 
@@ -856,14 +864,18 @@ static const struct {
 /* clang-format on */
 
 /* Line ends written as characters become escapes, and the spelled-out contractions the short form. */
-static char *normalise_expression(const char *s) {
+static char *normalize_expression(const char *s) {
     static const char spelled[] = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])";
     char *out = NULL;
     while (*s) {
-        const char *put = *s == '\r' ? "\\r" : *s == '\n' ? "\\n" : starts_with(s, spelled) ? CONTRACTIONS : NULL;
-        size_t n = put ? strlen(put) : 1;
-        memcpy(arraddnptr(out, n), put ? put : s, n);
-        s += put && *put == '(' ? sizeof spelled - 1 : 1;
+        bool contractions = starts_with(s, spelled);
+        char one[2] = {*s};
+        const char *put = one;
+        if (*s == '\r') put = "\\r";
+        if (*s == '\n') put = "\\n";
+        if (contractions) put = CONTRACTIONS;
+        memcpy(arraddnptr(out, strlen(put)), put, strlen(put));
+        s += contractions ? sizeof spelled - 1 : 1;
     }
     arrput(out, 0);
     return out;
@@ -882,16 +894,16 @@ static void collect_expressions(struct doc d, char ***list) {
         /* cutting the matches out and dropping the gaps is the same where the expression matches everything */
         bool plain = !strcmp(how, "Isolated") || (!strcmp(how, "Removed") && get_bool(d, "invert", false));
         if (!e || !plain) die("%s: a Split is not supported: %s", d.file, json_show(d.obj));
-        arrput(*list, normalise_expression(e));
+        arrput(*list, normalize_expression(e));
     } else if (!strcmp(type, "Digits")) {
-        arrput(*list, normalise_expression(get_bool(d, "individual_digits", false) ? "\\p{N}" : "\\p{N}+"));
+        arrput(*list, normalize_expression(get_bool(d, "individual_digits", false) ? "\\p{N}" : "\\p{N}+"));
     } else if (!strcmp(type, "ByteLevel")) {
         expect(d, "add_prefix_space", !get_bool(d, "add_prefix_space", false), "false");
-        if (get_bool(d, "use_regex", true)) arrput(*list, normalise_expression(GPT2));
+        if (get_bool(d, "use_regex", true)) arrput(*list, normalize_expression(GPT2));
     } else expect(d, "type", false, "Sequence, Split, Digits or ByteLevel");
 }
 
-static void recognise_pre_tokenizer(struct doc d) {
+static void recognize_pre_tokenizer(struct doc d) {
     char **list = NULL;
     if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE is supported", d.file);
     collect_expressions(d, &list);
@@ -922,7 +934,7 @@ static void vocab_set(const char *file, const char *text, int64_t id, enum token
 }
 
 /* Upstream's rule: some releases do not mark what is plainly a control token as special. */
-static enum token_type added_type(const char *text, bool special) {
+static enum token_type added_token_type(const char *text, bool special) {
     return special || (starts_with(text, "<|") && ends_with(text, "|>")) ||
                    (starts_with(text, "<｜") && ends_with(text, "｜>"))
                ? TOKEN_CONTROL
@@ -934,7 +946,7 @@ static void add_token(struct doc d, int64_t id) {
     if (!text) die("%s: an added token without content: %s", d.file, json_show(d.obj));
     static const char *const flags[] = {"single_word", "lstrip", "rstrip"};
     for (int i = 0; i < 3; i++) expect(d, flags[i], !get_bool(d, flags[i], false), "false");
-    vocab_set(d.file, text, id, added_type(text, get_bool(d, "special", false)));
+    vocab_set(d.file, text, id, added_token_type(text, get_bool(d, "special", false)));
 }
 
 static void read_normalizer(struct doc d) {
@@ -1008,7 +1020,7 @@ static void read_tokenizer_json(struct doc d) {
         struct doc t = {v, d.file, "added_tokens"};
         add_token(t, get_int(t, "id", 0, INT32_MAX, REQUIRED));
     }
-    recognise_pre_tokenizer(get_obj(d, "pre_tokenizer"));
+    recognize_pre_tokenizer(get_obj(d, "pre_tokenizer"));
     read_normalizer(get_obj(d, "normalizer"));
     read_post_processor(get_obj(d, "post_processor"));
     expect(decoder, "type", !strcmp(get_str(decoder, "type", "ByteLevel"), "ByteLevel"), "ByteLevel");
@@ -1048,7 +1060,10 @@ static struct bytes base64_decode(const char *s, size_t n) {
         if (!c) return (struct bytes){b.p, 0};
         acc = acc << 6 | (uint32_t)(c - alphabet);
         bits += 6;
-        if (bits >= 8) bits -= 8, b.p[b.n++] = (uint8_t)(acc >> bits);
+        if (bits >= 8) {
+            bits -= 8;
+            b.p[b.n++] = (uint8_t)(acc >> bits);
+        }
     }
     return b;
 }
@@ -1080,7 +1095,10 @@ static void derive_merge(int32_t rank) {
         int32_t least = rank;
         for (size_t i = 0; i + 1 < parts; i++) {
             int32_t r = *rank_slot(t.p + cut[i], cut[i + 2] - cut[i]);
-            if (r >= 0 && r < least) least = r, best = i;
+            if (r >= 0 && r < least) {
+                least = r;
+                best = i;
+            }
         }
         if (least == rank) break;
         arrdel(cut, best + 1);
@@ -1304,7 +1322,7 @@ static int32_t token_id(struct doc config, const char *key) {
 /* Appends the ids of a key that holds one or a list. */
 static void collect_ids(struct doc d, const char *key, int32_t **ids) {
     json_t *v = get(d, key);
-    size_t n = json_is_array(v) ? json_array_size(v) : v ? 1 : 0;
+    size_t n = json_is_array(v) ? json_array_size(v) : v != NULL;
     for (size_t i = 0; i < n; i++) {
         json_t *e = json_is_array(v) ? json_array_get(v, i) : v;
         int64_t id = json_is_integer(e) ? json_integer_value(e) : -1;
@@ -1410,9 +1428,9 @@ static const char *model_name(const char *given) {
     static char dir[PATH_MAX];
     if (given) return given;
     if (!realpath(model_dir, dir)) die("'%s': %s", model_dir, strerror(errno));
-    const char *base = strrchr(dir, '/') + 1, *said = get_str(m.top, "_name_or_path", "");
-    if (strlen(base) == 40 && strspn(base, "0123456789abcdef") == 40 && *said)
-        return strrchr(said, '/') ? strrchr(said, '/') + 1 : said;
+    const char *base = strrchr(dir, '/') + 1, *path = get_str(m.top, "_name_or_path", "");
+    if (strlen(base) == 40 && strspn(base, "0123456789abcdef") == 40 && *path)
+        return strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
     return *base ? base : "model";
 }
 
@@ -1423,7 +1441,13 @@ static uint32_t file_type(void) {
     for (size_t i = 0; i < arrlenu(plan); i++) sum[plan[i].type] += plan[i].bytes;
     for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
         if (sum[t] > sum[best]) best = t;
-    return best == GGUF_NVFP4 ? 39 : best == GGUF_BF16 ? 32 : best == GGUF_Q8_0 ? 7 : best == GGUF_F16 ? 1 : 0;
+    switch (best) { /* llama_ftype of llama.cpp */
+    case GGUF_NVFP4: return 39;
+    case GGUF_BF16: return 32;
+    case GGUF_Q8_0: return 7;
+    case GGUF_F16: return 1;
+    default: return 0;
+    }
 }
 
 static void put_metadata(const char *name) {
@@ -1443,11 +1467,11 @@ static void put_metadata(const char *name) {
  * Output
  * ============================================================================================================ */
 
-static size_t implausible; /* NVFP4 matrices whose largest weight is out of any sensible range */
+static size_t n_implausible; /* NVFP4 matrices whose largest weight is out of any sensible range */
 
 /* Bytes of the matrix per row, as stored. */
 static size_t row_bytes(const struct linear *l) {
-    return l->form == NVFP4 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
+    return l->format == NVFP4 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
 }
 
 /* Reads n rows of E4M3 block scales. 0x80 is a zero; any other sign and both NaNs are refused. Returns the largest. */
@@ -1469,10 +1493,10 @@ static uint8_t read_block_scales(const struct linear *l, size_t row, size_t n, u
  * all bytes. Returns the bits of the largest magnitude; those of infinity and of NaN are larger than any other. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
                           const float e4m3[256], float *dst) {
-    size_t step = l->form == FP8_BLOCK ? 128 : l->cols;
+    size_t step = l->format == FP8_BLOCK ? 128 : l->cols;
     int32_t most = 0;
-    if (l->form == PLAIN) gguf_dequantize_row(plain_type(l->w), raw, dst, l->cols);
-    else if (l->form == NVFP4)
+    if (l->format == PLAIN) gguf_dequantize_row(float_type(l->w), raw, dst, l->cols);
+    else if (l->format == NVFP4)
         for (size_t c = 0; c < l->cols; c++) dst[c] = e2m1_to_f32(raw[c / 2] >> (c & 1) * 4 & 15) * e4m3[s[c / 16]];
     else
         for (size_t c = 0; c < l->cols; c += step, scale++)
@@ -1497,24 +1521,26 @@ static void check_finite(const struct linear *l, size_t row, const float *v, flo
  * or NaN. */
 static float read_rows(const struct linear *l, size_t row, size_t n, float *dst) {
     size_t rb = row_bytes(l), tiles = ceil128(l->cols), first = row / 128;
-    size_t scales = l->form == FP8_ROW ? n : l->form == FP8_BLOCK ? ((row + n - 1) / 128 - first + 1) * tiles : 1;
+    size_t scales = l->format == FP8_ROW ? n : 1;
+    if (l->format == FP8_BLOCK) scales = ((row + n - 1) / 128 - first + 1) * tiles;
     uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * l->cols / 16 + 1);
     float *scale = (float *)(void *)scratch(2, scales * sizeof *scale), e4m3[256];
     int32_t most = 0;
     for (int b = 0; b < 256; b++) e4m3[b] = e4m3_to_f32((uint8_t)b);
     scale[0] = 1.0f;
     tensor_read(l->w, row * rb, raw, n * rb);
-    if (l->form == NVFP4) read_block_scales(l, row, n, s);
-    if (l->form == FP8_ROW) read_floats(l->scale, row, n, scale);
-    if (l->form == FP8_BLOCK) read_floats(l->scale, first * tiles, scales, scale);
+    if (l->format == NVFP4) read_block_scales(l, row, n, s);
+    if (l->format == FP8_ROW) read_floats(l->scale, row, n, scale);
+    if (l->format == FP8_BLOCK) read_floats(l->scale, first * tiles, scales, scale);
 #pragma omp parallel for schedule(dynamic, 16) reduction(max : most) if (n * l->cols > PARALLEL)
     for (size_t i = 0; i < n; i++) {
-        size_t at = l->form == FP8_ROW ? i : l->form == FP8_BLOCK ? ((row + i) / 128 - first) * tiles : 0;
+        size_t at = l->format == FP8_ROW ? i : 0;
+        if (l->format == FP8_BLOCK) at = ((row + i) / 128 - first) * tiles;
         int32_t u = decode_row(l, raw + i * rb, s + i * l->cols / 16, scale + at, e4m3, dst + i * l->cols);
         most = u > most ? u : most;
     }
     float largest = f32_from_bits((uint32_t)most);
-    if (l->form != PLAIN) check_finite(l, row, dst, largest);
+    if (l->format != PLAIN) check_finite(l, row, dst, largest);
     return largest;
 }
 
@@ -1535,7 +1561,7 @@ static void check_q8_0(const struct linear *l, size_t row, const float *v, float
 }
 
 /* v: n rows of the output, from l; r NULL: to Q8_0. In parts whose sums do not depend on the number of threads. */
-static void write_quantised(struct output *o, const struct linear *l, const struct nvfp4_rule *r, const float *v,
+static void write_quantized(struct output *o, const struct linear *l, const struct nvfp4_rule *r, const float *v,
                             size_t n) {
     enum { WEIGHTS = 1 << 14 };
     size_t step = WEIGHTS / o->ne[0] + 1, parts = (n + step - 1) / step, bytes = gguf_row_bytes(o->type, o->ne[0]);
@@ -1588,7 +1614,7 @@ static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (step < p->rows) read_rows(l, p->row + r, n, v);
-        write_quantised(o, l, &rule, v, n);
+        write_quantized(o, l, &rule, v, n);
     }
 }
 
@@ -1616,7 +1642,7 @@ static void write_piece(struct output *o, size_t index) {
         if (o->type == GGUF_Q8_0) check_q8_0(l, p->row, a, largest);
         for (size_t r = 0; r < p->rows; r++)
             for (size_t c = 0; c < l->cols; c++) b[c * p->rows + r] = a[r * l->cols + c];
-        if (o->type == GGUF_Q8_0) write_quantised(o, l, NULL, b, l->cols);
+        if (o->type == GGUF_Q8_0) write_quantized(o, l, NULL, b, l->cols);
         else write_floats(o->type, b, p->rows * l->cols);
         return;
     }
@@ -1627,19 +1653,21 @@ static void write_piece(struct output *o, size_t index) {
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (o->type == GGUF_NVFP4) write_nvfp4_rows(l, p->row + r, n, &most);
-        else if (l->form == PLAIN && plain_type(l->w) == o->type) {
+        else if (l->format == PLAIN && float_type(l->w) == o->type) {
             uint8_t *raw = scratch(0, n * row_bytes(l));
             tensor_read(l->w, (p->row + r) * row_bytes(l), raw, n * row_bytes(l));
             out_write(raw, n * row_bytes(l));
         } else {
             float *v = (float *)(void *)scratch(3, n * l->cols * sizeof *v);
             float largest = read_rows(l, p->row + r, n, v);
-            if (o->type == GGUF_Q8_0) check_q8_0(l, p->row + r, v, largest), write_quantised(o, l, NULL, v, n);
-            else write_floats(o->type, v, n * l->cols);
+            if (o->type == GGUF_Q8_0) {
+                check_q8_0(l, p->row + r, v, largest);
+                write_quantized(o, l, NULL, v, n);
+            } else write_floats(o->type, v, n * l->cols);
         }
     }
     float largest = 6.0f * e4m3_to_f32(most) * l->factor;
-    if (most && (largest < 1e-5f || largest > 64.0f) && !implausible++)
+    if (most && (largest < 1e-5f || largest > 64.0f) && !n_implausible++)
         note("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
 }
 
@@ -1660,7 +1688,7 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
     out_write(header, header_bytes);
     for (size_t i = 0; i < arrlenu(plan) && !only_header; i++) write_output(&plan[i]);
     out_end();
-    if (implausible > 1) note("%zu matrices have implausible weights", implausible);
+    if (n_implausible > 1) note("%zu matrices have implausible weights", n_implausible);
     note("'%s': %s%zu tensors, %s", path, only_header ? "only the header of " : "", arrlenu(plan),
          human((double)dest.total));
 }
@@ -1682,7 +1710,7 @@ static void list_plan(size_t header_bytes) {
         if (o->values) printf("%zu value%s", arrlenu(o->values), arrlenu(o->values) == 1 ? "" : "s");
         else printf("%s", o->pieces[0].lin.w->name);
         if (arrlenu(o->pieces) > 1) printf(" (%zu pieces)", arrlenu(o->pieces));
-        printf("%s%s\n", *o->how ? "  " : "", o->how);
+        printf("%s%s\n", *o->remark ? "  " : "", o->remark);
         sum[o->type] += o->bytes;
         data += o->bytes;
         count[o->type]++;
@@ -1708,13 +1736,16 @@ static void report_errors(void) {
         for (size_t i = 0; i < arrlenu(plan); i++) {
             const struct output *o = &plan[i];
             size_t n = o->ne[0] * o->ne[1] * o->ne[2];
-            if (!is_quantised(o) || o->type != type) continue;
+            if (!is_quantized(o) || o->type != type) continue;
             const char *name = gguf_type_info(type).name;
             printf("%-36s %-6s %12zu weights  %s\n", o->name, name, n, error_text(o->sums));
             if (o->sums.error > 0 && 10 * log10(o->sums.power / o->sums.error) < LEAST_DB)
                 note("%s: its weights do not suit %s: signal to noise is below %d dB (--keep leaves it as it is)",
                      o->name, name, LEAST_DB);
-            count++, weights += n, sum.error += o->sums.error, sum.power += o->sums.power;
+            count++;
+            weights += n;
+            sum.error += o->sums.error;
+            sum.power += o->sums.power;
         }
         if (count)
             printf("total %-6s %6zu tensors %28zu weights  %s\n", gguf_type_info(type).name, count, weights,
@@ -1773,8 +1804,14 @@ static void parse_options(int argc, char **argv) {
         const char *a = argv[i];
         size_t k = 0, n = COUNT(table);
         while (k < n && strcmp(table[k].name, a)) k++;
-        if (!strcmp(a, "--help")) help(), exit(stdout_end());
-        if (!strcmp(a, "--version")) puts("moe-convert " VERSION), exit(stdout_end());
+        if (!strcmp(a, "--help")) {
+            help();
+            exit(stdout_end());
+        }
+        if (!strcmp(a, "--version")) {
+            puts("moe-convert " VERSION);
+            exit(stdout_end());
+        }
         if (k < n && table[k].flag) *table[k].flag = true;
         else if (k < n && i + 1 == argc) usage("%s needs a value", a);
         else if (k < n) *table[k].value = argv[++i];
@@ -1796,8 +1833,10 @@ static void apply_options(void) {
         usage(choice, "--search", opt.search, "sweep or amax");
     if (opt.backbone && strcmp(opt.backbone, "bf16") && strcmp(opt.backbone, "q8_0"))
         usage(choice, "--backbone", opt.backbone, "bf16 or q8_0");
-    const char *idle = opt.dense ? "--dense" : opt.search ? "--search" : opt.importance ? "--importance" : NULL;
-    if (!opt.quantize && idle) usage("%s is for --quantize nvfp4, which is not given", idle);
+    const char *unused = opt.importance ? "--importance" : NULL;
+    if (opt.search) unused = "--search";
+    if (opt.dense) unused = "--dense";
+    if (!opt.quantize && unused) usage("%s needs --quantize nvfp4", unused);
     if (opt.importance && opt.search && !strcmp(opt.search, "amax"))
         usage("--importance is for --search sweep: amax looks at no other weight than the largest");
     if (!opt.quantize && !opt.backbone && opt.keep)
@@ -1807,7 +1846,7 @@ static void apply_options(void) {
     if (opt.backbone) types.backbone = opt.backbone[0] == 'b' ? GGUF_BF16 : GGUF_Q8_0;
     types.dense = opt.dense;
     types.amax = opt.search && !strcmp(opt.search, "amax");
-    if (opt.keep) keep_compile(opt.keep);
+    if (opt.keep) keep_regex_compile(opt.keep);
 }
 
 int main(int argc, char **argv) {
@@ -1820,7 +1859,7 @@ int main(int argc, char **argv) {
     source_open();
     if (opt.importance) importance_open(opt.importance);
     plan_model();
-    check_quantisation();
+    check_quantization();
     put_metadata(model_name(opt.name));
     size_t header_bytes;
     uint8_t *header = gguf_header(&writer, &header_bytes);

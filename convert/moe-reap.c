@@ -17,31 +17,32 @@
 #include "common.h"
 #include <dirent.h>
 
-enum { FEW_TOKENS = 32 }; /* an expert that fewer were routed to has a score by chance */
+enum { MIN_SAMPLES = 32 }; /* an expert that fewer were routed to has a score by chance */
 
 /* ============================================================================================================
  * Model
  * ============================================================================================================ */
 
 struct expert {
-    int64_t tokens;              /* routed to it */
-    double weighted, most, norm; /* over them: sum and maximum of gate weight x output norm, sum of output norms */
-    double value;                /* of the criterion: the larger ones stay */
-    int32_t original;            /* its id before any pruning; -1: unknown */
-    bool outlier;                /* protected: before all values */
-    bool kept;
-    int index;   /* among those that are kept */
-    int tensors; /* of its own, in a directory */
+    int64_t tokens; /* routed to it */
+    double weighted_sum, weighted_max,
+        norm_sum;        /* over them: sum and maximum of gate weight x output norm, sum of output norms */
+    double score;        /* of the criterion: the larger ones stay */
+    int32_t original_id; /* its id before any pruning; -1: unknown */
+    bool outlier;        /* protected: before all values */
+    bool retained;
+    int new_id;    /* among those that are kept */
+    int n_tensors; /* of its own, in a directory */
 };
 
 struct layer {
-    int block;             /* its number in the file */
-    int n, keep;           /* experts, those that stay; keep counts `kept` */
-    bool hashed;           /* routed by token id: left whole */
-    bool mtp;              /* behind the last ordinary layer: does what that one does */
-    bool listed;           /* the source says which experts these once were */
-    struct expert *e;      /* (n) */
-    struct expert **order; /* (n) every group of experts from the best to the worst */
+    int block;               /* its number in the file */
+    int n, n_retained;       /* experts, those that stay; keep counts `kept` */
+    bool hash_routed;        /* routed by token id: left whole */
+    bool mtp;                /* behind the last ordinary layer: does what that one does */
+    bool lists_ids;          /* the source says which experts these once were */
+    struct expert *experts;  /* (n) */
+    struct expert **ranking; /* (n) every group of experts from the best to the worst */
 };
 
 static struct model {
@@ -49,18 +50,18 @@ static struct model {
     struct layer *layers; /* stb_ds: those with routed experts, in order */
     int n_trunk, n_mtp;   /* layers of any kind */
     int top_k, n_group, n_group_used;
-    int few;            /* the fewest that a layer can work with */
-    int original;       /* experts of a layer before any pruning; 0: unknown */
-    bool pruned;        /* the source has been pruned before */
-    uint64_t routers;   /* hash of the trunk's routers */
-    size_t bytes;       /* of the source */
-    const char *arch;   /* of GGUF */
-    bool drop_mtp;      /* --mtp drop */
-    const char *naming; /* --name */
+    int min_experts;         /* the fewest that a layer can work with */
+    int original_experts;    /* experts of a layer before any pruning; 0: unknown */
+    bool pruned;             /* the source has been pruned before */
+    uint64_t router_hash;    /* hash of the trunk's routers */
+    size_t bytes;            /* of the source */
+    const char *arch;        /* of GGUF */
+    bool drop_mtp;           /* --mtp drop */
+    const char *name_option; /* --name */
 } m;
 
 /* Whether the selection decides on it. */
-static bool decides(const struct layer *y) { return !y->hashed && !y->mtp; }
+static bool selectable(const struct layer *layer) { return !layer->hash_routed && !layer->mtp; }
 
 static struct layer *layer_find(int block) {
     for (size_t i = 0; i < arrlenu(m.layers); i++)
@@ -70,15 +71,18 @@ static struct layer *layer_find(int block) {
 
 /* Appends a layer of n experts, in the order of blocks. */
 static struct layer *layer_add(int block, size_t n, const char *router) {
-    struct layer y = {.block = block, .mtp = block >= m.n_trunk};
+    struct layer layer = {.block = block, .mtp = block >= m.n_trunk};
     if (n < (size_t)m.top_k || n > MAX_EXPERTS || n % (size_t)m.n_group)
         die("'%s': tensor '%s' routes to %zu experts, expected %d to %d%s", m.path, router, n, m.top_k, MAX_EXPERTS,
             m.n_group > 1 ? fmt(", a multiple of the %d groups", m.n_group) : "");
-    y.n = y.keep = (int)n;
-    y.e = xrealloc(NULL, n * sizeof *y.e);
-    memset(y.e, 0, n * sizeof *y.e);
-    for (int i = 0; i < y.n; i++) y.e[i].original = i, y.e[i].kept = true;
-    arrput(m.layers, y);
+    layer.n = layer.n_retained = (int)n;
+    layer.experts = xrealloc(NULL, n * sizeof *layer.experts);
+    memset(layer.experts, 0, n * sizeof *layer.experts);
+    for (int i = 0; i < layer.n; i++) {
+        layer.experts[i].original_id = i;
+        layer.experts[i].retained = true;
+    }
+    arrput(m.layers, layer);
     return &arrlast(m.layers);
 }
 
@@ -87,27 +91,28 @@ static void model_check(void) {
     const struct layer *last = NULL;
     int most = 0;
     bool any = false;
-    m.few = (m.top_k + m.n_group_used - 1) / m.n_group_used * m.n_group;
+    m.min_experts = (m.top_k + m.n_group_used - 1) / m.n_group_used * m.n_group;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *y = &m.layers[i];
-        most = y->n > most ? y->n : most;
-        any |= decides(y);
-        if (!y->mtp) last = y;
-        else if (!m.drop_mtp && (!last || last->hashed || last->n != y->n))
+        const struct layer *layer = &m.layers[i];
+        most = layer->n > most ? layer->n : most;
+        any |= selectable(layer);
+        if (!layer->mtp) last = layer;
+        else if (!m.drop_mtp && (!last || last->hash_routed || last->n != layer->n))
             die("'%s': layer %d, for multi-token prediction, has %d experts and the last layer before it %s: --mtp "
                 "drop leaves it out",
-                m.path, y->block, y->n,
-                !last          ? "none"
-                : last->hashed ? "is routed by hash"
-                               : fmt("%d", last->n));
+                m.path, layer->block, layer->n,
+                !last               ? "none"
+                : last->hash_routed ? "is routed by hash"
+                                    : fmt("%d", last->n));
     }
     if (!any) die("'%s': no layer has routed experts that could be pruned", m.path);
-    if (!m.original && !m.pruned) m.original = most;
-    if (m.original && m.original < most)
-        die("'%s': a layer has %d experts, the model had %d before pruning", m.path, most, m.original);
+    if (!m.original_experts && !m.pruned) m.original_experts = most;
+    if (m.original_experts && m.original_experts < most)
+        die("'%s': a layer has %d experts, the model had %d before pruning", m.path, most, m.original_experts);
     for (size_t i = 0; i < arrlenu(m.layers); i++) { /* a layer that lost experts and does not say which */
-        struct layer *y = &m.layers[i];
-        for (int k = 0; k < y->n && m.pruned && !y->listed && y->n != m.original; k++) y->e[k].original = -1;
+        struct layer *layer = &m.layers[i];
+        for (int k = 0; k < layer->n && m.pruned && !layer->lists_ids && layer->n != m.original_experts; k++)
+            layer->experts[k].original_id = -1;
     }
 }
 
@@ -120,7 +125,8 @@ static struct {
     char **sources;  /* stb_ds: hashes of the texts */
     bool unfinished; /* a source was not read to its end */
     int64_t tokens;
-    size_t seen, few, never, experts; /* experts of deciding layers: seen FEW_TOKENS times, fewer, never; all */
+    size_t covered, undersampled, unseen,
+        total; /* experts of deciding layers: seen FEW_TOKENS times, fewer, never; all */
 } scores;
 
 static json_t *score_array(struct doc d, const char *key, int n) {
@@ -140,20 +146,20 @@ static double score_number(struct doc d, const char *key, json_t *a, int i) {
     return x;
 }
 
-static void score_layer(struct doc d, struct layer *y) {
-    json_t *tokens = score_array(d, "tokens", y->n), *weighted = score_array(d, "weighted_sum", y->n);
-    json_t *most = score_array(d, "weighted_max", y->n), *norm = score_array(d, "norm_sum", y->n);
-    for (int i = 0; i < y->n; i++) {
-        struct expert *e = &y->e[i];
+static void score_layer(struct doc d, struct layer *layer) {
+    json_t *tokens = score_array(d, "tokens", layer->n), *weighted = score_array(d, "weighted_sum", layer->n);
+    json_t *most = score_array(d, "weighted_max", layer->n), *norm = score_array(d, "norm_sum", layer->n);
+    for (int i = 0; i < layer->n; i++) {
+        struct expert *e = &layer->experts[i];
         json_t *v = json_array_get(tokens, (size_t)i);
         double x = score_number(d, "weighted_max", most, i);
         if (!json_is_integer(v) || json_integer_value(v) < 0 ||
             __builtin_add_overflow(e->tokens, json_integer_value(v), &e->tokens))
             die("'%s': %s: 'tokens': expert %d has %s, expected an integer from 0", d.file, d.in, i, json_show(v));
-        e->weighted += score_number(d, "weighted_sum", weighted, i);
-        e->norm += score_number(d, "norm_sum", norm, i);
-        e->most = x > e->most ? x : e->most;
-        if (!isfinite(e->weighted + e->norm)) die("'%s': %s: the sums of expert %d overflow", d.file, d.in, i);
+        e->weighted_sum += score_number(d, "weighted_sum", weighted, i);
+        e->norm_sum += score_number(d, "norm_sum", norm, i);
+        e->weighted_max = x > e->weighted_max ? x : e->weighted_max;
+        if (!isfinite(e->weighted_sum + e->norm_sum)) die("'%s': %s: the sums of expert %d overflow", d.file, d.in, i);
     }
 }
 
@@ -163,7 +169,7 @@ static void scores_read(const char *path) {
     char routers[17];
     expect(d, "format", !strcmp(get_str(d, "format", ""), "moe-scores"), "\"moe-scores\"");
     get_int(d, "version", 1, 1, REQUIRED);
-    snprintf(routers, sizeof routers, "%016llx", (unsigned long long)m.routers);
+    snprintf(routers, sizeof routers, "%016llx", (unsigned long long)m.router_hash);
     const char *of = get_str(get_obj(d, "model"), "routers", "(none)");
     if (strcmp(of, routers))
         die("'%s': scores of another model: its routers have the hash %s, those of '%s' %s", path, of, m.path, routers);
@@ -174,13 +180,13 @@ static void scores_read(const char *path) {
         die("'%s': scores of %zu layers, '%s' has %d", path, json_array_size(list), m.path, m.n_trunk);
     for (int b = 0; b < m.n_trunk; b++) {
         json_t *j = json_array_get(list, (size_t)b);
-        struct layer *y = layer_find(b);
+        struct layer *layer = layer_find(b);
         struct doc in = {j, d.file, fmt("layer %d", b)};
         bool given = !json_is_null(j);
         if (given && !json_is_object(j)) die("'%s': layer %d: expected an object, found %s", path, b, json_show(j));
-        if (given && !y) die("'%s': layer %d has scores, but no routed experts in '%s'", path, b, m.path);
-        if (!given && y && !y->hashed) die("'%s': layer %d has no scores", path, b);
-        if (given) score_layer(in, y);
+        if (given && !layer) die("'%s': layer %d has scores, but no routed experts in '%s'", path, b, m.path);
+        if (!given && layer && !layer->hash_routed) die("'%s': layer %d has no scores", path, b);
+        if (given) score_layer(in, layer);
     }
     json_t *source;
     size_t i;
@@ -201,17 +207,17 @@ static void scores_read(const char *path) {
 /* Counts how well the experts were seen. */
 static void scores_check(void) {
     for (size_t i = 0; i < arrlenu(m.layers) && scores.n_files; i++) {
-        const struct layer *y = &m.layers[i];
+        const struct layer *layer = &m.layers[i];
         bool any = false;
-        if (!decides(y)) continue;
-        for (int k = 0; k < y->n; k++) {
-            any |= y->e[k].tokens > 0;
-            scores.seen += y->e[k].tokens >= FEW_TOKENS;
-            scores.few += y->e[k].tokens < FEW_TOKENS;
-            scores.never += !y->e[k].tokens;
+        if (!selectable(layer)) continue;
+        for (int k = 0; k < layer->n; k++) {
+            any |= layer->experts[k].tokens > 0;
+            scores.covered += layer->experts[k].tokens >= MIN_SAMPLES;
+            scores.undersampled += layer->experts[k].tokens < MIN_SAMPLES;
+            scores.unseen += !layer->experts[k].tokens;
         }
-        scores.experts += (size_t)y->n;
-        if (!any || !scores.tokens) die("layer %d was never calibrated: the scores count no token in it", y->block);
+        scores.total += (size_t)layer->n;
+        if (!any || !scores.tokens) die("layer %d was never calibrated: the scores count no token in it", layer->block);
     }
 }
 
@@ -237,7 +243,7 @@ static struct {
     const char *counts; /* --counts */
     bool per_layer;
     int floor; /* --floor; 0: by default */
-} want;
+} opts;
 
 static int by_double(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -249,18 +255,18 @@ static void protect_outliers(void) {
     double *all = NULL;
     size_t n_layers = 0, index = 0;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        if (!decides(&m.layers[i])) continue;
+        if (!selectable(&m.layers[i])) continue;
         n_layers++;
-        for (int k = 0; k < m.layers[i].n; k++) arrput(all, m.layers[i].e[k].most);
+        for (int k = 0; k < m.layers[i].n; k++) arrput(all, m.layers[i].experts[k].weighted_max);
     }
     qsort(all, arrlenu(all), sizeof *all, by_double);
     double at = 0.995 * (double)(arrlenu(all) - 1), part = at - floor(at);
     double lo = all[(size_t)at], hi = all[(size_t)ceil(at)], limit = lo + part * (hi - lo);
     if (arrlast(all) / 10 > limit) limit = arrlast(all) / 10;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *y = &m.layers[i];
-        if (!decides(y) || index++ >= n_layers * 3 / 4) continue;
-        for (int k = 0; k < y->n; k++) y->e[k].outlier = y->e[k].most > limit;
+        struct layer *layer = &m.layers[i];
+        if (!selectable(layer) || index++ >= n_layers * 3 / 4) continue;
+        for (int k = 0; k < layer->n; k++) layer->experts[k].outlier = layer->experts[k].weighted_max > limit;
     }
     arrfree(all);
 }
@@ -269,45 +275,46 @@ static void protect_outliers(void) {
 static int by_rank(const void *a, const void *b) {
     const struct expert *x = *(struct expert *const *)a, *y = *(struct expert *const *)b;
     if (x->outlier != y->outlier) return x->outlier ? -1 : 1;
-    if (x->value != y->value) return x->value > y->value ? -1 : 1;
+    if (x->score != y->score) return x->score > y->score ? -1 : 1;
     return (x > y) - (x < y);
 }
 
 static double random_value(void) {
-    uint64_t z = want.seed += 0x9e3779b97f4a7c15u; /* splitmix64 */
+    uint64_t z = opts.seed += 0x9e3779b97f4a7c15u; /* splitmix64 */
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
 static void rank_experts(void) {
-    if (want.outliers) protect_outliers();
+    if (opts.outliers) protect_outliers();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *y = &m.layers[i];
-        int per = y->n / m.n_group;
-        if (!decides(y)) continue;
-        y->order = xrealloc(NULL, (size_t)y->n * sizeof(struct expert *));
-        for (int k = 0; k < y->n; k++) {
-            struct expert *e = &y->e[k];
-            double sum = want.criterion == NORM ? e->norm : e->weighted;
-            e->value = want.criterion == RANDOM      ? random_value()
-                       : want.criterion == FREQUENCY ? (double)e->tokens
+        struct layer *layer = &m.layers[i];
+        int per = layer->n / m.n_group;
+        if (!selectable(layer)) continue;
+        layer->ranking = xrealloc(NULL, (size_t)layer->n * sizeof(struct expert *));
+        for (int k = 0; k < layer->n; k++) {
+            struct expert *e = &layer->experts[k];
+            double sum = opts.criterion == NORM ? e->norm_sum : e->weighted_sum;
+            e->score = opts.criterion == RANDOM      ? random_value()
+                       : opts.criterion == FREQUENCY ? (double)e->tokens
                        : e->tokens                   ? sum / (double)e->tokens
                                                      : 0;
-            y->order[k] = e;
+            layer->ranking[k] = e;
         }
-        for (int g = 0; g < m.n_group; g++) qsort(y->order + g * per, (size_t)per, sizeof(struct expert *), by_rank);
+        for (int g = 0; g < m.n_group; g++)
+            qsort(layer->ranking + g * per, (size_t)per, sizeof(struct expert *), by_rank);
     }
 }
 
 /* What the t-th best experts of the groups are worth together, as a share of the layer. */
-static double unit_value(const struct layer *y, int t) {
+static double unit_value(const struct layer *layer, int t) {
     double sum = 0, v = 0;
-    for (int k = 0; k < y->n; k++) sum += y->e[k].value;
+    for (int k = 0; k < layer->n; k++) sum += layer->experts[k].score;
     for (int g = 0; g < m.n_group; g++) {
-        const struct expert *e = y->order[g * (y->n / m.n_group) + t];
+        const struct expert *e = layer->ranking[g * (layer->n / m.n_group) + t];
         if (e->outlier) return INFINITY;
-        v += sum > 0 ? e->value / sum : 0;
+        v += sum > 0 ? e->score / sum : 0;
     }
     return v;
 }
@@ -316,88 +323,93 @@ static double unit_value(const struct layer *y, int t) {
 static void spread_counts(void) {
     int units = 0, most = 0;
     for (size_t i = 0; i < arrlenu(m.layers); i++)
-        if (decides(&m.layers[i]) && m.layers[i].keep > most) most = m.layers[i].keep;
-    int least = want.floor ? want.floor : (most + 1) / 2 > m.few ? (most + 1) / 2 : m.few;
+        if (selectable(&m.layers[i]) && m.layers[i].n_retained > most) most = m.layers[i].n_retained;
+    int least = (most + 1) / 2 > m.min_experts ? (most + 1) / 2 : m.min_experts;
+    if (opts.floor) least = opts.floor;
     least = (least + m.n_group - 1) / m.n_group * m.n_group;
-    if (least > most) die("--floor %d: layers of the same size would keep %d experts each", want.floor, most);
+    if (least > most) die("--floor %d: layers of the same size would keep %d experts each", opts.floor, most);
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *y = &m.layers[i];
-        if (!decides(y)) continue;
-        units += y->keep;
-        y->keep = y->keep < least ? y->keep : least;
-        units -= y->keep;
+        struct layer *layer = &m.layers[i];
+        if (!selectable(layer)) continue;
+        units += layer->n_retained;
+        layer->n_retained = layer->n_retained < least ? layer->n_retained : least;
+        units -= layer->n_retained;
     }
     for (units /= m.n_group; units > 0; units--) {
         struct layer *best = NULL;
         double value = 0;
         for (size_t i = 0; i < arrlenu(m.layers); i++) {
-            struct layer *y = &m.layers[i];
-            if (!decides(y) || y->keep == y->n) continue;
-            double v = unit_value(y, y->keep / m.n_group);
-            if (!best || v > value) best = y, value = v;
+            struct layer *layer = &m.layers[i];
+            if (!selectable(layer) || layer->n_retained == layer->n) continue;
+            double v = unit_value(layer, layer->n_retained / m.n_group);
+            if (!best || v > value) {
+                best = layer;
+                value = v;
+            }
         }
-        best->keep += m.n_group;
+        best->n_retained += m.n_group;
     }
 }
 
 /* Marks what stays, by the layers' counts. */
-static void choose(void) {
+static void mark_retained(void) {
     const struct layer *last = NULL;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *y = &m.layers[i];
-        int per = y->n / m.n_group;
-        if (decides(y))
-            for (int k = 0; k < y->n; k++) y->order[k]->kept = k % per < y->keep / m.n_group;
-        if (y->mtp) {
-            y->keep = m.drop_mtp ? 0 : last->keep;
-            for (int k = 0; k < y->n; k++) y->e[k].kept = !m.drop_mtp && last->e[k].kept;
-        } else last = y;
-        for (int k = 0, n = 0; k < y->n; k++)
-            if (y->e[k].kept) y->e[k].index = n++;
+        struct layer *layer = &m.layers[i];
+        int per = layer->n / m.n_group;
+        if (selectable(layer))
+            for (int k = 0; k < layer->n; k++) layer->ranking[k]->retained = k % per < layer->n_retained / m.n_group;
+        if (layer->mtp) {
+            layer->n_retained = m.drop_mtp ? 0 : last->n_retained;
+            for (int k = 0; k < layer->n; k++) layer->experts[k].retained = !m.drop_mtp && last->experts[k].retained;
+        } else last = layer;
+        for (int k = 0, n = 0; k < layer->n; k++)
+            if (layer->experts[k].retained) layer->experts[k].new_id = n++;
     }
 }
 
 static int largest_layer(void) {
     int most = 0;
     for (size_t i = 0; i < arrlenu(m.layers); i++)
-        if (decides(&m.layers[i]) && m.layers[i].n > most) most = m.layers[i].n;
+        if (selectable(&m.layers[i]) && m.layers[i].n > most) most = m.layers[i].n;
     return most;
 }
 
 /* Every layer keeps n, or what it has. */
-static void keep_uniform(int n) {
+static void select_uniform(int n) {
     for (size_t i = 0; i < arrlenu(m.layers); i++)
-        if (decides(&m.layers[i])) m.layers[i].keep = m.layers[i].n < n ? m.layers[i].n : n;
-    if (want.per_layer) spread_counts();
-    choose();
+        if (selectable(&m.layers[i])) m.layers[i].n_retained = m.layers[i].n < n ? m.layers[i].n : n;
+    if (opts.per_layer) spread_counts();
+    mark_retained();
 }
 
 /* Dies unless a layer of n experts (-1: any) can keep that many. */
 static void check_count(const char *who, int count, int n) {
     int most = n < 0 ? largest_layer() : n, lower = count / m.n_group * m.n_group;
-    if (count < m.few)
+    if (count < m.min_experts)
         die("%s: %d experts are too few: %d a token%s need %d", who, count, m.top_k,
-            m.n_group > 1 ? fmt(" from %d of %d groups", m.n_group_used, m.n_group) : "", m.few);
+            m.n_group > 1 ? fmt(" from %d of %d groups", m.n_group_used, m.n_group) : "", m.min_experts);
     if (count > most) die("%s: %d experts are more than the %d that are there", who, count, most);
     if (count != lower)
         die("%s: %d experts are not a multiple of the %d groups; %d and %d are", who, count, m.n_group, lower,
             lower + m.n_group);
 }
 
-static void keep_ratio(void) {
+static void select_by_ratio(void) {
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *y = &m.layers[i];
-        if (!decides(y)) continue;
-        y->keep = y->n - (int)(y->n * want.ratio + 1e-9) / m.n_group * m.n_group; /* not more than asked for */
-        check_count(fmt("--ratio %g: layer %d", want.ratio, y->block), y->keep, y->n);
+        struct layer *layer = &m.layers[i];
+        if (!selectable(layer)) continue;
+        layer->n_retained =
+            layer->n - (int)(layer->n * opts.ratio + 1e-9) / m.n_group * m.n_group; /* not more than asked for */
+        check_count(fmt("--ratio %g: layer %d", opts.ratio, layer->block), layer->n_retained, layer->n);
     }
-    if (want.per_layer) spread_counts();
-    choose();
+    if (opts.per_layer) spread_counts();
+    mark_retained();
 }
 
 /* Lines "LAYER COUNT"; # begins a remark. */
-static void keep_counts(void) {
-    FILE *f = input_file(want.counts);
+static void select_by_counts(void) {
+    FILE *f = input_file(opts.counts);
     char *line = NULL;
     size_t cap = 0, no = 0;
     bool seen[MAX_BLOCKS] = {false};
@@ -406,51 +418,51 @@ static void keep_counts(void) {
         no++;
         line[strcspn(line, "#\n")] = 0;
         if (!line[strspn(line, " \t\r")]) continue;
-        const char *who = fmt("'%s', line %zu", want.counts, no);
+        const char *who = fmt("'%s', line %zu", opts.counts, no);
         if (sscanf(line, "%6d %6d %n", &block, &count, &end) != 2 || line[end])
             die("%s: expected LAYER COUNT, found '%s'", who, line);
-        struct layer *y = layer_find(block);
-        if (!y || y->mtp) die("%s: layer %d has no routed experts", who, block);
+        struct layer *layer = layer_find(block);
+        if (!layer || layer->mtp) die("%s: layer %d has no routed experts", who, block);
         if (seen[block]) die("%s: layer %d for the second time", who, block);
         seen[block] = true;
-        if (y->hashed && count != y->n)
-            die("%s: layer %d is routed by hash and keeps its %d experts", who, block, y->n);
-        if (!y->hashed) check_count(fmt("%s: layer %d", who, block), count, y->n);
-        y->keep = count;
+        if (layer->hash_routed && count != layer->n)
+            die("%s: layer %d is routed by hash and keeps its %d experts", who, block, layer->n);
+        if (!layer->hash_routed) check_count(fmt("%s: layer %d", who, block), count, layer->n);
+        layer->n_retained = count;
     }
-    if (ferror(f)) die("cannot read '%s': %s", want.counts, strerror(errno));
+    if (ferror(f)) die("cannot read '%s': %s", opts.counts, strerror(errno));
     free(line);
     fclose(f);
     for (size_t i = 0; i < arrlenu(m.layers); i++)
-        if (decides(&m.layers[i]) && !seen[m.layers[i].block])
-            die("'%s': layer %d is missing", want.counts, m.layers[i].block);
-    choose();
+        if (selectable(&m.layers[i]) && !seen[m.layers[i].block])
+            die("'%s': layer %d is missing", opts.counts, m.layers[i].block);
+    mark_retained();
 }
 
 /* The largest uniform count whose output is small enough; output_bytes tells the size by what is chosen. */
-static void keep_budget(size_t (*output_bytes)(void)) {
-    int least = want.per_layer && want.floor > m.few ? want.floor : m.few;
+static void select_within_budget(size_t (*output_bytes)(void)) {
+    int least = opts.per_layer && opts.floor > m.min_experts ? opts.floor : m.min_experts;
     int lo = (least + m.n_group - 1) / m.n_group, hi = largest_layer() / m.n_group;
     while (lo < hi) { /* in units; lo may fit, more than hi does not */
         int mid = (lo + hi + 1) / 2;
-        keep_uniform(mid * m.n_group);
-        if ((double)output_bytes() <= want.budget) lo = mid;
+        select_uniform(mid * m.n_group);
+        if ((double)output_bytes() <= opts.budget) lo = mid;
         else hi = mid - 1;
     }
-    keep_uniform(lo * m.n_group);
-    if ((double)output_bytes() <= want.budget) return;
-    die("--budget %g GiB: the smallest output, with %d experts a layer, has %zu bytes (%.4f GiB)", want.budget / 0x1p30,
+    select_uniform(lo * m.n_group);
+    if ((double)output_bytes() <= opts.budget) return;
+    die("--budget %g GiB: the smallest output, with %d experts a layer, has %zu bytes (%.4f GiB)", opts.budget / 0x1p30,
         lo * m.n_group, output_bytes(), (double)output_bytes() / 0x1p30);
 }
 
 static void select_experts(size_t (*output_bytes)(void)) {
     rank_experts();
-    if (want.amount == KEEP) check_count("--keep", want.keep, -1);
-    if (want.per_layer && want.floor) check_count("--floor", (want.floor + m.n_group - 1) / m.n_group * m.n_group, -1);
-    if (want.amount == KEEP) keep_uniform(want.keep);
-    if (want.amount == RATIO) keep_ratio();
-    if (want.amount == BUDGET) keep_budget(output_bytes);
-    if (want.amount == COUNTS) keep_counts();
+    if (opts.amount == KEEP) check_count("--keep", opts.keep, -1);
+    if (opts.per_layer && opts.floor) check_count("--floor", (opts.floor + m.n_group - 1) / m.n_group * m.n_group, -1);
+    if (opts.amount == KEEP) select_uniform(opts.keep);
+    if (opts.amount == RATIO) select_by_ratio();
+    if (opts.amount == BUDGET) select_within_budget(output_bytes);
+    if (opts.amount == COUNTS) select_by_counts();
 }
 
 /* What became of the counts: the largest of all layers, of those that the selection decides on, and whether these differ. */
@@ -462,12 +474,12 @@ struct outcome {
 static struct outcome outcome(void) {
     struct outcome o = {0};
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *y = &m.layers[i];
-        o.largest = y->keep > o.largest ? y->keep : o.largest;
-        if (!decides(y)) continue;
-        o.differ |= o.chosen && o.chosen != y->keep;
-        o.chosen = y->keep > o.chosen ? y->keep : o.chosen;
-        o.dropped |= y->keep < y->n;
+        const struct layer *layer = &m.layers[i];
+        o.largest = layer->n_retained > o.largest ? layer->n_retained : o.largest;
+        if (!selectable(layer)) continue;
+        o.differ |= o.chosen && o.chosen != layer->n_retained;
+        o.chosen = layer->n_retained > o.chosen ? layer->n_retained : o.chosen;
+        o.dropped |= layer->n_retained < layer->n;
     }
     return o;
 }
@@ -478,13 +490,13 @@ static const char *pruned_name(const char *name) {
     const char *tail = strstr(name, "-REAP"), *rest;
     unsigned k, e;
     int end = 0;
-    if (m.naming) return m.naming;
+    if (m.name_option) return m.name_option;
     if (!o.dropped) return name;
     for (; tail && (rest = strstr(tail + 1, "-REAP")); tail = rest) continue;
     if (tail && tail[5] && (sscanf(tail + 5, "-%4uof%4u%n", &k, &e, &end) != 2 || tail[5 + end])) tail = NULL;
     int n = tail ? (int)(tail - name) : (int)strlen(name);
-    if (o.differ || !m.original) return fmt("%.*s-REAP", n, name);
-    return fmt("%.*s-REAP-%dof%d", n, name, o.chosen, m.original);
+    if (o.differ || !m.original_experts) return fmt("%.*s-REAP", n, name);
+    return fmt("%.*s-REAP-%dof%d", n, name, o.chosen, m.original_experts);
 }
 
 /* ============================================================================================================
@@ -495,15 +507,15 @@ static const char *pruned_name(const char *name) {
 
 static struct gguf gguf;
 
-struct cut {
+struct slicing {
     int layer;    /* index into m.layers of the experts that it is sliced by; -1: copied whole */
     bool dropped; /* with the layers for multi-token prediction */
 };
 
-static struct cut *cuts;      /* (gguf.n_tensors) */
-static uint8_t *gguf_head;    /* the header of the output */
-static size_t gguf_head_size; /* bytes */
-static uint64_t gguf_data;    /* bytes behind it */
+static struct slicing *slicings; /* (gguf.n_tensors) */
+static uint8_t *gguf_head;       /* the header of the output */
+static size_t gguf_head_size;    /* bytes */
+static uint64_t gguf_data;       /* bytes behind it */
 
 static const char *kv_name(struct gguf_str s) {
     char text[128];
@@ -513,10 +525,10 @@ static const char *kv_name(struct gguf_str s) {
 static const char *arch_key(const char *suffix) { return fmt("%s.%s", m.arch, suffix); }
 
 /* An integer, or an array of equal ones; `otherwise` -1: it is required. */
-static int meta_int(const char *key, int otherwise, int lo, int hi) {
+static int meta_int(const char *key, int fallback, int lo, int hi) {
     const struct gguf_kv *kv = gguf_find(&gguf, key);
     int64_t v = 0, w;
-    if (!kv && otherwise >= 0) return otherwise;
+    if (!kv && fallback >= 0) return fallback;
     if (!kv) die("'%s': metadata key '%s' is missing", m.path, key);
     if (!kv->n || !gguf_elem_int(kv, 0, &v)) die("'%s': metadata key '%s' is not an integer", m.path, key);
     for (uint64_t i = 1; i < kv->n; i++)
@@ -551,24 +563,25 @@ static void gguf_hash_router(const struct gguf_tensor *t) {
         if (!gguf_dequantize_row(t->type, raw, row, cols))
             die("'%s': tensor '%s' has the type %s, which is not one of weights", m.path, kv_name(t->name),
                 gguf_type_info(t->type).name);
-        m.routers = hash_bytes(m.routers, row, cols * sizeof *row);
+        m.router_hash = hash_bytes(m.router_hash, row, cols * sizeof *row);
     }
 }
 
 /* moe.reap.kept.N: the ids that the experts of a layer once had. */
-static void gguf_read_kept(struct layer *y) {
-    const char *key = fmt("moe.reap.kept.%d", y->block);
+static void gguf_read_retained(struct layer *layer) {
+    const char *key = fmt("moe.reap.kept.%d", layer->block);
     const struct gguf_kv *kv = gguf_find(&gguf, key);
     int64_t v, last = -1;
     if (!kv) return;
-    m.pruned = y->listed = true;
-    if (!kv->is_array || kv->n != (uint64_t)y->n)
+    m.pruned = layer->lists_ids = true;
+    if (!kv->is_array || kv->n != (uint64_t)layer->n)
         die("'%s': metadata key '%s' lists %llu experts, the layer has %d", m.path, key, (unsigned long long)kv->n,
-            y->n);
-    for (int i = 0; i < y->n; i++, last = v) {
-        if (!gguf_elem_int(kv, (uint64_t)i, &v) || v <= last || v > INT32_MAX || (m.original && v >= m.original))
+            layer->n);
+    for (int i = 0; i < layer->n; i++, last = v) {
+        if (!gguf_elem_int(kv, (uint64_t)i, &v) || v <= last || v > INT32_MAX ||
+            (m.original_experts && v >= m.original_experts))
             die("'%s': metadata key '%s' is not an ascending list of expert ids", m.path, key);
-        y->e[i].original = (int32_t)v;
+        layer->experts[i].original_id = (int32_t)v;
     }
 }
 
@@ -581,26 +594,26 @@ static int tensor_block(const char *name, const char **rest) {
     return *end == '.' && n < INT_MAX ? (int)n : -1;
 }
 
-static void gguf_cut(const struct gguf_tensor *t, struct cut *c) {
+static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     char name[GGUF_MAX_NAME + 1];
     const char *rest = "";
     if (memchr(t->name.p, 0, t->name.n)) die("'%s': the name of tensor '%s' holds a NUL", m.path, kv_name(t->name));
     snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.p);
     int block = tensor_block(name, &rest);
-    struct layer *y = block < 0 ? NULL : layer_find(block);
+    struct layer *layer = block < 0 ? NULL : layer_find(block);
     c->layer = -1;
     c->dropped = m.drop_mtp && block >= m.n_trunk;
     if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
-    if (!y) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
+    if (!layer) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
     uint64_t n = t->ne[t->n_dims - 1], all = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     if (all == 1 && ends_with(rest, "scale")) return; /* one for all experts */
-    if (n != (uint64_t)y->n)
+    if (n != (uint64_t)layer->n)
         die("'%s': tensor '%s' ends in a dimension of %llu, the layer has %d experts", m.path, name,
-            (unsigned long long)n, y->n);
+            (unsigned long long)n, layer->n);
     if (t->n_dims == 1 && gguf_type_info(t->type).block > 1)
         die("'%s': tensor '%s' has the type %s, which cannot be cut by expert", m.path, name,
             gguf_type_info(t->type).name);
-    c->layer = (int)(y - m.layers);
+    c->layer = (int)(layer - m.layers);
 }
 
 static void gguf_read(const char *path) {
@@ -620,20 +633,20 @@ static void gguf_read(const char *path) {
     if (!m.n_group) m.n_group = 1;
     m.n_group_used = meta_int(arch_key("expert_group_used_count"), m.n_group, m.n_group > 1, m.n_group);
     if (m.n_group == 1) m.n_group_used = 1;
-    m.original = meta_int("moe.reap.original_expert_count", 0, 0, INT_MAX);
+    m.original_experts = meta_int("moe.reap.original_expert_count", 0, 0, INT_MAX);
     m.pruned = meta_int("moe.reap.pruned", 0, 0, 1);
-    m.routers = HASH_START;
+    m.router_hash = HASH_START;
     for (int b = 0; b < blocks; b++) {
         const struct gguf_tensor *t = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_inp.weight", b));
         if (!t) continue;
-        struct layer *y = layer_add(b, t->n_dims == 2 ? (size_t)t->ne[1] : 0, kv_name(t->name));
-        y->hashed = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid", b)) ||
-                    gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid.weight", b));
+        struct layer *layer = layer_add(b, t->n_dims == 2 ? (size_t)t->ne[1] : 0, kv_name(t->name));
+        layer->hash_routed = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid", b)) ||
+                             gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid.weight", b));
         if (b < m.n_trunk) gguf_hash_router(t);
-        gguf_read_kept(y);
+        gguf_read_retained(layer);
     }
-    cuts = xrealloc(NULL, gguf.n_tensors * sizeof *cuts);
-    for (uint32_t i = 0; i < gguf.n_tensors; i++) gguf_cut(&gguf.tensors[i], &cuts[i]);
+    slicings = xrealloc(NULL, gguf.n_tensors * sizeof *slicings);
+    for (uint32_t i = 0; i < gguf.n_tensors; i++) gguf_find_slicing(&gguf.tensors[i], &slicings[i]);
 }
 
 /* FNV-1a 64 of the source's headers, with what stands before the first data. */
@@ -654,7 +667,10 @@ static void put_kv(struct gguf_writer *w, const struct gguf_kv *kv, uint64_t n) 
     for (uint64_t i = 0; kv->type == GGUF_V_STR && i < n; i++) gguf_next_str(&end);
     gguf_put_bytes(w, kv->key.p, kv->key.n);
     gguf_put_u32_raw(w, kv->is_array ? GGUF_V_ARR : kv->type);
-    if (kv->is_array) gguf_put_u32_raw(w, kv->type), gguf_put_u64_raw(w, n);
+    if (kv->is_array) {
+        gguf_put_u32_raw(w, kv->type);
+        gguf_put_u64_raw(w, n);
+    }
     gguf_put(w, kv->data, (size_t)(end - kv->data));
     w->n_kv++;
 }
@@ -662,21 +678,21 @@ static void put_kv(struct gguf_writer *w, const struct gguf_kv *kv, uint64_t n) 
 /* How many experts every layer keeps; 0: dense. */
 static void put_counts_per_layer(struct gguf_writer *w, int blocks) {
     int32_t counts[MAX_BLOCKS] = {0};
-    for (size_t i = 0; i < arrlenu(m.layers); i++) counts[m.layers[i].block] = m.layers[i].keep;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) counts[m.layers[i].block] = m.layers[i].n_retained;
     gguf_put_array(w, arch_key("expert_count_per_layer"), GGUF_V_I32, (uint64_t)blocks, counts);
 }
 
-static void put_kept(struct gguf_writer *w) {
+static void put_retained(struct gguf_writer *w) {
     bool unknown = false;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *y = &m.layers[i];
+        const struct layer *layer = &m.layers[i];
         int32_t ids[MAX_EXPERTS];
         int n = 0;
-        for (int k = 0; k < y->n; k++)
-            if (y->e[k].kept) ids[n++] = y->e[k].original;
-        if (!n || (y->keep == y->n && !y->listed)) continue;
+        for (int k = 0; k < layer->n; k++)
+            if (layer->experts[k].retained) ids[n++] = layer->experts[k].original_id;
+        if (!n || (layer->n_retained == layer->n && !layer->lists_ids)) continue;
         if (ids[0] < 0) unknown = true;
-        else gguf_put_array(w, fmt("moe.reap.kept.%d", y->block), GGUF_V_I32, (uint64_t)n, ids);
+        else gguf_put_array(w, fmt("moe.reap.kept.%d", layer->block), GGUF_V_I32, (uint64_t)n, ids);
     }
     static bool said;
     if (unknown && !said) note("'%s' was pruned and does not say of what: original ids are left out", m.path);
@@ -687,13 +703,13 @@ static void put_reap(struct gguf_writer *w, uint64_t source) {
     char hash[17];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)source);
     gguf_put_bool(w, "moe.reap.pruned", m.pruned || outcome().dropped);
-    if (m.original) gguf_put_u32(w, "moe.reap.original_expert_count", (uint32_t)m.original);
-    put_kept(w);
-    gguf_put_str(w, "moe.reap.criterion", criteria[want.criterion], strlen(criteria[want.criterion]));
+    if (m.original_experts) gguf_put_u32(w, "moe.reap.original_expert_count", (uint32_t)m.original_experts);
+    put_retained(w);
+    gguf_put_str(w, "moe.reap.criterion", criteria[opts.criterion], strlen(criteria[opts.criterion]));
     if (scores.n_files) {
         gguf_put_key(w, "moe.reap.calibration.tokens", GGUF_V_U64);
         gguf_put_u64_raw(w, (uint64_t)scores.tokens);
-        gguf_put_f32(w, "moe.reap.calibration.coverage", (float)((double)scores.seen / (double)scores.experts));
+        gguf_put_f32(w, "moe.reap.calibration.coverage", (float)((double)scores.covered / (double)scores.total));
     }
     gguf_put_str(w, "moe.reap.source_hash", hash, 16);
 }
@@ -721,14 +737,16 @@ static void put_metadata(struct gguf_writer *w) {
             named = true;
         } else if (!strcmp(key, "general.alignment")) gguf_put_u32(w, key, GGUF_DEFAULT_ALIGN);
         else if (!strcmp(suffix, "expert_count")) gguf_put_u32(w, key, (uint32_t)o.largest);
-        else if (!strcmp(suffix, "expert_count_per_layer")) put_counts_per_layer(w, blocks), listed = true;
-        else if (m.drop_mtp && !strcmp(suffix, "block_count")) gguf_put_u32(w, key, (uint32_t)blocks);
+        else if (!strcmp(suffix, "expert_count_per_layer")) {
+            put_counts_per_layer(w, blocks);
+            listed = true;
+        } else if (m.drop_mtp && !strcmp(suffix, "block_count")) gguf_put_u32(w, key, (uint32_t)blocks);
         else if (m.drop_mtp && !strcmp(suffix, "nextn_predict_layers")) gguf_put_u32(w, key, 0);
         else if (m.drop_mtp && ours && kv->is_array && kv->n == (uint64_t)(m.n_trunk + m.n_mtp))
             put_kv(w, kv, (uint64_t)blocks); /* one for each layer */
         else put_kv(w, kv, kv->n);
     }
-    if (m.naming && !named) gguf_put_str(w, "general.name", m.naming, strlen(m.naming));
+    if (m.name_option && !named) gguf_put_str(w, "general.name", m.name_option, strlen(m.name_option));
     if (o.differ && !listed) put_counts_per_layer(w, blocks);
     if (!source) source = gguf_source_hash();
     put_reap(w, source);
@@ -743,8 +761,8 @@ static size_t gguf_plan(void) {
         uint64_t ne[4] = {t->ne[0], t->ne[1], t->ne[2], t->ne[3]};
         char name[GGUF_MAX_NAME + 1];
         snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.p);
-        if (cuts[i].dropped) continue;
-        if (cuts[i].layer >= 0) ne[t->n_dims - 1] = (uint64_t)m.layers[cuts[i].layer].keep;
+        if (slicings[i].dropped) continue;
+        if (slicings[i].layer >= 0) ne[t->n_dims - 1] = (uint64_t)m.layers[slicings[i].layer].n_retained;
         gguf_add_tensor(&w, name, t->type, t->n_dims, ne);
     }
     free(gguf_head);
@@ -767,10 +785,11 @@ static void copy_bytes(const struct shard *s, size_t at, size_t n) {
 }
 
 /* Of n slices that begin at `at` and have `bytes` each those of the experts that stay, neighbours together. */
-static void copy_kept(const struct shard *s, size_t at, size_t bytes, const struct layer *y) {
-    for (int k = 0, run; k < y->n; k += run) {
-        for (run = 1; k + run < y->n && y->e[k + run].kept == y->e[k].kept; run++) continue;
-        if (y->e[k].kept) copy_bytes(s, at + (size_t)k * bytes, (size_t)run * bytes);
+static void copy_retained(const struct shard *s, size_t at, size_t bytes, const struct layer *layer) {
+    for (int k = 0, run; k < layer->n; k += run) {
+        for (run = 1; k + run < layer->n && layer->experts[k + run].retained == layer->experts[k].retained; run++)
+            continue;
+        if (layer->experts[k].retained) copy_bytes(s, at + (size_t)k * bytes, (size_t)run * bytes);
     }
 }
 
@@ -783,11 +802,11 @@ static void gguf_write(char path[PATH_MAX]) {
         const struct gguf_tensor *t = &gguf.tensors[i];
         const struct shard *s = &shards[t->shard];
         size_t from = dest.done;
-        if (cuts[i].dropped) continue;
-        if (cuts[i].layer < 0) copy_bytes(s, gguf_offset(t), t->bytes);
+        if (slicings[i].dropped) continue;
+        if (slicings[i].layer < 0) copy_bytes(s, gguf_offset(t), t->bytes);
         else {
-            const struct layer *y = &m.layers[cuts[i].layer];
-            copy_kept(s, gguf_offset(t), t->bytes / (size_t)y->n, y);
+            const struct layer *layer = &m.layers[slicings[i].layer];
+            copy_retained(s, gguf_offset(t), t->bytes / (size_t)layer->n, layer);
         }
         out_write(zeros, gguf_pad(dest.done - from) - (dest.done - from));
         n++;
@@ -805,10 +824,10 @@ static void gguf_write(char path[PATH_MAX]) {
  * ============================================================================================================ */
 
 /* What a name says: of a tensor, or of a module in a list. */
-enum part { OTHER, EXPERT, STACK, ROUTER };
+enum role { OTHER, EXPERT, STACK, ROUTER };
 
-struct name_part {
-    enum part part;
+struct parsed_name {
+    enum role role;
     int block;        /* -1: none */
     int expert;       /* of EXPERT */
     size_t at, end;   /* its digits */
@@ -824,9 +843,9 @@ static int digits(const char *s, size_t *n) {
 }
 
 /* "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. */
-static struct name_part name_parse(const char *name) {
+static struct parsed_name name_parse(const char *name) {
     static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe."};
-    struct name_part r = {.block = -1, .rest = "", .mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.")};
+    struct parsed_name r = {.block = -1, .rest = "", .mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.")};
     const char *p = starts_with(name, "layers.") ? name : strstr(name, ".layers.");
     size_t n;
     if (!p) return r;
@@ -841,11 +860,15 @@ static struct name_part name_parse(const char *name) {
     while (k < COUNT(stems) && !starts_with(p, stems[k])) k++;
     if (k == COUNT(stems)) return r;
     p += strlen(stems[k]);
-    if ((starts_with(p, "gate.") && !ends_with(p, "tid2eid")) || !strcmp(p, "e_score_correction_bias")) r.part = ROUTER;
+    if ((starts_with(p, "gate.") && !ends_with(p, "tid2eid")) || !strcmp(p, "e_score_correction_bias")) r.role = ROUTER;
     if (!starts_with(p, "experts.")) return r;
     r.expert = digits(p + 8, &n);
-    if (r.expert < 0 || (p[8 + n] && p[8 + n] != '.')) r.part = STACK;
-    else r.part = EXPERT, r.at = (size_t)(p + 8 - name), r.end = r.at + n;
+    if (r.expert < 0 || (p[8 + n] && p[8 + n] != '.')) r.role = STACK;
+    else {
+        r.role = EXPERT;
+        r.at = (size_t)(p + 8 - name);
+        r.end = r.at + n;
+    }
     return r;
 }
 
@@ -869,30 +892,30 @@ static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num
 
 static struct doc hf_doc_of(const char *key) { return get(hf_text, key) ? hf_text : hf_config; }
 
-static int hf_int(const char *key, int64_t lo, int64_t hi, int64_t otherwise) {
-    return (int)get_int(hf_doc_of(key), key, lo, hi, otherwise);
+static int hf_int(const char *key, int64_t lo, int64_t hi, int64_t fallback) {
+    return (int)get_int(hf_doc_of(key), key, lo, hi, fallback);
 }
 
 /* The layers' routers, in order; hashed ones have a table from tokens to experts beside them. */
 static void hf_read_layers(void) {
     struct tensor *routers[MAX_BLOCKS + 16] = {NULL};
-    bool hashed[MAX_BLOCKS + 16] = {false};
+    bool hash_routed[MAX_BLOCKS + 16] = {false};
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
-        struct name_part p = name_parse(t->name);
-        bool router = p.part == ROUTER && ends_with(p.rest, ".gate.weight"), table = ends_with(p.rest, "tid2eid");
+        struct parsed_name p = name_parse(t->name);
+        bool router = p.role == ROUTER && ends_with(p.rest, ".gate.weight"), table = ends_with(p.rest, "tid2eid");
         if (p.block < 0 || (!router && !table)) continue;
         if (p.block >= (int)COUNT(routers)) die("%s: layer %d is beyond %d", where(t), p.block, MAX_BLOCKS);
-        hashed[p.block] |= table;
+        hash_routed[p.block] |= table;
         if (router && routers[p.block]) die("%s: '%s' is the same layer's", where(t), routers[p.block]->name);
         if (router) routers[p.block] = t;
     }
     for (int b = 0; b < (int)COUNT(routers); b++) {
         struct tensor *t = routers[b];
         if (!t) continue;
-        if (t->rank != 2 || (t->dtype != F32 && t->dtype != F16 && t->dtype != BF16))
+        if (t->rank != 2 || !is_float(t))
             die("%s: expected a matrix of BF16, F16 or F32, found %s", where(t), shape_text(t));
-        layer_add(b, t->shape[0], t->name)->hashed = hashed[b];
+        layer_add(b, t->shape[0], t->name)->hash_routed = hash_routed[b];
         if (arrlen(m.layers) == 1) {
             char *prefix = xstrdup(t->name);
             prefix[name_parse(t->name).prefix] = 0;
@@ -903,8 +926,8 @@ static void hf_read_layers(void) {
         for (size_t r = 0; r < t->shape[0] && b < m.n_trunk; r++) {
             uint8_t *raw = scratch(0, bytes);
             tensor_read(t, r * bytes, raw, bytes);
-            gguf_dequantize_row(t->dtype == F32 ? GGUF_F32 : t->dtype == F16 ? GGUF_F16 : GGUF_BF16, raw, row, cols);
-            m.routers = hash_bytes(m.routers, row, cols * sizeof *row);
+            gguf_dequantize_row(float_type(t), raw, row, cols);
+            m.router_hash = hash_bytes(m.router_hash, row, cols * sizeof *row);
         }
     }
 }
@@ -913,43 +936,45 @@ static void hf_read_layers(void) {
 static void hf_check_tensors(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         const struct tensor *t = &tensors[i];
-        struct name_part p = name_parse(t->name);
-        if (p.part == OTHER) continue;
-        struct layer *y = layer_find(p.block);
-        if (!y) die("%s: layer %d has no router mlp.gate.weight", where(t), p.block);
-        if (p.part == EXPERT && p.expert >= y->n) die("%s: expert %d, the router has %d", where(t), p.expert, y->n);
-        if (p.part == EXPERT) y->e[p.expert].tensors++;
+        struct parsed_name p = name_parse(t->name);
+        if (p.role == OTHER) continue;
+        struct layer *layer = layer_find(p.block);
+        if (!layer) die("%s: layer %d has no router mlp.gate.weight", where(t), p.block);
+        if (p.role == EXPERT && p.expert >= layer->n)
+            die("%s: expert %d, the router has %d", where(t), p.expert, layer->n);
+        if (p.role == EXPERT) layer->experts[p.expert].n_tensors++;
         else if (t->bytes * 8 != dtypes[t->dtype].bits &&
-                 (!t->rank || t->shape[0] != (size_t)y->n || t->bytes % t->shape[0]))
-            die("%s: expected %d slices, one for each expert, found %s", where(t), y->n, shape_text(t));
+                 (!t->rank || t->shape[0] != (size_t)layer->n || t->bytes % t->shape[0]))
+            die("%s: expected %d slices, one for each expert, found %s", where(t), layer->n, shape_text(t));
     }
     for (size_t i = 0; i < arrlenu(m.layers); i++)
         for (int k = 1; k < m.layers[i].n; k++)
-            if (m.layers[i].e[k].tensors != m.layers[i].e[0].tensors)
+            if (m.layers[i].experts[k].n_tensors != m.layers[i].experts[0].n_tensors)
                 die("'%s': layer %d: expert %d has %d tensors, expert 0 has %d", m.path, m.layers[i].block, k,
-                    m.layers[i].e[k].tensors, m.layers[i].e[0].tensors);
+                    m.layers[i].experts[k].n_tensors, m.layers[i].experts[0].n_tensors);
 }
 
 /* config.json may carry the object "reap": the ids that were kept, by layer. */
-static void hf_read_kept(void) {
+static void hf_read_retained(void) {
     struct doc reap = get_obj(hf_config, "reap");
     if (!reap.obj) return;
     m.pruned = true;
-    m.original = (int)get_int(reap, "original_experts", 1, INT32_MAX, REQUIRED);
+    m.original_experts = (int)get_int(reap, "original_experts", 1, INT32_MAX, REQUIRED);
     json_t *kept = get_list(reap, "kept");
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *y = &m.layers[i];
-        json_t *ids = json_array_get(kept, (size_t)y->block);
+        struct layer *layer = &m.layers[i];
+        json_t *ids = json_array_get(kept, (size_t)layer->block);
         if (!json_is_array(ids)) continue;
-        y->listed = true;
-        expect(reap, "kept", json_array_size(ids) == (size_t)y->n, fmt("%d ids for layer %d", y->n, y->block));
-        for (int k = 0; k < y->n; k++) {
+        layer->lists_ids = true;
+        expect(reap, "kept", json_array_size(ids) == (size_t)layer->n,
+               fmt("%d ids for layer %d", layer->n, layer->block));
+        for (int k = 0; k < layer->n; k++) {
             int64_t v = json_is_integer(json_array_get(ids, (size_t)k))
                             ? json_integer_value(json_array_get(ids, (size_t)k))
                             : -1;
-            expect(reap, "kept", v >= 0 && v < m.original && (!k || v > y->e[k - 1].original),
-                   fmt("rising ids below %d for layer %d", m.original, y->block));
-            y->e[k].original = (int32_t)v;
+            expect(reap, "kept", v >= 0 && v < m.original_experts && (!k || v > layer->experts[k - 1].original_id),
+                   fmt("rising ids below %d for layer %d", m.original_experts, layer->block));
+            layer->experts[k].original_id = (int32_t)v;
         }
     }
 }
@@ -1016,14 +1041,14 @@ static void hf_read(const char *path) {
     m.top_k = hf_int("num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
     m.n_group = hf_int("n_group", 1, MAX_EXPERTS, 1);
     m.n_group_used = m.n_group == 1 ? 1 : hf_int("topk_group", 1, m.n_group, m.n_group);
-    m.routers = HASH_START;
+    m.router_hash = HASH_START;
     bool counted = false;
     for (size_t k = 0; k < COUNT(count_keys); k++) counted |= get(hf_doc_of(count_keys[k]), count_keys[k]) != NULL;
     if (!counted)
         die("config.json: none of num_experts, n_routed_experts, num_local_experts, moe_num_experts is there");
     hf_read_layers();
     hf_check_tensors();
-    hf_read_kept();
+    hf_read_retained();
     by_place = xrealloc(NULL, arrlenu(tensors) * sizeof *by_place);
     for (uint32_t i = 0; i < arrlenu(tensors); i++) by_place[i] = i;
     qsort(by_place, arrlenu(tensors), sizeof *by_place, by_shard_offset);
@@ -1033,19 +1058,19 @@ static void hf_read(const char *path) {
 
 /* The name under which a tensor or module goes on; NULL: it does not. */
 static const char *hf_rename(const char *name) {
-    struct name_part p = name_parse(name);
-    const struct layer *y = p.part == EXPERT ? layer_find(p.block) : NULL;
+    struct parsed_name p = name_parse(name);
+    const struct layer *layer = p.role == EXPERT ? layer_find(p.block) : NULL;
     bool ours = p.block >= 0 && p.prefix == strlen(hf_prefix) && !memcmp(name, hf_prefix, p.prefix);
     if (m.drop_mtp && (p.mtp || (ours && p.block >= m.n_trunk))) return NULL;
-    if (!y || p.expert >= y->n) return name;
-    if (!y->e[p.expert].kept) return NULL;
-    return fmt("%.*s%d%s", (int)p.at, name, y->e[p.expert].index, name + p.end);
+    if (!layer || p.expert >= layer->n) return name;
+    if (!layer->experts[p.expert].retained) return NULL;
+    return fmt("%.*s%d%s", (int)p.at, name, layer->experts[p.expert].new_id, name + p.end);
 }
 
 /* Whether a pattern means an expert by its number, so that it would mean another one afterwards. */
 static bool names_expert(const char *pattern) {
     const char *p = strstr(pattern, "experts");
-    if (!p || name_parse(pattern).part == EXPERT) return false;
+    if (!p || name_parse(pattern).role == EXPERT) return false;
     p += strlen("experts");
     p += strspn(p, "\\.");
     return *p >= '0' && *p <= '9';
@@ -1080,40 +1105,40 @@ static json_t *hf_renamed(json_t *j, const char *file) {
 /* Adds "reap", as moe-convert reads it. */
 static void hf_put_reap(json_t *config) {
     json_t *kept = json_array(), *reap;
-    bool known = m.original > 0;
+    bool known = m.original_experts > 0;
     int blocks = 0;
     for (size_t i = 0; i < arrlenu(m.layers); i++)
-        if (m.layers[i].keep) blocks = m.layers[i].block + 1;
+        if (m.layers[i].n_retained) blocks = m.layers[i].block + 1;
     for (int b = 0; b < blocks; b++) {
-        const struct layer *y = layer_find(b);
-        json_t *ids = y && (y->listed || y->keep < y->n) ? json_array() : json_null();
-        for (int k = 0; y && k < y->n; k++) {
-            known &= y->e[k].original >= 0;
-            if (y->e[k].kept) json_array_append_new(ids, json_integer(y->e[k].original));
+        const struct layer *layer = layer_find(b);
+        json_t *ids = layer && (layer->lists_ids || layer->n_retained < layer->n) ? json_array() : json_null();
+        for (int k = 0; layer && k < layer->n; k++) {
+            known &= layer->experts[k].original_id >= 0;
+            if (layer->experts[k].retained) json_array_append_new(ids, json_integer(layer->experts[k].original_id));
         }
         json_array_append_new(kept, ids);
     }
-    reap =
-        json_pack("{s:i,s:o,s:s}", "original_experts", m.original, "kept", kept, "criterion", criteria[want.criterion]);
+    reap = json_pack("{s:i,s:o,s:s}", "original_experts", m.original_experts, "kept", kept, "criterion",
+                     criteria[opts.criterion]);
     if (scores.n_files)
         json_object_update_new(reap, json_pack("{s:I,s:f}", "calibration_tokens", (json_int_t)scores.tokens,
-                                               "calibration_coverage", (double)scores.seen / (double)scores.experts));
+                                               "calibration_coverage", (double)scores.covered / (double)scores.total));
     if (known) json_object_set(config, "reap", reap);
     json_decref(reap);
 }
 
 static json_t *hf_new_config(void) {
     struct outcome o = outcome();
-    json_t *config = json_deep_copy(hf_config.obj), *parts[] = {config, json_object_get(config, "text_config")};
-    for (int i = 0; i < 2 && parts[i]; i++) {
-        json_t *q = json_object_get(parts[i], "quantization_config");
+    json_t *config = json_deep_copy(hf_config.obj), *texts[] = {config, json_object_get(config, "text_config")};
+    for (int i = 0; i < 2 && texts[i]; i++) {
+        json_t *q = json_object_get(texts[i], "quantization_config");
         for (size_t k = 0; k < COUNT(count_keys); k++)
-            if (json_object_get(parts[i], count_keys[k]))
-                json_object_set_new(parts[i], count_keys[k], json_integer(o.largest));
+            if (json_object_get(texts[i], count_keys[k]))
+                json_object_set_new(texts[i], count_keys[k], json_integer(o.largest));
         static const char *const mtp[] = {"num_nextn_predict_layers", "mtp_num_hidden_layers"};
         for (size_t k = 0; k < COUNT(mtp); k++)
-            if (m.drop_mtp && json_object_get(parts[i], mtp[k])) json_object_set_new(parts[i], mtp[k], json_integer(0));
-        if (json_is_object(q)) json_object_set_new(parts[i], "quantization_config", hf_renamed(q, "config.json"));
+            if (m.drop_mtp && json_object_get(texts[i], mtp[k])) json_object_set_new(texts[i], mtp[k], json_integer(0));
+        if (json_is_object(q)) json_object_set_new(texts[i], "quantization_config", hf_renamed(q, "config.json"));
     }
     if (m.pruned || o.dropped) hf_put_reap(config);
     return config;
@@ -1151,7 +1176,8 @@ static void hf_add_json(const char *name, json_t *j, struct doc was) {
     } else {
         char *s = json_dumps(j, JSON_INDENT(2) | JSON_REAL_PRECISION(real_digits(j)));
         if (!s) die("out of memory for '%s'", name);
-        text_put(&f.text, s), text_put(&f.text, "\n");
+        text_put(&f.text, s);
+        text_put(&f.text, "\n");
         free(s);
     }
     json_decref(j);
@@ -1161,14 +1187,19 @@ static void hf_add_json(const char *name, json_t *j, struct doc was) {
 
 /* The layer by whose experts a tensor is sliced, or NULL. */
 static const struct layer *hf_sliced(const struct tensor *t) {
-    struct name_part p = name_parse(t->name);
-    bool slices = (p.part == STACK || p.part == ROUTER) && t->bytes * 8 != dtypes[t->dtype].bits;
+    struct parsed_name p = name_parse(t->name);
+    bool slices = (p.role == STACK || p.role == ROUTER) && t->bytes * 8 != dtypes[t->dtype].bits;
     return slices ? layer_find(p.block) : NULL;
 }
 
 /* Bytes of a tensor as it goes on. */
-static size_t hf_bytes(const struct tensor *t, const struct layer *y) {
-    return y ? t->bytes / (size_t)y->n * (size_t)y->keep : t->bytes;
+static size_t hf_bytes(const struct tensor *t, const struct layer *layer) {
+    return layer ? t->bytes / (size_t)layer->n * (size_t)layer->n_retained : t->bytes;
+}
+
+/* Size d of the shape of a tensor in the output. layer: the one that it is sliced by, or NULL. */
+static size_t hf_shape(const struct tensor *t, const struct layer *layer, uint32_t d) {
+    return layer && d == 0 ? (size_t)layer->n_retained : t->shape[d];
 }
 
 /* Adds the header of a shard, and its data to *all; a shard that loses all its tensors is left out. */
@@ -1176,22 +1207,25 @@ static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     struct out_file f = {.name = xstrdup(shards[shard].name), .shard = shard, .other = -1};
     size_t at = 0, n = 0;
     text_put(&f.text, "01234567{");
-    if (hf_metadata[shard]) text_put(&f.text, "\"__metadata__\":"), text_put(&f.text, hf_metadata[shard]);
+    if (hf_metadata[shard]) {
+        text_put(&f.text, "\"__metadata__\":");
+        text_put(&f.text, hf_metadata[shard]);
+    }
     for (size_t i = first; i < last; i++) {
         const struct tensor *t = &tensors[by_place[i]];
-        const struct layer *y = hf_sliced(t);
+        const struct layer *layer = hf_sliced(t);
         const char *to = hf_rename(t->name);
         if (!to) continue;
         json_t *name = json_string(to);
         char *quoted = json_dumps(name, JSON_ENCODE_ANY);
-        size_t bytes = hf_bytes(t, y);
+        size_t bytes = hf_bytes(t, layer);
         text_put(&f.text, arrlenu(f.text) > 9 ? "," : "");
         text_put(&f.text, quoted);
         text_put(&f.text, fmt(":{\"dtype\":\"%s\",\"shape\":[", dtypes[t->dtype].name));
-        for (uint32_t d = 0; d < t->rank; d++)
-            text_put(&f.text, fmt("%s%zu", d ? "," : "", y && !d ? (size_t)y->keep : t->shape[d]));
+        for (uint32_t d = 0; d < t->rank; d++) text_put(&f.text, fmt("%s%zu", d ? "," : "", hf_shape(t, layer, d)));
         text_put(&f.text, fmt("],\"data_offsets\":[%zu,%zu]}", at, at + bytes));
-        at += bytes, n++;
+        at += bytes;
+        n++;
         free(quoted);
         json_decref(name);
     }
@@ -1202,7 +1236,10 @@ static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     f.bytes = arrlenu(f.text) + at;
     *all += at;
     if (n || first == last) arrput(hf_files, f);
-    else free(f.name), arrfree(f.text);
+    else {
+        free(f.name);
+        arrfree(f.text);
+    }
 }
 
 static void hf_add_index(size_t all) {
@@ -1224,7 +1261,10 @@ static void hf_add_index(size_t all) {
 /* Makes the list of files for what is chosen; the bytes of all. */
 static size_t hf_plan(void) {
     size_t all = 0, bytes = 0, first = 0, last;
-    for (size_t i = 0; i < arrlenu(hf_files); i++) free(hf_files[i].name), arrfree(hf_files[i].text);
+    for (size_t i = 0; i < arrlenu(hf_files); i++) {
+        free(hf_files[i].name);
+        arrfree(hf_files[i].text);
+    }
     arrsetlen(hf_files, 0);
     hf_add_json("config.json", hf_new_config(), hf_config);
     if (hf_quant.obj) hf_add_json("hf_quant_config.json", hf_renamed(hf_quant.obj, "hf_quant_config.json"), hf_quant);
@@ -1245,11 +1285,11 @@ static size_t hf_plan(void) {
 static void hf_check_uniform(void) {
     struct outcome o = outcome();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *y = &m.layers[i];
-        if (y->keep != o.largest && !(y->mtp && m.drop_mtp))
+        const struct layer *layer = &m.layers[i];
+        if (layer->n_retained != o.largest && !(layer->mtp && m.drop_mtp))
             die("layer %d keeps %d experts, another one %d: a Hugging Face directory has one count for all; convert it "
                 "and prune the GGUF",
-                y->block, y->keep, o.largest);
+                layer->block, layer->n_retained, o.largest);
     }
 }
 
@@ -1264,7 +1304,7 @@ static void hf_check_target(char path[PATH_MAX]) {
     struct stat st;
     for (size_t n = strlen(path); n > 1 && path[n - 1] == '/'; n--) path[n - 1] = 0;
     if (!lstat(path, &st)) die("'%s' exists; a model in a directory becomes a new one", path);
-    check_room(path);
+    check_free_space(path);
 }
 
 static void hf_write_file(const struct out_file *f) {
@@ -1276,8 +1316,8 @@ static void hf_write_file(const struct out_file *f) {
     for (size_t i = 0; i < arrlenu(tensors) && f->shard >= 0; i++) {
         const struct tensor *t = &tensors[by_place[i]];
         if ((int)t->shard != f->shard || !hf_rename(t->name)) continue;
-        const struct layer *y = hf_sliced(t);
-        if (y) copy_kept(&shards[t->shard], t->at, t->bytes / (size_t)y->n, y);
+        const struct layer *layer = hf_sliced(t);
+        if (layer) copy_retained(&shards[t->shard], t->at, t->bytes / (size_t)layer->n, layer);
         else copy_bytes(&shards[t->shard], t->at, t->bytes);
     }
     if (fflush(dest.f) || fsync(fileno(dest.f)) || fclose(dest.f))
@@ -1307,46 +1347,51 @@ static void hf_write(char path[PATH_MAX]) {
  * Report
  * ============================================================================================================ */
 
-static void report_layer(const struct layer *y) {
-    double all = 0, kept = 0;
-    int never = 0, few = 0;
-    for (int k = 0; k < y->n; k++) {
-        all += y->e[k].weighted;
-        kept += y->e[k].kept ? y->e[k].weighted : 0;
-        never += !y->e[k].tokens;
-        few += y->e[k].tokens < FEW_TOKENS;
+static void report_layer(const struct layer *layer) {
+    double all = 0, retained = 0;
+    int unseen = 0, undersampled = 0;
+    for (int k = 0; k < layer->n; k++) {
+        all += layer->experts[k].weighted_sum;
+        if (layer->experts[k].retained) retained += layer->experts[k].weighted_sum;
+        unseen += !layer->experts[k].tokens;
+        undersampled += layer->experts[k].tokens < MIN_SAMPLES;
     }
-    printf("%5d  %4d -> %-4d ", y->block, y->n, y->keep);
-    if (scores.n_files && decides(y)) printf("%6.2f %% %6d %6d ", all > 0 ? 100 * kept / all : 100, never, few);
+    printf("%5d  %4d -> %-4d ", layer->block, layer->n, layer->n_retained);
+    if (scores.n_files && selectable(layer))
+        printf("%6.2f %% %6d %6d ", all > 0 ? 100 * retained / all : 100, unseen, undersampled);
     else printf("%8s %6s %6s ", "-", "-", "-");
-    if (y->hashed) printf(" (routed by hash: left whole)");
-    if (y->mtp)
+    if (layer->hash_routed) printf(" (routed by hash: left whole)");
+    if (layer->mtp)
         printf(m.drop_mtp ? " (multi-token prediction: left out)" : " (multi-token prediction: as the layer before)");
-    for (int k = 0; k < y->n && decides(y); k++)
-        if (!y->e[k].kept) printf(" %d", k);
+    for (int k = 0; k < layer->n && selectable(layer); k++)
+        if (!layer->experts[k].retained) printf(" %d", k);
     putchar('\n');
 }
 
 static void report(size_t bytes) {
     long long before = 0, after = 0;
-    double all = 0, kept = 0;
-    printf("layer   experts    score   never   <%d   dropped\n", FEW_TOKENS);
+    double all = 0, retained = 0;
+    printf("layer   experts    score   never   <%d   dropped\n", MIN_SAMPLES);
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *y = &m.layers[i];
-        report_layer(y);
-        before += y->n, after += y->keep;
-        for (int k = 0; k < y->n && decides(y); k++)
-            all += y->e[k].weighted, kept += y->e[k].kept ? y->e[k].weighted : 0;
+        const struct layer *layer = &m.layers[i];
+        report_layer(layer);
+        before += layer->n;
+        after += layer->n_retained;
+        for (int k = 0; k < layer->n && selectable(layer); k++) {
+            all += layer->experts[k].weighted_sum;
+            if (layer->experts[k].retained) retained += layer->experts[k].weighted_sum;
+        }
     }
     printf("total   experts %lld -> %lld", before, after);
-    if (all > 0) printf(", %.2f %% of the weighted output stays", 100 * kept / all);
+    if (all > 0) printf(", %.2f %% of the weighted output stays", 100 * retained / all);
     printf("\ntotal   %zu bytes -> %zu (%.2f %%)\n", m.bytes, bytes, 100 * (double)bytes / (double)m.bytes);
+    const char *plural = scores.n_files > 1 ? "s" : "";
+    const char *unfinished = scores.unfinished ? " (the calibration was not finished)" : "";
     if (scores.n_files)
-        printf("scores  %lld tokens in %d file%s%s\n", (long long)scores.tokens, scores.n_files,
-               scores.n_files > 1 ? "s" : "", scores.unfinished ? " (the calibration was not finished)" : "");
-    if (scores.few)
+        printf("scores  %lld tokens in %d file%s%s\n", (long long)scores.tokens, scores.n_files, plural, unfinished);
+    if (scores.undersampled)
         printf("warning: %zu of %zu experts were seen fewer than %d times (%zu never): calibrate with more text\n",
-               scores.few, scores.experts, FEW_TOKENS, scores.never);
+               scores.undersampled, scores.total, MIN_SAMPLES, scores.unseen);
 }
 
 /* ============================================================================================================
@@ -1388,28 +1433,34 @@ static double option_number(const char *option, const char *text, double lo, dou
 }
 
 static void set_amount(enum amount a) {
-    if (want.amount != NONE) usage("one of --keep, --ratio, --budget and --counts, please");
-    want.amount = a;
+    if (opts.amount != NONE) usage("one of --keep, --ratio, --budget and --counts, please");
+    opts.amount = a;
 }
 
 static void set_criterion(const char *name) {
     size_t k = 0;
     while (k < COUNT(criteria) && strcmp(criteria[k], name)) k++;
     if (k == COUNT(criteria)) usage("--criterion: expected reap, frequency, norm or random, found '%s'", name);
-    want.criterion = (enum criterion)k;
+    opts.criterion = (enum criterion)k;
 }
 
 static void set_option(const char *a, const char *v) {
-    if (!strcmp(a, "--keep")) set_amount(KEEP), want.keep = (int)option_number(a, v, 1, MAX_EXPERTS, true);
-    else if (!strcmp(a, "--ratio")) {
+    if (!strcmp(a, "--keep")) {
+        set_amount(KEEP);
+        opts.keep = (int)option_number(a, v, 1, MAX_EXPERTS, true);
+    } else if (!strcmp(a, "--ratio")) {
         set_amount(RATIO);
-        want.ratio = option_number(a, v, 0, 1, false);
-        if (want.ratio == 1) usage("--ratio: 1 would leave no expert");
-    } else if (!strcmp(a, "--budget")) set_amount(BUDGET), want.budget = option_number(a, v, 0, 1e9, false) * 0x1p30;
-    else if (!strcmp(a, "--counts")) set_amount(COUNTS), want.counts = v;
-    else if (!strcmp(a, "--floor")) want.floor = (int)option_number(a, v, 1, MAX_EXPERTS, true);
+        opts.ratio = option_number(a, v, 0, 1, false);
+        if (opts.ratio == 1) usage("--ratio: 1 would leave no expert");
+    } else if (!strcmp(a, "--budget")) {
+        set_amount(BUDGET);
+        opts.budget = option_number(a, v, 0, 1e9, false) * 0x1p30;
+    } else if (!strcmp(a, "--counts")) {
+        set_amount(COUNTS);
+        opts.counts = v;
+    } else if (!strcmp(a, "--floor")) opts.floor = (int)option_number(a, v, 1, MAX_EXPERTS, true);
     else if (!strcmp(a, "--criterion")) set_criterion(v);
-    else if (!strcmp(a, "--name")) m.naming = v;
+    else if (!strcmp(a, "--name")) m.name_option = v;
     else if (strcmp(v, "prune") && strcmp(v, "drop")) usage("--mtp: expected prune or drop, found '%s'", v);
     else m.drop_mtp = !strcmp(v, "drop");
 }
@@ -1420,12 +1471,12 @@ static void check_usage(const char *out, bool dry_run, bool seeded, size_t n_fil
     if (!out && !dry_run) usage("-o OUT or --dry-run is needed (see --help)");
     if (out && (!*out || strlen(out) >= PATH_MAX - 1))
         usage("the name given with -o is %s", *out ? "too long" : "empty");
-    if (want.amount == NONE) usage("one of --keep, --ratio, --budget and --counts is needed (see --help)");
-    if (want.per_layer && want.amount == COUNTS) usage("--per-layer goes with --keep, --ratio or --budget");
-    if (want.floor && !want.per_layer) usage("--floor goes with --per-layer");
-    if (seeded && want.criterion != RANDOM) usage("--seed goes with --criterion random");
-    if (!n_files && want.criterion != RANDOM) usage("scores are needed: moe --calibrate makes them (see --help)");
-    if (!n_files && want.outliers) usage("--protect-outliers needs scores");
+    if (opts.amount == NONE) usage("one of --keep, --ratio, --budget and --counts is needed (see --help)");
+    if (opts.per_layer && opts.amount == COUNTS) usage("--per-layer goes with --keep, --ratio or --budget");
+    if (opts.floor && !opts.per_layer) usage("--floor goes with --per-layer");
+    if (seeded && opts.criterion != RANDOM) usage("--seed goes with --criterion random");
+    if (!n_files && opts.criterion != RANDOM) usage("scores are needed: moe --calibrate makes them (see --help)");
+    if (!n_files && opts.outliers) usage("--protect-outliers needs scores");
 }
 
 int main(int argc, char **argv) {
@@ -1437,8 +1488,8 @@ int main(int argc, char **argv) {
         if (!strcmp(a, "--help")) return help(), stdout_end();
         if (!strcmp(a, "--version")) return puts("moe-reap " VERSION), stdout_end();
         if (!strcmp(a, "--dry-run")) dry_run = true;
-        else if (!strcmp(a, "--per-layer")) want.per_layer = true;
-        else if (!strcmp(a, "--protect-outliers")) want.outliers = true;
+        else if (!strcmp(a, "--per-layer")) opts.per_layer = true;
+        else if (!strcmp(a, "--protect-outliers")) opts.outliers = true;
         else if (*a != '-' && !m.path) m.path = a;
         else if (*a != '-') arrput(files, a);
         else if (strchr(a, ' ') ||
@@ -1447,9 +1498,9 @@ int main(int argc, char **argv) {
         else if (i + 1 == argc) usage("%s needs a value", a);
         else if (!strcmp(a, "-o")) out = argv[++i];
         else if (!strcmp(a, "--seed")) {
-            want.seed = (uint64_t)option_number(a, argv[++i], 0, 0x1p53, true);
+            opts.seed = (uint64_t)option_number(a, argv[++i], 0, 0x1p53, true);
             seeded = true;
-        } else set_option(a, argv[i + 1]), i++;
+        } else set_option(a, argv[++i]);
     }
     check_usage(out, dry_run, seeded, arrlenu(files));
     strcpy(target, out ? out : "");
@@ -1457,7 +1508,7 @@ int main(int argc, char **argv) {
     struct stat st;
     if (stat(m.path, &st)) die("cannot open '%s': %s", m.path, strerror(errno));
     bool dir = S_ISDIR(st.st_mode);
-    if (dir && m.naming) usage("--name goes with a GGUF file");
+    if (dir && m.name_option) usage("--name goes with a GGUF file");
     size_t (*plan)(void) = dir ? hf_plan : gguf_plan;
     (dir ? hf_read : gguf_read)(m.path);
     model_check();

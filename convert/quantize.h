@@ -80,9 +80,13 @@ static inline uint8_t nvfp4_quantize_block(const float *x, const struct nvfp4_ru
     int first = nvfp4_amax_code(amax, r->scale2), code = first;
     float best = r->sweep ? nvfp4_block_error(x, weight, e4m3_to_f32((uint8_t)code), r->scale2) : 0.0f;
     for (int k = -SWEEP_BELOW; k <= SWEEP_ABOVE && r->sweep; k += k == -1 ? 2 : 1) {
-        int c = first + k < E4M3_LEAST ? E4M3_LEAST : first + k > E4M3_MOST ? E4M3_MOST : first + k;
+        int c = first + k < E4M3_LEAST ? E4M3_LEAST : first + k;
+        if (c > E4M3_MOST) c = E4M3_MOST;
         float e = nvfp4_block_error(x, weight, e4m3_to_f32((uint8_t)c), r->scale2);
-        if (e < best) best = e, code = c;
+        if (e < best) {
+            best = e;
+            code = c;
+        }
     }
     float d = e4m3_to_f32((uint8_t)code), step = d * r->scale2;
     memset(qs, 0, BLOCK / 2);
@@ -90,7 +94,8 @@ static inline uint8_t nvfp4_quantize_block(const float *x, const struct nvfp4_ru
         float y = fabsf(x[i]) / step, q = e2m1_round(y), e = y - q;
         error = fmaf(e, e, error);
         power = fmaf(y, y, power);
-        qs[i % 8] |= (uint8_t)((e2m1_code(q) | (x[i] < 0.0f ? 8 : 0)) << (i < 8 ? 0 : 4));
+        uint32_t sign = x[i] < 0.0f ? 8 : 0;
+        qs[i % 8] |= (uint8_t)((e2m1_code(q) | sign) << (i < 8 ? 0 : 4));
     }
     s->error += (double)(error * (d * d));
     s->power += (double)(power * (d * d));
@@ -160,13 +165,16 @@ static inline struct quantize_sums quantize_nvfp4_scalar(const float *x, size_t 
         isa##_vi half[2] = {{0}, {0}};                                                                                 \
         for (int i = 0; i < BLOCK; i++) {                                                                              \
             isa##_vf y = x[i] / step, q = isa##_round(y), e = y - q;                                                   \
-            err = isa##_fma(e, e, err), pow = isa##_fma(y, y, pow);                                                    \
+            err = isa##_fma(e, e, err);                                                                                \
+            pow = isa##_fma(y, y, pow);                                                                                \
             isa##_vi least = (isa##_vi)(q < 1.0f);                                                                     \
             isa##_vi code = ((isa##_vi)(q == 0.5f) & 1) | ((((isa##_vi)q >> 22) - 252) & ~least);                      \
             half[i / 4 % 2] |= (code | (sign[i] & 8)) << (i % 4 * 8 + i / 8 * 4);                                      \
         }                                                                                                              \
-        *lo = half[0], *hi = half[1];                                                                                  \
-        *error = err * (d * d), *power = pow * (d * d);                                                                \
+        *lo = half[0];                                                                                                 \
+        *hi = half[1];                                                                                                 \
+        *error = err * (d * d);                                                                                        \
+        *power = pow * (d * d);                                                                                        \
     }                                                                                                                  \
     TARGET static inline struct quantize_sums quantize_nvfp4_##isa(                                                    \
         const float *x, size_t n, const struct nvfp4_rule *r, struct block_nvfp4 *out) {                               \
@@ -180,7 +188,8 @@ static inline struct quantize_sums quantize_nvfp4_scalar(const float *x, size_t 
                 float amax = 0.0f;                                                                                     \
                 for (int i = 0; i < BLOCK; i++) {                                                                      \
                     float v = x[at + (size_t)i], m = fabsf(v);                                                         \
-                    a[i][k] = m, sign[i][k] = -(v < 0.0f);                                                             \
+                    a[i][k] = m;                                                                                       \
+                    sign[i][k] = -(v < 0.0f);                                                                          \
                     amax = m > amax ? m : amax;                                                                        \
                 }                                                                                                      \
                 for (int i = 0; i < BLOCK && r->weight; i++) w[i][k] = r->weight[at % r->n_in + (size_t)i];            \
@@ -195,7 +204,8 @@ static inline struct quantize_sums quantize_nvfp4_scalar(const float *x, size_t 
                 int32_t half[2] = {lo[k], hi[k]};                                                                      \
                 o->d[(b0 + k) % 4] = (uint8_t)code[k];                                                                 \
                 memcpy(qs, half, 8);                                                                                   \
-                s.error += (double)error[k], s.power += (double)power[k];                                              \
+                s.error += (double)error[k];                                                                           \
+                s.power += (double)power[k];                                                                           \
             }                                                                                                          \
         }                                                                                                              \
         return s;                                                                                                      \
@@ -244,13 +254,16 @@ static inline struct quantize_sums quantize_q8_0(const float *x, size_t n, struc
         for (int i = 0; i < 32; i++) amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
         float d = amax / 127.0f, inverse = d > 0.0f ? 1.0f / d : 0.0f;
         uint16_t h = f16_from_f32(d);
-        out->d[0] = (uint8_t)h, out->d[1] = (uint8_t)(h >> 8);
+        out->d[0] = (uint8_t)h;
+        out->d[1] = (uint8_t)(h >> 8);
         for (int i = 0; i < 32; i++) {
             out->qs[i] = (int8_t)roundf(x[i] * inverse);
             float e = x[i] - (float)out->qs[i] * f16_to_f32(h);
-            error += e * e, power += x[i] * x[i];
+            error += e * e;
+            power += x[i] * x[i];
         }
-        s.error += (double)error, s.power += (double)power;
+        s.error += (double)error;
+        s.power += (double)power;
     }
     return s;
 }

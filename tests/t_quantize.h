@@ -287,7 +287,7 @@ static void test_quantize_report(void) {
     char cmd[256];
     snprintf(cmd, sizeof cmd, CONVERT_BIN " %s --dry-run --quantize nvfp4 --backbone q8_0", h.dir);
     CHECK(!run_command(cmd, &out, &said) && strstr(sb_cstr(&out), "\ntotal NVFP4       6 tensors") &&
-              strstr(out, "\ntotal Q8_0       10 tensors") && strstr(out, "quantised"),
+              strstr(out, "\ntotal Q8_0       10 tensors") && strstr(out, "quantized"),
           "%s", out);
     arrfree(out);
     arrfree(said);
@@ -377,9 +377,9 @@ static void test_quantize_usage(void) {
              {"--quantize q4_0", "--quantize 'q4_0': expected nvfp4"},
              {"--quantize nvfp4 --search all", "--search 'all': expected sweep or amax"},
              {"--backbone nvfp4", "--backbone 'nvfp4': expected bf16 or q8_0"},
-             {"--search amax", "--search is for --quantize nvfp4"},
-             {"--backbone q8_0 --dense", "--dense is for --quantize nvfp4"},
-             {"--importance x.gguf", "--importance is for --quantize nvfp4"},
+             {"--search amax", "--search needs --quantize nvfp4"},
+             {"--backbone q8_0 --dense", "--dense needs --quantize nvfp4"},
+             {"--importance x.gguf", "--importance needs --quantize nvfp4"},
              {"--quantize nvfp4 --search amax --importance x.gguf", "--importance is for --search sweep"},
              {"--keep x", "--keep is for --quantize and --backbone"},
              {"--backbone q8_0 --keep 'a('", "--keep 'a(': missing closing parenthesis at character 3"}};
