@@ -12971,30 +12971,33 @@ static int repl_run(struct chat *c) {
     arrfree(line);
     return EXIT_OK;
 }
+
 /* ============================================================================================================
  * Plan
  *
- * Whether and how a model fits a machine, and how fast it can be there, before anything is loaded. What the ranks hold is
- * counted on the parts that the engine makes of a model, in the sizes in which a GPU keeps them; the speed is that of reading it.
+ * Says whether a model fits a machine, in which layout, and how fast it can be there at most. Needs only the sizes of the
+ * tensors; the weights are not read. Memory is counted on the same shards, buffers and GPU formats that the engine uses.
+ * The roofline is the time of reading weights and cache at the memory's bandwidth, plus the all-reduces.
+ * This section is over 450 lines because the search, the machine and the output share struct plan.
  * ============================================================================================================ */
 
 enum plan_read { READ_EXPERTS, READ_BACKBONE, READ_CACHE, READ_HEAD, PLAN_READS };
 
 enum {
-    PLAN_CTX = 4096,     /* a model that has no room for so many tokens does not fit, unless fewer are asked for */
-    PLAN_CTX_STEP = 256, /* tokens to which the largest context is rounded */
-    PLAN_LAYOUTS = 3     /* into tp x pp parts of up to MAX_RANKS GPUs */
+    PLAN_CTX = 4096,     /* tokens of context that a model needs room for to fit, unless -c asks for fewer */
+    PLAN_CTX_STEP = 256, /* the largest context is rounded down to a multiple of so many tokens */
+    PLAN_LAYOUTS = 3     /* most ways to write the number of GPUs, up to MAX_RANKS, as tp x pp */
 };
 
-/* Seconds of an all-reduce of one token's activations: one-shot, NCCL. */
+/* Seconds of an all-reduce of one token's activations: the one-shot kernel, NCCL. */
 static const double plan_reduce[2] = {5.5e-6, 12e-6};
 
-/* A GPU; of a plan for the CPU the only one is that. */
+/* A GPU; the only device of a plan for the CPU is the CPU. */
 struct plan_device {
     char name[128];
-    int64_t memory, usable; /* bytes: of all; without the driver's and --vram-reserve */
-    double rate;            /* bytes that are read per second */
-    const char *source;     /* of the rate: measured, given .. */
+    int64_t memory, usable; /* bytes: of all; without what the driver takes and --vram-reserve */
+    double rate;            /* bytes that it reads per second */
+    const char *source;     /* of the rate: "measured", "given" .. */
 };
 
 /* What one rank holds and reads. */
@@ -13009,27 +13012,36 @@ struct plan_layout {
     int tp, pp;
     char name[32]; /* --tp N --pp M */
     struct plan_rank rank[MAX_RANKS];
-    int context, largest[2]; /* tokens, 0: it does not fit; with a cache of fp8 and of bf16 */
+    int context, largest[2]; /* tokens, 0: it does not fit; largest: with a cache of FP8 and of BF16 */
     double roofline[2];      /* tokens per second, for each of plan_reduce */
 };
+
+/* How the search ended. A model that does not fit with all experts may still fit with a smaller context: see `shorter`. */
+enum plan_outcome { PLAN_FITS, PLAN_FITS_STAGES, PLAN_NEEDS_PRUNING, PLAN_DOES_NOT_FIT };
+
+static const char *const plan_verdicts[] = {"fits", "fits with --pp", "needs pruning", "does not fit"};
 
 struct plan {
     const struct model *m;
     bool cpu;
     struct plan_device device[MAX_RANKS];
     int n_device;
-    int64_t host;        /* CPU: bytes of the file besides the layers, */
-    int64_t activations; /* and of activations */
+    int64_t host;        /* CPU: bytes of the file without the layers */
+    int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
-    int want, least; /* tokens of context: wished for, indispensable */
+    int want, least; /* tokens of context: wished for; without which the model does not fit */
     struct plan_layout layout[PLAN_LAYOUTS];
-    int n_layout, chosen, context;
-    int retained;       /* experts a layer that fit; 0: all fit, or none do */
-    double percent;     /* of the experts that are so many */
-    int min_experts;    /* the fewest that could be kept */
-    int fallback;       /* the largest context with all experts, where that is below -c; 0: it is no alternative */
-    int64_t missing[2]; /* bytes on the worst GPU, with all and with the fewest experts */
+    int n_layout;
+    /* the answer */
+    enum plan_outcome outcome;
+    int chosen, context;    /* index of the layout; tokens of context */
+    int experts;            /* per layer, after pruning; if even that does not fit, all */
+    double percent;         /* of the model's experts that these are */
+    int fewest;             /* experts per layer that a token needs */
+    int shorter;            /* tokens: the largest context with all experts where they do not fit with -c N; 0: none */
+    int64_t missing;        /* bytes that the fullest device lacks with all experts, */
+    int64_t missing_pruned; /* and with the fewest; 0: it fits */
 };
 
 /* A matrix, n_used of whose experts a token uses. */
@@ -13065,18 +13077,20 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, con
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
 }
 
+/* Bytes of the activation buffers of rank i. */
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
     if (p->cpu) return p->activations;
     return (int64_t)gpu_bytes(&r->m, gpu_chunk(&r->m, ctx, (size_t)p->device[i].memory, false), false);
 }
 
-/* Bytes that are left on the GPU of rank i; negative: that are missing. */
+/* Bytes left on the device of rank i; negative: bytes missing. */
 static int64_t plan_free(const struct plan *p, const struct plan_layout *d, int i, int ctx, enum kv_type kv) {
     const struct plan_rank *r = &d->rank[i];
     return p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx) -
            (int64_t)state_bytes(&r->m, kv, (size_t)ctx);
 }
 
+/* Bytes left on the fullest device of a layout. */
 static int64_t plan_least_free(const struct plan *p, const struct plan_layout *d, int ctx, enum kv_type kv) {
     int64_t least = INT64_MAX;
     for (int i = 0; i < p->n_device; i++) {
@@ -13086,11 +13100,12 @@ static int64_t plan_least_free(const struct plan *p, const struct plan_layout *d
     return least;
 }
 
-/* The largest context that there is room for; 0: none. */
+/* The largest context in tokens that a layout has room for; 0: none. */
 static int plan_largest(const struct plan *p, const struct plan_layout *d, enum kv_type kv) {
     const int middle = PLAN_CTX / PLAN_CTX_STEP, most = (1 << 28) / PLAN_CTX_STEP;
-    bool much = plan_least_free(p, d, PLAN_CTX, kv) >= 0;
-    int lo = much ? middle : 0, hi = much ? most : middle - 1;
+    const bool fits = plan_least_free(p, d, PLAN_CTX, kv) >= 0;
+    int lo = fits ? middle : 0;
+    int hi = fits ? most : middle - 1;
     while (lo < hi) {
         int mid = (lo + hi + 1) / 2;
         if (plan_least_free(p, d, mid * PLAN_CTX_STEP, kv) >= 0) lo = mid;
@@ -13099,13 +13114,14 @@ static int plan_largest(const struct plan *p, const struct plan_layout *d, enum 
     return lo * PLAN_CTX_STEP;
 }
 
+/* The context in tokens that a layout can be run with, at most p->want; 0: less than p->least. */
 static int plan_context(const struct plan *p, const struct plan_layout *d) {
     if (plan_least_free(p, d, p->least, p->kv) < 0) return 0;
     if (plan_least_free(p, d, p->want, p->kv) >= 0) return p->want;
     return int_min(p->want, plan_largest(p, d, p->kv));
 }
 
-/* Tokens per second at a context, if nothing but reading and all-reduces took time. */
+/* Tokens per second at a context if only reads and all-reduces took time. Ranks of a stage read at the same time. */
 static double plan_roofline(const struct plan *p, const struct plan_layout *d, int ctx, double reduce) {
     double seconds = d->tp > 1 ? 2.0 * p->m->n_layer * reduce : 0;
     for (int stage = 0; stage < d->pp; stage++) {
@@ -13139,7 +13155,7 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     }
 }
 
-/* Whether every stage has layers, and every rank a part of each matrix: the GPU engine wants that. */
+/* Whether every stage has layers and every rank rows of each matrix, as the GPU engine needs. */
 static bool plan_divides(const struct model *m, int tp, int pp) {
     bool whole = pp <= m->n_layer;
     for (int i = 0; i < tp * pp && whole; i++) {
@@ -13151,7 +13167,7 @@ static bool plan_divides(const struct model *m, int tp, int pp) {
     return whole;
 }
 
-/* Divides m in every way that was asked for, and chooses the first that fits; false: none does. */
+/* Sizes the ranks of every layout for m and chooses the first layout that fits; false: none does. */
 static bool plan_choose(struct plan *p, const struct model *m) {
     for (int k = 0; k < p->n_layout; k++) {
         struct plan_layout *d = &p->layout[k];
@@ -13163,7 +13179,8 @@ static bool plan_choose(struct plan *p, const struct model *m) {
     return false;
 }
 
-/* The same model with at most n experts in a layer, for its sizes; its layers are to be freed. The percentage that is left. */
+/* Copies the sizes of m with at most n experts per layer; the caller frees out->layers. Returns the percentage of experts
+ * that are kept. */
 static double plan_prune(struct model *out, const struct model *m, int n) {
     double all = 0, kept = 0;
     *out = *m;
@@ -13172,60 +13189,68 @@ static double plan_prune(struct model *out, const struct model *m, int n) {
     for (int il = 0; il < m->n_layer; il++) {
         struct layer *layer = &out->layers[il];
         *layer = m->layers[il];
-        all += layer->n_expert, kept += int_min(layer->n_expert, n);
+        all += layer->n_expert;
+        kept += int_min(layer->n_expert, n);
         if (layer->n_expert > n)
             layer->n_expert = layer->router.n_out = layer->gate.n_expert = layer->up.n_expert = layer->down.n_expert =
                 n;
     }
-    return 100 * kept / all;
+    return all > 0 ? 100 * kept / all : 100;
 }
 
-/* Bytes that are missing on the worst GPU of the layout that lacks least, which becomes the chosen one. */
+/* Chooses the layout that comes closest to fitting; returns the bytes missing on its fullest device. */
 static int64_t plan_missing(struct plan *p) {
     int64_t best = INT64_MIN;
     for (int k = 0; k < p->n_layout; k++) {
-        int64_t f = plan_least_free(p, &p->layout[k], p->least, p->kv);
-        if (f > best) best = f, p->chosen = k;
+        int64_t left = plan_least_free(p, &p->layout[k], p->least, p->kv);
+        if (left <= best) continue;
+        best = left;
+        p->chosen = k;
     }
     return -best;
 }
 
-/* Finds how m fits: as it is, or with how many experts. */
+/* The search: all experts first, then fewer per layer, each time in every layout, until one fits. */
 static void plan_solve(struct plan *p) {
     const struct model *m = p->m;
-    int step = m->n_group, most = 0, usual = int_min(PLAN_CTX, m->n_ctx_train);
-    if (plan_choose(p, m)) return;
-    p->missing[0] = p->missing[1] = plan_missing(p);
-    p->context = p->least;
-    for (int k = 0; k < p->n_layout; k++) {
-        int n = plan_largest(p, &p->layout[k], p->kv);
-        if (n >= usual && n > p->fallback) p->fallback = n;
-    }
+    const int all = m->n_expert_max, step = m->n_group, usual = int_min(PLAN_CTX, m->n_ctx_train);
+    int most = 0;
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].n_expert > most) most = m->layers[il].n_expert;
-    p->min_experts = (m->max.n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
-    for (int n = (most - 1) / step * step; n >= p->min_experts; n -= step) {
+    p->fewest = (m->max.n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
+    for (int n = all; n == all || n >= p->fewest; n = (int_min(n, most) - 1) / step * step) {
         struct model pruned;
-        double percent = plan_prune(&pruned, m, n);
+        p->experts = n;
+        p->percent = plan_prune(&pruned, m, n);
         bool fits = plan_choose(p, &pruned);
         free(pruned.layers);
         if (fits) {
-            p->retained = n, p->percent = percent, p->missing[1] = 0;
+            p->missing_pruned = 0;
+            p->outcome = n < all ? PLAN_NEEDS_PRUNING : p->layout[p->chosen].pp > 1 ? PLAN_FITS_STAGES : PLAN_FITS;
             return;
         }
-        p->missing[1] = plan_missing(p);
+        p->missing_pruned = plan_missing(p);
+        if (n < all) continue;
+        p->missing = p->missing_pruned;
+        for (int k = 0; k < p->n_layout; k++) {
+            int longest = plan_largest(p, &p->layout[k], p->kv);
+            if (longest >= usual && longest > p->shorter) p->shorter = longest;
+        }
     }
-    plan_choose(p, m);
+    plan_choose(p, m); /* sizes the ranks with all experts again */
     plan_missing(p);
+    p->outcome = PLAN_DOES_NOT_FIT;
+    p->experts = all;
+    p->percent = 100;
     p->context = p->least;
 }
 
 /* ---- the machine ---- */
 
-/* NxGIB or NxGIB@GBPS. */
+/* Reads a description of the GPUs, NxGIB or NxGIB@GBPS; reserve: bytes of each that stay free. */
 static void plan_described(struct plan *p, const char *text, int64_t reserve) {
-    /* GiB and GB/s: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
-    static const double usual[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800}};
+    /* {GiB, GB/s} of RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
+    static const double known[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800}};
     int n = 0, end = 0;
     double gib = 0, gb = 0;
     bool digits = !text[strspn(text, "0123456789.x@")], given = strchr(text, '@');
@@ -13234,20 +13259,22 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
         (given && (gb < 1 || gb > 1e6)))
         die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", text,
                   MAX_RANKS);
-    for (size_t i = 0; i < sizeof usual / sizeof *usual && !given; i++) gb = gib == usual[i][0] ? usual[i][1] : gb;
+    for (size_t i = 0; i < sizeof known / sizeof *known && !given; i++) gb = gib == known[i][0] ? known[i][1] : gb;
     if (gb < 1)
-        die_usage("--gpus %s: how fast GPUs of %g GiB read is not known here: add it in GB/s, --gpus %s@GBPS", text,
-                  gib, text);
+        die_usage("--gpus %s: the bandwidth of GPUs of %g GiB is not known: add it in GB/s, --gpus %s@GBPS", text, gib,
+                  text);
     p->n_device = n;
     for (int i = 0; i < n; i++) {
         struct plan_device *d = &p->device[i];
-        d->memory = (int64_t)(gib * 0x1p30), d->rate = gb * 1e9, d->source = given ? "given" : "assumed";
+        d->memory = (int64_t)(gib * 0x1p30);
+        d->rate = gb * 1e9;
+        d->source = given ? "given" : "assumed";
         d->usable = (int64_t)(gib * 0x1p30 * 0.97) - ((int64_t)450 << 20) - reserve;
         snprintf(d->name, sizeof d->name, "GPU of %g GiB", gib);
     }
 }
 
-/* The listed GPUs, or as many as --tp and --pp ask for, or all. */
+/* Asks the GPUs of this machine: the n that are listed in device, otherwise as many as --tp and --pp need, or all. */
 static void plan_real(struct plan *p, const struct settings *set, const int *device, int n) {
 #ifdef MOE_CUDA
     char err[ERR_MAX];
@@ -13259,10 +13286,12 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         struct gpu_facts f;
         if (gpu >= found) die("there is no GPU %d; found: %d", gpu, found);
         for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
-        if (cuda_facts(gpu, &f, false)) die("GPU %d does not tell its memory", gpu);
+        if (cuda_facts(gpu, &f, false)) die("cannot read the memory size of GPU %d", gpu);
         gpu_name(d->name, gpu, &f);
-        if (!(f.rate > 0)) die("%s does not tell how fast it reads: describe it, --gpus NxGIB@GBPS", d->name);
-        d->memory = (int64_t)f.total / ranks, d->rate = f.rate / ranks, d->source = "of the device";
+        if (!(f.rate > 0)) die("the bandwidth of %s is not known: describe the GPUs, --gpus NxGIB@GBPS", d->name);
+        d->memory = (int64_t)f.total / ranks;
+        d->rate = f.rate / ranks;
+        d->source = "of the device";
         d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
 #else
@@ -13270,21 +13299,23 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
 #endif
 }
 
+/* Measures the CPU: available memory, bandwidth, and the buffers that the engine would allocate. */
 static void plan_cpu(struct plan *p, const struct settings *set) {
     const struct model *m = p->m;
     struct plan_device *d = &p->device[0];
     struct rank r;
     int n_threads = set->threads ? set->threads : omp_get_num_procs();
     if (set->tp > 1 || set->pp > 1)
-        die_usage("--plan divides a model among GPUs only: give --gpus 4x96, or no --tp and --pp");
+        die_usage("--plan shards a model only over GPUs: give --gpus 4x96, or no --tp and --pp");
     p->n_device = 1;
     d->memory = d->usable = (int64_t)memory_available();
-    d->rate = memory_bandwidth(n_threads), d->source = "measured";
+    d->rate = memory_bandwidth(n_threads);
+    d->source = "measured";
     snprintf(d->name, sizeof d->name, "CPU, %d threads", n_threads);
     p->host = (int64_t)m->file_bytes;
     for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
     for (int il = 0; il < m->n_layer; il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
-    /* takes addresses, not memory: nothing is written */
+    /* takes addresses but no memory, because nothing is written */
     rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
     p->activations = (int64_t)r.bytes;
     r.ops->close(&r);
@@ -13292,196 +13323,224 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
 
 /* ---- the answer ---- */
 
-/* Fills in what is told of every layout, and of the ranks of the chosen one. */
+/* Computes what is printed of every layout, and of the ranks of the chosen one. */
 static void plan_finish(struct plan *p) {
     for (int k = 0; k < p->n_layout; k++) {
         struct plan_layout *d = &p->layout[k];
         d->context = plan_context(p, d);
-        d->largest[0] = plan_largest(p, d, KV_FP8), d->largest[1] = plan_largest(p, d, KV_BF16);
+        d->largest[0] = plan_largest(p, d, KV_FP8);
+        d->largest[1] = plan_largest(p, d, KV_BF16);
         for (int j = 0; j < 2; j++)
             d->roofline[j] = plan_roofline(p, d, d->context ? d->context : p->least, plan_reduce[j]);
         snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
         for (int i = 0; i < p->n_device; i++) {
             struct plan_rank *r = &d->rank[i];
-            r->cache = r->bytes_per_token[READ_CACHE] *= p->context; /* is per token no longer */
+            r->bytes_per_token[READ_CACHE] *= p->context;
+            r->cache = r->bytes_per_token[READ_CACHE];
             r->scratch = plan_scratch(p, r, i, p->context);
             r->left = p->device[i].usable - r->weights - r->rounding - r->scratch - r->cache;
         }
     }
 }
 
-static const char *plan_verdict(const struct plan *p) {
-    return p->retained                   ? "needs pruning"
-           : p->missing[0] > 0           ? "does not fit"
-           : p->layout[p->chosen].pp > 1 ? "fits with --pp"
-                                         : "fits";
+enum plan_unit { PLAN_GIB, PLAN_GB, PLAN_TOKENS, PLAN_RATE /* tokens per second */ };
+
+/* One line of a table in the text, and the same values as an object of the JSON. */
+struct plan_row {
+    json_t *json;
+    char labels[88], text[88]; /* columns of 11 characters */
+};
+
+/* Adds a value: to the JSON under its key, and to the text below its label unless that is NULL. */
+static void plan_put(struct plan_row *row, const char *key, const char *label, enum plan_unit unit, double value) {
+    const size_t at[2] = {strlen(row->labels), strlen(row->text)};
+    char text[32];
+    if (json_object_set_new(row->json, key, unit == PLAN_RATE ? json_real(value) : json_integer((json_int_t)value)))
+        die("cannot write the plan as JSON");
+    if (!label) return;
+    if (unit == PLAN_TOKENS) with_commas((uint64_t)value, text);
+    else if (unit == PLAN_RATE) snprintf(text, sizeof text, "%.1f", value);
+    else snprintf(text, sizeof text, "%.3f", value * (unit == PLAN_GIB ? 0x1p-30 : 1e-9));
+    snprintf(row->labels + at[0], sizeof row->labels - at[0], " %10s", label);
+    snprintf(row->text + at[1], sizeof row->text - at[1], " %10s", text);
 }
 
-/* Bytes per token of the rank that reads most, or of all. Returns their sum. */
-static int64_t plan_bytes_per_token(const struct plan *p, bool all, int64_t out[PLAN_READS]) {
-    const struct plan_layout *d = &p->layout[p->chosen];
-    int64_t most = 0, total = 0;
-    memset(out, 0, PLAN_READS * sizeof *out);
-    for (int i = 0; i < p->n_device; i++) {
-        const int64_t *r = d->rank[i].bytes_per_token;
-        int64_t sum = 0;
-        for (int k = 0; k < PLAN_READS; k++) sum += r[k], out[k] += all ? r[k] : 0;
-        total += sum;
-        if (sum > most) most = sum, memcpy(out, r, all ? 0 : PLAN_READS * sizeof *r);
-    }
-    return all ? total : most;
+/* The memory of rank i. */
+static struct plan_row plan_memory_row(const struct plan *p, int i) {
+    const struct plan_device *v = &p->device[i];
+    const struct plan_rank *r = &p->layout[p->chosen].rank[i];
+    struct plan_row row = {.json =
+                               json_pack("{s:s,s:f,s:s,s:i,s:i,s:I,s:I}", "name", v->name, "bytes_per_second", v->rate,
+                                         "source", v->source, "first_layer", r->m.first_layer, "layers", r->m.n_layer,
+                                         "memory", (json_int_t)v->memory, "usable", (json_int_t)v->usable)};
+    plan_put(&row, "weights", p->cpu ? "file" : "weights", PLAN_GIB, (double)r->weights);
+    plan_put(&row, "cache", "cache", PLAN_GIB, (double)r->cache);
+    plan_put(&row, "scratch_about", p->cpu ? "buffers" : "scratch*", PLAN_GIB, (double)r->scratch);
+    plan_put(&row, "rounding", "rounding", PLAN_GIB, (double)r->rounding);
+    plan_put(&row, "sum", "sum", PLAN_GIB, (double)(v->usable - r->left));
+    plan_put(&row, "free", "free", PLAN_GIB, (double)r->left);
+    return row;
 }
 
-static void plan_print_head(const struct plan *p) {
+/* The bytes that a token reads. */
+static struct plan_row plan_reads_row(const int64_t r[PLAN_READS]) {
+    struct plan_row row = {.json = json_object()};
+    plan_put(&row, "experts", "experts", PLAN_GB, (double)r[READ_EXPERTS]);
+    plan_put(&row, "backbone", "backbone", PLAN_GB, (double)r[READ_BACKBONE]);
+    plan_put(&row, "cache", "cache", PLAN_GB, (double)r[READ_CACHE]);
+    plan_put(&row, "head", "head", PLAN_GB, (double)r[READ_HEAD]);
+    plan_put(&row, "sum", "sum", PLAN_GB, (double)(r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_CACHE] + r[READ_HEAD]));
+    return row;
+}
+
+/* The largest contexts of a layout, and its speed. */
+static struct plan_row plan_layout_row(const struct plan_layout *d) {
+    struct plan_row row = {.json = json_pack("{s:i,s:i,s:i}", "tp", d->tp, "pp", d->pp, "context", d->context)};
+    plan_put(&row, "largest_context_fp8", "fp8 cache", PLAN_TOKENS, d->largest[0]);
+    plan_put(&row, "largest_context_bf16", "bf16 cache", PLAN_TOKENS, d->largest[1]);
+    plan_put(&row, "limit_oneshot", "roofline", PLAN_RATE, d->roofline[0]);
+    plan_put(&row, "limit_nccl", NULL, PLAN_RATE, d->roofline[1]);
+    return row;
+}
+
+/* Adds a line to the text; title: puts a line with the labels before it, or NULL. */
+static void plan_line(char **text, const char *title, const char *name, const struct plan_row *row) {
+    if (title) sb_printf(text, "%-13s%s\n", title, row->labels);
+    sb_printf(text, "%-13s%s\n", name, row->text);
+}
+
+/* The text above the tables. */
+static void plan_head(const struct plan *p, char **text) {
     const struct model *m = p->m;
-    const char *where = p->cpu ? "in memory" : "on a GPU";
+    const char *where = p->cpu ? "of memory" : "on a GPU";
     char a[32], b[32];
-    printf("model       %.40s: %d layers, %d of %d experts a token\n", m->name, m->n_layer, m->max.n_expert_used,
-           m->n_expert_max);
+    sb_printf(text, "model       %.40s: %d layers, %d of %d experts per token\n", m->name, m->n_layer,
+              m->max.n_expert_used, m->n_expert_max);
     for (int i = 0, same; i < p->n_device; i += same) {
         const struct plan_device *v = &p->device[i];
         for (same = 1; i + same < p->n_device && !strcmp(v->name, v[same].name);) same++;
-        printf("%-11s %d x %.60s\n            %.2f GiB to use (%.2f reserved), reads %.0f GB/s (%s)\n",
-               i ? "" : "machine", same, v->name, (double)v->usable / 0x1p30, (double)(v->memory - v->usable) / 0x1p30,
-               v->rate * 1e-9, v->source);
+        sb_printf(text, "%-11s %d x %.60s\n            %.2f GiB usable (%.2f reserved), reads %.0f GB/s (%s)\n",
+                  i ? "" : "machine", same, v->name, (double)v->usable / 0x1p30,
+                  (double)(v->memory - v->usable) / 0x1p30, v->rate * 1e-9, v->source);
     }
-    printf("verdict     %s", plan_verdict(p));
-    if (p->retained)
-        printf(" to %d of %d experts a layer (%.1f %% of them stay)", p->retained, m->n_expert_max, p->percent);
-    if (p->missing[0] > 0)
-        printf("%s %s are missing %s", p->retained ? "\n            with all of them" : ":",
-               with_unit((double)p->missing[0], a), where);
-    if (p->missing[1] > 0 && p->missing[1] < p->missing[0])
-        printf("\n            with %d experts a layer still %s", p->min_experts, with_unit((double)p->missing[1], a));
-    putchar('\n');
-    if (p->fallback) printf("            with all of them -c %d fits\n", p->fallback);
-    if (!p->cpu) printf("layout    %s\n", p->layout[p->chosen].name);
-    printf("context     %s tokens (trained: %s), %s cache\n", with_commas((uint64_t)p->context, a),
-           with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
+    sb_printf(text, "verdict     %s", plan_verdicts[p->outcome]);
+    with_unit((double)p->missing, a);
+    if (p->outcome == PLAN_NEEDS_PRUNING)
+        sb_printf(text,
+                  " to %d of %d experts per layer (%.1f %% of them stay)\n            with all experts: short by %s %s",
+                  p->experts, m->n_expert_max, p->percent, a, where);
+    if (p->outcome == PLAN_DOES_NOT_FIT) sb_printf(text, ": short by %s %s", a, where);
+    if (p->missing_pruned > 0 && p->missing_pruned < p->missing)
+        sb_printf(text, "\n            with %d experts per layer: still short by %s", p->fewest,
+                  with_unit((double)p->missing_pruned, a));
+    if (p->shorter) sb_printf(text, "\n            with all experts: fits with -c %d", p->shorter);
+    if (!p->cpu) sb_printf(text, "\nlayout      %s", p->layout[p->chosen].name);
+    sb_printf(text, "\ncontext     %s tokens (trained: %s), %s cache\n\n", with_commas((uint64_t)p->context, a),
+              with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
 }
 
-/* For people, in at most 80 columns. */
-static void plan_print(const struct plan *p) {
-    const struct plan_layout *d = &p->layout[p->chosen];
-    char a[32], b[32];
-    plan_print_head(p);
-    printf("\nGiB         %9s     cache %9s  rounding       sum      free\n", p->cpu ? "file" : "weights",
-           p->cpu ? "activat." : "scratch*");
-    for (int i = 0; i < p->n_device; i++) {
-        const struct plan_rank *r = &d->rank[i];
-        int64_t bytes[] = {r->weights, r->cache, r->scratch, r->rounding, p->device[i].usable - r->left, r->left};
-        snprintf(a, sizeof a,
-                 p->cpu      ? "CPU"
-                 : d->pp > 1 ? "GPU %d %d-%d"
-                             : "GPU %d",
-                 i, r->m.first_layer, r->m.first_layer + r->m.n_layer - 1);
-        printf("%-11s", a);
-        for (int k = 0; k < 6; k++) printf(" %9.3f", (double)bytes[k] / 0x1p30);
-        putchar('\n');
-    }
-    if (!p->cpu)
-        printf("* about; rounding: memory is given out in pieces of 2 MiB; reserved: for the\n  driver's context and "
-               "NCCL, and by --vram-reserve\n");
-    printf("\nGB a token    experts  backbone     cache      head       sum\n");
-    for (int all = 0; all < (p->n_device > 1 ? 2 : 1); all++) {
-        int64_t r[PLAN_READS], sum = plan_bytes_per_token(p, all, r);
-        printf("%-11s", p->cpu ? "CPU" : all ? "all GPUs" : "one GPU");
-        for (int k = 0; k < PLAN_READS; k++) printf(" %9.3f", (double)r[k] * 1e-9);
-        printf(" %9.3f\n", (double)sum * 1e-9);
-    }
-    printf("\nlimit       %.1f tok/s at that context, if only reading took time", d->roofline[0]);
-    if (d->tp > 1)
-        printf(",\n            and %d all-reduces of %g us; %.1f with NCCL's of %g us", 2 * p->m->n_layer,
-               plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
-    printf("\n            (a limit, not a promise)\n");
-    if (!p->cpu) printf("\n%-18s %17s %17s %14s\n", "layout", "context, fp8", "bf16", "tok/s limit");
-    for (int k = 0; k < p->n_layout && !p->cpu; k++) {
-        const struct plan_layout *o = &p->layout[k];
-        printf("%-18s %17s %17s ", o->name, with_commas((uint64_t)o->largest[0], a),
-               with_commas((uint64_t)o->largest[1], b));
-        if (o->context) printf("%14.1f%s\n", o->roofline[0], o == d ? "  <-" : "");
-        else printf("  does not fit\n");
-    }
-}
-
-static json_t *plan_json_bytes_per_token(const int64_t r[PLAN_READS]) {
-    json_int_t sum = r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_CACHE] + r[READ_HEAD];
-    return json_pack("{s:I,s:I,s:I,s:I,s:I}", "experts", (json_int_t)r[READ_EXPERTS], "backbone",
-                     (json_int_t)r[READ_BACKBONE], "cache", (json_int_t)r[READ_CACHE], "head", (json_int_t)r[READ_HEAD],
-                     "sum", sum);
-}
-
-/* For programs: sizes in bytes. */
-static void plan_print_json(const struct plan *p) {
+/* The answer for people, in at most 80 columns, goes to text; returns that for programs, with sizes in bytes. */
+static json_t *plan_answer(const struct plan *p, char **text) {
     const struct plan_layout *d = &p->layout[p->chosen];
     const struct model *m = p->m;
-    int64_t all[PLAN_READS];
-    json_t *ranks = json_array(), *ways = json_array();
+    json_t *ranks = json_array(), *layouts = json_array();
+    int64_t all[PLAN_READS] = {0}, most = -1;
+    struct plan_row most_row = {0}; /* of the rank that reads most */
+    plan_head(p, text);
     for (int i = 0; i < p->n_device; i++) {
         const struct plan_rank *r = &d->rank[i];
-        const struct plan_device *v = &p->device[i];
-        const json_int_t n[] = {v->memory,  v->usable,   r->weights,          r->cache,
-                                r->scratch, r->rounding, v->usable - r->left, r->left};
-        json_array_append_new(ranks,
-                              json_pack("{s:s,s:f,s:s,s:i,s:i,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:I,s:o}", "name", v->name,
-                                        "bytes_per_second", v->rate, "source", v->source, "first_layer",
-                                        r->m.first_layer, "layers", r->m.n_layer, "memory", n[0], "usable", n[1],
-                                        "weights", n[2], "cache", n[3], "scratch_about", n[4], "rounding", n[5], "sum",
-                                        n[6], "free", n[7], "reads", plan_json_bytes_per_token(r->bytes_per_token)));
+        struct plan_row row = plan_memory_row(p, i), reads = plan_reads_row(r->bytes_per_token);
+        int64_t sum = 0;
+        char name[32] = "CPU";
+        for (int k = 0; k < PLAN_READS; k++) {
+            sum += r->bytes_per_token[k];
+            all[k] += r->bytes_per_token[k];
+        }
+        if (sum > most) {
+            most = sum;
+            most_row = reads;
+        }
+        json_object_set_new(row.json, "reads", reads.json);
+        json_array_append_new(ranks, row.json);
+        if (!p->cpu) snprintf(name, sizeof name, "GPU %d", i);
+        if (d->pp > 1)
+            snprintf(name, sizeof name, "GPU %d %d-%d", i, r->m.first_layer, r->m.first_layer + r->m.n_layer - 1);
+        plan_line(text, i ? NULL : "GiB", name, &row);
     }
+    if (!p->cpu)
+        sb_printf(text, "* approximate; rounding: the driver allocates in pieces of 2 MiB; reserved: for\n"
+                        "  the driver's context, NCCL and --vram-reserve\n");
+    sb_printf(text, "\n");
+    struct plan_row all_row = plan_reads_row(all);
+    plan_line(text, "GB per token", p->cpu ? "CPU" : "one GPU", &most_row);
+    if (p->n_device > 1) plan_line(text, NULL, "all GPUs", &all_row);
+    sb_printf(text, "\nroofline    %.1f tok/s at this context, if only reads took time", d->roofline[0]);
+    if (d->tp > 1)
+        sb_printf(text, "\n            and %d all-reduces of %g us; %.1f tok/s with NCCL's %g us", 2 * m->n_layer,
+                  plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
+    sb_printf(text, "\n            (an upper bound: real speed is lower)\n");
     for (int k = 0; k < p->n_layout; k++) {
         const struct plan_layout *o = &p->layout[k];
-        json_array_append_new(ways,
-                              json_pack("{s:i,s:i,s:i,s:i,s:i,s:f,s:f}", "tp", o->tp, "pp", o->pp, "context",
-                                        o->context, "largest_context_fp8", o->largest[0], "largest_context_bf16",
-                                        o->largest[1], "limit_oneshot", o->roofline[0], "limit_nccl", o->roofline[1]));
+        struct plan_row row = plan_layout_row(o);
+        const char *mark = !o->context ? "  does not fit" : o == d ? "  <-" : "";
+        json_array_append_new(layouts, row.json);
+        if (p->cpu) continue;
+        if (!k) sb_printf(text, "\n%-13s%s\n", "context up to", row.labels);
+        sb_printf(text, "%-13s%s%s\n", o->name, row.text, mark);
     }
-    plan_bytes_per_token(p, true, all);
-    json_t *o =
-        json_pack("{s:s,s:s,s:i,s:i,s:i,s:i}", "model", m->name, "architecture", m->family->arch, "layers", m->n_layer,
-                  "experts", m->n_expert_max, "experts_used", m->max.n_expert_used, "trained_context", m->n_ctx_train);
-    json_t *more =
-        json_pack("{s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "machine", p->cpu ? "cpu" : "gpu", "verdict",
-                  plan_verdict(p), "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
-                  p->retained ? p->retained : m->n_expert_max, "keep_percent", p->retained ? p->percent : 100.0,
-                  "missing", (json_int_t)p->missing[0], "missing_fewest_experts", (json_int_t)p->missing[1], "ranks",
-                  ranks, "reads", plan_json_bytes_per_token(all), "layouts", ways);
-    if (json_object_update(o, more) || json_dumpf(o, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(10)))
-        die("cannot write the plan as JSON");
-    putchar('\n');
-    json_decref(more);
-    json_decref(o);
+    return json_pack("{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "model", m->name,
+                     "architecture", m->family->arch, "layers", m->n_layer, "experts", m->n_expert_max, "experts_used",
+                     m->max.n_expert_used, "trained_context", m->n_ctx_train, "machine", p->cpu ? "cpu" : "gpu",
+                     "verdict", plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp, "context", p->context, "kv",
+                     p->kv_name, "keep_experts", p->experts, "keep_percent", p->percent, "missing",
+                     (json_int_t)p->missing, "missing_fewest_experts", (json_int_t)p->missing_pruned, "ranks", ranks,
+                     "reads", all_row.json, "layouts", layouts);
 }
 
-/* --plan for a described machine, for n_device GPUs (0: those that are there), or for the CPU. Exit code 0: m fits. */
+/* The layouts that the options and the model's shape allow, tensor parallelism first. */
+static void plan_layouts(struct plan *p, const struct settings *set) {
+    for (int tp = p->n_device; tp; tp--) {
+        int pp = p->n_device / tp;
+        bool asked = tp * pp == p->n_device && (!set->tp || tp == set->tp) && (!set->pp || pp == set->pp);
+        if (!asked || (!p->cpu && !plan_divides(p->m, tp, pp))) continue;
+        p->layout[p->n_layout].tp = tp;
+        p->layout[p->n_layout].pp = pp;
+        p->n_layout++;
+    }
+    if (!p->n_layout)
+        die_usage("%d GPUs cannot share this model%s: --tp times --pp must be %d, every stage of --pp needs one of the "
+                  "%d layers, every rank of --tp rows of each matrix",
+                  p->n_device, set->tp || set->pp ? " as --tp and --pp ask" : "", p->n_device, p->m->n_layer);
+}
+
+/* --plan for GPUs that --gpus describes, for n_device GPUs of this machine (0: for all), or for the CPU. Exit code 0: m fits. */
 static int mode_plan(const struct model *m, struct settings *set, bool gpu, const int *device, int n_device) {
     struct plan *p = xcalloc(1, sizeof *p);
-    p->m = m, p->cpu = !gpu, p->kv = settings_kv(set, gpu), p->kv_name = set->kv;
+    char *text = NULL;
+    p->m = m;
+    p->cpu = !gpu;
+    p->kv = settings_kv(set, gpu);
+    p->kv_name = set->kv;
     p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
     p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
     if (!gpu) plan_cpu(p, set);
     else if (set->gpus && strchr(set->gpus, 'x')) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
     else plan_real(p, set, device, n_device);
-    for (int tp = p->n_device; tp; tp--) {
-        int pp = p->n_device / tp;
-        bool asked = tp * pp == p->n_device && (!set->tp || tp == set->tp) && (!set->pp || pp == set->pp);
-        if (!asked || (gpu && !plan_divides(m, tp, pp))) continue;
-        p->layout[p->n_layout].tp = tp, p->layout[p->n_layout++].pp = pp;
-    }
-    if (!p->n_layout)
-        die_usage(
-            "%d GPUs cannot share this model%s: --tp times --pp must be that, each of --pp groups needs one of %d "
-            "layers and each of --tp ranks a part of it",
-            p->n_device, set->tp || set->pp ? " as --tp and --pp ask" : "", m->n_layer);
+    plan_layouts(p, set);
     plan_solve(p);
     plan_finish(p);
-    if (set->json) plan_print_json(p);
-    else plan_print(p);
-    int code = p->missing[0] > 0 ? EXIT_RUN : EXIT_OK;
+    json_t *json = plan_answer(p, &text);
+    if (!set->json) fputs(sb_cstr(&text), stdout);
+    else if (json_dumpf(json, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(10))) die("cannot write the plan as JSON");
+    else putchar('\n');
+    json_decref(json);
+    arrfree(text);
+    int code = p->outcome == PLAN_NEEDS_PRUNING || p->outcome == PLAN_DOES_NOT_FIT ? EXIT_RUN : EXIT_OK;
     free(p);
     return code;
 }
+
 /* ============================================================================================================
  * Modes
  *

@@ -262,16 +262,17 @@ static void test_plan_verdicts(void) {
                         " --plan --gpus 1x32 -c 2000000 --synth qwen3-30b-a3b </dev/null",
                 &out, NULL);
     static const char *const lines[] = {
-        "\nverdict     needs pruning to 248 of 256 experts a layer (96.9 % of them stay)\n",
-        "\nverdict     does not fit: ",
-        " are missing on a GPU\n            with 16 experts a layer still ",
-        "GiB to use (3.57 reserved), reads 1792 GB/s (assumed)\n",
+        "\nverdict     needs pruning to 248 of 256 experts per layer (96.9 % of them stay)\n",
+        "\nverdict     does not fit: short by ",
+        " on a GPU\n            with 16 experts per layer: still short by ",
+        "GiB usable (3.57 reserved), reads 1792 GB/s (assumed)\n",
         "\nGPU 3 ",
         "\nall GPUs ",
         "\n--tp 2 --pp 2 ",
         "  <-\n",
-        "(a limit, not a promise)\n",
-        "\n            with all of them -c "};
+        "\nroofline    ",
+        "(an upper bound: real speed is lower)\n",
+        "\n            with all experts: fits with -c "};
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
         CHECK(strstr(sb_cstr(&out), lines[i]), "'%s' is not in: %s", lines[i], sb_cstr(&out));
     for (const char *p = sb_cstr(&out); *p; p += strcspn(p, "\n") + 1)
@@ -383,10 +384,10 @@ static void test_plan_usage(void) {
              {"--plan --gpus 4x96@0 --synth kimi-k2", "with N from 1 to 4", 2},
              {"--plan --gpus 4x96,0 --synth kimi-k2", "with N from 1 to 4", 2},
              {"--plan --gpus 4x1e9 --synth kimi-k2", "with N from 1 to 4", 2},
-             {"--plan --gpus 4x97 --synth kimi-k2", "is not known here: add it in GB/s, --gpus 4x97@GBPS", 2},
+             {"--plan --gpus 4x97 --synth kimi-k2", "of 97 GiB is not known: add it in GB/s, --gpus 4x97@GBPS", 2},
              {"--gpus 4x96 -m build/demo.gguf -p hi", "--gpus 4x96 describes a machine, which only --plan takes", 2},
              {"--plan --gpus 4x96 --tp 3 --synth kimi-k2", "4 GPUs cannot share this model as --tp and --pp ask", 2},
-             {"--plan --gpus 4x96 --pp 4 --synth kimi-k2:layers=3", "needs one of 3 layers and", 2},
+             {"--plan --gpus 4x96 --pp 4 --synth kimi-k2:layers=3", "every stage of --pp needs one of the 3 layers", 2},
              {"--plan --gpus 4x96 --tp 4 -m build/narrow.gguf", "4 GPUs cannot share this model as", 2},
              {"--plan --gpus 4x96 --cpu --synth kimi-k2", "--cpu and --gpus exclude each other", 2},
              {"--plan --cpu --tp 2 --synth kimi-k2", "give --gpus 4x96, or no --tp and --pp", 2},
