@@ -13004,7 +13004,7 @@ struct plan_device {
 struct plan_rank {
     struct model m;                      /* its shard of the model */
     int64_t weights, rounding;           /* bytes; what the driver adds to them and to all other allocations */
-    int64_t bytes_per_token[PLAN_READS]; /* bytes per token; of the cache per token of the context */
+    int64_t bytes_per_token[PLAN_READS]; /* that a token reads; of the cache at the plan's context */
     int64_t cache, scratch, left;        /* at the plan's context */
 };
 
@@ -13128,7 +13128,8 @@ static double plan_roofline(const struct plan *p, const struct plan_layout *d, i
         double slowest = 0;
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
             const int64_t *r = d->rank[i].bytes_per_token;
-            double bytes = (double)(r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_HEAD]) + (double)r[READ_CACHE] * ctx;
+            double bytes = (double)(r[READ_EXPERTS] + r[READ_BACKBONE] + r[READ_HEAD]) +
+                           state_reads(&d->rank[i].m, p->kv, (size_t)ctx);
             slowest = fmax(slowest, bytes / p->device[i].rate);
         }
         seconds += slowest;
@@ -13147,7 +13148,6 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     for (int il = 0; il < shard_of->n_layer; il++) plan_layer(r, p->cpu, shard_of, &shard_of->layers[il]);
     r->weights += 4 * (int64_t)m->n_embd; /* the last norm */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
-    r->bytes_per_token[READ_CACHE] = (int64_t)state_reads(shard_of, p->kv, 1);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
         r->weights = p->host, r->rounding = 0;
@@ -13317,7 +13317,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     for (int il = 0; il < m->n_layer; il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
     /* takes addresses but no memory, because nothing is written */
     rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
-    p->activations = (int64_t)r.bytes;
+    p->activations = (int64_t)r.bytes + SNAPSHOTS * (int64_t)snapshot_bytes(m, p->kv);
     r.ops->close(&r);
 }
 
@@ -13335,8 +13335,8 @@ static void plan_finish(struct plan *p) {
         snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
         for (int i = 0; i < p->n_device; i++) {
             struct plan_rank *r = &d->rank[i];
-            r->bytes_per_token[READ_CACHE] *= p->context;
-            r->cache = r->bytes_per_token[READ_CACHE];
+            r->bytes_per_token[READ_CACHE] = (int64_t)state_reads(&r->m, p->kv, (size_t)p->context);
+            r->cache = (int64_t)state_bytes(&r->m, p->kv, (size_t)p->context);
             r->scratch = plan_scratch(p, r, i, p->context);
             r->left = p->device[i].usable - r->weights - r->rounding - r->scratch - r->cache;
         }
@@ -13437,6 +13437,9 @@ static void plan_head(const struct plan *p, char **text) {
     if (!p->cpu) sb_printf(text, "\nlayout      %s", p->layout[p->chosen].name);
     sb_printf(text, "\ncontext     %s tokens (trained: %s), %s cache\n\n", with_commas((uint64_t)p->context, a),
               with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
+    if (snapshot_bytes(m, p->kv))
+        sb_printf(text, "snapshots   %s of host memory for %d copies of the recurrent states\n\n",
+                  with_unit((double)SNAPSHOTS * (double)snapshot_bytes(m, p->kv), a), SNAPSHOTS);
 }
 
 /* The answer for people, in at most 80 columns, goes to text; returns that for programs, with sizes in bytes. */
