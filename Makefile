@@ -89,7 +89,7 @@ moe: moe.c gguf_nvfp4.h Makefile
 	$(CC) $(FLAGS) -fopenmp moe.c -o $@ $(LIBS)
 endif
 
-build/moe-convert: convert/moe-convert.c convert/common.h convert/quantize.h gguf_nvfp4.h Makefile | build
+build/moe-convert: convert/moe-convert.c convert/common.h convert/quantize.h moe.c gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -fopenmp convert/moe-convert.c -o $@ $(LIBS)
 
 build/moe-reap: convert/moe-reap.c convert/common.h gguf_nvfp4.h Makefile | build

@@ -320,6 +320,8 @@ enum {
     GGUF_MAX_ALIGN = 65536
 };
 
+enum { MAX_LAYERS = 512, MAX_EXPERTS = 1024 /* per layer */ }; /* of a model, as in llama.cpp */
+
 /* FNV-1a, 64 bits: over p (n bytes), going on from h. */
 #define HASH_START 0xcbf29ce484222325u
 static inline uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {

@@ -90,6 +90,8 @@
 #include <pcre2.h>
 #endif
 
+#include <stddef.h>
+
 #include "gguf_nvfp4.h"
 
 /* ============================================================================================================
@@ -110,9 +112,7 @@
 
 enum {
     ERR_MAX = 512, /* bytes of a session error message */
-    MAX_LAYERS = 512,
-    MAX_EXPERTS = 1024, /* per layer */
-    MAX_TOPK = 32       /* experts used per token */
+    MAX_TOPK = 32  /* experts used per token */
 };
 
 /* One matrix in the mapping, or a stack of n_expert of them. */

@@ -27,7 +27,7 @@ static_assert(sizeof(size_t) == 8, "sizes of files and tensors are size_t");
  * vouches for, so control characters in a message are replaced.
  * ============================================================================================================ */
 
-enum { CHUNK_BYTES = 8 << 20, MAX_BLOCKS = 512, MAX_EXPERTS = 1024 };
+enum { CHUNK_BYTES = 8 << 20 };
 
 static char temp_path[PATH_MAX + 32]; /* the unfinished output, "" when there is none */
 static volatile sig_atomic_t stop_signal;
@@ -250,7 +250,7 @@ static const struct {
 
 enum { MAX_RANK = 8, MAX_HEADER = 100000000 };
 
-struct shard {
+struct source_file {
     char *name;
     int fd;
 };
@@ -265,8 +265,8 @@ struct tensor {
     bool used; /* mapped to an output or skipped on purpose */
 };
 
-static struct shard *shards;   /* stb_ds */
-static struct tensor *tensors; /* stb_ds, sorted by name */
+static struct source_file *shards; /* stb_ds */
+static struct tensor *tensors;     /* stb_ds, sorted by name */
 
 /* "BF16 [576, 7168]" */
 static inline const char *shape_text(const struct tensor *t) {
@@ -288,7 +288,7 @@ static inline const char *where(const struct tensor *t) {
     return fmt("'%s': tensor '%s'", shards[t->shard].name, t->name);
 }
 
-static inline void read_exact(const struct shard *s, size_t at, void *buf, size_t n) {
+static inline void read_exact(const struct source_file *s, size_t at, void *buf, size_t n) {
     uint8_t *p = buf;
     while (n) {
         ssize_t k = pread(s->fd, p, n, (off_t)at);
@@ -303,7 +303,7 @@ static inline void read_exact(const struct shard *s, size_t at, void *buf, size_
 
 /* Bytes [at, at+n) of a tensor's data; what has been read leaves the page cache, for it is not needed again. */
 static inline void tensor_read(const struct tensor *t, size_t at, void *buf, size_t n) {
-    const struct shard *s = &shards[t->shard];
+    const struct source_file *s = &shards[t->shard];
     read_exact(s, t->at + at, buf, n);
     if (n >= 1 << 20) posix_fadvise(s->fd, (off_t)(t->at + at), (off_t)n, POSIX_FADV_DONTNEED);
 }
@@ -351,7 +351,7 @@ static inline int by_offset(const void *a, const void *b) {
 
 /* Reads the header of one file and appends its tensors. The file stays open. */
 static inline void shard_open(const char *name) {
-    struct shard s = {xstrdup(name), input_open(in_dir(name))};
+    struct source_file s = {xstrdup(name), input_open(in_dir(name))};
     arrput(shards, s);
     uint8_t len[8];
     size_t size = (size_t)arrlast(inputs).st_size;

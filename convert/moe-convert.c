@@ -15,6 +15,9 @@
  * memory does not grow with the model.
  */
 #define PROGRAM "moe-convert"
+#define MOE_TYPES_ONLY
+#include "../moe.c"
+
 #include "common.h"
 
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -417,101 +420,57 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
 /* ============================================================================================================
  * Model
  *
- * config.json gives the sizes (dim), the rules map names and state the shape of every tensor in those sizes. The expert
- * count of a layer is the one thing that comes from the tensors: a pruned release may keep the original in its config.
+ * config.json gives the sizes; the engine's table of tensors (moe.c, tensor_rules) gives the names and states the shape of every tensor
+ * in those sizes. The number of experts of a layer is the one thing that comes from the tensors: a pruned release may keep the original
+ * in its config.
  * ============================================================================================================ */
 
-/* clang-format off */
-enum dim { ONE, EMBD, EMBD2, VOCAB, HEAD, Q, KV, QLORA, QB, KVA, KVLORA, KVB, OIN, FF, FFEXP, FFSHEXP, NEXPERT, DIM_COUNT };
-
-static const char *const dim_names[DIM_COUNT] = {
-    [ONE] = "1", [EMBD] = "hidden_size", [EMBD2] = "2 hidden_size", [VOCAB] = "vocab_size", [HEAD] = "head_dim",
-    [Q] = "num_attention_heads x head_dim", [KV] = "num_key_value_heads x head_dim", [QLORA] = "q_lora_rank",
-    [QB] = "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)", [KVA] = "kv_lora_rank + qk_rope_head_dim",
-    [KVLORA] = "kv_lora_rank", [KVB] = "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
-    [OIN] = "num_attention_heads x v_head_dim", [FF] = "intermediate_size", [FFEXP] = "moe_intermediate_size",
-    [FFSHEXP] = "moe_intermediate_size x n_shared_experts", [NEXPERT] = "the layer's experts"};
-/* clang-format on */
-
-static struct model {
-    const char *arch;    /* of GGUF */
-    const char *prefix;  /* of every tensor name: "" or "language_model." */
-    struct doc top, cfg; /* config.json, and its object of the language model (itself, or text_config) */
-    bool mla, tied;
-    int n_layer, n_mtp;                     /* blocks = n_layer + n_mtp */
-    int n_head, nope, rope, v_head;         /* per head; nope, rope and v_head only with MLA */
-    int n_expert, top_k, n_group, n_shared; /* n_expert as config.json says */
-    int first_dense;                        /* MLA: layers before it have a dense FFN */
-    size_t dim[DIM_COUNT];                  /* dim[NEXPERT] is that of the layer being planned */
-    int experts[MAX_BLOCKS];                /* per block; 0: dense */
-} m;
-
-enum kind {
-    VECTOR, /* .weight; to F32 */
-    BIAS,   /* the same under its full name */
-    ROUTER, /* linear layer without scales; to F32: routing decides on small differences */
-    TABLE,  /* linear layer without scales; keeps its type */
-    LINEAR
+/* A family whose releases name tensors otherwise than the table of tensors: `from` begins the table's name, `to` the release's. */
+struct renaming {
+    const char *from, *to;
 };
 
-/* When a rule applies. The names of all but the first two stand behind "model.layers.N." and "blk.N.". */
-/* clang-format off */
-enum group { WHOLE, HEAD_ROWS, QWEN3, MLA, MLA_Q_LORA, MLA_Q, DENSE, ROUTING, ROUTING_BIAS, EXPERT, SHARED, MTP, MTP_OWN };
+static struct checkpoint {
+    const char *arch;                /* of GGUF */
+    const char *prefix;              /* of every tensor name: "" or "language_model." */
+    const struct renaming *renaming; /* ends with from NULL; NULL: there is none */
+    struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
+    bool tied;                       /* the output matrix is the embedding */
+    uint32_t has;                    /* bits of enum layer_has that all layers have */
+    int n_layer, n_mtp;              /* blocks = n_layer + n_mtp */
+    int n_head, n_head_kv, rope;     /* heads; rotated values of a key with latent attention */
+    int n_expert, top_k, n_group;    /* n_expert as config.json says; n_group 0: the family has no groups of experts */
+    int n_shared, first_dense;       /* shared experts of a layer; layers before first_dense have a dense FFN */
+    size_t ff_dense, ff_expert;      /* hidden widths */
+    bool router_bias;                /* the releases have a bias for the choice of experts */
+    enum gating gating;
+    bool norm_topk_prob;          /* the value where config.json does not say */
+    double routed_scaling_factor; /* NAN: the family has none */
+    bool (*is_dense)(int layer);
+    size_t dim[DIM_COUNT];           /* of the layer being planned */
+    const char *dim_name[DIM_COUNT]; /* in the words of config.json */
+    int experts[MAX_LAYERS];         /* per block; 0: dense */
+} m;
 
-static const struct rule {
-    enum group group;
-    enum kind kind;
-    const char *hf, *gguf;
-    enum dim rows, cols;
-} rules[] = {
-    {WHOLE,        TABLE,  "model.embed_tokens",              "token_embd",             VOCAB,   EMBD},
-    {WHOLE,        VECTOR, "model.norm",                      "output_norm",            EMBD,    ONE},
-    {HEAD_ROWS,    LINEAR, "lm_head",                         "output",                 VOCAB,   EMBD},
-    {QWEN3,        VECTOR, "input_layernorm",                 "attn_norm",              EMBD,    ONE},
-    {QWEN3,        LINEAR, "self_attn.q_proj",                "attn_q",                 Q,       EMBD},
-    {QWEN3,        LINEAR, "self_attn.k_proj",                "attn_k",                 KV,      EMBD},
-    {QWEN3,        LINEAR, "self_attn.v_proj",                "attn_v",                 KV,      EMBD},
-    {QWEN3,        LINEAR, "self_attn.o_proj",                "attn_output",            EMBD,    Q},
-    {QWEN3,        VECTOR, "self_attn.q_norm",                "attn_q_norm",            HEAD,    ONE},
-    {QWEN3,        VECTOR, "self_attn.k_norm",                "attn_k_norm",            HEAD,    ONE},
-    {QWEN3,        VECTOR, "post_attention_layernorm",        "ffn_norm",               EMBD,    ONE},
-    {MLA,          VECTOR, "input_layernorm",                 "attn_norm",              EMBD,    ONE},
-    {MLA_Q_LORA,   LINEAR, "self_attn.q_a_proj",              "attn_q_a",               QLORA,   EMBD},
-    {MLA_Q_LORA,   VECTOR, "self_attn.q_a_layernorm",         "attn_q_a_norm",          QLORA,   ONE},
-    {MLA_Q_LORA,   LINEAR, "self_attn.q_b_proj",              "attn_q_b",               QB,      QLORA},
-    {MLA_Q,        LINEAR, "self_attn.q_proj",                "attn_q",                 QB,      EMBD},
-    {MLA,          LINEAR, "self_attn.kv_a_proj_with_mqa",    "attn_kv_a_mqa",          KVA,     EMBD},
-    {MLA,          VECTOR, "self_attn.kv_a_layernorm",        "attn_kv_a_norm",         KVLORA,  ONE},
-    {MLA,          LINEAR, "self_attn.o_proj",                "attn_output",            EMBD,    OIN},
-    {MLA,          VECTOR, "post_attention_layernorm",        "ffn_norm",               EMBD,    ONE},
-    {DENSE,        LINEAR, "mlp.gate_proj",                   "ffn_gate",               FF,      EMBD},
-    {DENSE,        LINEAR, "mlp.up_proj",                     "ffn_up",                 FF,      EMBD},
-    {DENSE,        LINEAR, "mlp.down_proj",                   "ffn_down",               EMBD,    FF},
-    {ROUTING,      ROUTER, "mlp.gate",                        "ffn_gate_inp",           NEXPERT, EMBD},
-    {ROUTING_BIAS, BIAS,   "mlp.gate.e_score_correction_bias", "exp_probs_b.bias",      NEXPERT, ONE},
-    {EXPERT,       LINEAR, "gate_proj",                       "ffn_gate_exps",          FFEXP,   EMBD},
-    {EXPERT,       LINEAR, "up_proj",                         "ffn_up_exps",            FFEXP,   EMBD},
-    {EXPERT,       LINEAR, "down_proj",                       "ffn_down_exps",          EMBD,    FFEXP},
-    {SHARED,       LINEAR, "mlp.shared_experts.gate_proj",    "ffn_gate_shexp",         FFSHEXP, EMBD},
-    {SHARED,       LINEAR, "mlp.shared_experts.up_proj",      "ffn_up_shexp",           FFSHEXP, EMBD},
-    {SHARED,       LINEAR, "mlp.shared_experts.down_proj",    "ffn_down_shexp",         EMBD,    FFSHEXP},
-    {MTP,          VECTOR, "enorm",                           "nextn.enorm",            EMBD,    ONE},
-    {MTP,          VECTOR, "hnorm",                           "nextn.hnorm",            EMBD,    ONE},
-    {MTP,          LINEAR, "eh_proj",                         "nextn.eh_proj",          EMBD,    EMBD2},
-    {MTP,          VECTOR, "shared_head.norm",                "nextn.shared_head_norm", EMBD,    ONE},
-    {MTP_OWN,      LINEAR, "shared_head.head",                "nextn.shared_head_head", VOCAB,   EMBD},
-    {MTP_OWN,      TABLE,  "embed_tokens",                    "nextn.embed_tokens",     VOCAB,   EMBD}};
-/* clang-format on */
+static void set_dim(enum dim d, size_t n, const char *name) {
+    m.dim[d] = n;
+    m.dim_name[d] = name;
+}
 
 static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
     if (rows == m.dim[r] && cols == m.dim[c]) return;
-    if (c == ONE) die("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], dim_names[r], shape_text(t));
-    die("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], dim_names[r], dim_names[c],
+    if (c == DIM_ONE) die("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], m.dim_name[r], shape_text(t));
+    die("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], m.dim_name[r], m.dim_name[c],
         shape_text(t));
 }
 
 /* The source's name of a part of a layer, or (layer -1) of the whole model. */
 static const char *hf_name(int layer, const char *rest) {
+    for (const struct renaming *r = m.renaming; r && r->from; r++)
+        if (starts_with(rest, r->from)) {
+            rest = fmt("%s%s", r->to, rest + strlen(r->from));
+            break;
+        }
     return layer < 0 ? fmt("%s%s", m.prefix, rest) : fmt("%smodel.layers.%d.%s", m.prefix, layer, rest);
 }
 
@@ -526,43 +485,62 @@ static bool has_linear(const char *x) {
     return tensor_find(fmt("%s.weight", x)) || tensor_find(fmt("%s.weight_packed", x));
 }
 
-static void plan_rule(const struct rule *r, int layer) {
-    const char *src = hf_name(layer, r->hf), *dst = layer < 0 ? r->gguf : fmt("blk.%d.%s", layer, r->gguf);
-    if (r->group == MTP_OWN && !has_linear(src)) return; /* shared with the main model */
-    if (r->kind == VECTOR || r->kind == BIAS) {
-        const char *tail = r->kind == VECTOR ? ".weight" : "";
-        struct tensor *t = resolve_vector(fmt("%s%s", src, tail));
-        check_shape(t, t->shape[0], t->rank == 1, r->rows, ONE);
-        plan_f32(fmt("%s%s", dst, tail), t, 1, t->shape[0]);
-        return;
-    }
+/* A matrix of the source with its shape checked, as one of GGUF. */
+static void plan_linear(const char *dst, const char *src, enum dim rows, enum dim cols, enum stacking how) {
     struct linear l = resolve_linear(src);
-    check_shape(l.w, l.rows, l.cols, r->rows, r->cols);
-    if (r->kind != LINEAR && l.format != PLAIN)
-        die("%s: expected BF16, F16 or F32, found %s (%s)", where(l.w), format_names[l.format], shape_text(l.w));
-    if (r->kind == ROUTER) {
-        plan_f32(fmt("%s.weight", dst), l.w, l.rows, l.cols);
-        return;
-    }
     struct piece *p = NULL, one = {l, 0, l.rows};
+    check_shape(l.w, l.rows, l.cols, rows, cols);
     arrput(p, one);
-    plan_matrix(dst, p, r->group == DENSE ? DENSE_FFN : SINGLE, false);
+    plan_matrix(dst, p, how, false);
 }
 
-/* All rules of a group, for a layer or (layer -1) for the whole model. */
-static void plan_group(enum group group, int layer) {
-    for (size_t i = 0; i < COUNT(rules); i++)
-        if (rules[i].group == group) plan_rule(&rules[i], layer);
+/* A matrix that must be stored without scales: a table of embeddings or a router. */
+static struct linear resolve_plain(const char *src, enum dim rows, enum dim cols) {
+    struct linear l = resolve_linear(src);
+    check_shape(l.w, l.rows, l.cols, rows, cols);
+    if (l.format != PLAIN)
+        die("%s: expected BF16, F16 or F32, found %s (%s)", where(l.w), format_names[l.format], shape_text(l.w));
+    return l;
+}
+
+static void plan_kv_b(int layer);
+static void plan_experts(const struct tensor_rule *rule, int layer);
+
+/* The tensor of one row of the table, for a layer. */
+static void plan_rule(const struct tensor_rule *r, int layer) {
+    const char *dst = fmt("blk.%d.%s", layer, r->name);
+    if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer); /* and wv_b */
+    if (!r->hf) return;
+    if (r->n == DIM_EXPERTS) {
+        plan_experts(r, layer);
+        return;
+    }
+    const char *src = hf_name(layer, r->hf);
+    if (r->kind == TENSOR_VECTOR) {
+        const bool bias = r->field == offsetof(struct layer, router_bias);
+        if (bias && !m.router_bias) return;
+        struct tensor *t = resolve_vector(fmt("%s%s", src, ends_with(dst, ".weight") ? ".weight" : ""));
+        check_shape(t, t->shape[0], t->rank == 1, r->in, DIM_ONE);
+        plan_f32(dst, t, 1, t->shape[0]);
+    } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
+        struct linear l = resolve_plain(src, r->out, r->in);
+        plan_f32(fmt("%s.weight", dst), l.w, l.rows, l.cols);
+    } else if (!r->optional || has_linear(src)) {
+        plan_linear(dst, src, r->out, r->in, r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+    }
 }
 
 /* kv_b_proj [head][nope + v][kv_lora] becomes the two factors of absorbed attention: k_b, transposed per head, and v_b. */
 static void plan_kv_b(int layer) {
     struct linear l = resolve_linear(hf_name(layer, "self_attn.kv_b_proj"));
-    check_shape(l.w, l.rows, l.cols, KVB, KVLORA);
+    const size_t nope = m.dim[DIM_NOPE], v_head = m.dim[DIM_HEAD_V], rows = (size_t)m.n_head * (nope + v_head);
+    if (l.rows != rows || l.cols != m.dim[DIM_KV_LORA])
+        die("%s: expected [%zu, %zu] (num_attention_heads x (qk_nope_head_dim + v_head_dim), kv_lora_rank), found %s",
+            where(l.w), rows, m.dim[DIM_KV_LORA], shape_text(l.w));
     struct piece *k = NULL, *v = NULL;
     for (int h = 0; h < m.n_head; h++) {
-        size_t row = (size_t)h * (size_t)(m.nope + m.v_head);
-        struct piece kp = {l, row, (size_t)m.nope}, vp = {l, row + (size_t)m.nope, (size_t)m.v_head};
+        size_t row = (size_t)h * (nope + v_head);
+        struct piece kp = {l, row, nope}, vp = {l, row + nope, v_head};
         arrput(k, kp);
         arrput(v, vp);
     }
@@ -595,62 +573,40 @@ static int count_experts(int layer) {
     return n;
 }
 
-/* The three stacks of a layer; every expert of a stack is one piece. */
-static void plan_experts(int layer, int n) {
-    struct tensor *gate_up = find_fused(layer, "gate_up_proj"), *down = find_fused(layer, "down_proj");
-    for (size_t i = 0, part = 0; i < COUNT(rules); i++) {
-        const struct rule *r = &rules[i];
-        if (r->group != EXPERT) continue;
-        struct tensor *fused = part < 2 ? gate_up : down;
-        size_t rows = m.dim[r->rows], cols = m.dim[r->cols], stride = part < 2 ? 2 * rows : rows;
-        size_t first = part++ == 1 ? rows : 0; /* up stands behind gate */
-        struct piece *p = NULL;
-        if (fused && (fused->shape[0] != (size_t)n || fused->shape[1] != stride || fused->shape[2] != cols))
-            die("%s: expected [%d, %zu, %zu], found %s", where(fused), n, stride, cols, shape_text(fused));
-        if (fused) fused->used = true;
-        for (size_t e = 0; e < (size_t)n; e++) {
-            struct piece one = {{PLAIN, fused, NULL, (size_t)n * stride, cols, 1.0f, 0.0f}, e * stride + first, rows};
-            if (!fused) {
-                one.lin = resolve_linear(hf_name(layer, fmt("mlp.experts.%zu.%s", e, r->hf)));
-                check_shape(one.lin.w, one.lin.rows, one.lin.cols, r->rows, r->cols);
-                one.row = 0;
-            }
-            arrput(p, one);
+/* A stack of a layer's experts; every expert is one piece. In r->hf "*" stands for the expert's number. */
+static void plan_experts(const struct tensor_rule *r, int layer) {
+    const bool up = r->field == offsetof(struct layer, up), down = r->field == offsetof(struct layer, down);
+    struct tensor *fused = find_fused(layer, down ? "down_proj" : "gate_up_proj");
+    const size_t n = m.dim[DIM_EXPERTS], rows = m.dim[r->out], cols = m.dim[r->in], stride = down ? rows : 2 * rows;
+    const size_t first = up ? rows : 0; /* up stands behind gate */
+    const int before = (int)(strchr(r->hf, '*') - r->hf);
+    struct piece *p = NULL;
+    if (fused && (fused->shape[0] != n || fused->shape[1] != stride || fused->shape[2] != cols))
+        die("%s: expected [%zu, %zu, %zu], found %s", where(fused), n, stride, cols, shape_text(fused));
+    if (fused) fused->used = true;
+    for (size_t e = 0; e < n; e++) {
+        struct piece one = {{PLAIN, fused, NULL, n * stride, cols, 1.0f, 0.0f}, e * stride + first, rows};
+        if (!fused) {
+            one.lin = resolve_linear(hf_name(layer, fmt("%.*s%zu%s", before, r->hf, e, r->hf + before + 1)));
+            check_shape(one.lin.w, one.lin.rows, one.lin.cols, r->out, r->in);
+            one.row = 0;
         }
-        plan_matrix(fmt("blk.%d.%s", layer, r->gguf), p, EXPERTS, false);
+        arrput(p, one);
     }
+    plan_matrix(fmt("blk.%d.%s", layer, r->name), p, EXPERTS, false);
 }
 
-/* Layers behind the last ordinary one predict further tokens and are mixtures. */
-static bool is_dense(int layer) {
-    if (layer >= m.n_layer) return false;
-    if (m.mla) return layer < m.first_dense;
-    size_t i;
-    json_t *v, *list = get_list(m.cfg, "mlp_only_layers");
-    json_array_foreach(list, i, v) {
-        if (json_is_integer(v) && json_integer_value(v) == layer) return true;
-    }
-    return (layer + 1) % (int)get_int(m.cfg, "decoder_sparse_step", 1, MAX_BLOCKS, 1) != 0;
-}
-
+/* Plans every tensor that layer has. Layers behind the last ordinary one predict further tokens and are mixtures. */
 static void plan_layer(int layer) {
-    plan_group(m.mla ? MLA : QWEN3, layer);
-    if (m.mla) plan_group(m.dim[QLORA] ? MLA_Q_LORA : MLA_Q, layer);
-    if (m.mla) plan_kv_b(layer);
-    if (layer >= m.n_layer) {
-        plan_group(MTP, layer);
-        plan_group(MTP_OWN, layer);
-    }
-    if (is_dense(layer)) {
-        plan_group(DENSE, layer);
-        return;
-    }
-    m.experts[layer] = count_experts(layer);
-    m.dim[NEXPERT] = (size_t)m.experts[layer];
-    plan_group(ROUTING, layer);
-    if (m.mla && !strcmp(get_str(m.cfg, "topk_method", "noaux_tc"), "noaux_tc")) plan_group(ROUTING_BIAS, layer);
-    plan_experts(layer, m.experts[layer]);
-    if (m.n_shared) plan_group(SHARED, layer);
+    struct layer what = {.has = m.has};
+    const bool dense = layer < m.n_layer && m.is_dense(layer);
+    if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
+    what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
+    if (!dense && m.n_shared) what.has |= HAS_SHARED;
+    if (!dense) m.experts[layer] = count_experts(layer);
+    set_dim(DIM_EXPERTS, (size_t)m.experts[layer], "the layer's experts");
+    set_dim(DIM_FF, dense ? m.ff_dense : m.ff_expert, dense ? "intermediate_size" : "moe_intermediate_size");
+    for (const struct tensor_rule *r = NULL; (r = rule_next(r, &what));) plan_rule(r, layer);
 }
 
 static size_t n_skipped; /* tensors of the source that are left out on purpose */
@@ -696,8 +652,14 @@ static void check_all_used(void) {
 static void plan_model(void) {
     struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
     screen_names();
-    plan_group(WHOLE, -1);
-    if (!m.tied) plan_group(HEAD_ROWS, -1);
+    struct linear embd = resolve_plain(hf_name(-1, "model.embed_tokens"), DIM_VOCAB, DIM_EMBD);
+    struct piece *p = NULL, one = {embd, 0, embd.rows};
+    arrput(p, one);
+    plan_matrix("token_embd", p, SINGLE, false);
+    struct tensor *norm = resolve_vector(hf_name(-1, "model.norm.weight"));
+    check_shape(norm, norm->shape[0], norm->rank == 1, DIM_EMBD, DIM_ONE);
+    plan_f32("output_norm.weight", norm, 1, norm->shape[0]);
+    if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
     if (n_misaligned > 1) note("%zu tensors stay because of the length of their rows", n_misaligned);
@@ -706,51 +668,101 @@ static void plan_model(void) {
 
 static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
 
+/* Grouped-query attention with normed heads. */
+static void read_gqa(void) {
+    size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[DIM_EMBD] / m.n_head);
+    m.has = HAS_GQA | HAS_Q | HAS_HEAD_NORM;
+    m.n_head_kv = (int)size_of("num_key_value_heads");
+    set_dim(DIM_HEAD_K, head, "head_dim");
+    set_dim(DIM_HEAD_V, head, "head_dim");
+    set_dim(DIM_Q, (size_t)m.n_head * head, "num_attention_heads x head_dim");
+    set_dim(DIM_ATT, m.dim[DIM_Q], m.dim_name[DIM_Q]);
+    set_dim(DIM_K, (size_t)m.n_head_kv * head, "num_key_value_heads x head_dim");
+    set_dim(DIM_V, m.dim[DIM_K], m.dim_name[DIM_K]);
+}
+
+/* Multi-head latent attention. */
+static void read_mla(void) {
+    size_t heads = (size_t)m.n_head, nope = (size_t)get_int(m.cfg, "qk_nope_head_dim", 1, 65536, REQUIRED);
+    size_t v_head = (size_t)get_int(m.cfg, "v_head_dim", 1, 65536, REQUIRED), latent = size_of("kv_lora_rank");
+    m.rope = (int)get_int(m.cfg, "qk_rope_head_dim", 2, 65536, REQUIRED);
+    m.n_head_kv = 1; /* absorbed attention: one latent head */
+    set_dim(DIM_Q_LORA, (size_t)get_int(m.cfg, "q_lora_rank", 0, INT32_MAX, 0), "q_lora_rank");
+    set_dim(DIM_KV_LORA, latent, "kv_lora_rank");
+    set_dim(DIM_KV_A, latent + (size_t)m.rope, "kv_lora_rank + qk_rope_head_dim");
+    set_dim(DIM_NOPE, nope, "qk_nope_head_dim");
+    set_dim(DIM_HEAD_K, nope + (size_t)m.rope, "qk_nope_head_dim + qk_rope_head_dim");
+    set_dim(DIM_HEAD_V, v_head, "v_head_dim");
+    set_dim(DIM_Q, heads * m.dim[DIM_HEAD_K], "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)");
+    set_dim(DIM_ATT, heads * v_head, "num_attention_heads x v_head_dim");
+    m.has = HAS_MLA | (m.dim[DIM_Q_LORA] ? HAS_Q_LORA : HAS_Q);
+}
+
+/* A shared expert as wide as n of the routed ones. */
+static void read_shared(const char *key, int64_t dflt) {
+    m.n_shared = (int)get_int(m.cfg, key, 0, 64, dflt);
+    set_dim(DIM_SHARED, m.ff_expert * (size_t)m.n_shared, fmt("moe_intermediate_size x %s", key));
+}
+
+static bool is_dense_qwen3(int layer) {
+    size_t i;
+    json_t *v, *list = get_list(m.cfg, "mlp_only_layers");
+    json_array_foreach(list, i, v) {
+        if (json_is_integer(v) && json_integer_value(v) == layer) return true;
+    }
+    return (layer + 1) % (int)get_int(m.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
+}
+
 static void read_qwen3(void) {
+    read_gqa();
+    m.is_dense = is_dense_qwen3;
+    m.gating = GATING_SOFTMAX;
     m.n_expert =
         (int)get_int(m.cfg, get(m.cfg, "num_experts") ? "num_experts" : "num_local_experts", 1, MAX_EXPERTS, REQUIRED);
-    size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[EMBD] / m.n_head);
-    m.dim[HEAD] = head;
-    m.dim[Q] = (size_t)m.n_head * head;
-    m.dim[KV] = size_of("num_key_value_heads") * head;
     expect(m.cfg, "use_sliding_window", !get_bool(m.cfg, "use_sliding_window", false), "false");
 }
 
+static bool is_dense_leading(int layer) { return layer < m.first_dense; }
+
 static void read_deepseek3(void) {
     struct doc c = m.cfg;
-    m.mla = true;
+    read_mla();
+    m.is_dense = is_dense_leading;
     m.n_expert = (int)get_int(c, "n_routed_experts", 1, MAX_EXPERTS, REQUIRED);
-    m.n_shared = (int)get_int(c, "n_shared_experts", 0, 64, 0);
+    read_shared("n_shared_experts", 0);
     m.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
-    m.first_dense = (int)get_int(c, "first_k_dense_replace", 0, MAX_BLOCKS, 0);
+    m.first_dense = (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, 0);
     m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
-    m.nope = (int)get_int(c, "qk_nope_head_dim", 1, 65536, REQUIRED);
-    m.rope = (int)get_int(c, "qk_rope_head_dim", 2, 65536, REQUIRED);
-    m.v_head = (int)get_int(c, "v_head_dim", 1, 65536, REQUIRED);
-    size_t heads = (size_t)m.n_head;
-    m.dim[QLORA] = (size_t)get_int(c, "q_lora_rank", 0, INT32_MAX, 0);
-    m.dim[KVLORA] = size_of("kv_lora_rank");
-    m.dim[KVA] = m.dim[KVLORA] + (size_t)m.rope;
-    m.dim[KVB] = heads * (size_t)(m.nope + m.v_head);
-    m.dim[QB] = heads * (size_t)(m.nope + m.rope);
-    m.dim[OIN] = heads * (size_t)m.v_head;
-    m.dim[FFSHEXP] = m.dim[FFEXP] * (size_t)m.n_shared;
     const char *method = get_str(c, "topk_method", "noaux_tc");
+    m.router_bias = !strcmp(method, "noaux_tc");
+    m.gating = strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
+    m.norm_topk_prob = true;
+    m.routed_scaling_factor = get_num(c, "routed_scaling_factor", NAN);
+    expect(c, "routed_scaling_factor", !isnan(m.routed_scaling_factor), "a number");
     expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "sigmoid"), "sigmoid softmax"), "sigmoid or softmax");
-    expect(c, "topk_method", !strcmp(method, "noaux_tc") || (!strcmp(method, "greedy") && m.n_group == 1),
+    expect(c, "topk_method", m.router_bias || (!strcmp(method, "greedy") && m.n_group == 1),
            "\"noaux_tc\", or \"greedy\" with n_group 1");
     expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
     expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
     expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
 }
 
-/* The one table of families. */
+/* The one table of families: model_type of config.json, architecture of GGUF, the object of config.json that holds the language model
+ * (NULL: config.json itself) and the prefix that its tensors have then. */
 static const struct {
     const char *type, *arch;
     void (*read)(void);
-} families[] = {{"qwen3_moe", "qwen3moe", read_qwen3},
-                {"deepseek_v3", "deepseek2", read_deepseek3},
-                {"kimi_k2", "deepseek2", read_deepseek3}};
+    const struct renaming *renaming;
+} families[] = {{.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
+                {.type = "deepseek_v3", .arch = "deepseek2", .read = read_deepseek3},
+                {.type = "kimi_k2", .arch = "deepseek2", .read = read_deepseek3}};
+
+/* The model types, for a message. */
+static const char *family_types(void) {
+    const char *list = families[0].type;
+    for (size_t f = 1; f < COUNT(families); f++) list = fmt("%s, %s", list, families[f].type);
+    return fmt("%s or kimi_k25", list);
+}
 
 static void read_config(void) {
     m.top = doc_read("config.json");
@@ -762,17 +774,19 @@ static void read_config(void) {
     if (wrapped) type = get_str(m.cfg, "model_type", "(none)");
     size_t f = 0, n = COUNT(families);
     while (f < n && strcmp(families[f].type, type)) f++;
-    expect(m.cfg, "model_type", f < n && !(wrapped && f == 0), "qwen3_moe, deepseek_v3, kimi_k2 or kimi_k25");
+    expect(m.cfg, "model_type", f < n && !(wrapped && f == 0), family_types());
     m.arch = families[f].arch;
-    m.n_layer = (int)get_int(m.cfg, "num_hidden_layers", 1, MAX_BLOCKS - 16, REQUIRED);
+    m.renaming = families[f].renaming;
+    m.routed_scaling_factor = NAN;
+    m.n_layer = (int)get_int(m.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
     m.n_head = (int)get_int(m.cfg, "num_attention_heads", 1, 65536, REQUIRED);
     m.top_k = (int)get_int(m.cfg, "num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
-    m.dim[ONE] = 1;
-    m.dim[EMBD] = size_of("hidden_size");
-    m.dim[EMBD2] = 2 * m.dim[EMBD];
-    m.dim[VOCAB] = (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
-    m.dim[FF] = size_of("intermediate_size");
-    m.dim[FFEXP] = size_of("moe_intermediate_size");
+    set_dim(DIM_ONE, 1, "1");
+    set_dim(DIM_EMBD, size_of("hidden_size"), "hidden_size");
+    set_dim(DIM_2_EMBD, 2 * m.dim[DIM_EMBD], "2 hidden_size");
+    set_dim(DIM_VOCAB, (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED), "vocab_size");
+    m.ff_dense = size_of("intermediate_size");
+    m.ff_expert = size_of("moe_intermediate_size");
     m.tied = get_bool(m.cfg, "tie_word_embeddings", get_bool(m.top, "tie_word_embeddings", false));
     expect(m.cfg, "hidden_act", !strcmp(get_str(m.cfg, "hidden_act", "silu"), "silu"), "\"silu\"");
     expect(m.cfg, "attention_bias", !get_bool(m.cfg, "attention_bias", false), "false");
@@ -925,8 +939,8 @@ static void recognize_pre_tokenizer(struct doc d) {
 
 /* Added tokens may repeat an entry of the vocabulary, but not rename it. */
 static void vocab_set(const char *file, const char *text, int64_t id, enum token_type type) {
-    if (id < 0 || (size_t)id >= m.dim[VOCAB])
-        die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, m.dim[VOCAB]);
+    if (id < 0 || (size_t)id >= m.dim[DIM_VOCAB])
+        die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, m.dim[DIM_VOCAB]);
     if (vocab.text[id] && strcmp(vocab.text[id], text))
         die("%s: the tokens '%s' and '%s' have the same id %lld", file, vocab.text[id], text, (long long)id);
     if (!vocab.text[id]) vocab.text[id] = xstrdup(text);
@@ -1158,12 +1172,12 @@ static void read_added_decoder(struct doc config) {
         add_token((struct doc){v, config.file, added.in}, id);
     }
     if (!arrlen(ranks)) return;
-    for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < m.dim[VOCAB]; id++)
+    for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < m.dim[DIM_VOCAB]; id++)
         if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
 static void read_vocabulary(struct doc config) {
-    size_t n = m.dim[VOCAB];
+    size_t n = m.dim[DIM_VOCAB];
     vocab.text = xrealloc(NULL, n * sizeof *vocab.text);
     vocab.type = xrealloc(NULL, n * sizeof *vocab.type);
     memset(vocab.text, 0, n * sizeof *vocab.text);
@@ -1207,6 +1221,7 @@ static void put_rope(void) {
     static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
                                 "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
     struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
+    const bool mla = m.has & HAS_MLA;
     const char *key;
     json_t *v;
     json_object_foreach(r.obj, key, v) { expect(r, key, one_of(key, known), "no such RoPE parameter"); }
@@ -1219,20 +1234,19 @@ static void put_rope(void) {
     if (one_of(type, "default none")) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
     double factor = get_num(r, "factor", NAN), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
-    double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", m.mla ? 0 : usual);
+    double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
     expect(r, "factor", factor >= 1, "a number from 1");
     expect(r, "truncate", get_bool(r, "truncate", true), "true");
-    expect(r, "mscale_all_dim", m.mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
-           m.mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
-    expect(r, "attention_factor", fabs(attention - (m.mla ? 0 : usual)) <= 1e-4,
-           m.mla ? "none" : fmt("%g or none", usual));
+    expect(r, "mscale_all_dim", mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
+           mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
+    expect(r, "attention_factor", fabs(attention - (mla ? 0 : usual)) <= 1e-4, mla ? "none" : fmt("%g or none", usual));
     kv_str(arch_key("rope.scaling.type"), "yarn");
     kv_f32("rope.scaling.factor", factor);
     kv_u32("rope.scaling.original_context_length",
            (size_t)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED));
     kv_f32("rope.scaling.yarn_beta_fast", get_num(r, "beta_fast", 32));
     kv_f32("rope.scaling.yarn_beta_slow", get_num(r, "beta_slow", 1));
-    if (m.mla) kv_f32("rope.scaling.yarn_log_multiplier", 0.1 * all);
+    if (mla) kv_f32("rope.scaling.yarn_log_multiplier", 0.1 * all);
 }
 
 /* Counts, and what is known of pruning: config.json may carry the object "reap" with the ids that were kept. */
@@ -1247,7 +1261,7 @@ static void put_experts(const char *name) {
     }
     kv_u32("expert_count", (size_t)most);
     kv_u32("expert_used_count", (size_t)m.top_k);
-    kv_u32("expert_feed_forward_length", m.dim[FFEXP]);
+    kv_u32("expert_feed_forward_length", m.ff_expert);
     if (differ) gguf_put_array(&writer, arch_key("expert_count_per_layer"), GGUF_V_I32, (size_t)blocks, m.experts);
 
     struct doc reap = get_obj(m.top, "reap");
@@ -1277,36 +1291,33 @@ static void put_experts(const char *name) {
 
 static void put_architecture(void) {
     struct doc c = m.cfg;
-    bool sigmoid = m.mla && !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid");
+    const bool mla = m.has & HAS_MLA;
     kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
     kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, INT32_MAX, REQUIRED));
-    kv_u32("embedding_length", m.dim[EMBD]);
-    kv_u32("feed_forward_length", m.dim[FF]);
-    kv_u32("vocab_size", m.dim[VOCAB]);
+    kv_u32("embedding_length", m.dim[DIM_EMBD]);
+    kv_u32("feed_forward_length", m.ff_dense);
+    kv_u32("vocab_size", m.dim[DIM_VOCAB]);
     kv_f32("attention.layer_norm_rms_epsilon", get_num(c, "rms_norm_eps", 1e-6));
     kv_u32("attention.head_count", (size_t)m.n_head);
-    /* 1 softmax, 2 sigmoid; transformers divides by the sum only where the key says so */
-    kv_u32("expert_gating_func", sigmoid ? 2 : 1);
-    gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, "norm_topk_prob", m.mla));
-    if (!m.mla) {
-        kv_u32("attention.head_count_kv", m.dim[KV] / m.dim[HEAD]);
-        kv_u32("attention.key_length", m.dim[HEAD]);
-        kv_u32("attention.value_length", m.dim[HEAD]);
-        return;
+    kv_u32("expert_gating_func", m.gating);
+    gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, "norm_topk_prob", m.norm_topk_prob));
+    kv_u32("attention.head_count_kv", (size_t)m.n_head_kv);
+    kv_u32("attention.key_length", m.dim[mla ? DIM_KV_A : DIM_HEAD_K]);
+    kv_u32("attention.value_length", m.dim[mla ? DIM_KV_LORA : DIM_HEAD_V]);
+    if (mla) {
+        kv_u32("attention.key_length_mla", m.dim[DIM_HEAD_K]);
+        kv_u32("attention.value_length_mla", m.dim[DIM_HEAD_V]);
+        kv_u32("attention.kv_lora_rank", m.dim[DIM_KV_LORA]);
+        if (m.dim[DIM_Q_LORA]) kv_u32("attention.q_lora_rank", m.dim[DIM_Q_LORA]);
+        kv_u32("rope.dimension_count", (size_t)m.rope);
     }
-    kv_u32("attention.head_count_kv", 1); /* absorbed attention: one latent head */
-    kv_u32("attention.key_length", m.dim[KVA]);
-    kv_u32("attention.value_length", m.dim[KVLORA]);
-    kv_u32("attention.key_length_mla", (size_t)(m.nope + m.rope));
-    kv_u32("attention.value_length_mla", (size_t)m.v_head);
-    kv_u32("attention.kv_lora_rank", m.dim[KVLORA]);
-    if (m.dim[QLORA]) kv_u32("attention.q_lora_rank", m.dim[QLORA]);
-    kv_u32("rope.dimension_count", (size_t)m.rope);
-    kv_u32("leading_dense_block_count", (size_t)m.first_dense);
-    kv_u32("expert_shared_count", (size_t)m.n_shared);
-    kv_f32("expert_weights_scale", get_num(c, "routed_scaling_factor", NAN));
-    kv_u32("expert_group_count", (size_t)m.n_group);
-    kv_u32("expert_group_used_count", (size_t)get_int(c, "topk_group", 1, m.n_group, REQUIRED));
+    if (m.is_dense == is_dense_leading) kv_u32("leading_dense_block_count", (size_t)m.first_dense);
+    if (m.dim_name[DIM_SHARED]) kv_u32("expert_shared_count", (size_t)m.n_shared);
+    if (!isnan(m.routed_scaling_factor)) kv_f32("expert_weights_scale", m.routed_scaling_factor);
+    if (m.n_group) {
+        kv_u32("expert_group_count", (size_t)m.n_group);
+        kv_u32("expert_group_used_count", (size_t)get_int(c, "topk_group", 1, m.n_group, REQUIRED));
+    }
     if (m.n_mtp) kv_u32("nextn_predict_layers", (size_t)m.n_mtp);
 }
 
@@ -1314,7 +1325,7 @@ static void put_architecture(void) {
 static int32_t token_id(struct doc config, const char *key) {
     json_t *v = get(config, key);
     const char *text = json_string_value(json_is_object(v) ? json_object_get(v, "content") : v);
-    for (size_t i = 0; text && i < m.dim[VOCAB]; i++)
+    for (size_t i = 0; text && i < m.dim[DIM_VOCAB]; i++)
         if (!strcmp(vocab.text[i], text)) return (int32_t)i;
     return -1;
 }
@@ -1326,7 +1337,7 @@ static void collect_ids(struct doc d, const char *key, int32_t **ids) {
     for (size_t i = 0; i < n; i++) {
         json_t *e = json_is_array(v) ? json_array_get(v, i) : v;
         int64_t id = json_is_integer(e) ? json_integer_value(e) : -1;
-        expect(d, key, id >= 0 && (size_t)id < m.dim[VOCAB], fmt("token ids below %zu", m.dim[VOCAB]));
+        expect(d, key, id >= 0 && (size_t)id < m.dim[DIM_VOCAB], fmt("token ids below %zu", m.dim[DIM_VOCAB]));
         bool have = false;
         for (size_t k = 0; k < arrlenu(*ids); k++) have |= (*ids)[k] == (int32_t)id;
         if (!have) arrput(*ids, (int32_t)id);
@@ -1393,8 +1404,8 @@ static void put_vocabulary(void) {
     put_sampling(generation);
     kv_str("tokenizer.ggml.model", "gpt2");
     kv_str("tokenizer.ggml.pre", vocab.pre);
-    kv_strings("tokenizer.ggml.tokens", vocab.text, m.dim[VOCAB]);
-    gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, m.dim[VOCAB], vocab.type);
+    kv_strings("tokenizer.ggml.tokens", vocab.text, m.dim[DIM_VOCAB]);
+    gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, m.dim[DIM_VOCAB], vocab.type);
     kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
     if (vocab.ignore_merges) gguf_put_bool(&writer, "tokenizer.ggml.ignore_merges", true);
     gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);

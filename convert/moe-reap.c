@@ -412,7 +412,7 @@ static void select_by_counts(void) {
     FILE *f = input_file(opts.counts);
     char *line = NULL;
     size_t cap = 0, no = 0;
-    bool seen[MAX_BLOCKS] = {false};
+    bool seen[MAX_LAYERS] = {false};
     while (getline(&line, &cap, f) >= 0) {
         int block, count, end = 0;
         no++;
@@ -544,7 +544,7 @@ static void gguf_parts(const char *path) {
     bool split = gguf_split_name(path, prefix, sizeof prefix, &no, &count);
     for (unsigned i = 0; i < count; i++) {
         const char *part = split ? fmt("%s-%05u-of-%05u.gguf", prefix, i + 1, count) : path;
-        struct shard s = {xstrdup(part), input_open(part)};
+        struct source_file s = {xstrdup(part), input_open(part)};
         arrput(shards, s);
         m.bytes += gguf.images[i].size;
     }
@@ -625,7 +625,7 @@ static void gguf_read(const char *path) {
     if (!gguf_get_str(&gguf, "general.architecture", &s) || !s.n || s.n >= sizeof arch)
         die("'%s': metadata key 'general.architecture' is missing or not a short string", path);
     m.arch = gguf_printable(s, arch, sizeof arch);
-    int blocks = meta_int(arch_key("block_count"), -1, 1, MAX_BLOCKS);
+    int blocks = meta_int(arch_key("block_count"), -1, 1, MAX_LAYERS);
     m.n_mtp = meta_int(arch_key("nextn_predict_layers"), 0, 0, blocks - 1);
     m.n_trunk = blocks - m.n_mtp;
     m.top_k = meta_int(arch_key("expert_used_count"), -1, 1, MAX_EXPERTS);
@@ -677,7 +677,7 @@ static void put_kv(struct gguf_writer *w, const struct gguf_kv *kv, uint64_t n) 
 
 /* How many experts every layer keeps; 0: dense. */
 static void put_counts_per_layer(struct gguf_writer *w, int blocks) {
-    int32_t counts[MAX_BLOCKS] = {0};
+    int32_t counts[MAX_LAYERS] = {0};
     for (size_t i = 0; i < arrlenu(m.layers); i++) counts[m.layers[i].block] = m.layers[i].n_retained;
     gguf_put_array(w, arch_key("expert_count_per_layer"), GGUF_V_I32, (uint64_t)blocks, counts);
 }
@@ -774,7 +774,7 @@ static size_t gguf_plan(void) {
 }
 
 /* Copies bytes [at, at+n) of a file to the output; what has been read leaves the page cache. */
-static void copy_bytes(const struct shard *s, size_t at, size_t n) {
+static void copy_bytes(const struct source_file *s, size_t at, size_t n) {
     for (size_t k; n; at += k, n -= k) {
         k = n < CHUNK_BYTES ? n : CHUNK_BYTES;
         uint8_t *buf = scratch(0, k);
@@ -785,7 +785,7 @@ static void copy_bytes(const struct shard *s, size_t at, size_t n) {
 }
 
 /* Of n slices that begin at `at` and have `bytes` each those of the experts that stay, neighbours together. */
-static void copy_retained(const struct shard *s, size_t at, size_t bytes, const struct layer *layer) {
+static void copy_retained(const struct source_file *s, size_t at, size_t bytes, const struct layer *layer) {
     for (int k = 0, run; k < layer->n; k += run) {
         for (run = 1; k + run < layer->n && layer->experts[k + run].retained == layer->experts[k].retained; run++)
             continue;
@@ -800,7 +800,7 @@ static void gguf_write(char path[PATH_MAX]) {
     out_write(gguf_head, gguf_head_size);
     for (uint32_t i = 0; i < gguf.n_tensors; i++) {
         const struct gguf_tensor *t = &gguf.tensors[i];
-        const struct shard *s = &shards[t->shard];
+        const struct source_file *s = &shards[t->shard];
         size_t from = dest.done;
         if (slicings[i].dropped) continue;
         if (slicings[i].layer < 0) copy_bytes(s, gguf_offset(t), t->bytes);
@@ -881,7 +881,7 @@ struct out_file {
 };
 
 static struct out_file *hf_files;  /* stb_ds */
-static struct shard *others;       /* stb_ds: files that are copied */
+static struct source_file *others; /* stb_ds: files that are copied */
 static size_t *other_bytes;        /* stb_ds: (arrlen(others)) */
 static uint32_t *by_place;         /* (arrlen(tensors)) their indices, by shard and offset */
 static const char *hf_prefix = ""; /* of the layers' names, which a vision tower's do not have */
@@ -898,14 +898,14 @@ static int hf_int(const char *key, int64_t lo, int64_t hi, int64_t fallback) {
 
 /* The layers' routers, in order; hashed ones have a table from tokens to experts beside them. */
 static void hf_read_layers(void) {
-    struct tensor *routers[MAX_BLOCKS + 16] = {NULL};
-    bool hash_routed[MAX_BLOCKS + 16] = {false};
+    struct tensor *routers[MAX_LAYERS + 16] = {NULL};
+    bool hash_routed[MAX_LAYERS + 16] = {false};
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         struct parsed_name p = name_parse(t->name);
         bool router = p.role == ROUTER && ends_with(p.rest, ".gate.weight"), table = ends_with(p.rest, "tid2eid");
         if (p.block < 0 || (!router && !table)) continue;
-        if (p.block >= (int)COUNT(routers)) die("%s: layer %d is beyond %d", where(t), p.block, MAX_BLOCKS);
+        if (p.block >= (int)COUNT(routers)) die("%s: layer %d is beyond %d", where(t), p.block, MAX_LAYERS);
         hash_routed[p.block] |= table;
         if (router && routers[p.block]) die("%s: '%s' is the same layer's", where(t), routers[p.block]->name);
         if (router) routers[p.block] = t;
@@ -1003,7 +1003,7 @@ static void hf_read_others(void) {
         bool regular = !stat(in_dir(names[i]), &st) && S_ISREG(st.st_mode);
         if (regular) m.bytes += (size_t)st.st_size;
         if (regular && !known) {
-            struct shard s = {names[i], input_open(in_dir(names[i]))};
+            struct source_file s = {names[i], input_open(in_dir(names[i]))};
             arrput(others, s);
             arrput(other_bytes, (size_t)st.st_size);
             continue;
@@ -1037,7 +1037,7 @@ static void hf_read(const char *path) {
     hf_quant = doc_read("hf_quant_config.json");
     source_open();
     hf_index = doc_read("model.safetensors.index.json");
-    m.n_trunk = hf_int("num_hidden_layers", 1, MAX_BLOCKS, REQUIRED);
+    m.n_trunk = hf_int("num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
     m.top_k = hf_int("num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
     m.n_group = hf_int("n_group", 1, MAX_EXPERTS, 1);
     m.n_group_used = m.n_group == 1 ? 1 : hf_int("topk_group", 1, m.n_group, m.n_group);
