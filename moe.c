@@ -91,12 +91,12 @@
  *
  * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
  * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
- *   - an operation only enqueues work; it returns nothing, and a forward never branches on data;
+ *   - an operation only enqueues work and returns nothing, and a forward never branches on data (begin excepted, see HOST_OPS);
  *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
  *     0..n_tok-1 of a slot mean anything;
  *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
  *   - there are no globals: everything is reached through struct rank;
- *   - only read_logits waits for results;
+ *   - only operations of HOST_OPS wait for the device;
  *   - the same n_tok gives the same list of operations.
  * ============================================================================================================ */
 
@@ -310,43 +310,85 @@ struct profile_row {
     double seconds, bytes; /* of all calls; bytes 0: negligible */
 };
 
+/* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and cuda_ops
+ * (of functions cpu_NAME and cuda_NAME) and the wrappers of the tests are generated from these lists, so none of them can miss an
+ * operation. clang-format would take the parameters for products. */
+/* clang-format off */
+
+/* Operations that only enqueue work. */
+#define ENQUEUE_OPS(X)                                                                                                 \
+    /* x = the token embeddings of the batch; on a later pipeline stage the hidden states from the stage before */     \
+    X(void, embed, (struct rank *r, enum act x), (r, x))                                                               \
+    /* out = norm(x) * w; out may be x */                                                                              \
+    X(void, rmsnorm, (struct rank *r, enum act x, const float *w, enum act out), (r, x, w, out))                       \
+    /* x += the deltas of the stage's ranks, added in rank order: the same bits on each; out = norm(x) * w */          \
+    X(void, all_reduce_add_rmsnorm, (struct rank *r, enum act x, enum act delta, const float *w, enum act out),        \
+      (r, x, delta, w, out))                                                                                           \
+    /* the same sum without the norm; then x is sent to the next pipeline stage, if there is one */                    \
+    X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
+    /* out = W x */                                                                                                    \
+    X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
+    /* out[i] = w[i] x for up to 3 matrices; the first NULL in w ends the list */                                      \
+    X(void, linear3, (struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]),             \
+      (r, x, w, out))                                                                                                  \
+    /* grouped-query attention: head norms, rotation of q and k; writes k and v to the cache of layer il */            \
+    X(void, rope_store_kv, (struct rank *r, int il, enum act q, enum act k, enum act v), (r, il, q, k, v))             \
+    /* out = grouped-query attention over the cache of layer il */                                                     \
+    X(void, attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                            \
+    /* MLA: norm of the latent, rotation; writes the latent and the shared key to the cache of layer il */             \
+    X(void, mla_store, (struct rank *r, int il, enum act q, enum act kv), (r, il, q, kv))                              \
+    /* out = multi-head latent attention (MLA) over the cache of layer il */                                           \
+    X(void, mla_attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                        \
+    /* out = the dense SwiGLU feed-forward of layer il */                                                              \
+    X(void, ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                                  \
+    /* out = router, routed experts and shared expert of layer il */                                                   \
+    X(void, moe_ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                              \
+    /* final norm and head of rows first..first+n-1; every rank of the last stage calls it, the root has the result */ \
+    X(void, logits, (struct rank *r, int first, int n), (r, first, n))                                                 \
+    /* chooses a token by row 0 of the logits; recent: the n_recent latest ids; uniform: a draw from [0, 1) */         \
+    X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform),   \
+      (r, o, recent, n_recent, uniform))
+
+/* Operations around a forward, and those that wait and return results.
+ *
+ * begin is the one exception to "a forward does not branch": where a backend has recorded a forward of n_tok tokens (a CUDA graph),
+ * begin enqueues the recording and returns true, and the forward must enqueue nothing. That depends on n_tok and on the forwards
+ * before, never on data. The CPU's begin always returns false. */
+#define HOST_OPS(X)                                                                                                    \
+    /* before a forward; true: a recording of the whole forward was enqueued, see above */                             \
+    X(bool, begin, (struct rank *r), (r))                                                                              \
+    /* after a forward, unless begin returned true */                                                                  \
+    X(void, end, (struct rank *r), (r))                                                                                \
+    /* (n_vocab) logits of row first + row; waits */                                                                   \
+    X(const float *, read_logits, (struct rank *r, int row), (r, row))                                                 \
+    /* the token that `sample` chose; waits */                                                                         \
+    X(int32_t, read_token, (struct rank *r), (r))                                                                      \
+    /* copies rows first..first+n-1 of a plane to host memory, or back (store): data (n, row_bytes) and scale          \
+       (n, n_group), NULL: not this one; waits */                                                                      \
+    X(void, kv_copy, (struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,   \
+                      bool store), (r, p, first, n, data, scale, store))                                               \
+    /* waits for everything that was enqueued */                                                                       \
+    X(void, wait, (struct rank *r), (r))                                                                               \
+    /* copies the statistics since the start, see struct rank; in_sum2 NULL: not these; waits */                       \
+    X(void, read_stats, (struct rank *r, double *stats, float *in_sum2), (r, stats, in_sum2))                          \
+    /* measures memory and matrix units; waits */                                                                      \
+    X(struct rates, measure, (struct rank *r), (r))                                                                    \
+    /* seconds of an all_reduce_add_rmsnorm of n_tok tokens, by NCCL or by our own kernel; the ranks of a stage call   \
+       it together; 0: this way does not exist here, or n_tok exceeds the chunk; waits */                              \
+    X(double, time_all_reduce, (struct rank *r, int n_tok, bool nccl), (r, n_tok, nccl))                               \
+    /* times every kernel of the forward body(arg); returns how many of the n rows it filled, in the order of the      \
+       launches; 0: the backend cannot; waits */                                                                       \
+    X(int, profile, (struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n),                \
+      (r, body, arg, rows, n))                                                                                         \
+    /* frees what the rank holds */                                                                                    \
+    X(void, close, (struct rank *r), (r))
+/* clang-format on */
+#define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
+
 struct ops {
-    bool (*begin)(struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
-    void (*end)(struct rank *r);   /* after it */
-    void (*embed)(struct rank *r, enum act x); /* x = rows of the embedding, or what the stage before left */
-    void (*rmsnorm)(struct rank *r, enum act x, const float *w, enum act out); /* out = norm(x) * w; out may be x */
-    /* x += the deltas of all ranks of the stage, in their order, the same bits on each; out = norm(x) * w */
-    void (*all_reduce_add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w, enum act out);
-    void (*final_reduce)(struct rank *r, enum act x,
-                         enum act delta); /* the same sum; x goes to the next stage, if there is one */
-    void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
-    void (*linear3)(struct rank *r, enum act x, const struct weight *const w[3],
-                    const enum act out[3]); /* out[i] = w[i] x; w[i] NULL: that many */
-    void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k,
-                          enum act v); /* head norms, rotation of q and k, k and v to the cache */
-    void (*attention)(struct rank *r, int il, enum act q, enum act out); /* grouped-query, over the cache */
-    void (*mla_store)(struct rank *r, int il, enum act q,
-                      enum act kv); /* latent norm, rotation, latent and k_pe to the cache */
-    void (*mla_attention)(struct rank *r, int il, enum act q,
-                          enum act out);                               /* multi-head latent attention, over the cache */
-    void (*ffn)(struct rank *r, int il, enum act x, enum act out);     /* dense SwiGLU */
-    void (*moe_ffn)(struct rank *r, int il, enum act x, enum act out); /* router, routed experts, shared expert */
-    /* final norm and head for rows first..first+n-1, on all ranks of the last stage; the results are the first one's: */
-    void (*logits)(struct rank *r, int first, int n);
-    const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
-    /* chooses a token by row 0 of the logits; recent: the n_recent <= PENALTY_WINDOW latest ids; uniform: a draw from [0, 1) */
-    void (*sample)(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform);
-    int32_t (*read_token)(struct rank *r); /* the one chosen; waits */
-    /* rows first..first+n-1 of a plane to or from (store) host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one */
-    void (*kv_copy)(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
-                    bool store);
-    void (*wait)(struct rank *r); /* until everything that was enqueued is done */
-    /* What was collected since the start, see struct rank; in_sum2 NULL: not wanted. Waits. */
-    void (*read_stats)(struct rank *r, double *stats, float *in_sum2);
-    struct rates (*measure)(struct rank *r);
-    /* Times every kernel of run(arg), a forward; returns the launches in their order, at most n; a NULL pointer: the backend cannot. */
-    int (*profile)(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n);
-    void (*close)(struct rank *r); /* frees what the rank holds */
+#define OPS_MEMBER(type, name, params, args) type(*name) params;
+    OPS(OPS_MEMBER)
+#undef OPS_MEMBER
 };
 
 enum {
@@ -690,6 +732,7 @@ void cuda_allocate(struct rank *r);  /* cache and activations */
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
  * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
 void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what);
+double gpu_all_reduce_seconds(struct rank *r, int n_tok, bool nccl);
 /* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
 int attn_splits(int n_sm, int n_head_blocks);
 void rank_fatal(const char *what);                             /* ends the program with a line */
@@ -8026,17 +8069,30 @@ static void cpu_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, 
 static void cpu_wait(struct rank *r) { (void)r; }
 static struct rates cpu_measure(struct rank *r) { return (struct rates){memory_bandwidth(r->n_threads), 0}; }
 
+static double cpu_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
+    const int runs = n_tok > 16 ? 50 : 300;
+    if (nccl || n_tok > r->chunk) return 0;
+    double t0 = now_seconds();
+    r->n_tok = n_tok;
+    for (int k = 0; k < runs; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+    return (now_seconds() - t0) / runs;
+}
+
+static int cpu_profile(struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n) {
+    (void)r, (void)body, (void)arg, (void)rows, (void)n;
+    return 0;
+}
+
 static void cpu_close(struct rank *r) {
     for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
     arrfree(r->owned);
 }
 
 static const struct ops cpu_ops = {
-    cpu_begin,        cpu_end,           cpu_embed,      cpu_rmsnorm,       cpu_all_reduce_add_rmsnorm,
-    cpu_final_reduce, cpu_linear,        cpu_linear3,    cpu_rope_store_kv, cpu_attention,
-    cpu_mla_store,    cpu_mla_attention, cpu_ffn,        cpu_moe_ffn,       cpu_logits,
-    cpu_read_logits,  cpu_sample,        cpu_read_token, cpu_kv_copy,       cpu_wait,
-    cpu_read_stats,   cpu_measure,       NULL,           cpu_close};
+#define CPU_OP(type, name, params, args) .name = cpu_##name,
+    OPS(CPU_OP)
+#undef CPU_OP
+};
 
 /* ---- memory of a rank ---- */
 
@@ -8652,7 +8708,7 @@ static void gpu_run_all_reduces(struct rank *r, void *runs) {
 }
 
 /* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
-static double gpu_all_reduce_seconds(struct rank *r, int n_tok, bool nccl) {
+double gpu_all_reduce_seconds(struct rank *r, int n_tok, bool nccl) {
     int warm = 3, runs = 20;
     bool *few = &r->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *few;
     if (n_tok > r->chunk) return 0;
@@ -13299,7 +13355,7 @@ static int mode_bench(struct engine *e) {
     double first[BENCH_BATCHES + 1]; /* seconds at depth 0, the last one of prefill */
     int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
-    if (e->set->profile && !s->r->ops->profile) die("--profile works on a GPU only");
+    if (e->set->profile && !s->r->cuda) die("--profile works on a GPU only");
     if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: its kernels alone are timed");
     struct rates rates = session_measure(s);
     char name[192];
@@ -14005,22 +14061,7 @@ typedef double all_reduce_times[ALLREDUCE_SIZES][2];     /* seconds: our own way
 static void rank_all_reduces(struct rank *r, void *arg) {
     all_reduce_times *t = (all_reduce_times *)arg + r->index;
     for (int i = 0; i < ALLREDUCE_SIZES; i++)
-        for (int nccl = 0; nccl < 2; nccl++) {
-            int runs = i ? 50 : 300;
-            (*t)[i][nccl] = 0;
-            if (sum_tokens[i] > r->chunk) continue;
-#ifdef MOE_CUDA
-            if (r->cuda) {
-                (*t)[i][nccl] = gpu_all_reduce_seconds(r, sum_tokens[i], nccl);
-                continue;
-            }
-#endif
-            if (nccl) continue;
-            double t0 = now_seconds();
-            r->n_tok = sum_tokens[i];
-            for (int k = 0; k < runs; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
-            (*t)[i][0] = (now_seconds() - t0) / runs;
-        }
+        for (int nccl = 0; nccl < 2; nccl++) (*t)[i][nccl] = r->ops->time_all_reduce(r, sum_tokens[i], nccl);
 }
 
 /* Of the slowest rank. */

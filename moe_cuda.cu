@@ -3321,6 +3321,10 @@ static struct rates cuda_measure(struct rank *r) {
     return rates;
 }
 
+static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
+    return gpu_all_reduce_seconds(r, n_tok, nccl);
+}
+
 static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n) {
     struct cuda *c = r->cuda;
     cudaEvent_t *e = profile_event = (cudaEvent_t *)calloc(2 * (size_t)n, sizeof *e);
@@ -3371,12 +3375,9 @@ static void cuda_close(struct rank *r) {
     r->cuda = NULL;
 }
 
-static const struct ops cuda_ops = {
-    cuda_begin,        cuda_end,           cuda_embed,      cuda_rmsnorm,       cuda_all_reduce_add_rmsnorm,
-    cuda_final_reduce, cuda_linear,        cuda_linear3,    cuda_rope_store_kv, cuda_attention,
-    cuda_mla_store,    cuda_mla_attention, cuda_ffn,        cuda_moe_ffn,       cuda_logits,
-    cuda_read_logits,  cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
-    cuda_read_stats,   cuda_measure,       cuda_profile,    cuda_close};
+#define CUDA_OP(type, name, params, args) cuda_##name,
+static const struct ops cuda_ops = {OPS(CUDA_OP)};
+#undef CUDA_OP
 
 extern "C" int cuda_device_count(char *err) {
     int n = 0;

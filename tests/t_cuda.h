@@ -44,8 +44,10 @@ static struct {
 
 static float *pair_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
 
-/* The slot's values of the CPU become the GPU's: every operation starts from the same numbers. */
-static void pair_in(struct rank *r, enum act a) { cuda_test_write(pair.gpu, a, r->act[a], r->n_tok); }
+/* The CPU's values of these slots, up to ACT_COUNT, become the GPU's: every operation starts from the same numbers. */
+static void pair_in(struct rank *r, const enum act *a) {
+    for (; *a != ACT_COUNT; a++) cuda_test_write(pair.gpu, *a, r->act[*a], r->n_tok);
+}
 
 static void pair_compare(const struct rank *r, const char *op, int il, const float *got, const float *want, size_t n) {
     double e = nmse(got, want, n), limit = pair.limit;
@@ -56,13 +58,16 @@ static void pair_compare(const struct rank *r, const char *op, int il, const flo
     if (e > pair.worst) pair.worst = e;
 }
 
-static void pair_out(struct rank *r, const char *op, int il, enum act a) {
+static void pair_slot(struct rank *r, const char *op, int il, enum act a, bool half) {
     size_t n = (size_t)r->n_tok * (size_t)r->width[a];
     float *got = pair_buffer(n);
-    cuda_test_read(pair.gpu, a, got, r->n_tok, false);
+    cuda_test_read(pair.gpu, a, got, r->n_tok, half);
     pair_compare(r, op, il, got, r->act[a], n);
     free(got);
 }
+/* The slot in F32 where the GPU has that, or its form in halves. */
+static void pair_out(struct rank *r, const char *op, int il, enum act a) { pair_slot(r, op, il, a, false); }
+static void pair_out_half(struct rank *r, const char *op, int il, enum act a) { pair_slot(r, op, il, a, true); }
 
 /* The rows of the batch in both caches, as floats. */
 static void pair_cache(struct rank *r, int il) {
@@ -80,66 +85,68 @@ static void pair_cache(struct rank *r, int il) {
     }
 }
 
-static void pair_embed(struct rank *r, enum act o) {
-    pair.cpu->embed(r, o), pair.gpu->ops->embed(pair.gpu, o);
-    pair_out(r, "embed", -1, o);
+/* Rows first..first+n-1 of the latest logits. */
+static void pair_logits_rows(struct rank *r, int n) {
+    for (int i = 0; i < n; i++)
+        pair_compare(r, "logits", -1, pair.gpu->ops->read_logits(pair.gpu, i), pair.cpu->read_logits(r, i),
+                     (size_t)r->m->n_vocab);
 }
-static void pair_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) {
-    pair_in(r, x);
-    pair.cpu->rmsnorm(r, x, w, o), pair.gpu->ops->rmsnorm(pair.gpu, x, w, o);
-    float *got = pair_buffer((size_t)r->n_tok * (size_t)r->width[o]);
-    cuda_test_read(pair.gpu, o, got, r->n_tok, true);
-    pair_compare(r, "rmsnorm", -1, got, r->act[o], (size_t)r->n_tok * (size_t)r->width[o]);
-    free(got);
-}
-static void pair_reduce(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
-    pair_in(r, x), pair_in(r, d);
-    pair.cpu->all_reduce_add_rmsnorm(r, x, d, w, o), pair.gpu->ops->all_reduce_add_rmsnorm(pair.gpu, x, d, w, o);
-    pair_out(r, "all_reduce_add_rmsnorm, sum", -1, x), pair_out(r, "all_reduce_add_rmsnorm", -1, o);
-}
-static void pair_final_reduce(struct rank *r, enum act x, enum act d) {
-    pair_in(r, x), pair_in(r, d);
-    pair.cpu->final_reduce(r, x, d), pair.gpu->ops->final_reduce(pair.gpu, x, d);
-    pair_out(r, "final_reduce", -1, x);
-}
-static void pair_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
-    pair_in(r, x);
-    pair.cpu->linear(r, w, x, o), pair.gpu->ops->linear(pair.gpu, w, x, o);
-    pair_out(r, "linear", -1, o);
-}
-static void pair_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
-    pair_in(r, x);
-    pair.cpu->linear3(r, x, w, out), pair.gpu->ops->linear3(pair.gpu, x, w, out);
+
+static void pair_out3(struct rank *r, const struct weight *const w[3], const enum act out[3]) {
     for (int i = 0; i < 3 && w[i]; i++) pair_out(r, "linear3", -1, out[i]);
 }
-static void pair_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
-    pair_in(r, q), pair_in(r, k), pair_in(r, v);
-    pair.cpu->rope_store_kv(r, il, q, k, v), pair.gpu->ops->rope_store_kv(pair.gpu, il, q, k, v);
-    pair_cache(r, il);
+
+static void pair_out_reduced(struct rank *r, enum act x, enum act out) {
+    pair_out(r, "all_reduce_add_rmsnorm, sum", -1, x);
+    pair_out(r, "all_reduce_add_rmsnorm", -1, out);
 }
-static void pair_attention(struct rank *r, int il, enum act q, enum act o) {
-    pair.cpu->attention(r, il, q, o), pair.gpu->ops->attention(pair.gpu, il, q, o);
-    pair_out(r, "attention", il, o);
-}
-static void pair_mla_store(struct rank *r, int il, enum act q, enum act kv) {
-    pair_in(r, q), pair_in(r, kv);
-    pair.cpu->mla_store(r, il, q, kv), pair.gpu->ops->mla_store(pair.gpu, il, q, kv);
-    pair_cache(r, il);
-}
-static void pair_mla_attention(struct rank *r, int il, enum act q, enum act o) {
-    pair.cpu->mla_attention(r, il, q, o), pair.gpu->ops->mla_attention(pair.gpu, il, q, o);
-    pair_out(r, "mla_attention", il, o);
-}
-static void pair_ffn(struct rank *r, int il, enum act x, enum act o) {
-    pair_in(r, x);
-    pair.cpu->ffn(r, il, x, o), pair.gpu->ops->ffn(pair.gpu, il, x, o);
-    pair_out(r, "ffn", il, o);
-}
-static void pair_moe_ffn(struct rank *r, int il, enum act x, enum act o) {
-    pair_in(r, x);
-    pair.cpu->moe_ffn(r, il, x, o), pair.gpu->ops->moe_ffn(pair.gpu, il, x, o);
-    pair_out(r, "moe_ffn", il, o);
-}
+
+/* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first, and what is
+ * compared afterwards. An operation without these two lines does not compile. The operation before attention leaves q in the
+ * GPU's own form. cuda/sample compares choices. */
+#define PAIR_IN(...)                    pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
+#define PAIR_IN_embed                   (void)0
+#define PAIR_OUT_embed                  pair_out(r, "embed", -1, x)
+#define PAIR_IN_rmsnorm                 PAIR_IN(x)
+#define PAIR_OUT_rmsnorm                pair_out_half(r, "rmsnorm", -1, out)
+#define PAIR_IN_all_reduce_add_rmsnorm  PAIR_IN(x, delta)
+#define PAIR_OUT_all_reduce_add_rmsnorm pair_out_reduced(r, x, out)
+#define PAIR_IN_final_reduce            PAIR_IN(x, delta)
+#define PAIR_OUT_final_reduce           pair_out(r, "final_reduce", -1, x)
+#define PAIR_IN_linear                  PAIR_IN(x)
+#define PAIR_OUT_linear                 pair_out(r, "linear", -1, out)
+#define PAIR_IN_linear3                 PAIR_IN(x)
+#define PAIR_OUT_linear3                pair_out3(r, w, out)
+#define PAIR_IN_rope_store_kv           PAIR_IN(q, k, v)
+#define PAIR_OUT_rope_store_kv          pair_cache(r, il)
+#define PAIR_IN_attention               (void)0
+#define PAIR_OUT_attention              pair_out(r, "attention", il, out)
+#define PAIR_IN_mla_store               PAIR_IN(q, kv)
+#define PAIR_OUT_mla_store              pair_cache(r, il)
+#define PAIR_IN_mla_attention           (void)0
+#define PAIR_OUT_mla_attention          pair_out(r, "mla_attention", il, out)
+#define PAIR_IN_ffn                     PAIR_IN(x)
+#define PAIR_OUT_ffn                    pair_out(r, "ffn", il, out)
+#define PAIR_IN_moe_ffn                 PAIR_IN(x)
+#define PAIR_OUT_moe_ffn                pair_out(r, "moe_ffn", il, out)
+#define PAIR_IN_logits                  PAIR_IN(A_X)
+#define PAIR_OUT_logits                 pair_logits_rows(r, n)
+#define PAIR_IN_sample                  (void)0
+#define PAIR_OUT_sample                 (void)0
+
+/* Runs the operation on both backends with the same arguments. */
+#define OP_PAIR(type, name, params, args) \
+    static type pair_##name params {      \
+        struct rank *cpu = r;             \
+        PAIR_IN_##name;                   \
+        pair.cpu->name args;              \
+        r = pair.gpu;                     \
+        r->ops->name args;                \
+        r = cpu;                          \
+        PAIR_OUT_##name;                  \
+    }
+ENQUEUE_OPS(OP_PAIR)
+#undef OP_PAIR
 
 /* Forwards of n tokens each over one timeline, every operation compared. */
 static void pair_forwards(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int splits,
@@ -151,12 +158,9 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
-    table.embed = pair_embed, table.rmsnorm = pair_rmsnorm, table.all_reduce_add_rmsnorm = pair_reduce;
-    table.final_reduce = pair_final_reduce;
-    table.linear = pair_linear, table.linear3 = pair_linear3, table.rope_store_kv = pair_rope_store_kv,
-    table.attention = pair_attention;
-    table.mla_store = pair_mla_store, table.mla_attention = pair_mla_attention, table.ffn = pair_ffn;
-    table.moe_ffn = pair_moe_ffn;
+#define OP_PAIRED(type, name, params, args) table.name = pair_##name;
+    ENQUEUE_OPS(OP_PAIRED)
+#undef OP_PAIRED
     pair.gpu = &gpu, pair.cpu = &cpu_ops, pair.name = name, pair.limit = 2e-3, pair.worst = 0;
     /* rounding to FP4 alone: 0.01 of the squares in x, twice by way of gate and up, and 0.01 in the hidden values */
     pair.moe_limit = act == MOE_ACT_FP4 ? sqrt(4e-2) : pair.limit;
@@ -167,12 +171,8 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
         cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n;
         cuda_test_batch(&gpu);
         forward(&cpu);
-        pair_in(&cpu, A_X);
         int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
-        cpu_ops.logits(&cpu, *n - rows, rows), gpu.ops->logits(&gpu, *n - rows, rows);
-        for (int i = 0; i < rows; i++)
-            pair_compare(&cpu, "logits", -1, gpu.ops->read_logits(&gpu, i), cpu_ops.read_logits(&cpu, i),
-                         (size_t)m->n_vocab);
+        cpu.ops->logits(&cpu, *n - rows, rows);
     }
     cpu_ops.close(&cpu);
     gpu.ops->close(&gpu);
@@ -434,22 +434,13 @@ static void test_cuda_failures(void) {
 /* ---- whole forwards as they run, recorded and overlapping, against the same kernels one at a time ---- */
 
 static const struct ops *step_ops;
-#define STEP(op, params, ...) \
-    static void step_##op params { step_ops->op(__VA_ARGS__), step_ops->wait(r); }
-STEP(embed, (struct rank * r, enum act o), r, o)
-STEP(rmsnorm, (struct rank * r, enum act x, const float *w, enum act o), r, x, w, o)
-STEP(all_reduce_add_rmsnorm, (struct rank * r, enum act x, enum act d, const float *w, enum act o), r, x, d, w, o)
-STEP(final_reduce, (struct rank * r, enum act x, enum act d), r, x, d)
-STEP(linear, (struct rank * r, const struct weight *w, enum act x, enum act o), r, w, x, o)
-STEP(linear3, (struct rank * r, enum act x, const struct weight *const w[3], const enum act o[3]), r, x, w, o)
-STEP(rope_store_kv, (struct rank * r, int il, enum act q, enum act k, enum act v), r, il, q, k, v)
-STEP(attention, (struct rank * r, int il, enum act q, enum act o), r, il, q, o)
-STEP(mla_store, (struct rank * r, int il, enum act q, enum act kv), r, il, q, kv)
-STEP(mla_attention, (struct rank * r, int il, enum act q, enum act o), r, il, q, o)
-STEP(ffn, (struct rank * r, int il, enum act x, enum act o), r, il, x, o)
-STEP(moe_ffn, (struct rank * r, int il, enum act x, enum act o), r, il, x, o)
-STEP(logits, (struct rank * r, int first, int n), r, first, n)
-STEP(sample, (struct rank * r, const struct sampling *s, const int32_t *recent, int n, double u), r, s, recent, n, u)
+#define OP_STEP(type, name, params, args) \
+    static type step_##name params {      \
+        step_ops->name args;              \
+        step_ops->wait(r);                \
+    }
+ENQUEUE_OPS(OP_STEP)
+#undef OP_STEP
 static bool step_begin(struct rank *r) { return cuda_test_batch(r), false; }
 static void step_end(struct rank *r) { step_ops->wait(r); }
 
@@ -462,13 +453,11 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     if (!CHECK(gpu_rank_init(&r, m, &o, err) == 0, "%s", err)) return NULL;
     step_ops = r.ops;
     struct ops table = *r.ops;
-    table.begin = step_begin, table.end = step_end;
-    table.embed = step_embed, table.rmsnorm = step_rmsnorm, table.all_reduce_add_rmsnorm = step_all_reduce_add_rmsnorm;
-    table.final_reduce = step_final_reduce, table.linear = step_linear, table.linear3 = step_linear3,
-    table.rope_store_kv = step_rope_store_kv;
-    table.attention = step_attention, table.mla_store = step_mla_store, table.ffn = step_ffn;
-    table.mla_attention = step_mla_attention, table.moe_ffn = step_moe_ffn, table.logits = step_logits;
-    table.sample = step_sample;
+#define OP_STEPPED(type, name, params, args) table.name = step_##name;
+    ENQUEUE_OPS(OP_STEPPED)
+#undef OP_STEPPED
+    table.begin = step_begin;
+    table.end = step_end;
     if (steps) r.ops = &table;
     const struct sampling sampling = {.temp = 1, .top_k = 20, .top_p = 0.9f, .repeat_penalty = 1};
     size_t n_vocab = (size_t)m->n_vocab;
