@@ -7057,35 +7057,75 @@ static void kv_load(const struct kernels *k, const struct kv_plane *p, int64_t p
 /* ============================================================================================================
  * Ranks
  *
- * A team is the ranks of one session: of each stage n_rank that share its layers. Every rank but the one with the logits has a thread of
- * its own; that one's is the caller's. pg_run is the only way to make them do something, pg_barrier and pg_send the only ways in which
- * ranks wait for one another: under one lock, with a watchdog, so that nothing waits forever.
+ * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The root rank
+ * has the logits and works in the caller's thread; every other rank has a thread of its own. pg_run is the only way to give them
+ * work. pg_barrier, pg_send and pg_recv are the only ways in which CPU ranks wait for one another: under one lock, with a watchdog
+ * that ends the program when nothing moves.
  * ============================================================================================================ */
 
-enum { PG_STALL = 5 /* seconds in which the whole program does nothing, after which who waits gives up */ };
+enum { PG_STALL = 5 /* seconds without progress of any thread after which a rank that waits ends the program */ };
 
-struct process_group {
-    int n_rank, n_stage, n;       /* n = n_rank * n_stage */
-    int root;                     /* the rank with the logits, which works in the caller's thread; */
-    pthread_t threads[MAX_RANKS]; /* of the others */
-    struct model *shards;         /* (n), stage by stage */
-    struct rank *ranks;           /* (n) */
-    pthread_mutex_t lock;         /* of all that follows */
-    pthread_cond_t changed;
-    void (*run)(struct rank *r, void *arg); /* the current job */
-    void *arg;
-    unsigned jobs;             /* given out */
-    unsigned ended[MAX_RANKS]; /* jobs that each rank has finished, */
-    unsigned met[MAX_RANKS];   /* meetings that it has come to, */
-    unsigned turns[MAX_RANKS]; /* ends of exchanges, */
-    unsigned taken[MAX_RANKS],
-        handed[MAX_RANKS]; /* batches that it has got from the stage before, and that this has left for it */
-    unsigned heartbeats;   /* signs of life from ranks that wait for a device */
-    uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX];
-    bool quit, alarm;
+/* Gives a rank its memory, on the rank's own thread; r->pg, r->index and r->m are set, all else is zero. Returns 0, or -1 with
+ * nothing held and a message, which is empty where the rank gave up because another one failed. */
+typedef int rank_starter(struct rank *r, const struct model *shard, const void *opts, char *err);
+
+/* The start of a process group, and what became of each rank. */
+struct pg_start {
+    rank_starter *start;
+    const void *opts; /* for start */
+    bool failed[MAX_RANKS];
+    char err[MAX_RANKS][ERR_MAX];
 };
 
-/* What the program has done: seconds of processors, pages that a disk brought, signs of life. */
+enum rank_step_kind {
+    RANK_START,           /* start the rank: start */
+    RANK_FORWARD,         /* compute ids (n) at positions pos.. */
+    RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest forward, on the last stage */
+    RANK_WAIT,            /* wait until everything is computed */
+    RANK_READ_STATS,      /* copy the statistics of the rank's layers to their place in stats and in_sum2 */
+    RANK_MEASURE,         /* rates[index] = what the rank's device can do */
+    RANK_TIME_ALL_REDUCE, /* seconds[index] = time of an all-reduce of n tokens, by NCCL or not */
+    RANK_CLOSE            /* free what the rank holds */
+};
+
+/* What every rank of a process group does at once. Each kind uses the fields that its comment names. */
+struct rank_step {
+    enum rank_step_kind kind;
+    const int32_t *ids;
+    int n, pos, first;
+    bool nccl;
+    struct pg_start *start;
+    const struct model *whole; /* the model of which the ranks have shards; the sizes of stats and in_sum2 */
+    double *stats;             /* (n_layer, n_expert_max, STATS) */
+    float *in_sum2;            /* (in_sum2_before(whole, n_layer)), or NULL */
+    struct rates *rates;       /* (MAX_RANKS) */
+    double *seconds;           /* (MAX_RANKS) */
+};
+
+static void rank_run(struct rank *r, const struct rank_step *step);
+
+struct process_group {
+    int n_rank, n_stage, n;       /* ranks of a stage; stages; n = n_rank * n_stage */
+    int root;                     /* index of the root rank */
+    pthread_t threads[MAX_RANKS]; /* of all ranks but the root */
+    struct model *shards;         /* (n), stage by stage */
+    struct rank *ranks;           /* (n), likewise */
+    pthread_mutex_t lock;         /* of all that follows */
+    pthread_cond_t changed;       /* some of what follows has changed */
+    struct rank_step step;        /* the latest, and */
+    unsigned steps;               /* how many there were */
+    unsigned ended[MAX_RANKS];    /* steps that each rank has finished, */
+    unsigned met[MAX_RANKS];      /* barriers that it has reached, */
+    unsigned turns[MAX_RANKS];    /* phases of rank_all_gather that it has ended, */
+    unsigned taken[MAX_RANKS];    /* batches that it has received from the stage before, */
+    unsigned handed[MAX_RANKS];   /* and that the stage before has sent to it */
+    unsigned heartbeats;          /* added to by ranks that wait for a device: a sign that they are alive */
+    uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX]; /* what each rank gives to rank_all_gather */
+    bool quit;                                   /* the threads shall end */
+    bool alarm;                                  /* a rank has failed */
+};
+
+/* A number that grows as long as anything in the program moves: processor time, pages read from disk, heartbeats. */
 static double pg_activity(const struct process_group *pg) {
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
@@ -7093,9 +7133,9 @@ static double pg_activity(const struct process_group *pg) {
            (double)u.ru_majflt + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED);
 }
 
-/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32); behind: the number of the rank that counts
- * each[first]. r: the one that waits for a sum; NULL: somebody for the end of a step. A wait in which nothing at all happens ends
- * the program: an error is better than silence. */
+/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32). `behind` is the number of the rank that
+ * counts each[first]. r waits for an all-reduce; NULL: somebody waits for the end of a step. Ends the program when nothing in it has
+ * moved for PG_STALL seconds: an error is better than a hang. */
 static void pg_wait_for(struct process_group *pg, const struct rank *r, const unsigned *each, int first, int n,
                         int behind, unsigned want) {
     double t = now_seconds(), effort = pg_activity(pg);
@@ -7125,13 +7165,13 @@ static void pg_wait_for(struct process_group *pg, const struct rank *r, const un
     }
 }
 
-/* Adds one to *count and lets all look. */
+/* Adds one to *count, under the lock, and wakes all that wait. */
 static void pg_advance(struct process_group *pg, unsigned *count) {
     ++*count;
     pthread_cond_broadcast(&pg->changed);
 }
 
-/* Returns when all ranks of the stage have come here as often. */
+/* Waits until all ranks of the stage have called it as often. */
 static void pg_barrier(struct rank *r) {
     struct process_group *pg = r->pg;
     const struct shard *shard = &r->m->shard;
@@ -7142,20 +7182,22 @@ static void pg_barrier(struct rank *r) {
     pthread_mutex_unlock(&pg->lock);
 }
 
-/* The rank of the same number in the next stage, or the one before (step -1); NULL: there is none. */
+/* The rank of the same number in the next stage (step 1) or the one before (step -1); NULL: there is none. */
 static struct rank *pg_neighbour(struct rank *r, int step) {
     const struct shard *shard = &r->m->shard;
     int stage = shard->stage + step;
     return stage < 0 || stage >= shard->n_stage ? NULL : r + step * shard->n_rank;
 }
 
-/* Says that `to` has a batch, and waits for the one that r shall have. */
+/* Tells `to` that its input is ready, which is the output of the stage before. */
 static void pg_send(struct rank *to) {
     struct process_group *pg = to->pg;
     pthread_mutex_lock(&pg->lock);
     pg_advance(pg, &pg->handed[to->index]);
     pthread_mutex_unlock(&pg->lock);
 }
+
+/* Waits for the input of r. */
 static void pg_recv(struct rank *r) {
     struct process_group *pg = r->pg;
     pthread_mutex_lock(&pg->lock);
@@ -7163,10 +7205,12 @@ static void pg_recv(struct rank *r) {
     pthread_mutex_unlock(&pg->lock);
 }
 
+/* Messages of this thread begin with the number of rank i, where there are several. */
 static void pg_name_thread(const struct process_group *pg, int i) {
     if (pg->n > 1) snprintf(rank_label, sizeof rank_label, "rank %d of %d: ", i, pg->n);
 }
 
+/* The thread of a rank other than the root: runs every step of the process group, until it quits. */
 static void *pg_thread(void *arg) {
     struct rank *r = arg;
     struct process_group *pg = r->pg;
@@ -7174,13 +7218,12 @@ static void *pg_thread(void *arg) {
     pg_name_thread(pg, r->index);
     pthread_mutex_lock(&pg->lock);
     for (;;) {
-        while (pg->jobs == seen && !pg->quit) pthread_cond_wait(&pg->changed, &pg->lock);
-        if (pg->jobs == seen) break;
+        while (pg->steps == seen && !pg->quit) pthread_cond_wait(&pg->changed, &pg->lock);
+        if (pg->steps == seen) break;
         seen++;
-        void (*run)(struct rank *, void *) = pg->run;
-        void *what = pg->arg;
+        const struct rank_step step = pg->step;
         pthread_mutex_unlock(&pg->lock);
-        run(r, what);
+        rank_run(r, &step);
         pthread_mutex_lock(&pg->lock);
         pg_advance(pg, &pg->ended[r->index]);
     }
@@ -7188,21 +7231,21 @@ static void *pg_thread(void *arg) {
     return NULL;
 }
 
-/* run(rank, arg) on every rank at once; returns when all have. */
-static void pg_run(struct process_group *pg, void (*run)(struct rank *r, void *arg), void *arg) {
+/* Runs a step on every rank at once; returns when all have ended it. */
+static void pg_run(struct process_group *pg, struct rank_step step) {
     if (pg->n > 1) {
         pthread_mutex_lock(&pg->lock);
-        pg->run = run, pg->arg = arg;
-        pg_advance(pg, &pg->jobs);
+        pg->step = step;
+        pg_advance(pg, &pg->steps);
         pthread_mutex_unlock(&pg->lock);
     }
     pg_name_thread(pg, pg->root);
-    run(&pg->ranks[pg->root], arg);
+    rank_run(&pg->ranks[pg->root], &step);
     rank_label[0] = 0;
     if (pg->n == 1) return;
     pthread_mutex_lock(&pg->lock);
     pg->ended[pg->root]++;
-    pg_wait_for(pg, NULL, pg->ended, 0, pg->n, 0, pg->jobs);
+    pg_wait_for(pg, NULL, pg->ended, 0, pg->n, 0, pg->steps);
     pthread_mutex_unlock(&pg->lock);
 }
 
@@ -7236,32 +7279,9 @@ static bool rank_alarm(struct rank *r, bool raise) {
 }
 #endif
 
-/* Gives a rank its memory, on the rank's own thread. 0, or -1 with a message and nothing held. */
-typedef int rank_starter(struct rank *r, const struct model *shard, void *arg, char *err);
-
-struct pg_start {
-    rank_starter *start;
-    void *arg;
-    int failed[MAX_RANKS];
-    char err[MAX_RANKS][ERR_MAX];
-};
-
-static void rank_start(struct rank *r, void *arg) {
-    struct pg_start *t = arg;
-    struct process_group *pg = r->pg;
-    int i = r->index;
-    t->failed[i] = t->start(r, &pg->shards[i], t->arg, t->err[i]);
-    r->pg = pg, r->index = i;
-}
-
-static void rank_close(struct rank *r, void *arg) {
-    (void)arg;
-    if (r->ops) r->ops->close(r);
-    r->ops = NULL;
-}
-
+/* Ends the ranks and their threads, and frees the process group. */
 static void pg_close(struct process_group *pg) {
-    pg_run(pg, rank_close, NULL);
+    pg_run(pg, (struct rank_step){.kind = RANK_CLOSE});
     pthread_mutex_lock(&pg->lock);
     pg->quit = true;
     pthread_cond_broadcast(&pg->changed);
@@ -7278,8 +7298,8 @@ static void pg_close(struct process_group *pg) {
 
 /* Starts n_stage * n_rank <= MAX_RANKS ranks of the model. 0, or -1 with the message of the first that failed. */
 static int pg_open(struct process_group *pg, const struct model *m, int n_rank, int n_stage, rank_starter *start,
-                   void *arg, char *err) {
-    struct pg_start t = {.start = start, .arg = arg};
+                   const void *opts, char *err) {
+    struct pg_start t = {.start = start, .opts = opts};
     pthread_condattr_t attr;
     sigset_t all, old;
     memset(pg, 0, sizeof *pg);
@@ -7304,7 +7324,7 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
             die("cannot start a thread for rank %d", i);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     ranks_at_work = pg->n > 1;
-    pg_run(pg, rank_start, &t);
+    pg_run(pg, (struct rank_step){.kind = RANK_START, .start = &t});
     int bad = -1; /* those without a message gave up because another did */
     for (int i = pg->n - 1; i >= 0; i--)
         if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
@@ -8941,11 +8961,11 @@ struct session {
     double sync_seconds; /* and the time it took */
 };
 
-/* An empty timeline for n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
+/* Makes an empty timeline on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
 static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
-                        void *arg, char *err) {
+                        const void *opts, char *err) {
     memset(s, 0, sizeof *s);
-    if (pg_open(&s->pg, m, n_rank, n_stage, start, arg, err)) return -1;
+    if (pg_open(&s->pg, m, n_rank, n_stage, start, opts, err)) return -1;
     s->m = m, s->r = &s->pg.ranks[s->pg.root], s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
     return 0;
@@ -8958,8 +8978,9 @@ struct cpu_options {
     bool stats, in_sum2; /* collect them */
 };
 
-static int cpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err) {
-    const struct cpu_options *o = arg;
+/* The rank_starter of a CPU. */
+static int cpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
+    const struct cpu_options *o = opts;
     int n = shard->shard.n_rank * shard->shard.n_stage;
     (void)err; /* what fails ends the program */
     rank_init(r, shard, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
@@ -8978,66 +8999,65 @@ static void session_free(struct session *s) {
     free(s->tokens);
 }
 
-struct batch_job {
-    const int32_t *ids; /* (n) */
-    int n, pos;
-};
+/* Starts a rank by step->start, which may clear all of *r. */
+static void rank_start(struct rank *r, struct pg_start *t) {
+    struct process_group *pg = r->pg;
+    const int i = r->index;
+    t->failed[i] = t->start(r, &pg->shards[i], t->opts, t->err[i]) != 0;
+    r->pg = pg;
+    r->index = i;
+}
 
-static void rank_forward(struct rank *r, void *arg) {
-    const struct batch_job *b = arg;
-    alloc_guard_begin("a forward pass");
-    memcpy(r->tokens, b->ids, (size_t)b->n * sizeof *b->ids);
-    r->pos = b->pos, r->n_tok = b->n;
-    forward(r);
-    alloc_guard_end();
+/* Does the rank's part of a step, on the rank's thread. Only a start may allocate; a forward is guarded. */
+static void rank_run(struct rank *r, const struct rank_step *step) {
+    switch (step->kind) {
+    case RANK_START: rank_start(r, step->start); break;
+    case RANK_FORWARD:
+        alloc_guard_begin("a forward pass");
+        memcpy(r->tokens, step->ids, (size_t)step->n * sizeof *step->ids);
+        r->pos = step->pos;
+        r->n_tok = step->n;
+        forward(r);
+        alloc_guard_end();
+        break;
+    case RANK_LOGITS:
+        if (r->m->shard.stage == r->m->shard.n_stage - 1) r->ops->logits(r, step->first, step->n);
+        break;
+    case RANK_WAIT: r->ops->wait(r); break;
+    case RANK_READ_STATS: {
+        const int il = r->m->first_layer;
+        r->ops->read_stats(r, step->stats + (size_t)il * (size_t)step->whole->n_expert_max * STATS,
+                           step->in_sum2 ? step->in_sum2 + in_sum2_before(step->whole, il) : NULL);
+        break;
+    }
+    case RANK_MEASURE: step->rates[r->index] = r->ops->measure(r); break;
+    case RANK_TIME_ALL_REDUCE: step->seconds[r->index] = r->ops->time_all_reduce(r, step->n, step->nccl); break;
+    case RANK_CLOSE:
+        if (r->ops) r->ops->close(r);
+        r->ops = NULL;
+        break;
+    }
 }
 
 /* Computes n <= chunk tokens behind the timeline; no logits. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
-    struct batch_job b = {ids, n, s->n_past};
     memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
-    pg_run(&s->pg, rank_forward, &b);
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past});
     s->n_past += n;
 }
 
-struct rows_job {
-    int first, n;
-};
-
-static void rank_logits(struct rank *r, void *arg) {
-    const struct rows_job *j = arg;
-    if (r->m->shard.stage == r->m->shard.n_stage - 1) r->ops->logits(r, j->first, j->n);
-}
-
-/* Logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
+/* Computes the logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
 static void session_head(struct session *s, int first, int n) {
-    pg_run(&s->pg, rank_logits, &(struct rows_job){first, n});
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_LOGITS, .first = first, .n = n});
 }
 
-static void rank_wait(struct rank *r, void *arg) {
-    (void)arg;
-    r->ops->wait(r);
-}
+/* Waits until everything is computed. */
+static void session_wait(struct session *s) { pg_run(&s->pg, (struct rank_step){.kind = RANK_WAIT}); }
 
-static void session_wait(struct session *s) { pg_run(&s->pg, rank_wait, NULL); }
-
-struct stats_job {
-    const struct model *m; /* the whole */
-    double *stats;
-    float *in_sum2;
-};
-
-static void rank_read_stats(struct rank *r, void *arg) {
-    const struct stats_job *j = arg;
-    const int il = r->m->first_layer;
-    r->ops->read_stats(r, j->stats + (size_t)il * (size_t)j->m->n_expert_max * STATS,
-                       j->in_sum2 ? j->in_sum2 + in_sum2_before(j->m, il) : NULL);
-}
-
-/* stats (n_layer, n_expert_max, STATS) and in_sum2 (in_sum2_before(m, n_layer); NULL: not wanted) of all layers since the start.
- * Only for sessions that collect, with one rank a stage. */
+/* Copies the statistics of all layers since the start: stats (n_layer, n_expert_max, STATS) and in_sum2 (in_sum2_before(m,
+ * n_layer); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
-    pg_run(&s->pg, rank_read_stats, &(struct stats_job){s->m, stats, in_sum2});
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
 
 /* One token: forward and logits. */
@@ -9057,14 +9077,23 @@ static int32_t session_sample(struct session *s, const struct sampling *o, uint6
     return s->r->ops->read_token(s->r);
 }
 
-static void rank_measure(struct rank *r, void *arg) { ((struct rates *)arg)[r->index] = r->ops->measure(r); }
-
-/* What all ranks can do together, measured at once. */
-static struct rates session_measure(struct session *s) {
-    struct rates each[MAX_RANKS], sum = {0, 0};
-    pg_run(&s->pg, rank_measure, each);
-    for (int i = 0; i < s->pg.n; i++) sum.bytes += each[i].bytes, sum.mma += each[i].mma;
+/* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
+static struct rates session_measure(struct session *s, struct rates each[MAX_RANKS]) {
+    struct rates sum = {0, 0};
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_MEASURE, .rates = each});
+    for (int i = 0; i < s->pg.n; i++) {
+        sum.bytes += each[i].bytes;
+        sum.mma += each[i].mma;
+    }
     return sum;
+}
+
+/* Seconds of an all-reduce of n_tok tokens over the ranks of a stage, of the slowest of them; 0: this way does not exist. */
+static double session_time_all_reduce(struct session *s, int n_tok, bool nccl) {
+    double each[MAX_RANKS], slowest = 0;
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_TIME_ALL_REDUCE, .n = n_tok, .nccl = nccl, .seconds = each});
+    for (int i = 0; i < s->pg.n; i++) slowest = fmax(slowest, each[i]);
+    return slowest;
 }
 
 /* What it runs on. */
@@ -13357,7 +13386,7 @@ static int mode_bench(struct engine *e) {
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
     if (e->set->profile && !s->r->cuda) die("--profile works on a GPU only");
     if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: its kernels alone are timed");
-    struct rates rates = session_measure(s);
+    struct rates each[MAX_RANKS], rates = session_measure(s, each);
     char name[192];
     note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
     if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
@@ -13693,7 +13722,7 @@ static int engine_start(struct engine *e, bool gpu, char *err);
 static void engine_close(struct engine *e);
 static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
 #ifdef MOE_CUDA
-static int gpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err);
+static int gpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err);
 static void nccl_defaults(const int *gpu, int n, bool verbose);
 #endif
 
@@ -14058,20 +14087,10 @@ enum { ALLREDUCE_SIZES = 2 };
 static const int sum_tokens[ALLREDUCE_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
 typedef double all_reduce_times[ALLREDUCE_SIZES][2];     /* seconds: our own way, NCCL; 0: there is no such way */
 
-static void rank_all_reduces(struct rank *r, void *arg) {
-    all_reduce_times *t = (all_reduce_times *)arg + r->index;
-    for (int i = 0; i < ALLREDUCE_SIZES; i++)
-        for (int nccl = 0; nccl < 2; nccl++) (*t)[i][nccl] = r->ops->time_all_reduce(r, sum_tokens[i], nccl);
-}
-
-/* Of the slowest rank. */
+/* Times all-reduces of the slowest rank. */
 static void measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]) {
-    all_reduce_times each[MAX_RANKS];
-    memset(t, 0, sizeof(all_reduce_times));
-    pg_run(&s->pg, rank_all_reduces, each);
     for (int i = 0; i < ALLREDUCE_SIZES; i++)
-        for (int k = 0; k < 2; k++)
-            for (int r = 0; r < s->pg.n; r++) t[i][k] = fmax(t[i][k], each[r][i][k]);
+        for (int nccl = 0; nccl < 2; nccl++) t[i][nccl] = session_time_all_reduce(s, sum_tokens[i], nccl);
 }
 
 /* n ranks that add up, on one synthetic layer. */
@@ -14340,8 +14359,7 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
         free(p);
         return;
     }
-    pg_run(&s->pg, rank_measure, each);
-    for (int i = 0; i < s->pg.n; i++) all += each[i].bytes;
+    all = session_measure(s, each).bytes;
     if (gpu && s->pg.n_rank > 1) {
         measure_all_reduce(s, sums);
         reduce = sums[0][1] > 0 ? fmin(sums[0][0], sums[0][1]) : sums[0][0];
@@ -14549,8 +14567,8 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-static int gpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err) {
-    struct cuda_options o = *(const struct cuda_options *)arg;
+static int gpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
+    struct cuda_options o = *(const struct cuda_options *)opts;
     int n = shard->shard.n_rank * shard->shard.n_stage, procs = omp_get_num_procs();
     o.pg = r->pg, o.index = r->index;
     if (o.index) o.progress = NULL;

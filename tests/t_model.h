@@ -445,13 +445,12 @@ static void test_ops_replay(void) {
     static const int buckets[] = {1, 5, 16, 40};
     const unsigned both = 1u << LOG_begin | 1u << LOG_end | 1u << LOG_embed | 1u << LOG_linear | 1u << LOG_linear3 |
                           1u << LOG_all_reduce_add_rmsnorm | 1u << LOG_rmsnorm | 1u << LOG_final_reduce |
-                          1u << LOG_moe_ffn | 1u << LOG_logits;
+                          1u << LOG_ffn | 1u << LOG_moe_ffn | 1u << LOG_logits;
     for (int f = 0; f < 2; f++) {
         struct model m;
         struct session s;
         unsigned want = both, seen = 0;
-        want |= f ? 1u << LOG_mla_store | 1u << LOG_mla_attention | 1u << LOG_ffn
-                  : 1u << LOG_rope_store_kv | 1u << LOG_attention;
+        want |= f ? 1u << LOG_mla_store | 1u << LOG_mla_attention : 1u << LOG_rope_store_kv | 1u << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;
