@@ -44,7 +44,7 @@
  *   KV cache
  *   Ranks
  *   CPU operations
- *   Ranks on GPUs
+ *   GPU backend
  *   Families
  *   Sampler
  *   Session
@@ -186,27 +186,6 @@ struct model {
     void **owned;               /* stb_ds: what model_free frees */
     double load_seconds;
 };
-
-/* How a GPU keeps a matrix: in tiles of 16 rows x 64 columns, each expert's last ones filled up. */
-enum weight_format {
-    FMT_FP4, /* NVFP4, MXFP4: 512 bytes of codes a tile, 64 of scales */
-    FMT_Q8,  /* Q8_0: 1024 and 64 */
-    FMT_F16  /* BF16, F16, F32: 2048 bytes of halves */
-};
-enum { TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
-#define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_Q8 ? 1024 : 2048)
-
-static inline enum weight_format weight_format(uint32_t type) {
-    return type == GGUF_NVFP4 || type == GGUF_MXFP4 ? FMT_FP4 : type == GGUF_Q8_0 ? FMT_Q8 : FMT_F16;
-}
-
-static inline size_t weight_tiles(const struct weight *w) {
-    return (size_t)w->n_expert * (size_t)((w->n_out + TILE_ROWS - 1) / TILE_ROWS) *
-           (size_t)((w->n_in + TILE_COLS - 1) / TILE_COLS);
-}
-
-/* Whether a GPU has a router's rows in BF16, as they are; otherwise in F32. */
-static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
 
 /* The matrices of a layer that there are, in the order of the forward; returns how many. */
 enum { LAYER_WEIGHTS = 16 };
@@ -397,30 +376,6 @@ enum {
     LATENT_GROUP = 128 /* latents under one FP8 scale */
 };
 
-/* Sizes and limits of the kernels of a GPU. */
-#ifdef CUEMU
-#define ALLREDUCE_SLOT_FLOATS 3072 /* few, so that sums come in pieces */
-#else
-#define ALLREDUCE_SLOT_FLOATS (1 << 20)
-#endif
-enum {
-    DECODE_MAX_TOKENS = 16,    /* a forward of more is prefill, with other kernels */
-    PREFILL_MAX_TOKENS = 4096, /* tokens of one forward at most */
-    SCRATCH_SHARE = 24,        /* activations take at most this part of the memory; longer chunks would need more */
-    LIST_TILE = 128,           /* tokens of a tile of the list of a grouped product */
-    SPLITS_MAX = 384,          /* parts of a context */
-    NORM_MAX = 16384,          /* values of a row, */
-    HEAD_MAX = 256,            /* of a head of grouped-query attention */
-    ROUTE_MAX_GROUPS = 32,     /* of experts */
-    SAMPLE_BLOCKS = 64,        /* that look for the best logits, */
-    SAMPLE_BINS = 4096,        /* which are counted by size */
-    ALLREDUCE_BLOCKS = 32,     /* of a sum over ranks; */
-    ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
-    STAGING_BUFFERS = FMT_F16 + 1, /* on the way to the GPU: two take turns, or one holds synthetic rows of a format */
-    STAGING_BYTES = 32 << 20,      /* of each */
-    PAGE_BYTES = 2 << 20           /* to which the driver rounds up what is allocated */
-};
-
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
 
 /* One of the two arrays of a layer's cache. FP8 rows carry one F32 scale per `group` values, in an array of their own. */
@@ -472,122 +427,6 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_V] = m->kv_lora ? 0 : m->n_head_kv * m->head_v;
 }
 
-/* Floats from row to row where several ranks' logits come together: their pieces are moved by 16 bytes. */
-static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
-
-/* Bytes of a row's codes in FP4, and of its scales: a k64-tile has 4, and a copy moves 16. */
-#define FP4_CODE_BYTES(n_in)  (((n_in) + 63) / 64 * 32)
-#define FP4_SCALE_BYTES(n_in) (((n_in) + 255) / 256 * 16)
-
-/* Rows of a file on their way into a matrix' tiles: 16 n_rt from row 16 rt0 on, as far as there are, of experts e0 .. e0 + n_e - 1. */
-struct repack {
-    size_t row_bytes;
-    uint32_t type;
-    int e0, n_e, rt0, n_rt;
-    int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
-    float factor; /* 2^shift */
-    float unit;   /* of the format: what the expansion to halves leaves out */
-};
-
-/* By what a GPU's activations are sized. */
-struct gpu_sizes {
-    int chunk, splits;      /* tokens of a forward, parts of a context in decode, at most */
-    bool w4a4, nccl, stats; /* prefill of experts in FP4; sums by NCCL; their results are looked at */
-};
-
-/* The activations of a rank on a GPU, each as BUFFER(field of struct cuda, type, count), for the model m, a part p, and the sizes s. What
- * few tokens need is laid out for DECODE_MAX_TOKENS. */
-/* clang-format off: of products it makes pointers */
-#define GPU_BUFFERS(BUFFER)                                                                                        \
-    do {                                                                                                           \
-        int width[ACT_COUNT];                                                                                      \
-        const size_t decode = DECODE_MAX_TOKENS, n = (size_t)s.chunk, k = (size_t)m->n_expert_used, nk = n * k;    \
-        const size_t experts = (size_t)m->n_expert_max, embd = (size_t)m->n_embd, ff = (size_t)m->n_ff_expert;     \
-        const size_t rope = (size_t)m->rope_dim, heads = (size_t)m->n_head, kv_lora = (size_t)m->kv_lora;          \
-        const size_t jobs = decode * k < experts ? decode * k : experts, tiles = nk / LIST_TILE + experts + 1;     \
-        const size_t all = (size_t)(m->n_ff_dense > m->n_ff_shared ? m->n_ff_dense : m->n_ff_shared);              \
-        act_widths(m, width);                                                                                      \
-        for (int a = 0; a < ACT_COUNT; a++) {                                                                      \
-            const bool half = a == A_H || a == A_QA || a == A_Q || a == A_ATT;                                     \
-            BUFFER(x32[a], float, a == A_ATT ? 0 : n * (size_t)width[a]);                                          \
-            BUFFER(x16[a], uint16_t, half ? n *(size_t)width[a] : 0);                                              \
-        }                                                                                                          \
-        BUFFER(cs, float, n *rope / 2);                                                                            \
-        BUFFER(sn, float, n *rope / 2);                                                                            \
-        BUFFER(q_absorbed, uint16_t, kv_lora ? n *heads *(kv_lora + rope) : 0);                                    \
-        BUFFER(latent_out, uint16_t, n *heads *kv_lora);                                                           \
-        BUFFER(partials, float, (size_t)s.splits *decode *heads *((kv_lora ? kv_lora : (size_t)m->head_v) + 2));   \
-        BUFFER(hidden, uint16_t, (nk > jobs * decode ? nk : jobs * decode) * ff);                                  \
-        BUFFER(hidden_shared, uint16_t, (n > decode ? n : decode) * all);                                          \
-        BUFFER(x4.codes, uint8_t, s.w4a4 ? n *FP4_CODE_BYTES(embd) : 0);                                           \
-        BUFFER(x4.scales, uint8_t, s.w4a4 ? n *FP4_SCALE_BYTES(embd) : 0);                                         \
-        BUFFER(x4.scale, float, s.w4a4 ? n : 0);                                                                   \
-        BUFFER(hidden4.codes, uint8_t, s.w4a4 ? nk *FP4_CODE_BYTES(ff) : 0);                                       \
-        BUFFER(hidden4.scales, uint8_t, s.w4a4 ? nk *FP4_SCALE_BYTES(ff) : 0);                                     \
-        BUFFER(hidden4.scale, float, s.w4a4 ? nk : 0);                                                             \
-        BUFFER(expert_out, float, n > decode || s.stats ? nk * embd : 0);                                          \
-        BUFFER(route.logits, float, n *experts);                                                                   \
-        BUFFER(route.id, int32_t, nk);                                                                             \
-        BUFFER(route.weight, float, nk);                                                                           \
-        BUFFER(route.arrived, uint32_t, 1);                                                                        \
-        BUFFER(route.n_jobs, int32_t, 1);                                                                          \
-        BUFFER(route.job_expert, int32_t, jobs + 1);                                                               \
-        BUFFER(route.job_weight, float, decode *(decode * k + 1));                                                 \
-        BUFFER(sort.row, int32_t, nk);                                                                             \
-        BUFFER(sort.inverse, int32_t, nk);                                                                         \
-        BUFFER(sort.first, int32_t, experts + 1);                                                                  \
-        BUFFER(sort.tile_expert, int32_t, tiles);                                                                  \
-        BUFFER(sort.tile_first, int32_t, tiles);                                                                   \
-        BUFFER(sort.tile_count, int32_t, tiles);                                                                   \
-        BUFFER(sort.n_tiles, int32_t, 1);                                                                          \
-        if (p.stage == p.n_stage - 1 && (p.n_rank == 1 || p.rank)) /* the first of several has them in its area */ \
-            BUFFER(logits, float, LOGIT_ROWS *(p.rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));     \
-        BUFFER(gathered, float, s.nccl ? (size_t)p.n_rank *decode *embd : 0);                                      \
-        BUFFER(sum16, uint16_t, s.nccl ? n *embd : 0);                                                             \
-        BUFFER(sample.block_best, uint64_t, SAMPLE_BLOCKS);                                                        \
-        BUFFER(sample.block_mass, double, SAMPLE_BLOCKS);                                                          \
-        BUFFER(sample.bins, int, SAMPLE_BINS);                                                                     \
-        BUFFER(sample.arrived, uint32_t, 1);                                                                       \
-        BUFFER(sample.token, int32_t, 1);                                                                          \
-    } while (0)
-/* clang-format on */
-
-/* What other ranks write to: on the receiver's GPU, or in host memory. */
-struct mailbox {
-    uint32_t *reduce_flag; /* (n_rank, ALLREDUCE_BLOCKS) */
-    uint32_t *logits_flag; /* (n_rank) */
-    uint32_t *hidden_flag; /* of the stage before */
-    uint32_t *credit;      /* of the stage behind: what it has taken */
-    float *slot;           /* (2, n_rank, ALLREDUCE_SLOT), of several ranks */
-    float *x;              /* (chunk, n_embd) from the stage before */
-    float *logits;         /* (LOGIT_ROWS, stride) of all ranks of the last stage, in the first of several */
-};
-
-/* In host memory, between a rank's GPU and its thread. */
-struct heartbeat {
-    uint32_t sums;    /* of the GPU: a sign of life; */
-    uint32_t waiting; /* for whom it has waited long last, see WAIT_CODE */
-    uint32_t abort;   /* of the thread */
-};
-
-enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CHANNELS };
-
-/* On the rank's GPU. */
-struct sequence {
-    uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
-    uint32_t aborted;                           /* nothing waits any more */
-};
-
-/* A rank of the stage, the channel, the sum of the forward. */
-#define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
-
-/* How long a rank has waited for its GPU. */
-struct backoff {
-    uint64_t turns;
-    double idle, last; /* seconds, those in which the program was suspended not counted; the time of the latest look */
-    uint32_t seen;     /* sums of all ranks then */
-};
-
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
     const struct model *m; /* its part of the model */
@@ -595,7 +434,7 @@ struct rank {
     struct process_group *pg; /* the others */
     int index;                /* among all ranks: stage * n_rank + rank */
     unsigned n_all_reduce;    /* sums over the ranks of its stage in this forward */
-    char link[192];           /* GPU: how it adds up with the others; empty: there are none */
+    char link[224];           /* GPU: how it adds up with the others; empty: there are none */
     int n_ctx, chunk;         /* tokens of context, of one forward at most */
     enum kv_type kv_type;
     struct kv_layer *kv;    /* (n_layer); planes in the backend's memory */
@@ -612,19 +451,7 @@ struct rank {
     size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
     char name[128];                  /* what it runs on */
 
-    /* the rest of a GPU's */
-    struct cuda *cuda;
-    int device, n_sm; /* its number; multiprocessors */
-    char *err;        /* ERR_MAX bytes for the first error of the start; NULL later */
-    bool failed;
-    bool shared; /* another rank is on the same GPU */
-    struct gpu_sizes sizes;
-    int staging_next;                       /* the next one of the upload; */
-    unsigned filled;                        /* stages with synthetic weights, bits */
-    bool by_nccl[DECODE_MAX_TOKENS + 1];    /* sums of so many tokens */
-    struct heartbeat *heartbeat[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
-    struct mailbox mailbox[MAX_RANKS];      /* likewise, as this one's GPU reaches them */
-    struct sequence *sequence;              /* NULL: likewise */
+    struct cuda *cuda; /* the rest of a GPU's, see moe_cuda.cu; NULL: the rank is on the CPU */
 
     /* the rest of a CPU's */
     const struct kernels *k;
@@ -656,109 +483,70 @@ enum moe_act { MOE_ACT_AUTO, MOE_ACT_F16, MOE_ACT_FP4 };
 /* Who adds up what ranks on GPUs have, for up to 16 tokens: NCCL, the kernel of moe_cuda.cu, or whichever is faster here. */
 enum allreduce { ALLREDUCE_AUTO, ALLREDUCE_NCCL, ALLREDUCE_ONESHOT };
 
-/* A choice of a token by a GPU. */
-struct sample_job {
-    int n, limit; /* ids; how many of the best top-k leaves, n: all */
-    int n_recent; /* 0 where nothing is penalised */
-    bool greedy;
-    float repeat_penalty, temp, top_p, min_p;
-    double uniform;
-    int32_t recent[PENALTY_WINDOW];
-    uint32_t recent_mask[64]; /* bit id % 2048 of those: most ids need not be looked up */
-};
-
-/* What moe_cuda.cu offers, in a program that is built with it. */
+/* How the ranks of a session start on GPUs. */
 struct cuda_options {
-    struct process_group *pg;     /* NULL: there is one rank, */
-    int index;                    /* or which of them */
-    int device[MAX_RANKS], n_ctx; /* of all ranks; n_ctx 0: the trained length, or what fits */
+    int device[MAX_RANKS]; /* the GPU of each rank */
+    int n_ctx;             /* tokens; 0: the trained length, or what fits */
     enum allreduce allreduce;
-    int kv_splits; /* of the context in decode at most; 0: what fills the GPU */
+    int kv_splits; /* parts of the context in decode at most; 0: what fills the GPU */
     enum moe_act moe_act;
     enum kv_type kv;
-    bool stats, in_sum2;                         /* collect them */
-    size_t reserve;                              /* bytes to leave free */
-    void (*progress)(double done, double total); /* bytes of weights that are there */
+    bool stats, in_sum2;                         /* collect these statistics */
+    size_t reserve;                              /* bytes of each GPU to leave free */
+    void (*progress)(double done, double total); /* told of rank 0's upload, in bytes; NULL: nobody wants to know */
 };
 
-/* What a GPU is, for --doctor. */
+/* What a GPU is. */
 struct gpu_facts {
     char name[64], bus[24]; /* as the driver calls it; its place on the bus */
+    char label[128];        /* number, name, chip and memory, for messages */
     int major, minor;       /* compute capability */
     int driver, runtime;    /* CUDA's versions, 1000 * major + 10 * minor */
     int block_shared;       /* bytes of shared memory that a block can have */
     int n_sm;               /* multiprocessors */
     size_t total, free;     /* bytes of memory */
     double rate;            /* bytes that it reads per second; 0: it does not tell */
-    char image[160];        /* probed: why no kernel of this program runs on it; empty: they do */
+    const char *image;      /* which of the program's images it runs: sm_120f, sm_90, or "PTX for .." */
+    char kernel_error[160]; /* probed: why no kernel of this program runs on it; empty: they do */
 };
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-int cuda_device_count(char *err);                                    /* 0: none can be used, and why */
-bool cuda_peer(int from, int to);                                    /* can it write to the other's memory? */
-const char *cuda_facts(int device, struct gpu_facts *f, bool probe); /* NULL, or why it cannot be asked */
-/* Writes from one GPU to another (or within one): bytes per second of large copies, seconds of a small one; 0: not measured. */
+/* The functions of moe_cuda.cu besides its operations. A program without CUDA has stubs, section "GPU backend". */
+
+/* How many GPUs can be used; 0: none, and err (ERR_MAX) says why. */
+int cuda_device_count(char *err);
+/* Asks a GPU what it is; probe: and runs a kernel on it. NULL, or why it cannot be asked. */
+const char *cuda_facts(int device, struct gpu_facts *f, bool probe);
+/* Whether all n GPUs can write to each other's memory, and NCCL_P2P_DISABLE does not forbid it. */
+bool cuda_peers(const int *device, int n);
+/* Times writes from one GPU to another, or within one: bytes per second of large copies, seconds of a small one; 0: not measured. */
 void cuda_pair(int from, int to, double *rate, double *latency);
-int cuda_nccl(void);                         /* its version; 0: the program was built without it */
-const char *cuda_targets(void);              /* the chips that the program was built for */
-bool cuda_attends(bool mla, int dk, int dv); /* whether there are kernels for keys and values of these widths */
-/* Device memory of a rank, zeroed, until it ends; NULL after an error, which is rank_fail's. */
-void *cuda_memory(struct rank *r, size_t bytes, const char *what);
-/* Likewise host memory that all GPUs reach. */
-void *cuda_host_memory(struct rank *r, size_t bytes, const char *what);
-/* Between the host's memory and the GPU's, in the order of what is enqueued. False after an error. */
-bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what);
-bool cuda_sync(struct rank *r, const char *what); /* waits for what was enqueued */
-void cuda_reach(struct rank *r, int device);      /* from now on its kernels can write to that GPU's memory, a peer's */
-/* Seconds that the GPU takes for what run(r, arg) enqueues; 0 after an error. */
-double cuda_seconds(struct rank *r, void (*run)(struct rank *r, void *arg), void *arg, const char *what);
-/* Steps of the start of a rank, in this order; errors are rank_fail's. */
-void cuda_open(struct rank *r);
-/* Room for a matrix in tiles. False: it is there already, or after an error. */
-bool cuda_matrix(struct rank *r, const struct weight *w, const char *what);
-/* Host memory, STAGING_BYTES, that cuda_repack takes `bytes` of and then repacks: (n_e, rows, row_bytes). NULL after an error. */
-uint8_t *cuda_staging(struct rank *r, int stage);
-void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes);
-/* Of the matrix that was repacked: F16: bits of the largest |weight|; MXFP4: the largest exponent byte, 255 - the smallest. */
-bool cuda_range(struct rank *r, uint32_t range[2]);
-/* The copy of something that `key` names; it is made at the first call. NULL: there is no key, or after an error. */
-const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what);
-void cuda_uploaded(struct rank *r);  /* everything */
-void cuda_nccl_init(struct rank *r); /* NCCL */
-void cuda_allocate(struct rank *r);  /* cache and activations */
-/* what moe.c offers to it and its tests */
-/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
- * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
-void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what);
-double gpu_all_reduce_seconds(struct rank *r, int n_tok, bool nccl);
-/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
-int attn_splits(int n_sm, int n_head_blocks);
-void rank_fatal(const char *what);                             /* ends the program with a line */
-void gpu_full(struct rank *r, size_t bytes, const char *what); /* an error: there is no room for them */
-/* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
-__attribute__((format(printf, 2, 3))) bool rank_fail(struct rank *r, const char *fmt, ...);
-/* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= ALL_GATHER_MAX; waits for all of them */
+/* NCCL's version, 10000 * major + 100 * minor + patch; 0: the program was built without it. */
+int cuda_nccl_version(void);
+/* The chips that the program was built for; NULL: it was built without CUDA. */
+const char *cuda_targets(void);
+/* The rank_starter of a GPU; opts is a struct cuda_options. */
+int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err);
+
+/* The functions of moe.c that moe_cuda.cu calls. */
+
+/* Ends the program with one line. */
+__attribute__((noreturn)) void rank_fatal(const char *what);
+/* Copies mine (bytes) of each of the n ranks of all stages to all (n, bytes) of every rank; bytes <= ALL_GATHER_MAX. All ranks
+ * call it, and it waits for all of them: it is a barrier, too. */
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes);
-void rank_barrier(struct rank *r); /* waits for all of them */
-/* Hears the others out: context and chunk become the smallest of all. False: somebody has failed. */
-bool rank_agree(struct rank *r);
-/* Between two looks at a GPU that is not ready: false: what it does is to be given up. */
-bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what);
-/* Bytes of a GPU's cache, which begins at base unless that is NULL. */
-size_t rank_cache(struct rank *r, uint8_t *base);
+/* Tells the watchdog that r is alive while it waits for its GPU; failed: tells the other ranks that r has failed. Returns whether any
+ * rank has failed: then what r waits for may never come. */
+bool rank_heartbeat(struct rank *r, bool failed);
+/* Seconds of a clock that never goes back. */
+double now_seconds(void);
+/* Chooses a token on the host, for choices that the GPU leaves to it; see the section "Sampler". */
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
-void sampling_job(struct sample_job *p, const struct sampling *o, int n, const int32_t *recent, int n_recent,
-                  double uniform);
-/* The thread's next launch moves so many bytes; `fmt` says of what. May be called several times. */
-__attribute__((format(printf, 2, 3))) void profile_next(double bytes, const char *fmt, ...);
-/* Before a launch its name as the source spells it, after it NULL. The event to be recorded; -1: none. */
-int profile_launch(const char *kernel);
-bool profiling(void);
-void profile_start(struct profile_row *rows, int n);
-int profile_end(void); /* rows that there are */
+/* Fills rows of a type with synthetic weights; vector: of a norm. */
+void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
 #ifdef __cplusplus
 }
 #endif
@@ -922,7 +710,7 @@ static const char *sb_cstr(char **sb) {
  * Files, time, text
  * ============================================================================================================ */
 
-static double now_seconds(void) {
+double now_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -7249,7 +7037,6 @@ static void pg_run(struct process_group *pg, struct rank_step step) {
     pthread_mutex_unlock(&pg->lock);
 }
 
-#ifdef MOE_CUDA
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) {
     struct process_group *pg = r->pg;
     if (!pg || pg->n == 1) {
@@ -7266,18 +7053,15 @@ void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) 
     pthread_mutex_unlock(&pg->lock);
 }
 
-void rank_barrier(struct rank *r) {
-    const char mine = 0;
-    char all[MAX_RANKS];
-    rank_all_gather(r, &mine, all, 1);
+bool rank_heartbeat(struct rank *r, bool failed) {
+    struct process_group *pg = r->pg;
+    if (!pg) return failed;
+    __atomic_add_fetch(&pg->heartbeats, 1, __ATOMIC_RELAXED);
+    if (failed) __atomic_store_n(&pg->alarm, true, __ATOMIC_RELEASE);
+    return __atomic_load_n(&pg->alarm, __ATOMIC_ACQUIRE);
 }
 
-/* Whether a rank has failed: what others wait for may never come. */
-static bool rank_alarm(struct rank *r, bool raise) {
-    if (r->pg && raise) __atomic_store_n(&r->pg->alarm, true, __ATOMIC_RELEASE);
-    return r->pg && __atomic_load_n(&r->pg->alarm, __ATOMIC_ACQUIRE);
-}
-#endif
+void rank_fatal(const char *what) { die("%s", what); }
 
 /* Ends the ranks and their threads, and frees the process group. */
 static void pg_close(struct process_group *pg) {
@@ -8207,605 +7991,42 @@ static void rank_stats_init(struct rank *r, bool in_sum2) {
 }
 
 /* ============================================================================================================
- * Ranks on GPUs
+ * GPU backend
  *
- * What a GPU holds, for the ranks that start and for --plan; and the start, a step of moe_cuda.cu after the other. All ranks go through
- * the same steps; what one of them meets, all hear of.
+ * moe_cuda.cu has the operations and the start of a rank on a GPU. Here are what --plan must know of it in every build, and what stands
+ * in for it where the program is built without CUDA.
  * ============================================================================================================ */
 
-/* Bytes of a GPU's copy of a matrix; rounded: as the driver allocates them. */
-static size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
-    const enum weight_format f = weight_format(w->type);
-    const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
-    size_t n = 0;
-    for (int i = 0; i < 2; i++)
-        n += rounded && part[i] > PAGE_BYTES / 2 ? (part[i] + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : part[i];
-    return n;
+#define MOE_GPU_SIZES_ONLY
+#include "moe_cuda.cu"
+
+#ifndef MOE_CUDA
+static const char no_cuda[] = "this program was built without CUDA";
+int cuda_device_count(char *err) { return fail(err, "%s", no_cuda), 0; }
+const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
+    (void)device, (void)probe;
+    memset(f, 0, sizeof *f);
+    return no_cuda;
 }
-
-/* What the driver's rounding adds to up to 64 other allocations, and that of planes to 256 bytes. */
-static size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
-
-/* The area of the rank that has the part p of the model, at base unless that is NULL; its bytes. */
-static size_t mailbox_layout(struct mailbox *a, uint8_t *base, const struct model *m, struct shard shard,
-                             struct gpu_sizes s) {
-    const size_t n = (size_t)shard.n_rank;
-    const bool head = n > 1 && !shard.rank && shard.stage == shard.n_stage - 1;
-    size_t at = 0;
-#define BUFFER(field, count) \
-    a->field = base ? (void *)(base + at) : NULL, at += (sizeof *a->field * (count) + 255) / 256 * 256
-    BUFFER(reduce_flag, n * ALLREDUCE_BLOCKS);
-    BUFFER(logits_flag, n);
-    BUFFER(hidden_flag, 1);
-    BUFFER(credit, 1);
-    BUFFER(slot, n > 1 ? 2 * n * ALLREDUCE_SLOT : 0);
-    BUFFER(x, shard.stage ? (size_t)s.chunk * (size_t)m->n_embd : 0);
-    BUFFER(logits, head ? LOGIT_ROWS * logits_stride(m->n_vocab) : 0);
-#undef BUFFER
-    return at;
+bool cuda_peers(const int *device, int n) { return (void)device, (void)n, false; }
+void cuda_pair(int from, int to, double *rate, double *latency) {
+    (void)from, (void)to;
+    *rate = *latency = 0;
 }
-
-/* Bytes of activations for forwards of `chunk` tokens, with everything that options may ask for. */
-static size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
-    const struct shard p = m->shard;
-    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, p.n_rank > 1, stats};
-    size_t total = 0;
-#define BUFFER(field, type, count) total += sizeof(type) * (count)
-    GPU_BUFFERS(BUFFER);
-#undef BUFFER
-    return total + (p.n_rank * p.n_stage > 1 ? mailbox_layout(&(struct mailbox){0}, NULL, m, p, s) : 0);
+int cuda_nccl_version(void) { return 0; }
+const char *cuda_targets(void) { return NULL; }
+int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
+    (void)r, (void)shard, (void)opts;
+    return fail(err, "%s", no_cuda);
 }
-
-/* Tokens of a forward, so that activations are no large part of the memory. */
-static int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
-    int chunk = int_min(PREFILL_MAX_TOKENS, n_ctx);
-    while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
-    return chunk;
-}
-
-#ifdef MOE_CUDA
-void sampling_job(struct sample_job *p, const struct sampling *o, int n, const int32_t *recent, int n_recent,
-                  double uniform) {
-    p->n = n, p->limit = o->top_k > 0 && o->top_k < n ? o->top_k : n;
-    p->greedy = o->greedy || o->temp <= 0;
-    p->n_recent = o->repeat_penalty != 1.0f ? n_recent : 0;
-    memset(p->recent_mask, 0, sizeof p->recent_mask);
-    for (int i = 0; i < n_recent; i++)
-        p->recent[i] = recent[i], p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
-    p->repeat_penalty = o->repeat_penalty, p->temp = o->temp, p->top_p = o->top_p, p->min_p = o->min_p;
-    p->uniform = uniform;
-}
-
-/* The launches of a forward, while a thread profiles its rank. */
-static _Thread_local struct {
-    struct profile_row *row; /* (cap); NULL: nothing is recorded */
-    int n, cap;
-    char what[64]; /* of the next launch: what it works on, */
-    double bytes;  /* and moves */
-} profile;
-
-void profile_next(double bytes, const char *fmt, ...) {
-    if (!profile.row) return;
-    if (profile.what[0]) strncat(profile.what, " + ", sizeof profile.what - 1 - strlen(profile.what));
-    size_t at = strlen(profile.what);
-    va_list v;
-    va_start(v, fmt);
-    vsnprintf(profile.what + at, sizeof profile.what - at, fmt, v);
-    va_end(v);
-    profile.bytes += bytes;
-}
-
-int profile_launch(const char *kernel) {
-    if (!profile.row || profile.n == profile.cap) return -1;
-    if (!kernel) return 2 * profile.n++ + 1;
-    struct profile_row *row = &profile.row[profile.n];
-    kernel += *kernel == '('; /* and without the arguments of a template */
-    snprintf(row->name, sizeof row->name, "%.*s %s", (int)strcspn(kernel, "<"), kernel, profile.what);
-    row->calls = 1, row->bytes = profile.bytes;
-    profile.bytes = 0, profile.what[0] = 0;
-    return 2 * profile.n;
-}
-
-bool profiling(void) { return profile.row; }
-
-void profile_start(struct profile_row *rows, int n) {
-    memset(&profile, 0, sizeof profile);
-    profile.row = rows, profile.cap = n;
-}
-
-int profile_end(void) {
-    profile.row = NULL;
-    return profile.n;
-}
-
-/* Which of the program's images a chip of capability major.minor runs. */
-static const char *gpu_image(int major, int minor) {
-    const char *built = cuda_targets();
-    if (!strcmp(built, "emulated")) return "emulated";
-    if (major == 12 && strstr(built, "sm_120f")) return "sm_120f";
-    if (major == 9 && !minor && strstr(built, "sm_90")) return "sm_90";
-    return major >= 9 ? "PTX for compute_90" : "PTX for compute_80";
-}
-
-static void gpu_name(char out[128], int device, const struct gpu_facts *f) {
-    snprintf(out, 128, "GPU %d %.63s (sm_%d%d, %.0f GiB)", device, f->name, f->major, f->minor,
-             (double)f->total / 0x1p30);
-}
+#endif
 
 /* NCCL's version, or why there is none. */
 static const char *nccl_name(char out[24]) {
-    const int v = cuda_nccl();
+    const int v = cuda_nccl_version();
     snprintf(out, 24, "%d.%d.%d", v / 10000, v / 100 % 100, v % 100);
     return v ? out : "none (not found when the program was built)";
 }
-
-bool rank_fail(struct rank *r, const char *fmt, ...) {
-    char text[ERR_MAX - 16];
-    va_list v;
-    va_start(v, fmt);
-    vsnprintf(text, sizeof text, fmt, v);
-    va_end(v);
-    if (!r->err) die("GPU %d: %s", r->device, text);
-    if (!r->failed) snprintf(r->err, ERR_MAX, "GPU %d: %s", r->device, text);
-    r->failed = true;
-    rank_alarm(r, true);
-    return false;
-}
-
-bool rank_agree(struct rank *r) {
-    const int mine[3] = {r->failed, r->n_ctx, r->chunk};
-    int all[MAX_RANKS][3];
-    rank_all_gather(r, mine, all, sizeof mine);
-    for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++) {
-        r->failed |= all[i][0] != 0;
-        r->n_ctx = int_min(r->n_ctx, all[i][1]), r->chunk = int_min(r->chunk, all[i][2]);
-    }
-    return !r->failed;
-}
-
-/* For whom the ranks wait, as far as their kernels said. */
-static void rank_stalled(struct rank *r, const char *what, int seconds) {
-    const struct shard shard = r->m->shard;
-    char who[256] = "";
-    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) {
-        const uint32_t code = *(volatile uint32_t *)&r->heartbeat[i]->waiting;
-        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
-        const size_t at = strlen(who), room = sizeof who - at;
-        if (code && channel == CH_ALLREDUCE)
-            snprintf(who + at, room, "; rank %d waited for rank %d at the sum of the %s of its layer %d", i,
-                     i / shard.n_rank * shard.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
-        else if (code)
-            snprintf(who + at, room, "; rank %d waited for %s", i,
-                     channel == CH_LOGITS ? "a part of the logits" : "another stage");
-    }
-    rank_fail(
-        r,
-        "%s: nothing has happened for %d s%s. Has a GPU stopped? At the start: are writes between GPUs or NCCL broken "
-        "here (IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
-        what, seconds, who);
-}
-
-bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
-    enum {
-        SPINS = 20000,
-        NAP = 50000 /* ns */,
-        ALLREDUCE_STALL = 7,
-        STAGE_STALL = 60 /* s: a stage computes for long */
-    };
-    const struct timespec nap = {0, NAP};
-    const struct shard *part = &r->m->shard;
-    const double now = now_seconds();
-    uint32_t sums = 0;
-    for (int i = 0; i < part->n_rank * part->n_stage; i++) sums += *(volatile uint32_t *)&r->heartbeat[i]->sums;
-    p->idle = sums != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
-    p->seen = sums, p->last = now;
-    if (r->pg) __atomic_add_fetch(&r->pg->heartbeats, 1, __ATOMIC_RELAXED);
-    if (rank_alarm(r, false)) r->failed = true;
-    if (p->idle > (part->n_stage > 1 ? STAGE_STALL : ALLREDUCE_STALL) && !r->failed)
-        rank_stalled(r, what, (int)p->idle);
-    if (r->failed) *(volatile uint32_t *)&r->heartbeat[r->index]->abort = 1;
-    if (p->turns++ > SPINS || r->failed) nanosleep(&nap, NULL);
-    return !r->failed;
-}
-
-size_t rank_cache(struct rank *r, uint8_t *base) {
-    size_t bytes = 0;
-    for (int il = 0; il < r->m->n_layer; il++) {
-        struct kv_layer y = kv_layer_make(r->m, r->kv_type);
-        for (int i = 0; i < 2; i++) {
-            struct kv_plane *p = i ? &y.v : &y.k;
-            p->data = base ? base + bytes : NULL;
-            bytes += ((size_t)r->n_ctx * p->row_bytes + 255) / 256 * 256;
-            if (p->type != KV_FP8) continue;
-            p->scale = base ? (float *)(base + bytes) : NULL;
-            bytes += ((size_t)r->n_ctx * (size_t)p->n_group * sizeof(float) + 255) / 256 * 256;
-        }
-        if (base) r->kv[il] = y;
-    }
-    return bytes;
-}
-
-/* A message in why (ERR_MAX) if the kernels cannot run this model or part of one. */
-static void gpu_refuses(const struct model *m, enum kv_type kv, char *why) {
-    const int dk = m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k, dv = m->kv_lora ? m->kv_lora : m->head_v;
-    const int row = m->n_embd > m->q_lora ? m->n_embd : m->q_lora;
-    if (kv == KV_F32) fail(why, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
-    else if (!cuda_attends(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
-        fail(why, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk, dv);
-    else if (row > NORM_MAX)
-        fail(why, "rows of %d values are not supported on a GPU (at most %d); use --cpu", row, NORM_MAX);
-    else if (m->n_group > ROUTE_MAX_GROUPS)
-        fail(why, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
-    for (int il = -2; il < m->n_layer && !why[0]; il++) {
-        const struct weight *w[LAYER_WEIGHTS] = {il == -2 ? &m->embd : &m->output};
-        const int n = il < 0 ? 1 : layer_weights(&m->layers[il], w);
-        for (int i = 0; i < n && !why[0]; i++)
-            if (w[i]->data && !weight_tiles(w[i]))
-                fail(why,
-                     "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
-                     "--tp",
-                     m->shard.n_rank, m->shard.rank, il < 0 ? "the output behind layer" : "layer",
-                     m->first_layer + (il < 0 ? m->n_layer - 1 : il));
-            else if (w[i]->row_bytes > STAGING_BYTES / TILE_ROWS)
-                fail(why, "a matrix with rows of %zu bytes (more than %d) is not supported on a GPU; use --cpu",
-                     w[i]->row_bytes, STAGING_BYTES / TILE_ROWS);
-            else if (w[i]->n_in % 8)
-                fail(why, "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; use --cpu",
-                     w[i]->n_in);
-    }
-}
-
-/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. One rank uses it when that is asked for, which
- * tries it out. */
-static bool gpu_wants_nccl(struct rank *r, const struct cuda_options *o) {
-    const struct shard shard = r->m->shard;
-    const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE"), *lacks = NULL;
-    const int version = cuda_nccl();
-    bool twice = false;
-    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) /* all stages do the same */
-        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
-    if (o->allreduce == ALLREDUCE_ONESHOT || (shard.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
-    if (!version) lacks = "this program was built without NCCL";
-    else if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
-        lacks = "NCCL does not run two ranks on one GPU";
-    if (lacks && o->allreduce == ALLREDUCE_NCCL) rank_fail(r, "--allreduce nccl: %s", lacks);
-    return !lacks;
-}
-
-void gpu_full(struct rank *r, size_t bytes, const char *what) {
-    struct gpu_facts f;
-    cuda_facts(r->device, &f, false);
-    rank_fail(
-        r,
-        "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer experts need "
-        "less; --cpu needs none",
-        what, (double)bytes / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
-}
-
-/* What its GPU says now; an error of the rank if it does not. */
-static struct gpu_facts rank_facts(struct rank *r) {
-    struct gpu_facts f;
-    const char *why = cuda_facts(r->device, &f, false);
-    if (why) rank_fail(r, "asking for its chip and memory: %s", why);
-    return f;
-}
-
-int attn_splits(int n_sm, int n_head_blocks) {
-    const int n = 2 * n_sm / n_head_blocks;
-    return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
-}
-
-/* What the chip and the options make of a rank. */
-static void gpu_choose(struct rank *r, const struct cuda_options *o) {
-    const struct model *m = r->m;
-    const struct gpu_facts f = rank_facts(r);
-    bool declared = false;
-    gpu_name(r->name, r->device, &f);
-    r->n_sm = f.n_sm;
-    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.has_input_scale;
-    /* PTX that the driver compiles for such a chip has none of these products */
-    const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
-    if (o->moe_act == MOE_ACT_FP4 && !can4)
-        rank_fail(r,
-                  "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
-                  "built for it; the chip has %d, the program is for: %s",
-                  f.major, cuda_targets());
-    r->sizes.w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
-    if (r->sizes.w4a4)
-        snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
-    r->sizes.splits = o->kv_splits ? int_min(o->kv_splits, SPLITS_MAX)
-                                   : attn_splits(f.n_sm, m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv);
-    r->sizes.nccl = gpu_wants_nccl(r, o), r->sizes.stats = o->stats;
-}
-
-static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
-
-/* The rows of a part of a matrix, as many as there are, to a stage; by all threads. */
-static void gpu_staging_rows(const struct weight *w, const struct repack *k, int rows, uint8_t *out) {
-#pragma omp parallel for schedule(static)
-    for (int i = 0; i < k->n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
-        const int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
-        uint8_t *row = out + ((size_t)(i / 16) * (size_t)rows + (size_t)from) * k->row_bytes;
-        const uint8_t *in =
-            w->data + (size_t)(k->e0 + i / 16) * w->expert_bytes + (size_t)(k->rt0 * TILE_ROWS + from) * w->row_bytes;
-        if (k->row_bytes == w->row_bytes) memcpy(row, in, (size_t)(to - from) * k->row_bytes);
-        else /* some of the columns */
-            for (int n = to - from; n-- > 0; row += k->row_bytes, in += w->row_bytes) memcpy(row, in, k->row_bytes);
-    }
-}
-
-/* The rows of a matrix to its copy; k: how they are stored. Invented ones are made once per format and repacked again and again. */
-static void gpu_upload_rows(struct rank *r, const struct weight *w, struct repack k) {
-    const size_t expert = (size_t)w->n_out * k.row_bytes;
-    const bool whole = expert <= STAGING_BYTES, synthesize = r->m->synthetic;
-    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, n_e = whole ? (int)(STAGING_BYTES / expert) : 1;
-    const int step = whole ? n_rt : (int)(STAGING_BYTES / (k.row_bytes * TILE_ROWS));
-    for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
-        for (k.rt0 = 0; k.rt0 < n_rt && !r->failed; k.rt0 += step) {
-            const int rows = int_min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
-            const int stage = synthesize ? (int)weight_format(w->type) : r->staging_next++ % 2;
-            size_t bytes = 0; /* what is new in the stage */
-            k.n_e = int_min(w->n_expert - k.e0, n_e), k.n_rt = int_min(n_rt - k.rt0, step);
-            if (!synthesize || !(r->filled >> stage & 1)) {
-                uint8_t *out = cuda_staging(r, stage);
-                uint64_t rng = 42;
-                if (!out) return;
-                bytes = synthesize ? STAGING_BYTES : (size_t)k.n_e * (size_t)rows * k.row_bytes;
-                if (synthesize) synth_fill(out, bytes, w->type, false, &rng);
-                else gpu_staging_rows(w, &k, rows, out);
-                r->filled |= 1u << stage;
-            }
-            cuda_repack(r, w, k, stage, bytes);
-        }
-}
-
-void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what) {
-    const bool mx = w->type == GGUF_MXFP4;
-    struct repack k = {.type = w->type, .row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in), .shift = mx ? 116 : 8};
-    if (!cuda_matrix(r, w, what)) return;
-    for (int tries = 0; !r->failed; tries++) {
-        uint32_t range[2];
-        float top;
-        k.factor = ldexpf(1, k.shift);
-        k.unit = mx                      ? ldexpf(128, k.shift - 127)
-                 : w->type == GGUF_NVFP4 ? 128
-                 : w->type == GGUF_Q8_0  ? 1
-                                         : 1 / k.factor;
-        gpu_upload_rows(r, w, k);
-        if (w->type == GGUF_NVFP4 || w->type == GGUF_Q8_0 || !cuda_range(r, range)) return;
-        const int low = 255 - (int)range[1], high = (int)range[0];
-        memcpy(&top, range, sizeof top);
-        if (mx ? !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;
-        if (tries && mx)
-            rank_fail(r, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
-        else if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
-        k.shift = mx ? high - 8 : 14 - ilogbf(top);
-    }
-}
-
-static void gpu_upload_router(struct rank *r, const struct weight *w) {
-    const size_t n_in = (size_t)w->n_in, n = (size_t)w->n_out * n_in;
-    float *rows = NULL;
-    if (!router_halves(w)) rows = xcalloc(n + 1, sizeof *rows);
-    for (int i = 0; i < w->n_out && rows; i++)
-        gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * n_in, n_in);
-    for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
-    cuda_vector(r, w->data, rows ? (const void *)rows : w->data, n * (rows ? sizeof *rows : 2), "routers");
-    if (rows) cuda_sync(r, "routers"), free(rows);
-}
-
-static void gpu_upload_floats(struct rank *r, const float *x, int n, const char *what) {
-    cuda_vector(r, x, x, (size_t)n * sizeof *x, what);
-}
-
-/* Copies every tensor that a forward uses. */
-static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
-    const struct model *m = r->m;
-    const struct weight *w[LAYER_WEIGHTS];
-    const struct gpu_facts f = rank_facts(r);
-    char what[64];
-    double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
-    for (int il = 0; il < m->n_layer; il++)
-        for (int i = layer_weights(&m->layers[il], w); i-- > 0;)
-            if (w[i] != &m->layers[il].router) total += (double)weight_gpu_bytes(w[i], true);
-    if (!r->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
-        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
-                  (double)f.free / 0x1p30, (double)f.total / 0x1p30);
-    if (m->embd.data) gpu_upload_matrix(r, &m->embd, "token_embd");
-    if (m->output.data) gpu_upload_matrix(r, &m->output, "output");
-    gpu_upload_floats(r, m->output_norm, m->n_embd, "norms");
-    for (int il = 0; il < m->n_layer && !r->failed; il++) {
-        const struct layer *layer = &m->layers[il];
-        const struct {
-            const float *x;
-            int n;
-        } floats[] = {{layer->attn_norm, m->n_embd},        {layer->ffn_norm, m->n_embd},
-                      {layer->q_norm, m->head_k},           {layer->k_norm, m->head_k},
-                      {layer->q_a_norm, m->q_lora},         {layer->kv_a_norm, m->kv_lora},
-                      {layer->router_bias, layer->n_expert}};
-        snprintf(what, sizeof what, "layer %d", il);
-        for (int i = 0, n = layer_weights(layer, w); i < n; i++) {
-            if (w[i] == &layer->router) {
-                gpu_upload_router(r, w[i]);
-                continue;
-            }
-            gpu_upload_matrix(r, w[i], what);
-            done += (double)weight_gpu_bytes(w[i], true);
-            if (progress) progress(done, total);
-        }
-        for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
-            gpu_upload_floats(r, floats[i].x, floats[i].n, "norms");
-    }
-    if (progress) progress(total, total);
-}
-
-/* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
-static void gpu_fit(struct rank *r, const struct cuda_options *o) {
-    const struct model *m = r->m;
-    const size_t per = kv_token_bytes(m, r->kv_type);
-    size_t sharers = 0;
-    if (!rank_agree(r)) return; /* all weights are there */
-    if (r->sizes.nccl) cuda_nccl_init(r);
-    const struct gpu_facts f = rank_facts(r);
-    for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) sharers += o->device[i] == r->device;
-    const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
-    r->shared = sharers > 1;
-    r->n_ctx = want, r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
-    r->bytes = gpu_bytes(m, r->chunk, o->stats);
-    const size_t room = f.free / sharers, keep = r->bytes + o->reserve / sharers + gpu_rounding(m),
-                 fit = room > keep ? (room - keep) / per : 0;
-    if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
-    if (!r->failed && r->n_ctx < 256 && r->n_ctx < want)
-        rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
-                  (double)room / 0x1p30, (double)r->bytes / 0x1p30);
-    rank_agree(r);
-    r->sizes.chunk = r->chunk;
-    r->kv_bytes = per * (size_t)r->n_ctx;
-}
-
-/* Whether all these GPUs can write to each other's memory, and shall. */
-static bool gpus_peers(const int *device, int n) {
-    const char *off = getenv("NCCL_P2P_DISABLE");
-    bool all = !off || !*off || !strcmp(off, "0");
-    for (int i = 0; i < n * n && all; i++)
-        all = device[i / n] == device[i % n] || cuda_peer(device[i / n], device[i % n]);
-    return all;
-}
-
-/* Memory that the others may write to, and theirs. */
-static void gpu_link(struct rank *r, const int *device, bool peers) {
-    static const char what[] = "what other ranks send";
-    const struct shard shard = r->m->shard;
-    const int n = shard.n_rank * shard.n_stage;
-    struct {
-        uint8_t *area;
-        struct heartbeat *heartbeat;
-    } mine, all[MAX_RANKS];
-    for (int i = 0; i < n && peers && !r->failed; i++)
-        if (device[i] != r->device) cuda_reach(r, device[i]);
-    const size_t bytes = mailbox_layout(&r->mailbox[r->index], NULL, r->m, shard, r->sizes);
-    mine.area = peers ? cuda_memory(r, bytes, what) : cuda_host_memory(r, bytes, "host memory");
-    mine.heartbeat = cuda_host_memory(r, sizeof *mine.heartbeat, "host memory");
-    r->sequence = cuda_memory(r, sizeof *r->sequence, what);
-    cuda_sync(r, "starting"); /* the flags are 0 before anybody knows where they are */
-    rank_all_gather(r, &mine, all, sizeof mine);
-    if (!rank_agree(r)) return;
-    for (int i = 0; i < n; i++) {
-        const struct shard other = {i % shard.n_rank, shard.n_rank, i / shard.n_rank, shard.n_stage};
-        mailbox_layout(&r->mailbox[i], all[i].area, r->m, other, r->sizes);
-        r->heartbeat[i] = all[i].heartbeat;
-    }
-}
-
-/* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
-static void gpu_check_all_reduce(struct rank *r) {
-    static const char what[] = "a first sum";
-    const int n = r->m->n_embd, n_rank = r->m->shard.n_rank;
-    const size_t bytes = (size_t)n * sizeof(float);
-    float *x = xmalloc(bytes), *delta = xmalloc(bytes);
-    for (int turn = 0; turn < 2 && !r->failed; turn++) { /* both halves of the slots */
-        int wrong = 0;
-        for (int i = 0; i < n; i++) x[i] = 0, delta[i] = (float)((r->m->shard.rank + 1) * (1 + i % 97 + turn));
-        r->n_tok = 1;
-        cuda_copy(r, r->act[A_X], x, bytes, what);
-        cuda_copy(r, r->act[A_OUT], delta, bytes, what);
-        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
-        cuda_copy(r, x, r->act[A_X], bytes, what);
-        if (!cuda_sync(r, what)) break;
-        for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
-        if (wrong)
-            rank_fail(r,
-                      "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
-                      "NCCL_P2P_DISABLE=1 goes through the host",
-                      wrong, n);
-    }
-    free(x), free(delta);
-}
-
-static void gpu_run_all_reduces(struct rank *r, void *runs) {
-    for (int i = *(const int *)runs; i > 0 && !r->failed; i--)
-        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
-}
-
-/* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
-double gpu_all_reduce_seconds(struct rank *r, int n_tok, bool nccl) {
-    int warm = 3, runs = 20;
-    bool *few = &r->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *few;
-    if (n_tok > r->chunk) return 0;
-    if (nccl ? !r->sizes.nccl : n_tok > DECODE_MAX_TOKENS && r->sizes.nccl) return 0;
-    *few = nccl, r->n_tok = n_tok;
-    gpu_run_all_reduces(r, &warm);
-    const double t = cuda_seconds(r, gpu_run_all_reduces, &runs, "timing sums") / runs;
-    *few = before;
-    return t;
-}
-
-/* For each number of tokens the faster way to add, by the slowest rank of all; both give the same bits. */
-static void gpu_choose_all_reduce(struct rank *r, const struct cuda_options *o, bool peers) {
-    enum { SIZES = 5 };
-    static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
-    const struct shard shard = r->m->shard;
-    const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
-    const bool wanted = r->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
-    float us[SIZES][2] = {{0}}, all[MAX_RANKS][SIZES][2];
-    char list[64] = "";
-    for (int i = 0; i < SIZES && (shard.n_rank > 1 || wanted); i++)
-        for (int k = 0; k < 2; k++)
-            if (both || (k == wanted && i % (SIZES - 1) == 0))
-                us[i][k] = (float)(1e6 * gpu_all_reduce_seconds(r, int_min(size[i], r->chunk), k));
-    rank_all_gather(r, us, all, sizeof us);
-    for (int i = 0, n = 1; i < SIZES; i++) {
-        float worst[2] = {0};
-        for (int k = 0; k < shard.n_rank * shard.n_stage; k++)
-            for (int w = 0; w < 2; w++) worst[w] = fmaxf(worst[w], all[k][i][w]);
-        const bool nccl = both ? worst[1] < worst[0] : wanted;
-        for (; n <= size[i]; n++) r->by_nccl[n] = nccl;
-        if (i % (SIZES - 1) == 0)
-            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", size[i],
-                     nccl ? "NCCL" : "own", (double)worst[nccl]);
-    }
-    if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
-    else if (!wanted) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
-    else
-        snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
-                 cuda_nccl() / 10000, cuda_nccl() / 100 % 100, both ? "the faster" : "as asked", list, way);
-}
-
-/* 0, or -1 with a message. */
-static int gpu_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
-    const int n = m->shard.n_rank * m->shard.n_stage, found = cuda_device_count(err);
-    memset(r, 0, sizeof *r);
-    r->m = m, r->kv_type = o->kv, r->pg = o->pg, r->index = o->index, r->device = o->device[o->index], r->err = err;
-    act_widths(m, r->width);
-    if (found) err[0] = 0;
-    if (found && r->device >= found) fail(err, "there is no GPU %d; found: %d", r->device, found);
-    if (!err[0]) gpu_refuses(m, o->kv, err);
-    r->failed = err[0] != 0;
-    cuda_open(r);
-    if (!r->failed) gpu_choose(r, o);
-    if (!r->failed) gpu_upload(r, o->progress);
-    if (!r->failed) cuda_uploaded(r);
-    if (o->stats)
-        r->stats = cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
-    if (o->in_sum2) r->in_sum2 = cuda_memory(r, in_sum2_before(m, m->n_layer) * sizeof *r->in_sum2, "squares");
-    gpu_fit(r, o);
-    if (!r->failed) {
-        r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
-        r->tokens = xcalloc((size_t)r->chunk, sizeof *r->tokens);
-        cuda_allocate(r);
-        if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
-            const bool peers = gpus_peers(o->device, n);
-            gpu_link(r, o->device, peers);
-            if (!r->failed && m->shard.n_rank > 1) gpu_check_all_reduce(r);
-            if (rank_agree(r)) gpu_choose_all_reduce(r, o, peers);
-        }
-        r->free_bytes = rank_facts(r).free;
-    }
-    if (rank_agree(r)) return r->err = NULL, 0;
-    r->ops->close(r);
-    return -1;
-}
-#endif
 
 /* ============================================================================================================
  * Families
@@ -9714,12 +8935,10 @@ static uint64_t settings_seed(const struct settings *s) {
     return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-#ifdef MOE_CUDA
 static enum allreduce settings_allreduce(const struct settings *s) {
     if (!strcmp(s->allreduce, "nccl")) return ALLREDUCE_NCCL;
     return strcmp(s->allreduce, "oneshot") ? ALLREDUCE_AUTO : ALLREDUCE_ONESHOT;
 }
-#endif
 
 /* Settles the default. */
 static enum kv_type settings_kv(struct settings *s, bool gpu) {
@@ -11997,7 +11216,6 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
 
 /* The listed GPUs, or as many as --tp and --pp ask for, or all. */
 static void plan_real(struct plan *p, const struct settings *set, const int *device, int n) {
-#ifdef MOE_CUDA
     char err[ERR_MAX];
     int found = cuda_device_count(err), asked = (set->tp ? set->tp : 1) * (set->pp ? set->pp : 1);
     p->n_device = n ? n : int_min(set->tp || set->pp ? asked : found, MAX_RANKS);
@@ -12008,14 +11226,11 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (gpu >= found) die("there is no GPU %d; found: %d", gpu, found);
         for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
         if (cuda_facts(gpu, &f, false)) die("GPU %d does not tell its memory", gpu);
-        gpu_name(d->name, gpu, &f);
+        snprintf(d->name, sizeof d->name, "%s", f.label);
         if (!(f.rate > 0)) die("%s does not tell how fast it reads: describe it, --gpus NxGIB@GBPS", d->name);
         d->memory = (int64_t)f.total / ranks, d->rate = f.rate / ranks, d->source = "of the device";
         d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
-#else
-    (void)p, (void)set, (void)device, (void)n;
-#endif
 }
 
 static void plan_cpu(struct plan *p, const struct settings *set) {
@@ -13503,7 +12718,7 @@ static void synth_shard(struct synth *y, const char *text) {
 }
 
 /* Numbers that behave: norms near 1, products of unit scale. */
-static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
+void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
     enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB of whole blocks of every type; repeated */
     uint64_t n = bytes < PATTERN ? bytes : PATTERN;
     if (type == GGUF_NVFP4) {
@@ -13721,10 +12936,7 @@ static void synth_load(struct engine *e, bool synthetic) {
 static int engine_start(struct engine *e, bool gpu, char *err);
 static void engine_close(struct engine *e);
 static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
-#ifdef MOE_CUDA
-static int gpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err);
 static void nccl_defaults(const int *gpu, int n, bool verbose);
-#endif
 
 enum step { STEP_START, STEP_FORWARD, STEP_OUTPUT, STEP_CONTEXT, STEP_SPEED, STEPS };
 enum level { LEVEL_OK, LEVEL_NOTE, LEVEL_WARNING, LEVEL_ERROR, LEVELS };
@@ -13967,12 +13179,13 @@ static double doctor_link(struct doctor *d, const char *who, const char *bus, si
 /* ---- the program, GPUs ---- */
 
 static void doctor_build(struct doctor *d) {
-#ifdef MOE_CUDA
-    char nccl[24];
-    doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
-                cuda_targets(), nccl_name(nccl));
-#else
     bool nvidia = d->n_bus || fact_exists("/proc/driver/nvidia");
+    char nccl[24];
+    if (cuda_targets()) {
+        doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
+                    cuda_targets(), nccl_name(nccl));
+        return;
+    }
     doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; built without CUDA", MOE_VERSION, kernels_choose()->name);
     if (d->set->gpus)
         doctor_find(d, LEVEL_ERROR, "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make",
@@ -13982,10 +13195,8 @@ static void doctor_build(struct doctor *d) {
                     "there is an NVIDIA GPU, but this program was built without CUDA: it uses the CPU");
     if (!nvidia) doctor_find(d, LEVEL_OK, NULL, "no GPU here: everything runs on the CPU");
     for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
-#endif
 }
 
-#ifdef MOE_CUDA
 /* CUDA has no GPU. */
 static void doctor_no_gpu(struct doctor *d, const char *err) {
     bool driver = fact_exists("/proc/driver/nvidia"), there = d->n_bus || driver;
@@ -14014,7 +13225,6 @@ static void doctor_gpu(struct doctor *d, int i) {
                     "%s: %s", who, why);
         return;
     }
-    const char *image = gpu_image(f.major, f.minor);
     double total = (double)f.total, held = (double)(f.total - f.free);
     if (!i && f.driver < f.runtime)
         doctor_find(d, LEVEL_WARNING, "install a driver that is as new as the CUDA this program was built with",
@@ -14023,15 +13233,15 @@ static void doctor_gpu(struct doctor *d, int i) {
     cuda_pair(i, i, &rate, &latency);
     doctor_find(d, LEVEL_OK, NULL,
                 "%s: %.63s, capability %d.%d, image %s, CUDA %d.%d, %.1f of %.1f GiB free, copies %.1f GB/s", who,
-                f.name, f.major, f.minor, image, f.driver / 1000, f.driver % 1000 / 10, (double)f.free / 0x1p30,
+                f.name, f.major, f.minor, f.image, f.driver / 1000, f.driver % 1000 / 10, (double)f.free / 0x1p30,
                 total / 0x1p30, rate * 1e-9);
-    if (f.image[0])
+    if (f.kernel_error[0])
         doctor_find(d, LEVEL_ERROR, "build again with nvcc 12.9 or newer (make clean, make), or install a newer driver",
-                    "%s: a kernel does not run: %.159s", who, f.image);
+                    "%s: a kernel does not run: %.159s", who, f.kernel_error);
     else if (f.major < 8)
         doctor_find(d, LEVEL_ERROR, "leave it out: --gpus with the numbers of others, or --cpu",
                     "%s: capability %d.%d is too old, at least 8.0 is needed", who, f.major, f.minor);
-    else if (f.major == 12 && image[0] == 'P')
+    else if (f.major == 12 && f.image[0] == 'P')
         doctor_find(d, LEVEL_WARNING, "build again with nvcc 12.9 or newer (make clean, make)",
                     "%s: this program has no sm_120f image, so its products in FP4 are not used", who);
     if (f.block_shared < BLOCK_SHARED)
@@ -14050,7 +13260,7 @@ static void doctor_pair(struct doctor *d, int a, int b) {
         "sums of ranks then go through the host: set iommu=pt or turn the IOMMU and ACS off, put "
         "both cards below one root complex; drivers refuse peers to some consumer cards";
     double rate[2], latency[2], link = fmin(d->link[a], d->link[b]);
-    bool peers = gpus_peers((const int[]){a, b}, 2);
+    bool peers = cuda_peers((const int[]){a, b}, 2);
     cuda_pair(a, b, &rate[0], &latency[0]), cuda_pair(b, a, &rate[1], &latency[1]);
     bool slow = fmin(rate[0], rate[1]) < link / 4;
     doctor_find(d, peers && !slow ? LEVEL_OK : LEVEL_WARNING, advice,
@@ -14079,7 +13289,6 @@ static void doctor_gpus(struct doctor *d) {
     for (int a = 0; a < n && a < MAX_RANKS; a++)
         for (int b = a + 1; b < n && b < MAX_RANKS && !interrupted; b++) doctor_pair(d, a, b);
 }
-#endif
 
 /* ---- sums over ranks ---- */
 
@@ -14104,12 +13313,10 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     y.n_head = y.n_head_kv = MAX_RANKS, y.n_ff = 64 * MAX_RANKS, y.n_vocab = 1024; /* what every rank has a part of */
     synth_make(&m, &y, NULL, true);
     if (gpu) {
-#ifdef MOE_CUDA
         struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = settings_allreduce(d->set)};
         memcpy(o.device, d->device, sizeof o.device);
         if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(d->device, n, d->set->verbose);
-        failed = session_open(&s, &m, n, 1, gpu_rank_start, &o, err);
-#endif
+        failed = session_open(&s, &m, n, 1, cuda_rank_start, &o, err);
     } else
         session_init(
             &s, &m, n, 1,
@@ -14432,10 +13639,8 @@ static int doctor_run(struct doctor *d) {
     last_words.run = doctor_dies, last_words.arg = d;
     doctor_bus(d);
     doctor_build(d);
-#ifdef MOE_CUDA
-    if (set->cpu || set->cpu_ref) doctor_find(d, LEVEL_OK, NULL, "GPUs are left out, as asked for");
-    else doctor_gpus(d);
-#endif
+    if (cuda_targets() && (set->cpu || set->cpu_ref)) doctor_find(d, LEVEL_OK, NULL, "GPUs are left out, as asked for");
+    else if (cuda_targets()) doctor_gpus(d);
     bool gpu = d->n_gpu > 0;
     if (!interrupted) doctor_host(d);
     int n = set->tp > 1 ? set->tp : !set->gpus && set->pp == 1 ? int_min(d->n_gpu, MAX_RANKS) : 1;
@@ -14471,9 +13676,6 @@ static int choose_context(const struct engine *e) {
     return n < 256 ? (m->n_ctx_train < 256 ? m->n_ctx_train : 256) : (int)n;
 }
 
-#ifdef MOE_CUDA
-void rank_fatal(const char *what) { die("%s", what); }
-
 static void upload_progress(double done, double total) {
     static double start, shown;
     double t = now_seconds();
@@ -14485,7 +13687,6 @@ static void upload_progress(double done, double total) {
     status_line("sending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s", 100 * done / total,
                 done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
 }
-#endif
 
 /* Device numbers of --gpus; returns how many. */
 static int gpus_parse(const char *list, int gpu[MAX_RANKS]) {
@@ -14506,16 +13707,12 @@ static int gpus_parse(const char *list, int gpu[MAX_RANKS]) {
 static bool gpu_wanted(const struct settings *set) {
     if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
     if (set->cpu || set->cpu_ref) return false;
-#ifdef MOE_CUDA
     char err[ERR_MAX];
     /* Loading a kernel may wait for the GPU to be idle, which it is not while the kernel of one rank waits for another's. */
     if (set->tp > 1 || set->pp > 1 || (set->gpus && strchr(set->gpus, ','))) setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     if (cuda_device_count(err)) return true;
     if (set->gpus) die("--gpus %s: %s", set->gpus, err);
     if (set->verbose) note("%s", err);
-#else
-    if (set->gpus) die("--gpus %s: this program was built without CUDA", set->gpus);
-#endif
     return false;
 }
 
@@ -14534,11 +13731,10 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     for (int i = 0; i < n && !listed; i++) gpu[i] = i;
 }
 
-#ifdef MOE_CUDA
 /* Whether every two of these GPUs write to each other's memory, and not so slowly that the host's would be the better way. */
 static bool gpus_close(const int *gpu, int n) {
     enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
-    bool close = gpus_peers(gpu, n);
+    bool close = cuda_peers(gpu, n);
     for (int i = 0; i < n; i++)
         for (int k = 0; k < i && close; k++) {
             double rate = 0, latency;
@@ -14567,18 +13763,6 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-static int gpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
-    struct cuda_options o = *(const struct cuda_options *)opts;
-    int n = shard->shard.n_rank * shard->shard.n_stage, procs = omp_get_num_procs();
-    o.pg = r->pg, o.index = r->index;
-    if (o.index) o.progress = NULL;
-    int threads = omp_get_max_threads();
-    if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all upload at once */
-    int rc = gpu_rank_init(r, shard, &o, err);
-    omp_set_num_threads(threads);
-    return rc;
-}
-
 static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct settings *set = e->set;
     char number[32];
@@ -14596,7 +13780,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     memcpy(o.device, gpu, sizeof o.device);
     if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
-    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) return -1;
+    if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
     for (int i = 0; i < e->session.pg.n; i++) {
         const struct rank *r = &e->session.pg.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
@@ -14608,7 +13792,6 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     if (*e->session.r->link) note("%s", e->session.r->link);
     return 0;
 }
-#endif
 
 /* The session for the model that is loaded. 0, or -1 with a message: a GPU refuses. */
 static int engine_start(struct engine *e, bool gpu, char *err) {
@@ -14616,10 +13799,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     char name[192];
     int devices[MAX_RANKS];
     settings_ranks(set, &e->model, devices);
-#ifdef MOE_CUDA
     if (gpu && engine_gpu(e, devices, err)) return -1;
-#endif
-    (void)err;
     const char *idle = set->kv_splits                   ? "--kv-splits"
                        : strcmp(set->moe_act, "auto")   ? "--moe-act"
                        : strcmp(set->allreduce, "auto") ? "--allreduce"
@@ -14802,7 +13982,7 @@ static int run_chat(struct engine *e) {
 static int run_plan(struct settings *set) {
     struct engine e = {.set = set};
     char err[ERR_MAX];
-    int device[MAX_RANKS], n = 0;
+    int device[MAX_RANKS] = {0}, n = 0;
     bool described = set->gpus && strchr(set->gpus, 'x');
     if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus exclude each other");
     bool gpu = described || gpu_wanted(set);
@@ -14879,17 +14059,11 @@ static int run(struct settings *set) {
 }
 
 static int print_version(void) {
-    printf("moe %s (CPU: %s; GPU: %s)\n", MOE_VERSION, kernels_choose()->name,
-#ifdef MOE_CUDA
-           cuda_targets()
-#else
-           "built without CUDA"
-#endif
-    );
-#ifdef MOE_CUDA
     char nccl[24];
-    printf("NCCL: %s\n", nccl_name(nccl));
-#endif
+    const char *targets = cuda_targets();
+    printf("moe %s (CPU: %s; GPU: %s)\n", MOE_VERSION, kernels_choose()->name,
+           targets ? targets : "built without CUDA");
+    if (targets) printf("NCCL: %s\n", nccl_name(nccl));
     return EXIT_OK;
 }
 

@@ -151,10 +151,10 @@ ENQUEUE_OPS(OP_PAIR)
 /* Forwards of n tokens each over one timeline, every operation compared. */
 static void pair_forwards(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int splits,
                           enum moe_act act, const int *n) {
-    struct rank cpu, gpu;
+    struct rank cpu, gpu = {0};
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
-    if (!CHECK(gpu_rank_init(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
+    if (!CHECK(cuda_rank_start(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
@@ -217,13 +217,13 @@ static void test_cuda_sample(void) {
     static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f}, steep[] = {0.01f, 1, 4},
                        penalty[] = {1.0f, 1.3f};
     const struct model *kept = fixture_keep("qwen3moe");
-    struct rank r;
+    struct rank r = {0};
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = 16, .kv = KV_BF16};
     if (!kept) return;
     struct model m = *kept;
     m.n_vocab = m.n_ids = 9973;
-    if (!CHECK(gpu_rank_init(&r, &m, &o, err) == 0, "%s", err)) return;
+    if (!CHECK(cuda_rank_start(&r, &m, &o, err) == 0, "%s", err)) return;
     float *x = xmalloc((size_t)m.n_ids * sizeof *x);
     struct candidate *work = xmalloc((size_t)m.n_ids * sizeof *work);
     uint64_t rng = 5;
@@ -262,7 +262,7 @@ static void test_cuda_sample(void) {
 static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv, enum moe_act act) {
     char err[ERR_MAX] = "";
     struct cuda_options g = {.n_ctx = n_ctx, .kv = kv, .moe_act = act};
-    return CHECK(session_open(s, m, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
+    return CHECK(session_open(s, m, 1, 1, cuda_rank_start, &g, err) == 0, "%s", err);
 }
 
 static void cuda_greedy(struct session *s, const int32_t *ids, int n, int32_t *out, int n_out) {
@@ -339,7 +339,7 @@ static bool layout_session(struct session *s, const struct model *m, const struc
         .n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
     memcpy(o.device, d->device, sizeof o.device);
     cuda_test_devices(4, d->peers);
-    return CHECK(session_open(s, m, d->tp, d->pp, gpu_rank_start, &o, err) == 0, "%s: %s", d->name, err);
+    return CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s: %s", d->name, err);
 }
 
 /* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it was, and
@@ -403,10 +403,10 @@ static void test_cuda_failures(void) {
     for (size_t i = 0; i < sizeof apis / sizeof *apis; i++) {
         int n = 0, rc = -1;
         while (rc) {
-            struct rank r;
+            struct rank r = {0};
             err[0] = 0;
             cuda_test_fail(apis[i], n += 1 + n / 8);
-            rc = gpu_rank_init(&r, &m, &o, err);
+            rc = cuda_rank_start(&r, &m, &o, err);
             cuda_test_fail(apis[i], 0);
             CHECK(rc == 0 || (strstr(err, "GPU 0") && !strchr(err, '\n')), "%s, call %d: '%s'", apis[i], n, err);
             if (!rc) r.ops->close(&r);
@@ -422,9 +422,9 @@ static void test_cuda_failures(void) {
         const char *says;
     } sizes[] = {{100 << 10, "the weights take"}, {40 << 20, "out of memory"}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        struct rank r;
+        struct rank r = {0};
         cuda_test_memory(((size_t)16 << 30) - free_bytes + sizes[i].bytes);
-        CHECK(gpu_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
+        CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
         cuda_test_memory((size_t)16 << 30);
     }
     model_free(&m);
@@ -447,10 +447,10 @@ static void step_end(struct rank *r) { step_ops->wait(r); }
 /* The logits of the last token of each forward, and behind them the id that is chosen: (forwards, n_vocab + 1). */
 static float *forward_logits(const struct model *m, enum kv_type kv, bool steps) {
     static const int n[] = {1, 2, 1, 17, 1, 16, 2, 40, 1, 0};
-    struct rank r;
+    struct rank r = {0};
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = 128, .kv = kv, .kv_splits = 2};
-    if (!CHECK(gpu_rank_init(&r, m, &o, err) == 0, "%s", err)) return NULL;
+    if (!CHECK(cuda_rank_start(&r, m, &o, err) == 0, "%s", err)) return NULL;
     step_ops = r.ops;
     struct ops table = *r.ops;
 #define OP_STEPPED(type, name, params, args) table.name = step_##name;
@@ -512,7 +512,7 @@ static bool tiny_open(struct engine *e, struct settings *set, int which) {
     memset(e, 0, sizeof *e), memset(set, 0, sizeof *set);
     e->set = set;
     synth_make(&e->model, &tiny_synths[which], NULL, true);
-    return CHECK(session_open(&e->session, &e->model, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
+    return CHECK(session_open(&e->session, &e->model, 1, 1, cuda_rank_start, &g, err) == 0, "%s", err);
 }
 
 /* One matrix on the device: FP4 scales 0x30 .. 0x3F, those of Q8_0 0.025 / 128, halves of at most what BF16 makes of 0.025, times 2^8,
@@ -790,7 +790,7 @@ static void test_cuda_ranks(void) {
                                               {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
                                               {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
-    bool nccl = cuda_nccl() != 0;
+    bool nccl = cuda_nccl_version() != 0;
     layouts_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
     layouts_agree("deepseek_v3", virtual, 3, 20);
     layouts_agree("qwen3moe_ct", virtual, 3, 7);
@@ -849,7 +849,7 @@ void cuda_test_all_reduce(void) {
     model_free(&m);
     struct gpu_facts f;
     const char *why = cuda_facts(0, &f, true);
-    CHECK(!why && !f.image[0], "%s%s", why, f.image);
+    CHECK(!why && !f.kernel_error[0], "%s%s", why, f.kernel_error);
 }
 
 /* What keeps a rank from starting is one line that names it, and nothing is left. */
@@ -878,7 +878,7 @@ static void test_cuda_rank_errors(void) {
         if (bad[i].memory) cuda_test_memory_of(1, bad[i].memory);
         if (bad[i].api) cuda_test_fail(bad[i].api, bad[i].call);
         double t0 = now_seconds();
-        bool started = !session_open(&s, &m, 2, 1, gpu_rank_start, &o, err);
+        bool started = !session_open(&s, &m, 2, 1, cuda_rank_start, &o, err);
         CHECK(now_seconds() - t0 < 10, "case %zu took %.1f s", i, now_seconds() - t0);
         CHECK(!started && strstr(err, bad[i].says) && !strchr(err, '\n'), "case %zu: '%s' lacks '%s'", i, err,
               bad[i].says);
@@ -1004,7 +1004,7 @@ static void rank_fault_gpu(const char *name, const char *path) {
     cuda_test_devices(2, true);
     o.allreduce = !strncmp(name, "nccl", 4) ? ALLREDUCE_NCCL : ALLREDUCE_ONESHOT;
     if (o.allreduce == ALLREDUCE_NCCL) cuda_test_fail(name, 1);
-    if (model_load(&m, path, err) || session_open(&s, &m, 2, 1, gpu_rank_start, &o, err)) die("%s", err);
+    if (model_load(&m, path, err) || session_open(&s, &m, 2, 1, cuda_rank_start, &o, err)) die("%s", err);
     struct ops table = *s.r->ops;
     fault_ops = s.r->ops;
     if (!strcmp(name, "stuck")) table.mla_attention = fault_stuck;
@@ -1040,7 +1040,7 @@ static void test_cuda_stats(void) {
         int32_t *ids = slurp(path, &n_ids);
         cuda_test_begin(f);
         if (!ids || !fixture_load(names[f], &m)) return;
-        if (!CHECK(session_open(&gpu, &m, 1, 1, gpu_rank_start, &o, err) == 0, "%s", err)) return;
+        if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
         session_init(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
         const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
         const size_t n_in_sum2 = in_sum2_before(&m, m.n_layer);
