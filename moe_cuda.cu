@@ -463,7 +463,7 @@ DEVICE void grid_dependency_launch() {}
     T *name = (T *)dyn_smem
 #define SHARED(T, name, count) __shared__ __align__(16) T name[count]
 
-/* Launches with programmatic dependence on the kernel before. Errors are collected by cudaGetLastError. */
+/* Launches with programmatic dependence on the kernel before. Errors are collected by cudaGetLastError, see launch_note. */
 template <class... P, class... A>
 static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream, A... args) {
     cudaLaunchAttribute attr = {};
@@ -523,10 +523,27 @@ static void profile_end(cudaStream_t stream) {
     profile.n++;
 }
 
+/* For messages: the kernel, or recording of kernels, that the thread launched last, and the first one whose launch failed since
+ * errors were cleared. */
+static thread_local const char *kernel_last, *kernel_failed;
+
+/* After the launch of a kernel. */
+static void launch_note(const char *kernel) {
+    kernel_last = kernel;
+    if (!kernel_failed && cudaPeekAtLastError() != cudaSuccess) kernel_failed = kernel;
+}
+
+/* Forgets errors of the thread that do not matter, or were told. */
+static void errors_clear() {
+    cudaGetLastError();
+    kernel_failed = NULL;
+}
+
 #define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
     do {                                                                       \
         profile_begin(#kernel, stream);                                        \
         LAUNCH_NAMED(kernel, #kernel, grid, block, smem, stream, __VA_ARGS__); \
+        launch_note(#kernel);                                                  \
         profile_end(stream);                                                   \
     } while (0)
 
@@ -3029,13 +3046,20 @@ __attribute__((format(printf, 2, 3))) static bool rank_fail(struct rank *r, cons
     return false;
 }
 
-static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
+/* Fails unless e is cudaSuccess. The message says what was being done, and what failed: the kernel where its launch did, otherwise
+ * the call that e came from. running: an error of a kernel that was launched before shows only now, so the last one is named, too. */
+static bool cuda_check(struct rank *r, cudaError_t e, const char *what, const char *call, int line, bool running) {
     if (e == cudaSuccess) return !r->cuda->failed;
     const bool image = e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion;
-    cudaGetLastError();
-    return rank_fail(r, "%s: %s%s", what, cudaGetErrorString(e),
-                     image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
+    const char *hint = image ? " (the program is for other chips or a newer driver: see moe --version)" : "";
+    const char *failed = kernel_failed;
+    errors_clear();
+    if (failed) return rank_fail(r, "%s: kernel %s: %s%s", what, failed, cudaGetErrorString(e), hint);
+    return rank_fail(r, "%s: %s (moe_cuda.cu:%d)%s%s: %s%s", what, call, line,
+                     running && kernel_last ? ", the last kernel was " : "", running && kernel_last ? kernel_last : "",
+                     cudaGetErrorString(e), hint);
 }
+#define CUDA_OK(r, call, what) cuda_check(r, call, what, #call, __LINE__, false)
 
 /* Zeroed memory of the host. */
 static void *host_memory(size_t n, size_t size) {
@@ -3130,8 +3154,11 @@ static bool await(struct rank *r, cudaEvent_t event, const char *what) {
     struct cuda *c = r->cuda;
     struct backoff p = {};
     cudaError_t e;
-    if (!c->heartbeat[0])
-        return cuda_ok(r, event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream), what);
+    if (!c->heartbeat[0]) {
+        e = event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream);
+        return cuda_check(r, e, what, event ? "cudaEventSynchronize(event)" : "cudaStreamSynchronize(c->stream)",
+                          __LINE__, true);
+    }
     while ((e = event ? cudaEventQuery(event) : cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
         if (rank_keep_waiting(r, &p, what)) continue;
 #ifdef HAVE_NCCL
@@ -3140,7 +3167,7 @@ static bool await(struct rank *r, cudaEvent_t event, const char *what) {
 #endif
     }
     if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
-    return cuda_ok(r, e, what);
+    return cuda_check(r, e, what, event ? "cudaEventQuery(event)" : "cudaStreamQuery(c->stream)", __LINE__, true);
 }
 
 /* Waits for all that was enqueued. False after an error. */
@@ -3150,7 +3177,7 @@ static bool cuda_sync(struct rank *r, const char *what) { return await(r, NULL, 
 
 /* Enqueues a copy between the host's memory and the GPU's. False after an error. */
 static bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what) {
-    return cuda_ok(r, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, r->cuda->stream), what);
+    return CUDA_OK(r, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, r->cuda->stream), what);
 }
 
 /* What the rank's GPU says of itself now; an error of the rank if it does not answer. */
@@ -3178,13 +3205,13 @@ static void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
     void *p = NULL;
     if (c->failed) return NULL;
     if (cudaMalloc(&p, bytes + 256) != cudaSuccess) {
-        cudaGetLastError();
+        errors_clear();
         gpu_full(r, bytes, what);
         return NULL;
     }
     arrput(r->owned, p);
     c->allocated += bytes;
-    cuda_ok(r, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
+    CUDA_OK(r, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
     return p;
 }
 
@@ -3192,7 +3219,7 @@ static void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
 static void *cuda_host_memory(struct rank *r, size_t bytes, const char *what) {
     struct cuda *c = r->cuda;
     void *p = NULL;
-    if (c->failed || !cuda_ok(r, cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what))
+    if (c->failed || !CUDA_OK(r, cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what))
         return NULL;
     arrput(c->pinned, p);
     return memset(p, 0, bytes);
@@ -3204,9 +3231,9 @@ static uint8_t *staging_take(struct rank *r, struct staging *s, size_t bytes, bo
     if (s->free) {
         await(r, s->free, what);
     } else {
-        cuda_ok(r, cudaMallocHost((void **)&s->host, bytes), what);
-        if (device) cuda_ok(r, cudaMalloc((void **)&s->device, bytes), what);
-        cuda_ok(r, cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming), what);
+        CUDA_OK(r, cudaMallocHost((void **)&s->host, bytes), what);
+        if (device) CUDA_OK(r, cudaMalloc((void **)&s->device, bytes), what);
+        CUDA_OK(r, cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming), what);
     }
     return r->cuda->failed ? NULL : s->host;
 }
@@ -3254,7 +3281,7 @@ static void send_batch(struct rank *r) {
     out[0] = r->pos, out[1] = r->n_tok;
     memcpy(out + 2, r->tokens, bytes);
     cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
-    cuda_ok(r, cudaEventRecord(s->free, c->stream), "sending tokens");
+    CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
 /* True: the whole forward was replayed from its graph. Otherwise a forward of few tokens is recorded. */
@@ -3263,23 +3290,25 @@ static bool cuda_begin(struct rank *r) {
     send_batch(r);
     if (r->n_tok > DECODE_MAX_TOKENS || profile.row) return false;
     if (!c->graph[r->n_tok]) {
-        cuda_ok(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
+        CUDA_OK(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
         return false;
     }
-    cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    CUDA_OK(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    kernel_last = "of a recorded forward";
     return true;
 }
 
 static void cuda_end(struct rank *r) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
-    cuda_ok(r, cudaGetLastError(), "a forward pass");
+    CUDA_OK(r, cudaGetLastError(), "a forward pass");
     if (r->n_tok > DECODE_MAX_TOKENS || profile.row) return;
-    cuda_ok(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
-    cuda_ok(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
+    CUDA_OK(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
+    CUDA_OK(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
     rank_barrier(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
-    cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    CUDA_OK(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    kernel_last = "of a recorded forward";
 }
 
 static struct tp_peer tp_peer_of(const struct rank *r) {
@@ -3319,10 +3348,13 @@ static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act ou
 }
 
 #ifdef HAVE_NCCL
-static bool nccl_ok(struct rank *r, ncclResult_t e, const char *what) {
+/* Fails unless e is ncclSuccess; the message names the call that it came from. */
+static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int line) {
     if (e == ncclSuccess) return !r->cuda->failed;
-    return rank_fail(r, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(r->cuda->comm));
+    return rank_fail(r, "NCCL: %s (moe_cuda.cu:%d): %s (%s)", call, line, ncclGetErrorString(e),
+                     ncclGetLastError(r->cuda->comm));
 }
+#define NCCL_OK(r, call) nccl_check(r, call, #call, __LINE__)
 
 /* The sum by NCCL. For decode tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
  * BF16: two bytes per value cross the bus instead of four, and each addition rounds to 8 bits (NMSE of about 4e-6). */
@@ -3332,14 +3364,13 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     const bool decode = a->n_tok <= DECODE_MAX_TOKENS;
     if (!c->comm || (decode && !r->cuda->by_nccl[a->n_tok])) return false;
     if (decode) {
-        nccl_ok(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
+        NCCL_OK(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream));
         a->delta = c->gathered;
         LAUNCH_PDL(k_add_norm<DELTA_PARTS>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
     } else {
         LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
                    count);
-        nccl_ok(r, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream),
-                "NCCL all-reduce");
+        NCCL_OK(r, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream));
         a->delta = c->sum16;
         LAUNCH_PDL(k_add_norm<DELTA_BF16>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
     }
@@ -3631,7 +3662,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
                    logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, head->logits_flag + shard->rank});
     else if (shard->n_rank > 1)
         send_rows(r, {tp_peer_of(r), CH_LOGITS, head->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
-    cuda_ok(r, cudaGetLastError(), "the output layer");
+    CUDA_OK(r, cudaGetLastError(), "the output layer");
 }
 
 static const float *cuda_read_logits(struct rank *r, int row) {
@@ -3757,7 +3788,7 @@ static struct rates cuda_measure(struct rank *r) {
         t = watch.seconds(), c->mma_turns = turns;
     }
     if (t > 0) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * r->cuda->n_sm / t;
-    cudaGetLastError();
+    errors_clear();
     return rates;
 }
 
@@ -3781,7 +3812,7 @@ static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     all_reduces_run(r, RUNS);
     watch.mark(1);
     const double t = cuda_sync(r, "timing sums") ? watch.seconds() : 0;
-    cuda_ok(r, watch.error, "timing");
+    cuda_check(r, watch.error, "timing sums", "an event", __LINE__, true);
     *few = before;
     return t / RUNS;
 }
@@ -3838,8 +3869,8 @@ static void matrix_repack(struct rank *r, const struct weight *w, struct repack 
     if (bytes) cuda_copy(r, s->device, s->host, bytes, "uploading weights");
     d->unit = k.unit;
     LAUNCH_PDL(k_repack, (unsigned)((tiles + 7) / 8), 256, 0, c->stream, k, s->device, *d, c->range);
-    cuda_ok(r, cudaGetLastError(), "repacking weights");
-    cuda_ok(r, cudaEventRecord(s->free, c->stream), "repacking weights");
+    CUDA_OK(r, cudaGetLastError(), "repacking weights");
+    CUDA_OK(r, cudaEventRecord(s->free, c->stream), "repacking weights");
 }
 
 /* Reads what k_repack found of the matrix that was repacked, and clears it. F16: range[0] is the bits of the largest |weight|;
@@ -3848,8 +3879,8 @@ static bool matrix_range(struct rank *r, uint32_t range[2]) {
     struct cuda *c = r->cuda;
     if (c->failed) return false;
     cuda_copy(r, c->range_host, c->range, sizeof c->range_host, "repacking weights");
-    cuda_ok(r, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), "repacking weights");
-    if (cuda_ok(r, cudaStreamSynchronize(c->stream), "repacking weights"))
+    CUDA_OK(r, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), "repacking weights");
+    if (CUDA_OK(r, cudaStreamSynchronize(c->stream), "repacking weights"))
         memcpy(range, c->range_host, sizeof c->range_host);
     return !c->failed;
 }
@@ -3981,7 +4012,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     }
     if (progress) progress(total, total);
     if (c->failed) return;
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "uploading weights");
+    CUDA_OK(r, cudaStreamSynchronize(c->stream), "uploading weights");
     for (struct staging &s : c->staging) staging_free(&s);
     r->weight_bytes = c->allocated;
 }
@@ -4020,15 +4051,15 @@ static void nccl_init(struct rank *r) {
     const struct shard p = r->m->shard;
     ncclUniqueId id = {}, all[MAX_RANKS];
     float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
-    if (!p.rank) nccl_ok(r, ncclGetUniqueId(&id), "NCCL");
+    if (!p.rank) NCCL_OK(r, ncclGetUniqueId(&id));
     rank_all_gather(r, &id, all, sizeof id);
     if (!rank_agree(r)) return;
     char *err = c->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
     c->err = NULL;
-    nccl_ok(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
-    nccl_ok(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
-    nccl_ok(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "NCCL");
+    NCCL_OK(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank));
+    NCCL_OK(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream));
+    NCCL_OK(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream));
+    CUDA_OK(r, cudaStreamSynchronize(c->stream), "NCCL");
     c->err = err;
 }
 
@@ -4060,7 +4091,7 @@ extern "C" bool cuda_peers(const int *device, int n) {
 static void peer_enable(struct rank *r, int device) {
     cudaError_t e = cudaDeviceEnablePeerAccess(device, 0);
     if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
-    else cuda_ok(r, e, "reaching another GPU");
+    else cuda_check(r, e, "reaching another GPU", "cudaDeviceEnablePeerAccess(device, 0)", __LINE__, false);
 }
 
 /* Gives the rank a mailbox and a heartbeat, and tells it where the others' are. */
@@ -4236,8 +4267,8 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     if (!err[0]) shard_check(m, o->kv, err);
     c->failed = err[0] != 0;
     if (c->failed) return;
-    cuda_ok(r, cudaSetDevice(c->device), "selecting it");
-    cuda_ok(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
+    CUDA_OK(r, cudaSetDevice(c->device), "selecting it");
+    CUDA_OK(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
 }
 
@@ -4358,7 +4389,7 @@ static void rank_allocate(struct rank *r) {
     route->factor = m->routed_scaling_factor;
     c->sort.id = route->id, c->sort.k = route->k;
     memcpy(r->act, c->x32, sizeof r->act);
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "starting");
+    CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
 }
 
 /* The steps of a start. 0, or -1 with a message and nothing held. */
@@ -4447,7 +4478,10 @@ extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     if (e == cudaSuccess) e = cudaDriverGetVersion(&f->driver);
     if (e == cudaSuccess) e = cudaRuntimeGetVersion(&f->runtime);
     if (e == cudaSuccess && probe) e = cudaMalloc((void **)&answer, sizeof *answer);
-    if (e != cudaSuccess) return cudaGetLastError(), cudaGetErrorString(e);
+    if (e != cudaSuccess) {
+        errors_clear();
+        return cudaGetErrorString(e);
+    }
     if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess)
         f->rate = 2e3 * khz * bits / 8; /* both edges of the clock */
@@ -4466,7 +4500,7 @@ extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
                      e != cudaSuccess ? cudaGetErrorString(e) : "a kernel gave a wrong answer");
         cudaFree(answer);
     }
-    cudaGetLastError();
+    errors_clear();
     return NULL;
 }
 
