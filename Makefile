@@ -74,7 +74,7 @@ build build/asan:
 	@mkdir -p $@
 
 ifneq ($(NVCC),)
-moe: moe.c gguf_nvfp4.h build/moe_cuda.o Makefile
+moe: moe.c moe_cuda.cu gguf_nvfp4.h build/moe_cuda.o Makefile
 	$(CC) $(FLAGS) -DMOE_CUDA -fopenmp moe.c build/moe_cuda.o -o $@ $(LIBS) $(CUDA_LIBS)
 
 build/moe_cuda.o: moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
@@ -84,7 +84,7 @@ build/moe_cuda.o: moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
 	@echo "$(NVCC) -c moe_cuda.cu -o $@ ($(CUDA_TARGETS))"
 	@$(NVCC) $(CUDA_FLAGS) -Xptxas -v --keep --keep-dir build/nvcc -c moe_cuda.cu -o $@ 2>build/nvcc/log || { cat build/nvcc/log; rm -f $@; exit 1; }
 else
-moe: moe.c gguf_nvfp4.h Makefile
+moe: moe.c moe_cuda.cu gguf_nvfp4.h Makefile
 	@echo "no nvcc: building without CUDA"
 	$(CC) $(FLAGS) -fopenmp moe.c -o $@ $(LIBS)
 endif
@@ -105,7 +105,7 @@ chat: all
 bench: all
 	./moe -m build/demo.gguf --bench -c 8192
 
-build/test_moe: $(TESTS) moe.c gguf_nvfp4.h Makefile | build
+build/test_moe: $(TESTS) moe.c moe_cuda.cu gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -fopenmp tests/test_moe.c -o $@ $(LIBS)
 
 # Threads that wait asleep: on a busy machine spinning ones stand in each other's way.
@@ -122,12 +122,12 @@ CUDA_TESTS := tests/test_cuda.cu tests/t_cuda_kernels.h tests/t_cuda_mutate.h te
 build/emulated.o: $(CUDA_TESTS) moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
 	$(CXX) $(EMULATED) -c tests/test_cuda.cu -o $@
 
-build/test_cuda: $(TESTS) build/emulated.o moe.c gguf_nvfp4.h Makefile | build
+build/test_cuda: $(TESTS) build/emulated.o moe.c moe_cuda.cu gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -DMOE_CUDA -DCUEMU -fopenmp -c tests/test_moe.c -o build/test_cuda.o
 	$(CXX) build/test_cuda.o build/emulated.o -fopenmp -o $@ $(LIBS)
 
 # The tile sizes of prefill, timed on a device; on the emulator they are only compared.
-build/moe_library.o: moe.c gguf_nvfp4.h Makefile | build
+build/moe_library.o: moe.c moe_cuda.cu gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -DMOE_NO_MAIN -DMOE_CUDA -fopenmp -c moe.c -o $@
 
 build/tiles_emulated: build/moe_library.o tests/bench_tiles.cu tests/cuda_emu.h moe_cuda.cu gguf_nvfp4.h Makefile

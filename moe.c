@@ -52,7 +52,7 @@
  *   KV cache
  *   Ranks
  *   CPU operations
- *   Ranks on GPUs
+ *   GPU backend
  *   Families
  *   Sampler
  *   Session
@@ -101,12 +101,12 @@
  *
  * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
  * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
- *   - an operation only enqueues work; it returns nothing, and a forward never branches on data;
+ *   - an operation only enqueues work and returns nothing, and a forward never branches on data (begin excepted, see HOST_OPS);
  *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
  *     0..n_tok-1 of a slot mean anything;
  *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
  *   - there are no globals: everything is reached through struct rank;
- *   - only read_logits waits for results;
+ *   - only operations of HOST_OPS wait for the device;
  *   - the same n_tok gives the same list of operations.
  * ============================================================================================================ */
 
@@ -407,27 +407,6 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     return 0;
 }
 
-/* How a GPU keeps a matrix: in tiles of 16 rows x 64 columns, each expert's last ones filled up. */
-enum weight_format {
-    FMT_FP4, /* NVFP4, MXFP4: 512 bytes of codes a tile, 64 of scales */
-    FMT_Q8,  /* Q8_0: 1024 and 64 */
-    FMT_F16  /* BF16, F16, F32: 2048 bytes of halves */
-};
-enum { TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
-#define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_Q8 ? 1024 : 2048)
-
-static inline enum weight_format weight_format(uint32_t type) {
-    return type == GGUF_NVFP4 || type == GGUF_MXFP4 ? FMT_FP4 : type == GGUF_Q8_0 ? FMT_Q8 : FMT_F16;
-}
-
-static inline size_t weight_tiles(const struct weight *w) {
-    return (size_t)w->n_expert * (size_t)((w->n_out + TILE_ROWS - 1) / TILE_ROWS) *
-           (size_t)((w->n_in + TILE_COLS - 1) / TILE_COLS);
-}
-
-/* Whether a GPU has a router's rows in BF16, as they are; otherwise in F32. */
-static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
-
 /* A gated feed-forward: the routed experts, a dense layer's, or the shared expert. */
 struct ffn_weights {
     const struct weight *gate, *up, *down;
@@ -517,43 +496,85 @@ struct profile_row {
     double seconds, bytes; /* of all calls; bytes 0: negligible */
 };
 
+/* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and cuda_ops
+ * (of functions cpu_NAME and cuda_NAME) and the wrappers of the tests are generated from these lists, so none of them can miss an
+ * operation. clang-format would take the parameters for products. */
+/* clang-format off */
+
+/* Operations that only enqueue work. */
+#define ENQUEUE_OPS(X)                                                                                                 \
+    /* x = the token embeddings of the batch; on a later pipeline stage the hidden states from the stage before */     \
+    X(void, embed, (struct rank *r, enum act x), (r, x))                                                               \
+    /* out = norm(x) * w; out may be x */                                                                              \
+    X(void, rmsnorm, (struct rank *r, enum act x, const float *w, enum act out), (r, x, w, out))                       \
+    /* x += the deltas of the stage's ranks, added in rank order: the same bits on each; out = norm(x) * w */          \
+    X(void, all_reduce_add_rmsnorm, (struct rank *r, enum act x, enum act delta, const float *w, enum act out),        \
+      (r, x, delta, w, out))                                                                                           \
+    /* the same sum without the norm; then x is sent to the next pipeline stage, if there is one */                    \
+    X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
+    /* out = W x */                                                                                                    \
+    X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
+    /* out[i] = w[i] x for up to 3 matrices; the first NULL in w ends the list */                                      \
+    X(void, linear3, (struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]),             \
+      (r, x, w, out))                                                                                                  \
+    /* grouped-query attention: head norms, rotation of q and k; writes k and v to the cache of layer il */            \
+    X(void, rope_store_kv, (struct rank *r, int il, enum act q, enum act k, enum act v), (r, il, q, k, v))             \
+    /* out = grouped-query attention over the cache of layer il */                                                     \
+    X(void, attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                            \
+    /* MLA: norm of the latent, rotation; writes the latent and the shared key to the cache of layer il */             \
+    X(void, mla_store, (struct rank *r, int il, enum act q, enum act kv), (r, il, q, kv))                              \
+    /* out = multi-head latent attention (MLA) over the cache of layer il */                                           \
+    X(void, mla_attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                        \
+    /* out = the dense SwiGLU feed-forward of layer il */                                                              \
+    X(void, ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                                  \
+    /* out = router, routed experts and shared expert of layer il */                                                   \
+    X(void, moe_ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                              \
+    /* final norm and head of rows first..first+n-1; every rank of the last stage calls it, the root has the result */ \
+    X(void, logits, (struct rank *r, int first, int n), (r, first, n))                                                 \
+    /* chooses a token by row 0 of the logits; recent: the n_recent latest ids; uniform: a draw from [0, 1) */         \
+    X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform),   \
+      (r, o, recent, n_recent, uniform))
+
+/* Operations around a forward, and those that wait and return results.
+ *
+ * begin is the one exception to "a forward does not branch": where a backend has recorded a forward of n_tok tokens (a CUDA graph),
+ * begin enqueues the recording and returns true, and the forward must enqueue nothing. That depends on n_tok and on the forwards
+ * before, never on data. The CPU's begin always returns false. */
+#define HOST_OPS(X)                                                                                                    \
+    /* before a forward; true: a recording of the whole forward was enqueued, see above */                             \
+    X(bool, begin, (struct rank *r), (r))                                                                              \
+    /* after a forward, unless begin returned true */                                                                  \
+    X(void, end, (struct rank *r), (r))                                                                                \
+    /* (n_vocab) logits of row first + row; waits */                                                                   \
+    X(const float *, read_logits, (struct rank *r, int row), (r, row))                                                 \
+    /* the token that `sample` chose; waits */                                                                         \
+    X(int32_t, read_token, (struct rank *r), (r))                                                                      \
+    /* copies rows first..first+n-1 of a plane to host memory, or back (store): data (n, row_bytes) and scale          \
+       (n, n_group), NULL: not this one; waits */                                                                      \
+    X(void, plane_copy, (struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,   \
+                      bool store), (r, p, first, n, data, scale, store))                                               \
+    /* waits for everything that was enqueued */                                                                       \
+    X(void, wait, (struct rank *r), (r))                                                                               \
+    /* copies the statistics since the start, see struct rank; in_sum2 NULL: not these; waits */                       \
+    X(void, read_stats, (struct rank *r, double *stats, float *in_sum2), (r, stats, in_sum2))                          \
+    /* measures memory and matrix units; waits */                                                                      \
+    X(struct rates, measure, (struct rank *r), (r))                                                                    \
+    /* seconds of an all_reduce_add_rmsnorm of n_tok tokens, by NCCL or by our own kernel; the ranks of a stage call   \
+       it together; 0: this way does not exist here, or n_tok exceeds the chunk; waits */                              \
+    X(double, time_all_reduce, (struct rank *r, int n_tok, bool nccl), (r, n_tok, nccl))                               \
+    /* times every kernel of the forward body(arg); returns how many of the n rows it filled, in the order of the      \
+       launches; 0: the backend cannot; waits */                                                                       \
+    X(int, profile, (struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n),                \
+      (r, body, arg, rows, n))                                                                                         \
+    /* frees what the rank holds */                                                                                    \
+    X(void, close, (struct rank *r), (r))
+/* clang-format on */
+#define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
+
 struct ops {
-    bool (*begin)(struct rank *r); /* before a forward; true: there is nothing left to do, a recording of it runs */
-    void (*end)(struct rank *r);   /* after it */
-    void (*embed)(struct rank *r, enum act x); /* x = rows of the embedding, or what the stage before left */
-    void (*rmsnorm)(struct rank *r, enum act x, const float *w, enum act out); /* out = norm(x) * w; out may be x */
-    /* x += the deltas of all ranks of the stage, in their order, the same bits on each; out = norm(x) * w */
-    void (*all_reduce_add_rmsnorm)(struct rank *r, enum act x, enum act delta, const float *w, enum act out);
-    void (*final_reduce)(struct rank *r, enum act x,
-                         enum act delta); /* the same sum; x goes to the next stage, if there is one */
-    void (*linear)(struct rank *r, const struct weight *w, enum act x, enum act out); /* out = W x */
-    void (*linear3)(struct rank *r, enum act x, const struct weight *const w[3],
-                    const enum act out[3]); /* out[i] = w[i] x; w[i] NULL: that many */
-    void (*rope_store_kv)(struct rank *r, int il, enum act q, enum act k,
-                          enum act v); /* head norms, rotation of q and k, k and v to the cache */
-    void (*attention)(struct rank *r, int il, enum act q, enum act out); /* grouped-query, over the cache */
-    void (*mla_store)(struct rank *r, int il, enum act q,
-                      enum act kv); /* latent norm, rotation, latent and k_pe to the cache */
-    void (*mla_attention)(struct rank *r, int il, enum act q,
-                          enum act out);                               /* multi-head latent attention, over the cache */
-    void (*ffn)(struct rank *r, int il, enum act x, enum act out);     /* dense SwiGLU */
-    void (*moe_ffn)(struct rank *r, int il, enum act x, enum act out); /* router, routed experts, shared expert */
-    /* final norm and head for rows first..first+n-1, on all ranks of the last stage; the results are the first one's: */
-    void (*logits)(struct rank *r, int first, int n);
-    const float *(*read_logits)(struct rank *r, int row); /* (n_vocab), row 0 is `first`; waits */
-    /* chooses a token by row 0 of the logits; recent: the n_recent <= PENALTY_WINDOW latest ids; uniform: a draw from [0, 1) */
-    void (*sample)(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform);
-    int32_t (*read_token)(struct rank *r); /* the one chosen; waits */
-    /* rows first..first+n-1 of a plane to or from (store) host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one */
-    void (*plane_copy)(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
-                       bool store);
-    void (*wait)(struct rank *r); /* until everything that was enqueued is done */
-    /* What was collected since the start, see struct rank; in_sum2 NULL: not wanted. Waits. */
-    void (*read_stats)(struct rank *r, double *stats, float *in_sum2);
-    struct rates (*measure)(struct rank *r);
-    /* Times every kernel of run(arg), a forward; returns the launches in their order, at most n; a NULL pointer: the backend cannot. */
-    int (*profile)(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n);
-    void (*close)(struct rank *r); /* frees what the rank holds */
+#define OPS_MEMBER(type, name, params, args) type(*name) params;
+    OPS(OPS_MEMBER)
+#undef OPS_MEMBER
 };
 
 enum {
@@ -562,31 +583,20 @@ enum {
     LATENT_GROUP = 128 /* latents under one FP8 scale */
 };
 
-/* Sizes and limits of the kernels of a GPU. */
-#ifdef CUEMU
-#define ALLREDUCE_SLOT_FLOATS 3072 /* few, so that sums come in pieces */
-#else
-#define ALLREDUCE_SLOT_FLOATS (1 << 20)
-#endif
-enum {
-    DECODE_MAX_TOKENS = 16,    /* a forward of more is prefill, with other kernels */
-    PREFILL_MAX_TOKENS = 4096, /* tokens of one forward at most */
-    SCRATCH_SHARE = 24,        /* activations take at most this part of the memory; longer chunks would need more */
-    LIST_TILE = 128,           /* tokens of a tile of the list of a grouped product */
-    SPLITS_MAX = 384,          /* parts of a context */
-    NORM_MAX = 16384,          /* values of a row, */
-    HEAD_MAX = 256,            /* of a head of grouped-query attention */
-    ROUTE_MAX_GROUPS = 32,     /* of experts */
-    SAMPLE_BLOCKS = 64,        /* that look for the best logits, */
-    SAMPLE_BINS = 4096,        /* which are counted by size */
-    ALLREDUCE_BLOCKS = 32,     /* of a sum over ranks; */
-    ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
-    STAGING_BUFFERS = FMT_F16 + 1, /* on the way to the GPU: two take turns, or one holds synthetic rows of a format */
-    STAGING_BYTES = 32 << 20,      /* of each */
-    PAGE_BYTES = 2 << 20           /* to which the driver rounds up what is allocated */
-};
-
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
+
+/* A matrix of which the rank holds no rows or no columns, and its layer (-1: the output); NULL: it holds some of each. The GPU's kernels
+ * want some. */
+static inline const struct weight *shard_gap(const struct model *m, int *layer) {
+    *layer = -1;
+    if (m->output.data && (!m->output.n_out || !m->output.n_in)) return &m->output;
+    for (*layer = 0; *layer < m->n_layer; ++*layer)
+        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &m->layers[*layer]));) {
+            const struct weight *w = rule_is_weight(rule) ? rule_weight(rule, &m->layers[*layer]) : NULL;
+            if (w && w->data && (!w->n_out || !w->n_in || !w->n_expert)) return w;
+        }
+    return NULL;
+}
 
 /* How the rows of a plane follow the timeline. */
 enum plane_kind {
@@ -680,6 +690,18 @@ static inline size_t state_bytes(const struct model *m, enum kv_type type, size_
     return bytes;
 }
 
+/* The most tokens of context, up to `most` or a smaller multiple of 256, whose state takes at most so many bytes. */
+static inline int context_fit(const struct model *m, enum kv_type kv, uint64_t bytes, int most) {
+    if (state_bytes(m, kv, (size_t)most) <= bytes) return most;
+    int lo = 0, hi = (most - 1) / 256; /* multiples of 256: lo fits */
+    while (lo < hi) {
+        const int mid = (lo + hi + 1) / 2;
+        if (state_bytes(m, kv, (size_t)mid * 256) <= bytes) lo = mid;
+        else hi = mid - 1;
+    }
+    return lo * 256;
+}
+
 /* Whether a plane does not keep a row per token, so that going back needs a copy of it. */
 static inline bool plane_is_snapshot(const struct plane *p) {
     return p->width && (p->kind == PLANE_RING || p->kind == PLANE_STATE);
@@ -723,122 +745,6 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_ATT] = m->max.att;
 }
 
-/* Floats from row to row where several ranks' logits come together: their pieces are moved by 16 bytes. */
-static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
-
-/* Bytes of a row's codes in FP4, and of its scales: a k64-tile has 4, and a copy moves 16. */
-#define FP4_CODE_BYTES(n_in)  (((n_in) + 63) / 64 * 32)
-#define FP4_SCALE_BYTES(n_in) (((n_in) + 255) / 256 * 16)
-
-/* Rows of a file on their way into a matrix' tiles: 16 n_rt from row 16 rt0 on, as far as there are, of experts e0 .. e0 + n_e - 1. */
-struct repack {
-    size_t row_bytes;
-    uint32_t type;
-    int e0, n_e, rt0, n_rt;
-    int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
-    float factor; /* 2^shift */
-    float unit;   /* of the format: what the expansion to halves leaves out */
-};
-
-/* By what a GPU's activations are sized. */
-struct gpu_sizes {
-    int chunk, splits;      /* tokens of a forward, parts of a context in decode, at most */
-    bool w4a4, nccl, stats; /* prefill of experts in FP4; sums by NCCL; their results are looked at */
-};
-
-/* The activations of a rank on a GPU, each as BUFFER(field of struct cuda, type, count), for the model m, a part p, and the sizes s. What
- * few tokens need is laid out for DECODE_MAX_TOKENS. */
-/* clang-format off: of products it makes pointers */
-#define GPU_BUFFERS(BUFFER)                                                                                           \
-    do {                                                                                                              \
-        int width[ACT_COUNT];                                                                                         \
-        const size_t decode = DECODE_MAX_TOKENS, n = (size_t)s.chunk, k = (size_t)m->max.n_expert_used, nk = n * k;   \
-        const size_t experts = (size_t)m->n_expert_max, embd = (size_t)m->n_embd, ff = (size_t)m->max.n_ff_expert;    \
-        const size_t rope = (size_t)m->max.rope_dim, heads = (size_t)m->max.n_head, kv_lora = (size_t)m->max.kv_lora; \
-        const size_t jobs = decode * k < experts ? decode * k : experts, tiles = nk / LIST_TILE + experts + 1;        \
-        const size_t all = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared); \
-        act_widths(m, width);                                                                                         \
-        for (int a = 0; a < ACT_COUNT; a++) {                                                                         \
-            const bool half = a == A_H || a == A_QA || a == A_Q || a == A_ATT;                                        \
-            BUFFER(x32[a], float, a == A_ATT ? 0 : n * (size_t)width[a]);                                             \
-            BUFFER(x16[a], uint16_t, half ? n *(size_t)width[a] : 0);                                                 \
-        }                                                                                                             \
-        BUFFER(cs, float, n *rope / 2);                                                                               \
-        BUFFER(sn, float, n *rope / 2);                                                                               \
-        BUFFER(q_absorbed, uint16_t, kv_lora ? n *heads *(kv_lora + rope) : 0);                                       \
-        BUFFER(latent_out, uint16_t, n *heads *kv_lora);                                                              \
-        BUFFER(partials, float, (size_t)s.splits *decode *heads *((kv_lora ? kv_lora : (size_t)m->max.head_v) + 2));  \
-        BUFFER(hidden, uint16_t, (nk > jobs * decode ? nk : jobs * decode) * ff);                                     \
-        BUFFER(hidden_shared, uint16_t, (n > decode ? n : decode) * all);                                             \
-        BUFFER(x4.codes, uint8_t, s.w4a4 ? n *FP4_CODE_BYTES(embd) : 0);                                              \
-        BUFFER(x4.scales, uint8_t, s.w4a4 ? n *FP4_SCALE_BYTES(embd) : 0);                                            \
-        BUFFER(x4.scale, float, s.w4a4 ? n : 0);                                                                      \
-        BUFFER(hidden4.codes, uint8_t, s.w4a4 ? nk *FP4_CODE_BYTES(ff) : 0);                                          \
-        BUFFER(hidden4.scales, uint8_t, s.w4a4 ? nk *FP4_SCALE_BYTES(ff) : 0);                                        \
-        BUFFER(hidden4.scale, float, s.w4a4 ? nk : 0);                                                                \
-        BUFFER(expert_out, float, n > decode || s.stats ? nk * embd : 0);                                             \
-        BUFFER(route.logits, float, n *experts);                                                                      \
-        BUFFER(route.id, int32_t, nk);                                                                                \
-        BUFFER(route.weight, float, nk);                                                                              \
-        BUFFER(route.arrived, uint32_t, 1);                                                                           \
-        BUFFER(route.n_jobs, int32_t, 1);                                                                             \
-        BUFFER(route.job_expert, int32_t, jobs + 1);                                                                  \
-        BUFFER(route.job_weight, float, decode *(decode * k + 1));                                                    \
-        BUFFER(sort.row, int32_t, nk);                                                                                \
-        BUFFER(sort.inverse, int32_t, nk);                                                                            \
-        BUFFER(sort.first, int32_t, experts + 1);                                                                     \
-        BUFFER(sort.tile_expert, int32_t, tiles);                                                                     \
-        BUFFER(sort.tile_first, int32_t, tiles);                                                                      \
-        BUFFER(sort.tile_count, int32_t, tiles);                                                                      \
-        BUFFER(sort.n_tiles, int32_t, 1);                                                                             \
-        if (p.stage == p.n_stage - 1 && (p.n_rank == 1 || p.rank)) /* the first of several has them in its area */    \
-            BUFFER(logits, float, LOGIT_ROWS *(p.rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab));        \
-        BUFFER(gathered, float, s.nccl ? (size_t)p.n_rank *decode *embd : 0);                                         \
-        BUFFER(sum16, uint16_t, s.nccl ? n *embd : 0);                                                                \
-        BUFFER(sample.block_best, uint64_t, SAMPLE_BLOCKS);                                                           \
-        BUFFER(sample.block_mass, double, SAMPLE_BLOCKS);                                                             \
-        BUFFER(sample.bins, int, SAMPLE_BINS);                                                                        \
-        BUFFER(sample.arrived, uint32_t, 1);                                                                          \
-        BUFFER(sample.token, int32_t, 1);                                                                             \
-    } while (0)
-/* clang-format on */
-
-/* What other ranks write to: on the receiver's GPU, or in host memory. */
-struct mailbox {
-    uint32_t *reduce_flag; /* (n_rank, ALLREDUCE_BLOCKS) */
-    uint32_t *logits_flag; /* (n_rank) */
-    uint32_t *hidden_flag; /* of the stage before */
-    uint32_t *credit;      /* of the stage behind: what it has taken */
-    float *slot;           /* (2, n_rank, ALLREDUCE_SLOT), of several ranks */
-    float *x;              /* (chunk, n_embd) from the stage before */
-    float *logits;         /* (LOGIT_ROWS, stride) of all ranks of the last stage, in the first of several */
-};
-
-/* In host memory, between a rank's GPU and its thread. */
-struct heartbeat {
-    uint32_t sums;    /* of the GPU: a sign of life; */
-    uint32_t waiting; /* for whom it has waited long last, see WAIT_CODE */
-    uint32_t abort;   /* of the thread */
-};
-
-enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CHANNELS };
-
-/* On the rank's GPU. */
-struct sequence {
-    uint32_t done[CHANNELS], arrived[CHANNELS]; /* kernels that have ended; blocks of the one that runs */
-    uint32_t aborted;                           /* nothing waits any more */
-};
-
-/* A rank of the stage, the channel, the sum of the forward. */
-#define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
-
-/* How long a rank has waited for its GPU. */
-struct backoff {
-    uint64_t turns;
-    double idle, last; /* seconds, those in which the program was suspended not counted; the time of the latest look */
-    uint32_t seen;     /* sums of all ranks then */
-};
-
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
     const struct model *m; /* its part of the model */
@@ -846,7 +752,7 @@ struct rank {
     struct process_group *pg; /* the others */
     int index;                /* among all ranks: stage * n_rank + rank */
     unsigned n_all_reduce;    /* sums over the ranks of its stage in this forward */
-    char link[192];           /* GPU: how it adds up with the others; empty: there are none */
+    char link[224];           /* GPU: how it adds up with the others; empty: there are none */
     int n_ctx, chunk;         /* tokens of context, of one forward at most */
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (n_layer) in the backend's memory; width 0: the layer has none */
@@ -864,19 +770,7 @@ struct rank {
     size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
     char name[128];                  /* what it runs on */
 
-    /* the rest of a GPU's */
-    struct cuda *cuda;
-    int device, n_sm; /* its number; multiprocessors */
-    char *err;        /* ERR_MAX bytes for the first error of the start; NULL later */
-    bool failed;
-    bool shared; /* another rank is on the same GPU */
-    struct gpu_sizes sizes;
-    int staging_next;                       /* the next one of the upload; */
-    unsigned filled;                        /* stages with synthetic weights, bits */
-    bool by_nccl[DECODE_MAX_TOKENS + 1];    /* sums of so many tokens */
-    struct heartbeat *heartbeat[MAX_RANKS]; /* of all ranks of all stages; NULL: this one is alone */
-    struct mailbox mailbox[MAX_RANKS];      /* likewise, as this one's GPU reaches them */
-    struct sequence *sequence;              /* NULL: likewise */
+    struct cuda *cuda; /* the rest of a GPU's, see moe_cuda.cu; NULL: the rank is on the CPU */
 
     /* the rest of a CPU's */
     const struct kernels *k;
@@ -908,108 +802,70 @@ enum moe_act { MOE_ACT_AUTO, MOE_ACT_F16, MOE_ACT_FP4 };
 /* Who adds up what ranks on GPUs have, for up to 16 tokens: NCCL, the kernel of moe_cuda.cu, or whichever is faster here. */
 enum allreduce { ALLREDUCE_AUTO, ALLREDUCE_NCCL, ALLREDUCE_ONESHOT };
 
-/* A choice of a token by a GPU. */
-struct sample_job {
-    int n, limit; /* ids; how many of the best top-k leaves, n: all */
-    int n_recent; /* 0 where nothing is penalised */
-    bool greedy;
-    float repeat_penalty, temp, top_p, min_p;
-    double uniform;
-    int32_t recent[PENALTY_WINDOW];
-    uint32_t recent_mask[64]; /* bit id % 2048 of those: most ids need not be looked up */
-};
-
-/* What moe_cuda.cu offers, in a program that is built with it. */
+/* How the ranks of a session start on GPUs. */
 struct cuda_options {
-    struct process_group *pg;     /* NULL: there is one rank, */
-    int index;                    /* or which of them */
-    int device[MAX_RANKS], n_ctx; /* of all ranks; n_ctx 0: the trained length, or what fits */
+    int device[MAX_RANKS]; /* the GPU of each rank */
+    int n_ctx;             /* tokens; 0: the trained length, or what fits */
     enum allreduce allreduce;
-    int kv_splits; /* of the context in decode at most; 0: what fills the GPU */
+    int kv_splits; /* parts of the context in decode at most; 0: what fills the GPU */
     enum moe_act moe_act;
     enum kv_type kv;
-    bool stats, in_sum2;                         /* collect them */
-    size_t reserve;                              /* bytes to leave free */
-    void (*progress)(double done, double total); /* bytes of weights that are there */
+    bool stats, in_sum2;                         /* collect these statistics */
+    size_t reserve;                              /* bytes of each GPU to leave free */
+    void (*progress)(double done, double total); /* told of rank 0's upload, in bytes; NULL: nobody wants to know */
 };
 
-/* What a GPU is, for --doctor. */
+/* What a GPU is. */
 struct gpu_facts {
     char name[64], bus[24]; /* as the driver calls it; its place on the bus */
+    char label[128];        /* number, name, chip and memory, for messages */
     int major, minor;       /* compute capability */
     int driver, runtime;    /* CUDA's versions, 1000 * major + 10 * minor */
     int block_shared;       /* bytes of shared memory that a block can have */
     int n_sm;               /* multiprocessors */
     size_t total, free;     /* bytes of memory */
     double rate;            /* bytes that it reads per second; 0: it does not tell */
-    char image[160];        /* probed: why no kernel of this program runs on it; empty: they do */
+    const char *image;      /* which of the program's images it runs: sm_120f, sm_90, or "PTX for .." */
+    char kernel_error[160]; /* probed: why no kernel of this program runs on it; empty: they do */
 };
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-int cuda_device_count(char *err);                                    /* 0: none can be used, and why */
-bool cuda_peer(int from, int to);                                    /* can it write to the other's memory? */
-const char *cuda_facts(int device, struct gpu_facts *f, bool probe); /* NULL, or why it cannot be asked */
-/* Writes from one GPU to another (or within one): bytes per second of large copies, seconds of a small one; 0: not measured. */
+/* The functions of moe_cuda.cu besides its operations. A program without CUDA has stubs, section "GPU backend". */
+
+/* How many GPUs can be used; 0: none, and err (ERR_MAX) says why. */
+int cuda_device_count(char *err);
+/* Asks a GPU what it is; probe: and runs a kernel on it. NULL, or why it cannot be asked. */
+const char *cuda_facts(int device, struct gpu_facts *f, bool probe);
+/* Whether all n GPUs can write to each other's memory, and NCCL_P2P_DISABLE does not forbid it. */
+bool cuda_peers(const int *device, int n);
+/* Times writes from one GPU to another, or within one: bytes per second of large copies, seconds of a small one; 0: not measured. */
 void cuda_pair(int from, int to, double *rate, double *latency);
-int cuda_nccl(void);                         /* its version; 0: the program was built without it */
-const char *cuda_targets(void);              /* the chips that the program was built for */
-bool cuda_attends(bool mla, int dk, int dv); /* whether there are kernels for keys and values of these widths */
-/* Device memory of a rank, zeroed, until it ends; NULL after an error, which is rank_fail's. */
-void *cuda_memory(struct rank *r, size_t bytes, const char *what);
-/* Likewise host memory that all GPUs reach. */
-void *cuda_host_memory(struct rank *r, size_t bytes, const char *what);
-/* Between the host's memory and the GPU's, in the order of what is enqueued. False after an error. */
-bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what);
-bool cuda_sync(struct rank *r, const char *what); /* waits for what was enqueued */
-void cuda_reach(struct rank *r, int device);      /* from now on its kernels can write to that GPU's memory, a peer's */
-/* Seconds that the GPU takes for what run(r, arg) enqueues; 0 after an error. */
-double cuda_seconds(struct rank *r, void (*run)(struct rank *r, void *arg), void *arg, const char *what);
-/* Steps of the start of a rank, in this order; errors are rank_fail's. */
-void cuda_open(struct rank *r);
-/* Room for a matrix in tiles. False: it is there already, or after an error. */
-bool cuda_matrix(struct rank *r, const struct weight *w, const char *what);
-/* Host memory, STAGING_BYTES, that cuda_repack takes `bytes` of and then repacks: (n_e, rows, row_bytes). NULL after an error. */
-uint8_t *cuda_staging(struct rank *r, int stage);
-void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes);
-/* Of the matrix that was repacked: F16: bits of the largest |weight|; MXFP4: the largest exponent byte, 255 - the smallest. */
-bool cuda_range(struct rank *r, uint32_t range[2]);
-/* The copy of something that `key` names; it is made at the first call. NULL: there is no key, or after an error. */
-const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what);
-void cuda_uploaded(struct rank *r);  /* everything */
-void cuda_nccl_init(struct rank *r); /* NCCL */
-void cuda_allocate(struct rank *r);  /* cache and activations */
-/* what moe.c offers to it and its tests */
-/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
- * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
-void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what);
-/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
-int attn_splits(int n_sm, int n_head_blocks);
-void rank_fatal(const char *what);                             /* ends the program with a line */
-void gpu_full(struct rank *r, size_t bytes, const char *what); /* an error: there is no room for them */
-/* Keeps the first error of a start and lets the others know; once the program runs an error ends it. Always false. */
-__attribute__((format(printf, 2, 3))) bool rank_fail(struct rank *r, const char *fmt, ...);
-/* all (n, bytes) = what each of the n ranks of all stages has in mine, bytes <= ALL_GATHER_MAX; waits for all of them */
+/* NCCL's version, 10000 * major + 100 * minor + patch; 0: the program was built without it. */
+int cuda_nccl_version(void);
+/* The chips that the program was built for; NULL: it was built without CUDA. */
+const char *cuda_targets(void);
+/* The rank_starter of a GPU; opts is a struct cuda_options. */
+int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err);
+
+/* The functions of moe.c that moe_cuda.cu calls. */
+
+/* Ends the program with one line. */
+__attribute__((noreturn)) void rank_fatal(const char *what);
+/* Copies mine (bytes) of each of the n ranks of all stages to all (n, bytes) of every rank; bytes <= ALL_GATHER_MAX. All ranks
+ * call it, and it waits for all of them: it is a barrier, too. */
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes);
-void rank_barrier(struct rank *r); /* waits for all of them */
-/* Hears the others out: context and chunk become the smallest of all. False: somebody has failed. */
-bool rank_agree(struct rank *r);
-/* Between two looks at a GPU that is not ready: false: what it does is to be given up. */
-bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what);
-/* Bytes of a GPU's cache, which begins at base unless that is NULL. */
-size_t rank_cache(struct rank *r, uint8_t *base);
+/* Tells the watchdog that r is alive while it waits for its GPU; failed: tells the other ranks that r has failed. Returns whether any
+ * rank has failed: then what r waits for may never come. */
+bool rank_heartbeat(struct rank *r, bool failed);
+/* Seconds of a clock that never goes back. */
+double now_seconds(void);
+/* Chooses a token on the host, for choices that the GPU leaves to it; see the section "Sampler". */
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
-void sampling_job(struct sample_job *p, const struct sampling *o, int n, const int32_t *recent, int n_recent,
-                  double uniform);
-/* The thread's next launch moves so many bytes; `fmt` says of what. May be called several times. */
-__attribute__((format(printf, 2, 3))) void profile_next(double bytes, const char *fmt, ...);
-/* Before a launch its name as the source spells it, after it NULL. The event to be recorded; -1: none. */
-int profile_launch(const char *kernel);
-bool profiling(void);
-void profile_start(struct profile_row *rows, int n);
-int profile_end(void); /* rows that there are */
+/* Fills rows of a type with synthetic weights; vector: of a norm. */
+void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
 #ifdef __cplusplus
 }
 #endif
@@ -1185,7 +1041,7 @@ static const char *sb_cstr(char **sb) {
  * ============================================================================================================ */
 
 /* Seconds on a clock that is never set back. */
-static double now_seconds(void) {
+double now_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -6508,19 +6364,6 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
     if (shard.stage < shard.n_stage - 1) memset(&out->output, 0, sizeof out->output);
 }
 
-/* A matrix of which the rank holds no rows or no columns, and its layer (-1: the output); NULL: it holds some of each. The GPU's kernels
- * want some. */
-static const struct weight *shard_gap(const struct model *m, int *layer) {
-    *layer = -1;
-    if (m->output.data && !weight_tiles(&m->output)) return &m->output;
-    for (*layer = 0; *layer < m->n_layer; ++*layer)
-        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &m->layers[*layer]));) {
-            const struct weight *w = rule_is_weight(rule) ? rule_weight(rule, &m->layers[*layer]) : NULL;
-            if (w && w->data && !weight_tiles(w)) return w;
-        }
-    return NULL;
-}
-
 static void shard_free(struct model *shard) { free(shard->layers); }
 /* ============================================================================================================
  * CPU kernels
@@ -8022,35 +7865,75 @@ static void kv_load(const struct kernels *k, const struct plane *p, int64_t pos,
 /* ============================================================================================================
  * Ranks
  *
- * A team is the ranks of one session: of each stage n_rank that share its layers. Every rank but the one with the logits has a thread of
- * its own; that one's is the caller's. pg_run is the only way to make them do something, pg_barrier and pg_send the only ways in which
- * ranks wait for one another: under one lock, with a watchdog, so that nothing waits forever.
+ * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The root rank
+ * has the logits and works in the caller's thread; every other rank has a thread of its own. pg_run is the only way to give them
+ * work. pg_barrier, pg_send and pg_recv are the only ways in which CPU ranks wait for one another: under one lock, with a watchdog
+ * that ends the program when nothing moves.
  * ============================================================================================================ */
 
-enum { PG_STALL = 5 /* seconds in which the whole program does nothing, after which who waits gives up */ };
+enum { PG_STALL = 5 /* seconds without progress of any thread after which a rank that waits ends the program */ };
 
-struct process_group {
-    int n_rank, n_stage, n;       /* n = n_rank * n_stage */
-    int root;                     /* the rank with the logits, which works in the caller's thread; */
-    pthread_t threads[MAX_RANKS]; /* of the others */
-    struct model *shards;         /* (n), stage by stage */
-    struct rank *ranks;           /* (n) */
-    pthread_mutex_t lock;         /* of all that follows */
-    pthread_cond_t changed;
-    void (*run)(struct rank *r, void *arg); /* the current job */
-    void *arg;
-    unsigned jobs;             /* given out */
-    unsigned ended[MAX_RANKS]; /* jobs that each rank has finished, */
-    unsigned met[MAX_RANKS];   /* meetings that it has come to, */
-    unsigned turns[MAX_RANKS]; /* ends of exchanges, */
-    unsigned taken[MAX_RANKS],
-        handed[MAX_RANKS]; /* batches that it has got from the stage before, and that this has left for it */
-    unsigned heartbeats;   /* signs of life from ranks that wait for a device */
-    uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX];
-    bool quit, alarm;
+/* Gives a rank its memory, on the rank's own thread; r->pg, r->index and r->m are set, all else is zero. Returns 0, or -1 with
+ * nothing held and a message, which is empty where the rank gave up because another one failed. */
+typedef int rank_starter(struct rank *r, const struct model *shard, const void *opts, char *err);
+
+/* The start of a process group, and what became of each rank. */
+struct pg_start {
+    rank_starter *start;
+    const void *opts; /* for start */
+    bool failed[MAX_RANKS];
+    char err[MAX_RANKS][ERR_MAX];
 };
 
-/* What the program has done: seconds of processors, pages that a disk brought, signs of life. */
+enum rank_step_kind {
+    RANK_START,           /* start the rank: start */
+    RANK_FORWARD,         /* compute ids (n) at positions pos.. */
+    RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest forward, on the last stage */
+    RANK_WAIT,            /* wait until everything is computed */
+    RANK_READ_STATS,      /* copy the statistics of the rank's layers to their place in stats and in_sum2 */
+    RANK_MEASURE,         /* rates[index] = what the rank's device can do */
+    RANK_TIME_ALL_REDUCE, /* seconds[index] = time of an all-reduce of n tokens, by NCCL or not */
+    RANK_CLOSE            /* free what the rank holds */
+};
+
+/* What every rank of a process group does at once. Each kind uses the fields that its comment names. */
+struct rank_step {
+    enum rank_step_kind kind;
+    const int32_t *ids;
+    int n, pos, state_pos, first;
+    bool nccl;
+    struct pg_start *start;
+    const struct model *whole; /* the model of which the ranks have shards; the sizes of stats and in_sum2 */
+    double *stats;             /* (n_layer, n_expert_max, STATS) */
+    float *in_sum2;            /* (in_sum2_before(whole, n_layer)), or NULL */
+    struct rates *rates;       /* (MAX_RANKS) */
+    double *seconds;           /* (MAX_RANKS) */
+};
+
+static void rank_run(struct rank *r, const struct rank_step *step);
+
+struct process_group {
+    int n_rank, n_stage, n;       /* ranks of a stage; stages; n = n_rank * n_stage */
+    int root;                     /* index of the root rank */
+    pthread_t threads[MAX_RANKS]; /* of all ranks but the root */
+    struct model *shards;         /* (n), stage by stage */
+    struct rank *ranks;           /* (n), likewise */
+    pthread_mutex_t lock;         /* of all that follows */
+    pthread_cond_t changed;       /* some of what follows has changed */
+    struct rank_step step;        /* the latest, and */
+    unsigned steps;               /* how many there were */
+    unsigned ended[MAX_RANKS];    /* steps that each rank has finished, */
+    unsigned met[MAX_RANKS];      /* barriers that it has reached, */
+    unsigned turns[MAX_RANKS];    /* phases of rank_all_gather that it has ended, */
+    unsigned taken[MAX_RANKS];    /* batches that it has received from the stage before, */
+    unsigned handed[MAX_RANKS];   /* and that the stage before has sent to it */
+    unsigned heartbeats;          /* added to by ranks that wait for a device: a sign that they are alive */
+    uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX]; /* what each rank gives to rank_all_gather */
+    bool quit;                                   /* the threads shall end */
+    bool alarm;                                  /* a rank has failed */
+};
+
+/* A number that grows as long as anything in the program moves: processor time, pages read from disk, heartbeats. */
 static double pg_activity(const struct process_group *pg) {
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
@@ -8058,9 +7941,9 @@ static double pg_activity(const struct process_group *pg) {
            (double)u.ru_majflt + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED);
 }
 
-/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32); behind: the number of the rank that counts
- * each[first]. r: the one that waits for a sum; NULL: somebody for the end of a step. A wait in which nothing at all happens ends
- * the program: an error is better than silence. */
+/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32). `behind` is the number of the rank that
+ * counts each[first]. r waits for an all-reduce; NULL: somebody waits for the end of a step. Ends the program when nothing in it has
+ * moved for PG_STALL seconds: an error is better than a hang. */
 static void pg_wait_for(struct process_group *pg, const struct rank *r, const unsigned *each, int first, int n,
                         int behind, unsigned want) {
     double t = now_seconds(), effort = pg_activity(pg);
@@ -8090,13 +7973,13 @@ static void pg_wait_for(struct process_group *pg, const struct rank *r, const un
     }
 }
 
-/* Adds one to *count and lets all look. */
+/* Adds one to *count, under the lock, and wakes all that wait. */
 static void pg_advance(struct process_group *pg, unsigned *count) {
     ++*count;
     pthread_cond_broadcast(&pg->changed);
 }
 
-/* Returns when all ranks of the stage have come here as often. */
+/* Waits until all ranks of the stage have called it as often. */
 static void pg_barrier(struct rank *r) {
     struct process_group *pg = r->pg;
     const struct shard *shard = &r->m->shard;
@@ -8107,20 +7990,22 @@ static void pg_barrier(struct rank *r) {
     pthread_mutex_unlock(&pg->lock);
 }
 
-/* The rank of the same number in the next stage, or the one before (step -1); NULL: there is none. */
+/* The rank of the same number in the next stage (step 1) or the one before (step -1); NULL: there is none. */
 static struct rank *pg_neighbour(struct rank *r, int step) {
     const struct shard *shard = &r->m->shard;
     int stage = shard->stage + step;
     return stage < 0 || stage >= shard->n_stage ? NULL : r + step * shard->n_rank;
 }
 
-/* Says that `to` has a batch, and waits for the one that r shall have. */
+/* Tells `to` that its input is ready, which is the output of the stage before. */
 static void pg_send(struct rank *to) {
     struct process_group *pg = to->pg;
     pthread_mutex_lock(&pg->lock);
     pg_advance(pg, &pg->handed[to->index]);
     pthread_mutex_unlock(&pg->lock);
 }
+
+/* Waits for the input of r. */
 static void pg_recv(struct rank *r) {
     struct process_group *pg = r->pg;
     pthread_mutex_lock(&pg->lock);
@@ -8128,10 +8013,12 @@ static void pg_recv(struct rank *r) {
     pthread_mutex_unlock(&pg->lock);
 }
 
+/* Messages of this thread begin with the number of rank i, where there are several. */
 static void pg_name_thread(const struct process_group *pg, int i) {
     if (pg->n > 1) snprintf(rank_label, sizeof rank_label, "rank %d of %d: ", i, pg->n);
 }
 
+/* The thread of a rank other than the root: runs every step of the process group, until it quits. */
 static void *pg_thread(void *arg) {
     struct rank *r = arg;
     struct process_group *pg = r->pg;
@@ -8139,13 +8026,12 @@ static void *pg_thread(void *arg) {
     pg_name_thread(pg, r->index);
     pthread_mutex_lock(&pg->lock);
     for (;;) {
-        while (pg->jobs == seen && !pg->quit) pthread_cond_wait(&pg->changed, &pg->lock);
-        if (pg->jobs == seen) break;
+        while (pg->steps == seen && !pg->quit) pthread_cond_wait(&pg->changed, &pg->lock);
+        if (pg->steps == seen) break;
         seen++;
-        void (*run)(struct rank *, void *) = pg->run;
-        void *what = pg->arg;
+        const struct rank_step step = pg->step;
         pthread_mutex_unlock(&pg->lock);
-        run(r, what);
+        rank_run(r, &step);
         pthread_mutex_lock(&pg->lock);
         pg_advance(pg, &pg->ended[r->index]);
     }
@@ -8153,25 +8039,24 @@ static void *pg_thread(void *arg) {
     return NULL;
 }
 
-/* run(rank, arg) on every rank at once; returns when all have. */
-static void pg_run(struct process_group *pg, void (*run)(struct rank *r, void *arg), void *arg) {
+/* Runs a step on every rank at once; returns when all have ended it. */
+static void pg_run(struct process_group *pg, struct rank_step step) {
     if (pg->n > 1) {
         pthread_mutex_lock(&pg->lock);
-        pg->run = run, pg->arg = arg;
-        pg_advance(pg, &pg->jobs);
+        pg->step = step;
+        pg_advance(pg, &pg->steps);
         pthread_mutex_unlock(&pg->lock);
     }
     pg_name_thread(pg, pg->root);
-    run(&pg->ranks[pg->root], arg);
+    rank_run(&pg->ranks[pg->root], &step);
     rank_label[0] = 0;
     if (pg->n == 1) return;
     pthread_mutex_lock(&pg->lock);
     pg->ended[pg->root]++;
-    pg_wait_for(pg, NULL, pg->ended, 0, pg->n, 0, pg->jobs);
+    pg_wait_for(pg, NULL, pg->ended, 0, pg->n, 0, pg->steps);
     pthread_mutex_unlock(&pg->lock);
 }
 
-#ifdef MOE_CUDA
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) {
     struct process_group *pg = r->pg;
     if (!pg || pg->n == 1) {
@@ -8188,45 +8073,19 @@ void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) 
     pthread_mutex_unlock(&pg->lock);
 }
 
-void rank_barrier(struct rank *r) {
-    const char mine = 0;
-    char all[MAX_RANKS];
-    rank_all_gather(r, &mine, all, 1);
-}
-
-/* Whether a rank has failed: what others wait for may never come. */
-static bool rank_alarm(struct rank *r, bool raise) {
-    if (r->pg && raise) __atomic_store_n(&r->pg->alarm, true, __ATOMIC_RELEASE);
-    return r->pg && __atomic_load_n(&r->pg->alarm, __ATOMIC_ACQUIRE);
-}
-#endif
-
-/* Gives a rank its memory, on the rank's own thread. 0, or -1 with a message and nothing held. */
-typedef int rank_starter(struct rank *r, const struct model *shard, void *arg, char *err);
-
-struct pg_start {
-    rank_starter *start;
-    void *arg;
-    int failed[MAX_RANKS];
-    char err[MAX_RANKS][ERR_MAX];
-};
-
-static void rank_start(struct rank *r, void *arg) {
-    struct pg_start *t = arg;
+bool rank_heartbeat(struct rank *r, bool failed) {
     struct process_group *pg = r->pg;
-    int i = r->index;
-    t->failed[i] = t->start(r, &pg->shards[i], t->arg, t->err[i]);
-    r->pg = pg, r->index = i;
+    if (!pg) return failed;
+    __atomic_add_fetch(&pg->heartbeats, 1, __ATOMIC_RELAXED);
+    if (failed) __atomic_store_n(&pg->alarm, true, __ATOMIC_RELEASE);
+    return __atomic_load_n(&pg->alarm, __ATOMIC_ACQUIRE);
 }
 
-static void rank_close(struct rank *r, void *arg) {
-    (void)arg;
-    if (r->ops) r->ops->close(r);
-    r->ops = NULL;
-}
+void rank_fatal(const char *what) { die("%s", what); }
 
+/* Ends the ranks and their threads, and frees the process group. */
 static void pg_close(struct process_group *pg) {
-    pg_run(pg, rank_close, NULL);
+    pg_run(pg, (struct rank_step){.kind = RANK_CLOSE});
     pthread_mutex_lock(&pg->lock);
     pg->quit = true;
     pthread_cond_broadcast(&pg->changed);
@@ -8243,8 +8102,8 @@ static void pg_close(struct process_group *pg) {
 
 /* Starts n_stage * n_rank <= MAX_RANKS ranks of the model. 0, or -1 with the message of the first that failed. */
 static int pg_open(struct process_group *pg, const struct model *m, int n_rank, int n_stage, rank_starter *start,
-                   void *arg, char *err) {
-    struct pg_start t = {.start = start, .arg = arg};
+                   const void *opts, char *err) {
+    struct pg_start t = {.start = start, .opts = opts};
     pthread_condattr_t attr;
     sigset_t all, old;
     memset(pg, 0, sizeof *pg);
@@ -8269,7 +8128,7 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
             die("cannot start a thread for rank %d", i);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     ranks_at_work = pg->n > 1;
-    pg_run(pg, rank_start, &t);
+    pg_run(pg, (struct rank_step){.kind = RANK_START, .start = &t});
     int bad = -1; /* those without a message gave up because another did */
     for (int i = pg->n - 1; i >= 0; i--)
         if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
@@ -9057,17 +8916,30 @@ static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, 
 static void cpu_wait(struct rank *r) { (void)r; }
 static struct rates cpu_measure(struct rank *r) { return (struct rates){memory_bandwidth(r->n_threads), 0}; }
 
+static double cpu_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
+    const int runs = n_tok > 16 ? 50 : 300;
+    if (nccl || n_tok > r->chunk) return 0;
+    double t0 = now_seconds();
+    r->n_tok = n_tok;
+    for (int k = 0; k < runs; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+    return (now_seconds() - t0) / runs;
+}
+
+static int cpu_profile(struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n) {
+    (void)r, (void)body, (void)arg, (void)rows, (void)n;
+    return 0;
+}
+
 static void cpu_close(struct rank *r) {
     for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
     arrfree(r->owned);
 }
 
 static const struct ops cpu_ops = {
-    cpu_begin,        cpu_end,           cpu_embed,      cpu_rmsnorm,       cpu_all_reduce_add_rmsnorm,
-    cpu_final_reduce, cpu_linear,        cpu_linear3,    cpu_rope_store_kv, cpu_attention,
-    cpu_mla_store,    cpu_mla_attention, cpu_ffn,        cpu_moe_ffn,       cpu_logits,
-    cpu_read_logits,  cpu_sample,        cpu_read_token, cpu_plane_copy,    cpu_wait,
-    cpu_read_stats,   cpu_measure,       NULL,           cpu_close};
+#define CPU_OP(type, name, params, args) .name = cpu_##name,
+    OPS(CPU_OP)
+#undef CPU_OP
+};
 
 /* ---- memory of a rank ---- */
 
@@ -9157,18 +9029,6 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->bytes -= r->kv_bytes;
 }
 
-/* The most tokens of context, up to `most` or a smaller multiple of 256, whose state takes at most so many bytes. */
-static int context_fit(const struct model *m, enum kv_type kv, uint64_t bytes, int most) {
-    if (state_bytes(m, kv, (size_t)most) <= bytes) return most;
-    int lo = 0, hi = (most - 1) / 256; /* multiples of 256: lo fits */
-    while (lo < hi) {
-        const int mid = (lo + hi + 1) / 2;
-        if (state_bytes(m, kv, (size_t)mid * 256) <= bytes) lo = mid;
-        else hi = mid - 1;
-    }
-    return lo * 256;
-}
-
 /* Lets a rank collect; in_sum2: those sums too. */
 static void rank_stats_init(struct rank *r, bool in_sum2) {
     const struct model *m = r->m;
@@ -9179,605 +9039,42 @@ static void rank_stats_init(struct rank *r, bool in_sum2) {
 }
 
 /* ============================================================================================================
- * Ranks on GPUs
+ * GPU backend
  *
- * What a GPU holds, for the ranks that start and for --plan; and the start, a step of moe_cuda.cu after the other. All ranks go through
- * the same steps; what one of them meets, all hear of.
+ * moe_cuda.cu has the operations and the start of a rank on a GPU. Here are what --plan must know of it in every build, and what stands
+ * in for it where the program is built without CUDA.
  * ============================================================================================================ */
 
-/* Bytes of a GPU's copy of a matrix; rounded: as the driver allocates them. */
-static size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
-    const enum weight_format f = weight_format(w->type);
-    const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
-    size_t n = 0;
-    for (int i = 0; i < 2; i++)
-        n += rounded && part[i] > PAGE_BYTES / 2 ? (part[i] + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : part[i];
-    return n;
+#define MOE_GPU_SIZES_ONLY
+#include "moe_cuda.cu"
+
+#ifndef MOE_CUDA
+static const char no_cuda[] = "this program was built without CUDA";
+int cuda_device_count(char *err) { return fail(err, "%s", no_cuda), 0; }
+const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
+    (void)device, (void)probe;
+    memset(f, 0, sizeof *f);
+    return no_cuda;
 }
-
-/* What the driver's rounding adds to up to 64 other allocations, and that of planes to 256 bytes. */
-static size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
-
-/* The area of the rank that has the part p of the model, at base unless that is NULL; its bytes. */
-static size_t mailbox_layout(struct mailbox *a, uint8_t *base, const struct model *m, struct shard shard,
-                             struct gpu_sizes s) {
-    const size_t n = (size_t)shard.n_rank;
-    const bool head = n > 1 && !shard.rank && shard.stage == shard.n_stage - 1;
-    size_t at = 0;
-#define BUFFER(field, count) \
-    a->field = base ? (void *)(base + at) : NULL, at += (sizeof *a->field * (count) + 255) / 256 * 256
-    BUFFER(reduce_flag, n * ALLREDUCE_BLOCKS);
-    BUFFER(logits_flag, n);
-    BUFFER(hidden_flag, 1);
-    BUFFER(credit, 1);
-    BUFFER(slot, n > 1 ? 2 * n * ALLREDUCE_SLOT : 0);
-    BUFFER(x, shard.stage ? (size_t)s.chunk * (size_t)m->n_embd : 0);
-    BUFFER(logits, head ? LOGIT_ROWS * logits_stride(m->n_vocab) : 0);
-#undef BUFFER
-    return at;
+bool cuda_peers(const int *device, int n) { return (void)device, (void)n, false; }
+void cuda_pair(int from, int to, double *rate, double *latency) {
+    (void)from, (void)to;
+    *rate = *latency = 0;
 }
-
-/* Bytes of activations for forwards of `chunk` tokens, with everything that options may ask for. */
-static size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
-    const struct shard p = m->shard;
-    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, p.n_rank > 1, stats};
-    size_t total = 0;
-#define BUFFER(field, type, count) total += sizeof(type) * (count)
-    GPU_BUFFERS(BUFFER);
-#undef BUFFER
-    return total + (p.n_rank * p.n_stage > 1 ? mailbox_layout(&(struct mailbox){0}, NULL, m, p, s) : 0);
+int cuda_nccl_version(void) { return 0; }
+const char *cuda_targets(void) { return NULL; }
+int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
+    (void)r, (void)shard, (void)opts;
+    return fail(err, "%s", no_cuda);
 }
-
-/* Tokens of a forward, so that activations are no large part of the memory. */
-static int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
-    int chunk = int_min(PREFILL_MAX_TOKENS, n_ctx);
-    while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
-    return chunk;
-}
-
-#ifdef MOE_CUDA
-void sampling_job(struct sample_job *p, const struct sampling *o, int n, const int32_t *recent, int n_recent,
-                  double uniform) {
-    p->n = n, p->limit = o->top_k > 0 && o->top_k < n ? o->top_k : n;
-    p->greedy = o->greedy || o->temp <= 0;
-    p->n_recent = o->repeat_penalty != 1.0f ? n_recent : 0;
-    memset(p->recent_mask, 0, sizeof p->recent_mask);
-    for (int i = 0; i < n_recent; i++)
-        p->recent[i] = recent[i], p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
-    p->repeat_penalty = o->repeat_penalty, p->temp = o->temp, p->top_p = o->top_p, p->min_p = o->min_p;
-    p->uniform = uniform;
-}
-
-/* The launches of a forward, while a thread profiles its rank. */
-static _Thread_local struct {
-    struct profile_row *row; /* (cap); NULL: nothing is recorded */
-    int n, cap;
-    char what[64]; /* of the next launch: what it works on, */
-    double bytes;  /* and moves */
-} profile;
-
-void profile_next(double bytes, const char *fmt, ...) {
-    if (!profile.row) return;
-    if (profile.what[0]) strncat(profile.what, " + ", sizeof profile.what - 1 - strlen(profile.what));
-    size_t at = strlen(profile.what);
-    va_list v;
-    va_start(v, fmt);
-    vsnprintf(profile.what + at, sizeof profile.what - at, fmt, v);
-    va_end(v);
-    profile.bytes += bytes;
-}
-
-int profile_launch(const char *kernel) {
-    if (!profile.row || profile.n == profile.cap) return -1;
-    if (!kernel) return 2 * profile.n++ + 1;
-    struct profile_row *row = &profile.row[profile.n];
-    kernel += *kernel == '('; /* and without the arguments of a template */
-    snprintf(row->name, sizeof row->name, "%.*s %s", (int)strcspn(kernel, "<"), kernel, profile.what);
-    row->calls = 1, row->bytes = profile.bytes;
-    profile.bytes = 0, profile.what[0] = 0;
-    return 2 * profile.n;
-}
-
-bool profiling(void) { return profile.row; }
-
-void profile_start(struct profile_row *rows, int n) {
-    memset(&profile, 0, sizeof profile);
-    profile.row = rows, profile.cap = n;
-}
-
-int profile_end(void) {
-    profile.row = NULL;
-    return profile.n;
-}
-
-/* Which of the program's images a chip of capability major.minor runs. */
-static const char *gpu_image(int major, int minor) {
-    const char *built = cuda_targets();
-    if (!strcmp(built, "emulated")) return "emulated";
-    if (major == 12 && strstr(built, "sm_120f")) return "sm_120f";
-    if (major == 9 && !minor && strstr(built, "sm_90")) return "sm_90";
-    return major >= 9 ? "PTX for compute_90" : "PTX for compute_80";
-}
-
-static void gpu_name(char out[128], int device, const struct gpu_facts *f) {
-    snprintf(out, 128, "GPU %d %.63s (sm_%d%d, %.0f GiB)", device, f->name, f->major, f->minor,
-             (double)f->total / 0x1p30);
-}
+#endif
 
 /* NCCL's version, or why there is none. */
 static const char *nccl_name(char out[24]) {
-    const int v = cuda_nccl();
+    const int v = cuda_nccl_version();
     snprintf(out, 24, "%d.%d.%d", v / 10000, v / 100 % 100, v % 100);
     return v ? out : "none (not found when the program was built)";
 }
-
-bool rank_fail(struct rank *r, const char *fmt, ...) {
-    char text[ERR_MAX - 16];
-    va_list v;
-    va_start(v, fmt);
-    vsnprintf(text, sizeof text, fmt, v);
-    va_end(v);
-    if (!r->err) die("GPU %d: %s", r->device, text);
-    if (!r->failed) snprintf(r->err, ERR_MAX, "GPU %d: %s", r->device, text);
-    r->failed = true;
-    rank_alarm(r, true);
-    return false;
-}
-
-bool rank_agree(struct rank *r) {
-    const int mine[3] = {r->failed, r->n_ctx, r->chunk};
-    int all[MAX_RANKS][3];
-    rank_all_gather(r, mine, all, sizeof mine);
-    for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++) {
-        r->failed |= all[i][0] != 0;
-        r->n_ctx = int_min(r->n_ctx, all[i][1]), r->chunk = int_min(r->chunk, all[i][2]);
-    }
-    return !r->failed;
-}
-
-/* For whom the ranks wait, as far as their kernels said. */
-static void rank_stalled(struct rank *r, const char *what, int seconds) {
-    const struct shard shard = r->m->shard;
-    char who[256] = "";
-    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) {
-        const uint32_t code = *(volatile uint32_t *)&r->heartbeat[i]->waiting;
-        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
-        const size_t at = strlen(who), room = sizeof who - at;
-        if (code && channel == CH_ALLREDUCE)
-            snprintf(who + at, room, "; rank %d waited for rank %d at the sum of the %s of its layer %d", i,
-                     i / shard.n_rank * shard.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
-        else if (code)
-            snprintf(who + at, room, "; rank %d waited for %s", i,
-                     channel == CH_LOGITS ? "a part of the logits" : "another stage");
-    }
-    rank_fail(
-        r,
-        "%s: nothing has happened for %d s%s. Has a GPU stopped? At the start: are writes between GPUs or NCCL broken "
-        "here (IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
-        what, seconds, who);
-}
-
-bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
-    enum {
-        SPINS = 20000,
-        NAP = 50000 /* ns */,
-        ALLREDUCE_STALL = 7,
-        STAGE_STALL = 60 /* s: a stage computes for long */
-    };
-    const struct timespec nap = {0, NAP};
-    const struct shard *part = &r->m->shard;
-    const double now = now_seconds();
-    uint32_t sums = 0;
-    for (int i = 0; i < part->n_rank * part->n_stage; i++) sums += *(volatile uint32_t *)&r->heartbeat[i]->sums;
-    p->idle = sums != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
-    p->seen = sums, p->last = now;
-    if (r->pg) __atomic_add_fetch(&r->pg->heartbeats, 1, __ATOMIC_RELAXED);
-    if (rank_alarm(r, false)) r->failed = true;
-    if (p->idle > (part->n_stage > 1 ? STAGE_STALL : ALLREDUCE_STALL) && !r->failed)
-        rank_stalled(r, what, (int)p->idle);
-    if (r->failed) *(volatile uint32_t *)&r->heartbeat[r->index]->abort = 1;
-    if (p->turns++ > SPINS || r->failed) nanosleep(&nap, NULL);
-    return !r->failed;
-}
-
-size_t rank_cache(struct rank *r, uint8_t *base) {
-    size_t bytes = 0;
-    for (int il = 0; il < r->m->n_layer; il++) {
-        struct kv_layer y = kv_layer_make(r->m, r->kv_type);
-        for (int i = 0; i < 2; i++) {
-            struct plane *p = i ? &y.v : &y.k;
-            p->data = base ? base + bytes : NULL;
-            bytes += ((size_t)r->n_ctx * p->row_bytes + 255) / 256 * 256;
-            if (p->type != KV_FP8) continue;
-            p->scale = base ? (float *)(base + bytes) : NULL;
-            bytes += ((size_t)r->n_ctx * (size_t)p->n_group * sizeof(float) + 255) / 256 * 256;
-        }
-        if (base) r->kv[il] = y;
-    }
-    return bytes;
-}
-
-/* A message in why (ERR_MAX) if the kernels cannot run this model or part of one. */
-static void gpu_refuses(const struct model *m, enum kv_type kv, char *why) {
-    const int dk = m->kv_lora ? m->kv_lora + m->rope_dim : m->head_k, dv = m->kv_lora ? m->kv_lora : m->head_v;
-    const int row = m->n_embd > m->q_lora ? m->n_embd : m->q_lora;
-    if (kv == KV_F32) fail(why, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
-    else if (!cuda_attends(m->kv_lora != 0, dk, dv) || m->head_k > HEAD_MAX || m->head_v > HEAD_MAX)
-        fail(why, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk, dv);
-    else if (row > NORM_MAX)
-        fail(why, "rows of %d values are not supported on a GPU (at most %d); use --cpu", row, NORM_MAX);
-    else if (m->n_group > ROUTE_MAX_GROUPS)
-        fail(why, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
-    for (int il = -2; il < m->n_layer && !why[0]; il++) {
-        const struct weight *w[LAYER_WEIGHTS] = {il == -2 ? &m->embd : &m->output};
-        const int n = il < 0 ? 1 : layer_weights(&m->layers[il], w);
-        for (int i = 0; i < n && !why[0]; i++)
-            if (w[i]->data && !weight_tiles(w[i]))
-                fail(why,
-                     "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
-                     "--tp",
-                     m->shard.n_rank, m->shard.rank, il < 0 ? "the output behind layer" : "layer",
-                     m->first_layer + (il < 0 ? m->n_layer - 1 : il));
-            else if (w[i]->row_bytes > STAGING_BYTES / TILE_ROWS)
-                fail(why, "a matrix with rows of %zu bytes (more than %d) is not supported on a GPU; use --cpu",
-                     w[i]->row_bytes, STAGING_BYTES / TILE_ROWS);
-            else if (w[i]->n_in % 8)
-                fail(why, "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; use --cpu",
-                     w[i]->n_in);
-    }
-}
-
-/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. One rank uses it when that is asked for, which
- * tries it out. */
-static bool gpu_wants_nccl(struct rank *r, const struct cuda_options *o) {
-    const struct shard shard = r->m->shard;
-    const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE"), *lacks = NULL;
-    const int version = cuda_nccl();
-    bool twice = false;
-    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) /* all stages do the same */
-        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
-    if (o->allreduce == ALLREDUCE_ONESHOT || (shard.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
-    if (!version) lacks = "this program was built without NCCL";
-    else if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
-        lacks = "NCCL does not run two ranks on one GPU";
-    if (lacks && o->allreduce == ALLREDUCE_NCCL) rank_fail(r, "--allreduce nccl: %s", lacks);
-    return !lacks;
-}
-
-void gpu_full(struct rank *r, size_t bytes, const char *what) {
-    struct gpu_facts f;
-    cuda_facts(r->device, &f, false);
-    rank_fail(
-        r,
-        "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer experts need "
-        "less; --cpu needs none",
-        what, (double)bytes / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
-}
-
-/* What its GPU says now; an error of the rank if it does not. */
-static struct gpu_facts rank_facts(struct rank *r) {
-    struct gpu_facts f;
-    const char *why = cuda_facts(r->device, &f, false);
-    if (why) rank_fail(r, "asking for its chip and memory: %s", why);
-    return f;
-}
-
-int attn_splits(int n_sm, int n_head_blocks) {
-    const int n = 2 * n_sm / n_head_blocks;
-    return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
-}
-
-/* What the chip and the options make of a rank. */
-static void gpu_choose(struct rank *r, const struct cuda_options *o) {
-    const struct model *m = r->m;
-    const struct gpu_facts f = rank_facts(r);
-    bool declared = false;
-    gpu_name(r->name, r->device, &f);
-    r->n_sm = f.n_sm;
-    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.has_input_scale;
-    /* PTX that the driver compiles for such a chip has none of these products */
-    const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
-    if (o->moe_act == MOE_ACT_FP4 && !can4)
-        rank_fail(r,
-                  "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
-                  "built for it; the chip has %d, the program is for: %s",
-                  f.major, cuda_targets());
-    r->sizes.w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
-    if (r->sizes.w4a4)
-        snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
-    r->sizes.splits = o->kv_splits ? int_min(o->kv_splits, SPLITS_MAX)
-                                   : attn_splits(f.n_sm, m->kv_lora ? (m->n_head + 15) / 16 : m->n_head_kv);
-    r->sizes.nccl = gpu_wants_nccl(r, o), r->sizes.stats = o->stats;
-}
-
-static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
-
-/* The rows of a part of a matrix, as many as there are, to a stage; by all threads. */
-static void gpu_staging_rows(const struct weight *w, const struct repack *k, int rows, uint8_t *out) {
-#pragma omp parallel for schedule(static)
-    for (int i = 0; i < k->n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
-        const int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
-        uint8_t *row = out + ((size_t)(i / 16) * (size_t)rows + (size_t)from) * k->row_bytes;
-        const uint8_t *in =
-            w->data + (size_t)(k->e0 + i / 16) * w->expert_bytes + (size_t)(k->rt0 * TILE_ROWS + from) * w->row_bytes;
-        if (k->row_bytes == w->row_bytes) memcpy(row, in, (size_t)(to - from) * k->row_bytes);
-        else /* some of the columns */
-            for (int n = to - from; n-- > 0; row += k->row_bytes, in += w->row_bytes) memcpy(row, in, k->row_bytes);
-    }
-}
-
-/* The rows of a matrix to its copy; k: how they are stored. Invented ones are made once per format and repacked again and again. */
-static void gpu_upload_rows(struct rank *r, const struct weight *w, struct repack k) {
-    const size_t expert = (size_t)w->n_out * k.row_bytes;
-    const bool whole = expert <= STAGING_BYTES, synthesize = r->m->synthetic;
-    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, n_e = whole ? (int)(STAGING_BYTES / expert) : 1;
-    const int step = whole ? n_rt : (int)(STAGING_BYTES / (k.row_bytes * TILE_ROWS));
-    for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
-        for (k.rt0 = 0; k.rt0 < n_rt && !r->failed; k.rt0 += step) {
-            const int rows = int_min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
-            const int stage = synthesize ? (int)weight_format(w->type) : r->staging_next++ % 2;
-            size_t bytes = 0; /* what is new in the stage */
-            k.n_e = int_min(w->n_expert - k.e0, n_e), k.n_rt = int_min(n_rt - k.rt0, step);
-            if (!synthesize || !(r->filled >> stage & 1)) {
-                uint8_t *out = cuda_staging(r, stage);
-                uint64_t rng = 42;
-                if (!out) return;
-                bytes = synthesize ? STAGING_BYTES : (size_t)k.n_e * (size_t)rows * k.row_bytes;
-                if (synthesize) synth_fill(out, bytes, w->type, false, &rng);
-                else gpu_staging_rows(w, &k, rows, out);
-                r->filled |= 1u << stage;
-            }
-            cuda_repack(r, w, k, stage, bytes);
-        }
-}
-
-void gpu_upload_matrix(struct rank *r, const struct weight *w, const char *what) {
-    const bool mx = w->type == GGUF_MXFP4;
-    struct repack k = {.type = w->type, .row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in), .shift = mx ? 116 : 8};
-    if (!cuda_matrix(r, w, what)) return;
-    for (int tries = 0; !r->failed; tries++) {
-        uint32_t range[2];
-        float top;
-        k.factor = ldexpf(1, k.shift);
-        k.unit = mx                      ? ldexpf(128, k.shift - 127)
-                 : w->type == GGUF_NVFP4 ? 128
-                 : w->type == GGUF_Q8_0  ? 1
-                                         : 1 / k.factor;
-        gpu_upload_rows(r, w, k);
-        if (w->type == GGUF_NVFP4 || w->type == GGUF_Q8_0 || !cuda_range(r, range)) return;
-        const int low = 255 - (int)range[1], high = (int)range[0];
-        memcpy(&top, range, sizeof top);
-        if (mx ? !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;
-        if (tries && mx)
-            rank_fail(r, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
-        else if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
-        k.shift = mx ? high - 8 : 14 - ilogbf(top);
-    }
-}
-
-static void gpu_upload_router(struct rank *r, const struct weight *w) {
-    const size_t n_in = (size_t)w->n_in, n = (size_t)w->n_out * n_in;
-    float *rows = NULL;
-    if (!router_halves(w)) rows = xcalloc(n + 1, sizeof *rows);
-    for (int i = 0; i < w->n_out && rows; i++)
-        gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * n_in, n_in);
-    for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
-    cuda_vector(r, w->data, rows ? (const void *)rows : w->data, n * (rows ? sizeof *rows : 2), "routers");
-    if (rows) cuda_sync(r, "routers"), free(rows);
-}
-
-static void gpu_upload_floats(struct rank *r, const float *x, int n, const char *what) {
-    cuda_vector(r, x, x, (size_t)n * sizeof *x, what);
-}
-
-/* Copies every tensor that a forward uses. */
-static void gpu_upload(struct rank *r, void (*progress)(double, double)) {
-    const struct model *m = r->m;
-    const struct weight *w[LAYER_WEIGHTS];
-    const struct gpu_facts f = rank_facts(r);
-    char what[64];
-    double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
-    for (int il = 0; il < m->n_layer; il++)
-        for (int i = layer_weights(&m->layers[il], w); i-- > 0;)
-            if (w[i] != &m->layers[il].router) total += (double)weight_gpu_bytes(w[i], true);
-    if (!r->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
-        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
-                  (double)f.free / 0x1p30, (double)f.total / 0x1p30);
-    if (m->embd.data) gpu_upload_matrix(r, &m->embd, "token_embd");
-    if (m->output.data) gpu_upload_matrix(r, &m->output, "output");
-    gpu_upload_floats(r, m->output_norm, m->n_embd, "norms");
-    for (int il = 0; il < m->n_layer && !r->failed; il++) {
-        const struct layer *layer = &m->layers[il];
-        const struct {
-            const float *x;
-            int n;
-        } floats[] = {{layer->attn_norm, m->n_embd},        {layer->ffn_norm, m->n_embd},
-                      {layer->q_norm, m->head_k},           {layer->k_norm, m->head_k},
-                      {layer->q_a_norm, m->q_lora},         {layer->kv_a_norm, m->kv_lora},
-                      {layer->router_bias, layer->n_expert}};
-        snprintf(what, sizeof what, "layer %d", il);
-        for (int i = 0, n = layer_weights(layer, w); i < n; i++) {
-            if (w[i] == &layer->router) {
-                gpu_upload_router(r, w[i]);
-                continue;
-            }
-            gpu_upload_matrix(r, w[i], what);
-            done += (double)weight_gpu_bytes(w[i], true);
-            if (progress) progress(done, total);
-        }
-        for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
-            gpu_upload_floats(r, floats[i].x, floats[i].n, "norms");
-    }
-    if (progress) progress(total, total);
-}
-
-/* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
-static void gpu_fit(struct rank *r, const struct cuda_options *o) {
-    const struct model *m = r->m;
-    const size_t per = kv_token_bytes(m, r->kv_type);
-    size_t sharers = 0;
-    if (!rank_agree(r)) return; /* all weights are there */
-    if (r->sizes.nccl) cuda_nccl_init(r);
-    const struct gpu_facts f = rank_facts(r);
-    for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) sharers += o->device[i] == r->device;
-    const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
-    r->shared = sharers > 1;
-    r->n_ctx = want, r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
-    r->bytes = gpu_bytes(m, r->chunk, o->stats);
-    const size_t room = f.free / sharers, keep = r->bytes + o->reserve / sharers + gpu_rounding(m),
-                 fit = room > keep ? (room - keep) / per : 0;
-    if (!o->n_ctx && fit < (size_t)want) r->n_ctx = (int)(fit / 256 * 256);
-    if (!r->failed && r->n_ctx < 256 && r->n_ctx < want)
-        rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
-                  (double)room / 0x1p30, (double)r->bytes / 0x1p30);
-    rank_agree(r);
-    r->sizes.chunk = r->chunk;
-    r->kv_bytes = per * (size_t)r->n_ctx;
-}
-
-/* Whether all these GPUs can write to each other's memory, and shall. */
-static bool gpus_peers(const int *device, int n) {
-    const char *off = getenv("NCCL_P2P_DISABLE");
-    bool all = !off || !*off || !strcmp(off, "0");
-    for (int i = 0; i < n * n && all; i++)
-        all = device[i / n] == device[i % n] || cuda_peer(device[i / n], device[i % n]);
-    return all;
-}
-
-/* Memory that the others may write to, and theirs. */
-static void gpu_link(struct rank *r, const int *device, bool peers) {
-    static const char what[] = "what other ranks send";
-    const struct shard shard = r->m->shard;
-    const int n = shard.n_rank * shard.n_stage;
-    struct {
-        uint8_t *area;
-        struct heartbeat *heartbeat;
-    } mine, all[MAX_RANKS];
-    for (int i = 0; i < n && peers && !r->failed; i++)
-        if (device[i] != r->device) cuda_reach(r, device[i]);
-    const size_t bytes = mailbox_layout(&r->mailbox[r->index], NULL, r->m, shard, r->sizes);
-    mine.area = peers ? cuda_memory(r, bytes, what) : cuda_host_memory(r, bytes, "host memory");
-    mine.heartbeat = cuda_host_memory(r, sizeof *mine.heartbeat, "host memory");
-    r->sequence = cuda_memory(r, sizeof *r->sequence, what);
-    cuda_sync(r, "starting"); /* the flags are 0 before anybody knows where they are */
-    rank_all_gather(r, &mine, all, sizeof mine);
-    if (!rank_agree(r)) return;
-    for (int i = 0; i < n; i++) {
-        const struct shard other = {i % shard.n_rank, shard.n_rank, i / shard.n_rank, shard.n_stage};
-        mailbox_layout(&r->mailbox[i], all[i].area, r->m, other, r->sizes);
-        r->heartbeat[i] = all[i].heartbeat;
-    }
-}
-
-/* What ranks push must arrive: there are machines where writes between GPUs are allowed and get lost. */
-static void gpu_check_all_reduce(struct rank *r) {
-    static const char what[] = "a first sum";
-    const int n = r->m->n_embd, n_rank = r->m->shard.n_rank;
-    const size_t bytes = (size_t)n * sizeof(float);
-    float *x = xmalloc(bytes), *delta = xmalloc(bytes);
-    for (int turn = 0; turn < 2 && !r->failed; turn++) { /* both halves of the slots */
-        int wrong = 0;
-        for (int i = 0; i < n; i++) x[i] = 0, delta[i] = (float)((r->m->shard.rank + 1) * (1 + i % 97 + turn));
-        r->n_tok = 1;
-        cuda_copy(r, r->act[A_X], x, bytes, what);
-        cuda_copy(r, r->act[A_OUT], delta, bytes, what);
-        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
-        cuda_copy(r, x, r->act[A_X], bytes, what);
-        if (!cuda_sync(r, what)) break;
-        for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
-        if (wrong)
-            rank_fail(r,
-                      "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
-                      "NCCL_P2P_DISABLE=1 goes through the host",
-                      wrong, n);
-    }
-    free(x), free(delta);
-}
-
-static void gpu_run_all_reduces(struct rank *r, void *runs) {
-    for (int i = *(const int *)runs; i > 0 && !r->failed; i--)
-        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
-}
-
-/* Seconds of a sum of n_tok rows of the ranks of a stage; all of them call it. 0: that way does not exist. */
-static double gpu_all_reduce_seconds(struct rank *r, int n_tok, bool nccl) {
-    int warm = 3, runs = 20;
-    bool *few = &r->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *few;
-    if (n_tok > r->chunk) return 0;
-    if (nccl ? !r->sizes.nccl : n_tok > DECODE_MAX_TOKENS && r->sizes.nccl) return 0;
-    *few = nccl, r->n_tok = n_tok;
-    gpu_run_all_reduces(r, &warm);
-    const double t = cuda_seconds(r, gpu_run_all_reduces, &runs, "timing sums") / runs;
-    *few = before;
-    return t;
-}
-
-/* For each number of tokens the faster way to add, by the slowest rank of all; both give the same bits. */
-static void gpu_choose_all_reduce(struct rank *r, const struct cuda_options *o, bool peers) {
-    enum { SIZES = 5 };
-    static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
-    const struct shard shard = r->m->shard;
-    const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
-    const bool wanted = r->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
-    float us[SIZES][2] = {{0}}, all[MAX_RANKS][SIZES][2];
-    char list[64] = "";
-    for (int i = 0; i < SIZES && (shard.n_rank > 1 || wanted); i++)
-        for (int k = 0; k < 2; k++)
-            if (both || (k == wanted && i % (SIZES - 1) == 0))
-                us[i][k] = (float)(1e6 * gpu_all_reduce_seconds(r, int_min(size[i], r->chunk), k));
-    rank_all_gather(r, us, all, sizeof us);
-    for (int i = 0, n = 1; i < SIZES; i++) {
-        float worst[2] = {0};
-        for (int k = 0; k < shard.n_rank * shard.n_stage; k++)
-            for (int w = 0; w < 2; w++) worst[w] = fmaxf(worst[w], all[k][i][w]);
-        const bool nccl = both ? worst[1] < worst[0] : wanted;
-        for (; n <= size[i]; n++) r->by_nccl[n] = nccl;
-        if (i % (SIZES - 1) == 0)
-            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", size[i],
-                     nccl ? "NCCL" : "own", (double)worst[nccl]);
-    }
-    if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
-    else if (!wanted) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
-    else
-        snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
-                 cuda_nccl() / 10000, cuda_nccl() / 100 % 100, both ? "the faster" : "as asked", list, way);
-}
-
-/* 0, or -1 with a message. */
-static int gpu_rank_init(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
-    const int n = m->shard.n_rank * m->shard.n_stage, found = cuda_device_count(err);
-    memset(r, 0, sizeof *r);
-    r->m = m, r->kv_type = o->kv, r->pg = o->pg, r->index = o->index, r->device = o->device[o->index], r->err = err;
-    act_widths(m, r->width);
-    if (found) err[0] = 0;
-    if (found && r->device >= found) fail(err, "there is no GPU %d; found: %d", r->device, found);
-    if (!err[0]) gpu_refuses(m, o->kv, err);
-    r->failed = err[0] != 0;
-    cuda_open(r);
-    if (!r->failed) gpu_choose(r, o);
-    if (!r->failed) gpu_upload(r, o->progress);
-    if (!r->failed) cuda_uploaded(r);
-    if (o->stats)
-        r->stats = cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
-    if (o->in_sum2) r->in_sum2 = cuda_memory(r, in_sum2_before(m, m->n_layer) * sizeof *r->in_sum2, "squares");
-    gpu_fit(r, o);
-    if (!r->failed) {
-        r->kv = xcalloc((size_t)m->n_layer, sizeof *r->kv), r->work = xcalloc((size_t)m->n_ids, sizeof *r->work);
-        r->tokens = xcalloc((size_t)r->chunk, sizeof *r->tokens);
-        cuda_allocate(r);
-        if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
-            const bool peers = gpus_peers(o->device, n);
-            gpu_link(r, o->device, peers);
-            if (!r->failed && m->shard.n_rank > 1) gpu_check_all_reduce(r);
-            if (rank_agree(r)) gpu_choose_all_reduce(r, o, peers);
-        }
-        r->free_bytes = rank_facts(r).free;
-    }
-    if (rank_agree(r)) return r->err = NULL, 0;
-    r->ops->close(r);
-    return -1;
-}
-#endif
 
 /* ============================================================================================================
  * Families
@@ -9980,11 +9277,11 @@ struct session {
     double sync_seconds;     /* and the time it took */
 };
 
-/* An empty timeline for n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
+/* Makes an empty timeline on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
 static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
-                        void *arg, char *err) {
+                        const void *opts, char *err) {
     memset(s, 0, sizeof *s);
-    if (pg_open(&s->pg, m, n_rank, n_stage, start, arg, err)) return -1;
+    if (pg_open(&s->pg, m, n_rank, n_stage, start, opts, err)) return -1;
     s->m = m, s->r = &s->pg.ranks[s->pg.root], s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
     for (int i = 0; i < s->pg.n; i++) s->state_size += snapshot_bytes(s->pg.ranks[i].m, s->r->kv_type);
@@ -9999,8 +9296,9 @@ struct cpu_options {
     bool stats, in_sum2; /* collect them */
 };
 
-static int cpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err) {
-    const struct cpu_options *o = arg;
+/* The rank_starter of a CPU. */
+static int cpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
+    const struct cpu_options *o = opts;
     int n = shard->shard.n_rank * shard->shard.n_stage;
     (void)err; /* what fails ends the program */
     rank_init(r, shard, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
@@ -10101,70 +9399,69 @@ static void session_claim(struct session *s, int n) {
     s->n_past = s->state_pos = n;
 }
 
-struct batch_job {
-    const int32_t *ids; /* (n) */
-    int n, pos, state_pos;
-};
+/* Starts a rank by step->start, which may clear all of *r. */
+static void rank_start(struct rank *r, struct pg_start *t) {
+    struct process_group *pg = r->pg;
+    const int i = r->index;
+    t->failed[i] = t->start(r, &pg->shards[i], t->opts, t->err[i]) != 0;
+    r->pg = pg;
+    r->index = i;
+}
 
-static void rank_forward(struct rank *r, void *arg) {
-    const struct batch_job *b = arg;
-    alloc_guard_begin("a forward pass");
-    memcpy(r->tokens, b->ids, (size_t)b->n * sizeof *b->ids);
-    r->pos = b->pos;
-    r->state_pos = b->state_pos;
-    r->n_tok = b->n;
-    forward(r);
-    alloc_guard_end();
+/* Does the rank's part of a step, on the rank's thread. Only a start may allocate; a forward is guarded. */
+static void rank_run(struct rank *r, const struct rank_step *step) {
+    switch (step->kind) {
+    case RANK_START: rank_start(r, step->start); break;
+    case RANK_FORWARD:
+        alloc_guard_begin("a forward pass");
+        memcpy(r->tokens, step->ids, (size_t)step->n * sizeof *step->ids);
+        r->pos = step->pos;
+        r->state_pos = step->state_pos;
+        r->n_tok = step->n;
+        forward(r);
+        alloc_guard_end();
+        break;
+    case RANK_LOGITS:
+        if (r->m->shard.stage == r->m->shard.n_stage - 1) r->ops->logits(r, step->first, step->n);
+        break;
+    case RANK_WAIT: r->ops->wait(r); break;
+    case RANK_READ_STATS: {
+        const int il = r->m->first_layer;
+        r->ops->read_stats(r, step->stats + (size_t)il * (size_t)step->whole->n_expert_max * STATS,
+                           step->in_sum2 ? step->in_sum2 + in_sum2_before(step->whole, il) : NULL);
+        break;
+    }
+    case RANK_MEASURE: step->rates[r->index] = r->ops->measure(r); break;
+    case RANK_TIME_ALL_REDUCE: step->seconds[r->index] = r->ops->time_all_reduce(r, step->n, step->nccl); break;
+    case RANK_CLOSE:
+        if (r->ops) r->ops->close(r);
+        r->ops = NULL;
+        break;
+    }
 }
 
 /* Computes n <= chunk tokens behind the timeline; no logits. Recurrent states take in what they had left out before; of these tokens a
  * decode forward leaves out all, so that any of them can be taken back, and prefill the last. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
-    struct batch_job b = {ids, n, s->n_past, s->state_pos};
     memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
-    pg_run(&s->pg, rank_forward, &b);
+    pg_run(&s->pg,
+           (struct rank_step){.kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .state_pos = s->state_pos});
     s->state_pos = n <= MAX_LAG ? s->n_past : s->n_past + n - 1;
     s->n_past += n;
 }
 
-struct rows_job {
-    int first, n;
-};
-
-static void rank_logits(struct rank *r, void *arg) {
-    const struct rows_job *j = arg;
-    if (r->m->shard.stage == r->m->shard.n_stage - 1) r->ops->logits(r, j->first, j->n);
-}
-
-/* Logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
+/* Computes the logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
 static void session_head(struct session *s, int first, int n) {
-    pg_run(&s->pg, rank_logits, &(struct rows_job){first, n});
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_LOGITS, .first = first, .n = n});
 }
 
-static void rank_wait(struct rank *r, void *arg) {
-    (void)arg;
-    r->ops->wait(r);
-}
+/* Waits until everything is computed. */
+static void session_wait(struct session *s) { pg_run(&s->pg, (struct rank_step){.kind = RANK_WAIT}); }
 
-static void session_wait(struct session *s) { pg_run(&s->pg, rank_wait, NULL); }
-
-struct stats_job {
-    const struct model *m; /* the whole */
-    double *stats;
-    float *in_sum2;
-};
-
-static void rank_read_stats(struct rank *r, void *arg) {
-    const struct stats_job *j = arg;
-    const int il = r->m->first_layer;
-    r->ops->read_stats(r, j->stats + (size_t)il * (size_t)j->m->n_expert_max * STATS,
-                       j->in_sum2 ? j->in_sum2 + in_sum2_before(j->m, il) : NULL);
-}
-
-/* stats (n_layer, n_expert_max, STATS) and in_sum2 (in_sum2_before(m, n_layer); NULL: not wanted) of all layers since the start.
- * Only for sessions that collect, with one rank a stage. */
+/* Copies the statistics of all layers since the start: stats (n_layer, n_expert_max, STATS) and in_sum2 (in_sum2_before(m,
+ * n_layer); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
-    pg_run(&s->pg, rank_read_stats, &(struct stats_job){s->m, stats, in_sum2});
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
 
 /* One token: forward and logits. */
@@ -10184,14 +9481,23 @@ static int32_t session_sample(struct session *s, const struct sampling *o, uint6
     return s->r->ops->read_token(s->r);
 }
 
-static void rank_measure(struct rank *r, void *arg) { ((struct rates *)arg)[r->index] = r->ops->measure(r); }
-
-/* What all ranks can do together, measured at once. */
-static struct rates session_measure(struct session *s) {
-    struct rates each[MAX_RANKS], sum = {0, 0};
-    pg_run(&s->pg, rank_measure, each);
-    for (int i = 0; i < s->pg.n; i++) sum.bytes += each[i].bytes, sum.mma += each[i].mma;
+/* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
+static struct rates session_measure(struct session *s, struct rates each[MAX_RANKS]) {
+    struct rates sum = {0, 0};
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_MEASURE, .rates = each});
+    for (int i = 0; i < s->pg.n; i++) {
+        sum.bytes += each[i].bytes;
+        sum.mma += each[i].mma;
+    }
     return sum;
+}
+
+/* Seconds of an all-reduce of n_tok tokens over the ranks of a stage, of the slowest of them; 0: this way does not exist. */
+static double session_time_all_reduce(struct session *s, int n_tok, bool nccl) {
+    double each[MAX_RANKS], slowest = 0;
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_TIME_ALL_REDUCE, .n = n_tok, .nccl = nccl, .seconds = each});
+    for (int i = 0; i < s->pg.n; i++) slowest = fmax(slowest, each[i]);
+    return slowest;
 }
 
 /* What it runs on. */
@@ -10881,12 +10187,10 @@ static uint64_t settings_seed(const struct settings *s) {
     return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-#ifdef MOE_CUDA
 static enum allreduce settings_allreduce(const struct settings *s) {
     if (!strcmp(s->allreduce, "nccl")) return ALLREDUCE_NCCL;
     return strcmp(s->allreduce, "oneshot") ? ALLREDUCE_AUTO : ALLREDUCE_ONESHOT;
 }
-#endif
 
 /* Settles the default. */
 static enum kv_type settings_kv(struct settings *s, bool gpu) {
@@ -13276,7 +12580,6 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
 
 /* Asks the GPUs of this machine: the n that are listed in device, otherwise as many as --tp and --pp need, or all. */
 static void plan_real(struct plan *p, const struct settings *set, const int *device, int n) {
-#ifdef MOE_CUDA
     char err[ERR_MAX];
     int found = cuda_device_count(err), asked = (set->tp ? set->tp : 1) * (set->pp ? set->pp : 1);
     p->n_device = n ? n : int_min(set->tp || set->pp ? asked : found, MAX_RANKS);
@@ -13287,16 +12590,13 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (gpu >= found) die("there is no GPU %d; found: %d", gpu, found);
         for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
         if (cuda_facts(gpu, &f, false)) die("cannot read the memory size of GPU %d", gpu);
-        gpu_name(d->name, gpu, &f);
+        snprintf(d->name, sizeof d->name, "%s", f.label);
         if (!(f.rate > 0)) die("the bandwidth of %s is not known: describe the GPUs, --gpus NxGIB@GBPS", d->name);
         d->memory = (int64_t)f.total / ranks;
         d->rate = f.rate / ranks;
         d->source = "of the device";
         d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
-#else
-    (void)p, (void)set, (void)device, (void)n;
-#endif
 }
 
 /* Measures the CPU: available memory, bandwidth, and the buffers that the engine would allocate. */
@@ -14714,9 +14014,9 @@ static int mode_bench(struct engine *e) {
     double first[BENCH_BATCHES + 1]; /* seconds at depth 0, the last one of prefill */
     int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
     if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
-    if (e->set->profile && !s->r->ops->profile) die("--profile works on a GPU only");
+    if (e->set->profile && !s->r->cuda) die("--profile works on a GPU only");
     if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: its kernels alone are timed");
-    struct rates rates = session_measure(s);
+    struct rates each[MAX_RANKS], rates = session_measure(s, each);
     char name[192];
     note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
     if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
@@ -14832,7 +14132,7 @@ static void synth_shard(struct synth *y, const char *text) {
 }
 
 /* Numbers that behave: norms near 1, products of unit scale. */
-static void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
+void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
     enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB of whole blocks of every type; repeated */
     uint64_t n = bytes < PATTERN ? bytes : PATTERN;
     if (type == GGUF_NVFP4) {
@@ -15050,10 +14350,7 @@ static void synth_load(struct engine *e, bool synthetic) {
 static int engine_start(struct engine *e, bool gpu, char *err);
 static void engine_close(struct engine *e);
 static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
-#ifdef MOE_CUDA
-static int gpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err);
 static void nccl_defaults(const int *gpu, int n, bool verbose);
-#endif
 
 enum step { STEP_START, STEP_FORWARD, STEP_OUTPUT, STEP_CONTEXT, STEP_SPEED, STEPS };
 enum level { LEVEL_OK, LEVEL_NOTE, LEVEL_WARNING, LEVEL_ERROR, LEVELS };
@@ -15296,12 +14593,13 @@ static double doctor_link(struct doctor *d, const char *who, const char *bus, si
 /* ---- the program, GPUs ---- */
 
 static void doctor_build(struct doctor *d) {
-#ifdef MOE_CUDA
-    char nccl[24];
-    doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
-                cuda_targets(), nccl_name(nccl));
-#else
     bool nvidia = d->n_bus || fact_exists("/proc/driver/nvidia");
+    char nccl[24];
+    if (cuda_targets()) {
+        doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
+                    cuda_targets(), nccl_name(nccl));
+        return;
+    }
     doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; built without CUDA", MOE_VERSION, kernels_choose()->name);
     if (d->set->gpus)
         doctor_find(d, LEVEL_ERROR, "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make",
@@ -15311,10 +14609,8 @@ static void doctor_build(struct doctor *d) {
                     "there is an NVIDIA GPU, but this program was built without CUDA: it uses the CPU");
     if (!nvidia) doctor_find(d, LEVEL_OK, NULL, "no GPU here: everything runs on the CPU");
     for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
-#endif
 }
 
-#ifdef MOE_CUDA
 /* CUDA has no GPU. */
 static void doctor_no_gpu(struct doctor *d, const char *err) {
     bool driver = fact_exists("/proc/driver/nvidia"), there = d->n_bus || driver;
@@ -15343,7 +14639,6 @@ static void doctor_gpu(struct doctor *d, int i) {
                     "%s: %s", who, why);
         return;
     }
-    const char *image = gpu_image(f.major, f.minor);
     double total = (double)f.total, held = (double)(f.total - f.free);
     if (!i && f.driver < f.runtime)
         doctor_find(d, LEVEL_WARNING, "install a driver that is as new as the CUDA this program was built with",
@@ -15352,15 +14647,15 @@ static void doctor_gpu(struct doctor *d, int i) {
     cuda_pair(i, i, &rate, &latency);
     doctor_find(d, LEVEL_OK, NULL,
                 "%s: %.63s, capability %d.%d, image %s, CUDA %d.%d, %.1f of %.1f GiB free, copies %.1f GB/s", who,
-                f.name, f.major, f.minor, image, f.driver / 1000, f.driver % 1000 / 10, (double)f.free / 0x1p30,
+                f.name, f.major, f.minor, f.image, f.driver / 1000, f.driver % 1000 / 10, (double)f.free / 0x1p30,
                 total / 0x1p30, rate * 1e-9);
-    if (f.image[0])
+    if (f.kernel_error[0])
         doctor_find(d, LEVEL_ERROR, "build again with nvcc 12.9 or newer (make clean, make), or install a newer driver",
-                    "%s: a kernel does not run: %.159s", who, f.image);
+                    "%s: a kernel does not run: %.159s", who, f.kernel_error);
     else if (f.major < 8)
         doctor_find(d, LEVEL_ERROR, "leave it out: --gpus with the numbers of others, or --cpu",
                     "%s: capability %d.%d is too old, at least 8.0 is needed", who, f.major, f.minor);
-    else if (f.major == 12 && image[0] == 'P')
+    else if (f.major == 12 && f.image[0] == 'P')
         doctor_find(d, LEVEL_WARNING, "build again with nvcc 12.9 or newer (make clean, make)",
                     "%s: this program has no sm_120f image, so its products in FP4 are not used", who);
     if (f.block_shared < BLOCK_SHARED)
@@ -15379,7 +14674,7 @@ static void doctor_pair(struct doctor *d, int a, int b) {
         "sums of ranks then go through the host: set iommu=pt or turn the IOMMU and ACS off, put "
         "both cards below one root complex; drivers refuse peers to some consumer cards";
     double rate[2], latency[2], link = fmin(d->link[a], d->link[b]);
-    bool peers = gpus_peers((const int[]){a, b}, 2);
+    bool peers = cuda_peers((const int[]){a, b}, 2);
     cuda_pair(a, b, &rate[0], &latency[0]), cuda_pair(b, a, &rate[1], &latency[1]);
     bool slow = fmin(rate[0], rate[1]) < link / 4;
     doctor_find(d, peers && !slow ? LEVEL_OK : LEVEL_WARNING, advice,
@@ -15408,7 +14703,6 @@ static void doctor_gpus(struct doctor *d) {
     for (int a = 0; a < n && a < MAX_RANKS; a++)
         for (int b = a + 1; b < n && b < MAX_RANKS && !interrupted; b++) doctor_pair(d, a, b);
 }
-#endif
 
 /* ---- sums over ranks ---- */
 
@@ -15416,35 +14710,10 @@ enum { ALLREDUCE_SIZES = 2 };
 static const int sum_tokens[ALLREDUCE_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
 typedef double all_reduce_times[ALLREDUCE_SIZES][2];     /* seconds: our own way, NCCL; 0: there is no such way */
 
-static void rank_all_reduces(struct rank *r, void *arg) {
-    all_reduce_times *t = (all_reduce_times *)arg + r->index;
-    for (int i = 0; i < ALLREDUCE_SIZES; i++)
-        for (int nccl = 0; nccl < 2; nccl++) {
-            int runs = i ? 50 : 300;
-            (*t)[i][nccl] = 0;
-            if (sum_tokens[i] > r->chunk) continue;
-#ifdef MOE_CUDA
-            if (r->cuda) {
-                (*t)[i][nccl] = gpu_all_reduce_seconds(r, sum_tokens[i], nccl);
-                continue;
-            }
-#endif
-            if (nccl) continue;
-            double t0 = now_seconds();
-            r->n_tok = sum_tokens[i];
-            for (int k = 0; k < runs; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
-            (*t)[i][0] = (now_seconds() - t0) / runs;
-        }
-}
-
-/* Of the slowest rank. */
+/* Times all-reduces of the slowest rank. */
 static void measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]) {
-    all_reduce_times each[MAX_RANKS];
-    memset(t, 0, sizeof(all_reduce_times));
-    pg_run(&s->pg, rank_all_reduces, each);
     for (int i = 0; i < ALLREDUCE_SIZES; i++)
-        for (int k = 0; k < 2; k++)
-            for (int r = 0; r < s->pg.n; r++) t[i][k] = fmax(t[i][k], each[r][i][k]);
+        for (int nccl = 0; nccl < 2; nccl++) t[i][nccl] = session_time_all_reduce(s, sum_tokens[i], nccl);
 }
 
 /* n ranks that add up, on one synthetic layer. */
@@ -15458,12 +14727,10 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     y.n_head = y.n_head_kv = MAX_RANKS, y.n_ff = 64 * MAX_RANKS, y.n_vocab = 1024; /* what every rank has a part of */
     synth_make(&m, &y, NULL, true);
     if (gpu) {
-#ifdef MOE_CUDA
         struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = settings_allreduce(d->set)};
         memcpy(o.device, d->device, sizeof o.device);
         if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(d->device, n, d->set->verbose);
-        failed = session_open(&s, &m, n, 1, gpu_rank_start, &o, err);
-#endif
+        failed = session_open(&s, &m, n, 1, cuda_rank_start, &o, err);
     } else
         session_init(
             &s, &m, n, 1,
@@ -15713,8 +14980,7 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
         free(p);
         return;
     }
-    pg_run(&s->pg, rank_measure, each);
-    for (int i = 0; i < s->pg.n; i++) all += each[i].bytes;
+    all = session_measure(s, each).bytes;
     if (gpu && s->pg.n_rank > 1) {
         measure_all_reduce(s, sums);
         reduce = sums[0][1] > 0 ? fmin(sums[0][0], sums[0][1]) : sums[0][0];
@@ -15787,10 +15053,8 @@ static int doctor_run(struct doctor *d) {
     last_words.run = doctor_dies, last_words.arg = d;
     doctor_bus(d);
     doctor_build(d);
-#ifdef MOE_CUDA
-    if (set->cpu || set->cpu_ref) doctor_find(d, LEVEL_OK, NULL, "GPUs are left out, as asked for");
-    else doctor_gpus(d);
-#endif
+    if (cuda_targets() && (set->cpu || set->cpu_ref)) doctor_find(d, LEVEL_OK, NULL, "GPUs are left out, as asked for");
+    else if (cuda_targets()) doctor_gpus(d);
     bool gpu = d->n_gpu > 0;
     if (!interrupted) doctor_host(d);
     int n = set->tp > 1 ? set->tp : !set->gpus && set->pp == 1 ? int_min(d->n_gpu, MAX_RANKS) : 1;
@@ -15823,9 +15087,6 @@ static int choose_context(const struct engine *e) {
     return int_max(context_fit(m, settings_kv(e->set, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
 }
 
-#ifdef MOE_CUDA
-void rank_fatal(const char *what) { die("%s", what); }
-
 static void upload_progress(double done, double total) {
     static double start, shown;
     double t = now_seconds();
@@ -15837,7 +15098,6 @@ static void upload_progress(double done, double total) {
     status_line("sending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s", 100 * done / total,
                 done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
 }
-#endif
 
 /* Device numbers of --gpus; returns how many. */
 static int gpus_parse(const char *list, int gpu[MAX_RANKS]) {
@@ -15858,16 +15118,12 @@ static int gpus_parse(const char *list, int gpu[MAX_RANKS]) {
 static bool gpu_wanted(const struct settings *set) {
     if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
     if (set->cpu || set->cpu_ref) return false;
-#ifdef MOE_CUDA
     char err[ERR_MAX];
     /* Loading a kernel may wait for the GPU to be idle, which it is not while the kernel of one rank waits for another's. */
     if (set->tp > 1 || set->pp > 1 || (set->gpus && strchr(set->gpus, ','))) setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     if (cuda_device_count(err)) return true;
     if (set->gpus) die("--gpus %s: %s", set->gpus, err);
     if (set->verbose) note("%s", err);
-#else
-    if (set->gpus) die("--gpus %s: this program was built without CUDA", set->gpus);
-#endif
     return false;
 }
 
@@ -15886,11 +15142,10 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     for (int i = 0; i < n && !listed; i++) gpu[i] = i;
 }
 
-#ifdef MOE_CUDA
 /* Whether every two of these GPUs write to each other's memory, and not so slowly that the host's would be the better way. */
 static bool gpus_close(const int *gpu, int n) {
     enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
-    bool close = gpus_peers(gpu, n);
+    bool close = cuda_peers(gpu, n);
     for (int i = 0; i < n; i++)
         for (int k = 0; k < i && close; k++) {
             double rate = 0, latency;
@@ -15919,18 +15174,6 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-static int gpu_rank_start(struct rank *r, const struct model *shard, void *arg, char *err) {
-    struct cuda_options o = *(const struct cuda_options *)arg;
-    int n = shard->shard.n_rank * shard->shard.n_stage, procs = omp_get_num_procs();
-    o.pg = r->pg, o.index = r->index;
-    if (o.index) o.progress = NULL;
-    int threads = omp_get_max_threads();
-    if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all upload at once */
-    int rc = gpu_rank_init(r, shard, &o, err);
-    omp_set_num_threads(threads);
-    return rc;
-}
-
 static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct settings *set = e->set;
     char number[32];
@@ -15948,7 +15191,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     memcpy(o.device, gpu, sizeof o.device);
     if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
-    if (session_open(&e->session, &e->model, set->tp, set->pp, gpu_rank_start, &o, err)) return -1;
+    if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
     for (int i = 0; i < e->session.pg.n; i++) {
         const struct rank *r = &e->session.pg.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
@@ -15960,7 +15203,6 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     if (*e->session.r->link) note("%s", e->session.r->link);
     return 0;
 }
-#endif
 
 /* The session for the model that is loaded. 0, or -1 with a message: a GPU refuses. */
 static int engine_start(struct engine *e, bool gpu, char *err) {
@@ -15968,10 +15210,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     char name[192];
     int devices[MAX_RANKS];
     settings_ranks(set, &e->model, devices);
-#ifdef MOE_CUDA
     if (gpu && engine_gpu(e, devices, err)) return -1;
-#endif
-    (void)err;
     const char *idle = set->kv_splits                   ? "--kv-splits"
                        : strcmp(set->moe_act, "auto")   ? "--moe-act"
                        : strcmp(set->allreduce, "auto") ? "--allreduce"
@@ -16154,7 +15393,7 @@ static int run_chat(struct engine *e) {
 static int run_plan(struct settings *set) {
     struct engine e = {.set = set};
     char err[ERR_MAX];
-    int device[MAX_RANKS], n = 0;
+    int device[MAX_RANKS] = {0}, n = 0;
     bool described = set->gpus && strchr(set->gpus, 'x');
     if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus exclude each other");
     bool gpu = described || gpu_wanted(set);
@@ -16231,17 +15470,11 @@ static int run(struct settings *set) {
 }
 
 static int print_version(void) {
-    printf("moe %s (CPU: %s; GPU: %s)\n", MOE_VERSION, kernels_choose()->name,
-#ifdef MOE_CUDA
-           cuda_targets()
-#else
-           "built without CUDA"
-#endif
-    );
-#ifdef MOE_CUDA
     char nccl[24];
-    printf("NCCL: %s\n", nccl_name(nccl));
-#endif
+    const char *targets = cuda_targets();
+    printf("moe %s (CPU: %s; GPU: %s)\n", MOE_VERSION, kernels_choose()->name,
+           targets ? targets : "built without CUDA");
+    if (targets) printf("NCCL: %s\n", nccl_name(nccl));
     return EXIT_OK;
 }
 

@@ -30,7 +30,11 @@
  * Limits: no kernel uses more than the 101,376 bytes of shared memory of SM120.
  * Tests: the same source compiles with g++ against tests/cuda_emu.h, which runs every CUDA thread on a CPU.
  *
+ * The first section, sizes, is also part of moe.c; the next ten hold kernels, each with the host function that launches it; the last
+ * five are the engine: how a rank starts, and the table of operations.
+ *
  * Contents:
+ *   Sizes on a GPU                                what its copies of weights and its buffers take
  *   Instructions                                  PTX wrappers, launches
  *   Weights on the device                         the tile format, dequantization
  *   Upload: from the file's blocks to tiles
@@ -44,12 +48,20 @@
  *   Sampling
  *   The engine of a rank
  *   Operations
+ *   Upload
+ *   Several GPUs
  *   Start and end
+ *   Facts about GPUs
  */
+#ifndef MOE_GPU_SIZES_ONLY
+#include <cmath>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
+#include <omp.h>
 #include <stb/stb_ds.h>
 #include <type_traits>
 
@@ -72,6 +84,243 @@
 
 #define MOE_TYPES_ONLY
 #include "moe.c"
+#endif /* MOE_GPU_SIZES_ONLY */
+
+/* ============================================================================================================
+ * Sizes on a GPU
+ *
+ * How many bytes a GPU takes for the weights and activations of a shard. This section is plain C as well as C++: moe.c includes it
+ * alone, by MOE_GPU_SIZES_ONLY, so that --plan counts what the engine allocates in every build, with CUDA or without.
+ * ============================================================================================================ */
+
+#ifdef CUEMU
+#define ALLREDUCE_SLOT_FLOATS 3072 /* few, so that an all-reduce takes several pieces */
+#else
+#define ALLREDUCE_SLOT_FLOATS (1 << 20)
+#endif
+enum {
+    DECODE_MAX_TOKENS = 16,                 /* tokens of a decode forward; one of more is prefill, with other kernels */
+    PREFILL_MAX_TOKENS = 4096,              /* tokens of one forward at most */
+    SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
+    LIST_TILE = 128,                        /* tokens of a tile in the list of a grouped GEMM */
+    SPLITS_MAX = 384,                       /* parts into which attention splits a context at most */
+    SAMPLE_BLOCKS = 64,                     /* blocks of k_sample at most */
+    SAMPLE_BINS = 4096,                     /* bins of its histogram of the logits */
+    ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
+    ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
+    PAGE_BYTES = 2 << 20                    /* the driver rounds large allocations up to multiples of this */
+};
+
+/* How a GPU stores a matrix: in tiles of 16 rows x 64 columns, each expert's last ones padded. */
+enum weight_format {
+    FMT_FP4, /* NVFP4, MXFP4: 512 bytes of codes a tile, 64 of scales */
+    FMT_Q8,  /* Q8_0: 1024 and 64 */
+    FMT_F16  /* BF16, F16, F32: 2048 bytes of halves */
+};
+enum { TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
+#define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_Q8 ? 1024 : 2048)
+
+/* The format of a matrix whose type in the file is `type`. */
+static inline enum weight_format weight_format(uint32_t type) {
+    return type == GGUF_NVFP4 || type == GGUF_MXFP4 ? FMT_FP4 : type == GGUF_Q8_0 ? FMT_Q8 : FMT_F16;
+}
+
+/* Tiles of all experts of a matrix. */
+static inline size_t weight_tiles(const struct weight *w) {
+    const size_t rows = (size_t)(w->n_out + TILE_ROWS - 1) / TILE_ROWS;
+    const size_t cols = (size_t)(w->n_in + TILE_COLS - 1) / TILE_COLS;
+    return (size_t)w->n_expert * rows * cols;
+}
+
+/* Bytes of a GPU's copy of a matrix; rounded: as the driver allocates its codes and scales. */
+static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
+    const enum weight_format f = weight_format(w->type);
+    const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
+    size_t n = 0;
+    for (int i = 0; i < 2; i++)
+        n += rounded && part[i] > PAGE_BYTES / 2 ? (part[i] + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : part[i];
+    return n;
+}
+
+/* Whether a GPU keeps a router's rows in BF16, as they are in the file; otherwise it has them in F32. */
+static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
+
+/* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for the cache's planes. */
+static inline size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
+
+/* Floats from row to row where the logits of several ranks meet: their pieces are moved by 16 bytes. */
+static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
+
+/* Bytes of a row of activations in FP4: its codes, a tile of 64 columns having 32, and its scales, a copy moving 16. */
+#define FP4_CODE_BYTES(n_in)  (((n_in) + 63) / 64 * 32)
+#define FP4_SCALE_BYTES(n_in) (((n_in) + 255) / 256 * 16)
+
+/* What the sizes of a rank's activations depend on besides its shard. */
+struct gpu_sizes {
+    int chunk;  /* tokens of a forward at most */
+    int splits; /* parts of a context in decode at most */
+    bool w4a4;  /* prefill of routed experts multiplies FP4 by FP4 */
+    bool nccl;  /* NCCL does all-reduces, of few tokens or of many */
+    bool stats; /* statistics of experts are collected */
+};
+
+/* The lengths that the buffers of GPU_BUFFERS are products of. */
+struct gpu_dims {
+    size_t n, decode;       /* tokens of a forward, of a decode forward, at most */
+    size_t used, slots;     /* experts that a token uses; that all tokens use, one counted for each token */
+    size_t n4, slots4;      /* n and slots where activations of experts are in FP4, otherwise 0 */
+    size_t experts, jobs;   /* experts of a layer at most; those that a decode forward can use */
+    size_t tiles;           /* of the list of a grouped GEMM */
+    size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
+    size_t rope, heads;     /* rope_dim, n_head */
+    size_t latent, value;   /* kv_lora; values of one head that attention adds up */
+    size_t results;         /* rows of expert_out */
+    size_t ranks;           /* that NCCL gathers from, or 0 */
+    size_t sum16;           /* tokens that NCCL adds up in BF16, or 0 */
+    size_t logits;          /* floats of a row of logits, or 0 */
+    size_t act[ACT_COUNT];  /* values of a token in each activation slot */
+};
+
+static inline size_t gpu_larger(size_t a, size_t b) { return a > b ? a : b; }
+
+/* For the shard m and the sizes s. */
+static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_sizes s) {
+    const struct shard *shard = &m->shard;
+    struct gpu_dims d;
+    int width[ACT_COUNT];
+    act_widths(m, width);
+    for (int a = 0; a < ACT_COUNT; a++) d.act[a] = (size_t)width[a];
+    d.n = (size_t)s.chunk;
+    d.decode = DECODE_MAX_TOKENS;
+    d.used = (size_t)m->max.n_expert_used;
+    d.slots = d.n * d.used;
+    d.n4 = s.w4a4 ? d.n : 0;
+    d.slots4 = s.w4a4 ? d.slots : 0;
+    d.experts = (size_t)m->n_expert_max;
+    d.jobs = d.decode * d.used < d.experts ? d.decode * d.used : d.experts;
+    d.tiles = d.slots / LIST_TILE + d.experts + 1;
+    d.embd = (size_t)m->n_embd;
+    d.ff = (size_t)m->max.n_ff_expert;
+    d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
+    d.rope = (size_t)m->max.rope_dim;
+    d.heads = (size_t)m->max.n_head;
+    d.latent = (size_t)m->max.kv_lora;
+    d.value = d.latent ? d.latent : (size_t)m->max.head_v;
+    d.results = d.n > d.decode || s.stats ? d.slots : 0;
+    d.ranks = s.nccl ? (size_t)shard->n_rank : 0;
+    d.sum16 = s.nccl ? d.n : 0;
+    d.logits = shard->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab;
+    if (shard->stage < shard->n_stage - 1) d.logits = 0;
+    if (shard->n_rank > 1 && !shard->rank)
+        d.logits = 0; /* they are in the mailbox, where the other ranks push theirs */
+    return d;
+}
+
+/* The activations of a rank, each once as X(field of struct cuda, type, count); a count of 0: there is no such buffer. `d` is a struct
+ * gpu_dims and `s` the struct gpu_sizes that it was made for. clang-format would take the products for pointers. */
+/* clang-format off */
+#define GPU_BUFFERS(X)                                                                          \
+    X(x32[A_X], float, d.n * d.act[A_X])                                                        \
+    X(x32[A_H], float, d.n * d.act[A_H])                                                        \
+    X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                    \
+    X(x32[A_QA], float, d.n * d.act[A_QA])                                                      \
+    X(x32[A_Q], float, d.n * d.act[A_Q])                                                        \
+    X(x32[A_K], float, d.n * d.act[A_K])                                                        \
+    X(x32[A_V], float, d.n * d.act[A_V])                                                        \
+    X(x16[A_H], uint16_t, d.n * d.act[A_H])                                                     \
+    X(x16[A_QA], uint16_t, d.n * d.act[A_QA])                                                   \
+    X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                     \
+    X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                 \
+    X(cs, float, d.n * d.rope / 2)                                                              \
+    X(sn, float, d.n * d.rope / 2)                                                              \
+    X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
+    X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
+    X(partials, float, (size_t)s.splits * d.decode * d.heads * (d.value + 2))                   \
+    X(hidden, uint16_t, gpu_larger(d.slots, d.jobs * d.decode) * d.ff)                          \
+    X(hidden_shared, uint16_t, gpu_larger(d.n, d.decode) * d.dense)                             \
+    X(x4.codes, uint8_t, d.n4 * FP4_CODE_BYTES(d.embd))                                         \
+    X(x4.scales, uint8_t, d.n4 * FP4_SCALE_BYTES(d.embd))                                       \
+    X(x4.scale, float, d.n4)                                                                    \
+    X(hidden4.codes, uint8_t, d.slots4 * FP4_CODE_BYTES(d.ff))                                  \
+    X(hidden4.scales, uint8_t, d.slots4 * FP4_SCALE_BYTES(d.ff))                                \
+    X(hidden4.scale, float, d.slots4)                                                           \
+    X(expert_out, float, d.results * d.embd)                                                    \
+    X(route.logits, float, d.n * d.experts)                                                     \
+    X(route.id, int32_t, d.slots)                                                               \
+    X(route.weight, float, d.slots)                                                             \
+    X(route.arrived, uint32_t, 1)                                                               \
+    X(route.n_jobs, int32_t, 1)                                                                 \
+    X(route.job_expert, int32_t, d.jobs + 1)                                                    \
+    X(route.job_weight, float, d.decode * (d.decode * d.used + 1))                              \
+    X(sort.row, int32_t, d.slots)                                                               \
+    X(sort.inverse, int32_t, d.slots)                                                           \
+    X(sort.first, int32_t, d.experts + 1)                                                       \
+    X(sort.tile_expert, int32_t, d.tiles)                                                       \
+    X(sort.tile_first, int32_t, d.tiles)                                                        \
+    X(sort.tile_count, int32_t, d.tiles)                                                        \
+    X(sort.n_tiles, int32_t, 1)                                                                 \
+    X(logits, float, LOGIT_ROWS * d.logits)                                                     \
+    X(gathered, float, d.ranks * d.decode * d.embd)                                             \
+    X(sum16, uint16_t, d.sum16 * d.embd)                                                        \
+    X(sample.block_best, uint64_t, SAMPLE_BLOCKS)                                               \
+    X(sample.block_mass, double, SAMPLE_BLOCKS)                                                 \
+    X(sample.bins, int, SAMPLE_BINS)                                                            \
+    X(sample.arrived, uint32_t, 1)                                                              \
+    X(sample.token, int32_t, 1)
+/* clang-format on */
+
+/* What the other ranks write to: memory of the receiver's GPU, or of the host where GPUs cannot reach each other. */
+struct mailbox {
+    uint32_t *reduce_flag; /* (n_rank, ALLREDUCE_BLOCKS) all-reduces whose deltas have come */
+    uint32_t *logits_flag; /* (n_rank) logits that have come */
+    uint32_t *hidden_flag; /* batches of hidden states that have come from the stage before */
+    uint32_t *credit;      /* batches that the next stage has taken from here */
+    float *slot;           /* (2, n_rank, ALLREDUCE_SLOT) deltas; for several ranks */
+    float *x;              /* (chunk, n_embd) hidden states from the stage before */
+    float *logits;         /* (LOGIT_ROWS, logits_stride) of all ranks of the last stage, in the root of several */
+};
+
+/* Lays out the mailbox of the rank that has the shard, at base unless that is NULL. Returns its bytes. */
+static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const struct model *m, struct shard shard,
+                                    struct gpu_sizes s) {
+    const size_t n = (size_t)shard.n_rank;
+    const bool root = n > 1 && !shard.rank && shard.stage == shard.n_stage - 1;
+    size_t at = 0;
+#define PLACE(field, type, count)                                 \
+    a->field = base ? (type *)(void *)(base + at) : (type *)NULL; \
+    at += (sizeof(type) * (count) + 255) / 256 * 256;
+    PLACE(reduce_flag, uint32_t, n * ALLREDUCE_BLOCKS)
+    PLACE(logits_flag, uint32_t, n)
+    PLACE(hidden_flag, uint32_t, 1)
+    PLACE(credit, uint32_t, 1)
+    PLACE(slot, float, n > 1 ? 2 * n * ALLREDUCE_SLOT : 0)
+    PLACE(x, float, shard.stage ? (size_t)s.chunk *(size_t)m->n_embd : 0)
+    PLACE(logits, float, root ? LOGIT_ROWS *logits_stride(m->n_vocab) : 0)
+#undef PLACE
+    return at;
+}
+
+/* Bytes of activations for forwards of `chunk` tokens, with everything that options may ask for; stats: and statistics. */
+static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
+    const struct shard *shard = &m->shard;
+    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats};
+    const struct gpu_dims d = gpu_dims_of(m, s);
+    struct mailbox none;
+    size_t bytes = 0;
+#define ADD_BYTES(field, type, count) bytes += sizeof(type) * (count);
+    GPU_BUFFERS(ADD_BYTES)
+#undef ADD_BYTES
+    return bytes + (shard->n_rank * shard->n_stage > 1 ? mailbox_layout(&none, NULL, m, *shard, s) : 0);
+}
+
+/* Tokens of a forward, so that activations take no large part of the memory. */
+static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
+    int chunk = n_ctx < PREFILL_MAX_TOKENS ? n_ctx : PREFILL_MAX_TOKENS;
+    while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
+    return chunk;
+}
+
+#ifndef MOE_GPU_SIZES_ONLY
 
 /* ============================================================================================================
  * Instructions
@@ -240,7 +489,8 @@ DEVICE void grid_dependency_launch() {}
     T *name = (T *)dyn_smem
 #define SHARED(T, name, count) __shared__ __align__(16) T name[count]
 
-/* Launches a kernel that may start before the one in front of it has ended. Errors stay for cudaGetLastError. */
+/* Launches a kernel that may start before the one in front of it has ended (programmatic dependent launch). Errors stay for
+ * cudaGetLastError, see launch_note. */
 template <class... P, class... A>
 static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream, A... args) {
     cudaLaunchAttribute attr = {};
@@ -261,22 +511,71 @@ static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem,
 #define LAUNCH_NAMED(kernel, name, ...) cuemu::enqueue_kernel(kernel, name, true, __VA_ARGS__)
 #endif
 
-static thread_local cudaEvent_t *profile_event; /* two per launch, while a thread profiles its rank */
+/* The launches of a forward, while a thread profiles its rank. */
+static thread_local struct {
+    struct profile_row *row; /* (cap); NULL: nothing is recorded */
+    cudaEvent_t *event;      /* (2 cap) before and after each launch */
+    int n, cap;
+    char what[64]; /* what the next launch works on, */
+    double bytes;  /* and how many bytes it moves */
+} profile;
 
-/* Records an event while profiling. Call it before a launch with the kernel's name as the source spells it, after it
- * with NULL. */
-static void profile_mark(const char *kernel, cudaStream_t stream) {
-    const int i = profile_launch(kernel);
-    if (i < 0) return;
-    cudaEventCreate(&profile_event[i]);
-    cudaEventRecord(profile_event[i], stream);
+/* The thread's next launch moves so many bytes; `fmt` says of what. May be called several times for one launch. */
+__attribute__((format(printf, 2, 3))) static void profile_next(double bytes, const char *fmt, ...) {
+    if (!profile.row) return;
+    if (profile.what[0]) strncat(profile.what, " + ", sizeof profile.what - 1 - strlen(profile.what));
+    const size_t at = strlen(profile.what);
+    va_list v;
+    va_start(v, fmt);
+    vsnprintf(profile.what + at, sizeof profile.what - at, fmt, v);
+    va_end(v);
+    profile.bytes += bytes;
+}
+
+/* Before a launch: begins its row, under the kernel's name as the source spells it. */
+static void profile_begin(const char *kernel, cudaStream_t stream) {
+    if (!profile.row || profile.n == profile.cap) return;
+    struct profile_row *row = &profile.row[profile.n];
+    kernel += *kernel == '('; /* without the arguments of a template */
+    snprintf(row->name, sizeof row->name, "%.*s %s", (int)strcspn(kernel, "<"), kernel, profile.what);
+    row->calls = 1;
+    row->bytes = profile.bytes;
+    profile.bytes = 0;
+    profile.what[0] = 0;
+    cudaEventCreate(&profile.event[2 * profile.n]);
+    cudaEventRecord(profile.event[2 * profile.n], stream);
+}
+
+/* After the launch. */
+static void profile_end(cudaStream_t stream) {
+    if (!profile.row || profile.n == profile.cap) return;
+    cudaEventCreate(&profile.event[2 * profile.n + 1]);
+    cudaEventRecord(profile.event[2 * profile.n + 1], stream);
+    profile.n++;
+}
+
+/* For messages: the kernel, or recording of kernels, that the thread launched last, and the first one whose launch failed since
+ * errors were cleared. */
+static thread_local const char *kernel_last, *kernel_failed;
+
+/* After the launch of a kernel. */
+static void launch_note(const char *kernel) {
+    kernel_last = kernel;
+    if (!kernel_failed && cudaPeekAtLastError() != cudaSuccess) kernel_failed = kernel;
+}
+
+/* Forgets errors of the thread that do not matter, or were told. */
+static void errors_clear() {
+    cudaGetLastError();
+    kernel_failed = NULL;
 }
 
 #define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
     do {                                                                       \
-        profile_mark(#kernel, stream);                                         \
+        profile_begin(#kernel, stream);                                        \
         LAUNCH_NAMED(kernel, #kernel, grid, block, smem, stream, __VA_ARGS__); \
-        profile_mark(NULL, stream);                                            \
+        launch_note(#kernel);                                                  \
+        profile_end(stream);                                                   \
     } while (0)
 
 /* ============================================================================================================
@@ -396,8 +695,18 @@ DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col
 /* ============================================================================================================
  * Upload: from the file's blocks to tiles
  *
- * The host sends rows as the file has them (moe.c, gpu_upload_rows); k_repack permutes them into tiles on the GPU.
+ * The host sends rows as the file has them (section "Upload"); k_repack permutes them into tiles on the GPU.
  * ============================================================================================================ */
+
+/* Rows of a file that k_repack makes tiles of: of experts e0 .. e0 + n_e - 1, 16 n_rt rows from row 16 rt0 on, as far as there are. */
+struct repack {
+    size_t row_bytes;
+    uint32_t type; /* enum gguf_type */
+    int e0, n_e, rt0, n_rt;
+    int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
+    float factor; /* 2^shift */
+    float unit;   /* of the format: what the expansion to halves leaves out */
+};
 
 /* Reads a weight of an F32, F16 or BF16 row. */
 DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
@@ -487,6 +796,26 @@ __global__ void __launch_bounds__(256)
  * host knows whether the program was merely suspended. After an abort no kernel waits any more.
  * The all-reduce is a one-shot push in k_add_norm (below), or NCCL's.
  * ============================================================================================================ */
+
+/* What a kernel does with other ranks. Each has counts of its own. */
+enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CHANNELS };
+
+/* In host memory: how a rank's GPU and its thread tell each other that they are alive. */
+struct heartbeat {
+    uint32_t sums;    /* all-reduces that the GPU has done; */
+    uint32_t waiting; /* for whom a kernel has waited long last, see WAIT_CODE */
+    uint32_t abort;   /* the thread wants kernels to stop waiting */
+};
+
+/* On the rank's GPU: what its kernels count. */
+struct sequence {
+    uint32_t done[CHANNELS];    /* kernels that have ended; */
+    uint32_t arrived[CHANNELS]; /* blocks of the one that runs */
+    uint32_t aborted;           /* nothing waits any more */
+};
+
+/* A rank of the stage, a channel, and which all-reduce of the forward it is. */
+#define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
 
 /* This rank, as its kernels need it to talk to the others: its place in the stage, its counters on the GPU, and what
  * it tells the host. */
@@ -621,7 +950,11 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-enum { NORM_THREADS = 512, NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
+enum {
+    NORM_MAX = 16384, /* values of a row at most */
+    NORM_THREADS = 512,
+    NORM_VECS = NORM_MAX / (4 * NORM_THREADS)
+};
 
 /* Where k_add_norm finds the delta that it adds to x. */
 enum delta_source {
@@ -1038,6 +1371,8 @@ static void gemv_glu_launch(const struct gemv_glu_args *p, cudaStream_t s) {
  * Chooses the experts of each token. Decode has one kernel for logits, choice and job list; prefill has k_route_logits
  * and k_route_prefill in the next section.
  * ============================================================================================================ */
+
+enum { ROUTE_MAX_GROUPS = 32 /* groups of experts at most: each has a lane */ };
 
 struct route_args {
     const uint16_t *w16; /* (n_expert, n_embd) BF16, used if w32 is NULL */
@@ -1847,7 +2182,7 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
 /* Stores a group of n values into row `pos` of a plane, from element `at` on, with one warp: value i is x[i / 32] of
  * lane i % 32. FP8: the group's scale is amax / 448. */
 template <int PER>
-DEVICE void plane_store(const struct kv_plane &p, size_t pos, int at, int group, int n, const float x[PER]) {
+DEVICE void plane_store(const struct plane &p, size_t pos, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
     uint8_t *row = p.data + pos * p.row_bytes;
     float amax = 0;
@@ -1873,12 +2208,12 @@ struct rope_args {
     const float *q_norm, *k_norm; /* (d); MLA: k_norm (latent) */
     uint16_t *q16;    /* (n_tok, n_head, d) queries for attention; MLA: the part without rotation, input of wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which this kernel writes the last `rope` */
-    struct kv_plane kp, vp;
+    struct plane kp, vp;
     int n_head, n_head_kv, d, dv, rope, latent, nope;
     float eps;
 };
 
-enum { HEAD_PER = HEAD_MAX / 32 };
+enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
 
 /* GQA: norm and rotation of the heads of q and k; k and v go to the cache. Element i is rotated against element
  * i + rope / 2 (Qwen).
@@ -1983,7 +2318,7 @@ struct attn_args {
     const uint16_t *q;         /* (n_tok, n_head, dk) f16, tokens q_stride halves apart */
     uint16_t *out;             /* (n_tok, n_head, dv) f16, tokens out_stride halves apart */
     float *partials;           /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2): sums, then all (m, l) */
-    struct kv_plane k, v;      /* MLA: latents, rotated keys */
+    struct plane k, v;         /* MLA: latents, rotated keys */
     const struct batch *batch; /* its n_tok may be less than n_tok below: rows behind it are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
@@ -2124,7 +2459,7 @@ DEVICE int kv_at(int row, int at) {
 /* Starts to copy the rows of keys key..key+N-1: ROW bytes each, from byte `first` of the plane's rows; zeros from key
  * `len` on. With LANES threads, of which this is `lane`. */
 template <int ROW, int N, int LANES>
-DEVICE void kv_copy(uint8_t *to, const struct kv_plane &p, int first, int key, int len, int lane) {
+DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int len, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
     const uint8_t *from = p.data + (size_t)(key + row) * p.row_bytes + first + at;
@@ -2134,7 +2469,7 @@ DEVICE void kv_copy(uint8_t *to, const struct kv_plane &p, int first, int key, i
 }
 
 /* Returns the FP8 scale of a key's group; 0 from key `len` on. */
-DEVICE float kv_scale(const struct kv_plane &p, int key, int group, int len) {
+DEVICE float kv_scale(const struct plane &p, int key, int group, int len) {
     return key < len ? p.scale[(size_t)key * p.n_group + group] : 0.0f;
 }
 
@@ -2705,8 +3040,6 @@ static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
         if (x.mla == mla && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
     return NULL;
 }
-/* Tells moe.c whether there are attention kernels for these head widths. */
-extern "C" bool cuda_attends(bool mla, int dk, int dv) { return attn_find(mla, dk, dv, 0) != NULL; }
 /* Runs attention over the cache, with the kernels for these head widths and this type of cache. */
 static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaStream_t s) {
     attn_find(mla, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
@@ -2722,12 +3055,20 @@ static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaS
 
 enum { SAMPLE_THREADS = 512, SAMPLE_CANDIDATES = 2 * SAMPLE_THREADS };
 
-struct sample_args : sample_job {
-    const float *logits;  /* (n) */
-    uint64_t *block_best; /* (SAMPLE_BLOCKS) keys (sample_key) */
-    double *block_mass;   /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best logit) */
-    int *bins;            /* (SAMPLE_BINS) ids per bin; 0 between launches */
-    uint32_t *arrived;    /* counts blocks; 0 between launches */
+/* A choice of a token. */
+struct sample_args {
+    int n, limit; /* ids; how many of the best top-k leaves, n: all */
+    int n_recent; /* 0 where nothing is penalised */
+    bool greedy;
+    float repeat_penalty, temp, top_p, min_p;
+    double uniform;
+    int32_t recent[PENALTY_WINDOW];
+    uint32_t recent_mask[64]; /* bit id % 2048 of those: most ids need not be looked up */
+    const float *logits;      /* (n) */
+    uint64_t *block_best;     /* (SAMPLE_BLOCKS) keys (sample_key) */
+    double *block_mass;       /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best logit) */
+    int *bins;                /* (SAMPLE_BINS) ids per bin; 0 between launches */
+    uint32_t *arrived;        /* counts blocks; 0 between launches */
     int32_t *token;
 };
 
@@ -2905,6 +3246,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
 
 /* ============================================================================================================
  * The engine of a rank
+ *
+ * What a rank on a GPU holds; its errors, how it waits for its GPU, and its memory.
  * ============================================================================================================ */
 
 /* The copy of a tensor of the model: of a matrix in tiles, of anything else as it is. */
@@ -2914,67 +3257,206 @@ struct device_copy {
     void *data;
 };
 
-/* What is on its way to the GPU. */
+/* A pinned buffer on the host, its copy on the GPU, and an event after which it may be written again. */
 struct staging {
-    uint8_t *host, *device; /* pinned; NULL: it goes elsewhere */
+    uint8_t *host, *device; /* device NULL: the contents go elsewhere */
     cudaEvent_t free;
 };
 
-/* Everything of a rank that lies on its GPU. Pointers are device memory unless said otherwise. */
-struct cuda {
-    cudaStream_t stream;
-    void **pinned;              /* stb_ds: allocations in host memory, */
-    size_t allocated;           /* bytes of r->owned: those on the device */
-    struct device_copy *copies; /* host, stb_ds */
-    struct batch *batch;        /* followed by the ids: one copy per forward, */
-    struct staging
-        sent[2]; /* which two take turns to carry: the one before may not have left when the next is written */
-    int turn;
-    int32_t *tokens;          /* (chunk) */
-    float *x32[ACT_COUNT];    /* slots in F32, where something reads that */
-    uint16_t *x16[ACT_COUNT]; /* slots in halves: inputs of products and of attention */
-    float *cs, *sn;
-    const float *freq;
-    uint16_t *q_absorbed, *latent_out; /* MLA: (chunk, n_head, kv_lora + rope), (chunk, n_head, kv_lora) */
-    float *partials;                   /* of attention over a split context */
-    struct fp4_rows x4, hidden4;
-    uint16_t *hidden, *hidden_shared; /* few: (jobs, DECODE_MAX_TOKENS, n_ff); many: (slots, n_ff), (chunk, n_ff) */
-    struct route_args route;
-    struct sort_args sort;
-    float *expert_out; /* (chunk k, n_embd) results of the experts before they are weighed */
-    float *logits; /* (LOGIT_ROWS, n_vocab) or, in one of several ranks, of the rows it has; NULL: see cuda_logits */
-    size_t logits_stride; /* floats from row to row */
-    float *logits_host;   /* host, pinned, likewise */
-    float *gathered;      /* (n_rank, DECODE_MAX_TOKENS, n_embd), for NCCL; */
-    uint16_t *sum16;      /* (chunk, n_embd) BF16 */
-#ifdef HAVE_NCCL
-    ncclComm_t comm;
-#endif
-    struct sample_args sample;
-    struct sampling sampling;                     /* of the latest choice */
-    int32_t *token_host;                          /* pinned */
-    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1]; /* of forwards of so many tokens; NULL: not yet */
-    struct staging staging[STAGING_BUFFERS];      /* while the weights are uploaded */
-    uint32_t *range, range_host[2]; /* of repacking; here, as the copy may end after a failed wait for it */
-    int mma_turns;                  /* of k_mma_rate that take some milliseconds; 0: not measured */
+enum {
+    STAGING_BUFFERS = FMT_F16 + 1, /* for the upload: two take turns, or one for each format holds synthetic rows */
+    STAGING_BYTES = 32 << 20       /* of each */
 };
 
-static bool cuda_ok(struct rank *r, cudaError_t e, const char *what) {
-    if (e == cudaSuccess) return !r->failed;
-    const bool image = e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion;
-    cudaGetLastError();
-    return rank_fail(r, "%s: %s%s", what, cudaGetErrorString(e),
-                     image ? " (the program is for other chips or a newer driver: see moe --version)" : "");
+/* Everything of a rank that lies on its GPU, and the state of its thread. Pointers are device memory unless said otherwise. */
+struct cuda {
+    int device, n_sm;       /* number of the GPU; its multiprocessors */
+    bool shared;            /* another rank is on the same GPU */
+    struct gpu_sizes sizes; /* what the options and the chip ask for */
+    char *err;   /* host: ERR_MAX bytes for the first error of the start; NULL later: an error ends the program */
+    bool failed; /* there was an error */
+
+    cudaStream_t stream;
+    void **pinned;              /* stb_ds: allocations in host memory */
+    size_t allocated;           /* bytes of r->owned: allocations on the device */
+    struct device_copy *copies; /* host, stb_ds: by the address of the tensor in the model */
+    struct batch *batch;        /* followed by the token ids, so that one copy per forward brings both */
+    struct staging sent[2];   /* hold the batch on its way; the one before may not have left when the next is written */
+    int turn;                 /* the one of them that was used last */
+    int32_t *tokens;          /* (chunk) */
+    float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
+    uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
+    float *cs, *sn;           /* (chunk, rope_dim / 2) cosines and sines of the batch's positions */
+    const float *freq;        /* (rope_dim / 2) radians per position */
+    uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
+    uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there */
+    float *partials;          /* partial outputs of attention over a split context */
+    struct fp4_rows x4;       /* (chunk, n_embd) inputs of routed experts in FP4 */
+    struct fp4_rows hidden4;  /* (slots, n_ff) their hidden rows */
+    uint16_t *hidden; /* hidden rows of routed experts: decode (jobs, DECODE_MAX_TOKENS, n_ff), prefill (slots, n_ff) */
+    uint16_t *hidden_shared; /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
+    struct route_args route; /* buffers of the router */
+    struct sort_args sort;   /* buffers of the sort by expert */
+    float *expert_out;       /* (slots, n_embd) results of the experts before they are weighted */
+    float *logits; /* (LOGIT_ROWS, logits_stride), of a rank other than the root of the rows it has; the root of several
+                                   ranks: in its mailbox, see cuda_logits */
+    size_t logits_stride; /* floats from row to row */
+    float *logits_host;   /* host, pinned: (LOGIT_ROWS, n_vocab) */
+    float *gathered;      /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
+    uint16_t *sum16;      /* (chunk, n_embd) BF16 that NCCL adds up */
+#ifdef HAVE_NCCL
+    ncclComm_t comm; /* of the stage; NULL: NCCL is not used */
+#endif
+    bool by_nccl[DECODE_MAX_TOKENS + 1];          /* NCCL does all-reduces of so many tokens */
+    struct sample_args sample;                    /* the latest choice of a token, */
+    struct sampling sampling;                     /* and the options it was made with */
+    int32_t *token_host;                          /* host, pinned: the token chosen */
+    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1]; /* recorded forwards of so many tokens; NULL: not yet */
+
+    struct staging staging[STAGING_BUFFERS]; /* during the upload */
+    int staging_next;                        /* the one to be used next; */
+    unsigned staging_filled;                 /* bits: those that hold synthetic rows */
+    uint32_t *range, range_host[2]; /* of k_repack; a member because the copy may end after a failed wait for it */
+    int mma_turns;                  /* turns of k_mma_rate that take some milliseconds; 0: not measured */
+
+    /* of all ranks of all stages, as this GPU and thread reach them; NULL: this rank is alone */
+    struct mailbox mailbox[MAX_RANKS];
+    struct heartbeat *heartbeat[MAX_RANKS]; /* host */
+    struct sequence *sequence;              /* this rank's own */
+};
+
+/* ---- errors ---- */
+
+/* Keeps the first error of a start, as a message for its caller, and lets the other ranks know. Later an error ends the program.
+ * Always false. */
+__attribute__((format(printf, 2, 3))) static bool rank_fail(struct rank *r, const char *fmt, ...) {
+    struct cuda *c = r->cuda;
+    char text[ERR_MAX - 32], line[ERR_MAX];
+    va_list v;
+    va_start(v, fmt);
+    vsnprintf(text, sizeof text, fmt, v);
+    va_end(v);
+    snprintf(line, sizeof line, "GPU %d: %s", c->device, text);
+    if (!c->err) rank_fatal(line);
+    if (!c->failed) memcpy(c->err, line, strlen(line) + 1);
+    c->failed = true;
+    rank_heartbeat(r, true);
+    return false;
 }
 
-/* Waits for an event, or NULL: for all that was enqueued. With other ranks a GPU may wait for one that never comes: then it must not be
- * waited for blindly. */
+/* Fails unless e is cudaSuccess. The message says what was being done, and what failed: the kernel where its launch did, otherwise
+ * the call that e came from. running: an error of a kernel that was launched before shows only now, so the last one is named, too. */
+static bool cuda_check(struct rank *r, cudaError_t e, const char *what, const char *call, int line, bool running) {
+    if (e == cudaSuccess) return !r->cuda->failed;
+    const bool image = e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion;
+    const char *hint = image ? " (the program is for other chips or a newer driver: see moe --version)" : "";
+    const char *failed = kernel_failed;
+    errors_clear();
+    if (failed) return rank_fail(r, "%s: kernel %s: %s%s", what, failed, cudaGetErrorString(e), hint);
+    return rank_fail(r, "%s: %s (moe_cuda.cu:%d)%s%s: %s%s", what, call, line,
+                     running && kernel_last ? ", the last kernel was " : "", running && kernel_last ? kernel_last : "",
+                     cudaGetErrorString(e), hint);
+}
+#define CUDA_OK(r, call, what) cuda_check(r, call, what, #call, __LINE__, false)
+
+/* Zeroed memory of the host. */
+static void *host_memory(size_t n, size_t size) {
+    void *p = calloc(n + !n, size);
+    if (!p) rank_fatal("out of memory");
+    return p;
+}
+
+/* Whether a rank that started has failed; a barrier, after which all ranks have the smallest context and chunk of any. False: one
+ * has failed. */
+static bool rank_agree(struct rank *r) {
+    struct cuda *c = r->cuda;
+    const int mine[3] = {c->failed, r->n_ctx, r->chunk};
+    int all[MAX_RANKS][3];
+    rank_all_gather(r, mine, all, sizeof mine);
+    for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++) {
+        c->failed |= all[i][0] != 0;
+        r->n_ctx = min(r->n_ctx, all[i][1]);
+        r->chunk = min(r->chunk, all[i][2]);
+    }
+    return !c->failed;
+}
+
+/* Waits for all ranks of all stages. */
+static void rank_barrier(struct rank *r) {
+    const char mine = 0;
+    char all[MAX_RANKS];
+    rank_all_gather(r, &mine, all, 1);
+}
+
+/* ---- waiting ---- */
+
+/* How long a rank has waited for its GPU. */
+struct backoff {
+    uint64_t turns; /* looks at the GPU so far */
+    double idle;    /* seconds without an all-reduce of any rank; while the program is suspended they do not count */
+    double last;    /* time of the latest look, */
+    uint32_t seen;  /* and all-reduces of all ranks then */
+};
+
+/* Fails with a message that says for whom the ranks wait, as far as their kernels have told. */
+static void rank_stalled(struct rank *r, const char *what, int seconds) {
+    const struct shard shard = r->m->shard;
+    char who[256] = "";
+    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) {
+        const uint32_t code = *(volatile uint32_t *)&r->cuda->heartbeat[i]->waiting;
+        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
+        const size_t at = strlen(who), room = sizeof who - at;
+        if (code && channel == CH_ALLREDUCE)
+            snprintf(who + at, room, "; rank %d waited for rank %d at the sum of the %s of its layer %d", i,
+                     i / shard.n_rank * shard.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
+        else if (code)
+            snprintf(who + at, room, "; rank %d waited for %s", i,
+                     channel == CH_LOGITS ? "a part of the logits" : "another stage");
+    }
+    rank_fail(
+        r,
+        "%s: nothing has happened for %d s%s. Has a GPU stopped? At the start: are writes between GPUs or NCCL broken "
+        "here (IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
+        what, seconds, who);
+}
+
+/* Call between two looks at a GPU that is not ready: sleeps after a while, and fails when nothing happens on any rank. False: a
+ * rank has failed, and the wait is to be given up. */
+static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
+    enum {
+        SPINS = 20000,       /* looks before it sleeps between them */
+        NAP = 50000,         /* nanoseconds of such a sleep */
+        ALLREDUCE_STALL = 7, /* seconds without an all-reduce that are too many, */
+        STAGE_STALL = 60     /* and with several stages, of which one computes for long */
+    };
+    struct cuda *c = r->cuda;
+    const struct timespec nap = {0, NAP};
+    const struct shard *shard = &r->m->shard;
+    const double now = now_seconds();
+    uint32_t sums = 0;
+    for (int i = 0; i < shard->n_rank * shard->n_stage; i++) sums += *(volatile uint32_t *)&c->heartbeat[i]->sums;
+    p->idle = sums != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
+    p->seen = sums;
+    p->last = now;
+    if (rank_heartbeat(r, false)) c->failed = true;
+    if (p->idle > (shard->n_stage > 1 ? STAGE_STALL : ALLREDUCE_STALL) && !c->failed)
+        rank_stalled(r, what, (int)p->idle);
+    if (c->failed) *(volatile uint32_t *)&c->heartbeat[r->index]->abort = 1;
+    if (p->turns++ > SPINS || c->failed) nanosleep(&nap, NULL);
+    return !c->failed;
+}
+
+/* Waits for an event, or with NULL for all that was enqueued. Where there are other ranks the GPU may wait for one that never
+ * comes: then the wait must be one that can be given up. False after an error. */
 static bool await(struct rank *r, cudaEvent_t event, const char *what) {
     struct cuda *c = r->cuda;
     struct backoff p = {};
     cudaError_t e;
-    if (!r->heartbeat[0])
-        return cuda_ok(r, event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream), what);
+    if (!c->heartbeat[0]) {
+        e = event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream);
+        return cuda_check(r, e, what, event ? "cudaEventSynchronize(event)" : "cudaStreamSynchronize(c->stream)",
+                          __LINE__, true);
+    }
     while ((e = event ? cudaEventQuery(event) : cudaStreamQuery(c->stream)) == cudaErrorNotReady) {
         if (rank_keep_waiting(r, &p, what)) continue;
 #ifdef HAVE_NCCL
@@ -2983,72 +3465,75 @@ static bool await(struct rank *r, cudaEvent_t event, const char *what) {
 #endif
     }
     if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
-    return cuda_ok(r, e, what);
-}
-extern "C" bool cuda_sync(struct rank *r, const char *what) { return await(r, NULL, what); }
-
-extern "C" bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what) {
-    return cuda_ok(r, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, r->cuda->stream), what);
+    return cuda_check(r, e, what, event ? "cudaEventQuery(event)" : "cudaStreamQuery(c->stream)", __LINE__, true);
 }
 
-extern "C" void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
+/* Waits for all that was enqueued. False after an error. */
+static bool cuda_sync(struct rank *r, const char *what) { return await(r, NULL, what); }
+
+/* ---- memory ---- */
+
+/* Enqueues a copy between the host's memory and the GPU's. False after an error. */
+static bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, const char *what) {
+    return CUDA_OK(r, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, r->cuda->stream), what);
+}
+
+/* What the rank's GPU says of itself now; an error of the rank if it does not answer. */
+static struct gpu_facts rank_facts(struct rank *r) {
+    struct gpu_facts f;
+    const char *why = cuda_facts(r->cuda->device, &f, false);
+    if (why) rank_fail(r, "asking for its chip and memory: %s", why);
+    return f;
+}
+
+/* Fails: there is no room for so many bytes. */
+static void gpu_full(struct rank *r, size_t bytes, const char *what) {
+    struct gpu_facts f;
+    cuda_facts(r->cuda->device, &f, false);
+    rank_fail(
+        r,
+        "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer experts need "
+        "less; --cpu needs none",
+        what, (double)bytes / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
+}
+
+/* Zeroed memory on the GPU, which the rank holds until it ends. NULL after an error. */
+static void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
     struct cuda *c = r->cuda;
     void *p = NULL;
-    if (r->failed) return NULL;
-    if (cudaMalloc(&p, bytes + 256) != cudaSuccess) return cudaGetLastError(), gpu_full(r, bytes, what), nullptr;
+    if (c->failed) return NULL;
+    if (cudaMalloc(&p, bytes + 256) != cudaSuccess) {
+        errors_clear();
+        gpu_full(r, bytes, what);
+        return NULL;
+    }
     arrput(r->owned, p);
     c->allocated += bytes;
-    cuda_ok(r, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
+    CUDA_OK(r, cudaMemsetAsync(p, 0, bytes + 256, c->stream), "clearing memory");
     return p;
 }
 
-extern "C" void *cuda_host_memory(struct rank *r, size_t bytes, const char *what) {
+/* Zeroed, pinned memory of the host that all GPUs reach, held likewise. NULL after an error. */
+static void *cuda_host_memory(struct rank *r, size_t bytes, const char *what) {
+    struct cuda *c = r->cuda;
     void *p = NULL;
-    if (r->failed || !cuda_ok(r, cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what))
+    if (c->failed || !CUDA_OK(r, cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped), what))
         return NULL;
-    arrput(r->cuda->pinned, p);
+    arrput(c->pinned, p);
     return memset(p, 0, bytes);
 }
 
-static struct device_matrix *device_matrix_of(struct cuda *c, const struct weight *w) {
-    return &hmgetp(c->copies, w->data)->mat;
-}
-static void *device_vector_of(struct cuda *c, const void *key) { return hmgetp(c->copies, key)->data; }
-
-extern "C" const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
-    struct device_copy t = *hmgetp(r->cuda->copies, key);
-    t.key = key;
-    if (!key || t.data || !(t.data = cuda_memory(r, bytes, what))) return t.data;
-    cuda_copy(r, t.data, from, bytes, what);
-    hmputs(r->cuda->copies, t);
-    return t.data;
-}
-
-extern "C" bool cuda_matrix(struct rank *r, const struct weight *w, const char *what) {
-    struct device_copy t = *hmgetp(r->cuda->copies, w->data);
-    struct device_matrix *d = &t.mat;
-    if (d->codes || r->failed) return false;
-    t.key = w->data;
-    d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
-    d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
-    d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);
-    if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
-    d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
-    d->bias = (const float *)cuda_vector(r, w->bias, w->bias, (size_t)w->n_out * sizeof(float), what);
-    hmputs(r->cuda->copies, t);
-    return !r->failed;
-}
-
-/* A stage to be written, whose contents before have left; made at the first call. NULL after an error. */
+/* Waits until a staging buffer may be written, and makes it at the first call; device: with a copy on the GPU. Returns its memory on
+ * the host, or NULL after an error. */
 static uint8_t *staging_take(struct rank *r, struct staging *s, size_t bytes, bool device, const char *what) {
     if (s->free) {
         await(r, s->free, what);
     } else {
-        cuda_ok(r, cudaMallocHost((void **)&s->host, bytes), what);
-        if (device) cuda_ok(r, cudaMalloc((void **)&s->device, bytes), what);
-        cuda_ok(r, cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming), what);
+        CUDA_OK(r, cudaMallocHost((void **)&s->host, bytes), what);
+        if (device) CUDA_OK(r, cudaMalloc((void **)&s->device, bytes), what);
+        CUDA_OK(r, cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming), what);
     }
-    return r->failed ? NULL : s->host;
+    return r->cuda->failed ? NULL : s->host;
 }
 
 static void staging_free(struct staging *s) {
@@ -3058,40 +3543,28 @@ static void staging_free(struct staging *s) {
     *s = {};
 }
 
-extern "C" uint8_t *cuda_staging(struct rank *r, int stage) {
-    return staging_take(r, &r->cuda->staging[stage], STAGING_BYTES, true, "memory for the upload");
+/* The copy of a matrix that was uploaded. */
+static struct device_matrix *device_matrix_of(struct cuda *c, const struct weight *w) {
+    return &hmgetp(c->copies, w->data)->mat;
 }
 
-extern "C" void cuda_repack(struct rank *r, const struct weight *w, struct repack k, int stage, size_t bytes) {
-    struct cuda *c = r->cuda;
-    struct device_matrix *d = device_matrix_of(c, w);
-    const struct staging *s = &c->staging[stage];
-    const size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
-    if (bytes) cuda_copy(r, s->device, s->host, bytes, "uploading weights");
-    d->unit = k.unit;
-    LAUNCH_PDL(k_repack, (unsigned)((tiles + 7) / 8), 256, 0, c->stream, k, s->device, *d, c->range);
-    cuda_ok(r, cudaGetLastError(), "repacking weights");
-    cuda_ok(r, cudaEventRecord(s->free, c->stream), "repacking weights");
-}
+/* The copy of a vector that was uploaded; NULL: there is none. */
+static void *device_vector_of(struct cuda *c, const void *key) { return hmgetp(c->copies, key)->data; }
 
-extern "C" bool cuda_range(struct rank *r, uint32_t range[2]) {
-    struct cuda *c = r->cuda;
-    if (r->failed) return false;
-    cuda_copy(r, c->range_host, c->range, sizeof c->range_host, "repacking weights");
-    cuda_ok(r, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), "repacking weights");
-    if (cuda_ok(r, cudaStreamSynchronize(c->stream), "repacking weights"))
-        memcpy(range, c->range_host, sizeof c->range_host);
-    return !r->failed;
-}
-
-extern "C" void cuda_uploaded(struct rank *r) {
-    cuda_ok(r, cudaStreamSynchronize(r->cuda->stream), "uploading weights");
-    for (struct staging &s : r->cuda->staging) staging_free(&s);
-    r->weight_bytes = r->cuda->allocated;
+/* The copy of something that `key` names, made from `from` at the first call. NULL: there is no key, or after an error. */
+static const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
+    struct device_copy t = *hmgetp(r->cuda->copies, key);
+    t.key = key;
+    if (!key || t.data || !(t.data = cuda_memory(r, bytes, what))) return t.data;
+    cuda_copy(r, t.data, from, bytes, what);
+    hmputs(r->cuda->copies, t);
+    return t.data;
 }
 
 /* ============================================================================================================
  * Operations
+ *
+ * The functions of the table cuda_ops: what they enqueue, and what they wait for.
  * ============================================================================================================ */
 
 static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
@@ -3106,36 +3579,38 @@ static void send_batch(struct rank *r) {
     out[0] = r->pos, out[1] = r->n_tok;
     memcpy(out + 2, r->tokens, bytes);
     cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
-    cuda_ok(r, cudaEventRecord(s->free, c->stream), "sending tokens");
+    CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
 /* True: the whole forward was replayed from its graph. Otherwise a forward of few tokens is recorded. */
 static bool cuda_begin(struct rank *r) {
     struct cuda *c = r->cuda;
     send_batch(r);
-    if (r->n_tok > DECODE_MAX_TOKENS || profiling()) return false;
+    if (r->n_tok > DECODE_MAX_TOKENS || profile.row) return false;
     if (!c->graph[r->n_tok]) {
-        cuda_ok(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
+        CUDA_OK(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
         return false;
     }
-    cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    CUDA_OK(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    kernel_last = "of a recorded forward";
     return true;
 }
 
 static void cuda_end(struct rank *r) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
-    cuda_ok(r, cudaGetLastError(), "a forward pass");
-    if (r->n_tok > DECODE_MAX_TOKENS || profiling()) return;
-    cuda_ok(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
-    cuda_ok(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
+    CUDA_OK(r, cudaGetLastError(), "a forward pass");
+    if (r->n_tok > DECODE_MAX_TOKENS || profile.row) return;
+    CUDA_OK(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
+    CUDA_OK(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
     cudaGraphDestroy(g);
     rank_barrier(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
-    cuda_ok(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    CUDA_OK(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    kernel_last = "of a recorded forward";
 }
 
 static struct tp_peer tp_peer_of(const struct rank *r) {
-    return {r->m->shard.rank, r->m->shard.n_rank, r->sequence, r->heartbeat[r->index]};
+    return {r->m->shard.rank, r->m->shard.n_rank, r->cuda->sequence, r->cuda->heartbeat[r->index]};
 }
 
 static void send_rows(struct rank *r, struct send_args a) {
@@ -3147,9 +3622,9 @@ static void cuda_embed(struct rank *r, enum act out) {
     r->n_all_reduce = 0;
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream,
                r->m->embd.data ? *device_matrix_of(c, &r->m->embd) : device_matrix{}, c->tokens, c->batch, c->freq,
-               r->m->rope_dim / 2, r->m->rope_factor, c->x32[out], c->cs, c->sn);
+               r->m->ropes[0].dim / 2, r->m->ropes[0].factor, c->x32[out], c->cs, c->sn);
     if (!r->m->shard.stage) return;
-    const struct mailbox *own = &r->mailbox[r->index], *before = own - r->m->shard.n_rank;
+    const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const size_t n = (size_t)r->m->n_embd;
     send_rows(r, {tp_peer_of(r), CH_RECV, own->hidden_flag, 1, own->x, c->x32[out], n, n, r->n_tok, r->m->n_embd,
                   before->credit});
@@ -3171,10 +3646,13 @@ static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act ou
 }
 
 #ifdef HAVE_NCCL
-static bool nccl_ok(struct rank *r, ncclResult_t e, const char *what) {
-    if (e == ncclSuccess) return !r->failed;
-    return rank_fail(r, "%s: %s (%s)", what, ncclGetErrorString(e), ncclGetLastError(r->cuda->comm));
+/* Fails unless e is ncclSuccess; the message names the call that it came from. */
+static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int line) {
+    if (e == ncclSuccess) return !r->cuda->failed;
+    return rank_fail(r, "NCCL: %s (moe_cuda.cu:%d): %s (%s)", call, line, ncclGetErrorString(e),
+                     ncclGetLastError(r->cuda->comm));
 }
+#define NCCL_OK(r, call) nccl_check(r, call, #call, __LINE__)
 
 /* The sum by NCCL. For decode tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
  * BF16: two bytes per value cross the bus instead of four, and each addition rounds to 8 bits (NMSE of about 4e-6). */
@@ -3182,49 +3660,23 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     struct cuda *c = r->cuda;
     const size_t count = (size_t)a->n_tok * (size_t)a->n;
     const bool decode = a->n_tok <= DECODE_MAX_TOKENS;
-    if (!c->comm || (decode && !r->by_nccl[a->n_tok])) return false;
+    if (!c->comm || (decode && !r->cuda->by_nccl[a->n_tok])) return false;
     if (decode) {
-        nccl_ok(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream), "NCCL all-gather");
+        NCCL_OK(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream));
         a->delta = c->gathered;
         LAUNCH_PDL(k_add_norm<DELTA_GATHERED>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
     } else {
         LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
                    count);
-        nccl_ok(r, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream),
-                "NCCL all-reduce");
+        NCCL_OK(r, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream));
         a->delta = c->sum16;
         LAUNCH_PDL(k_add_norm<DELTA_BF16>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
     }
     return true;
 }
 
-/* The communicator of the stage, and its buffers, which come with the first calls: before the rest of the memory is given out. */
-extern "C" void cuda_nccl_init(struct rank *r) {
-    enum { TRY = 1024 };
-    struct cuda *c = r->cuda;
-    const struct shard p = r->m->shard;
-    ncclUniqueId id = {}, all[MAX_RANKS];
-    float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
-    if (!p.rank) nccl_ok(r, ncclGetUniqueId(&id), "NCCL");
-    rank_all_gather(r, &id, all, sizeof id);
-    if (!rank_agree(r)) return;
-    char *err = r->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
-    r->err = NULL;
-    nccl_ok(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank), "NCCL");
-    nccl_ok(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream), "NCCL");
-    nccl_ok(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream), "NCCL");
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "NCCL");
-    r->err = err;
-}
-
-extern "C" int cuda_nccl(void) {
-    int version = 0;
-    return ncclGetVersion(&version) == ncclSuccess ? version : 0;
-}
 #else
 static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
-extern "C" void cuda_nccl_init(struct rank *) {}
-extern "C" int cuda_nccl(void) { return 0; }
 #endif
 
 static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
@@ -3232,15 +3684,15 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
     const struct shard *shard = &r->m->shard;
     const int n_tok = r->n_tok, n = r->width[x], piece = ALLREDUCE_SLOT / n; /* rows that are pushed at once */
     struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
-    if (shard->n_rank == 1 && !r->sizes.nccl) {
+    if (shard->n_rank == 1 && !r->cuda->sizes.nccl) {
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
     a.p = tp_peer_of(r), a.ordinal = (int)r->n_all_reduce++;
     if (all_reduce_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
-    if (r->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
-    const struct mailbox *stage = &r->mailbox[shard->stage * shard->n_rank];
+    if (r->cuda->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
+    const struct mailbox *stage = &r->cuda->mailbox[shard->stage * shard->n_rank];
     for (int k = 0; k < shard->n_rank; k++) a.slot[k] = stage[k].slot, a.flag[k] = stage[k].reduce_flag;
     const size_t step = (size_t)piece * (size_t)n;
     for (int t = 0; t < n_tok; t += piece) {
@@ -3257,9 +3709,9 @@ static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     const size_t n = (size_t)r->m->n_embd;
     cuda_all_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
     if (shard->stage + 1 == shard->n_stage) return;
-    const struct mailbox *next = &r->mailbox[r->index + shard->n_rank];
-    send_rows(r, {tp_peer_of(r), CH_SEND, r->mailbox[r->index].credit, 1, r->cuda->x32[x], next->x, n, n, r->n_tok,
-                  r->m->n_embd, next->hidden_flag});
+    const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
+    send_rows(r, {tp_peer_of(r), CH_SEND, r->cuda->mailbox[r->index].credit, 1, r->cuda->x32[x], next->x, n, n,
+                  r->n_tok, r->m->n_embd, next->hidden_flag});
 }
 
 /* The next launch moves `count` matrices of w's shape, and `more` bytes. */
@@ -3317,14 +3769,16 @@ static void cuda_linear3(struct rank *r, enum act x, const struct weight *const 
 static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
+    const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
     struct rope_args p = {};
     p.batch = c->batch, p.cs = c->cs, p.sn = c->sn, p.q = c->x32[q], p.k = c->x32[k], p.q16 = c->x16[q];
-    p.kp = r->kv[il].k, p.vp = r->kv[il].v;
-    p.n_head = m->n_head, p.n_head_kv = m->n_head_kv, p.d = m->head_k, p.dv = m->head_v, p.rope = m->rope_dim;
-    p.latent = m->kv_lora, p.nope = m->nope, p.eps = m->rms_eps, p.q_rope = c->q_absorbed;
-    p.q_norm = (const float *)device_vector_of(c, layer->q_norm),
-    p.k_norm = (const float *)device_vector_of(c, m->kv_lora ? layer->kv_a_norm : layer->k_norm);
+    p.kp = r->planes[il][PLANE_K], p.vp = r->planes[il][PLANE_V];
+    p.n_head = shape.n_head, p.n_head_kv = shape.n_head_kv, p.d = shape.head_k, p.dv = shape.head_v;
+    p.rope = layer_rope_dim(m, layer), p.nope = layer_nope(m, layer), p.latent = shape.kv_lora;
+    p.eps = m->rms_eps, p.q_rope = c->q_absorbed;
+    p.q_norm = (const float *)device_vector_of(c, layer->q_norm);
+    p.k_norm = (const float *)device_vector_of(c, shape.kv_lora ? layer->kv_a_norm : layer->k_norm);
     return p;
 }
 
@@ -3341,32 +3795,36 @@ static void cuda_mla_store(struct rank *r, int il, enum act q, enum act kv) {
 }
 
 static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, int dv, int n_head_kv) {
-    const struct model *m = r->m;
+    const struct attn shape = r->m->layers[il].attn;
+    const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][PLANE_V];
     struct cuda *c = r->cuda;
     struct attn_args a = {};
-    a.q = q, a.out = out, a.partials = c->partials, a.k = r->kv[il].k, a.v = r->kv[il].v;
-    a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = m->n_head, a.n_head_kv = n_head_kv, a.dk = dk, a.dv = dv;
-    a.q_stride = (size_t)m->n_head * (size_t)dk, a.out_stride = (size_t)m->n_head * (size_t)dv;
-    a.scale = m->attn_scale, a.max_splits = r->sizes.splits;
-    const double key = (double)kv_token_bytes(m, r->kv_type) / m->n_layer;
+    a.q = q, a.out = out, a.partials = c->partials, a.k = *k, a.v = *v;
+    a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = shape.n_head, a.n_head_kv = n_head_kv, a.dk = dk, a.dv = dv;
+    a.q_stride = (size_t)shape.n_head * (size_t)dk, a.out_stride = (size_t)shape.n_head * (size_t)dv;
+    a.scale = shape.scale, a.max_splits = r->cuda->sizes.splits;
+    const double key = (double)(k->row_bytes + plane_scale_bytes(k) + v->row_bytes + plane_scale_bytes(v));
     profile_next((r->pos + r->n_tok) * key, "%d keys", r->pos + r->n_tok);
-    attn_launch(&a, m->kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
+    attn_launch(&a, shape.kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
 }
 
 static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
-    attend(r, il, r->cuda->x16[q], r->m->head_k, r->cuda->x16[out], r->m->head_v, r->m->n_head_kv);
+    const struct attn shape = r->m->layers[il].attn;
+    attend(r, il, r->cuda->x16[q], shape.head_k, r->cuda->x16[out], shape.head_v, shape.n_head_kv);
 }
 
 /* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix C). */
 static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out) {
-    const struct model *m = r->m;
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
-    size_t key = (size_t)(m->kv_lora + m->rope_dim), lat = (size_t)m->kv_lora, heads = (size_t)m->n_head;
-    product(r, device_matrix_of(c, &m->layers[il].wk_b), c->x16[q], heads * (size_t)m->head_k, (size_t)m->head_k,
-            r->n_tok, m->n_head, c->q_absorbed, NULL, heads * key, key);
-    attend(r, il, c->q_absorbed, (int)key, c->latent_out, m->kv_lora, 1);
-    product(r, device_matrix_of(c, &m->layers[il].wv_b), c->latent_out, heads * lat, lat, r->n_tok, m->n_head,
-            c->x16[out], NULL, heads * (size_t)m->head_v, (size_t)m->head_v);
+    const size_t key = (size_t)(shape.kv_lora + layer_rope_dim(r->m, layer)), lat = (size_t)shape.kv_lora;
+    const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
+    product(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,
+            c->q_absorbed, NULL, heads * key, key);
+    attend(r, il, c->q_absorbed, (int)key, c->latent_out, shape.kv_lora, 1);
+    product(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
+            NULL, heads * head_v, head_v);
 }
 
 /* Collects the squares of the inputs of network `ffn` of a layer: x, and hidden rows. first, rows: as in k_in_sum2. */
@@ -3417,8 +3875,8 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
         p.w = *device_matrix_of(c, ffns[i].gate), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
         if (experts) {
             p.expert = ro->job_expert, p.n_jobs = ro->n_jobs;
-            p.max_jobs = min(r->n_tok * r->m->n_expert_used, p.w.n_expert);
-            jobs[i] = experts_expected(r->m, p.w.n_expert, r->n_tok);
+            p.max_jobs = min(r->n_tok * r->m->layers[il].n_expert_used, p.w.n_expert);
+            jobs[i] = experts_expected(&r->m->layers[il], r->n_tok);
         }
         u.gate[i] = p, u.up[i] = *device_matrix_of(c, ffns[i].up), u.y[i] = experts ? c->hidden : c->hidden_shared;
         u.y_stride[i] = (size_t)p.w.n_out;
@@ -3448,7 +3906,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     if (router_halves(&layer->router)) p.w16 = (const uint16_t *)router;
     else p.w32 = (const float *)router;
     p.bias = (const float *)device_vector_of(c, layer->router_bias), p.x = c->x32[x];
-    p.n_tok = r->n_tok, p.n_expert = layer->n_expert;
+    p.n_tok = r->n_tok, p.n_expert = layer->n_expert, p.k = layer->n_expert_used;
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* what is collected lies sorted by expert */
         route_decode_launch(&p, c->stream);
         ffn_decode(r, il, true, x, out);
@@ -3458,6 +3916,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     LAUNCH_PDL(k_route_prefill, ceil_div(r->n_tok, 4), 128, 4 * 2 * sizeof(float) * (size_t)layer->n_expert, c->stream,
                p);
     struct sort_args s = c->sort;
+    s.k = p.k;
     s.n_choices = r->n_tok * s.k, s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
@@ -3468,10 +3927,10 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
     g.max_tiles = s.n_choices / TN + (layer->n_expert < s.n_choices ? layer->n_expert : s.n_choices);
     g.n_tok = s.n_choices, g.y = c->hidden, g.y_stride = (size_t)layer->gate.n_out;
-    const bool w4a4 = r->sizes.w4a4 && g.w.fmt == FMT_FP4 && device_matrix_of(c, &layer->down)->fmt == FMT_FP4;
+    const bool w4a4 = r->cuda->sizes.w4a4 && g.w.fmt == FMT_FP4 && device_matrix_of(c, &layer->down)->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
-        profile_matrices(&g.w, (1 + glu) * experts_expected(m, layer->n_expert, r->n_tok), 0);
+        profile_matrices(&g.w, (1 + glu) * experts_expected(layer, r->n_tok), 0);
         gemm_prefill(&g, glu, c->stream);
     };
     experts(1, r->n_tok, c->x4);
@@ -3493,7 +3952,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
-    const struct mailbox *head = &r->mailbox[shard->stage * shard->n_rank];
+    const struct mailbox *head = &r->cuda->mailbox[shard->stage * shard->n_rank];
     if (!c->logits) c->logits = head->logits; /* of the first of several ranks: where the others push theirs */
     struct norm_args a =
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
@@ -3508,7 +3967,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
                    logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, head->logits_flag + shard->rank});
     else if (shard->n_rank > 1)
         send_rows(r, {tp_peer_of(r), CH_LOGITS, head->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
-    cuda_ok(r, cudaGetLastError(), "the output layer");
+    CUDA_OK(r, cudaGetLastError(), "the output layer");
 }
 
 static const float *cuda_read_logits(struct rank *r, int row) {
@@ -3523,8 +3982,19 @@ static const float *cuda_read_logits(struct rank *r, int row) {
 static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
     struct cuda *c = r->cuda;
     struct sample_args *p = &c->sample;
-    c->sampling = *o, p->logits = c->logits;
-    sampling_job(p, o, r->m->n_ids, recent, n_recent, uniform);
+    c->sampling = *o;
+    p->logits = c->logits;
+    p->n = r->m->n_ids;
+    p->limit = o->top_k > 0 && o->top_k < p->n ? o->top_k : p->n;
+    p->greedy = o->greedy || o->temp <= 0;
+    p->n_recent = o->repeat_penalty != 1.0f ? n_recent : 0;
+    memset(p->recent_mask, 0, sizeof p->recent_mask);
+    for (int i = 0; i < n_recent; i++) {
+        p->recent[i] = recent[i];
+        p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
+    }
+    p->repeat_penalty = o->repeat_penalty, p->temp = o->temp, p->top_p = o->top_p, p->min_p = o->min_p;
+    p->uniform = uniform;
     LAUNCH_PDL(k_sample, min(ceil_div(p->n, 4 * SAMPLE_THREADS), (unsigned)SAMPLE_BLOCKS), SAMPLE_THREADS, 0, c->stream,
                *p);
     cuda_copy(r, c->token_host, p->token, sizeof(int32_t), "choosing a token");
@@ -3539,8 +4009,8 @@ static int32_t cuda_read_token(struct rank *r) {
 }
 
 /* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one. */
-static void cuda_kv_copy(struct rank *r, const struct kv_plane *p, size_t first, size_t n, uint8_t *data, float *scale,
-                         bool store) {
+static void cuda_plane_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
+                            bool store) {
     const char *what = "copying the cache";
     auto move = [&](void *gpu, void *host, size_t bytes) {
         if (host) cuda_copy(r, store ? gpu : host, store ? host : gpu, bytes, what);
@@ -3611,30 +4081,57 @@ static struct rates cuda_measure(struct rank *r) {
     cudaMemGetInfo(&free_bytes, &total);
     while (n > (size_t)1 << 20 && 2 * n > free_bytes / 2) n /= 2;
     if (cudaMalloc((void **)&p, 2 * n) == cudaSuccess) {
-        if ((t = copy_seconds(&watch, p + n, r->device, p, r->device, n)) > 0) rates.bytes = 2 * (double)n / t;
+        if ((t = copy_seconds(&watch, p + n, r->cuda->device, p, r->cuda->device, n)) > 0)
+            rates.bytes = 2 * (double)n / t;
         cudaFree(p);
     }
     t = 0;
     for (int turns = 1; watch.error == cudaSuccess && turns < 1 << 24 && t < 4e-3; turns *= 2) {
         watch.mark(0);
-        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)r->n_sm, 512, 0, c->stream, turns, c->x32[A_X]);
+        LAUNCH_PDL(k_mma_rate, 2 * (unsigned)r->cuda->n_sm, 512, 0, c->stream, turns, c->x32[A_X]);
         watch.mark(1);
         t = watch.seconds(), c->mma_turns = turns;
     }
-    if (t > 0) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * r->n_sm / t;
-    cudaGetLastError();
+    if (t > 0) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * r->cuda->n_sm / t;
+    errors_clear();
     return rates;
 }
 
-static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct profile_row *rows, int n) {
+/* Enqueues all-reduces of the batch's tokens. */
+static void all_reduces_run(struct rank *r, int runs) {
+    for (int i = 0; i < runs && !r->cuda->failed; i++)
+        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+}
+
+static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
+    enum { WARM = 3, RUNS = 20 };
     struct cuda *c = r->cuda;
-    cudaEvent_t *e = profile_event = (cudaEvent_t *)calloc(2 * (size_t)n, sizeof *e);
-    if (!e) rank_fatal("out of memory");
+    bool *few = &c->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *few;
+    if (n_tok > r->chunk) return 0;
+    if (nccl ? !c->sizes.nccl : n_tok > DECODE_MAX_TOKENS && c->sizes.nccl) return 0;
+    *few = nccl;
+    r->n_tok = n_tok;
+    all_reduces_run(r, WARM);
+    struct stopwatch watch(c->stream);
+    watch.mark(0);
+    all_reduces_run(r, RUNS);
+    watch.mark(1);
+    const double t = cuda_sync(r, "timing sums") ? watch.seconds() : 0;
+    cuda_check(r, watch.error, "timing sums", "an event", __LINE__, true);
+    *few = before;
+    return t / RUNS;
+}
+
+static int cuda_profile(struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n) {
+    struct cuda *c = r->cuda;
+    cudaEvent_t *e = (cudaEvent_t *)host_memory(2 * (size_t)n, sizeof *e);
     /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
-    if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)r->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
-    profile_start(rows, n);
-    run(arg);
-    n = profile_end();
+    if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
+    profile = {};
+    profile.row = rows, profile.event = e, profile.cap = n;
+    body(arg);
+    profile.row = NULL;
+    n = profile.n;
     cuda_wait(r);
     for (int i = 0; i < n; i++) {
         float ms = 0;
@@ -3647,13 +4144,356 @@ static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct p
 }
 
 /* ============================================================================================================
+ * Upload
+ *
+ * Brings the weights to the GPU: rows of the file go through pinned staging buffers, and k_repack makes tiles of them there.
+ * ============================================================================================================ */
+
+/* Allocates a matrix in tiles, and copies its factors and bias. False: it is there already, or after an error. */
+static bool matrix_allocate(struct rank *r, const struct weight *w, const char *what) {
+    struct cuda *c = r->cuda;
+    struct device_copy t = *hmgetp(c->copies, w->data);
+    struct device_matrix *d = &t.mat;
+    if (d->codes || c->failed) return false;
+    t.key = w->data;
+    d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
+    d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
+    d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);
+    if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
+    d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
+    d->bias = (const float *)cuda_vector(r, w->bias, w->bias, (size_t)w->n_out * sizeof(float), what);
+    hmputs(c->copies, t);
+    return !c->failed;
+}
+
+/* Sends `bytes` of a staging buffer to the GPU, 0: they are there already, and makes tiles of the rows that k names. */
+static void matrix_repack(struct rank *r, const struct weight *w, struct repack k, struct staging *s, size_t bytes) {
+    struct cuda *c = r->cuda;
+    struct device_matrix *d = device_matrix_of(c, w);
+    const size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
+    if (bytes) cuda_copy(r, s->device, s->host, bytes, "uploading weights");
+    d->unit = k.unit;
+    LAUNCH_PDL(k_repack, (unsigned)((tiles + 7) / 8), 256, 0, c->stream, k, s->device, *d, c->range);
+    CUDA_OK(r, cudaGetLastError(), "repacking weights");
+    CUDA_OK(r, cudaEventRecord(s->free, c->stream), "repacking weights");
+}
+
+/* Reads what k_repack found of the matrix that was repacked, and clears it. F16: range[0] is the bits of the largest |weight|;
+ * MXFP4: the largest exponent byte, and 255 - the smallest. False after an error. */
+static bool matrix_range(struct rank *r, uint32_t range[2]) {
+    struct cuda *c = r->cuda;
+    if (c->failed) return false;
+    cuda_copy(r, c->range_host, c->range, sizeof c->range_host, "repacking weights");
+    CUDA_OK(r, cudaMemsetAsync(c->range, 0, sizeof c->range_host, c->stream), "repacking weights");
+    if (CUDA_OK(r, cudaStreamSynchronize(c->stream), "repacking weights"))
+        memcpy(range, c->range_host, sizeof c->range_host);
+    return !c->failed;
+}
+
+/* Copies `rows` rows of each of k.n_e experts to a staging buffer, by all threads. */
+static void staging_rows(const struct weight *w, const struct repack *k, int rows, uint8_t *out) {
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < k->n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
+        const int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
+        uint8_t *row = out + ((size_t)(i / 16) * (size_t)rows + (size_t)from) * k->row_bytes;
+        const uint8_t *in =
+            w->data + (size_t)(k->e0 + i / 16) * w->expert_bytes + (size_t)(k->rt0 * TILE_ROWS + from) * w->row_bytes;
+        if (k->row_bytes == w->row_bytes) memcpy(row, in, (size_t)(to - from) * k->row_bytes);
+        else /* some of the columns */
+            for (int n = to - from; n-- > 0; row += k->row_bytes, in += w->row_bytes) memcpy(row, in, k->row_bytes);
+    }
+}
+
+/* Uploads all rows of a matrix; k says how they are stored. Synthetic rows are made once per format and repacked again and again. */
+static void matrix_upload_rows(struct rank *r, const struct weight *w, struct repack k) {
+    struct cuda *c = r->cuda;
+    const size_t expert = (size_t)w->n_out * k.row_bytes;
+    const bool whole = expert <= STAGING_BYTES, synthetic = r->m->synthetic;
+    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, n_e = whole ? (int)(STAGING_BYTES / expert) : 1;
+    const int step = whole ? n_rt : (int)(STAGING_BYTES / (k.row_bytes * TILE_ROWS));
+    for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
+        for (k.rt0 = 0; k.rt0 < n_rt && !c->failed; k.rt0 += step) {
+            const int rows = min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
+            const int buffer = synthetic ? (int)weight_format(w->type) : c->staging_next++ % 2;
+            size_t bytes = 0; /* that are new in the buffer */
+            k.n_e = min(w->n_expert - k.e0, n_e), k.n_rt = min(n_rt - k.rt0, step);
+            if (!synthetic || !(c->staging_filled >> buffer & 1)) {
+                uint8_t *out = staging_take(r, &c->staging[buffer], STAGING_BYTES, true, "memory for the upload");
+                uint64_t rng = 42;
+                if (!out) return;
+                bytes = synthetic ? (size_t)STAGING_BYTES : (size_t)k.n_e * (size_t)rows * k.row_bytes;
+                if (synthetic) synth_fill(out, bytes, w->type, false, &rng);
+                else staging_rows(w, &k, rows, out);
+                c->staging_filled |= 1u << buffer;
+            }
+            matrix_repack(r, w, k, &c->staging[buffer], bytes);
+        }
+}
+
+/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
+ * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
+static void matrix_upload(struct rank *r, const struct weight *w, const char *what) {
+    const bool mx = w->type == GGUF_MXFP4;
+    struct repack k = {};
+    k.type = w->type;
+    k.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
+    k.shift = mx ? 116 : 8;
+    if (!matrix_allocate(r, w, what)) return;
+    for (int tries = 0; !r->cuda->failed; tries++) {
+        uint32_t range[2];
+        float top;
+        k.factor = ldexpf(1, k.shift);
+        k.unit = mx                      ? ldexpf(128, k.shift - 127)
+                 : w->type == GGUF_NVFP4 ? 128
+                 : w->type == GGUF_Q8_0  ? 1
+                                         : 1 / k.factor;
+        matrix_upload_rows(r, w, k);
+        if (w->type == GGUF_NVFP4 || w->type == GGUF_Q8_0 || !matrix_range(r, range)) return;
+        const int low = 255 - (int)range[1], high = (int)range[0];
+        memcpy(&top, range, sizeof top);
+        if (mx ? !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;
+        if (tries && mx)
+            rank_fail(r, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
+        else if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
+        k.shift = mx ? high - 8 : 14 - ilogbf(top);
+    }
+}
+
+/* Copies a router's rows in BF16, or in F32 with its factor applied. */
+static void router_upload(struct rank *r, const struct weight *w) {
+    const size_t n_in = (size_t)w->n_in, n = (size_t)w->n_out * n_in;
+    float *rows = NULL;
+    if (!router_halves(w)) rows = (float *)host_memory(n + 1, sizeof *rows);
+    for (int i = 0; i < w->n_out && rows; i++)
+        gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * n_in, n_in);
+    for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
+    cuda_vector(r, w->data, rows ? (const void *)rows : w->data, n * (rows ? sizeof *rows : 2), "routers");
+    if (!rows) return;
+    cuda_sync(r, "routers");
+    free(rows);
+}
+
+static void floats_upload(struct rank *r, const float *x, int n, const char *what) {
+    cuda_vector(r, x, x, (size_t)n * sizeof *x, what);
+}
+
+/* Copies every tensor that a forward uses; tells `progress` the bytes that are done. */
+static void weights_upload(struct rank *r, void (*progress)(double done, double total)) {
+    const struct model *m = r->m;
+    const struct gpu_facts f = rank_facts(r);
+    struct cuda *c = r->cuda;
+    char what[64];
+    double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
+    for (int il = 0; il < m->n_layer; il++)
+        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &m->layers[il]));)
+            if (rule_is_weight(rule) && rule->kind != TENSOR_ROUTER)
+                total += (double)weight_gpu_bytes(rule_weight(rule, &m->layers[il]), true);
+    if (!c->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
+        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
+                  (double)f.free / 0x1p30, (double)f.total / 0x1p30);
+    if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
+    if (m->output.data) matrix_upload(r, &m->output, "output");
+    floats_upload(r, m->output_norm, m->n_embd, "norms");
+    for (int il = 0; il < m->n_layer && !c->failed; il++) {
+        const struct layer *layer = &m->layers[il];
+        snprintf(what, sizeof what, "layer %d", il);
+        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));) {
+            if (rule->field == NOT_BOUND) continue;
+            if (rule->kind == TENSOR_VECTOR) {
+                floats_upload(r, *rule_vector(rule, layer), layer_dim(m, layer, (enum dim)rule->in), "norms");
+                continue;
+            }
+            const struct weight *w = rule_weight(rule, layer);
+            if (rule->kind == TENSOR_ROUTER) {
+                router_upload(r, w);
+                continue;
+            }
+            matrix_upload(r, w, what);
+            done += (double)weight_gpu_bytes(w, true);
+            if (progress) progress(done, total);
+        }
+    }
+    if (progress) progress(total, total);
+    if (c->failed) return;
+    CUDA_OK(r, cudaStreamSynchronize(c->stream), "uploading weights");
+    for (struct staging &s : c->staging) staging_free(&s);
+    r->weight_bytes = c->allocated;
+}
+
+/* ============================================================================================================
+ * Several GPUs
+ *
+ * Links the ranks at the start: mailboxes that the others can write to, NCCL where it is wanted, a first all-reduce that is checked,
+ * and the choice between NCCL and our own kernel by the time that they take. All ranks go through the same steps; rank_agree makes
+ * all of them hear of a failure.
+ * ============================================================================================================ */
+
+/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. A single rank uses it when that is asked for,
+ * which tries it out. */
+static bool nccl_wanted(struct rank *r, const struct cuda_options *o) {
+    const struct shard shard = r->m->shard;
+    const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE"), *lacks = NULL;
+    const int version = cuda_nccl_version();
+    bool twice = false;
+    for (int i = 0; i < shard.n_rank * shard.n_stage; i++) /* all stages do the same */
+        for (int k = 0; k < i; k++) twice |= o->device[i] == o->device[k];
+    if (o->allreduce == ALLREDUCE_ONESHOT || (shard.n_rank == 1 && o->allreduce == ALLREDUCE_AUTO)) return false;
+    if (!version) lacks = "this program was built without NCCL";
+    else if (twice && (version < 23000 || !multi || strcmp(multi, "1") != 0))
+        lacks = "NCCL does not run two ranks on one GPU";
+    if (lacks && o->allreduce == ALLREDUCE_NCCL) rank_fail(r, "--allreduce nccl: %s", lacks);
+    return !lacks;
+}
+
+#ifdef HAVE_NCCL
+/* Makes the communicator of the stage, and NCCL's buffers, which come with the first calls: before the rest of the memory is given
+ * out. */
+static void nccl_init(struct rank *r) {
+    enum { TRY = 1024 };
+    struct cuda *c = r->cuda;
+    const struct shard p = r->m->shard;
+    ncclUniqueId id = {}, all[MAX_RANKS];
+    float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
+    if (!p.rank) NCCL_OK(r, ncclGetUniqueId(&id));
+    rank_all_gather(r, &id, all, sizeof id);
+    if (!rank_agree(r)) return;
+    char *err = c->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
+    c->err = NULL;
+    NCCL_OK(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank));
+    NCCL_OK(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream));
+    NCCL_OK(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream));
+    CUDA_OK(r, cudaStreamSynchronize(c->stream), "NCCL");
+    c->err = err;
+}
+
+extern "C" int cuda_nccl_version(void) {
+    int version = 0;
+    return ncclGetVersion(&version) == ncclSuccess ? version : 0;
+}
+#else
+static void nccl_init(struct rank *) {}
+extern "C" int cuda_nccl_version(void) { return 0; }
+#endif
+
+/* Whether one GPU can write to another's memory. */
+static bool gpu_reaches(int from, int to) {
+    int can = 0;
+    if (cudaDeviceCanAccessPeer(&can, from, to) != cudaSuccess) cudaGetLastError();
+    return can;
+}
+
+extern "C" bool cuda_peers(const int *device, int n) {
+    const char *off = getenv("NCCL_P2P_DISABLE");
+    bool all = !off || !*off || !strcmp(off, "0");
+    for (int i = 0; i < n * n && all; i++)
+        all = device[i / n] == device[i % n] || gpu_reaches(device[i / n], device[i % n]);
+    return all;
+}
+
+/* Lets the rank's kernels write to the memory of another GPU, a peer's. */
+static void peer_enable(struct rank *r, int device) {
+    cudaError_t e = cudaDeviceEnablePeerAccess(device, 0);
+    if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
+    else cuda_check(r, e, "reaching another GPU", "cudaDeviceEnablePeerAccess(device, 0)", __LINE__, false);
+}
+
+/* Gives the rank a mailbox and a heartbeat, and tells it where the others' are. */
+static void ranks_link(struct rank *r, const int *device, bool peers) {
+    static const char what[] = "what other ranks send";
+    const struct shard shard = r->m->shard;
+    const int n = shard.n_rank * shard.n_stage;
+    struct cuda *c = r->cuda;
+    struct {
+        uint8_t *mailbox;
+        struct heartbeat *heartbeat;
+    } mine, all[MAX_RANKS];
+    for (int i = 0; i < n && peers && !c->failed; i++)
+        if (device[i] != c->device) peer_enable(r, device[i]);
+    const size_t bytes = mailbox_layout(&c->mailbox[r->index], NULL, r->m, shard, c->sizes);
+    mine.mailbox = (uint8_t *)(peers ? cuda_memory(r, bytes, what) : cuda_host_memory(r, bytes, "host memory"));
+    mine.heartbeat = (struct heartbeat *)cuda_host_memory(r, sizeof *mine.heartbeat, "host memory");
+    c->sequence = (struct sequence *)cuda_memory(r, sizeof *c->sequence, what);
+    cuda_sync(r, "starting"); /* the flags are 0 before anybody knows where they are */
+    rank_all_gather(r, &mine, all, sizeof mine);
+    if (!rank_agree(r)) return;
+    for (int i = 0; i < n; i++) {
+        const struct shard other = {i % shard.n_rank, shard.n_rank, i / shard.n_rank, shard.n_stage};
+        mailbox_layout(&c->mailbox[i], all[i].mailbox, r->m, other, c->sizes);
+        c->heartbeat[i] = all[i].heartbeat;
+    }
+}
+
+/* Checks that what ranks push arrives: there are machines where writes between GPUs are allowed and get lost. */
+static void all_reduce_check(struct rank *r) {
+    static const char what[] = "a first sum";
+    const int n = r->m->n_embd, n_rank = r->m->shard.n_rank;
+    const size_t bytes = (size_t)n * sizeof(float);
+    float *x = (float *)host_memory((size_t)n, sizeof *x), *delta = (float *)host_memory((size_t)n, sizeof *delta);
+    for (int turn = 0; turn < 2 && !r->cuda->failed; turn++) { /* both halves of the slots */
+        int wrong = 0;
+        for (int i = 0; i < n; i++) x[i] = 0, delta[i] = (float)((r->m->shard.rank + 1) * (1 + i % 97 + turn));
+        r->n_tok = 1;
+        cuda_copy(r, r->act[A_X], x, bytes, what);
+        cuda_copy(r, r->act[A_OUT], delta, bytes, what);
+        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
+        cuda_copy(r, x, r->act[A_X], bytes, what);
+        if (!cuda_sync(r, what)) break;
+        for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
+        if (wrong)
+            rank_fail(r,
+                      "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
+                      "NCCL_P2P_DISABLE=1 goes through the host",
+                      wrong, n);
+    }
+    free(x);
+    free(delta);
+}
+
+/* For each number of tokens of a decode forward the faster way to add, by the slowest rank of all; both give the same bits. Writes
+ * what was chosen to r->link. */
+static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool peers) {
+    enum { SIZES = 5 };
+    static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
+    const struct shard shard = r->m->shard;
+    struct cuda *c = r->cuda;
+    const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
+    const bool wanted = c->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
+    const int version = cuda_nccl_version();
+    float us[SIZES][2] = {}, all[MAX_RANKS][SIZES][2];
+    char list[64] = "";
+    for (int i = 0; i < SIZES && (shard.n_rank > 1 || wanted); i++)
+        for (int k = 0; k < 2; k++)
+            if (both || (k == (int)wanted && i % (SIZES - 1) == 0))
+                us[i][k] = (float)(1e6 * r->ops->time_all_reduce(r, min(size[i], r->chunk), k));
+    rank_all_gather(r, us, all, sizeof us);
+    for (int i = 0, n = 1; i < SIZES; i++) {
+        float worst[2] = {};
+        for (int k = 0; k < shard.n_rank * shard.n_stage; k++)
+            for (int w = 0; w < 2; w++) worst[w] = fmaxf(worst[w], all[k][i][w]);
+        const bool nccl = both ? worst[1] < worst[0] : wanted;
+        for (; n <= size[i]; n++) c->by_nccl[n] = nccl;
+        if (i % (SIZES - 1) == 0)
+            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", size[i],
+                     nccl ? "NCCL" : "own", (double)worst[nccl]);
+    }
+    if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
+    else if (!wanted) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
+    else
+        snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
+                 version / 10000, version / 100 % 100, both ? "the faster" : "as asked", list, way);
+}
+
+/* ============================================================================================================
  * Start and end
+ *
+ * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload, see what
+ * context fits beside the weights, allocate, link the ranks.
  * ============================================================================================================ */
 
 static void cuda_close(struct rank *r) {
     struct cuda *c = r->cuda;
     if (!c) return;
-    cudaSetDevice(r->device);
+    cudaSetDevice(r->cuda->device);
     if (c->stream) cudaStreamSynchronize(c->stream);
     rank_barrier(r); /* nobody writes to this rank's memory any more */
     for (int i = 0; i <= DECODE_MAX_TOKENS; i++)
@@ -3671,17 +4511,248 @@ static void cuda_close(struct rank *r) {
     hmfree(c->copies);
     free(c);
     free(r->work);
-    free(r->kv);
+    free(r->planes);
     free(r->tokens);
     r->cuda = NULL;
 }
 
-static const struct ops cuda_ops = {
-    cuda_begin,        cuda_end,           cuda_embed,      cuda_rmsnorm,       cuda_all_reduce_add_rmsnorm,
-    cuda_final_reduce, cuda_linear,        cuda_linear3,    cuda_rope_store_kv, cuda_attention,
-    cuda_mla_store,    cuda_mla_attention, cuda_ffn,        cuda_moe_ffn,       cuda_logits,
-    cuda_read_logits,  cuda_sample,        cuda_read_token, cuda_kv_copy,       cuda_wait,
-    cuda_read_stats,   cuda_measure,       cuda_profile,    cuda_close};
+#define CUDA_OP(type, name, params, args) cuda_##name,
+static const struct ops cuda_ops = {OPS(CUDA_OP)};
+#undef CUDA_OP
+
+/* Writes to why, unless that says something already, why the upload cannot handle a matrix. */
+static void matrix_check(const struct weight *w, char *why) {
+    if (why[0] || !w->data) return;
+    if (w->row_bytes > STAGING_BYTES / TILE_ROWS)
+        snprintf(why, ERR_MAX, "a matrix with rows of %zu bytes (more than %d) is not supported on a GPU; use --cpu",
+                 w->row_bytes, STAGING_BYTES / TILE_ROWS);
+    else if (w->n_in % 8)
+        snprintf(why, ERR_MAX,
+                 "a matrix with rows of %d weights (not a multiple of 8) is not supported on a GPU; use --cpu",
+                 w->n_in);
+}
+
+/* Writes to why (ERR_MAX) why the kernels cannot run this shard with such a cache; nothing if they can. */
+static void shard_check(const struct model *m, enum kv_type kv, char *why) {
+    const struct attn shape = m->layers[0].attn;
+    const int dk = shape.kv_lora ? shape.kv_lora + m->max.rope_dim : shape.head_k;
+    const int dv = shape.kv_lora ? shape.kv_lora : shape.head_v;
+    const int row = m->n_embd > shape.q_lora ? m->n_embd : shape.q_lora;
+    int il;
+    if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
+    else if (!attn_find(shape.kv_lora != 0, dk, dv, 0) || shape.head_k > HEAD_MAX || shape.head_v > HEAD_MAX)
+        snprintf(why, ERR_MAX, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
+                 dv);
+    else if (row > NORM_MAX)
+        snprintf(why, ERR_MAX, "rows of %d values are not supported on a GPU (at most %d); use --cpu", row,
+                 (int)NORM_MAX);
+    else if (m->n_group > ROUTE_MAX_GROUPS)
+        snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
+    else if (m->family->planes)
+        snprintf(why, ERR_MAX, "the recurrent states of %s are not supported on a GPU; use --cpu", m->family->arch);
+    else if (shard_gap(m, &il))
+        snprintf(why, ERR_MAX,
+                 "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
+                 "--tp",
+                 m->shard.n_rank, m->shard.rank, il < 0 ? "the output behind layer" : "layer",
+                 m->first_layer + (il < 0 ? m->n_layer - 1 : il));
+    matrix_check(&m->embd, why);
+    matrix_check(&m->output, why);
+    for (il = 0; il < m->n_layer; il++) {
+        const struct layer *layer = &m->layers[il];
+        if (memcmp(&layer->attn, &shape, sizeof shape) != 0 && !why[0])
+            snprintf(why, ERR_MAX, "attention of layer %d unlike that of others is not supported on a GPU; use --cpu",
+                     m->first_layer + il);
+        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));)
+            if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);
+    }
+}
+
+/* Gives the rank its struct cuda, with which it can fail, and opens its GPU. */
+static void rank_open(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
+    struct cuda *c = (struct cuda *)host_memory(1, sizeof *c);
+    const int found = cuda_device_count(err);
+    r->m = m;
+    r->ops = &cuda_ops;
+    r->cuda = c;
+    r->kv_type = o->kv;
+    act_widths(m, r->width);
+    c->device = o->device[r->index];
+    c->err = err;
+    if (found) err[0] = 0;
+    if (found && c->device >= found) snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", c->device, found);
+    if (!err[0]) shard_check(m, o->kv, err);
+    c->failed = err[0] != 0;
+    if (c->failed) return;
+    CUDA_OK(r, cudaSetDevice(c->device), "selecting it");
+    CUDA_OK(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
+    c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
+}
+
+/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
+static int attn_splits(int n_sm, int n_head_blocks) {
+    const int n = 2 * n_sm / n_head_blocks;
+    return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
+}
+
+/* Which of the program's images a chip of capability major.minor runs. */
+static const char *gpu_image(int major, int minor) {
+    const char *built = MOE_CUDA_TARGETS;
+    if (!strcmp(built, "emulated")) return "emulated";
+    if (major == 12 && strstr(built, "sm_120f")) return "sm_120f";
+    if (major == 9 && !minor && strstr(built, "sm_90")) return "sm_90";
+    return major >= 9 ? "PTX for compute_90" : "PTX for compute_80";
+}
+
+/* Decides what the chip and the options make of a rank. */
+static void rank_choose(struct rank *r, const struct cuda_options *o) {
+    const struct model *m = r->m;
+    const struct attn shape = m->layers[0].attn;
+    const struct gpu_facts f = rank_facts(r);
+    struct gpu_sizes *s = &r->cuda->sizes;
+    bool declared = false;
+    snprintf(r->name, sizeof r->name, "%s", f.label);
+    r->cuda->n_sm = f.n_sm;
+    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.has_input_scale;
+    /* PTX that the driver compiles for such a chip has no products in FP4 */
+    const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
+    if (o->moe_act == MOE_ACT_FP4 && !can4)
+        rank_fail(r,
+                  "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
+                  "built for it; the chip has %d, the program is for: %s",
+                  f.major, MOE_CUDA_TARGETS);
+    s->w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
+    if (s->w4a4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
+    s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX)
+                             : attn_splits(f.n_sm, shape.kv_lora ? (shape.n_head + 15) / 16 : shape.n_head_kv);
+    s->nccl = nccl_wanted(r, o);
+    s->stats = o->stats;
+}
+
+/* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
+static void rank_fit(struct rank *r, const struct cuda_options *o) {
+    const struct model *m = r->m;
+    struct cuda *c = r->cuda;
+    size_t sharers = 0;
+    if (!rank_agree(r)) return; /* all weights are there */
+    if (c->sizes.nccl) nccl_init(r);
+    const struct gpu_facts f = rank_facts(r);
+    for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) sharers += o->device[i] == c->device;
+    const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
+    c->shared = sharers > 1;
+    r->n_ctx = want, r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
+    r->bytes = gpu_bytes(m, r->chunk, o->stats);
+    const size_t room = f.free / sharers, keep = r->bytes + o->reserve / sharers + gpu_rounding(m);
+    if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, room > keep ? room - keep : 0, want);
+    if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
+        rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
+                  (double)room / 0x1p30, (double)r->bytes / 0x1p30);
+    rank_agree(r);
+    c->sizes.chunk = r->chunk;
+    r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
+}
+
+/* Lays out the cache at base, unless that is NULL, each plane aligned to 256 bytes. Returns its bytes. */
+static size_t cache_layout(struct rank *r, uint8_t *base) {
+    size_t bytes = 0;
+    for (int il = 0; il < r->m->n_layer; il++) {
+        struct plane planes[PLANE_USES];
+        layer_planes(r->m, &r->m->layers[il], r->kv_type, planes);
+        for (struct plane &p : planes) {
+            const size_t rows = plane_rows(&p, (size_t)r->n_ctx);
+            p.data = base && rows ? base + bytes : NULL;
+            bytes += (rows * p.row_bytes + 255) / 256 * 256;
+            if (p.type != KV_FP8) continue;
+            p.scale = base && rows ? (float *)(base + bytes) : NULL;
+            bytes += (rows * plane_scale_bytes(&p) + 255) / 256 * 256;
+        }
+        if (base) memcpy(r->planes[il], planes, sizeof planes);
+    }
+    return bytes;
+}
+
+/* A buffer of activations; NULL where it has no bytes, or after an error. */
+static void *activations(struct rank *r, size_t bytes) { return bytes ? cuda_memory(r, bytes, "activations") : NULL; }
+
+/* Allocates the cache, the activations, and what the host keeps of them. */
+static void rank_allocate(struct rank *r) {
+    const struct model *m = r->m;
+    const struct shard p = m->shard;
+    struct cuda *c = r->cuda;
+    const struct gpu_sizes s = c->sizes;
+    const struct gpu_dims d = gpu_dims_of(m, s);
+    struct route_args *route = &c->route;
+    const size_t batch_bytes = ((size_t)r->chunk + 2) * sizeof(int32_t);
+    r->planes = (struct plane(*)[PLANE_USES])host_memory((size_t)m->n_layer, sizeof *r->planes);
+    r->work = (struct candidate *)host_memory((size_t)m->n_ids, sizeof *r->work);
+    r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);
+    c->batch = (struct batch *)cuda_memory(r, batch_bytes, "activations");
+    c->tokens = (int32_t *)(c->batch + 1);
+    for (struct staging &x : c->sent) staging_take(r, &x, batch_bytes, false, "host memory");
+    const struct rope rope = m->ropes[0];
+    c->freq = (const float *)cuda_vector(r, rope.freq, rope.freq, (size_t)rope.dim / 2 * sizeof(float), "activations");
+    uint8_t *cache = (uint8_t *)cuda_memory(r, cache_layout(r, NULL), "the KV cache");
+    if (cache) cache_layout(r, cache);
+#define ALLOCATE(field, type, count) c->field = (type *)activations(r, sizeof(type) * (count));
+    GPU_BUFFERS(ALLOCATE)
+#undef ALLOCATE
+    c->logits_stride = p.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(p.rank ? m->output.n_out : m->n_vocab);
+    const size_t logits_bytes = (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float);
+    c->logits_host = (float *)cuda_host_memory(r, logits_bytes, "host memory for logits");
+    c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
+    route->n_embd = m->n_embd, route->k = m->max.n_expert_used, route->n_group = m->n_group,
+    route->n_group_used = m->n_group_used;
+    route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->norm_topk_prob,
+    route->factor = m->routed_scaling_factor;
+    c->sort.id = route->id, c->sort.k = route->k;
+    memcpy(r->act, c->x32, sizeof r->act);
+    CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
+}
+
+/* The steps of a start. 0, or -1 with a message and nothing held. */
+static int rank_begin(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
+    const int n = m->shard.n_rank * m->shard.n_stage;
+    rank_open(r, m, o, err);
+    struct cuda *c = r->cuda;
+    if (!c->failed) rank_choose(r, o);
+    if (!c->failed) weights_upload(r, r->index ? NULL : o->progress);
+    if (o->stats)
+        r->stats =
+            (double *)cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
+    if (o->in_sum2) r->in_sum2 = (float *)cuda_memory(r, in_sum2_before(m, m->n_layer) * sizeof *r->in_sum2, "squares");
+    rank_fit(r, o);
+    if (!c->failed) {
+        rank_allocate(r);
+        if (n > 1 || o->allreduce == ALLREDUCE_NCCL) {
+            const bool peers = cuda_peers(o->device, n);
+            ranks_link(r, o->device, peers);
+            if (!c->failed && m->shard.n_rank > 1) all_reduce_check(r);
+            if (rank_agree(r)) all_reduce_choose(r, o, peers);
+        }
+        r->free_bytes = rank_facts(r).free;
+    }
+    if (rank_agree(r)) {
+        c->err = NULL;
+        return 0;
+    }
+    r->ops->close(r);
+    return -1;
+}
+
+extern "C" int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
+    const int n = shard->shard.n_rank * shard->shard.n_stage, procs = omp_get_num_procs();
+    const int threads = omp_get_max_threads();
+    if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all ranks upload at once */
+    const int rc = rank_begin(r, shard, (const struct cuda_options *)opts, err);
+    omp_set_num_threads(threads);
+    return rc;
+}
+
+/* ============================================================================================================
+ * Facts about GPUs
+ *
+ * For --plan, --doctor and --version.
+ * ============================================================================================================ */
 
 extern "C" int cuda_device_count(char *err) {
     int n = 0;
@@ -3693,7 +4764,7 @@ extern "C" int cuda_device_count(char *err) {
     return 0;
 }
 
-/* Sets a device for a while. */
+/* Sets a device until the end of the scope. */
 struct device_for_now {
     int before = 0;
     cudaError_t e;
@@ -3705,72 +4776,6 @@ struct device_for_now {
 };
 
 extern "C" const char *cuda_targets(void) { return MOE_CUDA_TARGETS; }
-
-extern "C" bool cuda_peer(int from, int to) {
-    int can = 0;
-    if (cudaDeviceCanAccessPeer(&can, from, to) != cudaSuccess) cudaGetLastError();
-    return can;
-}
-
-/* ---- the steps of a start ---- */
-
-extern "C" void cuda_open(struct rank *r) {
-    struct cuda *c = (struct cuda *)calloc(1, sizeof *c);
-    if (!c) rank_fatal("out of memory");
-    r->ops = &cuda_ops, r->cuda = c;
-    if (r->failed) return;
-    cuda_ok(r, cudaSetDevice(r->device), "selecting it");
-    cuda_ok(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
-    c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
-}
-
-extern "C" void cuda_allocate(struct rank *r) {
-    const struct model *m = r->m;
-    const struct shard p = m->shard;
-    const struct gpu_sizes s = r->sizes;
-    struct cuda *c = r->cuda;
-    struct route_args *route = &c->route;
-    c->batch = (struct batch *)cuda_memory(r, ((size_t)r->chunk + 2) * sizeof(int32_t), "activations");
-    c->tokens = (int32_t *)(c->batch + 1);
-    for (struct staging &x : c->sent)
-        staging_take(r, &x, ((size_t)r->chunk + 2) * sizeof(int32_t), false, "host memory");
-    c->freq = (const float *)cuda_vector(r, m->rope_freq, m->rope_freq, (size_t)m->rope_dim / 2 * sizeof(float),
-                                         "activations");
-    uint8_t *cache = (uint8_t *)cuda_memory(r, rank_cache(r, NULL), "the KV cache");
-    if (cache) rank_cache(r, cache);
-#define BUFFER(field, type, count)                                                           \
-    if (const size_t bytes = sizeof(type) * (count)) /* NULL where there is no such thing */ \
-    c->field = (type *)cuda_memory(r, bytes, "activations")
-    GPU_BUFFERS(BUFFER);
-#undef BUFFER
-    c->logits_stride = p.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(p.rank ? m->output.n_out : m->n_vocab);
-    const size_t logits_bytes = (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float);
-    c->logits_host = (float *)cuda_host_memory(r, logits_bytes, "host memory for logits");
-    c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
-    route->n_embd = m->n_embd, route->k = m->n_expert_used, route->n_group = m->n_group,
-    route->n_group_used = m->n_group_used;
-    route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->norm_topk_prob,
-    route->factor = m->routed_scaling_factor;
-    c->sort.id = route->id, c->sort.k = route->k;
-    memcpy(r->act, c->x32, sizeof r->act);
-    cuda_ok(r, cudaStreamSynchronize(c->stream), "starting");
-}
-
-extern "C" void cuda_reach(struct rank *r, int device) {
-    cudaError_t e = cudaDeviceEnablePeerAccess(device, 0);
-    if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
-    else cuda_ok(r, e, "reaching another GPU");
-}
-
-extern "C" double cuda_seconds(struct rank *r, void (*run)(struct rank *, void *), void *arg, const char *what) {
-    struct stopwatch watch(r->cuda->stream);
-    watch.mark(0), run(r, arg), watch.mark(1);
-    const double t = cuda_sync(r, what) ? watch.seconds() : 0;
-    cuda_ok(r, watch.error, "timing");
-    return t;
-}
-
-/* ---- for --doctor ---- */
 
 /* One block, one thread: does the program have an image for this chip? */
 __global__ void k_probe(int *out) {
@@ -3790,23 +4795,29 @@ extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     if (e == cudaSuccess) e = cudaDriverGetVersion(&f->driver);
     if (e == cudaSuccess) e = cudaRuntimeGetVersion(&f->runtime);
     if (e == cudaSuccess && probe) e = cudaMalloc((void **)&answer, sizeof *answer);
-    if (e != cudaSuccess) return cudaGetLastError(), cudaGetErrorString(e);
+    if (e != cudaSuccess) {
+        errors_clear();
+        return cudaGetErrorString(e);
+    }
     if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess)
         f->rate = 2e3 * khz * bits / 8; /* both edges of the clock */
     snprintf(f->name, sizeof f->name, "%.63s", p.name);
+    snprintf(f->label, sizeof f->label, "GPU %d %.63s (sm_%d%d, %.0f GiB)", device, f->name, p.major, p.minor,
+             (double)f->total / 0x1p30);
     f->major = p.major, f->minor = p.minor, f->block_shared = (int)p.sharedMemPerBlockOptin;
     f->n_sm = p.multiProcessorCount;
+    f->image = gpu_image(p.major, p.minor);
     if (probe) {
         LAUNCH_PDL(k_probe, 1, 1, 0, (cudaStream_t)0, answer);
         e = cudaGetLastError();
         if (e == cudaSuccess) e = cudaMemcpy(&said, answer, sizeof said, cudaMemcpyDeviceToHost);
         if (e != cudaSuccess || said != 42)
-            snprintf(f->image, sizeof f->image, "%s",
+            snprintf(f->kernel_error, sizeof f->kernel_error, "%s",
                      e != cudaSuccess ? cudaGetErrorString(e) : "a kernel gave a wrong answer");
         cudaFree(answer);
     }
-    cudaGetLastError();
+    errors_clear();
     return NULL;
 }
 
@@ -3817,10 +4828,12 @@ extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
     *rate = *latency = 0;
     bool ok = cudaSetDevice(to) == cudaSuccess && cudaMalloc((void **)&b, BIG) == cudaSuccess &&
               cudaSetDevice(from) == cudaSuccess && cudaMalloc((void **)&a, BIG) == cudaSuccess;
-    if (from != to && cuda_peer(from, to)) cudaDeviceEnablePeerAccess(to, 0);
+    if (from != to && gpu_reaches(from, to)) cudaDeviceEnablePeerAccess(to, 0);
     struct stopwatch watch(0);
     const double big = ok ? copy_seconds(&watch, b, to, a, from, BIG) : 0;
     if (big > 0) *rate = BIG / big, *latency = copy_seconds(&watch, b, to, a, from, SMALL);
     cudaFree(a), cudaFree(b);
     cudaGetLastError();
 }
+
+#endif /* MOE_GPU_SIZES_ONLY */

@@ -443,14 +443,14 @@ static struct {
     bool terminal;
 } dest;
 
-static inline double now_seconds(void) {
+static inline double clock_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static inline void progress(bool last) {
-    double t = now_seconds(), rate;
+    double t = clock_seconds(), rate;
     if (!dest.terminal || (!last && t - dest.shown < 0.2)) return;
     dest.shown = t;
     rate = (double)dest.done / (t - dest.start > 1e-3 ? t - dest.start : 1e-3);
@@ -535,7 +535,7 @@ static inline void out_start(const char *path) {
     const char *terminal = getenv("TERM");
     dest.path = path;
     dest.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
-    dest.start = now_seconds();
+    dest.start = clock_seconds();
     signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error of write() */
     stop_on(SIGINT);
     stop_on(SIGTERM);

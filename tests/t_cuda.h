@@ -44,8 +44,10 @@ static struct {
 
 static float *pair_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
 
-/* The slot's values of the CPU become the GPU's: every operation starts from the same numbers. */
-static void pair_in(struct rank *r, enum act a) { cuda_test_write(pair.gpu, a, r->act[a], r->n_tok); }
+/* The CPU's values of these slots, up to ACT_COUNT, become the GPU's: every operation starts from the same numbers. */
+static void pair_in(struct rank *r, const enum act *a) {
+    for (; *a != ACT_COUNT; a++) cuda_test_write(pair.gpu, *a, r->act[*a], r->n_tok);
+}
 
 static void pair_compare(const struct rank *r, const char *op, int il, const float *got, const float *want, size_t n) {
     double e = nmse(got, want, n), limit = pair.limit;
@@ -56,22 +58,25 @@ static void pair_compare(const struct rank *r, const char *op, int il, const flo
     if (e > pair.worst) pair.worst = e;
 }
 
-static void pair_out(struct rank *r, const char *op, int il, enum act a) {
+static void pair_slot(struct rank *r, const char *op, int il, enum act a, bool half) {
     size_t n = (size_t)r->n_tok * (size_t)r->width[a];
     float *got = pair_buffer(n);
-    cuda_test_read(pair.gpu, a, got, r->n_tok, false);
+    cuda_test_read(pair.gpu, a, got, r->n_tok, half);
     pair_compare(r, op, il, got, r->act[a], n);
     free(got);
 }
+/* The slot in F32 where the GPU has that, or its form in halves. */
+static void pair_out(struct rank *r, const char *op, int il, enum act a) { pair_slot(r, op, il, a, false); }
+static void pair_out_half(struct rank *r, const char *op, int il, enum act a) { pair_slot(r, op, il, a, true); }
 
 /* The rows of the batch in both caches, as floats. */
 static void pair_cache(struct rank *r, int il) {
     for (int i = 0; i < 2; i++) {
-        const struct plane *p = i ? &r->kv[il].v : &r->kv[il].k, *q = i ? &pair.gpu->kv[il].v : &pair.gpu->kv[il].k;
+        const struct plane *p = &r->planes[il][i], *q = &pair.gpu->planes[il][i];
         size_t n = (size_t)r->n_tok, width = (size_t)p->width;
         struct plane g = *q;
         g.data = xmalloc(n * q->row_bytes), g.scale = q->scale ? xmalloc(n * (size_t)q->n_group * sizeof(float)) : NULL;
-        pair.gpu->ops->kv_copy(pair.gpu, q, (size_t)r->pos, n, g.data, g.scale, false);
+        pair.gpu->ops->plane_copy(pair.gpu, q, (size_t)r->pos, n, g.data, g.scale, false);
         float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
         kv_load(&kernels_ref, &g, 0, (int)n, 0, p->width, got, p->width);
         kv_load(&kernels_ref, p, r->pos, (int)n, 0, p->width, want, p->width);
@@ -80,83 +85,82 @@ static void pair_cache(struct rank *r, int il) {
     }
 }
 
-static void pair_embed(struct rank *r, enum act o) {
-    pair.cpu->embed(r, o), pair.gpu->ops->embed(pair.gpu, o);
-    pair_out(r, "embed", -1, o);
+/* Rows first..first+n-1 of the latest logits. */
+static void pair_logits_rows(struct rank *r, int n) {
+    for (int i = 0; i < n; i++)
+        pair_compare(r, "logits", -1, pair.gpu->ops->read_logits(pair.gpu, i), pair.cpu->read_logits(r, i),
+                     (size_t)r->m->n_vocab);
 }
-static void pair_rmsnorm(struct rank *r, enum act x, const float *w, enum act o) {
-    pair_in(r, x);
-    pair.cpu->rmsnorm(r, x, w, o), pair.gpu->ops->rmsnorm(pair.gpu, x, w, o);
-    float *got = pair_buffer((size_t)r->n_tok * (size_t)r->width[o]);
-    cuda_test_read(pair.gpu, o, got, r->n_tok, true);
-    pair_compare(r, "rmsnorm", -1, got, r->act[o], (size_t)r->n_tok * (size_t)r->width[o]);
-    free(got);
-}
-static void pair_reduce(struct rank *r, enum act x, enum act d, const float *w, enum act o) {
-    pair_in(r, x), pair_in(r, d);
-    pair.cpu->all_reduce_add_rmsnorm(r, x, d, w, o), pair.gpu->ops->all_reduce_add_rmsnorm(pair.gpu, x, d, w, o);
-    pair_out(r, "all_reduce_add_rmsnorm, sum", -1, x), pair_out(r, "all_reduce_add_rmsnorm", -1, o);
-}
-static void pair_final_reduce(struct rank *r, enum act x, enum act d) {
-    pair_in(r, x), pair_in(r, d);
-    pair.cpu->final_reduce(r, x, d), pair.gpu->ops->final_reduce(pair.gpu, x, d);
-    pair_out(r, "final_reduce", -1, x);
-}
-static void pair_linear(struct rank *r, const struct weight *w, enum act x, enum act o) {
-    pair_in(r, x);
-    pair.cpu->linear(r, w, x, o), pair.gpu->ops->linear(pair.gpu, w, x, o);
-    pair_out(r, "linear", -1, o);
-}
-static void pair_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
-    pair_in(r, x);
-    pair.cpu->linear3(r, x, w, out), pair.gpu->ops->linear3(pair.gpu, x, w, out);
+
+static void pair_out3(struct rank *r, const struct weight *const w[3], const enum act out[3]) {
     for (int i = 0; i < 3 && w[i]; i++) pair_out(r, "linear3", -1, out[i]);
 }
-static void pair_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
-    pair_in(r, q), pair_in(r, k), pair_in(r, v);
-    pair.cpu->rope_store_kv(r, il, q, k, v), pair.gpu->ops->rope_store_kv(pair.gpu, il, q, k, v);
-    pair_cache(r, il);
+
+static void pair_out_reduced(struct rank *r, enum act x, enum act out) {
+    pair_out(r, "all_reduce_add_rmsnorm, sum", -1, x);
+    pair_out(r, "all_reduce_add_rmsnorm", -1, out);
 }
-static void pair_attention(struct rank *r, int il, enum act q, enum act o) {
-    pair.cpu->attention(r, il, q, o), pair.gpu->ops->attention(pair.gpu, il, q, o);
-    pair_out(r, "attention", il, o);
-}
-static void pair_mla_store(struct rank *r, int il, enum act q, enum act kv) {
-    pair_in(r, q), pair_in(r, kv);
-    pair.cpu->mla_store(r, il, q, kv), pair.gpu->ops->mla_store(pair.gpu, il, q, kv);
-    pair_cache(r, il);
-}
-static void pair_mla_attention(struct rank *r, int il, enum act q, enum act o) {
-    pair.cpu->mla_attention(r, il, q, o), pair.gpu->ops->mla_attention(pair.gpu, il, q, o);
-    pair_out(r, "mla_attention", il, o);
-}
-static void pair_ffn(struct rank *r, int il, enum act x, enum act o) {
-    pair_in(r, x);
-    pair.cpu->ffn(r, il, x, o), pair.gpu->ops->ffn(pair.gpu, il, x, o);
-    pair_out(r, "ffn", il, o);
-}
-static void pair_moe_ffn(struct rank *r, int il, enum act x, enum act o) {
-    pair_in(r, x);
-    pair.cpu->moe_ffn(r, il, x, o), pair.gpu->ops->moe_ffn(pair.gpu, il, x, o);
-    pair_out(r, "moe_ffn", il, o);
-}
+
+/* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first, and what is
+ * compared afterwards. An operation without these two lines does not compile. The operation before attention leaves q in the
+ * GPU's own form. cuda/sample compares choices. */
+#define PAIR_IN(...)                    pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
+#define PAIR_IN_embed                   (void)0
+#define PAIR_OUT_embed                  pair_out(r, "embed", -1, x)
+#define PAIR_IN_rmsnorm                 PAIR_IN(x)
+#define PAIR_OUT_rmsnorm                pair_out_half(r, "rmsnorm", -1, out)
+#define PAIR_IN_all_reduce_add_rmsnorm  PAIR_IN(x, delta)
+#define PAIR_OUT_all_reduce_add_rmsnorm pair_out_reduced(r, x, out)
+#define PAIR_IN_final_reduce            PAIR_IN(x, delta)
+#define PAIR_OUT_final_reduce           pair_out(r, "final_reduce", -1, x)
+#define PAIR_IN_linear                  PAIR_IN(x)
+#define PAIR_OUT_linear                 pair_out(r, "linear", -1, out)
+#define PAIR_IN_linear3                 PAIR_IN(x)
+#define PAIR_OUT_linear3                pair_out3(r, w, out)
+#define PAIR_IN_rope_store_kv           PAIR_IN(q, k, v)
+#define PAIR_OUT_rope_store_kv          pair_cache(r, il)
+#define PAIR_IN_attention               (void)0
+#define PAIR_OUT_attention              pair_out(r, "attention", il, out)
+#define PAIR_IN_mla_store               PAIR_IN(q, kv)
+#define PAIR_OUT_mla_store              pair_cache(r, il)
+#define PAIR_IN_mla_attention           (void)0
+#define PAIR_OUT_mla_attention          pair_out(r, "mla_attention", il, out)
+#define PAIR_IN_ffn                     PAIR_IN(x)
+#define PAIR_OUT_ffn                    pair_out(r, "ffn", il, out)
+#define PAIR_IN_moe_ffn                 PAIR_IN(x)
+#define PAIR_OUT_moe_ffn                pair_out(r, "moe_ffn", il, out)
+#define PAIR_IN_logits                  PAIR_IN(A_X)
+#define PAIR_OUT_logits                 pair_logits_rows(r, n)
+#define PAIR_IN_sample                  (void)0
+#define PAIR_OUT_sample                 (void)0
+
+/* Runs the operation on both backends with the same arguments. */
+#define OP_PAIR(type, name, params, args) \
+    static type pair_##name params {      \
+        struct rank *cpu = r;             \
+        PAIR_IN_##name;                   \
+        pair.cpu->name args;              \
+        r = pair.gpu;                     \
+        r->ops->name args;                \
+        r = cpu;                          \
+        PAIR_OUT_##name;                  \
+    }
+ENQUEUE_OPS(OP_PAIR)
+#undef OP_PAIR
 
 /* Forwards of n tokens each over one timeline, every operation compared. */
 static void pair_forwards(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int splits,
                           enum moe_act act, const int *n) {
-    struct rank cpu, gpu;
+    struct rank cpu, gpu = {0};
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
-    if (!CHECK(gpu_rank_init(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
+    if (!CHECK(cuda_rank_start(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
     rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
-    table.embed = pair_embed, table.rmsnorm = pair_rmsnorm, table.all_reduce_add_rmsnorm = pair_reduce;
-    table.final_reduce = pair_final_reduce;
-    table.linear = pair_linear, table.linear3 = pair_linear3, table.rope_store_kv = pair_rope_store_kv,
-    table.attention = pair_attention;
-    table.mla_store = pair_mla_store, table.mla_attention = pair_mla_attention, table.ffn = pair_ffn;
-    table.moe_ffn = pair_moe_ffn;
+#define OP_PAIRED(type, name, params, args) table.name = pair_##name;
+    ENQUEUE_OPS(OP_PAIRED)
+#undef OP_PAIRED
     pair.gpu = &gpu, pair.cpu = &cpu_ops, pair.name = name, pair.limit = 2e-3, pair.worst = 0;
     /* rounding to FP4 alone: 0.01 of the squares in x, twice by way of gate and up, and 0.01 in the hidden values */
     pair.moe_limit = act == MOE_ACT_FP4 ? sqrt(4e-2) : pair.limit;
@@ -167,12 +171,8 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
         cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n;
         cuda_test_batch(&gpu);
         forward(&cpu);
-        pair_in(&cpu, A_X);
         int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
-        cpu_ops.logits(&cpu, *n - rows, rows), gpu.ops->logits(&gpu, *n - rows, rows);
-        for (int i = 0; i < rows; i++)
-            pair_compare(&cpu, "logits", -1, gpu.ops->read_logits(&gpu, i), cpu_ops.read_logits(&cpu, i),
-                         (size_t)m->n_vocab);
+        cpu.ops->logits(&cpu, *n - rows, rows);
     }
     cpu_ops.close(&cpu);
     gpu.ops->close(&gpu);
@@ -217,13 +217,13 @@ static void test_cuda_sample(void) {
     static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f}, steep[] = {0.01f, 1, 4},
                        penalty[] = {1.0f, 1.3f};
     const struct model *kept = fixture_keep("qwen3moe");
-    struct rank r;
+    struct rank r = {0};
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = 16, .kv = KV_BF16};
     if (!kept) return;
     struct model m = *kept;
     m.n_vocab = m.n_ids = 9973;
-    if (!CHECK(gpu_rank_init(&r, &m, &o, err) == 0, "%s", err)) return;
+    if (!CHECK(cuda_rank_start(&r, &m, &o, err) == 0, "%s", err)) return;
     float *x = xmalloc((size_t)m.n_ids * sizeof *x);
     struct candidate *work = xmalloc((size_t)m.n_ids * sizeof *work);
     uint64_t rng = 5;
@@ -262,7 +262,7 @@ static void test_cuda_sample(void) {
 static bool cuda_session(struct session *s, const struct model *m, int n_ctx, enum kv_type kv, enum moe_act act) {
     char err[ERR_MAX] = "";
     struct cuda_options g = {.n_ctx = n_ctx, .kv = kv, .moe_act = act};
-    return CHECK(session_open(s, m, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
+    return CHECK(session_open(s, m, 1, 1, cuda_rank_start, &g, err) == 0, "%s", err);
 }
 
 static void cuda_greedy(struct session *s, const int32_t *ids, int n, int32_t *out, int n_out) {
@@ -339,7 +339,7 @@ static bool layout_session(struct session *s, const struct model *m, const struc
         .n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
     memcpy(o.device, d->device, sizeof o.device);
     cuda_test_devices(4, d->peers);
-    return CHECK(session_open(s, m, d->tp, d->pp, gpu_rank_start, &o, err) == 0, "%s: %s", d->name, err);
+    return CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s: %s", d->name, err);
 }
 
 /* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it was, and
@@ -389,12 +389,20 @@ static void test_cuda_turns(void) {
 #ifdef CUEMU
 /* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on the GPU. */
 static void test_cuda_failures(void) {
-    static const char *const apis[] = {"cudaMalloc",      "cudaMallocHost",
-                                       "cudaMemGetInfo",  "cudaSetDevice",
-                                       "cudaMemcpyAsync", "cudaStreamCreateWithFlags",
-                                       "cudaMemsetAsync", "cudaEventCreateWithFlags",
-                                       "cudaEventRecord", "cudaStreamSynchronize",
-                                       "cudaHostAlloc",   "LAUNCH"};
+    static const struct {
+        const char *name, *says; /* in the message; NULL: it says what is missing instead */
+    } apis[] = {{"cudaMalloc", NULL},
+                {"cudaMallocHost", "cudaMallocHost("},
+                {"cudaMemGetInfo", NULL},
+                {"cudaSetDevice", NULL},
+                {"cudaMemcpyAsync", "cudaMemcpyAsync("},
+                {"cudaStreamCreateWithFlags", "cudaStreamCreateWithFlags("},
+                {"cudaMemsetAsync", "cudaMemsetAsync("},
+                {"cudaEventCreateWithFlags", "cudaEventCreateWithFlags("},
+                {"cudaEventRecord", "cudaEventRecord("},
+                {"cudaStreamSynchronize", "cudaStreamSynchronize("},
+                {"cudaHostAlloc", "cudaHostAlloc("},
+                {"LAUNCH", ": kernel k_repack: "}};
     struct model m;
     char err[ERR_MAX];
     if (!fixture_load("qwen3moe_reap", &m)) return;
@@ -403,18 +411,20 @@ static void test_cuda_failures(void) {
     for (size_t i = 0; i < sizeof apis / sizeof *apis; i++) {
         int n = 0, rc = -1;
         while (rc) {
-            struct rank r;
+            struct rank r = {0};
             err[0] = 0;
-            cuda_test_fail(apis[i], n += 1 + n / 8);
-            rc = gpu_rank_init(&r, &m, &o, err);
-            cuda_test_fail(apis[i], 0);
-            CHECK(rc == 0 || (strstr(err, "GPU 0") && !strchr(err, '\n')), "%s, call %d: '%s'", apis[i], n, err);
+            cuda_test_fail(apis[i].name, n += 1 + n / 8);
+            rc = cuda_rank_start(&r, &m, &o, err);
+            cuda_test_fail(apis[i].name, 0);
+            CHECK(rc == 0 ||
+                      (strstr(err, "GPU 0") && !strchr(err, '\n') && (!apis[i].says || strstr(err, apis[i].says))),
+                  "%s, call %d: '%s'", apis[i].name, n, err);
             if (!rc) r.ops->close(&r);
-            if (!CHECK(cuda_test_free_bytes() == free_bytes, "%s, call %d: %zu bytes are lost", apis[i], n,
+            if (!CHECK(cuda_test_free_bytes() == free_bytes, "%s, call %d: %zu bytes are lost", apis[i].name, n,
                        free_bytes - cuda_test_free_bytes()))
                 break;
         }
-        CHECK(n > 1, "%s is never called", apis[i]);
+        CHECK(n > 1, "%s is never called", apis[i].name);
     }
     /* too small a memory: for the weights, for the rest */
     static const struct {
@@ -422,9 +432,9 @@ static void test_cuda_failures(void) {
         const char *says;
     } sizes[] = {{100 << 10, "the weights take"}, {40 << 20, "out of memory"}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        struct rank r;
+        struct rank r = {0};
         cuda_test_memory(((size_t)16 << 30) - free_bytes + sizes[i].bytes);
-        CHECK(gpu_rank_init(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
+        CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, sizes[i].says), "%zu bytes: %s", sizes[i].bytes, err);
         cuda_test_memory((size_t)16 << 30);
     }
     model_free(&m);
@@ -434,41 +444,30 @@ static void test_cuda_failures(void) {
 /* ---- whole forwards as they run, recorded and overlapping, against the same kernels one at a time ---- */
 
 static const struct ops *step_ops;
-#define STEP(op, params, ...) \
-    static void step_##op params { step_ops->op(__VA_ARGS__), step_ops->wait(r); }
-STEP(embed, (struct rank * r, enum act o), r, o)
-STEP(rmsnorm, (struct rank * r, enum act x, const float *w, enum act o), r, x, w, o)
-STEP(all_reduce_add_rmsnorm, (struct rank * r, enum act x, enum act d, const float *w, enum act o), r, x, d, w, o)
-STEP(final_reduce, (struct rank * r, enum act x, enum act d), r, x, d)
-STEP(linear, (struct rank * r, const struct weight *w, enum act x, enum act o), r, w, x, o)
-STEP(linear3, (struct rank * r, enum act x, const struct weight *const w[3], const enum act o[3]), r, x, w, o)
-STEP(rope_store_kv, (struct rank * r, int il, enum act q, enum act k, enum act v), r, il, q, k, v)
-STEP(attention, (struct rank * r, int il, enum act q, enum act o), r, il, q, o)
-STEP(mla_store, (struct rank * r, int il, enum act q, enum act kv), r, il, q, kv)
-STEP(mla_attention, (struct rank * r, int il, enum act q, enum act o), r, il, q, o)
-STEP(ffn, (struct rank * r, int il, enum act x, enum act o), r, il, x, o)
-STEP(moe_ffn, (struct rank * r, int il, enum act x, enum act o), r, il, x, o)
-STEP(logits, (struct rank * r, int first, int n), r, first, n)
-STEP(sample, (struct rank * r, const struct sampling *s, const int32_t *recent, int n, double u), r, s, recent, n, u)
+#define OP_STEP(type, name, params, args) \
+    static type step_##name params {      \
+        step_ops->name args;              \
+        step_ops->wait(r);                \
+    }
+ENQUEUE_OPS(OP_STEP)
+#undef OP_STEP
 static bool step_begin(struct rank *r) { return cuda_test_batch(r), false; }
 static void step_end(struct rank *r) { step_ops->wait(r); }
 
 /* The logits of the last token of each forward, and behind them the id that is chosen: (forwards, n_vocab + 1). */
 static float *forward_logits(const struct model *m, enum kv_type kv, bool steps) {
     static const int n[] = {1, 2, 1, 17, 1, 16, 2, 40, 1, 0};
-    struct rank r;
+    struct rank r = {0};
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = 128, .kv = kv, .kv_splits = 2};
-    if (!CHECK(gpu_rank_init(&r, m, &o, err) == 0, "%s", err)) return NULL;
+    if (!CHECK(cuda_rank_start(&r, m, &o, err) == 0, "%s", err)) return NULL;
     step_ops = r.ops;
     struct ops table = *r.ops;
-    table.begin = step_begin, table.end = step_end;
-    table.embed = step_embed, table.rmsnorm = step_rmsnorm, table.all_reduce_add_rmsnorm = step_all_reduce_add_rmsnorm;
-    table.final_reduce = step_final_reduce, table.linear = step_linear, table.linear3 = step_linear3,
-    table.rope_store_kv = step_rope_store_kv;
-    table.attention = step_attention, table.mla_store = step_mla_store, table.ffn = step_ffn;
-    table.mla_attention = step_mla_attention, table.moe_ffn = step_moe_ffn, table.logits = step_logits;
-    table.sample = step_sample;
+#define OP_STEPPED(type, name, params, args) table.name = step_##name;
+    ENQUEUE_OPS(OP_STEPPED)
+#undef OP_STEPPED
+    table.begin = step_begin;
+    table.end = step_end;
     if (steps) r.ops = &table;
     const struct sampling sampling = {.temp = 1, .top_k = 20, .top_p = 0.9f, .repeat_penalty = 1};
     size_t n_vocab = (size_t)m->n_vocab;
@@ -523,7 +522,7 @@ static bool tiny_open(struct engine *e, struct settings *set, int which) {
     memset(e, 0, sizeof *e), memset(set, 0, sizeof *set);
     e->set = set;
     synth_make(&e->model, &tiny_synths[which], NULL, true);
-    return CHECK(session_open(&e->session, &e->model, 1, 1, gpu_rank_start, &g, err) == 0, "%s", err);
+    return CHECK(session_open(&e->session, &e->model, 1, 1, cuda_rank_start, &g, err) == 0, "%s", err);
 }
 
 /* One matrix on the device: FP4 scales 0x30 .. 0x3F, those of Q8_0 0.025 / 128, halves of at most what BF16 makes of 0.025, times 2^8,
@@ -801,7 +800,7 @@ static void test_cuda_ranks(void) {
                                               {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
                                               {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
-    bool nccl = cuda_nccl() != 0;
+    bool nccl = cuda_nccl_version() != 0;
     layouts_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
     layouts_agree("deepseek_v3", virtual, 3, 20);
     layouts_agree("qwen3moe_ct", virtual, 3, 7);
@@ -860,7 +859,7 @@ void cuda_test_all_reduce(void) {
     model_free(&m);
     struct gpu_facts f;
     const char *why = cuda_facts(0, &f, true);
-    CHECK(!why && !f.image[0], "%s%s", why, f.image);
+    CHECK(!why && !f.kernel_error[0], "%s%s", why, f.kernel_error);
 }
 
 /* What keeps a rank from starting is one line that names it, and nothing is left. */
@@ -889,7 +888,7 @@ static void test_cuda_rank_errors(void) {
         if (bad[i].memory) cuda_test_memory_of(1, bad[i].memory);
         if (bad[i].api) cuda_test_fail(bad[i].api, bad[i].call);
         double t0 = now_seconds();
-        bool started = !session_open(&s, &m, 2, 1, gpu_rank_start, &o, err);
+        bool started = !session_open(&s, &m, 2, 1, cuda_rank_start, &o, err);
         CHECK(now_seconds() - t0 < 10, "case %zu took %.1f s", i, now_seconds() - t0);
         CHECK(!started && strstr(err, bad[i].says) && !strchr(err, '\n'), "case %zu: '%s' lacks '%s'", i, err,
               bad[i].says);
@@ -1015,7 +1014,7 @@ static void rank_fault_gpu(const char *name, const char *path) {
     cuda_test_devices(2, true);
     o.allreduce = !strncmp(name, "nccl", 4) ? ALLREDUCE_NCCL : ALLREDUCE_ONESHOT;
     if (o.allreduce == ALLREDUCE_NCCL) cuda_test_fail(name, 1);
-    if (model_load(&m, path, err) || session_open(&s, &m, 2, 1, gpu_rank_start, &o, err)) die("%s", err);
+    if (model_load(&m, path, err) || session_open(&s, &m, 2, 1, cuda_rank_start, &o, err)) die("%s", err);
     struct ops table = *s.r->ops;
     fault_ops = s.r->ops;
     if (!strcmp(name, "stuck")) table.mla_attention = fault_stuck;
@@ -1030,9 +1029,9 @@ static void test_cuda_rank_faults(void) {
     static const struct fault faults[] = {
         {"gpu-stuck", {"the end of a step was not reached", "behind: 1 ("}},
         {"gpu-skips", {"nothing has happened for 7 s", "waited for rank 1 at the sum of the"}},
-        {"gpu-lost", {"rank ", "GPU "}},
-        {"gpu-ncclCommInitRank", {"NCCL: ", "GPU "}},
-        {"gpu-ncclAllGather", {"NCCL: unhandled system error", "GPU "}}};
+        {"gpu-lost", {"rank ", ": kernel "}},
+        {"gpu-ncclCommInitRank", {"NCCL: ncclCommInitRank(", "GPU "}},
+        {"gpu-ncclAllGather", {"NCCL: ncclAllGather(", ": unhandled system error"}}};
     check_faults(faults, 5, 20); /* emulated GPUs are slow, all the more side by side */
 }
 #endif
@@ -1051,7 +1050,7 @@ static void test_cuda_stats(void) {
         int32_t *ids = slurp(path, &n_ids);
         cuda_test_begin(f);
         if (!ids || !fixture_load(names[f], &m)) return;
-        if (!CHECK(session_open(&gpu, &m, 1, 1, gpu_rank_start, &o, err) == 0, "%s", err)) return;
+        if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
         session_init(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
         const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
         const size_t n_in_sum2 = in_sum2_before(&m, m.n_layer);

@@ -154,13 +154,13 @@ static void random_row(uint8_t *row, uint32_t type, int n, int octaves, float si
     }
 }
 
-/* What gpu_upload_matrix works with. */
+/* What matrix_upload works with. */
 static struct rank *uploader() {
     static struct cuda c;
     static char err[ERR_MAX];
     static struct rank alone;
     static struct model none;
-    alone.cuda = &c, alone.m = &none, alone.err = err, alone.failed = false, err[0] = 0;
+    alone.cuda = &c, alone.m = &none, c.err = err, c.failed = false, err[0] = 0;
     c.stream = test_stream;
     if (!c.range) c.range = (uint32_t *)cuda_memory(&alone, sizeof c.range_host, "scratch");
     return &alone;
@@ -188,7 +188,7 @@ struct matrix {
         for (float &f : scale) f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
         for (int i = 0; with_bias && i < n_out; i++) bias.push_back(uniform());
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
-        gpu_upload_matrix(r, &w, "a test's matrix");
+        matrix_upload(r, &w, "a test's matrix");
         must(cudaStreamSynchronize(test_stream), "uploading");
         d = *device_matrix_of(c, &w);
         std::vector<float> row((size_t)n_in);
@@ -467,13 +467,13 @@ extern "C" void cuda_test_upload(void) {
                     angles.add((double)n[(size_t)(i * n_half + k)], 1.5 * sin(a));
                 }
             }
-            expect(!w.r->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
+            expect(!w.c->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
                    "%s (%d, %d) of size %g: NMSE %.1e, of angles %.1e %s", type.name, s.n_out, n_in, (double)s.size,
-                   sum.nmse(), angles.nmse(), w.r->err);
+                   sum.nmse(), angles.nmse(), w.c->err);
         }
     {
         matrix w(GGUF_F32, 1, 16, 64, false, 0, INFINITY);
-        expect(w.r->failed && strstr(w.r->err, "only finite ones"), "an infinite weight: %s", w.r->err);
+        expect(w.c->failed && strstr(w.c->err, "only finite ones"), "an infinite weight: %s", w.c->err);
     }
     struct rank *r = uploader();
     std::vector<uint8_t> raw(17 * 2 * 16, 0x77); /* exponents too far apart */
@@ -482,8 +482,8 @@ extern "C" void cuda_test_upload(void) {
     far_apart.data = raw.data(), far_apart.type = GGUF_MXFP4, far_apart.n_in = 64, far_apart.n_out = 16,
     far_apart.n_expert = 1;
     far_apart.row_bytes = 34, far_apart.expert_bytes = 34 * 16;
-    gpu_upload_matrix(r, &far_apart, "a matrix");
-    expect(r->failed && strstr(r->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", r->err);
+    matrix_upload(r, &far_apart, "a matrix");
+    expect(r->cuda->failed && strstr(r->cuda->err, "exponents from 100 to 131"), "MXFP4 exponents: %s", r->cuda->err);
     const void *key = raw.data();
     hmdel(r->cuda->copies, key);
     uploader();
@@ -922,7 +922,10 @@ struct test_plane {
             }
         must(cudaMemcpy(data, rows.data(), rows.size(), cudaMemcpyHostToDevice), "a cache");
         must(cudaMemcpy(scale, scales.data(), scales.size() * sizeof(float), cudaMemcpyHostToDevice), "a cache");
-        p = {data, scale, fp8 ? KV_FP8 : KV_BF16, width, group, (int)n_group, bytes};
+        p = plane_make(fp8 ? KV_FP8 : KV_BF16, width, group);
+        p.data = data;
+        p.scale = scale;
+        p.row_bytes = bytes;
     }
     static size_t row_bytes(int width, bool fp8) { return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16; }
 };
@@ -993,7 +996,7 @@ static void run_attention(const struct attn_case &c) {
 
 extern "C" void cuda_test_attention(void) {
     begin_test(6);
-    expect(cuda_attends(true, 576, 512) && !cuda_attends(false, 128, 64), "supported widths");
+    expect(attn_find(1, 576, 512, 0) && !attn_find(0, 128, 64, 0), "supported widths");
     expect(attn_splits(132, 4) == 66 && attn_splits(4, 64) == 1 && attn_splits(188, 1) == 376 &&
                attn_splits(999, 1) == 384,
            "numbers of splits");

@@ -446,7 +446,8 @@ static void test_plan_absurd(void) {
 }
 
 #ifdef MOE_CUDA
-size_t cuda_test_allocated(struct rank *r);
+size_t cuda_test_activations(struct rank *r);
+bool cuda_test_w4a4(struct rank *r);
 
 /* What the engine allocates is what the plan counted: its weights, with the range of a matrix and without the frequencies; its
  * cache; its activations. */
@@ -472,19 +473,19 @@ static void test_plan_engine(void) {
 #endif
         if (c[i].shape) synth_make(&m, c[i].shape, NULL, true);
         else if (!CHECK(!model_load(&m, "build/demo.gguf", err), "%s", err)) return;
-        if (!CHECK(!session_open(&s, &m, tp, pp, gpu_rank_start, &o, err), "%s", err)) return;
+        if (!CHECK(!session_open(&s, &m, tp, pp, cuda_rank_start, &o, err), "%s", err)) return;
         for (int k = 0; k < tp * pp; k++) {
             struct plan_rank *r = &p.layout[0].rank[k];
             struct rank *e = &s.pg.ranks[k];
             plan_rank(r, &p, &m, (struct shard){k % tp, tp, k / tp, pp});
             CHECK((int64_t)e->weight_bytes == r->weights - 4 * m.max.rope_dim / 2 + 8, "weights %zu, plan %lld",
                   e->weight_bytes, (long long)r->weights);
-            CHECK((int64_t)e->kv_bytes == r->bytes_per_token[READ_CACHE] * 256, "cache %zu, plan %lld", e->kv_bytes,
-                  (long long)r->bytes_per_token[READ_CACHE] * 256);
-            size_t batch = 4 * ((size_t)e->chunk + 2) + 2 * (size_t)m.max.rope_dim,
-                   room = cuda_test_allocated(e) - e->weight_bytes - rank_cache(e, NULL) - batch;
+            CHECK(e->kv_bytes == state_bytes(&r->m, e->kv_type, 256), "cache %zu, plan %zu", e->kv_bytes,
+                  state_bytes(&r->m, e->kv_type, 256));
+            size_t batch = 4 * ((size_t)e->chunk + 2) + 2 * (size_t)m.max.rope_dim;
+            size_t room = cuda_test_activations(e) - batch;
             CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
-            CHECK(tp * pp == 1 && e->sizes.w4a4 ? room == e->bytes : room < e->bytes + 4096,
+            CHECK(tp * pp == 1 && cuda_test_w4a4(e) ? room == e->bytes : room < e->bytes + 4096,
                   "--tp %d --pp %d: %zu bytes are allocated, %zu were counted", tp, pp, room, e->bytes);
         }
         session_free(&s);

@@ -165,10 +165,10 @@ static void fault_fails(struct rank *r, int il, enum act q, enum act out) {
     fault_ops->mla_attention(r, il, q, out);
 }
 
-/* arg NULL: the rank's memory runs out. */
-static int fault_start(struct rank *r, const struct model *shard, void *arg, char *err) {
+/* opts NULL: the rank's memory runs out. */
+static int fault_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
     static struct cpu_options o = {&kernels_ref, 1, 64, KV_F32, false, false};
-    if (shard->shard.rank == 1 && arg) return fail(err, "no room for it");
+    if (shard->shard.rank == 1 && opts) return fail(err, "no room for it");
     if (shard->shard.rank == 1) free(xmalloc((size_t)1 << 62));
     return cpu_rank_start(r, shard, &o, err);
 }

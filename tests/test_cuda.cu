@@ -78,10 +78,14 @@ void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half) 
     free(h);
 }
 
-size_t cuda_test_allocated(struct rank *r) { return r->cuda->allocated; }
+/* Bytes of the GPU besides the weights and the cache. */
+size_t cuda_test_activations(struct rank *r) { return r->cuda->allocated - r->weight_bytes - cache_layout(r, NULL); }
+
+/* Whether prefill of experts is in FP4. */
+bool cuda_test_w4a4(struct rank *r) { return r->cuda->sizes.w4a4; }
 
 /* Whether sums of n tokens are NCCL's. */
-bool cuda_test_by_nccl(struct rank *r, int n) { return r->by_nccl[n]; }
+bool cuda_test_by_nccl(struct rank *r, int n) { return r->cuda->by_nccl[n]; }
 
 /* The copy of a matrix: bytes of codes and of scales. */
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales) {
