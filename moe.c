@@ -3922,6 +3922,7 @@ static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
 
 /* ---- globals and loop ---- */
 
+/* range(stop) or range(start, stop, step), made at once as a list. */
 static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     (void)self;
     bool two = a->v[1].kind;
@@ -4990,8 +4991,9 @@ static void parse_source(struct job *j, void *arg) {
 /* ============================================================================================================
  * Chat template: rendering
  *
- * Walks the tree: node_eval computes expressions, node_exec runs statements. template_parse and template_render are the
- * interface of the interpreter.
+ * Walks the tree: node_eval computes an expression, with an eval_ function for each kind, and node_exec runs a
+ * statement or body, with an exec_ function for each kind. template_parse and template_render are the interface of the
+ * interpreter.
  *
  * An assignment goes to the innermost scope. for, macro, call, with and the blocks that capture text open a scope, if
  * does not. A loop begins every round with an empty scope.
