@@ -2892,7 +2892,10 @@ static struct tv f_format(struct job *j, struct tv text, struct args *a) {
         struct tv name = tv_sub(field, 0, n), spec = tv_sub(field, colon ? n + 1 : n, field.n);
         if (memchr(field.s, '{', field.n) || memchr(name.s, '!', n) || memchr(name.s, '.', n) || memchr(name.s, '[', n))
             job_fail(j, "the format field '{%.*s}' is not supported", SHOW(field));
-        struct tv v = format_value(j, format_argument(j, a, name, &next), spec);
+        struct tv v = format_argument(j, a, name, &next);
+        if (text.markup && v.markup && spec.n)
+            job_fail(j, "the format '%.*s' is not supported for markup in markup", SHOW(spec));
+        v = format_value(j, v, spec);
         buf_put(j, &b, text.markup ? html_escape(j, v) : v);
         i = (size_t)(close - text.s) + 1;
     }
