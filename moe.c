@@ -3034,7 +3034,10 @@ static struct tv f_format(struct job *j, struct tv text, struct args *a) {
         struct tv name = tv_sub(field, 0, n), spec = tv_sub(field, colon ? n + 1 : n, field.n);
         if (memchr(field.s, '{', field.n) || memchr(name.s, '!', n) || memchr(name.s, '.', n) || memchr(name.s, '[', n))
             job_fail(j, "the format field '{%.*s}' is not supported", SHOW(field));
-        struct tv v = format_value(j, format_argument(j, a, name, &next), spec);
+        struct tv v = format_argument(j, a, name, &next);
+        if (text.markup && v.markup && spec.n)
+            job_fail(j, "the format '%.*s' is not supported for markup in markup", SHOW(spec));
+        v = format_value(j, v, spec);
         buf_put(j, &b, text.markup ? html_escape(j, v) : v);
         i = (size_t)(close - text.s) + 1;
     }
@@ -4064,6 +4067,7 @@ static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
 
 /* ---- globals and loop ---- */
 
+/* range(stop) or range(start, stop, step), made at once as a list. */
 static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     (void)self;
     bool two = a->v[1].kind;
@@ -5132,8 +5136,9 @@ static void parse_source(struct job *j, void *arg) {
 /* ============================================================================================================
  * Chat template: rendering
  *
- * Walks the tree: node_eval computes expressions, node_exec runs statements. template_parse and template_render are the
- * interface of the interpreter.
+ * Walks the tree: node_eval computes an expression, with an eval_ function for each kind, and node_exec runs a
+ * statement or body, with an exec_ function for each kind. template_parse and template_render are the interface of the
+ * interpreter.
  *
  * An assignment goes to the innermost scope. for, macro, call, with and the blocks that capture text open a scope, if
  * does not. A loop begins every round with an empty scope.

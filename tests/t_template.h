@@ -363,6 +363,7 @@ static void test_template_errors(void) {
         {"{{ '{:d}'.format('a') }}", -1, "line 1: the format 'd' is not supported for an object of type 'str'"},
         {"{{ '{:=4}'.format('a') }}", -1, "line 1: the format '=4' is not supported for an object of type 'str'"},
         {"{{ '{:s}'.format(1) }}", -1, "line 1: the format 's' is not supported for an object of type 'int'"},
+        {"{{ ('{:4}'|safe).format('a'|e) }}", -1, "line 1: the format '4' is not supported for markup in markup"},
         {"{{ '{:4}'.format(none) }}", -1, "line 1: unsupported format string passed to NoneType.__format__"},
         {"{{ '{:4}'.format(x) }}", -1, "line 1: unsupported format string passed to Undefined.__format__"},
         {"{{ '{:.101f}'.format(1) }}", -1, "line 1: the format '.101f' is not supported for an object of type 'int'"},
