@@ -2005,18 +2005,18 @@ __global__ void __launch_bounds__(128) k_route_prefill(struct route_args p) {
     if (t < p.n_tok) route_warp(p, t, scratch);
 }
 
-/* Sorts the n_choices = n_tok * k (token, expert) pairs of the router by (expert, token), and lists token tiles for the
- * grouped GEMM. */
+/* Sorts the router's n_choices = n_tok * k choices (a token and one of its experts) by (expert, token), and lists token
+ * tiles for the grouped GEMM. */
 struct sort_args {
-    const int32_t *id; /* (n_choices) expert of pair token * k + j */
+    const int32_t *id; /* (n_choices) expert of choice token * k + j */
     int n_choices, k, n_expert;
     int32_t *row;     /* (n_choices) sorted position -> token */
-    int32_t *inverse; /* (n_choices) pair -> sorted position */
+    int32_t *inverse; /* (n_choices) choice -> sorted position */
     int32_t *first;   /* (n_expert + 1) first sorted position of an expert */
     int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
 };
 
-/* Loads the experts of pairs i..i+7 (i % 8 == 0); -1 behind the end. */
+/* Loads the experts of choices i..i+7 (i % 8 == 0); -1 behind the end. */
 DEVICE void sort_load(const struct sort_args &p, int i, int id[8]) {
     const int4 *from = (const int4 *)(p.id + i);
     if (i + 8 <= p.n_choices) {
@@ -2036,9 +2036,9 @@ DEVICE int warp_scan(int x) {
     return x;
 }
 
-/* Sorts by expert: block e counts the pairs of smaller experts, then lists its own in order.
- * Grid: n_expert, block: 256. A block reads n_choices ids twice from L2, 2,048 at a time: 10 us for 32,768 pairs of 128
- * experts. */
+/* Sorts by expert: block e counts the choices of smaller experts, then lists its own in order.
+ * Grid: n_expert, block: 256. A block reads n_choices ids twice from L2, 2,048 at a time: 10 us for 32,768 choices of
+ * 128 experts. */
 __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     SHARED(int, count, 8);
     grid_dependency_launch();
