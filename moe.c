@@ -9920,7 +9920,7 @@ static int chat_render(const struct chat *c, bool answer, struct text *out, char
 }
 
 /* Whether a token is special. No ordinary token spans one, so text can be tokenized from there on by itself. */
-static bool token_is_cut(const struct vocab *v, int32_t id) {
+static bool token_is_special(const struct vocab *v, int32_t id) {
     return vocab_type(v, id) == TOKEN_CONTROL || vocab_type(v, id) == TOKEN_USER_DEFINED;
 }
 
@@ -9940,7 +9940,7 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
         int32_t id = s->tokens[k];
         if (id >= v->n_tokens) break;
         struct gguf_str b = vocab_bytes(v, id);
-        bool special = token_is_cut(v, id), from_data = false;
+        bool special = token_is_special(v, id), from_data = false;
         if (!b.n || b.n > n - at || memcmp(text->s + at, b.p, b.n)) break;
         for (size_t i = 0; special && i < b.n; i++) from_data |= text->origin[at + i] == ORIGIN_DATA;
         if (from_data) break;
@@ -9952,7 +9952,7 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
     }
     if (k == s->n_past) { /* all tokens agree: if the rest begins with a special token, none need be cut off */
         tokenize(v, text->s + at, n - at, text->origin + at, TOKENIZE_CONTROL, ids);
-        if (arrlen(*ids) && token_is_cut(v, (*ids)[0])) {
+        if (arrlen(*ids) && token_is_special(v, (*ids)[0])) {
             cut = k;
             cut_at = at;
         }
@@ -10300,7 +10300,7 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
     int n = (int)strnlen(name, 4096);
     if (n > 6 && !strcmp(name + n - 6, ".jsonl")) n -= 6; /* the suffix may be given */
     if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024)
-        return fail(err, "a name of 1 to 1024 bytes is wanted");
+        return fail(err, "a name must have 1 to 1024 bytes of UTF-8");
     if (strchr(name, '/')) {
         char *path = NULL;
         sb_path(&path, name);
@@ -10309,7 +10309,7 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
         return 0;
     }
     if (!home || !*home || strlen(home) > 2048) return fail(err, "HOME is not set: give a path with a slash");
-    if (name[0] == '.') return fail(err, "a name does not begin with a dot");
+    if (name[0] == '.') return fail(err, "a name must not begin with a dot");
     snprintf(out, 4096, "%s/.moe", home);
     if (mkdir(out, 0700) && errno != EEXIST) return fail(err, "cannot make '%s': %s", out, strerror(errno));
     snprintf(out, 4096, "%s/.moe/%.*s%s", home, n, name, suffix);
@@ -10362,7 +10362,7 @@ static int chat_parse(const char *text, size_t n, struct message **out, char *er
         json_decref(head);
         at += len + 1;
     }
-    if (!line) rc = fail(err, "it is empty");
+    if (!line) rc = fail(err, "the file is empty");
     for (; rc && arrlen(*out); (void)arrpop(*out)) message_free(&arrlast(*out));
     return rc;
 }
@@ -10385,7 +10385,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     arrfree(c->messages);
     c->messages = messages;
     if (chat_path(name, ".kv", path, err)) return -1;
-    if (session_load(c->s, path, why)) note("%s: the conversation will be read again", why);
+    if (session_load(c->s, path, why)) note("%s: the next turn computes the conversation again", why);
     return 0;
 }
 
@@ -10448,8 +10448,8 @@ static void chat_print_stats(struct chat *c) {
     chat_stats_line(c, &c->last);
     double tokens_per_s = t->seconds > 0 ? t->n_generated / t->seconds : 0;
     double bytes_per_s = t->seconds > 0 ? t->bytes / t->seconds : 0;
-    fprintf(stderr, "  %d turns: %d tokens read in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n", c->turns,
-            t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds, tokens_per_s, bytes_per_s * 1e-9);
+    fprintf(stderr, "  %d turns: %d prompt tokens in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
+            c->turns, t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds, tokens_per_s, bytes_per_s * 1e-9);
 }
 
 /* ============================================================================================================
@@ -10735,7 +10735,7 @@ struct editor {
     struct keyboard keys;
     const char *prompt, *continuation; /* shown before the first line, before the other lines */
     int row;                           /* row of the cursor, counted from the first row that the last refresh drew */
-    int top;  /* first row of the layout that is shown; above 0 if the text is taller than the screen */
+    int top;  /* first row of the picture that is shown; above 0 if the text is taller than the screen */
     int cols; /* width at the last refresh, 0: none yet */
 };
 
@@ -10992,7 +10992,7 @@ static void history_move(struct editor *e, int step) {
  * Reads one text from the terminal, which may have several lines. The section does not know what a text means; the
  * caller passes the words that Tab completes.
  *
- * Every refresh computes the whole layout from the text, the cursor and the width, and draws it with one write(). All
+ * Every refresh computes the whole picture from the text, the cursor and the width, and draws it with one write(). All
  * that is remembered of the screen is the row of the cursor. If the terminal cannot move its cursor (TERM=dumb, or
  * stdout is redirected), lines are read as the terminal edits them.
  * ============================================================================================================ */
@@ -11004,7 +11004,7 @@ enum edit_result {
     EDIT_INTERRUPT
 };
 
-/* The layout of prompt and text in rows of `cols` columns. A row ends in two bytes. After a newline of the text they
+/* Prompt and text laid out in rows of `cols` columns. A row ends in two bytes. After a newline of the text they
  * are CR LF. Where the text wraps they are a space and CR: any terminal then steps to the next row and remembers that
  * the two rows are one line, for copying and for a resize. */
 struct picture {
@@ -11112,7 +11112,7 @@ static void picture_free(struct picture *p) {
     arrfree(p->rows);
 }
 
-/* Draws the layout again from its first row on. If it is taller than the screen, only the part around the cursor is
+/* Draws the picture again from its first row on. If it is taller than the screen, only the part around the cursor is
  * drawn. */
 static void editor_refresh(struct editor *e) {
     struct picture p = {.goal_row = -1};
@@ -11123,7 +11123,7 @@ static void editor_refresh(struct editor *e) {
     if (p.cursor_row < e->top) e->top = p.cursor_row;
     if (p.cursor_row >= e->top + height) e->top = p.cursor_row - height + 1;
     int last = rows > e->top + height ? e->top + height - 1 : rows - 1;
-    /* A terminal with a new width has wrapped the old text again, so its cursor is now in the row of the new layout. */
+    /* A terminal with a new width has wrapped the old text again, so its cursor is in the row of the new picture. */
     if (e->cols && e->cols != p.cols) e->row = p.cursor_row - e->top;
     if (e->row >= height) e->row = height - 1;
 
@@ -11522,7 +11522,7 @@ struct command {
 enum { COMMAND_QUIT = 1 }; /* result of /quit */
 
 /* Prints a session error in its own line, red on a terminal. */
-static void complain(const char *err) {
+static void print_error(const char *err) {
     char *line = NULL;
     if (term.err_tty) term_neutralise(&line, err, strlen(err));
     else sb_puts(&line, err);
@@ -11536,11 +11536,11 @@ static void turn_report(enum turn_result result, const char *err) {
     char lost[ERR_MAX];
     if (term.out_error && !said) {
         fail(lost, "cannot write to stdout: %s; the answers are lost", strerror(term.out_error));
-        complain(lost);
+        print_error(lost);
         said = true;
     }
     if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
-    if (result == TURN_FAILED) complain(err);
+    if (result == TURN_FAILED) print_error(err);
 }
 
 /* Sends a message and reports the result. */
@@ -11755,21 +11755,21 @@ static int cmd_quit(struct repl *r, char *arg, char *err) {
 static int cmd_help(struct repl *r, char *arg, char *err);
 
 static const struct command commands[] = {
-    {"help", "[COMMAND]", "this list, or one command", cmd_help},
+    {"help", "[COMMAND]", "list the commands, or one of them", cmd_help},
     {"set", "[NAME [VALUE]]", "show or change an option", cmd_set},
-    {"think", "[on|off|auto|LEVEL]", "whether, or how hard, the model thinks", cmd_think},
-    {"show", "[on|off]", "whether its thinking is shown", cmd_show},
+    {"think", "[on|off|auto|LEVEL]", "set whether, or how hard, the model thinks", cmd_think},
+    {"show", "[on|off]", "show or hide its thinking", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
-    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if it has blanks", cmd_read},
+    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has blanks", cmd_read},
     {"edit", "[TEXT]", "write a message in $EDITOR, then send it", cmd_edit},
-    {"undo", NULL, "take the last message and its answer back", cmd_undo},
-    {"regen", NULL, "answer the last message anew", cmd_regen},
+    {"undo", NULL, "take back the last message and its answer", cmd_undo},
+    {"regen", NULL, "answer the last message again", cmd_regen},
     {"save", "NAME", "save the conversation", cmd_save},
-    {"load", "NAME", "go on with a saved conversation", cmd_load},
+    {"load", "NAME", "continue a saved conversation", cmd_load},
     {"list", NULL, "list the saved conversations", cmd_list},
-    {"ctx", NULL, "how full the context is", cmd_ctx},
-    {"stats", NULL, "speed of the last turn and in total", cmd_stats},
-    {"clear", NULL, "begin a new conversation", cmd_clear},
+    {"ctx", NULL, "show how full the context is", cmd_ctx},
+    {"stats", NULL, "show the speed of the last turn and of all turns", cmd_stats},
+    {"clear", NULL, "start a new conversation", cmd_clear},
     {"quit", NULL, "leave (also Ctrl-D)", cmd_quit},
 };
 
@@ -11790,7 +11790,7 @@ static const struct command *command_find(const char *name, size_t n, char *err)
         break;
     }
     if (!count)
-        fail(err, "unknown command /%.*s: /help lists them, a message that begins with a slash is typed //...",
+        fail(err, "unknown command /%.*s: /help lists the commands; to send a message with a slash, type //",
              (int)(n < 40 ? n : 40), name);
     if (count > 1) fail(err, "/%.*s is ambiguous: %s", (int)n, name, sb_cstr(&list));
     arrfree(list);
@@ -11805,10 +11805,10 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
     for (const struct command *c = commands; c < commands + N_COMMANDS; c++)
         if (!one || c == one) fprintf(stderr, "  /%-6s %-19s  %s\n", c->name, c->arg ? c->arg : "", c->help);
     if (one) return 0;
-    fputs("Commands may be shortened as long as they stay unique; //text sends /text.\n"
-          "Enter sends. A new line: Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
+    fputs("Commands may be shortened as long as they stay unique. //text sends /text.\n"
+          "Enter sends. For a new line use Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
           "and \"\"\".\n"
-          "Up and Down, Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D leaves.\n",
+          "Up, Down and Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D leaves.\n",
           stderr);
     return 0;
 }
@@ -11836,7 +11836,7 @@ static int repl_line(struct repl *r, char *line, size_t n) {
         return 0;
     }
     int rc = command_run(r, line + 1, err);
-    if (rc < 0) complain(err);
+    if (rc < 0) print_error(err);
     return rc == COMMAND_QUIT ? rc : 0;
 }
 
@@ -11861,7 +11861,7 @@ static int repl_run(struct chat *c) {
             (void)sb_cstr(&line); /* commands split their arguments in place */
             rc = repl_line(&r, line, n);
         } else if (!r.hinted) {
-            note("(Ctrl-D or /quit leaves)");
+            note("(Ctrl-D or /quit to leave)");
             r.hinted = true;
         }
     }
