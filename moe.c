@@ -41,9 +41,9 @@
  *   Model: metadata, tensors, binding
  *   Parts of a model
  *   CPU kernels
- *   CPU kernels: the oracle
+ *   CPU kernels: reference
  *   CPU kernels: vector functions for any instruction set
- *   CPU kernels: products with integer activations
+ *   CPU kernels: GEMM with integer activations
  *   CPU kernels: AVX2
  *   CPU kernels: AVX-512 VNNI
  *   CPU kernels: AMX, BF16 tiles
@@ -6370,81 +6370,104 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
 }
 
 static void shard_free(struct model *shard) { free(shard->layers); }
+
 /* ============================================================================================================
  * CPU kernels
  *
- * Matrix products with weights as they lie in the file, and the small vector functions of a forward pass. Everything
- * works on one thread's range, allocates nothing and knows nothing of models, layers or threads.
+ * GEMM with the weight types of the file, and the small vector functions of a forward pass. A kernel computes one
+ * thread's share, allocates nothing and knows nothing of models, layers or threads.
  *
- * kernels_ref is the oracle: exact weights, F32 activations, sums in double. The others are exact in the weights too but
- * may round activations to 16-bit integers (one F32 scale per 32) or pairs of BF16. Invariant: for a given format, an element of
- * a result is a fixed function of its row of weights and its row of activations; how a caller cuts a product does not change a
- * bit.
+ * Each instruction set has a table, struct kernels. At start kernels_choose picks the first one that the machine runs.
+ * All tables decode weights exactly; only AMX rounds Q8_0 weights, to 2^-17. Activations may be rounded: to 16-bit
+ * integers with one F32 scale per 32 (ACT_I16), or to the sum of two BF16 numbers (ACT_BF16).
  *
- * Order: formats, vector functions for any instruction set, products with F32 activations, integer panels, BF16 tiles, choice.
+ * Invariant: an element of a result depends on its row of weights, its row of activations and the activation format
+ * alone, and its sum is always taken in the same order. How a caller divides a GEMM into calls does not change a bit.
+ *
+ * Order: the types, the reference, vector functions, GEMM with integer activations, one section per instruction set,
+ * the choice.
+ *
+ * Tried and dropped:
+ *   int8 activations, one F32 scale per 32: NMSE of the logits 1.5e-3 over 4,096 tokens; six greedy choices changed
+ *     that had a margin above 0.5 logit. 16 bits cost a third of the speed where arithmetic is the limit, and nothing
+ *     where memory bandwidth is.
+ *   one BF16 number per activation (AMX): up to twice the prefill speed; one greedy choice in 4,096 changed that had a
+ *     margin above 0.5 logit.
+ *   one parallel region and barrier per step: not needed. Since each thread packs small activations for itself, half of
+ *     the barriers are gone.
+ *   AMX_K of 256 and 512: the tile unit powers down while a panel is decoded; 128 keeps it awake.
  * ============================================================================================================ */
 
-enum act_format { ACT_F32, ACT_I16, ACT_BF16 }; /* how a row of activations is packed for a kernel */
+enum act_format { ACT_F32, ACT_I16, ACT_BF16 }; /* how a row of activations is stored for GEMM */
 
-enum { KERNEL_SCRATCH = 1 << 17 }; /* bytes of struct gemm's scratch */
+enum { KERNEL_SCRATCH = 1 << 17 }; /* bytes of gemm.scratch */
 
-/* y[t * y_stride + r] = scale * sum_i w[r][i] * x[row(t)][i] for r in [0, n_out), t in [0, n_tok);
- * row(t) = rows ? rows[t] : t. n_in is a multiple of the type's block. */
+/* The arguments of one GEMM: y[t * y_stride + r] = scale * sum_i w[r][i] * x[row(t)][i] for r < n_out and t < n_tok,
+ * where row(t) = rows ? rows[t] : t. n_in is a multiple of the block of the weight type. */
 struct gemm {
     uint32_t type;          /* enum gguf_type of the weights */
-    enum act_format format; /* of x: what kernels.act_format(type, n_tok) said */
-    const uint8_t *w;       /* first row, unaligned */
+    enum act_format format; /* of x, as kernels.act_format(type, n_tok) returned it */
+    const uint8_t *w;       /* (n_out, n_in) weights, unaligned */
     size_t w_stride;        /* bytes from row to row */
     int n_out, n_in;
     const uint8_t *x;    /* packed activations, 64-byte aligned */
-    size_t x_stride;     /* bytes from token to token */
-    const int32_t *rows; /* (n_tok) or NULL: which packed rows are the tokens */
+    size_t x_stride;     /* bytes from row to row */
+    const int32_t *rows; /* (n_tok) the row of x for each token; NULL: token t is row t */
     int n_tok;
     float scale;
     float *y;        /* (n_tok, n_out) */
     size_t y_stride; /* floats from token to token */
-    void *scratch;   /* KERNEL_SCRATCH bytes, 64-byte aligned, the calling thread's own */
+    void *scratch;   /* KERNEL_SCRATCH bytes, 64-byte aligned, owned by the calling thread */
 };
 
+/* The kernels of one instruction set. */
 struct kernels {
     const char *name;
+    /* Activations: the format that gemm wants for weights of `type` and n_tok tokens, the bytes of a packed row of n (a
+     * multiple of 64), and a function that packs one. */
     enum act_format (*act_format)(uint32_t type, int n_tok);
-    size_t (*act_bytes)(enum act_format f, int n); /* of a packed row of n, a multiple of 64 */
+    size_t (*act_bytes)(enum act_format f, int n);
     void (*act_pack)(enum act_format f, const float *x, int n, void *out);
     void (*gemm)(const struct gemm *g);
-    /* C (m,n) = A (m,k) B (n,k)^T and C (m,n) += A (m,k) B (k,n), row-major, ld*: floats from row to row */
+    /* C (m, n) = A (m, k) B (n, k)^T and C (m, n) += A (m, k) B (k, n), row-major. lda, ldb, ldc: floats per row. */
     void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
     void (*sgemm_nn_add)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
-    float (*exp_sum)(float *s, int n, float max);      /* s = exp(s - max), 0 for -infinity; the sum */
+    float (*exp_sum)(float *s, int n, float max);      /* s = exp(s - max), 0 for -infinity; returns the sum of s */
     void (*silu_mul)(float *g, const float *u, int n); /* g = g / (1 + exp(-g)) * u */
-    /* to_*: bit for bit bf16_from_f32(x) and e4m3_from_f32(x * inv_scale); from_e4m3: finite codes only */
+    /* Conversions with the same bits as bf16_to_f32(x), e4m3_to_f32(x) * scale, e4m3_from_f32(x * inv_scale) and
+     * bf16_from_f32(x). from_e4m3 takes finite codes only. */
     void (*from_bf16)(const uint16_t *x, float *y, int n);
     void (*from_e4m3)(const uint8_t *x, float scale, float *y, int n);
     void (*to_e4m3)(const float *x, float inv_scale, uint8_t *y, int n);
     void (*to_bf16)(const float *x, uint16_t *y, int n);
-    /* y = w * x / sqrt(mean(x^2) + eps); w NULL: all ones */
+    /* y = w * x / sqrt(mean(x^2) + eps); w NULL: all ones (arXiv 1910.07467) */
     void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n);
-    float (*amax)(const float *x, int n); /* largest |x|, 0 for n = 0 */
-    float (*max)(const float *x, int n);  /* largest x; n > 0, no NaN */
+    float (*amax)(const float *x, int n); /* returns the largest |x|, 0 for n = 0 */
+    float (*max)(const float *x, int n);  /* returns the largest x; n > 0, no NaN */
 };
 
+/* Returns the packed activations of token t. */
 static inline const uint8_t *gemm_x(const struct gemm *g, int t) {
     return g->x + (size_t)(g->rows ? g->rows[t] : t) * g->x_stride;
 }
 
-/* 32 activations: value = (256 * hi + lo) * d, 16 bits in two digits of which neither is -128, so that they can be negated.
- * bias[h] = -16 * (sum of the half h) takes back the 16 that kernels with unsigned weights add to every weight; it is
- * stored, because it is the same for every row of weights. */
+/* 32 activations as 16-bit integers with one scale: value = (256 * hi + lo) * d. The integer is stored as two signed
+ * digits, because the instructions multiply bytes; neither digit is -128, so that a kernel may negate it.
+ *
+ * bias[h] is -16 times the sum of the 16 integers of half h. Kernels with unsigned FP4 codes add 16 to every code;
+ * adding the bias takes that back. It is stored because it is the same for every row of weights. */
 struct act_i16 {
     float d;
     int32_t bias[2];
     int8_t hi[32], lo[32];
 };
 
-/* ACT_BF16 is the sum of two BF16 numbers, in two planes one behind the other: bytes of one. */
+/* Returns the bytes of one plane of an ACT_BF16 row. An activation is the sum of two BF16 numbers; a row holds first
+ * the plane of all high numbers, then the plane of all low ones. */
 static size_t act_plane(int n) { return (2 * (size_t)n + 63) / 64 * 64; }
 
-/* An odd number of cache lines: were rows a power of two apart, the same place of every row would share a cache set. */
+/* Returns the bytes of a packed row: an odd number of cache lines. With rows a power of two apart, element i of every
+ * row would fall into the same cache set. */
 static size_t act_bytes(enum act_format f, int n) {
     size_t bytes = ((size_t)n + 31) / 32 * sizeof(struct act_i16);
     if (f == ACT_F32) bytes = 4 * (size_t)n;
@@ -6453,7 +6476,9 @@ static size_t act_bytes(enum act_format f, int n) {
 }
 
 /* ============================================================================================================
- * CPU kernels: the oracle
+ * CPU kernels: reference
+ *
+ * Plain C with F32 activations and sums in double. The tests compare all other kernels with these; --cpu-ref runs them.
  * ============================================================================================================ */
 
 static enum act_format ref_act_format(uint32_t type, int n_tok) {
@@ -6462,11 +6487,13 @@ static enum act_format ref_act_format(uint32_t type, int n_tok) {
     return ACT_F32;
 }
 
+/* Copies the row as F32 and clears the rest of its bytes. */
 static void ref_act_pack(enum act_format f, const float *x, int n, void *out) {
     memcpy(out, x, (size_t)n * sizeof *x);
     memset((char *)out + (size_t)n * sizeof *x, 0, act_bytes(f, n) - (size_t)n * sizeof *x);
 }
 
+/* Returns the dot product of a (n) and b (n), summed in double. */
 static double ref_dot_wide(const float *a, const float *b, int n) {
     double s[8] = {0};
     int i = 0;
@@ -6478,7 +6505,7 @@ static double ref_dot_wide(const float *a, const float *b, int n) {
 
 static float ref_dot(const float *a, const float *b, int n) { return (float)ref_dot_wide(a, b, n); }
 
-/* Rows are decoded in pieces, each for up to 16 tokens at a time. */
+/* Decodes each row in pieces of 512 weights and multiplies a piece by up to 16 tokens before decoding the next. */
 static void ref_gemm(const struct gemm *g) {
     enum { PIECE = 512, TOKENS = 16 };
     float w[PIECE];
@@ -6576,12 +6603,13 @@ static const struct kernels kernels_ref = {.name = "reference",
 /* ============================================================================================================
  * CPU kernels: vector functions for any instruction set
  *
- * Written once with the compiler's vector types and inlined into one wrapper per instruction set (VECTOR_FUNCTIONS).
- * Vectors are handed over by pointer: by value, their calling convention would depend on the instruction set.
+ * Functions in the compiler's vector types, written once. VECTOR_FUNCTIONS and VECTOR_GEMM inline them into one wrapper
+ * per instruction set. Vectors are passed by pointer, because by value their calling convention would depend on the
+ * instruction set.
  * ============================================================================================================ */
 
 #if defined(__x86_64__)
-enum { VL = 8 }; /* floats of a vector */
+enum { VL = 8 }; /* floats in a vector */
 #else
 enum { VL = 4 };
 #endif
@@ -6591,7 +6619,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 typedef uint16_t vu16 __attribute__((vector_size(2 * VL)));
 typedef uint8_t vu8 __attribute__((vector_size(VL)));
 
-/* The same, anywhere in memory of any type. */
+/* The same types for unaligned memory of any other type. */
 typedef vf vf_mem __attribute__((aligned(1), may_alias));
 typedef vi vi_mem __attribute__((aligned(1), may_alias));
 typedef vu vu_mem __attribute__((aligned(1), may_alias));
@@ -6599,7 +6627,7 @@ typedef vu16 vu16_mem __attribute__((aligned(1), may_alias));
 typedef vu8 vu8_mem __attribute__((aligned(1), may_alias));
 
 #define VLOAD(type, p)      (*(const type##_mem *)(p))
-#define VSTORE(type, p)     (*(type##_mem *)(p)) /* an lvalue */
+#define VSTORE(type, p)     (*(type##_mem *)(p)) /* an lvalue: VSTORE(vf, p) = v */
 #define VSELECT(mask, a, b) ((vf)(((vi)(mask) & (vi)(a)) | (~(vi)(mask) & (vi)(b))))
 #define INLINE              static inline __attribute__((always_inline))
 #if defined(__clang__)
@@ -6608,6 +6636,7 @@ typedef vu8 vu8_mem __attribute__((aligned(1), may_alias));
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
+/* Returns the sum of the lanes, always in the same order. */
 INLINE float vec_sum(const vf *v) {
     float s[VL];
     memcpy(s, v, sizeof s);
@@ -6615,14 +6644,15 @@ INLINE float vec_sum(const vf *v) {
     return s[0];
 }
 
-/* A number of sign, exponent and mantissa, its exponent field at bit 23, becomes F32: rebias is the difference of the
- * biases. Subnormals are normalised by 2v - 2^(1-bias), since their hidden bit does not exist. */
+/* Converts a small float format to F32. bits: the value without its sign, shifted so that its exponent field begins at
+ * bit 23. rebias: the F32 exponent bias minus that of the format. A subnormal has no hidden bit; 2v - 2^(1-bias)
+ * removes the one that F32 assumes. */
 INLINE void vec_rebias(const vu *bits, uint32_t rebias, vf *out) {
     vu b = *bits + (rebias << 23), least = (vu){0} + ((rebias + 1) << 23);
     *out = VSELECT(*bits < (1u << 23), (vf)b * 2.0f - (vf)least, (vf)b);
 }
 
-/* VL weights of a row, from element i on; exact. */
+/* Loads the VL weights i..i+VL-1 of a row as F32, exactly. */
 typedef void vec_load(const uint8_t *row, int i, vf *out);
 
 INLINE void vec_load_f32(const uint8_t *row, int i, vf *out) { *out = VLOAD(vf, row + 4 * (ptrdiff_t)i); }
@@ -6637,7 +6667,8 @@ INLINE void vec_load_f16(const uint8_t *row, int i, vf *out) {
     *out = (vf)((vu)*out | (h & 0x8000) << 16 | ((vu)(bits >= 0x0f800000) & 0x7f800000)); /* infinity and NaN */
 }
 
-/* e^x for x <= 88, 0 below -87.3. Relative error 2e-7: x = n ln 2 + r; polynomial of degree 6 (Cephes, expf). */
+/* x = e^x. Above 88 it gives e^88, below -87.3 it gives 0. x = n ln 2 + r, and e^r is a polynomial of degree 6 (Cephes,
+ * expf); the relative error is at most 2e-7. */
 INLINE void vec_exp(vf *x) {
     const float round = 0x1.8p23f; /* adding it leaves the nearest integer in the low bits */
     vf v = VSELECT(*x > 88.0f, (vf){0} + 88.0f, *x);
@@ -6653,6 +6684,7 @@ INLINE void vec_exp(vf *x) {
     *x = VSELECT(*x < -87.3f, (vf){0}, y);
 }
 
+/* Returns the dot product of a (n) and b (n). */
 INLINE float vec_dot(const float *a, const float *b, int n) {
     vf s[4] = {0};
     int i = 0;
@@ -6666,7 +6698,8 @@ INLINE float vec_dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-/* R rows of weights times T rows of F32 activations: y[t * y_stride + r]. The order of a sum does not depend on R or T. */
+/* Multiplies R <= 4 rows of weights from r0 on by the F32 activations of T <= 4 tokens from t0 on and stores the
+ * results in g->y. The order in which an element is summed does not depend on R or T. */
 INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0, int T) {
     const uint8_t *w[4];
     const float *x[4];
@@ -6694,6 +6727,7 @@ INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0
     }
 }
 
+/* GEMM with F32 activations, in tiles of 2 rows by 4 tokens or 4 rows by 1 token. */
 INLINE void vec_gemm(vec_load *load, const struct gemm *g) {
     int t = 0, r;
     for (; t + 4 <= g->n_tok; t += 4) {
@@ -6706,7 +6740,7 @@ INLINE void vec_gemm(vec_load *load, const struct gemm *g) {
     }
 }
 
-/* C = A B^T as a product with weights B. */
+/* Describes C (m, n) = A (m, k) B (n, k)^T as a GEMM with B as F32 weights and A as activations. */
 static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c,
                                     int ldc) {
     return (struct gemm){.type = GGUF_F32,
@@ -6722,8 +6756,9 @@ static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda
                          .y_stride = (size_t)ldc};
 }
 
-/* sgemm_nn_add, C (m, n) += A (m, k) B (k, n), for one instruction set with vectors of `lanes` floats and tiles of `rows`
- * rows. An element of C is one chain of additions in the order of k: neither lanes nor rows change its bits. */
+/* Defines sgemm_nn_add, C (m, n) += A (m, k) B (k, n), for one instruction set: vectors of `lanes` floats, tiles of
+ * `rows` rows by two vectors. An element of C is one chain of additions in the order of k, so that neither lanes nor
+ * rows change its bits. */
 #define SGEMM_NN(isa, TARGET, lanes, rows)                                                                          \
     typedef float isa##_nn __attribute__((vector_size(4 * (lanes))));                                               \
     typedef isa##_nn isa##_nn_mem __attribute__((aligned(1), may_alias));                                           \
@@ -6762,7 +6797,7 @@ static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda
         for (; i < m; i++) isa##_nn_rows(1, n, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);                      \
     }
 
-/* The last n < VL elements of a vector function go through a padded copy. */
+/* The last n < VL elements go through a padded copy. */
 INLINE float vec_exp_sum(float *s, int n, float max) {
     vf sum = {0};
     for (int i = 0; i < n; i += VL) {
@@ -6808,7 +6843,7 @@ INLINE void vec_from_e4m3(const uint8_t *x, float scale, float *y, int n) {
     ref_from_e4m3(x + i, scale, y + i, n - i);
 }
 
-/* The steps of e4m3_from_f32, with selections in the place of branches. */
+/* e4m3_from_f32 with selections instead of branches. */
 INLINE void vec_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {
     int i = 0;
     for (; i + VL <= n; i += VL) {
@@ -6833,7 +6868,7 @@ INLINE void vec_to_bf16(const float *x, uint16_t *y, int n) {
     ref_to_bf16(x + i, y + i, n - i);
 }
 
-/* The sum of squares is taken in pieces, which bounds its rounding error as pairwise summation does. */
+/* The squares are summed in pieces of 512 in F32 and the pieces in double, which bounds the rounding error. */
 INLINE void vec_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {
     enum { PIECE = 512 };
     double sum = 0;
@@ -6848,7 +6883,7 @@ INLINE void vec_rmsnorm(const float *x, const float *w, float eps, float *y, int
     for (; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
 }
 
-/* Magnitudes of floats are ordered as their bits are. */
+/* Compares the bits as integers: they are in the same order as the magnitudes. */
 INLINE float vec_amax(const float *x, int n) {
     vi m = {0};
     int i = 0;
@@ -6874,10 +6909,11 @@ INLINE float vec_max(const float *x, int n) {
     return best;
 }
 
-/* n is a multiple of 32. What is below 2^-100 counts as zero: 32512 / amax stays finite. */
+/* Packs n activations, a multiple of 32, as ACT_I16. The largest of 32 becomes 32512 = 127 * 256. A block below 2^-100
+ * becomes zeros, so that 32512 / amax stays finite. */
 INLINE void vec_pack_i16(const float *x, int n, struct act_i16 *out) {
     for (int b = 0; b < n / 32; b++, x += 32) {
-        float amax = vec_amax(x, 32), inv = amax < 0x1p-100f ? 0.0f : 32512.0f / amax; /* 127 * 256 */
+        float amax = vec_amax(x, 32), inv = amax < 0x1p-100f ? 0.0f : 32512.0f / amax;
         out[b].d = amax < 0x1p-100f ? 0.0f : amax / 32512.0f;
         for (int h = 0; h < 2; h++) {
             vu sum = {0};
@@ -6885,7 +6921,7 @@ INLINE void vec_pack_i16(const float *x, int n, struct act_i16 *out) {
             for (int i = 16 * h; i < 16 * h + 16; i += VL) {
                 vf t = VLOAD(vf, x + i) * inv + 0x1.8p23f; /* rounds to the nearest integer */
                 vu q = (vu)t - 0x4b400000, lo = ((q + 128) & 255) - 128, hi = (vu)((vi)(q - lo) >> 8);
-                lo -= (vu)((vi)lo == -128); /* to -127 */
+                lo -= (vu)((vi)lo == -128); /* -128 becomes -127 */
                 VSTORE(vu8, out[b].hi + i) = __builtin_convertvector(hi, vu8);
                 VSTORE(vu8, out[b].lo + i) = __builtin_convertvector(lo, vu8);
                 sum += (hi << 8) + lo;
@@ -6896,6 +6932,7 @@ INLINE void vec_pack_i16(const float *x, int n, struct act_i16 *out) {
     }
 }
 
+/* Packs a row of n activations. ACT_BF16: the high number is x rounded, the low one is the rest rounded. */
 INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     if (f == ACT_F32) ref_act_pack(f, x, n, out);
     else if (f == ACT_I16) vec_pack_i16(x, n, out);
@@ -6913,7 +6950,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     }
 }
 
-/* The functions above for one instruction set; TARGET is its attribute. */
+/* Defines the vector functions of one instruction set. TARGET: its function attribute. */
 #define VECTOR_FUNCTIONS(isa, TARGET)                                                                  \
     TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {           \
         vec_act_pack(f, x, n, out);                                                                    \
@@ -6934,7 +6971,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }                   \
     TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
 
-/* The products with F32 activations likewise; load_*: how weights are loaded. */
+/* Defines the GEMM with F32 activations of one instruction set. load_bf16, load_f16: its functions of type vec_load. */
 #define VECTOR_GEMM(isa, TARGET, load_bf16, load_f16)                                                                  \
     TARGET static void isa##_gemm_f32(const struct gemm *g) {                                                          \
         if (g->type == GGUF_F32) vec_gemm(vec_load_f32, g);                                                            \
@@ -6948,7 +6985,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     }                                                                                                                  \
     SGEMM_NN(isa, TARGET, VL, 4)
 
-/* The members of struct kernels that the functions above fill in. */
+/* Initializes the members of struct kernels that the two macros above define. */
 #define VECTOR_TABLE(isa)                                                                                           \
     .act_bytes = act_bytes, .act_pack = isa##_act_pack, .sgemm_nt = isa##_sgemm_nt,                                 \
     .sgemm_nn_add = isa##_sgemm_nn_add, .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul,                       \
@@ -6956,34 +6993,39 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     .rmsnorm = isa##_rmsnorm, .amax = isa##_amax, .max = isa##_max
 
 /* ============================================================================================================
- * CPU kernels: products with integer activations
+ * CPU kernels: GEMM with integer activations
  *
- * A panel is a few rows of weights (as many as an instruction set has 32-bit lanes), decoded in pieces of up to 512
- * weights to small integers and F32 scales, so that a piece stays in the first-level cache while every token of the call
- * passes over it. In a panel four consecutive weights of a row share a 32-bit lane and the lanes are the rows: the
- * activations are broadcast and nothing is ever summed across lanes.
+ * For NVFP4, MXFP4 and Q8_0 weights and ACT_I16 activations. A panel is a group of weight rows, as many as a vector of
+ * the instruction set has 32-bit lanes. Up to 512 weights of each row are decoded to small integers and F32 scales, so
+ * that the panel stays in the first-level cache while all tokens of the call are multiplied by it. Lane r belongs to
+ * row r and holds four consecutive weights of it. The activations are broadcast to all lanes, and lanes are never added
+ * to each other.
  *
- * Per element, in this order, for each 32 weights: v = i0 * d0; v = i1 * d1 + v; sum = v * d + sum, where i0 and i1 are
- * the exact integer sums of the halves, d0 and d1 their weight scales, d the scale of the activations.
+ * The sum of an element takes these steps for each 32 weights: v = i0 * d0; v = i1 * d1 + v; sum = v * d + sum. i0 and
+ * i1 are the exact integer sums of the two halves, d0 and d1 the weight scales of the halves, d is the scale of the
+ * activations.
  * ============================================================================================================ */
 
 enum {
-    PANEL_ROWS = 16,    /* at most */
-    PANEL_BLOCKS = 16,  /* pieces of 32 weights decoded at a time */
-    PANEL_TOKENS = 512, /* whose sums are kept at a time */
-    PANEL_GROUP = 4     /* tokens whose sums are in registers */
+    PANEL_ROWS = 16,    /* most rows of a panel */
+    PANEL_BLOCKS = 16,  /* most blocks of 32 weights of a row in a panel */
+    PANEL_TOKENS = 512, /* tokens whose sums are in gemm.scratch at a time */
+    PANEL_GROUP = 4     /* tokens whose sums are in registers at a time */
 };
 
+/* The panel functions of one instruction set. */
 struct panel_isa {
-    int n_rows;
-    size_t block_bytes; /* of a panel, per 32 weights */
-    /* n_blocks * 32 weights of `rows` rows, which lie w_stride apart; `next` comes next and may be prefetched */
+    int n_rows;         /* rows of a panel */
+    size_t block_bytes; /* bytes of a panel for 32 weights of every row */
+    /* Decodes n_blocks * 32 weights of n_rows rows, which are w_stride bytes apart. next: what will be decoded next; it
+     * may be prefetched. */
     void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks, void *panel);
-    /* sum[t][rows] += panel times x[t], n_tok <= PANEL_GROUP */
+    /* sum (n_tok, n_rows) += panel times x[t], n_tok <= PANEL_GROUP */
     void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok, float *sum);
 };
 
-/* Rows [r0, r0 + n) of g against the tokens [t0, t0 + n_tok). */
+/* Computes rows [r0, r0 + n) of g for the tokens [t0, t0 + n_tok), n <= n_rows and n_tok <= PANEL_TOKENS. Scratch: the
+ * panel, copies of the last rows, the sums (n_tok, n_rows). */
 static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0, int n, int t0, int n_tok) {
     uint8_t *panel = g->scratch, *copy = panel + PANEL_BLOCKS * isa->block_bytes;
     float *sum = (float *)(void *)(copy + PANEL_ROWS * PANEL_BLOCKS * sizeof(struct block_q8_0));
@@ -6995,7 +7037,7 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
         size_t stride = g->w_stride;
         const uint8_t *next =
             b + nb < g->n_in / 32 ? w + bytes : g->w + (size_t)int_min(r0 + n, g->n_out - 1) * g->w_stride;
-        if (n < isa->n_rows) { /* behind the last row there may be no memory: fill up with copies of it */
+        if (n < isa->n_rows) { /* there may be no memory after the last row: fill the panel with copies of it */
             for (int r = 0; r < isa->n_rows; r++)
                 memcpy(copy + (size_t)r * bytes, w + (size_t)(r < n ? r : n - 1) * stride, bytes);
             w = copy;
@@ -7014,23 +7056,26 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
             g->y[(size_t)(t0 + t) * g->y_stride + (size_t)(r0 + r)] = g->scale * sum[t * isa->n_rows + r];
 }
 
+/* GEMM with ACT_I16 activations, panel by panel. */
 static void panel_gemm(const struct gemm *g, const struct panel_isa *isa) {
     for (int t = 0; t < g->n_tok; t += PANEL_TOKENS)
         for (int r = 0; r < g->n_out; r += isa->n_rows)
             panel_run(g, isa, r, int_min(g->n_out - r, isa->n_rows), t, int_min(g->n_tok - t, PANEL_TOKENS));
 }
 
+/* Integers for the block types; float weights stay with F32 activations. */
 static enum act_format panel_act_format(uint32_t type, int n_tok) {
     (void)n_tok;
     return type == GGUF_F32 || type == GGUF_F16 || type == GGUF_BF16 ? ACT_F32 : ACT_I16;
 }
 
+/* Prefetches the first bytes of each of `rows` rows, which are `stride` bytes apart. */
 INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
     UNROLL for (int r = 0; r < rows; r++) __builtin_prefetch(p + (size_t)r * stride);
 }
 
-/* The types of one instruction set's panels: vectors of `rows` lanes and 32 weights of every row. w[j] holds the weights
- * 4j..4j+3, a byte each, d the scales of both halves. */
+/* Defines the types of one instruction set's panels: vectors of `rows` lanes, and a block of 32 weights of every row.
+ * Lane r of w[j] holds the weights 4j..4j+3 of row r, a byte each; lane r of d[h] is the scale of its half h. */
 #define PANEL_TYPES(isa, rows)                                                     \
     typedef float isa##_vf __attribute__((vector_size(4 * (rows)), may_alias));    \
     typedef int32_t isa##_vi __attribute__((vector_size(4 * (rows)), may_alias));  \
@@ -7041,10 +7086,11 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
         isa##_vf d[2];                                                             \
     };
 
-/* Decoding and multiplying panels. An instruction set brings
- *   columns(p, stride, out): `rows` rows of four dwords, `stride` bytes apart, transposed: out[j] holds dword j of each;
- *   codes(q, lo, hi): the low and the high FP4 codes of q as 2 * E2M1 plus a constant of its own;
- *   dot16(type, w, hi, lo, bias, sum): the sum of 16 weights w[4] by 16 activations, the constant taken back by the bias;
+/* Defines isa##_panel, the panel functions of one instruction set, from its
+ *   columns(p, stride, out): transposes `rows` rows of four dwords, `stride` bytes apart: lane r of out[j] is dword j
+ *     of row r;
+ *   codes(q, lo, hi): translates the FP4 codes in the low and high nibbles of q to 2 * E2M1 plus a constant;
+ *   dot16(type, w, hi, lo, bias, sum): sum = 16 weights w[4] times 16 activations, without that constant;
  *   q8_0_flip: what Q8_0 weights are XORed with. */
 #define PANEL_FUNCTIONS(isa, TARGET, rows, q8_0_flip)                                                                 \
     /* See vec_rebias. */                                                                                             \
@@ -7062,13 +7108,13 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
             isa##_columns(w, stride, q);                                                                              \
             isa##_columns(w + 16, stride, q + 4);                                                                     \
             isa##_columns(w + 20, stride, q + 8);                                                                     \
-            q[8] = q[11]; /* q[1..8] are the codes */                                                                 \
+            q[8] = q[11]; /* q[0] are the four scales, q[1..8] the codes */                                           \
             UNROLL for (int i = 0; i < 8; i++) {                                                                      \
                 int at = i / 2 % 2 * 4 + i % 2;                                                                       \
                 isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                         \
             }                                                                                                         \
             d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                            \
-            UNROLL for (int i = 0; i < 4; i++) { /* half of UE4M3: E2M1 counts double */                              \
+            UNROLL for (int i = 0; i < 4; i++) { /* half of the scale, because the codes are 2 * E2M1 */              \
                 isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                    \
                 isa##_rebias(&bits, 119, &p[i / 2].d[i % 2]);                                                         \
             }                                                                                                         \
@@ -7084,7 +7130,7 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
             isa##_columns(w + 1, stride, q);                                                                          \
             UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                            \
             e[0] = (e[0] & 255) << 23;                                                                                \
-            e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* the code 0: 2^-127 */                                      \
+            e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* code 0 means 2^-127 */                                     \
             p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                \
         }                                                                                                             \
     }                                                                                                                 \
@@ -7143,12 +7189,15 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
                                                  .decode = isa##_panel_decode,                                        \
                                                  .dot = isa##_panel_dot};
 
-/* The scalar panel: signed weights, row by row. FP4 codes count double, so their scales are halved. */
+/* ---- the scalar set, for any processor ---- */
+
+/* 32 weights of four rows. FP4 weights are stored as 2 * E2M1 with half their scale. */
 struct scalar_block {
     int8_t w[4][32];
     float d[4][2];
 };
 
+/* Decodes 32 weights of the block at w to q (32) and d (2). half: which 32 of an NVFP4 block. */
 static void scalar_decode_block(uint32_t type, const uint8_t *w, int half, int8_t *q, float *d) {
     if (type == GGUF_Q8_0) {
         memcpy(q, w + 2, 32);
@@ -7218,6 +7267,8 @@ static const struct kernels kernels_scalar = {
 
 /* ============================================================================================================
  * CPU kernels: AVX2
+ *
+ * For x86-64 processors with AVX2, FMA and F16C: panels of 8 rows, bytes multiplied by vpmaddubsw.
  * ============================================================================================================ */
 
 #define AVX2        __attribute__((target("avx2,fma,f16c")))
@@ -7239,7 +7290,7 @@ AVX2_INLINE void avx2_columns(const uint8_t *p, size_t stride, avx2_vu out[4]) {
     out[3] = (avx2_vu)_mm256_unpackhi_epi64(t1, t3);
 }
 
-/* Unsigned: 16 + 2 * E2M1. */
+/* Translates FP4 codes to unsigned bytes: 16 + 2 * E2M1. */
 AVX2_INLINE void avx2_codes(const avx2_vu *q, avx2_vu *lo, avx2_vu *hi) {
     __m128i codes = _mm_add_epi8(_mm_loadu_si128((const __m128i_u *)e2m1_doubled), _mm_set1_epi8(16));
     __m256i table = _mm256_broadcastsi128_si256(codes);
@@ -7247,8 +7298,9 @@ AVX2_INLINE void avx2_codes(const avx2_vu *q, avx2_vu *lo, avx2_vu *hi) {
     *hi = (avx2_vu)_mm256_shuffle_epi8(table, (__m256i)(*q >> 4 & 0x0f0f0f0f));
 }
 
-/* 16 weights by 16 digits. Four products of pairs of FP4 fit in 16 bits (4 * 2 * 28 * 127); of Q8_0, which stays signed, one
- * (2 * 128 * 127). */
+/* out = 16 weights times 16 digits. vpmaddubsw adds two products in 16 bits. For FP4 weights four such pairs fit into
+ * 16 bits (4 x 2 x 28 x 127 < 2^15), so they are widened to 32 bits once. Q8_0 weights stay signed, and only one pair
+ * fits (2 x 128 x 127). */
 AVX2_INLINE void avx2_dot_digit(uint32_t type, const avx2_vu w[4], const int8_t *q, avx2_vi *out) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = _mm256_setzero_si256();
@@ -7296,6 +7348,8 @@ static const struct kernels kernels_avx2 = {
 
 /* ============================================================================================================
  * CPU kernels: AVX-512 VNNI
+ *
+ * Panels of 16 rows, bytes multiplied by vpdpbusd; F32, BF16 and F16 weights in tiles of 16 accumulators.
  * ============================================================================================================ */
 
 #define AVX512        __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
@@ -7319,7 +7373,7 @@ AVX512_INLINE void avx512_columns(const uint8_t *p, size_t stride, avx512_vu out
     out[3] = (avx512_vu)_mm512_unpackhi_epi64(t1, t3);
 }
 
-/* Unsigned: 16 + 2 * E2M1. */
+/* Translates FP4 codes to unsigned bytes: 16 + 2 * E2M1. */
 AVX512_INLINE void avx512_codes(const avx512_vu *q, avx512_vu *lo, avx512_vu *hi) {
     __m128i codes = _mm_add_epi8(_mm_loadu_si128((const __m128i_u *)e2m1_doubled), _mm_set1_epi8(16));
     __m512i table = _mm512_broadcast_i32x4(codes);
@@ -7327,7 +7381,8 @@ AVX512_INLINE void avx512_codes(const avx512_vu *q, avx512_vu *lo, avx512_vu *hi
     *hi = (avx512_vu)_mm512_shuffle_epi8(table, (__m512i)(*q >> 4 & 0x0f0f0f0f));
 }
 
-/* vpdpbusd multiplies unsigned by signed bytes: Q8_0 is stored with 128 added, for which the bias of 16 counts 8 times. */
+/* out = 16 weights times 16 activations. vpdpbusd multiplies unsigned by signed bytes, so Q8_0 weights are stored with
+ * 128 added; the bias, which is for 16 added, then counts 8 times. */
 AVX512_INLINE void avx512_dot16(uint32_t type, const avx512_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
                                 avx512_vi *out) {
     __m512i h = _mm512_setzero_si512(), l = _mm512_set1_epi32(bias);
@@ -7344,10 +7399,11 @@ AVX512_INLINE void avx512_dot16(uint32_t type, const avx512_vu w[4], const int8_
 
 PANEL_FUNCTIONS(avx512, AVX512, 16, 0x80808080)
 
-/* Sums of the lanes of 16 vectors: lane i of the result is that of s[i]. Every step adds the halves of two vectors. */
+/* Returns the sums of the lanes of 16 vectors: lane i is the sum of s[i]. Each of the four steps adds the halves of two
+ * vectors and puts the results into one. */
 AVX512_INLINE __m512 avx512_sum_lanes(const __m512 s[16]) {
     __m512 a[8], b[4], c[2];
-    /* lanes: s0 s1 s0 s1, s4 s5 ..; s2 s3 ..; as 128 bits hold s0 s1 s2 s3 in the end */
+    /* Pairs s0 s1, s4 s5, ... first and s2 s3, ... next, so that after the second step 128 bits hold s0 s1 s2 s3. */
     UNROLL for (int i = 0; i < 8; i++) {
         int j = i % 4 * 4 + i / 4 * 2;
         a[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[j], s[j + 1]), _mm512_unpackhi_ps(s[j], s[j + 1]));
@@ -7364,6 +7420,7 @@ AVX512_INLINE __m512 avx512_sum_lanes(const __m512 s[16]) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
+/* Loads the weights i..i+15 of a row as F32, those of the mask only; the others are 0. */
 AVX512_INLINE __m512 avx512_load(uint32_t type, const uint8_t *row, int i, __mmask16 m) {
     if (type == GGUF_F32) return _mm512_maskz_loadu_ps(m, row + 4 * (ptrdiff_t)i);
     __m256i h = _mm256_maskz_loadu_epi16(m, row + 2 * (ptrdiff_t)i);
@@ -7371,9 +7428,9 @@ AVX512_INLINE __m512 avx512_load(uint32_t type, const uint8_t *row, int i, __mma
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 
-/* R rows of weights times T rows of F32 activations, R * T <= 16: the lane R * t + r of the result. Unlike vec_tile, it adds
- * up the lanes of all 16 sums at once. Measured for attention scores (64 keys, Zen 4): vec_tile with 16 lanes takes 2.7, 2.0
- * and 1.6 times as long for keys of 128, 256 and 576 floats, and with 8 lanes 1.6, 1.4 and 1.2 times. */
+/* Returns R rows of weights times the F32 activations of T tokens, R * T <= 16, in lane R * t + r. Unlike vec_tile it
+ * adds the lanes of all sums at once. Measured for attention scores (64 keys, Zen 4): vec_tile with 16 lanes takes 2.7,
+ * 2.0 and 1.6 times as long for keys of 128, 256 and 576 floats; with 8 lanes 1.6, 1.4 and 1.2 times. */
 AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, int R, int t0, int T) {
     const uint8_t *w[16];
     const float *x[4];
@@ -7393,6 +7450,7 @@ AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, in
     return _mm512_mul_ps(avx512_sum_lanes(s), _mm512_set1_ps(g->scale));
 }
 
+/* GEMM with F32 activations: tiles of 4 rows by 4 tokens, then of 8 rows by 1 token. */
 AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
     float y[16];
     int t = 0, r;
@@ -7441,13 +7499,15 @@ static const struct kernels kernels_avx512 = {
 /* ============================================================================================================
  * CPU kernels: AMX, BF16 tiles
  *
- * With many tokens, weights are decoded to BF16 tiles of 32 weights by 16 rows, which TDPBF16PS multiplies with
- * tiles of 16 tokens by 32 activations. FP4 times its scale is exact in BF16; F16 and Q8_0 become the sum of two BF16
- * numbers ("planes"), exact for F16 and to 2^-17 for Q8_0. AMX treats subnormal numbers as zero.
+ * For 8 or 16 tokens and more. Weights are decoded to BF16 tiles of 32 weights by 16 rows. TDPBF16PS multiplies them by
+ * tiles of 16 tokens by 32 activations. An FP4 weight times its block scale is exact in BF16. F16 and Q8_0 weights
+ * become the sum of two BF16 numbers, one plane of tiles each: exact for F16, to 2^-17 for Q8_0. AMX treats subnormal
+ * numbers as zero.
  *
- * A panel of 32 rows takes its turn with all tokens, AMX_K weights at a time, which stay in the first-level cache; their
- * sums are kept as tiles meanwhile. AMX_K is small, because the tile unit sleeps after some 1000 idle cycles, as long as a
- * panel takes to decode, and then needs 2000 to wake up (measured on Sapphire Rapids).
+ * A panel is 32 rows by AMX_K weights. It is decoded once and stays in the first-level cache while all tokens are
+ * multiplied by it; their sums are stored as tiles. AMX_K is small because the tile unit powers down after about 1,000
+ * idle cycles, as long as a larger panel takes to decode, and needs 2,000 cycles to wake up (measured on Sapphire
+ * Rapids).
  * ============================================================================================================ */
 
 #define AMX                                                                                                    \
@@ -7456,23 +7516,25 @@ static const struct kernels kernels_avx512 = {
 #define AMX_INLINE AMX INLINE
 
 enum {
-    AMX_K = 128,      /* weights of a row decoded at a time */
-    AMX_TOKENS = 512, /* whose sums are kept at a time */
-    AMX_TILE = 1024   /* bytes */
+    AMX_K = 128,      /* weights of a row in a panel */
+    AMX_TOKENS = 512, /* tokens whose sums are in gemm.scratch at a time */
+    AMX_TILE = 1024   /* bytes of a tile */
 };
 
-/* In scratch. */
+/* What lies in gemm.scratch. A step is 32 weights, the depth of a tile. */
 struct amx_work {
-    uint8_t row[2][AMX_K / 32][16][64];    /* 16 rows as decoded: plane, step: (row, 32 weights) */
-    uint8_t b[2][2][AMX_K / 32][AMX_TILE]; /* tile of rows, plane, step: (pair of weights, row) */
-    uint8_t a[2][2][AMX_K / 32][AMX_TILE]; /* tile of tokens, plane, step: (token, 32 activations) */
-    float c[AMX_TOKENS / 32][4][16][16];   /* two tiles of tokens by two of rows: (token, row) */
+    uint8_t row[2][AMX_K / 32][16][64];    /* 16 rows as decoded: (plane, step, row, 32 weights) */
+    uint8_t b[2][2][AMX_K / 32][AMX_TILE]; /* weights: (16 rows, plane, step) tiles of (pair of weights, row) */
+    uint8_t a[2][2][AMX_K / 32][AMX_TILE]; /* activations: (16 tokens, plane, step) tiles of (token, activation) */
+    float c[AMX_TOKENS / 32][4][16][16];   /* sums: (32 tokens, 2 x 2) tiles of (token, row) */
 };
 static_assert(sizeof(struct amx_work) <= KERNEL_SCRATCH, "the work space of AMX fits in the scratch");
 
-/* The products of the 16 codes with every scale byte as BF16: 16 low bytes, then 16 high bytes. [0]: NVFP4, [1]: MXFP4. */
+/* [mx][scale byte]: the BF16 values of the 16 FP4 codes under that scale, first their low bytes, then their high bytes.
+ * mx 0: NVFP4, 1: MXFP4. */
 static uint8_t amx_fp4_values[2][256][32];
 
+/* Fills the table; called once, by amx_permitted. */
 static void amx_init(void) {
     for (int d = 0; d < 256; d++)
         for (int c = 0; c < 16; c++)
@@ -7484,8 +7546,8 @@ static void amx_init(void) {
             }
 }
 
-/* 32 weights whose codes are the 16 bytes at q. The qword i of the result has the codes of the low (i < 4) or high nibbles
- * of the bytes 8 * (i % 2) + 4 * (i / 2 % 2) on; even qwords take their products from the table d0, odd ones from d1. */
+/* Decodes the 32 FP4 codes in the 16 bytes at q to BF16. Qword i of the result holds the low (i < 4) or high nibbles of
+ * the four bytes from 8 * (i % 2) + 4 * (i / 2 % 2) on. d0, d1: rows of amx_fp4_values for even and odd qwords. */
 AMX_INLINE __m512i amx_decode_fp4(const uint8_t *q, const uint8_t *d0, const uint8_t *d1) {
     const __m512i shift =
         _mm512_set_epi64(0x3c3c34342c2c2424, 0x3c3c34342c2c2424, 0x1c1c14140c0c0404, 0x1c1c14140c0c0404,
@@ -7500,7 +7562,7 @@ AMX_INLINE __m512i amx_decode_fp4(const uint8_t *q, const uint8_t *d0, const uin
     return _mm512_permutexvar_epi8(codes, table);
 }
 
-/* Which of the weights 4i..4i+3 of 32 the qwords of a decoded row hold. */
+/* Returns the order of a decoded row: qword i holds the weights 4 * order[i] to 4 * order[i] + 3 of its 32. */
 static const uint8_t *amx_order(uint32_t type) {
     static const uint8_t natural[8] = {0, 1, 2, 3, 4, 5, 6, 7}, nvfp4[8] = {0, 4, 1, 5, 2, 6, 3, 7},
                          mxfp4[8] = {0, 2, 1, 3, 4, 6, 5, 7};
@@ -7508,9 +7570,10 @@ static const uint8_t *amx_order(uint32_t type) {
     return type == GGUF_MXFP4 ? mxfp4 : natural;
 }
 
+/* Returns how many BF16 numbers a weight is the sum of. */
 static int amx_planes(uint32_t type) { return type == GGUF_F16 || type == GGUF_Q8_0 ? 2 : 1; }
 
-/* 32 F32 numbers as the sum of two BF16 numbers. */
+/* Writes 32 F32 numbers as the sum of two BF16 numbers: hi (32) and lo (32). */
 AMX_INLINE void amx_split(__m512 x0, __m512 x1, uint8_t *hi, uint8_t *lo) {
     __m512i h = (__m512i)_mm512_cvtne2ps_pbh(x1, x0);
     __m512i h0 = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(h)), 16);
@@ -7521,7 +7584,8 @@ AMX_INLINE void amx_split(__m512 x0, __m512 x1, uint8_t *hi, uint8_t *lo) {
     _mm512_storeu_si512(lo, (__m512i)_mm512_cvtne2ps_pbh(x1, x0));
 }
 
-/* n weights of one row from w on, 32 for every AMX_TILE bytes of `out`; what BF16 cannot hold of them in `rest`. */
+/* Decodes n weights of one row to BF16: 32 at out, the next 32 AMX_TILE bytes further, and so on. rest: the second
+ * plane, in the same layout. */
 AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *out, uint8_t *rest) {
     if (type == GGUF_NVFP4)
         for (; n > 0; n -= 64, w += sizeof(struct block_nvfp4), out += 2 * AMX_TILE) {
@@ -7549,8 +7613,8 @@ AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *
         }
 }
 
-/* Weights [k, k + n) of n_rows <= 16 rows from r0 on become the tiles b; columns of rows that do not exist stay as they
- * are. */
+/* Decodes the weights [k, k + n) of n_rows <= 16 rows from r0 on to the tiles b. Columns of b for rows that do not
+ * exist keep what they held; amx_store ignores their sums. */
 AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int n, struct amx_work *work,
                            uint8_t b[2][AMX_K / 32][AMX_TILE]) {
     const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, (size_t)k);
@@ -7577,14 +7641,14 @@ AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int 
         }
 }
 
-/* A tile of 16 tokens by 32 activations, and where those of the next steps lie. */
+/* Where the tiles of 16 tokens by 32 activations lie. */
 struct amx_tokens {
-    const uint8_t *x;
+    const uint8_t *x;           /* the first one */
     size_t stride, step, plane; /* bytes from token to token, step to step, plane to plane */
 };
 
-/* Activations [k, k + n) of n_tok <= 16 tokens from t0 on: where they lie if they lie evenly, else copied to `tiles`, the
- * last token filling up the tile. */
+/* Finds the activations [k, k + n) of n_tok <= 16 tokens from t0 on. 16 tokens that lie evenly are used in place,
+ * others are copied to `tiles`, the last token as often as it takes to fill a tile. */
 AMX static struct amx_tokens amx_gather(const struct gemm *g, int t0, int n_tok, int k, int n, uint8_t *tiles) {
     size_t plane = act_plane(g->n_in), tile_plane = AMX_K / 32 * AMX_TILE;
     if (!g->rows && n_tok == 16) return (struct amx_tokens){gemm_x(g, t0) + 2 * (ptrdiff_t)k, g->x_stride, 64, plane};
@@ -7599,11 +7663,11 @@ AMX static struct amx_tokens amx_gather(const struct gemm *g, int t0, int n_tok,
     return (struct amx_tokens){tiles, 64, AMX_TILE, tile_plane};
 }
 
-/* c += two tiles of tokens times two tiles of rows, over all planes and `steps` steps; two_a, two_b: whether there are
- * two. */
+/* c += two tiles of tokens a times two tiles of rows b, over all planes and `steps` steps. two_a, two_b: whether the
+ * second tile is there. first: c is set instead. c: (a0 b0), (a0 b1), (a1 b0), (a1 b1), each (token, row). */
 AMX static void amx_multiply(float c[4][16][16], const struct amx_tokens a[2], bool two_a,
                              uint8_t b[2][2][AMX_K / 32][AMX_TILE], bool two_b, int planes, int steps, bool first) {
-    __asm__ volatile("" ::: "memory"); /* gcc's tile loads do not say that they read memory */
+    __asm__ volatile("" ::: "memory"); /* gcc does not know that its tile loads read memory */
     if (first) {
         _tile_zero(0);
         _tile_zero(1);
@@ -7636,7 +7700,7 @@ AMX static void amx_multiply(float c[4][16][16], const struct amx_tokens a[2], b
     _tile_stored(3, c[3], 64);
 }
 
-/* y = scale * c for n_tok tokens from t0 on and n_rows rows from r0 on, at most 16 of both, maybe none. */
+/* y = scale * c for n_tok tokens from t0 on and n_rows rows from r0 on. Both are at most 16 and may be 0 or less. */
 AMX static void amx_store(const struct gemm *g, const float c[16][16], int t0, int n_tok, int r0, int n_rows) {
     __mmask16 m = (__mmask16)(n_rows > 0 ? (1u << n_rows) - 1 : 0);
     for (int t = 0; t < n_tok && m; t++)
@@ -7644,7 +7708,7 @@ AMX static void amx_store(const struct gemm *g, const float c[16][16], int t0, i
                               _mm512_mul_ps(_mm512_load_ps(c[t]), _mm512_set1_ps(g->scale)));
 }
 
-/* 32 rows from r0 on against n_tok tokens from t0 on. */
+/* Computes up to 32 rows from r0 on for n_tok <= AMX_TOKENS tokens from t0 on. */
 AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok) {
     struct amx_work *work = g->scratch;
     int n_rows = int_min(g->n_out - r0, 32);
@@ -7666,6 +7730,7 @@ AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok) {
                       int_min(n_rows - r, 16));
 }
 
+/* GEMM with ACT_BF16 activations. All eight tiles have 16 rows of 64 bytes. */
 AMX static void amx_gemm_bf16(const struct gemm *g) {
     static const struct {
         uint8_t palette, start_row, reserved[14];
@@ -7683,7 +7748,7 @@ static void amx_gemm(const struct gemm *g) {
     else avx512_gemm(g);
 }
 
-/* Decoding to tiles pays from 16 tokens on, or 8 where the alternative is F32 arithmetic (measured). */
+/* Decoding to tiles is faster from 16 tokens on, or from 8 where the alternative is F32 arithmetic (measured). */
 static enum act_format amx_act_format(uint32_t type, int n_tok) {
     enum act_format without = panel_act_format(type, n_tok);
     int min_tokens = without == ACT_I16 ? 16 : 8;
@@ -7693,7 +7758,8 @@ static enum act_format amx_act_format(uint32_t type, int n_tok) {
 static const struct kernels kernels_amx = {
     .name = "avx512-vnni amx-bf16", .act_format = amx_act_format, .gemm = amx_gemm, VECTOR_TABLE(avx512)};
 
-/* Linux lets a process use the tile registers only after it has asked; the answer holds for all of its threads. */
+/* Whether the processor has AMX and Linux lets this process use the tile registers. A process must ask once; the answer
+ * holds for all of its threads. */
 static bool amx_permitted(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     unsigned a, b, c, d;
@@ -7711,6 +7777,8 @@ static bool amx_permitted(void) {
 
 /* ============================================================================================================
  * CPU kernels: NEON with dot products
+ *
+ * For 64-bit ARM processors with the dot product instructions (ARMv8.2): panels of 4 rows, bytes multiplied by SDOT.
  * ============================================================================================================ */
 
 #define NEON        __attribute__((target("arch=armv8.2-a+dotprod")))
@@ -7729,13 +7797,14 @@ NEON_INLINE void neon_columns(const uint8_t *p, size_t stride, neon_vu out[4]) {
     out[3] = (neon_vu)vtrn2q_u64(t1, t3);
 }
 
-/* Signed: 2 * E2M1; no bias. */
+/* Translates FP4 codes to signed bytes, 2 * E2M1; the bias is not needed. */
 NEON_INLINE void neon_codes(const neon_vu *q, neon_vu *lo, neon_vu *hi) {
     const int8x16_t table = vld1q_s8(e2m1_doubled);
     *lo = (neon_vu)vqtbl1q_s8(table, (uint8x16_t)(*q & 0x0f0f0f0f));
     *hi = (neon_vu)vqtbl1q_s8(table, (uint8x16_t)(*q >> 4 & 0x0f0f0f0f));
 }
 
+/* out = 16 weights times 16 digits. */
 NEON_INLINE void neon_dot_digit(const neon_vu w[4], const int8_t *q, neon_vi *out) {
     int8x16_t x = vld1q_s8(q);
     int32x4_t sum = vdotq_laneq_s32(vdupq_n_s32(0), (int8x16_t)w[0], x, 0);
@@ -7770,9 +7839,11 @@ static const struct kernels kernels_neon = {
 
 /* ============================================================================================================
  * CPU kernels: choice
+ *
+ * Picks the table of kernels for this machine at start, and measures its memory bandwidth.
  * ============================================================================================================ */
 
-/* In order of preference. */
+/* All tables, the fastest first. */
 static const struct kernels *const kernel_sets[] = {
 #if defined(__x86_64__)
     &kernels_amx, &kernels_avx512, &kernels_avx2,
@@ -7781,7 +7852,7 @@ static const struct kernels *const kernel_sets[] = {
 #endif
     &kernels_scalar};
 
-/* Whether the processor and the operating system run a set. */
+/* Whether the processor and the operating system support a table. */
 static bool kernels_runnable(const struct kernels *k) {
 #if defined(__x86_64__)
     bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -7800,14 +7871,15 @@ static bool kernels_runnable(const struct kernels *k) {
     return k == &kernels_scalar;
 }
 
+/* Returns the fastest table that this machine supports. */
 static const struct kernels *kernels_choose(void) {
     size_t i = 0;
     while (!kernels_runnable(kernel_sets[i])) i++;
     return kernel_sets[i];
 }
 
-/* Read bandwidth of main memory in bytes per second with n_threads threads, measured: one pass over a buffer that no
- * cache holds, or a quarter of the available memory. Takes about half a second. 0: there was no memory. */
+/* Measures the read bandwidth of main memory with n_threads threads: one pass over 1 GiB, or over a quarter of the
+ * available memory if that is less. Takes about half a second. Returns bytes per second, 0 if there was no memory. */
 static double memory_bandwidth(int n_threads) {
     const size_t piece = 1 << 20;
     const struct kernels *k = kernels_choose();
@@ -9178,9 +9250,11 @@ static void forward(struct rank *r) {
 /* ============================================================================================================
  * Sampler
  *
- * Repeat penalty, then top-k, top-p, min-p, temperature: the order of llama.cpp. Works in arrays laid out at start.
+ * Chooses the next token from the logits: repeat penalty, then top-k, top-p, min-p and temperature, in llama.cpp's
+ * order. It allocates nothing; the caller provides an array for the candidates.
  * ============================================================================================================ */
 
+/* Returns the index of the largest x (n), the lowest of equals. */
 static int argmax(const float *x, int n) {
     int best = 0;
     for (int i = 1; i < n; i++)
@@ -9188,11 +9262,12 @@ static int argmax(const float *x, int n) {
     return best;
 }
 
-/* Larger logits first, lower ids first among equals. */
+/* Whether a comes before b: larger logits first, lower ids first among equals. */
 static bool candidate_before(struct candidate a, struct candidate b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
+/* Restores the order of the heap h (n) when element i may be too small: moves it down. */
 static void heap_sink(struct candidate *h, int n, int i) {
     for (int c; (c = 2 * i + 1) < n; i = c) {
         if (c + 1 < n && candidate_before(h[c + 1], h[c])) c++;
@@ -9203,7 +9278,8 @@ static void heap_sink(struct candidate *h, int n, int i) {
     }
 }
 
-/* Moves the best of the heap's first n - popped candidates behind them: the i-th best ends at heap[n - 1 - i]. */
+/* Takes the best of the first n - popped candidates out of the heap and puts it in the last of their places. The i-th
+ * best thus ends at heap[n - 1 - i]. */
 static struct candidate candidates_pop(struct candidate *heap, int n, int popped) {
     int last = n - 1 - popped;
     struct candidate best = heap[0];
@@ -9213,15 +9289,16 @@ static struct candidate candidates_pop(struct candidate *heap, int n, int popped
     return best;
 }
 
-/* Chooses one of the ids 0..n-1 by their logits; work (n). recent: the n_recent latest tokens; uniform: a draw from [0, 1).
- * Top-p is of the mass that top-k leaves, and like min-p looks at temperature 1. */
+/* Returns one of the ids 0..n-1, drawn by their logits (n). work (n): scratch. recent: the latest n_recent tokens, for
+ * the repeat penalty. uniform: a random number from [0, 1). Top-p is a share of the probability that top-k leaves.
+ * Top-p and min-p use the probabilities at temperature 1, before the temperature is applied. */
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform) {
     bool penalise = o->repeat_penalty != 1.0f && n_recent > 0, greedy = o->greedy || o->temp <= 0;
     if (!penalise && greedy) return argmax(logits, n);
     for (int i = 0; i < n; i++) work[i] = (struct candidate){logits[i], i};
     for (int i = 0; penalise && i < n_recent; i++)
-        if (recent[i] < n) { /* from the original value: a token that occurs twice is punished once */
+        if (recent[i] < n) { /* from the original logit, so that a token that occurs twice is penalized once */
             float v = logits[recent[i]];
             work[recent[i]].logit = v > 0 ? v / o->repeat_penalty : v * o->repeat_penalty;
         }
@@ -9234,7 +9311,7 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
         for (; popped < limit; popped++) total += exp((double)(candidates_pop(work, n, popped).logit - top));
     else if (o->top_p < 1.0f)
         for (int i = 0; i < n; i++) total += exp((double)(work[i].logit - top));
-    const struct candidate *best = work + n - 1; /* best[-i] is the i-th */
+    const struct candidate *best = work + n - 1; /* best[-i] is the i-th best */
     for (; kept < limit; kept++) {
         if (kept == popped) candidates_pop(work, n, popped++);
         double rel = (double)(best[-kept].logit - top);
@@ -10202,24 +10279,31 @@ static enum kv_type settings_kv(struct settings *s, bool gpu) {
     if (!s->kv) s->kv = xstrdup(gpu ? "fp8" : "bf16");
     return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16;
 }
+
 /* ============================================================================================================
  * Chat
  *
- * A conversation is a list of messages; a turn renders all of them with the model's template, tokenises, syncs the
- * session and generates. Text of messages keeps its origin through the template, so that nothing a user types becomes
- * a control token. The tokens of earlier turns are reused as far as their text equals the rendered text, cut at a special
- * token: what was generated need not be tokenised the way the tokeniser would.
+ * A conversation is a list of messages. A turn renders all of them with the model's template, tokenizes the text, syncs
+ * the session with the tokens and generates an answer. The template keeps track of which text came from messages, so
+ * that nothing a user types becomes a control token.
+ *
+ * The tokens of earlier turns are reused as far as their text is the rendered text, up to a special token. They are not
+ * tokenized again, because the model may have generated a text in other tokens than the tokenizer would choose.
+ *
+ * The section is long because it holds a whole turn: messages, prompt, printing, generation, and saved conversations.
  * ============================================================================================================ */
 
 struct message {
-    char *role, *content; /* malloc'ed; an assistant's content holds its thinking as generated */
+    char *role, *content; /* malloc'ed; the content of an assistant includes its thinking as generated */
 };
 
 struct turn_stats {
-    int n_prompt, n_generated; /* tokens computed before, and during the answer */
-    double prompt_seconds, seconds, first_seconds;
-    double bytes;        /* read while generating */
-    uint32_t logit_hash; /* of the last logits: equal runs give equal hashes */
+    int n_prompt, n_generated; /* tokens of the prompt that were computed, tokens of the answer */
+    double prompt_seconds;     /* to compute the prompt */
+    double seconds;            /* to generate the answer */
+    double first_seconds;      /* from the start of the turn to the first token of the answer */
+    double bytes;              /* of weights and KV cache read while generating */
+    uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
 };
 
 struct chat {
@@ -10228,23 +10312,24 @@ struct chat {
     const struct model *m;
     struct session *s;
     struct template *t;
-    bool splits_reasoning; /* the template wants reasoning_content beside content */
-    bool strips_reasoning; /* the template takes the thinking out of content itself */
-    uint64_t rng;          /* of the sampler */
-    struct turn_stats last, total;
-    int turns;
+    bool splits_reasoning;         /* the template reads reasoning_content beside content */
+    bool strips_reasoning;         /* the template removes the thinking from content itself */
+    uint64_t rng;                  /* state of the sampler's random numbers */
+    struct turn_stats last, total; /* of the last turn, of all turns */
+    int turns;                     /* turns in `total` */
 };
 
 enum turn_result {
     TURN_DONE,
-    TURN_STOPPED,     /* Ctrl-C while answering: the partial answer is kept and the turn closed */
-    TURN_ROLLED_BACK, /* Ctrl-C before the first token: the messages are as before */
-    TURN_FAILED       /* the same, err says why */
+    TURN_STOPPED,     /* Ctrl-C during the answer: the part that was generated is its message */
+    TURN_ROLLED_BACK, /* Ctrl-C before the first token: the messages are as before the turn */
+    TURN_FAILED       /* an error: the messages are as before the turn, err holds the message */
 };
 
 static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
 
-/* The template of the file or of --chat-template-file. 0, or -1 with a message. */
+/* Parses the template of --chat-template-file, or else of the model file, into *out and appends its text to *source.
+ * Returns 0, or -1 with a message. */
 static int chat_template(struct template **out, const struct settings *set, const struct model *m, char **source,
                          char *err) {
     char why[ERR_MAX];
@@ -10259,12 +10344,14 @@ static int chat_template(struct template **out, const struct settings *set, cons
     return *out ? 0 : fail(err, "chat template: %s", why);
 }
 
-/* What no template can take is refused: -1 with a message. */
+/* Checks that s (n) is UTF-8 without NUL, as templates need. what: its name in the error. Returns 0, or -1 with a
+ * message. */
 static int message_check(const char *what, const char *s, size_t n, char *err) {
     if (utf8_valid(s, n) && !(n && memchr(s, 0, n))) return 0;
     return fail(err, "%s is not valid UTF-8 text", what);
 }
 
+/* Appends a message. */
 static void chat_push(struct chat *c, const char *role, const char *content, size_t n) {
     struct message msg = {xstrdup(role), xstrndup(content, n)};
     arrput(c->messages, msg);
@@ -10275,11 +10362,14 @@ static void message_free(struct message *msg) {
     free(msg->content);
 }
 
+/* Removes the last message. */
 static void chat_pop(struct chat *c) {
     struct message msg = arrpop(c->messages);
     message_free(&msg);
 }
 
+/* Starts a conversation with --system as its first message, if given. Returns 0, or -1 with a message; free it in both
+ * cases. */
 static int chat_init(struct chat *c, struct settings *set, const struct model *m, struct session *s, char *err) {
     char *source = NULL;
     memset(c, 0, sizeof *c);
@@ -10304,8 +10394,8 @@ static void chat_free(struct chat *c) {
     template_free(c->t);
 }
 
-/* Where the answer begins in an assistant's content: behind the thinking and the newlines that follow it. *think and *n: the
- * thinking without its tags and the newlines around it. */
+/* Returns where the answer begins in an assistant's content: after the thinking and the newlines that follow it. Sets
+ * *think and *n to the thinking without its tags and without the newlines around it. */
 static const char *split_answer(const char *content, const char **think, size_t *n) {
     const char *end = NULL, *from = strstr(content, "<think>");
     for (const char *p = content; (p = strstr(p, "</think>")); p += 8) end = p;
@@ -10321,7 +10411,7 @@ static const char *split_answer(const char *content, const char **think, size_t 
     return end + strspn(end, "\n");
 }
 
-/* A message as the template wants it: thinking in a field of its own, inside the content, or not at all. */
+/* Returns a message as the template expects it: the thinking in reasoning_content, inside content, or left out. */
 static json_t *chat_message_json(const struct chat *c, const struct message *msg) {
     const char *think, *answer;
     size_t n;
@@ -10334,7 +10424,7 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
     return o;
 }
 
-/* Variables every template may look at, as Hugging Face's apply_chat_template sets them. */
+/* Sets the variables that any template may use, as Hugging Face's apply_chat_template does. */
 static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set) {
     const char *think = set->think;
     json_object_set_new(vars, "tools", json_null());
@@ -10355,7 +10445,8 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
     if (on && strcmp(think, "on")) json_object_set_new(vars, "reasoning_effort", json_string(think));
 }
 
-/* `answer`: the text ends where an answer begins. */
+/* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt).
+ * Returns 0, or -1 with a message. */
 static int chat_render(const struct chat *c, bool answer, struct text *out, char *err) {
     json_t *vars = json_object(), *list = json_array();
     for (size_t i = 0; i < arrlenu(c->messages); i++)
@@ -10368,12 +10459,14 @@ static int chat_render(const struct chat *c, bool answer, struct text *out, char
     return rc;
 }
 
-/* A token that cannot be part of ordinary text: a safe place to cut. */
-static bool token_is_cut(const struct vocab *v, int32_t id) {
+/* Whether a token is special. No ordinary token spans one, so text can be tokenized from there on by itself. */
+static bool token_is_special(const struct vocab *v, int32_t id) {
     return vocab_type(v, id) == TOKEN_CONTROL || vocab_type(v, id) == TOKEN_USER_DEFINED;
 }
 
-/* Token ids of a rendered prompt, taking over those of the session's timeline as long as their text agrees. */
+/* Sets *ids to the tokens of a rendered prompt. Tokens of the session are taken over as long as their text is that of
+ * the prompt, up to the last special token among them (cut); the rest of the prompt (from byte cut_at on) is
+ * tokenized. */
 static void chat_tokenize(const struct chat *c, const struct text *text, int32_t **ids) {
     const struct vocab *v = c->m->vocab;
     const struct session *s = c->s;
@@ -10387,7 +10480,7 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
         int32_t id = s->tokens[k];
         if (id >= v->n_tokens) break;
         struct gguf_str b = vocab_bytes(v, id);
-        bool special = token_is_cut(v, id), from_data = false;
+        bool special = token_is_special(v, id), from_data = false;
         if (!b.n || b.n > n - at || memcmp(text->s + at, b.p, b.n)) break;
         for (size_t i = 0; special && i < b.n; i++) from_data |= text->origin[at + i] == ORIGIN_DATA;
         if (from_data) break;
@@ -10397,9 +10490,9 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
             cut_at = at;
         }
     }
-    if (k == s->n_past) { /* all of it agrees: the next piece of text may start with a special token */
+    if (k == s->n_past) { /* all tokens agree: if the rest begins with a special token, none need be cut off */
         tokenize(v, text->s + at, n - at, text->origin + at, TOKENIZE_CONTROL, ids);
-        if (arrlen(*ids) && token_is_cut(v, (*ids)[0])) {
+        if (arrlen(*ids) && token_is_special(v, (*ids)[0])) {
             cut = k;
             cut_at = at;
         }
@@ -10411,31 +10504,33 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
     if (!before && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos)) arrins(*ids, 0, v->bos);
 }
 
-/* Whether the model begins its answer inside its thinking: the prompt's last <think> is open and nothing but blanks follow. */
+/* Whether the prompt ends in an opening <think> of the template, so that the answer begins inside the thinking. */
 static bool prompt_opens_think(const struct text *t) {
     size_t n = arrlenu(t->s);
     while (n && strchr(" \n\t", t->s[n - 1])) n--;
     return n >= 7 && !memcmp(t->s + n - 7, "<think>", 7) && t->origin[n - 1] == ORIGIN_TEMPLATE;
 }
 
-/* ---- what is generated, on its way to the screen ---- */
+/* ---- printing an answer while it is generated ---- */
 
 struct printer {
     const struct vocab *v;
     struct detok detok;
-    char *text;          /* stb_ds: all that was generated */
-    size_t printed;      /* bytes of it dealt with */
-    bool verbatim;       /* raw modes: every byte to stdout */
-    bool ends_line;      /* a newline is added where the answer has none */
-    bool thinking, show; /* inside <think>; thinking is printed */
-    bool began;          /* something of the answer is on stdout */
-    bool mute;           /* nothing is printed */
-    char last;           /* the last byte there */
-    int think_tokens;
-    double start;
-    char *out; /* stb_ds: scratch */
+    char *text;       /* stb_ds: all generated text */
+    size_t printed;   /* bytes of text that were printed or left out on purpose */
+    bool verbatim;    /* print every byte, tags of thinking included (raw modes) */
+    bool ends_line;   /* add a newline if the answer does not end in one */
+    bool thinking;    /* the text from `printed` on is inside <think> */
+    bool show;        /* print the thinking too */
+    bool began;       /* a part of the answer has been printed */
+    bool mute;        /* print nothing */
+    char last;        /* the last byte that was printed, 0 before the first */
+    int think_tokens; /* tokens generated inside <think> */
+    double start;     /* now_seconds() at the start of the turn */
+    char *out;        /* stb_ds: scratch */
 };
 
+/* Writes s (n) to stdout, dim on a terminal if `dim`. */
 static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
     if (!n || p->mute) return;
     arrsetlen(p->out, 0);
@@ -10448,14 +10543,14 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
     p->last = s[n - 1];
 }
 
-/* The line that stands for hidden thinking on a terminal; empty text removes it. */
+/* Shows on a terminal how long the model has been thinking while its thoughts are hidden. done: removes that line. */
 static void printer_hidden(const struct printer *p, bool done) {
     if (!term.out_tty || p->mute) return;
     if (done) status_line("%s", "");
     else status_line("thinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
 }
 
-/* Prints text[printed..end) as the state says, without the blanks that open an answer. */
+/* Prints text[printed..end) as thinking or as answer. White space at the start of the answer is left out. */
 static void printer_emit(struct printer *p, size_t end) {
     const char *s = p->text + p->printed;
     size_t n = end - p->printed;
@@ -10473,11 +10568,12 @@ static void printer_emit(struct printer *p, size_t end) {
     printer_write(p, s, n, false);
 }
 
-/* One more token. The tags <think> and </think> are found in the text, also when several tokens spell them. */
+/* Appends a token and prints what can be printed. <think> and </think> are searched for in the text, because a model
+ * may spell them with several tokens. What may be the beginning of a tag is held back. */
 static void printer_token(struct printer *p, int32_t id) {
     detok_put(p->v, &p->detok, id, &p->text);
     size_t n = arrlenu(p->text);
-    if (!n) return; /* so far only the start of a UTF-8 sequence */
+    if (!n) return; /* so far only an incomplete UTF-8 sequence */
     if (p->verbatim) {
         printer_write(p, p->text + p->printed, n - p->printed, false);
         p->printed = n;
@@ -10488,7 +10584,7 @@ static void printer_token(struct printer *p, int32_t id) {
         const char *tag = p->thinking ? "</think>" : "<think>";
         size_t len = strlen(tag), rest = arrlenu(p->text) - p->printed, hold = 0;
         const char *hit = memmem(p->text + p->printed, rest, tag, len);
-        if (hit && (p->thinking || !p->began)) { /* an answer that mentions <think> later on means the word */
+        if (hit && (p->thinking || !p->began)) { /* later in an answer, <think> is ordinary text */
             printer_emit(p, (size_t)(hit - p->text));
             p->printed += len;
             if (p->thinking && !p->show) printer_hidden(p, true);
@@ -10497,13 +10593,14 @@ static void printer_token(struct printer *p, int32_t id) {
         }
         if (p->thinking || !p->began)
             for (size_t k = 1; k < len && k <= rest; k++)
-                if (!memcmp(p->text + arrlenu(p->text) - k, tag, k)) hold = k; /* perhaps the beginning of the tag */
+                if (!memcmp(p->text + arrlenu(p->text) - k, tag, k)) hold = k; /* may be the beginning of the tag */
         printer_emit(p, arrlenu(p->text) - hold);
         break;
     }
     if (p->thinking && !p->show && p->think_tokens % 8 == 1) printer_hidden(p, false);
 }
 
+/* Prints what was held back and ends the line. */
 static void printer_end(struct printer *p) {
     detok_end(&p->detok, &p->text);
     if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
@@ -10514,6 +10611,7 @@ static void printer_end(struct printer *p) {
     arrfree(p->out);
 }
 
+/* thinking: the answer begins inside <think>; verbatim: every byte is printed. */
 static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
     bool show = !strcmp(c->set->show_think, "on") || (!strcmp(c->set->show_think, "auto") && term.out_tty);
     return (struct printer){.v = c->m->vocab,
@@ -10527,6 +10625,7 @@ static struct printer printer_make(const struct chat *c, bool thinking, bool ver
 
 /* ---- generation ---- */
 
+/* Returns the FNV-1a hash of n logits, one step per number. */
 static uint32_t logit_hash(const float *x, int n) {
     uint32_t h = 0x811c9dc5u;
     for (int i = 0; i < n; i++) h = (h ^ f32_to_bits(x[i])) * 0x01000193u;
@@ -10535,7 +10634,7 @@ static uint32_t logit_hash(const float *x, int n) {
 
 enum stop_reason { STOP_END, STOP_LENGTH, STOP_CONTEXT, STOP_INTERRUPT };
 
-/* Generates behind the synced session until the model stops; `p` prints. */
+/* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. */
 static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
     struct sampling o = settings_sampling(c->set);
@@ -10567,6 +10666,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
     return why;
 }
 
+/* Prints one line on stderr with the speed of a turn and the use of the context, and a warning above 80 %. */
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256];
     double use = (double)c->s->n_past / c->s->n_ctx;
@@ -10589,6 +10689,7 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
              100 * use, context_remedy(), term.colour_err ? "\033[0m" : "");
 }
 
+/* Adds a turn to the totals. */
 static void chat_count(struct chat *c, const struct turn_stats *st) {
     c->last = *st;
     c->turns++;
@@ -10623,7 +10724,8 @@ static int chat_mark(struct chat *c, const struct text *text, const int32_t *ids
     return n;
 }
 
-/* Answers the messages as they are; the answer is appended unless nothing came of it. */
+/* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
+ * TURN_FAILED. */
 static enum turn_result chat_answer(struct chat *c, char *err) {
     struct text text = {0};
     int32_t *ids = NULL;
@@ -10666,6 +10768,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     return result;
 }
 
+/* Appends a user's message and answers it. If that fails or is rolled back, the message is removed again. */
 static enum turn_result chat_turn(struct chat *c, const char *user, size_t n, char *err) {
     if (message_check("the message", user, n, err)) return TURN_FAILED;
     chat_push(c, "user", user, n);
@@ -10678,8 +10781,9 @@ static bool chat_last_is(const struct chat *c, const char *role) {
     return arrlen(c->messages) && !strcmp(arrlast(c->messages).role, role);
 }
 
+/* Replaces the last answer by a new one; *r is the result of that turn. Returns 0, or -1 with a message. */
 static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
-    if (chat_last_is(c, "user")) return *r = chat_answer(c, err), 0; /* as /load may leave it */
+    if (chat_last_is(c, "user")) return *r = chat_answer(c, err), 0; /* a loaded conversation may end so */
     if (!chat_last_is(c, "assistant")) return fail(err, "there is no message to answer");
     struct message old = arrpop(c->messages);
     *r = chat_answer(c, err);
@@ -10691,7 +10795,8 @@ static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
     return 0;
 }
 
-/* Cuts the timeline to what it shares with the messages, so that nothing taken back is saved or counted. */
+/* Shortens the session to the tokens that the messages still have, so that nothing that was taken back is saved or
+ * counted. */
 static void chat_trim(struct chat *c) {
     char err[ERR_MAX];
     struct text text = {0};
@@ -10704,6 +10809,7 @@ static void chat_trim(struct chat *c) {
     text_free(&text);
 }
 
+/* Removes the last message of the user and everything after it. Returns 0, or -1 with a message. */
 static int chat_undo(struct chat *c, char *err) {
     size_t n = arrlenu(c->messages);
     while (n && strcmp(c->messages[n - 1].role, "user")) n--;
@@ -10713,13 +10819,14 @@ static int chat_undo(struct chat *c, char *err) {
     return 0;
 }
 
-/* Changes an option; a seed counts from here on. */
+/* Changes an option. A new seed restarts the random numbers. Returns 0, or -1 with a message. */
 static int chat_set(struct chat *c, const char *name, const char *value, char *err) {
     if (option_set(c->set, name, value, err)) return -1;
     if (!strcmp(name, "seed")) c->rng = settings_seed(c->set);
     return 0;
 }
 
+/* Sets or replaces the system message; NULL or "" removes it. */
 static void chat_set_system(struct chat *c, const char *text) {
     bool has = arrlen(c->messages) && !strcmp(c->messages[0].role, "system"), want = text && *text;
     if (has && want) {
@@ -10734,15 +10841,16 @@ static void chat_set_system(struct chat *c, const char *text) {
     }
 }
 
+/* Removes all messages but the system message. */
 static void chat_clear(struct chat *c) {
     size_t keep = arrlen(c->messages) && !strcmp(c->messages[0].role, "system");
     while (arrlenu(c->messages) > keep) chat_pop(c);
     chat_trim(c);
 }
 
-/* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (state), in ~/.moe unless NAME has a slash ---- */
+/* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (KV cache), in ~/.moe unless NAME has a slash ---- */
 
-/* Appends a name; a leading ~/ is the home directory. */
+/* Appends a path; a leading ~/ becomes the home directory. */
 static void sb_path(char **sb, const char *name) {
     const char *home = getenv("HOME");
     bool at_home = home && !strncmp(name, "~/", 2);
@@ -10750,12 +10858,13 @@ static void sb_path(char **sb, const char *name) {
     sb_puts(sb, name + at_home);
 }
 
+/* Sets out to the path of a saved conversation's file and makes ~/.moe if needed. Returns 0, or -1 with a message. */
 static int chat_path(const char *name, const char *suffix, char out[4096], char *err) {
     const char *home = getenv("HOME");
     int n = (int)strnlen(name, 4096);
-    if (n > 6 && !strcmp(name + n - 6, ".jsonl")) n -= 6; /* as /list does not show it */
+    if (n > 6 && !strcmp(name + n - 6, ".jsonl")) n -= 6; /* the suffix may be given */
     if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024)
-        return fail(err, "a name of 1 to 1024 bytes is wanted");
+        return fail(err, "a name must have 1 to 1024 bytes of UTF-8");
     if (strchr(name, '/')) {
         char *path = NULL;
         sb_path(&path, name);
@@ -10764,13 +10873,14 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
         return 0;
     }
     if (!home || !*home || strlen(home) > 2048) return fail(err, "HOME is not set: give a path with a slash");
-    if (name[0] == '.') return fail(err, "a name does not begin with a dot");
+    if (name[0] == '.') return fail(err, "a name must not begin with a dot");
     snprintf(out, 4096, "%s/.moe", home);
     if (mkdir(out, 0700) && errno != EEXIST) return fail(err, "cannot make '%s': %s", out, strerror(errno));
     snprintf(out, 4096, "%s/.moe/%.*s%s", home, n, name, suffix);
     return 0;
 }
 
+/* Writes the messages and the KV cache. Returns 0, or -1 with a message. */
 static int chat_save(struct chat *c, const char *name, char *err) {
     char path[4096];
     bool bad = false;
@@ -10788,7 +10898,7 @@ static int chat_save(struct chat *c, const char *name, char *err) {
     return chat_path(name, ".kv", path, err) || session_save(c->s, path, err) ? -1 : 0;
 }
 
-/* One line of the file as a message; false if it is none. */
+/* Parses one line of the file; false if it is not a message. */
 static bool chat_parse_line(const char *line, size_t n, struct message *out) {
     json_t *o = json_loadb(line, n, JSON_REJECT_DUPLICATES, NULL);
     const char *role = json_string_value(json_object_get(o, "role")),
@@ -10799,7 +10909,8 @@ static bool chat_parse_line(const char *line, size_t n, struct message *out) {
     return ok;
 }
 
-/* Parses a .jsonl file's text into *out. 0, or -1 with the line that is wrong and *out empty. */
+/* Parses the text of a .jsonl file into *out. Returns 0, or -1 with a message that names the line; *out is then
+ * empty. */
 static int chat_parse(const char *text, size_t n, struct message **out, char *err) {
     int line = 0, rc = 0;
     for (size_t at = 0; at < n && !rc;) {
@@ -10815,11 +10926,13 @@ static int chat_parse(const char *text, size_t n, struct message **out, char *er
         json_decref(head);
         at += len + 1;
     }
-    if (!line) rc = fail(err, "it is empty");
+    if (!line) rc = fail(err, "the file is empty");
     for (; rc && arrlen(*out); (void)arrpop(*out)) message_free(&arrlast(*out));
     return rc;
 }
 
+/* Replaces the messages by those of a saved conversation. Without a usable KV cache the next turn computes all of them
+ * again. Returns 0, or -1 with a message. */
 static int chat_load(struct chat *c, const char *name, char *err) {
     char path[4096], why[ERR_MAX], *text = NULL;
     struct message *messages = NULL;
@@ -10836,11 +10949,11 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     arrfree(c->messages);
     c->messages = messages;
     if (chat_path(name, ".kv", path, err)) return -1;
-    if (session_load(c->s, path, why)) note("%s: the conversation will be read again", why);
+    if (session_load(c->s, path, why)) note("%s: the next turn computes the conversation again", why);
     return 0;
 }
 
-/* Saved conversations of ~/.moe, by name. */
+/* Lists the saved conversations in ~/.moe by name. */
 static void chat_list(struct chat *c) {
     char path[4096], err[ERR_MAX];
     (void)c;
@@ -10869,6 +10982,7 @@ static void chat_list(struct chat *c) {
     if (!shown) note("nothing is saved in %s", path);
 }
 
+/* Prints how full the context is, the size of the cache, and the tokens of each message. */
 static void chat_print_context(struct chat *c) {
     char a[32], b[32];
     chat_trim(c);
@@ -10889,6 +11003,7 @@ static void chat_print_context(struct chat *c) {
     }
 }
 
+/* Prints the speed of the last turn and of all turns. */
 static void chat_print_stats(struct chat *c) {
     const struct turn_stats *t = &c->total;
     if (!c->turns) {
@@ -10898,24 +11013,25 @@ static void chat_print_stats(struct chat *c) {
     chat_stats_line(c, &c->last);
     double tokens_per_s = t->seconds > 0 ? t->n_generated / t->seconds : 0;
     double bytes_per_s = t->seconds > 0 ? t->bytes / t->seconds : 0;
-    fprintf(stderr, "  %d turns: %d tokens read in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n", c->turns,
-            t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds, tokens_per_s, bytes_per_s * 1e-9);
+    fprintf(stderr, "  %d turns: %d prompt tokens in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
+            c->turns, t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds, tokens_per_s, bytes_per_s * 1e-9);
 }
 
 /* ============================================================================================================
  * Keyboard
  *
- * Turns what a terminal sends into keys, and owns the terminal's mode while it does: term_raw takes it, term_restore gives
- * it back. Escape sequences follow ECMA-48 up to their final byte, so that an unknown one disappears whole. What a signal
- * has to tell (the window's size, a stop, Ctrl-C from elsewhere) arrives as a key as well.
+ * Turns the bytes that a terminal sends into keys. The terminal is in raw mode while the editor reads: term_raw
+ * switches to it, term_restore switches back. Escape sequences are read up to their final byte (ECMA-48), so that an
+ * unknown one is ignored as a whole. Signals also arrive as keys: KEY_REDRAW after a change of the window size or a
+ * stop, Ctrl-C after SIGINT.
  * ============================================================================================================ */
 
 enum {
-    ESCAPE_WAIT_MS = 100, /* within an escape sequence; after that it was the key ESC */
-    PASTE_WAIT_MS = 5000  /* within a paste; after that its end was lost */
+    ESCAPE_WAIT_MS = 100, /* longest pause within an escape sequence; after it, ESC was a key of its own */
+    PASTE_WAIT_MS = 5000  /* longest pause within a paste; after it, the end mark was lost */
 };
 
-/* Keys are code points, control characters included; these stand above Unicode. */
+/* A key is a code point, control characters included, or one of these, which lie above Unicode. */
 enum {
     KEY_NONE = 0x110000,
     KEY_UP,
@@ -10929,22 +11045,22 @@ enum {
     KEY_WORD_RIGHT,
     KEY_WORD_RUBOUT, /* Alt-Backspace */
     KEY_WORD_DELETE, /* Alt-D */
-    KEY_PASTE,       /* the pasted text lies in keyboard.paste */
-    KEY_REDRAW,      /* the window's size or the terminal's mode changed */
+    KEY_PASTE,       /* the pasted text is in keyboard.paste */
+    KEY_REDRAW,      /* the window size or the mode of the terminal changed */
     KEY_EOF
 };
 
 #define CONTROL(letter) ((letter)&31)
 
 struct keyboard {
-    char *in; /* bytes read and not yet used: from in_at on */
-    size_t in_at;
-    char *paste;
-    int pushed; /* a key that key_read gives once more; 0: none */
-    bool woken; /* a signal arrived in the middle of an escape sequence */
+    char *in;     /* stb_ds: bytes read; those from in_at on are not used yet */
+    size_t in_at; /* index into in */
+    char *paste;  /* stb_ds: the last paste */
+    int pushed;   /* a key that key_read returns once more; 0: none */
+    bool woken;   /* a signal arrived in the middle of an escape sequence */
 };
 
-/* Appends s with NUL and malformed UTF-8 replaced by U+FFFD, CR LF and CR by LF. */
+/* Appends s (n) with NUL and malformed UTF-8 replaced by U+FFFD, and CR LF and CR by LF. */
 static void text_scrub(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
         int k = s[i] ? utf8_sequence(s + i, n - i) : -1;
@@ -10955,18 +11071,20 @@ static void text_scrub(char **out, const char *s, size_t n) {
     }
 }
 
-/* Signals of interest write a byte here. A flag alone could be set between its test and poll(), and with threads the handler
- * need not interrupt poll() at all. */
+/* Signal handlers write a byte here, which ends poll(). A flag is not enough: it could be set between its test and
+ * poll(), and with several threads the handler may run in another one. */
 static int wake_pipe[2] = {-1, -1};
 
+/* The signal handler of the editor; also called by signal_interrupt. */
 static void wake_up(int sig) {
     int saved = errno;
     (void)sig;
-    ssize_t done = write(wake_pipe[1], "", 1); /* fails when it is full: awake already; or not there yet */
+    ssize_t done = write(wake_pipe[1], "", 1); /* fails if the pipe is full or not open yet: both do no harm */
     (void)done;
     errno = saved;
 }
 
+/* Writes s (n) past interruptions and full buffers; other errors are ignored. */
 static void write_all(int fd, const char *s, size_t n) {
     while (n) {
         ssize_t k = write(fd, s, n);
@@ -10979,7 +11097,8 @@ static void write_all(int fd, const char *s, size_t n) {
     }
 }
 
-/* Takes the terminal, or takes it back after a stop. The keys of signals are read as characters; output is left alone. */
+/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters.
+ * The processing of output does not change. */
 static void term_raw(void) {
     if (!term.raw && tcgetattr(0, &term.cooked)) return;
     term.raw = 1;
@@ -10997,11 +11116,11 @@ static bool input_ready(void) { return poll(&(struct pollfd){.fd = 0, .events = 
 
 enum {
     BYTE_EOF = -1,
-    BYTE_NONE = -2 /* nothing in time */,
-    BYTE_WAKE = -3 /* a signal, only when waiting for ever */
+    BYTE_NONE = -2, /* no byte in time */
+    BYTE_WAKE = -3  /* a signal; only with an unlimited wait */
 };
 
-/* The next byte, waiting for wait_ms (-1: for ever). */
+/* Returns the next byte or one of the above. wait_ms: how long to wait, -1: without limit. */
 static int input_byte(struct keyboard *kb, int wait_ms) {
     while (kb->in_at == arrlenu(kb->in)) {
         struct pollfd p[2] = {{.fd = 0, .events = POLLIN}, {.fd = wake_pipe[0], .events = POLLIN}};
@@ -11025,7 +11144,7 @@ static int input_byte(struct keyboard *kb, int wait_ms) {
     return (uint8_t)kb->in[kb->in_at++];
 }
 
-/* What was typed while the terminal was not raw: whole lines, whose Enter arrives as a newline. */
+/* Takes over what was typed before the switch to raw mode. It arrives in whole lines with Enter as a newline. */
 static void input_typeahead(struct keyboard *kb) {
     while (input_ready()) {
         char line[4096];
@@ -11038,7 +11157,7 @@ static void input_typeahead(struct keyboard *kb) {
     }
 }
 
-/* A bracketed paste, up to its end mark. */
+/* Reads a bracketed paste up to its end mark into kb->paste. */
 static int key_paste(struct keyboard *kb) {
     static const char mark[] = "\033[201~";
     const size_t m = sizeof mark - 1;
@@ -11057,7 +11176,8 @@ static int key_paste(struct keyboard *kb) {
     return KEY_PASTE;
 }
 
-/* The rest of a sequence that began with CSI or SS3: parameters up to a final byte (ECMA-48, 5.4), whether known or not. */
+/* Reads the rest of an escape sequence that began with CSI or SS3: parameters, then a final byte (ECMA-48, 5.4).
+ * Returns its key, KEY_NONE if it is unknown. */
 static int key_sequence(struct keyboard *kb) {
     int p[4] = {0}, i = 0, c = input_byte(kb, ESCAPE_WAIT_MS);
     if (c == '[') { /* the Linux console's F1 to F5: ESC [ [ A */
@@ -11068,8 +11188,8 @@ static int key_sequence(struct keyboard *kb) {
         if (c == ';') i += i < 3;
         else if (isdigit(c) && p[i] < 10000) p[i] = p[i] * 10 + c - '0';
     }
-    if (c >= 0 && (c < 0x20 || c > 0x7e)) kb->in_at--; /* not a sequence after all: the byte counts for itself */
-    bool by_word = p[1] > 2;                           /* 1 + modifiers: 2 Shift, 3 Alt, 5 Ctrl */
+    if (c >= 0 && (c < 0x20 || c > 0x7e)) kb->in_at--; /* not a sequence: the byte is a key of its own */
+    bool by_word = p[1] > 2;                           /* the second parameter is 2 for Shift, 3 for Alt, 5 for Ctrl */
     switch (c) {
     case 'A': return KEY_UP;
     case 'B': return KEY_DOWN;
@@ -11078,7 +11198,7 @@ static int key_sequence(struct keyboard *kb) {
     case 'F': return KEY_END;
     case 'H': return KEY_HOME;
     case 'M': return '\r';                           /* Enter of the keypad */
-    case 'u': return p[0] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter of terminals that tell it */
+    case 'u': return p[0] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter, in terminals that report it */
     case '~':
         switch (p[0]) {
         case 1:
@@ -11086,14 +11206,14 @@ static int key_sequence(struct keyboard *kb) {
         case 4:
         case 8: return KEY_END;
         case 3: return KEY_DELETE;
-        case 27: return p[2] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter, xterm's older form */
+        case 27: return p[2] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter in xterm's older form */
         case 200: return key_paste(kb);
         }
     }
     return KEY_NONE;
 }
 
-/* The rest of a sequence that began with ESC. */
+/* Reads the rest of a sequence that began with ESC. Alt and a key send ESC and that key. */
 static int key_escape(struct keyboard *kb) {
     int c;
     do c = input_byte(kb, ESCAPE_WAIT_MS);
@@ -11113,7 +11233,7 @@ static int key_escape(struct keyboard *kb) {
     return KEY_NONE;
 }
 
-/* Waits for the next key. */
+/* Waits for the next key and returns it. */
 static int key_read(struct keyboard *kb) {
     int key = kb->pushed;
     kb->pushed = 0;
@@ -11131,7 +11251,7 @@ static int key_read(struct keyboard *kb) {
     char s[4] = {(char)c};
     int n = 1, k;
     while ((k = utf8_sequence(s, (size_t)n)) == 0 && (c = input_byte(kb, ESCAPE_WAIT_MS)) >= 0) s[n++] = (char)c;
-    if (k < 0 && n > 1) kb->in_at--; /* the byte that broke the sequence begins the next */
+    if (k < 0 && n > 1) kb->in_at--; /* the byte that does not fit begins the next sequence */
     utf8proc_int32_t cp = 0xfffd;
     if (k > 0) utf8proc_iterate((const uint8_t *)s, k, &cp);
     return cp;
@@ -11140,47 +11260,51 @@ static int key_read(struct keyboard *kb) {
 /* ============================================================================================================
  * Edited text and history
  *
- * Owns what is being typed and what was typed before. Invariants: the text is valid UTF-8 without NUL and CR; the cursor
- * stands between two code points and never inside a folded paste. It moves by units, a unit being a grapheme cluster, a
- * newline or a folded paste; only an edit that joins what is on both sides of it (half of a flag typed before another flag)
- * leaves it within one, because the other half may follow. Knows nothing of the screen and of keys. Positions are found by
- * scanning from the front, which folding and HISTORY_ENTRY_MAX keep short.
+ * The text that is being typed, and the history of texts typed before. The section knows nothing of the screen and of
+ * keys.
+ *
+ * Invariants: the text is valid UTF-8 without NUL and CR; the cursor is between two code points and never inside a
+ * fold. A fold is a long paste that is shown as a short label. The cursor moves by units; a unit is a grapheme cluster,
+ * a newline or a fold. After an edit the cursor may be inside a cluster, as when one half of a flag is typed before
+ * another flag: the second half may follow.
+ *
+ * Positions are found by scanning from the start of the text. Folds and HISTORY_ENTRY_MAX keep that short.
  * ============================================================================================================ */
 
 enum {
-    HISTORY_MAX = 1000,        /* entries kept, in memory and in the file */
-    HISTORY_ENTRY_MAX = 65536, /* bytes; a longer text is not remembered */
-    FOLD_LINES = 8,            /* a paste of more lines or bytes than these is shown as a label */
+    HISTORY_MAX = 1000,        /* entries, in memory and in the file */
+    HISTORY_ENTRY_MAX = 65536, /* bytes; a longer text does not enter the history */
+    FOLD_LINES = 8,            /* a paste of more lines or more bytes becomes a fold */
     FOLD_BYTES = 400
 };
 
-/* A pasted stretch of the text, shown as one label; the cursor never stands inside. */
+/* A pasted part of the text that is shown as a label. */
 struct fold {
     size_t at, len; /* bytes of the text */
     int lines;
 };
 
 struct editor {
-    char *text;
-    size_t cursor; /* byte offset into text */
-    struct fold *folds;
-    const char *const *words; /* NULL-terminated: what Tab completes behind a leading slash; or NULL */
+    char *text;               /* stb_ds */
+    size_t cursor;            /* byte offset into text */
+    struct fold *folds;       /* stb_ds */
+    const char *const *words; /* NULL-terminated: what Tab completes after a leading slash; or NULL */
     bool screen;              /* the terminal can move its cursor */
 
-    char **history;    /* oldest first */
-    size_t history_at; /* the entry that is shown; arrlen(history): the draft */
-    char *draft;       /* what was typed, while a history entry is shown */
-    struct fold *draft_folds;
-    char *history_path; /* or NULL */
+    char **history;           /* stb_ds: oldest first */
+    size_t history_at;        /* the entry that is being edited; arrlen(history): a new text */
+    char *draft;              /* stb_ds: the new text, while a history entry is edited */
+    struct fold *draft_folds; /* stb_ds: the folds of draft */
+    char *history_path;       /* or NULL */
 
     struct keyboard keys;
-    const char *prompt, *continuation;
-    int row;  /* of the cursor, in rows below the first one on the screen */
-    int top;  /* row of the layout that is shown first: non-zero when the text is taller than the screen */
-    int cols; /* width of the last refresh */
+    const char *prompt, *continuation; /* shown before the first line, before the other lines */
+    int row;                           /* row of the cursor, counted from the first row that the last refresh drew */
+    int top;  /* first row of the picture that is shown; above 0 if the text is taller than the screen */
+    int cols; /* width at the last refresh, 0: none yet */
 };
 
-/* Columns on a terminal: the sum over the code points, as wcwidth-based terminals count a cluster. */
+/* Returns the columns of s (n) on a terminal: the sum over its code points, as terminals that use wcwidth count. */
 static int text_width(const char *s, size_t n) {
     int width = 0;
     for (utf8proc_int32_t cp; n;) {
@@ -11193,7 +11317,7 @@ static int text_width(const char *s, size_t n) {
     return width;
 }
 
-/* The fold that begins at pos, or NULL. */
+/* Returns the fold that begins at pos, or NULL. */
 static const struct fold *fold_at(const struct editor *e, size_t pos) {
     for (int i = 0; i < arrlen(e->folds); i++)
         if (e->folds[i].at == pos) return &e->folds[i];
@@ -11202,7 +11326,7 @@ static const struct fold *fold_at(const struct editor *e, size_t pos) {
 
 static bool newline_at(const struct editor *e, size_t pos) { return e->text[pos] == '\n' && !fold_at(e, pos); }
 
-/* Bytes of the grapheme cluster that valid UTF-8 begins with. */
+/* Returns the bytes of the first grapheme cluster of s (n), valid UTF-8. */
 static size_t cluster_bytes(const char *s, size_t n) {
     utf8proc_int32_t last = -1, cp, state = 0;
     size_t at = 0;
@@ -11215,7 +11339,7 @@ static size_t cluster_bytes(const char *s, size_t n) {
     return at;
 }
 
-/* End of the unit that begins at pos. */
+/* Returns the end of the unit that begins at pos. */
 static size_t unit_next(const struct editor *e, size_t pos) {
     const struct fold *f = fold_at(e, pos);
     size_t end = arrlenu(e->text);
@@ -11225,13 +11349,14 @@ static size_t unit_next(const struct editor *e, size_t pos) {
     return pos < end ? pos + cluster_bytes(e->text + pos, end - pos) : pos;
 }
 
-/* Beginning of the unit before pos. */
+/* Returns the beginning of the unit before pos. */
 static size_t unit_prev(const struct editor *e, size_t pos) {
     size_t p = 0;
     for (size_t q = 0; q < pos; q = unit_next(e, p)) p = q;
     return p;
 }
 
+/* Returns the beginning of the line that pos is in. */
 static size_t line_start(const struct editor *e, size_t pos) {
     size_t start = 0;
     for (size_t p = 0, q; p < pos; p = q) {
@@ -11241,17 +11366,20 @@ static size_t line_start(const struct editor *e, size_t pos) {
     return start;
 }
 
+/* Returns the end of the line that pos is in, before its newline. */
 static size_t line_end(const struct editor *e, size_t pos) {
     while (pos < arrlenu(e->text) && !newline_at(e, pos)) pos = unit_next(e, pos);
     return pos;
 }
 
-/* Words are runs of letters and digits, or with `blanks` of anything but white space. */
+/* Whether the unit at pos is part of a word: a run of letters and digits, or with `blanks` of anything but white
+ * space. */
 static bool word_at(const struct editor *e, size_t pos, bool blanks) {
     uint8_t c = (uint8_t)e->text[pos];
     return fold_at(e, pos) || c >= 0x80 || (blanks ? !isspace(c) : isalnum(c));
 }
 
+/* Returns the beginning of the last word that begins before pos. */
 static size_t word_left(const struct editor *e, size_t pos, bool blanks) {
     size_t start = 0;
     bool inside = false;
@@ -11263,6 +11391,7 @@ static size_t word_left(const struct editor *e, size_t pos, bool blanks) {
     return start;
 }
 
+/* Returns the end of the first word that ends after pos. */
 static size_t word_right(const struct editor *e, size_t pos) {
     size_t n = arrlenu(e->text);
     while (pos < n && !word_at(e, pos, false)) pos = unit_next(e, pos);
@@ -11270,7 +11399,7 @@ static size_t word_right(const struct editor *e, size_t pos) {
     return pos;
 }
 
-/* At the cursor, which moves behind it. */
+/* Inserts s (n) at the cursor and moves the cursor to its end. */
 static void text_insert(struct editor *e, const char *s, size_t n) {
     if (!n) return;
     arrinsn(e->text, e->cursor, n);
@@ -11280,7 +11409,7 @@ static void text_insert(struct editor *e, const char *s, size_t n) {
     e->cursor += n;
 }
 
-/* Removes [from, to) and leaves the cursor there. */
+/* Removes [from, to) with the folds in it and puts the cursor there. */
 static void text_delete(struct editor *e, size_t from, size_t to) {
     if (from == to) return;
     arrdeln(e->text, from, to - from);
@@ -11291,6 +11420,7 @@ static void text_delete(struct editor *e, size_t from, size_t to) {
     e->cursor = from;
 }
 
+/* Replaces the text by s (n), with the cursor at its end. */
 static void text_set(struct editor *e, const char *s, size_t n) {
     arrsetlen(e->text, 0);
     arrsetlen(e->folds, 0);
@@ -11298,7 +11428,7 @@ static void text_set(struct editor *e, const char *s, size_t n) {
     text_insert(e, s, n);
 }
 
-/* As typed, but shown as a label when it is long. */
+/* Inserts the last paste at the cursor; a long one becomes a fold. */
 static void text_insert_paste(struct editor *e) {
     size_t n = arrlenu(e->keys.paste);
     struct fold f = {e->cursor, n, n && e->keys.paste[n - 1] != '\n'};
@@ -11307,13 +11437,13 @@ static void text_insert_paste(struct editor *e) {
     if (n > FOLD_BYTES || f.lines > FOLD_LINES) arrput(e->folds, f);
 }
 
-/* Whether the text began with """ as it was typed: in a folded paste these are no marks. */
+/* Whether the text is a block: it begins with """, and not as part of a fold. */
 static bool text_is_block(const struct editor *e) {
     return arrlen(e->text) >= 3 && !memcmp(e->text, "\"\"\"", 3) && !fold_at(e, 0);
 }
 
-/* Why the text cannot be sent yet: 0 it can, '\\' its last line ends in a backslash (in an odd number of them), '"' a block
- * is not closed. */
+/* Returns why the text needs another line: '\\' if it ends in a backslash (an odd number of them), '"' if a block is
+ * not closed, 0 if it is complete. */
 static int text_continues(const struct editor *e) {
     size_t n = arrlenu(e->text), slashes = 0;
     if (text_is_block(e)) {
@@ -11324,7 +11454,7 @@ static int text_continues(const struct editor *e) {
     return slashes & 1 ? '\\' : 0;
 }
 
-/* Appends the text as it is sent: a block without its marks and the line breaks next to them. */
+/* Appends the text as it is sent to *line: a block loses its marks and the newlines next to them. */
 static void text_send(const struct editor *e, char **line) {
     const char *s = e->text;
     size_t n = arrlenu(s);
@@ -11343,6 +11473,7 @@ static void text_send(const struct editor *e, char **line) {
 
 /* ---- history ---- */
 
+/* Appends an entry and drops the oldest if there are too many. */
 static void history_put(struct editor *e, const char *s, size_t n) {
     arrput(e->history, xstrndup(s, n));
     if (arrlen(e->history) > HISTORY_MAX) {
@@ -11351,13 +11482,14 @@ static void history_put(struct editor *e, const char *s, size_t n) {
     }
 }
 
-/* An entry as a line of the file: newlines become CR, which no text contains. */
+/* Appends an entry as a line of the history file. Its newlines become CR, which no text contains. */
 static void history_line(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n; i++) arrput(*out, s[i] == '\n' ? '\r' : s[i]);
     arrput(*out, '\n');
 }
 
-/* Reads the file, whatever it holds, and shortens it when it has outgrown the limit. */
+/* Reads the history file and rewrites it if it has more than HISTORY_MAX entries. Any content is accepted; a file that
+ * cannot be read is an empty history. */
 static void history_load(struct editor *e) {
     char *data = NULL, *entry = NULL, *tmp = NULL, err[ERR_MAX];
     struct stat st;
@@ -11386,8 +11518,9 @@ static void history_load(struct editor *e) {
     arrfree(tmp);
 }
 
-/* Remembers a line. The file is opened for each and extended by one O_APPEND write, so that programs running side by side
- * mix whole lines; a file that cannot be written costs nothing but the memory of it. */
+/* Adds a text to the history, unless it is that of the last entry. The file is opened for each entry and extended by
+ * one write with O_APPEND, so that programs that run at the same time mix whole lines. If that fails, only the file
+ * lacks the entry. */
 static void editor_history_add(struct editor *e, const char *line, size_t n) {
     if (!n || n > HISTORY_ENTRY_MAX) return;
     if (arrlen(e->history) && !strncmp(arrlast(e->history), line, n) && !arrlast(e->history)[n]) return;
@@ -11401,10 +11534,10 @@ static void editor_history_add(struct editor *e, const char *line, size_t n) {
     close(fd);
 }
 
-/* Shows the entry `step` away; past the last one stands the draft. */
+/* Replaces the text by the history entry `step` entries further on. After the newest entry comes the draft. */
 static void history_move(struct editor *e, int step) {
     size_t n = arrlenu(e->history), to = e->history_at + (size_t)step;
-    if (to > n || !step) return; /* below 0 it wraps */
+    if (to > n || !step) return; /* an index below 0 wraps to a large one */
     if (e->history_at == n || to == n) {
         char *text = e->text;
         struct fold *folds = e->folds;
@@ -11421,29 +11554,37 @@ static void history_move(struct editor *e, int step) {
 /* ============================================================================================================
  * Line editor
  *
- * Reads one text from the terminal. It does not know what a text means: the words that Tab completes are handed in. Every
- * refresh computes the whole picture from (text, cursor, width) and is one write(), so nothing about the screen is
- * remembered but the row of the cursor. Where the terminal cannot move its cursor (TERM=dumb, stdout redirected), lines
- * are read as the terminal gives them.
+ * Reads one text from the terminal, which may have several lines. The section does not know what a text means; the
+ * caller passes the words that Tab completes.
+ *
+ * Every refresh computes the whole picture from the text, the cursor and the width, and draws it with one write(). All
+ * that is remembered of the screen is the row of the cursor. If the terminal cannot move its cursor (TERM=dumb, or
+ * stdout is redirected), lines are read as the terminal edits them.
  * ============================================================================================================ */
 
-enum edit_result { EDIT_MORE = -1 /* not finished: only within the editor */, EDIT_LINE, EDIT_EOF, EDIT_INTERRUPT };
-
-/* The picture of prompt and text: rows of `cols` columns. A row ends in two bytes: CR LF behind a newline of the text, or
- * where the text wraps a space and CR, which make any terminal step to the next row and remember that the two belong
- * together (for copying, and when it re-wraps on a resize). */
-struct picture {
-    char *out;
-    size_t *rows;      /* offset of each row in out */
-    const char *style; /* an SGR sequence, or "" */
-    int height, cols;  /* of the terminal */
-    int row, col;      /* where the next cell goes */
-    int cursor_row, cursor_col;
-    int goal_row, goal_col; /* in: a place on the screen, row -1: none */
-    size_t goal; /* out: the position in the text nearest to it in that row, SIZE_MAX: there is no such row */
+enum edit_result {
+    EDIT_MORE = -1, /* the text is not finished; only within this section */
+    EDIT_LINE,
+    EDIT_EOF,
+    EDIT_INTERRUPT
 };
 
-/* The style ends with each row and begins again in the next, because a view that is scrolled begins at any row. */
+/* Prompt and text laid out in rows of `cols` columns. A row ends in two bytes. After a newline of the text they
+ * are CR LF. Where the text wraps they are a space and CR: any terminal then steps to the next row and remembers that
+ * the two rows are one line, for copying and for a resize. */
+struct picture {
+    char *out;                  /* stb_ds: all rows, with escape sequences */
+    size_t *rows;               /* stb_ds: offset of each row in out */
+    const char *style;          /* SGR sequence of the current cells, or "" */
+    int height, cols;           /* of the terminal */
+    int row, col;               /* place of the next cell */
+    int cursor_row, cursor_col; /* place of the cursor */
+    int goal_row, goal_col;     /* input: a place; goal_row -1: none */
+    size_t goal; /* output: the position in the text nearest to that place in its row; SIZE_MAX: no such row */
+};
+
+/* Ends a row with the two bytes and begins the next. The style is repeated in every row, because a scrolled view may
+ * begin at any row. */
 static void picture_break(struct picture *p, const char two[static 2]) {
     if (*p->style) sb_puts(&p->out, "\033[0m");
     sb_put(&p->out, two, 2);
@@ -11453,13 +11594,14 @@ static void picture_break(struct picture *p, const char two[static 2]) {
     p->col = 0;
 }
 
-/* Makes room for a cell: one that is two columns wide is not cut at the edge. */
+/* Begins a new row if a cell of this width does not fit, so that a wide character is not cut at the edge. */
 static void picture_fit(struct picture *p, int width) {
     if (p->col + width <= p->cols || !p->col) return;
     for (; p->col < p->cols; p->col++) arrput(p->out, ' ');
     picture_break(p, " \r");
 }
 
+/* Appends one cluster s (n) of `width` columns. */
 static void picture_cell(struct picture *p, const char *s, size_t n, int width) {
     picture_fit(p, width);
     sb_put(&p->out, s, n);
@@ -11467,7 +11609,7 @@ static void picture_cell(struct picture *p, const char *s, size_t n, int width) 
     if (p->col >= p->cols) picture_break(p, " \r");
 }
 
-/* What is not itself text: valid UTF-8 without control characters. */
+/* Appends a prompt or label in a style. s: valid UTF-8 without control characters. */
 static void picture_label(struct picture *p, const char *s, const char *style) {
     p->style = term.colour_out ? style : "";
     sb_puts(&p->out, p->style);
@@ -11479,7 +11621,8 @@ static void picture_label(struct picture *p, const char *s, const char *style) {
     p->style = "";
 }
 
-/* What stands for one unit of the text; only the last form is the text itself, so nothing of it acts on the terminal. */
+/* Appends the unit [from, to) of the text. Folds and control characters are shown as labels, so that nothing in the
+ * text acts on the terminal. */
 static void picture_unit(const struct editor *e, struct picture *p, size_t from, size_t to) {
     const struct fold *f = fold_at(e, from);
     const uint8_t *s = (const uint8_t *)e->text + from;
@@ -11503,6 +11646,7 @@ static void picture_unit(const struct editor *e, struct picture *p, size_t from,
     }
 }
 
+/* Lays out prompt and text for the present size of the terminal, and finds the places of the cursor and of the goal. */
 static void picture_draw(const struct editor *e, struct picture *p) {
     size_t n = arrlenu(e->text), next;
     struct winsize w = {0};
@@ -11533,7 +11677,8 @@ static void picture_free(struct picture *p) {
     arrfree(p->rows);
 }
 
-/* Draws everything anew, from the row where it began. */
+/* Draws the picture again from its first row on. If it is taller than the screen, only the part around the cursor is
+ * drawn. */
 static void editor_refresh(struct editor *e) {
     struct picture p = {.goal_row = -1};
     char *out = NULL;
@@ -11543,7 +11688,7 @@ static void editor_refresh(struct editor *e) {
     if (p.cursor_row < e->top) e->top = p.cursor_row;
     if (p.cursor_row >= e->top + height) e->top = p.cursor_row - height + 1;
     int last = rows > e->top + height ? e->top + height - 1 : rows - 1;
-    /* A terminal that became narrower or wider has wrapped the same text anew, so the cursor now stands where it belongs. */
+    /* A terminal with a new width has wrapped the old text again, so its cursor is in the row of the new picture. */
     if (e->cols && e->cols != p.cols) e->row = p.cursor_row - e->top;
     if (e->row >= height) e->row = height - 1;
 
@@ -11563,7 +11708,7 @@ static void editor_refresh(struct editor *e) {
     picture_free(&p);
 }
 
-/* Puts the cursor below the text, for other output; the next refresh begins there. */
+/* Moves the cursor below the text, so that other output can follow. The next refresh begins there. */
 static void editor_leave(struct editor *e) {
     e->cursor = arrlenu(e->text);
     editor_refresh(e);
@@ -11571,7 +11716,7 @@ static void editor_leave(struct editor *e) {
     e->row = e->top = e->cols = 0;
 }
 
-/* Up and Down: through the rows of the text, then through the history. */
+/* Moves the cursor one row up (step -1) or down (1), past the first and last row to other history entries. */
 static void move_vertically(struct editor *e, int step) {
     struct picture p = {.goal_row = -1};
     picture_draw(e, &p);
@@ -11585,7 +11730,8 @@ static void move_vertically(struct editor *e, int step) {
 
 /* ---- keys ---- */
 
-/* Tab behind "/pre": as far as the words with that beginning agree; when that is nowhere, lists them. */
+/* Completes the word after a leading slash as far as all words with that beginning agree. If that adds nothing, lists
+ * them. */
 static void editor_complete(struct editor *e) {
     const char *found = NULL;
     char *list = NULL;
@@ -11614,8 +11760,9 @@ static void editor_complete(struct editor *e) {
     arrfree(list);
 }
 
-/* Ctrl-R: the newest entry that contains what is typed. Ctrl-R again goes to an older one, Ctrl-C and Ctrl-G give the line
- * back as it was, any other key takes the entry and then acts on it. */
+/* Searches the history (Ctrl-R) for the newest entry that contains what is typed. Ctrl-R again finds an older one.
+ * Ctrl-C and Ctrl-G bring back the text from before the search. Any other key ends the search and then acts on the
+ * entry. */
 static void editor_search(struct editor *e) {
     const char *prompt = e->prompt;
     char *query = NULL, *shown = NULL, *text = NULL;
@@ -11669,7 +11816,7 @@ static void editor_search(struct editor *e) {
     arrfree(folds);
 }
 
-/* Ctrl-Z. */
+/* Stops the program (Ctrl-Z) and continues after SIGCONT. */
 static void editor_suspend(struct editor *e) {
     size_t at = e->cursor;
     editor_leave(e);
@@ -11679,7 +11826,7 @@ static void editor_suspend(struct editor *e) {
     e->cursor = at;
 }
 
-/* Enter: the end, unless a backslash (which goes) or an open block asks for another line. */
+/* Handles Enter: ends the text, or begins a new line after a backslash (which is removed) and in an open block. */
 static enum edit_result editor_enter(struct editor *e) {
     int why = text_continues(e);
     if (!why) return EDIT_LINE;
@@ -11691,6 +11838,7 @@ static enum edit_result editor_enter(struct editor *e) {
     return EDIT_MORE;
 }
 
+/* Acts on a key. */
 static enum edit_result editor_key(struct editor *e, int key) {
     size_t n = arrlenu(e->text), at = e->cursor, to;
     char s[4];
@@ -11746,7 +11894,7 @@ static enum edit_result editor_key(struct editor *e, int key) {
     return EDIT_MORE;
 }
 
-/* Line by line as the terminal edits them itself; the prompt never goes to a stdout that is not a terminal. */
+/* Reads lines as the terminal itself edits them. The prompt goes to stdout or stderr, whichever is a terminal. */
 static enum edit_result editor_read_plain(struct editor *e) {
     const char *prompt = e->prompt;
     for (;;) {
@@ -11772,6 +11920,7 @@ static enum edit_result editor_read_plain(struct editor *e) {
     }
 }
 
+/* Reads a text key by key in raw mode. Keys that have already arrived are handled before the screen is drawn. */
 static enum edit_result editor_read_screen(struct editor *e) {
     static const int signals[2] = {SIGWINCH, SIGCONT};
     struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART}, old[2];
@@ -11789,8 +11938,9 @@ static enum edit_result editor_read_screen(struct editor *e) {
     return r;
 }
 
-/* Reads one text; the prompt stands before its first line, the continuation before the others. On EDIT_LINE *line is replaced
- * by the text. EDIT_EOF leaves the cursor behind the prompt, the others at the start of a row. */
+/* Reads one text into *line, which is empty unless the result is EDIT_LINE. `prompt` is shown before its first line,
+ * `continuation` before the others. EDIT_EOF leaves the cursor after the prompt, the other results at the start of a
+ * row. */
 static enum edit_result editor_read(struct editor *e, const char *prompt, const char *continuation, char **line) {
     fflush(stdout);
     text_set(e, "", 0);
@@ -11806,7 +11956,7 @@ static enum edit_result editor_read(struct editor *e, const char *prompt, const 
     return r;
 }
 
-/* history_path NULL: nothing is kept beyond the run. */
+/* Prepares an editor and reads the history. history_path: the history file, NULL: none. */
 static void editor_init(struct editor *e, const char *history_path) {
     const char *t = getenv("TERM");
     memset(e, 0, sizeof *e);
@@ -11833,16 +11983,17 @@ static void editor_free(struct editor *e) {
 /* ============================================================================================================
  * REPL commands
  *
- * Owns the dialogue at a terminal: the prompt, the commands and what signals do. A line is a message unless it begins with
- * a slash; a slash that names no command is an error and never reaches the model. Everything but answers goes to stderr.
- * It knows the conversation only through chat_* and the options only through option_*.
+ * The interactive dialogue: prompt, commands and signal handlers. A line is a message unless it begins with a slash. A
+ * slash that names no command is an error and never reaches the model. Everything but answers goes to stderr. The
+ * section uses the conversation only through chat_* and the options only through option_*.
  * ============================================================================================================ */
 
 enum { READ_MAX = 64 << 20 /* bytes of a file that /read and /edit accept */ };
 
 /* ---- signals ---- */
 
-/* A first Ctrl-C asks the work to stop, which it does at its next boundary; a second within a second does not wait. */
+/* SIGINT. The first asks the running work to stop at its next token or chunk; a second one within a second ends the
+ * program. */
 static void signal_interrupt(int sig) {
     static double last;
     double now = now_seconds();
@@ -11856,15 +12007,14 @@ static void signal_interrupt(int sig) {
     wake_up(sig);
 }
 
-/* SIGTERM, SIGHUP: nothing is saved; the code is the shell's convention. */
+/* SIGTERM, SIGHUP: ends the program without saving. The exit code is the shell's convention. */
 static void signal_end(int sig) {
     term_restore();
     temp_remove();
     _exit(128 + sig);
 }
 
-/* What ends the program without being asked for, or with a core file: as without this handler, only with the terminal in
- * order. */
+/* Signals that end the program by default: restores the terminal, then does the same. */
 static void signal_default(int sig) {
     term_restore();
     temp_remove();
@@ -11872,8 +12022,8 @@ static void signal_default(int sig) {
     raise(sig);
 }
 
-/* A SIGBUS is a page of the mapped model that cannot be read, which is no fault of the program. The others end as by default
- * behind a line that says so. */
+/* Crashes. SIGBUS means that a page of the mapped model file cannot be read. The other signals are errors of the
+ * program: it prints a line and ends as by default. */
 static void signal_crash(int sig) {
     static const char bus[] = "moe: the model file was truncated or its disk failed while in use\n";
     const char *name = sigabbrev_np(sig);
@@ -11891,8 +12041,9 @@ static void signal_crash(int sig) {
     signal_default(sig);
 }
 
-/* What the parent ignores (nohup, a job without control) stays ignored, but for SIGINT at a terminal: there somebody presses
- * Ctrl-C and means it. SIGPIPE keeps its default, whatever the parent set: `moe | head` ends quietly, with status 141. */
+/* Installs the handlers. A signal that the parent process ignores (nohup, a shell without job control) stays ignored,
+ * except SIGINT if stdin is a terminal. SIGPIPE always has its default, so that `moe | head` ends silently with status
+ * 141. */
 static void signals_install(void) {
     static const struct {
         int sig;
@@ -11902,8 +12053,8 @@ static void signals_install(void) {
                  {SIGILL, signal_crash},     {SIGABRT, signal_crash},   {SIGQUIT, signal_default},
                  {SIGUSR1, signal_default},  {SIGUSR2, signal_default}, {SIGALRM, signal_default},
                  {SIGXCPU, signal_default}};
-    signal(SIGXFSZ, SIG_IGN); /* a limit of file sizes is an error of write() */
-    static char stack[65536]; /* a handler must run when the stack itself has overflowed */
+    signal(SIGXFSZ, SIG_IGN); /* write() then returns an error at the limit of file sizes */
+    static char stack[65536]; /* for handlers, which must run even after a stack overflow */
     sigaltstack(&(stack_t){.ss_sp = stack, .ss_size = sizeof stack}, NULL);
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         struct sigaction old, sa = {.sa_handler = table[i].fn, .sa_flags = SA_ONSTACK};
@@ -11920,21 +12071,23 @@ static void signals_install(void) {
 struct repl {
     struct chat *chat;
     struct editor editor;
-    bool hinted; /* how to leave has been said */
+    bool hinted; /* "Ctrl-D leaves" has been printed */
 };
 
-/* One entry serves the parser, /help and Tab. */
+/* An entry of the table of commands, which the parser, /help and Tab completion use. */
 struct command {
     const char *name;
-    const char *arg; /* NULL: none; in brackets: optional */
+    const char *arg; /* what /help shows for the argument; NULL: takes none, in brackets: optional */
     const char *help;
-    int (*fn)(struct repl *r, char *arg, char *err); /* arg: trimmed, "" if none; -1: err says why */
+    /* Runs the command. arg: trimmed, "" if there is none; may be changed. Returns 0, COMMAND_QUIT, or -1 with a
+     * message. */
+    int (*fn)(struct repl *r, char *arg, char *err);
 };
 
-enum { COMMAND_QUIT = 1 }; /* what /quit returns instead of 0 */
+enum { COMMAND_QUIT = 1 }; /* result of /quit */
 
-/* A session error, in its own line, red on a terminal. */
-static void complain(const char *err) {
+/* Prints a session error in its own line, red on a terminal. */
+static void print_error(const char *err) {
     char *line = NULL;
     if (term.err_tty) term_escape(&line, err, strlen(err));
     else sb_puts(&line, err);
@@ -11942,33 +12095,33 @@ static void complain(const char *err) {
     arrfree(line);
 }
 
-/* Says that there was no turn, and why; of a turn that was stopped its answer tells. That answers are lost is said once. */
+/* Reports a turn that failed or was rolled back, and once that stdout cannot be written. */
 static void turn_report(enum turn_result result, const char *err) {
     static bool said;
     char lost[ERR_MAX];
     if (term.out_error && !said) {
         fail(lost, "cannot write to stdout: %s; the answers are lost", strerror(term.out_error));
-        complain(lost);
+        print_error(lost);
         said = true;
     }
     if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
-    if (result == TURN_FAILED) complain(err);
+    if (result == TURN_FAILED) print_error(err);
 }
 
-/* One turn. A failed one has left the conversation as it was. */
+/* Sends a message and reports the result. */
 static void repl_send(struct repl *r, const char *text, size_t n) {
     char err[ERR_MAX] = "";
     turn_report(chat_turn(r->chat, text, n, err), err);
 }
 
-/* Where the word at s ends; *rest is what follows it and white space. */
+/* Returns the length of the word at s; *rest is what follows the word and white space. */
 static size_t split_word(char *s, char **rest) {
     size_t n = strcspn(s, " \t\n");
     *rest = s + n + strspn(s + n, " \t\n");
     return n;
 }
 
-/* Appends a text file; what cannot be part of a message is an error. */
+/* Appends a text file to *out. Returns 0, or -1 with a message if it is too large or not UTF-8 without NUL. */
 static int read_text(const char *path, char **out, char *err) {
     struct stat st;
     if (file_check(path, &st, err)) return -1;
@@ -11983,7 +12136,8 @@ static int read_text(const char *path, char **out, char *err) {
     return 0;
 }
 
-/* Appends a file as a message shows it: its name and a fence longer than any run of backticks within. */
+/* Appends a file as it appears in a message: its name, then its text in a fence longer than any run of backticks in
+ * it. */
 static void frame_file(char **out, const char *name, const char *data, size_t n) {
     int fence = 3, run = 0;
     for (size_t i = 0; i < n; i++) {
@@ -11998,7 +12152,7 @@ static void frame_file(char **out, const char *name, const char *data, size_t n)
     for (int i = 0; i < fence; i++) arrput(*out, '`');
 }
 
-/* Changes an option, or without a value prints it. */
+/* Changes an option. Without a value prints it; without a name prints all. Returns 0, or -1 with a message. */
 static int option_command(struct repl *r, const char *name, const char *value, char *err) {
     if (*value) return chat_set(r->chat, name, value, err);
     if (*name && !option_find(name)) return option_set(r->chat->set, name, value, err);
@@ -12013,11 +12167,11 @@ static int cmd_set(struct repl *r, char *arg, char *err) {
     return option_command(r, arg, value, err);
 }
 
-/* Two knobs: whether the model thinks changes the prompt, whether that is shown only the screen. */
+/* /think changes the prompt: whether the model thinks. /show only changes what is printed of its thinking. */
 static int cmd_think(struct repl *r, char *arg, char *err) { return option_command(r, "think", arg, err); }
 static int cmd_show(struct repl *r, char *arg, char *err) { return option_command(r, "show-think", arg, err); }
 
-/* Without a text, shows the message. */
+/* Replaces the system message; without an argument prints it. */
 static int cmd_system(struct repl *r, char *arg, char *err) {
     const struct message *m = r->chat->messages;
     char *line = NULL;
@@ -12038,7 +12192,7 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
     return 0;
 }
 
-/* The message is TEXT, an empty line and the file; the name may be quoted, and begin with ~/. */
+/* Sends TEXT, an empty line and a file. The file name may be in double quotes and may begin with ~/. */
 static int cmd_read(struct repl *r, char *arg, char *err) {
     char *text, *data = NULL, *message = NULL, *path = NULL;
     size_t n;
@@ -12064,7 +12218,8 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
     return rc;
 }
 
-/* What the editor leaves is sent, without the blanks at its end, unless it failed or left nothing. */
+/* Opens $EDITOR with the argument as text. Sends the result without white space at its end, unless the editor failed or
+ * the text is empty. */
 static int cmd_edit(struct repl *r, char *arg, char *err) {
     const char *editor = getenv("EDITOR");
     char *raw = NULL, *data = NULL, *command = NULL;
@@ -12075,7 +12230,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
     write_all(fd, arg, strlen(arg));
     close(fd);
     sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
-    struct termios mode; /* which the editor may leave changed */
+    struct termios mode; /* of the terminal, in case the editor changes it */
     bool known = !tcgetattr(0, &mode);
     int status = system(sb_cstr(&command)), rc = 0;
     if (known) tcsetattr(0, TCSADRAIN, &mode);
@@ -12084,7 +12239,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
     else rc = read_text(temp_path, &raw, err);
     temp_remove();
-    text_scrub(&data, raw, arrlenu(raw)); /* for the history: no CR */
+    text_scrub(&data, raw, arrlenu(raw)); /* the history needs text without CR */
     arrfree(raw);
     while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
     if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
@@ -12165,27 +12320,28 @@ static int cmd_quit(struct repl *r, char *arg, char *err) {
 static int cmd_help(struct repl *r, char *arg, char *err);
 
 static const struct command commands[] = {
-    {"help", "[COMMAND]", "this list, or one command", cmd_help},
+    {"help", "[COMMAND]", "list the commands, or one of them", cmd_help},
     {"set", "[NAME [VALUE]]", "show or change an option", cmd_set},
-    {"think", "[on|off|auto|LEVEL]", "whether, or how hard, the model thinks", cmd_think},
-    {"show", "[on|off]", "whether its thinking is shown", cmd_show},
+    {"think", "[on|off|auto|LEVEL]", "set whether, or how hard, the model thinks", cmd_think},
+    {"show", "[on|off]", "show or hide its thinking", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
-    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if it has blanks", cmd_read},
+    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has blanks", cmd_read},
     {"edit", "[TEXT]", "write a message in $EDITOR, then send it", cmd_edit},
-    {"undo", NULL, "take the last message and its answer back", cmd_undo},
-    {"regen", NULL, "answer the last message anew", cmd_regen},
+    {"undo", NULL, "take back the last message and its answer", cmd_undo},
+    {"regen", NULL, "answer the last message again", cmd_regen},
     {"save", "NAME", "save the conversation", cmd_save},
-    {"load", "NAME", "go on with a saved conversation", cmd_load},
+    {"load", "NAME", "continue a saved conversation", cmd_load},
     {"list", NULL, "list the saved conversations", cmd_list},
-    {"ctx", NULL, "how full the context is", cmd_ctx},
-    {"stats", NULL, "speed of the last turn and in total", cmd_stats},
-    {"clear", NULL, "begin a new conversation", cmd_clear},
+    {"ctx", NULL, "show how full the context is", cmd_ctx},
+    {"stats", NULL, "show the speed of the last turn and of all turns", cmd_stats},
+    {"clear", NULL, "start a new conversation", cmd_clear},
     {"quit", NULL, "leave (also Ctrl-D)", cmd_quit},
 };
 
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
-/* By its name or a unique beginning of it; NULL with err. */
+/* Finds a command by its name or a unique beginning of it. Returns NULL with a message if there is none or more than
+ * one. */
 static const struct command *command_find(const char *name, size_t n, char *err) {
     const struct command *found = NULL;
     char *list = NULL;
@@ -12199,7 +12355,7 @@ static const struct command *command_find(const char *name, size_t n, char *err)
         break;
     }
     if (!count)
-        fail(err, "unknown command /%.*s: /help lists them, a message that begins with a slash is typed //...",
+        fail(err, "unknown command /%.*s: /help lists the commands; to send a message with a slash, type //",
              (int)(n < 40 ? n : 40), name);
     if (count > 1) fail(err, "/%.*s is ambiguous: %s", (int)n, name, sb_cstr(&list));
     arrfree(list);
@@ -12214,15 +12370,15 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
     for (const struct command *c = commands; c < commands + N_COMMANDS; c++)
         if (!one || c == one) fprintf(stderr, "  /%-6s %-19s  %s\n", c->name, c->arg ? c->arg : "", c->help);
     if (one) return 0;
-    fputs("Commands may be shortened as long as they stay unique; //text sends /text.\n"
-          "Enter sends. A new line: Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
+    fputs("Commands may be shortened as long as they stay unique. //text sends /text.\n"
+          "Enter sends. For a new line use Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
           "and \"\"\".\n"
-          "Up and Down, Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D leaves.\n",
+          "Up, Down and Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D leaves.\n",
           stderr);
     return 0;
 }
 
-/* line: what follows the slash; is changed. */
+/* Runs the command in `line`, the text after the slash, which is changed. Returns what the command returns. */
 static int command_run(struct repl *r, char *line, char *err) {
     char *arg;
     size_t n = split_word(line, &arg), end = strlen(arg);
@@ -12234,7 +12390,7 @@ static int command_run(struct repl *r, char *line, char *err) {
     return c->fn(r, arg, err);
 }
 
-/* One line of input. COMMAND_QUIT, or 0. */
+/* Handles one line of input, a message or a command. Returns COMMAND_QUIT or 0. */
 static int repl_line(struct repl *r, char *line, size_t n) {
     char err[ERR_MAX] = "";
     if (strspn(line, " \t\n") == n) return 0;
@@ -12245,11 +12401,11 @@ static int repl_line(struct repl *r, char *line, size_t n) {
         return 0;
     }
     int rc = command_run(r, line + 1, err);
-    if (rc < 0) complain(err);
+    if (rc < 0) print_error(err);
     return rc == COMMAND_QUIT ? rc : 0;
 }
 
-/* The dialogue, until /quit or the end of input. Returns the exit code. */
+/* Runs the dialogue until /quit or the end of input. Returns the exit code. */
 static int repl_run(struct chat *c) {
     const char *words[N_COMMANDS + 1] = {NULL}, *home = getenv("HOME");
     struct repl r = {.chat = c};
@@ -12262,15 +12418,15 @@ static int repl_run(struct chat *c) {
     r.editor.words = words;
     term.dialogue = true;
     while (rc != COMMAND_QUIT) {
-        interrupted = 0; /* only here: a Ctrl-C between Enter and the turn stops the turn */
+        interrupted = 0; /* only here, so that a Ctrl-C between Enter and the turn still stops the turn */
         got = editor_read(&r.editor, "> ", ". ", &line);
         if (got == EDIT_EOF) break;
         if (got == EDIT_LINE) {
             size_t n = arrlenu(line);
-            (void)sb_cstr(&line); /* the commands take their arguments apart in place */
+            (void)sb_cstr(&line); /* commands split their arguments in place */
             rc = repl_line(&r, line, n);
         } else if (!r.hinted) {
-            note("(Ctrl-D or /quit leaves)");
+            note("(Ctrl-D or /quit to leave)");
             r.hinted = true;
         }
     }

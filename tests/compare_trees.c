@@ -131,7 +131,7 @@ int profile_launch(const char *kernel) {
 /* ---- logits ---- */
 
 enum {
-    PROMPT = 60,       /* tokens */
+    PROMPT = 70,       /* tokens */
     LONG_PROMPT = 530, /* more than a forward takes at once */
     LONG_STEPS = 3,    /* single tokens behind it */
     FEW_STEPS = 12,    /* single tokens of a large model */
@@ -188,7 +188,7 @@ static bool worth(int mode, int division, int cache, bool exact, bool slow, bool
 
 static void by_path(X_MODEL *m, const X_KERNELS *k, const char *path, bool quick, bool exact, bool slow) {
     static const int division[][2] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}}; /* --tp, --pp */
-    static const int pieces[] = {1, 3, 6, 10, 15, 22, 31, 44, PROMPT, 0};
+    static const int pieces[] = {1, 3, 6, 10, 15, 22, 31, 47, PROMPT, 0};
     static const char *const caches[] = {"f32", "bf16", "fp8"}, *const modes[MODES] = {"prefill", "decode", "pieces",
                                                                                        "long"};
     int each[PROMPT + 1] = {0}, far[LONG_STEPS + 2] = {0};

@@ -36,7 +36,7 @@ cores=$(nproc) sections=(gguf logits program plan launches emulated)
 [ $quick ] && sections=(gguf logits plan)
 unset MOE_MODEL MAKEFLAGS MAKELEVEL
 export OMP_WAIT_POLICY=passive LC_ALL=C HOME=/nonexistent
-ids60=$(awk 'BEGIN {for (i = 0; i < 60; i++) printf "%s%d", i ? "," : "", (i * 389 + 17) % 500}')
+prompt=$(awk 'BEGIN {for (i = 0; i < 70; i++) printf "%s%d", i ? "," : "", (i * 389 + 17) % 500}')
 failed=$(mktemp)
 trap 'rm -f "$failed"' EXIT
 
@@ -149,11 +149,11 @@ logits_of() { # DIR MODEL
     awk -v m="$m" '{print m " " $1 " " $2 " " $3 " " $4 "\t" $5 " " $6}' "$file.lines" >"$file.part"
     for d in "1 1" "2 1" ${quick:-"3 1" "4 1" "1 2" "2 2"}; do
         [ "$d" = quick ] && continue
-        quietly "$dir/program" moe --cpu-ref --kv f32 -t 2 --tp ${d% *} --pp ${d#* } -m "$dir/models/$m.gguf" --ids "$ids60" -c 60 \
+        quietly "$dir/program" moe --cpu-ref --kv f32 -t 2 --tp ${d% *} --pp ${d#* } -m "$dir/models/$m.gguf" --ids "$prompt" -c 70 \
             --logits "$file.npy" || return
         line "$m --cpu-ref tp${d% *},pp${d#* } f32" "$(hash_of "$file.npy")" >>"$file.part"
     done
-    quietly "$dir/program" moe --cpu -t 2 -m "$dir/models/$m.gguf" --ids "$ids60" -c 60 --logits "$file.npy" || return
+    quietly "$dir/program" moe --cpu -t 2 -m "$dir/models/$m.gguf" --ids "$prompt" -c 70 --logits "$file.npy" || return
     line "$m --cpu" "$(hash_of "$file.npy")" >>"$file.part"
     rm -f "$file.npy" "$file.lines"
 }
@@ -237,42 +237,45 @@ run_launches() {
     for m in qwen3moe deepseek_v3; do
         for n in 1 4 40; do
             for kv in fp8 bf16; do
-                job launches_of "$1" "$m,$n,$kv" --gpus 0 -m "$1/models/$m.gguf" -c 64 --kv $kv --ids "$(cut -d, -f1-$n <<<"$ids60")" \
+                job launches_of "$1" "$m,$n,$kv" --gpus 0 -m "$1/models/$m.gguf" -c 64 --kv $kv --ids "$(cut -d, -f1-$n <<<"$prompt")" \
                     --logits "$1/launches.$m,$n,$kv.npy"
             done
         done
         job launches_of "$1" "$m,answer" --gpus 0 -m "$1/models/$m.gguf" -c 64 --raw --seed 3 --temp 1 --top-k 40 -n 6 --ids 5,6,7,8,9
-        more="--gpus 0,0 --allreduce oneshot -c 64 -m $1/models/$m.gguf --ids $(cut -d, -f1-20 <<<"$ids60")"
+        more="--gpus 0,0 --allreduce oneshot -c 64 -m $1/models/$m.gguf --ids $(cut -d, -f1-20 <<<"$prompt")"
         job launches_of "$1" "$m,tp2" $more --tp 2 --logits "$1/launches.$m,tp2.npy"
         job launches_of "$1" "$m,pp2" $more --pp 2 --tp 1 --logits "$1/launches.$m,pp2.npy"
     done
     m=qwen3moe_nvfp4
-    job launches_of "$1" "$m,fp4" --gpus 0 -m "$1/models/$m.gguf" -c 64 --moe-act fp4 --ids "$ids60" --logits "$1/launches.$m,fp4.npy"
+    job launches_of "$1" "$m,fp4" --gpus 0 -m "$1/models/$m.gguf" -c 64 --moe-act fp4 --ids "$prompt" --logits "$1/launches.$m,fp4.npy"
 }
-run_emulated() { :; } # comes with the launches
 
+# text_of DIR SECTION: the file of its results
+text_of() { echo "$1/$2$([ $quick ] && [ "$2" != gguf ] && echo .quick).txt"; }
 # results DIR: every section whose file is not current
 results() {
-    local dir=$1 s inputs what
+    local dir=$1 s inputs what text
     inputs=$({ cat "$source/compare_trees.sh" "$dir/convert.key"; find "$base/tests/fixtures" "$base/convert/demo" "$base/prompts" -type f | sort | xargs cat
-        echo "$quick"; grep -m 1 ^flags /proc/cpuinfo; } | key)
+        grep -m 1 ^flags /proc/cpuinfo; } | key)
     for s in "${sections[@]}"; do
-        what=$inputs
+        what=$inputs text=$(text_of "$dir" $s)
         case $s in
         gguf) ;;
         launches | emulated) what+=$(cat "$dir/program_gpu.key") ;;
         *) what+=$(cat "$dir/program.key") ;;
         esac
-        current "$dir/$s.txt" "$what" && continue
+        # what is emulated comes with the launches
+        current "$text" "$what" && { [ $s != launches ] || current "$(text_of "$dir" emulated)" "$what"; } && continue
+        rm -f "$text.key"
         if [ $s != emulated ]; then
-            rm -f "$dir/$s".*.part "$dir/$s.txt.key"
-            [ $s = launches ] && rm -f "$dir"/emulated.*
+            rm -f "$dir/$s".*.part
+            [ $s = launches ] && rm -f "$dir"/emulated.*.part
             run_$s "$dir"
             finish "$s of $dir"
         fi
-        cat "$dir/$s".*.part >"$dir/$s.txt" && echo "$what" >"$dir/$s.txt.key" || exit 2
+        cat "$dir/$s".*.part >"$text" && echo "$what" >"$text.key" || exit 2
         rm -f "$dir/$s".*.part
-        echo "$dir/$s.txt: $(wc -l <"$dir/$s.txt") results, $SECONDS s"
+        echo "$text: $(wc -l <"$text") results, $SECONDS s"
     done
 }
 
@@ -311,7 +314,7 @@ results "$a"
 results "$b"
 code=0
 for s in "${sections[@]}"; do
-    list=$(differences "$a/$s.txt" "$b/$s.txt" 2>"$failed") || code=1
+    list=$(differences "$(text_of "$a" $s)" "$(text_of "$b" $s)" 2>"$failed") || code=1
     printf '%-9s %s\n' "$s" "$(cat "$failed")"
     [ "$list" ] && echo "$list"
     if [ $s = gguf ]; then

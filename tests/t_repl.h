@@ -898,7 +898,7 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/ctx", "");
     moe_ask(&p, "/st", "");
     pty_send(&p, "\3");
-    EXPECT(&p, "Ctrl-D or /quit leaves");
+    EXPECT(&p, "Ctrl-D or /quit to leave");
     pty_send(&p, "/q\r");
     int rc = pty_end(&p);
     CHECK(rc == 0, "exit %d", rc);
@@ -1000,7 +1000,7 @@ static void test_moe_interrupt(void) {
     moe_ask(&p, "/undo", "");
     moe_ask(&p, "/set temp 0", "");
     moe_ask(&p, "What is 7 squared? One word.", "49");
-    CHECK(!memmem(p.log, arrlenu(p.log), "/quit leaves", 12), "the Ctrl-C reached the prompt as well");
+    CHECK(!memmem(p.log, arrlenu(p.log), "/quit to leave", 14), "the Ctrl-C reached the prompt as well");
     moe_end(&p);
 }
 
