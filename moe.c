@@ -64,7 +64,9 @@
  *   REPL commands
  *   Plan
  *   Modes
- *   Doctor
+ *   Doctor: report
+ *   Doctor: machine
+ *   Doctor: model
  *   Main
  */
 #ifndef MOE_TYPES_ONLY
@@ -12440,8 +12442,8 @@ static int repl_run(struct chat *c) {
 /* ============================================================================================================
  * Plan
  *
- * Says whether a model fits a machine, in which layout, and how fast it can be there at most. Needs only the sizes of the
- * tensors; the weights are not read. Memory is counted on the same shards, buffers and GPU formats that the engine uses.
+ * Says whether a model fits a machine, in which layout, and how fast it can be there at most. Needs only the sizes of
+ * the tensors; the weights are not read. Memory is counted on the shards, buffers and GPU formats that the engine uses.
  * The roofline is the time of reading weights and cache at the memory's bandwidth, plus the all-reduces.
  * This section is over 450 lines because the search, the machine and the output share struct plan.
  * ============================================================================================================ */
@@ -12481,7 +12483,7 @@ struct plan_layout {
     double roofline[2];      /* tokens per second, for each of plan_reduce */
 };
 
-/* How the search ended. A model that does not fit with all experts may still fit with a smaller context: see `shorter`. */
+/* How the search ended. What does not fit with all experts may still fit with a smaller context: see `shorter`. */
 enum plan_outcome { PLAN_FITS, PLAN_FITS_STAGES, PLAN_NEEDS_PRUNING, PLAN_DOES_NOT_FIT };
 
 static const char *const plan_verdicts[] = {"fits", "fits with --pp", "needs pruning", "does not fit"};
@@ -12644,8 +12646,8 @@ static bool plan_choose(struct plan *p, const struct model *m) {
     return false;
 }
 
-/* Copies the sizes of m with at most n experts per layer; the caller frees out->layers. Returns the percentage of experts
- * that are kept. */
+/* Copies the sizes of m with at most n experts per layer; the caller frees out->layers. Returns the percentage of
+ * experts that are kept. */
 static double plan_prune(struct model *out, const struct model *m, int n) {
     double all = 0, kept = 0;
     *out = *m;
@@ -12977,7 +12979,8 @@ static void plan_layouts(struct plan *p, const struct settings *set) {
                   p->n_device, set->tp || set->pp ? " as --tp and --pp ask" : "", p->n_device, p->m->n_layer);
 }
 
-/* --plan for GPUs that --gpus describes, for n_device GPUs of this machine (0: for all), or for the CPU. Exit code 0: m fits. */
+/* --plan for GPUs that --gpus describes, for n_device GPUs of this machine (0: for all), or for the CPU. Exit code 0:
+ * m fits. */
 static int mode_plan(const struct model *m, struct settings *set, bool gpu, const int *device, int n_device) {
     struct plan *p = xcalloc(1, sizeof *p);
     char *text = NULL;
@@ -14500,77 +14503,60 @@ static void synth_load(struct engine *e, bool synthetic) {
     y.sizes = (e->set->info || e->set->plan) && !e->set->model;
     synth_make(&e->model, &y, e->set->model, y.sizes || (synthetic && !e->set->model));
 }
+
 /* ============================================================================================================
- * Doctor
+ * Doctor: report
  *
- * Why a machine is slow or fails, in the order in which that is found out: does it start, complete a forward, say what
- * makes sense, do so behind a long context, and is it fast enough? What the kernel and drivers tell of the machine is text
- * from outside: bounded, and printed as ASCII.
+ * --doctor finds out why a machine is slow or fails. It asks five questions in this order: does the machine start, does
+ * a forward pass complete, is the output coherent, is it coherent with a long context, is decoding fast enough? The
+ * report is one list of findings. As text each is printed at once, because a later check may hang; as JSON all are
+ * printed at the end.
  * ============================================================================================================ */
 
-static int engine_start(struct engine *e, bool gpu, char *err);
-static void engine_close(struct engine *e);
-static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
-static void nccl_defaults(const int *gpu, int n, bool verbose);
+enum doctor_step { STEP_START, STEP_FORWARD, STEP_OUTPUT, STEP_CONTEXT, STEP_SPEED, STEPS };
+enum severity { SEVERITY_OK, SEVERITY_NOTE, SEVERITY_WARNING, SEVERITY_ERROR, SEVERITIES };
 
-enum step { STEP_START, STEP_FORWARD, STEP_OUTPUT, STEP_CONTEXT, STEP_SPEED, STEPS };
-enum level { LEVEL_OK, LEVEL_NOTE, LEVEL_WARNING, LEVEL_ERROR, LEVELS };
-
+/* In the JSON, in the text. */
 static const char *const step_names[STEPS][2] = {{"starts", "Starts?"},
                                                  {"forward", "Forward completes?"},
                                                  {"output", "Output coherent?"},
                                                  {"context", "Long context coherent?"},
                                                  {"speed", "Fast enough?"}};
-static const char *const level_names[LEVELS] = {"ok", "note", "warning", "error"};
+static const char *const severity_names[SEVERITIES] = {"ok", "note", "warning", "error"};
 
 enum {
-    DOCTOR_FINDINGS = 128, /* that --json reports; all are printed */
-    DOCTOR_DEVICES = 8,    /* GPUs that are looked at */
-    DOCTOR_COLUMNS = 100,
-    FACT_MAX = 4096,       /* bytes of a file of the kernel's */
-    BLOCK_SHARED = 101376, /* bytes of shared memory that kernels want for a block */
-    ALLREDUCE_SLOW = 50,   /* microseconds of a sum of one token over GPUs, above which it is worth a warning */
-    SPEED_PERCENT = 50,    /* of the roofline, below which there is something to find */
-    SPEED_LAYER = 10,      /* microseconds of reading a layer, below which launches take a GPU longer */
-    DISK_PIECE = 4 << 20,  /* bytes of a read, */
-    DISK_MOST = 256 << 20, /* of all at most, */
-    DISK_LEAST = 8 << 20,  /* and how many tell a speed; */
-    DISK_SECONDS = 3,      /* how long at most */
-    LOAD_SECONDS = 120,    /* of loading that are worth a warning */
+    DOCTOR_FINDINGS = 128, /* that --json reports; the text shows all */
+    DOCTOR_DEVICES = 8,    /* GPUs that are checked */
+    DOCTOR_COLUMNS = 100   /* of the text */
 };
 
 struct finding {
-    enum step step;
-    enum level level;
+    enum doctor_step step;
+    enum severity severity;
     char what[ERR_MAX];
     const char *advice; /* NULL: there is nothing to change */
 };
 
 struct doctor {
     struct settings *set;
-    enum step step;
+    enum doctor_step step;
     bool open[STEPS]; /* has findings */
-    int count[LEVELS];
+    int count[SEVERITIES];
     struct finding found[DOCTOR_FINDINGS];
     int n;
-    char bus[DOCTOR_DEVICES][24]; /* of NVIDIA's devices, as sysfs writes it */
-    int n_bus, n_gpu;             /* how many; GPUs that CUDA can use */
-    int device[MAX_RANKS];        /* of the ranks */
-    double link[DOCTOR_DEVICES];  /* bytes per second of each GPU's, 0: not known */
-    double busy;                  /* load average */
-    double memory, available;     /* bytes */
+    /* the machine */
+    char bus[DOCTOR_DEVICES][24];             /* NVIDIA's devices, as sysfs names them */
+    int n_bus, n_gpu;                         /* how many; GPUs that CUDA can use */
+    int device[MAX_RANKS];                    /* GPUs of the ranks */
+    double link[DOCTOR_DEVICES];              /* bytes per second between host and GPU, 0: not known */
+    struct gpu_facts gpu;                     /* the GPU that is checked now, */
+    int cores;                                /* processors */
+    double memory, available, limit, swapped; /* bytes; limit: of the control group, 0: none */
+    double load;                              /* average number of threads that want to run */
+    char measured[ERR_MAX];                   /* by the last probe that found something */
 };
 
-static const char *doctor_root = ""; /* before /proc, /sys and /dev: tests bring their own */
-
-/* ---- findings ---- */
-
-static void doctor_ascii(char *s) {
-    for (; *s; s++)
-        if ((uint8_t)*s < 32 || (uint8_t)*s > 126) *s = '?';
-}
-
-/* Text behind a head of `indent` columns, broken between words. */
+/* Prints text behind a head of `indent` columns, broken between words. */
 static void doctor_wrap(const char *head, int indent, const char *text) {
     int room = DOCTOR_COLUMNS - indent, n = (int)strlen(text);
     printf("%-*s", indent, head);
@@ -14579,52 +14565,58 @@ static void doctor_wrap(const char *head, int indent, const char *text) {
         while (cut > room / 2 && text[cut] != ' ') cut--;
         if (text[cut] != ' ') cut = room;
         printf("%.*s\n%*s", cut, text, indent, "");
-        text += cut, text += *text == ' ', n = (int)strlen(text);
+        text += cut;
+        text += *text == ' ';
+        n = (int)strlen(text);
     }
     puts(text);
 }
 
-/* Goes on to a step, past others that have found nothing. */
-static void doctor_step(struct doctor *d, enum step step) {
+/* Goes on to a step; the text names the steps before it that have no findings. */
+static void doctor_step(struct doctor *d, enum doctor_step step) {
     for (; d->step < step; d->step++)
         if (!d->open[d->step] && !d->set->json) printf("%s\n  -        not checked\n", step_names[d->step][1]);
 }
 
-__attribute__((format(printf, 4, 5))) static void doctor_find(struct doctor *d, enum level level, const char *advice,
-                                                              const char *fmt, ...) {
-    struct finding f = {.step = d->step, .level = level, .advice = level == LEVEL_OK ? NULL : advice};
+static void finding_print(const struct finding *f, bool first) {
     char head[16];
+    if (first) puts(step_names[f->step][1]);
+    snprintf(head, sizeof head, "  %s", severity_names[f->severity]);
+    doctor_wrap(head, 11, f->what);
+    if (f->advice) doctor_wrap("           -> ", 14, f->advice);
+    fflush(stdout);
+}
+
+/* Adds a finding to the report. The text shows it at once. */
+__attribute__((format(printf, 4, 5))) static void doctor_find(struct doctor *d, enum severity severity,
+                                                              const char *advice, const char *fmt, ...) {
+    struct finding f = {.step = d->step, .severity = severity, .advice = severity == SEVERITY_OK ? NULL : advice};
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(f.what, sizeof f.what, fmt, ap);
     va_end(ap);
-    doctor_ascii(f.what);
-    d->count[level]++;
+    for (char *c = f.what; *c; c++) /* drivers and files may say anything */
+        if ((uint8_t)*c < 32 || (uint8_t)*c > 126) *c = '?';
+    d->count[severity]++;
     if (d->n < DOCTOR_FINDINGS) d->found[d->n++] = f;
-    if (!d->set->json) {
-        if (!d->open[d->step]) puts(step_names[d->step][1]);
-        snprintf(head, sizeof head, "  %s", level_names[level]);
-        doctor_wrap(head, 11, f.what);
-        if (f.advice) doctor_wrap("           -> ", 14, f.advice);
-        fflush(stdout);
-    }
+    if (!d->set->json) finding_print(&f, !d->open[d->step]);
     d->open[d->step] = true;
 }
 
-/* The last line, or the JSON. The exit code. */
+/* Prints the last line, or the JSON. Returns the exit code. */
 static int doctor_end(struct doctor *d) {
-    int code = d->count[LEVEL_ERROR] ? EXIT_RUN : EXIT_OK;
+    int code = d->count[SEVERITY_ERROR] ? EXIT_RUN : EXIT_OK;
     doctor_step(d, STEPS);
     if (!d->set->json) {
-        printf("%d errors, %d warnings\n", d->count[LEVEL_ERROR], d->count[LEVEL_WARNING]);
+        printf("%d errors, %d warnings\n", d->count[SEVERITY_ERROR], d->count[SEVERITY_WARNING]);
         return code;
     }
     json_t *list = json_array();
     for (int i = 0; i < d->n; i++) {
         const struct finding *f = &d->found[i];
-        json_array_append_new(list,
-                              json_pack("{s:s,s:s,s:s,s:s}", "step", step_names[f->step][0], "level",
-                                        level_names[f->level], "what", f->what, "advice", f->advice ? f->advice : ""));
+        json_array_append_new(list, json_pack("{s:s,s:s,s:s,s:s}", "step", step_names[f->step][0], "level",
+                                              severity_names[f->severity], "what", f->what, "advice",
+                                              f->advice ? f->advice : ""));
     }
     json_t *all = json_pack("{s:o,s:i}", "findings", list, "exit", code);
     json_dumpf(all, stdout, JSON_INDENT(2));
@@ -14633,12 +14625,12 @@ static int doctor_end(struct doctor *d) {
     return code;
 }
 
-/* What ends the program in the middle is a finding too. */
+/* Gets the message that ends the program, so that the report ends with it. */
 static void doctor_dies(void *arg, const char *line) {
     struct doctor *d = arg;
     last_words.run = NULL;
     alloc_guard_end();
-    doctor_find(d, LEVEL_ERROR,
+    doctor_find(d, SEVERITY_ERROR,
                 d->step == STEP_START
                     ? "read the message: it names what could not be had"
                     : "run it again with --cpu: if that works, the GPU, its driver or its image is at fault",
@@ -14647,9 +14639,23 @@ static void doctor_dies(void *arg, const char *line) {
     fflush(stdout);
 }
 
-/* ---- facts ---- */
+/* ============================================================================================================
+ * Doctor: machine
+ *
+ * Checks that need no model: the program, the GPUs, their links, the host. Most of them are a row of doctor_checks and
+ * a probe. To add one, write the probe and insert the row where the report should show it. Links and copies have
+ * functions of their own. Text from the kernel and from drivers is not trusted: it is read into bounded buffers and
+ * printed as ASCII.
+ * ============================================================================================================ */
 
-/* A file of the kernel's; "" when there is none. */
+enum {
+    BLOCK_SHARED = 101376, /* bytes of shared memory that kernels need for a block */
+    FACT_MAX = 4096        /* bytes of a file of the kernel that are read */
+};
+
+static const char *doctor_root = ""; /* before /proc, /sys and /dev: tests bring their own */
+
+/* Reads a file of the kernel; "" when there is none. */
 __attribute__((format(printf, 2, 3))) static const char *fact(char out[FACT_MAX], const char *fmt, ...) {
     char path[512];
     va_list ap;
@@ -14665,16 +14671,21 @@ __attribute__((format(printf, 2, 3))) static const char *fact(char out[FACT_MAX]
     return out;
 }
 
+/* The number behind a word in a text; 0: the word is not there. */
+static double fact_number(const char *text, const char *word) {
+    const char *at = strstr(text, word);
+    return at ? strtod(at + strlen(word), NULL) : 0;
+}
+
+static bool fact_says(const char *path, const char *word) {
+    char text[FACT_MAX];
+    return strstr(fact(text, "%s", path), word) != NULL;
+}
+
 static bool fact_exists(const char *path) {
     char full[512];
     snprintf(full, sizeof full, "%.200s%s", doctor_root, path);
     return !access(full, F_OK);
-}
-
-/* The number behind a word, in a file; 0: it is not there. */
-static double fact_number(const char *text, const char *word) {
-    const char *at = strstr(text, word);
-    return at ? strtod(at + strlen(word), NULL) : 0;
 }
 
 static DIR *fact_dir(const char *path) {
@@ -14690,7 +14701,169 @@ static struct dirent *fact_entry(DIR *dir) {
     return e;
 }
 
-/* Display adapters of NVIDIA on the PCI bus. */
+static bool iommu_active(void) {
+    DIR *dir = fact_dir("/sys/class/iommu");
+    bool any = fact_entry(dir) != NULL;
+    if (dir) closedir(dir);
+    return any || fact_says("/proc/cmdline", "intel_iommu=on") || fact_says("/proc/cmdline", "amd_iommu=on");
+}
+
+/* Bytes of memory that the control group of this process may use; 0: there is no limit. */
+static double cgroup_limit(void) {
+    char text[FACT_MAX], path[256] = "";
+    fact(text, "/proc/self/cgroup");
+    const char *own = strstr(text, "0::/");
+    if (own) sscanf(own + 3, "%255[^\n]", path);
+    if (!*fact(text, "/sys/fs/cgroup%s/memory.max", path) && !*fact(text, "/sys/fs/cgroup/memory.max"))
+        fact(text, "/sys/fs/cgroup/memory/memory.limit_in_bytes");
+    return strtod(text, NULL); /* "max" is 0 */
+}
+
+/* ---- probes ---- */
+
+/* Keeps what a probe measured, for the text of its check, if it found something. Returns found. */
+__attribute__((format(printf, 3, 4))) static bool measured(struct doctor *d, bool found, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    if (found) vsnprintf(d->measured, sizeof d->measured, fmt, ap);
+    va_end(ap);
+    return found;
+}
+
+/* A probe says whether there is something to report. */
+#define PROBE(name) static bool name(__attribute__((unused)) struct doctor *d)
+
+PROBE(nvidia_here) { return d->n_bus || fact_exists("/proc/driver/nvidia"); }
+PROBE(nvidia_absent) { return !nvidia_here(d); }
+PROBE(gpu_unwanted) { return !nvidia_here(d) && !d->set->gpus; }
+PROBE(gpus_wanted) { return measured(d, d->set->gpus, "%s", d->set->gpus); }
+PROBE(nouveau_loaded) { return fact_exists("/sys/module/nouveau"); }
+PROBE(nouveau_matters) { return (d->n_gpu || d->n_bus) && nouveau_loaded(d); }
+PROBE(driver_absent) { return !fact_exists("/proc/driver/nvidia"); }
+PROBE(devices_absent) { return !fact_exists("/dev/nvidiactl") || !fact_exists("/dev/nvidia0"); }
+PROBE(driver_refused) { return strstr(d->measured, "newer driver") != NULL; }
+PROBE(gpus_hidden) { return measured(d, d->n_bus > d->n_gpu, "%d of the %d", d->n_gpu, d->n_bus); }
+PROBE(driver_older) {
+    const int has = d->gpu.driver, wants = d->gpu.runtime;
+    return measured(d, has < wants, "%d.%d, this program was built with %d.%d", has / 1000, has % 1000 / 10,
+                    wants / 1000, wants % 1000 / 10);
+}
+PROBE(image_fails) { return measured(d, d->gpu.kernel_error[0], "%s", d->gpu.kernel_error); }
+PROBE(chip_too_old) { return measured(d, d->gpu.major < 8, "%d.%d", d->gpu.major, d->gpu.minor); }
+PROBE(image_without_fp4) { return d->gpu.major == 12 && d->gpu.image[0] == 'P'; }
+PROBE(shared_memory_small) {
+    return measured(d, d->gpu.block_shared < BLOCK_SHARED, "%d of the %d", d->gpu.block_shared, BLOCK_SHARED);
+}
+PROBE(memory_held) {
+    const double total = (double)d->gpu.total, held = total - (double)d->gpu.free;
+    return measured(d, held > 1.5 * 0x1p30 + 0.01 * total, "%.1f GiB", held / 0x1p30);
+}
+PROBE(vectors_absent) { return kernels_choose() == &kernels_scalar; }
+PROBE(memory_limited) { return measured(d, d->limit > 0 && d->limit < d->memory, "%.1f GiB", d->limit / 0x1p30); }
+PROBE(memory_swapped) { return measured(d, d->swapped > 256 * 0x1p20, "%.1f GiB", d->swapped / 0x1p30); }
+PROBE(wsl) { return fact_says("/proc/sys/kernel/osrelease", "icrosoft"); }
+PROBE(powersave) { return fact_says("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave"); }
+PROBE(huge_pages_off) { return fact_says("/sys/kernel/mm/transparent_hugepage/enabled", "[never]"); }
+PROBE(cores_busy) { return measured(d, d->load > 0.5 * d->cores, "%.1f on %d processors", d->load, d->cores); }
+PROBE(iommu_matters) { return (d->n_gpu >= 2 || d->n_bus >= 2) && iommu_active(); }
+PROBE(locking_limited) {
+    struct rlimit lock = {0, 0};
+    const bool low = (d->n_gpu || d->n_bus) && !getrlimit(RLIMIT_MEMLOCK, &lock) && lock.rlim_cur < (rlim_t)8 << 20;
+    return measured(d, low, "%llu KiB", (unsigned long long)lock.rlim_cur >> 10);
+}
+
+/* ---- the table ---- */
+
+/* What a row is about; ELSE: it is skipped if the row above was found, or skipped itself. */
+enum subject { ON_BUILD, ON_NO_GPU, ON_CUDA, ON_GPU, ON_HOST, ELSE = 8 };
+
+struct check {
+    enum subject subject;
+    enum severity severity;
+    bool (*probe)(struct doctor *d); /* NULL: always found */
+    const char *what, *advice;       /* %s in `what`: d->measured */
+};
+
+#define ADVICE_NOUVEAU "blacklist nouveau, install NVIDIA's driver, reboot"
+#define ADVICE_TOOLKIT "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make"
+#define ADVICE_OMIT    "leave it out: --gpus with the numbers of others, or --cpu"
+#define ADVICE_DRIVER  "install a driver that is as new as the CUDA this program was built with"
+
+static const struct check doctor_checks[] = {
+    {ON_BUILD, SEVERITY_ERROR, gpus_wanted, "--gpus %s: this program was built without CUDA", ADVICE_TOOLKIT},
+    {ON_BUILD | ELSE, SEVERITY_WARNING, nvidia_here,
+     "there is an NVIDIA GPU, but this program was built without CUDA: it uses the CPU", ADVICE_TOOLKIT},
+    {ON_BUILD, SEVERITY_OK, nvidia_absent, "no GPU here: everything runs on the CPU", NULL},
+
+    {ON_NO_GPU, SEVERITY_OK, gpu_unwanted, "no GPU here: everything runs on the CPU (%s)", NULL},
+    {ON_NO_GPU | ELSE, SEVERITY_ERROR, nvidia_absent, "there is no GPU for --gpus: %s",
+     "leave --gpus out to run on the CPU"},
+    {ON_NO_GPU | ELSE, SEVERITY_ERROR, nouveau_loaded, "%s", ADVICE_NOUVEAU},
+    {ON_NO_GPU | ELSE, SEVERITY_ERROR, driver_absent, "%s",
+     "install NVIDIA's driver, or load it: modprobe nvidia; in a container: --gpus all"},
+    {ON_NO_GPU | ELSE, SEVERITY_ERROR, devices_absent, "%s",
+     "there is no /dev/nvidia0: run nvidia-modprobe, or give the container its GPUs (--gpus all)"},
+    {ON_NO_GPU | ELSE, SEVERITY_ERROR, driver_refused, "%s", ADVICE_DRIVER},
+    {ON_NO_GPU | ELSE, SEVERITY_ERROR, NULL, "%s",
+     "see what nvidia-smi says and the kernel's log (dmesg); reboot if the card has fallen off the bus"},
+
+    {ON_CUDA, SEVERITY_WARNING, gpus_hidden, "CUDA has only %s NVIDIA GPUs on the bus",
+     "see what nvidia-smi lists, and CUDA_VISIBLE_DEVICES"},
+    {ON_CUDA, SEVERITY_WARNING, driver_older, "the driver knows CUDA %s", ADVICE_DRIVER},
+
+    {ON_GPU, SEVERITY_ERROR, image_fails, "a kernel does not run: %s",
+     "build again with nvcc 12.9 or newer (make clean, make), or install a newer driver"},
+    {ON_GPU | ELSE, SEVERITY_ERROR, chip_too_old, "capability %s is too old, at least 8.0 is needed", ADVICE_OMIT},
+    {ON_GPU | ELSE, SEVERITY_WARNING, image_without_fp4,
+     "this program has no sm_120f image, so its FP4 GEMMs are not used",
+     "build again with nvcc 12.9 or newer (make clean, make)"},
+    {ON_GPU, SEVERITY_ERROR, shared_memory_small, "a block can have %s bytes of shared memory that kernels need",
+     ADVICE_OMIT},
+    {ON_GPU, SEVERITY_NOTE, memory_held, "other programs hold %s of its memory",
+     "nvidia-smi lists who holds it; end what is not needed"},
+
+    {ON_HOST, SEVERITY_WARNING, vectors_absent,
+     "no vector instructions of this processor are used: the CPU will be slow",
+     "use a processor with AVX2 or AVX-512 (x86-64) or dot products (arm64), or a GPU"},
+    {ON_HOST, SEVERITY_NOTE, memory_limited, "a control group limits memory to %s",
+     "raise the limit of the container or the service (--memory, MemoryMax=)"},
+    {ON_HOST, SEVERITY_NOTE, memory_swapped, "%s are swapped out", "end programs that are not needed, or add memory"},
+    {ON_HOST, SEVERITY_NOTE, wsl,
+     "this is WSL2: the GPU works through Windows' driver; peer access, pinned memory and disks are slower",
+     "keep model files in the Linux file system, raise memory= in .wslconfig; for several GPUs boot Linux"},
+    {ON_HOST, SEVERITY_NOTE, powersave, "the processor's governor is powersave: it may be slow to speed up",
+     "cpupower frequency-set -g performance"},
+    {ON_HOST, SEVERITY_NOTE, huge_pages_off,
+     "transparent huge pages are off: the cache and activations on the CPU are slower to reach",
+     "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled, as root"},
+    {ON_HOST, SEVERITY_NOTE, cores_busy, "the load average is %s: times below are noisy",
+     "stop other programs and look again"},
+    {ON_HOST, SEVERITY_NOTE, iommu_matters,
+     "the IOMMU is active: copies between GPUs may be redirected through the host",
+     "where peer access is missing or slow: boot with iommu=pt, or turn the IOMMU and ACS off"},
+    {ON_HOST, SEVERITY_WARNING, nouveau_matters,
+     "the kernel module nouveau is loaded: CUDA cannot use a card that it drives", ADVICE_NOUVEAU},
+    {ON_HOST, SEVERITY_NOTE, locking_limited, "only %s of memory may be locked: pinned buffers may fail",
+     "ulimit -l unlimited, or LimitMEMLOCK= of the service"},
+};
+
+/* Runs the checks of a subject in the order of the table. who: the device to name before their text, or NULL. */
+static void doctor_check(struct doctor *d, enum subject subject, const char *who) {
+    bool found = false;
+    for (size_t i = 0; i < sizeof doctor_checks / sizeof *doctor_checks; i++) {
+        const struct check *c = &doctor_checks[i];
+        char what[ERR_MAX];
+        if ((c->subject | ELSE) != (subject | ELSE) || ((c->subject & ELSE) && found)) continue;
+        found = !c->probe || c->probe(d);
+        if (!found) continue;
+        snprintf(what, sizeof what, c->what, d->measured);
+        doctor_find(d, c->severity, c->advice, "%s%s%s", who ? who : "", who ? ": " : "", what);
+    }
+}
+
+/* ---- GPUs ---- */
+
+/* Finds NVIDIA's display adapters on the PCI bus. */
 static void doctor_bus(struct doctor *d) {
     char text[FACT_MAX];
     DIR *dir = fact_dir("/sys/bus/pci/devices");
@@ -14704,15 +14877,6 @@ static void doctor_bus(struct doctor *d) {
     if (dir) closedir(dir);
 }
 
-static bool iommu_active(void) {
-    char text[FACT_MAX];
-    DIR *dir = fact_dir("/sys/class/iommu");
-    bool any = fact_entry(dir) != NULL;
-    if (dir) closedir(dir);
-    fact(text, "/proc/cmdline");
-    return any || strstr(text, "intel_iommu=on") || strstr(text, "amd_iommu=on");
-}
-
 /* Generation of a PCIe link by its billions of transfers per second; 0: unknown. */
 static int link_generation(double gt) {
     static const double rate[] = {2.5, 5, 8, 16, 32, 64};
@@ -14721,7 +14885,7 @@ static int link_generation(double gt) {
     return 0;
 }
 
-/* The PCIe link of a device, which its last copy has woken up. Returns bytes per second, 0: not known. */
+/* Checks the PCIe link of a device, which a copy has just woken up. Returns bytes per second, 0: not known. */
 static double doctor_link(struct doctor *d, const char *who, const char *bus, size_t memory) {
     static const char *const item[] = {"current_link_width", "max_link_width", "current_link_speed", "max_link_speed"};
     char text[FACT_MAX], path[256], numa[48] = "", bar[48] = "";
@@ -14734,111 +14898,69 @@ static double doctor_link(struct doctor *d, const char *who, const char *bus, si
     fact(text, "/sys/bus/pci/devices/%.24s/numa_node", bus);
     if (*text >= '0' && *text <= '9') snprintf(numa, sizeof numa, ", NUMA node %d", atoi(text));
     snprintf(path, sizeof path, "%.200s/sys/bus/pci/devices/%.24s/resource1", doctor_root, bus);
-    bool sized = !stat(path, &st) && st.st_size > 0;
-    if (sized) snprintf(bar, sizeof bar, ", BAR %.2f GiB", (double)st.st_size / 0x1p30);
-    bool narrow = v[0] < v[1], small = sized && memory && (double)st.st_size < 0.5 * (double)memory;
+    const double reach = stat(path, &st) ? 0 : (double)st.st_size;
+    if (reach > 0) snprintf(bar, sizeof bar, ", BAR %.2f GiB", reach / 0x1p30);
+    const bool narrow = v[0] < v[1];
     const char *advice = narrow ? "seat the card again, or in a slot with all lanes to the processor; look for shared "
                                   "lanes and bifurcation in the firmware, and for a riser"
                                 : "idle links slow down, so look again under load; then at the slot, a riser, and the "
                                   "link speed in the firmware";
-    doctor_find(d, narrow ? LEVEL_WARNING : (enum level)(gen < gen_max), advice,
-                "%s: PCIe %d.0 x%.0f of at most %d.0 x%.0f, %.1f GB/s%s%s", who, gen, v[0], gen_max, v[1], rate * 1e-9,
-                numa, bar);
-    if (small)
-        doctor_find(d, LEVEL_NOTE, "turn on Resizable BAR and \"above 4G decoding\" in the firmware",
-                    "%s: only %.2f GiB of its memory can be reached over PCIe at once", who,
-                    (double)st.st_size / 0x1p30);
+    doctor_find(d,
+                narrow          ? SEVERITY_WARNING
+                : gen < gen_max ? SEVERITY_NOTE
+                                : SEVERITY_OK,
+                advice, "%s: PCIe %d.0 x%.0f of at most %d.0 x%.0f, %.1f GB/s%s%s", who, gen, v[0], gen_max, v[1],
+                rate * 1e-9, numa, bar);
+    if (reach > 0 && reach < 0.5 * (double)memory)
+        doctor_find(d, SEVERITY_NOTE, "turn on Resizable BAR and \"above 4G decoding\" in the firmware",
+                    "%s: only %.2f GiB of its memory can be reached over PCIe at once", who, reach / 0x1p30);
     return rate;
 }
 
-/* ---- the program, GPUs ---- */
-
+/* What the program was built for; without CUDA also the GPUs that it cannot use. */
 static void doctor_build(struct doctor *d) {
-    bool nvidia = d->n_bus || fact_exists("/proc/driver/nvidia");
     char nccl[24];
-    if (cuda_targets()) {
-        doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
+    if (cuda_targets())
+        doctor_find(d, SEVERITY_OK, NULL, "moe %s, CPU: %s; GPU: %s; NCCL: %s", MOE_VERSION, kernels_choose()->name,
                     cuda_targets(), nccl_name(nccl));
-        return;
+    else {
+        doctor_find(d, SEVERITY_OK, NULL, "moe %s, CPU: %s; built without CUDA", MOE_VERSION, kernels_choose()->name);
+        doctor_check(d, ON_BUILD, NULL);
     }
-    doctor_find(d, LEVEL_OK, NULL, "moe %s, CPU: %s; built without CUDA", MOE_VERSION, kernels_choose()->name);
-    if (d->set->gpus)
-        doctor_find(d, LEVEL_ERROR, "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make",
-                    "--gpus %.80s: this program was built without CUDA", d->set->gpus);
-    else if (nvidia)
-        doctor_find(d, LEVEL_WARNING, "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make",
-                    "there is an NVIDIA GPU, but this program was built without CUDA: it uses the CPU");
-    if (!nvidia) doctor_find(d, LEVEL_OK, NULL, "no GPU here: everything runs on the CPU");
-    for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
-}
-
-/* CUDA has no GPU. */
-static void doctor_no_gpu(struct doctor *d, const char *err) {
-    bool driver = fact_exists("/proc/driver/nvidia"), there = d->n_bus || driver;
-    const char *advice =
-        "see what nvidia-smi says and the kernel's log (dmesg); reboot if the card has fallen off the bus";
-    if (fact_exists("/sys/module/nouveau")) advice = "blacklist nouveau, install NVIDIA's driver, reboot";
-    else if (!driver) advice = "install NVIDIA's driver, or load it: modprobe nvidia; in a container: --gpus all";
-    else if (!fact_exists("/dev/nvidiactl") || !fact_exists("/dev/nvidia0"))
-        advice = "there is no /dev/nvidia0: run nvidia-modprobe, or give the container its GPUs (--gpus all)";
-    else if (strstr(err, "newer driver")) advice = "install a driver that is as new as the CUDA this was built with";
-    if (!there && !d->set->gpus) doctor_find(d, LEVEL_OK, NULL, "no GPU here: everything runs on the CPU (%s)", err);
-    else if (!there)
-        doctor_find(d, LEVEL_ERROR, "leave --gpus out to run on the CPU", "--gpus %.40s: %s", d->set->gpus, err);
-    else doctor_find(d, LEVEL_ERROR, advice, "%s", err);
     for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
 }
 
 static void doctor_gpu(struct doctor *d, int i) {
-    struct gpu_facts f;
+    struct gpu_facts *f = &d->gpu;
     char who[16];
     double rate, latency;
-    const char *why = cuda_facts(i, &f, true);
+    const char *why = cuda_facts(i, f, true);
     snprintf(who, sizeof who, "GPU %d", i);
     if (why) {
-        doctor_find(d, LEVEL_ERROR, "see what nvidia-smi says of it, end what holds it, or leave it out with --gpus",
+        doctor_find(d, SEVERITY_ERROR, "see what nvidia-smi says of it, end what holds it, or leave it out with --gpus",
                     "%s: %s", who, why);
         return;
     }
-    double total = (double)f.total, held = (double)(f.total - f.free);
-    if (!i && f.driver < f.runtime)
-        doctor_find(d, LEVEL_WARNING, "install a driver that is as new as the CUDA this program was built with",
-                    "the driver knows CUDA %d.%d, this program was built with %d.%d", f.driver / 1000,
-                    f.driver % 1000 / 10, f.runtime / 1000, f.runtime % 1000 / 10);
     cuda_pair(i, i, &rate, &latency);
-    doctor_find(d, LEVEL_OK, NULL,
+    doctor_find(d, SEVERITY_OK, NULL,
                 "%s: %.63s, capability %d.%d, image %s, CUDA %d.%d, %.1f of %.1f GiB free, copies %.1f GB/s", who,
-                f.name, f.major, f.minor, f.image, f.driver / 1000, f.driver % 1000 / 10, (double)f.free / 0x1p30,
-                total / 0x1p30, rate * 1e-9);
-    if (f.kernel_error[0])
-        doctor_find(d, LEVEL_ERROR, "build again with nvcc 12.9 or newer (make clean, make), or install a newer driver",
-                    "%s: a kernel does not run: %.159s", who, f.kernel_error);
-    else if (f.major < 8)
-        doctor_find(d, LEVEL_ERROR, "leave it out: --gpus with the numbers of others, or --cpu",
-                    "%s: capability %d.%d is too old, at least 8.0 is needed", who, f.major, f.minor);
-    else if (f.major == 12 && f.image[0] == 'P')
-        doctor_find(d, LEVEL_WARNING, "build again with nvcc 12.9 or newer (make clean, make)",
-                    "%s: this program has no sm_120f image, so its products in FP4 are not used", who);
-    if (f.block_shared < BLOCK_SHARED)
-        doctor_find(d, LEVEL_ERROR, "leave it out: --gpus with the numbers of others, or --cpu",
-                    "%s: a block can have %d bytes of shared memory, kernels need %d", who, f.block_shared,
-                    BLOCK_SHARED);
-    if (held > 1.5 * 0x1p30 + 0.01 * total)
-        doctor_find(d, LEVEL_NOTE, "nvidia-smi lists who holds it; end what is not needed",
-                    "%s: other programs hold %.1f GiB of its memory", who, held / 0x1p30);
-    for (char *p = f.bus; *p; p++) *p = (char)tolower((unsigned char)*p); /* as sysfs writes it */
-    d->link[i] = doctor_link(d, who, f.bus, f.total);
+                f->name, f->major, f->minor, f->image, f->driver / 1000, f->driver % 1000 / 10,
+                (double)f->free / 0x1p30, (double)f->total / 0x1p30, rate * 1e-9);
+    doctor_check(d, ON_GPU, who);
+    for (char *p = f->bus; *p; p++) *p = (char)tolower((unsigned char)*p); /* as sysfs writes it */
+    d->link[i] = doctor_link(d, who, f->bus, f->total);
 }
 
+/* Measures copies between two GPUs, both ways. */
 static void doctor_pair(struct doctor *d, int a, int b) {
-    static const char advice[] =
-        "sums of ranks then go through the host: set iommu=pt or turn the IOMMU and ACS off, put "
-        "both cards below one root complex; drivers refuse peers to some consumer cards";
-    double rate[2], latency[2], link = fmin(d->link[a], d->link[b]);
+    double rate[2], latency[2];
     bool peers = cuda_peers((const int[]){a, b}, 2);
-    cuda_pair(a, b, &rate[0], &latency[0]), cuda_pair(b, a, &rate[1], &latency[1]);
-    bool slow = fmin(rate[0], rate[1]) < link / 4;
-    doctor_find(d, peers && !slow ? LEVEL_OK : LEVEL_WARNING, advice,
+    cuda_pair(a, b, &rate[0], &latency[0]);
+    cuda_pair(b, a, &rate[1], &latency[1]);
+    bool slow = fmin(rate[0], rate[1]) < fmin(d->link[a], d->link[b]) / 4;
+    doctor_find(d, peers && !slow ? SEVERITY_OK : SEVERITY_WARNING,
+                "all-reduces then go through the host: set iommu=pt or turn the IOMMU and ACS off, put both cards "
+                "below one root complex; drivers refuse peers to some consumer cards",
                 "GPU %d and %d: %speer access, %.1f and %.1f GB/s, %.1f and %.1f us%s", a, b, peers ? "" : "no ",
                 rate[0] * 1e-9, rate[1] * 1e-9, latency[0] * 1e6, latency[1] * 1e6,
                 slow ? ", less than a quarter of the link's rate" : "");
@@ -14849,35 +14971,76 @@ static void doctor_gpus(struct doctor *d) {
     setenv("CUDA_MODULE_LOADING", "EAGER", 0); /* see gpu_wanted */
     d->n_gpu = cuda_device_count(err);
     if (!d->n_gpu) {
-        doctor_no_gpu(d, err);
+        measured(d, true, "%s", err);
+        doctor_check(d, ON_NO_GPU, NULL);
+        for (int i = 0; i < d->n_bus; i++) doctor_link(d, d->bus[i], d->bus[i], 0);
         return;
     }
     int n = int_min(d->n_gpu, DOCTOR_DEVICES), ranks = d->set->tp * d->set->pp;
-    if (d->n_bus > d->n_gpu)
-        doctor_find(d, LEVEL_WARNING, "see what nvidia-smi lists, and CUDA_VISIBLE_DEVICES",
-                    "%d NVIDIA GPUs are on the bus, CUDA has %d", d->n_bus, d->n_gpu);
+    cuda_facts(0, &d->gpu, false);
+    doctor_check(d, ON_CUDA, NULL);
     for (int i = 0; i < n && !interrupted; i++) doctor_gpu(d, i);
     for (int i = 0; i < ranks; i++)
         if (d->device[i] >= d->n_gpu)
-            doctor_find(d, LEVEL_ERROR, "numbers begin with 0; give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
+            doctor_find(d, SEVERITY_ERROR, "numbers begin with 0; give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
                         "rank %d wants GPU %d, found: %d", i, d->device[i], d->n_gpu);
     for (int a = 0; a < n && a < MAX_RANKS; a++)
         for (int b = a + 1; b < n && b < MAX_RANKS && !interrupted; b++) doctor_pair(d, a, b);
 }
 
-/* ---- sums over ranks ---- */
-
-enum { ALLREDUCE_SIZES = 2 };
-static const int sum_tokens[ALLREDUCE_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
-typedef double all_reduce_times[ALLREDUCE_SIZES][2];     /* seconds: our own way, NCCL; 0: there is no such way */
-
-/* Times all-reduces of the slowest rank. */
-static void measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]) {
-    for (int i = 0; i < ALLREDUCE_SIZES; i++)
-        for (int nccl = 0; nccl < 2; nccl++) t[i][nccl] = session_time_all_reduce(s, sum_tokens[i], nccl);
+static void doctor_host(struct doctor *d) {
+    char text[FACT_MAX];
+    const int threads = d->set->threads ? d->set->threads : omp_get_num_procs();
+    d->cores = omp_get_num_procs();
+    d->load = strtod(fact(text, "/proc/loadavg"), NULL);
+    d->limit = cgroup_limit();
+    fact(text, "/proc/meminfo");
+    d->memory = fact_number(text, "MemTotal:") * 1024;
+    d->available = fact_number(text, "MemAvailable:") * 1024;
+    d->swapped = (fact_number(text, "SwapTotal:") - fact_number(text, "SwapFree:")) * 1024;
+    doctor_find(d, SEVERITY_OK, NULL,
+                "host: %d processors, %.1f of %.1f GiB of memory available, reads %.1f GB/s with %d threads", d->cores,
+                d->available / 0x1p30, d->memory / 0x1p30, memory_bandwidth(threads) * 1e-9, threads);
+    doctor_check(d, ON_HOST, NULL);
+    if (d->limit > 0 && d->limit < d->available) d->available = d->limit;
 }
 
-/* n ranks that add up, on one synthetic layer. */
+/* ============================================================================================================
+ * Doctor: model
+ *
+ * Checks that compute: all-reduces, reading the file, an answer, a fact in a long context, the speed of decoding.
+ * ============================================================================================================ */
+
+static int engine_start(struct engine *e, bool gpu, char *err);
+static void engine_close(struct engine *e);
+static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
+static void nccl_defaults(const int *gpu, int n, bool verbose);
+
+enum {
+    ALLREDUCE_SLOW = 50,   /* microseconds of an all-reduce of one token over GPUs, above which a warning is due */
+    SPEED_PERCENT = 50,    /* of the roofline, below which decoding is too slow */
+    SPEED_LAYER = 10,      /* microseconds of reading a layer, below which launches take a GPU longer */
+    LOAD_SECONDS = 120,    /* of loading, above which a warning is due */
+    DISK_PIECE = 4 << 20,  /* bytes of a read */
+    DISK_MOST = 256 << 20, /* bytes that are read at most */
+    DISK_LEAST = 8 << 20,  /* bytes that are enough to tell a speed */
+    DISK_SECONDS = 3       /* of reading at most */
+};
+
+/* ---- all-reduces ---- */
+
+enum { ALLREDUCE_SIZES = 2 };
+static const int all_reduce_tokens[ALLREDUCE_SIZES] = {1, 128}; /* of 2,048 floats: 8 KB, 1 MB */
+typedef double all_reduce_times[ALLREDUCE_SIZES][2];            /* seconds: one-shot, NCCL; 0: not possible */
+
+/* Times the all-reduces of the slowest rank. Returns the seconds of one token by the faster way. */
+static double measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]) {
+    for (int i = 0; i < ALLREDUCE_SIZES; i++)
+        for (int nccl = 0; nccl < 2; nccl++) t[i][nccl] = session_time_all_reduce(s, all_reduce_tokens[i], nccl);
+    return t[0][0] > 0 && t[0][1] > 0 ? fmin(t[0][0], t[0][1]) : fmax(t[0][0], t[0][1]);
+}
+
+/* Times all-reduces of n ranks on a synthetic model of one layer. */
 static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     struct synth y = synth_parse("qwen3-30b-a3b:layers=1,experts=8");
     struct model m = {0};
@@ -14885,7 +15048,9 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     all_reduce_times t;
     char err[ERR_MAX] = "";
     int failed = 0;
-    y.n_head = y.n_head_kv = MAX_RANKS, y.n_ff = 64 * MAX_RANKS, y.n_vocab = 1024; /* what every rank has a part of */
+    y.n_head = y.n_head_kv = MAX_RANKS; /* so that every rank has a shard */
+    y.n_ff = 64 * MAX_RANKS;
+    y.n_vocab = 1024;
     synth_make(&m, &y, NULL, true);
     if (gpu) {
         struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = settings_allreduce(d->set)};
@@ -14897,105 +15062,30 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
             &s, &m, n, 1,
             (struct cpu_options){.k = kernels_choose(), .n_threads = omp_get_num_procs(), .n_ctx = 256, .kv = KV_BF16});
     if (failed) {
-        doctor_find(d, d->set->tp > 1 ? LEVEL_ERROR : LEVEL_WARNING,
-                    "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL tell",
+        doctor_find(d, d->set->tp > 1 ? SEVERITY_ERROR : SEVERITY_WARNING,
+                    "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL tell more",
                     "%d ranks cannot start: %s", n, err);
         model_free(&m);
         return;
     }
-    measure_all_reduce(&s, t);
+    const bool slow = measure_all_reduce(&s, t) * 1e6 > ALLREDUCE_SLOW && gpu;
     for (int k = 0; k < 2; k++) {
-        double best = t[0][0] > 0 && t[0][1] > 0 ? fmin(t[0][0], t[0][1]) : t[0][k];
-        bool slow = gpu && best * 1e6 > ALLREDUCE_SLOW;
-        if (t[0][k] + t[1][k] <= 0) continue;
+        static const char *const where[2][2] = {{"the CPU", ""}, {"GPUs, one-shot", "GPUs, NCCL"}};
         char us[ALLREDUCE_SIZES][24] = {"-", "-"};
         for (int i = 0; i < ALLREDUCE_SIZES; i++)
             if (t[i][k] > 0) snprintf(us[i], sizeof us[i], "%.1f us", t[i][k] * 1e6);
-        doctor_find(d, slow ? LEVEL_WARNING : LEVEL_OK,
-                    "there are two sums a layer: see what keeps the GPUs from each other above, or use --pp",
-                    "a sum over %d ranks on %s%s: 8 KB %s, 1 MB %s", n, gpu ? "GPUs" : "the CPU",
-                    !gpu ? ""
-                    : k  ? ", NCCL"
-                         : ", our own",
-                    us[0], us[1]);
+        if (t[0][k] + t[1][k] > 0)
+            doctor_find(d, slow ? SEVERITY_WARNING : SEVERITY_OK,
+                        "every layer needs two: see above what keeps the GPUs from each other, or use --pp",
+                        "an all-reduce over %d ranks on %s: 8 KB %s, 1 MB %s", n, where[gpu][k], us[0], us[1]);
     }
     session_free(&s);
     model_free(&m);
 }
 
-/* ---- the host ---- */
-
-/* Words in files of the kernel's that say something. */
-static const struct {
-    const char *path, *word;
-    enum level level;
-    const char *what, *advice;
-} doctor_hints[] = {
-    {"/proc/sys/kernel/osrelease", "icrosoft", LEVEL_NOTE,
-     "this is WSL2: the GPU works by way of Windows' driver; peer access, pinned memory and disks are slower",
-     "keep model files in the Linux file system, raise memory= in .wslconfig; for several GPUs boot Linux"},
-    {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave", LEVEL_NOTE,
-     "the processor's governor is powersave: it may be slow to speed up", "cpupower frequency-set -g performance"},
-    {"/sys/kernel/mm/transparent_hugepage/enabled", "[never]", LEVEL_NOTE,
-     "transparent huge pages are off: the cache and activations on the CPU are slower to reach",
-     "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled, as root"},
-};
-
-/* Bytes that the memory of this control group is limited to; 0: it is not. */
-static double cgroup_limit(void) {
-    char text[FACT_MAX], path[256] = "";
-    fact(text, "/proc/self/cgroup");
-    const char *own = strstr(text, "0::/");
-    if (own) sscanf(own + 3, "%255[^\n]", path);
-    if (!*fact(text, "/sys/fs/cgroup%s/memory.max", path) && !*fact(text, "/sys/fs/cgroup/memory.max"))
-        fact(text, "/sys/fs/cgroup/memory/memory.limit_in_bytes");
-    return strtod(text, NULL); /* "max" is 0 */
-}
-
-static void doctor_host(struct doctor *d) {
-    char text[FACT_MAX];
-    struct rlimit lock = {0, 0};
-    int cores = omp_get_num_procs(), threads = d->set->threads ? d->set->threads : cores;
-    fact(text, "/proc/meminfo");
-    d->memory = fact_number(text, "MemTotal:") * 1024, d->available = fact_number(text, "MemAvailable:") * 1024;
-    double swapped = (fact_number(text, "SwapTotal:") - fact_number(text, "SwapFree:")) * 1024, limit = cgroup_limit();
-    doctor_find(d, LEVEL_OK, NULL,
-                "host: %d processors, %.1f of %.1f GiB of memory available, reads %.1f GB/s with %d threads", cores,
-                d->available / 0x1p30, d->memory / 0x1p30, memory_bandwidth(threads) * 1e-9, threads);
-    if (kernels_choose() == &kernels_scalar)
-        doctor_find(d, LEVEL_WARNING, "use a processor with AVX2 or AVX-512 (x86-64) or dot products (arm64), or a GPU",
-                    "no vector instructions of this processor are used: the CPU will be slow");
-    if (limit > 0 && limit < d->memory)
-        doctor_find(d, LEVEL_NOTE, "raise the limit of the container or the service (--memory, MemoryMax=)",
-                    "a control group limits memory to %.1f GiB", limit / 0x1p30);
-    if (limit > 0 && limit < d->available) d->available = limit;
-    if (swapped > 256 * 0x1p20)
-        doctor_find(d, LEVEL_NOTE, "end programs that are not needed, or add memory", "%.1f GiB are swapped out",
-                    swapped / 0x1p30);
-    for (size_t i = 0; i < sizeof doctor_hints / sizeof *doctor_hints; i++)
-        if (strstr(fact(text, "%s", doctor_hints[i].path), doctor_hints[i].word))
-            doctor_find(d, doctor_hints[i].level, doctor_hints[i].advice, "%s", doctor_hints[i].what);
-    d->busy = strtod(fact(text, "/proc/loadavg"), NULL);
-    if (d->busy > 0.5 * cores)
-        doctor_find(d, LEVEL_NOTE, "stop other programs and look again",
-                    "the load average is %.1f on %d processors: times below are noisy", d->busy, cores);
-    int gpus = d->n_gpu > d->n_bus ? d->n_gpu : d->n_bus;
-    if (gpus >= 2 && iommu_active())
-        doctor_find(d, LEVEL_NOTE,
-                    "where peer access is missing or slow: boot with iommu=pt, or turn the IOMMU and ACS off",
-                    "the IOMMU is active: copies between GPUs may be redirected through the host");
-    if (gpus && fact_exists("/sys/module/nouveau"))
-        doctor_find(d, LEVEL_WARNING, "blacklist nouveau, install NVIDIA's driver, reboot",
-                    "the kernel module nouveau is loaded: CUDA cannot use a card that it drives");
-    if (gpus && !getrlimit(RLIMIT_MEMLOCK, &lock) && lock.rlim_cur < (rlim_t)8 << 20)
-        doctor_find(d, LEVEL_NOTE, "ulimit -l unlimited, or LimitMEMLOCK= of the service",
-                    "only %llu KiB of memory may be locked: pinned buffers may fail",
-                    (unsigned long long)lock.rlim_cur >> 10);
-}
-
 /* ---- the file ---- */
 
-/* The name of a file system that is slow to map files from, by its number of statfs; NULL: it is none. */
+/* The kind of a file system that is slow to map files from, by its number of statfs; NULL: it is not slow. */
 static const char *slow_files(uint64_t type) {
     static const struct {
         uint32_t type;
@@ -15007,36 +15097,37 @@ static const char *slow_files(uint64_t type) {
     return NULL;
 }
 
-/* Bytes per second of parts of the file that are not in the page cache, read past it; 0: too little to tell. */
+/* Bytes per second of reading parts of the file that are not in the page cache; 0: too little to tell. */
 static double disk_rate(const char *path) {
-    static uint8_t resident[DISK_PIECE / 4096];
+    static uint8_t resident[DISK_PIECE / 4096],
+        to[DISK_PIECE] __attribute__((aligned(4096))); /* as O_DIRECT needs it */
     struct stat st;
     double t = 0, done = 0;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT), plain = open(path, O_RDONLY | O_CLOEXEC);
-    uint8_t *map = MAP_FAILED, *to = mmap(NULL, DISK_PIECE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int direct = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT), plain = open(path, O_RDONLY | O_CLOEXEC);
+    uint8_t *map = MAP_FAILED;
     if (plain >= 0 && !fstat(plain, &st) && st.st_size >= DISK_LEAST)
         map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, plain, 0);
-    if (map != MAP_FAILED && to != MAP_FAILED)
-        for (off_t at = 0; at + DISK_PIECE <= st.st_size && done < DISK_MOST && t < DISK_SECONDS && !interrupted;
-             at += DISK_PIECE) {
-            if (mincore(map + at, DISK_PIECE, resident) || memchr(resident, 1, sizeof resident)) continue;
-            double t0 = now_seconds();
-            ssize_t n = fd >= 0 ? pread(fd, to, DISK_PIECE, at) : -1;
-            if (n < 0) { /* not every file system reads past the cache */
-                n = pread(plain, to, DISK_PIECE, at);
-                posix_fadvise(plain, at, DISK_PIECE, POSIX_FADV_DONTNEED);
-            }
-            if (n <= 0) break;
-            t += now_seconds() - t0, done += (double)n;
+    const off_t end = map == MAP_FAILED ? 0 : st.st_size;
+    for (off_t at = 0; at + DISK_PIECE <= end && done < DISK_MOST && t < DISK_SECONDS && !interrupted;
+         at += DISK_PIECE) {
+        if (mincore(map + at, DISK_PIECE, resident) || memchr(resident, 1, sizeof resident)) continue;
+        double t0 = now_seconds();
+        ssize_t n = direct >= 0 ? pread(direct, to, DISK_PIECE, at) : -1;
+        if (n < 0) { /* this file system cannot read past the page cache */
+            n = pread(plain, to, DISK_PIECE, at);
+            posix_fadvise(plain, at, DISK_PIECE, POSIX_FADV_DONTNEED);
         }
+        if (n <= 0) break;
+        t += now_seconds() - t0;
+        done += (double)n;
+    }
     if (map != MAP_FAILED) munmap(map, (size_t)st.st_size);
-    if (to != MAP_FAILED) munmap(to, DISK_PIECE);
-    if (fd >= 0) close(fd);
+    if (direct >= 0) close(direct);
     if (plain >= 0) close(plain);
     return done >= DISK_LEAST ? done / t : 0;
 }
 
-/* Size, place and speed of the model's file, before it is loaded. */
+/* Checks size, place and speed of the model's file before it is loaded. False: it cannot be read. */
 static bool doctor_file(struct doctor *d, bool gpu) {
     const char *path = d->set->model;
     char err[ERR_MAX], speed[96] = "", size[32];
@@ -15044,25 +15135,28 @@ static bool doctor_file(struct doctor *d, bool gpu) {
     struct gguf g;
     double bytes = 0, cached = 0;
     if (gguf_open(&g, path, err, ERR_MAX)) {
-        doctor_find(d, LEVEL_ERROR,
+        doctor_find(d, SEVERITY_ERROR,
                     "check the path; a file that is damaged or incomplete: download or convert it again", "%s", err);
         return false;
     }
-    for (uint32_t i = 0; i < g.n_images; i++)
-        bytes += (double)g.images[i].size, cached += (double)g.images[i].size * image_resident(&g.images[i]);
+    for (uint32_t i = 0; i < g.n_images; i++) {
+        bytes += (double)g.images[i].size;
+        cached += (double)g.images[i].size * image_resident(&g.images[i]);
+    }
     gguf_close(&g);
-    double rate = disk_rate(path), wait = rate > 0 ? (bytes - cached) / rate : 0;
+    const double rate = disk_rate(path), wait = rate > 0 ? (bytes - cached) / rate : 0;
     if (rate > 0)
         snprintf(speed, sizeof speed, ", the disk reads %.2f GB/s, so that loading takes %.1f s", rate * 1e-9, wait);
-    doctor_find(d, wait > LOAD_SECONDS ? LEVEL_WARNING : LEVEL_OK, "copy the file to a local NVMe disk",
+    doctor_find(d, wait > LOAD_SECONDS ? SEVERITY_WARNING : SEVERITY_OK, "copy the file to a local NVMe disk",
                 "the file has %s, %.0f %% of it in the page cache%s", with_unit(bytes, size), 100 * cached / bytes,
                 speed);
     const char *slow = statfs(path, &fs) ? NULL : slow_files((uint64_t)fs.f_type);
     if (slow)
-        doctor_find(d, LEVEL_WARNING, "copy it to a local disk; in a container mount that as a volume",
-                    "the file lies on a file system of the kind %s, which is slow to load from", slow);
+        doctor_find(d, SEVERITY_WARNING, "copy it to a local disk; in a container mount that as a volume",
+                    "the file is on %s, which is slow to load from", slow);
     if (!gpu && bytes > d->available && d->available > 0)
-        doctor_find(d, LEVEL_WARNING, "a smaller or pruned model, more memory, or a GPU that holds it (see --plan)",
+        doctor_find(d, SEVERITY_WARNING,
+                    "use a smaller or pruned model, more memory, or a GPU that holds it (see --plan)",
                     "the file is larger than the %.1f GiB of memory that are available: every token reads the disk",
                     d->available / 0x1p30);
     return true;
@@ -15070,40 +15164,40 @@ static bool doctor_file(struct doctor *d, bool gpu) {
 
 /* ---- the model at work ---- */
 
-/* A and B of the smoke test; without a vocabulary a forward alone. False: there is nothing to go on with. */
+/* Runs A and B of the smoke test; without a vocabulary only a forward pass. False: no more can be checked. */
 static bool doctor_answer(struct doctor *d, struct engine *e) {
     static const char broken[] =
         "compare with --cpu-ref: if that is right, try --kv bf16 and --moe-act bf16 and report "
         "it; if not, the file is damaged: convert it again";
     char err[ERR_MAX] = "";
-    int32_t id = 0;
-    bool finite = true, right = false, mute = !e->model.vocab->n_tokens;
+    const bool mute = !e->model.vocab->n_tokens;
+    bool finite = true, right = false;
     double seconds, t0 = now_seconds();
     doctor_step(d, STEP_FORWARD);
     if (mute) {
-        session_decode(&e->session, id);
+        session_decode(&e->session, 0);
         const float *x = session_logits(&e->session);
         for (int i = 0; i < e->model.n_vocab; i++) finite &= isfinite(x[i]) != 0;
         seconds = now_seconds() - t0;
     } else if (smoke_ask(e, &finite, &right, &seconds, err)) {
         if (!interrupted)
-            doctor_find(d, LEVEL_ERROR, "read the message; a template can be given with --chat-template-file",
+            doctor_find(d, SEVERITY_ERROR, "read the message; a template can be given with --chat-template-file",
                         "no answer: %s", err);
         return false;
     }
-    doctor_find(d, finite ? LEVEL_OK : LEVEL_ERROR, broken, "A: %s in %.2f s, logits %s",
-                mute ? "a forward" : "an answer", seconds, finite ? "are finite" : "are not finite");
+    doctor_find(d, finite ? SEVERITY_OK : SEVERITY_ERROR, broken, "A: %s in %.2f s, logits %s",
+                mute ? "a forward pass" : "an answer", seconds, finite ? "are finite" : "are not finite");
     doctor_step(d, STEP_OUTPUT);
     if (mute)
-        doctor_find(d, LEVEL_NOTE, "a file with a vocabulary, converted by moe-convert",
+        doctor_find(d, SEVERITY_NOTE, "use a file with a vocabulary, converted by moe-convert",
                     "B and C, questions and answers, are not checked: the model has no vocabulary");
     else
-        doctor_find(d, right ? LEVEL_OK : LEVEL_ERROR, broken, "B: 7 squared is %s",
+        doctor_find(d, right ? SEVERITY_OK : SEVERITY_ERROR, broken, "B: 7 squared is %s",
                     right ? "49" : "not answered with 49");
     return true;
 }
 
-/* C of the smoke test. */
+/* Runs C of the smoke test. */
 static void doctor_needle(struct doctor *d, struct engine *e) {
     char err[ERR_MAX] = "";
     int n = smoke_tokens(&e->session), secret;
@@ -15111,99 +15205,108 @@ static void doctor_needle(struct doctor *d, struct engine *e) {
     if (!e->model.vocab->n_tokens) return;
     doctor_step(d, STEP_CONTEXT);
     if (n < 64) {
-        doctor_find(d, LEVEL_NOTE, "-c 1200", "C: a context of %d tokens is too small for the needle",
+        doctor_find(d, SEVERITY_NOTE, "run with -c 1200", "C: a context of %d tokens is too small for the needle",
                     e->session.n_ctx);
         return;
     }
     int found = needle_run(e, n, 50, &secret, &seconds, err);
     if (interrupted) return;
-    if (found < 0) doctor_find(d, LEVEL_ERROR, "read the message; a text can be given with --haystack", "C: %s", err);
+    if (found < 0)
+        doctor_find(d, SEVERITY_ERROR, "read the message; a text can be given with --haystack", "C: %s", err);
     else
-        doctor_find(d, found ? LEVEL_OK : LEVEL_ERROR,
+        doctor_find(d, found ? SEVERITY_OK : SEVERITY_ERROR,
                     "try --kv bf16, and --needle N with smaller N; compare with --cpu-ref: if that finds it, report it",
                     "C: a fact in %d tokens is %s, %.2f s", n, found ? "found" : "NOT found", seconds);
 }
 
-/* Decoding against what reading alone would take. */
-static void doctor_speed(struct doctor *d, struct engine *e) {
-    struct session *s = &e->session;
-    struct rates each[MAX_RANKS];
+/* The roofline of decoding in tokens per second. each, all: bytes per second that the ranks read; reduce: seconds of
+ * an all-reduce. */
+static double doctor_roofline(const struct session *s, const struct rates *each, double all, double reduce) {
     struct plan *p = xcalloc(1, sizeof *p);
     struct plan_layout *v = &p->layout[0];
-    int32_t ids[BENCH_PREFILL];
-    all_reduce_times sums = {{0}};
-    bool gpu = s->r->cuda != NULL;
-    double all = 0, reduce = 0;
-    doctor_step(d, STEP_SPEED);
-    bench_ids(s->m, ids);
-    double t = bench_forward(s, ids, 0, 1, 1);
-    if (interrupted) {
-        free(p);
-        return;
-    }
-    all = session_measure(s, each).bytes;
-    if (gpu && s->pg.n_rank > 1) {
-        measure_all_reduce(s, sums);
-        reduce = sums[0][1] > 0 ? fmin(sums[0][0], sums[0][1]) : sums[0][0];
-    }
-    /* a CPU's ranks share its memory: one reads what all of them do */
-    p->m = s->m, p->cpu = !gpu, p->kv = s->r->kv_type;
-    v->tp = gpu ? s->pg.n_rank : 1, v->pp = gpu ? s->pg.n_stage : 1, p->n_device = v->tp * v->pp;
+    const bool gpu = s->r->cuda != NULL;
+    p->m = s->m;
+    p->cpu = !gpu;
+    p->kv = s->r->kv_type;
+    v->tp = gpu ? s->pg.n_rank : 1; /* ranks on the CPU share its memory: one reads what all of them do */
+    v->pp = gpu ? s->pg.n_stage : 1;
+    p->n_device = v->tp * v->pp;
     for (int i = 0; i < p->n_device; i++) {
         p->device[i].rate = gpu ? each[i].bytes : all;
         plan_rank(&v->rank[i], p, s->m, (struct shard){i % v->tp, v->tp, i / v->tp, v->pp});
     }
-    double limit = all > 0 ? plan_roofline(p, v, 0, reduce) : 0, percent = limit > 0 ? 100 / t / limit : 0;
-    bool small =
-        gpu && limit > 0 && 1e6 / limit / s->m->n_layer<SPEED_LAYER, slow = limit> 0 && percent < SPEED_PERCENT;
-    const char *advice =
-        small ? "this model is too small to judge a GPU by: starting kernels takes longer than reading it"
-        : gpu
-            ? "in this order: another program on the GPU; its power or heat limit (nvidia-smi -q -d PERFORMANCE); sums "
-              "between GPUs, see above; --bench --profile shows the kernels"
-        : e->set->cpu_ref ? "leave out --cpu-ref, which is exact and slow"
-        : d->busy > 0.5 * omp_get_num_procs()
-            ? "stop the other programs that keep the processors busy, or set OMP_WAIT_POLICY=passive and a smaller -t"
-            : "try -t with the number of real cores; then the governor, the memory limit and the page cache above";
-    if (limit > 0)
-        doctor_find(d,
-                    !slow   ? LEVEL_OK
-                    : small ? LEVEL_NOTE
-                            : LEVEL_WARNING,
-                    advice, "decode %.1f tok/s: %.*f %% of the %.1f tok/s that reading at %.1f GB/s%s allows", 1 / t,
-                    percent<10, percent, limit, all * 1e-9, reduce> 0 ? ", and the sums," : "");
-    else
-        doctor_find(d, LEVEL_NOTE, "free some memory", "decode %.1f tok/s; there was no memory to measure reading with",
-                    1 / t);
+    double tokens = plan_roofline(p, v, 0, reduce);
     free(p);
+    return tokens;
 }
 
-/* The model of the options, as it would be run. */
+/* What to change when decoding is too slow; tiny: the model is too small to judge a GPU by. */
+static const char *doctor_speed_advice(const struct doctor *d, bool gpu, bool tiny) {
+    if (tiny)
+        return "this model is too small to judge a GPU by: launching kernels takes longer than reading the weights";
+    if (gpu)
+        return "in this order: another program on the GPU; its power or heat limit (nvidia-smi -q -d PERFORMANCE); "
+               "all-reduces between GPUs, see above; --bench --profile shows the kernels";
+    if (d->set->cpu_ref) return "leave out --cpu-ref, which is exact and slow";
+    if (d->load > 0.5 * d->cores)
+        return "stop the other programs that keep the processors busy, or set OMP_WAIT_POLICY=passive and a smaller -t";
+    return "try -t with the number of real cores; then the governor, the memory limit and the page cache above";
+}
+
+/* Compares the speed of decoding with its roofline. */
+static void doctor_speed(struct doctor *d, struct engine *e) {
+    struct session *s = &e->session;
+    struct rates each[MAX_RANKS];
+    int32_t ids[BENCH_PREFILL];
+    all_reduce_times times;
+    const bool gpu = s->r->cuda != NULL;
+    doctor_step(d, STEP_SPEED);
+    bench_ids(s->m, ids);
+    const double seconds = bench_forward(s, ids, 0, 1, 1);
+    if (interrupted) return;
+    const double all = session_measure(s, each).bytes;
+    const double reduce = gpu && s->pg.n_rank > 1 ? measure_all_reduce(s, times) : 0;
+    const double roofline = all > 0 ? doctor_roofline(s, each, all, reduce) : 0;
+    if (roofline <= 0) {
+        doctor_find(d, SEVERITY_NOTE, "free some memory",
+                    "decode %.1f tok/s; there was no memory to measure the bandwidth with", 1 / seconds);
+        return;
+    }
+    const double percent = 100 / seconds / roofline;
+    const bool slow = percent < SPEED_PERCENT, tiny = gpu && 1e6 / roofline / s->m->n_layer < SPEED_LAYER;
+    const enum severity severity = !slow ? SEVERITY_OK : tiny ? SEVERITY_NOTE : SEVERITY_WARNING;
+    doctor_find(d, severity, doctor_speed_advice(d, gpu, tiny),
+                "decode %.1f tok/s: %.*f %% of the roofline, %.1f tok/s by reading %.1f GB/s%s", 1 / seconds,
+                percent < 10 ? 1 : 0, percent, roofline, all * 1e-9, reduce > 0 ? " and all-reduces" : "");
+}
+
+/* Checks the model of the options as it would be run. */
 static void doctor_model(struct doctor *d, bool gpu) {
     struct engine e = {.set = d->set};
     char err[ERR_MAX] = "", tokens[32], name[192];
     if (d->set->synth) synth_load(&e, gpu);
     else if (!doctor_file(d, gpu)) return;
     else if (model_load(&e.model, d->set->model, err)) {
-        doctor_find(d, LEVEL_ERROR, "the README lists the models that run; convert the release again with moe-convert",
-                    "%s", err);
+        doctor_find(d, SEVERITY_ERROR,
+                    "the README lists the models that run; convert the release again with moe-convert", "%s", err);
         return;
     }
     settings_resolve(d->set, &e.model);
     if (engine_start(&e, gpu, err))
-        doctor_find(d, LEVEL_ERROR, "--plan tells what fits; a smaller -c, --kv fp8, more --gpus, or --cpu", "%s", err);
+        doctor_find(d, SEVERITY_ERROR, "--plan says what fits; try a smaller -c, --kv fp8, more --gpus, or --cpu", "%s",
+                    err);
     else {
-        doctor_find(d, LEVEL_OK, NULL, "%s is open on %s: %s tokens of context, loaded in %.2f s", e.model.name,
+        doctor_find(d, SEVERITY_OK, NULL, "%s is open on %s: %s tokens of context, loaded in %.2f s", e.model.name,
                     session_name(&e.session, name), with_commas((uint64_t)e.session.n_ctx, tokens),
                     e.model.load_seconds);
-        if (*e.session.r->link) doctor_find(d, LEVEL_OK, NULL, "%s", e.session.r->link);
+        if (*e.session.r->link) doctor_find(d, SEVERITY_OK, NULL, "%s", e.session.r->link);
         if (doctor_answer(d, &e) && !interrupted) doctor_needle(d, &e);
         if (d->open[STEP_OUTPUT] && !interrupted) doctor_speed(d, &e);
     }
     engine_close(&e);
 }
 
-/* All of it, into d. The exit code. */
+/* Makes the report. Returns the exit code. */
 static int doctor_run(struct doctor *d) {
     struct settings *set = d->set;
     struct model any = {.n_layer = MAX_RANKS};
@@ -15211,10 +15314,12 @@ static int doctor_run(struct doctor *d) {
     for (int i = 0; i < MAX_RANKS; i++) d->device[i] = i;
     settings_ranks(set, &any, d->device);
     set->quiet = true;
-    last_words.run = doctor_dies, last_words.arg = d;
+    last_words.run = doctor_dies;
+    last_words.arg = d;
     doctor_bus(d);
     doctor_build(d);
-    if (cuda_targets() && (set->cpu || set->cpu_ref)) doctor_find(d, LEVEL_OK, NULL, "GPUs are left out, as asked for");
+    if (cuda_targets() && (set->cpu || set->cpu_ref))
+        doctor_find(d, SEVERITY_OK, NULL, "GPUs are left out, as asked for");
     else if (cuda_targets()) doctor_gpus(d);
     bool gpu = d->n_gpu > 0;
     if (!interrupted) doctor_host(d);
@@ -15222,7 +15327,7 @@ static int doctor_run(struct doctor *d) {
     if (n > 1 && !interrupted) doctor_all_reduce(d, gpu, n);
     if ((set->model || set->synth) && !interrupted) doctor_model(d, gpu);
     else if (!interrupted)
-        doctor_find(d, LEVEL_NOTE, "moe --doctor -m FILE", "without a model only the machine is looked at");
+        doctor_find(d, SEVERITY_NOTE, "moe --doctor -m FILE", "without a model only the machine is checked");
     last_words.run = NULL;
     return interrupted ? EXIT_INTERRUPT : doctor_end(d);
 }

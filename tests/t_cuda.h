@@ -909,7 +909,7 @@ static void test_cuda_doctor(void) {
         const char *gpus, *model;
         int code;
         struct {
-            enum level level;
+            enum severity severity;
             const char *what, *advice;
         } want[6];
     } t[] = {{true,
@@ -919,11 +919,11 @@ static void test_cuda_doctor(void) {
               NULL,
               NULL,
               EXIT_OK,
-              {{LEVEL_OK, "GPU 0: emulated GPU, capability 12.0, image emulated", NULL},
-               {LEVEL_OK, "GPU 1: emulated GPU, capability 8.0, image emulated", NULL},
-               {LEVEL_WARNING, "GPU 0: PCIe 6.0 x8 of ", "riser"},
-               {LEVEL_OK, "GPU 1: PCIe 6.0 x16 of at most 4.0 x16, 126.0 GB/s", NULL},
-               {LEVEL_WARNING, "us, less than a quarter of the link's rate", "iommu=pt"}}},
+              {{SEVERITY_OK, "GPU 0: emulated GPU, capability 12.0, image emulated", NULL},
+               {SEVERITY_OK, "GPU 1: emulated GPU, capability 8.0, image emulated", NULL},
+               {SEVERITY_WARNING, "GPU 0: PCIe 6.0 x8 of ", "riser"},
+               {SEVERITY_OK, "GPU 1: PCIe 6.0 x16 of at most 4.0 x16, 126.0 GB/s", NULL},
+               {SEVERITY_WARNING, "us, less than a quarter of the link's rate", "iommu=pt"}}},
              {false,
               false,
               2,
@@ -931,7 +931,7 @@ static void test_cuda_doctor(void) {
               "0",
               NULL,
               EXIT_OK,
-              {{LEVEL_WARNING, "GPU 0 and 1: no peer access, ", "sums of ranks then go through the host"}}},
+              {{SEVERITY_WARNING, "GPU 0 and 1: no peer access, ", "all-reduces then go through the host"}}},
              {true,
               false,
               1,
@@ -939,7 +939,7 @@ static void test_cuda_doctor(void) {
               NULL,
               NULL,
               EXIT_RUN,
-              {{LEVEL_ERROR, "GPU 0: capability 7.0 is too old, at least 8.0 is needed", "--cpu"}}},
+              {{SEVERITY_ERROR, "GPU 0: capability 7.0 is too old, at least 8.0 is needed", "--cpu"}}},
              {true,
               true,
               1,
@@ -947,7 +947,7 @@ static void test_cuda_doctor(void) {
               NULL,
               NULL,
               EXIT_RUN,
-              {{LEVEL_ERROR, "GPU 0: a kernel does not run: ", "build again with nvcc 12.9"}}},
+              {{SEVERITY_ERROR, "GPU 0: a kernel does not run: ", "build again with nvcc 12.9"}}},
              {true,
               false,
               2,
@@ -955,8 +955,8 @@ static void test_cuda_doctor(void) {
               "1,5",
               NULL,
               EXIT_RUN,
-              {{LEVEL_ERROR, "rank 1 wants GPU 5, found: 2", "numbers begin with 0"},
-               {LEVEL_ERROR, "2 ranks cannot start: rank 1 of 2: there is no GPU 5; found: 2", "--gpus"}}},
+              {{SEVERITY_ERROR, "rank 1 wants GPU 5, found: 2", "numbers begin with 0"},
+               {SEVERITY_ERROR, "2 ranks cannot start: rank 1 of 2: there is no GPU 5; found: 2", "--gpus"}}},
              {true,
               false,
               1,
@@ -964,10 +964,10 @@ static void test_cuda_doctor(void) {
               NULL,
               "build/demo.gguf",
               EXIT_OK,
-              {{LEVEL_OK, "moe-demo is open on GPU 0 emulated GPU", NULL},
-               {LEVEL_OK, "A: an answer in ", NULL},
-               {LEVEL_OK, "B: 7 squared is 49", NULL},
-               {LEVEL_NOTE, "C: a context of 160 tokens is too small", "-c 1200"}}}};
+              {{SEVERITY_OK, "moe-demo is open on GPU 0 emulated GPU", NULL},
+               {SEVERITY_OK, "A: an answer in ", NULL},
+               {SEVERITY_OK, "B: 7 squared is 49", NULL},
+               {SEVERITY_NOTE, "C: a context of 160 tokens is too small", "-c 1200"}}}};
     size_t before = cuda_test_free_bytes();
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         struct settings set;
@@ -985,11 +985,11 @@ static void test_cuda_doctor(void) {
         cuda_test_fail("LAUNCH", 0);
         CHECK(code == t[i].code, "case %zu: exit code %d", i, code);
         for (int k = 0; k < 6 && t[i].want[k].what; k++)
-            check_finding(d, t[i].want[k].level, t[i].want[k].what, t[i].want[k].advice);
-        bool sums = i == 0;
-        CHECK(sums == (doctor_said(d, "a sum over 2 ranks on GPUs, NCCL: 8 KB ") != NULL) &&
-                  sums == (doctor_said(d, "a sum over 2 ranks on GPUs, our own: 8 KB ") != NULL),
-              "case %zu: sums", i);
+            check_finding(d, t[i].want[k].severity, t[i].want[k].what, t[i].want[k].advice);
+        bool reduces = i == 0;
+        CHECK(reduces == (doctor_said(d, "an all-reduce over 2 ranks on GPUs, NCCL: 8 KB ") != NULL) &&
+                  reduces == (doctor_said(d, "an all-reduce over 2 ranks on GPUs, one-shot: 8 KB ") != NULL),
+              "case %zu: all-reduces", i);
         check_advice(d);
         machine_end();
         doctor_done(d);

@@ -60,10 +60,11 @@ static const struct finding *doctor_said(const struct doctor *d, const char *wha
 }
 
 /* There is such a finding, of this level, and its advice holds `advice` (NULL: it has none). */
-static void check_finding(const struct doctor *d, enum level level, const char *what, const char *advice) {
+static void check_finding(const struct doctor *d, enum severity severity, const char *what, const char *advice) {
     const struct finding *f = doctor_said(d, what);
     if (!CHECK(f, "nothing says '%s'", what)) return;
-    CHECK(f->level == level, "'%s' is %s, expected %s", f->what, level_names[f->level], level_names[level]);
+    CHECK(f->severity == severity, "'%s' is %s, expected %s", f->what, severity_names[f->severity],
+          severity_names[severity]);
     CHECK(advice ? f->advice && strstr(f->advice, advice) : !f->advice, "'%s' advises '%s', expected '%s'", f->what,
           f->advice, advice);
 }
@@ -71,8 +72,8 @@ static void check_finding(const struct doctor *d, enum level level, const char *
 /* Every finding but those that are ok advises something. */
 static void check_advice(const struct doctor *d) {
     for (int i = 0; i < d->n; i++)
-        CHECK((d->found[i].level == LEVEL_OK) == !d->found[i].advice, "%s '%s' advises '%s'",
-              level_names[d->found[i].level], d->found[i].what, d->found[i].advice);
+        CHECK((d->found[i].severity == SEVERITY_OK) == !d->found[i].advice, "%s '%s' advises '%s'",
+              severity_names[d->found[i].severity], d->found[i].what, d->found[i].advice);
 }
 
 /* A doctor that prints nothing before its end. */
@@ -135,23 +136,23 @@ static void test_doctor_machine(void) {
         CHECK(i == 3 ? rate == 0 : rate > 3.9e9 && rate < 16e9, "%s: %g bytes per second", who, rate);
     }
     doctor_host(d);
-    check_finding(d, LEVEL_WARNING, "card 1: PCIe 4.0 x8 of at most 4.0 x16, 15.8 GB/s, NUMA node 1, BAR 0.25 GiB",
+    check_finding(d, SEVERITY_WARNING, "card 1: PCIe 4.0 x8 of at most 4.0 x16, 15.8 GB/s, NUMA node 1, BAR 0.25 GiB",
                   "bifurcation");
-    check_finding(d, LEVEL_NOTE, "card 1: only 0.25 GiB", "Resizable BAR");
-    check_finding(d, LEVEL_NOTE, "card 2: PCIe 1.0 x16 of at most 4.0 x16, 4.0 GB/s", "firmware");
+    check_finding(d, SEVERITY_NOTE, "card 1: only 0.25 GiB", "Resizable BAR");
+    check_finding(d, SEVERITY_NOTE, "card 2: PCIe 1.0 x16 of at most 4.0 x16, 4.0 GB/s", "firmware");
     CHECK(!doctor_said(d, "card 2: only") && !doctor_said(d, "card 3"), "too much is said of the links");
-    check_finding(d, LEVEL_NOTE, "the IOMMU is active", "iommu=pt");
-    check_finding(d, LEVEL_WARNING, "nouveau", "blacklist");
-    check_finding(d, LEVEL_NOTE, "WSL2", ".wslconfig");
-    check_finding(d, LEVEL_NOTE, "powersave", "performance");
-    check_finding(d, LEVEL_NOTE, "huge pages are off", "madvise");
-    check_finding(d, LEVEL_NOTE, "load average is 999.5", "stop");
-    check_finding(d, LEVEL_NOTE, "2.0 GiB are swapped out", "end programs");
-    check_finding(d, LEVEL_NOTE, "limits memory to 4.0 GiB", "--memory");
-    check_finding(d, LEVEL_OK, "16.0 of 32.0 GiB", NULL);
+    check_finding(d, SEVERITY_NOTE, "the IOMMU is active", "iommu=pt");
+    check_finding(d, SEVERITY_WARNING, "nouveau", "blacklist");
+    check_finding(d, SEVERITY_NOTE, "WSL2", ".wslconfig");
+    check_finding(d, SEVERITY_NOTE, "powersave", "performance");
+    check_finding(d, SEVERITY_NOTE, "huge pages are off", "madvise");
+    check_finding(d, SEVERITY_NOTE, "load average is 999.5", "stop");
+    check_finding(d, SEVERITY_NOTE, "2.0 GiB are swapped out", "end programs");
+    check_finding(d, SEVERITY_NOTE, "limits memory to 4.0 GiB", "--memory");
+    check_finding(d, SEVERITY_OK, "16.0 of 32.0 GiB", NULL);
 #ifndef MOE_CUDA
-    check_finding(d, LEVEL_WARNING, "built without CUDA: it uses the CPU", "CUDA toolkit");
-    check_finding(d, LEVEL_WARNING, "0000:01:00.0: PCIe 4.0 x8", "slot");
+    check_finding(d, SEVERITY_WARNING, "built without CUDA: it uses the CPU", "CUDA toolkit");
+    check_finding(d, SEVERITY_WARNING, "0000:01:00.0: PCIe 4.0 x8", "slot");
 #endif
     check_advice(d);
     machine_end();
@@ -164,20 +165,26 @@ static void test_doctor_quiet(void) {
     struct doctor *d = doctor_new(&set);
     machine_begin();
     doctor_bus(d), doctor_build(d), doctor_host(d);
-    for (int i = 0; i < d->n; i++) CHECK(d->found[i].level == LEVEL_OK, "%s", d->found[i].what);
+    for (int i = 0; i < d->n; i++) CHECK(d->found[i].severity == SEVERITY_OK, "%s", d->found[i].what);
 #ifndef MOE_CUDA
-    check_finding(d, LEVEL_OK, "no GPU here", NULL);
+    check_finding(d, SEVERITY_OK, "no GPU here", NULL);
     CHECK(d->n == 3, "%d findings", d->n);
 #endif
     machine_put("/proc/meminfo", "MemTotal:\xff\x1b[2J");
     machine_put("/proc/self/cgroup", "0::/%%n%%s/../%01000d\n", 1);
     machine_put("/proc/loadavg", "1e999\x1b");
     doctor_host(d);
-    for (int i = 0; i < DOCTOR_FINDINGS + 8; i++) doctor_find(d, LEVEL_NOTE, "x", "a\x1b\xc3\xa4%0600d", i);
+    for (int i = 0; i < DOCTOR_FINDINGS + 8; i++) doctor_find(d, SEVERITY_NOTE, "x", "a\x1b\xc3\xa4%0600d", i);
     CHECK(d->n == DOCTOR_FINDINGS && strlen(d->found[d->n - 1].what) == ERR_MAX - 1, "%d findings", d->n);
     for (int i = 0; i < d->n; i++)
         for (const char *c = d->found[i].what; *c; c++) CHECK(*c >= 32 && *c < 127, "byte %d", *c);
     CHECK(!strncmp(d->found[d->n - 1].what, "a???0", 5), "%.8s", d->found[d->n - 1].what);
+    for (size_t i = 0; i < sizeof doctor_checks / sizeof *doctor_checks; i++) {
+        const struct check *c = &doctor_checks[i];
+        const char *value = strchr(c->what, '%');
+        CHECK((c->severity == SEVERITY_OK) == !c->advice, "'%s' advises '%s'", c->what, c->advice);
+        CHECK(!value || (value[1] == 's' && !strchr(value + 1, '%')), "'%s' is no text of a check", c->what);
+    }
     CHECK(slow_files(0x6969) && slow_files((uint64_t)(int32_t)0xff534d42) && !slow_files(0xef53), "file systems");
     machine_end();
     doctor_done(d);
@@ -196,9 +203,9 @@ static void test_doctor_mute(void) {
     model_free(&m);
     set.model = xstrdup(path), set.cpu = true, set.tp = 2, set.n_ctx = 64;
     CHECK(doctor_silent(d) == EXIT_OK, "exit code");
-    check_finding(d, LEVEL_OK, "A: a forward in", NULL);
-    check_finding(d, LEVEL_NOTE, "the model has no vocabulary", "moe-convert");
-    check_finding(d, LEVEL_OK, "a sum over 2 ranks on the CPU: 8 KB", NULL);
+    check_finding(d, SEVERITY_OK, "A: a forward pass in", NULL);
+    check_finding(d, SEVERITY_NOTE, "the model has no vocabulary", "moe-convert");
+    check_finding(d, SEVERITY_OK, "an all-reduce over 2 ranks on the CPU: 8 KB", NULL);
     CHECK(!d->open[STEP_CONTEXT] && d->open[STEP_SPEED] && doctor_said(d, "decode "), "the steps are others");
     check_advice(d);
     doctor_done(d);
