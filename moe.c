@@ -124,8 +124,8 @@ struct layer {
     const float *attn_norm, *ffn_norm; /* (n_embd) */
     struct weight wo;                  /* (n_embd, n_head * head_v) */
     /* grouped-query attention */
-    struct weight wq, wk,
-        wv; /* (n_head * head_k, n_embd), (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
+    struct weight wq;             /* (n_head * head_k, n_embd) */
+    struct weight wk, wv;         /* (n_head_kv * head_k, n_embd), (n_head_kv * head_v, n_embd) */
     const float *q_norm, *k_norm; /* (head_k) */
     /* multi-head latent attention; wq serves models without a low-rank query */
     struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * (nope + rope), q_lora) */
