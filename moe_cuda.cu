@@ -13,8 +13,8 @@
  * stream are F32. Nothing is added up with atomics: results do not change from run to run.
  * Every kernel's shared memory stays within the 101,376 bytes of SM120.
  *
- * The first section, sizes, is also part of moe.c; the next ten hold kernels, each with the host function that launches
- * it; the last five are the engine: how a rank starts, and the table of operations.
+ * The first section is also part of moe.c. Then come the kernels, each with the host function that launches it. From "The
+ * engine of a rank" on stands the host's side: how a rank starts, and the table of operations.
  *
  * Contents:
  *   Sizes on a GPU
