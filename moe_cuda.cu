@@ -2981,17 +2981,20 @@ struct cuda {
     int device, n_sm;       /* number of the GPU; its multiprocessors */
     bool shared;            /* another rank is on the same GPU */
     struct gpu_sizes sizes; /* what the options and the chip ask for */
-    char *err;   /* host: ERR_MAX bytes for the first error of the start; NULL later: an error ends the program */
-    bool failed; /* there was an error */
+    char *err;              /* host: (ERR_MAX) the first error of the start; NULL later: an error ends the program */
+    bool failed;            /* there was an error */
 
+    /* memory and the batch */
     cudaStream_t stream;
     void **pinned;              /* stb_ds: allocations in host memory */
     size_t allocated;           /* bytes of r->owned: allocations on the device */
     struct device_copy *copies; /* host, stb_ds: by the address of the tensor in the model */
     struct batch *batch;        /* followed by the token ids, so that one copy per forward brings both */
-    struct staging sent[2];   /* hold the batch on its way; the one before may not have left when the next is written */
-    int turn;                 /* the one of them that was used last */
-    int32_t *tokens;          /* (chunk) */
+    int32_t *tokens;            /* (chunk) these ids */
+    struct staging sent[2];     /* carry the batch in turn: the one before may still be on its way */
+    int turn;                   /* the one of them that was used last */
+
+    /* activations, see GPU_BUFFERS; "slots": a token and an expert that it uses */
     float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
     uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
     float *cs, *sn;           /* (chunk, rope_dim / 2) cosines and sines of the batch's positions */
@@ -3001,32 +3004,38 @@ struct cuda {
     float *partials;          /* partial outputs of attention over a split context */
     struct fp4_rows x4;       /* (chunk, n_embd) inputs of routed experts in FP4 */
     struct fp4_rows hidden4;  /* (slots, n_ff) their hidden rows */
-    uint16_t *hidden; /* hidden rows of routed experts: decode (jobs, DECODE_MAX_TOKENS, n_ff), prefill (slots, n_ff) */
-    uint16_t *hidden_shared; /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
-    struct route_args route; /* buffers of the router */
-    struct sort_args sort;   /* buffers of the sort by expert */
-    float *expert_out;       /* (slots, n_embd) results of the experts before they are weighted */
-    float *logits; /* (LOGIT_ROWS, logits_stride), of a rank other than the root of the rows it has; the root of several
-                                   ranks: in its mailbox, see cuda_logits */
-    size_t logits_stride; /* floats from row to row */
-    float *logits_host;   /* host, pinned: (LOGIT_ROWS, n_vocab) */
-    float *gathered;      /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
-    uint16_t *sum16;      /* (chunk, n_embd) BF16 that NCCL adds up */
+    uint16_t *hidden;         /* hidden rows of routed experts: (slots, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
+    uint16_t *hidden_shared;  /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
+    struct route_args route;  /* buffers of the router */
+    struct sort_args sort;    /* buffers of the sort by expert */
+    float *expert_out;        /* (slots, n_embd) results of the experts before they are weighted */
+    float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
+    uint16_t *sum16;          /* (chunk, n_embd) BF16 that NCCL adds up */
+
+    /* logits and tokens */
+    float *logits;             /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
+    size_t logits_stride;      /* floats from row to row */
+    float *logits_host;        /* host, pinned: (LOGIT_ROWS, n_vocab) */
+    struct sample_args sample; /* the latest choice of a token, */
+    struct sampling sampling;  /* and the options it was made with */
+    int32_t *token_host;       /* host, pinned: the token chosen */
+
+    /* recorded forwards of so many tokens; NULL: not yet */
+    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1];
+
+    /* upload and measurements */
+    struct staging staging[STAGING_BUFFERS];
+    int staging_next;        /* the buffer to be used next */
+    unsigned staging_filled; /* bits: the buffers that hold synthetic rows */
+    uint32_t *range;         /* (2) what k_repack finds, */
+    uint32_t range_host[2];  /* and its copy: here, because the copy may end after a failed wait for it */
+    int mma_turns;           /* turns of k_mma_rate that take some milliseconds; 0: not measured */
+
+    /* all-reduces */
 #ifdef HAVE_NCCL
     ncclComm_t comm; /* of the stage; NULL: NCCL is not used */
 #endif
-    bool by_nccl[DECODE_MAX_TOKENS + 1];          /* NCCL does all-reduces of so many tokens */
-    struct sample_args sample;                    /* the latest choice of a token, */
-    struct sampling sampling;                     /* and the options it was made with */
-    int32_t *token_host;                          /* host, pinned: the token chosen */
-    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1]; /* recorded forwards of so many tokens; NULL: not yet */
-
-    struct staging staging[STAGING_BUFFERS]; /* during the upload */
-    int staging_next;                        /* the one to be used next; */
-    unsigned staging_filled;                 /* bits: those that hold synthetic rows */
-    uint32_t *range, range_host[2]; /* of k_repack; a member because the copy may end after a failed wait for it */
-    int mma_turns;                  /* turns of k_mma_rate that take some milliseconds; 0: not measured */
-
+    bool by_nccl[DECODE_MAX_TOKENS + 1]; /* NCCL does those of so many tokens */
     /* of all ranks of all stages, as this GPU and thread reach them; NULL: this rank is alone */
     struct mailbox mailbox[MAX_RANKS];
     struct heartbeat *heartbeat[MAX_RANKS]; /* host */
@@ -3075,8 +3084,7 @@ static void *host_memory(size_t n, size_t size) {
     return p;
 }
 
-/* Whether a rank that started has failed; a barrier, after which all ranks have the smallest context and chunk of any.
- * False: one has failed. */
+/* Waits for all ranks, and gives each the smallest context and chunk of any. False: a rank has failed. */
 static bool rank_agree(struct rank *r) {
     struct cuda *c = r->cuda;
     const int mine[3] = {c->failed, r->n_ctx, r->chunk};
