@@ -99,11 +99,13 @@
 /* ============================================================================================================
  * Model and operations
  *
- * The types that moe_cuda.cu shares: it includes this file with MOE_TYPES_ONLY and sees no more than this section.
+ * The types that moe_cuda.cu shares, and at the end the functions that each of the two files has for the other.
+ * moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees no more than this section.
  *
  * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
  * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
- *   - an operation only enqueues work and returns nothing, and a forward never branches on data (begin excepted, see HOST_OPS);
+ *   - an operation only enqueues work and returns nothing (except begin, see HOST_OPS);
+ *   - a forward never branches on data;
  *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
  *     0..n_tok-1 of a slot mean anything;
  *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
@@ -456,51 +458,54 @@ static inline double experts_expected(const struct layer *layer, int n) {
     return layer->n_expert * (1 - none);
 }
 
+/* The slots of activations. */
 enum act {
     A_X,   /* (n_tok, n_embd) the residual stream */
     A_H,   /* (n_tok, n_embd) its norm */
-    A_OUT, /* (n_tok, n_embd) what attention or feed-forward adds to it */
-    A_QA,  /* (n_tok, q_lora) */
-    A_Q,   /* (n_tok, n_head * head_k) */
-    A_K,   /* (n_tok, n_head_kv * head_k); MLA: (n_tok, kv_lora + rope_dim) */
-    A_V,   /* (n_tok, n_head_kv * head_v) */
-    A_ATT, /* (n_tok, n_head * head_v) */
+    A_OUT, /* (n_tok, n_embd) the output of attention or feed-forward, which is added to it */
+    A_QA,  /* (n_tok, q_lora) MLA: the low-rank query */
+    A_Q,   /* (n_tok, n_head * head_k) queries */
+    A_K,   /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
+    A_V,   /* (n_tok, n_head_kv * head_v) values */
+    A_ATT, /* (n_tok, n_head * head_v) outputs of the heads */
     ACT_COUNT
 };
 
 struct rank;
 struct plane;
 
-/* How a token is chosen. */
+/* How a token is chosen; the options of the same names. */
 struct sampling {
-    bool greedy;
+    bool greedy; /* the best token; temp <= 0 means the same */
     float temp, top_p, min_p, repeat_penalty;
     int top_k; /* 0: off */
 };
 
 enum { PENALTY_WINDOW = 64 }; /* latest tokens that the repeat penalty looks at */
 
+/* A token that may be chosen. */
 struct candidate {
     float logit;
     int32_t id;
 };
 
-/* What the machine can do, measured; 0: not measured. */
+/* What a device can do, measured; 0: not measured. */
 struct rates {
-    double bytes; /* that are read (CPU) or copied, reads and writes counted (GPU), per second */
-    double mma;   /* multiplications and additions of m16n8k16 with halves and F32 sums, per second */
+    double bytes; /* bytes per second that a CPU reads, or that a GPU copies, reads and writes counted */
+    double mma;   /* multiplications and additions per second of m16n8k16 with halves and F32 sums */
 };
 
-/* One launch of a kernel, or all for matrices of one shape, in one forward and its logits. */
+/* A launch of a kernel in a forward and its logits, or all launches with matrices of one shape. */
 struct profile_row {
-    char name[80];
-    int calls;
-    double seconds, bytes; /* of all calls; bytes 0: negligible */
+    char name[80];  /* the kernel and what it works on */
+    int calls;      /* launches that are added up here, */
+    double seconds; /* and what all of them took, */
+    double bytes;   /* and moved; 0: negligible */
 };
 
-/* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and cuda_ops
- * (of functions cpu_NAME and cuda_NAME) and the wrappers of the tests are generated from these lists, so none of them can miss an
- * operation. clang-format would take the parameters for products. */
+/* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and
+ * cuda_ops (of functions cpu_NAME and cuda_NAME) and the wrappers of the tests are generated from these lists, so none
+ * of them can miss an operation. clang-format would take the parameters for products. */
 /* clang-format off */
 
 /* Operations that only enqueue work. */
@@ -539,8 +544,9 @@ struct profile_row {
 
 /* Operations around a forward, and those that wait and return results.
  *
- * begin is the one exception to "a forward does not branch": where a backend has recorded a forward of n_tok tokens (a CUDA graph),
- * begin enqueues the recording and returns true, and the forward must enqueue nothing. That depends on n_tok and on the forwards
+ * begin is the one exception to "a forward does not branch": where a backend has recorded a forward of n_tok tokens (a
+ * CUDA graph), begin enqueues the recording and returns true, and the forward must enqueue nothing. That depends on
+ * n_tok and on the forwards
  * before, never on data. The CPU's begin always returns false. */
 #define HOST_OPS(X)                                                                                                    \
     /* before a forward; true: a recording of the whole forward was enqueued, see above */                             \
@@ -749,60 +755,73 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
-    const struct model *m; /* its part of the model */
-    const struct ops *ops;
-    struct process_group *pg; /* the others */
+    const struct model *m;    /* its shard of the model */
+    const struct ops *ops;    /* its backend; NULL: it has not started */
+    struct process_group *pg; /* the ranks of the session; NULL: it is alone */
     int index;                /* among all ranks: stage * n_rank + rank */
-    unsigned n_all_reduce;    /* sums over the ranks of its stage in this forward */
+    char name[128];           /* what it runs on */
     char link[224];           /* GPU: how it adds up with the others; empty: there are none */
-    int n_ctx, chunk;         /* tokens of context, of one forward at most */
+
+    /* the batch of a forward */
+    int n_tok;             /* tokens, */
+    int32_t pos;           /* the position of the first, */
+    int32_t state_pos;     /* recurrent states stand for the tokens before it; rings hold those from it to pos; */
+    int32_t *tokens;       /* (chunk) and their ids */
+    unsigned n_all_reduce; /* all-reduces so far */
+
+    /* memory; "the backend's" is the device's on a GPU */
+    int n_ctx, chunk;      /* tokens of context, and of one forward at most */
+    int width[ACT_COUNT];  /* values per row of a slot */
+    float *act[ACT_COUNT]; /* (chunk, width) the slots in F32, the backend's; GPU: NULL where a slot has no such form */
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (n_layer) in the backend's memory; width 0: the layer has none */
-    int n_tok;                          /* the batch: tokens of this forward, */
-    int32_t pos;                        /* position of the first, */
-    int32_t state_pos;      /* recurrent states stand for the tokens before it; rings hold those from it to pos, */
-    int32_t *tokens;        /* (chunk) ids */
-    int width[ACT_COUNT];   /* values per row */
-    float *act[ACT_COUNT];  /* the slots in F32, in the backend's memory; GPU: NULL where it has no such form */
+    double *stats;  /* (n_layer, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
+    float *in_sum2; /* (in_sum2_before(m, n_layer)) sums over inputs of feed-forwards, the backend's, likewise */
+    struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
     void **owned;           /* stb_ds: allocations in the backend's memory */
-    struct candidate *work; /* (n_ids), of the sampler, in host memory */
-    double *stats;  /* (n_layer, n_expert_max, STATS) of the experts, in the backend's memory; NULL: not collected */
-    float *in_sum2; /* (in_sum2_before(m, n_layer)) likewise, of the inputs of feed-forwards */
-    size_t bytes, kv_bytes;          /* of activations; of all planes */
-    size_t weight_bytes, free_bytes; /* GPU: of its copy of the weights; what is left */
-    char name[128];                  /* what it runs on */
+    size_t bytes;           /* of activations */
+    size_t kv_bytes;        /* of all planes */
+    size_t weight_bytes;    /* GPU: of its copy of the weights */
+    size_t free_bytes;      /* GPU: that are left after the start */
 
     struct cuda *cuda; /* the rest of a GPU's, see moe_cuda.cu; NULL: the rank is on the CPU */
 
     /* the rest of a CPU's */
-    const struct kernels *k;
+    const struct kernels *k; /* the kernels for its instruction set */
     int n_threads;
     float *cos[MAX_ROPES], *sin[MAX_ROPES]; /* (chunk, rope dim / 2) of the batch's positions, for each rotation */
     uint8_t *pack;                          /* packed inputs: 2 * chunk rows, or MLA absorbed: one per token and head */
     uint8_t *pack_h;                        /* packed hidden rows of the feed-forward */
     float *hidden;                          /* hidden rows of the feed-forward, one after the other */
     float *route;                           /* (chunk, n_expert_max) router logits */
-    int32_t *route_id;                      /* (chunk, n_expert_used) */
-    float *route_w;                         /* (chunk, n_expert_used) */
-    struct ffn_job *jobs;                   /* (n_expert_max + 1) */
+    int32_t *route_id;                      /* (chunk, n_expert_used) the chosen experts, */
+    float *route_w;                         /* (chunk, n_expert_used) and their weights */
+    struct ffn_job *jobs;                   /* (n_expert_max + 1), of which n_jobs are used */
     int n_jobs;
-    int32_t *job_rows; /* tokens of the jobs */
-    float *job_w;      /* their weights */
+    int32_t *job_rows; /* (chunk * n_expert_used) tokens of the jobs, */
+    float *job_w;      /* (chunk * n_expert_used) and the weights of their results */
     float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norms of its parts */
     float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
     float *partials;   /* partial results of a partitioned context */
     float *logits;     /* (LOGIT_ROWS, n_vocab) */
     int32_t chosen;    /* the token of `sample` */
-    uint8_t *scratch;  /* (n_threads, scratch_bytes) */
-    size_t scratch_bytes;
+    uint8_t *scratch;  /* (n_threads, scratch_bytes) of each thread */
+    size_t scratch_bytes; /* a multiple of 4096 */
 };
 
-/* Activations of the routed experts in prefill: in FP4 where the file was made for that and the GPU can, always halves, or
- * always FP4. */
-enum moe_act { MOE_ACT_AUTO, MOE_ACT_F16, MOE_ACT_FP4 };
+/* Activations of the routed experts in prefill on a GPU. */
+enum moe_act {
+    MOE_ACT_AUTO, /* FP4 where the file was made for that and the GPU can, otherwise halves */
+    MOE_ACT_F16,  /* always halves */
+    MOE_ACT_FP4   /* always FP4 */
+};
 
-/* Who adds up what ranks on GPUs have, for up to 16 tokens: NCCL, the kernel of moe_cuda.cu, or whichever is faster here. */
-enum allreduce { ALLREDUCE_AUTO, ALLREDUCE_NCCL, ALLREDUCE_ONESHOT };
+/* Who does the all-reduces of up to 16 tokens over GPUs. */
+enum allreduce {
+    ALLREDUCE_AUTO,   /* whichever is faster here, measured at the start */
+    ALLREDUCE_NCCL,   /* NCCL */
+    ALLREDUCE_ONESHOT /* the kernel of moe_cuda.cu */
+};
 
 /* How the ranks of a session start on GPUs. */
 struct cuda_options {
@@ -834,7 +853,7 @@ struct gpu_facts {
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* The functions of moe_cuda.cu besides its operations. A program without CUDA has stubs, section "GPU backend". */
+/* The functions of moe_cuda.cu besides its operations. Without CUDA they are stubs, see the section "GPU backend". */
 
 /* How many GPUs can be used; 0: none, and err (ERR_MAX) says why. */
 int cuda_device_count(char *err);
@@ -842,7 +861,8 @@ int cuda_device_count(char *err);
 const char *cuda_facts(int device, struct gpu_facts *f, bool probe);
 /* Whether all n GPUs can write to each other's memory, and NCCL_P2P_DISABLE does not forbid it. */
 bool cuda_peers(const int *device, int n);
-/* Times writes from one GPU to another, or within one: bytes per second of large copies, seconds of a small one; 0: not measured. */
+/* Times writes from one GPU to another, or within one: bytes per second of large copies, seconds of a small one; 0: not
+ * measured. */
 void cuda_pair(int from, int to, double *rate, double *latency);
 /* NCCL's version, 10000 * major + 100 * minor + patch; 0: the program was built without it. */
 int cuda_nccl_version(void);
@@ -855,11 +875,11 @@ int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts,
 
 /* Ends the program with one line. */
 __attribute__((noreturn)) void rank_fatal(const char *what);
-/* Copies mine (bytes) of each of the n ranks of all stages to all (n, bytes) of every rank; bytes <= ALL_GATHER_MAX. All ranks
- * call it, and it waits for all of them: it is a barrier, too. */
+/* Copies mine (bytes) of each of the n ranks of all stages to all (n, bytes) of every rank; bytes <= ALL_GATHER_MAX.
+ * All ranks call it, and it waits for all of them: it is a barrier, too. */
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes);
-/* Tells the watchdog that r is alive while it waits for its GPU; failed: tells the other ranks that r has failed. Returns whether any
- * rank has failed: then what r waits for may never come. */
+/* Tells the watchdog that r is alive while it waits for its GPU; failed: tells the other ranks that r has failed.
+ * Returns whether any rank has failed: then what r waits for may never come. */
 bool rank_heartbeat(struct rank *r, bool failed);
 /* Seconds of a clock that never goes back. */
 double now_seconds(void);
@@ -7944,16 +7964,16 @@ static void kv_load(const struct kernels *k, const struct plane *p, int64_t pos,
 /* ============================================================================================================
  * Ranks
  *
- * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The root rank
- * has the logits and works in the caller's thread; every other rank has a thread of its own. pg_run is the only way to give them
- * work. pg_barrier, pg_send and pg_recv are the only ways in which CPU ranks wait for one another: under one lock, with a watchdog
- * that ends the program when nothing moves.
+ * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The
+ * root rank has the logits and works in the caller's thread; every other rank has a thread of its own. pg_run is the
+ * only way to give them work. pg_barrier, pg_send and pg_recv are the only ways in which CPU ranks wait for one
+ * another: under one lock, with a watchdog that ends the program when nothing moves.
  * ============================================================================================================ */
 
 enum { PG_STALL = 5 /* seconds without progress of any thread after which a rank that waits ends the program */ };
 
-/* Gives a rank its memory, on the rank's own thread; r->pg, r->index and r->m are set, all else is zero. Returns 0, or -1 with
- * nothing held and a message, which is empty where the rank gave up because another one failed. */
+/* Gives a rank its memory, on the rank's own thread; r->pg, r->index and r->m are set, all else is zero. Returns 0, or
+ * -1 with nothing held and a message, which is empty where the rank gave up because another one failed. */
 typedef int rank_starter(struct rank *r, const struct model *shard, const void *opts, char *err);
 
 /* The start of a process group, and what became of each rank. */
@@ -8020,9 +8040,9 @@ static double pg_activity(const struct process_group *pg) {
            (double)u.ru_majflt + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED);
 }
 
-/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32). `behind` is the number of the rank that
- * counts each[first]. r waits for an all-reduce; NULL: somebody waits for the end of a step. Ends the program when nothing in it has
- * moved for PG_STALL seconds: an error is better than a hang. */
+/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32). `behind` is the number of the
+ * rank that counts each[first]. r waits for an all-reduce; NULL: somebody waits for the end of a step. Ends the program
+ * when nothing in it has moved for PG_STALL seconds: an error is better than a hang. */
 static void pg_wait_for(struct process_group *pg, const struct rank *r, const unsigned *each, int first, int n,
                         int behind, unsigned want) {
     double t = now_seconds(), effort = pg_activity(pg);
@@ -9120,8 +9140,8 @@ static void rank_stats_init(struct rank *r, bool in_sum2) {
 /* ============================================================================================================
  * GPU backend
  *
- * moe_cuda.cu has the operations and the start of a rank on a GPU. Here are what --plan must know of it in every build, and what stands
- * in for it where the program is built without CUDA.
+ * moe_cuda.cu has the operations and the start of a rank on a GPU. Here are what --plan must know of it in every build,
+ * and what stands in for it where the program is built without CUDA.
  * ============================================================================================================ */
 
 #define MOE_GPU_SIZES_ONLY
@@ -9542,8 +9562,8 @@ static void session_head(struct session *s, int first, int n) {
 /* Waits until everything is computed. */
 static void session_wait(struct session *s) { pg_run(&s->pg, (struct rank_step){.kind = RANK_WAIT}); }
 
-/* Copies the statistics of all layers since the start: stats (n_layer, n_expert_max, STATS) and in_sum2 (in_sum2_before(m,
- * n_layer); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
+/* Copies the statistics of all layers since the start: stats (n_layer, n_expert_max, STATS) and in_sum2
+ * (in_sum2_before(m, n_layer); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
     pg_run(&s->pg, (struct rank_step){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
@@ -9576,7 +9596,8 @@ static struct rates session_measure(struct session *s, struct rates each[MAX_RAN
     return sum;
 }
 
-/* Seconds of an all-reduce of n_tok tokens over the ranks of a stage, of the slowest of them; 0: this way does not exist. */
+/* Seconds of an all-reduce of n_tok tokens over the ranks of a stage, of the slowest of them; 0: this way does not
+ * exist. */
 static double session_time_all_reduce(struct session *s, int n_tok, bool nccl) {
     double each[MAX_RANKS], slowest = 0;
     pg_run(&s->pg, (struct rank_step){.kind = RANK_TIME_ALL_REDUCE, .n = n_tok, .nccl = nccl, .seconds = each});

@@ -30,8 +30,8 @@
  * Limits: no kernel uses more than the 101,376 bytes of shared memory of SM120.
  * Tests: the same source compiles with g++ against tests/cuda_emu.h, which runs every CUDA thread on a CPU.
  *
- * The first section, sizes, is also part of moe.c; the next ten hold kernels, each with the host function that launches it; the last
- * five are the engine: how a rank starts, and the table of operations.
+ * The first section is also part of moe.c. Then come the kernels, each with the host function that launches it. From "The
+ * engine of a rank" on stands the host's side: how a rank starts, and the table of operations.
  *
  * Contents:
  *   Sizes on a GPU                                what its copies of weights and its buffers take
@@ -89,8 +89,9 @@
 /* ============================================================================================================
  * Sizes on a GPU
  *
- * How many bytes a GPU takes for the weights and activations of a shard. This section is plain C as well as C++: moe.c includes it
- * alone, by MOE_GPU_SIZES_ONLY, so that --plan counts what the engine allocates in every build, with CUDA or without.
+ * How many bytes a GPU takes for the weights and activations of a shard. This section is plain C as well as C++: moe.c
+ * includes it alone, by MOE_GPU_SIZES_ONLY, so that --plan counts what the engine allocates in every build, with CUDA
+ * or without.
  * ============================================================================================================ */
 
 #ifdef CUEMU
@@ -145,7 +146,8 @@ static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
 /* Whether a GPU keeps a router's rows in BF16, as they are in the file; otherwise it has them in F32. */
 static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
 
-/* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for the cache's planes. */
+/* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for the cache's
+ * planes. */
 static inline size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
 
 /* Floats from row to row where the logits of several ranks meet: their pieces are moved by 16 bytes. */
@@ -216,8 +218,9 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     return d;
 }
 
-/* The activations of a rank, each once as X(field of struct cuda, type, count); a count of 0: there is no such buffer. `d` is a struct
- * gpu_dims and `s` the struct gpu_sizes that it was made for. clang-format would take the products for pointers. */
+/* The activations of a rank, each once as X(field of struct cuda, type, count); a count of 0: there is no such buffer.
+ * `d` is a struct gpu_dims and `s` the struct gpu_sizes that it was made for. clang-format would take the products for
+ * pointers. */
 /* clang-format off */
 #define GPU_BUFFERS(X)                                                                          \
     X(x32[A_X], float, d.n * d.act[A_X])                                                        \
@@ -300,7 +303,7 @@ static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const stru
     return at;
 }
 
-/* Bytes of activations for forwards of `chunk` tokens, with everything that options may ask for; stats: and statistics. */
+/* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for; stats: and statistics. */
 static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
     const struct shard *shard = &m->shard;
     const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats};
@@ -554,8 +557,8 @@ static void profile_end(cudaStream_t stream) {
     profile.n++;
 }
 
-/* For messages: the kernel, or recording of kernels, that the thread launched last, and the first one whose launch failed since
- * errors were cleared. */
+/* For messages: the kernel, or recording of kernels, that the thread launched last, and the first one whose launch
+ * failed since errors were cleared. */
 static thread_local const char *kernel_last, *kernel_failed;
 
 /* After the launch of a kernel. */
@@ -698,7 +701,8 @@ DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col
  * The host sends rows as the file has them (section "Upload"); k_repack permutes them into tiles on the GPU.
  * ============================================================================================================ */
 
-/* Rows of a file that k_repack makes tiles of: of experts e0 .. e0 + n_e - 1, 16 n_rt rows from row 16 rt0 on, as far as there are. */
+/* Rows of a file that k_repack makes tiles of: of experts e0 .. e0 + n_e - 1, 16 n_rt rows from row 16 rt0 on, as far
+ * as there are. */
 struct repack {
     size_t row_bytes;
     uint32_t type; /* enum gguf_type */
@@ -3268,22 +3272,26 @@ enum {
     STAGING_BYTES = 32 << 20       /* of each */
 };
 
-/* Everything of a rank that lies on its GPU, and the state of its thread. Pointers are device memory unless said otherwise. */
+/* Everything of a rank that lies on its GPU, and the state of its thread. Pointers are device memory unless said
+ * otherwise. */
 struct cuda {
     int device, n_sm;       /* number of the GPU; its multiprocessors */
     bool shared;            /* another rank is on the same GPU */
     struct gpu_sizes sizes; /* what the options and the chip ask for */
-    char *err;   /* host: ERR_MAX bytes for the first error of the start; NULL later: an error ends the program */
-    bool failed; /* there was an error */
+    char *err;              /* host: (ERR_MAX) the first error of the start; NULL later: an error ends the program */
+    bool failed;            /* there was an error */
 
+    /* memory and the batch */
     cudaStream_t stream;
     void **pinned;              /* stb_ds: allocations in host memory */
     size_t allocated;           /* bytes of r->owned: allocations on the device */
     struct device_copy *copies; /* host, stb_ds: by the address of the tensor in the model */
     struct batch *batch;        /* followed by the token ids, so that one copy per forward brings both */
-    struct staging sent[2];   /* hold the batch on its way; the one before may not have left when the next is written */
-    int turn;                 /* the one of them that was used last */
-    int32_t *tokens;          /* (chunk) */
+    int32_t *tokens;            /* (chunk) these ids */
+    struct staging sent[2];     /* carry the batch in turn: the one before may still be on its way */
+    int turn;                   /* the one of them that was used last */
+
+    /* activations, see GPU_BUFFERS; "slots": a token and an expert that it uses */
     float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
     uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
     float *cs, *sn;           /* (chunk, rope_dim / 2) cosines and sines of the batch's positions */
@@ -3293,32 +3301,38 @@ struct cuda {
     float *partials;          /* partial outputs of attention over a split context */
     struct fp4_rows x4;       /* (chunk, n_embd) inputs of routed experts in FP4 */
     struct fp4_rows hidden4;  /* (slots, n_ff) their hidden rows */
-    uint16_t *hidden; /* hidden rows of routed experts: decode (jobs, DECODE_MAX_TOKENS, n_ff), prefill (slots, n_ff) */
-    uint16_t *hidden_shared; /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
-    struct route_args route; /* buffers of the router */
-    struct sort_args sort;   /* buffers of the sort by expert */
-    float *expert_out;       /* (slots, n_embd) results of the experts before they are weighted */
-    float *logits; /* (LOGIT_ROWS, logits_stride), of a rank other than the root of the rows it has; the root of several
-                                   ranks: in its mailbox, see cuda_logits */
-    size_t logits_stride; /* floats from row to row */
-    float *logits_host;   /* host, pinned: (LOGIT_ROWS, n_vocab) */
-    float *gathered;      /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
-    uint16_t *sum16;      /* (chunk, n_embd) BF16 that NCCL adds up */
+    uint16_t *hidden;         /* hidden rows of routed experts: (slots, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
+    uint16_t *hidden_shared;  /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
+    struct route_args route;  /* buffers of the router */
+    struct sort_args sort;    /* buffers of the sort by expert */
+    float *expert_out;        /* (slots, n_embd) results of the experts before they are weighted */
+    float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
+    uint16_t *sum16;          /* (chunk, n_embd) BF16 that NCCL adds up */
+
+    /* logits and tokens */
+    float *logits;             /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
+    size_t logits_stride;      /* floats from row to row */
+    float *logits_host;        /* host, pinned: (LOGIT_ROWS, n_vocab) */
+    struct sample_args sample; /* the latest choice of a token, */
+    struct sampling sampling;  /* and the options it was made with */
+    int32_t *token_host;       /* host, pinned: the token chosen */
+
+    /* recorded forwards of so many tokens; NULL: not yet */
+    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1];
+
+    /* upload and measurements */
+    struct staging staging[STAGING_BUFFERS];
+    int staging_next;        /* the buffer to be used next */
+    unsigned staging_filled; /* bits: the buffers that hold synthetic rows */
+    uint32_t *range;         /* (2) what k_repack finds, */
+    uint32_t range_host[2];  /* and its copy: here, because the copy may end after a failed wait for it */
+    int mma_turns;           /* turns of k_mma_rate that take some milliseconds; 0: not measured */
+
+    /* all-reduces */
 #ifdef HAVE_NCCL
     ncclComm_t comm; /* of the stage; NULL: NCCL is not used */
 #endif
-    bool by_nccl[DECODE_MAX_TOKENS + 1];          /* NCCL does all-reduces of so many tokens */
-    struct sample_args sample;                    /* the latest choice of a token, */
-    struct sampling sampling;                     /* and the options it was made with */
-    int32_t *token_host;                          /* host, pinned: the token chosen */
-    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1]; /* recorded forwards of so many tokens; NULL: not yet */
-
-    struct staging staging[STAGING_BUFFERS]; /* during the upload */
-    int staging_next;                        /* the one to be used next; */
-    unsigned staging_filled;                 /* bits: those that hold synthetic rows */
-    uint32_t *range, range_host[2]; /* of k_repack; a member because the copy may end after a failed wait for it */
-    int mma_turns;                  /* turns of k_mma_rate that take some milliseconds; 0: not measured */
-
+    bool by_nccl[DECODE_MAX_TOKENS + 1]; /* NCCL does those of so many tokens */
     /* of all ranks of all stages, as this GPU and thread reach them; NULL: this rank is alone */
     struct mailbox mailbox[MAX_RANKS];
     struct heartbeat *heartbeat[MAX_RANKS]; /* host */
@@ -3327,8 +3341,8 @@ struct cuda {
 
 /* ---- errors ---- */
 
-/* Keeps the first error of a start, as a message for its caller, and lets the other ranks know. Later an error ends the program.
- * Always false. */
+/* Keeps the first error of a start, as a message for its caller, and lets the other ranks know. Later an error ends the
+ * program. Always false. */
 __attribute__((format(printf, 2, 3))) static bool rank_fail(struct rank *r, const char *fmt, ...) {
     struct cuda *c = r->cuda;
     char text[ERR_MAX - 32], line[ERR_MAX];
@@ -3344,8 +3358,9 @@ __attribute__((format(printf, 2, 3))) static bool rank_fail(struct rank *r, cons
     return false;
 }
 
-/* Fails unless e is cudaSuccess. The message says what was being done, and what failed: the kernel where its launch did, otherwise
- * the call that e came from. running: an error of a kernel that was launched before shows only now, so the last one is named, too. */
+/* Fails unless e is cudaSuccess. The message says what was being done, and what failed: the kernel where its launch
+ * did, otherwise the call that e came from. running: an error of a kernel that was launched before shows only now, so
+ * the last one is named, too. */
 static bool cuda_check(struct rank *r, cudaError_t e, const char *what, const char *call, int line, bool running) {
     if (e == cudaSuccess) return !r->cuda->failed;
     const bool image = e == cudaErrorNoKernelImageForDevice || e == cudaErrorUnsupportedPtxVersion;
@@ -3366,8 +3381,7 @@ static void *host_memory(size_t n, size_t size) {
     return p;
 }
 
-/* Whether a rank that started has failed; a barrier, after which all ranks have the smallest context and chunk of any. False: one
- * has failed. */
+/* Waits for all ranks, and gives each the smallest context and chunk of any. False: a rank has failed. */
 static bool rank_agree(struct rank *r) {
     struct cuda *c = r->cuda;
     const int mine[3] = {c->failed, r->n_ctx, r->chunk};
@@ -3420,8 +3434,8 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         what, seconds, who);
 }
 
-/* Call between two looks at a GPU that is not ready: sleeps after a while, and fails when nothing happens on any rank. False: a
- * rank has failed, and the wait is to be given up. */
+/* Call between two looks at a GPU that is not ready: sleeps after a while, and fails when nothing happens on any rank.
+ * False: a rank has failed, and the wait is to be given up. */
 static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
     enum {
         SPINS = 20000,       /* looks before it sleeps between them */
@@ -3446,8 +3460,8 @@ static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *wha
     return !c->failed;
 }
 
-/* Waits for an event, or with NULL for all that was enqueued. Where there are other ranks the GPU may wait for one that never
- * comes: then the wait must be one that can be given up. False after an error. */
+/* Waits for an event, or with NULL for all that was enqueued. Where there are other ranks the GPU may wait for one that
+ * never comes: then the wait must be one that can be given up. False after an error. */
 static bool await(struct rank *r, cudaEvent_t event, const char *what) {
     struct cuda *c = r->cuda;
     struct backoff p = {};
@@ -3523,8 +3537,8 @@ static void *cuda_host_memory(struct rank *r, size_t bytes, const char *what) {
     return memset(p, 0, bytes);
 }
 
-/* Waits until a staging buffer may be written, and makes it at the first call; device: with a copy on the GPU. Returns its memory on
- * the host, or NULL after an error. */
+/* Waits until a staging buffer may be written, and makes it at the first call; device: with a copy on the GPU. Returns
+ * its memory on the host, or NULL after an error. */
 static uint8_t *staging_take(struct rank *r, struct staging *s, size_t bytes, bool device, const char *what) {
     if (s->free) {
         await(r, s->free, what);
@@ -3536,6 +3550,7 @@ static uint8_t *staging_take(struct rank *r, struct staging *s, size_t bytes, bo
     return r->cuda->failed ? NULL : s->host;
 }
 
+/* Frees a staging buffer, also one that was never used. */
 static void staging_free(struct staging *s) {
     if (s->device) cudaFree(s->device);
     if (s->host) cudaFreeHost(s->host);
@@ -3551,7 +3566,7 @@ static struct device_matrix *device_matrix_of(struct cuda *c, const struct weigh
 /* The copy of a vector that was uploaded; NULL: there is none. */
 static void *device_vector_of(struct cuda *c, const void *key) { return hmgetp(c->copies, key)->data; }
 
-/* The copy of something that `key` names, made from `from` at the first call. NULL: there is no key, or after an error. */
+/* The copy of what `key` names, made from `from` at the first call. NULL: there is no key, or after an error. */
 static const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
     struct device_copy t = *hmgetp(r->cuda->copies, key);
     t.key = key;
@@ -3569,7 +3584,7 @@ static const void *cuda_vector(struct rank *r, const void *key, const void *from
 
 static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
 
-/* Tokens and position to the device. */
+/* Copies tokens and position of the batch to the device. */
 static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
     struct staging *s = &c->sent[c->turn ^= 1];
@@ -3582,7 +3597,8 @@ static void send_batch(struct rank *r) {
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
-/* True: the whole forward was replayed from its graph. Otherwise a forward of few tokens is recorded. */
+/* Sends the batch. A decode forward is recorded the first time as a CUDA graph, and replayed from then on (true).
+ * Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
 static bool cuda_begin(struct rank *r) {
     struct cuda *c = r->cuda;
     send_batch(r);
@@ -3596,6 +3612,7 @@ static bool cuda_begin(struct rank *r) {
     return true;
 }
 
+/* Ends the recording of a decode forward, and enqueues it. */
 static void cuda_end(struct rank *r) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
@@ -3609,14 +3626,17 @@ static void cuda_end(struct rank *r) {
     kernel_last = "of a recorded forward";
 }
 
+/* What a kernel must know to wait for other ranks. */
 static struct tp_peer tp_peer_of(const struct rank *r) {
     return {r->m->shard.rank, r->m->shard.n_rank, r->cuda->sequence, r->cuda->heartbeat[r->index]};
 }
 
+/* Enqueues the move of rows to another rank or from one; without rows only the wait for others. */
 static void send_rows(struct rank *r, struct send_args a) {
     LAUNCH_PDL(k_send_rows, a.n_row ? (unsigned)ALLREDUCE_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
 }
 
+/* Embeddings, cosines and sines of the batch; a later stage then waits for the hidden states of the one before. */
 static void cuda_embed(struct rank *r, enum act out) {
     struct cuda *c = r->cuda;
     r->n_all_reduce = 0;
@@ -3630,7 +3650,7 @@ static void cuda_embed(struct rank *r, enum act out) {
                   before->credit});
 }
 
-/* What k_add_norm gets for n_tok rows of n: out in halves, and in F32 too where the slot has that. */
+/* Arguments of k_add_norm for n_tok rows of n values: out is written in halves, A_H in F32, too. */
 static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w,
                                 enum act out) {
     struct cuda *c = r->cuda;
@@ -3679,6 +3699,8 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
 static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
 #endif
 
+/* Alone a rank adds its own delta. Several add by NCCL, where that was chosen, or by our own kernel, which pushes as
+ * many rows at a time as a slot holds. */
 static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
@@ -3704,6 +3726,7 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
     }
 }
 
+/* The same without the norm; then the rows go to the next stage, as soon as it has room for them. */
 static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     const struct shard *shard = &r->m->shard;
     const size_t n = (size_t)r->m->n_embd;
@@ -3714,7 +3737,7 @@ static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
                   r->n_tok, r->m->n_embd, next->hidden_flag});
 }
 
-/* The next launch moves `count` matrices of w's shape, and `more` bytes. */
+/* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
 static void profile_matrices(const struct device_matrix *w, double count, double more) {
     static const char *const format[] = {"fp4", "q8", "f16"};
     profile_next(count * w->n_rt * w->n_kt * (TILE_BYTES(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
@@ -3748,6 +3771,7 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
             (size_t)r->width[out], 0);
 }
 
+/* In decode one kernel does all of them, so that small matrices fill the GPU together. */
 static void cuda_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
     struct cuda *c = r->cuda;
     struct gemv_args p = {};
@@ -3766,6 +3790,7 @@ static void cuda_linear3(struct rank *r, enum act x, const struct weight *const 
     gemv_sum_launch(&p, c->stream);
 }
 
+/* Arguments of k_rope_gqa and k_rope_mla, but for v. */
 static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
@@ -3794,6 +3819,7 @@ static void cuda_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream, p);
 }
 
+/* Attention of queries (n_tok, n_head, dk) over the cache of layer il; outputs (n_tok, n_head, dv). */
 static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, int dv, int n_head_kv) {
     const struct attn shape = r->m->layers[il].attn;
     const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][PLANE_V];
@@ -3897,6 +3923,9 @@ static void cuda_ffn(struct rank *r, int il, enum act x, enum act out) {
     else dense_ffn_prefill(r, il, 0, x, out);
 }
 
+/* Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them. Prefill, and any forward
+ * whose statistics are collected: tokens are sorted by expert, and grouped GEMMs run over the list; the results are
+ * weighted and added at the end. */
 static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
@@ -3949,6 +3978,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
                r->width[out], layer->sh_gate.data != NULL, c->x32[out]);
 }
 
+/* Each rank of the last stage computes its rows of the head; all but the root send theirs to the root's mailbox. */
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
@@ -3970,6 +4000,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
     CUDA_OK(r, cudaGetLastError(), "the output layer");
 }
 
+/* Copies a row to pinned memory, of which there is one per row of logits. */
 static const float *cuda_read_logits(struct rank *r, int row) {
     struct cuda *c = r->cuda;
     float *out = c->logits_host + (size_t)row * (size_t)r->m->n_vocab;
@@ -3979,6 +4010,7 @@ static const float *cuda_read_logits(struct rank *r, int row) {
     return out;
 }
 
+/* Enqueues k_sample, and the copy of the id that it chooses. */
 static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
     struct cuda *c = r->cuda;
     struct sample_args *p = &c->sample;
@@ -4000,6 +4032,7 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
     cuda_copy(r, c->token_host, p->token, sizeof(int32_t), "choosing a token");
 }
 
+/* The id that k_sample chose; where it left the choice to the host (-1), the host makes it from the same draw. */
 static int32_t cuda_read_token(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct sample_args *p = &c->sample;
@@ -4071,6 +4104,7 @@ static double copy_seconds(struct stopwatch *w, void *to, int to_device, const v
     return w->seconds() / RUNS;
 }
 
+/* Times a copy within the memory that is free, and m16n8k16 by doubling its turns until they take 4 ms. */
 static struct rates cuda_measure(struct rank *r) {
     struct cuda *c = r->cuda;
     struct rates rates = {};
@@ -4103,6 +4137,7 @@ static void all_reduces_run(struct rank *r, int runs) {
         r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
 }
 
+/* By the way that is asked for, whatever was chosen; the ranks of a stage call it together. */
 static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     enum { WARM = 3, RUNS = 20 };
     struct cuda *c = r->cuda;
@@ -4122,6 +4157,7 @@ static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     return t / RUNS;
 }
 
+/* Puts an event before and after every launch of the forward, which is not recorded, and reads them at the end. */
 static int cuda_profile(struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n) {
     struct cuda *c = r->cuda;
     cudaEvent_t *e = (cudaEvent_t *)host_memory(2 * (size_t)n, sizeof *e);
@@ -4146,7 +4182,8 @@ static int cuda_profile(struct rank *r, void (*body)(void *), void *arg, struct 
 /* ============================================================================================================
  * Upload
  *
- * Brings the weights to the GPU: rows of the file go through pinned staging buffers, and k_repack makes tiles of them there.
+ * Brings the weights to the GPU: rows of the file go through pinned staging buffers, and k_repack makes tiles of them
+ * there.
  * ============================================================================================================ */
 
 /* Allocates a matrix in tiles, and copies its factors and bias. False: it is there already, or after an error. */
@@ -4178,8 +4215,8 @@ static void matrix_repack(struct rank *r, const struct weight *w, struct repack 
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "repacking weights");
 }
 
-/* Reads what k_repack found of the matrix that was repacked, and clears it. F16: range[0] is the bits of the largest |weight|;
- * MXFP4: the largest exponent byte, and 255 - the smallest. False after an error. */
+/* Reads what k_repack found of the matrix that was repacked, and clears it. F16: range[0] is the bits of the largest
+ * |weight|; MXFP4: the largest exponent byte, and 255 - the smallest. False after an error. */
 static bool matrix_range(struct rank *r, uint32_t range[2]) {
     struct cuda *c = r->cuda;
     if (c->failed) return false;
@@ -4204,7 +4241,8 @@ static void staging_rows(const struct weight *w, const struct repack *k, int row
     }
 }
 
-/* Uploads all rows of a matrix; k says how they are stored. Synthetic rows are made once per format and repacked again and again. */
+/* Uploads all rows of a matrix; k says how they are stored. Synthetic rows are made once per format and repacked again
+ * and again. */
 static void matrix_upload_rows(struct rank *r, const struct weight *w, struct repack k) {
     struct cuda *c = r->cuda;
     const size_t expert = (size_t)w->n_out * k.row_bytes;
@@ -4230,8 +4268,9 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct re
         }
 }
 
-/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix with weights
- * beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the matrix needs. */
+/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix
+ * with weights beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the
+ * matrix needs. */
 static void matrix_upload(struct rank *r, const struct weight *w, const char *what) {
     const bool mx = w->type == GGUF_MXFP4;
     struct repack k = {};
@@ -4273,6 +4312,7 @@ static void router_upload(struct rank *r, const struct weight *w) {
     free(rows);
 }
 
+/* Copies a vector of n floats, or nothing where x is NULL. */
 static void floats_upload(struct rank *r, const float *x, int n, const char *what) {
     cuda_vector(r, x, x, (size_t)n * sizeof *x, what);
 }
@@ -4323,13 +4363,13 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
 /* ============================================================================================================
  * Several GPUs
  *
- * Links the ranks at the start: mailboxes that the others can write to, NCCL where it is wanted, a first all-reduce that is checked,
- * and the choice between NCCL and our own kernel by the time that they take. All ranks go through the same steps; rank_agree makes
- * all of them hear of a failure.
+ * Links the ranks at the start: mailboxes that the others can write to, NCCL where it is wanted, a first all-reduce
+ * that is checked, and the choice between NCCL and our own kernel by the time that they take. All ranks go through the
+ * same steps; rank_agree makes all of them hear of a failure.
  * ============================================================================================================ */
 
-/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. A single rank uses it when that is asked for,
- * which tries it out. */
+/* Whether NCCL can and shall be used; what was asked for and cannot be is an error. A single rank uses it when that is
+ * asked for, which tries it out. */
 static bool nccl_wanted(struct rank *r, const struct cuda_options *o) {
     const struct shard shard = r->m->shard;
     const char *multi = getenv("NCCL_MULTI_RANK_GPU_ENABLE"), *lacks = NULL;
@@ -4346,8 +4386,8 @@ static bool nccl_wanted(struct rank *r, const struct cuda_options *o) {
 }
 
 #ifdef HAVE_NCCL
-/* Makes the communicator of the stage, and NCCL's buffers, which come with the first calls: before the rest of the memory is given
- * out. */
+/* Makes the communicator of the stage, and NCCL's buffers, which come with the first calls: before the rest of the
+ * memory is given out. */
 static void nccl_init(struct rank *r) {
     enum { TRY = 1024 };
     struct cuda *c = r->cuda;
@@ -4366,13 +4406,13 @@ static void nccl_init(struct rank *r) {
     c->err = err;
 }
 
-extern "C" int cuda_nccl_version(void) {
+int cuda_nccl_version(void) {
     int version = 0;
     return ncclGetVersion(&version) == ncclSuccess ? version : 0;
 }
 #else
 static void nccl_init(struct rank *) {}
-extern "C" int cuda_nccl_version(void) { return 0; }
+int cuda_nccl_version(void) { return 0; }
 #endif
 
 /* Whether one GPU can write to another's memory. */
@@ -4382,7 +4422,7 @@ static bool gpu_reaches(int from, int to) {
     return can;
 }
 
-extern "C" bool cuda_peers(const int *device, int n) {
+bool cuda_peers(const int *device, int n) {
     const char *off = getenv("NCCL_P2P_DISABLE");
     bool all = !off || !*off || !strcmp(off, "0");
     for (int i = 0; i < n * n && all; i++)
@@ -4449,8 +4489,8 @@ static void all_reduce_check(struct rank *r) {
     free(delta);
 }
 
-/* For each number of tokens of a decode forward the faster way to add, by the slowest rank of all; both give the same bits. Writes
- * what was chosen to r->link. */
+/* For each number of tokens of a decode forward the faster way to add, by the slowest rank of all; both give the same
+ * bits. Writes what was chosen to r->link. */
 static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool peers) {
     enum { SIZES = 5 };
     static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
@@ -4486,10 +4526,11 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
 /* ============================================================================================================
  * Start and end
  *
- * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload, see what
- * context fits beside the weights, allocate, link the ranks.
+ * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload,
+ * see what context fits beside the weights, allocate, link the ranks.
  * ============================================================================================================ */
 
+/* Waits for the GPU and for the other ranks, and frees everything; also what a start that failed has left. */
 static void cuda_close(struct rank *r) {
     struct cuda *c = r->cuda;
     if (!c) return;
@@ -4589,7 +4630,8 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
 }
 
-/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of MLA. */
+/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of
+ * MLA. */
 static int attn_splits(int n_sm, int n_head_blocks) {
     const int n = 2 * n_sm / n_head_blocks;
     return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
@@ -4739,7 +4781,8 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     return -1;
 }
 
-extern "C" int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
+/* Runs the start with a share of the host's threads: all ranks repack rows of the file at once. */
+int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
     const int n = shard->shard.n_rank * shard->shard.n_stage, procs = omp_get_num_procs();
     const int threads = omp_get_max_threads();
     if (n > 1) omp_set_num_threads(procs > n ? procs / n : 1); /* of this thread: all ranks upload at once */
@@ -4754,7 +4797,7 @@ extern "C" int cuda_rank_start(struct rank *r, const struct model *shard, const 
  * For --plan, --doctor and --version.
  * ============================================================================================================ */
 
-extern "C" int cuda_device_count(char *err) {
+int cuda_device_count(char *err) {
     int n = 0;
     cudaError_t e = cudaGetDeviceCount(&n);
     if (e == cudaSuccess && n) return n;
@@ -4775,7 +4818,7 @@ struct device_for_now {
     ~device_for_now() { cudaSetDevice(before); }
 };
 
-extern "C" const char *cuda_targets(void) { return MOE_CUDA_TARGETS; }
+const char *cuda_targets(void) { return MOE_CUDA_TARGETS; }
 
 /* One block, one thread: does the program have an image for this chip? */
 __global__ void k_probe(int *out) {
@@ -4783,7 +4826,7 @@ __global__ void k_probe(int *out) {
     *out = 42;
 }
 
-extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
+const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     const struct device_for_now now(device);
     cudaDeviceProp p;
     int *answer = NULL, said = 0, khz = 0, bits = 0;
@@ -4821,7 +4864,7 @@ extern "C" const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     return NULL;
 }
 
-extern "C" void cuda_pair(int from, int to, double *rate, double *latency) {
+void cuda_pair(int from, int to, double *rate, double *latency) {
     const struct device_for_now now(from);
     enum { BIG = 64 << 20, SMALL = 8 << 10 };
     uint8_t *a = NULL, *b = NULL;

@@ -101,9 +101,9 @@ static void pair_out_reduced(struct rank *r, enum act x, enum act out) {
     pair_out(r, "all_reduce_add_rmsnorm", -1, out);
 }
 
-/* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first, and what is
- * compared afterwards. An operation without these two lines does not compile. The operation before attention leaves q in the
- * GPU's own form. cuda/sample compares choices. */
+/* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first,
+ * and what is compared afterwards. An operation without these two lines does not compile. The operation before
+ * attention leaves q in the GPU's own form. cuda/sample compares choices. */
 #define PAIR_IN(...)                    pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
 #define PAIR_IN_embed                   (void)0
 #define PAIR_OUT_embed                  pair_out(r, "embed", -1, x)

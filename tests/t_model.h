@@ -357,8 +357,8 @@ static_assert(LOG_COUNT <= 32, "op_log.seen has a bit for every operation");
 
 static void note_add(uintptr_t x) { op_log.hash = (op_log.hash ^ (uint32_t)(x ^ x >> 32)) * 0x01000193u; }
 
-/* What an argument adds to the hash, by its type; a type that is not listed does not compile. Token ids, draws and results are
- * data, which may differ. */
+/* What an argument adds to the hash, by its type; a type that is not listed does not compile. Token ids, draws and
+ * results are data, which may differ. */
 static void note_rank(struct rank *r) { (void)r; }
 static void note_int(int x) { note_add((uintptr_t)x); }
 static void note_act(enum act a) { note_add(a); }
