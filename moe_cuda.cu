@@ -348,7 +348,7 @@ DEVICE void cp_async16(void *smem, const void *gmem, bool valid = true) {
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
-/* Closes a group of copies. cp_async_wait<N> waits until at most the N latest groups of this thread are in flight. */
+/* Closes a group of copies. The wait below ends when at most the N latest groups of this thread are in flight. */
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void cp_async_wait() {
