@@ -15297,8 +15297,8 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
     const bool slow = percent < SPEED_PERCENT, tiny = gpu && 1e6 / roofline / s->m->n_layer < SPEED_LAYER;
     const enum severity severity = !slow ? SEVERITY_OK : tiny ? SEVERITY_NOTE : SEVERITY_WARNING;
     doctor_find(d, severity, doctor_speed_advice(d, gpu, tiny),
-                "decode %.1f tok/s: %.*f %% of the roofline, %.1f tok/s by reading %.1f GB/s%s", 1 / seconds,
-                percent < 10 ? 1 : 0, percent, roofline, all * 1e-9, reduce > 0 ? " and all-reduces" : "");
+                "decode %.1f tok/s: %.*f %% of the roofline, %.1f tok/s at %.1f GB/s%s", 1 / seconds,
+                percent < 10 ? 1 : 0, percent, roofline, all * 1e-9, reduce > 0 ? " with all-reduces" : "");
 }
 
 /* Checks the model of the options as it would be run. */
