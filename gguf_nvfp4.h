@@ -1,16 +1,19 @@
 /* gguf_nvfp4.h - the GGUF v3 container and the number formats of its tensors.
  *
- * Shared by moe.c, moe_cuda.cu, the converter and the tests; everything is static inline, C11 and C++17.
+ * Shared by moe.c, moe_cuda.cu, the converter, moe-reap and the tests. Every function is static inline and compiles as
+ * C11 and C++17.
  *
  *   numbers    BF16, F16, E4M3, UE4M3, E8M0, E2M1: to and from F32
- *   blocks     NVFP4, MXFP4, Q8_0: dequantise, quantise, re-pack from the Hugging Face order
- *   reader     gguf_open (mmap, split files), gguf_open_header (also a header without data), gguf_parse (one image in
- *              memory), typed look-ups
- *   writer     gguf_writer_*: metadata and tensor table in memory, tensor data streamed by the caller
+ *   blocks     NVFP4, MXFP4, Q8_0: dequantize, quantize, repack from the Hugging Face order
+ *   reader     gguf_open (maps a file and its parts), gguf_open_header (also a header without data), gguf_parse (one
+ *              image in memory), typed look-ups
+ *   writer     gguf_put_*, gguf_add_tensor, gguf_header: the header in memory; the caller streams the tensor data
  *
- * The reader trusts nothing: every count, length and offset is checked against what is left of the file before
- * it is used, every product for overflow. Errors are one line in `err`, with the byte offset or the name. Names in
- * messages are printed as far as they are plain ASCII. Nothing is copied: strings and data point into the image.
+ * The reader trusts nothing. Every count, length and offset is checked against the size of the file before it is used,
+ * and every multiplication for overflow. An error is one line in `err` with the byte offset or the name; bytes of a
+ * name that are not printable ASCII appear as '?'. Nothing is copied: strings and tensor data point into the image.
+ *
+ * The container: github.com/ggml-org/ggml, docs/gguf.md. The block types: ggml-common.h there.
  */
 #ifndef GGUF_NVFP4_H
 #define GGUF_NVFP4_H
@@ -31,6 +34,10 @@
 
 /* ============================================================================================================
  * Numbers
+ *
+ * Small float formats, bit by bit: X_to_f32 is exact, X_from_f32 rounds. S.E.M: bits of sign, exponent, mantissa.
+ *
+ *   BF16 1.8.7    F16 1.5.10    E4M3 1.4.3    UE4M3 0.4.3    E8M0 0.8.0    E2M1 1.2.1
  * ============================================================================================================ */
 
 static inline float f32_from_bits(uint32_t u) {
@@ -47,7 +54,7 @@ static inline uint32_t f32_to_bits(float f) {
 
 static inline float bf16_to_f32(uint16_t h) { return f32_from_bits((uint32_t)h << 16); }
 
-/* Round to nearest, ties to even; NaN stays NaN. */
+/* Rounds to nearest, ties to even. NaN stays NaN. */
 static inline uint16_t bf16_from_f32(float f) {
     uint32_t u = f32_to_bits(f);
     if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)((u >> 16) | 0x40);
@@ -62,13 +69,13 @@ static inline float f16_to_f32(uint16_t h) {
     return sign ? -f : f;
 }
 
-/* Round to nearest, ties to even; overflow gives infinity. */
+/* Rounds to nearest, ties to even. Overflow gives infinity. */
 static inline uint16_t f16_from_f32(float f) {
     uint32_t u = f32_to_bits(f), sign = (u >> 16) & 0x8000;
     u &= 0x7fffffff;
     if (u > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (u >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    if (u < 0x38800000) { /* below 2^-14: a multiple of 2^-24, which adding 0.5 rounds off */
+    if (u < 0x38800000) { /* below 2^-14: adding 0.5 rounds to a multiple of 2^-24 */
         float r = f32_from_bits(u) + 0.5f;
         return (uint16_t)(sign | (f32_to_bits(r) - 0x3f000000));
     }
@@ -76,7 +83,7 @@ static inline uint16_t f16_from_f32(float f) {
     return (uint16_t)(sign | ((u - 0x38000000) >> 13));
 }
 
-/* E4M3 (FN): bias 7, no infinities, 0x7f and 0xff are NaN, largest 448. OCP 8-bit floating point, table 1. */
+/* E4M3: bias 7, no infinities, 0x7f and 0xff are NaN, the largest number is 448. OCP 8-bit Floating Point, table 1. */
 static inline float e4m3_to_f32(uint8_t b) {
     uint32_t exp = (b >> 3) & 15, man = b & 7;
     float f;
@@ -85,13 +92,13 @@ static inline float e4m3_to_f32(uint8_t b) {
     return b & 0x80 ? -f : f;
 }
 
-/* Round to nearest, ties to even; saturates at 448; NaN gives 0x7f, or 0xff if its sign bit is set. */
+/* Rounds to nearest, ties to even. Saturates at 448. NaN gives 0x7f, or 0xff if its sign bit is set. */
 static inline uint8_t e4m3_from_f32(float f) {
     uint32_t u = f32_to_bits(f), sign = (u >> 24) & 0x80;
     u &= 0x7fffffff;
     if (u > 0x7f800000) return (uint8_t)(sign | 0x7f);
     if (u >= 0x43e00000) return (uint8_t)(sign | 0x7e);
-    if (u < 0x3c800000) { /* below 2^-6: a multiple of 2^-9, which adding 2^14 rounds off */
+    if (u < 0x3c800000) { /* below 2^-6: adding 2^14 rounds to a multiple of 2^-9 */
         float r = f32_from_bits(u) + 16384.0f;
         return (uint8_t)(sign | (f32_to_bits(r) - 0x46800000));
     }
@@ -99,15 +106,15 @@ static inline uint8_t e4m3_from_f32(float f) {
     return (uint8_t)(sign | ((u - 0x3c000000) >> 20));
 }
 
-/* UE4M3, the block scale of NVFP4 in GGUF, as ggml reads it: 0x7f counts as zero, bit 7 is ignored otherwise. */
+/* UE4M3, the block scale of NVFP4 in GGUF, as ggml reads it: 0x7f is zero; in other codes bit 7 is ignored. */
 static inline float ue4m3_to_f32(uint8_t b) {
     uint32_t exp = (b >> 3) & 15, man = b & 7;
     if (b == 0x7f) return 0.0f;
     return exp ? f32_from_bits((exp + 120) << 23 | man << 20) : (float)man * 0x1p-9f;
 }
 
-/* As ggml writes it: half rounds up, and everything from 256 is coded 448. Files made here get their scales from
- * the quantiser of the source instead; this one exists to agree with ggml's reference quantiser. */
+/* UE4M3 as ggml's reference quantizer writes it: ties round up, and everything from 256 on becomes 448. It only serves
+ * nvfp4_encode_block_ref; the converter takes its scales from the source or from convert/quantize.h. */
 static inline uint8_t ue4m3_from_f32(float f) {
     uint32_t u = f32_to_bits(f);
     if (!(f > 0.0f)) return 0;
@@ -127,10 +134,10 @@ static inline uint8_t ue4m3_from_f32(float f) {
     return exp >= 15 ? 0x7e : (uint8_t)(exp << 3 | (int)man);
 }
 
-/* E8M0, the block scale of MXFP4: 2^(b-127); 0xff (NaN) is not special to ggml and is not here. */
+/* E8M0, the block scale of MXFP4: 2^(b-127). The standard's NaN, 0xff, is not treated specially, as in ggml. */
 static inline float e8m0_to_f32(uint8_t b) { return b ? f32_from_bits((uint32_t)b << 23) : 0x1p-127f; }
 
-/* Twice the value of an E2M1 code: small integers, so that products with int8 stay exact. */
+/* Twice the value of each E2M1 code. These are small integers, so that products with int8 are exact. */
 static const int8_t e2m1_doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 static inline float e2m1_to_f32(uint8_t code) {
@@ -140,24 +147,29 @@ static inline float e2m1_to_f32(uint8_t code) {
 
 /* ============================================================================================================
  * Blocks
+ *
+ * The tensor types of GGUF. A row of a quantized tensor is a sequence of blocks; a block holds a few weights and their
+ * scales.
  * ============================================================================================================ */
 
-/* 64 weights. Sub-block s (16 weights) has the scale d[s]; byte qs[8*s+j] holds weight 16*s+j in its low and weight
- * 16*s+j+8 in its high nibble. weight = E2M1(code) * UE4M3(d[s]) * scale2, scale2 in the F32 tensor NAME.scale. */
+/* NVFP4: 64 weights. Sub-block s (16 weights) has the scale d[s]. Byte qs[8*s+j] holds weight 16*s+j in its low nibble
+ * and weight 16*s+j+8 in its high nibble. weight = E2M1(code) * UE4M3(d[s]) * scale2; scale2 is in the F32 tensor
+ * NAME.scale. */
 struct block_nvfp4 {
     uint8_t d[4];
     uint8_t qs[32];
 };
 static_assert(sizeof(struct block_nvfp4) == 36, "an NVFP4 block is 36 bytes");
 
-/* 32 weights: byte qs[j] holds weight j (low nibble) and weight j+16 (high). weight = E2M1(code) * 2^(e-127). */
+/* MXFP4: 32 weights. Byte qs[j] holds weight j in its low nibble and weight j+16 in its high nibble. weight =
+ * E2M1(code) * 2^(e-127). */
 struct block_mxfp4 {
     uint8_t e;
     uint8_t qs[16];
 };
 static_assert(sizeof(struct block_mxfp4) == 17, "an MXFP4 block is 17 bytes");
 
-/* 32 weights: weight = qs[j] * F16(d). */
+/* Q8_0: 32 weights. weight = qs[j] * F16(d). */
 struct block_q8_0 {
     uint8_t d[2]; /* F16, little-endian; bytes, because blocks are only 2-byte aligned */
     int8_t qs[32];
@@ -179,12 +191,13 @@ enum gguf_type {
     GGUF_TYPE_COUNT = 43
 };
 
-/* Names of all types upstream has, so that a refusal can name what it found; block 0: not supported here. */
+/* A type of ggml. The table has all of them, so that an error can name the type that was found. */
 struct gguf_type_traits {
     const char *name;
-    uint32_t block, bytes; /* elements and bytes of a block */
+    uint32_t block, bytes; /* elements and bytes of a block; 0: not supported here */
 };
 
+/* Returns the traits of a type, of "unknown" if ggml has no such type. */
 static inline struct gguf_type_traits gguf_type_info(uint32_t type) {
     static const struct gguf_type_traits t[GGUF_TYPE_COUNT] = {
         {"F32", 1, 4},     {"F16", 1, 2},        {"Q4_0", 0, 0},       {"Q4_1", 0, 0},       {"Q4_2", 0, 0},
@@ -200,13 +213,13 @@ static inline struct gguf_type_traits gguf_type_info(uint32_t type) {
     return type < GGUF_TYPE_COUNT ? t[type] : unknown;
 }
 
-/* Bytes of a row of n elements; n must be a multiple of the block, the type supported. */
+/* Returns the bytes of n elements, a multiple of the block; 0 for a type that is not supported. */
 static inline size_t gguf_row_bytes(uint32_t type, size_t n) {
     struct gguf_type_traits t = gguf_type_info(type);
     return t.block ? n / t.block * t.bytes : 0;
 }
 
-/* out[64] = one NVFP4 block without scale2; exact in BF16 and F32. */
+/* out (64) = one NVFP4 block without scale2. The values are exact in BF16 and F32. */
 static inline void nvfp4_decode_block(const struct block_nvfp4 *b, float *out) {
     for (int s = 0; s < 4; s++) {
         float d = ue4m3_to_f32(b->d[s]);
@@ -217,7 +230,8 @@ static inline void nvfp4_decode_block(const struct block_nvfp4 *b, float *out) {
     }
 }
 
-/* ggml's reference quantiser (amax / 6, no tensor scale): lowest code wins ties. For agreement, not for quality. */
+/* Quantizes x (64) as ggml's reference does: scale amax / 6, no scale2, the lowest code of equals. Tests compare it
+ * with ggml; convert/quantize.h has smaller errors. */
 static inline void nvfp4_encode_block_ref(const float *x, struct block_nvfp4 *b) {
     for (int s = 0; s < 4; s++) {
         float amax = 0.0f;
@@ -240,8 +254,9 @@ static inline void nvfp4_encode_block_ref(const float *x, struct block_nvfp4 *b)
     }
 }
 
-/* Hugging Face (ModelOpt, compressed-tensors) to GGUF, lossless. packed: 32 bytes, byte k = element 2k (low nibble) and
- * 2k+1 (high); scales: 4 E4M3 bytes. The sign bit of a scale is dropped: the caller checks that none is negative. */
+/* Repacks 64 NVFP4 weights from the order of Hugging Face (ModelOpt, compressed-tensors) to a GGUF block, without loss.
+ * packed (32): byte k holds weight 2k in its low and 2k+1 in its high nibble. scales (4): E4M3. The sign bit of a scale
+ * is dropped; the caller checks that none is negative. */
 static inline void nvfp4_repack_block(const uint8_t *packed, const uint8_t *scales, struct block_nvfp4 *b) {
     for (int s = 0; s < 4; s++) {
         const uint8_t *p = packed + 8 * s;
@@ -253,6 +268,7 @@ static inline void nvfp4_repack_block(const uint8_t *packed, const uint8_t *scal
     }
 }
 
+/* out (32) = one MXFP4 block. */
 static inline void mxfp4_decode_block(const struct block_mxfp4 *b, float *out) {
     float d = e8m0_to_f32(b->e);
     for (int j = 0; j < 16; j++) {
@@ -261,12 +277,14 @@ static inline void mxfp4_decode_block(const struct block_mxfp4 *b, float *out) {
     }
 }
 
+/* out (32) = one Q8_0 block. */
 static inline void q8_0_decode_block(const struct block_q8_0 *b, float *out) {
     float d = f16_to_f32((uint16_t)(b->d[0] | b->d[1] << 8));
     for (int j = 0; j < 32; j++) out[j] = (float)b->qs[j] * d;
 }
 
-/* out[n] = one row, without any scale tensor. n is a multiple of the block. Returns false for a type without values. */
+/* out (n) = one row as F32, without the factor in NAME.scale. n is a multiple of the block. Returns false for a type
+ * that is not one of weights. */
 static inline bool gguf_dequantize_row(uint32_t type, const void *row, float *out, size_t n) {
     const uint8_t *p = (const uint8_t *)row;
     switch (type) {
@@ -293,8 +311,12 @@ static inline bool gguf_dequantize_row(uint32_t type, const void *row, float *ou
 
 /* ============================================================================================================
  * Reader
+ *
+ * Maps GGUF files and makes tables of their metadata and tensors, sorted by name. A header is read through struct
+ * gguf_cursor, which checks every length; after a successful open no pointer can leave the file.
  * ============================================================================================================ */
 
+/* Types of metadata values, as numbered in the file. */
 enum gguf_value {
     GGUF_V_U8,
     GGUF_V_I8,
@@ -320,35 +342,36 @@ enum {
     GGUF_MAX_ALIGN = 65536
 };
 
-/* FNV-1a, 64 bits: over p (n bytes), going on from h. */
+/* FNV-1a, 64 bits. Continues the hash h over n bytes at p; begin with HASH_START. */
 #define HASH_START 0xcbf29ce484222325u
 static inline uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
     for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
     return h;
 }
 
-/* Bytes of the image; not NUL-terminated, any content. */
+/* A string in the image: n bytes of any content, not NUL-terminated. */
 struct gguf_str {
     const char *p;
     size_t n;
 };
 
+/* One entry of the metadata. */
 struct gguf_kv {
     struct gguf_str key;
     uint32_t type; /* enum gguf_value; for an array the type of its elements */
     bool is_array;
     uint64_t n;          /* elements; 1 for a scalar */
-    const uint8_t *data; /* little-endian, unaligned; strings: u64 length and bytes, one after the other */
+    const uint8_t *data; /* little-endian, unaligned; a string is a u64 length and its bytes */
 };
 
 struct gguf_tensor {
     struct gguf_str name;
     uint32_t type; /* enum gguf_type, a supported one */
     uint32_t n_dims;
-    uint64_t ne[4]; /* ne[0] contiguous; unused ones are 1 */
+    uint64_t ne[4]; /* sizes, the contiguous one first; unused ones are 1 */
     uint64_t bytes; /* of the data */
     const uint8_t *data;
-    uint32_t shard; /* the image that holds it */
+    uint32_t shard; /* index of the image that holds the data */
 };
 
 struct gguf_image {
@@ -357,8 +380,8 @@ struct gguf_image {
     bool mapped;
 };
 
-/* Invariant after a successful open: every pointer lies inside an image; kv and tensors are sorted by name in
- * kv_order and tensor_order and no name occurs twice. kv are those of the first shard. */
+/* An open file with all its parts. Invariants: every pointer lies inside an image; kv_order and tensor_order sort kv
+ * and tensors by name; no name occurs twice. kv is the metadata of the first part. */
 struct gguf {
     struct gguf_image *images;
     uint32_t n_images;
@@ -368,7 +391,7 @@ struct gguf {
     struct gguf_tensor *tensors;
     uint32_t *tensor_order;
     uint32_t n_tensors;
-    bool header_only; /* the file ends before its data, which all read as zeros; only gguf_open_header takes it */
+    bool header_only; /* the file ends before its data, and all data read as zeros (gguf_open_header) */
 };
 
 static inline bool gguf_str_eq(struct gguf_str s, const char *z) {
@@ -382,7 +405,7 @@ static inline int gguf_str_cmp(struct gguf_str a, struct gguf_str b) {
     return c ? c : (a.n > b.n) - (a.n < b.n);
 }
 
-/* Copies a string of the file for a message: at most cap-1 bytes, everything but printable ASCII as '?'. */
+/* Copies at most cap-1 bytes of a string for a message, with '?' for everything but printable ASCII. Returns out. */
 static inline const char *gguf_printable(struct gguf_str s, char *out, size_t cap) {
     size_t n = s.n < cap - 1 ? s.n : cap - 1;
     for (size_t i = 0; i < n; i++) out[i] = s.p[i] >= 32 && s.p[i] < 127 ? s.p[i] : '?';
@@ -396,7 +419,8 @@ static inline uint32_t gguf_rd32(const uint8_t *p) {
 
 static inline uint64_t gguf_rd64(const uint8_t *p) { return gguf_rd32(p) | (uint64_t)gguf_rd32(p + 4) << 32; }
 
-/* Reads forward through an image. The first error sticks: later reads give zeros and keep the message. */
+/* Reads an image from front to back. After the first error all reads return zeros, and `err` keeps the first
+ * message. */
 struct gguf_cursor {
     const uint8_t *base;
     size_t size, pos;
@@ -405,6 +429,7 @@ struct gguf_cursor {
     size_t errlen;
 };
 
+/* Records an error with the byte offset, unless there has been one. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
@@ -419,7 +444,7 @@ gguf_fail(struct gguf_cursor *c, const char *fmt, ...) {
     if (n >= 0 && (size_t)n < c->errlen) snprintf(c->err + n, c->errlen - (size_t)n, ", at byte %zu", c->pos);
 }
 
-/* n bytes at the cursor, or NULL after an error. */
+/* Returns the next n bytes, or NULL after an error. what: their name in the message, also in the functions below. */
 static inline const uint8_t *gguf_take(struct gguf_cursor *c, uint64_t n, const char *what) {
     if (!c->failed && n > c->size - c->pos)
         gguf_fail(c, "file ends inside %s (%llu bytes wanted, %zu left)", what, (unsigned long long)n,
@@ -440,6 +465,7 @@ static inline uint64_t gguf_take64(struct gguf_cursor *c, const char *what) {
     return p ? gguf_rd64(p) : 0;
 }
 
+/* Returns the next string of at most `max` bytes; "" after an error. */
 static inline struct gguf_str gguf_take_str(struct gguf_cursor *c, uint64_t max, const char *what) {
     struct gguf_str s = {"", 0};
     uint64_t n = gguf_take64(c, what);
@@ -452,11 +478,13 @@ static inline struct gguf_str gguf_take_str(struct gguf_cursor *c, uint64_t max,
     return s;
 }
 
+/* Returns the bytes of a value; 0 for strings and arrays. */
 static inline uint32_t gguf_value_bytes(uint32_t type) {
     static const uint8_t bytes[GGUF_V_COUNT] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
     return type < GGUF_V_COUNT ? bytes[type] : 0;
 }
 
+/* Reads a value and its type into kv, whose key is set. */
 static inline void gguf_take_value(struct gguf_cursor *c, struct gguf_kv *kv) {
     char key[64];
     gguf_printable(kv->key, key, sizeof key);
@@ -493,6 +521,7 @@ static inline void gguf_take_value(struct gguf_cursor *c, struct gguf_kv *kv) {
     }
 }
 
+/* Reads one entry of the tensor table. t->bytes is the offset of the data until gguf_place_tensors. */
 static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t) {
     char name[64];
     t->name = gguf_take_str(c, GGUF_MAX_NAME, "a tensor name");
@@ -513,7 +542,7 @@ static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t
         n *= t->ne[d];
     }
     t->type = gguf_take32(c, "a tensor's type");
-    t->bytes = gguf_take64(c, "a tensor's offset"); /* the offset until gguf_place_tensors */
+    t->bytes = gguf_take64(c, "a tensor's offset");
     if (c->failed) return;
     struct gguf_type_traits ti = gguf_type_info(t->type);
     if (!ti.block)
@@ -527,12 +556,14 @@ static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t
     else if (n / ti.block > INT64_MAX / ti.bytes) gguf_fail(c, "tensor '%s': its size overflows", name);
 }
 
+/* qsort: by the place of the data. */
 static inline int gguf_cmp_offset(const void *a, const void *b) {
     const struct gguf_tensor *x = *(const struct gguf_tensor *const *)a, *y = *(const struct gguf_tensor *const *)b;
     return (x->data > y->data) - (x->data < y->data);
 }
 
-/* Bytes of the file that a header without data belongs to; t[i].bytes are still offsets from `start`. */
+/* Returns the bytes that the whole file would have, given its tensors t (n) and the start of its data section.
+ * t[i].bytes are still offsets from `start`. */
 static inline uint64_t gguf_whole_bytes(struct gguf_cursor *c, const struct gguf_tensor *t, uint32_t n, size_t start,
                                         uint32_t align) {
     const uint64_t most = (uint64_t)1 << 46; /* half of what a process can address on x86-64 */
@@ -549,8 +580,9 @@ static inline uint64_t gguf_whole_bytes(struct gguf_cursor *c, const struct gguf
     return (end + align - 1) / align * align;
 }
 
-/* Turns offsets into pointers; all of [offset, offset+bytes) must lie in the data section, without overlap. A file that ends
- * before that section is an error too, but with `whole` (may be NULL) the bytes that it would have. */
+/* Turns the offsets of the tensors t (n) into pointers. Their data must lie inside the data section and must not
+ * overlap. A file that ends before its data section is an error; *whole, unless NULL, is then set to the bytes that it
+ * would have. */
 static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor *t, uint32_t n, uint32_t align,
                                       uint64_t *whole) {
     char name[64], other[64];
@@ -588,6 +620,7 @@ static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor 
     free(by);
 }
 
+/* Unmaps all images, frees the tables and clears g. */
 static inline void gguf_close(struct gguf *g) {
     for (uint32_t i = 0; i < g->n_images; i++)
         if (g->images[i].mapped) munmap((void *)(uintptr_t)g->images[i].base, g->images[i].size);
@@ -608,7 +641,8 @@ static inline int gguf_cmp_item(const void *a, const void *b) {
     return gguf_str_cmp(((const struct gguf_sort_item *)a)->name, ((const struct gguf_sort_item *)b)->name);
 }
 
-/* Sorts n names (the first member of records of `stride` bytes); NULL with a message if one occurs twice. */
+/* Returns the indices of n records of `stride` bytes, sorted by their name, which is their first member. NULL with a
+ * message if a name occurs twice. what: "key" or "tensor". */
 static inline uint32_t *gguf_sorted(const void *records, size_t stride, uint32_t n, const char *what, char *err,
                                     size_t errlen) {
     struct gguf_sort_item *it = (struct gguf_sort_item *)malloc((n + 1) * sizeof *it);
@@ -638,7 +672,7 @@ static inline uint32_t *gguf_sorted(const void *records, size_t stride, uint32_t
     return order;
 }
 
-/* Index of `name` among n sorted records, or -1. */
+/* Returns the index of the record called `name`, or -1. order (n): as gguf_sorted returned it. */
 static inline int64_t gguf_lookup(const void *records, size_t stride, const uint32_t *order, uint32_t n,
                                   const char *name) {
     struct gguf_str want = {name, strlen(name)}, s;
@@ -654,7 +688,8 @@ static inline int64_t gguf_lookup(const void *records, size_t stride, const uint
     return -1;
 }
 
-/* Appends the contents of one image: metadata if it is the first, tensors always. `whole` as in gguf_place_tensors. */
+/* Appends the tensors of one image to g, and the metadata if it is the first. whole: see gguf_place_tensors. Returns 0,
+ * or -1 with a message. */
 static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size, uint64_t *whole, char *err,
                                    size_t errlen) {
     struct gguf_cursor c = {(const uint8_t *)base, size, 0, false, err, errlen};
@@ -665,7 +700,7 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
     if (!c.failed && !(version & 0xffff)) gguf_fail(&c, "big-endian GGUF is not supported");
     if (!c.failed && version != 2 && version != 3) gguf_fail(&c, "GGUF version %u is not 2 or 3", version);
     uint64_t n_tensors = gguf_take64(&c, "the tensor count"), n_kv = gguf_take64(&c, "the metadata count");
-    /* the smallest tensor entry is 33 bytes, the smallest key-value pair 14: counts beyond that are lies */
+    /* A tensor entry takes at least 33 bytes, a metadata entry 14: larger counts cannot be true. */
     if (!c.failed && n_tensors > (size - c.pos) / 33 + 1)
         gguf_fail(&c, "%llu tensors do not fit a file of %zu bytes", (unsigned long long)n_tensors, size);
     if (!c.failed && n_kv > (size - c.pos) / 14 + 1)
@@ -694,7 +729,7 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
     struct gguf_tensor *t = c.failed ? NULL : all + g->n_tensors;
     for (uint64_t i = 0; i < n_tensors && !c.failed; i++) {
         memset(&t[i], 0, sizeof t[i]);
-        t[i].shard = g->n_images ? g->n_images - 1 : 0; /* gguf_map has counted this one */
+        t[i].shard = g->n_images ? g->n_images - 1 : 0; /* gguf_map has already counted this image */
         gguf_take_tensor(&c, &t[i]);
     }
     if (!c.failed && n_tensors) gguf_place_tensors(&c, t, (uint32_t)n_tensors, align, whole);
@@ -714,12 +749,14 @@ static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size
     return 0;
 }
 
+/* Sorts the tensors of all images. Returns 0, or -1 with a message. */
 static inline int gguf_index_tensors(struct gguf *g, char *err, size_t errlen) {
     g->tensor_order = gguf_sorted(g->tensors, sizeof *g->tensors, g->n_tensors, "tensor", err, errlen);
     return g->tensor_order ? 0 : -1;
 }
 
-/* One file's image in the caller's memory, which must outlive g. 0, or -1 with a message and g empty. */
+/* Opens the image of one file in the caller's memory, which must outlive g. Returns 0, or -1 with a message; g is then
+ * empty. */
 static inline int gguf_parse(struct gguf *g, const void *base, size_t size, char *err, size_t errlen) {
     memset(g, 0, sizeof *g);
     if (gguf_parse_image(g, base, size, NULL, err, errlen) || gguf_index_tensors(g, err, errlen)) {
@@ -729,17 +766,19 @@ static inline int gguf_parse(struct gguf *g, const void *base, size_t size, char
     return 0;
 }
 
+/* Returns the metadata entry of a key, or NULL. */
 static inline const struct gguf_kv *gguf_find(const struct gguf *g, const char *key) {
     int64_t i = gguf_lookup(g->kv, sizeof *g->kv, g->kv_order, g->n_kv, key);
     return i < 0 ? NULL : &g->kv[i];
 }
 
+/* Returns a tensor by its name, or NULL. */
 static inline const struct gguf_tensor *gguf_find_tensor(const struct gguf *g, const char *name) {
     int64_t i = gguf_lookup(g->tensors, sizeof *g->tensors, g->tensor_order, g->n_tensors, name);
     return i < 0 ? NULL : &g->tensors[i];
 }
 
-/* Element i of a numeric value as an integer; false if it is not an integer type or out of range. */
+/* *out = element i of an integer or boolean value. False if it is of another type or does not fit. */
 static inline bool gguf_elem_int(const struct gguf_kv *kv, uint64_t i, int64_t *out) {
     if (i >= kv->n) return false;
     uint32_t w = gguf_value_bytes(kv->type);
@@ -758,7 +797,7 @@ static inline bool gguf_elem_int(const struct gguf_kv *kv, uint64_t i, int64_t *
     }
 }
 
-/* Element i as a float; integers are converted. */
+/* *out = element i of a float or integer value. False if it is of another type. */
 static inline bool gguf_elem_f64(const struct gguf_kv *kv, uint64_t i, double *out) {
     int64_t v;
     if (i >= kv->n) return false;
@@ -776,14 +815,15 @@ static inline bool gguf_elem_f64(const struct gguf_kv *kv, uint64_t i, double *o
     return true;
 }
 
-/* Walks the strings of a string value or array: *p starts at kv->data. Call at most kv->n times. */
+/* Returns the next string of a string value or array and advances *p, which starts at kv->data. Call at most kv->n
+ * times. */
 static inline struct gguf_str gguf_next_str(const uint8_t **p) {
     struct gguf_str s = {(const char *)*p + 8, (size_t)gguf_rd64(*p)};
     *p += 8 + s.n;
     return s;
 }
 
-/* The string of a scalar string value. */
+/* *out = the string of a key. False if the key is missing or not a single string. */
 static inline bool gguf_get_str(const struct gguf *g, const char *key, struct gguf_str *out) {
     const struct gguf_kv *kv = gguf_find(g, key);
     if (!kv || kv->is_array || kv->type != GGUF_V_STR) return false;
@@ -792,7 +832,7 @@ static inline bool gguf_get_str(const struct gguf *g, const char *key, struct gg
     return true;
 }
 
-/* "PREFIX-00002-of-00005.gguf": writes PREFIX and the numbers. False if the name has no such ending. */
+/* Splits "PREFIX-00002-of-00005.gguf" into prefix, *no and *count. False if the name does not end so. */
 static inline bool gguf_split_name(const char *path, char *prefix, size_t cap, unsigned *no, unsigned *count) {
     size_t n = strlen(path);
     unsigned a, b;
@@ -807,8 +847,9 @@ static inline bool gguf_split_name(const char *path, char *prefix, size_t cap, u
     return true;
 }
 
-/* Replaces the image of a header by one of the whole file, with zeros for the data: they cost addresses, not memory. Only the
- * header's pages can be written, so that the kernel commits no more than those however it is set up. */
+/* Replaces the image of a header by one of the whole file, `whole` bytes, in which all data are zeros. The zeros cost
+ * addresses but no memory. Only the pages of the header are writable, so that the kernel commits memory for those
+ * alone, whatever its overcommit setting. Returns 0, or -1 with a message. */
 static inline int gguf_map_zeros(struct gguf *g, uint64_t whole, char *err, size_t errlen) {
     struct gguf_image *im = &g->images[0];
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -829,7 +870,8 @@ static inline int gguf_map_zeros(struct gguf *g, uint64_t whole, char *err, size
     return gguf_parse_image(g, p, im->size, NULL, err, errlen);
 }
 
-/* Appends a file; with header_of (the parts of the model) 1 it may be a header without data. 0: data must be there. */
+/* Maps one file and appends its contents to g. header_of: 0: the file must have its data; else the number of parts of
+ * the model, and a single part may be a header without data. Returns 0, or -1 with a message. */
 static inline int gguf_map(struct gguf *g, const char *path, unsigned header_of, char *err, size_t errlen) {
     struct stat st;
     uint64_t whole = 0;
@@ -867,6 +909,8 @@ static inline int gguf_map(struct gguf *g, const char *path, unsigned header_of,
     return -1;
 }
 
+/* Opens a file with all its parts. header: a header without data is accepted. Returns 0, or -1 with a message; g is
+ * then empty. */
 static inline int gguf_open_as(struct gguf *g, const char *path, bool header, char *err, size_t errlen) {
     char prefix[4096], part[4096 + 32], why[512];
     unsigned no = 1, count = 1;
@@ -901,31 +945,35 @@ static inline int gguf_open_as(struct gguf *g, const char *path, bool header, ch
     return -1;
 }
 
-/* Maps a file read-only, and with "-00001-of-0000N.gguf" all its parts (any part's name will do; metadata come from the
- * first). 0, or -1 with a message that names the part; g is then empty. */
+/* Maps a file read-only. If its name ends in "-0000K-of-0000N.gguf", maps all N parts; the metadata are those of the
+ * first. Returns 0, or -1 with a message that names the part; g is then empty. */
 static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t errlen) {
     return gguf_open_as(g, path, false, err, errlen);
 }
 
-/* The same, or a header without data, as moe-convert --dry-run writes it: a file in one part that ends between its tensor
- * table and its data section. Sizes and pointers are then those of the whole file, header_only is set. */
+/* Like gguf_open, but also accepts a header without data, as moe-convert --dry-run -o writes it: one file that ends
+ * between its tensor table and its data section. Sizes and pointers are those of the whole file, and header_only is
+ * set. */
 static inline int gguf_open_header(struct gguf *g, const char *path, char *err, size_t errlen) {
     return gguf_open_as(g, path, true, err, errlen);
 }
 
 /* ============================================================================================================
  * Writer
+ *
+ * Collects a header in memory: gguf_put_* add metadata, gguf_add_tensor adds tensors, gguf_header returns the bytes.
+ * The caller writes them and then the data of the tensors in the same order, each padded to the alignment (gguf_pad).
  * ============================================================================================================ */
 
-/* Collects the header in memory; the caller then streams tensor data in the order of gguf_add_tensor, each padded
- * to the alignment (gguf_pad). Out of memory sets `failed`, which gguf_header reports. */
+/* A header in the making. When memory runs out `failed` is set, and gguf_header returns NULL. */
 struct gguf_writer {
-    uint8_t *kv, *info;
+    uint8_t *kv, *info; /* the metadata, the tensor table */
     size_t kv_len, kv_cap, info_len, info_cap;
-    uint64_t n_kv, n_tensors, data_bytes; /* data_bytes: of all tensors added, padded */
+    uint64_t n_kv, n_tensors, data_bytes; /* data_bytes: of all tensors, padded */
     bool failed;
 };
 
+/* Appends n bytes to a growing buffer. */
 static inline void gguf_append(struct gguf_writer *w, uint8_t **buf, size_t *len, size_t *cap, const void *p,
                                size_t n) {
     if (w->failed) return;
@@ -943,18 +991,21 @@ static inline void gguf_append(struct gguf_writer *w, uint8_t **buf, size_t *len
     *len += n;
 }
 
-/* All hosts that this builds for are little-endian, as the file is. */
+/* Appends n bytes of metadata as they are in memory: file and hosts are little-endian. */
 static inline void gguf_put(struct gguf_writer *w, const void *p, size_t n) {
     gguf_append(w, &w->kv, &w->kv_len, &w->kv_cap, p, n);
 }
+
 static inline void gguf_put_u32_raw(struct gguf_writer *w, uint32_t v) { gguf_put(w, &v, 4); }
 static inline void gguf_put_u64_raw(struct gguf_writer *w, uint64_t v) { gguf_put(w, &v, 8); }
 
+/* Appends a string: its length and its bytes. */
 static inline void gguf_put_bytes(struct gguf_writer *w, const char *p, size_t n) {
     gguf_put_u64_raw(w, n);
     gguf_put(w, p, n);
 }
 
+/* Begins a metadata entry; its value follows. */
 static inline void gguf_put_key(struct gguf_writer *w, const char *key, uint32_t type) {
     gguf_put_bytes(w, key, strlen(key));
     gguf_put_u32_raw(w, type);
@@ -982,8 +1033,7 @@ static inline void gguf_put_str(struct gguf_writer *w, const char *key, const ch
     gguf_put_bytes(w, p, n);
 }
 
-/* An array of n elements of a fixed-size type, little-endian at p. For strings, call it with n and p NULL and follow
- * with n calls of gguf_put_bytes. */
+/* Appends an array of n elements of a fixed-size type. For strings, pass p NULL and call gguf_put_bytes n times. */
 static inline void gguf_put_array(struct gguf_writer *w, const char *key, uint32_t elem, uint64_t n, const void *p) {
     gguf_put_key(w, key, GGUF_V_ARR);
     gguf_put_u32_raw(w, elem);
@@ -991,11 +1041,12 @@ static inline void gguf_put_array(struct gguf_writer *w, const char *key, uint32
     if (p) gguf_put(w, p, (size_t)n * gguf_value_bytes(elem));
 }
 
+/* Returns n rounded up to the alignment of tensor data. */
 static inline uint64_t gguf_pad(uint64_t n) {
     return (n + GGUF_DEFAULT_ALIGN - 1) / GGUF_DEFAULT_ALIGN * GGUF_DEFAULT_ALIGN;
 }
 
-/* Declares the next tensor; returns the bytes of data that the caller will stream for it (without padding). */
+/* Adds the next tensor. Returns the bytes of its data, without padding. */
 static inline uint64_t gguf_add_tensor(struct gguf_writer *w, const char *name, uint32_t type, uint32_t n_dims,
                                        const uint64_t *ne) {
     uint64_t count = 1, n = strlen(name);
@@ -1012,7 +1063,7 @@ static inline uint64_t gguf_add_tensor(struct gguf_writer *w, const char *name, 
     return bytes;
 }
 
-/* The finished header, padded to the alignment, malloc'ed; NULL when memory ran out. */
+/* Returns the finished header of *bytes bytes, padded to the alignment; the caller frees it. NULL: out of memory. */
 static inline uint8_t *gguf_header(struct gguf_writer *w, size_t *bytes) {
     size_t n = 24 + w->kv_len + w->info_len, padded = (size_t)gguf_pad(n);
     uint8_t *h = w->failed ? NULL : (uint8_t *)calloc(1, padded);

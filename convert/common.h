@@ -1,7 +1,5 @@
-/* What moe-convert and moe-reap share: messages, JSON, the reader of safetensors, files that appear whole or not at all.
- *
- * The including program defines PROGRAM, its name in messages.
- */
+/* What moe-convert and moe-reap share: messages, JSON, the safetensors reader, and output files that appear only when
+ * they are complete. The including program defines PROGRAM, its name in messages. / */
 #ifndef CONVERT_COMMON_H
 #define CONVERT_COMMON_H
 
@@ -23,17 +21,21 @@ static_assert(sizeof(size_t) == 8, "sizes of files and tensors are size_t");
 /* ============================================================================================================
  * Errors and memory
  *
- * Every error ends the program: one line on stderr, the temporary file removed. Names come from files that nobody
- * vouches for, so control characters in a message are replaced.
+ * Every error ends the program with one line on stderr and removes the temporary file. Messages quote names from
+ * untrusted files, so control characters in them are replaced.
  * ============================================================================================================ */
 
-enum { CHUNK_BYTES = 8 << 20, MAX_BLOCKS = 512, MAX_EXPERTS = 1024 };
+enum {
+    CHUNK_BYTES = 8 << 20, /* data in memory at a time */
+    MAX_BLOCKS = 512,      /* layers */
+    MAX_EXPERTS = 1024     /* per layer */
+};
 
-static char temp_path[PATH_MAX + 32]; /* the unfinished output, "" when there is none */
-static volatile sig_atomic_t stop_signal;
-static bool bar_shown; /* the cursor stands behind the progress bar */
+static char temp_path[PATH_MAX + 32];     /* the unfinished output, "" if there is none */
+static volatile sig_atomic_t stop_signal; /* the signal that asks the program to stop, 0: none */
+static bool bar_shown;                    /* the cursor is at the end of the progress bar */
 
-/* C0, DEL and C1 controls, which a terminal would obey, become question marks. */
+/* Replaces control characters (C0, DEL and C1) by question marks, because a terminal would act on them. */
 static inline void neutralise(char *s) {
     for (; *s; s++) {
         unsigned char c = (unsigned char)*s, next = (unsigned char)s[1];
@@ -42,7 +44,7 @@ static inline void neutralise(char *s) {
     }
 }
 
-/* One line on stderr. Remarks use it too: stdout belongs to the listing of --dry-run. */
+/* Prints one line on stderr: an error, or a remark, because stdout is for the report. */
 __attribute__((format(printf, 1, 2))) static inline void note(const char *fmt, ...) {
     char line[2048];
     va_list ap;
@@ -54,13 +56,14 @@ __attribute__((format(printf, 1, 2))) static inline void note(const char *fmt, .
     bar_shown = false;
 }
 
+/* Removes the temporary file and exits. */
 __attribute__((noreturn)) static inline void quit(int code) {
     if (temp_path[0]) unlink(temp_path);
     exit(code);
 }
 
-#define die(...)   (note(__VA_ARGS__), quit(1))
-#define usage(...) (note(__VA_ARGS__), quit(2))
+#define die(...)   (note(__VA_ARGS__), quit(1)) /* ends the program with an error */
+#define usage(...) (note(__VA_ARGS__), quit(2)) /* the same for wrong options */
 
 static inline void *xrealloc(void *p, size_t n) {
     void *q = realloc(p, n ? n : 1);
@@ -75,13 +78,13 @@ static inline char *xstrdup(const char *s) {
 
 #define COUNT(a) (sizeof(a) / sizeof *(a))
 
-/* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. */
+/* Dynamic arrays are those of stb_ds: arrput, arrlen, arrsetlen, arrfree. */
 #define STBDS_REALLOC(context, p, n) xrealloc(p, n)
 #define STBDS_FREE(context, p)       free(p)
 #define STB_DS_IMPLEMENTATION
 #include <stb/stb_ds.h>
 
-/* A formatted name or path; valid until 16 calls later. */
+/* Returns a formatted string, at most PATH_MAX - 1 bytes. It is valid for the next 15 calls. */
 __attribute__((format(printf, 1, 2))) static inline const char *fmt(const char *f, ...) {
     static char ring[16][PATH_MAX];
     static unsigned turn;
@@ -105,6 +108,7 @@ static inline bool one_of(const char *s, const char *words) {
     return strstr(fmt(" %s ", words), fmt(" %s ", s)) != NULL;
 }
 
+/* Returns a size such as "1.5 GB"; valid as long as fmt's. */
 static inline const char *human(double bytes) {
     static const char unit[] = " kMGTP";
     int u = 0;
@@ -118,16 +122,18 @@ static inline const char *human(double bytes) {
 /* ============================================================================================================
  * JSON
  *
- * All configuration goes through these: absent and null are the same, a wrong type is an error that shows the value.
+ * Typed access to configuration files. null is the same as a missing key; a wrong type is an error that shows the
+ * value.
  * ============================================================================================================ */
 
-static const char *model_dir;
+static const char *model_dir; /* the Hugging Face directory */
 
+/* Returns the path of a file in model_dir; valid as long as fmt's. */
 static inline const char *in_dir(const char *file) { return fmt("%s/%s", model_dir, file); }
 
-static struct stat *inputs; /* stb_ds: every file that was read */
+static struct stat *inputs; /* stb_ds: all files that were opened for reading */
 
-/* Opens a file to be read. A pipe is refused, not waited for. */
+/* Opens a regular file for reading. A pipe is an error instead of a wait. */
 static inline int input_open(const char *path) {
     struct stat st;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -143,7 +149,7 @@ static inline FILE *input_file(const char *path) {
     return f;
 }
 
-/* A value as it stands in the file, shortened. */
+/* Returns a value as JSON, shortened to 80 bytes, for a message. */
 static inline const char *json_show(const json_t *j) {
     char *s = json_dumps(j, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
     const char *out = "none";
@@ -152,13 +158,13 @@ static inline const char *json_show(const json_t *j) {
     return out;
 }
 
-/* A JSON object and where it stands, for messages: the file, and the key of the object in it (NULL: the top). */
+/* A JSON object, and its place for messages: the file, and the object's key in it (NULL: it is the whole file). */
 struct doc {
-    json_t *obj; /* NULL: every key is absent */
+    json_t *obj; /* NULL: all keys are missing */
     const char *file, *in;
 };
 
-/* A JSON file, called `name` in messages about its contents. */
+/* Reads a JSON file, which messages about its contents call `name`. */
 static inline struct doc doc_open(const char *path, const char *name) {
     json_error_t e;
     FILE *f = input_file(path);
@@ -169,25 +175,27 @@ static inline struct doc doc_open(const char *path, const char *name) {
     return (struct doc){j, name, NULL};
 }
 
-/* A JSON file of the model; .obj is NULL when it is not there. */
+/* Reads a JSON file of model_dir; obj is NULL if the file is missing. */
 static inline struct doc doc_read(const char *file) {
     return access(in_dir(file), F_OK) ? (struct doc){NULL, file, NULL} : doc_open(in_dir(file), file);
 }
 
+/* Returns the value of a key, NULL if it is missing or null. */
 static inline json_t *get(struct doc d, const char *key) {
     json_t *j = d.obj ? json_object_get(d.obj, key) : NULL;
     return json_is_null(j) ? NULL : j;
 }
 
-/* Dies unless ok, showing what stands there. */
+/* Dies unless ok, with the value of the key. what: the value that was expected. */
 static inline void expect(struct doc d, const char *key, bool ok, const char *what) {
     if (ok) return;
     const char *path = d.in ? fmt("%s.%s", d.in, key) : key;
     die("%s: key '%s': expected %s, found %s", d.file, path, what, json_show(get(d, key)));
 }
 
-#define REQUIRED INT64_MIN
+#define REQUIRED INT64_MIN /* a fallback that makes the key mandatory */
 
+/* The functions below return the value of a key, and `fallback` if it is missing. get_int: from lo to hi. */
 static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t hi, int64_t fallback) {
     json_t *j = get(d, key);
     if (!j && fallback != REQUIRED) return fallback;
@@ -196,7 +204,7 @@ static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t
     return json_integer_value(j);
 }
 
-/* `otherwise` NAN: the key is required. */
+/* fallback NAN: the key is mandatory. */
 static inline double get_num(struct doc d, const char *key, double fallback) {
     json_t *j = get(d, key);
     if (!j && !isnan(fallback)) return fallback;
@@ -231,12 +239,13 @@ static inline struct doc get_obj(struct doc d, const char *key) {
 /* ============================================================================================================
  * safetensors
  *
- * u64 header length, JSON header, data. A header is believed only after its ranges tile the data section exactly:
- * no hole, no overlap, each as long as dtype and shape say. Data are unaligned; they are read with pread, so that a
- * failing disk is an error and not a signal.
+ * A safetensors file is a u64 header length, a JSON header and the data (github.com/huggingface/safetensors). The
+ * ranges of a header must cover the data section exactly, without a hole or an overlap, and each must be as long as
+ * dtype and shape say. Data may be unaligned. They are read with pread, so that a failing disk is an error and not a
+ * signal.
  * ============================================================================================================ */
 
-enum dtype { F32, F16, BF16, F8_E4M3, U8 }; /* those that are read; the rest only have a size */
+enum dtype { F32, F16, BF16, F8_E4M3, U8 }; /* those whose values are read; of the others only the size matters */
 
 static const struct {
     const char *name;
@@ -248,8 +257,9 @@ static const struct {
               {"C64", 64},         {"F4", 4},           {"F6_E2M3", 6},        {"F6_E3M2", 6},
               {"F8_E4M3FNUZ", 8},  {"F8_E5M2FNUZ", 8}};
 
-enum { MAX_RANK = 8, MAX_HEADER = 100000000 };
+enum { MAX_RANK = 8, MAX_HEADER = 100000000 /* bytes, the limit of the safetensors library */ };
 
+/* One file of a model. */
 struct shard {
     char *name;
     int fd;
@@ -258,17 +268,17 @@ struct shard {
 struct tensor {
     char *name;
     uint32_t dtype; /* index into dtypes */
-    uint32_t rank;
+    uint32_t rank;  /* sizes in shape */
     size_t shape[MAX_RANK];
-    size_t at, bytes; /* in the file of the shard */
-    uint32_t shard;
-    bool used; /* mapped to an output or skipped on purpose */
+    size_t at, bytes; /* where the data are in the file */
+    uint32_t shard;   /* index into shards */
+    bool used;        /* written to the output or skipped on purpose */
 };
 
 static struct shard *shards;   /* stb_ds */
 static struct tensor *tensors; /* stb_ds, sorted by name */
 
-/* "BF16 [576, 7168]" */
+/* Returns dtype and shape for a message, such as "BF16 [576, 7168]". */
 static inline const char *shape_text(const struct tensor *t) {
     char s[256] = "[";
     for (uint32_t i = 0; i < t->rank; i++)
@@ -278,16 +288,18 @@ static inline const char *shape_text(const struct tensor *t) {
 
 static inline bool is_float(const struct tensor *t) { return t->dtype == F32 || t->dtype == F16 || t->dtype == BF16; }
 
-/* The GGUF type with the same bits as an F32, F16 or BF16 tensor. */
+/* Returns the GGUF type with the same bits as an F32, F16 or BF16 tensor. */
 static inline uint32_t float_type(const struct tensor *t) {
     if (t->dtype == F32) return GGUF_F32;
     return t->dtype == F16 ? GGUF_F16 : GGUF_BF16;
 }
 
+/* Returns file and name of a tensor for a message. */
 static inline const char *where(const struct tensor *t) {
     return fmt("'%s': tensor '%s'", shards[t->shard].name, t->name);
 }
 
+/* Reads n bytes from offset `at` of a file. */
 static inline void read_exact(const struct shard *s, size_t at, void *buf, size_t n) {
     uint8_t *p = buf;
     while (n) {
@@ -301,14 +313,16 @@ static inline void read_exact(const struct shard *s, size_t at, void *buf, size_
     }
 }
 
-/* Bytes [at, at+n) of a tensor's data; what has been read leaves the page cache, for it is not needed again. */
+/* Reads the bytes [at, at + n) of a tensor and drops large ranges from the page cache, because they are read only
+ * once. */
 static inline void tensor_read(const struct tensor *t, size_t at, void *buf, size_t n) {
     const struct shard *s = &shards[t->shard];
     read_exact(s, t->at + at, buf, n);
     if (n >= 1 << 20) posix_fadvise(s->fd, (off_t)(t->at + at), (off_t)n, POSIX_FADV_DONTNEED);
 }
 
-/* One header entry; data_bytes is what the file holds behind the header, which starts at data_at. */
+/* Appends the tensor of one header entry. The data section begins at byte data_at of the file and has data_bytes
+ * bytes. */
 static inline void parse_entry(const char *file, const char *name, json_t *e, size_t data_at, size_t data_bytes) {
     struct tensor t = {.at = data_at, .shard = (uint32_t)arrlen(shards) - 1};
     const char *dtype = json_string_value(json_object_get(e, "dtype"));
@@ -342,14 +356,14 @@ static inline void parse_entry(const char *file, const char *name, json_t *e, si
     arrput(tensors, t);
 }
 
-/* Empty tensors stand before the one that begins where they do. */
+/* qsort: by offset, an empty tensor before the one at the same offset. */
 static inline int by_offset(const void *a, const void *b) {
     const struct tensor *x = a, *y = b;
     if (x->at != y->at) return x->at < y->at ? -1 : 1;
     return (x->bytes > y->bytes) - (x->bytes < y->bytes);
 }
 
-/* Reads the header of one file and appends its tensors. The file stays open. */
+/* Opens one file, which stays open, and appends its tensors. */
 static inline void shard_open(const char *name) {
     struct shard s = {xstrdup(name), input_open(in_dir(name))};
     arrput(shards, s);
@@ -390,13 +404,14 @@ static inline int by_name(const void *a, const void *b) {
     return strcmp(((const struct tensor *)a)->name, ((const struct tensor *)b)->name);
 }
 
-/* By its full name, prefix included; NULL when the source has none. */
+/* Returns a tensor by its full name, or NULL. */
 static inline struct tensor *tensor_find(const char *name) {
     struct tensor key = {.name = (char *)(uintptr_t)name};
     return bsearch(&key, tensors, arrlenu(tensors), sizeof *tensors, by_name);
 }
 
-/* Opens every shard that the index names, or model.safetensors; index and headers must agree in both directions. */
+/* Opens all files that the index names, or model.safetensors. Every tensor of the index must be in its file and every
+ * tensor of a file in the index. */
 static inline void source_open(void) {
     struct doc index = doc_read("model.safetensors.index.json"), map = get_obj(index, "weight_map");
     const char *name;
@@ -431,16 +446,16 @@ static inline void source_open(void) {
 /* ============================================================================================================
  * Output
  *
- * Written to a temporary name beside the target, synced, renamed: under the final name there is a whole file or what
- * was there before.
+ * A file is written under a temporary name in the directory of its target, synced and then renamed. Under the final
+ * name there is always a complete file or what was there before.
  * ============================================================================================================ */
 
 static struct {
     FILE *f;
     const char *path;
-    size_t done, total;  /* bytes */
-    double start, shown; /* seconds */
-    bool terminal;
+    size_t done, total;  /* bytes written, bytes to write */
+    double start, shown; /* now_seconds() of the start and of the last progress bar */
+    bool terminal;       /* stderr can show a progress bar */
 } dest;
 
 static inline double now_seconds(void) {
@@ -449,6 +464,7 @@ static inline double now_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* Draws the progress bar, at most five times a second; last: once more, with a newline. */
 static inline void progress(bool last) {
     double t = now_seconds(), rate;
     if (!dest.terminal || (!last && t - dest.shown < 0.2)) return;
@@ -467,7 +483,8 @@ static inline void progress(bool last) {
     bar_shown = !last;
 }
 
-/* The one place that writes, so that signals and full disks are met here. */
+/* Writes n bytes of the output. All output goes through here, so that signals and full disks are handled in one
+ * place. */
 static inline void out_write(const void *p, size_t n) {
     if (stop_signal) {
         note("interrupted; nothing was written to '%s'", dest.path);
@@ -478,7 +495,7 @@ static inline void out_write(const void *p, size_t n) {
     progress(false);
 }
 
-/* A growing buffer; contents are lost. */
+/* Returns buffer number `which` (0 to 3) with at least n bytes. Its contents are lost when it grows. */
 static inline uint8_t *scratch(int which, size_t n) {
     static struct {
         uint8_t *p;
@@ -494,13 +511,13 @@ static inline uint8_t *scratch(int which, size_t n) {
 
 static inline void on_signal(int sig) { stop_signal = sig; }
 
-/* What the parent ignores (nohup) stays ignored. */
+/* Handles a signal, unless the parent process ignores it (nohup). */
 static inline void stop_on(int sig) {
     struct sigaction old, act = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (!sigaction(sig, NULL, &old) && old.sa_handler != SIG_IGN) sigaction(sig, &act, NULL);
 }
 
-/* Room for dest.total bytes beside `path`. */
+/* Dies unless the directory of `path` has space for dest.total bytes. */
 static inline void check_free_space(const char *path) {
     char dir[PATH_MAX], copy[PATH_MAX], need[64];
     struct statvfs fs;
@@ -512,8 +529,8 @@ static inline void check_free_space(const char *path) {
     if (available < (double)dest.total) die("'%s': %s are needed, %s are free", dir, need, human(available));
 }
 
-/* Before the first byte: a name for a file, none of the source's, a directory that can be written, and room. Symbolic links
- * in `path` are replaced by what they lead to. */
+/* Dies unless `path` can be written: not a directory, not one of the input files, enough space. A symbolic link in
+ * `path` is replaced by its target. */
 static inline void check_target(char path[PATH_MAX]) {
     char copy[PATH_MAX];
     struct stat st;
@@ -530,19 +547,19 @@ static inline void check_target(char path[PATH_MAX]) {
     check_free_space(path);
 }
 
-/* The progress bar, and signals that out_write meets. */
+/* Starts the progress bar and installs the signal handlers. */
 static inline void out_start(const char *path) {
     const char *terminal = getenv("TERM");
     dest.path = path;
     dest.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
     dest.start = now_seconds();
-    signal(SIGXFSZ, SIG_IGN); /* a file size limit is an error of write() */
+    signal(SIGXFSZ, SIG_IGN); /* write() then returns an error at the limit of file sizes */
     stop_on(SIGINT);
     stop_on(SIGTERM);
     stop_on(SIGHUP);
 }
 
-/* Opens the temporary file beside `path` for dest.total bytes. Symbolic links in `path` are replaced by what they lead to. */
+/* Begins an output of dest.total bytes. A symbolic link in `path` is replaced by its target. */
 static inline void out_begin(char path[PATH_MAX]) {
     check_target(path);
     out_start(path);
@@ -552,7 +569,7 @@ static inline void out_begin(char path[PATH_MAX]) {
     snprintf(temp_path, sizeof temp_path, "%s", temp);
 }
 
-/* Makes what happened to the names in a directory last. */
+/* Syncs a directory, so that a rename in it survives a crash. */
 static inline void sync_dir(const char *path) {
     int dir = open(path, O_RDONLY | O_CLOEXEC);
     if (dir >= 0) {
@@ -561,7 +578,7 @@ static inline void sync_dir(const char *path) {
     }
 }
 
-/* The file under its name, on the disk. */
+/* Syncs the output and gives it its final name. */
 static inline void out_end(void) {
     char copy[PATH_MAX];
     if (fflush(dest.f) || fsync(fileno(dest.f)) || fclose(dest.f))
@@ -573,7 +590,7 @@ static inline void out_end(void) {
     progress(true);
 }
 
-/* The exit code of what went to stdout. */
+/* Returns the exit code 0, or dies if stdout could not be written. */
 static inline int stdout_end(void) {
     if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
     return 0;
