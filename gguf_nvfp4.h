@@ -343,7 +343,6 @@ enum {
 };
 
 enum { MAX_LAYERS = 512, MAX_EXPERTS = 1024 /* per layer */ }; /* of a model, as in llama.cpp */
-
 /* FNV-1a, 64 bits. Continues the hash h over n bytes at p; begin with HASH_START. */
 #define HASH_START 0xcbf29ce484222325u
 static inline uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {

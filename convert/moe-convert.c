@@ -1,18 +1,18 @@
-/* moe-convert: a Hugging Face model directory to one GGUF file.
+/* moe-convert: converts a Hugging Face model directory to one GGUF file.
  *
  * Contents, bottom up:
- *   weights                what a linear layer is stored as (NVFP4, FP8, plain) and its sidecar scales
- *   types                  what --quantize, --backbone and --keep make of a matrix; --importance
- *   plan                   the list of output tensors: name, type, shape, pieces of the source
- *   model                  config.json to sizes; the rules from Hugging Face names to GGUF names
- *   vocabulary             tokenizer.json or tiktoken.model to tokens, types and merges
- *   metadata               the GGUF keys
- *   output                 streaming the plan to a temporary file, rename
- *   main
+ *   Weights       how a linear layer is stored in the source (NVFP4, FP8, plain), with its scales
+ *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
+ *   Plan          the list of output tensors: name, type, shape, and where their data come from
+ *   Model         config.json; the table from Hugging Face names to GGUF names
+ *   Vocabulary    tokenizer.json or tiktoken.model to tokens, types and merges
+ *   Metadata      the keys of the GGUF file
+ *   Output        writes the tensors
+ *   Main          listing, report, options
  *
- * The whole plan is made from headers before the first byte is written: a source that is not understood leaves nothing
- * behind. A tensor is either mapped, skipped on purpose (skipped_suffixes) or an error. Data are streamed in chunks;
- * memory does not grow with the model.
+ * All of the plan is made from the headers of the source before the first byte is written, so that an unknown model
+ * leaves no file. A tensor of the source is used, skipped on purpose (skipped_suffixes) or an error. Data are copied in
+ * chunks; memory does not grow with the model.
  */
 #define PROGRAM "moe-convert"
 #define MOE_TYPES_ONLY
@@ -25,36 +25,41 @@
 
 #include "quantize.h"
 
-enum { MAX_VOCAB = 4 << 20, PARALLEL = 1 << 17 /* weights from which threads are worth waking */ };
+enum {
+    MAX_VOCAB = 4 << 20, /* tokens */
+    PARALLEL = 1 << 17   /* fewer weights than these are converted by one thread */
+};
 
 /* ============================================================================================================
  * Weights
  *
- * What a linear layer X is stored as is decided by the dtype and rank of X.weight (or X.weight_packed) and by the
- * scales beside it, never by quantization_config. A scale that is missing, of another shape or of an implausible size
- * is an error, for a misread scale gives a model that talks nonsense fluently.
+ * The format of a linear layer X follows from the dtype and rank of X.weight (or X.weight_packed) and from the scales
+ * that the source has for it, never from quantization_config. A scale that is missing or has an unexpected shape or
+ * size is an error, because a model with wrong scales fluently generates nonsense.
  * ============================================================================================================ */
 
+/* How the weights of a matrix are stored. */
 enum format {
     PLAIN,      /* BF16, F16 or F32 */
-    NVFP4,      /* E2M1 x E4M3 per 16, times `factor` */
+    NVFP4,      /* E2M1, times an E4M3 scale for each 16, times `factor` */
     FP8_TENSOR, /* E4M3, times `factor` */
-    FP8_ROW,    /* E4M3 x scale[row] */
-    FP8_BLOCK   /* E4M3 x scale[row/128][col/128] */
+    FP8_ROW,    /* E4M3, times scale[row] */
+    FP8_BLOCK   /* E4M3, times scale[row / 128][column / 128] */
 };
 
 static const char *const format_names[] = {"plain", "NVFP4", "FP8 per tensor", "FP8 per row", "FP8 in blocks"};
 
+/* One linear layer of the source. */
 struct linear {
     enum format format;
     const struct tensor *w;
-    const struct tensor *scale; /* NVFP4 [rows][cols/16] E4M3; FP8_ROW, FP8_BLOCK as above; else NULL */
-    size_t rows, cols;          /* in weights; a fused expert tensor [E][R][C] counts as E*R rows */
-    float factor;               /* left outside the blocks: becomes NAME.scale. 1 where the form has none */
+    const struct tensor *scale; /* NVFP4: (rows, cols / 16) E4M3; FP8_ROW, FP8_BLOCK: as above; else NULL */
+    size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
+    float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
     float input_scale;          /* of W4A4 activations; 0: none */
 };
 
-/* Formats that are recognised by the name of a tensor and refused. */
+/* Formats that are not supported, recognized by the name of a tensor. */
 static const struct {
     const char *suffix, *format;
 } refused_suffixes[] = {{".pre_quant_scale", "AWQ-smoothed weights (pre_quant_scale)"},
@@ -69,7 +74,8 @@ static const struct {
                         {".lora_A.weight", "a LoRA adapter"},
                         {".absmax", "bitsandbytes weights"}};
 
-/* Tensors that no forward pass needs: scales of an FP8 cache (ours are dynamic) and tables that are recomputed. */
+/* Tensors that the forward pass does not need: scales of an FP8 KV cache (moe computes its own) and tables that it
+ * computes. */
 static const char *const skipped_suffixes[] = {".k_scale",
                                                ".v_scale",
                                                ".q_scale",
@@ -79,7 +85,7 @@ static const char *const skipped_suffixes[] = {".k_scale",
                                                ".activation_scale",
                                                ".rotary_emb.inv_freq"};
 
-/* An F32, BF16 or F16 tensor of n values. */
+/* Reads n values of an F32, BF16 or F16 tensor from value `first` on. */
 static void read_floats(const struct tensor *t, size_t first, size_t n, float *out) {
     static uint8_t *raw;
     size_t w = dtypes[t->dtype].bits / 8;
@@ -90,6 +96,7 @@ static void read_floats(const struct tensor *t, size_t first, size_t n, float *o
 
 static bool is_scalar(const struct tensor *t) { return t->bytes * 8 == dtypes[t->dtype].bits; }
 
+/* Reads a tensor of one value and marks it as used. */
 static float read_scalar(struct tensor *t) {
     float v;
     if (!is_float(t) || !is_scalar(t)) die("%s: expected one number, found %s", where(t), shape_text(t));
@@ -98,7 +105,7 @@ static float read_scalar(struct tensor *t) {
     return v;
 }
 
-/* Whether every E2M1 code of the tensor is a zero; its scale then means nothing. */
+/* Whether all E2M1 codes of the tensor are 0 or -0. Its scale then has no meaning. */
 static bool all_zero(const struct tensor *t) {
     uint8_t buf[1 << 16];
     for (size_t at = 0; at < t->bytes; at += sizeof buf) {
@@ -110,8 +117,9 @@ static bool all_zero(const struct tensor *t) {
     return true;
 }
 
-/* weight_scale_2 (ModelOpt: amax / 2688, multiplies) or weight_global_scale (compressed-tensors: 2688 / amax, divides).
- * Weights of a network are far below 2688, so a value on the wrong side of 1 is the other convention under this name. */
+/* Reads the scale of a whole NVFP4 matrix and returns it as a factor. ModelOpt: weight_scale_2 = amax / 2688, a
+ * multiplier. compressed-tensors: weight_global_scale = 2688 / amax, a divisor. Weights are far below 2688, so a value
+ * on the wrong side of 1 must follow the other convention. */
 static float read_global_scale(const char *x, const struct tensor *w, bool divisor) {
     const char *name = divisor ? "weight_global_scale" : "weight_scale_2";
     struct tensor *t = tensor_find(fmt("%s.%s", x, name));
@@ -131,7 +139,8 @@ static float read_global_scale(const char *x, const struct tensor *w, bool divis
         where(t), (double)v);
 }
 
-/* 0 when there is none, or none that means anything (an expert that calibration never reached). */
+/* Returns the input scale of a layer, or 0 if there is none or it is invalid, as for an expert that calibration never
+ * reached. */
 static float read_input_scale(const char *x, bool divisor) {
     struct tensor *t = tensor_find(fmt("%s.%s", x, divisor ? "input_global_scale" : "input_scale"));
     if (!t) return 0.0f;
@@ -140,7 +149,8 @@ static float read_input_scale(const char *x, bool divisor) {
     return isfinite(v) && v > 0 ? v : 0.0f;
 }
 
-/* w: U8 [rows][cols/2]. compressed: the names of compressed-tensors, else those of ModelOpt. */
+/* Describes the NVFP4 layer x. w: (rows, cols / 2) U8. compressed: its scales have the names of compressed-tensors,
+ * else those of ModelOpt. */
 static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compressed) {
     struct linear l = {.format = NVFP4, .w = w, .rows = w->shape[0], .cols = w->shape[1] * 2};
     struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
@@ -159,7 +169,8 @@ static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compres
 
 static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
 
-/* w: E4M3 [rows][cols]. weight_scale_inv multiplies like weight_scale, whatever its name says. */
+/* Describes the FP8 layer x. w: (rows, cols) E4M3. weight_scale_inv is a multiplier like weight_scale, despite its
+ * name. */
 static struct linear resolve_fp8(const char *x, struct tensor *w) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
@@ -174,7 +185,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w) {
         die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
             l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
     s->used = true;
-    if (in) in->used = true; /* of FP8 activations: they are not quantised to FP8 here */
+    if (in) in->used = true; /* for FP8 activations, which moe does not use */
     if (l.format == FP8_TENSOR) {
         l.factor = read_scalar(s);
         if (!isfinite(l.factor) || l.factor < 0)
@@ -183,7 +194,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w) {
     return l;
 }
 
-/* The linear layer x ("model.layers.3.mlp.up_proj"); its tensors are marked as used. Dies when it is not there. */
+/* Describes the linear layer x, such as "model.layers.3.mlp.up_proj", and marks its tensors as used. */
 static struct linear resolve_linear(const char *x) {
     struct tensor *w = tensor_find(fmt("%s.weight_packed", x));
     bool compressed = w != NULL;
@@ -199,7 +210,7 @@ static struct linear resolve_linear(const char *x) {
     return (struct linear){.format = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
 }
 
-/* A tensor without scales, of any float type. */
+/* Returns a tensor of F32, F16 or BF16 and marks it as used. */
 static struct tensor *resolve_vector(const char *name) {
     struct tensor *t = tensor_find(name);
     if (!t) die("'%s': tensor '%s' is missing", model_dir, name);
@@ -211,27 +222,30 @@ static struct tensor *resolve_vector(const char *name) {
 /* ============================================================================================================
  * Types
  *
- * Without options a matrix keeps the type of its source. --quantize is for the experts (and dense feed-forwards), whose
- * bytes are most of a model, --backbone for all other matrices. What is NVFP4 already is never touched.
+ * The GGUF type of each output matrix. Without options it keeps the type of the source. --quantize sets the type of the
+ * experts (with --dense also of dense feed-forward layers), which are most of a model; --backbone sets the type of all
+ * other matrices. NVFP4 matrices of the source are never changed.
  * ============================================================================================================ */
 
 enum { AS_STORED = GGUF_TYPE_COUNT };
 
+/* Set by the options. */
 static struct {
     uint32_t experts, backbone; /* enum gguf_type, or AS_STORED */
-    bool dense;                 /* feed-forwards of dense layers count as experts */
-    bool amax;                  /* no search of scales */
-    pcre2_code *keep;           /* tensors that stay as they are stored; NULL: none */
+    bool dense;                 /* feed-forward matrices of dense layers have the type of experts */
+    bool amax;                  /* --search amax: do not search for better scales */
+    pcre2_code *keep;           /* --keep: tensors that keep the type of the source; NULL: none */
 } types = {.experts = AS_STORED, .backbone = AS_STORED};
 
-/* What llama-imatrix writes: for a matrix NAME the sums of the squares of its inputs, NAME.in_sum2 (n_in, experts), and of
- * how many inputs, NAME.counts (1, experts). */
+/* An importance matrix as llama-imatrix writes it. For a matrix NAME it has NAME.in_sum2 (n_in, experts), the sums of
+ * the squares of its inputs, and NAME.counts (1, experts), how many inputs were summed. */
 static struct {
     struct gguf g;
-    const char *path;            /* NULL: none */
-    size_t weighted, unweighted; /* tensors that it names, and others */
+    const char *path;            /* NULL: none was given */
+    size_t weighted, unweighted; /* quantized matrices that it has, and that it lacks */
 } importance;
 
+/* Opens the file of --importance. */
 static void importance_open(const char *path) {
     char err[1024], found[64];
     struct gguf_str type = {"none", 4};
@@ -248,7 +262,7 @@ static float importance_value(const struct gguf_tensor *t, size_t i) {
     return f32_from_bits(gguf_rd32(t->data + 4 * i));
 }
 
-/* A tensor of the file with n0 x n1 values, none of them negative; NULL when it is not there. */
+/* Returns a tensor of n0 x n1 finite values from 0 up, or NULL if the file does not have it. */
 static const struct gguf_tensor *importance_find(const char *name, size_t n0, size_t n1) {
     const struct gguf_tensor *t = gguf_find_tensor(&importance.g, name);
     if (!t) return NULL;
@@ -264,8 +278,15 @@ static const struct gguf_tensor *importance_find(const char *name, size_t n0, si
     return t;
 }
 
-enum stacking { SINGLE, DENSE_FFN, EXPERTS, HEADS };
+/* What the pieces of a matrix are. */
+enum stacking {
+    SINGLE,    /* one matrix */
+    DENSE_FFN, /* one matrix of a dense feed-forward layer */
+    EXPERTS,   /* one matrix per expert, each with its own scales */
+    HEADS      /* one matrix per attention head, with common scales */
+};
 
+/* Compiles the expression of --keep. */
 static void keep_regex_compile(const char *regex) {
     int code;
     size_t at;
@@ -276,6 +297,7 @@ static void keep_regex_compile(const char *regex) {
     usage("--keep '%s': %s at character %zu", regex, (char *)why, at + 1);
 }
 
+/* Whether --keep matches a GGUF name. */
 static bool matches_keep(const char *name) {
     if (!types.keep) return false;
     pcre2_match_data *match = pcre2_match_data_create(1, NULL);
@@ -286,9 +308,9 @@ static bool matches_keep(const char *name) {
     return rc >= 0;
 }
 
-static size_t n_misaligned; /* matrices that stay because of their width */
+static size_t n_misaligned; /* matrices that keep their type because n_in is not a multiple of the block */
 
-/* Of the matrix `name` with rows of n_in weights, which has `stored` without any option. */
+/* Returns the type of a matrix with rows of n_in weights. stored: its type without options. */
 static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t stored, enum stacking how, size_t n_in) {
     bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
     uint32_t type = expert ? types.experts : types.backbone;
@@ -296,7 +318,7 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
     if (!n_misaligned++)
-        note("%s: rows of %zu weights are no blocks of %u: it stays %s", name, n_in, t.block,
+        note("%s: rows of %zu weights are not a multiple of %u: the tensor stays %s", name, n_in, t.block,
              gguf_type_info(stored).name);
     return stored;
 }
@@ -304,10 +326,12 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
 /* ============================================================================================================
  * Plan
  *
- * The output tensors in file order. Each is a concatenation of pieces, row ranges of source matrices (experts of a
- * stack, heads of kv_b_proj), or a handful of F32 values made here (.scale). All pieces of one tensor have one form.
+ * The list of output tensors in file order. A tensor is a sequence of pieces, which are row ranges of source matrices
+ * (the experts of a stack, the heads of kv_b_proj), or a few F32 values that are computed here (.scale). All pieces of
+ * a tensor have the same format.
  * ============================================================================================================ */
 
+/* Rows [row, row + rows) of a source matrix. */
 struct piece {
     struct linear lin;
     size_t row, rows;
@@ -315,25 +339,25 @@ struct piece {
 
 struct output {
     char name[64];
-    uint32_t type, n_dims;
-    size_t ne[4], bytes;
-    struct piece *pieces; /* stb_ds; empty: `values` */
-    float *values;        /* stb_ds */
-    bool transpose;       /* every piece [rows][cols] is written as [cols][rows] */
-    const char *remark;   /* remark for the listing */
+    uint32_t type, n_dims; /* type: enum gguf_type */
+    size_t ne[4], bytes;   /* sizes, the contiguous one first */
+    struct piece *pieces;  /* stb_ds; empty: the data are `values` */
+    float *values;         /* stb_ds */
+    bool transpose;        /* every piece (rows, cols) is written as (cols, rows) */
+    const char *remark;    /* for the listing of --dry-run */
 
-    /* of matrices that are quantised here */
-    float *scale2; /* NVFP4: the values of NAME.scale, known once a piece has been read; else NULL */
-    const struct gguf_tensor *sum2, *counts; /* of --importance; NULL: all columns count alike */
-    struct quantize_sums sums;               /* of what has been written */
+    /* for matrices that are quantized here */
+    float *scale2; /* NVFP4: the values of NAME.scale, one per piece, set when the piece is written; else NULL */
+    const struct gguf_tensor *sum2, *counts; /* of --importance; NULL: all columns have the same weight */
+    struct quantize_sums sums;               /* error of what has been written */
 };
 
-/* Whether its weights get a new, coarser grid; the rounding to BF16 does not count. */
+/* Whether the weights are quantized here. Rounding to BF16 does not count. */
 static bool is_quantized(const struct output *o) { return o->scale2 || o->type == GGUF_Q8_0; }
 
 static struct output *plan; /* stb_ds */
 
-/* Appends an output of shape {a, b, c} (contiguous first); the pointer is good until the next one. */
+/* Appends an output of shape {a, b, c}, the contiguous size first. The pointer is valid until the next call. */
 static struct output *plan_add(const char *name, uint32_t type, uint32_t n_dims, size_t a, size_t b, size_t c) {
     struct output o = {.type = type, .n_dims = n_dims, .ne = {a, b, c, 1}, .remark = ""};
     size_t n = 1;
@@ -346,13 +370,14 @@ static struct output *plan_add(const char *name, uint32_t type, uint32_t n_dims,
     return &arrlast(plan);
 }
 
-/* Appends an F32 vector; takes the array. */
+/* Appends an F32 vector and takes over the array. */
 static void plan_values(const char *name, float *values) {
     struct output *o = plan_add(name, GGUF_F32, 1, arrlenu(values), 1, 1);
     o->values = values;
 }
 
-/* The scales that stand beside a matrix. per_piece: one value for each piece (experts), else one (pieces of one layer). */
+/* Appends base.scale and base.input_scale, if the matrix has them. p: its pieces. per_piece: one value per piece, else
+ * one for all. with_input: the matrix may have input scales. */
 static void plan_scales(const char *base, const struct piece *p, bool per_piece, bool with_input) {
     size_t n = per_piece ? arrlenu(p) : 1, missing = 0;
     float *factor = NULL, *input = NULL, largest = 0.0f;
@@ -370,7 +395,7 @@ static void plan_scales(const char *base, const struct piece *p, bool per_piece,
     plan_values(fmt("%s.input_scale", base), input);
 }
 
-/* The importance of the columns of o, a stack of n matrices. */
+/* Finds the importance of the columns of o, a stack of n matrices. */
 static void importance_bind(struct output *o, size_t n) {
     if (!importance.path) return;
     o->sum2 = importance_find(fmt("%s.in_sum2", o->name), o->ne[0], n);
@@ -382,7 +407,8 @@ static void importance_bind(struct output *o, size_t n) {
     else importance.unweighted++;
 }
 
-/* base.weight and its scales from pieces that all have the same rows and cols; takes the array. */
+/* Appends base.weight and its scales. p: pieces of the same size; the array is taken over. transpose: see struct
+ * output. */
 static void plan_matrix(const char *base, struct piece *p, enum stacking how, bool transpose) {
     const struct linear *l = &p[0].lin;
     bool nvfp4 = l->format == NVFP4 && !transpose && l->cols % 64 == 0, single = how == SINGLE || how == DENSE_FFN;
@@ -396,7 +422,7 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
     }
     for (size_t i = 1; i < arrlenu(p); i++)
         if (p[i].lin.format != l->format || (l->format == PLAIN && p[i].lin.w->dtype != l->w->dtype))
-            die("%s: %s %s, while '%s' is %s %s: one stacked tensor has one form", where(p[i].lin.w),
+            die("%s: %s %s, while '%s' is %s %s: they form one tensor and must have the same format", where(p[i].lin.w),
                 format_names[p[i].lin.format], shape_text(p[i].lin.w), l->w->name, format_names[l->format],
                 shape_text(l->w));
     uint32_t type = matrix_type(fmt("%s.weight", base), l, stored, how, n_in);
@@ -457,6 +483,7 @@ static void set_dim(enum dim d, size_t n, const char *name) {
     m.dim_name[d] = name;
 }
 
+/* Dies unless a tensor has the sizes r and c; c ONE: it is a vector. */
 static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
     if (rows == m.dim[r] && cols == m.dim[c]) return;
     if (c == DIM_ONE) die("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], m.dim_name[r], shape_text(t));
@@ -464,7 +491,7 @@ static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum d
         shape_text(t));
 }
 
-/* The source's name of a part of a layer, or (layer -1) of the whole model. */
+/* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model. */
 static const char *hf_name(int layer, const char *rest) {
     for (const struct renaming *r = m.renaming; r && r->from; r++)
         if (starts_with(rest, r->from)) {
@@ -474,7 +501,7 @@ static const char *hf_name(int layer, const char *rest) {
     return layer < 0 ? fmt("%s%s", m.prefix, rest) : fmt("%smodel.layers.%d.%s", m.prefix, layer, rest);
 }
 
-/* t [rows][cols] as F32; one row gives a vector. BF16 and F16 are exact in F32. */
+/* Appends t (rows, cols) as F32; one row becomes a vector. */
 static void plan_f32(const char *dst, const struct tensor *t, size_t rows, size_t cols) {
     struct piece p = {{.format = PLAIN, .w = t, .rows = rows, .cols = cols, .factor = 1.0f}, 0, rows};
     struct output *o = plan_add(dst, GGUF_F32, rows > 1 ? 2 : 1, cols, rows, 1);
@@ -530,7 +557,8 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     }
 }
 
-/* kv_b_proj [head][nope + v][kv_lora] becomes the two factors of absorbed attention: k_b, transposed per head, and v_b. */
+/* Appends kv_b_proj (head, nope + v, kv_lora) as the two matrices of absorbed attention: k_b, transposed per head, and
+ * v_b (DeepSeek-V2, arXiv 2405.04434, section 2.1). */
 static void plan_kv_b(int layer) {
     struct linear l = resolve_linear(hf_name(layer, "self_attn.kv_b_proj"));
     const size_t nope = m.dim[DIM_NOPE], v_head = m.dim[DIM_HEAD_V], rows = (size_t)m.n_head * (nope + v_head);
@@ -548,7 +576,8 @@ static void plan_kv_b(int layer) {
     plan_matrix(fmt("blk.%d.attn_v_b", layer), v, HEADS, false);
 }
 
-/* Experts in one tensor of rank 3: [E][rows][cols], gate rows before up rows. */
+/* Returns a tensor (E, rows, cols) with all experts of a layer, or NULL. In gate_up_proj the rows of gate come before
+ * those of up. */
 static struct tensor *find_fused(int layer, const char *name) {
     struct tensor *t = tensor_find(hf_name(layer, fmt("mlp.experts.%s", name)));
     if (!t) t = tensor_find(hf_name(layer, fmt("mlp.experts.%s.weight", name)));
@@ -557,7 +586,7 @@ static struct tensor *find_fused(int layer, const char *name) {
     return t;
 }
 
-/* The experts that the layer really has, checked against what config.json allows. */
+/* Returns how many experts the tensors of a layer have. Dies if config.json does not allow that number. */
 static int count_experts(int layer) {
     struct tensor *fused = find_fused(layer, "gate_up_proj");
     int n = 0;
@@ -609,14 +638,14 @@ static void plan_layer(int layer) {
     for (const struct tensor_rule *r = NULL; (r = rule_next(r, &what));) plan_rule(r, layer);
 }
 
-static size_t n_skipped; /* tensors of the source that are left out on purpose */
+static size_t n_skipped; /* tensors of the source that are skipped on purpose */
 
 static void skip(struct tensor *t) {
     t->used = true;
     n_skipped++;
 }
 
-/* Tensors with a name that tells a format or a purpose: refused at once, or left out. */
+/* Skips or refuses tensors by their names. */
 static void screen_names(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
@@ -632,7 +661,7 @@ static void screen_names(void) {
     }
 }
 
-/* A tensor that nothing asked for means a model that is not understood. */
+/* Dies if a tensor was neither used nor skipped, because the model then has parts that are not known here. */
 static void check_all_used(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         const struct tensor *t = &tensors[i];
@@ -644,11 +673,12 @@ static void check_all_used(void) {
             die("%s: layer %u, while num_hidden_layers is %d and num_nextn_predict_layers %d", where(t), layer,
                 m.n_layer, m.n_mtp);
         if (found == 2 && expert >= (unsigned)m.experts[layer])
-            die("%s: layer %u has %d experts from 0 on and then a hole", where(t), layer, m.experts[layer]);
+            die("%s: layer %u has experts 0 to %d and then a gap", where(t), layer, m.experts[layer] - 1);
         die("%s: %s: nothing in %s uses it", where(t), shape_text(t), m.arch);
     }
 }
 
+/* Makes the plan. */
 static void plan_model(void) {
     struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
     screen_names();
@@ -662,10 +692,11 @@ static void plan_model(void) {
     if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
-    if (n_misaligned > 1) note("%zu tensors stay because of the length of their rows", n_misaligned);
+    if (n_misaligned > 1) note("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();
 }
 
+/* Returns a size from the config. */
 static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
 
 /* Grouped-query attention with normed heads. */
@@ -712,7 +743,6 @@ static bool is_dense_qwen3(int layer) {
     }
     return (layer + 1) % (int)get_int(m.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
 }
-
 static void read_qwen3(void) {
     read_gqa();
     m.is_dense = is_dense_qwen3;
@@ -723,7 +753,7 @@ static void read_qwen3(void) {
 }
 
 static bool is_dense_leading(int layer) { return layer < m.first_dense; }
-
+/* Reads the keys of DeepSeek-V3 and Kimi-K2. */
 static void read_deepseek3(void) {
     struct doc c = m.cfg;
     read_mla();
@@ -764,6 +794,7 @@ static const char *family_types(void) {
     return fmt("%s or kimi_k25", list);
 }
 
+/* Reads config.json into m. */
 static void read_config(void) {
     m.top = doc_read("config.json");
     if (!m.top.obj) die("'%s': no config.json there", model_dir);
@@ -793,7 +824,7 @@ static void read_config(void) {
     families[f].read();
 }
 
-/* What the release says of its own quantisation must be something known and must not contradict the tensors. */
+/* Checks what the release says about its quantization: it must be known here and must agree with the tensors. */
 static void check_quantization(void) {
     static const char algos[] = "NVFP4 W4A16_NVFP4 FP8 FP8_PB_WO MIXED_PRECISION none";
     struct doc hf = doc_read("hf_quant_config.json"), q;
@@ -825,20 +856,21 @@ static void check_quantization(void) {
 /* ============================================================================================================
  * Vocabulary
  *
- * Token texts keep the GPT-2 alphabet (one printable character per byte), added tokens are literal. Only byte-level BPE
- * is known. The pre-tokenizer is recognised by its expressions and written by upstream's name; an unknown one is refused,
- * because a wrong split gives other tokens than the model was trained on and no error anywhere.
+ * Byte-level BPE only. Texts of tokens are stored in GPT-2's alphabet, one printable character per byte; added tokens
+ * are stored literally. The pre-tokenizer is recognized by its expressions and stored by its name in llama.cpp. An
+ * unknown one is an error, because other pieces would give tokens that the model was not trained on, without any error
+ * later.
  * ============================================================================================================ */
 
 enum token_type { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER = 4, TOKEN_UNUSED = 5 };
 
 static struct {
-    char **text;   /* [vocab_size]; NULL: no such token */
-    int32_t *type; /* [vocab_size] enum token_type */
-    char **merges; /* stb_ds: "left right", by rank */
-    const char *pre;
-    bool nfc, ignore_merges;
-    bool add_bos; /* as the post-processor says; tokenizer_config.json may say otherwise */
+    char **text;             /* (vocab_size) NULL: no such token */
+    int32_t *type;           /* (vocab_size) enum token_type */
+    char **merges;           /* stb_ds: "left right", the first merge first */
+    const char *pre;         /* name of the pre-tokenizer */
+    bool nfc, ignore_merges; /* normalize to NFC; a piece that is a token is not split */
+    bool add_bos;            /* the post-processor adds it; tokenizer_config.json may overrule that */
 } vocab;
 
 /* The contraction groups and the tail that most expressions share. */
@@ -877,7 +909,8 @@ static const struct {
         "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"}}};
 /* clang-format on */
 
-/* Line ends written as characters become escapes, and the spelled-out contractions the short form. */
+/* Returns an expression with line ends as escapes and with contractions in their short form, as in the table; an stb_ds
+ * array. */
 static char *normalize_expression(const char *s) {
     static const char spelled[] = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])";
     char *out = NULL;
@@ -905,7 +938,8 @@ static void collect_expressions(struct doc d, char ***list) {
     } else if (!strcmp(type, "Split")) {
         struct doc pattern = get_obj(d, "pattern");
         const char *e = get_str(pattern, "Regex", NULL), *how = get_str(d, "behavior", "(none)");
-        /* cutting the matches out and dropping the gaps is the same where the expression matches everything */
+        /* Removed and inverted leaves the matches. That is the same as Isolated if the expression matches
+         * everything. */
         bool plain = !strcmp(how, "Isolated") || (!strcmp(how, "Removed") && get_bool(d, "invert", false));
         if (!e || !plain) die("%s: a Split is not supported: %s", d.file, json_show(d.obj));
         arrput(*list, normalize_expression(e));
@@ -917,6 +951,7 @@ static void collect_expressions(struct doc d, char ***list) {
     } else expect(d, "type", false, "Sequence, Split, Digits or ByteLevel");
 }
 
+/* Sets vocab.pre by the expressions of the pre-tokenizer d. */
 static void recognize_pre_tokenizer(struct doc d) {
     char **list = NULL;
     if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE is supported", d.file);
@@ -937,7 +972,7 @@ static void recognize_pre_tokenizer(struct doc d) {
     arrfree(list);
 }
 
-/* Added tokens may repeat an entry of the vocabulary, but not rename it. */
+/* Sets text and type of a token. An added token may repeat an entry of the vocabulary, but must not change its text. */
 static void vocab_set(const char *file, const char *text, int64_t id, enum token_type type) {
     if (id < 0 || (size_t)id >= m.dim[DIM_VOCAB])
         die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, m.dim[DIM_VOCAB]);
@@ -947,7 +982,8 @@ static void vocab_set(const char *file, const char *text, int64_t id, enum token
     vocab.type[id] = type;
 }
 
-/* Upstream's rule: some releases do not mark what is plainly a control token as special. */
+/* Returns the type of an added token. Some releases do not mark control tokens as special; like llama.cpp, this goes by
+ * their text. */
 static enum token_type added_token_type(const char *text, bool special) {
     return special || (starts_with(text, "<|") && ends_with(text, "|>")) ||
                    (starts_with(text, "<｜") && ends_with(text, "｜>"))
@@ -955,6 +991,7 @@ static enum token_type added_token_type(const char *text, bool special) {
                : TOKEN_USER;
 }
 
+/* Adds the token that the object d describes. */
 static void add_token(struct doc d, int64_t id) {
     const char *text = get_str(d, "content", NULL);
     if (!text) die("%s: an added token without content: %s", d.file, json_show(d.obj));
@@ -963,6 +1000,7 @@ static void add_token(struct doc d, int64_t id) {
     vocab_set(d.file, text, id, added_token_type(text, get_bool(d, "special", false)));
 }
 
+/* Reads the normalizer: none or NFC. */
 static void read_normalizer(struct doc d) {
     size_t i;
     json_t *v;
@@ -974,7 +1012,7 @@ static void read_normalizer(struct doc d) {
     } else expect(d, "type", false, "none, NFC or a Sequence of those");
 }
 
-/* What is put around a text: nothing, or one token in front, which then is the beginning-of-sequence token. */
+/* Reads the post-processor: it adds nothing, or one token before the text, the beginning-of-sequence token. */
 static void read_post_processor(struct doc d) {
     size_t i;
     json_t *v;
@@ -994,7 +1032,7 @@ static void read_post_processor(struct doc d) {
     vocab.add_bos = bos;
 }
 
-/* Merges come as "a b" or ["a","b"]. Both parts and the whole must be tokens, or merging would end in nothing. */
+/* Reads the merges, "a b" or ["a","b"]. Both parts and their concatenation must be tokens. */
 static void read_merges(struct doc model, json_t *tokens) {
     size_t i;
     json_t *v;
@@ -1015,6 +1053,7 @@ static void read_merges(struct doc model, json_t *tokens) {
     }
 }
 
+/* Reads tokenizer.json. */
 static void read_tokenizer_json(struct doc d) {
     struct doc model = get_obj(d, "model"), tokens = get_obj(model, "vocab"), decoder = get_obj(d, "decoder");
     size_t i;
@@ -1040,23 +1079,26 @@ static void read_tokenizer_json(struct doc d) {
     expect(decoder, "type", !strcmp(get_str(decoder, "type", "ByteLevel"), "ByteLevel"), "ByteLevel");
 }
 
-/* tiktoken: lines "BASE64 RANK". The rank is the id and the order of merging; merges are what byte-level BPE limited to
- * smaller ranks leaves of a token, when that is two parts. */
+/* ---- tiktoken.model: lines "BASE64 RANK" ----
+ *
+ * The rank of a token is its id and its place in the order of merging. The file has no merges; derive_merge finds the
+ * one that makes a token. */
+
 struct bytes {
     uint8_t *p;
     uint32_t n;
 };
 
 static struct bytes *ranks; /* stb_ds, by rank */
-static int32_t *rank_table; /* open addressing; -1 empty */
-static size_t rank_mask;
+static int32_t *rank_table; /* (rank_mask + 1) hash table from bytes to rank with linear probing; -1: empty */
+static size_t rank_mask;    /* a power of two minus 1 */
 
 static size_t rank_hash(const uint8_t *p, size_t n) {
     uint64_t h = hash_bytes(HASH_START, p, n);
     return (size_t)(h ^ h >> 29);
 }
 
-/* The slot of these bytes: their rank, or the empty slot where they belong. */
+/* Returns the slot of these bytes in rank_table: the one with their rank, or the empty one where it belongs. */
 static int32_t *rank_slot(const uint8_t *p, size_t n) {
     size_t i = rank_hash(p, n) & rank_mask;
     while (rank_table[i] >= 0 && (ranks[rank_table[i]].n != n || memcmp(ranks[rank_table[i]].p, p, n)))
@@ -1064,6 +1106,7 @@ static int32_t *rank_slot(const uint8_t *p, size_t n) {
     return &rank_table[i];
 }
 
+/* Returns decoded base64; n = 0 if it is malformed. The caller frees p. */
 static struct bytes base64_decode(const char *s, size_t n) {
     static const char alphabet[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     struct bytes b = {xrealloc(NULL, n), 0};
@@ -1082,7 +1125,8 @@ static struct bytes base64_decode(const char *s, size_t n) {
     return b;
 }
 
-/* Bytes in the GPT-2 alphabet: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up, in order. */
+/* Returns bytes in GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes become U+0100 and up in
+ * their order. Valid until the next call. */
 static const char *alphabet_text(struct bytes b) {
     static char *out;
     arrsetlen(out, 0);
@@ -1098,10 +1142,11 @@ static const char *alphabet_text(struct bytes b) {
     return out;
 }
 
-/* Merges the bytes of a token as encoding would with the smaller ranks only. O(n^2) in its length. */
+/* Appends the merge that makes a token: encodes its bytes with the tokens of smaller rank; if that leaves two parts,
+ * they are the merge. O(n^2) in the length of the token. */
 static void derive_merge(int32_t rank) {
     struct bytes t = ranks[rank];
-    static uint32_t *cut; /* starts of the parts, and the end */
+    static uint32_t *cut; /* stb_ds: where the parts begin, and the end */
     arrsetlen(cut, t.n + 1);
     for (uint32_t i = 0; i <= t.n; i++) cut[i] = i;
     for (;;) {
@@ -1123,6 +1168,7 @@ static void derive_merge(int32_t rank) {
     free(left);
 }
 
+/* Reads tiktoken.model; config: tokenizer_config.json. */
 static void read_tiktoken(const char *file, struct doc config) {
     FILE *f = input_file(in_dir(file));
     char *line = NULL;
@@ -1160,7 +1206,8 @@ static void read_tiktoken(const char *file, struct doc config) {
     vocab.pre = "kimi-k2";
 }
 
-/* tokenizer_config.json may add tokens; Kimi's own tokenizer names the holes among its 256 special ids. */
+/* Adds the tokens of tokenizer_config.json. Ids without a token among the 256 special ones of a tiktoken model get the
+ * names that Kimi's tokenizer gives them. */
 static void read_added_decoder(struct doc config) {
     struct doc added = get_obj(config, "added_tokens_decoder");
     const char *key;
@@ -1176,6 +1223,7 @@ static void read_added_decoder(struct doc config) {
         if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
+/* Reads all tokens. Ids without a token become unused ones. */
 static void read_vocabulary(struct doc config) {
     size_t n = m.dim[DIM_VOCAB];
     vocab.text = xrealloc(NULL, n * sizeof *vocab.text);
@@ -1196,6 +1244,8 @@ static void read_vocabulary(struct doc config) {
 
 /* ============================================================================================================
  * Metadata
+ *
+ * Writes the keys of the GGUF file under the names that llama.cpp uses, and moe.reap.* for pruned models.
  * ============================================================================================================ */
 
 static struct gguf_writer writer;
@@ -1215,8 +1265,9 @@ static void kv_strings(const char *key, char *const *s, size_t n) {
     for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
 }
 
-/* RoPE: flat keys (rope_theta, rope_scaling) or the newer rope_parameters. YaRN of MLA scales the softmax by
- * mscale_all_dim and leaves cos and sin alone only if mscale is the same number; other recipes are refused. */
+/* Writes the RoPE keys, from rope_theta and rope_scaling or from the newer rope_parameters. YaRN (arXiv 2309.00071)
+ * with MLA scales the softmax by mscale_all_dim. cos and sin stay unscaled only if mscale is the same number; anything
+ * else is an error. */
 static void put_rope(void) {
     static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
                                 "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
@@ -1249,7 +1300,8 @@ static void put_rope(void) {
     if (mla) kv_f32("rope.scaling.yarn_log_multiplier", 0.1 * all);
 }
 
-/* Counts, and what is known of pruning: config.json may carry the object "reap" with the ids that were kept. */
+/* Writes the numbers of experts and what is known about pruning. The object "reap" of config.json lists, by layer, the
+ * original ids of the retained experts. */
 static void put_experts(const char *name) {
     int blocks = m.n_layer + m.n_mtp, most = 0;
     bool differ = false, pruned = strstr(name, "REAP") != NULL;
@@ -1289,6 +1341,7 @@ static void put_experts(const char *name) {
     if (pruned) gguf_put_bool(&writer, "moe.reap.pruned", true);
 }
 
+/* Writes the sizes of the model. */
 static void put_architecture(void) {
     struct doc c = m.cfg;
     const bool mla = m.has & HAS_MLA;
@@ -1321,7 +1374,8 @@ static void put_architecture(void) {
     if (m.n_mtp) kv_u32("nextn_predict_layers", (size_t)m.n_mtp);
 }
 
-/* "<|im_end|>" or {"content": "<|im_end|>"}; -1 when the key or the token is not there. */
+/* Returns the id of the token whose text is the value of a key, "<|im_end|>" or {"content": "<|im_end|>"}; -1 if there
+ * is none. */
 static int32_t token_id(struct doc config, const char *key) {
     json_t *v = get(config, key);
     const char *text = json_string_value(json_is_object(v) ? json_object_get(v, "content") : v);
@@ -1330,7 +1384,7 @@ static int32_t token_id(struct doc config, const char *key) {
     return -1;
 }
 
-/* Appends the ids of a key that holds one or a list. */
+/* Appends the token ids of a key, which has one or a list, to *ids, each once. */
 static void collect_ids(struct doc d, const char *key, int32_t **ids) {
     json_t *v = get(d, key);
     size_t n = json_is_array(v) ? json_array_size(v) : v != NULL;
@@ -1344,7 +1398,8 @@ static void collect_ids(struct doc d, const char *key, int32_t **ids) {
     }
 }
 
-/* The id of a special token, as upstream looks for it: its text in tokenizer_config.json, else its id in config.json. */
+/* Returns the id of the special token `name`, found as in llama.cpp: by its text in tokenizer_config.json, else by its
+ * id in config.json; -1 if there is none. */
 static int32_t special_id(struct doc config, const char *name) {
     int32_t id = token_id(config, fmt("%s_token", name)), *ids = NULL;
     const char *key = fmt("%s_token_id", name);
@@ -1354,7 +1409,8 @@ static int32_t special_id(struct doc config, const char *name) {
     return id;
 }
 
-/* chat_template.jinja wins over tokenizer_config.json, as in transformers; of a list the one named "default". */
+/* Writes the chat template: chat_template.jinja, else that of tokenizer_config.json, as in transformers. Of a list, the
+ * one named "default". */
 static void put_template(struct doc config) {
     json_t *v = get(config, "chat_template"), *e;
     size_t i;
@@ -1386,7 +1442,7 @@ static void put_template(struct doc config) {
     else note("'%s' has no chat template", model_dir);
 }
 
-/* The release's own sampling, when it means to sample at all. */
+/* Writes the sampling defaults of generation_config.json, if it says do_sample. */
 static void put_sampling(struct doc g) {
     static const char *const numbers[][2] = {{"temperature", "general.sampling.temp"},
                                              {"top_p", "general.sampling.top_p"},
@@ -1398,6 +1454,7 @@ static void put_sampling(struct doc g) {
     if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_int(g, "top_k", 0, INT32_MAX, 0));
 }
 
+/* Writes the tokens, merges, special tokens and the chat template. */
 static void put_vocabulary(void) {
     struct doc config = doc_read("tokenizer_config.json"), generation = doc_read("generation_config.json");
     read_vocabulary(config);
@@ -1434,7 +1491,8 @@ static void put_vocabulary(void) {
     json_decref(generation.obj);
 }
 
-/* --name, else the directory; a directory of a Hugging Face cache is a commit id, then the name in config.json. */
+/* Returns --name, else the name of the directory. A directory in a Hugging Face cache is named by its commit; then the
+ * name in config.json is taken. */
 static const char *model_name(const char *given) {
     static char dir[PATH_MAX];
     if (given) return given;
@@ -1445,7 +1503,7 @@ static const char *model_name(const char *given) {
     return *base ? base : "model";
 }
 
-/* general.file_type: the type that holds most of the bytes. */
+/* Returns general.file_type: the number of the type that has most of the bytes. */
 static uint32_t file_type(void) {
     size_t sum[GGUF_TYPE_COUNT] = {0};
     uint32_t best = GGUF_F32;
@@ -1461,6 +1519,7 @@ static uint32_t file_type(void) {
     }
 }
 
+/* Writes all keys and the tensor table. */
 static void put_metadata(const char *name) {
     kv_str("general.architecture", m.arch);
     kv_str("general.name", name);
@@ -1476,16 +1535,19 @@ static void put_metadata(const char *name) {
 
 /* ============================================================================================================
  * Output
+ *
+ * Reads the pieces of each output in chunks, converts them to its type and writes them.
  * ============================================================================================================ */
 
-static size_t n_implausible; /* NVFP4 matrices whose largest weight is out of any sensible range */
+static size_t n_implausible; /* NVFP4 matrices whose largest weight is below 1e-5 or above 64 */
 
-/* Bytes of the matrix per row, as stored. */
+/* Returns the bytes of a row in the source, without block scales. */
 static size_t row_bytes(const struct linear *l) {
     return l->format == NVFP4 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
 }
 
-/* Reads n rows of E4M3 block scales. 0x80 is a zero; any other sign and both NaNs are refused. Returns the largest. */
+/* Reads n rows of E4M3 block scales and returns the largest. 0x80, minus zero, becomes 0; negative scales and NaN are
+ * errors. */
 static uint8_t read_block_scales(const struct linear *l, size_t row, size_t n, uint8_t *s) {
     size_t per_row = l->cols / 16;
     uint8_t most = 0;
@@ -1500,8 +1562,9 @@ static uint8_t read_block_scales(const struct linear *l, size_t row, size_t n, u
     return most;
 }
 
-/* One row of raw bytes to F32. s: its block scales (NVFP4); scale: one, or one for 128 columns (FP8); e4m3: the values of
- * all bytes. Returns the bits of the largest magnitude; those of infinity and of NaN are larger than any other. */
+/* dst (cols) = one row of raw bytes as F32, without `factor`. s: its block scales (NVFP4). scale: its scale, or one for
+ * each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity and NaN
+ * are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
                           const float e4m3[256], float *dst) {
     size_t step = l->format == FP8_BLOCK ? 128 : l->cols;
@@ -1520,7 +1583,7 @@ static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint
     return most;
 }
 
-/* Dies unless `largest`, of rows v of l from `row` on, is a number. */
+/* Dies unless `largest`, the largest magnitude of v, is finite. v: the rows of l from `row` on. */
 static void check_finite(const struct linear *l, size_t row, const float *v, float largest) {
     size_t at = 0;
     if (isfinite(largest)) return;
@@ -1528,8 +1591,8 @@ static void check_finite(const struct linear *l, size_t row, const float *v, flo
     die("%s: row %zu, column %zu is not a finite number", where(l->w), row + at / l->cols, at % l->cols);
 }
 
-/* dst[n][cols] = rows of the matrix without `factor`. Returns the largest magnitude; only of plain rows it may be infinite
- * or NaN. */
+/* dst (n, cols) = n rows of a matrix as F32, without `factor`. Returns the largest magnitude, which only in plain
+ * matrices may be infinite or NaN. */
 static float read_rows(const struct linear *l, size_t row, size_t n, float *dst) {
     size_t rb = row_bytes(l), tiles = ceil128(l->cols), first = row / 128;
     size_t scales = l->format == FP8_ROW ? n : 1;
@@ -1555,7 +1618,7 @@ static float read_rows(const struct linear *l, size_t row, size_t n, float *dst)
     return largest;
 }
 
-/* In place: the 2-byte result never overtakes the 4-byte source. */
+/* Writes v (n) as F32, F16 or BF16. v is converted in place. */
 static void write_floats(uint32_t type, float *v, size_t n) {
     uint8_t *p = (uint8_t *)v;
     for (size_t i = 0; type != GGUF_F32 && i < n; i++) {
@@ -1565,13 +1628,14 @@ static void write_floats(uint32_t type, float *v, size_t n) {
     out_write(p, n * (type == GGUF_F32 ? 4 : 2));
 }
 
-/* The scale of a block is an F16 number. */
+/* Dies if weights v of l cannot be Q8_0: the scale of a block, largest / 127, must be finite in F16. */
 static void check_q8_0(const struct linear *l, size_t row, const float *v, float largest) {
     check_finite(l, row, v, largest);
     if (largest / 127.0f >= 65520.0f) die("%s: weights up to %g are too large for Q8_0", where(l->w), (double)largest);
 }
 
-/* v: n rows of the output, from l; r NULL: to Q8_0. In parts whose sums do not depend on the number of threads. */
+/* Quantizes v, n rows of the output that come from l, and writes them. r NULL: to Q8_0. The work is divided into parts
+ * of a fixed size, so that the sums of errors do not depend on the number of threads. */
 static void write_quantized(struct output *o, const struct linear *l, const struct nvfp4_rule *r, const float *v,
                             size_t n) {
     enum { WEIGHTS = 1 << 14 };
@@ -1594,7 +1658,8 @@ static void write_quantized(struct output *o, const struct linear *l, const stru
     out_write(to, n * bytes);
 }
 
-/* What the columns of matrix `index` count, 1 on average: the number of inputs does not matter. NULL where none was seen. */
+/* Returns the weights of the columns of matrix `index` in the error, 1 on average: their mean squared inputs. NULL:
+ * there is no importance matrix, or it has no inputs for this one. Valid until the next call. */
 static const float *column_weights(const struct output *o, size_t index) {
     static float *weights;
     size_t n = o->ne[0];
@@ -1608,7 +1673,8 @@ static const float *column_weights(const struct output *o, size_t index) {
     return weights;
 }
 
-/* A matrix to NVFP4: once for its scale and once for the blocks, unless one chunk of `step` rows holds it. */
+/* Writes piece `index` as NVFP4. It is read twice, first to find scale2, then to quantize, unless it fits in one chunk
+ * of `step` rows. */
 static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
     const struct piece *p = &o->pieces[index];
     const struct linear *l = &p->lin;
@@ -1618,7 +1684,7 @@ static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
         float largest = read_rows(l, p->row + r, n, v);
         check_finite(l, p->row + r, v, largest);
         amax = fmaxf(amax, largest);
-        out_write(v, 0); /* notices signals */
+        out_write(v, 0); /* writes nothing, but handles signals */
     }
     struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, l->cols, column_weights(o, index)};
     o->scale2[index] = rule.scale2 * l->factor;
@@ -1629,7 +1695,7 @@ static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
     }
 }
 
-/* Rows [row, row+n) re-packed; *most collects the largest scale byte. */
+/* Repacks and writes n rows of an NVFP4 matrix. *most: the largest scale byte so far. */
 static void write_nvfp4_rows(const struct linear *l, size_t row, size_t n, uint8_t *most) {
     size_t blocks = l->cols / 64, rb = row_bytes(l);
     uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * l->cols / 16), largest;
@@ -1641,7 +1707,7 @@ static void write_nvfp4_rows(const struct linear *l, size_t row, size_t n, uint8
     out_write(b, n * blocks * sizeof *b);
 }
 
-/* In chunks of whole rows; a transposed piece (one head) is held whole. */
+/* Writes piece `index` in chunks of whole rows. A transposed piece, which is one head, is one chunk. */
 static void write_piece(struct output *o, size_t index) {
     const struct piece *p = &o->pieces[index];
     const struct linear *l = &p->lin;
@@ -1682,6 +1748,7 @@ static void write_piece(struct output *o, size_t index) {
         note("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
 }
 
+/* Writes the data of one output, padded to the alignment. */
 static void write_output(struct output *o) {
     static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
     size_t from = dest.done;
@@ -1692,7 +1759,7 @@ static void write_output(struct output *o) {
     out_write(zeros, gguf_pad(o->bytes) - o->bytes);
 }
 
-/* With only_header the file ends where the data of its tensors would begin. */
+/* Writes the file. only_header: without the data of its tensors. */
 static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header_bytes, bool only_header) {
     dest.total = header_bytes + (only_header ? 0 : writer.data_bytes);
     out_begin(path);
@@ -1706,9 +1773,11 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
 
 /* ============================================================================================================
  * Main
+ *
+ * The listing of --dry-run, the report of quantization errors, options, and the order of the steps.
  * ============================================================================================================ */
 
-/* name, type, shape, bytes, source, remark; then totals */
+/* Prints a line for each output: name, type, shape, bytes, source, remark; then totals. */
 static void list_plan(size_t header_bytes) {
     size_t sum[GGUF_TYPE_COUNT] = {0}, data = 0;
     size_t count[GGUF_TYPE_COUNT] = {0};
@@ -1733,12 +1802,14 @@ static void list_plan(size_t header_bytes) {
            arrlenu(plan), data, header_bytes + writer.data_bytes, n_skipped);
 }
 
+/* Returns the relative error and the signal-to-noise ratio of quantized weights; valid as long as fmt's. */
 static const char *error_text(struct quantize_sums s) {
     return s.error > 0 ? fmt("%7.3f %% %6.2f dB", 100 * sqrt(s.error / s.power), 10 * log10(s.power / s.error))
                        : "  exact";
 }
 
-/* name, type, weights, error relative to the root mean square of the weights, signal to noise; then totals */
+/* Prints a line for each quantized matrix: name, type, weights, error relative to the root mean square of the weights,
+ * signal-to-noise ratio; then totals. Warns of matrices below LEAST_DB. */
 static void report_errors(void) {
     enum { LEAST_DB = 18 };
     for (uint32_t type = GGUF_Q8_0; type <= GGUF_NVFP4; type += GGUF_NVFP4 - GGUF_Q8_0) {
@@ -1770,28 +1841,28 @@ static void report_errors(void) {
 static void help(void) {
     puts("usage: moe-convert HF_DIR -o OUT.gguf [options]\n"
          "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n\n"
-         "Converts a Hugging Face directory (safetensors, config.json, tokenizer.json or tiktoken.model) to "
-         "GGUF.\n"
-         "Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
-         "Weights: NVFP4 (ModelOpt, compressed-tensors) is kept bit by bit; FP8 E4M3 becomes BF16;\n"
-         "BF16, F16 and F32 stay; norms and routers become F32.\n\n"
+         "Converts a Hugging Face model directory (safetensors, config.json, tokenizer.json or\n"
+         "tiktoken.model) to GGUF. Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
+         "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3 becomes BF16.\n"
+         "BF16, F16 and F32 are kept. Norms and routers become F32.\n\n"
          "  -o FILE            the file to write\n"
-         "  --name NAME        general.name (default: the directory's name)\n"
-         "  --quantize nvfp4   routed experts that are not NVFP4 become it; stdout tells the error of each tensor\n"
-         "  --dense            with --quantize: the feed-forwards of dense layers too\n"
-         "  --search HOW       with --quantize: sweep tries nine scales for every 16 weights and keeps the best;\n"
-         "                     amax takes the one of the largest weight (default: sweep)\n"
-         "  --importance FILE  with --quantize: weigh errors by the mean squares of the inputs that llama-imatrix\n"
-         "                     or moe --calibrate --activations has written to FILE (GGUF)\n"
-         "  --backbone TYPE    bf16 or q8_0 for all other matrices that are not NVFP4 (default: as they are stored)\n"
-         "  --keep REGEX       tensors whose GGUF name matches stay as they are stored\n"
-         "  --dry-run          list the tensors that would be written; with -o write the header of the file,\n"
-         "                     without the tensors' data, for moe --plan; without it nothing\n"
+         "  --name NAME        general.name (default: the name of the directory)\n"
+         "  --quantize nvfp4   quantize routed experts that are not NVFP4; prints the error of each tensor\n"
+         "  --dense            with --quantize: also quantize the feed-forward part of dense layers\n"
+         "  --search HOW       with --quantize: sweep takes the best of nine scales for every 16 weights;\n"
+         "                     amax takes the scale of the largest weight (default: sweep)\n"
+         "  --importance FILE  with --quantize: weight the errors by the mean squared inputs in FILE (GGUF),\n"
+         "                     which llama-imatrix or moe --calibrate --activations writes\n"
+         "  --backbone TYPE    type of all other matrices that are not NVFP4: bf16 or q8_0\n"
+         "                     (default: as stored)\n"
+         "  --keep REGEX       keep the type of tensors whose GGUF name matches\n"
+         "  --dry-run          list the tensors and write none of their data; with -o write the header of the\n"
+         "                     file, for moe --plan\n"
          "  --version          print the version\n"
          "  --help             print this");
 }
 
-/* As given; NULL: not. */
+/* The options as they were given; NULL: not given. */
 static struct {
     const char *dir, *out, *name, *quantize, *search, *importance, *backbone, *keep;
     bool dense, dry_run;
@@ -1827,12 +1898,12 @@ static void parse_options(int argc, char **argv) {
         else if (k < n && i + 1 == argc) usage("%s needs a value", a);
         else if (k < n) *table[k].value = argv[++i];
         else if (*a == '-') usage("unknown option '%s' (see --help)", a);
-        else if (opt.dir) usage("one directory, please: '%s' and '%s'", opt.dir, a);
+        else if (opt.dir) usage("expected one directory, found '%s' and '%s'", opt.dir, a);
         else opt.dir = a;
     }
 }
 
-/* Dies where options contradict each other; sets what they mean. */
+/* Checks the options and sets model_dir and `types`. */
 static void apply_options(void) {
     static const char choice[] = "%s '%s': expected %s";
     if (!opt.dir) usage("a Hugging Face directory is needed (see --help)");
@@ -1876,7 +1947,7 @@ int main(int argc, char **argv) {
     uint8_t *header = gguf_header(&writer, &header_bytes);
     if (!header) die("out of memory for the header");
     if (opt.out) write_file(target, header, header_bytes, opt.dry_run);
-    if (opt.dry_run) list_plan(header_bytes); /* last: a reader that hangs up ends the program */
+    if (opt.dry_run) list_plan(header_bytes); /* at the end, because a closed pipe ends the program */
     else report_errors();
     free(header);
     gguf_writer_free(&writer);

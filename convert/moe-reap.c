@@ -1,75 +1,79 @@
-/* moe-reap: a model without the experts that its router weighs least.
+/* moe-reap: removes the routed experts of a model that contribute least to its output.
  *
  * Contents, bottom up:
- *   model                  the layers with routed experts, whatever the model is stored as
- *   scores                 scores.json of moe --calibrate
- *   selection              what every layer keeps
- *   GGUF                   reading, the new header, byte-exact slices
- *   Hugging Face directory the same for safetensors and what describes them
- *   report                 what is dropped, and how well the scores cover it
- *   main
+ *   Model                    the layers with routed experts, for both kinds of source
+ *   Scores                   reads the scores.json files of moe --calibrate
+ *   Selection                which experts every layer retains
+ *   GGUF                     reads a GGUF file and writes one with the retained experts
+ *   Hugging Face directory   the same for a directory of safetensors
+ *   Report                   what is removed, and how well the scores cover the experts
+ *   Main                     options, and the order of the steps
  *
- * An expert's score is the mean, over the tokens routed to it, of gate weight x norm of its output (REAP, arXiv 2510.13999). The
- * weights that stay are copied, not converted. Everything is checked and planned before the first byte is written; data are
- * streamed in chunks.
+ * The score of an expert is the mean of gate weight x norm of its output over the tokens routed to it (REAP, arXiv
+ * 2510.13999). Retained weights are copied bit by bit. Everything is checked and planned before the first byte is
+ * written. Data are copied in chunks; memory does not grow with the model.
  */
 #define PROGRAM "moe-reap"
 #include "common.h"
 #include <dirent.h>
 
-enum { MIN_SAMPLES = 32 }; /* an expert that fewer were routed to has a score by chance */
+enum { MIN_SAMPLES = 32 }; /* routed tokens below which the score of an expert is too uncertain */
 
 /* ============================================================================================================
  * Model
+ *
+ * The layers with routed experts, filled in by gguf_read or hf_read. The layers of the main model are called the trunk;
+ * layers for multi-token prediction (MTP) come after it.
  * ============================================================================================================ */
 
 struct expert {
-    int64_t tokens; /* routed to it */
-    double weighted_sum, weighted_max,
-        norm_sum;        /* over them: sum and maximum of gate weight x output norm, sum of output norms */
-    double score;        /* of the criterion: the larger ones stay */
+    int64_t tokens; /* that were routed to it */
+    /* over these tokens: the sum and the largest of gate weight x output norm, and the sum of the output norms */
+    double weighted_sum, weighted_max, norm_sum;
+    double score;        /* by the criterion; experts with larger scores are retained */
     int32_t original_id; /* its id before any pruning; -1: unknown */
-    bool outlier;        /* protected: before all values */
+    bool outlier;        /* retained before all others (--protect-outliers) */
     bool retained;
-    int new_id;    /* among those that are kept */
-    int n_tensors; /* of its own, in a directory */
+    int new_id;    /* its id in the output */
+    int n_tensors; /* in a directory: the tensors of this expert alone */
 };
 
 struct layer {
-    int block;               /* its number in the file */
-    int n, n_retained;       /* experts, those that stay; keep counts `kept` */
-    bool hash_routed;        /* routed by token id: left whole */
-    bool mtp;                /* behind the last ordinary layer: does what that one does */
-    bool lists_ids;          /* the source says which experts these once were */
-    struct expert *experts;  /* (n) */
-    struct expert **ranking; /* (n) every group of experts from the best to the worst */
+    int block;               /* its number in the model */
+    int n, n_retained;       /* experts, retained experts */
+    bool hash_routed;        /* experts are chosen by token id; all are retained */
+    bool mtp;                /* for multi-token prediction; retains the same ids as the last layer of the trunk */
+    bool lists_ids;          /* the source has a list of original ids */
+    struct expert *experts;  /* (n) by id */
+    struct expert **ranking; /* (n) each routing group sorted from the best expert to the worst */
 };
 
 static struct model {
     const char *path;
-    struct layer *layers; /* stb_ds: those with routed experts, in order */
-    int n_trunk, n_mtp;   /* layers of any kind */
-    int top_k, n_group, n_group_used;
-    int min_experts;         /* the fewest that a layer can work with */
-    int original_experts;    /* experts of a layer before any pruning; 0: unknown */
-    bool pruned;             /* the source has been pruned before */
-    uint64_t router_hash;    /* hash of the trunk's routers */
-    size_t bytes;            /* of the source */
-    const char *arch;        /* of GGUF */
-    bool drop_mtp;           /* --mtp drop */
-    const char *name_option; /* --name */
+    struct layer *layers;             /* stb_ds: the layers with routed experts, in order */
+    int n_trunk, n_mtp;               /* layers of the trunk, layers for MTP; with and without experts */
+    int top_k, n_group, n_group_used; /* experts per token, routing groups, groups per token */
+    int min_experts;                  /* that a layer must retain for top_k and the groups */
+    int original_experts;             /* of a layer before any pruning; 0: unknown */
+    bool pruned;                      /* the source has been pruned before */
+    uint64_t router_hash;             /* of the routers of the trunk as F32; score files have it too */
+    size_t bytes;                     /* of the source */
+    const char *arch;                 /* general.architecture */
+    bool drop_mtp;                    /* --mtp drop */
+    const char *name_option;          /* --name */
 } m;
 
-/* Whether the selection decides on it. */
+/* Whether the retained experts of a layer are selected by their scores. */
 static bool selectable(const struct layer *layer) { return !layer->hash_routed && !layer->mtp; }
 
+/* Returns the layer with this number, or NULL if it has no routed experts. */
 static struct layer *layer_find(int block) {
     for (size_t i = 0; i < arrlenu(m.layers); i++)
         if (m.layers[i].block == block) return &m.layers[i];
     return NULL;
 }
 
-/* Appends a layer of n experts, in the order of blocks. */
+/* Appends a layer of n experts. Layers are added in order. router: the name of its tensor, for messages. */
 static struct layer *layer_add(int block, size_t n, const char *router) {
     struct layer layer = {.block = block, .mtp = block >= m.n_trunk};
     if (n < (size_t)m.top_k || n > MAX_EXPERTS || n % (size_t)m.n_group)
@@ -86,7 +90,8 @@ static struct layer *layer_add(int block, size_t n, const char *router) {
     return &arrlast(m.layers);
 }
 
-/* Once all layers are known. The last trunk layer decides for those that predict further tokens. */
+/* Checks the layers and completes m. An MTP layer must have as many experts as the last layer of the trunk, whose
+ * retained ids it takes over. */
 static void model_check(void) {
     const struct layer *last = NULL;
     int most = 0;
@@ -109,7 +114,8 @@ static void model_check(void) {
     if (!m.original_experts && !m.pruned) m.original_experts = most;
     if (m.original_experts && m.original_experts < most)
         die("'%s': a layer has %d experts, the model had %d before pruning", m.path, most, m.original_experts);
-    for (size_t i = 0; i < arrlenu(m.layers); i++) { /* a layer that lost experts and does not say which */
+    for (size_t i = 0; i < arrlenu(m.layers);
+         i++) { /* original ids are unknown if a layer lost experts without a list */
         struct layer *layer = &m.layers[i];
         for (int k = 0; k < layer->n && m.pruned && !layer->lists_ids && layer->n != m.original_experts; k++)
             layer->experts[k].original_id = -1;
@@ -118,17 +124,21 @@ static void model_check(void) {
 
 /* ============================================================================================================
  * Scores
+ *
+ * Reads score files and adds them up. A file must be of this model (the hash of its routers is the same), and no text
+ * may be in two files.
  * ============================================================================================================ */
 
 static struct {
     int n_files;
-    char **sources;  /* stb_ds: hashes of the texts */
-    bool unfinished; /* a source was not read to its end */
+    char **sources;  /* stb_ds: hashes of the calibration texts */
+    bool unfinished; /* a text was not read to its end */
     int64_t tokens;
-    size_t covered, undersampled, unseen,
-        total; /* experts of deciding layers: seen FEW_TOKENS times, fewer, never; all */
+    /* experts of selectable layers with MIN_SAMPLES tokens or more, with fewer, with none; all of them */
+    size_t covered, undersampled, unseen, total;
 } scores;
 
+/* Returns the array of a key, which must have n elements. */
 static json_t *score_array(struct doc d, const char *key, int n) {
     json_t *a = get_list(d, key);
     if (json_array_size(a) != (size_t)n)
@@ -137,7 +147,7 @@ static json_t *score_array(struct doc d, const char *key, int n) {
     return a;
 }
 
-/* A number that a sum over tokens can be. */
+/* Returns element i of an array: a finite number from 0 up. */
 static double score_number(struct doc d, const char *key, json_t *a, int i) {
     json_t *v = json_array_get(a, (size_t)i);
     double x = json_number_value(v);
@@ -146,6 +156,7 @@ static double score_number(struct doc d, const char *key, json_t *a, int i) {
     return x;
 }
 
+/* Adds the scores of one layer. */
 static void score_layer(struct doc d, struct layer *layer) {
     json_t *tokens = score_array(d, "tokens", layer->n), *weighted = score_array(d, "weighted_sum", layer->n);
     json_t *most = score_array(d, "weighted_max", layer->n), *norm = score_array(d, "norm_sum", layer->n);
@@ -163,7 +174,7 @@ static void score_layer(struct doc d, struct layer *layer) {
     }
 }
 
-/* Adds one file to what is there. */
+/* Adds a score file. */
 static void scores_read(const char *path) {
     struct doc d = doc_open(path, path);
     char routers[17];
@@ -204,7 +215,7 @@ static void scores_read(const char *path) {
     scores.n_files++;
 }
 
-/* Counts how well the experts were seen. */
+/* Counts how many experts have enough tokens. Dies if a selectable layer has none. */
 static void scores_check(void) {
     for (size_t i = 0; i < arrlenu(m.layers) && scores.n_files; i++) {
         const struct layer *layer = &m.layers[i];
@@ -217,32 +228,33 @@ static void scores_check(void) {
             scores.unseen += !layer->experts[k].tokens;
         }
         scores.total += (size_t)layer->n;
-        if (!any || !scores.tokens) die("layer %d was never calibrated: the scores count no token in it", layer->block);
+        if (!any || !scores.tokens) die("layer %d was never calibrated: its scores have no tokens", layer->block);
     }
 }
 
 /* ============================================================================================================
  * Selection
  *
- * Routing groups are ranges of ids, so every group of a layer keeps the same number. A unit is one expert of each group.
+ * Ranks the experts of each layer and marks the best as retained. Routing groups are ranges of ids, so every group of a
+ * layer must retain the same number; a unit is one expert of each group.
  * ============================================================================================================ */
 
 enum criterion { REAP, FREQUENCY, NORM, RANDOM };
 static const char *const criteria[] = {"reap", "frequency", "norm", "random"};
 
-enum amount { NONE, KEEP, RATIO, BUDGET, COUNTS };
+enum amount { NONE, KEEP, RATIO, BUDGET, COUNTS }; /* which option says how many experts are retained */
 
 static struct {
     enum criterion criterion;
-    uint64_t seed;
-    bool outliers;
+    uint64_t seed; /* state of the random numbers of --criterion random */
+    bool outliers; /* --protect-outliers */
     enum amount amount;
-    int keep;           /* --keep */
-    double ratio;       /* --ratio */
-    double budget;      /* --budget, in bytes */
-    const char *counts; /* --counts */
-    bool per_layer;
-    int floor; /* --floor; 0: by default */
+    int keep;           /* --keep: experts per layer */
+    double ratio;       /* --ratio: share of the experts that is removed */
+    double budget;      /* --budget: bytes */
+    const char *counts; /* --counts: a file */
+    bool per_layer;     /* --per-layer */
+    int floor;          /* --floor: experts per layer; 0: default */
 } opts;
 
 static int by_double(const void *a, const void *b) {
@@ -250,7 +262,8 @@ static int by_double(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Experts with one huge output ("super experts") in the first three quarters of the layers, as the reference code has it. */
+/* Marks the outliers: experts of the first three quarters of the layers with one huge output ("super experts"), above
+ * the 99.5th percentile and a tenth of the maximum of all layers. The rule is that of the REAP reference code. */
 static void protect_outliers(void) {
     double *all = NULL;
     size_t n_layers = 0, index = 0;
@@ -271,7 +284,7 @@ static void protect_outliers(void) {
     arrfree(all);
 }
 
-/* Better ones first; ties by id, which is the order in memory. */
+/* qsort: outliers first, then larger scores, then lower ids (their order in memory). */
 static int by_rank(const void *a, const void *b) {
     const struct expert *x = *(struct expert *const *)a, *y = *(struct expert *const *)b;
     if (x->outlier != y->outlier) return x->outlier ? -1 : 1;
@@ -279,13 +292,15 @@ static int by_rank(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* Returns a random number from [0, 1) (splitmix64). */
 static double random_value(void) {
-    uint64_t z = opts.seed += 0x9e3779b97f4a7c15u; /* splitmix64 */
+    uint64_t z = opts.seed += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
+/* Sets the scores by the criterion and ranks the experts of each routing group. */
 static void rank_experts(void) {
     if (opts.outliers) protect_outliers();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
@@ -307,7 +322,8 @@ static void rank_experts(void) {
     }
 }
 
-/* What the t-th best experts of the groups are worth together, as a share of the layer. */
+/* Returns the sum of the scores of the t-th best experts of all groups, as a share of the layer; infinity for an
+ * outlier. */
 static double unit_value(const struct layer *layer, int t) {
     double sum = 0, v = 0;
     for (int k = 0; k < layer->n; k++) sum += layer->experts[k].score;
@@ -319,7 +335,8 @@ static double unit_value(const struct layer *layer, int t) {
     return v;
 }
 
-/* Gives the experts that are kept to the layers where they are worth most; none gets below the floor. */
+/* Redistributes the retained experts over the layers (--per-layer): every layer gets the floor, and each further unit
+ * goes to the layer where it has the largest share of the scores. */
 static void spread_counts(void) {
     int units = 0, most = 0;
     for (size_t i = 0; i < arrlenu(m.layers); i++)
@@ -327,7 +344,7 @@ static void spread_counts(void) {
     int least = (most + 1) / 2 > m.min_experts ? (most + 1) / 2 : m.min_experts;
     if (opts.floor) least = opts.floor;
     least = (least + m.n_group - 1) / m.n_group * m.n_group;
-    if (least > most) die("--floor %d: layers of the same size would keep %d experts each", opts.floor, most);
+    if (least > most) die("--floor %d is more than the %d experts that an even distribution gives", opts.floor, most);
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         struct layer *layer = &m.layers[i];
         if (!selectable(layer)) continue;
@@ -351,7 +368,7 @@ static void spread_counts(void) {
     }
 }
 
-/* Marks what stays, by the layers' counts. */
+/* Marks the best n_retained experts of every layer as retained and numbers them. */
 static void mark_retained(void) {
     const struct layer *last = NULL;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
@@ -368,6 +385,7 @@ static void mark_retained(void) {
     }
 }
 
+/* Returns the most experts of a selectable layer. */
 static int largest_layer(void) {
     int most = 0;
     for (size_t i = 0; i < arrlenu(m.layers); i++)
@@ -375,7 +393,7 @@ static int largest_layer(void) {
     return most;
 }
 
-/* Every layer keeps n, or what it has. */
+/* Retains n experts in every layer, or all if it has fewer. */
 static void select_uniform(int n) {
     for (size_t i = 0; i < arrlenu(m.layers); i++)
         if (selectable(&m.layers[i])) m.layers[i].n_retained = m.layers[i].n < n ? m.layers[i].n : n;
@@ -383,11 +401,12 @@ static void select_uniform(int n) {
     mark_retained();
 }
 
-/* Dies unless a layer of n experts (-1: any) can keep that many. */
+/* Dies unless a layer of n experts can retain `count`. n -1: the largest layer. who: what asks for it, for the
+ * message. */
 static void check_count(const char *who, int count, int n) {
     int most = n < 0 ? largest_layer() : n, lower = count / m.n_group * m.n_group;
     if (count < m.min_experts)
-        die("%s: %d experts are too few: %d a token%s need %d", who, count, m.top_k,
+        die("%s: %d experts are too few: %d per token%s need %d", who, count, m.top_k,
             m.n_group > 1 ? fmt(" from %d of %d groups", m.n_group_used, m.n_group) : "", m.min_experts);
     if (count > most) die("%s: %d experts are more than the %d that are there", who, count, most);
     if (count != lower)
@@ -395,19 +414,20 @@ static void check_count(const char *who, int count, int n) {
             lower + m.n_group);
 }
 
+/* Removes the share --ratio of every layer's experts, rounded down to whole units. */
 static void select_by_ratio(void) {
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         struct layer *layer = &m.layers[i];
         if (!selectable(layer)) continue;
         layer->n_retained =
-            layer->n - (int)(layer->n * opts.ratio + 1e-9) / m.n_group * m.n_group; /* not more than asked for */
+            layer->n - (int)(layer->n * opts.ratio + 1e-9) / m.n_group * m.n_group; /* never more than the share */
         check_count(fmt("--ratio %g: layer %d", opts.ratio, layer->block), layer->n_retained, layer->n);
     }
     if (opts.per_layer) spread_counts();
     mark_retained();
 }
 
-/* Lines "LAYER COUNT"; # begins a remark. */
+/* Retains what the file of --counts says: lines "LAYER COUNT", where # begins a comment. */
 static void select_by_counts(void) {
     FILE *f = input_file(opts.counts);
     char *line = NULL;
@@ -423,7 +443,7 @@ static void select_by_counts(void) {
             die("%s: expected LAYER COUNT, found '%s'", who, line);
         struct layer *layer = layer_find(block);
         if (!layer || layer->mtp) die("%s: layer %d has no routed experts", who, block);
-        if (seen[block]) die("%s: layer %d for the second time", who, block);
+        if (seen[block]) die("%s: layer %d appears twice", who, block);
         seen[block] = true;
         if (layer->hash_routed && count != layer->n)
             die("%s: layer %d is routed by hash and keeps its %d experts", who, block, layer->n);
@@ -439,11 +459,12 @@ static void select_by_counts(void) {
     mark_retained();
 }
 
-/* The largest uniform count whose output is small enough; output_bytes tells the size by what is chosen. */
+/* Retains as many experts per layer as --budget allows, by binary search. output_bytes: returns the size of the output
+ * with the experts that are marked as retained. */
 static void select_within_budget(size_t (*output_bytes)(void)) {
     int least = opts.per_layer && opts.floor > m.min_experts ? opts.floor : m.min_experts;
     int lo = (least + m.n_group - 1) / m.n_group, hi = largest_layer() / m.n_group;
-    while (lo < hi) { /* in units; lo may fit, more than hi does not */
+    while (lo < hi) { /* in units: lo may fit, hi + 1 does not */
         int mid = (lo + hi + 1) / 2;
         select_uniform(mid * m.n_group);
         if ((double)output_bytes() <= opts.budget) lo = mid;
@@ -455,6 +476,7 @@ static void select_within_budget(size_t (*output_bytes)(void)) {
         lo * m.n_group, output_bytes(), (double)output_bytes() / 0x1p30);
 }
 
+/* Ranks the experts and marks the retained ones. output_bytes: see select_within_budget. */
 static void select_experts(size_t (*output_bytes)(void)) {
     rank_experts();
     if (opts.amount == KEEP) check_count("--keep", opts.keep, -1);
@@ -465,10 +487,12 @@ static void select_experts(size_t (*output_bytes)(void)) {
     if (opts.amount == COUNTS) select_by_counts();
 }
 
-/* What became of the counts: the largest of all layers, of those that the selection decides on, and whether these differ. */
+/* A summary of the selection. */
 struct outcome {
-    int largest, chosen;
-    bool differ, dropped;
+    int largest;  /* retained experts of the layer that has most */
+    int chosen;   /* the same among selectable layers */
+    bool differ;  /* selectable layers retain different numbers */
+    bool dropped; /* a selectable layer loses experts */
 };
 
 static struct outcome outcome(void) {
@@ -484,7 +508,8 @@ static struct outcome outcome(void) {
     return o;
 }
 
-/* NAME-REAP-KofE for a pruned model called NAME, or already NAME-REAP-...; valid as long as fmt's. */
+/* Returns the name of the output: --name, or NAME-REAP-KofE for a model called NAME or NAME-REAP-... Valid as long as
+ * fmt's. */
 static const char *pruned_name(const char *name) {
     struct outcome o = outcome();
     const char *tail = strstr(name, "-REAP"), *rest;
@@ -502,29 +527,34 @@ static const char *pruned_name(const char *name) {
 /* ============================================================================================================
  * GGUF
  *
- * Tensors keep their order. Of those that have one slice per expert the slices that stay are copied, in order.
+ * Reads a GGUF file and writes the pruned one. Tensors stay in their order. Of a tensor with one slice per expert, the
+ * slices of the retained experts are copied in their order; all other tensors are copied whole.
  * ============================================================================================================ */
 
-static struct gguf gguf;
+static struct gguf gguf; /* the source */
 
+/* How a tensor is copied. */
 struct slicing {
-    int layer;    /* index into m.layers of the experts that it is sliced by; -1: copied whole */
-    bool dropped; /* with the layers for multi-token prediction */
+    int layer;    /* index into m.layers: has one slice for each expert of that layer; -1: copied whole */
+    bool dropped; /* not copied, because it is of an MTP layer and --mtp drop was given */
 };
 
 static struct slicing *slicings; /* (gguf.n_tensors) */
 static uint8_t *gguf_head;       /* the header of the output */
-static size_t gguf_head_size;    /* bytes */
-static uint64_t gguf_data;       /* bytes behind it */
+static size_t gguf_head_size;    /* bytes of the header */
+static uint64_t gguf_data;       /* bytes after the header */
 
+/* Returns a name for messages; valid as long as fmt's. */
 static const char *kv_name(struct gguf_str s) {
     char text[128];
     return fmt("%s", gguf_printable(s, text, sizeof text));
 }
 
+/* Returns the key of the architecture with this suffix; valid as long as fmt's. */
 static const char *arch_key(const char *suffix) { return fmt("%s.%s", m.arch, suffix); }
 
-/* An integer, or an array of equal ones; `otherwise` -1: it is required. */
+/* Returns the value of a key: an integer from lo to hi, or an array of equal ones. fallback: its value if it is
+ * missing, -1: the key is mandatory. */
 static int meta_int(const char *key, int fallback, int lo, int hi) {
     const struct gguf_kv *kv = gguf_find(&gguf, key);
     int64_t v = 0, w;
@@ -537,7 +567,8 @@ static int meta_int(const char *key, int fallback, int lo, int hi) {
     return (int)v;
 }
 
-/* The parts of the file as shards, for reads whose failure is an error and not a signal. */
+/* Opens all parts of the file as shards. They are read with pread, so that a failing disk is an error and not a
+ * signal. */
 static void gguf_parts(const char *path) {
     char prefix[PATH_MAX];
     unsigned no = 1, count = 1;
@@ -550,10 +581,10 @@ static void gguf_parts(const char *path) {
     }
 }
 
-/* Where tensor t begins in its part. */
+/* Returns the offset of a tensor in its part of the file. */
 static size_t gguf_offset(const struct gguf_tensor *t) { return (size_t)(t->data - gguf.images[t->shard].base); }
 
-/* Adds a router to the hash, as float32. */
+/* Adds a router to m.router_hash, as F32. */
 static void gguf_hash_router(const struct gguf_tensor *t) {
     size_t cols = (size_t)t->ne[0], bytes = gguf_row_bytes(t->type, cols);
     float *row = (float *)(void *)scratch(1, cols * sizeof *row);
@@ -567,7 +598,7 @@ static void gguf_hash_router(const struct gguf_tensor *t) {
     }
 }
 
-/* moe.reap.kept.N: the ids that the experts of a layer once had. */
+/* Reads moe.reap.kept.N, the original ids of a layer's experts, if it is there. */
 static void gguf_read_retained(struct layer *layer) {
     const char *key = fmt("moe.reap.kept.%d", layer->block);
     const struct gguf_kv *kv = gguf_find(&gguf, key);
@@ -585,7 +616,7 @@ static void gguf_read_retained(struct layer *layer) {
     }
 }
 
-/* The block that a tensor belongs to, or -1; *rest is the name behind "blk.N.". */
+/* Returns the number N of the layer of a tensor "blk.N.REST" and sets *rest; -1 if the name is not of that form. */
 static int tensor_block(const char *name, const char **rest) {
     char *end;
     if (!starts_with(name, "blk.") || name[4] < '0' || name[4] > '9') return -1;
@@ -594,6 +625,7 @@ static int tensor_block(const char *name, const char **rest) {
     return *end == '.' && n < INT_MAX ? (int)n : -1;
 }
 
+/* Finds out how a tensor is copied. */
 static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     char name[GGUF_MAX_NAME + 1];
     const char *rest = "";
@@ -606,7 +638,7 @@ static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
     if (!layer) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
     uint64_t n = t->ne[t->n_dims - 1], all = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
-    if (all == 1 && ends_with(rest, "scale")) return; /* one for all experts */
+    if (all == 1 && ends_with(rest, "scale")) return; /* one scale for all experts */
     if (n != (uint64_t)layer->n)
         die("'%s': tensor '%s' ends in a dimension of %llu, the layer has %d experts", m.path, name,
             (unsigned long long)n, layer->n);
@@ -616,6 +648,7 @@ static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     c->layer = (int)(layer - m.layers);
 }
 
+/* Opens the source and fills in m. */
 static void gguf_read(const char *path) {
     static char arch[64];
     char err[1024];
@@ -649,7 +682,7 @@ static void gguf_read(const char *path) {
     for (uint32_t i = 0; i < gguf.n_tensors; i++) gguf_find_slicing(&gguf.tensors[i], &slicings[i]);
 }
 
-/* FNV-1a 64 of the source's headers, with what stands before the first data. */
+/* Returns the FNV-1a hash of everything before the data in all parts of the source. */
 static uint64_t gguf_source_hash(void) {
     uint64_t h = HASH_START;
     for (uint32_t k = 0; k < gguf.n_images; k++) {
@@ -661,7 +694,7 @@ static uint64_t gguf_source_hash(void) {
     return h;
 }
 
-/* A key as it stands in the source, of an array the first n elements. */
+/* Copies a key of the source; of an array only the first n elements. */
 static void put_kv(struct gguf_writer *w, const struct gguf_kv *kv, uint64_t n) {
     const uint8_t *end = kv->data + n * gguf_value_bytes(kv->type);
     for (uint64_t i = 0; kv->type == GGUF_V_STR && i < n; i++) gguf_next_str(&end);
@@ -675,13 +708,14 @@ static void put_kv(struct gguf_writer *w, const struct gguf_kv *kv, uint64_t n) 
     w->n_kv++;
 }
 
-/* How many experts every layer keeps; 0: dense. */
+/* Writes how many experts each of `blocks` layers retains; 0: dense. */
 static void put_counts_per_layer(struct gguf_writer *w, int blocks) {
     int32_t counts[MAX_LAYERS] = {0};
     for (size_t i = 0; i < arrlenu(m.layers); i++) counts[m.layers[i].block] = m.layers[i].n_retained;
     gguf_put_array(w, arch_key("expert_count_per_layer"), GGUF_V_I32, (uint64_t)blocks, counts);
 }
 
+/* Writes moe.reap.kept.N, the original ids of the retained experts, for each layer that has lost experts. */
 static void put_retained(struct gguf_writer *w) {
     bool unknown = false;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
@@ -695,10 +729,11 @@ static void put_retained(struct gguf_writer *w) {
         else gguf_put_array(w, fmt("moe.reap.kept.%d", layer->block), GGUF_V_I32, (uint64_t)n, ids);
     }
     static bool said;
-    if (unknown && !said) note("'%s' was pruned and does not say of what: original ids are left out", m.path);
+    if (unknown && !said) note("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
     said |= unknown;
 }
 
+/* Writes the keys moe.reap.*. source: the hash of the source. */
 static void put_reap(struct gguf_writer *w, uint64_t source) {
     char hash[17];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)source);
@@ -714,7 +749,7 @@ static void put_reap(struct gguf_writer *w, uint64_t source) {
     gguf_put_str(w, "moe.reap.source_hash", hash, 16);
 }
 
-/* The source's keys in their order, with those that pruning changes, and what is said about it. */
+/* Writes the keys of the source in their order, with the values that pruning changes, and then moe.reap.*. */
 static void put_metadata(struct gguf_writer *w) {
     static uint64_t source;
     struct outcome o = outcome();
@@ -743,7 +778,7 @@ static void put_metadata(struct gguf_writer *w) {
         } else if (m.drop_mtp && !strcmp(suffix, "block_count")) gguf_put_u32(w, key, (uint32_t)blocks);
         else if (m.drop_mtp && !strcmp(suffix, "nextn_predict_layers")) gguf_put_u32(w, key, 0);
         else if (m.drop_mtp && ours && kv->is_array && kv->n == (uint64_t)(m.n_trunk + m.n_mtp))
-            put_kv(w, kv, (uint64_t)blocks); /* one for each layer */
+            put_kv(w, kv, (uint64_t)blocks); /* an array with one element per layer */
         else put_kv(w, kv, kv->n);
     }
     if (m.name_option && !named) gguf_put_str(w, "general.name", m.name_option, strlen(m.name_option));
@@ -752,7 +787,7 @@ static void put_metadata(struct gguf_writer *w) {
     put_reap(w, source);
 }
 
-/* Makes the header of what is chosen; the bytes of the whole file. */
+/* Makes the header of the output for the retained experts. Returns the bytes of the whole file. */
 static size_t gguf_plan(void) {
     struct gguf_writer w = {0};
     put_metadata(&w);
@@ -773,7 +808,7 @@ static size_t gguf_plan(void) {
     return gguf_head_size + gguf_data;
 }
 
-/* Copies bytes [at, at+n) of a file to the output; what has been read leaves the page cache. */
+/* Copies the bytes [at, at + n) of a file to the output and drops large ranges from the page cache. */
 static void copy_bytes(const struct source_file *s, size_t at, size_t n) {
     for (size_t k; n; at += k, n -= k) {
         k = n < CHUNK_BYTES ? n : CHUNK_BYTES;
@@ -784,7 +819,8 @@ static void copy_bytes(const struct source_file *s, size_t at, size_t n) {
     }
 }
 
-/* Of n slices that begin at `at` and have `bytes` each those of the experts that stay, neighbours together. */
+/* Copies the slices of the retained experts of a layer. The slices begin at `at` and have `bytes` bytes each; neighbors
+ * are copied together. */
 static void copy_retained(const struct source_file *s, size_t at, size_t bytes, const struct layer *layer) {
     for (int k = 0, run; k < layer->n; k += run) {
         for (run = 1; k + run < layer->n && layer->experts[k + run].retained == layer->experts[k].retained; run++)
@@ -793,6 +829,7 @@ static void copy_retained(const struct source_file *s, size_t at, size_t bytes, 
     }
 }
 
+/* Writes the output. */
 static void gguf_write(char path[PATH_MAX]) {
     static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
     uint32_t n = 0;
@@ -819,30 +856,36 @@ static void gguf_write(char path[PATH_MAX]) {
 /* ============================================================================================================
  * Hugging Face directory
  *
- * The same files under the same names: tensors of experts that go are left out, the others are renumbered, stacks and routers
- * are sliced; config.json, the index and lists of quantised modules follow. Everything else is copied.
+ * Writes a directory with the same files. Tensors of removed experts are left out, those of retained experts are
+ * renumbered, stacks and routers are sliced. config.json, the index and lists of quantized modules are changed
+ * accordingly. All other files are copied.
  * ============================================================================================================ */
 
-/* What a name says: of a tensor, or of a module in a list. */
-enum role { OTHER, EXPERT, STACK, ROUTER };
+/* What the name of a tensor, or of a module in a list, refers to. */
+enum role {
+    OTHER,
+    EXPERT, /* one expert */
+    STACK,  /* all experts of a layer */
+    ROUTER
+};
 
 struct parsed_name {
     enum role role;
-    int block;        /* -1: none */
-    int expert;       /* of EXPERT */
-    size_t at, end;   /* its digits */
+    int block;        /* number of the layer, -1: none */
+    int expert;       /* EXPERT: its number */
+    size_t at, end;   /* EXPERT: where its digits are in the name */
     size_t prefix;    /* bytes before "layers." */
-    bool mtp;         /* in "mtp.", whose layers stand behind the others */
-    const char *rest; /* behind the block's number and dot */
+    bool mtp;         /* below "mtp.", whose layers come after the others */
+    const char *rest; /* the name after the number of the layer and its dot */
 };
 
-/* A number at s without sign, of at most six digits; -1: there is none. */
+/* Returns the number at s, at most six digits without a sign, and sets *n to its length; -1 if there is none. */
 static int digits(const char *s, size_t *n) {
     *n = strspn(s, "0123456789");
     return *n && *n <= 6 ? (int)strtol(s, NULL, 10) : -1;
 }
 
-/* "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. */
+/* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. */
 static struct parsed_name name_parse(const char *name) {
     static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe."};
     struct parsed_name r = {.block = -1, .rest = "", .mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.")};
@@ -872,31 +915,35 @@ static struct parsed_name name_parse(const char *name) {
     return r;
 }
 
-/* A file of the output: a text, a shard whose header the text is, or the copy of a file. */
+/* A file of the output: a text, a safetensors file with `text` as its header, or a copy. */
 struct out_file {
     char *name;
     char *text;       /* stb_ds */
-    int shard, other; /* indices into shards and others; -1: not this */
+    int shard, other; /* index into shards or others; -1: it is not of that kind */
     size_t bytes;
 };
 
 static struct out_file *hf_files;  /* stb_ds */
 static struct source_file *others; /* stb_ds: files that are copied */
 static size_t *other_bytes;        /* stb_ds: (arrlen(others)) */
-static uint32_t *by_place;         /* (arrlen(tensors)) their indices, by shard and offset */
-static const char *hf_prefix = ""; /* of the layers' names, which a vision tower's do not have */
-static char **hf_metadata;         /* stb_ds: __metadata__ of every shard as text; NULL: none */
-static struct doc hf_config, hf_text, hf_quant, hf_index;
+static uint32_t *by_place;         /* (arrlen(tensors)) indices of tensors, sorted by shard and offset */
+static const char *hf_prefix = ""; /* of the names of layers; layers of a vision tower have another one */
+static char **hf_metadata;         /* stb_ds: __metadata__ of every shard as JSON; NULL: none */
+static struct doc hf_config, hf_text, hf_quant,
+    hf_index; /* config.json, its text_config, hf_quant_config.json, index */
 
+/* Keys of config.json for the number of experts. */
 static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
 
+/* Returns the object of config.json that has a key: text_config, or else all of it. */
 static struct doc hf_doc_of(const char *key) { return get(hf_text, key) ? hf_text : hf_config; }
 
 static int hf_int(const char *key, int64_t lo, int64_t hi, int64_t fallback) {
     return (int)get_int(hf_doc_of(key), key, lo, hi, fallback);
 }
 
-/* The layers' routers, in order; hashed ones have a table from tokens to experts beside them. */
+/* Finds the layers by their routers and hashes these. A hash-routed layer also has a table from token ids to
+ * experts. */
 static void hf_read_layers(void) {
     struct tensor *routers[MAX_LAYERS + 16] = {NULL};
     bool hash_routed[MAX_LAYERS + 16] = {false};
@@ -907,7 +954,7 @@ static void hf_read_layers(void) {
         if (p.block < 0 || (!router && !table)) continue;
         if (p.block >= (int)COUNT(routers)) die("%s: layer %d is beyond %d", where(t), p.block, MAX_LAYERS);
         hash_routed[p.block] |= table;
-        if (router && routers[p.block]) die("%s: '%s' is the same layer's", where(t), routers[p.block]->name);
+        if (router && routers[p.block]) die("%s: the layer has another router, '%s'", where(t), routers[p.block]->name);
         if (router) routers[p.block] = t;
     }
     for (int b = 0; b < (int)COUNT(routers); b++) {
@@ -932,7 +979,8 @@ static void hf_read_layers(void) {
     }
 }
 
-/* Every expert of a layer has tensors, and as many as the others; what is sliced has that many slices. */
+/* Checks that all experts of a layer have the same number of tensors, and that stacks and routers have one slice per
+ * expert. */
 static void hf_check_tensors(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         const struct tensor *t = &tensors[i];
@@ -954,7 +1002,7 @@ static void hf_check_tensors(void) {
                     m.layers[i].experts[k].n_tensors, m.layers[i].experts[0].n_tensors);
 }
 
-/* config.json may carry the object "reap": the ids that were kept, by layer. */
+/* Reads the original ids from the object "reap" of config.json, if it is there. */
 static void hf_read_retained(void) {
     struct doc reap = get_obj(hf_config, "reap");
     if (!reap.obj) return;
@@ -981,13 +1029,14 @@ static void hf_read_retained(void) {
 
 static int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
+/* qsort: indices of tensors by shard and offset. */
 static int by_shard_offset(const void *a, const void *b) {
     const struct tensor *x = &tensors[*(const uint32_t *)a], *y = &tensors[*(const uint32_t *)b];
     if (x->shard != y->shard) return x->shard < y->shard ? -1 : 1;
     return by_offset(x, y);
 }
 
-/* Opens the files that are neither changed nor shards. */
+/* Opens the files that are copied: neither changed nor safetensors of the model. */
 static void hf_read_others(void) {
     char **names = NULL;
     struct dirent *e;
@@ -1014,7 +1063,7 @@ static void hf_read_others(void) {
     arrfree(names);
 }
 
-/* What the shards say of themselves. */
+/* Reads __metadata__ of all shards. */
 static void hf_read_metadata(void) {
     for (size_t i = 0; i < arrlenu(shards); i++) {
         uint8_t len[8];
@@ -1029,6 +1078,7 @@ static void hf_read_metadata(void) {
     }
 }
 
+/* Opens the source and fills in m. */
 static void hf_read(const char *path) {
     model_dir = path;
     hf_config = doc_read("config.json");
@@ -1056,7 +1106,7 @@ static void hf_read(const char *path) {
     hf_read_others();
 }
 
-/* The name under which a tensor or module goes on; NULL: it does not. */
+/* Returns the name of a tensor or module in the output; NULL if it is removed. Valid as long as fmt's. */
 static const char *hf_rename(const char *name) {
     struct parsed_name p = name_parse(name);
     const struct layer *layer = p.role == EXPERT ? layer_find(p.block) : NULL;
@@ -1067,7 +1117,7 @@ static const char *hf_rename(const char *name) {
     return fmt("%.*s%d%s", (int)p.at, name, layer->experts[p.expert].new_id, name + p.end);
 }
 
-/* Whether a pattern means an expert by its number, so that it would mean another one afterwards. */
+/* Whether a pattern (not a plain name) contains the number of an expert, which cannot be renumbered. */
 static bool names_expert(const char *pattern) {
     const char *p = strstr(pattern, "experts");
     if (!p || name_parse(pattern).role == EXPERT) return false;
@@ -1076,7 +1126,7 @@ static bool names_expert(const char *pattern) {
     return *p >= '0' && *p <= '9';
 }
 
-/* A copy in which modules in lists and keys follow their experts. */
+/* Returns a copy of j in which the modules in lists and keys are renamed or removed like their experts. */
 static json_t *hf_renamed(json_t *j, const char *file) {
     bool list = json_is_array(j);
     const char *key;
@@ -1084,7 +1134,8 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     size_t i;
     json_array_foreach(j, i, v) {
         const char *name = json_string_value(v), *to = name ? hf_rename(name) : NULL;
-        if (name && names_expert(name)) die("%s: %s means an expert by a number that changes", file, json_show(v));
+        if (name && names_expert(name))
+            die("%s: %s contains the number of an expert, which changes", file, json_show(v));
         if (name && to) json_array_append_new(out, json_string(to));
         else if (!name)
             json_array_append_new(out, json_is_object(v) || json_is_array(v) ? hf_renamed(v, file) : json_incref(v));
@@ -1092,7 +1143,7 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     if (list) return out;
     json_object_foreach(j, key, v) {
         const char *to = hf_rename(key);
-        if (names_expert(key)) die("%s: '%s' means an expert by a number that changes", file, key);
+        if (names_expert(key)) die("%s: '%s' contains the number of an expert, which changes", file, key);
         char *name = to ? xstrdup(to) : NULL;
         if (name)
             json_object_set_new(out, name,
@@ -1102,7 +1153,7 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     return out;
 }
 
-/* Adds "reap", as moe-convert reads it. */
+/* Adds the object "reap", which moe-convert reads: original ids by layer, criterion, calibration. */
 static void hf_put_reap(json_t *config) {
     json_t *kept = json_array(), *reap;
     bool known = m.original_experts > 0;
@@ -1127,6 +1178,7 @@ static void hf_put_reap(json_t *config) {
     json_decref(reap);
 }
 
+/* Returns config.json for the output. */
 static json_t *hf_new_config(void) {
     struct outcome o = outcome();
     json_t *config = json_deep_copy(hf_config.obj), *texts[] = {config, json_object_get(config, "text_config")};
@@ -1144,7 +1196,7 @@ static json_t *hf_new_config(void) {
     return config;
 }
 
-/* Decimal digits after which every number of j is what it was. */
+/* Returns how many decimal digits represent every number of j exactly. */
 static int real_digits(json_t *j) {
     int most = 15, n;
     const char *key;
@@ -1162,7 +1214,8 @@ static int real_digits(json_t *j) {
 
 static void text_put(char **text, const char *s) { memcpy(arraddnptr(*text, strlen(s)), s, strlen(s)); }
 
-/* Adds a JSON file, takes j; without a change it is copied. */
+/* Adds a JSON file and takes over j. was: its contents in the source; if they are equal, the file is copied byte by
+ * byte. */
 static void hf_add_json(const char *name, json_t *j, struct doc was) {
     struct out_file f = {.name = xstrdup(name), .shard = -1, .other = -1};
     if (json_equal(j, was.obj)) {
@@ -1185,24 +1238,25 @@ static void hf_add_json(const char *name, json_t *j, struct doc was) {
     arrput(hf_files, f);
 }
 
-/* The layer by whose experts a tensor is sliced, or NULL. */
+/* Returns the layer for whose experts a tensor has slices, or NULL. */
 static const struct layer *hf_sliced(const struct tensor *t) {
     struct parsed_name p = name_parse(t->name);
     bool slices = (p.role == STACK || p.role == ROUTER) && t->bytes * 8 != dtypes[t->dtype].bits;
     return slices ? layer_find(p.block) : NULL;
 }
 
-/* Bytes of a tensor as it goes on. */
+/* Returns the bytes of a tensor in the output. layer: hf_sliced(t). */
 static size_t hf_bytes(const struct tensor *t, const struct layer *layer) {
     return layer ? t->bytes / (size_t)layer->n * (size_t)layer->n_retained : t->bytes;
 }
 
-/* Size d of the shape of a tensor in the output. layer: the one that it is sliced by, or NULL. */
+/* Returns size d of the shape of a tensor in the output. layer: hf_sliced(t). */
 static size_t hf_shape(const struct tensor *t, const struct layer *layer, uint32_t d) {
     return layer && d == 0 ? (size_t)layer->n_retained : t->shape[d];
 }
 
-/* Adds the header of a shard, and its data to *all; a shard that loses all its tensors is left out. */
+/* Adds a shard with its new header and adds the bytes of its data to *all. Its tensors are by_place[first..last). A
+ * shard that loses all tensors is left out. */
 static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     struct out_file f = {.name = xstrdup(shards[shard].name), .shard = shard, .other = -1};
     size_t at = 0, n = 0;
@@ -1242,6 +1296,7 @@ static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     }
 }
 
+/* Adds the index. all: the bytes of all data. */
 static void hf_add_index(size_t all) {
     json_t *index = json_deep_copy(hf_index.obj), *meta = json_object_get(index, "metadata"), *map = json_object(),
            *file;
@@ -1252,13 +1307,13 @@ static void hf_add_index(size_t all) {
     }
     json_object_set_new(index, "weight_map", map);
     if (json_is_object(meta) && json_number_value(json_object_get(meta, "total_size")) != (double)all) {
-        json_object_del(meta, "total_parameters"); /* of the whole model; nobody needs it */
+        json_object_del(meta, "total_parameters"); /* it would be wrong, and nothing needs it */
         json_object_set_new(meta, "total_size", json_integer((json_int_t)all));
     }
     hf_add_json("model.safetensors.index.json", index, hf_index);
 }
 
-/* Makes the list of files for what is chosen; the bytes of all. */
+/* Makes the list of files for the retained experts. Returns the bytes of all files. */
 static size_t hf_plan(void) {
     size_t all = 0, bytes = 0, first = 0, last;
     for (size_t i = 0; i < arrlenu(hf_files); i++) {
@@ -1281,7 +1336,7 @@ static size_t hf_plan(void) {
     return bytes;
 }
 
-/* config.json has one count for all layers. */
+/* Dies if layers retain different numbers of experts, because config.json has one number for all. */
 static void hf_check_uniform(void) {
     struct outcome o = outcome();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
@@ -1293,20 +1348,23 @@ static void hf_check_uniform(void) {
     }
 }
 
-static char hf_temp[PATH_MAX + 32]; /* the unfinished directory, "" when there is none */
+static char hf_temp[PATH_MAX + 32]; /* the unfinished directory, "" if there is none */
 
+/* Removes the unfinished directory; called at exit. */
 static void hf_cleanup(void) {
     for (size_t i = 0; i < arrlenu(hf_files) && hf_temp[0]; i++) unlink(fmt("%s/%s", hf_temp, hf_files[i].name));
     if (hf_temp[0]) rmdir(hf_temp);
 }
 
+/* Dies unless the directory `path` can be created with all files. */
 static void hf_check_target(char path[PATH_MAX]) {
     struct stat st;
     for (size_t n = strlen(path); n > 1 && path[n - 1] == '/'; n--) path[n - 1] = 0;
-    if (!lstat(path, &st)) die("'%s' exists; a model in a directory becomes a new one", path);
+    if (!lstat(path, &st)) die("'%s' exists; for a model in a directory, -o must name a new directory", path);
     check_free_space(path);
 }
 
+/* Writes one file of the output. */
 static void hf_write_file(const struct out_file *f) {
     const char *temp = fmt("%s/%s", hf_temp, f->name);
     int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -1324,6 +1382,7 @@ static void hf_write_file(const struct out_file *f) {
         die("cannot write '%s': %s", dest.path, strerror(errno));
 }
 
+/* Writes the directory under a temporary name and renames it. */
 static void hf_write(char path[PATH_MAX]) {
     char copy[PATH_MAX];
     hf_check_target(path);
@@ -1345,6 +1404,10 @@ static void hf_write(char path[PATH_MAX]) {
 
 /* ============================================================================================================
  * Report
+ *
+ * Prints on stdout, for each layer: its experts before and after, the share of the summed weighted outputs that is
+ * retained, how many experts were never seen or seen less than MIN_SAMPLES times, and the ids of the removed ones; then
+ * totals.
  * ============================================================================================================ */
 
 static void report_layer(const struct layer *layer) {
@@ -1360,14 +1423,15 @@ static void report_layer(const struct layer *layer) {
     if (scores.n_files && selectable(layer))
         printf("%6.2f %% %6d %6d ", all > 0 ? 100 * retained / all : 100, unseen, undersampled);
     else printf("%8s %6s %6s ", "-", "-", "-");
-    if (layer->hash_routed) printf(" (routed by hash: left whole)");
+    if (layer->hash_routed) printf(" (routed by hash: all retained)");
     if (layer->mtp)
-        printf(m.drop_mtp ? " (multi-token prediction: left out)" : " (multi-token prediction: as the layer before)");
+        printf(m.drop_mtp ? " (multi-token prediction: removed)" : " (multi-token prediction: as the layer before)");
     for (int k = 0; k < layer->n && selectable(layer); k++)
         if (!layer->experts[k].retained) printf(" %d", k);
     putchar('\n');
 }
 
+/* bytes: of the output. */
 static void report(size_t bytes) {
     long long before = 0, after = 0;
     double all = 0, retained = 0;
@@ -1383,7 +1447,7 @@ static void report(size_t bytes) {
         }
     }
     printf("total   experts %lld -> %lld", before, after);
-    if (all > 0) printf(", %.2f %% of the weighted output stays", 100 * retained / all);
+    if (all > 0) printf(", %.2f %% of the weighted output is retained", 100 * retained / all);
     printf("\ntotal   %zu bytes -> %zu (%.2f %%)\n", m.bytes, bytes, 100 * (double)bytes / (double)m.bytes);
     const char *plural = scores.n_files > 1 ? "s" : "";
     const char *unfinished = scores.unfinished ? " (the calibration was not finished)" : "";
@@ -1396,33 +1460,35 @@ static void report(size_t bytes) {
 
 /* ============================================================================================================
  * Main
+ *
+ * Options, and the order of the steps.
  * ============================================================================================================ */
 
 static void help(void) {
-    puts("usage: moe-reap IN SCORES.json... -o OUT (--keep N | --ratio R | --budget GIB | --counts FILE) [options]\n\n"
-         "Removes the routed experts that matter least by the scores of moe --calibrate; several files of scores add\n"
-         "up. What stays is copied bit by bit. A GGUF file gives a GGUF file; a Hugging Face directory a new "
-         "directory,\n"
-         "where all layers keep the same number.\n\n"
+    puts("usage: moe-reap IN SCORES.json... -o OUT (--keep N | --ratio R | --budget GIB | --counts FILE)\n"
+         "                [options]\n\n"
+         "Removes the routed experts that contribute least, by the scores of moe --calibrate. Several score\n"
+         "files are added up. Retained weights are copied bit by bit. IN is a GGUF file or a Hugging Face\n"
+         "directory; OUT is of the same kind. In a directory all layers retain the same number of experts.\n\n"
          "  -o OUT              the file or directory to write\n"
-         "  --keep N            experts that every layer keeps\n"
-         "  --ratio R           share of every layer's experts that goes, from 0 to below 1\n"
-         "  --budget GIB        as many experts as an output of this size holds\n"
+         "  --keep N            retain N experts per layer\n"
+         "  --ratio R           remove this share of every layer's experts, from 0 to below 1\n"
+         "  --budget GIB        retain as many experts as fit in an output of this size\n"
          "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
-         "  --per-layer         the same total, but more to layers where experts matter alike\n"
-         "  --floor N           with --per-layer, the fewest a layer keeps (default: half of the even count)\n"
-         "  --criterion NAME    reap: mean gate weight x output (default), frequency: tokens, norm: mean output,\n"
-         "                      random: by chance, without scores\n"
-         "  --seed N            of --criterion random (default: 0)\n"
-         "  --protect-outliers  keep experts with one huge output in the first three quarters of the layers\n"
-         "  --mtp prune|drop    layers for multi-token prediction: pruned as the last layer (default), or left out\n"
-         "  --name NAME         general.name (default: the source's with -REAP-KofE)\n"
+         "  --per-layer         the same total, distributed over the layers by the experts' scores\n"
+         "  --floor N           with --per-layer: the fewest experts of a layer (default: half of the even count)\n"
+         "  --criterion NAME    reap: mean of gate weight x output norm (default); frequency: tokens;\n"
+         "                      norm: mean output norm; random: without scores\n"
+         "  --seed N            for --criterion random (default: 0)\n"
+         "  --protect-outliers  retain experts with one huge output in the first three quarters of the layers\n"
+         "  --mtp prune|drop    layers for multi-token prediction: prune like the last layer (default), or remove\n"
+         "  --name NAME         general.name (default: that of the source with -REAP-KofE)\n"
          "  --dry-run           print the report, write nothing\n"
          "  --version           print the version\n"
          "  --help              print this");
 }
 
-/* A number of an option, all of the text. */
+/* Returns the value of an option: a number from lo to hi; whole: an integer. */
 static double option_number(const char *option, const char *text, double lo, double hi, bool whole) {
     char *end;
     double v = strtod(text, &end);
@@ -1433,7 +1499,7 @@ static double option_number(const char *option, const char *text, double lo, dou
 }
 
 static void set_amount(enum amount a) {
-    if (opts.amount != NONE) usage("one of --keep, --ratio, --budget and --counts, please");
+    if (opts.amount != NONE) usage("--keep, --ratio, --budget and --counts exclude each other");
     opts.amount = a;
 }
 
@@ -1444,6 +1510,7 @@ static void set_criterion(const char *name) {
     opts.criterion = (enum criterion)k;
 }
 
+/* Sets option a, which has the value v. */
 static void set_option(const char *a, const char *v) {
     if (!strcmp(a, "--keep")) {
         set_amount(KEEP);
@@ -1465,7 +1532,8 @@ static void set_option(const char *a, const char *v) {
     else m.drop_mtp = !strcmp(v, "drop");
 }
 
-/* Contradictions among the options. */
+/* Dies with exit code 2 if options are missing or contradict each other. out: -o; seeded: --seed was given; n_files:
+ * scores. */
 static void check_usage(const char *out, bool dry_run, bool seeded, size_t n_files) {
     if (!m.path) usage("a model is needed (see --help)");
     if (!out && !dry_run) usage("-o OUT or --dry-run is needed (see --help)");

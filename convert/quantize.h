@@ -1,12 +1,13 @@
-/* Quantisation of plain weights: NVFP4 with a scale for each block of 16 and one for the matrix, and Q8_0.
+/* Quantizes plain weights to NVFP4, with a scale for each block of 16 weights and one for the matrix, and to Q8_0.
  *
- *   quantize_nvfp4   the fastest version that this processor has; all give the same bits
- *   *_scalar         one block after the other: what the others are measured against
- *   *_lanes8, 16     8 or 16 blocks side by side, one in each lane (AVX2, AVX-512)
- *   quantize_q8_0    as ggml's quantize_row_q8_0_ref
+ *   nvfp4_fastest               returns the fastest of the three below that this processor runs; all give the same bits
+ *   quantize_nvfp4_scalar       one block after the other; the reference of the other two
+ *   quantize_nvfp4_lanes8, 16   8 or 16 blocks at a time, one in each lane (AVX2, AVX-512)
+ *   quantize_q8_0               as ggml's quantize_row_q8_0_ref
  *
- * So that lanes and loops agree, every sum runs in the order of the weights and every multiplication that is added to
- * something is an explicit fused one. */
+ * Lanes and loops give the same bits because every sum is taken in the order of the weights and every multiply-add is
+ * an explicit fused one.
+ */
 #ifndef CONVERT_QUANTIZE_H
 #define CONVERT_QUANTIZE_H
 
@@ -15,43 +16,43 @@
 #include "../gguf_nvfp4.h"
 
 enum {
-    BLOCK = 16,      /* weights under one E4M3 scale */
-    SWEEP_BELOW = 3, /* E4M3 codes below the one of amax that are tried, */
-    SWEEP_ABOVE = 5, /* and above it */
-    E4M3_ONE = 0x38,
-    E4M3_LEAST = 1,  /* 2^-9 */
-    E4M3_MOST = 0x7e /* 448 */
+    BLOCK = 16,      /* weights with one E4M3 scale */
+    SWEEP_BELOW = 3, /* E4M3 codes below that of amax / 6 that the search tries */
+    SWEEP_ABOVE = 5, /* E4M3 codes above it that the search tries */
+    E4M3_ONE = 0x38, /* the code of 1.0 */
+    E4M3_LEAST = 1,  /* the code of 2^-9 */
+    E4M3_MOST = 0x7e /* the code of 448 */
 };
 
 /* How one matrix is quantised. */
 struct nvfp4_rule {
-    float scale2;        /* of the matrix, see nvfp4_scale2 */
-    bool sweep;          /* try neighbours of the scale that amax gives; else that one */
+    float scale2;        /* scale of the matrix, see nvfp4_scale2 */
+    bool sweep;          /* search the scale with the smallest error; false: use the one of amax / 6 */
     size_t n_in;         /* columns, a multiple of 64 */
-    const float *weight; /* [n_in] what a squared error counts in each column; NULL: 1 */
+    const float *weight; /* (n_in) weights of the squared errors of the columns; NULL: all 1 */
 };
 
-/* Over all weights: the sums of their squared errors and of their squares, both in units of scale2 squared. */
+/* Sums over all weights of their squared errors and of their squares, in units of scale2 squared. */
 struct quantize_sums {
     double error, power;
 };
 
-/* The scale of a matrix with the largest magnitude amax: its block gets the scale 448 and the code 6. Where that is so
- * small that a block's scale would be subnormal, the least that is not. */
+/* Returns the scale of a matrix whose largest magnitude is amax, so that amax is 6 x 448 x scale2. At least 2^-117, so
+ * that the scales of blocks are no subnormal F32 numbers. */
 static inline float nvfp4_scale2(float amax) {
     float s = amax / (6.0f * 448.0f);
     return s > 0x1p-117f ? s : 0x1p-117f;
 }
 
-/* E4M3 of amax / 6 / scale2, at least the smallest; 1.0 for a block of zeros. */
+/* Returns the E4M3 code of amax / 6 / scale2, at least that of 2^-9; of 1.0 for a block of zeros. */
 static inline uint8_t nvfp4_amax_code(float amax, float scale2) {
     float s = amax / (6.0f * scale2);
     if (s == 0.0f) return E4M3_ONE;
     return e4m3_from_f32(s < 0x1p-9f ? 0x1p-9f : s);
 }
 
-/* The nearest E2M1 magnitude to y >= 0, the even code of two. Adding 2^22 times the power of two below y leaves just
- * its first two bits, and below 1 the multiples of a half. */
+/* Returns the E2M1 magnitude nearest to y >= 0, of two the one with the even code. Adding and subtracting 2^22 times
+ * the power of two at or below y rounds y to two significant bits; below 1, to a multiple of a half. */
 static inline float e2m1_round(float y) {
     uint32_t exponent = f32_to_bits(y) & 0x7f800000;
     float big = f32_from_bits((exponent > 0x3f800000 ? exponent : 0x3f800000) + (22u << 23));
@@ -59,10 +60,11 @@ static inline float e2m1_round(float y) {
     return q < 6.0f ? q : 6.0f;
 }
 
-/* Code of one of the eight magnitudes. */
+/* Returns the code of an E2M1 magnitude. */
 static inline uint32_t e2m1_code(float q) { return q < 1.0f ? (uint32_t)(2 * q) : (f32_to_bits(q) >> 22) - 252; }
 
-/* The weighted squared error of a block under an E4M3 scale, in units of scale2 squared. */
+/* Returns the weighted squared error of a block x (16) with the scale d, in units of scale2 squared. weight (16) or
+ * NULL. */
 static inline float nvfp4_block_error(const float *x, const float *weight, float d, float scale2) {
     float sum = 0.0f, step = d * scale2;
     for (int i = 0; i < BLOCK; i++) {
@@ -72,7 +74,8 @@ static inline float nvfp4_block_error(const float *x, const float *weight, float
     return sum * (d * d);
 }
 
-/* x[16] to 8 bytes of codes (see block_nvfp4); returns the scale. weight: as in the rule, of these columns. */
+/* Quantizes x (16) to 8 bytes of codes at qs (see struct block_nvfp4) and returns the E4M3 code of the scale. weight
+ * (16): those of these columns, or NULL. s: the sums to add to. */
 static inline uint8_t nvfp4_quantize_block(const float *x, const struct nvfp4_rule *r, const float *weight, uint8_t *qs,
                                            struct quantize_sums *s) {
     float amax = 0.0f, error = 0.0f, power = 0.0f;
@@ -102,7 +105,7 @@ static inline uint8_t nvfp4_quantize_block(const float *x, const struct nvfp4_ru
     return (uint8_t)code;
 }
 
-/* x[n] to out[n/64], rows of rule->n_in; the weights are finite. */
+/* Quantizes x (n), rows of r->n_in finite weights, to out (n / 64) and returns the sums of errors. */
 typedef struct quantize_sums nvfp4_quantizer(const float *x, size_t n, const struct nvfp4_rule *r,
                                              struct block_nvfp4 *out);
 
@@ -120,7 +123,8 @@ static inline struct quantize_sums quantize_nvfp4_scalar(const float *x, size_t 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* An instruction set brings its vectors of `lanes` floats (vf) and integers (vi), min, max and fma. */
+/* Defines quantize_nvfp4_##isa from the vectors of an instruction set with `lanes` floats (vf) and integers (vi), and
+ * its min, max and fma. */
 #define QUANTIZE_FUNCTIONS(isa, TARGET, lanes)                                                                         \
     /* E4M3, codes 1 to 0x7e */                                                                                        \
     TARGET QUANTIZE_INLINE isa##_vf isa##_e4m3(isa##_vi code) {                                                        \
@@ -183,7 +187,7 @@ static inline struct quantize_sums quantize_nvfp4_scalar(const float *x, size_t 
         isa##_vi sign[BLOCK], code, lo, hi;                                                                            \
         for (size_t b0 = 0; b0 < n / BLOCK; b0 += (lanes)) {                                                           \
             size_t some = n / BLOCK - b0 < (lanes) ? n / BLOCK - b0 : (lanes);                                         \
-            for (size_t k = 0; k < (lanes); k++) { /* lanes behind the end repeat the last block */                    \
+            for (size_t k = 0; k < (lanes); k++) { /* lanes after the last block repeat it */                          \
                 size_t at = BLOCK * (b0 + (k < some ? k : some - 1));                                                  \
                 float amax = 0.0f;                                                                                     \
                 for (int i = 0; i < BLOCK; i++) {                                                                      \
@@ -237,6 +241,7 @@ QUANTIZE_AVX512 static inline lanes16_vf lanes16_fma(lanes16_vf a, lanes16_vf b,
 QUANTIZE_FUNCTIONS(lanes16, QUANTIZE_AVX512, 16)
 #endif
 
+/* Returns the fastest quantizer that this processor runs. */
 static inline nvfp4_quantizer *nvfp4_fastest(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
@@ -246,7 +251,8 @@ static inline nvfp4_quantizer *nvfp4_fastest(void) {
     return quantize_nvfp4_scalar;
 }
 
-/* x[n] to out[n/32]: 127 for the largest magnitude of a block. The sums are of the errors and squares themselves. */
+/* Quantizes x (n) to out (n / 32) and returns the sums of squared errors and of squares. The largest magnitude of a
+ * block becomes 127. */
 static inline struct quantize_sums quantize_q8_0(const float *x, size_t n, struct block_q8_0 *out) {
     struct quantize_sums s = {0, 0};
     for (size_t b = 0; b < n / 32; b++, x += 32, out++) {

@@ -237,34 +237,35 @@ run_launches() {
     for m in qwen3moe deepseek_v3; do
         for n in 1 4 40; do
             for kv in fp8 bf16; do
-                job launches_of "$1" "$m,$n,$kv" --gpus 0 -m "$1/models/$m.gguf" -c 64 --kv $kv --ids "$(cut -d, -f1-$n <<<"$prompt")" \
+                job launches_of "$1" "$m,$n,$kv" --gpus 0 -m "$1/models/$m.gguf" -c 80 --kv $kv --ids "$(cut -d, -f1-$n <<<"$prompt")" \
                     --logits "$1/launches.$m,$n,$kv.npy"
             done
         done
-        job launches_of "$1" "$m,answer" --gpus 0 -m "$1/models/$m.gguf" -c 64 --raw --seed 3 --temp 1 --top-k 40 -n 6 --ids 5,6,7,8,9
-        more="--gpus 0,0 --allreduce oneshot -c 64 -m $1/models/$m.gguf --ids $(cut -d, -f1-20 <<<"$prompt")"
+        job launches_of "$1" "$m,answer" --gpus 0 -m "$1/models/$m.gguf" -c 80 --raw --seed 3 --temp 1 --top-k 40 -n 6 --ids 5,6,7,8,9
+        more="--gpus 0,0 --allreduce oneshot -c 80 -m $1/models/$m.gguf --ids $(cut -d, -f1-20 <<<"$prompt")"
         job launches_of "$1" "$m,tp2" $more --tp 2 --logits "$1/launches.$m,tp2.npy"
         job launches_of "$1" "$m,pp2" $more --pp 2 --tp 1 --logits "$1/launches.$m,pp2.npy"
     done
     m=qwen3moe_nvfp4
-    job launches_of "$1" "$m,fp4" --gpus 0 -m "$1/models/$m.gguf" -c 64 --moe-act fp4 --ids "$prompt" --logits "$1/launches.$m,fp4.npy"
+    job launches_of "$1" "$m,fp4" --gpus 0 -m "$1/models/$m.gguf" -c 80 --moe-act fp4 --ids "$prompt" --logits "$1/launches.$m,fp4.npy"
 }
 
 # text_of DIR SECTION: the file of its results
 text_of() { echo "$1/$2$([ $quick ] && [ "$2" != gguf ] && echo .quick).txt"; }
 # results DIR: every section whose file is not current
 results() {
-    local dir=$1 s inputs what text
-    inputs=$({ cat "$source/compare_trees.sh" "$dir/convert.key"; find "$base/tests/fixtures" "$base/convert/demo" "$base/prompts" -type f | sort | xargs cat
+    local dir=$1 s inputs what text by
+    inputs=$({ echo "$prompt"; cat "$dir/convert.key"; find "$base/tests/fixtures" "$base/convert/demo" "$base/prompts" -type f | sort | xargs cat
         grep -m 1 ^flags /proc/cpuinfo; } | key)
     for s in "${sections[@]}"; do
-        what=$inputs text=$(text_of "$dir" $s)
+        text=$(text_of "$dir" $s) by=${s/emulated/launches}
+        what=$inputs$(declare -f run_$by ${by}_of plan_cpu line numbers hash_of attempt by_appearance | key)
         case $s in
         gguf) ;;
         launches | emulated) what+=$(cat "$dir/program_gpu.key") ;;
         *) what+=$(cat "$dir/program.key") ;;
         esac
-        # what is emulated comes with the launches
+        # what is emulated comes with the launches: neither is current without the other
         current "$text" "$what" && { [ $s != launches ] || current "$(text_of "$dir" emulated)" "$what"; } && continue
         rm -f "$text.key"
         if [ $s != emulated ]; then
