@@ -8,7 +8,7 @@
  *                                                                              ^                    |
  *                                                                     session_decode <-- id <-- sampler --> detokenise --> printer
  *
- * One forward pass (forward_qwen3moe, forward_deepseek2) is a straight line over the operations of `struct ops`:
+ * One forward pass (forward_gqa, forward_mla) is a straight line over the operations of `struct ops`:
  *
  *   embed, then per layer: norm, query/key/value, rotation and cache, attention, output, add + norm, router + experts; head
  *
@@ -39,7 +39,7 @@
  *   Chat template: parsing statements
  *   Chat template: rendering
  *   Model: metadata, tensors, binding
- *   Parts of a model
+ *   Shards of a model
  *   CPU kernels
  *   CPU kernels: reference
  *   CPU kernels: vector functions for any instruction set
@@ -5844,6 +5844,7 @@ static void keys_mla(struct loader *l) {
     loader_rope(l, rope, a);
 }
 
+/* Sets the shape of a layer's attention from what all layers share and what the metadata say of this one. */
 static void layer_attn(struct loader *l, struct layer *layer, int il) {
     layer->attn = l->attn;
     layer->attn.n_head = l->n_head[il];
@@ -6223,11 +6224,12 @@ static int model_load(struct model *m, const char *path, char *err) {
 }
 
 /* ============================================================================================================
- * Parts of a model
+ * Shards of a model
  *
- * What each of several ranks holds, the same for every backend: attention by heads, feed-forwards by columns in whole units of
- * 64, the head by rows; norms, routers, the low-rank projections and the embedding on all. Larger shares come first; nothing is
- * padded. A share may be empty: such a rank adds zeros. Parts are views into the same mapping.
+ * What each rank holds, the same for every backend. Tensor parallelism divides attention by heads, feed-forwards by their hidden width
+ * in whole units of 64, the output matrix by rows; every rank has the norms, routers, low-rank projections and the embedding.
+ * Pipeline parallelism gives each stage consecutive layers. Larger shards come first and nothing is padded. A shard may be empty: such
+ * a rank adds zeros. Shards are views into the same mapping.
  * ============================================================================================================ */
 
 enum { FF_UNIT = 64 /* columns of a feed-forward; a multiple of every format's block */ };
@@ -7922,6 +7924,8 @@ static double memory_bandwidth(int n_threads) {
 
 /* ============================================================================================================
  * KV cache
+ *
+ * Rows of the cache in BF16, FP8 (E4M3 with one F32 scale per group of values) or F32, written and read by the CPU's operations.
  * ============================================================================================================ */
 
 /* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
@@ -9178,11 +9182,22 @@ static const char *nccl_name(char out[24]) {
 /* ============================================================================================================
  * Families
  *
- * One straight line per family. The batch (tokens, position) is in the rank.
+ * Start here. A forward pass is a straight line of operations (struct ops) over the layers of a rank's shard. The batch, its tokens and
+ * position, is in struct rank. Operations only enqueue work, so a forward never looks at data; it may look at what a layer is made of.
+ *
+ * A new family whose operations exist is a row of `families`, the functions that read its metadata (section "Model") and, for tensors
+ * that no family has had, rows of `tensor_rules`.
  * ============================================================================================================ */
 
-/* The second half of every layer: x += attention's result, then the feed-forward's goes to A_OUT. What a rank has there is a
- * part of a sum over the ranks. */
+/* The norm before attention: A_H = norm(A_X), after adding what the layer before left in A_OUT. */
+static void forward_attn_norm(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    if (!il) r->ops->rmsnorm(r, A_X, layer->attn_norm, A_H);
+    else r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
+}
+
+/* The second half of a layer: adds attention's result to A_X, then leaves the feed-forward's in A_OUT. Each rank has a partial sum
+ * there; the next all-reduce adds them up. */
 static void forward_ffn(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
@@ -9191,14 +9206,13 @@ static void forward_ffn(struct rank *r, int il) {
     else o->ffn(r, il, A_H, A_OUT);
 }
 
-/* Qwen3-MoE: grouped-query attention with head norms, softmax router. */
-static void forward_qwen3moe(struct rank *r) {
+/* Grouped-query attention with normed heads: Qwen3-MoE. */
+static void forward_gqa(struct rank *r) {
     const struct ops *o = r->ops;
     o->embed(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
         const struct layer *layer = &r->m->layers[il];
-        if (!il) o->rmsnorm(r, A_X, layer->attn_norm, A_H);
-        else o->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
+        forward_attn_norm(r, il);
         o->linear3(r, A_H, (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv},
                    (const enum act[]){A_Q, A_K, A_V});
         o->rope_store_kv(r, il, A_Q, A_K, A_V);
@@ -9209,18 +9223,17 @@ static void forward_qwen3moe(struct rank *r) {
     o->final_reduce(r, A_X, A_OUT);
 }
 
-/* DeepSeek-V3 and Kimi-K2: multi-head latent attention, sigmoid router with groups, a shared expert. */
-static void forward_deepseek2(struct rank *r) {
+/* Multi-head latent attention: DeepSeek-V3, Kimi-K2. */
+static void forward_mla(struct rank *r) {
     const struct ops *o = r->ops;
     o->embed(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
         const struct layer *layer = &r->m->layers[il];
-        if (!il) o->rmsnorm(r, A_X, layer->attn_norm, A_H);
-        else o->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
-        bool low = layer->has & HAS_Q_LORA;
-        o->linear3(r, A_H, (const struct weight *const[]){&layer->wkv_a, low ? &layer->wq_a : &layer->wq, NULL},
-                   (const enum act[]){A_K, low ? A_QA : A_Q, A_OUT});
-        if (low) {
+        const bool compressed = layer->has & HAS_Q_LORA; /* the query goes through a low rank */
+        forward_attn_norm(r, il);
+        o->linear3(r, A_H, (const struct weight *const[]){&layer->wkv_a, compressed ? &layer->wq_a : &layer->wq, NULL},
+                   (const enum act[]){A_K, compressed ? A_QA : A_Q, A_OUT});
+        if (compressed) {
             o->rmsnorm(r, A_QA, layer->q_a_norm, A_QA);
             o->linear(r, &layer->wq_b, A_QA, A_Q);
         }
@@ -9232,17 +9245,14 @@ static void forward_deepseek2(struct rank *r) {
     o->final_reduce(r, A_X, A_OUT);
 }
 
-static const struct family families[] = {{.arch = "qwen3moe",
-                                          .gating = GATING_SOFTMAX,
-                                          .norm_topk_prob = true,
-                                          .keys = keys_qwen3moe,
-                                          .layer = layer_gqa,
-                                          .forward = forward_qwen3moe},
-                                         {.arch = "deepseek2",
-                                          .gating = GATING_SOFTMAX,
-                                          .keys = keys_mla,
-                                          .layer = layer_mla,
-                                          .forward = forward_deepseek2}};
+/* clang-format off */
+static const struct family families[] = {
+    {.arch = "qwen3moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .keys = keys_qwen3moe, .layer = layer_gqa, .forward = forward_gqa},
+    {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
+     .keys = keys_mla,      .layer = layer_mla, .forward = forward_mla},
+};
+/* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
 
 static const struct family *family_find(struct gguf_str arch) {
