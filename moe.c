@@ -97,21 +97,10 @@
 #include "gguf_nvfp4.h"
 
 /* ============================================================================================================
- * Model and operations
+ * Types: tensors, layers, models
  *
- * The types that moe_cuda.cu shares, and at the end the functions that each of the two files has for the other.
- * moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees no more than this section.
- *
- * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
- * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
- *   - an operation only enqueues work and returns nothing (except begin, see HOST_OPS);
- *   - a forward never branches on data;
- *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
- *     0..n_tok-1 of a slot mean anything;
- *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
- *   - there are no globals: everything is reached through struct rank;
- *   - only operations of HOST_OPS wait for the device;
- *   - the same n_tok gives the same list of operations.
+ * What a model consists of. This section and the next two are also read by moe_cuda.cu and convert/moe-convert.c, which include this file
+ * with MOE_TYPES_ONLY and see no more than these.
  * ============================================================================================================ */
 
 enum {
@@ -459,6 +448,21 @@ static inline double experts_expected(const struct layer *layer, int n) {
 }
 
 /* The slots of activations. */
+/* ============================================================================================================
+ * Types: operations
+ *
+ * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
+ * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
+ *   - an operation only enqueues work and returns nothing (except begin, see HOST_OPS);
+ *   - a forward never branches on data;
+ *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
+ *     0..n_tok-1 of a slot mean anything;
+ *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
+ *   - there are no globals: everything is reached through struct rank;
+ *   - only operations of HOST_OPS wait for the device;
+ *   - the same n_tok gives the same list of operations.
+ * ============================================================================================================ */
+
 enum act {
     A_X,   /* (n_tok, n_embd) the residual stream */
     A_H,   /* (n_tok, n_embd) its norm */
@@ -605,6 +609,13 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
         }
     return NULL;
 }
+
+/* ============================================================================================================
+ * Types: state, ranks, the GPU backend
+ *
+ * A layer's state is a list of planes: the KV cache, and what recurrent layers carry along. Allocation, plan, save, load, going back
+ * and bench iterate over it. A rank is one worker with its shard, its planes and its activations.
+ * ============================================================================================================ */
 
 /* How the rows of a plane follow the timeline. */
 enum plane_kind {
@@ -5534,7 +5545,7 @@ static int template_render(const struct template *t, const json_t *vars, struct 
 }
 
 /* ============================================================================================================
- * Model: metadata, tensors, binding
+ * Model: tensors of a file
  *
  * A model is immutable after model_load. Every size is read from the file. Every tensor is bound once, by name, with its
  * shape checked against the metadata; afterwards nothing is looked up by string. A tensor of the file that no family
@@ -5814,6 +5825,12 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     m->ropes[m->n_rope++] = rope;
 }
 
+/* ============================================================================================================
+ * Model: metadata of families
+ *
+ * How the keys of a file become sizes and shapes of layers: what all families share, then what each reads for itself.
+ * ============================================================================================================ */
+
 /* The keys of grouped-query attention. */
 static void keys_gqa(struct loader *l) {
     const struct model *m = l->m;
@@ -5918,6 +5935,12 @@ static void loader_retained(struct loader *l, struct layer *layer, int il) {
     }
     layer->retained = kept;
 }
+
+/* ============================================================================================================
+ * Model: layers and files
+ *
+ * Binding of layers by the table of tensors, and opening a file.
+ * ============================================================================================================ */
 
 /* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an error. */
 static int loader_width(struct loader *l, int il, const char *what, int axis) {
@@ -8448,7 +8471,12 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     }
 }
 
-/* ---- attention: one work item is a set of query rows that share keys and values, over a range of the context ---- */
+/* ============================================================================================================
+ * CPU operations: attention
+ *
+ * One work item is a set of query rows that share keys and values, over a range of the context. Its softmax is online: keys come in
+ * blocks. In decode the context is split over items, whose partial results are merged in a fixed order.
+ * ============================================================================================================ */
 
 enum attend_kind {
     ATTEND_GQA,    /* rows: tokens x heads of one KV head */
@@ -8727,7 +8755,12 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
     }
 }
 
-/* ---- feed-forward: a list of jobs, each one expert (or the dense or shared network) with the tokens it gets ---- */
+/* ============================================================================================================
+ * CPU operations: feed-forward
+ *
+ * The router, and the experts as a list of jobs: each one expert (or the dense or the shared network) with the tokens it gets. Each
+ * element of the result is summed in the order of the jobs by one thread.
+ * ============================================================================================================ */
 
 struct ffn_job {
     const struct weight *gate, *up, *down;
@@ -9044,7 +9077,11 @@ static const struct ops cpu_ops = {
 #undef CPU_OP
 };
 
-/* ---- memory of a rank ---- */
+/* ============================================================================================================
+ * CPU operations: memory of a rank
+ *
+ * Everything is allocated here, at the start; nothing while tokens are computed.
+ * ============================================================================================================ */
 
 static void *rank_own(struct rank *r, size_t n, size_t size) {
     /* calloc: pages that are never touched, above all of the cache, cost nothing */
@@ -9748,7 +9785,19 @@ static double session_forward_ops(const struct session *s, int n) {
     return 2 * (per_token * n + heads * pairs + (double)m->output.n_in * m->output.n_out);
 }
 
-/* ---- the file of a session's state: README, "The format of /save" ---- */
+/* ============================================================================================================
+ * Session: the saved state
+ *
+ * The file that /save writes beside the conversation. All integers are little-endian:
+ * 
+ *   struct kv_header       40 bytes: MOEKV003, hash of the model file, --kv, numbers of planes and tokens, state_pos, checksum
+ *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now
+ *   int32_t[]              the tokens
+ *   planes in that order   all rows in use, each padded to a multiple of 16 bytes; behind them their scales in F32 (FP8 only)
+ * 
+ * Rows hold what all ranks have, so a state may be loaded with other --tp and --pp. The checksum is FNV-1a over 64-bit words. A file
+ * is trusted like a model file: it must come from somebody whom you trust.
+ * ============================================================================================================ */
 
 static const char kv_magic[8] = "MOEKV003";
 

@@ -324,7 +324,7 @@ static void test_cuda_demo(void) {
 }
 
 /* How a model is divided. */
-struct division {
+struct layout {
     const char *name;
     int tp, pp, device[MAX_RANKS];
     enum allreduce allreduce;
@@ -332,7 +332,7 @@ struct division {
 };
 
 /* A session of the division; false after a failed check. */
-static bool layout_session(struct session *s, const struct model *m, const struct division *d, int n_ctx,
+static bool layout_session(struct session *s, const struct model *m, const struct layout *d, int n_ctx,
                            enum kv_type kv) {
     char err[ERR_MAX] = "";
     struct cuda_options o = {
@@ -344,7 +344,7 @@ static bool layout_session(struct session *s, const struct model *m, const struc
 
 /* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it was, and
  * after an empty timeline the same ids give the same bits. */
-static void cuda_turns(const struct division *d, int turns) {
+static void cuda_turns(const struct layout *d, int turns) {
     enum { CTX = 200, IDS = 24 };
     struct model m;
     struct session s;
@@ -380,8 +380,8 @@ static void cuda_turns(const struct division *d, int turns) {
 }
 
 static void test_cuda_turns(void) {
-    static const struct division one = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
-    static const struct division two = {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true};
+    static const struct layout one = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
+    static const struct layout two = {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true};
     cuda_turns(&one, cuda_test_turns());
     cuda_turns(&two, cuda_test_turns() > 500 ? 500 : 6);
 }
@@ -749,7 +749,7 @@ static void test_cuda_images(void) {
 /* ---- several ranks ---- */
 
 /* Logits behind n ids and behind each of three more, (4, n_vocab), malloc'ed; NULL after a failed check. */
-static float *layout_logits(const struct model *m, const struct division *d, const int32_t *ids, int n) {
+static float *layout_logits(const struct model *m, const struct layout *d, const int32_t *ids, int n) {
     struct session s;
     size_t v = (size_t)m->n_vocab;
     if (!layout_session(&s, m, d, 96, KV_BF16)) return NULL;
@@ -772,9 +772,9 @@ static float *layout_logits(const struct model *m, const struct division *d, con
     return out;
 }
 
-static const struct division one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
+static const struct layout one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
 
-static void layouts_agree(const char *fixture, const struct division *d, int n_d, int n) {
+static void layouts_agree(const char *fixture, const struct layout *d, int n_d, int n) {
     struct model m;
     char path[256];
     size_t n_ids = 0;
@@ -796,7 +796,7 @@ static void layouts_agree(const char *fixture, const struct division *d, int n_d
 }
 
 static void test_cuda_ranks(void) {
-    static const struct division virtual[] = {{"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true},
+    static const struct layout virtual[] = {{"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
                                               {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
                                               {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
@@ -805,7 +805,7 @@ static void test_cuda_ranks(void) {
     layouts_agree("deepseek_v3", virtual, 3, 20);
     layouts_agree("qwen3moe_ct", virtual, 3, 7);
 #ifdef CUEMU
-    static const struct division several[] = {
+    static const struct layout several[] = {
         {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
         {"two GPUs, NCCL", 2, 1, {1, 0}, ALLREDUCE_NCCL, true},
         {"three GPUs without peer access", 3, 1, {0, 1, 3}, ALLREDUCE_ONESHOT, false},
@@ -819,7 +819,7 @@ static void test_cuda_ranks(void) {
 #ifdef CUEMU
 /* Who adds must not change a bit of the sums of few tokens. */
 static void test_cuda_same_bits(void) {
-    static const struct division ways[] = {{"own kernel", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
+    static const struct layout ways[] = {{"own kernel", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
                                            {"NCCL", 3, 1, {0, 1, 2}, ALLREDUCE_NCCL, true},
                                            {"through the host", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, false},
                                            {"on one GPU", 3, 1, {0, 0, 0}, ALLREDUCE_AUTO, true}};
@@ -839,7 +839,7 @@ static void test_cuda_same_bits(void) {
 
 /* For t_cuda_mutate.h: sums, pieces of logits and hand-overs by the own kernels, on one GPU and on four, and by NCCL. */
 void cuda_test_all_reduce(void) {
-    static const struct division ways[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
+    static const struct layout ways[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
                                            {"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
                                            {"on four GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
                                            {"NCCL", 2, 2, {0, 1, 2, 3}, ALLREDUCE_NCCL, true}};
