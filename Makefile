@@ -49,7 +49,7 @@ LIBS   := $(shell pkg-config --libs jansson libpcre2-8 libutf8proc) -lm
 CFLAGS ?= -O2 -g
 FLAGS   = -std=gnu11 $(CFLAGS) $(WARN) $(shell pkg-config --cflags jansson libpcre2-8 libutf8proc)
 SAN    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-TESTS  := tests/test_moe.c $(wildcard tests/*.h) convert/quantize.h
+TESTS  := tests/test_moe.c $(wildcard tests/*.h) convert/quantize.h convert/calibrate.h
 
 # CUDA where nvcc is: chips of Blackwell workstations (from 12.9 on), of Hopper, and code that drivers compile for others: for newer
 # ones with launches that overlap (compute_90: without its wait they must not), for older ones without.
@@ -74,7 +74,7 @@ build build/asan:
 	@mkdir -p $@
 
 ifneq ($(NVCC),)
-moe: moe.c moe_cuda.cu gguf_nvfp4.h build/moe_cuda.o Makefile
+moe: moe.c convert/calibrate.h moe_cuda.cu gguf_nvfp4.h build/moe_cuda.o Makefile
 	$(CC) $(FLAGS) -DMOE_CUDA -fopenmp moe.c build/moe_cuda.o -o $@ $(LIBS) $(CUDA_LIBS)
 
 build/moe_cuda.o: moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
@@ -84,7 +84,7 @@ build/moe_cuda.o: moe_cuda.cu moe.c gguf_nvfp4.h Makefile | build
 	@echo "$(NVCC) -c moe_cuda.cu -o $@ ($(CUDA_TARGETS))"
 	@$(NVCC) $(CUDA_FLAGS) -Xptxas -v --keep --keep-dir build/nvcc -c moe_cuda.cu -o $@ 2>build/nvcc/log || { cat build/nvcc/log; rm -f $@; exit 1; }
 else
-moe: moe.c moe_cuda.cu gguf_nvfp4.h Makefile
+moe: moe.c convert/calibrate.h moe_cuda.cu gguf_nvfp4.h Makefile
 	@echo "no nvcc: building without CUDA"
 	$(CC) $(FLAGS) -fopenmp moe.c -o $@ $(LIBS)
 endif
@@ -127,7 +127,7 @@ build/test_cuda: $(TESTS) build/emulated.o moe.c moe_cuda.cu gguf_nvfp4.h Makefi
 	$(CXX) build/test_cuda.o build/emulated.o -fopenmp -o $@ $(LIBS)
 
 # The tile sizes of prefill, timed on a device; on the emulator they are only compared.
-build/moe_library.o: moe.c moe_cuda.cu gguf_nvfp4.h Makefile | build
+build/moe_library.o: moe.c convert/calibrate.h moe_cuda.cu gguf_nvfp4.h Makefile | build
 	$(CC) $(FLAGS) -DMOE_NO_MAIN -DMOE_CUDA -fopenmp -c moe.c -o $@
 
 build/tiles_emulated: build/moe_library.o tests/bench_tiles.cu tests/cuda_emu.h moe_cuda.cu gguf_nvfp4.h Makefile

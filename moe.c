@@ -18,56 +18,80 @@
  * Memory: the weights are the mapped file; the state is state_bytes for a context; activations are laid out once, for
  * chunks of 512 tokens. Nothing is allocated while tokens are computed.
  *
- * Contents, in order of the sections:
- *   Model and operations
- *   Limits and errors
- *   Allocation
- *   Files, time, text
- *   Terminal
- *   Vocabulary: pre-tokenizers
- *   Vocabulary: tables and loading
- *   Vocabulary: text to tokens and back
- *   Chat template: values
- *   Chat template: comparing and printing values
- *   Chat template: format strings
- *   Chat template: operators
- *   Chat template: functions on strings
- *   Chat template: functions on numbers, sequences, mappings
- *   Chat template: tests, globals, loop, the table of builtins
- *   Chat template: lexer
- *   Chat template: parsing expressions
- *   Chat template: parsing statements
- *   Chat template: rendering
- *   Model: metadata, tensors, binding
- *   Shards of a model
- *   CPU kernels
- *   CPU kernels: reference
- *   CPU kernels: vector functions for any instruction set
- *   CPU kernels: GEMM with integer activations
- *   CPU kernels: AVX2
- *   CPU kernels: AVX-512 VNNI
- *   CPU kernels: AMX, BF16 tiles
- *   CPU kernels: NEON with dot products
- *   CPU kernels: choice
- *   KV cache
- *   Ranks
- *   CPU operations
- *   GPU backend
- *   Families
- *   Sampler
- *   Session
- *   Options
- *   Chat
- *   Keyboard
- *   Edited text and history
- *   Line editor
- *   REPL commands
- *   Plan
- *   Modes
- *   Doctor: report
- *   Doctor: machine
- *   Doctor: model
- *   Main
+ * Contents: each section with its lines, to the nearest ten.
+ *
+ *  Types
+ *   Types: tensors, layers, models                  350  the table of a layer's tensors; what a layer, a model, a family is
+ *   Types: operations                               160  the table of operations that every backend fills in, and its contract
+ *   Types: state, ranks, the GPU backend            300  planes of state, struct rank, the functions between moe.c and moe_cuda.cu
+ *
+ *  Foundations
+ *   Limits and errors                                60  die and fail: the two classes of errors
+ *   Allocation                                      100  xmalloc and its guard; strings; stb_ds
+ *   Files, time, text                               180  clock, files, atomic output, UTF-8, random numbers, numbers for people
+ *   Terminal                                        100  what stderr may show; control characters made visible
+ *
+ *  Text
+ *   Vocabulary: pre-tokenizers                       90  the expressions that cut text into pieces
+ *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
+ *   Vocabulary: text to tokens and back             290  BPE; tokens to text
+ *   Chat template: values                           440  values of the template language; the origin of every byte of text
+ *   Chat template: comparing and printing values    300  order, equality, repr, tojson
+ *   Chat template: format strings                   180  str.format
+ *   Chat template: operators                        300  arithmetic, comparison, subscripts
+ *   Chat template: functions on strings             310  filters and methods of strings
+ *   Chat template: functions on numbers, sequences, mappings  370  filters and methods of the rest
+ *   Chat template: tests, globals, loop, the table of builtins  250  is defined, range, loop, and the one table of all functions
+ *   Chat template: lexer                            200  source to tokens
+ *   Chat template: parsing expressions              450  tokens to expression trees
+ *   Chat template: parsing statements               210  tokens to statement trees
+ *   Chat template: rendering                        380  evaluates a tree; what a chat hands to it
+ *
+ *  Engine
+ *   Model: tensors of a file                        280  reads keys, finds and checks tensors, binds rows of the table
+ *   Model: metadata of families                     110  what each family reads; rotations
+ *   Model: layers and files                         310  binds layers, checks leftovers, opens files
+ *   Shards of a model                               170  what each rank holds
+ *   Synthetic models                                380  --synth: shapes of real models with random weights
+ *   CPU kernels                                     100  GEMM and vector functions: the interface, formats of activations
+ *   CPU kernels: reference                          130  scalar F32: the oracle
+ *   CPU kernels: vector functions for any instruction set  390  norms, softmax, small F32 matrices, by vector extensions
+ *   CPU kernels: GEMM with integer activations      270  panels of weights, 16-bit activations
+ *   CPU kernels: AVX2                                80  
+ *   CPU kernels: AVX-512 VNNI                       150  
+ *   CPU kernels: AMX, BF16 tiles                    280  prefill on tiles
+ *   CPU kernels: NEON with dot products              60  
+ *   CPU kernels: choice                              60  the best set that the processor has
+ *   KV cache                                         40  rows of the cache in BF16, FP8, F32
+ *   Ranks                                           280  threads of a process group: steps, barriers, send and recv, a watchdog
+ *   CPU operations                                  210  embedding, norms, linear, rotation
+ *   CPU operations: attention                       280  online softmax over the cache; latent attention
+ *   CPU operations: feed-forward                    320  router and experts
+ *   CPU operations: memory of a rank                100  the table of operations; what a rank allocates
+ *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
+ *   Families                                        100  the forwards. START HERE
+ *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
+ *   Session                                         430  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session: the saved state                        200  the file of /save
+ *
+ *  Program
+ *   Options                                         240  the option table, values and defaults
+ *   Command line                                    310  parsing, --help, checks of what was given together
+ *   Chat                                            740  messages to tokens, generation, the printer, /save and /load
+ *   Keyboard                                        240  bytes of a terminal to keys
+ *   Edited text and history                         290  the text behind the prompt; lines of former times
+ *   Line editor                                     430  drawing and moving in it
+ *   REPL commands                                   460  /help, /undo, /save ..
+ *   Plan                                            570  --plan: bytes and roofline on each GPU before anything is loaded
+ *   Engine                                          190  opens model and session as the settings ask for
+ *   Modes: tokenize, render, info, logits           290  small programs beside the chat
+ *   Modes: perplexity, needle, smoke                260  what the model can do
+ *   Modes: calibrate, compare                        10  convert/calibrate.h
+ *   Modes: bench                                    220  speed at several depths and batches
+ *   Doctor: report                                  140  --doctor: findings as text and JSON
+ *   Doctor: machine                                 370  checks of driver, GPUs and host
+ *   Doctor: model                                   340  checks that compute
+ *   Main                                            250  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
 #define _GNU_SOURCE
@@ -6419,6 +6443,384 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
 static void shard_free(struct model *shard) { free(shard->layers); }
 
 /* ============================================================================================================
+ * Synthetic models
+ *
+ * --synth: models with random weights in the shape of real ones, in memory or in a file. Tests and --doctor make small
+ * ones.
+ * ============================================================================================================ */
+
+struct synth {
+    const char *name, *arch;
+    int n_layer, n_embd, n_head, n_head_kv;
+    int head; /* values of a key and of a value; latent attention: rotated ones of the key not counted */
+    int n_expert, n_used, n_ff, n_vocab, n_ctx;
+    /* deepseek2 only */
+    int q_lora, kv_lora, rope, n_dense, ff_dense, ff_shared, n_group, n_group_used;
+    float scale; /* of the experts' weights */
+    bool q8;     /* the backbone is Q8_0 instead of BF16 */
+    bool sizes;  /* only sizes are looked at: nothing is filled in */
+};
+
+static const struct synth synths[] = {
+    {.name = "qwen3-30b-a3b",
+     .arch = "qwen3moe",
+     .n_layer = 48,
+     .n_embd = 2048,
+     .n_head = 32,
+     .n_head_kv = 4,
+     .head = 128,
+     .n_expert = 128,
+     .n_used = 8,
+     .n_ff = 768,
+     .n_vocab = 151936,
+     .n_ctx = 40960,
+     .ff_dense = 6144},
+    {.name = "qwen3-235b-a22b",
+     .arch = "qwen3moe",
+     .n_layer = 94,
+     .n_embd = 4096,
+     .n_head = 64,
+     .n_head_kv = 4,
+     .head = 128,
+     .n_expert = 128,
+     .n_used = 8,
+     .n_ff = 1536,
+     .n_vocab = 151936,
+     .n_ctx = 40960,
+     .ff_dense = 12288},
+    {.name = "deepseek-v3",
+     .arch = "deepseek2",
+     .n_layer = 61,
+     .n_embd = 7168,
+     .n_head = 128,
+     .n_head_kv = 1,
+     .head = 128,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 2048,
+     .n_vocab = 129280,
+     .n_ctx = 163840,
+     .q_lora = 1536,
+     .kv_lora = 512,
+     .rope = 64,
+     .n_dense = 3,
+     .ff_dense = 18432,
+     .ff_shared = 2048,
+     .n_group = 8,
+     .n_group_used = 4,
+     .scale = 2.5f},
+    {.name = "kimi-k2",
+     .arch = "deepseek2",
+     .n_layer = 61,
+     .n_embd = 7168,
+     .n_head = 64,
+     .n_head_kv = 1,
+     .head = 128,
+     .n_expert = 384,
+     .n_used = 8,
+     .n_ff = 2048,
+     .n_vocab = 163840,
+     .n_ctx = 131072,
+     .q_lora = 1536,
+     .kv_lora = 512,
+     .rope = 64,
+     .n_dense = 1,
+     .ff_dense = 18432,
+     .ff_shared = 2048,
+     .n_group = 1,
+     .n_group_used = 1,
+     .scale = 2.827f},
+};
+
+/* Moves *p behind `word` if that stands there. */
+static bool skip_word(const char **p, const char *word) {
+    const size_t n = strlen(word);
+    if (strncmp(*p, word, n)) return false;
+    *p += n;
+    return true;
+}
+
+/* Moves *p behind the number that stands there; 0: none does. */
+static long skip_number(const char **p) {
+    char *end;
+    if (**p < '0' || **p > '9') return 0;
+    const long v = strtol(*p, &end, 10);
+    *p = end;
+    return v;
+}
+
+/* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0, all optional. */
+static struct synth synth_parse(const char *arg) {
+    const size_t n = strcspn(arg, ":");
+    const struct synth *found = NULL;
+    char names[128];
+    size_t at = 0;
+    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
+        if (strlen(synths[i].name) == n && !memcmp(arg, synths[i].name, n)) found = &synths[i];
+        at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", synths[i].name);
+    }
+    if (!found) die_usage("--synth %s: known shapes are %s", arg, names);
+    struct synth y = *found;
+    const bool groups = y.n_group > 1;
+    const int step = groups ? y.n_group : 1, least = groups ? y.n_used * step / y.n_group_used : y.n_used;
+    long layers = y.n_layer, experts = y.n_expert;
+    const char *p = arg + n;
+    for (char mark = ':'; *p == mark; mark = ',') {
+        p++;
+        if (skip_word(&p, "backbone=bf16")) y.q8 = false;
+        else if (skip_word(&p, "backbone=q8_0")) y.q8 = true;
+        else if (skip_word(&p, "experts=")) experts = skip_number(&p);
+        else {
+            skip_word(&p, "layers=");
+            layers = skip_number(&p);
+        }
+    }
+    if (*p || layers < 1 || layers > y.n_layer || experts < least || experts > y.n_expert || experts % step)
+        die_usage("--synth %s: expected :layers=N,experts=M,backbone=bf16|q8_0 with layers from 1 to %d and "
+                  "experts from %d to %d in steps of %d",
+                  arg, y.n_layer, least, y.n_expert, step);
+    y.n_layer = (int)layers;
+    y.n_expert = (int)experts;
+    return y;
+}
+
+/* Leaves of a shape what GPU R of N holds, text "R/N". The vocabulary stays whole: embedding and output have the same.
+ * */
+static void synth_shard(struct synth *y, const char *text) {
+    if (strlen(text) != 3 || text[1] != '/' || text[2] < '1' || text[2] > '8' || text[0] < '0' || text[0] >= text[2])
+        die_usage("--shard %s: expected R/N with N from 1 to 8 and R from 0 to N - 1", text);
+    const int n = text[2] - '0';
+    const struct {
+        int *size, unit; /* a shard has whole units */
+        const char *what;
+    } divided[] = {{&y->n_head, 1, "attention heads"},
+                   {&y->n_ff, 64, "columns of the experts"},
+                   {&y->ff_shared, 64, "columns of the shared expert"},
+                   {&y->ff_dense, 64, "columns of the dense feed-forward"}};
+    for (size_t i = 0; i < sizeof divided / sizeof *divided; i++) {
+        const int whole = *divided[i].size, unit = n * divided[i].unit;
+        if (whole % unit)
+            die_usage("--shard %s: %s has %d %s, not a multiple of %d", text, y->name, whole, divided[i].what, unit);
+        *divided[i].size = whole / n;
+    }
+    y->n_head_kv = y->n_head_kv > n ? y->n_head_kv / n : 1;
+}
+
+/* Fills a tensor with numbers that keep a forward pass finite: norms near 1, matrices that keep the scale of their
+ * input. */
+void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
+    enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB of whole blocks of every type; repeated */
+    const uint64_t n = bytes < PATTERN ? bytes : PATTERN;
+    if (type == GGUF_NVFP4) {
+        for (uint64_t i = 0; i < n; i += 36) {
+            for (int s = 0; s < 4; s++) p[i + (uint64_t)s] = (uint8_t)(0x30 + rng_next(rng) % 16);
+            for (int q = 0; q < 4; q++) {
+                const uint64_t v = rng_next(rng);
+                memcpy(p + i + 4 + 8 * q, &v, 8);
+            }
+        }
+    } else if (type == GGUF_F32) {
+        for (uint64_t i = 0; i + 4 <= n; i += 4) {
+            const float u = (float)(rng_uniform(rng) - 0.5), v = vector ? 1.0f + 0.1f * u : 0.05f * u;
+            memcpy(p + i, &v, 4);
+        }
+    } else if (type == GGUF_Q8_0) {
+        const uint16_t scale = f16_from_f32(0.025f / 128);
+        for (uint64_t i = 0; i < n; i += 34) {
+            memcpy(p + i, &scale, 2);
+            for (int q = 0; q < 4; q++) {
+                const uint64_t v = rng_next(rng);
+                memcpy(p + i + 2 + 8 * q, &v, 8);
+            }
+        }
+    } else {
+        for (uint64_t i = 0; i + 2 <= n; i += 2) {
+            const uint16_t v = bf16_from_f32(0.05f * (float)(rng_uniform(rng) - 0.5));
+            memcpy(p + i, &v, 2);
+        }
+    }
+    for (uint64_t at = n; at < bytes; at += n) memcpy(p + at, p, bytes - at < n ? bytes - at : n);
+}
+
+struct synth_tensor {
+    char name[64];
+    uint32_t type, n_dims;
+    uint64_t ne[3], bytes;
+};
+
+/* Appends a tensor (n2, n1, n0); `fmt` is its name with %d for the layer. */
+static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt, int il) {
+    struct synth_tensor t = {
+        .type = type, .n_dims = n2 > 1 ? 3 : 1 + (n1 > 1), .ne = {(uint64_t)n0, (uint64_t)n1, (uint64_t)n2}};
+    snprintf(t.name, sizeof t.name, fmt, il);
+    t.bytes = gguf_row_bytes(type, (size_t)n0) * (size_t)n1 * (size_t)n2;
+    arrput(*list, t);
+}
+
+/* The tensors of layer il, by the table of tensors: feed-forwards NVFP4, vectors and routers F32, the rest BF16 or Q8_0. */
+static void synth_add_layer(struct synth_tensor **list, const struct synth *y, struct loader *l, int il) {
+    const struct model *m = l->m;
+    const bool dense = il < y->n_dense;
+    const uint32_t backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    struct layer layer = {0};
+    char name[64];
+    m->family->layer(l, &layer, il);
+    layer.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
+    if (!dense && y->ff_shared) layer.has |= HAS_SHARED;
+    layer.n_expert = dense ? 0 : y->n_expert;
+    layer.n_ff = dense ? y->ff_dense : y->n_ff;
+    layer.n_ff_shared = y->ff_shared;
+    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &layer));) {
+        const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
+        const int n = layer_dim(m, &layer, rule->n);
+        const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
+        if (rule->optional && (rule->field != offsetof(struct layer, router_bias) || m->gating != GATING_SIGMOID))
+            continue;
+        snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, rule->kind == TENSOR_VECTOR ? "" : ".weight");
+        synth_add(list, rule->kind != TENSOR_MATRIX ? GGUF_F32 : ffn ? GGUF_NVFP4 : backbone, in, out, n, name, il);
+        if (rule->kind != TENSOR_MATRIX || !ffn) continue;
+        snprintf(name, sizeof name, "blk.%%d.%s.scale", rule->name);
+        synth_add(list, GGUF_F32, n, 1, 1, name, il);
+    }
+}
+
+static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data);
+
+/* The tensors of a shape (stb_ds). Its family reads the metadata, as from a file. */
+static struct synth_tensor *synth_tensors(const struct synth *y) {
+    struct synth_tensor *list = NULL;
+    const uint32_t backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    char err[ERR_MAX];
+    size_t bytes;
+    uint64_t data;
+    uint8_t *header = synth_header(y, NULL, &bytes, &data);
+    struct model m = {.family = family_find((struct gguf_str){y->arch, strlen(y->arch)})};
+    struct loader l = {.m = &m, .g = &m.gguf, .arch = y->arch, .err = err};
+    if (gguf_parse(&m.gguf, header, bytes, err, ERR_MAX)) die("synthetic model: %s", err);
+    loader_hparams(&l);
+    if (l.failed) die("synthetic model: %s", err);
+    synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "token_embd.weight", 0);
+    for (int il = 0; il < y->n_layer; il++) synth_add_layer(&list, y, &l, il);
+    synth_add(&list, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
+    synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "output.weight", 0);
+    model_free(&m);
+    free(header);
+    return list;
+}
+
+/* The GGUF header of those tensors, malloc'ed, *bytes of it; *data: the bytes of tensors behind it. */
+static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
+    struct gguf_writer w = {0};
+    char key[96];
+    const struct {
+        const char *key;
+        int value; /* 0: left out */
+    } ints[] = {{"context_length", y->n_ctx},
+                {"embedding_length", y->n_embd},
+                {"block_count", y->n_layer},
+                {"feed_forward_length", y->ff_dense},
+                {"attention.head_count", y->n_head},
+                {"attention.head_count_kv", y->n_head_kv},
+                {"attention.key_length", y->kv_lora ? y->kv_lora + y->rope : y->head},
+                {"attention.value_length", y->kv_lora ? y->kv_lora : y->head},
+                {"attention.q_lora_rank", y->q_lora},
+                {"attention.kv_lora_rank", y->kv_lora},
+                {"attention.key_length_mla", y->kv_lora ? y->head + y->rope : 0},
+                {"attention.value_length_mla", y->kv_lora ? y->head : 0},
+                {"rope.dimension_count", y->rope},
+                {"leading_dense_block_count", y->n_dense},
+                {"expert_count", y->n_expert},
+                {"expert_used_count", y->n_used},
+                {"expert_feed_forward_length", y->n_ff},
+                {"expert_shared_count", y->ff_shared > 0},
+                {"expert_group_count", y->n_group},
+                {"expert_group_used_count", y->n_group_used},
+                {"expert_gating_func", y->kv_lora ? GATING_SIGMOID : 0},
+                {"vocab_size", y->n_vocab}};
+    gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
+    gguf_put_str(&w, "general.name", y->name, strlen(y->name));
+    for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
+        if (!ints[i].value) continue;
+        snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
+        gguf_put_u32(&w, key, (uint32_t)ints[i].value);
+    }
+    if (y->kv_lora) {
+        snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
+        gguf_put_bool(&w, key, true);
+        snprintf(key, sizeof key, "%s.expert_weights_scale", y->arch);
+        gguf_put_f32(&w, key, y->scale);
+    }
+    snprintf(key, sizeof key, "%s.attention.layer_norm_rms_epsilon", y->arch);
+    gguf_put_f32(&w, key, 1e-6f);
+    snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
+    gguf_put_f32(&w, key, 1e6f);
+    gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
+    for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
+    *data = w.data_bytes;
+    uint8_t *h = gguf_header(&w, bytes);
+    gguf_writer_free(&w);
+    if (!h) die("out of memory for a synthetic header");
+    return h;
+}
+
+/* Maps `total` writable bytes: of a new file, which becomes *f, or of memory. `synthetic`: most of them will never be
+ * touched. */
+static uint8_t *synth_map(const struct synth *y, const char *file, bool synthetic, size_t total, FILE **f) {
+    const double memory = (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES);
+    char err[ERR_MAX];
+    *f = NULL;
+    if (file) {
+        if (!access(file, F_OK)) die("cannot create '%s': %s", file, strerror(EEXIST));
+        *f = temp_create(file, 0666, err);
+        if (!*f) die("%s", err);
+        const int rc = posix_fallocate(fileno(*f), 0, (off_t)total);
+        if (rc) die("cannot write %zu bytes to '%s': %s", total, file, strerror(rc));
+    } else if (!synthetic && (double)total > 0.9 * memory) {
+        die("%s needs %.1f GiB of memory; cut it with --synth %s:layers=N,experts=M", y->name, (double)total / 0x1p30,
+            y->name);
+    }
+    const int flags = *f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | (synthetic ? MAP_NORESERVE : 0);
+    uint8_t *p = mmap(NULL, total, PROT_READ | PROT_WRITE, flags, *f ? fileno(*f) : -1, 0);
+    if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
+    return p;
+}
+
+/* Makes a model in memory, or in a file when one is named, which must not exist yet. With `synthetic` the matrices are
+ * addresses that nothing reads: a GPU makes its copies of a few random rows. */
+static void synth_make(struct model *m, const struct synth *y, const char *file, bool synthetic) {
+    char err[ERR_MAX];
+    struct synth_tensor *t = synth_tensors(y);
+    FILE *f;
+    size_t head;
+    uint64_t data, rng = 42;
+    uint8_t *header = synth_header(y, t, &head, &data);
+    const size_t total = head + (size_t)data;
+    uint8_t *p = synth_map(y, file, synthetic, total, &f), *to = p + head;
+    memcpy(p, header, head);
+    free(header);
+    for (size_t i = 0; i < arrlenu(t); i++) {
+        const uint64_t bytes = t[i].bytes;
+        if (interrupted) {
+            temp_remove();
+            exit(EXIT_INTERRUPT);
+        }
+        if (y->sizes || (synthetic && t[i].type != GGUF_F32)) {
+            /* stays as it is */
+        } else if (strstr(t[i].name,
+                          ".scale")) { /* makes the weights of an expert about as large as those of the backbone */
+            for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
+        } else {
+            synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
+        }
+        to += gguf_pad(bytes);
+    }
+    arrfree(t);
+    if (f && temp_finish(f, file, false, err)) die("%s", err);
+    if (gguf_parse(&m->gguf, p, total, err, ERR_MAX) || model_bind(m, err)) die("synthetic model: %s", err);
+    m->synthetic = synthetic;
+}
+
+/* ============================================================================================================
  * CPU kernels
  *
  * GEMM with the weight types of the file, and the small vector functions of a forward pass. A kernel computes one
@@ -9727,22 +10129,59 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     return SYNC_DONE;
 }
 
-/* Runs ids from an empty timeline and hands the logits of every position to `each`. 0, -1, or 1 when interrupted. */
-static int session_score(struct session *s, const int32_t *ids, int n,
-                         void (*each)(void *ctx, int pos, const float *logits), void *ctx, char *err) {
-    if (session_fits(s, n, err)) return -1;
-    session_truncate(s, 0);
-    while (s->n_past < n) {
-        int c = int_min(n - s->n_past, s->r->chunk), first = s->n_past;
-        if (interrupted) return 1;
-        session_forward(s, ids + first, c);
-        for (int i = 0; i < c; i += LOGIT_ROWS) {
-            int rows = c - i < LOGIT_ROWS ? c - i : LOGIT_ROWS;
-            session_head(s, i, rows);
-            for (int k = 0; k < rows; k++) each(ctx, first + i + k, s->r->ops->read_logits(s->r, k));
+/* A text on its way through one or two sessions side by side, from an empty timeline on. */
+struct prefill {
+    struct session *const *sessions; /* (n_session) */
+    int n_session;
+    /* gets the logits of every position, of each session (n_vocab); NULL: none are computed */
+    void (*row)(void *ctx, int pos, const float *const logits[]);
+    void (*chunk)(void *ctx, int n); /* called after every chunk, of n tokens; NULL: nothing is */
+    void *ctx;
+    int ignored; /* so many Ctrl-C do not stop it */
+};
+
+/* Runs ids[0..n) through the sessions, whose contexts have room for them. 0, or 1 when interrupted between chunks. */
+static int prefill_run(const struct prefill *p, const int32_t *ids, int n) {
+    int chunk = n;
+    for (int s = 0; s < p->n_session; s++) {
+        session_truncate(p->sessions[s], 0);
+        chunk = int_min(chunk, p->sessions[s]->r->chunk);
+    }
+    for (int pos = 0; pos < n; pos += chunk) {
+        const int n_chunk = int_min(n - pos, chunk);
+        if (interrupted > p->ignored) return 1;
+        for (int s = 0; s < p->n_session; s++) session_forward(p->sessions[s], ids + pos, n_chunk);
+        for (int i = 0; p->row && i < n_chunk; i += LOGIT_ROWS) {
+            const int rows = int_min(n_chunk - i, LOGIT_ROWS);
+            for (int s = 0; s < p->n_session; s++) session_head(p->sessions[s], i, rows);
+            for (int k = 0; k < rows; k++) {
+                const float *logits[2] = {NULL};
+                for (int s = 0; s < p->n_session; s++)
+                    logits[s] = p->sessions[s]->r->ops->read_logits(p->sessions[s]->r, k);
+                p->row(p->ctx, pos + i + k, logits);
+            }
         }
+        if (p->chunk) p->chunk(p->ctx, n_chunk);
     }
     return 0;
+}
+
+struct score {
+    void (*each)(void *ctx, int pos, const float *logits);
+    void *ctx;
+};
+
+static void score_row(void *ctx, int pos, const float *const logits[]) {
+    const struct score *s = ctx;
+    s->each(s->ctx, pos, logits[0]);
+}
+
+/* Hands the logits of every position of ids[0..n) to `each`. 0, -1 with a message, or 1 when interrupted. */
+static int session_score(struct session *s, const int32_t *ids, int n,
+                         void (*each)(void *ctx, int pos, const float *logits), void *ctx, char *err) {
+    struct score score = {each, ctx};
+    if (session_fits(s, n, err)) return -1;
+    return prefill_run(&(struct prefill){.sessions = &s, .n_session = 1, .row = score_row, .ctx = &score}, ids, n);
 }
 
 /* What n tokens of one forward use of the layers: bytes of the weights as stored, each once, and weights per token. Of the routed
@@ -9989,132 +10428,227 @@ static int session_load(struct session *s, const char *path, char *err) {
 /* ============================================================================================================
  * Options
  *
- * One table drives the command line, --help and /set. Values that the user did not give stay "unset" until a model is
- * loaded: the file may bring defaults of its own.
+ * The settings of a run, and the one table of options that drives the command line, --help and /set. An option that the
+ * user does not give stays unset until a model is loaded, because its file may hold a default.
  * ============================================================================================================ */
 
+/* From THINK_LOW on an effort, which the template gets by name. */
+enum think { THINK_AUTO, THINK_ON, THINK_OFF, THINK_LOW, THINK_MEDIUM, THINK_HIGH, THINK_MAX };
+enum show_think { SHOW_AUTO, SHOW_ON, SHOW_OFF };
+
+/* The names of the choices, indexed by their enum. */
+static const char *const think_names[] = {"auto", "on", "off", "low", "medium", "high", "max", NULL};
+static const char *const show_think_names[] = {"auto", "on", "off", NULL};
+static const char *const kv_names[] = {[KV_BF16] = "bf16", [KV_FP8] = "fp8", [KV_F32] = "f32", NULL};
+static const char *const moe_act_names[] = {"auto", "bf16", "fp4", NULL};
+static const char *const allreduce_names[] = {"auto", "nccl", "oneshot", NULL};
+
+struct option;
+
 struct settings {
+    /* model and prompt; NULL: not given */
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
-    bool lines, raw, special, verbose, cpu, cpu_ref;
-    int n_predict, n_ctx, threads, tp, pp, kv_splits, vram_reserve;
-    char *gpus, *allreduce, *kv, *moe_act, *think, *show_think;
+    bool lines, raw, special, verbose;
+    int n_predict; /* tokens of an answer at most; -1: no limit */
+    enum think think;
+    enum show_think show_think;
+    /* sampling */
     bool greedy;
     double temp, top_p, min_p, repeat_penalty; /* NAN: unset */
     int top_k;                                 /* -1: unset */
     int seed;                                  /* -1: from the clock */
-    /* modes */
-    bool tokenize, render, smoke, bench, info, plan, json, version, help;
-    char *logits, *perplexity, *haystack, *synth;
-    char *shard;
-    bool profile, doctor;
-    bool quiet; /* not an option: chats of the program's own show neither answers nor statistics */
-    int needle, depth;
+    /* machine */
+    int n_ctx, threads;    /* 0: chosen by the program */
+    int kv;                /* enum kv_type; -1: unset, settings_kv chooses */
+    bool cpu, cpu_ref;     /* both keep everything on the CPU */
+    char *gpus;            /* see gpus_parse */
+    int tp, pp, kv_splits; /* 0: chosen by the program */
+    int vram_reserve;      /* MiB */
+    enum allreduce allreduce;
+    enum moe_act moe_act;
+    /* modes, and the options that belong to one */
+    bool info, plan, tokenize, render, smoke, doctor, bench, json, profile, version, help;
+    char *logits, *perplexity, *haystack, *synth, *shard, *output, *activations;
     char **calibrate, **compare; /* stb_ds, of malloc'ed names */
-    char *output, *activations;
+    int needle, depth;           /* tokens, 0: not given; percent */
+    /* not options of the command line */
+    const struct option *help_about; /* --help stands where the value of this one should */
+    bool quiet;                      /* chats print neither answers nor statistics */
 };
 
 enum option_type { OPT_FLAG, OPT_INT, OPT_NUM, OPT_STR, OPT_CHOICE, OPT_FILES /* up to the next option */ };
 
 struct option {
-    const char *name;
-    char letter; /* 0: none */
+    const char *name; /* NULL: a heading of --help, whose text is `help` */
+    char letter;      /* 0: none */
     enum option_type type;
-    size_t offset;    /* in struct settings */
-    const char *arg;  /* of the value, for --help; OPT_CHOICE: the choices, separated by | */
-    double lo, hi;    /* range of numbers */
-    bool in_chat;     /* /set may change it */
-    const char *help; /* NULL arg and help: a heading */
+    size_t offset;              /* in struct settings */
+    const char *arg;            /* what --help calls the value */
+    const char *const *choices; /* OPT_CHOICE: the names, NULL at the end; the field gets the index */
+    double lo, hi;              /* range of numbers */
+    bool in_chat;               /* /set may change it */
+    const char *of;             /* the modes that it belongs to, separated by |; NULL: --help lists it */
+    const char *help;           /* one line of --help, in 68 columns */
+    const char *details;        /* what --NAME --help adds */
 };
 
-#define AT(field) offsetof(struct settings, field)
+static const char plan_details[] =
+    "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o header.gguf). --synth takes a\n"
+    "known shape. Without --gpus the plan is for the GPUs of this machine, or for its CPU.\n"
+    "\n"
+    "  --gpus 0,1        plan for these GPUs of this machine\n"
+    "  --gpus 4x96       plan for four GPUs of 96 GiB; the usual sizes imply the memory bandwidth\n"
+    "  --gpus 4x96@1792  plan for four GPUs of 96 GiB that read 1792 GB/s\n"
+    "\n"
+    "Exit code: 0 the model fits without pruning, 1 it does not.\n";
+
+static const char doctor_details[] =
+    "Checks in the order in which things fail: does a model start, does a forward pass complete, is the\n"
+    "output coherent, does it stay coherent in a long context, is it fast enough? Without -m only the\n"
+    "machine is checked. Exit code: 0 no errors, 1 errors.\n";
+
+static const char calibrate_details[] =
+    "A .jsonl file has one JSON object per line: {\"messages\": [...]}, {\"text\": ...}, or {\"prompt\": ...,\n"
+    "\"completion\": ...}. Any other file is plain text; it runs in windows of -c tokens (default: 2048).\n"
+    "\n"
+    "A unit of work is a line of a .jsonl file or a window of a text. Every unit starts with an empty\n"
+    "context. Ctrl-C ends the run after the current unit. A second Ctrl-C ends it at once and drops the\n"
+    "work since the last save (at most a minute and one unit). To continue, repeat the command: it begins\n"
+    "with the next unit. The scores are those of an uninterrupted run, up to rounding.\n";
+
+static const char compare_details[] =
+    "A and B are GGUF files with the same vocabulary. Both read TEXT in windows of -c tokens (default:\n"
+    "2048). Prints the perplexity of each model, the Kullback-Leibler divergence of B from A in nats, and\n"
+    "how often both agree on the most likely token.\n";
+
+static const char needle_details[] =
+    "The fact is a random number, which depends only on --seed, N and --depth. The answer goes to stdout,\n"
+    "the result to stderr. Exit code: 0 the answer holds the number, 1 it does not.\n";
+
+static const char bench_details[] =
+    "Prints CSV: one line per context depth and batch, medians of up to 5 timed runs. Depths are 0, 4096,\n"
+    "32768 and 131072 tokens, as far as -c has room. The cache is not computed up to that depth, only\n"
+    "marked as filled: the time of a forward pass does not depend on its contents.\n"
+    "\n"
+    "  ctx_tokens                depth: tokens in the KV cache before the forward pass\n"
+    "  prefill_tokens            tokens of the prefill chunk: at most 512 on a CPU, 4096 on a GPU; given\n"
+    "                            on the line of batch 1 only, like the next two columns\n"
+    "  prefill_tps               tokens per second of that chunk, with the logits of its last token\n"
+    "  prefill_percent_of_mma    GPU only: rate of the operations that the model defines, as a percentage\n"
+    "                            of the rate of mma.sync m16n8k16 measured at the start\n"
+    "  batch                     tokens of one decode forward pass: 1, 2, 4, 8 or 16, with all logits\n"
+    "  gen_tps                   tokens per second of these passes; all tokens of the batch count\n"
+    "  kvcache_bytes             bytes of the KV cache at that depth\n"
+    "  gen_gb_per_s              GB/s (1e9 bytes) read by a decode forward pass: each weight once, of the\n"
+    "                            routed experts as many as independent choices are expected to hit, and\n"
+    "                            the KV cache once\n"
+    "  gen_percent_of_bandwidth  gen_gb_per_s as a percentage of the bandwidth measured at the start:\n"
+    "                            reads on a CPU; copies on a GPU, with both directions counted\n"
+    "\n"
+    "The measured bandwidth and mma rate are printed on stderr. So is --profile's table of the kernels at\n"
+    "depth 0, which works with a single GPU.\n";
+
+static const char synth_details[] =
+    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2. Options may follow a colon:\n"
+    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the real numbers, bf16). Feed-forward weights\n"
+    "are NVFP4, norms and routers F32, and the backbone is everything else.\n"
+    "\n"
+    "With -m FILE the model is written to FILE, which must not exist, before it is used. On a GPU these\n"
+    "weights take no host memory: a few random rows are packed again and again.\n"
+    "\n"
+    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and feed-forward columns are\n"
+    "divided by 4, the vocabulary stays whole.\n";
+
+#define AT(field)               offsetof(struct settings, field)
+#define IS_FLAG(field)          .type = OPT_FLAG, .offset = AT(field)
+#define IS_INT(field, low, top) .type = OPT_INT, .offset = AT(field), .lo = (low), .hi = (top)
+#define IS_NUM(field, low, top) .type = OPT_NUM, .offset = AT(field), .lo = (low), .hi = (top)
+#define IS_STR(field)           .type = OPT_STR, .offset = AT(field)
+#define IS_FILES(field)         .type = OPT_FILES, .offset = AT(field)
+#define IS_CHOICE(field, names) .type = OPT_CHOICE, .offset = AT(field), .choices = (names)
 
 static const struct option options[] = {
     {.help = "Model and prompt"},
-    {"model", 'm', OPT_STR, AT(model), "FILE", 0, 0, false,
-     "GGUF file to run; any part of a split file (default: $MOE_MODEL)"},
-    {"prompt", 'p', OPT_STR, AT(prompt), "TEXT", 0, 0, false,
-     "answer TEXT and exit; piped stdin comes first, then a blank line"},
-    {"file", 'f', OPT_STR, AT(prompt_file), "FILE", 0, 0, false, "the same with the text of FILE"},
-    {"system", 's', OPT_STR, AT(system), "TEXT", 0, 0, false, "system message (default: none)"},
-    {"system-file", 0, OPT_STR, AT(system_file), "FILE", 0, 0, false, "system message from FILE"},
-    {"lines", 0, OPT_FLAG, AT(lines), NULL, 0, 0, false, "every line of stdin is a prompt of its own"},
-    {"raw", 0, OPT_FLAG, AT(raw), NULL, 0, 0, false, "no chat template: continue the text, print it verbatim"},
-    {"ids", 0, OPT_STR, AT(ids), "1,2,3", 0, 0, false, "use these token ids as the prompt; ignores stdin"},
-    {"special", 0, OPT_FLAG, AT(special), NULL, 0, 0, false,
-     "with --raw and --tokenize: control tokens in the text count"},
-    {"chat-template-file", 0, OPT_STR, AT(template_file), "FILE", 0, 0, false, "Jinja template instead of the model's"},
-    {.help = "Answer"},
-    {"predict", 'n', OPT_INT, AT(n_predict), "N", -1, INT32_MAX, true,
-     "tokens to generate at most (default: -1, until the model stops)"},
-    {"think", 0, OPT_CHOICE, AT(think), "auto|on|off|low|medium|high|max", 0, 0, true,
-     "thinking, or its effort (default: auto, as the template has it)"},
-    {"show-think", 0, OPT_CHOICE, AT(show_think), "auto|on|off", 0, 0, true,
-     "print the thinking (default: auto, only on a terminal)"},
-    {.help = "Sampling (defaults from the file where it has them)"},
-    {"greedy", 0, OPT_FLAG, AT(greedy), NULL, 0, 0, true, "always the most likely token"},
-    {"temp", 0, OPT_NUM, AT(temp), "T", 0, 100, true, "temperature (default: 0.7; 0 is greedy)"},
-    {"top-k", 0, OPT_INT, AT(top_k), "K", 0, INT32_MAX, true, "only the K most likely tokens (default: 40; 0: all)"},
-    {"top-p", 0, OPT_NUM, AT(top_p), "P", 0, 1, true, "only the most likely tokens of together P (default: 0.95)"},
-    {"min-p", 0, OPT_NUM, AT(min_p), "P", 0, 1, true,
-     "only tokens of at least P times the best (default: 0; pruned models 0.05)"},
-    {"repeat-penalty", 0, OPT_NUM, AT(repeat_penalty), "R", 0.1, 10, true,
-     "against the last 64 tokens (default: 1; pruned models 1.1)"},
-    {"seed", 0, OPT_INT, AT(seed), "N", -1, INT32_MAX, true, "of the random numbers (default: -1, from the clock)"},
+    {"model", 'm', IS_STR(model), .arg = "FILE", .help = "GGUF file; any part of a split one (default: $MOE_MODEL)"},
+    {"prompt", 'p', IS_STR(prompt), .arg = "TEXT",
+     .help = "answer TEXT and exit; piped stdin comes first, then a blank line"},
+    {"file", 'f', IS_STR(prompt_file), .arg = "FILE", .help = "the same with the text of FILE"},
+    {"system", 's', IS_STR(system), .arg = "TEXT", .help = "system message (default: none)"},
+    {"system-file", IS_STR(system_file), .arg = "FILE", .help = "system message from FILE"},
+    {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
+    {"raw", IS_FLAG(raw), .help = "no chat template: continue the text and print it verbatim"},
+    {"ids", IS_STR(ids), .arg = "1,2,3", .help = "use these token ids as the prompt; stdin is not read"},
+    {"special", IS_FLAG(special), .help = "with --raw and --tokenize: text may spell control tokens"},
+    {"chat-template-file", IS_STR(template_file), .arg = "FILE", .help = "Jinja template in place of the model's"},
+    {.help = "Answer (sampling defaults come from the model file where it has them)"},
+    {"predict", 'n', IS_INT(n_predict, -1, INT32_MAX), .arg = "N", .in_chat = true,
+     .help = "generate at most N tokens (default: -1, until the model stops)"},
+    {"think", IS_CHOICE(think, think_names), .arg = "MODE", .in_chat = true, .help = "thinking (default: auto)"},
+    {"show-think", IS_CHOICE(show_think, show_think_names), .arg = "MODE", .in_chat = true,
+     .help = "print the thinking (default: auto, on a terminal)"},
+    {"greedy", IS_FLAG(greedy), .in_chat = true, .help = "always take the most likely token"},
+    {"temp", IS_NUM(temp, 0, 100), .arg = "T", .in_chat = true, .help = "temperature (default: 0.7; 0 is greedy)"},
+    {"top-k", IS_INT(top_k, 0, INT32_MAX), .arg = "K", .in_chat = true,
+     .help = "sample from the K most likely tokens (default: 40; 0: all)"},
+    {"top-p", IS_NUM(top_p, 0, 1), .arg = "P", .in_chat = true,
+     .help = "sample from the likeliest tokens that add up to P (default: 0.95)"},
+    {"min-p", IS_NUM(min_p, 0, 1), .arg = "P", .in_chat = true,
+     .help = "only tokens of at least P times the best (default: 0; pruned: 0.05)"},
+    {"repeat-penalty", IS_NUM(repeat_penalty, 0.1, 10), .arg = "R", .in_chat = true,
+     .help = "penalty on the last 64 tokens (default: 1; pruned models 1.1)"},
+    {"seed", IS_INT(seed, -1, INT32_MAX), .arg = "N", .in_chat = true,
+     .help = "seed of the sampler (default: -1, from the clock)"},
     {.help = "Machine"},
-    {"ctx", 'c', OPT_INT, AT(n_ctx), "N", 0, 1 << 28, false,
-     "tokens of context (default: 0, the model's, or what memory allows)"},
-    {"threads", 't', OPT_INT, AT(threads), "N", 0, 1024, false, "(default: 0, all processors)"},
-    {"kv", 0, OPT_CHOICE, AT(kv), "bf16|fp8|f32", 0, 0, false,
-     "number format of the KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
-    {"cpu", 0, OPT_FLAG, AT(cpu), NULL, 0, 0, false, "use no GPU"},
-    {"gpus", 0, OPT_STR, AT(gpus), "0,1", 0, 0, false,
-     "the GPUs to use, by number; one may be named again (default: the first ones; none: the CPU)"},
-    {"tp", 0, OPT_INT, AT(tp), "N", 1, MAX_RANKS, false,
-     "ranks that share every layer (default: one for each of --gpus)"},
-    {"pp", 0, OPT_INT, AT(pp), "N", 1, MAX_RANKS, false, "groups of ranks with layers of their own (default: 1)"},
-    {"allreduce", 0, OPT_CHOICE, AT(allreduce), "auto|nccl|oneshot", 0, 0, false,
-     "who adds up over GPUs (default: auto, the faster one)"},
-    {"kv-splits", 0, OPT_INT, AT(kv_splits), "N", 0, 384, false,
-     "parts of the context in GPU decode at most (default: 0, what fills the GPU)"},
-    {"moe-act", 0, OPT_CHOICE, AT(moe_act), "auto|bf16|fp4", 0, 0, false,
-     "activations of the experts in GPU prefill: 16 or 4 bits (default: auto, 4 where the file asks for it)"},
-    {"vram-reserve", 0, OPT_INT, AT(vram_reserve), "MIB", 0, 1 << 20, false, "GPU memory to leave free (default: 256)"},
-    {"cpu-ref", 0, OPT_FLAG, AT(cpu_ref), NULL, 0, 0, false, "scalar reference arithmetic: exact, slow"},
-    {.help = "Instead of answering"},
-    {"info", 0, OPT_FLAG, AT(info), NULL, 0, 0, false, "what the file holds"},
-    {"plan", 0, OPT_FLAG, AT(plan), NULL, 0, 0, false,
-     "whether -m, of which a header is enough, fits and how fast it can be; exit 0 if it fits; with --gpus 4x96 on "
-     "four GPUs of 96 GiB, 4x96@1792: that read 1792 GB/s"},
-    {"json", 0, OPT_FLAG, AT(json), NULL, 0, 0, false, "with --plan and --doctor: one JSON object, sizes in bytes"},
-    {"tokenize", 0, OPT_FLAG, AT(tokenize), NULL, 0, 0, false, "token ids of stdin, on one line"},
-    {"render", 0, OPT_FLAG, AT(render), NULL, 0, 0, false,
-     "stdin is a JSON object of template variables: print the rendered text"},
-    {"logits", 0, OPT_STR, AT(logits), "FILE.npy", 0, 0, false, "write the logits of every position of the prompt"},
-    {"perplexity", 0, OPT_STR, AT(perplexity), "FILE", 0, 0, false, "of a text, with its standard error"},
-    {"calibrate", 0, OPT_FILES, AT(calibrate), "FILES...", 0, 0, false,
-     "what the routed experts do for these texts or chats (.jsonl), to -o, for moe-reap; goes on where it stopped"},
-    {"output", 'o', OPT_STR, AT(output), "FILE.json", 0, 0, false, "with --calibrate: where the scores go"},
-    {"activations", 0, OPT_STR, AT(activations), "FILE.gguf", 0, 0, false,
-     "with --calibrate, from its first run on: also the mean squares of what feed-forwards read, for moe-convert "
-     "--importance"},
-    {"compare", 0, OPT_FILES, AT(compare), "A B TEXT", 0, 0, false,
-     "how far the predictions of model B are from those of A on a text"},
-    {"needle", 0, OPT_INT, AT(needle), "N", 64, 1 << 28, false, "find a fact in N tokens of prose; exit 0 if found"},
-    {"depth", 0, OPT_INT, AT(depth), "PERCENT", 0, 100, false, "where the fact stands (default: 50)"},
-    {"haystack", 0, OPT_STR, AT(haystack), "FILE", 0, 0, false, "the prose (default: the shipped stories)"},
-    {"smoke", 0, OPT_FLAG, AT(smoke), NULL, 0, 0, false, "three quick tests of the model; exit 0 if all pass"},
-    {"doctor", 0, OPT_FLAG, AT(doctor), NULL, 0, 0, false,
-     "why this machine is slow or fails, with -m also a model on it; exit 0 without errors"},
-    {"bench", 0, OPT_FLAG, AT(bench), NULL, 0, 0, false, "speed at several depths, CSV on stdout"},
-    {"profile", 0, OPT_FLAG, AT(profile), NULL, 0, 0, false,
-     "with --bench on a GPU: behind it the time of every kernel, on stderr"},
-    {"synth", 0, OPT_STR, AT(synth), "NAME[:layers=N,experts=M,backbone=bf16|q8_0]", 0, 0, false,
-     "random weights of a real shape; with -m written to that file first"},
-    {"shard", 0, OPT_STR, AT(shard), "R/N", 0, 0, false,
-     "with --synth: what GPU R of N would hold: heads and feed-forwards divided, vocabulary whole"},
-    {"verbose", 0, OPT_FLAG, AT(verbose), NULL, 0, 0, false, "say more on stderr"},
-    {"version", 0, OPT_FLAG, AT(version), NULL, 0, 0, false, "version and what this build can use"},
-    {"help", 'h', OPT_FLAG, AT(help), NULL, 0, 0, false, "this text"},
+    {"ctx", 'c', IS_INT(n_ctx, 0, 1 << 28), .arg = "N",
+     .help = "tokens of context (default: 0, the model's, or what memory allows)"},
+    {"threads", 't', IS_INT(threads, 0, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
+    {"kv", IS_CHOICE(kv, kv_names), .arg = "TYPE", .help = "KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
+    {"cpu", IS_FLAG(cpu), .help = "use no GPU"},
+    {"gpus", IS_STR(gpus), .arg = "0,1", .help = "numbers of the GPUs to use (default: the first ones; none: the CPU)"},
+    {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N",
+     .help = "ranks that share every layer (default: one for each of --gpus)"},
+    {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "groups of ranks with layers of their own (default: 1)"},
+    {"allreduce", IS_CHOICE(allreduce, allreduce_names), .arg = "HOW",
+     .help = "under --tp (default: auto, the faster)"},
+    {"kv-splits", IS_INT(kv_splits, 0, 384), .arg = "N",
+     .help = "splits of the context in GPU decode, at most (default: 0, automatic)"},
+    {"moe-act", IS_CHOICE(moe_act, moe_act_names), .arg = "TYPE",
+     .help = "expert activations in GPU prefill (default: auto)"},
+    {"vram-reserve", IS_INT(vram_reserve, 0, 1 << 20), .arg = "MIB", .help = "GPU memory to leave free (default: 256)"},
+    {"cpu-ref", IS_FLAG(cpu_ref), .help = "scalar reference arithmetic on the CPU: exact, slow"},
+    {.help = "Instead of answering (details: moe --bench --help, for example)"},
+    {"info", IS_FLAG(info), .help = "describe the model file"},
+    {"plan", IS_FLAG(plan), .help = "does a model fit, and how fast can it be? exit 0 if it fits",
+     .details = plan_details},
+    {"doctor", IS_FLAG(doctor), .help = "find out why this machine is slow or fails; with -m also a model",
+     .details = doctor_details},
+    {"json", IS_FLAG(json), .of = "plan|doctor", .help = "print one JSON object, sizes in bytes"},
+    {"tokenize", IS_FLAG(tokenize), .help = "print the token ids of stdin on one line"},
+    {"render", IS_FLAG(render), .help = "print the template filled in with stdin, a JSON object"},
+    {"logits", IS_STR(logits), .arg = "FILE.npy", .help = "write the logits of every position of the prompt"},
+    {"perplexity", IS_STR(perplexity), .arg = "FILE", .help = "perplexity of a text, with its standard error"},
+    {"calibrate", IS_FILES(calibrate), .arg = "FILES...",
+     .help = "record what experts do for texts or chats, to -o, for moe-reap", .details = calibrate_details},
+    {"output", 'o', IS_STR(output), .arg = "FILE.json", .of = "calibrate",
+     .help = "where the scores go; what is there already is added to"},
+    {"activations", IS_STR(activations), .arg = "FILE.gguf", .of = "calibrate",
+     .help = "also mean squares of inputs, for moe-convert; from the first run on"},
+    {"compare", IS_FILES(compare), .arg = "A B TEXT", .help = "how far the predictions of model B are from those of A",
+     .details = compare_details},
+    {"needle", IS_INT(needle, 64, 1 << 28), .arg = "N", .help = "find a fact in N tokens of prose; exit 0 if found",
+     .details = needle_details},
+    {"depth", IS_INT(depth, 0, 100), .arg = "PERCENT", .of = "needle", .help = "where the fact stands (default: 50)"},
+    {"haystack", IS_STR(haystack), .arg = "FILE", .of = "needle", .help = "the prose (default: the shipped stories)"},
+    {"smoke", IS_FLAG(smoke), .help = "three quick tests of the model; exit 0 if all pass"},
+    {"bench", IS_FLAG(bench), .help = "prefill and decode speed at several depths, CSV on stdout",
+     .details = bench_details},
+    {"profile", IS_FLAG(profile), .of = "bench", .help = "on a GPU: add the time of every kernel"},
+    {"synth", IS_STR(synth), .arg = "NAME", .help = "synthetic weights in a known shape, in place of -m",
+     .details = synth_details},
+    {"shard", IS_STR(shard), .arg = "R/N", .of = "synth", .help = "only what GPU R of N would hold"},
+    {"verbose", IS_FLAG(verbose), .help = "print more on stderr"},
+    {"version", IS_FLAG(version), .help = "version, and what this build can use"},
+    {"help", 'h', IS_FLAG(help), .help = "this text"},
 };
 
 enum { N_OPTIONS = sizeof options / sizeof *options };
@@ -10127,19 +10661,33 @@ static void settings_init(struct settings *s) {
                            .repeat_penalty = NAN,
                            .top_k = -1,
                            .seed = -1,
+                           .kv = -1,
+                           .vram_reserve = 256,
                            .depth = 50};
-    s->allreduce = xstrdup("auto"), s->vram_reserve = 256, s->moe_act = xstrdup("auto"), s->think = xstrdup("auto"),
-    s->show_think = xstrdup("auto");
+}
+
+/* ============================================================================================================
+ * Command line
+ *
+ * Reads the options, prints --help, serves /set, and settles what the user left open.
+ * ============================================================================================================ */
+
+/* The field of an option. */
+static void *option_at(struct settings *s, const struct option *o) { return (char *)s + o->offset; }
+static const void *option_value(const struct settings *s, const struct option *o) {
+    return (const char *)s + o->offset;
 }
 
 static void settings_free(struct settings *s) {
-    for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].name && options[i].type == OPT_FILES) {
-            char **list = *(char ***)(void *)((char *)s + options[i].offset);
-            for (size_t k = 0; k < arrlenu(list); k++) free(list[k]);
-            arrfree(list);
-        } else if (options[i].name && (options[i].type == OPT_STR || options[i].type == OPT_CHOICE))
-            free(*(char **)(void *)((char *)s + options[i].offset));
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const struct option *o = &options[i];
+        if (!o->name) continue;
+        if (o->type == OPT_STR) free(*(char **)option_at(s, o));
+        if (o->type != OPT_FILES) continue;
+        char **list = *(char ***)option_at(s, o);
+        for (size_t k = 0; k < arrlenu(list); k++) free(list[k]);
+        arrfree(list);
+    }
 }
 
 static const struct option *option_find(const char *name) {
@@ -10148,45 +10696,73 @@ static const struct option *option_find(const char *name) {
     return NULL;
 }
 
-static bool choice_ok(const char *choices, const char *value) {
-    size_t n = strlen(value);
-    for (const char *p = choices; p; p = strchr(p, '|') ? strchr(p, '|') + 1 : NULL)
-        if (n && !strncmp(p, value, n) && (p[n] == '|' || !p[n])) return true;
-    return false;
+static const struct option *option_by_letter(char letter) {
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (options[i].letter == letter) return &options[i];
+    return NULL;
 }
 
-/* Parses and stores one value (flags: on or off). 0, or -1 with a message. */
-static int option_store(struct settings *s, const struct option *o, const char *value, char *err) {
-    void *at = (char *)s + o->offset;
+/* Whether a mode was asked for; for options whose unset value is zero. */
+static bool option_given(const struct settings *s, const struct option *o) {
+    const void *at = option_value(s, o);
+    if (o->type == OPT_FLAG) return *(const bool *)at;
+    if (o->type == OPT_INT) return *(const int *)at != 0;
+    return *(void *const *)at != NULL;
+}
+
+/* bf16|fp8|f32 */
+static const char *option_choices(const struct option *o, char out[64]) {
+    int n = 0;
+    for (int i = 0; o->choices[i]; i++) n += snprintf(out + n, 64 - (size_t)n, "%s%s", i ? "|" : "", o->choices[i]);
+    return out;
+}
+
+static int option_store_number(void *at, const struct option *o, const char *value, char *err) {
+    const bool whole = o->type == OPT_INT;
     char *end;
-    if (o->type == OPT_FLAG) {
-        if (strcmp(value, "on") && strcmp(value, "off"))
-            return fail(err, "--%s is on or off, not '%s'", o->name, value);
-        *(bool *)at = !strcmp(value, "on");
-    } else if (o->type == OPT_INT || o->type == OPT_NUM) {
-        errno = 0;
-        double v = o->type == OPT_INT ? (double)strtoll(value, &end, 10) : strtod(value, &end);
-        if (end == value || *end || errno || !(v >= o->lo && v <= o->hi))
-            return fail(err, "--%s %s: expected %s from %.10g to %.10g", o->name, value,
-                        o->type == OPT_INT ? "a whole number" : "a number", o->lo, o->hi);
-        if (o->type == OPT_INT) *(int *)at = (int)v;
-        else *(double *)at = v;
-    } else {
-        if (o->type == OPT_CHOICE && !choice_ok(o->arg, value))
-            return fail(err, "--%s %s: expected %s", o->name, value, o->arg);
-        if (!*value && (o->type == OPT_FILES || !strncmp(o->arg, "FILE", 4)))
-            return fail(err, "--%s wants the name of a file", o->name);
-        if (o->type == OPT_FILES) {
-            arrput(*(char ***)at, xstrdup(value));
-            return 0;
-        }
-        free(*(char **)at);
-        *(char **)at = xstrdup(value);
-    }
+    errno = 0;
+    const double v = whole ? (double)strtoll(value, &end, 10) : strtod(value, &end);
+    if (end == value || *end || errno || !(v >= o->lo && v <= o->hi))
+        return fail(err, "--%s %s: expected %s from %.10g to %.10g", o->name, value,
+                    whole ? "a whole number" : "a number", o->lo, o->hi);
+    if (whole) *(int *)at = (int)v;
+    else *(double *)at = v;
     return 0;
 }
 
-/* /set: stores if the option may change while chatting. */
+static int option_store_choice(void *at, const struct option *o, const char *value, char *err) {
+    char names[64];
+    for (int i = 0; o->choices[i]; i++)
+        if (!strcmp(o->choices[i], value)) {
+            *(int *)at = i;
+            return 0;
+        }
+    return fail(err, "--%s %s: expected %s", o->name, value, option_choices(o, names));
+}
+
+/* Parses and stores one value; a flag's is on or off. 0, or -1 with a message. */
+static int option_store(struct settings *s, const struct option *o, const char *value, char *err) {
+    void *at = option_at(s, o);
+    const bool is_file = o->type == OPT_FILES || (o->type == OPT_STR && !strncmp(o->arg, "FILE", 4));
+    if (is_file && !*value) return fail(err, "--%s wants the name of a file", o->name);
+    switch (o->type) {
+    case OPT_FLAG:
+        if (strcmp(value, "on") && strcmp(value, "off"))
+            return fail(err, "--%s is on or off, not '%s'", o->name, value);
+        *(bool *)at = !strcmp(value, "on");
+        return 0;
+    case OPT_INT:
+    case OPT_NUM: return option_store_number(at, o, value, err);
+    case OPT_CHOICE: return option_store_choice(at, o, value, err);
+    case OPT_FILES: arrput(*(char ***)at, xstrdup(value)); return 0;
+    case OPT_STR: break;
+    }
+    free(*(char **)at);
+    *(char **)at = xstrdup(value);
+    return 0;
+}
+
+/* /set: stores a value if the option may change during a chat. */
 static int option_set(struct settings *s, const char *name, const char *value, char *err) {
     const struct option *o = option_find(name);
     if (!o) return fail(err, "there is no option '%s'; /set lists them", name);
@@ -10194,47 +10770,84 @@ static int option_set(struct settings *s, const char *name, const char *value, c
     return option_store(s, o, value, err);
 }
 
-/* The value of one option, or of all that /set may change. */
-static void option_print(const struct settings *s, const char *name, FILE *f) {
-    for (int i = 0; i < N_OPTIONS; i++) {
-        const struct option *o = &options[i];
-        const void *at = (const char *)s + o->offset;
-        if (!o->name || (name ? strcmp(name, o->name) : !o->in_chat)) continue;
-        fprintf(f, "  %-15s ", o->name);
-        if (o->type == OPT_FLAG) fputs(*(const bool *)at ? "on" : "off", f);
-        else if (o->type == OPT_INT) fprintf(f, "%d", *(const int *)at);
-        else if (o->type == OPT_NUM) fprintf(f, "%g", *(const double *)at);
-        else if (o->type != OPT_FILES && *(char *const *)at) {
-            char *text = NULL;
-            term_escape(&text, *(char *const *)at, strlen(*(char *const *)at));
-            fputs(sb_cstr(&text), f);
-            arrfree(text);
-        }
-        fprintf(f, "%*s%s\n", 2, "", o->help);
+static void option_print_value(const struct settings *s, const struct option *o, FILE *f) {
+    const void *at = option_value(s, o);
+    switch (o->type) {
+    case OPT_FLAG: fputs(*(const bool *)at ? "on" : "off", f); break;
+    case OPT_INT: fprintf(f, "%d", *(const int *)at); break;
+    case OPT_NUM: fprintf(f, "%g", *(const double *)at); break;
+    case OPT_CHOICE:
+        if (*(const int *)at >= 0) fputs(o->choices[*(const int *)at], f);
+        break;
+    case OPT_STR: {
+        const char *value = *(char *const *)at;
+        char *text = NULL;
+        if (!value) break;
+        term_escape(&text, value, strlen(value));
+        fputs(sb_cstr(&text), f);
+        arrfree(text);
+        break;
+    }
+    case OPT_FILES: break;
     }
 }
 
-static void options_help(FILE *f) {
-    fputs("moe - chat with mixture-of-experts models on your own machine\n\n"
-          "  moe -m MODEL.gguf [options]            chat; with stdin not a terminal: answer it and exit\n"
-          "  moe -m MODEL.gguf -p TEXT [options]    answer and exit\n",
-          f);
+/* /set: the value of the option `name`, or (NULL) of all that it may change. */
+static void option_print(const struct settings *s, const char *name, FILE *f) {
     for (int i = 0; i < N_OPTIONS; i++) {
         const struct option *o = &options[i];
-        char left[64];
-        if (!o->name) {
-            fprintf(f, "\n%s\n", o->help);
-            continue;
-        }
-        int n = o->letter ? snprintf(left, sizeof left, "-%c, --%s", o->letter, o->name)
-                          : snprintf(left, sizeof left, "    --%s", o->name);
-        if (o->arg && strlen(o->arg) <= 16) snprintf(left + n, sizeof left - (size_t)n, " %s", o->arg);
-        fprintf(f, "  %-29s %s\n", left, o->help);
-        if (o->arg && strlen(o->arg) > 16) fprintf(f, "  %-29s %s\n", "", o->arg);
+        if (!o->name || (name ? strcmp(name, o->name) : !o->in_chat)) continue;
+        fprintf(f, "  %-15s ", o->name);
+        option_print_value(s, o, f);
+        fprintf(f, "  %s\n", o->help);
     }
-    fputs("\nExit code: 0 done, 1 the model or the run failed, 2 wrong usage, 130 interrupted. Answers go to "
-          "stdout, all else to stderr.\n",
+}
+
+/* One line of --help. */
+static void option_help_line(const struct option *o, FILE *f) {
+    char left[64], choices[64];
+    int n = o->letter ? snprintf(left, sizeof left, "-%c, --%s", o->letter, o->name)
+                      : snprintf(left, sizeof left, "    --%s", o->name);
+    if (o->arg) snprintf(left + n, sizeof left - (size_t)n, " %s", o->arg);
+    fprintf(f, "  %-29s %s%s%s\n", left, o->choices ? option_choices(o, choices) : "", o->choices ? ": " : "", o->help);
+}
+
+/* Whether one of the names in `list`, separated by |, is `name`. */
+static bool list_has(const char *list, const char *name) {
+    const size_t n = strlen(name);
+    for (const char *p = list; p; p = strchr(p, '|')) {
+        p += *p == '|';
+        if (!strncmp(p, name, n) && (p[n] == '|' || !p[n])) return true;
+    }
+    return false;
+}
+
+/* --NAME --help: the option, those that belong to it, and its details. */
+static void option_details(const struct option *o, FILE *f) {
+    option_help_line(o, f);
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (options[i].of && list_has(options[i].of, o->name)) option_help_line(&options[i], f);
+    fprintf(f, "\n%s", o->details);
+}
+
+/* --help: the details of the modes that are given too; else all options but those that belong to a mode. */
+static void options_help(const struct settings *s, FILE *f) {
+    int detailed = 0;
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const struct option *o = &options[i];
+        if (!o->name || !o->details || (o != s->help_about && !option_given(s, o))) continue;
+        if (detailed++) putc('\n', f);
+        option_details(o, f);
+    }
+    if (detailed) return;
+    fputs("moe - chat with mixture-of-experts models on your own machine\n"
+          "  moe -m MODEL.gguf [options]          chat; if stdin is not a terminal, answer it and exit\n"
+          "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n",
           f);
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (!options[i].name) fprintf(f, "\n%s\n", options[i].help);
+        else if (!options[i].of) option_help_line(&options[i], f);
+    fputs("Exit code: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted. Only answers go to stdout.\n", f);
 }
 
 /* The command line; wrong usage ends the program. */
@@ -10250,66 +10863,65 @@ static void options_parse(struct settings *s, int argc, char **argv) {
             o = option_find(name);
             value = eq ? eq + 1 : NULL;
         } else {
-            for (int k = 0; k < N_OPTIONS; k++)
-                if (options[k].letter == a[1] && options[k].name) o = &options[k];
+            o = option_by_letter(a[1]);
             if (a[2]) value = a + 2;
             if (value && o && o->type == OPT_FLAG) { /* -hx is -h -x */
+                value = NULL;
                 argv[i]++;
-                *argv[i--] = '-', value = NULL;
+                argv[i][0] = '-';
+                i--;
             }
         }
         if (!o) die_usage("unknown option '%s' (see --help)", a);
         if (o->type == OPT_FLAG && !value) value = "on";
         else if (!value && i + 1 < argc) value = argv[++i];
-        if (!value) die_usage("option '%s' wants a value: %s", a, o->arg);
+        if (!value) die_usage("option '%s' wants a value: %s", a, o->choices ? option_choices(o, name) : o->arg);
+        if (o->details && (!strcmp(value, "--help") || !strcmp(value, "-h"))) {
+            s->help = true;
+            s->help_about = o;
+            continue;
+        }
         if (option_store(s, o, value, err)) die_usage("%s", err);
         while (o->type == OPT_FILES && i + 1 < argc && argv[i + 1][0] != '-')
             if (option_store(s, o, argv[++i], err)) die_usage("%s", err);
     }
-    /* --synth writes to its -m, which must be meant */
+    /* --synth writes to the file of -m, which must have been meant */
     if (!s->model && !s->synth && !s->compare && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
 
-/* What cannot be done together ends the program instead of being ignored. */
-static void settings_check(const struct settings *s) {
-    enum { MODE = 1, LOGITS = 2, TEXT = 4, IDS = 8 };
-    const struct {
-        const char *name;
-        bool given;
-        int kind, beside; /* beside: the kinds that may be given too */
-    } w[] = {{"--info", s->info, MODE, 0},
-             {"--plan", s->plan, MODE, 0},
-             {"--tokenize", s->tokenize, MODE, 0},
-             {"--render", s->render, MODE, 0},
-             {"--logits", s->logits, LOGITS, TEXT | IDS},
-             {"--perplexity", s->perplexity, MODE, 0},
-             {"--needle", s->needle, MODE, 0},
-             {"--smoke", s->smoke, MODE, 0},
-             {"--bench", s->bench, MODE, 0},
-             {"--calibrate", s->calibrate != NULL, MODE, 0},
-             {"--compare", s->compare != NULL, MODE, 0},
-             {"--doctor", s->doctor, MODE, 0},
-             {"--lines", s->lines, MODE, 0},
-             {"-p", s->prompt, TEXT, TEXT | LOGITS},
-             {"-f", s->prompt_file, TEXT, TEXT | LOGITS},
-             {"--ids", s->ids, IDS, LOGITS}};
-    for (size_t i = 0; i < sizeof w / sizeof *w; i++)
-        for (size_t k = 0; k < i; k++)
-            if (w[i].given && w[k].given && !(w[k].beside & w[i].kind))
-                die_usage("%s and %s exclude each other", w[k].name, w[i].name);
-    if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
-    if (s->profile && !s->bench) die_usage("--profile wants --bench");
-    if (s->json && !s->plan && !s->doctor) die_usage("--json wants --plan or --doctor");
-    if (s->plan && s->synth && s->model) die_usage("--plan wants -m or --synth, not both");
-    if (s->gpus && strchr(s->gpus, 'x') && !s->plan)
-        die_usage("--gpus %s describes a machine, which only --plan takes; to run, give numbers of GPUs", s->gpus);
-    if (s->shard && !s->synth) die_usage("--shard works with --synth only");
-    if (!s->calibrate != !s->output) die_usage("--calibrate and -o want each other");
-    if (s->activations && !s->calibrate) die_usage("--activations wants --calibrate");
-    if (s->calibrate && s->synth) die_usage("--calibrate and --synth exclude each other");
-    if (s->compare && arrlen(s->compare) != 3)
-        die_usage("--compare wants A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));
-    if (s->compare && (s->model || s->synth)) die_usage("--compare takes the place of -m and --synth");
+/* The value of --gpus: a list of device numbers, "0,1", which may repeat a number; or, for --plan, the description of a
+ * machine, "4x96" or "4x96@1792": GPUs, GiB of each and, after the @, GB/s that each reads. */
+struct gpu_list {
+    int n;                 /* GPUs; 0: the option was not given */
+    int device[MAX_RANKS]; /* of a list */
+    double gib;            /* of a description; 0: it is a list */
+    double gb_per_s;       /* of a description; 0: not given */
+};
+
+static struct gpu_list gpus_parse(const char *text) {
+    struct gpu_list g = {0};
+    if (!text) return g;
+    if (!*text) die_usage("--gpus wants at least one number");
+    if (strchr(text, 'x')) {
+        const bool rate = strchr(text, '@');
+        int end = 0, got = rate ? sscanf(text, "%1dx%lf@%lf%n", &g.n, &g.gib, &g.gb_per_s, &end)
+                                : sscanf(text, "%1dx%lf%n", &g.n, &g.gib, &end);
+        const bool whole = got == 2 + rate && !text[end] && !text[strspn(text, "0123456789.x@")];
+        if (!whole || g.n < 1 || g.n > MAX_RANKS || !(g.gib >= 1 && g.gib <= 1e6) ||
+            (rate && !(g.gb_per_s >= 1 && g.gb_per_s <= 1e6)))
+            die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", text,
+                      MAX_RANKS);
+        return g;
+    }
+    for (const char *p = text; *p;) {
+        char *end;
+        const long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : -1;
+        if (v < 0 || v > 63 || (*end && (*end != ',' || !end[1])) || g.n == MAX_RANKS)
+            die_usage("--gpus %s: expected one to %d numbers of GPUs, divided by commas", text, MAX_RANKS);
+        g.device[g.n++] = (int)v;
+        p = *end ? end + 1 : end;
+    }
+    return g;
 }
 
 /* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
@@ -10318,48 +10930,49 @@ static void settings_resolve(struct settings *s, const struct model *m) {
         const char *key;
         size_t offset;
         double value, pruned;
-    } d[] = {{"general.sampling.temp", AT(temp), 0.7, 0.7},
-             {"general.sampling.top_p", AT(top_p), 0.95, 0.95},
-             {"general.sampling.min_p", AT(min_p), 0.0, 0.05},
-             {"general.sampling.penalty_repeat", AT(repeat_penalty), 1.0, 1.1}};
-    const struct gguf_kv *kv;
-    double v;
-    int64_t k;
-    for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
-        double *at = (double *)(void *)((char *)s + d[i].offset);
-        if (!isnan(*at)) continue;
-        kv = gguf_find(&m->gguf, d[i].key);
-        const struct option *o = NULL;
-        for (int j = 0; j < N_OPTIONS; j++)
-            if (options[j].name && options[j].offset == d[i].offset) o = &options[j];
-        *at = kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi ? v : m->pruned ? d[i].pruned : d[i].value;
+    } defaults[] = {{"general.sampling.temp", AT(temp), 0.7, 0.7},
+                    {"general.sampling.top_p", AT(top_p), 0.95, 0.95},
+                    {"general.sampling.min_p", AT(min_p), 0.0, 0.05},
+                    {"general.sampling.penalty_repeat", AT(repeat_penalty), 1.0, 1.1}};
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const struct option *o = &options[i];
+        for (size_t k = 0; k < sizeof defaults / sizeof *defaults; k++) {
+            if (o->type != OPT_NUM || o->offset != defaults[k].offset) continue;
+            const struct gguf_kv *kv = gguf_find(&m->gguf, defaults[k].key);
+            double v, *at = option_at(s, o);
+            if (!isnan(*at)) continue;
+            *at = m->pruned ? defaults[k].pruned : defaults[k].value;
+            if (kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi) *at = v;
+        }
     }
     if (s->top_k < 0) {
-        kv = gguf_find(&m->gguf, "general.sampling.top_k");
+        const struct gguf_kv *kv = gguf_find(&m->gguf, "general.sampling.top_k");
+        int64_t k;
         s->top_k = kv && gguf_elem_int(kv, 0, &k) && k >= 0 && k <= INT32_MAX ? (int)k : 40;
     }
 }
 
 static struct sampling settings_sampling(const struct settings *s) {
-    return (struct sampling){s->greedy,       (float)s->temp,           (float)s->top_p,
-                             (float)s->min_p, (float)s->repeat_penalty, s->top_k};
+    return (struct sampling){.greedy = s->greedy,
+                             .temp = (float)s->temp,
+                             .top_p = (float)s->top_p,
+                             .min_p = (float)s->min_p,
+                             .repeat_penalty = (float)s->repeat_penalty,
+                             .top_k = s->top_k};
 }
 
+/* --seed, or nanoseconds of the clock: two runs within a second differ. */
 static uint64_t settings_seed(const struct settings *s) {
-    struct timespec t; /* to the nanosecond: two runs within a second are not the same */
+    struct timespec t;
+    if (s->seed >= 0) return (uint64_t)s->seed;
     clock_gettime(CLOCK_REALTIME, &t);
-    return s->seed >= 0 ? (uint64_t)s->seed : (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static enum allreduce settings_allreduce(const struct settings *s) {
-    if (!strcmp(s->allreduce, "nccl")) return ALLREDUCE_NCCL;
-    return strcmp(s->allreduce, "oneshot") ? ALLREDUCE_AUTO : ALLREDUCE_ONESHOT;
-}
-
-/* Settles the default. */
+/* The number format of the cache; settles the default. */
 static enum kv_type settings_kv(struct settings *s, bool gpu) {
-    if (!s->kv) s->kv = xstrdup(gpu ? "fp8" : "bf16");
-    return !strcmp(s->kv, "f32") ? KV_F32 : !strcmp(s->kv, "fp8") ? KV_FP8 : KV_BF16;
+    if (s->kv < 0) s->kv = gpu ? KV_FP8 : KV_BF16;
+    return (enum kv_type)s->kv;
 }
 
 /* ============================================================================================================
@@ -10508,7 +11121,7 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
 
 /* Sets the variables that any template may use, as Hugging Face's apply_chat_template does. */
 static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set) {
-    const char *think = set->think;
+    const enum think think = set->think;
     json_object_set_new(vars, "tools", json_null());
     json_object_set_new(vars, "documents", json_null());
     if (m && m->vocab->n_tokens) {
@@ -10520,11 +11133,11 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
                 json_object_set_new(vars, name[i], json_stringn(s.p, s.n));
             }
     }
-    if (!strcmp(think, "auto")) return;
-    bool on = strcmp(think, "off") != 0;
+    if (think == THINK_AUTO) return;
+    bool on = think != THINK_OFF;
     json_object_set_new(vars, "enable_thinking", json_boolean(on));
     json_object_set_new(vars, "thinking", json_boolean(on));
-    if (on && strcmp(think, "on")) json_object_set_new(vars, "reasoning_effort", json_string(think));
+    if (think >= THINK_LOW) json_object_set_new(vars, "reasoning_effort", json_string(think_names[think]));
 }
 
 /* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt).
@@ -10695,7 +11308,7 @@ static void printer_end(struct printer *p) {
 
 /* thinking: the answer begins inside <think>; verbatim: every byte is printed. */
 static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
-    bool show = !strcmp(c->set->show_think, "on") || (!strcmp(c->set->show_think, "auto") && term.out_tty);
+    bool show = c->set->show_think == SHOW_ON || (c->set->show_think == SHOW_AUTO && term.out_tty);
     return (struct printer){.v = c->m->vocab,
                             .thinking = thinking,
                             .show = show,
@@ -11075,7 +11688,7 @@ static void chat_print_context(struct chat *c) {
     fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)c->s->n_past, a),
             with_commas((uint64_t)c->s->n_ctx, b), 100 * use);
     fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes for one more token)\n", bytes / 0x1p20,
-            (double)session_kv_bytes(c->s) / 0x1p20, c->set->kv, (double)session_more_bytes(c->s, 1));
+            (double)session_kv_bytes(c->s) / 0x1p20, kv_names[c->s->r->kv_type], (double)session_more_bytes(c->s, 1));
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
         int32_t *ids = NULL;
         size_t n = strlen(c->messages[i].content);
@@ -12794,19 +13407,16 @@ static void plan_solve(struct plan *p) {
 
 /* ---- the machine ---- */
 
-/* Reads a description of the GPUs, NxGIB or NxGIB@GBPS; reserve: bytes of each that stay free. */
+/* The machine that --gpus describes. */
 static void plan_described(struct plan *p, const char *text, int64_t reserve) {
-    /* {GiB, GB/s} of RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
-    static const double known[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800}};
-    int n = 0, end = 0;
-    double gib = 0, gb = 0;
-    bool digits = !text[strspn(text, "0123456789.x@")], given = strchr(text, '@');
-    int got = given ? sscanf(text, "%1dx%lf@%lf%n", &n, &gib, &gb, &end) : sscanf(text, "%1dx%lf%n", &n, &gib, &end);
-    if (!digits || got != 2 + given || text[end] || n < 1 || n > MAX_RANKS || gib < 1 || gib > 1e6 ||
-        (given && (gb < 1 || gb > 1e6)))
-        die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", text,
-                  MAX_RANKS);
-    for (size_t i = 0; i < sizeof known / sizeof *known && !given; i++) gb = gib == known[i][0] ? known[i][1] : gb;
+    /* GiB and GB/s: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
+    static const double usual[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800}};
+    const struct gpu_list g = gpus_parse(text);
+    const double gib = g.gib;
+    const bool given = g.gb_per_s > 0;
+    const int n = g.n;
+    double gb = g.gb_per_s;
+    for (size_t i = 0; i < sizeof usual / sizeof *usual && !given; i++) gb = gib == usual[i][0] ? usual[i][1] : gb;
     if (gb < 1)
         die_usage("--gpus %s: the bandwidth of GPUs of %g GiB is not known: add it in GB/s, --gpus %s@GBPS", text, gib,
                   text);
@@ -13067,12 +13677,12 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->m = m;
     p->cpu = !gpu;
     p->kv = settings_kv(set, gpu);
-    p->kv_name = set->kv;
+    p->kv_name = kv_names[p->kv];
     p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
     p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
     if (!gpu) plan_cpu(p, set);
-    else if (set->gpus && strchr(set->gpus, 'x')) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
+    else if (gpus_parse(set->gpus).gib > 0) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
     else plan_real(p, set, device, n_device);
     plan_layouts(p, set);
     plan_solve(p);
@@ -13089,33 +13699,205 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
 }
 
 /* ============================================================================================================
- * Modes
+ * Engine
  *
- * What the program does instead of chatting. Results go to stdout or the named file, remarks to stderr. Each returns the
- * exit code.
+ * Opens a model and a session on it, as the settings ask for: a file or synthetic weights, on a GPU or the CPU, divided
+ * among ranks. What cannot be opened ends the program; engine_start returns errors, because --doctor reports them.
  * ============================================================================================================ */
 
-/* What every mode that computes needs: the model, a session of the wanted context, the settings. */
 struct engine {
     struct model model;
-    struct session session;
+    struct session session; /* session.m is NULL until it is open */
     struct settings *set;
 };
 
-/* Directory of the shipped prompts: beside the program, or where make install puts them. */
-static int prompts_path(const char *name, char out[4096], char *err) {
-    static const char *const where[] = {"prompts", "../share/moe/prompts"};
-    char exe[2048];
-    ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
-    if (n <= 0) return fail(err, "cannot find the program's own path: %s", strerror(errno));
-    exe[n] = 0;
-    *strrchr(exe, '/') = 0;
-    for (int i = 0; i < 2; i++) {
-        snprintf(out, 4096, "%s/%s/%s", exe, where[i], name);
-        if (!access(out, R_OK)) return 0;
-    }
-    return fail(err, "the file prompts/%s is not beside the program; name another one with --haystack", name);
+/* Tokens of context on the CPU: those of -c, or the trained length, shortened until the cache takes at most half of the
+ * memory that is left when the whole model file stays in the page cache. */
+static int choose_context(const struct engine *e) {
+    const struct model *m = &e->model;
+    const uint64_t have = memory_available(), budget = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0;
+    if (e->set->n_ctx) return e->set->n_ctx;
+    return int_max(context_fit(m, settings_kv(e->set, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
 }
+
+/* Shows the progress of an upload: bytes. */
+static void upload_progress(double done, double total) {
+    static double start, shown;
+    const double t = now_seconds();
+    if (done >= total && shown > 0) {
+        status_line("%s", "");
+        start = shown = 0;
+    }
+    if (!term.err_moves || done >= total) return;
+    if (start <= 0) start = t;
+    if (t - start < 0.5 || t - shown < 0.1) return;
+    shown = t;
+    status_line("sending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s", 100 * done / total,
+                done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
+}
+
+/* Whether the session will be on a GPU. On the CPU it is because that was asked for, or because there is no GPU and
+ * none was asked for. */
+static bool gpu_wanted(const struct settings *set) {
+    if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
+    if (set->cpu || set->cpu_ref) return false;
+    char err[ERR_MAX];
+    /* Loading a kernel may wait for the GPU to be idle, which it is not while the kernel of one rank waits for
+     * another's. */
+    if (set->tp > 1 || set->pp > 1 || (set->gpus && strchr(set->gpus, ','))) setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+    if (cuda_device_count(err)) return true;
+    if (set->gpus) die("--gpus %s: %s", set->gpus, err);
+    if (set->verbose) note("%s", err);
+    return false;
+}
+
+/* Settles --tp and --pp, and on a GPU the device of each rank. */
+static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]) {
+    const struct gpu_list list = gpus_parse(s->gpus);
+    if (!s->pp) s->pp = s->calibrate && !s->tp && list.n ? list.n : 1; /* scores want whole experts */
+    if (!s->tp) s->tp = list.n > s->pp ? list.n / s->pp : 1;
+    const int n = s->tp * s->pp;
+    if (s->calibrate && s->tp > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
+    if (n > MAX_RANKS)
+        die_usage("--tp %d with --pp %d are %d ranks, at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
+    if (list.n && list.n != n)
+        die_usage("--gpus %s lists %d GPUs, --tp %d with --pp %d want %d", s->gpus, list.n, s->tp, s->pp, n);
+    if (s->pp > m->n_layer) die_usage("--pp %d: the model has %d layers", s->pp, m->n_layer);
+    for (int i = 0; i < n; i++) gpu[i] = list.n ? list.device[i] : i;
+}
+
+/* Whether every two of these GPUs write to each other's memory, at a rate that makes it better than the host's memory. */
+static bool gpus_close(const int *gpu, int n) {
+    enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
+    bool close = cuda_peers(gpu, n);
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < i && close; k++) {
+            double rate = 0, latency;
+            if (gpu[i] == gpu[k]) continue;
+            cuda_pair(gpu[k], gpu[i], &rate, &latency);
+            close = rate > SLOW * 1e9;
+        }
+    return close;
+}
+
+/* Sets NCCL's variables for a workstation where the environment does not: one machine without InfiniBand, buffers that
+ * fit PCIe, and peer access wherever gpus_close finds it useful. */
+static void nccl_defaults(const int *gpu, int n, bool verbose) {
+    const struct {
+        const char *name, *value;
+        bool wanted;
+    } d[] = {{"NCCL_IB_DISABLE", "1", true},
+             {"NCCL_SHM_DISABLE", "0", true},
+             {"NCCL_BUFFSIZE", "4194304", true},
+             {"NCCL_P2P_LEVEL", "SYS", !getenv("NCCL_P2P_LEVEL") && gpus_close(gpu, n)}};
+    for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
+        const char *given = getenv(d[i].name);
+        if (!given && d[i].wanted) setenv(d[i].name, d[i].value, 0);
+        if (verbose && (given || d[i].wanted))
+            note("%s=%s (%s)", d[i].name, given ? given : d[i].value, given ? "from the environment" : "default here");
+    }
+}
+
+/* Opens the session on GPUs and prints what each one holds. 0, or -1 with a message. */
+static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
+    struct settings *set = e->set;
+    char number[32];
+    struct cuda_options o = {.n_ctx = set->n_ctx,
+                             .kv_splits = set->kv_splits,
+                             .kv = settings_kv(set, true),
+                             .allreduce = set->allreduce,
+                             .moe_act = set->moe_act,
+                             .stats = set->calibrate != NULL,
+                             .in_sum2 = set->activations != NULL,
+                             .reserve = (size_t)set->vram_reserve << 20,
+                             .progress = upload_progress};
+    memcpy(o.device, gpu, sizeof o.device);
+    if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
+    double t0 = now_seconds();
+    if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
+    for (int i = 0; i < e->session.pg.n; i++) {
+        const struct rank *r = &e->session.pg.ranks[i];
+        double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
+                        (double)r->free_bytes / 0x1p30};
+        note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB",
+             r->name, gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
+             kv_names[r->kv_type], gib[2], gib[3]);
+    }
+    if (*e->session.r->link) note("%s", e->session.r->link);
+    return 0;
+}
+
+/* Opens the session for the model that is loaded. 0, or -1 with a message when a GPU refuses. */
+static int engine_start(struct engine *e, bool gpu, char *err) {
+    struct settings *set = e->set;
+    char name[192];
+    int devices[MAX_RANKS];
+    settings_ranks(set, &e->model, devices);
+    if (gpu && engine_gpu(e, devices, err)) return -1;
+    const char *idle = set->kv_splits   ? "--kv-splits"
+                       : set->moe_act   ? "--moe-act"
+                       : set->allreduce ? "--allreduce"
+                                        : NULL;
+    if (!gpu && idle) note("this runs on the CPU: %s has no effect", idle);
+    if (!gpu && set->tp * set->pp > 1 && !set->cpu && !set->cpu_ref)
+        note("no GPU is used: the %d ranks are threads of the CPU", set->tp * set->pp);
+    if (!gpu)
+        session_init(&e->session, &e->model, set->tp, set->pp,
+                     (struct cpu_options){.k = set->cpu_ref ? &kernels_ref : kernels_choose(),
+                                          .n_threads = set->threads ? set->threads : omp_get_num_procs(),
+                                          .n_ctx = choose_context(e),
+                                          .kv = settings_kv(set, false),
+                                          .stats = set->calibrate != NULL,
+                                          .in_sum2 = set->activations != NULL});
+    if (e->session.n_ctx > e->model.n_ctx_train)
+        note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
+    if (set->verbose)
+        note("%s: %.1f MiB loaded in %.2f s; %s; cache %.1f MiB for %d tokens; "
+             "activations %.1f MiB",
+             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds,
+             session_name(&e->session, name), (double)session_kv_bytes(&e->session) / 0x1p20, e->session.n_ctx,
+             (double)e->session.r->bytes / 0x1p20);
+    return 0;
+}
+
+/* Makes the model of --synth. `synthetic`: its matrices need no memory, see synth_make. */
+static void synth_load(struct engine *e, bool synthetic) {
+    const struct settings *set = e->set;
+    struct synth y = synth_parse(set->synth);
+    if (set->shard) synth_shard(&y, set->shard);
+    y.sizes = (set->info || set->plan) && !set->model;
+    synth_make(&e->model, &y, set->model, y.sizes || (synthetic && !set->model));
+}
+
+/* Loads the model of -m or --synth, without a session. */
+static void engine_load(struct engine *e, struct settings *set, bool synthetic) {
+    char err[ERR_MAX];
+    *e = (struct engine){.set = set};
+    if (set->synth) synth_load(e, synthetic);
+    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (model_load(&e->model, set->model, err)) die("%s", err);
+    settings_resolve(set, &e->model);
+}
+
+/* Loads the model and opens a session. */
+static void engine_open(struct engine *e, struct settings *set) {
+    char err[ERR_MAX];
+    const bool gpu = gpu_wanted(set);
+    engine_load(e, set, gpu);
+    if (engine_start(e, gpu, err)) die("%s", err);
+}
+
+static void engine_close(struct engine *e) {
+    if (e->session.m) session_free(&e->session);
+    model_free(&e->model);
+}
+
+/* ============================================================================================================
+ * Modes: tokenize, render, info, logits
+ *
+ * Each mode is a function of the engine that returns the exit code; `mode_table` in Main lists them. Results go to
+ * stdout or to the named file, remarks to stderr. This section also reads prompts, for the modes that take one.
+ * ============================================================================================================ */
 
 static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool special, int32_t **ids) {
     uint8_t *origin = special ? NULL : xmalloc(n + 1);
@@ -13124,14 +13906,101 @@ static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool sp
     free(origin);
 }
 
-/* All of stdin; what keeps it from being read ends the program. */
+/* Appends all of stdin; ends the program if it cannot be read. */
 static void read_stdin(char **out) {
     if (!read_fd(0, out)) return;
     if (interrupted) exit(EXIT_INTERRUPT);
     die("cannot read stdin: %s", strerror(errno));
 }
 
-static int mode_tokenize(const struct settings *set) {
+static void drop_newline(char **text) {
+    if (arrlen(*text) && arrlast(*text) == '\n') (void)arrpop(*text);
+    if (arrlen(*text) && arrlast(*text) == '\r') (void)arrpop(*text);
+}
+
+/* Reports a prompt that could not be answered. The exit code. */
+static int report(char *err) {
+    message_sanitize(err);
+    fprintf(stderr, "moe: %s\n", err);
+    return EXIT_RUN;
+}
+
+static bool same_file(const char *a, const char *b) {
+    struct stat x, y;
+    return !strcmp(a, b) || (!stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino);
+}
+
+/* Joins stdin, -f and -p by blank lines; false when there is none of them. */
+static bool gather_prompt(const struct settings *set, char **out) {
+    char err[ERR_MAX], *file = NULL;
+    bool any = false;
+    if (!term.in_tty) {
+        read_stdin(out);
+        drop_newline(out);
+        any = arrlen(*out) > 0;
+    }
+    if (set->prompt_file) {
+        if (read_file(set->prompt_file, &file, err)) die("%s", err);
+        drop_newline(&file);
+        if (any) sb_puts(out, "\n\n");
+        sb_put(out, file, arrlenu(file));
+        arrfree(file);
+        any = true;
+    }
+    if (set->prompt) {
+        if (any) sb_puts(out, "\n\n");
+        sb_puts(out, set->prompt);
+        any = true;
+    }
+    return any;
+}
+
+/* The token ids of --ids. */
+static int32_t *parse_ids(const char *s, int n_vocab) {
+    int32_t *ids = NULL;
+    for (const char *p = s; *p;) {
+        char *end;
+        const long v = strtol(p, &end, 10);
+        if (end == p || (*end && *end != ',' && *end != ' ') || v < 0 || v >= n_vocab)
+            die_usage("--ids: '%.20s' is not a token id from 0 to %d", p, n_vocab - 1);
+        arrput(ids, (int32_t)v);
+        p = *end ? end + 1 : end;
+    }
+    if (!arrlen(ids)) die_usage("--ids: no token ids");
+    return ids;
+}
+
+/* The token ids of a prompt that is not a chat: --ids, or plain text with --raw. NULL with a message when there are
+ * none. */
+static int32_t *raw_ids(const struct engine *e, const char *text, size_t n, char *err) {
+    const struct vocab *v = e->model.vocab;
+    int32_t *ids = NULL;
+    if (e->set->ids) return parse_ids(e->set->ids, e->model.n_vocab);
+    if (!v->n_tokens) die("'%s' has no vocabulary: give token ids with --ids", e->set->model);
+    if (v->add_bos && v->bos >= 0) arrput(ids, v->bos);
+    tokenize_all(v, text, n, e->set->special, &ids);
+    if (!arrlen(ids)) fail(err, "the prompt has no tokens");
+    return ids;
+}
+
+/* The token ids of a prompt as a message of a chat. NULL with a message when it cannot be one. */
+static int32_t *chat_ids(struct engine *e, const char *text, size_t n, char *err) {
+    struct chat c;
+    struct text rendered = {0};
+    int32_t *ids = NULL;
+    if (chat_init(&c, e->set, &e->model, &e->session, err)) return NULL;
+    if (!message_check("the prompt", text, n, err)) {
+        chat_push(&c, "user", text, n);
+        if (!chat_render(&c, true, &rendered, err)) chat_tokenize(&c, &rendered, &ids);
+    }
+    text_free(&rendered);
+    chat_free(&c);
+    return ids;
+}
+
+/* --tokenize: the token ids of stdin on one line. */
+static int mode_tokenize(struct engine *e) {
+    const struct settings *set = e->set;
     char err[ERR_MAX], *text = NULL;
     struct gguf g;
     struct vocab v;
@@ -13150,36 +14019,35 @@ static int mode_tokenize(const struct settings *set) {
     return EXIT_OK;
 }
 
-static int mode_render(const struct settings *set) {
+/* --render: the chat template filled in with the variables on stdin. */
+static int mode_render(struct engine *e) {
+    const struct settings *set = e->set;
+    struct model *m = set->model ? &e->model : NULL;
     char err[ERR_MAX], *text = NULL, *source = NULL;
-    struct model m = {0};
     struct template *t;
     struct text out = {0};
-    json_error_t je;
-    if (!set->template_file && !set->model)
-        die_usage("--render wants a template: --chat-template-file FILE or -m FILE");
-    if (set->model) m.vocab = xcalloc(1, sizeof *m.vocab);
-    if (set->model && (gguf_open(&m.gguf, set->model, err, ERR_MAX) || vocab_load(m.vocab, &m.gguf, err)))
-        die("%s", err);
-    if (chat_template(&t, set, set->model ? &m : NULL, &source, err)) die("%s", err);
+    json_error_t why;
+    if (!set->template_file && !m) die_usage("--render wants a template: --chat-template-file FILE or -m FILE");
+    if (m) m->vocab = xcalloc(1, sizeof *m->vocab);
+    if (m && (gguf_open(&m->gguf, set->model, err, ERR_MAX) || vocab_load(m->vocab, &m->gguf, err))) die("%s", err);
+    if (chat_template(&t, set, m, &source, err)) die("%s", err);
     read_stdin(&text);
-    json_t *given = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &je), *vars = json_object();
+    json_t *given = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &why), *vars = json_object();
     if (!json_is_object(given))
-        die("stdin is not a JSON object: %s (line %d)", given ? "another value" : je.text, given ? 1 : je.line);
+        die("stdin is not a JSON object: %s (line %d)", given ? "another value" : why.text, given ? 1 : why.line);
     if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now"))) die("\"now\" is not a string");
-    chat_common_vars(vars, set->model ? &m : NULL, set);
+    chat_common_vars(vars, m, set);
     json_object_update(vars, given);
-    int rc = template_render(t, vars, &out, err);
-    if (rc) message_sanitize(err), fprintf(stderr, "moe: %s\n", err);
-    else if (out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
+    const int rc = template_render(t, vars, &out, err);
+    if (!rc && out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
     json_decref(given);
     json_decref(vars);
     text_free(&out);
     template_free(t);
     arrfree(source);
     arrfree(text);
-    if (set->model) model_free(&m);
-    return rc ? EXIT_RUN : EXIT_OK;
+    if (m) model_free(m);
+    return rc ? report(err) : EXIT_OK;
 }
 
 /* The line on the attention of layers first..last, which is the same in all of them. */
@@ -13196,23 +14064,8 @@ static void info_attention(const struct model *m, int first, int last) {
                a->head_v);
 }
 
-/* --info: what the file holds, and what was pruned. */
-static int mode_info(const struct engine *e) {
-    const struct model *m = &e->model;
-    uint64_t bytes[GGUF_TYPE_COUNT] = {0}, params[GGUF_TYPE_COUNT] = {0}, total = 0;
-    char a[32];
-    int dense = 0;
-    for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
-    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
-           m->family->arch, m->n_layer, dense, m->n_mtp_layer);
-    printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
-           with_commas((uint64_t)m->n_ctx_train, a));
-    for (int il = 0, from = 0; il < m->n_layer; il++) {
-        if (il + 1 < m->n_layer && !memcmp(&m->layers[il + 1].attn, &m->layers[from].attn, sizeof(struct attn)))
-            continue;
-        info_attention(m, from, il);
-        from = il + 1;
-    }
+/* --info: the experts of each layer, and those that pruning kept. */
+static void info_experts(const struct model *m) {
     printf("experts       %d used per token of width %d, %s router, shared width %d", m->max.n_expert_used,
            m->max.n_ff_expert, m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->max.n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
@@ -13233,27 +14086,52 @@ static int mode_info(const struct engine *e) {
         for (int k = 0; k < m->layers[il].n_expert; k++) printf(" %d", m->layers[il].retained[k]);
         putchar('\n');
     }
+}
+
+/* --info: bytes and weights of every type. */
+static void info_tensors(const struct model *m) {
+    uint64_t bytes[GGUF_TYPE_COUNT] = {0}, weights[GGUF_TYPE_COUNT] = {0}, total = 0;
     for (uint32_t i = 0; i < m->gguf.n_tensors; i++) {
         const struct gguf_tensor *t = &m->gguf.tensors[i];
-        bytes[t->type] += t->bytes, total += t->bytes;
-        params[t->type] += t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
+        bytes[t->type] += t->bytes;
+        total += t->bytes;
+        weights[t->type] += t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
     }
     for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
         if (bytes[t])
             printf("%-13s %8.1f MiB, %.1f million weights\n", gguf_type_info(t).name, (double)bytes[t] / 0x1p20,
-                   (double)params[t] * 1e-6);
+                   (double)weights[t] * 1e-6);
     printf("tensors       %u in ", m->gguf.n_tensors);
     if (m->gguf.n_images) printf("%u file%s", m->gguf.n_images, m->gguf.n_images > 1 ? "s" : "");
     else printf("memory");
     printf(", %.1f MiB\n", (double)total / 0x1p20);
-    printf("vocabulary    %d tokens, chat template %s\n", m->vocab->n_tokens,
-           m->vocab->n_tokens && m->vocab->chat_template.p ? "yes" : "no");
-    printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", e->set->temp, e->set->top_k,
-           e->set->top_p, e->set->min_p, e->set->repeat_penalty);
-    return EXIT_OK;
 }
 
-/* ---- logits, perplexity ---- */
+/* --info: what the file holds. */
+static int mode_info(struct engine *e) {
+    const struct model *m = &e->model;
+    const struct settings *set = e->set;
+    char number[32];
+    int dense = 0;
+    for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
+    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
+           m->family->arch, m->n_layer, dense, m->n_mtp_layer);
+    printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
+           with_commas((uint64_t)m->n_ctx_train, number));
+    for (int il = 0, from = 0; il < m->n_layer; il++) {
+        if (il + 1 < m->n_layer && !memcmp(&m->layers[il + 1].attn, &m->layers[from].attn, sizeof(struct attn)))
+            continue;
+        info_attention(m, from, il);
+        from = il + 1;
+    }
+    info_experts(m);
+    info_tensors(m);
+    printf("vocabulary    %d tokens, chat template %s\n", m->vocab->n_tokens,
+           m->vocab->n_tokens && m->vocab->chat_template.p ? "yes" : "no");
+    printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", set->temp, set->top_k,
+           set->top_p, set->min_p, set->repeat_penalty);
+    return EXIT_OK;
+}
 
 struct npy_out {
     FILE *f;
@@ -13261,30 +14139,56 @@ struct npy_out {
 };
 
 static void npy_row(void *ctx, int pos, const float *logits) {
-    struct npy_out *o = ctx;
+    const struct npy_out *o = ctx;
     (void)pos;
     fwrite(logits, sizeof *logits, (size_t)o->n_vocab, o->f);
 }
 
-/* float32 [n, n_vocab] in NumPy's format 1.0. */
-static int mode_logits(struct engine *e, const int32_t *ids, int n) {
-    char err[ERR_MAX], head[128];
-    struct npy_out o = {temp_create(e->set->logits, 0666, err), e->model.n_vocab};
+/* Writes the logits of n tokens as float32 [n, n_vocab] in NumPy's format 1.0. The exit code. */
+static int npy_write(struct engine *e, const int32_t *ids, int n) {
+    enum { HEADER = 128 }; /* bytes: magic and version 8, length 2, text, newline */
+    const char *path = e->set->logits;
+    char err[ERR_MAX], text[HEADER];
+    struct npy_out o = {.f = temp_create(path, 0666, err), .n_vocab = e->model.n_vocab};
     if (!o.f) die("%s", err);
-    int len =
-        snprintf(head, sizeof head, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n, o.n_vocab);
-    fprintf(o.f, "\x93NUMPY%c%c%c%c%s%*s\n", 1, 0, 118, 0, head, 117 - len, "");
+    snprintf(text, sizeof text, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d), }", n, o.n_vocab);
+    fprintf(o.f, "\x93NUMPY%c%c%c%c%-*s\n", 1, 0, HEADER - 10, 0, HEADER - 11, text);
     int rc = session_score(&e->session, ids, n, npy_row, &o, err);
-    if (!rc) rc = temp_finish(o.f, e->set->logits, false, err);
-    else fclose(o.f), temp_remove();
+    if (rc) {
+        fclose(o.f);
+        temp_remove();
+    } else {
+        rc = temp_finish(o.f, path, false, err);
+    }
     if (rc < 0) die("%s", err);
     return rc ? EXIT_INTERRUPT : EXIT_OK;
 }
 
+/* --logits FILE.npy: the logits of every position of the prompt. */
+static int mode_logits(struct engine *e) {
+    const struct settings *set = e->set;
+    char err[ERR_MAX], *text = NULL;
+    const bool any = !set->ids && gather_prompt(set, &text);
+    if (!set->ids && !any) die_usage("--logits wants a prompt: stdin, -p, -f or --ids");
+    int32_t *ids = set->ids || set->raw ? raw_ids(e, text, arrlenu(text), err) : chat_ids(e, text, arrlenu(text), err);
+    if (!ids) die("%s", err);
+    const int code = npy_write(e, ids, (int)arrlen(ids));
+    arrfree(ids);
+    arrfree(text);
+    return code;
+}
+
+/* ============================================================================================================
+ * Modes: perplexity, needle, smoke
+ *
+ * Whether a model predicts text and answers as it should. Questions are asked by ask(), which --doctor uses too.
+ * ============================================================================================================ */
+
+/* Sums of -log p, the nll, over tokens that follow others. */
 struct nll {
-    const int32_t *ids;
+    const int32_t *ids; /* (n) the window that runs */
     int n, n_vocab;
-    double sum, sum2; /* of -log p */
+    double sum, sum2; /* of the nll, of its square */
     int64_t count;
 };
 
@@ -13296,11 +14200,13 @@ static double log_total(const float *x, int n, int *best) {
     return log(sum);
 }
 
-/* The nll at what follows `pos`; x (n_vocab) logits, log_total of them with the best id. */
+/* Adds the nll of the token behind `pos`; x (n_vocab) logits, `total` and `best` their log_total. */
 static void nll_put(struct nll *s, int pos, const float *x, double total, int best) {
     if (pos + 1 >= s->n) return;
     const double nll = total + (double)(x[best] - x[s->ids[pos + 1]]);
-    s->sum += nll, s->sum2 += nll * nll, s->count++;
+    s->sum += nll;
+    s->sum2 += nll * nll;
+    s->count++;
 }
 
 static void nll_add(void *ctx, int pos, const float *x) {
@@ -13318,23 +14224,25 @@ static double nll_perplexity(const struct nll *s, double *error) {
     return exp(mean);
 }
 
-enum { PERPLEXITY_WINDOW = 2048 };
+enum { TEXT_WINDOW = 2048 /* tokens of a text that run together at most; each window starts with an empty context */ };
 
-/* exp of the mean nll over consecutive windows of the text; each window starts from nothing. */
+/* --perplexity FILE: exp of the mean nll over windows of the text. */
 static int mode_perplexity(struct engine *e) {
+    const char *path = e->set->perplexity;
     char err[ERR_MAX], *text = NULL;
     int32_t *ids = NULL;
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
-    if (read_file(e->set->perplexity, &text, err)) die("%s", err);
+    if (read_file(path, &text, err)) die("%s", err);
     tokenize_all(e->model.vocab, text, arrlenu(text), false, &ids);
-    int n = (int)arrlen(ids), window = e->session.n_ctx < PERPLEXITY_WINDOW ? e->session.n_ctx : PERPLEXITY_WINDOW;
-    if (n < 2) die("'%s' has %d tokens: too short for a perplexity", e->set->perplexity, n);
+    const int n = (int)arrlen(ids), window = int_min(e->session.n_ctx, TEXT_WINDOW);
+    if (n < 2) die("'%s' has %d tokens: too short for a perplexity", path, n);
     if (window < 2) die("-c %d is too short for a perplexity: expected at least 2", window);
     struct nll s = {.n_vocab = e->model.n_vocab};
-    double t0 = now_seconds();
+    const double t0 = now_seconds();
     for (int at = 0; at + 1 < n; at += window) {
-        s.ids = ids + at, s.n = n - at < window ? n - at : window;
-        int rc = session_score(&e->session, s.ids, s.n, nll_add, &s, err);
+        s.ids = ids + at;
+        s.n = int_min(n - at, window);
+        const int rc = session_score(&e->session, s.ids, s.n, nll_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
         status_line("%d of %d tokens, %.3f", at + s.n, n, exp(s.sum / (double)s.count));
@@ -13348,717 +14256,132 @@ static int mode_perplexity(struct engine *e) {
     return EXIT_OK;
 }
 
-/* ---- two models on one text ---- */
-
-static void engine_open(struct engine *e, struct settings *set);
-static void engine_close(struct engine *e);
-
-/* Sums over the positions of a text. */
-struct divergence {
-    struct nll a, b;
-    float *kl;    /* stb_ds: Kullback-Leibler divergence at each position, in nats */
-    int64_t same; /* positions with the same best token */
+/* A question whose answer is known. */
+struct question {
+    const char *text; /* of the user's message */
+    size_t n;         /* bytes of it */
+    const char *want; /* what a right answer holds */
+    int n_predict;    /* tokens of the answer at most */
 };
 
-static void divergence_add(struct divergence *d, int pos, const float *a, const float *b) {
-    const int n = d->a.n_vocab;
-    int top_a, top_b;
-    const double la = log_total(a, n, &top_a), lb = log_total(b, n, &top_b);
-    double kl = 0;
-    if (!isfinite(la) || !isfinite(lb)) die("model %c gives logits that are not finite", isfinite(la) ? 'B' : 'A');
-    for (int i = 0; i < n; i++) {
-        const double p = (double)(a[i] - a[top_a]) - la, q = (double)(b[i] - b[top_b]) - lb;
-        kl += exp(p) * (p - q);
+struct answer {
+    bool right, finite; /* it holds `want`; the logits behind it are finite */
+    double seconds;     /* of prefill and decode together */
+};
+
+/* Asks in a chat of its own, greedily, without thinking and without a system message. The answer is printed unless
+ * settings.quiet. 0, or -1 with a message. */
+static int ask(struct engine *e, const struct question *q, struct answer *a, char *err) {
+    struct settings set = *e->set;
+    struct chat c;
+    const char *think;
+    size_t n_think;
+    *a = (struct answer){0};
+    set.think = THINK_OFF;
+    set.greedy = true;
+    set.repeat_penalty = 1.0;
+    set.system = NULL;
+    set.n_predict = q->n_predict;
+    if (chat_init(&c, &set, &e->model, &e->session, err)) return -1;
+    const double t0 = now_seconds();
+    const enum turn_result result = chat_turn(&c, q->text, q->n, err);
+    a->seconds = now_seconds() - t0;
+    if (result == TURN_DONE) {
+        const float *logits = session_logits(&e->session);
+        a->right = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), q->want) != NULL;
+        a->finite = true;
+        for (int i = 0; i < e->model.n_vocab; i++) a->finite &= isfinite(logits[i]) != 0;
+    } else if (result != TURN_FAILED) {
+        fail(err, "interrupted");
     }
-    arrput(d->kl, (float)fmax(kl, 0));
-    d->same += top_a == top_b;
-    nll_put(&d->a, pos, a, la, top_a);
-    nll_put(&d->b, pos, b, lb, top_b);
+    chat_free(&c);
+    return result == TURN_DONE ? 0 : -1;
 }
 
-static int by_value(const void *a, const void *b) {
-    return (*(const float *)a > *(const float *)b) - (*(const float *)a < *(const float *)b);
-}
-
-/* The text in windows through both, side by side. 0, or 1 when interrupted. */
-static int divergence_run(struct divergence *d, struct session *a, struct session *b, const int32_t *ids, int n,
-                          int window) {
-    const int chunk = int_min(a->r->chunk, b->r->chunk);
-    for (int at = 0; at + 1 < n; at += window) {
-        d->a.ids = d->b.ids = ids + at, d->a.n = d->b.n = int_min(n - at, window);
-        session_truncate(a, 0);
-        session_truncate(b, 0);
-        for (int pos = 0, c; pos < d->a.n; pos += c) {
-            if (interrupted) return 1;
-            c = int_min(d->a.n - pos, chunk);
-            session_forward(a, ids + at + pos, c);
-            session_forward(b, ids + at + pos, c);
-            for (int i = 0; i < c; i += LOGIT_ROWS) {
-                const int rows = int_min(c - i, LOGIT_ROWS);
-                session_head(a, i, rows);
-                session_head(b, i, rows);
-                for (int k = 0; k < rows; k++)
-                    divergence_add(d, pos + i + k, a->r->ops->read_logits(a->r, k), b->r->ops->read_logits(b->r, k));
-            }
-            status_line("%d of %d tokens", at + pos + c, n);
-        }
-    }
-    status_line("%s", "");
-    return 0;
-}
-
-/* Whether ids mean the same in both; else a message. */
-static int same_vocabulary(const struct model *a, const struct model *b, char *err) {
-    if (!a->vocab->n_tokens || a->n_vocab != b->n_vocab || a->vocab->n_tokens != b->vocab->n_tokens)
-        return fail(err, "the models have different vocabularies: %d and %d tokens", a->vocab->n_tokens,
-                    b->vocab->n_tokens);
-    for (int i = 0; i < a->vocab->n_tokens; i++) {
-        const struct gguf_str x = vocab_bytes(a->vocab, i), y = vocab_bytes(b->vocab, i);
-        if (x.n != y.n || memcmp(x.p, y.p, x.n)) return fail(err, "the models have different tokens of id %d", i);
-    }
-    return 0;
-}
-
-/* --compare A B TEXT: how far B's predictions are from A's. */
-static int mode_compare(struct settings *set) {
-    char err[ERR_MAX], *text = NULL;
-    struct settings sets[2] = {*set, *set};
-    struct engine e[2];
-    int32_t *ids = NULL;
-    if (read_file(set->compare[2], &text, err)) die("%s", err);
+/* Finds a shipped prompt: beside the program, or where make install puts it. 0, or -1 with a message. */
+static int prompts_path(const char *name, char out[4096], char *err) {
+    static const char *const where[] = {"prompts", "../share/moe/prompts"};
+    char exe[2048];
+    const ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
+    if (n <= 0) return fail(err, "cannot find the program's own path: %s", strerror(errno));
+    exe[n] = 0;
+    *strrchr(exe, '/') = 0;
     for (int i = 0; i < 2; i++) {
-        if (!set->n_ctx) sets[i].n_ctx = PERPLEXITY_WINDOW;
-        sets[i].model = set->compare[i];
-        if (i) sets[1].kv = sets[0].kv; /* settled by now */
-        engine_open(&e[i], &sets[i]);
+        snprintf(out, 4096, "%s/%s/%s", exe, where[i], name);
+        if (!access(out, R_OK)) return 0;
     }
-    set->kv = sets[0].kv;
-    if (same_vocabulary(&e[0].model, &e[1].model, err)) die("%s", err);
-    tokenize_all(e[0].model.vocab, text, arrlenu(text), false, &ids);
-    const int n = (int)arrlen(ids), window = int_min(e[0].session.n_ctx, e[1].session.n_ctx);
-    if (n < 2 || window < 2) die("'%s' has %d tokens in windows of %d: too few to compare", set->compare[2], n, window);
-    struct divergence d = {.a.n_vocab = e[0].model.n_vocab, .b.n_vocab = e[0].model.n_vocab};
-    const int rc = divergence_run(&d, &e[0].session, &e[1].session, ids, n, window);
-    const size_t count = arrlenu(d.kl);
-    double sum = 0, sum2 = 0;
-    for (size_t i = 0; i < count; i++) sum += (double)d.kl[i], sum2 += (double)d.kl[i] * (double)d.kl[i];
-    if (!rc) {
-        const double mean = sum / (double)count, var = sum2 / (double)count - mean * mean;
-        qsort(d.kl, count, sizeof *d.kl, by_value);
-        for (int i = 0; i < 2; i++) {
-            double error;
-            const double perplexity = nll_perplexity(i ? &d.b : &d.a, &error);
-            printf("perplexity %c    %.4f +/- %.4f  %s\n", 'A' + i, perplexity, error, set->compare[i]);
-        }
-        printf("KL of B from A  mean %.6f +/- %.6f, median %.6f, 99 %% %.6f, largest %.6f\n", mean,
-               sqrt(fmax(var, 0) / (double)count), (double)d.kl[count / 2], (double)d.kl[(count - 1) * 99 / 100],
-               (double)d.kl[count - 1]);
-        printf("same best token %.2f %% of %zu positions in windows of %d\n", 100.0 * (double)d.same / (double)count,
-               count, window);
-    }
-    for (int i = 0; i < 2; i++) engine_close(&e[i]);
-    arrfree(d.kl), arrfree(ids), arrfree(text);
-    return rc ? EXIT_INTERRUPT : EXIT_OK;
+    return fail(err, "the file prompts/%s is not beside the program; name another one with --haystack", name);
 }
 
-/* ---- calibration ---- */
-
-enum { STATS_SAVE = 60 /* seconds between savings */, SEEN_LEAST = 32 /* tokens that tell something of an expert */ };
-
-/* A text on its way through the model. It is gone through in units: the whole text, or the lines of a .jsonl. */
-struct corpus {
-    char *name, *text; /* malloc'ed; stb_ds */
-    uint64_t hash;     /* of the text */
-    int64_t tokens;    /* that were counted; */
-    int64_t unit;      /* where it stands: units that are done, */
-    int64_t offset;    /* tokens of the next one that are */
-    bool lines, done;
-};
-
-/* Invariant: what `before` holds and what the session has collected since are the first units of every source. */
-struct calibration {
-    struct engine *e;
-    struct chat chat;       /* renders conversations */
-    struct corpus *sources; /* stb_ds */
-    double *before, *stats; /* (n_layer, n_expert_max, STATS): of earlier runs, of all */
-    float *in_sum2_start, *in_sum2;
-    size_t n_stats, n_in_sum2;
-    char routers[17]; /* routers_hash */
-    int64_t tokens;
-    double started, saved, bytes, bytes_done; /* seconds; of the sources of this run */
-    int64_t tokens_run;                       /* in this run */
-};
-
-static const char *const stat_names[STATS] = {"tokens", "weighted_sum", "weighted_max", "norm_sum", "gate_sum"};
-
-/* Identifies a model whatever its experts are stored as: a hash of all routers' rows as floats. */
-static uint64_t routers_hash(const struct model *m) {
-    uint64_t h = HASH_START;
-    float *row = xcalloc((size_t)m->n_embd, sizeof *row);
-    for (int il = 0; il < m->n_layer; il++) {
-        const struct weight *w = &m->layers[il].router;
-        for (int e = 0; e < m->layers[il].n_expert; e++) {
-            gguf_dequantize_row(w->type, w->data + (size_t)e * w->row_bytes, row, (size_t)w->n_in);
-            h = hash_bytes(h, row, (size_t)w->n_in * sizeof *row);
-        }
-    }
-    free(row);
-    return h;
+/* Reads --haystack or the shipped one. 0, or -1 with a message. */
+static int haystack_read(const struct settings *set, char **hay, char *err) {
+    char path[4096];
+    size_t bytes = 0; /* without newlines, of which a message cannot consist */
+    if (!set->haystack && prompts_path("haystack.txt", path, err)) return -1;
+    if (read_file(set->haystack ? set->haystack : path, hay, err)) return -1;
+    for (size_t i = 0; i < arrlenu(*hay); i++) bytes += (*hay)[i] != '\n';
+    if (utf8_valid(*hay, arrlenu(*hay)) && bytes >= 100) return 0;
+    return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
 }
 
-static double *stats_of(const struct model *m, double *all, int il, int expert) {
-    return all + ((size_t)il * (size_t)m->n_expert_max + (size_t)expert) * STATS;
-}
-
-/* What the session has collected, and what was there before. */
-static void calibration_sum(struct calibration *c) {
-    session_stats(&c->e->session, c->stats, c->in_sum2);
-    for (size_t i = 0; i < c->n_stats; i++) {
-        const double x = c->before[i], y = c->stats[i];
-        c->stats[i] = i % STATS == STAT_WEIGHTED_MAX ? fmax(x, y) : x + y;
-    }
-    for (size_t i = 0; c->in_sum2 && i < c->n_in_sum2; i++) c->in_sum2[i] += c->in_sum2_start[i];
-}
-
-static json_t *calibration_json(const struct calibration *c) {
-    const struct model *m = &c->e->model;
-    json_t *sources = json_array(), *layers = json_array(), *all;
-    char hash[17], name[sizeof m->name];
-    snprintf(name, sizeof name, "%s", m->name);
-    message_sanitize(name);
-    for (size_t i = 0; i < arrlenu(c->sources); i++) {
-        const struct corpus *s = &c->sources[i];
-        snprintf(hash, sizeof hash, "%016llx", (unsigned long long)s->hash);
-        json_array_append_new(sources, json_pack("{s:s, s:s, s:I, s:I, s:I, s:b}", "name", s->name, "hash", hash,
-                                                 "tokens", (json_int_t)s->tokens, "unit", (json_int_t)s->unit, "offset",
-                                                 (json_int_t)s->offset, "done", s->done));
-    }
-    for (int il = 0; il < m->n_layer; il++) {
-        json_t *y = m->layers[il].n_expert ? json_object() : json_null();
-        for (int k = 0; k < STATS && m->layers[il].n_expert; k++) {
-            json_t *list = json_array();
-            for (int e = 0; e < m->layers[il].n_expert; e++) {
-                const double x = stats_of(m, c->stats, il, e)[k];
-                if (!isfinite(x)) die("layer %d, expert %d: its output is not a number", il, e);
-                json_array_append_new(list, k == STAT_TOKENS ? json_integer((json_int_t)x) : json_real(x));
-            }
-            json_object_set_new(y, stat_names[k], list);
-        }
-        json_array_append_new(layers, y);
-    }
-    all = json_pack("{s:s, s:i, s:{s:s, s:s}, s:I, s:o, s:o}", "format", "moe-scores", "version", 1, "model", "name",
-                    name, "routers", c->routers, "tokens", (json_int_t)c->tokens, "sources", sources, "layers", layers);
-    if (!all || json_array_size(sources) != arrlenu(c->sources)) die("out of memory for the scores");
-    return all;
-}
-
-/* The activations in the form that llama-imatrix has: NAME.in_sum2 (n_in, n_expert) and NAME.counts (1, n_expert). With `f` NULL the
- * header only is collected. */
-static void activations_write(const struct calibration *c, struct gguf_writer *w, FILE *f) {
-    static const char *const roles[2][2][3] = {{{"gate_exps", "up_exps", "down_exps"}, {"gate", "up", "down"}},
-                                               {{"gate_shexp", "up_shexp", "down_shexp"}}};
-    const struct model *m = &c->e->model;
-    for (int il = 0; il < m->n_layer; il++) {
-        struct ffn_weights ffns[2];
-        const float *at = c->in_sum2 + in_sum2_before(m, il);
-        for (int i = 0, n = layer_ffns(&m->layers[il], ffns); i < n; at += ffn_in_sum2(&ffns[i++]))
-            for (int role = 0; role < 3; role++) {
-                const struct ffn_weights *ffn = &ffns[i];
-                const struct weight *v = role < 2 ? ffn->gate : ffn->down;
-                const size_t n_e = (size_t)v->n_expert, in = (size_t)v->n_in, skip = n_e * (size_t)ffn->gate->n_in;
-                const bool routed = !i && m->layers[il].n_expert;
-                char name[2][GGUF_MAX_NAME];
-                snprintf(name[0], sizeof name[0], "blk.%d.ffn_%s.weight.in_sum2", il, roles[i][!i && !routed][role]);
-                snprintf(name[1], sizeof name[1], "blk.%d.ffn_%s.weight.counts", il, roles[i][!i && !routed][role]);
-                if (!f) {
-                    gguf_add_tensor(w, name[0], GGUF_F32, 2, (uint64_t[]){in, n_e});
-                    gguf_add_tensor(w, name[1], GGUF_F32, 2, (uint64_t[]){1, n_e});
-                    continue;
-                }
-                static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
-                const size_t sums = n_e * in * sizeof *at;
-                fwrite(role < 2 ? at : at + skip, 1, sums, f);
-                fwrite(zeros, 1, gguf_pad(sums) - sums, f);
-                for (size_t e = 0; e < n_e; e++) {
-                    const float count =
-                        (float)(routed ? stats_of(m, c->stats, il, (int)e)[STAT_TOKENS] : (double)c->tokens);
-                    fwrite(&count, sizeof count, 1, f);
-                }
-                fwrite(zeros, 1, gguf_pad(n_e * sizeof *at) - n_e * sizeof *at, f);
-            }
-    }
-}
-
-static int activations_save(const struct calibration *c, const char *path, char *err) {
-    struct gguf_writer w = {0};
-    size_t n;
-    gguf_put_str(&w, "general.type", "imatrix", 7);
-    gguf_put_array(&w, "imatrix.datasets", GGUF_V_STR, arrlenu(c->sources), NULL);
-    for (size_t i = 0; i < arrlenu(c->sources); i++) gguf_put_bytes(&w, c->sources[i].name, strlen(c->sources[i].name));
-    gguf_put_u32(&w, "imatrix.chunk_size", (uint32_t)c->e->session.n_ctx);
-    gguf_put_u32(&w, "imatrix.chunk_count", (uint32_t)(c->tokens / c->e->session.n_ctx));
-    gguf_put_array(&w, "moe.calibration.tokens", GGUF_V_U64, 1, &(uint64_t){(uint64_t)c->tokens});
-    activations_write(c, &w, NULL);
-    uint8_t *header = gguf_header(&w, &n);
-    if (!header) die("out of memory");
-    FILE *f = temp_create(path, 0666, err);
-    if (f) fwrite(header, 1, n, f), activations_write(c, &w, f);
-    free(header);
-    gguf_writer_free(&w);
-    return f ? temp_finish(f, path, false, err) : -1;
-}
-
-#define ACTIVATIONS_NEXT "%s.next"
-
-/* Both files as they would be if this was the end. The activations get their name last: what ends the program in between leaves them
- * as NEXT, which the next run takes. */
-static void calibration_save(struct calibration *c) {
-    const char *path = c->e->set->output, *activations = c->e->set->activations;
-    char err[ERR_MAX], next[PATH_MAX];
-    calibration_sum(c);
-    snprintf(next, sizeof next, ACTIVATIONS_NEXT, activations ? activations : "");
-    if (activations && activations_save(c, next, err)) die("%s", err);
-    json_t *j = calibration_json(c);
-    FILE *f = temp_create(path, 0666, err);
-    if (!f) {
-        unlink(next);
-        die("%s", err);
-    }
-    const bool bad = json_dumpf(j, f, JSON_INDENT(1) | JSON_REAL_PRECISION(17)) != 0;
-    putc('\n', f);
-    if (temp_finish(f, path, bad, err)) die("%s", err);
-    json_decref(j);
-    if (activations && rename(next, activations))
-        die("cannot rename '%s' to '%s': %s", next, activations, strerror(errno));
-    c->saved = now_seconds();
-}
-
-/* One layer's arrays of a score file. */
-static int layer_load(struct calibration *c, const json_t *y, int il, const char *path, char *err) {
-    const struct model *m = &c->e->model;
-    const size_t n = (size_t)m->layers[il].n_expert;
-    if (!n) return 0;
-    for (int k = 0; k < STATS; k++) {
-        const json_t *list = json_object_get(y, stat_names[k]);
-        if (json_array_size(list) != n)
-            return fail(err, "'%s': layer %d: expected %zu numbers in %s, found %zu", path, il, n, stat_names[k],
-                        json_array_size(list));
-        for (size_t e = 0; e < n; e++) {
-            const json_t *x = json_array_get(list, e);
-            const double v = json_number_value(x);
-            if (!json_is_number(x) || !(v >= 0) || !isfinite(v))
-                return fail(err, "'%s': layer %d: %s of expert %zu is not a number from 0 on", path, il, stat_names[k],
-                            e);
-            stats_of(m, c->before, il, (int)e)[k] = v;
-        }
-    }
-    return 0;
-}
-
-/* The sums in `path`, if it belongs to the scores that go on: 1, 0 if it does not, -1 with a message. */
-static int activations_read(struct calibration *c, const char *path, char *err) {
-    struct gguf g;
-    int64_t tokens = -1;
-    if (gguf_open(&g, path, err, ERR_MAX)) return -1;
-    const struct gguf_kv *kv = gguf_find(&g, "moe.calibration.tokens");
-    if (!kv || !gguf_elem_int(kv, 0, &tokens)) {
-        gguf_close(&g);
-        return fail(err, "'%s' was not written by --activations; it is not replaced", path);
-    }
-    int rc = tokens == c->tokens;
-    if (!rc || !tokens) {
-        gguf_close(&g);
-        return rc;
-    }
-    for (int il = 0; il < c->e->model.n_layer && rc > 0; il++) {
-        static const char *const first[2][2] = {{"gate_exps", "down_exps"}, {"gate_shexp", "down_shexp"}};
-        struct ffn_weights ffns[2];
-        float *at = c->in_sum2_start + in_sum2_before(&c->e->model, il);
-        const struct layer *layer = &c->e->model.layers[il];
-        for (int i = 0, n = layer_ffns(layer, ffns); i < n; i++)
-            for (int down = 0; down < 2 && rc > 0; down++) {
-                char name[GGUF_MAX_NAME];
-                const struct weight *w = down ? ffns[i].down : ffns[i].gate;
-                const char *dense = down ? "down" : "gate";
-                const size_t count = (size_t)w->n_expert * (size_t)w->n_in;
-                snprintf(name, sizeof name, "blk.%d.ffn_%s.weight.in_sum2", il,
-                         !i && !layer->n_expert ? dense : first[i][down]);
-                const struct gguf_tensor *t = gguf_find_tensor(&g, name);
-                if (!t || t->type != GGUF_F32 || t->bytes != count * sizeof *at)
-                    rc = fail(err, "'%s': expected a tensor '%s' of %zu floats", path, name, count);
-                else memcpy(at, t->data, count * sizeof *at);
-                at += count;
-            }
-    }
-    gguf_close(&g);
-    return rc;
-}
-
-/* The sums beside the scores that go on. 0, or -1 with a message. */
-static int activations_load(struct calibration *c, char *err) {
-    const char *path = c->e->set->activations;
-    char next[PATH_MAX];
-    snprintf(next, sizeof next, ACTIVATIONS_NEXT, path);
-    const bool there = !access(path, F_OK), newer = !access(next, F_OK);
-    int rc = there ? activations_read(c, path, err) : 0;
-    if (!rc && newer) rc = activations_read(c, next, err);
-    if (rc || (!c->tokens && !there)) return rc < 0 ? -1 : 0;
-    if (!c->tokens) return 0; /* of scores that are not there any more */
-    return fail(err, "'%s' holds %lld tokens, '%s' does not belong to it: remove both, or leave --activations out",
-                c->e->set->output, (long long)c->tokens, path);
-}
-
-/* What an earlier run left in -o. 0, or -1 with a message. */
-static int calibration_load(struct calibration *c, char *err) {
-    const struct model *m = &c->e->model;
-    const char *path = c->e->set->output;
-    char *text = NULL;
-    json_error_t why;
-    struct stat st;
-    if (access(path, F_OK)) return c->in_sum2 ? activations_load(c, err) : 0;
-    if (file_check(path, &st, err) || read_file(path, &text, err)) return -1;
-    json_t *j = json_loadb(text ? text : "", arrlenu(text), JSON_REJECT_DUPLICATES, &why);
-    arrfree(text);
-    if (!j) return fail(err, "'%s': %s (line %d)", path, why.text, why.line);
-    const json_t *layers = json_object_get(j, "layers"), *of = json_object_get(j, "model"), *source;
-    const json_t *sources = json_object_get(j, "sources");
-    const char *format = json_string_value(json_object_get(j, "format"));
-    const char *theirs = json_string_value(json_object_get(of, "routers"));
-    int rc = 0;
-    size_t i;
-    c->tokens = json_integer_value(json_object_get(j, "tokens"));
-    if (!format || strcmp(format, "moe-scores") || json_integer_value(json_object_get(j, "version")) != 1)
-        rc = fail(err, "'%s' is no score file of version 1; it is not replaced", path);
-    else if (!theirs || strcmp(theirs, c->routers))
-        rc = fail(err, "'%s' belongs to another model: routers %s, here %s", path, theirs ? theirs : "(none)",
-                  c->routers);
-    else if (json_array_size(layers) != (size_t)m->n_layer)
-        rc = fail(err, "'%s' has %zu layers, the model %d", path, json_array_size(layers), m->n_layer);
-    else if (c->tokens < 0) rc = fail(err, "'%s' holds %lld tokens", path, (long long)c->tokens);
-    for (int il = 0; il < m->n_layer && !rc; il++)
-        rc = layer_load(c, json_array_get(layers, (size_t)il), il, path, err);
-    json_array_foreach(sources, i, source) {
-        const char *name = json_string_value(json_object_get(source, "name"));
-        const char *hash = json_string_value(json_object_get(source, "hash"));
-        struct corpus s = {.tokens = json_integer_value(json_object_get(source, "tokens")),
-                           .unit = json_integer_value(json_object_get(source, "unit")),
-                           .offset = json_integer_value(json_object_get(source, "offset")),
-                           .done = json_is_true(json_object_get(source, "done"))};
-        if (rc) break;
-        if (!name || !hash || s.tokens < 0 || s.unit < 0 || s.offset < 0)
-            rc = fail(err, "'%s': source %zu is incomplete", path, i);
-        s.hash = hash ? strtoull(hash, NULL, 16) : 0, s.name = xstrdup(name ? name : "");
-        arrput(c->sources, s);
-    }
-    json_decref(j);
-    if (!rc && c->in_sum2) rc = activations_load(c, err);
-    return rc;
-}
-
-/* A line of a .jsonl: {"messages": [{"role", "content"}, ..]}, {"prompt", "completion"} or {"text"}. NULL with a message. */
-static json_t *line_parse(const char *s, size_t n, char *err) {
-    json_error_t why;
-    json_t *j = json_loadb(s, n, 0, &why), *msg;
-    const json_t *list = json_object_get(j, "messages");
-    size_t i;
-    int rc = j ? 0 : fail(err, "%s", why.text);
-    if (j && !json_is_array(list) && !json_is_string(json_object_get(j, "prompt")) &&
-        !json_is_string(json_object_get(j, "completion")) && !json_is_string(json_object_get(j, "text")))
-        rc = fail(err, "expected \"messages\", \"text\", or \"prompt\" and \"completion\"");
-    json_array_foreach(list, i, msg) {
-        if (!json_is_string(json_object_get(msg, "role")) || !json_is_string(json_object_get(msg, "content")))
-            rc = fail(err, "message %zu has no text as role and content", i);
-    }
-    if (rc) json_decref(j);
-    return rc ? NULL : j;
-}
-
-/* The next unit of a source from byte *at on: its bytes, *n of them. */
-static const char *corpus_unit(const struct corpus *s, size_t *at, size_t *n) {
-    const char *p = s->text + *at, *end = s->lines ? memchr(p, '\n', arrlenu(s->text) - *at) : NULL;
-    *n = end ? (size_t)(end - p) : arrlenu(s->text) - *at;
-    *at += *n + (end != NULL);
-    return p;
-}
-
-static bool is_blank(const char *s, size_t n) {
-    while (n && strchr(" \t\r", s[n - 1])) n--;
-    return !n;
-}
-
-/* All lines are looked at before the first is counted. */
-static int corpus_check(const struct corpus *s, char *err) {
-    char why[ERR_MAX];
-    int64_t line = 1;
-    for (size_t at = 0, n; s->lines && at < arrlenu(s->text); line++) {
-        const char *p = corpus_unit(s, &at, &n);
-        if (is_blank(p, n)) continue;
-        json_t *j = line_parse(p, n, why);
-        if (!j) return fail(err, "'%s', line %lld: %s", s->name, (long long)line, why);
-        json_decref(j);
-    }
-    return 0;
-}
-
-/* The source of this file: the one that it was in an earlier run, or a new one. NULL with a message. */
-static struct corpus *corpus_open(struct calibration *c, const char *path, char *err) {
-    char *text = NULL;
-    if (read_file(path, &text, err)) return NULL;
-    const size_t bytes = arrlenu(text), n = strlen(path);
-    const bool lines = n > 6 && !strcmp(path + n - 6, ".jsonl");
-    if (!bytes || !utf8_valid(text, bytes)) {
-        arrfree(text);
-        return fail(err, "'%s' is %s", path, bytes ? "not valid UTF-8 text" : "empty"), NULL;
-    }
-    const uint64_t h = hash_bytes(hash_bytes(HASH_START, text, bytes), "lines", lines ? 5 : 0);
-    size_t i = 0;
-    while (i < arrlenu(c->sources) && c->sources[i].hash != h) i++;
-    if (i == arrlenu(c->sources)) {
-        char *name = xstrdup(path);
-        message_sanitize(name);
-        for (size_t k = 0; k < i; k++)
-            if (!strcmp(c->sources[k].name, name) && c->sources[k].tokens)
-                note("'%s' is another text than in an earlier run, of which %lld tokens are counted", name,
-                     (long long)c->sources[k].tokens);
-        arrput(c->sources, ((struct corpus){.name = name, .hash = h}));
-    }
-    struct corpus *s = &c->sources[i];
-    arrfree(s->text); /* the same file may be named twice */
-    s->text = text, s->lines = lines;
-    return corpus_check(s, err) ? NULL : s;
-}
-
-/* Tokens of a line of a .jsonl: conversations by the model's template, other text as it is. 0, or -1 with a message. */
-static int line_tokens(struct calibration *c, const char *s, size_t n, int32_t **ids, char *err) {
-    json_t *j = line_parse(s, n, err), *msg;
-    const json_t *list = json_object_get(j, "messages");
-    struct text t = {0};
-    size_t i;
-    int rc = j ? 0 : -1;
-    json_array_foreach(list, i, msg) {
-        const char *content = json_string_value(json_object_get(msg, "content"));
-        chat_push(&c->chat, json_string_value(json_object_get(msg, "role")), content, strlen(content));
-    }
-    if (json_is_array(list)) {
-        session_truncate(&c->e->session, 0); /* nothing of the record before is to be taken over */
-        rc = chat_render(&c->chat, false, &t, err);
-        if (!rc) chat_tokenize(&c->chat, &t, ids);
-        text_free(&t);
-    } else
-        for (i = 0; i < 3; i++) {
-            const char *plain =
-                json_string_value(json_object_get(j, (const char *[]){"prompt", "completion", "text"}[i]));
-            if (plain) tokenize_all(c->e->model.vocab, plain, strlen(plain), false, ids);
-        }
-    while (arrlen(c->chat.messages) > 0) chat_pop(&c->chat);
-    json_decref(j);
-    return rc;
-}
-
-static void calibration_progress(struct calibration *c, const struct corpus *s) {
-    const double t = now_seconds() - c->started, rate = (double)c->tokens_run / fmax(t, 1e-3);
-    const double part = c->bytes > 0 ? c->bytes_done / c->bytes : 1;
-    const long left = part > 0 ? (long)(t / part - t) : 0;
-    status_line("%s: %3.0f %% of all, %lld tokens, %.0f tok/s, %ld:%02ld:%02ld left", s->name, 100 * part,
-                (long long)c->tokens, rate, left / 3600, left / 60 % 60, left % 60);
-}
-
-/* One unit of `bytes` from its token s->offset on, in windows. 0, or 1 when interrupted. */
-static int unit_run(struct calibration *c, struct corpus *s, const int32_t *ids, int n, double bytes) {
-    struct session *ses = &c->e->session;
-    const double before = c->bytes_done;
-    session_truncate(ses, 0);
-    while (s->offset < n) {
-        const int rest = n - (int)s->offset, room = ses->n_ctx - ses->n_past;
-        const int k = int_min(int_min(rest, room), ses->r->chunk);
-        if (interrupted) return 1;
-        session_forward(ses, ids + s->offset, k);
-        session_wait(ses);
-        s->offset += k, s->tokens += k, c->tokens += k, c->tokens_run += k;
-        if (ses->n_past == ses->n_ctx) session_truncate(ses, 0);
-        c->bytes_done = before + bytes * (double)s->offset / n;
-        calibration_progress(c, s);
-        if (now_seconds() - c->saved > STATS_SAVE) calibration_save(c);
-    }
-    c->bytes_done = before + bytes;
-    s->unit++, s->offset = 0;
-    return 0;
-}
-
-/* A source to its end. 0, or 1 when interrupted. A line that cannot be used ends the program; what came before it is saved. */
-static int corpus_run(struct calibration *c, struct corpus *s) {
-    char err[ERR_MAX];
-    const size_t size = arrlenu(s->text);
-    int32_t *ids = NULL;
-    int rc = 0;
-    int64_t unit = 0;
-    for (size_t at = 0; at < size && !rc; unit++) {
-        size_t n;
-        const char *p = corpus_unit(s, &at, &n);
-        arrsetlen(ids, 0);
-        if (unit < s->unit) {
-            c->bytes_done += (double)n;
-            continue;
-        }
-        if (!s->lines) tokenize_all(c->e->model.vocab, p, n, false, &ids);
-        else if (!is_blank(p, n) && line_tokens(c, p, n, &ids, err)) {
-            calibration_save(c);
-            die("'%s', line %lld: %s", s->name, (long long)unit + 1, err);
-        }
-        rc = unit_run(c, s, ids, (int)arrlen(ids), (double)n);
-    }
-    s->done = !rc;
-    arrfree(ids);
-    return rc;
-}
-
-/* How well the experts are covered, by layer where some are not, and in all. */
-static void calibration_report(const struct calibration *c) {
-    const struct model *m = &c->e->model;
-    int64_t all = 0, never_all = 0, rare_all = 0;
-    for (int il = 0; il < m->n_layer; il++) {
-        int never = 0, rare = 0, n = m->layers[il].n_expert;
-        for (int e = 0; e < n; e++) {
-            const double t = stats_of(m, c->stats, il, e)[STAT_TOKENS];
-            never += t <= 0, rare += t > 0 && t < SEEN_LEAST;
-        }
-        if (never + rare)
-            printf("layer %3d: of %d experts %d were never chosen, %d more by fewer than %d tokens\n", il, n, never,
-                   rare, SEEN_LEAST);
-        all += n, never_all += never, rare_all += rare;
-    }
-    printf("%lld tokens; of %lld experts %lld (%.1f %%) were seen %d times or more, %lld never\n", (long long)c->tokens,
-           (long long)all, (long long)(all - never_all - rare_all),
-           100.0 * (double)(all - never_all - rare_all) / (double)all, SEEN_LEAST, (long long)never_all);
-}
-
-static bool same_file(const char *a, const char *b) {
-    struct stat x, y;
-    return !strcmp(a, b) || (!stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino);
-}
-
-/* --calibrate FILES... -o FILE: collects for every routed expert what pruning and quantising want to know. */
-static int mode_calibrate(struct engine *e) {
-    char err[ERR_MAX];
-    struct calibration c = {.e = e};
-    const struct model *m = &e->model;
-    const char *const outputs[] = {e->set->output, e->set->activations};
-    int rc = 0;
-    if (!m->n_expert_max) die("'%s' has no routed experts", e->set->model);
-    if (!m->vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
-    for (int i = 0; i < 2; i++) {
-        if (!outputs[i]) continue;
-        bool taken = same_file(outputs[i], e->set->model) || (i && same_file(outputs[1], outputs[0]));
-        for (size_t k = 0; k < arrlenu(e->set->calibrate); k++) taken |= same_file(outputs[i], e->set->calibrate[k]);
-        if (taken) die("'%s' is another file of this command; it is not replaced", outputs[i]);
-    }
-    snprintf(c.routers, sizeof c.routers, "%016llx", (unsigned long long)routers_hash(m));
-    c.n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS;
-    c.n_in_sum2 = in_sum2_before(m, m->n_layer);
-    c.before = xcalloc(c.n_stats, sizeof *c.before), c.stats = xcalloc(c.n_stats, sizeof *c.stats);
-    if (e->set->activations) {
-        c.in_sum2 = xcalloc(c.n_in_sum2, sizeof *c.in_sum2);
-        c.in_sum2_start = xcalloc(c.n_in_sum2, sizeof *c.in_sum2);
-    }
-    if (calibration_load(&c, err) || chat_init(&c.chat, e->set, m, &e->session, err)) die("%s", err);
-    while (arrlen(c.chat.messages) > 0) chat_pop(&c.chat);
-    const int64_t had = c.tokens;
-    const size_t n_files = arrlenu(e->set->calibrate);
-    size_t *order = xcalloc(n_files, sizeof *order); /* the list of sources grows while it is filled */
-    for (size_t i = 0; i < n_files; i++) {
-        struct corpus *s = corpus_open(&c, e->set->calibrate[i], err);
-        if (!s) die("%s", err);
-        order[i] = (size_t)(s - c.sources);
-        c.bytes += (double)arrlenu(s->text);
-    }
-    if (had) note("'%s' goes on: %lld tokens of earlier runs", e->set->output, (long long)had);
-    calibration_save(&c); /* what cannot be written is better known before the work */
-    c.started = now_seconds();
-    for (size_t i = 0; i < n_files && !rc; i++) {
-        struct corpus *s = &c.sources[order[i]];
-        if (s->done) {
-            note("'%s' is in '%s' already", e->set->calibrate[i], e->set->output);
-            c.bytes -= (double)arrlenu(s->text);
-        } else rc = corpus_run(&c, s);
-    }
-    status_line("%s", "");
-    calibration_save(&c);
-    if (rc) note("interrupted; the same command goes on from here");
-    calibration_report(&c);
-    for (size_t i = 0; i < arrlenu(c.sources); i++) free(c.sources[i].name), arrfree(c.sources[i].text);
-    arrfree(c.sources);
-    chat_free(&c.chat);
-    free(c.before), free(c.stats), free(c.in_sum2), free(c.in_sum2_start), free(order);
-    return rc ? EXIT_INTERRUPT : EXIT_OK;
-}
-
-/* ---- needle and smoke ---- */
-
-/* A message of about n tokens: paragraphs of the haystack, from the start again when it ends, with the fact between them at `depth`
- * percent. A paragraph that does not fit any more is passed over, and a few shorter ones are tried. */
-static void needle_text(const struct vocab *v, const char *hay, size_t len, int n, int depth, int secret, char **out) {
-    static const char question[] = "What is the secret code?";
+/* Writes a message of about n tokens: paragraphs of the haystack, from the start again when it ends, with the fact
+ * between them at `depth` percent. A paragraph that does not fit any more is passed over for shorter ones, up to 20
+ * times. */
+static void needle_text(const struct vocab *v, const char *hay, size_t len, int n, int depth, const char *fact,
+                        char **out) {
     int32_t *ids = NULL;
     int have = 48, misses = 0; /* tokens of the fact, the question and the template */
     bool placed = false;
     for (size_t at = 0; misses < 20;) {
         const char *p = hay + at, *end = memmem(p, len - at, "\n\n", 2);
-        size_t m = end ? (size_t)(end - p) : len - at;
+        const size_t bytes = end ? (size_t)(end - p) : len - at;
         arrsetlen(ids, 0);
-        tokenize(v, p, m, NULL, 0, &ids);
-        int cost = (int)arrlen(ids) + 1;
+        tokenize(v, p, bytes, NULL, 0, &ids);
+        const int cost = (int)arrlen(ids) + 1;
         if (!placed && have + cost / 2 >= (double)n * depth / 100) {
-            sb_printf(out, "The secret code is %05d.\n\n", secret);
+            sb_puts(out, fact);
             placed = true;
         }
-        if (have + cost > n) misses++;
-        else if (m) sb_put(out, p, m), sb_puts(out, "\n\n"), have += cost;
+        if (have + cost > n) {
+            misses++;
+        } else if (bytes) {
+            sb_put(out, p, bytes);
+            sb_puts(out, "\n\n");
+            have += cost;
+        }
         at = end ? (size_t)(end - hay) + 2 : len;
         while (at < len && hay[at] == '\n') at++;
         if (at >= len) at = 0;
     }
-    if (!placed) sb_printf(out, "The secret code is %05d.\n\n", secret);
+    if (!placed) sb_puts(out, fact);
     arrfree(ids);
-    sb_puts(out, question);
+    sb_puts(out, "What is the secret code?");
 }
 
-/* Asks for the fact. 1 found, 0 not, -1 with a message. The answer is printed. */
+/* Asks for a number that stands in n tokens of prose. 1 found, 0 not, -1 with a message. */
 static int needle_run(struct engine *e, int n, int depth, int *secret, double *seconds, char *err) {
-    char path[4096], *hay = NULL, *text = NULL, digits[16];
-    struct settings set = *e->set;
-    struct chat c;
-    uint64_t rng = (uint64_t)(e->set->seed >= 0 ? e->set->seed : 2) * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
-    int found = -1;
+    const uint64_t seed = e->set->seed >= 0 ? (uint64_t)e->set->seed : 2;
+    uint64_t rng = seed * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
+    char fact[64], digits[16], *hay = NULL, *text = NULL;
+    struct answer a = {0};
+    *seconds = 0;
     *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
-    if (session_fits(&e->session, n, err)) return -1;
-    if (set.haystack ? read_file(set.haystack, &hay, err)
-                     : prompts_path("haystack.txt", path, err) || read_file(path, &hay, err))
-        return -1;
-    size_t bytes = 0; /* besides newlines, of which a message cannot consist */
-    for (size_t i = 0; i < arrlenu(hay); i++) bytes += hay[i] != '\n';
-    if (!utf8_valid(hay, arrlenu(hay)) || bytes < 100) {
-        arrfree(hay);
-        return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
-    }
-    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.system = NULL, set.n_predict = 64;
-    set.repeat_penalty = 1.0;
-    needle_text(e->model.vocab, hay, arrlenu(hay), n, depth, *secret, &text);
     snprintf(digits, sizeof digits, "%05d", *secret);
-    double t0 = now_seconds();
-    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
-        enum turn_result r = chat_turn(&c, text, arrlenu(text), err);
-        const char *think;
-        size_t n_think;
-        if (r == TURN_DONE) found = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), digits) != NULL;
-        else if (r != TURN_FAILED) fail(err, "interrupted");
-        chat_free(&c);
+    snprintf(fact, sizeof fact, "The secret code is %s.\n\n", digits);
+    if (session_fits(&e->session, n, err)) return -1;
+    int rc = haystack_read(e->set, &hay, err);
+    if (!rc) {
+        needle_text(e->model.vocab, hay, arrlenu(hay), n, depth, fact, &text);
+        const struct question q = {.text = text, .n = arrlenu(text), .want = digits, .n_predict = 64};
+        rc = ask(e, &q, &a, err);
+        *seconds = a.seconds;
     }
-    *seconds = now_seconds() - t0;
     arrfree(hay);
     arrfree(text);
-    return found;
+    return rc ? -1 : a.right;
 }
 
+/* --needle N: finds a fact in N tokens of prose. */
 static int mode_needle(struct engine *e) {
     char err[ERR_MAX];
     double seconds;
@@ -14066,58 +14389,64 @@ static int mode_needle(struct engine *e) {
     if (found < 0 && interrupted) return EXIT_INTERRUPT;
     if (found < 0) die("%s", err);
     note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", secret, e->session.n_past, e->set->depth,
-         e->set->kv, found ? "found" : "NOT FOUND", seconds);
+         kv_names[e->session.r->kv_type], found ? "found" : "NOT FOUND", seconds);
     return found ? EXIT_OK : EXIT_RUN;
 }
 
-/* A question whose answer is known: whether the logits are finite and the answer is right. 0, or -1 with a message. */
+/* Asks a short question: whether the logits are finite and the answer is right. 0, or -1 with a message. */
 static int smoke_ask(struct engine *e, bool *finite, bool *right, double *seconds, char *err) {
-    static const char question[] = "What is 7 squared? One word.";
-    struct settings set = *e->set;
-    struct chat c;
-    double t0 = now_seconds();
-    int rc = -1;
-    *finite = *right = false;
-    set.think = (char *)(uintptr_t) "off", set.greedy = true, set.n_predict = 256, set.repeat_penalty = 1.0;
-    if (!chat_init(&c, &set, &e->model, &e->session, err)) {
-        enum turn_result r = chat_turn(&c, question, sizeof question - 1, err);
-        if (r == TURN_DONE) {
-            const char *think;
-            size_t n_think;
-            const float *logits = session_logits(&e->session);
-            *right = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), "49") != NULL;
-            *finite = true, rc = 0;
-            for (int i = 0; i < e->model.n_vocab; i++) *finite &= isfinite(logits[i]) != 0;
-        } else if (r != TURN_FAILED) fail(err, "interrupted");
-        chat_free(&c);
-    }
-    *seconds = now_seconds() - t0;
+    static const char text[] = "What is 7 squared? One word.";
+    const struct question q = {.text = text, .n = sizeof text - 1, .want = "49", .n_predict = 256};
+    struct answer a;
+    const int rc = ask(e, &q, &a, err);
+    *finite = a.finite;
+    *right = a.right;
+    *seconds = a.seconds;
     return rc;
 }
 
 enum { SMOKE_TOKENS = 1000 /* of the needle's haystack at most */ };
 static int smoke_tokens(const struct session *s) { return int_min(s->n_ctx - 128, SMOKE_TOKENS); }
 
-/* A: the model loads and its numbers are finite; B: a question whose answer is known; C: the needle. */
-static int mode_smoke(struct engine *e) {
-    char err[ERR_MAX] = "";
-    bool ok[3] = {false};
-    double seconds[3] = {e->model.load_seconds, 0, 0};
-    int n = smoke_tokens(&e->session), secret;
-    if (n < 64)
-        die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx, 128 + 64);
-    smoke_ask(e, &ok[0], &ok[1], &seconds[1], err);
-    ok[2] = !interrupted && needle_run(e, n, 50, &secret, &seconds[2], err) == 1;
-    if (interrupted) return EXIT_INTERRUPT;
-    fprintf(stderr,
-            "A load and finite logits   %-4s %6.2f s\nB 7 squared                %-4s %6.2f s\nC needle in "
-            "%4d tokens     %-4s %6.2f s\n",
-            ok[0] ? "ok" : "FAIL", seconds[0], ok[1] ? "ok" : "FAIL", seconds[1], n, ok[2] ? "ok" : "FAIL", seconds[2]);
-    if (*err && !(ok[0] && ok[1] && ok[2])) note("%s", err);
-    return ok[0] && ok[1] && ok[2] ? EXIT_OK : EXIT_RUN;
+static void smoke_print(const char *what, bool ok, double seconds) {
+    fprintf(stderr, "%-26s %-4s %6.2f s\n", what, ok ? "ok" : "FAIL", seconds);
 }
 
-/* ---- bench ---- */
+/* --smoke. A: the model loads and its logits are finite; B: a question whose answer is known; C: the needle. */
+static int mode_smoke(struct engine *e) {
+    const int n = smoke_tokens(&e->session);
+    char err[ERR_MAX] = "", needle[32];
+    bool finite, right;
+    double ask_seconds, needle_seconds = 0;
+    int secret;
+    if (n < 64)
+        die("a context of %d tokens is too small for --smoke: expected at least %d", e->session.n_ctx, 128 + 64);
+    smoke_ask(e, &finite, &right, &ask_seconds, err);
+    const bool found = !interrupted && needle_run(e, n, 50, &secret, &needle_seconds, err) == 1;
+    if (interrupted) return EXIT_INTERRUPT;
+    snprintf(needle, sizeof needle, "C needle in %d tokens", n);
+    smoke_print("A load and finite logits", finite, e->model.load_seconds);
+    smoke_print("B 7 squared", right, ask_seconds);
+    smoke_print(needle, found, needle_seconds);
+    const bool ok = finite && right && found;
+    if (!ok && *err) note("%s", err);
+    return ok ? EXIT_OK : EXIT_RUN;
+}
+
+/* ============================================================================================================
+ * Modes: calibrate, compare
+ *
+ * Statistics of the experts for moe-reap, and how far one model's predictions are from another's: convert/calibrate.h.
+ * ============================================================================================================ */
+
+#include "convert/calibrate.h"
+
+/* ============================================================================================================
+ * Modes: bench
+ *
+ * The speed of prefill and decode at several context depths, beside the measured bandwidth of the machine; and the time
+ * of every kernel of a forward pass. `moe --bench --help` explains the columns.
+ * ============================================================================================================ */
 
 static int compare_double(const void *a, const void *b) {
     return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
@@ -14135,22 +14464,28 @@ enum {
     BENCH_LAUNCHES = 32   /* of a layer at most, for --profile */
 };
 
-static const int bench_batches[] = {1, 2, 4, 8, 16}; /* the last one is the largest */
-enum { BENCH_BATCHES = sizeof bench_batches / sizeof *bench_batches };
+static const int bench_depths[] = {0, 4096, 32768, 131072}; /* tokens, ascending */
+static const int bench_batches[] = {1, 2, 4, 8, 16};        /* the last one is the largest */
+enum {
+    BENCH_DEPTHS = sizeof bench_depths / sizeof *bench_depths,
+    BENCH_BATCHES = sizeof bench_batches / sizeof *bench_batches
+};
 
-/* What is fed to a model that is timed. */
+/* Random token ids, the same in every run. */
 static void bench_ids(const struct model *m, int32_t ids[BENCH_PREFILL]) {
     uint64_t rng = 1;
     for (int i = 0; i < BENCH_PREFILL; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
 }
 
-/* Median seconds of a forward of n of the BENCH_PREFILL ids behind `depth` other tokens and of the logits of the last `rows` of them; 0: interrupted. Two
- * runs are not counted: one prepares, one tells how often to repeat. Forwards that take too long for that count at once. */
+/* Median seconds of a forward of n of the BENCH_PREFILL ids behind `depth` other tokens, with the logits of the last
+ * `rows` of them; 0: interrupted. Two runs are not counted: one warms up, one tells how often to repeat. If forwards
+ * take too long for that, the first one counts. */
 static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
-    double t[BENCH_RUNS], spent = 0, room = s->r->cuda ? 0.5 : 4; /* seconds */
+    const double budget = s->r->cuda ? 0.5 : 4; /* seconds */
+    double t[BENCH_RUNS], spent = 0;
     int got = 0, repeat = 1;
-    for (int run = -2; run < BENCH_RUNS && (!got || spent < room); run++) {
-        double t0 = now_seconds();
+    for (int run = -2; run < BENCH_RUNS && (!got || spent < budget); run++) {
+        const double t0 = now_seconds();
         for (int i = 0; i < repeat; i++) {
             if (interrupted) return 0;
             session_claim(s, depth);
@@ -14158,19 +14493,18 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
             session_head(s, n - rows, rows);
             session_wait(s);
         }
-        double one = now_seconds() - t0;
-        spent += one;
-        one /= repeat;
-        if (run >= 0 || spent > room) t[got++] = one;
-        double fit = room / 20 / one;
+        const double all = now_seconds() - t0, one = all / repeat, fit = budget / 20 / one;
+        spent += all;
+        if (run >= 0 || spent > budget) t[got++] = one;
         if (run < 0) repeat = fit > BENCH_REPEAT ? BENCH_REPEAT : fit < 1 ? 1 : (int)fit;
     }
     session_claim(s, depth);
     return interrupted ? 0 : median(t, got);
 }
 
-/* The depth is claimed, not computed: the time of a forward does not depend on what the cache holds, only on how much. But a CPU's
- * cache must lie in memory: pages that were never written are all one page of zeros, which is read from the nearest cache. */
+/* Marks the cache as filled from token `from` to `to`: the time of a forward depends on the depth, not on the contents.
+ * A CPU's cache is written, because pages that never were are all mapped to one page of zeros, which stays in the
+ * processor's cache. */
 static void bench_fill_cache(struct session *s, int from, int to) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
@@ -14183,12 +14517,13 @@ static void bench_fill_cache(struct session *s, int from, int to) {
     }
 }
 
-/* A number of the CSV, preceded by a comma; nothing but that when it is not known. */
+/* Prints a number of the CSV behind a comma, or only the comma if it is not known. */
 static void bench_field(bool known, double v, int digits) {
     if (known) printf(",%.*f", digits, v);
     else putchar(',');
 }
 
+/* The forward that --profile looks at. */
 struct bench_call {
     struct session *s;
     const int32_t *ids;
@@ -14202,11 +14537,12 @@ static void bench_call(void *arg) {
     session_head(b->s, b->n - b->rows, b->rows);
 }
 
-/* Medians of the call's launches, added up by name; malloc'ed. */
+/* Times the launches of the call: medians, added up by name, in *rows, malloc'ed. Returns how many. */
 static int bench_launches(struct bench_call *call, struct profile_row **rows) {
     struct session *s = call->s;
-    int cap = BENCH_LAUNCHES * (s->m->n_layer + 1), n = 0, n_row = 0;
-    struct profile_row *row = *rows = xcalloc((size_t)cap, sizeof *row);
+    const int cap = BENCH_LAUNCHES * (s->m->n_layer + 1);
+    int n = 0, n_row = 0;
+    struct profile_row *row = xcalloc((size_t)cap, sizeof *row);
     double *t = xcalloc((size_t)cap * BENCH_RUNS, sizeof *t);
     for (int run = -1; run < BENCH_RUNS; run++) { /* the first is not counted */
         n = s->r->ops->profile(s->r, bench_call, call, row, cap);
@@ -14216,27 +14552,37 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
         struct profile_row one = row[i];
         one.seconds = median(t + i * BENCH_RUNS, BENCH_RUNS);
         for (at = 0; at < n_row && strcmp(row[at].name, one.name); at++) {}
-        if (at == n_row) row[n_row++] = one;
-        else row[at].calls++, row[at].seconds += one.seconds, row[at].bytes += one.bytes;
+        if (at == n_row) {
+            row[n_row++] = one;
+            continue;
+        }
+        row[at].calls++;
+        row[at].seconds += one.seconds;
+        row[at].bytes += one.bytes;
     }
     free(t);
+    *rows = row;
     return n_row;
 }
 
-/* The kernels of a forward at depth 0, which takes `whole` seconds, on stderr. */
+/* Prints the kernels of a forward at depth 0, which takes `whole` seconds, on stderr. */
 static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole, double bandwidth) {
-    struct bench_call call = {s, ids, n, rows};
+    const bool prefill = n > LOGIT_ROWS;
+    struct bench_call call = {.s = s, .ids = ids, .n = n, .rows = rows};
     struct profile_row *row;
     char name[32];
     double sum = 0;
     int n_row = bench_launches(&call, &row), calls = 0;
-    for (int i = 0; i < n_row; i++) sum += row[i].seconds, calls += row[i].calls;
-    snprintf(name, sizeof name, n > LOGIT_ROWS ? "prefill of %d" : "batch %d", n);
+    for (int i = 0; i < n_row; i++) {
+        sum += row[i].seconds;
+        calls += row[i].calls;
+    }
+    snprintf(name, sizeof name, prefill ? "prefill of %d" : "batch %d", n);
     fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s", "% copy",
             "% time");
     for (int i = 0; i < n_row; i++) {
         const struct profile_row *p = &row[i];
-        double rate = p->bytes / p->seconds;
+        const double rate = p->bytes / p->seconds;
         fprintf(stderr, "%-56s %6d %9.2f", p->name, p->calls, p->seconds / p->calls * 1e6);
         if (p->bytes > 0 && p->seconds > 0)
             fprintf(stderr, " %11.0f %8.1f %7.1f", p->bytes / p->calls, rate * 1e-9, 100 * rate / bandwidth);
@@ -14244,344 +14590,72 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
         fprintf(stderr, " %7.1f\n", 100 * p->seconds / sum);
     }
     fprintf(stderr, "%s: %.1f kernels per layer, %.1f us in kernels, %.1f us %s, gap %.2f us per kernel\n", name,
-            (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6, n > LOGIT_ROWS ? "the forward" : "through the graph",
+            (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6, prefill ? "the forward" : "through the graph",
             (whole - sum) * 1e6 / calls);
     free(row);
 }
 
-/* Prefill of a chunk and forwards of a few tokens at each depth, with bytes per second. */
+/* A benchmark under way. */
+struct bench {
+    struct session *s;
+    struct rates rates;            /* of the machine */
+    int32_t ids[BENCH_PREFILL];    /* what is fed to the model */
+    int chunk;                     /* tokens of a prefill */
+    double decode0[BENCH_BATCHES]; /* seconds at depth 0, by batch */
+    double prefill0;               /* likewise of the prefill */
+};
+
+/* Measures and prints the lines of one depth. False: interrupted. */
+static bool bench_depth(struct bench *b, int depth) {
+    struct session *s = b->s;
+    const int n = int_min(s->n_ctx - depth, b->chunk);
+    const unsigned long long cache = state_bytes(s->m, s->r->kv_type, (size_t)depth);
+    for (int i = 0; i < BENCH_BATCHES; i++) {
+        const int batch = bench_batches[i];
+        const bool first = !i;
+        const double prefill = first ? bench_forward(s, b->ids, depth, n, 1) : 0;
+        const double decode = bench_forward(s, b->ids, depth, batch, batch);
+        if (interrupted) return false;
+        if (!depth && first) b->prefill0 = prefill;
+        if (!depth) b->decode0[i] = decode;
+        const double ops = session_forward_ops(s, n), bytes = session_forward_bytes(s, batch);
+        printf("%d,", depth);
+        if (first) printf("%d", n);
+        bench_field(first, n / prefill, 1);
+        bench_field(first && b->rates.mma > 0, 100 * ops / prefill / b->rates.mma, 1);
+        printf(",%d,%.1f,%llu,%.2f", batch, batch / decode, cache, bytes / decode * 1e-9);
+        bench_field(b->rates.bytes > 0, 100 * bytes / decode / b->rates.bytes, 1);
+        putchar('\n');
+        fflush(stdout);
+    }
+    return true;
+}
+
+/* --bench: prefill of a chunk and decode of a few tokens at each depth. */
 static int mode_bench(struct engine *e) {
-    static const int depths[] = {0, 4096, 32768, 131072};
-    const int most = bench_batches[BENCH_BATCHES - 1];
+    const int largest = bench_batches[BENCH_BATCHES - 1];
     struct session *s = &e->session;
-    int32_t ids[BENCH_PREFILL];
-    double first[BENCH_BATCHES + 1]; /* seconds at depth 0, the last one of prefill */
-    int chunk = s->r->chunk < BENCH_PREFILL ? s->r->chunk : BENCH_PREFILL;
-    if (s->n_ctx < most) die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, most);
+    struct bench b = {.s = s, .chunk = int_min(s->r->chunk, BENCH_PREFILL)};
+    char name[192];
+    if (s->n_ctx < largest)
+        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, largest);
     if (e->set->profile && !s->r->cuda) die("--profile works on a GPU only");
     if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: its kernels alone are timed");
-    struct rates each[MAX_RANKS], rates = session_measure(s, each);
-    char name[192];
-    note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", rates.bytes * 1e-9);
-    if (rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", rates.mma * 1e-12);
+    struct rates each[MAX_RANKS];
+    b.rates = session_measure(s, each);
+    note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", b.rates.bytes * 1e-9);
+    if (b.rates.mma > 0) note("m16n8k16 at %.1f TFLOP/s", b.rates.mma * 1e-12);
     printf("ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
            "gen_gb_per_s,gen_percent_of_bandwidth\n");
-    bench_ids(s->m, ids);
-    for (int d = 0; d < (int)(sizeof depths / sizeof *depths) && depths[d] + most <= s->n_ctx; d++) {
-        int depth = depths[d], n = s->n_ctx - depth < chunk ? s->n_ctx - depth : chunk;
-        bench_fill_cache(s, d ? depths[d - 1] : 0, depth);
-        for (int i = 0; i < BENCH_BATCHES; i++) {
-            int b = bench_batches[i];
-            double pre = i ? 0 : bench_forward(s, ids, depth, n, 1);
-            double t = bench_forward(s, ids, depth, b, b);
-            if (interrupted) return EXIT_INTERRUPT;
-            if (!d) first[i] = t;
-            if (!d && !i) first[BENCH_BATCHES] = pre;
-            double ops = session_forward_ops(s, n), bytes = session_forward_bytes(s, b);
-            printf("%d,", depth);
-            if (!i) printf("%d", n);
-            bench_field(!i, n / pre, 1);
-            bench_field(!i && rates.mma > 0, 100 * ops / pre / rates.mma, 1);
-            printf(",%d,%.1f,%llu,%.2f", b, b / t, (unsigned long long)state_bytes(s->m, s->r->kv_type, (size_t)depth),
-                   bytes / t * 1e-9);
-            bench_field(rates.bytes > 0, 100 * bytes / t / rates.bytes, 1);
-            putchar('\n');
-            fflush(stdout);
-        }
+    bench_ids(s->m, b.ids);
+    for (int i = 0; i < BENCH_DEPTHS && bench_depths[i] + largest <= s->n_ctx; i++) {
+        bench_fill_cache(s, i ? bench_depths[i - 1] : 0, bench_depths[i]);
+        if (!bench_depth(&b, bench_depths[i])) return EXIT_INTERRUPT;
     }
-    for (int i = 0; i <= BENCH_BATCHES && e->set->profile && !interrupted; i++) {
-        int n = i < BENCH_BATCHES ? bench_batches[i] : chunk;
-        bench_profile(s, ids, n, i < BENCH_BATCHES ? n : 1, first[i], rates.bytes);
-    }
+    for (int i = 0; i < BENCH_BATCHES && e->set->profile && !interrupted; i++)
+        bench_profile(s, b.ids, bench_batches[i], bench_batches[i], b.decode0[i], b.rates.bytes);
+    if (e->set->profile && !interrupted) bench_profile(s, b.ids, b.chunk, 1, b.prefill0, b.rates.bytes);
     return interrupted ? EXIT_INTERRUPT : EXIT_OK;
-}
-
-/* ---- synthetic weights ---- */
-
-struct synth {
-    const char *name, *arch;
-    int n_layer, n_embd, n_head, n_head_kv;
-    int head; /* values of a key and of a value; latent attention: rotated ones of the key not counted */
-    int n_expert, n_used, n_ff, n_vocab, n_ctx;
-    /* deepseek2 only */
-    int q_lora, kv_lora, rope, n_dense, ff_dense, ff_shared, n_group, n_group_used;
-    float scale; /* of the experts' weights */
-    bool q8;     /* what is BF16 otherwise is Q8_0 */
-    bool sizes;  /* only sizes are looked at: nothing is filled in */
-};
-
-static const struct synth synths[] = {
-    {"qwen3-30b-a3b", "qwen3moe", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, 40960, .ff_dense = 6144},
-    {"qwen3-235b-a22b", "qwen3moe", 94, 4096, 64, 4, 128, 128, 8, 1536, 151936, 40960, .ff_dense = 12288},
-    {"deepseek-v3", "deepseek2", 61,  7168, 128, 1,     128,  256, 8, 2048,         129280,
-     163840,        1536,        512, 64,   3,   18432, 2048, 8,   4, .scale = 2.5f},
-    {"kimi-k2", "deepseek2", 61,  7168, 64, 1,     128,  384, 8, 2048,           163840,
-     131072,    1536,        512, 64,   1,  18432, 2048, 1,   1, .scale = 2.827f},
-};
-
-/* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0, all optional. */
-static struct synth synth_parse(const char *arg) {
-    char names[128];
-    size_t n = strcspn(arg, ":"), at = 0;
-    const struct synth *found = NULL;
-    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
-        if (strlen(synths[i].name) == n && !memcmp(arg, synths[i].name, n)) found = &synths[i];
-        at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", synths[i].name);
-    }
-    if (!found) die_usage("--synth %s: known shapes are %s", arg, names);
-    struct synth y = *found;
-    int step = y.n_group > 1 ? y.n_group : 1, least = y.n_used * step / (step > 1 ? y.n_group_used : 1);
-    long layers = y.n_layer, experts = y.n_expert;
-    const char *p = arg + n;
-    while (*p == (p == arg + n ? ':' : ',')) {
-        char *end;
-        bool e = !strncmp(++p, "experts=", 8), bf16 = !strncmp(p, "backbone=bf16", 13);
-        if (bf16 || !strncmp(p, "backbone=q8_0", 13)) {
-            y.q8 = !bf16, p += 13;
-            continue;
-        }
-        p += e ? 8 : strncmp(p, "layers=", 7) ? 0 : 7;
-        long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : (end = (char *)(uintptr_t)p, 0);
-        if (e) experts = v;
-        else layers = v;
-        p = end;
-    }
-    if (*p || layers < 1 || layers > y.n_layer || experts < least || experts > y.n_expert || experts % step)
-        die_usage("--synth %s: expected :layers=N,experts=M,backbone=bf16|q8_0 with layers from 1 to %d and "
-                  "experts from %d to %d in steps of %d",
-                  arg, y.n_layer, least, y.n_expert, step);
-    y.n_layer = (int)layers, y.n_expert = (int)experts;
-    return y;
-}
-
-/* Leaves of a shape what rank R of N holds, text "R/N". The vocabulary stays whole: a model's embedding and output have the same. */
-static void synth_shard(struct synth *y, const char *text) {
-    if (strlen(text) != 3 || text[1] != '/' || text[2] < '1' || text[2] > '8' || text[0] < '0' || text[0] >= text[2])
-        die_usage("--shard %s: expected R/N with N from 1 to 8 and R from 0 to N - 1", text);
-    int n = text[2] - '0';
-    const struct {
-        int *v, block; /* parts are whole blocks */
-        const char *what;
-    } part[] = {{&y->n_head, 1, "attention heads"},
-                {&y->n_ff, 64, "columns of the experts"},
-                {&y->ff_shared, 64, "columns of the shared expert"},
-                {&y->ff_dense, 64, "columns of the dense feed-forward"}};
-    for (size_t i = 0; i < sizeof part / sizeof *part; i++) {
-        if (*part[i].v % (n * part[i].block))
-            die_usage("--shard %s: %s has %d %s, not a multiple of %d", text, y->name, *part[i].v, part[i].what,
-                      n * part[i].block);
-        *part[i].v /= n;
-    }
-    y->n_head_kv = y->n_head_kv > n ? y->n_head_kv / n : 1;
-}
-
-/* Numbers that behave: norms near 1, products of unit scale. */
-void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
-    enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB of whole blocks of every type; repeated */
-    uint64_t n = bytes < PATTERN ? bytes : PATTERN;
-    if (type == GGUF_NVFP4) {
-        for (uint64_t i = 0; i < n; i += 36) {
-            for (int s = 0; s < 4; s++) p[i + (uint64_t)s] = (uint8_t)(0x30 + rng_next(rng) % 16);
-            for (int q = 0; q < 4; q++) {
-                uint64_t v = rng_next(rng);
-                memcpy(p + i + 4 + 8 * q, &v, 8);
-            }
-        }
-    } else if (type == GGUF_F32) {
-        for (uint64_t i = 0; i + 4 <= n; i += 4) {
-            float v = vector ? 1.0f + 0.1f * (float)(rng_uniform(rng) - 0.5) : 0.05f * (float)(rng_uniform(rng) - 0.5);
-            memcpy(p + i, &v, 4);
-        }
-    } else if (type == GGUF_Q8_0) {
-        uint16_t scale = f16_from_f32(0.025f / 128);
-        for (uint64_t i = 0; i < n; i += 34) {
-            memcpy(p + i, &scale, 2);
-            for (int q = 0; q < 4; q++) {
-                uint64_t v = rng_next(rng);
-                memcpy(p + i + 2 + 8 * q, &v, 8);
-            }
-        }
-    } else {
-        for (uint64_t i = 0; i + 2 <= n; i += 2) {
-            uint16_t v = bf16_from_f32(0.05f * (float)(rng_uniform(rng) - 0.5));
-            memcpy(p + i, &v, 2);
-        }
-    }
-    for (uint64_t at = n; at < bytes; at += n) memcpy(p + at, p, bytes - at < n ? bytes - at : n);
-}
-
-struct synth_tensor {
-    char name[64];
-    uint32_t type, n_dims;
-    uint64_t ne[3], bytes;
-};
-
-static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt, int il) {
-    struct synth_tensor t = {.type = type,
-                             .n_dims = n2 > 1   ? 3
-                                       : n1 > 1 ? 2
-                                                : 1,
-                             .ne = {(uint64_t)n0, (uint64_t)n1, (uint64_t)n2}};
-    snprintf(t.name, sizeof t.name, fmt, il);
-    t.bytes = gguf_row_bytes(type, (size_t)n0) * (size_t)n1 * (size_t)n2;
-    arrput(*list, t);
-}
-
-/* A SwiGLU network as NVFP4 releases have it; `suffix` of the names: what kind. */
-static void synth_add_ffn(struct synth_tensor **t, const char *suffix, int n_embd, int n_ff, int n_expert, int il) {
-    static const char *const part[3] = {"gate", "up", "down"};
-    char name[64];
-    for (int k = 0; k < 3; k++) {
-        snprintf(name, sizeof name, "blk.%%d.ffn_%s%s.weight", part[k], suffix);
-        synth_add(t, GGUF_NVFP4, k < 2 ? n_embd : n_ff, k < 2 ? n_ff : n_embd, n_expert, name, il);
-        snprintf(name, sizeof name, "blk.%%d.ffn_%s%s.scale", part[k], suffix);
-        synth_add(t, GGUF_F32, n_expert, 1, 1, name, il);
-    }
-}
-
-/* The tensors of a shape in the mix that NVFP4 releases have: feed-forwards NVFP4, norms and router F32, the rest BF16 or Q8_0. */
-static struct synth_tensor *synth_tensors(const struct synth *y) {
-    struct synth_tensor *t = NULL;
-    const uint32_t rest = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
-    int n = y->n_embd;
-    synth_add(&t, rest, n, y->n_vocab, 1, "token_embd.weight", 0);
-    for (int i = 0; i < y->n_layer; i++) {
-        synth_add(&t, GGUF_F32, n, 1, 1, "blk.%d.attn_norm.weight", i);
-        if (y->kv_lora) {
-            int lat = y->kv_lora;
-            synth_add(&t, rest, n, y->q_lora, 1, "blk.%d.attn_q_a.weight", i);
-            synth_add(&t, GGUF_F32, y->q_lora, 1, 1, "blk.%d.attn_q_a_norm.weight", i);
-            synth_add(&t, rest, y->q_lora, y->n_head * (y->head + y->rope), 1, "blk.%d.attn_q_b.weight", i);
-            synth_add(&t, rest, n, lat + y->rope, 1, "blk.%d.attn_kv_a_mqa.weight", i);
-            synth_add(&t, GGUF_F32, lat, 1, 1, "blk.%d.attn_kv_a_norm.weight", i);
-            synth_add(&t, rest, y->head, lat, y->n_head, "blk.%d.attn_k_b.weight", i);
-            synth_add(&t, rest, lat, y->head, y->n_head, "blk.%d.attn_v_b.weight", i);
-        } else {
-            synth_add(&t, rest, n, y->n_head * y->head, 1, "blk.%d.attn_q.weight", i);
-            synth_add(&t, rest, n, y->n_head_kv * y->head, 1, "blk.%d.attn_k.weight", i);
-            synth_add(&t, rest, n, y->n_head_kv * y->head, 1, "blk.%d.attn_v.weight", i);
-            synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_q_norm.weight", i);
-            synth_add(&t, GGUF_F32, y->head, 1, 1, "blk.%d.attn_k_norm.weight", i);
-        }
-        synth_add(&t, rest, y->n_head * y->head, n, 1, "blk.%d.attn_output.weight", i);
-        synth_add(&t, GGUF_F32, n, 1, 1, "blk.%d.ffn_norm.weight", i);
-        if (i < y->n_dense) {
-            synth_add_ffn(&t, "", n, y->ff_dense, 1, i);
-            continue;
-        }
-        synth_add(&t, GGUF_F32, n, y->n_expert, 1, "blk.%d.ffn_gate_inp.weight", i);
-        if (y->kv_lora) synth_add(&t, GGUF_F32, y->n_expert, 1, 1, "blk.%d.exp_probs_b.bias", i);
-        synth_add_ffn(&t, "_exps", n, y->n_ff, y->n_expert, i);
-        if (y->ff_shared) synth_add_ffn(&t, "_shexp", n, y->ff_shared, 1, i);
-    }
-    synth_add(&t, GGUF_F32, n, 1, 1, "output_norm.weight", 0);
-    synth_add(&t, rest, n, y->n_vocab, 1, "output.weight", 0);
-    return t;
-}
-
-static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
-    struct gguf_writer w = {0};
-    char key[96];
-    const struct {
-        const char *key;
-        int value; /* 0: left out */
-    } ints[] = {{"context_length", y->n_ctx},
-                {"embedding_length", y->n_embd},
-                {"block_count", y->n_layer},
-                {"feed_forward_length", y->ff_dense},
-                {"attention.head_count", y->n_head},
-                {"attention.head_count_kv", y->n_head_kv},
-                {"attention.key_length", y->kv_lora ? y->kv_lora + y->rope : y->head},
-                {"attention.value_length", y->kv_lora ? y->kv_lora : y->head},
-                {"attention.q_lora_rank", y->q_lora},
-                {"attention.kv_lora_rank", y->kv_lora},
-                {"attention.key_length_mla", y->kv_lora ? y->head + y->rope : 0},
-                {"attention.value_length_mla", y->kv_lora ? y->head : 0},
-                {"rope.dimension_count", y->rope},
-                {"leading_dense_block_count", y->n_dense},
-                {"expert_count", y->n_expert},
-                {"expert_used_count", y->n_used},
-                {"expert_feed_forward_length", y->n_ff},
-                {"expert_shared_count", y->ff_shared > 0},
-                {"expert_group_count", y->n_group},
-                {"expert_group_used_count", y->n_group_used},
-                {"expert_gating_func", y->kv_lora ? GATING_SIGMOID : 0},
-                {"vocab_size", y->n_vocab}};
-    gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
-    gguf_put_str(&w, "general.name", y->name, strlen(y->name));
-    for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
-        if (!ints[i].value) continue;
-        snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
-        gguf_put_u32(&w, key, (uint32_t)ints[i].value);
-    }
-    if (y->kv_lora) {
-        snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
-        gguf_put_bool(&w, key, true);
-        snprintf(key, sizeof key, "%s.expert_weights_scale", y->arch);
-        gguf_put_f32(&w, key, y->scale);
-    }
-    snprintf(key, sizeof key, "%s.attention.layer_norm_rms_epsilon", y->arch);
-    gguf_put_f32(&w, key, 1e-6f);
-    snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
-    gguf_put_f32(&w, key, 1e6f);
-    gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
-    for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
-    *data = w.data_bytes;
-    uint8_t *h = gguf_header(&w, bytes);
-    gguf_writer_free(&w);
-    if (!h) die("out of memory for a synthetic header");
-    return h;
-}
-
-/* Invents a model in memory, or in a file when one is named (which must not exist yet). With `synthetic` the matrices are addresses
- * that nothing reads: the GPU makes its copies of some synthetic rows. */
-static void synth_make(struct model *m, const struct synth *y, const char *file, bool synthetic) {
-    char err[ERR_MAX];
-    struct synth_tensor *t = synth_tensors(y);
-    size_t head;
-    uint64_t data, rng = 42;
-    uint8_t *h = synth_header(y, t, &head, &data), *p;
-    size_t total = head + (size_t)data;
-    FILE *f = NULL;
-    if (file) {
-        if (!access(file, F_OK)) die("cannot create '%s': %s", file, strerror(EEXIST));
-        if (!(f = temp_create(file, 0666, err))) die("%s", err);
-        int rc = posix_fallocate(fileno(f), 0, (off_t)total);
-        if (rc) die("cannot write %zu bytes to '%s': %s", total, file, strerror(rc));
-    } else if (!synthetic && (double)total > 0.9 * (double)sysconf(_SC_PAGESIZE) * (double)sysconf(_SC_PHYS_PAGES)) {
-        die("%s needs %.1f GiB of memory; cut it with --synth %s:layers=N,experts=M", y->name, (double)total / 0x1p30,
-            y->name);
-    }
-    int flags = f ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | (synthetic ? MAP_NORESERVE : 0);
-    p = mmap(NULL, total, PROT_READ | PROT_WRITE, flags, f ? fileno(f) : -1, 0);
-    if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
-    memcpy(p, h, head);
-    free(h);
-    uint64_t at = head;
-    for (size_t i = 0; i < arrlenu(t); at += gguf_pad(t[i++].bytes)) {
-        uint64_t bytes = t[i].bytes;
-        if (interrupted) temp_remove(), exit(EXIT_INTERRUPT);
-        if (y->sizes || (synthetic && t[i].type != GGUF_F32)) continue;
-        if (strstr(t[i].name, ".scale")) { /* experts whose products have unit scale */
-            for (uint64_t k = 0; k < bytes / 4; k++) {
-                float v = 0.01f;
-                memcpy(p + at + 4 * k, &v, 4);
-            }
-        } else {
-            synth_fill(p + at, bytes, t[i].type, t[i].n_dims == 1, &rng);
-        }
-    }
-    arrfree(t);
-    if (f && temp_finish(f, file, false, err)) die("%s", err);
-    if (gguf_parse(&m->gguf, p, total, err, ERR_MAX) || model_bind(m, err)) die("synthetic model: %s", err);
-    m->synthetic = synthetic;
-}
-
-static void synth_load(struct engine *e, bool synthetic) {
-    struct synth y = synth_parse(e->set->synth);
-    if (e->set->shard) synth_shard(&y, e->set->shard);
-    y.sizes = (e->set->info || e->set->plan) && !e->set->model;
-    synth_make(&e->model, &y, e->set->model, y.sizes || (synthetic && !e->set->model));
 }
 
 /* ============================================================================================================
@@ -15133,7 +15207,7 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     y.n_vocab = 1024;
     synth_make(&m, &y, NULL, true);
     if (gpu) {
-        struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = settings_allreduce(d->set)};
+        struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = d->set->allreduce};
         memcpy(o.device, d->device, sizeof o.device);
         if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(d->device, n, d->set->verbose);
         failed = session_open(&s, &m, n, 1, cuda_rank_start, &o, err);
@@ -15422,283 +15496,47 @@ static int mode_doctor(struct settings *set) {
 
 /* ============================================================================================================
  * Main
+ *
+ * Answers prompts and opens chats; the table of modes; what excludes what; the program from its arguments to its exit
+ * code.
  * ============================================================================================================ */
 
-/* Tokens of context: what was asked for, or the trained length, shortened until the cache takes at most half of the memory
- * that is left when all of the model's file stays in the page cache. */
-static int choose_context(const struct engine *e) {
-    const struct model *m = &e->model;
-    const uint64_t have = memory_available(), budget = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0;
-    if (e->set->n_ctx) return e->set->n_ctx;
-    return int_max(context_fit(m, settings_kv(e->set, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
-}
-
-static void upload_progress(double done, double total) {
-    static double start, shown;
-    double t = now_seconds();
-    if (done >= total && shown > 0) status_line("%s", ""), start = shown = 0;
-    if (!term.err_moves || done >= total) return;
-    if (start <= 0) start = t;
-    if (t - start < 0.5 || t - shown < 0.1) return;
-    shown = t;
-    status_line("sending the model to the GPU: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s", 100 * done / total,
-                done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - start));
-}
-
-/* Device numbers of --gpus; returns how many. */
-static int gpus_parse(const char *list, int gpu[MAX_RANKS]) {
-    int n = 0;
-    for (const char *p = list; *p; n++) {
-        char *end;
-        long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : -1;
-        if (v < 0 || v > 63 || (*end && (*end != ',' || !end[1])) || n == MAX_RANKS)
-            die_usage("--gpus %s: expected one to %d numbers of GPUs, divided by commas", list, MAX_RANKS);
-        gpu[n] = (int)v;
-        p = *end ? end + 1 : end;
-    }
-    if (!n) die_usage("--gpus wants at least one number");
-    return n;
-}
-
-/* Whether the session will be on a GPU; false: on the CPU, because that was asked for or there is no GPU and none was asked for. */
-static bool gpu_wanted(const struct settings *set) {
-    if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
-    if (set->cpu || set->cpu_ref) return false;
-    char err[ERR_MAX];
-    /* Loading a kernel may wait for the GPU to be idle, which it is not while the kernel of one rank waits for another's. */
-    if (set->tp > 1 || set->pp > 1 || (set->gpus && strchr(set->gpus, ','))) setenv("CUDA_MODULE_LOADING", "EAGER", 1);
-    if (cuda_device_count(err)) return true;
-    if (set->gpus) die("--gpus %s: %s", set->gpus, err);
-    if (set->verbose) note("%s", err);
-    return false;
-}
-
-/* Settles --tp and --pp, and on a GPU the device of each rank. */
-static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]) {
-    int listed = s->gpus ? gpus_parse(s->gpus, gpu) : 0;
-    if (!s->pp) s->pp = s->calibrate && !s->tp && listed ? listed : 1; /* scores want whole experts */
-    if (!s->tp) s->tp = listed > s->pp ? listed / s->pp : 1;
-    int n = s->tp * s->pp;
-    if (s->calibrate && s->tp > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
-    if (n > MAX_RANKS)
-        die_usage("--tp %d with --pp %d are %d ranks, at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
-    if (listed && listed != n)
-        die_usage("--gpus %s lists %d GPUs, --tp %d with --pp %d want %d", s->gpus, listed, s->tp, s->pp, n);
-    if (s->pp > m->n_layer) die_usage("--pp %d: the model has %d layers", s->pp, m->n_layer);
-    for (int i = 0; i < n && !listed; i++) gpu[i] = i;
-}
-
-/* Whether every two of these GPUs write to each other's memory, and not so slowly that the host's would be the better way. */
-static bool gpus_close(const int *gpu, int n) {
-    enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
-    bool close = cuda_peers(gpu, n);
-    for (int i = 0; i < n; i++)
-        for (int k = 0; k < i && close; k++) {
-            double rate = 0, latency;
-            if (gpu[i] == gpu[k]) continue;
-            cuda_pair(gpu[k], gpu[i], &rate, &latency);
-            close = rate > SLOW * 1e9;
-        }
-    return close;
-}
-
-/* What NCCL does well on a workstation, where the user has not said otherwise: one machine without InfiniBand, buffers that fit
- * PCIe, and peer access wherever it was measured to be of use. */
-static void nccl_defaults(const int *gpu, int n, bool verbose) {
-    const struct {
-        const char *name, *value;
-        bool wanted;
-    } d[] = {{"NCCL_IB_DISABLE", "1", true},
-             {"NCCL_SHM_DISABLE", "0", true},
-             {"NCCL_BUFFSIZE", "4194304", true},
-             {"NCCL_P2P_LEVEL", "SYS", !getenv("NCCL_P2P_LEVEL") && gpus_close(gpu, n)}};
-    for (size_t i = 0; i < sizeof d / sizeof *d; i++) {
-        const char *given = getenv(d[i].name);
-        if (!given && d[i].wanted) setenv(d[i].name, d[i].value, 0);
-        if (verbose && (given || d[i].wanted))
-            note("%s=%s (%s)", d[i].name, given ? given : d[i].value, given ? "from the environment" : "default here");
-    }
-}
-
-static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
-    struct settings *set = e->set;
-    char number[32];
-    struct cuda_options o = {.n_ctx = set->n_ctx,
-                             .kv_splits = set->kv_splits,
-                             .kv = settings_kv(set, true),
-                             .allreduce = settings_allreduce(set),
-                             .moe_act = !strcmp(set->moe_act, "fp4")    ? MOE_ACT_FP4
-                                        : !strcmp(set->moe_act, "bf16") ? MOE_ACT_F16
-                                                                        : MOE_ACT_AUTO,
-                             .stats = set->calibrate != NULL,
-                             .in_sum2 = set->activations != NULL,
-                             .reserve = (size_t)set->vram_reserve << 20,
-                             .progress = upload_progress};
-    memcpy(o.device, gpu, sizeof o.device);
-    if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
-    double t0 = now_seconds();
-    if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
-    for (int i = 0; i < e->session.pg.n; i++) {
-        const struct rank *r = &e->session.pg.ranks[i];
-        double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
-                        (double)r->free_bytes / 0x1p30};
-        note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB",
-             r->name, gib[0], gib[0] / (now_seconds() - t0), gib[1], with_commas((uint64_t)r->n_ctx, number),
-             r->kv_type == KV_FP8 ? "fp8" : "bf16", gib[2], gib[3]);
-    }
-    if (*e->session.r->link) note("%s", e->session.r->link);
-    return 0;
-}
-
-/* The session for the model that is loaded. 0, or -1 with a message: a GPU refuses. */
-static int engine_start(struct engine *e, bool gpu, char *err) {
-    struct settings *set = e->set;
-    char name[192];
-    int devices[MAX_RANKS];
-    settings_ranks(set, &e->model, devices);
-    if (gpu && engine_gpu(e, devices, err)) return -1;
-    const char *idle = set->kv_splits                   ? "--kv-splits"
-                       : strcmp(set->moe_act, "auto")   ? "--moe-act"
-                       : strcmp(set->allreduce, "auto") ? "--allreduce"
-                                                        : NULL;
-    if (!gpu && idle) note("this runs on the CPU: %s has no effect", idle);
-    if (!gpu && set->tp * set->pp > 1 && !set->cpu && !set->cpu_ref)
-        note("no GPU is used: the %d ranks are threads of the CPU", set->tp * set->pp);
-    if (!gpu)
-        session_init(&e->session, &e->model, set->tp, set->pp,
-                     (struct cpu_options){set->cpu_ref ? &kernels_ref : kernels_choose(),
-                                          set->threads ? set->threads : omp_get_num_procs(), choose_context(e),
-                                          settings_kv(set, false), set->calibrate != NULL, set->activations != NULL});
-    if (e->session.n_ctx > e->model.n_ctx_train)
-        note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
-    if (set->verbose)
-        note("%s: %.1f MiB loaded in %.2f s; %s; cache %.1f MiB for %d tokens; "
-             "activations %.1f MiB",
-             e->model.name, (double)e->model.file_bytes / 0x1p20, e->model.load_seconds,
-             session_name(&e->session, name), (double)session_kv_bytes(&e->session) / 0x1p20, e->session.n_ctx,
-             (double)e->session.r->bytes / 0x1p20);
-    return 0;
-}
-
-static void engine_open(struct engine *e, struct settings *set) {
-    char err[ERR_MAX];
-    memset(e, 0, sizeof *e);
-    e->set = set;
-    bool gpu = !set->info && gpu_wanted(set); /* --info needs no memory of its own */
-    if (set->synth) synth_load(e, gpu || set->info);
-    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
-    else if (model_load(&e->model, set->model, err)) die("%s", err);
-    settings_resolve(set, &e->model);
-    if (!set->info && engine_start(e, gpu, err)) die("%s", err);
-}
-
-static void engine_close(struct engine *e) {
-    if (e->session.m) session_free(&e->session);
-    model_free(&e->model);
-}
-
-static void drop_newline(char **text) {
-    if (arrlen(*text) && arrlast(*text) == '\n') (void)arrpop(*text);
-    if (arrlen(*text) && arrlast(*text) == '\r') (void)arrpop(*text);
-}
-
-/* stdin, -f and -p, joined by blank lines; false when there is none of them. */
-static bool gather_prompt(const struct settings *set, char **out) {
-    char err[ERR_MAX], *part = NULL;
-    bool any = false;
-    if (!term.in_tty && !set->lines) {
-        read_stdin(out);
-        drop_newline(out);
-        any = arrlen(*out) > 0;
-    }
-    if (set->prompt_file) {
-        if (read_file(set->prompt_file, &part, err)) die("%s", err);
-        drop_newline(&part);
-        if (any) sb_puts(out, "\n\n");
-        sb_put(out, part, arrlenu(part));
-        arrfree(part);
-        any = true;
-    }
-    if (set->prompt) {
-        if (any) sb_puts(out, "\n\n");
-        sb_puts(out, set->prompt);
-        any = true;
-    }
-    return any;
-}
-
-static int32_t *parse_ids(const char *s, int n_vocab) {
-    int32_t *ids = NULL;
-    for (const char *p = s; *p;) {
-        char *end;
-        long v = strtol(p, &end, 10);
-        if (end == p || (*end && *end != ',' && *end != ' ') || v < 0 || v >= n_vocab)
-            die_usage("--ids: '%.20s' is not a token id from 0 to %d", p, n_vocab - 1);
-        arrput(ids, (int32_t)v);
-        p = *end ? end + 1 : end;
-    }
-    if (!arrlen(ids)) die_usage("--ids: no token ids");
-    return ids;
-}
-
-/* Token ids of a prompt that is not a chat: --ids, or plain text with --raw. NULL with a message when there are none. */
-static int32_t *raw_ids(const struct engine *e, const char *text, size_t n, char *err) {
-    const struct vocab *v = e->model.vocab;
-    int32_t *ids = NULL;
-    if (e->set->ids) return parse_ids(e->set->ids, e->model.n_vocab);
-    if (!v->n_tokens) die("'%s' has no vocabulary: give token ids with --ids", e->set->model);
-    if (v->add_bos && v->bos >= 0) arrput(ids, v->bos);
-    tokenize_all(v, text, n, e->set->special, &ids);
-    if (!arrlen(ids)) fail(err, "the prompt has no tokens");
-    return ids;
-}
-
-/* A prompt that could not be answered. */
-static int report(char *err) {
-    message_sanitize(err);
-    fprintf(stderr, "moe: %s\n", err);
-    return EXIT_RUN;
-}
-
 /* Continues a prompt without a template and prints the continuation verbatim. */
-static int run_raw(struct engine *e, const char *text, size_t n) {
+static int answer_raw(struct engine *e, const char *text, size_t n) {
     char err[ERR_MAX];
-    int32_t *ids = raw_ids(e, text, n, err);
-    struct chat c = {.set = e->set, .m = &e->model, .s = &e->session};
+    struct chat c = {.set = e->set, .m = &e->model, .s = &e->session, .rng = settings_seed(e->set)};
     struct turn_stats st = {0};
+    enum stop_reason why = STOP_INTERRUPT;
+    int32_t *ids = raw_ids(e, text, n, err);
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
     if (!ids) return report(err);
-    enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), 0, err);
-    if (r == SYNC_FAILED) {
-        arrfree(ids);
-        return report(err);
-    }
-    c.rng = settings_seed(e->set);
-    struct printer p = printer_make(&c, false, true);
-    enum stop_reason why = STOP_INTERRUPT;
+    const enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), 0, err);
+    arrfree(ids);
+    if (r == SYNC_FAILED) return report(err);
     if (r == SYNC_DONE) {
-        st.n_prompt = e->session.sync_tokens, st.prompt_seconds = e->session.sync_seconds;
+        struct printer p = printer_make(&c, false, true);
+        st.n_prompt = e->session.sync_tokens;
+        st.prompt_seconds = e->session.sync_seconds;
         why = generate(&c, &p, &st);
         chat_stats_line(&c, &st);
+        arrfree(p.text);
     }
-    arrfree(p.text);
-    arrfree(ids);
     return why == STOP_INTERRUPT ? EXIT_INTERRUPT : EXIT_OK;
 }
 
-/* One prompt, one answer. */
-static int run_prompt(struct engine *e, const char *text, size_t n) {
+/* Answers one prompt in a chat of its own. */
+static int answer_prompt(struct engine *e, const char *text, size_t n) {
     char err[ERR_MAX];
     struct chat c;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
-    enum turn_result r = chat_turn(&c, text, n, err);
+    const enum turn_result r = chat_turn(&c, text, n, err);
     chat_free(&c);
     if (r == TURN_FAILED) return report(err);
     return r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
 }
 
-/* Every line of stdin is a prompt with a conversation of its own; a line that fails does not keep the others from being answered. */
-static int run_lines(struct engine *e) {
+/* --lines: answers every line of stdin. One that fails does not keep the others from being answered. */
+static int mode_lines(struct engine *e) {
     char *line = NULL;
     size_t cap = 0;
     ssize_t n;
@@ -15707,7 +15545,7 @@ static int run_lines(struct engine *e) {
         if (n && line[n - 1] == '\n') n--;
         if (n && line[n - 1] == '\r') n--;
         if (!n) continue;
-        int rc = e->set->raw ? run_raw(e, line, (size_t)n) : run_prompt(e, line, (size_t)n);
+        const int rc = e->set->raw ? answer_raw(e, line, (size_t)n) : answer_prompt(e, line, (size_t)n);
         if (rc) code = rc;
     }
     free(line);
@@ -15720,97 +15558,150 @@ static void banner(const struct engine *e) {
     note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->max.n_expert_used, m->n_expert_max,
          m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
     note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", session_name(&e->session, name),
-         with_commas((uint64_t)e->session.n_ctx, a), (double)session_kv_bytes(&e->session) / 0x1p20, e->set->kv,
-         m->load_seconds);
+         with_commas((uint64_t)e->session.n_ctx, a), (double)session_kv_bytes(&e->session) / 0x1p20,
+         kv_names[e->session.r->kv_type], m->load_seconds);
     note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
 }
 
-static int run_chat(struct engine *e) {
+/* Opens a chat at the terminal. */
+static int answer_chat(struct engine *e) {
     char err[ERR_MAX];
     struct chat c;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
     banner(e);
-    int code = repl_run(&c);
+    const int code = repl_run(&c);
     chat_free(&c);
     return code;
 }
 
-/* --plan, on a described machine, real GPUs, or the CPU. */
-static int run_plan(struct settings *set) {
-    struct engine e = {.set = set};
-    char err[ERR_MAX];
-    int device[MAX_RANKS] = {0}, n = 0;
-    bool described = set->gpus && strchr(set->gpus, 'x');
-    if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus exclude each other");
-    bool gpu = described || gpu_wanted(set);
-    if (gpu && !described && set->gpus) n = gpus_parse(set->gpus, device);
-    if (set->synth) synth_load(&e, true);
-    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
-    else if (model_open(&e.model, set->model, true, err)) die("%s", err);
-    int code = mode_plan(&e.model, set, gpu, device, n);
-    model_free(&e.model);
+/* Without a mode: answers --ids or the prompt, or opens a chat when stdin is a terminal. */
+static int mode_answer(struct engine *e) {
+    const struct settings *set = e->set;
+    char *text = NULL;
+    if (set->ids) return answer_raw(e, NULL, 0);
+    if (!gather_prompt(set, &text)) {
+        if (!term.in_tty) die_usage("no prompt: stdin is empty");
+        if (set->raw) die_usage("--raw wants a prompt: -p, -f or piped stdin");
+        return answer_chat(e);
+    }
+    const int code = set->raw ? answer_raw(e, text, arrlenu(text)) : answer_prompt(e, text, arrlenu(text));
+    arrfree(text);
     return code;
 }
 
-static int run(struct settings *set) {
-    struct engine e;
-    char err[ERR_MAX], *text = NULL;
-    int code;
-    settings_check(set);
-    if (set->plan) return run_plan(set);
-    if (set->tokenize) return mode_tokenize(set);
-    if (set->render) return mode_render(set);
-    if (set->system_file) {
-        if (read_file(set->system_file, &text, err)) die("%s", err);
-        drop_newline(&text);
-        if (message_check("the system message", text, arrlenu(text), err)) die("%s", err);
-        free(set->system);
-        set->system = xstrndup(text, arrlenu(text));
-        arrfree(text);
+/* --plan, for a described machine, GPUs of this one, or its CPU. */
+static int run_plan(struct engine *e) {
+    struct settings *set = e->set;
+    const struct gpu_list list = gpus_parse(set->gpus);
+    const bool described = list.gib > 0;
+    char err[ERR_MAX];
+    if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus exclude each other");
+    const bool gpu = described || gpu_wanted(set);
+    if (set->synth) synth_load(e, true);
+    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (model_open(&e->model, set->model, true, err)) die("%s", err);
+    const int code = mode_plan(&e->model, set, gpu, list.device, described ? 0 : list.n);
+    model_free(&e->model);
+    return code;
+}
+
+static int run_doctor(struct engine *e) { return mode_doctor(e->set); }
+
+enum needs {
+    NEEDS_NOTHING, /* it opens what it needs by itself */
+    NEEDS_MODEL,   /* what the file says, no session */
+    NEEDS_SESSION  /* a model and a session, on a GPU if there is one */
+};
+
+/* What the program does instead of answering, when the option of that name is given. */
+struct mode {
+    const char *option; /* NULL: there is none */
+    enum needs needs;
+    bool prompt;     /* takes stdin, -p, -f or --ids */
+    int default_ctx; /* tokens of context without -c; 0: as for a chat */
+    int (*run)(struct engine *e);
+};
+
+static const struct mode mode_table[] = {
+    {"info", NEEDS_MODEL, .run = mode_info},
+    {"plan", NEEDS_NOTHING, .run = run_plan},
+    {"tokenize", NEEDS_NOTHING, .run = mode_tokenize},
+    {"render", NEEDS_NOTHING, .run = mode_render},
+    {"logits", NEEDS_SESSION, .prompt = true, .run = mode_logits},
+    {"perplexity", NEEDS_SESSION, .run = mode_perplexity},
+    {"needle", NEEDS_SESSION, .run = mode_needle},
+    {"smoke", NEEDS_SESSION, .run = mode_smoke},
+    {"bench", NEEDS_SESSION, .run = mode_bench},
+    {"calibrate", NEEDS_SESSION, .default_ctx = TEXT_WINDOW, .run = mode_calibrate},
+    {"compare", NEEDS_NOTHING, .default_ctx = TEXT_WINDOW, .run = mode_compare},
+    {"doctor", NEEDS_NOTHING, .run = run_doctor},
+    {"lines", NEEDS_SESSION, .run = mode_lines},
+    {NULL, NEEDS_SESSION, .prompt = true, .run = mode_answer},
+};
+
+enum { N_MODES = sizeof mode_table / sizeof *mode_table };
+
+/* The mode that is asked for. Two, or a mode beside a prompt that it does not take, end the program. */
+static const struct mode *mode_find(const struct settings *s) {
+    const struct {
+        const char *name;
+        bool given;
+    } prompts[] = {{"-p", s->prompt}, {"-f", s->prompt_file}, {"--ids", s->ids}};
+    const struct mode *found = NULL;
+    for (int i = 0; i < N_MODES; i++) {
+        const struct mode *m = &mode_table[i];
+        if (m->option && !option_given(s, option_find(m->option))) continue;
+        if (!m->option && found) continue;
+        if (found) die_usage("--%s and --%s exclude each other", found->option, m->option);
+        found = m;
     }
-    struct stat from, to;
-    if (set->logits && set->model && !stat(set->model, &from) && !stat(set->logits, &to) && from.st_dev == to.st_dev &&
-        from.st_ino == to.st_ino)
-        die("--logits would replace the model '%s'", set->model);
-    if (set->doctor) return mode_doctor(set);
-    if (set->compare) return mode_compare(set);
-    if (set->calibrate && !set->n_ctx) set->n_ctx = PERPLEXITY_WINDOW;
-    engine_open(&e, set);
-    bool own_text = set->info || set->perplexity || set->calibrate || set->needle || set->smoke || set->bench ||
-                    set->ids || set->lines;
-    bool has_prompt = !own_text && gather_prompt(set, &text);
-    if (set->info) code = mode_info(&e);
-    else if (set->perplexity) code = mode_perplexity(&e);
-    else if (set->calibrate) code = mode_calibrate(&e);
-    else if (set->needle) code = mode_needle(&e);
-    else if (set->smoke) code = mode_smoke(&e);
-    else if (set->bench) code = mode_bench(&e);
-    else if (set->logits) {
-        if (!set->ids && !has_prompt) die_usage("--logits wants a prompt: stdin, -p, -f or --ids");
-        int32_t *ids = NULL;
-        struct chat c;
-        struct text t = {0};
-        if (set->ids || set->raw) {
-            ids = raw_ids(&e, text, arrlenu(text), err);
-            if (!ids) die("%s", err);
-        } else {
-            if (chat_init(&c, set, &e.model, &e.session, err)) die("%s", err);
-            if (message_check("the prompt", text, arrlenu(text), err)) die("%s", err);
-            chat_push(&c, "user", text, arrlenu(text));
-            if (chat_render(&c, true, &t, err)) die("%s", err);
-            chat_tokenize(&c, &t, &ids);
-            text_free(&t);
-            chat_free(&c);
-        }
-        code = mode_logits(&e, ids, (int)arrlen(ids));
-        arrfree(ids);
-    } else if (set->lines) code = run_lines(&e);
-    else if (set->ids) code = run_raw(&e, NULL, 0);
-    else if (has_prompt) code = set->raw ? run_raw(&e, text, arrlenu(text)) : run_prompt(&e, text, arrlenu(text));
-    else if (!term.in_tty) die_usage("no prompt: stdin is empty");
-    else if (set->raw) die_usage("--raw wants a prompt: -p, -f or piped stdin");
-    else code = run_chat(&e);
+    for (int i = 0; i < 3; i++)
+        if (prompts[i].given && !found->prompt)
+            die_usage("--%s and %s exclude each other", found->option, prompts[i].name);
+    for (int i = 0; i < 2; i++)
+        if (prompts[i].given && s->ids) die_usage("%s and --ids exclude each other", prompts[i].name);
+    return found;
+}
+
+/* Options that cannot be used together, or without another one, end the program instead of being ignored. */
+static void settings_check(const struct settings *s) {
+    if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
+    if (s->profile && !s->bench) die_usage("--profile wants --bench");
+    if (s->json && !s->plan && !s->doctor) die_usage("--json wants --plan or --doctor");
+    if (s->plan && s->synth && s->model) die_usage("--plan wants -m or --synth, not both");
+    if (gpus_parse(s->gpus).gib > 0 && !s->plan)
+        die_usage("--gpus %s describes a machine, which only --plan takes; to run, give numbers of GPUs", s->gpus);
+    if (s->shard && !s->synth) die_usage("--shard works with --synth only");
+    if (!s->calibrate != !s->output) die_usage("--calibrate and -o want each other");
+    if (s->activations && !s->calibrate) die_usage("--activations wants --calibrate");
+    if (s->calibrate && s->synth) die_usage("--calibrate and --synth exclude each other");
+    if (s->compare && arrlen(s->compare) != 3)
+        die_usage("--compare wants A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));
+    if (s->compare && (s->model || s->synth)) die_usage("--compare takes the place of -m and --synth");
+    if (s->logits && s->model && same_file(s->logits, s->model)) die("--logits would replace the model '%s'", s->model);
+}
+
+/* Replaces --system-file by its text. */
+static void settings_read_system(struct settings *s) {
+    char err[ERR_MAX], *text = NULL;
+    if (!s->system_file) return;
+    if (read_file(s->system_file, &text, err)) die("%s", err);
+    drop_newline(&text);
+    if (message_check("the system message", text, arrlenu(text), err)) die("%s", err);
+    s->system = xstrndup(text, arrlenu(text));
     arrfree(text);
+}
+
+static int run(struct settings *set) {
+    const struct mode *mode = mode_find(set);
+    struct engine e = {.set = set};
+    settings_check(set);
+    settings_read_system(set);
+    if (!set->n_ctx) set->n_ctx = mode->default_ctx;
+    if (mode->needs == NEEDS_NOTHING) return mode->run(&e);
+    if (mode->needs == NEEDS_MODEL) engine_load(&e, set, true);
+    else engine_open(&e, set);
+    const int code = mode->run(&e);
     engine_close(&e);
     return code;
 }
@@ -15824,9 +15715,10 @@ static int print_version(void) {
     return EXIT_OK;
 }
 
-/* The program; the tests include this file and bring a main of their own. */
+/* The program. The tests include this file and have a main of their own. */
 int moe_main(int argc, char **argv) {
     struct settings set;
+    int code = EXIT_OK;
     /* a closed standard stream gives and takes nothing; no other file must get its number */
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDONLY);
@@ -15835,8 +15727,7 @@ int moe_main(int argc, char **argv) {
     signals_install();
     settings_init(&set);
     options_parse(&set, argc, argv);
-    int code;
-    if (set.help) options_help(stdout), code = EXIT_OK;
+    if (set.help) options_help(&set, stdout);
     else if (set.version) code = print_version();
     else code = run(&set);
     settings_free(&set);

@@ -312,6 +312,14 @@ static void test_calibrate_refuses(void) {
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/none/n.gguf"), 1, "", "cannot write");
     check_command(IN_DIR(MOE "--calibrate @/k.jsonl -o @/n.json"), 1, "", "k.jsonl', line 2: expected \"messages\"");
     check_command(IN_DIR("[ ! -e @/n.json ]"), 0, NULL, NULL); /* nothing was counted */
+    /* a run that stopped behind its first window of 512 tokens, and one that stopped within it */
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/u.json -c 512; sed 's/\"done\": true/\"done\": false/; "
+                             "s/\"unit\": [0-9]*/\"unit\": 1/' @/u.json >@/v.json; " MOE
+                             "--calibrate @/a.txt -o @/v.json -c 256"),
+                  1, NULL, "a.txt' in windows of 512 tokens, not 256: go on with -c 512");
+    check_command(IN_DIR("sed 's/\"window\": 512/\"offset\": 9/' @/v.json >@/s.json; " MOE
+                         "--calibrate @/a.txt -o @/s.json -c 512"),
+                  1, "", "stopped within a line or window of");
     /* blank lines, other ends of lines, and a name that is no UTF-8 are no hindrance */
     check_command(
         IN_DIR("printf '{\"text\": \"a b c\"}\\r\\n \\t\\r\\n{\"text\": \"d\"}' >@/\351.jsonl; for i in 1 2; do " MOE

@@ -145,7 +145,6 @@ static void test_cli_usage(void) {
         snprintf(cmd, sizeof cmd, MOE "%s </dev/null", t[i].args);
         check_command(cmd, t[i].rc, "", t[i].said);
     }
-    check_command(MOE_BIN " --help", 0, NULL, NULL);
     check_command(MOE_BIN " --version", 0, NULL, NULL);
     check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
     check_command("printf 'a\\377b' | " MOE "--logits build/x.npy", 1, "", "the prompt is not valid UTF-8");
@@ -158,6 +157,54 @@ static void test_cli_usage(void) {
     check_command("yes '' | head -200 >build/hay.txt; " MOE
                   "--needle 100 --haystack build/hay.txt </dev/null; rc=$?; rm build/hay.txt; exit $rc",
                   1, "", "the haystack is not");
+}
+
+/* Whether a text of help has the line of an option. */
+static bool help_has(const char *text, const struct option *o) {
+    char line[128];
+    if (o->letter) snprintf(line, sizeof line, "  -%c, --%s ", o->letter, o->name);
+    else snprintf(line, sizeof line, "      --%s ", o->name);
+    const char *at = strstr(text, line), *end = at ? strchr(at, '\n') : NULL, *help = at ? strstr(at, o->help) : NULL;
+    return help && help < end && !strstr(at + 1, line);
+}
+
+static int longest_line(const char *text, int *lines) {
+    int longest = 0;
+    for (*lines = 0; *text; (*lines)++) {
+        const int n = (int)strcspn(text, "\n");
+        if (n > longest) longest = n;
+        text += n + (text[n] == '\n');
+    }
+    return longest;
+}
+
+/* --help fits 60 lines of 100 columns and has one for every option, but for those of a mode, which --MODE --help explains. */
+static void test_cli_help(void) {
+    char *all = NULL, cmd[128];
+    int lines;
+    CHECK(run_command(MOE_BIN " --help", &all, NULL) == 0, "--help failed");
+    int longest = longest_line(sb_cstr(&all), &lines);
+    CHECK(lines <= 60 && longest <= 100, "%d lines, the longest has %d columns", lines, longest);
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const struct option *o = &options[i];
+        char *one = NULL;
+        if (!o->name) continue;
+        CHECK(help_has(all, o) == !o->of, "--help and --%s", o->name);
+        if (!o->details) continue;
+        snprintf(cmd, sizeof cmd, MOE_BIN " --%s --help", o->name);
+        CHECK(run_command(cmd, &one, NULL) == 0, "%s failed", cmd);
+        longest = longest_line(sb_cstr(&one), &lines);
+        CHECK(help_has(one, o) && longest <= 100, "%s: %d columns", cmd, longest);
+        for (int k = 0; k < N_OPTIONS; k++)
+            if (options[k].of && list_has(options[k].of, o->name))
+                CHECK(help_has(one, &options[k]), "%s: --%s is missing", cmd, options[k].name);
+        for (size_t k = 0; !strcmp(o->name, "synth") && k < sizeof synths / sizeof *synths; k++)
+            CHECK(strstr(one, synths[k].name), "%s does not name %s", cmd, synths[k].name);
+        arrfree(one);
+    }
+    check_command(MOE_BIN " -h", 0, all, NULL);
+    check_command(MOE_BIN " -p --help -n 1 -m build/nothing.gguf </dev/null", 1, "", "nothing.gguf");
+    arrfree(all);
 }
 
 static void test_cli_info(void) {
@@ -356,10 +403,11 @@ static void test_cli_memory(void) {
     arrfree(out);
 }
 
-#define TESTS_CLI                                                                                                  \
-    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/bad-line", test_cli_bad_line},               \
-        {"cli/temporary", test_cli_temporary}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
-        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
-        {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},   \
-        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, {"cli/smoke", test_cli_smoke}, \
-        {"cli/memory", test_cli_memory}, {"cli/synth", test_cli_synth}, {"cli/bench", test_cli_bench},
+#define TESTS_CLI                                                                                                    \
+    {"cli/pipe", test_cli_pipe}, {"cli/lines", test_cli_lines}, {"cli/bad-line", test_cli_bad_line},                 \
+        {"cli/temporary", test_cli_temporary}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},     \
+        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},         \
+        {"cli/help", test_cli_help}, {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full},         \
+        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, \
+        {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory}, {"cli/synth", test_cli_synth},               \
+        {"cli/bench", test_cli_bench},

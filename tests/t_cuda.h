@@ -797,9 +797,9 @@ static void layouts_agree(const char *fixture, const struct layout *d, int n_d, 
 
 static void test_cuda_ranks(void) {
     static const struct layout virtual[] = {{"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_AUTO, true},
-                                              {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
-                                              {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
-                                              {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
+                                            {"three ranks on a GPU", 3, 1, {0, 0, 0}, ALLREDUCE_ONESHOT, true},
+                                            {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true},
+                                            {"one rank with NCCL", 1, 1, {0}, ALLREDUCE_NCCL, true}};
     bool nccl = cuda_nccl_version() != 0;
     layouts_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
     layouts_agree("deepseek_v3", virtual, 3, 20);
@@ -820,9 +820,9 @@ static void test_cuda_ranks(void) {
 /* Who adds must not change a bit of the sums of few tokens. */
 static void test_cuda_same_bits(void) {
     static const struct layout ways[] = {{"own kernel", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
-                                           {"NCCL", 3, 1, {0, 1, 2}, ALLREDUCE_NCCL, true},
-                                           {"through the host", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, false},
-                                           {"on one GPU", 3, 1, {0, 0, 0}, ALLREDUCE_AUTO, true}};
+                                         {"NCCL", 3, 1, {0, 1, 2}, ALLREDUCE_NCCL, true},
+                                         {"through the host", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, false},
+                                         {"on one GPU", 3, 1, {0, 0, 0}, ALLREDUCE_AUTO, true}};
     struct model m;
     float *x[4];
     int32_t ids[20];
@@ -840,9 +840,9 @@ static void test_cuda_same_bits(void) {
 /* For t_cuda_mutate.h: sums, pieces of logits and hand-overs by the own kernels, on one GPU and on four, and by NCCL. */
 void cuda_test_all_reduce(void) {
     static const struct layout ways[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
-                                           {"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
-                                           {"on four GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
-                                           {"NCCL", 2, 2, {0, 1, 2, 3}, ALLREDUCE_NCCL, true}};
+                                         {"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
+                                         {"on four GPUs", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true},
+                                         {"NCCL", 2, 2, {0, 1, 2, 3}, ALLREDUCE_NCCL, true}};
     struct model m;
     float *x[4];
     int32_t ids[60];

@@ -703,19 +703,27 @@ static void test_demo_perplexity(void) {
     model_free(&m);
 }
 
-/* The contents list at the top of moe.c names the sections as they stand. */
+/* The contents list at the top of moe.c names the sections as they stand, with about as many lines as they have. */
 static void test_contents_list(void) {
     char *text = NULL, err[ERR_MAX], name[128];
     if (!CHECK(read_file("moe.c", &text, err) == 0, "%s", err)) return;
-    const char *p = strstr(sb_cstr(&text), "Contents, in order of the sections:\n"), *banner = text;
+    const char *p = strstr(sb_cstr(&text), " * Contents:"), *banner = text;
     if (!CHECK(p != NULL, "there is no contents list")) return;
-    for (p = strchr(p, '\n') + 1; !strncmp(p, " *   ", 5) && sscanf(p + 5, "%127[^\n]", name) == 1;
-         p = strchr(p, '\n') + 1) {
+    for (p = strchr(p, '\n') + 1; strncmp(p, " */", 3); p = strchr(p, '\n') + 1) {
+        int listed = 0, lines = 0;
+        if (strncmp(p, " *   ", 5)) continue; /* a group */
+        CHECK(sscanf(p + 51, "%d", &listed) == 1, "no number of lines in: %.60s", p);
+        snprintf(name, sizeof name, "%.46s", p + 5);
+        for (size_t n = strlen(name); n && name[n - 1] == ' ';) name[--n] = 0;
         banner = strstr(banner, "/* =======");
         banner = banner ? strchr(banner, '\n') + 1 : NULL;
         if (!CHECK(banner && !strncmp(banner + 3, name, strlen(name)) && banner[3 + strlen(name)] == '\n',
                    "section '%s' is not where the list has it", name))
             break;
+        const char *end = strstr(banner, "/* =======");
+        for (const char *q = banner; q && *q && (!end || q < end); q++) lines += *q == '\n';
+        CHECK(abs(lines - listed) <= 10 + lines / 10, "section '%s' has %d lines, the list says %d", name, lines,
+              listed);
     }
     CHECK(banner && !strstr(banner, "/* ======="), "a section is missing in the contents list");
     arrfree(text);
