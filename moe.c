@@ -40,8 +40,8 @@
  *   Chat template: format strings                   180  str.format
  *   Chat template: operators                        300  arithmetic, comparison, subscripts
  *   Chat template: functions on strings             310  filters and methods of strings
- *   Chat template: functions on numbers, sequences, mappings  370  filters and methods of the rest
- *   Chat template: tests, globals, loop, the table of builtins  250  is defined, range, loop, and the one table of all functions
+ *   Chat template: functions on sequences           370  filters and methods of numbers, sequences, mappings
+ *   Chat template: tests, globals, builtins         250  is defined, range, loop, and the one table of all functions
  *   Chat template: lexer                            200  source to tokens
  *   Chat template: parsing expressions              450  tokens to expression trees
  *   Chat template: parsing statements               210  tokens to statement trees
@@ -55,12 +55,12 @@
  *   Synthetic models                                380  --synth: shapes of real models with random weights
  *   CPU kernels                                     100  GEMM and vector functions: the interface, formats of activations
  *   CPU kernels: reference                          130  scalar F32: the oracle
- *   CPU kernels: vector functions for any instruction set  390  norms, softmax, small F32 matrices, by vector extensions
+ *   CPU kernels: portable vector functions          390  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      270  panels of weights, 16-bit activations
- *   CPU kernels: AVX2                                80  
- *   CPU kernels: AVX-512 VNNI                       150  
+ *   CPU kernels: AVX2                                80  GEMM for it
+ *   CPU kernels: AVX-512 VNNI                       150  GEMM for it
  *   CPU kernels: AMX, BF16 tiles                    280  prefill on tiles
- *   CPU kernels: NEON with dot products              60  
+ *   CPU kernels: NEON with dot products              60  GEMM for it
  *   CPU kernels: choice                              60  the best set that the processor has
  *   KV cache                                         40  rows of the cache in BF16, FP8, F32
  *   Ranks                                           280  threads of a process group: steps, barriers, send and recv, a watchdog
@@ -77,12 +77,15 @@
  *  Program
  *   Options                                         240  the option table, values and defaults
  *   Command line                                    310  parsing, --help, checks of what was given together
- *   Chat                                            740  messages to tokens, generation, the printer, /save and /load
+ *   Chat                                            230  messages, their rendering, their tokens
+ *   Chat: generation                                340  an answer on its way to the screen
+ *   Chat: saved conversations                       170  /save and /load
  *   Keyboard                                        240  bytes of a terminal to keys
  *   Edited text and history                         290  the text behind the prompt; lines of former times
  *   Line editor                                     430  drawing and moving in it
  *   REPL commands                                   460  /help, /undo, /save ..
- *   Plan                                            570  --plan: bytes and roofline on each GPU before anything is loaded
+ *   Plan                                            340  --plan: bytes and roofline on each GPU before anything is loaded
+ *   Plan: the answer                                230  as text and as JSON
  *   Engine                                          190  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           290  small programs beside the chat
  *   Modes: perplexity, needle, smoke                260  what the model can do
@@ -3713,7 +3716,7 @@ static struct tv f_string(struct job *j, struct tv self, struct args *a) {
 }
 
 /* ============================================================================================================
- * Chat template: functions on numbers, sequences, mappings
+ * Chat template: functions on sequences
  *
  * More filters and methods: conversion and rounding of numbers, then what lists, tuples, generators and dictionaries
  * offer, then JSON.
@@ -4081,7 +4084,7 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 }
 
 /* ============================================================================================================
- * Chat template: tests, globals, loop, the table of builtins
+ * Chat template: tests, globals, builtins
  *
  * The other built-in functions, and the table of all. The parser finds filters and tests in it by name, rendering finds
  * global functions, and subscripts find methods.
@@ -7050,7 +7053,7 @@ static const struct kernels kernels_ref = {.name = "reference",
                                            .max = ref_max};
 
 /* ============================================================================================================
- * CPU kernels: vector functions for any instruction set
+ * CPU kernels: portable vector functions
  *
  * Functions in the compiler's vector types, written once. VECTOR_FUNCTIONS and VECTOR_GEMM inline them into one wrapper
  * per instruction set. Vectors are passed by pointer, because by value their calling convention would depend on the
@@ -11206,7 +11209,12 @@ static bool prompt_opens_think(const struct text *t) {
     return n >= 7 && !memcmp(t->s + n - 7, "<think>", 7) && t->origin[n - 1] == ORIGIN_TEMPLATE;
 }
 
-/* ---- printing an answer while it is generated ---- */
+/* ============================================================================================================
+ * Chat: generation
+ *
+ * An answer on its way from token ids to the screen: bytes that may end within a character, thinking that may be hidden, and what the
+ * turn took.
+ * ============================================================================================================ */
 
 struct printer {
     const struct vocab *v;
@@ -11543,7 +11551,12 @@ static void chat_clear(struct chat *c) {
     chat_trim(c);
 }
 
-/* ---- saved conversations: NAME.jsonl (messages) and NAME.kv (KV cache), in ~/.moe unless NAME has a slash ---- */
+/* ============================================================================================================
+ * Chat: saved conversations
+ *
+ * /save and /load: NAME.jsonl (the messages, a JSON object a line) and NAME.kv (the state), in ~/.moe unless NAME has a slash. The
+ * messages are what counts: a state that does not fit is computed again from them.
+ * ============================================================================================================ */
 
 /* Appends a path; a leading ~/ becomes the home directory. */
 static void sb_path(char **sb, const char *name) {
@@ -13474,7 +13487,11 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     r.ops->close(&r);
 }
 
-/* ---- the answer ---- */
+/* ============================================================================================================
+ * Plan: the answer
+ *
+ * What is printed, as text and as JSON, from one list of values.
+ * ============================================================================================================ */
 
 /* Computes what is printed of every layout, and of the ranks of the chosen one. */
 static void plan_finish(struct plan *p) {
