@@ -315,7 +315,7 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
     if (!n_misaligned++)
-        note("%s: rows of %zu weights are no blocks of %u: it stays %s", name, n_in, t.block,
+        note("%s: rows of %zu weights are not a multiple of %u: the tensor stays %s", name, n_in, t.block,
              gguf_type_info(stored).name);
     return stored;
 }
@@ -419,7 +419,7 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
     }
     for (size_t i = 1; i < arrlenu(p); i++)
         if (p[i].lin.format != l->format || (l->format == PLAIN && p[i].lin.w->dtype != l->w->dtype))
-            die("%s: %s %s, while '%s' is %s %s: one stacked tensor has one form", where(p[i].lin.w),
+            die("%s: %s %s, while '%s' is %s %s: they form one tensor and must have the same format", where(p[i].lin.w),
                 format_names[p[i].lin.format], shape_text(p[i].lin.w), l->w->name, format_names[l->format],
                 shape_text(l->w));
     uint32_t type = matrix_type(fmt("%s.weight", base), l, stored, how, n_in);
@@ -723,7 +723,7 @@ static void check_all_used(void) {
             die("%s: layer %u, while num_hidden_layers is %d and num_nextn_predict_layers %d", where(t), layer,
                 m.n_layer, m.n_mtp);
         if (found == 2 && expert >= (unsigned)m.experts[layer])
-            die("%s: layer %u has %d experts from 0 on and then a hole", where(t), layer, m.experts[layer]);
+            die("%s: layer %u has experts 0 to %d and then a gap", where(t), layer, m.experts[layer] - 1);
         die("%s: %s: nothing in %s uses it", where(t), shape_text(t), m.arch);
     }
 }
@@ -736,7 +736,7 @@ static void plan_model(void) {
     if (!m.tied) plan_group(HEAD_ROWS, -1);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
-    if (n_misaligned > 1) note("%zu tensors stay because of the length of their rows", n_misaligned);
+    if (n_misaligned > 1) note("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();
 }
 
@@ -1839,23 +1839,23 @@ static void report_errors(void) {
 static void help(void) {
     puts("usage: moe-convert HF_DIR -o OUT.gguf [options]\n"
          "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n\n"
-         "Converts a Hugging Face directory (safetensors, config.json, tokenizer.json or tiktoken.model) to "
-         "GGUF.\n"
-         "Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
-         "Weights: NVFP4 (ModelOpt, compressed-tensors) is kept bit by bit; FP8 E4M3 becomes BF16;\n"
-         "BF16, F16 and F32 stay; norms and routers become F32.\n\n"
+         "Converts a Hugging Face model directory (safetensors, config.json, tokenizer.json or\n"
+         "tiktoken.model) to GGUF. Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
+         "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3 becomes BF16.\n"
+         "BF16, F16 and F32 are kept. Norms and routers become F32.\n\n"
          "  -o FILE            the file to write\n"
-         "  --name NAME        general.name (default: the directory's name)\n"
-         "  --quantize nvfp4   routed experts that are not NVFP4 become it; stdout tells the error of each tensor\n"
-         "  --dense            with --quantize: the feed-forwards of dense layers too\n"
-         "  --search HOW       with --quantize: sweep tries nine scales for every 16 weights and keeps the best;\n"
-         "                     amax takes the one of the largest weight (default: sweep)\n"
-         "  --importance FILE  with --quantize: weigh errors by the mean squares of the inputs that llama-imatrix\n"
-         "                     or moe --calibrate --activations has written to FILE (GGUF)\n"
-         "  --backbone TYPE    bf16 or q8_0 for all other matrices that are not NVFP4 (default: as they are stored)\n"
-         "  --keep REGEX       tensors whose GGUF name matches stay as they are stored\n"
-         "  --dry-run          list the tensors that would be written; with -o write the header of the file,\n"
-         "                     without the tensors' data, for moe --plan; without it nothing\n"
+         "  --name NAME        general.name (default: the name of the directory)\n"
+         "  --quantize nvfp4   quantize routed experts that are not NVFP4; prints the error of each tensor\n"
+         "  --dense            with --quantize: also quantize the feed-forward part of dense layers\n"
+         "  --search HOW       with --quantize: sweep takes the best of nine scales for every 16 weights;\n"
+         "                     amax takes the scale of the largest weight (default: sweep)\n"
+         "  --importance FILE  with --quantize: weight the errors by the mean squared inputs in FILE (GGUF),\n"
+         "                     which llama-imatrix or moe --calibrate --activations writes\n"
+         "  --backbone TYPE    type of all other matrices that are not NVFP4: bf16 or q8_0\n"
+         "                     (default: as stored)\n"
+         "  --keep REGEX       keep the type of tensors whose GGUF name matches\n"
+         "  --dry-run          list the tensors and write none of their data; with -o write the header of the\n"
+         "                     file, for moe --plan\n"
          "  --version          print the version\n"
          "  --help             print this");
 }
@@ -1896,7 +1896,7 @@ static void parse_options(int argc, char **argv) {
         else if (k < n && i + 1 == argc) usage("%s needs a value", a);
         else if (k < n) *table[k].value = argv[++i];
         else if (*a == '-') usage("unknown option '%s' (see --help)", a);
-        else if (opt.dir) usage("one directory, please: '%s' and '%s'", opt.dir, a);
+        else if (opt.dir) usage("expected one directory, found '%s' and '%s'", opt.dir, a);
         else opt.dir = a;
     }
 }

@@ -228,7 +228,7 @@ static void scores_check(void) {
             scores.unseen += !layer->experts[k].tokens;
         }
         scores.total += (size_t)layer->n;
-        if (!any || !scores.tokens) die("layer %d was never calibrated: the scores count no token in it", layer->block);
+        if (!any || !scores.tokens) die("layer %d was never calibrated: its scores have no tokens", layer->block);
     }
 }
 
@@ -344,7 +344,7 @@ static void spread_counts(void) {
     int least = (most + 1) / 2 > m.min_experts ? (most + 1) / 2 : m.min_experts;
     if (opts.floor) least = opts.floor;
     least = (least + m.n_group - 1) / m.n_group * m.n_group;
-    if (least > most) die("--floor %d: layers of the same size would keep %d experts each", opts.floor, most);
+    if (least > most) die("--floor %d: an even distribution gives only %d experts per layer", opts.floor, most);
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         struct layer *layer = &m.layers[i];
         if (!selectable(layer)) continue;
@@ -406,7 +406,7 @@ static void select_uniform(int n) {
 static void check_count(const char *who, int count, int n) {
     int most = n < 0 ? largest_layer() : n, lower = count / m.n_group * m.n_group;
     if (count < m.min_experts)
-        die("%s: %d experts are too few: %d a token%s need %d", who, count, m.top_k,
+        die("%s: %d experts are too few: %d per token%s need %d", who, count, m.top_k,
             m.n_group > 1 ? fmt(" from %d of %d groups", m.n_group_used, m.n_group) : "", m.min_experts);
     if (count > most) die("%s: %d experts are more than the %d that are there", who, count, most);
     if (count != lower)
@@ -443,7 +443,7 @@ static void select_by_counts(void) {
             die("%s: expected LAYER COUNT, found '%s'", who, line);
         struct layer *layer = layer_find(block);
         if (!layer || layer->mtp) die("%s: layer %d has no routed experts", who, block);
-        if (seen[block]) die("%s: layer %d for the second time", who, block);
+        if (seen[block]) die("%s: layer %d appears twice", who, block);
         seen[block] = true;
         if (layer->hash_routed && count != layer->n)
             die("%s: layer %d is routed by hash and keeps its %d experts", who, block, layer->n);
@@ -729,7 +729,7 @@ static void put_retained(struct gguf_writer *w) {
         else gguf_put_array(w, fmt("moe.reap.kept.%d", layer->block), GGUF_V_I32, (uint64_t)n, ids);
     }
     static bool said;
-    if (unknown && !said) note("'%s' was pruned and does not say of what: original ids are left out", m.path);
+    if (unknown && !said) note("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
     said |= unknown;
 }
 
@@ -954,7 +954,7 @@ static void hf_read_layers(void) {
         if (p.block < 0 || (!router && !table)) continue;
         if (p.block >= (int)COUNT(routers)) die("%s: layer %d is beyond %d", where(t), p.block, MAX_BLOCKS);
         hash_routed[p.block] |= table;
-        if (router && routers[p.block]) die("%s: '%s' is the same layer's", where(t), routers[p.block]->name);
+        if (router && routers[p.block]) die("%s: the layer has another router, '%s'", where(t), routers[p.block]->name);
         if (router) routers[p.block] = t;
     }
     for (int b = 0; b < (int)COUNT(routers); b++) {
@@ -1134,7 +1134,8 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     size_t i;
     json_array_foreach(j, i, v) {
         const char *name = json_string_value(v), *to = name ? hf_rename(name) : NULL;
-        if (name && names_expert(name)) die("%s: %s means an expert by a number that changes", file, json_show(v));
+        if (name && names_expert(name))
+            die("%s: %s contains the number of an expert, which changes", file, json_show(v));
         if (name && to) json_array_append_new(out, json_string(to));
         else if (!name)
             json_array_append_new(out, json_is_object(v) || json_is_array(v) ? hf_renamed(v, file) : json_incref(v));
@@ -1142,7 +1143,7 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     if (list) return out;
     json_object_foreach(j, key, v) {
         const char *to = hf_rename(key);
-        if (names_expert(key)) die("%s: '%s' means an expert by a number that changes", file, key);
+        if (names_expert(key)) die("%s: '%s' contains the number of an expert, which changes", file, key);
         char *name = to ? xstrdup(to) : NULL;
         if (name)
             json_object_set_new(out, name,
@@ -1359,7 +1360,7 @@ static void hf_cleanup(void) {
 static void hf_check_target(char path[PATH_MAX]) {
     struct stat st;
     for (size_t n = strlen(path); n > 1 && path[n - 1] == '/'; n--) path[n - 1] = 0;
-    if (!lstat(path, &st)) die("'%s' exists; a model in a directory becomes a new one", path);
+    if (!lstat(path, &st)) die("'%s' exists; for a model in a directory, -o must name a new directory", path);
     check_free_space(path);
 }
 
@@ -1422,9 +1423,9 @@ static void report_layer(const struct layer *layer) {
     if (scores.n_files && selectable(layer))
         printf("%6.2f %% %6d %6d ", all > 0 ? 100 * retained / all : 100, unseen, undersampled);
     else printf("%8s %6s %6s ", "-", "-", "-");
-    if (layer->hash_routed) printf(" (routed by hash: left whole)");
+    if (layer->hash_routed) printf(" (routed by hash: all retained)");
     if (layer->mtp)
-        printf(m.drop_mtp ? " (multi-token prediction: left out)" : " (multi-token prediction: as the layer before)");
+        printf(m.drop_mtp ? " (multi-token prediction: removed)" : " (multi-token prediction: as the layer before)");
     for (int k = 0; k < layer->n && selectable(layer); k++)
         if (!layer->experts[k].retained) printf(" %d", k);
     putchar('\n');
@@ -1446,7 +1447,7 @@ static void report(size_t bytes) {
         }
     }
     printf("total   experts %lld -> %lld", before, after);
-    if (all > 0) printf(", %.2f %% of the weighted output stays", 100 * retained / all);
+    if (all > 0) printf(", %.2f %% of the weighted output is retained", 100 * retained / all);
     printf("\ntotal   %zu bytes -> %zu (%.2f %%)\n", m.bytes, bytes, 100 * (double)bytes / (double)m.bytes);
     const char *plural = scores.n_files > 1 ? "s" : "";
     const char *unfinished = scores.unfinished ? " (the calibration was not finished)" : "";
@@ -1464,24 +1465,24 @@ static void report(size_t bytes) {
  * ============================================================================================================ */
 
 static void help(void) {
-    puts("usage: moe-reap IN SCORES.json... -o OUT (--keep N | --ratio R | --budget GIB | --counts FILE) [options]\n\n"
-         "Removes the routed experts that matter least by the scores of moe --calibrate; several files of scores add\n"
-         "up. What stays is copied bit by bit. A GGUF file gives a GGUF file; a Hugging Face directory a new "
-         "directory,\n"
-         "where all layers keep the same number.\n\n"
+    puts("usage: moe-reap IN SCORES.json... -o OUT (--keep N | --ratio R | --budget GIB | --counts FILE)\n"
+         "                [options]\n\n"
+         "Removes the routed experts that contribute least, by the scores of moe --calibrate. Several score\n"
+         "files are added up. Retained weights are copied bit by bit. IN is a GGUF file or a Hugging Face\n"
+         "directory; OUT is of the same kind. In a directory all layers retain the same number of experts.\n\n"
          "  -o OUT              the file or directory to write\n"
-         "  --keep N            experts that every layer keeps\n"
-         "  --ratio R           share of every layer's experts that goes, from 0 to below 1\n"
-         "  --budget GIB        as many experts as an output of this size holds\n"
+         "  --keep N            retain N experts per layer\n"
+         "  --ratio R           remove this share of every layer's experts, from 0 to below 1\n"
+         "  --budget GIB        retain as many experts as fit in an output of this size\n"
          "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
-         "  --per-layer         the same total, but more to layers where experts matter alike\n"
-         "  --floor N           with --per-layer, the fewest a layer keeps (default: half of the even count)\n"
-         "  --criterion NAME    reap: mean gate weight x output (default), frequency: tokens, norm: mean output,\n"
-         "                      random: by chance, without scores\n"
-         "  --seed N            of --criterion random (default: 0)\n"
-         "  --protect-outliers  keep experts with one huge output in the first three quarters of the layers\n"
-         "  --mtp prune|drop    layers for multi-token prediction: pruned as the last layer (default), or left out\n"
-         "  --name NAME         general.name (default: the source's with -REAP-KofE)\n"
+         "  --per-layer         the same total, distributed over the layers by the experts' scores\n"
+         "  --floor N           with --per-layer: fewest experts of a layer (default: half the even count)\n"
+         "  --criterion NAME    reap: mean of gate weight x output norm (default); frequency: tokens;\n"
+         "                      norm: mean output norm; random: without scores\n"
+         "  --seed N            for --criterion random (default: 0)\n"
+         "  --protect-outliers  retain experts with one huge output in the first three quarters of the layers\n"
+         "  --mtp prune|drop    layers for multi-token prediction: prune like the last one (default) or remove\n"
+         "  --name NAME         general.name (default: that of the source with -REAP-KofE)\n"
          "  --dry-run           print the report, write nothing\n"
          "  --version           print the version\n"
          "  --help              print this");
@@ -1498,7 +1499,7 @@ static double option_number(const char *option, const char *text, double lo, dou
 }
 
 static void set_amount(enum amount a) {
-    if (opts.amount != NONE) usage("one of --keep, --ratio, --budget and --counts, please");
+    if (opts.amount != NONE) usage("--keep, --ratio, --budget and --counts exclude each other");
     opts.amount = a;
 }
 

@@ -946,7 +946,7 @@ static const struct refusal refusals[] = {
     {"reap ids", "rising ids below 9", .config = "{\"reap\":{\"original_experts\":9,\"kept\":[[0,1,1,2]]}}"},
     {"prediction layer", "layer 2, while num_hidden_layers is 2 and num_nextn_predict_layers 0", true, .config = "{\"num_nextn_predict_layers\":0}"},
     {"missing tensor", "'model.layers.1.self_attn.k_proj.weight' is missing", .drop = "model.layers.1.self_attn.k_proj.weight"},
-    {"hole in the experts", "layer 1 has 2 experts from 0 on and then a hole", .drop = "model.layers.1.mlp.experts.2.gate_proj.weight", .config = "{\"x\":2}"},
+    {"hole in the experts", "layer 1 has experts 0 to 1 and then a gap", .drop = "model.layers.1.mlp.experts.2.gate_proj.weight", .config = "{\"x\":2}"},
     {"unknown tensor", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.sinks"},
     {"bias tensor", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.q_proj.bias"},
     {"AWQ", "AWQ-smoothed", .add = "model.layers.0.mlp.experts.0.up_proj.pre_quant_scale"},

@@ -244,8 +244,8 @@ static void test_quantize_keep(void) {
     if (CHECK(!hf_convert_to(&h, "out.gguf"), "%s", h.err)) {
         quantize_compare(h.dir, "--quantize nvfp4 --backbone q8_0", (struct quantize_case){.nvfp4 = 4, .q8_0 = 27});
         CHECK(!quantize_run(h.dir, "--quantize nvfp4 --backbone q8_0", "q.gguf", &out, &said), "%s", said);
-        CHECK(strstr(said, "blk.0.attn_q_b.weight: rows of 80 weights are no blocks of 32: it stays BF16") &&
-                  strstr(said, "5 tensors stay because of the length of their rows"),
+        CHECK(strstr(said, "blk.0.attn_q_b.weight: rows of 80 weights are not a multiple of 32: the tensor stays BF16") &&
+                  strstr(said, "5 tensors keep their type because of the length of their rows"),
               "%s", said);
     }
     arrfree(out);

@@ -812,7 +812,7 @@ static void test_reap_usage(void) {
     } c[] = {{"", "a model is needed"},
              {"plain.gguf plain.json --keep 4", "-o OUT or --dry-run is needed"},
              {"plain.gguf plain.json -o no.gguf", "one of --keep, --ratio, --budget and --counts is needed"},
-             {"plain.gguf plain.json -o no.gguf --keep 4 --ratio 0.5", "one of --keep, --ratio"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --ratio 0.5", "exclude each other"},
              {"plain.gguf -o no.gguf --keep 4", "scores are needed"},
              {"plain.gguf -o no.gguf --keep 4 --criterion random --protect-outliers", "needs scores"},
              {"plain.gguf plain.json -o no.gguf --keep 0", "expected an integer from 1"},
@@ -855,12 +855,12 @@ static void test_reap_counts(void) {
              {"1 4\n2 4 5\n", "line 2: expected LAYER COUNT, found '2 4 5'"},
              {"1 4\n2 4x\n", "line 2: expected LAYER COUNT"},
              {"1 4\n", "layer 2 is missing"},
-             {"1 4\n2 4\n1 4\n", "line 3: layer 1 for the second time"},
+             {"1 4\n2 4\n1 4\n", "line 3: layer 1 appears twice"},
              {"0 4\n", "line 1: layer 0 has no routed experts"},
              {"99999999999 4\n", "line 1: "},
              {"-1 4\n", "layer -1 has no routed experts"},
              {"1 9\n", "layer 1: 9 experts are more than the 8"},
-             {"1 1\n", "layer 1: 1 experts are too few: 2 a token need 2"}};
+             {"1 1\n", "layer 1: 1 experts are too few: 2 per token need 2"}};
     struct hf h = {.out = NULL};
     snprintf(h.dir, sizeof h.dir, "%s", test_dir());
     toy_write(&toy_plain, "plain.gguf", NULL);
@@ -877,13 +877,13 @@ static void test_reap_amounts(void) {
     toy_write(&toy_groups, "groups.gguf", NULL);
     scores_put("plain.gguf", "plain.json", 3, score_plain);
     scores_put("groups.gguf", "groups.json", 3, score_groups);
-    reap_refused("plain.gguf plain.json -o no.gguf --keep 1", "1 experts are too few: 2 a token need 2");
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 1", "1 experts are too few: 2 per token need 2");
     reap_refused("plain.gguf plain.json -o no.gguf --keep 9", "9 experts are more than the 8 that are there");
     reap_refused("plain.gguf plain.json -o no.gguf --ratio 0.9", "1 experts are too few");
     reap_refused("groups.gguf groups.json -o no.gguf --keep 5",
                  "5 experts are not a multiple of the 2 groups; 4 and 6 are");
     reap_refused("groups.gguf groups.json -o no.gguf --keep 2",
-                 "2 experts are too few: 2 a token from 1 of 2 groups need 4");
+                 "2 experts are too few: 2 per token from 1 of 2 groups need 4");
     reap_refused("plain.gguf plain.json -o no.gguf --keep 4 --per-layer --floor 5", "--floor 5: ");
     reap_refused("plain.gguf plain.json -o no.gguf --keep 4 --per-layer --floor 1", "--floor: 1 experts are too few");
     nothing_left("amounts");
@@ -1296,7 +1296,7 @@ static void test_reap_directory_refusals(void) {
               "--keep 5", "expert 7 has"},
              {"sed -i 's/\"lm_head\"/\"lm_head\", \"model.layers.*.mlp.experts.3.up_proj\"/;s/\"vocab_size\"/"
               "\"quantization_config\": {\"ignore\": [\"re:.*experts.3.*\"]}, \"vocab_size\"/' dir/config.json",
-              "--keep 5", "means an expert by a number that changes"},
+              "--keep 5", "contains the number of an expert, which changes"},
              {"sed -i 's/\"vocab_size\"/\"reap\": {\"original_experts\": 9, \"kept\": [[1,2]]}, \"vocab_size\"/' "
               "dir/config.json",
               "--keep 5", "key 'reap.kept': expected 8 ids for layer 0"},
