@@ -1136,6 +1136,8 @@ static void term_neutralise(char **out, const char *s, size_t n) {
  * the text came from; this section is told by origin bytes and flags and knows nothing of templates or messages.
  * ============================================================================================================ */
 
+#include "convert/pre_tokenizers.h"
+
 /* Values of tokenizer.ggml.token_type. */
 enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_UNUSED, TOKEN_BYTE };
 
@@ -1149,7 +1151,6 @@ enum tokenize_flags {
 
 enum {
     VOCAB_MAX = 1 << 24, /* tokens, and merges */
-    VOCAB_MAX_EXPRS = 6, /* expressions of a pre-tokenizer */
     VOCAB_PROBES = 1024, /* slots looked at for one entry; the largest vocabularies need less than 100 */
     SPECIAL_MAX = 1024,  /* bytes of a special token: at each byte of a text as many are compared */
     PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
@@ -1199,73 +1200,6 @@ struct vocab {
 };
 
 /* ---- pre-tokenizers ---- */
-
-/* White space as Unicode has it and Rust and Oniguruma read \s. PCRE2's own \s would add U+180E. */
-#define WS             "\\t-\\r \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}\\x{3000}"
-#define BLANKS         "[" WS "]+(?![^" WS "])|[" WS "]+"
-#define LINES_BLANKS   "[" WS "]*[\\r\\n]+|" BLANKS
-#define CONTRACTION    "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-#define WORD_PREFIX    "[^\\r\\n\\p{L}\\p{N}]?"
-#define SYMBOLS        " ?[^" WS "\\p{L}\\p{N}]+"
-#define GPT2           "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|" SYMBOLS "|" BLANKS
-#define QWEN2          CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
-#define LLAMA3         CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
-#define CASED(UP, LOW) WORD_PREFIX UP "*" LOW "+" CONTRACTION "?|" WORD_PREFIX UP "+" LOW "*" CONTRACTION "?"
-
-/* Letters that are upper, title or without case, and those that are lower or without case; for Kimi without Han, which
- * a class of PCRE2 can only say as the complement of everything else. */
-#define UPPER      "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
-#define LOWER      "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-#define UPPER_XHAN "[^\\p{Ll}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
-#define LOWER_XHAN "[^\\p{Lu}\\p{Lt}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
-
-/* clang-format off */
-/* The cased letters as DeepSeek's first tokenizer lists them. */
-#define DEEPSEEK_LETTERS \
-    "A-Za-z\\x{b5}À-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\\x{386}Έ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ" \
-    "Ὀ-Ὅὐ-ὗὙὛὝὟ-\\x{1f7d}ᾀ-ᾴᾶ-ᾼ\\x{1fbe}ῂ-ῄῆ-ῌῐ-\\x{1fd3}ῖ-\\x{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\\x{2126}ℨ" \
-    "\\x{212a}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-#define DEEPSEEK_MARKS "!-/:-~\\x{ff01}-\\x{ff0f}\\x{ff1a}-\\x{ff5e}\\x{2018}-\\x{201f}\\x{3000}-\\x{3002}"
-#define DEEPSEEK_CJK   "[\\x{800}-\\x{9fa5}\\x{ac00}-\\x{d7ff}]+"
-
-/* A pre-tokenizer is a sequence of expressions: each cuts the pieces of the one before into its matches and the gaps
- * between them. No expression repeats a group, so that none needs a stack that grows with the text, and none is worse
- * than linear on a long run: hence the look-behind in DeepSeek's "blanks at the end". Names and the defaults of missing
- * keys are those of llama.cpp, expressions those of the models' own tokenizer.json (codes above 0x7f as numbers where
- * two characters look the same). */
-static const struct pre_tokenizer {
-    const char *names; /* values of tokenizer.ggml.pre */
-    bool nfc, ignore_merges, add_bos;
-    const char *expr[VOCAB_MAX_EXPRS];
-} pre_tokenizers[] = {
-    {.names = "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling",
-     .expr = {GPT2}},
-    {.names = "default", .expr = {"[\\p{P}$+<=>^~|]+", GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
-    {.names = "deepseek-llm",
-     .expr = {"[\\r\\n]", "[" WS "]?[" DEEPSEEK_LETTERS "]+", "[" WS "]?[" DEEPSEEK_MARKS "]+",
-              "(?<![" WS "])[" WS "]++\\z", DEEPSEEK_CJK, "\\p{N}"}},
-    {.names = "deepseek-coder",
-     .expr = {"[\\r\\n]", "[" WS "]?\\p{L}+", "[" WS "]?\\p{P}+", DEEPSEEK_CJK, "\\p{N}"}},
-    {.names = "deepseek-v3 joyai-llm hunyuan-dense",
-     .expr = {"\\p{N}{1,3}", "[\\x{4e00}-\\x{9fa5}\\x{3040}-\\x{30ff}]+",
-              "[!-/:-@\\[-`{-~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-              " ?[\\p{P}\\p{S}]+[\\r\\n]*|" LINES_BLANKS}},
-    {.names = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
-     .ignore_merges = true, .add_bos = true, .expr = {LLAMA3}},
-    {.names = "glm4 chatglm-bpe dbrx smaug-bpe", .expr = {LLAMA3}},
-    {.names = "qwen2", .nfc = true, .expr = {QWEN2}},
-    {.names = "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", .expr = {QWEN2}},
-    {.names = "qwen35", .nfc = true,
-     .expr = {CONTRACTION "|" WORD_PREFIX "[\\p{L}\\p{M}]+|\\p{N}| ?[^" WS "\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
-              LINES_BLANKS}},
-    {.names = "gpt-4o llama4 kanana2 talkie minimax-m2",
-     .expr = {CASED(UPPER, LOWER) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS}},
-    {.names = "kimi-k2", .ignore_merges = true,
-     .expr = {"\\p{sc:Han}+|" CASED(UPPER_XHAN, LOWER_XHAN) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS}},
-};
-/* clang-format on */
-
-enum { N_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
 
 /* Whether `word` is one of the words of a space-separated list. */
 static bool word_in_list(struct gguf_str word, const char *list) {
