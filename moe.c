@@ -5954,6 +5954,7 @@ INLINE void vec_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {
     ref_to_e4m3(x + i, inv_scale, y + i, n - i);
 }
 
+/* bf16_from_f32 with selections instead of branches. */
 INLINE void vec_to_bf16(const float *x, uint16_t *y, int n) {
     int i = 0;
     for (; i + VL <= n; i += VL) {
@@ -10064,6 +10065,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256];
     double use = (double)c->s->n_past / c->s->n_ctx;
+    const char *warning = use > 0.95 ? "\033[22;31m" : "\033[22;33m"; /* red, yellow */
     if (c->set->quiet) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
@@ -10076,11 +10078,8 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
              with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
     note("%s", line);
     if (use > 0.8)
-        note("%scontext %.0f %% full: %s a larger -c%s",
-             !term.colour_err ? ""
-             : use > 0.95     ? "\033[22;31m"
-                              : "\033[22;33m",
-             100 * use, context_remedy(), term.colour_err ? "\033[0m" : "");
+        note("%scontext %.0f %% full: %s a larger -c%s", term.colour_err ? warning : "", 100 * use, context_remedy(),
+             term.colour_err ? "\033[0m" : "");
 }
 
 /* Adds a turn to the totals. */
@@ -10153,7 +10152,10 @@ static bool chat_last_is(const struct chat *c, const char *role) {
 
 /* Replaces the last answer by a new one; *r is the result of that turn. Returns 0, or -1 with a message. */
 static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
-    if (chat_last_is(c, "user")) return *r = chat_answer(c, err), 0; /* a loaded conversation may end so */
+    if (chat_last_is(c, "user")) { /* a loaded conversation may end so */
+        *r = chat_answer(c, err);
+        return 0;
+    }
     if (!chat_last_is(c, "assistant")) return fail(err, "there is no message to answer");
     struct message old = arrpop(c->messages);
     *r = chat_answer(c, err);
@@ -11466,12 +11468,12 @@ static void print_error(const char *err) {
 
 /* Reports a turn that failed or was rolled back, and once that stdout cannot be written. */
 static void turn_report(enum turn_result result, const char *err) {
-    static bool said;
+    static bool reported;
     char lost[ERR_MAX];
-    if (term.out_error && !said) {
+    if (term.out_error && !reported) {
         fail(lost, "cannot write to stdout: %s; the answers are lost", strerror(term.out_error));
         print_error(lost);
-        said = true;
+        reported = true;
     }
     if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
     if (result == TURN_FAILED) print_error(err);

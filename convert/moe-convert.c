@@ -1609,7 +1609,7 @@ static void write_quantized(struct output *o, const struct linear *l, const stru
                             size_t n) {
     enum { WEIGHTS = 1 << 14 };
     size_t step = WEIGHTS / o->ne[0] + 1, parts = (n + step - 1) / step, bytes = gguf_row_bytes(o->type, o->ne[0]);
-    nvfp4_quantizer *quantise = nvfp4_fastest();
+    nvfp4_quantizer *quantize = nvfp4_fastest();
     uint8_t *to = scratch(0, n * bytes);
     struct quantize_sums *sums = (struct quantize_sums *)(void *)scratch(1, parts * sizeof *sums);
 #pragma omp parallel for schedule(dynamic) if (n * o->ne[0] > PARALLEL)
@@ -1617,7 +1617,7 @@ static void write_quantized(struct output *o, const struct linear *l, const stru
         size_t row = i * step, rows = n - row < step ? n - row : step;
         const float *from = v + row * o->ne[0];
         void *out = to + row * bytes;
-        sums[i] = r ? quantise(from, rows * o->ne[0], r, out) : quantize_q8_0(from, rows * o->ne[0], out);
+        sums[i] = r ? quantize(from, rows * o->ne[0], r, out) : quantize_q8_0(from, rows * o->ne[0], out);
     }
     double unit = (double)l->factor * (r ? (double)r->scale2 : 1);
     for (size_t i = 0; i < parts; i++) {
@@ -1837,6 +1837,7 @@ static struct {
     bool dense, dry_run;
 } opt;
 
+/* Sets opt from the command line. */
 static void parse_options(int argc, char **argv) {
     static const struct {
         const char *name;

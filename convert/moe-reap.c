@@ -728,9 +728,10 @@ static void put_retained(struct gguf_writer *w) {
         if (ids[0] < 0) unknown = true;
         else gguf_put_array(w, fmt("moe.reap.kept.%d", layer->block), GGUF_V_I32, (uint64_t)n, ids);
     }
-    static bool said;
-    if (unknown && !said) note("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
-    said |= unknown;
+    static bool reported;
+    if (unknown && !reported)
+        note("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
+    reported |= unknown;
 }
 
 /* Writes the keys moe.reap.*. source: the hash of the source. */
@@ -1410,6 +1411,7 @@ static void hf_write(char path[PATH_MAX]) {
  * totals.
  * ============================================================================================================ */
 
+/* Prints the line of one layer. */
 static void report_layer(const struct layer *layer) {
     double all = 0, retained = 0;
     int unseen = 0, undersampled = 0;
@@ -1553,8 +1555,14 @@ int main(int argc, char **argv) {
     bool dry_run = false, seeded = false;
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
-        if (!strcmp(a, "--help")) return help(), stdout_end();
-        if (!strcmp(a, "--version")) return puts("moe-reap " VERSION), stdout_end();
+        if (!strcmp(a, "--help")) {
+            help();
+            return stdout_end();
+        }
+        if (!strcmp(a, "--version")) {
+            puts("moe-reap " VERSION);
+            return stdout_end();
+        }
         if (!strcmp(a, "--dry-run")) dry_run = true;
         else if (!strcmp(a, "--per-layer")) opts.per_layer = true;
         else if (!strcmp(a, "--protect-outliers")) opts.outliers = true;
