@@ -61,7 +61,7 @@ enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 
 /* One pre-tokenizer. */
 static const struct pre_tokenizer {
-    const char *names;                 /* values of tokenizer.ggml.pre, separated by blanks; moe-convert writes the first */
+    const char *names;                 /* values of tokenizer.ggml.pre, the first of which moe-convert writes */
     bool nfc, ignore_merges, add_bos;  /* defaults for files without these keys */
     const char *expr[VOCAB_MAX_EXPRS]; /* for PCRE2 */
     const char *hf[VOCAB_MAX_EXPRS];   /* as in tokenizer.json; none: moe-convert does not know it */
