@@ -70,6 +70,9 @@ endif
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
+# moe.c and moe-convert include the table of pre-tokenizers.
+moe build/moe-convert build/test_moe build/test_cuda build/moe_library.o build/test_gpu: convert/pre_tokenizers.h
+
 build build/asan:
 	@mkdir -p $@
 

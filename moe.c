@@ -1375,74 +1375,7 @@ static void term_escape(char **out, const char *s, size_t n) {
  * two pieces. This section is data: the expressions of every pre-tokenizer that a GGUF file may name.
  * ============================================================================================================ */
 
-enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
-
-/* White space as in the \s of Unicode, Rust and Oniguruma, for use inside a class. PCRE2's \s also has U+180E. */
-#define WS             "\\t-\\r \\x{85}\\x{a0}\\x{1680}\\x{2000}-\\x{200a}\\x{2028}\\x{2029}\\x{202f}\\x{205f}\\x{3000}"
-#define BLANKS         "[" WS "]+(?![^" WS "])|[" WS "]+"
-#define LINES_BLANKS   "[" WS "]*[\\r\\n]+|" BLANKS
-#define CONTRACTION    "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-#define WORD_PREFIX    "[^\\r\\n\\p{L}\\p{N}]?"
-#define SYMBOLS        " ?[^" WS "\\p{L}\\p{N}]+"
-#define GPT2           "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|" SYMBOLS "|" BLANKS
-#define QWEN2          CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
-#define LLAMA3         CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
-#define CASED(UP, LOW) WORD_PREFIX UP "*" LOW "+" CONTRACTION "?|" WORD_PREFIX UP "+" LOW "*" CONTRACTION "?"
-
-/* For CASED: letters in upper or title case or without case, and letters in lower case or without case. Kimi excludes
- * Han characters, which a PCRE2 class can only say as the complement of everything else. */
-#define UPPER      "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
-#define LOWER      "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-#define UPPER_XHAN "[^\\p{Ll}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
-#define LOWER_XHAN "[^\\p{Lu}\\p{Lt}\\p{N}\\p{P}\\p{S}\\p{Z}\\p{C}\\p{sc:Han}]"
-
-/* clang-format off */
-/* The letters with case, as DeepSeek's first tokenizer lists them. */
-#define DEEPSEEK_LETTERS \
-    "A-Za-z\\x{b5}À-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\\x{386}Έ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅ" \
-    "Ὀ-Ὅὐ-ὗὙὛὝὟ-\\x{1f7d}ᾀ-ᾴᾶ-ᾼ\\x{1fbe}ῂ-ῄῆ-ῌῐ-\\x{1fd3}ῖ-\\x{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\\x{2126}ℨ" \
-    "\\x{212a}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-#define DEEPSEEK_MARKS "!-/:-~\\x{ff01}-\\x{ff0f}\\x{ff1a}-\\x{ff5e}\\x{2018}-\\x{201f}\\x{3000}-\\x{3002}"
-#define DEEPSEEK_CJK   "[\\x{800}-\\x{9fa5}\\x{ac00}-\\x{d7ff}]+"
-
-/* A pre-tokenizer is a list of expressions. Each one cuts every piece of the one before it into its matches and the
- * gaps between them. No expression repeats a group, so that matching needs no stack that grows with the text. None
- * takes more than linear time on a long run, which is why DeepSeek's expression for blanks at the end has a
- * look-behind. Names and defaults are llama.cpp's; the expressions are those of the models' tokenizer.json. Characters
- * above 0x7f are written as numbers where two of them look the same. */
-static const struct pre_tokenizer {
-    const char *names; /* values of tokenizer.ggml.pre, separated by blanks */
-    bool nfc, ignore_merges, add_bos; /* defaults for files without these keys */
-    const char *expr[VOCAB_MAX_EXPRS];
-} pre_tokenizers[] = {
-    {.names = "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling",
-     .expr = {GPT2}},
-    {.names = "default", .expr = {"[\\p{P}$+<=>^~|]+", GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
-    {.names = "deepseek-llm",
-     .expr = {"[\\r\\n]", "[" WS "]?[" DEEPSEEK_LETTERS "]+", "[" WS "]?[" DEEPSEEK_MARKS "]+",
-              "(?<![" WS "])[" WS "]++\\z", DEEPSEEK_CJK, "\\p{N}"}},
-    {.names = "deepseek-coder",
-     .expr = {"[\\r\\n]", "[" WS "]?\\p{L}+", "[" WS "]?\\p{P}+", DEEPSEEK_CJK, "\\p{N}"}},
-    {.names = "deepseek-v3 joyai-llm hunyuan-dense",
-     .expr = {"\\p{N}{1,3}", "[\\x{4e00}-\\x{9fa5}\\x{3040}-\\x{30ff}]+",
-              "[!-/:-@\\[-`{-~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-              " ?[\\p{P}\\p{S}]+[\\r\\n]*|" LINES_BLANKS}},
-    {.names = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
-     .ignore_merges = true, .add_bos = true, .expr = {LLAMA3}},
-    {.names = "glm4 chatglm-bpe dbrx smaug-bpe", .expr = {LLAMA3}},
-    {.names = "qwen2", .nfc = true, .expr = {QWEN2}},
-    {.names = "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", .expr = {QWEN2}},
-    {.names = "qwen35", .nfc = true,
-     .expr = {CONTRACTION "|" WORD_PREFIX "[\\p{L}\\p{M}]+|\\p{N}| ?[^" WS "\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
-              LINES_BLANKS}},
-    {.names = "gpt-4o llama4 kanana2 talkie minimax-m2",
-     .expr = {CASED(UPPER, LOWER) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS}},
-    {.names = "kimi-k2", .ignore_merges = true,
-     .expr = {"\\p{sc:Han}+|" CASED(UPPER_XHAN, LOWER_XHAN) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS}},
-};
-/* clang-format on */
-
-enum { N_PRE_TOKENIZERS = sizeof pre_tokenizers / sizeof *pre_tokenizers };
+#include "convert/pre_tokenizers.h"
 
 /* Whether `word` is one of the words of a space-separated list. */
 static bool word_in_list(struct gguf_str word, const char *list) {
@@ -7310,6 +7243,7 @@ INLINE void vec_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {
     ref_to_e4m3(x + i, inv_scale, y + i, n - i);
 }
 
+/* bf16_from_f32 with selections instead of branches. */
 INLINE void vec_to_bf16(const float *x, uint16_t *y, int n) {
     int i = 0;
     for (; i + VL <= n; i += VL) {
@@ -11373,6 +11307,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256];
     double use = (double)c->s->n_past / c->s->n_ctx;
+    const char *warning = use > 0.95 ? "\033[22;31m" : "\033[22;33m"; /* red, yellow */
     if (c->set->quiet) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
@@ -11385,11 +11320,8 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
              with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
     note("%s", line);
     if (use > 0.8)
-        note("%scontext %.0f %% full: %s a larger -c%s",
-             !term.colour_err ? ""
-             : use > 0.95     ? "\033[22;31m"
-                              : "\033[22;33m",
-             100 * use, context_remedy(), term.colour_err ? "\033[0m" : "");
+        note("%scontext %.0f %% full: %s a larger -c%s", term.colour_err ? warning : "", 100 * use, context_remedy(),
+             term.colour_err ? "\033[0m" : "");
 }
 
 /* Adds a turn to the totals. */
@@ -11486,7 +11418,10 @@ static bool chat_last_is(const struct chat *c, const char *role) {
 
 /* Replaces the last answer by a new one; *r is the result of that turn. Returns 0, or -1 with a message. */
 static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
-    if (chat_last_is(c, "user")) return *r = chat_answer(c, err), 0; /* a loaded conversation may end so */
+    if (chat_last_is(c, "user")) { /* a loaded conversation may end so */
+        *r = chat_answer(c, err);
+        return 0;
+    }
     if (!chat_last_is(c, "assistant")) return fail(err, "there is no message to answer");
     struct message old = arrpop(c->messages);
     *r = chat_answer(c, err);
@@ -12805,12 +12740,12 @@ static void print_error(const char *err) {
 
 /* Reports a turn that failed or was rolled back, and once that stdout cannot be written. */
 static void turn_report(enum turn_result result, const char *err) {
-    static bool said;
+    static bool reported;
     char lost[ERR_MAX];
-    if (term.out_error && !said) {
+    if (term.out_error && !reported) {
         fail(lost, "cannot write to stdout: %s; the answers are lost", strerror(term.out_error));
         print_error(lost);
-        said = true;
+        reported = true;
     }
     if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
     if (result == TURN_FAILED) print_error(err);

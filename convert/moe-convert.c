@@ -23,6 +23,7 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
+#include "pre_tokenizers.h"
 #include "quantize.h"
 
 enum {
@@ -873,42 +874,6 @@ static struct {
     bool add_bos;            /* the post-processor adds it; tokenizer_config.json may overrule that */
 } vocab;
 
-/* The contraction groups and the tail that most expressions share. */
-#define CONTRACTIONS "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-#define SPACES       "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-#define LETTERS      "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
-#define OTHERS       "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" SPACES
-#define UPPER        "\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}"
-#define LOWER        "\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}"
-#define CASED(up, lo)                                                                                                 \
-    "[^\\r\\n\\p{L}\\p{N}]?[" up "]*[" lo "]+" CONTRACTIONS "?|[^\\r\\n\\p{L}\\p{N}]?[" up "]+[" lo "]*" CONTRACTIONS \
-    "?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+"
-#define GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
-
-/* Expressions in the order in which they split, as normalise_expression leaves them. Where two names share them, the
- * first is for tokenizers that take a whole piece found in the vocabulary without merging (ignore_merges). */
-/* clang-format off */
-static const struct {
-    const char *name;
-    bool ignore_merges_only;
-    const char *expr[6];
-} pre_tokenizers[] = {
-    {"qwen2", false, {CONTRACTIONS LETTERS "\\p{N}" OTHERS}},
-    {"qwen35", false, {CONTRACTIONS "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*" SPACES}},
-    {"llama-bpe", true, {CONTRACTIONS LETTERS "\\p{N}{1,3}" OTHERS}},
-    {"glm4", false, {CONTRACTIONS LETTERS "\\p{N}{1,3}" OTHERS}},
-    {"deepseek-v3", false, {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
-        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-        " ?[\\p{P}\\p{S}]+[\\r\\n]*" SPACES}},
-    {"kimi-k2", false, {"[\\p{Han}]+|" CASED(UPPER "&&[^\\p{Han}]", LOWER "&&[^\\p{Han}]") "[\\r\\n]*" SPACES}},
-    {"gpt-4o", false, {CASED(UPPER, LOWER) "[\\r\\n/]*" SPACES}},
-    {"gpt-2", false, {GPT2}},
-    {"deepseek-coder", false, {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}},
-    {"deepseek-llm", false, {"[\\r\\n]",
-        "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
-        "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"}}};
-/* clang-format on */
-
 /* Returns an expression with line ends as escapes and with contractions in their short form, as in the table; an stb_ds
  * array. */
 static char *normalize_expression(const char *s) {
@@ -920,7 +885,7 @@ static char *normalize_expression(const char *s) {
         const char *put = one;
         if (*s == '\r') put = "\\r";
         if (*s == '\n') put = "\\n";
-        if (contractions) put = CONTRACTIONS;
+        if (contractions) put = CONTRACTION;
         memcpy(arraddnptr(out, strlen(put)), put, strlen(put));
         s += contractions ? sizeof spelled - 1 : 1;
     }
@@ -947,22 +912,28 @@ static void collect_expressions(struct doc d, char ***list) {
         arrput(*list, normalize_expression(get_bool(d, "individual_digits", false) ? "\\p{N}" : "\\p{N}+"));
     } else if (!strcmp(type, "ByteLevel")) {
         expect(d, "add_prefix_space", !get_bool(d, "add_prefix_space", false), "false");
-        if (get_bool(d, "use_regex", true)) arrput(*list, normalize_expression(GPT2));
+        if (get_bool(d, "use_regex", true)) arrput(*list, normalize_expression(HF_GPT2));
     } else expect(d, "type", false, "Sequence, Split, Digits or ByteLevel");
 }
 
-/* Sets vocab.pre by the expressions of the pre-tokenizer d. */
+/* Sets vocab.pre by the expressions of the pre-tokenizer d. If two rows of the table have the same expressions, the one
+ * with the ignore_merges of this tokenizer is taken. */
 static void recognize_pre_tokenizer(struct doc d) {
     char **list = NULL;
     if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE is supported", d.file);
     collect_expressions(d, &list);
     size_t n = arrlenu(list);
-    for (size_t k = 0; k < COUNT(pre_tokenizers) && !vocab.pre; k++) {
-        const char *const *e = pre_tokenizers[k].expr;
+    const struct pre_tokenizer *found = NULL;
+    for (const struct pre_tokenizer *p = pre_tokenizers; p < pre_tokenizers + N_PRE_TOKENIZERS; p++) {
         size_t i = 0;
-        while (i < n && i < 6 && e[i] && !strcmp(e[i], list[i])) i++;
-        if (i == n && n && (i == 6 || !e[i]) && (vocab.ignore_merges || !pre_tokenizers[k].ignore_merges_only))
-            vocab.pre = pre_tokenizers[k].name;
+        while (i < n && i < VOCAB_MAX_EXPRS && p->hf[i] && !strcmp(p->hf[i], list[i])) i++;
+        bool same = i == n && n && (i == VOCAB_MAX_EXPRS || !p->hf[i]);
+        if (same && (!found || p->ignore_merges == vocab.ignore_merges)) found = p;
+    }
+    if (found) {
+        char *name = xstrdup(found->names);
+        name[strcspn(name, " ")] = 0;
+        vocab.pre = name;
     }
     char all[1536] = "";
     for (size_t i = 0; i < n; i++)
@@ -1640,7 +1611,7 @@ static void write_quantized(struct output *o, const struct linear *l, const stru
                             size_t n) {
     enum { WEIGHTS = 1 << 14 };
     size_t step = WEIGHTS / o->ne[0] + 1, parts = (n + step - 1) / step, bytes = gguf_row_bytes(o->type, o->ne[0]);
-    nvfp4_quantizer *quantise = nvfp4_fastest();
+    nvfp4_quantizer *quantize = nvfp4_fastest();
     uint8_t *to = scratch(0, n * bytes);
     struct quantize_sums *sums = (struct quantize_sums *)(void *)scratch(1, parts * sizeof *sums);
 #pragma omp parallel for schedule(dynamic) if (n * o->ne[0] > PARALLEL)
@@ -1648,7 +1619,7 @@ static void write_quantized(struct output *o, const struct linear *l, const stru
         size_t row = i * step, rows = n - row < step ? n - row : step;
         const float *from = v + row * o->ne[0];
         void *out = to + row * bytes;
-        sums[i] = r ? quantise(from, rows * o->ne[0], r, out) : quantize_q8_0(from, rows * o->ne[0], out);
+        sums[i] = r ? quantize(from, rows * o->ne[0], r, out) : quantize_q8_0(from, rows * o->ne[0], out);
     }
     double unit = (double)l->factor * (r ? (double)r->scale2 : 1);
     for (size_t i = 0; i < parts; i++) {
@@ -1868,6 +1839,7 @@ static struct {
     bool dense, dry_run;
 } opt;
 
+/* Sets opt from the command line. */
 static void parse_options(int argc, char **argv) {
     static const struct {
         const char *name;

@@ -344,7 +344,7 @@ static void spread_counts(void) {
     int least = (most + 1) / 2 > m.min_experts ? (most + 1) / 2 : m.min_experts;
     if (opts.floor) least = opts.floor;
     least = (least + m.n_group - 1) / m.n_group * m.n_group;
-    if (least > most) die("--floor %d is more than the %d experts that an even distribution gives", opts.floor, most);
+    if (least > most) die("--floor %d: an even distribution gives only %d experts per layer", opts.floor, most);
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         struct layer *layer = &m.layers[i];
         if (!selectable(layer)) continue;
@@ -728,9 +728,10 @@ static void put_retained(struct gguf_writer *w) {
         if (ids[0] < 0) unknown = true;
         else gguf_put_array(w, fmt("moe.reap.kept.%d", layer->block), GGUF_V_I32, (uint64_t)n, ids);
     }
-    static bool said;
-    if (unknown && !said) note("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
-    said |= unknown;
+    static bool reported;
+    if (unknown && !reported)
+        note("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
+    reported |= unknown;
 }
 
 /* Writes the keys moe.reap.*. source: the hash of the source. */
@@ -1410,6 +1411,7 @@ static void hf_write(char path[PATH_MAX]) {
  * totals.
  * ============================================================================================================ */
 
+/* Prints the line of one layer. */
 static void report_layer(const struct layer *layer) {
     double all = 0, retained = 0;
     int unseen = 0, undersampled = 0;
@@ -1476,12 +1478,12 @@ static void help(void) {
          "  --budget GIB        retain as many experts as fit in an output of this size\n"
          "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
          "  --per-layer         the same total, distributed over the layers by the experts' scores\n"
-         "  --floor N           with --per-layer: the fewest experts of a layer (default: half of the even count)\n"
+         "  --floor N           with --per-layer: fewest experts of a layer (default: half the even count)\n"
          "  --criterion NAME    reap: mean of gate weight x output norm (default); frequency: tokens;\n"
          "                      norm: mean output norm; random: without scores\n"
          "  --seed N            for --criterion random (default: 0)\n"
          "  --protect-outliers  retain experts with one huge output in the first three quarters of the layers\n"
-         "  --mtp prune|drop    layers for multi-token prediction: prune like the last layer (default), or remove\n"
+         "  --mtp prune|drop    layers for multi-token prediction: prune like the last one (default) or remove\n"
          "  --name NAME         general.name (default: that of the source with -REAP-KofE)\n"
          "  --dry-run           print the report, write nothing\n"
          "  --version           print the version\n"
@@ -1553,8 +1555,14 @@ int main(int argc, char **argv) {
     bool dry_run = false, seeded = false;
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
-        if (!strcmp(a, "--help")) return help(), stdout_end();
-        if (!strcmp(a, "--version")) return puts("moe-reap " VERSION), stdout_end();
+        if (!strcmp(a, "--help")) {
+            help();
+            return stdout_end();
+        }
+        if (!strcmp(a, "--version")) {
+            puts("moe-reap " VERSION);
+            return stdout_end();
+        }
         if (!strcmp(a, "--dry-run")) dry_run = true;
         else if (!strcmp(a, "--per-layer")) opts.per_layer = true;
         else if (!strcmp(a, "--protect-outliers")) opts.outliers = true;

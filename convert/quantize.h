@@ -24,7 +24,7 @@ enum {
     E4M3_MOST = 0x7e /* the code of 448 */
 };
 
-/* How one matrix is quantised. */
+/* How one matrix is quantized. */
 struct nvfp4_rule {
     float scale2;        /* scale of the matrix, see nvfp4_scale2 */
     bool sweep;          /* search the scale with the smallest error; false: use the one of amax / 6 */
@@ -219,25 +219,33 @@ static inline struct quantize_sums quantize_nvfp4_scalar(const float *x, size_t 
 #define QUANTIZE_AVX2   __attribute__((target("avx2,fma")))
 typedef float lanes8_vf __attribute__((vector_size(32)));
 typedef int32_t lanes8_vi __attribute__((vector_size(32)));
+
 QUANTIZE_AVX2 static inline lanes8_vf lanes8_min(lanes8_vf a, lanes8_vf b) { return _mm256_min_ps(a, b); }
+
 QUANTIZE_AVX2 static inline lanes8_vi lanes8_max(lanes8_vi a, lanes8_vi b) {
     return (lanes8_vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
 }
+
 QUANTIZE_AVX2 static inline lanes8_vf lanes8_fma(lanes8_vf a, lanes8_vf b, lanes8_vf c) {
     return _mm256_fmadd_ps(a, b, c);
 }
+
 QUANTIZE_FUNCTIONS(lanes8, QUANTIZE_AVX2, 8)
 
 #define QUANTIZE_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
 typedef float lanes16_vf __attribute__((vector_size(64)));
 typedef int32_t lanes16_vi __attribute__((vector_size(64)));
+
 QUANTIZE_AVX512 static inline lanes16_vf lanes16_min(lanes16_vf a, lanes16_vf b) { return _mm512_min_ps(a, b); }
+
 QUANTIZE_AVX512 static inline lanes16_vi lanes16_max(lanes16_vi a, lanes16_vi b) {
     return (lanes16_vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
 }
+
 QUANTIZE_AVX512 static inline lanes16_vf lanes16_fma(lanes16_vf a, lanes16_vf b, lanes16_vf c) {
     return _mm512_fmadd_ps(a, b, c);
 }
+
 QUANTIZE_FUNCTIONS(lanes16, QUANTIZE_AVX512, 16)
 #endif
 
