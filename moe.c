@@ -33,7 +33,7 @@
  *   Model: metadata, tensors, binding
  *   Parts of a model
  *   CPU kernels
- *   CPU kernels: the oracle
+ *   CPU kernels: reference
  *   CPU kernels: vector functions for any instruction set
  *   CPU kernels: products with integer activations
  *   CPU kernels: AVX2
@@ -877,6 +877,8 @@ static const char *sb_cstr(char **sb) {
 
 /* ============================================================================================================
  * Files, time, text
+ *
+ * The clock, whole files, output files that replace others in one step, UTF-8, random numbers, numbers for people.
  * ============================================================================================================ */
 
 static double now_seconds(void) {
@@ -5615,7 +5617,9 @@ static size_t act_bytes(enum act_format f, int n) {
 }
 
 /* ============================================================================================================
- * CPU kernels: the oracle
+ * CPU kernels: reference
+ *
+ * Plain C with F32 activations and sums in double. The tests compare all other kernels with these; --cpu-ref runs them.
  * ============================================================================================================ */
 
 static enum act_format ref_act_format(uint32_t type, int n_tok) {
@@ -6342,6 +6346,8 @@ static const struct kernels kernels_scalar = {"scalar",        panel_act_format,
 
 /* ============================================================================================================
  * CPU kernels: AVX2
+ *
+ * For x86-64 processors with AVX2, FMA and F16C: panels of 8 rows, bytes multiplied by vpmaddubsw.
  * ============================================================================================================ */
 
 #define AVX2        __attribute__((target("avx2,fma,f16c")))
@@ -6418,6 +6424,8 @@ static const struct kernels kernels_avx2 = {"avx2",        panel_act_format, act
 
 /* ============================================================================================================
  * CPU kernels: AVX-512 VNNI
+ *
+ * Panels of 16 rows, bytes multiplied by vpdpbusd; F32, BF16 and F16 weights in tiles of 16 accumulators.
  * ============================================================================================================ */
 
 #define AVX512        __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
@@ -6859,6 +6867,8 @@ static bool amx_permitted(void) {
 
 /* ============================================================================================================
  * CPU kernels: NEON with dot products
+ *
+ * For 64-bit ARM processors with the dot product instructions (ARMv8.2): panels of 4 rows, bytes multiplied by SDOT.
  * ============================================================================================================ */
 
 #define NEON        __attribute__((target("arch=armv8.2-a+dotprod")))
@@ -6915,6 +6925,8 @@ static const struct kernels kernels_neon = {"neon-dotprod", panel_act_format, ac
 
 /* ============================================================================================================
  * CPU kernels: choice
+ *
+ * Picks the table of kernels for this machine at start, and measures its memory bandwidth.
  * ============================================================================================================ */
 
 /* In order of preference. */
@@ -6972,6 +6984,8 @@ static double memory_bandwidth(int n_threads) {
 
 /* ============================================================================================================
  * KV cache
+ *
+ * Stores rows of keys, values or latents in BF16, FP8 or F32, and loads them as F32. Only the CPU uses these functions.
  * ============================================================================================================ */
 
 /* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
@@ -14398,6 +14412,8 @@ static int mode_doctor(struct settings *set) {
 
 /* ============================================================================================================
  * Main
+ *
+ * Answers prompts and opens chats; the table of modes; what excludes what; the program from its arguments to its exit code.
  * ============================================================================================================ */
 
 /* Tokens of context: what was asked for, or the trained length, shortened until the cache takes at most half of the memory

@@ -58,6 +58,8 @@
 
 /* ============================================================================================================
  * Instructions
+ *
+ * One function per PTX instruction, with the same names as in tests/cuda_emu.h, and the launch macro.
  * ============================================================================================================ */
 
 #ifndef CUEMU
@@ -335,6 +337,8 @@ DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col
 
 /* ============================================================================================================
  * Upload: from the file's blocks to tiles
+ *
+ * The host sends rows as the file has them (moe.c, gpu_upload_rows); k_repack permutes them into tiles on the GPU.
  * ============================================================================================================ */
 
 /* A weight of an F32, F16 or BF16 row. */
@@ -485,7 +489,9 @@ __global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, si
 }
 
 /* ============================================================================================================
- * Embedding, norms, sums
+ * Embedding, residual add, norm
+ *
+ * k_add_norm also does the all-reduce: it adds what attention or the feed-forward of all ranks computed.
  * ============================================================================================================ */
 
 /* The tokens of one forward, in device memory; the host writes it before each. */
@@ -909,6 +915,9 @@ static void gemv_glu_launch(const struct gemv_glu_args *p, cudaStream_t s) {
 
 /* ============================================================================================================
  * Router
+ *
+ * Chooses the experts of each token. Decode has one kernel for logits, choice and job list; prefill has k_route_logits
+ * and k_route_prefill in the next section.
  * ============================================================================================================ */
 
 struct route_args {
@@ -1627,7 +1636,9 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
 }
 
 /* ============================================================================================================
- * Rotation and the cache
+ * RoPE and the KV cache
+ *
+ * One kernel per kind of attention: head norms, rotation, and the new rows of the cache.
  * ============================================================================================================ */
 
 /* One warp stores a group of n values that it holds, value i in x[i / 32] of lane i % 32, at element `at` of row `pos`. FP8: the scale
@@ -2600,6 +2611,8 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
 
 /* ============================================================================================================
  * The engine of a rank
+ *
+ * What a rank on a GPU holds; its errors, how it waits for its GPU, and its memory.
  * ============================================================================================================ */
 
 /* The copy of a tensor of the model: of a matrix in tiles, of anything else as it is. */
@@ -2787,6 +2800,8 @@ extern "C" void cuda_uploaded(struct rank *r) {
 
 /* ============================================================================================================
  * Operations
+ *
+ * The functions of the table cuda_ops: what they enqueue, and what they wait for.
  * ============================================================================================================ */
 
 static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
@@ -3343,6 +3358,9 @@ static int cuda_profile(struct rank *r, void (*run)(void *), void *arg, struct p
 
 /* ============================================================================================================
  * Start and end
+ *
+ * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload, see what
+ * context fits beside the weights, allocate, link the ranks.
  * ============================================================================================================ */
 
 static void cuda_close(struct rank *r) {
