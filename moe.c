@@ -32,7 +32,7 @@
  *   Terminal                                        100  what stderr may show; control characters made visible
  *
  *  Text
- *   Vocabulary: pre-tokenizers                       90  the expressions that cut text into pieces
+ *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
  *   Vocabulary: text to tokens and back             290  BPE; tokens to text
  *   Chat template: values                           440  values of the template language; the origin of every byte of text
@@ -8287,7 +8287,7 @@ static double memory_bandwidth(int n_threads) {
 /* ============================================================================================================
  * KV cache
  *
- * Rows of the cache in BF16, FP8 (E4M3 with one F32 scale per group of values) or F32, written and read by the CPU's operations.
+ * Stores rows of keys, values or latents in BF16, FP8 or F32, and loads them as F32. Only the CPU uses these functions.
  * ============================================================================================================ */
 
 /* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group

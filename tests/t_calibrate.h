@@ -152,19 +152,6 @@ static double scores_differ(const json_t *a, const json_t *b) {
     return worst;
 }
 
-#define IN_DIR(cmd) in_dir(cmd, test_dir())
-/* A command line in which every @ stands for the tests' directory. */
-static const char *in_dir(const char *cmd, const char *dir) {
-    static char out[2048];
-    size_t n = 0;
-    for (; *cmd && n + 128 < sizeof out; cmd++) {
-        if (*cmd == '@') n += (size_t)snprintf(out + n, sizeof out - n, "%s", dir);
-        else out[n++] = *cmd;
-    }
-    out[n] = 0;
-    return out;
-}
-
 /* A short text and chats in files. */
 static void calibration_texts(void) {
     run_command(IN_DIR("head -c 6000 prompts/haystack.txt >@/a.txt; tail -c 5000 prompts/haystack.txt >@/b.txt; "
@@ -207,26 +194,94 @@ static void test_calibrate_files(void) {
     json_decref(all), json_decref(sum), json_decref(pp);
 }
 
-/* Interrupted and continued, every token is counted once. */
-static void test_calibrate_resumes(void) {
-    int cuts = 0;
-    run_command(IN_DIR("head -c 40000 prompts/haystack.txt >@/part.txt"), NULL, NULL);
-    for (int i = 0; i < 60; i++) {
-        const int rc = run_command(IN_DIR("timeout -s INT 0.4 " MOE "--calibrate @/part.txt -o @/resumed.json "
-                                          "--activations @/resumed.gguf -t 1 -c 512"),
-                                   NULL, NULL);
-        cuts += rc != 0;
-        if (!rc) break;
-        CHECK(rc == 124 || rc == 130, "exit %d", rc);
+static struct {
+    const struct ops *plain;
+    int left; /* forwards until the interrupt */
+} interruption;
+
+static void interrupt_embed(struct rank *r, enum act out) {
+    if (!--interruption.left) raise(SIGINT);
+    interruption.plain->embed(r, out);
+}
+
+/* build/test_moe --interrupt N OPTIONS: `moe OPTIONS` with --calibrate on the CPU, which gets a SIGINT in its Nth forward. */
+static int calibrate_interrupted(int n, int argc, char **argv) {
+    struct settings set;
+    struct engine e;
+    settings_init(&set);
+    options_parse(&set, argc, argv);
+    signals_install();
+    engine_open(&e, &set);
+    struct ops ops = *e.session.r->ops;
+    interruption.plain = e.session.r->ops;
+    interruption.left = n;
+    ops.embed = interrupt_embed;
+    e.session.r->ops = &ops;
+    const int code = mode_calibrate(&e);
+    engine_close(&e);
+    settings_free(&set);
+    return code;
+}
+
+/* Largest NMSE between the tensors of two files with the same names and shapes; 1 with a remark if they differ in these. */
+static double tensors_differ(const char *name_a, const char *name_b) {
+    struct gguf a, b;
+    char path[256], err[ERR_MAX];
+    double worst = 0;
+    snprintf(path, sizeof path, "%s/%s", test_dir(), name_a);
+    if (!CHECK(gguf_open(&a, path, err, sizeof err) == 0, "%s", err)) return 1;
+    snprintf(path, sizeof path, "%s/%s", test_dir(), name_b);
+    if (!CHECK(gguf_open(&b, path, err, sizeof err) == 0, "%s", err)) return 1;
+    CHECK(a.n_tensors > 10, "%u tensors", a.n_tensors);
+    CHECK_INT(b.n_tensors, a.n_tensors, "tensors of %s", name_b);
+    for (uint32_t i = 0; i < a.n_tensors; i++) {
+        const struct gguf_tensor *x = &a.tensors[i];
+        char name[GGUF_MAX_NAME];
+        snprintf(name, sizeof name, "%.*s", (int)x->name.n, x->name.p);
+        const struct gguf_tensor *y = gguf_find_tensor(&b, name);
+        if (!CHECK(y && y->bytes == x->bytes, "%s of %s", name, name_b)) continue;
+        worst =
+            fmax(worst, nmse((const float *)(const void *)y->data, (const float *)(const void *)x->data, x->bytes / 4));
     }
-    CHECK(cuts > 0, "never interrupted");
-    check_command(IN_DIR(MOE "--calibrate @/part.txt -o @/resumed.json --activations @/resumed.gguf -c 512"), 0, NULL,
-                  "goes on");
-    check_command(IN_DIR(MOE "--calibrate @/part.txt -o @/whole.json -c 512"), 0, NULL, NULL);
-    json_t *cut = scores_read("resumed.json"), *whole = scores_read("whole.json");
-    CHECK(json_integer_value(json_object_get(cut, "tokens")) == json_integer_value(json_object_get(whole, "tokens")),
-          "tokens of cut and whole");
-    json_decref(cut), json_decref(whole);
+    gguf_close(&a);
+    gguf_close(&b);
+    return worst;
+}
+
+/* Interrupted in several places and continued, a run has the tokens and the sums of one that was not: windows of 512 tokens are
+ * cut between two of them. */
+static void test_calibrate_resumes(void) {
+    static const int forwards[] = {1, 3, 2};
+    char self[512], cmd[2048];
+    const ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (!CHECK(n > 0, "no path of the program")) return;
+    self[n] = 0;
+    run_command(IN_DIR("head -c 20000 prompts/haystack.txt >@/part.txt; echo '{\"text\": \"a b c\"}' >@/part.jsonl; "
+                       "head -c 5000 prompts/haystack.txt | tr '\\n\"' '  ' | "
+                       "sed 's/.*/{\"text\": \"&\"}/' >>@/part.jsonl"),
+                NULL, NULL);
+    for (int i = 0; i < 3; i++) {
+        snprintf(cmd, sizeof cmd,
+                 "%s --interrupt %d -m build/demo.gguf --cpu --calibrate @/part.jsonl @/part.txt -o @/resumed.json "
+                 "--activations @/resumed.gguf -t 1 -c 512",
+                 self, forwards[i]);
+        check_command(IN_DIR(cmd), EXIT_INTERRUPT, NULL, "interrupted; the same command goes on");
+    }
+    check_command(IN_DIR(MOE "--cpu --calibrate @/part.jsonl @/part.txt -o @/resumed.json --activations @/resumed.gguf "
+                             "-c 512"),
+                  0, NULL, "goes on");
+    check_command(IN_DIR(MOE "--cpu --calibrate @/part.jsonl @/part.txt -o @/whole.json --activations @/whole.gguf "
+                             "-c 512"),
+                  0, NULL, NULL);
+    json_t *resumed = scores_read("resumed.json"), *whole = scores_read("whole.json");
+    if (!resumed || !whole) return;
+    CHECK_INT(json_integer_value(json_object_get(resumed, "tokens")),
+              json_integer_value(json_object_get(whole, "tokens")), "tokens");
+    const double e = scores_differ(whole, resumed), sums = tensors_differ("whole.gguf", "resumed.gguf");
+    CHECK(e < 1e-12, "the scores differ by %g", e);
+    CHECK(sums < 1e-10, "the squares of the activations differ by %g", sums);
+    json_decref(resumed);
+    json_decref(whole);
 }
 
 static void test_calibrate_activations(void) {
@@ -389,7 +444,7 @@ static void test_compare(void) {
     check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf @/deepseek_v3.gguf @/t.txt"), 1, "", "different");
     check_command(MOE_BIN " --compare build/demo.gguf build/demo.gguf", 2, "", "A.gguf B.gguf TEXT");
     check_command(IN_DIR(MOE "--compare build/demo.gguf build/demo.gguf @/t.txt"), 2, "", "takes the place of -m");
-    check_command(MOE_BIN " --compare build/demo.gguf build/nothing.gguf README.md", 1, "", "nothing.gguf");
+    check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf @/nothing.gguf README.md"), 1, "", "nothing.gguf");
     /* weights that are no numbers */
     char *file = NULL;
     struct gguf g;

@@ -6,9 +6,9 @@
 static void check_command(const char *cmd, int code, const char *out, const char *said) {
     char *o = NULL, *e = NULL;
     int rc = run_command(cmd, &o, &e);
-    CHECK(rc == code, "`%s` gave %d, expected %d; stderr: %.300s", cmd, rc, code, sb_cstr(&e));
-    CHECK(!out || !strcmp(sb_cstr(&o), out), "`%s` printed '%.200s', expected '%s'", cmd, sb_cstr(&o), out);
-    CHECK(!said || strstr(sb_cstr(&e), said), "`%s` said '%.300s', expected '%s' in it", cmd, sb_cstr(&e), said);
+    CHECK_INT(rc, code, "`%s`; stderr: %.300s", cmd, sb_cstr(&e));
+    if (out) CHECK_STR(sb_cstr(&o), out, "stdout of `%s`", cmd);
+    if (said) CHECK_HAS(sb_cstr(&e), said, "stderr of `%s`", cmd);
     arrfree(o);
     arrfree(e);
 }
@@ -23,15 +23,12 @@ static void test_cli_pipe(void) {
     check_command(MOE "--greedy --think off --cpu --moe-act fp4 -p 'What is 7 squared? One word.'", 0, "49\n",
                   "--moe-act has no effect");
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' <&-", 0, "49\n", NULL);
-    check_command("printf 'What is 7 squared?' >build/q.txt; " MOE
-                  "--greedy --think off -f build/q.txt </dev/null; rm build/q.txt",
-                  0, NULL, NULL);
+    check_command(
+        IN_DIR("printf 'What is 7 squared? One word.\\n' >@/q.txt; " MOE "--greedy --think off -f @/q.txt </dev/null"),
+        0, "49\n", "tok/s");
     check_command("MOE_MODEL=build/demo.gguf " MOE_BIN
                   " --greedy --think=off -p 'What is 7 squared? One word.' </dev/null",
                   0, "49\n", NULL);
-    check_command("echo 'What is my name?' | " MOE
-                  "--greedy --think off -s 'Answer briefly.' -p 'My name is Zoe.' -n 8",
-                  0, NULL, NULL);
     /* stdin first, a blank line, then -p: exactly the same prompt in one piece */
     char *a = NULL, *b = NULL;
     run_command("echo 'My name is Zoe.' | " MOE "--greedy --think off -n 12 -p 'What is my name?'", &a, NULL);
@@ -39,6 +36,38 @@ static void test_cli_pipe(void) {
     CHECK(arrlen(a) > 1 && !strcmp(sb_cstr(&a), sb_cstr(&b)), "'%s' and '%s'", sb_cstr(&a), sb_cstr(&b));
     arrfree(a);
     arrfree(b);
+}
+
+/* Runs a command; *text becomes all of stdout. Returns the hash that ends the statistics on stderr, malloc'ed. */
+static char *answer_hash(const char *cmd, char **text) {
+    char *said = NULL;
+    CHECK_INT(run_command(cmd, text, &said), 0, "`%s`", cmd);
+    const char *at = strstr(sb_cstr(&said), "| #");
+    char *hash = CHECK(at, "no hash in '%s'", said) ? xstrndup(at + 2, 9) : xstrdup("");
+    arrfree(said);
+    return hash;
+}
+
+/* -s and --system-file are the system message of the template: the logits are those of the prompt that --render gives. */
+static void test_cli_system(void) {
+    char *out[4] = {NULL}, *hash[4];
+    check_command(IN_DIR("printf 'Answer briefly.\\n' >@/s.txt"), 0, NULL, NULL);
+    check_command(IN_DIR("printf '%s' '{\"messages\": [{\"role\": \"system\", \"content\": \"Answer briefly.\"}, "
+                         "{\"role\": \"user\", \"content\": \"My name is Zoe.\"}], "
+                         "\"add_generation_prompt\": true, \"enable_thinking\": false}' | " MOE
+                         "--render >@/r.txt; grep -c 'Answer briefly' @/r.txt"),
+                  0, "1\n", NULL);
+    hash[0] = answer_hash(MOE "--greedy --think off -n 8 -p 'My name is Zoe.' -s 'Answer briefly.'", &out[0]);
+    hash[1] = answer_hash(IN_DIR(MOE "--greedy --think off -n 8 -p 'My name is Zoe.' --system-file @/s.txt"), &out[1]);
+    hash[2] = answer_hash(IN_DIR("{ cat @/r.txt; echo; } | " MOE "--greedy --raw --special -n 8"), &out[2]);
+    hash[3] = answer_hash(MOE "--greedy --think off -n 8 -p 'My name is Zoe.'", &out[3]);
+    CHECK_STR(hash[1], hash[0], "-s and --system-file");
+    CHECK_STR(hash[2], hash[0], "-s and the rendered prompt: '%s', '%s'", sb_cstr(&out[0]), sb_cstr(&out[2]));
+    CHECK(strcmp(hash[3], hash[0]), "-s changes nothing");
+    for (int i = 0; i < 4; i++) {
+        free(hash[i]);
+        arrfree(out[i]);
+    }
 }
 
 static void test_cli_lines(void) {
@@ -86,11 +115,11 @@ static void test_cli_render(void) {
                   "'{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}],\"add_generation_prompt\":true,"
                   "\"enable_thinking\":false}' | " MOE "--render",
                   0, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", NULL);
-    check_command("printf '{{ 1 + }}' >build/t.jinja; printf '{}' | " MOE_BIN
-                  " --render --chat-template-file build/t.jinja; rc=$?; rm build/t.jinja; exit $rc",
-                  1, "", "line 1");
-    check_command("printf \"{{ raise_exception('no way') }}\" >build/t.jinja; printf '{}' | " MOE_BIN
-                  " --render --chat-template-file build/t.jinja; rc=$?; rm build/t.jinja; exit $rc",
+    check_command(
+        IN_DIR("printf '{{ 1 + }}' >@/t.jinja; printf '{}' | " MOE_BIN " --render --chat-template-file @/t.jinja"), 1,
+        "", "line 1");
+    check_command(IN_DIR("printf \"{{ raise_exception('no way') }}\" >@/t.jinja; printf '{}' | " MOE_BIN
+                         " --render --chat-template-file @/t.jinja"),
                   1, "", "no way");
     check_command("printf '{}' | " MOE_BIN " --render --chat-template-file /dev/null", 0, "", NULL);
     check_command("printf '[]' | " MOE "--render", 1, "", "not a JSON object");
@@ -106,16 +135,16 @@ static void test_cli_usage(void) {
     check_command(MOE "--kv q4 -p hi </dev/null", 2, "", "bf16|fp8|f32");
     check_command(MOE "-c 12x -p hi </dev/null", 2, "", "12x");
     check_command(MOE "--temp", 2, "", "wants a value");
-    check_command(MOE_BIN " -m build/nothing.gguf -p hi </dev/null", 1, "", "No such file");
+    check_command(IN_DIR(MOE_BIN " -m @/nothing.gguf -p hi </dev/null"), 1, "", "No such file");
     check_command(MOE_BIN " -m build -p hi </dev/null", 1, "", "not a regular file");
     check_command(MOE_BIN " -m Makefile -p hi </dev/null", 1, "", "not a GGUF file");
     static const struct {
         const char *args, *said;
         int rc;
     } t[] = {{"--tokenize -p hi", "--tokenize and -p exclude each other", 2},
-             {"--logits build/x.npy --perplexity Makefile", "--logits and --perplexity exclude each other", 2},
-             {"--logits build/x.npy --bench", "--logits and --bench exclude each other", 2},
-             {"--logits build/x.npy --lines", "--logits and --lines exclude each other", 2},
+             {"--logits x.npy --perplexity Makefile", "--logits and --perplexity exclude each other", 2},
+             {"--logits x.npy --bench", "--logits and --bench exclude each other", 2},
+             {"--logits x.npy --lines", "--logits and --lines exclude each other", 2},
              {"--lines -f Makefile", "--lines and -f exclude each other", 2},
              {"--ids 1 -p hi", "-p and --ids exclude each other", 2},
              {"-s a --system-file Makefile -p hi", "-s and --system-file exclude each other", 2},
@@ -145,18 +174,36 @@ static void test_cli_usage(void) {
         snprintf(cmd, sizeof cmd, MOE "%s </dev/null", t[i].args);
         check_command(cmd, t[i].rc, "", t[i].said);
     }
-    check_command(MOE_BIN " --version", 0, NULL, NULL);
     check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
-    check_command("printf 'a\\377b' | " MOE "--logits build/x.npy", 1, "", "the prompt is not valid UTF-8");
+    check_command(IN_DIR("printf 'a\\377b' | " MOE "--logits @/x.npy"), 1, "", "the prompt is not valid UTF-8");
     check_command(MOE "-s \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "", "the system message is not valid UTF-8");
-    check_command("printf 'a\\0b' >build/s.txt; " MOE
-                  "--system-file build/s.txt -p hi </dev/null; rc=$?; rm build/s.txt; "
-                  "exit $rc",
-                  1, "", "the system message is not valid UTF-8");
+    check_command(IN_DIR("printf 'a\\0b' >@/s.txt; " MOE "--system-file @/s.txt -p hi </dev/null"), 1, "",
+                  "the system message is not valid UTF-8");
     check_command(MOE "-c 1 --perplexity Makefile </dev/null", 1, "", "too short");
-    check_command("yes '' | head -200 >build/hay.txt; " MOE
-                  "--needle 100 --haystack build/hay.txt </dev/null; rc=$?; rm build/hay.txt; exit $rc",
-                  1, "", "the haystack is not");
+    check_command(IN_DIR("yes '' | head -200 >@/hay.txt; " MOE "--needle 100 --haystack @/hay.txt </dev/null"), 1, "",
+                  "the haystack is not");
+}
+
+/* The number of columns of the longest of n lines; *rows becomes the number of lines. */
+static int text_columns(const char *text, int *rows) {
+    int columns = 0;
+    for (*rows = 0; *text; ++*rows) {
+        const int n = (int)strcspn(text, "\n");
+        columns = n > columns ? n : columns;
+        text += n + (text[n] == '\n');
+    }
+    return columns;
+}
+
+static void test_cli_version(void) {
+    char *out = NULL, want[64];
+    int rows;
+    CHECK_INT(run_command(MOE_BIN " --version", &out, NULL), 0, "--version");
+    const int columns = text_columns(sb_cstr(&out), &rows);
+    snprintf(want, sizeof want, "moe %s (CPU: %s; GPU: ", MOE_VERSION, kernels_choose()->name);
+    CHECK(!strncmp(out, want, strlen(want)), "'%s' does not begin with '%s'", out, want);
+    CHECK(rows <= 2 && columns <= 100, "%d lines, %d columns", rows, columns);
+    arrfree(out);
 }
 
 /* Whether a text of help has the line of an option. */
@@ -168,22 +215,12 @@ static bool help_has(const char *text, const struct option *o) {
     return help && help < end && !strstr(at + 1, line);
 }
 
-static int longest_line(const char *text, int *lines) {
-    int longest = 0;
-    for (*lines = 0; *text; (*lines)++) {
-        const int n = (int)strcspn(text, "\n");
-        if (n > longest) longest = n;
-        text += n + (text[n] == '\n');
-    }
-    return longest;
-}
-
 /* --help fits 60 lines of 100 columns and has one for every option, but for those of a mode, which --MODE --help explains. */
 static void test_cli_help(void) {
     char *all = NULL, cmd[128];
     int lines;
     CHECK(run_command(MOE_BIN " --help", &all, NULL) == 0, "--help failed");
-    int longest = longest_line(sb_cstr(&all), &lines);
+    int longest = text_columns(sb_cstr(&all), &lines);
     CHECK(lines <= 60 && longest <= 100, "%d lines, the longest has %d columns", lines, longest);
     for (int i = 0; i < N_OPTIONS; i++) {
         const struct option *o = &options[i];
@@ -193,7 +230,7 @@ static void test_cli_help(void) {
         if (!o->details) continue;
         snprintf(cmd, sizeof cmd, MOE_BIN " --%s --help", o->name);
         CHECK(run_command(cmd, &one, NULL) == 0, "%s failed", cmd);
-        longest = longest_line(sb_cstr(&one), &lines);
+        longest = text_columns(sb_cstr(&one), &lines);
         CHECK(help_has(one, o) && longest <= 100, "%s: %d columns", cmd, longest);
         for (int k = 0; k < N_OPTIONS; k++)
             if (options[k].of && list_has(options[k].of, o->name))
@@ -228,7 +265,7 @@ static void test_cli_stdout_full(void) {
     check_command(MOE "--greedy -n 1 -p hi </dev/null >&-", 1, "", "cannot write to stdout: Bad file");
     check_command(CONVERT_BIN " --help >/dev/full", 1, "", "cannot write to stdout");
     check_command(CONVERT_BIN " --version >/dev/full", 1, "", "cannot write to stdout");
-    check_command(MOE "--ids 1,2 --logits build/none/x.npy </dev/null", 1, "", "build/none/x.npy");
+    check_command(IN_DIR(MOE "--ids 1,2 --logits @/none/x.npy </dev/null"), 1, "", "/none/x.npy");
     static const char *const modes[] = {"--help", "--version", "--info", "--tokenize", "--render"};
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         char cmd[256];
@@ -238,31 +275,37 @@ static void test_cli_stdout_full(void) {
     }
 }
 
-/* Only a file is replaced, and what a signal ends leaves nothing behind. */
+/* Only a file is replaced. */
 static void test_cli_temporary(void) {
-    check_command("mkfifo build/fifo; " MOE "--ids 1 --logits build/fifo </dev/null; rc=$?; [ -p build/fifo ] || rc=3; "
-                  "rm build/fifo; exit $rc",
-                  1, "", "it is not a regular file");
+    check_command(IN_DIR("mkfifo @/fifo; " MOE "--ids 1 --logits @/fifo </dev/null"), 1, "",
+                  "it is not a regular file");
+    check_command(IN_DIR("[ -p @/fifo ]"), 0, NULL, NULL);
+    check_command(IN_DIR(MOE_BIN " -m @/fifo --info </dev/null"), 1, "", "not a regular file");
     /* what a symbolic link leads to is replaced, but not by the model's logits */
-    check_command("echo old >build/real; ln -s real build/link; " MOE "--ids 1 --logits build/link </dev/null; "
-                  "rc=$?; [ -L build/link ] && head -c 6 build/real; rm build/link build/real*; exit $rc",
+    check_command(IN_DIR("echo old >@/real; ln -s real @/link; " MOE "--ids 1 --logits @/link </dev/null && "
+                         "[ -L @/link ] && head -c 6 @/real"),
                   0, "\x93NUMPY", NULL);
-    check_command("ln -s demo.gguf build/link; " MOE
-                  "--ids 1 --logits build/link </dev/null; rc=$?; rm build/link; exit $rc",
-                  1, "", "--logits would replace the model");
-    check_command("mkfifo build/fifo; " MOE_BIN " -m build/fifo --info </dev/null; rc=$?; rm build/fifo; exit $rc", 1,
-                  "", "not a regular file");
+    check_command(IN_DIR("ln -s $PWD/build/demo.gguf @/demo; " MOE "--ids 1 --logits @/demo </dev/null"), 1, "",
+                  "--logits would replace the model");
     check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --info -m build/demo.gguf </dev/null", 1, "", "File exists");
-    if (SANITIZED) return;
-    char *out = NULL;
-    /* MOE_MODEL is no file to write to */
-    run_command("MOE_MODEL=build/demo.gguf " MOE_BIN " --synth qwen3-30b-a3b:1 --info </dev/null", &out, NULL);
-    CHECK(strstr(sb_cstr(&out), "18 in memory,"), "%s", out);
-    arrfree(out);
-    check_command(MOE_BIN " --synth qwen3-30b-a3b:1 --bench -m build/synth.gguf </dev/null & p=$!; "
-                          "until ls build/synth.gguf* || ! kill -0 $p; do sleep 0.01; done; kill -TERM $p; wait $p; "
-                          "rc=$?; ls build/synth.gguf* && rc=9; rm -f build/synth.gguf*; exit $rc",
+}
+
+/* What a signal ends leaves nothing behind. */
+static void test_cli_terminate(void) {
+    if (SANITIZED) SKIP("the sanitizers fill 300 MB of weights too slowly");
+    check_command(IN_DIR(MOE_BIN " --synth qwen3-30b-a3b:1 --bench -m @/synth.gguf </dev/null & p=$!; "
+                                 "until ls @/synth.gguf* || ! kill -0 $p; do sleep 0.01; done; kill -TERM $p; wait $p"),
                   128 + SIGTERM, NULL, NULL);
+    check_command(IN_DIR("ls @/synth.gguf*"), 2, "", NULL);
+}
+
+/* MOE_MODEL is no file to write to. */
+static void test_cli_synth_memory(void) {
+    if (SANITIZED) SKIP("the sanitizers fill 300 MB of weights too slowly");
+    char *out = NULL;
+    run_command("MOE_MODEL=build/demo.gguf " MOE_BIN " --synth qwen3-30b-a3b:1 --info </dev/null", &out, NULL);
+    CHECK_HAS(sb_cstr(&out), "18 in memory,", "--synth with MOE_MODEL");
+    arrfree(out);
 }
 
 /* The shapes of --synth, whole and cut, by what --info finds in them. */
@@ -314,25 +357,27 @@ static void test_cli_bench(void) {
     arrfree(out);
 }
 
-/* Ctrl-C while it waits for input, and in the middle of a test. */
+/* Ctrl-C while it reads its stdin, and in the middle of a test. */
 static void test_cli_interrupt(void) {
-    static const char *const modes[] = {"", "--tokenize", "--render", "--lines", "--lines --raw", "--smoke --cpu-ref"};
-    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
+    static const struct {
+        const char *mode, *after; /* what is printed before the Ctrl-C; NULL: it has read what was written */
+    } t[] = {{"", NULL},        {"--tokenize", NULL},    {"--render", NULL},
+             {"--lines", NULL}, {"--lines --raw", NULL}, {"--smoke --cpu-ref", "\n"}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        struct program p;
         char cmd[256];
-        snprintf(cmd, sizeof cmd,
-                 "mkfifo build/fifo; env --default-signal=INT timeout --preserve-status -k 15 -s INT 0.6 " MOE
-                 "%s <>build/fifo; rc=$?; rm build/fifo; exit $rc",
-                 modes[i]);
-        check_command(cmd, EXIT_INTERRUPT, NULL, NULL);
+        snprintf(cmd, sizeof cmd, "exec " MOE "%s", t[i].mode);
+        if (!program_start(&p, cmd)) return;
+        if ((t[i].after || program_write(&p, "x", 1)) && program_expect(&p, t[i].after)) program_interrupt(&p);
+        CHECK_INT(program_end(&p, NULL, NULL), EXIT_INTERRUPT, "moe %s", t[i].mode);
     }
 }
 
 /* --logits writes what NumPy reads: magic, header length, shape, and the bytes. */
 static void test_cli_logits(void) {
     char *npy = NULL, err[ERR_MAX];
-    check_command(MOE "--cpu-ref --kv f32 --ids 8188,361,198 --logits build/x.npy </dev/null", 0, "", NULL);
-    if (!CHECK(read_file("build/x.npy", &npy, err) == 0, "%s", err)) return;
-    unlink("build/x.npy");
+    check_command(IN_DIR(MOE "--cpu-ref --kv f32 --ids 8188,361,198 --logits @/x.npy </dev/null"), 0, "", NULL);
+    if (!CHECK(read_file(IN_DIR("@/x.npy"), &npy, err) == 0, "%s", err)) return;
     CHECK(arrlenu(npy) == 128 + 3 * 8192 * 4 && !memcmp(npy, "\x93NUMPY\1\0v\0", 10), "%zu bytes", arrlenu(npy));
     CHECK(strstr(npy + 10, "'shape': (3, 8192)"), "header '%.100s'", npy + 10);
     float x[8192];
@@ -364,10 +409,15 @@ static void test_cli_determinism(void) {
 static void test_cli_needle(void) {
     check_command(MOE "--needle 1000 --depth 10 </dev/null", 0, NULL, "found");
     check_command(MOE "--needle 1000 --depth 90 --kv fp8 </dev/null", 0, NULL, "found");
-    if (!SANITIZED) check_command(MOE "--needle 8000 --depth 50 </dev/null", 0, NULL, "found");
-    const char *hay = shared_path("prose/haystack.txt");
-    if (!hay || SANITIZED) return;
+}
+
+/* 8,000 tokens of the shipped stories, and of books. */
+static void test_cli_needle_long(void) {
     static const int depth[] = {10, 50, 90};
+    if (SANITIZED) SKIP("it takes minutes under sanitizers and calls nothing that others do not");
+    check_command(MOE "--needle 8000 --depth 50 </dev/null", 0, NULL, "found");
+    const char *hay = shared_path("prose/haystack.txt");
+    if (!hay) SKIP("../shared/prose is absent: only the shipped stories were searched");
     for (int i = 0; i < 3; i++) {
         char cmd[512];
         snprintf(cmd, sizeof cmd, MOE "--needle 1000 --depth %d --kv %s --haystack %s </dev/null", depth[i],
@@ -382,25 +432,150 @@ static void test_cli_needle(void) {
 
 static void test_cli_smoke(void) { check_command(MOE "--smoke </dev/null", 0, NULL, "C needle"); }
 
-/* The demo starts quickly and lives in little memory of its own: RssAnon at 8k tokens of context. */
-static void test_cli_memory(void) {
+/* Memory that is available lies between what is unused and all that there is. */
+static void test_cli_memory_available(void) {
     double have = (double)memory_available(), page = (double)sysconf(_SC_PAGESIZE),
            unused = page * (double)sysconf(_SC_AVPHYS_PAGES), all = page * (double)sysconf(_SC_PHYS_PAGES);
     CHECK(have > 0.5 * unused && have < all, "%g bytes are available, %g unused, %g in all", have, unused, all);
+}
+
+/* The demo lives in little memory of its own: RssAnon while it waits for the next line behind a prompt of 8,000 tokens. */
+static void test_cli_memory(void) {
+    enum { TEXT = 36000 /* bytes, somewhat above 8,000 tokens */ };
     if (SANITIZED) SKIP("the sanitizers need memory of their own");
-    char *out = NULL;
-    /* the process is looked at while it waits for the rest of its stdin behind a prompt of 8k tokens */
-    check_command(MOE "--needle 8000 </dev/null & p=$!; m=0; while kill -0 $p 2>/dev/null; do a=$(sed -n "
-                      "'s/RssAnon:[^0-9]*//p' /proc/$p/status 2>/dev/null | cut -d' ' -f1); "
-                      "[ \"${a:-0}\" -gt $m ] && m=$a; sleep 0.05; done; echo $m >build/rss; wait $p",
-                  0, NULL, NULL);
-    char err[ERR_MAX];
-    if (CHECK(read_file("build/rss", &out, err) == 0, "%s", err)) {
-        long kib = atol(sb_cstr(&out));
-        CHECK(kib > 1000 && kib < 150 * 1024, "RssAnon reached %ld KiB", kib);
+    struct program p;
+    char path[64], *text = NULL, *status = NULL, *said = NULL, err[ERR_MAX];
+    if (!CHECK(read_file("prompts/haystack.txt", &text, err) == 0 && arrlen(text) > TEXT, "%s", err)) return;
+    for (int i = 0; i < TEXT; i++) text[i] = text[i] == '\n' ? ' ' : text[i];
+    text[TEXT - 1] = '\n';
+    if (!program_start(&p, "exec " MOE "--lines --raw --greedy -n 1 -c 9000")) return;
+    if (program_write(&p, text, TEXT) && program_expect(&p, "first token")) {
+        snprintf(path, sizeof path, "/proc/%d/status", (int)p.pid);
+        read_file(path, &status, err);
+        const char *at = strstr(sb_cstr(&status), "RssAnon:");
+        const long kib = at ? atol(at + strlen("RssAnon:")) : -1;
+        CHECK(kib > 1000 && kib < 150 * 1024, "RssAnon is %ld KiB", kib);
     }
-    unlink("build/rss");
-    arrfree(out);
+    CHECK_INT(program_end(&p, NULL, &said), 0, "%s", sb_cstr(&said));
+    const char *prompt = strstr(sb_cstr(&said), "prompt ");
+    CHECK(prompt && atoi(prompt + strlen("prompt ")) >= 8000, "%s", said);
+    arrfree(text);
+    arrfree(status);
+    arrfree(said);
+}
+
+/* ---- what the README says ---- */
+
+/* Whether `name` (n bytes, without the dashes) is an option of the program. */
+static bool is_option(const char *name, size_t n) {
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (options[i].name && !strncmp(options[i].name, name, n) && !options[i].name[n]) return true;
+    return false;
+}
+
+/* Every option in README.md and convert/README.md is one of moe, moe-convert or moe-reap, or of a command that is named. */
+static void test_readme_options(void) {
+    static const char *const files[] = {"README.md", "convert/README.md"};
+    static const char *const foreign[] = {"local-dir"}; /* of hf download */
+    char *help = NULL;
+    run_command(CONVERT_BIN " --help; " REAP_BIN " --help", &help, NULL);
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        char *text = NULL, err[ERR_MAX], line[80];
+        int found = 0;
+        if (!CHECK(read_file(files[i], &text, err) == 0, "%s", err)) continue;
+        for (const char *p = sb_cstr(&text); (p = strstr(p, "--"));) {
+            const size_t n = strspn(p + 2, "abcdefghijklmnopqrstuvwxyz0123456789-");
+            const bool option = n && p[2] != '-' && (p == text || strchr(" \n`(|", p[-1]));
+            if (option) {
+                bool known = is_option(p + 2, n);
+                snprintf(line, sizeof line, "  --%.*s ", (int)n, p + 2);
+                known |= strstr(sb_cstr(&help), line) != NULL;
+                for (size_t k = 0; k < sizeof foreign / sizeof *foreign; k++)
+                    known |= n == strlen(foreign[k]) && !strncmp(p + 2, foreign[k], n);
+                CHECK(known, "%s names --%.*s, which is no option", files[i], (int)n, p + 2);
+                found++;
+            }
+            p += 2 + n;
+        }
+        CHECK(found > 20, "only %d options in %s", found, files[i]);
+        arrfree(text);
+    }
+    arrfree(help);
+}
+
+/* The words in backquotes of column `column` of the table whose head line is `head`, in order, each behind a blank. */
+static char *readme_column(const char *file, const char *head, int column) {
+    char *text = NULL, *words = NULL, err[ERR_MAX];
+    CHECK(read_file(file, &text, err) == 0, "%s", err);
+    const char *p = strstr(sb_cstr(&text), head);
+    if (CHECK(p, "%s has no table '%s'", file, head))
+        for (p = strchr(strchr(p, '\n') + 1, '\n') + 1; *p == '|'; p = strchr(p, '\n') + 1) {
+            const char *cell = p + 1, *end;
+            for (int i = 0; i < column; i++) cell = strchr(cell, '|') + 1;
+            for (end = strchr(cell, '|'); (cell = memchr(cell, '`', (size_t)(end - cell))); cell++) {
+                const size_t n = strcspn(++cell, "`");
+                sb_printf(&words, " %.*s", (int)n, cell);
+                cell += n;
+            }
+        }
+    sb_cstr(&words);
+    arrfree(text);
+    return words;
+}
+
+/* The families in the tables of the documents are those of moe.c and moe-convert. */
+static void test_readme_families(void) {
+    static const char *const tables[][2] = {{"README.md", "| GGUF architecture | Hugging Face `model_type` |"},
+                                            {"convert/README.md", "| `model_type` | GGUF architecture |"}};
+    char *help = NULL;
+    run_command(CONVERT_BIN " --help", &help, NULL);
+    for (int i = 0; i < 2; i++) {
+        char *arch = readme_column(tables[i][0], tables[i][1], i),
+             *types = readme_column(tables[i][0], tables[i][1], !i);
+        for (int k = 0; k < FAMILIES; k++) CHECK_HAS(arch, families[k].arch, "the table of %s", tables[i][0]);
+        for (const char *p = arch; *p == ' ';) {
+            const size_t n = strcspn(++p, " ");
+            bool known = false;
+            for (int k = 0; k < FAMILIES; k++)
+                known |= strlen(families[k].arch) == n && !strncmp(families[k].arch, p, n);
+            CHECK(known, "%s lists %.*s, which moe does not load", tables[i][0], (int)n, p);
+            p += n;
+        }
+        /* "Models: a, b, c." in the help of moe-convert */
+        char *listed = NULL;
+        const char *p = strstr(sb_cstr(&help), "Models: ");
+        for (p = p ? p + strlen("Models:") : ""; *p == ' ' || *p == ',';) {
+            p += strspn(p, ", \n");
+            const size_t n = strcspn(p, ",.\n");
+            sb_printf(&listed, " %.*s", (int)n, p);
+            p += n;
+        }
+        CHECK_STR(types, sb_cstr(&listed), "the model types of %s and of moe-convert --help", tables[i][0]);
+        arrfree(listed);
+        arrfree(arch);
+        arrfree(types);
+    }
+    arrfree(help);
+}
+
+/* The shapes behind "`--synth` knows" in README.md are those of the table, in its order. */
+static void test_readme_shapes(void) {
+    char *text = NULL, *want = NULL, *found = NULL, err[ERR_MAX];
+    if (!CHECK(read_file("README.md", &text, err) == 0, "%s", err)) return;
+    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) sb_printf(&want, " %s", synths[i].name);
+    const char *p = strstr(sb_cstr(&text), "`--synth` knows");
+    for (p = p ? strchr(p, 's') + strlen("synth` knows") : ""; *p;) {
+        p += strspn(p, ", \n");
+        if (!strncmp(p, "and ", 4)) p += 4;
+        if (*p != '`') break;
+        const size_t n = strcspn(++p, "`");
+        sb_printf(&found, " %.*s", (int)n, p);
+        p += n + 1;
+    }
+    CHECK_STR(sb_cstr(&found), sb_cstr(&want), "the shapes of --synth in README.md");
+    arrfree(text);
+    arrfree(want);
+    arrfree(found);
 }
 
 #define TESTS_CLI                                                                                                    \
@@ -410,4 +585,8 @@ static void test_cli_memory(void) {
         {"cli/help", test_cli_help}, {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full},         \
         {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, \
         {"cli/smoke", test_cli_smoke}, {"cli/memory", test_cli_memory}, {"cli/synth", test_cli_synth},               \
-        {"cli/bench", test_cli_bench},
+        {"cli/bench", test_cli_bench}, {"cli/system", test_cli_system}, {"cli/terminate", test_cli_terminate},       \
+        {"cli/version", test_cli_version}, {"cli/needle-long", test_cli_needle_long},                                \
+        {"cli/memory-available", test_cli_memory_available}, {"cli/synth-memory", test_cli_synth_memory},            \
+        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                          \
+        {"readme/shapes", test_readme_shapes},

@@ -332,7 +332,7 @@ static int hf_run(struct hf *h, const char *extra) {
     hf_json(h, "generation_config.json", h->generation);
     arrsetlen(h->out, 0);
     arrsetlen(h->err, 0);
-    snprintf(cmd, sizeof cmd, "build/moe-convert %s %s", h->dir, extra);
+    snprintf(cmd, sizeof cmd, CONVERT_BIN " %s %s", h->dir, extra);
     int rc = run_command(cmd, &h->out, &h->err);
     sb_cstr(&h->out), sb_cstr(&h->err);
     return rc;
@@ -1160,37 +1160,37 @@ static void test_convert_atomic(void) {
     hf_begin(&h, "atomic");
     hf_qwen3(&h);
     CHECK(!hf_convert_to(&h, "out.gguf"), "%s", h.err);
-    snprintf(cmd, sizeof cmd, "ulimit -f 100; build/moe-convert %s -o %s/out2.gguf", h.dir, h.dir);
+    snprintf(cmd, sizeof cmd, "ulimit -f 100; " CONVERT_BIN " %s -o %s/out2.gguf", h.dir, h.dir);
     arrsetlen(h.err, 0);
     int rc = run_command(cmd, NULL, &h.err);
     CHECK(rc == 1 && strstr(sb_cstr(&h.err), "File too large"), "exit %d: %s", rc, h.err);
-    snprintf(cmd, sizeof cmd, "ulimit -f 60; build/moe-convert %s -o %s/out2.gguf --quantize nvfp4", h.dir, h.dir);
+    snprintf(cmd, sizeof cmd, "ulimit -f 60; " CONVERT_BIN " %s -o %s/out2.gguf --quantize nvfp4", h.dir, h.dir);
     arrsetlen(h.err, 0);
     rc = run_command(cmd, NULL, &h.err);
     CHECK(rc == 1 && strstr(sb_cstr(&h.err), "File too large"), "exit %d: %s", rc, h.err);
-    snprintf(cmd, sizeof cmd, "build/moe-convert %s -o %s", h.dir, h.dir);
+    snprintf(cmd, sizeof cmd, CONVERT_BIN " %s -o %s", h.dir, h.dir);
     arrsetlen(h.err, 0);
     CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is a directory"), "%s", h.err);
-    snprintf(cmd, sizeof cmd, "build/moe-convert %s -o %s/none/out.gguf", h.dir, h.dir);
+    snprintf(cmd, sizeof cmd, CONVERT_BIN " %s -o %s/none/out.gguf", h.dir, h.dir);
     CHECK(run_command(cmd, NULL, NULL) == 1, "no such directory");
-    snprintf(cmd, sizeof cmd, "mkfifo %s/fifo; build/moe-convert %s -o %s/fifo; rc=$?; rm %s/fifo; exit $rc", h.dir,
+    snprintf(cmd, sizeof cmd, "mkfifo %s/fifo; " CONVERT_BIN " %s -o %s/fifo; rc=$?; rm %s/fifo; exit $rc", h.dir,
              h.dir, h.dir, h.dir);
     arrsetlen(h.err, 0);
     CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "not a regular file"), "%s", h.err);
     arrsetlen(h.err, 0);
-    CHECK(run_command("build/moe-convert convert/demo -o ''", NULL, &h.err) == 2, "%s", h.err);
-    snprintf(cmd, sizeof cmd, "cd %s; ln -s tokenizer.json link; $OLDPWD/build/moe-convert . -o link", h.dir);
+    CHECK(run_command(CONVERT_BIN " convert/demo -o ''", NULL, &h.err) == 2, "%s", h.err);
+    snprintf(cmd, sizeof cmd, "cd %s; ln -s tokenizer.json link; $OLDPWD/" CONVERT_BIN " . -o link", h.dir);
     arrsetlen(h.err, 0);
     CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is one of the files that are read"), "%s",
           h.err);
     snprintf(cmd, sizeof cmd,
-             "cd %s; touch real.gguf; ln -sf real.gguf link; $OLDPWD/build/moe-convert . -o link && "
+             "cd %s; touch real.gguf; ln -sf real.gguf link; $OLDPWD/" CONVERT_BIN " . -o link && "
              "[ -L link ] && cmp real.gguf out.gguf",
              h.dir);
     arrsetlen(h.err, 0);
     CHECK(run_command(cmd, NULL, &h.err) == 0, "%s", h.err);
     snprintf(cmd, sizeof cmd,
-             "cd %s; rm generation_config.json; mkfifo generation_config.json; $OLDPWD/build/moe-convert . "
+             "cd %s; rm generation_config.json; mkfifo generation_config.json; $OLDPWD/" CONVERT_BIN " . "
              "--dry-run",
              h.dir);
     arrsetlen(h.err, 0);
@@ -1237,9 +1237,9 @@ static void test_convert_interrupt(void) {
     for (int quantize = 0; quantize < 2; quantize++) {
         arrsetlen(h.err, 0);
         snprintf(text, sizeof text,
-                 "trap '' HUP; build/moe-convert %s -o %s/out.gguf%s & p=$!; sleep 0.2; kill -HUP $p; sleep 0.2; "
-                 "kill -TERM $p; wait $p",
-                 h.dir, h.dir, quantize ? " --quantize nvfp4 --dense" : "");
+                 "trap '' HUP; " CONVERT_BIN " %s -o %s/out.gguf%s & p=$!; "
+                 "until ls %s/out.gguf.tmp* || ! kill -0 $p; do sleep 0.01; done; kill -HUP $p; kill -TERM $p; wait $p",
+                 h.dir, h.dir, quantize ? " --quantize nvfp4 --dense" : "", h.dir);
         int rc = run_command(text, NULL, &h.err);
         room = room && !strstr(sb_cstr(&h.err), "are needed");
         CHECK(!room || rc == 128 + SIGTERM, "exit %d: %s", rc, h.err);
@@ -1268,7 +1268,7 @@ static void test_convert_usage(void) {
              {"tests/none --dry-run", 1, "no config.json"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         char cmd[160], *out = NULL;
-        snprintf(cmd, sizeof cmd, "build/moe-convert %s 2>&1", c[i].args);
+        snprintf(cmd, sizeof cmd, CONVERT_BIN " %s 2>&1", c[i].args);
         int rc = run_command(cmd, &out, NULL);
         CHECK(rc == c[i].rc && strstr(sb_cstr(&out), c[i].says), "'%s': exit %d: %s", c[i].args, rc, out);
         arrfree(out);
@@ -1280,7 +1280,7 @@ static void test_convert_demo(void) {
     char path[128], cmd[256], err[ERR_MAX], *out = NULL, *said = NULL;
     struct gguf g;
     snprintf(path, sizeof path, "%s/demo.gguf", test_dir());
-    snprintf(cmd, sizeof cmd, "build/moe-convert convert/demo -o %s --name demo", path);
+    snprintf(cmd, sizeof cmd, CONVERT_BIN " convert/demo -o %s --name demo", path);
     if (!CHECK(!run_command(cmd, &out, &said), "%s", sb_cstr(&said)) ||
         !CHECK(!gguf_open(&g, path, err, sizeof err), "%s", err))
         return;
@@ -1340,7 +1340,7 @@ static void test_convert_demo(void) {
 
 static void test_convert_dry_run(void) {
     char *out = NULL, *said = NULL;
-    int rc = run_command("build/moe-convert convert/demo --dry-run", &out, &said);
+    int rc = run_command(CONVERT_BIN " convert/demo --dry-run", &out, &said);
     sb_cstr(&out);
     CHECK(rc == 0 && !arrlen(said), "exit %d", rc);
     CHECK(out && strstr(out, "blk.6.attn_k_b.weight") && strstr(out, "BF16 of E2M1 x E4M3, exact"), "listing");

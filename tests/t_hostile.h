@@ -6,8 +6,6 @@
 
 #define HOSTILE_CORPUS "tests/corpus/"
 
-enum { HOSTILE_SECONDS = 15 }; /* of random repeats, whatever the machine */
-
 /* The bytes of a file of the repository or the test directory, stb_ds. */
 static char *hostile_read(const char *path) {
     char *sb = NULL, err[ERR_MAX];
@@ -23,29 +21,28 @@ static void hostile_write(const char *path, const void *p, size_t n) {
 }
 
 /* Calls fn for every line of gguf/expected.txt: the path, and what the message must contain ("-": the file is valid). */
-static int hostile_each(void (*fn)(const char *path, const char *expect, int no)) {
+static int hostile_each(void (*fn)(const char *path, const char *expect)) {
     char *list = hostile_read(HOSTILE_CORPUS "gguf/expected.txt"), path[512];
-    int no = 0;
+    int lines = 0;
     (void)sb_cstr(&list);
-    for (char *line = strtok(list, "\n"); line; line = strtok(NULL, "\n"), no++) {
+    for (char *line = strtok(list, "\n"); line; line = strtok(NULL, "\n"), lines++) {
         char *tab = strchr(line, '\t');
         if (!CHECK(tab, "no tab in '%s'", line)) break;
         *tab = 0;
         snprintf(path, sizeof path, HOSTILE_CORPUS "gguf/%s", line);
         size_t at = (size_t)(tab + 1 - list);
-        fn(path, list + at, no);
+        fn(path, list + at);
     }
     arrfree(list);
-    return no;
+    return lines;
 }
 
 /* ---- in process ---- */
 
-static void hostile_load(const char *path, const char *expect, int no) {
+static void hostile_load(const char *path, const char *expect) {
     struct model m;
     char err[ERR_MAX] = "";
     int rc = model_load(&m, path, err);
-    (void)no;
     if (strcmp(expect, "-")) {
         CHECK(rc && strstr(err, expect), "%s: rc %d, '%s', expected '%s'", path, rc, err, expect);
         CHECK(!rc || !strncmp(err, "'" HOSTILE_CORPUS, strlen(HOSTILE_CORPUS) + 1),
@@ -162,9 +159,8 @@ static void test_hostile_flips(void) {
     size_t *edges = NULL, begin, end;
     char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
     uint64_t rng = 11;
-    double t0 = now_seconds();
-    int n = SANITIZED ? 1000 : 10000, i = 0, bound = 0;
-    for (; sb && i < n && now_seconds() - t0 < HOSTILE_SECONDS; i++) {
+    int n = SANITIZED ? 1000 : 10000, bound = 0;
+    for (int i = 0; sb && i < n; i++) {
         size_t at[3], k = 1 + rng_next(&rng) % 3;
         int bit[3];
         for (size_t j = 0; j < k; j++) {
@@ -174,7 +170,7 @@ static void test_hostile_flips(void) {
         bound += fuzz_bind((const uint8_t *)sb, arrlenu(sb), i % 50 == 0);
         for (size_t j = 0; j < k; j++) sb[at[j]] = (char)(sb[at[j]] ^ 1 << bit[j]);
     }
-    CHECK(i >= n / 20 && bound > 0 && bound < i, "%d of %d files were taken in %.0f s", bound, i, now_seconds() - t0);
+    CHECK(bound > 0 && bound < n, "%d of %d files were taken", bound, n);
     arrfree(edges);
     arrfree(sb);
 }
@@ -198,8 +194,7 @@ static bool hostile_header(const char *path) {
     return ok;
 }
 
-static void hostile_header_expected(const char *path, const char *expect, int no) {
-    (void)no;
+static void hostile_header_expected(const char *path, const char *expect) {
     CHECK(!strcmp(expect, "the file holds only a header") ? hostile_header(path)
                                                           : hostile_header(path) || strcmp(expect, "-"),
           "%s: refused", path);
@@ -275,9 +270,9 @@ static bool hostile_run(const char *cmd, const char *program, bool may_succeed) 
 
 #define HOSTILE_RUN "timeout 20 " MOE_BIN " -m %s --raw -p 'ab c' -n 2 -c 16 -t 1 </dev/null"
 
-static void hostile_program(const char *path, const char *expect, int no) {
+static void hostile_program(const char *path, const char *expect) {
     char cmd[1024];
-    if (!strcmp(expect, "-") || no % (SANITIZED ? 10 : 2)) return;
+    if (!strcmp(expect, "-")) return;
     snprintf(cmd, sizeof cmd, HOSTILE_RUN, path);
     hostile_run(cmd, "moe: ", false);
 }
@@ -314,12 +309,12 @@ static void test_hostile_shrinks(void) {
     arrfree(edges);
     if (!sb) return;
     arrfree(sb);
-    snprintf(cmd, sizeof cmd,
-             "{ i=0; while ! grep -q 'loaded in' %s.said && [ $i -lt 500 ]; do i=$((i + 1)); sleep 0.02; "
-             "done; truncate -s 4096 %s; echo ab; } | "
-             "timeout 30 " MOE_BIN " --verbose -m %s --raw -n 4 -c 64 -t 2 2>%s.said; rc=$?; cat %s.said >&2; exit $rc",
-             path, path, path, path, path);
-    int rc = run_command(cmd, NULL, &said);
+    struct program p;
+    snprintf(cmd, sizeof cmd, "exec " MOE_BIN " --verbose -m %s --raw -n 4 -c 64 -t 2", path);
+    if (!program_start(&p, cmd)) return;
+    if (program_expect(&p, "loaded in") && CHECK(!truncate(path, 4096), "%s", strerror(errno)))
+        program_write(&p, "ab\n", 3);
+    int rc = program_end(&p, NULL, &said);
     static const char last[] = "moe: the model file was truncated or its disk failed while in use\n";
     size_t n = arrlenu(said), k = sizeof last - 1;
     CHECK(rc == 1 && n >= k && !memcmp(said + n - k, last, k), "exit %d: %s", rc, sb_cstr(&said));

@@ -63,6 +63,76 @@ static void greedy_run(struct session *s, const int32_t *ids, int n, int32_t *ou
     }
 }
 
+/* The experts that a forward chooses: (n_layer, n, n_expert_used), in ascending order. */
+static struct {
+    const struct ops *plain;
+    int32_t *chosen;
+    int n;
+} routing;
+
+static int compare_id(const void *a, const void *b) {
+    return (*(const int32_t *)a > *(const int32_t *)b) - (*(const int32_t *)a < *(const int32_t *)b);
+}
+
+static void routing_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
+    const size_t k = (size_t)r->m->max.n_expert_used;
+    routing.plain->moe_ffn(r, il, x, out);
+    for (int t = 0; t < r->n_tok; t++) {
+        int32_t *to = routing.chosen + ((size_t)il * (size_t)routing.n + (size_t)(r->pos + t)) * k;
+        memcpy(to, r->route_id + (size_t)t * k, k * sizeof *to);
+        qsort(to, k, sizeof *to, compare_id);
+    }
+}
+
+/* all_logits of one thread, and the experts chosen (as in `routing`, malloc'ed). */
+static float *routed_logits(const struct model *m, const struct kernels *k, const int32_t *ids, int n,
+                            int32_t **chosen) {
+    struct session s;
+    char err[ERR_MAX] = "";
+    struct collect c = {xmalloc((size_t)n * (size_t)m->n_vocab * sizeof(float)), m->n_vocab};
+    session_cpu(&s, m, k, 1, n, KV_F32);
+    struct ops ops = *s.r->ops;
+    *chosen = xcalloc((size_t)m->n_layer * (size_t)n * (size_t)m->max.n_expert_used, sizeof **chosen);
+    routing.plain = s.r->ops;
+    routing.chosen = *chosen;
+    routing.n = n;
+    ops.moe_ffn = routing_moe_ffn;
+    s.r->ops = &ops;
+    CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
+    s.r->ops = routing.plain;
+    session_free(&s);
+    return c.out;
+}
+
+/* The kernels of a set against the scalar ones over n tokens, as far as both choose the same experts in every layer: random
+ * routers leave choices so close that rounding decides them, and other experts give other logits altogether. The limit is the
+ * power of ten above three times the largest error of the sets for x86-64 over all fixtures: 6.1e-8 for integer activations. */
+static void check_kernels(const char *name, const struct model *m, const struct kernels *fast, const int32_t *ids,
+                          int n) {
+    const size_t k = (size_t)m->max.n_expert_used, vocab = (size_t)m->n_vocab;
+    const struct kernels *set[2] = {&kernels_ref, fast};
+    int32_t *chosen[2];
+    float *x[2];
+    int same = 0;
+    for (int i = 0; i < 2; i++) x[i] = routed_logits(m, set[i], ids, n, &chosen[i]);
+    for (int t = 0; t < n; t++) {
+        bool agree = true;
+        for (int il = 0; agree && il < m->n_layer; il++) {
+            const size_t at = ((size_t)il * (size_t)n + (size_t)t) * k;
+            agree = !memcmp(chosen[0] + at, chosen[1] + at, k * sizeof **chosen);
+        }
+        if (!agree) continue;
+        same++;
+        const double e = nmse(x[1] + (size_t)t * vocab, x[0] + (size_t)t * vocab, vocab);
+        CHECK(e <= 1e-6, "%s, %s: NMSE %.3g at token %d", name, fast->name, e, t);
+    }
+    CHECK(same >= n * 3 / 4, "%s, %s: the same experts for only %d of %d tokens", name, fast->name, same, n);
+    for (int i = 0; i < 2; i++) {
+        free(x[i]);
+        free(chosen[i]);
+    }
+}
+
 static void check_fixture(const char *name, const int *experts) {
     struct model m;
     char path[256];
@@ -80,10 +150,8 @@ static void check_fixture(const char *name, const int *experts) {
     double e = nmse(x, ref, (size_t)n * (size_t)m.n_vocab);
     CHECK(e <= 1e-6, "%s: NMSE %.3g against Hugging Face", name, e);
     free(x);
-    x = all_logits(&m, kernels_choose(), KV_F32, 2, ids, n);
-    e = nmse(x, ref, (size_t)n * (size_t)m.n_vocab);
-    CHECK(e <= 1e-2, "%s: NMSE %.3g of the fast kernels (random weights: routing flips count)", name, e);
-    free(x);
+    for (size_t i = 0; i < sizeof kernel_sets / sizeof *kernel_sets; i++)
+        if (kernels_runnable(kernel_sets[i])) check_kernels(name, &m, kernel_sets[i], ids, n);
     struct session s;
     int32_t out[64] = {0};
     session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
@@ -729,6 +797,26 @@ static void test_contents_list(void) {
     arrfree(text);
 }
 
+/* Under the title of every section stands what it is for: an empty comment line and at least one sentence. */
+static void test_banners(void) {
+    static const char *const files[] = {"moe.c", "moe_cuda.cu"};
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        char *text = NULL, err[ERR_MAX];
+        int sections = 0;
+        if (!CHECK(read_file(files[i], &text, err) == 0, "%s", err)) continue;
+        for (const char *p = sb_cstr(&text); (p = strstr(p, "/* =======")); sections++) {
+            const char *title = strchr(p, '\n') + 1, *body = strchr(title, '\n') + 1, *end = strstr(body, " * ======");
+            const int n = (int)(body - title - 4);
+            p = body;
+            if (!CHECK(end, "%s: the banner of '%.*s' has no end", files[i], n, title + 3)) break;
+            CHECK(!strncmp(body, " *\n * ", 6) && memchr(body, '.', (size_t)(end - body)),
+                  "%s: no sentence under '%.*s'", files[i], n, title + 3);
+        }
+        CHECK(sections > 10, "%d sections in %s", sections, files[i]);
+        arrfree(text);
+    }
+}
+
 #define TESTS_MODEL                                                                                                   \
     {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
         {"model/fixtures-reap", test_fixtures_reap}, {"model/demo-reference", test_demo_reference},                   \
@@ -737,4 +825,4 @@ static void test_contents_list(void) {
         {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
         {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
         {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                         \
-        {"model/contents-list", test_contents_list},
+        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

@@ -388,17 +388,17 @@ static void test_plan_usage(void) {
              {"--gpus 4x96 -m build/demo.gguf -p hi", "--gpus 4x96 describes a machine, which only --plan takes", 2},
              {"--plan --gpus 4x96 --tp 3 --synth kimi-k2", "4 GPUs cannot share this model as --tp and --pp ask", 2},
              {"--plan --gpus 4x96 --pp 4 --synth kimi-k2:layers=3", "every stage of --pp needs one of the 3 layers", 2},
-             {"--plan --gpus 4x96 --tp 4 -m build/narrow.gguf", "4 GPUs cannot share this model as", 2},
+             {"--plan --gpus 4x96 --tp 4 -m $d/narrow.gguf", "4 GPUs cannot share this model as", 2},
              {"--plan --gpus 4x96 --cpu --synth kimi-k2", "--cpu and --gpus exclude each other", 2},
              {"--plan --cpu --tp 2 --synth kimi-k2", "give --gpus 4x96, or no --tp and --pp", 2},
              {"--plan --gpus 4x96 --kv f32 --synth kimi-k2", "--kv f32 is the CPU's", 2},
              {"--plan --gpus 4x96", "no model", 2},
              {"--plan --info -m build/demo.gguf", "--info and --plan exclude each other", 2},
              {"--plan -p hi -m build/demo.gguf", "--plan and -p exclude each other", 2},
-             {"--plan --synth kimi-k2 -m build/new.gguf", "--plan wants -m or --synth, not both", 2},
+             {"--plan --synth kimi-k2 -m new.gguf", "--plan wants -m or --synth, not both", 2},
              {"--json -m build/demo.gguf", "--json wants --plan", 2},
              {"--plan --gpus 4x96 --synth kimi-k2:backbone=q4", "backbone=bf16|q8_0", 2},
-             {"--plan --gpus 4x96 -m build/nothing.gguf", "No such file", 1},
+             {"--plan --gpus 4x96 -m $d/nothing.gguf", "No such file", 1},
              {"--plan --gpus 4x96 -m Makefile", "not a GGUF file", 1}};
     /* widths of one unit of 64 */
     const struct synth narrow = {"narrow", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 512, 256, .ff_dense = 64};
@@ -406,16 +406,18 @@ static void test_plan_usage(void) {
     size_t n;
     uint64_t data;
     uint8_t *h = synth_header(&narrow, tensors, &n, &data);
-    plan_write("build/narrow.gguf", h, n, 0);
+    char path[128], args[160];
+    snprintf(path, sizeof path, "%s/narrow.gguf", test_dir());
+    snprintf(args, sizeof args, "--gpus 2x96 -m %s", path);
+    plan_write(path, h, n, 0);
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[256];
-        snprintf(cmd, sizeof cmd, "unset MOE_MODEL; " MOE_BIN " %s </dev/null", t[i].args);
+        snprintf(cmd, sizeof cmd, "d=%s; unset MOE_MODEL; " MOE_BIN " %s </dev/null", test_dir(), t[i].args);
         check_command(cmd, t[i].rc, "", t[i].said);
     }
-    json_t *o = plan_of("--gpus 2x96 -m build/narrow.gguf", 0); /* only by layers */
+    json_t *o = plan_of(args, 0); /* only by layers */
     plan_says(o, "verdict", "fits with --pp");
     json_decref(o);
-    unlink("build/narrow.gguf");
     free(h);
     arrfree(tensors);
 }

@@ -290,9 +290,9 @@ static void editor_child(const char *history) {
         if (r == EDIT_EOF) break;
         if (r == EDIT_LINE) editor_history_add(&e, line, arrlenu(line));
         if (arrlen(line) == 5 && !memcmp(line, "crash", 5)) raise(SIGSEGV);
-        if (arrlen(line) == 5 && !memcmp(line, "sleep", 5)) sleep(1);
-        for (double end = now_seconds() + 5; arrlen(line) == 4 && !memcmp(line, "busy", 4) && now_seconds() < end;)
-            poll(NULL, 0, 20);
+        /* `sleep` waits for type-ahead, `busy` for the second Ctrl-C */
+        if (arrlen(line) == 5 && !memcmp(line, "sleep", 5)) poll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, -1);
+        while (arrlen(line) == 4 && !memcmp(line, "busy", 4)) pause();
         interrupted = 0;
     }
     editor_free(&e);
@@ -315,11 +315,14 @@ static void editor_end(struct pty *p) {
     CHECK(rc == 7, "exit %d", rc);
 }
 
-/* Types keys and Enter; waits for the output, and until the editor reads again: what comes earlier is type-ahead. */
+/* Waits for the output, and until the editor reads again: what comes earlier is type-ahead. */
+static bool editor_expect(struct pty *p, const char *want) { return EXPECT(p, want) && EXPECT(p, "\033[?2004h"); }
+
+/* Types keys and Enter. */
 static bool editor_line(struct pty *p, const char *keys, const char *want) {
     pty_send(p, keys);
     pty_send(p, "\r");
-    return EXPECT(p, want) && EXPECT(p, "\033[?2004h");
+    return editor_expect(p, want);
 }
 
 /* Types each and compares the line that is read. */
@@ -614,7 +617,7 @@ static void test_repl_resize(void) {
     repl_resize(&p, 10, 60);
     SCREEN(&p, 1, 2, 45, "=above", "> 0123456789 0123456789 0123456789 0123456789", "", "");
     pty_send(&p, "!\r");
-    EXPECT(&p, "=0123456789 0123456789 0123456789 0123456789!");
+    editor_expect(&p, "=0123456789 0123456789 0123456789 0123456789!");
     editor_end(&p);
 }
 
@@ -737,23 +740,21 @@ static void test_repl_interrupt(void) {
     if (!editor_start(&p, 24, 80, NULL)) return;
     editor_line(&p, "gone\3kept", "=kept");
     pty_send(&p, "\3");
-    EXPECT(&p, "=INT");
-    EXPECT(&p, "\033[?2004h");
+    editor_expect(&p, "=INT");
     editor_line(&p, "/he\t", "=/help "); /* one word: completed, with a blank */
     editor_line(&p, "/x\t\ty", "=/xy");
     pty_send(&p, "\033"); /* ESC alone, then silence, is no key */
     poll(NULL, 0, 3 * ESCAPE_WAIT_MS);
     editor_line(&p, "[A", "=[A");
     kill(p.pid, SIGINT); /* a signal from elsewhere is a Ctrl-C */
-    EXPECT(&p, "=INT");
-    EXPECT(&p, "\033[?2004h");
+    editor_expect(&p, "=INT");
     /* typed while nobody reads: Enter is Enter then too */
     pty_send(&p, "sleep\r");
     EXPECT(&p, "=sleep");
     pty_send(&p, "ahead\rpart");
     EXPECT(&p, "=ahead");
     pty_send(&p, "ial\r");
-    EXPECT(&p, "=partial");
+    editor_expect(&p, "=partial");
     editor_end(&p);
 }
 
@@ -805,9 +806,9 @@ static void test_repl_restore(void) {
     EXPECT(&p, "half\r\033[6C\033[?25h");
     CHECK(!pty_mode_kept(&p), "not raw again");
     pty_send(&p, "\r");
-    EXPECT(&p, "=half");
+    editor_expect(&p, "=half");
     pty_send(&p, "\32more\r"); /* Ctrl-Z; here the child leads an orphaned group, so nothing stops */
-    EXPECT(&p, "=more");
+    editor_expect(&p, "=more");
     editor_end(&p);
 }
 

@@ -432,10 +432,10 @@ static void test_template_limits(void) {
         sb_puts(&src, bomb[i].head);
         for (int k = 0; k < bomb[i].times; k++) sb_puts(&src, bomb[i].unit);
         sb_puts(&src, bomb[i].tail);
-        double t0 = now_seconds();
+        double t0 = cpu_seconds();
         char *s = render_string(sb_cstr(&src), NULL, &rc, err);
         CHECK(rc && strstr(err, bomb[i].message), "%s: rc %d, '%s'", bomb[i].head, rc, err);
-        CHECK(now_seconds() - t0 < (SANITIZED ? 60 : 15), "%s: %.1f s", bomb[i].head, now_seconds() - t0);
+        CHECK(cpu_seconds() - t0 < (SANITIZED ? 60 : 15), "%s: %.1f s", bomb[i].head, cpu_seconds() - t0);
         free(s);
         arrfree(src);
     }
@@ -464,10 +464,10 @@ static void test_template_size(void) {
         json_object_set_new(numbers, key, json_integer(i));
     }
     json_object_set_new(vars, "numbers", numbers);
-    double t0 = now_seconds();
+    double t0 = cpu_seconds();
     render_text(src, sizeof src - 1, vars, &out, &rc, err);
     CHECK(!rc && arrlenu(out.s) > 1000000, "rc %d, %zu bytes, %s", rc, arrlenu(out.s), err);
-    CHECK(now_seconds() - t0 < (SANITIZED ? 10 : 2), "%.2f s", now_seconds() - t0);
+    CHECK(cpu_seconds() - t0 < (SANITIZED ? 10 : 2), "%.2f s", cpu_seconds() - t0);
     arrfree(big);
     text_free(&out);
     json_decref(vars);

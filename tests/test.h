@@ -1,4 +1,4 @@
-/* What the groups of tests (t_*.h) share: checks, skips, paths. Included by test_moe.c behind ../moe.c. */
+/* What the groups of tests (t_*.h) share: checks, skips, paths, commands. Included by test_moe.c behind ../moe.c. */
 #ifndef MOE_TEST_H
 #define MOE_TEST_H
 
@@ -16,12 +16,53 @@ static char test_skip_reason[256]; /* non-empty: the running test was skipped */
             : (test_failures++, fprintf(stderr, "  %s:%d: %s: ", __FILE__, __LINE__, #cond), \
                fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), false))
 
+/* CHECK(got == want) of two whole numbers, and of two strings; CHECK_HAS: `part` occurs in `got`. All print what they got. */
+#define CHECK_INT(got, want, ...) check_int(__FILE__, __LINE__, #got, got, want, __VA_ARGS__)
+#define CHECK_STR(got, want, ...) check_text(__FILE__, __LINE__, #got, got, want, true, __VA_ARGS__)
+#define CHECK_HAS(got, part, ...) check_text(__FILE__, __LINE__, #got, got, part, false, __VA_ARGS__)
+
+__attribute__((format(printf, 6, 7))) static bool check_int(const char *file, int line, const char *what, long long got,
+                                                            long long want, const char *fmt, ...) {
+    va_list ap;
+    if (got == want) return true;
+    test_failures++;
+    fprintf(stderr, "  %s:%d: %s is %lld, expected %lld: ", file, line, what, got, want);
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    fputc('\n', stderr);
+    return false;
+}
+
+/* whole: the strings are equal; else `want` occurs in `got`. */
+__attribute__((format(printf, 7, 8))) static bool check_text(const char *file, int line, const char *what,
+                                                             const char *got, const char *want, bool whole,
+                                                             const char *fmt, ...) {
+    va_list ap;
+    if (got && (whole ? !strcmp(got, want) : strstr(got, want) != NULL)) return true;
+    test_failures++;
+    fprintf(stderr, "  %s:%d: %s is '%.300s', expected '%.300s'%s: ", file, line, what, got ? got : "", want,
+            whole ? "" : " in it");
+    va_start(ap, fmt);
+    vfprintf(stderr, fmt, ap);
+    va_end(ap);
+    fputc('\n', stderr);
+    return false;
+}
+
 /* Ends the running test as skipped. */
 #define SKIP(...)                                                         \
     do {                                                                  \
         snprintf(test_skip_reason, sizeof test_skip_reason, __VA_ARGS__); \
         return;                                                           \
     } while (0)
+
+/* Seconds of CPU time of this process. Limits on the work of a function use them: a busy machine does not change them. */
+static double cpu_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 /* Path of third-party test data beside the repository, NULL when that is not there. Tests run at the top of the tree. */
 static const char *shared_path(const char *rel) {
@@ -32,15 +73,22 @@ static const char *shared_path(const char *rel) {
     return access(p, R_OK) ? NULL : p;
 }
 
-/* A directory for a test's files, made at first use and removed by test_moe.c at the end. */
-static char test_dir_made[64];
+/* The directory of a test's files, below build/. The runner makes it before a test runs and removes it behind the last. */
+static char test_dir_path[32];
 
-static const char *test_dir(void) {
-    if (!test_dir_made[0]) {
-        snprintf(test_dir_made, sizeof test_dir_made, "build/test-XXXXXX");
-        if (!mkdtemp(test_dir_made)) die("cannot make a test directory under build/: %s", strerror(errno));
+static const char *test_dir(void) { return test_dir_path; }
+
+#define IN_DIR(cmd) in_dir(cmd, test_dir())
+/* A command line in which every @ stands for the tests' directory. Valid until the next call. */
+static const char *in_dir(const char *cmd, const char *dir) {
+    static char out[2048];
+    size_t n = 0;
+    for (; *cmd && n + 128 < sizeof out; cmd++) {
+        if (*cmd == '@') n += (size_t)snprintf(out + n, sizeof out - n, "%s", dir);
+        else out[n++] = *cmd;
     }
-    return test_dir_made;
+    out[n] = 0;
+    return out;
 }
 
 /* Runs a shell command; its exit code, or 128 + signal. stdout is appended to *out, stderr to *errout (either may be NULL:
@@ -56,6 +104,100 @@ static int run_command(const char *cmd, char **out, char **errout) {
     if (errout) read_file(e, errout, err);
     unlink(o), unlink(e);
     return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
+}
+
+/* ---- a program that a test watches while it runs ---- */
+
+enum {
+    PROGRAM_SECONDS = 600, /* a program that does not do what a test waits for is ended then */
+    REPEAT_SECONDS = 10    /* a SIGINT that was not noticed is sent again then */
+};
+
+/* Its stdin is a pipe, what it prints goes to two files in the tests' directory. */
+struct program {
+    pid_t pid;
+    int in;           /* the end of the pipe to write to */
+    char out[2][128]; /* paths of stdout and stderr */
+    int status;       /* of waitpid, once it has ended */
+    bool ended;
+};
+
+/* Starts a shell command, which should begin with exec: signals go to its process. */
+static bool program_start(struct program *p, const char *cmd) {
+    static int serial;
+    int in[2];
+    memset(p, 0, sizeof *p);
+    for (int i = 0; i < 2; i++) snprintf(p->out[i], sizeof p->out[i], "%s/program%d.%d", test_dir(), serial, i + 1);
+    serial++;
+    if (!CHECK(!pipe2(in, O_CLOEXEC), "%s", strerror(errno))) return false;
+    fflush(NULL);
+    p->pid = fork();
+    if (!p->pid) {
+        dup2(in[0], 0);
+        for (int i = 0; i < 2; i++) dup2(open(p->out[i], O_WRONLY | O_CREAT | O_CLOEXEC, 0600), i + 1);
+        for (int sig = 1; sig < 32; sig++) signal(sig, SIG_DFL); /* whatever started the tests ignores */
+        execl("/bin/sh", "sh", "-c", cmd, (char *)NULL);
+        _exit(99);
+    }
+    close(in[0]);
+    p->in = in[1];
+    return CHECK(p->pid > 0, "fork: %s", strerror(errno));
+}
+
+/* Whether the program has printed `text` to stdout or stderr. */
+static bool program_printed(const struct program *p, const char *text) {
+    bool found = false;
+    for (int i = 0; i < 2 && !found; i++) {
+        char *all = NULL, err[ERR_MAX];
+        read_file(p->out[i], &all, err);
+        found = strstr(sb_cstr(&all), text) != NULL;
+        arrfree(all);
+    }
+    return found;
+}
+
+/* Whether it has read everything that was written to its stdin. */
+static bool program_drained(const struct program *p) {
+    int left = 1;
+    return !ioctl(p->in, FIONREAD, &left) && !left;
+}
+
+/* Waits until the program has printed `text`; NULL: until it has read its stdin. */
+static bool program_expect(struct program *p, const char *text) {
+    for (double end = now_seconds() + PROGRAM_SECONDS;; poll(NULL, 0, 1)) {
+        if (text ? program_printed(p, text) : program_drained(p)) return true;
+        if (p->ended) break;
+        if (now_seconds() > end) kill(p->pid, SIGKILL);
+        p->ended = waitpid(p->pid, &p->status, WNOHANG) == p->pid;
+    }
+    return CHECK(false, "the program ended without %s%s", text ? "printing " : "reading its stdin", text ? text : "");
+}
+
+/* Writes to the program's stdin; false when it is gone. */
+static bool program_write(struct program *p, const char *text, size_t n) {
+    return CHECK(write(p->in, text, n) == (ssize_t)n, "the program's stdin: %s", strerror(errno));
+}
+
+/* Sends SIGINT and waits for the end; stdin stays open meanwhile. A signal just in front of a read() is noticed only by the next. */
+static void program_interrupt(struct program *p) {
+    const double begin = now_seconds();
+    for (int sent = 0; !p->ended; poll(NULL, 0, 1)) {
+        if (now_seconds() > begin + REPEAT_SECONDS * sent) kill(p->pid, ++sent < 5 ? SIGINT : SIGKILL);
+        p->ended = waitpid(p->pid, &p->status, WNOHANG) == p->pid;
+    }
+}
+
+/* Closes stdin and waits for the end. The exit code, or 128 + signal; stdout and stderr are appended to *out and *errout
+ * unless NULL. */
+static int program_end(struct program *p, char **out, char **errout) {
+    char err[ERR_MAX];
+    close(p->in);
+    if (!p->ended && waitpid(p->pid, &p->status, 0) != p->pid) return -1;
+    if (out) read_file(p->out[0], out, err);
+    if (errout) read_file(p->out[1], errout, err);
+    unlink(p->out[0]);
+    unlink(p->out[1]);
+    return WIFEXITED(p->status) ? WEXITSTATUS(p->status) : 128 + WTERMSIG(p->status);
 }
 
 #endif

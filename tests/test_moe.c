@@ -1,12 +1,14 @@
 /* The tests. They include the program itself, so that its functions can be called; groups are in t_*.h.
  *
- *   build/test_moe              all tests
- *   build/test_moe vocab nvfp4  those whose names contain one of the words
- *   build/test_moe --list
- *   build/test_moe --fault NAME MODEL goes wrong on purpose: the test of faults starts it
+ *   build/test_moe              runs all tests
+ *   build/test_moe vocab nvfp4  runs those whose names contain one of the words
+ *   build/test_moe -j2 [WORDS]  runs two tests at a time, each in a process of its own
+ *   build/test_moe --list       prints the names
+ *   build/test_moe --fault NAME MODEL goes wrong on purpose: the tests of faults start it
+ *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *
- * Run at the top of the tree. Third-tp_peer test data are read from ../shared; without it the tests that need them are
+ * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
  * skipped. The last line is "N passed, M failed, K skipped".
  */
 #define MOE_NO_MAIN
@@ -55,58 +57,204 @@ static const struct test table[] = {
     TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_STATE TESTS_QUANTIZE TESTS_REAP
         TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
 
+/* ---- the runner ---- */
+
+enum outcome { PASSED = 100, FAILED, SKIPPED }; /* exit codes of a test's process; others: it crashed */
+
+enum { JOBS_MAX = 16 };
+
+static struct {
+    char dir[18]; /* holds the directories of all tests; empty: not made yet */
+    int count[3]; /* tests by outcome */
+    pid_t running[JOBS_MAX];
+} runner;
+
+/* A test that runs in a process of its own, or has run. */
+struct test_job {
+    const struct test *test;
+    pid_t pid;  /* 0: not started */
+    FILE *out;  /* what it printed: read when all tests before it are printed */
+    int status; /* of waitpid */
+    bool ended;
+};
+
 static void test_dir_remove(void) {
     char cmd[128];
-    if (!test_dir_made[0]) return;
-    snprintf(cmd, sizeof cmd, "rm -rf %s", test_dir_made);
-    if (system(cmd)) fprintf(stderr, "cannot remove %s\n", test_dir_made);
+    if (!runner.dir[0]) return;
+    snprintf(cmd, sizeof cmd, "rm -rf %s", runner.dir);
+    runner.dir[0] = 0;
+    if (system(cmd)) fprintf(stderr, "cannot remove %s\n", cmd + strlen("rm -rf "));
+}
+
+/* Makes the directory of the next test: `name` below the runner's. */
+static void test_dir_make(const char *name) {
+    if (!runner.dir[0]) {
+        snprintf(runner.dir, sizeof runner.dir, "build/test-XXXXXX");
+        if (!mkdtemp(runner.dir)) die("cannot make a test directory under build/: %s", strerror(errno));
+    }
+    snprintf(test_dir_path, sizeof test_dir_path, "%s/%.12s", runner.dir, name);
+    if (mkdir(test_dir_path, 0777)) die("cannot make %s: %s", test_dir_path, strerror(errno));
+}
+
+static volatile sig_atomic_t runner_signal; /* 0, or what asks the runner to end */
+
+static void runner_catch(int sig) { runner_signal = sig; }
+
+/* Ends the tests that run, with all that they started, and then the program by the signal that it got. */
+static void runner_end(void) {
+    for (int i = 0; i < JOBS_MAX; i++)
+        if (runner.running[i] > 0) kill(-runner.running[i], SIGKILL);
+    while (wait(NULL) > 0) continue;
+    test_dir_remove();
+    signal(runner_signal, SIG_DFL);
+    raise(runner_signal);
+}
+
+/* Seconds of CPU time of this process and of the children that it has waited for. */
+static double cpu_seconds_all(void) {
+    struct rusage u;
+    getrusage(RUSAGE_CHILDREN, &u);
+    return cpu_seconds() + (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) +
+           1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
+}
+
+/* Runs a test and prints its line: outcome, name, elapsed seconds, seconds of CPU time. */
+static enum outcome test_run(const struct test *t) {
+    const double wall = now_seconds(), cpu = cpu_seconds_all();
+    test_failures = 0, test_skip_reason[0] = 0;
+    t->fn();
+    const enum outcome o = test_failures ? FAILED : test_skip_reason[0] ? SKIPPED : PASSED;
+    printf("%s %-40s %6.2f s %6.2f s CPU%s%s\n", (const char *[]){"ok  ", "FAIL", "skip"}[o - PASSED], t->name,
+           now_seconds() - wall, cpu_seconds_all() - cpu, o == SKIPPED ? "  " : "",
+           o == SKIPPED ? test_skip_reason : "");
+    return o;
+}
+
+/* Starts a job in place `slot` of those that run. */
+static void job_start(struct test_job *j, int slot, int no) {
+    char name[16];
+    snprintf(name, sizeof name, "%d", no);
+    test_dir_make(name);
+    j->out = tmpfile();
+    if (!j->out) die("cannot make a temporary file: %s", strerror(errno));
+    fflush(NULL);
+    j->pid = fork();
+    if (j->pid < 0) die("cannot start a process: %s", strerror(errno));
+    if (!j->pid) {
+        memset(runner.running, 0, sizeof runner.running);
+        runner.dir[0] = 0; /* is the parent's to remove */
+        setpgid(0, 0);
+        for (int sig = 1; sig < 32; sig++) signal(sig, SIG_DFL);
+        dup2(fileno(j->out), 1);
+        dup2(fileno(j->out), 2);
+        exit(test_run(j->test));
+    }
+    setpgid(j->pid, j->pid); /* parent and child both: neither waits for the other */
+    runner.running[slot] = j->pid;
+}
+
+/* Waits until one of n jobs ends, and ends what it left running. */
+static void job_await(struct test_job *jobs, int n) {
+    int status, slot = 0;
+    const pid_t pid = wait(&status);
+    if (runner_signal) runner_end();
+    if (pid < 0) die("wait: %s", strerror(errno));
+    while (runner.running[slot] != pid) slot++;
+    runner.running[slot] = 0;
+    kill(-pid, SIGKILL);
+    for (int i = 0; i < n; i++)
+        if (jobs[i].pid == pid) jobs[i].status = status, jobs[i].ended = true;
+}
+
+/* Prints what a job printed and counts it. A process that ended without an outcome has failed. */
+static void job_print(struct test_job *j) {
+    char buf[4096];
+    rewind(j->out);
+    for (size_t n; (n = fread(buf, 1, sizeof buf, j->out)) > 0;) fwrite(buf, 1, n, stdout);
+    fclose(j->out);
+    int o = WIFEXITED(j->status) ? WEXITSTATUS(j->status) : 0;
+    if (o < PASSED || o > SKIPPED) {
+        if (WIFEXITED(j->status)) printf("FAIL %-40s ended with exit code %d\n", j->test->name, o);
+        else printf("FAIL %-40s ended by a signal: %s\n", j->test->name, strsignal(WTERMSIG(j->status)));
+        o = FAILED;
+    }
+    runner.count[o - PASSED]++;
+}
+
+/* Runs n tests, up to `most` at a time. Their lines appear in the order of the table. */
+static void run_parallel(struct test_job *jobs, int n, int most) {
+    int printed = 0, busy = 0;
+    for (int i = 0; i < 3; i++) {
+        const struct sigaction catch = {.sa_handler = runner_catch}; /* wait() returns */
+        sigaction((const int[]){SIGINT, SIGTERM, SIGHUP}[i], &catch, NULL);
+    }
+    for (int next = 0; next < n || busy;) {
+        if (next < n && busy < most) {
+            int slot = 0;
+            while (runner.running[slot]) slot++;
+            job_start(&jobs[next], slot, next);
+            next++;
+            busy++;
+            continue;
+        }
+        job_await(jobs, n);
+        busy--;
+        for (; printed < n && jobs[printed].ended; printed++) job_print(&jobs[printed]);
+        fflush(stdout);
+    }
 }
 
 static bool test_wanted(const char *name, int argc, char **argv) {
-    for (int i = 1; i < argc; i++)
+    for (int i = 0; i < argc; i++)
         if (strstr(name, argv[i])) return true;
-    return argc < 2;
+    return !argc;
 }
 
-int main(int argc, char **argv) {
-    int passed = 0, failed = 0, skipped = 0, n = sizeof table / sizeof *table;
-    bool list = argc > 1 && !strcmp(argv[1], "--list");
+/* What is no run of tests: exit code, or -1 for a run. */
+static int run_other(int argc, char **argv) {
+    const char *what = argc > 1 ? argv[1] : "";
 #ifdef CUEMU
-    if (argc > 1 && !strcmp(argv[1], "--mutate")) {
+    if (!strcmp(what, "--mutate")) {
         omp_set_num_threads(1); /* children of a process with threads have none of them */
+        test_dir_make("mutate");
         int rc = cuda_test_mutate();
         test_dir_remove();
         return rc;
     }
 #endif
-    if (argc == 4 && !strcmp(argv[1], "--fault")) {
+    if (!strcmp(what, "--interrupt") && argc > 3) return calibrate_interrupted(atoi(argv[2]), argc - 2, argv + 2);
+    if (!strcmp(what, "--fault") && argc == 4) {
         static struct settings set = {.json = true};
         static struct doctor d = {.set = &set};
         if (!strcmp(argv[2], "doctor"))
             doctor_step(&d, STEP_FORWARD), last_words.run = doctor_dies, last_words.arg = &d;
         return rank_fault(argv[2], argv[3]);
     }
+    return -1;
+}
+
+int main(int argc, char **argv) {
+    const int n = sizeof table / sizeof *table, other = run_other(argc, argv);
+    const bool list = argc > 1 && !strcmp(argv[1], "--list");
+    const bool parallel = argc > 1 && !strncmp(argv[1], "-j", 2);
+    const int most = parallel ? int_min(atoi(argv[1] + 2), JOBS_MAX) : 0, skip = 1 + (list || parallel);
+    if (other >= 0) return other;
     setlocale(LC_CTYPE, "C.UTF-8");
     setvbuf(stdout, NULL, _IOLBF, 0);
-    for (int i = 0; i < n; i++) {
-        if (list) puts(table[i].name);
-        if (list || !test_wanted(table[i].name, argc, argv)) continue;
-        test_failures = 0, test_skip_reason[0] = 0;
-        double t0 = now_seconds();
-        table[i].fn();
-        double t = now_seconds() - t0;
-        bool skip = test_skip_reason[0] && !test_failures;
-        if (test_failures) failed++;
-        else if (skip) skipped++;
-        else passed++;
-        printf("%s %-40s %6.2f s%s%s\n",
-               test_failures ? "FAIL"
-               : skip        ? "skip"
-                             : "ok  ",
-               table[i].name, t, skip ? "  " : "", skip ? test_skip_reason : "");
+    if (!freopen("/dev/null", "r", stdin)) die("cannot open /dev/null: %s", strerror(errno));
+    struct test_job *jobs = xcalloc((size_t)n, sizeof *jobs);
+    int wanted = 0;
+    for (int i = 0; i < n; i++)
+        if (test_wanted(table[i].name, argc - skip, argv + skip)) jobs[wanted++].test = &table[i];
+    if (parallel) run_parallel(jobs, wanted, most < 1 ? 1 : most);
+    else if (!list) test_dir_make("all");
+    for (int i = 0; i < wanted && !parallel; i++) {
+        if (list) puts(jobs[i].test->name);
+        else runner.count[test_run(jobs[i].test) - PASSED]++;
     }
+    free(jobs);
     if (list) return 0;
     test_dir_remove();
-    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
-    return failed != 0;
+    printf("%d passed, %d failed, %d skipped\n", runner.count[0], runner.count[1], runner.count[2]);
+    return runner.count[1] != 0;
 }
