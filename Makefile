@@ -115,8 +115,8 @@ build/test_moe: $(TESTS) moe.c moe_cuda.cu gguf_nvfp4.h Makefile | build
 test mutate asan: export OMP_WAIT_POLICY = passive
 
 test: all build/test_moe build/test_cuda build/tiles_emulated
-	build/test_moe
-	build/test_cuda cuda
+	build/test_moe -j2
+	build/test_cuda -j2 cuda
 	build/tiles_emulated >build/tiles_emulated.md || { grep OTHER build/tiles_emulated.md; exit 1; }
 
 # The CUDA backend on an emulator: the tests in C, moe_cuda.cu as C++.
@@ -173,7 +173,7 @@ asan: build/demo.gguf | build/asan
 	$(CC) $(FLAGS) $(SAN) convert/moe-reap.c -o build/asan/moe-reap $(LIBS)
 	$(CC) $(FLAGS) $(SAN) -fopenmp -DMOE_BIN='"build/asan/moe"' -DCONVERT_BIN='"build/asan/moe-convert"' -DREAP_BIN='"build/asan/moe-reap"' -DSANITIZED=1 \
 	    tests/test_moe.c -o build/asan/test_moe $(LIBS)
-	build/asan/test_moe
+	build/asan/test_moe -j2
 
 # A libFuzzer program for each parser: build/fuzz-gguf tests/corpus/gguf, and so on.
 FUZZERS := gguf tokenize template session

@@ -1100,6 +1100,10 @@ static const char *sb_cstr(char **sb) {
  * The clock, whole files, output files that replace others in one step, UTF-8, random numbers, numbers for people.
  * ============================================================================================================ */
 
+static int int_min(int a, int b) { return a < b ? a : b; }
+
+static int int_max(int a, int b) { return a > b ? a : b; }
+
 /* Seconds on a clock that is never set back. */
 double now_seconds(void) {
     struct timespec t;
@@ -5850,8 +5854,10 @@ static void loader_hparams(struct loader *l) {
     m->n_mtp_layer = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
     m->n_layer = blocks - m->n_mtp_layer;
     loader_ints(l, "attention.head_count", KEY_REQUIRED, 1, 1024, l->n_head);
+    int most = 1;
+    for (int il = 0; il < m->n_layer; il++) most = int_max(most, l->n_head[il]);
     if (loader_key(l, "attention.head_count_kv", key))
-        loader_ints(l, "attention.head_count_kv", 0, 1, 1024, l->n_head_kv);
+        loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN, 0.0, 1.0);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
@@ -6001,8 +6007,6 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     loader_same_type(l, il, &layer->sh_gate, &layer->sh_up);
 }
 
-static int int_max(int a, int b) { return a > b ? a : b; }
-
 /* Computes m->max from the layers. */
 static void model_maxima(struct model *m) {
     struct maxima *x = &m->max;
@@ -6077,8 +6081,6 @@ static uint64_t model_hash(const struct gguf *g) {
     }
     return h;
 }
-
-static int int_min(int a, int b) { return a < b ? a : b; }
 
 static void model_free(struct model *m) {
     for (size_t i = 0; i < arrlenu(m->owned); i++) free(m->owned[i]);

@@ -74,20 +74,23 @@ compiled() {
     text=$("$@" "${options[@]}" -E -P "$input" 2>"$file.log" | key; exit "${PIPESTATUS[0]}") || return
     made "$file" "$({ echo "$text $*" "${options[@]}"; "$1" --version; } | key)" "$@" "${options[@]}" "$input" -o "$file"
 }
-# engine FILE TREE NAMES OPTION.. -- COMPILER..: compare_trees.c with the names of the base or of today, or else with the others
+# engine FILE TREE NAMES OPTION.. -- COMPILER..: compare_trees.c with the names of the base or of today; with the others,
+# where those are not this tree's
 engine() {
-    local file=$1 tree=$2 names=$3
+    local file=$1 names=$3 options=(-I"$2") input=$source/compare_trees.c
     shift 3
-    compiled "$file" "$source/compare_trees.c" $names -I"$tree" "$@" && return
-    cp "$file.log" "$file.first.log"
-    compiled "$file" "$source/compare_trees.c" $([ $names ] || echo -DCOMPARE_BASE) -I"$tree" "$@" && return
-    grep -m 10 error "$file.first.log" >&2
-    return 1
+    while [ "$1" != -- ]; do options+=("$1"); shift; done
+    if ! "${@:2}" "${options[@]}" $names -fsyntax-only "$input" 2>"$file.names.log"; then
+        names=$([ $names ] || echo -DCOMPARE_BASE)
+        "${@:2}" "${options[@]}" $names -fsyntax-only "$input" 2>/dev/null ||
+            { grep -m 10 error "$file.names.log" >&2; return 1; }
+    fi
+    compiled "$file" "$input" "${options[@]}" $names "$@"
 }
 # build DIR TREE NAMES: starts the compilers
 build() {
-    local dir=$1 tree=$2 names=$3 c cxx libs
-    mkdir -p "$dir"
+    local dir=$1 tree=$2 names=$3 c cxx libs lock
+    mkdir -p "$dir" && exec {lock}>"$dir/lock" && flock "$lock" || exit 2 # two comparisons at a time take turns
     { read -ra c; read -ra libs; read -ra cxx; } < <(make -s --no-print-directory -C "$tree" DEPS=ok NVCC= \
         --eval='compare-flags:;@echo "$(CC) $(FLAGS) -w -fopenmp"; echo "$(LIBS)"; echo "$(CXX) $(EMULATED) -w"' compare-flags)
     [ ${#cxx[@]} -gt 2 ] || { echo "$tree/Makefile does not tell how to compile" >&2; exit 2; }

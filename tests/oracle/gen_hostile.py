@@ -290,7 +290,7 @@ def metadata_cases():
            ("context_length", "u64-max", val(U64, (1 << 64) - 1), "is not an integer"), ("context_length", "negative", val(I64, -1), "is -1, expected 1 to"),
            ("embedding_length", "huge", val(U64, 1 << 62), "is 4611686018427387904, expected 1 to 131072"), ("block_count", "513", u32(513), "is 513, expected 1 to 512"),
            ("block_count", "0", u32(0), "is 0, expected 1 to 512"), ("nextn_predict_layers", "all", u32(1), "is 1, expected 0 to 0"),
-           ("attention.head_count", "differs", arr(U32, [1, 2]), "differs between layers"), ("attention.head_count", "0", u32(0), "is 0, expected 1 to 1024"),
+           ("attention.head_count", "differs", arr(U32, [1, 2]), "has 2 values, expected one for each of 1 layers"), ("attention.head_count", "0", u32(0), "is 0, expected 1 to 1024"),
            ("attention.head_count_kv", "more", u32(2), "is 2, expected 1 to 1"), ("attention.layer_norm_rms_epsilon", "string", val(STR, "1e-6"), "is not a number"),
            ("attention.layer_norm_rms_epsilon", "nan", val(F32, float("nan")), "is nan, expected 0 to 1"), ("attention.key_length", "1", u32(1), "is 1, expected 2 to 4096"),
            ("attention.layer_norm_rms_epsilon", "array", arr(F32, [1e-6]), "is not a number"), ("attention.value_length", "0", u32(0), "is 0, expected 1 to 4096"),
