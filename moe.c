@@ -630,7 +630,8 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
     *layer = -1;
     if (m->output.data && (!m->output.n_out || !m->output.n_in)) return &m->output;
     for (*layer = 0; *layer < m->n_layer; ++*layer)
-        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &m->layers[*layer]));) {
+        for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[*layer]); rule;
+             rule = rule_next(rule, &m->layers[*layer])) {
             const struct weight *w = rule_is_weight(rule) ? rule_weight(rule, &m->layers[*layer]) : NULL;
             if (w && w->data && (!w->n_out || !w->n_in || !w->n_expert)) return w;
         }
@@ -5995,7 +5996,7 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     l->m->family->layer(l, layer, il);
     loader_ffn_shape(l, layer, il);
     loader_fused(l, layer, il);
-    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer)) && !l->failed;)
+    for (const struct tensor_rule *rule = rule_next(NULL, layer); rule && !l->failed; rule = rule_next(rule, layer))
         loader_rule(l, rule, layer, il);
     if (layer->router_bias && l->m->gating == GATING_SOFTMAX)
         loader_fail(l,
@@ -6256,7 +6257,7 @@ static uint64_t weight_bytes(const struct weight *w) {
 
 static uint64_t layer_bytes(const struct layer *layer) {
     uint64_t sum = 0;
-    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));)
+    for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
         if (rule_is_weight(rule)) sum += weight_bytes(rule_weight(rule, layer));
     return sum;
 }
@@ -6324,7 +6325,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
                         struct shard shard) {
     const struct heads_range h = shard_heads(&whole->attn, unit, shard.n_rank, shard.rank);
     *out = *whole;
-    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, whole));) {
+    for (const struct tensor_rule *rule = rule_next(NULL, whole); rule; rule = rule_next(rule, whole)) {
         const struct range in = dim_range(m, whole, rule->in, h, shard);
         if (rule->field == NOT_BOUND) continue;
         if (rule->kind == TENSOR_VECTOR) {
@@ -6608,7 +6609,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     layer.n_expert = dense ? 0 : y->n_expert;
     layer.n_ff = dense ? y->ff_dense : y->n_ff;
     layer.n_ff_shared = y->ff_shared;
-    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &layer));) {
+    for (const struct tensor_rule *rule = rule_next(NULL, &layer); rule; rule = rule_next(rule, &layer)) {
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
         const int n = layer_dim(m, &layer, rule->n);
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
@@ -10130,7 +10131,7 @@ static double layers_use(const struct model *m, int n, double *per_token) {
     *per_token = 0;
     for (int il = 0; il < m->n_layer; il++) {
         const struct layer *layer = &m->layers[il];
-        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));) {
+        for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
             if (!rule_is_weight(rule)) continue;
             const struct weight *w = rule_weight(rule, layer);
             const bool routed = rule_routed(rule);
@@ -13166,7 +13167,7 @@ static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, e
 
 /* Adds what a rank holds and reads of a layer: every tensor of the table. */
 static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *layer) {
-    for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));) {
+    for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         int64_t bytes = 0; /* of vectors and routers: on a GPU; and as a token reads them */
         int64_t read = 0;
         if (rule->field == NOT_BOUND) continue;

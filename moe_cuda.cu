@@ -4325,7 +4325,8 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     char what[64];
     double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
     for (int il = 0; il < m->n_layer; il++)
-        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, &m->layers[il]));)
+        for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
+             rule = rule_next(rule, &m->layers[il]))
             if (rule_is_weight(rule) && rule->kind != TENSOR_ROUTER)
                 total += (double)weight_gpu_bytes(rule_weight(rule, &m->layers[il]), true);
     if (!c->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
@@ -4337,7 +4338,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     for (int il = 0; il < m->n_layer && !c->failed; il++) {
         const struct layer *layer = &m->layers[il];
         snprintf(what, sizeof what, "layer %d", il);
-        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));) {
+        for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
             if (rule->field == NOT_BOUND) continue;
             if (rule->kind == TENSOR_VECTOR) {
                 floats_upload(r, *rule_vector(rule, layer), layer_dim(m, layer, (enum dim)rule->in), "norms");
@@ -4604,7 +4605,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
         if (memcmp(&layer->attn, &shape, sizeof shape) != 0 && !why[0])
             snprintf(why, ERR_MAX, "attention of layer %d unlike that of others is not supported on a GPU; use --cpu",
                      m->first_layer + il);
-        for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));)
+        for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);
     }
 }

@@ -231,7 +231,7 @@ static struct activation *activations_list(const struct model *m) {
         struct ffn_weights ffns[2];
         size_t first = in_sum2_before(m, il);
         for (int i = 0, n = layer_ffns(layer, ffns); i < n; first += ffn_in_sum2(&ffns[i++]))
-            for (const struct tensor_rule *rule = NULL; (rule = rule_next(rule, layer));) {
+            for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
                 const struct weight *w = rule_is_weight(rule) ? rule_weight(rule, layer) : NULL;
                 if (!w || (w != ffns[i].gate && w != ffns[i].up && w != ffns[i].down)) continue;
                 struct activation a = {.n_expert = (size_t)w->n_expert,
