@@ -141,8 +141,8 @@ static inline float e8m0_to_f32(uint8_t b) { return b ? f32_from_bits((uint32_t)
 static const int8_t e2m1_doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 static inline float e2m1_to_f32(uint8_t code) {
-    float f = 0.5f * (float)e2m1_doubled[code & 7];
-    return code & 8 ? -f : f;
+    static const float value[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return value[code & 15];
 }
 
 /* ============================================================================================================
@@ -290,11 +290,10 @@ static inline bool gguf_dequantize_row(uint32_t type, const void *row, float *ou
     switch (type) {
     case GGUF_F32: memcpy(out, p, n * 4); return true;
     case GGUF_F16:
+        for (size_t i = 0; i < n; i++) out[i] = f16_to_f32((uint16_t)(p[2 * i] | p[2 * i + 1] << 8));
+        return true;
     case GGUF_BF16:
-        for (size_t i = 0; i < n; i++) {
-            uint16_t h = (uint16_t)(p[2 * i] | p[2 * i + 1] << 8);
-            out[i] = type == GGUF_F16 ? f16_to_f32(h) : bf16_to_f32(h);
-        }
+        for (size_t i = 0; i < n; i++) out[i] = bf16_to_f32((uint16_t)(p[2 * i] | p[2 * i + 1] << 8));
         return true;
     case GGUF_Q8_0:
         for (size_t i = 0; i < n / 32; i++) q8_0_decode_block((const struct block_q8_0 *)p + i, out + 32 * i);

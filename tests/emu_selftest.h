@@ -1138,9 +1138,10 @@ static void emu_test_waits() {
         CHECK(a.round.get()[0] == 1001);
     }
     cuemu::patience = 1e9;
+    const uint64_t before = cuemu::timer;
     a.push(m, 0, 2, EMU_TIMEOUT);
     std::thread waiting([&] { cudaStreamSynchronize(a.stream); });
-    usleep(20000);
+    while (cuemu::timer == before) std::this_thread::yield(); // the kernel has read when it began
     cuemu::timer_jump(4000000000);
     waiting.join();
     CHECK(a.round.get()[0] == 1001);

@@ -18,6 +18,7 @@ bool cuda_test_counted(struct rank *r);
 /* Kernel by kernel: t_cuda_kernels.h. */
 bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
 void cuda_test_emulator(void);
+void cuda_test_tile_sizes(void); /* bench_tiles.cu */
 void cuda_test_upload(void);
 void cuda_test_gemv(void);
 void cuda_test_router(void);
@@ -889,7 +890,7 @@ static void test_cuda_rank_errors(void) {
         if (bad[i].api) cuda_test_fail(bad[i].api, bad[i].call);
         double t0 = now_seconds();
         bool started = !session_open(&s, &m, 2, 1, cuda_rank_start, &o, err);
-        CHECK(now_seconds() - t0 < 10, "case %zu took %.1f s", i, now_seconds() - t0);
+        CHECK(now_seconds() - t0 < 60, "case %zu took %.1f s", i, now_seconds() - t0);
         CHECK(!started && strstr(err, bad[i].says) && !strchr(err, '\n'), "case %zu: '%s' lacks '%s'", i, err,
               bad[i].says);
         if (started) session_free(&s);
@@ -1032,7 +1033,7 @@ static void test_cuda_rank_faults(void) {
         {"gpu-lost", {"rank ", ": kernel "}},
         {"gpu-ncclCommInitRank", {"NCCL: ncclCommInitRank(", "GPU "}},
         {"gpu-ncclAllGather", {"NCCL: ncclAllGather(", ": unhandled system error"}}};
-    check_faults(faults, 5, 20); /* emulated GPUs are slow, all the more side by side */
+    check_faults(faults, 5);
 }
 #endif
 
@@ -1086,7 +1087,7 @@ void cuda_test_invented(void) { test_cuda_invented(); }
     {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},             \
         {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors}, \
         {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},         \
-        {"cuda/failures", test_cuda_failures},
+        {"cuda/failures", test_cuda_failures}, {"cuda/tiles", cuda_test_tile_sizes},
 #else
 #define TESTS_EMULATOR
 #endif

@@ -511,12 +511,9 @@ static void test_plan_device(void) {
 }
 
 #define TESTS_PLAN_ENGINE {"cuda/plan", test_plan_engine}, {"cuda/plan-device", test_plan_device},
-#else
-#define TESTS_PLAN_ENGINE
 #endif
 
 #define TESTS_PLAN                                                                                                 \
     {"plan/published", test_plan_published}, {"plan/uneven", test_plan_uneven}, {"plan/limit", test_plan_limit},   \
         {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
-        {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},           \
-        TESTS_PLAN_ENGINE
+        {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},

@@ -118,9 +118,16 @@ struct program {
     pid_t pid;
     int in;           /* the end of the pipe to write to */
     char out[2][128]; /* paths of stdout and stderr */
-    int status;       /* of waitpid, once it has ended */
+    int status;       /* of wait4, once it has ended */
+    struct rusage usage;
     bool ended;
 };
+
+/* Whether the program has ended. wait: waits for that. */
+static bool program_ended(struct program *p, bool wait) {
+    if (!p->ended) p->ended = wait4(p->pid, &p->status, wait ? 0 : WNOHANG, &p->usage) == p->pid;
+    return p->ended;
+}
 
 /* Starts a shell command, which should begin with exec: signals go to its process. */
 static bool program_start(struct program *p, const char *cmd) {
@@ -165,10 +172,10 @@ static bool program_drained(const struct program *p) {
 /* Waits until the program has printed `text`; NULL: until it has read its stdin. */
 static bool program_expect(struct program *p, const char *text) {
     for (double end = now_seconds() + PROGRAM_SECONDS;; poll(NULL, 0, 1)) {
+        const bool ended = program_ended(p, false);
         if (text ? program_printed(p, text) : program_drained(p)) return true;
-        if (p->ended) break;
+        if (ended) break;
         if (now_seconds() > end) kill(p->pid, SIGKILL);
-        p->ended = waitpid(p->pid, &p->status, WNOHANG) == p->pid;
     }
     return CHECK(false, "the program ended without %s%s", text ? "printing " : "reading its stdin", text ? text : "");
 }
@@ -181,10 +188,8 @@ static bool program_write(struct program *p, const char *text, size_t n) {
 /* Sends SIGINT and waits for the end; stdin stays open meanwhile. A signal just in front of a read() is noticed only by the next. */
 static void program_interrupt(struct program *p) {
     const double begin = now_seconds();
-    for (int sent = 0; !p->ended; poll(NULL, 0, 1)) {
+    for (int sent = 0; !program_ended(p, false); poll(NULL, 0, 1))
         if (now_seconds() > begin + REPEAT_SECONDS * sent) kill(p->pid, ++sent < 5 ? SIGINT : SIGKILL);
-        p->ended = waitpid(p->pid, &p->status, WNOHANG) == p->pid;
-    }
 }
 
 /* Closes stdin and waits for the end. The exit code, or 128 + signal; stdout and stderr are appended to *out and *errout
@@ -192,7 +197,7 @@ static void program_interrupt(struct program *p) {
 static int program_end(struct program *p, char **out, char **errout) {
     char err[ERR_MAX];
     close(p->in);
-    if (!p->ended && waitpid(p->pid, &p->status, 0) != p->pid) return -1;
+    if (!program_ended(p, true)) return -1;
     if (out) read_file(p->out[0], out, err);
     if (errout) read_file(p->out[1], errout, err);
     unlink(p->out[0]);

@@ -8,6 +8,8 @@
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *
+ * build/test_cuda (on the emulator) and build/test_gpu (on a device) have the tests of the CUDA backend, cuda/..., alone.
+ *
  * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
  * skipped. The last line is "N passed, M failed, K skipped".
  */
@@ -29,33 +31,34 @@
 
 #include "test.h"
 
+#include "t_model.h"
+#include "t_cli.h"
+#include "t_calibrate.h"
+#include "t_ranks.h"
+#include "t_plan.h"
+#include "t_doctor.h"
+
+#ifdef MOE_CUDA /* build/test_cuda, build/test_gpu: the tests of the CUDA backend, linked with test_cuda.cu */
+#include "t_cuda.h"
+
+static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA};
+#else
 #include "t_nvfp4.h"
 #include "t_vocab.h"
 #include "t_template.h"
 #include "t_kernels.h"
 #include "t_convert.h"
-#include "t_model.h"
 #include "t_state.h"
 #include "t_quantize.h"
 #include "t_reap.h"
-#include "t_cli.h"
-#include "t_calibrate.h"
-#include "t_ranks.h"
 #include "t_tables.h"
-#include "t_plan.h"
 #include "t_hostile.h"
 #include "t_repl.h"
-#include "t_doctor.h"
-
-#ifdef MOE_CUDA /* linked with test_cuda.cu */
-#include "t_cuda.h"
-#else
-#define TESTS_CUDA
-#endif
 
 static const struct test table[] = {
     TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_STATE TESTS_QUANTIZE TESTS_REAP
-        TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR TESTS_CUDA};
+        TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_DOCTOR};
+#endif
 
 /* ---- the runner ---- */
 
