@@ -806,9 +806,9 @@ enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CHANNELS };
 
 /* In host memory: how a rank's GPU and its thread tell each other that they are alive. */
 struct heartbeat {
-    uint32_t sums;    /* all-reduces that the GPU has done; */
-    uint32_t waiting; /* for whom a kernel has waited long last, see WAIT_CODE */
-    uint32_t abort;   /* the thread wants kernels to stop waiting */
+    uint32_t all_reduces; /* that the GPU has done; */
+    uint32_t waiting;     /* for whom a kernel has waited long last, see WAIT_CODE */
+    uint32_t abort;       /* the thread wants kernels to stop waiting */
 };
 
 /* On the rank's GPU: what its kernels count. */
@@ -1093,7 +1093,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
         /* Shows the host that the rank makes progress. It is a write over the bus, so not after each short
          * all-reduce. */
         const uint32_t done = a.p.sequence->done[CH_ALLREDUCE];
-        if (a.n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->sums = done;
+        if (a.n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->all_reduces = done;
     }
 }
 
@@ -3447,10 +3447,11 @@ static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *wha
     const struct timespec nap = {0, NAP};
     const struct shard *shard = &r->m->shard;
     const double now = now_seconds();
-    uint32_t sums = 0;
-    for (int i = 0; i < shard->n_rank * shard->n_stage; i++) sums += *(volatile uint32_t *)&c->heartbeat[i]->sums;
-    p->idle = sums != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
-    p->seen = sums;
+    uint32_t done = 0;
+    for (int i = 0; i < shard->n_rank * shard->n_stage; i++)
+        done += *(volatile uint32_t *)&c->heartbeat[i]->all_reduces;
+    p->idle = done != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
+    p->seen = done;
     p->last = now;
     if (rank_heartbeat(r, false)) c->failed = true;
     if (p->idle > (shard->n_stage > 1 ? STAGE_STALL : ALLREDUCE_STALL) && !c->failed)
@@ -3745,8 +3746,8 @@ static void profile_matrices(const struct device_matrix *w, double count, double
 }
 
 /* y = W x for n_tok rows of halves. batch > 0: one matrix per head, x and y advance by x_batch and y_batch. */
-static void product(struct rank *r, const struct device_matrix *w, const uint16_t *x, size_t x_stride, size_t x_batch,
-                    int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
+static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t *x, size_t x_stride, size_t x_batch,
+                   int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
     struct cuda *c = r->cuda;
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
     if (n_tok <= DECODE_MAX_TOKENS) {
@@ -3767,8 +3768,8 @@ static void product(struct rank *r, const struct device_matrix *w, const uint16_
 
 static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    product(r, device_matrix_of(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
-            (size_t)r->width[out], 0);
+    matmul(r, device_matrix_of(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
+           (size_t)r->width[out], 0);
 }
 
 /* In decode one kernel does all of them, so that small matrices fill the GPU together. */
@@ -3846,11 +3847,11 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out)
     struct cuda *c = r->cuda;
     const size_t key = (size_t)(shape.kv_lora + layer_rope_dim(r->m, layer)), lat = (size_t)shape.kv_lora;
     const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
-    product(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,
-            c->q_absorbed, NULL, heads * key, key);
+    matmul(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,
+           c->q_absorbed, NULL, heads * key, key);
     attend(r, il, c->q_absorbed, (int)key, c->latent_out, shape.kv_lora, 1);
-    product(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
-            NULL, heads * head_v, head_v);
+    matmul(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
+           NULL, heads * head_v, head_v);
 }
 
 /* Collects the squares of the inputs of network `ffn` of a layer: x, and hidden rows. first, rows: as in k_in_sum2. */
@@ -3883,7 +3884,7 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     in_sum2_add(r, il, ffn, x, c->hidden_shared, NULL, NULL);
     struct device_matrix d = *device_matrix_of(c, down);
     d.unit *= HIDDEN_SCALE;
-    product(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
+    matmul(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
 /* The networks of a layer, of which routed experts are the first, for 1..16 tokens. */
@@ -3990,7 +3991,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
     struct device_matrix w =
         *device_matrix_of(c, &r->m->output); /* maybe the embedding, of which the first rank's rows are the first */
     w.n_out = r->m->output.n_out, w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
-    product(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
+    matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
     if (shard->rank) /* behind the last id there is room for three more */
         send_rows(r,
                   {tp_peer_of(r), CH_LOGITS, NULL, 0, c->logits, head->logits + r->m->first_id, c->logits_stride,
@@ -4151,8 +4152,8 @@ static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     watch.mark(0);
     all_reduces_run(r, RUNS);
     watch.mark(1);
-    const double t = cuda_sync(r, "timing sums") ? watch.seconds() : 0;
-    cuda_check(r, watch.error, "timing sums", "an event", __LINE__, true);
+    const double t = cuda_sync(r, "timing the all-reduce") ? watch.seconds() : 0;
+    cuda_check(r, watch.error, "timing the all-reduce", "an event", __LINE__, true);
     *few = before;
     return t / RUNS;
 }
@@ -4394,15 +4395,15 @@ static void nccl_init(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct shard p = r->m->shard;
     ncclUniqueId id = {}, all[MAX_RANKS];
-    float *room = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *room, "NCCL's first sums");
+    float *buffer = (float *)cuda_memory(r, (size_t)(p.n_rank + 1) * TRY * sizeof *buffer, "NCCL's first calls");
     if (!p.rank) NCCL_OK(r, ncclGetUniqueId(&id));
     rank_all_gather(r, &id, all, sizeof id);
     if (!rank_agree(r)) return;
     char *err = c->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
     c->err = NULL;
     NCCL_OK(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank));
-    NCCL_OK(r, ncclAllGather(room, room + TRY, TRY, ncclFloat32, c->comm, c->stream));
-    NCCL_OK(r, ncclAllReduce(room, room, TRY, ncclBfloat16, ncclSum, c->comm, c->stream));
+    NCCL_OK(r, ncclAllGather(buffer, buffer + TRY, TRY, ncclFloat32, c->comm, c->stream));
+    NCCL_OK(r, ncclAllReduce(buffer, buffer, TRY, ncclBfloat16, ncclSum, c->comm, c->stream));
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "NCCL");
     c->err = err;
 }
@@ -4518,9 +4519,9 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
                      nccl ? "NCCL" : "own", (double)worst[nccl]);
     }
     if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
-    else if (!wanted) snprintf(r->link, sizeof r->link, "sums through %s (tokens: %s)", way, list);
+    else if (!wanted) snprintf(r->link, sizeof r->link, "all-reduce through %s (tokens: %s)", way, list);
     else
-        snprintf(r->link, sizeof r->link, "sums: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
+        snprintf(r->link, sizeof r->link, "all-reduce: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
                  version / 10000, version / 100 % 100, both ? "the faster" : "as asked", list, way);
 }
 
@@ -4661,7 +4662,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
     if (o->moe_act == MOE_ACT_FP4 && !can4)
         rank_fail(r,
-                  "--moe-act fp4 needs a chip with FP4 products (compute capability 12) and a program that was "
+                  "--moe-act fp4 needs a chip with FP4 tensor cores (compute capability 12) and a program that was "
                   "built for it; the chip has %d, the program is for: %s",
                   f.major, MOE_CUDA_TARGETS);
     s->w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));

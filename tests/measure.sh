@@ -43,10 +43,10 @@ step version 10 . ./moe --version
 step test_gpu 120 'FAIL|passed' build/test_gpu cuda
 step smoke 30 ' ok | FAIL ' "${moe[@]}" --gpus 0 --smoke
 step needle 30 needle "${moe[@]}" --gpus 0 --needle 60000 --kv fp8
-for ranks in 0,0 0,0,0,0; do step "needle-$ranks" 40 'needle|sums' "${moe[@]}" --gpus $ranks --needle 8000; done
+for ranks in 0,0 0,0,0,0; do step "needle-$ranks" 40 'needle|all-reduce' "${moe[@]}" --gpus $ranks --needle 8000; done
 step doctor 60 . "${moe[@]}" --doctor --gpus 0
 step doctor-ranks 40 'sum' ./moe --doctor --gpus 0,0,0,0
-step nccl 20 'sums|49' "${moe[@]}" --gpus 0 --tp 1 --allreduce nccl --greedy --think off -p 'What is 7 squared? One word.'
+step nccl 20 'all-reduce|49' "${moe[@]}" --gpus 0 --tp 1 --allreduce nccl --greedy --think off -p 'What is 7 squared? One word.'
 head -c 28000 prompts/haystack.txt >"$out/prose.txt" # 6,370 tokens for the demo model
 for kv in fp8 bf16; do step "perplexity-$kv" 30 perpl "${moe[@]}" --gpus 0 --kv $kv --perplexity "$out/prose.txt"; done
 step perplexity-cpu 60 perpl "${moe[@]}" --cpu --perplexity "$out/prose.txt"

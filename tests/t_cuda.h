@@ -332,7 +332,7 @@ struct layout {
     bool peers;
 };
 
-/* A session of the division; false after a failed check. */
+/* A session of the layout; false after a failed check. */
 static bool layout_session(struct session *s, const struct model *m, const struct layout *d, int n_ctx,
                            enum kv_type kv) {
     char err[ERR_MAX] = "";

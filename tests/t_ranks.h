@@ -61,13 +61,13 @@ static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_
 /* All layouts of a model give what one rank gives: the same text, logits within `limit` (NMSE). */
 static void ranks_agree(const char *name, const struct model *m, const struct kernels *k, const int32_t *ids, int n,
                         double limit) {
-    static const int division[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}};
+    static const int layouts[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}};
     enum { OUT = 12 };
     int32_t want[OUT], got[OUT];
     size_t count = (size_t)n * (size_t)m->n_vocab;
     float *one = ranks_run(m, k, KV_F32, 1, 1, ids, n, 17, want, OUT);
-    for (size_t i = 0; i < sizeof division / sizeof *division; i++) {
-        int tp = division[i][0], pp = division[i][1];
+    for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
+        int tp = layouts[i][0], pp = layouts[i][1];
         if (SANITIZED && i % 2) continue;
         float *x = ranks_run(m, k, KV_F32, tp, pp, ids, n, 17, got, OUT);
         double e = nmse(x, one, count);
