@@ -5729,7 +5729,14 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
     if (rule->kind != TENSOR_VECTOR) {
         struct weight *w = rule_weight(rule, layer);
         if (!w->data) loader_weight(l, w, in, out, n, rule->optional, name);
-    } else if (!*rule_vector(rule, layer)) *rule_vector(rule, layer) = loader_vector(l, name, in, rule->optional);
+        return;
+    }
+    const float **v = rule_vector(rule, layer);
+    if (!*v) *v = loader_vector(l, name, in, rule->optional);
+    char *suffix = strstr(name, ".bias");
+    if (*v || !suffix) return;
+    *suffix = 0; /* files of Hy3 have exp_probs_b */
+    *v = loader_vector(l, name, in, true);
 }
 
 /* Adds the rotation of `dim` values to the model and names it in attn, with the scale of q.k. Frequencies are interpolated as the file
@@ -6393,9 +6400,9 @@ struct synth {
     int n_layer, n_embd, n_head, n_head_kv;
     int head; /* values of a key and of a value; latent attention: rotated ones of the key not counted */
     int n_expert, n_used, n_ff, n_vocab, n_ctx;
-    /* deepseek2 only */
+    /* 0 or what some families have */
     int q_lora, kv_lora, rope, n_dense, ff_dense, ff_shared, n_group, n_group_used;
-    float scale; /* of the experts' weights */
+    float scale; /* of the experts' weights; 0: 1 */
     bool q8;     /* the backbone is Q8_0 instead of BF16 */
     bool sizes;  /* only sizes are looked at: nothing is filled in */
 };
@@ -6686,6 +6693,8 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
     if (y->kv_lora) {
         snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
         gguf_put_bool(&w, key, true);
+    }
+    if (y->scale > 0) {
         snprintf(key, sizeof key, "%s.expert_weights_scale", y->arch);
         gguf_put_f32(&w, key, y->scale);
     }

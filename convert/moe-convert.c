@@ -452,7 +452,8 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
  * in its config.
  * ============================================================================================================ */
 
-/* A family whose releases name tensors otherwise than the table of tensors: `from` begins the table's name, `to` the release's. */
+/* A family whose releases name tensors otherwise than the table of tensors: `from` begins the table's name, up to its
+ * end or a dot; `to` begins the release's. */
 struct renaming {
     const char *from, *to;
 };
@@ -469,7 +470,7 @@ static struct checkpoint {
     int n_expert, top_k, n_group;    /* n_expert as config.json says; n_group 0: the family has no groups of experts */
     int n_shared, first_dense;       /* shared experts of a layer; layers before first_dense have a dense FFN */
     size_t ff_dense, ff_expert;      /* hidden widths */
-    bool router_bias;                /* the releases have a bias for the choice of experts */
+    const char *router_bias;         /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
     enum gating gating;
     bool norm_topk_prob;          /* the value where config.json does not say */
     double routed_scaling_factor; /* NAN: the family has none */
@@ -494,11 +495,12 @@ static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum d
 
 /* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model. */
 static const char *hf_name(int layer, const char *rest) {
-    for (const struct renaming *r = m.renaming; r && r->from; r++)
-        if (starts_with(rest, r->from)) {
-            rest = fmt("%s%s", r->to, rest + strlen(r->from));
-            break;
-        }
+    for (const struct renaming *r = m.renaming; r && r->from; r++) {
+        const size_t n = strlen(r->from);
+        if (!starts_with(rest, r->from) || (rest[n] && rest[n] != '.')) continue;
+        rest = fmt("%s%s", r->to, rest + n);
+        break;
+    }
     return layer < 0 ? fmt("%s%s", m.prefix, rest) : fmt("%smodel.layers.%d.%s", m.prefix, layer, rest);
 }
 
@@ -547,6 +549,7 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     if (r->kind == TENSOR_VECTOR) {
         const bool bias = r->field == offsetof(struct layer, router_bias);
         if (bias && !m.router_bias) return;
+        if (bias) dst = fmt("blk.%d.%s", layer, m.router_bias);
         struct tensor *t = resolve_vector(fmt("%s%s", src, ends_with(dst, ".weight") ? ".weight" : ""));
         check_shape(t, t->shape[0], t->rank == 1, r->in, DIM_ONE);
         plan_f32(dst, t, 1, t->shape[0]);
@@ -636,7 +639,7 @@ static void plan_layer(int layer) {
     if (!dense) m.experts[layer] = count_experts(layer);
     set_dim(DIM_EXPERTS, (size_t)m.experts[layer], "the layer's experts");
     set_dim(DIM_FF, dense ? m.ff_dense : m.ff_expert, dense ? "intermediate_size" : "moe_intermediate_size");
-    for (const struct tensor_rule *r = NULL; (r = rule_next(r, &what));) plan_rule(r, layer);
+    for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
 }
 
 static size_t n_skipped; /* tensors of the source that are skipped on purpose */
@@ -765,7 +768,7 @@ static void read_deepseek3(void) {
     m.first_dense = (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, 0);
     m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
     const char *method = get_str(c, "topk_method", "noaux_tc");
-    m.router_bias = !strcmp(method, "noaux_tc");
+    m.router_bias = strcmp(method, "noaux_tc") ? NULL : "exp_probs_b.bias";
     m.gating = strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
     m.norm_topk_prob = true;
     m.routed_scaling_factor = get_num(c, "routed_scaling_factor", NAN);
