@@ -6476,6 +6476,22 @@ static const struct synth synths[] = {
      .n_group = 1,
      .n_group_used = 1,
      .scale = 2.827f},
+    {.name = "hy3",
+     .arch = "hy_v3",
+     .n_layer = 80,
+     .n_embd = 4096,
+     .n_head = 64,
+     .n_head_kv = 8,
+     .head = 128,
+     .n_expert = 192,
+     .n_used = 8,
+     .n_ff = 1536,
+     .n_vocab = 120832,
+     .n_ctx = 131072,
+     .n_dense = 1,
+     .ff_dense = 13312,
+     .ff_shared = 1536,
+     .scale = 2.826f},
 };
 
 /* Moves *p behind `word` if that stands there. */
@@ -9639,6 +9655,8 @@ static const struct family families[] = {
      .keys = keys_qwen3moe, .layer = layer_gqa, .forward = forward_gqa},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .keys = keys_mla,      .layer = layer_mla, .forward = forward_mla},
+    {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .keys = keys_gqa,      .layer = layer_gqa, .forward = forward_gqa},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -10498,7 +10516,7 @@ static const char bench_details[] =
     "depth 0, which works with a single GPU.\n";
 
 static const char synth_details[] =
-    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 or kimi-k2. Options may follow a colon:\n"
+    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2 or hy3. Options may follow a colon:\n"
     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the real numbers, bf16). Feed-forward weights\n"
     "are NVFP4, norms and routers F32, and the backbone is everything else.\n"
     "\n"

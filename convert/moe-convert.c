@@ -781,6 +781,37 @@ static void read_deepseek3(void) {
     expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
 }
 
+/* Reads the keys of Hy3. Its leading dense layers are listed, or counted as DeepSeek-V3's are. */
+static void read_hy3(void) {
+    struct doc c = m.cfg;
+    size_t i;
+    json_t *v, *list = get_list(c, "mlp_layer_types");
+    read_gqa();
+    m.is_dense = is_dense_leading;
+    m.n_expert = (int)get_int(c, "num_experts", 1, MAX_EXPERTS, REQUIRED);
+    read_shared("num_shared_experts", 1);
+    m.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, 1);
+    json_array_foreach(list, i, v) {
+        const char *type = json_is_string(v) ? json_string_value(v) : "";
+        const bool dense = !strcmp(type, "dense"), leading = (size_t)m.first_dense == i;
+        expect(c, "mlp_layer_types", dense ? leading : !strcmp(type, "sparse"),
+               "\"dense\" layers, then \"sparse\" ones");
+        m.first_dense += dense;
+    }
+    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
+    m.router_bias = "exp_probs_b";
+    m.gating = GATING_SIGMOID;
+    m.norm_topk_prob = true;
+    m.routed_scaling_factor = get_num(c, "router_scaling_factor", NAN);
+    expect(c, "router_scaling_factor", !isnan(m.routed_scaling_factor), "a number");
+    expect(c, "route_norm", get_bool(c, "route_norm", true), "true");
+}
+static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias"},
+                                            {"mlp.gate", "mlp.router.gate"},
+                                            {"mlp.shared_experts", "mlp.shared_mlp"},
+                                            {"shared_head.norm", "final_layernorm"},
+                                            {NULL, NULL}};
+
 /* The one table of families: model_type of config.json, architecture of GGUF, the object of config.json that holds the language model
  * (NULL: config.json itself) and the prefix that its tensors have then. */
 static const struct {
@@ -789,7 +820,8 @@ static const struct {
     const struct renaming *renaming;
 } families[] = {{.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
                 {.type = "deepseek_v3", .arch = "deepseek2", .read = read_deepseek3},
-                {.type = "kimi_k2", .arch = "deepseek2", .read = read_deepseek3}};
+                {.type = "kimi_k2", .arch = "deepseek2", .read = read_deepseek3},
+                {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names}};
 
 /* The model types, for a message. */
 static const char *family_types(void) {
@@ -1816,7 +1848,7 @@ static void help(void) {
     puts("usage: moe-convert HF_DIR -o OUT.gguf [options]\n"
          "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n\n"
          "Converts a Hugging Face model directory (safetensors, config.json, tokenizer.json or\n"
-         "tiktoken.model) to GGUF. Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25.\n"
+         "tiktoken.model) to GGUF. Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25, hy_v3.\n"
          "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3 becomes BF16.\n"
          "BF16, F16 and F32 are kept. Norms and routers become F32.\n\n"
          "  -o FILE            the file to write\n"

@@ -181,8 +181,8 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
 
 static void test_cuda_operations(void) {
     static const char *const names[] = {
-        "qwen3moe",          "qwen3moe_nvfp4",    "qwen3moe_ct",     "qwen3moe_reap",    "deepseek_v3",
-        "deepseek_v3_nvfp4", "deepseek_v3_plain", "deepseek_v3_fp8", "deepseek_v3_reap", "kimi_k2"};
+        "qwen3moe",          "qwen3moe_nvfp4",  "qwen3moe_ct",      "qwen3moe_reap", "deepseek_v3", "deepseek_v3_nvfp4",
+        "deepseek_v3_plain", "deepseek_v3_fp8", "deepseek_v3_reap", "kimi_k2",       "hy_v3"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
     int n_w4a4 = 0;
     bool fp4 = cuda_test_begin(8);

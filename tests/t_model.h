@@ -185,6 +185,8 @@ static void test_fixtures_deepseek(void) {
     check_fixture("kimi_k2", NULL);
 }
 
+static void test_fixtures_hy3(void) { check_fixture("hy_v3", NULL); }
+
 static void test_fixtures_reap(void) {
     static const int qwen[] = {6, 5, 7}, deepseek[] = {0, 12, 8};
     check_fixture("qwen3moe_reap", qwen);
@@ -820,10 +822,10 @@ static void test_banners(void) {
 
 #define TESTS_MODEL                                                                                                   \
     {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/demo-reference", test_demo_reference},                   \
-        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
-        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
-        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                         \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-reap", test_fixtures_reap},                       \
+        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                 \
+        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                     \
+        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/state-file", test_session_file}, \
+        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},  \
+        {"model/router", test_router}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},          \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

@@ -175,30 +175,38 @@ def ffn(W, x, p):
     return (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
+def router(W, p):
+    """The name of the router's matrix; Hy3 has one of its own."""
+    return p + ("router.gate.weight" if W.has(p + "router.gate.weight") else "gate.weight")
+
+
 def moe(W, config, x, p):
-    k, gate = config["num_experts_per_tok"], W.get(p + "gate.weight")
+    k, gate = config["num_experts_per_tok"], W.get(router(W, p))
     experts = len(gate)  # a pruned layer has fewer than config.json says
     assert experts == len({n.split(".")[5] for n in W.raw if n.startswith(p + "experts.")}), p
     logits = x @ gate.T
-    if W.has(p + "gate.e_score_correction_bias"):
+    bias = next((b for b in (p + "gate.e_score_correction_bias", p + "expert_bias") if W.has(b)), None)
+    if bias:
         score = 1 / (1 + np.exp(-logits))
-        choice = score + W.get(p + "gate.e_score_correction_bias")
-        groups = choice.reshape(len(x), config["n_group"], -1)
+        choice = score + W.get(bias)
+        groups = choice.reshape(len(x), config.get("n_group", 1), -1)
         value = np.sort(groups, -1)[..., -2:].sum(-1)
-        worst = np.argsort(-value, -1)[:, config["topk_group"]:]
+        worst = np.argsort(-value, -1)[:, config.get("topk_group", 1):]
         np.put_along_axis(groups, worst[..., None], -np.inf, 1)
         choice = groups.reshape(choice.shape)
     else:
         choice = score = softmax(logits)
     best = np.argsort(-choice, -1)[:, :k]
     weight = np.take_along_axis(score, best, -1)
-    if config["norm_topk_prob"]:
+    if config.get("norm_topk_prob", True):
         weight = weight / weight.sum(-1, keepdims=True)
-    weight = weight * config.get("routed_scaling_factor", 1.0)
+    weight = weight * config.get("routed_scaling_factor", config.get("router_scaling_factor", 1.0))
     y = np.zeros_like(x)
     for e in range(experts):
         token, slot = np.nonzero(best == e)
         y[token] += weight[token, slot, None] * ffn(W, x[token], f"{p}experts.{e}.")
+    if config.get("num_shared_experts"):  # Hy3
+        return y + ffn(W, x, p + "shared_mlp.")
     return y + ffn(W, x, p + "shared_experts.") if config.get("n_shared_experts") else y
 
 
@@ -210,7 +218,7 @@ def forward(W, config, ids):
         attention = mla if "kv_lora_rank" in config else gqa
         x = x + attention(W, config, rms(x, W.get(p + "input_layernorm.weight"), eps), p + "self_attn.")
         h = rms(x, W.get(p + "post_attention_layernorm.weight"), eps)
-        x = x + (moe(W, config, h, p + "mlp.") if W.has(p + "mlp.gate.weight") else ffn(W, h, p + "mlp."))
+        x = x + (moe(W, config, h, p + "mlp.") if W.has(router(W, p + "mlp.")) else ffn(W, h, p + "mlp."))
     head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
     return rms(x, W.get("model.norm.weight"), eps) @ W.get(head).T
 

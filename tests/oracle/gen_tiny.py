@@ -74,6 +74,28 @@ def deepseek(**changes):
             "num_nextn_predict_layers": 0, "rope_theta": 10000, **COMMON, **changes}
 
 
+def hy3(**changes):
+    """config.json in the words of the Hy3 releases."""
+    common = {k: v for k, v in COMMON.items() if k not in ("rope_scaling", "torch_dtype")}
+    return {"architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "vocab_size": VOCAB, "hidden_size": 64,
+            "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 192, "moe_intermediate_size": 128,
+            "num_experts": 8, "num_shared_experts": 2, "num_experts_per_tok": 3, "router_scaling_factor": 2.826,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0}, "dtype": "bfloat16",
+            "num_nextn_predict_layers": 0, **common, **changes}
+
+
+# Hy3's names on the hub that transformers changes when it loads a checkpoint (conversion_mapping.py).
+HY3_NAMES = [(".mlp.gate.", ".mlp.router.gate."), (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+             (".mlp.shared_experts.", ".mlp.shared_mlp.")]
+
+
+def hub_name(config, name):
+    for old, new in HY3_NAMES if config["model_type"] == "hy_v3" else []:
+        name = name.replace(old, new)
+    return name
+
+
 def new_rope(config, **rope):
     """The same configuration as transformers 5 writes it: rope_parameters instead of two keys, dtype."""
     config = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
@@ -129,16 +151,20 @@ SPECS = {
         config=deepseek(n_routed_experts=16, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")],
         kept=[None, [0, 1, 3, 4, 6, 7, 8, 9, 11, 13, 14, 15], [1, 2, 4, 7, 8, 10, 13, 14]]),
+    "hy_v3": dict(config=hy3(num_nextn_predict_layers=1)),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
+
+
+BIAS = ("e_score_correction_bias", "expert_bias")
 
 
 def draw(fixture, name, shape, tied):
     """The random tensor `name`, float32 numpy.  Spreads are chosen so that attention is selective, every
     layer moves the residual stream and the logits have a standard deviation of 2 to 3."""
     rng = np.random.default_rng([zlib.crc32(fixture.encode()), zlib.crc32(name.encode())])
-    if name.endswith("e_score_correction_bias"):  # above -sigmoid: masking with 0.0 and with -inf then agree
+    if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
         return rng.uniform(0.1, 0.5, shape).astype(np.float32)
     x = rng.standard_normal(shape)
     if "norm" in name:
@@ -194,7 +220,7 @@ class Checkpoint:
         if rows is not None:
             x = x[rows]
         self.shapes[name] = shape
-        form = "f32" if name.endswith("e_score_correction_bias") else next(
+        form = "f32" if name.endswith(BIAS) else next(
             (f for pattern, f in self.rules if re.search(pattern, name)), "bf16")
         return getattr(self, "put_" + form)(name, source, x)
 
@@ -263,7 +289,7 @@ def make_model(config):
     return model
 
 
-def fill(model, checkpoint, kept):
+def fill(model, config, checkpoint, kept):
     """Gives every parameter and buffer a value and stores it under its hub name, fused experts one by one.
     kept: per layer the original numbers of the experts that stay, or None; the order renumbers them."""
     for name, value in list(model.state_dict().items()):
@@ -282,10 +308,10 @@ def fill(model, checkpoint, kept):
                 for i, original in enumerate(rows or range(len(value)))])
             module.num_experts = len(new)
         elif path.endswith(".mlp.gate"):
-            new = checkpoint.put(name, value.shape, rows=rows)
+            new = checkpoint.put(hub_name(config, name), value.shape, rows=rows)
             module.num_experts = len(new)
         else:
-            new = checkpoint.put(name, value.shape)
+            new = checkpoint.put(hub_name(config, name), value.shape)
         if leaf in module._parameters:
             new = torch.nn.Parameter(new, requires_grad=False)
         setattr(module, leaf, new)
@@ -299,9 +325,9 @@ def put_mtp(checkpoint, config):
     for name, shape in list(checkpoint.shapes.items()):
         if name.startswith(last):
             checkpoint.put(name.replace(last, f"model.layers.{n}."), shape)
-    for leaf, shape in {"embed_tokens": (VOCAB, hidden), "enorm": (hidden,), "hnorm": (hidden,),
-                        "eh_proj": (hidden, 2 * hidden), "shared_head.norm": (hidden,),
-                        "shared_head.head": (VOCAB, hidden)}.items():
+    own = ({"final_layernorm": (hidden,)} if config["model_type"] == "hy_v3" else
+           {"embed_tokens": (VOCAB, hidden), "shared_head.norm": (hidden,), "shared_head.head": (VOCAB, hidden)})
+    for leaf, shape in {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), **own}.items():
         checkpoint.put(f"model.layers.{n}.{leaf}.weight", shape)
 
 
@@ -335,14 +361,15 @@ def moe_layers(model):
     return [layer for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
 
-def route(config, gate, logits, use_bias=True, use_groups=True):
-    """Experts [tokens, k] by the rules of the paper, and the smallest gap to one (or a group) not chosen."""
+def route(config, bias, logits, use_bias=True, use_groups=True):
+    """Experts [tokens, k] by the rules of the paper, and the smallest gap to one (or a group) not chosen.
+    bias: of the choice, or None, which means softmax."""
     k, gap = config["num_experts_per_tok"], math.inf
-    if "n_group" not in config:
+    if bias is None:
         score = logits.softmax(-1)
     else:
-        score = logits.sigmoid() + (gate.e_score_correction_bias if use_bias else 0)
-        if use_groups and config["n_group"] > 1:
+        score = logits.sigmoid() + (bias if use_bias else 0)
+        if use_groups and config.get("n_group", 1) > 1:
             groups = score.reshape(len(score), config["n_group"], -1)
             best = groups.topk(2).values.sum(-1).sort(descending=True)
             keep = config["topk_group"]
@@ -357,20 +384,25 @@ def route(config, gate, logits, use_bias=True, use_groups=True):
 def run(model, config, ids):
     """Logits [n, vocab] and the smallest routing gap, which is 0 if bias or groups change no choice at all.
     Asserts that transformers routes by the rules."""
-    gaps, told = [], {"bias": "n_group" not in config, "groups": config.get("n_group", 1) == 1}
+    gaps, biased, told = [], [], {"groups": config.get("n_group", 1) == 1}
 
-    def hook(gate, _, output):
+    def hook(mlp, output):
         logits, _, chosen = output
-        mine, gap = route(config, gate, logits)
+        bias = getattr(mlp, "e_score_correction_bias", getattr(mlp.gate, "e_score_correction_bias", None))
+        mine, gap = route(config, bias, logits)
         assert torch.equal(chosen.sort().values, mine), "transformers routes otherwise"
         gaps.append(gap)
-        told["bias"] |= not torch.equal(mine, route(config, gate, logits, use_bias=False)[0])
-        told["groups"] |= not torch.equal(mine, route(config, gate, logits, use_groups=False)[0])
+        if bias is not None:
+            choices = route(config, bias, logits, use_bias=False)[0], route(config, bias, logits, use_groups=False)[0]
+            biased.append(not torch.equal(mine, choices[0]))
+            told["groups"] |= not torch.equal(mine, choices[1])
 
-    hooks = [layer.mlp.gate.register_forward_hook(hook) for layer in moe_layers(model)]
+    hooks = [layer.mlp.gate.register_forward_hook(lambda _, __, output, mlp=layer.mlp: hook(mlp, output))
+             for layer in moe_layers(model)]
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     for h in hooks:
         h.remove()
+    told["bias"] = any(biased) or not biased
     return logits, min(gaps) if all(told.values()) else 0.0
 
 
@@ -482,8 +514,9 @@ def build(name):
 
     model, checkpoint = make_model(config), Checkpoint(name, spec)
     assert_rope(model, config)
-    assert all(layer.mlp.gate.norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model))
-    fill(model, checkpoint, kept)
+    assert all(layer.mlp.gate.norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model)
+               if "norm_topk_prob" in config)
+    fill(model, config, checkpoint, kept)
     if config.get("num_nextn_predict_layers"):
         put_mtp(checkpoint, config)
     ids, logits, gap, tail, margin = choose_prompt(model, config)
