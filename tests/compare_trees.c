@@ -1,25 +1,27 @@
-/* The part of tests/compare_trees.sh that runs inside the engine. It includes the moe.c of the tree that is compared (the include path
- * says which one it is).
+/* The part of tests/compare_trees.sh that runs inside the engine. It includes the moe.c of the tree that is compared:
+ * the include path says which one it is.
  *
  *   compare_trees moe ARGUMENTS..      the program itself
  *   compare_trees logits MODEL [quick] a line for every way to compute the logits of a prompt on a CPU:
  *                                      PATH RANKS CACHE MODE HASH NORM
  *
- * PATH is "ref", or the name of a set of vector kernels that this machine can run. MODE: "prefill" computes the prompt at once, "decode"
- * token by token, "pieces" in pieces of different sizes, "long" more tokens than one forward takes and then single ones, which
- * partition the context. HASH is of the bits of the logits, of every position where they are to be had; NORM tells how much they differ
- * when the hashes do.
+ * PATH is "ref", or the name of a set of vector kernels that this machine can run. MODE: "prefill" computes the prompt
+ * at once, "decode" token by token, "pieces" in pieces of different sizes, "long" more tokens than one forward takes
+ * and then single ones, which partition the context. HASH is of the bits of the logits, of every position where they
+ * are to be had; NORM tells how much they differ when the hashes do.
  *
- * Built with the CUDA backend (on the emulator), the kernels that are launched are written to the file that COMPARE_LAUNCHES
- * names: thread by thread, in order, each line a kernel.
+ * With -DMOE_CUDA -DCUEMU, and this file once more, as C++, it has the CUDA backend on the emulator. Then the kernels
+ * that are launched are written to the file that COMPARE_LAUNCHES names: thread by thread, in order, one a line.
  */
-#ifdef MOE_CUDA
-#define profile_launch engine_profile_launch /* the backend calls the one below, which calls the engine's */
-#endif
+#ifdef __cplusplus
+#include "tests/cuda_emu.h"
+extern "C" const char *compare_launch(const char *kernel); /* notes it, returns the same */
+#define enqueue_kernel(kernel, name, ...) enqueue_kernel(kernel, compare_launch(name), __VA_ARGS__)
+#include "moe_cuda.cu"
+#else
 #define main engine_main
 #include "moe.c"
 #undef main
-#undef profile_launch
 
 /* ---- all that this file knows of moe.c: whatever else it uses is defined in it ---- */
 
@@ -66,7 +68,7 @@
 #define X_SYNC(s, ids, n, err)             (session_sync(s, ids, n, 0, err) == SYNC_DONE)
 #define X_LOGITS(s)                        session_logits(s)
 #endif
-/* And the hook of the launches, profile_launch, above and below. */
+/* And of the emulator, above, how a kernel is enqueued. */
 
 /* ---- the launches of kernels ---- */
 
@@ -83,7 +85,8 @@ static struct launch_log *launch_logs[LOG_THREADS];
 static int n_launch_logs;
 static _Thread_local struct launch_log *launch_log;
 
-static void launch_note(const char *kernel) {
+const char *compare_launch(const char *kernel);
+const char *compare_launch(const char *kernel) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     if (!launch_log) {
         launch_log = calloc(1, sizeof *launch_log);
@@ -94,10 +97,11 @@ static void launch_note(const char *kernel) {
     }
     const int n = launch_log->n++;
     if (n == LOG_MAX) abort();
-    kernel += *kernel == '('; /* and without the arguments of a template */
-    launch_log->kernel[n] = strndup(kernel, strcspn(kernel, "<,)"));
+    const char *name = kernel + (*kernel == '('); /* and without the arguments of a template */
+    launch_log->kernel[n] = strndup(name, strcspn(name, "<,)"));
     int *at = &launch_log->first[n];
     while (strcmp(launch_log->kernel[*at], launch_log->kernel[n])) ++*at;
+    return kernel;
 }
 
 /* Threads begin in any order: by what they launched, then, but not by its name. */
@@ -119,12 +123,6 @@ static void launches_write(void) {
         for (int k = 0; k < launch_logs[i]->n; k++) fprintf(f, "%s\n", launch_logs[i]->kernel[k]);
     }
     fclose(f);
-}
-
-int profile_launch(const char *kernel);
-int profile_launch(const char *kernel) {
-    if (kernel) launch_note(kernel);
-    return engine_profile_launch(kernel);
 }
 #endif
 
@@ -177,8 +175,8 @@ static struct digest by_pieces(X_SESSION *s, int n_vocab, const int32_t *ids, co
 
 enum { MODE_PREFILL, MODE_DECODE, MODE_PIECES, MODE_LONG, MODES };
 
-/* What is left out where it would take long: `exact` kernels and those that are not for a certain processor are slow, which tells with
- * a `large` model. */
+/* What is left out where it would take long: `exact` kernels and those that are not for a certain processor are slow,
+ * which tells with a `large` model. */
 static bool worth(int mode, int division, int cache, bool exact, bool slow, bool large) {
     if (exact && cache && (large || division > 1 || mode == MODE_DECODE || mode == MODE_LONG)) return false;
     if (mode == MODE_PIECES) return !(slow && large) || division < 2;
@@ -253,3 +251,4 @@ int main(int argc, char **argv) {
     by_all(argv[2], argc > 3 && !strcmp(argv[3], "quick"));
     return 0;
 }
+#endif

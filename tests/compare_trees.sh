@@ -1,25 +1,28 @@
 #!/bin/bash
-# tests/compare_trees.sh [--quick] [--fresh] [-v] BASE NEW: whether two trees of this program compute the same, to the bit.
+# tests/compare_trees.sh [--quick] [--fresh] [-v] BASE NEW: whether two trees of this program compute the same, to the
+# bit.
 #
-# Both trees are compiled as their Makefiles say, but without CUDA, into build/compare of each; what is there and still good is not
-# made again (--fresh: everything is). The inputs, which are the demo model, the fixtures and the prompts, are those of BASE.
-# Compared are:
+# Both trees are compiled as their Makefiles say, but without CUDA, into build/compare of each; what is there and still
+# good, results too, is not made again (--fresh: everything is). The inputs, which are the demo model, the fixtures and
+# the prompts, are those of BASE. Compared are:
 #
 #   gguf      the files that moe-convert writes, byte by byte
-#   logits    of a prompt, on the CPU: every model, the exact kernels and every set of vector kernels that this machine runs, --tp 1 to 4
-#             and --pp, all types of the cache, at once, token by token, in pieces, and beyond what one forward takes; and what the
-#             program writes with --cpu-ref --logits
+#   logits    of a prompt, on the CPU: every model, the exact kernels and every set of vector kernels that this machine
+#             runs, --tp 1 to 4 and --pp, all types of the cache, at once, token by token, in pieces, and beyond what
+#             one forward takes; and what the program writes with --cpu-ref --logits
 #   program   what the program says and writes: sampled answers, perplexity, the scores of --calibrate
-#   plan      the numbers of --plan --json, without the words around them: the shapes of --synth, the demo, several machines
-#   launches  the kernels that a GPU is told to run, in their order, on the emulator. Their names do not count: each is known by
-#             when it first appeared
+#   plan      the numbers of --plan --json, without the words around them: the shapes of --synth, some models, several
+#             machines
+#   launches  the kernels that a GPU is told to run, in their order, on the emulator. Their names do not count: each is
+#             known by when it first appeared
 #   emulated  the logits that come out of them
 #
-# Prints for each of these how many results are equal, and every one that is not; with -v all of them, and the kernels of both trees
-# side by side. --quick takes less than a minute: the best and the plainest vector kernels, --tp 1 and 2, fewer plans, no GPU.
-# Exit code: 0 all are equal, 1 some differ, 2 something could not be built or run.
+# Prints for each of these how many results are equal, and every one that is not; with -v all of them, and the kernels
+# of both trees side by side. --quick takes less than a minute: the best and the plainest vector kernels, --tp 1 and 2,
+# fewer plans, no GPU. Exit code: 0 all are equal, 1 some differ, 2 something could not be built or run.
 #
-# tests/compare_trees.c runs inside the engine; the names that it knows of moe.c stand at its top, once for BASE and once for today.
+# tests/compare_trees.c runs inside the engine; the names that it knows of moe.c stand at its top, once for BASE and
+# once for today.
 quick= fresh= verbose=
 while [[ ${1-} == -* ]]; do
     case $1 in
@@ -30,7 +33,8 @@ while [[ ${1-} == -* ]]; do
     esac
     shift
 done
-[ $# = 2 ] && [ -f "$1/moe.c" ] && [ -f "$2/moe.c" ] || { echo "usage: tests/compare_trees.sh [--quick] [--fresh] [-v] BASE NEW" >&2; exit 2; }
+[ $# = 2 ] && [ -f "$1/moe.c" ] && [ -f "$2/moe.c" ] ||
+    { echo "usage: tests/compare_trees.sh [--quick] [--fresh] [-v] BASE NEW" >&2; exit 2; }
 source=$(cd "$(dirname "$0")" && pwd) base=$(cd "$1" && pwd) new=$(cd "$2" && pwd)
 cores=$(nproc) sections=(gguf logits program plan launches emulated)
 [ $quick ] && sections=(gguf logits plan)
@@ -60,7 +64,9 @@ current() { [ ! $fresh ] && [ -s "$1" ] && [ "$(cat "$1.key" 2>/dev/null)" = "$2
 made() {
     current "$1" "$2" && return
     rm -f "$1.key"
-    "${@:3}" 2>"$1.log" && echo "$2" >"$1.key"
+    "${@:3}" 2>"$1.log" && echo "$2" >"$1.key" && return
+    grep -m 10 -E 'error|undefined' "$1.log" >&2
+    return 1
 }
 
 # ---- building: DIR is build/compare/base or build/compare/new of a tree ----
@@ -72,10 +78,11 @@ compiled() {
     while [ "$1" != -- ]; do options+=("$1"); shift; done
     shift
     text=$("$@" "${options[@]}" -E -P "$input" 2>"$file.log" | key; exit "${PIPESTATUS[0]}") || return
-    made "$file" "$({ echo "$text $*" "${options[@]}"; "$1" --version; } | key)" "$@" "${options[@]}" "$input" -o "$file"
+    text=$({ echo "$text $*" "${options[@]}"; "$1" --version; } | key)
+    made "$file" "$text" "$@" "${options[@]}" "$input" -o "$file"
 }
-# engine FILE TREE NAMES OPTION.. -- COMPILER..: compare_trees.c with the names of the base or of today; with the others,
-# where those are not this tree's
+# engine FILE TREE NAMES OPTION.. -- COMPILER..: compare_trees.c with the names of the base or of today; with the
+# others, where those are not this tree's
 engine() {
     local file=$1 names=$3 options=(-I"$2") input=$source/compare_trees.c
     shift 3
@@ -90,13 +97,13 @@ engine() {
 # build DIR TREE NAMES: starts the compilers
 build() {
     local dir=$1 tree=$2 names=$3 c cxx libs lock
-    mkdir -p "$dir" && exec {lock}>"$dir/lock" && flock "$lock" || exit 2 # two comparisons at a time take turns
-    { read -ra c; read -ra libs; read -ra cxx; } < <(make -s --no-print-directory -C "$tree" DEPS=ok NVCC= \
-        --eval='compare-flags:;@echo "$(CC) $(FLAGS) -w -fopenmp"; echo "$(LIBS)"; echo "$(CXX) $(EMULATED) -w"' compare-flags)
+    mkdir -p "$dir" && exec {lock}>"$dir/lock" && flock "$lock" || exit 2 # two comparisons take turns
+    { read -ra c; read -ra libs; read -ra cxx; } < <(make -s --no-print-directory -C "$tree" DEPS=ok NVCC= --eval='
+compare-flags:;@echo "$(CC) $(FLAGS) -w -fopenmp"; echo "$(LIBS)"; echo "$(CXX) $(or $(EMULATED),-std=c++17 -x c++ -DCUEMU -O2 -fno-strict-aliasing -fopenmp) -w"' compare-flags)
     [ ${#cxx[@]} -gt 2 ] || { echo "$tree/Makefile does not tell how to compile" >&2; exit 2; }
     echo "${libs[*]}" >"$dir/libs"
     echo "${cxx[0]}" >"$dir/linker"
-    [ $quick ] || job compiled "$dir/emulated.o" "$tree/moe_cuda.cu" -- "${cxx[@]}" -c
+    [ $quick ] || job compiled "$dir/emulated.o" "$source/compare_trees.c" -I"$tree" -- "${cxx[@]}" -c
     job engine "$dir/program.o" "$tree" "$names" -- "${c[@]}" -c
     [ $quick ] || job engine "$dir/program_gpu.o" "$tree" "$names" -DMOE_CUDA -DCUEMU -- "${c[@]}" -c
     job compiled "$dir/convert.o" "$tree/convert/moe-convert.c" -- "${c[@]}" -c
@@ -131,14 +138,18 @@ quietly() {
 }
 
 gguf_of() { # DIR NAME SOURCE OPTION..
-    quietly "$1/convert" "$3" -o "$1/models/$2.gguf" "${@:4}" && line "$2" "$(hash_of "$1/models/$2.gguf")" >"$1/gguf.$2.part"
+    local file=$1/models/$2.gguf
+    quietly "$1/convert" "$3" -o "$file" "${@:4}" && line "$2" "$(hash_of "$file")" >"$1/gguf.$2.part"
 }
 run_gguf() {
-    local f
-    rm -rf "$1/models"; mkdir -p "$1/models"
+    local f=$base/tests/fixtures config
+    rm -rf "$1/models"
+    mkdir -p "$1/models"
     job gguf_of "$1" demo "$base/convert/demo" --name moe-demo
-    for f in "$base"/tests/fixtures/*/config.json; do job gguf_of "$1" "$(basename "$(dirname "$f")")" "$(dirname "$f")"; done
-    f=$base/tests/fixtures
+    for config in "$f"/*/config.json; do
+        config=${config%/config.json}
+        job gguf_of "$1" "${config##*/}" "$config"
+    done
     job gguf_of "$1" qwen3moe,nvfp4,q8_0 "$f/qwen3moe" --quantize nvfp4 --dense --backbone q8_0
     job gguf_of "$1" deepseek_v3,nvfp4 "$f/deepseek_v3" --quantize nvfp4 --search amax --keep 'blk.1.*down'
     job gguf_of "$1" deepseek_v3_plain,bf16 "$f/deepseek_v3_plain" --quantize nvfp4 --backbone bf16
@@ -148,15 +159,15 @@ models() { (cd "$1/models" && printf '%s\n' *.gguf) | sed 's/\.gguf$//' | grep -
 
 logits_of() { # DIR MODEL
     local dir=$1 m=$2 d file=$1/logits.$2
+    local moe=("$dir/program" moe -t 2 -m "$dir/models/$m.gguf" --ids "$prompt" -c 70 --logits "$file.npy")
     "$dir/program" logits "$dir/models/$m.gguf" $quick >"$file.lines" || return
     awk -v m="$m" '{print m " " $1 " " $2 " " $3 " " $4 "\t" $5 " " $6}' "$file.lines" >"$file.part"
     for d in "1 1" "2 1" ${quick:-"3 1" "4 1" "1 2" "2 2"}; do
         [ "$d" = quick ] && continue
-        quietly "$dir/program" moe --cpu-ref --kv f32 -t 2 --tp ${d% *} --pp ${d#* } -m "$dir/models/$m.gguf" --ids "$prompt" -c 70 \
-            --logits "$file.npy" || return
+        quietly "${moe[@]}" --cpu-ref --kv f32 --tp ${d% *} --pp ${d#* } || return
         line "$m --cpu-ref tp${d% *},pp${d#* } f32" "$(hash_of "$file.npy")" >>"$file.part"
     done
-    quietly "$dir/program" moe --cpu -t 2 -m "$dir/models/$m.gguf" --ids "$prompt" -c 70 --logits "$file.npy" || return
+    quietly "${moe[@]}" --cpu || return
     line "$m --cpu" "$(hash_of "$file.npy")" >>"$file.part"
     rm -f "$file.npy" "$file.lines"
 }
@@ -169,7 +180,8 @@ run_logits() {
 
 program_of() { # DIR MODEL
     local dir=$1 m=$2 file=$1/program.$2 moe=("$1/program" moe --cpu -t 2 -m "$1/models/$2.gguf") a
-    for a in "--greedy -n 24" "--seed 5 -n 40 --temp 1" "--seed 6 -n 24 --top-k 5 --min-p 0.05 --repeat-penalty 1.2 --tp 2"; do
+    for a in "--greedy -n 24" "--seed 5 -n 40 --temp 1" \
+        "--seed 6 -n 24 --top-k 5 --min-p 0.05 --repeat-penalty 1.2 --tp 2"; do
         attempt "$file.out" "$file.err" "${moe[@]}" --raw -p 'Once upon a time' -c 128 $a || return
         line "$m --raw $a" "$(hash_of "$file.out")"
     done >"$file.part"
@@ -188,9 +200,10 @@ run_program() {
 
 plan_of() { # DIR NAME OPTION..: every machine
     local dir=$1 file=$1/plan.$2 rc machine
-    local machines=("1x24" "1x24@936" "1x96" "2x96" "4x96" "4x32@1792" "4x96 --tp 2 --pp 2" "2x96 --pp 2" "4x96 --kv bf16 -c 8192")
-    [ $quick ] || machines+=("2x96 --tp 2" "3x141" "4x96 --tp 4" "4x96 --pp 4" "4x32@1792 --tp 2 --pp 2" "4x32@1792 --tp 1 --pp 4"
-        "8x80 --tp 4 --pp 2" "2x128 -c 131072" "4x96 --vram-reserve 4000")
+    local machines=("1x24" "1x24@936" "1x96" "2x96" "4x96" "4x32@1792" "4x96 --tp 2 --pp 2" "2x96 --pp 2"
+        "4x96 --kv bf16 -c 8192")
+    [ $quick ] || machines+=("2x96 --tp 2" "3x141" "4x96 --tp 4" "4x96 --pp 4" "4x32@1792 --tp 2 --pp 2"
+        "4x32@1792 --tp 1 --pp 4" "8x80 --tp 4 --pp 2" "2x128 -c 131072" "4x96 --vram-reserve 4000")
     for machine in "${machines[@]}"; do
         attempt "$file.out" "$file.err" "$dir/program" moe --plan --json "${@:3}" --gpus $machine
         rc=$? # 1: does not fit, 2: cannot be divided so
@@ -201,8 +214,10 @@ plan_of() { # DIR NAME OPTION..: every machine
 }
 plan_cpu() { # DIR MODEL: what does not depend on how fast and how large the memory is
     local file=$1/plan.cpu-$2
-    attempt "$file.out" "$file.err" "$1/program" moe --plan --json --cpu --kv f32 -c 256 -t 2 -m "$1/models/$2.gguf" || return
-    line "$2 --cpu" "$(grep -E '"(weights|cache|scratch_about|experts|backbone|head|sum|first_layer|layers)"' "$file.out" | numbers)" >"$file.part"
+    local keys='"(weights|cache|scratch_about|experts|backbone|head|sum|first_layer|layers)"'
+    attempt "$file.out" "$file.err" "$1/program" moe --plan --json --cpu --kv f32 -c 256 -t 2 -m "$1/models/$2.gguf" ||
+        return
+    line "$2 --cpu" "$(grep -E "$keys" "$file.out" | numbers)" >"$file.part"
     rm -f "$file".{out,err}
 }
 run_plan() {
@@ -223,11 +238,14 @@ run_plan() {
 }
 
 # k1 for the first kernel and wherever it appears again, k2 for the next other one ..; - between threads
-by_appearance() { awk '$1 != "-" && !($1 in k) {k[$1] = "k" ++n} {printf "%s ", $1 == "-" ? "-" : k[$1]} END {print NR}'; }
-# launches_of DIR NAME OPTION..: kernels by name into launches/NAME, their list and the logits or the answer into the parts
+by_appearance() {
+    awk '$1 != "-" && !($1 in k) {k[$1] = "k" ++n} {printf "%s ", $1 == "-" ? "-" : k[$1]} END {print NR}'
+}
+# launches_of DIR NAME OPTION..: kernels by name into launches/NAME; their list and the logits or the answer into parts
 launches_of() {
     local dir=$1 name=$2 list=$1/launches/$2 file=$1/launches.$2
-    COMPARE_LAUNCHES=$list attempt "$file.out" "$file.err" "$dir/program_gpu" moe "${@:3}" || { cat "$file.err" >&2; return 1; }
+    COMPARE_LAUNCHES=$list attempt "$file.out" "$file.err" "$dir/program_gpu" moe "${@:3}" ||
+        { cat "$file.err" >&2; return 1; }
     [ -s "$list" ] || { echo "$name: no launches were noted" >&2; return 1; }
     line "$name" "$(by_appearance <"$list")" >"$file.part"
     [ -e "$file.npy" ] || cp "$file.out" "$file.npy"
@@ -235,22 +253,24 @@ launches_of() {
     rm -f "$file".{out,err,npy}
 }
 run_launches() {
-    local m n kv more
-    rm -rf "$1/launches"; mkdir -p "$1/launches"
+    local m n kv gpu=()
+    rm -rf "$1/launches"
+    mkdir -p "$1/launches"
     for m in qwen3moe deepseek_v3; do
+        gpu=(-m "$1/models/$m.gguf" -c 80 --gpus 0)
         for n in 1 4 40; do
             for kv in fp8 bf16; do
-                job launches_of "$1" "$m,$n,$kv" --gpus 0 -m "$1/models/$m.gguf" -c 80 --kv $kv --ids "$(cut -d, -f1-$n <<<"$prompt")" \
+                job launches_of "$1" "$m,$n,$kv" "${gpu[@]}" --kv $kv --ids "$(cut -d, -f1-$n <<<"$prompt")" \
                     --logits "$1/launches.$m,$n,$kv.npy"
             done
         done
-        job launches_of "$1" "$m,answer" --gpus 0 -m "$1/models/$m.gguf" -c 80 --raw --seed 3 --temp 1 --top-k 40 -n 6 --ids 5,6,7,8,9
-        more="--gpus 0,0 --allreduce oneshot -c 80 -m $1/models/$m.gguf --ids $(cut -d, -f1-20 <<<"$prompt")"
-        job launches_of "$1" "$m,tp2" $more --tp 2 --logits "$1/launches.$m,tp2.npy"
-        job launches_of "$1" "$m,pp2" $more --pp 2 --tp 1 --logits "$1/launches.$m,pp2.npy"
+        job launches_of "$1" "$m,answer" "${gpu[@]}" --raw --seed 3 --temp 1 --top-k 40 -n 6 --ids 5,6,7,8,9
+        gpu+=(--gpus 0,0 --allreduce oneshot --ids "$(cut -d, -f1-20 <<<"$prompt")")
+        job launches_of "$1" "$m,tp2" "${gpu[@]}" --tp 2 --logits "$1/launches.$m,tp2.npy"
+        job launches_of "$1" "$m,pp2" "${gpu[@]}" --pp 2 --tp 1 --logits "$1/launches.$m,pp2.npy"
     done
-    m=qwen3moe_nvfp4
-    job launches_of "$1" "$m,fp4" --gpus 0 -m "$1/models/$m.gguf" -c 80 --moe-act fp4 --ids "$prompt" --logits "$1/launches.$m,fp4.npy"
+    gpu=(-m "$1/models/qwen3moe_nvfp4.gguf" -c 80 --gpus 0)
+    job launches_of "$1" nvfp4,fp4 "${gpu[@]}" --moe-act fp4 --ids "$prompt" --logits "$1/launches.nvfp4,fp4.npy"
 }
 
 # text_of DIR SECTION: the file of its results
@@ -258,8 +278,8 @@ text_of() { echo "$1/$2$([ $quick ] && [ "$2" != gguf ] && echo .quick).txt"; }
 # results DIR: every section whose file is not current
 results() {
     local dir=$1 s inputs what text by
-    inputs=$({ echo "$prompt"; cat "$dir/convert.key"; find "$base/tests/fixtures" "$base/convert/demo" "$base/prompts" -type f | sort | xargs cat
-        grep -m 1 ^flags /proc/cpuinfo; } | key)
+    inputs=$({ echo "$prompt"; cat "$dir/convert.key"; grep -m 1 ^flags /proc/cpuinfo
+        find "$base/tests/fixtures" "$base/convert/demo" "$base/prompts" -type f | sort | xargs cat; } | key)
     for s in "${sections[@]}"; do
         text=$(text_of "$dir" $s) by=${s/emulated/launches}
         what=$inputs$(declare -f run_$by ${by}_of plan_cpu line numbers hash_of attempt by_appearance | key)
