@@ -10399,16 +10399,20 @@ static int session_load(struct session *s, const char *path, char *err) {
  * user does not give stays unset until a model is loaded, because its file may hold a default.
  * ============================================================================================================ */
 
-/* From THINK_LOW on an effort, which the template gets by name. */
+/* THINK_LOW and above are efforts, which the template gets by name. */
 enum think { THINK_AUTO, THINK_ON, THINK_OFF, THINK_LOW, THINK_MEDIUM, THINK_HIGH, THINK_MAX };
 enum show_think { SHOW_AUTO, SHOW_ON, SHOW_OFF };
 
 /* The names of the choices, indexed by their enum. */
-static const char *const think_names[] = {"auto", "on", "off", "low", "medium", "high", "max", NULL};
-static const char *const show_think_names[] = {"auto", "on", "off", NULL};
+static const char *const think_names[] = {
+    [THINK_AUTO] = "auto",     [THINK_ON] = "on",     [THINK_OFF] = "off", [THINK_LOW] = "low",
+    [THINK_MEDIUM] = "medium", [THINK_HIGH] = "high", [THINK_MAX] = "max", NULL};
+static const char *const show_think_names[] = {[SHOW_AUTO] = "auto", [SHOW_ON] = "on", [SHOW_OFF] = "off", NULL};
 static const char *const kv_names[] = {[KV_BF16] = "bf16", [KV_FP8] = "fp8", [KV_F32] = "f32", NULL};
-static const char *const moe_act_names[] = {"auto", "bf16", "fp4", NULL};
-static const char *const allreduce_names[] = {"auto", "nccl", "oneshot", NULL};
+static const char *const moe_act_names[] = {
+    [MOE_ACT_AUTO] = "auto", [MOE_ACT_F16] = "bf16", [MOE_ACT_FP4] = "fp4", NULL};
+static const char *const allreduce_names[] = {
+    [ALLREDUCE_AUTO] = "auto", [ALLREDUCE_NCCL] = "nccl", [ALLREDUCE_ONESHOT] = "oneshot", NULL};
 
 struct option;
 
@@ -10539,7 +10543,7 @@ static const struct option options[] = {
     {"model", 'm', IS_STR(model), .arg = "FILE", .help = "GGUF file; any part of a split one (default: $MOE_MODEL)"},
     {"prompt", 'p', IS_STR(prompt), .arg = "TEXT",
      .help = "answer TEXT and exit; piped stdin comes first, then a blank line"},
-    {"file", 'f', IS_STR(prompt_file), .arg = "FILE", .help = "the same with the text of FILE"},
+    {"file", 'f', IS_STR(prompt_file), .arg = "FILE", .help = "like -p, with the text of FILE"},
     {"system", 's', IS_STR(system), .arg = "TEXT", .help = "system message (default: none)"},
     {"system-file", IS_STR(system_file), .arg = "FILE", .help = "system message from FILE"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
@@ -10560,7 +10564,7 @@ static const struct option options[] = {
     {"top-p", IS_NUM(top_p, 0, 1), .arg = "P", .in_chat = true,
      .help = "sample from the likeliest tokens that add up to P (default: 0.95)"},
     {"min-p", IS_NUM(min_p, 0, 1), .arg = "P", .in_chat = true,
-     .help = "only tokens of at least P times the best (default: 0; pruned: 0.05)"},
+     .help = "drop tokens below P times the best (default: 0; pruned models 0.05)"},
     {"repeat-penalty", IS_NUM(repeat_penalty, 0.1, 10), .arg = "R", .in_chat = true,
      .help = "penalty on the last 64 tokens (default: 1; pruned models 1.1)"},
     {"seed", IS_INT(seed, -1, INT32_MAX), .arg = "N", .in_chat = true,
@@ -10571,12 +10575,12 @@ static const struct option options[] = {
     {"threads", 't', IS_INT(threads, 0, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
     {"kv", IS_CHOICE(kv, kv_names), .arg = "TYPE", .help = "KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
     {"cpu", IS_FLAG(cpu), .help = "use no GPU"},
-    {"gpus", IS_STR(gpus), .arg = "0,1", .help = "numbers of the GPUs to use (default: the first ones; none: the CPU)"},
+    {"gpus", IS_STR(gpus), .arg = "0,1", .help = "GPUs to use, by number (default: the first ones; if none, the CPU)"},
     {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N",
-     .help = "ranks that share every layer (default: one for each of --gpus)"},
-    {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "groups of ranks with layers of their own (default: 1)"},
+     .help = "tensor-parallel ranks (default: one for each of --gpus, or 1)"},
+    {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "pipeline stages (default: 1)"},
     {"allreduce", IS_CHOICE(allreduce, allreduce_names), .arg = "HOW",
-     .help = "under --tp (default: auto, the faster)"},
+     .help = "all-reduce of --tp (default: auto, the faster)"},
     {"kv-splits", IS_INT(kv_splits, 0, 384), .arg = "N",
      .help = "splits of the context in GPU decode, at most (default: 0, automatic)"},
     {"moe-act", IS_CHOICE(moe_act, moe_act_names), .arg = "TYPE",
@@ -10591,15 +10595,15 @@ static const struct option options[] = {
      .details = doctor_details},
     {"json", IS_FLAG(json), .of = "plan|doctor", .help = "print one JSON object, sizes in bytes"},
     {"tokenize", IS_FLAG(tokenize), .help = "print the token ids of stdin on one line"},
-    {"render", IS_FLAG(render), .help = "print the template filled in with stdin, a JSON object"},
+    {"render", IS_FLAG(render), .help = "print the chat template rendered with the JSON object on stdin"},
     {"logits", IS_STR(logits), .arg = "FILE.npy", .help = "write the logits of every position of the prompt"},
     {"perplexity", IS_STR(perplexity), .arg = "FILE", .help = "perplexity of a text, with its standard error"},
     {"calibrate", IS_FILES(calibrate), .arg = "FILES...",
      .help = "record what experts do for texts or chats, to -o, for moe-reap", .details = calibrate_details},
     {"output", 'o', IS_STR(output), .arg = "FILE.json", .of = "calibrate",
-     .help = "where the scores go; what is there already is added to"},
+     .help = "the scores; those that FILE holds are added to"},
     {"activations", IS_STR(activations), .arg = "FILE.gguf", .of = "calibrate",
-     .help = "also mean squares of inputs, for moe-convert; from the first run on"},
+     .help = "also record activations, for moe-convert; from the first run on"},
     {"compare", IS_FILES(compare), .arg = "A B TEXT", .help = "how far the predictions of model B are from those of A",
      .details = compare_details},
     {"needle", IS_INT(needle, 64, 1 << 28), .arg = "N", .help = "find a fact in N tokens of prose; exit 0 if found",
@@ -10620,6 +10624,7 @@ static const struct option options[] = {
 
 enum { N_OPTIONS = sizeof options / sizeof *options };
 
+/* Sets every option to its default, or to unset. */
 static void settings_init(struct settings *s) {
     *s = (struct settings){.n_predict = -1,
                            .temp = NAN,
@@ -10645,6 +10650,7 @@ static const void *option_value(const struct settings *s, const struct option *o
     return (const char *)s + o->offset;
 }
 
+/* Frees strings and lists of names. */
 static void settings_free(struct settings *s) {
     for (int i = 0; i < N_OPTIONS; i++) {
         const struct option *o = &options[i];
@@ -10657,6 +10663,7 @@ static void settings_free(struct settings *s) {
     }
 }
 
+/* The option of this name; NULL: there is none. */
 static const struct option *option_find(const char *name) {
     for (int i = 0; i < N_OPTIONS; i++)
         if (options[i].name && !strcmp(options[i].name, name)) return &options[i];
@@ -10677,13 +10684,14 @@ static bool option_given(const struct settings *s, const struct option *o) {
     return *(void *const *)at != NULL;
 }
 
-/* bf16|fp8|f32 */
+/* The choices of an option, such as bf16|fp8|f32. */
 static const char *option_choices(const struct option *o, char out[64]) {
     int n = 0;
     for (int i = 0; o->choices[i]; i++) n += snprintf(out + n, 64 - (size_t)n, "%s%s", i ? "|" : "", o->choices[i]);
     return out;
 }
 
+/* Stores a number that is in range. 0, or -1 with a message. */
 static int option_store_number(void *at, const struct option *o, const char *value, char *err) {
     const bool whole = o->type == OPT_INT;
     char *end;
@@ -10697,6 +10705,7 @@ static int option_store_number(void *at, const struct option *o, const char *val
     return 0;
 }
 
+/* Stores the index of a choice. 0, or -1 with a message. */
 static int option_store_choice(void *at, const struct option *o, const char *value, char *err) {
     char names[64];
     for (int i = 0; o->choices[i]; i++)
@@ -10737,6 +10746,7 @@ static int option_set(struct settings *s, const char *name, const char *value, c
     return option_store(s, o, value, err);
 }
 
+/* Prints a value as the command line takes it; nothing if it is unset. */
 static void option_print_value(const struct settings *s, const struct option *o, FILE *f) {
     const void *at = option_value(s, o);
     switch (o->type) {
@@ -10817,13 +10827,13 @@ static void options_help(const struct settings *s, FILE *f) {
     fputs("Exit code: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted. Only answers go to stdout.\n", f);
 }
 
-/* The command line; wrong usage ends the program. */
+/* Reads the command line; wrong usage ends the program. */
 static void options_parse(struct settings *s, int argc, char **argv) {
     char err[ERR_MAX], name[64];
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i], *value = NULL;
         const struct option *o = NULL;
-        if (a[0] != '-' || !a[1]) die_usage("'%s' is not an option; a prompt goes behind -p (see --help)", a);
+        if (a[0] != '-' || !a[1]) die_usage("'%s' is not an option; give a prompt with -p (see --help)", a);
         if (a[1] == '-') {
             const char *eq = strchr(a, '=');
             snprintf(name, sizeof name, "%.*s", eq ? (int)(eq - a - 2) : 60, a + 2);
@@ -10865,6 +10875,7 @@ struct gpu_list {
     double gb_per_s;       /* of a description; 0: not given */
 };
 
+/* Parses --gpus; NULL: it was not given. */
 static struct gpu_list gpus_parse(const char *text) {
     struct gpu_list g = {0};
     if (!text) return g;
@@ -10884,14 +10895,15 @@ static struct gpu_list gpus_parse(const char *text) {
         char *end;
         const long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : -1;
         if (v < 0 || v > 63 || (*end && (*end != ',' || !end[1])) || g.n == MAX_RANKS)
-            die_usage("--gpus %s: expected one to %d numbers of GPUs, divided by commas", text, MAX_RANKS);
+            die_usage("--gpus %s: expected one to %d numbers of GPUs, separated by commas", text, MAX_RANKS);
         g.device[g.n++] = (int)v;
         p = *end ? end + 1 : end;
     }
     return g;
 }
 
-/* Fills in what the user left open: the file's defaults, then ours. A pruned model repeats itself more easily. */
+/* Settles the sampling options that were not given: from the model file, or from our defaults. A pruned model repeats
+ * itself more easily. */
 static void settings_resolve(struct settings *s, const struct model *m) {
     static const struct {
         const char *key;
@@ -10919,6 +10931,7 @@ static void settings_resolve(struct settings *s, const struct model *m) {
     }
 }
 
+/* What the sampler needs of the settings. */
 static struct sampling settings_sampling(const struct settings *s) {
     return (struct sampling){.greedy = s->greedy,
                              .temp = (float)s->temp,
@@ -10936,7 +10949,7 @@ static uint64_t settings_seed(const struct settings *s) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* The number format of the cache; settles the default. */
+/* The type of the KV cache; settles the default. */
 static enum kv_type settings_kv(struct settings *s, bool gpu) {
     if (s->kv < 0) s->kv = gpu ? KV_FP8 : KV_BF16;
     return (enum kv_type)s->kv;
@@ -13702,7 +13715,7 @@ static int choose_context(const struct engine *e) {
     return int_max(context_fit(m, settings_kv(e->set, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
 }
 
-/* Shows the progress of an upload: bytes. */
+/* Shows how much of the model is on the GPU, on a terminal. */
 static void upload_progress(double done, double total) {
     static double start, shown;
     const double t = now_seconds();
@@ -13869,6 +13882,7 @@ static void engine_open(struct engine *e, struct settings *set) {
     if (engine_start(e, gpu, err)) die("%s", err);
 }
 
+/* Frees what engine_open has made. */
 static void engine_close(struct engine *e) {
     if (e->session.m) session_free(&e->session);
     model_free(&e->model);
@@ -13881,6 +13895,7 @@ static void engine_close(struct engine *e) {
  * stdout or to the named file, remarks to stderr. This section also reads prompts, for the modes that take one.
  * ============================================================================================================ */
 
+/* Appends the tokens of a text. Without `special` control tokens in it are plain text. */
 static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool special, int32_t **ids) {
     uint8_t *origin = special ? NULL : xmalloc(n + 1);
     if (origin) memset(origin, ORIGIN_DATA, n);
@@ -13895,6 +13910,7 @@ static void read_stdin(char **out) {
     die("cannot read stdin: %s", strerror(errno));
 }
 
+/* Drops one line break at the end. */
 static void drop_newline(char **text) {
     if (arrlen(*text) && arrlast(*text) == '\n') (void)arrpop(*text);
     if (arrlen(*text) && arrlast(*text) == '\r') (void)arrpop(*text);
@@ -13907,6 +13923,7 @@ static int report(char *err) {
     return EXIT_RUN;
 }
 
+/* Whether two names mean one file, which need not exist. */
 static bool same_file(const char *a, const char *b) {
     struct stat x, y;
     return !strcmp(a, b) || (!stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino);
@@ -14191,6 +14208,7 @@ static void nll_put(struct nll *s, int pos, const float *x, double total, int be
     s->count++;
 }
 
+/* The same for session_score. */
 static void nll_add(void *ctx, int pos, const float *x) {
     struct nll *s = ctx;
     int best;
@@ -14434,6 +14452,7 @@ static int compare_double(const void *a, const void *b) {
     return (*(const double *)a > *(const double *)b) - (*(const double *)a < *(const double *)b);
 }
 
+/* Sorts x. */
 static double median(double *x, int n) {
     qsort(x, (size_t)n, sizeof *x, compare_double);
     return x[n / 2];
@@ -15534,6 +15553,7 @@ static int mode_lines(struct engine *e) {
     return interrupted ? EXIT_INTERRUPT : code;
 }
 
+/* The lines that open a chat. */
 static void banner(const struct engine *e) {
     const struct model *m = &e->model;
     char a[32], name[192];
@@ -15589,6 +15609,7 @@ static int run_plan(struct engine *e) {
 
 static int run_doctor(struct engine *e) { return mode_doctor(e->set); }
 
+/* What must be open before a mode runs. */
 enum needs {
     NEEDS_NOTHING, /* it opens what it needs by itself */
     NEEDS_MODEL,   /* what the file says, no session */
@@ -15674,6 +15695,7 @@ static void settings_read_system(struct settings *s) {
     arrfree(text);
 }
 
+/* Checks the settings, opens what the mode needs, and runs it. The exit code. */
 static int run(struct settings *set) {
     const struct mode *mode = mode_find(set);
     struct engine e = {.set = set};
@@ -15688,6 +15710,7 @@ static int run(struct settings *set) {
     return code;
 }
 
+/* --version. */
 static int print_version(void) {
     char nccl[24];
     const char *targets = cuda_targets();
