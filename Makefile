@@ -102,8 +102,9 @@ build/test_cuda: build/test_cuda.o build/emulated.o
 build/test_cuda.o: $(TESTS) | build
 	$(CC) $(FLAGS) -O1 -g1 -DMOE_CUDA -DCUEMU -Wno-unused-function -Wno-format-truncation -c tests/test_moe.c -o $@
 
+EMULATED := -std=c++17 -x c++ -DCUEMU -O2 -g1 -fno-strict-aliasing $(filter-out -Wvla,$(WARN)) -Wno-unused-function -fopenmp
 build/emulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu | build
-	$(CXX) -std=c++17 -x c++ -DCUEMU -O2 -g1 -fno-strict-aliasing $(filter-out -Wvla,$(WARN)) -Wno-unused-function -fopenmp -c tests/test_cuda.cu -o $@
+	$(CXX) $(EMULATED) -c tests/test_cuda.cu -o $@
 
 ## make mutate    removes each barrier of the CUDA backend once: some test must fail
 mutate: build/moe-convert build/test_cuda

@@ -206,34 +206,26 @@ struct fault {
     const char *name, *says[2];
 };
 
-/* Each fault, all at once, ends with one line that says so, before its alarm. */
+/* Each fault ends with one line that says so, before its alarm. One after the other: beside others an emulated GPU may be so slow
+ * that the ranks give up while they start. */
 static void check_faults(const struct fault *f, int n) {
-    char self[512], *cmd = NULL, path[256], err[ERR_MAX];
+    char self[512], cmd[1024];
     ssize_t len = readlink("/proc/self/exe", self, sizeof self - 1);
     if (!CHECK(len > 0, "no path of the program")) return;
     self[len] = 0;
     struct model m; /* of latent attention, and small */
     if (!fixture_load("deepseek_v3", &m)) return;
     model_free(&m);
-    for (int i = 0; i < n; i++)
-        sb_printf(&cmd, "(%s --fault %s %s/deepseek_v3.gguf; echo $? >&2) 2>%s/fault%d & ", self, f[i].name, test_dir(),
-                  test_dir(), i);
-    sb_puts(&cmd, "wait");
-    CHECK(run_command(sb_cstr(&cmd), NULL, NULL) == 0, "the faults did not run");
     for (int i = 0; i < n; i++) {
         char *said = NULL;
-        snprintf(path, sizeof path, "%s/fault%d", test_dir(), i);
-        if (!CHECK(!read_file(path, &said, err), "%s", err)) continue;
         size_t lines = 0;
+        snprintf(cmd, sizeof cmd, "%s --fault %s %s/deepseek_v3.gguf", self, f[i].name, test_dir());
+        CHECK_INT(run_command(cmd, NULL, &said), 1, "%s: %s", f[i].name, sb_cstr(&said));
         for (const char *c = sb_cstr(&said); *c; c++) lines += *c == '\n';
-        const char *code = lines == 2 ? strchr(said, '\n') + 1 : "";
-        CHECK(!strcmp(code, "1\n"), "%s: not one line and exit code 1: '%s'", f[i].name, said);
-        for (int k = 0; k < 2 && f[i].says[k]; k++)
-            CHECK(strstr(said, f[i].says[k]), "%s: '%s' lacks '%s'", f[i].name, said, f[i].says[k]);
+        CHECK(lines == 1, "%s: not one line: '%s'", f[i].name, said);
+        for (int k = 0; k < 2 && f[i].says[k]; k++) CHECK_HAS(said, f[i].says[k], "%s", f[i].name);
         arrfree(said);
-        unlink(path);
     }
-    arrfree(cmd);
 }
 
 static void test_ranks_faults(void) {

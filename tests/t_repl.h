@@ -311,8 +311,7 @@ static void editor_end(struct pty *p) {
     pty_send(p, "\4");
     EXPECT(p, "=EOF");
     CHECK(!p->vt->bleeds, "a style reaches over the end of a row");
-    int rc = pty_end(p);
-    CHECK(rc == 7, "exit %d", rc);
+    CHECK_INT(pty_end(p), 7, "the exit code");
 }
 
 /* Waits for the output, and until the editor reads again: what comes earlier is type-ahead. */
@@ -779,13 +778,12 @@ static void test_repl_restore(void) {
         CHECK(!pty_mode_kept(&p), "not raw while it reads");
         kill(p.pid, t[i].sig);
         EXPECT(&p, "\033[?2004l");
-        int rc = pty_end(&p);
-        CHECK(rc == t[i].rc, "signal %d: exit %d, expected %d", t[i].sig, rc, t[i].rc);
+        CHECK_INT(pty_end(&p), t[i].rc, "the exit code after signal %d", t[i].sig);
     }
     if (!editor_start(&p, 24, 80, NULL)) return;
     pty_send(&p, "crash\r");
     EXPECT(&p, "internal error: SIGSEGV");
-    CHECK(pty_end(&p) == 128 + SIGSEGV, "not SIGSEGV");
+    CHECK_INT(pty_end(&p), 128 + SIGSEGV, "the exit code");
 
     if (!editor_start(&p, 24, 80, NULL)) return;
     pty_send(&p, "busy\r");
@@ -794,7 +792,7 @@ static void test_repl_restore(void) {
         pty_send(&p, "\3");
         for (int k = 0; k < 5; k++) pty_pump(&p, 20);
     }
-    CHECK(pty_end(&p) == EXIT_INTERRUPT, "not 130");
+    CHECK_INT(pty_end(&p), EXIT_INTERRUPT, "the exit code");
 
     if (!editor_start(&p, 24, 80, NULL)) return;
     pty_send(&p, "half");
@@ -831,7 +829,7 @@ static void test_repl_dumb(void) {
     pty_send(&p, "\4");
     EXPECT(&p, "=EOF");
     CHECK(!memchr(p.log, 27, arrlenu(p.log)), "an escape sequence");
-    CHECK(pty_end(&p) == 7, "exit code");
+    CHECK_INT(pty_end(&p), 7, "the exit code");
 }
 
 /* ---- the whole program ---- */
@@ -862,8 +860,7 @@ static void moe_ask(struct pty *p, const char *line, const char *answer) {
 
 static void moe_end(struct pty *p) {
     pty_send(p, "\4");
-    int rc = pty_end(p);
-    CHECK(rc == 0, "exit %d", rc);
+    CHECK_INT(pty_end(p), 0, "the exit code");
 }
 
 static void test_moe_dialogue(void) {
@@ -901,8 +898,7 @@ static void test_moe_dialogue(void) {
     pty_send(&p, "\3");
     EXPECT(&p, "Ctrl-D or /quit to leave");
     pty_send(&p, "/q\r");
-    int rc = pty_end(&p);
-    CHECK(rc == 0, "exit %d", rc);
+    CHECK_INT(pty_end(&p), 0, "the exit code");
 }
 
 static void test_moe_files(void) {
@@ -1019,8 +1015,7 @@ static void test_moe_terminate(void) {
             EXPECT(&p, "e");
         }
         kill(p.pid, SIGTERM);
-        int rc = pty_end(&p);
-        CHECK(rc == 128 + SIGTERM, "exit %d", rc);
+        CHECK_INT(pty_end(&p), 128 + SIGTERM, "the exit code");
     }
 }
 
@@ -1062,8 +1057,7 @@ static void test_moe_full(void) {
     EXPECT(&p, "\n> ");
     CHECK(!memmem(p.log + from, arrlenu(p.log) - from, "are lost", 8), "said twice");
     pty_send(&p, "\4");
-    int rc = pty_end(&p);
-    CHECK(rc == 1, "exit %d", rc);
+    CHECK_INT(pty_end(&p), 1, "the exit code");
 }
 
 /* A line that is rewritten never reaches the terminal's last column. */
