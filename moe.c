@@ -14511,6 +14511,7 @@ static void bench_fill_cache(struct session *s, int from, int to) {
         struct rank *r = &s->pg.ranks[i];
         for (int k = 0; k < PLANE_USES * r->m->n_layer && !r->cuda; k++) {
             const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+            if (!p->data) continue;
             const size_t first = plane_used(p, (size_t)from), n = plane_used(p, (size_t)to) - first;
             memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
             if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_group, 0, n * plane_scale_bytes(p));
