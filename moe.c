@@ -169,7 +169,7 @@ enum { MAX_ROPES = 2 };
 enum layer_has {
     HAS_GQA = 1 << 0,       /* grouped-query attention */
     HAS_MLA = 1 << 1,       /* multi-head latent attention */
-    HAS_Q = 1 << 2,         /* the query is one product: GQA, and latent attention without a compressed query */
+    HAS_Q = 1 << 2,         /* the query is one matmul: GQA, and latent attention without a compressed query */
     HAS_Q_LORA = 1 << 3,    /* the query is compressed first */
     HAS_DENSE_FFN = 1 << 4, /* one feed-forward for all tokens */
     HAS_EXPERTS = 1 << 5,   /* a router and experts */
@@ -13288,6 +13288,7 @@ static double plan_roofline(const struct plan *p, const struct plan_layout *d, i
     return 1 / seconds;
 }
 
+/* Sizes a rank anew for its shard of m. */
 static void plan_rank(struct plan_rank *r, const struct plan *p, const struct model *m, struct shard shard) {
     struct model *shard_of = &r->m;
     shard_free(&r->m);
@@ -13689,6 +13690,8 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     json_decref(json);
     arrfree(text);
     int code = p->outcome == PLAN_NEEDS_PRUNING || p->outcome == PLAN_DOES_NOT_FIT ? EXIT_RUN : EXIT_OK;
+    for (int k = 0; k < p->n_layout; k++)
+        for (int i = 0; i < p->n_device; i++) shard_free(&p->layout[k].rank[i].m);
     free(p);
     return code;
 }

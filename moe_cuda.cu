@@ -150,7 +150,7 @@ static inline bool router_halves(const struct weight *w) { return w->type == GGU
  * planes. */
 static inline size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
 
-/* Floats from row to row where the logits of several ranks meet: their pieces are moved by 16 bytes. */
+/* Row stride, in floats, of the logits that are gathered from several ranks: their shards are copied 16 bytes at a time. */
 static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
 
 /* Bytes of a row of activations in FP4: its codes, a tile of 64 columns having 32, and its scales, a copy moving 16. */
@@ -819,18 +819,18 @@ struct sequence {
 };
 
 /* A rank of the stage, a channel, and which all-reduce of the forward it is. */
-#define WAIT_CODE(rank, channel, place) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (place)))
+#define WAIT_CODE(rank, channel, ordinal) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (ordinal)))
 
 /* This rank, as its kernels need it to talk to the others: its place in the stage, its counters on the GPU, and what
  * it tells the host. */
-struct tp_peer {
+struct tp_rank {
     int rank, n_rank; /* in the pipeline stage */
     struct sequence *sequence;
     struct heartbeat *heartbeat;
 };
 
 /* Waits until *flag has reached `want`, or for an abort. Called by one thread. */
-DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct tp_peer &p, uint32_t code) {
+DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct tp_rank &p, uint32_t code) {
     enum { LOOK_NS = 10000000 /* nanoseconds between looks at the host's flag */ };
     uint64_t t = global_timer();
     while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.sequence->aborted) {
@@ -843,7 +843,7 @@ DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct tp_peer
 
 /* Counts the blocks that have done a kernel's work on channel ch. Returns true in thread 0 of the last block; every
  * block calls it. */
-DEVICE bool channel_end(const struct tp_peer &p, int ch) {
+DEVICE bool channel_end(const struct tp_rank &p, int ch) {
     __syncthreads(); /* all threads have done their part before the block is counted */
     if (threadIdx.x || atom_add_acq_rel(&p.sequence->arrived[ch], 1) != gridDim.x - 1) return false;
     p.sequence->arrived[ch] = 0;
@@ -855,7 +855,7 @@ DEVICE bool channel_end(const struct tp_peer &p, int ch) {
  * before, waits for its flag. CH_LOGITS: other ranks send to the root rank without waiting; the root waits for the
  * flags of all ranks but its own. */
 struct send_args {
-    struct tp_peer p;
+    struct tp_rank p;
     int channel;
     const uint32_t *wait_flag; /* (n_wait) flags to wait for */
     int n_wait;
@@ -976,7 +976,7 @@ struct norm_args {
     int n, n_tok;
     uint16_t *h16; /* (n_tok, n) result in halves */
     float *h32;    /* (n_tok, n) result in F32, or NULL */
-    struct tp_peer p;
+    struct tp_rank p;
     float *slot[MAX_RANKS];    /* by rank, for DELTA_PUSHED: (2, n_rank, ALLREDUCE_SLOT) */
     uint32_t *flag[MAX_RANKS]; /* by rank, for DELTA_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
     int ordinal;               /* number of this all-reduce in the forward pass */
@@ -3628,7 +3628,7 @@ static void cuda_end(struct rank *r) {
 }
 
 /* What a kernel must know to wait for other ranks. */
-static struct tp_peer tp_peer_of(const struct rank *r) {
+static struct tp_rank tp_rank_of(const struct rank *r) {
     return {r->m->shard.rank, r->m->shard.n_rank, r->cuda->sequence, r->cuda->heartbeat[r->index]};
 }
 
@@ -3647,7 +3647,7 @@ static void cuda_embed(struct rank *r, enum act out) {
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const size_t n = (size_t)r->m->n_embd;
-    send_rows(r, {tp_peer_of(r), CH_RECV, own->hidden_flag, 1, own->x, c->x32[out], n, n, r->n_tok, r->m->n_embd,
+    send_rows(r, {tp_rank_of(r), CH_RECV, own->hidden_flag, 1, own->x, c->x32[out], n, n, r->n_tok, r->m->n_embd,
                   before->credit});
 }
 
@@ -3711,7 +3711,7 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
-    a.p = tp_peer_of(r), a.ordinal = (int)r->n_all_reduce++;
+    a.p = tp_rank_of(r), a.ordinal = (int)r->n_all_reduce++;
     if (all_reduce_by_nccl(r, &a)) return;
     /* a full queue of launches could stop another rank of the same GPU, for which they wait */
     if (r->cuda->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
@@ -3734,7 +3734,7 @@ static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     cuda_all_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
     if (shard->stage + 1 == shard->n_stage) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
-    send_rows(r, {tp_peer_of(r), CH_SEND, r->cuda->mailbox[r->index].credit, 1, r->cuda->x32[x], next->x, n, n,
+    send_rows(r, {tp_rank_of(r), CH_SEND, r->cuda->mailbox[r->index].credit, 1, r->cuda->x32[x], next->x, n, n,
                   r->n_tok, r->m->n_embd, next->hidden_flag});
 }
 
@@ -3994,10 +3994,10 @@ static void cuda_logits(struct rank *r, int first, int n) {
     matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
     if (shard->rank) /* behind the last id there is room for three more */
         send_rows(r,
-                  {tp_peer_of(r), CH_LOGITS, NULL, 0, c->logits, head->logits + r->m->first_id, c->logits_stride,
+                  {tp_rank_of(r), CH_LOGITS, NULL, 0, c->logits, head->logits + r->m->first_id, c->logits_stride,
                    logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, head->logits_flag + shard->rank});
     else if (shard->n_rank > 1)
-        send_rows(r, {tp_peer_of(r), CH_LOGITS, head->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
+        send_rows(r, {tp_rank_of(r), CH_LOGITS, head->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
     CUDA_OK(r, cudaGetLastError(), "the output layer");
 }
 

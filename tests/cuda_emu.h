@@ -245,7 +245,7 @@ struct fiber {
 // Runs a warp collective for all its lanes at once, from warp.in to warp.out.
 typedef void (*action)(warp &w, uint32_t lanes);
 
-struct meeting { // a warp collective that waits for its lanes
+struct open_collective { // a warp collective that waits for its lanes
     uint32_t mask, arrived;
     site at;
     const char *what;
@@ -253,13 +253,13 @@ struct meeting { // a warp collective that waits for its lanes
 };
 
 // Sets of lanes are bit masks. A lane in `live` either runs, or is in exactly one of runnable, spinning, parked,
-// at_barrier[*] or the `arrived` set of a meeting.
+// at_barrier[*] or the `arrived` set of a collective.
 struct warp {
     fiber *lane; // [32]
     uint32_t live, runnable, spinning, parked, at_barrier[16];
     uint32_t priority; // the runnable warp with the highest priority runs
     bool listed;       // it is in `ready`
-    std::vector<meeting> open;
+    std::vector<open_collective> open;
     uint32_t in[32][8], out[32][4];
 };
 
@@ -312,14 +312,14 @@ struct launch { // a kernel that has begun
     bool next_decided = false; // it has been drawn whether the launch behind it starts early
 };
 
-struct team {                  // the ranks of an NCCL communicator
+struct communicator {          // the ranks of an NCCL communicator
     std::vector<int> device;   // by rank; -1: has not called yet
     std::vector<bool> aborted; // by rank; an aborted rank's calls do nothing
     unsigned missing;
     bool broken = false; // initialization of some rank has failed
 };
 struct nccl_call {
-    std::shared_ptr<team> all;
+    std::shared_ptr<communicator> all;
     unsigned rank;
     const char *what;
     const void *send;
@@ -415,7 +415,7 @@ inline int device_count = 1;
 inline bool peers_possible = true;
 inline std::map<std::pair<int, const void *>, size_t> smem_limit; // by device and kernel
 inline std::map<std::string, int> failures;                       // by API: calls left until one fails
-inline std::map<uint64_t, std::shared_ptr<team>> forming;         // by ncclUniqueId, until all ranks have called
+inline std::map<uint64_t, std::shared_ptr<communicator>> forming; // by ncclUniqueId, until all ranks have called
 inline std::vector<barrier_site> barrier_sites;
 inline std::atomic<uint64_t> timer = 1000000000; // what global_timer returns, ns
 inline bool timer_read;
@@ -575,9 +575,9 @@ inline void release_stores() {
 
 // ---- Warp collectives and barriers ------------------------------------------------------------------------
 
-// Runs the i-th open meeting if no lane is missing. Lanes that have exited are not waited for.
-inline bool meeting_complete(warp &w, size_t i) {
-    meeting m = w.open[i];
+// Runs the i-th open collective if no lane is missing. Lanes that have exited are not waited for.
+inline bool collective_complete(warp &w, size_t i) {
+    open_collective m = w.open[i];
     if (m.arrived != (m.mask & w.live)) return false;
     w.open[i] = w.open.back(), w.open.pop_back();
     m.act(w, m.arrived);
@@ -593,7 +593,7 @@ inline const uint32_t *collective(uint32_t mask, const char *what, site at, acti
     if (!(mask & bit)) die("%s at %s:%d: lane %u is not in the mask %08x", what, at.file, at.line, me->lane, mask);
     size_t i = 0;
     for (; i < w.open.size(); i++) {
-        meeting &m = w.open[i];
+        open_collective &m = w.open[i];
         if (m.mask == mask && m.at == at && same_text(m.what, what)) break;
         if ((m.mask & bit) && (m.arrived & mask)) // each would wait for the other
             die("warp %u diverged: lane %u is at %s %s:%d with mask %08x, lanes %08x wait at %s %s:%d with "
@@ -603,7 +603,7 @@ inline const uint32_t *collective(uint32_t mask, const char *what, site at, acti
     }
     if (i == w.open.size()) w.open.push_back({mask, 0, at, what, act});
     w.open[i].arrived |= bit;
-    if (!meeting_complete(w, i)) wait(what, at);
+    if (!collective_complete(w, i)) wait(what, at);
     return out;
 }
 
@@ -734,7 +734,7 @@ inline void fiber_main() {
     trigger(f);
     f.w->live &= ~lane_bit();
     for (size_t i = 0; i < f.w->open.size();)
-        if (!meeting_complete(*f.w, i)) i++;
+        if (!collective_complete(*f.w, i)) i++;
     if (!--b.live) finished.push_back(&b);
     wait("exit", {"", 0});
     __builtin_unreachable();
@@ -2208,7 +2208,7 @@ struct ncclUniqueId {
     char internal[NCCL_UNIQUE_ID_BYTES];
 };
 struct ncclComm {
-    std::shared_ptr<cuemu::team> all;
+    std::shared_ptr<cuemu::communicator> all;
     unsigned rank;
     int device;
 };
@@ -2244,7 +2244,7 @@ inline ncclResult_t in_group(std::function<ncclResult_t()> call) {
 }
 
 // Returns the stream with the next part of a rank at its head, or null.
-inline CUstream_st *nccl_head(const team *all, unsigned rank) {
+inline CUstream_st *nccl_head(const communicator *all, unsigned rank) {
     CUstream_st *first = nullptr;
     for (auto &s : streams) {
         if (s.q.empty() || !s.q.front().nccl) continue;
@@ -2365,13 +2365,13 @@ CUEMU_NCCL ncclCommInitRank(ncclComm_t *comm, int n, ncclUniqueId id, int rank) 
     memcpy(&key, id.internal, sizeof key);
     *comm = nullptr;
     if (n < 1 || rank < 0 || rank >= n || !key) return cuemu::nccl_fail(ncclInvalidArgument, "rank %d of %d", rank, n);
-    std::shared_ptr<cuemu::team> &formed = cuemu::forming[key];
+    std::shared_ptr<cuemu::communicator> &formed = cuemu::forming[key];
     if (!formed) {
         const size_t count = (size_t)n;
-        formed = std::make_shared<cuemu::team>(
-            cuemu::team{std::vector<int>(count, -1), std::vector<bool>(count), (unsigned)n});
+        formed = std::make_shared<cuemu::communicator>(
+            cuemu::communicator{std::vector<int>(count, -1), std::vector<bool>(count), (unsigned)n});
     }
-    const std::shared_ptr<cuemu::team> all = formed;
+    const std::shared_ptr<cuemu::communicator> all = formed;
     cuemu::news++;
     ncclResult_t refused = cuemu::failing(__func__) ? ncclSystemError : ncclSuccess;
     if (all->device.size() != (size_t)n || all->device[(size_t)rank] >= 0) refused = ncclInvalidUsage;

@@ -179,7 +179,7 @@ static __global__ void emu_k_shuffles(int *out) {
     o[8] = __any_sync(~0u, l == 31) * 2 + __all_sync(~0u, l < 31);
     o[9] = (int)__reduce_add_sync(~0u, (unsigned)l);
     o[10] = __reduce_max_sync(~0u, l - 100);
-    if (l < 16) o[11] = __shfl_xor_sync(0xffffu, l, 1); // the halves meet separately
+    if (l < 16) o[11] = __shfl_xor_sync(0xffffu, l, 1); // the halves shuffle separately
     else o[11] = __shfl_xor_sync(0xffff0000u, l, 2);
     o[12] = (int)(__shfl_xor_sync(~0u, 1.5 * l, 1) * 2); // 8 bytes
     o[13] = __shfl_xor_sync(~0u, l, 8, 8);               // source in the segment above: own value; below: that lane's
@@ -1007,10 +1007,10 @@ static void emu_test_stores() {
 
 // ---- Host threads -----------------------------------------------------------------------------------------
 
-struct emu_meeting { // barrier of host threads
+struct emu_barrier { // barrier of host threads
     pthread_barrier_t b;
-    explicit emu_meeting(unsigned n) { pthread_barrier_init(&b, nullptr, n); }
-    ~emu_meeting() { pthread_barrier_destroy(&b); }
+    explicit emu_barrier(unsigned n) { pthread_barrier_init(&b, nullptr, n); }
+    ~emu_barrier() { pthread_barrier_destroy(&b); }
     void wait() { pthread_barrier_wait(&b); }
 };
 template <class F>
@@ -1023,7 +1023,7 @@ static void emu_threads(unsigned n, F fn) { // runs fn(i) in n threads
 // Returns whether the pushes of all ranks are right, each rank in a thread of its own. Rank r is on device r %
 // devices.
 static bool emu_rank_threads(uint64_t seed, unsigned ranks, unsigned devices, int rounds, bool graph) {
-    emu_meeting meeting(ranks);
+    emu_barrier barrier(ranks);
     emu_mail m;
     std::atomic<unsigned> right{0};
     cuemu::devices((int)devices);
@@ -1038,7 +1038,7 @@ static bool emu_rank_threads(uint64_t seed, unsigned ranks, unsigned devices, in
         cudaGraphExec_t exec;
         cudaEvent_t event;
         r.post(m, rank);
-        meeting.wait();
+        barrier.wait();
         ok &= !cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal);
         r.push(m, rank, ranks, EMU_RIGHT);
         ok &= !cudaStreamEndCapture(r.stream, &recorded) && !cudaGraphInstantiate(&exec, recorded, 0);
@@ -1060,7 +1060,7 @@ static bool emu_rank_threads(uint64_t seed, unsigned ranks, unsigned devices, in
             }
         }
         ok &= r.right(ranks, rounds);
-        meeting.wait(); // no other rank sends to this one any more
+        barrier.wait(); // no other rank sends to this one any more
         ok &= !cudaEventDestroy(event) && !cudaGraphDestroy(recorded) && !cudaGraphExecDestroy(exec);
         right += ok && !cudaGetLastError();
     });

@@ -560,7 +560,7 @@ static void tiny_matrix(struct engine *e, const struct weight *w, const char *wh
     free(codes), free(scales);
 }
 
-static void test_cuda_invented(void) {
+static void test_cuda_synth(void) {
     static const int n[] = {1, 3, 40};
     struct engine e;
     struct settings set;
@@ -705,7 +705,7 @@ static void test_cuda_bench(void) {
 /* ---- what the compiler made of the kernels ---- */
 
 /* No kernel spills registers, none but k_embed has an array in local memory (the sine of large angles), shared arrays leave room, and
- * the products of FP4 are in the image that has them, and in no other. */
+ * FP4 MMAs are in the one image that has them. */
 static void test_cuda_images(void) {
     static const char *const ptx[] = {"compute_120f", "compute_90", "compute_80"};
     enum { IMAGE_BYTES = 16 << 20 };
@@ -739,7 +739,7 @@ static void test_cuda_images(void) {
         snprintf(path, sizeof path, "build/nvcc/moe_cuda.%s.ptx", ptx[i]);
         if (!CHECK(read_file(path, &text, err) == 0, "%s", err)) continue;
         bool fp4 = strstr(sb_cstr(&text), "kind::mxf4nvf4.block_scale") != NULL;
-        CHECK(fp4 == !i, "%s %s products of FP4", ptx[i], fp4 ? "has" : "lacks");
+        CHECK(fp4 == !i, "%s %s FP4 MMAs", ptx[i], fp4 ? "has" : "lacks");
         arrfree(text);
     }
     CHECK(!stat("build/moe_cuda.o", &st) && st.st_size < IMAGE_BYTES, "build/moe_cuda.o has %lld bytes",
@@ -818,7 +818,7 @@ static void test_cuda_ranks(void) {
 }
 
 #ifdef CUEMU
-/* Who adds must not change a bit of the sums of few tokens. */
+/* For up to 16 tokens every kind of all-reduce gives the same bits. */
 static void test_cuda_same_bits(void) {
     static const struct layout ways[] = {{"own kernel", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
                                          {"NCCL", 3, 1, {0, 1, 2}, ALLREDUCE_NCCL, true},
@@ -838,7 +838,7 @@ static void test_cuda_same_bits(void) {
     model_free(&m);
 }
 
-/* For t_cuda_mutate.h: sums, pieces of logits and hand-overs by the own kernels, on one GPU and on four, and by NCCL. */
+/* For t_cuda_mutate.h: all-reduce, gather of logits and pipeline sends by our own kernels, on one GPU and on four, and by NCCL. */
 void cuda_test_all_reduce(void) {
     static const struct layout ways[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
                                          {"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
@@ -1080,7 +1080,7 @@ static void test_cuda_stats(void) {
 void cuda_test_stats(void) { test_cuda_stats(); }
 void cuda_test_forward(void) { test_cuda_forward(); }
 void cuda_test_sample(void) { test_cuda_sample(); }
-void cuda_test_invented(void) { test_cuda_invented(); }
+void cuda_test_synthetic(void) { test_cuda_synth(); }
 
 #ifdef CUEMU
 #define TESTS_EMULATOR                                                                          \
@@ -1097,5 +1097,5 @@ void cuda_test_invented(void) { test_cuda_invented(); }
         {"cuda/attention", cuda_test_attention}, {"cuda/operations", test_cuda_operations},                            \
         {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},       \
         {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_invented}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},  \
+        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
         {"cuda/images", test_cuda_images},

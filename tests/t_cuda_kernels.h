@@ -251,7 +251,7 @@ struct results {
     bool untouched(size_t i) const { return f32 ? got[i] == 0xA5A5A5A5 : ((const uint16_t *)got.data())[i] == 0xA5A5; }
 };
 
-/* ---- products for more than 16 tokens ---- */
+/* ---- GEMM: more than 16 tokens ---- */
 
 enum gemm_mode { DENSE, LIST, BATCH };
 
@@ -489,7 +489,7 @@ extern "C" void cuda_test_upload(void) {
     uploader();
 }
 
-/* ---- products for few tokens ---- */
+/* ---- GEMV: up to 16 tokens ---- */
 
 /* y = W x + bias for 1..16 tokens: one matrix, or one for each head. */
 static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in, bool f32) {
@@ -744,10 +744,10 @@ extern "C" void cuda_test_router(void) {
         }
 }
 
-/* Choices sorted by expert, the tiles of the grouped products, and the weighted sums. */
+/* The sort of tokens by expert, the tiles of the grouped GEMM, and the weighted sums of expert outputs. */
 static void run_sort(int n_tok, int k, int n_expert, int only) {
     const size_t n = (size_t)(n_tok * k);
-    std::vector<int32_t> id, want_row, want_place(n), want_first;
+    std::vector<int32_t> id, want_row, want_inverse(n), want_first;
     for (int t = 0; t < n_tok; t++) /* an expert in three has nothing, unless one has all */
         for (int j = 0; j < k; j++)
             id.push_back(only >= 0 ? only : (int)(rnd() % (uint32_t)n_expert) / 3 * 3 % n_expert);
@@ -755,14 +755,14 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
     for (int e = 0; e < n_expert; e++) {
         want_first.push_back((int)want_row.size());
         for (size_t i = 0; i < n; i++)
-            if (id[i] == e) want_place[i] = (int)want_row.size(), want_row.push_back((int)i / k);
+            if (id[i] == e) want_inverse[i] = (int)want_row.size(), want_row.push_back((int)i / k);
         counts.push_back((int)want_row.size() - want_first.back());
     }
     want_first.push_back((int)n);
     tile_list want(counts);
-    gpu_array<int32_t> id_d(id), row(n), place(n), first((size_t)n_expert + 1), tile_expert(want.first.size()),
+    gpu_array<int32_t> id_d(id), row(n), inverse(n), first((size_t)n_expert + 1), tile_expert(want.first.size()),
         tile_first(want.first.size()), tile_count(want.first.size()), n_tiles(1);
-    struct sort_args p = {id_d, (int)n, k, n_expert, row, place, first, tile_expert, tile_first, tile_count, n_tiles};
+    struct sort_args p = {id_d, (int)n, k, n_expert, row, inverse, first, tile_expert, tile_first, tile_count, n_tiles};
     const int width = 72;
     std::vector<float> y(n * width), weight(n), out((size_t)(n_tok * width));
     for (float &v : y) v = uniform();
@@ -780,22 +780,22 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
     error_sum sum[2];
     for (int add = 0; add < 2; add++) {
         y_d.arrive();
-        LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, place.p, weight_d.p, k, width, add,
+        LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, weight_d.p, k, width, add,
                    out_d.p);
         finish("weighted sums");
         std::vector<float> got = out_d.get();
         for (size_t i = 0; i < got.size(); i++) {
             double s = add ? (double)out[i] : 0;
             for (size_t t = i / width, j = t * (size_t)k; j < (t + 1) * (size_t)k; j++)
-                s += (double)weight[j] * (double)y[(size_t)want_place[j] * width + i % width];
+                s += (double)weight[j] * (double)y[(size_t)want_inverse[j] * width + i % width];
             sum[add].add((double)got[i], s);
         }
         out = got;
     }
-    expect(row.get() == want_row && place.get() == want_place && first.get() == want_first && tiles &&
+    expect(row.get() == want_row && inverse.get() == want_inverse && first.get() == want_first && tiles &&
                sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12,
-           "%d tokens, %d of %d experts, all to %d: rows %d places %d firsts %d tiles %d sums %.1e %.1e", n_tok, k,
-           n_expert, only, row.get() == want_row, place.get() == want_place, first.get() == want_first, tiles,
+           "%d tokens, %d of %d experts, all to %d: rows %d inverse %d firsts %d tiles %d sums %.1e %.1e", n_tok, k,
+           n_expert, only, row.get() == want_row, inverse.get() == want_inverse, first.get() == want_first, tiles,
            sum[0].nmse(), sum[1].nmse());
 }
 
@@ -820,8 +820,8 @@ static void run_send_recv(int n_row, int n_col) {
         watch(std::vector<uint32_t>(sizeof(struct heartbeat) / 4));
     const size_t words = sizeof(struct sequence) / 4;
     for (int t = 0; t < TURNS; t++) {
-        const struct tp_peer from = {0, 1, (struct sequence *)state.p, (struct heartbeat *)watch.p};
-        const struct tp_peer to = {0, 1, (struct sequence *)(state.p + words), (struct heartbeat *)watch.p};
+        const struct tp_rank from = {0, 1, (struct sequence *)state.p, (struct heartbeat *)watch.p};
+        const struct tp_rank to = {0, 1, (struct sequence *)(state.p + words), (struct heartbeat *)watch.p};
         const size_t at = n * (size_t)t, stride = (size_t)n_col;
         LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)src.p, (const uint32_t *)(data.p + at), n);
         const struct send_args h = {from, CH_SEND, flags.p, 1, src, landing, stride, stride, n_row, n_col, flags.p + 1};
@@ -840,7 +840,7 @@ static void run_send_recv(int n_row, int n_col) {
     must(cudaStreamDestroy(receiver), "a stream");
 }
 
-/* The kernel of sums over ranks with one of them: blocks with many rows, whose norms must not mix. */
+/* The all-reduce kernel with one rank: its blocks have many rows, whose norms must not mix. */
 static void run_all_reduce(int n_tok, int n, int blocks) {
     const size_t count = (size_t)n_tok * (size_t)n;
     std::vector<float> x(count), d(count), w((size_t)n);

@@ -18,7 +18,7 @@ extern "C" void cuda_test_emulator(void) {
 
 extern "C" void cuda_test_forward(void); /* t_cuda.h */
 extern "C" void cuda_test_sample(void);
-extern "C" void cuda_test_invented(void);
+extern "C" void cuda_test_synthetic(void);
 extern "C" void cuda_test_stats(void);
 extern "C" void cuda_test_all_reduce(void);
 extern "C" int cuda_test_failures(void);
@@ -28,10 +28,10 @@ static const struct {
     const char *name;
     void (*fn)();
 } mutant_tests[MUTANT_TESTS] = {{"sort", cuda_test_sort},           {"router", cuda_test_router},
-                                {"upload", cuda_test_upload},       {"few", cuda_test_gemv},
-                                {"products", cuda_test_gemm},       {"forward", cuda_test_forward},
+                                {"upload", cuda_test_upload},       {"gemv", cuda_test_gemv},
+                                {"gemm", cuda_test_gemm},           {"forward", cuda_test_forward},
                                 {"attention", cuda_test_attention}, {"sample", cuda_test_sample},
-                                {"synthetic", cuda_test_invented},  {"sums", cuda_test_all_reduce},
+                                {"synthetic", cuda_test_synthetic}, {"all-reduce", cuda_test_all_reduce},
                                 {"links", cuda_test_links},         {"stats", cuda_test_stats}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there. */
@@ -39,7 +39,7 @@ static const struct {
     const char *function, *text, *why;
 } unshown[] = {
     {"route_warp", "__syncwarp(); /* all lanes have read score: the next token overwrites it */",
-     "the next token's shuffles meet in between; they order lanes, but not memory"},
+     "the next token's shuffles stand in between; they order lanes, but not memory"},
     {"k_repack", "grid_dependency_wait();",
      "in front of it is always a copy, the clearing of memory or itself, which has ended when it starts"},
     {"k_mma_rate", "grid_dependency_wait();", "it reads and writes nothing"},
