@@ -13235,7 +13235,7 @@ static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int
 }
 
 /* Bytes left on the device of rank i; negative: bytes missing. */
-static int64_t plan_free(const struct plan *p, const struct plan_layout *d, int i, int ctx, enum kv_type kv) {
+static int64_t plan_bytes_left(const struct plan *p, const struct plan_layout *d, int i, int ctx, enum kv_type kv) {
     const struct plan_rank *r = &d->rank[i];
     return p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx) -
            (int64_t)state_bytes(&r->m, kv, (size_t)ctx);
@@ -13245,7 +13245,7 @@ static int64_t plan_free(const struct plan *p, const struct plan_layout *d, int 
 static int64_t plan_least_free(const struct plan *p, const struct plan_layout *d, int ctx, enum kv_type kv) {
     int64_t least = INT64_MAX;
     for (int i = 0; i < p->n_device; i++) {
-        int64_t f = plan_free(p, d, i, ctx, kv);
+        int64_t f = plan_bytes_left(p, d, i, ctx, kv);
         if (f < least) least = f;
     }
     return least;
@@ -13286,6 +13286,13 @@ static double plan_roofline(const struct plan *p, const struct plan_layout *d, i
         seconds += slowest;
     }
     return 1 / seconds;
+}
+
+/* Frees a plan and the shards that its ranks were sized for. */
+static void plan_free(struct plan *p) {
+    for (size_t k = 0; k < sizeof p->layout / sizeof *p->layout; k++)
+        for (int i = 0; i < MAX_RANKS; i++) shard_free(&p->layout[k].rank[i].m);
+    free(p);
 }
 
 /* Sizes a rank anew for its shard of m. */
@@ -13690,9 +13697,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     json_decref(json);
     arrfree(text);
     int code = p->outcome == PLAN_NEEDS_PRUNING || p->outcome == PLAN_DOES_NOT_FIT ? EXIT_RUN : EXIT_OK;
-    for (int k = 0; k < p->n_layout; k++)
-        for (int i = 0; i < p->n_device; i++) shard_free(&p->layout[k].rank[i].m);
-    free(p);
+    plan_free(p);
     return code;
 }
 
@@ -15395,7 +15400,7 @@ static double doctor_roofline(const struct session *s, const struct rates *each,
         plan_rank(&v->rank[i], p, s->m, (struct shard){i % v->tp, v->tp, i / v->tp, v->pp});
     }
     double tokens = plan_roofline(p, v, 0, reduce);
-    free(p);
+    plan_free(p);
     return tokens;
 }
 

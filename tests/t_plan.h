@@ -489,6 +489,7 @@ static void test_plan_engine(void) {
             CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
             CHECK(tp * pp == 1 && cuda_test_w4a4(e) ? room == e->bytes : room < e->bytes + 4096,
                   "--tp %d --pp %d: %zu bytes are allocated, %zu were counted", tp, pp, room, e->bytes);
+            shard_free(&r->m);
         }
         session_free(&s);
         model_free(&m);
