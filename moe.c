@@ -1,41 +1,48 @@
 /* moe - chat with mixture-of-experts language models whose weights are NVFP4, on your own machine.
  *
- * This file is the whole program for a CPU; gguf_nvfp4.h holds the file format and the number formats.
+ * moe.c is the program and its CPU backend; moe_cuda.cu is the CUDA backend, which a build without nvcc leaves out
+ * (this program then runs on the CPU alone). gguf_nvfp4.h holds the file format and the number formats. convert/ makes
+ * and prunes model files.
  *
  * One turn of a conversation:
  *
  *   messages --template--> text with the origin of every byte --tokenize--> ids --session_sync--> logits
- *                                                                              ^                    |
- *                                                                     session_decode <-- id <-- sampler --> detokenise --> printer
+ *   logits --sampler--> id --session_decode--> logits, and so on; each id --detokenise--> printer --> stdout
+ *
+ *   main > run > answer_chat > chat_turn > chat_answer > session_sync > session_forward > pg_run > rank_run > forward
+ *                                                      > generate > session_sample, session_decode, printer_token
  *
  * One forward pass (forward_gqa, forward_mla) is a straight line over the operations of `struct ops`:
  *
- *   embed, then per layer: norm, query/key/value, rotation and cache, attention, output, add + norm, router + experts; head
+ *   embed; per layer: norm, q/k/v, rotation + cache, attention, wo, all-reduce + add + norm, experts; last all-reduce
  *
- * Several ranks, each with its part of the model, run the same line; where it adds, they add up what all of them have.
+ * The logits are a step of their own (session_head), because a prefill wants those of its last token only.
+ * With several ranks each runs this line on its shard of the model. An all-reduce follows attention and the
+ * feed-forward of each layer (all_reduce_add_rmsnorm).
  *
  * Two nouns: `struct model` never changes after loading; `struct session` is one timeline of tokens with its KV state.
- * Memory: the weights are the mapped file; the state is state_bytes for a context; activations are laid out once, for
- * chunks of 512 tokens. Nothing is allocated while tokens are computed.
+ * Memory on the CPU: the mapped model file, state_bytes(m, --kv, -c) and activations for chunks of CHUNK_MAX tokens
+ * (cpu_rank_init). On a GPU: packed copies of the weights, the state, and gpu_bytes of activations. A forward allocates
+ * nothing.
  *
- * Contents: each section with its lines, to the nearest ten.
+ * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  350  the table of a layer's tensors; what a layer, a model, a family is
- *   Types: operations                               160  the table of operations that every backend fills in, and its contract
- *   Types: state, ranks, the GPU backend            300  planes of state, struct rank, the functions between moe.c and moe_cuda.cu
+ *   Types: tensors, layers, models                  360  the table of tensors; layer, model, family
+ *   Types: operations                               170  the table that every backend fills in; its contract
+ *   Types: state, ranks, the GPU backend            300  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                60  die and fail: the two classes of errors
  *   Allocation                                      100  xmalloc and its guard; strings; stb_ds
- *   Files, time, text                               180  clock, files, atomic output, UTF-8, random numbers, numbers for people
+ *   Files, time, text                               180  clock, files, atomic output, UTF-8, random numbers
  *   Terminal                                        100  what stderr may show; control characters made visible
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
  *   Vocabulary: text to tokens and back             290  BPE; tokens to text
- *   Chat template: values                           440  values of the template language; the origin of every byte of text
+ *   Chat template: values                           440  values; the origin of every byte of text
  *   Chat template: comparing and printing values    300  order, equality, repr, tojson
  *   Chat template: format strings                   180  str.format
  *   Chat template: operators                        300  arithmetic, comparison, subscripts
@@ -48,12 +55,12 @@
  *   Chat template: rendering                        380  evaluates a tree; what a chat hands to it
  *
  *  Engine
- *   Model: tensors of a file                        280  reads keys, finds and checks tensors, binds rows of the table
- *   Model: metadata of families                     110  what each family reads; rotations
+ *   Model: tensors of a file                        300  reads keys and rotations, checks and binds tensors
+ *   Model: metadata of families                     110  what each family reads
  *   Model: layers and files                         310  binds layers, checks leftovers, opens files
- *   Shards of a model                               170  what each rank holds
- *   Synthetic models                                380  --synth: shapes of real models with random weights
- *   CPU kernels                                     100  GEMM and vector functions: the interface, formats of activations
+ *   Shards of a model                               180  what each rank holds
+ *   Synthetic models                                400  --synth: shapes of real models with random weights
+ *   CPU kernels                                     100  their interface; formats of activations
  *   CPU kernels: reference                          130  scalar F32: the oracle
  *   CPU kernels: portable vector functions          390  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      270  panels of weights, 16-bit activations
@@ -63,20 +70,20 @@
  *   CPU kernels: NEON with dot products              60  GEMM for it
  *   CPU kernels: choice                              60  the best set that the processor has
  *   KV cache                                         40  rows of the cache in BF16, FP8, F32
- *   Ranks                                           280  threads of a process group: steps, barriers, send and recv, a watchdog
- *   CPU operations                                  210  embedding, norms, linear, rotation
- *   CPU operations: attention                       280  online softmax over the cache; latent attention
- *   CPU operations: feed-forward                    320  router and experts
- *   CPU operations: memory of a rank                100  the table of operations; what a rank allocates
+ *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
+ *   CPU operations                                  210  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations: attention                       300  online softmax over the cache; latent attention
+ *   CPU operations: feed-forward                    340  router and experts
+ *   CPU operations: memory of a rank                110  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
- *   Families                                        100  the forwards. START HERE
+ *   Families                                        110  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Session                                         430  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session                                         440  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        200  the file of /save
  *
  *  Program
- *   Options                                         240  the option table, values and defaults
- *   Command line                                    310  parsing, --help, checks of what was given together
+ *   Options                                         250  the option table, values and defaults
+ *   Command line                                    320  parsing, --help, checks of what was given together
  *   Chat                                            230  messages, their rendering, their tokens
  *   Chat: generation                                340  an answer on its way to the screen
  *   Chat: saved conversations                       170  /save and /load
@@ -84,16 +91,16 @@
  *   Edited text and history                         290  the text behind the prompt; lines of former times
  *   Line editor                                     430  drawing and moving in it
  *   REPL commands                                   460  /help, /undo, /save ..
- *   Plan                                            340  --plan: bytes and roofline on each GPU before anything is loaded
+ *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
- *   Engine                                          190  opens model and session as the settings ask for
+ *   Engine                                          200  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           290  small programs beside the chat
  *   Modes: perplexity, needle, smoke                260  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
  *   Modes: bench                                    220  speed at several depths and batches
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
- *   Doctor: model                                   340  checks that compute
+ *   Doctor: model                                   330  checks that compute
  *   Main                                            250  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
@@ -126,8 +133,8 @@
 /* ============================================================================================================
  * Types: tensors, layers, models
  *
- * What a model consists of. This section and the next two are also read by moe_cuda.cu and convert/moe-convert.c, which include this file
- * with MOE_TYPES_ONLY and see no more than these.
+ * What a model consists of. This section and the next two are also read by moe_cuda.cu and convert/moe-convert.c, which
+ * include this file with MOE_TYPES_ONLY and see no more than these.
  * ============================================================================================================ */
 
 enum {
@@ -135,14 +142,14 @@ enum {
     MAX_TOPK = 32  /* experts used per token */
 };
 
-/* One matrix in the mapping, or a stack of n_expert of them. */
+/* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
 struct weight {
     const uint8_t *data; /* (n_expert, n_out, n_in) blocks of `type`; NULL: the model has no such tensor */
     uint32_t type;       /* enum gguf_type */
     int n_in, n_out, n_expert;
     size_t row_bytes, expert_bytes; /* strides */
-    const float *scale;             /* (n_expert) factors of the products, or NULL for 1 */
-    const float *bias;              /* (n_out) added to the product of a plain matrix, or NULL */
+    const float *scale;             /* (n_expert) factors of the outputs, or NULL for 1 */
+    const float *bias;              /* (n_out) added to the output of a plain matrix, or NULL */
     bool has_input_scale;           /* the file was made for 4-bit activations: it has NAME.input_scale */
 };
 
@@ -150,9 +157,9 @@ struct weight {
 struct attn {
     int n_head, n_head_kv; /* query heads; KV heads, each read by n_head / n_head_kv query heads */
     int head_k, head_v;    /* values of one head's key (latent attention: nope + rotated) and of its value */
-    int q_lora,
-        kv_lora; /* latent attention: widths of the compressed query (0: wq makes it) and of the latent; else 0 */
-    int rope;    /* index in model.ropes */
+    int q_lora;            /* latent attention: width of the compressed query; 0: wq makes the query at once */
+    int kv_lora;           /* latent attention: width of the latent; 0: grouped-query attention */
+    int rope;              /* index in model.ropes */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     float scale;                      /* factor of q.k before the softmax */
 };
@@ -174,8 +181,8 @@ enum layer_has {
     HAS_DENSE_FFN = 1 << 4, /* one feed-forward for all tokens */
     HAS_EXPERTS = 1 << 5,   /* a router and experts */
     HAS_SHARED = 1 << 6,    /* an expert that every token uses */
-    HAS_HEAD_NORM = 1 << 7, /* the heads of queries and keys are normed (of the family) */
-    HAS_PREDICTION = 1 << 8 /* a prediction layer behind the last layer */
+    HAS_HEAD_NORM = 1 << 7, /* the heads of queries and keys are normed */
+    HAS_PREDICTION = 1 << 8 /* a multi-token-prediction layer, which only the converter and moe-reap look at */
 };
 
 struct layer {
@@ -196,7 +203,7 @@ struct layer {
     /* feed-forward: dense when n_expert is 0 */
     int n_expert;                          /* routed experts of this layer; pruning makes it differ between layers */
     int n_expert_used;                     /* of them per token */
-    int n_ff, n_ff_shared;                 /* hidden width of an expert or the dense network, of the shared expert */
+    int n_ff, n_ff_shared;                 /* hidden width of an expert or dense feed-forward; of the shared expert */
     struct weight router;                  /* (n_expert, n_embd) */
     const float *router_bias;              /* (n_expert), added for the selection only; NULL: none */
     struct weight gate, up, down;          /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
@@ -233,9 +240,10 @@ enum tensor_kind {
     TENSOR_VECTOR  /* const float *: NAME (in), F32, F16 or BF16 */
 };
 
-/* One tensor of a layer. Binding, sharding, upload, plan, roofline, synthetic models, --calibrate and the converter walk this
- * table. Ranks of tensor parallelism divide a tensor along the one dimension that they divide: DIM_Q, DIM_K, DIM_V, DIM_ATT,
- * DIM_HEADS, DIM_FF or DIM_SHARED; without one every rank has all of it. */
+/* One tensor of a layer. Binding, sharding, upload, plan, roofline, synthetic models, --calibrate and the converter
+ * walk this table. Tensor parallelism divides a tensor along its DIM_Q, DIM_K, DIM_V, DIM_ATT, DIM_HEADS, DIM_FF or
+ * DIM_SHARED (dim_range); a tensor has one of them at most, and without one every rank holds all of it. The embedding,
+ * the output and its norm belong to no layer and are in struct model. */
 struct tensor_rule {
     const char *name; /* GGUF: blk.N.NAME, of a matrix without ".weight" */
     const char *hf;   /* model.layers.N.HF of Hugging Face checkpoints, without ".weight"; NULL: made from others */
@@ -311,7 +319,8 @@ static inline bool rule_is_weight(const struct tensor_rule *rule) {
     return rule->kind != TENSOR_VECTOR && rule->field != NOT_BOUND;
 }
 
-/* The next tensor of the layer behind `rule` (NULL: the first); NULL behind the last one. */
+/* Returns the layer's next tensor after `rule` (NULL: the first one), or NULL. Optional tensors are among them: their
+ * field may be NULL. */
 static inline const struct tensor_rule *rule_next(const struct tensor_rule *rule, const struct layer *layer) {
     for (rule = rule ? rule + 1 : tensor_rules; rule < tensor_rules + TENSOR_RULES; rule++)
         if ((rule->when & layer->has) == rule->when) return rule;
@@ -323,8 +332,8 @@ static inline bool rule_routed(const struct tensor_rule *rule) { return rule->n 
 
 enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
 
-/* Which part of a model a rank holds: of n_rank ranks that share every layer (tensor parallelism), in one of n_stage groups that
- * have whole layers each (pipeline). */
+/* What a rank holds of a model: rank `rank` of the n_rank that divide every layer of a stage (tensor parallelism), in
+ * pipeline stage `stage` of n_stage, each of which has consecutive layers. */
 struct shard {
     int rank, n_rank, stage, n_stage;
 };
@@ -339,7 +348,8 @@ struct maxima {
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
 };
 
-/* A whole file, or one rank's shard of it: then all sizes but n_vocab are the shard's. */
+/* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
+ * rank's own; all other sizes are the model's. */
 struct model {
     struct shard shard;
     int first_layer, first_id; /* shard: of the model's layers, of the rows of output */
@@ -382,12 +392,12 @@ struct family {
     enum gating gating;  /* the router's function where the file does not name it */
     bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
     /* Reads the metadata of attention, and what is this family's alone. */
-    void (*keys)(struct loader *l);
+    void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
     void (*layer)(struct loader *l, struct layer *layer, int il);
     /* Writes the operations of one forward pass: the batch's tokens to hidden rows. */
     void (*forward)(struct rank *r);
-    /* Adds planes to those of attention; NULL: there are none. */
+    /* Adds planes to those of attention, or changes these: a window layer makes PLANE_K and PLANE_V rings. NULL: neither. */
     void (*planes)(const struct model *m, const struct layer *layer, struct plane *out);
 };
 
@@ -442,8 +452,8 @@ static inline int layer_ffns(const struct layer *layer, struct ffn_weights out[2
     return n;
 }
 
-/* What is collected of every routed expert (REAP, arXiv 2510.13999, equation 6): f is its output for a token, g its weight where those
- * of all experts of the token add up to 1. */
+/* What is collected of every routed expert (REAP, arXiv 2510.13999, equation 6): f is its output for a token, g its
+ * weight where those of all experts of the token add up to 1. */
 enum expert_stat {
     STAT_TOKENS,       /* that chose it */
     STAT_WEIGHTED,     /* sum of g |f| */
@@ -453,12 +463,13 @@ enum expert_stat {
     STATS
 };
 
-/* Sums of squares of the columns of a network's inputs: (n_expert, gate->n_in), then (n_expert, down->n_in). */
+/* Floats of in_sum2 for a feed-forward, the sums of squares of its inputs by column: (n_expert, gate->n_in) of gate and
+ * up, then (n_expert, down->n_in) of down. */
 static inline size_t ffn_in_sum2(const struct ffn_weights *n) {
     return (size_t)n->gate->n_expert * ((size_t)n->gate->n_in + (size_t)n->down->n_in);
 }
 
-/* Of all layers before il, those of one layer following each other as in layer_ffns. */
+/* Floats of in_sum2 for all layers before il. Within a layer the feed-forwards stand in the order of layer_ffns. */
 static inline size_t in_sum2_before(const struct model *m, int il) {
     size_t n = 0;
     struct ffn_weights ffns[2];
@@ -467,29 +478,29 @@ static inline size_t in_sum2_before(const struct model *m, int il) {
     return n;
 }
 
-/* Different experts that n tokens choose together, expected. */
+/* Expected number of different experts that n tokens use if they choose independently. */
 static inline double experts_expected(const struct layer *layer, int n) {
     double none = 1;
     for (int i = 0; i < n; i++) none *= 1 - (double)layer->n_expert_used / layer->n_expert;
     return layer->n_expert * (1 - none);
 }
 
-/* The slots of activations. */
 /* ============================================================================================================
  * Types: operations
  *
  * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
  * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
- *   - an operation only enqueues work and returns nothing (except begin, see HOST_OPS);
+ *   - an operation of ENQUEUE_OPS returns nothing. On a GPU it enqueues work and does not wait (except that ranks which
+ *     share a GPU may wait for each other in an all-reduce); on a CPU the work is done when it returns;
  *   - a forward never branches on data;
  *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
  *     0..n_tok-1 of a slot mean anything;
  *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
  *   - there are no globals: everything is reached through struct rank;
- *   - only operations of HOST_OPS wait for the device;
  *   - the same n_tok gives the same list of operations.
  * ============================================================================================================ */
 
+/* The slots of activations. */
 enum act {
     A_X,   /* (n_tok, n_embd) the residual stream */
     A_H,   /* (n_tok, n_embd) its norm */
@@ -501,9 +512,6 @@ enum act {
     A_ATT, /* (n_tok, n_head * head_v) outputs of the heads */
     ACT_COUNT
 };
-
-struct rank;
-struct plane;
 
 /* How a token is chosen; the options of the same names. */
 struct sampling {
@@ -526,22 +534,23 @@ struct rates {
     double mma;   /* multiplications and additions per second of m16n8k16 with halves and F32 sums */
 };
 
-/* A launch of a kernel in a forward and its logits, or all launches with matrices of one shape. */
+/* A kernel of a forward and its logits: one launch, or all launches with matrices of one shape. */
 struct profile_row {
     char name[80];  /* the kernel and what it works on */
-    int calls;      /* launches that are added up here, */
-    double seconds; /* and what all of them took, */
-    double bytes;   /* and moved; 0: negligible */
+    int calls;      /* launches */
+    double seconds; /* of all of them */
+    double bytes;   /* that all of them move; 0: negligible */
 };
 
 /* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and
  * cuda_ops (of functions cpu_NAME and cuda_NAME) and the wrappers of the tests are generated from these lists, so none
- * of them can miss an operation. clang-format would take the parameters for products. */
+ * of them can miss an operation. clang-format is off: it would read `type *name` as a multiplication. */
 /* clang-format off */
 
 /* Operations that only enqueue work. */
 #define ENQUEUE_OPS(X)                                                                                                 \
-    /* x = the token embeddings of the batch; on a later pipeline stage the hidden states from the stage before */     \
+    /* x = the token embeddings of the batch; on a later pipeline stage waits for the hidden states of the one before. \
+       Also computes cos and sin of the batch's positions */                                                           \
     X(void, embed, (struct rank *r, enum act x), (r, x))                                                               \
     /* out = norm(x) * w; out may be x */                                                                              \
     X(void, rmsnorm, (struct rank *r, enum act x, const float *w, enum act out), (r, x, w, out))                       \
@@ -555,7 +564,8 @@ struct profile_row {
     /* out[i] = w[i] x for up to 3 matrices; the first NULL in w ends the list */                                      \
     X(void, linear3, (struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]),             \
       (r, x, w, out))                                                                                                  \
-    /* grouped-query attention: head norms, rotation of q and k; writes k and v to the cache of layer il */            \
+    /* grouped-query attention: norms the heads of q and k (HAS_HEAD_NORM), rotates them, value i against              \
+       i + rope dim / 2, and writes k and v to the cache of layer il */                                                \
     X(void, rope_store_kv, (struct rank *r, int il, enum act q, enum act k, enum act v), (r, il, q, k, v))             \
     /* out = grouped-query attention over the cache of layer il */                                                     \
     X(void, attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                            \
@@ -567,7 +577,7 @@ struct profile_row {
     X(void, ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                                  \
     /* out = router, routed experts and shared expert of layer il */                                                   \
     X(void, moe_ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                              \
-    /* final norm and head of rows first..first+n-1; every rank of the last stage calls it, the root has the result */ \
+    /* final norm and output matrix for rows first..first+n-1, by every rank of the last stage; the root gathers them */\
     X(void, logits, (struct rank *r, int first, int n), (r, first, n))                                                 \
     /* chooses a token by row 0 of the logits; recent: the n_recent latest ids; uniform: a draw from [0, 1) */         \
     X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform),   \
@@ -575,10 +585,9 @@ struct profile_row {
 
 /* Operations around a forward, and those that wait and return results.
  *
- * begin is the one exception to "a forward does not branch": where a backend has recorded a forward of n_tok tokens (a
- * CUDA graph), begin enqueues the recording and returns true, and the forward must enqueue nothing. That depends on
- * n_tok and on the forwards
- * before, never on data. The CPU's begin always returns false. */
+ * begin is the one exception to "a forward never branches": where a backend has recorded a forward of n_tok tokens (a
+ * CUDA graph), begin enqueues the recording and returns true, and the forward enqueues nothing. That depends on n_tok
+ * and on earlier forwards, never on data. The CPU's begin always returns false. */
 #define HOST_OPS(X)                                                                                                    \
     /* before a forward; true: a recording of the whole forward was enqueued, see above */                             \
     X(bool, begin, (struct rank *r), (r))                                                                              \
@@ -610,6 +619,12 @@ struct profile_row {
 /* clang-format on */
 #define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
 
+/* A forward has two all-reduces per layer. Returns what the i-th follows. */
+enum { ALL_REDUCES_PER_LAYER = 2 };
+static inline const char *all_reduce_after(unsigned i) {
+    return i % ALL_REDUCES_PER_LAYER ? "feed-forward" : "attention";
+}
+
 struct ops {
 #define OPS_MEMBER(type, name, params, args) type(*name) params;
     OPS(OPS_MEMBER)
@@ -624,8 +639,8 @@ enum {
 
 enum kv_type { KV_BF16, KV_FP8, KV_F32 };
 
-/* A matrix of which the rank holds no rows or no columns, and its layer (-1: the output); NULL: it holds some of each. The GPU's kernels
- * want some. */
+/* Returns the first matrix of which the shard holds nothing, and its layer in *layer (-1: the output); NULL: it holds
+ * something of each, as the GPU's kernels need. */
 static inline const struct weight *shard_gap(const struct model *m, int *layer) {
     *layer = -1;
     if (m->output.data && (!m->output.n_out || !m->output.n_in)) return &m->output;
@@ -641,15 +656,17 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
 /* ============================================================================================================
  * Types: state, ranks, the GPU backend
  *
- * A layer's state is a list of planes: the KV cache, and what recurrent layers carry along. Allocation, plan, save, load, going back
- * and bench iterate over it. A rank is one worker with its shard, its planes and its activations.
+ * A layer's state is a list of planes: the KV cache, and the state of recurrent layers. Allocation, plan, save, load,
+ * truncation and bench iterate over it. The families here have planes of kind PLANE_TOKENS only; tests/t_state.h has a
+ * family with all kinds. A rank is one worker with its shard, its planes and its activations.
  * ============================================================================================================ */
 
 /* How the rows of a plane follow the timeline. */
 enum plane_kind {
     PLANE_TOKENS, /* a row for every token */
     PLANE_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
-    PLANE_RING,   /* the latest n_row tokens: token p is row p % n_row */
+    PLANE_RING,   /* the latest n_row tokens: token p is row p % n_row; n_row >= window + PREFILL_MAX_TOKENS, because a
+                   * forward writes all its rows before attention reads */
     PLANE_STATE   /* n_row rows that stand for all tokens before struct rank's state_pos */
 };
 
@@ -657,14 +674,15 @@ enum plane_kind {
 enum plane_use {
     PLANE_K,      /* GQA: keys; MLA: normed latents */
     PLANE_V,      /* GQA: values; MLA: the rotated key that all heads share */
-    PLANE_RECENT, /* a ring: what a recurrent state still has to take in, or a window of keys */
+    PLANE_RECENT, /* a ring: tokens that a recurrent state has not absorbed yet */
     PLANE_POOL,   /* blocks: pooled rows */
     PLANE_SUM,    /* a recurrent state */
     PLANE_USES
 };
 
-/* One array of a layer's state. FP8 rows carry one F32 scale per `group` values, in an array of their own.
- * In a shard, values first .. first + width - 1 of the whole row, which has `whole`; ranks with all of it have first 0. */
+/* One array of a layer's state, the same on every backend, because saved sessions record it. FP8 rows carry one F32 scale
+ * per `group` values, in an array of their own. A shard holds values first .. first + width - 1 of the whole row, which has
+ * `whole`; ranks with all of it have first 0. */
 struct plane {
     uint8_t *data; /* (plane_rows, row_bytes) */
     float *scale;  /* (plane_rows, n_group); FP8 only */
@@ -673,7 +691,7 @@ struct plane {
     size_t row_bytes;          /* a multiple of 16 */
     enum plane_kind kind;
     int ratio, n_row; /* blocks: tokens of a row; ring, state: rows */
-    int window;       /* ring: a forward reads the rows of so many tokens before its first */
+    int window;       /* ring: rows before its first token that a forward reads */
     int first, whole;
 };
 
@@ -714,7 +732,7 @@ static inline size_t plane_rows(const struct plane *p, size_t n_ctx) {
     return p->kind == PLANE_TOKENS ? n_ctx : p->kind == PLANE_BLOCKS ? n_ctx / (size_t)p->ratio : (size_t)p->n_row;
 }
 
-/* Rows that hold something behind n tokens. */
+/* Rows in use after n tokens. */
 static inline size_t plane_used(const struct plane *p, size_t n) {
     const size_t rows = plane_rows(p, n);
     return p->kind == PLANE_RING && n < rows ? n : rows;
@@ -767,7 +785,8 @@ static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
     return bytes;
 }
 
-/* Bytes of all planes that a forward of one token behind n_past others reads or, of recurrent states, reads and writes. */
+/* Bytes of all planes that a forward of one token at position n_past reads; a recurrent state counts twice, because it
+ * is written too. */
 static inline double state_reads(const struct model *m, enum kv_type type, size_t n_past) {
     struct plane planes[PLANE_USES];
     double bytes = 0;
@@ -799,14 +818,14 @@ struct rank {
     struct process_group *pg; /* the ranks of the session; NULL: it is alone */
     int index;                /* among all ranks: stage * n_rank + rank */
     char name[128];           /* what it runs on */
-    char link[224];           /* GPU: how it adds up with the others; empty: there are none */
+    char link[224];           /* GPU: how all-reduces and stages are connected, for the start line; empty: one rank */
 
     /* the batch of a forward */
-    int n_tok;             /* tokens, */
-    int32_t pos;           /* the position of the first, */
-    int32_t state_pos;     /* recurrent states stand for the tokens before it; rings hold those from it to pos; */
-    int32_t *tokens;       /* (chunk) and their ids */
-    unsigned n_all_reduce; /* all-reduces so far */
+    int n_tok;             /* tokens */
+    int32_t pos;           /* position of the first */
+    int32_t state_pos;     /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
+    int32_t *tokens;       /* (chunk) ids */
+    unsigned n_all_reduce; /* all-reduces of this forward that have begun */
 
     /* memory; "the backend's" is the device's on a GPU */
     int n_ctx, chunk;      /* tokens of context, and of one forward at most */
@@ -815,7 +834,7 @@ struct rank {
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (n_layer) in the backend's memory; width 0: the layer has none */
     double *stats;  /* (n_layer, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
-    float *in_sum2; /* (in_sum2_before(m, n_layer)) sums over inputs of feed-forwards, the backend's, likewise */
+    float *in_sum2; /* (in_sum2_before(m, n_layer)) sums of squared inputs, the backend's; NULL: not collected */
     struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
     void **owned;           /* stb_ds: allocations in the backend's memory */
     size_t bytes;           /* of activations */
@@ -837,9 +856,9 @@ struct rank {
     float *route_w;                         /* (chunk, n_expert_used) and their weights */
     struct ffn_job *jobs;                   /* (n_expert_max + 1), of which n_jobs are used */
     int n_jobs;
-    int32_t *job_rows; /* (chunk * n_expert_used) tokens of the jobs, */
-    float *job_w;      /* (chunk * n_expert_used) and the weights of their results */
-    float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norms of its parts */
+    int32_t *job_rows; /* (chunk * n_expert_used) tokens of the jobs */
+    float *job_w;      /* (chunk * n_expert_used) weights of their results */
+    float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norm of each tile */
     float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
     float *partials;   /* partial results of a partitioned context */
     float *logits;     /* (LOGIT_ROWS, n_vocab) */
@@ -855,11 +874,11 @@ enum moe_act {
     MOE_ACT_FP4   /* always FP4 */
 };
 
-/* Who does the all-reduces of up to 16 tokens over GPUs. */
+/* Who does the all-reduces over GPUs. NCCL, unless ONESHOT is asked for, does those of more than 16 tokens. */
 enum allreduce {
-    ALLREDUCE_AUTO,   /* whichever is faster here, measured at the start */
+    ALLREDUCE_AUTO,   /* up to 16 tokens the faster one, measured at the start */
     ALLREDUCE_NCCL,   /* NCCL */
-    ALLREDUCE_ONESHOT /* the kernel of moe_cuda.cu */
+    ALLREDUCE_ONESHOT /* our own kernel, k_add_norm<DELTA_PUSHED> */
 };
 
 /* How the ranks of a session start on GPUs. */
@@ -867,7 +886,7 @@ struct cuda_options {
     int device[MAX_RANKS]; /* the GPU of each rank */
     int n_ctx;             /* tokens; 0: the trained length, or what fits */
     enum allreduce allreduce;
-    int kv_splits; /* parts of the context in decode at most; 0: what fills the GPU */
+    int kv_splits; /* splits of the context in decode at most; 0: as many as fill the GPU */
     enum moe_act moe_act;
     enum kv_type kv;
     bool stats, in_sum2;                         /* collect these statistics */
@@ -1054,8 +1073,8 @@ static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
 
 /* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. Write one macro call per expression, without side
  * effects in its arguments; a function that may grow an array takes a pointer to it. Hash maps are used with integer
- * and pointer keys only. Never share a map between threads, because even a look-up writes to it. (What all maps share,
- * a global seed, does no harm: each copies some value of it.) */
+ * and pointer keys only. Never share a map between threads: even a look-up writes to it. (The global seed of stb_ds is
+ * safe to share: each map copies it once.) */
 #define STBDS_REALLOC(context, p, n) xrealloc(p, n)
 #define STBDS_FREE(context, p)       free(p)
 #define STB_DS_IMPLEMENTATION
@@ -2905,7 +2924,7 @@ static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
 
 /* ---- str.format ---- */
 
-/* What stands behind the colon of a replacement field: [[fill]align][0][width][.precision][type]. The rest of Python's
+/* What stands after the colon of a replacement field: [[fill]align][0][width][.precision][type]. The rest of Python's
  * format language (signs, separators, `#`, other types, fields in fields) is refused. */
 struct format_spec {
     struct tv fill; /* one code point */
@@ -4340,7 +4359,7 @@ static bool lex_name(const struct lexer *l, size_t at) {
     return !space_start(l->s + at, l->n - at);
 }
 
-/* Offset behind the white space at `at`. */
+/* Offset after the white space at `at`. */
 static size_t lex_space(const struct lexer *l, size_t at) { return at + space_start(l->s + at, l->n - at); }
 
 /* Adds the text up to `to`, where a tag with this sign begins. A - removes the white space before the tag. Without a
@@ -4380,7 +4399,7 @@ static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
     return lex_end(l, lex_space(l, at + strlen(word)), "%}", end);
 }
 
-/* Adds a number. An integer only, if it is behind a dot: a.0.1 has no 0.1. */
+/* Adds a number. An integer only, if it is after a dot: a.0.1 has no 0.1. */
 static void lex_number(struct lexer *l) {
     static const char digits[] = "0123456789";
     size_t k = l->at, e;
@@ -4592,12 +4611,12 @@ __attribute__((noreturn)) static void tok_unexpected(struct parser *p, const cha
     job_fail(p->j, "expected %s, found '%.*s'", expected, SHOW(*p->at));
 }
 
-/* Moves on behind the word s, which must be here. */
+/* Moves on after the word s, which must be here. */
 static void tok_expect(struct parser *p, const char *s) {
     if (!tok_skip(p, s)) tok_unexpected(p, s);
 }
 
-/* Moves on behind the end of a tag, which must be here. */
+/* Moves on after the end of a tag, which must be here. */
 static void tok_end(struct parser *p, int kind) {
     if (p->at->kind != kind) tok_unexpected(p, "the end of the tag");
     tok_next(p);
@@ -4608,7 +4627,7 @@ static bool tok_is_name(const struct parser *p) {
     return p->at->kind == T_WORD && (isalpha((uint8_t)*p->at->s) || *p->at->s == '_' || *p->at->s & 0x80);
 }
 
-/* Moves on behind a name and returns it. */
+/* Moves on after a name and returns it. */
 static struct tv tok_name(struct parser *p) {
     const struct token *t = p->at;
     if (!tok_is_name(p)) tok_unexpected(p, "a name");
@@ -4780,7 +4799,7 @@ static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
     return n;
 }
 
-/* Parses .name, .0, [key] or [start:stop:step] behind an object. */
+/* Parses .name, .0, [key] or [start:stop:step] after an object. */
 static struct node *parse_subscript(struct parser *p, struct node *o) {
     struct node *n = node_add(p, node_new(p, N_ITEM), o), *part[3] = {0};
     if (tok_skip(p, ".")) {
@@ -4803,7 +4822,7 @@ static struct node *parse_subscript(struct parser *p, struct node *o) {
     return n;
 }
 
-/* Parses the subscripts and calls behind an object. */
+/* Parses the subscripts and calls after an object. */
 static struct node *parse_postfix(struct parser *p, struct node *n) {
     for (;;) {
         if (tok_is(p, ".") || tok_is(p, "[")) n = parse_subscript(p, n);
@@ -4865,7 +4884,7 @@ static struct node *parse_unary(struct parser *p, bool with_filters) {
     return n;
 }
 
-/* Moves on behind an operator of this precedence and returns it; OP_NONE: there is none here. */
+/* Moves on after an operator of this precedence and returns it; OP_NONE: there is none here. */
 static enum op parse_operator(struct parser *p, int prec) {
     for (int op = OP_OR; op < OP_COUNT; op++) {
         if (op_table[op].prec != prec || !tok_is(p, op_table[op].text)) continue;
@@ -5512,10 +5531,10 @@ static int template_render(const struct template *t, const json_t *vars, struct 
 /* ============================================================================================================
  * Model: tensors of a file
  *
- * A model is immutable after model_load. Every size is read from the file. Every tensor is bound once, by name, with its
- * shape checked against the metadata; afterwards nothing is looked up by string. A tensor of the file that no family
- * knows is an error, and so is a router, rope or scaling variant that is not known: nothing is guessed.
- * Loading ends the program only where an allocation fails, and never allocates more than a small multiple of what the file
+ * A model is immutable after model_load. Every size is read from the file. Every tensor is bound once, by name, with
+ * its shape checked against the metadata; afterwards nothing is looked up by string. A tensor of the file that no
+ * family knows is an error, and so is a router, rope or scaling variant that is not known: nothing is guessed. Loading
+ * ends the program only where an allocation fails, and never allocates more than a small multiple of what the file
  * really holds.
  * ============================================================================================================ */
 
@@ -5553,8 +5572,8 @@ static const struct gguf_kv *loader_key(struct loader *l, const char *suffix, ch
 
 #define KEY_REQUIRED INT64_MIN
 
-/* An integer key within [lo, hi]; `dflt`, which may follow from other keys and is checked too, when absent, an error when dflt
- * is KEY_REQUIRED. An array with one value per layer is accepted if all are equal. */
+/* An integer key within [lo, hi]; `dflt`, which may follow from other keys and is checked too, when absent, an error
+ * when dflt is KEY_REQUIRED. An array with one value per layer is accepted if all are equal. */
 static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi) {
     char key[128];
     int64_t v = dflt, w;
@@ -5570,8 +5589,8 @@ static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_
     return l->failed ? 0 : (int)v;
 }
 
-/* An integer for every layer within [lo, hi], from one number for all or an array of block_count numbers. Without the key all are
- * dflt, which is KEY_REQUIRED where that is an error. */
+/* An integer for every layer within [lo, hi], from one number for all or an array of block_count numbers. Without the
+ * key all are dflt, which is KEY_REQUIRED where that is an error. */
 static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi,
                         int out[MAX_LAYERS]) {
     char key[128];
@@ -5606,6 +5625,7 @@ static float loader_num(struct loader *l, const char *suffix, double dflt, doubl
     return l->failed ? 0 : (float)v;
 }
 
+/* A boolean key; dflt when absent. */
 static bool loader_bool(struct loader *l, const char *suffix, bool dflt) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, suffix, key);
@@ -5614,6 +5634,7 @@ static bool loader_bool(struct loader *l, const char *suffix, bool dflt) {
     return !l->failed && kv->data[0];
 }
 
+/* Returns aligned memory that model_free frees. */
 static void *loader_own(struct loader *l, size_t bytes) {
     void *p = xaligned(bytes);
     arrput(l->m->owned, p);
@@ -5667,8 +5688,9 @@ static const float *loader_vector(struct loader *l, const char *name, int n, boo
     return v;
 }
 
-/* Whether the file lists BASE.weight as made for 16-bit activations although it has an input scale: general.tensor_extra.name
- * (names) and general.tensor_extra.prec_a4 (as many booleans, false: 16-bit), as llama.cpp's converter writes them. */
+/* Whether the file lists BASE.weight as made for 16-bit activations although it has an input scale:
+ * general.tensor_extra.name (names) and general.tensor_extra.prec_a4 (as many booleans, false: 16-bit), as llama.cpp's
+ * converter writes them. */
 static bool loader_wants_16_bit(struct loader *l, const char *base) {
     const struct gguf_kv *names = gguf_find(l->g, "general.tensor_extra.name");
     const struct gguf_kv *a4 = gguf_find(l->g, "general.tensor_extra.prec_a4");
@@ -5687,8 +5709,8 @@ static bool loader_wants_16_bit(struct loader *l, const char *base) {
     return false;
 }
 
-/* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and its optional BASE.scale, of one factor
- * or one per expert. */
+/* BASE.weight of the shape {n_in, n_out, n_expert} (n_expert 1: a plain matrix) and its optional BASE.scale, of one
+ * factor or one per expert. */
 static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_out, int n_expert, bool optional,
                           const char *base) {
     char name[160];
@@ -5699,8 +5721,11 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
         loader_fail(l, "tensor '%s' has the type %s, which is not one of weights", name, gguf_type_info(t->type).name);
         return;
     }
-    w->data = t->data, w->type = t->type;
-    w->n_in = n_in, w->n_out = n_out, w->n_expert = n_expert;
+    w->data = t->data;
+    w->type = t->type;
+    w->n_in = n_in;
+    w->n_out = n_out;
+    w->n_expert = n_expert;
     w->row_bytes = gguf_row_bytes(t->type, (size_t)n_in);
     w->expert_bytes = w->row_bytes * (size_t)n_out;
     snprintf(name, sizeof name, "%s.scale", base);
@@ -5739,12 +5764,12 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
     *v = loader_vector(l, name, in, true);
 }
 
-/* Adds the rotation of `dim` values to the model and names it in attn, with the scale of q.k. Frequencies are interpolated as the file
- * asks for (YaRN: arXiv 2309.00071, sections 3.2 and 3.4). */
+/* Appends a rotation of `dim` values to m->ropes, and sets attn->rope and attn->scale; attn->head_k and kv_lora must be
+ * set. Frequencies are interpolated as the file asks (YaRN: arXiv 2309.00071, sections 3.2 and 3.4). */
 static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     struct model *m = l->m;
     struct rope rope = {.dim = dim};
-    struct gguf_str type = {"linear", 6}; /* upstream's default; without a factor it is none */
+    struct gguf_str type = {"linear", 6}; /* llama.cpp's default; without a factor it does nothing */
     char key[128];
     double base = loader_num(l, "rope.freq_base", 10000.0, 1.0, 1e12);
     double factor = loader_num(l, "rope.scaling.factor", 1.0, 0.0, 1e6);
@@ -5755,6 +5780,7 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0, 0.0, 10.0);
     snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
     if (l->failed) return;
+    if (dim % 2) loader_fail(l, "metadata key '%s.rope.dimension_count' is %d, expected an even number", l->arch, dim);
     if (gguf_find(l->g, key) && !gguf_get_str(l->g, key, &type))
         loader_fail(l, "metadata key '%s' is not a string", key);
     bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
@@ -5783,7 +5809,8 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     int d = dim;
     double lo = floor(d * log(original / (beta_fast * 2 * M_PI)) / (2 * log(base)));
     double hi = ceil(d * log(original / (beta_slow * 2 * M_PI)) / (2 * log(base)));
-    lo = fmax(lo, 0.0), hi = fmin(hi, d - 1.0);
+    lo = fmax(lo, 0.0);
+    hi = fmin(hi, d - 1.0);
     if (lo == hi) hi += 0.001;
     float *freq = loader_own(l, (size_t)d / 2 * sizeof *freq);
     for (int i = 0; i < d / 2; i++) {
@@ -5803,8 +5830,8 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
  * How the keys of a file become sizes and shapes of layers: what all families share, then what each reads for itself.
  * ============================================================================================================ */
 
-/* The keys of grouped-query attention. */
-static void keys_gqa(struct loader *l) {
+/* Reads the metadata of grouped-query attention. */
+static void read_gqa(struct loader *l) {
     const struct model *m = l->m;
     struct attn *a = &l->attn;
     const int n_head = l->n_head[0];
@@ -5813,15 +5840,16 @@ static void keys_gqa(struct loader *l) {
     loader_rope(l, loader_int(l, "rope.dimension_count", a->head_k, 2, a->head_k), a);
 }
 
-/* Qwen3-MoE's files without a router function mean that of the architecture: softmax over all experts, divided by the sum. */
-static void keys_qwen3moe(struct loader *l) {
-    keys_gqa(l);
+/* Qwen3-MoE. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
+ * expert_weights_norm says. */
+static void read_qwen3moe(struct loader *l) {
+    read_gqa(l);
     char key[128];
     if (!loader_key(l, "expert_gating_func", key)) l->m->norm_topk_prob = true;
 }
 
-/* The keys of multi-head latent attention (arXiv 2405.04434, section 2.1). */
-static void keys_mla(struct loader *l) {
+/* Reads the metadata of multi-head latent attention (arXiv 2405.04434, section 2.1). */
+static void read_mla(struct loader *l) {
     struct attn *a = &l->attn;
     a->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
     a->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
@@ -5880,14 +5908,14 @@ static void loader_hparams(struct loader *l) {
     m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
     m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
-    m->family->keys(l);
+    m->family->read(l);
     for (int il = 0; il < m->n_layer && !l->failed; il++)
-        if (l->n_head_kv[il] > l->n_head[il] || l->n_head[il] % l->n_head_kv[il] || m->ropes[0].dim % 2)
-            loader_fail(l, "%d rotary dimensions, %d heads, %d KV heads do not fit together", m->ropes[0].dim,
-                        l->n_head[il], l->n_head_kv[il]);
+        if (l->n_head[il] % l->n_head_kv[il])
+            loader_fail(l, "layer %d has %d heads, expected a multiple of its %d KV heads", il, l->n_head[il],
+                        l->n_head_kv[il]);
 }
 
-/* Kept original ids of a pruned layer: moe.reap.kept.N. */
+/* Reads the original ids of a pruned layer's experts, metadata key moe.reap.kept.N. */
 static void loader_retained(struct loader *l, struct layer *layer, int il) {
     char key[64];
     int64_t v, last = -1;
@@ -5899,15 +5927,15 @@ static void loader_retained(struct loader *l, struct layer *layer, int il) {
                     layer->n_expert);
         return;
     }
-    int32_t *kept = loader_own(l, (size_t)layer->n_expert * sizeof *kept);
+    int32_t *retained = loader_own(l, (size_t)layer->n_expert * sizeof *retained);
     for (int e = 0; e < layer->n_expert; e++, last = v) {
         if (!gguf_elem_int(kv, (uint64_t)e, &v) || v <= last || v > INT32_MAX) {
             loader_fail(l, "metadata key '%s' is not an ascending list of expert ids", key);
             return;
         }
-        kept[e] = (int32_t)v;
+        retained[e] = (int32_t)v;
     }
-    layer->retained = kept;
+    layer->retained = retained;
 }
 
 /* ============================================================================================================
@@ -5916,7 +5944,8 @@ static void loader_retained(struct loader *l, struct layer *layer, int il) {
  * Binding of layers by the table of tensors, and opening a file.
  * ============================================================================================================ */
 
-/* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an error. */
+/* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an
+ * error. */
 static int loader_width(struct loader *l, int il, const char *what, int axis) {
     char name[128];
     snprintf(name, sizeof name, "blk.%d.%s.weight", il, what);
@@ -5929,8 +5958,8 @@ static int loader_width(struct loader *l, int il, const char *what, int axis) {
     return (int)t->ne[axis];
 }
 
-/* Which feed-forwards layer il has, how wide, with how many experts: that is said by the tensors, because pruning and some families
- * make it differ between layers. */
+/* Sets which feed-forwards layer il has, their widths and the number of experts. The tensors tell, because these differ
+ * between layers in pruned models and in some families. */
 static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     const struct model *m = l->m;
     char name[128];
@@ -5946,9 +5975,10 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     layer->n_expert_used = l->n_expert_used[il];
     if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)layer->n_expert_used ||
         router->ne[1] % (uint64_t)m->n_group) {
+        char groups[32] = "";
+        if (m->n_group > 1) snprintf(groups, sizeof groups, ", in %d equal groups", m->n_group);
         loader_fail(l, "tensor '%s' routes to %llu experts, expected %d to %d%s", name,
-                    (unsigned long long)router->ne[1], layer->n_expert_used, m->n_expert_max,
-                    m->n_group > 1 ? " and whole groups" : "");
+                    (unsigned long long)router->ne[1], layer->n_expert_used, m->n_expert_max, groups);
         return;
     }
     layer->n_expert = (int)router->ne[1];
@@ -5957,7 +5987,7 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     if (layer->n_ff_shared) layer->has |= HAS_SHARED;
 }
 
-/* The first n of a weight's rows (of each matrix in a stack) behind `from`. */
+/* Returns a view of rows from..from+n-1 of a weight, in each matrix of a stack. */
 static struct weight weight_view(const struct weight *all, int from, int n) {
     struct weight w = *all;
     w.data += (size_t)from * all->row_bytes;
@@ -6040,7 +6070,8 @@ static void model_maxima(struct model *m) {
     }
 }
 
-/* Every tensor of the file must have found its place; those of the prediction layers behind the last layer wait for theirs. */
+/* Refuses tensors of the file that nothing has bound. Those of prediction layers, after the last layer, are exempt:
+ * nothing runs them yet. */
 static void loader_leftovers(struct loader *l) {
     for (uint32_t i = 0; i < l->g->n_tensors && !l->failed; i++) {
         const struct gguf_tensor *t = &l->g->tensors[i];
@@ -6054,20 +6085,20 @@ static void loader_leftovers(struct loader *l) {
     }
 }
 
-/* A file may leave the prediction layers out, although its metadata count them; one with these alone is no model to run. */
+/* Adjusts the layer count where the file lacks the prediction layers that its metadata count, and refuses a file that
+ * holds nothing else. */
 static void loader_has_trunk(struct loader *l) {
     if (l->failed || gguf_find_tensor(l->g, "blk.0.attn_norm.weight")) return;
     for (uint32_t i = 0; i < l->g->n_tensors; i++) {
         const struct gguf_str name = l->g->tensors[i].name;
         if (!memmem(name.p, name.n, ".nextn.", 7)) continue;
-        loader_fail(l,
-                    "the file holds only the prediction layers of a model; the file with its other layers is needed");
+        loader_fail(l, "the file holds only multi-token-prediction layers; give the file with the layers before them");
         return;
     }
 }
 
-/* FNV-1a over the metadata (of each value 4 KB at most), the names, types and shapes of tensors, and the ends of their data:
- * two files of one model differ, and so does one that is read with another rope. */
+/* FNV-1a over the metadata (of each value 4 KB at most), the names, types and shapes of tensors, and the ends of their
+ * data: two files of one model differ, and so does one that is read with another rope. */
 static uint64_t model_hash(const struct gguf *g) {
     uint64_t h = HASH_START;
     for (uint32_t i = 0; i < g->n_kv; i++) {
@@ -6090,6 +6121,7 @@ static uint64_t model_hash(const struct gguf *g) {
     return h;
 }
 
+/* Frees a model that model_load or synth_make has filled, with its vocabulary and mapping; never a shard. */
 static void model_free(struct model *m) {
     for (size_t i = 0; i < arrlenu(m->owned); i++) free(m->owned[i]);
     arrfree(m->owned);
@@ -6168,8 +6200,8 @@ static double image_resident(const struct gguf_image *im) {
     return n ? (double)hit / (double)n : 1.0;
 }
 
-/* Reads a large file into the page cache in order, which disks like better than the page faults of the first token; shows
- * progress on a terminal. Ctrl-C ends it early: the rest comes by page faults. */
+/* Reads a large file into the page cache in order, which disks like better than the page faults of the first token;
+ * shows progress on a terminal. Ctrl-C ends it early: the rest comes by page faults. */
 static void model_prefetch(const struct model *m) {
     enum { STEP = 16 << 20 };
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -6193,7 +6225,8 @@ static void model_prefetch(const struct model *m) {
     if (shown > t0) status_line("%s", "");
 }
 
-/* Opens, maps and binds a model file, or with `header` its header alone. 0, or -1 with a message that begins with the path. */
+/* Opens, maps and binds a model file, or with `header` its header alone. 0, or -1 with a message that begins with the
+ * path. */
 static int model_open(struct model *m, const char *path, bool header, char *err) {
     char why[ERR_MAX];
     memset(m, 0, sizeof *m);
@@ -6219,19 +6252,20 @@ static int model_load(struct model *m, const char *path, char *err) {
 /* ============================================================================================================
  * Shards of a model
  *
- * What each rank holds, the same for every backend. Tensor parallelism divides attention by heads, feed-forwards by their hidden width
- * in whole units of 64, the output matrix by rows; every rank has the norms, routers, low-rank projections and the embedding.
- * Pipeline parallelism gives each stage consecutive layers. Larger shards come first and nothing is padded. A shard may be empty: such
- * a rank adds zeros. Shards are views into the same mapping.
+ * What each rank holds, the same for every backend. Tensor parallelism divides attention by heads, feed-forwards by
+ * their hidden width in whole units of 64, the output matrix by rows; every rank has the norms, routers, low-rank
+ * projections and the embedding. Pipeline parallelism gives each stage consecutive layers. Larger shards come first and
+ * nothing is padded. A shard may be empty: such a rank adds zeros. Shards are views into the same mapping.
  * ============================================================================================================ */
 
-enum { FF_UNIT = 64 /* columns of a feed-forward; a multiple of every format's block */ };
+enum { SHARD_UNIT = 64 /* columns of a feed-forward; a multiple of every format's block */ };
 
 struct range {
     int first, n;
 };
 
-/* What the rank gets of `total` things that are cut in whole units, the last of which may be shorter. */
+/* Returns the share of `rank` of `total` items that are divided in whole units. The last unit may be shorter; lower
+ * ranks get one unit more where units do not divide evenly. */
 static struct range shard_range(int total, int unit, int n_rank, int rank) {
     int units = (total + unit - 1) / unit, per = units / n_rank, more = units % n_rank;
     int first = (rank * per + int_min(rank, more)) * unit, n = (per + (rank < more)) * unit;
@@ -6247,21 +6281,24 @@ static void weight_rows(struct weight *w, struct range s) {
 
 static void weight_columns(struct weight *w, struct range s) {
     if (!w->data) return;
-    w->data += gguf_row_bytes(w->type, (size_t)s.first), w->n_in = s.n;
+    w->data += gguf_row_bytes(w->type, (size_t)s.first);
+    w->n_in = s.n;
 }
 
 static void weight_matrices(struct weight *w, struct range s) {
     if (!w->data) return;
-    w->data += (size_t)s.first * w->expert_bytes, w->n_expert = s.n;
+    w->data += (size_t)s.first * w->expert_bytes;
+    w->n_expert = s.n;
     if (w->scale) w->scale += s.first;
 }
 
-/* Bytes of a weight as the file has it, or of a part. */
+/* Bytes of a weight, or of a rank's shard of it, in the file's format. */
 static uint64_t weight_bytes(const struct weight *w) {
     return w->data ? (uint64_t)gguf_row_bytes(w->type, (size_t)w->n_in) * (uint64_t)w->n_out * (uint64_t)w->n_expert
                    : 0;
 }
 
+/* Bytes of a layer's weights in the file's format. */
 static uint64_t layer_bytes(const struct layer *layer) {
     uint64_t sum = 0;
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
@@ -6271,7 +6308,8 @@ static uint64_t layer_bytes(const struct layer *layer) {
 
 static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
 
-/* Heads that only together end where a block of the output projection does, in every layer. */
+/* Returns the fewest query heads whose values fill whole quantisation blocks of wo's rows in every layer. Ranks divide
+ * heads in multiples of it. */
 static int heads_unit(const struct model *m) {
     int unit = 1;
     for (int il = 0; il < m->n_layer; il++) {
@@ -6286,8 +6324,9 @@ struct heads_range {
     struct range q, kv;
 };
 
-/* The heads of a rank, in units of `unit` query heads. Query heads go where their KV head is. With fewer KV heads than ranks, some ranks
- * hold copies of one and share its query heads. Latent attention has one KV head, which every rank holds. */
+/* Returns the heads of a rank, which gets whole units of `unit` query heads. A query head goes to the rank that has its
+ * KV head. With fewer KV heads than ranks, several ranks hold a copy of the same KV head and divide its query heads.
+ * Latent attention has one KV head, which every rank holds. */
 static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank, int rank) {
     int group = a->n_head / a->n_head_kv;
     struct heads_range h;
@@ -6305,12 +6344,12 @@ static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank
         h.q.first += j * group;
         h.kv = (struct range){j, 1};
     }
-    if (!h.kv.n)
-        h.kv.n = 1; /* a rank without query heads keeps the cache of one KV head, so that its sizes stay sizes */
+    if (!h.kv.n) h.kv.n = 1; /* a rank without query heads has a cache all the same: no size is 0 */
     return h;
 }
 
-/* What a rank holds of a dimension of `layer`, a layer of the whole model; all of the dimensions that ranks do not divide. */
+/* Returns the range of a dimension that a rank holds. layer: of the whole model. Dimensions that ranks do not divide
+ * are returned whole. */
 static struct range dim_range(const struct model *m, const struct layer *layer, enum dim d, struct heads_range h,
                               struct shard shard) {
     const struct attn *a = &layer->attn;
@@ -6322,7 +6361,7 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_ATT: return (struct range){h.q.first * a->head_v, h.q.n * a->head_v};
     case DIM_HEADS: return h.q;
     case DIM_FF:
-    case DIM_SHARED: return shard_range(n, FF_UNIT, shard.n_rank, shard.rank);
+    case DIM_SHARED: return shard_range(n, SHARD_UNIT, shard.n_rank, shard.rank);
     default: return (struct range){0, n};
     }
 }
@@ -6341,7 +6380,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
             continue;
         }
         struct weight *w = rule_weight(rule, out);
-        if (rule->out != DIM_ONE) weight_rows(w, dim_range(m, whole, rule->out, h, shard));
+        weight_rows(w, dim_range(m, whole, rule->out, h, shard));
         weight_columns(w, in);
         weight_matrices(w, dim_range(m, whole, rule->n, h, shard));
     }
@@ -6352,7 +6391,8 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->n_ff_shared = dim_range(m, whole, DIM_SHARED, h, shard).n;
 }
 
-/* Layers of a stage: consecutive ones, so many that the bytes of weights up to its last layer come nearest to its part of all. */
+/* Returns the consecutive layers of a pipeline stage. Stages end where the bytes of weights up to there come nearest to
+ * equal shares; each has a layer at least. */
 static struct range stage_layers(const struct model *m, int n_stage, int stage) {
     uint64_t all = weight_bytes(&m->embd) + weight_bytes(&m->output), sum = weight_bytes(&m->embd);
     int bound[MAX_RANKS + 1] = {0}, s = 1;
@@ -6371,7 +6411,7 @@ static struct range stage_layers(const struct model *m, int n_stage, int stage) 
 /* A rank's shard of a whole model, n_stage <= n_layer; shard_free frees it. */
 static void shard_model(struct model *out, const struct model *m, struct shard shard) {
     struct range layers = stage_layers(m, shard.n_stage, shard.stage);
-    struct range rows = shard_range(m->n_vocab, FF_UNIT, shard.n_rank, shard.rank);
+    struct range rows = shard_range(m->n_vocab, SHARD_UNIT, shard.n_rank, shard.rank);
     const int unit = heads_unit(m);
     *out = *m;
     out->shard = shard;
@@ -6386,6 +6426,7 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
     if (shard.stage < shard.n_stage - 1) memset(&out->output, 0, sizeof out->output);
 }
 
+/* Frees what shard_model has allocated. */
 static void shard_free(struct model *shard) { free(shard->layers); }
 
 /* ============================================================================================================
@@ -6502,7 +6543,7 @@ static bool skip_word(const char **p, const char *word) {
     return true;
 }
 
-/* Moves *p behind the number that stands there; 0: none does. */
+/* Moves *p after the number that stands there; 0: none does. */
 static long skip_number(const char **p) {
     char *end;
     if (**p < '0' || **p > '9') return 0;
@@ -6546,8 +6587,8 @@ static struct synth synth_parse(const char *arg) {
     return y;
 }
 
-/* Leaves of a shape what GPU R of N holds, text "R/N". The vocabulary stays whole: embedding and output have the same.
- * */
+/* Reduces a shape to what rank R of N holds, text "R/N". The vocabulary stays whole, because a shape has one size for
+ * the embedding and the output. */
 static void synth_shard(struct synth *y, const char *text) {
     if (strlen(text) != 3 || text[1] != '/' || text[2] < '1' || text[2] > '8' || text[0] < '0' || text[0] >= text[2])
         die_usage("--shard %s: expected R/N with N from 1 to 8 and R from 0 to N - 1", text);
@@ -6619,7 +6660,8 @@ static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1,
     arrput(*list, t);
 }
 
-/* The tensors of layer il, by the table of tensors: feed-forwards NVFP4, vectors and routers F32, the rest BF16 or Q8_0. */
+/* The tensors of layer il, by the table of tensors: feed-forwards NVFP4, vectors and routers F32, the rest BF16 or
+ * Q8_0. */
 static void synth_add_layer(struct synth_tensor **list, const struct synth *y, struct loader *l, int il) {
     const struct model *m = l->m;
     const bool dense = il < y->n_dense;
@@ -6768,12 +6810,11 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
             temp_remove();
             exit(EXIT_INTERRUPT);
         }
-        if (y->sizes || (synthetic && t[i].type != GGUF_F32)) {
-            /* stays as it is */
-        } else if (strstr(t[i].name,
-                          ".scale")) { /* makes the weights of an expert about as large as those of the backbone */
+        const bool skip = y->sizes || (synthetic && t[i].type != GGUF_F32); /* nobody reads the values */
+        if (!skip && strstr(t[i].name, ".scale")) {
+            /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
-        } else {
+        } else if (!skip) {
             synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
         }
         to += gguf_pad(bytes);
@@ -8359,15 +8400,16 @@ static void kv_load(const struct kernels *k, const struct plane *p, int64_t pos,
  * Ranks
  *
  * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The
- * root rank has the logits and works in the caller's thread; every other rank has a thread of its own. pg_run is the
- * only way to give them work. pg_barrier, pg_send and pg_recv are the only ways in which CPU ranks wait for one
- * another: under one lock, with a watchdog that ends the program when nothing moves.
+ * root rank, the first of the last stage, gathers the logits and works in the caller's thread; every other rank has a
+ * thread of its own. pg_run runs a step on all ranks; between steps the caller may use plane_copy of any rank, and
+ * sample, read_token and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send and pg_recv
+ * only: under one lock, with a watchdog that ends the program when no thread makes progress.
  * ============================================================================================================ */
 
-enum { PG_STALL = 5 /* seconds without progress of any thread after which a rank that waits ends the program */ };
+enum { PG_STALL = 5 /* seconds without progress of any thread after which a waiting rank ends the program */ };
 
 /* Gives a rank its memory, on the rank's own thread; r->pg, r->index and r->m are set, all else is zero. Returns 0, or
- * -1 with nothing held and a message, which is empty where the rank gave up because another one failed. */
+ * -1 with nothing held and a message, which is empty where the rank stopped because another failed. */
 typedef int rank_starter(struct rank *r, const struct model *shard, const void *opts, char *err);
 
 /* The start of a process group, and what became of each rank. */
@@ -8380,12 +8422,12 @@ struct pg_start {
 
 enum rank_step_kind {
     RANK_START,           /* start the rank: start */
-    RANK_FORWARD,         /* compute ids (n) at positions pos.. */
+    RANK_FORWARD,         /* compute ids (n) at positions pos.. with recurrent states at state_pos */
     RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest forward, on the last stage */
     RANK_WAIT,            /* wait until everything is computed */
-    RANK_READ_STATS,      /* copy the statistics of the rank's layers to their place in stats and in_sum2 */
+    RANK_READ_STATS,      /* copy the statistics of the rank's layers of `whole` to stats and in_sum2 */
     RANK_MEASURE,         /* rates[index] = what the rank's device can do */
-    RANK_TIME_ALL_REDUCE, /* seconds[index] = time of an all-reduce of n tokens, by NCCL or not */
+    RANK_TIME_ALL_REDUCE, /* seconds[index] = time of an all-reduce of n tokens, by NCCL or not (nccl) */
     RANK_CLOSE            /* free what the rank holds */
 };
 
@@ -8403,26 +8445,27 @@ struct rank_step {
     double *seconds;           /* (MAX_RANKS) */
 };
 
+/* Does a rank's part of a step. Defined in "Session", because it calls the forward. */
 static void rank_run(struct rank *r, const struct rank_step *step);
 
 struct process_group {
-    int n_rank, n_stage, n;       /* ranks of a stage; stages; n = n_rank * n_stage */
-    int root;                     /* index of the root rank */
-    pthread_t threads[MAX_RANKS]; /* of all ranks but the root */
-    struct model *shards;         /* (n), stage by stage */
-    struct rank *ranks;           /* (n), likewise */
-    pthread_mutex_t lock;         /* of all that follows */
-    pthread_cond_t changed;       /* some of what follows has changed */
-    struct rank_step step;        /* the latest, and */
-    unsigned steps;               /* how many there were */
-    unsigned ended[MAX_RANKS];    /* steps that each rank has finished, */
-    unsigned met[MAX_RANKS];      /* barriers that it has reached, */
-    unsigned turns[MAX_RANKS];    /* phases of rank_all_gather that it has ended, */
-    unsigned taken[MAX_RANKS];    /* batches that it has received from the stage before, */
-    unsigned handed[MAX_RANKS];   /* and that the stage before has sent to it */
-    unsigned heartbeats;          /* added to by ranks that wait for a device: a sign that they are alive */
-    uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX]; /* what each rank gives to rank_all_gather */
-    bool quit;                                   /* the threads shall end */
+    int n_rank, n_stage, n;                      /* ranks of a stage; stages; n = n_rank * n_stage */
+    int root;                                    /* index of the root rank */
+    pthread_t threads[MAX_RANKS];                /* of all ranks but the root */
+    struct model *shards;                        /* (n), stage by stage */
+    struct rank *ranks;                          /* (n), stage by stage */
+    pthread_mutex_t lock;                        /* of all that follows */
+    pthread_cond_t changed;                      /* some of what follows has changed */
+    struct rank_step step;                       /* the latest, and */
+    unsigned steps;                              /* how many there were */
+    unsigned ended[MAX_RANKS];                   /* steps that each rank has finished */
+    unsigned arrived[MAX_RANKS];                 /* barriers that it has reached */
+    unsigned turns[MAX_RANKS];                   /* phases of rank_all_gather that it has ended */
+    unsigned received[MAX_RANKS];                /* batches that it has received from the stage before */
+    unsigned sent[MAX_RANKS];                    /* batches that the stage before has sent to it */
+    unsigned heartbeats;                         /* counts up while a rank waits for a device: a sign of life */
+    uint8_t gathered[MAX_RANKS][ALL_GATHER_MAX]; /* what each rank contributes to rank_all_gather */
+    bool quit;                                   /* asks the threads to end */
     bool alarm;                                  /* a rank has failed */
 };
 
@@ -8434,18 +8477,19 @@ static double pg_activity(const struct process_group *pg) {
            (double)u.ru_majflt + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED);
 }
 
-/* Waits, under the lock, until each[first..first+n-1] have reached `want` (modulo 2^32). `behind` is the number of the
- * rank that counts each[first]. r waits for an all-reduce; NULL: somebody waits for the end of a step. Ends the program
- * when nothing in it has moved for PG_STALL seconds: an error is better than a hang. */
-static void pg_wait_for(struct process_group *pg, const struct rank *r, const unsigned *each, int first, int n,
-                        int behind, unsigned want) {
+/* Waits, with the lock held, until the counters each[first..first+n-1] have reached `want` (modulo 2^32). owner: the
+ * rank that advances each[first]; the next counters belong to the next ranks. event: what is awaited, for a message; r:
+ * the rank that waits in an all-reduce, which the message then names, or NULL. Ends the program when no thread has made
+ * progress for PG_STALL seconds. */
+static void pg_wait_for(struct process_group *pg, const char *event, const struct rank *r, const unsigned *each,
+                        int first, int n, int owner, unsigned want) {
     double t = now_seconds(), effort = pg_activity(pg);
     for (int still = 0;;) {
         struct timespec until;
-        char who[64] = "", what[64] = "the end of a step";
+        char who[64] = "", what[64];
         for (int i = 0; i < n; i++)
             if ((int)(each[first + i] - want) < 0)
-                snprintf(who + strlen(who), sizeof who - strlen(who), " %d", behind + i);
+                snprintf(who + strlen(who), sizeof who - strlen(who), " %d", owner + i);
         if (!*who) return;
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec++;
@@ -8454,15 +8498,15 @@ static void pg_wait_for(struct process_group *pg, const struct rank *r, const un
         if (now - t < 1) continue;
         bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
         still = stopped || did - effort > 0.02 ? 0 : still + 1;
-        t = now, effort = did;
-        if (still < PG_STALL + !r) continue; /* who waits for a sum knows better who is behind */
+        t = now;
+        effort = did;
+        if (still < PG_STALL + !r) continue; /* a rank in an all-reduce knows who is missing: let it report first */
+        snprintf(what, sizeof what, "%s", event);
         if (r)
-            snprintf(what, sizeof what, "the sum of the %s of layer %d",
-                     r->n_all_reduce % 2 ? "attention" : "feed-forward",
-                     r->m->first_layer + (int)(r->n_all_reduce - 1) / 2);
-        die("%s was not reached by all ranks, and nothing has moved for %d s; behind:%s (does a disk or a GPU not "
-            "answer?)",
-            what, still, who);
+            snprintf(what, sizeof what, "the all-reduce after the %s of layer %d",
+                     all_reduce_after(r->n_all_reduce - 1),
+                     r->m->first_layer + (int)(r->n_all_reduce - 1) / ALL_REDUCES_PER_LAYER);
+        die("%s: nothing has moved for %d s; missing rank:%s (does a disk or a GPU not answer?)", what, still, who);
     }
 }
 
@@ -8473,13 +8517,14 @@ static void pg_advance(struct process_group *pg, unsigned *count) {
 }
 
 /* Waits until all ranks of the stage have called it as often. */
-static void pg_barrier(struct rank *r) {
+static void stage_barrier(struct rank *r) {
     struct process_group *pg = r->pg;
     const struct shard *shard = &r->m->shard;
     if (shard->n_rank == 1) return;
     pthread_mutex_lock(&pg->lock);
-    pg_advance(pg, &pg->met[r->index]);
-    pg_wait_for(pg, r, pg->met, r->index - shard->rank, shard->n_rank, r->index - shard->rank, pg->met[r->index]);
+    pg_advance(pg, &pg->arrived[r->index]);
+    pg_wait_for(pg, NULL, r, pg->arrived, r->index - shard->rank, shard->n_rank, r->index - shard->rank,
+                pg->arrived[r->index]);
     pthread_mutex_unlock(&pg->lock);
 }
 
@@ -8494,7 +8539,7 @@ static struct rank *pg_neighbour(struct rank *r, int step) {
 static void pg_send(struct rank *to) {
     struct process_group *pg = to->pg;
     pthread_mutex_lock(&pg->lock);
-    pg_advance(pg, &pg->handed[to->index]);
+    pg_advance(pg, &pg->sent[to->index]);
     pthread_mutex_unlock(&pg->lock);
 }
 
@@ -8502,7 +8547,8 @@ static void pg_send(struct rank *to) {
 static void pg_recv(struct rank *r) {
     struct process_group *pg = r->pg;
     pthread_mutex_lock(&pg->lock);
-    pg_wait_for(pg, NULL, pg->handed, r->index, 1, r->index - pg->n_rank, ++pg->taken[r->index]);
+    pg_wait_for(pg, "the input of a pipeline stage", NULL, pg->sent, r->index, 1, r->index - pg->n_rank,
+                ++pg->received[r->index]);
     pthread_mutex_unlock(&pg->lock);
 }
 
@@ -8546,7 +8592,7 @@ static void pg_run(struct process_group *pg, struct rank_step step) {
     if (pg->n == 1) return;
     pthread_mutex_lock(&pg->lock);
     pg->ended[pg->root]++;
-    pg_wait_for(pg, NULL, pg->ended, 0, pg->n, 0, pg->steps);
+    pg_wait_for(pg, "the end of a step", NULL, pg->ended, 0, pg->n, 0, pg->steps);
     pthread_mutex_unlock(&pg->lock);
 }
 
@@ -8560,7 +8606,7 @@ void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) 
     for (int end = 0; end < 2; end++) { /* all have written; all have read */
         if (!end) memcpy(pg->gathered[r->index], mine, bytes);
         pg_advance(pg, &pg->turns[r->index]);
-        pg_wait_for(pg, NULL, pg->turns, 0, pg->n, 0, pg->turns[r->index]);
+        pg_wait_for(pg, "an exchange between the ranks", NULL, pg->turns, 0, pg->n, 0, pg->turns[r->index]);
         for (int i = 0; i < pg->n && !end; i++) memcpy((uint8_t *)all + (size_t)i * bytes, pg->gathered[i], bytes);
     }
     pthread_mutex_unlock(&pg->lock);
@@ -8588,7 +8634,8 @@ static void pg_close(struct process_group *pg) {
     for (int i = 0; i < pg->n; i++) shard_free(&pg->shards[i]);
     pthread_mutex_destroy(&pg->lock);
     pthread_cond_destroy(&pg->changed);
-    free(pg->shards), free(pg->ranks);
+    free(pg->shards);
+    free(pg->ranks);
     memset(pg, 0, sizeof *pg);
     ranks_at_work = false;
 }
@@ -8600,9 +8647,13 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
     pthread_condattr_t attr;
     sigset_t all, old;
     memset(pg, 0, sizeof *pg);
-    pg->n_rank = n_rank, pg->n_stage = n_stage, pg->n = n_rank * n_stage, pg->root = pg->n - n_rank;
+    pg->n_rank = n_rank;
+    pg->n_stage = n_stage;
+    pg->n = n_rank * n_stage;
+    pg->root = pg->n - n_rank;
     size_t n = (size_t)pg->n;
-    pg->shards = xcalloc(n, sizeof *pg->shards), pg->ranks = xcalloc(n, sizeof *pg->ranks);
+    pg->shards = xcalloc(n, sizeof *pg->shards);
+    pg->ranks = xcalloc(n, sizeof *pg->ranks);
     pthread_mutex_init(&pg->lock, NULL);
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
@@ -8614,7 +8665,9 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
     pthread_sigmask(SIG_SETMASK, &all, &old);
     for (int i = 0; i < pg->n; i++) {
         shard_model(&pg->shards[i], m, (struct shard){i % n_rank, n_rank, i / n_rank, n_stage});
-        pg->ranks[i].pg = pg, pg->ranks[i].index = i, pg->ranks[i].m = &pg->shards[i];
+        pg->ranks[i].pg = pg;
+        pg->ranks[i].index = i;
+        pg->ranks[i].m = &pg->shards[i];
     }
     for (int i = 0; i < pg->n; i++)
         if (i != pg->root && pthread_create(&pg->threads[i], NULL, pg_thread, &pg->ranks[i]))
@@ -8622,7 +8675,7 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     ranks_at_work = pg->n > 1;
     pg_run(pg, (struct rank_step){.kind = RANK_START, .start = &t});
-    int bad = -1; /* those without a message gave up because another did */
+    int bad = -1; /* ranks without a message stopped because another failed */
     for (int i = pg->n - 1; i >= 0; i--)
         if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
     if (bad < 0) return 0;
@@ -8636,8 +8689,8 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
 /* ============================================================================================================
  * CPU operations
  *
- * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that do
- * not depend on the number of threads, so that results do not either.
+ * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that
+ * do not depend on the number of threads, so that results do not either.
  * ============================================================================================================ */
 
 enum {
@@ -8646,19 +8699,21 @@ enum {
     QUERY_ROWS = 64,  /* query rows (tokens x heads) of one attention work item */
     SPLIT_KEYS = 128, /* keys of one partition of the context in decode, at least */
     CPU_SPLITS_MAX = 64,
-    SPLIT_TOKENS = 4,   /* up to so many tokens the context is partitioned */
+    SPLIT_TOKENS = 4,   /* most tokens of a forward for which the context is split */
     MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
-    OWN_PACK = 96 << 10 /* bytes of packed activations that every thread rather makes for itself than waits for */
+    OWN_PACK = 96 << 10 /* bytes of packed activations up to which every thread packs all of them itself */
 };
 
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
 
+/* Row t of an activation slot. */
 static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
 
-static void *rank_scratch(const struct rank *r) { return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes; }
+/* The calling thread's scratch, inside a parallel region. */
+static void *cpu_scratch(const struct rank *r) { return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes; }
 
-/* Threads for work on n items: one token's norms are not worth waking anybody. */
-static int rank_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
+/* Threads for work on n items, at most one per item: a single token's norms are not worth waking others. */
+static int cpu_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
 
 /* The rank `rank` of r's stage: they lie side by side. */
 static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard.rank + rank; }
@@ -8690,16 +8745,17 @@ static void cpu_embed(struct rank *r, enum act x) {
 }
 
 static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
-#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++)
         r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
 }
 
+/* Reads the deltas of the stage's ranks in their own memory, between two barriers. */
 static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     int n_rank = r->m->shard.n_rank, n = r->width[x];
     r->n_all_reduce++;
-    pg_barrier(r);
-#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+    stage_barrier(r);
+#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
         float *a = act_row(r, x, t), *d[MAX_RANKS];
         for (int k = 0; k < n_rank; k++) d[k] = act_row(rank_peer(r, k), delta, t);
@@ -8710,7 +8766,7 @@ static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delt
         }
         if (w) r->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
     }
-    pg_barrier(r); /* nobody's delta is overwritten while others read it */
+    stage_barrier(r); /* nobody's delta is overwritten while others read it */
 }
 
 static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
@@ -8719,23 +8775,25 @@ static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
     if (next) pg_send(next);
 }
 
-/* Thread scratch: the kernels' own, a tile of results for the most tokens, three areas of packed activations. */
+/* A thread's scratch: KERNEL_SCRATCH bytes for the kernels, a tile of results for `chunk` tokens, then three buffers of
+ * OWN_PACK bytes for packed activations. scratch_tile returns the second, scratch_pack one of the three. */
 static float *scratch_tile(const struct rank *r) {
-    return (float *)(void *)((uint8_t *)rank_scratch(r) + KERNEL_SCRATCH);
+    return (float *)(void *)((uint8_t *)cpu_scratch(r) + KERNEL_SCRATCH);
 }
 
-static uint8_t *scratch_pack(const struct rank *r, int area) {
-    return (uint8_t *)rank_scratch(r) + KERNEL_SCRATCH + (size_t)r->chunk * ROW_TILE * sizeof(float) +
-           (size_t)area * OWN_PACK;
+static uint8_t *scratch_pack(const struct rank *r, int i) {
+    return (uint8_t *)cpu_scratch(r) + KERNEL_SCRATCH + (size_t)r->chunk * ROW_TILE * sizeof(float) +
+           (size_t)i * OWN_PACK;
 }
 
-/* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region and returns them, act_bytes apart. Little work is done by
- * every thread for itself, in its own area, which saves a barrier; much is shared out and lands in `shared`. */
+/* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region and returns them, act_bytes apart. Up to
+ * OWN_PACK bytes every thread packs all rows into its own buffer i, which saves a barrier; beyond, the threads divide
+ * the rows and pack them into `shared`. */
 static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n,
-                                int n_in, uint8_t *shared, int area) {
+                                int n_in, uint8_t *shared, int i) {
     size_t stride = r->k->act_bytes(f, n_in);
     if ((size_t)n * stride <= OWN_PACK) {
-        uint8_t *own = scratch_pack(r, area);
+        uint8_t *own = scratch_pack(r, i);
         for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, own + (size_t)t * stride);
         return own;
     }
@@ -8747,7 +8805,7 @@ static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const f
 /* y = W x for n rows of x (x_stride floats apart), inside a parallel region; the caller waits for the other threads. */
 static void linear_rows(struct rank *r, const struct weight *w, const float *x, int x_stride, int n, float *y,
                         int y_stride) {
-    if (!w->n_in) { /* an empty share */
+    if (!w->n_in) { /* this rank's shard is empty */
 #pragma omp for schedule(static) nowait
         for (int t = 0; t < n; t++) memset(y + (size_t)t * (size_t)y_stride, 0, (size_t)w->n_out * sizeof *y);
         return;
@@ -8768,7 +8826,7 @@ static void linear_rows(struct rank *r, const struct weight *w, const float *x, 
                          .scale = w->scale ? w->scale[0] : 1.0f,
                          .y = y + row,
                          .y_stride = (size_t)y_stride,
-                         .scratch = rank_scratch(r)};
+                         .scratch = cpu_scratch(r)};
         r->k->gemm(&g);
         for (int t = 0; w->bias && t < n; t++)
             for (int i = 0; i < g.n_out; i++) g.y[(size_t)t * g.y_stride + (size_t)i] += w->bias[row + i];
@@ -8802,12 +8860,13 @@ static void rope_pairs(float *x, const float *c, const float *s, int d) {
     }
 }
 
+/* Norms and rotates the heads of q and k in place, then writes k and v to the cache at their positions. */
 static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim;
-#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
         const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
@@ -8821,12 +8880,13 @@ static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, en
     }
 }
 
+/* Rotates q, norms the latent, rotates the shared key, and writes latent and key to the cache at their positions. */
 static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim, nope = a->head_k - dim;
-#pragma omp parallel for num_threads(rank_threads(r, r->n_tok))
+#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
         const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
         float *latent = act_row(r, kv, t);
@@ -8841,14 +8901,15 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
 /* ============================================================================================================
  * CPU operations: attention
  *
- * One work item is a set of query rows that share keys and values, over a range of the context. Its softmax is online: keys come in
- * blocks. In decode the context is split over items, whose partial results are merged in a fixed order.
+ * A work item is a set of query rows that share keys and values, over a range of the context. It computes an online
+ * softmax over blocks of keys. In decode the context is split among items, whose partial results are merged in a fixed
+ * order.
  * ============================================================================================================ */
 
 enum attend_kind {
     ATTEND_GQA,    /* rows: tokens x heads of one KV head */
     ATTEND_LATENT, /* rows: tokens x a group of heads; keys are [latent | k_pe], values the latents themselves */
-    ATTEND_EXPAND  /* rows: tokens of one head; keys and values are multiplied out of the latents block by block */
+    ATTEND_EXPAND  /* rows: tokens of one head; keys and values are expanded from the latents block by block */
 };
 
 struct attend {
@@ -8874,8 +8935,8 @@ static size_t attend_floats(const struct model *m, int rows) {
     return (size_t)rows * (dk + dv + KEY_BLOCK + 2) + KEY_BLOCK * (dk + dv) + expand + 64;
 }
 
-/* Keys pos..pos+n-1 as (n, dk) rows in *k and values as (n, dv) rows in *v, leading dimensions *ldk and *ldv. `buf` holds
- * KEY_BLOCK * (dk + dv) floats; `expand` the head's two matrices and a block of latents. */
+/* Keys pos..pos+n-1 as (n, dk) rows in *k and values as (n, dv) rows in *v, leading dimensions *ldk and *ldv. `buf`
+ * holds KEY_BLOCK * (dk + dv) floats; `expand` the head's two matrices and a block of latents. */
 static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf, float *expand,
                          const float **k, int *ldk, const float **v, int *ldv) {
     const struct model *m = r->m;
@@ -8884,7 +8945,10 @@ static void attend_block(const struct rank *r, const struct attend *a, int pos, 
     const int kv_lora = shape->kv_lora, rope = m->ropes[shape->rope].dim, nope = shape->head_k - rope,
               head_v = shape->head_v;
     float *kb = buf, *vb = buf + KEY_BLOCK * a->dk;
-    *k = kb, *ldk = a->dk, *v = vb, *ldv = a->dv;
+    *k = kb;
+    *ldk = a->dk;
+    *v = vb;
+    *ldv = a->dv;
     if (a->kind == ATTEND_GQA) {
         kv_load(r->k, keys, pos, n, a->head * a->dk, a->dk, kb, a->dk);
         kv_load(r->k, values, pos, n, a->head * a->dv, a->dv, vb, a->dv);
@@ -8893,7 +8957,8 @@ static void attend_block(const struct rank *r, const struct attend *a, int pos, 
     if (a->kind == ATTEND_LATENT) {
         kv_load(r->k, keys, pos, n, 0, kv_lora, kb, a->dk);
         kv_load(r->k, values, pos, n, 0, rope, kb + kv_lora, a->dk);
-        *v = kb, *ldv = a->dk;
+        *v = kb;
+        *ldv = a->dk;
         return;
     }
     const float *w_k = expand, *w_v = w_k + kv_lora * nope;
@@ -8919,8 +8984,8 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
     }
 }
 
-/* Online softmax over blocks of keys (arXiv 2112.05682; 2205.14135): per row the running maximum, denominator and weighted
- * sum of values. */
+/* Online softmax over blocks of keys (arXiv 2112.05682; 2205.14135): per row the running maximum, denominator and
+ * weighted sum of values. */
 static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
     int rows = a->n_tok * a->n_head, dk = a->dk, dv = a->dv, ldk, ldv;
     float *q = scratch, *acc = q + rows * dk, *s = acc + rows * dv, *top = s + rows * KEY_BLOCK, *den = top + rows;
@@ -8929,11 +8994,12 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     for (int i = 0; i < rows; i++) {
         const float *src = a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
         for (int j = 0; j < dk; j++) q[i * dk + j] = src[j] * r->m->layers[a->il].attn.scale;
-        top[i] = -INFINITY, den[i] = 0;
+        top[i] = -INFINITY;
+        den[i] = 0;
     }
     memset(acc, 0, (size_t)rows * (size_t)dv * sizeof *acc);
     if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, expand);
-    int last = r->pos + a->first + a->n_tok; /* one behind the newest key that any row sees */
+    int last = r->pos + a->first + a->n_tok; /* one past the newest key that any row sees */
     int end = a->end < last ? a->end : last;
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
         int n = end - pos < KEY_BLOCK ? end - pos : KEY_BLOCK;
@@ -8978,8 +9044,8 @@ static void attend_merge(const float *partials, int n_split, size_t stride, int 
     for (int j = 0; j < dv; j++) out[j] /= den;
 }
 
-/* All rows of the batch against the cache, inside a parallel region. `all` describes the whole: heads in n_head, of which
- * `group` go into one item; items of `tile` tokens. */
+/* All rows of the batch against the cache, inside a parallel region. `all` describes the whole: heads in n_head, of
+ * which `group` go into one item; items of `tile` tokens. */
 static void attend_all(struct rank *r, const struct attend *all, int group, int tile) {
     int keys = r->pos + r->n_tok, n_split = 1, split_keys = keys;
     int n_group = all->n_head / group, n_tile = (r->n_tok + tile - 1) / tile;
@@ -8995,11 +9061,14 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
         int g = i % n_group, t = i / n_group % n_tile, p = i / n_group / n_tile;
         a.head = all->kind == ATTEND_GQA ? g : g * group;
         a.n_head = group;
-        a.first = t * tile, a.n_tok = r->n_tok - a.first < tile ? r->n_tok - a.first : tile;
-        a.begin = p * split_keys, a.end = a.begin + split_keys;
-        a.q += (size_t)g * (size_t)group * a.q_head, a.out += (size_t)g * (size_t)group * a.out_head;
+        a.first = t * tile;
+        a.n_tok = r->n_tok - a.first < tile ? r->n_tok - a.first : tile;
+        a.begin = p * split_keys;
+        a.end = a.begin + split_keys;
+        a.q += (size_t)g * (size_t)group * a.q_head;
+        a.out += (size_t)g * (size_t)group * a.out_head;
         if (n_split > 1) a.partial = r->partials + ((size_t)p * (size_t)n_group + (size_t)g) * rows * stride;
-        attend_run(r, &a, rank_scratch(r));
+        attend_run(r, &a, cpu_scratch(r));
     }
     if (n_split == 1) return;
 #pragma omp for schedule(static)
@@ -9011,8 +9080,10 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
     }
 }
 
+/* Tokens of a work item whose tokens have rows_per_token query rows each. */
 static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1; }
 
+/* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
 static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct attn *shape = &r->m->layers[il].attn;
     if (!shape->n_head) return;
@@ -9032,8 +9103,9 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
     attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
 }
 
-/* Whether n query tokens make multiplying keys and values out of the latents cheaper than absorbing the matrices into query
- * and output: products per key and head, (nope + v) * kv_lora / n + nope + rope + v against 2 * kv_lora + rope. */
+/* Whether n query tokens make it cheaper to expand keys and values from the latents than to absorb wk_b and wv_b into
+ * queries and outputs. Multiplications per key and head: (nope + v) * kv_lora / n + nope + rope + v when expanded,
+ * 2 * kv_lora + rope when absorbed. */
 static bool mla_expands(const struct model *m, const struct layer *layer, int n) {
     const struct attn *a = &layer->attn;
     const int nope = layer_nope(m, layer);
@@ -9041,8 +9113,8 @@ static bool mla_expands(const struct model *m, const struct layer *layer, int n)
     return saved > 0 && (int64_t)(nope + a->head_v) * a->kv_lora < saved * n;
 }
 
-/* One matrix per head applied to one vector per token and head, inside a parallel region: y (n_tok, n_head, y_head) = w[h] x (n_tok,
- * n_head, x_head). The n_copy floats behind the input vector are copied behind the result. The caller waits for the other threads. */
+/* y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head), one matrix per head, inside a parallel region. The n_copy
+ * floats that follow an input vector are copied to follow its result. Ends without a barrier. */
 static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head, float *y,
                          size_t y_tok, size_t y_head, int n_copy) {
     enum act_format f = r->k->act_format(w->type, r->n_tok);
@@ -9070,14 +9142,15 @@ static void heads_linear(struct rank *r, const struct weight *w, const float *x,
                              .scale = w->scale ? w->scale[h] : 1.0f,
                              .y = yh + row,
                              .y_stride = y_tok,
-                             .scratch = rank_scratch(r)};
+                             .scratch = cpu_scratch(r)};
             r->k->gemm(&g);
         }
     }
 }
 
-/* Attention over the cached latents. With few query tokens wk_b is absorbed into the queries and wv_b into the results, so that scores
- * and sums are taken over latents (arXiv 2405.04434, section 2.1.2); with many, keys and values are multiplied out block by block. */
+/* Latent attention (arXiv 2405.04434, section 2.1.2). For few query tokens wk_b is absorbed into the queries and wv_b
+ * into the results, so that attention works on the cached latents; for many, keys and values are expanded block by
+ * block (see mla_expands). */
 static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *shape = &layer->attn;
@@ -9125,8 +9198,8 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
 /* ============================================================================================================
  * CPU operations: feed-forward
  *
- * The router, and the experts as a list of jobs: each one expert (or the dense or the shared network) with the tokens it gets. Each
- * element of the result is summed in the order of the jobs by one thread.
+ * The router makes a list of jobs: each is an expert, or the dense or shared feed-forward, with its tokens. One thread
+ * sums each element of the result in the order of the jobs, so that the sum does not depend on the number of threads.
  * ============================================================================================================ */
 
 struct ffn_job {
@@ -9139,8 +9212,9 @@ struct ffn_job {
     size_t slot;         /* rows before this job's in rank.pack_h */
 };
 
-/* Ids and weights of the experts of one token. logits (n). DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias and the groups
- * decide who is chosen, never with what weight. Ties go to the lower id, as torch.topk's do in practice. */
+/* Chooses the experts of a token: their ids and weights. logits (n) are overwritten. In DeepSeek-V3 (arXiv 2412.19437,
+ * section 2.1.2) the bias and the groups decide which experts are chosen, but not their weights. Ties go to the lower
+ * id, as torch.topk's do in practice. */
 static void route_token(const struct model *m, const struct layer *layer, float *logits, int32_t *ids, float *weights) {
     int n = layer->n_expert, k = layer->n_expert_used, per = n / m->n_group;
     float pick[MAX_EXPERTS], group[MAX_EXPERTS];
@@ -9154,8 +9228,7 @@ static void route_token(const struct model *m, const struct layer *layer, float 
     }
     for (int e = 0; e < n; e++) {
         pick[e] = logits[e] + (layer->router_bias ? layer->router_bias[e] : 0.0f);
-        if (isnan(pick[e]))
-            pick[e] = -INFINITY; /* the answer is lost, but the ids are distinct: scratch is sized for that */
+        if (isnan(pick[e])) pick[e] = -INFINITY; /* keeps the ids distinct, which scratch sizes rely on */
     }
     if (m->n_group > 1) { /* a group's score is the sum of its two best; the others are out */
         for (int g = 0; g < m->n_group; g++) {
@@ -9177,8 +9250,9 @@ static void route_token(const struct model *m, const struct layer *layer, float 
         int best = -1;
         for (int e = 0; e < n; e++)
             if (!isnan(pick[e]) && (best < 0 || pick[e] > pick[best])) best = e;
-        if (best < 0) best = i; /* only NaN left: the answer is lost, but the ids stay in range */
-        ids[i] = best, weights[i] = logits[best];
+        if (best < 0) best = i; /* only NaN are left: keep the ids in range */
+        ids[i] = best;
+        weights[i] = logits[best];
         sum += weights[i];
         pick[best] = NAN;
     }
@@ -9198,17 +9272,21 @@ static void ffn_jobs_build(struct rank *r, const struct layer *layer) {
         if (!count[e] || !layer->gate.n_out) continue;
         r->jobs[r->n_jobs++] = (struct ffn_job){&layer->gate,      &layer->up,     &layer->down, e,   count[e],
                                                 r->job_rows + sum, r->job_w + sum, hidden,       slot};
-        sum += count[e], slot += (size_t)count[e], hidden += (size_t)count[e] * (size_t)layer->gate.n_out;
+        sum += count[e];
+        slot += (size_t)count[e];
+        hidden += (size_t)count[e] * (size_t)layer->gate.n_out;
     }
     for (int i = 0; i < r->n_tok * k; i++) {
         int j = at[r->route_id[i]]++;
-        r->job_rows[j] = i / k, r->job_w[j] = r->route_w[i];
+        r->job_rows[j] = i / k;
+        r->job_w[j] = r->route_w[i];
     }
     if (layer->sh_gate.n_out)
         r->jobs[r->n_jobs++] =
             (struct ffn_job){&layer->sh_gate, &layer->sh_up, &layer->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
 }
 
+/* The GEMM of rows row..row+ROW_TILE-1 of w for a job, without its input and output. */
 static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j, enum act_format f,
                             int row) {
     return (struct gemm){.type = w->type,
@@ -9219,10 +9297,11 @@ static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const 
                          .n_in = w->n_in,
                          .n_tok = j->n_tok,
                          .scale = w->scale ? w->scale[j->expert] : 1.0f,
-                         .scratch = rank_scratch(r)};
+                         .scratch = cpu_scratch(r)};
 }
 
-/* Packs the hidden rows of all jobs, those of the last job as `last` says; little work is done by every thread for itself. */
+/* Packs the hidden rows of all jobs in format f, those of the last job in format `last`. As in pack_rows, every thread
+ * packs all of them itself up to OWN_PACK bytes. */
 static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, enum act_format last, size_t stride,
                                       int n_rows) {
     bool own = (size_t)n_rows * stride <= OWN_PACK;
@@ -9241,15 +9320,17 @@ static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, e
     return out;
 }
 
+/* The squared norm of tile `tile` of the output of a (token, expert) pair. */
 static float *norm_part(const struct rank *r, int tile, size_t slot) {
     return r->norm_parts + (size_t)tile * (size_t)r->chunk * (size_t)r->m->max.n_expert_used + slot;
 }
 
+/* Adds the squares of x (n) to sum (n). */
 static void in_sum2_add(float *sum, const float *x, int n) {
     for (int i = 0; i < n; i++) sum[i] += x[i] * x[i];
 }
 
-/* Collects what the jobs of the latest feed-forward, with the input x, were given and gave. */
+/* Adds the latest feed-forward's jobs to the statistics: tokens, gate weights, output norms, squared inputs x. */
 static void stats_add(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
     const int k = layer->n_expert_used, tiles = (r->m->n_embd + ROW_TILE - 1) / ROW_TILE;
@@ -9281,18 +9362,18 @@ static void stats_add(struct rank *r, int il, enum act x) {
     }
 }
 
-/* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. Each output element is summed in the
- * order of the jobs by one thread. `per_job`: tokens that a job has on average, which chooses the number format. */
+/* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. per_job: average tokens of
+ * a job, which chooses the format of activations. */
 static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     const struct kernels *k = r->k;
-    if (!r->n_jobs) { /* an empty share */
+    if (!r->n_jobs) { /* this rank's shard is empty */
 #pragma omp for schedule(static)
         for (int t = 0; t < r->n_tok; t++) memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
         return;
     }
     const struct ffn_job *j0 = &r->jobs[0];
-    const struct ffn_job *jn =
-        &r->jobs[r->n_jobs - 1]; /* the shared expert, if there is one: of all tokens, maybe of another type */
+    /* the shared expert, if there is one: it has all tokens, and its weights may be of another type */
+    const struct ffn_job *jn = &r->jobs[r->n_jobs - 1];
     int per_last = jn->rows ? per_job : jn->n_tok;
     enum act_format f = k->act_format(j0->gate->type, per_job), fs = k->act_format(jn->gate->type, per_last);
     enum act_format fd = k->act_format(j0->down->type, per_job), fds = k->act_format(jn->down->type, per_last);
@@ -9316,10 +9397,13 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
         bool shared = j == jn;
         if (row >= ff) continue;
         struct gemm g = ffn_gemm(r, j->gate, j, shared ? fs : f, row), u = ffn_gemm(r, j->up, j, shared ? fs : f, row);
-        g.x = u.x = shared ? pack_s : pack, g.x_stride = u.x_stride = shared ? stride_s : stride;
+        g.x = u.x = shared ? pack_s : pack;
+        g.x_stride = u.x_stride = shared ? stride_s : stride;
         g.rows = u.rows = j->rows;
-        g.y = r->hidden + j->hidden + row, g.y_stride = (size_t)ff;
-        u.y = tile, u.y_stride = ROW_TILE;
+        g.y = r->hidden + j->hidden + row;
+        g.y_stride = (size_t)ff;
+        u.y = tile;
+        u.y_stride = ROW_TILE;
         k->gemm(&g);
         k->gemm(&u);
         for (int t = 0; t < j->n_tok; t++) k->silu_mul(g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
@@ -9333,8 +9417,10 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
         for (int i = 0; i < r->n_jobs; i++) {
             const struct ffn_job *j = &r->jobs[i];
             struct gemm g = ffn_gemm(r, j->down, j, j == jn ? fds : fd, row);
-            g.x = pack_h + j->slot * h_stride, g.x_stride = h_stride;
-            g.y = tile, g.y_stride = ROW_TILE;
+            g.x = pack_h + j->slot * h_stride;
+            g.x_stride = h_stride;
+            g.y = tile;
+            g.y_stride = ROW_TILE;
             k->gemm(&g);
             for (int t = 0; t < j->n_tok; t++) {
                 float *y = act_row(r, out, j->rows ? j->rows[t] : t) + row, w = j->w ? j->w[t] : 1.0f;
@@ -9351,6 +9437,7 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     }
 }
 
+/* Runs the dense feed-forward as a single job. */
 static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     r->jobs[0] = (struct ffn_job){&layer->gate, &layer->up, &layer->down, 0, r->n_tok, NULL, NULL, 0, 0};
@@ -9360,6 +9447,7 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     if (r->stats) stats_add(r, il, x);
 }
 
+/* Routes each token, sorts the chosen experts into jobs, and runs these and the shared expert. */
 static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
@@ -9401,6 +9489,7 @@ static const float *cpu_read_logits(struct rank *r, int row) { return r->logits 
 static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
     r->chosen = sampling_choose(o, r->work, r->m->n_ids, r->logits, recent, n_recent, uniform);
 }
+
 static int32_t cpu_read_token(struct rank *r) { return r->chosen; }
 
 static bool cpu_begin(struct rank *r) { return (void)r, false; }
@@ -9450,7 +9539,8 @@ static const struct ops cpu_ops = {
  * Everything is allocated here, at the start; nothing while tokens are computed.
  * ============================================================================================================ */
 
-static void *rank_own(struct rank *r, size_t n, size_t size) {
+/* Returns n zeroed elements of `size` bytes, aligned to 64 bytes, which cpu_close frees; counts them in r->bytes. */
+static void *cpu_own(struct rank *r, size_t n, size_t size) {
     /* calloc: pages that are never touched, above all of the cache, cost nothing */
     void *p = n && size && n > SIZE_MAX / size ? NULL : calloc(n * size + 64, 1);
     if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n, size);
@@ -9459,31 +9549,36 @@ static void *rank_own(struct rank *r, size_t n, size_t size) {
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
 }
 
-static void rank_plane(struct rank *r, struct plane *p) {
+static void cpu_plane(struct rank *r, struct plane *p) {
     const size_t rows = plane_rows(p, (size_t)r->n_ctx);
-    p->data = rank_own(r, rows, p->row_bytes);
+    p->data = cpu_own(r, rows, p->row_bytes);
     r->kv_bytes += rows * (p->row_bytes + plane_scale_bytes(p));
-    if (p->type == KV_FP8) p->scale = rank_own(r, rows * (size_t)p->n_group, sizeof(float));
+    if (p->type == KV_FP8) p->scale = cpu_own(r, rows * (size_t)p->n_group, sizeof(float));
 }
 
-/* Whether the rank has the logits of all. */
+/* Whether the rank is the root: the first of the last stage, which gathers the logits. */
 static bool rank_is_root(const struct model *m) { return !m->shard.rank && m->shard.stage == m->shard.n_stage - 1; }
 
 /* Lays out the memory for contexts of n_ctx tokens. */
-static void rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
-                      enum kv_type kv) {
+static void cpu_rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
+                          enum kv_type kv) {
     memset(r, 0, sizeof *r);
-    r->m = m, r->ops = &cpu_ops, r->k = k, r->n_threads = n_threads, r->n_ctx = n_ctx, r->kv_type = kv;
+    r->m = m;
+    r->ops = &cpu_ops;
+    r->k = k;
+    r->n_threads = n_threads;
+    r->n_ctx = n_ctx;
+    r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
     snprintf(r->name, sizeof r->name, "%s, %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
     const struct maxima *x = &m->max;
     size_t c = (size_t)r->chunk, n_head = (size_t)x->n_head;
     act_widths(m, r->width);
-    for (int a = 0; a < ACT_COUNT; a++) r->act[a] = rank_own(r, c * (size_t)r->width[a], sizeof(float));
-    r->tokens = rank_own(r, c, sizeof *r->tokens);
+    for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_own(r, c * (size_t)r->width[a], sizeof(float));
+    r->tokens = cpu_own(r, c, sizeof *r->tokens);
     for (int i = 0; i < m->n_rope; i++) {
-        r->cos[i] = rank_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
-        r->sin[i] = rank_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
+        r->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
+        r->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
     }
 
     int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
@@ -9501,21 +9596,21 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     }
     size_t used = (size_t)x->n_expert_used, shared = (size_t)x->n_ff_shared,
            hidden = size_max((size_t)x->n_ff_dense, used * (size_t)x->n_ff_expert + shared);
-    r->pack = rank_own(r, pack, 1);
-    r->pack_h = rank_own(r, c * (used + 1), pack_h);
-    r->hidden = rank_own(r, c * hidden, sizeof(float));
-    r->route = rank_own(r, c * (size_t)m->n_expert_max, sizeof(float));
-    r->route_id = rank_own(r, c * used, sizeof *r->route_id);
-    r->route_w = rank_own(r, c * used, sizeof(float));
-    r->job_rows = rank_own(r, c * used, sizeof *r->job_rows);
-    r->job_w = rank_own(r, c * used, sizeof(float));
-    r->jobs = rank_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
+    r->pack = cpu_own(r, pack, 1);
+    r->pack_h = cpu_own(r, c * (used + 1), pack_h);
+    r->hidden = cpu_own(r, c * hidden, sizeof(float));
+    r->route = cpu_own(r, c * (size_t)m->n_expert_max, sizeof(float));
+    r->route_id = cpu_own(r, c * used, sizeof *r->route_id);
+    r->route_w = cpu_own(r, c * used, sizeof(float));
+    r->job_rows = cpu_own(r, c * used, sizeof *r->job_rows);
+    r->job_w = cpu_own(r, c * used, sizeof(float));
+    r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
-    if (x->kv_lora) r->q_absorbed = rank_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
-    r->partials = rank_own(r, CPU_SPLITS_MAX * SPLIT_TOKENS * n_head * (dv + 2), sizeof(float));
+    if (x->kv_lora) r->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
+    r->partials = cpu_own(r, CPU_SPLITS_MAX * SPLIT_TOKENS * n_head * (dv + 2), sizeof(float));
     if (rank_is_root(m)) {
-        r->logits = rank_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
-        r->work = rank_own(r, (size_t)m->n_ids, sizeof *r->work);
+        r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
+        r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
     }
 
     int group = 0;
@@ -9526,30 +9621,31 @@ static void rank_init(struct rank *r, const struct model *m, const struct kernel
     r->scratch_bytes = size_max(attend_floats(m, (int)rows) * sizeof(float),
                                 KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
-    r->scratch = rank_own(r, (size_t)n_threads, r->scratch_bytes);
-    r->planes = rank_own(r, (size_t)m->n_layer, sizeof *r->planes);
+    r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
+    r->planes = cpu_own(r, (size_t)m->n_layer, sizeof *r->planes);
     for (int il = 0; il < m->n_layer; il++) {
         layer_planes(m, &m->layers[il], kv, r->planes[il]);
         for (int u = 0; u < PLANE_USES; u++)
-            if (r->planes[il][u].width) rank_plane(r, &r->planes[il][u]);
+            if (r->planes[il][u].width) cpu_plane(r, &r->planes[il][u]);
     }
     r->bytes -= r->kv_bytes;
 }
 
-/* Lets a rank collect; in_sum2: those sums too. */
-static void rank_stats_init(struct rank *r, bool in_sum2) {
+/* Allocates the statistics of --calibrate, and with in_sum2 the sums of --activations. */
+static void cpu_stats_init(struct rank *r, bool in_sum2) {
     const struct model *m = r->m;
     const size_t tiles = ((size_t)m->n_embd + ROW_TILE - 1) / ROW_TILE;
-    r->stats = rank_own(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
-    r->norm_parts = rank_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
-    if (in_sum2) r->in_sum2 = rank_own(r, in_sum2_before(m, m->n_layer), sizeof(float));
+    r->stats = cpu_own(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
+    r->norm_parts = cpu_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
+    if (in_sum2) r->in_sum2 = cpu_own(r, in_sum2_before(m, m->n_layer), sizeof(float));
 }
 
 /* ============================================================================================================
  * GPU backend
  *
- * moe_cuda.cu has the operations and the start of a rank on a GPU. Here are what --plan must know of it in every build,
- * and what stands in for it where the program is built without CUDA.
+ * moe_cuda.cu has the operations of a GPU and the start of its ranks. Here its first section, "Sizes on a GPU", is
+ * included in every build, because --plan needs it: DECODE_MAX_TOKENS, weight_gpu_bytes, gpu_bytes, gpu_chunk. Without
+ * CUDA, stubs follow.
  * ============================================================================================================ */
 
 #define MOE_GPU_SIZES_ONLY
@@ -9586,11 +9682,14 @@ static const char *nccl_name(char out[24]) {
 /* ============================================================================================================
  * Families
  *
- * Start here. A forward pass is a straight line of operations (struct ops) over the layers of a rank's shard. The batch, its tokens and
- * position, is in struct rank. Operations only enqueue work, so a forward never looks at data; it may look at what a layer is made of.
+ * Start here. A forward pass is a straight line of operations (struct ops) over the layers of a rank's shard. The
+ * batch, its tokens and position, is in struct rank. A forward never looks at data; it may look at what a layer is made
+ * of.
  *
- * A new family whose operations exist is a row of `families`, the functions that read its metadata (section "Model") and, for tensors
- * that no family has had, rows of `tensor_rules`.
+ * A new family whose operations exist is a row of `families`; the functions that read its metadata (section "Model:
+ * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
+ * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
+ * config.json. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu.
  * ============================================================================================================ */
 
 /* The norm before attention: A_H = norm(A_X), after adding what the layer before left in A_OUT. */
@@ -9600,8 +9699,8 @@ static void forward_attn_norm(struct rank *r, int il) {
     else r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
 }
 
-/* The second half of a layer: adds attention's result to A_X, then leaves the feed-forward's in A_OUT. Each rank has a partial sum
- * there; the next all-reduce adds them up. */
+/* The second half of a layer: adds attention's result to A_X, then leaves the feed-forward's in A_OUT. Each rank has a
+ * partial sum there, which the next all-reduce completes. */
 static void forward_ffn(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
@@ -9652,11 +9751,11 @@ static void forward_mla(struct rank *r) {
 /* clang-format off */
 static const struct family families[] = {
     {.arch = "qwen3moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .keys = keys_qwen3moe, .layer = layer_gqa, .forward = forward_gqa},
+     .read = read_qwen3moe, .layer = layer_gqa, .forward = forward_gqa},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
-     .keys = keys_mla,      .layer = layer_mla, .forward = forward_mla},
+     .read = read_mla,      .layer = layer_mla, .forward = forward_mla},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .keys = keys_gqa,      .layer = layer_gqa, .forward = forward_gqa},
+     .read = read_gqa,      .layer = layer_gqa, .forward = forward_gqa},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -9774,23 +9873,23 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
  * ============================================================================================================ */
 
 enum {
-    SNAPSHOTS = 8, /* of recurrent states and rings that a session keeps */
+    SNAPSHOTS = 8, /* snapshots of recurrent states and rings that a session keeps */
     MAX_LAG =
-        DECODE_MAX_TOKENS /* tokens that recurrent states may lag behind the timeline: those of one decode forward */
+        DECODE_MAX_TOKENS /* tokens of one decode forward, by which recurrent states may lag behind the timeline */
 };
 
 struct session {
     const struct model *m;
     struct process_group pg;
-    struct rank *r;  /* of its ranks the one that has the logits */
+    struct rank *r;  /* the root rank, which has the logits */
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
-    int state_pos;     /* recurrent states stand for tokens[0..state_pos), <= n_past */
-    size_t state_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
+    int state_pos;        /* recurrent states stand for tokens[0..state_pos), <= n_past */
+    size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
         unsigned used;    /* when it was taken or restored last */
-        uint8_t *data;    /* (state_size) rows of rings and states, by rank, layer and use */
+        uint8_t *data;    /* (snapshot_size) rows of rings and states, by rank, layer and use */
     } snapshots[SNAPSHOTS];
     unsigned snapshot_clock; /* counts snapshots taken and restored */
     int sync_tokens;         /* of the latest sync: tokens computed, */
@@ -9802,10 +9901,12 @@ static int session_open(struct session *s, const struct model *m, int n_rank, in
                         const void *opts, char *err) {
     memset(s, 0, sizeof *s);
     if (pg_open(&s->pg, m, n_rank, n_stage, start, opts, err)) return -1;
-    s->m = m, s->r = &s->pg.ranks[s->pg.root], s->n_ctx = s->r->n_ctx;
+    s->m = m;
+    s->r = &s->pg.ranks[s->pg.root];
+    s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
-    for (int i = 0; i < s->pg.n; i++) s->state_size += snapshot_bytes(s->pg.ranks[i].m, s->r->kv_type);
-    for (int i = 0; i < SNAPSHOTS && s->state_size; i++) s->snapshots[i].data = xcalloc(s->state_size, 1);
+    for (int i = 0; i < s->pg.n; i++) s->snapshot_size += snapshot_bytes(s->pg.ranks[i].m, s->r->kv_type);
+    for (int i = 0; i < SNAPSHOTS && s->snapshot_size; i++) s->snapshots[i].data = xcalloc(s->snapshot_size, 1);
     return 0;
 }
 
@@ -9813,7 +9914,7 @@ struct cpu_options {
     const struct kernels *k;
     int n_threads, n_ctx; /* of all ranks together; tokens */
     enum kv_type kv;
-    bool stats, in_sum2; /* collect them */
+    bool stats, in_sum2; /* collect statistics of experts; and sums of squared inputs */
 };
 
 /* The rank_starter of a CPU. */
@@ -9821,17 +9922,18 @@ static int cpu_rank_start(struct rank *r, const struct model *shard, const void 
     const struct cpu_options *o = opts;
     int n = shard->shard.n_rank * shard->shard.n_stage;
     (void)err; /* what fails ends the program */
-    rank_init(r, shard, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
-    if (o->stats) rank_stats_init(r, o->in_sum2);
+    cpu_rank_init(r, shard, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
+    if (o->stats) cpu_stats_init(r, o->in_sum2);
     return 0;
 }
 
-/* A session of n_stage * n_rank ranks on the CPU. */
-static void session_init(struct session *s, const struct model *m, int n_rank, int n_stage, struct cpu_options o) {
+/* Opens a session of n_stage * n_rank ranks on the CPU. An error ends the program. */
+static void session_open_cpu(struct session *s, const struct model *m, int n_rank, int n_stage, struct cpu_options o) {
     char err[ERR_MAX];
     if (session_open(s, m, n_rank, n_stage, cpu_rank_start, &o, err)) die("%s", err);
 }
 
+/* Ends the ranks and frees the session. */
 static void session_free(struct session *s) {
     pg_close(&s->pg);
     free(s->tokens);
@@ -9840,11 +9942,12 @@ static void session_free(struct session *s) {
 
 /* ---- the length of the timeline ---- */
 
-/* The shortest timeline that taking back tokens leaves usable without a snapshot: what rings and recurrent states still hold. */
+/* Returns the shortest length to which the timeline can be truncated without a snapshot: rings and recurrent states no
+ * longer hold what came before. */
 static int session_reach(const struct session *s) {
     struct plane planes[PLANE_USES];
     int reach = 0;
-    for (int il = 0; il < s->m->n_layer && s->state_size; il++) {
+    for (int il = 0; il < s->m->n_layer && s->snapshot_size; il++) {
         layer_planes(s->m, &s->m->layers[il], s->r->kv_type, planes);
         for (int u = 0; u < PLANE_USES; u++) {
             const struct plane *p = &planes[u];
@@ -9857,7 +9960,7 @@ static int session_reach(const struct session *s) {
 }
 
 /* Copies rings and states of all ranks to `data`, or from it (store); NULL with store: fills them with zeros. */
-static void session_copy_states(struct session *s, uint8_t *data, bool store) {
+static void session_copy_snapshot(struct session *s, uint8_t *data, bool store) {
     uint8_t *zeros = NULL;
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
@@ -9877,12 +9980,14 @@ static void session_copy_states(struct session *s, uint8_t *data, bool store) {
     free(zeros);
 }
 
-/* Shortens the timeline to n tokens, or to fewer where a recurrent state has gone past them: to the latest snapshot that was taken
- * before, or to nothing. Returns how many tokens it has now. This and the forward are all that change the length. */
+/* Truncates the timeline to n tokens and returns its new length. Where a ring or recurrent state cannot go back that
+ * far, the latest snapshot at or before n is restored and the timeline ends there; without one it becomes empty. Every
+ * shortening of the timeline goes through here; it grows by session_forward, and by session_fake_fill (--bench) and
+ * session_read (/load). */
 static int session_truncate(struct session *s, int n) {
     struct snapshot *best = NULL;
     if (n >= s->n_past) return s->n_past;
-    const bool restore = s->state_size && n < session_reach(s);
+    const bool restore = s->snapshot_size && n < session_reach(s);
     for (int i = 0; i < SNAPSHOTS; i++) {
         struct snapshot *k = &s->snapshots[i];
         if (k->n > n) k->n = 0; /* of tokens that are taken back */
@@ -9893,15 +9998,15 @@ static int session_truncate(struct session *s, int n) {
     s->n_past = best ? best->n : 0;
     s->state_pos = best ? best->state_pos : 0;
     if (best) best->used = ++s->snapshot_clock;
-    session_copy_states(s, best ? best->data : NULL, true);
+    session_copy_snapshot(s, best ? best->data : NULL, true);
     return s->n_past;
 }
 
-/* Keeps rings and recurrent states as they are at the end of the timeline, in place of the snapshot that was used longest ago. Does
- * nothing where every plane has a row per token. */
+/* Takes a snapshot of rings and recurrent states at the end of the timeline. It replaces the least recently used one.
+ * Does nothing where every plane has a row per token. */
 static void session_keep(struct session *s) {
     struct snapshot *k = &s->snapshots[0];
-    if (!s->state_size || !s->n_past) return;
+    if (!s->snapshot_size || !s->n_past) return;
     for (int i = 0; i < SNAPSHOTS; i++) {
         struct snapshot *other = &s->snapshots[i];
         if (other->n == s->n_past) return;
@@ -9910,11 +10015,12 @@ static void session_keep(struct session *s) {
     k->n = s->n_past;
     k->state_pos = s->state_pos;
     k->used = ++s->snapshot_clock;
-    session_copy_states(s, k->data, false);
+    session_copy_snapshot(s, k->data, false);
 }
 
-/* Lengthens the timeline to n tokens without computing them: --bench, which measures how long a forward behind them takes. */
-static void session_claim(struct session *s, int n) {
+/* Sets the length of the timeline to n tokens without computing them, for --bench: the time of a forward depends on the
+ * length alone. */
+static void session_fake_fill(struct session *s, int n) {
     session_truncate(s, n);
     s->n_past = s->state_pos = n;
 }
@@ -9960,8 +10066,9 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
     }
 }
 
-/* Computes n <= chunk tokens behind the timeline; no logits. Recurrent states take in what they had left out before; of these tokens a
- * decode forward leaves out all, so that any of them can be taken back, and prefill the last. */
+/* Appends n <= chunk tokens to the timeline and computes their state, but no logits. Recurrent states first absorb the
+ * tokens that they lag behind. A decode forward then leaves its own tokens out, so that any of them can be taken back;
+ * a prefill forward leaves out the last one. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
     memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
     pg_run(&s->pg,
@@ -9990,7 +10097,7 @@ static void session_decode(struct session *s, int32_t id) {
     session_head(s, 0, 1);
 }
 
-/* (n_vocab) behind the last token, after a sync or decode. */
+/* Returns the logits (n_vocab) of the last token, after a sync or decode. */
 static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, 0); }
 
 /* The next token, chosen by those logits. */
@@ -10021,7 +10128,7 @@ static double session_time_all_reduce(struct session *s, int n_tok, bool nccl) {
     return slowest;
 }
 
-/* What it runs on. */
+/* The backend's name, or the number of ranks and stages, for the start line. */
 static const char *session_name(const struct session *s, char out[192]) {
     if (s->pg.n == 1) return s->r->name;
     snprintf(out, 192, "%d ranks in %d stage%s, one on %s", s->pg.n, s->pg.n_stage, s->pg.n_stage > 1 ? "s" : "",
@@ -10029,20 +10136,25 @@ static const char *session_name(const struct session *s, char out[192]) {
     return out;
 }
 
-/* Of all ranks. */
+/* Bytes of KV cache and other state over all ranks. */
 static uint64_t session_kv_bytes(const struct session *s) {
     uint64_t sum = 0;
     for (int i = 0; i < s->pg.n; i++) sum += s->pg.ranks[i].kv_bytes;
     return sum;
 }
 
-/* Bytes of cache that `more` further tokens of context would take. */
+/* Bytes of state over all ranks that `more` further tokens of context would take. */
 static uint64_t session_more_bytes(const struct session *s, int more) {
     const size_t n = (size_t)s->n_ctx;
-    return state_bytes(s->m, s->r->kv_type, n + (size_t)more) - state_bytes(s->m, s->r->kv_type, n);
+    uint64_t bytes = 0;
+    for (int i = 0; i < s->pg.n; i++) {
+        const struct model *m = s->pg.ranks[i].m;
+        bytes += state_bytes(m, s->r->kv_type, n + (size_t)more) - state_bytes(m, s->r->kv_type, n);
+    }
+    return bytes;
 }
 
-/* What helps against a full context, for a sentence that goes on with -c. */
+/* Advice for a full context, to be followed by "-c N". */
 static const char *context_remedy(void) { return term.dialogue ? "/undo, /clear or restart with" : "restart with"; }
 
 /* -1 when n tokens do not fit, with a message that says what would help. */
@@ -10064,8 +10176,9 @@ static void prefill_progress(int done, int n, double seconds) {
 
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
 
-/* Makes the timeline equal ids[0..n), n >= 1, and the logits those behind the last one. States are kept behind the first `mark` tokens,
- * to which a later timeline may go back; 0: nowhere. Ctrl-C is looked at between chunks. */
+/* Makes the timeline equal ids[0..n), n >= 1, and computes the logits of the last token. Only the tokens after the
+ * common prefix are computed. mark > 0: takes a snapshot after the first `mark` tokens, to which a later turn may
+ * return. Ctrl-C is checked between chunks. */
 static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, int mark, char *err) {
     int keep = 0, done = 0;
     if (n < 1) return fail(err, "the prompt has no tokens"), SYNC_FAILED;
@@ -10080,7 +10193,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     while (s->n_past < n) {
         int c = int_min(n - s->n_past, s->r->chunk);
         if (interrupted) break;
-        if (s->state_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
+        if (s->snapshot_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
         session_forward(s, ids + s->n_past, c);
         if (s->n_past == mark) session_keep(s);
         done += c;
@@ -10088,7 +10201,8 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         if (term.err_moves && t - shown > 0.1 && s->n_past < n) prefill_progress(done, n - keep, t - t0), shown = t;
     }
     if (shown > t0 + 0.4) status_line("%s", "");
-    s->sync_tokens = done, s->sync_seconds = now_seconds() - t0;
+    s->sync_tokens = done;
+    s->sync_seconds = now_seconds() - t0;
     if (s->n_past < n) return SYNC_INTERRUPTED;
     session_head(s, s->r->n_tok - 1, 1);
     session_wait(s);
@@ -10151,8 +10265,8 @@ static int session_score(struct session *s, const int32_t *ids, int n,
     return prefill_run(&(struct prefill){.sessions = &s, .n_session = 1, .row = score_row, .ctx = &score}, ids, n);
 }
 
-/* What n tokens of one forward use of the layers: bytes of the weights as stored, each once, and weights per token. Of the routed
- * experts the bytes count as many as tokens that choose independently are expected to choose. */
+/* Returns the bytes of layer weights that a forward of n tokens reads, each weight once; *per_token: weights that a
+ * token is multiplied with. Of the routed experts as many count as n independent tokens are expected to choose. */
 static double layers_use(const struct model *m, int n, double *per_token) {
     double bytes = 0;
     *per_token = 0;
@@ -10170,15 +10284,16 @@ static double layers_use(const struct model *m, int n, double *per_token) {
     return bytes;
 }
 
-/* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all of them. */
+/* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all
+ * of them. */
 static double session_forward_bytes(const struct session *s, int n) {
     double per_token;
     return layers_use(s->m, n, &per_token) + (double)s->m->output.expert_bytes +
            state_reads(s->m, s->r->kv_type, (size_t)s->n_past);
 }
 
-/* Multiplications and additions that a forward of n tokens behind n_past others takes with logits of the last one: attention as
- * the model defines it, whatever form of it is computed. */
+/* Multiplications and additions of a forward of n tokens after n_past others, with logits of the last one:
+ * attention as the model defines it, whatever form of it is computed. */
 static double session_forward_ops(const struct session *s, int n) {
     const struct model *m = s->m;
     double per_token, pairs = n * (s->n_past + (n + 1) / 2.0); /* of a query and a key that it sees */
@@ -10195,14 +10310,14 @@ static double session_forward_ops(const struct session *s, int n) {
  * Session: the saved state
  *
  * The file that /save writes beside the conversation. All integers are little-endian:
- * 
- *   struct kv_header       40 bytes: MOEKV003, hash of the model file, --kv, numbers of planes and tokens, state_pos, checksum
+ *
+ *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, numbers of planes and tokens, state_pos, checksum
  *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now
  *   int32_t[]              the tokens
- *   planes in that order   all rows in use, each padded to a multiple of 16 bytes; behind them their scales in F32 (FP8 only)
- * 
- * Rows hold what all ranks have, so a state may be loaded with other --tp and --pp. The checksum is FNV-1a over 64-bit words. A file
- * is trusted like a model file: it must come from somebody whom you trust.
+ *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
+ *
+ * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. The checksum is FNV-1a over
+ * 64-bit words: it finds damage, not malice. Load only files from people whom you trust.
  * ============================================================================================================ */
 
 static const char kv_magic[8] = "MOEKV003";
@@ -10252,10 +10367,10 @@ static struct kv_plane *session_planes(const struct session *s) {
     return list;
 }
 
-/* Rows first..first+n-1 of a plane of the whole model, or their scales, from or to (store) the ranks that have the layer.
- * all (n, row) bytes; buf: as many bytes for a rank's share. */
-static void session_plane(struct session *s, const struct kv_plane *k, bool scales, size_t first, size_t n,
-                          uint8_t *all, size_t row, uint8_t *buf, bool store) {
+/* Copies rows first..first+n-1 of a plane of the whole model, or their scales, from the ranks that have the layer;
+ * store: to them. all: (n, row) bytes. buf: as many bytes, for a rank's shard of them. */
+static void session_plane_rows(struct session *s, const struct kv_plane *k, bool scales, size_t first, size_t n,
+                               uint8_t *all, size_t row, uint8_t *buf, bool store) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
         const int il = (int)k->layer - r->m->first_layer;
@@ -10272,14 +10387,14 @@ static void session_plane(struct session *s, const struct kv_plane *k, bool scal
     }
 }
 
-/* Rows of a plane that are in use behind n tokens. */
+/* Rows of a plane that are in use after n tokens. */
 static size_t kv_plane_rows(const struct kv_plane *k, size_t n) {
     const struct plane p = {
         .kind = (enum plane_kind)k->kind, .ratio = (int)k->ratio, .n_row = (int)k->n_row, .width = (int)k->width};
     return plane_used(&p, n);
 }
 
-/* Bytes of the rows behind n tokens, with the ids of the tokens and the descriptions. */
+/* Bytes of a saved state of n tokens after its header: descriptions of planes, ids and rows. */
 static uint64_t session_body_bytes(const struct kv_plane *list, size_t n) {
     uint64_t bytes = n * sizeof(int32_t) + arrlenu(list) * sizeof *list;
     for (size_t i = 0; i < arrlenu(list); i++)
@@ -10287,8 +10402,8 @@ static uint64_t session_body_bytes(const struct kv_plane *list, size_t n) {
     return bytes;
 }
 
-/* Writes or reads (store) what follows the descriptions of planes, and adds it to *sum: n token ids, then per plane all rows in use, and
- * all their scales. */
+/* Writes or reads (store) what follows the descriptions of planes, and adds it to *sum: n token ids, then per plane all
+ * rows in use, and all their scales. */
 static bool session_body(struct session *s, const struct kv_plane *list, size_t n, FILE *f, bool store, uint64_t *sum) {
     enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be padded */
     const size_t id = sizeof *s->tokens;
@@ -10305,7 +10420,7 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
         for (size_t at = 0; ok && at < rows; at += ROWS) {
             const size_t c = rows - at < ROWS ? rows - at : ROWS;
             if (store) ok = fread(buf, row, c, f) == c;
-            if (ok) session_plane(s, k, scales, at, c, buf, row, buf + ROWS * row, store);
+            if (ok) session_plane_rows(s, k, scales, at, c, buf, row, buf + ROWS * row, store);
             if (!store) ok = fwrite(buf, row, c, f) == c;
             if (ok) *sum = checksum_add(*sum, buf, c * row);
         }
@@ -10349,7 +10464,7 @@ static bool session_same_planes(const struct kv_plane *list, FILE *f) {
     return same;
 }
 
-/* Reads the state behind the header into an empty timeline. 0, or -1 with a message. */
+/* Reads the state after the header into an empty timeline. 0, or -1 with a message. */
 static int session_read(struct session *s, const struct kv_plane *list, FILE *f, const char *path, char *err) {
     struct kv_header h, want = session_header(s, list);
     struct stat st;
@@ -10361,7 +10476,9 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
     if (h.kv_type != want.kv_type) return fail(err, "'%s' was saved with another --kv", path);
     if (h.n_tokens > (uint32_t)s->n_ctx)
         return fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
-    if (h.n_plane != want.n_plane || h.state_pos > h.n_tokens) return fail(err, "'%s' has another cache layout", path);
+    if (h.state_pos > h.n_tokens)
+        return fail(err, "'%s' is damaged: %u of %u tokens are in its state", path, h.state_pos, h.n_tokens);
+    if (h.n_plane != want.n_plane) return fail(err, "'%s' has another cache layout", path);
     const uint64_t bytes = sizeof h + session_body_bytes(list, h.n_tokens);
     if (fstat(fileno(f), &st) || (uint64_t)st.st_size != bytes)
         return fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
@@ -10377,7 +10494,8 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
     return 0;
 }
 
-/* The state from a file. -1 leaves an empty timeline and says why the file does not fit; the caller then computes anew. */
+/* Reads a saved state. -1 with a message why the file does not fit, and an empty timeline: the caller prefills instead.
+ * */
 static int session_load(struct session *s, const char *path, char *err) {
     struct stat st;
     session_truncate(s, 0);
@@ -10386,7 +10504,7 @@ static int session_load(struct session *s, const char *path, char *err) {
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
     struct kv_plane *list = session_planes(s);
     const int rc = session_read(s, list, f, path, err);
-    if (rc) session_copy_states(s, NULL, true);
+    if (rc) session_copy_snapshot(s, NULL, true);
     arrfree(list);
     fclose(f);
     return rc;
@@ -10965,7 +11083,6 @@ static enum kv_type settings_kv(struct settings *s, bool gpu) {
  * The tokens of earlier turns are reused as far as their text is the rendered text, up to a special token. They are not
  * tokenized again, because the model may have generated a text in other tokens than the tokenizer would choose.
  *
- * The section is long because it holds a whole turn: messages, prompt, printing, generation, and saved conversations.
  * ============================================================================================================ */
 
 struct message {
@@ -11189,8 +11306,8 @@ static bool prompt_opens_think(const struct text *t) {
 /* ============================================================================================================
  * Chat: generation
  *
- * An answer on its way from token ids to the screen: bytes that may end within a character, thinking that may be hidden, and what the
- * turn took.
+ * An answer on its way from token ids to the screen: bytes that may end within a character, thinking that may be
+ * hidden, and what the turn took.
  * ============================================================================================================ */
 
 struct printer {
@@ -11378,15 +11495,16 @@ static void chat_count(struct chat *c, const struct turn_stats *st) {
     c->total.bytes += st->bytes;
 }
 
-/* How many of the ids end before the generation prompt, behind the last message: what a later turn's rendering has in common with this
- * one, even where the template drops the thinking of former answers. 0 where the session needs no snapshot. */
+/* Returns how many of the ids precede the generation prompt: what a later turn's rendering has in
+ * common with this one, even where the template drops the thinking of former answers. 0 where the session needs no
+ * snapshot. */
 static int chat_mark(struct chat *c, const struct text *text, const int32_t *ids) {
     const struct vocab *v = c->m->vocab;
     struct text messages = {0};
     char err[ERR_MAX];
     size_t common = 0, at = 0;
     int n = 0;
-    if (!c->s->state_size) return 0;
+    if (!c->s->snapshot_size) return 0;
     if (!chat_render(c, false, &messages, err))
         while (common < arrlenu(messages.s) && common < arrlenu(text->s) && messages.s[common] == text->s[common])
             common++;
@@ -11532,8 +11650,8 @@ static void chat_clear(struct chat *c) {
 /* ============================================================================================================
  * Chat: saved conversations
  *
- * /save and /load: NAME.jsonl (the messages, a JSON object a line) and NAME.kv (the state), in ~/.moe unless NAME has a slash. The
- * messages are what counts: a state that does not fit is computed again from them.
+ * /save and /load: NAME.jsonl (the messages, a JSON object a line) and NAME.kv (the state), in ~/.moe unless NAME has a
+ * slash. The messages are what counts: a state that does not fit is computed again from them.
  * ============================================================================================================ */
 
 /* Appends a path; a leading ~/ becomes the home directory. */
@@ -12671,7 +12789,8 @@ static void editor_free(struct editor *e) {
  *
  * The interactive dialogue: prompt, commands and signal handlers. A line is a message unless it begins with a slash. A
  * slash that names no command is an error and never reaches the model. Everything but answers goes to stderr. The
- * section uses the conversation only through chat_* and the options only through option_*.
+ * section uses the conversation only through chat_* and the options only through option_*. It is over 450 lines because
+ * the table of commands and their functions stand together.
  * ============================================================================================================ */
 
 enum { READ_MAX = 64 << 20 /* bytes of a file that /read and /edit accept */ };
@@ -13129,10 +13248,16 @@ static int repl_run(struct chat *c) {
  * Says whether a model fits a machine, in which layout, and how fast it can be there at most. Needs only the sizes of
  * the tensors; the weights are not read. Memory is counted on the shards, buffers and GPU formats that the engine uses.
  * The roofline is the time of reading weights and cache at the memory's bandwidth, plus the all-reduces.
- * This section is over 450 lines because the search, the machine and the output share struct plan.
  * ============================================================================================================ */
 
-enum plan_read { READ_EXPERTS, READ_BACKBONE, READ_CACHE, READ_HEAD, PLAN_READS };
+/* What a token reads. */
+enum plan_read {
+    READ_EXPERTS,  /* the routed experts that it uses */
+    READ_BACKBONE, /* all other weights of the layers: attention, norms, routers, dense and shared feed-forwards */
+    READ_CACHE,    /* the state */
+    READ_HEAD,     /* the output matrix */
+    PLAN_READS
+};
 
 enum {
     PLAN_CTX = 4096,     /* tokens of context that a model needs room for to fit, unless -c asks for fewer */
@@ -13195,7 +13320,8 @@ struct plan {
     int64_t missing_pruned; /* and with the fewest; 0: it fits */
 };
 
-/* A matrix, n_used of whose experts a token uses. */
+/* Adds the bytes of a matrix that a rank holds, and that a token reads of it. n_used: experts of it that a token uses.
+ * */
 static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, enum plan_read kind, int n_used) {
     int64_t bytes = (int64_t)weight_gpu_bytes(w, false);
     if (!bytes) return;
@@ -13274,7 +13400,7 @@ static int plan_context(const struct plan *p, const struct plan_layout *d) {
 
 /* Tokens per second at a context if only reads and all-reduces took time. Ranks of a stage read at the same time. */
 static double plan_roofline(const struct plan *p, const struct plan_layout *d, int ctx, double reduce) {
-    double seconds = d->tp > 1 ? 2.0 * p->m->n_layer * reduce : 0;
+    double seconds = d->tp > 1 ? (double)ALL_REDUCES_PER_LAYER * p->m->n_layer * reduce : 0;
     for (int stage = 0; stage < d->pp; stage++) {
         double slowest = 0;
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
@@ -13295,7 +13421,7 @@ static void plan_free(struct plan *p) {
     free(p);
 }
 
-/* Sizes a rank anew for its shard of m. */
+/* Computes what a rank holds and reads for its shard of m. */
 static void plan_rank(struct plan_rank *r, const struct plan *p, const struct model *m, struct shard shard) {
     struct model *shard_of = &r->m;
     shard_free(&r->m);
@@ -13309,7 +13435,8 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
-        r->weights = p->host, r->rounding = 0;
+        r->weights = p->host;
+        r->rounding = 0;
         for (int il = 0; il < shard_of->n_layer; il++) r->weights += (int64_t)layer_bytes(&shard_of->layers[il]);
     }
 }
@@ -13339,9 +13466,9 @@ static bool plan_choose(struct plan *p, const struct model *m) {
 }
 
 /* Copies the sizes of m with at most n experts per layer; the caller frees out->layers. Returns the percentage of
- * experts that are kept. */
+ * experts that remain. */
 static double plan_prune(struct model *out, const struct model *m, int n) {
-    double all = 0, kept = 0;
+    double all = 0, retained = 0;
     *out = *m;
     out->n_expert_max = int_min(m->n_expert_max, n);
     out->layers = xmalloc((size_t)m->n_layer * sizeof *out->layers);
@@ -13349,12 +13476,12 @@ static double plan_prune(struct model *out, const struct model *m, int n) {
         struct layer *layer = &out->layers[il];
         *layer = m->layers[il];
         all += layer->n_expert;
-        kept += int_min(layer->n_expert, n);
+        retained += int_min(layer->n_expert, n);
         if (layer->n_expert > n)
             layer->n_expert = layer->router.n_out = layer->gate.n_expert = layer->up.n_expert = layer->down.n_expert =
                 n;
     }
-    return all > 0 ? 100 * kept / all : 100;
+    return all > 0 ? 100 * retained / all : 100;
 }
 
 /* Chooses the layout that comes closest to fitting; returns the bytes missing on its fullest device. */
@@ -13425,6 +13552,7 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
         d->memory = (int64_t)(gib * 0x1p30);
         d->rate = gb * 1e9;
         d->source = given ? "given" : "assumed";
+        /* 3 % of a card's memory are not reported as free; a CUDA context takes 450 MiB */
         d->usable = (int64_t)(gib * 0x1p30 * 0.97) - ((int64_t)450 << 20) - reserve;
         snprintf(d->name, sizeof d->name, "GPU of %g GiB", gib);
     }
@@ -13468,7 +13596,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
     for (int il = 0; il < m->n_layer; il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
     /* takes addresses but no memory, because nothing is written */
-    rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
+    cpu_rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
     p->activations = (int64_t)r.bytes + SNAPSHOTS * (int64_t)snapshot_bytes(m, p->kv);
     r.ops->close(&r);
 }
@@ -13594,7 +13722,7 @@ static void plan_head(const struct plan *p, char **text) {
     sb_printf(text, "\ncontext     %s tokens (trained: %s), %s cache\n\n", with_commas((uint64_t)p->context, a),
               with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
     if (snapshot_bytes(m, p->kv))
-        sb_printf(text, "snapshots   %s of host memory for %d copies of the recurrent states\n\n",
+        sb_printf(text, "snapshots   %s of host memory for %d snapshots of rings and recurrent states\n\n",
                   with_unit((double)SNAPSHOTS * (double)snapshot_bytes(m, p->kv), a), SNAPSHOTS);
 }
 
@@ -13769,7 +13897,8 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     for (int i = 0; i < n; i++) gpu[i] = list.n ? list.device[i] : i;
 }
 
-/* Whether every two of these GPUs write to each other's memory, at a rate that makes it better than the host's memory. */
+/* Whether every two of these GPUs write to each other's memory, at a rate that makes it better than the host's memory.
+ * */
 static bool gpus_close(const int *gpu, int n) {
     enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
     bool close = cuda_peers(gpu, n);
@@ -13845,13 +13974,13 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     if (!gpu && set->tp * set->pp > 1 && !set->cpu && !set->cpu_ref)
         note("no GPU is used: the %d ranks are threads of the CPU", set->tp * set->pp);
     if (!gpu)
-        session_init(&e->session, &e->model, set->tp, set->pp,
-                     (struct cpu_options){.k = set->cpu_ref ? &kernels_ref : kernels_choose(),
-                                          .n_threads = set->threads ? set->threads : omp_get_num_procs(),
-                                          .n_ctx = choose_context(e),
-                                          .kv = settings_kv(set, false),
-                                          .stats = set->calibrate != NULL,
-                                          .in_sum2 = set->activations != NULL});
+        session_open_cpu(&e->session, &e->model, set->tp, set->pp,
+                         (struct cpu_options){.k = set->cpu_ref ? &kernels_ref : kernels_choose(),
+                                              .n_threads = set->threads ? set->threads : omp_get_num_procs(),
+                                              .n_ctx = choose_context(e),
+                                              .kv = settings_kv(set, false),
+                                              .stats = set->calibrate != NULL,
+                                              .in_sum2 = set->activations != NULL});
     if (e->session.n_ctx > e->model.n_ctx_train)
         note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
     if (set->verbose)
@@ -14191,7 +14320,7 @@ static int mode_logits(struct engine *e) {
  * Whether a model predicts text and answers as it should. Questions are asked by ask(), which --doctor uses too.
  * ============================================================================================================ */
 
-/* Sums of -log p, the nll, over tokens that follow others. */
+/* Sums of the negative log-likelihood (nll) of tokens, given those before. */
 struct nll {
     const int32_t *ids; /* (n) the window that runs */
     int n, n_vocab;
@@ -14207,7 +14336,7 @@ static double log_total(const float *x, int n, int *best) {
     return log(sum);
 }
 
-/* Adds the nll of the token behind `pos`; x (n_vocab) logits, `total` and `best` their log_total. */
+/* Adds the nll of the token after `pos`; x (n_vocab) logits, `total` and `best` their log_total. */
 static void nll_put(struct nll *s, int pos, const float *x, double total, int best) {
     if (pos + 1 >= s->n) return;
     const double nll = total + (double)(x[best] - x[s->ids[pos + 1]]);
@@ -14273,7 +14402,7 @@ struct question {
 };
 
 struct answer {
-    bool right, finite; /* it holds `want`; the logits behind it are finite */
+    bool right, finite; /* it holds `want`; the logits after it are finite */
     double seconds;     /* of prefill and decode together */
 };
 
@@ -14486,7 +14615,7 @@ static void bench_ids(const struct model *m, int32_t ids[BENCH_PREFILL]) {
     for (int i = 0; i < BENCH_PREFILL; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
 }
 
-/* Median seconds of a forward of n of the BENCH_PREFILL ids behind `depth` other tokens, with the logits of the last
+/* Median seconds of a forward of n of the BENCH_PREFILL ids after `depth` other tokens, with the logits of the last
  * `rows` of them; 0: interrupted. Two runs are not counted: one warms up, one tells how often to repeat. If forwards
  * take too long for that, the first one counts. */
 static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
@@ -14497,7 +14626,7 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
         const double t0 = now_seconds();
         for (int i = 0; i < repeat; i++) {
             if (interrupted) return 0;
-            session_claim(s, depth);
+            session_fake_fill(s, depth);
             session_forward(s, ids + i * n % (BENCH_PREFILL - n + 1), n);
             session_head(s, n - rows, rows);
             session_wait(s);
@@ -14507,7 +14636,7 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
         if (run >= 0 || spent > budget) t[got++] = one;
         if (run < 0) repeat = fit > BENCH_REPEAT ? BENCH_REPEAT : fit < 1 ? 1 : (int)fit;
     }
-    session_claim(s, depth);
+    session_fake_fill(s, depth);
     return interrupted ? 0 : median(t, got);
 }
 
@@ -14527,7 +14656,7 @@ static void bench_fill_cache(struct session *s, int from, int to) {
     }
 }
 
-/* Prints a number of the CSV behind a comma, or only the comma if it is not known. */
+/* Prints a number of the CSV after a comma, or only the comma if it is not known. */
 static void bench_field(bool known, double v, int digits) {
     if (known) printf(",%.*f", digits, v);
     else putchar(',');
@@ -15175,9 +15304,6 @@ static void doctor_host(struct doctor *d) {
  * Checks that compute: all-reduces, reading the file, an answer, a fact in a long context, the speed of decoding.
  * ============================================================================================================ */
 
-static int engine_start(struct engine *e, bool gpu, char *err);
-static void engine_close(struct engine *e);
-static void settings_ranks(struct settings *s, const struct model *m, int gpu[MAX_RANKS]);
 static void nccl_defaults(const int *gpu, int n, bool verbose);
 
 enum {
@@ -15222,7 +15348,7 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
         if (o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(d->device, n, d->set->verbose);
         failed = session_open(&s, &m, n, 1, cuda_rank_start, &o, err);
     } else
-        session_init(
+        session_open_cpu(
             &s, &m, n, 1,
             (struct cpu_options){.k = kernels_choose(), .n_threads = omp_get_num_procs(), .n_ctx = 256, .kv = KV_BF16});
     if (failed) {

@@ -30,8 +30,8 @@
  * Limits: no kernel uses more than the 101,376 bytes of shared memory of SM120.
  * Tests: the same source compiles with g++ against tests/cuda_emu.h, which runs every CUDA thread on a CPU.
  *
- * The first section is also part of moe.c. Then come the kernels, each with the host function that launches it. From "The
- * engine of a rank" on stands the host's side: how a rank starts, and the table of operations.
+ * The first section is also part of moe.c. Then come the kernels, each with the host function that launches it. From
+ * "The engine of a rank" on stands the host's side: how a rank starts, and the table of operations.
  *
  * Contents:
  *   Sizes on a GPU                                what its copies of weights and its buffers take
@@ -104,7 +104,7 @@ enum {
     PREFILL_MAX_TOKENS = 4096,              /* tokens of one forward at most */
     SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
     LIST_TILE = 128,                        /* tokens of a tile in the list of a grouped GEMM */
-    SPLITS_MAX = 384,                       /* parts into which attention splits a context at most */
+    SPLITS_MAX = 384,                       /* splits of a context in attention at most */
     SAMPLE_BLOCKS = 64,                     /* blocks of k_sample at most */
     SAMPLE_BINS = 4096,                     /* bins of its histogram of the logits */
     ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
@@ -150,7 +150,8 @@ static inline bool router_halves(const struct weight *w) { return w->type == GGU
  * planes. */
 static inline size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
 
-/* Row stride, in floats, of the logits that are gathered from several ranks: their shards are copied 16 bytes at a time. */
+/* Row stride, in floats, of the logits that are gathered from several ranks: their shards are copied 16 bytes at a
+ * time. */
 static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
 
 /* Bytes of a row of activations in FP4: its codes, a tile of 64 columns having 32, and its scales, a copy moving 16. */
@@ -160,17 +161,17 @@ static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) /
 /* What the sizes of a rank's activations depend on besides its shard. */
 struct gpu_sizes {
     int chunk;  /* tokens of a forward at most */
-    int splits; /* parts of a context in decode at most */
+    int splits; /* splits of a context in decode at most */
     bool w4a4;  /* prefill of routed experts multiplies FP4 by FP4 */
-    bool nccl;  /* NCCL does all-reduces, of few tokens or of many */
+    bool nccl;  /* NCCL does all-reduces, in decode or in prefill */
     bool stats; /* statistics of experts are collected */
 };
 
 /* The lengths that the buffers of GPU_BUFFERS are products of. */
 struct gpu_dims {
     size_t n, decode;       /* tokens of a forward, of a decode forward, at most */
-    size_t used, slots;     /* experts that a token uses; that all tokens use, one counted for each token */
-    size_t n4, slots4;      /* n and slots where activations of experts are in FP4, otherwise 0 */
+    size_t used, pairs;     /* experts that a token uses; (token, expert) pairs of a forward */
+    size_t n4, pairs4;      /* n and pairs where activations of experts are in FP4, otherwise 0 */
     size_t experts, jobs;   /* experts of a layer at most; those that a decode forward can use */
     size_t tiles;           /* of the list of a grouped GEMM */
     size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
@@ -178,7 +179,7 @@ struct gpu_dims {
     size_t latent, value;   /* kv_lora; values of one head that attention adds up */
     size_t results;         /* rows of expert_out */
     size_t ranks;           /* that NCCL gathers from, or 0 */
-    size_t sum16;           /* tokens that NCCL adds up in BF16, or 0 */
+    size_t sum16;           /* tokens of an all-reduce by NCCL in BF16, or 0 */
     size_t logits;          /* floats of a row of logits, or 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
@@ -195,12 +196,12 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.n = (size_t)s.chunk;
     d.decode = DECODE_MAX_TOKENS;
     d.used = (size_t)m->max.n_expert_used;
-    d.slots = d.n * d.used;
+    d.pairs = d.n * d.used;
     d.n4 = s.w4a4 ? d.n : 0;
-    d.slots4 = s.w4a4 ? d.slots : 0;
+    d.pairs4 = s.w4a4 ? d.pairs : 0;
     d.experts = (size_t)m->n_expert_max;
     d.jobs = d.decode * d.used < d.experts ? d.decode * d.used : d.experts;
-    d.tiles = d.slots / LIST_TILE + d.experts + 1;
+    d.tiles = d.pairs / LIST_TILE + d.experts + 1;
     d.embd = (size_t)m->n_embd;
     d.ff = (size_t)m->max.n_ff_expert;
     d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
@@ -208,7 +209,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.heads = (size_t)m->max.n_head;
     d.latent = (size_t)m->max.kv_lora;
     d.value = d.latent ? d.latent : (size_t)m->max.head_v;
-    d.results = d.n > d.decode || s.stats ? d.slots : 0;
+    d.results = d.n > d.decode || s.stats ? d.pairs : 0;
     d.ranks = s.nccl ? (size_t)shard->n_rank : 0;
     d.sum16 = s.nccl ? d.n : 0;
     d.logits = shard->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab;
@@ -239,24 +240,24 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
     X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
     X(partials, float, (size_t)s.splits * d.decode * d.heads * (d.value + 2))                   \
-    X(hidden, uint16_t, gpu_larger(d.slots, d.jobs * d.decode) * d.ff)                          \
+    X(hidden, uint16_t, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff)                          \
     X(hidden_shared, uint16_t, gpu_larger(d.n, d.decode) * d.dense)                             \
     X(x4.codes, uint8_t, d.n4 * FP4_CODE_BYTES(d.embd))                                         \
     X(x4.scales, uint8_t, d.n4 * FP4_SCALE_BYTES(d.embd))                                       \
     X(x4.scale, float, d.n4)                                                                    \
-    X(hidden4.codes, uint8_t, d.slots4 * FP4_CODE_BYTES(d.ff))                                  \
-    X(hidden4.scales, uint8_t, d.slots4 * FP4_SCALE_BYTES(d.ff))                                \
-    X(hidden4.scale, float, d.slots4)                                                           \
+    X(hidden4.codes, uint8_t, d.pairs4 * FP4_CODE_BYTES(d.ff))                                  \
+    X(hidden4.scales, uint8_t, d.pairs4 * FP4_SCALE_BYTES(d.ff))                                \
+    X(hidden4.scale, float, d.pairs4)                                                           \
     X(expert_out, float, d.results * d.embd)                                                    \
     X(route.logits, float, d.n * d.experts)                                                     \
-    X(route.id, int32_t, d.slots)                                                               \
-    X(route.weight, float, d.slots)                                                             \
+    X(route.id, int32_t, d.pairs)                                                               \
+    X(route.weight, float, d.pairs)                                                             \
     X(route.arrived, uint32_t, 1)                                                               \
     X(route.n_jobs, int32_t, 1)                                                                 \
     X(route.job_expert, int32_t, d.jobs + 1)                                                    \
     X(route.job_weight, float, d.decode * (d.decode * d.used + 1))                              \
-    X(sort.row, int32_t, d.slots)                                                               \
-    X(sort.inverse, int32_t, d.slots)                                                           \
+    X(sort.row, int32_t, d.pairs)                                                               \
+    X(sort.inverse, int32_t, d.pairs)                                                           \
     X(sort.first, int32_t, d.experts + 1)                                                       \
     X(sort.tile_expert, int32_t, d.tiles)                                                       \
     X(sort.tile_first, int32_t, d.tiles)                                                        \
@@ -277,7 +278,7 @@ struct mailbox {
     uint32_t *reduce_flag; /* (n_rank, ALLREDUCE_BLOCKS) all-reduces whose deltas have come */
     uint32_t *logits_flag; /* (n_rank) logits that have come */
     uint32_t *hidden_flag; /* batches of hidden states that have come from the stage before */
-    uint32_t *credit;      /* batches that the next stage has taken from here */
+    uint32_t *credit;      /* batches that the next stage has received from this one */
     float *slot;           /* (2, n_rank, ALLREDUCE_SLOT) deltas; for several ranks */
     float *x;              /* (chunk, n_embd) hidden states from the stage before */
     float *logits;         /* (LOGIT_ROWS, logits_stride) of all ranks of the last stage, in the root of several */
@@ -492,8 +493,8 @@ DEVICE void grid_dependency_launch() {}
     T *name = (T *)dyn_smem
 #define SHARED(T, name, count) __shared__ __align__(16) T name[count]
 
-/* Launches a kernel that may start before the one in front of it has ended (programmatic dependent launch). Errors stay for
- * cudaGetLastError, see launch_note. */
+/* Launches a kernel that may start before the one in front of it has ended (programmatic dependent launch). Errors stay
+ * for cudaGetLastError, see launch_note. */
 template <class... P, class... A>
 static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream, A... args) {
     cudaLaunchAttribute attr = {};
@@ -567,7 +568,7 @@ static void launch_note(const char *kernel) {
     if (!kernel_failed && cudaPeekAtLastError() != cudaSuccess) kernel_failed = kernel;
 }
 
-/* Forgets errors of the thread that do not matter, or were told. */
+/* Clears the thread's CUDA error, which does not matter or has been reported. */
 static void errors_clear() {
     cudaGetLastError();
     kernel_failed = NULL;
@@ -794,7 +795,7 @@ __global__ void __launch_bounds__(256)
  *
  * Ranks push: a rank writes 16-byte stores into the mailbox of another, then a flag. A store crosses PCIe once, a load
  * would cross it twice. The mailbox is memory of the receiver's GPU, or of the host where GPUs cannot reach each other
- * (struct mailbox of moe.c). Flags only count up, and the counters are in device memory: a recorded graph continues to
+ * (struct mailbox). Flags only count up, and the counters are in device memory: a recorded graph continues to
  * count.
  * A kernel that waits long tells the host for whom (WAIT_CODE). It waits on until the host tells it to abort: only the
  * host knows whether the program was merely suspended. After an abort no kernel waits any more.
@@ -830,7 +831,7 @@ struct tp_rank {
 };
 
 /* Waits until *flag has reached `want`, or for an abort. Called by one thread. */
-DEVICE void flag_await(const uint32_t *flag, uint32_t want, const struct tp_rank &p, uint32_t code) {
+DEVICE void flag_wait(const uint32_t *flag, uint32_t want, const struct tp_rank &p, uint32_t code) {
     enum { LOOK_NS = 10000000 /* nanoseconds between looks at the host's flag */ };
     uint64_t t = global_timer();
     while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.sequence->aborted) {
@@ -873,10 +874,10 @@ __global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
     grid_dependency_wait();
     const uint32_t seq = a.p.sequence->done[a.channel] + 1;
     const int t = threadIdx.x;
-    /* CH_SEND waits until the rows of the transfer before have been taken, the others until their data have come. */
+    /* CH_SEND waits until the receiver has read the previous rows, the others until their data have come. */
     if (t < a.n_wait && (a.n_wait == 1 || t != a.p.rank))
-        flag_await(a.wait_flag + t, a.channel == CH_SEND ? seq - 1 : seq, a.p,
-                   WAIT_CODE(a.n_wait == 1 ? 0 : t, a.channel, 0));
+        flag_wait(a.wait_flag + t, a.channel == CH_SEND ? seq - 1 : seq, a.p,
+                  WAIT_CODE(a.n_wait == 1 ? 0 : t, a.channel, 0));
     __syncthreads(); /* thread 0..n_wait-1 have seen the flags: all threads may go on */
     const size_t vecs = (size_t)a.n_col / 4, n = vecs * (size_t)a.n_row;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += (size_t)gridDim.x * 256) {
@@ -998,8 +999,8 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t seq) {
     __syncthreads(); /* all threads have stored before the releases publish the rows */
     if (tid < a.p.n_rank && tid != a.p.rank) {
         st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, seq);
-        flag_await(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, seq, a.p,
-                   WAIT_CODE(tid, CH_ALLREDUCE, a.ordinal));
+        flag_wait(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, seq, a.p,
+                  WAIT_CODE(tid, CH_ALLREDUCE, a.ordinal));
     }
     __syncthreads(); /* the rows of all ranks have come */
 }
@@ -1134,8 +1135,8 @@ struct gemv_regs {
 
 /* acc (16, 8 * NT) += tiles tile..tile+n-1 times columns 0..64n-1 of x (n_tok rows, x_stride halves apart). Leaves out
  * device_matrix_scale. The next group of tiles is requested before this one is multiplied.
- * Columns beyond n_in meet weights of 0 and whatever finite number follows in x. Tokens beyond n_tok repeat the last
- * one, and nobody reads their sums. wait: the kernel before computes x, so wait for it after the first weights are
+ * Columns beyond n_in have weights of 0; x may hold any finite number there. Tokens beyond n_tok repeat the last one, and
+ * their results are not used. wait: the kernel before computes x, so wait for it after the first weights are
  * requested. */
 template <int FMT, int NT>
 DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
@@ -1226,7 +1227,7 @@ struct gemv_args {
     bool separate; /* entry i makes result i from one x; otherwise the results of all entries are added up */
     int batch;     /* > 0: job b of entry 0 alone makes result b; 0: one result */
     uint16_t *y16; /* result b: (n_tok, n_out) halves at y16 + b * y_batch, rows y_stride apart */
-    float *y32[3]; /* likewise floats; where not NULL, used instead of y16 */
+    float *y32[3]; /* outputs in F32; where not NULL, used instead of y16 */
     size_t y_stride[3], y_batch;
 };
 
@@ -1360,7 +1361,7 @@ static void gemv_sum_launch(const struct gemv_args *p, cudaStream_t s) {
     else LAUNCH_PDL(k_gemv_sum<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
-/* Launches k_gemv_glu likewise. The grid covers the larger of both entries; surplus blocks return at once. */
+/* Launches k_gemv_glu. The grid covers the larger of both entries; surplus blocks return at once. */
 static void gemv_glu_launch(const struct gemv_glu_args *p, cudaStream_t s) {
     int n_rt = p->gate[0].w.n_rt;
     if (p->n_entry > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
@@ -1627,7 +1628,7 @@ struct gemm_shape {
     static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES;
     static constexpr int X = F == FMT_A4 ? 32 : 128;
     static constexpr int SCALE_AT = 2 * WM * CODE, X_AT = SCALE_AT + 2 * WM * SCALE, SLOT = X_AT + N * X;
-    /* A4: behind the ring two buffers of token scales, each for 4 k-tiles (16 bytes a token); see `load`. */
+    /* A4: after the ring two buffers of token scales, each for 4 k-tiles (16 bytes a token); see `load`. */
     static constexpr int RING = DEPTH * KT * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
     /* Blocks per SM: as many as shared memory holds, up to 16 warps. That leaves 128 registers a thread, or more where
      * fewer fit. */
@@ -1670,8 +1671,8 @@ DEVICE uint32_t keep(uint32_t x) {
  * computes 32 WM rows x 64 WN tokens, of which `count` exist. The WN warps side by side share the tokens evenly, and a
  * warp computes only the n8-tiles that it needs, in pairs (Q8: singly).
  * Grid: (row blocks, token tiles, batch), block: 32 WM WN.
- * Bytes of a k-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 products.
- * Limit: the rate of mma.sync (sm_90: 1024 products per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a
+ * Bytes of a k-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 multiplications.
+ * Limit: the rate of mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a
  * quarter SM. Beside them: 350 other instructions for FP4 (180 of them dequantize), 190 for F16, and 18 to 24 loads
  * from shared memory that take 70 clocks of the SM. Expect 50 to 60 % of the MMA rate. With up to 16 tokens an expert
  * the limit is dequantization or the bandwidth of the weights.
@@ -1704,7 +1705,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     locate();
     if (count <= 0) return;
     auto x_row = [&](int token) -> size_t {
-        const int at = first + min(token, count - 1); /* tokens behind the last repeat it */
+        const int at = first + min(token, count - 1); /* tokens past the last repeat it */
         return p.rows ? p.rows[at] : at;
     };
     /* Row tiles in shared memory: 2 WM consecutive ones; with GLU WM of w, then WM of w2. Offsets count 16 bytes, so
@@ -1806,7 +1807,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
                     if ((F == FMT_Q8 || !(n & 1)) && n >= n_live) break;
                     uint4 q = *(const uint4 *)(xb + n * 1024 + ((h ^ (g & 1)) << 6));
                     uint32_t b[2][2] = {{q.x, q.y}, {q.z, q.w}};
-                    if (F == FMT_Q8) { /* exact products: the scale is applied to the F32 sum of its 32 columns */
+                    if (F == FMT_Q8) { /* exact: the scale is applied to the F32 sum of its 32 columns */
                         float d[2][4] = {};
                         UNROLL for (int k = 0; k < 2; k++) UNROLL for (int m = 0; m < 2; m++)
                             mma_f16(d[m], a[m][k], b[k]);
@@ -2020,7 +2021,7 @@ struct sort_args {
     int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
 };
 
-/* Loads the experts of choices i..i+7 (i % 8 == 0); -1 behind the end. */
+/* Loads the experts of choices i..i+7 (i % 8 == 0); -1 past the end. */
 DEVICE void sort_load(const struct sort_args &p, int i, int id[8]) {
     const int4 *from = (const int4 *)(p.id + i);
     if (i + 8 <= p.n_choices) {
@@ -2222,7 +2223,7 @@ enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PE
 /* GQA: norm and rotation of the heads of q and k; k and v go to the cache. Element i is rotated against element
  * i + rope / 2 (Qwen).
  * Grid: (ceil((heads of q, k and v) / 4), n_tok), block: 128, one warp per head of at most 256. Reads q, k, v once;
- * bound by latency for few tokens. */
+ * bound by latency in decode. */
 __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -2311,7 +2312,7 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
  * (MLA: all heads read the one latent). Keys come in tiles. Each tile updates the running maximum m, the denominator l
  * and the weighted sum of values of every row (online softmax, base 2). The context is cut into splits, so that the
  * blocks fill the GPU: each split leaves (sums, m, l) in `partials`, and attn_merge joins them. Query token i sees keys
- * 0 .. pos + i. Keys behind the newest are never read: they arrive as zeros.
+ * 0 .. pos + i. Keys after the newest are never read: they arrive as zeros.
  *
  * MMA operands (g = lane / 4, t = lane % 4): the order of the inner dimension is free as long as both operands use it,
  * and so is the order of the output columns. Decode chooses both so that a lane reads consecutive bytes of a cache row
@@ -2323,7 +2324,7 @@ struct attn_args {
     uint16_t *out;             /* (n_tok, n_head, dv) f16, tokens out_stride halves apart */
     float *partials;           /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2): sums, then all (m, l) */
     struct plane k, v;         /* MLA: latents, rotated keys */
-    const struct batch *batch; /* its n_tok may be less than n_tok below: rows behind it are left alone */
+    const struct batch *batch; /* its n_tok may be less than n_tok below: later rows are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
     float scale;    /* of q.k before the softmax */
@@ -2543,7 +2544,7 @@ DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4],
     }
 }
 
-/* Index of (split, token, head) in `partials`. The (m, l) of all splits and rows lie behind the sums. */
+/* Index of (split, token, head) in `partials`. The (m, l) of all splits and rows follow the sums. */
 DEVICE size_t attn_partial_row(const struct attn_args &a, int split, int2 th) {
     return ((size_t)split * a.n_tok + th.x) * a.n_head + th.y;
 }
@@ -2692,7 +2693,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * inner dimension and 8 keys of every 32; the halves are added in shared memory. Then every warp computes all softmax
  * weights itself and multiplies them by its own 1/8 of the value columns.
  * Reads keys * (LAT + 2 ROPE + 4 LAT / 128) bytes (FP8) per row tile. 16 rows: limited by that (some 970 instructions
- * per warp and 41 KB). 32 rows: limited by the MMAs, 32 * (2 LAT + ROPE) products per key. */
+ * per warp and 41 KB). 32 rows: limited by the MMAs, 32 * (2 LAT + ROPE) multiplications per key. */
 template <int LAT, int ROPE, int FP8, int MT>
 struct attn_mla {
     static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32;
@@ -2842,7 +2843,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
 
 /* GQA prefill: `out` or `partials` (64 rows, D) of one KV head and split.
  * Grid: (splits, row tiles * KV heads), block: 128, 4 warps of 16 rows each. A tile of keys is copied raw while the
- * tile before is multiplied, then converted to f16 once and read by ldmatrix. 128 D products per key for the 64 rows of
+ * tile before is multiplied, then converted to f16 once and read by ldmatrix. 128 D multiplications per key for the 64 rows of
  * a KV head. Every warp reads every tile: the limit is shared memory, at half to all of the MMA rate. */
 template <int D, int FP8>
 struct attn_tiled {
@@ -3288,10 +3289,10 @@ struct cuda {
     struct device_copy *copies; /* host, stb_ds: by the address of the tensor in the model */
     struct batch *batch;        /* followed by the token ids, so that one copy per forward brings both */
     int32_t *tokens;            /* (chunk) these ids */
-    struct staging sent[2];     /* carry the batch in turn: the one before may still be on its way */
-    int turn;                   /* the one of them that was used last */
+    struct staging sent[2];     /* two pinned copies of the batch, used in turn: the previous copy may be in flight */
+    int turn;                   /* index of the one used last */
 
-    /* activations, see GPU_BUFFERS; "slots": a token and an expert that it uses */
+    /* activations, see GPU_BUFFERS; a pair is a token and an expert that it uses */
     float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
     uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
     float *cs, *sn;           /* (chunk, rope_dim / 2) cosines and sines of the batch's positions */
@@ -3300,14 +3301,14 @@ struct cuda {
     uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there */
     float *partials;          /* partial outputs of attention over a split context */
     struct fp4_rows x4;       /* (chunk, n_embd) inputs of routed experts in FP4 */
-    struct fp4_rows hidden4;  /* (slots, n_ff) their hidden rows */
-    uint16_t *hidden;         /* hidden rows of routed experts: (slots, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
+    struct fp4_rows hidden4;  /* (pairs, n_ff) their hidden rows */
+    uint16_t *hidden;         /* hidden rows of routed experts: (pairs, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
     uint16_t *hidden_shared;  /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
     struct route_args route;  /* buffers of the router */
     struct sort_args sort;    /* buffers of the sort by expert */
-    float *expert_out;        /* (slots, n_embd) results of the experts before they are weighted */
+    float *expert_out;        /* (pairs, n_embd) results of the experts before they are weighted */
     float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
-    uint16_t *sum16;          /* (chunk, n_embd) BF16 that NCCL adds up */
+    uint16_t *sum16;          /* (chunk, n_embd) BF16 for NCCL's all-reduce */
 
     /* logits and tokens */
     float *logits;             /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
@@ -3406,26 +3407,27 @@ static void rank_barrier(struct rank *r) {
 
 /* How long a rank has waited for its GPU. */
 struct backoff {
-    uint64_t turns; /* looks at the GPU so far */
+    uint64_t turns; /* polls so far */
     double idle;    /* seconds without an all-reduce of any rank; while the program is suspended they do not count */
-    double last;    /* time of the latest look, */
-    uint32_t seen;  /* and all-reduces of all ranks then */
+    double last;    /* time of the latest poll */
+    uint32_t seen;  /* all-reduces of all ranks at that time */
 };
 
-/* Fails with a message that says for whom the ranks wait, as far as their kernels have told. */
+/* Fails with a message that names the ranks that kernels have reported to wait for. */
 static void rank_stalled(struct rank *r, const char *what, int seconds) {
     const struct shard shard = r->m->shard;
     char who[256] = "";
     for (int i = 0; i < shard.n_rank * shard.n_stage; i++) {
         const uint32_t code = *(volatile uint32_t *)&r->cuda->heartbeat[i]->waiting;
-        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), place = (int)(code >> 8);
-        const size_t at = strlen(who), room = sizeof who - at;
+        const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), ordinal = (int)(code >> 8);
+        const size_t at = strlen(who), left = sizeof who - at;
         if (code && channel == CH_ALLREDUCE)
-            snprintf(who + at, room, "; rank %d waited for rank %d at the sum of the %s of its layer %d", i,
-                     i / shard.n_rank * shard.n_rank + rank, place % 2 ? "feed-forward" : "attention", place / 2);
+            snprintf(who + at, left, "; rank %d waited for rank %d in the all-reduce after the %s of its layer %d", i,
+                     i / shard.n_rank * shard.n_rank + rank, all_reduce_after((unsigned)ordinal),
+                     ordinal / ALL_REDUCES_PER_LAYER);
         else if (code)
-            snprintf(who + at, room, "; rank %d waited for %s", i,
-                     channel == CH_LOGITS ? "a part of the logits" : "another stage");
+            snprintf(who + at, left, "; rank %d waited for %s", i,
+                     channel == CH_LOGITS ? "a shard of the logits" : "another stage");
     }
     rank_fail(
         r,
@@ -3434,14 +3436,14 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         what, seconds, who);
 }
 
-/* Call between two looks at a GPU that is not ready: sleeps after a while, and fails when nothing happens on any rank.
- * False: a rank has failed, and the wait is to be given up. */
+/* Call between two polls of a busy GPU. Sleeps after a while, and fails when no rank makes progress. False: a rank has
+ * failed, stop waiting. */
 static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
     enum {
-        SPINS = 20000,       /* looks before it sleeps between them */
-        NAP = 50000,         /* nanoseconds of such a sleep */
-        ALLREDUCE_STALL = 7, /* seconds without an all-reduce that are too many, */
-        STAGE_STALL = 60     /* and with several stages, of which one computes for long */
+        SPINS = 20000,       /* polls before it sleeps between them */
+        NAP = 50000,         /* nanoseconds of a sleep */
+        ALLREDUCE_STALL = 7, /* seconds without an all-reduce after which the ranks have stalled */
+        STAGE_STALL = 60     /* the same with several stages: another stage may compute for long */
     };
     struct cuda *c = r->cuda;
     const struct timespec nap = {0, NAP};
@@ -3461,9 +3463,9 @@ static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *wha
     return !c->failed;
 }
 
-/* Waits for an event, or with NULL for all that was enqueued. Where there are other ranks the GPU may wait for one that
- * never comes: then the wait must be one that can be given up. False after an error. */
-static bool await(struct rank *r, cudaEvent_t event, const char *what) {
+/* Waits for an event, or with NULL for the whole stream. With other ranks it polls, because a kernel may wait for a rank
+ * that has failed. False after an error. */
+static bool wait_for_event(struct rank *r, cudaEvent_t event, const char *what) {
     struct cuda *c = r->cuda;
     struct backoff p = {};
     cudaError_t e;
@@ -3484,7 +3486,7 @@ static bool await(struct rank *r, cudaEvent_t event, const char *what) {
 }
 
 /* Waits for all that was enqueued. False after an error. */
-static bool cuda_sync(struct rank *r, const char *what) { return await(r, NULL, what); }
+static bool cuda_sync(struct rank *r, const char *what) { return wait_for_event(r, NULL, what); }
 
 /* ---- memory ---- */
 
@@ -3528,7 +3530,7 @@ static void *cuda_memory(struct rank *r, size_t bytes, const char *what) {
     return p;
 }
 
-/* Zeroed, pinned memory of the host that all GPUs reach, held likewise. NULL after an error. */
+/* Returns zeroed, pinned host memory that all GPUs can access; freed with the rank. NULL after an error. */
 static void *cuda_host_memory(struct rank *r, size_t bytes, const char *what) {
     struct cuda *c = r->cuda;
     void *p = NULL;
@@ -3542,7 +3544,7 @@ static void *cuda_host_memory(struct rank *r, size_t bytes, const char *what) {
  * its memory on the host, or NULL after an error. */
 static uint8_t *staging_take(struct rank *r, struct staging *s, size_t bytes, bool device, const char *what) {
     if (s->free) {
-        await(r, s->free, what);
+        wait_for_event(r, s->free, what);
     } else {
         CUDA_OK(r, cudaMallocHost((void **)&s->host, bytes), what);
         if (device) CUDA_OK(r, cudaMalloc((void **)&s->device, bytes), what);
@@ -3591,8 +3593,9 @@ static void send_batch(struct rank *r) {
     struct staging *s = &c->sent[c->turn ^= 1];
     const size_t bytes = (size_t)r->n_tok * sizeof *r->tokens;
     int32_t *out = (int32_t *)s->host;
-    if (!await(r, s->free, "sending tokens")) return;
-    out[0] = r->pos, out[1] = r->n_tok;
+    if (!wait_for_event(r, s->free, "sending tokens")) return;
+    out[0] = r->pos;
+    out[1] = r->n_tok;
     memcpy(out + 2, r->tokens, bytes);
     cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
@@ -3656,9 +3659,14 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
                                 enum act out) {
     struct cuda *c = r->cuda;
     struct norm_args a = {};
-    a.x = x, a.delta = delta, a.weight = (const float *)device_vector_of(c, w), a.eps = r->m->rms_eps, a.n = n,
+    a.x = x;
+    a.delta = delta;
+    a.weight = (const float *)device_vector_of(c, w);
+    a.eps = r->m->rms_eps;
+    a.n = n;
     a.n_tok = n_tok;
-    a.h16 = c->x16[out], a.h32 = out == A_H ? c->x32[out] : NULL;
+    a.h16 = c->x16[out];
+    a.h32 = out == A_H ? c->x32[out] : NULL;
     return a;
 }
 static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
@@ -3675,8 +3683,9 @@ static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int lin
 }
 #define NCCL_OK(r, call) nccl_check(r, call, #call, __LINE__)
 
-/* The sum by NCCL. For decode tokens it only carries the parts, which are then added in the order of the ranks; for many it adds, in
- * BF16: two bytes per value cross the bus instead of four, and each addition rounds to 8 bits (NMSE of about 4e-6). */
+/* All-reduces by NCCL. False: our own kernel is to do it. In decode NCCL gathers the deltas in F32, and our kernel adds them
+ * in the order of the ranks. In prefill NCCL adds them in BF16: two bytes per value cross the bus instead of four, and each
+ * addition rounds to 8 bits (NMSE of about 4e-6). */
 static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     struct cuda *c = r->cuda;
     const size_t count = (size_t)a->n_tok * (size_t)a->n;
@@ -3700,8 +3709,8 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
 static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
 #endif
 
-/* Alone a rank adds its own delta. Several add by NCCL, where that was chosen, or by our own kernel, which pushes as
- * many rows at a time as a slot holds. */
+/* Adds the deltas of all ranks to x and norms the sum. A single rank adds its own delta. Several use NCCL where it was chosen,
+ * or else our own kernel, which pushes as many rows at a time as a slot holds. */
 static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
@@ -3711,9 +3720,10 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
         LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
         return;
     }
-    a.p = tp_rank_of(r), a.ordinal = (int)r->n_all_reduce++;
+    a.p = tp_rank_of(r);
+    a.ordinal = (int)r->n_all_reduce++;
     if (all_reduce_by_nccl(r, &a)) return;
-    /* a full queue of launches could stop another rank of the same GPU, for which they wait */
+    /* Ranks that share a GPU must not fill its launch queue: a waiting kernel could block the one it waits for. */
     if (r->cuda->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
     const struct mailbox *stage = &r->cuda->mailbox[shard->stage * shard->n_rank];
     for (int k = 0; k < shard->n_rank; k++) a.slot[k] = stage[k].slot, a.flag[k] = stage[k].reduce_flag;
@@ -3722,12 +3732,14 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
         a.n_tok = min(n_tok - t, piece);
         LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, (unsigned)min(a.n_tok, (int)ALLREDUCE_BLOCKS), NORM_THREADS, 0, c->stream,
                    a);
-        a.x += step, a.delta = (const float *)a.delta + step, a.h16 += step;
+        a.x += step;
+        a.delta = (const float *)a.delta + step;
+        a.h16 += step;
         if (a.h32) a.h32 += step;
     }
 }
 
-/* The same without the norm; then the rows go to the next stage, as soon as it has room for them. */
+/* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones. */
 static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     const struct shard *shard = &r->m->shard;
     const size_t n = (size_t)r->m->n_embd;
@@ -3752,17 +3764,32 @@ static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
     if (n_tok <= DECODE_MAX_TOKENS) {
         struct gemv_args p = {};
-        p.entry[0].w = *w, p.entry[0].x = x, p.entry[0].x_stride = x_stride, p.entry[0].x_job = x_batch,
+        p.entry[0].w = *w;
+        p.entry[0].x = x;
+        p.entry[0].x_stride = x_stride;
+        p.entry[0].x_job = x_batch;
         p.entry[0].max_jobs = 1;
-        p.n_entry = 1, p.n_tok = n_tok, p.batch = batch;
-        p.y16 = y16, p.y32[0] = y32, p.y_stride[0] = y_stride, p.y_batch = y_batch;
+        p.n_entry = 1;
+        p.n_tok = n_tok;
+        p.batch = batch;
+        p.y16 = y16;
+        p.y32[0] = y32;
+        p.y_stride[0] = y_stride;
+        p.y_batch = y_batch;
         gemv_sum_launch(&p, c->stream);
         return;
     }
     struct gemm_args g = {};
-    g.w = *w, g.x = x, g.x_stride = x_stride, g.n_tok = n_tok, g.y_f32 = y32 != NULL,
+    g.w = *w;
+    g.x = x;
+    g.x_stride = x_stride;
+    g.n_tok = n_tok;
+    g.y_f32 = y32 != NULL;
     g.y = y32 ? (void *)y32 : (void *)y16;
-    g.y_stride = y_stride, g.batch = batch, g.x_batch = x_batch, g.y_batch = y_batch;
+    g.y_stride = y_stride;
+    g.batch = batch;
+    g.x_batch = x_batch;
+    g.y_batch = y_batch;
     gemm_prefill(&g, 0, c->stream);
 }
 
@@ -3783,11 +3810,16 @@ static void cuda_linear3(struct rank *r, enum act x, const struct weight *const 
         }
         struct gemv_batch *q = &p.entry[p.n_entry];
         profile_matrices(device_matrix_of(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
-        q->w = *device_matrix_of(c, w[i]), q->x = c->x16[x], q->x_stride = (size_t)r->width[x], q->max_jobs = 1;
-        p.y32[p.n_entry] = c->x32[out[i]], p.y_stride[p.n_entry++] = (size_t)r->width[out[i]];
+        q->w = *device_matrix_of(c, w[i]);
+        q->x = c->x16[x];
+        q->x_stride = (size_t)r->width[x];
+        q->max_jobs = 1;
+        p.y32[p.n_entry] = c->x32[out[i]];
+        p.y_stride[p.n_entry++] = (size_t)r->width[out[i]];
     }
     if (!p.n_entry) return;
-    p.separate = true, p.n_tok = r->n_tok;
+    p.separate = true;
+    p.n_tok = r->n_tok;
     gemv_sum_launch(&p, c->stream);
 }
 
@@ -3798,11 +3830,23 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
     struct rope_args p = {};
-    p.batch = c->batch, p.cs = c->cs, p.sn = c->sn, p.q = c->x32[q], p.k = c->x32[k], p.q16 = c->x16[q];
-    p.kp = r->planes[il][PLANE_K], p.vp = r->planes[il][PLANE_V];
-    p.n_head = shape.n_head, p.n_head_kv = shape.n_head_kv, p.d = shape.head_k, p.dv = shape.head_v;
-    p.rope = layer_rope_dim(m, layer), p.nope = layer_nope(m, layer), p.latent = shape.kv_lora;
-    p.eps = m->rms_eps, p.q_rope = c->q_absorbed;
+    p.batch = c->batch;
+    p.cs = c->cs;
+    p.sn = c->sn;
+    p.q = c->x32[q];
+    p.k = c->x32[k];
+    p.q16 = c->x16[q];
+    p.kp = r->planes[il][PLANE_K];
+    p.vp = r->planes[il][PLANE_V];
+    p.n_head = shape.n_head;
+    p.n_head_kv = shape.n_head_kv;
+    p.d = shape.head_k;
+    p.dv = shape.head_v;
+    p.rope = layer_rope_dim(m, layer);
+    p.nope = layer_nope(m, layer);
+    p.latent = shape.kv_lora;
+    p.eps = m->rms_eps;
+    p.q_rope = c->q_absorbed;
     p.q_norm = (const float *)device_vector_of(c, layer->q_norm);
     p.k_norm = (const float *)device_vector_of(c, shape.kv_lora ? layer->kv_a_norm : layer->k_norm);
     return p;
@@ -3826,10 +3870,21 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][PLANE_V];
     struct cuda *c = r->cuda;
     struct attn_args a = {};
-    a.q = q, a.out = out, a.partials = c->partials, a.k = *k, a.v = *v;
-    a.batch = c->batch, a.n_tok = r->n_tok, a.n_head = shape.n_head, a.n_head_kv = n_head_kv, a.dk = dk, a.dv = dv;
-    a.q_stride = (size_t)shape.n_head * (size_t)dk, a.out_stride = (size_t)shape.n_head * (size_t)dv;
-    a.scale = shape.scale, a.max_splits = r->cuda->sizes.splits;
+    a.q = q;
+    a.out = out;
+    a.partials = c->partials;
+    a.k = *k;
+    a.v = *v;
+    a.batch = c->batch;
+    a.n_tok = r->n_tok;
+    a.n_head = shape.n_head;
+    a.n_head_kv = n_head_kv;
+    a.dk = dk;
+    a.dv = dv;
+    a.q_stride = (size_t)shape.n_head * (size_t)dk;
+    a.out_stride = (size_t)shape.n_head * (size_t)dv;
+    a.scale = shape.scale;
+    a.max_splits = r->cuda->sizes.splits;
     const double key = (double)(k->row_bytes + plane_scale_bytes(k) + v->row_bytes + plane_scale_bytes(v));
     profile_next((r->pos + r->n_tok) * key, "%d keys", r->pos + r->n_tok);
     attn_launch(&a, shape.kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
@@ -3840,7 +3895,8 @@ static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
     attend(r, il, r->cuda->x16[q], shape.head_k, r->cuda->x16[out], shape.head_v, shape.n_head_kv);
 }
 
-/* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix C). */
+/* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
+ * C). */
 static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
@@ -3854,31 +3910,35 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out)
            NULL, heads * head_v, head_v);
 }
 
-/* Collects the squares of the inputs of network `ffn` of a layer: x, and hidden rows. first, rows: as in k_in_sum2. */
+/* Adds the squared inputs of feed-forward `ffn` of a layer, x and hidden rows, to in_sum2. first, rows: as in k_in_sum2. */
 static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint16_t *hidden, const int32_t *first,
                         const int32_t *rows) {
     struct ffn_weights ffns[2];
     layer_ffns(&r->m->layers[il], ffns);
     if (!r->in_sum2) return;
-    float *sums = r->in_sum2 + in_sum2_before(r->m, il) + (ffn ? ffn_in_sum2(&ffns[0]) : 0);
+    float *out = r->in_sum2 + in_sum2_before(r->m, il) + (ffn ? ffn_in_sum2(&ffns[0]) : 0);
     const int n_in = ffns[ffn].gate->n_in, n_ff = ffns[ffn].gate->n_out, n_e = ffns[ffn].gate->n_expert;
     LAUNCH_PDL(k_in_sum2, dim3(ceil_div(n_in, 256), (unsigned)n_e), 256, 0, r->cuda->stream, r->cuda->x16[x],
-               (size_t)r->width[x], first, rows, r->n_tok, n_in, 1.0f, sums);
+               (size_t)r->width[x], first, rows, r->n_tok, n_in, 1.0f, out);
     LAUNCH_PDL(k_in_sum2, dim3(ceil_div(n_ff, 256), (unsigned)n_e), 256, 0, r->cuda->stream, hidden, (size_t)n_ff,
                first, (const int32_t *)NULL, r->n_tok, n_ff, HIDDEN_SCALE * HIDDEN_SCALE,
-               sums + (size_t)n_e * (size_t)n_in);
+               out + (size_t)n_e * (size_t)n_in);
 }
 
-/* out (+)= down(silu(gate x) * (up x)) of network `ffn` of a layer for many tokens. */
+/* out (+)= down(silu(gate x) * (up x)) of feed-forward `ffn` of a layer in prefill. */
 static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum act out) {
     struct cuda *c = r->cuda;
     struct ffn_weights ffns[2];
     layer_ffns(&r->m->layers[il], ffns);
     const struct weight *gate = ffns[ffn].gate, *up = ffns[ffn].up, *down = ffns[ffn].down;
     struct gemm_args g = {};
-    g.w = *device_matrix_of(c, gate), g.w2 = *device_matrix_of(c, up), g.x = c->x16[x],
-    g.x_stride = (size_t)r->width[x], g.n_tok = r->n_tok;
-    g.y = c->hidden_shared, g.y_stride = (size_t)gate->n_out;
+    g.w = *device_matrix_of(c, gate);
+    g.w2 = *device_matrix_of(c, up);
+    g.x = c->x16[x];
+    g.x_stride = (size_t)r->width[x];
+    g.n_tok = r->n_tok;
+    g.y = c->hidden_shared;
+    g.y_stride = (size_t)gate->n_out;
     profile_matrices(&g.w, 2, 0);
     gemm_prefill(&g, 1, c->stream);
     in_sum2_add(r, il, ffn, x, c->hidden_shared, NULL, NULL);
@@ -3887,7 +3947,7 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     matmul(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
-/* The networks of a layer, of which routed experts are the first, for 1..16 tokens. */
+/* The feed-forwards of a layer in decode, 1..16 tokens. routed: the first of them is the routed experts. */
 static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act out) {
     struct cuda *c = r->cuda;
     const struct route_args *ro = &c->route;
@@ -3899,20 +3959,28 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     for (int i = 0; i < n; i++) {
         const bool experts = routed && !i;
         struct gemv_batch p = {};
-        p.w = *device_matrix_of(c, ffns[i].gate), p.x = c->x16[x], p.x_stride = (size_t)r->width[x], p.max_jobs = 1;
+        p.w = *device_matrix_of(c, ffns[i].gate);
+        p.x = c->x16[x];
+        p.x_stride = (size_t)r->width[x];
+        p.max_jobs = 1;
         if (experts) {
-            p.expert = ro->job_expert, p.n_jobs = ro->n_jobs;
+            p.expert = ro->job_expert;
+            p.n_jobs = ro->n_jobs;
             p.max_jobs = min(r->n_tok * r->m->layers[il].n_expert_used, p.w.n_expert);
             jobs[i] = experts_expected(&r->m->layers[il], r->n_tok);
         }
-        u.gate[i] = p, u.up[i] = *device_matrix_of(c, ffns[i].up), u.y[i] = experts ? c->hidden : c->hidden_shared;
+        u.gate[i] = p;
+        u.up[i] = *device_matrix_of(c, ffns[i].up);
+        u.y[i] = experts ? c->hidden : c->hidden_shared;
         u.y_stride[i] = (size_t)p.w.n_out;
         p.w = *device_matrix_of(c, ffns[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
         if (experts) p.x_job = DECODE_MAX_TOKENS * p.x_stride, p.weight = ro->job_weight;
         d.entry[i] = p;
     }
-    u.n_entry = d.n_entry = n, u.n_tok = d.n_tok = r->n_tok;
-    d.y32[0] = c->x32[out], d.y_stride[0] = (size_t)r->width[out];
+    u.n_entry = d.n_entry = n;
+    u.n_tok = d.n_tok = r->n_tok;
+    d.y32[0] = c->x32[out];
+    d.y_stride[0] = (size_t)r->width[out];
     for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, 2 * jobs[i], 0);
     gemv_glu_launch(&u, c->stream);
     for (int i = 0; i < n; i++) profile_matrices(&d.entry[i].w, jobs[i], 0);
@@ -3935,9 +4003,12 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const void *router = device_vector_of(c, layer->router.data);
     if (router_halves(&layer->router)) p.w16 = (const uint16_t *)router;
     else p.w32 = (const float *)router;
-    p.bias = (const float *)device_vector_of(c, layer->router_bias), p.x = c->x32[x];
-    p.n_tok = r->n_tok, p.n_expert = layer->n_expert, p.k = layer->n_expert_used;
-    if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* what is collected lies sorted by expert */
+    p.bias = (const float *)device_vector_of(c, layer->router_bias);
+    p.x = c->x32[x];
+    p.n_tok = r->n_tok;
+    p.n_expert = layer->n_expert;
+    p.k = layer->n_expert_used;
+    if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
         route_decode_launch(&p, c->stream);
         ffn_decode(r, il, true, x, out);
         return;
@@ -3947,16 +4018,25 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
                p);
     struct sort_args s = c->sort;
     s.k = p.k;
-    s.n_choices = r->n_tok * s.k, s.n_expert = layer->n_expert;
+    s.n_choices = r->n_tok * s.k;
+    s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
     if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
     struct gemm_args g = {};
-    g.w = *device_matrix_of(c, &layer->gate), g.w2 = *device_matrix_of(c, &layer->up), g.x = c->x16[x],
-    g.x_stride = (size_t)r->width[x], g.rows = s.row;
-    g.tile_expert = s.tile_expert, g.tile_first = s.tile_first, g.tile_count = s.tile_count, g.n_tiles = s.n_tiles;
+    g.w = *device_matrix_of(c, &layer->gate);
+    g.w2 = *device_matrix_of(c, &layer->up);
+    g.x = c->x16[x];
+    g.x_stride = (size_t)r->width[x];
+    g.rows = s.row;
+    g.tile_expert = s.tile_expert;
+    g.tile_first = s.tile_first;
+    g.tile_count = s.tile_count;
+    g.n_tiles = s.n_tiles;
     g.max_tiles = s.n_choices / TN + (layer->n_expert < s.n_choices ? layer->n_expert : s.n_choices);
-    g.n_tok = s.n_choices, g.y = c->hidden, g.y_stride = (size_t)layer->gate.n_out;
+    g.n_tok = s.n_choices;
+    g.y = c->hidden;
+    g.y_stride = (size_t)layer->gate.n_out;
     const bool w4a4 = r->cuda->sizes.w4a4 && g.w.fmt == FMT_FP4 && device_matrix_of(c, &layer->down)->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
@@ -3967,7 +4047,9 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
     g.w = *device_matrix_of(c, &layer->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
     g.rows = NULL;
-    g.y = c->expert_out, g.y_f32 = 1, g.y_stride = (size_t)r->width[out];
+    g.y = c->expert_out;
+    g.y_f32 = 1;
+    g.y_stride = (size_t)r->width[out];
     experts(0, s.n_choices, c->hidden4);
     if (r->stats) {
         struct stats_args a = {
@@ -3983,21 +4065,22 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
-    const struct mailbox *head = &r->cuda->mailbox[shard->stage * shard->n_rank];
-    if (!c->logits) c->logits = head->logits; /* of the first of several ranks: where the others push theirs */
+    const struct mailbox *root = &r->cuda->mailbox[shard->stage * shard->n_rank];
+    if (!c->logits) c->logits = root->logits; /* the root of several ranks: where the others push theirs */
     struct norm_args a =
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
     LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n, NORM_THREADS, 0, c->stream, a);
-    struct device_matrix w =
-        *device_matrix_of(c, &r->m->output); /* maybe the embedding, of which the first rank's rows are the first */
-    w.n_out = r->m->output.n_out, w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
+    /* With tied embeddings this is the whole embedding; the first rows are the first rank's. */
+    struct device_matrix w = *device_matrix_of(c, &r->m->output);
+    w.n_out = r->m->output.n_out;
+    w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
     matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
-    if (shard->rank) /* behind the last id there is room for three more */
+    if (shard->rank) /* rows are padded to a multiple of four logits */
         send_rows(r,
-                  {tp_rank_of(r), CH_LOGITS, NULL, 0, c->logits, head->logits + r->m->first_id, c->logits_stride,
-                   logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, head->logits_flag + shard->rank});
+                  {tp_rank_of(r), CH_LOGITS, NULL, 0, c->logits, root->logits + r->m->first_id, c->logits_stride,
+                   logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, root->logits_flag + shard->rank});
     else if (shard->n_rank > 1)
-        send_rows(r, {tp_rank_of(r), CH_LOGITS, head->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
+        send_rows(r, {tp_rank_of(r), CH_LOGITS, root->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
     CUDA_OK(r, cudaGetLastError(), "the output layer");
 }
 
@@ -4026,7 +4109,10 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
         p->recent[i] = recent[i];
         p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
     }
-    p->repeat_penalty = o->repeat_penalty, p->temp = o->temp, p->top_p = o->top_p, p->min_p = o->min_p;
+    p->repeat_penalty = o->repeat_penalty;
+    p->temp = o->temp;
+    p->top_p = o->top_p;
+    p->min_p = o->min_p;
     p->uniform = uniform;
     LAUNCH_PDL(k_sample, min(ceil_div(p->n, 4 * SAMPLE_THREADS), (unsigned)SAMPLE_BLOCKS), SAMPLE_THREADS, 0, c->stream,
                *p);
@@ -4042,7 +4128,8 @@ static int32_t cuda_read_token(struct rank *r) {
     return sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, 0), p->recent, p->n_recent, p->uniform);
 }
 
-/* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL: not this one. */
+/* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL:
+ * not this one. */
 static void cuda_plane_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
                             bool store) {
     const char *what = "copying the cache";
@@ -4058,14 +4145,14 @@ static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
 
 static void cuda_read_stats(struct rank *r, double *stats, float *in_sum2) {
     const size_t n = (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS;
-    const char *what = "reading what was collected";
+    const char *what = "reading the statistics";
     cuda_copy(r, stats, r->stats, n * sizeof *stats, what);
     if (in_sum2) cuda_copy(r, in_sum2, r->in_sum2, in_sum2_before(r->m, r->m->n_layer) * sizeof *in_sum2, what);
     cuda_sync(r, what);
 }
 
-/* The rate of mma.sync: `turns` rounds of eight independent products per warp, eight warps a scheduler. Grid two blocks an SM, block
- * 512. No memory: `out` is there so that the compiler leaves no product out: sums of positive numbers are never written. */
+/* Runs `turns` rounds of eight independent mma.sync per warp, to measure their rate. Grid: two blocks an SM, block: 512.
+ * Reads no memory and writes none: the condition on `out` is never true, but keeps the compiler from dropping the MMAs. */
 __global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
     grid_dependency_wait();
     const uint32_t one = 0x3C003C00u + threadIdx.x, a[4] = {one, one, one, one}, b[2] = {one, one};
@@ -4125,7 +4212,8 @@ static struct rates cuda_measure(struct rank *r) {
         watch.mark(0);
         LAUNCH_PDL(k_mma_rate, 2 * (unsigned)r->cuda->n_sm, 512, 0, c->stream, turns, c->x32[A_X]);
         watch.mark(1);
-        t = watch.seconds(), c->mma_turns = turns;
+        t = watch.seconds();
+        c->mma_turns = turns;
     }
     if (t > 0) rates.mma = 2.0 * 16 * 8 * 16 * 8 * c->mma_turns * 16 * 2 * r->cuda->n_sm / t;
     errors_clear();
@@ -4138,14 +4226,15 @@ static void all_reduces_run(struct rank *r, int runs) {
         r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
 }
 
-/* By the way that is asked for, whatever was chosen; the ranks of a stage call it together. */
+/* Returns the seconds of an all-reduce of n_tok tokens, by NCCL or by our own kernel, whichever was chosen. 0: it cannot be
+ * measured. The ranks of a stage call it together. */
 static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     enum { WARM = 3, RUNS = 20 };
     struct cuda *c = r->cuda;
-    bool *few = &c->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *few;
+    bool *by_nccl = &c->by_nccl[n_tok <= DECODE_MAX_TOKENS ? n_tok : 0], before = *by_nccl;
     if (n_tok > r->chunk) return 0;
     if (nccl ? !c->sizes.nccl : n_tok > DECODE_MAX_TOKENS && c->sizes.nccl) return 0;
-    *few = nccl;
+    *by_nccl = nccl;
     r->n_tok = n_tok;
     all_reduces_run(r, WARM);
     struct stopwatch watch(c->stream);
@@ -4154,7 +4243,7 @@ static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     watch.mark(1);
     const double t = cuda_sync(r, "timing the all-reduce") ? watch.seconds() : 0;
     cuda_check(r, watch.error, "timing the all-reduce", "an event", __LINE__, true);
-    *few = before;
+    *by_nccl = before;
     return t / RUNS;
 }
 
@@ -4165,7 +4254,9 @@ static int cuda_profile(struct rank *r, void (*body)(void *), void *arg, struct 
     /* the GPU is kept busy until the host is ahead: else a kernel's time is that of its launch */
     if (c->mma_turns) LAUNCH_PDL(k_mma_rate, 2 * (unsigned)c->n_sm, 512, 0, c->stream, c->mma_turns, c->logits);
     profile = {};
-    profile.row = rows, profile.event = e, profile.cap = n;
+    profile.row = rows;
+    profile.event = e;
+    profile.cap = n;
     body(arg);
     profile.row = NULL;
     n = profile.n;
@@ -4194,8 +4285,12 @@ static bool matrix_allocate(struct rank *r, const struct weight *w, const char *
     struct device_matrix *d = &t.mat;
     if (d->codes || c->failed) return false;
     t.key = w->data;
-    d->fmt = weight_format(w->type), d->n_out = w->n_out, d->n_in = w->n_in, d->n_expert = w->n_expert;
-    d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
+    d->fmt = weight_format(w->type);
+    d->n_out = w->n_out;
+    d->n_in = w->n_in;
+    d->n_expert = w->n_expert;
+    d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS;
+    d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
     d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);
     if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
     d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
@@ -4255,7 +4350,8 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct re
             const int rows = min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
             const int buffer = synthetic ? (int)weight_format(w->type) : c->staging_next++ % 2;
             size_t bytes = 0; /* that are new in the buffer */
-            k.n_e = min(w->n_expert - k.e0, n_e), k.n_rt = min(n_rt - k.rt0, step);
+            k.n_e = min(w->n_expert - k.e0, n_e);
+            k.n_rt = min(n_rt - k.rt0, step);
             if (!synthetic || !(c->staging_filled >> buffer & 1)) {
                 uint8_t *out = staging_take(r, &c->staging[buffer], STAGING_BYTES, true, "memory for the upload");
                 uint64_t rng = 42;
@@ -4330,7 +4426,8 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
              rule = rule_next(rule, &m->layers[il]))
             if (rule_is_weight(rule) && rule->kind != TENSOR_ROUTER)
                 total += (double)weight_gpu_bytes(rule_weight(rule, &m->layers[il]), true);
-    if (!c->failed && total > (double)f.free) /* of several ranks on one GPU some may have begun: theirs is not free */
+    if (!c->failed &&
+        total > (double)f.free) /* another rank on this GPU may have uploaded already: its bytes are not free */
         rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
                   (double)f.free / 0x1p30, (double)f.total / 0x1p30);
     if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
@@ -4399,7 +4496,8 @@ static void nccl_init(struct rank *r) {
     if (!p.rank) NCCL_OK(r, ncclGetUniqueId(&id));
     rank_all_gather(r, &id, all, sizeof id);
     if (!rank_agree(r)) return;
-    char *err = c->err; /* who fails here cannot tell the others, which wait inside NCCL: the program ends */
+    char *err =
+        c->err; /* without it a failure ends the program: the other ranks wait inside NCCL and could not be told */
     c->err = NULL;
     NCCL_OK(r, ncclCommInitRank(&c->comm, p.n_rank, all[p.stage * p.n_rank], p.rank));
     NCCL_OK(r, ncclAllGather(buffer, buffer + TRY, TRY, ncclFloat32, c->comm, c->stream));
@@ -4465,9 +4563,9 @@ static void ranks_link(struct rank *r, const int *device, bool peers) {
     }
 }
 
-/* Checks that what ranks push arrives: there are machines where writes between GPUs are allowed and get lost. */
+/* Checks that what ranks push arrives. Some machines allow writes between GPUs and lose them. */
 static void all_reduce_check(struct rank *r) {
-    static const char what[] = "a first sum";
+    static const char what[] = "a first all-reduce";
     const int n = r->m->n_embd, n_rank = r->m->shard.n_rank;
     const size_t bytes = (size_t)n * sizeof(float);
     float *x = (float *)host_memory((size_t)n, sizeof *x), *delta = (float *)host_memory((size_t)n, sizeof *delta);
@@ -4491,8 +4589,8 @@ static void all_reduce_check(struct rank *r) {
     free(delta);
 }
 
-/* For each number of tokens of a decode forward the faster way to add, by the slowest rank of all; both give the same
- * bits. Writes what was chosen to r->link. */
+/* Chooses NCCL or our own kernel for each number of tokens of a decode forward: the one that is faster on the slowest rank.
+ * Both give the same bits. Describes the choice in r->link. */
 static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool peers) {
     enum { SIZES = 5 };
     static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
@@ -4518,10 +4616,10 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
             snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", size[i],
                      nccl ? "NCCL" : "own", (double)worst[nccl]);
     }
-    if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages hand over through %s", way);
+    if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages send through %s", way);
     else if (!wanted) snprintf(r->link, sizeof r->link, "all-reduce through %s (tokens: %s)", way, list);
     else
-        snprintf(r->link, sizeof r->link, "all-reduce: NCCL %d.%d for many tokens, for few %s (tokens: %s); through %s",
+        snprintf(r->link, sizeof r->link, "all-reduce: NCCL %d.%d in prefill, in decode %s (tokens: %s); through %s",
                  version / 10000, version / 100 % 100, both ? "the faster" : "as asked", list, way);
 }
 
@@ -4542,7 +4640,7 @@ static void cuda_close(struct rank *r) {
     for (int i = 0; i <= DECODE_MAX_TOKENS; i++)
         if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
 #ifdef HAVE_NCCL
-    if (c->comm) ncclCommDestroy(c->comm); /* behind the graphs: it waits for those that recorded its calls */
+    if (c->comm) ncclCommDestroy(c->comm); /* after the graphs: it waits for those that recorded its calls */
 #endif
     for (size_t i = 0; i < arrlenu(r->owned); i++) cudaFree(r->owned[i]);
     for (size_t i = 0; i < arrlenu(c->pinned); i++) cudaFreeHost(c->pinned[i]);
@@ -4592,12 +4690,14 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     else if (m->n_group > ROUTE_MAX_GROUPS)
         snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     else if (m->family->planes)
-        snprintf(why, ERR_MAX, "the recurrent states of %s are not supported on a GPU; use --cpu", m->family->arch);
+        snprintf(why, ERR_MAX, "the state of %s is not supported on a GPU; use --cpu", m->family->arch);
+    else if (m->n_rope > 1)
+        snprintf(why, ERR_MAX, "%d rotations in one model are not supported on a GPU; use --cpu", m->n_rope);
     else if (shard_gap(m, &il))
         snprintf(why, ERR_MAX,
-                 "%d ranks are too many for this model on GPUs: rank %d would have no part of %s %d; use a smaller "
+                 "%d ranks are too many for this model on GPUs: rank %d would have no shard of %s %d; use a smaller "
                  "--tp",
-                 m->shard.n_rank, m->shard.rank, il < 0 ? "the output behind layer" : "layer",
+                 m->shard.n_rank, m->shard.rank, il < 0 ? "the output after layer" : "layer",
                  m->first_layer + (il < 0 ? m->n_layer - 1 : il));
     matrix_check(&m->embd, why);
     matrix_check(&m->output, why);
@@ -4632,8 +4732,8 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
 }
 
-/* Parts of a context in decode, to fill 2 blocks per multiprocessor; n_head_blocks: KV heads, or groups of 16 heads of
- * MLA. */
+/* Returns the splits of a context in decode that give every multiprocessor two blocks. n_head_blocks: KV heads, or groups of
+ * 16 heads of MLA. */
 static int attn_splits(int n_sm, int n_head_blocks) {
     const int n = 2 * n_sm / n_head_blocks;
     return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
@@ -4658,7 +4758,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     snprintf(r->name, sizeof r->name, "%s", f.label);
     r->cuda->n_sm = f.n_sm;
     for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.has_input_scale;
-    /* PTX that the driver compiles for such a chip has no products in FP4 */
+    /* PTX that the driver compiles for such a chip has no FP4 MMAs */
     const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
     if (o->moe_act == MOE_ACT_FP4 && !can4)
         rank_fail(r,
@@ -4684,13 +4784,14 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) sharers += o->device[i] == c->device;
     const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
     c->shared = sharers > 1;
-    r->n_ctx = want, r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
+    r->n_ctx = want;
+    r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
     r->bytes = gpu_bytes(m, r->chunk, o->stats);
-    const size_t room = f.free / sharers, keep = r->bytes + o->reserve / sharers + gpu_rounding(m);
-    if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, room > keep ? room - keep : 0, want);
+    const size_t free = f.free / sharers, needed = r->bytes + o->reserve / sharers + gpu_rounding(m);
+    if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, free > needed ? free - needed : 0, want);
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
         rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
-                  (double)room / 0x1p30, (double)r->bytes / 0x1p30);
+                  (double)free / 0x1p30, (double)r->bytes / 0x1p30);
     rank_agree(r);
     c->sizes.chunk = r->chunk;
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
@@ -4744,11 +4845,15 @@ static void rank_allocate(struct rank *r) {
     const size_t logits_bytes = (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float);
     c->logits_host = (float *)cuda_host_memory(r, logits_bytes, "host memory for logits");
     c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
-    route->n_embd = m->n_embd, route->k = m->max.n_expert_used, route->n_group = m->n_group,
+    route->n_embd = m->n_embd;
+    route->k = m->max.n_expert_used;
+    route->n_group = m->n_group;
     route->n_group_used = m->n_group_used;
-    route->softmax = m->gating == GATING_SOFTMAX, route->norm = m->norm_topk_prob,
+    route->softmax = m->gating == GATING_SOFTMAX;
+    route->norm = m->norm_topk_prob;
     route->factor = m->routed_scaling_factor;
-    c->sort.id = route->id, c->sort.k = route->k;
+    c->sort.id = route->id;
+    c->sort.k = route->k;
     memcpy(r->act, c->x32, sizeof r->act);
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
 }
@@ -4763,7 +4868,9 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     if (o->stats)
         r->stats =
             (double *)cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
-    if (o->in_sum2) r->in_sum2 = (float *)cuda_memory(r, in_sum2_before(m, m->n_layer) * sizeof *r->in_sum2, "squares");
+    if (o->in_sum2)
+        r->in_sum2 =
+            (float *)cuda_memory(r, in_sum2_before(m, m->n_layer) * sizeof *r->in_sum2, "sums of squared inputs");
     rank_fit(r, o);
     if (!c->failed) {
         rank_allocate(r);
@@ -4831,7 +4938,7 @@ __global__ void k_probe(int *out) {
 const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     const struct device_for_now now(device);
     cudaDeviceProp p;
-    int *answer = NULL, said = 0, khz = 0, bits = 0;
+    int *answer = NULL, got = 0, khz = 0, bits = 0;
     memset(f, 0, sizeof *f);
     cudaError_t e = now.e;
     if (e == cudaSuccess) e = cudaGetDeviceProperties(&p, device);
@@ -4850,14 +4957,16 @@ const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     snprintf(f->name, sizeof f->name, "%.63s", p.name);
     snprintf(f->label, sizeof f->label, "GPU %d %.63s (sm_%d%d, %.0f GiB)", device, f->name, p.major, p.minor,
              (double)f->total / 0x1p30);
-    f->major = p.major, f->minor = p.minor, f->block_shared = (int)p.sharedMemPerBlockOptin;
+    f->major = p.major;
+    f->minor = p.minor;
+    f->block_shared = (int)p.sharedMemPerBlockOptin;
     f->n_sm = p.multiProcessorCount;
     f->image = gpu_image(p.major, p.minor);
     if (probe) {
         LAUNCH_PDL(k_probe, 1, 1, 0, (cudaStream_t)0, answer);
         e = cudaGetLastError();
-        if (e == cudaSuccess) e = cudaMemcpy(&said, answer, sizeof said, cudaMemcpyDeviceToHost);
-        if (e != cudaSuccess || said != 42)
+        if (e == cudaSuccess) e = cudaMemcpy(&got, answer, sizeof got, cudaMemcpyDeviceToHost);
+        if (e != cudaSuccess || got != 42)
             snprintf(f->kernel_error, sizeof f->kernel_error, "%s",
                      e != cudaSuccess ? cudaGetErrorString(e) : "a kernel gave a wrong answer");
         cudaFree(answer);

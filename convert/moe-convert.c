@@ -812,15 +812,18 @@ static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias",
                                             {"shared_head.norm", "final_layernorm"},
                                             {NULL, NULL}};
 
-/* The one table of families: model_type of config.json, architecture of GGUF, the object of config.json that holds the language model
- * (NULL: config.json itself) and the prefix that its tensors have then. */
+/* The one table of families. */
 static const struct {
-    const char *type, *arch;
-    void (*read)(void);
-    const struct renaming *renaming;
+    const char *type; /* model_type of config.json */
+    const char
+        *wrapper;     /* model_type of a config.json that has this family's in text_config, and whose tensor names begin
+                          * with "language_model."; NULL: there is none */
+    const char *arch; /* general.architecture of GGUF */
+    void (*read)(void);              /* reads config.json into m */
+    const struct renaming *renaming; /* parts of tensor names that differ from those in tensor_rules; NULL: none */
 } families[] = {{.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
-                {.type = "deepseek_v3", .arch = "deepseek2", .read = read_deepseek3},
-                {.type = "kimi_k2", .arch = "deepseek2", .read = read_deepseek3},
+                {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
+                {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
                 {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names}};
 
 /* The model types, for a message. */
@@ -834,14 +837,16 @@ static const char *family_types(void) {
 static void read_config(void) {
     m.top = doc_read("config.json");
     if (!m.top.obj) die("'%s': no config.json there", model_dir);
-    const char *type = get_str(m.top, "model_type", "(none)");
-    bool wrapped = !strcmp(type, "kimi_k25");
+    const char *type = get_str(m.top, "model_type", "(none)"), *wrapper = type;
+    bool wrapped = false;
+    for (size_t f = 0; f < COUNT(families); f++) wrapped |= families[f].wrapper && !strcmp(families[f].wrapper, type);
     m.cfg = wrapped ? get_obj(m.top, "text_config") : m.top;
     m.prefix = wrapped ? "language_model." : "";
     if (wrapped) type = get_str(m.cfg, "model_type", "(none)");
     size_t f = 0, n = COUNT(families);
     while (f < n && strcmp(families[f].type, type)) f++;
-    expect(m.cfg, "model_type", f < n && !(wrapped && f == 0), family_types());
+    expect(m.cfg, "model_type", f < n && (!wrapped || (families[f].wrapper && !strcmp(families[f].wrapper, wrapper))),
+           family_types());
     m.arch = families[f].arch;
     m.renaming = families[f].renaming;
     m.routed_scaling_factor = NAN;

@@ -62,7 +62,7 @@ extern "C" const char *compare_launch(const char *kernel); /* notes it, returns 
 #define X_KV_FP8                   KV_FP8
 #define X_SESSION                  struct session
 #define X_SESSION_INIT(s, m, tp, pp, k, threads, ctx, kv) \
-    session_init(s, m, tp, pp, (struct cpu_options){k, threads, ctx, kv, false, false})
+    session_open_cpu(s, m, tp, pp, (struct cpu_options){k, threads, ctx, kv, false, false})
 #define X_SESSION_FREE(s)                  session_free(s)
 #define X_SCORE(s, ids, n, each, arg, err) session_score(s, ids, n, each, arg, err)
 #define X_SYNC(s, ids, n, err)             (session_sync(s, ids, n, 0, err) == SYNC_DONE)

@@ -156,7 +156,7 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
     if (!CHECK(cuda_rank_start(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
-    rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
+    cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     struct ops table = cpu_ops;
 #define OP_PAIRED(type, name, params, args) table.name = pair_##name;
@@ -1028,8 +1028,8 @@ static void rank_fault_gpu(const char *name, const char *path) {
 
 static void test_cuda_rank_faults(void) {
     static const struct fault faults[] = {
-        {"gpu-stuck", {"the end of a step was not reached", "behind: 1 ("}},
-        {"gpu-skips", {"nothing has happened for 7 s", "waited for rank 1 at the sum of the"}},
+        {"gpu-stuck", {"the end of a step: nothing has moved", "missing rank: 1 ("}},
+        {"gpu-skips", {"nothing has happened for 7 s", "waited for rank 1 in the all-reduce after the"}},
         {"gpu-lost", {"rank ", ": kernel "}},
         {"gpu-ncclCommInitRank", {"NCCL: ncclCommInitRank(", "GPU "}},
         {"gpu-ncclAllGather", {"NCCL: ncclAllGather(", ": unhandled system error"}}};
@@ -1052,7 +1052,7 @@ static void test_cuda_stats(void) {
         cuda_test_begin(f);
         if (!ids || !fixture_load(names[f], &m)) return;
         if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
-        session_init(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
+        session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
         const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
         const size_t n_in_sum2 = in_sum2_before(&m, m.n_layer);
         double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);

@@ -11,7 +11,7 @@ static double nmse(const float *x, const float *ref, size_t n) {
 /* A session of one rank on the CPU. */
 static void session_cpu(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
                         enum kv_type kv) {
-    session_init(s, m, 1, 1, (struct cpu_options){k, n_threads, n_ctx, kv, false, false});
+    session_open_cpu(s, m, 1, 1, (struct cpu_options){k, n_threads, n_ctx, kv, false, false});
 }
 
 /* Converts tests/fixtures/NAME into the test directory and loads it. */

@@ -51,7 +51,7 @@ static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_
     struct session s;
     char err[ERR_MAX] = "";
     struct collect c = {xmalloc((size_t)n * (size_t)m->n_vocab * sizeof(float)), m->n_vocab};
-    session_init(&s, m, tp, pp, (struct cpu_options){k, 2, n > from + n_out ? n : from + n_out, kv, false, false});
+    session_open_cpu(&s, m, tp, pp, (struct cpu_options){k, 2, n > from + n_out ? n : from + n_out, kv, false, false});
     CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
     greedy_run(&s, ids, from, out, n_out);
     session_free(&s);
@@ -127,7 +127,7 @@ static void test_ranks_save(void) {
             struct session s;
             float *last[2];
             for (int k = 0; k < 2; k++) { /* k 0 computes and writes, 1 reads and goes on */
-                session_init(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv, false, false});
+                session_open_cpu(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv, false, false});
                 if (!k)
                     CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE && !session_save(&s, path, err), "%s", err);
                 else CHECK(!session_load(&s, path, err) && s.n_past == 40, "%s", err);
@@ -196,7 +196,7 @@ static int rank_fault(const char *name, const char *path) {
         die("%s", err);
     fault_ops = &cpu_ops;
     table.mla_attention = !strcmp(name, "stuck") ? fault_stuck : fault_fails;
-    session_init(&s, &m, 2, 2, o);
+    session_open_cpu(&s, &m, 2, 2, o);
     for (int i = 0; i < s.pg.n; i++) s.pg.ranks[i].ops = &table;
     for (int i = 0; i < 8; i++) session_forward(&s, ids, 4);
     return 0;
@@ -229,10 +229,11 @@ static void check_faults(const struct fault *f, int n) {
 }
 
 static void test_ranks_faults(void) {
-    static const struct fault faults[] = {{"stuck", {"the sum of the attention of layer ", "behind: 1 ("}},
-                                          {"fails", {"rank 1 of 4: layer ", "an operation failed"}},
-                                          {"start", {"rank 1 of 2: no room for it", NULL}},
-                                          {"memory", {"rank 1 of 2: out of memory (4611686018427387904 bytes)", NULL}}};
+    static const struct fault faults[] = {
+        {"stuck", {"the all-reduce after the attention of layer ", "missing rank: 1 ("}},
+        {"fails", {"rank 1 of 4: layer ", "an operation failed"}},
+        {"start", {"rank 1 of 2: no room for it", NULL}},
+        {"memory", {"rank 1 of 2: out of memory (4611686018427387904 bytes)", NULL}}};
     check_faults(faults, SANITIZED ? 3 : 4); /* the sanitizers' malloc ends the program itself */
 }
 

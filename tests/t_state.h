@@ -93,7 +93,7 @@ static void state_adopt(struct model *m) {
 }
 
 static void state_open(struct session *s, const struct model *m, int tp, int pp, enum kv_type kv) {
-    session_init(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false});
+    session_open_cpu(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false});
 }
 
 /* The logits behind ids[0..n) of a session that has seen nothing else, in chunks of at most `chunk` tokens; malloc'ed. */
@@ -260,7 +260,7 @@ static void test_state_chat(void) {
     set.greedy = true;
     set.n_predict = 5;
     set.quiet = true;
-    session_init(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
+    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
     if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) return;
     enum turn_result r = TURN_DONE;
     fflush(stdout); /* answers are not for the list of tests */
@@ -273,7 +273,7 @@ static void test_state_chat(void) {
             CHECK(chat_undo(&c, err) == 0 && chat_turn(&c, turns[i], strlen(turns[i]), err) == TURN_DONE, "%s", err);
             CHECK(chat_regenerate(&c, &r, err) == 0 && r == TURN_DONE, "%s", err);
         }
-        session_init(&fresh, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
+        session_open_cpu(&fresh, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
         if (!CHECK(chat_init(&d, &set, &m, &fresh, err) == 0, "%s", err)) break;
         const struct message *answer = &arrlast(c.messages);
         for (size_t k = 0; k + 1 < arrlenu(c.messages); k++)

@@ -224,7 +224,7 @@ static void test_tables_halves(void) {
     if (!rewrite_open(&x, "deepseek_v3_plain")) return;
     rewrite_keys(&x, NULL);
     rewrite_tensors(&x, (const char *const[]){"blk.0.", "blk.1.", NULL});
-    CHECK(model_load(&bad, rewrite_close(&x), err) && strstr(err, "only the prediction layers"), "%s", err);
+    CHECK(model_load(&bad, rewrite_close(&x), err) && strstr(err, "only multi-token-prediction layers"), "%s", err);
     model_free(&m);
 }
 

@@ -305,8 +305,8 @@ def metadata_cases():
            ("rope.scaling.factor", "infinite", val(F32, float("inf")), "is inf, expected 0 to")]
     for k, what, value, msg in bad:
         case(f"{k}-{what}", f"metadata key 'qwen3moe.{k}' {msg}", B, setting(f"qwen3moe.{k}", value))
-    case("rope-dimension-odd", "3 rotary dimensions, 1 heads, 1 KV heads do not fit together", B, setting("qwen3moe.rope.dimension_count", u32(3)))
-    case("heads-do-not-divide", "3 heads, 2 KV heads do not fit together", B,
+    case("rope-dimension-odd", "'qwen3moe.rope.dimension_count' is 3, expected an even number", B, setting("qwen3moe.rope.dimension_count", u32(3)))
+    case("heads-do-not-divide", "layer 0 has 3 heads, expected a multiple of its 2 KV heads", B,
          lambda f: (f.set("qwen3moe.attention.head_count", u32(3)), f.set("qwen3moe.attention.head_count_kv", u32(2))))
     case("head-of-nothing", "metadata key 'qwen3moe.attention.key_length' is 0 by default, expected 2 to 4096", B,
          lambda f: (f.set("qwen3moe.attention.key_length", None), f.set("qwen3moe.attention.head_count", u32(65))))
@@ -353,7 +353,7 @@ def tensor_cases():
     case("scale-nan", "tensor 'token_embd.scale' holds nan at index 0", Q, lambda f: f.put("token_embd.scale", [1], T_F32, b"\0\0\xc0\x7f"))
     case("router-fewer-than-used", "routes to 1 experts, expected 2 to 2", Q,
          lambda f: (f.set("qwen3moe.expert_used_count", u32(2)), f.put("blk.0.ffn_gate_inp.weight", [64, 1], T_NVFP4)))
-    case("router-no-whole-groups", "expected 1 to 3 and whole groups", Q,
+    case("router-no-whole-groups", "expected 1 to 3, in 3 equal groups", Q,
          lambda f: (f.set("qwen3moe.expert_count", u32(3)), f.set("qwen3moe.expert_group_count", u32(3))))
     for name in ("blk.0.attn_sinks.weight", "blk.1.attn_q.weight", "blk.0.ffn_gate.weight", "unknown\x1b\n"):
         shown = "".join(c if c.isprintable() else "?" for c in name)
