@@ -11901,21 +11901,6 @@ static void write_all(int fd, const char *s, size_t n) {
     }
 }
 
-/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters.
- * The processing of output does not change. */
-static void term_raw(void) {
-    if (!term.raw && tcgetattr(0, &term.cooked)) return;
-    term.raw = 1;
-    struct termios t = term.cooked;
-    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
-    t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
-    t.c_cflag |= CS8;
-    t.c_cc[VMIN] = 1;
-    t.c_cc[VTIME] = 0;
-    tcsetattr(0, TCSADRAIN, &t);
-    write_all(1, "\033[?2004h", 8); /* bracketed paste */
-}
-
 static bool input_ready(void) { return poll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, 0) > 0; }
 
 enum {
@@ -11948,17 +11933,40 @@ static int input_byte(struct keyboard *kb, int wait_ms) {
     return (uint8_t)kb->in[kb->in_at++];
 }
 
-/* Takes over what was typed before the switch to raw mode. It arrives in whole lines with Enter as a newline. */
-static void input_typeahead(struct keyboard *kb) {
+/* Takes over what was typed in cooked mode, where the terminal makes a newline of Enter. Before the switch to raw mode
+ * this reads whole lines, and Ctrl-D reads as an end of input. `late`: reads after the switch what came in between. A
+ * Ctrl-D in there is a NUL. */
+static void input_typeahead(struct keyboard *kb, bool late) {
     while (input_ready()) {
-        char line[4096];
-        ssize_t n = read(0, line, sizeof line);
+        char s[4096];
+        ssize_t n = read(0, s, sizeof s);
         if (n < 0) return;
         if (n == 0) arrput(kb->in, CONTROL('D'));
         if (n == 0) return;
-        if (line[n - 1] == '\n') line[n - 1] = '\r';
-        sb_put(&kb->in, line, (size_t)n);
+        for (ssize_t i = late ? 0 : n - 1; i < n; i++) {
+            if (s[i] == '\n') s[i] = '\r';
+            if (!s[i] && late) s[i] = CONTROL('D');
+        }
+        sb_put(&kb->in, s, (size_t)n);
     }
+}
+
+/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters.
+ * The processing of output does not change. What was typed in cooked mode goes to kb. */
+static void term_raw(struct keyboard *kb) {
+    bool cooked = !term.raw;
+    if (cooked) input_typeahead(kb, false);
+    if (cooked && tcgetattr(0, &term.cooked)) return;
+    term.raw = 1;
+    struct termios t = term.cooked;
+    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
+    t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
+    t.c_cflag |= CS8;
+    t.c_cc[VMIN] = 1;
+    t.c_cc[VTIME] = 0;
+    tcsetattr(0, TCSADRAIN, &t);
+    if (cooked) input_typeahead(kb, true);
+    write_all(1, "\033[?2004h", 8); /* bracketed paste */
 }
 
 /* Reads a bracketed paste up to its end mark into kb->paste. */
@@ -12585,7 +12593,7 @@ static void editor_search(struct editor *e) {
         key = key_read(&e->keys);
         int from = at;
         if (key == KEY_REDRAW) {
-            term_raw();
+            term_raw(&e->keys);
             continue;
         }
         if (key == 127 || key == CONTROL('H')) {
@@ -12626,7 +12634,7 @@ static void editor_suspend(struct editor *e) {
     editor_leave(e);
     term_restore();
     kill(0, SIGTSTP); /* the whole job, as the terminal does it */
-    term_raw();
+    term_raw(&e->keys);
     e->cursor = at;
 }
 
@@ -12691,7 +12699,7 @@ static enum edit_result editor_key(struct editor *e, int key) {
         break;
     case CONTROL('R'): editor_search(e); break;
     case CONTROL('Z'): editor_suspend(e); break;
-    case KEY_REDRAW: term_raw(); break;
+    case KEY_REDRAW: term_raw(&e->keys); break;
     default:
         if (key >= 32 && key < KEY_NONE) text_insert(e, s, (size_t)utf8proc_encode_char(key, (uint8_t *)s));
     }
@@ -12730,8 +12738,11 @@ static enum edit_result editor_read_screen(struct editor *e) {
     struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART}, old[2];
     enum edit_result r;
     for (int i = 0; i < 2; i++) sigaction(signals[i], &sa, &old[i]);
-    input_typeahead(&e->keys);
-    term_raw();
+    term_raw(&e->keys);
+    if (interrupted) { /* acts before the keys taken over: they came later, Ctrl-C drops those in front of it */
+        interrupted = 0;
+        e->keys.pushed = CONTROL('C');
+    }
     do {
         if (!e->keys.pushed && e->keys.in_at == arrlenu(e->keys.in) && !input_ready()) editor_refresh(e);
         r = editor_key(e, key_read(&e->keys));

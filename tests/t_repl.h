@@ -3,6 +3,7 @@
  * A child reads lines with the editor, or is ./moe itself; the test types, and looks at the bytes that come back, at the
  * screen they make on a small terminal emulator, and at the mode in which the terminal is left. Every wait is for a
  * condition and ends after PTY_SECONDS with a failure and a dead child. */
+#include <dlfcn.h>
 #include <limits.h>
 #include <pty.h>
 #include <utmp.h>
@@ -269,6 +270,20 @@ static int pty_end(struct pty *p) {
 
 /* ---- the editor alone ---- */
 
+static bool switch_waits; /* the next switch to raw mode waits until something is typed */
+
+/* Stands in front of the C library's function, so that a test can type just before the mode changes. */
+int tcsetattr(int fd, int when, const struct termios *mode) {
+    static int (*next)(int, int, const struct termios *);
+    if (!next) next = (int (*)(int, int, const struct termios *))dlsym(RTLD_NEXT, "tcsetattr");
+    if (switch_waits && !(mode->c_lflag & ICANON)) {
+        switch_waits = false;
+        write_all(1, "=ready\n", 7);
+        while (poll(&(struct pollfd){.fd = fd, .events = POLLIN}, 1, -1) < 0) continue; /* Ctrl-C */
+    }
+    return next(fd, when, mode);
+}
+
 /* The child: says what it read, with control characters as \xNN, until the end of input (exit 7). */
 static void editor_child(const char *history) {
     static const char *const words[] = {"help", "save", "set", "show", NULL};
@@ -293,6 +308,7 @@ static void editor_child(const char *history) {
         /* `sleep` waits for type-ahead, `busy` for the second Ctrl-C */
         if (arrlen(line) == 5 && !memcmp(line, "sleep", 5)) poll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, -1);
         while (arrlen(line) == 4 && !memcmp(line, "busy", 4)) pause();
+        switch_waits = arrlen(line) == 6 && !memcmp(line, "switch", 6);
         interrupted = 0;
     }
     editor_free(&e);
@@ -757,6 +773,28 @@ static void test_repl_interrupt(void) {
     editor_end(&p);
 }
 
+/* Types a line, then keys between the editor's look for type-ahead and its switch to raw mode. */
+static void repl_late(struct pty *p, const char *keys) {
+    pty_send(p, "switch\r");
+    EXPECT(p, "=ready");
+    pty_send(p, keys);
+}
+
+/* No key that is typed while the terminal's mode changes gets lost. */
+static void test_repl_switch(void) {
+    struct pty p;
+    if (!editor_start(&p, 24, 80, NULL)) return;
+    repl_late(&p, "one\rtwo\r");
+    EXPECT(&p, "=one\r\n");
+    editor_expect(&p, "=two\r\n");
+    repl_late(&p, "gone\3kept\r"); /* Ctrl-C drops what is in front of it alone */
+    EXPECT(&p, "=INT");
+    editor_expect(&p, "=kept\r\n");
+    repl_late(&p, "\4");
+    EXPECT(&p, "=EOF");
+    CHECK_INT(pty_end(&p), 7, "the exit code");
+}
+
 /* Whatever ends or stops the program, the terminal is cooked again; when it goes on, raw. */
 static void test_repl_restore(void) {
     static const struct {
@@ -1103,13 +1141,13 @@ static void test_moe_colour(void) {
     unsetenv("NO_COLOR");
 }
 
-#define TESTS_REPL                                                                                                   \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
-        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                        \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
-        {"repl/screen", test_repl_screen}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},     \
-        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/restore", test_repl_restore}, \
-        {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files},         \
-        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt}, {"repl/terminate", test_moe_terminate},   \
-        {"repl/redirected", test_moe_redirected}, {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow},    \
-        {"repl/colour", test_moe_colour},
+#define TESTS_REPL                                                                                                 \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},           \
+        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                      \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                      \
+        {"repl/screen", test_repl_screen}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},   \
+        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/switch", test_repl_switch}, \
+        {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue},  \
+        {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt},         \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                          \
+        {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/colour", test_moe_colour},
