@@ -87,7 +87,7 @@
  *   Chat                                            230  messages, their rendering, their tokens
  *   Chat: generation                                340  an answer on its way to the screen
  *   Chat: saved conversations                       170  /save and /load
- *   Keyboard                                        240  bytes of a terminal to keys
+ *   Keyboard                                        250  bytes of a terminal to keys
  *   Edited text and history                         290  the text behind the prompt; lines of former times
  *   Line editor                                     430  drawing and moving in it
  *   REPL commands                                   460  /help, /undo, /save ..
