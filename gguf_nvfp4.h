@@ -342,10 +342,14 @@ enum {
 };
 
 enum { MAX_LAYERS = 512, MAX_EXPERTS = 1024 /* per layer */ }; /* of a model, as in llama.cpp */
-/* FNV-1a, 64 bits. Continues the hash h over n bytes at p; begin with HASH_START. */
+
+/* FNV-1a, 64 bits: the hash h after one more value. Begin with HASH_START. */
 #define HASH_START 0xcbf29ce484222325u
+static inline uint64_t hash_value(uint64_t h, uint64_t value) { return (h ^ value) * 0x100000001b3u; }
+
+/* The hash h after n more bytes, each a value of its own. */
 static inline uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
-    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    for (size_t i = 0; i < n; i++) h = hash_value(h, ((const uint8_t *)p)[i]);
     return h;
 }
 

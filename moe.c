@@ -6084,8 +6084,8 @@ static uint64_t model_hash(const struct gguf *g) {
         size_t n = t->bytes < 64 ? (size_t)t->bytes : 64;
         h = hash_bytes(h, t->name.p, t->name.n);
         h = hash_bytes(h, t->ne, sizeof t->ne);
-        for (size_t j = 0; j < n; j++) h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
-        h = (h ^ t->bytes ^ (uint64_t)t->type << 56) * 0x100000001b3u;
+        for (size_t j = 0; j < n; j++) h = hash_value(h, t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8);
+        h = hash_value(h, t->bytes ^ (uint64_t)t->type << 56);
     }
     return h;
 }
@@ -10225,7 +10225,7 @@ static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
     for (size_t at = 0; at < n; at += 8) {
         uint64_t word = 0;
         memcpy(&word, (const uint8_t *)p + at, n - at < 8 ? n - at : 8);
-        sum = (sum ^ word) * 0x100000001b3u;
+        sum = hash_value(sum, word);
     }
     return sum;
 }
