@@ -409,7 +409,8 @@ static inline int gguf_str_cmp(struct gguf_str a, struct gguf_str b) {
     return c ? c : (a.n > b.n) - (a.n < b.n);
 }
 
-/* Copies at most cap-1 bytes of a string for a message, with '?' for everything but printable ASCII. Returns out. */
+/* Copies at most cap-1 bytes of a string for a message, with '?' for everything but printable ASCII. Returns out, which
+ * may be the string's own memory. */
 static inline const char *gguf_printable(struct gguf_str s, char *out, size_t cap) {
     size_t n = s.n < cap - 1 ? s.n : cap - 1;
     for (size_t i = 0; i < n; i++) out[i] = s.p[i] >= 32 && s.p[i] < 127 ? s.p[i] : '?';

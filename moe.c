@@ -1232,7 +1232,8 @@ static bool utf8_valid(const char *s, size_t n) {
 }
 
 /* Replaces control characters and malformed UTF-8 in a message by '?'. Messages quote files and templates: they must
- * stay on one line and must not control the terminal. */
+ * stay on one line and must not control the terminal. Other text is made harmless by term_escape, which shows it on a
+ * terminal, by input_sanitize, which brings it into the editor, and by gguf_printable, which quotes names of a file. */
 static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
         int k = utf8_sequence(s, n);
@@ -11746,8 +11747,9 @@ struct keyboard {
     bool woken;   /* a signal arrived in the middle of an escape sequence */
 };
 
-/* Appends s (n) with NUL and malformed UTF-8 replaced by U+FFFD, and CR LF and CR by LF. */
-static void text_scrub(char **out, const char *s, size_t n) {
+/* Appends s (n), which was typed, pasted or saved, as text for the editor: NUL and malformed UTF-8 become U+FFFD, CR LF
+ * and CR become LF. */
+static void input_sanitize(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
         int k = s[i] ? utf8_sequence(s + i, n - i) : -1;
         if (k <= 0) sb_puts(out, "\xef\xbf\xbd");
@@ -11857,7 +11859,7 @@ static int key_paste(struct keyboard *kb) {
         }
     }
     arrsetlen(kb->paste, 0);
-    text_scrub(&kb->paste, raw, arrlenu(raw));
+    input_sanitize(&kb->paste, raw, arrlenu(raw));
     arrfree(raw);
     return KEY_PASTE;
 }
@@ -12187,7 +12189,7 @@ static void history_load(struct editor *e) {
         for (end = at; end < arrlenu(data) && data[end] != '\n'; end++) continue;
         if (end == at || end - at > HISTORY_ENTRY_MAX) continue;
         arrsetlen(entry, 0);
-        text_scrub(&entry, data + at, end - at);
+        input_sanitize(&entry, data + at, end - at);
         history_put(e, entry, arrlenu(entry));
         entries++;
     }
@@ -12590,7 +12592,7 @@ static enum edit_result editor_read_plain(struct editor *e) {
         while ((c = input_byte(&e->keys, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
             if (c >= 0) arrput(line, (char)c);
         if (arrlen(line) && arrlast(line) == '\r') (void)arrpop(line);
-        text_scrub(&e->text, line, arrlenu(line));
+        input_sanitize(&e->text, line, arrlenu(line));
         arrfree(line);
         if (c == BYTE_WAKE) {
             interrupted = 0;
@@ -12925,7 +12927,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
     else rc = read_text(temp_path, &raw, err);
     temp_remove();
-    text_scrub(&data, raw, arrlenu(raw)); /* the history needs text without CR */
+    input_sanitize(&data, raw, arrlenu(raw)); /* the history needs text without CR */
     arrfree(raw);
     while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
     if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
@@ -14759,8 +14761,7 @@ __attribute__((format(printf, 4, 5))) static void doctor_find(struct doctor *d, 
     va_start(ap, fmt);
     vsnprintf(f.what, sizeof f.what, fmt, ap);
     va_end(ap);
-    for (char *c = f.what; *c; c++) /* drivers and files may say anything */
-        if ((uint8_t)*c < 32 || (uint8_t)*c > 126) *c = '?';
+    gguf_printable((struct gguf_str){f.what, strlen(f.what)}, f.what, sizeof f.what); /* drivers may say anything */
     d->count[severity]++;
     if (d->n < DOCTOR_FINDINGS) d->found[d->n++] = f;
     if (!d->set->json) finding_print(&f, !d->open[d->step]);
