@@ -26,10 +26,10 @@
  *   Types: state, ranks, the GPU backend            300  planes of state, struct rank, the functions between moe.c and moe_cuda.cu
  *
  *  Foundations
- *   Limits and errors                                60  die and fail: the two classes of errors
+ *   Limits and errors                                80  die and fail: the two classes of errors
  *   Allocation                                      100  xmalloc and its guard; strings; stb_ds
- *   Files, time, text                               180  clock, files, atomic output, UTF-8, random numbers, numbers for people
- *   Terminal                                        100  what stderr may show; control characters made visible
+ *   Files, time, text                               190  clock, files, atomic output, UTF-8, random numbers, numbers for people
+ *   Terminal                                        110  what stderr may show; control characters made visible
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
@@ -48,11 +48,11 @@
  *   Chat template: rendering                        380  evaluates a tree; what a chat hands to it
  *
  *  Engine
- *   Model: tensors of a file                        280  reads keys, finds and checks tensors, binds rows of the table
+ *   Model: tensors of a file                        290  reads keys, finds and checks tensors, binds rows of the table
  *   Model: metadata of families                     110  what each family reads; rotations
  *   Model: layers and files                         310  binds layers, checks leftovers, opens files
  *   Shards of a model                               170  what each rank holds
- *   Synthetic models                                380  --synth: shapes of real models with random weights
+ *   Synthetic models                                400  --synth: shapes of real models with random weights
  *   CPU kernels                                     100  GEMM and vector functions: the interface, formats of activations
  *   CPU kernels: reference                          130  scalar F32: the oracle
  *   CPU kernels: portable vector functions          390  norms, softmax, small F32 matrices, by vector extensions
@@ -75,8 +75,8 @@
  *   Session: the saved state                        200  the file of /save
  *
  *  Program
- *   Options                                         240  the option table, values and defaults
- *   Command line                                    310  parsing, --help, checks of what was given together
+ *   Options                                         250  the option table, values and defaults
+ *   Command line                                    320  parsing, --help, checks of what was given together
  *   Chat                                            230  messages, their rendering, their tokens
  *   Chat: generation                                340  an answer on its way to the screen
  *   Chat: saved conversations                       170  /save and /load
@@ -84,14 +84,14 @@
  *   Edited text and history                         290  the text behind the prompt; lines of former times
  *   Line editor                                     430  drawing and moving in it
  *   REPL commands                                   460  /help, /undo, /save ..
- *   Plan                                            340  --plan: bytes and roofline on each GPU before anything is loaded
+ *   Plan                                            350  --plan: bytes and roofline on each GPU before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
- *   Engine                                          190  opens model and session as the settings ask for
+ *   Engine                                          200  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           290  small programs beside the chat
  *   Modes: perplexity, needle, smoke                260  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
  *   Modes: bench                                    220  speed at several depths and batches
- *   Doctor: report                                  140  --doctor: findings as text and JSON
+ *   Doctor: report                                  130  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   340  checks that compute
  *   Main                                            250  the table of modes, and main
@@ -126,8 +126,8 @@
 /* ============================================================================================================
  * Types: tensors, layers, models
  *
- * What a model consists of. This section and the next two are also read by moe_cuda.cu and convert/moe-convert.c, which include this file
- * with MOE_TYPES_ONLY and see no more than these.
+ * What a model consists of. moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees this section and the next two.
+ * convert/common.h includes it with MOE_FOUNDATIONS_ONLY and sees the foundations too: all sections up to "Terminal".
  * ============================================================================================================ */
 
 enum {
@@ -942,6 +942,9 @@ void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t
  * ============================================================================================================ */
 
 #define MOE_VERSION "0.1.0"
+#ifndef PROGRAM
+#define PROGRAM "moe" /* the name before messages; the converters define theirs */
+#endif
 
 enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
@@ -951,6 +954,7 @@ static volatile sig_atomic_t interrupted;
 static void term_restore(void);
 static void temp_remove(void);
 static void message_sanitize(char *s);
+static void status_end(void);
 
 static _Thread_local char rank_label[32]; /* "rank 1 of 4: " in a thread of a process group of several, else "" */
 static bool ranks_at_work;                /* threads of several ranks run, which may never end: leave by _exit() */
@@ -960,6 +964,18 @@ static struct {
     void (*run)(void *arg, const char *line);
     void *arg;
 } last_words;
+
+/* Prints a message on a line of its own on stderr, behind the name of the program. */
+__attribute__((format(printf, 1, 2))) static void message_print(const char *fmt, ...) {
+    char line[2048];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    message_sanitize(line);
+    status_end();
+    fprintf(stderr, PROGRAM ": %s\n", line);
+}
 
 /* Prints a message and ends the program. Restores the terminal and removes an unfinished output file first. */
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
@@ -976,7 +992,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     va_end(ap);
     message_sanitize(line);
     if (last_words.run && code == EXIT_RUN) last_words.run(last_words.arg, line);
-    fprintf(stderr, "moe: %s%s\n", rank_label, line);
+    message_print("%s%s", rank_label, line);
     if (ranks_at_work) _exit(code);
     exit(code);
 }
@@ -1150,17 +1166,28 @@ static void temp_remove(void) {
     temp_exists = 0;
 }
 
-/* Opens a temporary file that temp_finish renames to `path`, so that a failure leaves the old file as it was. Only one
- * at a time. If `path` is a symbolic link, it is the file behind it that is replaced. Returns NULL with a message on
- * failure. */
+/* Opens a temporary file that temp_finish renames to `target`, so that a failure leaves the old file as it was. Only
+ * one at a time. Returns NULL with errno on failure. */
+static FILE *temp_open(const char *target, mode_t mode) {
+    snprintf(temp_target, sizeof temp_target, "%s", target);
+    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
+    temp_exists = 1; /* first, so that a signal in between removes the file */
+    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
+    temp_exists = fd >= 0;
+    return fd < 0 ? NULL : fdopen(fd, "w+");
+}
+
+/* Does the same after a check of `path`. If it is a symbolic link, it is the file behind it that is replaced. Returns
+ * NULL with a message on failure. */
 static FILE *temp_create(const char *path, mode_t mode, char *err) {
+    char target[PATH_MAX];
     struct stat st;
-    if (strlen(path) >= sizeof temp_target) {
+    if (strlen(path) >= sizeof target) {
         fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG));
         return NULL;
     }
-    strcpy(temp_target, path);
-    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st))) {
+    strcpy(target, path);
+    if (!lstat(path, &st) && (!realpath(path, target) || stat(path, &st))) {
         fail(err, "cannot replace '%s': %s", path, strerror(errno));
         return NULL;
     }
@@ -1168,18 +1195,12 @@ static FILE *temp_create(const char *path, mode_t mode, char *err) {
         fail(err, "cannot replace '%s': it is not a regular file", path);
         return NULL;
     }
-    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
-    temp_exists = 1;
-    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
-    if (!f) {
-        fail(err, "cannot write '%s': %s", path, strerror(errno));
-        temp_remove();
-    }
+    FILE *f = temp_open(target, mode);
+    if (!f) fail(err, "cannot write '%s': %s", path, strerror(errno));
     return f;
 }
 
-/* Closes the file of temp_create and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
+/* Closes the temporary file and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
 static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     int rc = 0;
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
@@ -1290,6 +1311,7 @@ static const char *with_commas(uint64_t v, char out[32]) {
 static struct {
     bool in_tty, out_tty, err_tty;
     bool err_moves;              /* stderr is a terminal that can rewrite its line */
+    bool status;                 /* the cursor is at the end of a line of progress */
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
     volatile sig_atomic_t raw;   /* the line editor has changed the terminal's mode */
     struct termios cooked;       /* the mode before that; valid while raw */
@@ -1337,6 +1359,13 @@ __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, .
     int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
     fprintf(stderr, "\r%.*s\033[K", cols - 1, line);
     fflush(stderr);
+    term.status = line[0];
+}
+
+/* Leaves the line of progress as it is and goes on below it. */
+static void status_end(void) {
+    if (term.status) fputc('\n', stderr);
+    term.status = false;
 }
 
 /* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
@@ -1373,6 +1402,8 @@ static void term_escape(char **out, const char *s, size_t n) {
         }
     }
 }
+
+#ifndef MOE_FOUNDATIONS_ONLY
 
 /* ============================================================================================================
  * Vocabulary: pre-tokenizers
@@ -13927,9 +13958,8 @@ static void drop_newline(char **text) {
 }
 
 /* Reports a prompt that could not be answered. The exit code. */
-static int report(char *err) {
-    message_sanitize(err);
-    fprintf(stderr, "moe: %s\n", err);
+static int report(const char *err) {
+    message_print("%s", err);
     return EXIT_RUN;
 }
 
@@ -15755,4 +15785,5 @@ int moe_main(int argc, char **argv) {
 int main(int argc, char **argv) { return moe_main(argc, argv); }
 #endif
 
+#endif /* MOE_FOUNDATIONS_ONLY */
 #endif /* MOE_TYPES_ONLY */
