@@ -342,10 +342,14 @@ enum {
 };
 
 enum { MAX_LAYERS = 512, MAX_EXPERTS = 1024 /* per layer */ }; /* of a model, as in llama.cpp */
-/* FNV-1a, 64 bits. Continues the hash h over n bytes at p; begin with HASH_START. */
+
+/* FNV-1a, 64 bits: the hash h after one more value. Begin with HASH_START. */
 #define HASH_START 0xcbf29ce484222325u
+static inline uint64_t hash_value(uint64_t h, uint64_t value) { return (h ^ value) * 0x100000001b3u; }
+
+/* The hash h after n more bytes, each a value of its own. */
 static inline uint64_t hash_bytes(uint64_t h, const void *p, size_t n) {
-    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)p)[i]) * 0x100000001b3u;
+    for (size_t i = 0; i < n; i++) h = hash_value(h, ((const uint8_t *)p)[i]);
     return h;
 }
 
@@ -405,7 +409,8 @@ static inline int gguf_str_cmp(struct gguf_str a, struct gguf_str b) {
     return c ? c : (a.n > b.n) - (a.n < b.n);
 }
 
-/* Copies at most cap-1 bytes of a string for a message, with '?' for everything but printable ASCII. Returns out. */
+/* Copies at most cap-1 bytes of a string for a message, with '?' for everything but printable ASCII. Returns out, which
+ * may be the string's own memory. */
 static inline const char *gguf_printable(struct gguf_str s, char *out, size_t cap) {
     size_t n = s.n < cap - 1 ? s.n : cap - 1;
     for (size_t i = 0; i < n; i++) out[i] = s.p[i] >= 32 && s.p[i] < 127 ? s.p[i] : '?';

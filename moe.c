@@ -33,10 +33,10 @@
  *   Types: state, ranks, the GPU backend            300  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
- *   Limits and errors                                60  die and fail: the two classes of errors
+ *   Limits and errors                                80  die and fail: the two classes of errors
  *   Allocation                                      100  xmalloc and its guard; strings; stb_ds
- *   Files, time, text                               180  clock, files, atomic output, UTF-8, random numbers
- *   Terminal                                        100  what stderr may show; control characters made visible
+ *   Files, time, text                               190  clock, files, atomic output, UTF-8, random numbers
+ *   Terminal                                        110  what stderr may show; control characters made visible
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
@@ -98,7 +98,7 @@
  *   Modes: perplexity, needle, smoke                260  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
  *   Modes: bench                                    220  speed at several depths and batches
- *   Doctor: report                                  140  --doctor: findings as text and JSON
+ *   Doctor: report                                  130  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
  *   Main                                            250  the table of modes, and main
@@ -133,8 +133,8 @@
 /* ============================================================================================================
  * Types: tensors, layers, models
  *
- * What a model consists of. This section and the next two are also read by moe_cuda.cu and convert/moe-convert.c, which
- * include this file with MOE_TYPES_ONLY and see no more than these.
+ * What a model consists of. moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees this section and the next two.
+ * convert/common.h includes it with MOE_FOUNDATIONS_ONLY and sees the foundations too: all sections up to "Terminal".
  * ============================================================================================================ */
 
 enum {
@@ -961,6 +961,9 @@ void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t
  * ============================================================================================================ */
 
 #define MOE_VERSION "0.1.0"
+#ifndef PROGRAM
+#define PROGRAM "moe" /* the name before messages; the converters define theirs */
+#endif
 
 enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
@@ -970,6 +973,7 @@ static volatile sig_atomic_t interrupted;
 static void term_restore(void);
 static void temp_remove(void);
 static void message_sanitize(char *s);
+static void status_end(void);
 
 static _Thread_local char rank_label[32]; /* "rank 1 of 4: " in a thread of a process group of several, else "" */
 static bool ranks_at_work;                /* threads of several ranks run, which may never end: leave by _exit() */
@@ -979,6 +983,18 @@ static struct {
     void (*run)(void *arg, const char *line);
     void *arg;
 } last_words;
+
+/* Prints a message on a line of its own on stderr, behind the name of the program. */
+__attribute__((format(printf, 1, 2))) static void message_print(const char *fmt, ...) {
+    char line[2048];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    message_sanitize(line);
+    status_end();
+    fprintf(stderr, PROGRAM ": %s\n", line);
+}
 
 /* Prints a message and ends the program. Restores the terminal and removes an unfinished output file first. */
 __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, const char *fmt, ...) {
@@ -995,7 +1011,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     va_end(ap);
     message_sanitize(line);
     if (last_words.run && code == EXIT_RUN) last_words.run(last_words.arg, line);
-    fprintf(stderr, "moe: %s%s\n", rank_label, line);
+    message_print("%s%s", rank_label, line);
     if (ranks_at_work) _exit(code);
     exit(code);
 }
@@ -1169,17 +1185,28 @@ static void temp_remove(void) {
     temp_exists = 0;
 }
 
-/* Opens a temporary file that temp_finish renames to `path`, so that a failure leaves the old file as it was. Only one
- * at a time. If `path` is a symbolic link, it is the file behind it that is replaced. Returns NULL with a message on
- * failure. */
+/* Opens a temporary file that temp_finish renames to `target`, so that a failure leaves the old file as it was. Only
+ * one at a time. Returns NULL with errno on failure. */
+static FILE *temp_open(const char *target, mode_t mode) {
+    snprintf(temp_target, sizeof temp_target, "%s", target);
+    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
+    temp_exists = 1; /* first, so that a signal in between removes the file */
+    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
+    temp_exists = fd >= 0;
+    return fd < 0 ? NULL : fdopen(fd, "w+");
+}
+
+/* Does the same after a check of `path`. If it is a symbolic link, it is the file behind it that is replaced. Returns
+ * NULL with a message on failure. */
 static FILE *temp_create(const char *path, mode_t mode, char *err) {
+    char target[PATH_MAX];
     struct stat st;
-    if (strlen(path) >= sizeof temp_target) {
+    if (strlen(path) >= sizeof target) {
         fail(err, "cannot write '%.80s...': %s", path, strerror(ENAMETOOLONG));
         return NULL;
     }
-    strcpy(temp_target, path);
-    if (!lstat(path, &st) && (!realpath(path, temp_target) || stat(path, &st))) {
+    strcpy(target, path);
+    if (!lstat(path, &st) && (!realpath(path, target) || stat(path, &st))) {
         fail(err, "cannot replace '%s': %s", path, strerror(errno));
         return NULL;
     }
@@ -1187,18 +1214,12 @@ static FILE *temp_create(const char *path, mode_t mode, char *err) {
         fail(err, "cannot replace '%s': it is not a regular file", path);
         return NULL;
     }
-    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
-    temp_exists = 1;
-    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
-    if (!f) {
-        fail(err, "cannot write '%s': %s", path, strerror(errno));
-        temp_remove();
-    }
+    FILE *f = temp_open(target, mode);
+    if (!f) fail(err, "cannot write '%s': %s", path, strerror(errno));
     return f;
 }
 
-/* Closes the file of temp_create and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
+/* Closes the temporary file and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
 static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     int rc = 0;
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
@@ -1251,7 +1272,8 @@ static bool utf8_valid(const char *s, size_t n) {
 }
 
 /* Replaces control characters and malformed UTF-8 in a message by '?'. Messages quote files and templates: they must
- * stay on one line and must not control the terminal. */
+ * stay on one line and must not control the terminal. Other text is made harmless by term_escape, which shows it on a
+ * terminal, by input_sanitize, which brings it into the editor, and by gguf_printable, which quotes names of a file. */
 static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
         int k = utf8_sequence(s, n);
@@ -1308,6 +1330,7 @@ static const char *with_commas(uint64_t v, char out[32]) {
 static struct {
     bool in_tty, out_tty, err_tty;
     bool err_moves;              /* stderr is a terminal that can rewrite its line */
+    bool status;                 /* the cursor is at the end of a line of progress */
     bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
     volatile sig_atomic_t raw;   /* the line editor has changed the terminal's mode */
     struct termios cooked;       /* the mode before that; valid while raw */
@@ -1355,6 +1378,13 @@ __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, .
     int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
     fprintf(stderr, "\r%.*s\033[K", cols - 1, line);
     fflush(stderr);
+    term.status = line[0];
+}
+
+/* Leaves the line of progress as it is and goes on below it. */
+static void status_end(void) {
+    if (term.status) fputc('\n', stderr);
+    term.status = false;
 }
 
 /* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
@@ -1391,6 +1421,8 @@ static void term_escape(char **out, const char *s, size_t n) {
         }
     }
 }
+
+#ifndef MOE_FOUNDATIONS_ONLY
 
 /* ============================================================================================================
  * Vocabulary: pre-tokenizers
@@ -6115,8 +6147,8 @@ static uint64_t model_hash(const struct gguf *g) {
         size_t n = t->bytes < 64 ? (size_t)t->bytes : 64;
         h = hash_bytes(h, t->name.p, t->name.n);
         h = hash_bytes(h, t->ne, sizeof t->ne);
-        for (size_t j = 0; j < n; j++) h = (h ^ t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8) * 0x100000001b3u;
-        h = (h ^ t->bytes ^ (uint64_t)t->type << 56) * 0x100000001b3u;
+        for (size_t j = 0; j < n; j++) h = hash_value(h, t->data[j] ^ (uint64_t)t->data[t->bytes - 1 - j] << 8);
+        h = hash_value(h, t->bytes ^ (uint64_t)t->type << 56);
     }
     return h;
 }
@@ -10340,7 +10372,7 @@ static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
     for (size_t at = 0; at < n; at += 8) {
         uint64_t word = 0;
         memcpy(&word, (const uint8_t *)p + at, n - at < 8 ? n - at : 8);
-        sum = (sum ^ word) * 0x100000001b3u;
+        sum = hash_value(sum, word);
     }
     return sum;
 }
@@ -11864,8 +11896,9 @@ struct keyboard {
     bool woken;   /* a signal arrived in the middle of an escape sequence */
 };
 
-/* Appends s (n) with NUL and malformed UTF-8 replaced by U+FFFD, and CR LF and CR by LF. */
-static void text_scrub(char **out, const char *s, size_t n) {
+/* Appends s (n), which was typed, pasted or saved, as text for the editor: NUL and malformed UTF-8 become U+FFFD, CR LF
+ * and CR become LF. */
+static void input_sanitize(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
         int k = s[i] ? utf8_sequence(s + i, n - i) : -1;
         if (k <= 0) sb_puts(out, "\xef\xbf\xbd");
@@ -11983,7 +12016,7 @@ static int key_paste(struct keyboard *kb) {
         }
     }
     arrsetlen(kb->paste, 0);
-    text_scrub(&kb->paste, raw, arrlenu(raw));
+    input_sanitize(&kb->paste, raw, arrlenu(raw));
     arrfree(raw);
     return KEY_PASTE;
 }
@@ -12313,7 +12346,7 @@ static void history_load(struct editor *e) {
         for (end = at; end < arrlenu(data) && data[end] != '\n'; end++) continue;
         if (end == at || end - at > HISTORY_ENTRY_MAX) continue;
         arrsetlen(entry, 0);
-        text_scrub(&entry, data + at, end - at);
+        input_sanitize(&entry, data + at, end - at);
         history_put(e, entry, arrlenu(entry));
         entries++;
     }
@@ -12716,7 +12749,7 @@ static enum edit_result editor_read_plain(struct editor *e) {
         while ((c = input_byte(&e->keys, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
             if (c >= 0) arrput(line, (char)c);
         if (arrlen(line) && arrlast(line) == '\r') (void)arrpop(line);
-        text_scrub(&e->text, line, arrlenu(line));
+        input_sanitize(&e->text, line, arrlenu(line));
         arrfree(line);
         if (c == BYTE_WAKE) {
             interrupted = 0;
@@ -13055,7 +13088,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
     else rc = read_text(temp_path, &raw, err);
     temp_remove();
-    text_scrub(&data, raw, arrlenu(raw)); /* the history needs text without CR */
+    input_sanitize(&data, raw, arrlenu(raw)); /* the history needs text without CR */
     arrfree(raw);
     while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
     if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
@@ -14065,9 +14098,8 @@ static void drop_newline(char **text) {
 }
 
 /* Reports a prompt that could not be answered. The exit code. */
-static int report(char *err) {
-    message_sanitize(err);
-    fprintf(stderr, "moe: %s\n", err);
+static int report(const char *err) {
+    message_print("%s", err);
     return EXIT_RUN;
 }
 
@@ -14899,8 +14931,7 @@ __attribute__((format(printf, 4, 5))) static void doctor_find(struct doctor *d, 
     va_start(ap, fmt);
     vsnprintf(f.what, sizeof f.what, fmt, ap);
     va_end(ap);
-    for (char *c = f.what; *c; c++) /* drivers and files may say anything */
-        if ((uint8_t)*c < 32 || (uint8_t)*c > 126) *c = '?';
+    gguf_printable((struct gguf_str){f.what, strlen(f.what)}, f.what, sizeof f.what); /* drivers may say anything */
     d->count[severity]++;
     if (d->n < DOCTOR_FINDINGS) d->found[d->n++] = f;
     if (!d->set->json) finding_print(&f, !d->open[d->step]);
@@ -15891,4 +15922,5 @@ int moe_main(int argc, char **argv) {
 int main(int argc, char **argv) { return moe_main(argc, argv); }
 #endif
 
+#endif /* MOE_FOUNDATIONS_ONLY */
 #endif /* MOE_TYPES_ONLY */

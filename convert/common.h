@@ -1,84 +1,29 @@
-/* What moe-convert and moe-reap share: messages, JSON, the safetensors reader, and output files that appear only when
- * they are complete. The including program defines PROGRAM, its name in messages. / */
+/* What moe-convert and moe-reap share: JSON, the safetensors reader, and output files that appear only when they are
+ * complete. Messages, memory, temporary files and the line of progress are those of moe.c. The including program
+ * defines PROGRAM, its name in messages. */
 #ifndef CONVERT_COMMON_H
 #define CONVERT_COMMON_H
 
-#define _GNU_SOURCE
-#include <jansson.h>
+#define MOE_FOUNDATIONS_ONLY
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function" /* a converter needs only some of them */
+#include "../moe.c"
+#pragma GCC diagnostic pop
+
 #include <libgen.h>
-#include <limits.h>
-#include <signal.h>
-#include <sys/ioctl.h>
 #include <sys/statvfs.h>
-#include <time.h>
-
-#include "../gguf_nvfp4.h"
-
-#define VERSION "0.1.0"
 
 static_assert(sizeof(size_t) == 8, "sizes of files and tensors are size_t");
 
-/* ============================================================================================================
- * Errors and memory
- *
- * Every error ends the program with one line on stderr and removes the temporary file. Messages quote names from
- * untrusted files, so control characters in them are replaced.
- * ============================================================================================================ */
-
 enum { CHUNK_BYTES = 8 << 20 };
-
-static char temp_path[PATH_MAX + 32];     /* the unfinished output, "" if there is none */
-static volatile sig_atomic_t stop_signal; /* the signal that asks the program to stop, 0: none */
-static bool bar_shown;                    /* the cursor is at the end of the progress bar */
-
-/* Replaces control characters (C0, DEL and C1) by question marks, because a terminal would act on them. */
-static inline void neutralise(char *s) {
-    for (; *s; s++) {
-        unsigned char c = (unsigned char)*s, next = (unsigned char)s[1];
-        if (c < 32 || c == 127 || (c == 0xc2 && next >= 0x80 && next < 0xa0)) *s = '?';
-        if (c == 0xc2 && *s == '?') s[1] = '?';
-    }
-}
-
-/* Prints one line on stderr: an error, or a remark, because stdout is for the report. */
-__attribute__((format(printf, 1, 2))) static inline void note(const char *fmt, ...) {
-    char line[2048];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(line, sizeof line, fmt, ap);
-    va_end(ap);
-    neutralise(line);
-    fprintf(stderr, "%s" PROGRAM ": %s\n", bar_shown ? "\n" : "", line);
-    bar_shown = false;
-}
-
-/* Removes the temporary file and exits. */
-__attribute__((noreturn)) static inline void quit(int code) {
-    if (temp_path[0]) unlink(temp_path);
-    exit(code);
-}
-
-#define die(...)   (note(__VA_ARGS__), quit(1)) /* ends the program with an error */
-#define usage(...) (note(__VA_ARGS__), quit(2)) /* the same for wrong options */
-
-static inline void *xrealloc(void *p, size_t n) {
-    void *q = realloc(p, n ? n : 1);
-    if (!q) die("out of memory (%zu bytes)", n);
-    return q;
-}
-
-static inline char *xstrdup(const char *s) {
-    size_t n = strlen(s) + 1;
-    return memcpy(xrealloc(NULL, n), s, n);
-}
 
 #define COUNT(a) (sizeof(a) / sizeof *(a))
 
-/* Dynamic arrays are those of stb_ds: arrput, arrlen, arrsetlen, arrfree. */
-#define STBDS_REALLOC(context, p, n) xrealloc(p, n)
-#define STBDS_FREE(context, p)       free(p)
-#define STB_DS_IMPLEMENTATION
-#include <stb/stb_ds.h>
+/* ============================================================================================================
+ * Strings
+ *
+ * Tests of strings, and formatted text that nobody frees.
+ * ============================================================================================================ */
 
 /* Returns a formatted string, at most PATH_MAX - 1 bytes. It is valid for the next 15 calls. */
 __attribute__((format(printf, 1, 2))) static inline const char *fmt(const char *f, ...) {
@@ -450,42 +395,30 @@ static struct {
     FILE *f;
     const char *path;
     size_t done, total;  /* bytes written, bytes to write */
-    double start, shown; /* clock_seconds() of the start and of the last progress bar */
-    bool terminal;       /* stderr can show a progress bar */
+    double start, shown; /* now_seconds() of the start and of the last progress bar */
 } dest;
 
-static inline double clock_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+static volatile sig_atomic_t stop_signal; /* the signal that asks the program to stop, 0: none */
 
 /* Draws the progress bar, at most five times a second; last: once more, with a newline. */
 static inline void progress(bool last) {
-    double t = clock_seconds(), rate;
-    if (!dest.terminal || (!last && t - dest.shown < 0.2)) return;
+    double t = now_seconds(), rate;
+    if (!term.err_moves || (!last && t - dest.shown < 0.2)) return;
     dest.shown = t;
     rate = (double)dest.done / (t - dest.start > 1e-3 ? t - dest.start : 1e-3);
     double part = dest.total ? (double)dest.done / (double)dest.total : 1;
     long eta = rate > 0 ? (long)((double)(dest.total - dest.done) / rate + 0.5) : 0;
     char bar[33] = "................................";
-    struct winsize w; /* a line that wraps cannot be rewritten */
-    int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
     memset(bar, '#', (size_t)(32 * part));
-    fprintf(stderr, "\r%.*s\033[K%s", cols - 1,
-            fmt("[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld", bar, 100 * part, human((double)dest.done),
-                human((double)dest.total), human(rate), eta / 3600, eta / 60 % 60, eta % 60),
-            last ? "\n" : "");
-    bar_shown = !last;
+    status_line("[%s] %3.0f %%  %s of %s  %s/s  ETA %ld:%02ld:%02ld", bar, 100 * part, human((double)dest.done),
+                human((double)dest.total), human(rate), eta / 3600, eta / 60 % 60, eta % 60);
+    if (last) status_end();
 }
 
 /* Writes n bytes of the output. All output goes through here, so that signals and full disks are handled in one
  * place. */
 static inline void out_write(const void *p, size_t n) {
-    if (stop_signal) {
-        note("interrupted; nothing was written to '%s'", dest.path);
-        quit(128 + stop_signal);
-    }
+    if (stop_signal) die_code(128 + stop_signal, "interrupted; nothing was written to '%s'", dest.path);
     if (n && fwrite(p, 1, n, dest.f) != n) die("cannot write '%s': %s", dest.path, strerror(errno));
     dest.done += n;
     progress(false);
@@ -545,10 +478,9 @@ static inline void check_target(char path[PATH_MAX]) {
 
 /* Starts the progress bar and installs the signal handlers. */
 static inline void out_start(const char *path) {
-    const char *terminal = getenv("TERM");
+    term_init();
     dest.path = path;
-    dest.terminal = isatty(2) && terminal && *terminal && strcmp(terminal, "dumb");
-    dest.start = clock_seconds();
+    dest.start = now_seconds();
     signal(SIGXFSZ, SIG_IGN); /* write() then returns an error at the limit of file sizes */
     stop_on(SIGINT);
     stop_on(SIGTERM);
@@ -559,10 +491,7 @@ static inline void out_start(const char *path) {
 static inline void out_begin(char path[PATH_MAX]) {
     check_target(path);
     out_start(path);
-    const char *temp = fmt("%s.tmp-%ld", path, (long)getpid());
-    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (fd < 0 || !(dest.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));
-    snprintf(temp_path, sizeof temp_path, "%s", temp);
+    if (!(dest.f = temp_open(path, 0666))) die("cannot create '%s': %s", temp_path, strerror(errno));
 }
 
 /* Syncs a directory, so that a rename in it survives a crash. */
@@ -576,11 +505,8 @@ static inline void sync_dir(const char *path) {
 
 /* Syncs the output and gives it its final name. */
 static inline void out_end(void) {
-    char copy[PATH_MAX];
-    if (fflush(dest.f) || fsync(fileno(dest.f)) || fclose(dest.f))
-        die("cannot write '%s': %s", dest.path, strerror(errno));
-    if (rename(temp_path, dest.path)) die("cannot rename '%s' to '%s': %s", temp_path, dest.path, strerror(errno));
-    temp_path[0] = 0;
+    char copy[PATH_MAX], err[ERR_MAX];
+    if (temp_finish(dest.f, dest.path, false, err)) die("%s", err);
     snprintf(copy, sizeof copy, "%s", dest.path);
     sync_dir(dirname(copy));
     progress(true);

@@ -15,14 +15,7 @@
  * chunks; memory does not grow with the model.
  */
 #define PROGRAM "moe-convert"
-#define MOE_TYPES_ONLY
-#include "../moe.c"
-
 #include "common.h"
-
-#define PCRE2_CODE_UNIT_WIDTH 8
-#include <pcre2.h>
-
 #include "pre_tokenizers.h"
 #include "quantize.h"
 
@@ -295,7 +288,7 @@ static void keep_regex_compile(const char *regex) {
     types.keep = pcre2_compile((PCRE2_SPTR)regex, PCRE2_ZERO_TERMINATED, 0, &code, &at, NULL);
     if (types.keep) return;
     pcre2_get_error_message(code, why, sizeof why);
-    usage("--keep '%s': %s at character %zu", regex, (char *)why, at + 1);
+    die_usage("--keep '%s': %s at character %zu", regex, (char *)why, at + 1);
 }
 
 /* Whether --keep matches a GGUF name. */
@@ -319,8 +312,8 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
     if (!n_misaligned++)
-        note("%s: rows of %zu weights are not a multiple of %u: the tensor stays %s", name, n_in, t.block,
-             gguf_type_info(stored).name);
+        message_print("%s: rows of %zu weights are not a multiple of %u: the tensor stays %s", name, n_in, t.block,
+                      gguf_type_info(stored).name);
     return stored;
 }
 
@@ -392,7 +385,8 @@ static void plan_scales(const char *base, const struct piece *p, bool per_piece,
     }
     if (!with_input || missing == n) return;
     for (size_t i = 0; i < n; i++) arrput(input, p[i].lin.input_scale > 0 ? p[i].lin.input_scale : largest);
-    if (missing) note("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, n);
+    if (missing)
+        message_print("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, n);
     plan_values(fmt("%s.input_scale", base), input);
 }
 
@@ -696,7 +690,8 @@ static void plan_model(void) {
     if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
-    if (n_misaligned > 1) note("%zu tensors keep their type because of the length of their rows", n_misaligned);
+    if (n_misaligned > 1)
+        message_print("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();
 }
 
@@ -1450,7 +1445,7 @@ static void put_template(struct doc config) {
     }
     expect(config, "chat_template", !v || json_is_string(v), "a string or a list");
     if (v) kv_str("tokenizer.chat_template", json_string_value(v));
-    else note("'%s' has no chat template", model_dir);
+    else message_print("'%s' has no chat template", model_dir);
 }
 
 /* Writes the sampling defaults of generation_config.json, if it says do_sample. */
@@ -1756,7 +1751,7 @@ static void write_piece(struct output *o, size_t index) {
     }
     float largest = 6.0f * e4m3_to_f32(most) * l->factor;
     if (most && (largest < 1e-5f || largest > 64.0f) && !n_implausible++)
-        note("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
+        message_print("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
 }
 
 /* Writes the data of one output, padded to the alignment. */
@@ -1777,9 +1772,9 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
     out_write(header, header_bytes);
     for (size_t i = 0; i < arrlenu(plan) && !only_header; i++) write_output(&plan[i]);
     out_end();
-    if (n_implausible > 1) note("%zu matrices have implausible weights", n_implausible);
-    note("'%s': %s%zu tensors, %s", path, only_header ? "only the header of " : "", arrlenu(plan),
-         human((double)dest.total));
+    if (n_implausible > 1) message_print("%zu matrices have implausible weights", n_implausible);
+    message_print("'%s': %s%zu tensors, %s", path, only_header ? "only the header of " : "", arrlenu(plan),
+                  human((double)dest.total));
 }
 
 /* ============================================================================================================
@@ -1833,8 +1828,9 @@ static void report_errors(void) {
             const char *name = gguf_type_info(type).name;
             printf("%-36s %-6s %12zu weights  %s\n", o->name, name, n, error_text(o->sums));
             if (o->sums.error > 0 && 10 * log10(o->sums.power / o->sums.error) < LEAST_DB)
-                note("%s: its weights do not suit %s: signal to noise is below %d dB (--keep leaves it as it is)",
-                     o->name, name, LEAST_DB);
+                message_print(
+                    "%s: its weights do not suit %s: signal to noise is below %d dB (--keep leaves it as it is)",
+                    o->name, name, LEAST_DB);
             count++;
             weights += n;
             sum.error += o->sums.error;
@@ -1903,14 +1899,14 @@ static void parse_options(int argc, char **argv) {
             exit(stdout_end());
         }
         if (!strcmp(a, "--version")) {
-            puts("moe-convert " VERSION);
+            puts("moe-convert " MOE_VERSION);
             exit(stdout_end());
         }
         if (k < n && table[k].flag) *table[k].flag = true;
-        else if (k < n && i + 1 == argc) usage("%s needs a value", a);
+        else if (k < n && i + 1 == argc) die_usage("%s needs a value", a);
         else if (k < n) *table[k].value = argv[++i];
-        else if (*a == '-') usage("unknown option '%s' (see --help)", a);
-        else if (opt.dir) usage("expected one directory, found '%s' and '%s'", opt.dir, a);
+        else if (*a == '-') die_usage("unknown option '%s' (see --help)", a);
+        else if (opt.dir) die_usage("expected one directory, found '%s' and '%s'", opt.dir, a);
         else opt.dir = a;
     }
 }
@@ -1918,23 +1914,23 @@ static void parse_options(int argc, char **argv) {
 /* Checks the options and sets model_dir and `types`. */
 static void apply_options(void) {
     static const char choice[] = "%s '%s': expected %s";
-    if (!opt.dir) usage("a Hugging Face directory is needed (see --help)");
-    if (!opt.out && !opt.dry_run) usage("-o OUT.gguf or --dry-run is needed (see --help)");
+    if (!opt.dir) die_usage("a Hugging Face directory is needed (see --help)");
+    if (!opt.out && !opt.dry_run) die_usage("-o OUT.gguf or --dry-run is needed (see --help)");
     if (opt.out && (!*opt.out || strlen(opt.out) >= PATH_MAX - 1))
-        usage("the name given with -o is %s", *opt.out ? "too long" : "empty");
-    if (opt.quantize && strcmp(opt.quantize, "nvfp4")) usage(choice, "--quantize", opt.quantize, "nvfp4");
+        die_usage("the name given with -o is %s", *opt.out ? "too long" : "empty");
+    if (opt.quantize && strcmp(opt.quantize, "nvfp4")) die_usage(choice, "--quantize", opt.quantize, "nvfp4");
     if (opt.search && strcmp(opt.search, "sweep") && strcmp(opt.search, "amax"))
-        usage(choice, "--search", opt.search, "sweep or amax");
+        die_usage(choice, "--search", opt.search, "sweep or amax");
     if (opt.backbone && strcmp(opt.backbone, "bf16") && strcmp(opt.backbone, "q8_0"))
-        usage(choice, "--backbone", opt.backbone, "bf16 or q8_0");
+        die_usage(choice, "--backbone", opt.backbone, "bf16 or q8_0");
     const char *unused = opt.importance ? "--importance" : NULL;
     if (opt.search) unused = "--search";
     if (opt.dense) unused = "--dense";
-    if (!opt.quantize && unused) usage("%s needs --quantize nvfp4", unused);
+    if (!opt.quantize && unused) die_usage("%s needs --quantize nvfp4", unused);
     if (opt.importance && opt.search && !strcmp(opt.search, "amax"))
-        usage("--importance is for --search sweep: amax looks at no other weight than the largest");
+        die_usage("--importance is for --search sweep: amax looks at no other weight than the largest");
     if (!opt.quantize && !opt.backbone && opt.keep)
-        usage("--keep is for --quantize and --backbone; neither is given, so everything stays as it is stored");
+        die_usage("--keep is for --quantize and --backbone; neither is given, so everything stays as it is stored");
     model_dir = opt.dir;
     if (opt.quantize) types.experts = GGUF_NVFP4;
     if (opt.backbone) types.backbone = opt.backbone[0] == 'b' ? GGUF_BF16 : GGUF_Q8_0;

@@ -15,7 +15,6 @@
  */
 #define PROGRAM "moe-reap"
 #include "common.h"
-#include <dirent.h>
 
 enum { MIN_SAMPLES = 32 }; /* routed tokens below which the score of an expert is too uncertain */
 
@@ -38,7 +37,7 @@ struct expert {
     int n_tensors; /* in a directory: the tensors of this expert alone */
 };
 
-struct layer {
+struct expert_layer {
     int block;               /* its number in the model */
     int n, n_retained;       /* experts, retained experts */
     bool hash_routed;        /* experts are chosen by token id; all are retained */
@@ -48,9 +47,9 @@ struct layer {
     struct expert **ranking; /* (n) each routing group sorted from the best expert to the worst */
 };
 
-static struct model {
+static struct {
     const char *path;
-    struct layer *layers;             /* stb_ds: the layers with routed experts, in order */
+    struct expert_layer *layers;      /* stb_ds: the layers with routed experts, in order */
     int n_trunk, n_mtp;               /* layers of the trunk, layers for MTP; with and without experts */
     int top_k, n_group, n_group_used; /* experts per token, routing groups, groups per token */
     int min_experts;                  /* that a layer must retain for top_k and the groups */
@@ -64,18 +63,18 @@ static struct model {
 } m;
 
 /* Whether the retained experts of a layer are selected by their scores. */
-static bool selectable(const struct layer *layer) { return !layer->hash_routed && !layer->mtp; }
+static bool selectable(const struct expert_layer *layer) { return !layer->hash_routed && !layer->mtp; }
 
 /* Returns the layer with this number, or NULL if it has no routed experts. */
-static struct layer *layer_find(int block) {
+static struct expert_layer *layer_find(int block) {
     for (size_t i = 0; i < arrlenu(m.layers); i++)
         if (m.layers[i].block == block) return &m.layers[i];
     return NULL;
 }
 
 /* Appends a layer of n experts. Layers are added in order. router: the name of its tensor, for messages. */
-static struct layer *layer_add(int block, size_t n, const char *router) {
-    struct layer layer = {.block = block, .mtp = block >= m.n_trunk};
+static struct expert_layer *layer_add(int block, size_t n, const char *router) {
+    struct expert_layer layer = {.block = block, .mtp = block >= m.n_trunk};
     if (n < (size_t)m.top_k || n > MAX_EXPERTS || n % (size_t)m.n_group)
         die("'%s': tensor '%s' routes to %zu experts, expected %d to %d%s", m.path, router, n, m.top_k, MAX_EXPERTS,
             m.n_group > 1 ? fmt(", a multiple of the %d groups", m.n_group) : "");
@@ -93,12 +92,12 @@ static struct layer *layer_add(int block, size_t n, const char *router) {
 /* Checks the layers and completes m. An MTP layer must have as many experts as the last layer of the trunk, whose
  * retained ids it takes over. */
 static void model_check(void) {
-    const struct layer *last = NULL;
+    const struct expert_layer *last = NULL;
     int most = 0;
     bool any = false;
     m.min_experts = (m.top_k + m.n_group_used - 1) / m.n_group_used * m.n_group;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *layer = &m.layers[i];
+        const struct expert_layer *layer = &m.layers[i];
         most = layer->n > most ? layer->n : most;
         any |= selectable(layer);
         if (!layer->mtp) last = layer;
@@ -116,7 +115,7 @@ static void model_check(void) {
         die("'%s': a layer has %d experts, the model had %d before pruning", m.path, most, m.original_experts);
     for (size_t i = 0; i < arrlenu(m.layers);
          i++) { /* original ids are unknown if a layer lost experts without a list */
-        struct layer *layer = &m.layers[i];
+        struct expert_layer *layer = &m.layers[i];
         for (int k = 0; k < layer->n && m.pruned && !layer->lists_ids && layer->n != m.original_experts; k++)
             layer->experts[k].original_id = -1;
     }
@@ -157,7 +156,7 @@ static double score_number(struct doc d, const char *key, json_t *a, int i) {
 }
 
 /* Adds the scores of one layer. */
-static void score_layer(struct doc d, struct layer *layer) {
+static void score_layer(struct doc d, struct expert_layer *layer) {
     json_t *tokens = score_array(d, "tokens", layer->n), *weighted = score_array(d, "weighted_sum", layer->n);
     json_t *most = score_array(d, "weighted_max", layer->n), *norm = score_array(d, "norm_sum", layer->n);
     for (int i = 0; i < layer->n; i++) {
@@ -191,7 +190,7 @@ static void scores_read(const char *path) {
         die("'%s': scores of %zu layers, '%s' has %d", path, json_array_size(list), m.path, m.n_trunk);
     for (int b = 0; b < m.n_trunk; b++) {
         json_t *j = json_array_get(list, (size_t)b);
-        struct layer *layer = layer_find(b);
+        struct expert_layer *layer = layer_find(b);
         struct doc in = {j, d.file, fmt("layer %d", b)};
         bool given = !json_is_null(j);
         if (given && !json_is_object(j)) die("'%s': layer %d: expected an object, found %s", path, b, json_show(j));
@@ -218,7 +217,7 @@ static void scores_read(const char *path) {
 /* Counts how many experts have enough tokens. Dies if a selectable layer has none. */
 static void scores_check(void) {
     for (size_t i = 0; i < arrlenu(m.layers) && scores.n_files; i++) {
-        const struct layer *layer = &m.layers[i];
+        const struct expert_layer *layer = &m.layers[i];
         bool any = false;
         if (!selectable(layer)) continue;
         for (int k = 0; k < layer->n; k++) {
@@ -277,7 +276,7 @@ static void protect_outliers(void) {
     double lo = all[(size_t)at], hi = all[(size_t)ceil(at)], limit = lo + part * (hi - lo);
     if (arrlast(all) / 10 > limit) limit = arrlast(all) / 10;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *layer = &m.layers[i];
+        struct expert_layer *layer = &m.layers[i];
         if (!selectable(layer) || index++ >= n_layers * 3 / 4) continue;
         for (int k = 0; k < layer->n; k++) layer->experts[k].outlier = layer->experts[k].weighted_max > limit;
     }
@@ -292,26 +291,18 @@ static int by_rank(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Returns a random number from [0, 1) (splitmix64). */
-static double random_value(void) {
-    uint64_t z = opts.seed += 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
-}
-
 /* Sets the scores by the criterion and ranks the experts of each routing group. */
 static void rank_experts(void) {
     if (opts.outliers) protect_outliers();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *layer = &m.layers[i];
+        struct expert_layer *layer = &m.layers[i];
         int per = layer->n / m.n_group;
         if (!selectable(layer)) continue;
         layer->ranking = xrealloc(NULL, (size_t)layer->n * sizeof(struct expert *));
         for (int k = 0; k < layer->n; k++) {
             struct expert *e = &layer->experts[k];
             double sum = opts.criterion == NORM ? e->norm_sum : e->weighted_sum;
-            e->score = opts.criterion == RANDOM      ? random_value()
+            e->score = opts.criterion == RANDOM      ? rng_uniform(&opts.seed)
                        : opts.criterion == FREQUENCY ? (double)e->tokens
                        : e->tokens                   ? sum / (double)e->tokens
                                                      : 0;
@@ -324,7 +315,7 @@ static void rank_experts(void) {
 
 /* Returns the sum of the scores of the t-th best experts of all groups, as a share of the layer; infinity for an
  * outlier. */
-static double unit_value(const struct layer *layer, int t) {
+static double unit_value(const struct expert_layer *layer, int t) {
     double sum = 0, v = 0;
     for (int k = 0; k < layer->n; k++) sum += layer->experts[k].score;
     for (int g = 0; g < m.n_group; g++) {
@@ -346,17 +337,17 @@ static void spread_counts(void) {
     least = (least + m.n_group - 1) / m.n_group * m.n_group;
     if (least > most) die("--floor %d: an even distribution gives only %d experts per layer", opts.floor, most);
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *layer = &m.layers[i];
+        struct expert_layer *layer = &m.layers[i];
         if (!selectable(layer)) continue;
         units += layer->n_retained;
         layer->n_retained = layer->n_retained < least ? layer->n_retained : least;
         units -= layer->n_retained;
     }
     for (units /= m.n_group; units > 0; units--) {
-        struct layer *best = NULL;
+        struct expert_layer *best = NULL;
         double value = 0;
         for (size_t i = 0; i < arrlenu(m.layers); i++) {
-            struct layer *layer = &m.layers[i];
+            struct expert_layer *layer = &m.layers[i];
             if (!selectable(layer) || layer->n_retained == layer->n) continue;
             double v = unit_value(layer, layer->n_retained / m.n_group);
             if (!best || v > value) {
@@ -370,9 +361,9 @@ static void spread_counts(void) {
 
 /* Marks the best n_retained experts of every layer as retained and numbers them. */
 static void mark_retained(void) {
-    const struct layer *last = NULL;
+    const struct expert_layer *last = NULL;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *layer = &m.layers[i];
+        struct expert_layer *layer = &m.layers[i];
         int per = layer->n / m.n_group;
         if (selectable(layer))
             for (int k = 0; k < layer->n; k++) layer->ranking[k]->retained = k % per < layer->n_retained / m.n_group;
@@ -417,7 +408,7 @@ static void check_count(const char *who, int count, int n) {
 /* Removes the share --ratio of every layer's experts, rounded down to whole units. */
 static void select_by_ratio(void) {
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *layer = &m.layers[i];
+        struct expert_layer *layer = &m.layers[i];
         if (!selectable(layer)) continue;
         layer->n_retained =
             layer->n - (int)(layer->n * opts.ratio + 1e-9) / m.n_group * m.n_group; /* never more than the share */
@@ -441,7 +432,7 @@ static void select_by_counts(void) {
         const char *who = fmt("'%s', line %zu", opts.counts, no);
         if (sscanf(line, "%6d %6d %n", &block, &count, &end) != 2 || line[end])
             die("%s: expected LAYER COUNT, found '%s'", who, line);
-        struct layer *layer = layer_find(block);
+        struct expert_layer *layer = layer_find(block);
         if (!layer || layer->mtp) die("%s: layer %d has no routed experts", who, block);
         if (seen[block]) die("%s: layer %d appears twice", who, block);
         seen[block] = true;
@@ -498,7 +489,7 @@ struct outcome {
 static struct outcome outcome(void) {
     struct outcome o = {0};
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *layer = &m.layers[i];
+        const struct expert_layer *layer = &m.layers[i];
         o.largest = layer->n_retained > o.largest ? layer->n_retained : o.largest;
         if (!selectable(layer)) continue;
         o.differ |= o.chosen && o.chosen != layer->n_retained;
@@ -599,7 +590,7 @@ static void gguf_hash_router(const struct gguf_tensor *t) {
 }
 
 /* Reads moe.reap.kept.N, the original ids of a layer's experts, if it is there. */
-static void gguf_read_retained(struct layer *layer) {
+static void gguf_read_retained(struct expert_layer *layer) {
     const char *key = fmt("moe.reap.kept.%d", layer->block);
     const struct gguf_kv *kv = gguf_find(&gguf, key);
     int64_t v, last = -1;
@@ -632,7 +623,7 @@ static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     if (memchr(t->name.p, 0, t->name.n)) die("'%s': the name of tensor '%s' holds a NUL", m.path, kv_name(t->name));
     snprintf(name, sizeof name, "%.*s", (int)t->name.n, t->name.p);
     int block = tensor_block(name, &rest);
-    struct layer *layer = block < 0 ? NULL : layer_find(block);
+    struct expert_layer *layer = block < 0 ? NULL : layer_find(block);
     c->layer = -1;
     c->dropped = m.drop_mtp && block >= m.n_trunk;
     if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
@@ -672,7 +663,7 @@ static void gguf_read(const char *path) {
     for (int b = 0; b < blocks; b++) {
         const struct gguf_tensor *t = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_inp.weight", b));
         if (!t) continue;
-        struct layer *layer = layer_add(b, t->n_dims == 2 ? (size_t)t->ne[1] : 0, kv_name(t->name));
+        struct expert_layer *layer = layer_add(b, t->n_dims == 2 ? (size_t)t->ne[1] : 0, kv_name(t->name));
         layer->hash_routed = gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid", b)) ||
                              gguf_find_tensor(&gguf, fmt("blk.%d.ffn_gate_tid2eid.weight", b));
         if (b < m.n_trunk) gguf_hash_router(t);
@@ -719,7 +710,7 @@ static void put_counts_per_layer(struct gguf_writer *w, int blocks) {
 static void put_retained(struct gguf_writer *w) {
     bool unknown = false;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *layer = &m.layers[i];
+        const struct expert_layer *layer = &m.layers[i];
         int32_t ids[MAX_EXPERTS];
         int n = 0;
         for (int k = 0; k < layer->n; k++)
@@ -730,7 +721,7 @@ static void put_retained(struct gguf_writer *w) {
     }
     static bool reported;
     if (unknown && !reported)
-        note("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
+        message_print("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
     reported |= unknown;
 }
 
@@ -822,7 +813,7 @@ static void copy_bytes(const struct source_file *s, size_t at, size_t n) {
 
 /* Copies the slices of the retained experts of a layer. The slices begin at `at` and have `bytes` bytes each; neighbors
  * are copied together. */
-static void copy_retained(const struct source_file *s, size_t at, size_t bytes, const struct layer *layer) {
+static void copy_retained(const struct source_file *s, size_t at, size_t bytes, const struct expert_layer *layer) {
     for (int k = 0, run; k < layer->n; k += run) {
         for (run = 1; k + run < layer->n && layer->experts[k + run].retained == layer->experts[k].retained; run++)
             continue;
@@ -843,7 +834,7 @@ static void gguf_write(char path[PATH_MAX]) {
         if (slicings[i].dropped) continue;
         if (slicings[i].layer < 0) copy_bytes(s, gguf_offset(t), t->bytes);
         else {
-            const struct layer *layer = &m.layers[slicings[i].layer];
+            const struct expert_layer *layer = &m.layers[slicings[i].layer];
             copy_retained(s, gguf_offset(t), t->bytes / (size_t)layer->n, layer);
         }
         out_write(zeros, gguf_pad(dest.done - from) - (dest.done - from));
@@ -851,7 +842,7 @@ static void gguf_write(char path[PATH_MAX]) {
     }
     if (dest.done != dest.total) die("internal error: %zu bytes written, %zu planned", dest.done, dest.total);
     out_end();
-    note("'%s': %u tensors, %s", path, n, human((double)dest.total));
+    message_print("'%s': %u tensors, %s", path, n, human((double)dest.total));
 }
 
 /* ============================================================================================================
@@ -987,7 +978,7 @@ static void hf_check_tensors(void) {
         const struct tensor *t = &tensors[i];
         struct parsed_name p = name_parse(t->name);
         if (p.role == OTHER) continue;
-        struct layer *layer = layer_find(p.block);
+        struct expert_layer *layer = layer_find(p.block);
         if (!layer) die("%s: layer %d has no router mlp.gate.weight", where(t), p.block);
         if (p.role == EXPERT && p.expert >= layer->n)
             die("%s: expert %d, the router has %d", where(t), p.expert, layer->n);
@@ -1011,7 +1002,7 @@ static void hf_read_retained(void) {
     m.original_experts = (int)get_int(reap, "original_experts", 1, INT32_MAX, REQUIRED);
     json_t *kept = get_list(reap, "kept");
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        struct layer *layer = &m.layers[i];
+        struct expert_layer *layer = &m.layers[i];
         json_t *ids = json_array_get(kept, (size_t)layer->block);
         if (!json_is_array(ids)) continue;
         layer->lists_ids = true;
@@ -1058,7 +1049,7 @@ static void hf_read_others(void) {
             arrput(other_bytes, (size_t)st.st_size);
             continue;
         }
-        if (!known) note("'%s' is not a regular file: not copied", in_dir(names[i]));
+        if (!known) message_print("'%s' is not a regular file: not copied", in_dir(names[i]));
         free(names[i]);
     }
     arrfree(names);
@@ -1110,7 +1101,7 @@ static void hf_read(const char *path) {
 /* Returns the name of a tensor or module in the output; NULL if it is removed. Valid as long as fmt's. */
 static const char *hf_rename(const char *name) {
     struct parsed_name p = name_parse(name);
-    const struct layer *layer = p.role == EXPERT ? layer_find(p.block) : NULL;
+    const struct expert_layer *layer = p.role == EXPERT ? layer_find(p.block) : NULL;
     bool ours = p.block >= 0 && p.prefix == strlen(hf_prefix) && !memcmp(name, hf_prefix, p.prefix);
     if (m.drop_mtp && (p.mtp || (ours && p.block >= m.n_trunk))) return NULL;
     if (!layer || p.expert >= layer->n) return name;
@@ -1162,7 +1153,7 @@ static void hf_put_reap(json_t *config) {
     for (size_t i = 0; i < arrlenu(m.layers); i++)
         if (m.layers[i].n_retained) blocks = m.layers[i].block + 1;
     for (int b = 0; b < blocks; b++) {
-        const struct layer *layer = layer_find(b);
+        const struct expert_layer *layer = layer_find(b);
         json_t *ids = layer && (layer->lists_ids || layer->n_retained < layer->n) ? json_array() : json_null();
         for (int k = 0; layer && k < layer->n; k++) {
             known &= layer->experts[k].original_id >= 0;
@@ -1240,19 +1231,19 @@ static void hf_add_json(const char *name, json_t *j, struct doc was) {
 }
 
 /* Returns the layer for whose experts a tensor has slices, or NULL. */
-static const struct layer *hf_sliced(const struct tensor *t) {
+static const struct expert_layer *hf_sliced(const struct tensor *t) {
     struct parsed_name p = name_parse(t->name);
     bool slices = (p.role == STACK || p.role == ROUTER) && t->bytes * 8 != dtypes[t->dtype].bits;
     return slices ? layer_find(p.block) : NULL;
 }
 
 /* Returns the bytes of a tensor in the output. layer: hf_sliced(t). */
-static size_t hf_bytes(const struct tensor *t, const struct layer *layer) {
+static size_t hf_bytes(const struct tensor *t, const struct expert_layer *layer) {
     return layer ? t->bytes / (size_t)layer->n * (size_t)layer->n_retained : t->bytes;
 }
 
 /* Returns size d of the shape of a tensor in the output. layer: hf_sliced(t). */
-static size_t hf_shape(const struct tensor *t, const struct layer *layer, uint32_t d) {
+static size_t hf_shape(const struct tensor *t, const struct expert_layer *layer, uint32_t d) {
     return layer && d == 0 ? (size_t)layer->n_retained : t->shape[d];
 }
 
@@ -1268,7 +1259,7 @@ static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     }
     for (size_t i = first; i < last; i++) {
         const struct tensor *t = &tensors[by_place[i]];
-        const struct layer *layer = hf_sliced(t);
+        const struct expert_layer *layer = hf_sliced(t);
         const char *to = hf_rename(t->name);
         if (!to) continue;
         json_t *name = json_string(to);
@@ -1341,7 +1332,7 @@ static size_t hf_plan(void) {
 static void hf_check_uniform(void) {
     struct outcome o = outcome();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *layer = &m.layers[i];
+        const struct expert_layer *layer = &m.layers[i];
         if (layer->n_retained != o.largest && !(layer->mtp && m.drop_mtp))
             die("layer %d keeps %d experts, another one %d: a Hugging Face directory has one count for all; convert it "
                 "and prune the GGUF",
@@ -1375,7 +1366,7 @@ static void hf_write_file(const struct out_file *f) {
     for (size_t i = 0; i < arrlenu(tensors) && f->shard >= 0; i++) {
         const struct tensor *t = &tensors[by_place[i]];
         if ((int)t->shard != f->shard || !hf_rename(t->name)) continue;
-        const struct layer *layer = hf_sliced(t);
+        const struct expert_layer *layer = hf_sliced(t);
         if (layer) copy_retained(&shards[t->shard], t->at, t->bytes / (size_t)layer->n, layer);
         else copy_bytes(&shards[t->shard], t->at, t->bytes);
     }
@@ -1400,7 +1391,7 @@ static void hf_write(char path[PATH_MAX]) {
     snprintf(copy, sizeof copy, "%s", path);
     sync_dir(dirname(copy));
     progress(true);
-    note("'%s': %zu files, %s", path, arrlenu(hf_files), human((double)dest.total));
+    message_print("'%s': %zu files, %s", path, arrlenu(hf_files), human((double)dest.total));
 }
 
 /* ============================================================================================================
@@ -1412,7 +1403,7 @@ static void hf_write(char path[PATH_MAX]) {
  * ============================================================================================================ */
 
 /* Prints the line of one layer. */
-static void report_layer(const struct layer *layer) {
+static void report_layer(const struct expert_layer *layer) {
     double all = 0, retained = 0;
     int unseen = 0, undersampled = 0;
     for (int k = 0; k < layer->n; k++) {
@@ -1439,7 +1430,7 @@ static void report(size_t bytes) {
     double all = 0, retained = 0;
     printf("layer   experts    score   never   <%d   dropped\n", MIN_SAMPLES);
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct layer *layer = &m.layers[i];
+        const struct expert_layer *layer = &m.layers[i];
         report_layer(layer);
         before += layer->n;
         after += layer->n_retained;
@@ -1496,19 +1487,19 @@ static double option_number(const char *option, const char *text, double lo, dou
     double v = strtod(text, &end);
     if (end == text || *end || !(v >= lo && v <= hi) ||
         (whole && (v != floor(v) || strspn(text, "0123456789") != strlen(text))))
-        usage("%s: expected %s from %g to %g, found '%s'", option, whole ? "an integer" : "a number", lo, hi, text);
+        die_usage("%s: expected %s from %g to %g, found '%s'", option, whole ? "an integer" : "a number", lo, hi, text);
     return v;
 }
 
 static void set_amount(enum amount a) {
-    if (opts.amount != NONE) usage("--keep, --ratio, --budget and --counts exclude each other");
+    if (opts.amount != NONE) die_usage("--keep, --ratio, --budget and --counts exclude each other");
     opts.amount = a;
 }
 
 static void set_criterion(const char *name) {
     size_t k = 0;
     while (k < COUNT(criteria) && strcmp(criteria[k], name)) k++;
-    if (k == COUNT(criteria)) usage("--criterion: expected reap, frequency, norm or random, found '%s'", name);
+    if (k == COUNT(criteria)) die_usage("--criterion: expected reap, frequency, norm or random, found '%s'", name);
     opts.criterion = (enum criterion)k;
 }
 
@@ -1520,7 +1511,7 @@ static void set_option(const char *a, const char *v) {
     } else if (!strcmp(a, "--ratio")) {
         set_amount(RATIO);
         opts.ratio = option_number(a, v, 0, 1, false);
-        if (opts.ratio == 1) usage("--ratio: 1 would leave no expert");
+        if (opts.ratio == 1) die_usage("--ratio: 1 would leave no expert");
     } else if (!strcmp(a, "--budget")) {
         set_amount(BUDGET);
         opts.budget = option_number(a, v, 0, 1e9, false) * 0x1p30;
@@ -1530,23 +1521,23 @@ static void set_option(const char *a, const char *v) {
     } else if (!strcmp(a, "--floor")) opts.floor = (int)option_number(a, v, 1, MAX_EXPERTS, true);
     else if (!strcmp(a, "--criterion")) set_criterion(v);
     else if (!strcmp(a, "--name")) m.name_option = v;
-    else if (strcmp(v, "prune") && strcmp(v, "drop")) usage("--mtp: expected prune or drop, found '%s'", v);
+    else if (strcmp(v, "prune") && strcmp(v, "drop")) die_usage("--mtp: expected prune or drop, found '%s'", v);
     else m.drop_mtp = !strcmp(v, "drop");
 }
 
 /* Dies with exit code 2 if options are missing or contradict each other. out: -o; seeded: --seed was given; n_files:
  * scores. */
 static void check_usage(const char *out, bool dry_run, bool seeded, size_t n_files) {
-    if (!m.path) usage("a model is needed (see --help)");
-    if (!out && !dry_run) usage("-o OUT or --dry-run is needed (see --help)");
+    if (!m.path) die_usage("a model is needed (see --help)");
+    if (!out && !dry_run) die_usage("-o OUT or --dry-run is needed (see --help)");
     if (out && (!*out || strlen(out) >= PATH_MAX - 1))
-        usage("the name given with -o is %s", *out ? "too long" : "empty");
-    if (opts.amount == NONE) usage("one of --keep, --ratio, --budget and --counts is needed (see --help)");
-    if (opts.per_layer && opts.amount == COUNTS) usage("--per-layer goes with --keep, --ratio or --budget");
-    if (opts.floor && !opts.per_layer) usage("--floor goes with --per-layer");
-    if (seeded && opts.criterion != RANDOM) usage("--seed goes with --criterion random");
-    if (!n_files && opts.criterion != RANDOM) usage("scores are needed: moe --calibrate makes them (see --help)");
-    if (!n_files && opts.outliers) usage("--protect-outliers needs scores");
+        die_usage("the name given with -o is %s", *out ? "too long" : "empty");
+    if (opts.amount == NONE) die_usage("one of --keep, --ratio, --budget and --counts is needed (see --help)");
+    if (opts.per_layer && opts.amount == COUNTS) die_usage("--per-layer goes with --keep, --ratio or --budget");
+    if (opts.floor && !opts.per_layer) die_usage("--floor goes with --per-layer");
+    if (seeded && opts.criterion != RANDOM) die_usage("--seed goes with --criterion random");
+    if (!n_files && opts.criterion != RANDOM) die_usage("scores are needed: moe --calibrate makes them (see --help)");
+    if (!n_files && opts.outliers) die_usage("--protect-outliers needs scores");
 }
 
 int main(int argc, char **argv) {
@@ -1560,7 +1551,7 @@ int main(int argc, char **argv) {
             return stdout_end();
         }
         if (!strcmp(a, "--version")) {
-            puts("moe-reap " VERSION);
+            puts("moe-reap " MOE_VERSION);
             return stdout_end();
         }
         if (!strcmp(a, "--dry-run")) dry_run = true;
@@ -1570,8 +1561,8 @@ int main(int argc, char **argv) {
         else if (*a != '-') arrput(files, a);
         else if (strchr(a, ' ') ||
                  !one_of(a, "-o --keep --ratio --budget --counts --floor --criterion --seed --mtp --name"))
-            usage("unknown option '%s' (see --help)", a);
-        else if (i + 1 == argc) usage("%s needs a value", a);
+            die_usage("unknown option '%s' (see --help)", a);
+        else if (i + 1 == argc) die_usage("%s needs a value", a);
         else if (!strcmp(a, "-o")) out = argv[++i];
         else if (!strcmp(a, "--seed")) {
             opts.seed = (uint64_t)option_number(a, argv[++i], 0, 0x1p53, true);
@@ -1584,7 +1575,7 @@ int main(int argc, char **argv) {
     struct stat st;
     if (stat(m.path, &st)) die("cannot open '%s': %s", m.path, strerror(errno));
     bool dir = S_ISDIR(st.st_mode);
-    if (dir && m.name_option) usage("--name goes with a GGUF file");
+    if (dir && m.name_option) die_usage("--name goes with a GGUF file");
     size_t (*plan)(void) = dir ? hf_plan : gguf_plan;
     (dir ? hf_read : gguf_read)(m.path);
     model_check();

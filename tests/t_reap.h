@@ -101,7 +101,7 @@ struct toy_score {
 
 /* FNV-1a of the routers of blocks 0..n-1 as float32. */
 static uint64_t toy_routers(const struct gguf *g, int n) {
-    uint64_t h = 0xcbf29ce484222325u;
+    uint64_t h = HASH_START;
     for (int b = 0; b < n; b++) {
         char name[64];
         snprintf(name, sizeof name, "blk.%d.ffn_gate_inp.weight", b);
@@ -435,7 +435,7 @@ static void test_reap_nothing(void) {
     CHECK(key_int(&b, "moe.reap.original_expert_count") == 8 && key_is(&b, "moe.reap.criterion", "reap"), "keys");
     CHECK(key_int(&b, "moe.reap.calibration.tokens") == 1000, "tokens");
     CHECK(fabs(key_num(&b, "moe.reap.calibration.coverage") - 13.0 / 16) < 1e-6, "coverage");
-    uint64_t h = hash_bytes(0xcbf29ce484222325u, a.images[0].base, (size_t)(a.tensors[0].data - a.images[0].base));
+    uint64_t h = hash_bytes(HASH_START, a.images[0].base, (size_t)(a.tensors[0].data - a.images[0].base));
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)h);
     CHECK(key_is(&b, "moe.reap.source_hash", hash), "the hash of the source");
     int none[3] = {0};
