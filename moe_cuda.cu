@@ -95,7 +95,7 @@
  * ============================================================================================================ */
 
 #ifdef CUEMU
-#define ALLREDUCE_SLOT_FLOATS 3072 /* few, so that an all-reduce takes several pieces */
+#define ALLREDUCE_SLOT_FLOATS 3072 /* small, so that an all-reduce takes several pieces */
 #else
 #define ALLREDUCE_SLOT_FLOATS (1 << 20)
 #endif
@@ -167,7 +167,7 @@ struct gpu_sizes {
     bool stats; /* statistics of experts are collected */
 };
 
-/* The lengths that the buffers of GPU_BUFFERS are products of. */
+/* Lengths of which those of GPU_BUFFERS are made. */
 struct gpu_dims {
     size_t n, decode;       /* tokens of a forward, of a decode forward, at most */
     size_t used, pairs;     /* experts that a token uses; (token, expert) pairs of a forward */
@@ -220,8 +220,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
 }
 
 /* The activations of a rank, each once as X(field of struct cuda, type, count); a count of 0: there is no such buffer.
- * `d` is a struct gpu_dims and `s` the struct gpu_sizes that it was made for. clang-format would take the products for
- * pointers. */
+ * `d` is a struct gpu_dims and `s` the struct gpu_sizes that it was made for. clang-format would read `n * m` as a
+ * pointer. */
 /* clang-format off */
 #define GPU_BUFFERS(X)                                                                          \
     X(x32[A_X], float, d.n * d.act[A_X])                                                        \

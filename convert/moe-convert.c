@@ -441,9 +441,9 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
 /* ============================================================================================================
  * Model
  *
- * config.json gives the sizes; the engine's table of tensors (moe.c, tensor_rules) gives the names and states the shape of every tensor
- * in those sizes. The number of experts of a layer is the one thing that comes from the tensors: a pruned release may keep the original
- * in its config.
+ * config.json gives the sizes; the engine's table of tensors (moe.c, tensor_rules) gives the names and states the shape
+ * of every tensor in those sizes. The number of experts of a layer is the one thing that comes from the tensors: a
+ * pruned release may keep the original in its config.
  * ============================================================================================================ */
 
 /* A family whose releases name tensors otherwise than the table of tensors: `from` begins the table's name, up to its

@@ -178,7 +178,7 @@ static bool bench_tiles() {
     const char *built = cuda_targets();
     const bool a4 = f.major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
     if (!EMULATED)
-        printf("%s, m16n8k16 at %.1f TFLOP/s\n\n| product | rows | tokens in | block | depth | K | shared bytes |"
+        printf("%s, m16n8k16 at %.1f TFLOP/s\n\n| GEMM | rows | tokens in | block | depth | K | shared bytes |"
                " us | TFLOP/s | %% of m16n8k16 |\n|---|---|---|---|---|---|---|---|---|---|\n",
                f.name, b.mma);
     for (const struct shape &s : shapes)

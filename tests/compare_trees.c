@@ -132,7 +132,7 @@ enum {
     PROMPT = 70,       /* tokens */
     LONG_PROMPT = 530, /* more than a forward takes at once */
     LONG_STEPS = 3,    /* single tokens behind it */
-    FEW_STEPS = 12,    /* single tokens of a large model */
+    LARGE_STEPS = 12,  /* single tokens of a large model */
     THREADS = 2        /* of the prompt at once; of what else is computed: 1, or they wait for each other */
 };
 
@@ -193,7 +193,7 @@ static void by_path(X_MODEL *m, const X_KERNELS *k, const char *path, bool quick
     int32_t ids[LONG_PROMPT + LONG_STEPS];
     const int n_vocab = X_VOCAB(m);
     const bool large = n_vocab > 1024;
-    for (int i = 0; i < (large ? FEW_STEPS : PROMPT); i++) each[i] = i + 1;
+    for (int i = 0; i < (large ? LARGE_STEPS : PROMPT); i++) each[i] = i + 1;
     for (int i = 0; i <= LONG_STEPS; i++) far[i] = LONG_PROMPT + i;
     for (int i = 0; i < LONG_PROMPT + LONG_STEPS; i++) ids[i] = (i * 7919 + i / 7 * 131 + 17) % n_vocab;
     for (int d = 0; d < (quick ? 2 : 6); d++)

@@ -24,7 +24,7 @@ static void spy_product(const struct weight *w, int e, const double *x, double *
     free(row);
 }
 
-/* The norm of what expert e of a network makes of x (floats); the squares of both inputs are added. */
+/* Returns the norm of the output of expert e of a feed-forward for x; adds the squares of both inputs to the sums. */
 static double spy_expert(const struct model *m, int il, int ffn, int e, const float *input) {
     struct ffn_weights ffns[2];
     layer_ffns(&m->layers[il], ffns);
@@ -204,7 +204,8 @@ static void interrupt_embed(struct rank *r, enum act out) {
     interruption.plain->embed(r, out);
 }
 
-/* build/test_moe --interrupt N OPTIONS: `moe OPTIONS` with --calibrate on the CPU, which gets a SIGINT in its Nth forward. */
+/* build/test_moe --interrupt N OPTIONS: `moe OPTIONS` with --calibrate on the CPU, which gets a SIGINT in its Nth
+ * forward. */
 static int calibrate_interrupted(int n, int argc, char **argv) {
     struct settings set;
     struct engine e;
@@ -223,7 +224,8 @@ static int calibrate_interrupted(int n, int argc, char **argv) {
     return code;
 }
 
-/* Largest NMSE between the tensors of two files with the same names and shapes; 1 with a remark if they differ in these. */
+/* Largest NMSE between the tensors of two files with the same names and shapes; 1 with a remark if they differ in
+ * these. */
 static double tensors_differ(const char *name_a, const char *name_b) {
     struct gguf a, b;
     char path[256], err[ERR_MAX];
@@ -248,8 +250,8 @@ static double tensors_differ(const char *name_a, const char *name_b) {
     return worst;
 }
 
-/* Interrupted in several places and continued, a run has the tokens and the sums of one that was not: windows of 512 tokens are
- * cut between two of them. */
+/* Interrupted in several places and continued, a run has the tokens and the sums of one that was not: windows of 512
+ * tokens are cut between two of them. */
 static void test_calibrate_resumes(void) {
     static const int forwards[] = {1, 3, 2};
     char self[512], cmd[2048];
@@ -313,7 +315,7 @@ static void test_calibrate_activations(void) {
           "shapes");
     CHECK(gguf_find_tensor(&g, "blk.0.ffn_gate.weight.in_sum2") &&
               gguf_find_tensor(&g, "blk.5.ffn_up_shexp.weight.counts"),
-          "dense and shared networks");
+          "dense and shared feed-forwards");
     if (sums && same) {
         const double e = nmse((const float *)(const void *)sums->data, (const float *)(const void *)same->data, 4096);
         CHECK(e < 1e-10, "added up in two runs: %g", e);

@@ -48,7 +48,8 @@ static char *answer_hash(const char *cmd, char **text) {
     return hash;
 }
 
-/* -s and --system-file are the system message of the template: the logits are those of the prompt that --render gives. */
+/* -s and --system-file are the system message of the template: the logits are those of the prompt that --render gives.
+ * */
 static void test_cli_system(void) {
     char *out[4] = {NULL}, *hash[4];
     check_command(IN_DIR("printf 'Answer briefly.\\n' >@/s.txt"), 0, NULL, NULL);
@@ -216,7 +217,8 @@ static bool help_has(const char *text, const struct option *o) {
     return help && help < end && !strstr(at + 1, line);
 }
 
-/* --help fits 60 lines of 100 columns and has one for every option, but for those of a mode, which --MODE --help explains. */
+/* --help fits 60 lines of 100 columns and has one for every option, but for those of a mode, which --MODE --help
+ * explains. */
 static void test_cli_help(void) {
     char *all = NULL, cmd[128];
     int lines;
@@ -439,7 +441,8 @@ static void test_cli_memory_available(void) {
     CHECK(have > 0.5 * unused && have < all, "%g bytes are available, %g unused, %g in all", have, unused, all);
 }
 
-/* A fact in 8,000 tokens of the shipped stories is found, and all of the program lives in 150 MiB of memory meanwhile. */
+/* A fact in 8,000 tokens of the shipped stories is found, and all of the program lives in 150 MiB of memory meanwhile.
+ * */
 static void test_cli_needle_long(void) {
     if (SANITIZED) SKIP("it takes minutes under sanitizers, which need memory of their own");
     struct program p;
@@ -460,7 +463,8 @@ static bool is_option(const char *name, size_t n) {
     return false;
 }
 
-/* Every option in README.md and convert/README.md is one of moe, moe-convert or moe-reap, or of a command that is named. */
+/* Every option in README.md and convert/README.md is one of moe, moe-convert or moe-reap, or of a command that is
+ * named. */
 static void test_readme_options(void) {
     static const char *const files[] = {"README.md", "convert/README.md"};
     static const char *const foreign[] = {"local-dir"}; /* of hf download */

@@ -323,7 +323,8 @@ static void hf_deepseek(struct hf *h) {
     hf_linear(h, "model.layers.2.eh_proj", HF_EMBD, 2 * HF_EMBD, HF_BF16);
 }
 
-/* Writes what is not there yet and runs the converter with `extra`; its exit code. h->out and h->err hold what it said. */
+/* Writes what is not there yet and runs the converter with `extra`; its exit code. h->out and h->err hold what it said.
+ * */
 static int hf_run(struct hf *h, const char *extra) {
     char cmd[512];
     hf_json(h, "config.json", h->config);

@@ -212,7 +212,8 @@ static const struct model *fixture_keep(const char *name) {
     return &kept[i].m;
 }
 
-/* The GPU chooses what the CPU does: every filter, alone and together, over flat and steep logits with equal ones among them. */
+/* The GPU chooses what the CPU does: every filter, alone and together, over flat and steep logits with equal ones among
+ * them. */
 static void test_cuda_sample(void) {
     static const int top_k[] = {0, 1, 20, 40, 1000, 5000};
     static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f}, steep[] = {0.01f, 1, 4},
@@ -343,8 +344,8 @@ static bool layout_session(struct session *s, const struct model *m, const struc
     return CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s: %s", d->name, err);
 }
 
-/* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it was, and
- * after an empty timeline the same ids give the same bits. */
+/* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it
+ * was, and after an empty timeline the same ids give the same bits. */
 static void cuda_turns(const struct layout *d, int turns) {
     enum { CTX = 200, IDS = 24 };
     struct model m;
@@ -388,7 +389,8 @@ static void test_cuda_turns(void) {
 }
 
 #ifdef CUEMU
-/* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on the GPU. */
+/* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on
+ * the GPU. */
 static void test_cuda_failures(void) {
     static const struct {
         const char *name, *says; /* in the message; NULL: it says what is missing instead */
@@ -488,8 +490,8 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     return out;
 }
 
-/* Nothing may depend on when a kernel runs, so that all bits are equal. What one at a time gives is kept: tests of mutants share
- * that of the parent process. */
+/* Nothing may depend on when a kernel runs, so that all bits are equal. What one at a time gives is kept: tests of
+ * mutants share that of the parent process. */
 static void test_cuda_forward(void) {
     static struct {
         const char *name;
@@ -526,8 +528,8 @@ static bool tiny_open(struct engine *e, struct settings *set, int which) {
     return CHECK(session_open(&e->session, &e->model, 1, 1, cuda_rank_start, &g, err) == 0, "%s", err);
 }
 
-/* One matrix on the device: FP4 scales 0x30 .. 0x3F, those of Q8_0 0.025 / 128, halves of at most what BF16 makes of 0.025, times 2^8,
- * no two tiles alike, zeros beyond the matrix. */
+/* One matrix on the device: FP4 scales 0x30 .. 0x3F, those of Q8_0 0.025 / 128, halves of at most what BF16 makes of
+ * 0.025, times 2^8, no two tiles alike, zeros beyond the matrix. */
 static void tiny_matrix(struct engine *e, const struct weight *w, const char *what) {
     const enum weight_format fmt = weight_format(w->type);
     const uint16_t zero = fmt == FMT_Q8 ? 0x8080 : 0, unit = f16_from_f32(0.025f / 128);
@@ -621,13 +623,13 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
 }
 
 static void test_cuda_profile(void) {
-    static const char *const few[] = {"k_embed",    "k_add_norm",  "k_gemv_sum",     "k_gemv_glu", "k_rope_gqa",
-                                      "k_rope_mla", "attn_kernel", "k_route_decode", NULL},
-                             *const many[] = {"k_embed",     "k_add_norm",     "k_gemv_sum",
-                                              "gemm_kernel", "k_rope_gqa",     "k_rope_mla",
-                                              "attn_kernel", "k_route_logits", "k_route_prefill",
-                                              "k_sort",      "k_tiles",        "k_combine",
-                                              NULL};
+    static const char *const decode[] = {"k_embed",    "k_add_norm",  "k_gemv_sum",     "k_gemv_glu", "k_rope_gqa",
+                                         "k_rope_mla", "attn_kernel", "k_route_decode", NULL},
+                             *const prefill[] = {"k_embed",     "k_add_norm",     "k_gemv_sum",
+                                                 "gemm_kernel", "k_rope_gqa",     "k_rope_mla",
+                                                 "attn_kernel", "k_route_logits", "k_route_prefill",
+                                                 "k_sort",      "k_tiles",        "k_combine",
+                                                 NULL};
     static const int calls[2][2][12] = {{{1, 6, 7, 2, 2, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}},
                                         {{1, 11, 19, 3, 0, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}};
     struct engine e;
@@ -637,8 +639,8 @@ static void test_cuda_profile(void) {
         float *before = pair_buffer((size_t)e.model.n_vocab);
         session_decode(&e.session, 5);
         memcpy(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before);
-        profile_check(&e, 1, few, calls[which][0]);
-        profile_check(&e, 40, many, calls[which][1]);
+        profile_check(&e, 1, decode, calls[which][0]);
+        profile_check(&e, 40, prefill, calls[which][1]);
         session_truncate(&e.session, 0);
         session_decode(&e.session, 5);
         CHECK(!memcmp(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before),
@@ -704,8 +706,8 @@ static void test_cuda_bench(void) {
 
 /* ---- what the compiler made of the kernels ---- */
 
-/* No kernel spills registers, none but k_embed has an array in local memory (the sine of large angles), shared arrays leave room, and
- * FP4 MMAs are in the one image that has them. */
+/* No kernel spills registers, none but k_embed has an array in local memory (the sine of large angles), shared arrays
+ * leave room, and FP4 MMAs are in the one image that has them. */
 static void test_cuda_images(void) {
     static const char *const ptx[] = {"compute_120f", "compute_90", "compute_80"};
     enum { IMAGE_BYTES = 16 << 20 };
@@ -838,7 +840,8 @@ static void test_cuda_same_bits(void) {
     model_free(&m);
 }
 
-/* For t_cuda_mutate.h: all-reduce, gather of logits and pipeline sends by our own kernels, on one GPU and on four, and by NCCL. */
+/* For t_cuda_mutate.h: all-reduce, gather of logits and pipeline sends by our own kernels, on one GPU and on four, and
+ * by NCCL. */
 void cuda_test_all_reduce(void) {
     static const struct layout ways[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
                                          {"on one GPU", 2, 2, {0, 0, 0, 0}, ALLREDUCE_ONESHOT, true},
@@ -869,7 +872,7 @@ static void test_cuda_rank_errors(void) {
         int device[2];
         size_t memory;
         const char *api;
-        int call; /* of it that fails; the last of host memory is for a rank's watch */
+        int call; /* of it that fails; the last of host memory is for a rank's heartbeat */
         const char *says;
         enum allreduce allreduce;
     } bad[] = {{{0, 7}, 0, NULL, 0, "rank 1 of 2: there is no GPU 7; found: 4", ALLREDUCE_AUTO},

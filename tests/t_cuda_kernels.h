@@ -1,6 +1,6 @@
-/* The kernels of moe_cuda.cu one by one, with the shapes and edges that the fixtures' operations (t_cuda.h) do not have, against plain
- * sums in double precision. Included by test_cuda.cu behind moe_cuda.cu; compiles for the emulator and for a device. The tests
- * are extern "C" functions without arguments, called from t_cuda.h. */
+/* The kernels of moe_cuda.cu one by one, with the shapes and edges that the fixtures' operations (t_cuda.h) do not
+ * have, against plain sums in double precision. Included by test_cuda.cu behind moe_cuda.cu; compiles for the emulator
+ * and for a device. The tests are extern "C" functions without arguments, called from t_cuda.h. */
 #include <algorithm>
 #include <cmath>
 #include <cstdarg>
@@ -129,7 +129,8 @@ static const struct {
 } matrix_types[] = {{GGUF_NVFP4, "NVFP4"}, {GGUF_MXFP4, "MXFP4"}, {GGUF_Q8_0, "Q8_0"},
                     {GGUF_BF16, "BF16"},   {GGUF_F16, "F16"},     {GGUF_F32, "F32"}};
 
-/* n weights of a row, as in a file. `octaves`: moves the exponents of MXFP4; `size`: of the largest of the plain formats. */
+/* n weights of a row, as in a file. `octaves`: moves the exponents of MXFP4; `size`: of the largest of the plain
+ * formats. */
 static void random_row(uint8_t *row, uint32_t type, int n, int octaves, float size) {
     for (int i = 0; i < n; i += type_block(type)) {
         if (type == GGUF_NVFP4) {
@@ -166,8 +167,8 @@ static struct rank *uploader() {
     return &alone;
 }
 
-/* n_expert random matrices: as in a file, on the device by the program's own upload, and the values that it has there. Freed in
- * the reverse order of construction. */
+/* n_expert random matrices: as in a file, on the device by the program's own upload, and the values that it has there.
+ * Freed in the reverse order of construction. */
 struct matrix {
     std::vector<uint8_t> raw;
     std::vector<float> scale, bias;
@@ -265,8 +266,8 @@ struct gemm_case {
     bool f32, bias, gather;
 };
 
-/* How the quantiser is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and scales that
- * should be others. */
+/* How the quantiser is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and
+ * scales that should be others. */
 static int check_quantised(float *value, int n_in, const uint8_t *codes, const uint8_t *scales, float row_scale) {
     int bad = 0, n_block = (n_in + 63) / 64 * 4;
     float amax = 0;
@@ -321,19 +322,19 @@ struct tile_list {
 };
 
 static void run_gemm(const struct gemm_case &t) {
-    const int many = t.mode == BATCH ? t.n_expert : 1;
+    const int n_matrix = t.mode == BATCH ? t.n_expert : 1;
     matrix w(t.type, t.n_expert, t.n_out, t.n_in, t.bias);
     matrix w2(t.type, t.gated ? t.n_expert : 1, t.gated ? t.n_out : 1, t.gated ? t.n_in : 8, t.bias && t.gated);
     tile_list list(t.counts);
     const int n_in = w.w.n_in, n_pos = (int)list.expert.size(), n_x = t.gather ? n_pos / 2 + 1 : n_pos;
     std::vector<int32_t> rows;
     for (int i = 0; i < n_pos; i++) rows.push_back(t.gather ? (int)(rnd() % (uint32_t)n_x) : i);
-    tokens x(n_x * many, n_in);
+    tokens x(n_x * n_matrix, n_in);
     gpu_array<uint16_t> xd(x.half);
     gpu_array<int32_t> rows_d(rows), expert_d(list.of_tile), first_d(list.first), count_d(list.count),
         n_d(std::vector<int32_t>{list.n_tiles});
     size_t stride = (size_t)t.n_out + (t.n_out % 4 ? 3 : 4), batch = stride * (size_t)n_pos + 4;
-    results y(batch * (size_t)many, t.f32);
+    results y(batch * (size_t)n_matrix, t.f32);
     struct gemm_args g = {};
     g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p, g.y_stride = stride,
     g.y_f32 = t.f32;
@@ -341,7 +342,7 @@ static void run_gemm(const struct gemm_case &t) {
     if (t.mode == LIST)
         g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
         g.max_tiles = list.n_tiles + 3;
-    if (t.mode == BATCH) g.batch = many, g.x_batch = x.stride * (size_t)n_x, g.y_batch = batch;
+    if (t.mode == BATCH) g.batch = n_matrix, g.x_batch = x.stride * (size_t)n_x, g.y_batch = batch;
     size_t code_bytes = (size_t)w.d.n_kt * 32, scale_bytes = FP4_SCALE_BYTES(n_in);
     gpu_array<uint8_t> codes((size_t)n_x * code_bytes), scales((size_t)n_x * scale_bytes);
     gpu_array<float> row_scale((size_t)n_x);
@@ -361,7 +362,7 @@ static void run_gemm(const struct gemm_case &t) {
     y.got = y.y.get();
     error_sum sum;
     long gaps = 0;
-    for (int z = 0; z < many; z++)
+    for (int z = 0; z < n_matrix; z++)
         for (int i = 0; i < n_pos; i++)
             for (int r = 0; r < (int)stride; r++) {
                 size_t at = (size_t)z * batch + (size_t)i * stride + (size_t)r;
@@ -493,12 +494,12 @@ extern "C" void cuda_test_upload(void) {
 
 /* y = W x + bias for 1..16 tokens: one matrix, or one for each head. */
 static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in, bool f32) {
-    const int many = heads ? heads : 1;
-    matrix w(type, many, n_out, n_in, !heads);
-    tokens x(n_tok * many, w.w.n_in, 0x7BFF);
+    const int n_matrix = heads ? heads : 1;
+    matrix w(type, n_matrix, n_out, n_in, !heads);
+    tokens x(n_tok * n_matrix, w.w.n_in, 0x7BFF);
     gpu_array<uint16_t> xd(x.half);
     size_t stride = (size_t)n_out + 3, batch = stride * (size_t)n_tok + 4;
-    results y(batch * (size_t)many, f32);
+    results y(batch * (size_t)n_matrix, f32);
     struct gemv_args p = {};
     p.entry[0].w = w.d, p.entry[0].x = xd, p.entry[0].x_stride = x.stride, p.entry[0].x_job = x.stride * (size_t)n_tok;
     p.entry[0].max_jobs = 1, p.n_entry = 1, p.n_tok = n_tok, p.batch = heads;
@@ -506,11 +507,11 @@ static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in, b
     p.y_stride[0] = stride, p.y_batch = batch;
     xd.arrive();
     gemv_sum_launch(&p, test_stream);
-    finish("few tokens");
+    finish("GEMV");
     y.got = y.y.get();
     error_sum sum;
     long gaps = 0;
-    for (int z = 0; z < many; z++)
+    for (int z = 0; z < n_matrix; z++)
         for (int i = 0; i < n_tok; i++)
             for (int r = 0; r < (int)stride; r++) {
                 size_t at = (size_t)z * batch + (size_t)i * stride + (size_t)r;
@@ -557,7 +558,7 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
     d.y32[0] = y, d.y_stride[0] = (size_t)n_embd;
     xd.arrive();
     gemv_glu_launch(&u, test_stream), gemv_sum_launch(&d, test_stream);
-    finish("the feed-forward of few tokens");
+    finish("the feed-forward in decode");
     std::vector<float> got = y.get();
     error_sum sum;
     std::vector<float> h((size_t)max(n_ff, n_ff_shared));
@@ -632,7 +633,8 @@ static void route_plain(const struct route_case &c, const double *logits, const 
     }
 }
 
-/* What the choice of token t should be. A pick that is as good but for rounding is right as well; equal ones are not. */
+/* What the choice of token t should be. A pick that is as good but for rounding is right as well; equal ones are not.
+ * */
 static int check_route(const struct route_case &c, const double *logits, const std::vector<float> &bias,
                        const int32_t *id, const float *weight, float factor) {
     std::vector<float> score((size_t)c.n_expert), pick((size_t)c.n_expert);
@@ -656,7 +658,7 @@ static int check_route(const struct route_case &c, const double *logits, const s
     return bad;
 }
 
-/* The jobs of few tokens: the distinct experts in order, and every token's weight in each. */
+/* The jobs of a decode forward: the distinct experts in order, and every token's weight in each. */
 static int check_jobs(const struct route_case &c, const std::vector<int32_t> &id, const std::vector<float> &weight,
                       int n_jobs, const std::vector<int32_t> &expert, const std::vector<float> &job_weight) {
     int n = 0, bad = 0;
@@ -817,11 +819,11 @@ static void run_send_recv(int n_row, int n_col) {
     for (float &x : v) x = uniform();
     gpu_array<float> data(v), src(n), landing(n), dst(n), out(n * TURNS);
     gpu_array<uint32_t> flags(std::vector<uint32_t>(2)), state(std::vector<uint32_t>(2 * sizeof(struct sequence) / 4)),
-        watch(std::vector<uint32_t>(sizeof(struct heartbeat) / 4));
+        heartbeat(std::vector<uint32_t>(sizeof(struct heartbeat) / 4));
     const size_t words = sizeof(struct sequence) / 4;
     for (int t = 0; t < TURNS; t++) {
-        const struct tp_rank from = {0, 1, (struct sequence *)state.p, (struct heartbeat *)watch.p};
-        const struct tp_rank to = {0, 1, (struct sequence *)(state.p + words), (struct heartbeat *)watch.p};
+        const struct tp_rank from = {0, 1, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
+        const struct tp_rank to = {0, 1, (struct sequence *)(state.p + words), (struct heartbeat *)heartbeat.p};
         const size_t at = n * (size_t)t, stride = (size_t)n_col;
         LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)src.p, (const uint32_t *)(data.p + at), n);
         const struct send_args h = {from, CH_SEND, flags.p, 1, src, landing, stride, stride, n_row, n_col, flags.p + 1};
@@ -836,11 +838,11 @@ static void run_send_recv(int n_row, int n_col) {
     for (int t = 0; t < TURNS; t++)
         expect(!memcmp(&got[n * (size_t)t], &v[n * (size_t)t], n * sizeof(float)), "%d x %d: batch %d came otherwise",
                n_row, n_col, t);
-    expect(!watch.get()[1], "somebody waited in vain");
+    expect(!heartbeat.get()[1], "somebody waited in vain");
     must(cudaStreamDestroy(receiver), "a stream");
 }
 
-/* The all-reduce kernel with one rank: its blocks have many rows, whose norms must not mix. */
+/* The all-reduce kernel with one rank: its blocks have n_matrix rows, whose norms must not mix. */
 static void run_all_reduce(int n_tok, int n, int blocks) {
     const size_t count = (size_t)n_tok * (size_t)n;
     std::vector<float> x(count), d(count), w((size_t)n);
@@ -848,11 +850,11 @@ static void run_all_reduce(int n_tok, int n, int blocks) {
     for (float &f : w) f = 1 + uniform() / 2;
     gpu_array<float> gx(x), gd(d), gw(w), g32(count);
     gpu_array<uint16_t> g16(count);
-    gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct sequence) / 4)), watch(std::vector<uint32_t>(2));
+    gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct sequence) / 4)), heartbeat(std::vector<uint32_t>(2));
     struct norm_args a = {};
     gd.arrive();
     a.x = gx, a.delta = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16, a.h32 = g32;
-    a.p = {0, 1, (struct sequence *)state.p, (struct heartbeat *)watch.p};
+    a.p = {0, 1, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
     LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, blocks, NORM_THREADS, 0, test_stream, a);
     finish("a sum");
     const std::vector<float> sum = gx.get(), norm = g32.get();
@@ -871,7 +873,7 @@ static void run_all_reduce(int n_tok, int n, int blocks) {
         }
     }
     expect(exact && e.nmse() < 1e-10, "sum of %d x %d in %d blocks: NMSE %.2e", n_tok, n, blocks, e.nmse());
-    expect(state.get()[CH_ALLREDUCE] == 1 && watch.get()[0] == 1, "the sum was not counted");
+    expect(state.get()[CH_ALLREDUCE] == 1 && heartbeat.get()[0] == 1, "the all-reduce was not counted");
 }
 
 extern "C" void cuda_test_links(void) {

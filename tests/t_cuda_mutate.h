@@ -1,5 +1,5 @@
-/* What only the emulator offers: its own tests, and mutants of moe_cuda.cu in which one barrier is left out. Included by
- * test_cuda.cu behind t_cuda_kernels.h. */
+/* What only the emulator offers: its own tests, and mutants of moe_cuda.cu in which one barrier is left out. Included
+ * by test_cuda.cu behind t_cuda_kernels.h. */
 #include <ctime>
 #include <string>
 #include <sys/wait.h>
@@ -34,7 +34,8 @@ static const struct {
                                 {"synthetic", cuda_test_synthetic}, {"all-reduce", cuda_test_all_reduce},
                                 {"links", cuda_test_links},         {"stats", cuda_test_stats}};
 
-/* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there. */
+/* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there.
+ * */
 static const struct {
     const char *function, *text, *why;
 } unshown[] = {

@@ -1,6 +1,6 @@
-/* Files that nobody vouches for: the corpus (one file per check of the readers, tests/oracle/gen_hostile.py), a converted
- * fixture cut and flipped, a file that shrinks while it is mapped, and broken directories for the converter. A refusal is
- * one line and exit code 1; nothing crashes, hangs, or prints what a terminal would obey. */
+/* Files that nobody vouches for: the corpus (one file per check of the readers, tests/oracle/gen_hostile.py), a
+ * converted fixture cut and flipped, a file that shrinks while it is mapped, and broken directories for the converter.
+ * A refusal is one line and exit code 1; nothing crashes, hangs, or prints what a terminal would obey. */
 #define FUZZ_REPLAY
 #include "fuzz.c"
 
@@ -20,7 +20,8 @@ static void hostile_write(const char *path, const void *p, size_t n) {
     fclose(f);
 }
 
-/* Calls fn for every line of gguf/expected.txt: the path, and what the message must contain ("-": the file is valid). */
+/* Calls fn for every line of gguf/expected.txt: the path, and what the message must contain ("-": the file is valid).
+ * */
 static int hostile_each(void (*fn)(const char *path, const char *expect)) {
     char *list = hostile_read(HOSTILE_CORPUS "gguf/expected.txt"), path[512];
     int lines = 0;
@@ -175,7 +176,8 @@ static void test_hostile_flips(void) {
     arrfree(sb);
 }
 
-/* Whether gguf_open_header took the file. It takes what gguf_open takes, and besides only headers, whose data are zeros. */
+/* Whether gguf_open_header took the file. It takes what gguf_open takes, and besides only headers, whose data are
+ * zeros. */
 static bool hostile_header(const char *path) {
     struct gguf g;
     char err[ERR_MAX] = "", refusal[ERR_MAX] = "";
@@ -249,8 +251,8 @@ static void test_hostile_router(void) {
 
 /* ---- through the programs ---- */
 
-/* Runs a command that ends by refusing: code 1, nothing on stdout, lines of `program` on stderr (`lines` of them), all plain text.
- * With may_succeed code 0 is as good. Whether it refused. */
+/* Runs a command that ends by refusing: code 1, nothing on stdout, lines of `program` on stderr (`lines` of them), all
+ * plain text. With may_succeed code 0 is as good. Whether it refused. */
 static bool hostile_run(const char *cmd, const char *program, bool may_succeed) {
     char *out = NULL, *said = NULL;
     int rc = run_command(cmd, &out, &said);

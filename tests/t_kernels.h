@@ -1,6 +1,6 @@
 /* CPU kernels: every set that this machine runs against kernels_ref.
  *
- * A product is compared with the reference applied to the activations as the set rounded them (unpacked again), so that
+ * A GEMM is compared with the reference applied to the activations as the set rounded them (unpacked again), so that
  * only F32 rounding is left to tolerate: at most one unit of 2^-24 per addition, of the sum of |w x|. What rounding the
  * activations may cost is checked apart, in pack. Weights end where their memory ends: reading on is a crash. */
 
@@ -61,7 +61,8 @@ static void kt_unpack(enum act_format f, const uint8_t *x, int n, float *out) {
         for (int i = 0; i < n; i++) out[i] = (float)(256 * q[i / 32].hi[i % 32] + q[i / 32].lo[i % 32]) * q[i / 32].d;
 }
 
-/* The product of a whole matrix by all tokens, and how much of it rounding may take: `unit` per weight and activation. */
+/* The GEMM of a whole matrix with all tokens, and how much of it rounding may take: `unit` per weight and activation.
+ * */
 struct kt_case {
     uint32_t type;
     enum act_format format;
@@ -143,7 +144,7 @@ static bool kt_case_check(const struct kt_case *c, const char *name, const char 
                  (double)c->y[at], (double)c->expected[at], (double)c->magnitude[at]);
 }
 
-/* Any cut of the product into rows and tokens gives the same bits and touches nothing else, and `rows` picks tokens. */
+/* Any cut of the GEMM into rows and tokens gives the same bits and touches nothing else, and `rows` picks tokens. */
 static void kt_case_cuts(const struct kt_case *c, const struct kernels *k) {
     enum { GAP = 5 };
     static const int outs[] = {1, 3, 17, 64}, toks[] = {1, 2, 3, 5, 8, 16, 17, 33};
@@ -190,7 +191,7 @@ static void kt_product(const struct kernels *k, uint32_t type, int n_in, int n_o
     for (int i = 0, n = kt_formats(k, type, f); i < n; i++) {
         struct kt_case c = {.type = type, .format = f[i], .n_out = n_out, .n_in = n_in, .n_tok = n_tok, .w = w};
         kt_case_run(&c, k, x);
-        if (kt_case_check(&c, k->name, "product")) kt_case_cuts(&c, k);
+        if (kt_case_check(&c, k->name, "gemm")) kt_case_cuts(&c, k);
         kt_case_free(&c);
     }
     kt_guarded_free(w, gguf_row_bytes(type, (size_t)n_in) * (size_t)n_out);
@@ -225,7 +226,7 @@ static void test_kernels_choice(void) {
     }
 }
 
-/* All scale bytes and all codes: with the unit matrix as activations the product is the matrix of weights. */
+/* All scale bytes and all codes: with the unit matrix as activations the result is the matrix of weights. */
 static void test_kernels_scales(void) {
     enum { N_IN = 64, N_OUT = 256 };
     static const uint32_t types[] = {GGUF_NVFP4, GGUF_MXFP4};
@@ -297,7 +298,8 @@ static void test_kernels_extremes(void) {
     free(x);
 }
 
-/* Rounding activations costs one and a half steps of 16 bits (amax / 32512 per 32; all of what is below 2^-100) or 2^-16 (two BF16), and F32 nothing. */
+/* Rounding activations costs one and a half steps of 16 bits (amax / 32512 per 32; all of what is below 2^-100) or
+ * 2^-16 (two BF16), and F32 nothing. */
 static void test_kernels_pack(void) {
     enum { N = 320 };
     const struct kernels *k;

@@ -1,5 +1,5 @@
-/* Whole models against Hugging Face: the tiny fixtures of every family, the demo model, the fast kernels against the scalar ones, and what a session
- * promises. */
+/* Whole models against Hugging Face: the tiny fixtures of every family, the demo model, the fast kernels against the
+ * scalar ones, and what a session promises. */
 
 static double nmse(const float *x, const float *ref, size_t n) {
     double e = 0, s = 0;
@@ -104,9 +104,10 @@ static float *routed_logits(const struct model *m, const struct kernels *k, cons
     return c.out;
 }
 
-/* The kernels of a set against the scalar ones over n tokens, as far as both choose the same experts in every layer: random
- * routers leave choices so close that rounding decides them, and other experts give other logits altogether. The limit is the
- * power of ten above three times the largest error of the sets for x86-64 over all fixtures: 6.1e-8 for integer activations. */
+/* The kernels of a set against the scalar ones over n tokens, as far as both choose the same experts in every layer:
+ * random routers leave choices so close that rounding decides them, and other experts give other logits altogether. The
+ * limit is the power of ten above three times the largest error of the sets for x86-64 over all fixtures: 6.1e-8 for
+ * integer activations. */
 static void check_kernels(const char *name, const struct model *m, const struct kernels *fast, const int32_t *ids,
                           int n) {
     const size_t k = (size_t)m->max.n_expert_used, vocab = (size_t)m->n_vocab;
@@ -200,7 +201,8 @@ static bool demo_load(struct model *m) {
     return CHECK(model_load(m, "build/demo.gguf", err) == 0, "%s", err);
 }
 
-/* reference_hf.json: rendered prompt, ids, the eight largest logits, norms of all positions and the greedy continuation. */
+/* reference_hf.json: rendered prompt, ids, the eight largest logits, norms of all positions and the greedy
+ * continuation. */
 static void test_demo_reference(void) {
     struct model m;
     struct session s;
@@ -275,7 +277,8 @@ static int compare_float_desc(const void *a, const void *b) {
     return (*(const float *)b > *(const float *)a) - (*(const float *)b < *(const float *)a);
 }
 
-/* DESIGN level 2: the fast kernels, teacher-forced over 4,096 tokens of the shipped stories, against the scalar ones. */
+/* DESIGN level 2: the fast kernels, teacher-forced over 4,096 tokens of the shipped stories, against the scalar ones.
+ * */
 static void test_demo_fast_path(void) {
     enum { N = SANITIZED ? 512 : 4096, WINDOW = SANITIZED ? 512 : 1024 };
     struct model m;
@@ -643,7 +646,8 @@ static void test_router(void) {
     float bias[8] = {0, 0, 0.5f, 0, 0, 0, 0, 0}, logits[8] = {2, -4, 0, 0, 1.5f, 1.5f, 3, -9}, w[2];
     struct layer y = {.n_expert = 8, .n_expert_used = 2, .router_bias = bias};
     int32_t ids[2];
-    /* group scores: 0.881+0.018, 1.0+0.5, 2*0.818, 0.953+0.0001: groups 1 and 2 stay, although 6 and 0 score highest alone */
+    /* group scores: 0.881+0.018, 1.0+0.5, 2*0.818, 0.953+0.0001: groups 1 and 2 stay, although 6 and 0 score highest
+     * alone */
     route_token(&m, &y, logits, ids, w);
     float a = 0.5f, b = 1 / (1 + expf(-1.5f));
     CHECK(ids[0] == 2 && ids[1] == 4, "chose %d and %d", ids[0], ids[1]);

@@ -1,5 +1,5 @@
-/* The number formats of gguf_nvfp4.h against libggml's tables and vectors (tests/golden/nvfp4), and the quantiser of the
- * converter. */
+/* The number formats of gguf_nvfp4.h against libggml's tables and vectors (tests/golden/nvfp4), and the quantiser of
+ * the converter. */
 #include "../convert/quantize.h"
 
 /* Calls fn for every line of a golden file that is not a comment. */
@@ -265,7 +265,8 @@ static float largest(const float *x, size_t n) {
     return amax;
 }
 
-/* The squared error of blocks against what they stand for, with the weights of the columns, and its part of the power. */
+/* The squared error of blocks against what they stand for, with the weights of the columns, and its part of the power.
+ * */
 static double quantize_error(const float *x, size_t n, const struct nvfp4_rule *r, const struct block_nvfp4 *b,
                              const float *weight) {
     double error = 0, power = 0;
@@ -368,7 +369,8 @@ static void test_nvfp4_lanes(void) {
 #endif
 }
 
-/* As ggml: the scale is amax / 127 rounded to F16, codes are those of the scale before rounding, half away from zero. */
+/* As ggml: the scale is amax / 127 rounded to F16, codes are those of the scale before rounding, half away from zero.
+ * */
 static void test_nvfp4_q8_0(void) {
     struct block_q8_0 b[2];
     float x[64] = {127.0f, -0.5f, 0.5f, 1.5f, -2.5f, 126.49f, -127.0f}, v[64];

@@ -58,7 +58,8 @@ struct by_hand {
     int64_t cache;           /* bytes per token of context, FP8 */
 };
 
-/* Rank r of tp in a stage of layers first..first+n-1. Q8_0 has 34 bytes for 32 weights, BF16 2 for one, NVFP4 36 for 64. */
+/* Rank r of tp in a stage of layers first..first+n-1. Q8_0 has 34 bytes for 32 weights, BF16 2 for one, NVFP4 36 for
+ * 64. */
 static struct by_hand count_by_hand(const struct published *p, bool q8, int64_t experts, int64_t tp, int64_t r,
                                     int64_t first, int64_t n) {
     struct by_hand h = {0};
@@ -128,7 +129,8 @@ static int64_t check_by_hand(const json_t *o, const struct published *p, bool q8
     return sum;
 }
 
-/* Four GPUs of 96 GiB, with as many experts as fit; then all experts on larger ones, whose parts are together the whole. */
+/* Four GPUs of 96 GiB, with as many experts as fit; then all experts on larger ones, whose parts are together the
+ * whole. */
 static void test_plan_published(void) {
     for (size_t i = 0; i < sizeof published / sizeof *published; i++)
         for (int q8 = 0; q8 < 2; q8++) {
@@ -451,8 +453,8 @@ static void test_plan_absurd(void) {
 size_t cuda_test_activations(struct rank *r);
 bool cuda_test_w4a4(struct rank *r);
 
-/* What the engine allocates is what the plan counted: its weights, with the range of a matrix and without the frequencies; its
- * cache; its activations. */
+/* What the engine allocates is what the plan counted: its weights, with the range of a matrix and without the
+ * frequencies; its cache; its activations. */
 static void test_plan_engine(void) {
     static const struct synth tiny[] = {
         {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 200, 256, .ff_dense = 192},

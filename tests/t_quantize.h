@@ -1,5 +1,5 @@
-/* moe-convert --quantize, --backbone, --keep and --importance. Truth is the file that the same source gives without args,
- * and the scalar quantiser on its weights. */
+/* moe-convert --quantize, --backbone, --keep and --importance. Truth is the file that the same source gives without
+ * args, and the scalar quantiser on its weights. */
 
 /* Runs the converter; its exit code. *out and *said (stb_ds, NULL at first) get what it printed. */
 static int quantize_run(const char *dir, const char *args, const char *file, char **out, char **said) {
@@ -587,7 +587,8 @@ static void test_quantize_importance_bad(void) {
     hf_end(&h);
 }
 
-/* -------------------------------------------------------------------------------------------------------- perplexity */
+/* -------------------------------------------------------------------------------------------------------- perplexity
+ * */
 
 /* The tensors of one part of the demo model, routed experts as BF16 of what their NVFP4 stands for. */
 static void demo_expand(struct hf *h, const char *path) {

@@ -206,8 +206,8 @@ struct fault {
     const char *name, *says[2];
 };
 
-/* Each fault ends with one line that says so, before its alarm. One after the other: beside others an emulated GPU may be so slow
- * that the ranks give up while they start. */
+/* Each fault ends with one line that says so, before its alarm. One after the other: beside others an emulated GPU may
+ * be so slow that the ranks give up while they start. */
 static void check_faults(const struct fault *f, int n) {
     char self[512], cmd[1024];
     ssize_t len = readlink("/proc/self/exe", self, sizeof self - 1);

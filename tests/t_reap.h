@@ -1,6 +1,6 @@
-/* build/moe-reap: files of random bytes in which every expert can be told from the others, scores that are known, and what is
- * left compared slice by slice; then whole models, whose pruned form must compute what the whole one does without those
- * experts. */
+/* build/moe-reap: files of random bytes in which every expert can be told from the others, scores that are known, and
+ * what is left compared slice by slice; then whole models, whose pruned form must compute what the whole one does
+ * without those experts. */
 
 /* ------------------------------------------------------------------------------------------------- files of our own */
 
@@ -606,7 +606,8 @@ static void test_reap_split(void) {
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------ whole models */
+/* ------------------------------------------------------------------------------------------------------ whole models
+ * */
 
 /* Converts a fixture as test_dir()/file. */
 static bool fixture_convert(const char *name, const char *file) {
@@ -795,7 +796,8 @@ static void test_reap_ranks(void) {
     arrfree(one), arrfree(two), arrfree(said);
 }
 
-/* ---------------------------------------------------------------------------------------------------------- refusals */
+/* ---------------------------------------------------------------------------------------------------------- refusals
+ * */
 
 /* Nothing but what was there: no output, no temporary file. */
 static void nothing_left(const char *what) {
@@ -889,7 +891,8 @@ static void test_reap_amounts(void) {
     nothing_left("amounts");
 }
 
-/* One change to a file of scores that is right. `text` replaces the value of the key of layer 1, or (top) of the file. */
+/* One change to a file of scores that is right. `text` replaces the value of the key of layer 1, or (top) of the file.
+ * */
 static void test_reap_scores(void) {
     static const struct {
         bool top;
@@ -1085,8 +1088,8 @@ static void test_reap_directory_forms(void) {
     }
 }
 
-/* What transformers computes for a directory that was pruned, by tests/oracle/gen_pruned.py: so do the directory, converted, and
- * the converted file, pruned. */
+/* What transformers computes for a directory that was pruned, by tests/oracle/gen_pruned.py: so do the directory,
+ * converted, and the converted file, pruned. */
 static void test_reap_transformers(void) {
     static const struct {
         const char *name;

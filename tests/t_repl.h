@@ -12,8 +12,8 @@ enum { PTY_SECONDS = SANITIZED ? 180 : 60, VT_ROWS = 40, VT_COLS = 120 };
 
 /* ---- a terminal ---- */
 
-/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, modes ignored. Cells hold a cluster; the
- * second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width changes. */
+/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, modes ignored. Cells hold a cluster;
+ * the second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width changes. */
 struct vt {
     int rows, cols, r, c, last_r, last_c;
     bool styled;  /* SGR other than 0 is on */
@@ -252,7 +252,8 @@ static bool pty_mode_kept(const struct pty *p) {
            t.c_cflag == p->mode.c_cflag && t.c_lflag == p->mode.c_lflag && !memcmp(t.c_cc, p->mode.c_cc, sizeof t.c_cc);
 }
 
-/* Waits for the child's end. Its exit code, 128 + signal, or -1 when it had to be killed. The mode must be as before. */
+/* Waits for the child's end. Its exit code, 128 + signal, or -1 when it had to be killed. The mode must be as before.
+ * */
 static int pty_end(struct pty *p) {
     for (double end = now_seconds() + PTY_SECONDS; !p->ended && now_seconds() < end;) pty_pump(p, 20);
     bool ended = p->ended;
@@ -1013,7 +1014,8 @@ static void test_moe_seed(void) {
     moe_end(&p);
 }
 
-/* Ctrl-C keeps the program: in an answer what there is of it, in the prompt nothing of the turn; then it answers again. */
+/* Ctrl-C keeps the program: in an answer what there is of it, in the prompt nothing of the turn; then it answers again.
+ * */
 static void test_moe_interrupt(void) {
     NEED_MOE();
     static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", ENDLESS, NULL};

@@ -1,6 +1,6 @@
-/* State that is more than a row per token: a family of the tests' own adds to attention's result a sum over all tokens, a sum over a
- * window and a sum over pooled blocks of four. It is what a recurrent family will need, without its arithmetic: the sum lags behind the
- * timeline by up to 16 tokens whose rows the ring holds. */
+/* State that is more than a row per token: a family of the tests' own adds to attention's result a sum over all tokens,
+ * a sum over a window and a sum over pooled blocks of four. It is what a recurrent family will need, without its
+ * arithmetic: the sum lags behind the timeline by up to 16 tokens whose rows the ring holds. */
 
 enum { STATE_WINDOW = 5, STATE_RING = 32, STATE_BLOCK = 4 };
 
@@ -96,7 +96,8 @@ static void state_open(struct session *s, const struct model *m, int tp, int pp,
     session_open_cpu(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false});
 }
 
-/* The logits behind ids[0..n) of a session that has seen nothing else, in chunks of at most `chunk` tokens; malloc'ed. */
+/* The logits behind ids[0..n) of a session that has seen nothing else, in chunks of at most `chunk` tokens; malloc'ed.
+ * */
 static float *state_fresh(const struct model *m, int tp, int pp, enum kv_type kv, const int32_t *ids, int n,
                           int chunk) {
     struct session s;
@@ -117,7 +118,8 @@ static void state_compare(struct session *s, const struct model *m, const int32_
     free(want);
 }
 
-/* Syncs to ids[0..n) and compares with a session that has seen nothing else. How many tokens were computed must be `computed`. */
+/* Syncs to ids[0..n) and compares with a session that has seen nothing else. How many tokens were computed must be
+ * `computed`. */
 static void state_sync(struct session *s, const struct model *m, const int32_t *ids, int n, int mark, int computed,
                        const char *what) {
     char err[ERR_MAX] = "";
@@ -165,7 +167,8 @@ static void test_state_chunks(void) {
     model_free(&m);
 }
 
-/* Taking back tokens: those that the state has not taken in cost nothing; beyond them the nearest snapshot, or everything. */
+/* Taking back tokens: those that the state has not taken in cost nothing; beyond them the nearest snapshot, or
+ * everything. */
 static void test_state_truncation(void) {
     struct model m;
     int32_t ids[120], other[120];
@@ -245,8 +248,8 @@ static void test_state_file(void) {
     model_free(&m);
 }
 
-/* A chat: the next turn goes back to the end of the user's message where the template drops thinking; /undo and /regen compute what a
- * fresh chat would. */
+/* A chat: the next turn goes back to the end of the user's message where the template drops thinking; /undo and /regen
+ * compute what a fresh chat would. */
 static void test_state_chat(void) {
     static const char *const turns[] = {"What is 7 squared? One word.", "And 8 squared?"};
     struct model m;

@@ -1,5 +1,6 @@
-/* What files may say in more than one way: matrices that are stored as one, metadata by layer, tensors for 16-bit activations, files
- * without prediction layers. Each is made of a fixture's file and must give the same bits of logits. */
+/* What files may say in more than one way: matrices that are stored as one, metadata by layer, tensors for 16-bit
+ * activations, files without prediction layers. Each is made of a fixture's file and must give the same bits of logits.
+ * */
 
 /* A file that is being rewritten: tensors as they are, or put together. */
 struct rewrite {
@@ -209,7 +210,8 @@ static void test_tables_prec_a4(void) {
     }
 }
 
-/* A file may leave out its prediction layers, whose number the metadata still count; one that holds nothing else is refused. */
+/* A file may leave out its prediction layers, whose number the metadata still count; one that holds nothing else is
+ * refused. */
 static void test_tables_halves(void) {
     struct model m, bad;
     struct rewrite x;

@@ -508,8 +508,8 @@ static void test_vocab_detok(void) {
     test_vocab_end(&t);
 }
 
-/* Tokenises n bytes that repeat `unit`, checks that the tokens give them back, and that it takes no quadratic time (which
- * would be minutes). */
+/* Tokenises n bytes that repeat `unit`, checks that the tokens give them back, and that it takes no quadratic time
+ * (which would be minutes). */
 static void test_paste(const struct vocab *v, const char *name, const char *text, size_t n) {
     int32_t *ids = NULL;
     char *back = NULL;
@@ -682,7 +682,8 @@ static void test_vocab_hostile(void) {
     test_vocab_end(&t);
 }
 
-/* Special tokens of the largest size and above; tokens, then merges, that all want the same few slots of their table. */
+/* Special tokens of the largest size and above; tokens, then merges, that all want the same few slots of their table.
+ * */
 static void test_vocab_work(void) {
     char text[SPECIAL_MAX + 2] = "", err[ERR_MAX] = "";
     for (int more = 0; more < 2; more++) {

@@ -16,7 +16,8 @@ static char test_skip_reason[256]; /* non-empty: the running test was skipped */
             : (test_failures++, fprintf(stderr, "  %s:%d: %s: ", __FILE__, __LINE__, #cond), \
                fprintf(stderr, __VA_ARGS__), fputc('\n', stderr), false))
 
-/* CHECK(got == want) of two whole numbers, and of two strings; CHECK_HAS: `part` occurs in `got`. All print what they got. */
+/* CHECK(got == want) of two whole numbers, and of two strings; CHECK_HAS: `part` occurs in `got`. All print what they
+ * got. */
 #define CHECK_INT(got, want, ...) check_int(__FILE__, __LINE__, #got, got, want, __VA_ARGS__)
 #define CHECK_STR(got, want, ...) check_text(__FILE__, __LINE__, #got, got, want, true, __VA_ARGS__)
 #define CHECK_HAS(got, part, ...) check_text(__FILE__, __LINE__, #got, got, part, false, __VA_ARGS__)
@@ -57,14 +58,16 @@ __attribute__((format(printf, 7, 8))) static bool check_text(const char *file, i
         return;                                                           \
     } while (0)
 
-/* Seconds of CPU time of this process. Limits on the work of a function use them: a busy machine does not change them. */
+/* Seconds of CPU time of this process. Limits on the work of a function use them: a busy machine does not change them.
+ * */
 static double cpu_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Path of third-party test data beside the repository, NULL when that is not there. Tests run at the top of the tree. */
+/* Path of third-party test data beside the repository, NULL when that is not there. Tests run at the top of the tree.
+ * */
 static const char *shared_path(const char *rel) {
     static char path[4][1024];
     static int turn;
@@ -73,7 +76,8 @@ static const char *shared_path(const char *rel) {
     return access(p, R_OK) ? NULL : p;
 }
 
-/* The directory of a test's files, below build/. The runner makes it before a test runs and removes it behind the last. */
+/* The directory of a test's files, below build/. The runner makes it before a test runs and removes it behind the last.
+ * */
 static char test_dir_path[32];
 
 static const char *test_dir(void) { return test_dir_path; }
@@ -91,8 +95,8 @@ static const char *in_dir(const char *cmd, const char *dir) {
     return out;
 }
 
-/* Runs a shell command; its exit code, or 128 + signal. stdout is appended to *out, stderr to *errout (either may be NULL:
- * thrown away). */
+/* Runs a shell command; its exit code, or 128 + signal. stdout is appended to *out, stderr to *errout (either may be
+ * NULL: thrown away). */
 static int run_command(const char *cmd, char **out, char **errout) {
     static int serial;
     char full[8192], o[128], e[128], err[ERR_MAX];
@@ -185,15 +189,16 @@ static bool program_write(struct program *p, const char *text, size_t n) {
     return CHECK(write(p->in, text, n) == (ssize_t)n, "the program's stdin: %s", strerror(errno));
 }
 
-/* Sends SIGINT and waits for the end; stdin stays open meanwhile. A signal just in front of a read() is noticed only by the next. */
+/* Sends SIGINT and waits for the end; stdin stays open meanwhile. A signal just in front of a read() is noticed only by
+ * the next. */
 static void program_interrupt(struct program *p) {
     const double begin = now_seconds();
     for (int sent = 0; !program_ended(p, false); poll(NULL, 0, 1))
         if (now_seconds() > begin + REPEAT_SECONDS * sent) kill(p->pid, ++sent < 5 ? SIGINT : SIGKILL);
 }
 
-/* Closes stdin and waits for the end. The exit code, or 128 + signal; stdout and stderr are appended to *out and *errout
- * unless NULL. */
+/* Closes stdin and waits for the end. The exit code, or 128 + signal; stdout and stderr are appended to *out and
+ * *errout unless NULL. */
 static int program_end(struct program *p, char **out, char **errout) {
     char err[ERR_MAX];
     close(p->in);

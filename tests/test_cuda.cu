@@ -1,5 +1,5 @@
-/* The CUDA backend as the tests see it: moe_cuda.cu itself, with the emulator (g++ -x c++ -DCUEMU) or on a device (nvcc), and the
- * few functions by which tests/t_cuda.h, which is C, reaches into it. */
+/* The CUDA backend as the tests see it: moe_cuda.cu itself, with the emulator (g++ -x c++ -DCUEMU) or on a device
+ * (nvcc), and the few functions by which tests/t_cuda.h, which is C, reaches into it. */
 #include "../moe_cuda.cu"
 #include "t_cuda_kernels.h"
 
