@@ -7,7 +7,7 @@
  * One turn of a conversation:
  *
  *   messages --template--> text with the origin of every byte --tokenize--> ids --session_sync--> logits
- *   logits --sampler--> id --session_decode--> logits, and so on; each id --detokenise--> printer --> stdout
+ *   logits --sampler--> id --session_decode--> logits, and so on; each id --detokenize--> printer --> stdout
  *
  *   main > run > answer_chat > chat_turn > chat_answer > session_sync > session_forward > pg_run > rank_run > forward
  *                                                      > generate > session_sample, session_decode, printer_token
@@ -73,12 +73,12 @@
  *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  210  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       300  online softmax over the cache; latent attention
- *   CPU operations: feed-forward                    340  router and experts
+ *   CPU operations: feed-forward                    350  router and experts
  *   CPU operations: memory of a rank                110  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        110  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Session                                         440  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session                                         450  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        200  the file of /save
  *
  *  Program
@@ -1329,25 +1329,25 @@ static const char *with_commas(uint64_t v, char out[32]) {
 
 static struct {
     bool in_tty, out_tty, err_tty;
-    bool err_moves;              /* stderr is a terminal that can rewrite its line */
-    bool status;                 /* the cursor is at the end of a line of progress */
-    bool colour_out, colour_err; /* a terminal, NO_COLOR unset, TERM not dumb */
-    volatile sig_atomic_t raw;   /* the line editor has changed the terminal's mode */
-    struct termios cooked;       /* the mode before that; valid while raw */
-    bool dialogue;               /* the user can type commands */
-    int out_error;               /* errno of the first write to stdout that failed */
+    bool err_moves;            /* stderr is a terminal that can rewrite its line */
+    bool status;               /* the cursor is at the end of a line of progress */
+    bool color_out, color_err; /* a terminal, NO_COLOR unset, TERM not dumb */
+    volatile sig_atomic_t raw; /* the line editor has changed the terminal's mode */
+    struct termios cooked;     /* the mode before that; valid while raw */
+    bool dialogue;             /* the user can type commands */
+    int out_error;             /* errno of the first write to stdout that failed */
 } term;
 
-/* Fills in_tty to colour_err. Called once, at the start. */
+/* Fills in_tty to color_err. Called once, at the start. */
 static void term_init(void) {
     const char *t = getenv("TERM"), *no = getenv("NO_COLOR");
-    bool able = t && *t && strcmp(t, "dumb"), colour = able && !(no && *no);
+    bool able = t && *t && strcmp(t, "dumb"), color = able && !(no && *no);
     term.in_tty = isatty(0);
     term.out_tty = isatty(1);
     term.err_tty = isatty(2);
     term.err_moves = term.err_tty && able;
-    term.colour_out = term.out_tty && colour;
-    term.colour_err = term.err_tty && colour;
+    term.color_out = term.out_tty && color;
+    term.color_err = term.err_tty && color;
 }
 
 /* Restores the mode, the color and the cursor of the terminal. Safe in a signal handler. */
@@ -1357,7 +1357,7 @@ static void term_restore(void) {
         tcsetattr(0, TCSANOW, &term.cooked);
         term.raw = 0; /* last, so that a signal in between restores again */
         if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
-    } else if (term.colour_out && write(1, reset, 4) < 0) return;
+    } else if (term.color_out && write(1, reset, 4) < 0) return;
 }
 
 /* Flushes stdout. Keeps the first error in term.out_error. */
@@ -1390,11 +1390,11 @@ static void status_end(void) {
 /* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
 __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     va_list ap;
-    if (term.colour_err) fputs("\033[2m", stderr);
+    if (term.color_err) fputs("\033[2m", stderr);
     va_start(ap, fmt);
     vfprintf(stderr, fmt, ap);
     va_end(ap);
-    fputs(term.colour_err ? "\033[0m\n" : "\n", stderr);
+    fputs(term.color_err ? "\033[0m\n" : "\n", stderr);
 }
 
 /* Appends s (n bytes) to *out for a terminal: controls other than \n and \t become visible as \x1b, malformed UTF-8
@@ -5768,7 +5768,7 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
         for (int e = 0; all && e < n_expert; e++) all[e] = s[t->ne[0] == 1 ? 0 : e];
         w->scale = all;
     }
-    /* the scale that activations had at calibration: kernels that quantise activations measure their own */
+    /* the scale that activations had at calibration: kernels that quantize activations measure their own */
     snprintf(name, sizeof name, "%s.input_scale", base);
     t = gguf_find_tensor(l->g, name);
     if (!t) return;
@@ -6340,7 +6340,7 @@ static uint64_t layer_bytes(const struct layer *layer) {
 
 static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
 
-/* Returns the fewest query heads whose values fill whole quantisation blocks of wo's rows in every layer. Ranks divide
+/* Returns the fewest query heads whose values fill whole quantization blocks of wo's rows in every layer. Ranks divide
  * heads in multiples of it. */
 static int heads_unit(const struct model *m) {
     int unit = 1;
@@ -8561,7 +8561,7 @@ static void stage_barrier(struct rank *r) {
 }
 
 /* The rank of the same number in the next stage (step 1) or the one before (step -1); NULL: there is none. */
-static struct rank *pg_neighbour(struct rank *r, int step) {
+static struct rank *pg_neighbor(struct rank *r, int step) {
     const struct shard *shard = &r->m->shard;
     int stage = shard->stage + step;
     return stage < 0 || stage >= shard->n_stage ? NULL : r + step * shard->n_rank;
@@ -8752,7 +8752,7 @@ static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard
 
 static void cpu_embed(struct rank *r, enum act x) {
     const struct weight *w = &r->m->embd;
-    const struct rank *before = pg_neighbour(r, -1);
+    const struct rank *before = pg_neighbor(r, -1);
     float scale = w->scale ? w->scale[0] : 1.0f;
     r->n_all_reduce = 0;
     if (before) pg_recv(r);
@@ -8802,7 +8802,7 @@ static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delt
 }
 
 static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
-    struct rank *next = pg_neighbour(r, 1);
+    struct rank *next = pg_neighbor(r, 1);
     cpu_all_reduce_add_rmsnorm(r, x, delta, NULL, x);
     if (next) pg_send(next);
 }
@@ -8953,7 +8953,7 @@ struct attend {
     int begin, end; /* keys; the causal limit of each row applies on top */
     const float *q; /* row (t, h) at q + t * q_tok + h * q_head, (dk) */
     size_t q_tok, q_head;
-    float *out; /* likewise, (dv): the result, */
+    float *out; /* row (t, h) at out + t * out_tok + h * out_head, (dv): the result */
     size_t out_tok, out_head;
     float *partial; /* or, when not NULL, the unfinished (n_tok * n_head, dv + 2): sums, maximum, denominator */
 };
@@ -9302,8 +9302,15 @@ static void ffn_jobs_build(struct rank *r, const struct layer *layer) {
     for (int e = 0, sum = 0; e < layer->n_expert; e++) {
         at[e] = sum;
         if (!count[e] || !layer->gate.n_out) continue;
-        r->jobs[r->n_jobs++] = (struct ffn_job){&layer->gate,      &layer->up,     &layer->down, e,   count[e],
-                                                r->job_rows + sum, r->job_w + sum, hidden,       slot};
+        r->jobs[r->n_jobs++] = (struct ffn_job){.gate = &layer->gate,
+                                                .up = &layer->up,
+                                                .down = &layer->down,
+                                                .expert = e,
+                                                .n_tok = count[e],
+                                                .rows = r->job_rows + sum,
+                                                .w = r->job_w + sum,
+                                                .hidden = hidden,
+                                                .slot = slot};
         sum += count[e];
         slot += (size_t)count[e];
         hidden += (size_t)count[e] * (size_t)layer->gate.n_out;
@@ -9314,8 +9321,12 @@ static void ffn_jobs_build(struct rank *r, const struct layer *layer) {
         r->job_w[j] = r->route_w[i];
     }
     if (layer->sh_gate.n_out)
-        r->jobs[r->n_jobs++] =
-            (struct ffn_job){&layer->sh_gate, &layer->sh_up, &layer->sh_down, 0, r->n_tok, NULL, NULL, hidden, slot};
+        r->jobs[r->n_jobs++] = (struct ffn_job){.gate = &layer->sh_gate,
+                                                .up = &layer->sh_up,
+                                                .down = &layer->sh_down,
+                                                .n_tok = r->n_tok,
+                                                .hidden = hidden,
+                                                .slot = slot};
 }
 
 /* The GEMM of rows row..row+ROW_TILE-1 of w for a job, without its input and output. */
@@ -9472,7 +9483,7 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
 /* Runs the dense feed-forward as a single job. */
 static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *layer = &r->m->layers[il];
-    r->jobs[0] = (struct ffn_job){&layer->gate, &layer->up, &layer->down, 0, r->n_tok, NULL, NULL, 0, 0};
+    r->jobs[0] = (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
     r->n_jobs = layer->gate.n_out > 0;
 #pragma omp parallel num_threads(r->n_threads)
     ffn_run(r, x, out, r->n_tok);
@@ -10066,7 +10077,7 @@ static void rank_start(struct rank *r, struct pg_start *t) {
     r->index = i;
 }
 
-/* Does the rank's part of a step, on the rank's thread. Only a start may allocate; a forward is guarded. */
+/* Does the rank's part of a step, on the rank's thread. A forward and its logits may not allocate. */
 static void rank_run(struct rank *r, const struct rank_step *step) {
     switch (step->kind) {
     case RANK_START: rank_start(r, step->start); break;
@@ -10080,7 +10091,9 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
         alloc_guard_end();
         break;
     case RANK_LOGITS:
+        alloc_guard_begin("a logits step");
         if (r->m->shard.stage == r->m->shard.n_stage - 1) r->ops->logits(r, step->first, step->n);
+        alloc_guard_end();
         break;
     case RANK_WAIT: r->ops->wait(r); break;
     case RANK_READ_STATS: {
@@ -10136,8 +10149,11 @@ static const float *session_logits(struct session *s) { return s->r->ops->read_l
 static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
     int n = s->n_past < PENALTY_WINDOW ? s->n_past : PENALTY_WINDOW;
     double uniform = o->greedy || o->temp <= 0 ? 0 : rng_uniform(rng);
+    alloc_guard_begin("the choice of a token");
     s->r->ops->sample(s->r, o, s->tokens + s->n_past - n, n, uniform);
-    return s->r->ops->read_token(s->r);
+    const int32_t id = s->r->ops->read_token(s->r);
+    alloc_guard_end();
+    return id;
 }
 
 /* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
@@ -11363,10 +11379,10 @@ struct printer {
 static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
     if (!n || p->mute) return;
     arrsetlen(p->out, 0);
-    if (dim && term.colour_out) sb_puts(&p->out, "\033[2m");
+    if (dim && term.color_out) sb_puts(&p->out, "\033[2m");
     if (term.out_tty) term_escape(&p->out, s, n);
     else sb_put(&p->out, s, n);
-    if (dim && term.colour_out) sb_puts(&p->out, "\033[0m");
+    if (dim && term.color_out) sb_puts(&p->out, "\033[0m");
     fwrite(p->out, 1, arrlenu(p->out), stdout);
     out_flush();
     p->last = s[n - 1];
@@ -11512,8 +11528,8 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
              with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
     note("%s", line);
     if (use > 0.8)
-        note("%scontext %.0f %% full: %s a larger -c%s", term.colour_err ? warning : "", 100 * use, context_remedy(),
-             term.colour_err ? "\033[0m" : "");
+        note("%scontext %.0f %% full: %s a larger -c%s", term.color_err ? warning : "", 100 * use, context_remedy(),
+             term.color_err ? "\033[0m" : "");
 }
 
 /* Adds a turn to the totals. */
@@ -12456,7 +12472,7 @@ static void picture_cell(struct picture *p, const char *s, size_t n, int width) 
 
 /* Appends a prompt or label in a style. s: valid UTF-8 without control characters. */
 static void picture_label(struct picture *p, const char *s, const char *style) {
-    p->style = term.colour_out ? style : "";
+    p->style = term.color_out ? style : "";
     sb_puts(&p->out, p->style);
     for (size_t left = strlen(s), n; left; s += n, left -= n) {
         n = cluster_bytes(s, left);
@@ -12940,7 +12956,7 @@ static void print_error(const char *err) {
     char *line = NULL;
     if (term.err_tty) term_escape(&line, err, strlen(err));
     else sb_puts(&line, err);
-    fprintf(stderr, term.colour_err ? "\033[31m%s\033[0m\n" : "%s\n", sb_cstr(&line));
+    fprintf(stderr, term.color_err ? "\033[31m%s\033[0m\n" : "%s\n", sb_cstr(&line));
     arrfree(line);
 }
 
@@ -14784,7 +14800,7 @@ struct bench {
     int32_t ids[BENCH_PREFILL];    /* what is fed to the model */
     int chunk;                     /* tokens of a prefill */
     double decode0[BENCH_BATCHES]; /* seconds at depth 0, by batch */
-    double prefill0;               /* likewise of the prefill */
+    double prefill0;               /* seconds of the prefill at depth 0 */
 };
 
 /* Measures and prints the lines of one depth. False: interrupted. */

@@ -3635,7 +3635,29 @@ static struct tp_rank tp_rank_of(const struct rank *r) {
     return {r->m->shard.rank, r->m->shard.n_rank, r->cuda->sequence, r->cuda->heartbeat[r->index]};
 }
 
-/* Enqueues the move of rows to another rank or from one; without rows only the wait for others. */
+/* Arguments of a transfer that waits for n_wait flags and, without send_matrix, moves nothing. */
+static struct send_args send_of(const struct rank *r, enum channel channel, const uint32_t *wait_flag, int n_wait) {
+    struct send_args a = {};
+    a.p = tp_rank_of(r);
+    a.channel = channel;
+    a.wait_flag = wait_flag;
+    a.n_wait = n_wait;
+    return a;
+}
+
+/* Adds n_row rows of n_col floats to a transfer, and the flag that tells the other rank of their arrival. */
+static void send_matrix(struct send_args *a, const float *src, size_t src_stride, float *dst, size_t dst_stride,
+                        int n_row, int n_col, uint32_t *signal) {
+    a->src = src;
+    a->src_stride = src_stride;
+    a->dst = dst;
+    a->dst_stride = dst_stride;
+    a->n_row = n_row;
+    a->n_col = n_col;
+    a->signal = signal;
+}
+
+/* Enqueues a transfer. */
 static void send_rows(struct rank *r, struct send_args a) {
     LAUNCH_PDL(k_send_rows, a.n_row ? (unsigned)ALLREDUCE_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
 }
@@ -3650,8 +3672,9 @@ static void cuda_embed(struct rank *r, enum act out) {
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const size_t n = (size_t)r->m->n_embd;
-    send_rows(r, {tp_rank_of(r), CH_RECV, own->hidden_flag, 1, own->x, c->x32[out], n, n, r->n_tok, r->m->n_embd,
-                  before->credit});
+    struct send_args a = send_of(r, CH_RECV, own->hidden_flag, 1);
+    send_matrix(&a, own->x, n, c->x32[out], n, r->n_tok, r->m->n_embd, before->credit);
+    send_rows(r, a);
 }
 
 /* Arguments of k_add_norm for n_tok rows of n values: out is written in halves, A_H in F32, too. */
@@ -3746,8 +3769,9 @@ static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     cuda_all_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
     if (shard->stage + 1 == shard->n_stage) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
-    send_rows(r, {tp_rank_of(r), CH_SEND, r->cuda->mailbox[r->index].credit, 1, r->cuda->x32[x], next->x, n, n,
-                  r->n_tok, r->m->n_embd, next->hidden_flag});
+    struct send_args a = send_of(r, CH_SEND, r->cuda->mailbox[r->index].credit, 1);
+    send_matrix(&a, r->cuda->x32[x], n, next->x, n, r->n_tok, r->m->n_embd, next->hidden_flag);
+    send_rows(r, a);
 }
 
 /* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
@@ -4075,12 +4099,14 @@ static void cuda_logits(struct rank *r, int first, int n) {
     w.n_out = r->m->output.n_out;
     w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
     matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
-    if (shard->rank) /* rows are padded to a multiple of four logits */
-        send_rows(r,
-                  {tp_rank_of(r), CH_LOGITS, NULL, 0, c->logits, root->logits + r->m->first_id, c->logits_stride,
-                   logits_stride(r->m->n_vocab), n, (r->m->output.n_out + 3) / 4 * 4, root->logits_flag + shard->rank});
-    else if (shard->n_rank > 1)
-        send_rows(r, {tp_rank_of(r), CH_LOGITS, root->logits_flag, shard->n_rank, NULL, NULL, 0, 0, 0, 0, NULL});
+    if (shard->n_rank > 1) {
+        struct send_args s =
+            send_of(r, CH_LOGITS, shard->rank ? NULL : root->logits_flag, shard->rank ? 0 : shard->n_rank);
+        if (shard->rank) /* rows are padded to a multiple of four logits */
+            send_matrix(&s, c->logits, c->logits_stride, root->logits + r->m->first_id, logits_stride(r->m->n_vocab), n,
+                        (r->m->output.n_out + 3) / 4 * 4, root->logits_flag + shard->rank);
+        send_rows(r, s);
+    }
     CUDA_OK(r, cudaGetLastError(), "the output layer");
 }
 

@@ -1,4 +1,4 @@
-/* The parsers on arbitrary bytes: GGUF and model, tokeniser, chat template, saved conversations and states.
+/* The parsers on arbitrary bytes: GGUF and model, tokenizer, chat template, saved conversations and states.
  *
  * make fuzz builds one libFuzzer program from each fuzz_* function; with FUZZ_REPLAY the functions serve t_hostile.h.
  * What must hold beyond "no crash" is said with FUZZ_CHECK. Run at the top of the tree: the session wants a model of the
@@ -15,7 +15,7 @@
 
 enum { FUZZ_CONTEXT = 8, FUZZ_MODEL = 1 << 20 /* bytes of a file that is run */ };
 
-/* Messages are one line of text: what a file says comes out neutralised. */
+/* Messages are one line of text: what a file says comes out neutralized. */
 static void fuzz_message(const char *err) {
     size_t n = strlen(err);
     FUZZ_CHECK(n > 0 && n < ERR_MAX, "%zu bytes of message", n);
@@ -54,7 +54,7 @@ static bool fuzz_bind(const uint8_t *data, size_t size, bool run) {
 
 static void fuzz_gguf(const uint8_t *data, size_t size) { fuzz_bind(data, size, true); }
 
-/* ---- tokeniser ---- */
+/* ---- tokenizer ---- */
 
 /* A vocabulary file of all bytes, a few merges and a special token of each kind; *n bytes, malloc'ed. */
 static uint8_t *fuzz_vocabulary(const char *pre, size_t *n) {

@@ -1,4 +1,4 @@
-/* --calibrate against sums over plainly dequantised weights, its files, and --compare. */
+/* --calibrate against sums over plainly dequantized weights, its files, and --compare. */
 
 /* Ids that stay in the vocabulary of the fixtures. */
 static void some_ids(int32_t *ids, int n, int n_vocab) {

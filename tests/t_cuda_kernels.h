@@ -266,9 +266,9 @@ struct gemm_case {
     bool f32, bias, gather;
 };
 
-/* How the quantiser is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and
+/* How the quantizer is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and
  * scales that should be others. */
-static int check_quantised(float *value, int n_in, const uint8_t *codes, const uint8_t *scales, float row_scale) {
+static int check_quantized(float *value, int n_in, const uint8_t *codes, const uint8_t *scales, float row_scale) {
     int bad = 0, n_block = (n_in + 63) / 64 * 4;
     float amax = 0;
     for (int k = 0; k < n_in; k++) amax = fmaxf(amax, fabsf(value[k]));
@@ -356,7 +356,7 @@ static void run_gemm(const struct gemm_case &t) {
         std::vector<uint8_t> c = codes.get(), s = scales.get();
         std::vector<float> r = row_scale.get();
         for (int i = 0; i < n_x; i++)
-            bad_codes += check_quantised(&x.value[(size_t)i * (size_t)n_in], n_in, &c[(size_t)i * code_bytes],
+            bad_codes += check_quantized(&x.value[(size_t)i * (size_t)n_in], n_in, &c[(size_t)i * code_bytes],
                                          &s[(size_t)i * scale_bytes], r[(size_t)i]);
     }
     y.got = y.y.get();

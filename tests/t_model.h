@@ -234,7 +234,7 @@ static void test_demo_reference(void) {
         v = json_object_get(x, "prompt_ids");
         bool same = arrlenu(ids) == json_array_size(v);
         for (k = 0; same && k < arrlenu(ids); k++) same = ids[k] == json_integer_value(json_array_get(v, k));
-        CHECK(same, "prompt %zu is tokenised differently", i);
+        CHECK(same, "prompt %zu is tokenized differently", i);
         float *l = xmalloc(arrlenu(ids) * (size_t)m.n_vocab * sizeof *l);
         float *last = l + (arrlenu(ids) - 1) * (size_t)m.n_vocab;
         struct collect logits = {l, m.n_vocab};

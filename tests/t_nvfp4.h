@@ -1,4 +1,4 @@
-/* The number formats of gguf_nvfp4.h against libggml's tables and vectors (tests/golden/nvfp4), and the quantiser of
+/* The number formats of gguf_nvfp4.h against libggml's tables and vectors (tests/golden/nvfp4), and the quantizer of
  * the converter. */
 #include "../convert/quantize.h"
 
@@ -62,7 +62,7 @@ static void check_e4m3_line(char *line) {
     CHECK(same_bits(bf16_to_f32(bf16_from_f32(v)), v), "byte %02x is not exact in BF16", byte);
 }
 
-/* Every value, and between two neighbours nearest with ties to even. */
+/* Every value, and between two neighbors nearest with ties to even. */
 static void test_nvfp4_e4m3(void) {
     golden_lines("e4m3.txt", check_e4m3_line);
     for (int b = 0; b < 0x7e; b++) {
@@ -189,7 +189,7 @@ static void check_amax_block(const struct golden_case *c, size_t at, const struc
     }
 }
 
-/* What ModelOpt's amax rule makes of a dequantised matrix is that matrix again. */
+/* What ModelOpt's amax rule makes of a dequantized matrix is that matrix again. */
 static void check_amax(const struct golden_case *c) {
     size_t n = (size_t)c->rows * c->cols;
     float amax = 0;

@@ -1,5 +1,5 @@
 /* moe-convert --quantize, --backbone, --keep and --importance. Truth is the file that the same source gives without
- * args, and the scalar quantiser on its weights. */
+ * args, and the scalar quantizer on its weights. */
 
 /* Runs the converter; its exit code. *out and *said (stb_ds, NULL at first) get what it printed. */
 static int quantize_run(const char *dir, const char *args, const char *file, char **out, char **said) {
@@ -76,7 +76,7 @@ static bool quantize_new_scale(const struct quantize_case *k, const char *name) 
     return !strcmp(dot, ".scale") && was && is && is->type == GGUF_NVFP4 && was->type != GGUF_NVFP4;
 }
 
-/* Every tensor is what it was, or what the scalar quantiser makes of it. */
+/* Every tensor is what it was, or what the scalar quantizer makes of it. */
 static void quantize_check(const struct quantize_case *k) {
     int nvfp4 = 0, q8_0 = 0, bf16 = 0;
     for (uint32_t i = 0; i < k->got->n_tensors; i++) {
@@ -327,7 +327,7 @@ static void quantize_expand(const char *from, const char *to) {
     gguf_close(&g);
 }
 
-/* Fixtures that are quantised load, and say what their weights say as F32: Q8_0 in every place, and NVFP4 experts. */
+/* Fixtures that are quantized load, and say what their weights say as F32: Q8_0 in every place, and NVFP4 experts. */
 static void test_quantize_fixtures(void) {
     static const struct {
         const char *name, *args;
@@ -634,7 +634,7 @@ static void demo_expand(struct hf *h, const char *path) {
     arrfree(file);
 }
 
-/* The demo model loses less than 1 % of perplexity when its dequantised experts are quantised once more. */
+/* The demo model loses less than 1 % of perplexity when its dequantized experts are quantized once more. */
 static void test_quantize_perplexity(void) {
     enum { TOKENS = 4096, WINDOW = 1024 };
     struct hf h = {.rng = 1};
@@ -662,7 +662,7 @@ static void test_quantize_perplexity(void) {
             p[i] = perplexity(&m, kernels_choose(), KV_BF16, ids, TOKENS, WINDOW);
         model_free(&m);
     }
-    CHECK(p[1] < 1.01 * p[0] && p[1] > 0.95 * p[0], "perplexity %.4f, once more quantised %.4f", p[0], p[1]);
+    CHECK(p[1] < 1.01 * p[0] && p[1] > 0.95 * p[0], "perplexity %.4f, once more quantized %.4f", p[0], p[1]);
     unlink(path);
     arrfree(ids);
     arrfree(text);

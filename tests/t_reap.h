@@ -947,7 +947,7 @@ static void test_reap_scores(void) {
 }
 
 static void add_lying(struct toy_file *f) { toy_tensor(f, 2, "ffn_x_exps.weight", GGUF_BF16, 3, 8, 8, 7); }
-static void add_quantised(struct toy_file *f) { toy_tensor(f, 1, "ffn_y_exps.scale", GGUF_Q8_0, 1, 32, 1, 1); }
+static void add_quantized(struct toy_file *f) { toy_tensor(f, 1, "ffn_y_exps.scale", GGUF_Q8_0, 1, 32, 1, 1); }
 static void add_orphan(struct toy_file *f) { toy_tensor(f, 0, "ffn_up_exps.weight", GGUF_BF16, 3, 8, 8, 8); }
 static void kept_short(struct gguf_writer *w) { gguf_put_array(w, "moe.reap.kept.1", GGUF_V_I32, 2, (int[]){1, 2}); }
 static void kept_falling(struct gguf_writer *w) {
@@ -966,7 +966,7 @@ static void test_reap_headers(void) {
         int n, top_k, n_group;
         const char *message;
     } c[] = {{NULL, add_lying, 8, 2, 1, "'blk.2.ffn_x_exps.weight' ends in a dimension of 7, the layer has 8 experts"},
-             {NULL, add_quantised, 32, 2, 1, "'blk.1.ffn_y_exps.scale' has the type Q8_0, which cannot be cut"},
+             {NULL, add_quantized, 32, 2, 1, "'blk.1.ffn_y_exps.scale' has the type Q8_0, which cannot be cut"},
              {NULL, add_orphan, 8, 2, 1, "'blk.0.ffn_up_exps.weight' without 'blk.0.ffn_gate_inp.weight'"},
              {NULL, NULL, 8, 9, 1, "routes to 8 experts, expected 9 to 1024"},
              {NULL, NULL, 8, 2, 3, "routes to 8 experts, expected 2 to 1024, a multiple of the 3 groups"},

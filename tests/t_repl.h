@@ -1116,7 +1116,7 @@ static void test_moe_narrow(void) {
     moe_end(&p);
 }
 
-static void test_moe_colour(void) {
+static void test_moe_color(void) {
     NEED_MOE();
     static char *hidden[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--show-think", "off", NULL};
     struct pty p;
@@ -1134,7 +1134,7 @@ static void test_moe_colour(void) {
             if (p.log[i] != 27 || p.log[i + 1] != '[') continue;
             size_t k = i + 2;
             while (k < arrlenu(p.log) && (isdigit((uint8_t)p.log[k]) || p.log[k] == ';')) k++;
-            if (!CHECK(k == arrlenu(p.log) || p.log[k] != 'm' || p.log[i + 2] == '0', "a colour: %.*s", (int)(k - i),
+            if (!CHECK(k == arrlenu(p.log) || p.log[k] != 'm' || p.log[i + 2] == '0', "a color: %.*s", (int)(k - i),
                        p.log + i + 1))
                 break;
         }
@@ -1152,4 +1152,4 @@ static void test_moe_colour(void) {
         {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue},  \
         {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt},         \
         {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                          \
-        {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/colour", test_moe_colour},
+        {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},

@@ -1,4 +1,4 @@
-/* Vocabulary and BPE: upstream's vectors, the cuts of every pre-tokenizer, origins, NFC, the detokeniser, long runs and
+/* Vocabulary and BPE: upstream's vectors, the cuts of every pre-tokenizer, origins, NFC, the detokenizer, long runs and
  * broken vocabularies. */
 
 /* A vocabulary under construction: the 256 bytes come first (token b is byte b), then merges and added tokens. */
@@ -282,7 +282,7 @@ static void test_vocab_names(void) {
 
 /* ---- merging ---- */
 
-/* The definition, O(n^2): of all neighbours the strongest merge, of equal ones the leftmost, until there is none. */
+/* The definition, O(n^2): of all neighbors the strongest merge, of equal ones the leftmost, until there is none. */
 static void test_bpe_naive(const struct vocab *v, const char *s, size_t n, int32_t **out) {
     int32_t *id = NULL;
     for (size_t i = 0; i < n; i++) arrput(id, v->byte_id[(uint8_t)s[i]]);
@@ -445,7 +445,7 @@ static void test_vocab_nfc(void) {
     }
     struct test_vocab t = test_vocab_begin("qwen35");
     test_merge(&t, "x", "y");
-    if (test_vocab_ready(&t)) CHECK(t.v.nfc, "qwen35 normalises unless a key says otherwise");
+    if (test_vocab_ready(&t)) CHECK(t.v.nfc, "qwen35 normalizes unless a key says otherwise");
     test_vocab_end(&t);
 }
 
@@ -508,7 +508,7 @@ static void test_vocab_detok(void) {
     test_vocab_end(&t);
 }
 
-/* Tokenises n bytes that repeat `unit`, checks that the tokens give them back, and that it takes no quadratic time
+/* Tokenizes n bytes that repeat `unit`, checks that the tokens give them back, and that it takes no quadratic time
  * (which would be minutes). */
 static void test_paste(const struct vocab *v, const char *name, const char *text, size_t n) {
     int32_t *ids = NULL;
