@@ -9,8 +9,9 @@
  *   messages --template--> text with the origin of every byte --tokenize--> ids --session_sync--> logits
  *   logits --sampler--> id --session_decode--> logits, and so on; each id --detokenize--> printer --> stdout
  *
- *   main > run > answer_chat > chat_turn > chat_answer > session_sync > session_forward > pg_run > rank_run > forward
- *                                                      > generate > session_sample, session_decode, printer_token
+ *   main > moe_main > run > mode_answer > answer_chat > repl_run > repl_line > repl_send > chat_turn > chat_answer;
+ *   chat_answer > session_sync > session_forward > pg_run > rank_run > forward > forward_gqa, forward_mla;
+ *   chat_answer > generate > session_sample, session_decode, printer_token
  *
  * One forward pass (forward_gqa, forward_mla) is a straight line over the operations of `struct ops`:
  *
@@ -170,7 +171,7 @@ struct rope {
     float factor;      /* of cos and sin (YaRN) */
     const float *freq; /* (dim / 2) radians per position */
 };
-enum { MAX_ROPES = 2 };
+enum { MAX_ROPES = 2 /* on a CPU; a GPU takes one, and no family here has more */ };
 
 /* What a layer is made of. The table of tensors says by these bits which layers have a tensor. */
 enum layer_has {
@@ -397,7 +398,8 @@ struct family {
     void (*layer)(struct loader *l, struct layer *layer, int il);
     /* Writes the operations of one forward pass: the batch's tokens to hidden rows. */
     void (*forward)(struct rank *r);
-    /* Adds planes to those of attention, or changes these: a window layer makes PLANE_K and PLANE_V rings. NULL: neither. */
+    /* Adds planes to those of attention, whose own stay as they are: its operations index them by position. GPUs refuse
+     * families with this function. NULL: there are none. */
     void (*planes)(const struct model *m, const struct layer *layer, struct plane *out);
 };
 
@@ -564,8 +566,8 @@ struct profile_row {
     /* out[i] = w[i] x for up to 3 matrices; the first NULL in w ends the list */                                      \
     X(void, linear3, (struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]),             \
       (r, x, w, out))                                                                                                  \
-    /* grouped-query attention: norms the heads of q and k (HAS_HEAD_NORM), rotates them, value i against              \
-       i + rope dim / 2, and writes k and v to the cache of layer il */                                                \
+    /* grouped-query attention: always norms the heads of q and k, rotates them, value i against i + rope dim / 2,     \
+       and writes k and v to the cache of layer il */                                                \
     X(void, rope_store_kv, (struct rank *r, int il, enum act q, enum act k, enum act v), (r, il, q, k, v))             \
     /* out = grouped-query attention over the cache of layer il */                                                     \
     X(void, attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                            \
@@ -665,9 +667,9 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
 enum plane_kind {
     PLANE_TOKENS, /* a row for every token */
     PLANE_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
-    PLANE_RING,   /* the latest n_row tokens: token p is row p % n_row; n_row >= window + PREFILL_MAX_TOKENS, because a
-                   * forward writes all its rows before attention reads */
-    PLANE_STATE   /* n_row rows that stand for all tokens before struct rank's state_pos */
+    PLANE_RING, /* the latest n_row tokens: token p is row p % n_row; n_row >= window + the tokens that a forward writes
+                   * before it reads */
+    PLANE_STATE /* n_row rows that stand for all tokens before struct rank's state_pos */
 };
 
 /* What a plane of a layer holds. */
@@ -877,7 +879,7 @@ enum moe_act {
 /* Who does the all-reduces over GPUs. NCCL, unless ONESHOT is asked for, does those of more than 16 tokens. */
 enum allreduce {
     ALLREDUCE_AUTO,   /* up to 16 tokens the faster one, measured at the start */
-    ALLREDUCE_NCCL,   /* NCCL */
+    ALLREDUCE_NCCL,   /* NCCL for any number of tokens */
     ALLREDUCE_ONESHOT /* our own kernel, k_add_norm<DELTA_PUSHED> */
 };
 
@@ -9732,7 +9734,10 @@ static const char *nccl_name(char out[24]) {
  * A new family whose operations exist is a row of `families`; the functions that read its metadata (section "Model:
  * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
  * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
- * config.json. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu.
+ * config.json and names that differ from the table's; and the tables of families in both READMEs. Tests say what is
+ * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention without head
+ * norms, or with a window, is no operation that exists: it needs a check in cpu_rope_store_kv, attend_run and attend_all,
+ * their kernels in moe_cuda.cu (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
  * ============================================================================================================ */
 
 /* The norm before attention: A_H = norm(A_X), after adding what the layer before left in A_OUT. */
@@ -10676,18 +10681,18 @@ static const char bench_details[] =
     "  batch                     tokens of one decode forward pass: 1, 2, 4, 8 or 16, with all logits\n"
     "  gen_tps                   tokens per second of these passes; all tokens of the batch count\n"
     "  kvcache_bytes             bytes of the KV cache at that depth\n"
-    "  gen_gb_per_s              GB/s (1e9 bytes) read by a decode forward pass: each weight once, of the\n"
-    "                            routed experts as many as independent choices are expected to hit, and\n"
-    "                            the KV cache once\n"
+    "  gen_gb_per_s              GB/s (1e9 bytes) read by a decode forward pass: each weight once,\n"
+    "                            counting the routed experts that the batch is expected to use if its\n"
+    "                            tokens choose independently, and the KV cache once\n"
     "  gen_percent_of_bandwidth  gen_gb_per_s as a percentage of the bandwidth measured at the start:\n"
     "                            reads on a CPU; copies on a GPU, with both directions counted\n"
     "\n"
-    "The measured bandwidth and mma rate are printed on stderr. So is --profile's table of the kernels at\n"
-    "depth 0, which works with a single GPU.\n";
+    "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
+    "table of the kernels at depth 0; it needs a single GPU.\n";
 
 static const char synth_details[] =
     "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2 or hy3. Options may follow a colon:\n"
-    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the real numbers, bf16). Feed-forward weights\n"
+    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16). Feed-forward weights\n"
     "are NVFP4, norms and routers F32, and the backbone is everything else.\n"
     "\n"
     "With -m FILE the model is written to FILE, which must not exist, before it is used. On a GPU these\n"
@@ -10715,12 +10720,13 @@ static const struct option options[] = {
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"raw", IS_FLAG(raw), .help = "no chat template: continue the text and print it verbatim"},
     {"ids", IS_STR(ids), .arg = "1,2,3", .help = "use these token ids as the prompt; stdin is not read"},
-    {"special", IS_FLAG(special), .help = "with --raw and --tokenize: text may spell control tokens"},
+    {"special", IS_FLAG(special), .help = "with --raw or --tokenize: recognize control tokens in the text"},
     {"chat-template-file", IS_STR(template_file), .arg = "FILE", .help = "Jinja template in place of the model's"},
     {.help = "Answer (sampling defaults come from the model file where it has them)"},
     {"predict", 'n', IS_INT(n_predict, -1, INT32_MAX), .arg = "N", .in_chat = true,
      .help = "generate at most N tokens (default: -1, until the model stops)"},
-    {"think", IS_CHOICE(think, think_names), .arg = "MODE", .in_chat = true, .help = "thinking (default: auto)"},
+    {"think", IS_CHOICE(think, think_names), .arg = "MODE", .in_chat = true,
+     .help = "how hard to think (default: auto)"},
     {"show-think", IS_CHOICE(show_think, show_think_names), .arg = "MODE", .in_chat = true,
      .help = "print the thinking (default: auto, on a terminal)"},
     {"greedy", IS_FLAG(greedy), .in_chat = true, .help = "always take the most likely token"},
@@ -10741,12 +10747,12 @@ static const struct option options[] = {
     {"threads", 't', IS_INT(threads, 0, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
     {"kv", IS_CHOICE(kv, kv_names), .arg = "TYPE", .help = "KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
     {"cpu", IS_FLAG(cpu), .help = "use no GPU"},
-    {"gpus", IS_STR(gpus), .arg = "0,1", .help = "GPUs to use, by number (default: the first ones; if none, the CPU)"},
+    {"gpus", IS_STR(gpus), .arg = "0,1", .help = "GPUs to use, by number (default: the first --tp x --pp)"},
     {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N",
-     .help = "tensor-parallel ranks (default: one for each of --gpus, or 1)"},
-    {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "pipeline stages (default: 1)"},
-    {"allreduce", IS_CHOICE(allreduce, allreduce_names), .arg = "HOW",
-     .help = "all-reduce of --tp (default: auto, the faster)"},
+     .help = "tensor-parallel ranks (default: GPUs of --gpus / --pp, or 1)"},
+    {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N",
+     .help = "pipeline stages (default: 1; --calibrate: one for each of --gpus)"},
+    {"allreduce", IS_CHOICE(allreduce, allreduce_names), .arg = "HOW", .help = "all-reduce of --tp (default: auto)"},
     {"kv-splits", IS_INT(kv_splits, 0, 384), .arg = "N",
      .help = "splits of the context in GPU decode, at most (default: 0, automatic)"},
     {"moe-act", IS_CHOICE(moe_act, moe_act_names), .arg = "TYPE",
@@ -10757,7 +10763,7 @@ static const struct option options[] = {
     {"info", IS_FLAG(info), .help = "describe the model file"},
     {"plan", IS_FLAG(plan), .help = "does a model fit, and how fast can it be? exit 0 if it fits",
      .details = plan_details},
-    {"doctor", IS_FLAG(doctor), .help = "find out why this machine is slow or fails; with -m also a model",
+    {"doctor", IS_FLAG(doctor), .help = "why this machine is slow or fails; with -m, check the model too",
      .details = doctor_details},
     {"json", IS_FLAG(json), .of = "plan|doctor", .help = "print one JSON object, sizes in bytes"},
     {"tokenize", IS_FLAG(tokenize), .help = "print the token ids of stdin on one line"},
@@ -10767,9 +10773,9 @@ static const struct option options[] = {
     {"calibrate", IS_FILES(calibrate), .arg = "FILES...",
      .help = "record what experts do for texts or chats, to -o, for moe-reap", .details = calibrate_details},
     {"output", 'o', IS_STR(output), .arg = "FILE.json", .of = "calibrate",
-     .help = "the scores; those that FILE holds are added to"},
+     .help = "score file; an existing one is added to"},
     {"activations", IS_STR(activations), .arg = "FILE.gguf", .of = "calibrate",
-     .help = "also record activations, for moe-convert; from the first run on"},
+     .help = "also record activations, for moe-convert; give it on every run"},
     {"compare", IS_FILES(compare), .arg = "A B TEXT", .help = "how far the predictions of model B are from those of A",
      .details = compare_details},
     {"needle", IS_INT(needle, 64, 1 << 28), .arg = "N", .help = "find a fact in N tokens of prose; exit 0 if found",
@@ -10984,13 +10990,13 @@ static void options_help(const struct settings *s, FILE *f) {
     }
     if (detailed) return;
     fputs("moe - chat with mixture-of-experts models on your own machine\n"
-          "  moe -m MODEL.gguf [options]          chat; if stdin is not a terminal, answer it and exit\n"
+          "  moe -m MODEL.gguf [options]          chat; if stdin is not a terminal, answer the prompt on it\n"
           "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n",
           f);
     for (int i = 0; i < N_OPTIONS; i++)
         if (!options[i].name) fprintf(f, "\n%s\n", options[i].help);
         else if (!options[i].of) option_help_line(&options[i], f);
-    fputs("Exit code: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted. Only answers go to stdout.\n", f);
+    fputs("Exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted. stdout: results, stderr: remarks.\n", f);
 }
 
 /* Reads the command line; wrong usage ends the program. */
@@ -13306,8 +13312,9 @@ static int repl_run(struct chat *c) {
  * Plan
  *
  * Says whether a model fits a machine, in which layout, and how fast it can be there at most. Needs only the sizes of
- * the tensors; the weights are not read. Memory is counted on the shards, buffers and GPU formats that the engine uses.
- * The roofline is the time of reading weights and cache at the memory's bandwidth, plus the all-reduces.
+ * the tensors; the weights are not read. Weights are counted by tensor_rules (plan_layer), the cache by layer_planes
+ * (state_bytes), scratch by GPU_BUFFERS (gpu_bytes), all on the shards that the engine makes. The roofline is the rate at
+ * which tokens would come if only reading them and the all-reduces took time.
  * ============================================================================================================ */
 
 /* What a token reads. */
@@ -13325,7 +13332,7 @@ enum {
     PLAN_LAYOUTS = 3     /* most ways to write the number of GPUs, up to MAX_RANKS, as tp x pp */
 };
 
-/* Seconds of an all-reduce of one token's activations: the one-shot kernel, NCCL. */
+/* Seconds of an all-reduce of one token's activations, assumed: the one-shot kernel, NCCL. --doctor measures them. */
 static const double plan_reduce[2] = {5.5e-6, 12e-6};
 
 /* A GPU; the only device of a plan for the CPU is the CPU. */
@@ -13823,8 +13830,8 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     if (p->n_device > 1) plan_line(text, NULL, "all GPUs", &all_row);
     sb_printf(text, "\nroofline    %.1f tok/s at this context, if only reads took time", d->roofline[0]);
     if (d->tp > 1)
-        sb_printf(text, "\n            and %d all-reduces of %g us; %.1f tok/s with NCCL's %g us", 2 * m->n_layer,
-                  plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
+        sb_printf(text, "\n            and %d all-reduces, assumed %g us; %.1f tok/s with NCCL's %g us",
+                  ALL_REDUCES_PER_LAYER * m->n_layer, plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
     sb_printf(text, "\n            (an upper bound: real speed is lower)\n");
     for (int k = 0; k < p->n_layout; k++) {
         const struct plan_layout *o = &p->layout[k];

@@ -9,7 +9,8 @@
  *
  *   step                  decode (1 to 16 tokens)                    prefill (more tokens)
  *   embedding             k_embed                                    k_embed
- *   residual add, norm    k_add_norm, all-reduce included            k_add_norm, all-reduce included
+ *   residual add, norm    k_add_norm, which also pushes and adds     k_add_norm, after k_to_bf16 and ncclAllReduce
+ *     and all-reduce        the ranks' deltas, or ncclAllGather        or with the push
  *   projections           k_gemv_sum                                 gemm_kernel
  *   RoPE, KV cache        k_rope_gqa or k_rope_mla                   k_rope_gqa or k_rope_mla
  *   attention             attn_gqa_decode or attn_mla_kernel,        attn_gqa_prefill or attn_mla_kernel,
@@ -31,7 +32,7 @@
  * Tests: the same source compiles with g++ against tests/cuda_emu.h, which runs every CUDA thread on a CPU.
  *
  * The first section is also part of moe.c. Then come the kernels, each with the host function that launches it. From
- * "The engine of a rank" on stands the host's side: how a rank starts, and the table of operations.
+ * "The GPU state of a rank" on stands the host's side: how a rank starts, and the table of operations.
  *
  * Contents:
  *   Sizes on a GPU                                what its copies of weights and its buffers take
@@ -46,7 +47,7 @@
  *   RoPE and the KV cache
  *   Attention over the KV cache
  *   Sampling
- *   The engine of a rank
+ *   The GPU state of a rank
  *   Operations
  *   Upload
  *   Several GPUs
@@ -799,7 +800,8 @@ __global__ void __launch_bounds__(256)
  * count.
  * A kernel that waits long tells the host for whom (WAIT_CODE). It waits on until the host tells it to abort: only the
  * host knows whether the program was merely suspended. After an abort no kernel waits any more.
- * The all-reduce is a one-shot push in k_add_norm (below), or NCCL's.
+ * The all-reduce itself: k_add_norm (below) pushes and adds; cuda_all_reduce_add_rmsnorm and all_reduce_by_nccl (in
+ * "Operations") call it or NCCL, as all_reduce_choose (in "Several GPUs") found faster.
  * ============================================================================================================ */
 
 /* What a kernel does with other ranks. Each has counts of its own. */
@@ -3250,7 +3252,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
 }
 
 /* ============================================================================================================
- * The engine of a rank
+ * The GPU state of a rank
  *
  * What a rank on a GPU holds; its errors, how it waits for its GPU, and its memory.
  * ============================================================================================================ */
@@ -3422,9 +3424,9 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), ordinal = (int)(code >> 8);
         const size_t at = strlen(who), left = sizeof who - at;
         if (code && channel == CH_ALLREDUCE)
-            snprintf(who + at, left, "; rank %d waited for rank %d in the all-reduce after the %s of its layer %d", i,
+            snprintf(who + at, left, "; rank %d waited for rank %d in the all-reduce after the %s of layer %d", i,
                      i / shard.n_rank * shard.n_rank + rank, all_reduce_after((unsigned)ordinal),
-                     ordinal / ALL_REDUCES_PER_LAYER);
+                     (r - r->index + i)->m->first_layer + ordinal / ALL_REDUCES_PER_LAYER);
         else if (code)
             snprintf(who + at, left, "; rank %d waited for %s", i,
                      channel == CH_LOGITS ? "a shard of the logits" : "another stage");
@@ -4252,7 +4254,7 @@ static void all_reduces_run(struct rank *r, int runs) {
         r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
 }
 
-/* Returns the seconds of an all-reduce of n_tok tokens, by NCCL or by our own kernel, whichever was chosen. 0: it cannot be
+/* Returns the seconds of an all-reduce of n_tok tokens, by NCCL (nccl) or by our own kernel. 0: it cannot be
  * measured. The ranks of a stage call it together. */
 static double cuda_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     enum { WARM = 3, RUNS = 20 };

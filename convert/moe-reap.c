@@ -10,7 +10,7 @@
  *   Main                     options, and the order of the steps
  *
  * The score of an expert is the mean of gate weight x norm of its output over the tokens routed to it (REAP, arXiv
- * 2510.13999). Retained weights are copied bit by bit. Everything is checked and planned before the first byte is
+ * 2510.13999). Retained weights are copied bit for bit. Everything is checked and planned before the first byte is
  * written. Data are copied in chunks; memory does not grow with the model.
  */
 #define PROGRAM "moe-reap"
@@ -1461,7 +1461,7 @@ static void help(void) {
     puts("usage: moe-reap IN SCORES.json... -o OUT (--keep N | --ratio R | --budget GIB | --counts FILE)\n"
          "                [options]\n\n"
          "Removes the routed experts that contribute least, by the scores of moe --calibrate. Several score\n"
-         "files are added up. Retained weights are copied bit by bit. IN is a GGUF file or a Hugging Face\n"
+         "files are added up. Retained weights are copied bit for bit. IN is a GGUF file or a Hugging Face\n"
          "directory; OUT is of the same kind. In a directory all layers retain the same number of experts.\n\n"
          "  -o OUT              the file or directory to write\n"
          "  --keep N            retain N experts per layer\n"
@@ -1469,7 +1469,7 @@ static void help(void) {
          "  --budget GIB        retain as many experts as fit in an output of this size\n"
          "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
          "  --per-layer         the same total, distributed over the layers by the experts' scores\n"
-         "  --floor N           with --per-layer: fewest experts of a layer (default: half the even count)\n"
+         "  --floor N           with --per-layer: fewest experts of a layer (default: half of an even share)\n"
          "  --criterion NAME    reap: mean of gate weight x output norm (default); frequency: tokens;\n"
          "                      norm: mean output norm; random: without scores\n"
          "  --seed N            for --criterion random (default: 0)\n"

@@ -1264,7 +1264,7 @@ static void test_convert_usage(void) {
              {"", 2, "directory is needed"},
              {"convert/demo", 2, "-o OUT.gguf or --dry-run"},
              {"convert/demo -o", 2, "-o needs a value"},
-             {"convert/demo --quantize", 2, "unknown option '--quantize'"},
+             {"convert/demo --quantise", 2, "unknown option '--quantise'"},
              {"a b --dry-run", 2, "one directory"},
              {"tests/none --dry-run", 1, "no config.json"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
