@@ -1138,11 +1138,16 @@ static void emu_test_waits() {
         CHECK(a.round.get()[0] == 1001);
     }
     cuemu::patience = 1e9;
-    const uint64_t before = cuemu::timer;
+    std::atomic<bool> ended{false};
     a.push(m, 0, 2, EMU_TIMEOUT);
-    std::thread waiting([&] { cudaStreamSynchronize(a.stream); });
-    while (cuemu::timer == before) std::this_thread::yield(); // the kernel has read when it began
-    cuemu::timer_jump(4000000000);
+    std::thread waiting([&] {
+        cudaStreamSynchronize(a.stream);
+        ended = true;
+    });
+    while (!ended) { // the first jump may come before the kernel has read when it began
+        cuemu::timer_jump(4000000000);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     waiting.join();
     CHECK(a.round.get()[0] == 1001);
     cuemu::patience = 20;
