@@ -95,6 +95,10 @@ def rms(x, w, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def softmax(x):
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
@@ -145,6 +149,57 @@ def gqa(W, config, x, p):
     return attend(turn(q), turn(k), v, d ** -0.5 * sharpen) @ W.get(p + "o_proj.weight").T
 
 
+def qwen_attention(W, config, x, p):
+    """Full attention of Qwen3-Next and Qwen3.5: a gate on the output, RoPE on the first dimensions of a head."""
+    n, d, eps = len(x), config["head_dim"], config["rms_norm_eps"]
+    q, gate = np.split((x @ W.get(p + "q_proj.weight").T).reshape(n, -1, 2 * d), 2, -1)  # per head
+    k, v = ((x @ W.get(f"{p}{c}_proj.weight").T).reshape(n, -1, d) for c in "kv")
+    q, k = rms(q, 1 + W.get(p + "q_norm.weight"), eps), rms(k, 1 + W.get(p + "k_norm.weight"), eps)
+    part = {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", 0.25)
+    half = int(d * part) // 2
+    cos, sin, sharpen = rope_tables(config, n, 2 * half)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turn(t):  # pairs (i, i + half) of the first 2 * half
+        a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen) * sigmoid(gate.reshape(n, -1))
+    return y @ W.get(p + "o_proj.weight").T
+
+
+def delta_net(W, config, x, p):
+    """The gated delta rule, token by token."""
+    n, eps = len(x), config["rms_norm_eps"]
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    dk, dv, each = config["linear_key_head_dim"], config["linear_value_head_dim"], values // keys
+    if W.has(p + "in_proj_ba.weight"):  # Qwen3-Next: everything of a key head lies together
+        mixed = (x @ W.get(p + "in_proj_qkvz.weight").T).reshape(n, keys, -1)
+        q, k, v, z = np.split(mixed, np.cumsum([dk, dk, each * dv]), -1)
+        qkv = np.concatenate([t.reshape(n, -1) for t in (q, k, v)], -1)
+        ba = (x @ W.get(p + "in_proj_ba.weight").T).reshape(n, keys, 2 * each)
+        b, a = ba[..., :each].reshape(n, -1), ba[..., each:].reshape(n, -1)
+    else:
+        qkv, z, b, a = (x @ W.get(f"{p}in_proj_{t}.weight").T for t in ("qkv", "z", "b", "a"))
+    taps = W.get(p + "conv1d.weight")[:, 0]  # the last tap is the token itself
+    padded = np.concatenate([np.zeros((taps.shape[1] - 1, qkv.shape[1])), qkv])
+    qkv = silu(sum(padded[j:j + n] * taps[:, j] for j in range(taps.shape[1])))
+    q, k, v = np.split(qkv, [keys * dk, 2 * keys * dk], -1)
+    unit = lambda t: t / np.sqrt((t * t).sum(-1, keepdims=True) + 1e-6)
+    q, k = (np.repeat(unit(t.reshape(n, keys, dk)), each, 1) for t in (q, k))
+    q, v = q * dk ** -0.5, v.reshape(n, values, dv)
+    beta = sigmoid(b)
+    keep = np.exp(-np.exp(W.get(p + "A_log")) * np.logaddexp(0, a + W.get(p + "dt_bias")))
+    state, out = np.zeros((values, dk, dv)), np.empty((n, values, dv))
+    for t in range(n):
+        state *= keep[t, :, None, None]
+        error = v[t] - np.einsum("hkv,hk->hv", state, k[t])
+        state += np.einsum("hk,hv->hkv", k[t], beta[t, :, None] * error)
+        out[t] = np.einsum("hkv,hk->hv", state, q[t])
+    out = rms(out, W.get(p + "norm.weight"), eps) * silu(z.reshape(out.shape))
+    return out.reshape(n, -1) @ W.get(p + "out_proj.weight").T
+
+
 def mla(W, config, x, p):
     n, heads, eps = len(x), config["num_attention_heads"], config["rms_norm_eps"]
     nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
@@ -175,6 +230,13 @@ def ffn(W, x, p):
     return (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
+def expert_ffn(W, x, p, e):
+    if not W.has(p + "experts.gate_up_proj"):
+        return ffn(W, x, f"{p}experts.{e}.")
+    gate, up = np.split(W.get(p + "experts.gate_up_proj")[e], 2)
+    return (silu(x @ gate.T) * (x @ up.T)) @ W.get(p + "experts.down_proj")[e].T
+
+
 def router(W, p):
     """The name of the router's matrix; Hy3 has one of its own."""
     return p + ("router.gate.weight" if W.has(p + "router.gate.weight") else "gate.weight")
@@ -183,11 +245,12 @@ def router(W, p):
 def moe(W, config, x, p):
     k, gate = config["num_experts_per_tok"], W.get(router(W, p))
     experts = len(gate)  # a pruned layer has fewer than config.json says
-    assert experts == len({n.split(".")[5] for n in W.raw if n.startswith(p + "experts.")}), p
+    stored = {n.removeprefix(p + "experts.").split(".")[0] for n in W.raw if n.startswith(p + "experts.")}
+    assert stored == {"gate_up_proj", "down_proj"} or experts == len(stored), p
     logits = x @ gate.T
     bias = next((b for b in (p + "gate.e_score_correction_bias", p + "expert_bias") if W.has(b)), None)
     if bias:
-        score = 1 / (1 + np.exp(-logits))
+        score = sigmoid(logits)
         choice = score + W.get(bias)
         groups = choice.reshape(len(x), config.get("n_group", 1), -1)
         value = np.sort(groups, -1)[..., -2:].sum(-1)
@@ -204,23 +267,39 @@ def moe(W, config, x, p):
     y = np.zeros_like(x)
     for e in range(experts):
         token, slot = np.nonzero(best == e)
-        y[token] += weight[token, slot, None] * ffn(W, x[token], f"{p}experts.{e}.")
+        y[token] += weight[token, slot, None] * expert_ffn(W, x[token], p, e)
+    if config.get("shared_expert_intermediate_size"):  # Qwen
+        return y + sigmoid(x @ W.get(p + "shared_expert_gate.weight").T) * ffn(W, x, p + "shared_expert.")
     if config.get("num_shared_experts"):  # Hy3
         return y + ffn(W, x, p + "shared_mlp.")
     return y + ffn(W, x, p + "shared_experts.") if config.get("n_shared_experts") else y
 
 
+def is_linear(config, layer):
+    if config.get("layer_types"):
+        return config["layer_types"][layer] == "linear_attention"
+    return (layer + 1) % config["full_attention_interval"] != 0
+
+
 def forward(W, config, ids):
-    eps = config["rms_norm_eps"]
-    x = W.get("model.embed_tokens.weight")[ids]
+    config = {"tie_word_embeddings": config["tie_word_embeddings"], **config.get("text_config", config)}
+    model = "model." + "language_model." * W.has("model.language_model.norm.weight")
+    eps, delta = config["rms_norm_eps"], "linear_num_key_heads" in config
+    norm = lambda x, name: rms(x, W.get(name) + delta, eps)  # with the delta rule a weight is stored less 1
+    x = W.get(model + "embed_tokens.weight")[ids]
     for layer in range(config["num_hidden_layers"]):
-        p = f"model.layers.{layer}."
-        attention = mla if "kv_lora_rank" in config else gqa
-        x = x + attention(W, config, rms(x, W.get(p + "input_layernorm.weight"), eps), p + "self_attn.")
-        h = rms(x, W.get(p + "post_attention_layernorm.weight"), eps)
+        p = f"{model}layers.{layer}."
+        if not delta:
+            attention, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
+        elif is_linear(config, layer):
+            attention, at = delta_net, "linear_attn."
+        else:
+            attention, at = qwen_attention, "self_attn."
+        x = x + attention(W, config, norm(x, p + "input_layernorm.weight"), p + at)
+        h = norm(x, p + "post_attention_layernorm.weight")
         x = x + (moe(W, config, h, p + "mlp.") if W.has(router(W, p + "mlp.")) else ffn(W, h, p + "mlp."))
-    head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    return rms(x, W.get("model.norm.weight"), eps) @ W.get(head).T
+    head = model + "embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    return norm(x, model + "norm.weight") @ W.get(head).T
 
 
 def check(folder):
@@ -234,7 +313,8 @@ def check(folder):
     start = int(start.rpartition("_")[2])
     seen = forward(W, config, np.concatenate([ids[:start], tail]))[start - 1:-1].argmax(-1)
 
-    ignored = f"model.layers.{config['num_hidden_layers']}.", "k_proj.k_scale", "v_proj.v_scale"  # MTP, cache
+    ignored = ("mtp.", f"model.layers.{config.get('num_hidden_layers')}.",  # MTP, then vision and cache
+               "model.visual.", "k_proj.k_scale", "v_proj.v_scale")
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = nmse < LIMIT and list(seen) == tail and not unread
     print(f"{folder.name:20} NMSE {nmse:.1e}  greedy {'same' if list(seen) == tail else 'DIFFERS'}  "

@@ -85,6 +85,54 @@ def hy3(**changes):
             "num_nextn_predict_layers": 0, **common, **changes}
 
 
+QWEN_TEXT = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 64,
+             "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
+             "linear_num_key_heads": 2, "linear_value_head_dim": 64, "max_position_embeddings": 4096,
+             "mlp_only_layers": [], "moe_intermediate_size": 64, "num_attention_heads": 2, "head_dim": 64,
+             "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6,
+             "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 64, "use_cache": True,
+             "vocab_size": VOCAB}
+
+
+def qwen3_5_text(layers, **changes):
+    """The text part of a Qwen3.5 MoE configuration; layers has an F for full attention, an L for linear."""
+    names = {"F": "full_attention", "L": "linear_attention"}
+    config = {**QWEN_TEXT, "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": EOT,
+              "full_attention_interval": 4, "layer_types": [names[t] for t in layers], "mamba_ssm_dtype": "float32",
+              "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+              "num_hidden_layers": len(layers), **changes}
+    section = {16: [3, 3, 2], 32: [6, 5, 5]}[config["head_dim"] // 4]  # interleaved; adds up to the rotated pairs
+    config["rope_parameters"] = {"mrope_interleaved": True, "mrope_section": section, "rope_type": "default",
+                                 "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+    return config
+
+
+def qwen3_5(layers, **changes):
+    """config.json in the words of the Qwen3.5 MoE releases: the text model beside a vision tower."""
+    vision = {"depth": 1, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 16, "in_channels": 3,
+              "intermediate_size": 32, "model_type": "qwen3_5_moe", "num_heads": 2, "num_position_embeddings": 16,
+              "out_hidden_size": 64, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
+            "model_type": "qwen3_5_moe", "text_config": qwen3_5_text(layers, **changes),
+            "tie_word_embeddings": False, "video_token_id": 248057, "vision_config": vision,
+            "vision_end_token_id": 248054, "vision_start_token_id": 248053}
+
+
+def qwen3_next(**changes):
+    """config.json in the words of the Qwen3-Next releases: flat, and without a word on the MTP layer."""
+    return {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **QWEN_TEXT,
+            "bos_token_id": EOT, "decoder_sparse_step": 1, "eos_token_id": IM_END, "full_attention_interval": 4,
+            "intermediate_size": 192, "linear_num_value_heads": 4, "norm_topk_prob": True, "num_hidden_layers": 4,
+            "output_router_logits": False, "partial_rotary_factor": 0.25, "rope_scaling": None,
+            "rope_theta": 10000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "use_sliding_window": False, **changes}
+
+
+def text_config(config):
+    """The part of a configuration that describes the language model."""
+    return {"tie_word_embeddings": config["tie_word_embeddings"], **config.get("text_config", config)}
+
+
 # Hy3's names on the hub that transformers changes when it loads a checkpoint (conversion_mapping.py).
 HY3_NAMES = [(".mlp.gate.", ".mlp.router.gate."), (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
              (".mlp.shared_experts.", ".mlp.shared_mlp.")]
@@ -104,12 +152,17 @@ def new_rope(config, **rope):
 
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
+QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
+DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weight$"
 
 # name -> config and
 #   store    the first regular expression found in a tensor's name decides its storage; none: BF16
 #   declare  how config.json and hf_quant_config.json announce the quantisation
 #   shards   number of safetensors files
 #   kept     experts that survive pruning, per layer
+#   positions  length of the prompt, if not POSITIONS
+#   mtp      the tensors of one multi-token-prediction layer that transformers leaves out
+#   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
 SPECS = {
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
     "qwen3moe_nonorm": dict(
@@ -152,6 +205,23 @@ SPECS = {
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")],
         kept=[None, [0, 1, 3, 4, 6, 7, 8, 9, 11, 13, 14, 15], [1, 2, 4, 7, 8, 10, 13, 14]]),
     "hy_v3": dict(config=hy3(num_nextn_predict_layers=1)),
+    "qwen3_5_moe": dict(
+        config=qwen3_5("LF", linear_num_value_heads=8), positions=160, mtp=True, fused=r"model\.",
+        store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
+    "qwen3_5_moe_text": dict(
+        config={"architectures": ["Qwen3_5MoeForCausalLM"], "tie_word_embeddings": True,
+                **qwen3_5_text("FLF", head_dim=128, linear_key_head_dim=128, linear_value_head_dim=128,
+                               linear_num_value_heads=4)}, positions=72),
+    "qwen3_5_moe_nvfp4": dict(
+        config=qwen3_5("LFL", linear_num_value_heads=8, num_experts=6, num_experts_per_tok=3),
+        declare="modelopt_mixed_qwen", positions=72, mtp=True, fused=r"mtp\.", shards=2,
+        store=[(r"^mtp\.", "bf16"), (r"experts?\..*_proj\.weight$|^lm_head", "nvfp4"),
+               (r"layers\.2\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.weight$", "nvfp4"),
+               (QWEN_LINEAR + "|" + DELTA_LINEAR, "fp8")]),
+    "qwen3_next": dict(config=qwen3_next(), positions=160, mtp=True),
+    "qwen3_next_fp8": dict(
+        config=qwen3_next(num_hidden_layers=2, full_attention_interval=2, num_experts=6, tie_word_embeddings=True),
+        declare="fp8_block_qwen", positions=72, mtp=True, store=[(QWEN_LINEAR + "|" + DELTA_LINEAR, "fp8_block")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -160,20 +230,27 @@ SPECS = {
 BIAS = ("e_score_correction_bias", "expert_bias")
 
 
-def draw(fixture, name, shape, tied):
+def draw(fixture, name, shape, tied, centred):
     """The random tensor `name`, float32 numpy.  Spreads are chosen so that attention is selective, every
-    layer moves the residual stream and the logits have a standard deviation of 2 to 3."""
+    layer moves the residual stream and the logits have a standard deviation of 2 to 3.
+    centred: the model multiplies by 1 + w where others multiply by w, except after the delta rule."""
     rng = np.random.default_rng([zlib.crc32(fixture.encode()), zlib.crc32(name.encode())])
     if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
         return rng.uniform(0.1, 0.5, shape).astype(np.float32)
+    if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
+        return rng.uniform(-5, 1.5, shape).astype(np.float32)
     x = rng.standard_normal(shape)
     if "norm" in name:
-        return ((1.5 if "q_norm" in name else 1.0) + 0.2 * x).astype(np.float32)
+        less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
+        return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
+    if len(shape) == 1:
+        return x.astype(np.float32)
     if "embed_tokens" in name:
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
-    gain = {"lm_head": 3, "head": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5}
+    gain = {"lm_head": 3, "head": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5, "conv1d": 1.5,
+            "out_proj": 2}
     gain = gain.get(name.split(".")[-2], 1)
-    return (gain / math.sqrt(shape[1]) * x).astype(np.float32)
+    return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
 
 def bf16(x):
@@ -203,10 +280,11 @@ class Checkpoint:
     def __init__(self, fixture, spec):
         self.fixture, self.rules = fixture, spec.get("store", [])
         self.tied = spec["config"]["tie_word_embeddings"]
+        self.centred = "linear_num_key_heads" in text_config(spec["config"])
         self.shapes, self.tensors = {}, {}
 
     def draw(self, name, shape):
-        return torch.from_numpy(draw(self.fixture, name, shape, self.tied))
+        return torch.from_numpy(draw(self.fixture, name, shape, self.tied, self.centred))
 
     def amax(self, source, shape):
         """ModelOpt gives gate_proj and up_proj of one FFN a common scale, because kernels fuse them."""
@@ -234,8 +312,19 @@ class Checkpoint:
         return x
 
     def put_f32(self, name, _, x):
-        self.tensors[name] = x if "bias" in name else bf16(x)
+        self.tensors[name] = x if "bias" in name or "A_log" in name else bf16(x)
         return self.tensors[name]
+
+    def fuse(self, pattern):
+        """Stores the experts of a layer as releases in BF16 do: gate_up_proj [experts, 2 x width, hidden] and
+        down_proj [experts, hidden, width]."""
+        for name in [n for n in self.tensors if n.endswith(".experts.0.gate_proj.weight") and re.match(pattern, n)]:
+            path = name.removesuffix(".0.gate_proj.weight")
+            count = sum(n.startswith(path + ".") and n.endswith(".gate_proj.weight") for n in self.tensors)
+            take = lambda i, part: self.tensors.pop(f"{path}.{i}.{part}_proj.weight")
+            self.tensors[path + ".gate_up_proj"] = torch.stack(
+                [torch.cat([take(i, "gate"), take(i, "up")]) for i in range(count)])
+            self.tensors[path + ".down_proj"] = torch.stack([take(i, "down") for i in range(count)])
 
     def put_fp8(self, name, _, x):
         """One scale per tensor, of four significant bits: E4M3 x scale is then exact in BF16."""
@@ -289,6 +378,11 @@ def make_model(config):
     return model
 
 
+def decoder(model):
+    """The stack of layers, in the models that have a vision tower too."""
+    return getattr(model.model, "language_model", model.model)
+
+
 def fill(model, config, checkpoint, kept):
     """Gives every parameter and buffer a value and stores it under its hub name, fused experts one by one.
     kept: per layer the original numbers of the experts that stay, or None; the order renumbers them."""
@@ -331,12 +425,27 @@ def put_mtp(checkpoint, config):
         checkpoint.put(f"model.layers.{n}.{leaf}.weight", shape)
 
 
+def put_qwen_mtp(checkpoint):
+    """Qwen's names: a full-attention layer beside the others, and no embeddings or head of its own."""
+    full = next(n for n in checkpoint.shapes if n.endswith("self_attn.q_proj.weight")).split("self_attn")[0]
+    for name, shape in list(checkpoint.shapes.items()):
+        if name.startswith(full):
+            checkpoint.put(name.replace(full, "mtp.layers.0."), shape)
+    hidden, = checkpoint.shapes[full + "input_layernorm.weight"]
+    for leaf, shape in {"fc": (hidden, 2 * hidden), "norm": (hidden,), "pre_fc_norm_embedding": (hidden,),
+                        "pre_fc_norm_hidden": (hidden,)}.items():
+        checkpoint.put(f"mtp.{leaf}.weight", shape)
+
+
 def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration."""
     rope = config.get("rope_parameters") or config["rope_scaling"] or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
     mla = "kv_lora_rank" in config
     dim = config["qk_rope_head_dim"] if mla else config["head_dim"]
+    head, part = dim, rope.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1)
+    dim = int(dim * part)
+    assert sum(rope.get("mrope_section", [dim // 2])) == dim // 2
     i = torch.arange(dim // 2, dtype=torch.float64)
     inv, cos_factor, score_factor = theta ** (-2 * i / dim), 1.0, 1.0
     if rope.get("type") == "yarn":
@@ -349,22 +458,33 @@ def assert_rope(model, config):
         mscale = 0.1 * math.log(rope["factor"]) + 1
         cos_factor, score_factor = (1.0, mscale**2) if mla else (mscale, 1.0)
         assert 0 < ramp.sum() < dim // 2, "YaRN neither keeps nor stretches everything"
-    rotary, attention = model.model.rotary_emb, model.model.layers[0].self_attn
+    rotary = decoder(model).rotary_emb
+    attention = next(layer.self_attn for layer in decoder(model).layers if hasattr(layer, "self_attn"))
     assert torch.allclose(rotary.inv_freq.double(), inv, rtol=1e-6), (rotary.inv_freq, inv)
     assert math.isclose(rotary.attention_scaling, cos_factor, rel_tol=1e-9)
-    query = dim + config["qk_nope_head_dim"] if mla else dim
+    query = dim + config["qk_nope_head_dim"] if mla else head
     assert math.isclose(attention.scaling, query**-0.5 * score_factor, rel_tol=1e-9)
     assert not mla or model.config.rope_interleave
 
 
 def moe_layers(model):
-    return [layer for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    return [layer for layer in decoder(model).layers if hasattr(layer.mlp, "gate")]
+
+
+def assert_layer_types(model, config):
+    """Full attention stands where layer_types says, or else at every full_attention_interval-th layer."""
+    if "linear_num_key_heads" in config:
+        kinds = config.get("layer_types") or [
+            "linear_attention" if (i + 1) % config["full_attention_interval"] else "full_attention"
+            for i in range(config["num_hidden_layers"])]
+        assert kinds == ["full_attention" if hasattr(layer, "self_attn") else "linear_attention"
+                         for layer in decoder(model).layers]
 
 
 def route(config, bias, logits, use_bias=True, use_groups=True):
-    """Experts [tokens, k] by the rules of the paper, and the smallest gap to one (or a group) not chosen.
+    """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
     bias: of the choice, or None, which means softmax."""
-    k, gap = config["num_experts_per_tok"], math.inf
+    k, gap = config["num_experts_per_tok"], torch.full((len(logits),), math.inf)
     if bias is None:
         score = logits.softmax(-1)
     else:
@@ -373,16 +493,16 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
             groups = score.reshape(len(score), config["n_group"], -1)
             best = groups.topk(2).values.sum(-1).sort(descending=True)
             keep = config["topk_group"]
-            gap = (best.values[:, keep - 1] - best.values[:, keep]).min().item()
+            gap = best.values[:, keep - 1] - best.values[:, keep]
             out = best.indices[:, keep:, None].expand(-1, -1, groups.shape[2])
             score = groups.scatter(1, out, -math.inf).reshape(score.shape)
     best = score.sort(descending=True)
-    gap = min(gap, (best.values[:, k - 1] - best.values[:, k]).min().item())
+    gap = gap.minimum(best.values[:, k - 1] - best.values[:, k])
     return best.indices[:, :k].sort().values, gap
 
 
 def run(model, config, ids):
-    """Logits [n, vocab] and the smallest routing gap, which is 0 if bias or groups change no choice at all.
+    """Logits [n, vocab] and each token's smallest routing gap, which is 0 if bias or groups change no choice at all.
     Asserts that transformers routes by the rules."""
     gaps, biased, told = [], [], {"groups": config.get("n_group", 1) == 1}
 
@@ -403,7 +523,7 @@ def run(model, config, ids):
     for h in hooks:
         h.remove()
     told["bias"] = any(biased) or not biased
-    return logits, min(gaps) if all(told.values()) else 0.0
+    return logits, torch.stack(gaps).amin(0) * all(told.values())
 
 
 def greedy(model, config, ids):
@@ -416,13 +536,20 @@ def greedy(model, config, ids):
     return ids[-GREEDY_LEN:], min(gaps)
 
 
-def choose_prompt(model, config):
+def choose_prompt(model, config, positions):
     """The random prompt whose closest routing decision is the widest, so that rounding flips no expert, and
-    whose greedy continuation is neither monotonous nor a near-tie."""
-    prompts = [np.random.default_rng(seed).integers(0, VOCAB, POSITIONS).tolist()
-               for seed in range(PROMPTS_TRIED)]
-    ranked = sorted(((*run(model, config, p), p) for p in prompts), key=lambda r: -r[1])
-    for logits, gap, ids in ranked:
+    whose greedy continuation is neither monotonous nor a near-tie.  In a long prompt some decision is always
+    close; there the token that makes it is drawn anew."""
+    ranked = []
+    for seed in range(PROMPTS_TRIED if positions <= POSITIONS else 6):
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(0, VOCAB, positions).tolist()
+        logits, gaps = run(model, config, ids)
+        while positions > POSITIONS and gaps.min() < 2e-3:
+            ids[(gaps < 2e-3).nonzero()[0].item()] = int(rng.integers(0, VOCAB))
+            logits, gaps = run(model, config, ids)
+        ranked.append((logits, gaps.min().item(), ids))
+    for logits, gap, ids in sorted(ranked, key=lambda r: -r[1]):
         tail, margin = greedy(model, config, ids[:GREEDY_FROM])
         if gap > 1e-3 and margin > 0.02 and len(set(tail)) >= GREEDY_LEN // 3:
             return ids, logits, gap, tail, margin
@@ -446,6 +573,17 @@ def declare(kind, names):
                   for m in modules}
         return None, modelopt_json("MIXED_PRECISION", "FP8", quantized_layers=layers,
                                    exclude_modules=["lm_head", "*mlp.gate"])
+    if kind == "modelopt_mixed_qwen":  # the experts of a layer have one entry; config.json has the list as well
+        layers = {}
+        for n in sorted(n for n in names if n.endswith(".weight_scale")):
+            nvfp4 = n + "_2" in names
+            layers[re.sub(r"\.experts\..*", ".experts", n.removesuffix(".weight_scale"))] = (
+                {"quant_algo": "W4A16_NVFP4" if n.startswith("lm_head") else "NVFP4", "group_size": 16} if nvfp4
+                else {"quant_algo": "FP8"})
+        ignore = ["model.visual*", "mtp*"]
+        return ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers,
+                 "ignore": ignore, "producer": {"name": "modelopt", "version": "0.43.0"}},
+                modelopt_json("MIXED_PRECISION", "FP8", quantized_layers=layers, exclude_modules=ignore))
     if kind == "modelopt_experts":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj"])
@@ -465,6 +603,11 @@ def declare(kind, names):
     if kind == "fp8_block":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128]}, None
+    if kind == "fp8_block_qwen":
+        kept = [n.removesuffix(".weight") for n in sorted(names)
+                if n.endswith(".weight") and n + "_scale_inv" not in names and "norm" not in n]
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128], "modules_to_not_convert": kept}, None
     return None, None
 
 
@@ -512,14 +655,19 @@ def build(name):
     for old in folder.iterdir():
         old.unlink()
 
-    model, checkpoint = make_model(config), Checkpoint(name, spec)
-    assert_rope(model, config)
+    model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
+    assert_rope(model, text)
+    assert_layer_types(model, text)
     assert all(layer.mlp.gate.norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model)
                if "norm_topk_prob" in config)
     fill(model, config, checkpoint, kept)
     if config.get("num_nextn_predict_layers"):
         put_mtp(checkpoint, config)
-    ids, logits, gap, tail, margin = choose_prompt(model, config)
+    if spec.get("mtp"):
+        put_qwen_mtp(checkpoint)
+    if spec.get("fused"):
+        checkpoint.fuse(spec["fused"])
+    ids, logits, gap, tail, margin = choose_prompt(model, text, spec.get("positions", POSITIONS))
 
     if kept:
         original = config.get("num_experts") or config["n_routed_experts"]
