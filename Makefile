@@ -116,7 +116,7 @@ build/test_gpu: $(TESTS) tests/test_cuda.cu | build
 	$(CC) build/test_gpu.o build/test_gpu_cuda.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
 
 ## make test-gpu  runs the tests of the CUDA backend on a GPU, and those of its kernels under compute-sanitizer
-KERNELS   := cuda/upload cuda/gemv cuda/router cuda/sort cuda/gemm cuda/attention
+KERNELS   := cuda/upload cuda/gemv cuda/router cuda/sort cuda/gemm cuda/attention cuda/delta_net
 SANITIZER  = $(firstword $(shell command -v compute-sanitizer) $(wildcard $(dir $(NVCC))compute-sanitizer))
 test-gpu: build/demo.gguf $(if $(NVCC),build/test_gpu)
 	@[ -n "$(NVCC)" ] || { echo "make test-gpu wants nvcc"; exit 1; }

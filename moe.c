@@ -29,9 +29,9 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  360  the table of tensors; layer, model, family
- *   Types: operations                               170  the table that every backend fills in; its contract
- *   Types: state, ranks, the GPU backend            300  planes of state; struct rank; cuda_* functions
+ *   Types: tensors, layers, models                  430  the table of tensors; layer, model, family
+ *   Types: operations                               180  the table that every backend fills in; its contract
+ *   Types: state, ranks, the GPU backend            340  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
@@ -57,13 +57,13 @@
  *
  *  Engine
  *   Model: tensors of a file                        300  reads keys and rotations, checks and binds tensors
- *   Model: metadata of families                     110  what each family reads
- *   Model: layers and files                         310  binds layers, checks leftovers, opens files
- *   Shards of a model                               180  what each rank holds
- *   Synthetic models                                400  --synth: shapes of real models with random weights
- *   CPU kernels                                     100  their interface; formats of activations
- *   CPU kernels: reference                          130  scalar F32: the oracle
- *   CPU kernels: portable vector functions          390  norms, softmax, small F32 matrices, by vector extensions
+ *   Model: metadata of families                     160  what each family reads
+ *   Model: layers and files                         340  binds layers, checks leftovers, opens files
+ *   Shards of a model                               220  what each rank holds
+ *   Synthetic models                                480  --synth: shapes of real models with random weights
+ *   CPU kernels                                     110  their interface; formats of activations
+ *   CPU kernels: reference                          160  scalar F32: the oracle
+ *   CPU kernels: portable vector functions          440  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      270  panels of weights, 16-bit activations
  *   CPU kernels: AVX2                                80  GEMM for it
  *   CPU kernels: AVX-512 VNNI                       150  GEMM for it
@@ -72,15 +72,16 @@
  *   CPU kernels: choice                              60  the best set that the processor has
  *   KV cache                                         40  rows of the cache in BF16, FP8, F32
  *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                  210  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       300  online softmax over the cache; latent attention
- *   CPU operations: feed-forward                    350  router and experts
- *   CPU operations: memory of a rank                110  the table of operations; what a rank allocates
+ *   CPU operations                                  260  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations: attention                       310  online softmax over the cache; latent attention
+ *   CPU operations: gated delta net                 160  linear attention with a recurrent state
+ *   CPU operations: feed-forward                    360  router and experts
+ *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
- *   Families                                        110  the forwards. START HERE
+ *   Families                                        130  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
  *   Session                                         450  a timeline of tokens: sync, truncation, snapshots, decode
- *   Session: the saved state                        200  the file of /save
+ *   Session: the saved state                        210  the file of /save
  *
  *  Program
  *   Options                                         250  the option table, values and defaults
@@ -95,7 +96,7 @@
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
  *   Engine                                          200  opens model and session as the settings ask for
- *   Modes: tokenize, render, info, logits           290  small programs beside the chat
+ *   Modes: tokenize, render, info, logits           310  small programs beside the chat
  *   Modes: perplexity, needle, smoke                260  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
  *   Modes: bench                                    220  speed at several depths and batches
@@ -149,9 +150,13 @@ struct weight {
     uint32_t type;       /* enum gguf_type */
     int n_in, n_out, n_expert;
     size_t row_bytes, expert_bytes; /* strides */
-    const float *scale;             /* (n_expert) factors of the outputs, or NULL for 1 */
-    const float *bias;              /* (n_out) added to the output of a plain matrix, or NULL */
-    bool has_input_scale;           /* the file was made for 4-bit activations: it has NAME.input_scale */
+    /* 0, or of a matrix that is part of another: its rows come in runs of row_run, row_run_bytes apart; the columns of
+     * a row in runs of col_run, col_run_bytes apart */
+    int row_run, col_run;
+    size_t row_run_bytes, col_run_bytes;
+    const float *scale;   /* (n_expert) factors of the outputs, or NULL for 1 */
+    const float *bias;    /* (n_out) added to the output of a plain matrix, or NULL */
+    bool has_input_scale; /* the file was made for 4-bit activations: it has NAME.input_scale */
 };
 
 /* Shape of a layer's attention. In a shard n_head and n_head_kv count the rank's own heads. */
@@ -165,6 +170,17 @@ struct attn {
     float scale;                      /* factor of q.k before the softmax */
 };
 
+/* Shape of a layer's gated delta net. In a shard n_key and n_value count the rank's own heads. Value heads are in
+ * grouped order (Hugging Face's, value head j uses key head j / (n_value / n_key)) or in tiled order (of files of
+ * qwen35moe, j uses key head j % n_key). */
+struct delta {
+    int n_key, n_value; /* heads of queries and keys; heads of values and of the result */
+    int head_k, head_v; /* values of a head's key and of its value */
+    int n_conv;         /* tokens under the short convolution */
+    bool tiled;
+    int first_key, whole_key; /* shard: the first of its key heads, and how many the whole model has */
+};
+
 /* A rotation of queries and keys by position. */
 struct rope {
     int dim;           /* values of a head that are rotated */
@@ -175,15 +191,22 @@ enum { MAX_ROPES = 2 /* on a CPU; a GPU takes one, and no family here has more *
 
 /* What a layer is made of. The table of tensors says by these bits which layers have a tensor. */
 enum layer_has {
-    HAS_GQA = 1 << 0,       /* grouped-query attention */
-    HAS_MLA = 1 << 1,       /* multi-head latent attention */
-    HAS_Q = 1 << 2,         /* the query is one matmul: GQA, and latent attention without a compressed query */
-    HAS_Q_LORA = 1 << 3,    /* the query is compressed first */
-    HAS_DENSE_FFN = 1 << 4, /* one feed-forward for all tokens */
-    HAS_EXPERTS = 1 << 5,   /* a router and experts */
-    HAS_SHARED = 1 << 6,    /* an expert that every token uses */
-    HAS_HEAD_NORM = 1 << 7, /* the heads of queries and keys are normed */
-    HAS_PREDICTION = 1 << 8 /* a multi-token-prediction layer, which only the converter and moe-reap look at */
+    HAS_GQA = 1 << 0,        /* grouped-query attention */
+    HAS_MLA = 1 << 1,        /* multi-head latent attention */
+    HAS_Q = 1 << 2,          /* the query is one matmul: GQA, and latent attention without a compressed query */
+    HAS_Q_LORA = 1 << 3,     /* the query is compressed first */
+    HAS_DENSE_FFN = 1 << 4,  /* one feed-forward for all tokens */
+    HAS_EXPERTS = 1 << 5,    /* a router and experts */
+    HAS_SHARED = 1 << 6,     /* an expert that every token uses */
+    HAS_HEAD_NORM = 1 << 7,  /* the heads of queries and keys are normed */
+    HAS_PREDICTION = 1 << 8, /* a multi-token-prediction layer, which only the converter and moe-reap look at */
+    HAS_ATTENTION = 1 << 9,  /* attention over a cache, grouped-query or latent */
+    HAS_Q_GATE = 1 << 10,    /* wq has a row of gates after each head's query: they scale the head's result */
+    HAS_DELTA = 1 << 11,     /* a gated delta net in place of attention */
+    HAS_DELTA_AB = 1 << 12,  /* whose decay and beta have a matrix each, */
+    HAS_DELTA_BA = 1 << 13,  /* or one for both */
+    HAS_FFN_NORM = 1 << 14,  /* the norm before the feed-forward is called ffn_norm, */
+    HAS_POST_NORM = 1 << 15  /* or post_attention_norm */
 };
 
 struct layer {
@@ -201,6 +224,14 @@ struct layer {
     struct weight wkv_a;               /* (kv_lora + rope dim, n_embd) */
     struct weight wk_b, wv_b;          /* n_head of (kv_lora, head_k - rope dim), n_head of (head_v, kv_lora) */
     const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
+    /* gated delta net; wq and wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v)
+     * */
+    struct delta delta;
+    struct weight wz;              /* (n_value * head_v, n_embd) gates of the result */
+    struct weight w_alpha, w_beta; /* (n_value, n_embd) */
+    const float *conv;             /* (whole model's n_key * head_k twice + n_value * head_v, n_conv) */
+    const float *decay, *dt_bias;  /* (whole model's n_value): -exp(A_log); added to alpha */
+    const float *delta_norm;       /* (head_v) */
     /* feed-forward: dense when n_expert is 0 */
     int n_expert;                          /* routed experts of this layer; pruning makes it differ between layers */
     int n_expert_used;                     /* of them per token */
@@ -209,6 +240,7 @@ struct layer {
     const float *router_bias;              /* (n_expert), added for the selection only; NULL: none */
     struct weight gate, up, down;          /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
+    const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
 };
 
@@ -218,7 +250,7 @@ enum dim {
     DIM_EMBD,    /* n_embd */
     DIM_2_EMBD,  /* 2 n_embd */
     DIM_VOCAB,   /* n_vocab */
-    DIM_Q,       /* n_head * head_k */
+    DIM_Q,       /* n_head * head_k; with HAS_Q_GATE twice that */
     DIM_K,       /* n_head_kv * head_k */
     DIM_V,       /* n_head_kv * head_v */
     DIM_ATT,     /* n_head * head_v */
@@ -232,23 +264,31 @@ enum dim {
     DIM_EXPERTS, /* n_expert */
     DIM_FF,      /* n_ff */
     DIM_SHARED,  /* n_ff_shared */
+    /* of a gated delta net */
+    DIM_CONV,       /* n_conv */
+    DIM_KEY,        /* n_key * head_k */
+    DIM_VALUES,     /* n_value */
+    DIM_VALUE,      /* n_value * head_v */
+    DIM_VALUE_HEAD, /* head_v */
+    DIM_MIX,        /* 2 n_key * head_k + n_value * head_v */
+    DIM_BA,         /* 2 n_value */
     DIM_COUNT
 };
 
 enum tensor_kind {
     TENSOR_MATRIX, /* struct weight: NAME.weight (in, out, n), with NAME.scale and NAME.input_scale where they exist */
     TENSOR_ROUTER, /* the same; a GPU keeps it in BF16 or F32 */
-    TENSOR_VECTOR  /* const float *: NAME (in), F32, F16 or BF16 */
+    TENSOR_VECTOR  /* const float *: NAME (in, out), F32, F16 or BF16 */
 };
 
 /* One tensor of a layer. Binding, sharding, upload, plan, roofline, synthetic models, --calibrate and the converter
- * walk this table. Tensor parallelism divides a tensor along its DIM_Q, DIM_K, DIM_V, DIM_ATT, DIM_HEADS, DIM_FF or
- * DIM_SHARED (dim_range); a tensor has one of them at most, and without one every rank holds all of it. The embedding,
- * the output and its norm belong to no layer and are in struct model. */
+ * walk this table. Tensor parallelism divides a tensor along one dimension at most (dim_range). A row without a name is
+ * a part of the NOT_BOUND row before it, which loader_fused cuts up. The embedding, the output and its norm belong to
+ * no layer and are in struct model. */
 struct tensor_rule {
-    const char *name; /* GGUF: blk.N.NAME, of a matrix without ".weight" */
+    const char *name; /* GGUF: blk.N.NAME, of a matrix without ".weight"; NULL: a part of the row before */
     const char *hf;   /* model.layers.N.HF of Hugging Face checkpoints, without ".weight"; NULL: made from others */
-    uint16_t field;   /* offset in struct layer; NOT_BOUND: the engine does not use it */
+    uint16_t field;   /* offset in struct layer; NOT_BOUND: the engine does not use it as it is */
     uint8_t kind;     /* enum tensor_kind */
     uint8_t in, out;  /* enum dim: values of a row, rows; of a vector its length and DIM_ONE */
     uint8_t n;        /* enum dim: matrices in the stack */
@@ -281,8 +321,24 @@ static const struct tensor_rule tensor_rules[] = {
     OPTIONAL("attn_v.bias",         NULL,                           wv.bias,     V,                 HAS_GQA),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      HEAD_K,            HAS_HEAD_NORM),
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      HEAD_K,            HAS_HEAD_NORM),
-    MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     0),
-    VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              0),
+    MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_ATTENTION),
+    {"attn_qkv", "linear_attn.in_proj_qkv", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MIX, DIM_ONE, HAS_DELTA, false},
+    MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_DELTA),
+    MATRIX(NULL,                    NULL,                           wk,          EMBD,    KEY,      ONE,     HAS_DELTA),
+    MATRIX(NULL,                    NULL,                           wv,          EMBD,    VALUE,    ONE,     HAS_DELTA),
+    MATRIX("attn_gate",             "linear_attn.in_proj_z",        wz,          EMBD,    VALUE,    ONE,     HAS_DELTA),
+    MATRIX("ssm_alpha",             "linear_attn.in_proj_a",        w_alpha,     EMBD,    VALUES,   ONE,     HAS_DELTA_AB),
+    MATRIX("ssm_beta",              "linear_attn.in_proj_b",        w_beta,      EMBD,    VALUES,   ONE,     HAS_DELTA_AB),
+    {"ssm_ba", "linear_attn.in_proj_ba", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_BA, DIM_ONE, HAS_DELTA_BA, false},
+    MATRIX(NULL,                    NULL,                           w_alpha,     EMBD,    VALUES,   ONE,     HAS_DELTA_BA),
+    MATRIX(NULL,                    NULL,                           w_beta,      EMBD,    VALUES,   ONE,     HAS_DELTA_BA),
+    {"ssm_conv1d.weight", "linear_attn.conv1d", offsetof(struct layer, conv), TENSOR_VECTOR, DIM_CONV, DIM_MIX, DIM_ONE, HAS_DELTA, false},
+    VECTOR("ssm_a",                 "linear_attn.A_log",            decay,       VALUES,            HAS_DELTA),
+    VECTOR("ssm_dt.bias",           "linear_attn.dt_bias",          dt_bias,     VALUES,            HAS_DELTA),
+    VECTOR("ssm_norm.weight",       "linear_attn.norm",             delta_norm,  VALUE_HEAD,        HAS_DELTA),
+    MATRIX("ssm_out",               "linear_attn.out_proj",         wo,          VALUE,   EMBD,     ONE,     HAS_DELTA),
+    VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              HAS_FFN_NORM),
+    VECTOR("post_attention_norm.weight", "post_attention_layernorm", ffn_norm,   EMBD,              HAS_POST_NORM),
     MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_FFN),
     MATRIX("ffn_up",                "mlp.up_proj",                  up,          EMBD,    FF,       ONE,     HAS_DENSE_FFN),
     MATRIX("ffn_down",              "mlp.down_proj",                down,        FF,      EMBD,     ONE,     HAS_DENSE_FFN),
@@ -294,6 +350,7 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ffn_gate_shexp",        "mlp.shared_experts.gate_proj", sh_gate,     EMBD,    SHARED,   ONE,     HAS_SHARED),
     MATRIX("ffn_up_shexp",          "mlp.shared_experts.up_proj",   sh_up,       EMBD,    SHARED,   ONE,     HAS_SHARED),
     MATRIX("ffn_down_shexp",        "mlp.shared_experts.down_proj", sh_down,     SHARED,  EMBD,     ONE,     HAS_SHARED),
+    OPTIONAL("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate", sh_weight,   EMBD,              HAS_SHARED),
     {"nextn.enorm.weight",            "enorm",            NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
     {"nextn.hnorm.weight",            "hnorm",            NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
     {"nextn.eh_proj",                 "eh_proj",          NOT_BOUND, TENSOR_MATRIX, DIM_2_EMBD, DIM_EMBD,  DIM_ONE, HAS_PREDICTION, false},
@@ -345,6 +402,7 @@ enum { MAX_RANKS = 4 /* of all stages together */, ALL_GATHER_MAX = 256 /* bytes
 struct maxima {
     int n_head, head_k, head_v, q_lora, kv_lora, rope_dim;
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
+    int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
 };
@@ -413,14 +471,15 @@ static inline int layer_nope(const struct model *m, const struct layer *layer) {
 }
 
 /* The value of a dimension in a layer. */
-static inline int layer_dim(const struct model *m, const struct layer *layer, enum dim d) {
+static inline int layer_dim(const struct model *m, const struct layer *layer, enum dim dim) {
     const struct attn *a = &layer->attn;
-    switch (d) {
+    const struct delta *d = &layer->delta;
+    switch (dim) {
     case DIM_ONE: return 1;
     case DIM_EMBD: return m->n_embd;
     case DIM_2_EMBD: return 2 * m->n_embd;
     case DIM_VOCAB: return m->n_vocab;
-    case DIM_Q: return a->n_head * a->head_k;
+    case DIM_Q: return a->n_head * a->head_k * (layer->has & HAS_Q_GATE ? 2 : 1);
     case DIM_K: return a->n_head_kv * a->head_k;
     case DIM_V: return a->n_head_kv * a->head_v;
     case DIM_ATT: return a->n_head * a->head_v;
@@ -434,9 +493,27 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_EXPERTS: return layer->n_expert;
     case DIM_FF: return layer->n_ff;
     case DIM_SHARED: return layer->n_ff_shared;
+    case DIM_CONV: return d->n_conv;
+    case DIM_KEY: return d->n_key * d->head_k;
+    case DIM_VALUES: return d->n_value;
+    case DIM_VALUE: return d->n_value * d->head_v;
+    case DIM_VALUE_HEAD: return d->head_v;
+    case DIM_MIX: return 2 * d->n_key * d->head_k + d->n_value * d->head_v;
+    case DIM_BA: return 2 * d->n_value;
     case DIM_COUNT: break;
     }
     return 0;
+}
+
+/* Floats of a vector that a rank holds. A gated delta net finds its heads in the whole model's vectors. */
+static inline size_t rule_floats(const struct tensor_rule *rule, const struct model *m, const struct layer *layer) {
+    struct layer whole = *layer;
+    struct delta *d = &whole.delta;
+    if (d->n_key) {
+        d->n_value = d->n_value / d->n_key * d->whole_key;
+        d->n_key = d->whole_key;
+    }
+    return (size_t)layer_dim(m, &whole, (enum dim)rule->in) * (size_t)layer_dim(m, &whole, (enum dim)rule->out);
 }
 
 /* A gated feed-forward: the routed experts, a dense layer's, or the shared expert. */
@@ -504,14 +581,17 @@ static inline double experts_expected(const struct layer *layer, int n) {
 
 /* The slots of activations. */
 enum act {
-    A_X,   /* (n_tok, n_embd) the residual stream */
-    A_H,   /* (n_tok, n_embd) its norm */
-    A_OUT, /* (n_tok, n_embd) the output of attention or feed-forward, which is added to it */
-    A_QA,  /* (n_tok, q_lora) MLA: the low-rank query */
-    A_Q,   /* (n_tok, n_head * head_k) queries */
-    A_K,   /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
-    A_V,   /* (n_tok, n_head_kv * head_v) values */
-    A_ATT, /* (n_tok, n_head * head_v) outputs of the heads */
+    A_X,     /* (n_tok, n_embd) the residual stream */
+    A_H,     /* (n_tok, n_embd) its norm */
+    A_OUT,   /* (n_tok, n_embd) the output of attention or feed-forward, which is added to it */
+    A_QA,    /* (n_tok, q_lora) MLA: the low-rank query */
+    A_Q,     /* (n_tok, n_head * head_k) queries */
+    A_K,     /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
+    A_V,     /* (n_tok, n_head_kv * head_v) values */
+    A_ATT,   /* (n_tok, n_head * head_v) outputs of the heads */
+    A_Z,     /* (n_tok, n_value * head_v) delta net: gates of the result */
+    A_ALPHA, /* (n_tok, n_value) delta net: inputs of the decay, */
+    A_BETA,  /* (n_tok, n_value) and of beta */
     ACT_COUNT
 };
 
@@ -571,6 +651,11 @@ struct profile_row {
     X(void, rope_store_kv, (struct rank *r, int il, enum act q, enum act k, enum act v), (r, il, q, k, v))             \
     /* out = grouped-query attention over the cache of layer il */                                                     \
     X(void, attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                            \
+    /* x *= sigmoid of the gates that stand in q after each head's query (HAS_Q_GATE) */                               \
+    X(void, attention_gate, (struct rank *r, int il, enum act q, enum act x), (r, il, q, x))                           \
+    /* out = gated delta net of layer il over A_Q, A_K, A_V (before the convolution), A_ALPHA, A_BETA, gated by A_Z;   \
+       takes the tokens that the layer's state lacks into it, see session_forward */                                   \
+    X(void, delta_net, (struct rank *r, int il, enum act out), (r, il, out))                                           \
     /* MLA: norm of the latent, rotation; writes the latent and the shared key to the cache of layer il */             \
     X(void, mla_store, (struct rank *r, int il, enum act q, enum act kv), (r, il, q, kv))                              \
     /* out = multi-head latent attention (MLA) over the cache of layer il */                                           \
@@ -674,17 +759,17 @@ enum plane_kind {
 
 /* What a plane of a layer holds. */
 enum plane_use {
-    PLANE_K,      /* GQA: keys; MLA: normed latents */
-    PLANE_V,      /* GQA: values; MLA: the rotated key that all heads share */
-    PLANE_RECENT, /* a ring: tokens that a recurrent state has not absorbed yet */
-    PLANE_POOL,   /* blocks: pooled rows */
-    PLANE_SUM,    /* a recurrent state */
+    PLANE_K, /* GQA: keys; MLA: normed latents */
+    PLANE_V, /* GQA: values; MLA: the rotated key that all heads share */
+    PLANE_RECENT, /* a ring: tokens that a recurrent state has not absorbed yet; delta net: (alpha | beta), beside q | k and v */
+    PLANE_POOL, /* blocks: pooled rows */
+    PLANE_SUM,  /* a recurrent state */
     PLANE_USES
 };
 
-/* One array of a layer's state, the same on every backend, because saved sessions record it. FP8 rows carry one F32 scale
- * per `group` values, in an array of their own. A shard holds values first .. first + width - 1 of the whole row, which has
- * `whole`; ranks with all of it have first 0. */
+/* One array of a layer's state, the same on every backend, because saved sessions record it. FP8 rows carry one F32
+ * scale per `group` values, in an array of their own. A shard holds values first .. first + width - 1 of the whole row,
+ * which has `whole`; ranks with all of it have first 0. */
 struct plane {
     uint8_t *data; /* (plane_rows, row_bytes) */
     float *scale;  /* (plane_rows, n_group); FP8 only */
@@ -694,7 +779,8 @@ struct plane {
     enum plane_kind kind;
     int ratio, n_row; /* blocks: tokens of a row; ring, state: rows */
     int window;       /* ring: rows before its first token that a forward reads */
-    int first, whole;
+    int n_run;        /* the whole row is n_run runs of whole / n_run values; a shard has width / n_run of each, */
+    int first, whole; /* from value `first` of a run on */
 };
 
 static inline struct plane plane_make(enum kv_type type, int width, int group) {
@@ -702,10 +788,42 @@ static inline struct plane plane_make(enum kv_type type, int width, int group) {
     memset(&p, 0, sizeof p);
     p.type = type;
     p.width = p.whole = width;
+    p.n_run = 1;
     p.group = group;
     p.n_group = (width + group - 1) / group;
     p.row_bytes = ((size_t)width * (type == KV_F32 ? 4 : type == KV_BF16 ? 2 : 1) + 15) / 16 * 16;
     return p;
+}
+
+enum {
+    DECODE_MAX_TOKENS = 16,     /* tokens of a decode forward at most */
+    MAX_LAG = DECODE_MAX_TOKENS /* tokens by which recurrent states may lag behind the timeline */
+};
+
+/* A plane of F32 values of which a rank has those of its key heads: n_run runs of `per_key` values for each key head.
+ * */
+static inline struct plane delta_plane(const struct delta *d, enum plane_kind kind, int n_row, int n_run, int per_key) {
+    struct plane p = plane_make(KV_F32, n_run * d->n_key * per_key, 1);
+    p.kind = kind;
+    p.n_row = n_row;
+    p.n_run = n_run;
+    p.first = d->first_key * per_key;
+    p.whole = n_run * d->whole_key * per_key;
+    return p;
+}
+
+/* The planes of a gated delta net: rings of the convolution's inputs and of alpha and beta, and the state, for each
+ * value head (head_k, head_v). A ring holds the tokens under the convolution before the first that lags, those that
+ * lag, and those of a decode forward. */
+static inline void delta_planes(const struct delta *d, struct plane out[PLANE_USES]) {
+    const int group = d->n_key ? d->n_value / d->n_key : 0; /* value heads of a key head */
+    const int run = d->tiled ? group : 1, per_run = d->tiled ? 1 : group;
+    const int n_row = d->n_conv - 1 + 2 * MAX_LAG;
+    out[PLANE_K] = delta_plane(d, PLANE_RING, n_row, 2, d->head_k);
+    out[PLANE_V] = delta_plane(d, PLANE_RING, n_row, run, per_run * d->head_v);
+    out[PLANE_RECENT] = delta_plane(d, PLANE_RING, n_row, 2 * run, per_run);
+    for (int u = PLANE_K; u <= PLANE_RECENT; u++) out[u].window = d->n_conv - 1;
+    out[PLANE_SUM] = delta_plane(d, PLANE_STATE, 1, run, per_run * d->head_k * d->head_v);
 }
 
 /* The planes of a layer, without memory. */
@@ -717,6 +835,8 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
         const int rope = layer_rope_dim(m, layer);
         out[PLANE_K] = plane_make(type, a->kv_lora, LATENT_GROUP);
         out[PLANE_V] = plane_make(type == KV_F32 ? KV_F32 : KV_BF16, rope, rope);
+    } else if (layer->has & HAS_DELTA) {
+        delta_planes(&layer->delta, out);
     } else {
         out[PLANE_K] = plane_make(type, a->n_head_kv * a->head_k, a->head_k);
         out[PLANE_V] = plane_make(type, a->n_head_kv * a->head_v, a->head_v);
@@ -811,6 +931,8 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_K] = m->max.k;
     width[A_V] = m->max.v;
     width[A_ATT] = m->max.att;
+    width[A_Z] = m->max.z;
+    width[A_ALPHA] = width[A_BETA] = m->max.values;
 }
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
@@ -860,6 +982,10 @@ struct rank {
     int n_jobs;
     int32_t *job_rows; /* (chunk * n_expert_used) tokens of the jobs */
     float *job_w;      /* (chunk * n_expert_used) weights of their results */
+    float *shared_w;   /* (chunk) weights of the shared expert */
+    float *mix;        /* (chunk + MAX_LAG, 2 K + V) delta net: q, k, v after the convolution */
+    float **taps;      /* (n_layer) of layers with a delta net: the taps of its convolution, see delta_taps */
+    float *decay_beta; /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
     float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norm of each tile */
     float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
     float *partials;   /* partial results of a partitioned context */
@@ -5585,7 +5711,9 @@ struct loader {
     bool *used;       /* (n_tensors) */
     char *err;
     bool failed;
-    struct attn attn; /* what all layers share; then by layer: */
+    struct attn attn;   /* what all layers share */
+    struct delta delta; /* what all gated delta nets share; then by layer: */
+    bool recurrent[MAX_LAYERS];
     int n_head[MAX_LAYERS], n_head_kv[MAX_LAYERS], n_expert_used[MAX_LAYERS];
 };
 
@@ -5705,18 +5833,19 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
 }
 
 /* A vector of n floats, converted from F32, F16 or BF16 into memory of the model. */
-static const float *loader_vector(struct loader *l, const char *name, int n, bool optional) {
-    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n, 1, 1, optional);
+static const float *loader_vector(struct loader *l, const char *name, int n_in, int n_out, bool optional) {
+    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, 1, optional);
     if (!t) return NULL;
     if (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16) {
         loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name, gguf_type_info(t->type).name);
         return NULL;
     }
-    float *v = loader_own(l, (size_t)n * sizeof *v);
-    gguf_dequantize_row(t->type, t->data, v, (size_t)n);
-    for (int i = 0; i < n; i++)
+    const size_t n = (size_t)n_in * (size_t)n_out;
+    float *v = loader_own(l, n * sizeof *v);
+    gguf_dequantize_row(t->type, t->data, v, n);
+    for (size_t i = 0; i < n; i++)
         if (!isfinite(v[i])) {
-            loader_fail(l, "tensor '%s' holds %g at index %d", name, v[i], i);
+            loader_fail(l, "tensor '%s' holds %g at index %zu", name, v[i], i);
             return NULL;
         }
     return v;
@@ -5765,7 +5894,7 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     snprintf(name, sizeof name, "%s.scale", base);
     t = gguf_find_tensor(l->g, name);
     if (t) {
-        const float *s = loader_vector(l, name, t->ne[0] == 1 ? 1 : n_expert, false);
+        const float *s = loader_vector(l, name, t->ne[0] == 1 ? 1 : n_expert, 1, false);
         float *all = s ? loader_own(l, (size_t)n_expert * sizeof *all) : NULL;
         for (int e = 0; all && e < n_expert; e++) all[e] = s[t->ne[0] == 1 ? 0 : e];
         w->scale = all;
@@ -5784,6 +5913,7 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
     char name[128];
     const int in = layer_dim(m, layer, rule->in), out = layer_dim(m, layer, rule->out),
               n = layer_dim(m, layer, rule->n);
+    if (!rule->name || rule->field == NOT_BOUND) return; /* loader_fused has bound it */
     snprintf(name, sizeof name, "blk.%d.%s", il, rule->name);
     if (rule->kind != TENSOR_VECTOR) {
         struct weight *w = rule_weight(rule, layer);
@@ -5791,11 +5921,11 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
         return;
     }
     const float **v = rule_vector(rule, layer);
-    if (!*v) *v = loader_vector(l, name, in, rule->optional);
+    if (!*v) *v = loader_vector(l, name, in, out, rule->optional);
     char *suffix = strstr(name, ".bias");
     if (*v || !suffix) return;
     *suffix = 0; /* files of Hy3 have exp_probs_b */
-    *v = loader_vector(l, name, in, true);
+    *v = loader_vector(l, name, in, out, true);
 }
 
 /* Appends a rotation of `dim` values to m->ropes, and sets attn->rope and attn->scale; attn->head_k and kv_lora must be
@@ -5904,14 +6034,61 @@ static void layer_attn(struct loader *l, struct layer *layer, int il) {
 
 /* A layer with grouped-query attention whose heads are normed. */
 static void layer_gqa(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_GQA | HAS_Q | HAS_HEAD_NORM;
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
 /* A layer with latent attention. */
 static void layer_mla(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q);
+    layer->has = HAS_ATTENTION | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
     layer_attn(l, layer, il);
+}
+
+/* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) with a layer of attention between.
+ * */
+static void read_qwen35(struct loader *l) {
+    struct delta *d = &l->delta;
+    int every[MAX_LAYERS], inner;
+    read_gqa(l);
+    l->m->norm_topk_prob = true;
+    d->n_conv = loader_int(l, "ssm.conv_kernel", KEY_REQUIRED, 1, 8);
+    d->n_key = loader_int(l, "ssm.group_count", KEY_REQUIRED, 1, 1024);
+    d->n_value = loader_int(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, 1024);
+    d->head_k = loader_int(l, "ssm.state_size", KEY_REQUIRED, 1, 1024);
+    inner = loader_int(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, 1 << 20);
+    d->head_v = inner / d->n_value;
+    d->whole_key = d->n_key;
+    if (!l->failed && (d->n_value % d->n_key || inner % d->n_value))
+        loader_fail(l, "%d key heads, %d value heads and %d inner values of '%s.ssm' do not divide each other",
+                    d->n_key, d->n_value, inner, l->arch);
+    if (!l->failed && l->attn.head_k != l->attn.head_v)
+        loader_fail(l, "gates of %d values cannot scale heads of %d", l->attn.head_k, l->attn.head_v);
+    const int interval = loader_int(l, "full_attention_interval", 4, 1, MAX_LAYERS);
+    for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = (il + 1) % interval != 0;
+    char key[128];
+    if (!loader_key(l, "attention.recurrent_layers", key)) return;
+    loader_ints(l, "attention.recurrent_layers", 0, 0, 1, every);
+    for (int il = 0; il < l->m->n_layer && !l->failed; il++) l->recurrent[il] = every[il];
+}
+
+/* A layer of qwen35moe, whose value heads are tiled, with a gated delta net or gated attention. */
+static void layer_qwen35(struct loader *l, struct layer *layer, int il) {
+    if (l->recurrent[il]) {
+        layer->has = HAS_DELTA | HAS_DELTA_AB | HAS_POST_NORM;
+        layer->delta = l->delta;
+        layer->delta.tiled = true;
+        return;
+    }
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
+    layer_attn(l, layer, il);
+}
+
+/* A layer of qwen3next, whose value heads are grouped and whose alpha and beta are one matrix. */
+static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
+    layer_qwen35(l, layer, il);
+    if (!l->recurrent[il]) return;
+    layer->has ^= HAS_DELTA_AB | HAS_DELTA_BA;
+    layer->delta.tiled = false;
 }
 
 /* Metadata that all families have, and the family's own. */
@@ -6030,6 +6207,27 @@ static struct weight weight_view(const struct weight *all, int from, int n) {
     return w;
 }
 
+/* Cuts up the fused tensors of a gated delta net: attn_qkv has the rows of queries, keys and values; ssm_ba, for each
+ * key head, those of beta and then of alpha of its value heads. */
+static void loader_fused_delta(struct loader *l, struct layer *layer, int il) {
+    const int n_embd = l->m->n_embd, key = layer_dim(l->m, layer, DIM_KEY), value = layer_dim(l->m, layer, DIM_VALUE);
+    const int group = layer->delta.n_value / layer->delta.n_key;
+    struct weight qkv = {0}, ba = {0};
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
+    loader_weight(l, &qkv, n_embd, 2 * key + value, 1, false, name);
+    layer->wq = weight_view(&qkv, 0, key);
+    layer->wk = weight_view(&qkv, key, key);
+    layer->wv = weight_view(&qkv, 2 * key, value);
+    if (!(layer->has & HAS_DELTA_BA)) return;
+    snprintf(name, sizeof name, "blk.%d.ssm_ba", il);
+    loader_weight(l, &ba, n_embd, 2 * layer->delta.n_value, 1, false, name);
+    ba.row_run = group;
+    ba.row_run_bytes = 2 * (size_t)group * ba.row_bytes;
+    layer->w_beta = weight_view(&ba, 0, layer->delta.n_value);
+    layer->w_alpha = weight_view(&ba, group, layer->delta.n_value);
+}
+
 /* Matrices that a file holds as one: gate and up of the experts, gate rows first; queries, keys and values. */
 static void loader_fused(struct loader *l, struct layer *layer, int il) {
     struct weight both = {0}, qkv = {0};
@@ -6043,13 +6241,14 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
         layer->gate = weight_view(&both, 0, n_ff);
         layer->up = weight_view(&both, n_ff, n_ff);
     }
+    if (layer->has & HAS_DELTA) loader_fused_delta(l, layer, il);
     if (!(layer->has & HAS_GQA)) return;
     const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
     snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
     loader_weight(l, &qkv, n_embd, q + k + v, 1, true, name);
     if (!qkv.data) return;
     snprintf(name, sizeof name, "blk.%d.attn_qkv.bias", il);
-    qkv.bias = loader_vector(l, name, q + k + v, true);
+    qkv.bias = loader_vector(l, name, q + k + v, 1, true);
     layer->wq = weight_view(&qkv, 0, q);
     layer->wk = weight_view(&qkv, q, k);
     layer->wv = weight_view(&qkv, q + k, v);
@@ -6093,10 +6292,14 @@ static void model_maxima(struct model *m) {
         x->q_lora = int_max(x->q_lora, a->q_lora);
         x->kv_lora = int_max(x->kv_lora, a->kv_lora);
         x->rope_dim = int_max(x->rope_dim, layer_rope_dim(m, layer));
-        x->q = int_max(x->q, layer_dim(m, layer, DIM_Q));
-        x->k = int_max(x->k, layer_dim(m, layer, mla ? DIM_KV_A : DIM_K));
-        x->v = int_max(x->v, mla ? 0 : layer_dim(m, layer, DIM_V));
-        x->att = int_max(x->att, layer_dim(m, layer, DIM_ATT));
+        const bool delta = layer->has & HAS_DELTA;
+        x->q = int_max(x->q, layer_dim(m, layer, delta ? DIM_KEY : DIM_Q));
+        x->k = int_max(x->k, layer_dim(m, layer, delta ? DIM_KEY : mla ? DIM_KV_A : DIM_K));
+        x->v = int_max(x->v, delta ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
+        x->att = int_max(x->att, layer_dim(m, layer, delta ? DIM_VALUE : DIM_ATT));
+        x->values = int_max(x->values, layer->delta.n_value);
+        x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
+        x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
         int *n_ff = layer->n_expert ? &x->n_ff_expert : &x->n_ff_dense;
         *n_ff = int_max(*n_ff, layer->n_ff);
@@ -6193,7 +6396,7 @@ static int model_bind(struct model *m, char *err) {
     loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
-    m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, false);
+    m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
     if (!l.failed) m->layers = loader_own(&l, (size_t)m->n_layer * sizeof *m->layers);
     for (int i = 0; i < m->n_layer && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
     if (!l.failed) model_maxima(m);
@@ -6294,8 +6497,9 @@ static int model_load(struct model *m, const char *path, char *err) {
 
 enum { SHARD_UNIT = 64 /* columns of a feed-forward; a multiple of every format's block */ };
 
+/* Items first..first+n-1; with `run`, n items in runs of `run`, `stride` apart. */
 struct range {
-    int first, n;
+    int first, n, run, stride;
 };
 
 /* Returns the share of `rank` of `total` items that are divided in whole units. The last unit may be shorter; lower
@@ -6304,19 +6508,29 @@ static struct range shard_range(int total, int unit, int n_rank, int rank) {
     int units = (total + unit - 1) / unit, per = units / n_rank, more = units % n_rank;
     int first = (rank * per + int_min(rank, more)) * unit, n = (per + (rank < more)) * unit;
     if (n > total - first) n = total - first;
-    return n > 0 ? (struct range){first, n} : (struct range){0, 0};
+    return n > 0 ? (struct range){first, n, n, 0} : (struct range){0, 0, 0, 0};
 }
 
 static void weight_rows(struct weight *w, struct range s) {
     if (!w->data) return;
-    w->data += (size_t)s.first * w->row_bytes;
     w->n_out = s.n;
+    if (w->row_run) { /* a part gets whole runs */
+        w->data += (size_t)(s.first / w->row_run) * w->row_run_bytes;
+        return;
+    }
+    w->data += (size_t)s.first * w->row_bytes;
+    if (s.run == s.n) return;
+    w->row_run = s.run;
+    w->row_run_bytes = (size_t)s.stride * w->row_bytes;
 }
 
 static void weight_columns(struct weight *w, struct range s) {
     if (!w->data) return;
     w->data += gguf_row_bytes(w->type, (size_t)s.first);
     w->n_in = s.n;
+    if (s.run == s.n) return;
+    w->col_run = s.run;
+    w->col_run_bytes = gguf_row_bytes(w->type, (size_t)s.stride);
 }
 
 static void weight_matrices(struct weight *w, struct range s) {
@@ -6342,44 +6556,60 @@ static uint64_t layer_bytes(const struct layer *layer) {
 
 static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
 
-/* Returns the fewest query heads whose values fill whole quantization blocks of wo's rows in every layer. Ranks divide
- * heads in multiples of it. */
-static int heads_unit(const struct model *m) {
+/* Returns the fewest heads whose results fill whole quantization blocks of wo's rows in every layer: query heads of
+ * attention (recurrent: key heads of gated delta nets). Ranks divide heads in multiples of it. */
+static int heads_unit(const struct model *m, bool recurrent) {
     int unit = 1;
     for (int il = 0; il < m->n_layer; il++) {
         const struct layer *layer = &m->layers[il];
-        int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, layer->attn.head_v);
+        const struct delta *d = &layer->delta;
+        if (recurrent != (d->n_key > 0)) continue;
+        int values = recurrent ? d->tiled ? d->head_v : d->head_v * (d->n_value / d->n_key) : layer->attn.head_v;
+        int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, values);
         unit = unit / int_gcd(unit, u) * u;
     }
     return unit;
 }
 
+/* Returns items first..first+n-1. */
+static struct range range_of(int first, int n) { return (struct range){first, n, n, 0}; }
+
 struct heads_range {
-    struct range q, kv;
+    struct range q, kv; /* of attention */
+    struct range key;   /* of a gated delta net */
 };
 
 /* Returns the heads of a rank, which gets whole units of `unit` query heads. A query head goes to the rank that has its
  * KV head. With fewer KV heads than ranks, several ranks hold a copy of the same KV head and divide its query heads.
  * Latent attention has one KV head, which every rank holds. */
 static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank, int rank) {
+    struct heads_range h = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
+    if (!a->n_head) return h;
     int group = a->n_head / a->n_head_kv;
-    struct heads_range h;
     if (a->kv_lora) {
         h.q = shard_range(a->n_head, unit, n_rank, rank);
-        h.kv = (struct range){0, 1};
+        h.kv = range_of(0, 1);
     } else if (a->n_head_kv >= n_rank) {
         h.kv = shard_range(a->n_head_kv, unit / int_gcd(unit, group), n_rank, rank);
-        h.q = (struct range){h.kv.first * group, h.kv.n * group};
+        h.q = range_of(h.kv.first * group, h.kv.n * group);
     } else {
         int j = rank * a->n_head_kv / n_rank; /* its KV head, which the ranks from..to-1 have */
         int from = (j * n_rank + a->n_head_kv - 1) / a->n_head_kv,
             to = ((j + 1) * n_rank + a->n_head_kv - 1) / a->n_head_kv;
         h.q = shard_range(group, unit, to - from, rank - from);
         h.q.first += j * group;
-        h.kv = (struct range){j, 1};
+        h.kv = range_of(j, 1);
     }
     if (!h.kv.n) h.kv.n = 1; /* a rank without query heads has a cache all the same: no size is 0 */
     return h;
+}
+
+/* Returns the range of the value heads of some key heads, each of `size` items. In tiled order there is a run for every
+ * value head of a key head. */
+static struct range value_range(const struct delta *d, struct range key, int size) {
+    const int group = d->n_value / d->n_key;
+    if (!d->tiled || !key.n) return range_of(key.first * group * size, key.n * group * size);
+    return (struct range){key.first * size, key.n * group * size, key.n * size, d->n_key * size};
 }
 
 /* Returns the range of a dimension that a rank holds. layer: of the whole model. Dimensions that ranks do not divide
@@ -6389,28 +6619,34 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     const struct attn *a = &layer->attn;
     const int n = layer_dim(m, layer, d);
     switch (d) {
-    case DIM_Q: return (struct range){h.q.first * a->head_k, h.q.n * a->head_k};
-    case DIM_K: return (struct range){h.kv.first * a->head_k, h.kv.n * a->head_k};
-    case DIM_V: return (struct range){h.kv.first * a->head_v, h.kv.n * a->head_v};
-    case DIM_ATT: return (struct range){h.q.first * a->head_v, h.q.n * a->head_v};
+    case DIM_Q: {
+        const int per = layer->has & HAS_Q_GATE ? 2 * a->head_k : a->head_k;
+        return range_of(h.q.first * per, h.q.n * per);
+    }
+    case DIM_K: return range_of(h.kv.first * a->head_k, h.kv.n * a->head_k);
+    case DIM_V: return range_of(h.kv.first * a->head_v, h.kv.n * a->head_v);
+    case DIM_ATT: return range_of(h.q.first * a->head_v, h.q.n * a->head_v);
     case DIM_HEADS: return h.q;
+    case DIM_KEY: return range_of(h.key.first * layer->delta.head_k, h.key.n * layer->delta.head_k);
+    case DIM_VALUES: return value_range(&layer->delta, h.key, 1);
+    case DIM_VALUE: return value_range(&layer->delta, h.key, layer->delta.head_v);
     case DIM_FF:
     case DIM_SHARED: return shard_range(n, SHARD_UNIT, shard.n_rank, shard.rank);
-    default: return (struct range){0, n};
+    default: return range_of(0, n);
     }
 }
 
 /* Makes of a layer of the whole model the rank's shard of it. */
-static void shard_layer(struct layer *out, const struct model *m, const struct layer *whole, int unit,
-                        struct shard shard) {
-    const struct heads_range h = shard_heads(&whole->attn, unit, shard.n_rank, shard.rank);
+static void shard_layer(struct layer *out, const struct model *m, const struct layer *whole, struct shard shard) {
+    struct heads_range h = shard_heads(&whole->attn, heads_unit(m, false), shard.n_rank, shard.rank);
+    h.key = shard_range(whole->delta.n_key, heads_unit(m, true), shard.n_rank, shard.rank);
     *out = *whole;
     for (const struct tensor_rule *rule = rule_next(NULL, whole); rule; rule = rule_next(rule, whole)) {
         const struct range in = dim_range(m, whole, rule->in, h, shard);
         if (rule->field == NOT_BOUND) continue;
         if (rule->kind == TENSOR_VECTOR) {
             const float **v = rule_vector(rule, out);
-            if (*v) *v += in.first;
+            if (*v && !(rule->when & HAS_DELTA)) *v += in.first; /* a delta net finds its heads in the whole vectors */
             continue;
         }
         struct weight *w = rule_weight(rule, out);
@@ -6421,6 +6657,11 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->attn.n_head = h.q.n;
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
+    if (whole->has & HAS_DELTA) {
+        out->delta.n_value = whole->delta.n_value / whole->delta.n_key * h.key.n;
+        out->delta.n_key = h.key.n;
+        out->delta.first_key = h.key.first;
+    }
     out->n_ff = dim_range(m, whole, DIM_FF, h, shard).n;
     out->n_ff_shared = dim_range(m, whole, DIM_SHARED, h, shard).n;
 }
@@ -6439,20 +6680,19 @@ static struct range stage_layers(const struct model *m, int n_stage, int stage) 
         sum += more;
     }
     bound[n_stage] = m->n_layer;
-    return (struct range){bound[stage], bound[stage + 1] - bound[stage]};
+    return range_of(bound[stage], bound[stage + 1] - bound[stage]);
 }
 
 /* A rank's shard of a whole model, n_stage <= n_layer; shard_free frees it. */
 static void shard_model(struct model *out, const struct model *m, struct shard shard) {
     struct range layers = stage_layers(m, shard.n_stage, shard.stage);
     struct range rows = shard_range(m->n_vocab, SHARD_UNIT, shard.n_rank, shard.rank);
-    const int unit = heads_unit(m);
     *out = *m;
     out->shard = shard;
     out->first_layer = layers.first;
     out->n_layer = layers.n;
     out->layers = xcalloc((size_t)layers.n, sizeof *out->layers);
-    for (int il = 0; il < layers.n; il++) shard_layer(&out->layers[il], m, &m->layers[layers.first + il], unit, shard);
+    for (int il = 0; il < layers.n; il++) shard_layer(&out->layers[il], m, &m->layers[layers.first + il], shard);
     model_maxima(out);
     weight_rows(&out->output, rows);
     out->first_id = rows.first;
@@ -6478,8 +6718,10 @@ struct synth {
     /* 0 or what some families have */
     int q_lora, kv_lora, rope, n_dense, ff_dense, ff_shared, n_group, n_group_used;
     float scale; /* of the experts' weights; 0: 1 */
-    bool q8;     /* the backbone is Q8_0 instead of BF16 */
-    bool sizes;  /* only sizes are looked at: nothing is filled in */
+    /* gated delta nets: key heads, value heads, values of a head; every interval-th layer has attention instead */
+    int n_key, n_value, delta_head, interval;
+    bool q8;    /* the backbone is Q8_0 instead of BF16 */
+    bool sizes; /* only sizes are looked at: nothing is filled in */
 };
 
 static const struct synth synths[] = {
@@ -6567,6 +6809,60 @@ static const struct synth synths[] = {
      .ff_dense = 13312,
      .ff_shared = 1536,
      .scale = 2.826f},
+    {.name = "qwen3.5-35b-a3b",
+     .arch = "qwen35moe",
+     .n_layer = 40,
+     .n_embd = 2048,
+     .n_head = 16,
+     .n_head_kv = 2,
+     .head = 256,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 512,
+     .n_vocab = 248320,
+     .n_ctx = 262144,
+     .rope = 64,
+     .ff_shared = 512,
+     .n_key = 16,
+     .n_value = 32,
+     .delta_head = 128,
+     .interval = 4},
+    {.name = "qwen3.5-122b-a10b",
+     .arch = "qwen35moe",
+     .n_layer = 48,
+     .n_embd = 3072,
+     .n_head = 32,
+     .n_head_kv = 2,
+     .head = 256,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 1024,
+     .n_vocab = 248320,
+     .n_ctx = 262144,
+     .rope = 64,
+     .ff_shared = 1024,
+     .n_key = 16,
+     .n_value = 64,
+     .delta_head = 128,
+     .interval = 4},
+    {.name = "qwen3.5-397b-a17b",
+     .arch = "qwen35moe",
+     .n_layer = 60,
+     .n_embd = 4096,
+     .n_head = 32,
+     .n_head_kv = 2,
+     .head = 256,
+     .n_expert = 512,
+     .n_used = 10,
+     .n_ff = 1024,
+     .n_vocab = 248320,
+     .n_ctx = 262144,
+     .rope = 64,
+     .ff_shared = 1024,
+     .n_key = 16,
+     .n_value = 64,
+     .delta_head = 128,
+     .interval = 4},
 };
 
 /* Moves *p behind `word` if that stands there. */
@@ -6631,6 +6927,8 @@ static void synth_shard(struct synth *y, const char *text) {
         int *size, unit; /* a shard has whole units */
         const char *what;
     } divided[] = {{&y->n_head, 1, "attention heads"},
+                   {&y->n_key, 1, "key heads of gated delta nets"},
+                   {&y->n_value, 1, "value heads of gated delta nets"},
                    {&y->n_ff, 64, "columns of the experts"},
                    {&y->ff_shared, 64, "columns of the shared expert"},
                    {&y->ff_dense, 64, "columns of the dense feed-forward"}};
@@ -6712,8 +7010,10 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
         const int n = layer_dim(m, &layer, rule->n);
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
-        if (rule->optional && (rule->field != offsetof(struct layer, router_bias) || m->gating != GATING_SIGMOID))
-            continue;
+        const bool bias = rule->field == offsetof(struct layer, router_bias) && m->gating == GATING_SIGMOID;
+        const bool gate = rule->field == offsetof(struct layer, sh_weight) && y->n_key;
+        if (rule->optional && !bias && !gate) continue;
+        if (!rule->name) continue;
         snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, rule->kind == TENSOR_VECTOR ? "" : ".weight");
         synth_add(list, rule->kind != TENSOR_MATRIX ? GGUF_F32 : ffn ? GGUF_NVFP4 : backbone, in, out, n, name, il);
         if (rule->kind != TENSOR_MATRIX || !ffn) continue;
@@ -6774,6 +7074,13 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
                 {"expert_group_count", y->n_group},
                 {"expert_group_used_count", y->n_group_used},
                 {"expert_gating_func", y->kv_lora ? GATING_SIGMOID : 0},
+                {"expert_shared_feed_forward_length", y->n_key ? y->ff_shared : 0},
+                {"ssm.conv_kernel", y->n_key ? 4 : 0},
+                {"ssm.group_count", y->n_key},
+                {"ssm.time_step_rank", y->n_value},
+                {"ssm.state_size", y->delta_head},
+                {"ssm.inner_size", y->n_value * y->delta_head},
+                {"full_attention_interval", y->interval},
                 {"vocab_size", y->n_vocab}};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
@@ -6792,8 +7099,12 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
     }
     snprintf(key, sizeof key, "%s.attention.layer_norm_rms_epsilon", y->arch);
     gguf_put_f32(&w, key, 1e-6f);
+    if (y->n_key) { /* llama.cpp wants it; moe reads text, for which it means nothing */
+        snprintf(key, sizeof key, "%s.rope.dimension_sections", y->arch);
+        gguf_put_array(&w, key, GGUF_V_I32, 4, (const int32_t[4]){11, 11, 10, 0});
+    }
     snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
-    gguf_put_f32(&w, key, 1e6f);
+    gguf_put_f32(&w, key, y->n_key ? 1e7f : 1e6f);
     gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
     for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
     *data = w.data_bytes;
@@ -6825,6 +7136,19 @@ static uint8_t *synth_map(const struct synth *y, const char *file, bool syntheti
     return p;
 }
 
+/* Fills a tensor of a gated delta net whose numbers are no norm's: decays of -1 to 0, taps of -0.25 to 0.25. False: it
+ * is another tensor. */
+static bool synth_fill_delta(uint8_t *p, const struct synth_tensor *t, uint64_t *rng) {
+    const char *name = strchr(t->name + 4, '.'); /* behind blk.N */
+    const bool decay = name && !strcmp(name, ".ssm_a");
+    if (!decay && (!name || strcmp(name, ".ssm_conv1d.weight"))) return false;
+    for (uint64_t i = 0; i < t->bytes / 4; i++) {
+        const float u = (float)rng_uniform(rng), v = decay ? -0.002f - u * u * u : 0.5f * u - 0.25f;
+        memcpy(p + 4 * i, &v, 4);
+    }
+    return true;
+}
+
 /* Makes a model in memory, or in a file when one is named, which must not exist yet. With `synthetic` the matrices are
  * addresses that nothing reads: a GPU makes its copies of a few random rows. */
 static void synth_make(struct model *m, const struct synth *y, const char *file, bool synthetic) {
@@ -6848,7 +7172,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!skip && strstr(t[i].name, ".scale")) {
             /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
-        } else if (!skip) {
+        } else if (!skip && !synth_fill_delta(to, &t[i], &rng)) {
             synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
         }
         to += gguf_pad(bytes);
@@ -6920,8 +7244,9 @@ struct kernels {
     /* C (m, n) = A (m, k) B (n, k)^T and C (m, n) += A (m, k) B (k, n), row-major. lda, ldb, ldc: floats per row. */
     void (*sgemm_nt)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
     void (*sgemm_nn_add)(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
-    float (*exp_sum)(float *s, int n, float max);      /* s = exp(s - max), 0 for -infinity; returns the sum of s */
-    void (*silu_mul)(float *g, const float *u, int n); /* g = g / (1 + exp(-g)) * u */
+    float (*exp_sum)(float *s, int n, float max);         /* s = exp(s - max), 0 for -infinity; returns the sum of s */
+    void (*silu_mul)(float *g, const float *u, int n);    /* g = g / (1 + exp(-g)) * u */
+    void (*sigmoid_mul)(float *x, const float *g, int n); /* x = x / (1 + exp(-g)); x may be g */
     /* Conversions with the same bits as bf16_to_f32(x), e4m3_to_f32(x) * scale, e4m3_from_f32(x * inv_scale) and
      * bf16_from_f32(x). from_e4m3 takes finite codes only. */
     void (*from_bf16)(const uint16_t *x, float *y, int n);
@@ -6930,6 +7255,11 @@ struct kernels {
     void (*to_bf16)(const float *x, uint16_t *y, int n);
     /* y = w * x / sqrt(mean(x^2) + eps); w NULL: all ones (arXiv 1910.07467) */
     void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n);
+    void (*mul_add)(float *y, const float *w, const float *x, int n); /* y += w * x */
+    /* One token of the gated delta rule over n columns of the state S (dk, lds): u = beta (v - a S^T k); S = a S + k
+     * u^T; o = S^T q. q, k (dk); v, o (n). */
+    void (*delta_step)(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
+                       float beta, float *o);
     float (*amax)(const float *x, int n); /* returns the largest |x|, 0 for n = 0 */
     float (*max)(const float *x, int n);  /* returns the largest x; n > 0, no NaN */
 };
@@ -7038,6 +7368,10 @@ static void ref_silu_mul(float *g, const float *u, int n) {
     for (int i = 0; i < n; i++) g[i] = g[i] / (1.0f + expf(-g[i])) * u[i];
 }
 
+static void ref_sigmoid_mul(float *x, const float *g, int n) {
+    for (int i = 0; i < n; i++) x[i] = x[i] / (1.0f + expf(-g[i]));
+}
+
 static void ref_from_bf16(const uint16_t *x, float *y, int n) {
     for (int i = 0; i < n; i++) y[i] = bf16_to_f32(x[i]);
 }
@@ -7057,6 +7391,31 @@ static void ref_to_bf16(const float *x, uint16_t *y, int n) {
 static void ref_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {
     float f = (float)(1.0 / sqrt(ref_dot_wide(x, x, n) / n + (double)eps));
     for (int i = 0; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
+}
+
+static void ref_mul_add(float *y, const float *w, const float *x, int n) {
+    for (int i = 0; i < n; i++) y[i] += w[i] * x[i];
+}
+
+static void ref_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
+                           float beta, float *o) {
+    enum { PIECE = 32 };
+    for (int c0 = 0; c0 < n; c0 += PIECE) {
+        const int m = int_min(PIECE, n - c0);
+        double old[PIECE] = {0}, out[PIECE] = {0};
+        float u[PIECE];
+        for (int i = 0; i < dk; i++)
+            for (int c = 0; c < m; c++) old[c] += (double)S[(ptrdiff_t)i * lds + c0 + c] * (double)k[i];
+        for (int c = 0; c < m; c++) u[c] = beta * (v[c0 + c] - a * (float)old[c]);
+        for (int i = 0; i < dk; i++) {
+            float *row = S + (ptrdiff_t)i * lds + c0;
+            for (int c = 0; c < m; c++) {
+                row[c] = a * row[c] + k[i] * u[c];
+                out[c] += (double)row[c] * (double)q[i];
+            }
+        }
+        for (int c = 0; c < m; c++) o[c0 + c] = (float)out[c];
+    }
 }
 
 static float ref_amax(const float *x, int n) {
@@ -7080,11 +7439,14 @@ static const struct kernels kernels_ref = {.name = "reference",
                                            .sgemm_nn_add = ref_sgemm_nn_add,
                                            .exp_sum = ref_exp_sum,
                                            .silu_mul = ref_silu_mul,
+                                           .sigmoid_mul = ref_sigmoid_mul,
                                            .from_bf16 = ref_from_bf16,
                                            .from_e4m3 = ref_from_e4m3,
                                            .to_e4m3 = ref_to_e4m3,
                                            .to_bf16 = ref_to_bf16,
                                            .rmsnorm = ref_rmsnorm,
+                                           .mul_add = ref_mul_add,
+                                           .delta_step = ref_delta_step,
                                            .amax = ref_amax,
                                            .max = ref_max};
 
@@ -7314,6 +7676,19 @@ INLINE void vec_silu_mul(float *g, const float *u, int n) {
     }
 }
 
+INLINE void vec_sigmoid_mul(float *x, const float *g, int n) {
+    for (int i = 0; i < n; i += VL) {
+        vf y = {0}, e = {0};
+        size_t bytes = (size_t)(n - i < VL ? n - i : VL) * sizeof *g;
+        memcpy(&y, x + i, bytes);
+        memcpy(&e, g + i, bytes);
+        e = -e;
+        vec_exp(&e);
+        y = y / (1.0f + e);
+        memcpy(x + i, &y, bytes);
+    }
+}
+
 INLINE void vec_from_bf16(const uint16_t *x, float *y, int n) {
     int i = 0;
     for (; i + VL <= n; i += VL) VSTORE(vu, y + i) = __builtin_convertvector(VLOAD(vu16, x + i), vu) << 16;
@@ -7370,6 +7745,35 @@ INLINE void vec_rmsnorm(const float *x, const float *w, float eps, float *y, int
         VSTORE(vf, y + i) = v;
     }
     for (; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
+}
+
+INLINE void vec_mul_add(float *y, const float *w, const float *x, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) VSTORE(vf, y + i) = VLOAD(vf, y + i) + VLOAD(vf, w + i) * VLOAD(vf, x + i);
+    ref_mul_add(y + i, w + i, x + i, n - i);
+}
+
+/* Four vectors of columns at a time: the state's columns stay in the first cache from one pass to the other. */
+INLINE void vec_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
+                           float beta, float *o) {
+    enum { N = 4 };
+    int c = 0;
+    for (; c + N * VL <= n; c += N * VL) {
+        vf u[N] = {0}, out[N] = {0};
+        for (int i = 0; i < dk; i++) {
+            UNROLL for (int j = 0; j < N; j++) u[j] += k[i] * VLOAD(vf, S + (ptrdiff_t)i * lds + c + j * VL);
+        }
+        UNROLL for (int j = 0; j < N; j++) u[j] = beta * (VLOAD(vf, v + c + j * VL) - a * u[j]);
+        for (int i = 0; i < dk; i++) {
+            UNROLL for (int j = 0; j < N; j++) {
+                vf x = a * VLOAD(vf, S + (ptrdiff_t)i * lds + c + j * VL) + k[i] * u[j];
+                VSTORE(vf, S + (ptrdiff_t)i * lds + c + j * VL) = x;
+                out[j] += q[i] * x;
+            }
+        }
+        UNROLL for (int j = 0; j < N; j++) VSTORE(vf, o + c + j * VL) = out[j];
+    }
+    if (c < n) ref_delta_step(S + c, lds, dk, n - c, q, k, v + c, a, beta, o + c);
 }
 
 /* Compares the bits as integers: they are in the same order as the magnitudes. */
@@ -7440,24 +7844,30 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
 }
 
 /* Defines the vector functions of one instruction set. TARGET: its function attribute. */
-#define VECTOR_FUNCTIONS(isa, TARGET)                                                                  \
-    TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {           \
-        vec_act_pack(f, x, n, out);                                                                    \
-    }                                                                                                  \
-    TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }   \
-    TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }      \
-    TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); } \
-    TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {               \
-        vec_from_e4m3(x, scale, y, n);                                                                 \
-    }                                                                                                  \
-    TARGET static void isa##_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {             \
-        vec_to_e4m3(x, inv_scale, y, n);                                                               \
-    }                                                                                                  \
-    TARGET static void isa##_to_bf16(const float *x, uint16_t *y, int n) { vec_to_bf16(x, y, n); }     \
-    TARGET static void isa##_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {     \
-        vec_rmsnorm(x, w, eps, y, n);                                                                  \
-    }                                                                                                  \
-    TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }                   \
+#define VECTOR_FUNCTIONS(isa, TARGET)                                                                              \
+    TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {                       \
+        vec_act_pack(f, x, n, out);                                                                                \
+    }                                                                                                              \
+    TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }               \
+    TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }                  \
+    TARGET static void isa##_sigmoid_mul(float *x, const float *g, int n) { vec_sigmoid_mul(x, g, n); }            \
+    TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); }             \
+    TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {                           \
+        vec_from_e4m3(x, scale, y, n);                                                                             \
+    }                                                                                                              \
+    TARGET static void isa##_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {                         \
+        vec_to_e4m3(x, inv_scale, y, n);                                                                           \
+    }                                                                                                              \
+    TARGET static void isa##_to_bf16(const float *x, uint16_t *y, int n) { vec_to_bf16(x, y, n); }                 \
+    TARGET static void isa##_rmsnorm(const float *x, const float *w, float eps, float *y, int n) {                 \
+        vec_rmsnorm(x, w, eps, y, n);                                                                              \
+    }                                                                                                              \
+    TARGET static void isa##_mul_add(float *y, const float *w, const float *x, int n) { vec_mul_add(y, w, x, n); } \
+    TARGET static void isa##_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k,          \
+                                        const float *v, float a, float beta, float *o) {                           \
+        vec_delta_step(S, lds, dk, n, q, k, v, a, beta, o);                                                        \
+    }                                                                                                              \
+    TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }                               \
     TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
 
 /* Defines the GEMM with F32 activations of one instruction set. load_bf16, load_f16: its functions of type vec_load. */
@@ -7475,11 +7885,12 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     SGEMM_NN(isa, TARGET, VL, 4)
 
 /* Initializes the members of struct kernels that the two macros above define. */
-#define VECTOR_TABLE(isa)                                                                                           \
-    .act_bytes = act_bytes, .act_pack = isa##_act_pack, .sgemm_nt = isa##_sgemm_nt,                                 \
-    .sgemm_nn_add = isa##_sgemm_nn_add, .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul,                       \
-    .from_bf16 = isa##_from_bf16, .from_e4m3 = isa##_from_e4m3, .to_e4m3 = isa##_to_e4m3, .to_bf16 = isa##_to_bf16, \
-    .rmsnorm = isa##_rmsnorm, .amax = isa##_amax, .max = isa##_max
+#define VECTOR_TABLE(isa)                                                                                   \
+    .act_bytes = act_bytes, .act_pack = isa##_act_pack, .sgemm_nt = isa##_sgemm_nt,                         \
+    .sgemm_nn_add = isa##_sgemm_nn_add, .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul,               \
+    .sigmoid_mul = isa##_sigmoid_mul, .from_bf16 = isa##_from_bf16, .from_e4m3 = isa##_from_e4m3,           \
+    .to_e4m3 = isa##_to_e4m3, .to_bf16 = isa##_to_bf16, .rmsnorm = isa##_rmsnorm, .mul_add = isa##_mul_add, \
+    .delta_step = isa##_delta_step, .amax = isa##_amax, .max = isa##_max
 
 /* ============================================================================================================
  * CPU kernels: GEMM with integer activations
@@ -8820,6 +9231,15 @@ static uint8_t *scratch_pack(const struct rank *r, int i) {
            (size_t)i * OWN_PACK;
 }
 
+/* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region into `shared`, act_bytes apart. The threads
+ * divide the rows. */
+static void pack_shared(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n, int n_in,
+                        uint8_t *shared) {
+    const size_t stride = r->k->act_bytes(f, n_in);
+#pragma omp for schedule(static)
+    for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
+}
+
 /* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region and returns them, act_bytes apart. Up to
  * OWN_PACK bytes every thread packs all rows into its own buffer i, which saves a barrier; beyond, the threads divide
  * the rows and pack them into `shared`. */
@@ -8831,9 +9251,41 @@ static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const f
         for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, own + (size_t)t * stride);
         return own;
     }
-#pragma omp for schedule(static)
-    for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
+    pack_shared(r, f, x, x_stride, n, n_in, shared);
     return shared;
+}
+
+/* y[:, row..row+n_row-1] = W x for n rows of packed x, or added to y. n_row <= ROW_TILE. */
+static void linear_tile(struct rank *r, const struct weight *w, enum act_format f, const uint8_t *x, int col, int n_in,
+                        int n, int row, int n_row, float *y, int y_stride) {
+    const size_t at = w->row_run
+                          ? (size_t)(row / w->row_run) * w->row_run_bytes + (size_t)(row % w->row_run) * w->row_bytes
+                          : (size_t)row * w->row_bytes;
+    const size_t run = w->col_run ? (size_t)(col / w->col_run) * w->col_run_bytes : 0;
+    struct gemm g = {.type = w->type,
+                     .format = f,
+                     .w = w->data + at + run,
+                     .w_stride = w->row_bytes,
+                     .n_out = n_row,
+                     .n_in = n_in,
+                     .x = x,
+                     .x_stride = r->k->act_bytes(f, n_in),
+                     .n_tok = n,
+                     .scale = w->scale ? w->scale[0] : 1.0f,
+                     .y = y + row,
+                     .y_stride = (size_t)y_stride,
+                     .scratch = cpu_scratch(r)};
+    if (col) {
+        g.y = scratch_tile(r);
+        g.y_stride = ROW_TILE;
+    }
+    r->k->gemm(&g);
+    for (int t = 0; t < n; t++)
+        for (int i = 0; i < n_row; i++) {
+            float *sum = y + (size_t)t * (size_t)y_stride + (size_t)(row + i);
+            if (col) *sum += g.y[(size_t)t * g.y_stride + (size_t)i];
+            else if (w->bias) *sum += w->bias[row + i];
+        }
 }
 
 /* y = W x for n rows of x (x_stride floats apart), inside a parallel region; the caller waits for the other threads. */
@@ -8844,26 +9296,24 @@ static void linear_rows(struct rank *r, const struct weight *w, const float *x, 
         for (int t = 0; t < n; t++) memset(y + (size_t)t * (size_t)y_stride, 0, (size_t)w->n_out * sizeof *y);
         return;
     }
-    enum act_format f = r->k->act_format(w->type, n);
-    const uint8_t *pack = pack_rows(r, f, x, (size_t)x_stride, n, w->n_in, r->pack, 0);
+    const enum act_format f = r->k->act_format(w->type, n);
+    const int n_in = w->col_run ? w->col_run : w->n_in, n_run = w->n_in / n_in;
+    const size_t stride = r->k->act_bytes(f, n_in);
+    const uint8_t *pack = NULL;
+    for (int k = 0; k < n_run; k++) { /* with several runs of columns each has packed rows of its own */
+        uint8_t *shared = r->pack + (size_t)k * (size_t)n * stride;
+        if (n_run == 1) pack = pack_rows(r, f, x, (size_t)x_stride, n, n_in, shared, 0);
+        else pack_shared(r, f, x + (size_t)k * (size_t)n_in, (size_t)x_stride, n, n_in, shared);
+    }
 #pragma omp for schedule(dynamic) nowait
     for (int row = 0; row < w->n_out; row += ROW_TILE) {
-        struct gemm g = {.type = w->type,
-                         .format = f,
-                         .w = w->data + (size_t)row * w->row_bytes,
-                         .w_stride = w->row_bytes,
-                         .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE,
-                         .n_in = w->n_in,
-                         .x = pack,
-                         .x_stride = r->k->act_bytes(f, w->n_in),
-                         .n_tok = n,
-                         .scale = w->scale ? w->scale[0] : 1.0f,
-                         .y = y + row,
-                         .y_stride = (size_t)y_stride,
-                         .scratch = cpu_scratch(r)};
-        r->k->gemm(&g);
-        for (int t = 0; w->bias && t < n; t++)
-            for (int i = 0; i < g.n_out; i++) g.y[(size_t)t * g.y_stride + (size_t)i] += w->bias[row + i];
+        const int end = int_min(row + ROW_TILE, w->n_out);
+        for (int at = row, m; at < end; at += m) {
+            m = w->row_run ? int_min(end - at, w->row_run - at % w->row_run) : end - at;
+            for (int k = 0; k < n_run; k++)
+                linear_tile(r, w, f, n_run == 1 ? pack : r->pack + (size_t)k * (size_t)n * stride, k * n_in, n_in, n,
+                            at, m, y, y_stride);
+        }
     }
 }
 
@@ -8894,18 +9344,23 @@ static void rope_pairs(float *x, const float *c, const float *s, int d) {
     }
 }
 
+/* Floats from one head's query to the next: its gates may stand between. */
+static int query_stride(const struct layer *layer) {
+    return layer->has & HAS_Q_GATE ? 2 * layer->attn.head_k : layer->attn.head_k;
+}
+
 /* Norms and rotates the heads of q and k in place, then writes k and v to the cache at their positions. */
 static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const struct attn *a = &layer->attn;
-    const int dim = m->ropes[a->rope].dim;
+    const int dim = m->ropes[a->rope].dim, q_head = query_stride(layer);
 #pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++) {
         const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
-            float *x = is_q ? act_row(r, q, t) + h * a->head_k : act_row(r, k, t) + (h - a->n_head) * a->head_k;
+            float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
             r->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
             rope_halves(x, c, s, dim);
         }
@@ -9129,12 +9584,20 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
                        .dv = shape->head_v,
                        .q = r->act[q],
                        .q_tok = (size_t)r->width[q],
-                       .q_head = (size_t)shape->head_k,
+                       .q_head = (size_t)query_stride(&r->m->layers[il]),
                        .out = r->act[out],
                        .out_tok = (size_t)r->width[out],
                        .out_head = (size_t)shape->head_v};
 #pragma omp parallel num_threads(r->n_threads)
     attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
+}
+
+static void cpu_attention_gate(struct rank *r, int il, enum act q, enum act x) {
+    const struct attn *a = &r->m->layers[il].attn;
+#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
+    for (int t = 0; t < r->n_tok; t++)
+        for (int h = 0; h < a->n_head; h++)
+            r->k->sigmoid_mul(act_row(r, x, t) + h * a->head_v, act_row(r, q, t) + (2 * h + 1) * a->head_k, a->head_v);
 }
 
 /* Whether n query tokens make it cheaper to expand keys and values from the latents than to absorb wk_b and wv_b into
@@ -9230,6 +9693,161 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
 }
 
 /* ============================================================================================================
+ * CPU operations: gated delta net
+ *
+ * Linear attention with a state S (head_k, head_v) per value head (gated delta rule, arXiv 2412.06464). For a token with
+ * query q, key k, value v, decay a in (0, 1] and beta:
+ *
+ *   u = beta (v - a S^T k);  S = a S + k u^T;  result = S^T q
+ *
+ * All tokens are computed one after the other, so that results do not depend on how they were batched.
+ *
+ * Tried and dropped: chunks of 64 tokens (the WY form of the paper, section 3.3) with the F32 GEMMs: 3.2 us per token and
+ * value head of 128 x 128 (AVX-512, Zen 4) against 1.6, because a column block of the state stays in the first cache.
+ * ============================================================================================================ */
+
+enum { DELTA_COLUMNS = 32 /* columns of a state in a work item: they stay in the first cache over all tokens */ };
+
+static int ceil_by(int n, int by) { return (n + by - 1) / by; }
+
+/* The whole model's value head of a rank's value head j. */
+static int delta_value_head(const struct delta *d, int j) {
+    const int group = d->n_value / d->n_key;
+    return d->tiled ? j / d->n_key * d->whole_key + d->first_key + j % d->n_key : d->first_key * group + j;
+}
+
+/* The key head of a value head, both of the rank. */
+static int delta_key_head(const struct delta *d, int j) {
+    return d->tiled ? j % d->n_key : j / (d->n_value / d->n_key);
+}
+
+/* Values of token p of a ring's row, before the convolution: this forward's (from slot a) or kept ones. */
+static const float *delta_row(const struct rank *r, int il, enum plane_use use, enum act a, int p) {
+    const struct plane *ring = &r->planes[il][use];
+    if (p >= r->pos) return act_row(r, a, p - r->pos);
+    return (const float *)(const void *)(ring->data + (size_t)(p % ring->n_row) * ring->row_bytes);
+}
+
+/* y (n) = the convolution of token p's values from value `from` of r->mix's row on, then SiLU. at, kept: floats before
+ * these values in a row of the slot, and of the ring. */
+static void delta_conv(const struct rank *r, int il, enum plane_use use, enum act a, int p, int from, int at, int kept,
+                       int n, float *y) {
+    const struct delta *d = &r->m->layers[il].delta;
+    const int mix = 2 * d->n_key * d->head_k + d->n_value * d->head_v;
+    memset(y, 0, (size_t)n * sizeof *y);
+    for (int j = 0; j < d->n_conv; j++) {
+        const int q = p - d->n_conv + 1 + j; /* the last tap is for token p */
+        if (q < 0) continue;
+        r->k->mul_add(y, r->taps[il] + j * mix + from, delta_row(r, il, use, a, q) + (q < r->pos ? kept : at), n);
+    }
+    r->k->sigmoid_mul(y, y, n);
+}
+
+/* Scales x (n) to norm `norm`, with 1e-6 added to the sum of squares (l2norm of the reference). */
+static void delta_unit(const struct rank *r, float *x, int n, float norm) {
+    float sum;
+    r->k->sgemm_nt(1, 1, n, x, n, x, n, &sum, 1);
+    const float f = norm / sqrtf(sum + 1e-6f);
+    for (int i = 0; i < n; i++) x[i] *= f;
+}
+
+/* Fills row i of r->mix (q | k | v) and of r->decay_beta (log decay | beta) for token p. */
+static void delta_inputs(const struct rank *r, int il, int i, int p) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct delta *d = &layer->delta;
+    const int key = d->n_key * d->head_k;
+    float *q = r->mix + (size_t)i * (size_t)r->m->max.mix, *k = q + key, *v = k + key;
+    float *decay = r->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values, *beta = decay + d->n_value;
+    delta_conv(r, il, PLANE_K, A_Q, p, 0, 0, 0, key, q);
+    delta_conv(r, il, PLANE_K, A_K, p, key, 0, key, key, k);
+    delta_conv(r, il, PLANE_V, A_V, p, 2 * key, 0, 0, d->n_value * d->head_v, v);
+    for (int h = 0; h < d->n_key; h++) {
+        delta_unit(r, q + h * d->head_k, d->head_k, 1.0f / sqrtf((float)d->head_k));
+        delta_unit(r, k + h * d->head_k, d->head_k, 1.0f);
+    }
+    const struct plane *recent = &r->planes[il][PLANE_RECENT];
+    const float *kept = (const float *)(const void *)(recent->data + (size_t)(p % recent->n_row) * recent->row_bytes);
+    const float *a = p < r->pos ? kept : act_row(r, A_ALPHA, p - r->pos);
+    const float *b = p < r->pos ? kept + d->n_value : act_row(r, A_BETA, p - r->pos);
+    for (int j = 0; j < d->n_value; j++) {
+        const int head = delta_value_head(d, j);
+        const float x = a[j] + layer->dt_bias[head];
+        decay[j] = layer->decay[head] * (x > 20.0f ? x : log1pf(expf(x)));
+        beta[j] = 1.0f / (1.0f + expf(-b[j]));
+    }
+}
+
+/* Row i of r->mix, in the state S (head_k, lds) of columns first..first+n-1 of value head j; o (n): the result. */
+static void delta_token(const struct rank *r, const struct delta *d, int j, int i, float *S, int lds, int first, int n,
+                        float *o) {
+    const int key = d->n_key * d->head_k;
+    const float *q = r->mix + (size_t)i * (size_t)r->m->max.mix + delta_key_head(d, j) * d->head_k;
+    const float *v = r->mix + (size_t)i * (size_t)r->m->max.mix + 2 * key + j * d->head_v + first;
+    const float *gates = r->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values + j;
+    r->k->delta_step(S, lds, d->head_k, n, q, q + key, v, expf(gates[0]), gates[d->n_value], o);
+}
+
+/* DELTA_COLUMNS columns of a value head: takes tokens into the state as session_forward says, and writes the results of
+ * the forward's own tokens to slot `out`. */
+static void delta_columns(struct rank *r, int il, int item, enum act out) {
+    const struct delta *d = &r->m->layers[il].delta;
+    const int items = ceil_by(d->head_v, DELTA_COLUMNS), j = item / items;
+    const int first = item % items * DELTA_COLUMNS, n = int_min(DELTA_COLUMNS, d->head_v - first);
+    const int lag = r->pos - r->state_pos, rows = lag + r->n_tok, taken = r->n_tok > MAX_LAG ? rows - 1 : lag;
+    float *S = cpu_scratch(r), unused[DELTA_COLUMNS];
+    float *kept = (float *)(void *)r->planes[il][PLANE_SUM].data + (size_t)j * (size_t)(d->head_k * d->head_v) + first;
+    for (int h = 0; h < d->head_k; h++) memcpy(S + h * n, kept + h * d->head_v, (size_t)n * sizeof *S);
+    for (int i = 0; i < rows; i++) {
+        float *o = i < lag ? unused : act_row(r, out, i - lag) + j * d->head_v + first;
+        for (int h = 0; h < d->head_k && i == taken; h++)
+            memcpy(kept + h * d->head_v, S + h * n, (size_t)n * sizeof *S);
+        delta_token(r, d, j, i, S, n, first, n, o);
+    }
+}
+
+/* Keeps the convolution's inputs, alpha and beta of the forward's last tokens. */
+static void delta_keep(struct rank *r, int il) {
+    const struct delta *d = &r->m->layers[il].delta;
+    const int key = d->n_key * d->head_k, n_row = r->planes[il][PLANE_K].n_row;
+    for (int t = int_max(0, r->n_tok - n_row); t < r->n_tok; t++) {
+        float *row[3];
+        for (int u = 0; u < 3; u++) {
+            const struct plane *p = &r->planes[il][PLANE_K + u];
+            row[u] = (float *)(void *)(p->data + (size_t)((r->pos + t) % n_row) * p->row_bytes);
+        }
+        memcpy(row[0], act_row(r, A_Q, t), (size_t)key * sizeof(float));
+        memcpy(row[0] + key, act_row(r, A_K, t), (size_t)key * sizeof(float));
+        memcpy(row[1], act_row(r, A_V, t), (size_t)(d->n_value * d->head_v) * sizeof(float));
+        memcpy(row[2], act_row(r, A_ALPHA, t), (size_t)d->n_value * sizeof(float));
+        memcpy(row[2] + d->n_value, act_row(r, A_BETA, t), (size_t)d->n_value * sizeof(float));
+    }
+}
+
+static void cpu_delta_net(struct rank *r, int il, enum act out) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct delta *d = &layer->delta;
+    const int n = r->pos - r->state_pos + r->n_tok;
+    const int items = d->n_value * ceil_by(d->head_v, DELTA_COLUMNS);
+    if (!d->n_value) return; /* this rank's shard is empty */
+#pragma omp parallel num_threads(r->n_threads)
+    {
+#pragma omp for schedule(static)
+        for (int i = 0; i < n; i++) delta_inputs(r, il, i, r->state_pos + i);
+#pragma omp for schedule(dynamic)
+        for (int i = 0; i < items; i++) delta_columns(r, il, i, out);
+#pragma omp for schedule(static)
+        for (int i = 0; i < r->n_tok * d->n_value; i++) {
+            float *o = act_row(r, out, i / d->n_value) + i % d->n_value * d->head_v;
+            float *z = act_row(r, A_Z, i / d->n_value) + i % d->n_value * d->head_v;
+            r->k->rmsnorm(o, layer->delta_norm, r->m->rms_eps, o, d->head_v);
+            r->k->silu_mul(z, o, d->head_v);
+            memcpy(o, z, (size_t)d->head_v * sizeof *o);
+        }
+    }
+    delta_keep(r, il);
+}
+
+/* ============================================================================================================
  * CPU operations: feed-forward
  *
  * The router makes a list of jobs: each is an expert, or the dense or shared feed-forward, with its tokens. One thread
@@ -9296,7 +9914,7 @@ static void route_token(const struct model *m, const struct layer *layer, float 
 }
 
 /* Turns the batch's choices into jobs, in order of the expert ids, the shared expert last. */
-static void ffn_jobs_build(struct rank *r, const struct layer *layer) {
+static void ffn_jobs_build(struct rank *r, const struct layer *layer, enum act x) {
     int k = layer->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
     size_t hidden = 0, slot = 0;
     r->n_jobs = 0;
@@ -9322,11 +9940,18 @@ static void ffn_jobs_build(struct rank *r, const struct layer *layer) {
         r->job_rows[j] = i / k;
         r->job_w[j] = r->route_w[i];
     }
+    for (int t = 0; layer->sh_weight && t < r->n_tok; t++) {
+        float gate, one = 1;
+        r->k->sgemm_nt(1, 1, r->m->n_embd, act_row(r, x, t), r->m->n_embd, layer->sh_weight, r->m->n_embd, &gate, 1);
+        r->k->sigmoid_mul(&one, &gate, 1);
+        r->shared_w[t] = one;
+    }
     if (layer->sh_gate.n_out)
         r->jobs[r->n_jobs++] = (struct ffn_job){.gate = &layer->sh_gate,
                                                 .up = &layer->sh_up,
                                                 .down = &layer->sh_down,
                                                 .n_tok = r->n_tok,
+                                                .w = layer->sh_weight ? r->shared_w : NULL,
                                                 .hidden = hidden,
                                                 .slot = slot};
 }
@@ -9506,7 +10131,7 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
             route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k,
                         r->route_w + t * k);
 #pragma omp single
-        ffn_jobs_build(r, layer);
+        ffn_jobs_build(r, layer, x);
         ffn_run(r, x, out, per_job);
     }
     if (r->stats) stats_add(r, il, x);
@@ -9604,6 +10229,23 @@ static void cpu_plane(struct rank *r, struct plane *p) {
 /* Whether the rank is the root: the first of the last stage, which gathers the logits. */
 static bool rank_is_root(const struct model *m) { return !m->shard.rank && m->shard.stage == m->shard.n_stage - 1; }
 
+/* The convolution's taps for the rank's own values in the order of r->mix: (n_conv, mix). */
+static float *delta_taps(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct delta *d = &layer->delta;
+    const int key = d->n_key * d->head_k, mix = 2 * key + d->n_value * d->head_v;
+    float *taps = cpu_own(r, (size_t)(d->n_conv * mix), sizeof *taps);
+    for (int c = 0; c < mix; c++) {
+        int whole = d->first_key * d->head_k + c; /* the value's number in the whole model */
+        if (c >= key) whole += (d->whole_key - d->n_key) * d->head_k;
+        if (c >= 2 * key)
+            whole = 2 * d->whole_key * d->head_k + delta_value_head(d, (c - 2 * key) / d->head_v) * d->head_v +
+                    (c - 2 * key) % d->head_v;
+        for (int j = 0; j < d->n_conv; j++) taps[j * mix + c] = layer->conv[whole * d->n_conv + j];
+    }
+    return taps;
+}
+
 /* Lays out the memory for contexts of n_ctx tokens. */
 static void cpu_rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
                           enum kv_type kv) {
@@ -9649,6 +10291,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->route_w = cpu_own(r, c * used, sizeof(float));
     r->job_rows = cpu_own(r, c * used, sizeof *r->job_rows);
     r->job_w = cpu_own(r, c * used, sizeof(float));
+    r->shared_w = cpu_own(r, c, sizeof(float));
+    r->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
+    r->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
     r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
     if (x->kv_lora) r->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
@@ -9660,15 +10305,20 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
 
     int group = 0;
     for (int il = 0; il < m->n_layer; il++)
-        group = int_max(group, m->layers[il].attn.n_head / m->layers[il].attn.n_head_kv);
+        if (m->layers[il].attn.n_head_kv)
+            group = int_max(group, m->layers[il].attn.n_head / m->layers[il].attn.n_head_kv);
     size_t rows = (size_t)group * SPLIT_TOKENS; /* the largest attention item */
     rows = size_max(x->kv_lora ? size_max(c, MLA_HEAD_GROUP * SPLIT_TOKENS) : rows, QUERY_ROWS);
-    r->scratch_bytes = size_max(attend_floats(m, (int)rows) * sizeof(float),
+    size_t delta = 0;
+    for (int il = 0; il < m->n_layer; il++) delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);
+    r->scratch_bytes = size_max(size_max(attend_floats(m, (int)rows), delta) * sizeof(float),
                                 KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
     r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
     r->planes = cpu_own(r, (size_t)m->n_layer, sizeof *r->planes);
+    r->taps = cpu_own(r, x->mix ? (size_t)m->n_layer : 0, sizeof *r->taps);
     for (int il = 0; il < m->n_layer; il++) {
+        if (m->layers[il].has & HAS_DELTA) r->taps[il] = delta_taps(r, il);
         layer_planes(m, &m->layers[il], kv, r->planes[il]);
         for (int u = 0; u < PLANE_USES; u++)
             if (r->planes[il][u].width) cpu_plane(r, &r->planes[il][u]);
@@ -9689,8 +10339,7 @@ static void cpu_stats_init(struct rank *r, bool in_sum2) {
  * GPU backend
  *
  * moe_cuda.cu has the operations of a GPU and the start of its ranks. Here its first section, "Sizes on a GPU", is
- * included in every build, because --plan needs it: DECODE_MAX_TOKENS, weight_gpu_bytes, gpu_bytes, gpu_chunk. Without
- * CUDA, stubs follow.
+ * included in every build, because --plan needs it: weight_gpu_bytes, gpu_bytes, gpu_chunk. Without CUDA, stubs follow.
  * ============================================================================================================ */
 
 #define MOE_GPU_SIZES_ONLY
@@ -9757,18 +10406,38 @@ static void forward_ffn(struct rank *r, int il) {
     else o->ffn(r, il, A_H, A_OUT);
 }
 
-/* Grouped-query attention with normed heads: Qwen3-MoE. */
+/* The first half of a layer with grouped-query attention: A_H to A_OUT. */
+static void forward_gqa_half(struct rank *r, int il) {
+    const struct ops *o = r->ops;
+    const struct layer *layer = &r->m->layers[il];
+    o->linear3(r, A_H, (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv},
+               (const enum act[]){A_Q, A_K, A_V});
+    o->rope_store_kv(r, il, A_Q, A_K, A_V);
+    o->attention(r, il, A_Q, A_ATT);
+    if (layer->has & HAS_Q_GATE) o->attention_gate(r, il, A_Q, A_ATT);
+    o->linear(r, &layer->wo, A_ATT, A_OUT);
+}
+
+/* The first half of a layer with a gated delta net: A_H to A_OUT. */
+static void forward_delta_half(struct rank *r, int il) {
+    const struct ops *o = r->ops;
+    const struct layer *layer = &r->m->layers[il];
+    o->linear3(r, A_H, (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv},
+               (const enum act[]){A_Q, A_K, A_V});
+    o->linear3(r, A_H, (const struct weight *const[]){&layer->wz, &layer->w_alpha, &layer->w_beta},
+               (const enum act[]){A_Z, A_ALPHA, A_BETA});
+    o->delta_net(r, il, A_ATT);
+    o->linear(r, &layer->wo, A_ATT, A_OUT);
+}
+
+/* Grouped-query attention with normed heads (Qwen3-MoE, Hy3), and gated delta nets (Qwen3.5, Qwen3-Next). */
 static void forward_gqa(struct rank *r) {
     const struct ops *o = r->ops;
     o->embed(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
-        const struct layer *layer = &r->m->layers[il];
         forward_attn_norm(r, il);
-        o->linear3(r, A_H, (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv},
-                   (const enum act[]){A_Q, A_K, A_V});
-        o->rope_store_kv(r, il, A_Q, A_K, A_V);
-        o->attention(r, il, A_Q, A_ATT);
-        o->linear(r, &layer->wo, A_ATT, A_OUT);
+        if (r->m->layers[il].has & HAS_DELTA) forward_delta_half(r, il);
+        else forward_gqa_half(r, il);
         forward_ffn(r, il);
     }
     o->final_reduce(r, A_X, A_OUT);
@@ -9800,6 +10469,10 @@ static void forward_mla(struct rank *r) {
 static const struct family families[] = {
     {.arch = "qwen3moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen3moe, .layer = layer_gqa, .forward = forward_gqa},
+    {.arch = "qwen35moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_qwen35,   .layer = layer_qwen35, .forward = forward_gqa},
+    {.arch = "qwen3next", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_qwen35,   .layer = layer_qwen3next, .forward = forward_gqa},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_mla,      .layer = layer_mla, .forward = forward_mla},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -9920,11 +10593,7 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
  * rest; a cache that does not fit the tokens cannot come about. A failed or interrupted sync leaves a shorter timeline.
  * ============================================================================================================ */
 
-enum {
-    SNAPSHOTS = 8, /* snapshots of recurrent states and rings that a session keeps */
-    MAX_LAG =
-        DECODE_MAX_TOKENS /* tokens of one decode forward, by which recurrent states may lag behind the timeline */
-};
+enum { SNAPSHOTS = 8 /* snapshots of recurrent states and rings that a session keeps */ };
 
 struct session {
     const struct model *m;
@@ -10352,11 +11021,14 @@ static double session_forward_ops(const struct session *s, int n) {
     double per_token, pairs = n * (s->n_past + (n + 1) / 2.0); /* of a query and a key that it sees */
     layers_use(m, n, &per_token);
     double heads = 0; /* values of keys and values that all heads of all layers see for a pair */
+    double rule = 0;  /* multiplications of the delta rule for a token */
     for (int il = 0; il < m->n_layer; il++) {
         const struct attn *a = &m->layers[il].attn;
+        const struct delta *d = &m->layers[il].delta;
         heads += (double)a->n_head * (a->head_k + a->head_v);
+        rule += 3.0 * d->n_value * d->head_k * d->head_v;
     }
-    return 2 * (per_token * n + heads * pairs + (double)m->output.n_in * m->output.n_out);
+    return 2 * ((per_token + rule) * n + heads * pairs + (double)m->output.n_in * m->output.n_out);
 }
 
 /* ============================================================================================================
@@ -10422,21 +11094,24 @@ static struct kv_plane *session_planes(const struct session *s) {
 
 /* Copies rows first..first+n-1 of a plane of the whole model, or their scales, from the ranks that have the layer;
  * store: to them. all: (n, row) bytes. buf: as many bytes, for a rank's shard of them. */
-static void session_plane_rows(struct session *s, const struct kv_plane *k, bool scales, size_t first, size_t n,
+static void session_plane_rows(struct session *s, const struct kv_plane *what, bool scales, size_t first, size_t n,
                                uint8_t *all, size_t row, uint8_t *buf, bool store) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        const int il = (int)k->layer - r->m->first_layer;
+        const int il = (int)what->layer - r->m->first_layer;
         if (il < 0 || il >= r->m->n_layer) continue;
-        const struct plane *p = &r->planes[il][k->use];
+        const struct plane *p = &r->planes[il][what->use];
         const size_t size = scales || p->type == KV_F32 ? 4 : p->type == KV_BF16 ? 2 : 1;
         const size_t stride = scales ? plane_scale_bytes(p) : p->row_bytes;
-        const size_t from = (size_t)(scales ? p->first / p->group : p->first) * size;
-        const size_t used = (size_t)(scales ? p->n_group : p->width) * size;
-        if (store) memset(buf, 0, n * stride); /* rows are padded to 16 bytes */
-        for (size_t t = 0; store && t < n; t++) memcpy(buf + t * stride, all + t * row + from, used);
+        const size_t from = (size_t)(scales ? p->first / p->group : p->first) * size, n_run = (size_t)p->n_run;
+        const size_t used = (size_t)(scales ? p->n_group : p->width) * size / n_run;
+        const size_t run = (size_t)(scales ? p->n_group : p->whole) * size / n_run; /* scales: there is one run */
+        if (store) memset(buf, 0, n * stride);                                      /* rows are padded to 16 bytes */
+        for (size_t k = 0; store && k < n * n_run; k++)
+            memcpy(buf + k / n_run * stride + k % n_run * used, all + k / n_run * row + k % n_run * run + from, used);
         r->ops->plane_copy(r, p, first, n, scales ? NULL : buf, scales ? (float *)(void *)buf : NULL, store);
-        for (size_t t = 0; !store && t < n; t++) memcpy(all + t * row + from, buf + t * stride, used);
+        for (size_t k = 0; !store && k < n * n_run; k++)
+            memcpy(all + k / n_run * row + k % n_run * run + from, buf + k / n_run * stride + k % n_run * used, used);
     }
 }
 
@@ -10468,12 +11143,13 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
         const bool scales = i & 1;
         const size_t row = scales ? k->scales * sizeof(float) : k->row_bytes, rows = kv_plane_rows(k, n);
         if (!row) continue;
-        buf = xrealloc(buf, 2 * ROWS * row);
-        if (!store) memset(buf, 0, ROWS * row);
+        const size_t most = rows < ROWS ? rows : ROWS;
+        buf = xrealloc(buf, 2 * most * row);
+        if (!store) memset(buf, 0, most * row);
         for (size_t at = 0; ok && at < rows; at += ROWS) {
             const size_t c = rows - at < ROWS ? rows - at : ROWS;
             if (store) ok = fread(buf, row, c, f) == c;
-            if (ok) session_plane_rows(s, k, scales, at, c, buf, row, buf + ROWS * row, store);
+            if (ok) session_plane_rows(s, k, scales, at, c, buf, row, buf + most * row, store);
             if (!store) ok = fwrite(buf, row, c, f) == c;
             if (ok) *sum = checksum_add(*sum, buf, c * row);
         }
@@ -10691,7 +11367,8 @@ static const char bench_details[] =
     "table of the kernels at depth 0; it needs a single GPU.\n";
 
 static const char synth_details[] =
-    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2 or hy3. Options may follow a colon:\n"
+    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3, qwen3.5-35b-a3b,\n"
+    "qwen3.5-122b-a10b or qwen3.5-397b-a17b. Options may follow a colon:\n"
     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16). Feed-forward weights\n"
     "are NVFP4, norms and routers F32, and the backbone is everything else.\n"
     "\n"
@@ -13412,7 +14089,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, con
             bytes = (int64_t)w->n_out * w->n_in * (router_halves(w) ? 2 : 4);
             read = cpu ? (int64_t)weight_bytes(w) : bytes;
         } else if (*rule_vector(rule, layer)) {
-            bytes = read = 4 * (int64_t)layer_dim(m, layer, rule->in);
+            bytes = read = 4 * (int64_t)rule_floats(rule, m, layer);
         }
         r->weights += bytes;
         r->bytes_per_token[READ_BACKBONE] += read;
@@ -14252,18 +14929,42 @@ static int mode_render(struct engine *e) {
     return rc ? report(err) : EXIT_OK;
 }
 
-/* The line on the attention of layers first..last, which is the same in all of them. */
-static void info_attention(const struct model *m, int first, int last) {
-    const struct attn *a = &m->layers[first].attn;
+/* Whether two layers mix tokens in the same way. */
+static bool info_same(const struct layer *a, const struct layer *b) {
+    return !memcmp(&a->attn, &b->attn, sizeof a->attn) && !memcmp(&a->delta, &b->delta, sizeof a->delta) &&
+           !((a->has ^ b->has) & (HAS_DELTA | HAS_Q_GATE));
+}
+
+/* The line on attention or delta net of layer `first` and of all later layers like it: "layers 0-2, 4-6, 8-10, ..
+ * (45)". */
+static void info_attention(const struct model *m, int first) {
+    enum { RANGES = 3 }; /* ranges of layers that are listed */
+    const struct layer *layer = &m->layers[first];
+    const struct attn *a = &layer->attn;
+    const struct delta *d = &layer->delta;
     const int rope = m->ropes[a->rope].dim;
-    printf("attention     ");
-    if (first || last < m->n_layer - 1) printf("layers %d-%d: ", first, last);
-    if (a->kv_lora)
+    int ranges = 0, n = 0;
+    printf("%s", layer->has & HAS_DELTA ? "delta net     " : "attention     ");
+    for (int il = first; il < m->n_layer; il++) {
+        int last = il;
+        if (!info_same(&m->layers[il], layer)) continue;
+        while (last + 1 < m->n_layer && info_same(&m->layers[last + 1], layer)) last++;
+        if (last - il + 1 == m->n_layer) break;
+        if (ranges++ < RANGES) printf(last > il ? "%s%d-%d" : "%s%d", n ? ", " : "layers ", il, last);
+        n += last - il + 1;
+        il = last;
+    }
+    if (ranges > RANGES) printf(", .. (%d)", n);
+    if (n) printf(": ");
+    if (d->n_key)
+        printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens\n", d->n_key, d->head_k,
+               d->n_value, d->head_v, d->n_conv);
+    else if (a->kv_lora)
         printf("%d heads, latent %d, key %d (%d rotary), value %d%s\n", a->n_head, a->kv_lora, a->head_k, rope,
                a->head_v, a->q_lora ? ", low-rank query" : "");
     else
-        printf("%d heads, %d KV heads, key %d (%d rotary), value %d\n", a->n_head, a->n_head_kv, a->head_k, rope,
-               a->head_v);
+        printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s\n", a->n_head, a->n_head_kv, a->head_k, rope,
+               a->head_v, layer->has & HAS_Q_GATE ? ", gated" : "");
 }
 
 /* --info: the experts of each layer, and those that pruning kept. */
@@ -14320,11 +15021,10 @@ static int mode_info(struct engine *e) {
            m->family->arch, m->n_layer, dense, m->n_mtp_layer);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
            with_commas((uint64_t)m->n_ctx_train, number));
-    for (int il = 0, from = 0; il < m->n_layer; il++) {
-        if (il + 1 < m->n_layer && !memcmp(&m->layers[il + 1].attn, &m->layers[from].attn, sizeof(struct attn)))
-            continue;
-        info_attention(m, from, il);
-        from = il + 1;
+    for (int il = 0; il < m->n_layer; il++) {
+        int like = 0; /* the first layer like this one */
+        while (!info_same(&m->layers[like], &m->layers[il])) like++;
+        if (like == il) info_attention(m, il);
     }
     info_experts(m);
     info_tensors(m);

@@ -15,6 +15,9 @@
  *   RoPE, KV cache        k_rope_gqa or k_rope_mla                   k_rope_gqa or k_rope_mla
  *   attention             attn_gqa_decode or attn_mla_kernel,        attn_gqa_prefill or attn_mla_kernel,
  *                         attn_merge                                 attn_merge
+ *     its gate            k_attention_gate                           k_attention_gate
+ *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
+ *                                                                      k_delta_finish
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_sum (down)   gemm_kernel twice, k_combine for experts
  *   output layer          k_gemv_sum for up to 16 rows               k_gemv_sum for up to 16 rows
@@ -46,6 +49,7 @@
  *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations, the sort by expert, --calibrate's sums
  *   RoPE and the KV cache
  *   Attention over the KV cache
+ *   Gated delta net
  *   Sampling
  *   The GPU state of a rank
  *   Operations
@@ -97,11 +101,12 @@
 
 #ifdef CUEMU
 #define ALLREDUCE_SLOT_FLOATS 3072 /* small, so that an all-reduce takes several pieces */
+#define DELTA_SEGMENT_TOKENS  128  /* and a prefill several segments */
 #else
 #define ALLREDUCE_SLOT_FLOATS (1 << 20)
+#define DELTA_SEGMENT_TOKENS  1024
 #endif
 enum {
-    DECODE_MAX_TOKENS = 16,                 /* tokens of a decode forward; one of more is prefill, with other kernels */
     PREFILL_MAX_TOKENS = 4096,              /* tokens of one forward at most */
     SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
     LIST_TILE = 128,                        /* tokens of a tile in the list of a grouped GEMM */
@@ -110,6 +115,9 @@ enum {
     SAMPLE_BINS = 4096,                     /* bins of its histogram of the logits */
     ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
     ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
+    DELTA_TILE = 64,                        /* tokens that a gated delta net takes at once in prefill */
+    DELTA_SEGMENT = DELTA_SEGMENT_TOKENS,   /* tokens whose tiles are prepared at once; whole tiles */
+    DELTA_FADES = 2 * DELTA_TILE + 4,       /* floats of a tile's decays, see k_delta_prepare */
     PAGE_BYTES = 2 << 20                    /* the driver rounds large allocations up to multiples of this */
 };
 
@@ -182,6 +190,8 @@ struct gpu_dims {
     size_t ranks;           /* that NCCL gathers from, or 0 */
     size_t sum16;           /* tokens of an all-reduce by NCCL in BF16, or 0 */
     size_t logits;          /* floats of a row of logits, or 0 */
+    size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
+    size_t keys, values;    /* its queries' and keys' values, its value heads */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
@@ -213,6 +223,10 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.results = d.n > d.decode || s.stats ? d.pairs : 0;
     d.ranks = s.nccl ? (size_t)shard->n_rank : 0;
     d.sum16 = s.nccl ? d.n : 0;
+    d.keys = (size_t)(m->max.mix - m->max.z);
+    d.values = (size_t)m->max.values;
+    d.delta = d.values && d.n > d.decode ? (d.n + MAX_LAG + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
+    if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
     d.logits = shard->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab;
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
@@ -232,6 +246,9 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_Q], float, d.n * d.act[A_Q])                                                        \
     X(x32[A_K], float, d.n * d.act[A_K])                                                        \
     X(x32[A_V], float, d.n * d.act[A_V])                                                        \
+    X(x32[A_Z], float, d.n * d.act[A_Z])                                                        \
+    X(x32[A_ALPHA], float, d.n * d.act[A_ALPHA])                                                \
+    X(x32[A_BETA], float, d.n * d.act[A_BETA])                                                  \
     X(x16[A_H], uint16_t, d.n * d.act[A_H])                                                     \
     X(x16[A_QA], uint16_t, d.n * d.act[A_QA])                                                   \
     X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                     \
@@ -257,6 +274,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(route.n_jobs, int32_t, 1)                                                                 \
     X(route.job_expert, int32_t, d.jobs + 1)                                                    \
     X(route.job_weight, float, d.decode * (d.decode * d.used + 1))                              \
+    X(route.shared_weight, float, d.decode)                                                     \
     X(sort.row, int32_t, d.pairs)                                                               \
     X(sort.inverse, int32_t, d.pairs)                                                           \
     X(sort.first, int32_t, d.experts + 1)                                                       \
@@ -264,6 +282,11 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(sort.tile_first, int32_t, d.tiles)                                                        \
     X(sort.tile_count, int32_t, d.tiles)                                                        \
     X(sort.n_tiles, int32_t, 1)                                                                 \
+    X(delta.qk, uint16_t, d.delta * d.keys)                                                     \
+    X(delta.v, float, d.delta * d.act[A_Z])                                                     \
+    X(delta.gates, float, d.delta * 2 * d.values)                                               \
+    X(delta.tiles, uint16_t, d.delta * d.values * 2 * DELTA_TILE)                               \
+    X(delta.fades, float, d.delta / DELTA_TILE * d.values * DELTA_FADES)                        \
     X(logits, float, LOGIT_ROWS * d.logits)                                                     \
     X(gathered, float, d.ranks * d.decode * d.embd)                                             \
     X(sum16, uint16_t, d.sum16 * d.embd)                                                        \
@@ -909,6 +932,7 @@ __global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, si
 /* The position and number of tokens of one forward pass, in device memory. The host writes it before each pass. */
 struct batch {
     int32_t pos, n_tok; /* positions pos .. pos + n_tok - 1 */
+    int32_t state_pos;  /* positions that recurrent states have taken in */
 };
 
 enum { WARP = 32, ROW_THREADS = 256 };
@@ -1136,10 +1160,9 @@ struct gemv_regs {
 };
 
 /* acc (16, 8 * NT) += tiles tile..tile+n-1 times columns 0..64n-1 of x (n_tok rows, x_stride halves apart). Leaves out
- * device_matrix_scale. The next group of tiles is requested before this one is multiplied.
- * Columns beyond n_in have weights of 0; x may hold any finite number there. Tokens beyond n_tok repeat the last one, and
- * their results are not used. wait: the kernel before computes x, so wait for it after the first weights are
- * requested. */
+ * device_matrix_scale. The next group of tiles is requested before this one is multiplied. Columns beyond n_in have
+ * weights of 0; x may hold any finite number there. Tokens beyond n_tok repeat the last one, and their results are not
+ * used. wait: the kernel before computes x, so wait for it after the first weights are requested. */
 template <int FMT, int NT>
 DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
                        float acc[NT][4], bool wait) {
@@ -1311,6 +1334,8 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_sum(const __grid_const
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return g / (1.0f + __expf(-g)) * u; }
 
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+
 /* The first half of a feed-forward: y (job, DECODE_MAX_TOKENS, n_ff) = silu(gate x) * (up x) / HIDDEN_SCALE, for every
  * job's expert and every token. A token that did not choose the expert costs nothing and gets the weight 0 in
  * k_gemv_sum. Entry 0: routed experts or a dense layer, entry 1: the shared expert.
@@ -1389,12 +1414,14 @@ struct route_args {
     float *logits;       /* (n_tok, n_expert) */
     int32_t *id;         /* (n_tok, k) chosen experts, best first */
     float *weight;       /* (n_tok, k) their weights */
+    const float *shared; /* (n_embd) gate of the shared expert; NULL: none */
     int n_tok, n_embd, n_expert, k, n_group, n_group_used, softmax, norm;
     float factor;
     /* Decode: the distinct chosen experts, as jobs of k_gemv_glu and k_gemv_sum. */
     uint32_t *arrived; /* counts blocks; 0 between launches */
     int32_t *n_jobs, *job_expert;
-    float *job_weight; /* (jobs, DECODE_MAX_TOKENS); 0 where the token did not choose the expert */
+    float *job_weight;    /* (jobs, DECODE_MAX_TOKENS); 0 where the token did not choose the expert */
+    float *shared_weight; /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
 };
 
 /* Maps floats to unsigned numbers of the same order. NaN counts as -infinity. Never 0. */
@@ -1477,10 +1504,14 @@ DEVICE void route_warp(const struct route_args &p, int t, float *scratch) {
 enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS };   /* warps per expert row, expert rows per block */
 enum { ROUTE_IN_FLIGHT = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* loads in flight, columns from one to the next */
 
-/* Loads four columns of an expert's row; zeros outside the matrix. */
+/* Returns the rows of the router with the shared expert's gate, which is the last one. */
+__host__ __device__ inline int route_rows(const struct route_args &p) { return p.n_expert + (p.shared != NULL); }
+
+/* Loads four columns of a row; zeros outside. */
 DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
     const size_t at = (size_t)e * (size_t)p.n_embd + (size_t)col;
-    if (e >= p.n_expert || col >= p.n_embd) return make_float4(0, 0, 0, 0);
+    if (e >= route_rows(p) || col >= p.n_embd) return make_float4(0, 0, 0, 0);
+    if (e == p.n_expert) return *(const float4 *)(p.shared + col);
     if (p.w32) return *(const float4 *)(p.w32 + at);
     const uint2 b = *(const uint2 *)(p.w16 + at);
     return make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u), __uint_as_float(b.y << 16),
@@ -1494,10 +1525,10 @@ DEVICE bool last_block(uint32_t *arrived) {
     return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == gridDim.x - 1);
 }
 
-/* The router for 1 to 16 tokens: logits, choice and job list.
- * Grid: ceil(n_expert / 2), block: 256: four warps per expert row, of which the first 2048 columns are requested before
- * the kernel in front has ended. The block that ends last chooses. Reads the router's weights once (1 to 8 MB); mostly
- * the latency of two passes, about 4 us. */
+/* The router for 1 to 16 tokens: logits, choice and job list; the shared expert's gate is one more row. Grid: ceil(rows
+ * / 2), block: 256: four warps per row of the router, of which the first 2048 columns are requested before the kernel
+ * in front has ended. The block that ends last chooses. Reads the router's weights once (1 to 8 MB); mostly the latency
+ * of two passes, about 4 us. */
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_constant__ struct route_args p) {
     enum { PARTIALS = GEMV_WARPS * DECODE_MAX_TOKENS };
     SHARED(float, partial, PARTIALS); /* (warps, tokens) */
@@ -1531,6 +1562,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
         float v = 0;
         for (int k = 0; k < ROUTE_WARPS; k++) v += partial[(r * ROUTE_WARPS + k) * DECODE_MAX_TOKENS + t];
         if (t < p.n_tok && e0 + r < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e0 + r] = v;
+        if (t < p.n_tok && e0 + r == p.n_expert && p.shared) p.shared_weight[t] = sigmoid(v);
     }
     if (!last_block(p.arrived)) return;
     for (int t = warp; t < p.n_tok; t += GEMV_WARPS) route_warp(p, t, scratch);
@@ -1571,7 +1603,7 @@ static void route_decode_launch(const struct route_args *p, cudaStream_t s) {
     int smem = GEMV_WARPS * 2 * p->n_expert * (int)sizeof(float);
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(k_route_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    unsigned blocks = (unsigned)((p->n_expert + ROUTE_ROWS - 1) / ROUTE_ROWS);
+    unsigned blocks = (unsigned)((route_rows(*p) + ROUTE_ROWS - 1) / ROUTE_ROWS);
     LAUNCH_PDL(k_route_decode, blocks, GEMV_THREADS, (size_t)smem, s, *p);
 }
 
@@ -1668,18 +1700,16 @@ DEVICE uint32_t keep(uint32_t x) {
     return x;
 }
 
-/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE.
- * A warp computes 32 rows x 64 tokens; with GLU 16 rows of each matrix, so that a lane has both factors. A block
- * computes 32 WM rows x 64 WN tokens, of which `count` exist. The WN warps side by side share the tokens evenly, and a
- * warp computes only the n8-tiles that it needs, in pairs (Q8: singly).
- * Grid: (row blocks, token tiles, batch), block: 32 WM WN.
- * Bytes of a k-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 multiplications.
- * Limit: the rate of mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a
- * quarter SM. Beside them: 350 other instructions for FP4 (180 of them dequantize), 190 for F16, and 18 to 24 loads
- * from shared memory that take 70 clocks of the SM. Expect 50 to 60 % of the MMA rate. With up to 16 tokens an expert
- * the limit is dequantization or the bandwidth of the weights.
- * A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a row or token. Limit: the rate of L2, then that
- * of the MMA. */
+/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE. A warp computes 32 rows x 64 tokens;
+ * with GLU 16 rows of each matrix, so that a lane has both factors. A block computes 32 WM rows x 64 WN tokens, of
+ * which `count` exist. The WN warps side by side share the tokens evenly, and a warp computes only the n8-tiles that it
+ * needs, in pairs (Q8: singly). Grid: (row blocks, token tiles, batch), block: 32 WM WN. Bytes of a k-tile from L2: 32
+ * WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 multiplications. Limit: the rate of
+ * mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a quarter SM.
+ * Beside them: 350 other instructions for FP4 (180 of them dequantize), 190 for F16, and 18 to 24 loads from shared
+ * memory that take 70 clocks of the SM. Expect 50 to 60 % of the MMA rate. With up to 16 tokens an expert the limit is
+ * dequantization or the bandwidth of the weights. A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a
+ * row or token. Limit: the rate of L2, then that of the MMA. */
 template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
 __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPTH, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
@@ -2107,19 +2137,26 @@ __global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
     if (e == 1023) *p.n_tiles = at + n;
 }
 
-/* out (n_tok, n) = (with `add`: out) + sum over j of weight[t][j] * y[inverse[t][j]].
- * Grid: n_tok, block: 256. Moves (k + 2) * n F32 per token. */
+/* out (n_tok, n) = (with `add`: out) + sum over j of weight[t][j] * y[inverse[t][j]]. With `gate` (n) out is first
+ * multiplied by sigmoid(gate x), x (n_tok, n).
+ * Grid: n_tok, block: 256. Moves (k + 2) * n F32 per token, with a gate n more. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_combine(const float *y, const int32_t *inverse, const float *weight, int k, int n, int add, float *out) {
+    k_combine(const float *y, const int32_t *inverse, const float *weight, int k, int n, int add, const float *gate,
+              const float *x, float *out) {
     grid_dependency_launch();
     grid_dependency_wait();
+    float f = 1, dot = 0;
+    if (gate) {
+        for (int i = threadIdx.x; i < n; i += ROW_THREADS) dot += gate[i] * x[(size_t)blockIdx.x * n + i];
+        f = sigmoid(block_sum(dot));
+    }
     inverse += (size_t)blockIdx.x * k;
     weight += (size_t)blockIdx.x * k;
     out += (size_t)blockIdx.x * n;
     for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
         float s = 0;
         for (int j = 0; j < k; j++) s += weight[j] * y[(size_t)inverse[j] * n + i];
-        out[i] = add ? out[i] + s : s;
+        out[i] = add ? f * out[i] + s : s;
     }
 }
 
@@ -2208,15 +2245,16 @@ DEVICE void plane_store(const struct plane &p, size_t pos, int at, int group, in
 
 struct rope_args {
     const struct batch *batch;
-    const float *cs, *sn;         /* (n_tok, rope / 2) */
-    const float *q;               /* (n_tok, n_head * d) */
-    const float *k;               /* (n_tok, n_head_kv * d); MLA: (n_tok, latent + rope) */
-    const float *v;               /* (n_tok, n_head_kv * dv) */
-    const float *q_norm, *k_norm; /* (d); MLA: k_norm (latent) */
+    const float *cs, *sn;                /* (n_tok, rope / 2) */
+    const float *q;                      /* (n_tok, n_head * q_head), of a head's q_head values the first d */
+    const float *k;                      /* (n_tok, n_head_kv * d); MLA: (n_tok, latent + rope) */
+    const float *v;                      /* (n_tok, n_head_kv * dv) */
+    size_t q_stride, k_stride, v_stride; /* GQA: floats from token to token */
+    const float *q_norm, *k_norm;        /* (d); MLA: k_norm (latent) */
     uint16_t *q16;    /* (n_tok, n_head, d) queries for attention; MLA: the part without rotation, input of wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which this kernel writes the last `rope` */
     struct plane kp, vp;
-    int n_head, n_head_kv, d, dv, rope, latent, nope;
+    int n_head, n_head_kv, d, q_head, dv, rope, latent, nope;
     float eps;
 };
 
@@ -2234,8 +2272,9 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv;
     const int n = kind == 2 ? p.dv : p.d;
     if (i >= p.n_head_kv && kind == 2) return;
-    const float *heads = kind == 2 ? p.v : kind ? p.k : p.q;
-    const float *src = heads + ((size_t)t * (kind ? p.n_head_kv : p.n_head) + i) * n;
+    const float *src = p.q + (size_t)t * p.q_stride + (size_t)i * p.q_head;
+    if (kind == 1) src = p.k + (size_t)t * p.k_stride + (size_t)i * n;
+    if (kind == 2) src = p.v + (size_t)t * p.v_stride + (size_t)i * n;
     float x[HEAD_PER], ss = 0;
     UNROLL for (int j = 0; j < HEAD_PER; j++) {
         x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
@@ -2843,10 +2882,10 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     }
 }
 
-/* GQA prefill: `out` or `partials` (64 rows, D) of one KV head and split.
- * Grid: (splits, row tiles * KV heads), block: 128, 4 warps of 16 rows each. A tile of keys is copied raw while the
- * tile before is multiplied, then converted to f16 once and read by ldmatrix. 128 D multiplications per key for the 64 rows of
- * a KV head. Every warp reads every tile: the limit is shared memory, at half to all of the MMA rate. */
+/* GQA prefill: `out` or `partials` (64 rows, D) of one KV head and split. Grid: (splits, row tiles * KV heads), block:
+ * 128, 4 warps of 16 rows each. A tile of keys is copied raw while the tile before is multiplied, then converted to f16
+ * once and read by ldmatrix. 128 D multiplications per key for the 64 rows of a KV head. Every warp reads every tile:
+ * the limit is shared memory, at half to all of the MMA rate. */
 template <int D, int FP8>
 struct attn_tiled {
     static constexpr int KEYS = D > 128 ? 32 : 64;
@@ -2957,6 +2996,23 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     }
 }
 
+/* x (n_tok, n_head, dv) *= sigmoid of the gates, which are the second half of each head in q (n_tok, n_head, 2 dk);
+ * rows x_stride and q_stride apart, dv % 4 == 0.
+ * Grid: (ceil(n_head * dv / 1024), n_tok), block: 256. Moves 8 bytes per value; bound by latency in decode. */
+__global__ void __launch_bounds__(256)
+    k_attention_gate(const float *q, size_t q_stride, uint16_t *x, size_t x_stride, int n_head, int dk, int dv) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int i = 4 * ((int)blockIdx.x * 256 + (int)threadIdx.x), h = i / dv;
+    if (h >= n_head) return;
+    const float4 g = *(const float4 *)(q + (size_t)blockIdx.y * q_stride + (size_t)(2 * h + 1) * dk + i % dv);
+    uint2 *at = (uint2 *)(x + (size_t)blockIdx.y * x_stride + i);
+    const uint2 v = *at;
+    *at = make_uint2(
+        clamped_f16x2(half_to_f32((uint16_t)v.x) * sigmoid(g.x), half_to_f32((uint16_t)(v.x >> 16)) * sigmoid(g.y)),
+        clamped_f16x2(half_to_f32((uint16_t)v.y) * sigmoid(g.z), half_to_f32((uint16_t)(v.y >> 16)) * sigmoid(g.w)));
+}
+
 /* Joins the splits: out (n_tok, n_head, dv) = sum of 2^(m - M) * sums / sum of 2^(m - M) * l, M the largest m. Call it
  * with a.n_head_kv = 1: all heads are one group.
  * Grid: n_tok * n_head, block: 256: dv / 4 threads with 4 columns each, and as many groups of splits as fit. Reads
@@ -3050,6 +3106,647 @@ static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
 /* Runs attention over the cache, with the kernels for these head widths and this type of cache. */
 static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaStream_t s) {
     attn_find(mla, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
+}
+
+/* ============================================================================================================
+ * Gated delta net
+ *
+ * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: gated delta
+ * net". Rows are the tokens that the state lacks (`lag` of them, whose inputs are in the rings) and then the forward's
+ * own: row i is position state_pos + i. Decode is one kernel. Prefill has four for every DELTA_SEGMENT rows: k_delta_mix
+ * makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state, k_delta_scan
+ * goes from tile to tile with the state, and k_delta_finish norms the results.
+ * ============================================================================================================ */
+
+enum {
+    DELTA_HEAD = 128,                      /* values of a head's key, and of its value, at most */
+    DELTA_TAPS = 4,                        /* tokens under the convolution */
+    DELTA_PARTS = 4,                       /* k_delta_decode: threads that share a column of the state, */
+    DELTA_ROWS = DELTA_HEAD / DELTA_PARTS, /* its values that each of them has, */
+    DELTA_THREADS = DELTA_HEAD * DELTA_PARTS,
+    DELTA_STEP = 8, /* and rows whose inputs are made at once; k_delta_mix: rows of a warp */
+    DELTA_COLS = 32 /* k_delta_scan: columns of the state of a block */
+};
+
+/* What prefill makes for a segment: the buffers of a rank. */
+struct delta_tiles {
+    uint16_t *qk;    /* (rows, 2 n_key * head_k) queries and keys of norm 1 */
+    float *v;        /* (rows, n_value * head_v) values, then results */
+    float *gates;    /* (rows, 2 n_value) logarithms of the decay, and beta */
+    uint16_t *tiles; /* (tiles, n_value, 2, 64, 64) T and P as A fragments, see k_delta_prepare */
+    float *fades;    /* (tiles, n_value, DELTA_FADES) */
+};
+
+struct delta_args {
+    const struct batch *batch;
+    struct delta shape;
+    const float *q, *k, *v, *z; /* the forward's own rows; q, k, v before the convolution */
+    const float *alpha, *beta;  /* both gate_stride apart */
+    size_t q_stride, k_stride, v_stride, z_stride, gate_stride;
+    float *ring_qk, *ring_v, *ring_gates; /* (n_ring, ..): q and k, v, alpha and beta of earlier positions */
+    size_t ring_qk_stride, ring_v_stride, ring_gates_stride;
+    int n_ring;
+    float *state;                               /* (n_value, head_k, head_v) */
+    const float *conv, *decay, *dt_bias, *norm; /* of struct layer: of the whole model */
+    float eps;
+    uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
+    size_t out_stride;
+    /* prefill: rows first..first+n_row-1, of which there are n_row_all */
+    struct delta_tiles t;
+    int first, n_row, n_row_all;
+};
+
+/* Returns the whole model's value head of a rank's value head j, and the rank's key head that it uses. */
+DEVICE int delta_value_head(const struct delta &d, int j) {
+    if (d.tiled) return j / d.n_key * d.whole_key + d.first_key + j % d.n_key;
+    return d.first_key * (d.n_value / d.n_key) + j;
+}
+DEVICE int delta_key_head(const struct delta &d, int j) { return d.tiled ? j % d.n_key : j / (d.n_value / d.n_key); }
+
+/* The channels of one head under the convolution: of its query, key or value (kind 0, 1, 2). head: of n_key; of n_value
+ * for values. */
+struct delta_channels {
+    const float *own, *ring, *taps; /* at the head's first channel */
+    size_t own_stride, ring_stride;
+    int n, n_ring;
+};
+DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, int kind, int head) {
+    const struct delta &d = a.shape;
+    const int dk = d.head_k, key = d.n_key * dk, whole = d.whole_key * dk;
+    struct delta_channels c;
+    c.n = dk;
+    c.n_ring = a.n_ring;
+    if (kind == 2) {
+        c.n = d.head_v;
+        c.own = a.v + head * d.head_v;
+        c.own_stride = a.v_stride;
+        c.ring = a.ring_v + head * d.head_v;
+        c.ring_stride = a.ring_v_stride;
+        c.taps = a.conv + (size_t)(2 * whole + delta_value_head(d, head) * d.head_v) * DELTA_TAPS;
+        return c;
+    }
+    c.own = (kind ? a.k : a.q) + head * dk;
+    c.own_stride = kind ? a.k_stride : a.q_stride;
+    c.ring = a.ring_qk + kind * key + head * dk;
+    c.ring_stride = a.ring_qk_stride;
+    c.taps = a.conv + (size_t)(kind * whole + (d.first_key + head) * dk) * DELTA_TAPS;
+    return c;
+}
+
+/* Returns channel i at position p, before the convolution; pos: the forward's first. */
+DEVICE float delta_input(const struct delta_channels &c, int pos, int p, int i) {
+    if (p < 0 || i >= c.n) return 0;
+    return p >= pos ? c.own[(size_t)(p - pos) * c.own_stride + i] : c.ring[(size_t)(p % c.n_ring) * c.ring_stride + i];
+}
+
+/* Returns the sum of the squares of x over a warp's lanes, each of which has four, as a factor that makes it 1. */
+DEVICE float delta_unit(const float x[4]) {
+    return rsqrtf(warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) + 1e-6f);
+}
+
+/* Returns the logarithm of the decay (x) and beta (y) of value head j at position p. */
+DEVICE float2 delta_gates(const struct delta_args &a, int pos, int p, int j) {
+    const float *kept = a.ring_gates + (size_t)(p % a.n_ring) * a.ring_gates_stride + j;
+    const size_t own = (size_t)(p - pos) * a.gate_stride + (size_t)j;
+    const int head = delta_value_head(a.shape, j);
+    const float x = (p < pos ? kept[0] : a.alpha[own]) + a.dt_bias[head];
+    const float b = p < pos ? kept[a.shape.n_value] : a.beta[own];
+    return make_float2(a.decay[head] * (x > 20.0f ? x : log1pf(expf(x))), sigmoid(b));
+}
+
+/* Norms and gates a head's result o of a token, with one warp, and stores it. o (head_v), z: the head's gates, out: its
+ * place. */
+DEVICE void delta_finish(const struct delta_args &a, const float *o, const float *z, uint16_t *out) {
+    const int lane = threadIdx.x & 31, dv = a.shape.head_v;
+    float x[4], ss = 0;
+    UNROLL for (int u = 0; u < 4; u++) {
+        x[u] = lane + 32 * u < dv ? o[lane + 32 * u] : 0;
+        ss += x[u] * x[u];
+    }
+    const float f = rsqrtf(warp_sum(ss) / (float)dv + a.eps);
+    UNROLL for (int u = 0; u < 4; u++) {
+        const int c = lane + 32 * u;
+        if (c < dv) out[c] = clamped_f16(silu_mul(z[c], x[u] * f * a.norm[c]));
+    }
+}
+
+/* Keeps the inputs of the forward's token t in the rings: those of value head j, and of key head j where there is one.
+ * The block's threads divide the channels. */
+DEVICE void delta_keep(const struct delta_args &a, int pos, int t, int j) {
+    const struct delta &d = a.shape;
+    const int dk = d.head_k, dv = d.head_v, key = d.n_key * dk;
+    const size_t row = (size_t)((pos + t) % a.n_ring);
+    for (int i = threadIdx.x; i < dv; i += (int)blockDim.x)
+        a.ring_v[row * a.ring_v_stride + j * dv + i] = a.v[(size_t)t * a.v_stride + j * dv + i];
+    for (int i = threadIdx.x; i < 2 * dk && j < d.n_key; i += (int)blockDim.x) {
+        const int c = j * dk + i % dk;
+        a.ring_qk[row * a.ring_qk_stride + i / dk * key + c] =
+            i < dk ? a.q[(size_t)t * a.q_stride + c] : a.k[(size_t)t * a.k_stride + c];
+    }
+    if (threadIdx.x) return;
+    a.ring_gates[row * a.ring_gates_stride + j] = a.alpha[(size_t)t * a.gate_stride + j];
+    a.ring_gates[row * a.ring_gates_stride + d.n_value + j] = a.beta[(size_t)t * a.gate_stride + j];
+}
+
+/* A gated delta net for 1 to 16 tokens: convolution, gates, up to 16 lagging rows into the state, the own rows on a
+ * copy in registers, norm and gate of the result, and the rings. Grid: n_value, block: 512: thread (part, column) has
+ * 32 rows of its column of S; a head's 64 KB are in registers. A row costs one pass over them and one barrier: S^T k
+ * and S^T q are summed together, because the result is a S^T q + (q.k) u. Reads and writes each state once: 128 KB a
+ * head. An SM has one head, so that the limit is what one SM moves, not the memory: expect 3 us for 1 token, of which 1
+ * us is latency, and 10 us for 16 behind 16 that lag. */
+__global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_constant__ struct delta_args a) {
+    SHARED(float, qs, DELTA_STEP *DELTA_HEAD);
+    SHARED(float, ks, DELTA_STEP *DELTA_HEAD);
+    SHARED(float, vs, DELTA_STEP *DELTA_HEAD);
+    SHARED(float, os, DELTA_STEP *DELTA_HEAD);
+    SHARED(float4, gates, DELTA_STEP); /* decay, beta */
+    SHARED(float, qk, DELTA_STEP);     /* q.k */
+    SHARED(float2, sums, 2 * DELTA_PARTS * DELTA_HEAD);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, c = tid % DELTA_HEAD, part = tid / DELTA_HEAD;
+    const int dk = a.shape.head_k, dv = a.shape.head_v, j = blockIdx.x, kh = delta_key_head(a.shape, j);
+    const int pos = a.batch->pos, first = a.batch->state_pos, lag = pos - first, n = lag + a.batch->n_tok;
+    float *state = a.state + (size_t)j * (size_t)(dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
+    const int n_mine = c < dv ? dk - part * DELTA_ROWS : 0; /* of the thread's values that exist */
+    float S[DELTA_ROWS];
+    UNROLL for (int i = 0; i < DELTA_ROWS; i++) S[i] = i < n_mine ? state[(size_t)i * dv] : 0;
+    int turn = 0;
+    UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += DELTA_STEP) {
+        const int rows = min(n - i0, (int)DELTA_STEP);
+        for (int u = warp; u < 3 * rows; u += DELTA_THREADS / WARP) { /* a warp: q, k or v of a row */
+            const int row = u / 3, kind = u % 3, p = first + i0 + row;
+            const struct delta_channels ch = delta_channels_of(a, kind, kind == 2 ? j : kh);
+            float x[4] = {};
+            UNROLL for (int v = 0; v < 4; v++) {
+                const int i = lane + 32 * v;
+                if (i >= ch.n) continue;
+                const float4 w = *(const float4 *)(ch.taps + (size_t)i * DELTA_TAPS);
+                x[v] = w.x * delta_input(ch, pos, p - 3, i);
+                x[v] += w.y * delta_input(ch, pos, p - 2, i);
+                x[v] += w.z * delta_input(ch, pos, p - 1, i);
+                x[v] += w.w * delta_input(ch, pos, p, i);
+                x[v] *= sigmoid(x[v]);
+            }
+            float f = kind == 2 ? 1.0f : delta_unit(x);
+            if (!kind) f *= rsqrtf((float)dk);
+            float *to = (kind == 2 ? vs : kind ? ks : qs) + row * DELTA_HEAD;
+            UNROLL for (int v = 0; v < 4; v++) to[lane + 32 * v] = x[v] * f;
+        }
+        if (tid < rows) {
+            const float2 g = delta_gates(a, pos, first + i0 + tid, j);
+            gates[tid] = make_float4(expf(g.x), g.y, 0, 0);
+        }
+        __syncthreads(); /* the inputs of these rows are written */
+        if (warp < rows) {
+            float dot = 0;
+            UNROLL for (int v = 0; v < 4; v++) {
+                const int i = warp * DELTA_HEAD + lane + 32 * v;
+                dot += qs[i] * ks[i];
+            }
+            dot = warp_sum(dot);
+            if (!lane) qk[warp] = dot;
+        }
+        UNROLL_BY(1) for (int row = 0; row < rows; row++) {
+            if (i0 + row == lag && lag) { /* the state has all rows that lagged */
+                UNROLL for (int i = 0; i < DELTA_ROWS; i++) if (i < n_mine) state[(size_t)i * dv] = S[i];
+            }
+            const float4 *k4 = (const float4 *)(ks + row * DELTA_HEAD + part * DELTA_ROWS);
+            const float4 *q4 = (const float4 *)(qs + row * DELTA_HEAD + part * DELTA_ROWS);
+            float2 sum = make_float2(0, 0);
+            UNROLL for (int i = 0; i < DELTA_ROWS; i += 4) {
+                const float4 k = k4[i / 4], q = q4[i / 4];
+                sum.x += k.x * S[i] + k.y * S[i + 1] + k.z * S[i + 2] + k.w * S[i + 3];
+                sum.y += q.x * S[i] + q.y * S[i + 1] + q.z * S[i + 2] + q.w * S[i + 3];
+            }
+            float2 *all = sums + turn * DELTA_PARTS * DELTA_HEAD;
+            turn ^= 1;
+            all[part * DELTA_HEAD + c] = sum;
+            __syncthreads(); /* the sums of all parts are written, and q.k; the other half may still be read */
+            sum = make_float2(0, 0);
+            UNROLL for (int v = 0; v < DELTA_PARTS; v++) {
+                sum.x += all[v * DELTA_HEAD + c].x;
+                sum.y += all[v * DELTA_HEAD + c].y;
+            }
+            const float f = gates[row].x, u = gates[row].y * (vs[row * DELTA_HEAD + c] - f * sum.x);
+            UNROLL for (int i = 0; i < DELTA_ROWS; i += 4) {
+                const float4 k = k4[i / 4];
+                S[i] = f * S[i] + k.x * u;
+                S[i + 1] = f * S[i + 1] + k.y * u;
+                S[i + 2] = f * S[i + 2] + k.z * u;
+                S[i + 3] = f * S[i + 3] + k.w * u;
+            }
+            if (!part) os[row * DELTA_HEAD + c] = f * sum.y + qk[row] * u;
+        }
+        __syncthreads(); /* the results of these rows are written, and nobody needs their inputs any more */
+        const int t = i0 + warp - lag;
+        if (warp < rows && t >= 0)
+            delta_finish(a, os + warp * DELTA_HEAD, a.z + (size_t)t * a.z_stride + j * dv,
+                         a.out + (size_t)t * a.out_stride + j * dv);
+    }
+    for (int t = 0; t < n - lag; t++) delta_keep(a, pos, t, j); /* no row that another block reads */
+}
+
+/* Fills qk, v and gates of rows first..first+n_row-1: convolution, SiLU, norm, gates.
+ * Grid: (ceil(n_row / 8), ceil((2 n_key + n_value + 1) / 4)), block: 128, one warp per head and 8 rows. Reads the
+ * inputs 1.4 times and writes queries and keys in halves: some 10 bytes per value, at the rate of memory. */
+__global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struct delta_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct delta &d = a.shape;
+    const int lane = threadIdx.x & 31, unit = blockIdx.y * 4 + (threadIdx.x >> 5), row0 = blockIdx.x * DELTA_STEP;
+    const int pos = a.batch->pos, p0 = a.batch->state_pos + a.first + row0;
+    const int rows = min(a.n_row - row0, (int)DELTA_STEP), n_head = 2 * d.n_key + d.n_value;
+    if (unit == n_head) {
+        for (int i = lane; i < rows * d.n_value; i += WARP) {
+            const int row = i / d.n_value, j = i % d.n_value;
+            const float2 g = delta_gates(a, pos, p0 + row, j);
+            float *to = a.t.gates + (size_t)(row0 + row) * 2 * (size_t)d.n_value + j;
+            to[0] = g.x;
+            to[d.n_value] = g.y;
+        }
+    }
+    if (unit >= n_head) return;
+    const int kind = min(unit / d.n_key, 2), head = unit - kind * d.n_key;
+    const struct delta_channels ch = delta_channels_of(a, kind, head);
+    float4 w[4];
+    float x[4][DELTA_TAPS]; /* the values under the convolution */
+    UNROLL for (int v = 0; v < 4; v++) {
+        const int i = lane + 32 * v;
+        w[v] = i < ch.n ? *(const float4 *)(ch.taps + (size_t)i * DELTA_TAPS) : make_float4(0, 0, 0, 0);
+        UNROLL for (int u = 0; u < DELTA_TAPS - 1; u++) x[v][u + 1] = delta_input(ch, pos, p0 - 3 + u, i);
+    }
+    UNROLL_BY(1) for (int row = 0; row < rows; row++) {
+        float y[4];
+        UNROLL for (int v = 0; v < 4; v++) {
+            UNROLL for (int u = 0; u < DELTA_TAPS - 1; u++) x[v][u] = x[v][u + 1];
+            x[v][3] = delta_input(ch, pos, p0 + row, lane + 32 * v);
+            y[v] = w[v].x * x[v][0] + w[v].y * x[v][1] + w[v].z * x[v][2] + w[v].w * x[v][3];
+            y[v] *= sigmoid(y[v]);
+        }
+        const size_t at = (size_t)(row0 + row);
+        const float f = kind == 2 ? 1.0f : delta_unit(y);
+        float *v32 = a.t.v + at * (size_t)(d.n_value * d.head_v) + head * d.head_v;
+        uint16_t *v16 = a.t.qk + at * (size_t)(2 * d.n_key * d.head_k) + (size_t)unit * d.head_k;
+        UNROLL for (int v = 0; v < 4; v++) {
+            const int i = lane + 32 * v;
+            if (i >= ch.n) continue;
+            if (kind == 2) v32[i] = y[v];
+            else v16[i] = f32_to_f16(y[v] * f);
+        }
+    }
+}
+
+/* Starts to copy the queries (kind 0) or keys (1) of key head kh, of 64 rows from row `row` of the segment on, to a
+ * tile that f16_at<DELTA_HEAD> describes; zeros where there are none. With 128 threads. */
+DEVICE void delta_copy(uint8_t *to, const struct delta_args &a, int kind, int kh, int row) {
+    const struct delta &d = a.shape;
+    const uint16_t *from = a.t.qk + (size_t)((kind * d.n_key + kh) * d.head_k);
+    UNROLL_BY(4) for (int i = threadIdx.x; i < DELTA_TILE * DELTA_HEAD / 8; i += 128) {
+        const int r = i / (DELTA_HEAD / 8), c = i % (DELTA_HEAD / 8);
+        const bool in = row + r < a.n_row && 8 * c < d.head_k;
+        const size_t at = in ? (size_t)(row + r) * (size_t)(2 * d.n_key * d.head_k) + (size_t)(8 * c) : 0;
+        cp_async16(to + f16_at<DELTA_HEAD>(r, c), from + at, in);
+    }
+}
+
+/* k_delta_prepare: floats of a row of A and T; bytes of both. */
+enum { DELTA_PITCH = DELTA_TILE + 4, DELTA_PREPARE_SMEM = 2 * DELTA_TILE * DELTA_PITCH * 4 };
+
+/* What a tile of 64 rows of a value head needs besides the state. With G the running sum of the decays' logarithms:
+ *   A[t][s] = beta_t e^(G_t - G_s) k_t.k_s, s < t;  T = (I + A)^-1 diag(beta);
+ *   P[t][s] = e^(G_t - G_s) q_t.k_s, s <= t.
+ * fades: e^(G_t) (64), e^(G_m - G_t) (64), e^(G_m), where m is the last row that goes into the state; rows behind it
+ * get 0. T and P are stored in halves as A fragments: m16-tile w and k16-step s at ((4 w + s) * 32 + lane) * 16 bytes;
+ * only s <= w are written.
+ * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 1 M multiplications by MMA, 50,000 for the inverse: two
+ * 32 x 32 blocks with a thread per column, then the block below. Reads 32 KB, writes 10 KB; the inverse takes most of
+ * the time, some 3,000 cycles of latency, with 2 blocks on an SM of SM120, 5 on others. */
+__global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant__ struct delta_args a) {
+    DYN_SMEM(uint8_t, smem);
+    SHARED(float, G, DELTA_TILE);
+    SHARED(float, beta, DELTA_TILE);
+    uint8_t *k_tile = smem, *q_tile = smem + DELTA_TILE * DELTA_HEAD * 2;
+    float *A = (float *)smem, *T = A + DELTA_TILE * DELTA_PITCH; /* (64, 64) over both, when they are done with */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct delta &d = a.shape;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int j = blockIdx.y, row = blockIdx.x * DELTA_TILE, kh = delta_key_head(d, j);
+    const size_t tile = (size_t)blockIdx.x * (size_t)d.n_value + (size_t)j;
+    delta_copy(k_tile, a, 1, kh, row);
+    delta_copy(q_tile, a, 0, kh, row);
+    cp_async_commit();
+    if (!warp) { /* lane i has rows 2i and 2i + 1 */
+        float x[2], b[2];
+        UNROLL for (int u = 0; u < 2; u++) {
+            const int r = row + 2 * lane + u;
+            const float *gates = a.t.gates + (size_t)r * 2 * (size_t)d.n_value + j;
+            x[u] = r < a.n_row ? gates[0] : 0;
+            b[u] = r < a.n_row ? gates[d.n_value] : 0;
+        }
+        float upto = x[0] + x[1];
+        UNROLL for (int o = 1; o < WARP; o <<= 1) {
+            const float v = __shfl_up_sync(0xFFFFFFFFu, upto, o);
+            if (lane >= o) upto += v;
+        }
+        G[2 * lane] = upto - x[1];
+        G[2 * lane + 1] = upto;
+        beta[2 * lane] = b[0];
+        beta[2 * lane + 1] = b[1];
+    }
+    cp_async_wait<0>();
+    __syncthreads(); /* all queries and keys have landed; G and beta are written */
+    const int taken = min(a.n_row_all - 1 - a.first - row, (int)DELTA_TILE); /* rows that go into the state */
+    float *fades = a.t.fades + tile * DELTA_FADES;
+    if (tid < DELTA_TILE) {
+        const float last = taken > 0 ? G[taken - 1] : 0;
+        fades[tid] = expf(G[tid]);
+        fades[DELTA_TILE + tid] = tid < taken ? expf(last - G[tid]) : 0;
+        if (!tid) fades[2 * DELTA_TILE] = expf(last);
+    }
+    float kk[8][4] = {}, qk[8][4] = {};
+    UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
+        uint32_t ka[4], qa[4];
+        ldmatrix_x4(ka, k_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
+        ldmatrix_x4(qa, q_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
+        UNROLL for (int b = 0; b < 8; b += 2) {
+            if (b > 2 * warp) continue; /* rows s of other 16s come later */
+            uint32_t r[4];
+            ldmatrix_x4(r, k_tile + f16_at<DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1)));
+            mma_f16(kk[b], ka, r);
+            mma_f16(kk[b + 1], ka, r + 2);
+            mma_f16(qk[b], qa, r);
+            mma_f16(qk[b + 1], qa, r + 2);
+        }
+    }
+    __syncthreads(); /* all warps are done with the queries and keys: A takes their place */
+    uint16_t *to = a.t.tiles + tile * 2 * DELTA_TILE * DELTA_TILE + (size_t)(4 * warp * WARP + lane) * 8;
+    UNROLL for (int b = 0; b < 8; b++) {
+        UNROLL for (int e = 0; e < 4; e++) {
+            const int r = 16 * warp + g + 8 * (e >> 1), s = 8 * b + 2 * t + (e & 1);
+            const float fade = s <= r ? expf(G[r] - G[s]) : 0;
+            A[r * DELTA_PITCH + s] = s < r ? beta[r] * fade * kk[b][e] : 0;
+            qk[b][e] *= fade;
+        }
+    }
+    UNROLL for (int s = 0; s < 4; s++) {
+        if (s > warp) continue;
+        const float *x = qk[2 * s], *y = qk[2 * s + 1];
+        *(uint4 *)(to + DELTA_TILE * DELTA_TILE + s * WARP * 8) = make_uint4(
+            f32_to_f16x2(x[0], x[1]), f32_to_f16x2(x[2], x[3]), f32_to_f16x2(y[0], y[1]), f32_to_f16x2(y[2], y[3]));
+    }
+    __syncthreads(); /* A is written */
+    if (tid < DELTA_TILE) {
+        const int at = (tid & 32) * (DELTA_PITCH + 1), col = tid & 31; /* the block of 32 x 32, its column */
+        float x[32];
+        UNROLL for (int r = 0; r < 32; r++) {
+            x[r] = r == col;
+            UNROLL for (int i = 0; i < r; i++) x[r] -= A[at + r * DELTA_PITCH + i] * x[i];
+            T[at + r * DELTA_PITCH + col] = x[r];
+        }
+    }
+    __syncthreads();                            /* both blocks are inverted */
+    const int r = tid >> 2, c0 = 8 * (tid & 3); /* the block below: -T22 A21 T11; A21 T11 goes to the right of A11 */
+    float x[8] = {};
+    for (int i = 0; i < 32; i++)
+        UNROLL for (int c = 0; c < 8; c++) x[c] += A[(32 + r) * DELTA_PITCH + i] * T[i * DELTA_PITCH + c0 + c];
+    UNROLL for (int c = 0; c < 8; c++) A[r * DELTA_PITCH + 32 + c0 + c] = x[c];
+    __syncthreads(); /* A21 T11 is written */
+    UNROLL for (int c = 0; c < 8; c++) x[c] = 0;
+    for (int i = 0; i < 32; i++)
+        UNROLL for (int c = 0; c < 8; c++) x[c] -=
+            T[(32 + r) * DELTA_PITCH + 32 + i] * A[i * DELTA_PITCH + 32 + c0 + c];
+    UNROLL for (int c = 0; c < 8; c++) T[(32 + r) * DELTA_PITCH + c0 + c] = x[c];
+    __syncthreads(); /* T is whole */
+    UNROLL for (int s = 0; s < 4; s++) {
+        if (s > warp) continue;
+        uint32_t h[4];
+        UNROLL for (int e = 0; e < 4; e++) {
+            const int col = 16 * s + 2 * t + 8 * (e >> 1);
+            const float *from = T + (16 * warp + g + 8 * (e & 1)) * DELTA_PITCH + col;
+            h[e] = f32_to_f16x2(from[0] * beta[col], from[1] * beta[col + 1]);
+        }
+        *(uint4 *)(to + s * WARP * 8) = make_uint4(h[0], h[1], h[2], h[3]);
+    }
+}
+
+/* A power of two that makes the largest of a warp's numbers 16 to 32 (x), and its inverse (y). */
+DEVICE float2 delta_scale(float largest) {
+    const int e = min(max((int)(__float_as_uint(warp_max(largest)) >> 23), 27), 227); /* 2^-100 to 2^100 */
+    return make_float2(__uint_as_float((uint32_t)(258 - e) << 23), __uint_as_float((uint32_t)(e - 4) << 23));
+}
+
+/* Of k_delta_scan's shared memory. */
+enum {
+    DELTA_S_PITCH = (DELTA_COLS + 8) * 2,         /* bytes of a row of S, R and U: no bank conflicts */
+    DELTA_QK_BYTES = DELTA_TILE * DELTA_HEAD * 2, /* of a tile of queries or keys */
+    DELTA_U_BYTES = DELTA_TILE * DELTA_S_PITCH,
+    DELTA_SCAN_SMEM = 3 * DELTA_QK_BYTES + DELTA_HEAD * DELTA_S_PITCH + 3 * DELTA_U_BYTES
+};
+
+/* Loads rows 16 s..16 s + 15 of a matrix in halves (rows DELTA_S_PITCH apart) as B operands of four n8-tiles. */
+DEVICE void delta_operand(uint32_t b[4][2], const uint8_t *from, int s) {
+    const int lane = threadIdx.x & 31;
+    UNROLL for (int n = 0; n < 4; n += 2)
+        ldmatrix_x4_trans(b[n], from + (16 * s + (lane & 15)) * DELTA_S_PITCH + (n + (lane >> 4)) * 16);
+}
+
+/* Stores rows r and r + 8 (16, 32) of x * f in halves. */
+DEVICE void delta_store(uint8_t *to, int r, const float x[4][4], float f0, float f1) {
+    const int t = threadIdx.x & 3;
+    UNROLL for (int n = 0; n < 4; n++) {
+        *(uint32_t *)(to + r * DELTA_S_PITCH + (8 * n + 2 * t) * 2) = clamped_f16x2(x[n][0] * f0, x[n][1] * f0);
+        *(uint32_t *)(to + (r + 8) * DELTA_S_PITCH + (8 * n + 2 * t) * 2) = clamped_f16x2(x[n][2] * f1, x[n][3] * f1);
+    }
+}
+
+/* Returns the largest |x| of the lane. */
+DEVICE float delta_largest(const float x[4][4]) {
+    float m = 0;
+    UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++) m = fmaxf(m, fabsf(x[n][e]));
+    return m;
+}
+
+/* y (16, 32) += (a b) * f */
+DEVICE void delta_multiply(float y[4][4], const uint4 &a, const uint32_t b[4][2], float f) {
+    const uint32_t r[4] = {a.x, a.y, a.z, a.w};
+    UNROLL for (int n = 0; n < 4; n++) {
+        float x[4] = {};
+        mma_f16(x, r, b[n]);
+        UNROLL for (int e = 0; e < 4; e++) y[n][e] += x[e] * f;
+    }
+}
+
+/* Goes through the tiles of a segment with 32 columns of a value head's state, V being those of the values:
+ *   X = K S;  R = V - e^G X;  U = T R;  result = (e^G Q S + P U) / sqrt(head_k);  S = e^(G_m) S + K^T e^(G_m - G) U.
+ * S is F32 in registers; as an operand it is in halves, like R and U, with a power of two for every warp's rows.
+ * Grid: (ceil(head_v / 32), n_value), block: 128. Warp w has rows 16w.. of a tile and 32w.. of the state. The next
+ * tile's keys and queries come while this one is multiplied. 1 M multiplications and 54 KB from L2 per tile, three
+ * barriers: expect 5,000 cycles, 150 us for 4,096 tokens where there are no more blocks than SMs. */
+__global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ struct delta_args a) {
+    DYN_SMEM(uint8_t, smem);
+    SHARED(float, scale, 3 * 4); /* by warp: what undoes the scale of its rows of S, R and U */
+    uint8_t *q_tile = smem + 2 * DELTA_QK_BYTES, *s16 = q_tile + DELTA_QK_BYTES,
+            *r16 = s16 + DELTA_HEAD * DELTA_S_PITCH;
+    uint8_t *u16 = r16 + DELTA_U_BYTES, *faded = u16 + DELTA_U_BYTES; /* U, and e^(G_m - G) U */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct delta &d = a.shape;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int dk = d.head_k, dv = d.head_v, j = blockIdx.y, kh = delta_key_head(d, j);
+    const int col = blockIdx.x * DELTA_COLS + 2 * t; /* the lane's columns: col + 8 n, and the next */
+    const int n_tile = (a.n_row + DELTA_TILE - 1) / DELTA_TILE, row = 16 * warp + g; /* and row + 8 */
+    const float unit = rsqrtf((float)dk);
+    auto copy = [&](int i) {
+        if (i < n_tile) {
+            delta_copy(smem + (i & 1) * DELTA_QK_BYTES, a, 1, kh, i * DELTA_TILE);
+            delta_copy(q_tile, a, 0, kh, i * DELTA_TILE);
+        }
+        cp_async_commit();
+    };
+    copy(0);
+    /* S[i]: rows 32 warp + 16 i + g and 8 more */
+    float S[2][4][4] = {};
+    auto state = [&](int i, int n, int e) {
+        const int r = 32 * warp + 16 * i + g + 8 * e;
+        const bool in = r < dk && col + 8 * n < dv;
+        return in ? (float2 *)(a.state + ((size_t)j * dk + r) * dv + col + 8 * n) : (float2 *)NULL;
+    };
+    auto keep = [&]() { /* S in halves, for all warps */
+                        const float2 f = delta_scale(fmaxf(delta_largest(S[0]), delta_largest(S[1])));
+                        UNROLL for (int i = 0; i < 2; i++) delta_store(s16, 32 * warp + 16 * i + g, S[i], f.x, f.x);
+                        if (!lane) scale[warp] = f.y;
+    };
+    UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
+        const float2 *from = state(i, n, e);
+        const float2 v = from ? *from : make_float2(0, 0);
+        S[i][n][2 * e] = v.x;
+        S[i][n][2 * e + 1] = v.y;
+    }
+    keep();
+    UNROLL_BY(1) for (int at = 0; at < n_tile; at++) {
+        const uint8_t *k_tile = smem + (at & 1) * DELTA_QK_BYTES;
+        const size_t tile = (size_t)at * (size_t)d.n_value + (size_t)j;
+        const uint4 *T = (const uint4 *)(a.t.tiles + tile * 2 * DELTA_TILE * DELTA_TILE) + 4 * warp * WARP + lane;
+        const uint4 *P = T + DELTA_TILE * DELTA_TILE / 8;
+        const float *fades = a.t.fades + tile * DELTA_FADES;
+        float *v = a.t.v + (size_t)(at * DELTA_TILE + row) * (size_t)(d.n_value * dv) + j * dv + col;
+        const size_t below = (size_t)8 * (size_t)(d.n_value * dv); /* floats from row to row + 8 */
+        const bool in[2] = {at * DELTA_TILE + row < a.n_row, at * DELTA_TILE + row + 8 < a.n_row};
+        const float f[2] = {fades[row], fades[row + 8]};
+        float R[4][4], Y[4][4] = {}, X[4][4] = {};
+        UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
+            const bool is = in[e] && col + 8 * n < dv;
+            const float2 x = is ? *(const float2 *)(v + e * below + 8 * n) : make_float2(0, 0);
+            R[n][2 * e] = x.x;
+            R[n][2 * e + 1] = x.y;
+        }
+        cp_async_wait<0>();
+        __syncthreads(); /* the keys and queries have landed; all warps' rows of S are written */
+        UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
+            if (16 * s >= dk) continue;
+            uint32_t b[4][2], x[4];
+            delta_operand(b, s16, s);
+            ldmatrix_x4(x, k_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
+            delta_multiply(X, make_uint4(x[0], x[1], x[2], x[3]), b, scale[s / 2]);
+            ldmatrix_x4(x, q_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
+            delta_multiply(Y, make_uint4(x[0], x[1], x[2], x[3]), b, scale[s / 2]);
+        }
+        UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++) {
+            R[n][e] -= f[e >> 1] * X[n][e];
+            Y[n][e] *= f[e >> 1];
+        }
+        const float2 fr = delta_scale(delta_largest(R));
+        delta_store(r16, row, R, fr.x, fr.x);
+        if (!lane) scale[4 + warp] = fr.y;
+        __syncthreads(); /* R is written; all warps are done with the queries, the state and the keys before these */
+        copy(at + 1);
+        float U[4][4] = {};
+        UNROLL for (int s = 0; s < 4; s++) {
+            if (s > warp) continue;
+            uint32_t b[4][2];
+            delta_operand(b, r16, s);
+            delta_multiply(U, T[s * WARP], b, scale[4 + s]);
+        }
+        const float2 fu = delta_scale(delta_largest(U));
+        delta_store(u16, row, U, fu.x, fu.x);
+        delta_store(faded, row, U, fu.x * fades[DELTA_TILE + row], fu.x * fades[DELTA_TILE + row + 8]);
+        if (!lane) scale[8 + warp] = fu.y;
+        __syncthreads(); /* U is written in both forms */
+        UNROLL for (int s = 0; s < 4; s++) {
+            if (s > warp) continue;
+            uint32_t b[4][2];
+            delta_operand(b, u16, s);
+            delta_multiply(Y, P[s * WARP], b, scale[8 + s]);
+        }
+        UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) if (in[e] && col + 8 * n < dv) *
+            (float2 *)(v + e * below + 8 * n) = make_float2(Y[n][2 * e] * unit, Y[n][2 * e + 1] * unit);
+        const float last = fades[2 * DELTA_TILE];
+        UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++)
+            S[i][n][e] *= last;
+        UNROLL for (int s = 0; s < 4; s++) {
+            uint32_t b[4][2], x[4];
+            delta_operand(b, faded, s);
+            UNROLL for (int i = 0; i < 2; i++) {
+                /* matrices: (tokens 0-7, rows 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15) */
+                const int token = 16 * s + (lane >> 4) * 8 + (lane & 7), piece = 4 * warp + 2 * i + (lane >> 3 & 1);
+                ldmatrix_x4_trans(x, k_tile + f16_at<DELTA_HEAD>(token, piece));
+                delta_multiply(S[i], make_uint4(x[0], x[1], x[2], x[3]), b, scale[8 + s]);
+            }
+        }
+        keep();
+    }
+    UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
+        float2 *to = state(i, n, e);
+        if (to) *to = make_float2(S[i][n][2 * e], S[i][n][2 * e + 1]);
+    }
+}
+
+/* Norms and gates the results of a segment's own rows, and keeps the inputs of the forward's last tokens in the rings.
+ * Grid: (n_row, ceil(n_value / 4)), block: 128, a warp per head. Moves 10 bytes per value, at the rate of memory. */
+__global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ struct delta_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int n_value = a.shape.n_value, dv = a.shape.head_v, pos = a.batch->pos, n_tok = a.batch->n_tok;
+    const int t = a.first + (int)blockIdx.x - (pos - a.batch->state_pos), j0 = 4 * blockIdx.y;
+    if (t < 0) return;
+    const int j = j0 + (int)(threadIdx.x >> 5);
+    if (j < n_value)
+        delta_finish(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
+                     a.out + (size_t)t * a.out_stride + j * dv);
+    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep(a, pos, t, k);
+}
+
+/* Enqueues a gated delta net: for n_tok own rows after `lag` lagging ones. */
+static void delta_launch(const struct delta_args *args, int n_tok, int lag, cudaStream_t s) {
+    struct delta_args a = *args;
+    const unsigned heads = (unsigned)a.shape.n_value;
+    const double keys = a.shape.n_key * a.shape.head_k, values = a.shape.n_value * a.shape.head_v;
+    const double state = 2 * 4 * values * a.shape.head_k; /* bytes to read and write it */
+    if (n_tok <= DECODE_MAX_TOKENS) {
+        profile_next(state, "%u heads", heads);
+        LAUNCH_PDL(k_delta_decode, heads, DELTA_THREADS, 0, s, a);
+        return;
+    }
+    cudaFuncSetAttribute(k_delta_scan, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_SCAN_SMEM);
+    const int units = 2 * a.shape.n_key + a.shape.n_value + 1;
+    a.n_row_all = lag + n_tok;
+    for (; a.first < a.n_row_all; a.first += DELTA_SEGMENT) {
+        a.n_row = min(a.n_row_all - a.first, (int)DELTA_SEGMENT);
+        const unsigned tiles = (unsigned)(a.n_row + DELTA_TILE - 1) / DELTA_TILE;
+        profile_next(a.n_row * (2 * 6 * keys + 8 * values), "%u heads", heads);
+        LAUNCH_PDL(k_delta_mix, dim3((unsigned)(a.n_row + DELTA_STEP - 1) / DELTA_STEP, (unsigned)(units + 3) / 4), 128,
+                   0, s, a);
+        profile_next(tiles * heads * (4.0 * DELTA_TILE * DELTA_TILE) + a.n_row * 2 * 2 * keys, "%u heads", heads);
+        LAUNCH_PDL(k_delta_prepare, dim3(tiles, heads), 128, DELTA_PREPARE_SMEM, s, a);
+        profile_next(tiles * heads * (4.0 * DELTA_TILE * DELTA_TILE) + a.n_row * (2 * 2 * keys + 8 * values) + state,
+                     "%u heads", heads);
+        LAUNCH_PDL(k_delta_scan, dim3((unsigned)(a.shape.head_v + DELTA_COLS - 1) / DELTA_COLS, heads), 128,
+                   DELTA_SCAN_SMEM, s, a);
+        profile_next(a.n_row * 10 * values, "%u heads", heads);
+        LAUNCH_PDL(k_delta_finish, dim3((unsigned)a.n_row, (heads + 3) / 4), 128, 0, s, a);
+    }
 }
 
 /* ============================================================================================================
@@ -3308,6 +4005,7 @@ struct cuda {
     uint16_t *hidden_shared;  /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
     struct route_args route;  /* buffers of the router */
     struct sort_args sort;    /* buffers of the sort by expert */
+    struct delta_tiles delta; /* buffers of a gated delta net's prefill */
     float *expert_out;        /* (pairs, n_embd) results of the experts before they are weighted */
     float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
     uint16_t *sum16;          /* (chunk, n_embd) BF16 for NCCL's all-reduce */
@@ -3465,8 +4163,8 @@ static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *wha
     return !c->failed;
 }
 
-/* Waits for an event, or with NULL for the whole stream. With other ranks it polls, because a kernel may wait for a rank
- * that has failed. False after an error. */
+/* Waits for an event, or with NULL for the whole stream. With other ranks it polls, because a kernel may wait for a
+ * rank that has failed. False after an error. */
 static bool wait_for_event(struct rank *r, cudaEvent_t event, const char *what) {
     struct cuda *c = r->cuda;
     struct backoff p = {};
@@ -3598,7 +4296,8 @@ static void send_batch(struct rank *r) {
     if (!wait_for_event(r, s->free, "sending tokens")) return;
     out[0] = r->pos;
     out[1] = r->n_tok;
-    memcpy(out + 2, r->tokens, bytes);
+    out[2] = r->state_pos;
+    memcpy(out + sizeof *c->batch / sizeof *out, r->tokens, bytes);
     cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
@@ -3670,7 +4369,7 @@ static void cuda_embed(struct rank *r, enum act out) {
     r->n_all_reduce = 0;
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream,
                r->m->embd.data ? *device_matrix_of(c, &r->m->embd) : device_matrix{}, c->tokens, c->batch, c->freq,
-               r->m->ropes[0].dim / 2, r->m->ropes[0].factor, c->x32[out], c->cs, c->sn);
+               r->m->max.rope_dim / 2, r->m->ropes[0].factor, c->x32[out], c->cs, c->sn);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const size_t n = (size_t)r->m->n_embd;
@@ -3708,9 +4407,9 @@ static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int lin
 }
 #define NCCL_OK(r, call) nccl_check(r, call, #call, __LINE__)
 
-/* All-reduces by NCCL. False: our own kernel is to do it. In decode NCCL gathers the deltas in F32, and our kernel adds them
- * in the order of the ranks. In prefill NCCL adds them in BF16: two bytes per value cross the bus instead of four, and each
- * addition rounds to 8 bits (NMSE of about 4e-6). */
+/* All-reduces by NCCL. False: our own kernel is to do it. In decode NCCL gathers the deltas in F32, and our kernel adds
+ * them in the order of the ranks. In prefill NCCL adds them in BF16: two bytes per value cross the bus instead of four,
+ * and each addition rounds to 8 bits (NMSE of about 4e-6). */
 static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     struct cuda *c = r->cuda;
     const size_t count = (size_t)a->n_tok * (size_t)a->n;
@@ -3734,8 +4433,8 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
 static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
 #endif
 
-/* Adds the deltas of all ranks to x and norms the sum. A single rank adds its own delta. Several use NCCL where it was chosen,
- * or else our own kernel, which pushes as many rows at a time as a slot holds. */
+/* Adds the deltas of all ranks to x and norms the sum. A single rank adds its own delta. Several use NCCL where it was
+ * chosen, or else our own kernel, which pushes as many rows at a time as a slot holds. */
 static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
@@ -3764,7 +4463,8 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
     }
 }
 
-/* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones. */
+/* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones.
+ * */
 static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     const struct shard *shard = &r->m->shard;
     const size_t n = (size_t)r->m->n_embd;
@@ -3867,6 +4567,9 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.n_head = shape.n_head;
     p.n_head_kv = shape.n_head_kv;
     p.d = shape.head_k;
+    p.q_head = layer->has & HAS_Q_GATE ? 2 * shape.head_k : shape.head_k;
+    p.q_stride = (size_t)r->width[q];
+    p.k_stride = (size_t)r->width[k];
     p.dv = shape.head_v;
     p.rope = layer_rope_dim(m, layer);
     p.nope = layer_nope(m, layer);
@@ -3881,6 +4584,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
 static void cuda_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     struct rope_args p = rope_of(r, il, q, k);
     p.v = r->cuda->x32[v];
+    p.v_stride = (size_t)r->width[v];
     LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(p.n_head + 2 * p.n_head_kv, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream,
                p);
 }
@@ -3890,8 +4594,10 @@ static void cuda_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream, p);
 }
 
-/* Attention of queries (n_tok, n_head, dk) over the cache of layer il; outputs (n_tok, n_head, dv). */
-static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, int dv, int n_head_kv) {
+/* Attention of queries (n_tok, n_head, dk) over the cache of layer il; outputs (n_tok, n_head, dv), out_stride halves
+ * from token to token. */
+static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, size_t out_stride, int dv,
+                   int n_head_kv) {
     const struct attn shape = r->m->layers[il].attn;
     const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][PLANE_V];
     struct cuda *c = r->cuda;
@@ -3908,7 +4614,7 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     a.dk = dk;
     a.dv = dv;
     a.q_stride = (size_t)shape.n_head * (size_t)dk;
-    a.out_stride = (size_t)shape.n_head * (size_t)dv;
+    a.out_stride = out_stride;
     a.scale = shape.scale;
     a.max_splits = r->cuda->sizes.splits;
     const double key = (double)(k->row_bytes + plane_scale_bytes(k) + v->row_bytes + plane_scale_bytes(v));
@@ -3918,7 +4624,53 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
 
 static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct attn shape = r->m->layers[il].attn;
-    attend(r, il, r->cuda->x16[q], shape.head_k, r->cuda->x16[out], shape.head_v, shape.n_head_kv);
+    attend(r, il, r->cuda->x16[q], shape.head_k, r->cuda->x16[out], (size_t)r->width[out], shape.head_v,
+           shape.n_head_kv);
+}
+
+static void cuda_attention_gate(struct rank *r, int il, enum act q, enum act x) {
+    const struct attn shape = r->m->layers[il].attn;
+    const int n = shape.n_head * shape.head_v;
+    LAUNCH_PDL(k_attention_gate, dim3(ceil_div(n, 4 * 256), (unsigned)r->n_tok), 256, 0, r->cuda->stream,
+               r->cuda->x32[q], (size_t)r->width[q], r->cuda->x16[x], (size_t)r->width[x], shape.n_head, shape.head_k,
+               shape.head_v);
+}
+
+static void cuda_delta_net(struct rank *r, int il, enum act out) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct plane *planes = r->planes[il];
+    struct cuda *c = r->cuda;
+    struct delta_args a = {};
+    a.batch = c->batch;
+    a.shape = layer->delta;
+    a.q = c->x32[A_Q];
+    a.q_stride = (size_t)r->width[A_Q];
+    a.k = c->x32[A_K];
+    a.k_stride = (size_t)r->width[A_K];
+    a.v = c->x32[A_V];
+    a.v_stride = (size_t)r->width[A_V];
+    a.z = c->x32[A_Z];
+    a.z_stride = (size_t)r->width[A_Z];
+    a.alpha = c->x32[A_ALPHA];
+    a.beta = c->x32[A_BETA];
+    a.gate_stride = (size_t)r->width[A_ALPHA];
+    a.ring_qk = (float *)planes[PLANE_K].data;
+    a.ring_qk_stride = planes[PLANE_K].row_bytes / sizeof(float);
+    a.ring_v = (float *)planes[PLANE_V].data;
+    a.ring_v_stride = planes[PLANE_V].row_bytes / sizeof(float);
+    a.ring_gates = (float *)planes[PLANE_RECENT].data;
+    a.ring_gates_stride = planes[PLANE_RECENT].row_bytes / sizeof(float);
+    a.n_ring = planes[PLANE_K].n_row;
+    a.state = (float *)planes[PLANE_SUM].data;
+    a.conv = (const float *)device_vector_of(c, layer->conv);
+    a.decay = (const float *)device_vector_of(c, layer->decay);
+    a.dt_bias = (const float *)device_vector_of(c, layer->dt_bias);
+    a.norm = (const float *)device_vector_of(c, layer->delta_norm);
+    a.eps = r->m->rms_eps;
+    a.out = c->x16[out];
+    a.out_stride = (size_t)r->width[out];
+    a.t = c->delta;
+    delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
 }
 
 /* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
@@ -3931,12 +4683,13 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out)
     const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
     matmul(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,
            c->q_absorbed, NULL, heads * key, key);
-    attend(r, il, c->q_absorbed, (int)key, c->latent_out, shape.kv_lora, 1);
+    attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1);
     matmul(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
            NULL, heads * head_v, head_v);
 }
 
-/* Adds the squared inputs of feed-forward `ffn` of a layer, x and hidden rows, to in_sum2. first, rows: as in k_in_sum2. */
+/* Adds the squared inputs of feed-forward `ffn` of a layer, x and hidden rows, to in_sum2. first, rows: as in
+ * k_in_sum2. */
 static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint16_t *hidden, const int32_t *first,
                         const int32_t *rows) {
     struct ffn_weights ffns[2];
@@ -4001,6 +4754,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
         u.y_stride[i] = (size_t)p.w.n_out;
         p.w = *device_matrix_of(c, ffns[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
         if (experts) p.x_job = DECODE_MAX_TOKENS * p.x_stride, p.weight = ro->job_weight;
+        else if (routed && r->m->layers[il].sh_weight) p.weight = ro->shared_weight;
         d.entry[i] = p;
     }
     u.n_entry = d.n_entry = n;
@@ -4030,6 +4784,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     if (router_halves(&layer->router)) p.w16 = (const uint16_t *)router;
     else p.w32 = (const float *)router;
     p.bias = (const float *)device_vector_of(c, layer->router_bias);
+    p.shared = (const float *)device_vector_of(c, layer->sh_weight);
     p.x = c->x32[x];
     p.n_tok = r->n_tok;
     p.n_expert = layer->n_expert;
@@ -4084,7 +4839,7 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         LAUNCH_PDL(k_stats, (unsigned)layer->n_expert, 256, 0, c->stream, a);
     }
     LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->expert_out, s.inverse, p.weight, s.k,
-               r->width[out], layer->sh_gate.data != NULL, c->x32[out]);
+               r->width[out], layer->sh_gate.data != NULL, p.shared, c->x32[x], c->x32[out]);
 }
 
 /* Each rank of the last stage computes its rows of the head; all but the root send theirs to the root's mailbox. */
@@ -4179,8 +4934,9 @@ static void cuda_read_stats(struct rank *r, double *stats, float *in_sum2) {
     cuda_sync(r, what);
 }
 
-/* Runs `turns` rounds of eight independent mma.sync per warp, to measure their rate. Grid: two blocks an SM, block: 512.
- * Reads no memory and writes none: the condition on `out` is never true, but keeps the compiler from dropping the MMAs. */
+/* Runs `turns` rounds of eight independent mma.sync per warp, to measure their rate. Grid: two blocks an SM, block:
+ * 512. Reads no memory and writes none: the condition on `out` is never true, but keeps the compiler from dropping the
+ * MMAs. */
 __global__ void __launch_bounds__(512) k_mma_rate(int turns, float *out) {
     grid_dependency_wait();
     const uint32_t one = 0x3C003C00u + threadIdx.x, a[4] = {one, one, one, one}, b[2] = {one, one};
@@ -4351,17 +5107,29 @@ static bool matrix_range(struct rank *r, uint32_t range[2]) {
     return !c->failed;
 }
 
+/* Copies n rows of an expert, from row `first` of those at `in` on. Rows and columns may come in runs. */
+static void rows_copy(const struct weight *w, const uint8_t *in, int first, int n, uint8_t *out, size_t row_bytes) {
+    if (!w->row_run && row_bytes == w->row_bytes) {
+        memcpy(out, in + (size_t)first * w->row_bytes, (size_t)n * row_bytes);
+        return;
+    }
+    const size_t n_run = w->col_run ? (size_t)(w->n_in / w->col_run) : 1, run = row_bytes / n_run;
+    for (int i = first; i < first + n; i++) {
+        const size_t at = w->row_run
+                              ? (size_t)(i / w->row_run) * w->row_run_bytes + (size_t)(i % w->row_run) * w->row_bytes
+                              : (size_t)i * w->row_bytes;
+        for (size_t k = 0; k < n_run; k++, out += run) memcpy(out, in + at + k * w->col_run_bytes, run);
+    }
+}
+
 /* Copies `rows` rows of each of k.n_e experts to a staging buffer, by all threads. */
 static void staging_rows(const struct weight *w, const struct repack *k, int rows, uint8_t *out) {
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < k->n_e * 16; i++) { /* sixteenths of an expert, so that one alone is shared out too */
         const int from = rows * (i % 16) / 16, to = rows * (i % 16 + 1) / 16;
         uint8_t *row = out + ((size_t)(i / 16) * (size_t)rows + (size_t)from) * k->row_bytes;
-        const uint8_t *in =
-            w->data + (size_t)(k->e0 + i / 16) * w->expert_bytes + (size_t)(k->rt0 * TILE_ROWS + from) * w->row_bytes;
-        if (k->row_bytes == w->row_bytes) memcpy(row, in, (size_t)(to - from) * k->row_bytes);
-        else /* some of the columns */
-            for (int n = to - from; n-- > 0; row += k->row_bytes, in += w->row_bytes) memcpy(row, in, k->row_bytes);
+        rows_copy(w, w->data + (size_t)(k->e0 + i / 16) * w->expert_bytes, k->rt0 * TILE_ROWS + from, to - from, row,
+                  k->row_bytes);
     }
 }
 
@@ -4438,8 +5206,8 @@ static void router_upload(struct rank *r, const struct weight *w) {
 }
 
 /* Copies a vector of n floats, or nothing where x is NULL. */
-static void floats_upload(struct rank *r, const float *x, int n, const char *what) {
-    cuda_vector(r, x, x, (size_t)n * sizeof *x, what);
+static void floats_upload(struct rank *r, const float *x, size_t n, const char *what) {
+    cuda_vector(r, x, x, n * sizeof *x, what);
 }
 
 /* Copies every tensor that a forward uses; tells `progress` the bytes that are done. */
@@ -4460,14 +5228,14 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
                   (double)f.free / 0x1p30, (double)f.total / 0x1p30);
     if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
     if (m->output.data) matrix_upload(r, &m->output, "output");
-    floats_upload(r, m->output_norm, m->n_embd, "norms");
+    floats_upload(r, m->output_norm, (size_t)m->n_embd, "norms");
     for (int il = 0; il < m->n_layer && !c->failed; il++) {
         const struct layer *layer = &m->layers[il];
         snprintf(what, sizeof what, "layer %d", il);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
             if (rule->field == NOT_BOUND) continue;
             if (rule->kind == TENSOR_VECTOR) {
-                floats_upload(r, *rule_vector(rule, layer), layer_dim(m, layer, (enum dim)rule->in), "norms");
+                floats_upload(r, *rule_vector(rule, layer), rule_floats(rule, m, layer), "norms");
                 continue;
             }
             const struct weight *w = rule_weight(rule, layer);
@@ -4617,8 +5385,8 @@ static void all_reduce_check(struct rank *r) {
     free(delta);
 }
 
-/* Chooses NCCL or our own kernel for each number of tokens of a decode forward: the one that is faster on the slowest rank.
- * Both give the same bits. Describes the choice in r->link. */
+/* Chooses NCCL or our own kernel for each number of tokens of a decode forward: the one that is faster on the slowest
+ * rank. Both give the same bits. Describes the choice in r->link. */
 static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool peers) {
     enum { SIZES = 5 };
     static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
@@ -4701,15 +5469,38 @@ static void matrix_check(const struct weight *w, char *why) {
                  w->n_in);
 }
 
+/* The shape of the attention that all layers with attention have; zeros where none has. */
+static struct attn attn_of(const struct model *m) {
+    for (int il = 0; il < m->n_layer; il++)
+        if (m->layers[il].has & HAS_ATTENTION) return m->layers[il].attn;
+    return {};
+}
+
+/* Writes to why, unless that says something already, why the kernels cannot run the mixer of a layer. shape: of the
+ * model's attention. */
+static void mixer_check(const struct layer *layer, int il, const struct attn &shape, char *why) {
+    const struct delta *d = &layer->delta;
+    if (why[0]) return;
+    if ((layer->has & HAS_ATTENTION) && memcmp(&layer->attn, &shape, sizeof shape) != 0)
+        snprintf(why, ERR_MAX, "attention of layer %d unlike that of others is not supported on a GPU; use --cpu", il);
+    else if ((layer->has & HAS_DELTA) && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
+                                          d->head_v % 8 || d->n_conv != DELTA_TAPS))
+        snprintf(why, ERR_MAX,
+                 "a gated delta net with keys of %d, values of %d and a convolution of %d is not supported on a GPU; "
+                 "use --cpu",
+                 d->head_k, d->head_v, d->n_conv);
+}
+
 /* Writes to why (ERR_MAX) why the kernels cannot run this shard with such a cache; nothing if they can. */
 static void shard_check(const struct model *m, enum kv_type kv, char *why) {
-    const struct attn shape = m->layers[0].attn;
+    const struct attn shape = attn_of(m);
     const int dk = shape.kv_lora ? shape.kv_lora + m->max.rope_dim : shape.head_k;
     const int dv = shape.kv_lora ? shape.kv_lora : shape.head_v;
     const int row = m->n_embd > shape.q_lora ? m->n_embd : shape.q_lora;
     int il;
     if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
-    else if (!attn_find(shape.kv_lora != 0, dk, dv, 0) || shape.head_k > HEAD_MAX || shape.head_v > HEAD_MAX)
+    else if (shape.n_head &&
+             (!attn_find(shape.kv_lora != 0, dk, dv, 0) || shape.head_k > HEAD_MAX || shape.head_v > HEAD_MAX))
         snprintf(why, ERR_MAX, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
                  dv);
     else if (row > NORM_MAX)
@@ -4731,9 +5522,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     matrix_check(&m->output, why);
     for (il = 0; il < m->n_layer; il++) {
         const struct layer *layer = &m->layers[il];
-        if (memcmp(&layer->attn, &shape, sizeof shape) != 0 && !why[0])
-            snprintf(why, ERR_MAX, "attention of layer %d unlike that of others is not supported on a GPU; use --cpu",
-                     m->first_layer + il);
+        mixer_check(layer, m->first_layer + il, shape, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);
     }
@@ -4760,8 +5549,8 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
 }
 
-/* Returns the splits of a context in decode that give every multiprocessor two blocks. n_head_blocks: KV heads, or groups of
- * 16 heads of MLA. */
+/* Returns the splits of a context in decode that give every multiprocessor two blocks. n_head_blocks: KV heads, or
+ * groups of 16 heads of MLA. */
 static int attn_splits(int n_sm, int n_head_blocks) {
     const int n = 2 * n_sm / n_head_blocks;
     return n < 1 ? 1 : n > SPLITS_MAX ? SPLITS_MAX : n;
@@ -4779,7 +5568,7 @@ static const char *gpu_image(int major, int minor) {
 /* Decides what the chip and the options make of a rank. */
 static void rank_choose(struct rank *r, const struct cuda_options *o) {
     const struct model *m = r->m;
-    const struct attn shape = m->layers[0].attn;
+    const struct attn shape = attn_of(m);
     const struct gpu_facts f = rank_facts(r);
     struct gpu_sizes *s = &r->cuda->sizes;
     bool declared = false;
@@ -4795,8 +5584,8 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
                   f.major, MOE_CUDA_TARGETS);
     s->w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
     if (s->w4a4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
-    s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX)
-                             : attn_splits(f.n_sm, shape.kv_lora ? (shape.n_head + 15) / 16 : shape.n_head_kv);
+    const int n_head_blocks = shape.kv_lora ? (shape.n_head + 15) / 16 : max(1, shape.n_head_kv);
+    s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX) : attn_splits(f.n_sm, n_head_blocks);
     s->nccl = nccl_wanted(r, o);
     s->stats = o->stats;
 }
@@ -4855,7 +5644,7 @@ static void rank_allocate(struct rank *r) {
     const struct gpu_sizes s = c->sizes;
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct route_args *route = &c->route;
-    const size_t batch_bytes = ((size_t)r->chunk + 2) * sizeof(int32_t);
+    const size_t batch_bytes = sizeof *c->batch + (size_t)r->chunk * sizeof(int32_t);
     r->planes = (struct plane(*)[PLANE_USES])host_memory((size_t)m->n_layer, sizeof *r->planes);
     r->work = (struct candidate *)host_memory((size_t)m->n_ids, sizeof *r->work);
     r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);

@@ -51,7 +51,13 @@ struct linear {
     size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
     float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
     float input_scale;          /* of W4A4 activations; 0: none */
+    size_t groups; /* columns are heads in `groups` groups and are written in tiled order; 0: as they are */
+    size_t head;   /* columns of a head */
 };
+
+/* Returns the number in the source of the i-th of n heads in tiled order: one of every group, then the next of every
+ * group. */
+static size_t tiled_head(size_t i, size_t groups, size_t n) { return i % groups * (n / groups) + i / groups; }
 
 /* Formats that are not supported, recognized by the name of a tensor. */
 static const struct {
@@ -164,17 +170,19 @@ static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compres
 static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
 
 /* Describes the FP8 layer x. w: (rows, cols) E4M3. weight_scale_inv is a multiplier like weight_scale, despite its
- * name. */
+ * name. It is by blocks, so that a matrix of one block is rounded like its neighbors. */
 static struct linear resolve_fp8(const char *x, struct tensor *w) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
+    const bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' is there", where(w), x, x);
-    if (is_float(s) && is_scalar(s)) l.format = FP8_TENSOR;
+    const bool blocks = s->rank == 2 && s->shape[0] == ceil128(l.rows) && s->shape[1] == ceil128(l.cols);
+    if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
+    else if (is_float(s) && is_scalar(s)) l.format = FP8_TENSOR;
     else if (is_float(s) && s->rank && s->shape[0] == l.rows && (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
         l.format = FP8_ROW;
-    else if (is_float(s) && s->rank == 2 && s->shape[0] == ceil128(l.rows) && s->shape[1] == ceil128(l.cols))
-        l.format = FP8_BLOCK;
+    else if (is_float(s) && blocks) l.format = FP8_BLOCK;
     else
         die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
             l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
@@ -274,7 +282,7 @@ static const struct gguf_tensor *importance_find(const char *name, size_t n0, si
 
 /* What the pieces of a matrix are. */
 enum stacking {
-    SINGLE,    /* one matrix */
+    SINGLE,    /* one matrix, whose rows may come in several pieces */
     DENSE_FFN, /* one matrix of a dense feed-forward layer */
     EXPERTS,   /* one matrix per expert, each with its own scales */
     HEADS      /* one matrix per attention head, with common scales */
@@ -321,14 +329,21 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
  * Plan
  *
  * The list of output tensors in file order. A tensor is a sequence of pieces, which are row ranges of source matrices
- * (the experts of a stack, the heads of kv_b_proj), or a few F32 values that are computed here (.scale). All pieces of
- * a tensor have the same format.
+ * (the experts of a stack, the heads of kv_b_proj or of a delta net), or a few F32 values that are computed here
+ * (.scale). All pieces of a tensor have the same format.
  * ============================================================================================================ */
 
 /* Rows [row, row + rows) of a source matrix. */
 struct piece {
     struct linear lin;
     size_t row, rows;
+};
+
+/* What F32 values of the source are. */
+enum meaning {
+    VALUES,
+    LESS_ONE, /* norms of the Qwen3-Next line: 1 + w is written */
+    LOGARITHM /* of the decay: -exp(w) is written */
 };
 
 struct output {
@@ -338,6 +353,7 @@ struct output {
     struct piece *pieces;  /* stb_ds; empty: the data are `values` */
     float *values;         /* stb_ds */
     bool transpose;        /* every piece (rows, cols) is written as (cols, rows) */
+    enum meaning meaning;  /* what the values of the source are */
     const char *remark;    /* for the listing of --dry-run */
 
     /* for matrices that are quantized here */
@@ -402,13 +418,15 @@ static void importance_bind(struct output *o, size_t n) {
     else importance.unweighted++;
 }
 
-/* Appends base.weight and its scales. p: pieces of the same size; the array is taken over. transpose: see struct
- * output. */
+/* Appends base.weight and its scales. p: pieces, of the same size unless they are parts of a single matrix; the array
+ * is taken over. transpose: see struct output. */
 static void plan_matrix(const char *base, struct piece *p, enum stacking how, bool transpose) {
     const struct linear *l = &p[0].lin;
-    bool nvfp4 = l->format == NVFP4 && !transpose && l->cols % 64 == 0, single = how == SINGLE || how == DENSE_FFN;
+    bool nvfp4 = l->format == NVFP4 && !transpose && l->cols % 64 == 0 && l->head % 16 == 0;
+    bool single = how == SINGLE || how == DENSE_FFN;
     uint32_t stored = GGUF_BF16;
     size_t n_in = l->cols, n_out = p->rows, n = how == EXPERTS ? arrlenu(p) : 1;
+    for (size_t i = 1; single && i < arrlenu(p); i++) n_out += p[i].rows;
     if (nvfp4) stored = GGUF_NVFP4;
     if (l->format == PLAIN) stored = float_type(l->w);
     if (transpose) {
@@ -450,29 +468,42 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
  * end or a dot; `to` begins the release's. */
 struct renaming {
     const char *from, *to;
+    bool beside; /* the tensor is named beside the layers for multi-token prediction (mtp.fc), not below one */
 };
 
 static struct checkpoint {
     const char *arch;                /* of GGUF */
     const char *prefix;              /* of every tensor name: "" or "language_model." */
+    const char *body;                /* follows it in all names but the output matrix's, such as "model." */
+    const char *mtp;                 /* begins the names of layers for multi-token prediction; NULL: as other layers */
     const struct renaming *renaming; /* ends with from NULL; NULL: there is none */
     struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
+    bool wrapped;                    /* the language model is a part of it */
     bool tied;                       /* the output matrix is the embedding */
-    uint32_t has;                    /* bits of enum layer_has that all layers have */
+    uint32_t has;                    /* bits of enum layer_has that all layers have, but those in `recurrent` */
+    uint32_t has_delta;              /* bits of those */
+    bool recurrent[MAX_LAYERS];      /* the block has a gated delta net */
+    size_t n_key, n_value;           /* its heads: of keys, of values; n_key 0: there is none */
+    bool tiled;                      /* GGUF files have the heads of values in tiled order */
     int n_layer, n_mtp;              /* blocks = n_layer + n_mtp */
     int n_head, n_head_kv, rope;     /* heads; rotated values of a key with latent attention */
     int n_expert, top_k, n_group;    /* n_expert as config.json says; n_group 0: the family has no groups of experts */
     int n_shared, first_dense;       /* shared experts of a layer; layers before first_dense have a dense FFN */
-    size_t ff_dense, ff_expert;      /* hidden widths */
+    size_t ff_expert;                /* hidden width */
     const char *router_bias;         /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
     enum gating gating;
     bool norm_topk_prob;          /* the value where config.json does not say */
+    bool shared_gate;             /* the shared expert has a gate */
+    double rope_theta, rotary;    /* where config.json does not say; rope_theta -1: it must */
     double routed_scaling_factor; /* NAN: the family has none */
     bool (*is_dense)(int layer);
     size_t dim[DIM_COUNT];           /* of the layer being planned */
     const char *dim_name[DIM_COUNT]; /* in the words of config.json */
     int experts[MAX_LAYERS];         /* per block; 0: dense */
 } m;
+
+/* Returns a size from the config. */
+static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
 
 static void set_dim(enum dim d, size_t n, const char *name) {
     m.dim[d] = n;
@@ -487,22 +518,63 @@ static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum d
         shape_text(t));
 }
 
-/* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model. */
+/* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model: "model." begins the names in
+ * its body. */
 static const char *hf_name(int layer, const char *rest) {
+    const char *mtp = layer >= m.n_layer ? m.mtp : NULL;
     for (const struct renaming *r = m.renaming; r && r->from; r++) {
         const size_t n = strlen(r->from);
         if (!starts_with(rest, r->from) || (rest[n] && rest[n] != '.')) continue;
         rest = fmt("%s%s", r->to, rest + n);
+        if (mtp && r->beside) return fmt("%s%s%s", m.prefix, mtp, rest);
         break;
     }
-    return layer < 0 ? fmt("%s%s", m.prefix, rest) : fmt("%smodel.layers.%d.%s", m.prefix, layer, rest);
+    if (mtp) return fmt("%s%slayers.%d.%s", m.prefix, mtp, layer - m.n_layer, rest);
+    if (layer >= 0) return fmt("%s%slayers.%d.%s", m.prefix, m.body, layer, rest);
+    return starts_with(rest, "model.") ? fmt("%s%s%s", m.prefix, m.body, rest + 6) : fmt("%s%s", m.prefix, rest);
 }
 
-/* Appends t (rows, cols) as F32; one row becomes a vector. */
-static void plan_f32(const char *dst, const struct tensor *t, size_t rows, size_t cols) {
-    struct piece p = {{.format = PLAIN, .w = t, .rows = rows, .cols = cols, .factor = 1.0f}, 0, rows};
-    struct output *o = plan_add(dst, GGUF_F32, rows > 1 ? 2 : 1, cols, rows, 1);
-    arrput(o->pieces, p);
+/* Describes a tensor as rows of values; sizes of 1 do not count. */
+static struct linear as_rows(const struct tensor *t) {
+    struct linear l = {.format = PLAIN, .w = t, .rows = 1, .factor = 1.0f};
+    for (uint32_t i = 0; i < t->rank; i++) {
+        if (i && t->shape[i] == 1) continue;
+        if (i) l.rows *= l.cols;
+        l.cols = t->shape[i];
+    }
+    return l;
+}
+
+/* Returns the pieces of a tensor with these rows. Where they are heads of values, each one is a piece. */
+static struct piece *pieces_of(struct linear l, enum dim rows) {
+    size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? m.dim[DIM_VALUE_HEAD] : 0;
+    size_t before = rows == DIM_MIX ? m.dim[DIM_MIX] - m.dim[DIM_VALUE] : 0; /* queries and keys */
+    struct piece *p = NULL, first = {l, 0, m.tiled && head ? before : l.rows};
+    if (first.rows) arrput(p, first);
+    for (size_t i = 0; i < m.n_value && m.tiled && head; i++) {
+        struct piece one = {l, before + tiled_head(i, m.n_key, m.n_value) * head, head};
+        arrput(p, one);
+    }
+    return p;
+}
+
+/* Appends a tensor of F32. out DIM_ONE: it is a vector. */
+static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out, enum meaning meaning) {
+    struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, m.dim[in], m.dim[out], 1);
+    if (out == DIM_ONE) {
+        l.rows = m.dim[in];
+        l.cols = 1;
+    }
+    o->pieces = pieces_of(l, out == DIM_ONE ? in : out);
+    o->meaning = meaning;
+}
+
+/* The same of a tensor whose shape is checked. */
+static void plan_vector(const char *dst, const char *src, enum dim in, enum dim out, enum meaning meaning) {
+    struct linear l = as_rows(resolve_vector(src));
+    if (out == DIM_ONE) check_shape(l.w, l.cols, l.rows, in, out);
+    else check_shape(l.w, l.rows, l.cols, out, in);
+    plan_f32(dst, l, in, out, meaning);
 }
 
 static bool has_linear(const char *x) {
@@ -512,10 +584,12 @@ static bool has_linear(const char *x) {
 /* A matrix of the source with its shape checked, as one of GGUF. */
 static void plan_linear(const char *dst, const char *src, enum dim rows, enum dim cols, enum stacking how) {
     struct linear l = resolve_linear(src);
-    struct piece *p = NULL, one = {l, 0, l.rows};
     check_shape(l.w, l.rows, l.cols, rows, cols);
-    arrput(p, one);
-    plan_matrix(dst, p, how, false);
+    if (m.tiled && cols == DIM_VALUE) {
+        l.groups = m.n_key;
+        l.head = m.dim[DIM_VALUE_HEAD];
+    }
+    plan_matrix(dst, pieces_of(l, rows), how, false);
 }
 
 /* A matrix that must be stored without scales: a table of embeddings or a router. */
@@ -528,13 +602,24 @@ static struct linear resolve_plain(const char *src, enum dim rows, enum dim cols
 }
 
 static void plan_kv_b(int layer);
+static void plan_qkvz(int layer);
 static void plan_experts(const struct tensor_rule *rule, int layer);
+
+/* What the values of a vector are. */
+static enum meaning meaning_of(const struct tensor_rule *r) {
+    if (r->field == offsetof(struct layer, decay)) return LOGARITHM;
+    const bool norm = ends_with(r->name, "norm.weight") && r->field != offsetof(struct layer, delta_norm);
+    return norm && m.has_delta ? LESS_ONE : VALUES;
+}
 
 /* The tensor of one row of the table, for a layer. */
 static void plan_rule(const struct tensor_rule *r, int layer) {
+    if (!r->name) return; /* a part of the row before */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
-    if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer); /* and wv_b */
-    if (!r->hf) return;
+    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = m.has_delta & HAS_DELTA_BA; /* z is in the same tensor */
+    if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
+    if (fused && qkv) plan_qkvz(layer);
+    if (!r->hf || (fused && (qkv || r->field == offsetof(struct layer, wz)))) return;
     if (r->n == DIM_EXPERTS) {
         plan_experts(r, layer);
         return;
@@ -542,14 +627,13 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     const char *src = hf_name(layer, r->hf);
     if (r->kind == TENSOR_VECTOR) {
         const bool bias = r->field == offsetof(struct layer, router_bias);
+        const bool optional = r->optional && !bias && !(r->field == offsetof(struct layer, sh_weight) && m.shared_gate);
         if (bias && !m.router_bias) return;
         if (bias) dst = fmt("blk.%d.%s", layer, m.router_bias);
-        struct tensor *t = resolve_vector(fmt("%s%s", src, ends_with(dst, ".weight") ? ".weight" : ""));
-        check_shape(t, t->shape[0], t->rank == 1, r->in, DIM_ONE);
-        plan_f32(dst, t, 1, t->shape[0]);
+        const char *name = fmt("%s%s", src, ends_with(dst, ".weight") ? ".weight" : "");
+        if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
     } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
-        struct linear l = resolve_plain(src, r->out, r->in);
-        plan_f32(fmt("%s.weight", dst), l.w, l.rows, l.cols);
+        plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
     } else if (!r->optional || has_linear(src)) {
         plan_linear(dst, src, r->out, r->in, r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
     }
@@ -572,6 +656,25 @@ static void plan_kv_b(int layer) {
     }
     plan_matrix(fmt("blk.%d.attn_k_b", layer), k, HEADS, true);
     plan_matrix(fmt("blk.%d.attn_v_b", layer), v, HEADS, false);
+}
+
+/* Appends in_proj_qkvz as attn_qkv and attn_gate. Its rows are, for every head of keys, the query, the key, and the
+ * values and gates of the heads of values that belong to it. */
+static void plan_qkvz(int layer) {
+    struct linear l = resolve_linear(hf_name(layer, "linear_attn.in_proj_qkvz"));
+    const size_t key = m.dim[DIM_KEY] / m.n_key, value = m.dim[DIM_VALUE] / m.n_key, stride = 2 * (key + value);
+    const size_t begin[] = {0, key, 2 * key, 2 * key + value}, rows[] = {key, key, value, value};
+    struct piece *p[2] = {NULL, NULL};
+    if (l.rows != m.n_key * stride || l.cols != m.dim[DIM_EMBD])
+        die("%s: expected [%zu, %zu] (2 x (%s + %s), hidden_size), found %s", where(l.w), m.n_key * stride,
+            m.dim[DIM_EMBD], m.dim_name[DIM_KEY], m.dim_name[DIM_VALUE], shape_text(l.w));
+    for (size_t part = 0; part < 4; part++)
+        for (size_t h = 0; h < m.n_key; h++) {
+            struct piece one = {l, h * stride + begin[part], rows[part]};
+            arrput(p[part == 3], one);
+        }
+    plan_matrix(fmt("blk.%d.attn_qkv", layer), p[0], SINGLE, false);
+    plan_matrix(fmt("blk.%d.attn_gate", layer), p[1], SINGLE, false);
 }
 
 /* Returns a tensor (E, rows, cols) with all experts of a layer, or NULL. In gate_up_proj the rows of gate come before
@@ -612,7 +715,7 @@ static void plan_experts(const struct tensor_rule *r, int layer) {
         die("%s: expected [%zu, %zu, %zu], found %s", where(fused), n, stride, cols, shape_text(fused));
     if (fused) fused->used = true;
     for (size_t e = 0; e < n; e++) {
-        struct piece one = {{PLAIN, fused, NULL, n * stride, cols, 1.0f, 0.0f}, e * stride + first, rows};
+        struct piece one = {{PLAIN, fused, NULL, n * stride, cols, 1.0f, 0.0f, 0, 0}, e * stride + first, rows};
         if (!fused) {
             one.lin = resolve_linear(hf_name(layer, fmt("%.*s%zu%s", before, r->hf, e, r->hf + before + 1)));
             check_shape(one.lin.w, one.lin.rows, one.lin.cols, r->out, r->in);
@@ -625,14 +728,15 @@ static void plan_experts(const struct tensor_rule *r, int layer) {
 
 /* Plans every tensor that layer has. Layers behind the last ordinary one predict further tokens and are mixtures. */
 static void plan_layer(int layer) {
-    struct layer what = {.has = m.has};
+    struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
     const bool dense = layer < m.n_layer && m.is_dense(layer);
     if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
     what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && m.n_shared) what.has |= HAS_SHARED;
     if (!dense) m.experts[layer] = count_experts(layer);
     set_dim(DIM_EXPERTS, (size_t)m.experts[layer], "the layer's experts");
-    set_dim(DIM_FF, dense ? m.ff_dense : m.ff_expert, dense ? "intermediate_size" : "moe_intermediate_size");
+    set_dim(DIM_FF, dense ? size_of("intermediate_size") : m.ff_expert,
+            dense ? "intermediate_size" : "moe_intermediate_size");
     for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
 }
 
@@ -643,11 +747,33 @@ static void skip(struct tensor *t) {
     n_skipped++;
 }
 
+/* Finds out how the names begin, and whether there is a layer for multi-token prediction. Exports have more than one
+ * form of them. */
+static void find_names(void) {
+    static const char *const bodies[] = {"model.", "model.language_model.",
+                                         "model.language_model.model.language_model."};
+    static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
+    if (tensor_find("language_model.model.embed_tokens.weight")) m.prefix = "language_model.";
+    for (size_t k = 0; k < COUNT(bodies); k++)
+        if (tensor_find(fmt("%s%sembed_tokens.weight", m.prefix, bodies[k]))) m.body = bodies[k];
+    for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
+        if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
+    if (m.has_delta && m.n_mtp && !m.mtp)
+        message_print("'%s': config.json announces a layer for multi-token prediction, but its tensors are not there: "
+                      "none is written",
+                      model_dir);
+    if (m.has_delta) m.n_mtp = m.mtp != NULL;
+}
+
 /* Skips or refuses tensors by their names. */
 static void screen_names(void) {
+    static const char *const vision[] = {"vision_tower.", "mm_projector.", "model.visual.", "visual."};
+    size_t n_vision = 0;
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
-        bool skipped = m.prefix[0] && (starts_with(t->name, "vision_tower.") || starts_with(t->name, "mm_projector."));
+        bool skipped = false;
+        for (size_t k = 0; k < COUNT(vision) && m.wrapped; k++) skipped |= starts_with(t->name, vision[k]);
+        n_vision += skipped;
         for (size_t k = 0; k < COUNT(skipped_suffixes); k++) skipped |= ends_with(t->name, skipped_suffixes[k]);
         if (skipped) {
             skip(t);
@@ -657,6 +783,7 @@ static void screen_names(void) {
             if (ends_with(t->name, refused_suffixes[k].suffix))
                 die("%s: %s are not supported", where(t), refused_suffixes[k].format);
     }
+    if (n_vision) message_print("%zu tensors of the vision tower are left out: moe reads text only", n_vision);
 }
 
 /* Dies if a tensor was neither used nor skipped, because the model then has parts that are not known here. */
@@ -665,8 +792,10 @@ static void check_all_used(void) {
         const struct tensor *t = &tensors[i];
         if (t->used) continue;
         unsigned layer = 0, expert = 0;
-        const char *name = t->name + (starts_with(t->name, m.prefix) ? strlen(m.prefix) : 0);
-        int found = sscanf(name, "model.layers.%5u.mlp.experts.%5u.", &layer, &expert);
+        const char *body = fmt("%s%s", m.prefix, m.body);
+        int found = starts_with(t->name, body)
+                        ? sscanf(t->name + strlen(body), "layers.%5u.mlp.experts.%5u.", &layer, &expert)
+                        : 0;
         if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))
             die("%s: layer %u, while num_hidden_layers is %d and num_nextn_predict_layers %d", where(t), layer,
                 m.n_layer, m.n_mtp);
@@ -678,15 +807,15 @@ static void check_all_used(void) {
 
 /* Makes the plan. */
 static void plan_model(void) {
-    struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
+    find_names();
     screen_names();
+    struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
     struct linear embd = resolve_plain(hf_name(-1, "model.embed_tokens"), DIM_VOCAB, DIM_EMBD);
     struct piece *p = NULL, one = {embd, 0, embd.rows};
     arrput(p, one);
     plan_matrix("token_embd", p, SINGLE, false);
-    struct tensor *norm = resolve_vector(hf_name(-1, "model.norm.weight"));
-    check_shape(norm, norm->shape[0], norm->rank == 1, DIM_EMBD, DIM_ONE);
-    plan_f32("output_norm.weight", norm, 1, norm->shape[0]);
+    plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
+                m.has_delta ? LESS_ONE : VALUES);
     if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
@@ -695,13 +824,10 @@ static void plan_model(void) {
     check_all_used();
 }
 
-/* Returns a size from the config. */
-static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
-
 /* Grouped-query attention with normed heads. */
 static void read_gqa(void) {
     size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[DIM_EMBD] / m.n_head);
-    m.has = HAS_GQA | HAS_Q | HAS_HEAD_NORM;
+    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
     m.n_head_kv = (int)size_of("num_key_value_heads");
     set_dim(DIM_HEAD_K, head, "head_dim");
     set_dim(DIM_HEAD_V, head, "head_dim");
@@ -725,7 +851,7 @@ static void read_mla(void) {
     set_dim(DIM_HEAD_V, v_head, "v_head_dim");
     set_dim(DIM_Q, heads * m.dim[DIM_HEAD_K], "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)");
     set_dim(DIM_ATT, heads * v_head, "num_attention_heads x v_head_dim");
-    m.has = HAS_MLA | (m.dim[DIM_Q_LORA] ? HAS_Q_LORA : HAS_Q);
+    m.has = HAS_ATTENTION | HAS_MLA | (m.dim[DIM_Q_LORA] ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
 }
 
 /* A shared expert as wide as n of the routed ones. */
@@ -750,6 +876,73 @@ static void read_qwen3(void) {
         (int)get_int(m.cfg, get(m.cfg, "num_experts") ? "num_experts" : "num_local_experts", 1, MAX_EXPERTS, REQUIRED);
     expect(m.cfg, "use_sliding_window", !get_bool(m.cfg, "use_sliding_window", false), "false");
 }
+
+/* Reads the keys of the layers with a gated delta net. */
+static void read_delta(void) {
+    struct doc c = m.cfg;
+    const size_t key = size_of("linear_key_head_dim"), value = size_of("linear_value_head_dim");
+    const int interval = (int)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4);
+    json_t *list = get_list(c, "layer_types");
+    m.n_key = size_of("linear_num_key_heads");
+    m.n_value = size_of("linear_num_value_heads");
+    expect(c, "linear_num_value_heads", m.n_value % m.n_key == 0, fmt("a multiple of the %zu heads of keys", m.n_key));
+    set_dim(DIM_CONV, (size_t)get_int(c, "linear_conv_kernel_dim", 1, 64, 4), "linear_conv_kernel_dim");
+    set_dim(DIM_KEY, m.n_key * key, "linear_num_key_heads x linear_key_head_dim");
+    set_dim(DIM_VALUES, m.n_value, "linear_num_value_heads");
+    set_dim(DIM_VALUE, m.n_value * value, "linear_num_value_heads x linear_value_head_dim");
+    set_dim(DIM_VALUE_HEAD, value, "linear_value_head_dim");
+    set_dim(DIM_MIX, 2 * m.dim[DIM_KEY] + m.dim[DIM_VALUE], "heads of queries, keys and values");
+    set_dim(DIM_BA, 2 * m.n_value, "2 linear_num_value_heads");
+    expect(c, "layer_types", !list || json_array_size(list) == (size_t)m.n_layer, fmt("%d layers", m.n_layer));
+    for (int l = 0; l < m.n_layer; l++) {
+        const char *type = (l + 1) % interval ? "linear_attention" : "full_attention";
+        if (list) type = json_string_value(json_array_get(list, (size_t)l));
+        expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
+               "\"full_attention\" and \"linear_attention\"");
+        m.recurrent[l] = !strcmp(type, "linear_attention");
+    }
+}
+
+/* Reads the keys that Qwen3-Next and Qwen3.5 have in common. */
+static void read_qwen_delta(uint32_t alpha_beta) {
+    struct doc c = m.cfg;
+    read_gqa();
+    read_delta();
+    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
+    m.has_delta = HAS_DELTA | HAS_POST_NORM | alpha_beta;
+    set_dim(DIM_Q, 2 * m.dim[DIM_ATT], "2 num_attention_heads x head_dim");
+    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
+    m.n_shared = 1;
+    m.shared_gate = true;
+    m.gating = GATING_SOFTMAX;
+    m.norm_topk_prob = true;
+    m.rope_theta = 10000;
+    m.rotary = 0.25;
+    m.n_expert = (int)get_int(c, "num_experts", 1, MAX_EXPERTS, REQUIRED);
+    m.n_mtp = (int)get_int(c, "mtp_num_hidden_layers", 0, 1, 0);
+    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
+    expect(c, "attn_output_gate", get_bool(c, "attn_output_gate", true), "true");
+    expect(c, "use_sliding_window", !get_bool(c, "use_sliding_window", false), "false");
+    expect(c, "mtp_use_dedicated_embeddings", !get_bool(c, "mtp_use_dedicated_embeddings", false), "false");
+}
+
+static void read_qwen3_next(void) {
+    m.is_dense = is_dense_qwen3;
+    read_qwen_delta(HAS_DELTA_BA);
+}
+
+static bool is_dense_never(int layer) { return layer < 0; }
+static void read_qwen3_5(void) {
+    m.is_dense = is_dense_never;
+    m.tiled = true;
+    read_qwen_delta(HAS_DELTA_AB);
+}
+static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.shared_expert", false},
+                                                  {"enorm", "pre_fc_norm_embedding", true},
+                                                  {"hnorm", "pre_fc_norm_hidden", true},
+                                                  {"eh_proj", "fc", true},
+                                                  {"shared_head.norm", "norm", true},
+                                                  {NULL, NULL, false}};
 
 static bool is_dense_leading(int layer) { return layer < m.first_dense; }
 /* Reads the keys of DeepSeek-V3 and Kimi-K2. */
@@ -801,22 +994,26 @@ static void read_hy3(void) {
     expect(c, "router_scaling_factor", !isnan(m.routed_scaling_factor), "a number");
     expect(c, "route_norm", get_bool(c, "route_norm", true), "true");
 }
-static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias"},
-                                            {"mlp.gate", "mlp.router.gate"},
-                                            {"mlp.shared_experts", "mlp.shared_mlp"},
-                                            {"shared_head.norm", "final_layernorm"},
-                                            {NULL, NULL}};
+static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", false},
+                                            {"mlp.gate", "mlp.router.gate", false},
+                                            {"mlp.shared_experts", "mlp.shared_mlp", false},
+                                            {"shared_head.norm", "final_layernorm", false},
+                                            {NULL, NULL, false}};
 
 /* The one table of families. */
 static const struct {
-    const char *type; /* model_type of config.json */
-    const char
-        *wrapper;     /* model_type of a config.json that has this family's in text_config, and whose tensor names begin
-                          * with "language_model."; NULL: there is none */
-    const char *arch; /* general.architecture of GGUF */
-    void (*read)(void);              /* reads config.json into m */
+    const char *type;    /* model_type of config.json */
+    const char *wrapper; /* model_type of a config.json that has this family's in text_config; NULL: there is none */
+    const char *arch;    /* general.architecture of GGUF */
+    void (*read)(void);  /* reads config.json into m */
     const struct renaming *renaming; /* parts of tensor names that differ from those in tensor_rules; NULL: none */
 } families[] = {{.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
+                {.type = "qwen3_5_moe_text",
+                 .wrapper = "qwen3_5_moe",
+                 .arch = "qwen35moe",
+                 .read = read_qwen3_5,
+                 .renaming = qwen_next_names},
+                {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
                 {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
                 {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
                 {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names}};
@@ -825,7 +1022,7 @@ static const struct {
 static const char *family_types(void) {
     const char *list = families[0].type;
     for (size_t f = 1; f < COUNT(families); f++) list = fmt("%s, %s", list, families[f].type);
-    return fmt("%s or kimi_k25", list);
+    return fmt("%s, qwen3_5_moe or kimi_k25", list);
 }
 
 /* Reads config.json into m. */
@@ -836,7 +1033,11 @@ static void read_config(void) {
     bool wrapped = false;
     for (size_t f = 0; f < COUNT(families); f++) wrapped |= families[f].wrapper && !strcmp(families[f].wrapper, type);
     m.cfg = wrapped ? get_obj(m.top, "text_config") : m.top;
-    m.prefix = wrapped ? "language_model." : "";
+    m.wrapped = wrapped;
+    m.prefix = "";
+    m.body = "model.";
+    m.rope_theta = -1;
+    m.rotary = 1;
     if (wrapped) type = get_str(m.cfg, "model_type", "(none)");
     size_t f = 0, n = COUNT(families);
     while (f < n && strcmp(families[f].type, type)) f++;
@@ -852,7 +1053,6 @@ static void read_config(void) {
     set_dim(DIM_EMBD, size_of("hidden_size"), "hidden_size");
     set_dim(DIM_2_EMBD, 2 * m.dim[DIM_EMBD], "2 hidden_size");
     set_dim(DIM_VOCAB, (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED), "vocab_size");
-    m.ff_dense = size_of("intermediate_size");
     m.ff_expert = size_of("moe_intermediate_size");
     m.tied = get_bool(m.cfg, "tie_word_embeddings", get_bool(m.top, "tie_word_embeddings", false));
     expect(m.cfg, "hidden_act", !strcmp(get_str(m.cfg, "hidden_act", "silu"), "silu"), "\"silu\"");
@@ -1271,6 +1471,23 @@ static void kv_strings(const char *key, char *const *s, size_t n) {
     for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
 }
 
+/* Writes how much of a head is rotated, and for Qwen3.5 the shares of time, height and width in it, which are the same
+ * number for text. r: the object of RoPE parameters. d: the object that has partial_rotary_factor. */
+static void put_partial_rope(struct doc r, struct doc d, double rotary) {
+    static const int32_t usual[4] = {11, 11, 10, 0};
+    int32_t sections[4] = {0};
+    json_t *v, *list = get_list(r, "mrope_section");
+    size_t i;
+    const double n = (double)m.dim[DIM_HEAD_K] * rotary;
+    expect(d, "partial_rotary_factor", rotary > 0 && rotary <= 1 && (size_t)n >= 2 && (size_t)n % 2 == 0,
+           "a share of head_dim that is an even number");
+    kv_u32("rope.dimension_count", (size_t)n);
+    if (!m.tiled) return; /* Qwen3-Next has no sections */
+    expect(r, "mrope_section", json_array_size(list) <= 4, "at most four numbers");
+    json_array_foreach(list, i, v) sections[i] = (int32_t)json_integer_value(v);
+    gguf_put_array(&writer, arch_key("rope.dimension_sections"), GGUF_V_I32, 4, list ? sections : usual);
+}
+
 /* Writes the RoPE keys, from rope_theta and rope_scaling or from the newer rope_parameters. YaRN (arXiv 2309.00071)
  * with MLA scales the softmax by mscale_all_dim. cos and sin stay unscaled only if mscale is the same number; anything
  * else is an error. */
@@ -1281,13 +1498,18 @@ static void put_rope(void) {
     const bool mla = m.has & HAS_MLA;
     const char *key;
     json_t *v;
-    json_object_foreach(r.obj, key, v) { expect(r, key, one_of(key, known), "no such RoPE parameter"); }
-    double theta = get_num(m.cfg, "rope_theta", get_num(r, "rope_theta", -1));
+    json_object_foreach(r.obj, key, v) {
+        bool ok = one_of(key, known) || (m.has_delta && one_of(key, "mrope_section mrope_interleaved"));
+        expect(r, key, ok, "no such RoPE parameter");
+    }
+    double theta = get_num(m.cfg, "rope_theta", get_num(r, "rope_theta", m.rope_theta));
     expect(m.cfg, "rope_theta", theta > 0, "a number above 0");
     kv_f32("rope.freq_base", theta);
     const char *type = get_str(r, "rope_type", get_str(r, "type", "default"));
-    expect(r, "partial_rotary_factor", get_num(r, "partial_rotary_factor", 1) == 1, "1");
-    expect(m.cfg, "partial_rotary_factor", get_num(m.cfg, "partial_rotary_factor", 1) == 1, "1");
+    struct doc d = get(r, "partial_rotary_factor") ? r : m.cfg;
+    double rotary = get_num(d, "partial_rotary_factor", m.rotary);
+    if (m.has_delta) put_partial_rope(r, d, rotary);
+    else expect(d, "partial_rotary_factor", rotary == 1, "1");
     if (one_of(type, "default none")) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
     double factor = get_num(r, "factor", NAN), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
@@ -1347,6 +1569,19 @@ static void put_experts(const char *name) {
     if (pruned) gguf_put_bool(&writer, "moe.reap.pruned", true);
 }
 
+/* Writes the sizes of the layers with a gated delta net, and which layers they are. */
+static void put_delta(void) {
+    kv_u32("expert_shared_feed_forward_length", m.dim[DIM_SHARED]);
+    kv_u32("ssm.conv_kernel", m.dim[DIM_CONV]);
+    kv_u32("ssm.state_size", m.dim[DIM_KEY] / m.n_key);
+    kv_u32("ssm.group_count", m.n_key);
+    kv_u32("ssm.time_step_rank", m.n_value);
+    kv_u32("ssm.inner_size", m.dim[DIM_VALUE]);
+    kv_u32("full_attention_interval", (size_t)get_int(m.cfg, "full_attention_interval", 1, MAX_LAYERS, 4));
+    gguf_put_array(&writer, arch_key("attention.recurrent_layers"), GGUF_V_BOOL, (size_t)(m.n_layer + m.n_mtp),
+                   m.recurrent);
+}
+
 /* Writes the sizes of the model. */
 static void put_architecture(void) {
     struct doc c = m.cfg;
@@ -1354,7 +1589,7 @@ static void put_architecture(void) {
     kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
     kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, INT32_MAX, REQUIRED));
     kv_u32("embedding_length", m.dim[DIM_EMBD]);
-    kv_u32("feed_forward_length", m.ff_dense);
+    if (get(c, "intermediate_size")) kv_u32("feed_forward_length", size_of("intermediate_size"));
     kv_u32("vocab_size", m.dim[DIM_VOCAB]);
     kv_f32("attention.layer_norm_rms_epsilon", get_num(c, "rms_norm_eps", 1e-6));
     kv_u32("attention.head_count", (size_t)m.n_head);
@@ -1372,6 +1607,7 @@ static void put_architecture(void) {
     }
     if (m.is_dense == is_dense_leading) kv_u32("leading_dense_block_count", (size_t)m.first_dense);
     if (m.dim_name[DIM_SHARED]) kv_u32("expert_shared_count", (size_t)m.n_shared);
+    if (m.has_delta) put_delta();
     if (!isnan(m.routed_scaling_factor)) kv_f32("expert_weights_scale", m.routed_scaling_factor);
     if (m.n_group) {
         kv_u32("expert_group_count", (size_t)m.n_group);
@@ -1525,6 +1761,43 @@ static uint32_t file_type(void) {
     }
 }
 
+/* Returns the algorithm that a release names for a tensor of its own: of the innermost module that quantized_layers
+ * lists, else of the whole release. */
+static const char *quantization_of(const char *tensor, struct doc q) {
+    struct doc layers = get_obj(q, "quantized_layers");
+    char *name = xstrdup(tensor), *dot;
+    const char *algo = get_str(q, "quant_algo", "none");
+    while ((dot = strrchr(name, '.'))) {
+        *dot = 0;
+        if (!get(layers, name)) continue;
+        algo = get_str(get_obj(layers, name), "quant_algo", "none");
+        break;
+    }
+    free(name);
+    return algo;
+}
+
+/* Lists the NVFP4 matrices whose inputs the release wants in 16 bits, even where they have an input scale. */
+static void put_precision(void) {
+    struct doc hf = doc_read("hf_quant_config.json"), q = get_obj(m.cfg, "quantization_config");
+    char **names = NULL;
+    if (!get(q, "quant_algo")) q = get_obj(m.top, "quantization_config");
+    if (!get(q, "quant_algo")) q = get_obj(hf, "quantization");
+    for (size_t i = 0; i < arrlenu(plan); i++)
+        if (plan[i].type == GGUF_NVFP4 && plan[i].pieces[0].lin.format == NVFP4 &&
+            !strcmp(quantization_of(plan[i].pieces[0].lin.w->name, q), "W4A16_NVFP4"))
+            arrput(names, plan[i].name);
+    bool *a4 = xrealloc(NULL, arrlenu(names) + 1);
+    memset(a4, 0, arrlenu(names) + 1);
+    if (names) {
+        kv_strings("general.tensor_extra.name", names, arrlenu(names));
+        gguf_put_array(&writer, "general.tensor_extra.prec_a4", GGUF_V_BOOL, arrlenu(names), a4);
+    }
+    free(a4);
+    arrfree(names);
+    json_decref(hf.obj);
+}
+
 /* Writes all keys and the tensor table. */
 static void put_metadata(const char *name) {
     kv_str("general.architecture", m.arch);
@@ -1534,6 +1807,7 @@ static void put_metadata(const char *name) {
     put_architecture();
     put_rope();
     put_experts(name);
+    put_precision();
     put_vocabulary();
     for (size_t i = 0; i < arrlenu(plan); i++)
         gguf_add_tensor(&writer, plan[i].name, plan[i].type, plan[i].n_dims, plan[i].ne);
@@ -1597,6 +1871,18 @@ static void check_finite(const struct linear *l, size_t row, const float *v, flo
     die("%s: row %zu, column %zu is not a finite number", where(l->w), row + at / l->cols, at % l->cols);
 }
 
+/* Brings the columns of n rows to the order in which they are written. row: bytes of a row. */
+static void order_columns(const struct linear *l, void *rows, size_t n, size_t row) {
+    if (!l->groups) return;
+    const size_t heads = l->cols / l->head, head = row / heads;
+    uint8_t *copy = xrealloc(NULL, row), *p = rows;
+    for (size_t r = 0; r < n; r++, p += row) {
+        memcpy(copy, p, row);
+        for (size_t i = 0; i < heads; i++) memcpy(p + i * head, copy + tiled_head(i, l->groups, heads) * head, head);
+    }
+    free(copy);
+}
+
 /* dst (n, cols) = n rows of a matrix as F32, without `factor`. Returns the largest magnitude, which only in plain
  * matrices may be infinite or NaN. */
 static float read_rows(const struct linear *l, size_t row, size_t n, float *dst) {
@@ -1621,6 +1907,7 @@ static float read_rows(const struct linear *l, size_t row, size_t n, float *dst)
     }
     float largest = f32_from_bits((uint32_t)most);
     if (l->format != PLAIN) check_finite(l, row, dst, largest);
+    order_columns(l, dst, n, l->cols * sizeof *dst);
     return largest;
 }
 
@@ -1632,6 +1919,12 @@ static void write_floats(uint32_t type, float *v, size_t n) {
         memcpy(p + 2 * i, &h, 2);
     }
     out_write(p, n * (type == GGUF_F32 ? 4 : 2));
+}
+
+/* Turns values of the source into those that are written. */
+static void apply_meaning(enum meaning meaning, float *v, size_t n) {
+    for (size_t i = 0; i < n && meaning == LESS_ONE; i++) v[i] += 1.0f;
+    for (size_t i = 0; i < n && meaning == LOGARITHM; i++) v[i] = (float)-exp((double)v[i]);
 }
 
 /* Dies if weights v of l cannot be Q8_0: the scale of a block, largest / 127, must be finite in F16. */
@@ -1709,6 +2002,8 @@ static void write_nvfp4_rows(const struct linear *l, size_t row, size_t n, uint8
     tensor_read(l->w, row * rb, raw, n * rb);
     largest = read_block_scales(l, row, n, s);
     *most = largest > *most ? largest : *most;
+    order_columns(l, raw, n, rb);
+    order_columns(l, s, n, l->cols / 16);
     for (size_t i = 0; i < n * blocks; i++) nvfp4_repack_block(raw + 32 * i, s + 4 * i, &b[i]);
     out_write(b, n * blocks * sizeof *b);
 }
@@ -1736,9 +2031,10 @@ static void write_piece(struct output *o, size_t index) {
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (o->type == GGUF_NVFP4) write_nvfp4_rows(l, p->row + r, n, &most);
-        else if (l->format == PLAIN && float_type(l->w) == o->type) {
+        else if (l->format == PLAIN && float_type(l->w) == o->type && o->meaning == VALUES) {
             uint8_t *raw = scratch(0, n * row_bytes(l));
             tensor_read(l->w, (p->row + r) * row_bytes(l), raw, n * row_bytes(l));
+            order_columns(l, raw, n, row_bytes(l));
             out_write(raw, n * row_bytes(l));
         } else {
             float *v = (float *)(void *)scratch(3, n * l->cols * sizeof *v);
@@ -1746,7 +2042,10 @@ static void write_piece(struct output *o, size_t index) {
             if (o->type == GGUF_Q8_0) {
                 check_q8_0(l, p->row + r, v, largest);
                 write_quantized(o, l, NULL, v, n);
-            } else write_floats(o->type, v, n * l->cols);
+            } else {
+                apply_meaning(o->meaning, v, n * l->cols);
+                write_floats(o->type, v, n * l->cols);
+            }
         }
     }
     float largest = 6.0f * e4m3_to_f32(most) * l->factor;
@@ -1849,7 +2148,8 @@ static void help(void) {
     puts("usage: moe-convert HF_DIR -o OUT.gguf [options]\n"
          "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n\n"
          "Converts a Hugging Face model directory (safetensors, config.json, tokenizer.json or\n"
-         "tiktoken.model) to GGUF. Models: qwen3_moe, deepseek_v3, kimi_k2, kimi_k25, hy_v3.\n"
+         "tiktoken.model) to GGUF. Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text,\n"
+         "qwen3_next, deepseek_v3, kimi_k2, kimi_k25, hy_v3.\n"
          "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3 becomes BF16.\n"
          "BF16, F16 and F32 are kept. Norms and routers become F32.\n\n"
          "  -o FILE            the file to write\n"

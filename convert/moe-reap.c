@@ -769,7 +769,8 @@ static void put_metadata(struct gguf_writer *w) {
             listed = true;
         } else if (m.drop_mtp && !strcmp(suffix, "block_count")) gguf_put_u32(w, key, (uint32_t)blocks);
         else if (m.drop_mtp && !strcmp(suffix, "nextn_predict_layers")) gguf_put_u32(w, key, 0);
-        else if (m.drop_mtp && ours && kv->is_array && kv->n == (uint64_t)(m.n_trunk + m.n_mtp))
+        else if (m.drop_mtp && ours && kv->is_array && kv->n == (uint64_t)(m.n_trunk + m.n_mtp) &&
+                 strcmp(suffix, "rope.dimension_sections"))
             put_kv(w, kv, (uint64_t)blocks); /* an array with one element per layer */
         else put_kv(w, kv, kv->n);
     }

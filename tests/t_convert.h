@@ -323,6 +323,97 @@ static void hf_deepseek(struct hf *h) {
     hf_linear(h, "model.layers.2.eh_proj", HF_EMBD, 2 * HF_EMBD, HF_BF16);
 }
 
+/* Sizes of a delta net: 2 heads of keys of 24 and 6 heads of values of 32, so that no two orders of heads agree. */
+enum { HF_N_KEY = 2, HF_N_VALUE = 6, HF_KEY = HF_N_KEY * 24, HF_VALUE = HF_N_VALUE * 32 };
+
+/* The prediction layer (number 2) of a model by hf_delta: its tensors below `mtp`, such as "mtp.". */
+static void hf_delta_mtp(struct hf *h, const char *mtp) {
+    static const char *const norms[] = {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"};
+    char name[96];
+    for (int i = 0; i < 3; i++) {
+        snprintf(name, sizeof name, "%s%s.weight", mtp, norms[i]);
+        hf_plain(h, name, "[64]", HF_EMBD, HF_BF16);
+    }
+    snprintf(name, sizeof name, "%sfc", mtp);
+    hf_linear(h, name, HF_EMBD, 2 * HF_EMBD, HF_BF16);
+    for (size_t i = 0; i < arrlenu(h->t); i++) {
+        const char *rest = h->t[i].name + strlen("model.layers.2.");
+        if (strncmp(h->t[i].name, "model.layers.2.", strlen("model.layers.2."))) continue;
+        snprintf(name, sizeof name, "%slayers.0.%.60s", mtp, rest);
+        snprintf(h->t[i].name, sizeof h->t[i].name, "%s", name);
+    }
+}
+
+/* Qwen3.5, or (next) Qwen3-Next: a layer with a delta net, a layer with gated attention, and a layer for multi-token
+ * prediction with tensors below `mtp`, NULL: none. */
+static void hf_delta(struct hf *h, bool next, const char *mtp) {
+    static const struct {
+        const char *name;
+        size_t rows, cols;
+        int on; /* 0: attention; 1: delta net; 2: of Qwen3.5; 3: of Qwen3-Next; 4: shared expert */
+    } part[] = {{"self_attn.q_proj", 256, HF_EMBD, 0},
+                {"self_attn.k_proj", 64, HF_EMBD, 0},
+                {"self_attn.v_proj", 64, HF_EMBD, 0},
+                {"self_attn.o_proj", HF_EMBD, 128, 0},
+                {"linear_attn.out_proj", HF_EMBD, HF_VALUE, 1},
+                {"linear_attn.in_proj_qkv", 2 * HF_KEY + HF_VALUE, HF_EMBD, 2},
+                {"linear_attn.in_proj_z", HF_VALUE, HF_EMBD, 2},
+                {"linear_attn.in_proj_b", HF_N_VALUE, HF_EMBD, 2},
+                {"linear_attn.in_proj_a", HF_N_VALUE, HF_EMBD, 2},
+                {"linear_attn.in_proj_qkvz", 2 * HF_KEY + 2 * HF_VALUE, HF_EMBD, 3},
+                {"linear_attn.in_proj_ba", 2 * HF_N_VALUE, HF_EMBD, 3},
+                {"mlp.shared_expert.gate_proj", HF_FF, HF_EMBD, 4},
+                {"mlp.shared_expert.up_proj", HF_FF, HF_EMBD, 4},
+                {"mlp.shared_expert.down_proj", HF_EMBD, HF_FF, 4}};
+    static const struct {
+        const char *name, *shape;
+        size_t n;
+        bool delta;
+    } vector[] = {{"self_attn.q_norm.weight", "[64]", 64, false},
+                  {"self_attn.k_norm.weight", "[64]", 64, false},
+                  {"linear_attn.A_log", "[6]", HF_N_VALUE, true},
+                  {"linear_attn.dt_bias", "[6]", HF_N_VALUE, true},
+                  {"linear_attn.norm.weight", "[32]", 32, true},
+                  {"linear_attn.conv1d.weight", "[288,1,4]", (size_t)(2 * HF_KEY + HF_VALUE) * 4, true}};
+    const int layers = mtp ? 3 : 2;
+    char x[96];
+    h->config = json_object();
+    hf_set(h->config, "{\"vocab_size\":300,\"hidden_size\":64,\"num_hidden_layers\":2,\"num_attention_heads\":2,"
+                      "\"num_key_value_heads\":1,\"head_dim\":64,\"moe_intermediate_size\":128,\"num_experts\":4,"
+                      "\"shared_expert_intermediate_size\":128,\"num_experts_per_tok\":2,\"linear_conv_kernel_dim\":4,"
+                      "\"linear_key_head_dim\":24,\"linear_num_key_heads\":2,\"linear_value_head_dim\":32,"
+                      "\"linear_num_value_heads\":6,\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-6,"
+                      "\"hidden_act\":\"silu\",\"eos_token_id\":260}");
+    hf_set(h->config, next ? "{\"model_type\":\"qwen3_next\",\"full_attention_interval\":2,\"rope_theta\":1e7,"
+                             "\"partial_rotary_factor\":0.25,\"rope_scaling\":null,\"norm_topk_prob\":true,"
+                             "\"mlp_only_layers\":[],\"decoder_sparse_step\":1,\"intermediate_size\":256}"
+                           : "{\"model_type\":\"qwen3_5_moe_text\",\"layer_types\":[\"linear_attention\","
+                             "\"full_attention\"],\"full_attention_interval\":4,\"mtp_num_hidden_layers\":1,"
+                             "\"attn_output_gate\":true,\"rope_parameters\":{\"rope_theta\":1e7,\"rope_type\":"
+                             "\"default\",\"mrope_section\":[3,3,2],\"mrope_interleaved\":true}}");
+    h->n_experts[2] = 4;
+    hf_frame(h, layers);
+    for (int l = 0; l < layers; l++) {
+        for (size_t k = 0; k < sizeof part / sizeof *part; k++) {
+            const int on = part[k].on;
+            snprintf(x, sizeof x, "model.layers.%d.%s", l, part[k].name);
+            if (on == 4 ? h->n_experts[l] : l ? !on : on == 1 || on == (next ? 3 : 2))
+                hf_linear(h, x, part[k].rows, part[k].cols,
+                          part[k].rows < 16 ? HF_BF16
+                          : on == 4         ? h->experts
+                                            : h->attn);
+        }
+        for (size_t k = 0; k < sizeof vector / sizeof *vector; k++) {
+            snprintf(x, sizeof x, "model.layers.%d.%s", l, vector[k].name);
+            if (vector[k].delta == !l) hf_plain(h, x, vector[k].shape, vector[k].n, HF_BF16);
+        }
+        snprintf(x, sizeof x, "model.layers.%d.mlp.shared_expert_gate.weight", l);
+        if (h->n_experts[l]) hf_plain(h, x, "[1,64]", HF_EMBD, HF_BF16);
+        hf_ffn(h, l);
+    }
+    if (mtp) hf_delta_mtp(h, mtp);
+}
+
 /* Writes what is not there yet and runs the converter with `extra`; its exit code. h->out and h->err hold what it said.
  * */
 static int hf_run(struct hf *h, const char *extra) {
@@ -416,6 +507,13 @@ static const struct gguf_tensor *out_tensor(const struct gguf *g, const char *na
     return ok ? t : NULL;
 }
 
+/* Whether an array of booleans is all false. */
+static bool all_false(const struct gguf_kv *kv) {
+    bool any = kv->type != GGUF_V_BOOL;
+    for (uint64_t i = 0; i < kv->n; i++) any |= kv->data[i];
+    return !any;
+}
+
 /* The exact value without outer scale of element (r, c) of a layer as it was put into the directory. */
 static float hf_value(struct hf *h, const char *x, enum hf_form form, size_t cols, size_t r, size_t c) {
     char name[128];
@@ -427,7 +525,6 @@ static float hf_value(struct hf *h, const char *x, enum hf_form form, size_t col
     float v;
     uint16_t b;
     if (!CHECK(w, "no tensor of %s", x)) return 0;
-    if (form == HF_FP8_BLOCK && arrlenu(s->data) == 4) form = HF_FP8_TENSOR; /* a single block */
     switch (form) {
     case HF_F32: memcpy(&v, w->data + 4 * i, 4); return v;
     case HF_F16: memcpy(&b, w->data + 2 * i, 2); return f16_to_f32(b);
@@ -564,6 +661,326 @@ static void test_convert_deepseek(void) {
                     "model.layers.2.eh_proj", HF_BF16);
         out_tensor(&h.g, "blk.2.nextn.shared_head_norm.weight", GGUF_F32, 64, 1, 1);
         CHECK(out_f32(&h.g, "blk.1.exp_probs_b.bias", 4, 2) == 0.125f, "bias");
+        hf_end(&h);
+    }
+}
+
+/* The head of values that stands in place i of tiled order: the first of each group, the second of each, ... */
+static size_t tiled_source(size_t i) {
+    static const size_t order[HF_N_VALUE] = {0, 3, 1, 4, 2, 5};
+    return order[i];
+}
+
+/* The row of in_proj_qkv, or of the tensors with the rows of its values, for row r of the output. */
+static size_t row_tiled(size_t r, size_t before, size_t head) {
+    return r < before ? r : before + tiled_source((r - before) / head) * head + (r - before) % head;
+}
+
+/* The row of in_proj_qkvz for row r of attn_qkv, or (z) of attn_gate. A head of keys has 24 + 24 + 3 x 32 + 3 x 32
+ * rows. */
+static size_t row_fused(size_t r, bool z) {
+    const size_t stride = 24 + 24 + 96 + 96;
+    if (z) return r / 96 * stride + 24 + 24 + 96 + r % 96;
+    if (r < 48) return r / 24 * stride + r % 24;
+    if (r < 96) return (r - 48) / 24 * stride + 24 + r % 24;
+    return (r - 96) / 96 * stride + 48 + (r - 96) % 96;
+}
+
+/* Which row and column of the source are element (r, c) of the output. */
+enum delta_order { ROWS_QKV, ROWS_Z, ROWS_VALUES, COLUMNS, FUSED_QKV, FUSED_Z, AS_IS };
+
+static void check_order(struct hf *h, const struct gguf_tensor *t, const char *x, enum hf_form form,
+                        enum delta_order order) {
+    if (!t) return;
+    const size_t cols = t->ne[0], rows = t->ne[1];
+    size_t bad = 0;
+    float *row = xmalloc(cols * sizeof *row);
+    for (size_t r = 0; r < rows; r++) {
+        size_t from = r;
+        if (order == ROWS_QKV) from = row_tiled(r, 2 * HF_KEY, 32);
+        if (order == ROWS_Z) from = row_tiled(r, 0, 32);
+        if (order == ROWS_VALUES) from = row_tiled(r, 0, 1);
+        if (order == FUSED_QKV || order == FUSED_Z) from = row_fused(r, order == FUSED_Z);
+        gguf_dequantize_row(t->type, t->data + r * gguf_row_bytes(t->type, cols), row, cols);
+        for (size_t c = 0; c < cols; c++)
+            bad += row[c] != hf_value(h, x, form, cols, from, order == COLUMNS ? row_tiled(c, 0, 32) : c);
+    }
+    CHECK(!bad, "%s, form %d: %zu values differ", x, form, bad);
+    free(row);
+}
+
+/* Value i of a BF16 vector of the directory. */
+static float hf_element(struct hf *h, const char *name, size_t i) {
+    const struct hf_tensor *t = hf_find(h, name);
+    uint16_t b = 0;
+    if (CHECK(t, "no %s", name)) memcpy(&b, t->data + 2 * i, 2);
+    return bf16_to_f32(b);
+}
+
+/* Vectors of a delta net: the heads in their order, 1 + w, -exp(w). */
+static void check_delta_vectors(struct hf *h, bool next) {
+    static const struct {
+        const char *name, *from;
+        size_t n;
+    } norm[] = {{"output_norm.weight", "model.norm.weight", 64},
+                {"blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight", 64},
+                {"blk.1.post_attention_norm.weight", "model.layers.1.post_attention_layernorm.weight", 64},
+                {"blk.1.attn_q_norm.weight", "model.layers.1.self_attn.q_norm.weight", 64},
+                {"blk.2.attn_k_norm.weight", "mtp.layers.0.self_attn.k_norm.weight", 64},
+                {"blk.2.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", 64},
+                {"blk.2.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", 64},
+                {"blk.2.nextn.shared_head_norm.weight", "mtp.norm.weight", 64}};
+    for (size_t k = 0; k < sizeof norm / sizeof *norm; k++)
+        for (size_t i = 0; i < norm[k].n; i += 21)
+            CHECK(out_f32(&h->g, norm[k].name, norm[k].n, i) == 1.0f + hf_element(h, norm[k].from, i), "%s",
+                  norm[k].name);
+    for (size_t i = 0; i < HF_N_VALUE; i++) {
+        const size_t from = next ? i : tiled_source(i);
+        const float a = -expf(hf_element(h, "model.layers.0.linear_attn.A_log", from));
+        CHECK(fabsf(out_f32(&h->g, "blk.0.ssm_a", HF_N_VALUE, i) / a - 1) < 1e-6f, "ssm_a %zu", i);
+        CHECK(out_f32(&h->g, "blk.0.ssm_dt.bias", HF_N_VALUE, i) ==
+                  hf_element(h, "model.layers.0.linear_attn.dt_bias", from),
+              "ssm_dt %zu", i);
+    }
+    for (size_t i = 0; i < 32; i++)
+        CHECK(out_f32(&h->g, "blk.0.ssm_norm.weight", 32, i) ==
+                  hf_element(h, "model.layers.0.linear_attn.norm.weight", i),
+              "ssm_norm %zu", i);
+    for (size_t i = 0; i < 64; i++)
+        CHECK(out_f32(&h->g, "blk.1.ffn_gate_inp_shexp.weight", 64, i) ==
+                  hf_element(h, "model.layers.1.mlp.shared_expert_gate.weight", i),
+              "shared gate %zu", i);
+}
+
+/* A delta net in every form of linear layer: which heads stand where, and NVFP4 without loss in rows and columns. */
+static void test_convert_delta(void) {
+    static const enum hf_form forms[] = {HF_BF16,     HF_F16,        HF_F32,     HF_NVFP4,
+                                         HF_CT_NVFP4, HF_FP8_TENSOR, HF_FP8_ROW, HF_FP8_BLOCK};
+    static const uint32_t types[] = {GGUF_BF16,  GGUF_F16,  GGUF_F32,  GGUF_NVFP4,
+                                     GGUF_NVFP4, GGUF_BF16, GGUF_BF16, GGUF_BF16};
+    for (size_t k = 0; k < 2 * sizeof forms / sizeof *forms; k++) {
+        struct hf h;
+        const bool next = k & 1;
+        const enum hf_form form = forms[k / 2];
+        const uint32_t type = types[k / 2];
+        const char *qkvz = "model.layers.0.linear_attn.in_proj_qkvz";
+        hf_begin(&h, "delta");
+        h.attn = form;
+        hf_delta(&h, next, "mtp.");
+        if (hf_convert(&h)) {
+            check_order(&h, out_tensor(&h.g, "blk.0.attn_qkv.weight", type, 64, 288, 1),
+                        next ? qkvz : "model.layers.0.linear_attn.in_proj_qkv", form, next ? FUSED_QKV : ROWS_QKV);
+            check_order(&h, out_tensor(&h.g, "blk.0.attn_gate.weight", type, 64, 192, 1),
+                        next ? qkvz : "model.layers.0.linear_attn.in_proj_z", form, next ? FUSED_Z : ROWS_Z);
+            check_order(&h, out_tensor(&h.g, "blk.0.ssm_out.weight", type, 192, 64, 1),
+                        "model.layers.0.linear_attn.out_proj", form, next ? AS_IS : COLUMNS);
+            check_order(&h, out_tensor(&h.g, "blk.0.ssm_conv1d.weight", GGUF_F32, 4, 288, 1),
+                        "model.layers.0.linear_attn.conv1d", HF_BF16, next ? AS_IS : ROWS_QKV);
+            if (next)
+                check_order(&h, out_tensor(&h.g, "blk.0.ssm_ba.weight", GGUF_BF16, 64, 12, 1),
+                            "model.layers.0.linear_attn.in_proj_ba", HF_BF16, AS_IS);
+            for (int b = 0; b < 2 && !next; b++)
+                check_order(
+                    &h, out_tensor(&h.g, b ? "blk.0.ssm_beta.weight" : "blk.0.ssm_alpha.weight", GGUF_BF16, 64, 6, 1),
+                    b ? "model.layers.0.linear_attn.in_proj_b" : "model.layers.0.linear_attn.in_proj_a", HF_BF16,
+                    ROWS_VALUES);
+            check_slice(&h, out_tensor(&h.g, "blk.1.attn_q.weight", type, 64, 256, 1), 0,
+                        "model.layers.1.self_attn.q_proj", form);
+            check_slice(&h, out_tensor(&h.g, "blk.2.nextn.eh_proj.weight", GGUF_BF16, 128, 64, 1), 0, "mtp.fc",
+                        HF_BF16);
+            check_slice(&h, out_tensor(&h.g, "blk.2.ffn_down_shexp.weight", GGUF_BF16, 128, 64, 1), 0,
+                        "mtp.layers.0.mlp.shared_expert.down_proj", HF_BF16);
+            check_slice(&h, out_tensor(&h.g, "blk.2.ffn_up_exps.weight", GGUF_BF16, 64, 128, 4), 3,
+                        "mtp.layers.0.mlp.experts.3.up_proj", HF_BF16);
+            check_delta_vectors(&h, next);
+        }
+        hf_end(&h);
+    }
+}
+
+/* Heads that are not whole blocks of 16: their columns cannot be moved in NVFP4, so that they become BF16. */
+static void test_convert_delta_narrow(void) {
+    static const char *const drop[] = {"in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias", "norm.weight"};
+    struct hf h;
+    char x[96];
+    hf_begin(&h, "delta-narrow");
+    h.attn = HF_NVFP4;
+    hf_delta(&h, false, NULL);
+    hf_set(h.config, "{\"linear_num_value_heads\":8,\"linear_value_head_dim\":24}");
+    for (int i = 0; i < 5; i++) {
+        snprintf(x, sizeof x, "model.layers.0.linear_attn.%s", drop[i]);
+        hf_drop(&h, x);
+        hf_plain(&h, x, i < 2 ? "[8,64]" : i < 4 ? "[8]" : "[24]", i < 2 ? 512 : i < 4 ? 8 : 24, HF_BF16);
+    }
+    if (hf_convert(&h)) {
+        const struct gguf_tensor *t = out_tensor(&h.g, "blk.0.ssm_out.weight", GGUF_BF16, 192, 64, 1);
+        size_t bad = 0;
+        float row[192];
+        for (size_t r = 0; t && r < 64; r++) {
+            gguf_dequantize_row(t->type, t->data + r * gguf_row_bytes(t->type, 192), row, 192);
+            for (size_t c = 0; c < 192; c++) {
+                const size_t head = c / 24, from = (head % 2 * 4 + head / 2) * 24 + c % 24;
+                bad += row[c] != hf_value(&h, "model.layers.0.linear_attn.out_proj", HF_NVFP4, 192, r, from);
+            }
+        }
+        CHECK(!bad, "%zu values differ", bad);
+        CHECK(same_bits(out_f32(&h.g, "blk.0.ssm_out.scale", 1, 0),
+                        hf_side(&h, "model.layers.0.linear_attn.out_proj", "weight_scale_2")),
+              "scale");
+    }
+    hf_end(&h);
+}
+
+/* A dense layer of Qwen3-Next, which no release has. */
+static void test_convert_delta_dense(void) {
+    struct hf h;
+    struct model m;
+    char path[256], err[ERR_MAX];
+    hf_begin(&h, "delta-dense");
+    h.n_experts[1] = 0;
+    hf_delta(&h, true, "mtp.");
+    hf_set(h.config, "{\"mlp_only_layers\":[1],\"intermediate_size\":128}");
+    if (hf_convert(&h)) {
+        check_slice(&h, out_tensor(&h.g, "blk.1.ffn_up.weight", GGUF_BF16, 64, 128, 1), 0, "model.layers.1.mlp.up_proj",
+                    HF_BF16);
+        snprintf(path, sizeof path, "%s/out.gguf", h.dir);
+        if (CHECK(!model_load(&m, path, err), "%s", err)) {
+            CHECK(!m.layers[1].n_expert && m.layers[1].n_ff == 128 && m.layers[0].n_expert == 4, "the layers");
+            model_free(&m);
+        }
+    }
+    hf_end(&h);
+}
+
+/* The keys of both architectures, and what a config.json leaves out. */
+static void test_convert_delta_keys(void) {
+    static const struct {
+        const char *key;
+        int64_t v[2]; /* of Qwen3.5, of Qwen3-Next; -1: absent */
+    } ints[] = {{"block_count", {3, 3}},
+                {"attention.head_count", {2, 2}},
+                {"attention.head_count_kv", {1, 1}},
+                {"attention.key_length", {64, 64}},
+                {"attention.value_length", {64, 64}},
+                {"rope.dimension_count", {16, 16}},
+                {"full_attention_interval", {4, 2}},
+                {"ssm.conv_kernel", {4, 4}},
+                {"ssm.state_size", {24, 24}},
+                {"ssm.group_count", {2, 2}},
+                {"ssm.time_step_rank", {6, 6}},
+                {"ssm.inner_size", {192, 192}},
+                {"expert_count", {4, 4}},
+                {"expert_feed_forward_length", {128, 128}},
+                {"expert_shared_feed_forward_length", {128, 128}},
+                {"nextn_predict_layers", {1, 1}},
+                {"feed_forward_length", {-1, 256}}};
+    for (int next = 0; next < 2; next++) {
+        const char *arch = next ? "qwen3next" : "qwen35moe";
+        char key[96];
+        struct hf h;
+        hf_begin(&h, "delta-keys");
+        hf_delta(&h, next, "mtp.");
+        if (hf_convert(&h)) {
+            CHECK(key_is(&h.g, "general.architecture", arch), "%s", arch);
+            for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
+                snprintf(key, sizeof key, "%s.%s", arch, ints[i].key);
+                if (ints[i].v[next] < 0) CHECK(!gguf_find(&h.g, key), "%s", key);
+                else CHECK(key_int(&h.g, key) == ints[i].v[next], "%s is %lld", key, (long long)key_int(&h.g, key));
+            }
+            snprintf(key, sizeof key, "%s.rope.freq_base", arch);
+            CHECK(key_num(&h.g, key) == 1e7, "%s", key);
+            snprintf(key, sizeof key, "%s.attention.recurrent_layers", arch);
+            const struct gguf_kv *kv = gguf_find(&h.g, key);
+            CHECK(kv && kv->type == GGUF_V_BOOL && kv->n == 3 && !memcmp(kv->data, "\1\0\0", 3), "%s", key);
+            snprintf(key, sizeof key, "%s.rope.dimension_sections", arch);
+            kv = gguf_find(&h.g, key);
+            CHECK(next ? !kv : kv && (kv->n == 4 && gguf_rd32(kv->data + 8) == 2 && !gguf_rd32(kv->data + 12)), "%s",
+                  key);
+        }
+        hf_end(&h);
+    }
+    struct hf h;
+    hf_begin(&h, "delta-defaults");
+    hf_delta(&h, false, NULL);
+    hf_set(h.config, "{\"rope_parameters\":null,\"layer_types\":null,\"full_attention_interval\":2}");
+    if (hf_convert(&h)) {
+        const struct gguf_kv *kv = gguf_find(&h.g, "qwen35moe.rope.dimension_sections");
+        CHECK(kv && kv->n == 4 && gguf_rd32(kv->data) == 11, "the usual sections");
+        CHECK(key_num(&h.g, "qwen35moe.rope.freq_base") == 1e4 && key_int(&h.g, "qwen35moe.rope.dimension_count") == 16,
+              "RoPE");
+        CHECK(key_int(&h.g, "qwen35moe.block_count") == 2 && !gguf_find(&h.g, "qwen35moe.nextn_predict_layers") &&
+                  strstr(h.err, "its tensors are not there: none is written"),
+              "an announced layer without tensors: %s", h.err);
+    }
+    hf_end(&h);
+}
+
+/* The forms that names have: a wrapper with a vision tower, prefixes, experts in one tensor, MTP below "model.". */
+static void test_convert_delta_names(void) {
+    static const struct {
+        const char *body, *mtp; /* what stands for "model." and "mtp." */
+    } c[] = {{"model.language_model.", "mtp."},
+             {"model.language_model.", "model.mtp."},
+             {"language_model.model.", "mtp."},
+             {"model.language_model.model.language_model.", "model.language_model.mtp."}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct hf h;
+        const bool prefixed = !strncmp(c[i].body, "language_model.", 15); /* the output matrix and MTP too */
+        hf_begin(&h, "delta-names");
+        hf_delta(&h, false, "mtp.");
+        if (i == 1)
+            for (int l = 0; l < 2; l++) hf_fuse(&h, l);
+        for (size_t k = 0; k < arrlenu(h.t); k++) {
+            char *name = h.t[k].name, rest[128];
+            const bool mtp = !strncmp(name, "mtp.", 4), body = !strncmp(name, "model.", 6);
+            snprintf(rest, sizeof rest, "%s", name + (mtp ? 4 : body ? 6 : 0));
+            snprintf(name, sizeof h.t[k].name, "%s%s%.90s", prefixed && !body ? "language_model." : "",
+                     mtp    ? c[i].mtp
+                     : body ? c[i].body
+                            : "",
+                     rest);
+        }
+        hf_plain(&h, "model.visual.blocks.0.attn.qkv.weight", "[2,2]", 4, HF_BF16);
+        hf_plain(&h, "model.visual.patch_embed.proj.bias", "[2]", 2, HF_BF16);
+        h.config =
+            json_pack("{s:s,s:o,s:b}", "model_type", "qwen3_5_moe", "text_config", h.config, "tie_word_embeddings", 0);
+        if (hf_convert(&h)) {
+            CHECK(strstr(h.err, "2 tensors of the vision tower are left out"), "%s: %s", c[i].body, h.err);
+            CHECK(key_int(&h.g, "qwen35moe.block_count") == 3 && gguf_find_tensor(&h.g, "output.weight") &&
+                      gguf_find_tensor(&h.g, "blk.2.nextn.eh_proj.weight"),
+                  "%s", c[i].body);
+            out_tensor(&h.g, "blk.1.ffn_up_exps.weight", GGUF_BF16, 64, 128, 4);
+            out_tensor(&h.g, "blk.2.ffn_down_exps.weight", GGUF_BF16, 128, 64, 4);
+        }
+        hf_end(&h);
+    }
+}
+
+/* Matrices that a release wants with 16-bit inputs are listed: of one module, of those below it, of all. */
+static void test_convert_precision(void) {
+    static const struct {
+        const char *config;
+        uint64_t n;
+        const char *first;
+    } c[] = {{"{\"quant_algo\":\"NVFP4\"}", 0, NULL},
+             {"{\"quant_algo\":\"W4A16_NVFP4\"}", 6, "blk.0.ffn_gate_exps.weight"},
+             {"{\"quant_algo\":\"MIXED_PRECISION\",\"quantized_layers\":{\"model.layers.1.mlp\":{\"quant_algo\":"
+              "\"W4A16_NVFP4\"},\"model.layers.1.mlp.experts.0.up_proj\":{\"quant_algo\":\"NVFP4\"}}}",
+              2, "blk.1.ffn_gate_exps.weight"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct hf h;
+        hf_begin(&h, "precision");
+        h.experts = HF_NVFP4;
+        hf_qwen3(&h);
+        json_object_set_new(h.config, "quantization_config", json_loads(c[i].config, 0, NULL));
+        hf_set(json_object_get(h.config, "quantization_config"), "{\"quant_method\":\"modelopt\"}");
+        if (hf_convert(&h)) {
+            const struct gguf_kv *names = gguf_find(&h.g, "general.tensor_extra.name"),
+                                 *a4 = gguf_find(&h.g, "general.tensor_extra.prec_a4");
+            CHECK(!names == !c[i].n && !a4 == !c[i].n, "case %zu", i);
+            CHECK(!names || (names->n == c[i].n && a4->n == c[i].n && all_false(a4)), "case %zu", i);
+            if (names) CHECK(!strcmp(key_string(&h.g, "general.tensor_extra.name", 0), c[i].first), "case %zu", i);
+        }
         hf_end(&h);
     }
 }
@@ -914,7 +1331,7 @@ static void test_convert_input_scale(void) {
 /* What must be refused: a change to a model that converts, and a part of the message. */
 struct refusal {
     const char *what, *message;
-    bool deepseek;
+    enum { REFUSE_QWEN3, REFUSE_DEEPSEEK, REFUSE_NEXT, REFUSE_QWEN35 } model;
     const char *config; /* keys to set */
     const char *drop;   /* a tensor to leave out */
     const char *add;    /* an F32 scalar tensor to add */
@@ -924,7 +1341,7 @@ struct refusal {
 
 /* clang-format off */
 static const struct refusal refusals[] = {
-    {"family", "expected qwen3_moe, deepseek_v3", .config = "{\"model_type\":\"llama\"}"},
+    {"family", "expected qwen3_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3", .config = "{\"model_type\":\"llama\"}"},
     {"type of a key", "'hidden_size': expected an integer", .config = "{\"hidden_size\":\"64\"}"},
     {"missing key", "'max_position_embeddings': expected", .config = "{\"max_position_embeddings\":null}"},
     {"activation", "hidden_act", .config = "{\"hidden_act\":\"gelu\"}"},
@@ -933,19 +1350,19 @@ static const struct refusal refusals[] = {
     {"rope type", "rope_type", .config = "{\"rope_scaling\":{\"rope_type\":\"longrope\",\"factor\":2}}"},
     {"rope key", "mrope_section", .config = "{\"rope_scaling\":{\"rope_type\":\"default\",\"mrope_section\":[1]}}"},
     {"attention factor", "attention_factor", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"attention_factor\":3,\"original_max_position_embeddings\":9}}"},
-    {"mscale", "mscale_all_dim': expected the same number", true, .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"mscale\":1,\"mscale_all_dim\":0.5,\"original_max_position_embeddings\":9}}"},
-    {"half-split rope", "rope_interleave", true, .config = "{\"rope_interleave\":false}"},
-    {"scoring", "scoring_func", true, .config = "{\"scoring_func\":\"tanh\"}"},
-    {"top-k method", "topk_method", true, .config = "{\"topk_method\":\"group_limited_greedy\"}"},
-    {"sparse attention", "index_topk", true, .config = "{\"index_topk\":2048}"},
-    {"groups", "not a multiple of n_group = 3", true, .config = "{\"n_group\":3}"},
+    {"mscale", "mscale_all_dim': expected the same number", REFUSE_DEEPSEEK, .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"mscale\":1,\"mscale_all_dim\":0.5,\"original_max_position_embeddings\":9}}"},
+    {"half-split rope", "rope_interleave", REFUSE_DEEPSEEK, .config = "{\"rope_interleave\":false}"},
+    {"scoring", "scoring_func", REFUSE_DEEPSEEK, .config = "{\"scoring_func\":\"tanh\"}"},
+    {"top-k method", "topk_method", REFUSE_DEEPSEEK, .config = "{\"topk_method\":\"group_limited_greedy\"}"},
+    {"sparse attention", "index_topk", REFUSE_DEEPSEEK, .config = "{\"index_topk\":2048}"},
+    {"groups", "not a multiple of n_group = 3", REFUSE_DEEPSEEK, .config = "{\"n_group\":3}"},
     {"quantization method", "quant_method': expected one of modelopt compressed-tensors fp8 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
     {"FP8 blocks", "weight_block_size", .config = "{\"quantization_config\":{\"quant_method\":\"fp8\",\"weight_block_size\":[64,64]}}"},
     {"announced NVFP4", "no tensor is NVFP4", .config = "{\"quantization_config\":{\"quant_method\":\"modelopt\",\"quant_algo\":\"NVFP4\"}}"},
     {"shape", "expected [384, 64] (num_attention_heads x head_dim, hidden_size)", .config = "{\"head_dim\":128}"},
     {"fewer experts than used", "has 4 experts; expected from num_experts_per_tok = 5", .config = "{\"num_experts_per_tok\":5}"},
     {"reap ids", "rising ids below 9", .config = "{\"reap\":{\"original_experts\":9,\"kept\":[[0,1,1,2]]}}"},
-    {"prediction layer", "layer 2, while num_hidden_layers is 2 and num_nextn_predict_layers 0", true, .config = "{\"num_nextn_predict_layers\":0}"},
+    {"prediction layer", "layer 2, while num_hidden_layers is 2 and num_nextn_predict_layers 0", REFUSE_DEEPSEEK, .config = "{\"num_nextn_predict_layers\":0}"},
     {"missing tensor", "'model.layers.1.self_attn.k_proj.weight' is missing", .drop = "model.layers.1.self_attn.k_proj.weight"},
     {"hole in the experts", "layer 1 has experts 0 to 1 and then a gap", .drop = "model.layers.1.mlp.experts.2.gate_proj.weight", .config = "{\"x\":2}"},
     {"unknown tensor", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.sinks"},
@@ -955,6 +1372,19 @@ static const struct refusal refusals[] = {
     {"GPTQ", "GPTQ", .add = "model.layers.0.mlp.experts.0.up_proj.qweight"},
     {"MXFP4", "MXFP4", .add = "model.layers.0.mlp.experts.gate_up_proj_blocks"},
     {"scale without codes", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.q_proj.weight_scale_2"},
+    {"heads of values", "a multiple of the 2 heads of keys", REFUSE_NEXT, .config = "{\"linear_num_value_heads\":5}"},
+    {"layer types", "'layer_types': expected \"full_attention\"", REFUSE_QWEN35, .config = "{\"layer_types\":[\"sliding_attention\",\"full_attention\"]}"},
+    {"too few layer types", "'layer_types': expected 2 layers", REFUSE_QWEN35, .config = "{\"layer_types\":[\"full_attention\"]}"},
+    {"no gate", "attn_output_gate", REFUSE_QWEN35, .config = "{\"attn_output_gate\":false}"},
+    {"weights as they are", "norm_topk_prob", REFUSE_NEXT, .config = "{\"norm_topk_prob\":false}"},
+    {"two prediction layers", "mtp_num_hidden_layers", REFUSE_QWEN35, .config = "{\"mtp_num_hidden_layers\":2}"},
+    {"own embeddings", "mtp_use_dedicated_embeddings", REFUSE_QWEN35, .config = "{\"mtp_use_dedicated_embeddings\":true}"},
+    {"share of a head", "partial_rotary_factor", REFUSE_QWEN35, .config = "{\"partial_rotary_factor\":0.01}"},
+    {"fused projection", "(2 x (linear_num_key_heads x linear_key_head_dim + ", REFUSE_NEXT, .config = "{\"linear_key_head_dim\":32}"},
+    {"convolution", "expected [288, 3] (heads of queries, keys and values, linear_conv_kernel_dim), found BF16 [288, 1, 4]", REFUSE_QWEN35, .config = "{\"linear_conv_kernel_dim\":3}"},
+    {"no shared gate", "shared_expert_gate.weight' is missing", REFUSE_QWEN35, .drop = "model.layers.0.mlp.shared_expert_gate.weight"},
+    {"dense without a width", "intermediate_size", REFUSE_NEXT, .config = "{\"mlp_only_layers\":[0],\"intermediate_size\":null}"},
+    {"part of a prediction layer", "'mtp.norm.weight': F32 []: nothing in qwen35moe uses it", REFUSE_QWEN35, .add = "mtp.norm.weight"},
     {"tokenizer type", "expected BPE", .tokenizer = "{\"model\":{\"type\":\"Unigram\",\"vocab\":{}}}"},
     {"normalizer", "expected none, NFC or a Sequence", .tokenizer = "{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Lowercase\"}]}}"},
     {"pre-tokenizer", "the pre-tokenizer is unknown: \\w+", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+\"},\"behavior\":\"Isolated\"}}"},
@@ -976,8 +1406,9 @@ static void test_convert_refusals(void) {
         const struct refusal *r = &refusals[i];
         struct hf h;
         hf_begin(&h, "refusals");
-        if (r->deepseek) hf_deepseek(&h);
-        else hf_qwen3(&h);
+        if (r->model == REFUSE_QWEN3) hf_qwen3(&h);
+        else if (r->model == REFUSE_DEEPSEEK) hf_deepseek(&h);
+        else hf_delta(&h, r->model == REFUSE_NEXT, NULL);
         if (r->config) hf_set(h.config, r->config);
         if (r->tokenizer) hf_set(h.tokenizer, r->tokenizer);
         if (r->tokenizer_config) hf_set(h.tokenizer_config, r->tokenizer_config);
@@ -1393,6 +1824,8 @@ static void test_convert_header(void) {
                                        "tests/fixtures/deepseek_v3_nvfp4",
                                        "tests/fixtures/deepseek_v3_reap",
                                        "tests/fixtures/kimi_k2",
+                                       "tests/fixtures/qwen3_5_moe_nvfp4",
+                                       "tests/fixtures/qwen3_next",
                                        "tests/fixtures/qwen3moe",
                                        "tests/fixtures/qwen3moe_ct"};
     char cmd[512], path[128], whole[128];
@@ -1552,6 +1985,9 @@ static void test_convert_header_target(void) {
 
 #define TESTS_CONVERT                                                                                           \
     {"convert/forms", test_convert_forms}, {"convert/deepseek", test_convert_deepseek},                         \
+        {"convert/delta", test_convert_delta}, {"convert/delta_keys", test_convert_delta_keys},                 \
+        {"convert/delta_names", test_convert_delta_names}, {"convert/delta_narrow", test_convert_delta_narrow}, \
+        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},       \
         {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                   \
         {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},           \
         {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                     \

@@ -26,6 +26,7 @@ void cuda_test_sort(void);
 void cuda_test_links(void);
 void cuda_test_gemm(void);
 void cuda_test_attention(void);
+void cuda_test_delta_net(void);
 int cuda_test_mutate(void); /* t_cuda_mutate.h */
 
 /* A check of the tests in C++. */
@@ -51,24 +52,36 @@ static void pair_in(struct rank *r, const enum act *a) {
 }
 
 static void pair_compare(const struct rank *r, const char *op, int il, const float *got, const float *want, size_t n) {
-    double e = nmse(got, want, n), limit = pair.limit;
-    e = n ? sqrt(e) : 0;
+    double e = !memcmp(got, want, n * sizeof *got) ? 0 : nmse(got, want, n), limit = pair.limit; /* a new state is 0 */
+    e = sqrt(e);
     if (!strcmp(op, "moe_ffn") && r->n_tok > 16) limit = pair.moe_limit;
     CHECK(e <= limit, "%s: %s of layer %d, %d tokens at %d: relative error %.2e, at most %.0e", pair.name, op, il,
           r->n_tok, r->pos, e, limit);
     if (e > pair.worst) pair.worst = e;
 }
 
-static void pair_slot(struct rank *r, const char *op, int il, enum act a, bool half) {
-    size_t n = (size_t)r->n_tok * (size_t)r->width[a];
-    float *got = pair_buffer(n);
+/* The first n_used values of each row of a slot; layers of another kind may have wider rows. */
+static void pair_slot(struct rank *r, const char *op, int il, enum act a, int n_used, bool half) {
+    const size_t n_tok = (size_t)r->n_tok, n = (size_t)n_used, width = (size_t)r->width[a];
+    float *got = pair_buffer(n_tok * width), *want = pair_buffer(n_tok * n);
     cuda_test_read(pair.gpu, a, got, r->n_tok, half);
-    pair_compare(r, op, il, got, r->act[a], n);
-    free(got);
+    for (size_t t = 0; t < n_tok; t++) {
+        memmove(got + t * n, got + t * width, n * sizeof *got);
+        memcpy(want + t * n, act_row(r, a, (int)t), n * sizeof *want);
+    }
+    pair_compare(r, op, il, got, want, n_tok * n);
+    free(got), free(want);
 }
 /* The slot in F32 where the GPU has that, or its form in halves. */
-static void pair_out(struct rank *r, const char *op, int il, enum act a) { pair_slot(r, op, il, a, false); }
-static void pair_out_half(struct rank *r, const char *op, int il, enum act a) { pair_slot(r, op, il, a, true); }
+static void pair_out(struct rank *r, const char *op, int il, enum act a) {
+    pair_slot(r, op, il, a, r->width[a], false);
+}
+static void pair_out_half(struct rank *r, const char *op, int il, enum act a) {
+    pair_slot(r, op, il, a, r->width[a], true);
+}
+static void pair_heads(struct rank *r, const char *op, int il, enum act a) {
+    pair_slot(r, op, il, a, r->m->layers[il].attn.n_head * r->m->layers[il].attn.head_v, true);
+}
 
 /* The rows of the batch in both caches, as floats. */
 static void pair_cache(struct rank *r, int il) {
@@ -86,6 +99,25 @@ static void pair_cache(struct rank *r, int il) {
     }
 }
 
+/* The result of a gated delta net, its state and its rings. */
+static void pair_delta(struct rank *r, int il, enum act out) {
+    static const char *const names[PLANE_USES] = {[PLANE_K] = "ring of q and k",
+                                                  [PLANE_V] = "ring of v",
+                                                  [PLANE_RECENT] = "ring of gates",
+                                                  [PLANE_SUM] = "state"};
+    const struct delta *d = &r->m->layers[il].delta;
+    pair_slot(r, "delta_net", il, out, d->n_value * d->head_v, true);
+    for (int u = 0; u < PLANE_USES; u++) {
+        const struct plane *p = &r->planes[il][u], *q = &pair.gpu->planes[il][u];
+        if (!names[u]) continue;
+        const size_t rows = (size_t)p->n_row, floats = rows * p->row_bytes / sizeof(float);
+        float *got = pair_buffer(floats);
+        pair.gpu->ops->plane_copy(pair.gpu, q, 0, rows, (uint8_t *)got, NULL, false);
+        pair_compare(r, names[u], il, got, (const float *)(const void *)p->data, floats);
+        free(got);
+    }
+}
+
 /* Rows first..first+n-1 of the latest logits. */
 static void pair_logits_rows(struct rank *r, int n) {
     for (int i = 0; i < n; i++)
@@ -94,7 +126,7 @@ static void pair_logits_rows(struct rank *r, int n) {
 }
 
 static void pair_out3(struct rank *r, const struct weight *const w[3], const enum act out[3]) {
-    for (int i = 0; i < 3 && w[i]; i++) pair_out(r, "linear3", -1, out[i]);
+    for (int i = 0; i < 3 && w[i]; i++) pair_slot(r, "linear3", -1, out[i], w[i]->n_out, false);
 }
 
 static void pair_out_reduced(struct rank *r, enum act x, enum act out) {
@@ -115,13 +147,17 @@ static void pair_out_reduced(struct rank *r, enum act x, enum act out) {
 #define PAIR_IN_final_reduce            PAIR_IN(x, delta)
 #define PAIR_OUT_final_reduce           pair_out(r, "final_reduce", -1, x)
 #define PAIR_IN_linear                  PAIR_IN(x)
-#define PAIR_OUT_linear                 pair_out(r, "linear", -1, out)
+#define PAIR_OUT_linear                 pair_slot(r, "linear", -1, out, w->n_out, false)
 #define PAIR_IN_linear3                 PAIR_IN(x)
 #define PAIR_OUT_linear3                pair_out3(r, w, out)
 #define PAIR_IN_rope_store_kv           PAIR_IN(q, k, v)
 #define PAIR_OUT_rope_store_kv          pair_cache(r, il)
 #define PAIR_IN_attention               (void)0
-#define PAIR_OUT_attention              pair_out(r, "attention", il, out)
+#define PAIR_OUT_attention              pair_heads(r, "attention", il, out)
+#define PAIR_IN_attention_gate          PAIR_IN(q, x)
+#define PAIR_OUT_attention_gate         pair_heads(r, "attention_gate", il, x)
+#define PAIR_IN_delta_net               PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
+#define PAIR_OUT_delta_net              pair_delta(r, il, out)
 #define PAIR_IN_mla_store               PAIR_IN(q, kv)
 #define PAIR_OUT_mla_store              pair_cache(r, il)
 #define PAIR_IN_mla_attention           (void)0
@@ -167,9 +203,10 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
     pair.moe_limit = act == MOE_ACT_FP4 ? sqrt(4e-2) : pair.limit;
     cpu.ops = &table;
     uint64_t rng = 7;
-    for (int pos = 0; *n; pos += *n++) {
+    for (int pos = 0, state_pos = 0; *n; pos += *n++) {
         for (int i = 0; i < *n; i++) cpu.tokens[i] = gpu.tokens[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
-        cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n;
+        cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n, cpu.state_pos = gpu.state_pos = state_pos;
+        state_pos = *n > MAX_LAG ? pos + *n - 1 : pos;
         cuda_test_batch(&gpu);
         forward(&cpu);
         int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
@@ -180,9 +217,22 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
 }
 
 static void test_cuda_operations(void) {
-    static const char *const names[] = {
-        "qwen3moe",          "qwen3moe_nvfp4",  "qwen3moe_ct",      "qwen3moe_reap", "deepseek_v3", "deepseek_v3_nvfp4",
-        "deepseek_v3_plain", "deepseek_v3_fp8", "deepseek_v3_reap", "kimi_k2",       "hy_v3"};
+    static const char *const names[] = {"qwen3moe",
+                                        "qwen3moe_nvfp4",
+                                        "qwen3moe_ct",
+                                        "qwen3moe_reap",
+                                        "deepseek_v3",
+                                        "deepseek_v3_nvfp4",
+                                        "deepseek_v3_plain",
+                                        "deepseek_v3_fp8",
+                                        "deepseek_v3_reap",
+                                        "kimi_k2",
+                                        "hy_v3",
+                                        "qwen3_5_moe",
+                                        "qwen3_5_moe_text",
+                                        "qwen3_5_moe_nvfp4",
+                                        "qwen3_next",
+                                        "qwen3_next_fp8"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
     int n_w4a4 = 0;
     bool fp4 = cuda_test_begin(8);
@@ -199,12 +249,25 @@ static void test_cuda_operations(void) {
     CHECK(!fp4 || n_w4a4 >= 2, "%d fixtures are made for FP4 activations", n_w4a4);
 }
 
+/* Gated delta nets: tiles and segments that are full, begun, or one row beyond; from 1 to 16 tokens that lag. */
+static void test_cuda_delta(void) {
+    static const char *const names[] = {"qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"};
+    static const int n[] = {200, 1, 16, 64, 2, 65, 16, 16, 17, 127, 16, 112, 1, 0};
+    cuda_test_begin(9);
+    for (int f = 0; f < 3; f++) {
+        struct model m;
+        if (!fixture_load(names[f], &m)) return;
+        pair_forwards(names[f], &m, KV_BF16, 704, 0, MOE_ACT_F16, n);
+        model_free(&m);
+    }
+}
+
 /* A fixture that stays loaded: the tests of mutants run side by side in children, which must not write its file. */
 static const struct model *fixture_keep(const char *name) {
     static struct {
         const char *name;
         struct model m;
-    } kept[4];
+    } kept[6];
     int i = 0;
     while (kept[i].name && strcmp(kept[i].name, name)) i++;
     if (!kept[i].name && !fixture_load(name, &kept[i].m)) return NULL;
@@ -477,6 +540,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     float *out = xmalloc(sizeof n / sizeof *n * (n_vocab + 1) * sizeof *out), *row = out;
     uint64_t rng = 9;
     for (int i = 0, pos = 0; n[i]; pos += n[i++]) {
+        r.state_pos = !i || n[i - 1] <= MAX_LAG ? pos - (i ? n[i - 1] : 0) : pos - 1;
         for (int t = 0; t < n[i]; t++) r.tokens[t] = (int32_t)(rng_next(&rng) % n_vocab);
         r.pos = pos, r.n_tok = n[i];
         forward(&r);
@@ -497,7 +561,7 @@ static void test_cuda_forward(void) {
         const char *name;
         enum kv_type kv;
         float *want;
-    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, NULL}, {"deepseek_v3", KV_BF16, NULL}};
+    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, NULL}, {"deepseek_v3", KV_BF16, NULL}, {"qwen3_5_moe", KV_BF16, NULL}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const struct model *m = fixture_keep(cases[i].name);
         cuda_test_begin(7);
@@ -517,7 +581,9 @@ static void test_cuda_forward(void) {
 static const struct synth tiny_synths[] = {
     {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
     {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f},
-    {"tiny Q8_0", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192, .q8 = true}};
+    {"tiny Q8_0", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192, .q8 = true},
+    {"tiny delta", "qwen35moe", 4, 128, 4, 2, 64, 16, 2, 64, 200, 256, .rope = 16, .ff_shared = 64, .n_key = 2,
+     .n_value = 6, .delta_head = 32, .interval = 4}};
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
     char err[ERR_MAX] = "";
@@ -567,7 +633,7 @@ static void test_cuda_synth(void) {
     struct engine e;
     struct settings set;
     cuda_test_memory((size_t)256 << 20); /* what is copied for its speed is part of that */
-    for (int which = 0; which < 3; which++) {
+    for (int which = 0; which < 4; which++) {
         if (!tiny_open(&e, &set, which)) return;
         struct session *s = &e.session;
         const struct layer *layer = &e.model.layers[e.model.n_layer - 1];
@@ -623,24 +689,29 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
 }
 
 static void test_cuda_profile(void) {
-    static const char *const decode[] = {"k_embed",    "k_add_norm",  "k_gemv_sum",     "k_gemv_glu", "k_rope_gqa",
-                                         "k_rope_mla", "attn_kernel", "k_route_decode", NULL},
-                             *const prefill[] = {"k_embed",     "k_add_norm",     "k_gemv_sum",
-                                                 "gemm_kernel", "k_rope_gqa",     "k_rope_mla",
-                                                 "attn_kernel", "k_route_logits", "k_route_prefill",
-                                                 "k_sort",      "k_tiles",        "k_combine",
-                                                 NULL};
-    static const int calls[2][2][12] = {{{1, 6, 7, 2, 2, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}},
-                                        {{1, 11, 19, 3, 0, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}};
+    static const char *const decode[] = {"k_embed",        "k_add_norm",       "k_gemv_sum",  "k_gemv_glu",
+                                         "k_rope_gqa",     "k_rope_mla",       "attn_kernel", "k_route_decode",
+                                         "k_delta_decode", "k_attention_gate", NULL},
+                             *const prefill[] = {"k_embed",        "k_add_norm",       "k_gemv_sum",
+                                                 "gemm_kernel",    "k_rope_gqa",       "k_rope_mla",
+                                                 "attn_kernel",    "k_route_logits",   "k_route_prefill",
+                                                 "k_sort",         "k_tiles",          "k_combine",
+                                                 "k_delta_mix",    "k_delta_prepare",  "k_delta_scan",
+                                                 "k_delta_finish", "k_attention_gate", NULL};
+    static const struct {
+        int shape, calls[2][17];
+    } t[] = {{0, {{1, 6, 7, 2, 2, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
+             {1, {{1, 11, 19, 3, 0, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
+             {3, {{1, 10, 16, 4, 1, 0, 1, 4, 3, 1}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3, 1}}}};
     struct engine e;
     struct settings set;
-    for (int which = 0; which < 2; which++) {
-        if (!tiny_open(&e, &set, which)) return;
+    for (int which = 0; which < 3; which++) {
+        if (!tiny_open(&e, &set, t[which].shape)) return;
         float *before = pair_buffer((size_t)e.model.n_vocab);
         session_decode(&e.session, 5);
         memcpy(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before);
-        profile_check(&e, 1, decode, calls[which][0]);
-        profile_check(&e, 40, prefill, calls[which][1]);
+        profile_check(&e, 1, decode, t[which].calls[0]);
+        profile_check(&e, 40, prefill, t[which].calls[1]);
         session_truncate(&e.session, 0);
         session_decode(&e.session, 5);
         CHECK(!memcmp(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before),
@@ -704,6 +775,118 @@ static void test_cuda_bench(void) {
     cuda_test_memory((size_t)16 << 30);
 }
 
+/* ---- recurrent states ---- */
+
+/* Syncs to ids[0..n) and compares with a session that has seen nothing else. `computed` tokens are computed. */
+static void recurrent_sync(struct session *s, const int32_t *ids, int n, int mark, int computed, const char *what) {
+    struct session fresh;
+    char err[ERR_MAX] = "";
+    CHECK(session_sync(s, ids, n, mark, err) == SYNC_DONE && s->sync_tokens == computed, "%s: computed %d tokens: %s",
+          what, s->sync_tokens, err);
+    if (!cuda_session(&fresh, s->m, 200, KV_BF16, MOE_ACT_F16)) return;
+    CHECK(session_sync(&fresh, ids, n, 0, err) == SYNC_DONE, "%s", err);
+    const double e = nmse(session_logits(s), session_logits(&fresh), (size_t)s->m->n_vocab);
+    CHECK(e <= 1e-5, "%s: NMSE %.1e against a new session", what, e);
+    session_free(&fresh);
+}
+
+/* A CPU goes on from what a GPU has saved, and the GPU from what the CPU has: s is behind ids[0..70). */
+static void recurrent_file(struct session *s, const int32_t *ids) {
+    struct session cpu;
+    char err[ERR_MAX] = "", path[256];
+    snprintf(path, sizeof path, "%s/recurrent.kv", test_dir());
+    session_open_cpu(&cpu, s->m, 1, 1, (struct cpu_options){&kernels_ref, 2, 200, KV_BF16, false, false});
+    for (int turn = 0; turn < 2; turn++) {
+        struct session *from = turn ? &cpu : s, *to = turn ? s : &cpu;
+        for (int i = 0; i < 3; i++) session_decode(from, ids[from->n_past]);
+        CHECK(session_save(from, path, err) == 0 && session_load(to, path, err) == 0, "%s", err);
+        CHECK(to->n_past == from->n_past, "%d tokens are saved, %d loaded", from->n_past, to->n_past);
+        for (int i = 0; i < 4; i++) {
+            session_decode(s, ids[s->n_past]);
+            session_decode(&cpu, ids[cpu.n_past]);
+        }
+        const double e = nmse(session_logits(s), session_logits(&cpu), (size_t)s->m->n_vocab);
+        CHECK(e <= 1e-4, "behind a state from %s: NMSE %.1e", turn ? "a CPU" : "a GPU", e);
+    }
+    session_free(&cpu);
+}
+
+/* Chunks of any size give the CPU's logits; tokens are taken back with the state, or by a snapshot of it. */
+static void test_cuda_recurrent(void) {
+    static const char *const names[] = {"qwen3_5_moe", "qwen3_next"};
+    static const int chunks[] = {1, 2, 16, 17, 64, 70};
+    cuda_test_begin(10);
+    for (int f = 0; f < 2; f++) {
+        struct model m;
+        struct session s;
+        char path[256];
+        size_t n = 0;
+        int32_t other[160];
+        snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", names[f]);
+        int32_t *ids = slurp(path, &n);
+        if (!ids || !CHECK(n == 640, "%zu bytes of ids", n) || !fixture_load(names[f], &m)) return;
+        float *want = all_logits(&m, &kernels_ref, KV_BF16, 2, ids, 70);
+        for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+            if (!cuda_session(&s, &m, 200, KV_BF16, MOE_ACT_F16)) return;
+            for (int at = 0; at < 70; at += chunks[i]) session_forward(&s, ids + at, int_min(chunks[i], 70 - at));
+            session_head(&s, s.r->n_tok - 1, 1);
+            const double e = nmse(session_logits(&s), want + (size_t)69 * (size_t)m.n_vocab, (size_t)m.n_vocab);
+            CHECK(e <= 1e-4, "%s in chunks of %d: NMSE %.1e against a CPU", names[f], chunks[i], e);
+            session_free(&s);
+        }
+        if (!cuda_session(&s, &m, 200, KV_BF16, MOE_ACT_F16)) return;
+        memcpy(other, ids, sizeof other);
+        recurrent_sync(&s, other, 60, 40, 60, "from nothing");
+        for (int i = 60; i < 70; i++) session_decode(&s, other[i]);
+        session_forward(&s, other + 70, 16);
+        CHECK(session_truncate(&s, 73) == 73 && s.state_pos == 70, "truncated to %d, state at %d", s.n_past,
+              s.state_pos);
+        recurrent_sync(&s, other, 90, 0, 17, "13 tokens of 16 are taken back");
+        session_decode(&s, other[90]);
+        recurrent_sync(&s, other, 100, 0, 9, "a few tokens more");
+        other[100 - 40] ^= 1;
+        recurrent_sync(&s, other, 100, 0, 60, "back to a snapshot");
+        other[20] ^= 1;
+        recurrent_sync(&s, other, 70, 0, 70, "back to before it");
+        recurrent_file(&s, other);
+        session_free(&s);
+        free(want);
+        arrfree(ids);
+        model_free(&m);
+    }
+}
+
+/* What the kernels cannot do is one line that names it. */
+static void test_cuda_refusals(void) {
+    struct model m = {0};
+    char err[ERR_MAX];
+    const char *const says[] = {
+        "keys of 32, values of 32 and a convolution of 3 is", "keys of 136, values of 32 and a convolution of 4",
+        "keys of 36, values of 32 and a convolution of 4",    "keys of 32, values of 160 and a convolution of 4",
+        "attention of layer 7 unlike that of others",         "keys of 48 and values of 64"};
+    const struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8};
+    struct synth y = tiny_synths[3];
+    y.n_layer = 8;
+    synth_make(&m, &y, NULL, true);
+    for (int i = 0; i < 6; i++) {
+        struct rank r = {0};
+        struct layer was[2] = {m.layers[3], m.layers[7]};
+        struct delta *d = &m.layers[2].delta, whole = *d;
+        if (i == 0) d->n_conv = 3;
+        if (i == 1) d->head_k = 136;
+        if (i == 2) d->head_k = 36;
+        if (i == 3) d->head_v = 160;
+        if (i == 4) m.layers[7].attn.n_head = 2;
+        if (i == 5) m.layers[3].attn.head_k = m.layers[7].attn.head_k = 48;
+        err[0] = 0;
+        CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, says[i]) && strstr(err, "use --cpu"), "'%s' lacks '%s'",
+              err, says[i]);
+        *d = whole;
+        m.layers[3] = was[0], m.layers[7] = was[1];
+    }
+    model_free(&m);
+}
+
 /* ---- what the compiler made of the kernels ---- */
 
 /* No kernel spills registers, none but k_embed has an array in local memory (the sine of large angles), shared arrays
@@ -735,7 +918,7 @@ static void test_cuda_images(void) {
         CHECK(smem <= 48 << 10, "%s, %s: %d bytes of static shared memory", chip, name, smem);
     }
     bool sm120 = strstr(log, "'sm_120f'") != NULL;
-    CHECK(n >= 60 * (1 + sm120), "%d kernels were compiled", n);
+    CHECK(n >= 66 * (1 + sm120), "%d kernels were compiled", n);
     for (int i = sm120 ? 0 : 1; i < 3; i++) {
         char *text = NULL;
         snprintf(path, sizeof path, "build/nvcc/moe_cuda.%s.ptx", ptx[i]);
@@ -777,6 +960,28 @@ static float *layout_logits(const struct model *m, const struct layout *d, const
 
 static const struct layout one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
 
+#ifdef CUEMU
+/* A synthetic model on one rank, in a layout and on a CPU. */
+static void synth_agrees(const struct synth *shape, const struct layout *d, int n) {
+    struct model m = {0};
+    int32_t ids[64], seen[64];
+    const size_t v = (size_t)shape->n_vocab;
+    synth_make(&m, shape, NULL, false);
+    for (int i = 0; i < 64; i++) ids[i] = (11 + 17 * i) % m.n_vocab;
+    for (int i = 0; i < 63; i++) seen[i] = ids[i + (i >= n)]; /* layout_logits leaves out ids[n] */
+    float *cpu = all_logits(&m, &kernels_ref, KV_F32, 2, seen, n + 3);
+    const struct layout *const ways[] = {&one_rank, d};
+    for (int i = 0; i < 2; i++) {
+        float *got = layout_logits(&m, ways[i], ids, n);
+        const double e = got ? nmse(got, cpu + (size_t)(n - 1) * v, 4 * v) : 0;
+        CHECK(e <= 1e-3, "%s, %s: NMSE %.3g against a CPU", shape->name, ways[i]->name, e);
+        free(got);
+    }
+    free(cpu);
+    model_free(&m);
+}
+#endif
+
 static void layouts_agree(const char *fixture, const struct layout *d, int n_d, int n) {
     struct model m;
     char path[256];
@@ -807,6 +1012,9 @@ static void test_cuda_ranks(void) {
     layouts_agree("qwen3moe_nvfp4", virtual, 3 + nccl, 20);
     layouts_agree("deepseek_v3", virtual, 3, 20);
     layouts_agree("qwen3moe_ct", virtual, 3, 7);
+    static const struct layout stages = {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true};
+    layouts_agree("qwen3_5_moe", &stages, 1, 50);
+    layouts_agree("qwen3_next", &stages, 1, 20);
 #ifdef CUEMU
     static const struct layout several[] = {
         {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
@@ -816,6 +1024,17 @@ static void test_cuda_ranks(void) {
         {"two by two, no peers, NCCL", 2, 2, {3, 2, 1, 0}, ALLREDUCE_NCCL, false}};
     layouts_agree("qwen3moe", several, 5, 20);
     layouts_agree("deepseek_v3_nvfp4", several, 2, 30);
+    static const struct layout four = {"four GPUs", 4, 1, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true};
+    static const struct synth wide[] = {{"tiled heads", "qwen35moe", 4, 128, 8, 2, 64, 16, 2, 256, 320, 256, .rope = 16,
+                                         .ff_shared = 256, .n_key = 4, .n_value = 12, .delta_head = 64, .interval = 4},
+                                        {"grouped heads", "qwen3next", 3, 128, 8, 4, 32, 16, 2, 256, 320, 256,
+                                         .rope = 8, .ff_shared = 256, .n_key = 4, .n_value = 8, .delta_head = 32,
+                                         .interval = 2, .q8 = true}};
+    for (int i = 0; i < 2; i++) {
+        synth_agrees(&wide[i], &four, 30);
+        synth_agrees(&wide[i], &several[2 * i], 20);
+        synth_agrees(&wide[i], &several[3 + i], 11);
+    }
 #endif
 }
 
@@ -1042,9 +1261,9 @@ static void test_cuda_rank_faults(void) {
 
 /* What is collected on a GPU is what the CPU collects. */
 static void test_cuda_stats(void) {
-    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4"};
+    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "qwen3_5_moe"};
     static const int pieces[] = {21, 3, 1, 16};
-    for (int f = 0; f < 2; f++) {
+    for (int f = 0; f < 3; f++) {
         struct model m;
         struct session gpu, cpu;
         struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
@@ -1097,7 +1316,9 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
 #define TESTS_CUDA                                                                                                     \
     TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/gemv", cuda_test_gemv}, {"cuda/router", cuda_test_router}, \
         {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
-        {"cuda/attention", cuda_test_attention}, {"cuda/operations", test_cuda_operations},                            \
+        {"cuda/attention", cuda_test_attention}, {"cuda/delta_net", cuda_test_delta_net},                              \
+        {"cuda/operations", test_cuda_operations}, {"cuda/delta", test_cuda_delta},                                    \
+        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},       \
         {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
         {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \

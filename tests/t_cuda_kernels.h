@@ -451,7 +451,7 @@ extern "C" void cuda_test_upload(void) {
             gpu_array<int32_t> ids_d(ids);
             gpu_array<float> freq_d(freq), x((size_t)s.n_out * (size_t)n_in), cs((size_t)s.n_out * n_half),
                 sn((size_t)s.n_out * n_half);
-            gpu_array<struct batch> b(std::vector<struct batch>{{1000, s.n_out}});
+            gpu_array<struct batch> b(std::vector<struct batch>{{1000, s.n_out, 1000}});
             ids_d.arrive();
             LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, freq_d.p,
                        n_half, 1.5f, x.p, cs.p, sn.p);
@@ -539,7 +539,9 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
     gpu_array<uint16_t> xd(x.half), hidden((size_t)(n_expert * DECODE_MAX_TOKENS * n_ff)),
         hidden_shared((size_t)(DECODE_MAX_TOKENS * n_ff_shared));
     gpu_array<int32_t> expert_d(expert), n_d(std::vector<int32_t>{n_jobs});
-    gpu_array<float> weight_d(weight), y((size_t)(n_tok * n_embd));
+    std::vector<float> shared_weight(DECODE_MAX_TOKENS, 1.0f);
+    for (int t = 0; t < n_tok && n_tok > 1; t++) shared_weight[(size_t)t] = uniform();
+    gpu_array<float> weight_d(weight), shared_d(shared_weight), y((size_t)(n_tok * n_embd));
     struct gemv_glu_args u = {};
     struct gemv_args d = {};
     struct gemv_batch p = {};
@@ -553,6 +555,7 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
     p.w = sh_gate.d, p.x = xd, p.x_stride = x.stride, p.max_jobs = 1;
     u.gate[1] = p, u.up[1] = sh_up.d, u.y[1] = hidden_shared, u.y_stride[1] = (size_t)n_ff_shared;
     p.w = sh_down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden_shared, p.x_stride = (size_t)n_ff_shared;
+    p.weight = n_tok > 1 ? shared_d.p : NULL;
     d.entry[1] = p;
     u.n_entry = d.n_entry = 2, u.n_tok = d.n_tok = n_tok;
     d.y32[0] = y, d.y_stride[0] = (size_t)n_embd;
@@ -569,7 +572,7 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
             const int e = shared ? 0 : expert[(size_t)j];
             const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
             for (int k = 0; k < g.w.n_out; k++) h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
-            double f = shared ? 1 : (double)weight[(size_t)(j * DECODE_MAX_TOKENS + t)];
+            double f = (double)(shared ? shared_weight[(size_t)t] : weight[(size_t)(j * DECODE_MAX_TOKENS + t)]);
             for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
@@ -678,11 +681,12 @@ static int check_jobs(const struct route_case &c, const std::vector<int32_t> &id
 static void run_route(const struct route_case &c) {
     const int n_embd = 72;
     const size_t n = (size_t)c.n_tok, n_expert = (size_t)c.n_expert, k = (size_t)c.k, jobs = n * k;
-    std::vector<float> x(n * n_embd), bias(n_expert), w32;
+    std::vector<float> x(n * n_embd), bias(n_expert), shared(n_embd), w32;
     std::vector<uint16_t> w16;
     /* whole numbers make sums exact, hence equal ones equal everywhere */
     for (float &v : x) v = c.ties ? (float)(int)(rnd() % 5) - 2 : uniform();
     for (float &v : bias) v = c.ties ? (float)(rnd() % 3) / 8 : uniform() / 4;
+    for (float &v : shared) v = uniform();
     for (size_t i = 0; i < n_expert * n_embd; i++) {
         float v = c.ties ? (i / n_embd % 3 == 1 ? f32_from_bits(f32_to_bits(w32[i - n_embd]))
                                                 : (float)(int)(rnd() % 3) / 16 - 0.0625f)
@@ -690,7 +694,7 @@ static void run_route(const struct route_case &c) {
         w32.push_back(v), w16.push_back(bf16_from_f32(v));
     }
     gpu_array<float> xd(x), bias_d(bias), w32_d(w32), logits(n * n_expert), weight(n * k),
-        job_weight((jobs + 1) * DECODE_MAX_TOKENS);
+        job_weight((jobs + 1) * DECODE_MAX_TOKENS), shared_d(shared), shared_weight(DECODE_MAX_TOKENS);
     gpu_array<uint16_t> w16_d(w16);
     gpu_array<int32_t> id(n * k), n_jobs(std::vector<int32_t>{-1}), job_expert(jobs + 1);
     gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
@@ -700,6 +704,7 @@ static void run_route(const struct route_case &c) {
     p.n_tok = c.n_tok, p.n_embd = n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
     p.n_group_used = c.n_group_used, p.softmax = c.softmax, p.norm = c.norm, p.factor = 2.5f;
     p.arrived = arrived, p.n_jobs = n_jobs, p.job_expert = job_expert, p.job_weight = job_weight;
+    p.shared = c.norm ? shared_d.p : NULL, p.shared_weight = shared_weight;
     for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
         xd.arrive();
         if (c.n_tok <= DECODE_MAX_TOKENS) {
@@ -723,6 +728,12 @@ static void run_route(const struct route_case &c) {
         if (c.n_tok <= DECODE_MAX_TOKENS)
             bad += check_jobs(c, ids, weights, n_jobs.get()[0], job_expert.get(), job_weight.get()) +
                    (arrived.get()[0] != 0);
+        std::vector<float> gates = shared_weight.get();
+        for (size_t t = 0; t < n && p.shared && c.n_tok <= DECODE_MAX_TOKENS; t++) {
+            double dot = 0;
+            for (size_t i = 0; i < n_embd; i++) dot += (double)shared[i] * (double)x[t * n_embd + i];
+            bad += !(fabs((double)gates[t] - 1 / (1 + exp(-dot))) <= 1e-5);
+        }
         expect(!bad,
                "%d tokens, %d of %d experts, %d of %d groups, softmax %d norm %d bias %d bf16 %d ties %d: %d "
                "wrong",
@@ -766,11 +777,13 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
         tile_first(want.first.size()), tile_count(want.first.size()), n_tiles(1);
     struct sort_args p = {id_d, (int)n, k, n_expert, row, inverse, first, tile_expert, tile_first, tile_count, n_tiles};
     const int width = 72;
-    std::vector<float> y(n * width), weight(n), out((size_t)(n_tok * width));
+    std::vector<float> y(n * width), weight(n), out((size_t)(n_tok * width)), x((size_t)(n_tok * width)), gate(width);
     for (float &v : y) v = uniform();
     for (float &v : weight) v = uniform();
     for (float &v : out) v = uniform();
-    gpu_array<float> y_d(y), weight_d(weight), out_d(out);
+    for (float &v : x) v = uniform();
+    for (float &v : gate) v = uniform();
+    gpu_array<float> y_d(y), weight_d(weight), out_d(out), x_d(x), gate_d(gate);
     id_d.arrive();
     LAUNCH_PDL(k_sort, (unsigned)n_expert, 256, 0, test_stream, p);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, test_stream, p, (int)TN);
@@ -779,26 +792,28 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
     bool tiles = n_tiles.get()[0] == want.n_tiles;
     for (size_t i = 0; i < (size_t)want.n_tiles; i++)
         tiles = tiles && e[i] == want.of_tile[i] && f[i] == want.first[i] && c[i] == want.count[i];
-    error_sum sum[2];
-    for (int add = 0; add < 2; add++) {
-        y_d.arrive();
-        LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, weight_d.p, k, width, add,
-                   out_d.p);
+    error_sum sum[3];
+    for (int way = 0; way < 3; way++) { /* alone, added, added to gated rows */
+        y_d.arrive(), x_d.arrive();
+        LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, weight_d.p, k, width,
+                   (int)(way > 0), way > 1 ? gate_d.p : NULL, x_d.p, out_d.p);
         finish("weighted sums");
         std::vector<float> got = out_d.get();
         for (size_t i = 0; i < got.size(); i++) {
-            double s = add ? (double)out[i] : 0;
+            double s = way ? (double)out[i] : 0, dot = 0;
+            for (size_t g = 0; g < width; g++) dot += (double)gate[g] * (double)x[i / width * width + g];
+            if (way > 1) s /= 1 + exp(-dot);
             for (size_t t = i / width, j = t * (size_t)k; j < (t + 1) * (size_t)k; j++)
                 s += (double)weight[j] * (double)y[(size_t)want_inverse[j] * width + i % width];
-            sum[add].add((double)got[i], s);
+            sum[way].add((double)got[i], s);
         }
         out = got;
     }
     expect(row.get() == want_row && inverse.get() == want_inverse && first.get() == want_first && tiles &&
-               sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12,
-           "%d tokens, %d of %d experts, all to %d: rows %d inverse %d firsts %d tiles %d sums %.1e %.1e", n_tok, k,
-           n_expert, only, row.get() == want_row, inverse.get() == want_inverse, first.get() == want_first, tiles,
-           sum[0].nmse(), sum[1].nmse());
+               sum[0].nmse() <= 1e-12 && sum[1].nmse() <= 1e-12 && sum[2].nmse() <= 1e-12,
+           "%d tokens, %d of %d experts, all to %d: rows %d inverse %d firsts %d tiles %d sums %.1e %.1e %.1e", n_tok,
+           k, n_expert, only, row.get() == want_row, inverse.get() == want_inverse, first.get() == want_first, tiles,
+           sum[0].nmse(), sum[1].nmse(), sum[2].nmse());
 }
 
 extern "C" void cuda_test_sort(void) {
@@ -968,7 +983,7 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(os * (size_t)c.n_tok, 0xABCD));
     gpu_array<float> part(
         std::vector<float>((size_t)(c.splits * min(c.n_tok, (int)DECODE_MAX_TOKENS) * n_head * (c.dv + 2)), NAN));
-    gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here}});
+    gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here, c.pos}});
     struct attn_args a = {};
     a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
     a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
@@ -1029,4 +1044,192 @@ extern "C" void cuda_test_attention(void) {
                     c.pos = len > here && rnd() % 4 ? len - here : 0;
                     run_attention(c);
                 }
+}
+
+/* ---- gated delta net ---- */
+
+struct delta_case {
+    int n_key, group, dk, dv;
+    bool tiled;
+    int before, after; /* the model's key heads before and after the rank's */
+    int pos, lag, n_tok;
+    float size;  /* of the values */
+    float decay; /* of alpha */
+    bool alike;  /* keys hardly differ, and little is forgotten */
+};
+
+/* Numbers for the case, as the model has them: rows of the positions first - 3 .. pos + n_tok - 1. */
+struct delta_numbers {
+    std::vector<float> q, k, v, alpha, beta, z, conv, decay, dt_bias, norm, state;
+    explicit delta_numbers(const delta_case &c) {
+        const size_t rows = (size_t)(c.lag + c.n_tok + 3), n_key = (size_t)c.n_key, n_value = n_key * (size_t)c.group;
+        const size_t whole = (size_t)(c.before + c.n_key + c.after), dk = (size_t)c.dk, dv = (size_t)c.dv;
+        auto fill = [](std::vector<float> &x, size_t n, float size) {
+            for (size_t i = 0; i < n; i++) x.push_back(size * (float)normal());
+        };
+        fill(q, rows * n_key * dk, 1), fill(k, rows * n_key * dk, 1), fill(v, rows * n_value * dv, c.size);
+        fill(alpha, rows * n_value, c.decay), fill(beta, rows * n_value, c.alike ? 0.1f : 1);
+        fill(z, (size_t)c.n_tok * n_value * dv, 1), fill(conv, (2 * whole * dk + whole * (size_t)c.group * dv) * 4, 1);
+        fill(decay, whole * (size_t)c.group, 1), fill(dt_bias, whole * (size_t)c.group, 1), fill(norm, dv, 1);
+        fill(state, n_value * dk * dv, c.size);
+        for (float &x : decay) x = -fabsf(x) * (c.alike ? 0.01f : 1);
+        if (!c.alike) return;
+        for (float &x : beta) x += 4; /* of almost 1 */
+        for (size_t i = 0; i < k.size(); i++) k[i] = (float)sin(1 + (double)(i % (n_key * dk))) + 0.2f * k[i];
+    }
+};
+
+/* The results (n_tok, n_value * dv) and the state after `taken` rows, in double precision. */
+static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, std::vector<double> &out,
+                        std::vector<double> &state) {
+    const int n_value = c.n_key * c.group, whole = c.before + c.n_key + c.after, dk = c.dk, dv = c.dv;
+    const int first = c.pos - c.lag;
+    auto conv = [&](const std::vector<float> &from, int width, int col, size_t channel, int row) {
+        double y = 0;
+        for (int t = 0; t < 4; t++)
+            if (first + row - 3 + t >= 0)
+                y += (double)x.conv[channel * 4 + (size_t)t] * (double)from[(size_t)((row + t) * width + col)];
+        return y / (1 + exp(-y));
+    };
+    auto unit = [](std::vector<double> &y) {
+        double ss = 1e-6;
+        for (double e : y) ss += e * e;
+        for (double &e : y) e /= sqrt(ss);
+    };
+    out.assign((size_t)(c.n_tok * n_value * dv), 0);
+    state.assign(x.state.begin(), x.state.end());
+    for (int j = 0; j < n_value; j++) {
+        const int kh = c.tiled ? j % c.n_key : j / c.group;
+        const int head = c.tiled ? j / c.n_key * whole + c.before + kh : c.before * c.group + j;
+        std::vector<double> S(state.begin() + j * dk * dv, state.begin() + (j + 1) * dk * dv);
+        for (int i = 0; i < c.lag + c.n_tok; i++) {
+            if (i == taken) std::copy(S.begin(), S.end(), state.begin() + j * dk * dv);
+            std::vector<double> q((size_t)dk), k((size_t)dk), o((size_t)dv);
+            for (int h = 0; h < dk; h++) {
+                const size_t at = (size_t)((c.before + kh) * dk + h);
+                q[(size_t)h] = conv(x.q, c.n_key * dk, kh * dk + h, at, i);
+                k[(size_t)h] = conv(x.k, c.n_key * dk, kh * dk + h, at + (size_t)(whole * dk), i);
+            }
+            unit(q), unit(k);
+            const size_t g = (size_t)((i + 3) * n_value + j);
+            const double a = (double)x.alpha[g] + (double)x.dt_bias[(size_t)head],
+                         beta = 1 / (1 + exp(-(double)x.beta[g]));
+            const double f = exp((double)x.decay[(size_t)head] * log1p(exp(a)));
+            double ss = 0;
+            for (int e = 0; e < dv; e++) {
+                double u = conv(x.v, n_value * dv, j * dv + e, (size_t)(2 * whole * dk + head * dv + e), i);
+                for (int h = 0; h < dk; h++) u -= f * k[(size_t)h] * S[(size_t)(h * dv + e)];
+                for (int h = 0; h < dk; h++) {
+                    double &s = S[(size_t)(h * dv + e)];
+                    s = f * s + k[(size_t)h] * beta * u;
+                    o[(size_t)e] += q[(size_t)h] * s / sqrt(dk);
+                }
+                ss += o[(size_t)e] * o[(size_t)e];
+            }
+            for (int e = 0; e < dv && i >= c.lag; e++) {
+                const size_t at = (size_t)((i - c.lag) * n_value * dv + j * dv + e);
+                const double z = (double)x.z[at];
+                out[at] = o[(size_t)e] / sqrt(ss / dv + 1e-6) * (double)x.norm[(size_t)e] * z / (1 + exp(-z));
+            }
+        }
+    }
+}
+
+static void run_delta(const struct delta_case &c) {
+    enum { RING = 35, PAD = 8 };
+    const delta_numbers x(c);
+    const int n_value = c.n_key * c.group, keys = c.n_key * c.dk, values = n_value * c.dv, first = c.pos - c.lag;
+    const int rows = c.lag + c.n_tok, taken = c.n_tok > MAX_LAG ? rows - 1 : c.lag;
+    auto own = [&](const std::vector<float> &from, int width) { /* the forward's rows, PAD columns wider */
+                                                                std::vector<float> to((size_t)(c.n_tok * (width + PAD)),
+                                                                                      NAN);
+                                                                for (int t = 0; t < c.n_tok; t++)
+                                                                    std::copy_n(from.begin() + (t + c.lag + 3) * width,
+                                                                                width, to.begin() + t * (width + PAD));
+                                                                return to;
+    };
+    auto ring = [&](const std::vector<float> &a, const std::vector<float> &b, int width, int from, int to) {
+        std::vector<float> r((size_t)(RING * 2 * width), NAN); /* (a | b) of positions from..to-1 */
+        for (int p = max(from, 0); p < to; p++)
+            for (int i = 0; i < 2 * width; i++)
+                r[(size_t)(p % RING * 2 * width + i)] =
+                    (i < width ? a : b)[(size_t)((p - first + 3) * width + i % width)];
+        return r;
+    };
+    std::vector<float> z((size_t)(c.n_tok * (values + PAD)), NAN);
+    for (int t = 0; t < c.n_tok; t++) std::copy_n(x.z.begin() + t * values, values, z.begin() + t * (values + PAD));
+    gpu_array<float> q(own(x.q, keys)), k(own(x.k, keys)), v(own(x.v, values)), z_d(z), alpha(own(x.alpha, n_value)),
+        beta(own(x.beta, n_value));
+    gpu_array<float> ring_qk(ring(x.q, x.k, keys, first - 3, c.pos)), ring_v(ring(x.v, x.v, values, first - 3, c.pos)),
+        ring_gates(ring(x.alpha, x.beta, n_value, first - 3, c.pos));
+    gpu_array<float> state(x.state), conv(x.conv), decay(x.decay), dt_bias(x.dt_bias), norm(x.norm);
+    gpu_array<uint16_t> out(std::vector<uint16_t>((size_t)(c.n_tok * (values + PAD)), 0xABCD));
+    gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, c.n_tok, first}});
+    const size_t most = DELTA_SEGMENT, tiles = most / DELTA_TILE * (size_t)n_value;
+    gpu_array<uint16_t> qk16(std::vector<uint16_t>(most * 2 * (size_t)keys, 0x7E00)),
+        tiles_d(std::vector<uint16_t>(tiles * 2 * DELTA_TILE * DELTA_TILE, 0x7E00));
+    gpu_array<float> mixed(std::vector<float>(most * (size_t)values, NAN)),
+        gates(std::vector<float>(most * 2 * (size_t)n_value, NAN)), fades(std::vector<float>(tiles * DELTA_FADES, NAN));
+    struct delta_args a = {};
+    a.batch = b;
+    a.shape = {c.n_key, n_value, c.dk, c.dv, DELTA_TAPS, c.tiled, c.before, c.before + c.n_key + c.after};
+    a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha, a.beta = beta;
+    a.q_stride = a.k_stride = (size_t)(keys + PAD), a.v_stride = a.z_stride = a.out_stride = (size_t)(values + PAD);
+    a.gate_stride = (size_t)(n_value + PAD);
+    a.ring_qk = ring_qk, a.ring_v = ring_v, a.ring_gates = ring_gates, a.n_ring = RING;
+    a.ring_qk_stride = (size_t)(2 * keys), a.ring_v_stride = (size_t)(2 * values);
+    a.ring_gates_stride = (size_t)(2 * n_value);
+    a.state = state, a.conv = conv, a.decay = decay, a.dt_bias = dt_bias, a.norm = norm, a.eps = 1e-6f, a.out = out;
+    a.t = {qk16, mixed, gates, tiles_d, fades};
+    q.arrive();
+    delta_launch(&a, c.n_tok, c.lag, test_stream);
+    finish("a gated delta net");
+    std::vector<double> want, want_state;
+    delta_plain(c, x, taken, want, want_state);
+    std::vector<uint16_t> got = out.get();
+    std::vector<float> got_state = state.get();
+    error_sum sum, states;
+    int bad = 0;
+    for (int t = 0; t < c.n_tok; t++)
+        for (int i = 0; i < values + PAD; i++) {
+            const uint16_t h = got[(size_t)(t * (values + PAD) + i)];
+            if (i < values) sum.add((double)f16_to_f32(h), want[(size_t)(t * values + i)]);
+            else bad += h != 0xABCD;
+        }
+    for (size_t i = 0; i < got_state.size(); i++) states.add((double)got_state[i], want_state[i]);
+    /* the latest RING positions that there are */
+    const int end = c.pos + c.n_tok, from = max(first - 3, end - RING);
+    std::vector<float> w = ring(x.q, x.k, keys, from, end), g = ring_qk.get();
+    for (size_t i = 0; i < w.size(); i++) bad += w[i] == w[i] && w[i] != g[i];
+    w = ring(x.v, x.v, values, from, end), g = ring_v.get();
+    for (size_t i = 0; i < w.size(); i++) bad += (int)i % (2 * values) < values && w[i] == w[i] && w[i] != g[i];
+    w = ring(x.alpha, x.beta, n_value, from, end), g = ring_gates.get();
+    for (size_t i = 0; i < w.size(); i++) bad += w[i] == w[i] && w[i] != g[i];
+    const double limit = c.alike ? 1e-5 : 1e-6;
+    expect(
+        sum.nmse() <= limit && states.nmse() <= limit && !bad,
+        "%d keys of %d, %d values of %d, %s, from %d, %d tokens behind %d at %d, size %g, decay %g%s: NMSE %.1e, state "
+        "%.1e, %d wrong in rings and gaps",
+        c.n_key, c.dk, n_value, c.dv, c.tiled ? "tiled" : "grouped", c.before, c.n_tok, c.lag, c.pos, c.size, c.decay,
+        c.alike ? ", alike" : "", sum.nmse(), states.nmse(), bad);
+}
+
+extern "C" void cuda_test_delta_net(void) {
+    begin_test(12);
+    static const struct delta_case cases[] = {
+        /* decode */
+        {1, 2, 128, 128, false, 0, 0, 0, 0, 1, 1, 1, false},
+        {2, 2, 128, 128, true, 2, 1, 40, 1, 1, 1, 1, false},
+        {3, 1, 40, 24, true, 0, 0, 2, 2, 7, 1e-4f, 1, false},
+        {1, 3, 64, 128, false, 1, 0, 100, 16, 16, 1e4f, 3, false},
+        {1, 1, 128, 64, true, 0, 1, 19, 9, 16, 1, 0.1f, true},
+        /* prefill: tiles that are begun, full, one beyond; all rows of a tile but none, or one, in the state */
+        {1, 2, 128, 128, false, 0, 0, 0, 0, 17, 1, 1, false},
+        {2, 2, 64, 40, true, 1, 1, 5, 5, 59, 1e-4f, 1, false},
+        {1, 1, 128, 128, true, 0, 0, 3, 1, 64, 1, 1, true},
+        {1, 1, 24, 32, true, 0, 0, 70, 16, 49, 1e4f, 4, false},
+        {1, 1, 128, 72, false, 2, 0, 16, 16, 700, 1, 0.1f, true},
+        {1, 2, 128, 128, true, 0, 2, 60, 3, 254, 1, 1, false},
+    };
+    for (auto &c : cases) run_delta(c);
 }

@@ -384,6 +384,16 @@ static void test_kernels_vectors(void) {
             for (int i = 0; i < n; i++)
                 CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: silu(%g) is %g", k->name, (double)x[i],
                       (double)a[i]);
+            for (int i = 0; i < n; i++) a[i] = b[i] = w[i];
+            k->sigmoid_mul(a, x, n);
+            kernels_ref.sigmoid_mul(b, x, n);
+            for (int i = 0; i < n; i++)
+                CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: sigmoid(%g) * %g is %g", k->name,
+                      (double)x[i], (double)w[i], (double)a[i]);
+            k->mul_add(a, w, w, n);
+            kernels_ref.mul_add(b, w, w, n);
+            for (int i = 0; i < n; i++)
+                CHECK(fabsf(a[i] - b[i]) <= 2e-6f * (fabsf(b[i]) + w[i] * w[i]), "%s: mul_add %d of %d", k->name, i, n);
             for (int i = 0; i < 2; i++) {
                 k->rmsnorm(w, i ? w : NULL, 1e-6f, a, n), kernels_ref.rmsnorm(w, i ? w : NULL, 1e-6f, b, n);
                 for (int t = 0; t < n; t++)
@@ -419,8 +429,33 @@ static void test_kernels_sgemm(void) {
         }
 }
 
+/* A token of the delta rule over a few columns of a wider state, of which the others stay as they are. */
+static void test_kernels_delta(void) {
+    enum { DK = 40, LDS = 200 };
+    static const int columns[] = {1, 7, 32, 33, 64, 130, LDS};
+    const struct kernels *k;
+    float S[2][DK * LDS], q[DK], key[DK], v[LDS], o[2][LDS];
+    uint64_t rng = 5;
+    for (size_t s = 0; (k = kt_set(s)); s++)
+        for (size_t j = 0; j < sizeof columns / sizeof *columns; j++) {
+            const int n = columns[j], first = j & 1 && n < LDS ? 3 : 0;
+            for (int i = 0; i < DK * LDS; i++) S[0][i] = S[1][i] = kt_normal(&rng);
+            for (int i = 0; i < DK; i++) {
+                q[i] = kt_normal(&rng);
+                key[i] = kt_normal(&rng) / 6;
+            }
+            for (int i = 0; i < LDS; i++) v[i] = kt_normal(&rng);
+            k->delta_step(S[0] + first, LDS, DK, n, q, key, v, 0.75f, 0.5f, o[0]);
+            kernels_ref.delta_step(S[1] + first, LDS, DK, n, q, key, v, 0.75f, 0.5f, o[1]);
+            const double e = nmse(S[0], S[1], DK * LDS), r = nmse(o[0], o[1], (size_t)n);
+            CHECK(e < 1e-12 && r < 1e-11, "%s: %d columns: NMSE of the state %.3g, of the result %.3g", k->name, n, e,
+                  r);
+        }
+}
+
 #define TESTS_KERNELS                                                                           \
     {"kernels/gemm", test_kernels_gemm}, {"kernels/choice", test_kernels_choice},               \
         {"kernels/scales", test_kernels_scales}, {"kernels/extremes", test_kernels_extremes},   \
         {"kernels/pack", test_kernels_pack}, {"kernels/conversions", test_kernels_conversions}, \
-        {"kernels/vectors", test_kernels_vectors}, {"kernels/sgemm", test_kernels_sgemm},
+        {"kernels/vectors", test_kernels_vectors}, {"kernels/delta", test_kernels_delta},       \
+        {"kernels/sgemm", test_kernels_sgemm},

@@ -188,6 +188,17 @@ static void test_fixtures_deepseek(void) {
 
 static void test_fixtures_hy3(void) { check_fixture("hy_v3", NULL); }
 
+static void test_fixtures_qwen35(void) {
+    check_fixture("qwen3_5_moe", NULL);
+    check_fixture("qwen3_5_moe_text", NULL);
+    check_fixture("qwen3_5_moe_nvfp4", NULL);
+}
+
+static void test_fixtures_qwen3next(void) {
+    check_fixture("qwen3_next", NULL);
+    check_fixture("qwen3_next_fp8", NULL);
+}
+
 static void test_fixtures_reap(void) {
     static const int qwen[] = {6, 5, 7}, deepseek[] = {0, 12, 8};
     check_fixture("qwen3moe_reap", qwen);
@@ -826,7 +837,8 @@ static void test_banners(void) {
 
 #define TESTS_MODEL                                                                                                   \
     {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-reap", test_fixtures_reap},                       \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-qwen35", test_fixtures_qwen35},                   \
+        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
         {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                 \
         {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                     \
         {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/state-file", test_session_file}, \

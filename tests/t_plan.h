@@ -131,6 +131,46 @@ static int64_t check_by_hand(const json_t *o, const struct published *p, bool q8
 
 /* Four GPUs of 96 GiB, with as many experts as fit; then all experts on larger ones, whose parts are together the
  * whole. */
+/* qwen3.5-397b-a17b by hand: 45 layers with a gated delta net and 15 with attention, whose heads `tp` ranks divide. */
+static void check_delta_by_hand(const json_t *o, int64_t tp) {
+    const int64_t d = 4096, experts = 512, ff = 1024 / tp, kv = tp > 2 ? 1 : 2 / tp, ctx = plan_int(o, "context");
+    const int64_t heads = 32 / tp, keys = 16 / tp, values = 64 / tp, rows = 3 + 2 * 16; /* of a ring */
+    for (int64_t i = 0; i < tp; i++) {
+        const json_t *r = plan_rank_of(o, (size_t)i);
+        int64_t weights =
+            2 * d * 248320 + 2 * d * (248320 / tp) + 4 * d + 4 * 32; /* embedding, output, norm, rotation */
+        int64_t cache = 0;
+        for (int il = 0; il < 60; il++) {
+            weights += 4 * 2 * d + 4 * d * experts + 4 * d;            /* norms, router, shared gate */
+            weights += (experts + 1) * (3 * d * ff * 36 / 64 + 3 * 4); /* NVFP4 and its factors */
+            if (il % 4 == 3) {
+                weights += 2 * d * (heads * 2 * 256 + 2 * kv * 256 + heads * 256) + 4 * 2 * 256;
+                cache += 2 * kv * (256 + 4) * ctx;
+                continue;
+            }
+            weights += 2 * d * (2 * keys * 128 + 3 * values * 128 + 2 * values); /* q, k; v, z, out; alpha, beta */
+            weights += 4 * (4 * (2 * 16 + 64) * 128 + 2 * 64 + 128);             /* whole: taps, A, dt, norm */
+            cache += 4 * rows * (2 * keys * 128 + values * 128 + 2 * values) + 4 * values * 128 * 128;
+        }
+        CHECK(plan_int(r, "weights") == weights, "rank %d has %lld bytes of weights, by hand %lld", (int)i,
+              (long long)plan_int(r, "weights"), (long long)weights);
+        CHECK(plan_int(r, "cache") == cache, "rank %d has %lld bytes of state, by hand %lld", (int)i,
+              (long long)plan_int(r, "cache"), (long long)cache);
+    }
+}
+
+static void test_plan_delta(void) {
+    json_t *o = plan_of("--gpus 4x96 --synth qwen3.5-397b-a17b", 0);
+    plan_says(o, "verdict", "fits");
+    CHECK(plan_int(o, "tp") == 4 && plan_int(o, "context") == 262144, "--tp 4, the whole context");
+    check_delta_by_hand(o, 4);
+    json_decref(o);
+    o = plan_of("--gpus 2x160@1792 -c 32768 --synth qwen3.5-397b-a17b", 0);
+    CHECK(plan_int(o, "tp") == 2, "--tp 2");
+    check_delta_by_hand(o, 2);
+    json_decref(o);
+}
+
 static void test_plan_published(void) {
     for (size_t i = 0; i < sizeof published / sizeof *published; i++)
         for (int q8 = 0; q8 < 2; q8++) {
@@ -458,12 +498,13 @@ bool cuda_test_w4a4(struct rank *r);
 static void test_plan_engine(void) {
     static const struct synth tiny[] = {
         {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 200, 256, .ff_dense = 192},
-        {"tiny MLA", "deepseek2", 3,  128, 4, 1,   32,  16, 2, 128,          200,
-         256,        72,          64, 16,  1, 192, 128, 2,  1, .scale = 2.5f}};
+        {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 128, 200, 256, 72, 64, 16, 1, 192, 128, 2, 1, .scale = 2.5f},
+        {"tiny delta", "qwen35moe", 3, 128, 4, 2, 64, 16, 2, 128, 200, 256, .rope = 16, .ff_shared = 128, .n_key = 2,
+         .n_value = 8, .delta_head = 64, .interval = 2}};
     static const struct {
         const struct synth *shape; /* NULL: the demo model */
         int tp, pp;
-    } c[] = {{NULL, 1, 1}, {&tiny[0], 2, 1}, {&tiny[0], 1, 2}, {&tiny[1], 2, 2}};
+    } c[] = {{NULL, 1, 1}, {&tiny[0], 2, 1}, {&tiny[0], 1, 2}, {&tiny[1], 2, 2}, {&tiny[2], 2, 1}, {&tiny[2], 1, 1}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m = {0};
         struct session s;
@@ -486,7 +527,7 @@ static void test_plan_engine(void) {
                   e->weight_bytes, (long long)r->weights);
             CHECK(e->kv_bytes == state_bytes(&r->m, e->kv_type, 256), "cache %zu, plan %zu", e->kv_bytes,
                   state_bytes(&r->m, e->kv_type, 256));
-            size_t batch = 4 * ((size_t)e->chunk + 2) + 2 * (size_t)m.max.rope_dim;
+            size_t batch = 4 * ((size_t)e->chunk + 3) + 2 * (size_t)m.max.rope_dim;
             size_t room = cuda_test_activations(e) - batch;
             CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
             CHECK(tp * pp == 1 && cuda_test_w4a4(e) ? room == e->bytes : room < e->bytes + 4096,
@@ -517,6 +558,7 @@ static void test_plan_device(void) {
 #endif
 
 #define TESTS_PLAN                                                                                                 \
-    {"plan/published", test_plan_published}, {"plan/uneven", test_plan_uneven}, {"plan/limit", test_plan_limit},   \
-        {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
-        {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta}, {"plan/uneven", test_plan_uneven},   \
+        {"plan/limit", test_plan_limit}, {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, \
+        {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage},             \
+        {"plan/absurd", test_plan_absurd},

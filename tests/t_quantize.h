@@ -337,7 +337,9 @@ static void test_quantize_fixtures(void) {
              {"qwen3moe", "--quantize nvfp4 --dense --backbone q8_0", 6, 10},
              {"deepseek_v3", "--backbone q8_0", 0, 29},
              {"deepseek_v3", "--quantize nvfp4 --backbone q8_0", 6, 29},
-             {"deepseek_v3_plain", "--quantize nvfp4 --dense --backbone q8_0", 9, 26}};
+             {"deepseek_v3_plain", "--quantize nvfp4 --dense --backbone q8_0", 9, 26},
+             {"qwen3_5_moe", "--quantize nvfp4 --backbone q8_0", 9, 25},
+             {"qwen3_next", "--quantize nvfp4 --backbone q8_0", 15, 38}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m, same;
         char dir[96], path[256], expanded[256], err[ERR_MAX];

@@ -609,6 +609,19 @@ static void test_reap_split(void) {
 /* ------------------------------------------------------------------------------------------------------ whole models
  * */
 
+/* Layers of a model without those for multi-token prediction. */
+static int trunk_layers(const struct gguf *g) {
+    struct gguf_str arch = {"", 0};
+    char key[96];
+    int64_t mtp = 0;
+    gguf_get_str(g, "general.architecture", &arch);
+    snprintf(key, sizeof key, "%.*s.nextn_predict_layers", (int)arch.n, arch.p);
+    const struct gguf_kv *kv = gguf_find(g, key);
+    if (kv) gguf_elem_int(kv, 0, &mtp);
+    snprintf(key, sizeof key, "%.*s.block_count", (int)arch.n, arch.p);
+    return (int)(key_int(g, key) - mtp);
+}
+
 /* Converts a fixture as test_dir()/file. */
 static bool fixture_convert(const char *name, const char *file) {
     char cmd[512], *said = NULL;
@@ -670,16 +683,15 @@ static void test_reap_fixtures(void) {
              {"qwen3moe", "--keep 6", {0}},
              {"deepseek_v3_reap", "--keep 8", {0, 8, 8}},
              {"qwen3moe_reap", "--keep 5", {5, 5, 5}},
+             {"qwen3_5_moe_nvfp4", "--keep 4 --mtp drop", {4, 4, 4}},
+             {"qwen3_next", "--keep 3 --mtp drop", {3, 3, 3, 3}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
         char args[128];
         if (!fixture_convert(c[i].name, "in.gguf") || !reap_open(&a, "in.gguf")) return;
-        int64_t blocks = 0;
-        gguf_elem_int(gguf_find(&a, c[i].name[0] == 'q' ? "qwen3moe.block_count" : "deepseek2.block_count"), 0,
-                      &blocks);
-        scores_put("in.gguf", "in.json", (int)blocks, score_spread);
+        scores_put("in.gguf", "in.json", trunk_layers(&a), score_spread);
         snprintf(args, sizeof args, "in.gguf in.json -o out.gguf %s", c[i].options);
         if (!CHECK(!reap_run(args), "%s: %s", c[i].name, reap_err) || !reap_load(&m, "out.gguf")) continue;
         static int ids[16][TOY_EXPERTS];
@@ -699,7 +711,11 @@ static void test_reap_fixtures(void) {
                 ids[l][n[l]++] = (int)k;
             }
         }
-        compare_cut(&a, &m.gguf, (const int(*)[TOY_EXPERTS])ids, n, m.n_layer);
+        const bool drop = strstr(c[i].options, "drop");
+        n[m.n_layer] = drop ? -1 : 0; /* the layer for multi-token prediction */
+        compare_cut(&a, &m.gguf, (const int(*)[TOY_EXPERTS])ids, n, m.n_layer + drop);
+        const struct gguf_kv *sections = gguf_find(&m.gguf, "qwen35moe.rope.dimension_sections");
+        CHECK(!sections || sections->n == 4, "%s: %d sections", c[i].name, (int)sections->n);
         gguf_close(&a);
         model_free(&m);
     }
@@ -1020,15 +1036,8 @@ static bool dir_convert(const char *dir, const char *file) {
 static void compare_ways(const char *dir, const char *how) {
     struct gguf a, b, in;
     char args[256];
-    int64_t mtp = 0;
     if (!dir_convert(dir, "in.gguf") || !reap_open(&in, "in.gguf")) return;
-    struct gguf_str s = {"", 0};
-    gguf_get_str(&in, "general.architecture", &s);
-    bool mla = gguf_str_eq(s, "deepseek2");
-    const struct gguf_kv *kv = gguf_find(&in, "deepseek2.nextn_predict_layers");
-    if (kv) gguf_elem_int(kv, 0, &mtp);
-    scores_put("in.gguf", "in.json", (int)(key_int(&in, mla ? "deepseek2.block_count" : "qwen3moe.block_count") - mtp),
-               score_spread);
+    scores_put("in.gguf", "in.json", trunk_layers(&in), score_spread);
     gguf_close(&in);
     shell("rm -rf cut");
     snprintf(args, sizeof args, "%s in.json -o cut %s", dir, how);
@@ -1055,11 +1064,21 @@ static void fixture_copy(const char *name, const char *dir) {
 }
 
 static void test_reap_directory(void) {
-    static const char *const c[][2] = {
-        {"qwen3moe_nvfp4", "--keep 5"},    {"qwen3moe_nvfp4", "--ratio 0.7"},
-        {"qwen3moe_ct", "--keep 3"},       {"qwen3moe", "--keep 2 --criterion norm"},
-        {"deepseek_v3_plain", "--keep 3"}, {"deepseek_v3_plain", "--keep 2 --mtp drop"},
-        {"deepseek_v3_reap", "--keep 8"},  {"qwen3moe_reap", "--keep 4 --per-layer --floor 4"}};
+    static const char *const c[][2] = {{"qwen3moe_nvfp4", "--keep 5"},
+                                       {"qwen3moe_nvfp4", "--ratio 0.7"},
+                                       {"qwen3moe_ct", "--keep 3"},
+                                       {"qwen3moe", "--keep 2 --criterion norm"},
+                                       {"deepseek_v3_plain", "--keep 3"},
+                                       {"deepseek_v3_plain", "--keep 2 --mtp drop"},
+                                       {"deepseek_v3_reap", "--keep 8"},
+                                       {"qwen3moe_reap", "--keep 4 --per-layer --floor 4"},
+                                       {"qwen3_5_moe", "--keep 3"},
+                                       {"qwen3_5_moe", "--keep 2 --mtp drop"},
+                                       {"qwen3_5_moe_text", "--keep 2"},
+                                       {"qwen3_5_moe_nvfp4", "--keep 4"},
+                                       {"qwen3_5_moe_nvfp4", "--ratio 0.5 --mtp drop"},
+                                       {"qwen3_next", "--keep 3 --mtp drop"},
+                                       {"qwen3_next_fp8", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);
@@ -1094,8 +1113,8 @@ static void test_reap_transformers(void) {
     static const struct {
         const char *name;
         int keep;
-    } c[] = {{"qwen3moe", 5}, {"deepseek_v3_plain", 3}};
-    for (int i = 0; i < 2; i++) {
+    } c[] = {{"qwen3moe", 5}, {"deepseek_v3_plain", 3}, {"qwen3_5_moe", 3}};
+    for (int i = 0; i < 3; i++) {
         char path[256], args[128];
         size_t n_ids = 0, n_ref = 0;
         snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", c[i].name);

@@ -131,10 +131,14 @@ static void state_sync(struct session *s, const struct model *m, const int32_t *
 static const int state_layouts[][2] = {{1, 1}, {2, 1}, {1, 2}, {2, 2}};
 enum { STATE_LAYOUTS = sizeof state_layouts / sizeof *state_layouts };
 
-static bool state_model(struct model *m, int32_t *ids, int n) {
+/* Models with state beyond a row per token: the test's own family, and those with gated delta nets. */
+static const char *const state_models[] = {"qwen3moe", "qwen3_5_moe", "qwen3_next"};
+enum { STATE_MODELS = sizeof state_models / sizeof *state_models };
+
+static bool state_model(struct model *m, int32_t *ids, int n, int which) {
     uint64_t rng = 7;
-    if (!fixture_load("qwen3moe", m)) return false;
-    state_adopt(m);
+    if (!fixture_load(state_models[which], m)) return false;
+    if (!which) state_adopt(m);
     for (int i = 0; i < n; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
     return true;
 }
@@ -142,26 +146,35 @@ static bool state_model(struct model *m, int32_t *ids, int n) {
 /* One chunk, uneven chunks and single tokens are the same computation. */
 static void test_state_chunks(void) {
     static const int chunks[] = {1, 3, 16, 17, 23, 90};
+    int32_t ids[90];
+    for (int which = 0; which < STATE_MODELS; which++) {
+        struct model m;
+        if (!state_model(&m, ids, 90, which)) return;
+        for (int k = 0; k < STATE_LAYOUTS; k++) {
+            const int tp = state_layouts[k][0], pp = state_layouts[k][1];
+            float *want = state_fresh(&m, tp, pp, KV_F32, ids, 90, 90);
+            for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+                float *got = state_fresh(&m, tp, pp, KV_F32, ids, 90, chunks[i]);
+                const double e = nmse(got, want, (size_t)m.n_vocab);
+                CHECK(e < 1e-9, "%s, --tp %d --pp %d, chunks of %d: NMSE %.3g", state_models[which], tp, pp, chunks[i],
+                      e);
+                free(got);
+            }
+            free(want);
+        }
+        model_free(&m);
+    }
+}
+
+/* The test's own family would be no test if its state did not change the logits. */
+static void test_state_matters(void) {
     struct model m;
     int32_t ids[90];
-    if (!state_model(&m, ids, 90)) return;
-    for (int k = 0; k < STATE_LAYOUTS; k++) {
-        const int tp = state_layouts[k][0], pp = state_layouts[k][1];
-        float *want = state_fresh(&m, tp, pp, KV_F32, ids, 90, 90);
-        for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
-            float *got = state_fresh(&m, tp, pp, KV_F32, ids, 90, chunks[i]);
-            const double e = nmse(got, want, (size_t)m.n_vocab);
-            CHECK(e < 1e-9, "--tp %d --pp %d, chunks of %d: NMSE %.3g", tp, pp, chunks[i], e);
-            free(got);
-        }
-        free(want);
-    }
-    const struct family *with = m.family;
+    if (!state_model(&m, ids, 90, 0)) return;
     float *a = state_fresh(&m, 1, 1, KV_F32, ids, 90, 90);
     m.family = state_base;
     float *b = state_fresh(&m, 1, 1, KV_F32, ids, 90, 90);
     CHECK(nmse(a, b, (size_t)m.n_vocab) > 1e-3, "the state does not matter");
-    m.family = with;
     free(a);
     free(b);
     model_free(&m);
@@ -169,10 +182,10 @@ static void test_state_chunks(void) {
 
 /* Taking back tokens: those that the state has not taken in cost nothing; beyond them the nearest snapshot, or
  * everything. */
-static void test_state_truncation(void) {
+static void check_truncation(int which) {
     struct model m;
     int32_t ids[120], other[120];
-    if (!state_model(&m, ids, 120)) return;
+    if (!state_model(&m, ids, 120, which)) return;
     for (int k = 0; k < STATE_LAYOUTS; k++) {
         struct session s;
         state_open(&s, &m, state_layouts[k][0], state_layouts[k][1], KV_F32);
@@ -193,13 +206,17 @@ static void test_state_truncation(void) {
     model_free(&m);
 }
 
+static void test_state_truncation(void) {
+    for (int which = 0; which < STATE_MODELS; which++) check_truncation(which);
+}
+
 /* Ten marks in a session that keeps eight: the two that were used longest ago are gone. */
-static void test_state_snapshots(void) {
+static void check_snapshots(int which) {
     struct model m;
     struct session s;
     char err[ERR_MAX] = "";
     int32_t ids[120], other[120];
-    if (!state_model(&m, ids, 120)) return;
+    if (!state_model(&m, ids, 120, which)) return;
     state_open(&s, &m, 2, 1, KV_BF16);
     for (int i = 1; i <= SNAPSHOTS + 2; i++)
         CHECK(session_sync(&s, ids, 10 * i + 3, 10 * i, err) == SYNC_DONE, "%s", err);
@@ -215,12 +232,16 @@ static void test_state_snapshots(void) {
     model_free(&m);
 }
 
+static void test_state_snapshots(void) {
+    for (int which = 0; which < STATE_MODELS; which++) check_snapshots(which);
+}
+
 /* A state that is saved goes on in another session, with other ranks too. */
-static void test_state_file(void) {
+static void check_file(int which) {
     struct model m;
     char err[ERR_MAX] = "", path[256];
     int32_t ids[120];
-    if (!state_model(&m, ids, 120)) return;
+    if (!state_model(&m, ids, 120, which)) return;
     snprintf(path, sizeof path, "%s/state.kv", test_dir());
     for (int k = 0; k < STATE_LAYOUTS; k++)
         for (int decoded = 0; decoded < 8; decoded += 7) {
@@ -243,9 +264,46 @@ static void test_state_file(void) {
     CHECK(f && fwrite("MOEKV002", 8, 1, f) == 1 && !fclose(f), "%s", strerror(errno));
     CHECK(session_load(&s, path, err) && strstr(err, "MOEKV002") && strstr(err, "MOEKV003") && !s.n_past,
           "an old file: %s", err);
-    m.family = state_base;
     session_free(&s);
     model_free(&m);
+}
+
+static void test_state_file(void) {
+    for (int which = 0; which < STATE_MODELS; which++) check_file(which);
+}
+
+/* 30,000 tokens of a value head, by the reference and by vectors: the state stays the same. Without decay, the value of
+ * a key that is seen once at the start has to be found at the end. */
+static void check_recall(bool decays) {
+    enum { TOKENS = 30000, DK = 64, DV = 64, EARLY = 5 };
+    const struct kernels *kernels[2] = {&kernels_ref, kernels_choose()};
+    float S[2][DK * DV] = {{0}}, o[2][DV], q[DK], k[DK], v[DV], first[DV] = {0};
+    const struct rank r = {.k = &kernels_ref};
+    uint64_t rng = 11;
+    for (int t = 0; t < TOKENS; t++) {
+        for (int c = 0; c < DV; c++) {
+            q[c] = (float)(rng_uniform(&rng) - 0.5);
+            k[c] = (float)(rng_uniform(&rng) - 0.5);
+            v[c] = (float)(rng_uniform(&rng) - 0.5);
+        }
+        k[0] = t == EARLY; /* no other key has a part in this direction */
+        for (int c = 1; c < DK && t == EARLY; c++) k[c] = 0;
+        for (int c = 0; c < DK && t == TOKENS - 1; c++) q[c] = !c;
+        delta_unit(&r, q, DK, 1);
+        delta_unit(&r, k, DK, 1);
+        if (t == EARLY) memcpy(first, v, sizeof first);
+        const float a = decays ? (float)(1 - 0.1 * rng_uniform(&rng)) : 1,
+                    beta = t == EARLY ? 1 : (float)rng_uniform(&rng);
+        for (int i = 0; i < 2; i++) kernels[i]->delta_step(S[i], DV, DK, DV, q, k, v, a, beta, o[i]);
+    }
+    const double e = sqrt(nmse(S[1], S[0], DK * DV)), found = nmse(o[1], first, DV);
+    CHECK(e < 1e-4, "the state after %d tokens: relative error %.3g", TOKENS, e);
+    CHECK(decays || found < 1e-6, "the value of token %d was not found: NMSE %.3g", EARLY, found);
+}
+
+static void test_state_recall(void) {
+    check_recall(false);
+    check_recall(true);
 }
 
 /* A chat: the next turn goes back to the end of the user's message where the template drops thinking; /undo and /regen
@@ -297,6 +355,98 @@ static void test_state_chat(void) {
     model_free(&m);
 }
 
-#define TESTS_STATE                                                                   \
-    {"state/chunks", test_state_chunks}, {"state/truncation", test_state_truncation}, \
-        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat},
+/* A template as the family's releases have: the thinking of earlier turns is dropped. */
+static const char dialogue_template[] =
+    "{%- for m in messages %}{%- set c = m.content %}"
+    "{%- if m.role == 'assistant' and '</think>' in c %}{%- set c = c.split('</think>')[-1] %}{%- endif %}"
+    "<|im_start|>{{ m.role }}\n{{ c }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}";
+
+/* Opens a session and a chat on it. */
+static bool dialogue_open(struct chat *c, struct session *s, struct settings *set, const struct model *m) {
+    char err[ERR_MAX];
+    session_open_cpu(s, m, 1, 1, (struct cpu_options){&kernels_ref, 2, 2048, KV_F32, false, false});
+    return CHECK(chat_init(c, set, m, s, err) == 0, "%s", err);
+}
+
+/* The last answer is the one that a fresh chat gives to the same messages. */
+static void check_dialogue(const struct chat *c, int turn) {
+    struct session s;
+    struct chat fresh;
+    char err[ERR_MAX] = "";
+    const struct message *answer = &arrlast(c->messages);
+    if (!dialogue_open(&fresh, &s, c->set, c->m)) return;
+    for (size_t k = 0; k + 1 < arrlenu(c->messages); k++)
+        chat_push(&fresh, c->messages[k].role, c->messages[k].content, strlen(c->messages[k].content));
+    CHECK(chat_answer(&fresh, err) == TURN_DONE, "%s", err);
+    CHECK(!strcmp(arrlast(fresh.messages).content, answer->content), "turn %d: '%s', a fresh chat says '%s'", turn,
+          answer->content, arrlast(fresh.messages).content);
+    chat_free(&fresh);
+    session_free(&s);
+}
+
+/* Twenty turns with a gated delta net, thinking dropped by the template, with /undo, /regen, /save and /load between.
+ * */
+static void run_dialogue(const struct model *m, struct settings *set) {
+    struct session s;
+    struct chat c;
+    char err[ERR_MAX] = "", name[256], text[64];
+    enum turn_result r = TURN_DONE;
+    int computed = 0, total = 0; /* tokens of prompts that were computed; tokens of all prompts */
+    snprintf(name, sizeof name, "%s/dialogue", test_dir());
+    if (!dialogue_open(&c, &s, set, m)) return;
+    for (int i = 0; i < 20; i++) {
+        snprintf(text, sizeof text, "Turn %d: what is %d and %d?", i, 7 * i, i * i);
+        CHECK(chat_turn(&c, text, strlen(text), err) == TURN_DONE, "%s", err);
+        computed += s.sync_tokens;
+        total += s.n_past;
+        if (i % 6 == 4) {
+            CHECK(chat_undo(&c, err) == 0 && chat_turn(&c, text, strlen(text), err) == TURN_DONE, "%s", err);
+            CHECK(chat_regenerate(&c, &r, err) == 0 && r == TURN_DONE, "%s", err);
+        }
+        if (i % 7 == 6) {
+            CHECK(chat_save(&c, name, err) == 0, "%s", err);
+            chat_free(&c);
+            session_free(&s);
+            if (!dialogue_open(&c, &s, set, m)) return;
+            CHECK(chat_load(&c, name, err) == 0, "%s", err);
+        }
+        if (i % 3 == 1 || i == 19) check_dialogue(&c, i + 1);
+    }
+    CHECK(computed < total / 4, "%d of %d tokens of prompts were computed", computed, total);
+    chat_free(&c);
+    session_free(&s);
+}
+
+static void test_state_dialogue(void) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/think.jinja", test_dir());
+    FILE *f = fopen(path, "w");
+    CHECK(f && fputs(dialogue_template, f) >= 0 && !fclose(f), "%s", strerror(errno));
+    fflush(stdout); /* answers are not for the list of tests */
+    const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
+    for (int which = 1; which < STATE_MODELS; which++) {
+        struct model m;
+        struct settings set;
+        if (!fixture_load(state_models[which], &m)) break;
+        settings_init(&set);
+        set.greedy = true;
+        set.n_predict = 12;
+        set.quiet = true;
+        set.template_file = xstrdup(path);
+        dup2(null, STDOUT_FILENO);
+        run_dialogue(&m, &set);
+        fflush(stdout);
+        dup2(out, STDOUT_FILENO);
+        settings_free(&set);
+        model_free(&m);
+    }
+    close(out);
+    close(null);
+}
+
+#define TESTS_STATE                                                                                                  \
+    {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                      \
+        {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
+        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
+        {"state/dialogue", test_state_dialogue},
