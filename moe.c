@@ -664,7 +664,7 @@ struct profile_row {
     X(void, ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                                  \
     /* out = router, routed experts and shared expert of layer il */                                                   \
     X(void, moe_ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                              \
-    /* final norm and output matrix for rows first..first+n-1, by every rank of the last stage; the root gathers them */\
+    /* final norm and output matrix of rows first..first+n-1 on every rank of the last stage; the root gathers them */ \
     X(void, logits, (struct rank *r, int first, int n), (r, first, n))                                                 \
     /* chooses a token by row 0 of the logits; recent: the n_recent latest ids; uniform: a draw from [0, 1) */         \
     X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform),   \
@@ -759,11 +759,11 @@ enum plane_kind {
 
 /* What a plane of a layer holds. */
 enum plane_use {
-    PLANE_K, /* GQA: keys; MLA: normed latents */
-    PLANE_V, /* GQA: values; MLA: the rotated key that all heads share */
-    PLANE_RECENT, /* a ring: tokens that a recurrent state has not absorbed yet; delta net: (alpha | beta), beside q | k and v */
-    PLANE_POOL, /* blocks: pooled rows */
-    PLANE_SUM,  /* a recurrent state */
+    PLANE_K,      /* GQA: keys; MLA: normed latents; delta net: q and k before the convolution */
+    PLANE_V,      /* GQA: values; MLA: the rotated key that all heads share; delta net: v before the convolution */
+    PLANE_RECENT, /* a ring of what a recurrent state has not absorbed yet; delta net: alpha and beta */
+    PLANE_POOL,   /* blocks: pooled rows */
+    PLANE_SUM,    /* a recurrent state */
     PLANE_USES
 };
 
@@ -9695,15 +9695,16 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
 /* ============================================================================================================
  * CPU operations: gated delta net
  *
- * Linear attention with a state S (head_k, head_v) per value head (gated delta rule, arXiv 2412.06464). For a token with
- * query q, key k, value v, decay a in (0, 1] and beta:
+ * Linear attention with a state S (head_k, head_v) per value head (gated delta rule, arXiv 2412.06464). For a token
+ * with query q, key k, value v, decay a in (0, 1] and beta:
  *
  *   u = beta (v - a S^T k);  S = a S + k u^T;  result = S^T q
  *
  * All tokens are computed one after the other, so that results do not depend on how they were batched.
  *
- * Tried and dropped: chunks of 64 tokens (the WY form of the paper, section 3.3) with the F32 GEMMs: 3.2 us per token and
- * value head of 128 x 128 (AVX-512, Zen 4) against 1.6, because a column block of the state stays in the first cache.
+ * Tried and dropped: chunks of 64 tokens (the WY form of the paper, section 3.3) with the F32 GEMMs: 3.2 us per token
+ * and value head of 128 x 128 (AVX-512, Zen 4) against 1.6, because a column block of the state stays in the first
+ * cache.
  * ============================================================================================================ */
 
 enum { DELTA_COLUMNS = 32 /* columns of a state in a work item: they stay in the first cache over all tokens */ };
@@ -10384,9 +10385,9 @@ static const char *nccl_name(char out[24]) {
  * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
  * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
  * config.json and names that differ from the table's; and the tables of families in both READMEs. Tests say what is
- * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention without head
- * norms, or with a window, is no operation that exists: it needs a check in cpu_rope_store_kv, attend_run and attend_all,
- * their kernels in moe_cuda.cu (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
+ * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention without
+ * head norms, or with a window, is no operation that exists: it needs a check in cpu_rope_store_kv, attend_run and
+ * attend_all, their kernels in moe_cuda.cu (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
  * ============================================================================================================ */
 
 /* The norm before attention: A_H = norm(A_X), after adding what the layer before left in A_OUT. */
@@ -11036,7 +11037,7 @@ static double session_forward_ops(const struct session *s, int n) {
  *
  * The file that /save writes beside the conversation. All integers are little-endian:
  *
- *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, numbers of planes and tokens, state_pos, checksum
+ *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, number of planes, of tokens, state_pos, checksum
  *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
@@ -13990,8 +13991,8 @@ static int repl_run(struct chat *c) {
  *
  * Says whether a model fits a machine, in which layout, and how fast it can be there at most. Needs only the sizes of
  * the tensors; the weights are not read. Weights are counted by tensor_rules (plan_layer), the cache by layer_planes
- * (state_bytes), scratch by GPU_BUFFERS (gpu_bytes), all on the shards that the engine makes. The roofline is the rate at
- * which tokens would come if only reading them and the all-reduces took time.
+ * (state_bytes), scratch by GPU_BUFFERS (gpu_bytes), all on the shards that the engine makes. The roofline is the rate
+ * at which tokens would come if only reading them and the all-reduces took time.
  * ============================================================================================================ */
 
 /* What a token reads. */

@@ -3113,9 +3113,9 @@ static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaS
  *
  * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: gated delta
  * net". Rows are the tokens that the state lacks (`lag` of them, whose inputs are in the rings) and then the forward's
- * own: row i is position state_pos + i. Decode is one kernel. Prefill has four for every DELTA_SEGMENT rows: k_delta_mix
- * makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state, k_delta_scan
- * goes from tile to tile with the state, and k_delta_finish norms the results.
+ * own: row i is position state_pos + i. Decode is one kernel. Prefill has four for every DELTA_SEGMENT rows:
+ * k_delta_mix makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state,
+ * k_delta_scan goes from tile to tile with the state, and k_delta_finish norms the results.
  * ============================================================================================================ */
 
 enum {

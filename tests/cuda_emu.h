@@ -10,7 +10,7 @@
 //
 // Host threads take turns: a lock is held during every API call, and a thread that waits in a call runs the kernels of
 // all threads. When kernels do nothing but poll and other threads that have made a call are alive, the waiting thread
-// lets those go on; after cuemu::patience seconds it reports a deadlock. With several host threads a seed does not
+// lets those go on; after cuemu::deadlock_seconds seconds it reports a deadlock. With several host threads a seed does not
 // repeat a schedule. There may be several devices (cuemu::devices), and NCCL.
 #pragma once
 #include <algorithm>
@@ -453,7 +453,7 @@ inline std::condition_variable news_came;
 inline uint64_t news, announced;         // counts work queued or done; a thread without work waits for a change
 inline unsigned host_threads;            // threads that are alive and have made a call
 inline std::atomic<unsigned> contenders; // threads that want the lock
-inline double patience = 20;             // seconds without news until a deadlock is reported; 0 with one thread
+inline double deadlock_seconds = 20;     // seconds without news until a deadlock is reported; 0 with one thread
 inline pthread_t runner;                 // the thread that runs the fibers
 inline thread_local unsigned lock_depth;
 
@@ -991,7 +991,7 @@ inline void timer_jump(uint64_t ns) { timer += ns; }
 // seconds in all, in steps of ten. Returns false if nothing will ever happen.
 inline bool listen(listener &l) {
     if (l.heard != news) l.heard = news, l.since = real_time(), l.jumps = 0;
-    if (host_threads == 1 || real_time() - l.since > patience)
+    if (host_threads == 1 || real_time() - l.since > deadlock_seconds)
         return timer_read && l.jumps++ < 100 ? timer_jump(10000000000), true : false;
     if (announced != news) announced = news, news_came.notify_all();
     std::unique_lock<std::mutex> lock(big_lock, std::adopt_lock);

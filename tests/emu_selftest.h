@@ -1120,7 +1120,7 @@ static void emu_test_waits() {
     while (cudaEventQuery(e) == cudaErrorNotReady) {}
     CHECK(a.right(2, 1) && b.right(2, 1) && cudaStreamQuery(a.stream) == cudaSuccess);
 
-    cuemu::patience = .1;
+    cuemu::deadlock_seconds = .1;
     CHECK(emu_aborts("deadlock", [&] { // the other host thread does nothing
         a.push(m, 0, 2, EMU_RIGHT);
         std::thread([&] { cudaStreamSynchronize(a.stream); }).join();
@@ -1137,7 +1137,7 @@ static void emu_test_waits() {
         else std::thread([&] { cudaStreamSynchronize(a.stream); }).join();
         CHECK(a.round.get()[0] == 1001);
     }
-    cuemu::patience = 1e9;
+    cuemu::deadlock_seconds = 1e9;
     std::atomic<bool> ended{false};
     a.push(m, 0, 2, EMU_TIMEOUT);
     std::thread waiting([&] {
@@ -1150,7 +1150,7 @@ static void emu_test_waits() {
     }
     waiting.join();
     CHECK(a.round.get()[0] == 1001);
-    cuemu::patience = 20;
+    cuemu::deadlock_seconds = 20;
 
     cuemu::devices(2);
     CHECK(emu_aborts("has no access to memory of device 1", [&] {

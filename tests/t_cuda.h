@@ -238,12 +238,12 @@ static void test_cuda_operations(void) {
     bool fp4 = cuda_test_begin(8);
     for (int f = 0; f < (int)(sizeof names / sizeof *names); f++) {
         struct model m;
-        bool act4 = false;
+        bool w4a4 = false;
         if (!fixture_load(names[f], &m)) return;
         for (int kv = 0; kv < 2; kv++)
             pair_forwards(names[f], &m, kv ? KV_FP8 : KV_BF16, 128, splits[(f + 2 * kv + f / 4) % 4], MOE_ACT_F16, n);
-        for (int il = 0; il < m.n_layer; il++) act4 |= m.layers[il].n_expert && m.layers[il].gate.has_input_scale;
-        if (act4 && fp4) n_w4a4++, pair_forwards(names[f], &m, KV_BF16, 128, 0, MOE_ACT_FP4, wide);
+        for (int il = 0; il < m.n_layer; il++) w4a4 |= m.layers[il].n_expert && m.layers[il].gate.has_input_scale;
+        if (w4a4 && fp4) n_w4a4++, pair_forwards(names[f], &m, KV_BF16, 128, 0, MOE_ACT_FP4, wide);
         model_free(&m);
     }
     CHECK(!fp4 || n_w4a4 >= 2, "%d fixtures are made for FP4 activations", n_w4a4);

@@ -59,7 +59,7 @@ struct mutation {
 [[noreturn]] static void run_mutant(const mutation &m) {
     if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(2);
     alarm(MUTANT_SECONDS);
-    mutant = true, cuemu::patience = 3;
+    mutant = true, cuemu::deadlock_seconds = 3;
     if (m.site.line) cuemu::skip(m.site.file, m.site.line, m.site.kind);
     for (int round = 0; round < MUTANT_ROUNDS; round++) {
         seed_offset = 1000 * (uint64_t)round;
