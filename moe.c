@@ -11037,7 +11037,8 @@ static double session_forward_ops(const struct session *s, int n) {
  *
  * The file that /save writes beside the conversation. All integers are little-endian:
  *
- *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, number of planes, of tokens, state_pos, checksum
+ *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, numbers of planes and tokens, state_pos,
+ *                          checksum
  *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
