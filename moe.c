@@ -14096,7 +14096,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, con
         r->weights += bytes;
         r->bytes_per_token[READ_BACKBONE] += read;
     }
-    if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_tiles(&layer->up))
+    if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_gpu_bytes(&layer->up, false))
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
 }
 
