@@ -11144,7 +11144,7 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
         const struct kv_plane *k = &list[i / 2];
         const bool scales = i & 1;
         const size_t row = scales ? k->scales * sizeof(float) : k->row_bytes, rows = kv_plane_rows(k, n);
-        if (!row) continue;
+        if (!row || !rows) continue;
         const size_t most = rows < ROWS ? rows : ROWS;
         buf = xrealloc(buf, 2 * most * row);
         if (!store) memset(buf, 0, most * row);

@@ -176,6 +176,12 @@ static void pty_pump(struct pty *p, int wait_ms) {
     }
 }
 
+/* Whether the child has ended and all that it wrote has been read. */
+static bool pty_over(const struct pty *p) {
+    struct pollfd f = {.fd = p->master, .events = POLLIN};
+    return p->ended && poll(&f, 1, 0) <= 0;
+}
+
 /* fn(arg) runs in the child, or argv is executed. term: TERM. */
 static bool pty_start(struct pty *p, int rows, int cols, const char *terminal, void (*fn)(const char *),
                       const char *arg, char **argv) {
@@ -203,7 +209,7 @@ static bool pty_start(struct pty *p, int rows, int cols, const char *terminal, v
 
 static void pty_send_n(struct pty *p, const char *s, size_t n) {
     double end = now_seconds() + PTY_SECONDS;
-    while (n && now_seconds() < end) {
+    while (n && !p->ended && now_seconds() < end) {
         struct pollfd f = {.fd = p->master, .events = POLLOUT};
         ssize_t k = poll(&f, 1, 0) > 0 ? write(p->master, s, n < 512 ? n : 512) : 0;
         if (k > 0) s += k, n -= (size_t)k;
@@ -219,6 +225,7 @@ static bool pty_expect(struct pty *p, const char *text) {
     for (double end = now_seconds() + PTY_SECONDS; now_seconds() < end; pty_pump(p, 20)) {
         char *at =
             arrlenu(p->log) > p->log_at ? memmem(p->log + p->log_at, arrlenu(p->log) - p->log_at, text, n) : NULL;
+        if (!at && pty_over(p)) return false;
         if (!at) continue;
         p->log_at = (size_t)(at - p->log) + n;
         return true;
@@ -237,6 +244,7 @@ static bool pty_screen(struct pty *p, int row, const char *const *want, int curs
         bool same = v->r == cursor_r && v->c == cursor_c && !v->pending;
         for (int i = 0; same && want[i]; i++) same = !strcmp(vt_row(v, row + i), want[i]);
         if (same) return true;
+        if (pty_over(p)) break;
     }
     for (int r = 0; r < v->rows; r++) fprintf(stderr, "    |%s|\n", vt_row(v, r));
     fprintf(stderr, "    cursor %d,%d\n", v->r, v->c);
