@@ -224,8 +224,7 @@ struct layer {
     struct weight wkv_a;               /* (kv_lora + rope dim, n_embd) */
     struct weight wk_b, wv_b;          /* n_head of (kv_lora, head_k - rope dim), n_head of (head_v, kv_lora) */
     const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
-    /* gated delta net; wq and wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v)
-     * */
+    /* gated delta net; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v) */
     struct delta delta;
     struct weight wz;              /* (n_value * head_v, n_embd) gates of the result */
     struct weight w_alpha, w_beta; /* (n_value, n_embd) */
@@ -405,6 +404,7 @@ struct maxima {
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
+    bool sh_weight;                           /* whether a layer scales its shared expert */
 };
 
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
@@ -800,8 +800,7 @@ enum {
     MAX_LAG = DECODE_MAX_TOKENS /* tokens by which recurrent states may lag behind the timeline */
 };
 
-/* A plane of F32 values of which a rank has those of its key heads: n_run runs of `per_key` values for each key head.
- * */
+/* A plane of F32 whose row has n_run runs of `per_key` values for each key head. */
 static inline struct plane delta_plane(const struct delta *d, enum plane_kind kind, int n_row, int n_run, int per_key) {
     struct plane p = plane_make(KV_F32, n_run * d->n_key * per_key, 1);
     p.kind = kind;
@@ -6044,8 +6043,7 @@ static void layer_mla(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
 }
 
-/* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) with a layer of attention between.
- * */
+/* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
 static void read_qwen35(struct loader *l) {
     struct delta *d = &l->delta;
     int every[MAX_LAYERS], inner;
@@ -6054,16 +6052,17 @@ static void read_qwen35(struct loader *l) {
     d->n_conv = loader_int(l, "ssm.conv_kernel", KEY_REQUIRED, 1, 8);
     d->n_key = loader_int(l, "ssm.group_count", KEY_REQUIRED, 1, 1024);
     d->n_value = loader_int(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, 1024);
-    d->head_k = loader_int(l, "ssm.state_size", KEY_REQUIRED, 1, 1024);
+    d->head_k = loader_int(l, "ssm.state_size", KEY_REQUIRED, 1, 512); /* a state of 2^31 bytes at most */
     inner = loader_int(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, 1 << 20);
+    const int interval = loader_int(l, "full_attention_interval", 4, 1, MAX_LAYERS);
+    if (l->failed) return; /* the sizes are 0 */
     d->head_v = inner / d->n_value;
     d->whole_key = d->n_key;
-    if (!l->failed && (d->n_value % d->n_key || inner % d->n_value))
+    if (d->n_value % d->n_key || inner % d->n_value)
         loader_fail(l, "%d key heads, %d value heads and %d inner values of '%s.ssm' do not divide each other",
                     d->n_key, d->n_value, inner, l->arch);
     if (!l->failed && l->attn.head_k != l->attn.head_v)
         loader_fail(l, "gates of %d values cannot scale heads of %d", l->attn.head_k, l->attn.head_v);
-    const int interval = loader_int(l, "full_attention_interval", 4, 1, MAX_LAYERS);
     for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = (il + 1) % interval != 0;
     char key[128];
     if (!loader_key(l, "attention.recurrent_layers", key)) return;
@@ -6304,6 +6303,7 @@ static void model_maxima(struct model *m) {
         int *n_ff = layer->n_expert ? &x->n_ff_expert : &x->n_ff_dense;
         *n_ff = int_max(*n_ff, layer->n_ff);
         x->n_ff_shared = int_max(x->n_ff_shared, layer->n_ff_shared);
+        x->sh_weight |= layer->sh_weight != NULL;
     }
 }
 
@@ -10292,7 +10292,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->route_w = cpu_own(r, c * used, sizeof(float));
     r->job_rows = cpu_own(r, c * used, sizeof *r->job_rows);
     r->job_w = cpu_own(r, c * used, sizeof(float));
-    r->shared_w = cpu_own(r, c, sizeof(float));
+    r->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
     r->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
     r->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
     r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);

@@ -184,6 +184,7 @@ struct gpu_dims {
     size_t experts, jobs;   /* experts of a layer at most; those that a decode forward can use */
     size_t tiles;           /* of the list of a grouped GEMM */
     size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
+    size_t shared_weight;   /* tokens of a decode forward where gates scale shared experts, otherwise 0 */
     size_t rope, heads;     /* rope_dim, n_head */
     size_t latent, value;   /* kv_lora; values of one head that attention adds up */
     size_t results;         /* rows of expert_out */
@@ -216,6 +217,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.embd = (size_t)m->n_embd;
     d.ff = (size_t)m->max.n_ff_expert;
     d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
+    d.shared_weight = m->max.sh_weight ? d.decode : 0;
     d.rope = (size_t)m->max.rope_dim;
     d.heads = (size_t)m->max.n_head;
     d.latent = (size_t)m->max.kv_lora;
@@ -274,7 +276,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(route.n_jobs, int32_t, 1)                                                                 \
     X(route.job_expert, int32_t, d.jobs + 1)                                                    \
     X(route.job_weight, float, d.decode * (d.decode * d.used + 1))                              \
-    X(route.shared_weight, float, d.decode)                                                     \
+    X(route.shared_weight, float, d.shared_weight)                                              \
     X(sort.row, int32_t, d.pairs)                                                               \
     X(sort.inverse, int32_t, d.pairs)                                                           \
     X(sort.first, int32_t, d.experts + 1)                                                       \

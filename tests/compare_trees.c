@@ -11,7 +11,7 @@
  * are to be had; NORM tells how much they differ when the hashes do.
  *
  * With -DMOE_CUDA -DCUEMU, and this file once more, as C++, it has the CUDA backend on the emulator. Then the kernels
- * that are launched are written to the file that COMPARE_LAUNCHES names: thread by thread, in order, one a line.
+ * that are launched are written to FILE: thread by thread, in order, one a line.
  */
 #ifdef __cplusplus
 #include "tests/cuda_emu.h"
@@ -113,9 +113,10 @@ static int compare_launches(const void *x, const void *y) {
     return 0;
 }
 
+static const char *launches_path; /* NULL: they are not wanted */
+
 static void launches_write(void) {
-    const char *path = getenv("COMPARE_LAUNCHES");
-    FILE *f = path ? fopen(path, "w") : NULL;
+    FILE *f = launches_path ? fopen(launches_path, "w") : NULL;
     if (!f) return;
     qsort(launch_logs, (size_t)n_launch_logs, sizeof *launch_logs, compare_launches);
     for (int i = 0; i < n_launch_logs; i++) {
@@ -242,10 +243,15 @@ static void by_all(const char *model, bool quick) {
 int main(int argc, char **argv) {
 #ifdef MOE_CUDA
     atexit(launches_write);
+    if (argc > 3 && !strcmp(argv[1], "launches")) { /* then as if without these two */
+        launches_path = argv[2];
+        argv += 2;
+        argc -= 2;
+    }
 #endif
     if (argc > 1 && !strcmp(argv[1], "moe")) return engine_main(argc - 1, argv + 1);
     if (argc < 3 || strcmp(argv[1], "logits")) {
-        fprintf(stderr, "usage: compare_trees moe ARGUMENTS.. | logits MODEL [quick]\n");
+        fprintf(stderr, "usage: compare_trees [launches FILE] moe ARGUMENTS.. | logits MODEL [quick]\n");
         return 2;
     }
     by_all(argv[2], argc > 3 && !strcmp(argv[3], "quick"));

@@ -244,7 +244,7 @@ by_appearance() {
 # launches_of DIR NAME OPTION..: kernels by name into launches/NAME; their list and the logits or the answer into parts
 launches_of() {
     local dir=$1 name=$2 list=$1/launches/$2 file=$1/launches.$2
-    COMPARE_LAUNCHES=$list attempt "$file.out" "$file.err" "$dir/program_gpu" moe "${@:3}" ||
+    attempt "$file.out" "$file.err" "$dir/program_gpu" launches "$list" moe "${@:3}" ||
         { cat "$file.err" >&2; return 1; }
     [ -s "$list" ] || { echo "$name: no launches were noted" >&2; return 1; }
     line "$name" "$(by_appearance <"$list")" >"$file.part"

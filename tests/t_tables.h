@@ -230,7 +230,26 @@ static void test_tables_halves(void) {
     model_free(&m);
 }
 
+/* A file without one of the keys of a gated delta net is refused by that key's name. */
+static void test_tables_delta_keys(void) {
+    static const char *const keys[] = {"ssm.conv_kernel", "ssm.group_count", "ssm.time_step_rank",
+                                       "ssm.state_size",  "ssm.inner_size",  "attention.head_count",
+                                       "block_count"};
+    struct model m;
+    if (!fixture_load("qwen3_next", &m)) return;
+    model_free(&m);
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        struct rewrite x;
+        char key[64], err[ERR_MAX] = "";
+        snprintf(key, sizeof key, "qwen3next.%s", keys[i]);
+        if (!rewrite_open(&x, "qwen3_next")) return;
+        rewrite_keys(&x, key);
+        rewrite_tensors(&x, (const char *const[]){NULL});
+        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, key), "without %s: %s", key, err);
+    }
+}
+
 #define TESTS_TABLES                                                                              \
     {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},    \
         {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4}, \
-        {"model/file-halves", test_tables_halves},
+        {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},
