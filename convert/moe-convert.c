@@ -477,6 +477,7 @@ static struct checkpoint {
     const char *body;                /* follows it in all names but the output matrix's, such as "model." */
     const char *mtp;                 /* begins the names of layers for multi-token prediction; NULL: as other layers */
     const struct renaming *renaming; /* ends with from NULL; NULL: there is none */
+    const char *pre;                 /* the pre-tokenizer, whatever tokenizer.json has; NULL: the one it has */
     struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
     bool wrapped;                    /* the language model is a part of it */
     bool tied;                       /* the output matrix is the embedding */
@@ -1007,12 +1008,14 @@ static const struct {
     const char *arch;    /* general.architecture of GGUF */
     void (*read)(void);  /* reads config.json into m */
     const struct renaming *renaming; /* parts of tensor names that differ from those in tensor_rules; NULL: none */
+    const char *pre; /* the pre-tokenizer of all releases: copies of some have another one in tokenizer.json */
 } families[] = {{.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
                 {.type = "qwen3_5_moe_text",
                  .wrapper = "qwen3_5_moe",
                  .arch = "qwen35moe",
                  .read = read_qwen3_5,
-                 .renaming = qwen_next_names},
+                 .renaming = qwen_next_names,
+                 .pre = "qwen35"},
                 {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
                 {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
                 {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
@@ -1045,6 +1048,7 @@ static void read_config(void) {
            family_types());
     m.arch = families[f].arch;
     m.renaming = families[f].renaming;
+    m.pre = families[f].pre;
     m.routed_scaling_factor = NAN;
     m.n_layer = (int)get_int(m.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
     m.n_head = (int)get_int(m.cfg, "num_attention_heads", 1, 65536, REQUIRED);
@@ -1280,6 +1284,11 @@ static void read_tokenizer_json(struct doc d) {
         add_token(t, get_int(t, "id", 0, INT32_MAX, REQUIRED));
     }
     recognize_pre_tokenizer(get_obj(d, "pre_tokenizer"));
+    if (m.pre && strcmp(vocab.pre, m.pre)) {
+        message_print("%s has the pre-tokenizer %s; %s is written, with which models of %s were trained", d.file,
+                      vocab.pre, m.pre, m.arch);
+        vocab.pre = m.pre;
+    }
     read_normalizer(get_obj(d, "normalizer"));
     read_post_processor(get_obj(d, "post_processor"));
     expect(decoder, "type", !strcmp(get_str(decoder, "type", "ByteLevel"), "ByteLevel"), "ByteLevel");
