@@ -284,10 +284,10 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(sort.tile_first, int32_t, d.tiles)                                                        \
     X(sort.tile_count, int32_t, d.tiles)                                                        \
     X(sort.n_tiles, int32_t, 1)                                                                 \
-    X(delta.qk, uint16_t, d.delta * d.keys)                                                     \
+    X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                             \
     X(delta.v, float, d.delta * d.act[A_Z])                                                     \
     X(delta.gates, float, d.delta * 2 * d.values)                                               \
-    X(delta.tiles, uint16_t, d.delta * d.values * 2 * DELTA_TILE)                               \
+    X(delta.tiles, uint16_t, d.delta * d.values * 3 * DELTA_TILE)                               \
     X(delta.fades, float, d.delta / DELTA_TILE * d.values * DELTA_FADES)                        \
     X(logits, float, LOGIT_ROWS * d.logits)                                                     \
     X(gathered, float, d.ranks * d.decode * d.embd)                                             \
@@ -3117,7 +3117,9 @@ static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaS
  * net". Rows are the tokens that the state lacks (`lag` of them, whose inputs are in the rings) and then the forward's
  * own: row i is position state_pos + i. Decode is one kernel. Prefill has four for every DELTA_SEGMENT rows:
  * k_delta_mix makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state,
- * k_delta_scan goes from tile to tile with the state, and k_delta_finish norms the results.
+ * k_delta_scan goes from tile to tile with the state, and k_delta_finish norms the results. In prefill
+ * the factors of the state are pairs of F16 numbers, the rounded number and the rest: the state's relative error is
+ * 1e-6, against 3e-4 to 1e-3 with one F16 number each. Products that only the result needs have one.
  * ============================================================================================================ */
 
 enum {
@@ -3132,10 +3134,10 @@ enum {
 
 /* What prefill makes for a segment: the buffers of a rank. */
 struct delta_tiles {
-    uint16_t *qk;    /* (rows, 2 n_key * head_k) queries and keys of norm 1 */
+    uint16_t *qk;    /* (rows, 3, n_key * head_k) queries and keys of norm 1, and the rest of the keys */
     float *v;        /* (rows, n_value * head_v) values, then results */
     float *gates;    /* (rows, 2 n_value) logarithms of the decay, and beta */
-    uint16_t *tiles; /* (tiles, n_value, 2, 64, 64) T and P as A fragments, see k_delta_prepare */
+    uint16_t *tiles; /* (tiles, n_value, 3, 64, 64) T, P and the rest of T as A fragments, see k_delta_prepare */
     float *fades;    /* (tiles, n_value, DELTA_FADES) */
 };
 
@@ -3349,9 +3351,13 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     for (int t = 0; t < n - lag; t++) delta_keep(a, pos, t, j); /* no row that another block reads */
 }
 
+/* Returns what rounding x to a half takes from it, as a half. */
+DEVICE uint16_t half_rest(float x) { return f32_to_f16(x - half_to_f32(f32_to_f16(x))); }
+DEVICE uint32_t half_rest2(float x, float y) { return (uint32_t)half_rest(x) | (uint32_t)half_rest(y) << 16; }
+
 /* Fills qk, v and gates of rows first..first+n_row-1: convolution, SiLU, norm, gates.
  * Grid: (ceil(n_row / 8), ceil((2 n_key + n_value + 1) / 4)), block: 128, one warp per head and 8 rows. Reads the
- * inputs 1.4 times and writes queries and keys in halves: some 10 bytes per value, at the rate of memory. */
+ * inputs 1.4 times and writes queries and keys as F16: some 10 bytes per value, at the rate of memory. */
 __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struct delta_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -3389,31 +3395,46 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
         const size_t at = (size_t)(row0 + row);
         const float f = kind == 2 ? 1.0f : delta_unit(y);
         float *v32 = a.t.v + at * (size_t)(d.n_value * d.head_v) + head * d.head_v;
-        uint16_t *v16 = a.t.qk + at * (size_t)(2 * d.n_key * d.head_k) + (size_t)unit * d.head_k;
+        uint16_t *v16 = a.t.qk + at * (size_t)(3 * d.n_key * d.head_k) + (size_t)unit * d.head_k;
         UNROLL for (int v = 0; v < 4; v++) {
             const int i = lane + 32 * v;
             if (i >= ch.n) continue;
             if (kind == 2) v32[i] = y[v];
             else v16[i] = f32_to_f16(y[v] * f);
+            if (kind == 1) v16[d.n_key * d.head_k + i] = half_rest(y[v] * f);
         }
     }
 }
 
-/* Starts to copy the queries (kind 0) or keys (1) of key head kh, of 64 rows from row `row` of the segment on, to a
- * tile that f16_at<DELTA_HEAD> describes; zeros where there are none. With 128 threads. */
-DEVICE void delta_copy(uint8_t *to, const struct delta_args &a, int kind, int kh, int row) {
+enum delta_kind { DELTA_Q, DELTA_K, DELTA_K_REST };
+
+/* Starts to copy the queries or keys of key head kh, of 64 rows from row `row` of the segment on, to a tile that
+ * f16_at<DELTA_HEAD> describes; zeros where there are none. With 128 threads; a warp copies rows 16w..16w+15. */
+DEVICE void delta_copy(uint8_t *to, const struct delta_args &a, enum delta_kind kind, int kh, int row) {
     const struct delta &d = a.shape;
-    const uint16_t *from = a.t.qk + (size_t)((kind * d.n_key + kh) * d.head_k);
-    UNROLL_BY(4) for (int i = threadIdx.x; i < DELTA_TILE * DELTA_HEAD / 8; i += 128) {
-        const int r = i / (DELTA_HEAD / 8), c = i % (DELTA_HEAD / 8);
+    const uint16_t *from = a.t.qk + (size_t)(((int)kind * d.n_key + kh) * d.head_k);
+    const int lane = threadIdx.x & 31, first = 16 * (threadIdx.x >> 5);
+    UNROLL_BY(4) for (int i = lane; i < 16 * DELTA_HEAD / 8; i += WARP) {
+        const int r = first + i / (DELTA_HEAD / 8), c = i % (DELTA_HEAD / 8);
         const bool in = row + r < a.n_row && 8 * c < d.head_k;
-        const size_t at = in ? (size_t)(row + r) * (size_t)(2 * d.n_key * d.head_k) + (size_t)(8 * c) : 0;
+        const size_t at = in ? (size_t)(row + r) * (size_t)(3 * d.n_key * d.head_k) + (size_t)(8 * c) : 0;
         cp_async16(to + f16_at<DELTA_HEAD>(r, c), from + at, in);
     }
 }
 
-/* k_delta_prepare: floats of a row of A and T; bytes of both. */
-enum { DELTA_PITCH = DELTA_TILE + 4, DELTA_PREPARE_SMEM = 2 * DELTA_TILE * DELTA_PITCH * 4 };
+/* Loads values 16 s..16 s + 15 of the warp's rows of a tile of queries or keys, as an A operand. */
+DEVICE void delta_rows(uint32_t r[4], const uint8_t *tile, int s) {
+    const int lane = threadIdx.x & 31;
+    ldmatrix_x4(r, tile + f16_at<DELTA_HEAD>(16 * (threadIdx.x >> 5) + (lane & 15), 2 * s + (lane >> 4)));
+}
+
+/* k_delta_prepare: floats of a row of A and T; bytes of both, or of the keys, their rest and the queries. */
+enum {
+    DELTA_PITCH = DELTA_TILE + 4,
+    DELTA_QK_BYTES = DELTA_TILE * DELTA_HEAD * 2, /* of a tile of queries or keys */
+    DELTA_PREPARE_SMEM = 3 * DELTA_QK_BYTES
+};
+static_assert(2 * DELTA_TILE * DELTA_PITCH * 4 <= DELTA_PREPARE_SMEM, "A and T fit");
 
 /* What a tile of 64 rows of a value head needs besides the state. With G the running sum of the decays' logarithms:
  *   A[t][s] = beta_t e^(G_t - G_s) k_t.k_s, s < t;  T = (I + A)^-1 diag(beta);
@@ -3421,14 +3442,14 @@ enum { DELTA_PITCH = DELTA_TILE + 4, DELTA_PREPARE_SMEM = 2 * DELTA_TILE * DELTA
  * fades: e^(G_t) (64), e^(G_m - G_t) (64), e^(G_m), where m is the last row that goes into the state; rows behind it
  * get 0. T and P are stored in halves as A fragments: m16-tile w and k16-step s at ((4 w + s) * 32 + lane) * 16 bytes;
  * only s <= w are written.
- * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 1 M multiplications by MMA, 50,000 for the inverse: two
- * 32 x 32 blocks with a thread per column, then the block below. Reads 32 KB, writes 10 KB; the inverse takes most of
+ * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 2 M multiplications by MMA, 50,000 for the inverse: two
+ * 32 x 32 blocks with a thread per column, then the block below. Reads 48 KB, writes 15 KB; the inverse takes most of
  * the time, some 3,000 cycles of latency, with 2 blocks on an SM of SM120, 5 on others. */
 __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant__ struct delta_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float, G, DELTA_TILE);
     SHARED(float, beta, DELTA_TILE);
-    uint8_t *k_tile = smem, *q_tile = smem + DELTA_TILE * DELTA_HEAD * 2;
+    uint8_t *k_tile = smem, *k_rest = k_tile + DELTA_QK_BYTES, *q_tile = k_rest + DELTA_QK_BYTES;
     float *A = (float *)smem, *T = A + DELTA_TILE * DELTA_PITCH; /* (64, 64) over both, when they are done with */
     grid_dependency_launch();
     grid_dependency_wait();
@@ -3436,8 +3457,9 @@ __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant_
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
     const int j = blockIdx.y, row = blockIdx.x * DELTA_TILE, kh = delta_key_head(d, j);
     const size_t tile = (size_t)blockIdx.x * (size_t)d.n_value + (size_t)j;
-    delta_copy(k_tile, a, 1, kh, row);
-    delta_copy(q_tile, a, 0, kh, row);
+    delta_copy(k_tile, a, DELTA_K, kh, row);
+    delta_copy(k_rest, a, DELTA_K_REST, kh, row);
+    delta_copy(q_tile, a, DELTA_Q, kh, row);
     cp_async_commit();
     if (!warp) { /* lane i has rows 2i and 2i + 1 */
         float x[2], b[2];
@@ -3469,13 +3491,20 @@ __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant_
     }
     float kk[8][4] = {}, qk[8][4] = {};
     UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
-        uint32_t ka[4], qa[4];
-        ldmatrix_x4(ka, k_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
-        ldmatrix_x4(qa, q_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
+        uint32_t ka[4], rest[4], qa[4];
+        delta_rows(ka, k_tile, s);
+        delta_rows(rest, k_rest, s);
+        delta_rows(qa, q_tile, s);
         UNROLL for (int b = 0; b < 8; b += 2) {
             if (b > 2 * warp) continue; /* rows s of other 16s come later */
             uint32_t r[4];
-            ldmatrix_x4(r, k_tile + f16_at<DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1)));
+            const int at = f16_at<DELTA_HEAD>(8 * b + (lane >> 4) * 8 + (lane & 7), 2 * s + (lane >> 3 & 1));
+            ldmatrix_x4(r, k_rest + at);
+            mma_f16(kk[b], ka, r);
+            mma_f16(kk[b + 1], ka, r + 2);
+            ldmatrix_x4(r, k_tile + at);
+            mma_f16(kk[b], rest, r);
+            mma_f16(kk[b + 1], rest, r + 2);
             mma_f16(kk[b], ka, r);
             mma_f16(kk[b + 1], ka, r + 2);
             mma_f16(qk[b], qa, r);
@@ -3483,7 +3512,7 @@ __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant_
         }
     }
     __syncthreads(); /* all warps are done with the queries and keys: A takes their place */
-    uint16_t *to = a.t.tiles + tile * 2 * DELTA_TILE * DELTA_TILE + (size_t)(4 * warp * WARP + lane) * 8;
+    uint16_t *to = a.t.tiles + tile * 3 * DELTA_TILE * DELTA_TILE + (size_t)(4 * warp * WARP + lane) * 8;
     UNROLL for (int b = 0; b < 8; b++) {
         UNROLL for (int e = 0; e < 4; e++) {
             const int r = 16 * warp + g + 8 * (e >> 1), s = 8 * b + 2 * t + (e & 1);
@@ -3523,13 +3552,15 @@ __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant_
     __syncthreads(); /* T is whole */
     UNROLL for (int s = 0; s < 4; s++) {
         if (s > warp) continue;
-        uint32_t h[4];
+        uint32_t h[4], rest[4];
         UNROLL for (int e = 0; e < 4; e++) {
             const int col = 16 * s + 2 * t + 8 * (e >> 1);
             const float *from = T + (16 * warp + g + 8 * (e & 1)) * DELTA_PITCH + col;
             h[e] = f32_to_f16x2(from[0] * beta[col], from[1] * beta[col + 1]);
+            rest[e] = half_rest2(from[0] * beta[col], from[1] * beta[col + 1]);
         }
         *(uint4 *)(to + s * WARP * 8) = make_uint4(h[0], h[1], h[2], h[3]);
+        *(uint4 *)(to + 2 * DELTA_TILE * DELTA_TILE + s * WARP * 8) = make_uint4(rest[0], rest[1], rest[2], rest[3]);
     }
 }
 
@@ -3541,11 +3572,12 @@ DEVICE float2 delta_scale(float largest) {
 
 /* Of k_delta_scan's shared memory. */
 enum {
-    DELTA_S_PITCH = (DELTA_COLS + 8) * 2,         /* bytes of a row of S, R and U: no bank conflicts */
-    DELTA_QK_BYTES = DELTA_TILE * DELTA_HEAD * 2, /* of a tile of queries or keys */
+    DELTA_S_PITCH = (DELTA_COLS + 8) * 2, /* bytes of a row of S, R and U: no bank conflicts */
+    DELTA_S_BYTES = DELTA_HEAD * DELTA_S_PITCH,
     DELTA_U_BYTES = DELTA_TILE * DELTA_S_PITCH,
-    DELTA_SCAN_SMEM = 3 * DELTA_QK_BYTES + DELTA_HEAD * DELTA_S_PITCH + 3 * DELTA_U_BYTES
+    DELTA_SCAN_SMEM = 4 * DELTA_QK_BYTES + 2 * DELTA_S_BYTES + 2 * DELTA_U_BYTES
 };
+static_assert(3 * DELTA_U_BYTES <= DELTA_QK_BYTES, "U takes the place of the queries");
 
 /* Loads rows 16 s..16 s + 15 of a matrix in halves (rows DELTA_S_PITCH apart) as B operands of four n8-tiles. */
 DEVICE void delta_operand(uint32_t b[4][2], const uint8_t *from, int s) {
@@ -3554,12 +3586,14 @@ DEVICE void delta_operand(uint32_t b[4][2], const uint8_t *from, int s) {
         ldmatrix_x4_trans(b[n], from + (16 * s + (lane & 15)) * DELTA_S_PITCH + (n + (lane >> 4)) * 16);
 }
 
-/* Stores rows r and r + 8 (16, 32) of x * f in halves. */
-DEVICE void delta_store(uint8_t *to, int r, const float x[4][4], float f0, float f1) {
+/* Stores rows r and r + 8 (16, 32) of x * f in halves, and to `rest`, unless that is NULL, what this leaves. */
+DEVICE void delta_store(uint8_t *to, uint8_t *rest, int r, const float x[4][4], float f0, float f1) {
     const int t = threadIdx.x & 3;
-    UNROLL for (int n = 0; n < 4; n++) {
-        *(uint32_t *)(to + r * DELTA_S_PITCH + (8 * n + 2 * t) * 2) = clamped_f16x2(x[n][0] * f0, x[n][1] * f0);
-        *(uint32_t *)(to + (r + 8) * DELTA_S_PITCH + (8 * n + 2 * t) * 2) = clamped_f16x2(x[n][2] * f1, x[n][3] * f1);
+    UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
+        const int at = (r + 8 * e) * DELTA_S_PITCH + (8 * n + 2 * t) * 2;
+        const float f = e ? f1 : f0, a = x[n][2 * e] * f, b = x[n][2 * e + 1] * f;
+        *(uint32_t *)(to + at) = clamped_f16x2(a, b);
+        if (rest) *(uint32_t *)(rest + at) = half_rest2(a, b);
     }
 }
 
@@ -3570,28 +3604,43 @@ DEVICE float delta_largest(const float x[4][4]) {
     return m;
 }
 
-/* y (16, 32) += (a b) * f */
-DEVICE void delta_multiply(float y[4][4], const uint4 &a, const uint32_t b[4][2], float f) {
-    const uint32_t r[4] = {a.x, a.y, a.z, a.w};
-    UNROLL for (int n = 0; n < 4; n++) {
-        float x[4] = {};
-        mma_f16(x, r, b[n]);
-        UNROLL for (int e = 0; e < 4; e++) y[n][e] += x[e] * f;
-    }
+/* x (16, 32) += a b */
+DEVICE void delta_multiply(float x[4][4], const uint32_t a[4], const uint32_t b[4][2]) {
+    UNROLL for (int n = 0; n < 4; n++) mma_f16(x[n], a, b[n]);
+}
+
+/* The same with the fragment at a. */
+DEVICE void delta_multiply(float x[4][4], const uint4 *a, const uint32_t b[4][2]) {
+    const uint32_t r[4] = {a->x, a->y, a->z, a->w};
+    delta_multiply(x, r, b);
+}
+
+/* y (16, 32) += x * f */
+DEVICE void delta_add(float y[4][4], const float x[4][4], float f) {
+    UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++) y[n][e] += x[n][e] * f;
+}
+
+/* Loads values 8 * piece.. of tokens 16 s..16 s + 15 of a tile of keys, as an A operand whose rows are the values. */
+DEVICE void delta_columns(uint32_t r[4], const uint8_t *tile, int piece, int s) {
+    /* matrices: (tokens 0-7, rows 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15) */
+    const int lane = threadIdx.x & 31, token = 16 * s + (lane >> 4) * 8 + (lane & 7);
+    ldmatrix_x4_trans(r, tile + f16_at<DELTA_HEAD>(token, piece + (lane >> 3 & 1)));
 }
 
 /* Goes through the tiles of a segment with 32 columns of a value head's state, V being those of the values:
  *   X = K S;  R = V - e^G X;  U = T R;  result = (e^G Q S + P U) / sqrt(head_k);  S = e^(G_m) S + K^T e^(G_m - G) U.
- * S is F32 in registers; as an operand it is in halves, like R and U, with a power of two for every warp's rows.
+ * S is F32 in registers. As operands S, R and U are F16, with a power of two for every warp's rows. In products that go
+ * into the state each factor is the sum of the rounded number x and the rest x': x y + x' y + x y' is added up.
  * Grid: (ceil(head_v / 32), n_value), block: 128. Warp w has rows 16w.. of a tile and 32w.. of the state. The next
- * tile's keys and queries come while this one is multiplied. 1 M multiplications and 54 KB from L2 per tile, three
- * barriers: expect 5,000 cycles, 150 us for 4,096 tokens where there are no more blocks than SMs. */
+ * tile's keys come while this one is multiplied; a warp copies its own rows of the queries and of the keys' rest, and
+ * multiplies S by the keys meanwhile. 2.2 M multiplications and 74 KB from L2 per tile, three barriers: expect 8,000
+ * cycles, 240 us for 4,096 tokens where there are no more blocks than SMs. */
 __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ struct delta_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float, scale, 3 * 4); /* by warp: what undoes the scale of its rows of S, R and U */
-    uint8_t *q_tile = smem + 2 * DELTA_QK_BYTES, *s16 = q_tile + DELTA_QK_BYTES,
-            *r16 = s16 + DELTA_HEAD * DELTA_S_PITCH;
-    uint8_t *u16 = r16 + DELTA_U_BYTES, *faded = u16 + DELTA_U_BYTES; /* U, and e^(G_m - G) U */
+    uint8_t *k_rest = smem + 2 * DELTA_QK_BYTES, *q_tile = k_rest + DELTA_QK_BYTES, *s16 = q_tile + DELTA_QK_BYTES,
+            *s_rest = s16 + DELTA_S_BYTES, *r16 = s_rest + DELTA_S_BYTES, *r_rest = r16 + DELTA_U_BYTES;
+    uint8_t *u16 = q_tile, *faded = u16 + DELTA_U_BYTES, *faded_rest = faded + DELTA_U_BYTES; /* U, e^(G_m - G) U */
     grid_dependency_launch();
     grid_dependency_wait();
     const struct delta &d = a.shape;
@@ -3600,14 +3649,11 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     const int col = blockIdx.x * DELTA_COLS + 2 * t; /* the lane's columns: col + 8 n, and the next */
     const int n_tile = (a.n_row + DELTA_TILE - 1) / DELTA_TILE, row = 16 * warp + g; /* and row + 8 */
     const float unit = rsqrtf((float)dk);
-    auto copy = [&](int i) {
-        if (i < n_tile) {
-            delta_copy(smem + (i & 1) * DELTA_QK_BYTES, a, 1, kh, i * DELTA_TILE);
-            delta_copy(q_tile, a, 0, kh, i * DELTA_TILE);
-        }
+    auto copy_keys = [&](int i) {
+        if (i < n_tile) delta_copy(smem + (i & 1) * DELTA_QK_BYTES, a, DELTA_K, kh, i * DELTA_TILE);
         cp_async_commit();
     };
-    copy(0);
+    copy_keys(0);
     /* S[i]: rows 32 warp + 16 i + g and 8 more */
     float S[2][4][4] = {};
     auto state = [&](int i, int n, int e) {
@@ -3615,10 +3661,11 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
         const bool in = r < dk && col + 8 * n < dv;
         return in ? (float2 *)(a.state + ((size_t)j * dk + r) * dv + col + 8 * n) : (float2 *)NULL;
     };
-    auto keep = [&]() { /* S in halves, for all warps */
-                        const float2 f = delta_scale(fmaxf(delta_largest(S[0]), delta_largest(S[1])));
-                        UNROLL for (int i = 0; i < 2; i++) delta_store(s16, 32 * warp + 16 * i + g, S[i], f.x, f.x);
-                        if (!lane) scale[warp] = f.y;
+    /* S in halves, for all warps */
+    auto keep = [&]() {
+        const float2 f = delta_scale(fmaxf(delta_largest(S[0]), delta_largest(S[1])));
+        UNROLL for (int i = 0; i < 2; i++) delta_store(s16, s_rest, 32 * warp + 16 * i + g, S[i], f.x, f.x);
+        if (!lane) scale[warp] = f.y;
     };
     UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
         const float2 *from = state(i, n, e);
@@ -3630,8 +3677,8 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     UNROLL_BY(1) for (int at = 0; at < n_tile; at++) {
         const uint8_t *k_tile = smem + (at & 1) * DELTA_QK_BYTES;
         const size_t tile = (size_t)at * (size_t)d.n_value + (size_t)j;
-        const uint4 *T = (const uint4 *)(a.t.tiles + tile * 2 * DELTA_TILE * DELTA_TILE) + 4 * warp * WARP + lane;
-        const uint4 *P = T + DELTA_TILE * DELTA_TILE / 8;
+        const uint4 *T = (const uint4 *)(a.t.tiles + tile * 3 * DELTA_TILE * DELTA_TILE) + 4 * warp * WARP + lane;
+        const uint4 *P = T + DELTA_TILE * DELTA_TILE / 8, *T_rest = P + DELTA_TILE * DELTA_TILE / 8;
         const float *fades = a.t.fades + tile * DELTA_FADES;
         float *v = a.t.v + (size_t)(at * DELTA_TILE + row) * (size_t)(d.n_value * dv) + j * dv + col;
         const size_t below = (size_t)8 * (size_t)(d.n_value * dv); /* floats from row to row + 8 */
@@ -3645,57 +3692,85 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
             R[n][2 * e + 1] = x.y;
         }
         cp_async_wait<0>();
-        __syncthreads(); /* the keys and queries have landed; all warps' rows of S are written */
+        __syncthreads(); /* the keys have landed; all warps' rows of S are written, and all are done with U */
+        delta_copy(k_rest, a, DELTA_K_REST, kh, at * DELTA_TILE);
+        delta_copy(q_tile, a, DELTA_Q, kh, at * DELTA_TILE);
+        cp_async_commit();
         UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
             if (16 * s >= dk) continue;
-            uint32_t b[4][2], x[4];
+            uint32_t k[4], b[4][2];
+            float x[4][4] = {};
+            delta_rows(k, k_tile, s);
+            delta_operand(b, s_rest, s);
+            delta_multiply(x, k, b);
             delta_operand(b, s16, s);
-            ldmatrix_x4(x, k_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
-            delta_multiply(X, make_uint4(x[0], x[1], x[2], x[3]), b, scale[s / 2]);
-            ldmatrix_x4(x, q_tile + f16_at<DELTA_HEAD>(16 * warp + (lane & 15), 2 * s + (lane >> 4)));
-            delta_multiply(Y, make_uint4(x[0], x[1], x[2], x[3]), b, scale[s / 2]);
+            delta_multiply(x, k, b);
+            delta_add(X, x, scale[s / 2]);
+        }
+        cp_async_wait<0>();
+        __syncwarp(); /* the warp's rows of the queries and of the keys' rest have landed */
+        UNROLL for (int s = 0; s < DELTA_HEAD / 16; s++) {
+            if (16 * s >= dk) continue;
+            uint32_t rest[4], q[4], b[4][2];
+            float x[4][4] = {}, y[4][4] = {};
+            delta_operand(b, s16, s);
+            delta_rows(rest, k_rest, s);
+            delta_rows(q, q_tile, s);
+            delta_multiply(x, rest, b);
+            delta_multiply(y, q, b);
+            delta_add(X, x, scale[s / 2]);
+            delta_add(Y, y, scale[s / 2]);
         }
         UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++) {
             R[n][e] -= f[e >> 1] * X[n][e];
             Y[n][e] *= f[e >> 1];
         }
         const float2 fr = delta_scale(delta_largest(R));
-        delta_store(r16, row, R, fr.x, fr.x);
+        delta_store(r16, r_rest, row, R, fr.x, fr.x);
         if (!lane) scale[4 + warp] = fr.y;
         __syncthreads(); /* R is written; all warps are done with the queries, the state and the keys before these */
-        copy(at + 1);
+        copy_keys(at + 1);
         float U[4][4] = {};
         UNROLL for (int s = 0; s < 4; s++) {
             if (s > warp) continue;
             uint32_t b[4][2];
+            float x[4][4] = {};
+            delta_operand(b, r_rest, s);
+            delta_multiply(x, T + s * WARP, b);
             delta_operand(b, r16, s);
-            delta_multiply(U, T[s * WARP], b, scale[4 + s]);
+            delta_multiply(x, T_rest + s * WARP, b);
+            delta_multiply(x, T + s * WARP, b);
+            delta_add(U, x, scale[4 + s]);
         }
         const float2 fu = delta_scale(delta_largest(U));
-        delta_store(u16, row, U, fu.x, fu.x);
-        delta_store(faded, row, U, fu.x * fades[DELTA_TILE + row], fu.x * fades[DELTA_TILE + row + 8]);
+        delta_store(u16, NULL, row, U, fu.x, fu.x);
+        delta_store(faded, faded_rest, row, U, fu.x * fades[DELTA_TILE + row], fu.x * fades[DELTA_TILE + row + 8]);
         if (!lane) scale[8 + warp] = fu.y;
         __syncthreads(); /* U is written in both forms */
         UNROLL for (int s = 0; s < 4; s++) {
             if (s > warp) continue;
             uint32_t b[4][2];
+            float x[4][4] = {};
             delta_operand(b, u16, s);
-            delta_multiply(Y, P[s * WARP], b, scale[8 + s]);
+            delta_multiply(x, P + s * WARP, b);
+            delta_add(Y, x, scale[8 + s]);
         }
         UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) if (in[e] && col + 8 * n < dv) *
             (float2 *)(v + e * below + 8 * n) = make_float2(Y[n][2 * e] * unit, Y[n][2 * e + 1] * unit);
         const float last = fades[2 * DELTA_TILE];
         UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++)
             S[i][n][e] *= last;
-        UNROLL for (int s = 0; s < 4; s++) {
-            uint32_t b[4][2], x[4];
+        UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < 2; i++) {
+            uint32_t k[4], rest[4], b[4][2];
+            float x[4][4] = {};
+            delta_columns(k, k_tile, 4 * warp + 2 * i, s);
+            delta_columns(rest, k_rest, 4 * warp + 2 * i, s);
+            delta_operand(b, faded_rest, s);
+            delta_multiply(x, k, b);
             delta_operand(b, faded, s);
-            UNROLL for (int i = 0; i < 2; i++) {
-                /* matrices: (tokens 0-7, rows 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15) */
-                const int token = 16 * s + (lane >> 4) * 8 + (lane & 7), piece = 4 * warp + 2 * i + (lane >> 3 & 1);
-                ldmatrix_x4_trans(x, k_tile + f16_at<DELTA_HEAD>(token, piece));
-                delta_multiply(S[i], make_uint4(x[0], x[1], x[2], x[3]), b, scale[8 + s]);
-            }
+            delta_multiply(x, rest, b);
+            delta_multiply(x, k, b);
+            delta_add(S[i], x, scale[8 + s]);
         }
         keep();
     }
@@ -3731,18 +3806,19 @@ static void delta_launch(const struct delta_args *args, int n_tok, int lag, cuda
         LAUNCH_PDL(k_delta_decode, heads, DELTA_THREADS, 0, s, a);
         return;
     }
+    cudaFuncSetAttribute(k_delta_prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_PREPARE_SMEM);
     cudaFuncSetAttribute(k_delta_scan, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_SCAN_SMEM);
     const int units = 2 * a.shape.n_key + a.shape.n_value + 1;
     a.n_row_all = lag + n_tok;
     for (; a.first < a.n_row_all; a.first += DELTA_SEGMENT) {
         a.n_row = min(a.n_row_all - a.first, (int)DELTA_SEGMENT);
         const unsigned tiles = (unsigned)(a.n_row + DELTA_TILE - 1) / DELTA_TILE;
-        profile_next(a.n_row * (2 * 6 * keys + 8 * values), "%u heads", heads);
+        profile_next(a.n_row * (14 * keys + 8 * values), "%u heads", heads);
         LAUNCH_PDL(k_delta_mix, dim3((unsigned)(a.n_row + DELTA_STEP - 1) / DELTA_STEP, (unsigned)(units + 3) / 4), 128,
                    0, s, a);
-        profile_next(tiles * heads * (4.0 * DELTA_TILE * DELTA_TILE) + a.n_row * 2 * 2 * keys, "%u heads", heads);
+        profile_next(tiles * heads * (6.0 * DELTA_TILE * DELTA_TILE) + a.n_row * 3 * 2 * keys, "%u heads", heads);
         LAUNCH_PDL(k_delta_prepare, dim3(tiles, heads), 128, DELTA_PREPARE_SMEM, s, a);
-        profile_next(tiles * heads * (4.0 * DELTA_TILE * DELTA_TILE) + a.n_row * (2 * 2 * keys + 8 * values) + state,
+        profile_next(tiles * heads * (6.0 * DELTA_TILE * DELTA_TILE) + a.n_row * (3 * 2 * keys + 8 * values) + state,
                      "%u heads", heads);
         LAUNCH_PDL(k_delta_scan, dim3((unsigned)(a.shape.head_v + DELTA_COLS - 1) / DELTA_COLS, heads), 128,
                    DELTA_SCAN_SMEM, s, a);

@@ -883,7 +883,8 @@ static void test_convert_delta_keys(void) {
         if (hf_convert(&h)) {
             CHECK(key_is(&h.g, "general.architecture", arch), "%s", arch);
             /* The tokenizer here has the expressions of qwen2, as in copies of Qwen3.5 by older software. */
-            CHECK(key_is(&h.g, "tokenizer.ggml.pre", next ? "qwen2" : "qwen35") && (strstr(h.err, "qwen35 is") != NULL) != next,
+            CHECK(key_is(&h.g, "tokenizer.ggml.pre", next ? "qwen2" : "qwen35") &&
+                      (strstr(h.err, "qwen35 is") != NULL) != next,
                   "%s: pre-tokenizer: %s", arch, h.err);
             for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
                 snprintf(key, sizeof key, "%s.%s", arch, ints[i].key);

@@ -27,6 +27,7 @@ void cuda_test_links(void);
 void cuda_test_gemm(void);
 void cuda_test_attention(void);
 void cuda_test_delta_net(void);
+void cuda_test_delta_recall(void);
 int cuda_test_mutate(void); /* t_cuda_mutate.h */
 
 /* A check of the tests in C++. */
@@ -1317,9 +1318,9 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
     TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/gemv", cuda_test_gemv}, {"cuda/router", cuda_test_router}, \
         {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
         {"cuda/attention", cuda_test_attention}, {"cuda/delta_net", cuda_test_delta_net},                              \
-        {"cuda/operations", test_cuda_operations}, {"cuda/delta", test_cuda_delta},                                    \
-        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
-        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},       \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
-        {"cuda/images", test_cuda_images},
+        {"cuda/recall", cuda_test_delta_recall}, {"cuda/operations", test_cuda_operations},                            \
+        {"cuda/delta", test_cuda_delta}, {"cuda/recurrent", test_cuda_recurrent},                                      \
+        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, \
+        {"cuda/stats", test_cuda_stats}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
+        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
+        {"cuda/bench", test_cuda_bench}, {"cuda/images", test_cuda_images},

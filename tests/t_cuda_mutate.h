@@ -42,6 +42,8 @@ static const struct {
 } unshown[] = {
     {"route_warp", "__syncwarp(); /* all lanes have read score: the next token overwrites it */",
      "the next token's shuffles stand in between; they order lanes, but not memory"},
+    {"k_delta_scan", "__syncwarp(); /* the warp's rows of the queries and of the keys' rest have landed */",
+     "ldmatrix stands in between; it waits for all lanes, but does not order memory"},
     {"k_repack", "grid_dependency_wait();",
      "in front of it is always a copy, the clearing of memory or itself, which has ended when it starts"},
     {"k_mma_rate", "grid_dependency_wait();", "it reads and writes nothing"},

@@ -385,20 +385,24 @@ static void check_dialogue(const struct chat *c, int turn) {
     session_free(&s);
 }
 
-/* Twenty turns with a gated delta net, thinking dropped by the template, with /undo, /regen, /save and /load between.
- * */
+/* Twenty turns, the first a long one, thinking dropped by the template, with /undo, /regen, /save and /load. */
 static void run_dialogue(const struct model *m, struct settings *set) {
     struct session s;
     struct chat c;
-    char err[ERR_MAX] = "", name[256], text[64];
+    char err[ERR_MAX] = "", name[256], text[400];
     enum turn_result r = TURN_DONE;
     int computed = 0, total = 0; /* tokens of prompts that were computed; tokens of all prompts */
+    int first = 0;               /* tokens of the first prompt */
     snprintf(name, sizeof name, "%s/dialogue", test_dir());
     if (!dialogue_open(&c, &s, set, m)) return;
     for (int i = 0; i < 20; i++) {
-        snprintf(text, sizeof text, "Turn %d: what is %d and %d?", i, 7 * i, i * i);
+        int n = snprintf(text, sizeof text, "Turn %d: what is %d and %d?", i, 7 * i, i * i);
+        while (!i && n < (int)sizeof text - 20) n += snprintf(text + n, sizeof text - (size_t)n, " And %d?", n);
         CHECK(chat_turn(&c, text, strlen(text), err) == TURN_DONE, "%s", err);
         computed += s.sync_tokens;
+        if (!i) first = s.sync_tokens;
+        CHECK(i != 1 || (first > 250 && s.sync_tokens < 80), "turn 2 computes %d tokens after a prompt of %d",
+              s.sync_tokens, first);
         total += s.n_past;
         if (i % 6 == 4) {
             CHECK(chat_undo(&c, err) == 0 && chat_turn(&c, text, strlen(text), err) == TURN_DONE, "%s", err);
