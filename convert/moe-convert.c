@@ -105,48 +105,60 @@ static float read_scalar(struct tensor *t) {
     return v;
 }
 
-/* Whether all E2M1 codes of the tensor are 0 or -0. Its scale then has no meaning. */
-static bool all_zero(const struct tensor *t) {
+/* Whether all E2M1 codes of a tensor's bytes from..from+n-1 are 0 or -0. Their scale then has no meaning. */
+static bool all_zero(const struct tensor *t, size_t from, size_t n) {
     uint8_t buf[1 << 16];
-    for (size_t at = 0; at < t->bytes; at += sizeof buf) {
-        size_t n = t->bytes - at < sizeof buf ? t->bytes - at : sizeof buf;
-        tensor_read(t, at, buf, n);
-        for (size_t i = 0; i < n; i++)
+    for (size_t at = 0; at < n; at += sizeof buf) {
+        size_t k = n - at < sizeof buf ? n - at : sizeof buf;
+        tensor_read(t, from + at, buf, k);
+        for (size_t i = 0; i < k; i++)
             if (buf[i] & 0x77) return false;
     }
     return true;
 }
 
-/* Reads the scale of a whole NVFP4 matrix and returns it as a factor. ModelOpt: weight_scale_2 = amax / 2688, a
- * multiplier. compressed-tensors: weight_global_scale = 2688 / amax, a divisor. Weights are far below 2688, so a value
- * on the wrong side of 1 must follow the other convention. */
-static float read_global_scale(const char *x, const struct tensor *w, bool divisor) {
-    const char *name = divisor ? "weight_global_scale" : "weight_scale_2";
-    struct tensor *t = tensor_find(fmt("%s.%s", x, name));
-    if (!t) die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
-    float v = read_scalar(t), factor = divisor ? 1.0f / v : v;
+/* Returns the scale v of a whole NVFP4 matrix, read from t, as a factor. The matrix is n bytes of w from `from` on.
+ * ModelOpt: weight_scale_2 = amax / 2688, a multiplier. compressed-tensors: weight_global_scale = 2688 / amax, a
+ * divisor. Weights are far below 2688, so a value on the wrong side of 1 must follow the other convention. */
+static float global_factor(const struct tensor *t, float v, bool divisor, const struct tensor *w, size_t from,
+                           size_t n) {
+    float factor = divisor ? 1.0f / v : v;
     if (isfinite(v) && v > 0 && factor > 0 && factor <= 1) return factor;
-    if (all_zero(w)) return isfinite(factor) ? factor : 0.0f;
+    if (all_zero(w, from, n)) return isfinite(factor) ? factor : 0.0f;
     if (!isfinite(v) || v <= 0) die("%s: expected a finite number above 0, found %g", where(t), (double)v);
     if (divisor)
         die("%s: %g; this scale divides (2688 / largest weight), so it is expected from 1 upwards: the file seems to "
-            "mean "
-            "the multiplier",
+            "mean the multiplier",
             where(t), (double)v);
     die("%s: %g; this scale multiplies (largest weight / 2688), so it is expected above 0 and up to 1: the file seems "
-        "to "
-        "mean the divisor",
+        "to mean the divisor",
         where(t), (double)v);
 }
 
-/* Returns the input scale of a layer, or 0 if there is none or it is invalid, as for an expert that calibration never
- * reached. */
+/* Returns an input scale, or 0 if it is invalid, as for an expert that calibration never reached. */
+static float valid_input_scale(float v) { return isfinite(v) && v > 0 ? v : 0.0f; }
+
+/* Returns the input scale of a layer, or 0 if there is none or it is invalid. */
 static float read_input_scale(const char *x, bool divisor) {
     struct tensor *t = tensor_find(fmt("%s.%s", x, divisor ? "input_global_scale" : "input_scale"));
     if (!t) return 0.0f;
-    float v = read_scalar(t);
-    if (divisor) v = 1.0f / v;
-    return isfinite(v) && v > 0 ? v : 0.0f;
+    const float v = read_scalar(t);
+    return valid_input_scale(divisor ? 1.0f / v : v);
+}
+
+/* Checks the scales s of NVFP4 weights w, of rows of `cols` weights: w has the sizes (.., cols / 2), s (.., cols / 16). */
+static void check_block_scales(const struct tensor *w, struct tensor *s, size_t cols) {
+    if (s->dtype == U8 || !strcmp(dtypes[s->dtype].name, "F8_E8M0"))
+        die("%s: MXFP4 weights (E8M0 scales, %s) are not supported", where(s), shape_text(s));
+    struct tensor want = *w;
+    want.dtype = F8_E4M3;
+    want.shape[want.rank - 1] = cols / 16;
+    bool good = cols % 16 == 0 && s->dtype == want.dtype && s->rank == want.rank;
+    for (uint32_t i = 0; i < want.rank; i++) good = good && s->shape[i] == want.shape[i];
+    if (!good)
+        die("%s: expected %s, one scale for 16 weights in row order, found %s%s", where(s), shape_text(&want),
+            shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
+    s->used = true;
 }
 
 /* Describes the NVFP4 layer x. w: (rows, cols / 2) U8. compressed: its scales have the names of compressed-tensors,
@@ -155,16 +167,20 @@ static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compres
     struct linear l = {.format = NVFP4, .w = w, .rows = w->shape[0], .cols = w->shape[1] * 2};
     struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) die("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
-    if (s->dtype == U8 || !strcmp(dtypes[s->dtype].name, "F8_E8M0"))
-        die("%s: MXFP4 weights (E8M0 scales, %s) are not supported", where(s), shape_text(s));
-    if (s->dtype != F8_E4M3 || s->rank != 2 || s->shape[0] != l.rows || s->shape[1] * 16 != l.cols)
-        die("%s: expected F8_E4M3 [%zu, %zu], one scale for 16 weights in row order, found %s%s", where(s), l.rows,
-            l.cols / 16, shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
-    s->used = true;
+    check_block_scales(w, s, l.cols);
+    const char *name = compressed ? "weight_global_scale" : "weight_scale_2";
+    struct tensor *t = tensor_find(fmt("%s.%s", x, name));
+    if (!t) die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
     l.scale = s;
-    l.factor = read_global_scale(x, w, compressed);
+    l.factor = global_factor(t, read_scalar(t), compressed, w, 0, w->bytes);
     l.input_scale = read_input_scale(x, compressed);
     return l;
+}
+
+/* Returns the scale v of a whole FP8 matrix, read from t. */
+static float fp8_factor(const struct tensor *t, float v) {
+    if (!isfinite(v) || v < 0) die("%s: expected a finite scale, found %g", where(t), (double)v);
+    return v;
 }
 
 static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
@@ -188,11 +204,8 @@ static struct linear resolve_fp8(const char *x, struct tensor *w) {
             l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
     s->used = true;
     if (in) in->used = true; /* for FP8 activations, which moe does not use */
-    if (l.format == FP8_TENSOR) {
-        l.factor = read_scalar(s);
-        if (!isfinite(l.factor) || l.factor < 0)
-            die("%s: expected a finite scale, found %g", where(s), (double)l.factor);
-    } else l.scale = s;
+    if (l.format == FP8_TENSOR) l.factor = fp8_factor(s, read_scalar(s));
+    else l.scale = s;
     return l;
 }
 
@@ -210,6 +223,69 @@ static struct linear resolve_linear(const char *x) {
         die("%s: weights of the form %s are not supported (NVFP4, FP8 E4M3, BF16, F16 and F32 are)", where(w),
             shape_text(w));
     return (struct linear){.format = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
+}
+
+/* ---- all experts of a layer in one tensor (E, rows, cols) ---- */
+
+/* Returns a tensor beside the fused experts x, or NULL: x_side, or x.side where the weights are x.weight. */
+static struct tensor *fused_side(const char *x, const char *side) {
+    struct tensor *t = tensor_find(fmt("%s_%s", x, side));
+    return t ? t : tensor_find(fmt("%s.%s", x, side));
+}
+
+/* A matrix of fused experts: part `part` of n_part (gate and up) of expert e. */
+struct fused {
+    struct tensor *w;
+    const char *x;
+    size_t e, n_part, part;
+};
+
+/* Reads the number that a tensor has for a matrix, and marks the tensor as used. It has one for all matrices, for each
+ * expert or for each matrix. */
+static float fused_number(const struct fused *f, struct tensor *t) {
+    const size_t n = f->w->shape[0], have = t->bytes * 8 / dtypes[t->dtype].bits;
+    float v;
+    if (!is_float(t) || (have != 1 && have != n && have != n * f->n_part))
+        die("%s: expected one number, %zu or %zu, found %s", where(t), n, n * f->n_part, shape_text(t));
+    t->used = true;
+    read_floats(t, have == 1 ? 0 : have == n ? f->e : f->e * f->n_part + f->part, 1, &v);
+    return v;
+}
+
+/* Describes the whole of fused experts as rows of one matrix, with the scales of matrix f. */
+static struct linear resolve_fused(const struct fused *f) {
+    struct tensor *w = f->w, *s = fused_side(f->x, "weight_scale"), *in = fused_side(f->x, "input_scale");
+    const size_t n = w->shape[0], rows = w->shape[1];
+    struct linear l = {.format = PLAIN, .w = w, .rows = n * rows, .cols = w->shape[2], .factor = 1.0f};
+    w->used = true;
+    if (w->dtype == U8) {
+        struct tensor *global = fused_side(f->x, "weight_scale_2");
+        const size_t bytes = w->bytes / n / f->n_part;
+        if (!s || !global)
+            die("%s: NVFP4 codes, but '%s_%s' is missing", where(w), f->x, s ? "weight_scale_2" : "weight_scale");
+        l.format = NVFP4;
+        l.cols *= 2;
+        l.scale = s;
+        check_block_scales(w, s, l.cols);
+        l.factor =
+            global_factor(global, fused_number(f, global), false, w, (f->e * f->n_part + f->part) * bytes, bytes);
+        l.input_scale = in ? valid_input_scale(fused_number(f, in)) : 0.0f;
+    } else if (w->dtype == F8_E4M3) {
+        struct tensor *inv = fused_side(f->x, "scale_inv");
+        if (!inv) inv = fused_side(f->x, "weight_scale_inv");
+        if (!s && !inv)
+            die("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' is there", where(w), f->x, f->x);
+        if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] * 128 != rows ||
+                    inv->shape[2] != ceil128(l.cols)))
+            die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
+                rows, l.cols, shape_text(inv));
+        l.format = inv ? FP8_BLOCK : FP8_TENSOR;
+        l.scale = inv;
+        if (inv) inv->used = true;
+        else l.factor = fp8_factor(s, fused_number(f, s));
+        if (in) in->used = true; /* for FP8 activations, which moe does not use */
+    }
+    return l;
 }
 
 /* Returns a tensor of F32, F16 or BF16 and marks it as used. */
@@ -678,19 +754,20 @@ static void plan_qkvz(int layer) {
     plan_matrix(fmt("blk.%d.attn_gate", layer), p[1], SINGLE, false);
 }
 
-/* Returns a tensor (E, rows, cols) with all experts of a layer, or NULL. In gate_up_proj the rows of gate come before
- * those of up. */
-static struct tensor *find_fused(int layer, const char *name) {
-    struct tensor *t = tensor_find(hf_name(layer, fmt("mlp.experts.%s", name)));
-    if (!t) t = tensor_find(hf_name(layer, fmt("mlp.experts.%s.weight", name)));
+/* Returns the tensor (E, rows, cols) x or x.weight with all experts of a layer, or NULL. In gate_up_proj the rows of gate
+ * come before those of up. */
+static struct tensor *find_fused(const char *x) {
+    struct tensor *t = tensor_find(x);
+    if (!t) t = tensor_find(fmt("%s.weight", x));
     if (!t) return NULL;
-    if (t->rank != 3 || !is_float(t)) die("%s: expected BF16, F16 or F32 of rank 3, found %s", where(t), shape_text(t));
+    if (t->rank != 3 || !t->bytes || !(is_float(t) || t->dtype == U8 || t->dtype == F8_E4M3))
+        die("%s: expected BF16, F16, F32, NVFP4 (U8) or F8_E4M3 of rank 3, found %s", where(t), shape_text(t));
     return t;
 }
 
 /* Returns how many experts the tensors of a layer have. Dies if config.json does not allow that number. */
 static int count_experts(int layer) {
-    struct tensor *fused = find_fused(layer, "gate_up_proj");
+    struct tensor *fused = find_fused(hf_name(layer, "mlp.experts.gate_up_proj"));
     int n = 0;
     if (fused) n = fused->shape[0] > MAX_EXPERTS ? MAX_EXPERTS + 1 : (int)fused->shape[0];
     else
@@ -707,17 +784,21 @@ static int count_experts(int layer) {
 /* A stack of a layer's experts; every expert is one piece. In r->hf "*" stands for the expert's number. */
 static void plan_experts(const struct tensor_rule *r, int layer) {
     const bool up = r->field == offsetof(struct layer, up), down = r->field == offsetof(struct layer, down);
-    struct tensor *fused = find_fused(layer, down ? "down_proj" : "gate_up_proj");
+    const char *name = down ? "mlp.experts.down_proj" : "mlp.experts.gate_up_proj";
+    struct tensor *fused = find_fused(hf_name(layer, name));
     const size_t n = m.dim[DIM_EXPERTS], rows = m.dim[r->out], cols = m.dim[r->in], stride = down ? rows : 2 * rows;
     const size_t first = up ? rows : 0; /* up stands behind gate */
     const int before = (int)(strchr(r->hf, '*') - r->hf);
     struct piece *p = NULL;
-    if (fused && (fused->shape[0] != n || fused->shape[1] != stride || fused->shape[2] != cols))
-        die("%s: expected [%zu, %zu, %zu], found %s", where(fused), n, stride, cols, shape_text(fused));
-    if (fused) fused->used = true;
     for (size_t e = 0; e < n; e++) {
-        struct piece one = {{PLAIN, fused, NULL, n * stride, cols, 1.0f, 0.0f, 0, 0}, e * stride + first, rows};
-        if (!fused) {
+        struct piece one = {.row = e * stride + first, .rows = rows};
+        if (fused) {
+            struct fused f = {fused, hf_name(layer, name), e, down ? 1 : 2, up};
+            const size_t codes = fused->dtype == U8 ? 2 : 1; /* in a byte */
+            if (fused->shape[0] != n || fused->shape[1] != stride || fused->shape[2] * codes != cols)
+                die("%s: expected [%zu, %zu, %zu], found %s", where(fused), n, stride, cols / codes, shape_text(fused));
+            one.lin = resolve_fused(&f);
+        } else {
             one.lin = resolve_linear(hf_name(layer, fmt("%.*s%zu%s", before, r->hf, e, r->hf + before + 1)));
             check_shape(one.lin.w, one.lin.rows, one.lin.cols, r->out, r->in);
             one.row = 0;

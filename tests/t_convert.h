@@ -210,27 +210,39 @@ static void hf_ffn(struct hf *h, int layer) {
         }
 }
 
-/* Replaces the experts of a layer by the two tensors of rank 3 with the same values. */
+/* Replaces the experts of a layer by tensors of rank 3 with the same values: gate_up_proj, down_proj and, at numbers and
+ * scales beside the weights, their names with _weight_scale and the like. */
 static void hf_fuse(struct hf *h, int layer) {
-    char name[128], shape[48];
-    int n = h->n_experts[layer];
-    uint8_t *data[2] = {NULL, NULL};
-    for (int e = 0; e < n; e++)
-        for (int p = 0; p < 3; p++) {
-            snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.%s.weight", layer, e,
-                     p == 0   ? "gate_proj"
-                     : p == 1 ? "up_proj"
-                              : "down_proj");
-            struct hf_tensor *t = hf_find(h, name);
-            hf_put(&data[p / 2], t->data, arrlenu(t->data));
-            hf_drop(h, name);
+    static const char *const sides[] = {"weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale"};
+    const int n = h->n_experts[layer];
+    const int tensors = h->experts == HF_FP8_BLOCK ? 1 : 2; /* the 64 rows of down_proj are half a block */
+    for (int k = 0; k < tensors; k++)
+        for (size_t side = 0; side < sizeof sides / sizeof *sides; side++) {
+            char name[128], shape[48], dtype[16];
+            const int parts = k ? 1 : 2;
+            int rows = 0, cols = 0;
+            uint8_t *data = NULL;
+            for (int i = 0; i < n * parts; i++) {
+                snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.%s.%s", layer, i / parts,
+                         k       ? "down_proj"
+                         : i % 2 ? "up_proj"
+                                 : "gate_proj",
+                         sides[side]);
+                struct hf_tensor *t = hf_find(h, name);
+                if (!t) continue;
+                hf_put(&data, t->data, arrlenu(t->data));
+                snprintf(dtype, sizeof dtype, "%s", t->dtype);
+                if (sscanf(t->shape, "[%d,%d]", &rows, &cols) < 2) rows = cols = 0;
+                hf_drop(h, name);
+            }
+            if (!data) continue;
+            snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%s%s%s", layer, k ? "down_proj" : "gate_up_proj",
+                     side ? "_" : "", side ? sides[side] + (side == 2 ? strlen("weight_") : 0) : "");
+            if (rows) snprintf(shape, sizeof shape, "[%d,%d,%d]", n, parts * rows, cols);
+            else snprintf(shape, sizeof shape, k ? "[%d]" : "[%d,2,1]", n);
+            hf_add(h, name, dtype, shape, data, arrlenu(data));
+            arrfree(data);
         }
-    for (int k = 0; k < 2; k++) {
-        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%s", layer, k ? "down_proj" : "gate_up_proj");
-        snprintf(shape, sizeof shape, k ? "[%d,%d,%d]" : "[%d,%d,%d]", n, k ? HF_EMBD : 2 * HF_FF, k ? HF_FF : HF_EMBD);
-        hf_add(h, name, "BF16", shape, data[k], arrlenu(data[k]));
-        arrfree(data[k]);
-    }
 }
 
 /* The parts that both families have: embedding, final norm, head, two norms of each layer. */
@@ -958,6 +970,57 @@ static void test_convert_delta_names(void) {
         }
         hf_end(&h);
     }
+}
+
+/* All experts of a layer in one tensor, in every form that is in use: the same file as from one tensor each. */
+static void test_convert_fused(void) {
+    static const enum hf_form forms[] = {HF_BF16, HF_F16, HF_F32, HF_NVFP4, HF_FP8_TENSOR, HF_FP8_BLOCK};
+    for (size_t k = 0; k < sizeof forms / sizeof *forms; k++) {
+        struct hf h;
+        char *file[2] = {NULL, NULL}, path[256], err[ERR_MAX];
+        hf_begin(&h, "fused");
+        h.experts = forms[k];
+        hf_delta(&h, false, NULL);
+        snprintf(path, sizeof path, "%s/out.gguf", h.dir);
+        for (int fused = 0; fused < 2; fused++) {
+            for (int l = 0; fused && l < 2; l++) hf_fuse(&h, l);
+            if (hf_convert(&h)) CHECK(!read_file(path, &file[fused], err), "%s", err);
+        }
+        CHECK(arrlenu(file[0]) && arrlenu(file[0]) == arrlenu(file[1]) && !memcmp(file[0], file[1], arrlenu(file[0])),
+              "form %d: another file", (int)forms[k]);
+        arrfree(file[0]);
+        arrfree(file[1]);
+        hf_end(&h);
+    }
+}
+
+/* Scales of fused experts that are missing or do not fit. */
+static void test_convert_fused_refusals(void) {
+#define FUSED "model.layers.1.mlp.experts."
+    static const struct {
+        const char *message, *drop, *name, *shape;
+        size_t n; /* values of F32 of a tensor that takes the place of `name` */
+    } c[] = {{"'" FUSED "gate_up_proj_weight_scale_2' is missing", .drop = FUSED "gate_up_proj_weight_scale_2"},
+             {"'" FUSED "down_proj_weight_scale' is missing", .drop = FUSED "down_proj_weight_scale"},
+             {"expected one number, 4 or 8, found F32 [3]", NULL, FUSED "gate_up_proj_weight_scale_2", "[3]", 3},
+             {"expected F8_E4M3 [4, 64, 8], one scale for 16", NULL, FUSED "down_proj_weight_scale", "[4,64,8]", 2048},
+             {"expected [4, 256, 64], found F32 [4, 128, 64]", NULL, FUSED "gate_up_proj", "[4,128,64]", 32768}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct hf h;
+        hf_begin(&h, "fused-refusals");
+        h.experts = HF_NVFP4;
+        hf_delta(&h, false, NULL);
+        hf_fuse(&h, 1);
+        if (c[i].drop) hf_drop(&h, c[i].drop);
+        if (c[i].name) {
+            hf_drop(&h, c[i].name);
+            hf_plain(&h, c[i].name, c[i].shape, c[i].n, HF_F32);
+        }
+        const int rc = hf_convert_to(&h, "out.gguf");
+        CHECK(rc == 1 && strstr(h.err, c[i].message), "%s: exit %d: %s", c[i].message, rc, h.err);
+        hf_end(&h);
+    }
+#undef FUSED
 }
 
 /* Matrices that a release wants with 16-bit inputs are listed: of one module, of those below it, of all. */
@@ -1987,19 +2050,20 @@ static void test_convert_header_target(void) {
     hf_end(&h);
 }
 
-#define TESTS_CONVERT                                                                                           \
-    {"convert/forms", test_convert_forms}, {"convert/deepseek", test_convert_deepseek},                         \
-        {"convert/delta", test_convert_delta}, {"convert/delta_keys", test_convert_delta_keys},                 \
-        {"convert/delta_names", test_convert_delta_names}, {"convert/delta_narrow", test_convert_delta_narrow}, \
-        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},       \
-        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                   \
-        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},           \
-        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                     \
-        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},             \
-        {"convert/refusals", test_convert_refusals}, {"convert/scales", test_convert_scales},                   \
-        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},               \
-        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                 \
-        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                             \
-        {"convert/dry_run", test_convert_dry_run}, {"convert/header", test_convert_header},                     \
-        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes}, \
+#define TESTS_CONVERT                                                                                                 \
+    {"convert/forms", test_convert_forms}, {"convert/deepseek", test_convert_deepseek},                               \
+        {"convert/delta", test_convert_delta}, {"convert/delta_keys", test_convert_delta_keys},                       \
+        {"convert/delta_names", test_convert_delta_names}, {"convert/fused", test_convert_fused},                     \
+        {"convert/fused_refusals", test_convert_fused_refusals}, {"convert/delta_narrow", test_convert_delta_narrow}, \
+        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
+        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                         \
+        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
+        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                           \
+        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},                   \
+        {"convert/refusals", test_convert_refusals}, {"convert/scales", test_convert_scales},                         \
+        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},                     \
+        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                       \
+        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                                   \
+        {"convert/dry_run", test_convert_dry_run}, {"convert/header", test_convert_header},                           \
+        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes},       \
         {"convert/header_target", test_convert_header_target},
