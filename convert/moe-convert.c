@@ -1251,9 +1251,12 @@ static void recognize_pre_tokenizer(struct doc d) {
         if (same && (!found || p->ignore_merges == vocab.ignore_merges)) found = p;
     }
     if (found) {
-        char *name = xstrdup(found->names);
-        name[strcspn(name, " ")] = 0;
-        vocab.pre = name;
+        const int len = (int)strcspn(found->names, " ");
+        const char *name = fmt("%.*s", len, found->names);
+        if (m.pre && strcmp(name, m.pre))
+            message_print("%s has the pre-tokenizer %s; %s is written, with which models of %s were trained", d.file,
+                          name, m.pre, m.arch);
+        vocab.pre = m.pre ? m.pre : xstrdup(name);
     }
     char all[1536] = "";
     for (size_t i = 0; i < n; i++)
@@ -1365,11 +1368,6 @@ static void read_tokenizer_json(struct doc d) {
         add_token(t, get_int(t, "id", 0, INT32_MAX, REQUIRED));
     }
     recognize_pre_tokenizer(get_obj(d, "pre_tokenizer"));
-    if (m.pre && strcmp(vocab.pre, m.pre)) {
-        message_print("%s has the pre-tokenizer %s; %s is written, with which models of %s were trained", d.file,
-                      vocab.pre, m.pre, m.arch);
-        vocab.pre = m.pre;
-    }
     read_normalizer(get_obj(d, "normalizer"));
     read_post_processor(get_obj(d, "post_processor"));
     expect(decoder, "type", !strcmp(get_str(decoder, "type", "ByteLevel"), "ByteLevel"), "ByteLevel");
