@@ -38,6 +38,8 @@
  *   Allocation                                      100  xmalloc and its guard; strings; stb_ds
  *   Files, time, text                               190  clock, files, atomic output, UTF-8, random numbers
  *   Terminal                                        110  what stderr may show; control characters made visible
+ *   Progress of a turn                               70  the line that is shown until an answer begins
+ *   Terminal: columns and word wrap                 120  columns of text; answers broken between words
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
@@ -80,18 +82,19 @@
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        130  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Session                                         450  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session                                         440  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        210  the file of /save
  *
  *  Program
  *   Options                                         250  the option table, values and defaults
  *   Command line                                    320  parsing, --help, checks of what was given together
- *   Chat                                            230  messages, their rendering, their tokens
- *   Chat: generation                                340  an answer on its way to the screen
- *   Chat: saved conversations                       170  /save and /load
  *   Keyboard                                        250  bytes of a terminal to keys
- *   Edited text and history                         290  the text behind the prompt; lines of former times
- *   Line editor                                     430  drawing and moving in it
+ *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
+ *   Chat                                            230  messages, their rendering, their tokens
+ *   Chat: generation                                360  an answer on its way to the screen
+ *   Chat: saved conversations                       170  /save and /load
+ *   Edited text and history                         270  the text behind the prompt; lines of former times
+ *   Line editor                                     450  drawing and moving in it
  *   REPL commands                                   460  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
@@ -1550,6 +1553,188 @@ static void term_escape(char **out, const char *s, size_t n) {
 }
 
 #ifndef MOE_FOUNDATIONS_ONLY
+
+/* ============================================================================================================
+ * Progress of a turn
+ *
+ * A line on stderr that says what a turn does before its answer can be seen. The working thread sets the numbers, any
+ * thread draws the line.
+ * ============================================================================================================ */
+
+static struct {
+    pthread_mutex_t lock;
+    enum { PROGRESS_NONE, PROGRESS_PROMPT, PROGRESS_THINKING } what;
+    int done, n;         /* tokens; n: of the prompt */
+    double since, drawn; /* now_seconds() */
+    bool stopping;
+} turn_progress = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* Draws the line of progress at most ten times a second, and that of a prompt not in the first 0.4 seconds. */
+static void progress_draw(void) {
+    char a[32], b[32];
+    pthread_mutex_lock(&turn_progress.lock);
+    const double now = now_seconds(), t = now - turn_progress.since;
+    if (turn_progress.what && (t > 0.4 || turn_progress.what == PROGRESS_THINKING) &&
+        (now - turn_progress.drawn > 0.1 || turn_progress.stopping)) {
+        const double rate = turn_progress.done / t;
+        turn_progress.drawn = now;
+        if (turn_progress.stopping) status_line("stopping...");
+        else if (turn_progress.what == PROGRESS_THINKING)
+            status_line("thinking... %d tok %.1f s", turn_progress.done, t);
+        else if (!turn_progress.done)
+            status_line("reading %s tokens  %.1f s", with_commas((uint64_t)turn_progress.n, a), t);
+        else
+            status_line("reading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left",
+                        with_commas((uint64_t)turn_progress.done, a), with_commas((uint64_t)turn_progress.n, b),
+                        100.0 * turn_progress.done / turn_progress.n, rate,
+                        (turn_progress.n - turn_progress.done) / rate);
+    }
+    pthread_mutex_unlock(&turn_progress.lock);
+}
+
+static void progress_set(int what, int done, int n) {
+    pthread_mutex_lock(&turn_progress.lock);
+    if ((int)turn_progress.what != what) turn_progress.since = now_seconds();
+    turn_progress.what = what;
+    turn_progress.done = done;
+    turn_progress.n = n;
+    pthread_mutex_unlock(&turn_progress.lock);
+    progress_draw();
+}
+
+/* Says at once that a turn is about to stop. */
+static void progress_stopping(void) {
+    pthread_mutex_lock(&turn_progress.lock);
+    turn_progress.stopping = true;
+    turn_progress.since = 0;
+    pthread_mutex_unlock(&turn_progress.lock);
+    progress_draw();
+}
+
+/* Removes the line. */
+static void progress_end(void) {
+    pthread_mutex_lock(&turn_progress.lock);
+    if (turn_progress.what && term.status) status_line("%s", "");
+    turn_progress.what = PROGRESS_NONE;
+    turn_progress.stopping = false;
+    pthread_mutex_unlock(&turn_progress.lock);
+}
+
+/* ============================================================================================================
+ * Terminal: columns and word wrap
+ *
+ * How many columns text takes, and the wrapping of a streamed answer between words. A word is held back until it is
+ * known where it ends, so that nothing that was printed has to be taken back, whatever a terminal makes of it. Blocks
+ * between lines of ``` are not wrapped.
+ * ============================================================================================================ */
+
+/* Returns the columns of a code point, as terminals that use wcwidth count. utf8proc gives vowel signs that take a
+ * column of their own (Mc) and signs in front of numbers none. */
+static int code_width(utf8proc_int32_t cp) {
+    const bool sign = (cp >= 0x600 && cp <= 0x605) || cp == 0x6dd || cp == 0x70f || cp == 0x8e2;
+    return sign || utf8proc_category(cp) == UTF8PROC_CATEGORY_MC ? 1 : utf8proc_charwidth(cp);
+}
+
+/* Returns the columns of s (n): the sum over its code points. *vague, unless NULL: set if there are terminals that give
+ * it fewer columns, because they draw several of these code points as one sign, or more. */
+static int text_width(const char *s, size_t n, bool *vague) {
+    int width = 0, parts = 0;
+    for (utf8proc_int32_t cp; n;) {
+        utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s, (utf8proc_ssize_t)n, &cp);
+        if (k <= 0) break;
+        const int w = code_width(cp);
+        width += w;
+        if (vague && (cp == 0xfe0f || (w && parts++))) *vague = true;
+        s += k;
+        n -= (size_t)k;
+    }
+    return width;
+}
+
+/* Returns the bytes of the first grapheme cluster of s (n), valid UTF-8. */
+static size_t cluster_bytes(const char *s, size_t n) {
+    utf8proc_int32_t last = -1, cp, state = 0;
+    size_t at = 0;
+    while (at < n) {
+        utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s + at, (utf8proc_ssize_t)(n - at), &cp);
+        if (last >= 0 && utf8proc_grapheme_break_stateful(last, cp, &state)) break;
+        at += (size_t)k;
+        last = cp;
+    }
+    return at;
+}
+
+/* Text on its way to a terminal. */
+struct wrap {
+    int cols;                     /* of the terminal; 0: the text goes through as it is */
+    int col;                      /* where the next cell goes */
+    int gap;                      /* blanks that are printed if a word follows them in the same row */
+    char *word;                   /* stb_ds: what is held back */
+    int width;                    /* its columns */
+    bool rest;                    /* it is the rest of a word that is longer than a row */
+    int marks;                    /* backticks that the line begins with; -1: it begins with something else */
+    bool code;                    /* the line is in a block between lines of ``` */
+    utf8proc_int32_t last, state; /* of utf8proc_grapheme_break_stateful */
+};
+
+/* Appends what is held back to *out, in a new row if it does not fit. */
+static void wrap_flush(struct wrap *w, char **out) {
+    if (!arrlen(w->word)) return;
+    if (w->col && !w->rest && w->col + w->gap + w->width > w->cols) {
+        arrput(*out, '\n');
+        w->col = w->gap = 0;
+    }
+    w->col += w->gap + w->width;
+    for (; w->gap; w->gap--) arrput(*out, ' ');
+    if (w->col > w->cols) w->col %= w->cols;
+    sb_put(out, w->word, arrlenu(w->word));
+    arrsetlen(w->word, 0);
+    w->width = 0;
+}
+
+/* Whether a row may end between two code points without a blank: where one of them is wide, as in Chinese, but not
+ * before closing punctuation. */
+static bool wrap_between(utf8proc_int32_t a, utf8proc_int32_t b) {
+    static const char closing[] =
+        "\xe3\x80\x81\xe3\x80\x82\xef\xbc\x8c\xef\xbc\x8e\xef\xbc\x81\xef\xbc\x9f\xef\xbc\x9a"
+        "\xef\xbc\x9b\xef\xbc\x89\xe3\x80\x8d\xe3\x80\x8f\xe3\x80\x91\xe3\x80\x8b"; /* 、。，．！？：；）」』】》 */
+    char s[5] = {0};
+    if (code_width(a) < 2 && code_width(b) < 2) return false;
+    utf8proc_encode_char(b, (uint8_t *)s);
+    return !strstr(closing, s);
+}
+
+/* Appends s (n) to *out, wrapped. s: valid UTF-8 without controls other than \n and \t. */
+static void wrap_put(struct wrap *w, const char *s, size_t n, char **out) {
+    utf8proc_int32_t cp;
+    for (utf8proc_ssize_t k; n; s += k, n -= (size_t)k) {
+        k = utf8proc_iterate((const uint8_t *)s, (utf8proc_ssize_t)n, &cp);
+        if (k <= 0) return;
+        const bool cluster = !w->last || utf8proc_grapheme_break_stateful(w->last, cp, &w->state);
+        if (w->marks >= 0 && cp == '`') w->marks++;
+        else if (w->marks < 3 && cp != ' ' && cp != '\n') w->marks = -1;
+        if (cp == '\n') {
+            wrap_flush(w, out);
+            if (w->marks >= 3) w->code = !w->code;
+            w->marks = w->col = w->gap = 0;
+            w->rest = false;
+            arrput(*out, '\n');
+        } else if (w->code) {
+            sb_put(out, s, (size_t)k);
+        } else if (cp == ' ' || cp == '\t') {
+            wrap_flush(w, out);
+            w->rest = false;
+            w->gap += cp == ' ' ? 1 : 8 - (w->col + w->gap) % 8;
+        } else {
+            const bool full = w->width >= w->cols, between = cluster && wrap_between(w->last, cp);
+            if (full || between) wrap_flush(w, out);
+            if (full || between) w->rest = !between;
+            sb_put(&w->word, s, (size_t)k);
+            w->width += code_width(cp);
+        }
+        w->last = cp;
+    }
+}
 
 /* ============================================================================================================
  * Vocabulary: pre-tokenizers
@@ -10889,14 +11074,6 @@ static int session_fits(const struct session *s, int64_t n, char *err) {
                 with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), context_remedy(), (long long)n,
                 with_unit((double)session_more_bytes(s, more), c));
 }
-
-static void prefill_progress(int done, int n, double seconds) {
-    char a[32], b[32];
-    double rate = done / seconds;
-    status_line("reading %s of %s tokens  %.0f %%  %.0f tok/s  %.0f s left", with_commas((uint64_t)done, a),
-                with_commas((uint64_t)n, b), 100.0 * done / n, rate, (n - done) / rate);
-}
-
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
 
 /* Makes the timeline equal ids[0..n), n >= 1, and computes the logits of the last token. Only the tokens after the
@@ -10912,18 +11089,17 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
         keep++; /* the last one is computed for its logits */
     keep = session_truncate(s, keep);
-    double t0 = now_seconds(), shown = t0 + 0.4;
+    const double t0 = now_seconds();
     while (s->n_past < n) {
         int c = int_min(n - s->n_past, s->r->chunk);
         if (interrupted) break;
+        progress_set(PROGRESS_PROMPT, done, n - keep);
         if (s->snapshot_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
         session_forward(s, ids + s->n_past, c);
         if (s->n_past == mark) session_keep(s);
         done += c;
-        double t = now_seconds();
-        if (term.err_moves && t - shown > 0.1 && s->n_past < n) prefill_progress(done, n - keep, t - t0), shown = t;
     }
-    if (shown > t0 + 0.4) status_line("%s", "");
+    progress_end();
     s->sync_tokens = done;
     s->sync_seconds = now_seconds() - t0;
     if (s->n_past < n) return SYNC_INTERRUPTED;
@@ -11807,6 +11983,362 @@ static enum kv_type settings_kv(struct settings *s, bool gpu) {
 }
 
 /* ============================================================================================================
+ * Keyboard
+ *
+ * Turns the bytes that a terminal sends into keys. The terminal is in raw mode while the editor reads: term_raw
+ * switches to it, term_restore switches back. Escape sequences are read up to their final byte (ECMA-48), so that an
+ * unknown one is ignored as a whole. Signals also arrive as keys: KEY_REDRAW after a change of the window size or a
+ * stop, Ctrl-C after SIGINT.
+ * ============================================================================================================ */
+
+enum {
+    ESCAPE_WAIT_MS = 100, /* longest pause within an escape sequence; after it, ESC was a key of its own */
+    PASTE_WAIT_MS = 5000  /* longest pause within a paste; after it, the end mark was lost */
+};
+
+/* A key is a code point, control characters included, or one of these, which lie above Unicode. */
+enum {
+    KEY_NONE = 0x110000,
+    KEY_UP,
+    KEY_DOWN,
+    KEY_LEFT,
+    KEY_RIGHT,
+    KEY_HOME,
+    KEY_END,
+    KEY_DELETE,
+    KEY_WORD_LEFT,
+    KEY_WORD_RIGHT,
+    KEY_WORD_RUBOUT, /* Alt-Backspace */
+    KEY_WORD_DELETE, /* Alt-D */
+    KEY_PASTE,       /* the pasted text is in keyboard.paste */
+    KEY_REDRAW,      /* the window size or the mode of the terminal changed */
+    KEY_EOF
+};
+
+#define CONTROL(letter) ((letter)&31)
+
+struct keyboard {
+    char *in;     /* stb_ds: bytes read; those from in_at on are not used yet */
+    size_t in_at; /* index into in */
+    char *paste;  /* stb_ds: the last paste */
+    int pushed;   /* a key that key_read returns once more; 0: none */
+    bool woken;   /* a signal arrived in the middle of an escape sequence */
+};
+
+/* Appends s (n), which was typed, pasted or saved, as text for the editor: NUL and malformed UTF-8 become U+FFFD, CR LF
+ * and CR become LF. */
+static void input_sanitize(char **out, const char *s, size_t n) {
+    for (size_t i = 0; i < n;) {
+        int k = s[i] ? utf8_sequence(s + i, n - i) : -1;
+        if (k <= 0) sb_puts(out, "\xef\xbf\xbd");
+        else if (s[i] != '\r') sb_put(out, s + i, (size_t)k);
+        else if (i + 1 == n || s[i + 1] != '\n') arrput(*out, '\n');
+        i += k > 0 ? (size_t)k : 1;
+    }
+}
+
+/* Signal handlers write a byte here, which ends poll(). A flag is not enough: it could be set between its test and
+ * poll(), and with several threads the handler may run in another one. */
+static int wake_pipe[2] = {-1, -1};
+
+/* Opens the pipe, once. */
+static void wake_open(void) {
+    if (wake_pipe[0] < 0 && pipe2(wake_pipe, O_CLOEXEC | O_NONBLOCK)) die("cannot make a pipe: %s", strerror(errno));
+}
+
+/* The signal handler of the editor; also called by signal_interrupt. */
+static void wake_up(int sig) {
+    int saved = errno;
+    (void)sig;
+    ssize_t done = write(wake_pipe[1], "", 1); /* fails if the pipe is full or not open yet: both do no harm */
+    (void)done;
+    errno = saved;
+}
+
+/* Writes s (n) past interruptions and full buffers; other errors are ignored. */
+static void write_all(int fd, const char *s, size_t n) {
+    while (n) {
+        ssize_t k = write(fd, s, n);
+        if (k < 0 && errno == EAGAIN) poll(&(struct pollfd){.fd = fd, .events = POLLOUT}, 1, -1);
+        if (k < 0 && errno != EINTR && errno != EAGAIN) return;
+        if (k > 0) {
+            s += k;
+            n -= (size_t)k;
+        }
+    }
+}
+
+static bool input_ready(void) { return poll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, 0) > 0; }
+
+enum {
+    BYTE_EOF = -1,
+    BYTE_NONE = -2, /* no byte in time */
+    BYTE_WAKE = -3  /* a signal; only with an unlimited wait */
+};
+
+/* Returns the next byte or one of the above. wait_ms: how long to wait, -1: without limit. */
+static int input_byte(struct keyboard *kb, int wait_ms) {
+    while (kb->in_at == arrlenu(kb->in)) {
+        struct pollfd p[2] = {{.fd = 0, .events = POLLIN}, {.fd = wake_pipe[0], .events = POLLIN}};
+        char drain[64];
+        int k = poll(p, 2, wait_ms);
+        if (k == 0) return BYTE_NONE;
+        if (k < 0 && errno != EINTR) return BYTE_EOF;
+        if (k < 0) continue;
+        if (p[1].revents) {
+            while (read(wake_pipe[0], drain, sizeof drain) > 0) continue;
+            if (wait_ms < 0) return BYTE_WAKE;
+            kb->woken = true;
+        }
+        if (!p[0].revents) continue;
+        arrsetlen(kb->in, 4096);
+        kb->in_at = 0;
+        ssize_t n = read(0, kb->in, 4096);
+        arrsetlen(kb->in, n > 0 ? (size_t)n : 0);
+        if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) return BYTE_EOF;
+    }
+    return (uint8_t)kb->in[kb->in_at++];
+}
+
+/* Takes over what was typed in cooked mode, where the terminal makes a newline of Enter. Before the switch to raw mode
+ * this reads whole lines, and Ctrl-D reads as an end of input. `late`: reads after the switch what came in between. A
+ * Ctrl-D in there is a NUL. */
+static void input_typeahead(struct keyboard *kb, bool late) {
+    while (input_ready()) {
+        char s[4096];
+        ssize_t n = read(0, s, sizeof s);
+        if (n < 0) return;
+        if (n == 0) arrput(kb->in, CONTROL('D'));
+        if (n == 0) return;
+        for (ssize_t i = late ? 0 : n - 1; i < n; i++) {
+            if (s[i] == '\n') s[i] = '\r';
+            if (!s[i] && late) s[i] = CONTROL('D');
+        }
+        sb_put(&kb->in, s, (size_t)n);
+    }
+}
+
+/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters.
+ * The processing of output does not change. What was typed in cooked mode goes to kb. */
+static void term_raw(struct keyboard *kb) {
+    bool cooked = !term.raw;
+    if (cooked) input_typeahead(kb, false);
+    if (cooked && tcgetattr(0, &term.cooked)) return;
+    term.raw = 1;
+    struct termios t = term.cooked;
+    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
+    t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
+    t.c_cflag |= CS8;
+    t.c_cc[VMIN] = 1;
+    t.c_cc[VTIME] = 0;
+    tcsetattr(0, TCSADRAIN, &t);
+    if (cooked) input_typeahead(kb, true);
+    write_all(1, "\033[?2004h", 8); /* bracketed paste */
+}
+
+/* Reads a bracketed paste up to its end mark into kb->paste. */
+static int key_paste(struct keyboard *kb) {
+    static const char mark[] = "\033[201~";
+    const size_t m = sizeof mark - 1;
+    char *raw = NULL;
+    for (int c; (c = input_byte(kb, PASTE_WAIT_MS)) >= 0;) {
+        arrput(raw, (char)c);
+        size_t n = arrlenu(raw);
+        if (c == '~' && n >= m && !memcmp(raw + n - m, mark, m)) {
+            arrsetlen(raw, n - m);
+            break;
+        }
+    }
+    arrsetlen(kb->paste, 0);
+    input_sanitize(&kb->paste, raw, arrlenu(raw));
+    arrfree(raw);
+    return KEY_PASTE;
+}
+
+/* Reads the rest of an escape sequence that began with CSI or SS3: parameters, then a final byte (ECMA-48, 5.4).
+ * Returns its key, KEY_NONE if it is unknown. */
+static int key_sequence(struct keyboard *kb) {
+    int p[4] = {0}, i = 0, c = input_byte(kb, ESCAPE_WAIT_MS);
+    if (c == '[') { /* the Linux console's F1 to F5: ESC [ [ A */
+        input_byte(kb, ESCAPE_WAIT_MS);
+        return KEY_NONE;
+    }
+    for (; c >= 0x20 && c < 0x40; c = input_byte(kb, ESCAPE_WAIT_MS)) {
+        if (c == ';') i += i < 3;
+        else if (isdigit(c) && p[i] < 10000) p[i] = p[i] * 10 + c - '0';
+    }
+    if (c >= 0 && (c < 0x20 || c > 0x7e)) kb->in_at--; /* not a sequence: the byte is a key of its own */
+    bool by_word = p[1] > 2;                           /* the second parameter is 2 for Shift, 3 for Alt, 5 for Ctrl */
+    switch (c) {
+    case 'A': return KEY_UP;
+    case 'B': return KEY_DOWN;
+    case 'C': return by_word ? KEY_WORD_RIGHT : KEY_RIGHT;
+    case 'D': return by_word ? KEY_WORD_LEFT : KEY_LEFT;
+    case 'F': return KEY_END;
+    case 'H': return KEY_HOME;
+    case 'M': return '\r';                           /* Enter of the keypad */
+    case 'u': return p[0] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter, in terminals that report it */
+    case '~':
+        switch (p[0]) {
+        case 1:
+        case 7: return KEY_HOME;
+        case 4:
+        case 8: return KEY_END;
+        case 3: return KEY_DELETE;
+        case 27: return p[2] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter in xterm's older form */
+        case 200: return key_paste(kb);
+        }
+    }
+    return KEY_NONE;
+}
+
+/* Reads the rest of a sequence that began with ESC. Alt and a key send ESC and that key. */
+static int key_escape(struct keyboard *kb) {
+    int c;
+    do c = input_byte(kb, ESCAPE_WAIT_MS);
+    while (c == 27);
+    switch (c) {
+    case '[':
+    case 'O': return key_sequence(kb);
+    case '\r':
+    case '\n': return '\n';
+    case 'b': return KEY_WORD_LEFT;
+    case 'f': return KEY_WORD_RIGHT;
+    case 'd': return KEY_WORD_DELETE;
+    case 8:
+    case 127: return KEY_WORD_RUBOUT;
+    }
+    if (c >= 0x80) kb->in_at--;
+    return KEY_NONE;
+}
+
+/* Waits for the next key and returns it. */
+static int key_read(struct keyboard *kb) {
+    int key = kb->pushed;
+    kb->pushed = 0;
+    if (key) return key;
+    int c = kb->woken ? BYTE_WAKE : input_byte(kb, -1);
+    if (c == BYTE_WAKE) {
+        bool stop = interrupted;
+        kb->woken = false;
+        interrupted = 0;
+        return stop ? CONTROL('C') : KEY_REDRAW;
+    }
+    if (c < 0) return KEY_EOF;
+    if (c == 27) return key_escape(kb);
+    if (c < 0x80) return c;
+    char s[4] = {(char)c};
+    int n = 1, k;
+    while ((k = utf8_sequence(s, (size_t)n)) == 0 && (c = input_byte(kb, ESCAPE_WAIT_MS)) >= 0) s[n++] = (char)c;
+    if (k < 0 && n > 1) kb->in_at--; /* the byte that does not fit begins the next sequence */
+    utf8proc_int32_t cp = 0xfffd;
+    if (k > 0) utf8proc_iterate((const uint8_t *)s, k, &cp);
+    return cp;
+}
+
+/* ============================================================================================================
+ * Keys during a turn
+ *
+ * While the model reads and answers, a thread reads the keyboard. Ctrl-C stops the turn at its next token or chunk; a
+ * second one within a second ends the program. Ctrl-Z and Ctrl-\\ act at once, other keys wait for the next prompt. The
+ * thread also renews the line of progress, which the work itself would do only between two chunks.
+ * ============================================================================================================ */
+
+static struct {
+    pthread_t thread;
+    struct keyboard *keys; /* NULL: the terminal is not in raw mode, keys are not read */
+    volatile bool running;
+} watch;
+
+/* Acts on Ctrl-C. Every turn before this one has been saved. */
+static void watch_interrupt(void) {
+    static double last;
+    const double now = now_seconds();
+    if (interrupted && now - last < 1.0) {
+        progress_end();
+        term_restore();
+        write_all(2, "\r\n", 2);
+        temp_remove();
+        _exit(EXIT_INTERRUPT);
+    }
+    last = now;
+    interrupted = 1;
+    progress_stopping();
+}
+
+/* Stops the job as Ctrl-Z does where the terminal sees to it, and goes on after SIGCONT. */
+static void watch_suspend(struct keyboard *kb) {
+    term_restore();
+    kill(0, SIGTSTP);
+    poll(NULL, 0, 20); /* another thread may be the one that is stopped first */
+    term_raw(kb);
+}
+
+/* Keeps the bytes s (n) for the next prompt and acts on those that are commands. Within a paste no byte is one. */
+static void watch_bytes(struct keyboard *kb, const char *s, size_t n, bool *pasting) {
+    static const char marks[2][7] = {"\033[200~", "\033[201~"};
+    for (size_t i = 0; i < n; i++) {
+        const bool act = !*pasting;
+        if (act && s[i] == CONTROL('C')) watch_interrupt();
+        else if (act && s[i] == CONTROL('Z')) watch_suspend(kb);
+        else if (act && s[i] == CONTROL('\\')) kill(0, SIGQUIT);
+        else arrput(kb->in, s[i]);
+        const size_t have = arrlenu(kb->in);
+        if (have >= 6 && !memcmp(kb->in + have - 6, marks[*pasting], 6)) *pasting = !*pasting;
+    }
+}
+
+static void *watch_run(void *unused) {
+    (void)unused;
+    struct keyboard *kb = watch.keys;
+    bool pasting = false, open = kb != NULL;
+    while (watch.running) {
+        struct pollfd p[2] = {{.fd = wake_pipe[0], .events = POLLIN}, {.fd = 0, .events = POLLIN}};
+        char s[4096];
+        if (poll(p, open ? 2 : 1, 100) < 0) continue;
+        if (p[0].revents) {
+            while (read(wake_pipe[0], s, sizeof s) > 0) continue;
+            if (open && watch.running) term_raw(kb); /* after SIGCONT */
+        }
+        if (open && p[1].revents) {
+            const ssize_t n = read(0, s, sizeof s);
+            open = n > 0 || (n < 0 && (errno == EINTR || errno == EAGAIN));
+            if (n > 0) watch_bytes(kb, s, (size_t)n, &pasting);
+        }
+        progress_draw();
+    }
+    return NULL;
+}
+
+/* Starts to watch a turn. kb: the keyboard of a dialogue whose terminal is in raw mode, or NULL. */
+static void watch_begin(struct keyboard *kb) {
+    struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART};
+    if (!kb && !term.err_moves) return;
+    wake_open();
+    if (kb) {
+        arrdeln(kb->in, 0, kb->in_at);
+        kb->in_at = 0;
+        if (!term.raw) term_raw(kb);
+        sigaction(SIGCONT, &sa, NULL);
+    }
+    watch.keys = kb;
+    watch.running = true;
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &old); /* signals are for the other threads */
+    if (pthread_create(&watch.thread, NULL, watch_run, NULL)) watch.running = false;
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+}
+
+static void watch_end(void) {
+    if (!watch.running) return;
+    watch.running = false;
+    wake_up(0);
+    pthread_join(watch.thread, NULL);
+    progress_end();
+}
+
+/* ============================================================================================================
  * Chat
  *
  * A conversation is a list of messages. A turn renders all of them with the model's template, tokenizes the text, syncs
@@ -11842,6 +12374,7 @@ struct chat {
     uint64_t rng;                  /* state of the sampler's random numbers */
     struct turn_stats last, total; /* of the last turn, of all turns */
     int turns;                     /* turns in `total` */
+    struct keyboard *keys;         /* of a dialogue in raw mode: read while the model answers; or NULL */
 };
 
 enum turn_result {
@@ -12057,27 +12590,39 @@ struct printer {
     char last;        /* the last byte that was printed, 0 before the first */
     int think_tokens; /* tokens generated inside <think> */
     double start;     /* now_seconds() at the start of the turn */
-    char *out;        /* stb_ds: scratch */
+    struct wrap wrap; /* on a terminal: holds back the last word */
+    bool dim;         /* the style of that word */
+    char *out, *safe; /* stb_ds: scratch */
 };
 
-/* Writes s (n) to stdout, dim on a terminal if `dim`. */
+/* Writes s (n) to stdout, dim on a terminal if `dim`. n 0: writes what is held back. */
 static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
-    if (!n || p->mute) return;
+    struct winsize w;
+    if (p->mute) return;
+    if (dim != p->dim && arrlen(p->wrap.word)) printer_write(p, "", 0, p->dim);
+    p->dim = dim;
+    const bool styled = dim && term.color_out;
     arrsetlen(p->out, 0);
-    if (dim && term.color_out) sb_puts(&p->out, "\033[2m");
-    if (term.out_tty) term_escape(&p->out, s, n);
-    else sb_put(&p->out, s, n);
-    if (dim && term.color_out) sb_puts(&p->out, "\033[0m");
-    fwrite(p->out, 1, arrlenu(p->out), stdout);
+    arrsetlen(p->safe, 0);
+    if (styled) sb_puts(&p->out, "\033[2m");
+    if (term.out_tty) term_escape(&p->safe, s, n);
+    if (p->wrap.cols) p->wrap.cols = !ioctl(1, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
+    if (!term.out_tty) sb_put(&p->out, s, n);
+    else if (!p->wrap.cols) sb_put(&p->out, p->safe, arrlenu(p->safe));
+    else if (n) wrap_put(&p->wrap, p->safe, arrlenu(p->safe), &p->out);
+    else wrap_flush(&p->wrap, &p->out);
+    const bool empty = arrlenu(p->out) == (styled ? 4 : 0);
+    if (styled) sb_puts(&p->out, "\033[0m");
+    if (!empty) fwrite(p->out, 1, arrlenu(p->out), stdout);
     out_flush();
-    p->last = s[n - 1];
+    if (n) p->last = s[n - 1];
 }
 
 /* Shows on a terminal how long the model has been thinking while its thoughts are hidden. done: removes that line. */
 static void printer_hidden(const struct printer *p, bool done) {
     if (!term.out_tty || p->mute) return;
-    if (done) status_line("%s", "");
-    else status_line("thinking... %d tok %.1f s", p->think_tokens, now_seconds() - p->start);
+    if (done) progress_end();
+    else progress_set(PROGRESS_THINKING, p->think_tokens, 0);
 }
 
 /* Prints text[printed..end) as thinking or as answer. White space at the start of the answer is left out. */
@@ -12127,7 +12672,7 @@ static void printer_token(struct printer *p, int32_t id) {
         printer_emit(p, arrlenu(p->text) - hold);
         break;
     }
-    if (p->thinking && !p->show && p->think_tokens % 8 == 1) printer_hidden(p, false);
+    if (p->thinking && !p->show) printer_hidden(p, false);
 }
 
 /* Prints what was held back and ends the line. */
@@ -12135,9 +12680,12 @@ static void printer_end(struct printer *p) {
     detok_end(&p->detok, &p->text);
     if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
     else printer_emit(p, arrlenu(p->text));
+    printer_write(p, "", 0, p->dim);
     if (p->thinking && !p->show) printer_hidden(p, true);
     if (p->last != '\n' && p->ends_line && !p->mute) fputc('\n', stdout);
     out_flush();
+    arrfree(p->wrap.word);
+    arrfree(p->safe);
     arrfree(p->out);
 }
 
@@ -12149,6 +12697,7 @@ static struct printer printer_make(const struct chat *c, bool thinking, bool ver
                             .show = show,
                             .verbatim = verbatim,
                             .mute = c->set->quiet,
+                            .wrap.cols = !verbatim && term.out_tty,
                             .ends_line = !verbatim || term.out_tty || c->set->lines,
                             .start = now_seconds()};
 }
@@ -12267,6 +12816,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     chat_tokenize(c, &text, &ids);
     bool opens = prompt_opens_think(&text);
     struct printer p = printer_make(c, opens, false);
+    watch_begin(c->keys);
     enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
     st.n_prompt = c->s->sync_tokens;
     st.prompt_seconds = c->s->sync_seconds;
@@ -12278,6 +12828,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         }
         size_t before = arrlenu(p.text);
         enum stop_reason why = generate(c, &p, &st);
+        watch_end();
         if (why == STOP_INTERRUPT) note("[stopped]");
         if (why == STOP_CONTEXT)
             note("[the context of %d tokens is full: the answer ends here; %s a larger -c]", c->s->n_ctx,
@@ -12291,6 +12842,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
             chat_stats_line(c, &st);
         }
     }
+    watch_end();
     arrfree(p.text);
     arrfree(ids);
     text_free(&text);
@@ -12555,255 +13107,6 @@ static void chat_print_stats(struct chat *c) {
 }
 
 /* ============================================================================================================
- * Keyboard
- *
- * Turns the bytes that a terminal sends into keys. The terminal is in raw mode while the editor reads: term_raw
- * switches to it, term_restore switches back. Escape sequences are read up to their final byte (ECMA-48), so that an
- * unknown one is ignored as a whole. Signals also arrive as keys: KEY_REDRAW after a change of the window size or a
- * stop, Ctrl-C after SIGINT.
- * ============================================================================================================ */
-
-enum {
-    ESCAPE_WAIT_MS = 100, /* longest pause within an escape sequence; after it, ESC was a key of its own */
-    PASTE_WAIT_MS = 5000  /* longest pause within a paste; after it, the end mark was lost */
-};
-
-/* A key is a code point, control characters included, or one of these, which lie above Unicode. */
-enum {
-    KEY_NONE = 0x110000,
-    KEY_UP,
-    KEY_DOWN,
-    KEY_LEFT,
-    KEY_RIGHT,
-    KEY_HOME,
-    KEY_END,
-    KEY_DELETE,
-    KEY_WORD_LEFT,
-    KEY_WORD_RIGHT,
-    KEY_WORD_RUBOUT, /* Alt-Backspace */
-    KEY_WORD_DELETE, /* Alt-D */
-    KEY_PASTE,       /* the pasted text is in keyboard.paste */
-    KEY_REDRAW,      /* the window size or the mode of the terminal changed */
-    KEY_EOF
-};
-
-#define CONTROL(letter) ((letter)&31)
-
-struct keyboard {
-    char *in;     /* stb_ds: bytes read; those from in_at on are not used yet */
-    size_t in_at; /* index into in */
-    char *paste;  /* stb_ds: the last paste */
-    int pushed;   /* a key that key_read returns once more; 0: none */
-    bool woken;   /* a signal arrived in the middle of an escape sequence */
-};
-
-/* Appends s (n), which was typed, pasted or saved, as text for the editor: NUL and malformed UTF-8 become U+FFFD, CR LF
- * and CR become LF. */
-static void input_sanitize(char **out, const char *s, size_t n) {
-    for (size_t i = 0; i < n;) {
-        int k = s[i] ? utf8_sequence(s + i, n - i) : -1;
-        if (k <= 0) sb_puts(out, "\xef\xbf\xbd");
-        else if (s[i] != '\r') sb_put(out, s + i, (size_t)k);
-        else if (i + 1 == n || s[i + 1] != '\n') arrput(*out, '\n');
-        i += k > 0 ? (size_t)k : 1;
-    }
-}
-
-/* Signal handlers write a byte here, which ends poll(). A flag is not enough: it could be set between its test and
- * poll(), and with several threads the handler may run in another one. */
-static int wake_pipe[2] = {-1, -1};
-
-/* The signal handler of the editor; also called by signal_interrupt. */
-static void wake_up(int sig) {
-    int saved = errno;
-    (void)sig;
-    ssize_t done = write(wake_pipe[1], "", 1); /* fails if the pipe is full or not open yet: both do no harm */
-    (void)done;
-    errno = saved;
-}
-
-/* Writes s (n) past interruptions and full buffers; other errors are ignored. */
-static void write_all(int fd, const char *s, size_t n) {
-    while (n) {
-        ssize_t k = write(fd, s, n);
-        if (k < 0 && errno == EAGAIN) poll(&(struct pollfd){.fd = fd, .events = POLLOUT}, 1, -1);
-        if (k < 0 && errno != EINTR && errno != EAGAIN) return;
-        if (k > 0) {
-            s += k;
-            n -= (size_t)k;
-        }
-    }
-}
-
-static bool input_ready(void) { return poll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, 0) > 0; }
-
-enum {
-    BYTE_EOF = -1,
-    BYTE_NONE = -2, /* no byte in time */
-    BYTE_WAKE = -3  /* a signal; only with an unlimited wait */
-};
-
-/* Returns the next byte or one of the above. wait_ms: how long to wait, -1: without limit. */
-static int input_byte(struct keyboard *kb, int wait_ms) {
-    while (kb->in_at == arrlenu(kb->in)) {
-        struct pollfd p[2] = {{.fd = 0, .events = POLLIN}, {.fd = wake_pipe[0], .events = POLLIN}};
-        char drain[64];
-        int k = poll(p, 2, wait_ms);
-        if (k == 0) return BYTE_NONE;
-        if (k < 0 && errno != EINTR) return BYTE_EOF;
-        if (k < 0) continue;
-        if (p[1].revents) {
-            while (read(wake_pipe[0], drain, sizeof drain) > 0) continue;
-            if (wait_ms < 0) return BYTE_WAKE;
-            kb->woken = true;
-        }
-        if (!p[0].revents) continue;
-        arrsetlen(kb->in, 4096);
-        kb->in_at = 0;
-        ssize_t n = read(0, kb->in, 4096);
-        arrsetlen(kb->in, n > 0 ? (size_t)n : 0);
-        if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) return BYTE_EOF;
-    }
-    return (uint8_t)kb->in[kb->in_at++];
-}
-
-/* Takes over what was typed in cooked mode, where the terminal makes a newline of Enter. Before the switch to raw mode
- * this reads whole lines, and Ctrl-D reads as an end of input. `late`: reads after the switch what came in between. A
- * Ctrl-D in there is a NUL. */
-static void input_typeahead(struct keyboard *kb, bool late) {
-    while (input_ready()) {
-        char s[4096];
-        ssize_t n = read(0, s, sizeof s);
-        if (n < 0) return;
-        if (n == 0) arrput(kb->in, CONTROL('D'));
-        if (n == 0) return;
-        for (ssize_t i = late ? 0 : n - 1; i < n; i++) {
-            if (s[i] == '\n') s[i] = '\r';
-            if (!s[i] && late) s[i] = CONTROL('D');
-        }
-        sb_put(&kb->in, s, (size_t)n);
-    }
-}
-
-/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters.
- * The processing of output does not change. What was typed in cooked mode goes to kb. */
-static void term_raw(struct keyboard *kb) {
-    bool cooked = !term.raw;
-    if (cooked) input_typeahead(kb, false);
-    if (cooked && tcgetattr(0, &term.cooked)) return;
-    term.raw = 1;
-    struct termios t = term.cooked;
-    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
-    t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
-    t.c_cflag |= CS8;
-    t.c_cc[VMIN] = 1;
-    t.c_cc[VTIME] = 0;
-    tcsetattr(0, TCSADRAIN, &t);
-    if (cooked) input_typeahead(kb, true);
-    write_all(1, "\033[?2004h", 8); /* bracketed paste */
-}
-
-/* Reads a bracketed paste up to its end mark into kb->paste. */
-static int key_paste(struct keyboard *kb) {
-    static const char mark[] = "\033[201~";
-    const size_t m = sizeof mark - 1;
-    char *raw = NULL;
-    for (int c; (c = input_byte(kb, PASTE_WAIT_MS)) >= 0;) {
-        arrput(raw, (char)c);
-        size_t n = arrlenu(raw);
-        if (c == '~' && n >= m && !memcmp(raw + n - m, mark, m)) {
-            arrsetlen(raw, n - m);
-            break;
-        }
-    }
-    arrsetlen(kb->paste, 0);
-    input_sanitize(&kb->paste, raw, arrlenu(raw));
-    arrfree(raw);
-    return KEY_PASTE;
-}
-
-/* Reads the rest of an escape sequence that began with CSI or SS3: parameters, then a final byte (ECMA-48, 5.4).
- * Returns its key, KEY_NONE if it is unknown. */
-static int key_sequence(struct keyboard *kb) {
-    int p[4] = {0}, i = 0, c = input_byte(kb, ESCAPE_WAIT_MS);
-    if (c == '[') { /* the Linux console's F1 to F5: ESC [ [ A */
-        input_byte(kb, ESCAPE_WAIT_MS);
-        return KEY_NONE;
-    }
-    for (; c >= 0x20 && c < 0x40; c = input_byte(kb, ESCAPE_WAIT_MS)) {
-        if (c == ';') i += i < 3;
-        else if (isdigit(c) && p[i] < 10000) p[i] = p[i] * 10 + c - '0';
-    }
-    if (c >= 0 && (c < 0x20 || c > 0x7e)) kb->in_at--; /* not a sequence: the byte is a key of its own */
-    bool by_word = p[1] > 2;                           /* the second parameter is 2 for Shift, 3 for Alt, 5 for Ctrl */
-    switch (c) {
-    case 'A': return KEY_UP;
-    case 'B': return KEY_DOWN;
-    case 'C': return by_word ? KEY_WORD_RIGHT : KEY_RIGHT;
-    case 'D': return by_word ? KEY_WORD_LEFT : KEY_LEFT;
-    case 'F': return KEY_END;
-    case 'H': return KEY_HOME;
-    case 'M': return '\r';                           /* Enter of the keypad */
-    case 'u': return p[0] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter, in terminals that report it */
-    case '~':
-        switch (p[0]) {
-        case 1:
-        case 7: return KEY_HOME;
-        case 4:
-        case 8: return KEY_END;
-        case 3: return KEY_DELETE;
-        case 27: return p[2] == '\r' ? '\n' : KEY_NONE; /* Shift-Enter in xterm's older form */
-        case 200: return key_paste(kb);
-        }
-    }
-    return KEY_NONE;
-}
-
-/* Reads the rest of a sequence that began with ESC. Alt and a key send ESC and that key. */
-static int key_escape(struct keyboard *kb) {
-    int c;
-    do c = input_byte(kb, ESCAPE_WAIT_MS);
-    while (c == 27);
-    switch (c) {
-    case '[':
-    case 'O': return key_sequence(kb);
-    case '\r':
-    case '\n': return '\n';
-    case 'b': return KEY_WORD_LEFT;
-    case 'f': return KEY_WORD_RIGHT;
-    case 'd': return KEY_WORD_DELETE;
-    case 8:
-    case 127: return KEY_WORD_RUBOUT;
-    }
-    if (c >= 0x80) kb->in_at--;
-    return KEY_NONE;
-}
-
-/* Waits for the next key and returns it. */
-static int key_read(struct keyboard *kb) {
-    int key = kb->pushed;
-    kb->pushed = 0;
-    if (key) return key;
-    int c = kb->woken ? BYTE_WAKE : input_byte(kb, -1);
-    if (c == BYTE_WAKE) {
-        bool stop = interrupted;
-        kb->woken = false;
-        interrupted = 0;
-        return stop ? CONTROL('C') : KEY_REDRAW;
-    }
-    if (c < 0) return KEY_EOF;
-    if (c == 27) return key_escape(kb);
-    if (c < 0x80) return c;
-    char s[4] = {(char)c};
-    int n = 1, k;
-    while ((k = utf8_sequence(s, (size_t)n)) == 0 && (c = input_byte(kb, ESCAPE_WAIT_MS)) >= 0) s[n++] = (char)c;
-    if (k < 0 && n > 1) kb->in_at--; /* the byte that does not fit begins the next sequence */
-    utf8proc_int32_t cp = 0xfffd;
-    if (k > 0) utf8proc_iterate((const uint8_t *)s, k, &cp);
-    return cp;
-}
-
-/* ============================================================================================================
  * Edited text and history
  *
  * The text that is being typed, and the history of texts typed before. The section knows nothing of the screen and of
@@ -12850,19 +13153,6 @@ struct editor {
     int cols; /* width at the last refresh, 0: none yet */
 };
 
-/* Returns the columns of s (n) on a terminal: the sum over its code points, as terminals that use wcwidth count. */
-static int text_width(const char *s, size_t n) {
-    int width = 0;
-    for (utf8proc_int32_t cp; n;) {
-        utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s, (utf8proc_ssize_t)n, &cp);
-        if (k <= 0) break;
-        width += utf8proc_charwidth(cp);
-        s += k;
-        n -= (size_t)k;
-    }
-    return width;
-}
-
 /* Returns the fold that begins at pos, or NULL. */
 static const struct fold *fold_at(const struct editor *e, size_t pos) {
     for (int i = 0; i < arrlen(e->folds); i++)
@@ -12871,19 +13161,6 @@ static const struct fold *fold_at(const struct editor *e, size_t pos) {
 }
 
 static bool newline_at(const struct editor *e, size_t pos) { return e->text[pos] == '\n' && !fold_at(e, pos); }
-
-/* Returns the bytes of the first grapheme cluster of s (n), valid UTF-8. */
-static size_t cluster_bytes(const char *s, size_t n) {
-    utf8proc_int32_t last = -1, cp, state = 0;
-    size_t at = 0;
-    while (at < n) {
-        utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s + at, (utf8proc_ssize_t)(n - at), &cp);
-        if (last >= 0 && utf8proc_grapheme_break_stateful(last, cp, &state)) break;
-        at += (size_t)k;
-        last = cp;
-    }
-    return at;
-}
 
 /* Returns the end of the unit that begins at pos. */
 static size_t unit_next(const struct editor *e, size_t pos) {
@@ -13117,14 +13394,18 @@ enum edit_result {
 
 /* Prompt and text laid out in rows of `cols` columns. A row ends in two bytes. After a newline of the text they
  * are CR LF. Where the text wraps they are a space and CR: any terminal then steps to the next row and remembers that
- * the two rows are one line, for copying and for a resize. */
+ * the two rows are one line, for copying and for a resize. In a row with a cluster whose columns terminals count
+ * differently they are CR LF too, and the cursor gets to its column by printing the row again up to there. */
 struct picture {
     char *out;                  /* stb_ds: all rows, with escape sequences */
     size_t *rows;               /* stb_ds: offset of each row in out */
     const char *style;          /* SGR sequence of the current cells, or "" */
     int height, cols;           /* of the terminal */
     int row, col;               /* place of the next cell */
-    int cursor_row, cursor_col; /* place of the cursor */
+    bool vague;                 /* terminals disagree about a cell of this row: `col` is the most they give it */
+    int cursor_row, cursor_col; /* place of the cursor, */
+    size_t cursor_at;           /* and in out */
+    bool cursor_vague;          /* its row is vague up to there */
     int goal_row, goal_col;     /* input: a place; goal_row -1: none */
     size_t goal; /* output: the position in the text nearest to that place in its row; SIZE_MAX: no such row */
 };
@@ -13138,21 +13419,29 @@ static void picture_break(struct picture *p, const char two[static 2]) {
     sb_puts(&p->out, p->style);
     p->row++;
     p->col = 0;
+    p->vague = false;
 }
+
+/* Goes on in the next row, where the terminal does. In a row of which terminals disagree how far it reaches, the
+ * program ends it. */
+static void picture_wrap(struct picture *p) { picture_break(p, p->vague ? "\r\n" : " \r"); }
 
 /* Begins a new row if a cell of this width does not fit, so that a wide character is not cut at the edge. */
 static void picture_fit(struct picture *p, int width) {
     if (p->col + width <= p->cols || !p->col) return;
-    for (; p->col < p->cols; p->col++) arrput(p->out, ' ');
-    picture_break(p, " \r");
+    for (; p->col < p->cols && !p->vague; p->col++) arrput(p->out, ' ');
+    picture_wrap(p);
 }
 
-/* Appends one cluster s (n) of `width` columns. */
-static void picture_cell(struct picture *p, const char *s, size_t n, int width) {
+/* Appends one cluster s (n). */
+static void picture_cell(struct picture *p, const char *s, size_t n) {
+    bool vague = false;
+    const int width = text_width(s, n, &vague);
     picture_fit(p, width);
     sb_put(&p->out, s, n);
     p->col += width;
-    if (p->col >= p->cols) picture_break(p, " \r");
+    p->vague |= vague;
+    if (p->col >= p->cols) picture_wrap(p);
 }
 
 /* Appends a prompt or label in a style. s: valid UTF-8 without control characters. */
@@ -13161,7 +13450,7 @@ static void picture_label(struct picture *p, const char *s, const char *style) {
     sb_puts(&p->out, p->style);
     for (size_t left = strlen(s), n; left; s += n, left -= n) {
         n = cluster_bytes(s, left);
-        picture_cell(p, s, n, text_width(s, n));
+        picture_cell(p, s, n);
     }
     if (*p->style) sb_puts(&p->out, "\033[0m");
     p->style = "";
@@ -13188,7 +13477,7 @@ static void picture_unit(const struct editor *e, struct picture *p, size_t from,
         snprintf(label, sizeof label, "\\x%02x", s[1]);
         picture_label(p, label, "\033[2m");
     } else {
-        picture_cell(p, (const char *)s, to - from, text_width((const char *)s, to - from));
+        picture_cell(p, (const char *)s, to - from);
     }
 }
 
@@ -13207,10 +13496,12 @@ static void picture_draw(const struct editor *e, struct picture *p) {
     picture_label(p, e->prompt, "\033[1m");
     for (size_t at = 0;; at = next) {
         next = unit_next(e, at);
-        if (at < n && !fold_at(e, at)) picture_fit(p, text_width(e->text + at, next - at));
+        if (at < n && !fold_at(e, at)) picture_fit(p, text_width(e->text + at, next - at, NULL));
         if (at <= e->cursor) {
             p->cursor_row = p->row;
             p->cursor_col = p->col;
+            p->cursor_at = arrlenu(p->out);
+            p->cursor_vague = p->vague;
         }
         if (p->row == p->goal_row && (p->goal == SIZE_MAX || p->col <= p->goal_col)) p->goal = at;
         if (at >= n) return;
@@ -13245,7 +13536,8 @@ static void editor_refresh(struct editor *e) {
     sb_put(&out, p.out + from, to - from);
     if (last > p.cursor_row) sb_printf(&out, "\033[%dA", last - p.cursor_row);
     sb_puts(&out, "\r");
-    if (p.cursor_col) sb_printf(&out, "\033[%dC", p.cursor_col);
+    if (p.cursor_vague) sb_put(&out, p.out + p.rows[p.cursor_row], p.cursor_at - p.rows[p.cursor_row]);
+    else if (p.cursor_col) sb_printf(&out, "\033[%dC", p.cursor_col);
     sb_puts(&out, "\033[?25h");
     write_all(1, out, arrlenu(out));
     e->row = p.cursor_row - e->top;
@@ -13482,7 +13774,6 @@ static enum edit_result editor_read_screen(struct editor *e) {
         r = editor_key(e, key_read(&e->keys));
     } while (r == EDIT_MORE);
     if (r != EDIT_EOF) editor_leave(e);
-    term_restore();
     for (int i = 0; i < 2; i++) sigaction(signals[i], &old[i], NULL);
     return r;
 }
@@ -13510,7 +13801,7 @@ static void editor_init(struct editor *e, const char *history_path) {
     const char *t = getenv("TERM");
     memset(e, 0, sizeof *e);
     e->screen = term.in_tty && term.out_tty && t && *t && strcmp(t, "dumb");
-    if (wake_pipe[0] < 0 && pipe2(wake_pipe, O_CLOEXEC | O_NONBLOCK)) die("cannot make a pipe: %s", strerror(errno));
+    wake_open();
     if (!history_path) return;
     e->history_path = xstrdup(history_path);
     history_load(e);
@@ -13548,6 +13839,8 @@ static void signal_interrupt(int sig) {
     static double last;
     double now = now_seconds();
     if (interrupted && now - last < 1.0) {
+        const ssize_t done = term.status ? write(2, "\n", 1) : 0;
+        (void)done;
         term_restore();
         temp_remove();
         _exit(EXIT_INTERRUPT);
@@ -13780,6 +14073,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
     write_all(fd, arg, strlen(arg));
     close(fd);
     sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
+    term_restore();
     struct termios mode; /* of the terminal, in case the editor changes it */
     bool known = !tcgetattr(0, &mode);
     int status = system(sb_cstr(&command)), rc = 0;
@@ -13966,6 +14260,7 @@ static int repl_run(struct chat *c) {
     if (home && *home) sb_printf(&path, "%s/.moe_history", home);
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
     r.editor.words = words;
+    if (r.editor.screen) c->keys = &r.editor.keys;
     term.dialogue = true;
     while (rc != COMMAND_QUIT) {
         interrupted = 0; /* only here, so that a Ctrl-C between Enter and the turn still stops the turn */
@@ -13981,6 +14276,8 @@ static int repl_run(struct chat *c) {
         }
     }
     if (got == EDIT_EOF && (term.out_tty || term.err_tty)) fputc('\n', term.out_tty ? stdout : stderr);
+    term_restore();
+    c->keys = NULL;
     editor_free(&r.editor);
     arrfree(path);
     arrfree(line);

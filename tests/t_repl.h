@@ -18,11 +18,13 @@ struct vt {
     int rows, cols, r, c, last_r, last_c;
     bool styled;  /* SGR other than 0 is on */
     int bleeds;   /* rows that ended with it on */
+    bool joins;   /* draws a sign of several emoji as one, of two columns */
     bool pending; /* the row is full, the next character wraps */
     bool wrapped[VT_ROWS];
     char cell[VT_ROWS][VT_COLS][32];
     char seq[64]; /* unfinished escape or UTF-8 sequence */
     int n_seq;
+    bool joiner; /* the last character was a zero-width joiner */
 };
 
 static void vt_clear(struct vt *v, int r, int c) {
@@ -92,7 +94,10 @@ static void vt_byte(struct vt *v, char ch) {
             if (!k) return;
             if (k > 0) {
                 utf8proc_iterate((const uint8_t *)v->seq, k, &cp);
-                vt_print(v, v->seq, k, utf8proc_charwidth(cp));
+                int width = code_width(cp);
+                if (v->joins && (v->joiner || (cp >= 0x1f3fb && cp <= 0x1f3ff))) width = 0;
+                v->joiner = cp == 0x200d;
+                vt_print(v, v->seq, k, width);
             }
         }
         v->n_seq = 0;
@@ -140,7 +145,7 @@ static void vt_resize(struct vt *v, int rows, int cols) {
             if (r == old->r && c == old->c) r_new = v->pending ? v->r + 1 : v->r, c_new = v->pending ? 0 : v->c;
             if (*cell != 1)
                 vt_print(v, *cell ? cell : " ", *cell ? (int)strlen(cell) : 1,
-                         text_width(*cell ? cell : " ", *cell ? strlen(cell) : 1));
+                         text_width(*cell ? cell : " ", *cell ? strlen(cell) : 1, NULL));
         }
         if (r == old->r && r_new < 0) r_new = v->pending ? v->r + 1 : v->r, c_new = v->pending ? 0 : v->c;
         if (old->wrapped[r] || r + 1 == used) continue;
@@ -314,10 +319,14 @@ static void editor_child(const char *history) {
         if (r == EDIT_EOF) break;
         if (r == EDIT_LINE) editor_history_add(&e, line, arrlenu(line));
         if (arrlen(line) == 5 && !memcmp(line, "crash", 5)) raise(SIGSEGV);
-        /* `sleep` waits for type-ahead, `busy` for the second Ctrl-C */
+        /* `sleep` waits for type-ahead, `busy` for the second Ctrl-C; `switch` cooks the terminal, as an editor does */
         if (arrlen(line) == 5 && !memcmp(line, "sleep", 5)) poll(&(struct pollfd){.fd = 0, .events = POLLIN}, 1, -1);
-        while (arrlen(line) == 4 && !memcmp(line, "busy", 4)) pause();
+        if (arrlen(line) == 4 && !memcmp(line, "busy", 4)) {
+            watch_begin(&e.keys);
+            for (;;) pause();
+        }
         switch_waits = arrlen(line) == 6 && !memcmp(line, "switch", 6);
+        if (switch_waits) term_restore();
         interrupted = 0;
     }
     editor_free(&e);
@@ -621,6 +630,73 @@ static void test_repl_screen(void) {
     editor_end((pty_send(&p, "\3"), &p));
 }
 
+#define FAMILY "\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7\xe2\x80\x8d\xf0\x9f\x91\xa6"
+#define THUMB  "\xf0\x9f\x91\x8d\xf0\x9f\x8f\xbd"
+
+/* Signs that one terminal draws in two columns and another in eight: neither row nor column of the cursor drifts, and
+ * what stands above stays. */
+static void test_repl_clusters(void) {
+    for (int joins = 0; joins < 2; joins++) {
+        struct pty p;
+        if (!editor_start(&p, 12, 40, NULL)) return;
+        p.vt->joins = joins;
+        editor_line(&p, "above", "=above");
+        pty_send(&p, FAMILY " family and " THUMB " a row that is too long for it\1\033[C\033[C\033[C");
+        SCREEN(&p, 1, 2, joins ? 6 : 12, "=above");
+        pty_send(&p, "\033[C\033[C\033[DX");
+        SCREEN(&p, 1, 2, joins ? 8 : 14, "=above");
+        CHECK(strstr(vt_row(p.vt, 2), "faXmily and"), "%s", vt_row(p.vt, 2));
+        pty_send(&p, "\5\177Y");
+        EXPECT(&p, "Y");
+        EXPECT(&p, "\033[?25h");
+        CHECK(!strcmp(vt_row(p.vt, 1), "=above") && p.vt->r == 3, "row %d, above: %s", p.vt->r, vt_row(p.vt, 1));
+        pty_send(&p, "\3");
+        editor_end(&p);
+    }
+}
+
+/* Vowel signs of a column of their own: the rows are as long as the terminal's. */
+static void test_repl_vowels(void) {
+    static const char hindi[] = "\xe0\xa4\xa8\xe0\xa4\xae\xe0\xa4\xb8\xe0\xa5\x8d\xe0\xa4\xa4\xe0\xa5\x87 "
+                                "\xe0\xa4\xa6\xe0\xa5\x81\xe0\xa4\xa8\xe0\xa4\xbf\xe0\xa4\xaf\xe0\xa4\xbe";
+    bool vague = false;
+    CHECK_INT(text_width(hindi, sizeof hindi - 1, &vague), 10, "columns of two words in Devanagari");
+    CHECK(vague, "terminals agree about vowel signs");
+}
+
+/* Wraps s in `cols` columns, byte by byte as a model may write it, and compares. */
+static void check_wrap(int cols, const char *s, const char *want) {
+    struct wrap w = {.cols = cols};
+    char *out = NULL;
+    for (size_t n; *s; s += n) {
+        n = (size_t)utf8_sequence(s, strlen(s));
+        wrap_put(&w, s, n, &out);
+    }
+    wrap_flush(&w, &out);
+    CHECK(!strcmp(sb_cstr(&out), want), "in %d columns:\n%s\nexpected:\n%s", cols, out, want);
+    arrfree(out);
+    arrfree(w.word);
+}
+
+static void test_repl_wrap(void) {
+    check_wrap(10, "a green feather fell", "a green\nfeather\nfell");
+    check_wrap(10, "0123456789 a", "0123456789\na");
+    check_wrap(10, "01234567890123 a", "01234567890123 a"); /* longer than a row: the terminal cuts it */
+    check_wrap(10, "ab  0123456 c", "ab\n0123456 c");
+    check_wrap(10, "- one\n  two three", "- one\n  two\nthree");
+    check_wrap(10, "a\tb c", "a       b\nc");
+    check_wrap(8, "x\n```c\nint a = b + c;\n```\nint a = b", "x\n```c\nint a = b + c;\n```\nint a =\nb");
+    check_wrap(8, "a ``b`` ```c", "a ``b``\n```c");
+    check_wrap(6, "\xe6\x97\xa5\xe6\x9c\xac\xe8\xaa\x9e\xe3\x80\x82\xe6\x97\xa5",
+               "\xe6\x97\xa5\xe6\x9c\xac\n\xe8\xaa\x9e\xe3\x80\x82\xe6\x97\xa5");
+    check_wrap(4,
+               "ab e\xcc\x81"
+               "cd",
+               "ab\ne\xcc\x81"
+               "cd"); /* a mark takes no column */
+    check_wrap(10, "ab " FAMILY " c d", "ab\n" FAMILY " c\nd");
+}
+
 static void repl_resize(struct pty *p, int rows, int cols) {
     struct winsize w = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)cols};
     vt_resize(p->vt, rows, cols);
@@ -900,7 +976,7 @@ static bool moe_start(struct pty *p, const char *terminal, char **argv) {
 static void moe_ask(struct pty *p, const char *line, const char *answer) {
     pty_send(p, line);
     pty_send(p, "\r");
-    EXPECT(p, "\033[?2004l");
+    EXPECT(p, "\033[?25h\r\r\n"); /* the editor leaves the line */
     EXPECT(p, answer);
     EXPECT(p, "\033[?2004h"); /* the editor reads again */
 }
@@ -1030,7 +1106,7 @@ static void test_moe_interrupt(void) {
     struct pty p;
     if (!moe_start(&p, "xterm", argv)) return;
     pty_send(&p, "Tell me a story.\r");
-    EXPECT(&p, "\033[?2004l\033[?25h");
+    EXPECT(&p, "\033[?25h\r\r\n");
     EXPECT(&p, "e");
     pty_send(&p, "\3");
     EXPECT(&p, "[stopped]");
@@ -1040,7 +1116,7 @@ static void test_moe_interrupt(void) {
     for (int i = 0; i < 4000; i++) pty_send(&p, "All work and no play makes Jack a dull boy.\r");
     pty_send(&p, "\033[201~\r");
     EXPECT(&p, "[pasted 4000 lines]");
-    EXPECT(&p, "\033[?2004l\033[?25h");
+    EXPECT(&p, "\033[?25h\r\r\n");
     pty_send(&p, "\3");
     EXPECT(&p, "taken back]");
     EXPECT(&p, "\033[?2004h");
@@ -1048,6 +1124,30 @@ static void test_moe_interrupt(void) {
     moe_ask(&p, "/set temp 0", "");
     moe_ask(&p, "What is 7 squared? One word.", "49");
     CHECK(!memmem(p.log, arrlenu(p.log), "/quit to leave", 14), "the Ctrl-C reached the prompt as well");
+    moe_end(&p);
+}
+
+/* What is typed and pasted during an answer is not echoed into it: it waits, a paste as one message. Ctrl-C is a key, of
+ * which no other program hears. */
+static void test_moe_typeahead(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", ENDLESS, NULL};
+    struct pty p;
+    if (!moe_start(&p, "xterm", argv)) return;
+    pty_send(&p, "Tell me a story.\r");
+    EXPECT(&p, "\033[?25h\r\r\n");
+    EXPECT(&p, "e");
+    CHECK(!pty_mode_kept(&p), "the terminal is not raw during an answer");
+    pty_send(&p, PASTE("line one\rline \3two\rline three"));
+    pty_send(&p, " typed\3");
+    size_t from = p.log_at;
+    EXPECT(&p, "[stopped]");
+    CHECK(!memmem(p.log + from, p.log_at - from, "line one", 8), "the paste is echoed into the answer");
+    EXPECT(&p, "\033[?2004h");
+    EXPECT(&p, "line one\r\r\n");
+    EXPECT(&p, "line three typed");
+    pty_send(&p, "\3"); /* drops the text */
+    EXPECT(&p, "> \033[0m");
     moe_end(&p);
 }
 
@@ -1059,7 +1159,7 @@ static void test_moe_terminate(void) {
         if (!moe_start(&p, "xterm", argv)) return;
         if (answering) {
             pty_send(&p, "Tell me a story.\r");
-            EXPECT(&p, "\033[?2004l\033[?25h");
+            EXPECT(&p, "\033[?25h\r\r\n");
             EXPECT(&p, "e");
         }
         kill(p.pid, SIGTERM);
@@ -1124,6 +1224,32 @@ static void test_moe_narrow(void) {
     moe_end(&p);
 }
 
+/* An answer on a terminal of few columns breaks no word: each row that the program ends could not take the next one. */
+static void test_moe_words(void) {
+    NEED_MOE();
+    static const int size[2][2] = {{24, 80}, {10, 40}};
+    for (int k = 0; k < 2; k++) {
+        struct pty p;
+        if (!pty_start(&p, size[k][0], size[k][1], "xterm", NULL, NULL, moe_argv)) return;
+        EXPECT(&p, "\033[?2004h");
+        pty_send(&p, "Tell me a story about a bear.\r");
+        EXPECT(&p, "\033[?25h\r\r\n");
+        const size_t from = p.log_at;
+        EXPECT(&p, "\033[2m# ");
+        int col = 0, rows = 0;
+        for (size_t i = from; i < p.log_at - 6; i++) {
+            if (p.log[i] == 27)
+                while (p.log[i] != 'm' && p.log[i] != 'K' && p.log[i] != 'h') i++;
+            else if (p.log[i] == '\n') rows++, col = 0;
+            else if (p.log[i] != '\r') col++;
+            if (!CHECK(col <= size[k][1], "a row of more than %d columns", size[k][1])) break;
+        }
+        CHECK(rows > 2, "%d rows", rows);
+        EXPECT(&p, "\033[?2004h");
+        moe_end(&p);
+    }
+}
+
 static void test_moe_color(void) {
     NEED_MOE();
     static char *hidden[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--show-think", "off", NULL};
@@ -1151,13 +1277,15 @@ static void test_moe_color(void) {
     unsetenv("NO_COLOR");
 }
 
-#define TESTS_REPL                                                                                                 \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},           \
-        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                      \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                      \
-        {"repl/screen", test_repl_screen}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},   \
-        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/switch", test_repl_switch}, \
-        {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue},  \
-        {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt},         \
-        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                          \
+#define TESTS_REPL                                                                                                   \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
+        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                        \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
+        {"repl/screen", test_repl_screen}, {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, \
+        {"repl/wrap", test_repl_wrap}, {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize},            \
+        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt},   \
+        {"repl/switch", test_repl_switch}, {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb},       \
+        {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},          \
+        {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                            \
         {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},
