@@ -112,6 +112,7 @@
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
+#include <fnmatch.h>
 #include <jansson.h>
 #include <limits.h>
 #include <locale.h>
@@ -1465,6 +1466,8 @@ static struct {
     volatile sig_atomic_t raw; /* the line editor has changed the terminal's mode */
     struct termios cooked;     /* the mode before that; valid while raw */
     bool dialogue;             /* the user can type commands */
+    bool quiet;                /* --quiet: notes only answer commands */
+    bool simple;               /* --simple-io: no line editor */
     int out_error;             /* errno of the first write to stdout that failed */
 } term;
 
@@ -1520,6 +1523,7 @@ static void status_end(void) {
 /* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
 __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     va_list ap;
+    if (term.quiet && !term.dialogue) return;
     if (term.color_err) fputs("\033[2m", stderr);
     va_start(ap, fmt);
     vfprintf(stderr, fmt, ap);
@@ -11427,12 +11431,14 @@ static int session_load(struct session *s, const char *path, char *err) {
 /* THINK_LOW and above are efforts, which the template gets by name. */
 enum think { THINK_AUTO, THINK_ON, THINK_OFF, THINK_LOW, THINK_MEDIUM, THINK_HIGH, THINK_MAX };
 enum show_think { SHOW_AUTO, SHOW_ON, SHOW_OFF };
+enum color { COLOR_AUTO, COLOR_ON, COLOR_OFF };
 
 /* The names of the choices, indexed by their enum. */
 static const char *const think_names[] = {
     [THINK_AUTO] = "auto",     [THINK_ON] = "on",     [THINK_OFF] = "off", [THINK_LOW] = "low",
     [THINK_MEDIUM] = "medium", [THINK_HIGH] = "high", [THINK_MAX] = "max", NULL};
 static const char *const show_think_names[] = {[SHOW_AUTO] = "auto", [SHOW_ON] = "on", [SHOW_OFF] = "off", NULL};
+static const char *const color_names[] = {[COLOR_AUTO] = "auto", [COLOR_ON] = "on", [COLOR_OFF] = "off", NULL};
 static const char *const kv_names[] = {[KV_BF16] = "bf16", [KV_FP8] = "fp8", [KV_F32] = "f32", NULL};
 static const char *const moe_act_names[] = {
     [MOE_ACT_AUTO] = "auto", [MOE_ACT_F16] = "bf16", [MOE_ACT_FP4] = "fp4", NULL};
@@ -11444,7 +11450,8 @@ struct option;
 struct settings {
     /* model and prompt; NULL: not given */
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
-    bool lines, raw, special, verbose;
+    bool lines, raw, special, escape, quiet, verbose, simple_io;
+    enum color color;
     int n_predict; /* tokens of an answer at most; -1: no limit */
     enum think think;
     enum show_think show_think;
@@ -11463,98 +11470,114 @@ struct settings {
     enum allreduce allreduce;
     enum moe_act moe_act;
     /* modes, and the options that belong to one */
-    bool info, plan, tokenize, render, smoke, doctor, bench, json, profile, version, help;
+    bool info, plan, tokenize, render, smoke, doctor, bench, json, profile, list_devices, version, help;
     char *logits, *perplexity, *haystack, *synth, *shard, *output, *activations;
     char **calibrate, **compare; /* stb_ds, of malloc'ed names */
     int needle, depth;           /* tokens, 0: not given; percent */
     /* not options of the command line */
     const struct option *help_about; /* --help stands where the value of this one should */
-    bool quiet;                      /* chats print neither answers nor statistics */
+    bool help_all;                   /* --help all */
+    bool mute;                       /* chats print neither answers nor statistics */
 };
 
 enum option_type { OPT_FLAG, OPT_INT, OPT_NUM, OPT_STR, OPT_CHOICE, OPT_FILES /* up to the next option */ };
 
 struct option {
     const char *name; /* NULL: a heading of --help, whose text is `help` */
-    char letter;      /* 0: none */
+    const char *also; /* other names, separated by |; --help shows the first if it begins with one dash */
     enum option_type type;
     size_t offset;              /* in struct settings */
     const char *arg;            /* what --help calls the value */
     const char *const *choices; /* OPT_CHOICE: the names, NULL at the end; the field gets the index */
     double lo, hi;              /* range of numbers */
     bool in_chat;               /* /set may change it */
-    const char *of;             /* the modes that it belongs to, separated by |; NULL: --help lists it */
-    const char *help;           /* one line of --help, in 68 columns */
+    bool rare;                  /* only --help all lists it */
+    const char *of;             /* the modes that it belongs to, separated by |; else NULL */
+    const char *help;           /* what it does, and its default */
     const char *details;        /* what --NAME --help adds */
 };
 
-static const char plan_details[] =
-    "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o header.gguf). --synth takes a\n"
-    "known shape. Without --gpus the plan is for the GPUs of this machine, or for its CPU.\n"
-    "\n"
-    "  --gpus 0,1        plan for these GPUs of this machine\n"
-    "  --gpus 4x96       plan for four GPUs of 96 GiB; the usual sizes imply the memory bandwidth\n"
-    "  --gpus 4x96@1792  plan for four GPUs of 96 GiB that read 1792 GB/s\n"
-    "\n"
-    "Exit code: 0 the model fits without pruning, 1 it does not.\n";
+static const char plan_details[] = "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o\n"
+                                   "header.gguf). --synth takes a known shape. Without --gpus the plan is for the\n"
+                                   "GPUs of this machine, or for its CPU.\n"
+                                   "\n"
+                                   "  --gpus 0,1        plan for these GPUs of this machine\n"
+                                   "  --gpus 4x96       plan for four GPUs of 96 GiB; the usual sizes imply the\n"
+                                   "                    memory bandwidth\n"
+                                   "  --gpus 4x96@1792  plan for four GPUs of 96 GiB that read 1792 GB/s\n"
+                                   "\n"
+                                   "Exit code: 0 the model fits without pruning, 1 it does not.\n";
 
-static const char doctor_details[] =
-    "Checks in the order in which things fail: does a model start, does a forward pass complete, is the\n"
-    "output coherent, does it stay coherent in a long context, is it fast enough? Without -m only the\n"
-    "machine is checked. Exit code: 0 no errors, 1 errors.\n";
+static const char doctor_details[] = "Checks in the order in which things fail: does a model start, does a forward\n"
+                                     "pass complete, is the output coherent, does it stay coherent in a long context,\n"
+                                     "is it fast enough? Without -m only the machine is checked. Exit code: 0 no\n"
+                                     "errors, 1 errors.\n";
 
 static const char calibrate_details[] =
-    "A .jsonl file has one JSON object per line: {\"messages\": [...]}, {\"text\": ...}, or {\"prompt\": ...,\n"
-    "\"completion\": ...}. Any other file is plain text; it runs in windows of -c tokens (default: 2048).\n"
+    "A .jsonl file has one JSON object per line: {\"messages\": [...]}, {\"text\": ...},\n"
+    "or {\"prompt\": ..., \"completion\": ...}. Any other file is plain text; it runs in\n"
+    "windows of -c tokens (default: 2048).\n"
     "\n"
-    "A unit of work is a line of a .jsonl file or a window of a text. Every unit starts with an empty\n"
-    "context. Ctrl-C ends the run after the current unit. A second Ctrl-C ends it at once and drops the\n"
-    "work since the last save (at most a minute and one unit). To continue, repeat the command: it begins\n"
-    "with the next unit. The scores are those of an uninterrupted run, up to rounding.\n";
+    "A unit of work is a line of a .jsonl file or a window of a text. Every unit\n"
+    "starts with an empty context. Ctrl-C ends the run after the current unit. A\n"
+    "second Ctrl-C ends it at once and drops the work since the last save (at most a\n"
+    "minute and one unit). To continue, repeat the command: it begins with the next\n"
+    "unit. The scores are those of an uninterrupted run, up to rounding.\n"
+    "\n"
+    "With --gpus the layers are divided: one stage of --pp for each GPU.\n";
 
 static const char compare_details[] =
-    "A and B are GGUF files with the same vocabulary. Both read TEXT in windows of -c tokens (default:\n"
-    "2048). Prints the perplexity of each model, the Kullback-Leibler divergence of B from A in nats, and\n"
-    "how often both agree on the most likely token.\n";
+    "A and B are GGUF files with the same vocabulary. Both read TEXT in windows of -c\n"
+    "tokens (default: 2048). Prints the perplexity of each model, the\n"
+    "Kullback-Leibler divergence of B from A in nats, and how often both agree on the\n"
+    "most likely token.\n";
 
-static const char needle_details[] =
-    "The fact is a random number, which depends only on --seed, N and --depth. The answer goes to stdout,\n"
-    "the result to stderr. Exit code: 0 the answer holds the number, 1 it does not.\n";
+static const char needle_details[] = "The fact is a random number, which depends only on --seed, N and --depth. The\n"
+                                     "answer goes to stdout, the result to stderr. Exit code: 0 the answer holds the\n"
+                                     "number, 1 it does not.\n";
 
-static const char bench_details[] =
-    "Prints CSV: one line per context depth and batch, medians of up to 5 timed runs. Depths are 0, 4096,\n"
-    "32768 and 131072 tokens, as far as -c has room. The cache is not computed up to that depth, only\n"
-    "marked as filled: the time of a forward pass does not depend on its contents.\n"
-    "\n"
-    "  ctx_tokens                depth: tokens in the KV cache before the forward pass\n"
-    "  prefill_tokens            tokens of the prefill chunk: at most 512 on a CPU, 4096 on a GPU; given\n"
-    "                            on the line of batch 1 only, like the next two columns\n"
-    "  prefill_tps               tokens per second of that chunk, with the logits of its last token\n"
-    "  prefill_percent_of_mma    GPU only: rate of the operations that the model defines, as a percentage\n"
-    "                            of the rate of mma.sync m16n8k16 measured at the start\n"
-    "  batch                     tokens of one decode forward pass: 1, 2, 4, 8 or 16, with all logits\n"
-    "  gen_tps                   tokens per second of these passes; all tokens of the batch count\n"
-    "  kvcache_bytes             bytes of the KV cache at that depth\n"
-    "  gen_gb_per_s              GB/s (1e9 bytes) read by a decode forward pass: each weight once,\n"
-    "                            counting the routed experts that the batch is expected to use if its\n"
-    "                            tokens choose independently, and the KV cache once\n"
-    "  gen_percent_of_bandwidth  gen_gb_per_s as a percentage of the bandwidth measured at the start:\n"
-    "                            reads on a CPU; copies on a GPU, with both directions counted\n"
-    "\n"
-    "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
-    "table of the kernels at depth 0; it needs a single GPU.\n";
+static const char bench_details[] = "Prints CSV: one line per context depth and batch, medians of up to 5 timed runs.\n"
+                                    "Depths are 0, 4096, 32768 and 131072 tokens, as far as -c has room. The cache is\n"
+                                    "not computed up to that depth, only marked as filled: the time of a forward pass\n"
+                                    "does not depend on its contents.\n"
+                                    "\n"
+                                    "  ctx_tokens                depth: tokens in the KV cache before the pass\n"
+                                    "  prefill_tokens            tokens of the prefill chunk: at most 512 on a CPU,\n"
+                                    "                            4096 on a GPU; given on the line of batch 1 only,\n"
+                                    "                            like the next two columns\n"
+                                    "  prefill_tps               tokens per second of that chunk, with the logits of\n"
+                                    "                            its last token\n"
+                                    "  prefill_percent_of_mma    GPU only: rate of the operations that the model\n"
+                                    "                            defines, as a percentage of the rate of mma.sync\n"
+                                    "                            m16n8k16 measured at the start\n"
+                                    "  batch                     tokens of one decode forward pass: 1, 2, 4, 8 or 16,\n"
+                                    "                            with all logits\n"
+                                    "  gen_tps                   tokens per second of these passes; all tokens of the\n"
+                                    "                            batch count\n"
+                                    "  kvcache_bytes             bytes of the KV cache at that depth\n"
+                                    "  gen_gb_per_s              GB/s (1e9 bytes) read by a decode forward pass: each\n"
+                                    "                            weight once, counting the routed experts that the\n"
+                                    "                            batch is expected to use if its tokens choose\n"
+                                    "                            independently, and the KV cache once\n"
+                                    "  gen_percent_of_bandwidth  gen_gb_per_s as a percentage of the bandwidth\n"
+                                    "                            measured at the start: reads on a CPU; copies on a\n"
+                                    "                            GPU, with both directions counted\n"
+                                    "\n"
+                                    "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
+                                    "table of the kernels at depth 0; it needs a single GPU.\n";
 
-static const char synth_details[] =
-    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3, qwen3.5-35b-a3b,\n"
-    "qwen3.5-122b-a10b or qwen3.5-397b-a17b. Options may follow a colon:\n"
-    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16). Feed-forward weights\n"
-    "are NVFP4, norms and routers F32, and the backbone is everything else.\n"
-    "\n"
-    "With -m FILE the model is written to FILE, which must not exist, before it is used. On a GPU these\n"
-    "weights take no host memory: a few random rows are packed again and again.\n"
-    "\n"
-    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and feed-forward columns are\n"
-    "divided by 4, the vocabulary stays whole.\n";
+static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3,\n"
+                                    "qwen3.5-35b-a3b, qwen3.5-122b-a10b or qwen3.5-397b-a17b. Options may follow a\n"
+                                    "colon: NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+                                    "Feed-forward weights are NVFP4, norms and routers F32, and the backbone is\n"
+                                    "everything else.\n"
+                                    "\n"
+                                    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
+                                    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
+                                    "again and again.\n"
+                                    "\n"
+                                    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
+                                    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
 
 #define AT(field)               offsetof(struct settings, field)
 #define IS_FLAG(field)          .type = OPT_FLAG, .offset = AT(field)
@@ -11566,87 +11589,192 @@ static const char synth_details[] =
 
 static const struct option options[] = {
     {.help = "Model and prompt"},
-    {"model", 'm', IS_STR(model), .arg = "FILE", .help = "GGUF file; any part of a split one (default: $MOE_MODEL)"},
-    {"prompt", 'p', IS_STR(prompt), .arg = "TEXT",
-     .help = "answer TEXT and exit; piped stdin comes first, then a blank line"},
-    {"file", 'f', IS_STR(prompt_file), .arg = "FILE", .help = "like -p, with the text of FILE"},
-    {"system", 's', IS_STR(system), .arg = "TEXT", .help = "system message (default: none)"},
-    {"system-file", IS_STR(system_file), .arg = "FILE", .help = "system message from FILE"},
+    {"model", "-m", IS_STR(model), .arg = "FILE", .help = "GGUF file, any part of a split one (or $MOE_MODEL)"},
+    {"prompt", "-p", IS_STR(prompt), .arg = "TEXT", .help = "answer TEXT and exit; piped stdin comes before it"},
+    {"file", "-f", IS_STR(prompt_file), .arg = "FILE", .help = "like -p, with the prompt read from FILE (-: stdin)"},
+    {"system", "-sys|--system-prompt", IS_STR(system), .arg = "TEXT", .help = "system message (default: none)"},
+    {"system-file", "--system-prompt-file|-sysf", IS_STR(system_file), .arg = "FILE",
+     .help = "system message read from FILE"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
-    {"raw", IS_FLAG(raw), .help = "no chat template: continue the text and print it verbatim"},
-    {"ids", IS_STR(ids), .arg = "1,2,3", .help = "use these token ids as the prompt; stdin is not read"},
-    {"special", IS_FLAG(special), .help = "with --raw or --tokenize: recognize control tokens in the text"},
-    {"chat-template-file", IS_STR(template_file), .arg = "FILE", .help = "Jinja template in place of the model's"},
-    {.help = "Answer (sampling defaults come from the model file where it has them)"},
-    {"predict", 'n', IS_INT(n_predict, -1, INT32_MAX), .arg = "N", .in_chat = true,
-     .help = "generate at most N tokens (default: -1, until the model stops)"},
-    {"think", IS_CHOICE(think, think_names), .arg = "MODE", .in_chat = true,
+    {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
+    {"escape", "-e", IS_FLAG(escape), .rare = true, .help = "process \\n, \\t, \\\\ and \\xHH in the text of -p"},
+    {"ids", IS_STR(ids), .rare = true, .arg = "1,2,3", .help = "use these token ids as the prompt; stdin is not read"},
+    {"special", IS_FLAG(special), .rare = true,
+     .help = "with --raw or --tokenize: recognize control tokens such as <|im_end|> in the text"},
+    {"chat-template-file", IS_STR(template_file), .rare = true, .arg = "FILE",
+     .help = "Jinja template in place of the model's"},
+    {.help = "Answer (sampling: the model file's own defaults win)"},
+    {"predict", "-n|--n-predict", IS_INT(n_predict, -1, INT32_MAX), .arg = "N", .in_chat = true,
+     .help = "at most N tokens (default: -1, until the model stops)"},
+    {"think", "--reasoning|--reasoning-effort|-rea", IS_CHOICE(think, think_names), .arg = "MODE", .in_chat = true,
      .help = "how hard to think (default: auto)"},
     {"show-think", IS_CHOICE(show_think, show_think_names), .arg = "MODE", .in_chat = true,
-     .help = "print the thinking (default: auto, on a terminal)"},
-    {"greedy", IS_FLAG(greedy), .in_chat = true, .help = "always take the most likely token"},
-    {"temp", IS_NUM(temp, 0, 100), .arg = "T", .in_chat = true, .help = "temperature (default: 0.7; 0 is greedy)"},
+     .help = "print the thinking (auto: on a terminal)"},
+    {"greedy", IS_FLAG(greedy), .in_chat = true, .help = "always take the most likely token, until --temp is set"},
+    {"temp", "--temperature", IS_NUM(temp, 0, 100), .arg = "T", .in_chat = true,
+     .help = "temperature (default: 0.7; 0: greedy)"},
     {"top-k", IS_INT(top_k, 0, INT32_MAX), .arg = "K", .in_chat = true,
-     .help = "sample from the K most likely tokens (default: 40; 0: all)"},
+     .help = "sample from the K most likely tokens (default: 40)"},
     {"top-p", IS_NUM(top_p, 0, 1), .arg = "P", .in_chat = true,
-     .help = "sample from the likeliest tokens that add up to P (default: 0.95)"},
+     .help = "sample from the most likely tokens whose probabilities add up to P (default: 0.95)"},
     {"min-p", IS_NUM(min_p, 0, 1), .arg = "P", .in_chat = true,
-     .help = "drop tokens below P times the best (default: 0; pruned models 0.05)"},
+     .help = "drop tokens less likely than P times the likeliest (default: 0; pruned models 0.05)"},
     {"repeat-penalty", IS_NUM(repeat_penalty, 0.1, 10), .arg = "R", .in_chat = true,
-     .help = "penalty on the last 64 tokens (default: 1; pruned models 1.1)"},
-    {"seed", IS_INT(seed, -1, INT32_MAX), .arg = "N", .in_chat = true,
-     .help = "seed of the sampler (default: -1, from the clock)"},
+     .help = "penalize tokens seen in the last 64 (default: 1, off; pruned models 1.1)"},
+    {"seed", "-s", IS_INT(seed, -1, INT32_MAX), .arg = "N", .in_chat = true,
+     .help = "random seed (default: -1, taken from the clock)"},
     {.help = "Machine"},
-    {"ctx", 'c', IS_INT(n_ctx, 0, 1 << 28), .arg = "N",
-     .help = "tokens of context (default: 0, the model's, or what memory allows)"},
-    {"threads", 't', IS_INT(threads, 0, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
-    {"kv", IS_CHOICE(kv, kv_names), .arg = "TYPE", .help = "KV cache (default: fp8 on a GPU, bf16 on the CPU)"},
+    {"ctx", "-c|--ctx-size", IS_INT(n_ctx, 0, 1 << 28), .arg = "N",
+     .help = "tokens of context (default: 0, as trained or what fits)"},
+    {"threads", "-t", IS_INT(threads, -1, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
+    {"kv", "--cache-type-k|--cache-type-v|-ctk|-ctv", IS_CHOICE(kv, kv_names), .arg = "TYPE",
+     .help = "KV cache (default: fp8; on a CPU bf16)"},
     {"cpu", IS_FLAG(cpu), .help = "use no GPU"},
-    {"gpus", IS_STR(gpus), .arg = "0,1", .help = "GPUs to use, by number (default: the first --tp x --pp)"},
-    {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N",
-     .help = "tensor-parallel ranks (default: GPUs of --gpus / --pp, or 1)"},
-    {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N",
-     .help = "pipeline stages (default: 1; --calibrate: one for each of --gpus)"},
-    {"allreduce", IS_CHOICE(allreduce, allreduce_names), .arg = "HOW", .help = "all-reduce of --tp (default: auto)"},
-    {"kv-splits", IS_INT(kv_splits, 0, 384), .arg = "N",
-     .help = "splits of the context in GPU decode, at most (default: 0, automatic)"},
-    {"moe-act", IS_CHOICE(moe_act, moe_act_names), .arg = "TYPE",
-     .help = "expert activations in GPU prefill (default: auto)"},
+    {"gpus", IS_STR(gpus), .arg = "0,1", .help = "GPU numbers (default: the first; without any, the CPU)"},
+    {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N", .help = "GPUs that share every layer (default: all of --gpus)"},
+    {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "pipeline stages that divide the layers (default: 1)"},
     {"vram-reserve", IS_INT(vram_reserve, 0, 1 << 20), .arg = "MIB", .help = "GPU memory to leave free (default: 256)"},
-    {"cpu-ref", IS_FLAG(cpu_ref), .help = "scalar reference arithmetic on the CPU: exact, slow"},
-    {.help = "Instead of answering (details: moe --bench --help, for example)"},
+    {"allreduce", IS_CHOICE(allreduce, allreduce_names), .rare = true, .arg = "HOW",
+     .help = "how the GPUs' partial results are summed (default: auto)"},
+    {"kv-splits", IS_INT(kv_splits, 0, 384), .rare = true, .arg = "N",
+     .help = "at most N parallel parts of the context when decoding on a GPU (default: 0, automatic)"},
+    {"moe-act", IS_CHOICE(moe_act, moe_act_names), .rare = true, .arg = "TYPE",
+     .help = "expert activations in GPU prefill (default: auto)"},
+    {"cpu-ref", IS_FLAG(cpu_ref), .rare = true, .help = "scalar reference arithmetic on the CPU: exact, slow"},
+    {"list-devices", IS_FLAG(list_devices), .help = "list the GPUs and exit"},
+    {.help = "Other modes (details: moe --bench --help, for example)"},
     {"info", IS_FLAG(info), .help = "describe the model file"},
-    {"plan", IS_FLAG(plan), .help = "does a model fit, and how fast can it be? exit 0 if it fits",
-     .details = plan_details},
-    {"doctor", IS_FLAG(doctor), .help = "why this machine is slow or fails; with -m, check the model too",
-     .details = doctor_details},
+    {"plan", IS_FLAG(plan), .help = "will the model fit, and how fast can it run?", .details = plan_details},
+    {"doctor", IS_FLAG(doctor), .help = "diagnose this machine; with -m, the model too", .details = doctor_details},
     {"json", IS_FLAG(json), .of = "plan|doctor", .help = "print one JSON object, sizes in bytes"},
     {"tokenize", IS_FLAG(tokenize), .help = "print the token ids of stdin on one line"},
-    {"render", IS_FLAG(render), .help = "print the chat template rendered with the JSON object on stdin"},
-    {"logits", IS_STR(logits), .arg = "FILE.npy", .help = "write the logits of every position of the prompt"},
-    {"perplexity", IS_STR(perplexity), .arg = "FILE", .help = "perplexity of a text, with its standard error"},
-    {"calibrate", IS_FILES(calibrate), .arg = "FILES...",
-     .help = "record what experts do for texts or chats, to -o, for moe-reap", .details = calibrate_details},
-    {"output", 'o', IS_STR(output), .arg = "FILE.json", .of = "calibrate",
+    {"render", IS_FLAG(render), .rare = true, .help = "render the chat template with the JSON object on stdin"},
+    {"logits", IS_STR(logits), .rare = true, .arg = "FILE.npy",
+     .help = "write the logits of every position of the prompt"},
+    {"perplexity", IS_STR(perplexity), .arg = "FILE", .help = "perplexity of a text file, with its standard error"},
+    {"calibrate", IS_FILES(calibrate), .arg = "FILES",
+     .help = "record expert statistics into -o, for moe-reap; resumes", .details = calibrate_details},
+    {"output", "-o|--output-file", IS_STR(output), .arg = "FILE.json", .of = "calibrate",
      .help = "score file; an existing one is added to"},
     {"activations", IS_STR(activations), .arg = "FILE.gguf", .of = "calibrate",
      .help = "also record activations, for moe-convert; give it on every run"},
-    {"compare", IS_FILES(compare), .arg = "A B TEXT", .help = "how far the predictions of model B are from those of A",
+    {"compare", IS_FILES(compare), .arg = "A B TEXT", .help = "compare the predictions of two models on TEXT",
      .details = compare_details},
     {"needle", IS_INT(needle, 64, 1 << 28), .arg = "N", .help = "find a fact in N tokens of prose; exit 0 if found",
      .details = needle_details},
     {"depth", IS_INT(depth, 0, 100), .arg = "PERCENT", .of = "needle", .help = "where the fact stands (default: 50)"},
     {"haystack", IS_STR(haystack), .arg = "FILE", .of = "needle", .help = "the prose (default: the shipped stories)"},
     {"smoke", IS_FLAG(smoke), .help = "three quick tests of the model; exit 0 if all pass"},
-    {"bench", IS_FLAG(bench), .help = "prefill and decode speed at several depths, CSV on stdout",
-     .details = bench_details},
-    {"profile", IS_FLAG(profile), .of = "bench", .help = "on a GPU: add the time of every kernel"},
-    {"synth", IS_STR(synth), .arg = "NAME", .help = "synthetic weights in a known shape, in place of -m",
+    {"bench", IS_FLAG(bench), .help = "prefill and decode speed at several depths, as CSV", .details = bench_details},
+    {"profile", IS_FLAG(profile), .of = "bench", .help = "on a GPU: also print each kernel's time"},
+    {"synth", IS_STR(synth), .arg = "NAME", .help = "random weights in a known shape, in place of -m",
      .details = synth_details},
     {"shard", IS_STR(shard), .arg = "R/N", .of = "synth", .help = "only what GPU R of N would hold"},
-    {"verbose", IS_FLAG(verbose), .help = "print more on stderr"},
+    {.help = "Messages"},
+    {"quiet", "-q|--log-disable", IS_FLAG(quiet), .in_chat = true, .help = "no banner, no statistics, no notes"},
+    {"verbose", "-v|--log-verbose", IS_FLAG(verbose), .help = "print more on stderr"},
+    {"color", "-co", IS_CHOICE(color, color_names), .rare = true, .arg = "WHEN",
+     .help = "color (default: auto, on a terminal)"},
+    {"simple-io", IS_FLAG(simple_io), .rare = true, .help = "no line editor, no color, as with TERM=dumb"},
     {"version", IS_FLAG(version), .help = "version, and what this build can use"},
-    {"help", 'h', IS_FLAG(help), .help = "this text"},
+    {"help", "-h|--usage", IS_FLAG(help), .help = "this text; --help all: every option"},
+};
+
+/* Names of llama.cpp that are no options here. They are accepted and ignored, refused, or stand for an option. */
+struct foreign {
+    const char *names; /* patterns of fnmatch, separated by blanks; = at the end: it takes a value; ~: on|off|auto may
+                          follow */
+    const char *value; /* the row applies to these values, separated by |; NULL: to all */
+    const char *as;    /* the option that it stands for; NULL: none */
+    bool refused;      /* else ignored; for rows without `as` */
+    const char *why;
+};
+
+#define REFUSE .refused = true, .why
+#define IGNORE .why
+
+static const struct foreign foreigners[] = {
+    {"-ngl= --gpu-layers= --n-gpu-layers=", "0", .as = "--cpu"},
+    {"-ngl= --gpu-layers= --n-gpu-layers=", IGNORE = "all layers run on the GPUs, or with --cpu on the CPU"},
+    {"-dev= --device=", "none", .as = "--cpu"},
+    {"-dev= --device= -mg --main-gpu", REFUSE = "choose GPUs with --gpus 0,1; --list-devices lists them"},
+    {"--reasoning-budget=", "0", .as = "--think=off"},
+    {"--reasoning-budget=", "-1", IGNORE = "thinking has no limit but -n"},
+    {"--reasoning-budget --reasoning-budget-message", REFUSE = "thinking has no budget of its own; use --think or -n"},
+    {"--reasoning-format=", IGNORE = "--show-think says whether the thinking is printed"},
+    {"--reasoning-preserve --chat-template-kwargs", REFUSE = "the only template argument is --think"},
+    {"--no-reasoning-preserve", IGNORE = "the chat template decides which thinking stays"},
+    {"-cnv --conversation -i --interactive -if --interactive-first -ins --instruct",
+     IGNORE = "without a prompt a terminal opens a chat"},
+    {"-st --single-turn", IGNORE = "-p, -f and piped stdin are answered once"},
+    {"-mli --multiline-input", IGNORE = "Ctrl-J or \\ before Enter begins a new line"},
+    {"--jinja --no-jinja --skip-chat-parsing --no-skip-chat-parsing",
+     IGNORE = "the model's own Jinja template is always used"},
+    {"--chat-template --chatml -cml --in-prefix --in-prefix-bos --in-suffix",
+     REFUSE = "messages are framed by the template; another one is given with --chat-template-file"},
+    {"-fa~ --flash-attn~", IGNORE = "attention never stores its scores"},
+    {"-b= --batch-size= -ub= --ubatch-size=", IGNORE = "the chunks of prefill have a fixed size"},
+    {"-tb= --threads-batch=", IGNORE = "-t is for prefill and decode"},
+    {"-C= --cpu-mask= -Cr= --cpu-range= --cpu-strict= --prio= --poll= -Cb= --cpu-mask-batch= -Crb= --cpu-range-batch= "
+     "--cpu-strict-batch= --prio-batch= --poll-batch= --numa=",
+     IGNORE = "use taskset, nice or numactl"},
+    {"--no-display-prompt --display-prompt --verbose-prompt -ptc= --print-token-count=",
+     IGNORE = "stdout carries the answer only; --tokenize prints the tokens of a text"},
+    {"-sp", IGNORE = "control tokens are printed with --raw only"},
+    {"--warmup --no-warmup", IGNORE = "nothing is warmed up"},
+    {"--no-context-shift --keep=", IGNORE = "the context is never shifted"},
+    {"--context-shift", REFUSE = "the context is never shifted: an answer ends where it is full"},
+    {"--swa-full -ctxcp= --ctx-checkpoints= --swa-checkpoints= -cram= --cache-ram= -dt= --defrag-thold= -kvo "
+     "--kv-offload "
+     "--op-offload --no-op-offload --repack -nr --no-repack --no-host -lzm= --lazy-mode= -bs --backend-sampling",
+     IGNORE = "moe has one way of keeping weights and cache"},
+    {"-nkvo --no-kv-offload", REFUSE = "the cache is where the layers are"},
+    {"--perf --no-perf --show-timings --no-show-timings", IGNORE = "--quiet hides the statistics"},
+    {"--log-colors~ --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl --no-log-jsonl -lv= "
+     "--verbosity= --log-verbosity=",
+     IGNORE = "there is no log; --verbose prints more, --quiet less"},
+    {"--log-file --log-prompts-dir", REFUSE = "there is no log; 2>FILE keeps the messages"},
+    {"--offline", IGNORE = "moe never uses the network"},
+    {"--no-escape", IGNORE = "escapes are processed with -e only"},
+    {"-fit~ --fit~", IGNORE = "-c 0, the default, fits the context into the memory"},
+    {"-fitt --fit-target -fitc --fit-ctx", REFUSE = "use --vram-reserve MIB and -c N"},
+    {"-np= --parallel=", "1", IGNORE = "there is one conversation at a time"},
+    {"-np --parallel", REFUSE = "there is one conversation at a time"},
+    {"--check-tensors", IGNORE = "--smoke and --doctor check a model"},
+    {"-lm= --load-mode=", "auto|mmap", IGNORE = "model files are mapped"},
+    {"--mmap", IGNORE = "model files are mapped"},
+    {"-lm --load-mode --no-mmap --mlock -dio --direct-io",
+     REFUSE = "model files are mapped, and the system caches them"},
+    {"--no-mmproj --no-mmproj-auto --mmproj-auto --mmproj-offload --no-mmproj-offload", IGNORE = "there are no images"},
+    {"-mm --mmproj* -mmu -mmdev --image* --audio --video*", REFUSE = "images, audio and video are not supported"},
+    {"--presence-penalty= --frequency-penalty= --mirostat= --xtc-probability= --dry-multiplier= --dynatemp-range=",
+     "0|0.0|0.00", IGNORE = "that is off anyway"},
+    {"--typical= --typical-p=", "1|1.0", IGNORE = "that is off anyway"},
+    {"--repeat-last-n=", "64", IGNORE = "the repeat penalty covers the last 64 tokens"},
+    {"--repeat-last-n", REFUSE = "the repeat penalty covers the last 64 tokens"},
+    {"--presence-penalty --frequency-penalty --mirostat* --xtc-* --dry-* --dynatemp-* --typical --typical-p "
+     "--top-nsigma "
+     "--top-n-sigma --adaptive-* -l --logit-bias --samplers --sampler-seq --sampling-seq",
+     REFUSE = "not supported; the samplers are --repeat-penalty, --top-k, --top-p, --min-p, --temp, in this order"},
+    {"--ignore-eos -r --reverse-prompt", REFUSE = "not supported; an answer ends where the model ends it, or with -n"},
+    {"--grammar --grammar-file -j --json-schema -jf --json-schema-file", REFUSE = "grammars are not supported"},
+    {"--lora* --control-vector*", REFUSE = "adapters are not supported; merge them before converting"},
+    {"-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn",
+     REFUSE = "experts cannot stay in host memory beside a GPU; --plan says what fits"},
+    {"-sm --split-mode -ts --tensor-split", REFUSE = "use --tp N to share every layer, or --pp N to divide the layers"},
+    {"--override-kv --rope-* --yarn-* -gan --grp-attn-n -gaw --grp-attn-w",
+     REFUSE = "the metadata of the model file cannot be changed"},
+    {"--rpc", REFUSE = "several machines are not supported"},
+    {"--server-base", REFUSE = "there is no server"},
+    {"--prompt-cache --prompt-cache-all --prompt-cache-ro",
+     REFUSE = "/save and /load keep a conversation with its cache"},
+    {"-bf --binary-file", REFUSE = "a prompt is UTF-8 text: use -f"},
+    {"-md --model-draft -td -tbd -Cd -Crd -Cbd -hfd -hfrd --hf-repo-draft -ctkd -ctvd -otd -cmoed -ncmoed -devd -ngld "
+     "--*-draft --draft* --spec-* --no-spec-*",
+     REFUSE = "speculative decoding is not supported"},
+    {"-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list --*-default",
+     REFUSE = "moe does not download: hf download ORG/NAME --local-dir DIR, then moe-convert DIR -o X.gguf"},
+    {"--completion-bash", REFUSE = "not supported"},
 };
 
 enum { N_OPTIONS = sizeof options / sizeof *options };
@@ -11690,6 +11818,16 @@ static void settings_free(struct settings *s) {
     }
 }
 
+/* Whether one of the names in `list`, separated by |, is `name`. */
+static bool list_has(const char *list, const char *name) {
+    const size_t n = strlen(name);
+    for (const char *p = list; p; p = strchr(p, '|')) {
+        p += *p == '|';
+        if (!strncmp(p, name, n) && (p[n] == '|' || !p[n])) return true;
+    }
+    return false;
+}
+
 /* The option of this name; NULL: there is none. */
 static const struct option *option_find(const char *name) {
     for (int i = 0; i < N_OPTIONS; i++)
@@ -11697,10 +11835,11 @@ static const struct option *option_find(const char *name) {
     return NULL;
 }
 
-static const struct option *option_by_letter(char letter) {
+/* The option that an argument names, such as -c, --ctx or --ctx-size. */
+static const struct option *option_by_argument(const char *name) {
     for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].letter == letter) return &options[i];
-    return NULL;
+        if (options[i].also && list_has(options[i].also, name)) return &options[i];
+    return strncmp(name, "--", 2) ? NULL : option_find(name + 2);
 }
 
 /* Whether a mode was asked for; for options whose unset value is zero. */
@@ -11719,44 +11858,47 @@ static const char *option_choices(const struct option *o, char out[64]) {
 }
 
 /* Stores a number that is in range. 0, or -1 with a message. */
-static int option_store_number(void *at, const struct option *o, const char *value, char *err) {
+static int option_store_number(void *at, const struct option *o, const char *typed, const char *value, char *err) {
     const bool whole = o->type == OPT_INT;
     char *end;
     errno = 0;
     const double v = whole ? (double)strtoll(value, &end, 10) : strtod(value, &end);
-    if (end == value || *end || errno || !(v >= o->lo && v <= o->hi))
-        return fail(err, "--%s %s: expected %s from %.10g to %.10g", o->name, value,
-                    whole ? "a whole number" : "a number", o->lo, o->hi);
+    if (end == value || *end || errno || value[strspn(value, "+-.0123456789eE")] || !(v >= o->lo && v <= o->hi))
+        return fail(err, "%s: expected %s from %.10g to %.10g", typed, whole ? "a whole number" : "a number", o->lo,
+                    o->hi);
     if (whole) *(int *)at = (int)v;
     else *(double *)at = v;
     return 0;
 }
 
 /* Stores the index of a choice. 0, or -1 with a message. */
-static int option_store_choice(void *at, const struct option *o, const char *value, char *err) {
+static int option_store_choice(void *at, const struct option *o, const char *typed, const char *value, char *err) {
     char names[64];
     for (int i = 0; o->choices[i]; i++)
         if (!strcmp(o->choices[i], value)) {
             *(int *)at = i;
             return 0;
         }
-    return fail(err, "--%s %s: expected %s", o->name, value, option_choices(o, names));
+    return fail(err, "%s: expected %s", typed, option_choices(o, names));
 }
 
-/* Parses and stores one value; a flag's is on or off. 0, or -1 with a message. */
-static int option_store(struct settings *s, const struct option *o, const char *value, char *err) {
+/* Parses and stores one value; a flag's is on or off. typed: the option with its value, as the user gave them. 0, or -1
+ * with a message. */
+static int option_store(struct settings *s, const struct option *o, const char *typed, const char *value, char *err) {
     void *at = option_at(s, o);
     const bool is_file = o->type == OPT_FILES || (o->type == OPT_STR && !strncmp(o->arg, "FILE", 4));
-    if (is_file && !*value) return fail(err, "--%s wants the name of a file", o->name);
+    if (is_file && !*value) return fail(err, "--%s needs the name of a file", o->name);
     switch (o->type) {
     case OPT_FLAG:
-        if (strcmp(value, "on") && strcmp(value, "off"))
-            return fail(err, "--%s is on or off, not '%s'", o->name, value);
+        if (strcmp(value, "on") && strcmp(value, "off")) return fail(err, "%s: expected on|off", typed);
         *(bool *)at = !strcmp(value, "on");
         return 0;
-    case OPT_INT:
-    case OPT_NUM: return option_store_number(at, o, value, err);
-    case OPT_CHOICE: return option_store_choice(at, o, value, err);
+    case OPT_INT: return option_store_number(at, o, typed, value, err);
+    case OPT_NUM:
+        if (option_store_number(at, o, typed, value, err)) return -1;
+        if (at == &s->temp && s->temp > 0) s->greedy = false; /* the last one of both counts */
+        return 0;
+    case OPT_CHOICE: return option_store_choice(at, o, typed, value, err);
     case OPT_FILES: arrput(*(char ***)at, xstrdup(value)); return 0;
     case OPT_STR: break;
     }
@@ -11768,9 +11910,11 @@ static int option_store(struct settings *s, const struct option *o, const char *
 /* /set: stores a value if the option may change during a chat. */
 static int option_set(struct settings *s, const char *name, const char *value, char *err) {
     const struct option *o = option_find(name);
+    char typed[128];
     if (!o) return fail(err, "there is no option '%s'; /set lists them", name);
     if (!o->in_chat) return fail(err, "--%s can only be given at start", name);
-    return option_store(s, o, value, err);
+    snprintf(typed, sizeof typed, "%s %s", name, value);
+    return option_store(s, o, typed, value, err);
 }
 
 /* Prints a value as the command line takes it; nothing if it is unset. */
@@ -11807,34 +11951,46 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
     }
 }
 
-/* One line of --help. */
-static void option_help_line(const struct option *o, FILE *f) {
-    char left[64], choices[64];
-    int n = o->letter ? snprintf(left, sizeof left, "-%c, --%s", o->letter, o->name)
-                      : snprintf(left, sizeof left, "    --%s", o->name);
-    if (o->arg) snprintf(left + n, sizeof left - (size_t)n, " %s", o->arg);
-    fprintf(f, "  %-29s %s%s%s\n", left, o->choices ? option_choices(o, choices) : "", o->choices ? ": " : "", o->help);
-}
+enum { HELP_INDENT = 25, HELP_COLUMNS = 80 };
 
-/* Whether one of the names in `list`, separated by |, is `name`. */
-static bool list_has(const char *list, const char *name) {
-    const size_t n = strlen(name);
-    for (const char *p = list; p; p = strchr(p, '|')) {
-        p += *p == '|';
-        if (!strncmp(p, name, n) && (p[n] == '|' || !p[n])) return true;
+/* The lines of an option in --help: its names and value, then the help, whose words are wrapped. all: tells the other
+ * names too, and the modes that it belongs to. */
+static void option_help_line(const struct option *o, bool all, FILE *f) {
+    char *text = NULL, choices[64];
+    const char *more = o->also;
+    int at = 0;
+    if (more && more[1] != '-') {
+        const int n = (int)strcspn(more, "|");
+        at = fprintf(f, "  %.*s, --%s", n, more, o->name);
+        more = more[n] ? more + n + 1 : NULL;
+    } else at = fprintf(f, "      --%s", o->name);
+    if (o->arg) at += fprintf(f, " %s", o->arg);
+    if (o->choices) sb_printf(&text, "%s: ", option_choices(o, choices));
+    sb_puts(&text, o->help);
+    if (all && o->of) sb_printf(&text, " (with: %s)", o->of);
+    if (all && more) sb_printf(&text, " (also: %s)", more);
+    for (const char *p = sb_cstr(&text); *p;) {
+        const int n = (int)strcspn(p, " ");
+        const bool full = at >= HELP_INDENT && (p == text || at + 1 + n > HELP_COLUMNS);
+        if (full) at = fprintf(f, "\n%*s", HELP_INDENT, "") - 1;
+        else at += fprintf(f, "%*s", at < HELP_INDENT ? HELP_INDENT - at : 1, "");
+        at += fprintf(f, "%.*s", n, p);
+        p += n + (p[n] == ' ');
     }
-    return false;
+    putc('\n', f);
+    arrfree(text);
 }
 
 /* --NAME --help: the option, those that belong to it, and its details. */
 static void option_details(const struct option *o, FILE *f) {
-    option_help_line(o, f);
+    option_help_line(o, false, f);
     for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].of && list_has(options[i].of, o->name)) option_help_line(&options[i], f);
+        if (options[i].of && list_has(options[i].of, o->name)) option_help_line(&options[i], false, f);
     fprintf(f, "\n%s", o->details);
 }
 
-/* --help: the details of the modes that are given too; else all options but those that belong to a mode. */
+/* --help: the details of the modes that are given too; else the options that most people need, or with `all` every
+ * one. */
 static void options_help(const struct settings *s, FILE *f) {
     int detailed = 0;
     for (int i = 0; i < N_OPTIONS; i++) {
@@ -11845,53 +12001,159 @@ static void options_help(const struct settings *s, FILE *f) {
     }
     if (detailed) return;
     fputs("moe - chat with mixture-of-experts models on your own machine\n"
-          "  moe -m MODEL.gguf [options]          chat; if stdin is not a terminal, answer the prompt on it\n"
+          "  moe -m MODEL.gguf [options]          chat, or answer the prompt on piped stdin\n"
           "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n",
           f);
     for (int i = 0; i < N_OPTIONS; i++)
         if (!options[i].name) fprintf(f, "\n%s\n", options[i].help);
-        else if (!options[i].of) option_help_line(&options[i], f);
-    fputs("Exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted. stdout: results, stderr: remarks.\n", f);
+        else if (s->help_all || (!options[i].rare && !options[i].of)) option_help_line(&options[i], s->help_all, f);
+    fputs("Exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted.\n", f);
 }
 
-/* Reads the command line; wrong usage ends the program. */
-static void options_parse(struct settings *s, int argc, char **argv) {
-    char err[ERR_MAX], name[64];
-    for (int i = 1; i < argc; i++) {
-        const char *a = argv[i], *value = NULL;
-        const struct option *o = NULL;
-        if (a[0] != '-' || !a[1]) die_usage("'%s' is not an option; give a prompt with -p (see --help)", a);
-        if (a[1] == '-') {
-            const char *eq = strchr(a, '=');
-            snprintf(name, sizeof name, "%.*s", eq ? (int)(eq - a - 2) : 60, a + 2);
-            o = option_find(name);
-            value = eq ? eq + 1 : NULL;
-        } else {
-            o = option_by_letter(a[1]);
-            if (a[2]) value = a + 2;
-            if (value && o && o->type == OPT_FLAG) { /* -hx is -h -x */
-                value = NULL;
-                argv[i]++;
-                argv[i][0] = '-';
-                i--;
-            }
-        }
-        if (!o) die_usage("unknown option '%s' (see --help)", a);
-        if (o->type == OPT_FLAG && !value) value = "on";
-        else if (!value && i + 1 < argc) value = argv[++i];
-        if (!value) die_usage("option '%s' wants a value: %s", a, o->choices ? option_choices(o, name) : o->arg);
-        if (o->details && (!strcmp(value, "--help") || !strcmp(value, "-h"))) {
-            s->help = true;
-            s->help_about = o;
-            continue;
-        }
-        if (option_store(s, o, value, err)) die_usage("%s", err);
-        while (o->type == OPT_FILES && i + 1 < argc && argv[i + 1][0] != '-')
-            if (option_store(s, o, argv[++i], err)) die_usage("%s", err);
+/* Copies the name of an argument such as --NAME=VALUE or -c, with the dashes; an underscore counts as a dash. Returns
+ * the value; NULL: there is none. */
+static const char *argument_split(const char *a, char name[64]) {
+    const bool is_long = a[0] == '-' && a[1] == '-';
+    const char *eq = is_long ? strchr(a, '=') : NULL;
+    snprintf(name, 64, "%.*s", eq ? (int)(eq - a) : 63, a);
+    for (char *p = name; is_long && *p; p++)
+        if (*p == '_') *p = '-';
+    return eq ? eq + 1 : NULL;
+}
+
+/* Whether one of the patterns matches; *takes becomes what stands behind it: '=', '~' or 0. */
+static bool foreign_matches(const char *patterns, const char *name, char *takes) {
+    char one[64];
+    for (const char *p = patterns; *p; p += *p == ' ') {
+        const size_t n = strcspn(p, " ");
+        *takes = strchr("=~", p[n - 1]) ? p[n - 1] : 0;
+        snprintf(one, sizeof one, "%.*s", (int)n - (*takes != 0), p);
+        if (!fnmatch(one, name, 0)) return true;
+        p += n;
     }
+    return false;
+}
+
+/* The row for a foreign option and its value, which may be NULL; NULL: there is none. *takes: as in foreign_matches. */
+static const struct foreign *foreign_find(const char *name, const char *value, char *takes) {
+    for (size_t i = 0; i < sizeof foreigners / sizeof *foreigners; i++) {
+        const struct foreign *f = &foreigners[i];
+        if (f->value && !(value && list_has(f->value, value))) continue;
+        if (foreign_matches(f->names, name, takes)) return f;
+    }
+    return NULL;
+}
+
+/* An argument that is no option: a model. */
+static void positional_parse(struct settings *s, const char *a) {
+    const char *dot = strrchr(a, '.');
+    struct stat st;
+    const bool there = !stat(a, &st), file = there && S_ISREG(st.st_mode) && dot && !strcmp(dot, ".gguf");
+    if (!file && !(there && S_ISDIR(st.st_mode)))
+        die_usage("unexpected argument '%s': use -p for a prompt, -m for a model", a);
+    if (s->model) die_usage("unexpected argument '%s': the model is '%s'", a, s->model);
+    s->model = xstrdup(a);
+}
+
+/* Reads one option and its values, or a model; wrong usage ends the program. Appends a malloc'ed note for what is
+ * ignored. Returns the number of arguments behind the first that it has taken. */
+static int option_parse(struct settings *s, int argc, char **argv, char ***notes) {
+    char err[ERR_MAX], name[64], takes = 0, *text = NULL;
+    const char *a = argv[0], *next = argc > 1 ? argv[1] : NULL;
+    int taken = 0;
+    if (a[0] != '-' || !a[1]) {
+        positional_parse(s, a);
+        return 0;
+    }
+    const char *value = argument_split(a, name);
+    const struct option *o = option_by_argument(name);
+    const struct foreign *f = o ? NULL : foreign_find(name, value ? value : next, &takes);
+    if (f) {
+        if (f->refused) die_usage("%s: %s", a, f->why);
+        if (takes == '=' && !value && !next) die_usage("%s needs a value", a);
+        taken = !value && (takes == '=' || (takes == '~' && next && list_has("on|off|auto|0|1|true|false", next)));
+        if (!f->as) {
+            sb_printf(&text, "%s has no effect: %s", a, f->why);
+            arrput(*notes, xstrdup(sb_cstr(&text)));
+            arrfree(text);
+            return taken;
+        }
+        value = argument_split(f->as, name);
+        o = option_by_argument(name);
+    } else if (!o && a[1] != '-' && isdigit((unsigned char)a[2 + (a[2] == '-')])) { /* a glued number, as in -n16 */
+        o = option_by_argument((char[]){'-', a[1], 0});
+        if (o && o->type == OPT_INT) value = a + 2;
+        else o = NULL;
+    }
+    if (!o) die_usage("unknown option '%s' (see --help)", a);
+    if (o->type == OPT_FLAG && !value) value = "on";
+    else if (!value && next) {
+        value = next;
+        taken = 1;
+    }
+    if (!value) die_usage("%s needs a value: %s", a, o->choices ? option_choices(o, name) : o->arg);
+    if (o->details && (!strcmp(value, "--help") || !strcmp(value, "-h"))) {
+        s->help = true;
+        s->help_about = o;
+        return taken;
+    }
+    if (option_at(s, o) == &s->help && next && !strcmp(next, "all")) {
+        s->help_all = true;
+        taken = 1;
+    }
+    sb_printf(&text, taken ? "%s %s" : "%s", a, next);
+    const int kv = s->kv;
+    if (option_store(s, o, sb_cstr(&text), value, err)) die_usage("%s", err);
+    if (kv >= 0 && s->kv != kv && strcmp(name, "--kv"))
+        die_usage("%s: keys and values have one type, which was given as %s", text, kv_names[kv]);
+    arrfree(text);
+    for (; o->type == OPT_FILES && taken + 1 < argc && argv[taken + 1][0] != '-'; taken++)
+        if (option_store(s, o, a, argv[taken + 1], err)) die_usage("%s", err);
+    return taken;
+}
+
+/* Replaces \n, \t, \r, \\, \" , \' and \xHH in place. */
+static void text_unescape(char *text) {
+    static const char from[] = "ntr\\\"'", to[] = "\n\t\r\\\"'";
+    char *out = text;
+    for (const char *p = text; *p; p++) {
+        const char *k = *p == '\\' && p[1] ? strchr(from, p[1]) : NULL;
+        unsigned byte = 0;
+        if (k) {
+            *out++ = to[k - from];
+            p++;
+        } else if (*p == '\\' && p[1] == 'x' && isxdigit((unsigned char)p[2]) && isxdigit((unsigned char)p[3]) &&
+                   sscanf(p + 2, "%2x", &byte) == 1 && byte) {
+            *out++ = (char)byte;
+            p += 3;
+        } else *out++ = *p;
+    }
+    *out = 0;
+}
+
+/* Reads the command line; wrong usage ends the program. Says what has no effect, unless --quiet. */
+static void options_parse(struct settings *s, int argc, char **argv) {
+    const int processors = omp_get_num_procs();
+    char **notes = NULL;
+    for (int i = 1; i < argc; i++) i += option_parse(s, argc - i, argv + i, &notes);
+    if (s->quiet && s->verbose) die_usage("--quiet and --verbose cannot be combined");
+    for (size_t i = 0; i < arrlenu(notes); i++) {
+        if (!s->quiet) message_print("%s", notes[i]);
+        free(notes[i]);
+    }
+    arrfree(notes);
+    if (s->threads > processors) {
+        if (!s->quiet)
+            message_print("-t %d: this machine has %d processors; using %d", s->threads, processors, processors);
+        s->threads = processors;
+    }
+    if (s->escape && s->prompt) text_unescape(s->prompt);
     /* --synth writes to the file of -m, which must have been meant */
     if (!s->model && !s->synth && !s->compare && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
 }
+
+/* CPU threads: -t, or one per processor. */
+static int settings_threads(const struct settings *s) { return s->threads > 0 ? s->threads : omp_get_num_procs(); }
 
 /* The value of --gpus: a list of device numbers, "0,1", which may repeat a number; or, for --plan, the description of a
  * machine, "4x96" or "4x96@1792": GPUs, GiB of each and, after the @, GB/s that each reads. */
@@ -11906,7 +12168,7 @@ struct gpu_list {
 static struct gpu_list gpus_parse(const char *text) {
     struct gpu_list g = {0};
     if (!text) return g;
-    if (!*text) die_usage("--gpus wants at least one number");
+    if (!*text) die_usage("--gpus needs at least one number");
     if (strchr(text, 'x')) {
         const bool rate = strchr(text, '@');
         int end = 0, got = rate ? sscanf(text, "%1dx%lf@%lf%n", &g.n, &g.gib, &g.gb_per_s, &end)
@@ -12696,7 +12958,7 @@ static struct printer printer_make(const struct chat *c, bool thinking, bool ver
                             .thinking = thinking,
                             .show = show,
                             .verbatim = verbatim,
-                            .mute = c->set->quiet,
+                            .mute = c->set->mute,
                             .wrap.cols = !verbatim && term.out_tty,
                             .ends_line = !verbatim || term.out_tty || c->set->lines,
                             .start = now_seconds()};
@@ -12750,7 +13012,7 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256];
     double use = (double)c->s->n_past / c->s->n_ctx;
     const char *warning = use > 0.95 ? "\033[22;31m" : "\033[22;33m"; /* red, yellow */
-    if (c->set->quiet) return;
+    if (c->set->quiet || c->set->mute) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
         n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)", st->n_generated / st->seconds,
@@ -13800,7 +14062,7 @@ static enum edit_result editor_read(struct editor *e, const char *prompt, const 
 static void editor_init(struct editor *e, const char *history_path) {
     const char *t = getenv("TERM");
     memset(e, 0, sizeof *e);
-    e->screen = term.in_tty && term.out_tty && t && *t && strcmp(t, "dumb");
+    e->screen = term.in_tty && term.out_tty && !term.simple && t && *t && strcmp(t, "dumb");
     wake_open();
     if (!history_path) return;
     e->history_path = xstrdup(history_path);
@@ -14627,7 +14889,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     const struct model *m = p->m;
     struct plan_device *d = &p->device[0];
     struct rank r;
-    int n_threads = set->threads ? set->threads : omp_get_num_procs();
+    int n_threads = settings_threads(set);
     if (set->tp > 1 || set->pp > 1)
         die_usage("--plan shards a model only over GPUs: give --gpus 4x96, or no --tp and --pp");
     p->n_device = 1;
@@ -14913,7 +15175,7 @@ static void upload_progress(double done, double total) {
 /* Whether the session will be on a GPU. On the CPU it is because that was asked for, or because there is no GPU and
  * none was asked for. */
 static bool gpu_wanted(const struct settings *set) {
-    if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
+    if (set->cpu && set->gpus) die_usage("--cpu and --gpus cannot be combined");
     if (set->cpu || set->cpu_ref) return false;
     char err[ERR_MAX];
     /* Loading a kernel may wait for the GPU to be idle, which it is not while the kernel of one rank waits for
@@ -14931,11 +15193,11 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     if (!s->pp) s->pp = s->calibrate && !s->tp && list.n ? list.n : 1; /* scores want whole experts */
     if (!s->tp) s->tp = list.n > s->pp ? list.n / s->pp : 1;
     const int n = s->tp * s->pp;
-    if (s->calibrate && s->tp > 1) die_usage("--calibrate wants whole experts on every rank: --pp instead of --tp");
+    if (s->calibrate && s->tp > 1) die_usage("--calibrate needs whole experts on every rank: use --pp instead of --tp");
     if (n > MAX_RANKS)
-        die_usage("--tp %d with --pp %d are %d ranks, at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
+        die_usage("--tp %d with --pp %d are %d ranks; at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
     if (list.n && list.n != n)
-        die_usage("--gpus %s lists %d GPUs, --tp %d with --pp %d want %d", s->gpus, list.n, s->tp, s->pp, n);
+        die_usage("--gpus %s lists %d GPUs; --tp %d with --pp %d needs %d", s->gpus, list.n, s->tp, s->pp, n);
     if (s->pp > m->n_layer) die_usage("--pp %d: the model has %d layers", s->pp, m->n_layer);
     for (int i = 0; i < n; i++) gpu[i] = list.n ? list.device[i] : i;
 }
@@ -15019,7 +15281,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     if (!gpu)
         session_open_cpu(&e->session, &e->model, set->tp, set->pp,
                          (struct cpu_options){.k = set->cpu_ref ? &kernels_ref : kernels_choose(),
-                                              .n_threads = set->threads ? set->threads : omp_get_num_procs(),
+                                              .n_threads = settings_threads(set),
                                               .n_ctx = choose_context(e),
                                               .kv = settings_kv(set, false),
                                               .stats = set->calibrate != NULL,
@@ -15090,6 +15352,13 @@ static void read_stdin(char **out) {
     die("cannot read stdin: %s", strerror(errno));
 }
 
+/* Appends all of a file, "-": of stdin; ends the program if it cannot be read. */
+static void read_input(const char *path, char **out) {
+    char err[ERR_MAX];
+    if (!strcmp(path, "-")) read_stdin(out);
+    else if (read_file(path, out, err)) die("%s", err);
+}
+
 /* Drops one line break at the end. */
 static void drop_newline(char **text) {
     if (arrlen(*text) && arrlast(*text) == '\n') (void)arrpop(*text);
@@ -15110,15 +15379,15 @@ static bool same_file(const char *a, const char *b) {
 
 /* Joins stdin, -f and -p by blank lines; false when there is none of them. */
 static bool gather_prompt(const struct settings *set, char **out) {
-    char err[ERR_MAX], *file = NULL;
+    char *file = NULL;
     bool any = false;
-    if (!term.in_tty) {
+    if (!term.in_tty && !(set->prompt_file && !strcmp(set->prompt_file, "-"))) {
         read_stdin(out);
         drop_newline(out);
         any = arrlen(*out) > 0;
     }
     if (set->prompt_file) {
-        if (read_file(set->prompt_file, &file, err)) die("%s", err);
+        read_input(set->prompt_file, &file);
         drop_newline(&file);
         if (any) sb_puts(out, "\n\n");
         sb_put(out, file, arrlenu(file));
@@ -15183,7 +15452,7 @@ static int mode_tokenize(struct engine *e) {
     struct gguf g;
     struct vocab v;
     int32_t *ids = NULL;
-    if (!set->model) die_usage("--tokenize wants a model: -m FILE");
+    if (!set->model) die_usage("--tokenize needs a model: -m FILE");
     if (gguf_open(&g, set->model, err, ERR_MAX)) die("%s", err);
     if (vocab_load(&v, &g, err)) die("'%s': %s", set->model, err);
     read_stdin(&text);
@@ -15205,7 +15474,7 @@ static int mode_render(struct engine *e) {
     struct template *t;
     struct text out = {0};
     json_error_t why;
-    if (!set->template_file && !m) die_usage("--render wants a template: --chat-template-file FILE or -m FILE");
+    if (!set->template_file && !m) die_usage("--render needs a template: --chat-template-file FILE or -m FILE");
     if (m) m->vocab = xcalloc(1, sizeof *m->vocab);
     if (m && (gguf_open(&m->gguf, set->model, err, ERR_MAX) || vocab_load(m->vocab, &m->gguf, err))) die("%s", err);
     if (chat_template(&t, set, m, &source, err)) die("%s", err);
@@ -15309,6 +15578,23 @@ static void info_tensors(const struct model *m) {
     printf(", %.1f MiB\n", (double)total / 0x1p20);
 }
 
+/* --list-devices: the GPUs, and the CPU. */
+static int mode_list_devices(struct engine *e) {
+    char err[ERR_MAX];
+    const int n = cuda_device_count(err);
+    if (!n) note("%s", err);
+    for (int i = 0; i < n; i++) {
+        struct gpu_facts f;
+        const char *why = cuda_facts(i, &f, false);
+        if (why) printf("GPU %d: %s\n", i, why);
+        else
+            printf("GPU %d: %s, %.1f GiB, %.1f GiB free\n", i, f.name, (double)f.total / 0x1p30,
+                   (double)f.free / 0x1p30);
+    }
+    printf("CPU: %s, %d threads\n", kernels_choose()->name, settings_threads(e->set));
+    return EXIT_OK;
+}
+
 /* --info: what the file holds. */
 static int mode_info(struct engine *e) {
     const struct model *m = &e->model;
@@ -15370,7 +15656,7 @@ static int mode_logits(struct engine *e) {
     const struct settings *set = e->set;
     char err[ERR_MAX], *text = NULL;
     const bool any = !set->ids && gather_prompt(set, &text);
-    if (!set->ids && !any) die_usage("--logits wants a prompt: stdin, -p, -f or --ids");
+    if (!set->ids && !any) die_usage("--logits needs a prompt: stdin, -p, -f or --ids");
     int32_t *ids = set->ids || set->raw ? raw_ids(e, text, arrlenu(text), err) : chat_ids(e, text, arrlenu(text), err);
     if (!ids) die("%s", err);
     const int code = npy_write(e, ids, (int)arrlen(ids));
@@ -15434,7 +15720,7 @@ static int mode_perplexity(struct engine *e) {
     char err[ERR_MAX], *text = NULL;
     int32_t *ids = NULL;
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary", e->set->model);
-    if (read_file(path, &text, err)) die("%s", err);
+    read_input(path, &text);
     tokenize_all(e->model.vocab, text, arrlenu(text), false, &ids);
     const int n = (int)arrlen(ids), window = int_min(e->session.n_ctx, TEXT_WINDOW);
     if (n < 2) die("'%s' has %d tokens: too short for a perplexity", path, n);
@@ -15472,7 +15758,7 @@ struct answer {
 };
 
 /* Asks in a chat of its own, greedily, without thinking and without a system message. The answer is printed unless
- * settings.quiet. 0, or -1 with a message. */
+ * settings.mute. 0, or -1 with a message. */
 static int ask(struct engine *e, const struct question *q, struct answer *a, char *err) {
     struct settings set = *e->set;
     struct chat c;
@@ -16340,14 +16626,14 @@ static void doctor_gpus(struct doctor *d) {
     for (int i = 0; i < ranks; i++)
         if (d->device[i] >= d->n_gpu)
             doctor_find(d, SEVERITY_ERROR, "numbers begin with 0; give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
-                        "rank %d wants GPU %d, found: %d", i, d->device[i], d->n_gpu);
+                        "rank %d needs GPU %d, found: %d", i, d->device[i], d->n_gpu);
     for (int a = 0; a < n && a < MAX_RANKS; a++)
         for (int b = a + 1; b < n && b < MAX_RANKS && !interrupted; b++) doctor_pair(d, a, b);
 }
 
 static void doctor_host(struct doctor *d) {
     char text[FACT_MAX];
-    const int threads = d->set->threads ? d->set->threads : omp_get_num_procs();
+    const int threads = settings_threads(d->set);
     d->cores = omp_get_num_procs();
     d->load = strtod(fact(text, "/proc/loadavg"), NULL);
     d->limit = cgroup_limit();
@@ -16664,10 +16950,10 @@ static void doctor_model(struct doctor *d, bool gpu) {
 static int doctor_run(struct doctor *d) {
     struct settings *set = d->set;
     struct model any = {.n_layer = MAX_RANKS};
-    if (set->cpu && set->gpus) die_usage("--cpu and --gpus exclude each other");
+    if (set->cpu && set->gpus) die_usage("--cpu and --gpus cannot be combined");
     for (int i = 0; i < MAX_RANKS; i++) d->device[i] = i;
     settings_ranks(set, &any, d->device);
-    set->quiet = true;
+    set->mute = true;
     last_words.run = doctor_dies;
     last_words.arg = d;
     doctor_bus(d);
@@ -16782,7 +17068,7 @@ static int mode_answer(struct engine *e) {
     if (set->ids) return answer_raw(e, NULL, 0);
     if (!gather_prompt(set, &text)) {
         if (!term.in_tty) die_usage("no prompt: stdin is empty");
-        if (set->raw) die_usage("--raw wants a prompt: -p, -f or piped stdin");
+        if (set->raw) die_usage("--raw needs a prompt: -p, -f or piped stdin");
         return answer_chat(e);
     }
     const int code = set->raw ? answer_raw(e, text, arrlenu(text)) : answer_prompt(e, text, arrlenu(text));
@@ -16796,7 +17082,7 @@ static int run_plan(struct engine *e) {
     const struct gpu_list list = gpus_parse(set->gpus);
     const bool described = list.gib > 0;
     char err[ERR_MAX];
-    if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus exclude each other");
+    if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus cannot be combined");
     const bool gpu = described || gpu_wanted(set);
     if (set->synth) synth_load(e, true);
     else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
@@ -16837,6 +17123,7 @@ static const struct mode mode_table[] = {
     {"calibrate", NEEDS_SESSION, .default_ctx = TEXT_WINDOW, .run = mode_calibrate},
     {"compare", NEEDS_NOTHING, .default_ctx = TEXT_WINDOW, .run = mode_compare},
     {"doctor", NEEDS_NOTHING, .run = run_doctor},
+    {"list-devices", NEEDS_NOTHING, .run = mode_list_devices},
     {"lines", NEEDS_SESSION, .run = mode_lines},
     {NULL, NEEDS_SESSION, .prompt = true, .run = mode_answer},
 };
@@ -16854,32 +17141,33 @@ static const struct mode *mode_find(const struct settings *s) {
         const struct mode *m = &mode_table[i];
         if (m->option && !option_given(s, option_find(m->option))) continue;
         if (!m->option && found) continue;
-        if (found) die_usage("--%s and --%s exclude each other", found->option, m->option);
+        if (found) die_usage("--%s and --%s cannot be combined", found->option, m->option);
         found = m;
     }
     for (int i = 0; i < 3; i++)
         if (prompts[i].given && !found->prompt)
-            die_usage("--%s and %s exclude each other", found->option, prompts[i].name);
+            die_usage("--%s and %s cannot be combined", found->option, prompts[i].name);
     for (int i = 0; i < 2; i++)
-        if (prompts[i].given && s->ids) die_usage("%s and --ids exclude each other", prompts[i].name);
+        if (prompts[i].given && s->ids) die_usage("%s and --ids cannot be combined", prompts[i].name);
     return found;
 }
 
 /* Options that cannot be used together, or without another one, end the program instead of being ignored. */
 static void settings_check(const struct settings *s) {
-    if (s->system && s->system_file) die_usage("-s and --system-file exclude each other");
-    if (s->profile && !s->bench) die_usage("--profile wants --bench");
-    if (s->json && !s->plan && !s->doctor) die_usage("--json wants --plan or --doctor");
-    if (s->plan && s->synth && s->model) die_usage("--plan wants -m or --synth, not both");
+    if (s->system && s->system_file) die_usage("--system and --system-file cannot be combined");
+    if (s->profile && !s->bench) die_usage("--profile works only with --bench");
+    if (s->json && !s->plan && !s->doctor) die_usage("--json works only with --plan or --doctor");
+    if (s->plan && s->synth && s->model) die_usage("--plan needs -m or --synth, not both");
     if (gpus_parse(s->gpus).gib > 0 && !s->plan)
         die_usage("--gpus %s describes a machine, which only --plan takes; to run, give numbers of GPUs", s->gpus);
-    if (s->shard && !s->synth) die_usage("--shard works with --synth only");
-    if (!s->calibrate != !s->output) die_usage("--calibrate and -o want each other");
-    if (s->activations && !s->calibrate) die_usage("--activations wants --calibrate");
-    if (s->calibrate && s->synth) die_usage("--calibrate and --synth exclude each other");
+    if (s->shard && !s->synth) die_usage("--shard works only with --synth");
+    if (!s->calibrate != !s->output) die_usage("--calibrate needs -o FILE, and -o works only with --calibrate");
+    if (s->activations && !s->calibrate) die_usage("--activations works only with --calibrate");
+    if (s->calibrate && s->synth) die_usage("--calibrate and --synth cannot be combined");
     if (s->compare && arrlen(s->compare) != 3)
-        die_usage("--compare wants A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));
-    if (s->compare && (s->model || s->synth)) die_usage("--compare takes the place of -m and --synth");
+        die_usage("--compare needs A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));
+    if (s->compare && (s->model || s->synth))
+        die_usage("--compare cannot be combined with -m or --synth: it names both models");
     if (s->logits && s->model && same_file(s->logits, s->model)) die("--logits would replace the model '%s'", s->model);
 }
 
@@ -16887,7 +17175,7 @@ static void settings_check(const struct settings *s) {
 static void settings_read_system(struct settings *s) {
     char err[ERR_MAX], *text = NULL;
     if (!s->system_file) return;
-    if (read_file(s->system_file, &text, err)) die("%s", err);
+    read_input(s->system_file, &text);
     drop_newline(&text);
     if (message_check("the system message", text, arrlenu(text), err)) die("%s", err);
     s->system = xstrndup(text, arrlenu(text));
@@ -16919,6 +17207,14 @@ static int print_version(void) {
     return EXIT_OK;
 }
 
+/* What the settings say of the terminal. */
+static void settings_terminal(const struct settings *s) {
+    if (s->color != COLOR_AUTO || s->simple_io) term.color_out = term.color_err = s->color == COLOR_ON;
+    if (s->simple_io) term.err_moves = false;
+    term.simple = s->simple_io;
+    term.quiet = s->quiet;
+}
+
 /* The program. The tests include this file and have a main of their own. */
 int moe_main(int argc, char **argv) {
     struct settings set;
@@ -16931,6 +17227,7 @@ int moe_main(int argc, char **argv) {
     signals_install();
     settings_init(&set);
     options_parse(&set, argc, argv);
+    settings_terminal(&set);
     if (set.help) options_help(&set, stdout);
     else if (set.version) code = print_version();
     else code = run(&set);

@@ -1493,7 +1493,7 @@ static double option_number(const char *option, const char *text, double lo, dou
 }
 
 static void set_amount(enum amount a) {
-    if (opts.amount != NONE) die_usage("--keep, --ratio, --budget and --counts exclude each other");
+    if (opts.amount != NONE) die_usage("--keep, --ratio, --budget and --counts cannot be combined");
     opts.amount = a;
 }
 

@@ -387,11 +387,11 @@ static void test_calibrate_refuses(void) {
     check_command(IN_DIR(MOE_BIN " -m @/deepseek_v3.gguf --calibrate @/a.txt -o @/w.json"), 1, "", "another model");
     check_command(IN_DIR(REAP_BIN " build/demo.gguf @/w.json @/w.json --keep 12 --dry-run"), 1, "",
                   "would count twice");
-    check_command(IN_DIR(MOE "--calibrate @/a.txt"), 2, "", "want each other");
-    check_command(IN_DIR(MOE "-o @/n.json -p hello"), 2, "", "want each other");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt"), 2, "", "--calibrate needs -o FILE");
+    check_command(IN_DIR(MOE "-o @/n.json -p hello"), 2, "", "--calibrate needs -o FILE");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --tp 2 --cpu"), 2, "", "--pp instead of --tp");
-    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --bench"), 2, "", "exclude each other");
-    check_command(IN_DIR(MOE "--activations @/n.gguf -p hello"), 2, "", "wants --calibrate");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --bench"), 2, "", "cannot be combined");
+    check_command(IN_DIR(MOE "--activations @/n.gguf -p hello"), 2, "", "--activations works only with --calibrate");
 }
 
 /* ---- --compare ---- */
@@ -446,7 +446,7 @@ static void test_compare(void) {
           "perplexities %.4f and %.4f in '%s'", exp(nll[0] / (n - 1)), exp(nll[1] / (n - 1)), said);
     check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf @/deepseek_v3.gguf @/t.txt"), 1, "", "different");
     check_command(MOE_BIN " --compare build/demo.gguf build/demo.gguf", 2, "", "A.gguf B.gguf TEXT");
-    check_command(IN_DIR(MOE "--compare build/demo.gguf build/demo.gguf @/t.txt"), 2, "", "takes the place of -m");
+    check_command(IN_DIR(MOE "--compare build/demo.gguf build/demo.gguf @/t.txt"), 2, "", "cannot be combined with -m");
     check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf @/nothing.gguf README.md"), 1, "", "nothing.gguf");
     /* weights that are no numbers */
     char *file = NULL;

@@ -48,7 +48,7 @@ static char *answer_hash(const char *cmd, char **text) {
     return hash;
 }
 
-/* -s and --system-file are the system message of the template: the logits are those of the prompt that --render gives.
+/* -sys and --system-file are the system message of the template: the logits are those of the prompt that --render gives.
  * */
 static void test_cli_system(void) {
     char *out[4] = {NULL}, *hash[4];
@@ -58,13 +58,13 @@ static void test_cli_system(void) {
                          "\"add_generation_prompt\": true, \"enable_thinking\": false}' | " MOE
                          "--render >@/r.txt; grep -c 'Answer briefly' @/r.txt"),
                   0, "1\n", NULL);
-    hash[0] = answer_hash(MOE "--greedy --think off -n 8 -p 'My name is Zoe.' -s 'Answer briefly.'", &out[0]);
+    hash[0] = answer_hash(MOE "--greedy --think off -n 8 -p 'My name is Zoe.' -sys 'Answer briefly.'", &out[0]);
     hash[1] = answer_hash(IN_DIR(MOE "--greedy --think off -n 8 -p 'My name is Zoe.' --system-file @/s.txt"), &out[1]);
     hash[2] = answer_hash(IN_DIR("{ cat @/r.txt; echo; } | " MOE "--greedy --raw --special -n 8"), &out[2]);
     hash[3] = answer_hash(MOE "--greedy --think off -n 8 -p 'My name is Zoe.'", &out[3]);
-    CHECK_STR(hash[1], hash[0], "-s and --system-file");
-    CHECK_STR(hash[2], hash[0], "-s and the rendered prompt: '%s', '%s'", sb_cstr(&out[0]), sb_cstr(&out[2]));
-    CHECK(strcmp(hash[3], hash[0]), "-s changes nothing");
+    CHECK_STR(hash[1], hash[0], "-sys and --system-file");
+    CHECK_STR(hash[2], hash[0], "-sys and the rendered prompt: '%s', '%s'", sb_cstr(&out[0]), sb_cstr(&out[2]));
+    CHECK(strcmp(hash[3], hash[0]), "-sys changes nothing");
     for (int i = 0; i < 4; i++) {
         free(hash[i]);
         arrfree(out[i]);
@@ -135,22 +135,33 @@ static void test_cli_usage(void) {
     check_command(MOE "</dev/null", 2, "", "stdin is empty");
     check_command(MOE "--kv q4 -p hi </dev/null", 2, "", "bf16|fp8|f32");
     check_command(MOE "-c 12x -p hi </dev/null", 2, "", "12x");
-    check_command(MOE "--temp", 2, "", "wants a value");
+    check_command(MOE "--temp", 2, "", "--temp needs a value: T");
     check_command(IN_DIR(MOE_BIN " -m @/nothing.gguf -p hi </dev/null"), 1, "", "No such file");
     check_command(MOE_BIN " -m build -p hi </dev/null", 1, "", "not a regular file");
     check_command(MOE_BIN " -m Makefile -p hi </dev/null", 1, "", "not a GGUF file");
     static const struct {
         const char *args, *said;
         int rc;
-    } t[] = {{"--tokenize -p hi", "--tokenize and -p exclude each other", 2},
-             {"--logits x.npy --perplexity Makefile", "--logits and --perplexity exclude each other", 2},
-             {"--logits x.npy --bench", "--logits and --bench exclude each other", 2},
-             {"--logits x.npy --lines", "--logits and --lines exclude each other", 2},
-             {"--lines -f Makefile", "--lines and -f exclude each other", 2},
-             {"--ids 1 -p hi", "-p and --ids exclude each other", 2},
-             {"-s a --system-file Makefile -p hi", "-s and --system-file exclude each other", 2},
-             {"--logits '' --ids 1", "--logits wants the name of a file", 2},
-             {"-hv", "unknown option '-v'", 2},
+    } t[] = {{"--tokenize -p hi", "--tokenize and -p cannot be combined", 2},
+             {"--logits x.npy --perplexity Makefile", "--logits and --perplexity cannot be combined", 2},
+             {"--logits x.npy --bench", "--logits and --bench cannot be combined", 2},
+             {"--logits x.npy --lines", "--logits and --lines cannot be combined", 2},
+             {"--lines -f Makefile", "--lines and -f cannot be combined", 2},
+             {"--ids 1 -p hi", "-p and --ids cannot be combined", 2},
+             {"-sys a --system-file Makefile -p hi", "--system and --system-file cannot be combined", 2},
+             {"--logits '' --ids 1", "--logits needs the name of a file", 2},
+             {"-hv", "unknown option '-hv'", 2},
+             {"-help", "unknown option '-help'", 2},
+             {"-mbuild/demo.gguf", "unknown option '-mbuild/demo.gguf'", 2},
+             {"-n1x", "-n1x: expected a whole number from -1", 2},
+             {"-c 0x10", "-c 0x10: expected a whole number from 0", 2},
+             {"--temp=nan", "--temp=nan: expected a number from 0 to 100", 2},
+             {"-ctk q8_0", "-ctk q8_0: expected bf16|fp8|f32", 2},
+             {"-ctk bf16 -ctv fp8", "-ctv fp8: keys and values have one type, which was given as bf16", 2},
+             {"-hf a/b", "-hf: moe does not download: hf download", 2},
+             {"--quiet -v", "--quiet and --verbose cannot be combined", 2},
+             {"build/demo.gguf", "unexpected argument 'build/demo.gguf': the model is 'build/demo.gguf'", 2},
+             {"Makefile", "unexpected argument 'Makefile': use -p for a prompt, -m for a model", 2},
              {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
              {"--synth qwen3-30b-a3b:1abc --info", "layers from 1 to 48", 2},
              {"--synth qwen3-30b --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2", 2},
@@ -163,8 +174,8 @@ static void test_cli_usage(void) {
              {"--synth qwen3-30b-a3b --shard 0/9 --info", "N from 1 to 8", 2},
              {"--synth qwen3-30b-a3b --shard 0/3 --info", "32 attention heads, not a multiple of 3", 2},
              {"--synth qwen3-30b-a3b --shard 0/8 --info", "768 columns of the experts, not a multiple of 512", 2},
-             {"--shard 0/2 -p hi", "--shard works with --synth only", 2},
-             {"--profile -p hi", "--profile wants --bench", 2},
+             {"--shard 0/2 -p hi", "--shard works only with --synth", 2},
+             {"--profile -p hi", "--profile works only with --bench", 2},
              {"--cpu --bench --profile", "--profile works on a GPU only", 1},
              {"--bench -c 15", "too small for --bench: expected at least 16", 1},
              {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
@@ -178,7 +189,7 @@ static void test_cli_usage(void) {
     check_command(MOE_BIN " --help", 0, NULL, NULL);
     check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
     check_command(IN_DIR("printf 'a\\377b' | " MOE "--logits @/x.npy"), 1, "", "the prompt is not valid UTF-8");
-    check_command(MOE "-s \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "", "the system message is not valid UTF-8");
+    check_command(MOE "-sys \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "", "the system message is not valid UTF-8");
     check_command(IN_DIR("printf 'a\\0b' >@/s.txt; " MOE "--system-file @/s.txt -p hi </dev/null"), 1, "",
                   "the system message is not valid UTF-8");
     check_command(MOE "-c 1 --perplexity Makefile </dev/null", 1, "", "too short");
@@ -208,33 +219,46 @@ static void test_cli_version(void) {
     arrfree(out);
 }
 
-/* Whether a text of help has the line of an option. */
+/* Whether a text of help lists an option once, with its help. Line breaks and indentation do not count. */
 static bool help_has(const char *text, const struct option *o) {
-    char line[128];
-    if (o->letter) snprintf(line, sizeof line, "  -%c, --%s ", o->letter, o->name);
-    else snprintf(line, sizeof line, "      --%s ", o->name);
-    const char *at = strstr(text, line), *end = at ? strchr(at, '\n') : NULL, *help = at ? strstr(at, o->help) : NULL;
-    return help && help < end && !strstr(at + 1, line);
+    char *flat = NULL, left[64];
+    const int n = o->also ? (int)strcspn(o->also, "|") : 0;
+    if (n && o->also[1] != '-') snprintf(left, sizeof left, "\n  %.*s, --%s ", n, o->also, o->name);
+    else snprintf(left, sizeof left, "\n      --%s ", o->name);
+    const char *at = strstr(text, left);
+    for (const char *p = at ? at + strlen(left) : ""; *p; p++) {
+        if (*p == '\n' && p[1] != ' ') break;
+        if (*p == '\n') p += strspn(p, "\n ") - 1, arrput(flat, ' ');
+        else arrput(flat, *p);
+    }
+    const bool found = at && strstr(sb_cstr(&flat), o->help) && !strstr(at + 1, left);
+    arrfree(flat);
+    return found;
 }
 
-/* --help fits 60 lines of 100 columns and has one for every option, but for those of a mode, which --MODE --help
- * explains. */
+/* --help is short and has what most people need, --help all has every option, --MODE --help those of a mode. All fit 80
+ * columns. */
 static void test_cli_help(void) {
-    char *all = NULL, cmd[128];
+    char *some = NULL, *all = NULL, cmd[128];
     int lines;
-    CHECK(run_command(MOE_BIN " --help", &all, NULL) == 0, "--help failed");
-    int longest = text_columns(sb_cstr(&all), &lines);
-    CHECK(lines <= 60 && longest <= 100, "%d lines, the longest has %d columns", lines, longest);
+    CHECK(run_command(MOE_BIN " --help", &some, NULL) == 0, "--help failed");
+    CHECK(run_command(MOE_BIN " --help all", &all, NULL) == 0, "--help all failed");
+    int longest = text_columns(sb_cstr(&some), &lines);
+    CHECK(lines <= 62 && longest <= 80, "%d lines, the longest has %d columns", lines, longest);
+    longest = text_columns(sb_cstr(&all), &lines);
+    CHECK(longest <= 80, "--help all: the longest line has %d columns", longest);
     for (int i = 0; i < N_OPTIONS; i++) {
         const struct option *o = &options[i];
         char *one = NULL;
         if (!o->name) continue;
-        CHECK(help_has(all, o) == !o->of, "--help and --%s", o->name);
+        CHECK(help_has(all, o), "--help all and --%s", o->name);
+        CHECK(help_has(some, o) == (!o->of && !o->rare), "--help and --%s", o->name);
         if (!o->details) continue;
+        sb_puts(&one, "\n");
         snprintf(cmd, sizeof cmd, MOE_BIN " --%s --help", o->name);
         CHECK(run_command(cmd, &one, NULL) == 0, "%s failed", cmd);
         longest = text_columns(sb_cstr(&one), &lines);
-        CHECK(help_has(one, o) && longest <= 100, "%s: %d columns", cmd, longest);
+        CHECK(help_has(one, o) && longest <= 80, "%s: %d columns", cmd, longest);
         for (int k = 0; k < N_OPTIONS; k++)
             if (options[k].of && list_has(options[k].of, o->name))
                 CHECK(help_has(one, &options[k]), "%s: --%s is missing", cmd, options[k].name);
@@ -242,9 +266,134 @@ static void test_cli_help(void) {
             CHECK(strstr(one, synths[k].name), "%s does not name %s", cmd, synths[k].name);
         arrfree(one);
     }
-    check_command(MOE_BIN " -h", 0, all, NULL);
+    check_command(MOE_BIN " -h", 0, some, NULL);
     check_command(MOE_BIN " -p --help -n 1 -m build/nothing.gguf </dev/null", 1, "", "nothing.gguf");
+    arrfree(some);
     arrfree(all);
+}
+
+/* Parses a command line in a child. The exit code; what it prints is appended to *said. `then` may look at the
+ * settings: the child's exit code is 0 if it returns true, else 99. */
+static int parse_in_child(char **argv, bool (*then)(const struct settings *s, char **argv), char **said) {
+    int to[2], argc = 0, status = -1;
+    while (argv[argc]) argc++;
+    if (!CHECK(!pipe(to), "%s", strerror(errno))) return -1;
+    fflush(NULL);
+    const pid_t pid = fork();
+    if (!pid) {
+        struct settings set;
+        dup2(to[1], 2);
+        close(to[0]);
+        close(to[1]);
+        settings_init(&set);
+        options_parse(&set, argc, argv);
+        fflush(stderr);
+        _exit(then(&set, argv) ? 0 : 99);
+    }
+    close(to[1]);
+    read_fd(to[0], said);
+    close(to[0]);
+    waitpid(pid, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/* The option behind was read as an option, and the value was read as no model. */
+static bool lines_follow(const struct settings *s, char **argv) {
+    return s->lines && (!s->model || option_by_argument(argv[1]) == option_find("model"));
+}
+
+/* Every option of llama-cli is taken, ignored with a note, or refused with a reason. tests/golden/llama_cli_options.txt
+ * has a name on each line, and a value where it takes one. */
+static void test_cli_llama(void) {
+    char *text = NULL, err[ERR_MAX];
+    int n = 0;
+    unsetenv("MOE_MODEL");
+    if (!CHECK(read_file("tests/golden/llama_cli_options.txt", &text, err) == 0, "%s", err)) return;
+    sb_cstr(&text);
+    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n"), n++) {
+        char *said = NULL, *blank = strchr(line, ' ');
+        char *argv[] = {(char *)"moe", line, blank ? blank + 1 : (char *)"--lines", blank ? (char *)"--lines" : NULL,
+                        NULL};
+        if (blank) *blank = 0;
+        const int rc = parse_in_child(argv, lines_follow, &said);
+        const bool known = option_by_argument(line) != NULL;
+        CHECK(rc == 0 || rc == EXIT_USAGE, "%s: exit code %d: %s", line, rc, sb_cstr(&said));
+        if (rc || !known) CHECK_HAS(sb_cstr(&said), line, "the reason of %s", line);
+        CHECK(!strstr(sb_cstr(&said), "unknown option") && !strstr(sb_cstr(&said), "unexpected"), "%s", sb_cstr(&said));
+        arrfree(said);
+    }
+    CHECK(n > 350, "only %d options", n);
+    arrfree(text);
+}
+
+static bool is_seven(const struct settings *s, char **argv) {
+    (void)argv;
+    return s->n_predict == 16 && s->n_ctx == 4096 && s->seed == 7 && s->temp == 1.5 && !s->greedy && s->kv == KV_FP8 &&
+           s->think == THINK_OFF && s->cpu && s->raw && !strcmp(s->prompt, "a\nb\\x41A") && !strcmp(s->system, "-st") &&
+           !strcmp(s->model, "x");
+}
+
+static bool is_greedy(const struct settings *s, char **argv) {
+    (void)argv;
+    return s->greedy && s->temp == 1.5 && s->threads <= omp_get_num_procs();
+}
+
+/* Other names, glued numbers, and which one of two options counts. */
+static void test_cli_options(void) {
+    static const char *const seven[] = {"moe",
+                                        "-n16",
+                                        "-c4096",
+                                        "-s",
+                                        "7",
+                                        "--greedy",
+                                        "--temperature",
+                                        "1.5",
+                                        "-ctk",
+                                        "fp8",
+                                        "--cache_type_v=fp8",
+                                        "--reasoning-budget",
+                                        "0",
+                                        "-ngl",
+                                        "0",
+                                        "-no-cnv",
+                                        "-e",
+                                        "-p",
+                                        "a\\nb\\\\x41\\x41",
+                                        "-sys",
+                                        "-st",
+                                        "-fa",
+                                        "-m",
+                                        "x",
+                                        NULL};
+    static const char *const greedy[] = {"moe", "--temp", "1.5", "--greedy", "-t", "1000", NULL};
+    char *said = NULL;
+    CHECK_INT(parse_in_child((char **)seven, is_seven, &said), 0, "%s", sb_cstr(&said));
+    CHECK_HAS(sb_cstr(&said), "-fa has no effect", "the notes");
+    CHECK_INT(parse_in_child((char **)greedy, is_greedy, &said), 0, "%s", sb_cstr(&said));
+    CHECK_HAS(sb_cstr(&said), "-t 1000: this machine has", "the notes");
+    arrfree(said);
+    check_command(MOE_BIN " build/demo.gguf --greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0,
+                  "49\n", "tok/s");
+    check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --think off -f -", 0, "49\n", "tok/s");
+    check_command(MOE_BIN " --list-devices", 0, NULL, NULL);
+    /* the last of both counts: another seed, another text */
+    char *a = NULL, *b = NULL;
+    run_command(MOE "--greedy --temp 20 --top-k 0 --top-p 1 -s 1 -n 8 -p hi </dev/null", &a, NULL);
+    run_command(MOE "--greedy --temp 20 --top-k 0 --top-p 1 -s 2 -n 8 -p hi --show-think on </dev/null", &b, NULL);
+    CHECK(arrlen(b) && strcmp(sb_cstr(&a), sb_cstr(&b)), "--greedy outlives --temp: '%s'", sb_cstr(&b));
+    arrfree(a);
+    arrfree(b);
+}
+
+/* --quiet leaves errors only. */
+static void test_cli_quiet(void) {
+    char *said = NULL;
+    CHECK_INT(
+        run_command(MOE "-q --jinja -t 1000 --greedy --think off --cpu --moe-act fp4 -p hi </dev/null", NULL, &said), 0,
+        "%s", sb_cstr(&said));
+    CHECK_STR(sb_cstr(&said), "", "stderr of --quiet");
+    arrfree(said);
+    check_command(MOE "--quiet -p '' --raw </dev/null", 1, "", "no tokens");
 }
 
 static void test_cli_info(void) {
@@ -467,7 +616,7 @@ static bool is_option(const char *name, size_t n) {
  * named. */
 static void test_readme_options(void) {
     static const char *const files[] = {"README.md", "convert/README.md"};
-    static const char *const foreign[] = {"local-dir"}; /* of hf download */
+    static const char *const foreign[] = {"local-dir", "jinja", "grammar"}; /* of hf download, of llama.cpp */
     char *help = NULL;
     run_command(CONVERT_BIN " --help; " REAP_BIN " --help", &help, NULL);
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
@@ -574,7 +723,8 @@ static void test_readme_shapes(void) {
         {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary},                                \
         {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
         {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
-        {"cli/help", test_cli_help}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},               \
+        {"cli/help", test_cli_help}, {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options},         \
+        {"cli/quiet", test_cli_quiet}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},             \
         {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                \
         {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                \
         {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \

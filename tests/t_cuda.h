@@ -1179,7 +1179,7 @@ static void test_cuda_doctor(void) {
               "1,5",
               NULL,
               EXIT_RUN,
-              {{SEVERITY_ERROR, "rank 1 wants GPU 5, found: 2", "numbers begin with 0"},
+              {{SEVERITY_ERROR, "rank 1 needs GPU 5, found: 2", "numbers begin with 0"},
                {SEVERITY_ERROR, "2 ranks cannot start: rank 1 of 2: there is no GPU 5; found: 2", "--gpus"}}},
              {true,
               false,

@@ -269,10 +269,10 @@ static void test_doctor_cli(void) {
                   1, "", NULL);
     json_decref(doctor_json("--cpu --tp 2 -m build/demo.gguf -c 1200", 0));
     json_decref(doctor_json(IN_DIR("--cpu --haystack @/none.txt -m build/demo.gguf -c 1200"), 1));
-    check_command(MOE_BIN " --doctor --smoke </dev/null", 2, "", "exclude each other");
-    check_command(MOE_BIN " --doctor --cpu --gpus 0 </dev/null", 2, "", "exclude each other");
-    check_command(MOE_BIN " --doctor --cpu --tp 3 --pp 2 </dev/null", 2, "", "are 6 ranks, at most 4");
-    check_command(MOE "--json </dev/null", 2, "", "--json wants");
+    check_command(MOE_BIN " --doctor --smoke </dev/null", 2, "", "cannot be combined");
+    check_command(MOE_BIN " --doctor --cpu --gpus 0 </dev/null", 2, "", "cannot be combined");
+    check_command(MOE_BIN " --doctor --cpu --tp 3 --pp 2 </dev/null", 2, "", "are 6 ranks; at most 4");
+    check_command(MOE "--json </dev/null", 2, "", "--json works only with");
 }
 
 /* Ctrl-C ends the report: without a line behind it, and as JSON without any output. */

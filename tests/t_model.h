@@ -230,8 +230,8 @@ static void test_demo_reference(void) {
         struct chat c;
         struct text text = {0};
         int32_t *ids = NULL, out[256];
-        option_store(&set, option_find("think"), json_is_true(json_object_get(x, "enable_thinking")) ? "on" : "off",
-                     err);
+        option_store(&set, option_find("think"), "think",
+                     json_is_true(json_object_get(x, "enable_thinking")) ? "on" : "off", err);
         if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) break;
         json_array_foreach(json_object_get(x, "messages"), k, v) {
             const char *content = json_string_value(json_object_get(v, "content"));

@@ -830,7 +830,7 @@ static void test_reap_usage(void) {
     } c[] = {{"", "a model is needed"},
              {"plain.gguf plain.json --keep 4", "-o OUT or --dry-run is needed"},
              {"plain.gguf plain.json -o no.gguf", "one of --keep, --ratio, --budget and --counts is needed"},
-             {"plain.gguf plain.json -o no.gguf --keep 4 --ratio 0.5", "exclude each other"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --ratio 0.5", "cannot be combined"},
              {"plain.gguf -o no.gguf --keep 4", "scores are needed"},
              {"plain.gguf -o no.gguf --keep 4 --criterion random --protect-outliers", "needs scores"},
              {"plain.gguf plain.json -o no.gguf --keep 0", "expected an integer from 1"},

@@ -320,7 +320,7 @@ static void test_state_chat(void) {
     settings_init(&set);
     set.greedy = true;
     set.n_predict = 5;
-    set.quiet = true;
+    set.mute = true;
     session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
     if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) return;
     enum turn_result r = TURN_DONE;
@@ -436,7 +436,7 @@ static void test_state_dialogue(void) {
         settings_init(&set);
         set.greedy = true;
         set.n_predict = 12;
-        set.quiet = true;
+        set.mute = true;
         set.template_file = xstrdup(path);
         dup2(null, STDOUT_FILENO);
         run_dialogue(&m, &set);
