@@ -693,14 +693,25 @@ static inline int64_t gguf_lookup(const void *records, size_t stride, const uint
     return -1;
 }
 
+/* Whether these are the bytes of a Git LFS pointer, which stands for a file that was not fetched. */
+static inline bool is_lfs_pointer(const void *p, size_t size) {
+    static const char head[] = "version https://git-lfs.github.com/spec/";
+    return size >= sizeof head - 1 && !memcmp(p, head, sizeof head - 1);
+}
+
 /* Appends the tensors of one image to g, and the metadata if it is the first. whole: see gguf_place_tensors. Returns 0,
  * or -1 with a message. */
 static inline int gguf_parse_image(struct gguf *g, const void *base, size_t size, uint64_t *whole, char *err,
                                    size_t errlen) {
     struct gguf_cursor c = {(const uint8_t *)base, size, 0, false, err, errlen};
     const uint8_t *magic = gguf_take(&c, 4, "the magic");
-    if (magic && memcmp(magic, "GGUF", 4))
-        gguf_fail(&c, "not a GGUF file: it begins with %02x %02x %02x %02x", magic[0], magic[1], magic[2], magic[3]);
+    if (magic && memcmp(magic, "GGUF", 4)) {
+        if (is_lfs_pointer(base, size)) snprintf(err, errlen, "this is a Git LFS pointer: run git lfs pull");
+        else
+            snprintf(err, errlen, "not a GGUF file (starts with %02x %02x %02x %02x)", magic[0], magic[1], magic[2],
+                     magic[3]);
+        return -1;
+    }
     uint32_t version = gguf_take32(&c, "the version");
     if (!c.failed && !(version & 0xffff)) gguf_fail(&c, "big-endian GGUF is not supported");
     if (!c.failed && version != 2 && version != 3) gguf_fail(&c, "GGUF version %u is not 2 or 3", version);

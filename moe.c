@@ -98,6 +98,7 @@
  *   REPL commands                                   460  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
+ *   Finding a model                                  90  the lists and hints where -m names no GGUF file
  *   Engine                                          200  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           310  small programs beside the chat
  *   Modes: perplexity, needle, smoke                260  what the model can do
@@ -15135,6 +15136,90 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
 }
 
 /* ============================================================================================================
+ * Finding a model
+ *
+ * What the program says when -m is left out, or names no GGUF file.
+ * ============================================================================================================ */
+
+/* Whether a name ends with .gguf and is not a later part of a split model. */
+static int is_model_name(const struct dirent *d) {
+    const size_t n = strlen(d->d_name);
+    const char *of = strstr(d->d_name, "-of-");
+    return n > 5 && !strcmp(d->d_name + n - 5, ".gguf") && !(of && (of < d->d_name + 6 || memcmp(of - 6, "-00001", 6)));
+}
+
+/* Lists the models in a directory on stderr, below a title before the first. "" stands for the current directory. */
+static void models_list(const char *dir, const char *title) {
+    struct dirent **entries;
+    const int n = scandir(*dir ? dir : ".", &entries, is_model_name, alphasort);
+    for (int i = 0; i < n; i++) {
+        char *path = NULL, *shown = NULL;
+        struct stat st;
+        sb_printf(&path, "%s%s%s", dir, *dir ? "/" : "", entries[i]->d_name);
+        if (!stat(sb_cstr(&path), &st) && S_ISREG(st.st_mode)) {
+            if (*title) fprintf(stderr, "%s\n", title);
+            title = "";
+            term_escape(&shown, path, strlen(path));
+            fprintf(stderr, "  -m %-40s %7.2f GiB\n", sb_cstr(&shown), (double)st.st_size / 0x1p30);
+        }
+        arrfree(path);
+        arrfree(shown);
+        free(entries[i]);
+    }
+    if (n >= 0) free(entries);
+}
+
+/* Ends the program because no model was given. Lists those in the current directory and in ~/.moe/models. */
+_Noreturn static void model_missing(void) {
+    const char *home = getenv("HOME");
+    char *dir = NULL;
+    message_print("no model: give -m MODEL.gguf or set MOE_MODEL");
+    models_list("", "Models in this directory:");
+    if (home && *home) {
+        sb_printf(&dir, "%s/.moe/models", home);
+        models_list(sb_cstr(&dir), "Models in ~/.moe/models:");
+        arrfree(dir);
+    }
+    fputs("To get one (18 GB, and 18 GB more once it is converted):\n"
+          "  hf download nvidia/Qwen3-30B-A3B-NVFP4 --local-dir Qwen3-30B-A3B-NVFP4\n"
+          "  moe-convert Qwen3-30B-A3B-NVFP4 -o qwen3-30b-a3b.gguf\n",
+          stderr);
+    exit(EXIT_USAGE);
+}
+
+/* Whether a name looks like one on Hugging Face, ORG/NAME. */
+static bool is_hub_name(const char *name) {
+    const char *slash = strchr(name, '/');
+    return slash && slash > name && slash[1] && *name != '.' && *name != '~' && !strchr(slash + 1, '/') &&
+           !strstr(slash, ".gguf") &&
+           !name[strspn(name, "/-._abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789")];
+}
+
+/* Ends the program if -m names something that is not a model but can become one: a directory, or a model on Hugging
+ * Face. */
+static void model_check(const char *path) {
+    struct stat st;
+    char file[4096];
+    if (stat(path, &st)) {
+        const bool hub = errno == ENOENT && is_hub_name(path);
+        const char *name = hub ? strchr(path, '/') + 1 : NULL;
+        if (hub)
+            die("'%s' is no file here; to get it: hf download %s --local-dir %s, then moe-convert %s -o %s.gguf", path,
+                path, name, name, name);
+        return;
+    }
+    if (!S_ISDIR(st.st_mode)) return;
+    const int n = (int)strlen(path) - (path[strlen(path) - 1] == '/');
+    snprintf(file, sizeof file, "%.*s/config.json", n, path);
+    if (!access(file, F_OK))
+        die("'%s' is a Hugging Face model; convert it: moe-convert %.*s -o %.*s.gguf", path, n, path, n, path);
+    message_print("'%s' is a directory: expected a GGUF file", path);
+    snprintf(file, sizeof file, "%.*s", n, path);
+    models_list(file, "Models in it:");
+    exit(EXIT_RUN);
+}
+
+/* ============================================================================================================
  * Engine
  *
  * Opens a model and a session on it, as the settings ask for: a file or synthetic weights, on a GPU or the CPU, divided
@@ -15311,7 +15396,7 @@ static void engine_load(struct engine *e, struct settings *set, bool synthetic) 
     char err[ERR_MAX];
     *e = (struct engine){.set = set};
     if (set->synth) synth_load(e, synthetic);
-    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (!set->model) model_missing();
     else if (model_load(&e->model, set->model, err)) die("%s", err);
     settings_resolve(set, &e->model);
 }
@@ -17085,7 +17170,7 @@ static int run_plan(struct engine *e) {
     if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus cannot be combined");
     const bool gpu = described || gpu_wanted(set);
     if (set->synth) synth_load(e, true);
-    else if (!set->model) die_usage("no model: give -m MODEL.gguf or set MOE_MODEL");
+    else if (!set->model) model_missing();
     else if (model_open(&e->model, set->model, true, err)) die("%s", err);
     const int code = mode_plan(&e->model, set, gpu, list.device, described ? 0 : list.n);
     model_free(&e->model);
@@ -17168,6 +17253,8 @@ static void settings_check(const struct settings *s) {
         die_usage("--compare needs A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));
     if (s->compare && (s->model || s->synth))
         die_usage("--compare cannot be combined with -m or --synth: it names both models");
+    if (s->model && !s->synth) model_check(s->model);
+    for (size_t i = 0; i + 1 < arrlenu(s->compare); i++) model_check(s->compare[i]);
     if (s->logits && s->model && same_file(s->logits, s->model)) die("--logits would replace the model '%s'", s->model);
 }
 

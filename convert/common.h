@@ -80,6 +80,9 @@ static inline int input_open(const char *path) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0 || fstat(fd, &st)) die("cannot open '%s': %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode)) die("'%s' is not a regular file", path);
+    char head[64];
+    const ssize_t n = pread(fd, head, sizeof head, 0);
+    if (n > 0 && is_lfs_pointer(head, (size_t)n)) die("'%s' is a Git LFS pointer: run git lfs pull", path);
     arrput(inputs, st);
     return fd;
 }

@@ -137,7 +137,6 @@ static void test_cli_usage(void) {
     check_command(MOE "-c 12x -p hi </dev/null", 2, "", "12x");
     check_command(MOE "--temp", 2, "", "--temp needs a value: T");
     check_command(IN_DIR(MOE_BIN " -m @/nothing.gguf -p hi </dev/null"), 1, "", "No such file");
-    check_command(MOE_BIN " -m build -p hi </dev/null", 1, "", "not a regular file");
     check_command(MOE_BIN " -m Makefile -p hi </dev/null", 1, "", "not a GGUF file");
     static const struct {
         const char *args, *said;
@@ -383,6 +382,34 @@ static void test_cli_options(void) {
     CHECK(arrlen(b) && strcmp(sb_cstr(&a), sb_cstr(&b)), "--greedy outlives --temp: '%s'", sb_cstr(&b));
     arrfree(a);
     arrfree(b);
+}
+
+/* What is said where -m names no GGUF file, and where it is left out. */
+static void test_cli_find_model(void) {
+    char *said = NULL;
+    check_command(IN_DIR("mkdir -p @/hf @/d/.moe/models; echo {} >@/hf/config.json; cp build/demo.gguf @/d/a.gguf; "
+                         "ln -s ../../a.gguf @/d/.moe/models/b.gguf; touch @/d/c-00002-of-00002.gguf; "
+                         "printf 'version https://git-lfs.github.com/spec/v1\\noid sha256:0\\n' >@/lfs.gguf"),
+                  0, NULL, NULL);
+    check_command(
+        MOE_BIN " -m nvidia/Some-Model -p hi </dev/null", 1, "",
+        "hf download nvidia/Some-Model --local-dir Some-Model, then moe-convert Some-Model -o Some-Model.gguf");
+    check_command(IN_DIR(MOE_BIN " @/hf/ -p hi </dev/null"), 1, "", "/hf.gguf");
+    check_command(IN_DIR(MOE_BIN " -m @/d --info </dev/null"), 1, "", "a.gguf");
+    check_command(IN_DIR("MOE_MODEL=@/d " MOE_BIN " -p hi </dev/null"), 1, "", "is a directory: expected a GGUF file");
+    check_command(IN_DIR(MOE_BIN " -m @/lfs.gguf -p hi </dev/null"), 1, "", "is a Git LFS pointer: run git lfs pull");
+    check_command(
+        IN_DIR("cp convert/demo/*.json @/hf; cp @/lfs.gguf @/hf/model-00001-of-00002.safetensors; " CONVERT_BIN
+               " @/hf -o @/x.gguf"),
+        1, "", "model-00001-of-00002.safetensors' is a Git LFS pointer: run git lfs pull");
+    check_command(MOE_BIN " -m Makefile -p hi </dev/null", 1, "", "not a GGUF file (starts with");
+    CHECK_INT(run_command(IN_DIR("t=$PWD; cd @/d; HOME=. $t/" MOE_BIN " </dev/null"), NULL, &said), EXIT_USAGE,
+              "no model");
+    static const char *const want[] = {"no model: give -m", "  -m a.gguf ", "  -m ./.moe/models/b.gguf ",
+                                       "hf download "};
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++) CHECK_HAS(sb_cstr(&said), want[i], "moe without a model");
+    CHECK(!strstr(sb_cstr(&said), "00002"), "the second part of a model is listed");
+    arrfree(said);
 }
 
 /* --quiet leaves errors only. */
@@ -724,8 +751,8 @@ static void test_readme_shapes(void) {
         {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
         {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
         {"cli/help", test_cli_help}, {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options},         \
-        {"cli/quiet", test_cli_quiet}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},             \
-        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                \
+        {"cli/quiet", test_cli_quiet}, {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, \
+        {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},   \
         {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                \
         {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
         {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \

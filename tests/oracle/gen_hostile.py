@@ -192,7 +192,7 @@ def tensor(**changes):
 
 def reader_cases():
     B = bare()
-    case("magic", "not a GGUF file: it begins with 47 47 55 00", B, attr("magic", b"GGU\0"))
+    case("magic", "not a GGUF file (starts with 47 47 55 00)", B, attr("magic", b"GGU\0"))
     case("magic-elf", "not a GGUF file", B, attr("magic", b"\x7fELF"))
     case("empty", "the file is empty", B, cut=0)
     for name, at in [("the magic", 3), ("the version", 6), ("the tensor count", 10), ("the metadata count", 20)]:
