@@ -6070,7 +6070,7 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
     if (!t) return;
     if (t->type >= GGUF_I8 && t->type <= GGUF_F64) {
-        loader_fail(l, "tensor '%s' has the type %s, which is not one of weights", name, gguf_type_info(t->type).name);
+        loader_fail(l, "tensor '%s' has the type %s, which is not a weight type", name, gguf_type_info(t->type).name);
         return;
     }
     w->data = t->data;
@@ -14850,7 +14850,7 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
     double gb = g.gb_per_s;
     for (size_t i = 0; i < sizeof usual / sizeof *usual && !given; i++) gb = gib == usual[i][0] ? usual[i][1] : gb;
     if (gb < 1)
-        die_usage("--gpus %s: the bandwidth of GPUs of %g GiB is not known: add it in GB/s, --gpus %s@GBPS", text, gib,
+        die_usage("--gpus %s: unknown memory bandwidth for a GPU of %g GiB: give it in GB/s, --gpus %s@GBPS", text, gib,
                   text);
     p->n_device = n;
     for (int i = 0; i < n; i++) {
@@ -14873,11 +14873,11 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         struct plan_device *d = &p->device[i];
         int gpu = n ? device[i] : i, ranks = 0;
         struct gpu_facts f;
-        if (gpu >= found) die("there is no GPU %d; found: %d", gpu, found);
+        if (gpu >= found) die("there is no GPU %d; this machine has %d", gpu, found);
         for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
         if (cuda_facts(gpu, &f, false)) die("cannot read the memory size of GPU %d", gpu);
         snprintf(d->name, sizeof d->name, "%s", f.label);
-        if (!(f.rate > 0)) die("the bandwidth of %s is not known: describe the GPUs, --gpus NxGIB@GBPS", d->name);
+        if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs, --gpus NxGIB@GBPS", d->name);
         d->memory = (int64_t)f.total / ranks;
         d->rate = f.rate / ranks;
         d->source = "of the device";
@@ -14892,7 +14892,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     struct rank r;
     int n_threads = settings_threads(set);
     if (set->tp > 1 || set->pp > 1)
-        die_usage("--plan shards a model only over GPUs: give --gpus 4x96, or no --tp and --pp");
+        die_usage("--plan divides a model only over GPUs: give --gpus 4x96, or no --tp and --pp");
     p->n_device = 1;
     d->memory = d->usable = (int64_t)memory_available();
     d->rate = memory_bandwidth(n_threads);
@@ -15009,9 +15009,10 @@ static void plan_head(const struct plan *p, char **text) {
     for (int i = 0, same; i < p->n_device; i += same) {
         const struct plan_device *v = &p->device[i];
         for (same = 1; i + same < p->n_device && !strcmp(v->name, v[same].name);) same++;
-        sb_printf(text, "%-11s %d x %.60s\n            %.2f GiB usable (%.2f reserved), reads %.0f GB/s (%s)\n",
-                  i ? "" : "machine", same, v->name, (double)v->usable / 0x1p30,
-                  (double)(v->memory - v->usable) / 0x1p30, v->rate * 1e-9, v->source);
+        sb_printf(text, "%-11s ", i ? "" : "machine");
+        if (same > 1) sb_printf(text, "%d x ", same);
+        sb_printf(text, "%.60s\n            %.2f GiB usable (%.2f reserved), reads %.0f GB/s (%s)\n", v->name,
+                  (double)v->usable / 0x1p30, (double)(v->memory - v->usable) / 0x1p30, v->rate * 1e-9, v->source);
     }
     sb_printf(text, "verdict     %s", plan_verdicts[p->outcome]);
     with_unit((double)p->missing, a);
@@ -15067,11 +15068,11 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     struct plan_row all_row = plan_reads_row(all);
     plan_line(text, "GB per token", p->cpu ? "CPU" : "one GPU", &most_row);
     if (p->n_device > 1) plan_line(text, NULL, "all GPUs", &all_row);
-    sb_printf(text, "\nroofline    %.1f tok/s at this context, if only reads took time", d->roofline[0]);
+    sb_printf(text, "\nroofline    at most %.1f tok/s at this context, from memory bandwidth", d->roofline[0]);
     if (d->tp > 1)
         sb_printf(text, "\n            and %d all-reduces, assumed %g us; %.1f tok/s with NCCL's %g us",
                   ALL_REDUCES_PER_LAYER * m->n_layer, plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
-    sb_printf(text, "\n            (an upper bound: real speed is lower)\n");
+    sb_printf(text, "\n            (real speed is lower)\n");
     for (int k = 0; k < p->n_layout; k++) {
         const struct plan_layout *o = &p->layout[k];
         struct plan_row row = plan_layout_row(o);
@@ -15117,7 +15118,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->kv_name = kv_names[p->kv];
     p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
     p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
-    if (gpu && p->kv == KV_F32) die_usage("--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
+    if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     if (!gpu) plan_cpu(p, set);
     else if (gpus_parse(set->gpus).gib > 0) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
     else plan_real(p, set, device, n_device);
@@ -15628,7 +15629,7 @@ static void info_experts(const struct model *m) {
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
         if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;
-        printf("%slayers %d-%d: ", from ? ", " : "", from, il);
+        printf(from < il ? "%slayers %d-%d: " : "%slayer %d: ", from ? ", " : "", from, il);
         if (m->layers[from].n_expert) printf("%d", m->layers[from].n_expert);
         else printf("dense");
         from = il + 1;
@@ -15808,8 +15809,8 @@ static int mode_perplexity(struct engine *e) {
     read_input(path, &text);
     tokenize_all(e->model.vocab, text, arrlenu(text), false, &ids);
     const int n = (int)arrlen(ids), window = int_min(e->session.n_ctx, TEXT_WINDOW);
-    if (n < 2) die("'%s' has %d tokens: too short for a perplexity", path, n);
-    if (window < 2) die("-c %d is too short for a perplexity: expected at least 2", window);
+    if (n < 2) die("'%s' has %d tokens: too short for --perplexity", path, n);
+    if (window < 2) die("-c %d is too short for --perplexity: expected at least 2", window);
     struct nll s = {.n_vocab = e->model.n_vocab};
     const double t0 = now_seconds();
     for (int at = 0; at + 1 < n; at += window) {
@@ -16336,7 +16337,8 @@ static int doctor_end(struct doctor *d) {
     int code = d->count[SEVERITY_ERROR] ? EXIT_RUN : EXIT_OK;
     doctor_step(d, STEPS);
     if (!d->set->json) {
-        printf("%d errors, %d warnings\n", d->count[SEVERITY_ERROR], d->count[SEVERITY_WARNING]);
+        const int errors = d->count[SEVERITY_ERROR], warnings = d->count[SEVERITY_WARNING];
+        printf("%d error%s, %d warning%s\n", errors, errors == 1 ? "" : "s", warnings, warnings == 1 ? "" : "s");
         return code;
     }
     json_t *list = json_array();
@@ -16360,7 +16362,7 @@ static void doctor_dies(void *arg, const char *line) {
     alloc_guard_end();
     doctor_find(d, SEVERITY_ERROR,
                 d->step == STEP_START
-                    ? "read the message: it names what could not be had"
+                    ? "read the message: it names what is missing"
                     : "run it again with --cpu: if that works, the GPU, its driver or its image is at fault",
                 "%s%s", rank_label, line);
     doctor_end(d);
@@ -16514,7 +16516,7 @@ struct check {
 
 #define ADVICE_NOUVEAU "blacklist nouveau, install NVIDIA's driver, reboot"
 #define ADVICE_TOOLKIT "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make"
-#define ADVICE_OMIT    "leave it out: --gpus with the numbers of others, or --cpu"
+#define ADVICE_OMIT    "leave it out: give --gpus the numbers of the others, or use --cpu"
 #define ADVICE_DRIVER  "install a driver that is as new as the CUDA this program was built with"
 
 static const struct check doctor_checks[] = {
@@ -16535,13 +16537,13 @@ static const struct check doctor_checks[] = {
     {ON_NO_GPU | ELSE, SEVERITY_ERROR, NULL, "%s",
      "see what nvidia-smi says and the kernel's log (dmesg); reboot if the card has fallen off the bus"},
 
-    {ON_CUDA, SEVERITY_WARNING, gpus_hidden, "CUDA has only %s NVIDIA GPUs on the bus",
+    {ON_CUDA, SEVERITY_WARNING, gpus_hidden, "CUDA sees only %s NVIDIA GPUs on the bus",
      "see what nvidia-smi lists, and CUDA_VISIBLE_DEVICES"},
-    {ON_CUDA, SEVERITY_WARNING, driver_older, "the driver knows CUDA %s", ADVICE_DRIVER},
+    {ON_CUDA, SEVERITY_WARNING, driver_older, "the driver supports CUDA %s", ADVICE_DRIVER},
 
     {ON_GPU, SEVERITY_ERROR, image_fails, "a kernel does not run: %s",
      "build again with nvcc 12.9 or newer (make clean, make), or install a newer driver"},
-    {ON_GPU | ELSE, SEVERITY_ERROR, chip_too_old, "capability %s is too old, at least 8.0 is needed", ADVICE_OMIT},
+    {ON_GPU | ELSE, SEVERITY_ERROR, chip_too_old, "capability %s is too old: expected at least 8.0", ADVICE_OMIT},
     {ON_GPU | ELSE, SEVERITY_WARNING, image_without_fp4,
      "this program has no sm_120f image, so its FP4 GEMMs are not used",
      "build again with nvcc 12.9 or newer (make clean, make)"},
@@ -16665,7 +16667,7 @@ static void doctor_gpu(struct doctor *d, int i) {
     const char *why = cuda_facts(i, f, true);
     snprintf(who, sizeof who, "GPU %d", i);
     if (why) {
-        doctor_find(d, SEVERITY_ERROR, "see what nvidia-smi says of it, end what holds it, or leave it out with --gpus",
+        doctor_find(d, SEVERITY_ERROR, "see what nvidia-smi says about it, end what uses it, or omit it from --gpus",
                     "%s: %s", who, why);
         return;
     }
@@ -16710,8 +16712,8 @@ static void doctor_gpus(struct doctor *d) {
     for (int i = 0; i < n && !interrupted; i++) doctor_gpu(d, i);
     for (int i = 0; i < ranks; i++)
         if (d->device[i] >= d->n_gpu)
-            doctor_find(d, SEVERITY_ERROR, "numbers begin with 0; give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
-                        "rank %d needs GPU %d, found: %d", i, d->device[i], d->n_gpu);
+            doctor_find(d, SEVERITY_ERROR, "numbers start at 0; give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
+                        "rank %d needs GPU %d; this machine has %d", i, d->device[i], d->n_gpu);
     for (int a = 0; a < n && a < MAX_RANKS; a++)
         for (int b = a + 1; b < n && b < MAX_RANKS && !interrupted; b++) doctor_pair(d, a, b);
 }
@@ -16788,7 +16790,7 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
             (struct cpu_options){.k = kernels_choose(), .n_threads = omp_get_num_procs(), .n_ctx = 256, .kv = KV_BF16});
     if (failed) {
         doctor_find(d, d->set->tp > 1 ? SEVERITY_ERROR : SEVERITY_WARNING,
-                    "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL tell more",
+                    "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL say more",
                     "%d ranks cannot start: %s", n, err);
         model_free(&m);
         return;
@@ -16994,7 +16996,7 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
     const double roofline = all > 0 ? doctor_roofline(s, each, all, reduce) : 0;
     if (roofline <= 0) {
         doctor_find(d, SEVERITY_NOTE, "free some memory",
-                    "decode %.1f tok/s; there was no memory to measure the bandwidth with", 1 / seconds);
+                    "decode %.1f tok/s; too little memory to measure the bandwidth", 1 / seconds);
         return;
     }
     const double percent = 100 / seconds / roofline;
@@ -17021,9 +17023,9 @@ static void doctor_model(struct doctor *d, bool gpu) {
         doctor_find(d, SEVERITY_ERROR, "--plan says what fits; try a smaller -c, --kv fp8, more --gpus, or --cpu", "%s",
                     err);
     else {
-        doctor_find(d, SEVERITY_OK, NULL, "%s is open on %s: %s tokens of context, loaded in %.2f s", e.model.name,
-                    session_name(&e.session, name), with_commas((uint64_t)e.session.n_ctx, tokens),
-                    e.model.load_seconds);
+        doctor_find(d, SEVERITY_OK, NULL, "%s loaded on %s, in %.2f s, with %s tokens of context", e.model.name,
+                    session_name(&e.session, name), e.model.load_seconds,
+                    with_commas((uint64_t)e.session.n_ctx, tokens));
         if (*e.session.r->link) doctor_find(d, SEVERITY_OK, NULL, "%s", e.session.r->link);
         if (doctor_answer(d, &e) && !interrupted) doctor_needle(d, &e);
         if (d->open[STEP_OUTPUT] && !interrupted) doctor_speed(d, &e);
@@ -17043,8 +17045,7 @@ static int doctor_run(struct doctor *d) {
     last_words.arg = d;
     doctor_bus(d);
     doctor_build(d);
-    if (cuda_targets() && (set->cpu || set->cpu_ref))
-        doctor_find(d, SEVERITY_OK, NULL, "GPUs are left out, as asked for");
+    if (cuda_targets() && (set->cpu || set->cpu_ref)) doctor_find(d, SEVERITY_OK, NULL, "no GPU is used, as requested");
     else if (cuda_targets()) doctor_gpus(d);
     bool gpu = d->n_gpu > 0;
     if (!interrupted) doctor_host(d);

@@ -144,8 +144,8 @@ static int layer_load(struct calibration *c, const json_t *layer, int il, const 
             const json_t *x = json_array_get(list, e);
             const double v = json_number_value(x);
             if (!json_is_number(x) || !(v >= 0) || !isfinite(v))
-                return fail(err, "'%s': layer %d: %s of expert %zu is not a number from 0 on", path, il, stat_names[k],
-                            e);
+                return fail(err, "'%s': layer %d: %s of expert %zu is not a number of at least 0", path, il,
+                            stat_names[k], e);
             stats_of(m, c->before, il, (int)e)[k] = v;
         }
     }
@@ -164,7 +164,8 @@ static int source_load(struct calibration *c, const json_t *source, const char *
     if (!name || !hash || s.tokens < 0 || s.unit < 0 || s.unit > INT32_MAX || window < 0 || window > INT32_MAX)
         return fail(err, "'%s': source %zu is incomplete", path, arrlenu(c->sources));
     if (json_integer_value(json_object_get(source, "offset")))
-        return fail(err, "'%s' stopped within a line or window of '%s' and cannot go on: remove it, or give another -o",
+        return fail(err,
+                    "'%s' stopped within a line or window of '%s' and cannot be resumed: remove it, or give another -o",
                     path, name);
     s.window = (int)window;
     s.hash = strtoull(hash, NULL, 16);
@@ -179,7 +180,7 @@ static int scores_check(const struct calibration *c, const json_t *j, const char
     const char *format = json_string_value(json_object_get(j, "format"));
     const char *routers = json_string_value(json_object_get(json_object_get(j, "model"), "routers"));
     if (!format || strcmp(format, "moe-scores") || json_integer_value(json_object_get(j, "version")) != 1)
-        return fail(err, "'%s' is no score file of version 1; it is not replaced", path);
+        return fail(err, "'%s' is not a score file of version 1; it will not be replaced", path);
     if (!routers || strcmp(routers, c->routers))
         return fail(err, "'%s' belongs to another model: routers %s, here %s", path, routers ? routers : "(none)",
                     c->routers);
@@ -313,7 +314,7 @@ static int activations_read(struct calibration *c, const char *path, char *err) 
     const struct gguf_kv *kv = gguf_find(&g, "moe.calibration.tokens");
     int rc;
     if (!kv || !gguf_elem_int(kv, 0, &tokens))
-        rc = fail(err, "'%s' was not written by --activations; it is not replaced", path);
+        rc = fail(err, "'%s' was not written by --activations; it will not be replaced", path);
     else if (tokens != c->tokens) rc = 0;
     else rc = tokens && activations_copy(c, &g, path, err) ? -1 : 1;
     gguf_close(&g);
@@ -336,7 +337,7 @@ static int activations_load(struct calibration *c, char *err) {
     if (rc < 0) return -1;
     /* without scores there is nothing to go on with: old activations are replaced */
     if (rc || !c->tokens) return 0;
-    return fail(err, "'%s' holds %lld tokens, '%s' does not belong to it: remove both, or leave --activations out",
+    return fail(err, "'%s' holds %lld tokens, '%s' does not belong to it: remove both, or omit --activations",
                 c->e->set->output, (long long)c->tokens, path);
 }
 
@@ -378,7 +379,7 @@ static json_t *line_parse(const char *s, size_t n, char *err) {
         rc = fail(err, "expected \"messages\", \"text\", or \"prompt\" and \"completion\"");
     json_array_foreach(list, i, msg) {
         if (!json_is_string(json_object_get(msg, "role")) || !json_is_string(json_object_get(msg, "content")))
-            rc = fail(err, "message %zu has no text as role and content", i);
+            rc = fail(err, "message %zu needs a role and a content, both strings", i);
     }
     if (!rc) return j;
     json_decref(j);
@@ -421,7 +422,7 @@ static struct corpus *corpus_find(struct calibration *c, const char *path, uint6
     message_sanitize(s.name);
     for (size_t i = 0; i < n; i++)
         if (!strcmp(c->sources[i].name, s.name) && c->sources[i].tokens)
-            note("'%s' is another text than in an earlier run, of which %lld tokens are counted", s.name,
+            note("'%s' differs from the text of an earlier run, whose %lld tokens are counted", s.name,
                  (long long)c->sources[i].tokens);
     arrput(c->sources, s);
     return &c->sources[n];
@@ -444,7 +445,7 @@ static ptrdiff_t corpus_open(struct calibration *c, const char *path, char *err)
     s->text = text;
     s->lines = lines;
     if (!lines && s->unit && !s->done && s->window != window)
-        return fail(err, "'%s' counts '%s' in windows of %d tokens, not %d: go on with -c %d", c->e->set->output,
+        return fail(err, "'%s' counts '%s' in windows of %d tokens, not %d: continue with -c %d", c->e->set->output,
                     s->name, s->window, window, s->window);
     if (!s->done) s->window = window;
     return corpus_check(s, err) ? -1 : s - c->sources;
@@ -581,8 +582,8 @@ static void calibration_report(const struct calibration *c) {
         never_all += never;
         rare_all += rare;
     }
-    printf("%lld tokens; of %lld experts %lld (%.1f %%) were seen %d times or more, %lld never\n", (long long)c->tokens,
-           (long long)all, (long long)(all - never_all - rare_all),
+    printf("%lld tokens; of %lld experts %lld (%.1f %%) were seen at least %d times, %lld never\n",
+           (long long)c->tokens, (long long)all, (long long)(all - never_all - rare_all),
            100.0 * (double)(all - never_all - rare_all) / (double)all, COVERED_TOKENS, (long long)never_all);
 }
 
@@ -596,7 +597,7 @@ static void calibration_check(const struct engine *e) {
         if (!outputs[i]) continue;
         bool taken = same_file(outputs[i], set->model) || (i && same_file(outputs[1], outputs[0]));
         for (size_t k = 0; k < arrlenu(set->calibrate); k++) taken |= same_file(outputs[i], set->calibrate[k]);
-        if (taken) die("'%s' is another file of this command; it is not replaced", outputs[i]);
+        if (taken) die("'%s' is also another file of this command; it will not be replaced", outputs[i]);
     }
 }
 
@@ -649,7 +650,7 @@ static int mode_calibrate(struct engine *e) {
         if (order[i] < 0) die("%s", err);
         if (!c.sources[order[i]].done) c.bytes += (double)arrlenu(c.sources[order[i]].text);
     }
-    if (had) note("'%s' goes on: %lld tokens of earlier runs", set->output, (long long)had);
+    if (had) note("resuming '%s': %lld tokens from earlier runs", set->output, (long long)had);
     calibration_save(&c); /* a file that cannot be written is better known before the work */
     c.started = now_seconds();
     for (size_t i = 0; i < n_files && end == RUN_DONE && !interrupted; i++) {
@@ -663,7 +664,7 @@ static int mode_calibrate(struct engine *e) {
              now_seconds() - c.saved);
     } else {
         calibration_save(&c);
-        if (interrupted) note("interrupted; the same command goes on from here");
+        if (interrupted) note("interrupted; repeat the command to resume");
         calibration_report(&c);
     }
     free(order);
@@ -736,7 +737,7 @@ static int same_vocabulary(const struct model *a, const struct model *b, char *e
                     b->vocab->n_tokens);
     for (int i = 0; i < a->vocab->n_tokens; i++) {
         const struct gguf_str x = vocab_bytes(a->vocab, i), y = vocab_bytes(b->vocab, i);
-        if (x.n != y.n || memcmp(x.p, y.p, x.n)) return fail(err, "the models have different tokens of id %d", i);
+        if (x.n != y.n || memcmp(x.p, y.p, x.n)) return fail(err, "token %d is not the same in both models", i);
     }
     return 0;
 }

@@ -291,7 +291,7 @@ static inline void parse_entry(const char *file, const char *name, json_t *e, si
         die("'%s': tensor '%s': data_offsets are %s", file, name, range ? json_show(range) : "missing");
     size_t first = (size_t)json_integer_value(b), last = (size_t)json_integer_value(end);
     if (last > data_bytes)
-        die("'%s': tensor '%s': data end at byte %zu of %zu: the file is truncated", file, name, last, data_bytes);
+        die("'%s': tensor '%s': data ends at byte %zu of %zu: the file is truncated", file, name, last, data_bytes);
     if (bits % 8 || last - first != bits / 8)
         die("'%s': tensor '%s': %zu bytes of data for %s", file, name, last - first, shape_text(&t));
     t.at += first;
@@ -337,7 +337,7 @@ static inline void shard_open(const char *name) {
     if (count) qsort(tensors + first, count, sizeof *tensors, by_offset);
     for (size_t i = first; i < first + count; i++) {
         if (tensors[i].at != at)
-            die("%s: data begin at byte %zu of the file, expected %zu (a hole or an overlap)", where(&tensors[i]),
+            die("%s: data starts at byte %zu of the file, expected %zu (a hole or an overlap)", where(&tensors[i]),
                 tensors[i].at, at);
         at += tensors[i].bytes;
     }
@@ -362,7 +362,7 @@ static inline void source_open(void) {
     json_t *file, *seen = json_object();
     expect(index, "weight_map", !index.obj || map.obj, "an object");
     if (!index.obj && access(in_dir("model.safetensors"), F_OK))
-        die("'%s': neither %s nor model.safetensors is there", model_dir, index.file);
+        die("'%s' has neither %s nor model.safetensors", model_dir, index.file);
     if (!index.obj) shard_open("model.safetensors");
     json_object_foreach(map.obj, name, file) {
         const char *f = get_str(map, name, NULL);
@@ -458,7 +458,7 @@ static inline void check_free_space(const char *path) {
     if (statvfs(dir, &fs)) die("'%s': %s", dir, strerror(errno));
     double available = (double)fs.f_bavail * (double)fs.f_frsize;
     snprintf(need, sizeof need, "%s", human((double)dest.total));
-    if (available < (double)dest.total) die("'%s': %s are needed, %s are free", dir, need, human(available));
+    if (available < (double)dest.total) die("'%s': %s needed, %s free", dir, need, human(available));
 }
 
 /* Dies unless `path` can be written: not a directory, not one of the input files, enough space. A symbolic link in

@@ -192,7 +192,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w) {
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
     const bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
-    if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' is there", where(w), x, x);
+    if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' exists", where(w), x, x);
     const bool blocks = s->rank == 2 && s->shape[0] == ceil128(l.rows) && s->shape[1] == ceil128(l.cols);
     if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
     else if (is_float(s) && is_scalar(s)) l.format = FP8_TENSOR;
@@ -274,7 +274,7 @@ static struct linear resolve_fused(const struct fused *f) {
         struct tensor *inv = fused_side(f->x, "scale_inv");
         if (!inv) inv = fused_side(f->x, "weight_scale_inv");
         if (!s && !inv)
-            die("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' is there", where(w), f->x, f->x);
+            die("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x, f->x);
         if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] * 128 != rows ||
                     inv->shape[2] != ceil128(l.cols)))
             die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
@@ -350,7 +350,7 @@ static const struct gguf_tensor *importance_find(const char *name, size_t n0, si
     for (size_t i = 0; i < n0 * n1; i++) {
         float v = importance_value(t, i);
         if (!(v >= 0 && v <= FLT_MAX))
-            die("'%s': tensor '%s': value %zu is %g; expected a finite one from 0 on", importance.path, name, i,
+            die("'%s': tensor '%s': value %zu is %g; expected a finite one of at least 0", importance.path, name, i,
                 (double)v);
     }
     return t;
@@ -488,7 +488,7 @@ static void importance_bind(struct output *o, size_t n) {
     o->sum2 = importance_find(fmt("%s.in_sum2", o->name), o->ne[0], n);
     o->counts = importance_find(fmt("%s.counts", o->name), 1, n);
     if (!o->sum2 != !o->counts)
-        die("'%s': '%s.%s' is there, but '%s.%s' is not", importance.path, o->name, o->sum2 ? "in_sum2" : "counts",
+        die("'%s': '%s.%s' exists, but '%s.%s' does not", importance.path, o->name, o->sum2 ? "in_sum2" : "counts",
             o->name, o->sum2 ? "counts" : "in_sum2");
     if (o->sum2) importance.weighted++;
     else importance.unweighted++;
@@ -841,7 +841,7 @@ static void find_names(void) {
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
     if (m.has_delta && m.n_mtp && !m.mtp)
-        message_print("'%s': config.json announces a layer for multi-token prediction, but its tensors are not there: "
+        message_print("'%s': config.json announces a layer for multi-token prediction, but its tensors are missing: "
                       "none is written",
                       model_dir);
     if (m.has_delta) m.n_mtp = m.mtp != NULL;
@@ -1112,7 +1112,7 @@ static const char *family_types(void) {
 /* Reads config.json into m. */
 static void read_config(void) {
     m.top = doc_read("config.json");
-    if (!m.top.obj) die("'%s': no config.json there", model_dir);
+    if (!m.top.obj) die("'%s' has no config.json", model_dir);
     const char *type = get_str(m.top, "model_type", "(none)"), *wrapper = type;
     bool wrapped = false;
     for (size_t f = 0; f < COUNT(families); f++) wrapped |= families[f].wrapper && !strcmp(families[f].wrapper, type);
@@ -1254,7 +1254,7 @@ static void recognize_pre_tokenizer(struct doc d) {
         const int len = (int)strcspn(found->names, " ");
         const char *name = fmt("%.*s", len, found->names);
         if (m.pre && strcmp(name, m.pre))
-            message_print("%s has the pre-tokenizer %s; %s is written, with which models of %s were trained", d.file,
+            message_print("%s has the pre-tokenizer %s; %s is written, which models of %s were trained with", d.file,
                           name, m.pre, m.arch);
         vocab.pre = m.pre ? m.pre : xstrdup(name);
     }
@@ -1526,7 +1526,7 @@ static void read_vocabulary(struct doc config) {
     struct doc d = doc_read("tokenizer.json");
     if (d.obj) read_tokenizer_json(d);
     else if (!access(in_dir("tiktoken.model"), F_OK)) read_tiktoken("tiktoken.model", config);
-    else die("'%s': neither tokenizer.json nor tiktoken.model is there", model_dir);
+    else die("'%s' has neither tokenizer.json nor tiktoken.model", model_dir);
     json_decref(d.obj);
     read_added_decoder(config);
     for (size_t i = 0; i < n; i++) {
@@ -2235,24 +2235,29 @@ static void report_errors(void) {
 static void help(void) {
     puts("usage: moe-convert HF_DIR -o OUT.gguf [options]\n"
          "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n\n"
-         "Converts a Hugging Face model directory (safetensors, config.json, tokenizer.json or\n"
-         "tiktoken.model) to GGUF. Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text,\n"
-         "qwen3_next, deepseek_v3, kimi_k2, kimi_k25, hy_v3.\n"
-         "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3 becomes BF16.\n"
-         "BF16, F16 and F32 are kept. Norms and routers become F32.\n\n"
+         "Converts a Hugging Face model directory (safetensors, config.json,\n"
+         "tokenizer.json or tiktoken.model) to GGUF.\n"
+         "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
+         "kimi_k2, kimi_k25, hy_v3.\n"
+         "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3\n"
+         "becomes BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n\n"
          "  -o FILE            the file to write\n"
          "  --name NAME        general.name (default: the name of the directory)\n"
-         "  --quantize nvfp4   quantize routed experts that are not NVFP4; prints the error of each tensor\n"
-         "  --dense            with --quantize: also quantize the feed-forward part of dense layers\n"
-         "  --search HOW       with --quantize: sweep takes the best of nine scales for every 16 weights;\n"
-         "                     amax takes the scale of the largest weight (default: sweep)\n"
-         "  --importance FILE  with --quantize: weight the errors by the mean squared inputs in FILE (GGUF),\n"
-         "                     which llama-imatrix or moe --calibrate --activations writes\n"
+         "  --quantize nvfp4   quantize the routed experts to NVFP4; prints each tensor's\n"
+         "                     error\n"
+         "  --dense            with --quantize: also quantize the feed-forward part of\n"
+         "                     dense layers\n"
+         "  --search HOW       with --quantize: sweep takes the best of nine scales for\n"
+         "                     every 16 weights; amax takes the scale of the largest\n"
+         "                     weight (default: sweep)\n"
+         "  --importance FILE  with --quantize: weight the errors by the mean squared\n"
+         "                     inputs in FILE (GGUF), which llama-imatrix or\n"
+         "                     moe --calibrate --activations writes\n"
          "  --backbone TYPE    type of all other matrices that are not NVFP4: bf16 or q8_0\n"
          "                     (default: as stored)\n"
          "  --keep REGEX       keep the type of tensors whose GGUF name matches\n"
-         "  --dry-run          list the tensors and write none of their data; with -o write the header of the\n"
-         "                     file, for moe --plan\n"
+         "  --dry-run          list the tensors without writing them; with -o write the\n"
+         "                     header of the file, for moe --plan\n"
          "  --version          print the version\n"
          "  --help             print this");
 }
@@ -2294,7 +2299,7 @@ static void parse_options(int argc, char **argv) {
         else if (k < n && i + 1 == argc) die_usage("%s needs a value", a);
         else if (k < n) *table[k].value = argv[++i];
         else if (*a == '-') die_usage("unknown option '%s' (see --help)", a);
-        else if (opt.dir) die_usage("expected one directory, found '%s' and '%s'", opt.dir, a);
+        else if (opt.dir) die_usage("expected one directory, got '%s' and '%s'", opt.dir, a);
         else opt.dir = a;
     }
 }
@@ -2302,8 +2307,8 @@ static void parse_options(int argc, char **argv) {
 /* Checks the options and sets model_dir and `types`. */
 static void apply_options(void) {
     static const char choice[] = "%s '%s': expected %s";
-    if (!opt.dir) die_usage("a Hugging Face directory is needed (see --help)");
-    if (!opt.out && !opt.dry_run) die_usage("-o OUT.gguf or --dry-run is needed (see --help)");
+    if (!opt.dir) die_usage("no Hugging Face directory given (see --help)");
+    if (!opt.out && !opt.dry_run) die_usage("give -o OUT.gguf or --dry-run (see --help)");
     if (opt.out && (!*opt.out || strlen(opt.out) >= PATH_MAX - 1))
         die_usage("the name given with -o is %s", *opt.out ? "too long" : "empty");
     if (opt.quantize && strcmp(opt.quantize, "nvfp4")) die_usage(choice, "--quantize", opt.quantize, "nvfp4");
@@ -2316,9 +2321,8 @@ static void apply_options(void) {
     if (opt.dense) unused = "--dense";
     if (!opt.quantize && unused) die_usage("%s needs --quantize nvfp4", unused);
     if (opt.importance && opt.search && !strcmp(opt.search, "amax"))
-        die_usage("--importance is for --search sweep: amax looks at no other weight than the largest");
-    if (!opt.quantize && !opt.backbone && opt.keep)
-        die_usage("--keep is for --quantize and --backbone; neither is given, so everything stays as it is stored");
+        die_usage("--importance works only with --search sweep: amax looks only at the largest weight");
+    if (!opt.quantize && !opt.backbone && opt.keep) die_usage("--keep works only with --quantize or --backbone");
     model_dir = opt.dir;
     if (opt.quantize) types.experts = GGUF_NVFP4;
     if (opt.backbone) types.backbone = opt.backbone[0] == 'b' ? GGUF_BF16 : GGUF_Q8_0;

@@ -103,7 +103,7 @@ static void model_check(void) {
         if (!layer->mtp) last = layer;
         else if (!m.drop_mtp && (!last || last->hash_routed || last->n != layer->n))
             die("'%s': layer %d, for multi-token prediction, has %d experts and the last layer before it %s: --mtp "
-                "drop leaves it out",
+                "drop removes it",
                 m.path, layer->block, layer->n,
                 !last               ? "none"
                 : last->hash_routed ? "is routed by hash"
@@ -399,7 +399,7 @@ static void check_count(const char *who, int count, int n) {
     if (count < m.min_experts)
         die("%s: %d experts are too few: %d per token%s need %d", who, count, m.top_k,
             m.n_group > 1 ? fmt(" from %d of %d groups", m.n_group_used, m.n_group) : "", m.min_experts);
-    if (count > most) die("%s: %d experts are more than the %d that are there", who, count, most);
+    if (count > most) die("%s: %d experts are more than the %d of the model", who, count, most);
     if (count != lower)
         die("%s: %d experts are not a multiple of the %d groups; %d and %d are", who, count, m.n_group, lower,
             lower + m.n_group);
@@ -583,7 +583,7 @@ static void gguf_hash_router(const struct gguf_tensor *t) {
         uint8_t *raw = scratch(0, bytes);
         read_exact(&shards[t->shard], gguf_offset(t) + r * bytes, raw, bytes);
         if (!gguf_dequantize_row(t->type, raw, row, cols))
-            die("'%s': tensor '%s' has the type %s, which is not one of weights", m.path, kv_name(t->name),
+            die("'%s': tensor '%s' has the type %s, which is not a weight type", m.path, kv_name(t->name),
                 gguf_type_info(t->type).name);
         m.router_hash = hash_bytes(m.router_hash, row, cols * sizeof *row);
     }
@@ -982,7 +982,7 @@ static void hf_check_tensors(void) {
         struct expert_layer *layer = layer_find(p.block);
         if (!layer) die("%s: layer %d has no router mlp.gate.weight", where(t), p.block);
         if (p.role == EXPERT && p.expert >= layer->n)
-            die("%s: expert %d, the router has %d", where(t), p.expert, layer->n);
+            die("%s: expert %d; the router has %d experts", where(t), p.expert, layer->n);
         if (p.role == EXPERT) layer->experts[p.expert].n_tensors++;
         else if (t->bytes * 8 != dtypes[t->dtype].bits &&
                  (!t->rank || t->shape[0] != (size_t)layer->n || t->bytes % t->shape[0]))
@@ -1075,7 +1075,7 @@ static void hf_read_metadata(void) {
 static void hf_read(const char *path) {
     model_dir = path;
     hf_config = doc_read("config.json");
-    if (!hf_config.obj) die("'%s': no config.json there", path);
+    if (!hf_config.obj) die("'%s' has no config.json", path);
     hf_text = get_obj(hf_config, "text_config");
     hf_quant = doc_read("hf_quant_config.json");
     source_open();
@@ -1087,8 +1087,7 @@ static void hf_read(const char *path) {
     m.router_hash = HASH_START;
     bool counted = false;
     for (size_t k = 0; k < COUNT(count_keys); k++) counted |= get(hf_doc_of(count_keys[k]), count_keys[k]) != NULL;
-    if (!counted)
-        die("config.json: none of num_experts, n_routed_experts, num_local_experts, moe_num_experts is there");
+    if (!counted) die("config.json has none of num_experts, n_routed_experts, num_local_experts, moe_num_experts");
     hf_read_layers();
     hf_check_tensors();
     hf_read_retained();
@@ -1459,23 +1458,30 @@ static void report(size_t bytes) {
  * ============================================================================================================ */
 
 static void help(void) {
-    puts("usage: moe-reap IN SCORES.json... -o OUT (--keep N | --ratio R | --budget GIB | --counts FILE)\n"
-         "                [options]\n\n"
-         "Removes the routed experts that contribute least, by the scores of moe --calibrate. Several score\n"
-         "files are added up. Retained weights are copied bit for bit. IN is a GGUF file or a Hugging Face\n"
-         "directory; OUT is of the same kind. In a directory all layers retain the same number of experts.\n\n"
+    puts("usage: moe-reap IN SCORES.json... -o OUT\n"
+         "                (--keep N | --ratio R | --budget GIB | --counts FILE) [options]\n\n"
+         "Removes the routed experts that contribute least, by the scores of\n"
+         "moe --calibrate. Several score files are added up. Retained weights are copied\n"
+         "bit for bit. IN is a GGUF file or a Hugging Face directory; OUT is of the same\n"
+         "kind. In a directory all layers retain the same number of experts.\n\n"
          "  -o OUT              the file or directory to write\n"
          "  --keep N            retain N experts per layer\n"
-         "  --ratio R           remove this share of every layer's experts, from 0 to below 1\n"
+         "  --ratio R           remove this share of every layer's experts, from 0 to\n"
+         "                      below 1\n"
          "  --budget GIB        retain as many experts as fit in an output of this size\n"
          "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
-         "  --per-layer         the same total, distributed over the layers by the experts' scores\n"
-         "  --floor N           with --per-layer: fewest experts of a layer (default: half of an even share)\n"
-         "  --criterion NAME    reap: mean of gate weight x output norm (default); frequency: tokens;\n"
-         "                      norm: mean output norm; random: without scores\n"
+         "  --per-layer         the same total, distributed over the layers by the\n"
+         "                      experts' scores\n"
+         "  --floor N           with --per-layer: fewest experts of a layer (default: half\n"
+         "                      of an even share)\n"
+         "  --criterion NAME    reap: mean of gate weight x output norm (default);\n"
+         "                      frequency: tokens; norm: mean output norm; random: without\n"
+         "                      scores\n"
          "  --seed N            for --criterion random (default: 0)\n"
-         "  --protect-outliers  retain experts with one huge output in the first three quarters of the layers\n"
-         "  --mtp prune|drop    layers for multi-token prediction: prune like the last one (default) or remove\n"
+         "  --protect-outliers  retain experts with one huge output in the first three\n"
+         "                      quarters of the layers\n"
+         "  --mtp prune|drop    layers for multi-token prediction: prune like the last one\n"
+         "                      (default) or remove\n"
          "  --name NAME         general.name (default: that of the source with -REAP-KofE)\n"
          "  --dry-run           print the report, write nothing\n"
          "  --version           print the version\n"
@@ -1529,15 +1535,15 @@ static void set_option(const char *a, const char *v) {
 /* Dies with exit code 2 if options are missing or contradict each other. out: -o; seeded: --seed was given; n_files:
  * scores. */
 static void check_usage(const char *out, bool dry_run, bool seeded, size_t n_files) {
-    if (!m.path) die_usage("a model is needed (see --help)");
-    if (!out && !dry_run) die_usage("-o OUT or --dry-run is needed (see --help)");
+    if (!m.path) die_usage("no model given (see --help)");
+    if (!out && !dry_run) die_usage("give -o OUT or --dry-run (see --help)");
     if (out && (!*out || strlen(out) >= PATH_MAX - 1))
         die_usage("the name given with -o is %s", *out ? "too long" : "empty");
-    if (opts.amount == NONE) die_usage("one of --keep, --ratio, --budget and --counts is needed (see --help)");
-    if (opts.per_layer && opts.amount == COUNTS) die_usage("--per-layer goes with --keep, --ratio or --budget");
-    if (opts.floor && !opts.per_layer) die_usage("--floor goes with --per-layer");
-    if (seeded && opts.criterion != RANDOM) die_usage("--seed goes with --criterion random");
-    if (!n_files && opts.criterion != RANDOM) die_usage("scores are needed: moe --calibrate makes them (see --help)");
+    if (opts.amount == NONE) die_usage("give one of --keep, --ratio, --budget and --counts (see --help)");
+    if (opts.per_layer && opts.amount == COUNTS) die_usage("--per-layer works only with --keep, --ratio or --budget");
+    if (opts.floor && !opts.per_layer) die_usage("--floor works only with --per-layer");
+    if (seeded && opts.criterion != RANDOM) die_usage("--seed works only with --criterion random");
+    if (!n_files && opts.criterion != RANDOM) die_usage("no scores given: moe --calibrate writes them (see --help)");
     if (!n_files && opts.outliers) die_usage("--protect-outliers needs scores");
 }
 
@@ -1576,7 +1582,7 @@ int main(int argc, char **argv) {
     struct stat st;
     if (stat(m.path, &st)) die("cannot open '%s': %s", m.path, strerror(errno));
     bool dir = S_ISDIR(st.st_mode);
-    if (dir && m.name_option) die_usage("--name goes with a GGUF file");
+    if (dir && m.name_option) die_usage("--name works only with a GGUF file");
     size_t (*plan)(void) = dir ? hf_plan : gguf_plan;
     (dir ? hf_read : gguf_read)(m.path);
     model_check();

@@ -169,7 +169,7 @@ static void test_calibrate_files(void) {
     check_command(IN_DIR(MOE "--calibrate @/a.txt @/b.txt @/c.jsonl -o @/all.json -c 512"), 0, NULL, NULL);
     /* the same in three runs, of which the last finds two files done; by two stages; by another number of threads */
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/sum.json -c 512"), 0, NULL, NULL);
-    check_command(IN_DIR(MOE "--calibrate @/b.txt --output @/sum.json -c 512"), 0, NULL, "goes on");
+    check_command(IN_DIR(MOE "--calibrate @/b.txt --output @/sum.json -c 512"), 0, NULL, "resuming");
     check_command(IN_DIR(MOE "--calibrate @/a.txt @/c.jsonl @/b.txt -o @/sum.json -c 512"), 0, NULL, "already");
     check_command(IN_DIR(MOE "--calibrate @/a.txt @/b.txt @/c.jsonl -o @/pp.json -c 512 --cpu --pp 2 -t 2"), 0, NULL,
                   NULL);
@@ -268,11 +268,11 @@ static void test_calibrate_resumes(void) {
                  "%s --interrupt %d -m build/demo.gguf --cpu --calibrate @/part.jsonl @/part.txt -o @/resumed.json "
                  "--activations @/resumed.gguf -t 1 -c 512",
                  self, forwards[i]);
-        check_command(IN_DIR(cmd), EXIT_INTERRUPT, NULL, "interrupted; the same command goes on");
+        check_command(IN_DIR(cmd), EXIT_INTERRUPT, NULL, "interrupted; repeat the command");
     }
     check_command(IN_DIR(MOE "--cpu --calibrate @/part.jsonl @/part.txt -o @/resumed.json --activations @/resumed.gguf "
                              "-c 512"),
-                  0, NULL, "goes on");
+                  0, NULL, "resuming");
     check_command(IN_DIR(MOE "--cpu --calibrate @/part.jsonl @/part.txt -o @/whole.json --activations @/whole.gguf "
                              "-c 512"),
                   0, NULL, NULL);
@@ -293,7 +293,7 @@ static void test_calibrate_activations(void) {
     char path[256], err[ERR_MAX];
     calibration_texts();
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/x.json --activations @/x.gguf -c 512"), 0, NULL, NULL);
-    check_command(IN_DIR(MOE "--calibrate @/b.txt -o @/x.json --activations @/x.gguf -c 512"), 0, NULL, "goes on");
+    check_command(IN_DIR(MOE "--calibrate @/b.txt -o @/x.json --activations @/x.gguf -c 512"), 0, NULL, "resuming");
     check_command(IN_DIR(MOE "--calibrate @/a.txt @/b.txt -o @/y.json --activations @/y.gguf -c 512"), 0, NULL, NULL);
     check_command(IN_DIR(MOE "--calibrate @/c.jsonl -o @/x.json -c 512; cp @/x.json @/z.json; " MOE
                              "--calibrate @/b.txt -o @/z.json --activations @/x.gguf -c 512"),
@@ -352,7 +352,7 @@ static void test_calibrate_refuses(void) {
         NULL, NULL);
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/o.json"), 1, "", "another model: routers 1, here 66974426");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/bad.json"), 1, "", "bad.json");
-    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/none.json"), 1, "", "no score file");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/none.json"), 1, "", "not a score file");
     check_command(IN_DIR(MOE "--calibrate @/empty.txt -o @/n.json"), 1, "", "is empty");
     check_command(IN_DIR(MOE "--calibrate @/latin.txt -o @/n.json"), 1, "", "not valid UTF-8");
     check_command(IN_DIR(MOE "--calibrate @/nowhere.txt -o @/n.json"), 1, "", "cannot open");
@@ -362,9 +362,9 @@ static void test_calibrate_refuses(void) {
                   "e.gguf.next': File too large");
     check_command(IN_DIR("ls @ | grep -c '^e.*tmp'"), 1, "0\n", NULL);
     check_command(IN_DIR("cp build/demo.gguf @/m.gguf; " MOE_BIN " -m @/m.gguf --calibrate @/a.txt -o @/m.gguf"), 1, "",
-                  "is another file of this command");
-    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/a.txt"), 1, "", "is another file");
-    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/n.json"), 1, "", "is another file");
+                  "is also another file of this command");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/a.txt"), 1, "", "is also another file");
+    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/n.json"), 1, "", "is also another file");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/deepseek_v3.gguf"), 1, "",
                   "was not written by --activations");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/none/n.gguf"), 1, "", "cannot write");
@@ -374,7 +374,7 @@ static void test_calibrate_refuses(void) {
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/u.json -c 512; sed 's/\"done\": true/\"done\": false/; "
                              "s/\"unit\": [0-9]*/\"unit\": 1/' @/u.json >@/v.json; " MOE
                              "--calibrate @/a.txt -o @/v.json -c 256"),
-                  1, NULL, "a.txt' in windows of 512 tokens, not 256: go on with -c 512");
+                  1, NULL, "a.txt' in windows of 512 tokens, not 256: continue with -c 512");
     check_command(IN_DIR("sed 's/\"window\": 512/\"offset\": 9/' @/v.json >@/s.json; " MOE
                          "--calibrate @/a.txt -o @/s.json -c 512"),
                   1, "", "stopped within a line or window of");

@@ -266,6 +266,14 @@ static void test_cli_help(void) {
         arrfree(one);
     }
     check_command(MOE_BIN " -h", 0, some, NULL);
+    static const char *const converters[] = {CONVERT_BIN " --help", REAP_BIN " --help"};
+    for (int i = 0; i < 2; i++) {
+        char *text = NULL;
+        CHECK(run_command(converters[i], &text, NULL) == 0, "%s", converters[i]);
+        longest = text_columns(sb_cstr(&text), &lines);
+        CHECK(longest <= 80, "%s: %d columns", converters[i], longest);
+        arrfree(text);
+    }
     check_command(MOE_BIN " -p --help -n 1 -m build/nothing.gguf </dev/null", 1, "", "nothing.gguf");
     arrfree(some);
     arrfree(all);
@@ -431,7 +439,7 @@ static void test_cli_info(void) {
                           "65,536",
                           "2 of 4 groups",
                           "NVFP4",
-                          "layers 0-0: dense, layers 1-5: 16\n",
+                          "layer 0: dense, layers 1-5: 16\n",
                           "temp 0.6, top-k 20, top-p 0.95"};
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
         CHECK(strstr(sb_cstr(&out), want[i]), "--info does not say '%s'", want[i]);
@@ -496,13 +504,13 @@ static void test_cli_synth(void) {
                "layers 0-2: 128"}},
              {"deepseek-v3:experts=16,layers=4",
               {"layers        4 (3 dense)", "128 heads, latent 512, key 192 (64 rotary), value 128, low-rank query",
-               "width 2048, sigmoid router, shared width 2048, 4 of 8 groups", "layers 0-2: dense, layers 3-3: 16"}},
+               "width 2048, sigmoid router, shared width 2048, 4 of 8 groups", "layers 0-2: dense, layer 3: 16"}},
              {"deepseek-v3:layers=61 --shard 0/4",
               {"hidden        7168, vocabulary 129280, trained context 163,840", "32 heads, latent 512",
                "width 512, sigmoid router, shared width 512", "layers 3-60: 256"}},
              {"kimi-k2:layers=2 --shard 1/2",
               {"hidden        7168, vocabulary 163840, trained context 131,072", "32 heads, latent 512",
-               "8 used per token of width 1024, sigmoid router, shared width 1024\n", "layers 1-1: 384"}}};
+               "8 used per token of width 1024, sigmoid router, shared width 1024\n", "layer 1: 384"}}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[256], *out = NULL;
         snprintf(cmd, sizeof cmd, MOE_BIN " --synth %s --info </dev/null", t[i].args);

@@ -1095,7 +1095,7 @@ static void test_cuda_rank_errors(void) {
         int call; /* of it that fails; the last of host memory is for a rank's heartbeat */
         const char *says;
         enum allreduce allreduce;
-    } bad[] = {{{0, 7}, 0, NULL, 0, "rank 1 of 2: there is no GPU 7; found: 4", ALLREDUCE_AUTO},
+    } bad[] = {{{0, 7}, 0, NULL, 0, "rank 1 of 2: there is no GPU 7; this machine has 4", ALLREDUCE_AUTO},
                {{0, 1}, 2 << 20, NULL, 0, "rank 1 of 2: GPU 1: ", ALLREDUCE_AUTO},
                {{0, 0}, 0, NULL, 0, "--allreduce nccl: NCCL does not run two ranks on one GPU", ALLREDUCE_NCCL},
                {{2, 3}, 0, "cudaDeviceEnablePeerAccess", 1, "reaching another GPU", ALLREDUCE_ONESHOT},
@@ -1163,7 +1163,7 @@ static void test_cuda_doctor(void) {
               NULL,
               NULL,
               EXIT_RUN,
-              {{SEVERITY_ERROR, "GPU 0: capability 7.0 is too old, at least 8.0 is needed", "--cpu"}}},
+              {{SEVERITY_ERROR, "GPU 0: capability 7.0 is too old: expected at least 8.0", "--cpu"}}},
              {true,
               true,
               1,
@@ -1179,8 +1179,8 @@ static void test_cuda_doctor(void) {
               "1,5",
               NULL,
               EXIT_RUN,
-              {{SEVERITY_ERROR, "rank 1 needs GPU 5, found: 2", "numbers begin with 0"},
-               {SEVERITY_ERROR, "2 ranks cannot start: rank 1 of 2: there is no GPU 5; found: 2", "--gpus"}}},
+              {{SEVERITY_ERROR, "rank 1 needs GPU 5; this machine has 2", "numbers start at 0"},
+               {SEVERITY_ERROR, "2 ranks cannot start: rank 1 of 2: there is no GPU 5; this machine has 2", "--gpus"}}},
              {true,
               false,
               1,
@@ -1188,7 +1188,7 @@ static void test_cuda_doctor(void) {
               NULL,
               "build/demo.gguf",
               EXIT_OK,
-              {{SEVERITY_OK, "moe-demo is open on GPU 0 emulated GPU", NULL},
+              {{SEVERITY_OK, "moe-demo loaded on GPU 0 emulated GPU", NULL},
                {SEVERITY_OK, "A: an answer in ", NULL},
                {SEVERITY_OK, "B: 7 squared is 49", NULL},
                {SEVERITY_NOTE, "C: a context of 160 tokens is too small", "-c 1200"}}}};

@@ -255,7 +255,7 @@ static void test_doctor_cli(void) {
     for (const char *p = out, *end; (end = strchr(p, '\n')); p = end + 1) {
         CHECK(end - p <= DOCTOR_COLUMNS, "%d columns: %.120s", (int)(end - p), p);
         for (; p < end; p++) CHECK(*p >= 32 && *p < 127, "byte %d", *p);
-        if (!end[1]) CHECK(!strncmp(end - 9, " warnings", 9), "the last line is another: %s", out);
+        if (!end[1]) CHECK(strstr(end - 9, "warning"), "the last line is another: %s", out);
     }
     arrfree(out), arrfree(said);
     /* no model, none there, one cut off, several ranks */

@@ -313,7 +313,7 @@ static void test_plan_verdicts(void) {
         "\n--tp 2 --pp 2 ",
         "  <-\n",
         "\nroofline    ",
-        "(an upper bound: real speed is lower)\n",
+        "(real speed is lower)\n",
         "\n            with all experts: fits with -c "};
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
         CHECK(strstr(sb_cstr(&out), lines[i]), "'%s' is not in: %s", lines[i], sb_cstr(&out));
@@ -426,14 +426,14 @@ static void test_plan_usage(void) {
              {"--plan --gpus 4x96@0 --synth kimi-k2", "with N from 1 to 4", 2},
              {"--plan --gpus 4x96,0 --synth kimi-k2", "with N from 1 to 4", 2},
              {"--plan --gpus 4x1e9 --synth kimi-k2", "with N from 1 to 4", 2},
-             {"--plan --gpus 4x97 --synth kimi-k2", "of 97 GiB is not known: add it in GB/s, --gpus 4x97@GBPS", 2},
+             {"--plan --gpus 4x97 --synth kimi-k2", "of 97 GiB: give it in GB/s, --gpus 4x97@GBPS", 2},
              {"--gpus 4x96 -m build/demo.gguf -p hi", "--gpus 4x96 describes a machine, which only --plan takes", 2},
              {"--plan --gpus 4x96 --tp 3 --synth kimi-k2", "4 GPUs cannot share this model as --tp and --pp ask", 2},
              {"--plan --gpus 4x96 --pp 4 --synth kimi-k2:layers=3", "every stage of --pp needs one of the 3 layers", 2},
              {"--plan --gpus 4x96 --tp 4 -m $d/narrow.gguf", "4 GPUs cannot share this model as", 2},
              {"--plan --gpus 4x96 --cpu --synth kimi-k2", "--cpu and --gpus cannot be combined", 2},
              {"--plan --cpu --tp 2 --synth kimi-k2", "give --gpus 4x96, or no --tp and --pp", 2},
-             {"--plan --gpus 4x96 --kv f32 --synth kimi-k2", "--kv f32 is the CPU's", 2},
+             {"--plan --gpus 4x96 --kv f32 --synth kimi-k2", "--kv f32 works only on the CPU", 2},
              {"--plan --gpus 4x96", "no model", 2},
              {"--plan --info -m build/demo.gguf", "--info and --plan cannot be combined", 2},
              {"--plan -p hi -m build/demo.gguf", "--plan and -p cannot be combined", 2},

@@ -383,8 +383,8 @@ static void test_quantize_usage(void) {
              {"--search amax", "--search needs --quantize nvfp4"},
              {"--backbone q8_0 --dense", "--dense needs --quantize nvfp4"},
              {"--importance x.gguf", "--importance needs --quantize nvfp4"},
-             {"--quantize nvfp4 --search amax --importance x.gguf", "--importance is for --search sweep"},
-             {"--keep x", "--keep is for --quantize and --backbone"},
+             {"--quantize nvfp4 --search amax --importance x.gguf", "--importance works only with --search sweep"},
+             {"--keep x", "--keep works only with --quantize or --backbone"},
              {"--backbone q8_0 --keep 'a('", "--keep 'a(': missing closing parenthesis at character 3"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         char *out = NULL, *said = NULL;
@@ -553,7 +553,7 @@ static void test_quantize_importance_bad(void) {
              {"ffn_up_exps.weight.in_sum2': value 255 is -1; expected", "imatrix", 64, 4, 255, -1},
              {"ffn_up_exps.weight.in_sum2': value 9 is inf; expected", "imatrix", 64, 4, 9, INFINITY},
              {"ffn_up_exps.weight.counts': value 3 is -2; expected", "imatrix", 64, 4, 256 + 3, -2},
-             {"in_sum2' is there, but 'blk.1.ffn_up_exps.weight.counts' is not", "imatrix", 0, 4, 0, 0},
+             {"in_sum2' exists, but 'blk.1.ffn_up_exps.weight.counts' does not", "imatrix", 0, 4, 0, 0},
              {"not a GGUF file", "text", 0, 0, 0, 0},
              {"cannot open", NULL, 0, 0, 0, 0}};
     struct hf h;

@@ -827,11 +827,11 @@ static void nothing_left(const char *what) {
 static void test_reap_usage(void) {
     static const struct {
         const char *args, *message;
-    } c[] = {{"", "a model is needed"},
-             {"plain.gguf plain.json --keep 4", "-o OUT or --dry-run is needed"},
-             {"plain.gguf plain.json -o no.gguf", "one of --keep, --ratio, --budget and --counts is needed"},
+    } c[] = {{"", "no model given"},
+             {"plain.gguf plain.json --keep 4", "give -o OUT or --dry-run"},
+             {"plain.gguf plain.json -o no.gguf", "give one of --keep, --ratio, --budget and --counts"},
              {"plain.gguf plain.json -o no.gguf --keep 4 --ratio 0.5", "cannot be combined"},
-             {"plain.gguf -o no.gguf --keep 4", "scores are needed"},
+             {"plain.gguf -o no.gguf --keep 4", "no scores given"},
              {"plain.gguf -o no.gguf --keep 4 --criterion random --protect-outliers", "needs scores"},
              {"plain.gguf plain.json -o no.gguf --keep 0", "expected an integer from 1"},
              {"plain.gguf plain.json -o no.gguf --keep 4x", "expected an integer from 1"},
@@ -841,9 +841,9 @@ static void test_reap_usage(void) {
              {"plain.gguf plain.json -o no.gguf --ratio -0.1", "expected a number from 0 to 1"},
              {"plain.gguf plain.json -o no.gguf --ratio nan", "expected a number from 0 to 1"},
              {"plain.gguf plain.json -o no.gguf --budget", "--budget needs a value"},
-             {"plain.gguf plain.json -o no.gguf --keep 4 --floor 2", "--floor goes with --per-layer"},
-             {"plain.gguf plain.json -o no.gguf --counts c --per-layer", "--per-layer goes with"},
-             {"plain.gguf plain.json -o no.gguf --keep 4 --seed 1", "--seed goes with"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --floor 2", "--floor works only with --per-layer"},
+             {"plain.gguf plain.json -o no.gguf --counts c --per-layer", "--per-layer works only with"},
+             {"plain.gguf plain.json -o no.gguf --keep 4 --seed 1", "--seed works only with"},
              {"plain.gguf plain.json -o no.gguf --keep 4 --criterion best", "expected reap, frequency"},
              {"plain.gguf plain.json -o no.gguf --keep 4 --mtp keep", "expected prune or drop"},
              {"plain.gguf plain.json -o no.gguf --keep 4 --quick", "unknown option '--quick'"},
@@ -896,7 +896,7 @@ static void test_reap_amounts(void) {
     scores_put("plain.gguf", "plain.json", 3, score_plain);
     scores_put("groups.gguf", "groups.json", 3, score_groups);
     reap_refused("plain.gguf plain.json -o no.gguf --keep 1", "1 experts are too few: 2 per token need 2");
-    reap_refused("plain.gguf plain.json -o no.gguf --keep 9", "9 experts are more than the 8 that are there");
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 9", "9 experts are more than the 8 of the model");
     reap_refused("plain.gguf plain.json -o no.gguf --ratio 0.9", "1 experts are too few");
     reap_refused("groups.gguf groups.json -o no.gguf --keep 5",
                  "5 experts are not a multiple of the 2 groups; 4 and 6 are");
@@ -1306,7 +1306,7 @@ static void test_reap_directory_twice(void) {
 static void test_reap_directory_refusals(void) {
     static const struct {
         const char *before, *args, *message; /* before: a shell command that spoils dir */
-    } c[] = {{"true", "--keep 5 --name x", "--name goes with a GGUF file"},
+    } c[] = {{"true", "--keep 5 --name x", "--name works only with a GGUF file"},
              {"mkdir no", "--keep 5", "'no' exists"},
              {"true", "--keep 5 --per-layer --floor 2", "a Hugging Face directory has one count for all"},
              {"printf '0 4\\n1 5\\n' >counts", "--counts counts", "layer 0 keeps 4 experts, another one 5"},
@@ -1355,7 +1355,7 @@ static bool interrupted_at(const char *in) {
              "p=$!; until ls -d no.tmp-* || ! kill -0 $p; do sleep 0.01; done; kill -INT $p; wait $p",
              test_dir(), in);
     int rc = run_command(cmd, NULL, &err);
-    bool room = !strstr(sb_cstr(&err), "are needed");
+    bool room = !strstr(sb_cstr(&err), " needed, ");
     CHECK(!room || (rc == 128 + SIGINT && strstr(err, "interrupted; nothing was written")), "exit %d: %s", rc, err);
     nothing_left("interrupted");
     arrfree(err);

@@ -336,7 +336,7 @@ def tensor_cases():
             (Q, "blk.0.ffn_down_exps", [1, 64, 1], T_BF16, shape % ("1, 64, 1", "1, 64, 2")),
             (Q, "blk.0.ffn_gate_inp", [64, 3], T_NVFP4, "routes to 3 experts, expected 1 to 2"),
             (Q, "output_norm", [64], T_Q8_0, "has the type Q8_0, expected F32, F16 or BF16"), (Q, "output_norm", [64], T_I32, "has the type I32, expected F32"),
-            (Q, "blk.0.attn_v", [64, 2], T_I32, "has the type I32, which is not one of weights"),
+            (Q, "blk.0.attn_v", [64, 2], T_I32, "has the type I32, which is not a weight type"),
             (D, "blk.0.attn_k_b", [4, 2], T_BF16, shape % ("4, 2", "2, 4")), (D, "blk.0.ffn_down_shexp", [2, 64], T_BF16, "ffn_gate_shexp.weight' " + shape % ("64, 1", "64, 2")),
             (D, "output", [64, 1, 1, 2], T_NVFP4, shape % ("64, 1, 1, 2", "64, 8"))]:
         name = f"{n}-{'x'.join(map(str, ne))}-{kind}"
