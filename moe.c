@@ -11954,6 +11954,15 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
 
 enum { HELP_INDENT = 25, HELP_COLUMNS = 80 };
 
+/* Appends a list of names whose separator is | in brackets. */
+static void names_print(char **text, const char *begin, const char *between, const char *list) {
+    sb_puts(text, begin);
+    for (const char *p = list; *p; p++)
+        if (*p == '|') sb_puts(text, between);
+        else arrput(*text, *p);
+    sb_puts(text, "]");
+}
+
 /* The lines of an option in --help: its names and value, then the help, whose words are wrapped. all: tells the other
  * names too, and the modes that it belongs to. */
 static void option_help_line(const struct option *o, bool all, FILE *f) {
@@ -11968,8 +11977,8 @@ static void option_help_line(const struct option *o, bool all, FILE *f) {
     if (o->arg) at += fprintf(f, " %s", o->arg);
     if (o->choices) sb_printf(&text, "%s: ", option_choices(o, choices));
     sb_puts(&text, o->help);
-    if (all && o->of) sb_printf(&text, " (with: %s)", o->of);
-    if (all && more) sb_printf(&text, " (also: %s)", more);
+    if (all && o->of) names_print(&text, " [with --", ", --", o->of);
+    if (all && more) names_print(&text, " [also ", ", ", more);
     for (const char *p = sb_cstr(&text); *p;) {
         const int n = (int)strcspn(p, " ");
         const bool full = at >= HELP_INDENT && (p == text || at + 1 + n > HELP_COLUMNS);
@@ -12008,6 +12017,7 @@ static void options_help(const struct settings *s, FILE *f) {
     for (int i = 0; i < N_OPTIONS; i++)
         if (!options[i].name) fprintf(f, "\n%s\n", options[i].help);
         else if (s->help_all || (!options[i].rare && !options[i].of)) option_help_line(&options[i], s->help_all, f);
+    if (s->help_all) fputs("\nOther options of llama-cli are ignored with a note or refused with the reason.\n", f);
     fputs("Exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted.\n", f);
 }
 
@@ -14841,8 +14851,9 @@ static void plan_solve(struct plan *p) {
 
 /* The machine that --gpus describes. */
 static void plan_described(struct plan *p, const char *text, int64_t reserve) {
-    /* GiB and GB/s: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200 */
-    static const double usual[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800}};
+    /* GiB and GB/s: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200, RTX 5070, 5070 Ti, 3090, RTX 6000 Ada */
+    static const double usual[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800},
+                                      {12, 672},  {16, 896},  {24, 936},  {48, 960}};
     const struct gpu_list g = gpus_parse(text);
     const double gib = g.gib;
     const bool given = g.gb_per_s > 0;
@@ -15171,7 +15182,7 @@ static void models_list(const char *dir, const char *title) {
 }
 
 /* Ends the program because no model was given. Lists those in the current directory and in ~/.moe/models. */
-_Noreturn static void model_missing(void) {
+__attribute__((noreturn)) static void model_missing(void) {
     const char *home = getenv("HOME");
     char *dir = NULL;
     message_print("no model: give -m MODEL.gguf or set MOE_MODEL");

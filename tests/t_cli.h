@@ -227,8 +227,9 @@ static bool help_has(const char *text, const struct option *o) {
     const char *at = strstr(text, left);
     for (const char *p = at ? at + strlen(left) : ""; *p; p++) {
         if (*p == '\n' && p[1] != ' ') break;
-        if (*p == '\n') p += strspn(p, "\n ") - 1, arrput(flat, ' ');
-        else arrput(flat, *p);
+        const size_t blank = strspn(p, "\n ");
+        arrput(flat, blank ? ' ' : *p);
+        if (blank) p += blank - 1;
     }
     const bool found = at && strstr(sb_cstr(&flat), o->help) && !strstr(at + 1, left);
     arrfree(flat);
@@ -333,14 +334,14 @@ static void test_cli_llama(void) {
     arrfree(text);
 }
 
-static bool is_seven(const struct settings *s, char **argv) {
+static bool names_counted(const struct settings *s, char **argv) {
     (void)argv;
     return s->n_predict == 16 && s->n_ctx == 4096 && s->seed == 7 && s->temp == 1.5 && !s->greedy && s->kv == KV_FP8 &&
            s->think == THINK_OFF && s->cpu && s->raw && !strcmp(s->prompt, "a\nb\\x41A") && !strcmp(s->system, "-st") &&
            !strcmp(s->model, "x");
 }
 
-static bool is_greedy(const struct settings *s, char **argv) {
+static bool last_counted(const struct settings *s, char **argv) {
     (void)argv;
     return s->greedy && s->temp == 1.5 && s->threads <= omp_get_num_procs();
 }
@@ -373,10 +374,16 @@ static void test_cli_options(void) {
                                         "x",
                                         NULL};
     static const char *const greedy[] = {"moe", "--temp", "1.5", "--greedy", "-t", "1000", NULL};
-    char *said = NULL;
-    CHECK_INT(parse_in_child((char **)seven, is_seven, &said), 0, "%s", sb_cstr(&said));
+    char *said = NULL, err[ERR_MAX];
+    struct settings set;
+    settings_init(&set);
+    set.greedy = true;
+    CHECK(!option_set(&set, "temp", "0", err) && set.greedy, "/set temp 0");
+    CHECK(!option_set(&set, "temp", "1.5", err) && !set.greedy, "/set temp 1.5");
+    CHECK(!option_set(&set, "greedy", "on", err) && set.greedy, "/set greedy on");
+    CHECK_INT(parse_in_child((char **)seven, names_counted, &said), 0, "%s", sb_cstr(&said));
     CHECK_HAS(sb_cstr(&said), "-fa has no effect", "the notes");
-    CHECK_INT(parse_in_child((char **)greedy, is_greedy, &said), 0, "%s", sb_cstr(&said));
+    CHECK_INT(parse_in_child((char **)greedy, last_counted, &said), 0, "%s", sb_cstr(&said));
     CHECK_HAS(sb_cstr(&said), "-t 1000: this machine has", "the notes");
     arrfree(said);
     check_command(MOE_BIN " build/demo.gguf --greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0,
