@@ -5618,7 +5618,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     c->device = o->device[r->index];
     c->err = err;
     if (found) err[0] = 0;
-    if (found && c->device >= found) snprintf(err, ERR_MAX, "there is no GPU %d; found: %d", c->device, found);
+    if (found && c->device >= found) snprintf(err, ERR_MAX, "there is no GPU %d; this machine has %d", c->device, found);
     if (!err[0]) shard_check(m, o->kv, err);
     c->failed = err[0] != 0;
     if (c->failed) return;
