@@ -86,8 +86,8 @@
  *   Session: the saved state                        210  the file of /save
  *
  *  Program
- *   Options                                         250  the option table, values and defaults
- *   Command line                                    320  parsing, --help, checks of what was given together
+ *   Options                                         370  the option table, values and defaults
+ *   Command line                                    460  parsing, --help, checks of what was given together
  *   Keyboard                                        250  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
  *   Chat                                            230  messages, their rendering, their tokens
@@ -98,16 +98,16 @@
  *   REPL commands                                   460  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
- *   Finding a model                                  90  the lists and hints where -m names no GGUF file
+ *   Finding a model                                  80  what -m and bare moe say where there is none
  *   Engine                                          200  opens model and session as the settings ask for
- *   Modes: tokenize, render, info, logits           310  small programs beside the chat
+ *   Modes: tokenize, render, info, logits           340  small programs beside the chat
  *   Modes: perplexity, needle, smoke                260  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
  *   Modes: bench                                    220  speed at several depths and batches
- *   Doctor: report                                  130  --doctor: findings as text and JSON
+ *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
- *   Main                                            250  the table of modes, and main
+ *   Main                                            270  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
 #define _GNU_SOURCE
