@@ -82,20 +82,20 @@
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        130  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Session                                         440  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session                                         450  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        210  the file of /save
  *
  *  Program
- *   Options                                         370  the option table, values and defaults
+ *   Options                                         380  the option table, values and defaults
  *   Command line                                    460  parsing, --help, checks of what was given together
  *   Keyboard                                        250  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
  *   Chat                                            230  messages, their rendering, their tokens
- *   Chat: generation                                360  an answer on its way to the screen
- *   Chat: saved conversations                       170  /save and /load
+ *   Chat: generation                                410  an answer on its way to the screen
+ *   Chat: saved conversations                       240  /save and /load
  *   Edited text and history                         270  the text behind the prompt; lines of former times
  *   Line editor                                     450  drawing and moving in it
- *   REPL commands                                   460  /help, /undo, /save ..
+ *   REPL commands                                   590  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
  *   Finding a model                                  80  what -m and bare moe say where there is none
@@ -11067,18 +11067,29 @@ static uint64_t session_more_bytes(const struct session *s, int more) {
     return bytes;
 }
 
-/* Advice for a full context, to be followed by "-c N". */
-static const char *context_remedy(void) { return term.dialogue ? "/undo, /clear or restart with" : "restart with"; }
+/* Writes what helps against a full context to `out`; n: tokens that are needed, 0: some more. */
+static const char *context_remedy(const struct session *s, int64_t n, char out[160]) {
+    const char *shorten = term.dialogue ? "shorten the message, use /undo or /clear" : "shorten the prompt";
+    char a[32];
+    const bool grows = s->n_ctx < s->m->n_ctx_train && n <= s->m->n_ctx_train;
+    if (!grows)
+        snprintf(out, 160, "%s (the model is trained for %s tokens)", shorten,
+                 with_commas((uint64_t)s->m->n_ctx_train, a));
+    else if (n)
+        snprintf(out, 160, "%s, or restart with -c %lld (%s more)", shorten, (long long)n,
+                 with_unit((double)session_more_bytes(s, (int)(n - s->n_ctx)), a));
+    else snprintf(out, 160, "%s, or restart with a larger -c", term.dialogue ? "/undo, /clear" : shorten);
+    return out;
+}
 
 /* -1 when n tokens do not fit, with a message that says what would help. */
 static int session_fits(const struct session *s, int64_t n, char *err) {
-    char a[32], b[32], c[32];
+    char a[32], b[32], remedy[160];
     if (n <= s->n_ctx) return 0;
-    int more = (int)(n - s->n_ctx < INT32_MAX ? n - s->n_ctx : INT32_MAX);
-    return fail(err, "the context is full: %s tokens are needed, %s fit; %s -c %lld (needs %s more)",
-                with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), context_remedy(), (long long)n,
-                with_unit((double)session_more_bytes(s, more), c));
+    return fail(err, "this needs %s tokens, and the context holds %s: %s", with_commas((uint64_t)n, a),
+                with_commas((uint64_t)s->n_ctx, b), context_remedy(s, n, remedy));
 }
+
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
 
 /* Makes the timeline equal ids[0..n), n >= 1, and computes the logits of the last token. Only the tokens after the
@@ -11451,7 +11462,8 @@ struct option;
 struct settings {
     /* model and prompt; NULL: not given */
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
-    bool lines, raw, special, escape, quiet, verbose, simple_io;
+    char *load;
+    bool go_on, lines, raw, special, escape, quiet, verbose, simple_io;
     enum color color;
     int n_predict; /* tokens of an answer at most; -1: no limit */
     enum think think;
@@ -11596,6 +11608,8 @@ static const struct option options[] = {
     {"system", "-sys|--system-prompt", IS_STR(system), .arg = "TEXT", .help = "system message (default: none)"},
     {"system-file", "--system-prompt-file|-sysf", IS_STR(system_file), .arg = "FILE",
      .help = "system message read from FILE"},
+    {"continue", IS_FLAG(go_on), .help = "resume the last conversation"},
+    {"load", IS_STR(load), .arg = "NAME", .help = "resume the conversation that /save NAME saved"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
     {"escape", "-e", IS_FLAG(escape), .rare = true, .help = "process \\n, \\t, \\\\ and \\xHH in the text of -p"},
@@ -12648,6 +12662,8 @@ struct chat {
     struct turn_stats last, total; /* of the last turn, of all turns */
     int turns;                     /* turns in `total` */
     struct keyboard *keys;         /* of a dialogue in raw mode: read while the model answers; or NULL */
+    char *name;                    /* under which the conversation was saved or loaded, or NULL */
+    int open_past;                 /* tokens of the session when the last answer was stopped; 0: it was not */
 };
 
 enum turn_result {
@@ -12678,8 +12694,8 @@ static int chat_template(struct template **out, const struct settings *set, cons
 /* Checks that s (n) is UTF-8 without NUL, as templates need. what: its name in the error. Returns 0, or -1 with a
  * message. */
 static int message_check(const char *what, const char *s, size_t n, char *err) {
-    if (utf8_valid(s, n) && !(n && memchr(s, 0, n))) return 0;
-    return fail(err, "%s is not valid UTF-8 text", what);
+    if (n && memchr(s, 0, n)) return fail(err, "%s has a NUL byte: it is not text", what);
+    return utf8_valid(s, n) ? 0 : fail(err, "%s is not valid UTF-8", what);
 }
 
 /* Appends a message. */
@@ -12722,6 +12738,7 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
 static void chat_free(struct chat *c) {
     while (arrlen(c->messages)) chat_pop(c);
     arrfree(c->messages);
+    free(c->name);
     template_free(c->t);
 }
 
@@ -12859,6 +12876,7 @@ struct printer {
     bool thinking;    /* the text from `printed` on is inside <think> */
     bool show;        /* print the thinking too */
     bool began;       /* a part of the answer has been printed */
+    bool marked;      /* the thinking began with a line that says so */
     bool mute;        /* print nothing */
     char last;        /* the last byte that was printed, 0 before the first */
     int think_tokens; /* tokens generated inside <think> */
@@ -12898,12 +12916,20 @@ static void printer_hidden(const struct printer *p, bool done) {
     else progress_set(PROGRESS_THINKING, p->think_tokens, 0);
 }
 
+/* Prints a line that tells thinking from answer where no style does. */
+static void printer_marker(struct printer *p, const char *line) {
+    if (term.color_out) return;
+    p->marked = true;
+    printer_write(p, line, strlen(line), false);
+}
+
 /* Prints text[printed..end) as thinking or as answer. White space at the start of the answer is left out. */
 static void printer_emit(struct printer *p, size_t end) {
     const char *s = p->text + p->printed;
     size_t n = end - p->printed;
     p->printed = end;
     if (p->thinking) {
+        if (p->show && !p->marked && n) printer_marker(p, "[thinking]\n");
         if (p->show) printer_write(p, s, n, true);
         return;
     }
@@ -12912,6 +12938,7 @@ static void printer_emit(struct printer *p, size_t end) {
         n--;
     }
     if (n && !p->began && p->show && p->last && p->last != '\n') printer_write(p, "\n", 1, false);
+    if (n && !p->began && p->marked) printer_marker(p, "[answer]\n");
     if (n) p->began = true;
     printer_write(p, s, n, false);
 }
@@ -13020,7 +13047,7 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
 
 /* Prints one line on stderr with the speed of a turn and the use of the context, and a warning above 80 %. */
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
-    char a[32], b[32], d[32], line[256];
+    char a[32], b[32], d[32], line[256], remedy[160];
     double use = (double)c->s->n_past / c->s->n_ctx;
     const char *warning = use > 0.95 ? "\033[22;31m" : "\033[22;33m"; /* red, yellow */
     if (c->set->quiet || c->set->mute) return;
@@ -13034,8 +13061,8 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x",
              with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
     note("%s", line);
-    if (use > 0.8)
-        note("%scontext %.0f %% full: %s a larger -c%s", term.color_err ? warning : "", 100 * use, context_remedy(),
+    if (use > 0.8 && c->s->n_past < c->s->n_ctx) /* a full one has been reported */
+        note("%scontext %.0f %% full: %s%s", term.color_err ? warning : "", 100 * use, context_remedy(c->s, 0, remedy),
              term.color_err ? "\033[0m" : "");
 }
 
@@ -13075,6 +13102,18 @@ static int chat_mark(struct chat *c, const struct text *text, const int32_t *ids
     return n;
 }
 
+/* Says why an answer ended before the model was done. */
+static void answer_report(const struct chat *c, enum stop_reason why, const struct printer *p,
+                          const struct turn_stats *st) {
+    char a[32], remedy[160];
+    const char *thinking = p->thinking ? ", still thinking" : "";
+    if (why == STOP_INTERRUPT) note("[stopped%s]", thinking);
+    if (why == STOP_LENGTH) note("[stopped after %d tokens (-n)%s]", st->n_generated, thinking);
+    if (why == STOP_CONTEXT)
+        note("[stopped%s: the context of %s tokens is full; %s]", thinking, with_commas((uint64_t)c->s->n_ctx, a),
+             context_remedy(c->s, 0, remedy));
+}
+
 /* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
  * TURN_FAILED. */
 static enum turn_result chat_answer(struct chat *c, char *err) {
@@ -13102,10 +13141,8 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         size_t before = arrlenu(p.text);
         enum stop_reason why = generate(c, &p, &st);
         watch_end();
-        if (why == STOP_INTERRUPT) note("[stopped]");
-        if (why == STOP_CONTEXT)
-            note("[the context of %d tokens is full: the answer ends here; %s a larger -c]", c->s->n_ctx,
-                 context_remedy());
+        answer_report(c, why, &p, &st);
+        c->open_past = why == STOP_INTERRUPT || why == STOP_LENGTH ? c->s->n_past : 0;
         result = why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
         if (why == STOP_INTERRUPT && arrlenu(p.text) == before) {
             result = TURN_ROLLED_BACK;
@@ -13150,6 +13187,37 @@ static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
         message_free(&old);
     }
     return 0;
+}
+
+/* Goes on with the last answer, which was stopped. Returns 0, or -1 with a message. */
+static int chat_continue(struct chat *c, char *err) {
+    int32_t *ids = NULL;
+    struct turn_stats st = {0};
+    if (!chat_last_is(c, "assistant") || !c->open_past || c->open_past != c->s->n_past)
+        return fail(err, "no answer was stopped: /regen answers the last message again");
+    char **content = &arrlast(c->messages).content;
+    const char *open = strstr(*content, "<think>");
+    struct printer p = printer_make(c, open && !strstr(open, "</think>"), false);
+    sb_puts(&p.text, *content);
+    p.printed = arrlenu(p.text);
+    p.began = !p.thinking;
+    for (int i = 0; i < c->s->n_past; i++) arrput(ids, c->s->tokens[i]);
+    watch_begin(c->keys);
+    const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
+    if (sync == SYNC_DONE) {
+        const enum stop_reason why = generate(c, &p, &st);
+        watch_end();
+        answer_report(c, why, &p, &st);
+        c->open_past = why == STOP_INTERRUPT || why == STOP_LENGTH ? c->s->n_past : 0;
+        free(*content);
+        *content = xstrndup(p.text, arrlenu(p.text));
+        chat_count(c, &st);
+        chat_stats_line(c, &st);
+    }
+    watch_end();
+    arrfree(ids);
+    arrfree(p.text);
+    return sync == SYNC_FAILED ? -1 : 0;
 }
 
 /* Shortens the session to the tokens that the messages still have, so that nothing that was taken back is saved or
@@ -13226,7 +13294,7 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
     int n = (int)strnlen(name, 4096);
     if (n > 6 && !strcmp(name + n - 6, ".jsonl")) n -= 6; /* the suffix may be given */
     if (!*name || !utf8_valid(name, strlen(name)) || strlen(name) > 1024)
-        return fail(err, "a name must have 1 to 1024 bytes of UTF-8");
+        return fail(err, "the name must be 1 to 1024 bytes of UTF-8");
     if (strchr(name, '/')) {
         char *path = NULL;
         sb_path(&path, name);
@@ -13235,15 +13303,15 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
         return 0;
     }
     if (!home || !*home || strlen(home) > 2048) return fail(err, "HOME is not set: give a path with a slash");
-    if (name[0] == '.') return fail(err, "a name must not begin with a dot");
+    if (name[0] == '.') return fail(err, "the name must not start with a dot");
     snprintf(out, 4096, "%s/.moe", home);
     if (mkdir(out, 0700) && errno != EEXIST) return fail(err, "cannot make '%s': %s", out, strerror(errno));
     snprintf(out, 4096, "%s/.moe/%.*s%s", home, n, name, suffix);
     return 0;
 }
 
-/* Writes the messages and the KV cache. Returns 0, or -1 with a message. */
-static int chat_save(struct chat *c, const char *name, char *err) {
+/* Writes the messages, and with `state` the state of the session. Returns 0, or -1 with a message. */
+static int chat_write(struct chat *c, const char *name, bool state, char *err) {
     char path[4096];
     bool bad = false;
     FILE *f = chat_path(name, ".jsonl", path, err) ? NULL : temp_create(path, 0600, err);
@@ -13256,8 +13324,39 @@ static int chat_save(struct chat *c, const char *name, char *err) {
         json_decref(o);
     }
     if (temp_finish(f, path, bad, err)) return -1;
-    chat_trim(c);
+    if (!state) return 0;
     return chat_path(name, ".kv", path, err) || session_save(c->s, path, err) ? -1 : 0;
+}
+
+/* Saves the conversation under a name. Another conversation of that name is replaced only with `force`. Returns 0, or
+ * -1 with a message. */
+static int chat_save(struct chat *c, const char *name, bool force, char *err) {
+    char path[4096];
+    if (chat_path(name, ".jsonl", path, err)) return -1;
+    if (!force && !access(path, F_OK) && (!c->name || strcmp(c->name, name)))
+        return fail(err, "'%s' is another conversation: /save! %s replaces it", name, name);
+    if (chat_write(c, name, true, err)) return -1;
+    char *before = c->name;
+    c->name = xstrdup(name);
+    free(before);
+    note("[saved %td message%s to %s]", arrlen(c->messages), arrlen(c->messages) == 1 ? "" : "s", path);
+    return 0;
+}
+
+#define LAST_CHAT "last" /* the conversation that every turn of a dialogue saves */
+enum { LAST_STATE_MAX = 256 << 20 /* bytes of state that are written after every turn; more are at the end */ };
+
+/* Saves the conversation of a dialogue, for --continue. at_end: the program exits. */
+static void chat_autosave(struct chat *c, bool at_end) {
+    static bool reported;
+    char err[ERR_MAX], path[4096];
+    const char *home = getenv("HOME");
+    if (!c->keys || !home || !*home || !c->turns) return;
+    const bool small = state_bytes(c->m, c->s->r->kv_type, (size_t)c->s->n_past) <= LAST_STATE_MAX;
+    if (!small && !at_end && !chat_path(LAST_CHAT, ".kv", path, err)) unlink(path); /* it belongs to other messages */
+    if (!chat_write(c, LAST_CHAT, small || at_end, err) || reported) return;
+    note("the conversation is not saved: %s", err);
+    reported = true;
 }
 
 /* Parses one line of the file; false if it is not a message. */
@@ -13310,9 +13409,34 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     while (arrlen(c->messages)) chat_pop(c);
     arrfree(c->messages);
     c->messages = messages;
+    c->open_past = 0;
+    free(c->name);
+    c->name = xstrdup(name);
     if (chat_path(name, ".kv", path, err)) return -1;
-    if (session_load(c->s, path, why)) note("%s: the next turn computes the conversation again", why);
+    if (session_load(c->s, path, why)) note("%s: the next turn reads the conversation again", why);
     return 0;
+}
+
+enum { SHOW_LINES = 12 /* of a message in a short view */ };
+
+/* Prints the last n messages, without thinking. brief: only the beginning of a long one. */
+static void chat_show(const struct chat *c, size_t n, bool brief) {
+    const size_t all = arrlenu(c->messages);
+    for (size_t i = n < all ? all - n : 0; i < all; i++) {
+        const struct message *m = &c->messages[i];
+        const char *think, *text = m->content;
+        const bool user = strcmp(m->role, "assistant");
+        size_t n_think, lines = 0, end = 0;
+        char *safe = NULL;
+        if (!user) text = split_answer(text, &think, &n_think);
+        const size_t len = strlen(text);
+        while (end < len && !(brief && lines == SHOW_LINES)) lines += text[end++] == '\n';
+        term_escape(&safe, text, end);
+        fprintf(stderr, "%s%s%s%s%s%s\n", term.color_err && user ? "\033[1m" : "", user ? "> " : "",
+                !strcmp(m->role, "system") ? "(system) " : "", sb_cstr(&safe), end < len ? "..." : "",
+                term.color_err && user ? "\033[0m" : "");
+        arrfree(safe);
+    }
 }
 
 /* Lists the saved conversations in ~/.moe by name. */
@@ -13344,20 +13468,32 @@ static void chat_list(struct chat *c) {
     if (!shown) note("nothing is saved in %s", path);
 }
 
-/* Prints how full the context is, the size of the cache, and the tokens of each message. */
+/* Prints how full the context is, what of it the next turn can use, the size of the cache, and the tokens of each
+ * message. */
 static void chat_print_context(struct chat *c) {
-    char a[32], b[32];
-    chat_trim(c);
-    const size_t n_past = (size_t)c->s->n_past;
-    const double use = (double)n_past / c->s->n_ctx, bytes = (double)state_bytes(c->m, c->s->r->kv_type, n_past);
+    char a[32], b[32], err[ERR_MAX];
+    struct text text = {0};
+    int32_t *ids = NULL;
+    const struct session *s = c->s;
+    const double use = (double)s->n_past / s->n_ctx,
+                 bytes = (double)state_bytes(c->m, s->r->kv_type, (size_t)s->n_past);
     fprintf(stderr, "  [");
     for (int i = 0; i < 40; i++) fputc(i < (int)(use * 40 + 0.5) ? '#' : '.', stderr);
-    fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)c->s->n_past, a),
-            with_commas((uint64_t)c->s->n_ctx, b), 100 * use);
+    fprintf(stderr, "] %s of %s tokens (%.0f %%)\n", with_commas((uint64_t)s->n_past, a),
+            with_commas((uint64_t)s->n_ctx, b), 100 * use);
     fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes for one more token)\n", bytes / 0x1p20,
-            (double)session_kv_bytes(c->s) / 0x1p20, kv_names[c->s->r->kv_type], (double)session_more_bytes(c->s, 1));
+            (double)session_kv_bytes(s) / 0x1p20, kv_names[s->r->kv_type], (double)session_more_bytes(s, 1));
+    if (arrlen(c->messages) && !chat_render(c, false, &text, err)) {
+        int same = 0;
+        chat_tokenize(c, &text, &ids);
+        while (same < s->n_past && same < arrlen(ids) && s->tokens[same] == ids[same]) same++;
+        fprintf(stderr, "  the next turn sends %s tokens before your message, %s of them from the cache\n",
+                with_commas((uint64_t)arrlen(ids), a), with_commas((uint64_t)same, b));
+    }
+    arrfree(ids);
+    text_free(&text);
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
-        int32_t *ids = NULL;
+        ids = NULL;
         size_t n = strlen(c->messages[i].content);
         tokenize(c->m->vocab, c->messages[i].content, n, NULL, 0, &ids);
         fprintf(stderr, "  %-10s %7td tokens\n", c->messages[i].role, arrlen(ids));
@@ -14187,13 +14323,15 @@ static void signals_install(void) {
 struct repl {
     struct chat *chat;
     struct editor editor;
-    bool hinted; /* "Ctrl-D leaves" has been printed */
+    bool hinted; /* how to exit has been said */
+    bool force;  /* the command was given with an exclamation mark */
 };
 
 /* An entry of the table of commands, which the parser, /help and Tab completion use. */
 struct command {
     const char *name;
-    const char *arg; /* what /help shows for the argument; NULL: takes none, in brackets: optional */
+    const char *arg; /* what /help shows for the argument; NULL: takes none, in brackets: optional; ! in front: the name
+                        may end in an exclamation mark, which replaces what is there */
     const char *help;
     /* Runs the command. arg: trimmed, "" if there is none; may be changed. Returns 0, COMMAND_QUIT, or -1 with a
      * message. */
@@ -14220,7 +14358,7 @@ static void turn_report(enum turn_result result, const char *err) {
         print_error(lost);
         reported = true;
     }
-    if (result == TURN_ROLLED_BACK) note("[stopped; the turn is taken back]");
+    if (result == TURN_ROLLED_BACK) note("[stopped before the answer; your message was removed (Up brings it back)]");
     if (result == TURN_FAILED) print_error(err);
 }
 
@@ -14283,9 +14421,17 @@ static int cmd_set(struct repl *r, char *arg, char *err) {
     return option_command(r, arg, value, err);
 }
 
-/* /think changes the prompt: whether the model thinks. /show only changes what is printed of its thinking. */
 static int cmd_think(struct repl *r, char *arg, char *err) { return option_command(r, "think", arg, err); }
-static int cmd_show(struct repl *r, char *arg, char *err) { return option_command(r, "show-think", arg, err); }
+
+/* Prints the conversation, or the last messages of it. */
+static int cmd_show(struct repl *r, char *arg, char *err) {
+    char *end;
+    const long n = *arg ? strtol(arg, &end, 10) : LONG_MAX;
+    if (*arg && (*end || n < 1)) return fail(err, "'%s': expected a number of messages", arg);
+    if (!arrlen(r->chat->messages)) note("[no messages]");
+    chat_show(r->chat, (size_t)n, false);
+    return 0;
+}
 
 /* Replaces the system message; without an argument prints it. */
 static int cmd_system(struct repl *r, char *arg, char *err) {
@@ -14295,7 +14441,8 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
     if (*arg) {
         bool none = !strcmp(arg, "\"\"");
         chat_set_system(r->chat, none ? NULL : arg);
-        note(none ? "[the system message is removed]" : "[the system message is set]");
+        chat_trim(r->chat);
+        note(none ? "[system message removed]" : "[system message set]");
         return 0;
     }
     if (!arrlen(m) || strcmp(m[0].role, "system")) {
@@ -14373,7 +14520,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
 static int cmd_undo(struct repl *r, char *arg, char *err) {
     (void)arg;
     if (chat_undo(r->chat, err)) return -1;
-    note("[the last turn is taken back]");
+    note("[last turn removed]");
     return 0;
 }
 
@@ -14385,17 +14532,100 @@ static int cmd_regen(struct repl *r, char *arg, char *err) {
     return 0;
 }
 
-static int cmd_save(struct repl *r, char *arg, char *err) {
-    if (chat_save(r->chat, arg, err)) return -1;
-    note("[saved]");
-    return 0;
+static int cmd_save(struct repl *r, char *arg, char *err) { return chat_save(r->chat, arg, r->force, err); }
+
+/* Says where a conversation that was loaded is. */
+static void repl_loaded(const struct chat *c) {
+    const ptrdiff_t n = arrlen(c->messages);
+    chat_show(c, 2, true);
+    note("[loaded %td message%s%s]", n, n == 1 ? "" : "s", chat_last_is(c, "user") ? "; /regen answers the last" : "");
 }
 
 static int cmd_load(struct repl *r, char *arg, char *err) {
     if (chat_load(r->chat, arg, err)) return -1;
-    note("[loaded: %td messages]%s", arrlen(r->chat->messages),
-         chat_last_is(r->chat, "user") ? " /regen answers the last" : "");
+    repl_loaded(r->chat);
     return 0;
+}
+
+/* Removes the files of a saved conversation. */
+static int cmd_delete(struct repl *r, char *arg, char *err) {
+    char path[4096];
+    (void)r;
+    if (chat_path(arg, ".jsonl", path, err)) return -1;
+    if (unlink(path)) return fail(err, "cannot delete '%s': %s", path, strerror(errno));
+    if (!chat_path(arg, ".kv", path, err)) unlink(path);
+    note("[deleted %s]", arg);
+    return 0;
+}
+
+/* Gives the conversation, which has been saved or loaded, another name. */
+static int cmd_rename(struct repl *r, char *arg, char *err) {
+    static const char *const suffixes[] = {".kv", ".jsonl"};
+    char from[4096], to[4096];
+    const char *name = r->chat->name;
+    if (!name) return fail(err, "the conversation has no name: /save NAME");
+    if (chat_path(arg, ".jsonl", to, err)) return -1;
+    if (!access(to, F_OK)) return fail(err, "'%s' is another conversation", arg);
+    for (int i = 0; i < 2; i++) {
+        if (chat_path(name, suffixes[i], from, err) || chat_path(arg, suffixes[i], to, err)) return -1;
+        if (rename(from, to) && (i || errno != ENOENT))
+            return fail(err, "cannot rename '%s': %s", from, strerror(errno));
+    }
+    note("[renamed %s to %s]", name, arg);
+    free(r->chat->name);
+    r->chat->name = xstrdup(arg);
+    return 0;
+}
+
+/* Writes the conversation as Markdown. */
+static int cmd_export(struct repl *r, char *arg, char *err) {
+    const struct chat *c = r->chat;
+    char *path = NULL;
+    sb_path(&path, arg);
+    FILE *f = access(sb_cstr(&path), F_OK) || r->force ? temp_create(path, 0600, err) : NULL;
+    int rc = f ? 0 : access(path, F_OK) || r->force ? -1 : fail(err, "'%s' exists: /export! replaces it", path);
+    for (size_t i = 0; !rc && i < arrlenu(c->messages); i++) {
+        const struct message *m = &c->messages[i];
+        const char *think, *text = m->content;
+        size_t n;
+        if (!strcmp(m->role, "assistant")) text = split_answer(text, &think, &n);
+        fprintf(f, "%s## %c%s\n\n%s\n", i ? "\n" : "", toupper(m->role[0]), m->role + 1, text);
+    }
+    if (f) rc = temp_finish(f, path, false, err);
+    if (!rc) note("[wrote %td messages to %s]", arrlen(c->messages), path);
+    arrfree(path);
+    return rc;
+}
+
+/* Puts the last answer into the clipboard of the terminal (OSC 52). */
+static int cmd_copy(struct repl *r, char *arg, char *err) {
+    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    const char *think;
+    size_t n_think;
+    char *out = NULL;
+    (void)arg;
+    if (!chat_last_is(r->chat, "assistant")) return fail(err, "there is no answer to copy");
+    if (!r->editor.screen) return fail(err, "/copy needs a terminal");
+    const uint8_t *s = (const uint8_t *)split_answer(arrlast(r->chat->messages).content, &think, &n_think);
+    const size_t n = strlen((const char *)s);
+    sb_puts(&out, "\033]52;c;");
+    for (size_t i = 0; i < n; i += 3) {
+        const uint32_t w =
+            (uint32_t)s[i] << 16 | (i + 1 < n ? (uint32_t)s[i + 1] << 8 : 0) | (i + 2 < n ? s[i + 2] : 0);
+        const char four[4] = {digits[w >> 18], digits[w >> 12 & 63], i + 1 < n ? digits[w >> 6 & 63] : '=',
+                              i + 2 < n ? digits[w & 63] : '='};
+        sb_put(&out, four, 4);
+    }
+    sb_puts(&out, "\a");
+    write_all(1, out, arrlenu(out));
+    arrfree(out);
+    note("[copied %zu bytes, if the terminal allows it]", n);
+    return 0;
+}
+
+static int cmd_continue(struct repl *r, char *arg, char *err) {
+    (void)arg;
+    return chat_continue(r->chat, err);
 }
 
 static int cmd_list(struct repl *r, char *arg, char *err) {
@@ -14423,7 +14653,9 @@ static int cmd_clear(struct repl *r, char *arg, char *err) {
     (void)arg;
     (void)err;
     chat_clear(r->chat);
-    note("[a new conversation]");
+    free(r->chat->name);
+    r->chat->name = NULL;
+    note("[conversation cleared; the system message stays]");
     return 0;
 }
 
@@ -14440,19 +14672,24 @@ static const struct command commands[] = {
     {"help", "[COMMAND]", "list the commands, or one of them", cmd_help},
     {"set", "[NAME [VALUE]]", "show or change an option", cmd_set},
     {"think", "[on|off|auto|LEVEL]", "set whether, or how hard, the model thinks", cmd_think},
-    {"show", "[on|off]", "show or hide its thinking", cmd_show},
+    {"show", "[N]", "print the conversation, or its last N messages", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
     {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has blanks", cmd_read},
     {"edit", "[TEXT]", "write a message in $EDITOR, then send it", cmd_edit},
-    {"undo", NULL, "take back the last message and its answer", cmd_undo},
-    {"regen", NULL, "answer the last message again", cmd_regen},
-    {"save", "NAME", "save the conversation", cmd_save},
-    {"load", "NAME", "continue a saved conversation", cmd_load},
+    {"undo", NULL, "remove the last message and its answer", cmd_undo},
+    {"regen", NULL, "regenerate the last answer", cmd_regen},
+    {"continue", NULL, "go on with an answer that was stopped", cmd_continue},
+    {"copy", NULL, "copy the last answer to the clipboard", cmd_copy},
+    {"export", "!FILE", "write the conversation as Markdown; /export! replaces FILE", cmd_export},
+    {"save", "!NAME", "save the conversation; /save! replaces another one", cmd_save},
+    {"load", "NAME", "resume a saved conversation", cmd_load},
+    {"rename", "NAME", "rename the saved conversation", cmd_rename},
+    {"delete", "NAME", "delete a saved conversation", cmd_delete},
     {"list", NULL, "list the saved conversations", cmd_list},
     {"ctx", NULL, "show how full the context is", cmd_ctx},
     {"stats", NULL, "show the speed of the last turn and of all turns", cmd_stats},
     {"clear", NULL, "start a new conversation", cmd_clear},
-    {"quit", NULL, "leave (also Ctrl-D)", cmd_quit},
+    {"quit", NULL, "exit (also /exit, /bye, Ctrl-D)", cmd_quit},
 };
 
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
@@ -14461,8 +14698,14 @@ enum { N_COMMANDS = sizeof commands / sizeof *commands };
  * one. */
 static const struct command *command_find(const char *name, size_t n, char *err) {
     const struct command *found = NULL;
+    static const char *const others[][2] = {{"exit", "quit"}, {"bye", "quit"}, {"?", "help"}};
     char *list = NULL;
     int count = 0;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        if (strlen(others[i][0]) != n || memcmp(others[i][0], name, n)) continue;
+        name = others[i][1];
+        n = strlen(name);
+    }
     for (int i = 0; i < N_COMMANDS; i++) {
         if (!n || strncmp(commands[i].name, name, n)) continue;
         found = &commands[i];
@@ -14472,7 +14715,7 @@ static const struct command *command_find(const char *name, size_t n, char *err)
         break;
     }
     if (!count)
-        fail(err, "unknown command /%.*s: /help lists the commands; to send a message with a slash, type //",
+        fail(err, "unknown command /%.*s (see /help); to send a message that starts with /, type //",
              (int)(n < 40 ? n : 40), name);
     if (count > 1) fail(err, "/%.*s is ambiguous: %s", (int)n, name, sb_cstr(&list));
     arrfree(list);
@@ -14485,12 +14728,13 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
     if (*arg == '/') arg++;
     if (*arg && !(one = command_find(arg, strlen(arg), err))) return -1;
     for (const struct command *c = commands; c < commands + N_COMMANDS; c++)
-        if (!one || c == one) fprintf(stderr, "  /%-6s %-19s  %s\n", c->name, c->arg ? c->arg : "", c->help);
+        if (!one || c == one)
+            fprintf(stderr, "  /%-6s %-19s  %s\n", c->name, c->arg ? c->arg + (*c->arg == '!') : "", c->help);
     if (one) return 0;
     fputs("Commands may be shortened as long as they stay unique. //text sends /text.\n"
           "Enter sends. For a new line use Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
           "and \"\"\".\n"
-          "Up, Down and Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D leaves.\n",
+          "Up, Down and Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D exits.\n",
           stderr);
     return 0;
 }
@@ -14499,27 +14743,47 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
 static int command_run(struct repl *r, char *line, char *err) {
     char *arg;
     size_t n = split_word(line, &arg), end = strlen(arg);
+    r->force = n && line[n - 1] == '!';
+    n -= r->force;
     const struct command *c = command_find(line, n, err);
     if (!c) return -1;
+    if (r->force && (!c->arg || *c->arg != '!')) return fail(err, "/%s has no form with an exclamation mark", c->name);
     while (end && isspace((uint8_t)arg[end - 1])) arg[--end] = 0;
     if (*arg && !c->arg) return fail(err, "/%s takes no argument", c->name);
-    if (!*arg && c->arg && c->arg[0] != '[') return fail(err, "usage: /%s %s", c->name, c->arg);
+    if (!*arg && c->arg && c->arg[0] != '[') return fail(err, "usage: /%s %s", c->name, c->arg + (*c->arg == '!'));
     return c->fn(r, arg, err);
 }
 
-/* Handles one line of input, a message or a command. Returns COMMAND_QUIT or 0. */
+/* Whether a text is meant as a command: one line, whose first word is a slash and letters. A path or a comment of a
+ * program is a message. */
+static bool is_command(const char *s, size_t n) {
+    size_t end = 1;
+    if (*s != '/' || memchr(s, '\n', n)) return false;
+    while (end < n && isalpha((uint8_t)s[end])) end++;
+    if (end < n && (s[end] == '!' || (s[end] == '?' && end == 1))) end++;
+    return end > 1 && (end == n || isspace((uint8_t)s[end]));
+}
+
+/* Handles one text, a message or a command. Returns COMMAND_QUIT or 0. */
 static int repl_line(struct repl *r, char *line, size_t n) {
     char err[ERR_MAX] = "";
-    if (strspn(line, " \t\n") == n) return 0;
+    const size_t blanks = strspn(line, " \t\n");
+    if (blanks == n) return 0;
     editor_history_add(&r->editor, line, n);
-    if (line[0] != '/' || line[1] == '/') {
-        size_t skip = line[0] == '/';
-        repl_send(r, line + skip, n - skip);
+    if (!strcmp(line, "exit") || !strcmp(line, "quit") || !strcmp(line, "help")) {
+        note("(/%s is the command; a message needs more words)", line);
         return 0;
     }
-    int rc = command_run(r, line + 1, err);
-    if (rc < 0) print_error(err);
-    return rc == COMMAND_QUIT ? rc : 0;
+    if (is_command(line + blanks, n - blanks)) {
+        const int rc = command_run(r, line + blanks + 1, err);
+        if (rc < 0) print_error(err);
+        chat_autosave(r->chat, false);
+        return rc == COMMAND_QUIT ? rc : 0;
+    }
+    const bool escaped = line[0] == '/' && is_command(line + 1, n - 1); /* //help is a message */
+    repl_send(r, line + escaped, n - escaped);
+    chat_autosave(r->chat, false);
+    return 0;
 }
 
 /* Runs the dialogue until /quit or the end of input. Returns the exit code. */
@@ -14544,11 +14808,12 @@ static int repl_run(struct chat *c) {
             (void)sb_cstr(&line); /* commands split their arguments in place */
             rc = repl_line(&r, line, n);
         } else if (!r.hinted) {
-            note("(Ctrl-D or /quit to leave)");
+            note("(Ctrl-D or /quit to exit)");
             r.hinted = true;
         }
     }
     if (got == EDIT_EOF && (term.out_tty || term.err_tty)) fputc('\n', term.out_tty ? stdout : stderr);
+    chat_autosave(c, true);
     term_restore();
     c->keys = NULL;
     editor_free(&r.editor);
@@ -17144,7 +17409,7 @@ static void banner(const struct engine *e) {
     note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", session_name(&e->session, name),
          with_commas((uint64_t)e->session.n_ctx, a), (double)session_kv_bytes(&e->session) / 0x1p20,
          kv_names[e->session.r->kv_type], m->load_seconds);
-    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
+    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D exits");
 }
 
 /* Opens a chat at the terminal. */
@@ -17152,7 +17417,10 @@ static int answer_chat(struct engine *e) {
     char err[ERR_MAX];
     struct chat c;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
+    const char *name = e->set->go_on ? LAST_CHAT : e->set->load;
+    if (name && chat_load(&c, name, err)) die("%s", err);
     banner(e);
+    if (name) repl_loaded(&c);
     const int code = repl_run(&c);
     chat_free(&c);
     return code;

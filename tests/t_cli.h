@@ -18,7 +18,7 @@ static void test_cli_pipe(void) {
     check_command("printf 'What is 7 squared? One word.' | " MOE "--greedy --think off --cpu-ref", 0, "49\n", NULL);
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy", 0, "49\n", NULL); /* thinking is left out */
     check_command("echo 'What is 7 squared? One word.' | " MOE "--greedy --show-think on", 0,
-                  "7 squared is 7 times 7, which is 49.\n49\n", NULL);
+                  "[thinking]\n7 squared is 7 times 7, which is 49.\n[answer]\n49\n", NULL);
     check_command(MOE "--greedy --think off -p 'What is 7 squared? One word.' </dev/null", 0, "49\n", NULL);
     check_command(MOE "--greedy --think off --cpu --moe-act fp4 -p 'What is 7 squared? One word.'", 0, "49\n",
                   "--moe-act has no effect");
@@ -82,7 +82,7 @@ static void test_cli_lines(void) {
 /* A line that cannot be answered does not keep the others from it. */
 static void test_cli_bad_line(void) {
     check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE "--raw --lines --greedy -n 1 -c 64", 1,
-                  " time\n time\n", "context is full");
+                  " time\n time\n", "the context holds 64");
     check_command("printf '' | " MOE "--raw -p ''", 1, "", "no tokens");
 }
 
@@ -178,8 +178,8 @@ static void test_cli_usage(void) {
              {"--cpu --bench --profile", "--profile works on a GPU only", 1},
              {"--bench -c 15", "too small for --bench: expected at least 16", 1},
              {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
-             {"--needle 99999999 -c 500", "99,999,999 tokens are needed, 500 fit; restart with -c 99999999", 1},
-             {"-c 16 -p 'What is 7 squared? One word.'", "fit; restart with -c 19 (needs 6.8 KiB more)", 1}};
+             {"--needle 99999999 -c 500", "99,999,999 tokens, and the context holds 500: shorten the prompt", 1},
+             {"-c 16 -p 'What is 7 squared? One word.'", "restart with -c 19 (6.8 KiB more)", 1}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[256];
         snprintf(cmd, sizeof cmd, MOE "%s </dev/null", t[i].args);
@@ -190,7 +190,7 @@ static void test_cli_usage(void) {
     check_command(IN_DIR("printf 'a\\377b' | " MOE "--logits @/x.npy"), 1, "", "the prompt is not valid UTF-8");
     check_command(MOE "-sys \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "", "the system message is not valid UTF-8");
     check_command(IN_DIR("printf 'a\\0b' >@/s.txt; " MOE "--system-file @/s.txt -p hi </dev/null"), 1, "",
-                  "the system message is not valid UTF-8");
+                  "the system message has a NUL byte");
     check_command(MOE "-c 1 --perplexity Makefile </dev/null", 1, "", "too short");
     check_command(IN_DIR("yes '' | head -200 >@/hay.txt; " MOE "--needle 100 --haystack @/hay.txt </dev/null"), 1, "",
                   "the haystack is not");

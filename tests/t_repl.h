@@ -992,18 +992,17 @@ static void test_moe_dialogue(void) {
     if (!moe_start(&p, "xterm", moe_argv)) return;
     moe_ask(&p, "What is 7 squared? One word.", "49");
     moe_ask(&p, "/regen", "49");
-    moe_ask(&p, "/undo", "taken back");
+    moe_ask(&p, "/undo", "removed");
     moe_ask(&p, "/ctx", "] 0 of");
     moe_ask(&p, "/undo", "");
     moe_ask(&p, "/regen", "");
     moe_ask(&p, "/help", "/quit");
     moe_ask(&p, "/help re", "is ambiguous: /read, /regen");
     moe_ask(&p, "/sq", "unknown command /sq");
-    moe_ask(&p, "/usr/bin is what?", "unknown command /usr/bin");
     size_t from = p.log_at;
     moe_ask(&p, "//sq what is this?", "");
     CHECK(!memmem(p.log + from, arrlenu(p.log) - from, "unknown command", 15), "// does not send a slash");
-    moe_ask(&p, "/undo", "taken back");
+    moe_ask(&p, "/undo", "removed");
     moe_ask(&p, "/s", "is ambiguous: /set, /show, /system, /save, /stats");
     moe_ask(&p, "/save", "usage: /save NAME");
     moe_ask(&p, "/clear now", "/clear takes no argument");
@@ -1012,14 +1011,15 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/set no-such-option", "there is no option 'no-such-option'");
     moe_ask(&p, "/set verbose on", "can only be given at start");
     moe_ask(&p, "/show perhaps", "perhaps");
-    moe_ask(&p, "/system Be brief.", "system message is set");
+    moe_ask(&p, "/show", "[no messages]");
+    moe_ask(&p, "/system Be brief.", "system message set");
     moe_ask(&p, "/system", "Be brief.");
     moe_ask(&p, "/system \"\"", "removed");
     moe_ask(&p, "/system", "no system message");
     moe_ask(&p, "/ctx", "");
     moe_ask(&p, "/st", "");
     pty_send(&p, "\3");
-    EXPECT(&p, "Ctrl-D or /quit to leave");
+    EXPECT(&p, "Ctrl-D or /quit to exit");
     pty_send(&p, "/q\r");
     CHECK_INT(pty_end(&p), 0, "the exit code");
 }
@@ -1042,26 +1042,26 @@ static void test_moe_files(void) {
     moe_ask(&p, "/read /tmp", "not a regular file");
     snprintf(line, sizeof line, "/read %s Answer the question in the file.", good);
     moe_ask(&p, line, "29 bytes");
-    moe_ask(&p, "/clear", "new conversation");
+    moe_ask(&p, "/clear", "conversation cleared");
     moe_ask(&p, "/edit", "49");
-    moe_ask(&p, "/save kept", "[saved]");
-    moe_ask(&p, "/clear", "new conversation");
+    moe_ask(&p, "/save kept", "[saved ");
+    moe_ask(&p, "/clear", "conversation cleared");
     moe_ask(&p, "/ctx", "] 0 of");
-    moe_ask(&p, "/save empty", "[saved]");
+    moe_ask(&p, "/save empty", "[saved ");
     moe_ask(&p, "/regen", "");
-    moe_ask(&p, "/load kept", "[loaded: 2 messages]");
+    moe_ask(&p, "/load kept", "[loaded 2 messages]");
     moe_ask(&p, "/regen", "49");
     moe_ask(&p, "/list", "kept");
     moe_ask(&p, "/load no-such-session", "no-such-session");
-    moe_ask(&p, "/save ~/home.jsonl", "[saved]");
+    moe_ask(&p, "/save ~/home.jsonl", "[saved ");
     moe_ask(&p, "/load home.jsonl", "cannot open");
-    moe_ask(&p, "/load ~/home", "[loaded: 2 messages]");
+    moe_ask(&p, "/load ~/home", "[loaded 2 messages]");
     struct stat st;
     char *data = NULL, err[ERR_MAX];
     static const char asked[] = "{\"moe\":1}\n{\"role\":\"user\",\"content\":\"What is 7 squared? One word.\"}\n";
     snprintf(line, sizeof line, "%s/.moe/asked.jsonl", test_dir());
     repl_write(line, asked, sizeof asked - 1);
-    moe_ask(&p, "/load asked.jsonl", "[loaded: 1 messages] /regen answers the last");
+    moe_ask(&p, "/load asked.jsonl", "[loaded 1 message; /regen answers the last]");
     moe_ask(&p, "/regen", "49");
     snprintf(line, sizeof line, "%s/.moe/pipe.jsonl", test_dir());
     CHECK(!mkfifo(line, 0600), "%s", strerror(errno));
@@ -1109,21 +1109,21 @@ static void test_moe_interrupt(void) {
     EXPECT(&p, "\033[?25h\r\r\n");
     EXPECT(&p, "e");
     pty_send(&p, "\3");
-    EXPECT(&p, "[stopped]");
+    EXPECT(&p, "[stopped");
     EXPECT(&p, "\033[?2004h");
-    moe_ask(&p, "/undo", "taken back");
+    moe_ask(&p, "/undo", "removed");
     pty_send(&p, "\033[200~");
     for (int i = 0; i < 4000; i++) pty_send(&p, "All work and no play makes Jack a dull boy.\r");
     pty_send(&p, "\033[201~\r");
     EXPECT(&p, "[pasted 4000 lines]");
     EXPECT(&p, "\033[?25h\r\r\n");
     pty_send(&p, "\3");
-    EXPECT(&p, "taken back]");
+    EXPECT(&p, "message was removed");
     EXPECT(&p, "\033[?2004h");
     moe_ask(&p, "/undo", "");
     moe_ask(&p, "/set temp 0", "");
     moe_ask(&p, "What is 7 squared? One word.", "49");
-    CHECK(!memmem(p.log, arrlenu(p.log), "/quit to leave", 14), "the Ctrl-C reached the prompt as well");
+    CHECK(!memmem(p.log, arrlenu(p.log), "/quit to exit", 13), "the Ctrl-C reached the prompt as well");
     moe_end(&p);
 }
 
@@ -1141,7 +1141,7 @@ static void test_moe_typeahead(void) {
     pty_send(&p, PASTE("line one\rline \3two\rline three"));
     pty_send(&p, " typed\3");
     size_t from = p.log_at;
-    EXPECT(&p, "[stopped]");
+    EXPECT(&p, "[stopped");
     CHECK(!memmem(p.log + from, p.log_at - from, "line one", 8), "the paste is echoed into the answer");
     EXPECT(&p, "\033[?2004h");
     EXPECT(&p, "line one\r\r\n");
@@ -1149,6 +1149,74 @@ static void test_moe_typeahead(void) {
     pty_send(&p, "\3"); /* drops the text */
     EXPECT(&p, "> \033[0m");
     moe_end(&p);
+}
+
+/* Names of conversations, what is shown of them, and what a slash means. */
+static void test_moe_conversations(void) {
+    NEED_MOE();
+    struct pty p;
+    char path[PATH_MAX], *data = NULL, err[ERR_MAX];
+    if (!moe_start(&p, "xterm", moe_argv)) return;
+    moe_ask(&p, "What is 7 squared? One word.", "49");
+    moe_ask(&p, "/continue", "no answer was stopped");
+    moe_ask(&p, "/ctx", "of them from the cache");
+    CHECK(memmem(p.log, arrlenu(p.log), "assistant ", 10), "no tokens of the answer");
+    moe_ask(&p, "/save one", "[saved 2 messages to ");
+    moe_ask(&p, "/save one", "[saved 2 messages to ");
+    moe_ask(&p, "/clear", "conversation cleared");
+    moe_ask(&p, "/usr/bin/ld: cannot find -lfoo", " | #");
+    moe_ask(&p, PASTE("// main.c\rint x;"), " | #");
+    moe_ask(&p, "/save one", "'one' is another conversation: /save! one replaces it");
+    moe_ask(&p, "/save! one", "[saved 4 messages to ");
+    moe_ask(&p, "/set! temp 1", "has no form with an exclamation mark");
+    moe_ask(&p, "/rename two", "[renamed one to two]");
+    moe_ask(&p, "/show 2", "// main.c");
+    snprintf(path, sizeof path, "%s/.moe/two.jsonl", test_dir());
+    CHECK(!read_file(path, &data, err) && strstr(sb_cstr(&data), "\"// main.c\\nint x;\""), "%s", sb_cstr(&data));
+    CHECK(strstr(sb_cstr(&data), "\"/usr/bin/ld: cannot"), "%s", sb_cstr(&data));
+    arrfree(data);
+    snprintf(path, sizeof path, "/export %s/two.md", test_dir());
+    moe_ask(&p, path, "[wrote 4 messages to ");
+    moe_ask(&p, path, "exists: /export! replaces it");
+    CHECK(!read_file(path + strlen("/export "), &data, err) && strstr(sb_cstr(&data), "## User\n\n// main.c\nint x;\n"),
+          "%s", sb_cstr(&data));
+    arrfree(data);
+    moe_ask(&p, "/copy", "\033]52;c;");
+    moe_ask(&p, "/delete two", "[deleted two]");
+    moe_ask(&p, "/load two", "cannot open");
+    moe_ask(&p, "exit", "/exit is the command");
+    pty_send(&p, "/exit\r");
+    CHECK_INT(pty_end(&p), 0, "the exit code");
+}
+
+/* What a killed program answered is there again, and its state, too. An answer that -n cut goes on. */
+static void test_moe_resume(void) {
+    NEED_MOE();
+    static char *again[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--continue", NULL};
+    static char *named[] = {MOE_BIN, "-m", "build/demo.gguf", "--load", "no-such-name", NULL};
+    struct pty p;
+    if (!moe_start(&p, "xterm", moe_argv)) return;
+    for (int i = 0; i < 9; i++) moe_ask(&p, "What is 7 squared? One word.", " tok/s");
+    moe_ask(&p, "/set temp 50", "");
+    moe_ask(&p, "/set top-k 0", "");
+    moe_ask(&p, "/set top-p 1", "");
+    pty_send(&p, "Tell me a story.\r");
+    EXPECT(&p, "\033[?25h\r\r\n");
+    EXPECT(&p, "e");
+    kill(p.pid, SIGKILL);
+    tcsetattr(p.slave, TCSANOW, &p.mode); /* it could not do that */
+    pty_end(&p);
+    if (!moe_start(&p, "xterm", again)) return;
+    CHECK(memmem(p.log, arrlenu(p.log), "[loaded 18 messages]", 20), "%.*s", (int)arrlen(p.log), p.log);
+    CHECK(!memmem(p.log, arrlenu(p.log), "reads the conversation again", 28), "the state is not there");
+    moe_ask(&p, "/set predict 5", "");
+    moe_ask(&p, "What is 7 squared? One word.", "[stopped after 5 tokens (-n)");
+    const char *line = memmem(p.log, arrlenu(p.log), "prompt ", 7);
+    CHECK(line && atoi(line + 7) < 60, "the state is not used: %.20s", line ? line : "");
+    moe_ask(&p, "/set predict 20", "");
+    moe_ask(&p, "/continue", " tok/s");
+    moe_end(&p);
+    if (pty_start(&p, 24, 80, "xterm", NULL, NULL, named)) CHECK_INT(pty_end(&p), 1, "the exit code");
 }
 
 static void test_moe_terminate(void) {
@@ -1287,5 +1355,6 @@ static void test_moe_color(void) {
         {"repl/switch", test_repl_switch}, {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb},       \
         {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},          \
         {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \
+        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                            \
         {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                            \
         {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},

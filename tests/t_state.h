@@ -409,7 +409,7 @@ static void run_dialogue(const struct model *m, struct settings *set) {
             CHECK(chat_regenerate(&c, &r, err) == 0 && r == TURN_DONE, "%s", err);
         }
         if (i % 7 == 6) {
-            CHECK(chat_save(&c, name, err) == 0, "%s", err);
+            CHECK(chat_save(&c, name, true, err) == 0, "%s", err);
             chat_free(&c);
             session_free(&s);
             if (!dialogue_open(&c, &s, set, m)) return;
