@@ -2183,12 +2183,18 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
     t->cut = swap;
 }
 
+/* Whether the canonical decomposition of a character begins with a combining mark. The Tibetan signs U+0F73, U+0F75 and
+ * U+0F81 have class 0, but decompose into two marks; Unicode promises that no others will. */
+static bool is_nfc_mark(utf8proc_int32_t cp) {
+    return utf8proc_get_property(cp)->combining_class || cp == 0xf73 || cp == 0xf75 || cp == 0xf81;
+}
+
 /* Appends the NFC form of valid UTF-8. Normalizes a run of combining marks NFC_MAX_MARKS at a time. */
 static void nfc_append(char **out, const char *s, size_t n) {
     for (size_t end = 0, marks = 0; n; s += end, n -= end, end = marks = 0) {
         for (utf8proc_int32_t cp; end < n && marks < NFC_MAX_MARKS;) {
             end += (size_t)utf8proc_iterate((const uint8_t *)s + end, (utf8proc_ssize_t)(n - end), &cp);
-            marks = utf8proc_get_property(cp)->combining_class ? marks + 1 : 0;
+            marks = is_nfc_mark(cp) ? marks + 1 : 0;
         }
         uint8_t *nfc = NULL;
         utf8proc_ssize_t k =
@@ -2912,11 +2918,17 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin);
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
 
+/* Appends a part of the style. In data it is data; else it has its own origin. */
+static void write_style(struct job *j, struct buf *b, struct tv part, int origin) {
+    if (origin == ORIGIN_DATA) buf_fill(j, b, part.s, part.n, origin);
+    else buf_put(j, b, part);
+}
+
 /* Starts an indented line, if the style asks for that. */
 static void write_newline(struct job *j, struct buf *b, const struct style *st, int level, int origin) {
     if (st->indent.kind != TV_STR) return;
     buf_fill(j, b, "\n", 1, origin);
-    while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
+    while (level--) write_style(j, b, st->indent, origin);
 }
 
 /* Appends a container other than a generator. `origin` is that of its punctuation. */
@@ -2933,7 +2945,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
     buf_fill(j, b, brackets, 1, origin);
     for (size_t i = 0; i < keys->n; i++) {
         struct tv item = keys->v[i];
-        if (i) buf_fill(j, b, st->comma.s, st->comma.n, origin);
+        if (i) write_style(j, b, st->comma, origin);
         write_newline(j, b, st, level + 1, origin);
         if (dict) {
             struct buf text = {0};
@@ -2943,7 +2955,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
                 item = buf_str(&text);
             }
             tv_write(j, b, item, st, level + 1, origin);
-            buf_fill(j, b, st->colon.s, st->colon.n, origin);
+            write_style(j, b, st->colon, origin);
             item = values.v[i];
         }
         tv_write(j, b, item, st, level + 1, origin);
