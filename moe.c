@@ -140,8 +140,9 @@
  * ============================================================================================================ */
 
 enum {
-    ERR_MAX = 512, /* bytes of a session error message */
-    MAX_TOPK = 32  /* experts used per token */
+    ERR_MAX = 512,        /* bytes of a session error message */
+    MAX_TOPK = 32,        /* experts used per token */
+    MAX_TRAINED = 1 << 28 /* positions that a model was trained for */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -369,6 +370,30 @@ static inline struct weight *rule_weight(const struct tensor_rule *rule, const s
 
 static inline const float **rule_vector(const struct tensor_rule *rule, const struct layer *layer) {
     return (const float **)(uintptr_t)((const uint8_t *)layer + rule->field);
+}
+
+/* The range of each number in the metadata of an architecture (ARCH.key). moe-convert writes no others. */
+static const struct key_range {
+    const char *key;
+    double lo, hi;
+} key_ranges[] = {{"attention.layer_norm_rms_epsilon", 0, 1},
+                  {"attention.temperature_scale", 0, 1e6},
+                  {"expert_weights_scale", 0, 1e6},
+                  {"rope.freq_base", 1, 1e12},
+                  {"rope.scaling.attn_factor", 0, 1e3},
+                  {"rope.scaling.factor", 0, 1e6},
+                  {"rope.scaling.yarn_beta_fast", 0, 1e6},
+                  {"rope.scaling.yarn_beta_slow", 0, 1e6},
+                  {"rope.scaling.yarn_log_multiplier", 0, 10},
+                  /* not supported: nothing but the neutral value */
+                  {"rope.scale_linear", 1, 1},
+                  {"rope.scaling.yarn_ext_factor", 0, 1}};
+
+/* Returns the range of a key, which is in the table. */
+static inline const struct key_range *key_range(const char *key) {
+    const struct key_range *r = key_ranges;
+    while (strcmp(r->key, key)) r++;
+    return r;
 }
 
 /* Whether the row's field is a struct weight. */
@@ -5785,16 +5810,17 @@ static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int6
     }
 }
 
-/* A finite number within [lo, hi]; NAN as default: required. */
-static float loader_num(struct loader *l, const char *suffix, double dflt, double lo, double hi) {
+/* A finite number within its range; NAN as default: required. */
+static float loader_num(struct loader *l, const char *suffix, double dflt) {
     char key[128];
     double v = dflt;
+    const struct key_range *range = key_range(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
     if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not a number", key);
-    if (kv && !l->failed && !(v >= lo && v <= hi))
-        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, lo, hi);
+    if (kv && !l->failed && !(v >= range->lo && v <= range->hi))
+        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
     return l->failed ? 0 : (float)v;
 }
 
@@ -5946,13 +5972,13 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     struct rope rope = {.dim = dim};
     struct gguf_str type = {"linear", 6}; /* llama.cpp's default; without a factor it does nothing */
     char key[128];
-    double base = loader_num(l, "rope.freq_base", 10000.0, 1.0, 1e12);
-    double factor = loader_num(l, "rope.scaling.factor", 1.0, 0.0, 1e6);
+    double base = loader_num(l, "rope.freq_base", 10000.0);
+    double factor = loader_num(l, "rope.scaling.factor", 1.0);
     int original = loader_int(l, "rope.scaling.original_context_length", m->n_ctx_train, 1, INT32_MAX);
-    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0, 0.0, 1e6);
-    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow", 1.0, 0.0, 1e6);
-    double attn_factor = loader_num(l, "rope.scaling.attn_factor", 1.0, 0.0, 1e3);
-    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0, 0.0, 10.0);
+    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0);
+    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow", 1.0);
+    double attn_factor = loader_num(l, "rope.scaling.attn_factor", 1.0);
+    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0);
     snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
     if (l->failed) return;
     if (dim % 2) loader_fail(l, "metadata key '%s.rope.dimension_count' is %d, expected an even number", l->arch, dim);
@@ -5964,8 +5990,10 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
         loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
                     gguf_printable(type, t, sizeof t));
     }
-    loader_num(l, "rope.scale_linear", 1.0, 1.0, 1.0); /* not supported: nothing but the neutral values */
-    loader_num(l, "rope.scaling.yarn_ext_factor", yarn, yarn, yarn);
+    loader_num(l, "rope.scale_linear", 1.0);
+    const double ext = (double)loader_num(l, "rope.scaling.yarn_ext_factor", yarn);
+    if (!l->failed && ext != yarn)
+        loader_fail(l, "metadata key '%s.rope.scaling.yarn_ext_factor' is %g, expected %d", l->arch, ext, yarn);
     if (l->failed) return;
     if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
     rope.factor = (float)attn_factor;
@@ -6031,7 +6059,7 @@ static void read_mla(struct loader *l) {
     a->head_k = loader_int(l, "attention.key_length_mla", KEY_REQUIRED, 2, 4096);
     a->head_v = loader_int(l, "attention.value_length_mla", KEY_REQUIRED, 1, 4096);
     int rope = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k - 1);
-    if (loader_num(l, "attention.temperature_scale", 0.0, 0.0, 1e6) != 0.0f)
+    if (loader_num(l, "attention.temperature_scale", 0.0) != 0.0f)
         loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
     loader_rope(l, rope, a);
 }
@@ -6106,7 +6134,7 @@ static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
 static void loader_hparams(struct loader *l) {
     struct model *m = l->m;
     char key[128];
-    m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, 1 << 28);
+    m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, MAX_TRAINED);
     m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
     int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
     m->n_mtp_layer = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
@@ -6117,7 +6145,7 @@ static void loader_hparams(struct loader *l) {
     if (loader_key(l, "attention.head_count_kv", key))
         loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
-    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN, 0.0, 1.0);
+    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
     loader_ints(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK,
                 l->n_expert_used);
@@ -6128,7 +6156,7 @@ static void loader_hparams(struct loader *l) {
     int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SIGMOID);
     m->gating = gating ? (enum gating)gating : m->family->gating;
     m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
-    m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
+    m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0);
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     m->family->read(l);
     for (int il = 0; il < m->n_layer && !l->failed; il++)
