@@ -29,20 +29,20 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  430  the table of tensors; layer, model, family
+ *   Types: tensors, layers, models                  450  the table of tensors; layer, model, family
  *   Types: operations                               180  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            340  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
- *   Allocation                                      100  xmalloc and its guard; strings; stb_ds
- *   Files, time, text                               190  clock, files, atomic output, UTF-8, random numbers
- *   Terminal                                        110  what stderr may show; control characters made visible
+ *   Allocation                                      110  xmalloc and its guard; strings; stb_ds
+ *   Files, time, text                               250  clock, files, atomic output, UTF-8, random numbers
+ *   Terminal                                        130  what stderr may show; control characters made visible
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
- *   Vocabulary: text to tokens and back             290  BPE; tokens to text
+ *   Vocabulary: text to tokens and back             300  BPE; tokens to text
  *   Chat template: values                           440  values; the origin of every byte of text
  *   Chat template: comparing and printing values    300  order, equality, repr, tojson
  *   Chat template: format strings                   180  str.format
@@ -88,11 +88,11 @@
  *   Command line                                    320  parsing, --help, checks of what was given together
  *   Chat                                            230  messages, their rendering, their tokens
  *   Chat: generation                                340  an answer on its way to the screen
- *   Chat: saved conversations                       170  /save and /load
+ *   Chat: saved conversations                       180  /save and /load
  *   Keyboard                                        250  bytes of a terminal to keys
  *   Edited text and history                         290  the text behind the prompt; lines of former times
  *   Line editor                                     430  drawing and moving in it
- *   REPL commands                                   460  /help, /undo, /save ..
+ *   REPL commands                                   440  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
  *   Engine                                          200  opens model and session as the settings ask for
@@ -109,6 +109,7 @@
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
+#include <float.h>
 #include <jansson.h>
 #include <limits.h>
 #include <locale.h>
@@ -118,6 +119,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/ioctl.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/vfs.h>
 #include <sys/wait.h>
@@ -1239,6 +1241,9 @@ static char *xstrndup(const char *s, size_t n) {
 
 static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
 
+/* Makes jansson allocate by xmalloc: it would leave out what it has no memory for. Called once, at the start. */
+static void alloc_init(void) { json_set_alloc_funcs(xmalloc, free); }
+
 /* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. Write one macro call per expression, without side
  * effects in its arguments; a function that may grow an array takes a pointer to it. Hash maps are used with integer
  * and pointer keys only. Never share a map between threads: even a look-up writes to it. (The global seed of stb_ds is
@@ -1257,22 +1262,27 @@ static void sb_put(char **sb, const char *s, size_t n) {
 static void sb_puts(char **sb, const char *s) { sb_put(sb, s, strlen(s)); }
 
 /* Appends formatted text of any length. */
-__attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const char *fmt, ...) {
+__attribute__((format(printf, 2, 0))) static void sb_vprintf(char **sb, const char *fmt, va_list ap) {
     char tmp[1024];
-    va_list ap;
-    va_start(ap, fmt);
-    int n = vsnprintf(tmp, sizeof tmp, fmt, ap);
-    va_end(ap);
+    va_list again;
+    va_copy(again, ap);
+    const int n = vsnprintf(tmp, sizeof tmp, fmt, ap);
     if (n < (int)sizeof tmp) {
         sb_put(sb, tmp, n > 0 ? (size_t)n : 0);
-        return;
+    } else {
+        const size_t at = arrlenu(*sb);
+        arrsetlen(*sb, at + (size_t)n + 1);
+        vsnprintf(*sb + at, (size_t)n + 1, fmt, again);
+        arrsetlen(*sb, at + (size_t)n);
     }
-    size_t at = arrlenu(*sb);
-    arrsetlen(*sb, at + (size_t)n + 1);
+    va_end(again);
+}
+
+__attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const char *fmt, ...) {
+    va_list ap;
     va_start(ap, fmt);
-    vsnprintf(*sb + at, (size_t)n + 1, fmt, ap);
+    sb_vprintf(sb, fmt, ap);
     va_end(ap);
-    arrsetlen(*sb, at + (size_t)n);
 }
 
 /* Returns the string with a NUL behind its last byte, which arrlen does not count. Valid until the next change. */
@@ -1327,25 +1337,71 @@ static int file_check(const char *path, struct stat *st, char *err) {
     return S_ISREG(st->st_mode) ? 0 : fail(err, "'%s' is not a regular file", path);
 }
 
-/* The output file that is being written, while temp_exists. Whatever ends the program removes it. */
-static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* temp_target: its name when complete */
-static volatile sig_atomic_t temp_exists;
+enum { TEMPS = 2 }; /* output files that get their names together, at most */
 
-/* Removes the unfinished output file. Safe in a signal handler. */
+/* The output files that are being written. Only the last one is open. Whatever ends the program removes them. */
+static struct { char path[PATH_MAX + 32], target[PATH_MAX]; /* its name now, and when complete */ } temps[TEMPS];
+static volatile sig_atomic_t n_temps;
+
+/* Removes the unfinished output files. Safe in a signal handler. */
 static void temp_remove(void) {
-    if (temp_exists) unlink(temp_path);
-    temp_exists = 0;
+    while (n_temps) unlink(temps[--n_temps].path);
 }
 
-/* Opens a temporary file that temp_finish renames to `target`, so that a failure leaves the old file as it was. Only
- * one at a time. Returns NULL with errno on failure. */
+/* Whether `name` is that of a temporary file for `target` (both without directory), TARGET.tmp-PID-NUMBER, whose
+ * process is gone. */
+static bool temp_is_stale(const char *name, const char *target) {
+    const size_t n = strlen(target);
+    char *end;
+    if (strncmp(name, target, n) || strncmp(name + n, ".tmp-", 5) || !isdigit((uint8_t)name[n + 5])) return false;
+    const long pid = strtol(name + n + 5, &end, 10);
+    if (pid < 1 || pid > INT_MAX || *end != '-' || strspn(end + 1, "0123456789abcdef") != 8 || end[9]) return false;
+    return kill((pid_t)pid, 0) && errno == ESRCH;
+}
+
+/* Calls fn for each temporary name of `target` that a process left behind when it was killed. */
+static void temp_each_stale(const char *target, void (*fn)(const char *path)) {
+    const char *slash = strrchr(target, '/'), *base = slash ? slash + 1 : target;
+    char dir[PATH_MAX], path[2 * PATH_MAX];
+    snprintf(dir, sizeof dir, "%.*s", (int)(base - target), target);
+    DIR *d = opendir(slash ? dir : ".");
+    for (struct dirent *e; d && (e = readdir(d));) {
+        if (!temp_is_stale(e->d_name, base)) continue;
+        snprintf(path, sizeof path, "%s%s", dir, e->d_name);
+        fn(path);
+    }
+    if (d) closedir(d);
+}
+
+static void temp_unlink(const char *path) { unlink(path); }
+
+/* Sets `path` to a temporary name for `target`. Nobody can guess it. */
+static void temp_name(char path[PATH_MAX + 32], const char *target) {
+    uint32_t number = 0;
+    if (getrandom(&number, sizeof number, 0) < 0) number = (uint32_t)(now_seconds() * 1e6);
+    snprintf(path, PATH_MAX + 32, "%.*s.tmp-%d-%08x", PATH_MAX, target, (int)getpid(), number);
+}
+
+/* Opens a temporary file that temp_finish renames to `target`, so that a failure leaves the old file as it was. Follows
+ * no link and opens no file that is there already. Returns NULL with errno on failure. */
 static FILE *temp_open(const char *target, mode_t mode) {
-    snprintf(temp_target, sizeof temp_target, "%s", target);
-    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
-    temp_exists = 1; /* first, so that a signal in between removes the file */
-    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
-    temp_exists = fd >= 0;
-    return fd < 0 ? NULL : fdopen(fd, "w+");
+    char *path = temps[n_temps].path;
+    int fd = -1;
+    temp_each_stale(target, temp_unlink);
+    snprintf(temps[n_temps].target, sizeof temps[n_temps].target, "%s", target);
+    for (int tries = 0; fd < 0 && tries < 100 && (!tries || errno == EEXIST); tries++) {
+        temp_name(path, target);
+        n_temps++; /* first, so that a signal in between removes the file */
+        fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, mode);
+        if (fd < 0) n_temps--;
+    }
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
+    if (fd < 0 || f) return f;
+    close(fd);
+    unlink(path);
+    n_temps--;
+    errno = ENOMEM;
+    return NULL;
 }
 
 /* Does the same after a check of `path`. If it is a symbolic link, it is the file behind it that is replaced. Returns
@@ -1371,17 +1427,32 @@ static FILE *temp_create(const char *path, mode_t mode, char *err) {
     return f;
 }
 
-/* Closes the temporary file and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
-static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
+/* Closes the temporary file for `path`, unless `bad` or an error. It keeps its temporary name; another may be opened.
+ * Returns 0, or -1 with a message. A failure removes all temporary files. */
+static int temp_close(FILE *f, const char *path, bool bad, char *err) {
     int rc = 0;
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
         rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
     if (fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
-    if (!rc && rename(temp_path, temp_target))
-        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, temp_target, strerror(errno));
-    if (!rc) temp_exists = 0;
-    temp_remove();
+    if (rc) temp_remove();
     return rc;
+}
+
+/* Gives the temporary files, which are closed, their names. Returns 0, or -1 with a message. */
+static int temp_commit(char *err) {
+    for (int i = 0; i < n_temps; i++)
+        if (rename(temps[i].path, temps[i].target)) {
+            fail(err, "cannot rename '%s' to '%s': %s", temps[i].path, temps[i].target, strerror(errno));
+            temp_remove();
+            return -1;
+        }
+    n_temps = 0;
+    return 0;
+}
+
+/* Closes the temporary file and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
+static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
+    return temp_close(f, path, bad, err) || temp_commit(err) ? -1 : 0;
 }
 
 /* Bytes of memory that can be taken without swapping. Cached pages of files count as free. */
@@ -1423,18 +1494,23 @@ static bool utf8_valid(const char *s, size_t n) {
     return true;
 }
 
+/* Whether a terminal would obey a character instead of showing it: the control characters, and those of the
+ * bidirectional algorithm, which change the order in which other text is shown. */
+static bool is_control(utf8proc_int32_t cp) {
+    return cp < 32 || (cp >= 127 && cp < 160) || cp == 0x61c || cp == 0x200e || cp == 0x200f ||
+           (cp >= 0x202a && cp <= 0x202e) || (cp >= 0x2066 && cp <= 0x2069);
+}
+
 /* Replaces control characters and malformed UTF-8 in a message by '?'. Messages quote files and templates: they must
  * stay on one line and must not control the terminal. Other text is made harmless by term_escape, which shows it on a
  * terminal, by input_sanitize, which brings it into the editor, and by gguf_printable, which quotes names of a file. */
 static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
+        utf8proc_int32_t cp = 0;
         int k = utf8_sequence(s, n);
-        bool control = k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
-        if (k < 1) {
-            k = 1;
-            control = true;
-        }
-        if (control) memset(s, '?', (size_t)k);
+        if (k > 0) utf8proc_iterate((uint8_t *)s, k, &cp);
+        else k = 1;
+        if (is_control(cp)) memset(s, '?', (size_t)k);
         s += k;
         n -= (size_t)k;
     }
@@ -1528,7 +1604,9 @@ __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, .
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
     int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
-    fprintf(stderr, "\r%.*s\033[K", cols - 1, line);
+    if (cols <= (int)sizeof line) line[cols - 1] = 0;
+    message_sanitize(line);
+    fprintf(stderr, "\r%s\033[K", line);
     fflush(stderr);
     term.status = line[0];
 }
@@ -1539,39 +1617,63 @@ static void status_end(void) {
     term.status = false;
 }
 
-/* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
-__attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
-    va_list ap;
-    if (term.color_err) fputs("\033[2m", stderr);
-    va_start(ap, fmt);
-    vfprintf(stderr, fmt, ap);
-    va_end(ap);
-    fputs(term.color_err ? "\033[0m\n" : "\n", stderr);
-}
-
-/* Appends s (n bytes) to *out for a terminal: controls other than \n and \t become visible as \x1b, malformed UTF-8
- * becomes U+FFFD. s must not end within a UTF-8 sequence; the detokenizer holds such bytes back. */
+/* Appends s (n bytes) to *out for a terminal: controls other than \n and \t become visible as \x1b or \u202e, malformed
+ * UTF-8 becomes U+FFFD. s must not end within a UTF-8 sequence; the detokenizer holds such bytes back. */
 static void term_escape(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
-        uint8_t c = (uint8_t)s[i];
+        utf8proc_int32_t cp = 0;
         int k = utf8_sequence(s + i, n - i);
-        if (k <= 0) {
-            sb_puts(out, "\xef\xbf\xbd");
-            i++;
-        } else if (c == '\n' || c == '\t' || (c >= 32 && c < 127)) {
-            arrput(*out, (char)c);
-            i++;
-        } else if (c < 32 || c == 127) {
-            sb_printf(out, "\\x%02x", c);
-            i++;
-        } else if (c == 0xc2 && (uint8_t)s[i + 1] < 0xa0) {
-            sb_printf(out, "\\x%02x", (uint8_t)s[i + 1]);
-            i += 2;
-        } else {
-            sb_put(out, s + i, (size_t)k);
-            i += (size_t)k;
-        }
+        if (k > 0) utf8proc_iterate((const uint8_t *)s + i, k, &cp);
+        if (k <= 0) sb_puts(out, "\xef\xbf\xbd");
+        else if (cp == '\n' || cp == '\t' || !is_control(cp)) sb_put(out, s + i, (size_t)k);
+        else sb_printf(out, cp < 256 ? "\\x%02x" : "\\u%04x", (unsigned)cp);
+        i += k > 0 ? (size_t)k : 1;
     }
+}
+
+/* Appends s (n bytes) to *out, for a terminal by term_escape. */
+static void term_put(char **out, const char *s, size_t n, bool tty) {
+    if (tty) term_escape(out, s, n);
+    else sb_put(out, s, n);
+}
+
+/* Prints text of a model or a file to stdout. */
+static void out_put(const char *s, size_t n) {
+    char *shown = NULL;
+    term_put(&shown, s, n, term.out_tty);
+    fwrite(shown, 1, arrlenu(shown), stdout);
+    arrfree(shown);
+}
+
+/* Prints a line on stderr, on a terminal in a color (a parameter of SGR). */
+static void line_print(const char *color, const char *text) {
+    char *shown = NULL;
+    term_put(&shown, text, strlen(text), term.err_tty);
+    if (term.color_err) fprintf(stderr, "\033[%sm%s\033[0m\n", color, sb_cstr(&shown));
+    else fprintf(stderr, "%s\n", sb_cstr(&shown));
+    arrfree(shown);
+}
+
+/* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
+__attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
+    char *line = NULL;
+    va_list ap;
+    va_start(ap, fmt);
+    sb_vprintf(&line, fmt, ap);
+    va_end(ap);
+    line_print("2", sb_cstr(&line));
+    arrfree(line);
+}
+
+/* The handler of SIGBUS: a page of the mapped model file cannot be read. */
+static void signal_bus(int sig) {
+    static const char line[] = PROGRAM ": the model file was truncated or its disk failed while in use\n";
+    (void)sig;
+    term_restore();
+    temp_remove();
+    ssize_t done = write(2, line, sizeof line - 1);
+    (void)done;
+    _exit(EXIT_RUN);
 }
 
 #ifndef MOE_FOUNDATIONS_ONLY
@@ -2193,10 +2295,11 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
     arrsetlen(t->cut, 0);
     for (size_t i = 0, begin = 0; i < arrlenu(t->ends); begin = t->ends[i++]) {
         size_t n = t->ends[i] - begin, done = 0;
-        while (done < n &&
-               pcre2_match(expr, (PCRE2_SPTR)text + begin, n, done, PCRE2_NO_UTF_CHECK, t->match, t->v->match_context) >
-                   0 &&
-               ov[1] > done) {
+        while (done < n) {
+            const int rc =
+                pcre2_match(expr, (PCRE2_SPTR)text + begin, n, done, PCRE2_NO_UTF_CHECK, t->match, t->v->match_context);
+            if (rc == PCRE2_ERROR_NOMEMORY) die("out of memory for the tokenizer");
+            if (rc <= 0 || ov[1] <= done) break;
             if (ov[0] > done) arrput(t->cut, begin + ov[0]);
             arrput(t->cut, begin + ov[1]);
             done = ov[1];
@@ -11211,6 +11314,7 @@ static struct kv_header session_header(const struct session *s, const struct kv_
     return h;
 }
 
+/* Writes the state to a temporary file for `path`, which temp_commit gives its name. 0, or -1 with a message. */
 static int session_save(struct session *s, const char *path, char *err) {
     struct kv_plane *list = session_planes(s);
     struct kv_header h = session_header(s, list);
@@ -11220,7 +11324,7 @@ static int session_save(struct session *s, const char *path, char *err) {
         const bool whole = fwrite(&h, sizeof h, 1, f) == 1 && fwrite(list, sizeof *list, h.n_plane, f) == h.n_plane &&
                            session_body(s, list, h.n_tokens, f, false, &h.checksum) && !fseek(f, 0, SEEK_SET) &&
                            fwrite(&h, sizeof h, 1, f) == 1;
-        rc = temp_finish(f, path, !whole, err);
+        rc = temp_close(f, path, !whole, err);
     }
     arrfree(list);
     return rc;
@@ -12105,8 +12209,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
     if (!n || p->mute) return;
     arrsetlen(p->out, 0);
     if (dim && term.color_out) sb_puts(&p->out, "\033[2m");
-    if (term.out_tty) term_escape(&p->out, s, n);
-    else sb_put(&p->out, s, n);
+    term_put(&p->out, s, n, term.out_tty);
     if (dim && term.color_out) sb_puts(&p->out, "\033[0m");
     fwrite(p->out, 1, arrlenu(p->out), stdout);
     out_flush();
@@ -12240,7 +12343,6 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256];
     double use = (double)c->s->n_past / c->s->n_ctx;
-    const char *warning = use > 0.95 ? "\033[22;31m" : "\033[22;33m"; /* red, yellow */
     if (c->set->quiet) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
@@ -12252,9 +12354,8 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x",
              with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
     note("%s", line);
-    if (use > 0.8)
-        note("%scontext %.0f %% full: %s a larger -c%s", term.color_err ? warning : "", 100 * use, context_remedy(),
-             term.color_err ? "\033[0m" : "");
+    snprintf(line, sizeof line, "context %.0f %% full: %s a larger -c", 100 * use, context_remedy());
+    if (use > 0.8) line_print(use > 0.95 ? "31" : "33", line); /* red, yellow */
 }
 
 /* Adds a turn to the totals. */
@@ -12457,11 +12558,10 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
     return 0;
 }
 
-/* Writes the messages and the KV cache. Returns 0, or -1 with a message. */
-static int chat_save(struct chat *c, const char *name, char *err) {
-    char path[4096];
+/* Writes the messages to a temporary file. Returns 0, or -1 with a message. */
+static int chat_save_messages(const struct chat *c, const char *path, char *err) {
     bool bad = false;
-    FILE *f = chat_path(name, ".jsonl", path, err) ? NULL : temp_create(path, 0600, err);
+    FILE *f = temp_create(path, 0600, err);
     if (!f) return -1;
     fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
@@ -12470,9 +12570,18 @@ static int chat_save(struct chat *c, const char *name, char *err) {
         fputc('\n', f);
         json_decref(o);
     }
-    if (temp_finish(f, path, bad, err)) return -1;
+    return temp_close(f, path, bad, err);
+}
+
+/* Writes the messages and the KV cache: both files, or none. Returns 0, or -1 with a message. */
+static int chat_save(struct chat *c, const char *name, char *err) {
+    char path[4096];
     chat_trim(c);
-    return chat_path(name, ".kv", path, err) || session_save(c->s, path, err) ? -1 : 0;
+    if (!chat_path(name, ".jsonl", path, err) && !chat_save_messages(c, path, err) &&
+        !chat_path(name, ".kv", path, err) && !session_save(c->s, path, err) && !temp_commit(err))
+        return 0;
+    temp_remove();
+    return -1;
 }
 
 /* Parses one line of the file; false if it is not a message. */
@@ -13612,19 +13721,13 @@ static void signal_default(int sig) {
     raise(sig);
 }
 
-/* Crashes. SIGBUS means that a page of the mapped model file cannot be read. The other signals are errors of the
- * program: it prints a line and ends as by default. */
+/* Crashes are errors of the program: it prints a line and ends as by default. */
 static void signal_crash(int sig) {
-    static const char bus[] = "moe: the model file was truncated or its disk failed while in use\n";
     const char *name = sigabbrev_np(sig);
     char line[64] = "moe: internal error: SIG";
     ssize_t done;
     term_restore();
     temp_remove();
-    if (sig == SIGBUS) {
-        done = write(2, bus, sizeof bus - 1);
-        _exit(EXIT_RUN);
-    }
     strcat(strcat(line, name ? name : ""), "\n");
     done = write(2, line, strlen(line));
     (void)done;
@@ -13639,7 +13742,7 @@ static void signals_install(void) {
         int sig;
         void (*fn)(int);
     } table[] = {{SIGINT, signal_interrupt}, {SIGTERM, signal_end},     {SIGHUP, signal_end},
-                 {SIGSEGV, signal_crash},    {SIGBUS, signal_crash},    {SIGFPE, signal_crash},
+                 {SIGSEGV, signal_crash},    {SIGBUS, signal_bus},      {SIGFPE, signal_crash},
                  {SIGILL, signal_crash},     {SIGABRT, signal_crash},   {SIGQUIT, signal_default},
                  {SIGUSR1, signal_default},  {SIGUSR2, signal_default}, {SIGALRM, signal_default},
                  {SIGXCPU, signal_default}};
@@ -13677,13 +13780,7 @@ struct command {
 enum { COMMAND_QUIT = 1 }; /* result of /quit */
 
 /* Prints a session error in its own line, red on a terminal. */
-static void print_error(const char *err) {
-    char *line = NULL;
-    if (term.err_tty) term_escape(&line, err, strlen(err));
-    else sb_puts(&line, err);
-    fprintf(stderr, term.color_err ? "\033[31m%s\033[0m\n" : "%s\n", sb_cstr(&line));
-    arrfree(line);
-}
+static void print_error(const char *err) { line_print("31", err); }
 
 /* Reports a turn that failed or was rolled back, and once that stdout cannot be written. */
 static void turn_report(enum turn_result result, const char *err) {
@@ -13764,7 +13861,6 @@ static int cmd_show(struct repl *r, char *arg, char *err) { return option_comman
 /* Replaces the system message; without an argument prints it. */
 static int cmd_system(struct repl *r, char *arg, char *err) {
     const struct message *m = r->chat->messages;
-    char *line = NULL;
     (void)err;
     if (*arg) {
         bool none = !strcmp(arg, "\"\"");
@@ -13776,9 +13872,7 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
         note("[no system message]");
         return 0;
     }
-    term_escape(&line, m[0].content, strlen(m[0].content));
-    note("%s", sb_cstr(&line));
-    arrfree(line);
+    note("%s", m[0].content);
     return 0;
 }
 
@@ -13812,14 +13906,14 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
  * the text is empty. */
 static int cmd_edit(struct repl *r, char *arg, char *err) {
     const char *editor = getenv("EDITOR");
-    char *raw = NULL, *data = NULL, *command = NULL;
-    strcpy(temp_path, "/tmp/moe-XXXXXX.md");
-    int fd = mkostemps(temp_path, 3, O_CLOEXEC); /* mode 0600 */
+    char *raw = NULL, *data = NULL, *command = NULL, *path = temps[n_temps].path;
+    strcpy(path, "/tmp/moe-XXXXXX.md");
+    int fd = mkostemps(path, 3, O_CLOEXEC); /* mode 0600 */
     if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
-    temp_exists = 1;
+    n_temps++;
     write_all(fd, arg, strlen(arg));
     close(fd);
-    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
+    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", path);
     struct termios mode; /* of the terminal, in case the editor changes it */
     bool known = !tcgetattr(0, &mode);
     int status = system(sb_cstr(&command)), rc = 0;
@@ -13827,7 +13921,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
     if (status)
         rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
-    else rc = read_text(temp_path, &raw, err);
+    else rc = read_text(path, &raw, err);
     temp_remove();
     input_sanitize(&data, raw, arrlenu(raw)); /* the history needs text without CR */
     arrfree(raw);
@@ -14960,7 +15054,7 @@ static int mode_render(struct engine *e) {
     chat_common_vars(vars, m, set);
     json_object_update(vars, given);
     const int rc = template_render(t, vars, &out, err);
-    if (!rc && out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
+    if (!rc) out_put(out.s, arrlenu(out.s));
     json_decref(given);
     json_decref(vars);
     text_free(&out);
@@ -16670,6 +16764,7 @@ int moe_main(int argc, char **argv) {
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDONLY);
     setlocale(LC_CTYPE, "C.UTF-8");
+    alloc_init();
     term_init();
     signals_install();
     settings_init(&set);

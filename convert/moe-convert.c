@@ -2342,6 +2342,8 @@ static void apply_options(void) {
 
 int main(int argc, char **argv) {
     char target[PATH_MAX];
+    alloc_init();
+    signal(SIGBUS, signal_bus); /* --importance is mapped */
     parse_options(argc, argv);
     apply_options();
     strcpy(target, opt.out ? opt.out : "");
