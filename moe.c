@@ -1241,9 +1241,6 @@ static char *xstrndup(const char *s, size_t n) {
 
 static char *xstrdup(const char *s) { return xstrndup(s, strlen(s)); }
 
-/* Makes jansson allocate by xmalloc: it would leave out what it has no memory for. Called once, at the start. */
-static void alloc_init(void) { json_set_alloc_funcs(xmalloc, free); }
-
 /* Dynamic arrays are stb_ds's: arrput, arrlen, arrsetlen, arrfree. Write one macro call per expression, without side
  * effects in its arguments; a function that may grow an array takes a pointer to it. Hash maps are used with integer
  * and pointer keys only. Never share a map between threads: even a look-up writes to it. (The global seed of stb_ds is
@@ -1453,6 +1450,20 @@ static int temp_commit(char *err) {
 /* Closes the temporary file and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
 static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     return temp_close(f, path, bad, err) || temp_commit(err) ? -1 : 0;
+}
+
+/* Called once, at the start. Makes jansson allocate by xmalloc: it would leave out what it has no memory for. Has
+ * unfinished output files removed at every exit, also by a library. */
+static void program_init(void) {
+    json_set_alloc_funcs(xmalloc, free);
+    atexit(temp_remove);
+}
+
+/* Reads the next line of a file by getline. Returns its length, or -1 at the end. Dies if it cannot be read. */
+static ssize_t line_next(FILE *f, const char *name, char **line, size_t *cap) {
+    const ssize_t n = getline(line, cap, f);
+    if (n < 0 && !feof(f) && !interrupted) die("cannot read '%s': %s", name, strerror(errno));
+    return n;
 }
 
 /* Bytes of memory that can be taken without swapping. Cached pages of files count as free. */
@@ -1878,9 +1889,11 @@ static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre,
         size_t at;
         v->expr[i] =
             pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &at, NULL);
+        char why[128] = "";
+        if (!v->expr[i]) pcre2_get_error_message(code, (PCRE2_UCHAR *)why, sizeof why);
         if (!v->expr[i])
-            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
-                        pre->names, code, at);
+            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': %s, at offset %zu", i + 1,
+                        pre->names, why, at);
         pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* if this fails, matching is only slower */
         v->n_exprs++;
     }
@@ -12665,7 +12678,8 @@ static void chat_list(struct chat *c) {
         free(names[i]);
     }
     free(names);
-    if (!shown) note("nothing is saved in %s", path);
+    if (n < 0) note("cannot read '%s': %s", path, strerror(errno));
+    else if (!shown) note("nothing is saved in %s", path);
 }
 
 /* Prints how full the context is, the size of the cache, and the tokens of each message. */
@@ -16578,7 +16592,7 @@ static int mode_lines(struct engine *e) {
     size_t cap = 0;
     ssize_t n;
     int code = EXIT_OK;
-    while (code != EXIT_INTERRUPT && (n = getline(&line, &cap, stdin)) >= 0) {
+    while (code != EXIT_INTERRUPT && (n = line_next(stdin, "stdin", &line, &cap)) >= 0) {
         if (n && line[n - 1] == '\n') n--;
         if (n && line[n - 1] == '\r') n--;
         if (!n) continue;
@@ -16764,7 +16778,7 @@ int moe_main(int argc, char **argv) {
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDONLY);
     setlocale(LC_CTYPE, "C.UTF-8");
-    alloc_init();
+    program_init();
     term_init();
     signals_install();
     settings_init(&set);

@@ -1471,7 +1471,7 @@ static void read_tiktoken(const char *file, struct doc config) {
     ssize_t len;
     expect(config, "tokenizer_class", !strcmp(get_str(config, "tokenizer_class", ""), "TikTokenTokenizer"),
            fmt("\"TikTokenTokenizer\" (Kimi) beside %s", file));
-    while ((len = getline(&line, &cap, f)) > 0) {
+    while ((len = line_next(f, file, &line, &cap)) > 0) {
         n_line++;
         while (len && (line[len - 1] == '\n' || line[len - 1] == '\r')) line[--len] = 0;
         if (!len) continue;
@@ -2240,9 +2240,10 @@ static void report_errors(void) {
             printf("total %-6s %6zu tensors %28zu weights  %s\n", gguf_type_info(type).name, count, weights,
                    error_text(sum));
     }
-    if (importance.path)
-        printf("importance   %6zu tensors are weighted, %zu are not in '%s'\n", importance.weighted,
-               importance.unweighted, importance.path);
+    if (!importance.path) return;
+    printf("importance   %6zu tensors are weighted, %zu are not in '", importance.weighted, importance.unweighted);
+    out_put(importance.path, strlen(importance.path));
+    puts("'");
 }
 
 static void help(void) {
@@ -2342,7 +2343,7 @@ static void apply_options(void) {
 
 int main(int argc, char **argv) {
     char target[PATH_MAX];
-    alloc_init();
+    program_init();
     signal(SIGBUS, signal_bus); /* --importance is mapped */
     parse_options(argc, argv);
     apply_options();

@@ -424,7 +424,7 @@ static void select_by_counts(void) {
     char *line = NULL;
     size_t cap = 0, no = 0;
     bool seen[MAX_LAYERS] = {false};
-    while (getline(&line, &cap, f) >= 0) {
+    while (line_next(f, opts.counts, &line, &cap) >= 0) {
         int block, count, end = 0;
         no++;
         line[strcspn(line, "#\n")] = 0;
@@ -441,7 +441,6 @@ static void select_by_counts(void) {
         if (!layer->hash_routed) check_count(fmt("%s: layer %d", who, block), count, layer->n);
         layer->n_retained = count;
     }
-    if (ferror(f)) die("cannot read '%s': %s", opts.counts, strerror(errno));
     free(line);
     fclose(f);
     for (size_t i = 0; i < arrlenu(m.layers); i++)
@@ -1569,7 +1568,7 @@ int main(int argc, char **argv) {
     const char *out = NULL, **files = NULL;
     char target[PATH_MAX];
     bool dry_run = false, seeded = false;
-    alloc_init();
+    program_init();
     signal(SIGBUS, signal_bus); /* a GGUF is mapped while its header is read */
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
