@@ -392,7 +392,7 @@ static const struct key_range {
                   {"rope.scaling.yarn_ext_factor", 0, 1}};
 
 /* Returns the range of a key, which is in the table. */
-static inline const struct key_range *key_range(const char *key) {
+static inline const struct key_range *key_range_of(const char *key) {
     const struct key_range *r = key_ranges;
     while (strcmp(r->key, key)) r++;
     return r;
@@ -5930,7 +5930,7 @@ static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int6
 static float loader_num(struct loader *l, const char *suffix, double dflt) {
     char key[128];
     double v = dflt;
-    const struct key_range *range = key_range(suffix);
+    const struct key_range *range = key_range_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
     if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);

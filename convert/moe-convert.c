@@ -1549,7 +1549,7 @@ static const char *arch_key(const char *rest) { return fmt("%s.%s", m.arch, rest
 static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
 /* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
 static void kv_num(struct doc d, const char *name, double v, const char *key) {
-    const struct key_range *r = key_range(key);
+    const struct key_range *r = key_range_of(key);
     expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
     gguf_put_f32(&writer, arch_key(key), (float)v);
 }
