@@ -1337,7 +1337,10 @@ static int file_check(const char *path, struct stat *st, char *err) {
 enum { TEMPS = 2 }; /* output files that get their names together, at most */
 
 /* The output files that are being written. Only the last one is open. Whatever ends the program removes them. */
-static struct { char path[PATH_MAX + 32], target[PATH_MAX]; /* its name now, and when complete */ } temps[TEMPS];
+static struct {
+    char path[PATH_MAX + 32]; /* its name now */
+    char target[PATH_MAX];    /* its name when it is complete */
+} temps[TEMPS];
 static volatile sig_atomic_t n_temps;
 
 /* Removes the unfinished output files. Safe in a signal handler. */
@@ -1384,6 +1387,7 @@ static void temp_name(char path[PATH_MAX + 32], const char *target) {
 static FILE *temp_open(const char *target, mode_t mode) {
     char *path = temps[n_temps].path;
     int fd = -1;
+    if (n_temps == TEMPS) die("internal error: more than %d output files at once", TEMPS);
     temp_each_stale(target, temp_unlink);
     snprintf(temps[n_temps].target, sizeof temps[n_temps].target, "%s", target);
     for (int tries = 0; fd < 0 && tries < 100 && (!tries || errno == EEXIST); tries++) {
@@ -1452,8 +1456,8 @@ static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
     return temp_close(f, path, bad, err) || temp_commit(err) ? -1 : 0;
 }
 
-/* Called once, at the start. Makes jansson allocate by xmalloc: it would leave out what it has no memory for. Has
- * unfinished output files removed at every exit, also by a library. */
+/* Makes jansson allocate by xmalloc: it would leave out what it has no memory for. Has unfinished output files removed
+ * at every exit, also by a library. Called once, at the start. */
 static void program_init(void) {
     json_set_alloc_funcs(xmalloc, free);
     atexit(temp_remove);
@@ -1676,7 +1680,7 @@ __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     arrfree(line);
 }
 
-/* The handler of SIGBUS: a page of the mapped model file cannot be read. */
+/* Handles SIGBUS: a page of the mapped model file cannot be read. Ends the program. */
 static void signal_bus(int sig) {
     static const char line[] = PROGRAM ": the model file was truncated or its disk failed while in use\n";
     (void)sig;

@@ -1365,7 +1365,7 @@ static void hf_remove(const char *dir) {
     rmdir(dir);
 }
 
-/* Called at exit. */
+/* Removes the output that is unfinished at exit. */
 static void hf_cleanup(void) {
     if (hf_temp[0]) hf_remove(hf_temp);
 }
