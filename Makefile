@@ -46,7 +46,7 @@ CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCC
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test mutate test-gpu measure bench asan fuzz test-arm64 install clean help format deps
+.PHONY: all chat test mutate test-gpu measure bench asan oom fuzz test-arm64 install clean help format deps
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
@@ -141,6 +141,13 @@ asan: build/demo.gguf
 	mkdir -p build/asan && ln -sfn ../../prompts build/asan/prompts
 	for p in moe convert/moe-convert convert/moe-reap tests/test_moe; do $(CC) $(FLAGS) $(SAN) $$p.c -o build/asan/$${p##*/} $(LIBS) || exit 1; done
 	build/asan/test_moe -j$(CORES)
+
+## make oom       fails every allocation of the programs, one after the other: each must end in a message or the same result
+oom: export OMP_WAIT_POLICY = passive
+oom: all
+	for p in moe convert/moe-convert convert/moe-reap; do \
+	    $(CC) $(FLAGS) -Wno-unused-function -DOOM_SOURCE="\"../$$p.c\"" tests/oom.c -o build/oom-$${p##*/} $(LIBS) || exit 1; done
+	for p in moe moe-convert moe-reap; do build/oom-$$p || exit 1; done
 
 ## make fuzz      builds a libFuzzer program for each parser (clang): build/fuzz-gguf tests/corpus/gguf, and so on
 fuzz: | build

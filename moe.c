@@ -29,22 +29,22 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  430  the table of tensors; layer, model, family
+ *   Types: tensors, layers, models                  460  the table of tensors; layer, model, family
  *   Types: operations                               180  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            340  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
- *   Allocation                                      100  xmalloc and its guard; strings; stb_ds
- *   Files, time, text                               190  clock, files, atomic output, UTF-8, random numbers
- *   Terminal                                        110  what stderr may show; control characters made visible
+ *   Allocation                                      110  xmalloc and its guard; strings; stb_ds
+ *   Files, time, text                               270  clock, files, atomic output, UTF-8, random numbers
+ *   Terminal                                        130  what stderr may show; control characters made visible
  *   Progress of a turn                               70  the line that is shown until an answer begins
  *   Terminal: columns and word wrap                 120  columns of text; answers broken between words
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
- *   Vocabulary: text to tokens and back             290  BPE; tokens to text
+ *   Vocabulary: text to tokens and back             300  BPE; tokens to text
  *   Chat template: values                           440  values; the origin of every byte of text
  *   Chat template: comparing and printing values    300  order, equality, repr, tojson
  *   Chat template: format strings                   180  str.format
@@ -92,10 +92,10 @@
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
  *   Chat                                            230  messages, their rendering, their tokens
  *   Chat: generation                                410  an answer on its way to the screen
- *   Chat: saved conversations                       240  /save and /load
+ *   Chat: saved conversations                       250  /save and /load
  *   Edited text and history                         270  the text behind the prompt; lines of former times
  *   Line editor                                     450  drawing and moving in it
- *   REPL commands                                   590  /help, /undo, /save ..
+ *   REPL commands                                   580  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
  *   Finding a model                                  80  what -m and bare moe say where there is none
@@ -114,6 +114,7 @@
 #include <ctype.h>
 #include <dirent.h>
 #include <fnmatch.h>
+#include <float.h>
 #include <jansson.h>
 #include <limits.h>
 #include <locale.h>
@@ -123,6 +124,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/ioctl.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/vfs.h>
 #include <sys/wait.h>
@@ -145,8 +147,9 @@
  * ============================================================================================================ */
 
 enum {
-    ERR_MAX = 512, /* bytes of a session error message */
-    MAX_TOPK = 32  /* experts used per token */
+    ERR_MAX = 512,        /* bytes of a session error message */
+    MAX_TOPK = 32,        /* experts used per token */
+    MAX_TRAINED = 1 << 28 /* positions that a model was trained for */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -374,6 +377,30 @@ static inline struct weight *rule_weight(const struct tensor_rule *rule, const s
 
 static inline const float **rule_vector(const struct tensor_rule *rule, const struct layer *layer) {
     return (const float **)(uintptr_t)((const uint8_t *)layer + rule->field);
+}
+
+/* The range of each number in the metadata of an architecture (ARCH.key). moe-convert writes no others. */
+static const struct key_range {
+    const char *key;
+    double lo, hi;
+} key_ranges[] = {{"attention.layer_norm_rms_epsilon", 0, 1},
+                  {"attention.temperature_scale", 0, 1e6},
+                  {"expert_weights_scale", 0, 1e6},
+                  {"rope.freq_base", 1, 1e12},
+                  {"rope.scaling.attn_factor", 0, 1e3},
+                  {"rope.scaling.factor", 0, 1e6},
+                  {"rope.scaling.yarn_beta_fast", 0, 1e6},
+                  {"rope.scaling.yarn_beta_slow", 0, 1e6},
+                  {"rope.scaling.yarn_log_multiplier", 0, 10},
+                  /* not supported: nothing but the neutral value */
+                  {"rope.scale_linear", 1, 1},
+                  {"rope.scaling.yarn_ext_factor", 0, 1}};
+
+/* Returns the range of a key, which is in the table. */
+static inline const struct key_range *key_range_of(const char *key) {
+    const struct key_range *r = key_ranges;
+    while (strcmp(r->key, key)) r++;
+    return r;
 }
 
 /* Whether the row's field is a struct weight. */
@@ -1237,22 +1264,27 @@ static void sb_put(char **sb, const char *s, size_t n) {
 static void sb_puts(char **sb, const char *s) { sb_put(sb, s, strlen(s)); }
 
 /* Appends formatted text of any length. */
-__attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const char *fmt, ...) {
+__attribute__((format(printf, 2, 0))) static void sb_vprintf(char **sb, const char *fmt, va_list ap) {
     char tmp[1024];
-    va_list ap;
-    va_start(ap, fmt);
-    int n = vsnprintf(tmp, sizeof tmp, fmt, ap);
-    va_end(ap);
+    va_list again;
+    va_copy(again, ap);
+    const int n = vsnprintf(tmp, sizeof tmp, fmt, ap);
     if (n < (int)sizeof tmp) {
         sb_put(sb, tmp, n > 0 ? (size_t)n : 0);
-        return;
+    } else {
+        const size_t at = arrlenu(*sb);
+        arrsetlen(*sb, at + (size_t)n + 1);
+        vsnprintf(*sb + at, (size_t)n + 1, fmt, again);
+        arrsetlen(*sb, at + (size_t)n);
     }
-    size_t at = arrlenu(*sb);
-    arrsetlen(*sb, at + (size_t)n + 1);
+    va_end(again);
+}
+
+__attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const char *fmt, ...) {
+    va_list ap;
     va_start(ap, fmt);
-    vsnprintf(*sb + at, (size_t)n + 1, fmt, ap);
+    sb_vprintf(sb, fmt, ap);
     va_end(ap);
-    arrsetlen(*sb, at + (size_t)n);
 }
 
 /* Returns the string with a NUL behind its last byte, which arrlen does not count. Valid until the next change. */
@@ -1307,25 +1339,75 @@ static int file_check(const char *path, struct stat *st, char *err) {
     return S_ISREG(st->st_mode) ? 0 : fail(err, "'%s' is not a regular file", path);
 }
 
-/* The output file that is being written, while temp_exists. Whatever ends the program removes it. */
-static char temp_path[PATH_MAX + 32], temp_target[PATH_MAX]; /* temp_target: its name when complete */
-static volatile sig_atomic_t temp_exists;
+enum { TEMPS = 2 }; /* output files that get their names together, at most */
 
-/* Removes the unfinished output file. Safe in a signal handler. */
+/* The output files that are being written. Only the last one is open. Whatever ends the program removes them. */
+static struct {
+    char path[PATH_MAX + 32]; /* its name now */
+    char target[PATH_MAX];    /* its name when it is complete */
+} temps[TEMPS];
+static volatile sig_atomic_t n_temps;
+
+/* Removes the unfinished output files. Safe in a signal handler. */
 static void temp_remove(void) {
-    if (temp_exists) unlink(temp_path);
-    temp_exists = 0;
+    while (n_temps) unlink(temps[--n_temps].path);
 }
 
-/* Opens a temporary file that temp_finish renames to `target`, so that a failure leaves the old file as it was. Only
- * one at a time. Returns NULL with errno on failure. */
+/* Whether `name` is that of a temporary file for `target` (both without directory), TARGET.tmp-PID-NUMBER, whose
+ * process is gone. */
+static bool temp_is_stale(const char *name, const char *target) {
+    const size_t n = strlen(target);
+    char *end;
+    if (strncmp(name, target, n) || strncmp(name + n, ".tmp-", 5) || !isdigit((uint8_t)name[n + 5])) return false;
+    const long pid = strtol(name + n + 5, &end, 10);
+    if (pid < 1 || pid > INT_MAX || *end != '-' || strspn(end + 1, "0123456789abcdef") != 8 || end[9]) return false;
+    return kill((pid_t)pid, 0) && errno == ESRCH;
+}
+
+/* Calls fn for each temporary name of `target` that a process left behind when it was killed. */
+static void temp_each_stale(const char *target, void (*fn)(const char *path)) {
+    const char *slash = strrchr(target, '/'), *base = slash ? slash + 1 : target;
+    char dir[PATH_MAX], path[2 * PATH_MAX];
+    snprintf(dir, sizeof dir, "%.*s", (int)(base - target), target);
+    DIR *d = opendir(slash ? dir : ".");
+    for (struct dirent *e; d && (e = readdir(d));) {
+        if (!temp_is_stale(e->d_name, base)) continue;
+        snprintf(path, sizeof path, "%s%s", dir, e->d_name);
+        fn(path);
+    }
+    if (d) closedir(d);
+}
+
+static void temp_unlink(const char *path) { unlink(path); }
+
+/* Sets `path` to a temporary name for `target`. Nobody can guess it. */
+static void temp_name(char path[PATH_MAX + 32], const char *target) {
+    uint32_t number = 0;
+    if (getrandom(&number, sizeof number, 0) < 0) number = (uint32_t)(now_seconds() * 1e6);
+    snprintf(path, PATH_MAX + 32, "%.*s.tmp-%d-%08x", PATH_MAX, target, (int)getpid(), number);
+}
+
+/* Opens a temporary file that temp_finish renames to `target`, so that a failure leaves the old file as it was. Follows
+ * no link and opens no file that is there already. Returns NULL with errno on failure. */
 static FILE *temp_open(const char *target, mode_t mode) {
-    snprintf(temp_target, sizeof temp_target, "%s", target);
-    snprintf(temp_path, sizeof temp_path, "%s.tmp-%d", temp_target, (int)getpid());
-    temp_exists = 1; /* first, so that a signal in between removes the file */
-    int fd = open(temp_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
-    temp_exists = fd >= 0;
-    return fd < 0 ? NULL : fdopen(fd, "w+");
+    char *path = temps[n_temps].path;
+    int fd = -1;
+    if (n_temps == TEMPS) die("internal error: more than %d output files at once", TEMPS);
+    temp_each_stale(target, temp_unlink);
+    snprintf(temps[n_temps].target, sizeof temps[n_temps].target, "%s", target);
+    for (int tries = 0; fd < 0 && tries < 100 && (!tries || errno == EEXIST); tries++) {
+        temp_name(path, target);
+        n_temps++; /* first, so that a signal in between removes the file */
+        fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, mode);
+        if (fd < 0) n_temps--;
+    }
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "w+");
+    if (fd < 0 || f) return f;
+    close(fd);
+    unlink(path);
+    n_temps--;
+    errno = ENOMEM;
+    return NULL;
 }
 
 /* Does the same after a check of `path`. If it is a symbolic link, it is the file behind it that is replaced. Returns
@@ -1351,17 +1433,46 @@ static FILE *temp_create(const char *path, mode_t mode, char *err) {
     return f;
 }
 
-/* Closes the temporary file and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
-static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
+/* Closes the temporary file for `path`, unless `bad` or an error. It keeps its temporary name; another may be opened.
+ * Returns 0, or -1 with a message. A failure removes all temporary files. */
+static int temp_close(FILE *f, const char *path, bool bad, char *err) {
     int rc = 0;
     if (bad || ferror(f) || fflush(f) || fsync(fileno(f)))
         rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
     if (fclose(f) && !rc) rc = fail(err, "cannot write '%s': %s", path, strerror(errno));
-    if (!rc && rename(temp_path, temp_target))
-        rc = fail(err, "cannot rename '%s' to '%s': %s", temp_path, temp_target, strerror(errno));
-    if (!rc) temp_exists = 0;
-    temp_remove();
+    if (rc) temp_remove();
     return rc;
+}
+
+/* Gives the temporary files, which are closed, their names. Returns 0, or -1 with a message. */
+static int temp_commit(char *err) {
+    for (int i = 0; i < n_temps; i++)
+        if (rename(temps[i].path, temps[i].target)) {
+            fail(err, "cannot rename '%s' to '%s': %s", temps[i].path, temps[i].target, strerror(errno));
+            temp_remove();
+            return -1;
+        }
+    n_temps = 0;
+    return 0;
+}
+
+/* Closes the temporary file and gives it its name, unless `bad` or an error. Returns 0, or -1 with a message. */
+static int temp_finish(FILE *f, const char *path, bool bad, char *err) {
+    return temp_close(f, path, bad, err) || temp_commit(err) ? -1 : 0;
+}
+
+/* Makes jansson allocate by xmalloc: it would leave out what it has no memory for. Has unfinished output files removed
+ * at every exit, also by a library. Called once, at the start. */
+static void program_init(void) {
+    json_set_alloc_funcs(xmalloc, free);
+    atexit(temp_remove);
+}
+
+/* Reads the next line of a file by getline. Returns its length, or -1 at the end. Dies if it cannot be read. */
+static ssize_t line_next(FILE *f, const char *name, char **line, size_t *cap) {
+    const ssize_t n = getline(line, cap, f);
+    if (n < 0 && !feof(f) && !interrupted) die("cannot read '%s': %s", name, strerror(errno));
+    return n;
 }
 
 /* Bytes of memory that can be taken without swapping. Cached pages of files count as free. */
@@ -1403,18 +1514,23 @@ static bool utf8_valid(const char *s, size_t n) {
     return true;
 }
 
+/* Whether a terminal would obey a character instead of showing it: the control characters, and those of the
+ * bidirectional algorithm, which change the order in which other text is shown. */
+static bool is_control(utf8proc_int32_t cp) {
+    return cp < 32 || (cp >= 127 && cp < 160) || cp == 0x61c || cp == 0x200e || cp == 0x200f ||
+           (cp >= 0x202a && cp <= 0x202e) || (cp >= 0x2066 && cp <= 0x2069);
+}
+
 /* Replaces control characters and malformed UTF-8 in a message by '?'. Messages quote files and templates: they must
  * stay on one line and must not control the terminal. Other text is made harmless by term_escape, which shows it on a
  * terminal, by input_sanitize, which brings it into the editor, and by gguf_printable, which quotes names of a file. */
 static void message_sanitize(char *s) {
     for (size_t n = strlen(s); n;) {
+        utf8proc_int32_t cp = 0;
         int k = utf8_sequence(s, n);
-        bool control = k == 1 ? (uint8_t)*s < 32 || *s == 127 : k == 2 && (uint8_t)s[0] == 0xc2 && (uint8_t)s[1] < 0xa0;
-        if (k < 1) {
-            k = 1;
-            control = true;
-        }
-        if (control) memset(s, '?', (size_t)k);
+        if (k > 0) utf8proc_iterate((uint8_t *)s, k, &cp);
+        else k = 1;
+        if (is_control(cp)) memset(s, '?', (size_t)k);
         s += k;
         n -= (size_t)k;
     }
@@ -1510,7 +1626,9 @@ __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, .
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
     int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
-    fprintf(stderr, "\r%.*s\033[K", cols - 1, line);
+    if (cols <= (int)sizeof line) line[cols - 1] = 0;
+    message_sanitize(line);
+    fprintf(stderr, "\r%s\033[K", line);
     fflush(stderr);
     term.status = line[0];
 }
@@ -1521,40 +1639,64 @@ static void status_end(void) {
     term.status = false;
 }
 
-/* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
-__attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
-    va_list ap;
-    if (term.quiet && !term.dialogue) return;
-    if (term.color_err) fputs("\033[2m", stderr);
-    va_start(ap, fmt);
-    vfprintf(stderr, fmt, ap);
-    va_end(ap);
-    fputs(term.color_err ? "\033[0m\n" : "\n", stderr);
-}
-
-/* Appends s (n bytes) to *out for a terminal: controls other than \n and \t become visible as \x1b, malformed UTF-8
- * becomes U+FFFD. s must not end within a UTF-8 sequence; the detokenizer holds such bytes back. */
+/* Appends s (n bytes) to *out for a terminal: controls other than \n and \t become visible as \x1b or \u202e, malformed
+ * UTF-8 becomes U+FFFD. s must not end within a UTF-8 sequence; the detokenizer holds such bytes back. */
 static void term_escape(char **out, const char *s, size_t n) {
     for (size_t i = 0; i < n;) {
-        uint8_t c = (uint8_t)s[i];
+        utf8proc_int32_t cp = 0;
         int k = utf8_sequence(s + i, n - i);
-        if (k <= 0) {
-            sb_puts(out, "\xef\xbf\xbd");
-            i++;
-        } else if (c == '\n' || c == '\t' || (c >= 32 && c < 127)) {
-            arrput(*out, (char)c);
-            i++;
-        } else if (c < 32 || c == 127) {
-            sb_printf(out, "\\x%02x", c);
-            i++;
-        } else if (c == 0xc2 && (uint8_t)s[i + 1] < 0xa0) {
-            sb_printf(out, "\\x%02x", (uint8_t)s[i + 1]);
-            i += 2;
-        } else {
-            sb_put(out, s + i, (size_t)k);
-            i += (size_t)k;
-        }
+        if (k > 0) utf8proc_iterate((const uint8_t *)s + i, k, &cp);
+        if (k <= 0) sb_puts(out, "\xef\xbf\xbd");
+        else if (cp == '\n' || cp == '\t' || !is_control(cp)) sb_put(out, s + i, (size_t)k);
+        else sb_printf(out, cp < 256 ? "\\x%02x" : "\\u%04x", (unsigned)cp);
+        i += k > 0 ? (size_t)k : 1;
     }
+}
+
+/* Appends s (n bytes) to *out, for a terminal by term_escape. */
+static void term_put(char **out, const char *s, size_t n, bool tty) {
+    if (tty) term_escape(out, s, n);
+    else sb_put(out, s, n);
+}
+
+/* Prints text of a model or a file to stdout. */
+static void out_put(const char *s, size_t n) {
+    char *shown = NULL;
+    term_put(&shown, s, n, term.out_tty);
+    fwrite(shown, 1, arrlenu(shown), stdout);
+    arrfree(shown);
+}
+
+/* Prints a line on stderr, on a terminal in a color (a parameter of SGR). */
+static void line_print(const char *color, const char *text) {
+    char *shown = NULL;
+    term_put(&shown, text, strlen(text), term.err_tty);
+    if (term.color_err) fprintf(stderr, "\033[%sm%s\033[0m\n", color, sb_cstr(&shown));
+    else fprintf(stderr, "%s\n", sb_cstr(&shown));
+    arrfree(shown);
+}
+
+/* Prints a warning or a remark on a line of its own on stderr, dim on a terminal. */
+__attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
+    char *line = NULL;
+    va_list ap;
+    if (term.quiet && !term.dialogue) return;
+    va_start(ap, fmt);
+    sb_vprintf(&line, fmt, ap);
+    va_end(ap);
+    line_print("2", sb_cstr(&line));
+    arrfree(line);
+}
+
+/* Handles SIGBUS: a page of the mapped model file cannot be read. Ends the program. */
+static void signal_bus(int sig) {
+    static const char line[] = PROGRAM ": the model file was truncated or its disk failed while in use\n";
+    (void)sig;
+    term_restore();
+    temp_remove();
+    ssize_t done = write(2, line, sizeof line - 1);
+    (void)done;
+    _exit(EXIT_RUN);
 }
 
 #ifndef MOE_FOUNDATIONS_ONLY
@@ -1941,9 +2083,11 @@ static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre,
         size_t at;
         v->expr[i] =
             pcre2_compile((PCRE2_SPTR)pre->expr[i], PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP, &code, &at, NULL);
+        char why[128] = "";
+        if (!v->expr[i]) pcre2_get_error_message(code, (PCRE2_UCHAR *)why, sizeof why);
         if (!v->expr[i])
-            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': error %d at offset %zu", i + 1,
-                        pre->names, code, at);
+            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': %s, at offset %zu", i + 1,
+                        pre->names, why, at);
         pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* if this fails, matching is only slower */
         v->n_exprs++;
     }
@@ -2358,10 +2502,11 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
     arrsetlen(t->cut, 0);
     for (size_t i = 0, begin = 0; i < arrlenu(t->ends); begin = t->ends[i++]) {
         size_t n = t->ends[i] - begin, done = 0;
-        while (done < n &&
-               pcre2_match(expr, (PCRE2_SPTR)text + begin, n, done, PCRE2_NO_UTF_CHECK, t->match, t->v->match_context) >
-                   0 &&
-               ov[1] > done) {
+        while (done < n) {
+            const int rc =
+                pcre2_match(expr, (PCRE2_SPTR)text + begin, n, done, PCRE2_NO_UTF_CHECK, t->match, t->v->match_context);
+            if (rc == PCRE2_ERROR_NOMEMORY) die("out of memory for the tokenizer");
+            if (rc <= 0 || ov[1] <= done) break;
             if (ov[0] > done) arrput(t->cut, begin + ov[0]);
             arrput(t->cut, begin + ov[1]);
             done = ov[1];
@@ -2373,12 +2518,18 @@ static void split_pieces(struct tokenizer *t, const pcre2_code *expr, const char
     t->cut = swap;
 }
 
+/* Whether the canonical decomposition of a character begins with a combining mark. The Tibetan signs U+0F73, U+0F75 and
+ * U+0F81 have class 0, but decompose into two marks; Unicode promises that no others will. */
+static bool is_nfc_mark(utf8proc_int32_t cp) {
+    return utf8proc_get_property(cp)->combining_class || cp == 0xf73 || cp == 0xf75 || cp == 0xf81;
+}
+
 /* Appends the NFC form of valid UTF-8. Normalizes a run of combining marks NFC_MAX_MARKS at a time. */
 static void nfc_append(char **out, const char *s, size_t n) {
     for (size_t end = 0, marks = 0; n; s += end, n -= end, end = marks = 0) {
         for (utf8proc_int32_t cp; end < n && marks < NFC_MAX_MARKS;) {
             end += (size_t)utf8proc_iterate((const uint8_t *)s + end, (utf8proc_ssize_t)(n - end), &cp);
-            marks = utf8proc_get_property(cp)->combining_class ? marks + 1 : 0;
+            marks = is_nfc_mark(cp) ? marks + 1 : 0;
         }
         uint8_t *nfc = NULL;
         utf8proc_ssize_t k =
@@ -3102,11 +3253,17 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin);
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
 
+/* Appends a part of the style. In data it is data; else it has its own origin. */
+static void write_style(struct job *j, struct buf *b, struct tv part, int origin) {
+    if (origin == ORIGIN_DATA) buf_fill(j, b, part.s, part.n, origin);
+    else buf_put(j, b, part);
+}
+
 /* Starts an indented line, if the style asks for that. */
 static void write_newline(struct job *j, struct buf *b, const struct style *st, int level, int origin) {
     if (st->indent.kind != TV_STR) return;
     buf_fill(j, b, "\n", 1, origin);
-    while (level--) buf_fill(j, b, st->indent.s, st->indent.n, origin);
+    while (level--) write_style(j, b, st->indent, origin);
 }
 
 /* Appends a container other than a generator. `origin` is that of its punctuation. */
@@ -3123,7 +3280,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
     buf_fill(j, b, brackets, 1, origin);
     for (size_t i = 0; i < keys->n; i++) {
         struct tv item = keys->v[i];
-        if (i) buf_fill(j, b, st->comma.s, st->comma.n, origin);
+        if (i) write_style(j, b, st->comma, origin);
         write_newline(j, b, st, level + 1, origin);
         if (dict) {
             struct buf text = {0};
@@ -3133,7 +3290,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
                 item = buf_str(&text);
             }
             tv_write(j, b, item, st, level + 1, origin);
-            buf_fill(j, b, st->colon.s, st->colon.n, origin);
+            write_style(j, b, st->colon, origin);
             item = values.v[i];
         }
         tv_write(j, b, item, st, level + 1, origin);
@@ -5963,16 +6120,17 @@ static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int6
     }
 }
 
-/* A finite number within [lo, hi]; NAN as default: required. */
-static float loader_num(struct loader *l, const char *suffix, double dflt, double lo, double hi) {
+/* A finite number within its range; NAN as default: required. */
+static float loader_num(struct loader *l, const char *suffix, double dflt) {
     char key[128];
     double v = dflt;
+    const struct key_range *range = key_range_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
     if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not a number", key);
-    if (kv && !l->failed && !(v >= lo && v <= hi))
-        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, lo, hi);
+    if (kv && !l->failed && !(v >= range->lo && v <= range->hi))
+        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
     return l->failed ? 0 : (float)v;
 }
 
@@ -6124,13 +6282,13 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     struct rope rope = {.dim = dim};
     struct gguf_str type = {"linear", 6}; /* llama.cpp's default; without a factor it does nothing */
     char key[128];
-    double base = loader_num(l, "rope.freq_base", 10000.0, 1.0, 1e12);
-    double factor = loader_num(l, "rope.scaling.factor", 1.0, 0.0, 1e6);
+    double base = loader_num(l, "rope.freq_base", 10000.0);
+    double factor = loader_num(l, "rope.scaling.factor", 1.0);
     int original = loader_int(l, "rope.scaling.original_context_length", m->n_ctx_train, 1, INT32_MAX);
-    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0, 0.0, 1e6);
-    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow", 1.0, 0.0, 1e6);
-    double attn_factor = loader_num(l, "rope.scaling.attn_factor", 1.0, 0.0, 1e3);
-    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0, 0.0, 10.0);
+    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0);
+    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow", 1.0);
+    double attn_factor = loader_num(l, "rope.scaling.attn_factor", 1.0);
+    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0);
     snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
     if (l->failed) return;
     if (dim % 2) loader_fail(l, "metadata key '%s.rope.dimension_count' is %d, expected an even number", l->arch, dim);
@@ -6142,8 +6300,10 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
         loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
                     gguf_printable(type, t, sizeof t));
     }
-    loader_num(l, "rope.scale_linear", 1.0, 1.0, 1.0); /* not supported: nothing but the neutral values */
-    loader_num(l, "rope.scaling.yarn_ext_factor", yarn, yarn, yarn);
+    loader_num(l, "rope.scale_linear", 1.0);
+    const double ext = (double)loader_num(l, "rope.scaling.yarn_ext_factor", yarn);
+    if (!l->failed && ext != yarn)
+        loader_fail(l, "metadata key '%s.rope.scaling.yarn_ext_factor' is %g, expected %d", l->arch, ext, yarn);
     if (l->failed) return;
     if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
     rope.factor = (float)attn_factor;
@@ -6209,7 +6369,7 @@ static void read_mla(struct loader *l) {
     a->head_k = loader_int(l, "attention.key_length_mla", KEY_REQUIRED, 2, 4096);
     a->head_v = loader_int(l, "attention.value_length_mla", KEY_REQUIRED, 1, 4096);
     int rope = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k - 1);
-    if (loader_num(l, "attention.temperature_scale", 0.0, 0.0, 1e6) != 0.0f)
+    if (loader_num(l, "attention.temperature_scale", 0.0) != 0.0f)
         loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
     loader_rope(l, rope, a);
 }
@@ -6284,7 +6444,7 @@ static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
 static void loader_hparams(struct loader *l) {
     struct model *m = l->m;
     char key[128];
-    m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, 1 << 28);
+    m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, MAX_TRAINED);
     m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
     int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
     m->n_mtp_layer = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
@@ -6295,7 +6455,7 @@ static void loader_hparams(struct loader *l) {
     if (loader_key(l, "attention.head_count_kv", key))
         loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
-    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN, 0.0, 1.0);
+    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
     loader_ints(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK,
                 l->n_expert_used);
@@ -6306,7 +6466,7 @@ static void loader_hparams(struct loader *l) {
     int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SIGMOID);
     m->gating = gating ? (enum gating)gating : m->family->gating;
     m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
-    m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0, 0.0, 1e6);
+    m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0);
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     m->family->read(l);
     for (int il = 0; il < m->n_layer && !l->failed; il++)
@@ -11363,6 +11523,7 @@ static struct kv_header session_header(const struct session *s, const struct kv_
     return h;
 }
 
+/* Writes the state to a temporary file for `path`, which temp_commit gives its name. 0, or -1 with a message. */
 static int session_save(struct session *s, const char *path, char *err) {
     struct kv_plane *list = session_planes(s);
     struct kv_header h = session_header(s, list);
@@ -11372,7 +11533,7 @@ static int session_save(struct session *s, const char *path, char *err) {
         const bool whole = fwrite(&h, sizeof h, 1, f) == 1 && fwrite(list, sizeof *list, h.n_plane, f) == h.n_plane &&
                            session_body(s, list, h.n_tokens, f, false, &h.checksum) && !fseek(f, 0, SEEK_SET) &&
                            fwrite(&h, sizeof h, 1, f) == 1;
-        rc = temp_finish(f, path, !whole, err);
+        rc = temp_close(f, path, !whole, err);
     }
     arrfree(list);
     return rc;
@@ -13049,7 +13210,6 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     char a[32], b[32], d[32], line[256], remedy[160];
     double use = (double)c->s->n_past / c->s->n_ctx;
-    const char *warning = use > 0.95 ? "\033[22;31m" : "\033[22;33m"; /* red, yellow */
     if (c->set->quiet || c->set->mute) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
@@ -13061,9 +13221,9 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
     snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x",
              with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
     note("%s", line);
-    if (use > 0.8 && c->s->n_past < c->s->n_ctx) /* a full one has been reported */
-        note("%scontext %.0f %% full: %s%s", term.color_err ? warning : "", 100 * use, context_remedy(c->s, 0, remedy),
-             term.color_err ? "\033[0m" : "");
+    snprintf(line, sizeof line, "context %.0f %% full: %s", 100 * use, context_remedy(c->s, 0, remedy));
+    if (use > 0.8 && c->s->n_past < c->s->n_ctx)    /* a full one has been reported */
+        line_print(use > 0.95 ? "31" : "33", line); /* red, yellow */
 }
 
 /* Adds a turn to the totals. */
@@ -13310,11 +13470,10 @@ static int chat_path(const char *name, const char *suffix, char out[4096], char 
     return 0;
 }
 
-/* Writes the messages, and with `state` the state of the session. Returns 0, or -1 with a message. */
-static int chat_write(struct chat *c, const char *name, bool state, char *err) {
-    char path[4096];
+/* Writes the messages to a temporary file. Returns 0, or -1 with a message. */
+static int chat_save_messages(const struct chat *c, const char *path, char *err) {
     bool bad = false;
-    FILE *f = chat_path(name, ".jsonl", path, err) ? NULL : temp_create(path, 0600, err);
+    FILE *f = temp_create(path, 0600, err);
     if (!f) return -1;
     fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
@@ -13323,9 +13482,18 @@ static int chat_write(struct chat *c, const char *name, bool state, char *err) {
         fputc('\n', f);
         json_decref(o);
     }
-    if (temp_finish(f, path, bad, err)) return -1;
-    if (!state) return 0;
-    return chat_path(name, ".kv", path, err) || session_save(c->s, path, err) ? -1 : 0;
+    return temp_close(f, path, bad, err);
+}
+
+/* Writes the messages, and with `state` the state of the session: all files, or none. Returns 0, or -1 with a
+ * message. */
+static int chat_write(struct chat *c, const char *name, bool state, char *err) {
+    char path[4096];
+    bool bad = chat_path(name, ".jsonl", path, err) || chat_save_messages(c, path, err);
+    if (!bad && state) bad = chat_path(name, ".kv", path, err) || session_save(c->s, path, err);
+    if (!bad && !temp_commit(err)) return 0;
+    temp_remove();
+    return -1;
 }
 
 /* Saves the conversation under a name. Another conversation of that name is replaced only with `force`. Returns 0, or
@@ -13465,7 +13633,8 @@ static void chat_list(struct chat *c) {
         free(names[i]);
     }
     free(names);
-    if (!shown) note("nothing is saved in %s", path);
+    if (n < 0) note("cannot read '%s': %s", path, strerror(errno));
+    else if (!shown) note("nothing is saved in %s", path);
 }
 
 /* Prints how full the context is, what of it the next turn can use, the size of the cache, and the tokens of each
@@ -14274,19 +14443,13 @@ static void signal_default(int sig) {
     raise(sig);
 }
 
-/* Crashes. SIGBUS means that a page of the mapped model file cannot be read. The other signals are errors of the
- * program: it prints a line and ends as by default. */
+/* Crashes are errors of the program: it prints a line and ends as by default. */
 static void signal_crash(int sig) {
-    static const char bus[] = "moe: the model file was truncated or its disk failed while in use\n";
     const char *name = sigabbrev_np(sig);
     char line[64] = "moe: internal error: SIG";
     ssize_t done;
     term_restore();
     temp_remove();
-    if (sig == SIGBUS) {
-        done = write(2, bus, sizeof bus - 1);
-        _exit(EXIT_RUN);
-    }
     strcat(strcat(line, name ? name : ""), "\n");
     done = write(2, line, strlen(line));
     (void)done;
@@ -14301,7 +14464,7 @@ static void signals_install(void) {
         int sig;
         void (*fn)(int);
     } table[] = {{SIGINT, signal_interrupt}, {SIGTERM, signal_end},     {SIGHUP, signal_end},
-                 {SIGSEGV, signal_crash},    {SIGBUS, signal_crash},    {SIGFPE, signal_crash},
+                 {SIGSEGV, signal_crash},    {SIGBUS, signal_bus},      {SIGFPE, signal_crash},
                  {SIGILL, signal_crash},     {SIGABRT, signal_crash},   {SIGQUIT, signal_default},
                  {SIGUSR1, signal_default},  {SIGUSR2, signal_default}, {SIGALRM, signal_default},
                  {SIGXCPU, signal_default}};
@@ -14341,13 +14504,7 @@ struct command {
 enum { COMMAND_QUIT = 1 }; /* result of /quit */
 
 /* Prints a session error in its own line, red on a terminal. */
-static void print_error(const char *err) {
-    char *line = NULL;
-    if (term.err_tty) term_escape(&line, err, strlen(err));
-    else sb_puts(&line, err);
-    fprintf(stderr, term.color_err ? "\033[31m%s\033[0m\n" : "%s\n", sb_cstr(&line));
-    arrfree(line);
-}
+static void print_error(const char *err) { line_print("31", err); }
 
 /* Reports a turn that failed or was rolled back, and once that stdout cannot be written. */
 static void turn_report(enum turn_result result, const char *err) {
@@ -14436,7 +14593,6 @@ static int cmd_show(struct repl *r, char *arg, char *err) {
 /* Replaces the system message; without an argument prints it. */
 static int cmd_system(struct repl *r, char *arg, char *err) {
     const struct message *m = r->chat->messages;
-    char *line = NULL;
     (void)err;
     if (*arg) {
         bool none = !strcmp(arg, "\"\"");
@@ -14449,9 +14605,7 @@ static int cmd_system(struct repl *r, char *arg, char *err) {
         note("[no system message]");
         return 0;
     }
-    term_escape(&line, m[0].content, strlen(m[0].content));
-    note("%s", sb_cstr(&line));
-    arrfree(line);
+    note("%s", m[0].content);
     return 0;
 }
 
@@ -14485,14 +14639,14 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
  * the text is empty. */
 static int cmd_edit(struct repl *r, char *arg, char *err) {
     const char *editor = getenv("EDITOR");
-    char *raw = NULL, *data = NULL, *command = NULL;
-    strcpy(temp_path, "/tmp/moe-XXXXXX.md");
-    int fd = mkostemps(temp_path, 3, O_CLOEXEC); /* mode 0600 */
+    char *raw = NULL, *data = NULL, *command = NULL, *path = temps[n_temps].path;
+    strcpy(path, "/tmp/moe-XXXXXX.md");
+    int fd = mkostemps(path, 3, O_CLOEXEC); /* mode 0600 */
     if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
-    temp_exists = 1;
+    n_temps++;
     write_all(fd, arg, strlen(arg));
     close(fd);
-    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
+    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", path);
     term_restore();
     struct termios mode; /* of the terminal, in case the editor changes it */
     bool known = !tcgetattr(0, &mode);
@@ -14501,7 +14655,7 @@ static int cmd_edit(struct repl *r, char *arg, char *err) {
     if (status)
         rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
                   WIFEXITED(status) ? WEXITSTATUS(status) : status);
-    else rc = read_text(temp_path, &raw, err);
+    else rc = read_text(path, &raw, err);
     temp_remove();
     input_sanitize(&data, raw, arrlenu(raw)); /* the history needs text without CR */
     arrfree(raw);
@@ -15848,7 +16002,7 @@ static int mode_render(struct engine *e) {
     chat_common_vars(vars, m, set);
     json_object_update(vars, given);
     const int rc = template_render(t, vars, &out, err);
-    if (!rc && out.s) fwrite(out.s, 1, arrlenu(out.s), stdout);
+    if (!rc) out_put(out.s, arrlenu(out.s));
     json_decref(given);
     json_decref(vars);
     text_free(&out);
@@ -17389,7 +17543,7 @@ static int mode_lines(struct engine *e) {
     size_t cap = 0;
     ssize_t n;
     int code = EXIT_OK;
-    while (code != EXIT_INTERRUPT && (n = getline(&line, &cap, stdin)) >= 0) {
+    while (code != EXIT_INTERRUPT && (n = line_next(stdin, "stdin", &line, &cap)) >= 0) {
         if (n && line[n - 1] == '\n') n--;
         if (n && line[n - 1] == '\r') n--;
         if (!n) continue;
@@ -17590,6 +17744,7 @@ int moe_main(int argc, char **argv) {
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDONLY);
     setlocale(LC_CTYPE, "C.UTF-8");
+    program_init();
     term_init();
     signals_install();
     settings_init(&set);

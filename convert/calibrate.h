@@ -28,6 +28,7 @@ enum {
     SAVE_SECONDS = 60,  /* between savings, at least */
     COVERED_TOKENS = 32 /* an expert that fewer tokens chose has a score by chance */
 };
+static const double TOKENS_MAX = 0x1p53; /* tokens that a score file may hold: a double counts them exactly */
 
 /* A text, which is counted unit by unit. */
 struct corpus {
@@ -143,9 +144,10 @@ static int layer_load(struct calibration *c, const json_t *layer, int il, const 
         for (size_t e = 0; e < n; e++) {
             const json_t *x = json_array_get(list, e);
             const double v = json_number_value(x);
-            if (!json_is_number(x) || !(v >= 0) || !isfinite(v))
-                return fail(err, "'%s': layer %d: %s of expert %zu is not a number of at least 0", path, il,
-                            stat_names[k], e);
+            const double most = k == STAT_TOKENS ? TOKENS_MAX : DBL_MAX;
+            if (!json_is_number(x) || !(v >= 0) || !(v <= most))
+                return fail(err, "'%s': layer %d: %s of expert %zu is not a number from 0 to %g", path, il,
+                            stat_names[k], e, most);
             stats_of(m, c->before, il, (int)e)[k] = v;
         }
     }
@@ -161,7 +163,8 @@ static int source_load(struct calibration *c, const json_t *source, const char *
                        .unit = json_integer_value(json_object_get(source, "unit")),
                        .done = json_is_true(json_object_get(source, "done"))};
     const json_int_t window = json_integer_value(json_object_get(source, "window"));
-    if (!name || !hash || s.tokens < 0 || s.unit < 0 || s.unit > INT32_MAX || window < 0 || window > INT32_MAX)
+    if (!name || !hash || s.tokens < 0 || (double)s.tokens > TOKENS_MAX || s.unit < 0 || s.unit > INT32_MAX ||
+        window < 0 || window > INT32_MAX)
         return fail(err, "'%s': source %zu is incomplete", path, arrlenu(c->sources));
     if (json_integer_value(json_object_get(source, "offset")))
         return fail(err,
@@ -186,7 +189,9 @@ static int scores_check(const struct calibration *c, const json_t *j, const char
                     c->routers);
     if (n_layer != (size_t)c->e->model.n_layer)
         return fail(err, "'%s' has %zu layers, the model %d", path, n_layer, c->e->model.n_layer);
-    if (c->tokens < 0) return fail(err, "'%s' holds %lld tokens", path, (long long)c->tokens);
+    const json_t *tokens = json_object_get(j, "tokens");
+    if (!json_is_integer(tokens) || c->tokens < 0 || (double)c->tokens > TOKENS_MAX)
+        return fail(err, "'%s': tokens is not an integer from 0 to %g", path, TOKENS_MAX);
     return 0;
 }
 
@@ -753,7 +758,9 @@ static void divergence_print(struct divergence *d, const struct settings *set, i
     qsort(d->kl, n, sizeof *d->kl, compare_float);
     for (int i = 0; i < 2; i++) {
         const double perplexity = nll_perplexity(&d->nll[i], &error);
-        printf("perplexity %c    %.4f +/- %.4f  %s\n", 'A' + i, perplexity, error, set->compare[i]);
+        printf("perplexity %c    %.4f +/- %.4f  ", 'A' + i, perplexity, error);
+        out_put(set->compare[i], strlen(set->compare[i]));
+        putchar('\n');
     }
     printf("KL of B from A  mean %.6f +/- %.6f, median %.6f, 99 %% %.6f, largest %.6f\n", mean,
            sqrt(fmax(var, 0) / (double)n), (double)d->kl[n / 2], (double)d->kl[(n - 1) * 99 / 100],

@@ -494,7 +494,7 @@ static inline void out_start(const char *path) {
 static inline void out_begin(char path[PATH_MAX]) {
     check_target(path);
     out_start(path);
-    if (!(dest.f = temp_open(path, 0666))) die("cannot create '%s': %s", temp_path, strerror(errno));
+    if (!(dest.f = temp_open(path, 0666))) die("cannot write '%s': %s", path, strerror(errno));
 }
 
 /* Syncs a directory, so that a rename in it survives a crash. */

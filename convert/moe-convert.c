@@ -430,6 +430,7 @@ struct output {
     float *values;         /* stb_ds */
     bool transpose;        /* every piece (rows, cols) is written as (cols, rows) */
     enum meaning meaning;  /* what the values of the source are */
+    bool finite;           /* moe refuses infinity and NaN in it */
     const char *remark;    /* for the listing of --dry-run */
 
     /* for matrices that are quantized here */
@@ -569,10 +570,10 @@ static struct checkpoint {
     size_t ff_expert;                /* hidden width */
     const char *router_bias;         /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
     enum gating gating;
-    bool norm_topk_prob;          /* the value where config.json does not say */
-    bool shared_gate;             /* the shared expert has a gate */
-    double rope_theta, rotary;    /* where config.json does not say; rope_theta -1: it must */
-    double routed_scaling_factor; /* NAN: the family has none */
+    bool norm_topk_prob;        /* the value where config.json does not say */
+    bool shared_gate;           /* the shared expert has a gate */
+    double rope_theta, rotary;  /* where config.json does not say; rope_theta -1: it must */
+    const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: the family has none */
     bool (*is_dense)(int layer);
     size_t dim[DIM_COUNT];           /* of the layer being planned */
     const char *dim_name[DIM_COUNT]; /* in the words of config.json */
@@ -644,6 +645,7 @@ static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out
     }
     o->pieces = pieces_of(l, out == DIM_ONE ? in : out);
     o->meaning = meaning;
+    o->finite = true;
 }
 
 /* The same of a tensor whose shape is checked. */
@@ -1041,8 +1043,7 @@ static void read_deepseek3(void) {
     m.router_bias = strcmp(method, "noaux_tc") ? NULL : "exp_probs_b.bias";
     m.gating = strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
     m.norm_topk_prob = true;
-    m.routed_scaling_factor = get_num(c, "routed_scaling_factor", NAN);
-    expect(c, "routed_scaling_factor", !isnan(m.routed_scaling_factor), "a number");
+    m.scaling_factor = "routed_scaling_factor";
     expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "sigmoid"), "sigmoid softmax"), "sigmoid or softmax");
     expect(c, "topk_method", m.router_bias || (!strcmp(method, "greedy") && m.n_group == 1),
            "\"noaux_tc\", or \"greedy\" with n_group 1");
@@ -1072,8 +1073,7 @@ static void read_hy3(void) {
     m.router_bias = "exp_probs_b";
     m.gating = GATING_SIGMOID;
     m.norm_topk_prob = true;
-    m.routed_scaling_factor = get_num(c, "router_scaling_factor", NAN);
-    expect(c, "router_scaling_factor", !isnan(m.routed_scaling_factor), "a number");
+    m.scaling_factor = "router_scaling_factor";
     expect(c, "route_norm", get_bool(c, "route_norm", true), "true");
 }
 static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", false},
@@ -1130,7 +1130,6 @@ static void read_config(void) {
     m.arch = families[f].arch;
     m.renaming = families[f].renaming;
     m.pre = families[f].pre;
-    m.routed_scaling_factor = NAN;
     m.n_layer = (int)get_int(m.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
     m.n_head = (int)get_int(m.cfg, "num_attention_heads", 1, 65536, REQUIRED);
     m.top_k = (int)get_int(m.cfg, "num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
@@ -1470,7 +1469,7 @@ static void read_tiktoken(const char *file, struct doc config) {
     ssize_t len;
     expect(config, "tokenizer_class", !strcmp(get_str(config, "tokenizer_class", ""), "TikTokenTokenizer"),
            fmt("\"TikTokenTokenizer\" (Kimi) beside %s", file));
-    while ((len = getline(&line, &cap, f)) > 0) {
+    while ((len = line_next(f, file, &line, &cap)) > 0) {
         n_line++;
         while (len && (line[len - 1] == '\n' || line[len - 1] == '\r')) line[--len] = 0;
         if (!len) continue;
@@ -1546,7 +1545,13 @@ static struct gguf_writer writer;
 
 static const char *arch_key(const char *rest) { return fmt("%s.%s", m.arch, rest); }
 static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
-static void kv_f32(const char *key, double v) { gguf_put_f32(&writer, arch_key(key), (float)v); }
+/* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
+static void kv_num(struct doc d, const char *name, double v, const char *key) {
+    const struct key_range *r = key_range_of(key);
+    expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
+    gguf_put_f32(&writer, arch_key(key), (float)v);
+}
+
 static void kv_str(const char *key, const char *s) { gguf_put_str(&writer, key, s, strlen(s)); }
 
 static void kv_i32(const char *key, int32_t v) {
@@ -1591,8 +1596,7 @@ static void put_rope(void) {
         expect(r, key, ok, "no such RoPE parameter");
     }
     double theta = get_num(m.cfg, "rope_theta", get_num(r, "rope_theta", m.rope_theta));
-    expect(m.cfg, "rope_theta", theta > 0, "a number above 0");
-    kv_f32("rope.freq_base", theta);
+    kv_num(get(m.cfg, "rope_theta") ? m.cfg : r, "rope_theta", theta, "rope.freq_base");
     const char *type = get_str(r, "rope_type", get_str(r, "type", "default"));
     struct doc d = get(r, "partial_rotary_factor") ? r : m.cfg;
     double rotary = get_num(d, "partial_rotary_factor", m.rotary);
@@ -1608,12 +1612,12 @@ static void put_rope(void) {
            mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
     expect(r, "attention_factor", fabs(attention - (mla ? 0 : usual)) <= 1e-4, mla ? "none" : fmt("%g or none", usual));
     kv_str(arch_key("rope.scaling.type"), "yarn");
-    kv_f32("rope.scaling.factor", factor);
+    kv_num(r, "factor", factor, "rope.scaling.factor");
     kv_u32("rope.scaling.original_context_length",
            (size_t)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED));
-    kv_f32("rope.scaling.yarn_beta_fast", get_num(r, "beta_fast", 32));
-    kv_f32("rope.scaling.yarn_beta_slow", get_num(r, "beta_slow", 1));
-    if (mla) kv_f32("rope.scaling.yarn_log_multiplier", 0.1 * all);
+    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
+    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
+    if (mla) kv_num(r, "mscale_all_dim", 0.1 * all, "rope.scaling.yarn_log_multiplier");
 }
 
 /* Writes the numbers of experts and what is known about pruning. The object "reap" of config.json lists, by layer, the
@@ -1675,11 +1679,11 @@ static void put_architecture(void) {
     struct doc c = m.cfg;
     const bool mla = m.has & HAS_MLA;
     kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
-    kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, INT32_MAX, REQUIRED));
+    kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, MAX_TRAINED, REQUIRED));
     kv_u32("embedding_length", m.dim[DIM_EMBD]);
     if (get(c, "intermediate_size")) kv_u32("feed_forward_length", size_of("intermediate_size"));
     kv_u32("vocab_size", m.dim[DIM_VOCAB]);
-    kv_f32("attention.layer_norm_rms_epsilon", get_num(c, "rms_norm_eps", 1e-6));
+    kv_num(c, "rms_norm_eps", get_num(c, "rms_norm_eps", 1e-6), "attention.layer_norm_rms_epsilon");
     kv_u32("attention.head_count", (size_t)m.n_head);
     kv_u32("expert_gating_func", m.gating);
     gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, "norm_topk_prob", m.norm_topk_prob));
@@ -1696,7 +1700,7 @@ static void put_architecture(void) {
     if (m.is_dense == is_dense_leading) kv_u32("leading_dense_block_count", (size_t)m.first_dense);
     if (m.dim_name[DIM_SHARED]) kv_u32("expert_shared_count", (size_t)m.n_shared);
     if (m.has_delta) put_delta();
-    if (!isnan(m.routed_scaling_factor)) kv_f32("expert_weights_scale", m.routed_scaling_factor);
+    if (m.scaling_factor) kv_num(c, m.scaling_factor, get_num(c, m.scaling_factor, NAN), "expert_weights_scale");
     if (m.n_group) {
         kv_u32("expert_group_count", (size_t)m.n_group);
         kv_u32("expert_group_used_count", (size_t)get_int(c, "topk_group", 1, m.n_group, REQUIRED));
@@ -2119,7 +2123,7 @@ static void write_piece(struct output *o, size_t index) {
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (o->type == GGUF_NVFP4) write_nvfp4_rows(l, p->row + r, n, &most);
-        else if (l->format == PLAIN && float_type(l->w) == o->type && o->meaning == VALUES) {
+        else if (l->format == PLAIN && float_type(l->w) == o->type && !o->finite) {
             uint8_t *raw = scratch(0, n * row_bytes(l));
             tensor_read(l->w, (p->row + r) * row_bytes(l), raw, n * row_bytes(l));
             order_columns(l, raw, n, row_bytes(l));
@@ -2132,6 +2136,7 @@ static void write_piece(struct output *o, size_t index) {
                 write_quantized(o, l, NULL, v, n);
             } else {
                 apply_meaning(o->meaning, v, n * l->cols);
+                for (size_t i = 0; o->finite && i < n * l->cols; i++) check_finite(l, p->row + r, v, v[i]);
                 write_floats(o->type, v, n * l->cols);
             }
         }
@@ -2170,6 +2175,12 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
  * The listing of --dry-run, the report of quantization errors, options, and the order of the steps.
  * ============================================================================================================ */
 
+/* Returns the name of a tensor of the source for the listing; valid until the next call. */
+static const char *source_name(const struct tensor *t) {
+    static char shown[256];
+    return gguf_printable((struct gguf_str){t->name, strlen(t->name)}, shown, sizeof shown);
+}
+
 /* Prints a line for each output: name, type, shape, bytes, source, remark; then totals. */
 static void list_plan(size_t header_bytes) {
     size_t sum[GGUF_TYPE_COUNT] = {0}, data = 0;
@@ -2181,7 +2192,7 @@ static void list_plan(size_t header_bytes) {
             snprintf(shape + strlen(shape), sizeof shape - strlen(shape), "%s%zu", d ? " x " : "", o->ne[d]);
         printf("%-36s %-6s %-22s %12zu  ", o->name, gguf_type_info(o->type).name, shape, o->bytes);
         if (o->values) printf("%zu value%s", arrlenu(o->values), arrlenu(o->values) == 1 ? "" : "s");
-        else printf("%s", o->pieces[0].lin.w->name);
+        else printf("%s", source_name(o->pieces[0].lin.w));
         if (arrlenu(o->pieces) > 1) printf(" (%zu pieces)", arrlenu(o->pieces));
         printf("%s%s\n", *o->remark ? "  " : "", o->remark);
         sum[o->type] += o->bytes;
@@ -2227,9 +2238,10 @@ static void report_errors(void) {
             printf("total %-6s %6zu tensors %28zu weights  %s\n", gguf_type_info(type).name, count, weights,
                    error_text(sum));
     }
-    if (importance.path)
-        printf("importance   %6zu tensors are weighted, %zu are not in '%s'\n", importance.weighted,
-               importance.unweighted, importance.path);
+    if (!importance.path) return;
+    printf("importance   %6zu tensors are weighted, %zu are not in '", importance.weighted, importance.unweighted);
+    out_put(importance.path, strlen(importance.path));
+    puts("'");
 }
 
 static void help(void) {
@@ -2333,6 +2345,8 @@ static void apply_options(void) {
 
 int main(int argc, char **argv) {
     char target[PATH_MAX];
+    program_init();
+    signal(SIGBUS, signal_bus); /* --importance is mapped */
     parse_options(argc, argv);
     apply_options();
     strcpy(target, opt.out ? opt.out : "");

@@ -424,7 +424,7 @@ static void select_by_counts(void) {
     char *line = NULL;
     size_t cap = 0, no = 0;
     bool seen[MAX_LAYERS] = {false};
-    while (getline(&line, &cap, f) >= 0) {
+    while (line_next(f, opts.counts, &line, &cap) >= 0) {
         int block, count, end = 0;
         no++;
         line[strcspn(line, "#\n")] = 0;
@@ -441,7 +441,6 @@ static void select_by_counts(void) {
         if (!layer->hash_routed) check_count(fmt("%s: layer %d", who, block), count, layer->n);
         layer->n_retained = count;
     }
-    if (ferror(f)) die("cannot read '%s': %s", opts.counts, strerror(errno));
     free(line);
     fclose(f);
     for (size_t i = 0; i < arrlenu(m.layers); i++)
@@ -851,7 +850,7 @@ static void gguf_write(char path[PATH_MAX]) {
  *
  * Writes a directory with the same files. Tensors of removed experts are left out, those of retained experts are
  * renumbered, stacks and routers are sliced. config.json, the index and lists of quantized modules are changed
- * accordingly. All other files are copied.
+ * accordingly. All other files are copied with their permissions, but not what links lead to outside.
  * ============================================================================================================ */
 
 /* What the name of a tensor, or of a module in a list, refers to. */
@@ -916,9 +915,15 @@ struct out_file {
     size_t bytes;
 };
 
+/* A file that is copied. */
+struct other_file {
+    struct source_file source;
+    size_t bytes;
+    mode_t mode; /* permissions */
+};
+
 static struct out_file *hf_files;  /* stb_ds */
-static struct source_file *others; /* stb_ds: files that are copied */
-static size_t *other_bytes;        /* stb_ds: (arrlen(others)) */
+static struct other_file *others;  /* stb_ds */
 static uint32_t *by_place;         /* (arrlen(tensors)) indices of tensors, sorted by shard and offset */
 static const char *hf_prefix = ""; /* of the names of layers; layers of a vision tower have another one */
 static char **hf_metadata;         /* stb_ds: __metadata__ of every shard as JSON; NULL: none */
@@ -1029,6 +1034,15 @@ static int by_shard_offset(const void *a, const void *b) {
     return by_offset(x, y);
 }
 
+/* Whether a file of model_dir is in it, or is a link to one in it or in ../../blobs, where the cache of Hugging Face
+ * keeps the files of a snapshot. Another link may lead to anything that the user can read. */
+static bool hf_is_inside(const char *name) {
+    char dir[PATH_MAX], blobs[PATH_MAX], file[PATH_MAX];
+    if (!realpath(model_dir, dir) || !realpath(in_dir(name), file)) return false;
+    if (starts_with(file, fmt("%s/", dir))) return true;
+    return realpath(in_dir("../../blobs"), blobs) && starts_with(file, fmt("%s/", blobs));
+}
+
 /* Opens the files that are copied: neither changed nor safetensors of the model. */
 static void hf_read_others(void) {
     char **names = NULL;
@@ -1043,14 +1057,16 @@ static void hf_read_others(void) {
         bool known = one_of(names[i], "config.json hf_quant_config.json model.safetensors.index.json . ..");
         for (size_t k = 0; k < arrlenu(shards); k++) known |= !strcmp(shards[k].name, names[i]);
         bool regular = !stat(in_dir(names[i]), &st) && S_ISREG(st.st_mode);
-        if (regular) m.bytes += (size_t)st.st_size;
-        if (regular && !known) {
-            struct source_file s = {names[i], input_open(in_dir(names[i]))};
-            arrput(others, s);
-            arrput(other_bytes, (size_t)st.st_size);
+        bool copied = regular && !known && hf_is_inside(names[i]);
+        if (copied || (regular && known)) m.bytes += (size_t)st.st_size;
+        if (copied) {
+            struct other_file o = {{names[i], input_open(in_dir(names[i]))}, (size_t)st.st_size, st.st_mode & 0777};
+            arrput(others, o);
             continue;
         }
-        if (!known) message_print("'%s' is not a regular file: not copied", in_dir(names[i]));
+        if (!known)
+            message_print("'%s' is %s: not copied", in_dir(names[i]),
+                          regular ? "a link to a file elsewhere" : "not a regular file");
         free(names[i]);
     }
     arrfree(names);
@@ -1321,7 +1337,7 @@ static size_t hf_plan(void) {
     }
     if (hf_index.obj) hf_add_index(all);
     for (int i = 0; i < (int)arrlen(others); i++) {
-        struct out_file f = {.name = xstrdup(others[i].name), .shard = -1, .other = i, .bytes = other_bytes[i]};
+        struct out_file f = {.name = xstrdup(others[i].source.name), .shard = -1, .other = i, .bytes = others[i].bytes};
         arrput(hf_files, f);
     }
     for (size_t i = 0; i < arrlenu(hf_files); i++) bytes += hf_files[i].bytes;
@@ -1342,10 +1358,15 @@ static void hf_check_uniform(void) {
 
 static char hf_temp[PATH_MAX + 32]; /* the unfinished directory, "" if there is none */
 
-/* Removes the unfinished directory; called at exit. */
+/* Removes an unfinished directory. It stays if it holds other files than those of the output. */
+static void hf_remove(const char *dir) {
+    for (size_t i = 0; i < arrlenu(hf_files); i++) unlink(fmt("%s/%s", dir, hf_files[i].name));
+    rmdir(dir);
+}
+
+/* Removes the output that is unfinished at exit. */
 static void hf_cleanup(void) {
-    for (size_t i = 0; i < arrlenu(hf_files) && hf_temp[0]; i++) unlink(fmt("%s/%s", hf_temp, hf_files[i].name));
-    if (hf_temp[0]) rmdir(hf_temp);
+    if (hf_temp[0]) hf_remove(hf_temp);
 }
 
 /* Dies unless the directory `path` can be created with all files. */
@@ -1359,10 +1380,10 @@ static void hf_check_target(char path[PATH_MAX]) {
 /* Writes one file of the output. */
 static void hf_write_file(const struct out_file *f) {
     const char *temp = fmt("%s/%s", hf_temp, f->name);
-    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, f->other >= 0 ? others[f->other].mode : 0666);
     if (fd < 0 || !(dest.f = fdopen(fd, "w"))) die("cannot create '%s': %s", temp, strerror(errno));
     out_write(f->text, arrlenu(f->text));
-    if (f->other >= 0) copy_bytes(&others[f->other], 0, f->bytes);
+    if (f->other >= 0) copy_bytes(&others[f->other].source, 0, f->bytes);
     for (size_t i = 0; i < arrlenu(tensors) && f->shard >= 0; i++) {
         const struct tensor *t = &tensors[by_place[i]];
         if ((int)t->shard != f->shard || !hf_rename(t->name)) continue;
@@ -1379,9 +1400,11 @@ static void hf_write(char path[PATH_MAX]) {
     char copy[PATH_MAX];
     hf_check_target(path);
     out_start(path);
-    const char *temp = fmt("%s.tmp-%ld", path, (long)getpid());
+    char temp[sizeof hf_temp];
+    temp_each_stale(path, hf_remove);
+    temp_name(temp, path);
     if (mkdir(temp, 0777)) die("cannot create '%s': %s", temp, strerror(errno));
-    snprintf(hf_temp, sizeof hf_temp, "%s", temp);
+    strcpy(hf_temp, temp);
     atexit(hf_cleanup);
     for (size_t i = 0; i < arrlenu(hf_files); i++) hf_write_file(&hf_files[i]);
     if (dest.done != dest.total) die("internal error: %zu bytes written, %zu planned", dest.done, dest.total);
@@ -1551,6 +1574,8 @@ int main(int argc, char **argv) {
     const char *out = NULL, **files = NULL;
     char target[PATH_MAX];
     bool dry_run = false, seeded = false;
+    program_init();
+    signal(SIGBUS, signal_bus); /* a GGUF is mapped while its header is read */
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
         if (!strcmp(a, "--help")) {

@@ -133,6 +133,7 @@ static void test_cli_usage(void) {
     check_command(MOE_BIN " nonsense </dev/null", 2, "", "-p");
     check_command(MOE_BIN " -p hi </dev/null", 2, "", "no model");
     check_command(MOE "</dev/null", 2, "", "stdin is empty");
+    check_command(MOE "--lines <tests", 1, "", "cannot read 'stdin': Is a directory");
     check_command(MOE "--kv q4 -p hi </dev/null", 2, "", "bf16|fp8|f32");
     check_command(MOE "-c 12x -p hi </dev/null", 2, "", "12x");
     check_command(MOE "--temp", 2, "", "--temp needs a value: T");

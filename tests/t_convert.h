@@ -1408,6 +1408,16 @@ struct refusal {
 
 /* clang-format off */
 static const struct refusal refusals[] = {
+    {"epsilon", "key 'rms_norm_eps': expected a number that makes attention.layer_norm_rms_epsilon 0 to 1, found 1.5", .config = "{\"rms_norm_eps\":1.5}"},
+    {"factor of experts", "key 'routed_scaling_factor': expected a number that makes expert_weights_scale 0 to 1e+06, found -1", REFUSE_DEEPSEEK, .config = "{\"routed_scaling_factor\":-1}"},
+    {"rotation", "key 'rope_theta': expected a number that makes rope.freq_base 1 to 1e+12", .config = "{\"rope_theta\":1e13}"},
+    {"rotation below 1", "key 'rope_theta': expected", .config = "{\"rope_theta\":0.5}"},
+    {"rotation among its parameters", "key 'rope_parameters.rope_theta': expected", .config = "{\"rope_theta\":null,\"rope_parameters\":{\"rope_theta\":1e13}}"},
+    {"YaRN's slow", "key 'rope_scaling.beta_slow': expected", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"beta_slow\":1e7,\"original_max_position_embeddings\":9}}"},
+    {"YaRN's fast", "key 'rope_scaling.beta_fast': expected", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"beta_fast\":-1,\"original_max_position_embeddings\":9}}"},
+    {"YaRN's factor", "key 'rope_scaling.factor': expected", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":1e7,\"attention_factor\":2.6118095651,\"original_max_position_embeddings\":9}}"},
+    {"YaRN's mscale", "key 'rope_scaling.mscale_all_dim': expected", REFUSE_DEEPSEEK, .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"mscale\":101,\"mscale_all_dim\":101,\"original_max_position_embeddings\":9}}"},
+    {"context", "key 'max_position_embeddings': expected an integer from 1 to 268435456", .config = "{\"max_position_embeddings\":268435457}"},
     {"family", "expected qwen3_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3", .config = "{\"model_type\":\"llama\"}"},
     {"type of a key", "'hidden_size': expected an integer", .config = "{\"hidden_size\":\"64\"}"},
     {"missing key", "'max_position_embeddings': expected", .config = "{\"max_position_embeddings\":null}"},
@@ -1488,6 +1498,29 @@ static void test_convert_refusals(void) {
         int rc = hf_convert_to(&h, "out.gguf");
         CHECK(rc == 1 && strstr(h.err, r->message), "%s: exit %d: %s", r->what, rc, h.err);
         CHECK(!strncmp(h.err, "moe-convert: ", 13), "%s: %s", r->what, h.err);
+        hf_end(&h);
+    }
+}
+
+/* A norm that is not finite, which moe refuses. */
+static void test_convert_norms(void) {
+    static const char norm[] = "model.layers.1.post_attention_layernorm.weight";
+    for (int i = 0; i < 4; i++) {
+        const float bad = i & 1 ? INFINITY : NAN;
+        const bool wide = i & 2;
+        uint8_t data[HF_EMBD * 4] = {0};
+        char shape[32];
+        struct hf h;
+        hf_begin(&h, "norms");
+        hf_qwen3(&h);
+        hf_drop(&h, norm);
+        if (wide) memcpy(data + 4 * 7, &bad, 4);
+        else memcpy(data + 2 * 7, &(uint16_t){(uint16_t)(f32_to_bits(bad) >> 16)}, 2);
+        snprintf(shape, sizeof shape, "[%d]", HF_EMBD);
+        hf_add(&h, norm, wide ? "F32" : "BF16", shape, data, (wide ? 4 : 2) * HF_EMBD);
+        const int rc = hf_convert_to(&h, "out.gguf");
+        CHECK(rc == 1 && strstr(h.err, "post_attention_layernorm.weight': row 7, column 0 is not a finite number"),
+              "%g, F32 %d: exit %d: %s", (double)bad, wide, rc, h.err);
         hf_end(&h);
     }
 }
@@ -2060,10 +2093,10 @@ static void test_convert_header_target(void) {
         {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
         {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                           \
         {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},                   \
-        {"convert/refusals", test_convert_refusals}, {"convert/scales", test_convert_scales},                         \
-        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},                     \
-        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                       \
-        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                                   \
-        {"convert/dry_run", test_convert_dry_run}, {"convert/header", test_convert_header},                           \
-        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes},       \
-        {"convert/header_target", test_convert_header_target},
+        {"convert/refusals", test_convert_refusals}, {"convert/norms", test_convert_norms},                           \
+        {"convert/scales", test_convert_scales}, {"convert/safetensors", test_convert_safetensors},                   \
+        {"convert/index", test_convert_index}, {"convert/atomic", test_convert_atomic},                               \
+        {"convert/interrupt", test_convert_interrupt}, {"convert/usage", test_convert_usage},                         \
+        {"convert/demo", test_convert_demo}, {"convert/dry_run", test_convert_dry_run},                               \
+        {"convert/header", test_convert_header}, {"convert/header_cuts", test_convert_header_cuts},                   \
+        {"convert/header_sizes", test_convert_header_sizes}, {"convert/header_target", test_convert_header_target},

@@ -800,7 +800,7 @@ static void recurrent_file(struct session *s, const int32_t *ids) {
     for (int turn = 0; turn < 2; turn++) {
         struct session *from = turn ? &cpu : s, *to = turn ? s : &cpu;
         for (int i = 0; i < 3; i++) session_decode(from, ids[from->n_past]);
-        CHECK(session_save(from, path, err) == 0 && session_load(to, path, err) == 0, "%s", err);
+        CHECK(state_save(from, path, err) == 0 && session_load(to, path, err) == 0, "%s", err);
         CHECK(to->n_past == from->n_past, "%d tokens are saved, %d loaded", from->n_past, to->n_past);
         for (int i = 0; i < 4; i++) {
             session_decode(s, ids[s->n_past]);

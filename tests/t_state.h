@@ -249,7 +249,7 @@ static void check_file(int which) {
             state_open(&s, &m, state_layouts[k][0], state_layouts[k][1], KV_BF16);
             CHECK(session_sync(&s, ids, 50, 0, err) == SYNC_DONE, "%s", err);
             for (int i = 0; i < decoded; i++) session_decode(&s, ids[50 + i]);
-            CHECK(session_save(&s, path, err) == 0, "%s", err);
+            CHECK(state_save(&s, path, err) == 0, "%s", err);
             session_free(&s);
             const int *to = state_layouts[(k + 1) % STATE_LAYOUTS];
             state_open(&s, &m, to[0], to[1], KV_BF16);

@@ -258,6 +258,10 @@ def reader_cases():
     case("offset-misaligned", "offset 4 is not a multiple of 32", B, tensor(offset=4))
     case("offset-beyond", "at offset 1048576 end beyond the file", B, tensor(offset=1 << 20))
     case("offset-huge", "end beyond the file", B, tensor(offset=(1 << 64) - 32))
+    case("offset-end-wraps", "end beyond the file", B, tensor(ne=[8], kind=T_F32, offset=(1 << 64) - 32, data=bytes(32)))
+    case("size-padding-wraps", "end beyond the file", B, tensor(ne=[(1 << 61) - 1], kind=T_F32, offset=1 << 63, data=bytes(32)))
+    case("sizes-sum-wraps", "end beyond the file", B,  # four times 2^62 bytes
+         lambda f: [f.put(name, [1 << 60], T_F32, bytes(32)) for name in ("token_embd.weight", "a", "b", "c")])
     case("data-cut", "data of 36 bytes at offset 0 end beyond the file", B, lambda f: f.bytes()[:-29])
     case("data-missing", "the file holds only a header", B, cut=("data", 0))
     case("data-too-small", "end beyond the file", B, tensor(ne=[64, 1 << 40]))
@@ -301,7 +305,7 @@ def metadata_cases():
            ("rope.freq_base", "bool", val(BOOL, 1), "is not a number"), ("rope.freq_base", "0", val(F32, 0), "is 0, expected 1 to"),
            ("rope.scaling.type", "ntk", val(STR, "ntk"), "is 'ntk'; known are none, linear and yarn"),
            ("rope.scaling.type", "number", u32(2), "is not a string"), ("rope.scale_linear", "4", val(F32, 4), "is 4, expected 1 to 1"),
-           ("rope.scaling.yarn_ext_factor", "without-yarn", val(F32, 1), "is 1, expected 0 to 0"),
+           ("rope.scaling.yarn_ext_factor", "without-yarn", val(F32, 1), "is 1, expected 0"),
            ("rope.scaling.factor", "infinite", val(F32, float("inf")), "is inf, expected 0 to")]
     for k, what, value, msg in bad:
         case(f"{k}-{what}", f"metadata key 'qwen3moe.{k}' {msg}", B, setting(f"qwen3moe.{k}", value))
@@ -385,6 +389,10 @@ def vocabulary_cases():
         f.set(g + "tokens", arr(STR, ["", "a", "a", b"\xff\xfe", "\u0120\u0120", "</s>", "<", ">"])), f.set(g + "token_type", arr(I32, [3, 1, 1, -1, 99, 4, 4, 2])),
         f.set(g + "merges", arr(STR, ["", " ", "a", "a ", " a", "  ", b"\xff a", "x y"])), f.set(g + "eos_token_id", val(I64, -5)),
         f.set(g + "bos_token_id", u32(8)), f.set(g + "eos_token_ids", arr(STR, ["x"])), f.set("tokenizer.chat_template", val(STR, b"{{ \xff\0"))))
+    case("valid-byte-tokens", "-", Q, lambda f: (  # names of bytes in other vocabularies, the first ones of none
+        f.set(g + "tokens", arr(STR, ["<0x-1>", "<0xFFF>", "<0x>", "<0xG0>", "<0x00>", "</s>", "<0xff>", "<0x 1>"])), f.set(g + "token_type", arr(I32, [6] * 8))))
+    controls = b"a\x1b]0;owned\x07\x1b[31m\x7f\xc2\x9b2J" + "\u061c\u200e\u200f\u202a\u202e\u2066\u2069z\n".encode()
+    case("valid-controls", "-", Q, lambda f: (f.set("general.name", val(STR, controls)), f.set("tokenizer.chat_template", val(STR, controls + b"{{ x }}"))))
 
 
 TEMPLATES = {
@@ -401,6 +409,7 @@ TEMPLATES = {
     "zero": (b"{}", b"{{ 1 / 0 }}{{ 1 % 0 }}"), "repeat": (b"{}", b"{{ 'abc' * 1000000000000 }}{{ [1] * 100000000000 }}"),
     "unterminated": (b"{}", b"{% if a %}{{ 'x\\"), "exception": (b"{}", b"{{ raise_exception('no\nway \x1b[31m') }}"),
     "controls": (b"{}", b"{{ raise 'no\nway \x1b[31m\xc2\x9b\xff' }}"),
+    "format": (b'{"u":"a"}', b"{{ '{:>{}}{0:*^99999999d}{:.2f}{{{k}}}{1:\xc3\xa9=08}{!r}{0[1]}{' .format(1, 2.5, k='x') }}{{ '{:0134217728s}{}{' .format(1) }}\n"),
     "bytes": (b"[1]", b"\xff\xfe\0{{ '\xff' ~ '\\ud800' }}{# \xc3"), "self": (b'{"a":[]}', b"{% set a = a + [a] %}{% set d = {'k': a, 1: 2} %}{{ d.items() | list }}{{ d }}"),
 }
 
@@ -445,6 +454,7 @@ def main():
     write("template", {name + ".txt": head + b"\n" + body for name, (head, body) in TEMPLATES.items()})
     write("session", SESSIONS)
     texts = {f"{i:02}.bin": bytes([i, i * 29 & 255]) + t for i, t in enumerate(TEXTS)}
+    texts["marks.bin"] = b"\7\0" + "\u0f73\u0f75\u0f81\u0344".encode() * 300  # qwen2: NFC sorts them
     vocabulary = File(VOCABULARY, []).bytes()  # the first half is the file, the second the text
     texts["vocabulary.bin"] = vocabulary + (b"ab ba<s>abab</s><t>c " * 99)[:len(vocabulary)]
     write("tokenize", texts)
