@@ -370,7 +370,8 @@ static void test_session_decode_equals_prefill(void) {
     ids[650] = 17;
     CHECK(session_sync(&s, ids, 700, 0, err) == SYNC_DONE && s.sync_tokens == 50,
           "a change at 650 of 700 computed %d tokens", s.sync_tokens);
-    CHECK(session_sync(&s, ids, 701, 0, err) == SYNC_FAILED && strstr(err, "the context holds 700"), "701 tokens: %s", err);
+    CHECK(session_sync(&s, ids, 701, 0, err) == SYNC_FAILED && strstr(err, "the context holds 700"), "701 tokens: %s",
+          err);
     ids[3] = -1;
     CHECK(session_sync(&s, ids, 10, 0, err) == SYNC_FAILED, "a negative id was taken");
     free(want);

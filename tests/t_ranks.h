@@ -131,8 +131,7 @@ static void test_ranks_save(void) {
             float *last[2];
             for (int k = 0; k < 2; k++) { /* k 0 computes and writes, 1 reads and goes on */
                 session_open_cpu(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv, false, false});
-                if (!k)
-                    CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE && !state_save(&s, path, err), "%s", err);
+                if (!k) CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE && !state_save(&s, path, err), "%s", err);
                 else CHECK(!session_load(&s, path, err) && s.n_past == 40, "%s", err);
                 session_decode(&s, 7);
                 last[k] = xmalloc((size_t)m.n_vocab * sizeof(float));
