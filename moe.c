@@ -12277,7 +12277,7 @@ static const struct manual manual = {
              "with the reason.\n",
     .operand = {.type = OPT_STR, .arg = "FILE.gguf"},
     .files = "~/.moe\tconversations of /save\n"
-             "~/.moe/models\tmodels that are listed where -m is missing\n"
+             "~/.moe/models, PREFIX/share/moe/models\tmodels that are listed where -m is missing\n"
              "~/.moe_history\tlines that were typed in chats\n",
     .environment = "MOE_MODEL\tthe model where -m is missing\n"
                    "HOME\tthe directory of the files above\n"
@@ -15554,10 +15554,22 @@ static void models_list(const char *dir, const char *title) {
     if (n >= 0) free(entries);
 }
 
-/* Ends the program because no model was given. Lists those in the current directory and in ~/.moe/models. */
+/* Resolves a path from the directory of the program. 0, or -1 if nothing readable is there. */
+static int beside_program(const char *path, char out[PATH_MAX]) {
+    char exe[PATH_MAX], full[2 * PATH_MAX];
+    const ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
+    if (n <= 0) return -1;
+    exe[n] = 0;
+    *strrchr(exe, '/') = 0;
+    snprintf(full, sizeof full, "%s/%s", exe, path);
+    return realpath(full, out) && !access(out, R_OK) ? 0 : -1;
+}
+
+/* Ends the program because no model was given. Lists those in the current directory, in ~/.moe/models, and where make
+ * install puts the demo model. */
 __attribute__((noreturn)) static void model_missing(void) {
     const char *home = getenv("HOME");
-    char *dir = NULL;
+    char *dir = NULL, shipped[PATH_MAX];
     message_print("no model: give -m MODEL.gguf or set MOE_MODEL");
     models_list("", "Models in this directory:");
     if (home && *home) {
@@ -15565,6 +15577,7 @@ __attribute__((noreturn)) static void model_missing(void) {
         models_list(sb_cstr(&dir), "Models in ~/.moe/models:");
         arrfree(dir);
     }
+    if (!beside_program("../share/moe/models", shipped)) models_list(shipped, "Models beside this program:");
     fputs("To get one (18 GB, and 18 GB more once it is converted):\n"
           "  hf download nvidia/Qwen3-30B-A3B-NVFP4 --local-dir Qwen3-30B-A3B-NVFP4\n"
           "  moe-convert Qwen3-30B-A3B-NVFP4 -o qwen3-30b-a3b.gguf\n",
@@ -16257,17 +16270,12 @@ static int ask(struct engine *e, const struct question *q, struct answer *a, cha
 }
 
 /* Finds a shipped prompt: beside the program, or where make install puts it. 0, or -1 with a message. */
-static int prompts_path(const char *name, char out[4096], char *err) {
-    static const char *const where[] = {"prompts", "../share/moe/prompts"};
-    char exe[2048];
-    const ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
-    if (n <= 0) return fail(err, "cannot find the program's own path: %s", strerror(errno));
-    exe[n] = 0;
-    *strrchr(exe, '/') = 0;
-    for (int i = 0; i < 2; i++) {
-        snprintf(out, 4096, "%s/%s/%s", exe, where[i], name);
-        if (!access(out, R_OK)) return 0;
-    }
+static int prompts_path(const char *name, char out[PATH_MAX], char *err) {
+    char path[256];
+    snprintf(path, sizeof path, "prompts/%s", name);
+    if (!beside_program(path, out)) return 0;
+    snprintf(path, sizeof path, "../share/moe/prompts/%s", name);
+    if (!beside_program(path, out)) return 0;
     return fail(err, "the file prompts/%s is not beside the program; name another one with --haystack", name);
 }
 

@@ -1,4 +1,4 @@
-/* What the programs print of their tables of options: manual pages and completions. */
+/* What the programs print of their tables of options, manual pages and completions, and what make installs. */
 
 static const char *const doc_programs[] = {MOE_BIN, CONVERT_BIN, REAP_BIN};
 enum { DOC_PROGRAMS = sizeof doc_programs / sizeof *doc_programs };
@@ -151,4 +151,73 @@ static void test_docs_zsh(void) {
     if (!has_command("zsh")) SKIP("there is no zsh: its syntax is not checked");
 }
 
-#define TESTS_DOCS {"docs/manual", test_docs_manual}, {"docs/bash", test_docs_bash}, {"docs/zsh", test_docs_zsh},
+/* `make` of the tree with a goal. It builds nothing: the tests run beside it. */
+#define MAKE                                                                                             \
+    "env -u MAKEFLAGS -u MAKELEVEL make -s DEPS=ok NVCC= -o moe -o build/moe-convert -o build/moe-reap " \
+    "-o build/demo.gguf "
+
+/* make install copies a program that works, with its page, completions and models; make uninstall leaves nothing. make
+ * deb makes a package of the same files. */
+static void test_make_install(void) {
+    static const char *const files[] = {"bin/moe",
+                                        "bin/moe-convert",
+                                        "bin/moe-reap",
+                                        "share/man/man1/moe.1",
+                                        "share/man/man1/moe-convert.1",
+                                        "share/man/man1/moe-reap.1",
+                                        "share/bash-completion/completions/moe",
+                                        "share/zsh/site-functions/_moe-reap",
+                                        "share/moe/prompts/haystack.txt",
+                                        "share/moe/models/demo.gguf"};
+    char cmd[256], *said = NULL, *out = NULL, *info = NULL;
+    if (SANITIZED) SKIP("this checks the plain build");
+    check_command(IN_DIR(MAKE "install PREFIX=/opt DESTDIR=@/to >&2"), 0, "", NULL);
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        snprintf(cmd, sizeof cmd, "test -s %s/to/opt/%s", test_dir(), files[i]);
+        CHECK_INT(run_command(cmd, NULL, NULL), 0, "%s", cmd);
+    }
+    check_command(IN_DIR("@/to/opt/bin/moe --needle 500 -m @/to/opt/share/moe/models/demo.gguf"), 0, NULL, "found");
+    CHECK_INT(run_command(IN_DIR("mkdir @/empty; cd @/empty; HOME=. ../to/opt/bin/moe </dev/null"), NULL, &said), 2,
+              "moe without a model");
+    CHECK_HAS(sb_cstr(&said), "/to/opt/share/moe/models/demo.gguf", "moe without a model");
+    check_command(IN_DIR(MAKE "uninstall PREFIX=/opt DESTDIR=@/to >&2; find @/to ! -type d -o -path '*/share/moe*'"), 0,
+                  "", NULL);
+    if (has_command("dpkg-deb")) {
+        check_command(MAKE "deb >&2", 0, "", NULL);
+        CHECK_INT(run_command("dpkg-deb --contents build/moe-chat_" MOE_VERSION "_*.deb", &out, NULL), 0, "contents");
+        for (size_t i = 0; i < sizeof files / sizeof *files; i++)
+            if (!strstr(files[i], "zsh")) CHECK_HAS(sb_cstr(&out), files[i], "contents of the package");
+        CHECK_INT(run_command("dpkg-deb --info build/moe-chat_" MOE_VERSION "_*.deb", &info, NULL), 0, "info");
+        static const char *const want[] = {"libjansson4", "libpcre2-8-0", "libutf8proc", "libgomp1", "libc6 (>= "};
+        for (size_t i = 0; i < sizeof want / sizeof *want; i++) CHECK_HAS(sb_cstr(&info), want[i], "package");
+    }
+    arrfree(said);
+    arrfree(out);
+    arrfree(info);
+}
+
+/* Without the packages make deps names those that are missing and the one command to type. */
+static void test_make_deps(void) {
+    char cmd[512];
+    static const char missing[] = "missing: libjansson-dev libutf8proc-dev; type: ";
+    check_command(IN_DIR("mkdir @/bin @/pc; cp $(pkg-config --variable=pcfiledir libpcre2-8)/libpcre2-8.pc @/pc; "
+                         "echo 'echo 1000' >@/bin/id; echo 'exit 1' >@/bin/dpkg; echo 'exit 0' >@/bin/apt-get; "
+                         "chmod +x @/bin/*"),
+                  0, NULL, NULL);
+    for (int sudo = has_command("sudo"); sudo < 2; sudo++) {
+        if (sudo) check_command(IN_DIR("cp @/bin/apt-get @/bin/sudo"), 0, NULL, NULL);
+        const char *type = sudo ? "sudo make deps" : "su -c \"apt-get install -y libjansson-dev libutf8proc-dev\"";
+        char *said = NULL;
+        snprintf(cmd, sizeof cmd,
+                 "PATH=$PWD/%s/bin:$PATH PKG_CONFIG_LIBDIR=%s/pc env -u MAKEFLAGS -u MAKELEVEL make NVCC= deps",
+                 test_dir(), test_dir());
+        CHECK_INT(run_command(cmd, NULL, &said), 2, "%s", cmd);
+        CHECK_HAS(sb_cstr(&said), missing, "%s", cmd);
+        CHECK_HAS(said, type, "%s", cmd);
+        arrfree(said);
+    }
+}
+
+#define TESTS_DOCS                                                                                 \
+    {"docs/manual", test_docs_manual}, {"docs/bash", test_docs_bash}, {"docs/zsh", test_docs_zsh}, \
+        {"make/install", test_make_install}, {"make/deps", test_make_deps},
