@@ -49,7 +49,7 @@ endif
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
-# Each package that is missing: what it is for does not work, and dpkg does not know it either.
+# Names each package that is missing: what it is for does not work, and dpkg does not know it either.
 wants   = $(1) >/dev/null 2>&1 || dpkg -s $(2) >/dev/null 2>&1 || echo $(2);
 MISSING = $(shell $(call wants,command -v $(CC),gcc) $(call wants,command -v $(CXX),g++) \
     $(call wants,$(CC) -include stdio.h -E -x c /dev/null,libc6-dev) $(call wants,command -v pkg-config,pkg-config) \
@@ -160,15 +160,15 @@ fuzz: | build
 test-arm64: build/demo.gguf
 	CFLAGS="$(CFLAGS) $(WARN)" tests/arm64.sh
 
-NAMES    := moe moe-convert moe-reap
 PROGRAMS := moe build/moe-convert build/moe-reap
+NAMES    := $(notdir $(PROGRAMS))
 
 build/docs: $(PROGRAMS)
 	@mkdir -p $@
 	for p in $(PROGRAMS); do n=$@/$${p##*/} && ./$$p --man >$$n.1 && ./$$p --completion bash >$$n.bash && ./$$p --completion zsh >$$n.zsh || exit 1; done
 	@touch $@
 
-# $(1): the directory, $(2): where zsh looks for completions in it.
+# Copies everything below the directory $(1). zsh looks for completions in $(2) there.
 BASH_DIR := share/bash-completion/completions
 define INSTALL
 install -d $(addprefix $(1)/,bin share/man/man1 $(BASH_DIR) $(2) share/moe/prompts share/moe/models)
@@ -188,11 +188,11 @@ uninstall: TREE = $(DESTDIR)$(PREFIX)
 uninstall:
 	rm -f $(addprefix $(TREE)/,$(NAMES:%=bin/%) $(NAMES:%=share/man/man1/%.1) $(NAMES:%=$(BASH_DIR)/%) $(NAMES:%=share/zsh/site-functions/_%) \
 	    $(addprefix share/moe/,$(wildcard prompts/*.txt)) share/moe/models/demo.gguf)
-	rmdir --ignore-fail-on-non-empty $(wildcard $(TREE)/share/moe/prompts) $(wildcard $(TREE)/share/moe/models) $(wildcard $(TREE)/share/moe)
+	for d in moe/prompts moe/models moe; do [ ! -d $(TREE)/share/$$d ] || rmdir --ignore-fail-on-non-empty $(TREE)/share/$$d || exit 1; done
 
 ## make deb       makes the Debian package moe-chat in build/
 ifneq ($(shell command -v dpkg-deb),)
-# Debian's own package moe is an editor. It owns /usr/bin/moe too.
+# Takes another name than Debian's editor moe, which owns /usr/bin/moe too.
 deb: all build/docs
 	@rm -rf build/deb
 	$(call INSTALL,build/deb/usr,share/zsh/vendor-completions)

@@ -1,6 +1,7 @@
-/* What moe-convert and moe-reap share: JSON, the safetensors reader, and output files that appear only when they are
- * complete. Messages, memory, temporary files and the line of progress are those of moe.c. The including program
- * defines PROGRAM, its name in messages. */
+/* What moe-convert and moe-reap share: JSON, the safetensors reader, output files that appear only when they are
+ * complete, and the reading of the command line. Messages, memory, temporary files, the line of progress and the form
+ * of the table of options are those of moe.c. The including program defines PROGRAM, its name in messages, and
+ * `manual`. */
 #ifndef CONVERT_COMMON_H
 #define CONVERT_COMMON_H
 

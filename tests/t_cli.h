@@ -460,7 +460,8 @@ static void test_cli_stdout_full(void) {
     check_command(CONVERT_BIN " --help >/dev/full", 1, "", "cannot write to stdout");
     check_command(CONVERT_BIN " --version >/dev/full", 1, "", "cannot write to stdout");
     check_command(IN_DIR(MOE "--ids 1,2 --logits @/none/x.npy </dev/null"), 1, "", "/none/x.npy");
-    static const char *const modes[] = {"--help", "--version", "--info", "--tokenize", "--render"};
+    static const char *const modes[] = {"--help", "--man",      "--completion=zsh", "--version",
+                                        "--info", "--tokenize", "--render"};
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         char cmd[256];
         snprintf(cmd, sizeof cmd,

@@ -182,6 +182,7 @@ static void test_make_install(void) {
     CHECK_HAS(sb_cstr(&said), "/to/opt/share/moe/models/demo.gguf", "moe without a model");
     check_command(IN_DIR(MAKE "uninstall PREFIX=/opt DESTDIR=@/to >&2; find @/to ! -type d -o -path '*/share/moe*'"), 0,
                   "", NULL);
+    check_command(IN_DIR(MAKE "uninstall PREFIX=/opt DESTDIR=@/to >&2"), 0, "", NULL);
     if (has_command("dpkg-deb")) {
         check_command(MAKE "deb >&2", 0, "", NULL);
         CHECK_INT(run_command("dpkg-deb --contents build/moe-chat_" MOE_VERSION "_*.deb", &out, NULL), 0, "contents");
