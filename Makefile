@@ -57,7 +57,7 @@ MISSING = $(shell $(call wants,command -v $(CC),gcc) $(call wants,command -v $(C
     $(call wants,pkg-config --exists libutf8proc,libutf8proc-dev) \
     $(call wants,$(CC) -fopenmp -include stb/stb_ds.h -E -x c /dev/null,libstb-dev))
 APT     = $(shell command -v apt-get)
-NOT_APT = install what your system calls: $(1)
+NOT_APT = packages are missing: install what your system calls $(1)
 NO_ROOT = packages are missing: $(1); type: $(if $(shell command -v sudo),sudo make deps,su -c "apt-get install -y $(1)")
 PROBLEM = $(if $(APT),$(if $(filter-out 0,$(shell id -u)),$(NO_ROOT)),$(NOT_APT))
 deps:
