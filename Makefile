@@ -9,7 +9,6 @@
 PREFIX   ?= /usr/local
 CLANG    ?= clang
 CFLAGS   ?= -O2 -g
-PACKAGES := gcc g++ libc6-dev pkg-config libjansson-dev libpcre2-dev libutf8proc-dev libstb-dev
 CORES    := $(shell nproc 2>/dev/null || echo 2)
 ifeq ($(origin CC),default)
 CC       := gcc
@@ -46,16 +45,25 @@ CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCC
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test mutate test-gpu measure bench asan oom fuzz test-arm64 install clean help format deps
+.PHONY: all chat test mutate test-gpu measure bench asan oom fuzz test-arm64 install uninstall deb clean help format deps
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
-MISSING = $(shell { command -v $(CC) && command -v $(CXX) && pkg-config --exists jansson libpcre2-8 libutf8proc && \
-    $(CC) -fopenmp -include stb/stb_ds.h -E -x c /dev/null; } >/dev/null 2>&1 || echo yes)
-HINT    = $(if $(shell command -v apt-get),$(if $(filter-out 0,$(shell id -u)),type: sudo make deps),install what your system calls: $(PACKAGES))
+# Names each package that is missing: what it is for does not work, and dpkg does not know it either.
+wants   = $(1) >/dev/null 2>&1 || dpkg -s $(2) >/dev/null 2>&1 || echo $(2);
+MISSING = $(shell $(call wants,command -v $(CC),gcc) $(call wants,command -v $(CXX),g++) \
+    $(call wants,$(CC) -include stdio.h -E -x c /dev/null,libc6-dev) $(call wants,command -v pkg-config,pkg-config) \
+    $(call wants,pkg-config --exists jansson,libjansson-dev) $(call wants,pkg-config --exists libpcre2-8,libpcre2-dev) \
+    $(call wants,pkg-config --exists libutf8proc,libutf8proc-dev) \
+    $(call wants,$(CC) -fopenmp -include stb/stb_ds.h -E -x c /dev/null,libstb-dev))
+APT     = $(shell command -v apt-get)
+NOT_APT = packages are missing: install what your system calls $(1)
+NO_ROOT = packages are missing: $(1); type: $(if $(shell command -v sudo),sudo make deps,su -c "apt-get install -y $(1)")
+PROBLEM = $(if $(APT),$(if $(filter-out 0,$(shell id -u)),$(NO_ROOT)),$(NOT_APT))
 deps:
-	$(if $(MISSING),$(if $(HINT),$(error packages are missing; $(HINT)),@echo "installing: $(PACKAGES)" && apt-get update -qq && \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(PACKAGES) >/dev/null))
+	$(if $(MISSING),$(call INSTALL_PACKAGES,$(MISSING)))
+INSTALL_PACKAGES = $(if $(PROBLEM),$(error $(PROBLEM)),@echo "installing: $(1)" && apt-get update -qq && \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(1) >/dev/null)
 
 build: | $(if $(filter ok,$(DEPS)),,deps)
 	@mkdir -p $@
@@ -159,11 +167,58 @@ fuzz: | build
 test-arm64: build/demo.gguf
 	CFLAGS="$(CFLAGS) $(WARN)" tests/arm64.sh
 
-## make install   copies the programs to PREFIX=/usr/local
-install: moe build/moe-convert build/moe-reap
-	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/moe/prompts
-	install -m 755 moe build/moe-convert build/moe-reap $(DESTDIR)$(PREFIX)/bin
-	install -m 644 prompts/*.txt $(DESTDIR)$(PREFIX)/share/moe/prompts
+PROGRAMS := moe build/moe-convert build/moe-reap
+NAMES    := $(notdir $(PROGRAMS))
+
+build/docs: $(PROGRAMS)
+	@mkdir -p $@
+	for p in $(PROGRAMS); do n=$@/$${p##*/} && ./$$p --man >$$n.1 && ./$$p --completion bash >$$n.bash && ./$$p --completion zsh >$$n.zsh || exit 1; done
+	@touch $@
+
+# Copies everything below the directory $(1). zsh looks for completions in $(2) there.
+BASH_DIR := share/bash-completion/completions
+define INSTALL
+install -d $(addprefix $(1)/,bin share/man/man1 $(BASH_DIR) $(2) share/moe/prompts share/moe/models)
+install -m 755 $(PROGRAMS) $(1)/bin
+install -m 644 $(NAMES:%=build/docs/%.1) $(1)/share/man/man1
+@for n in $(NAMES); do install -m 644 build/docs/$$n.bash $(1)/$(BASH_DIR)/$$n && install -m 644 build/docs/$$n.zsh $(1)/$(2)/_$$n || exit 1; done
+install -m 644 prompts/*.txt $(1)/share/moe/prompts
+install -m 644 build/demo.gguf $(1)/share/moe/models
+endef
+
+## make install   copies programs, manual pages, completions and the demo model to PREFIX=/usr/local
+install: all build/docs
+	$(call INSTALL,$(DESTDIR)$(PREFIX),share/zsh/site-functions)
+
+## make uninstall removes what make install copied
+uninstall: TREE = $(DESTDIR)$(PREFIX)
+uninstall:
+	rm -f $(addprefix $(TREE)/,$(NAMES:%=bin/%) $(NAMES:%=share/man/man1/%.1) $(NAMES:%=$(BASH_DIR)/%) $(NAMES:%=share/zsh/site-functions/_%) \
+	    $(addprefix share/moe/,$(wildcard prompts/*.txt)) share/moe/models/demo.gguf)
+	for d in moe/prompts moe/models moe; do [ ! -d $(TREE)/share/$$d ] || rmdir --ignore-fail-on-non-empty $(TREE)/share/$$d || exit 1; done
+
+## make deb       makes the Debian package moe-chat in build/
+ifneq ($(shell command -v dpkg-deb),)
+# Takes another name than Debian's editor moe, which owns /usr/bin/moe too.
+deb: all build/docs
+	@rm -rf build/deb
+	$(call INSTALL,build/deb/usr,share/zsh/vendor-completions)
+	strip build/deb/usr/bin/*
+	gzip -9n build/deb/usr/share/man/man1/*
+	install -D -m 644 LICENSE build/deb/usr/share/doc/moe-chat/copyright
+	@install -d build/deb/DEBIAN
+	@libraries=$$(ldd $(PROGRAMS) | sed -n 's/.* => \(\/[^ ]*\) .*/\1/p' | sort -u) && \
+	    depends=$$(for l in $$libraries; do dpkg -S $$l /usr$$l 2>/dev/null; done | sed 's/:.*//' | sort -u | \
+	        sed "s/^libc6$$/& (>= $$(getconf GNU_LIBC_VERSION | sed 's/.* //'))/" | paste -sd, | sed 's/,/, /g') && \
+	    printf '%s\n' 'Package: moe-chat' "Version: $$(./moe --version | sed -n 's/^moe \([^ ]*\) .*/\1/p')" \
+	        "Architecture: $$(dpkg --print-architecture)" 'Maintainer: local build <root@localhost>' 'Section: science' 'Priority: optional' \
+	        'Conflicts: moe' "Depends: $$depends" "Installed-Size: $$(du -sk build/deb/usr | cut -f1)" \
+	        "Description: $$(./moe --help | sed -n '1s/^moe - //p')" " The programs are moe, moe-convert and moe-reap." >build/deb/DEBIAN/control
+	dpkg-deb -Zgzip -z1 --root-owner-group --build build/deb build
+else
+deb:
+	@echo "no dpkg-deb: no Debian package is made"
+endif
 
 ## make format    runs clang-format; make clean removes what was built
 format:

@@ -38,6 +38,9 @@
  *   Allocation                                      110  xmalloc and its guard; strings; stb_ds
  *   Files, time, text                               270  clock, files, atomic output, UTF-8, random numbers
  *   Terminal                                        130  what stderr may show; control characters made visible
+ *   Options of a program                            150  the form of the table of options; values of options
+ *   Help and manual page                            190  what --help and --man print
+ *   Completion                                      160  scripts for bash and zsh
  *   Progress of a turn                               70  the line that is shown until an answer begins
  *   Terminal: columns and word wrap                 120  columns of text; answers broken between words
  *
@@ -87,7 +90,7 @@
  *
  *  Program
  *   Options                                         380  the option table, values and defaults
- *   Command line                                    460  parsing, --help, checks of what was given together
+ *   Command line                                    320  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        250  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
  *   Chat                                            230  messages, their rendering, their tokens
@@ -98,10 +101,10 @@
  *   REPL commands                                   580  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
- *   Finding a model                                  80  what -m and bare moe say where there is none
+ *   Finding a model                                 100  what -m and bare moe say where there is none
  *   Engine                                          200  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           340  small programs beside the chat
- *   Modes: perplexity, needle, smoke                260  what the model can do
+ *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
  *   Modes: bench                                    220  speed at several depths and batches
  *   Doctor: report                                  140  --doctor: findings as text and JSON
@@ -143,7 +146,8 @@
  * Types: tensors, layers, models
  *
  * What a model consists of. moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees this section and the next two.
- * convert/common.h includes it with MOE_FOUNDATIONS_ONLY and sees the foundations too: all sections up to "Terminal".
+ * convert/common.h includes it with MOE_FOUNDATIONS_ONLY and sees the foundations too: all sections up to
+ * "Completion".
  * ============================================================================================================ */
 
 enum {
@@ -1697,6 +1701,508 @@ static void signal_bus(int sig) {
     ssize_t done = write(2, line, sizeof line - 1);
     (void)done;
     _exit(EXIT_RUN);
+}
+
+/* ============================================================================================================
+ * Options of a program
+ *
+ * The form of the table of options, which moe, moe-convert and moe-reap share, and how a value gets from the command
+ * line into a field of the settings. The table drives the command line, --help, the manual page and the completion.
+ * ============================================================================================================ */
+
+/* The settings of a run; each program has its own. */
+struct settings;
+
+enum option_type { OPT_FLAG, OPT_INT, OPT_NUM, OPT_STR, OPT_CHOICE, OPT_FILES /* up to the next option */ };
+
+struct option {
+    const char *name; /* NULL: a heading of --help, whose text is `help` */
+    const char *also; /* other names, separated by |; --help shows the first if it begins with one dash */
+    enum option_type type;
+    size_t offset;              /* in the program's struct settings */
+    const char *arg;            /* what --help calls the value */
+    const char *const *choices; /* OPT_CHOICE: the names, NULL at the end; the field gets the index */
+    double lo, hi;              /* range of numbers */
+    bool in_chat;               /* /set may change it */
+    bool rare;                  /* only --help all lists it */
+    const char *of;             /* the modes that it belongs to, separated by |; else NULL */
+    const char *help;           /* what it does, and its default */
+    const char *details;        /* what --NAME --help adds */
+};
+
+#define AT(field)               offsetof(struct settings, field)
+#define IS_FLAG(field)          .type = OPT_FLAG, .offset = AT(field)
+#define IS_INT(field, low, top) .type = OPT_INT, .offset = AT(field), .lo = (low), .hi = (top)
+#define IS_NUM(field, low, top) .type = OPT_NUM, .offset = AT(field), .lo = (low), .hi = (top)
+#define IS_STR(field)           .type = OPT_STR, .offset = AT(field)
+#define IS_FILES(field)         .type = OPT_FILES, .offset = AT(field)
+#define IS_CHOICE(field, names) .type = OPT_CHOICE, .offset = AT(field), .choices = (names)
+
+/* What a program says about itself. A list has one line NAME<tab>TEXT for each thing. */
+struct manual {
+    const char *name;
+    const char *summary;     /* one line without a full stop */
+    const char *usage;       /* lines that show how to call it */
+    const char *about;       /* paragraphs; lines that begin with two blanks keep their breaks */
+    struct option operand;   /* what stands without an option: its type and `arg` */
+    const char *files;       /* a list */
+    const char *environment; /* a list */
+    const char *exit_codes;  /* separated by commas */
+    const struct option *options;
+    int n_options;
+};
+
+static const struct manual manual; /* defined by the program */
+
+/* The field of an option. */
+static void *option_at(struct settings *s, const struct option *o) { return (char *)s + o->offset; }
+static const void *option_value(const struct settings *s, const struct option *o) {
+    return (const char *)s + o->offset;
+}
+
+/* Whether one of the names in `list`, separated by |, is `name`. */
+static bool list_has(const char *list, const char *name) {
+    const size_t n = strlen(name);
+    for (const char *p = list; p; p = strchr(p, '|')) {
+        p += *p == '|';
+        if (!strncmp(p, name, n) && (p[n] == '|' || !p[n])) return true;
+    }
+    return false;
+}
+
+/* The option of this name; NULL: there is none. */
+static const struct option *option_find(const char *name) {
+    for (int i = 0; i < manual.n_options; i++)
+        if (manual.options[i].name && !strcmp(manual.options[i].name, name)) return &manual.options[i];
+    return NULL;
+}
+
+/* The option that an argument names, such as -c, --ctx or --ctx-size. */
+static const struct option *option_by_argument(const char *name) {
+    for (int i = 0; i < manual.n_options; i++)
+        if (manual.options[i].also && list_has(manual.options[i].also, name)) return &manual.options[i];
+    return strncmp(name, "--", 2) ? NULL : option_find(name + 2);
+}
+
+/* Copies the name of an argument such as --NAME=VALUE or -c, with the dashes; an underscore counts as a dash. Returns
+ * the value; NULL: there is none. */
+static const char *argument_split(const char *a, char name[64]) {
+    const bool is_long = a[0] == '-' && a[1] == '-';
+    const char *eq = is_long ? strchr(a, '=') : NULL;
+    snprintf(name, 64, "%.*s", eq ? (int)(eq - a) : 63, a);
+    for (char *p = name; is_long && *p; p++)
+        if (*p == '_') *p = '-';
+    return eq ? eq + 1 : NULL;
+}
+
+/* The choices of an option, such as bf16|fp8|f32. */
+static const char *option_choices(const struct option *o, char out[64]) {
+    int n = 0;
+    for (int i = 0; o->choices[i]; i++) n += snprintf(out + n, 64 - (size_t)n, "%s%s", i ? "|" : "", o->choices[i]);
+    return out;
+}
+
+/* Stores a number that is in range. 0, or -1 with a message. */
+static int option_store_number(void *at, const struct option *o, const char *typed, const char *value, char *err) {
+    const bool whole = o->type == OPT_INT;
+    char *end;
+    errno = 0;
+    const double v = whole ? (double)strtoll(value, &end, 10) : strtod(value, &end);
+    if (end == value || *end || errno || value[strspn(value, "+-.0123456789eE")] || !(v >= o->lo && v <= o->hi))
+        return fail(err, "%s: expected %s from %.10g to %.10g", typed, whole ? "a whole number" : "a number", o->lo,
+                    o->hi);
+    if (whole) *(int *)at = (int)v;
+    else *(double *)at = v;
+    return 0;
+}
+
+/* Stores the index of a choice. 0, or -1 with a message. */
+static int option_store_choice(void *at, const struct option *o, const char *typed, const char *value, char *err) {
+    char names[64];
+    for (int i = 0; o->choices[i]; i++)
+        if (!strcmp(o->choices[i], value)) {
+            *(int *)at = i;
+            return 0;
+        }
+    return fail(err, "%s: expected %s", typed, option_choices(o, names));
+}
+
+/* Whether the value of an option is the name of a file. */
+static bool option_is_file(const struct option *o) {
+    return o->type == OPT_FILES || (o->type == OPT_STR && !strncmp(o->arg, "FILE", 4));
+}
+
+/* Parses and stores one value; a flag's is on or off. typed: the option with its value, as the user gave them. 0, or -1
+ * with a message. */
+static int option_store(struct settings *s, const struct option *o, const char *typed, const char *value, char *err) {
+    void *at = option_at(s, o);
+    if (option_is_file(o) && !*value) return fail(err, "--%s needs the name of a file", o->name);
+    switch (o->type) {
+    case OPT_FLAG:
+        if (strcmp(value, "on") && strcmp(value, "off")) return fail(err, "%s: expected on|off", typed);
+        *(bool *)at = !strcmp(value, "on");
+        return 0;
+    case OPT_INT:
+    case OPT_NUM: return option_store_number(at, o, typed, value, err);
+    case OPT_CHOICE: return option_store_choice(at, o, typed, value, err);
+    case OPT_FILES: arrput(*(char ***)at, xstrdup(value)); return 0;
+    case OPT_STR: break;
+    }
+    free(*(char **)at);
+    *(char **)at = xstrdup(value);
+    return 0;
+}
+
+/* ============================================================================================================
+ * Help and manual page
+ *
+ * What --help and --man print: the table of options, and what the program says about itself.
+ * ============================================================================================================ */
+
+enum { HELP_INDENT = 25, HELP_COLUMNS = 80 };
+
+/* Appends a list of names whose separator is | in brackets. */
+static void names_print(char **text, const char *begin, const char *between, const char *list) {
+    sb_puts(text, begin);
+    for (const char *p = list; *p; p++)
+        if (*p == '|') sb_puts(text, between);
+        else arrput(*text, *p);
+    sb_puts(text, "]");
+}
+
+/* The lines of an option in --help: its names and value, then the help, whose words are wrapped. all: tells the other
+ * names too, and the modes that it belongs to. */
+static void option_help_line(const struct option *o, bool all, FILE *f) {
+    char *text = NULL, choices[64];
+    const char *more = o->also;
+    int at = 0;
+    if (more && more[1] != '-') {
+        const int n = (int)strcspn(more, "|");
+        at = fprintf(f, "  %.*s, --%s", n, more, o->name);
+        more = more[n] ? more + n + 1 : NULL;
+    } else at = fprintf(f, "      --%s", o->name);
+    if (o->arg) at += fprintf(f, " %s", o->arg);
+    if (o->choices) sb_printf(&text, "%s: ", option_choices(o, choices));
+    sb_puts(&text, o->help);
+    if (all && o->of) names_print(&text, " [with --", ", --", o->of);
+    if (all && more) names_print(&text, " [also ", ", ", more);
+    for (const char *p = sb_cstr(&text); *p;) {
+        const int n = (int)strcspn(p, " ");
+        const bool full = at >= HELP_INDENT && (p == text || at + 1 + n > HELP_COLUMNS);
+        if (full) at = fprintf(f, "\n%*s", HELP_INDENT, "") - 1;
+        else at += fprintf(f, "%*s", at < HELP_INDENT ? HELP_INDENT - at : 1, "");
+        at += fprintf(f, "%.*s", n, p);
+        p += n + (p[n] == ' ');
+    }
+    putc('\n', f);
+    arrfree(text);
+}
+
+/* --help: the options that most people need, or with `all` every one. */
+static void manual_help(bool all, FILE *f) {
+    fprintf(f, "%s - %s\n%s", manual.name, manual.summary, manual.usage);
+    if (all) fprintf(f, "\n%s", manual.about);
+    for (int i = 0; i < manual.n_options; i++) {
+        const struct option *o = &manual.options[i];
+        if (!i || !o->name) putc('\n', f);
+        if (!o->name) fprintf(f, "%s\n", o->help);
+        else if (all || (!o->rare && !o->of)) option_help_line(o, all, f);
+    }
+    fprintf(f, "%sExit code: %s.\n", all ? "\n" : "", manual.exit_codes);
+}
+
+/* Appends text for roff. begin: it is at the beginning of a line, where a dot or an apostrophe would be a request. */
+static void man_escape(char **out, const char *text, bool begin) {
+    static const char from[] = "\\-'`^~\"";
+    static const char *const to[] = {"\\e", "\\-", "\\(aq", "\\(ga", "\\(ha", "\\(ti", "\\(dq"};
+    if (begin && *text == '.') sb_puts(out, "\\&");
+    for (; *text; text++) {
+        const char *k = strchr(from, *text);
+        if (k) sb_puts(out, to[k - from]);
+        else arrput(*out, *text);
+    }
+}
+
+/* Prints the lines of a text; those that begin with two blanks keep their breaks. An empty line begins a paragraph. */
+static void man_lines(const char *text, FILE *f) {
+    bool verbatim = false, gap = false;
+    for (const char *p = text; *p;) {
+        const int n = (int)strcspn(p, "\n");
+        char *line = NULL, *plain = xstrndup(p, (size_t)n);
+        const bool indented = p[0] == ' ' && p[1] == ' ';
+        man_escape(&line, plain, true);
+        if (n && gap) fputs(".PP\n", f);
+        if (n && indented != verbatim) fputs(indented ? ".nf\n" : ".fi\n", f);
+        if (n) verbatim = indented;
+        if (n) fprintf(f, "%s\n", sb_cstr(&line));
+        gap = !n;
+        p += n + (p[n] == '\n');
+        free(plain);
+        arrfree(line);
+    }
+    if (verbatim) fputs(".fi\n", f);
+}
+
+/* Prints a section of a list with lines NAME<tab>TEXT; nothing if the list is NULL. */
+static void man_list(const char *title, const char *list, FILE *f) {
+    if (!list) return;
+    fprintf(f, ".SH %s\n", title);
+    for (const char *p = list; *p; p += strcspn(p, "\n") + 1) {
+        char *name = xstrndup(p, strcspn(p, "\t")),
+             *text = xstrndup(p + strlen(name) + 1, strcspn(p, "\n") - strlen(name) - 1);
+        char *line = NULL;
+        man_escape(&line, name, false);
+        sb_puts(&line, "\\fP\n");
+        man_escape(&line, text, true);
+        fprintf(f, ".TP\n\\fB%s\n", sb_cstr(&line));
+        free(name);
+        free(text);
+        arrfree(line);
+    }
+}
+
+/* Calls `each` with every name of an option, with its dashes: the first that --help shows comes first. */
+static void option_names(const struct option *o, void (*each)(const char *name, void *arg), void *arg) {
+    char name[64];
+    const char *more = o->also;
+    const bool is_short = more && more[1] != '-';
+    for (int i = 0; i < 2 || more; i++) {
+        if (i == is_short) snprintf(name, sizeof name, "--%s", o->name);
+        else if (more) {
+            const size_t n = strcspn(more, "|");
+            snprintf(name, sizeof name, "%.*s", (int)n, more);
+            more = more[n] ? more + n + 1 : NULL;
+        } else break;
+        each(name, arg);
+    }
+}
+
+/* Appends a name of an option, behind a comma unless it is the first. */
+static void man_name(const char *name, void *line) {
+    char **out = line;
+    sb_puts(out, arrlenu(*out) ? "\\fP, \\fB" : "\\fB");
+    man_escape(out, name, false);
+}
+
+/* Prints an option: its names and value, then the help. */
+static void man_option(const struct option *o, FILE *f) {
+    char *line = NULL, choices[64];
+    option_names(o, man_name, &line);
+    sb_puts(&line, "\\fP");
+    if (o->arg) {
+        sb_puts(&line, " \\fI");
+        man_escape(&line, o->arg, false);
+        sb_puts(&line, "\\fP");
+    }
+    sb_puts(&line, "\n");
+    if (o->choices) {
+        man_escape(&line, option_choices(o, choices), true);
+        sb_puts(&line, ": ");
+    }
+    man_escape(&line, o->help, !o->choices);
+    if (o->of) names_print(&line, " [with \\-\\-", ", \\-\\-", o->of);
+    fprintf(f, ".TP\n%s\n", sb_cstr(&line));
+    arrfree(line);
+}
+
+/* --man: the manual page, for the macros of man(7). */
+static void manual_page(FILE *f) {
+    char *name = NULL, *line = NULL, *codes = NULL;
+    bool modes = false;
+    man_escape(&name, manual.name, false);
+    man_escape(&line, manual.summary, false);
+    man_escape(&codes, manual.exit_codes, true);
+    fprintf(f, ".TH \"%s\" 1 \"\" \"%s " MOE_VERSION "\" \"User Commands\"\n", sb_cstr(&name), name);
+    fprintf(f, ".SH NAME\n%s \\- %s\n.SH SYNOPSIS\n", name, sb_cstr(&line));
+    man_lines(manual.usage, f);
+    fputs(".SH DESCRIPTION\n", f);
+    man_lines(manual.about, f);
+    fputs(".SH OPTIONS\n", f);
+    for (int i = 0; i < manual.n_options; i++) {
+        const struct option *o = &manual.options[i];
+        modes |= o->details != NULL;
+        arrsetlen(line, 0);
+        man_escape(&line, o->help, false);
+        if (o->name) man_option(o, f);
+        else fprintf(f, ".SS \"%s\"\n", sb_cstr(&line));
+    }
+    if (modes) fputs(".SH MODES\n", f);
+    for (int i = 0; i < manual.n_options; i++) {
+        const struct option *o = &manual.options[i];
+        if (!o->details) continue;
+        arrsetlen(line, 0);
+        man_escape(&line, o->name, false);
+        fprintf(f, ".SS \\-\\-%s\n", sb_cstr(&line));
+        man_lines(o->details, f);
+    }
+    man_list("FILES", manual.files, f);
+    man_list("ENVIRONMENT", manual.environment, f);
+    fprintf(f, ".SH EXIT STATUS\n%s\n", sb_cstr(&codes));
+    arrfree(name);
+    arrfree(line);
+    arrfree(codes);
+}
+
+/* ============================================================================================================
+ * Completion
+ *
+ * What --completion prints: a script for a shell, which completes the options of the table and their values.
+ * ============================================================================================================ */
+
+enum shell { SHELL_BASH, SHELL_ZSH };
+static const char *const shell_names[] = {[SHELL_BASH] = "bash", [SHELL_ZSH] = "zsh", NULL};
+
+/* How the value of an option is completed. */
+enum value_kind { VALUE_NONE, VALUE_OTHER, VALUE_CHOICE, VALUE_FILE, VALUE_DIR };
+
+static enum value_kind option_kind(const struct option *o) {
+    if (o->type == OPT_FLAG) return VALUE_NONE;
+    if (o->type == OPT_CHOICE) return VALUE_CHOICE;
+    if (option_is_file(o)) return VALUE_FILE;
+    return !strcmp(o->arg, "DIR") ? VALUE_DIR : VALUE_OTHER;
+}
+
+/* The ending of the files that an option takes, such as .gguf; "": any. It stands behind FILE in `arg`. */
+static const char *option_ending(const struct option *o) { return !strncmp(o->arg, "FILE.", 5) ? o->arg + 4 : ""; }
+
+/* Appends a name of an option to the pattern of a case of bash. */
+static void bash_name(const char *name, void *pattern) {
+    char **out = pattern;
+    if (arrlenu(*out)) arrput(*out, '|');
+    sb_puts(out, name);
+}
+
+/* Prints the command of bash that completes the value of an option; nothing if it cannot be known. */
+static void bash_value(const struct option *o, FILE *f) {
+    const char *ending = option_ending(o);
+    const enum value_kind kind = option_kind(o);
+    if (kind == VALUE_OTHER) return;
+    fputs("mapfile -t COMPREPLY < <(", f);
+    if (kind == VALUE_CHOICE) {
+        fputs("compgen -W '", f);
+        for (int i = 0; o->choices[i]; i++) fprintf(f, "%s%s", i ? " " : "", o->choices[i]);
+        fputs("' -- \"$word\"); ", f);
+    } else if (kind == VALUE_DIR) fputs("compgen -d -- \"$word\"); ", f);
+    else if (*ending) fprintf(f, "compgen -f -X '!*%s' -- \"$word\"; compgen -d -- \"$word\"); ", ending);
+    else fputs("compgen -f -- \"$word\"); ", f);
+}
+
+/* --completion bash: a function that completes the options of the program, their values and its operand. */
+static void completion_bash(const char *function, FILE *f) {
+    char *words = NULL, *lists = NULL;
+    fprintf(f,
+            "# Completion of %s for bash, made by %s --completion bash.\n"
+            "_%s() {\n"
+            "    local word=${COMP_WORDS[COMP_CWORD]} option=${COMP_WORDS[COMP_CWORD - 1]} i=$((COMP_CWORD - 1))\n"
+            "    COMPREPLY=()\n"
+            "    [[ $option == = ]] && option=${COMP_WORDS[COMP_CWORD - 2]}\n"
+            "    [[ $word == = ]] && word=\n"
+            "    case $option in\n",
+            manual.name, manual.name, function);
+    for (int i = 0; i < manual.n_options; i++) {
+        const struct option *o = &manual.options[i];
+        char *pattern = NULL;
+        if (!o->name) continue;
+        option_names(o, bash_name, &pattern);
+        sb_printf(&words, " %s", sb_cstr(&pattern));
+        if (o->type == OPT_FILES) sb_printf(&lists, "%s%s", arrlenu(lists) ? "|" : "", pattern);
+        if (o->type != OPT_FLAG) {
+            fprintf(f, "    %s) ", pattern);
+            bash_value(o, f);
+            fputs("return ;;\n", f);
+        }
+        arrfree(pattern);
+    }
+    for (size_t i = 0; i < arrlenu(words); i++)
+        if (words[i] == '|') words[i] = ' ';
+    fprintf(f,
+            "    esac\n"
+            "    if [[ $word == -* ]]; then\n"
+            "        mapfile -t COMPREPLY < <(compgen -W '%s' -- \"$word\")\n"
+            "        return\n"
+            "    fi\n",
+            sb_cstr(&words) + 1);
+    if (lists)
+        fprintf(f,
+                "    while [[ $i -gt 0 && ${COMP_WORDS[i]} != -* ]]; do i=$((i - 1)); done\n"
+                "    case ${COMP_WORDS[i]} in\n"
+                "    %s) mapfile -t COMPREPLY < <(compgen -f -- \"$word\"); return ;;\n"
+                "    esac\n",
+                sb_cstr(&lists));
+    fputs("    ", f);
+    bash_value(&manual.operand, f);
+    fprintf(f, "\n}\ncomplete -o filenames -F _%s %s\n", function, manual.name);
+    arrfree(words);
+    arrfree(lists);
+}
+
+/* Appends text for a string of zsh in single quotes, where brackets and colons are special. */
+static void zsh_escape(char **out, const char *text) {
+    for (; *text; text++) {
+        if (strchr("[]:\\", *text)) arrput(*out, '\\');
+        if (*text == '\'') sb_puts(out, "'\\'");
+        arrput(*out, *text);
+    }
+}
+
+/* Appends what zsh shows of a value, and how it completes it. */
+static void zsh_value(char **out, const struct option *o) {
+    const enum value_kind kind = option_kind(o);
+    sb_puts(out, o->type == OPT_FILES ? ":*-*:" : ":");
+    zsh_escape(out, o->arg);
+    arrput(*out, ':');
+    if (kind == VALUE_CHOICE) {
+        sb_puts(out, "(");
+        for (int i = 0; o->choices[i]; i++) sb_printf(out, "%s%s", i ? " " : "", o->choices[i]);
+        sb_puts(out, ")");
+    } else if (kind == VALUE_DIR) sb_puts(out, "_files -/");
+    else if (kind == VALUE_FILE && *option_ending(o)) sb_printf(out, "_files -g \"*%s\"", option_ending(o));
+    else if (kind == VALUE_FILE) sb_puts(out, "_files");
+}
+
+/* Appends a name of an option to a list that is separated by blanks. */
+static void zsh_name(const char *name, void *list) {
+    char **out = list;
+    if (arrlenu(*out)) arrput(*out, ' ');
+    sb_puts(out, name);
+}
+
+/* --completion zsh: one specification of _arguments for every name of an option. */
+static void completion_zsh(FILE *f) {
+    fprintf(f, "#compdef %s\n# Completion of %s for zsh, made by %s --completion zsh.\n_arguments", manual.name,
+            manual.name, manual.name);
+    for (int i = 0; i < manual.n_options; i++) {
+        const struct option *o = &manual.options[i];
+        char *names = NULL, *rest = NULL;
+        if (!o->name) continue;
+        option_names(o, zsh_name, &names);
+        arrput(rest, '[');
+        zsh_escape(&rest, o->help);
+        arrput(rest, ']');
+        if (o->type != OPT_FLAG) zsh_value(&rest, o);
+        for (const char *p = sb_cstr(&names); *p;) {
+            const int n = (int)strcspn(p, " ");
+            const bool equals = o->type != OPT_FLAG && p[1] == '-';
+            fprintf(f, " \\\n    '(%s)%.*s%s%s'", names, n, p, equals ? "=" : "", sb_cstr(&rest));
+            p += n + (p[n] == ' ');
+        }
+        arrfree(names);
+        arrfree(rest);
+    }
+    char *operand = NULL;
+    zsh_value(&operand, &manual.operand);
+    fprintf(f, " \\\n    '*%s'\n", sb_cstr(&operand));
+    arrfree(operand);
+}
+
+/* --completion: the completion for a shell. */
+static void manual_completion(enum shell shell, FILE *f) {
+    char function[32];
+    snprintf(function, sizeof function, "%s", manual.name);
+    for (char *p = function; *p; p++)
+        if (*p == '-') *p = '_';
+    if (shell == SHELL_BASH) completion_bash(function, f);
+    else completion_zsh(f);
 }
 
 #ifndef MOE_FOUNDATIONS_ONLY
@@ -11597,7 +12103,7 @@ static int session_load(struct session *s, const char *path, char *err) {
 /* ============================================================================================================
  * Options
  *
- * The settings of a run, and the one table of options that drives the command line, --help and /set. An option that the
+ * The settings of a run, and the one table of options, which drives /set too. An option that the
  * user does not give stays unset until a model is loaded, because its file may hold a default.
  * ============================================================================================================ */
 
@@ -11617,8 +12123,6 @@ static const char *const moe_act_names[] = {
     [MOE_ACT_AUTO] = "auto", [MOE_ACT_F16] = "bf16", [MOE_ACT_FP4] = "fp4", NULL};
 static const char *const allreduce_names[] = {
     [ALLREDUCE_AUTO] = "auto", [ALLREDUCE_NCCL] = "nccl", [ALLREDUCE_ONESHOT] = "oneshot", NULL};
-
-struct option;
 
 struct settings {
     /* model and prompt; NULL: not given */
@@ -11644,7 +12148,8 @@ struct settings {
     enum allreduce allreduce;
     enum moe_act moe_act;
     /* modes, and the options that belong to one */
-    bool info, plan, tokenize, render, smoke, doctor, bench, json, profile, list_devices, version, help;
+    bool info, plan, tokenize, render, smoke, doctor, bench, json, profile, list_devices, version, help, man;
+    int completion; /* enum shell; -1: not asked for */
     char *logits, *perplexity, *haystack, *synth, *shard, *output, *activations;
     char **calibrate, **compare; /* stb_ds, of malloc'ed names */
     int needle, depth;           /* tokens, 0: not given; percent */
@@ -11652,23 +12157,6 @@ struct settings {
     const struct option *help_about; /* --help stands where the value of this one should */
     bool help_all;                   /* --help all */
     bool mute;                       /* chats print neither answers nor statistics */
-};
-
-enum option_type { OPT_FLAG, OPT_INT, OPT_NUM, OPT_STR, OPT_CHOICE, OPT_FILES /* up to the next option */ };
-
-struct option {
-    const char *name; /* NULL: a heading of --help, whose text is `help` */
-    const char *also; /* other names, separated by |; --help shows the first if it begins with one dash */
-    enum option_type type;
-    size_t offset;              /* in struct settings */
-    const char *arg;            /* what --help calls the value */
-    const char *const *choices; /* OPT_CHOICE: the names, NULL at the end; the field gets the index */
-    double lo, hi;              /* range of numbers */
-    bool in_chat;               /* /set may change it */
-    bool rare;                  /* only --help all lists it */
-    const char *of;             /* the modes that it belongs to, separated by |; else NULL */
-    const char *help;           /* what it does, and its default */
-    const char *details;        /* what --NAME --help adds */
 };
 
 static const char plan_details[] = "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o\n"
@@ -11753,17 +12241,9 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
                                     "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
 
-#define AT(field)               offsetof(struct settings, field)
-#define IS_FLAG(field)          .type = OPT_FLAG, .offset = AT(field)
-#define IS_INT(field, low, top) .type = OPT_INT, .offset = AT(field), .lo = (low), .hi = (top)
-#define IS_NUM(field, low, top) .type = OPT_NUM, .offset = AT(field), .lo = (low), .hi = (top)
-#define IS_STR(field)           .type = OPT_STR, .offset = AT(field)
-#define IS_FILES(field)         .type = OPT_FILES, .offset = AT(field)
-#define IS_CHOICE(field, names) .type = OPT_CHOICE, .offset = AT(field), .choices = (names)
-
 static const struct option options[] = {
     {.help = "Model and prompt"},
-    {"model", "-m", IS_STR(model), .arg = "FILE", .help = "GGUF file, any part of a split one (or $MOE_MODEL)"},
+    {"model", "-m", IS_STR(model), .arg = "FILE.gguf", .help = "GGUF file, any part of a split one (or $MOE_MODEL)"},
     {"prompt", "-p", IS_STR(prompt), .arg = "TEXT", .help = "answer TEXT and exit; piped stdin comes before it"},
     {"file", "-f", IS_STR(prompt_file), .arg = "FILE", .help = "like -p, with the prompt read from FILE (-: stdin)"},
     {"system", "-sys|--system-prompt", IS_STR(system), .arg = "TEXT", .help = "system message (default: none)"},
@@ -11853,6 +12333,9 @@ static const struct option options[] = {
      .help = "color (default: auto, on a terminal)"},
     {"simple-io", IS_FLAG(simple_io), .rare = true, .help = "no line editor, no color, as with TERM=dumb"},
     {"version", IS_FLAG(version), .help = "version, and what this build can use"},
+    {"man", IS_FLAG(man), .rare = true, .help = "print the manual page, for man -l -"},
+    {"completion", IS_CHOICE(completion, shell_names), .rare = true, .arg = "SHELL",
+     .help = "print the completion of options for this shell"},
     {"help", "-h|--usage", IS_FLAG(help), .help = "this text; --help all: every option"},
 };
 
@@ -11950,10 +12433,37 @@ static const struct foreign foreigners[] = {
      REFUSE = "speculative decoding is not supported"},
     {"-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list --*-default",
      REFUSE = "moe does not download: hf download ORG/NAME --local-dir DIR, then moe-convert DIR -o X.gguf"},
-    {"--completion-bash", REFUSE = "not supported"},
+    {"--completion-bash", .as = "--completion=bash"},
 };
 
 enum { N_OPTIONS = sizeof options / sizeof *options };
+
+static const struct manual manual = {
+    .name = PROGRAM,
+    .summary = "chat with mixture-of-experts models on your own machine",
+    .usage = "  moe -m MODEL.gguf [options]          chat, or answer the prompt on piped stdin\n"
+             "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n",
+    .about = "Models are GGUF files with mixture-of-experts layers and often NVFP4 weights.\n"
+             "They run on one to four NVIDIA GPUs or on the CPU. moe-convert makes them from\n"
+             "releases on Hugging Face, moe-reap removes experts, and --plan says whether one\n"
+             "fits a machine. The answer goes to stdout and everything else to stderr.\n"
+             "\n"
+             "Options of llama-cli that are not listed here are ignored with a note or refused\n"
+             "with the reason.\n",
+    .operand = {.type = OPT_STR, .arg = "FILE.gguf"},
+    .files = "~/.moe\tconversations of /save\n"
+             "~/.moe/models, PREFIX/share/moe/models\tmodels that are listed where -m is missing\n"
+             "~/.moe_history\tlines that were typed in chats\n",
+    .environment = "MOE_MODEL\tthe model where -m is missing\n"
+                   "HOME\tthe directory of the files above\n"
+                   "EDITOR\tthe editor of /edit\n"
+                   "TERM, NO_COLOR\twhat the terminal can show\n"
+                   "OMP_WAIT_POLICY\tpassive lets threads sleep while they wait\n"
+                   "CUDA_VISIBLE_DEVICES\tthe GPUs that may be used\n",
+    .exit_codes = "0 done, 1 failed, 2 wrong usage, 130 interrupted",
+    .options = options,
+    .n_options = N_OPTIONS,
+};
 
 /* Sets every option to its default, or to unset. */
 static void settings_init(struct settings *s) {
@@ -11965,6 +12475,7 @@ static void settings_init(struct settings *s) {
                            .top_k = -1,
                            .seed = -1,
                            .kv = -1,
+                           .completion = -1,
                            .vram_reserve = 256,
                            .depth = 50};
 }
@@ -11974,12 +12485,6 @@ static void settings_init(struct settings *s) {
  *
  * Reads the options, prints --help, serves /set, and settles what the user left open.
  * ============================================================================================================ */
-
-/* The field of an option. */
-static void *option_at(struct settings *s, const struct option *o) { return (char *)s + o->offset; }
-static const void *option_value(const struct settings *s, const struct option *o) {
-    return (const char *)s + o->offset;
-}
 
 /* Frees strings and lists of names. */
 static void settings_free(struct settings *s) {
@@ -11994,30 +12499,6 @@ static void settings_free(struct settings *s) {
     }
 }
 
-/* Whether one of the names in `list`, separated by |, is `name`. */
-static bool list_has(const char *list, const char *name) {
-    const size_t n = strlen(name);
-    for (const char *p = list; p; p = strchr(p, '|')) {
-        p += *p == '|';
-        if (!strncmp(p, name, n) && (p[n] == '|' || !p[n])) return true;
-    }
-    return false;
-}
-
-/* The option of this name; NULL: there is none. */
-static const struct option *option_find(const char *name) {
-    for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].name && !strcmp(options[i].name, name)) return &options[i];
-    return NULL;
-}
-
-/* The option that an argument names, such as -c, --ctx or --ctx-size. */
-static const struct option *option_by_argument(const char *name) {
-    for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].also && list_has(options[i].also, name)) return &options[i];
-    return strncmp(name, "--", 2) ? NULL : option_find(name + 2);
-}
-
 /* Whether a mode was asked for; for options whose unset value is zero. */
 static bool option_given(const struct settings *s, const struct option *o) {
     const void *at = option_value(s, o);
@@ -12026,60 +12507,10 @@ static bool option_given(const struct settings *s, const struct option *o) {
     return *(void *const *)at != NULL;
 }
 
-/* The choices of an option, such as bf16|fp8|f32. */
-static const char *option_choices(const struct option *o, char out[64]) {
-    int n = 0;
-    for (int i = 0; o->choices[i]; i++) n += snprintf(out + n, 64 - (size_t)n, "%s%s", i ? "|" : "", o->choices[i]);
-    return out;
-}
-
-/* Stores a number that is in range. 0, or -1 with a message. */
-static int option_store_number(void *at, const struct option *o, const char *typed, const char *value, char *err) {
-    const bool whole = o->type == OPT_INT;
-    char *end;
-    errno = 0;
-    const double v = whole ? (double)strtoll(value, &end, 10) : strtod(value, &end);
-    if (end == value || *end || errno || value[strspn(value, "+-.0123456789eE")] || !(v >= o->lo && v <= o->hi))
-        return fail(err, "%s: expected %s from %.10g to %.10g", typed, whole ? "a whole number" : "a number", o->lo,
-                    o->hi);
-    if (whole) *(int *)at = (int)v;
-    else *(double *)at = v;
-    return 0;
-}
-
-/* Stores the index of a choice. 0, or -1 with a message. */
-static int option_store_choice(void *at, const struct option *o, const char *typed, const char *value, char *err) {
-    char names[64];
-    for (int i = 0; o->choices[i]; i++)
-        if (!strcmp(o->choices[i], value)) {
-            *(int *)at = i;
-            return 0;
-        }
-    return fail(err, "%s: expected %s", typed, option_choices(o, names));
-}
-
-/* Parses and stores one value; a flag's is on or off. typed: the option with its value, as the user gave them. 0, or -1
- * with a message. */
-static int option_store(struct settings *s, const struct option *o, const char *typed, const char *value, char *err) {
-    void *at = option_at(s, o);
-    const bool is_file = o->type == OPT_FILES || (o->type == OPT_STR && !strncmp(o->arg, "FILE", 4));
-    if (is_file && !*value) return fail(err, "--%s needs the name of a file", o->name);
-    switch (o->type) {
-    case OPT_FLAG:
-        if (strcmp(value, "on") && strcmp(value, "off")) return fail(err, "%s: expected on|off", typed);
-        *(bool *)at = !strcmp(value, "on");
-        return 0;
-    case OPT_INT: return option_store_number(at, o, typed, value, err);
-    case OPT_NUM:
-        if (option_store_number(at, o, typed, value, err)) return -1;
-        if (at == &s->temp && s->temp > 0) s->greedy = false; /* the last one of both counts */
-        return 0;
-    case OPT_CHOICE: return option_store_choice(at, o, typed, value, err);
-    case OPT_FILES: arrput(*(char ***)at, xstrdup(value)); return 0;
-    case OPT_STR: break;
-    }
-    free(*(char **)at);
-    *(char **)at = xstrdup(value);
+/* Parses and stores a value as option_store does. The last one of --greedy and a --temp above 0 counts. */
+static int settings_store(struct settings *s, const struct option *o, const char *typed, const char *value, char *err) {
+    if (option_store(s, o, typed, value, err)) return -1;
+    if (option_at(s, o) == &s->temp && s->temp > 0) s->greedy = false;
     return 0;
 }
 
@@ -12090,7 +12521,7 @@ static int option_set(struct settings *s, const char *name, const char *value, c
     if (!o) return fail(err, "there is no option '%s'; /set lists them", name);
     if (!o->in_chat) return fail(err, "--%s can only be given at start", name);
     snprintf(typed, sizeof typed, "%s %s", name, value);
-    return option_store(s, o, typed, value, err);
+    return settings_store(s, o, typed, value, err);
 }
 
 /* Prints a value as the command line takes it; nothing if it is unset. */
@@ -12127,45 +12558,6 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
     }
 }
 
-enum { HELP_INDENT = 25, HELP_COLUMNS = 80 };
-
-/* Appends a list of names whose separator is | in brackets. */
-static void names_print(char **text, const char *begin, const char *between, const char *list) {
-    sb_puts(text, begin);
-    for (const char *p = list; *p; p++)
-        if (*p == '|') sb_puts(text, between);
-        else arrput(*text, *p);
-    sb_puts(text, "]");
-}
-
-/* The lines of an option in --help: its names and value, then the help, whose words are wrapped. all: tells the other
- * names too, and the modes that it belongs to. */
-static void option_help_line(const struct option *o, bool all, FILE *f) {
-    char *text = NULL, choices[64];
-    const char *more = o->also;
-    int at = 0;
-    if (more && more[1] != '-') {
-        const int n = (int)strcspn(more, "|");
-        at = fprintf(f, "  %.*s, --%s", n, more, o->name);
-        more = more[n] ? more + n + 1 : NULL;
-    } else at = fprintf(f, "      --%s", o->name);
-    if (o->arg) at += fprintf(f, " %s", o->arg);
-    if (o->choices) sb_printf(&text, "%s: ", option_choices(o, choices));
-    sb_puts(&text, o->help);
-    if (all && o->of) names_print(&text, " [with --", ", --", o->of);
-    if (all && more) names_print(&text, " [also ", ", ", more);
-    for (const char *p = sb_cstr(&text); *p;) {
-        const int n = (int)strcspn(p, " ");
-        const bool full = at >= HELP_INDENT && (p == text || at + 1 + n > HELP_COLUMNS);
-        if (full) at = fprintf(f, "\n%*s", HELP_INDENT, "") - 1;
-        else at += fprintf(f, "%*s", at < HELP_INDENT ? HELP_INDENT - at : 1, "");
-        at += fprintf(f, "%.*s", n, p);
-        p += n + (p[n] == ' ');
-    }
-    putc('\n', f);
-    arrfree(text);
-}
-
 /* --NAME --help: the option, those that belong to it, and its details. */
 static void option_details(const struct option *o, FILE *f) {
     option_help_line(o, false, f);
@@ -12185,26 +12577,7 @@ static void options_help(const struct settings *s, FILE *f) {
         option_details(o, f);
     }
     if (detailed) return;
-    fputs("moe - chat with mixture-of-experts models on your own machine\n"
-          "  moe -m MODEL.gguf [options]          chat, or answer the prompt on piped stdin\n"
-          "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n",
-          f);
-    for (int i = 0; i < N_OPTIONS; i++)
-        if (!options[i].name) fprintf(f, "\n%s\n", options[i].help);
-        else if (s->help_all || (!options[i].rare && !options[i].of)) option_help_line(&options[i], s->help_all, f);
-    if (s->help_all) fputs("\nOther options of llama-cli are ignored with a note or refused with the reason.\n", f);
-    fputs("Exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted.\n", f);
-}
-
-/* Copies the name of an argument such as --NAME=VALUE or -c, with the dashes; an underscore counts as a dash. Returns
- * the value; NULL: there is none. */
-static const char *argument_split(const char *a, char name[64]) {
-    const bool is_long = a[0] == '-' && a[1] == '-';
-    const char *eq = is_long ? strchr(a, '=') : NULL;
-    snprintf(name, 64, "%.*s", eq ? (int)(eq - a) : 63, a);
-    for (char *p = name; is_long && *p; p++)
-        if (*p == '_') *p = '-';
-    return eq ? eq + 1 : NULL;
+    manual_help(s->help_all, f);
 }
 
 /* Whether one of the patterns matches; *takes becomes what stands behind it: '=', '~' or 0. */
@@ -12289,7 +12662,7 @@ static int option_parse(struct settings *s, int argc, char **argv, char ***notes
     }
     sb_printf(&text, taken ? "%s %s" : "%s", a, next);
     const int kv = s->kv;
-    if (option_store(s, o, sb_cstr(&text), value, err)) die_usage("%s", err);
+    if (settings_store(s, o, sb_cstr(&text), value, err)) die_usage("%s", err);
     if (kv >= 0 && s->kv != kv && strcmp(name, "--kv"))
         die_usage("%s: keys and values have one type, which was given as %s", text, kv_names[kv]);
     arrfree(text);
@@ -15600,10 +15973,22 @@ static void models_list(const char *dir, const char *title) {
     if (n >= 0) free(entries);
 }
 
-/* Ends the program because no model was given. Lists those in the current directory and in ~/.moe/models. */
+/* Resolves a path from the directory of the program. 0, or -1 if nothing readable is there. */
+static int beside_program(const char *path, char out[PATH_MAX]) {
+    char exe[PATH_MAX], full[2 * PATH_MAX];
+    const ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
+    if (n <= 0) return -1;
+    exe[n] = 0;
+    *strrchr(exe, '/') = 0;
+    snprintf(full, sizeof full, "%s/%s", exe, path);
+    return realpath(full, out) && !access(out, R_OK) ? 0 : -1;
+}
+
+/* Ends the program because no model was given. Lists those in the current directory, in ~/.moe/models, and where make
+ * install puts the demo model. */
 __attribute__((noreturn)) static void model_missing(void) {
     const char *home = getenv("HOME");
-    char *dir = NULL;
+    char *dir = NULL, shipped[PATH_MAX];
     message_print("no model: give -m MODEL.gguf or set MOE_MODEL");
     models_list("", "Models in this directory:");
     if (home && *home) {
@@ -15611,6 +15996,7 @@ __attribute__((noreturn)) static void model_missing(void) {
         models_list(sb_cstr(&dir), "Models in ~/.moe/models:");
         arrfree(dir);
     }
+    if (!beside_program("../share/moe/models", shipped)) models_list(shipped, "Models beside this program:");
     fputs("To get one (18 GB, and 18 GB more once it is converted):\n"
           "  hf download nvidia/Qwen3-30B-A3B-NVFP4 --local-dir Qwen3-30B-A3B-NVFP4\n"
           "  moe-convert Qwen3-30B-A3B-NVFP4 -o qwen3-30b-a3b.gguf\n",
@@ -16303,17 +16689,12 @@ static int ask(struct engine *e, const struct question *q, struct answer *a, cha
 }
 
 /* Finds a shipped prompt: beside the program, or where make install puts it. 0, or -1 with a message. */
-static int prompts_path(const char *name, char out[4096], char *err) {
-    static const char *const where[] = {"prompts", "../share/moe/prompts"};
-    char exe[2048];
-    const ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
-    if (n <= 0) return fail(err, "cannot find the program's own path: %s", strerror(errno));
-    exe[n] = 0;
-    *strrchr(exe, '/') = 0;
-    for (int i = 0; i < 2; i++) {
-        snprintf(out, 4096, "%s/%s/%s", exe, where[i], name);
-        if (!access(out, R_OK)) return 0;
-    }
+static int prompts_path(const char *name, char out[PATH_MAX], char *err) {
+    char path[256];
+    snprintf(path, sizeof path, "prompts/%s", name);
+    if (!beside_program(path, out)) return 0;
+    snprintf(path, sizeof path, "../share/moe/prompts/%s", name);
+    if (!beside_program(path, out)) return 0;
     return fail(err, "the file prompts/%s is not beside the program; name another one with --haystack", name);
 }
 
@@ -17751,6 +18132,8 @@ int moe_main(int argc, char **argv) {
     options_parse(&set, argc, argv);
     settings_terminal(&set);
     if (set.help) options_help(&set, stdout);
+    else if (set.man) manual_page(stdout);
+    else if (set.completion >= 0) manual_completion((enum shell)set.completion, stdout);
     else if (set.version) code = print_version();
     else code = run(&set);
     settings_free(&set);

@@ -1,6 +1,7 @@
-/* What moe-convert and moe-reap share: JSON, the safetensors reader, and output files that appear only when they are
- * complete. Messages, memory, temporary files and the line of progress are those of moe.c. The including program
- * defines PROGRAM, its name in messages. */
+/* What moe-convert and moe-reap share: JSON, the safetensors reader, output files that appear only when they are
+ * complete, and the reading of the command line. Messages, memory, temporary files, the line of progress and the form
+ * of the table of options are those of moe.c. The including program defines PROGRAM, its name in messages, and
+ * `manual`. */
 #ifndef CONVERT_COMMON_H
 #define CONVERT_COMMON_H
 
@@ -519,6 +520,61 @@ static inline void out_end(void) {
 static inline int stdout_end(void) {
     if (fflush(stdout) || ferror(stdout)) die("cannot write to stdout: %s", strerror(errno));
     return 0;
+}
+
+/* ============================================================================================================
+ * Command line
+ *
+ * Reads the options of a converter into its settings. Options that every converter has print something and end it.
+ * ============================================================================================================ */
+
+/* The fields of the options that every converter has. */
+struct common_settings {
+    bool version, man, help;
+    int completion; /* enum shell; -1: not asked for */
+};
+
+/* Rows of the table of options. `common` is the field of struct settings. */
+#define COMMON_OPTIONS                                                            \
+    {"man", IS_FLAG(common.man), .help = "print the manual page, for man -l -"},  \
+        {"completion", IS_CHOICE(common.completion, shell_names), .arg = "SHELL", \
+         .help = "print the completion of options for this shell"},               \
+        {"version", IS_FLAG(common.version), .help = "print the version"}, {      \
+        "help", "-h", IS_FLAG(common.help), .help = "print this"                  \
+    }
+
+/* Reads one option. next: the argument behind it; NULL: there is none. Returns whether it was taken as the value. */
+static inline bool argument_read(struct settings *s, const char *a, const char *next) {
+    char name[64], err[ERR_MAX], *typed = NULL;
+    const char *value = argument_split(a, name);
+    const struct option *o = option_by_argument(name);
+    if (!o) die_usage("unknown option '%s' (see --help)", a);
+    if (o->type == OPT_FLAG && !value) value = "on";
+    const bool taken = !value && next;
+    if (taken) value = next;
+    if (!value) die_usage("%s needs a value", a);
+    sb_printf(&typed, taken ? "%s %s" : "%s", a, next);
+    if (option_store(s, o, sb_cstr(&typed), value, err)) die_usage("%s", err);
+    arrfree(typed);
+    return taken;
+}
+
+/* Reads the command line. Appends what is no option to *operands. */
+static inline void arguments_read(struct settings *s, int argc, char **argv, const char ***operands) {
+    for (int i = 1; i < argc; i++) {
+        if (argv[i][0] == '-') i += argument_read(s, argv[i], argv[i + 1]);
+        else arrput(*operands, argv[i]);
+    }
+}
+
+/* Prints what the options of every converter ask for, and then ends the program. */
+static inline void common_options_run(const struct common_settings *s) {
+    if (s->help) manual_help(true, stdout);
+    else if (s->version) printf("%s %s\n", manual.name, MOE_VERSION);
+    else if (s->man) manual_page(stdout);
+    else if (s->completion >= 0) manual_completion((enum shell)s->completion, stdout);
+    else return;
+    exit(stdout_end());
 }
 
 #endif

@@ -2244,110 +2244,88 @@ static void report_errors(void) {
     puts("'");
 }
 
-static void help(void) {
-    puts("usage: moe-convert HF_DIR -o OUT.gguf [options]\n"
-         "       moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n\n"
-         "Converts a Hugging Face model directory (safetensors, config.json,\n"
-         "tokenizer.json or tiktoken.model) to GGUF.\n"
-         "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
-         "kimi_k2, kimi_k25, hy_v3.\n"
-         "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3\n"
-         "becomes BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n\n"
-         "  -o FILE            the file to write\n"
-         "  --name NAME        general.name (default: the name of the directory)\n"
-         "  --quantize nvfp4   quantize the routed experts to NVFP4; prints each tensor's\n"
-         "                     error\n"
-         "  --dense            with --quantize: also quantize the feed-forward part of\n"
-         "                     dense layers\n"
-         "  --search HOW       with --quantize: sweep takes the best of nine scales for\n"
-         "                     every 16 weights; amax takes the scale of the largest\n"
-         "                     weight (default: sweep)\n"
-         "  --importance FILE  with --quantize: weight the errors by the mean squared\n"
-         "                     inputs in FILE (GGUF), which llama-imatrix or\n"
-         "                     moe --calibrate --activations writes\n"
-         "  --backbone TYPE    type of all other matrices that are not NVFP4: bf16 or q8_0\n"
-         "                     (default: as stored)\n"
-         "  --keep REGEX       keep the type of tensors whose GGUF name matches\n"
-         "  --dry-run          list the tensors without writing them; with -o write the\n"
-         "                     header of the file, for moe --plan\n"
-         "  --version          print the version\n"
-         "  --help             print this");
-}
+enum search { SEARCH_SWEEP, SEARCH_AMAX };
+static const char *const search_names[] = {[SEARCH_SWEEP] = "sweep", [SEARCH_AMAX] = "amax", NULL};
+static const char *const quantize_names[] = {"nvfp4", NULL};
+enum backbone { BACKBONE_BF16, BACKBONE_Q8_0 };
+static const char *const backbone_names[] = {[BACKBONE_BF16] = "bf16", [BACKBONE_Q8_0] = "q8_0", NULL};
 
-/* The options as they were given; NULL: not given. */
-static struct {
-    const char *dir, *out, *name, *quantize, *search, *importance, *backbone, *keep;
+/* The options as they were given; NULL and -1: not given. */
+struct settings {
+    char *out, *name, *importance, *keep;
+    int quantize, search, backbone; /* indices of the names above */
     bool dense, dry_run;
-} opt;
+    struct common_settings common;
+};
 
-/* Sets opt from the command line. */
-static void parse_options(int argc, char **argv) {
-    static const struct {
-        const char *name;
-        const char **value; /* or */
-        bool *flag;
-    } table[] = {{"-o", &opt.out, NULL},
-                 {"--name", &opt.name, NULL},
-                 {"--quantize", &opt.quantize, NULL},
-                 {"--search", &opt.search, NULL},
-                 {"--importance", &opt.importance, NULL},
-                 {"--backbone", &opt.backbone, NULL},
-                 {"--keep", &opt.keep, NULL},
-                 {"--dense", NULL, &opt.dense},
-                 {"--dry-run", NULL, &opt.dry_run}};
-    for (int i = 1; i < argc; i++) {
-        const char *a = argv[i];
-        size_t k = 0, n = COUNT(table);
-        while (k < n && strcmp(table[k].name, a)) k++;
-        if (!strcmp(a, "--help")) {
-            help();
-            exit(stdout_end());
-        }
-        if (!strcmp(a, "--version")) {
-            puts("moe-convert " MOE_VERSION);
-            exit(stdout_end());
-        }
-        if (k < n && table[k].flag) *table[k].flag = true;
-        else if (k < n && i + 1 == argc) die_usage("%s needs a value", a);
-        else if (k < n) *table[k].value = argv[++i];
-        else if (*a == '-') die_usage("unknown option '%s' (see --help)", a);
-        else if (opt.dir) die_usage("expected one directory, got '%s' and '%s'", opt.dir, a);
-        else opt.dir = a;
-    }
-}
+static struct settings opt = {.quantize = -1, .search = -1, .backbone = -1, .common.completion = -1};
 
-/* Checks the options and sets model_dir and `types`. */
+static const struct option options[] = {
+    {"output", "-o", IS_STR(out), .arg = "FILE.gguf", .help = "the file to write"},
+    {"name", IS_STR(name), .arg = "NAME", .help = "general.name (default: the name of the directory)"},
+    {"quantize", IS_CHOICE(quantize, quantize_names), .arg = "TYPE",
+     .help = "quantize the routed experts to this type; prints each tensor's error"},
+    {"dense", IS_FLAG(dense), .help = "with --quantize: also quantize the feed-forward part of dense layers"},
+    {"search", IS_CHOICE(search, search_names), .arg = "HOW",
+     .help = "with --quantize: sweep takes the best of nine scales for every 16 weights; amax takes the scale of the "
+             "largest weight (default: sweep)"},
+    {"importance", IS_STR(importance), .arg = "FILE.gguf",
+     .help = "with --quantize: weight the errors by the mean squared inputs in FILE, which llama-imatrix or "
+             "moe --calibrate --activations writes"},
+    {"backbone", IS_CHOICE(backbone, backbone_names), .arg = "TYPE",
+     .help = "type of all other matrices that are not NVFP4 (default: as stored)"},
+    {"keep", IS_STR(keep), .arg = "REGEX", .help = "keep the type of tensors whose GGUF name matches"},
+    {"dry-run", IS_FLAG(dry_run),
+     .help = "list the tensors without writing them; with -o write the header of the file, for moe --plan"},
+    COMMON_OPTIONS,
+};
+
+static const struct manual manual = {
+    .name = PROGRAM,
+    .summary = "convert models of Hugging Face to GGUF",
+    .usage = "  moe-convert HF_DIR -o OUT.gguf [options]\n"
+             "  moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n",
+    .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
+             "tokenizer.json or tiktoken.model) to GGUF.\n"
+             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
+             "kimi_k2, kimi_k25, hy_v3.\n"
+             "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3\n"
+             "becomes BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
+    .operand = {.type = OPT_STR, .arg = "DIR"},
+    .exit_codes = "0 done, 1 failed, 2 wrong usage",
+    .options = options,
+    .n_options = COUNT(options),
+};
+
+/* Checks the options and sets `types`. */
 static void apply_options(void) {
-    static const char choice[] = "%s '%s': expected %s";
-    if (!opt.dir) die_usage("no Hugging Face directory given (see --help)");
+    if (!model_dir) die_usage("no Hugging Face directory given (see --help)");
     if (!opt.out && !opt.dry_run) die_usage("give -o OUT.gguf or --dry-run (see --help)");
-    if (opt.out && (!*opt.out || strlen(opt.out) >= PATH_MAX - 1))
-        die_usage("the name given with -o is %s", *opt.out ? "too long" : "empty");
-    if (opt.quantize && strcmp(opt.quantize, "nvfp4")) die_usage(choice, "--quantize", opt.quantize, "nvfp4");
-    if (opt.search && strcmp(opt.search, "sweep") && strcmp(opt.search, "amax"))
-        die_usage(choice, "--search", opt.search, "sweep or amax");
-    if (opt.backbone && strcmp(opt.backbone, "bf16") && strcmp(opt.backbone, "q8_0"))
-        die_usage(choice, "--backbone", opt.backbone, "bf16 or q8_0");
+    if (opt.out && strlen(opt.out) >= PATH_MAX - 1) die_usage("the name given with -o is too long");
     const char *unused = opt.importance ? "--importance" : NULL;
-    if (opt.search) unused = "--search";
+    if (opt.search >= 0) unused = "--search";
     if (opt.dense) unused = "--dense";
-    if (!opt.quantize && unused) die_usage("%s needs --quantize nvfp4", unused);
-    if (opt.importance && opt.search && !strcmp(opt.search, "amax"))
+    if (opt.quantize < 0 && unused) die_usage("%s needs --quantize nvfp4", unused);
+    if (opt.importance && opt.search == SEARCH_AMAX)
         die_usage("--importance works only with --search sweep: amax looks only at the largest weight");
-    if (!opt.quantize && !opt.backbone && opt.keep) die_usage("--keep works only with --quantize or --backbone");
-    model_dir = opt.dir;
-    if (opt.quantize) types.experts = GGUF_NVFP4;
-    if (opt.backbone) types.backbone = opt.backbone[0] == 'b' ? GGUF_BF16 : GGUF_Q8_0;
+    if (opt.quantize < 0 && opt.backbone < 0 && opt.keep) die_usage("--keep works only with --quantize or --backbone");
+    if (opt.quantize >= 0) types.experts = GGUF_NVFP4;
+    if (opt.backbone >= 0) types.backbone = opt.backbone == BACKBONE_BF16 ? GGUF_BF16 : GGUF_Q8_0;
     types.dense = opt.dense;
-    types.amax = opt.search && !strcmp(opt.search, "amax");
+    types.amax = opt.search == SEARCH_AMAX;
     if (opt.keep) keep_regex_compile(opt.keep);
 }
 
 int main(int argc, char **argv) {
     char target[PATH_MAX];
+    const char **dirs = NULL;
     program_init();
     signal(SIGBUS, signal_bus); /* --importance is mapped */
-    parse_options(argc, argv);
+    arguments_read(&opt, argc, argv, &dirs);
+    common_options_run(&opt.common);
+    if (arrlen(dirs) > 1) die_usage("expected one directory, got '%s' and '%s'", dirs[0], dirs[1]);
+    model_dir = arrlen(dirs) ? dirs[0] : NULL;
+    arrfree(dirs);
     apply_options();
     strcpy(target, opt.out ? opt.out : "");
 

@@ -1,6 +1,7 @@
 /* moe-reap: removes the routed experts of a model that contribute least to its output.
  *
  * Contents, bottom up:
+ *   Settings                 the options as they were given
  *   Model                    the layers with routed experts, for both kinds of source
  *   Scores                   reads the scores.json files of moe --calibrate
  *   Selection                which experts every layer retains
@@ -15,6 +16,34 @@
  */
 #define PROGRAM "moe-reap"
 #include "common.h"
+
+/* ============================================================================================================
+ * Settings
+ *
+ * The options as they were given.
+ * ============================================================================================================ */
+
+enum criterion { REAP, FREQUENCY, NORM, RANDOM };
+static const char *const criteria[] = {"reap", "frequency", "norm", "random", NULL};
+
+enum mtp { MTP_PRUNE, MTP_DROP };
+static const char *const mtp_names[] = {[MTP_PRUNE] = "prune", [MTP_DROP] = "drop", NULL};
+
+struct settings {
+    char *out, *name;
+    int keep;      /* experts per layer; 0: not given */
+    double ratio;  /* share of the experts that is removed; NAN: not given */
+    double budget; /* GiB; NAN: not given */
+    char *counts;  /* a file */
+    int floor;     /* experts per layer; 0: default */
+    enum criterion criterion;
+    enum mtp mtp;
+    int seed; /* -1: not given */
+    bool per_layer, outliers, dry_run;
+    struct common_settings common;
+};
+
+static struct settings opts = {.ratio = NAN, .budget = NAN, .seed = -1, .common.completion = -1};
 
 enum { MIN_SAMPLES = 32 }; /* routed tokens below which the score of an expert is too uncertain */
 
@@ -58,8 +87,6 @@ static struct {
     uint64_t router_hash;             /* of the routers of the trunk as F32; score files have it too */
     size_t bytes;                     /* of the source */
     const char *arch;                 /* general.architecture */
-    bool drop_mtp;                    /* --mtp drop */
-    const char *name_option;          /* --name */
 } m;
 
 /* Whether the retained experts of a layer are selected by their scores. */
@@ -101,7 +128,7 @@ static void model_check(void) {
         most = layer->n > most ? layer->n : most;
         any |= selectable(layer);
         if (!layer->mtp) last = layer;
-        else if (!m.drop_mtp && (!last || last->hash_routed || last->n != layer->n))
+        else if (opts.mtp != MTP_DROP && (!last || last->hash_routed || last->n != layer->n))
             die("'%s': layer %d, for multi-token prediction, has %d experts and the last layer before it %s: --mtp "
                 "drop removes it",
                 m.path, layer->block, layer->n,
@@ -238,23 +265,10 @@ static void scores_check(void) {
  * layer must retain the same number; a unit is one expert of each group.
  * ============================================================================================================ */
 
-enum criterion { REAP, FREQUENCY, NORM, RANDOM };
-static const char *const criteria[] = {"reap", "frequency", "norm", "random"};
+enum amount { NONE, KEEP, RATIO, BUDGET, COUNTS };
 
-enum amount { NONE, KEEP, RATIO, BUDGET, COUNTS }; /* which option says how many experts are retained */
-
-static struct {
-    enum criterion criterion;
-    uint64_t seed; /* state of the random numbers of --criterion random */
-    bool outliers; /* --protect-outliers */
-    enum amount amount;
-    int keep;           /* --keep: experts per layer */
-    double ratio;       /* --ratio: share of the experts that is removed */
-    double budget;      /* --budget: bytes */
-    const char *counts; /* --counts: a file */
-    bool per_layer;     /* --per-layer */
-    int floor;          /* --floor: experts per layer; 0: default */
-} opts;
+static enum amount amount;    /* which option says how many experts are retained */
+static uint64_t random_state; /* for --criterion random */
 
 static int by_double(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -302,7 +316,7 @@ static void rank_experts(void) {
         for (int k = 0; k < layer->n; k++) {
             struct expert *e = &layer->experts[k];
             double sum = opts.criterion == NORM ? e->norm_sum : e->weighted_sum;
-            e->score = opts.criterion == RANDOM      ? rng_uniform(&opts.seed)
+            e->score = opts.criterion == RANDOM      ? rng_uniform(&random_state)
                        : opts.criterion == FREQUENCY ? (double)e->tokens
                        : e->tokens                   ? sum / (double)e->tokens
                                                      : 0;
@@ -368,8 +382,9 @@ static void mark_retained(void) {
         if (selectable(layer))
             for (int k = 0; k < layer->n; k++) layer->ranking[k]->retained = k % per < layer->n_retained / m.n_group;
         if (layer->mtp) {
-            layer->n_retained = m.drop_mtp ? 0 : last->n_retained;
-            for (int k = 0; k < layer->n; k++) layer->experts[k].retained = !m.drop_mtp && last->experts[k].retained;
+            layer->n_retained = opts.mtp == MTP_DROP ? 0 : last->n_retained;
+            for (int k = 0; k < layer->n; k++)
+                layer->experts[k].retained = opts.mtp != MTP_DROP && last->experts[k].retained;
         } else last = layer;
         for (int k = 0, n = 0; k < layer->n; k++)
             if (layer->experts[k].retained) layer->experts[k].new_id = n++;
@@ -457,24 +472,24 @@ static void select_within_budget(size_t (*output_bytes)(void)) {
     while (lo < hi) { /* in units: lo may fit, hi + 1 does not */
         int mid = (lo + hi + 1) / 2;
         select_uniform(mid * m.n_group);
-        if ((double)output_bytes() <= opts.budget) lo = mid;
+        if ((double)output_bytes() <= opts.budget * 0x1p30) lo = mid;
         else hi = mid - 1;
     }
     select_uniform(lo * m.n_group);
-    if ((double)output_bytes() <= opts.budget) return;
-    die("--budget %g GiB: the smallest output, with %d experts a layer, has %zu bytes (%.4f GiB)", opts.budget / 0x1p30,
+    if ((double)output_bytes() <= opts.budget * 0x1p30) return;
+    die("--budget %g GiB: the smallest output, with %d experts a layer, has %zu bytes (%.4f GiB)", opts.budget,
         lo * m.n_group, output_bytes(), (double)output_bytes() / 0x1p30);
 }
 
 /* Ranks the experts and marks the retained ones. output_bytes: see select_within_budget. */
 static void select_experts(size_t (*output_bytes)(void)) {
     rank_experts();
-    if (opts.amount == KEEP) check_count("--keep", opts.keep, -1);
+    if (amount == KEEP) check_count("--keep", opts.keep, -1);
     if (opts.per_layer && opts.floor) check_count("--floor", (opts.floor + m.n_group - 1) / m.n_group * m.n_group, -1);
-    if (opts.amount == KEEP) select_uniform(opts.keep);
-    if (opts.amount == RATIO) select_by_ratio();
-    if (opts.amount == BUDGET) select_within_budget(output_bytes);
-    if (opts.amount == COUNTS) select_by_counts();
+    if (amount == KEEP) select_uniform(opts.keep);
+    if (amount == RATIO) select_by_ratio();
+    if (amount == BUDGET) select_within_budget(output_bytes);
+    if (amount == COUNTS) select_by_counts();
 }
 
 /* A summary of the selection. */
@@ -505,7 +520,7 @@ static const char *pruned_name(const char *name) {
     const char *tail = strstr(name, "-REAP"), *rest;
     unsigned k, e;
     int end = 0;
-    if (m.name_option) return m.name_option;
+    if (opts.name) return opts.name;
     if (!o.dropped) return name;
     for (; tail && (rest = strstr(tail + 1, "-REAP")); tail = rest) continue;
     if (tail && tail[5] && (sscanf(tail + 5, "-%4uof%4u%n", &k, &e, &end) != 2 || tail[5 + end])) tail = NULL;
@@ -624,7 +639,7 @@ static void gguf_find_slicing(const struct gguf_tensor *t, struct slicing *c) {
     int block = tensor_block(name, &rest);
     struct expert_layer *layer = block < 0 ? NULL : layer_find(block);
     c->layer = -1;
-    c->dropped = m.drop_mtp && block >= m.n_trunk;
+    c->dropped = opts.mtp == MTP_DROP && block >= m.n_trunk;
     if (!strstr(rest, "_exps.") && !starts_with(rest, "ffn_gate_inp.") && !starts_with(rest, "exp_probs_b")) return;
     if (!layer) die("'%s': tensor '%s' without 'blk.%d.ffn_gate_inp.weight'", m.path, name, block);
     uint64_t n = t->ne[t->n_dims - 1], all = t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3];
@@ -744,7 +759,7 @@ static void put_reap(struct gguf_writer *w, uint64_t source) {
 static void put_metadata(struct gguf_writer *w) {
     static uint64_t source;
     struct outcome o = outcome();
-    int blocks = m.n_trunk + (m.drop_mtp ? 0 : m.n_mtp);
+    int blocks = m.n_trunk + (opts.mtp == MTP_DROP ? 0 : m.n_mtp);
     bool named = false, listed = false;
     char name[1024];
     for (uint32_t i = 0; i < gguf.n_kv; i++) {
@@ -766,14 +781,14 @@ static void put_metadata(struct gguf_writer *w) {
         else if (!strcmp(suffix, "expert_count_per_layer")) {
             put_counts_per_layer(w, blocks);
             listed = true;
-        } else if (m.drop_mtp && !strcmp(suffix, "block_count")) gguf_put_u32(w, key, (uint32_t)blocks);
-        else if (m.drop_mtp && !strcmp(suffix, "nextn_predict_layers")) gguf_put_u32(w, key, 0);
-        else if (m.drop_mtp && ours && kv->is_array && kv->n == (uint64_t)(m.n_trunk + m.n_mtp) &&
+        } else if ((opts.mtp == MTP_DROP) && !strcmp(suffix, "block_count")) gguf_put_u32(w, key, (uint32_t)blocks);
+        else if ((opts.mtp == MTP_DROP) && !strcmp(suffix, "nextn_predict_layers")) gguf_put_u32(w, key, 0);
+        else if ((opts.mtp == MTP_DROP) && ours && kv->is_array && kv->n == (uint64_t)(m.n_trunk + m.n_mtp) &&
                  strcmp(suffix, "rope.dimension_sections"))
             put_kv(w, kv, (uint64_t)blocks); /* an array with one element per layer */
         else put_kv(w, kv, kv->n);
     }
-    if (m.name_option && !named) gguf_put_str(w, "general.name", m.name_option, strlen(m.name_option));
+    if (opts.name && !named) gguf_put_str(w, "general.name", opts.name, strlen(opts.name));
     if (o.differ && !listed) put_counts_per_layer(w, blocks);
     if (!source) source = gguf_source_hash();
     put_reap(w, source);
@@ -1119,7 +1134,7 @@ static const char *hf_rename(const char *name) {
     struct parsed_name p = name_parse(name);
     const struct expert_layer *layer = p.role == EXPERT ? layer_find(p.block) : NULL;
     bool ours = p.block >= 0 && p.prefix == strlen(hf_prefix) && !memcmp(name, hf_prefix, p.prefix);
-    if (m.drop_mtp && (p.mtp || (ours && p.block >= m.n_trunk))) return NULL;
+    if ((opts.mtp == MTP_DROP) && (p.mtp || (ours && p.block >= m.n_trunk))) return NULL;
     if (!layer || p.expert >= layer->n) return name;
     if (!layer->experts[p.expert].retained) return NULL;
     return fmt("%.*s%d%s", (int)p.at, name, layer->experts[p.expert].new_id, name + p.end);
@@ -1197,7 +1212,8 @@ static json_t *hf_new_config(void) {
                 json_object_set_new(texts[i], count_keys[k], json_integer(o.largest));
         static const char *const mtp[] = {"num_nextn_predict_layers", "mtp_num_hidden_layers"};
         for (size_t k = 0; k < COUNT(mtp); k++)
-            if (m.drop_mtp && json_object_get(texts[i], mtp[k])) json_object_set_new(texts[i], mtp[k], json_integer(0));
+            if ((opts.mtp == MTP_DROP) && json_object_get(texts[i], mtp[k]))
+                json_object_set_new(texts[i], mtp[k], json_integer(0));
         if (json_is_object(q)) json_object_set_new(texts[i], "quantization_config", hf_renamed(q, "config.json"));
     }
     if (m.pruned || o.dropped) hf_put_reap(config);
@@ -1349,7 +1365,7 @@ static void hf_check_uniform(void) {
     struct outcome o = outcome();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         const struct expert_layer *layer = &m.layers[i];
-        if (layer->n_retained != o.largest && !(layer->mtp && m.drop_mtp))
+        if (layer->n_retained != o.largest && !(layer->mtp && (opts.mtp == MTP_DROP)))
             die("layer %d keeps %d experts, another one %d: a Hugging Face directory has one count for all; convert it "
                 "and prune the GGUF",
                 layer->block, layer->n_retained, o.largest);
@@ -1441,7 +1457,8 @@ static void report_layer(const struct expert_layer *layer) {
     else printf("%8s %6s %6s ", "-", "-", "-");
     if (layer->hash_routed) printf(" (routed by hash: all retained)");
     if (layer->mtp)
-        printf(m.drop_mtp ? " (multi-token prediction: removed)" : " (multi-token prediction: as the layer before)");
+        printf(opts.mtp == MTP_DROP ? " (multi-token prediction: removed)"
+                                    : " (multi-token prediction: as the layer before)");
     for (int k = 0; k < layer->n && selectable(layer); k++)
         if (!layer->experts[k].retained) printf(" %d", k);
     putchar('\n');
@@ -1480,134 +1497,89 @@ static void report(size_t bytes) {
  * Options, and the order of the steps.
  * ============================================================================================================ */
 
-static void help(void) {
-    puts("usage: moe-reap IN SCORES.json... -o OUT\n"
-         "                (--keep N | --ratio R | --budget GIB | --counts FILE) [options]\n\n"
-         "Removes the routed experts that contribute least, by the scores of\n"
-         "moe --calibrate. Several score files are added up. Retained weights are copied\n"
-         "bit for bit. IN is a GGUF file or a Hugging Face directory; OUT is of the same\n"
-         "kind. In a directory all layers retain the same number of experts.\n\n"
-         "  -o OUT              the file or directory to write\n"
-         "  --keep N            retain N experts per layer\n"
-         "  --ratio R           remove this share of every layer's experts, from 0 to\n"
-         "                      below 1\n"
-         "  --budget GIB        retain as many experts as fit in an output of this size\n"
-         "  --counts FILE       lines LAYER COUNT, one for every layer with experts\n"
-         "  --per-layer         the same total, distributed over the layers by the\n"
-         "                      experts' scores\n"
-         "  --floor N           with --per-layer: fewest experts of a layer (default: half\n"
-         "                      of an even share)\n"
-         "  --criterion NAME    reap: mean of gate weight x output norm (default);\n"
-         "                      frequency: tokens; norm: mean output norm; random: without\n"
-         "                      scores\n"
-         "  --seed N            for --criterion random (default: 0)\n"
-         "  --protect-outliers  retain experts with one huge output in the first three\n"
-         "                      quarters of the layers\n"
-         "  --mtp prune|drop    layers for multi-token prediction: prune like the last one\n"
-         "                      (default) or remove\n"
-         "  --name NAME         general.name (default: that of the source with -REAP-KofE)\n"
-         "  --dry-run           print the report, write nothing\n"
-         "  --version           print the version\n"
-         "  --help              print this");
+static const struct option options[] = {
+    {"output", "-o", IS_STR(out), .arg = "FILE", .help = "the file or directory to write"},
+    {"keep", IS_INT(keep, 1, MAX_EXPERTS), .arg = "N", .help = "retain N experts per layer"},
+    {"ratio", IS_NUM(ratio, 0, 1), .arg = "R", .help = "remove this share of every layer's experts, from 0 to below 1"},
+    {"budget", IS_NUM(budget, 0, 1e9), .arg = "GIB", .help = "retain as many experts as fit in an output of this size"},
+    {"counts", IS_STR(counts), .arg = "FILE", .help = "lines LAYER COUNT, one for every layer with experts"},
+    {"per-layer", IS_FLAG(per_layer), .help = "the same total, distributed over the layers by the experts' scores"},
+    {"floor", IS_INT(floor, 1, MAX_EXPERTS), .arg = "N",
+     .help = "with --per-layer: fewest experts of a layer (default: half of an even share)"},
+    {"criterion", IS_CHOICE(criterion, criteria), .arg = "NAME",
+     .help =
+         "what ranks the experts: mean of gate weight x output norm (default), tokens, mean output norm, or chance, "
+         "without scores"},
+    {"seed", IS_INT(seed, 0, INT32_MAX), .arg = "N", .help = "for --criterion random (default: 0)"},
+    {"protect-outliers", IS_FLAG(outliers),
+     .help = "retain experts with one huge output in the first three quarters of the layers"},
+    {"mtp", IS_CHOICE(mtp, mtp_names), .arg = "HOW",
+     .help = "layers for multi-token prediction: prune like the last one (default) or remove"},
+    {"name", IS_STR(name), .arg = "NAME", .help = "general.name (default: that of the source with -REAP-KofE)"},
+    {"dry-run", IS_FLAG(dry_run), .help = "print the report, write nothing"},
+    COMMON_OPTIONS,
+};
+
+static const struct manual manual = {
+    .name = PROGRAM,
+    .summary = "remove experts from mixture-of-experts models",
+    .usage = "  moe-reap IN SCORES.json... -o OUT\n"
+             "           (--keep N | --ratio R | --budget GIB | --counts FILE) [options]\n",
+    .about = "Removes the routed experts that contribute least, by the scores of\n"
+             "moe --calibrate. Several score files are added up. Retained weights are copied\n"
+             "bit for bit. IN is a GGUF file or a Hugging Face directory; OUT is of the same\n"
+             "kind. In a directory all layers retain the same number of experts.\n",
+    .operand = {.type = OPT_STR, .arg = "FILE"},
+    .exit_codes = "0 done, 1 failed, 2 wrong usage",
+    .options = options,
+    .n_options = COUNT(options),
+};
+
+/* Finds which option says how many experts are retained. Two end the program. */
+static void find_amount(void) {
+    const bool given[] = {
+        [KEEP] = opts.keep, [RATIO] = !isnan(opts.ratio), [BUDGET] = !isnan(opts.budget), [COUNTS] = opts.counts};
+    for (int i = KEEP; i <= COUNTS; i++) {
+        if (!given[i]) continue;
+        if (amount != NONE) die_usage("--keep, --ratio, --budget and --counts cannot be combined");
+        amount = (enum amount)i;
+    }
+    if (opts.ratio == 1) die_usage("--ratio: 1 would leave no expert");
 }
 
-/* Returns the value of an option: a number from lo to hi; whole: an integer. */
-static double option_number(const char *option, const char *text, double lo, double hi, bool whole) {
-    char *end;
-    double v = strtod(text, &end);
-    if (end == text || *end || !(v >= lo && v <= hi) ||
-        (whole && (v != floor(v) || strspn(text, "0123456789") != strlen(text))))
-        die_usage("%s: expected %s from %g to %g, found '%s'", option, whole ? "an integer" : "a number", lo, hi, text);
-    return v;
-}
-
-static void set_amount(enum amount a) {
-    if (opts.amount != NONE) die_usage("--keep, --ratio, --budget and --counts cannot be combined");
-    opts.amount = a;
-}
-
-static void set_criterion(const char *name) {
-    size_t k = 0;
-    while (k < COUNT(criteria) && strcmp(criteria[k], name)) k++;
-    if (k == COUNT(criteria)) die_usage("--criterion: expected reap, frequency, norm or random, found '%s'", name);
-    opts.criterion = (enum criterion)k;
-}
-
-/* Sets option a, which has the value v. */
-static void set_option(const char *a, const char *v) {
-    if (!strcmp(a, "--keep")) {
-        set_amount(KEEP);
-        opts.keep = (int)option_number(a, v, 1, MAX_EXPERTS, true);
-    } else if (!strcmp(a, "--ratio")) {
-        set_amount(RATIO);
-        opts.ratio = option_number(a, v, 0, 1, false);
-        if (opts.ratio == 1) die_usage("--ratio: 1 would leave no expert");
-    } else if (!strcmp(a, "--budget")) {
-        set_amount(BUDGET);
-        opts.budget = option_number(a, v, 0, 1e9, false) * 0x1p30;
-    } else if (!strcmp(a, "--counts")) {
-        set_amount(COUNTS);
-        opts.counts = v;
-    } else if (!strcmp(a, "--floor")) opts.floor = (int)option_number(a, v, 1, MAX_EXPERTS, true);
-    else if (!strcmp(a, "--criterion")) set_criterion(v);
-    else if (!strcmp(a, "--name")) m.name_option = v;
-    else if (strcmp(v, "prune") && strcmp(v, "drop")) die_usage("--mtp: expected prune or drop, found '%s'", v);
-    else m.drop_mtp = !strcmp(v, "drop");
-}
-
-/* Dies with exit code 2 if options are missing or contradict each other. out: -o; seeded: --seed was given; n_files:
- * scores. */
-static void check_usage(const char *out, bool dry_run, bool seeded, size_t n_files) {
+/* Dies with exit code 2 if options are missing or contradict each other. n_files: scores. */
+static void check_usage(size_t n_files) {
     if (!m.path) die_usage("no model given (see --help)");
-    if (!out && !dry_run) die_usage("give -o OUT or --dry-run (see --help)");
-    if (out && (!*out || strlen(out) >= PATH_MAX - 1))
-        die_usage("the name given with -o is %s", *out ? "too long" : "empty");
-    if (opts.amount == NONE) die_usage("give one of --keep, --ratio, --budget and --counts (see --help)");
-    if (opts.per_layer && opts.amount == COUNTS) die_usage("--per-layer works only with --keep, --ratio or --budget");
+    if (!opts.out && !opts.dry_run) die_usage("give -o OUT or --dry-run (see --help)");
+    if (opts.out && strlen(opts.out) >= PATH_MAX - 1) die_usage("the name given with -o is too long");
+    if (amount == NONE) die_usage("give one of --keep, --ratio, --budget and --counts (see --help)");
+    if (opts.per_layer && amount == COUNTS) die_usage("--per-layer works only with --keep, --ratio or --budget");
     if (opts.floor && !opts.per_layer) die_usage("--floor works only with --per-layer");
-    if (seeded && opts.criterion != RANDOM) die_usage("--seed works only with --criterion random");
+    if (opts.seed >= 0 && opts.criterion != RANDOM) die_usage("--seed works only with --criterion random");
     if (!n_files && opts.criterion != RANDOM) die_usage("no scores given: moe --calibrate writes them (see --help)");
     if (!n_files && opts.outliers) die_usage("--protect-outliers needs scores");
 }
 
 int main(int argc, char **argv) {
-    const char *out = NULL, **files = NULL;
+    const char **files = NULL;
     char target[PATH_MAX];
-    bool dry_run = false, seeded = false;
     program_init();
     signal(SIGBUS, signal_bus); /* a GGUF is mapped while its header is read */
-    for (int i = 1; i < argc; i++) {
-        const char *a = argv[i];
-        if (!strcmp(a, "--help")) {
-            help();
-            return stdout_end();
-        }
-        if (!strcmp(a, "--version")) {
-            puts("moe-reap " MOE_VERSION);
-            return stdout_end();
-        }
-        if (!strcmp(a, "--dry-run")) dry_run = true;
-        else if (!strcmp(a, "--per-layer")) opts.per_layer = true;
-        else if (!strcmp(a, "--protect-outliers")) opts.outliers = true;
-        else if (*a != '-' && !m.path) m.path = a;
-        else if (*a != '-') arrput(files, a);
-        else if (strchr(a, ' ') ||
-                 !one_of(a, "-o --keep --ratio --budget --counts --floor --criterion --seed --mtp --name"))
-            die_usage("unknown option '%s' (see --help)", a);
-        else if (i + 1 == argc) die_usage("%s needs a value", a);
-        else if (!strcmp(a, "-o")) out = argv[++i];
-        else if (!strcmp(a, "--seed")) {
-            opts.seed = (uint64_t)option_number(a, argv[++i], 0, 0x1p53, true);
-            seeded = true;
-        } else set_option(a, argv[++i]);
+    arguments_read(&opts, argc, argv, &files);
+    common_options_run(&opts.common);
+    if (arrlen(files)) {
+        m.path = files[0];
+        arrdel(files, 0);
     }
-    check_usage(out, dry_run, seeded, arrlenu(files));
-    strcpy(target, out ? out : "");
+    find_amount();
+    check_usage(arrlenu(files));
+    strcpy(target, opts.out ? opts.out : "");
+    random_state = opts.seed > 0 ? (uint64_t)opts.seed : 0;
 
     struct stat st;
     if (stat(m.path, &st)) die("cannot open '%s': %s", m.path, strerror(errno));
     bool dir = S_ISDIR(st.st_mode);
-    if (dir && m.name_option) die_usage("--name works only with a GGUF file");
+    if (dir && opts.name) die_usage("--name works only with a GGUF file");
     size_t (*plan)(void) = dir ? hf_plan : gguf_plan;
     (dir ? hf_read : gguf_read)(m.path);
     model_check();
@@ -1616,10 +1588,10 @@ int main(int argc, char **argv) {
     select_experts(plan);
     if (dir) hf_check_uniform();
     dest.total = plan();
-    if (out && !dry_run) (dir ? hf_check_target : check_target)(target);
+    if (opts.out && !opts.dry_run) (dir ? hf_check_target : check_target)(target);
     report(dest.total);
     fflush(stdout);
-    if (out && !dry_run) (dir ? hf_write : gguf_write)(target);
+    if (opts.out && !opts.dry_run) (dir ? hf_write : gguf_write)(target);
     arrfree(files);
     gguf_close(&gguf);
     return stdout_end();

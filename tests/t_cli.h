@@ -325,7 +325,9 @@ static void test_cli_llama(void) {
                         NULL};
         if (blank) *blank = 0;
         const int rc = parse_in_child(argv, lines_follow, &said);
-        const bool known = option_by_argument(line) != NULL;
+        char takes;
+        const struct foreign *f = foreign_find(line, argv[2], &takes);
+        const bool known = option_by_argument(line) || (f && f->as); /* as: it stands for an option */
         CHECK(rc == 0 || rc == EXIT_USAGE, "%s: exit code %d: %s", line, rc, sb_cstr(&said));
         if (rc || !known) CHECK_HAS(sb_cstr(&said), line, "the reason of %s", line);
         CHECK(!strstr(sb_cstr(&said), "unknown option") && !strstr(sb_cstr(&said), "unexpected"), "%s", sb_cstr(&said));
@@ -461,7 +463,8 @@ static void test_cli_stdout_full(void) {
     check_command(CONVERT_BIN " --help >/dev/full", 1, "", "cannot write to stdout");
     check_command(CONVERT_BIN " --version >/dev/full", 1, "", "cannot write to stdout");
     check_command(IN_DIR(MOE "--ids 1,2 --logits @/none/x.npy </dev/null"), 1, "", "/none/x.npy");
-    static const char *const modes[] = {"--help", "--version", "--info", "--tokenize", "--render"};
+    static const char *const modes[] = {"--help", "--man",      "--completion=zsh", "--version",
+                                        "--info", "--tokenize", "--render"};
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         char cmd[256];
         snprintf(cmd, sizeof cmd,

@@ -1790,7 +1790,7 @@ static void test_convert_usage(void) {
         const char *args;
         int rc;
         const char *says;
-    } c[] = {{"--help", 0, "usage: moe-convert"},
+    } c[] = {{"--help", 0, "moe-convert HF_DIR -o OUT.gguf"},
              {"--version", 0, "moe-convert 0."},
              {"", 2, "directory given"},
              {"convert/demo", 2, "-o OUT.gguf or --dry-run"},

@@ -377,9 +377,9 @@ static void test_quantize_usage(void) {
     static const struct {
         const char *args, *says;
     } c[] = {{"--quantize", "--quantize needs a value"},
-             {"--quantize q4_0", "--quantize 'q4_0': expected nvfp4"},
-             {"--quantize nvfp4 --search all", "--search 'all': expected sweep or amax"},
-             {"--backbone nvfp4", "--backbone 'nvfp4': expected bf16 or q8_0"},
+             {"--quantize q4_0", "--quantize q4_0: expected nvfp4"},
+             {"--quantize nvfp4 --search all", "--search all: expected sweep|amax"},
+             {"--backbone nvfp4", "--backbone nvfp4: expected bf16|q8_0"},
              {"--search amax", "--search needs --quantize nvfp4"},
              {"--backbone q8_0 --dense", "--dense needs --quantize nvfp4"},
              {"--importance x.gguf", "--importance needs --quantize nvfp4"},

@@ -55,10 +55,12 @@ static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA};
 #include "t_hostile.h"
 #include "t_repl.h"
 #include "t_trust.h"
+#include "t_docs.h"
 
-static const struct test table[] = {TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL
-                                        TESTS_STATE TESTS_QUANTIZE TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS
-                                            TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR};
+static const struct test table[] = {
+    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_STATE TESTS_QUANTIZE TESTS_REAP
+        TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR
+            TESTS_DOCS};
 #endif
 
 /* ---- the runner ---- */
