@@ -93,8 +93,10 @@
  *   Chat                                            230  messages, their rendering, their tokens
  *   Chat: generation                                360  an answer on its way to the screen
  *   Chat: saved conversations                       170  /save and /load
- *   Edited text and history                         270  the text behind the prompt; lines of former times
- *   Line editor                                     450  drawing and moving in it
+ *   Edited text                                     330  the text behind the prompt, what was cut from it
+ *   History of texts                                120  texts of former times; undo
+ *   Line editor                                     200  drawing and moving in it
+ *   Line editor: keys                               270  what each key does
  *   REPL commands                                   460  /help, /undo, /save ..
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
@@ -12283,6 +12285,7 @@ enum {
     KEY_WORD_RIGHT,
     KEY_WORD_RUBOUT, /* Alt-Backspace */
     KEY_WORD_DELETE, /* Alt-D */
+    KEY_YANK_OLDER,  /* Alt-Y */
     KEY_PASTE,       /* the pasted text is in keyboard.paste */
     KEY_REDRAW,      /* the window size or the mode of the terminal changed */
     KEY_EOF
@@ -12478,6 +12481,7 @@ static int key_escape(struct keyboard *kb) {
     case 'b': return KEY_WORD_LEFT;
     case 'f': return KEY_WORD_RIGHT;
     case 'd': return KEY_WORD_DELETE;
+    case 'y': return KEY_YANK_OLDER;
     case 8:
     case 127: return KEY_WORD_RUBOUT;
     }
@@ -13380,24 +13384,25 @@ static void chat_print_stats(struct chat *c) {
 }
 
 /* ============================================================================================================
- * Edited text and history
+ * Edited text
  *
- * The text that is being typed, and the history of texts typed before. The section knows nothing of the screen and of
- * keys.
+ * The text that is being typed, the texts that were cut from it and its former states. The section knows nothing of the
+ * screen and of keys.
  *
  * Invariants: the text is valid UTF-8 without NUL and CR; the cursor is between two code points and never inside a
  * fold. A fold is a long paste that is shown as a short label. The cursor moves by units; a unit is a grapheme cluster,
  * a newline or a fold. After an edit the cursor may be inside a cluster, as when one half of a flag is typed before
  * another flag: the second half may follow.
  *
- * Positions are found by scanning from the start of the text. Folds and HISTORY_ENTRY_MAX keep that short.
+ * Positions are found by scanning from the start of the text. Folds keep that short.
  * ============================================================================================================ */
 
 enum {
-    HISTORY_MAX = 1000,        /* entries, in memory and in the file */
-    HISTORY_ENTRY_MAX = 65536, /* bytes; a longer text does not enter the history */
-    FOLD_LINES = 8,            /* a paste of more lines or more bytes becomes a fold */
-    FOLD_BYTES = 400
+    FOLD_LINES = 8, /* a paste of more lines or more bytes becomes a fold */
+    FOLD_BYTES = 400,
+    CUTS_MAX = 16,        /* texts that Ctrl-Y and Alt-Y bring back */
+    STEPS_MAX = 100,      /* states that undo brings back, */
+    STEPS_BYTES = 4 << 20 /* and their bytes; the newest one is always kept */
 };
 
 /* A pasted part of the text that is shown as a label. */
@@ -13406,6 +13411,21 @@ struct fold {
     int lines;
 };
 
+/* A piece of text with its folds. */
+struct passage {
+    char *text;         /* stb_ds */
+    struct fold *folds; /* stb_ds */
+};
+
+/* A state of the editor to which undo goes back. */
+struct step {
+    struct passage was;
+    size_t cursor, history_at;
+};
+
+/* What a key did, as far as the next key depends on it. */
+enum edit_action { ACTION_OTHER, ACTION_TYPED, ACTION_CUT, ACTION_YANKED };
+
 struct editor {
     char *text;               /* stb_ds */
     size_t cursor;            /* byte offset into text */
@@ -13413,11 +13433,18 @@ struct editor {
     const char *const *words; /* NULL-terminated: what Tab completes after a leading slash; or NULL */
     bool screen;              /* the terminal can move its cursor */
 
-    char **history;           /* stb_ds: oldest first */
-    size_t history_at;        /* the entry that is being edited; arrlen(history): a new text */
-    char *draft;              /* stb_ds: the new text, while a history entry is edited */
-    struct fold *draft_folds; /* stb_ds: the folds of draft */
-    char *history_path;       /* or NULL */
+    struct passage *cuts;          /* stb_ds: texts cut, the newest last */
+    size_t yanked;                 /* the cut that was inserted last, */
+    size_t yanked_at;              /* and where */
+    struct step *steps;            /* stb_ds: former states, the newest last */
+    bool chord;                    /* the key before this one was Ctrl-X */
+    bool in_step;                  /* the newest of steps is the state before the present change */
+    enum edit_action last, action; /* of the key before, and of this one */
+
+    struct passage *history; /* stb_ds: oldest first */
+    size_t history_at;       /* the entry that is being edited; arrlen(history): a new text */
+    struct passage draft;    /* the new text, while a history entry is edited */
+    char *history_path;      /* or NULL */
 
     struct keyboard keys;
     const char *prompt, *continuation; /* shown before the first line, before the other lines */
@@ -13425,6 +13452,47 @@ struct editor {
     int top;  /* first row of the picture that is shown; above 0 if the text is taller than the screen */
     int cols; /* width at the last refresh, 0: none yet */
 };
+
+/* ---- passages ---- */
+
+/* Returns a copy of the bytes [from, to) of a text and of the folds in it. */
+static struct passage passage_copy(const char *text, const struct fold *folds, size_t from, size_t to) {
+    struct passage p = {NULL, NULL};
+    sb_put(&p.text, text + from, to - from);
+    for (int i = 0; i < arrlen(folds); i++) {
+        const struct fold f = {folds[i].at - from, folds[i].len, folds[i].lines};
+        if (folds[i].at >= from && folds[i].at < to) arrput(p.folds, f);
+    }
+    return p;
+}
+
+static void passage_free(struct passage *p) {
+    arrfree(p->text);
+    arrfree(p->folds);
+}
+
+static bool passage_is(const struct passage *p, const char *s, size_t n) {
+    return arrlenu(p->text) == n && (!n || !memcmp(p->text, s, n));
+}
+
+/* Appends q to p. */
+static void passage_append(struct passage *p, const struct passage *q) {
+    const size_t n = arrlenu(p->text);
+    sb_put(&p->text, q->text, arrlenu(q->text));
+    for (int i = 0; i < arrlen(q->folds); i++) {
+        const struct fold f = {q->folds[i].at + n, q->folds[i].len, q->folds[i].lines};
+        arrput(p->folds, f);
+    }
+}
+
+/* Returns the lines of s (n). */
+static int text_lines(const char *s, size_t n) {
+    int lines = n && s[n - 1] != '\n';
+    for (size_t i = 0; i < n; i++) lines += s[i] == '\n';
+    return lines;
+}
+
+/* ---- units ---- */
 
 /* Returns the fold that begins at pos, or NULL. */
 static const struct fold *fold_at(const struct editor *e, size_t pos) {
@@ -13495,9 +13563,37 @@ static size_t word_right(const struct editor *e, size_t pos) {
     return pos;
 }
 
+/* ---- changes ---- */
+
+static struct step step_take(const struct editor *e) {
+    return (struct step){passage_copy(e->text, e->folds, 0, arrlenu(e->text)), e->cursor, e->history_at};
+}
+
+static void steps_clear(struct editor *e) {
+    for (int i = 0; i < arrlen(e->steps); i++) passage_free(&e->steps[i].was);
+    arrsetlen(e->steps, 0);
+}
+
+/* Keeps the state before the first change of a step. Drops the oldest states if there are too many. */
+static void step_begin(struct editor *e) {
+    if (e->in_step) return;
+    e->in_step = true;
+    const struct step now = step_take(e);
+    arrput(e->steps, now);
+    size_t bytes = 0;
+    int keep = 0, n = (int)arrlen(e->steps);
+    for (; keep < n && keep < STEPS_MAX; keep++) {
+        bytes += arrlenu(e->steps[n - 1 - keep].was.text);
+        if (keep && bytes > STEPS_BYTES) break;
+    }
+    for (int i = 0; i < n - keep; i++) passage_free(&e->steps[i].was);
+    if (keep < n) arrdeln(e->steps, 0, n - keep);
+}
+
 /* Inserts s (n) at the cursor and moves the cursor to its end. */
 static void text_insert(struct editor *e, const char *s, size_t n) {
     if (!n) return;
+    step_begin(e);
     arrinsn(e->text, e->cursor, n);
     memcpy(e->text + e->cursor, s, n);
     for (int i = 0; i < arrlen(e->folds); i++)
@@ -13505,9 +13601,20 @@ static void text_insert(struct editor *e, const char *s, size_t n) {
     e->cursor += n;
 }
 
+/* Does the same with a passage. */
+static void text_insert_passage(struct editor *e, const struct passage *p) {
+    const size_t at = e->cursor;
+    text_insert(e, p->text, arrlenu(p->text));
+    for (int i = 0; i < arrlen(p->folds); i++) {
+        const struct fold f = {p->folds[i].at + at, p->folds[i].len, p->folds[i].lines};
+        arrput(e->folds, f);
+    }
+}
+
 /* Removes [from, to) with the folds in it and puts the cursor there. */
 static void text_delete(struct editor *e, size_t from, size_t to) {
     if (from == to) return;
+    step_begin(e);
     arrdeln(e->text, from, to - from);
     for (int i = (int)arrlen(e->folds); i-- > 0;) {
         if (e->folds[i].at >= to) e->folds[i].at -= to - from;
@@ -13518,19 +13625,59 @@ static void text_delete(struct editor *e, size_t from, size_t to) {
 
 /* Replaces the text by s (n), with the cursor at its end. */
 static void text_set(struct editor *e, const char *s, size_t n) {
-    arrsetlen(e->text, 0);
-    arrsetlen(e->folds, 0);
-    e->cursor = 0;
+    text_delete(e, 0, arrlenu(e->text));
     text_insert(e, s, n);
 }
 
 /* Inserts the last paste at the cursor; a long one becomes a fold. */
 static void text_insert_paste(struct editor *e) {
-    size_t n = arrlenu(e->keys.paste);
-    struct fold f = {e->cursor, n, n && e->keys.paste[n - 1] != '\n'};
-    for (size_t i = 0; i < n; i++) f.lines += e->keys.paste[i] == '\n';
+    const size_t n = arrlenu(e->keys.paste);
+    const struct fold f = {e->cursor, n, text_lines(e->keys.paste, n)};
     text_insert(e, e->keys.paste, n);
     if (n > FOLD_BYTES || f.lines > FOLD_LINES) arrput(e->folds, f);
+}
+
+/* Swaps the two units before the cursor. */
+static void text_swap(struct editor *e) {
+    const size_t end = e->cursor, second = unit_prev(e, end), first = unit_prev(e, second);
+    if (first == second) return;
+    struct passage p = passage_copy(e->text, e->folds, first, second);
+    text_delete(e, first, second);
+    e->cursor = end - (second - first);
+    text_insert_passage(e, &p);
+    passage_free(&p);
+}
+
+/* Removes [from, to), which Ctrl-Y brings back. What keys in a row cut becomes one piece. */
+static void text_cut(struct editor *e, size_t from, size_t to) {
+    if (from == to) return;
+    struct passage p = passage_copy(e->text, e->folds, from, to);
+    e->action = ACTION_CUT;
+    if (e->last == ACTION_CUT && arrlen(e->cuts)) {
+        struct passage before = arrpop(e->cuts);
+        const bool backward = from < e->cursor;
+        struct passage *front = backward ? &p : &before, *back = backward ? &before : &p;
+        passage_append(front, back);
+        passage_free(back);
+        p = *front;
+    }
+    arrput(e->cuts, p);
+    if (arrlen(e->cuts) > CUTS_MAX) {
+        passage_free(&e->cuts[0]);
+        arrdel(e->cuts, 0);
+    }
+    text_delete(e, from, to);
+}
+
+/* Inserts the newest cut. `older`: puts the cut before it in place of the one that the last key inserted. */
+static void text_yank(struct editor *e, bool older) {
+    const size_t n = arrlenu(e->cuts);
+    if (!n || (older && e->last != ACTION_YANKED)) return;
+    e->yanked = older ? (e->yanked + n - 1) % n : n - 1;
+    if (older) text_delete(e, e->yanked_at, e->cursor);
+    e->yanked_at = e->cursor;
+    text_insert_passage(e, &e->cuts[e->yanked]);
+    e->action = ACTION_YANKED;
 }
 
 /* Whether the text is a block: it begins with """, and not as part of a fold. */
@@ -13550,30 +13697,41 @@ static int text_continues(const struct editor *e) {
     return slashes & 1 ? '\\' : 0;
 }
 
-/* Appends the text as it is sent to *line: a block loses its marks and the newlines next to them. */
-static void text_send(const struct editor *e, char **line) {
+/* Returns where the text that is sent begins, and in *n its length: a block loses its marks and the newlines next to
+ * them. */
+static size_t text_sent(const struct editor *e, size_t *n) {
     const char *s = e->text;
-    size_t n = arrlenu(s);
-    if (text_is_block(e) && !text_continues(e)) {
-        while (isspace((uint8_t)s[n - 1])) n--;
-        s += 3;
-        n -= 6;
-        if (n && *s == '\n') {
-            s++;
-            n--;
-        }
-        if (n && s[n - 1] == '\n') n--;
-    }
-    sb_put(line, s, n);
+    *n = arrlenu(s);
+    if (!text_is_block(e) || text_continues(e)) return 0;
+    while (isspace((uint8_t)s[*n - 1])) --*n;
+    *n -= 6;
+    const size_t from = *n && s[3] == '\n' ? 4 : 3;
+    *n -= from - 3;
+    if (*n && s[from + *n - 1] == '\n') --*n;
+    return from;
 }
 
-/* ---- history ---- */
+/* ============================================================================================================
+ * History of texts
+ *
+ * The texts of former times, which Up, Down and Ctrl-R bring back, and undo, which brings back former states of the
+ * text. A file keeps the history for later runs, without the folds and without very long texts.
+ * ============================================================================================================ */
 
-/* Appends an entry and drops the oldest if there are too many. */
-static void history_put(struct editor *e, const char *s, size_t n) {
-    arrput(e->history, xstrndup(s, n));
+enum {
+    HISTORY_MAX = 1000,       /* entries, in memory and in the file */
+    HISTORY_ENTRY_MAX = 65536 /* bytes; a longer text does not enter the file */
+};
+
+/* Appends an entry, which it takes over, and drops the oldest if there are too many. An entry of many lines without a
+ * fold becomes one, so that Up and Down soon get past it. */
+static void history_put(struct editor *e, struct passage p) {
+    const size_t n = arrlenu(p.text);
+    const struct fold whole = {0, n, text_lines(p.text, n)};
+    if (!arrlen(p.folds) && whole.lines > FOLD_LINES) arrput(p.folds, whole);
+    arrput(e->history, p);
     if (arrlen(e->history) > HISTORY_MAX) {
-        free(e->history[0]);
+        passage_free(&e->history[0]);
         arrdel(e->history, 0);
     }
 }
@@ -13587,7 +13745,7 @@ static void history_line(char **out, const char *s, size_t n) {
 /* Reads the history file and rewrites it if it has more than HISTORY_MAX entries. Any content is accepted; a file that
  * cannot be read is an empty history. */
 static void history_load(struct editor *e) {
-    char *data = NULL, *entry = NULL, *tmp = NULL, err[ERR_MAX];
+    char *data = NULL, *tmp = NULL, err[ERR_MAX];
     struct stat st;
     size_t entries = 0, end;
     if (stat(e->history_path, &st) || !S_ISREG(st.st_mode) || st.st_size > (off_t)HISTORY_MAX * HISTORY_ENTRY_MAX)
@@ -13596,32 +13754,36 @@ static void history_load(struct editor *e) {
     for (size_t at = 0; at < arrlenu(data); at = end + 1) {
         for (end = at; end < arrlenu(data) && data[end] != '\n'; end++) continue;
         if (end == at || end - at > HISTORY_ENTRY_MAX) continue;
-        arrsetlen(entry, 0);
-        input_sanitize(&entry, data + at, end - at);
-        history_put(e, entry, arrlenu(entry));
+        struct passage entry = {NULL, NULL};
+        input_sanitize(&entry.text, data + at, end - at);
+        history_put(e, entry);
         entries++;
     }
     arrsetlen(data, 0);
     sb_printf(&tmp, "%s.%d", e->history_path, (int)getpid());
     int fd = entries > HISTORY_MAX ? open(sb_cstr(&tmp), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600) : -1;
     if (fd >= 0) {
-        for (int i = 0; i < arrlen(e->history); i++) history_line(&data, e->history[i], strlen(e->history[i]));
+        for (int i = 0; i < arrlen(e->history); i++)
+            history_line(&data, e->history[i].text, arrlenu(e->history[i].text));
         bool whole = write(fd, data, arrlenu(data)) == (ssize_t)arrlen(data);
         if (close(fd) || !whole || rename(tmp, e->history_path)) unlink(tmp);
     }
     arrfree(data);
-    arrfree(entry);
     arrfree(tmp);
 }
 
-/* Adds a text to the history, unless it is that of the last entry. The file is opened for each entry and extended by
+/* Adds a text to the history, unless it is that of the last entry, with its folds if it is the text that was read last.
+ * The file is opened for each entry and extended by
  * one write with O_APPEND, so that programs that run at the same time mix whole lines. If that fails, only the file
  * lacks the entry. */
 static void editor_history_add(struct editor *e, const char *line, size_t n) {
-    if (!n || n > HISTORY_ENTRY_MAX) return;
-    if (arrlen(e->history) && !strncmp(arrlast(e->history), line, n) && !arrlast(e->history)[n]) return;
-    history_put(e, line, n);
-    int fd = e->history_path ? open(e->history_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0600) : -1;
+    size_t sent_n;
+    if (!n || (arrlen(e->history) && passage_is(&arrlast(e->history), line, n))) return;
+    const size_t from = text_sent(e, &sent_n);
+    const bool sent = sent_n == n && !memcmp(e->text + from, line, n);
+    history_put(e, sent ? passage_copy(e->text, e->folds, from, from + n) : passage_copy(line, NULL, 0, n));
+    if (!e->history_path || n > HISTORY_ENTRY_MAX) return;
+    int fd = open(e->history_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0600);
     if (fd < 0) return;
     char *data = NULL;
     history_line(&data, line, n);
@@ -13630,21 +13792,45 @@ static void editor_history_add(struct editor *e, const char *line, size_t n) {
     close(fd);
 }
 
-/* Replaces the text by the history entry `step` entries further on. After the newest entry comes the draft. */
-static void history_move(struct editor *e, int step) {
-    size_t n = arrlenu(e->history), to = e->history_at + (size_t)step;
-    if (to > n || !step) return; /* an index below 0 wraps to a large one */
-    if (e->history_at == n || to == n) {
-        char *text = e->text;
-        struct fold *folds = e->folds;
-        e->text = e->draft;
-        e->draft = text;
-        e->folds = e->draft_folds;
-        e->draft_folds = folds;
+/* Replaces the text by a history entry. After the newest entry comes the draft. */
+static void history_go(struct editor *e, size_t to) {
+    const size_t n = arrlenu(e->history);
+    step_begin(e);
+    if ((e->history_at == n) != (to == n)) {
+        const struct passage now = {e->text, e->folds};
+        e->text = e->draft.text;
+        e->folds = e->draft.folds;
+        e->draft = now;
     }
     e->history_at = to;
-    if (to < n) text_set(e, e->history[to], strlen(e->history[to]));
     e->cursor = arrlenu(e->text);
+    if (to == n) return;
+    text_set(e, "", 0);
+    text_insert_passage(e, &e->history[to]);
+}
+
+/* Goes to the next older (step -1) or newer (1) entry, if there is one. */
+static void history_move(struct editor *e, int step) {
+    if (step < 0 ? e->history_at > 0 : e->history_at < arrlenu(e->history)) history_go(e, e->history_at + (size_t)step);
+}
+
+/* Brings a state back. */
+static void step_restore(struct editor *e, const struct step *s) {
+    if (e->history_at != s->history_at) history_go(e, s->history_at);
+    text_set(e, "", 0);
+    text_insert_passage(e, &s->was);
+    e->cursor = s->cursor;
+}
+
+/* Takes the last change back. */
+static void text_undo(struct editor *e) {
+    e->in_step = true; /* undo is no step of its own */
+    for (bool same = true; same && arrlen(e->steps);) {
+        struct step s = arrpop(e->steps);
+        same = passage_is(&s.was, e->text, arrlenu(e->text));
+        step_restore(e, &s);
+        passage_free(&s.was);
+    }
 }
 
 /* ============================================================================================================
@@ -13839,7 +14025,11 @@ static void move_vertically(struct editor *e, int step) {
     picture_free(&p);
 }
 
-/* ---- keys ---- */
+/* ============================================================================================================
+ * Line editor: keys
+ *
+ * What each key does: completion, the search of the history, and the loop that reads a text.
+ * ============================================================================================================ */
 
 /* Completes the word after a leading slash as far as all words with that beginning agree. If that adds nothing, lists
  * them. */
@@ -13872,19 +14062,17 @@ static void editor_complete(struct editor *e) {
 }
 
 /* Searches the history (Ctrl-R) for the newest entry that contains what is typed. Ctrl-R again finds an older one.
- * Ctrl-C and Ctrl-G bring back the text from before the search. Any other key ends the search and then acts on the
- * entry. */
+ * Ctrl-C and Ctrl-G bring back the text from before the search, as does Enter where no entry matches. Any other key ends
+ * the search and then acts on the text that is shown. */
 static void editor_search(struct editor *e) {
     const char *prompt = e->prompt;
-    char *query = NULL, *shown = NULL, *text = NULL;
-    struct fold *folds = NULL;
-    size_t cursor = e->cursor, history_at = e->history_at;
+    char *query = NULL, *shown = NULL;
+    struct step before = step_take(e);
+    bool missed = false;
     int key, at = (int)arrlen(e->history);
-    sb_put(&text, e->text, arrlenu(e->text));
-    for (int i = 0; i < arrlen(e->folds); i++) arrput(folds, e->folds[i]);
     for (;;) {
         arrsetlen(shown, 0);
-        sb_puts(&shown, "(search '");
+        sb_puts(&shown, missed ? "(no match '" : "(search '");
         term_escape(&shown, query, arrlenu(query));
         sb_puts(&shown, "') ");
         e->prompt = sb_cstr(&shown);
@@ -13907,24 +14095,19 @@ static void editor_search(struct editor *e) {
         } else {
             break;
         }
-        while (from >= 0 && !strstr(e->history[from], sb_cstr(&query))) from--;
-        if (from < 0 || !arrlen(query)) continue;
-        history_move(e, from - (int)e->history_at);
-        at = from;
+        const size_t n = arrlenu(query);
+        if (!n) at = (int)arrlen(e->history);
+        while (n && from >= 0 && !memmem(e->history[from].text, arrlenu(e->history[from].text), query, n)) from--;
+        if (n && from >= 0) history_go(e, (size_t)(at = from));
+        else if (key != CONTROL('R')) step_restore(e, &before);
+        if (key != CONTROL('R')) missed = n && from < 0;
     }
-    if (key == CONTROL('C') || key == CONTROL('G')) {
-        history_move(e, (int)history_at - (int)e->history_at);
-        text_set(e, text, arrlenu(text));
-        for (int i = 0; i < arrlen(folds); i++) arrput(e->folds, folds[i]);
-        e->cursor = cursor;
-    } else {
-        e->keys.pushed = key;
-    }
+    if (key == CONTROL('C') || key == CONTROL('G')) step_restore(e, &before);
+    else if (key != '\r' || !missed) e->keys.pushed = key;
     e->prompt = prompt;
     arrfree(query);
     arrfree(shown);
-    arrfree(text);
-    arrfree(folds);
+    passage_free(&before.was);
 }
 
 /* Stops the program (Ctrl-Z) and continues after SIGCONT. */
@@ -13949,11 +14132,24 @@ static enum edit_result editor_enter(struct editor *e) {
     return EDIT_MORE;
 }
 
+/* Begins a new step of undo, unless the key goes on with a word that is being typed. Returns the key, after Ctrl-X what
+ * both together stand for. */
+static int editor_key_begin(struct editor *e, int key) {
+    if (e->chord && key == CONTROL('U')) key = CONTROL('_');
+    e->chord = e->chord && key == KEY_REDRAW;
+    const bool typed = key >= 32 && key != 127 && key < KEY_NONE;
+    const bool blank = e->cursor && isspace((uint8_t)e->text[e->cursor - 1]);
+    e->last = e->action;
+    e->in_step = typed && e->last == ACTION_TYPED && (!blank || key == ' ');
+    e->action = typed ? ACTION_TYPED : ACTION_OTHER;
+    return key;
+}
+
 /* Acts on a key. */
 static enum edit_result editor_key(struct editor *e, int key) {
     size_t n = arrlenu(e->text), at = e->cursor, to;
     char s[4];
-    switch (key) {
+    switch (key = editor_key_begin(e, key)) {
     case KEY_EOF: return EDIT_EOF;
     case '\r': return editor_enter(e);
     case '\n': text_insert(e, "\n", 1); break;
@@ -13981,16 +14177,21 @@ static enum edit_result editor_key(struct editor *e, int key) {
     case CONTROL('H'): text_delete(e, unit_prev(e, at), at); break;
     case CONTROL('K'): /* at the end of a line: the newline */
         to = line_end(e, at);
-        text_delete(e, at, to == at ? unit_next(e, at) : to);
+        text_cut(e, at, to == at ? unit_next(e, at) : to);
         break;
-    case CONTROL('U'): text_delete(e, line_start(e, at), at); break;
-    case CONTROL('W'): text_delete(e, word_left(e, at, true), at); break;
-    case KEY_WORD_RUBOUT: text_delete(e, word_left(e, at, false), at); break;
-    case KEY_WORD_DELETE: text_delete(e, at, word_right(e, at)); break;
+    case CONTROL('U'): text_cut(e, line_start(e, at), at); break;
+    case CONTROL('W'): text_cut(e, word_left(e, at, true), at); break;
+    case KEY_WORD_RUBOUT: text_cut(e, word_left(e, at, false), at); break;
+    case KEY_WORD_DELETE: text_cut(e, at, word_right(e, at)); break;
+    case CONTROL('Y'): text_yank(e, false); break;
+    case KEY_YANK_OLDER: text_yank(e, true); break;
+    case CONTROL('T'): text_swap(e); break;
+    case CONTROL('_'): text_undo(e); break;
+    case CONTROL('X'): e->chord = true; break;
     case CONTROL('C'):
         if (!n) return EDIT_INTERRUPT;
-        e->history_at = arrlenu(e->history);
         text_set(e, "", 0);
+        e->history_at = arrlenu(e->history);
         break;
     case CONTROL('L'):
         write_all(1, "\033[H\033[2J", 7);
@@ -14057,15 +14258,16 @@ static enum edit_result editor_read_screen(struct editor *e) {
 static enum edit_result editor_read(struct editor *e, const char *prompt, const char *continuation, char **line) {
     fflush(stdout);
     text_set(e, "", 0);
-    arrsetlen(e->draft, 0);
-    arrsetlen(e->draft_folds, 0);
+    steps_clear(e);
     e->history_at = arrlenu(e->history);
     e->prompt = prompt;
     e->continuation = continuation;
     e->row = e->top = e->cols = 0;
     enum edit_result r = e->screen ? editor_read_screen(e) : editor_read_plain(e);
     arrsetlen(*line, 0);
-    if (r == EDIT_LINE) text_send(e, line);
+    size_t n;
+    const size_t from = text_sent(e, &n);
+    if (r == EDIT_LINE) sb_put(line, e->text + from, n);
     return r;
 }
 
@@ -14081,12 +14283,15 @@ static void editor_init(struct editor *e, const char *history_path) {
 }
 
 static void editor_free(struct editor *e) {
-    for (int i = 0; i < arrlen(e->history); i++) free(e->history[i]);
+    for (int i = 0; i < arrlen(e->history); i++) passage_free(&e->history[i]);
+    for (int i = 0; i < arrlen(e->cuts); i++) passage_free(&e->cuts[i]);
+    steps_clear(e);
     arrfree(e->history);
+    arrfree(e->cuts);
+    arrfree(e->steps);
     arrfree(e->text);
     arrfree(e->folds);
-    arrfree(e->draft);
-    arrfree(e->draft_folds);
+    passage_free(&e->draft);
     arrfree(e->keys.in);
     arrfree(e->keys.paste);
     free(e->history_path);

@@ -475,6 +475,59 @@ static void test_repl_paste(void) {
     editor_end(&p);
 }
 
+static void test_repl_cut(void) {
+    static const char *const t[][2] = {
+        {"one two three\027\027\031", "one two three"}, /* keys in a row cut one piece, */
+        {"one two\027x\027\031\033y", "one two"},       /* others one each */
+        {"abc def\2\2\2\13\1\031", "defabc "},
+        {"one two\1\033d\033d\5-\031", "-one two"},
+        {"one two-three\033\177\033\177\1\031!", "two-three!one "},
+        {"abcdef\2\2\2\25\13\031\031", "abcdefabcdef"},
+        {"a\033yb", "ab"},
+        {"1 \0272 \0273 \027\031\033y\033y.", "1 ."},
+        {PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "a\25\031\177\177b", "b"}, /* a fold stays one */
+        {"ab\024c", "bac"},
+        {"a\024b", "ab"},
+        {"xe\xcc\x81\024", "e\xcc\x81x"},
+        {"a" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "\024\177b\2\4", "1\\x0a2\\x0a3\\x0a4\\x0a5\\x0a6\\x0a7\\x0a8\\x0a9"},
+    };
+    EDITOR_TABLE(t);
+}
+
+static void test_repl_undo(void) {
+    static const char *const t[][2] = {
+        {"one two\037", "one "},
+        {"one two\037\037\037x", "x"},
+        {"one two\027\030\025", "one two"},
+        {"one two\027\177\037\037!", "one two!"},
+        {"one\1\033d\037X", "Xone"}, /* the cursor is back as well */
+        {"a" PASTE("b c d") "\037", "a"},
+        {"a" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "\177\037\177b", "ab"}, /* the fold is one again */
+        {"kept\3\037", "kept"},
+        {"draft\033[A\037!", "draft!"},
+        {"draft\033[Ax\033[B\037?\033[B", "draft"}, /* back at the entry, and on to the draft */
+        {"\030x", "x"},
+        {"\037", ""},
+    };
+    EDITOR_TABLE(t);
+    struct editor e;
+    editor_init(&e, NULL);
+    for (int i = 0; i < 3 * STEPS_MAX; i++) {
+        e.in_step = false;
+        text_insert(&e, "x", 1);
+    }
+    CHECK(arrlen(e.steps) == STEPS_MAX, "%td states", arrlen(e.steps));
+    char *big = NULL;
+    for (int i = 0; i < STEPS_BYTES / 2; i++) arrput(big, 'x');
+    for (int i = 0; i < 4; i++) {
+        e.in_step = false;
+        text_insert(&e, big, arrlenu(big));
+    }
+    CHECK(arrlen(e.steps) == 1, "%td states of a large text", arrlen(e.steps));
+    arrfree(big);
+    editor_free(&e);
+}
+
 static const char *repl_scratch(const char *name) {
     static char path[256];
     snprintf(path, sizeof path, "%s/%s", test_dir(), name);
@@ -514,19 +567,45 @@ static void test_repl_history(void) {
     editor_init(&e, path);
     CHECK(arrlen(e.history) == HISTORY_MAX, "%td entries", arrlen(e.history));
     if (arrlen(e.history) == HISTORY_MAX) {
-        CHECK(!strcmp(e.history[HISTORY_MAX - 1], "\xef\xbf\xbd\xef\xbf\xbd\033[2J\nend"), "%s",
-              e.history[HISTORY_MAX - 1]);
-        CHECK(!strcmp(e.history[0], "entry 501"), "%s", e.history[0]);
+        CHECK(passage_is(&arrlast(e.history), "\xef\xbf\xbd\xef\xbf\xbd\033[2J\nend", 14), "%s",
+              sb_cstr(&arrlast(e.history).text));
+        CHECK(passage_is(&e.history[0], "entry 501", 9), "%s", sb_cstr(&e.history[0].text));
     }
     editor_history_add(&e, "last", 4);
     editor_free(&e);
     editor_init(&e, path); /* the file was shortened, then extended */
-    CHECK(arrlen(e.history) == HISTORY_MAX && !strcmp(arrlast(e.history), "last"), "%td", arrlen(e.history));
+    CHECK(arrlen(e.history) == HISTORY_MAX && passage_is(&arrlast(e.history), "last", 4), "%td", arrlen(e.history));
     editor_free(&e);
     editor_init(&e, "/nonexistent/dir/history"); /* nothing to read or write: no matter */
     editor_history_add(&e, "x", 1);
     editor_free(&e);
     arrfree(data);
+}
+
+/* A long paste is in the history as it was pasted; the file does without it if it is too long. */
+static void test_repl_history_long(void) {
+    const char *path = repl_scratch("history-long");
+    struct pty p;
+    char *big = NULL, *data = NULL, err[ERR_MAX];
+    if (!editor_start(&p, 24, 80, path)) return;
+    editor_line(&p, "first", "=first");
+    editor_line(&p, "1\n2\n3\n4\n5\n6\n7\n8\n9", "=1\\x0a2");
+    pty_send(&p, "see \033[200~");
+    for (int i = 0; i < 2000; i++) sb_puts(&big, "0123456789 0123456789 0123456789 0123456789\r");
+    pty_send_n(&p, big, arrlenu(big));
+    pty_send(&p, "\033[201~!\r");
+    editor_expect(&p, "6789\\x0a!\r\n");
+    pty_send(&p, "\14\033[A");
+    SCREEN(&p, 0, 0, 26, "> see [pasted 2000 lines]!", "");
+    pty_send(&p, "\033[A");
+    SCREEN(&p, 0, 0, 18, "> [pasted 9 lines]", "");
+    pty_send(&p, "\033[A");
+    SCREEN(&p, 0, 0, 7, "> first", "");
+    pty_send(&p, "\3");
+    editor_end(&p);
+    CHECK(!read_file(path, &data, err) && !strcmp(sb_cstr(&data), "first\n1\r2\r3\r4\r5\r6\r7\r8\r9\n"), "%s", data);
+    arrfree(data);
+    arrfree(big);
 }
 
 /* Two programs append at once: every line arrives whole. */
@@ -579,7 +658,12 @@ static void test_repl_search(void) {
     SCREEN(&p, 18, 18, 17, "(search '\xc3\xbc') gr\xc3\xbcn", "");
     pty_send(&p, "\3");
     editor_line(&p, "\022\xc3\xbc\xc3\xbf\177", "=gr\xc3\xbcn");
-    editor_line(&p, "\022nothing like it", "=");
+    pty_send(&p, "\14kept\022squqq");
+    SCREEN(&p, 0, 0, 23, "(no match 'squqq') kept", "");
+    pty_send(&p, "\r");
+    SCREEN(&p, 0, 0, 6, "> kept", "");
+    editor_line(&p, "\022banqq\177\177", "=banana"); /* Enter takes an entry that matches, */
+    editor_line(&p, "here\022banqq\r!", "=here!");   /* but no other */
     editor_end(&p);
 }
 
@@ -1279,7 +1363,8 @@ static void test_moe_color(void) {
 
 #define TESTS_REPL                                                                                                   \
     {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
-        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                        \
+        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                 \
+        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                          \
         {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
         {"repl/screen", test_repl_screen}, {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, \
         {"repl/wrap", test_repl_wrap}, {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize},            \
