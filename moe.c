@@ -96,8 +96,10 @@
  *   Edited text                                     330  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
  *   Line editor                                     200  drawing and moving in it
- *   Line editor: keys                               270  what each key does
+ *   Text in another program                          50  files of text; $EDITOR
+ *   Line editor: keys                               320  what each key does
  *   REPL commands                                   460  /help, /undo, /save ..
+ *   REPL completion                                 130  what Tab puts behind a command
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
  *   Finding a model                                  80  what -m and bare moe say where there is none
@@ -12286,6 +12288,7 @@ enum {
     KEY_WORD_RUBOUT, /* Alt-Backspace */
     KEY_WORD_DELETE, /* Alt-D */
     KEY_YANK_OLDER,  /* Alt-Y */
+    KEY_EXTERNAL,    /* Ctrl-X Ctrl-E */
     KEY_PASTE,       /* the pasted text is in keyboard.paste */
     KEY_REDRAW,      /* the window size or the mode of the terminal changed */
     KEY_EOF
@@ -13427,11 +13430,13 @@ struct step {
 enum edit_action { ACTION_OTHER, ACTION_TYPED, ACTION_CUT, ACTION_YANKED };
 
 struct editor {
-    char *text;               /* stb_ds */
-    size_t cursor;            /* byte offset into text */
-    struct fold *folds;       /* stb_ds */
-    const char *const *words; /* NULL-terminated: what Tab completes after a leading slash; or NULL */
-    bool screen;              /* the terminal can move its cursor */
+    char *text;         /* stb_ds */
+    size_t cursor;      /* byte offset into text */
+    struct fold *folds; /* stb_ds */
+    bool screen;        /* the terminal can move its cursor */
+    /* Appends what Tab may put in place of line[*from .. cursor) to *candidates, in memory of its own; NULL: nothing. A
+     * candidate that ends in a slash can be continued. */
+    void (*complete)(const char *line, size_t cursor, char ***candidates, size_t *from);
 
     struct passage *cuts;          /* stb_ds: texts cut, the newest last */
     size_t yanked;                 /* the cut that was inserted last, */
@@ -13837,7 +13842,7 @@ static void text_undo(struct editor *e) {
  * Line editor
  *
  * Reads one text from the terminal, which may have several lines. The section does not know what a text means; the
- * caller passes the words that Tab completes.
+ * caller passes a function that completes it.
  *
  * Every refresh computes the whole picture from the text, the cursor and the width, and draws it with one write(). All
  * that is remembered of the screen is the row of the cursor. If the terminal cannot move its cursor (TERM=dumb, or
@@ -13940,12 +13945,16 @@ static void picture_unit(const struct editor *e, struct picture *p, size_t from,
     }
 }
 
+static void screen_size(int *rows, int *cols) {
+    struct winsize w = {0};
+    *rows = !ioctl(1, TIOCGWINSZ, &w) && w.ws_row ? w.ws_row : 24;
+    *cols = w.ws_col ? w.ws_col : 80;
+}
+
 /* Lays out prompt and text for the present size of the terminal, and finds the places of the cursor and of the goal. */
 static void picture_draw(const struct editor *e, struct picture *p) {
     size_t n = arrlenu(e->text), next;
-    struct winsize w = {0};
-    p->height = !ioctl(1, TIOCGWINSZ, &w) && w.ws_row ? w.ws_row : 24;
-    p->cols = w.ws_col ? w.ws_col : 80;
+    screen_size(&p->height, &p->cols);
     arrsetlen(p->out, 0);
     arrsetlen(p->rows, 0);
     arrput(p->rows, 0);
@@ -14026,39 +14035,129 @@ static void move_vertically(struct editor *e, int step) {
 }
 
 /* ============================================================================================================
- * Line editor: keys
+ * Text in another program
  *
- * What each key does: completion, the search of the history, and the loop that reads a text.
+ * Reads files of text, and lets the user write one in the editor of $VISUAL or $EDITOR.
  * ============================================================================================================ */
 
-/* Completes the word after a leading slash as far as all words with that beginning agree. If that adds nothing, lists
- * them. */
-static void editor_complete(struct editor *e) {
-    const char *found = NULL;
-    char *list = NULL;
-    size_t n = e->cursor, common = 0, count = 0;
-    if (!e->words || !n || e->text[0] != '/') return;
-    for (int i = 0; e->words[i]; i++) {
-        const char *w = e->words[i];
-        if (strncmp(w, e->text + 1, n - 1)) continue;
-        if (!found) {
-            found = w;
-            common = strlen(w);
+enum { READ_MAX = 64 << 20 /* bytes of a file of text */ };
+
+/* Appends a text file to *out. Returns 0, or -1 with a message if it is too large or not UTF-8 without NUL. */
+static int read_text(const char *path, char **out, char *err) {
+    struct stat st;
+    if (file_check(path, &st, err)) return -1;
+    if (st.st_size > READ_MAX)
+        return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
+                    READ_MAX >> 20);
+    size_t at = arrlenu(*out);
+    if (read_file(path, out, err)) return -1;
+    size_t n = arrlenu(*out) - at;
+    if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
+    if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
+    return 0;
+}
+
+/* Runs the user's editor on text (n). Appends what it saved to *out, without white space at its end. Returns 0, or -1
+ * with a message. Then the message names the file if it holds another text than before. */
+static int external_edit(const char *text, size_t n, char **out, char *err) {
+    const char *visual = getenv("VISUAL"), *editor = getenv("EDITOR");
+    const char *name = visual && *visual ? visual : editor && *editor ? editor : "vi";
+    char *raw = NULL, *command = NULL, why[ERR_MAX];
+    strcpy(temp_path, "/tmp/moe-XXXXXX.md");
+    int fd = mkostemps(temp_path, 3, O_CLOEXEC); /* mode 0600 */
+    if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
+    temp_exists = 1;
+    write_all(fd, text, n);
+    close(fd);
+    sb_printf(&command, "%s %s", name, temp_path);
+    term_restore();
+    struct termios mode; /* of the terminal, in case the editor changes it */
+    const bool known = !tcgetattr(0, &mode);
+    const int status = system(sb_cstr(&command));
+    if (known) tcsetattr(0, TCSADRAIN, &mode);
+    int rc = read_text(temp_path, &raw, why);
+    const bool same = rc ? access(temp_path, F_OK) != 0 : arrlenu(raw) == n && (!n || !memcmp(raw, text, n));
+    if (status) rc = fail(why, "'%s' failed with status %d", name, WIFEXITED(status) ? WEXITSTATUS(status) : status);
+    if (rc && same) fail(err, "%s", why);
+    else if (rc) fail(err, "the text is kept in %s: %s", temp_path, why);
+    if (rc && !same) temp_exists = 0;
+    temp_remove();
+    if (!rc) input_sanitize(out, raw, arrlenu(raw));
+    while (arrlen(*out) && isspace((uint8_t)arrlast(*out))) (void)arrpop(*out);
+    arrfree(raw);
+    arrfree(command);
+    return rc;
+}
+
+/* ============================================================================================================
+ * Line editor: keys
+ *
+ * What each key does, completion, the search of the history, and the loop that reads a text.
+ * ============================================================================================================ */
+
+enum { LIST_ROWS = 20 /* of candidates that Tab lists at most */ };
+
+/* Prints texts in columns, without the first `shared` bytes, which all have in common. */
+static void editor_list(char *const *names, size_t shared) {
+    char *out = NULL, **shown = NULL;
+    int *widths = NULL, width = 0, height, cols;
+    const int n = (int)arrlen(names);
+    for (int i = 0; i < n; i++) {
+        char *safe = NULL;
+        term_escape(&safe, names[i] + shared, strlen(names[i]) - shared);
+        const int w = text_width(safe, arrlenu(safe), NULL);
+        arrput(widths, w);
+        arrput(shown, safe);
+        width = int_max(width, w);
+    }
+    screen_size(&height, &cols);
+    const int across = int_max(1, (cols + 1) / (width + 2)), rows = int_min((n + across - 1) / across, LIST_ROWS);
+    for (int row = 0; row < rows; row++) {
+        for (int i = row, gap = 0; i < n && i < rows * across; i += rows) {
+            for (; gap > 0; gap--) arrput(out, ' ');
+            sb_put(&out, shown[i], arrlenu(shown[i]));
+            gap = width + 2 - widths[i];
         }
-        while (strncmp(w, found, common)) common--;
-        sb_printf(&list, "/%s  ", w);
-        count++;
+        sb_puts(&out, "\r\n");
     }
-    if (found) text_insert(e, found + n - 1, common - (n - 1));
-    if (count == 1) text_insert(e, " ", 1);
-    if (count > 1 && common == n - 1) {
-        size_t at = e->cursor;
-        editor_leave(e);
-        sb_puts(&list, "\r\n");
-        write_all(1, list, arrlenu(list));
-        e->cursor = at;
+    if (n > rows * across) sb_printf(&out, "... and %d more\r\n", n - rows * across);
+    write_all(1, out, arrlenu(out));
+    for (int i = 0; i < n; i++) arrfree(shown[i]);
+    arrfree(shown);
+    arrfree(widths);
+    arrfree(out);
+}
+
+static int text_compare(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* Completes the text before the cursor as far as all candidates agree. If that adds nothing, lists them, without the
+ * directory that they share. */
+static void editor_complete(struct editor *e) {
+    char **found = NULL;
+    size_t from = 0, common = 0, shared = 0, at = e->cursor;
+    if (e->complete) e->complete(sb_cstr(&e->text), at, &found, &from);
+    const size_t n = arrlenu(found);
+    if (n) {
+        qsort(found, n, sizeof *found, text_compare);
+        const char *first = found[0], *last = found[n - 1];
+        while (first[common] && first[common] == last[common]) common++;
+        while (((uint8_t)first[common] & 0xc0) == 0x80) common--; /* to the start of a code point */
+        const bool adds = common > at - from;
+        if (adds || n == 1) {
+            text_delete(e, from, at);
+            text_insert(e, first, common);
+        }
+        if (n == 1 && first[common - 1] != '/') text_insert(e, " ", 1);
+        for (size_t i = 1; i < common; i++)
+            if (first[i] == '/') shared = i + 1;
+        if (n > 1 && !adds) {
+            editor_leave(e);
+            editor_list(found, shared);
+            e->cursor = at;
+        }
     }
-    arrfree(list);
+    for (size_t i = 0; i < n; i++) free(found[i]);
+    arrfree(found);
 }
 
 /* Searches the history (Ctrl-R) for the newest entry that contains what is typed. Ctrl-R again finds an older one.
@@ -14120,6 +14219,18 @@ static void editor_suspend(struct editor *e) {
     e->cursor = at;
 }
 
+/* Edits the text in another program (Ctrl-X Ctrl-E). */
+static void editor_external(struct editor *e) {
+    const size_t at = e->cursor, n = arrlenu(e->text);
+    char *text = NULL, err[ERR_MAX];
+    editor_leave(e);
+    e->cursor = at;
+    if (external_edit(e->text, n, &text, err)) note("%s", err);
+    else if (arrlenu(text) != n || (n && memcmp(text, e->text, n) != 0)) text_set(e, text, arrlenu(text));
+    arrfree(text);
+    term_raw(&e->keys);
+}
+
 /* Handles Enter: ends the text, or begins a new line after a backslash (which is removed) and in an open block. */
 static enum edit_result editor_enter(struct editor *e) {
     int why = text_continues(e);
@@ -14136,6 +14247,7 @@ static enum edit_result editor_enter(struct editor *e) {
  * both together stand for. */
 static int editor_key_begin(struct editor *e, int key) {
     if (e->chord && key == CONTROL('U')) key = CONTROL('_');
+    if (e->chord && key == CONTROL('E')) key = KEY_EXTERNAL;
     e->chord = e->chord && key == KEY_REDRAW;
     const bool typed = key >= 32 && key != 127 && key < KEY_NONE;
     const bool blank = e->cursor && isspace((uint8_t)e->text[e->cursor - 1]);
@@ -14188,6 +14300,7 @@ static enum edit_result editor_key(struct editor *e, int key) {
     case CONTROL('T'): text_swap(e); break;
     case CONTROL('_'): text_undo(e); break;
     case CONTROL('X'): e->chord = true; break;
+    case KEY_EXTERNAL: editor_external(e); break;
     case CONTROL('C'):
         if (!n) return EDIT_INTERRUPT;
         text_set(e, "", 0);
@@ -14307,8 +14420,6 @@ static void editor_free(struct editor *e) {
  * the table of commands and their functions stand together.
  * ============================================================================================================ */
 
-enum { READ_MAX = 64 << 20 /* bytes of a file that /read and /edit accept */ };
-
 /* ---- signals ---- */
 
 /* SIGINT. The first asks the running work to stop at its next token or chunk; a second one within a second ends the
@@ -14407,6 +14518,8 @@ struct command {
 
 enum { COMMAND_QUIT = 1 }; /* result of /quit */
 
+static void repl_complete(const char *line, size_t cursor, char ***candidates, size_t *from);
+
 /* Prints a session error in its own line, red on a terminal. */
 static void print_error(const char *err) {
     char *line = NULL;
@@ -14440,21 +14553,6 @@ static size_t split_word(char *s, char **rest) {
     size_t n = strcspn(s, " \t\n");
     *rest = s + n + strspn(s + n, " \t\n");
     return n;
-}
-
-/* Appends a text file to *out. Returns 0, or -1 with a message if it is too large or not UTF-8 without NUL. */
-static int read_text(const char *path, char **out, char *err) {
-    struct stat st;
-    if (file_check(path, &st, err)) return -1;
-    if (st.st_size > READ_MAX)
-        return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
-                    READ_MAX >> 20);
-    size_t at = arrlenu(*out);
-    if (read_file(path, out, err)) return -1;
-    size_t n = arrlenu(*out) - at;
-    if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
-    if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
-    return 0;
 }
 
 /* Appends a file as it appears in a message: its name, then its text in a fence longer than any run of backticks in
@@ -14539,39 +14637,35 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
     return rc;
 }
 
-/* Opens $EDITOR with the argument as text. Sends the result without white space at its end, unless the editor failed or
- * the text is empty. */
-static int cmd_edit(struct repl *r, char *arg, char *err) {
-    const char *editor = getenv("EDITOR");
-    char *raw = NULL, *data = NULL, *command = NULL;
-    strcpy(temp_path, "/tmp/moe-XXXXXX.md");
-    int fd = mkostemps(temp_path, 3, O_CLOEXEC); /* mode 0600 */
-    if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
-    temp_exists = 1;
-    write_all(fd, arg, strlen(arg));
-    close(fd);
-    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", temp_path);
-    term_restore();
-    struct termios mode; /* of the terminal, in case the editor changes it */
-    bool known = !tcgetattr(0, &mode);
-    int status = system(sb_cstr(&command)), rc = 0;
-    if (known) tcsetattr(0, TCSADRAIN, &mode);
-    if (status)
-        rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
-                  WIFEXITED(status) ? WEXITSTATUS(status) : status);
-    else rc = read_text(temp_path, &raw, err);
-    temp_remove();
-    input_sanitize(&data, raw, arrlenu(raw)); /* the history needs text without CR */
-    arrfree(raw);
-    while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
-    if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
-    if (!rc && arrlen(data)) {
-        editor_history_add(&r->editor, data, arrlenu(data));
-        note("[%td bytes]", arrlen(data));
-        repl_send(r, sb_cstr(&data), arrlenu(data));
+/* Shows a message that was not typed behind the prompt as if it had been; of a long one the beginning. */
+static void print_sent(const struct editor *e, const char *text, size_t n) {
+    enum { ROWS = 20 };
+    char *safe = NULL;
+    const int lines = text_lines(text, n);
+    term_escape(&safe, text, n);
+    const char *s = sb_cstr(&safe);
+    for (int i = 0; i < lines && i < ROWS; i++) {
+        const int len = (int)strcspn(s, "\n");
+        fprintf(stderr, "%s%.*s\n", i ? e->continuation : e->prompt, len, s);
+        s += len + 1;
     }
-    arrfree(command);
-    arrfree(data);
+    if (lines > ROWS) note("... and %d more lines", lines - ROWS);
+    arrfree(safe);
+}
+
+/* Opens $VISUAL or $EDITOR with the argument as text. Sends the result, unless the editor failed or the text is
+ * empty. */
+static int cmd_edit(struct repl *r, char *arg, char *err) {
+    char *text = NULL;
+    const int rc = external_edit(arg, strlen(arg), &text, err);
+    const size_t n = arrlenu(text);
+    if (!rc && !n) note("[empty, nothing is sent]");
+    if (!rc && n) {
+        editor_history_add(&r->editor, text, n);
+        print_sent(&r->editor, text, n);
+        repl_send(r, sb_cstr(&text), n);
+    }
+    arrfree(text);
     return rc;
 }
 
@@ -14648,7 +14742,7 @@ static const struct command commands[] = {
     {"show", "[on|off]", "show or hide its thinking", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
     {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has blanks", cmd_read},
-    {"edit", "[TEXT]", "write a message in $EDITOR, then send it", cmd_edit},
+    {"edit", "[TEXT]", "write a message in $VISUAL or $EDITOR, then send it", cmd_edit},
     {"undo", NULL, "take back the last message and its answer", cmd_undo},
     {"regen", NULL, "answer the last message again", cmd_regen},
     {"save", "NAME", "save the conversation", cmd_save},
@@ -14695,7 +14789,9 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
     fputs("Commands may be shortened as long as they stay unique. //text sends /text.\n"
           "Enter sends. For a new line use Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
           "and \"\"\".\n"
-          "Up, Down and Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D leaves.\n",
+          "Up, Down and Ctrl-R: history. Tab completes commands, names and values.\n"
+          "Ctrl-W, Ctrl-U, Ctrl-K and Alt-D cut, Ctrl-Y and Alt-Y paste. Ctrl-_ undoes. Ctrl-X Ctrl-E opens $EDITOR.\n"
+          "Ctrl-C stops the answer, Ctrl-D leaves.\n",
           stderr);
     return 0;
 }
@@ -14729,15 +14825,14 @@ static int repl_line(struct repl *r, char *line, size_t n) {
 
 /* Runs the dialogue until /quit or the end of input. Returns the exit code. */
 static int repl_run(struct chat *c) {
-    const char *words[N_COMMANDS + 1] = {NULL}, *home = getenv("HOME");
+    const char *home = getenv("HOME");
     struct repl r = {.chat = c};
     char *path = NULL, *line = NULL;
     enum edit_result got;
     int rc = 0;
-    for (int i = 0; i < N_COMMANDS; i++) words[i] = commands[i].name;
     if (home && *home) sb_printf(&path, "%s/.moe_history", home);
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
-    r.editor.words = words;
+    r.editor.complete = repl_complete;
     if (r.editor.screen) c->keys = &r.editor.keys;
     term.dialogue = true;
     while (rc != COMMAND_QUIT) {
@@ -14760,6 +14855,137 @@ static int repl_run(struct chat *c) {
     arrfree(path);
     arrfree(line);
     return EXIT_OK;
+}
+
+/* ============================================================================================================
+ * REPL completion
+ *
+ * What Tab completes: names of commands, and after some of them names of options, their values, saved conversations and
+ * files.
+ * ============================================================================================================ */
+
+/* Appends a word if it begins with what is typed. */
+static void complete_word(const char *word, const char *typed, char ***out) {
+    if (!strncmp(word, typed, strlen(typed))) arrput(*out, xstrdup(word));
+}
+
+/* The functions below append the candidates for the argument of a command. *from: where the argument begins, changed to
+ * where they begin. */
+
+static void complete_command(char *arg, char ***out, size_t *from) {
+    (void)from;
+    for (int i = 0; i < N_COMMANDS; i++) complete_word(commands[i].name, arg, out);
+}
+
+static void complete_value(const struct option *o, const char *typed, char ***out) {
+    static const char *const flag[] = {"on", "off", NULL};
+    const char *const *names = o->type == OPT_FLAG ? flag : o->choices;
+    for (; names && *names; names++) complete_word(*names, typed, out);
+}
+
+static void complete_think(char *arg, char ***out, size_t *from) {
+    (void)from;
+    complete_value(option_find("think"), arg, out);
+}
+
+static void complete_show(char *arg, char ***out, size_t *from) {
+    (void)from;
+    complete_value(option_find("show-think"), arg, out);
+}
+
+static void complete_set(char *arg, char ***out, size_t *from) {
+    char *value;
+    const size_t n = split_word(arg, &value);
+    const bool named = arg[n];
+    arg[n] = 0;
+    const struct option *o = named ? option_find(arg) : NULL;
+    if (named) *from += (size_t)(value - arg);
+    if (o && o->in_chat) complete_value(o, value, out);
+    for (int i = 0; i < N_OPTIONS && !named; i++)
+        if (options[i].name && options[i].in_chat) complete_word(options[i].name, arg, out);
+}
+
+/* Whether the name of a file can stand in a command. */
+static bool name_usable(const char *s) {
+    for (const char *p = s; *p; p++)
+        if ((uint8_t)*p < 32 || *p == 127 || *p == '"') return false;
+    return utf8_valid(s, strlen(s));
+}
+
+/* Appends the names in a directory that begin with `base`, each behind `before`. suffix: takes only files that end in
+ * it, without it; NULL: takes all files, and directories with a slash. */
+static void complete_directory(const char *path, const char *before, const char *base, const char *suffix,
+                               char ***out) {
+    DIR *d = opendir(path);
+    const size_t k = suffix ? strlen(suffix) : 0;
+    for (const struct dirent *f; d && (f = readdir(d));) {
+        char *full = NULL, *name = NULL;
+        struct stat st;
+        const size_t n = strlen(f->d_name);
+        if (strncmp(f->d_name, base, strlen(base)) || (*f->d_name == '.' && *base != '.')) continue;
+        if (!strcmp(f->d_name, ".") || !strcmp(f->d_name, "..") || !name_usable(f->d_name)) continue;
+        if (n <= k || (suffix && strcmp(f->d_name + n - k, suffix))) continue;
+        sb_printf(&full, "%s/%s", path, f->d_name);
+        const bool found = !stat(sb_cstr(&full), &st), dir = found && S_ISDIR(st.st_mode) && !suffix;
+        sb_printf(&name, "%s%.*s%s", before, (int)(n - k), f->d_name, dir ? "/" : "");
+        if (found && (dir || S_ISREG(st.st_mode))) arrput(*out, xstrdup(sb_cstr(&name)));
+        arrfree(full);
+        arrfree(name);
+    }
+    if (d) closedir(d);
+}
+
+static void complete_saved(char *arg, char ***out, size_t *from) {
+    char path[4096], err[ERR_MAX];
+    (void)from;
+    if (strchr(arg, '/') || chat_path("x", "", path, err)) return;
+    *strrchr(path, '/') = 0;
+    complete_directory(path, "", arg, ".jsonl", out);
+}
+
+/* Completes the name of a file. If one of the candidates has a blank, all are in double quotes. */
+static void complete_file(char *arg, char ***out, size_t *from) {
+    bool quoted = *arg == '"';
+    char *path = NULL, **found = NULL;
+    const char *name = arg + quoted, *slash = strrchr(name, '/');
+    (void)from;
+    if (name[strcspn(name, quoted ? "\"" : " \t\n")]) return; /* the cursor is behind the name */
+    char *dir = xstrndup(name, slash ? (size_t)(slash + 1 - name) : 0);
+    sb_path(&path, *dir ? dir : "./");
+    complete_directory(sb_cstr(&path), dir, name + strlen(dir), NULL, &found);
+    for (int i = 0; i < arrlen(found); i++) quoted |= strchr(found[i], ' ') != NULL;
+    for (int i = 0; i < arrlen(found); i++) {
+        char *word = NULL;
+        const bool open = !quoted || found[i][strlen(found[i]) - 1] == '/';
+        sb_printf(&word, "%s%s%s", quoted ? "\"" : "", found[i], open ? "" : "\"");
+        arrput(*out, xstrdup(sb_cstr(&word)));
+        arrfree(word);
+        free(found[i]);
+    }
+    arrfree(found);
+    arrfree(path);
+    free(dir);
+}
+
+static const struct {
+    const char *command;
+    void (*fn)(char *arg, char ***out, size_t *from);
+} completions[] = {
+    {"help", complete_command}, {"set", complete_set},    {"think", complete_think}, {"show", complete_show},
+    {"read", complete_file},    {"save", complete_saved}, {"load", complete_saved},
+};
+
+/* Completes the name of a command or its argument, for the editor. */
+static void repl_complete(const char *line, size_t cursor, char ***candidates, size_t *from) {
+    char *text = xstrndup(line, cursor), *arg, err[ERR_MAX];
+    const size_t n = *text == '/' ? split_word(text + 1, &arg) : 0;
+    const bool named = n && text[1 + n];
+    const struct command *c = named ? command_find(text + 1, n, err) : NULL;
+    *from = named ? (size_t)(arg - text) : 1;
+    if (*text == '/' && !named) complete_command(text + 1, candidates, from);
+    for (size_t i = 0; c && i < sizeof completions / sizeof *completions; i++)
+        if (!strcmp(completions[i].command, c->name)) completions[i].fn(arg, candidates, from);
+    free(text);
 }
 
 /* ============================================================================================================

@@ -298,15 +298,37 @@ int tcsetattr(int fd, int when, const struct termios *mode) {
     return next(fd, when, mode);
 }
 
+/* Completes the last word of a few. */
+static void editor_words(const char *line, size_t cursor, char ***candidates, size_t *from) {
+    static const char *const words[] = {"/set",
+                                        "/save",
+                                        "/show",
+                                        "/help",
+                                        "m\xc3\xa4"
+                                        "n",
+                                        "m\xc3\xbcll",
+                                        "dir/sub/one",
+                                        "dir/sub/two\033[2J",
+                                        "path/"};
+    *from = cursor;
+    while (*from && line[*from - 1] != ' ') --*from;
+    for (size_t i = 0; i < sizeof words / sizeof *words && cursor > *from; i++)
+        if (!strncmp(words[i], line + *from, cursor - *from)) arrput(*candidates, xstrdup(words[i]));
+    for (int i = 0; i < 100 && cursor > *from && line[*from] == '#'; i++) {
+        char word[32];
+        snprintf(word, sizeof word, "#number-%d", i);
+        arrput(*candidates, xstrdup(word));
+    }
+}
+
 /* The child: says what it read, with control characters as \xNN, until the end of input (exit 7). */
 static void editor_child(const char *history) {
-    static const char *const words[] = {"help", "save", "set", "show", NULL};
     struct editor e;
     char *line = NULL, *shown = NULL;
     term_init();
     signals_install();
     editor_init(&e, history);
-    e.words = words;
+    e.complete = editor_words;
     for (;;) {
         enum edit_result r = editor_read(&e, "> ", ". ", &line);
         arrsetlen(shown, 0);
@@ -710,7 +732,7 @@ static void test_repl_screen(void) {
     pty_send(&p, "\14");
     SCREEN(&p, 0, 1, 0, "> aaaaaaaaaaaaaaaaaa", "", "");
     pty_send(&p, "\3/s\t");
-    SCREEN(&p, 0, 2, 4, "> /s", "/save  /set  /show", "> /s", "");
+    SCREEN(&p, 0, 2, 4, "> /s", "/save  /set   /show", "> /s", "");
     editor_end((pty_send(&p, "\3"), &p));
 }
 
@@ -805,6 +827,28 @@ static void test_repl_resize(void) {
     editor_end(&p);
 }
 
+static void test_repl_complete(void) {
+    static const char *const t[][2] = {
+        {"/he\tx", "/help x"},
+        {"a /sa\tx\037", "a /save "},       /* undo takes back the word that was typed, */
+        {"/he\t\037", "/he"},               /* or the completion */
+        {"m\t\xc3\xa4\tx", "m\xc3\xa4n x"}, /* common are whole code points */
+        {"di\to\tx", "dir/sub/one x"},
+        {"pa\tx", "path/x"}, /* a directory may go on */
+        {"x\t\ty", "xy"},
+    };
+    EDITOR_TABLE(t);
+    struct pty p;
+    if (!editor_start(&p, 24, 20, NULL)) return;
+    pty_send(&p, "dir/\t\t");
+    SCREEN(&p, 0, 3, 10, "> dir/sub/", "one", "two\\x1b[2J", "> dir/sub/", "");
+    pty_send(&p, "\3\14#\t\t");
+    SCREEN(&p, 0, 22, 10, "> #number-", "#number-0", "#number-1", "#number-10", "#number-11");
+    SCREEN(&p, 19, 22, 10, "#number-25", "#number-26", "... and 80 more", "> #number-", "");
+    pty_send(&p, "\3");
+    editor_end(&p);
+}
+
 /* Random keys: what stands on the screen is what a redraw of everything gives. */
 static void test_repl_redraw(void) {
     static const char *const keys[] = {"a",
@@ -889,7 +933,8 @@ static void test_repl_fuzz(void) {
         setsid(); /* Ctrl-Z stops nobody */
         dup2(fd, 0), dup2(fd, 1);
         editor_init(&e, NULL);
-        e.words = (const char *const[]){"set", "show", NULL};
+        e.complete = editor_words;
+        setenv("VISUAL", "true", 1);
         e.prompt = "> ", e.continuation = ". ";
         for (int round = 0; round < 400 && !bad; round++) {
             text_set(&e, "", 0);
@@ -1108,6 +1153,100 @@ static void test_moe_dialogue(void) {
     CHECK_INT(pty_end(&p), 0, "the exit code");
 }
 
+static void test_moe_complete(void) {
+    NEED_MOE();
+    struct pty p;
+    char path[512];
+    static const char *const names[] = {"tab.txt",
+                                        "two words 1.txt",
+                                        "two words 2.txt",
+                                        "a dir/leaf.txt",
+                                        ".moe/story.jsonl",
+                                        ".moe/a tale.jsonl",
+                                        ".moe/story.kv",
+                                        "esc\033[2J.txt",
+                                        "q1",
+                                        "q2"};
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", test_dir(), i ? ".moe" : "a dir");
+        mkdir(path, 0700);
+    }
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(path, sizeof path, "%s/%s", test_dir(), names[i]);
+        repl_write(path, "{\"moe\":1}\n", 10);
+    }
+    static const char *const t[][2] = {
+        {"/read ~/ta\t", "/read ~/tab.txt "},
+        {"/rea ~/two\t", "/rea \"~/two words "}, /* a beginning of a command's name will do */
+        {"/read \"~/two words 1\t", "/read \"~/two words 1.txt\" "},
+        {"/read ~/a\tle\t", "/read \"~/a dir/leaf.txt\" "},
+        {"/read ~/es\t", "/read ~/es"},
+        {"/read ~/tab.txt ta\t", "/read ~/tab.txt ta"},
+        {"/load st\t", "/load story "},
+        {"/save a\t", "/save a tale "},
+        {"/set show\ton\t", "/set show-think on "},
+        {"/set gr\tof\t", "/set greedy off "},
+        {"/set kv\t", "/set kv"},
+        {"/think me\t", "/think medium "},
+        {"/show of\t", "/show off "},
+        {"/help und\t", "/help undo "},
+        {"//he\t", "//he"},
+        {"he\t", "he"},
+        {"/cl\t", "/clear "},
+    };
+    if (!moe_start(&p, "xterm", moe_argv)) return;
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char row[128], typed[128];
+        snprintf(row, sizeof row, "> %s|", t[i][1]);
+        snprintf(typed, sizeof typed, "x\3\14%s|", t[i][0]);
+        pty_send(&p, typed);
+        if (!SCREEN(&p, 0, 0, (int)strlen(row), row, "")) break;
+    }
+    pty_send(&p, "x\3\14/read ~/q\t");
+    SCREEN(&p, 0, 2, 11, "> /read ~/q", "q1  q2", "> /read ~/q", "");
+    pty_send(&p, "\3");
+    moe_end(&p);
+}
+
+/* The user's editor: in the line, and for a message. */
+static void test_moe_editor(void) {
+    NEED_MOE();
+    struct pty p;
+    char script[400], path[512], *data = NULL, err[ERR_MAX];
+    static const char code[] = "#!/bin/sh\ngrep -q fail $1 && echo ' more' >> $1 && exit 3\n"
+                               "grep -q quit $1 && exit 1\necho 'One word.' >> $1\n";
+    snprintf(script, sizeof script, "%s/editor.sh", test_dir());
+    repl_write(script, code, sizeof code - 1);
+    snprintf(path, sizeof path, "sh %s", script);
+    setenv("VISUAL", path, 1);
+    setenv("EDITOR", "false", 1);
+    bool started = moe_start(&p, "xterm", moe_argv);
+    unsetenv("VISUAL");
+    unsetenv("EDITOR");
+    if (!started) return;
+    pty_send(&p, "\14What is 7 squared? \030\005");
+    SCREEN(&p, 0, 1, 30, "> What is 7 squared?", "> What is 7 squared? One word.");
+    pty_send(&p, "\037|");
+    SCREEN(&p, 0, 1, 22, "> What is 7 squared?", "> What is 7 squared? |"); /* a step of undo */
+    pty_send(&p, "\3\14one quit\2\030\005");
+    EXPECT(&p, "failed with status 1\033");
+    pty_send(&p, "|");
+    EXPECT(&p, "> \033[0mone qui|t");
+    pty_send(&p, "\3");
+    moe_ask(&p, "/edit What is 7 squared?", "> What is 7 squared?One word.\r\n");
+    EXPECT(&p, "49");
+    pty_send(&p, "/edit this must fail\r");
+    EXPECT(&p, "the text is kept in /tmp/moe-");
+    EXPECT(&p, ".md: ");
+    snprintf(path, sizeof path, "/tmp/moe-%.6s.md", p.log + p.log_at - 11);
+    EXPECT(&p, "failed with status 3");
+    EXPECT(&p, "\033[?2004h");
+    CHECK(!read_file(path, &data, err) && !strcmp(sb_cstr(&data), "this must fail more\n"), "%s: %s", path, data);
+    unlink(path);
+    arrfree(data);
+    moe_end(&p);
+}
+
 static void test_moe_files(void) {
     NEED_MOE();
     struct pty p;
@@ -1116,6 +1255,7 @@ static void test_moe_files(void) {
     repl_write(good, "What is 7 squared? One word.\n", 29);
     snprintf(bad, sizeof bad, "%s", repl_scratch("latin1.txt"));
     repl_write(bad, "caf\xe9\n", 5);
+    unsetenv("VISUAL");
     setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
     bool started = moe_start(&p, "xterm", moe_argv);
     unsetenv("EDITOR");
@@ -1361,16 +1501,17 @@ static void test_moe_color(void) {
     unsetenv("NO_COLOR");
 }
 
-#define TESTS_REPL                                                                                                   \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
-        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                 \
-        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                          \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
-        {"repl/screen", test_repl_screen}, {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, \
-        {"repl/wrap", test_repl_wrap}, {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize},            \
-        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt},   \
-        {"repl/switch", test_repl_switch}, {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb},       \
-        {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},          \
-        {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \
-        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                            \
+#define TESTS_REPL                                                                                                    \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},              \
+        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                  \
+        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                           \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                         \
+        {"repl/screen", test_repl_screen}, {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels},  \
+        {"repl/wrap", test_repl_wrap}, {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize},             \
+        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt},    \
+        {"repl/switch", test_repl_switch}, {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb},        \
+        {"repl/dialogue", test_moe_dialogue}, {"repl/complete", test_repl_complete},                                  \
+        {"repl/complete-names", test_moe_complete}, {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, \
+        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},    \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                             \
         {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},
