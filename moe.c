@@ -91,14 +91,18 @@
  *  Program
  *   Options                                         380  the option table, values and defaults
  *   Command line                                    320  parsing, --MODE --help, checks of what was given together
- *   Keyboard                                        250  bytes of a terminal to keys
+ *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
  *   Chat                                            230  messages, their rendering, their tokens
  *   Chat: generation                                410  an answer on its way to the screen
  *   Chat: saved conversations                       250  /save and /load
- *   Edited text and history                         270  the text behind the prompt; lines of former times
- *   Line editor                                     450  drawing and moving in it
- *   REPL commands                                   580  /help, /undo, /save ..
+ *   Edited text                                     330  the text behind the prompt, what was cut from it
+ *   History of texts                                120  texts of former times; undo
+ *   Line editor                                     200  drawing and moving in it
+ *   Text in another program                          60  files of text; $EDITOR
+ *   Line editor: keys                               320  what each key does
+ *   REPL commands                                   560  /help, /undo, /save ..
+ *   REPL completion                                 130  what Tab puts behind a command
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
  *   Finding a model                                 100  what -m and bare moe say where there is none
@@ -12831,6 +12835,8 @@ enum {
     KEY_WORD_RIGHT,
     KEY_WORD_RUBOUT, /* Alt-Backspace */
     KEY_WORD_DELETE, /* Alt-D */
+    KEY_YANK_OLDER,  /* Alt-Y */
+    KEY_EXTERNAL,    /* Ctrl-X Ctrl-E */
     KEY_PASTE,       /* the pasted text is in keyboard.paste */
     KEY_REDRAW,      /* the window size or the mode of the terminal changed */
     KEY_EOF
@@ -13026,6 +13032,7 @@ static int key_escape(struct keyboard *kb) {
     case 'b': return KEY_WORD_LEFT;
     case 'f': return KEY_WORD_RIGHT;
     case 'd': return KEY_WORD_DELETE;
+    case 'y': return KEY_YANK_OLDER;
     case 8:
     case 127: return KEY_WORD_RUBOUT;
     }
@@ -14058,24 +14065,25 @@ static void chat_print_stats(struct chat *c) {
 }
 
 /* ============================================================================================================
- * Edited text and history
+ * Edited text
  *
- * The text that is being typed, and the history of texts typed before. The section knows nothing of the screen and of
- * keys.
+ * The text that is being typed, the texts that were cut from it and its former states. The section knows nothing of the
+ * screen and of keys.
  *
  * Invariants: the text is valid UTF-8 without NUL and CR; the cursor is between two code points and never inside a
  * fold. A fold is a long paste that is shown as a short label. The cursor moves by units; a unit is a grapheme cluster,
  * a newline or a fold. After an edit the cursor may be inside a cluster, as when one half of a flag is typed before
  * another flag: the second half may follow.
  *
- * Positions are found by scanning from the start of the text. Folds and HISTORY_ENTRY_MAX keep that short.
+ * Positions are found by scanning from the start of the text. Folds keep that short.
  * ============================================================================================================ */
 
 enum {
-    HISTORY_MAX = 1000,        /* entries, in memory and in the file */
-    HISTORY_ENTRY_MAX = 65536, /* bytes; a longer text does not enter the history */
-    FOLD_LINES = 8,            /* a paste of more lines or more bytes becomes a fold */
-    FOLD_BYTES = 400
+    FOLD_LINES = 8, /* a paste of more lines or more bytes becomes a fold */
+    FOLD_BYTES = 400,
+    CUTS_MAX = 16,        /* texts that Ctrl-Y and Alt-Y bring back */
+    STEPS_MAX = 100,      /* states that undo brings back, */
+    STEPS_BYTES = 4 << 20 /* and their bytes; the newest one is always kept */
 };
 
 /* A pasted part of the text that is shown as a label. */
@@ -14084,18 +14092,42 @@ struct fold {
     int lines;
 };
 
-struct editor {
-    char *text;               /* stb_ds */
-    size_t cursor;            /* byte offset into text */
-    struct fold *folds;       /* stb_ds */
-    const char *const *words; /* NULL-terminated: what Tab completes after a leading slash; or NULL */
-    bool screen;              /* the terminal can move its cursor */
+/* A piece of text with its folds. */
+struct passage {
+    char *text;         /* stb_ds */
+    struct fold *folds; /* stb_ds */
+};
 
-    char **history;           /* stb_ds: oldest first */
-    size_t history_at;        /* the entry that is being edited; arrlen(history): a new text */
-    char *draft;              /* stb_ds: the new text, while a history entry is edited */
-    struct fold *draft_folds; /* stb_ds: the folds of draft */
-    char *history_path;       /* or NULL */
+/* A state of the editor to which undo goes back. */
+struct step {
+    struct passage was;
+    size_t cursor, history_at;
+};
+
+/* What a key did, as far as the next key depends on it. */
+enum edit_action { ACTION_OTHER, ACTION_TYPED, ACTION_CUT, ACTION_YANKED };
+
+struct editor {
+    char *text;         /* stb_ds */
+    size_t cursor;      /* byte offset into text */
+    struct fold *folds; /* stb_ds */
+    bool screen;        /* the terminal can move its cursor */
+    /* Appends what Tab may put in place of line[*from .. cursor) to *candidates, in memory of its own; NULL: nothing. A
+     * candidate that ends in a slash can be continued. */
+    void (*complete)(const char *line, size_t cursor, char ***candidates, size_t *from);
+
+    struct passage *cuts;          /* stb_ds: texts cut, the newest last */
+    size_t yanked;                 /* the cut that was inserted last, */
+    size_t yanked_at;              /* and where */
+    struct step *steps;            /* stb_ds: former states, the newest last */
+    bool chord;                    /* the key before this one was Ctrl-X */
+    bool in_step;                  /* the newest of steps is the state before the present change */
+    enum edit_action last, action; /* of the key before, and of this one */
+
+    struct passage *history; /* stb_ds: oldest first */
+    size_t history_at;       /* the entry that is being edited; arrlen(history): a new text */
+    struct passage draft;    /* the new text, while a history entry is edited */
+    char *history_path;      /* or NULL */
 
     struct keyboard keys;
     const char *prompt, *continuation; /* shown before the first line, before the other lines */
@@ -14103,6 +14135,47 @@ struct editor {
     int top;  /* first row of the picture that is shown; above 0 if the text is taller than the screen */
     int cols; /* width at the last refresh, 0: none yet */
 };
+
+/* ---- passages ---- */
+
+/* Returns a copy of the bytes [from, to) of a text and of the folds in it. */
+static struct passage passage_copy(const char *text, const struct fold *folds, size_t from, size_t to) {
+    struct passage p = {NULL, NULL};
+    sb_put(&p.text, text + from, to - from);
+    for (int i = 0; i < arrlen(folds); i++) {
+        const struct fold f = {folds[i].at - from, folds[i].len, folds[i].lines};
+        if (folds[i].at >= from && folds[i].at < to) arrput(p.folds, f);
+    }
+    return p;
+}
+
+static void passage_free(struct passage *p) {
+    arrfree(p->text);
+    arrfree(p->folds);
+}
+
+static bool passage_is(const struct passage *p, const char *s, size_t n) {
+    return arrlenu(p->text) == n && (!n || !memcmp(p->text, s, n));
+}
+
+/* Appends q to p. */
+static void passage_append(struct passage *p, const struct passage *q) {
+    const size_t n = arrlenu(p->text);
+    sb_put(&p->text, q->text, arrlenu(q->text));
+    for (int i = 0; i < arrlen(q->folds); i++) {
+        const struct fold f = {q->folds[i].at + n, q->folds[i].len, q->folds[i].lines};
+        arrput(p->folds, f);
+    }
+}
+
+/* Returns the lines of s (n). */
+static int text_lines(const char *s, size_t n) {
+    int lines = n && s[n - 1] != '\n';
+    for (size_t i = 0; i < n; i++) lines += s[i] == '\n';
+    return lines;
+}
+
+/* ---- units ---- */
 
 /* Returns the fold that begins at pos, or NULL. */
 static const struct fold *fold_at(const struct editor *e, size_t pos) {
@@ -14173,9 +14246,37 @@ static size_t word_right(const struct editor *e, size_t pos) {
     return pos;
 }
 
+/* ---- changes ---- */
+
+static struct step step_take(const struct editor *e) {
+    return (struct step){passage_copy(e->text, e->folds, 0, arrlenu(e->text)), e->cursor, e->history_at};
+}
+
+static void steps_clear(struct editor *e) {
+    for (int i = 0; i < arrlen(e->steps); i++) passage_free(&e->steps[i].was);
+    arrsetlen(e->steps, 0);
+}
+
+/* Keeps the state before the first change of a step. Drops the oldest states if there are too many. */
+static void step_begin(struct editor *e) {
+    if (e->in_step) return;
+    e->in_step = true;
+    const struct step now = step_take(e);
+    arrput(e->steps, now);
+    size_t bytes = 0;
+    int keep = 0, n = (int)arrlen(e->steps);
+    for (; keep < n && keep < STEPS_MAX; keep++) {
+        bytes += arrlenu(e->steps[n - 1 - keep].was.text);
+        if (keep && bytes > STEPS_BYTES) break;
+    }
+    for (int i = 0; i < n - keep; i++) passage_free(&e->steps[i].was);
+    if (keep < n) arrdeln(e->steps, 0, n - keep);
+}
+
 /* Inserts s (n) at the cursor and moves the cursor to its end. */
 static void text_insert(struct editor *e, const char *s, size_t n) {
     if (!n) return;
+    step_begin(e);
     arrinsn(e->text, e->cursor, n);
     memcpy(e->text + e->cursor, s, n);
     for (int i = 0; i < arrlen(e->folds); i++)
@@ -14183,9 +14284,20 @@ static void text_insert(struct editor *e, const char *s, size_t n) {
     e->cursor += n;
 }
 
+/* Does the same with a passage. */
+static void text_insert_passage(struct editor *e, const struct passage *p) {
+    const size_t at = e->cursor;
+    text_insert(e, p->text, arrlenu(p->text));
+    for (int i = 0; i < arrlen(p->folds); i++) {
+        const struct fold f = {p->folds[i].at + at, p->folds[i].len, p->folds[i].lines};
+        arrput(e->folds, f);
+    }
+}
+
 /* Removes [from, to) with the folds in it and puts the cursor there. */
 static void text_delete(struct editor *e, size_t from, size_t to) {
     if (from == to) return;
+    step_begin(e);
     arrdeln(e->text, from, to - from);
     for (int i = (int)arrlen(e->folds); i-- > 0;) {
         if (e->folds[i].at >= to) e->folds[i].at -= to - from;
@@ -14196,19 +14308,59 @@ static void text_delete(struct editor *e, size_t from, size_t to) {
 
 /* Replaces the text by s (n), with the cursor at its end. */
 static void text_set(struct editor *e, const char *s, size_t n) {
-    arrsetlen(e->text, 0);
-    arrsetlen(e->folds, 0);
-    e->cursor = 0;
+    text_delete(e, 0, arrlenu(e->text));
     text_insert(e, s, n);
 }
 
 /* Inserts the last paste at the cursor; a long one becomes a fold. */
 static void text_insert_paste(struct editor *e) {
-    size_t n = arrlenu(e->keys.paste);
-    struct fold f = {e->cursor, n, n && e->keys.paste[n - 1] != '\n'};
-    for (size_t i = 0; i < n; i++) f.lines += e->keys.paste[i] == '\n';
+    const size_t n = arrlenu(e->keys.paste);
+    const struct fold f = {e->cursor, n, text_lines(e->keys.paste, n)};
     text_insert(e, e->keys.paste, n);
     if (n > FOLD_BYTES || f.lines > FOLD_LINES) arrput(e->folds, f);
+}
+
+/* Swaps the two units before the cursor. */
+static void text_swap(struct editor *e) {
+    const size_t end = e->cursor, second = unit_prev(e, end), first = unit_prev(e, second);
+    if (first == second) return;
+    struct passage p = passage_copy(e->text, e->folds, first, second);
+    text_delete(e, first, second);
+    e->cursor = end - (second - first);
+    text_insert_passage(e, &p);
+    passage_free(&p);
+}
+
+/* Removes [from, to), which Ctrl-Y brings back. What keys in a row cut becomes one piece. */
+static void text_cut(struct editor *e, size_t from, size_t to) {
+    if (from == to) return;
+    struct passage p = passage_copy(e->text, e->folds, from, to);
+    e->action = ACTION_CUT;
+    if (e->last == ACTION_CUT && arrlen(e->cuts)) {
+        struct passage before = arrpop(e->cuts);
+        const bool backward = from < e->cursor;
+        struct passage *front = backward ? &p : &before, *back = backward ? &before : &p;
+        passage_append(front, back);
+        passage_free(back);
+        p = *front;
+    }
+    arrput(e->cuts, p);
+    if (arrlen(e->cuts) > CUTS_MAX) {
+        passage_free(&e->cuts[0]);
+        arrdel(e->cuts, 0);
+    }
+    text_delete(e, from, to);
+}
+
+/* Inserts the newest cut. `older`: puts the cut before it in place of the one that the last key inserted. */
+static void text_yank(struct editor *e, bool older) {
+    const size_t n = arrlenu(e->cuts);
+    if (!n || (older && e->last != ACTION_YANKED)) return;
+    e->yanked = older ? (e->yanked + n - 1) % n : n - 1;
+    if (older) text_delete(e, e->yanked_at, e->cursor);
+    e->yanked_at = e->cursor;
+    text_insert_passage(e, &e->cuts[e->yanked]);
+    e->action = ACTION_YANKED;
 }
 
 /* Whether the text is a block: it begins with """, and not as part of a fold. */
@@ -14228,30 +14380,41 @@ static int text_continues(const struct editor *e) {
     return slashes & 1 ? '\\' : 0;
 }
 
-/* Appends the text as it is sent to *line: a block loses its marks and the newlines next to them. */
-static void text_send(const struct editor *e, char **line) {
+/* Returns where the text that is sent begins, and in *n its length: a block loses its marks and the newlines next to
+ * them. */
+static size_t text_sent(const struct editor *e, size_t *n) {
     const char *s = e->text;
-    size_t n = arrlenu(s);
-    if (text_is_block(e) && !text_continues(e)) {
-        while (isspace((uint8_t)s[n - 1])) n--;
-        s += 3;
-        n -= 6;
-        if (n && *s == '\n') {
-            s++;
-            n--;
-        }
-        if (n && s[n - 1] == '\n') n--;
-    }
-    sb_put(line, s, n);
+    *n = arrlenu(s);
+    if (!text_is_block(e) || text_continues(e)) return 0;
+    while (isspace((uint8_t)s[*n - 1])) --*n;
+    *n -= 6;
+    const size_t from = *n && s[3] == '\n' ? 4 : 3;
+    *n -= from - 3;
+    if (*n && s[from + *n - 1] == '\n') --*n;
+    return from;
 }
 
-/* ---- history ---- */
+/* ============================================================================================================
+ * History of texts
+ *
+ * The texts of former times, which Up, Down and Ctrl-R bring back, and undo, which brings back former states of the
+ * text. A file keeps the history for later runs, without the folds and without very long texts.
+ * ============================================================================================================ */
 
-/* Appends an entry and drops the oldest if there are too many. */
-static void history_put(struct editor *e, const char *s, size_t n) {
-    arrput(e->history, xstrndup(s, n));
+enum {
+    HISTORY_MAX = 1000,       /* entries, in memory and in the file */
+    HISTORY_ENTRY_MAX = 65536 /* bytes; a longer text does not enter the file */
+};
+
+/* Appends an entry, which it takes over, and drops the oldest if there are too many. An entry of many lines without a
+ * fold becomes one, so that Up and Down soon get past it. */
+static void history_put(struct editor *e, struct passage p) {
+    const size_t n = arrlenu(p.text);
+    const struct fold whole = {0, n, text_lines(p.text, n)};
+    if (!arrlen(p.folds) && whole.lines > FOLD_LINES) arrput(p.folds, whole);
+    arrput(e->history, p);
     if (arrlen(e->history) > HISTORY_MAX) {
-        free(e->history[0]);
+        passage_free(&e->history[0]);
         arrdel(e->history, 0);
     }
 }
@@ -14265,7 +14428,7 @@ static void history_line(char **out, const char *s, size_t n) {
 /* Reads the history file and rewrites it if it has more than HISTORY_MAX entries. Any content is accepted; a file that
  * cannot be read is an empty history. */
 static void history_load(struct editor *e) {
-    char *data = NULL, *entry = NULL, *tmp = NULL, err[ERR_MAX];
+    char *data = NULL, *tmp = NULL, err[ERR_MAX];
     struct stat st;
     size_t entries = 0, end;
     if (stat(e->history_path, &st) || !S_ISREG(st.st_mode) || st.st_size > (off_t)HISTORY_MAX * HISTORY_ENTRY_MAX)
@@ -14274,32 +14437,36 @@ static void history_load(struct editor *e) {
     for (size_t at = 0; at < arrlenu(data); at = end + 1) {
         for (end = at; end < arrlenu(data) && data[end] != '\n'; end++) continue;
         if (end == at || end - at > HISTORY_ENTRY_MAX) continue;
-        arrsetlen(entry, 0);
-        input_sanitize(&entry, data + at, end - at);
-        history_put(e, entry, arrlenu(entry));
+        struct passage entry = {NULL, NULL};
+        input_sanitize(&entry.text, data + at, end - at);
+        history_put(e, entry);
         entries++;
     }
     arrsetlen(data, 0);
     sb_printf(&tmp, "%s.%d", e->history_path, (int)getpid());
     int fd = entries > HISTORY_MAX ? open(sb_cstr(&tmp), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600) : -1;
     if (fd >= 0) {
-        for (int i = 0; i < arrlen(e->history); i++) history_line(&data, e->history[i], strlen(e->history[i]));
+        for (int i = 0; i < arrlen(e->history); i++)
+            history_line(&data, e->history[i].text, arrlenu(e->history[i].text));
         bool whole = write(fd, data, arrlenu(data)) == (ssize_t)arrlen(data);
         if (close(fd) || !whole || rename(tmp, e->history_path)) unlink(tmp);
     }
     arrfree(data);
-    arrfree(entry);
     arrfree(tmp);
 }
 
-/* Adds a text to the history, unless it is that of the last entry. The file is opened for each entry and extended by
+/* Adds a text to the history, unless it is that of the last entry, with its folds if it is the text that was read last.
+ * The file is opened for each entry and extended by
  * one write with O_APPEND, so that programs that run at the same time mix whole lines. If that fails, only the file
  * lacks the entry. */
 static void editor_history_add(struct editor *e, const char *line, size_t n) {
-    if (!n || n > HISTORY_ENTRY_MAX) return;
-    if (arrlen(e->history) && !strncmp(arrlast(e->history), line, n) && !arrlast(e->history)[n]) return;
-    history_put(e, line, n);
-    int fd = e->history_path ? open(e->history_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0600) : -1;
+    size_t sent_n;
+    if (!n || (arrlen(e->history) && passage_is(&arrlast(e->history), line, n))) return;
+    const size_t from = text_sent(e, &sent_n);
+    const bool sent = sent_n == n && !memcmp(e->text + from, line, n);
+    history_put(e, sent ? passage_copy(e->text, e->folds, from, from + n) : passage_copy(line, NULL, 0, n));
+    if (!e->history_path || n > HISTORY_ENTRY_MAX) return;
+    int fd = open(e->history_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0600);
     if (fd < 0) return;
     char *data = NULL;
     history_line(&data, line, n);
@@ -14308,28 +14475,52 @@ static void editor_history_add(struct editor *e, const char *line, size_t n) {
     close(fd);
 }
 
-/* Replaces the text by the history entry `step` entries further on. After the newest entry comes the draft. */
-static void history_move(struct editor *e, int step) {
-    size_t n = arrlenu(e->history), to = e->history_at + (size_t)step;
-    if (to > n || !step) return; /* an index below 0 wraps to a large one */
-    if (e->history_at == n || to == n) {
-        char *text = e->text;
-        struct fold *folds = e->folds;
-        e->text = e->draft;
-        e->draft = text;
-        e->folds = e->draft_folds;
-        e->draft_folds = folds;
+/* Replaces the text by a history entry. After the newest entry comes the draft. */
+static void history_go(struct editor *e, size_t to) {
+    const size_t n = arrlenu(e->history);
+    step_begin(e);
+    if ((e->history_at == n) != (to == n)) {
+        const struct passage now = {e->text, e->folds};
+        e->text = e->draft.text;
+        e->folds = e->draft.folds;
+        e->draft = now;
     }
     e->history_at = to;
-    if (to < n) text_set(e, e->history[to], strlen(e->history[to]));
     e->cursor = arrlenu(e->text);
+    if (to == n) return;
+    text_set(e, "", 0);
+    text_insert_passage(e, &e->history[to]);
+}
+
+/* Goes to the next older (step -1) or newer (1) entry, if there is one. */
+static void history_move(struct editor *e, int step) {
+    if (step < 0 ? e->history_at > 0 : e->history_at < arrlenu(e->history)) history_go(e, e->history_at + (size_t)step);
+}
+
+/* Brings a state back. */
+static void step_restore(struct editor *e, const struct step *s) {
+    if (e->history_at != s->history_at) history_go(e, s->history_at);
+    text_set(e, "", 0);
+    text_insert_passage(e, &s->was);
+    e->cursor = s->cursor;
+}
+
+/* Takes the last change back. */
+static void text_undo(struct editor *e) {
+    e->in_step = true; /* undo is no step of its own */
+    for (bool same = true; same && arrlen(e->steps);) {
+        struct step s = arrpop(e->steps);
+        same = passage_is(&s.was, e->text, arrlenu(e->text));
+        step_restore(e, &s);
+        passage_free(&s.was);
+    }
 }
 
 /* ============================================================================================================
  * Line editor
  *
  * Reads one text from the terminal, which may have several lines. The section does not know what a text means; the
- * caller passes the words that Tab completes.
+ * caller passes a function that completes it.
  *
  * Every refresh computes the whole picture from the text, the cursor and the width, and draws it with one write(). All
  * that is remembered of the screen is the row of the cursor. If the terminal cannot move its cursor (TERM=dumb, or
@@ -14432,12 +14623,16 @@ static void picture_unit(const struct editor *e, struct picture *p, size_t from,
     }
 }
 
+static void screen_size(int *rows, int *cols) {
+    struct winsize w = {0};
+    *rows = !ioctl(1, TIOCGWINSZ, &w) && w.ws_row ? w.ws_row : 24;
+    *cols = w.ws_col ? w.ws_col : 80;
+}
+
 /* Lays out prompt and text for the present size of the terminal, and finds the places of the cursor and of the goal. */
 static void picture_draw(const struct editor *e, struct picture *p) {
     size_t n = arrlenu(e->text), next;
-    struct winsize w = {0};
-    p->height = !ioctl(1, TIOCGWINSZ, &w) && w.ws_row ? w.ws_row : 24;
-    p->cols = w.ws_col ? w.ws_col : 80;
+    screen_size(&p->height, &p->cols);
     arrsetlen(p->out, 0);
     arrsetlen(p->rows, 0);
     arrput(p->rows, 0);
@@ -14517,52 +14712,144 @@ static void move_vertically(struct editor *e, int step) {
     picture_free(&p);
 }
 
-/* ---- keys ---- */
+/* ============================================================================================================
+ * Text in another program
+ *
+ * Reads files of text, and lets the user write one in the editor of $VISUAL or $EDITOR.
+ * ============================================================================================================ */
 
-/* Completes the word after a leading slash as far as all words with that beginning agree. If that adds nothing, lists
- * them. */
-static void editor_complete(struct editor *e) {
-    const char *found = NULL;
-    char *list = NULL;
-    size_t n = e->cursor, common = 0, count = 0;
-    if (!e->words || !n || e->text[0] != '/') return;
-    for (int i = 0; e->words[i]; i++) {
-        const char *w = e->words[i];
-        if (strncmp(w, e->text + 1, n - 1)) continue;
-        if (!found) {
-            found = w;
-            common = strlen(w);
+enum { READ_MAX = 64 << 20 /* bytes of a file of text */ };
+
+/* Appends a text file to *out. Returns 0, or -1 with a message if it is too large or not UTF-8 without NUL. */
+static int read_text(const char *path, char **out, char *err) {
+    struct stat st;
+    if (file_check(path, &st, err)) return -1;
+    if (st.st_size > READ_MAX)
+        return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
+                    READ_MAX >> 20);
+    size_t at = arrlenu(*out);
+    if (read_file(path, out, err)) return -1;
+    size_t n = arrlenu(*out) - at;
+    if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
+    if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
+    return 0;
+}
+
+/* Runs the user's editor on text (n). Appends what it saved to *out, without white space at its end. Returns 0, or -1
+ * with a message. Then the message names the file if it holds another text than before. */
+static int external_edit(const char *text, size_t n, char **out, char *err) {
+    const char *visual = getenv("VISUAL"), *editor = getenv("EDITOR");
+    const char *name = visual && *visual ? visual : editor && *editor ? editor : "vi";
+    char *raw = NULL, *command = NULL, *path = temps[n_temps].path, why[ERR_MAX];
+    strcpy(path, "/tmp/moe-XXXXXX.md");
+    int fd = mkostemps(path, 3, O_CLOEXEC); /* mode 0600 */
+    if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
+    n_temps++;
+    write_all(fd, text, n);
+    close(fd);
+    sb_printf(&command, "%s %s", name, path);
+    term_restore();
+    struct termios mode; /* of the terminal, in case the editor changes it */
+    const bool known = !tcgetattr(0, &mode);
+    const int status = system(sb_cstr(&command));
+    if (known) tcsetattr(0, TCSADRAIN, &mode);
+    int rc = read_text(path, &raw, why);
+    const bool same = rc ? access(path, F_OK) != 0 : arrlenu(raw) == n && (!n || !memcmp(raw, text, n));
+    if (status) rc = fail(why, "'%s' failed with status %d", name, WIFEXITED(status) ? WEXITSTATUS(status) : status);
+    if (rc && same) fail(err, "%s", why);
+    else if (rc) fail(err, "the text is kept in %s: %s", path, why);
+    if (rc && !same) n_temps--;
+    temp_remove();
+    if (!rc) input_sanitize(out, raw, arrlenu(raw));
+    while (arrlen(*out) && isspace((uint8_t)arrlast(*out))) (void)arrpop(*out);
+    arrfree(raw);
+    arrfree(command);
+    return rc;
+}
+
+/* ============================================================================================================
+ * Line editor: keys
+ *
+ * What each key does, completion, the search of the history, and the loop that reads a text.
+ * ============================================================================================================ */
+
+enum { LIST_ROWS = 20 /* of candidates that Tab lists at most */ };
+
+/* Prints texts in columns, without the first `shared` bytes, which all have in common. */
+static void editor_list(char *const *names, size_t shared) {
+    char *out = NULL, **shown = NULL;
+    int *widths = NULL, width = 0, height, cols;
+    const int n = (int)arrlen(names);
+    for (int i = 0; i < n; i++) {
+        char *safe = NULL;
+        term_escape(&safe, names[i] + shared, strlen(names[i]) - shared);
+        const int w = text_width(safe, arrlenu(safe), NULL);
+        arrput(widths, w);
+        arrput(shown, safe);
+        width = int_max(width, w);
+    }
+    screen_size(&height, &cols);
+    const int across = int_max(1, (cols + 1) / (width + 2)), rows = int_min((n + across - 1) / across, LIST_ROWS);
+    for (int row = 0; row < rows; row++) {
+        for (int i = row, gap = 0; i < n && i < rows * across; i += rows) {
+            for (; gap > 0; gap--) arrput(out, ' ');
+            sb_put(&out, shown[i], arrlenu(shown[i]));
+            gap = width + 2 - widths[i];
         }
-        while (strncmp(w, found, common)) common--;
-        sb_printf(&list, "/%s  ", w);
-        count++;
+        sb_puts(&out, "\r\n");
     }
-    if (found) text_insert(e, found + n - 1, common - (n - 1));
-    if (count == 1) text_insert(e, " ", 1);
-    if (count > 1 && common == n - 1) {
-        size_t at = e->cursor;
-        editor_leave(e);
-        sb_puts(&list, "\r\n");
-        write_all(1, list, arrlenu(list));
-        e->cursor = at;
+    if (n > rows * across) sb_printf(&out, "... and %d more\r\n", n - rows * across);
+    write_all(1, out, arrlenu(out));
+    for (int i = 0; i < n; i++) arrfree(shown[i]);
+    arrfree(shown);
+    arrfree(widths);
+    arrfree(out);
+}
+
+static int text_compare(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* Completes the text before the cursor as far as all candidates agree. If that adds nothing, lists them, without the
+ * directory that they share. */
+static void editor_complete(struct editor *e) {
+    char **found = NULL;
+    size_t from = 0, common = 0, shared = 0, at = e->cursor;
+    if (e->complete) e->complete(sb_cstr(&e->text), at, &found, &from);
+    const size_t n = arrlenu(found);
+    if (n) {
+        qsort(found, n, sizeof *found, text_compare);
+        const char *first = found[0], *last = found[n - 1];
+        while (first[common] && first[common] == last[common]) common++;
+        while (((uint8_t)first[common] & 0xc0) == 0x80) common--; /* to the start of a code point */
+        const bool adds = common > at - from;
+        if (adds || n == 1) {
+            text_delete(e, from, at);
+            text_insert(e, first, common);
+        }
+        if (n == 1 && first[common - 1] != '/') text_insert(e, " ", 1);
+        for (size_t i = 1; i < common; i++)
+            if (first[i] == '/') shared = i + 1;
+        if (n > 1 && !adds) {
+            editor_leave(e);
+            editor_list(found, shared);
+            e->cursor = at;
+        }
     }
-    arrfree(list);
+    for (size_t i = 0; i < n; i++) free(found[i]);
+    arrfree(found);
 }
 
 /* Searches the history (Ctrl-R) for the newest entry that contains what is typed. Ctrl-R again finds an older one.
- * Ctrl-C and Ctrl-G bring back the text from before the search. Any other key ends the search and then acts on the
- * entry. */
+ * Ctrl-C and Ctrl-G bring back the text from before the search, as does Enter where no entry matches. Any other key ends
+ * the search and then acts on the text that is shown. */
 static void editor_search(struct editor *e) {
     const char *prompt = e->prompt;
-    char *query = NULL, *shown = NULL, *text = NULL;
-    struct fold *folds = NULL;
-    size_t cursor = e->cursor, history_at = e->history_at;
+    char *query = NULL, *shown = NULL;
+    struct step before = step_take(e);
+    bool missed = false;
     int key, at = (int)arrlen(e->history);
-    sb_put(&text, e->text, arrlenu(e->text));
-    for (int i = 0; i < arrlen(e->folds); i++) arrput(folds, e->folds[i]);
     for (;;) {
         arrsetlen(shown, 0);
-        sb_puts(&shown, "(search '");
+        sb_puts(&shown, missed ? "(no match '" : "(search '");
         term_escape(&shown, query, arrlenu(query));
         sb_puts(&shown, "') ");
         e->prompt = sb_cstr(&shown);
@@ -14585,24 +14872,19 @@ static void editor_search(struct editor *e) {
         } else {
             break;
         }
-        while (from >= 0 && !strstr(e->history[from], sb_cstr(&query))) from--;
-        if (from < 0 || !arrlen(query)) continue;
-        history_move(e, from - (int)e->history_at);
-        at = from;
+        const size_t n = arrlenu(query);
+        if (!n) at = (int)arrlen(e->history);
+        while (n && from >= 0 && !memmem(e->history[from].text, arrlenu(e->history[from].text), query, n)) from--;
+        if (n && from >= 0) history_go(e, (size_t)(at = from));
+        else if (key != CONTROL('R')) step_restore(e, &before);
+        if (key != CONTROL('R')) missed = n && from < 0;
     }
-    if (key == CONTROL('C') || key == CONTROL('G')) {
-        history_move(e, (int)history_at - (int)e->history_at);
-        text_set(e, text, arrlenu(text));
-        for (int i = 0; i < arrlen(folds); i++) arrput(e->folds, folds[i]);
-        e->cursor = cursor;
-    } else {
-        e->keys.pushed = key;
-    }
+    if (key == CONTROL('C') || key == CONTROL('G')) step_restore(e, &before);
+    else if (key != '\r' || !missed) e->keys.pushed = key;
     e->prompt = prompt;
     arrfree(query);
     arrfree(shown);
-    arrfree(text);
-    arrfree(folds);
+    passage_free(&before.was);
 }
 
 /* Stops the program (Ctrl-Z) and continues after SIGCONT. */
@@ -14613,6 +14895,18 @@ static void editor_suspend(struct editor *e) {
     kill(0, SIGTSTP); /* the whole job, as the terminal does it */
     term_raw(&e->keys);
     e->cursor = at;
+}
+
+/* Edits the text in another program (Ctrl-X Ctrl-E). */
+static void editor_external(struct editor *e) {
+    const size_t at = e->cursor, n = arrlenu(e->text);
+    char *text = NULL, err[ERR_MAX];
+    editor_leave(e);
+    e->cursor = at;
+    if (external_edit(e->text, n, &text, err)) note("%s", err);
+    else if (arrlenu(text) != n || (n && memcmp(text, e->text, n) != 0)) text_set(e, text, arrlenu(text));
+    arrfree(text);
+    term_raw(&e->keys);
 }
 
 /* Handles Enter: ends the text, or begins a new line after a backslash (which is removed) and in an open block. */
@@ -14627,11 +14921,25 @@ static enum edit_result editor_enter(struct editor *e) {
     return EDIT_MORE;
 }
 
+/* Begins a new step of undo, unless the key goes on with a word that is being typed. Returns the key, after Ctrl-X what
+ * both together stand for. */
+static int editor_key_begin(struct editor *e, int key) {
+    if (e->chord && key == CONTROL('U')) key = CONTROL('_');
+    if (e->chord && key == CONTROL('E')) key = KEY_EXTERNAL;
+    e->chord = e->chord && key == KEY_REDRAW;
+    const bool typed = key >= 32 && key != 127 && key < KEY_NONE;
+    const bool blank = e->cursor && isspace((uint8_t)e->text[e->cursor - 1]);
+    e->last = e->action;
+    e->in_step = typed && e->last == ACTION_TYPED && (!blank || key == ' ');
+    e->action = typed ? ACTION_TYPED : ACTION_OTHER;
+    return key;
+}
+
 /* Acts on a key. */
 static enum edit_result editor_key(struct editor *e, int key) {
     size_t n = arrlenu(e->text), at = e->cursor, to;
     char s[4];
-    switch (key) {
+    switch (key = editor_key_begin(e, key)) {
     case KEY_EOF: return EDIT_EOF;
     case '\r': return editor_enter(e);
     case '\n': text_insert(e, "\n", 1); break;
@@ -14659,16 +14967,22 @@ static enum edit_result editor_key(struct editor *e, int key) {
     case CONTROL('H'): text_delete(e, unit_prev(e, at), at); break;
     case CONTROL('K'): /* at the end of a line: the newline */
         to = line_end(e, at);
-        text_delete(e, at, to == at ? unit_next(e, at) : to);
+        text_cut(e, at, to == at ? unit_next(e, at) : to);
         break;
-    case CONTROL('U'): text_delete(e, line_start(e, at), at); break;
-    case CONTROL('W'): text_delete(e, word_left(e, at, true), at); break;
-    case KEY_WORD_RUBOUT: text_delete(e, word_left(e, at, false), at); break;
-    case KEY_WORD_DELETE: text_delete(e, at, word_right(e, at)); break;
+    case CONTROL('U'): text_cut(e, line_start(e, at), at); break;
+    case CONTROL('W'): text_cut(e, word_left(e, at, true), at); break;
+    case KEY_WORD_RUBOUT: text_cut(e, word_left(e, at, false), at); break;
+    case KEY_WORD_DELETE: text_cut(e, at, word_right(e, at)); break;
+    case CONTROL('Y'): text_yank(e, false); break;
+    case KEY_YANK_OLDER: text_yank(e, true); break;
+    case CONTROL('T'): text_swap(e); break;
+    case CONTROL('_'): text_undo(e); break;
+    case CONTROL('X'): e->chord = true; break;
+    case KEY_EXTERNAL: editor_external(e); break;
     case CONTROL('C'):
         if (!n) return EDIT_INTERRUPT;
-        e->history_at = arrlenu(e->history);
         text_set(e, "", 0);
+        e->history_at = arrlenu(e->history);
         break;
     case CONTROL('L'):
         write_all(1, "\033[H\033[2J", 7);
@@ -14735,15 +15049,16 @@ static enum edit_result editor_read_screen(struct editor *e) {
 static enum edit_result editor_read(struct editor *e, const char *prompt, const char *continuation, char **line) {
     fflush(stdout);
     text_set(e, "", 0);
-    arrsetlen(e->draft, 0);
-    arrsetlen(e->draft_folds, 0);
+    steps_clear(e);
     e->history_at = arrlenu(e->history);
     e->prompt = prompt;
     e->continuation = continuation;
     e->row = e->top = e->cols = 0;
     enum edit_result r = e->screen ? editor_read_screen(e) : editor_read_plain(e);
     arrsetlen(*line, 0);
-    if (r == EDIT_LINE) text_send(e, line);
+    size_t n;
+    const size_t from = text_sent(e, &n);
+    if (r == EDIT_LINE) sb_put(line, e->text + from, n);
     return r;
 }
 
@@ -14759,12 +15074,15 @@ static void editor_init(struct editor *e, const char *history_path) {
 }
 
 static void editor_free(struct editor *e) {
-    for (int i = 0; i < arrlen(e->history); i++) free(e->history[i]);
+    for (int i = 0; i < arrlen(e->history); i++) passage_free(&e->history[i]);
+    for (int i = 0; i < arrlen(e->cuts); i++) passage_free(&e->cuts[i]);
+    steps_clear(e);
     arrfree(e->history);
+    arrfree(e->cuts);
+    arrfree(e->steps);
     arrfree(e->text);
     arrfree(e->folds);
-    arrfree(e->draft);
-    arrfree(e->draft_folds);
+    passage_free(&e->draft);
     arrfree(e->keys.in);
     arrfree(e->keys.paste);
     free(e->history_path);
@@ -14779,8 +15097,6 @@ static void editor_free(struct editor *e) {
  * section uses the conversation only through chat_* and the options only through option_*. It is over 450 lines because
  * the table of commands and their functions stand together.
  * ============================================================================================================ */
-
-enum { READ_MAX = 64 << 20 /* bytes of a file that /read and /edit accept */ };
 
 /* ---- signals ---- */
 
@@ -14876,6 +15192,8 @@ struct command {
 
 enum { COMMAND_QUIT = 1 }; /* result of /quit */
 
+static void repl_complete(const char *line, size_t cursor, char ***candidates, size_t *from);
+
 /* Prints a session error in its own line, red on a terminal. */
 static void print_error(const char *err) { line_print("31", err); }
 
@@ -14903,21 +15221,6 @@ static size_t split_word(char *s, char **rest) {
     size_t n = strcspn(s, " \t\n");
     *rest = s + n + strspn(s + n, " \t\n");
     return n;
-}
-
-/* Appends a text file to *out. Returns 0, or -1 with a message if it is too large or not UTF-8 without NUL. */
-static int read_text(const char *path, char **out, char *err) {
-    struct stat st;
-    if (file_check(path, &st, err)) return -1;
-    if (st.st_size > READ_MAX)
-        return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
-                    READ_MAX >> 20);
-    size_t at = arrlenu(*out);
-    if (read_file(path, out, err)) return -1;
-    size_t n = arrlenu(*out) - at;
-    if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
-    if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
-    return 0;
 }
 
 /* Appends a file as it appears in a message: its name, then its text in a fence longer than any run of backticks in
@@ -15008,39 +15311,35 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
     return rc;
 }
 
-/* Opens $EDITOR with the argument as text. Sends the result without white space at its end, unless the editor failed or
- * the text is empty. */
-static int cmd_edit(struct repl *r, char *arg, char *err) {
-    const char *editor = getenv("EDITOR");
-    char *raw = NULL, *data = NULL, *command = NULL, *path = temps[n_temps].path;
-    strcpy(path, "/tmp/moe-XXXXXX.md");
-    int fd = mkostemps(path, 3, O_CLOEXEC); /* mode 0600 */
-    if (fd < 0) return fail(err, "cannot make a file in /tmp: %s", strerror(errno));
-    n_temps++;
-    write_all(fd, arg, strlen(arg));
-    close(fd);
-    sb_printf(&command, "%s %s", editor && *editor ? editor : "vi", path);
-    term_restore();
-    struct termios mode; /* of the terminal, in case the editor changes it */
-    bool known = !tcgetattr(0, &mode);
-    int status = system(sb_cstr(&command)), rc = 0;
-    if (known) tcsetattr(0, TCSADRAIN, &mode);
-    if (status)
-        rc = fail(err, "'%s' failed with status %d, nothing is sent", command,
-                  WIFEXITED(status) ? WEXITSTATUS(status) : status);
-    else rc = read_text(path, &raw, err);
-    temp_remove();
-    input_sanitize(&data, raw, arrlenu(raw)); /* the history needs text without CR */
-    arrfree(raw);
-    while (arrlen(data) && isspace((uint8_t)arrlast(data))) (void)arrpop(data);
-    if (!rc && !arrlen(data)) note("[empty, nothing is sent]");
-    if (!rc && arrlen(data)) {
-        editor_history_add(&r->editor, data, arrlenu(data));
-        note("[%td bytes]", arrlen(data));
-        repl_send(r, sb_cstr(&data), arrlenu(data));
+/* Shows a message that was not typed behind the prompt as if it had been; of a long one the beginning. */
+static void print_sent(const struct editor *e, const char *text, size_t n) {
+    enum { ROWS = 20 };
+    char *safe = NULL;
+    const int lines = text_lines(text, n);
+    term_escape(&safe, text, n);
+    const char *s = sb_cstr(&safe);
+    for (int i = 0; i < lines && i < ROWS; i++) {
+        const int len = (int)strcspn(s, "\n");
+        fprintf(stderr, "%s%.*s\n", i ? e->continuation : e->prompt, len, s);
+        s += len + 1;
     }
-    arrfree(command);
-    arrfree(data);
+    if (lines > ROWS) note("... and %d more lines", lines - ROWS);
+    arrfree(safe);
+}
+
+/* Opens $VISUAL or $EDITOR with the argument as text. Sends the result, unless the editor failed or the text is
+ * empty. */
+static int cmd_edit(struct repl *r, char *arg, char *err) {
+    char *text = NULL;
+    const int rc = external_edit(arg, strlen(arg), &text, err);
+    const size_t n = arrlenu(text);
+    if (!rc && !n) note("[empty, nothing is sent]");
+    if (!rc && n) {
+        editor_history_add(&r->editor, text, n);
+        print_sent(&r->editor, text, n);
+        repl_send(r, sb_cstr(&text), n);
+    }
+    arrfree(text);
     return rc;
 }
 
@@ -15202,7 +15501,7 @@ static const struct command commands[] = {
     {"show", "[N]", "print the conversation, or its last N messages", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
     {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has blanks", cmd_read},
-    {"edit", "[TEXT]", "write a message in $EDITOR, then send it", cmd_edit},
+    {"edit", "[TEXT]", "write a message in $VISUAL or $EDITOR, then send it", cmd_edit},
     {"undo", NULL, "remove the last message and its answer", cmd_undo},
     {"regen", NULL, "regenerate the last answer", cmd_regen},
     {"continue", NULL, "go on with an answer that was stopped", cmd_continue},
@@ -15261,7 +15560,9 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
     fputs("Commands may be shortened as long as they stay unique. //text sends /text.\n"
           "Enter sends. For a new line use Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
           "and \"\"\".\n"
-          "Up, Down and Ctrl-R: history. Tab completes commands. Ctrl-C stops the answer, Ctrl-D exits.\n",
+          "Up, Down and Ctrl-R: history. Tab completes commands, names and values.\n"
+          "Ctrl-W, Ctrl-U, Ctrl-K and Alt-D cut, Ctrl-Y and Alt-Y paste. Ctrl-_ undoes. Ctrl-X Ctrl-E opens $EDITOR.\n"
+          "Ctrl-C stops the answer, Ctrl-D exits.\n",
           stderr);
     return 0;
 }
@@ -15315,15 +15616,14 @@ static int repl_line(struct repl *r, char *line, size_t n) {
 
 /* Runs the dialogue until /quit or the end of input. Returns the exit code. */
 static int repl_run(struct chat *c) {
-    const char *words[N_COMMANDS + 1] = {NULL}, *home = getenv("HOME");
+    const char *home = getenv("HOME");
     struct repl r = {.chat = c};
     char *path = NULL, *line = NULL;
     enum edit_result got;
     int rc = 0;
-    for (int i = 0; i < N_COMMANDS; i++) words[i] = commands[i].name;
     if (home && *home) sb_printf(&path, "%s/.moe_history", home);
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
-    r.editor.words = words;
+    r.editor.complete = repl_complete;
     if (r.editor.screen) c->keys = &r.editor.keys;
     term.dialogue = true;
     while (rc != COMMAND_QUIT) {
@@ -15347,6 +15647,133 @@ static int repl_run(struct chat *c) {
     arrfree(path);
     arrfree(line);
     return EXIT_OK;
+}
+
+/* ============================================================================================================
+ * REPL completion
+ *
+ * What Tab completes: names of commands, and after some of them names of options, their values, saved conversations and
+ * files.
+ * ============================================================================================================ */
+
+/* Appends a word if it begins with what is typed. */
+static void complete_word(const char *word, const char *typed, char ***out) {
+    if (!strncmp(word, typed, strlen(typed))) arrput(*out, xstrdup(word));
+}
+
+/* The functions below append the candidates for the argument of a command. *from: where the argument begins, changed to
+ * where they begin. */
+
+static void complete_command(char *arg, char ***out, size_t *from) {
+    (void)from;
+    for (int i = 0; i < N_COMMANDS; i++) complete_word(commands[i].name, arg, out);
+}
+
+static void complete_value(const struct option *o, const char *typed, char ***out) {
+    static const char *const flag[] = {"on", "off", NULL};
+    const char *const *names = o->type == OPT_FLAG ? flag : o->choices;
+    for (; names && *names; names++) complete_word(*names, typed, out);
+}
+
+static void complete_think(char *arg, char ***out, size_t *from) {
+    (void)from;
+    complete_value(option_find("think"), arg, out);
+}
+
+static void complete_set(char *arg, char ***out, size_t *from) {
+    char *value;
+    const size_t n = split_word(arg, &value);
+    const bool named = arg[n];
+    arg[n] = 0;
+    const struct option *o = named ? option_find(arg) : NULL;
+    if (named) *from += (size_t)(value - arg);
+    if (o && o->in_chat) complete_value(o, value, out);
+    for (int i = 0; i < N_OPTIONS && !named; i++)
+        if (options[i].name && options[i].in_chat) complete_word(options[i].name, arg, out);
+}
+
+/* Whether the name of a file can stand in a command. */
+static bool name_usable(const char *s) {
+    for (const char *p = s; *p; p++)
+        if ((uint8_t)*p < 32 || *p == 127 || *p == '"') return false;
+    return utf8_valid(s, strlen(s));
+}
+
+/* Appends the names in a directory that begin with `base`, each behind `before`. suffix: takes only files that end in
+ * it, without it; NULL: takes all files, and directories with a slash. */
+static void complete_directory(const char *path, const char *before, const char *base, const char *suffix,
+                               char ***out) {
+    DIR *d = opendir(path);
+    const size_t k = suffix ? strlen(suffix) : 0;
+    for (const struct dirent *f; d && (f = readdir(d));) {
+        char *full = NULL, *name = NULL;
+        struct stat st;
+        const size_t n = strlen(f->d_name);
+        if (strncmp(f->d_name, base, strlen(base)) || (*f->d_name == '.' && *base != '.')) continue;
+        if (!strcmp(f->d_name, ".") || !strcmp(f->d_name, "..") || !name_usable(f->d_name)) continue;
+        if (n <= k || (suffix && strcmp(f->d_name + n - k, suffix))) continue;
+        sb_printf(&full, "%s/%s", path, f->d_name);
+        const bool found = !stat(sb_cstr(&full), &st), dir = found && S_ISDIR(st.st_mode) && !suffix;
+        sb_printf(&name, "%s%.*s%s", before, (int)(n - k), f->d_name, dir ? "/" : "");
+        if (found && (dir || S_ISREG(st.st_mode))) arrput(*out, xstrdup(sb_cstr(&name)));
+        arrfree(full);
+        arrfree(name);
+    }
+    if (d) closedir(d);
+}
+
+static void complete_saved(char *arg, char ***out, size_t *from) {
+    char path[4096], err[ERR_MAX];
+    (void)from;
+    if (strchr(arg, '/') || chat_path("x", "", path, err)) return;
+    *strrchr(path, '/') = 0;
+    complete_directory(path, "", arg, ".jsonl", out);
+}
+
+/* Completes the name of a file. If one of the candidates has a blank, all are in double quotes. */
+static void complete_file(char *arg, char ***out, size_t *from) {
+    bool quoted = *arg == '"';
+    char *path = NULL, **found = NULL;
+    const char *name = arg + quoted, *slash = strrchr(name, '/');
+    (void)from;
+    if (name[strcspn(name, quoted ? "\"" : " \t\n")]) return; /* the cursor is behind the name */
+    char *dir = xstrndup(name, slash ? (size_t)(slash + 1 - name) : 0);
+    sb_path(&path, *dir ? dir : "./");
+    complete_directory(sb_cstr(&path), dir, name + strlen(dir), NULL, &found);
+    for (int i = 0; i < arrlen(found); i++) quoted |= strchr(found[i], ' ') != NULL;
+    for (int i = 0; i < arrlen(found); i++) {
+        char *word = NULL;
+        const bool open = !quoted || found[i][strlen(found[i]) - 1] == '/';
+        sb_printf(&word, "%s%s%s", quoted ? "\"" : "", found[i], open ? "" : "\"");
+        arrput(*out, xstrdup(sb_cstr(&word)));
+        arrfree(word);
+        free(found[i]);
+    }
+    arrfree(found);
+    arrfree(path);
+    free(dir);
+}
+
+static const struct {
+    const char *command;
+    void (*fn)(char *arg, char ***out, size_t *from);
+} completions[] = {
+    {"help", complete_command}, {"set", complete_set},      {"think", complete_think},
+    {"export", complete_file},  {"read", complete_file},    {"save", complete_saved},
+    {"load", complete_saved},   {"rename", complete_saved}, {"delete", complete_saved},
+};
+
+/* Completes the name of a command or its argument, for the editor. */
+static void repl_complete(const char *line, size_t cursor, char ***candidates, size_t *from) {
+    char *text = xstrndup(line, cursor), *arg, err[ERR_MAX];
+    const size_t n = *text == '/' ? split_word(text + 1, &arg) : 0;
+    const bool named = n && text[1 + n];
+    const struct command *c = named ? command_find(text + 1, n, err) : NULL;
+    *from = named ? (size_t)(arg - text) : 1;
+    if (*text == '/' && !named) complete_command(text + 1, candidates, from);
+    for (size_t i = 0; c && i < sizeof completions / sizeof *completions; i++)
+        if (!strcmp(completions[i].command, c->name)) completions[i].fn(arg, candidates, from);
+    free(text);
 }
 
 /* ============================================================================================================

@@ -298,15 +298,37 @@ int tcsetattr(int fd, int when, const struct termios *mode) {
     return next(fd, when, mode);
 }
 
+/* Completes the last word of a few. */
+static void editor_words(const char *line, size_t cursor, char ***candidates, size_t *from) {
+    static const char *const words[] = {"/set",
+                                        "/save",
+                                        "/show",
+                                        "/help",
+                                        "m\xc3\xa4"
+                                        "n",
+                                        "m\xc3\xbcll",
+                                        "dir/sub/one",
+                                        "dir/sub/two\033[2J",
+                                        "path/"};
+    *from = cursor;
+    while (*from && line[*from - 1] != ' ') --*from;
+    for (size_t i = 0; i < sizeof words / sizeof *words && cursor > *from; i++)
+        if (!strncmp(words[i], line + *from, cursor - *from)) arrput(*candidates, xstrdup(words[i]));
+    for (int i = 0; i < 100 && cursor > *from && line[*from] == '#'; i++) {
+        char word[32];
+        snprintf(word, sizeof word, "#number-%d", i);
+        arrput(*candidates, xstrdup(word));
+    }
+}
+
 /* The child: says what it read, with control characters as \xNN, until the end of input (exit 7). */
 static void editor_child(const char *history) {
-    static const char *const words[] = {"help", "save", "set", "show", NULL};
     struct editor e;
     char *line = NULL, *shown = NULL;
     term_init();
     signals_install();
     editor_init(&e, history);
-    e.words = words;
+    e.complete = editor_words;
     for (;;) {
         enum edit_result r = editor_read(&e, "> ", ". ", &line);
         arrsetlen(shown, 0);
@@ -475,6 +497,59 @@ static void test_repl_paste(void) {
     editor_end(&p);
 }
 
+static void test_repl_cut(void) {
+    static const char *const t[][2] = {
+        {"one two three\027\027\031", "one two three"}, /* keys in a row cut one piece, */
+        {"one two\027x\027\031\033y", "one two"},       /* others one each */
+        {"abc def\2\2\2\13\1\031", "defabc "},
+        {"one two\1\033d\033d\5-\031", "-one two"},
+        {"one two-three\033\177\033\177\1\031!", "two-three!one "},
+        {"abcdef\2\2\2\25\13\031\031", "abcdefabcdef"},
+        {"a\033yb", "ab"},
+        {"1 \0272 \0273 \027\031\033y\033y.", "1 ."},
+        {PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "a\25\031\177\177b", "b"}, /* a fold stays one */
+        {"ab\024c", "bac"},
+        {"a\024b", "ab"},
+        {"xe\xcc\x81\024", "e\xcc\x81x"},
+        {"a" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "\024\177b\2\4", "1\\x0a2\\x0a3\\x0a4\\x0a5\\x0a6\\x0a7\\x0a8\\x0a9"},
+    };
+    EDITOR_TABLE(t);
+}
+
+static void test_repl_undo(void) {
+    static const char *const t[][2] = {
+        {"one two\037", "one "},
+        {"one two\037\037\037x", "x"},
+        {"one two\027\030\025", "one two"},
+        {"one two\027\177\037\037!", "one two!"},
+        {"one\1\033d\037X", "Xone"}, /* the cursor is back as well */
+        {"a" PASTE("b c d") "\037", "a"},
+        {"a" PASTE("1\r2\r3\r4\r5\r6\r7\r8\r9") "\177\037\177b", "ab"}, /* the fold is one again */
+        {"kept\3\037", "kept"},
+        {"draft\033[A\037!", "draft!"},
+        {"draft\033[Ax\033[B\037?\033[B", "draft"}, /* back at the entry, and on to the draft */
+        {"\030x", "x"},
+        {"\037", ""},
+    };
+    EDITOR_TABLE(t);
+    struct editor e;
+    editor_init(&e, NULL);
+    for (int i = 0; i < 3 * STEPS_MAX; i++) {
+        e.in_step = false;
+        text_insert(&e, "x", 1);
+    }
+    CHECK(arrlen(e.steps) == STEPS_MAX, "%td states", arrlen(e.steps));
+    char *big = NULL;
+    for (int i = 0; i < STEPS_BYTES / 2; i++) arrput(big, 'x');
+    for (int i = 0; i < 4; i++) {
+        e.in_step = false;
+        text_insert(&e, big, arrlenu(big));
+    }
+    CHECK(arrlen(e.steps) == 1, "%td states of a large text", arrlen(e.steps));
+    arrfree(big);
+    editor_free(&e);
+}
+
 static const char *repl_scratch(const char *name) {
     static char path[256];
     snprintf(path, sizeof path, "%s/%s", test_dir(), name);
@@ -514,19 +589,45 @@ static void test_repl_history(void) {
     editor_init(&e, path);
     CHECK(arrlen(e.history) == HISTORY_MAX, "%td entries", arrlen(e.history));
     if (arrlen(e.history) == HISTORY_MAX) {
-        CHECK(!strcmp(e.history[HISTORY_MAX - 1], "\xef\xbf\xbd\xef\xbf\xbd\033[2J\nend"), "%s",
-              e.history[HISTORY_MAX - 1]);
-        CHECK(!strcmp(e.history[0], "entry 501"), "%s", e.history[0]);
+        CHECK(passage_is(&arrlast(e.history), "\xef\xbf\xbd\xef\xbf\xbd\033[2J\nend", 14), "%s",
+              sb_cstr(&arrlast(e.history).text));
+        CHECK(passage_is(&e.history[0], "entry 501", 9), "%s", sb_cstr(&e.history[0].text));
     }
     editor_history_add(&e, "last", 4);
     editor_free(&e);
     editor_init(&e, path); /* the file was shortened, then extended */
-    CHECK(arrlen(e.history) == HISTORY_MAX && !strcmp(arrlast(e.history), "last"), "%td", arrlen(e.history));
+    CHECK(arrlen(e.history) == HISTORY_MAX && passage_is(&arrlast(e.history), "last", 4), "%td", arrlen(e.history));
     editor_free(&e);
     editor_init(&e, "/nonexistent/dir/history"); /* nothing to read or write: no matter */
     editor_history_add(&e, "x", 1);
     editor_free(&e);
     arrfree(data);
+}
+
+/* A long paste is in the history as it was pasted; the file does without it if it is too long. */
+static void test_repl_history_long(void) {
+    const char *path = repl_scratch("history-long");
+    struct pty p;
+    char *big = NULL, *data = NULL, err[ERR_MAX];
+    if (!editor_start(&p, 24, 80, path)) return;
+    editor_line(&p, "first", "=first");
+    editor_line(&p, "1\n2\n3\n4\n5\n6\n7\n8\n9", "=1\\x0a2");
+    pty_send(&p, "see \033[200~");
+    for (int i = 0; i < 2000; i++) sb_puts(&big, "0123456789 0123456789 0123456789 0123456789\r");
+    pty_send_n(&p, big, arrlenu(big));
+    pty_send(&p, "\033[201~!\r");
+    editor_expect(&p, "6789\\x0a!\r\n");
+    pty_send(&p, "\14\033[A");
+    SCREEN(&p, 0, 0, 26, "> see [pasted 2000 lines]!", "");
+    pty_send(&p, "\033[A");
+    SCREEN(&p, 0, 0, 18, "> [pasted 9 lines]", "");
+    pty_send(&p, "\033[A");
+    SCREEN(&p, 0, 0, 7, "> first", "");
+    pty_send(&p, "\3");
+    editor_end(&p);
+    CHECK(!read_file(path, &data, err) && !strcmp(sb_cstr(&data), "first\n1\r2\r3\r4\r5\r6\r7\r8\r9\n"), "%s", data);
+    arrfree(data);
+    arrfree(big);
 }
 
 /* Two programs append at once: every line arrives whole. */
@@ -579,7 +680,12 @@ static void test_repl_search(void) {
     SCREEN(&p, 18, 18, 17, "(search '\xc3\xbc') gr\xc3\xbcn", "");
     pty_send(&p, "\3");
     editor_line(&p, "\022\xc3\xbc\xc3\xbf\177", "=gr\xc3\xbcn");
-    editor_line(&p, "\022nothing like it", "=");
+    pty_send(&p, "\14kept\022squqq");
+    SCREEN(&p, 0, 0, 23, "(no match 'squqq') kept", "");
+    pty_send(&p, "\r");
+    SCREEN(&p, 0, 0, 6, "> kept", "");
+    editor_line(&p, "\022banqq\177\177", "=banana"); /* Enter takes an entry that matches, */
+    editor_line(&p, "here\022banqq\r!", "=here!");   /* but no other */
     editor_end(&p);
 }
 
@@ -626,7 +732,7 @@ static void test_repl_screen(void) {
     pty_send(&p, "\14");
     SCREEN(&p, 0, 1, 0, "> aaaaaaaaaaaaaaaaaa", "", "");
     pty_send(&p, "\3/s\t");
-    SCREEN(&p, 0, 2, 4, "> /s", "/save  /set  /show", "> /s", "");
+    SCREEN(&p, 0, 2, 4, "> /s", "/save  /set   /show", "> /s", "");
     editor_end((pty_send(&p, "\3"), &p));
 }
 
@@ -721,6 +827,28 @@ static void test_repl_resize(void) {
     editor_end(&p);
 }
 
+static void test_repl_complete(void) {
+    static const char *const t[][2] = {
+        {"/he\tx", "/help x"},
+        {"a /sa\tx\037", "a /save "},       /* undo takes back the word that was typed, */
+        {"/he\t\037", "/he"},               /* or the completion */
+        {"m\t\xc3\xa4\tx", "m\xc3\xa4n x"}, /* common are whole code points */
+        {"di\to\tx", "dir/sub/one x"},
+        {"pa\tx", "path/x"}, /* a directory may go on */
+        {"x\t\ty", "xy"},
+    };
+    EDITOR_TABLE(t);
+    struct pty p;
+    if (!editor_start(&p, 24, 20, NULL)) return;
+    pty_send(&p, "dir/\t\t");
+    SCREEN(&p, 0, 3, 10, "> dir/sub/", "one", "two\\x1b[2J", "> dir/sub/", "");
+    pty_send(&p, "\3\14#\t\t");
+    SCREEN(&p, 0, 22, 10, "> #number-", "#number-0", "#number-1", "#number-10", "#number-11");
+    SCREEN(&p, 19, 22, 10, "#number-25", "#number-26", "... and 80 more", "> #number-", "");
+    pty_send(&p, "\3");
+    editor_end(&p);
+}
+
 /* Random keys: what stands on the screen is what a redraw of everything gives. */
 static void test_repl_redraw(void) {
     static const char *const keys[] = {"a",
@@ -805,7 +933,8 @@ static void test_repl_fuzz(void) {
         setsid(); /* Ctrl-Z stops nobody */
         dup2(fd, 0), dup2(fd, 1);
         editor_init(&e, NULL);
-        e.words = (const char *const[]){"set", "show", NULL};
+        e.complete = editor_words;
+        setenv("VISUAL", "true", 1);
         e.prompt = "> ", e.continuation = ". ";
         for (int round = 0; round < 400 && !bad; round++) {
             text_set(&e, "", 0);
@@ -1024,6 +1153,100 @@ static void test_moe_dialogue(void) {
     CHECK_INT(pty_end(&p), 0, "the exit code");
 }
 
+static void test_moe_complete(void) {
+    NEED_MOE();
+    struct pty p;
+    char path[512];
+    static const char *const names[] = {"tab.txt",
+                                        "two words 1.txt",
+                                        "two words 2.txt",
+                                        "a dir/leaf.txt",
+                                        ".moe/story.jsonl",
+                                        ".moe/a tale.jsonl",
+                                        ".moe/story.kv",
+                                        "esc\033[2J.txt",
+                                        "q1",
+                                        "q2"};
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", test_dir(), i ? ".moe" : "a dir");
+        mkdir(path, 0700);
+    }
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(path, sizeof path, "%s/%s", test_dir(), names[i]);
+        repl_write(path, "{\"moe\":1}\n", 10);
+    }
+    static const char *const t[][2] = {
+        {"/read ~/ta\t", "/read ~/tab.txt "},
+        {"/rea ~/two\t", "/rea \"~/two words "}, /* a beginning of a command's name will do */
+        {"/read \"~/two words 1\t", "/read \"~/two words 1.txt\" "},
+        {"/read ~/a\tle\t", "/read \"~/a dir/leaf.txt\" "},
+        {"/read ~/es\t", "/read ~/es"},
+        {"/read ~/tab.txt ta\t", "/read ~/tab.txt ta"},
+        {"/load st\t", "/load story "},
+        {"/save a\t", "/save a tale "},
+        {"/set show\ton\t", "/set show-think on "},
+        {"/set gr\tof\t", "/set greedy off "},
+        {"/set kv\t", "/set kv"},
+        {"/think me\t", "/think medium "},
+        {"/delete st\t", "/delete story "},
+        {"/help und\t", "/help undo "},
+        {"//he\t", "//he"},
+        {"he\t", "he"},
+        {"/cl\t", "/clear "},
+    };
+    if (!moe_start(&p, "xterm", moe_argv)) return;
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char row[128], typed[128];
+        snprintf(row, sizeof row, "> %s|", t[i][1]);
+        snprintf(typed, sizeof typed, "x\3\14%s|", t[i][0]);
+        pty_send(&p, typed);
+        if (!SCREEN(&p, 0, 0, (int)strlen(row), row, "")) break;
+    }
+    pty_send(&p, "x\3\14/read ~/q\t");
+    SCREEN(&p, 0, 2, 11, "> /read ~/q", "q1  q2", "> /read ~/q", "");
+    pty_send(&p, "\3");
+    moe_end(&p);
+}
+
+/* The user's editor: in the line, and for a message. */
+static void test_moe_editor(void) {
+    NEED_MOE();
+    struct pty p;
+    char script[400], path[512], *data = NULL, err[ERR_MAX];
+    static const char code[] = "#!/bin/sh\ngrep -q fail $1 && echo ' more' >> $1 && exit 3\n"
+                               "grep -q quit $1 && exit 1\necho 'One word.' >> $1\n";
+    snprintf(script, sizeof script, "%s/editor.sh", test_dir());
+    repl_write(script, code, sizeof code - 1);
+    snprintf(path, sizeof path, "sh %s", script);
+    setenv("VISUAL", path, 1);
+    setenv("EDITOR", "false", 1);
+    bool started = moe_start(&p, "xterm", moe_argv);
+    unsetenv("VISUAL");
+    unsetenv("EDITOR");
+    if (!started) return;
+    pty_send(&p, "\14What is 7 squared? \030\005");
+    SCREEN(&p, 0, 1, 30, "> What is 7 squared?", "> What is 7 squared? One word.");
+    pty_send(&p, "\037|");
+    SCREEN(&p, 0, 1, 22, "> What is 7 squared?", "> What is 7 squared? |"); /* a step of undo */
+    pty_send(&p, "\3\14one quit\2\030\005");
+    EXPECT(&p, "failed with status 1\033");
+    pty_send(&p, "|");
+    EXPECT(&p, "> \033[0mone qui|t");
+    pty_send(&p, "\3");
+    moe_ask(&p, "/edit What is 7 squared?", "> What is 7 squared?One word.\r\n");
+    EXPECT(&p, "49");
+    pty_send(&p, "/edit this must fail\r");
+    EXPECT(&p, "the text is kept in /tmp/moe-");
+    EXPECT(&p, ".md: ");
+    snprintf(path, sizeof path, "/tmp/moe-%.6s.md", p.log + p.log_at - 11);
+    EXPECT(&p, "failed with status 3");
+    EXPECT(&p, "\033[?2004h");
+    CHECK(!read_file(path, &data, err) && !strcmp(sb_cstr(&data), "this must fail more\n"), "%s: %s", path, data);
+    unlink(path);
+    arrfree(data);
+    moe_end(&p);
+}
+
 static void test_moe_files(void) {
     NEED_MOE();
     struct pty p;
@@ -1032,6 +1255,7 @@ static void test_moe_files(void) {
     repl_write(good, "What is 7 squared? One word.\n", 29);
     snprintf(bad, sizeof bad, "%s", repl_scratch("latin1.txt"));
     repl_write(bad, "caf\xe9\n", 5);
+    unsetenv("VISUAL");
     setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
     bool started = moe_start(&p, "xterm", moe_argv);
     unsetenv("EDITOR");
@@ -1346,16 +1570,18 @@ static void test_moe_color(void) {
     unsetenv("NO_COLOR");
 }
 
-#define TESTS_REPL                                                                                                   \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
-        {"repl/paste", test_repl_paste}, {"repl/history", test_repl_history},                                        \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
-        {"repl/screen", test_repl_screen}, {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, \
-        {"repl/wrap", test_repl_wrap}, {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize},            \
-        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt},   \
-        {"repl/switch", test_repl_switch}, {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb},       \
-        {"repl/dialogue", test_moe_dialogue}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},          \
-        {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \
-        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                            \
-        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                            \
+#define TESTS_REPL                                                                                                    \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},              \
+        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                  \
+        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                           \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                         \
+        {"repl/screen", test_repl_screen}, {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels},  \
+        {"repl/wrap", test_repl_wrap}, {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize},             \
+        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt},    \
+        {"repl/switch", test_repl_switch}, {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb},        \
+        {"repl/dialogue", test_moe_dialogue}, {"repl/complete", test_repl_complete},                                  \
+        {"repl/complete-names", test_moe_complete}, {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, \
+        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},    \
+        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                             \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                             \
         {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},
