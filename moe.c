@@ -14258,7 +14258,7 @@ static void steps_clear(struct editor *e) {
 }
 
 /* Keeps the state before the first change of a step. Drops the oldest states if there are too many. */
-static void step_begin(struct editor *e) {
+static void edit_step(struct editor *e) {
     if (e->in_step) return;
     e->in_step = true;
     const struct step now = step_take(e);
@@ -14276,7 +14276,7 @@ static void step_begin(struct editor *e) {
 /* Inserts s (n) at the cursor and moves the cursor to its end. */
 static void text_insert(struct editor *e, const char *s, size_t n) {
     if (!n) return;
-    step_begin(e);
+    edit_step(e);
     arrinsn(e->text, e->cursor, n);
     memcpy(e->text + e->cursor, s, n);
     for (int i = 0; i < arrlen(e->folds); i++)
@@ -14297,7 +14297,7 @@ static void text_insert_passage(struct editor *e, const struct passage *p) {
 /* Removes [from, to) with the folds in it and puts the cursor there. */
 static void text_delete(struct editor *e, size_t from, size_t to) {
     if (from == to) return;
-    step_begin(e);
+    edit_step(e);
     arrdeln(e->text, from, to - from);
     for (int i = (int)arrlen(e->folds); i-- > 0;) {
         if (e->folds[i].at >= to) e->folds[i].at -= to - from;
@@ -14478,7 +14478,7 @@ static void editor_history_add(struct editor *e, const char *line, size_t n) {
 /* Replaces the text by a history entry. After the newest entry comes the draft. */
 static void history_go(struct editor *e, size_t to) {
     const size_t n = arrlenu(e->history);
-    step_begin(e);
+    edit_step(e);
     if ((e->history_at == n) != (to == n)) {
         const struct passage now = {e->text, e->folds};
         e->text = e->draft.text;
