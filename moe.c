@@ -13899,7 +13899,9 @@ static void chat_autosave(struct chat *c, bool at_end) {
     static bool reported;
     char err[ERR_MAX], path[4096];
     const char *home = getenv("HOME");
-    if (!c->keys || !home || !*home || !c->turns) return;
+    bool asked = false; /* an empty conversation does not replace the last one */
+    for (size_t i = 0; i < arrlenu(c->messages); i++) asked |= !strcmp(c->messages[i].role, "user");
+    if (!c->keys || !home || !*home || !c->turns || !asked) return;
     const bool small = state_bytes(c->m, c->s->r->kv_type, (size_t)c->s->n_past) <= LAST_STATE_MAX;
     if (!small && !at_end && !chat_path(LAST_CHAT, ".kv", path, err)) unlink(path); /* it belongs to other messages */
     if (!chat_write(c, LAST_CHAT, small || at_end, err) || reported) return;

@@ -1439,6 +1439,10 @@ static void test_moe_resume(void) {
     CHECK(line && atoi(line + 7) < 60, "the state is not used: %.20s", line ? line : "");
     moe_ask(&p, "/set predict 20", "");
     moe_ask(&p, "/continue", " tok/s");
+    moe_ask(&p, "/clear", "conversation cleared"); /* which leaves the last one as it is */
+    moe_end(&p);
+    if (!moe_start(&p, "xterm", again)) return;
+    CHECK(memmem(p.log, arrlenu(p.log), "[loaded 20 messages]", 20), "%.*s", (int)arrlen(p.log), p.log);
     moe_end(&p);
     if (pty_start(&p, 24, 80, "xterm", NULL, NULL, named)) CHECK_INT(pty_end(&p), 1, "the exit code");
 }
