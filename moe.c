@@ -1671,7 +1671,7 @@ static void term_put(char **out, const char *s, size_t n, bool tty) {
 static void out_put(const char *s, size_t n) {
     char *shown = NULL;
     term_put(&shown, s, n, term.out_tty);
-    fwrite(shown, 1, arrlenu(shown), stdout);
+    if (arrlen(shown)) fwrite(shown, 1, arrlenu(shown), stdout);
     arrfree(shown);
 }
 
