@@ -13205,6 +13205,9 @@ struct chat {
     struct keyboard *keys;         /* of a dialogue in raw mode: read while the model answers; or NULL */
     char *name;                    /* under which the conversation was saved or loaded, or NULL */
     int open_past;                 /* tokens of the session when the last answer was stopped; 0: it was not */
+    int saved_turns;               /* turns and messages at the last autosave; */
+    ptrdiff_t saved_messages;      /* -1: other messages have been loaded since */
+    bool saved_state;              /* whether it wrote the state */
 };
 
 enum turn_result {
@@ -13654,6 +13657,15 @@ static void answer_report(const struct chat *c, enum stop_reason why, const stru
              context_remedy(c->s, 0, remedy));
 }
 
+/* Generates, says why it ended, and remembers whether /continue can go on. */
+static enum stop_reason answer_generate(struct chat *c, struct printer *p, struct turn_stats *st) {
+    const enum stop_reason why = generate(c, p, st);
+    watch_end();
+    answer_report(c, why, p, st);
+    c->open_past = why == STOP_INTERRUPT || why == STOP_LENGTH ? c->s->n_past : 0;
+    return why;
+}
+
 /* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
  * TURN_FAILED. */
 static enum turn_result chat_answer(struct chat *c, char *err) {
@@ -13679,10 +13691,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
             p.printed = arrlenu(p.text);
         }
         size_t before = arrlenu(p.text);
-        enum stop_reason why = generate(c, &p, &st);
-        watch_end();
-        answer_report(c, why, &p, &st);
-        c->open_past = why == STOP_INTERRUPT || why == STOP_LENGTH ? c->s->n_past : 0;
+        const enum stop_reason why = answer_generate(c, &p, &st);
         result = why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
         if (why == STOP_INTERRUPT && arrlenu(p.text) == before) {
             result = TURN_ROLLED_BACK;
@@ -13745,10 +13754,7 @@ static int chat_continue(struct chat *c, char *err) {
     watch_begin(c->keys);
     const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
     if (sync == SYNC_DONE) {
-        const enum stop_reason why = generate(c, &p, &st);
-        watch_end();
-        answer_report(c, why, &p, &st);
-        c->open_past = why == STOP_INTERRUPT || why == STOP_LENGTH ? c->s->n_past : 0;
+        answer_generate(c, &p, &st);
         free(*content);
         *content = xstrndup(p.text, arrlenu(p.text));
         chat_count(c, &st);
@@ -13902,9 +13908,14 @@ static void chat_autosave(struct chat *c, bool at_end) {
     bool asked = false; /* an empty conversation does not replace the last one */
     for (size_t i = 0; i < arrlenu(c->messages); i++) asked |= !strcmp(c->messages[i].role, "user");
     if (!c->keys || !home || !*home || !c->turns || !asked) return;
+    const bool same = c->saved_turns == c->turns && c->saved_messages == arrlen(c->messages);
+    if (same && (c->saved_state || !at_end)) return;
     const bool small = state_bytes(c->m, c->s->r->kv_type, (size_t)c->s->n_past) <= LAST_STATE_MAX;
     if (!small && !at_end && !chat_path(LAST_CHAT, ".kv", path, err)) unlink(path); /* it belongs to other messages */
-    if (!chat_write(c, LAST_CHAT, small || at_end, err) || reported) return;
+    c->saved_turns = c->turns;
+    c->saved_messages = arrlen(c->messages);
+    c->saved_state = small || at_end;
+    if (!chat_write(c, LAST_CHAT, c->saved_state, err) || reported) return;
     note("the conversation is not saved: %s", err);
     reported = true;
 }
@@ -13960,6 +13971,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     arrfree(c->messages);
     c->messages = messages;
     c->open_past = 0;
+    c->saved_messages = -1;
     free(c->name);
     c->name = xstrdup(name);
     if (chat_path(name, ".kv", path, err)) return -1;
@@ -15601,7 +15613,7 @@ static int repl_line(struct repl *r, char *line, size_t n) {
     if (blanks == n) return 0;
     editor_history_add(&r->editor, line, n);
     if (!strcmp(line, "exit") || !strcmp(line, "quit") || !strcmp(line, "help")) {
-        note("(/%s is the command; a message needs more words)", line);
+        note("(type /%s for the command)", line);
         return 0;
     }
     if (is_command(line + blanks, n - blanks)) {

@@ -1408,7 +1408,7 @@ static void test_moe_conversations(void) {
     moe_ask(&p, "/copy", "\033]52;c;");
     moe_ask(&p, "/delete two", "[deleted two]");
     moe_ask(&p, "/load two", "cannot open");
-    moe_ask(&p, "exit", "/exit is the command");
+    moe_ask(&p, "exit", "type /exit for the command");
     pty_send(&p, "/exit\r");
     CHECK_INT(pty_end(&p), 0, "the exit code");
 }
