@@ -89,19 +89,19 @@
  *   Session: the saved state                        210  the file of /save
  *
  *  Program
- *   Options                                         380  the option table, values and defaults
+ *   Options                                         390  the option table, values and defaults
  *   Command line                                    320  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
- *   Chat                                            230  messages, their rendering, their tokens
- *   Chat: generation                                410  an answer on its way to the screen
- *   Chat: saved conversations                       250  /save and /load
+ *   Chat                                            250  messages, their rendering, their tokens
+ *   Chat: generation                                460  an answer on its way to the screen
+ *   Chat: saved conversations                       260  /save and /load
  *   Edited text                                     330  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
  *   Line editor                                     200  drawing and moving in it
  *   Text in another program                          60  files of text; $EDITOR
  *   Line editor: keys                               320  what each key does
- *   REPL commands                                   560  /help, /undo, /save ..
+ *   REPL commands                                   570  /help, /undo, /save ..
  *   REPL completion                                 130  what Tab puts behind a command
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
@@ -114,7 +114,8 @@
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
- *   Main                                            270  the table of modes, and main
+ *   Modes: prompts and requests                     200  answers beside a dialogue: -p, --lines, --jsonl
+ *   Main                                            220  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
 #define _GNU_SOURCE
@@ -9104,7 +9105,7 @@ static void avx2_gemm(const struct gemm *g) {
 }
 
 static const struct kernels kernels_avx2 = {
-    .name = "avx2", .act_format = panel_act_format, .gemm = avx2_gemm, VECTOR_TABLE(avx2)};
+    .name = "AVX2", .act_format = panel_act_format, .gemm = avx2_gemm, VECTOR_TABLE(avx2)};
 
 /* ============================================================================================================
  * CPU kernels: AVX-512 VNNI
@@ -9254,7 +9255,7 @@ static void avx512_gemm(const struct gemm *g) {
 }
 
 static const struct kernels kernels_avx512 = {
-    .name = "avx512-vnni", .act_format = panel_act_format, .gemm = avx512_gemm, VECTOR_TABLE(avx512)};
+    .name = "AVX-512 VNNI", .act_format = panel_act_format, .gemm = avx512_gemm, VECTOR_TABLE(avx512)};
 
 /* ============================================================================================================
  * CPU kernels: AMX, BF16 tiles
@@ -9516,7 +9517,7 @@ static enum act_format amx_act_format(uint32_t type, int n_tok) {
 }
 
 static const struct kernels kernels_amx = {
-    .name = "avx512-vnni amx-bf16", .act_format = amx_act_format, .gemm = amx_gemm, VECTOR_TABLE(avx512)};
+    .name = "AVX-512 VNNI, AMX", .act_format = amx_act_format, .gemm = amx_gemm, VECTOR_TABLE(avx512)};
 
 /* Whether the processor has AMX and Linux lets this process use the tile registers. A process must ask once; the answer
  * holds for all of its threads. */
@@ -9594,7 +9595,7 @@ static void neon_gemm(const struct gemm *g) {
 }
 
 static const struct kernels kernels_neon = {
-    .name = "neon-dotprod", .act_format = panel_act_format, .gemm = neon_gemm, VECTOR_TABLE(neon)};
+    .name = "NEON", .act_format = panel_act_format, .gemm = neon_gemm, VECTOR_TABLE(neon)};
 #endif
 
 /* ============================================================================================================
@@ -11118,7 +11119,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->n_ctx = n_ctx;
     r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
-    snprintf(r->name, sizeof r->name, "%s, %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
+    snprintf(r->name, sizeof r->name, "CPU (%s), %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
     const struct maxima *x = &m->max;
     size_t c = (size_t)r->chunk, n_head = (size_t)x->n_head;
     act_widths(m, r->width);
@@ -12132,7 +12133,7 @@ struct settings {
     /* model and prompt; NULL: not given */
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
     char *load;
-    bool go_on, lines, raw, special, escape, quiet, verbose, simple_io;
+    bool go_on, lines, jsonl, raw, special, escape, quiet, verbose, simple_io;
     enum color color;
     int n_predict; /* tokens of an answer at most; -1: no limit */
     enum think think;
@@ -12162,6 +12163,19 @@ struct settings {
     bool help_all;                   /* --help all */
     bool mute;                       /* chats print neither answers nor statistics */
 };
+
+static const char jsonl_details[] = "Every line of stdin is a request, an object with these keys:\n"
+                                    "\n"
+                                    "  prompt       a string, or in its place\n"
+                                    "  messages     a list of objects {\"role\": ..., \"content\": ...}\n"
+                                    "  id           any value (default: the number of the line)\n"
+                                    "  max_tokens, temperature, seed   as -n, --temp and --seed\n"
+                                    "  stop         a string or a list of strings that end the answer\n"
+                                    "\n"
+                                    "Every answer is a line of stdout, in the order of the requests: id, text,\n"
+                                    "reasoning (the thinking, if there is any), finish (stop, length or interrupted)\n"
+                                    "and usage (prompt_tokens, cached_tokens of them, completion_tokens). A request\n"
+                                    "that fails is answered with id and error, and the exit code is 1.\n";
 
 static const char plan_details[] = "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o\n"
                                    "header.gguf). --synth takes a known shape. Without --gpus the plan is for the\n"
@@ -12256,6 +12270,7 @@ static const struct option options[] = {
     {"continue", IS_FLAG(go_on), .help = "resume the last conversation"},
     {"load", IS_STR(load), .arg = "NAME", .help = "resume the conversation that /save NAME saved"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
+    {"jsonl", IS_FLAG(jsonl), .help = "the same with a JSON object per line, in and out", .details = jsonl_details},
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
     {"escape", "-e", IS_FLAG(escape), .rare = true, .help = "process \\n, \\t, \\\\ and \\xHH in the text of -p"},
     {"ids", IS_STR(ids), .rare = true, .arg = "1,2,3", .help = "use these token ids as the prompt; stdin is not read"},
@@ -12332,7 +12347,7 @@ static const struct option options[] = {
     {"shard", IS_STR(shard), .arg = "R/N", .of = "synth", .help = "only what GPU R of N would hold"},
     {.help = "Messages"},
     {"quiet", "-q|--log-disable", IS_FLAG(quiet), .in_chat = true, .help = "no banner, no statistics, no notes"},
-    {"verbose", "-v|--log-verbose", IS_FLAG(verbose), .help = "print more on stderr"},
+    {"verbose", "-v|--log-verbose", IS_FLAG(verbose), .in_chat = true, .help = "print more on stderr"},
     {"color", "-co", IS_CHOICE(color, color_names), .rare = true, .arg = "WHEN",
      .help = "color (default: auto, on a terminal)"},
     {"simple-io", IS_FLAG(simple_io), .rare = true, .help = "no line editor, no color, as with TERM=dumb"},
@@ -12522,8 +12537,10 @@ static int settings_store(struct settings *s, const struct option *o, const char
 static int option_set(struct settings *s, const char *name, const char *value, char *err) {
     const struct option *o = option_find(name);
     char typed[128];
-    if (!o) return fail(err, "there is no option '%s'; /set lists them", name);
-    if (!o->in_chat) return fail(err, "--%s can only be given at start", name);
+    if (!o) return fail(err, "unknown option '%s' (/set lists them)", name);
+    if (!o->in_chat)
+        return fail(err, "--%s can only be set on the command line%s", name,
+                    strcmp(name, "system") ? "" : "; /system changes the message");
     snprintf(typed, sizeof typed, "%s %s", name, value);
     return settings_store(s, o, typed, value, err);
 }
@@ -12532,12 +12549,10 @@ static int option_set(struct settings *s, const char *name, const char *value, c
 static void option_print_value(const struct settings *s, const struct option *o, FILE *f) {
     const void *at = option_value(s, o);
     switch (o->type) {
-    case OPT_FLAG: fputs(*(const bool *)at ? "on" : "off", f); break;
-    case OPT_INT: fprintf(f, "%d", *(const int *)at); break;
-    case OPT_NUM: fprintf(f, "%g", *(const double *)at); break;
-    case OPT_CHOICE:
-        if (*(const int *)at >= 0) fputs(o->choices[*(const int *)at], f);
-        break;
+    case OPT_FLAG: fprintf(f, "%-6s", *(const bool *)at ? "on" : "off"); break;
+    case OPT_INT: fprintf(f, "%-6d", *(const int *)at); break;
+    case OPT_NUM: fprintf(f, "%-6g", *(const double *)at); break;
+    case OPT_CHOICE: fprintf(f, "%-6s", *(const int *)at < 0 ? "" : o->choices[*(const int *)at]); break;
     case OPT_STR: {
         const char *value = *(char *const *)at;
         char *text = NULL;
@@ -12558,7 +12573,8 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
         if (!o->name || (name ? strcmp(name, o->name) : !o->in_chat)) continue;
         fprintf(f, "  %-15s ", o->name);
         option_print_value(s, o, f);
-        fprintf(f, "  %s\n", o->help);
+        const char *end = strstr(o->help, " (default"); /* the value says what holds in this chat */
+        fprintf(f, "  %.*s\n", end ? (int)(end - o->help) : (int)strlen(o->help), o->help);
     }
 }
 
@@ -13182,7 +13198,16 @@ struct message {
     char *role, *content; /* malloc'ed; the content of an assistant includes its thinking as generated */
 };
 
+enum stop_reason {
+    STOP_END,     /* the model or a stop string ended the answer */
+    STOP_LENGTH,  /* -n */
+    STOP_CONTEXT, /* the context is full */
+    STOP_INTERRUPT
+};
+
 struct turn_stats {
+    enum stop_reason why;      /* why the answer ended */
+    int n_cached;              /* tokens of the prompt that were in the cache */
     int n_prompt, n_generated; /* tokens of the prompt that were computed, tokens of the answer */
     double prompt_seconds;     /* to compute the prompt */
     double seconds;            /* to generate the answer */
@@ -13202,6 +13227,7 @@ struct chat {
     uint64_t rng;                  /* state of the sampler's random numbers */
     struct turn_stats last, total; /* of the last turn, of all turns */
     int turns;                     /* turns in `total` */
+    const char **stops;            /* stb_ds: strings that end an answer, for --jsonl, which prints no text */
     struct keyboard *keys;         /* of a dialogue in raw mode: read while the model answers; or NULL */
     char *name;                    /* under which the conversation was saved or loaded, or NULL */
     int open_past;                 /* tokens of the session when the last answer was stopped; 0: it was not */
@@ -13282,6 +13308,7 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
 static void chat_free(struct chat *c) {
     while (arrlen(c->messages)) chat_pop(c);
     arrfree(c->messages);
+    arrfree(c->stops);
     free(c->name);
     template_free(c->t);
 }
@@ -13420,6 +13447,7 @@ struct printer {
     bool thinking;    /* the text from `printed` on is inside <think> */
     bool show;        /* print the thinking too */
     bool began;       /* a part of the answer has been printed */
+    size_t answer_at; /* where in text it begins */
     bool marked;      /* the thinking began with a line that says so */
     bool mute;        /* print nothing */
     char last;        /* the last byte that was printed, 0 before the first */
@@ -13483,7 +13511,10 @@ static void printer_emit(struct printer *p, size_t end) {
     }
     if (n && !p->began && p->show && p->last && p->last != '\n') printer_write(p, "\n", 1, false);
     if (n && !p->began && p->marked) printer_marker(p, "[answer]\n");
-    if (n) p->began = true;
+    if (n && !p->began) {
+        p->began = true;
+        p->answer_at = (size_t)(s - p->text);
+    }
     printer_write(p, s, n, false);
 }
 
@@ -13555,29 +13586,49 @@ static uint32_t logit_hash(const float *x, int n) {
     return h;
 }
 
-enum stop_reason { STOP_END, STOP_LENGTH, STOP_CONTEXT, STOP_INTERRUPT };
+/* Whether a stop string ends the answer, of which the bytes from `from` on are new. The text is cut off before it. */
+static bool answer_stops(const struct chat *c, struct printer *p, size_t from) {
+    const size_t start = p->verbatim ? 0 : p->answer_at;
+    size_t end = SIZE_MAX;
+    if (!p->verbatim && !p->began) return false;
+    for (size_t i = 0; i < arrlenu(c->stops); i++) {
+        const size_t len = strlen(c->stops[i]), at = from > start + len - 1 ? from - (len - 1) : start;
+        const char *hit = memmem(p->text + at, arrlenu(p->text) - at, c->stops[i], len);
+        if (hit && (size_t)(hit - p->text) < end) end = (size_t)(hit - p->text);
+    }
+    if (end == SIZE_MAX) return false;
+    arrsetlen(p->text, end);
+    p->printed = end;
+    p->detok = (struct detok){0};
+    return true;
+}
 
 /* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. */
-static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_stats *st) {
+static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
     struct sampling o = settings_sampling(c->set);
     double t0 = now_seconds();
-    enum stop_reason why = STOP_LENGTH;
+    st->why = STOP_LENGTH;
     while (c->set->n_predict < 0 || st->n_generated < c->set->n_predict) {
         if (interrupted) {
-            why = STOP_INTERRUPT;
+            st->why = STOP_INTERRUPT;
             break;
         }
         int32_t id = session_sample(s, &o, &c->rng);
         if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
         if (vocab_is_stop(c->m->vocab, id)) {
-            why = STOP_END;
+            st->why = STOP_END;
             break;
         }
+        const size_t before = arrlenu(p->text);
         st->n_generated++;
         printer_token(p, id);
+        if (arrlen(c->stops) && answer_stops(c, p, before)) {
+            st->why = STOP_END;
+            break;
+        }
         if (s->n_past == s->n_ctx) {
-            why = STOP_CONTEXT;
+            st->why = STOP_CONTEXT;
             break;
         }
         st->bytes += session_forward_bytes(s, 1);
@@ -13586,24 +13637,25 @@ static enum stop_reason generate(struct chat *c, struct printer *p, struct turn_
     st->seconds = now_seconds() - t0;
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
-    return why;
 }
 
-/* Prints one line on stderr with the speed of a turn and the use of the context, and a warning above 80 %. */
-static void chat_stats_line(const struct chat *c, const struct turn_stats *st) {
-    char a[32], b[32], d[32], line[256], remedy[160];
-    double use = (double)c->s->n_past / c->s->n_ctx;
+/* Prints the speed of a turn and the use of the context on stderr, in one line of a terminal of 80 columns. details: a
+ * second line. Above 80 % of the context a warning follows. */
+static void chat_stats_line(const struct chat *c, const struct turn_stats *st, bool details) {
+    char a[32], line[256], remedy[160];
+    const double use = (double)c->s->n_past / c->s->n_ctx;
     if (c->set->quiet || c->set->mute) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
-        n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s (%.1f GB/s)", st->n_generated / st->seconds,
-                      st->bytes / st->seconds * 1e-9);
+        n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s", st->n_generated / st->seconds);
     if (st->n_prompt && st->prompt_seconds > 0)
-        n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s | first token %.2f s",
-                      with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds, st->first_seconds);
-    snprintf(line + n, sizeof line - (size_t)n, " | context %s/%s (%.0f %%) | #%08x",
-             with_commas((uint64_t)c->s->n_past, b), with_commas((uint64_t)c->s->n_ctx, d), 100 * use, st->logit_hash);
-    note("%s", line);
+        n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s",
+                      with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds);
+    note("%s | context %.0f %% of %s", line, 100 * use, with_commas((uint64_t)c->s->n_ctx, a));
+    if (details)
+        note("# first token %.2f s | %.1f GB/s | context %s | logits #%08x", st->first_seconds,
+             st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, with_commas((uint64_t)c->s->n_past, a),
+             st->logit_hash);
     snprintf(line, sizeof line, "context %.0f %% full: %s", 100 * use, context_remedy(c->s, 0, remedy));
     if (use > 0.8 && c->s->n_past < c->s->n_ctx)    /* a full one has been reported */
         line_print(use > 0.95 ? "31" : "33", line); /* red, yellow */
@@ -13646,24 +13698,23 @@ static int chat_mark(struct chat *c, const struct text *text, const int32_t *ids
 }
 
 /* Says why an answer ended before the model was done. */
-static void answer_report(const struct chat *c, enum stop_reason why, const struct printer *p,
-                          const struct turn_stats *st) {
+static void answer_report(const struct chat *c, const struct printer *p, const struct turn_stats *st) {
     char a[32], remedy[160];
     const char *thinking = p->thinking ? ", still thinking" : "";
-    if (why == STOP_INTERRUPT) note("[stopped%s]", thinking);
-    if (why == STOP_LENGTH) note("[stopped after %d tokens (-n)%s]", st->n_generated, thinking);
-    if (why == STOP_CONTEXT)
+    if (c->set->mute) return;
+    if (st->why == STOP_INTERRUPT) note("[stopped%s]", thinking);
+    if (st->why == STOP_LENGTH) note("[stopped after %d tokens (-n)%s]", st->n_generated, thinking);
+    if (st->why == STOP_CONTEXT)
         note("[stopped%s: the context of %s tokens is full; %s]", thinking, with_commas((uint64_t)c->s->n_ctx, a),
              context_remedy(c->s, 0, remedy));
 }
 
 /* Generates, says why it ended, and remembers whether /continue can go on. */
-static enum stop_reason answer_generate(struct chat *c, struct printer *p, struct turn_stats *st) {
-    const enum stop_reason why = generate(c, p, st);
+static void answer_generate(struct chat *c, struct printer *p, struct turn_stats *st) {
+    generate(c, p, st);
     watch_end();
-    answer_report(c, why, p, st);
-    c->open_past = why == STOP_INTERRUPT || why == STOP_LENGTH ? c->s->n_past : 0;
-    return why;
+    answer_report(c, p, st);
+    c->open_past = st->why == STOP_INTERRUPT || st->why == STOP_LENGTH ? c->s->n_past : 0;
 }
 
 /* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
@@ -13683,6 +13734,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     watch_begin(c->keys);
     enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
     st.n_prompt = c->s->sync_tokens;
+    st.n_cached = (int)arrlen(ids) - st.n_prompt;
     st.prompt_seconds = c->s->sync_seconds;
     if (sync == SYNC_INTERRUPTED) result = TURN_ROLLED_BACK;
     if (sync == SYNC_DONE) {
@@ -13691,14 +13743,14 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
             p.printed = arrlenu(p.text);
         }
         size_t before = arrlenu(p.text);
-        const enum stop_reason why = answer_generate(c, &p, &st);
-        result = why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
-        if (why == STOP_INTERRUPT && arrlenu(p.text) == before) {
+        answer_generate(c, &p, &st);
+        result = st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
+        if (st.why == STOP_INTERRUPT && arrlenu(p.text) == before) {
             result = TURN_ROLLED_BACK;
         } else {
             chat_push(c, "assistant", p.text, arrlenu(p.text));
             chat_count(c, &st);
-            chat_stats_line(c, &st);
+            chat_stats_line(c, &st, c->set->verbose);
         }
     }
     watch_end();
@@ -13758,7 +13810,7 @@ static int chat_continue(struct chat *c, char *err) {
         free(*content);
         *content = xstrndup(p.text, arrlenu(p.text));
         chat_count(c, &st);
-        chat_stats_line(c, &st);
+        chat_stats_line(c, &st, c->set->verbose);
     }
     watch_end();
     arrfree(ids);
@@ -13780,10 +13832,32 @@ static void chat_trim(struct chat *c) {
     text_free(&text);
 }
 
-/* Removes the last message of the user and everything after it. Returns 0, or -1 with a message. */
-static int chat_undo(struct chat *c, char *err) {
+/* Returns the number of the last message of the user, counted from 1; 0: there is none. */
+static size_t chat_last_question(const struct chat *c) {
     size_t n = arrlenu(c->messages);
     while (n && strcmp(c->messages[n - 1].role, "user")) n--;
+    return n;
+}
+
+/* Replaces message `number` and everything after it by a message of the user, and answers that. If it fails or is rolled
+ * back, the messages are as before. */
+static enum turn_result chat_replace(struct chat *c, size_t number, const char *user, size_t n, char *err) {
+    struct message *old = NULL;
+    for (size_t i = number - 1; i < arrlenu(c->messages); i++) arrput(old, c->messages[i]);
+    arrsetlen(c->messages, number - 1);
+    const enum turn_result r = chat_turn(c, user, n, err);
+    const bool back = r == TURN_FAILED || r == TURN_ROLLED_BACK;
+    for (size_t i = 0; i < arrlenu(old); i++) {
+        if (back) arrput(c->messages, old[i]);
+        else message_free(&old[i]);
+    }
+    arrfree(old);
+    return r;
+}
+
+/* Removes the last message of the user and everything after it. Returns 0, or -1 with a message. */
+static int chat_undo(struct chat *c, char *err) {
+    const size_t n = chat_last_question(c);
     if (!n) return fail(err, "there is nothing to undo");
     while (arrlenu(c->messages) >= n) chat_pop(c);
     chat_trim(c);
@@ -13975,7 +14049,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     free(c->name);
     c->name = xstrdup(name);
     if (chat_path(name, ".kv", path, err)) return -1;
-    if (session_load(c->s, path, why)) note("%s: the next turn reads the conversation again", why);
+    if (session_load(c->s, path, why)) note("%s: the next turn processes the conversation again", why);
     return 0;
 }
 
@@ -14071,7 +14145,7 @@ static void chat_print_stats(struct chat *c) {
         note("no turn yet");
         return;
     }
-    chat_stats_line(c, &c->last);
+    chat_stats_line(c, &c->last, true);
     double tokens_per_s = t->seconds > 0 ? t->n_generated / t->seconds : 0;
     double bytes_per_s = t->seconds > 0 ? t->bytes / t->seconds : 0;
     fprintf(stderr, "  %d turns: %d prompt tokens in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
@@ -15255,7 +15329,7 @@ static void frame_file(char **out, const char *name, const char *data, size_t n)
 
 /* Changes an option. Without a value prints it; without a name prints all. Returns 0, or -1 with a message. */
 static int option_command(struct repl *r, const char *name, const char *value, char *err) {
-    if (*value) return chat_set(r->chat, name, value, err);
+    if (*value && chat_set(r->chat, name, value, err)) return -1;
     if (*name && !option_find(name)) return option_set(r->chat->set, name, value, err);
     option_print(r->chat->set, *name ? name : NULL, stderr);
     return 0;
@@ -15341,17 +15415,23 @@ static void print_sent(const struct editor *e, const char *text, size_t n) {
     arrfree(safe);
 }
 
-/* Opens $VISUAL or $EDITOR with the argument as text. Sends the result, unless the editor failed or the text is
- * empty. */
+/* Opens $VISUAL or $EDITOR with the argument as text, with /edit! the last message of the user. Sends the result, unless
+ * the editor failed or the text is empty; with /edit! it replaces that message and what followed. */
 static int cmd_edit(struct repl *r, char *arg, char *err) {
+    struct chat *c = r->chat;
     char *text = NULL;
-    const int rc = external_edit(arg, strlen(arg), &text, err);
+    const size_t last = chat_last_question(c);
+    if (r->force && *arg) return fail(err, "/edit! takes no argument");
+    if (r->force && !last) return fail(err, "there is no message to edit");
+    const char *old = r->force ? c->messages[last - 1].content : arg;
+    const int rc = external_edit(old, strlen(old), &text, err);
     const size_t n = arrlenu(text);
-    if (!rc && !n) note("[empty, nothing is sent]");
+    if (!rc && !n) note("[empty message, not sent]");
     if (!rc && n) {
         editor_history_add(&r->editor, text, n);
         print_sent(&r->editor, text, n);
-        repl_send(r, sb_cstr(&text), n);
+        if (r->force) turn_report(chat_replace(c, last, sb_cstr(&text), n, err), err);
+        else repl_send(r, sb_cstr(&text), n);
     }
     arrfree(text);
     return rc;
@@ -15515,7 +15595,7 @@ static const struct command commands[] = {
     {"show", "[N]", "print the conversation, or its last N messages", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
     {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has blanks", cmd_read},
-    {"edit", "[TEXT]", "write a message in $VISUAL or $EDITOR, then send it", cmd_edit},
+    {"edit", "![TEXT]", "write a message in $VISUAL or $EDITOR; /edit! changes the last one", cmd_edit},
     {"undo", NULL, "remove the last message and its answer", cmd_undo},
     {"regen", NULL, "regenerate the last answer", cmd_regen},
     {"continue", NULL, "go on with an answer that was stopped", cmd_continue},
@@ -15592,7 +15672,8 @@ static int command_run(struct repl *r, char *line, char *err) {
     if (r->force && (!c->arg || *c->arg != '!')) return fail(err, "/%s has no form with an exclamation mark", c->name);
     while (end && isspace((uint8_t)arg[end - 1])) arg[--end] = 0;
     if (*arg && !c->arg) return fail(err, "/%s takes no argument", c->name);
-    if (!*arg && c->arg && c->arg[0] != '[') return fail(err, "usage: /%s %s", c->name, c->arg + (*c->arg == '!'));
+    if (!*arg && c->arg && c->arg[*c->arg == '!'] != '[')
+        return fail(err, "usage: /%s %s", c->name, c->arg + (*c->arg == '!'));
     return c->fn(r, arg, err);
 }
 
@@ -18319,62 +18400,208 @@ static int mode_doctor(struct settings *set) {
 }
 
 /* ============================================================================================================
- * Main
+ * Modes: prompts and requests
  *
- * Answers prompts and opens chats; the table of modes; what excludes what; the program from its arguments to its exit
- * code.
+ * Answers that are not part of a dialogue: of one prompt, of every line of stdin, of requests in JSON.
  * ============================================================================================================ */
 
-/* Continues a prompt without a template and prints the continuation verbatim. */
-static int answer_raw(struct engine *e, const char *text, size_t n) {
-    char err[ERR_MAX];
-    struct chat c = {.set = e->set, .m = &e->model, .s = &e->session, .rng = settings_seed(e->set)};
+/* Continues a text, or the tokens of --ids, without a template. The continuation is appended to the messages. err: the
+ * message of TURN_FAILED. */
+static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *text, size_t n, char *err) {
     struct turn_stats st = {0};
-    enum stop_reason why = STOP_INTERRUPT;
     int32_t *ids = raw_ids(e, text, n, err);
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
-    if (!ids) return report(err);
-    const enum sync_result r = session_sync(&e->session, ids, (int)arrlen(ids), 0, err);
+    if (!ids) return TURN_FAILED;
+    const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
+    st.n_prompt = c->s->sync_tokens;
+    st.n_cached = (int)arrlen(ids) - st.n_prompt;
+    st.prompt_seconds = c->s->sync_seconds;
     arrfree(ids);
-    if (r == SYNC_FAILED) return report(err);
-    if (r == SYNC_DONE) {
-        struct printer p = printer_make(&c, false, true);
-        st.n_prompt = e->session.sync_tokens;
-        st.prompt_seconds = e->session.sync_seconds;
-        why = generate(&c, &p, &st);
-        chat_stats_line(&c, &st);
-        arrfree(p.text);
-    }
-    return why == STOP_INTERRUPT ? EXIT_INTERRUPT : EXIT_OK;
+    if (sync != SYNC_DONE) return sync == SYNC_FAILED ? TURN_FAILED : TURN_ROLLED_BACK;
+    struct printer p = printer_make(c, false, true);
+    generate(c, &p, &st);
+    chat_push(c, "assistant", p.text, arrlenu(p.text));
+    chat_count(c, &st);
+    chat_stats_line(c, &st, c->set->verbose);
+    arrfree(p.text);
+    return st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
 }
 
-/* Answers one prompt in a chat of its own. */
-static int answer_prompt(struct engine *e, const char *text, size_t n) {
+/* Starts a conversation; with --raw there is no template. */
+static void prompt_chat(struct engine *e, struct settings *set, struct chat *c) {
     char err[ERR_MAX];
-    struct chat c;
-    if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
-    const enum turn_result r = chat_turn(&c, text, n, err);
-    chat_free(&c);
-    if (r == TURN_FAILED) return report(err);
-    return r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
+    *c = (struct chat){.set = set, .m = &e->model, .s = &e->session, .rng = settings_seed(set)};
+    if (!set->raw && chat_init(c, set, &e->model, &e->session, err)) die("%s", err);
 }
 
-/* --lines: answers every line of stdin. One that fails does not keep the others from being answered. */
-static int mode_lines(struct engine *e) {
+/* Answers one prompt. Returns the exit code, or -1 with a message. */
+static int answer_prompt(struct engine *e, const char *text, size_t n, char *err) {
+    struct chat c;
+    prompt_chat(e, e->set, &c);
+    const bool raw = e->set->raw || e->set->ids;
+    const enum turn_result r = raw ? raw_turn(e, &c, text, n, err) : chat_turn(&c, text, n, err);
+    chat_free(&c);
+    return r == TURN_FAILED ? -1 : r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
+}
+
+/* Answers every line of stdin that is not empty with `answer`, which returns an exit code. A line that fails does not
+ * keep the others from being answered. */
+static int answer_lines(struct engine *e, int (*answer)(struct engine *e, const char *line, size_t n, int number)) {
     char *line = NULL;
     size_t cap = 0;
     ssize_t n;
     int code = EXIT_OK;
-    while (code != EXIT_INTERRUPT && (n = line_next(stdin, "stdin", &line, &cap)) >= 0) {
+    for (int number = 1; code != EXIT_INTERRUPT && (n = line_next(stdin, "stdin", &line, &cap)) >= 0; number++) {
         if (n && line[n - 1] == '\n') n--;
         if (n && line[n - 1] == '\r') n--;
-        if (!n) continue;
-        const int rc = e->set->raw ? answer_raw(e, line, (size_t)n) : answer_prompt(e, line, (size_t)n);
+        const int rc = n ? answer(e, line, (size_t)n, number) : EXIT_OK;
         if (rc) code = rc;
     }
     free(line);
     return interrupted ? EXIT_INTERRUPT : code;
 }
+
+/* Answers a line of --lines. */
+static int answer_line(struct engine *e, const char *line, size_t n, int number) {
+    char err[ERR_MAX];
+    const int code = answer_prompt(e, line, n, err);
+    if (code >= 0) return code;
+    message_print("line %d: %s", number, err);
+    return EXIT_RUN;
+}
+
+static int mode_lines(struct engine *e) { return answer_lines(e, answer_line); }
+
+/* ---- requests of --jsonl ---- */
+
+/* The keys of a request that are options. */
+static const char *const request_options[][2] = {{"max_tokens", "predict"}, {"temperature", "temp"}, {"seed", "seed"}};
+
+/* Takes over the text of a request: `prompt` or `messages`. Returns 0, or -1 with a message. */
+static int request_text(struct chat *c, const json_t *prompt, const json_t *messages, char *err) {
+    size_t i;
+    const json_t *m;
+    if (!prompt == !messages) return fail(err, "a request has either \"prompt\" or \"messages\"");
+    if (prompt && !json_is_string(prompt)) return fail(err, "\"prompt\" is not a string");
+    if (prompt) chat_push(c, "user", json_string_value(prompt), json_string_length(prompt));
+    if (prompt) return 0;
+    if (c->set->raw) return fail(err, "--raw takes \"prompt\", not \"messages\"");
+    if (!json_array_size(messages)) return fail(err, "\"messages\" is not a list of messages");
+    json_array_foreach(messages, i, m) {
+        const json_t *content = json_object_get(m, "content");
+        const char *role = json_string_value(json_object_get(m, "role"));
+        const bool known = role && (!strcmp(role, "user") || !strcmp(role, "assistant") || !strcmp(role, "system"));
+        if (!known) return fail(err, "messages[%zu]: the role must be system, user or assistant", i);
+        if (!json_is_string(content) || json_object_size(m) != 2)
+            return fail(err, "messages[%zu]: expected \"role\" and \"content\", both strings", i);
+        if (!i && !strcmp(role, "system")) chat_set_system(c, NULL); /* it replaces that of --system */
+        chat_push(c, role, json_string_value(content), json_string_length(content));
+    }
+    return chat_last_is(c, "user") ? 0 : fail(err, "the last message must be the user's");
+}
+
+/* Takes over `stop`, a string or a list of strings. Returns 0, or -1 with a message. */
+static int request_stops(struct chat *c, const json_t *stop, char *err) {
+    const size_t n = json_is_array(stop) ? json_array_size(stop) : 1;
+    for (size_t i = 0; i < n; i++) {
+        const json_t *one = json_is_array(stop) ? json_array_get(stop, i) : stop;
+        if (!json_string_length(one)) return fail(err, "\"stop\" must be a string or a list of strings, none empty");
+        arrput(c->stops, json_string_value(one));
+    }
+    return 0;
+}
+
+/* Takes over a request: its messages and options. Returns 0, or -1 with a message. */
+static int request_read(struct chat *c, json_t *request, char *err) {
+    json_t *prompt = NULL, *messages = NULL, *value;
+    const char *key;
+    json_object_foreach(request, key, value) {
+        const char *option = NULL;
+        for (size_t i = 0; i < sizeof request_options / sizeof *request_options; i++)
+            if (!strcmp(key, request_options[i][0])) option = request_options[i][1];
+        if (json_is_null(value) || !strcmp(key, "id")) continue;
+        if (!strcmp(key, "prompt")) prompt = value;
+        else if (!strcmp(key, "messages")) messages = value;
+        else if (!strcmp(key, "stop") && request_stops(c, value, err)) return -1;
+        else if (option) {
+            char typed[96], *text = json_dumps(value, JSON_ENCODE_ANY);
+            snprintf(typed, sizeof typed, "\"%s\"", key);
+            const int rc = settings_store(c->set, option_find(option), typed, text, err);
+            free(text);
+            if (rc) return -1;
+        } else if (strcmp(key, "stop")) {
+            return fail(err, "unknown key \"%s\"; known: id, prompt, messages, max_tokens, temperature, seed, stop",
+                        key);
+        }
+    }
+    c->rng = settings_seed(c->set);
+    return request_text(c, prompt, messages, err);
+}
+
+/* Prints an object on one line and frees it. */
+static void print_json_line(json_t *o) {
+    char *text = json_dumps(o, JSON_COMPACT);
+    if (!text) die("out of memory");
+    puts(text);
+    out_flush();
+    free(text);
+    json_decref(o);
+}
+
+/* Adds the answer of a conversation to a response: its text, its thinking if there is any, what it took and why it
+ * ended. */
+static void response_answer(const struct chat *c, json_t *response) {
+    static const char *const finish[] = {
+        [STOP_END] = "stop", [STOP_LENGTH] = "length", [STOP_CONTEXT] = "length", [STOP_INTERRUPT] = "interrupted"};
+    const struct turn_stats *st = &c->last;
+    const char *think = "", *content = arrlast(c->messages).content, *text = content;
+    size_t n = 0;
+    if (!c->set->raw) text = split_answer(content, &think, &n);
+    if (!c->set->raw && text == content && !strncmp(content, "<think>", 7)) { /* it did not come to an end */
+        think = content + 7 + strspn(content + 7, "\n");
+        n = strlen(think);
+        text = "";
+    }
+    json_object_set_new(response, "text", json_string(text));
+    if (n) json_object_set_new(response, "reasoning", json_stringn(think, n));
+    json_object_set_new(response, "finish", json_string(finish[st->why]));
+    json_object_set_new(response, "usage",
+                        json_pack("{sisisi}", "prompt_tokens", st->n_cached + st->n_prompt, "cached_tokens",
+                                  st->n_cached, "completion_tokens", st->n_generated));
+}
+
+/* Answers a line of --jsonl, a request, with a line on stdout: an answer or an error. */
+static int answer_request(struct engine *e, const char *line, size_t n, int number) {
+    char err[ERR_MAX] = "";
+    struct chat c;
+    struct settings set = *e->set;
+    json_error_t why;
+    enum turn_result r = TURN_FAILED;
+    json_t *request = json_loadb(line, n, JSON_REJECT_DUPLICATES, &why), *response = json_object();
+    json_t *id = json_object_get(request, "id");
+    set.mute = true;
+    prompt_chat(e, &set, &c);
+    if (!request) fail(err, "%s at byte %d", why.text, why.position);
+    else if (!json_is_object(request)) fail(err, "not a JSON object");
+    else if (!request_read(&c, request, err))
+        r = set.raw ? raw_turn(e, &c, c.messages[0].content, strlen(c.messages[0].content), err) : chat_answer(&c, err);
+    json_object_set_new(response, "id", id ? json_incref(id) : json_integer(number));
+    if (r == TURN_FAILED) json_object_set_new(response, "error", json_string(err));
+    else if (r != TURN_ROLLED_BACK) response_answer(&c, response);
+    if (r == TURN_ROLLED_BACK) json_decref(response);
+    else print_json_line(response);
+    chat_free(&c);
+    json_decref(request);
+    return r == TURN_FAILED ? EXIT_RUN : r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
+}
+
+static int mode_jsonl(struct engine *e) { return answer_lines(e, answer_request); }
+
+/* ============================================================================================================
+ * Main
+ *
+ * Opens chats; the table of modes; what excludes what; the program from its arguments to its exit code.
+ * ============================================================================================================ */
 
 /* The lines that open a chat. */
 static void banner(const struct engine *e) {
@@ -18382,9 +18609,9 @@ static void banner(const struct engine *e) {
     char a[32], name[192];
     note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->max.n_expert_used, m->n_expert_max,
          m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
-    note("%s; context %s tokens, cache %.1f MiB (%s); loaded in %.2f s", session_name(&e->session, name),
-         with_commas((uint64_t)e->session.n_ctx, a), (double)session_kv_bytes(&e->session) / 0x1p20,
-         kv_names[e->session.r->kv_type], m->load_seconds);
+    note("%s; loaded in %.2f s", session_name(&e->session, name), m->load_seconds);
+    note("context %s tokens, cache %.1f MiB (%s)", with_commas((uint64_t)e->session.n_ctx, a),
+         (double)session_kv_bytes(&e->session) / 0x1p20, kv_names[e->session.r->kv_type]);
     note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D exits");
 }
 
@@ -18405,16 +18632,15 @@ static int answer_chat(struct engine *e) {
 /* Without a mode: answers --ids or the prompt, or opens a chat when stdin is a terminal. */
 static int mode_answer(struct engine *e) {
     const struct settings *set = e->set;
-    char *text = NULL;
-    if (set->ids) return answer_raw(e, NULL, 0);
-    if (!gather_prompt(set, &text)) {
+    char *text = NULL, err[ERR_MAX];
+    if (!set->ids && !gather_prompt(set, &text)) {
         if (!term.in_tty) die_usage("no prompt: stdin is empty");
         if (set->raw) die_usage("--raw needs a prompt: -p, -f or piped stdin");
         return answer_chat(e);
     }
-    const int code = set->raw ? answer_raw(e, text, arrlenu(text)) : answer_prompt(e, text, arrlenu(text));
+    const int code = answer_prompt(e, text, arrlenu(text), err);
     arrfree(text);
-    return code;
+    return code < 0 ? report(err) : code;
 }
 
 /* --plan, for a described machine, GPUs of this one, or its CPU. */
@@ -18466,6 +18692,7 @@ static const struct mode mode_table[] = {
     {"doctor", NEEDS_NOTHING, .run = run_doctor},
     {"list-devices", NEEDS_NOTHING, .run = mode_list_devices},
     {"lines", NEEDS_SESSION, .run = mode_lines},
+    {"jsonl", NEEDS_SESSION, .run = mode_jsonl},
     {NULL, NEEDS_SESSION, .prompt = true, .run = mode_answer},
 };
 

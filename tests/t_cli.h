@@ -42,8 +42,8 @@ static void test_cli_pipe(void) {
 static char *answer_hash(const char *cmd, char **text) {
     char *said = NULL;
     CHECK_INT(run_command(cmd, text, &said), 0, "`%s`", cmd);
-    const char *at = strstr(sb_cstr(&said), "| #");
-    char *hash = CHECK(at, "no hash in '%s'", said) ? xstrndup(at + 2, 9) : xstrdup("");
+    const char *at = strstr(sb_cstr(&said), "logits #");
+    char *hash = CHECK(at, "no hash in '%s'", said) ? xstrndup(at + 7, 9) : xstrdup("");
     arrfree(said);
     return hash;
 }
@@ -58,10 +58,11 @@ static void test_cli_system(void) {
                          "\"add_generation_prompt\": true, \"enable_thinking\": false}' | " MOE
                          "--render >@/r.txt; grep -c 'Answer briefly' @/r.txt"),
                   0, "1\n", NULL);
-    hash[0] = answer_hash(MOE "--greedy --think off -n 8 -p 'My name is Zoe.' -sys 'Answer briefly.'", &out[0]);
-    hash[1] = answer_hash(IN_DIR(MOE "--greedy --think off -n 8 -p 'My name is Zoe.' --system-file @/s.txt"), &out[1]);
-    hash[2] = answer_hash(IN_DIR("{ cat @/r.txt; echo; } | " MOE "--greedy --raw --special -n 8"), &out[2]);
-    hash[3] = answer_hash(MOE "--greedy --think off -n 8 -p 'My name is Zoe.'", &out[3]);
+    hash[0] = answer_hash(MOE "-v --greedy --think off -n 8 -p 'My name is Zoe.' -sys 'Answer briefly.'", &out[0]);
+    hash[1] =
+        answer_hash(IN_DIR(MOE "-v --greedy --think off -n 8 -p 'My name is Zoe.' --system-file @/s.txt"), &out[1]);
+    hash[2] = answer_hash(IN_DIR("{ cat @/r.txt; echo; } | " MOE "-v --greedy --raw --special -n 8"), &out[2]);
+    hash[3] = answer_hash(MOE "-v --greedy --think off -n 8 -p 'My name is Zoe.'", &out[3]);
     CHECK_STR(hash[1], hash[0], "-sys and --system-file");
     CHECK_STR(hash[2], hash[0], "-sys and the rendered prompt: '%s', '%s'", sb_cstr(&out[0]), sb_cstr(&out[2]));
     CHECK(strcmp(hash[3], hash[0]), "-sys changes nothing");
@@ -82,8 +83,79 @@ static void test_cli_lines(void) {
 /* A line that cannot be answered does not keep the others from it. */
 static void test_cli_bad_line(void) {
     check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE "--raw --lines --greedy -n 1 -c 64", 1,
-                  " time\n time\n", "the context holds 64");
+                  " time\n time\n", "line 2: ");
+    check_command("printf '\\n\\n\\377\\n' | " MOE "--lines -n 1", 1, "", "line 3: the message is not valid UTF-8");
     check_command("printf '' | " MOE "--raw -p ''", 1, "", "no tokens");
+}
+
+/* --jsonl: an answer or an error for every request, in their order, with its id. */
+static void test_cli_jsonl(void) {
+    static const char in[] =
+        "{\"id\":\"a\",\"prompt\":\"What is 7 squared? One word.\",\"temperature\":0}\n\n"
+        "{\"prompt\":\"What is 7 squared? One word.\",\"stop\":[\"9\",\"nothing\"],\"seed\":null}\n"
+        "{\"id\":[4],\"messages\":[{\"role\":\"system\",\"content\":\"Be brief.\"},{\"role\":\"user\","
+        "\"content\":\"Tell me a story.\"}],\"max_tokens\":7}\n"
+        "{\"id\":5,\"prompt\":\"hi\",\"n\":2}\n"
+        "{\"id\":6\n"
+        "{\"id\":7,\"prompt\":\"hi\",\"temperature\":-1}\n"
+        "{\"id\":8,\"messages\":[{\"role\":\"tool\",\"content\":\"x\"}]}\n"
+        "{\"id\":9,\"prompt\":\"hi\",\"stop\":\"\"}\n"
+        "{\"id\":10,\"prompt\":\"hi\",\"messages\":[]}\n"
+        "{\"id\":11,\"messages\":[{\"role\":\"assistant\",\"content\":\"x\"}]}\n"
+        "{\"id\":12,\"prompt\":\"caf\xe9\"}\n";
+    static const struct {
+        const char *id, *text, *reasoning, *finish, *error;
+        int prompt, made; /* tokens */
+    } want[] = {{"\"a\"", "49", "7 squared is 7 times 7, which is 49.", "stop", NULL, 19, 19},
+                {"3", "4", "7 squared is 7 times 7, which is 49.", "stop", NULL, 19, 19},
+                {"[4]", "", "The user wants a story. I", "length", NULL, 23, 7},
+                {"5", NULL, NULL, NULL, "unknown key \"n\"", 0, 0},
+                {"6", NULL, NULL, NULL, "byte 7", 0, 0},
+                {"7", NULL, NULL, NULL, "\"temperature\": expected a number from 0 to 100", 0, 0},
+                {"8", NULL, NULL, NULL, "messages[0]: the role must be system, user or assistant", 0, 0},
+                {"9", NULL, NULL, NULL, "\"stop\" must be", 0, 0},
+                {"10", NULL, NULL, NULL, "either \"prompt\" or \"messages\"", 0, 0},
+                {"11", NULL, NULL, NULL, "the last message must be the user's", 0, 0},
+                {"12", NULL, NULL, NULL, "byte 0xe9", 0, 0}};
+    enum { N = sizeof want / sizeof *want };
+    char *out = NULL, *said = NULL, path[512], command[700];
+    snprintf(path, sizeof path, "%s/requests.jsonl", test_dir());
+    write_test_file(path, in, sizeof in - 1);
+    snprintf(command, sizeof command, MOE "--greedy --jsonl <%s", path);
+    CHECK_INT(run_command(command, &out, &said), 1, "a request failed");
+    CHECK_STR(sb_cstr(&said), "", "errors are lines of stdout");
+    const char *line = sb_cstr(&out);
+    for (int i = 0; i < N; i++) {
+        const size_t n = strcspn(line, "\n");
+        json_t *o = json_loadb(line, n, JSON_REJECT_DUPLICATES, NULL), *usage = json_object_get(o, "usage");
+        char *id = json_dumps(json_object_get(o, "id"), JSON_ENCODE_ANY | JSON_COMPACT);
+        const char *error = json_string_value(json_object_get(o, "error"));
+        if (!CHECK(o && id && line[n] == '\n', "line %d is '%.*s'", i + 1, (int)n, line)) break;
+        CHECK_STR(id, want[i].id, "line %d", i + 1);
+        if (want[i].error) {
+            CHECK(error && strstr(error, want[i].error) && json_object_size(o) == 2, "'%.*s'", (int)n, line);
+        } else {
+            CHECK_STR(json_string_value(json_object_get(o, "text")), want[i].text, "line %d", i + 1);
+            CHECK_STR(json_string_value(json_object_get(o, "reasoning")), want[i].reasoning, "line %d", i + 1);
+            CHECK_STR(json_string_value(json_object_get(o, "finish")), want[i].finish, "line %d", i + 1);
+            CHECK_INT((int)json_integer_value(json_object_get(usage, "prompt_tokens")), want[i].prompt, "line %d",
+                      i + 1);
+            CHECK_INT((int)json_integer_value(json_object_get(usage, "completion_tokens")), want[i].made, "line %d",
+                      i + 1);
+            CHECK_INT((int)json_integer_value(json_object_get(usage, "cached_tokens")), i == 1 ? 18 : i == 2, "line %d",
+                      i + 1);
+        }
+        free(id);
+        json_decref(o);
+        line += n + 1;
+    }
+    CHECK(!*line, "more lines than requests: '%s'", line);
+    check_command("echo '{\"prompt\":\"Once upon a\",\"max_tokens\":1}' | " MOE "--raw --jsonl --greedy", 0,
+                  "{\"id\":1,\"text\":\" time\",\"finish\":\"length\",\"usage\":{\"prompt_tokens\":3,"
+                  "\"cached_tokens\":0,\"completion_tokens\":1}}\n",
+                  NULL);
+    arrfree(out);
+    arrfree(said);
 }
 
 static void test_cli_raw(void) {
@@ -766,7 +838,7 @@ static void test_readme_shapes(void) {
 
 #define TESTS_CLI                                                                                                  \
     {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                   \
-        {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary},                                \
+        {"cli/jsonl", test_cli_jsonl}, {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary}, \
         {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
         {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
         {"cli/help", test_cli_help}, {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options},         \

@@ -13,13 +13,6 @@ static char *hostile_read(const char *path) {
     return sb;
 }
 
-static void hostile_write(const char *path, const void *p, size_t n) {
-    FILE *f = fopen(path, "wb");
-    if (!CHECK(f, "cannot write %s", path)) return;
-    CHECK(fwrite(p, 1, n, f) == n, "cannot write %s", path);
-    fclose(f);
-}
-
 /* Calls fn for every line of gguf/expected.txt: the path, and what the message must contain ("-": the file is valid).
  * */
 static int hostile_each(void (*fn)(const char *path, const char *expect)) {
@@ -81,10 +74,10 @@ static void test_hostile_names(void) {
         CHECK(mkdir(path, 0700) == 0, "cannot make %s", path);
     }
     snprintf(path + n, sizeof path - (size_t)n, "/m.gguf");
-    hostile_write(path, bad, arrlenu(bad));
+    write_test_file(path, bad, arrlenu(bad));
     CHECK(model_load(&m, path, err) && strstr(err, "'Qwen3moe' is not supported"), "'%s'", err);
     snprintf(path, sizeof path, "%s/a\033[31mb\377.gguf", test_dir());
-    hostile_write(path, model, arrlenu(model));
+    write_test_file(path, model, arrlenu(model));
     if (CHECK(!model_load(&m, path, err), "%s", err)) {
         CHECK(!strcmp(m.name, "a?[31mb?.gguf"), "the name '%s'", m.name);
         model_free(&m);
@@ -215,7 +208,7 @@ static void test_hostile_headers(void) {
         size_t at = begin - 1 - rng_next(&rng) % (i & 1 ? begin : begin / 4);
         int bit = (int)(rng_next(&rng) % 8);
         sb[at] = (char)(sb[at] ^ 1 << bit);
-        hostile_write(path, sb, begin);
+        write_test_file(path, sb, begin);
         taken += hostile_header(path);
         sb[at] = (char)(sb[at] ^ 1 << bit);
     }
@@ -296,7 +289,7 @@ static void test_hostile_program(void) {
         if (!arrlenu(sb)) break;
         for (int k = 0; k < 3; k++) sb[rng_next(&rng) % arrlenu(sb)] ^= (char)(1 << rng_next(&rng) % 8);
         snprintf(path, sizeof path, "%s/mutant.gguf", test_dir());
-        hostile_write(path, sb, arrlenu(sb));
+        write_test_file(path, sb, arrlenu(sb));
         arrfree(sb);
         snprintf(cmd, sizeof cmd, HOSTILE_RUN, path);
         refused += hostile_run(cmd, "moe: ", true);
@@ -348,7 +341,7 @@ static void test_hostile_convert(void) {
         bool cut = rng_next(&rng) % 4 == 0;
         if (cut) arrsetlen(sb, rng_next(&rng) % (i % 2 ? reach : arrlenu(sb)));
         for (int k = 0; !cut && k < 2; k++) sb[rng_next(&rng) % reach] ^= (char)(1 << rng_next(&rng) % 8);
-        hostile_write(path, sb, arrlenu(sb));
+        write_test_file(path, sb, arrlenu(sb));
         snprintf(cmd, sizeof cmd, "timeout 10 " CONVERT_BIN " %s -o %s", dir, out);
         bool no = hostile_run(cmd, "moe-convert: ", !cut);
         struct model m;
@@ -362,7 +355,7 @@ static void test_hostile_convert(void) {
         }
         refused += no;
         unlink(out);
-        hostile_write(path, whole, arrlenu(whole));
+        write_test_file(path, whole, arrlenu(whole));
         arrfree(whole);
         arrfree(sb);
     }

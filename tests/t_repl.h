@@ -557,11 +557,6 @@ static const char *repl_scratch(const char *name) {
     return path;
 }
 
-static void repl_write(const char *path, const char *s, size_t n) {
-    FILE *f = fopen(path, "w");
-    if (f) fwrite(s, 1, n, f), fclose(f);
-}
-
 static void test_repl_history(void) {
     const char *path = repl_scratch("history");
     struct pty p;
@@ -584,7 +579,7 @@ static void test_repl_history(void) {
     for (int i = 0; i < 1500; i++) sb_printf(&data, "entry %d\n", i);
     for (int i = 0; i < HISTORY_ENTRY_MAX + 1; i++) arrput(data, 'x');
     sb_put(&data, "\n\n\xff\x00\033[2J\rend", 12);
-    repl_write(path, data, arrlenu(data));
+    write_test_file(path, data, arrlenu(data));
     struct editor e;
     editor_init(&e, path);
     CHECK(arrlen(e.history) == HISTORY_MAX, "%td entries", arrlen(e.history));
@@ -1136,9 +1131,11 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/save", "usage: /save NAME");
     moe_ask(&p, "/clear now", "/clear takes no argument");
     moe_ask(&p, "/set", "temp");
-    moe_ask(&p, "/set no-such-option 1", "there is no option 'no-such-option'");
-    moe_ask(&p, "/set no-such-option", "there is no option 'no-such-option'");
-    moe_ask(&p, "/set verbose on", "can only be given at start");
+    moe_ask(&p, "/set no-such-option 1", "unknown option 'no-such-option'");
+    moe_ask(&p, "/set no-such-option", "unknown option 'no-such-option'");
+    moe_ask(&p, "/set ctx 256", "can only be set on the command line");
+    moe_ask(&p, "/set system x", "/system changes the message");
+    moe_ask(&p, "/set top-k 7", "top-k           7       sample from the K most likely tokens\r");
     moe_ask(&p, "/show perhaps", "perhaps");
     moe_ask(&p, "/show", "[no messages]");
     moe_ask(&p, "/system Be brief.", "system message set");
@@ -1173,7 +1170,7 @@ static void test_moe_complete(void) {
     }
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         snprintf(path, sizeof path, "%s/%s", test_dir(), names[i]);
-        repl_write(path, "{\"moe\":1}\n", 10);
+        write_test_file(path, "{\"moe\":1}\n", 10);
     }
     static const char *const t[][2] = {
         {"/read ~/ta\t", "/read ~/tab.txt "},
@@ -1216,7 +1213,7 @@ static void test_moe_editor(void) {
     static const char code[] = "#!/bin/sh\ngrep -q fail $1 && echo ' more' >> $1 && exit 3\n"
                                "grep -q quit $1 && exit 1\necho 'One word.' >> $1\n";
     snprintf(script, sizeof script, "%s/editor.sh", test_dir());
-    repl_write(script, code, sizeof code - 1);
+    write_test_file(script, code, sizeof code - 1);
     snprintf(path, sizeof path, "sh %s", script);
     setenv("VISUAL", path, 1);
     setenv("EDITOR", "false", 1);
@@ -1235,6 +1232,11 @@ static void test_moe_editor(void) {
     pty_send(&p, "\3");
     moe_ask(&p, "/edit What is 7 squared?", "> What is 7 squared?One word.\r\n");
     EXPECT(&p, "49");
+    moe_ask(&p, "/edit! x", "/edit! takes no argument");
+    moe_ask(&p, "/edit!", "> What is 7 squared?One word.One word.\r\n");
+    moe_ask(&p, "/ctx", "assistant");
+    moe_ask(&p, "/undo", "[last turn removed]");
+    moe_ask(&p, "/edit!", "there is no message to edit"); /* the question had been replaced */
     pty_send(&p, "/edit this must fail\r");
     EXPECT(&p, "the text is kept in /tmp/moe-");
     EXPECT(&p, ".md: ");
@@ -1252,9 +1254,9 @@ static void test_moe_files(void) {
     struct pty p;
     char line[512], good[300], bad[300];
     snprintf(good, sizeof good, "%s", repl_scratch("question.txt"));
-    repl_write(good, "What is 7 squared? One word.\n", 29);
+    write_test_file(good, "What is 7 squared? One word.\n", 29);
     snprintf(bad, sizeof bad, "%s", repl_scratch("latin1.txt"));
-    repl_write(bad, "caf\xe9\n", 5);
+    write_test_file(bad, "caf\xe9\n", 5);
     unsetenv("VISUAL");
     setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
     bool started = moe_start(&p, "xterm", moe_argv);
@@ -1284,7 +1286,7 @@ static void test_moe_files(void) {
     char *data = NULL, err[ERR_MAX];
     static const char asked[] = "{\"moe\":1}\n{\"role\":\"user\",\"content\":\"What is 7 squared? One word.\"}\n";
     snprintf(line, sizeof line, "%s/.moe/asked.jsonl", test_dir());
-    repl_write(line, asked, sizeof asked - 1);
+    write_test_file(line, asked, sizeof asked - 1);
     moe_ask(&p, "/load asked.jsonl", "[loaded 1 message; /regen answers the last]");
     moe_ask(&p, "/regen", "49");
     snprintf(line, sizeof line, "%s/.moe/pipe.jsonl", test_dir());
@@ -1306,16 +1308,16 @@ static void test_moe_files(void) {
 /* The same seed gives the same answer, once more in the same run. */
 static void test_moe_seed(void) {
     NEED_MOE();
-    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--temp", "5", "--top-k", "0", "-n", "12", NULL};
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--temp", "5", "--top-k", "0", "-n", "12", "-v", NULL};
     struct pty p;
     char *hash[3] = {NULL};
     if (!moe_start(&p, "xterm", argv)) return;
     for (int i = 0; i < 3; i++) {
         if (i != 1) moe_ask(&p, "/set seed 7", "");
         size_t from = p.log_at;
-        moe_ask(&p, i ? "/regen" : "Tell me a story.", " | #");
-        char *at = memmem(p.log + from, arrlenu(p.log) - from, " | #", 4);
-        hash[i] = at ? xstrndup(at, 12) : xstrdup("");
+        moe_ask(&p, i ? "/regen" : "Tell me a story.", "logits #");
+        char *at = memmem(p.log + from, arrlenu(p.log) - from, "logits #", 8);
+        hash[i] = at ? xstrndup(at, 16) : xstrdup("");
     }
     CHECK(!strcmp(hash[0], hash[2]) && strcmp(hash[0], hash[1]), "%s, %s, %s", hash[0], hash[1], hash[2]);
     for (int i = 0; i < 3; i++) free(hash[i]);
@@ -1388,8 +1390,8 @@ static void test_moe_conversations(void) {
     moe_ask(&p, "/save one", "[saved 2 messages to ");
     moe_ask(&p, "/save one", "[saved 2 messages to ");
     moe_ask(&p, "/clear", "conversation cleared");
-    moe_ask(&p, "/usr/bin/ld: cannot find -lfoo", " | #");
-    moe_ask(&p, PASTE("// main.c\rint x;"), " | #");
+    moe_ask(&p, "/usr/bin/ld: cannot find -lfoo", " | context");
+    moe_ask(&p, PASTE("// main.c\rint x;"), " | context");
     moe_ask(&p, "/save one", "'one' is another conversation: /save! one replaces it");
     moe_ask(&p, "/save! one", "[saved 4 messages to ");
     moe_ask(&p, "/set! temp 1", "has no form with an exclamation mark");
@@ -1432,7 +1434,7 @@ static void test_moe_resume(void) {
     pty_end(&p);
     if (!moe_start(&p, "xterm", again)) return;
     CHECK(memmem(p.log, arrlenu(p.log), "[loaded 18 messages]", 20), "%.*s", (int)arrlen(p.log), p.log);
-    CHECK(!memmem(p.log, arrlenu(p.log), "reads the conversation again", 28), "the state is not there");
+    CHECK(!memmem(p.log, arrlenu(p.log), "processes the conversation again", 32), "the state is not there");
     moe_ask(&p, "/set predict 5", "");
     moe_ask(&p, "What is 7 squared? One word.", "[stopped after 5 tokens (-n)");
     const char *line = memmem(p.log, arrlenu(p.log), "prompt ", 7);

@@ -35,7 +35,7 @@ static const char *trust_path(const char *name) {
     return p;
 }
 
-static void trust_write(const char *name, const char *text) { hostile_write(trust_path(name), text, strlen(text)); }
+static void trust_write(const char *name, const char *text) { write_test_file(trust_path(name), text, strlen(text)); }
 
 /* Checks what a file holds; NULL: it is not there. */
 static void trust_holds(const char *name, const char *text) {

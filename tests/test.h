@@ -82,6 +82,13 @@ static char test_dir_path[32];
 
 static const char *test_dir(void) { return test_dir_path; }
 
+static void write_test_file(const char *path, const void *p, size_t n) {
+    FILE *f = fopen(path, "wb");
+    if (!CHECK(f, "cannot write %s", path)) return;
+    CHECK(fwrite(p, 1, n, f) == n, "cannot write %s", path);
+    fclose(f);
+}
+
 #define IN_DIR(cmd) in_dir(cmd, test_dir())
 /* A command line in which every @ stands for the tests' directory. Valid until the next call. */
 static const char *in_dir(const char *cmd, const char *dir) {
