@@ -114,7 +114,7 @@
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
- *   Modes: prompts and requests                     200  answers beside a dialogue: -p, --lines, --jsonl
+ *   Modes: prompts and requests                     210  answers beside a dialogue: -p, --lines, --jsonl
  *   Main                                            220  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
@@ -12267,7 +12267,7 @@ static const struct option options[] = {
     {"system", "-sys|--system-prompt", IS_STR(system), .arg = "TEXT", .help = "system message (default: none)"},
     {"system-file", "--system-prompt-file|-sysf", IS_STR(system_file), .arg = "FILE",
      .help = "system message read from FILE"},
-    {"continue", IS_FLAG(go_on), .help = "resume the last conversation"},
+    {"continue", IS_FLAG(go_on), .help = "resume the last conversation; with -p, one turn of it"},
     {"load", IS_STR(load), .arg = "NAME", .help = "resume the conversation that /save NAME saved"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"jsonl", IS_FLAG(jsonl), .help = "the same with a JSON object per line, in and out", .details = jsonl_details},
@@ -13194,6 +13194,8 @@ static void watch_end(void) {
  *
  * ============================================================================================================ */
 
+#define LAST_CHAT "last" /* the name of the conversation that --continue resumes */
+
 struct message {
     char *role, *content; /* malloc'ed; the content of an assistant includes its thinking as generated */
 };
@@ -13230,6 +13232,7 @@ struct chat {
     const char **stops;            /* stb_ds: strings that end an answer, for --jsonl, which prints no text */
     struct keyboard *keys;         /* of a dialogue in raw mode: read while the model answers; or NULL */
     char *name;                    /* under which the conversation was saved or loaded, or NULL */
+    bool autosave;                 /* save every turn for --continue */
     int open_past;                 /* tokens of the session when the last answer was stopped; 0: it was not */
     int saved_turns;               /* turns and messages at the last autosave; */
     ptrdiff_t saved_messages;      /* -1: other messages have been loaded since */
@@ -13971,27 +13974,28 @@ static int chat_save(struct chat *c, const char *name, bool force, char *err) {
     return 0;
 }
 
-#define LAST_CHAT "last" /* the conversation that every turn of a dialogue saves */
 enum { LAST_STATE_MAX = 256 << 20 /* bytes of state that are written after every turn; more are at the end */ };
 
-/* Saves the conversation of a dialogue, for --continue. at_end: the program exits. */
-static void chat_autosave(struct chat *c, bool at_end) {
+/* Saves the conversation for --continue, if it is one of those that are. at_end: the program exits. False, and once a
+ * message, if it cannot be saved. */
+static bool chat_autosave(struct chat *c, bool at_end) {
     static bool reported;
     char err[ERR_MAX], path[4096];
     const char *home = getenv("HOME");
     bool asked = false; /* an empty conversation does not replace the last one */
     for (size_t i = 0; i < arrlenu(c->messages); i++) asked |= !strcmp(c->messages[i].role, "user");
-    if (!c->keys || !home || !*home || !c->turns || !asked) return;
+    if (!c->autosave || !home || !*home || !c->turns || !asked) return true;
     const bool same = c->saved_turns == c->turns && c->saved_messages == arrlen(c->messages);
-    if (same && (c->saved_state || !at_end)) return;
+    if (same && (c->saved_state || !at_end)) return true;
     const bool small = state_bytes(c->m, c->s->r->kv_type, (size_t)c->s->n_past) <= LAST_STATE_MAX;
     if (!small && !at_end && !chat_path(LAST_CHAT, ".kv", path, err)) unlink(path); /* it belongs to other messages */
     c->saved_turns = c->turns;
     c->saved_messages = arrlen(c->messages);
     c->saved_state = small || at_end;
-    if (!chat_write(c, LAST_CHAT, c->saved_state, err) || reported) return;
-    note("the conversation is not saved: %s", err);
+    if (!chat_write(c, LAST_CHAT, c->saved_state, err)) return true;
+    if (!reported) note("the conversation is not saved: %s", err);
     reported = true;
+    return false;
 }
 
 /* Parses one line of the file; false if it is not a message. */
@@ -15720,6 +15724,7 @@ static int repl_run(struct chat *c) {
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
     r.editor.complete = repl_complete;
     if (r.editor.screen) c->keys = &r.editor.keys;
+    c->autosave = r.editor.screen;
     term.dialogue = true;
     while (rc != COMMAND_QUIT) {
         interrupted = 0; /* only here, so that a Ctrl-C between Enter and the turn still stops the turn */
@@ -18427,6 +18432,9 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
     return st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
 }
 
+/* The name of the conversation that is resumed; NULL: none. */
+static const char *settings_resume(const struct settings *set) { return set->go_on ? LAST_CHAT : set->load; }
+
 /* Starts a conversation; with --raw there is no template. */
 static void prompt_chat(struct engine *e, struct settings *set, struct chat *c) {
     char err[ERR_MAX];
@@ -18434,14 +18442,21 @@ static void prompt_chat(struct engine *e, struct settings *set, struct chat *c) 
     if (!set->raw && chat_init(c, set, &e->model, &e->session, err)) die("%s", err);
 }
 
-/* Answers one prompt. Returns the exit code, or -1 with a message. */
+/* Answers one prompt; with --continue or --load as the next turn of that conversation, which is saved for --continue.
+ * Returns the exit code, or -1 with a message. */
 static int answer_prompt(struct engine *e, const char *text, size_t n, char *err) {
     struct chat c;
     prompt_chat(e, e->set, &c);
     const bool raw = e->set->raw || e->set->ids;
+    const char *name = settings_resume(e->set);
+    if (name && chat_load(&c, name, err)) die("%s", err);
+    c.autosave = name != NULL;
     const enum turn_result r = raw ? raw_turn(e, &c, text, n, err) : chat_turn(&c, text, n, err);
+    const bool saved = chat_autosave(&c, true);
     chat_free(&c);
-    return r == TURN_FAILED ? -1 : r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
+    if (r == TURN_FAILED) return -1;
+    if (r != TURN_DONE) return EXIT_INTERRUPT;
+    return saved ? EXIT_OK : EXIT_RUN;
 }
 
 /* Answers every line of stdin that is not empty with `answer`, which returns an exit code. A line that fails does not
@@ -18620,7 +18635,7 @@ static int answer_chat(struct engine *e) {
     char err[ERR_MAX];
     struct chat c;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
-    const char *name = e->set->go_on ? LAST_CHAT : e->set->load;
+    const char *name = settings_resume(e->set);
     if (name && chat_load(&c, name, err)) die("%s", err);
     banner(e);
     if (name) repl_loaded(&c);
@@ -18717,6 +18732,10 @@ static const struct mode *mode_find(const struct settings *s) {
             die_usage("--%s and %s cannot be combined", found->option, prompts[i].name);
     for (int i = 0; i < 2; i++)
         if (prompts[i].given && s->ids) die_usage("%s and --ids cannot be combined", prompts[i].name);
+    if (s->go_on && s->load) die_usage("--continue and --load cannot be combined");
+    const char *other = found->option ? found->option : s->raw ? "raw" : s->ids ? "ids" : NULL;
+    if (other && settings_resume(s))
+        die_usage("--%s and --%s cannot be combined", s->load ? "load" : "continue", other);
     return found;
 }
 

@@ -51,7 +51,9 @@ int posix_memalign(void **p, size_t align, size_t n) {
 
 /* ---- cases ---- */
 
-/* Command lines of all programs: those of `program` are run. @ stands for the directory of outputs. */
+#define OOM_SAVED OOM_DIR "/home/.moe/last.jsonl" /* a conversation and its state */
+
+/* Command lines of all programs: those of `program` are run. @ stands for the directory of outputs, which is HOME. */
 static const struct oom_case {
     const char *program, *args, *input; /* input: stdin */
 } cases[] = {
@@ -64,6 +66,10 @@ static const struct oom_case {
     {"moe", "--info -m tests/corpus/gguf/no-output_norm.gguf", ""},
     {"moe", "-m build/demo.gguf --greedy -n 2 -c 128 -t 1 -p hi", ""},
     {"moe", "-m build/demo.gguf --greedy -n 2 -c 128 -t 1 --lines --think off", "hi\nyou\n"},
+    {"moe", "-m build/demo.gguf --greedy -c 128 -t 1 --jsonl",
+     "{\"id\": [1], \"messages\": [{\"role\": \"user\", \"content\": \"hi\"}], \"max_tokens\": 2, \"stop\": "
+     "[\"x\"]}\n"},
+    {"moe", "-m build/demo.gguf --greedy -n 2 -c 128 -t 1 -p you --load " OOM_SAVED, ""},
     {"moe", "-m tests/corpus/gguf/valid-qwen3moe.gguf --raw -p abab -n 3 -c 16 -t 1 --greedy", ""},
     {"moe", "-m tests/corpus/gguf/valid-deepseek2.gguf --ids 1,2 --logits @/out -c 16 -t 1", ""},
     {"moe", "-m tests/corpus/gguf/valid-controls.gguf --calibrate LICENSE -o @/out -c 16 -t 1", ""},
@@ -94,6 +100,7 @@ static int tree_entry(const char *path, const struct stat *st, int kind, struct 
     char *text = NULL, err[ERR_MAX];
     if (!at->level) return 0;
     if (tree_removed) return remove(path);
+    if (kind == FTW_D && !strcmp(path + at->base, ".moe")) return 0; /* once made, it stays */
     tree_hash = hash_bytes(tree_hash, path, strlen(path));
     if (kind == FTW_F && !read_file(path, &text, err)) tree_hash = hash_bytes(tree_hash, text, arrlenu(text));
     if (kind == FTW_F) tree_hash = hash_value(tree_hash, st->st_mode);
@@ -202,6 +209,16 @@ static int case_all(const struct oom_case *c, bool verbose) {
     return wrong;
 }
 
+/* Makes OOM_SAVED. */
+static void save_conversation(void) {
+    static const struct oom_case save = {
+        "moe", "-m build/demo.gguf --greedy -n 2 -c 128 -t 1 -p hi --load tests/corpus/session/valid.jsonl", ""};
+    mkdir(OOM_DIR "/home", 0777);
+    setenv("HOME", OOM_DIR "/home", 1);
+    const struct oom_result r = case_run(&save, 0, false);
+    if (r.code) die("no conversation is saved: %s", r.said);
+}
+
 int main(int argc, char **argv) {
     const bool verbose = argc > 1 && !strcmp(argv[1], "-v");
     const char *word = argc > 1 + verbose ? argv[1 + verbose] : "";
@@ -213,6 +230,8 @@ int main(int argc, char **argv) {
     mkdir(OOM_DIR "/tree", 0777);
     oom.calls = mmap(NULL, sizeof *oom.calls, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (oom.calls == MAP_FAILED) die("cannot map memory: %s", strerror(errno));
+    if (!strcmp(PROGRAM, "moe")) save_conversation();
+    setenv("HOME", OOM_DIR "/tree", 1);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         if (!strcmp(cases[i].program, PROGRAM) && strstr(cases[i].args, word)) wrong += case_all(&cases[i], verbose);
     if (wrong) fprintf(results, "%d runs are wrong\n", wrong);

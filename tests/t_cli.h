@@ -158,6 +158,24 @@ static void test_cli_jsonl(void) {
     arrfree(said);
 }
 
+/* --continue and --load with a prompt: one turn of that conversation, which becomes the last one. */
+static void test_cli_continue(void) {
+    check_command(IN_DIR("mkdir -p @/home; rm -rf @/home/.moe; HOME=@/home " MOE "--greedy --continue -p hi"), 1, "",
+                  "last.jsonl': No such file");
+    check_command(IN_DIR("HOME=@/home " MOE
+                         "--greedy -p 'What is 7 squared? One word.' --load tests/corpus/session/header.jsonl"),
+                  1, "", "line 1 is not the header");
+    check_command(IN_DIR("printf '{\"moe\":1}\n' >@/new.jsonl; HOME=@/home " MOE
+                         "--greedy -p 'What is 7 squared? One word.' --load @/new"),
+                  0, "49\n", "prompt 19 ");
+    check_command(IN_DIR("echo 'Tell me a story.' | HOME=@/home " MOE "--greedy --continue -n 3"), 0, NULL,
+                  "prompt 19 "); /* 36 without the saved state */
+    check_command(IN_DIR("wc -l <@/new.jsonl; grep -c '\"role\":\"user\"' @/home/.moe/last.jsonl"), 0, "1\n2\n", NULL);
+    check_command(MOE "--continue --lines", 2, "", "--continue and --lines cannot be combined");
+    check_command(MOE "--load x --raw -p hi", 2, "", "--load and --raw cannot be combined");
+    check_command(MOE "--load x --continue", 2, "", "--continue and --load cannot be combined");
+}
+
 static void test_cli_raw(void) {
     check_command("printf 'Once upon a' | " MOE "--raw --greedy -n 1", 0, " time", NULL);
     check_command(MOE
@@ -838,12 +856,13 @@ static void test_readme_shapes(void) {
 
 #define TESTS_CLI                                                                                                  \
     {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                   \
-        {"cli/jsonl", test_cli_jsonl}, {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary}, \
-        {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
-        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
-        {"cli/help", test_cli_help}, {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options},         \
-        {"cli/quiet", test_cli_quiet}, {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, \
-        {"cli/info", test_cli_info}, {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},   \
+        {"cli/jsonl", test_cli_jsonl}, {"cli/continue", test_cli_continue}, {"cli/bad-line", test_cli_bad_line},   \
+        {"cli/temporary", test_cli_temporary}, {"cli/terminate", test_cli_terminate},                              \
+        {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize},     \
+        {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, {"cli/help", test_cli_help},               \
+        {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet},       \
+        {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},   \
+        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                \
         {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                \
         {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
         {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \

@@ -13,17 +13,19 @@ static char *hostile_read(const char *path) {
     return sb;
 }
 
-/* Calls fn for every line of gguf/expected.txt: the path, and what the message must contain ("-": the file is valid).
- * */
-static int hostile_each(void (*fn)(const char *path, const char *expect)) {
-    char *list = hostile_read(HOSTILE_CORPUS "gguf/expected.txt"), path[512];
+/* Calls fn for every line of expected.txt in a folder of the corpus: the path, and what the message must contain ("-":
+ * the file is valid). Returns the number of lines. */
+static int hostile_each(const char *folder, void (*fn)(const char *path, const char *expect)) {
+    char path[512], *list;
     int lines = 0;
+    snprintf(path, sizeof path, HOSTILE_CORPUS "%s/expected.txt", folder);
+    list = hostile_read(path);
     (void)sb_cstr(&list);
     for (char *line = strtok(list, "\n"); line; line = strtok(NULL, "\n"), lines++) {
         char *tab = strchr(line, '\t');
         if (!CHECK(tab, "no tab in '%s'", line)) break;
         *tab = 0;
-        snprintf(path, sizeof path, HOSTILE_CORPUS "gguf/%s", line);
+        snprintf(path, sizeof path, HOSTILE_CORPUS "%s/%s", folder, line);
         size_t at = (size_t)(tab + 1 - list);
         fn(path, list + at);
     }
@@ -52,13 +54,41 @@ static void hostile_load(const char *path, const char *expect) {
 }
 
 static void test_hostile_corpus(void) {
-    int n = hostile_each(hostile_load), files = 0;
+    int n = hostile_each("gguf", hostile_load), files = 0;
     DIR *d = opendir(HOSTILE_CORPUS "gguf");
     if (!CHECK(d, "no corpus")) return;
     for (struct dirent *e; (e = readdir(d));) files += strstr(e->d_name, ".gguf") != NULL;
     closedir(d);
     CHECK(n == files && n > 60, "%d files, %d expectations", files, n);
 }
+
+/* A saved state or conversation is taken or refused as the corpus says. */
+static void hostile_saved(const char *path, const char *expect) {
+    char err[ERR_MAX] = "";
+    int rc;
+    if (strstr(path, ".kv")) {
+        struct model m;
+        struct session s;
+        if (!CHECK(!model_load(&m, HOSTILE_CORPUS "gguf/valid-qwen3moe.gguf", err), "%s", err)) return;
+        m.hash = 0;
+        session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, FUZZ_CONTEXT, KV_F32, false, false});
+        rc = session_load(&s, path, err);
+        CHECK(!rc || !s.n_past, "%s: %d tokens of a refused state", path, s.n_past);
+        session_free(&s);
+        model_free(&m);
+    } else {
+        char *text = hostile_read(path);
+        struct message *messages = NULL;
+        rc = chat_parse(text, arrlenu(text), &messages, err);
+        while (arrlen(messages)) message_free(&arrlast(messages)), (void)arrpop(messages);
+        arrfree(messages);
+        arrfree(text);
+    }
+    const bool valid = !strcmp(expect, "-");
+    CHECK(!rc == valid && (valid || strstr(err, expect)), "%s: rc %d, '%s', expected '%s'", path, rc, err, expect);
+}
+
+static void test_hostile_saved(void) { CHECK(hostile_each("session", hostile_saved) > 20, "no corpus"); }
 
 /* Names that do not fit a message, or that a terminal would obey. */
 static void test_hostile_names(void) {
@@ -201,7 +231,7 @@ static void test_hostile_headers(void) {
     char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
     uint64_t rng = 15;
     int n = SANITIZED ? 300 : 1000, taken = 0;
-    hostile_each(hostile_header_expected);
+    hostile_each("gguf", hostile_header_expected);
     snprintf(path, sizeof path, "%s/flipped.gguf", test_dir());
     for (int i = 0; sb && i < n; i++) {
         /* half of the flips in the tensor table, which is what the sizes come from */
@@ -278,7 +308,7 @@ static void test_hostile_program(void) {
     char path[512], cmd[1024];
     uint64_t rng = 12;
     int refused = 0, n = SANITIZED ? 20 : 100;
-    hostile_each(hostile_program);
+    hostile_each("gguf", hostile_program);
     snprintf(path, sizeof path, "%s/pipe.gguf", test_dir());
     CHECK(!mkfifo(path, 0600), "cannot make %s", path);
     snprintf(cmd, sizeof cmd, HOSTILE_RUN, path);
@@ -363,8 +393,9 @@ static void test_hostile_convert(void) {
 }
 
 #define TESTS_HOSTILE                                                                         \
-    {"hostile/corpus", test_hostile_corpus}, {"hostile/names", test_hostile_names},           \
-        {"hostile/seeds", test_hostile_seeds}, {"hostile/cuts", test_hostile_cuts},           \
-        {"hostile/flips", test_hostile_flips}, {"hostile/router", test_hostile_router},       \
-        {"hostile/program", test_hostile_program}, {"hostile/shrinks", test_hostile_shrinks}, \
-        {"hostile/convert", test_hostile_convert}, {"hostile/headers", test_hostile_headers},
+    {"hostile/corpus", test_hostile_corpus}, {"hostile/saved", test_hostile_saved},           \
+        {"hostile/names", test_hostile_names}, {"hostile/seeds", test_hostile_seeds},         \
+        {"hostile/cuts", test_hostile_cuts}, {"hostile/flips", test_hostile_flips},           \
+        {"hostile/router", test_hostile_router}, {"hostile/program", test_hostile_program},   \
+        {"hostile/shrinks", test_hostile_shrinks}, {"hostile/convert", test_hostile_convert}, \
+        {"hostile/headers", test_hostile_headers},

@@ -3,7 +3,7 @@
 
     gen_hostile.py      always the same bytes; only the standard library is needed
 
-gguf/expected.txt has one line per file: its name, a tab, and a part of the message that refuses it ("-": it is valid).
+expected.txt of gguf and session has one line per file: its name, a tab, and a part of the message that refuses it ("-": it is valid).
 The models are tiny: one layer of width 64, one or two experts, eight tokens.
 """
 import copy
@@ -414,22 +414,31 @@ TEMPLATES = {
 }
 
 
-def state(n, tokens, kind=2, digest=0, k_row=16, broken=0):
+def state(n, tokens, kind=2, digest=0, row_bytes=16, broken=0, magic=b"MOEKV003", n_plane=2, pos=0):
     """A saved state of valid-qwen3moe.gguf under an F32 cache; the checksum is FNV-1a over 64-bit words."""
+    planes = struct.pack("<16I", 0, 0, 0, 0, 0, 4, row_bytes, 0, 0, 1, 0, 0, 0, 2, 16, 0)
     ids, rows, check = struct.pack(f"<{len(tokens)}i", *tokens), struct.pack("<f", 0.5) * 8 * len(tokens), 0xcbf29ce484222325
-    for (word,) in struct.iter_unpack("<Q", ids + bytes(-len(ids) % 8) + rows):
+    for (word,) in struct.iter_unpack("<Q", planes + ids + bytes(-len(ids) % 8) + rows):
         check = (check ^ word) * 0x100000001b3 % 2**64
-    return b"MOEKV002" + struct.pack("<QIIIIIIIIQ", digest, kind, 1, n, k_row, 16, 0, 0, 0, check ^ broken) + ids + rows
+    return magic + struct.pack("<QIIIIQ", digest, kind, n_plane, n, pos, check ^ broken) + planes + ids + rows
 
 
-SESSIONS = {
-    "valid.kv": state(3, [0, 1, 7]), "none.kv": state(0, []), "full.kv": state(8, [1] * 8), "many.kv": state(9, [1] * 9), "count.kv": state(0xffffffff, [1]),
-    "token.kv": state(2, [0, 8]), "negative.kv": state(2, [-1, 0]), "type.kv": state(1, [0], kind=0), "model.kv": state(1, [0], digest=1),
-    "rows.kv": state(1, [0], k_row=1 << 31), "long.kv": state(1, [0]) + b"x", "short.kv": state(3, [0, 1, 7])[:-1], "head.kv": state(1, [0])[:40], "magic.kv": b"MOEKV002", "sum.kv": state(3, [0, 1, 7], broken=1),
-    "valid.jsonl": b'{"moe":1}\n{"role":"system","content":"s"}\n{"role":"user","content":"\\u00e9"}\n{"role":"assistant","content":"<think>\\n</think>"}\n',
-    "header.jsonl": b'{"moe":2}\n', "role.jsonl": b'{"moe":1}\n{"role":"tool","content":"x"}\n', "content.jsonl": b'{"moe":1}\n{"role":"user","content":[]}\n',
-    "cut.jsonl": b'{"moe":1}\n{"role":"user","content":"x"}\n{"role":"us', "nul.jsonl": b'{"moe":1}\n{"role":"user","content":"\\u0000"}\n\0\n',
-    "twice.jsonl": b'{"moe":1}\n{"role":"user","role":"user","content":"x"}\n', "deep.jsonl": b'{"moe":1}\n' + b"[" * 3000, "bytes.jsonl": b'{"moe":1}\n{"role":"user","content":"\xff"}',
+SESSIONS = {  # a part of the message that refuses the file ("-": it is valid), and the file
+    "valid.kv": ("-", state(3, [0, 1, 7])), "none.kv": ("-", state(0, [])), "full.kv": ("-", state(8, [1] * 8)),
+    "many.kv": ("holds 9 tokens, the context 8", state(9, [1] * 9)), "count.kv": ("holds 4294967295 tokens", state(0xffffffff, [1])),
+    "token.kv": ("the token id 8", state(2, [0, 8])), "negative.kv": ("the token id -1", state(2, [-1, 0])), "type.kv": ("another --kv", state(1, [0], kind=0)),
+    "model.kv": ("another model file", state(1, [0], digest=1)), "rows.kv": ("another cache layout", state(1, [0], row_bytes=1 << 31)),
+    "planes.kv": ("another cache layout", state(1, [0], n_plane=0xffffffff)), "position.kv": ("4 of 3 tokens are in its state", state(3, [0, 1, 7], pos=4)),
+    "old.kv": ("MOEKV002 of another version", state(1, [0], magic=b"MOEKV002")), "long.kv": ("141 bytes long, expected 140", state(1, [0]) + b"x"),
+    "short.kv": ("211 bytes long, expected 212", state(3, [0, 1, 7])[:-1]), "head.kv": ("40 bytes long, expected 140", state(1, [0])[:40]),
+    "magic.kv": ("not a saved state", b"MOEKV003"), "sum.kv": ("its checksum is wrong", state(3, [0, 1, 7], broken=1)),
+    "valid.jsonl": ("-", b'{"moe":1}\n{"role":"system","content":"s"}\n{"role":"user","content":"\\u00e9"}\n{"role":"assistant","content":"<think>\\n</think>"}\n'),
+    "header.jsonl": ("line 1 is not the header", b'{"moe":2}\n'), "role.jsonl": ("line 2 is not a message", b'{"moe":1}\n{"role":"tool","content":"x"}\n'),
+    "content.jsonl": ("line 2 is not a message", b'{"moe":1}\n{"role":"user","content":[]}\n'),
+    "cut.jsonl": ("line 3 is not a message", b'{"moe":1}\n{"role":"user","content":"x"}\n{"role":"us'),
+    "nul.jsonl": ("line 2 is not a message", b'{"moe":1}\n{"role":"user","content":"\\u0000"}\n\0\n'),
+    "twice.jsonl": ("line 2 is not a message", b'{"moe":1}\n{"role":"user","role":"user","content":"x"}\n'),
+    "deep.jsonl": ("line 2 is not a message", b'{"moe":1}\n' + b"[" * 3000), "bytes.jsonl": ("line 2 is not a message", b'{"moe":1}\n{"role":"user","content":"\xff"}'),
 }
 
 TEXTS = [b"Hello, world! 1234567 it's\r\n\n   don't  ", "Gr\u00fc\u00dfe \u4e2d\u6587 \u00c5\u0041\u030a \u1100\u1161 \U0001f600\u200d\u2764\ufe0f".encode(), b"<|im_start|>user<|im_end|><think>[x]",
@@ -445,14 +454,18 @@ def write(folder, files):
         (folder / name).write_bytes(b)
 
 
+def write_cases(folder, files):
+    expected = "".join(f"{name}\t{expect}\n" for name, (expect, _) in files.items())
+    write(folder, {name: b for name, (_, b) in files.items()} | {"expected.txt": expected.encode()})
+
+
 def main():
     for name, make in [("qwen3moe", qwen), ("deepseek2", deepseek), ("odd-widths", odd), ("nan-router", nan_router)]:
         case("valid-" + name, "-", make())
     reader_cases(), metadata_cases(), tensor_cases(), vocabulary_cases()
-    files = {f"{name}.gguf": b for name, _, b in cases}
-    write("gguf", files | {"expected.txt": "".join(f"{name}.gguf\t{expect}\n" for name, expect, _ in sorted(cases)).encode()})
+    write_cases("gguf", {f"{name}.gguf": (expect, b) for name, expect, b in sorted(cases)})
     write("template", {name + ".txt": head + b"\n" + body for name, (head, body) in TEMPLATES.items()})
-    write("session", SESSIONS)
+    write_cases("session", SESSIONS)
     texts = {f"{i:02}.bin": bytes([i, i * 29 & 255]) + t for i, t in enumerate(TEXTS)}
     texts["marks.bin"] = b"\7\0" + "\u0f73\u0f75\u0f81\u0344".encode() * 300  # qwen2: NFC sorts them
     vocabulary = File(VOCABULARY, []).bytes()  # the first half is the file, the second the text
