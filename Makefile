@@ -158,10 +158,18 @@ oom: all
 	for p in moe moe-convert moe-reap; do build/oom-$$p || exit 1; done
 
 ## make fuzz      builds a libFuzzer program for each parser (clang): build/fuzz-gguf tests/corpus/gguf, and so on
-fuzz: | build
+# One program has the names of all. It holds the converters too; each has a copy of the foundations of moe.c (muldefs).
+FUZZERS    := gguf tokenizer template session safetensors hf scores options
+FUZZ_FLAGS := -std=gnu11 -O1 -g -fopenmp -Wno-unused-function -Wno-pass-failed -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
+FUZZ_UNITS := tests/fuzz convert/moe-convert convert/moe-reap
+fuzz: $(FUZZ_UNITS:%=build/%.fuzz.o)
+	$(CLANG) -fopenmp -fsanitize=fuzzer,address,undefined -Wl,-z,muldefs $^ -o build/fuzz $(LIBS)
+	for t in $(FUZZERS); do ln -f build/fuzz build/fuzz-$$t || exit 1; done
+
+build/%.fuzz.o: %.c tests/fuzz.c $(ENGINE) | build
 	@command -v $(CLANG) >/dev/null || { echo "make fuzz wants clang"; exit 1; }
-	for t in gguf tokenize template session; do $(CLANG) -std=gnu11 -O1 -g -fopenmp -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-	    -DFUZZ_TARGET=fuzz_$$t -Wno-unused-function tests/fuzz.c -o build/fuzz-$$t $(LIBS) || exit 1; done
+	@mkdir -p $(@D)
+	$(CLANG) $(FUZZ_FLAGS) $(if $(filter convert/%,$<),-Dmain=$(patsubst moe-%,%,$(*F))_main) -c $< -o $@
 
 ## make test-arm64 builds for 64-bit ARM and runs some tests under qemu-user
 test-arm64: build/demo.gguf

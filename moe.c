@@ -90,7 +90,7 @@
  *
  *  Program
  *   Options                                         390  the option table, values and defaults
- *   Command line                                    320  parsing, --MODE --help, checks of what was given together
+ *   Command line                                    330  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
  *   Chat                                            250  messages, their rendering, their tokens
@@ -115,7 +115,7 @@
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
  *   Modes: prompts and requests                     210  answers beside a dialogue: -p, --lines, --jsonl
- *   Main                                            220  the table of modes, and main
+ *   Main                                            230  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
 #define _GNU_SOURCE
@@ -12545,21 +12545,19 @@ static int option_set(struct settings *s, const char *name, const char *value, c
     return settings_store(s, o, typed, value, err);
 }
 
-/* Prints a value as the command line takes it; nothing if it is unset. */
-static void option_print_value(const struct settings *s, const struct option *o, FILE *f) {
+/* Appends the value of an option as /set takes it. */
+static void option_text(const struct settings *s, const struct option *o, char **out) {
     const void *at = option_value(s, o);
     switch (o->type) {
-    case OPT_FLAG: fprintf(f, "%-6s", *(const bool *)at ? "on" : "off"); break;
-    case OPT_INT: fprintf(f, "%-6d", *(const int *)at); break;
-    case OPT_NUM: fprintf(f, "%-6g", *(const double *)at); break;
-    case OPT_CHOICE: fprintf(f, "%-6s", *(const int *)at < 0 ? "" : o->choices[*(const int *)at]); break;
+    case OPT_FLAG: sb_puts(out, *(const bool *)at ? "on" : "off"); break;
+    case OPT_INT: sb_printf(out, "%d", *(const int *)at); break;
+    case OPT_NUM: sb_printf(out, "%g", *(const double *)at); break;
+    case OPT_CHOICE:
+        if (*(const int *)at >= 0) sb_puts(out, o->choices[*(const int *)at]);
+        break;
     case OPT_STR: {
         const char *value = *(char *const *)at;
-        char *text = NULL;
-        if (!value) break;
-        term_escape(&text, value, strlen(value));
-        fputs(sb_cstr(&text), f);
-        arrfree(text);
+        if (value) term_escape(out, value, strlen(value));
         break;
     }
     case OPT_FILES: break;
@@ -12571,10 +12569,12 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
     for (int i = 0; i < N_OPTIONS; i++) {
         const struct option *o = &options[i];
         if (!o->name || (name ? strcmp(name, o->name) : !o->in_chat)) continue;
-        fprintf(f, "  %-15s ", o->name);
-        option_print_value(s, o, f);
+        char *value = NULL;
+        option_text(s, o, &value);
         const char *end = strstr(o->help, " (default"); /* the value says what holds in this chat */
-        fprintf(f, "  %.*s\n", end ? (int)(end - o->help) : (int)strlen(o->help), o->help);
+        fprintf(f, "  %-15s %-6s  %.*s\n", o->name, sb_cstr(&value), end ? (int)(end - o->help) : (int)strlen(o->help),
+                o->help);
+        arrfree(value);
     }
 }
 
@@ -12623,33 +12623,31 @@ static const struct foreign *foreign_find(const char *name, const char *value, c
     return NULL;
 }
 
-/* An argument that is no option: a model. */
-static void positional_parse(struct settings *s, const char *a) {
+/* An argument that is no option: a model. 0, or -1 with a message. */
+static int positional_parse(struct settings *s, const char *a, char *err) {
     const char *dot = strrchr(a, '.');
     struct stat st;
     const bool there = !stat(a, &st), file = there && S_ISREG(st.st_mode) && dot && !strcmp(dot, ".gguf");
     if (!file && !(there && S_ISDIR(st.st_mode)))
-        die_usage("unexpected argument '%s': use -p for a prompt, -m for a model", a);
-    if (s->model) die_usage("unexpected argument '%s': the model is '%s'", a, s->model);
+        return fail(err, "unexpected argument '%s': use -p for a prompt, -m for a model", a);
+    if (s->model) return fail(err, "unexpected argument '%s': the model is '%s'", a, s->model);
     s->model = xstrdup(a);
+    return 0;
 }
 
-/* Reads one option and its values, or a model; wrong usage ends the program. Appends a malloc'ed note for what is
- * ignored. Returns the number of arguments behind the first that it has taken. */
-static int option_parse(struct settings *s, int argc, char **argv, char ***notes) {
-    char err[ERR_MAX], name[64], takes = 0, *text = NULL;
+/* Reads one option and its values, or a model. Appends a malloc'ed note for what is ignored. Returns the number of
+ * arguments behind the first that it has taken, or -1 with a message. */
+static int option_parse(struct settings *s, int argc, char **argv, char ***notes, char *err) {
+    char name[64], takes = 0, *text = NULL;
     const char *a = argv[0], *next = argc > 1 ? argv[1] : NULL;
     int taken = 0;
-    if (a[0] != '-' || !a[1]) {
-        positional_parse(s, a);
-        return 0;
-    }
+    if (a[0] != '-' || !a[1]) return positional_parse(s, a, err);
     const char *value = argument_split(a, name);
     const struct option *o = option_by_argument(name);
     const struct foreign *f = o ? NULL : foreign_find(name, value ? value : next, &takes);
     if (f) {
-        if (f->refused) die_usage("%s: %s", a, f->why);
-        if (takes == '=' && !value && !next) die_usage("%s needs a value", a);
+        if (f->refused) return fail(err, "%s: %s", a, f->why);
+        if (takes == '=' && !value && !next) return fail(err, "%s needs a value", a);
         taken = !value && (takes == '=' || (takes == '~' && next && list_has("on|off|auto|0|1|true|false", next)));
         if (!f->as) {
             sb_printf(&text, "%s has no effect: %s", a, f->why);
@@ -12664,13 +12662,13 @@ static int option_parse(struct settings *s, int argc, char **argv, char ***notes
         if (o && o->type == OPT_INT) value = a + 2;
         else o = NULL;
     }
-    if (!o) die_usage("unknown option '%s' (see --help)", a);
+    if (!o) return fail(err, "unknown option '%s' (see --help)", a);
     if (o->type == OPT_FLAG && !value) value = "on";
     else if (!value && next) {
         value = next;
         taken = 1;
     }
-    if (!value) die_usage("%s needs a value: %s", a, o->choices ? option_choices(o, name) : o->arg);
+    if (!value) return fail(err, "%s needs a value: %s", a, o->choices ? option_choices(o, name) : o->arg);
     if (o->details && (!strcmp(value, "--help") || !strcmp(value, "-h"))) {
         s->help = true;
         s->help_about = o;
@@ -12682,13 +12680,13 @@ static int option_parse(struct settings *s, int argc, char **argv, char ***notes
     }
     sb_printf(&text, taken ? "%s %s" : "%s", a, next);
     const int kv = s->kv;
-    if (settings_store(s, o, sb_cstr(&text), value, err)) die_usage("%s", err);
-    if (kv >= 0 && s->kv != kv && strcmp(name, "--kv"))
-        die_usage("%s: keys and values have one type, which was given as %s", text, kv_names[kv]);
+    int rc = settings_store(s, o, sb_cstr(&text), value, err);
+    if (!rc && kv >= 0 && s->kv != kv && strcmp(name, "--kv"))
+        rc = fail(err, "%s: keys and values have one type, which was given as %s", text, kv_names[kv]);
     arrfree(text);
-    for (; o->type == OPT_FILES && taken + 1 < argc && argv[taken + 1][0] != '-'; taken++)
-        if (option_store(s, o, a, argv[taken + 1], err)) die_usage("%s", err);
-    return taken;
+    for (; !rc && o->type == OPT_FILES && taken + 1 < argc && argv[taken + 1][0] != '-'; taken++)
+        rc = option_store(s, o, a, argv[taken + 1], err);
+    return rc ? rc : taken;
 }
 
 /* Replaces \n, \t, \r, \\, \" , \' and \xHH in place. */
@@ -12710,17 +12708,22 @@ static void text_unescape(char *text) {
     *out = 0;
 }
 
-/* Reads the command line; wrong usage ends the program. Says what has no effect, unless --quiet. */
-static void options_parse(struct settings *s, int argc, char **argv) {
+/* Reads the command line. Says what has no effect, unless --quiet. 0, or -1 with a message. */
+static int options_parse(struct settings *s, int argc, char **argv, char *err) {
     const int processors = omp_get_num_procs();
     char **notes = NULL;
-    for (int i = 1; i < argc; i++) i += option_parse(s, argc - i, argv + i, &notes);
-    if (s->quiet && s->verbose) die_usage("--quiet and --verbose cannot be combined");
+    int rc = 0;
+    for (int i = 1, n; i < argc && !rc; i += n + 1) {
+        n = option_parse(s, argc - i, argv + i, &notes, err);
+        if (n < 0) rc = -1;
+    }
+    if (!rc && s->quiet && s->verbose) rc = fail(err, "--quiet and --verbose cannot be combined");
     for (size_t i = 0; i < arrlenu(notes); i++) {
-        if (!s->quiet) message_print("%s", notes[i]);
+        if (!rc && !s->quiet) message_print("%s", notes[i]);
         free(notes[i]);
     }
     arrfree(notes);
+    if (rc) return rc;
     if (s->threads > processors) {
         if (!s->quiet)
             message_print("-t %d: this machine has %d processors; using %d", s->threads, processors, processors);
@@ -12729,6 +12732,7 @@ static void options_parse(struct settings *s, int argc, char **argv) {
     if (s->escape && s->prompt) text_unescape(s->prompt);
     /* --synth writes to the file of -m, which must have been meant */
     if (!s->model && !s->synth && !s->compare && getenv("MOE_MODEL")) s->model = xstrdup(getenv("MOE_MODEL"));
+    return 0;
 }
 
 /* CPU threads: -t, or one per processor. */
@@ -18807,6 +18811,7 @@ static void settings_terminal(const struct settings *s) {
 /* The program. The tests include this file and have a main of their own. */
 int moe_main(int argc, char **argv) {
     struct settings set;
+    char err[ERR_MAX];
     int code = EXIT_OK;
     /* a closed standard stream gives and takes nothing; no other file must get its number */
     for (int fd = 0; fd < 3; fd++)
@@ -18816,7 +18821,7 @@ int moe_main(int argc, char **argv) {
     term_init();
     signals_install();
     settings_init(&set);
-    options_parse(&set, argc, argv);
+    if (options_parse(&set, argc, argv, err)) die_usage("%s", err);
     settings_terminal(&set);
     if (set.help) options_help(&set, stdout);
     else if (set.man) manual_page(stdout);

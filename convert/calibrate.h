@@ -144,10 +144,11 @@ static int layer_load(struct calibration *c, const json_t *layer, int il, const 
         for (size_t e = 0; e < n; e++) {
             const json_t *x = json_array_get(list, e);
             const double v = json_number_value(x);
-            const double most = k == STAT_TOKENS ? TOKENS_MAX : DBL_MAX;
-            if (!json_is_number(x) || !(v >= 0) || !(v <= most))
-                return fail(err, "'%s': layer %d: %s of expert %zu is not a number from 0 to %g", path, il,
-                            stat_names[k], e, most);
+            const bool whole = k == STAT_TOKENS;
+            const double most = whole ? TOKENS_MAX : DBL_MAX;
+            if (!(whole ? json_is_integer(x) : json_is_number(x)) || !(v >= 0) || !(v <= most))
+                return fail(err, "'%s': layer %d: %s of expert %zu is not %s from 0 to %g", path, il, stat_names[k], e,
+                            whole ? "an integer" : "a number", most);
             stats_of(m, c->before, il, (int)e)[k] = v;
         }
     }

@@ -210,8 +210,9 @@ static void interrupt_embed(struct rank *r, enum act out) {
 static int calibrate_interrupted(int n, int argc, char **argv) {
     struct settings set;
     struct engine e;
+    char err[ERR_MAX];
     settings_init(&set);
-    options_parse(&set, argc, argv);
+    if (options_parse(&set, argc, argv, err)) die_usage("%s", err);
     signals_install();
     engine_open(&e, &set);
     struct ops ops = *e.session.r->ops;

@@ -381,11 +381,12 @@ static int parse_in_child(char **argv, bool (*then)(const struct settings *s, ch
     const pid_t pid = fork();
     if (!pid) {
         struct settings set;
+        char err[ERR_MAX];
         dup2(to[1], 2);
         close(to[0]);
         close(to[1]);
         settings_init(&set);
-        options_parse(&set, argc, argv);
+        if (options_parse(&set, argc, argv, err)) die_usage("%s", err);
         fflush(stderr);
         _exit(then(&set, argv) ? 0 : 99);
     }

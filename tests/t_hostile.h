@@ -117,21 +117,17 @@ static void test_hostile_names(void) {
 
 /* Every seed of the fuzzers through its function. */
 static void test_hostile_seeds(void) {
-    static const struct {
-        const char *dir;
-        void (*fn)(const uint8_t *data, size_t size);
-    } t[] = {{"gguf", fuzz_gguf}, {"tokenize", fuzz_tokenize}, {"template", fuzz_template}, {"session", fuzz_session}};
-    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+    for (size_t i = 0; i < sizeof fuzz_targets / sizeof *fuzz_targets; i++) {
         char path[512];
         struct dirent **names = NULL;
-        snprintf(path, sizeof path, HOSTILE_CORPUS "%s", t[i].dir);
+        snprintf(path, sizeof path, HOSTILE_CORPUS "%s", fuzz_targets[i].name);
         int n = scandir(path, &names, NULL, alphasort), before = test_failures;
         CHECK(n > 10, "%d seeds in %s", n, path);
         for (int k = 0; k < n; k++) {
-            snprintf(path, sizeof path, HOSTILE_CORPUS "%s/%s", t[i].dir, names[k]->d_name);
+            snprintf(path, sizeof path, HOSTILE_CORPUS "%s/%s", fuzz_targets[i].name, names[k]->d_name);
             if (names[k]->d_name[0] != '.') {
                 char *sb = hostile_read(path);
-                t[i].fn((const uint8_t *)sb, arrlenu(sb));
+                fuzz_targets[i].fn((const uint8_t *)sb, arrlenu(sb));
                 arrfree(sb);
             }
             if (test_failures > before) fprintf(stderr, "  in %s\n", path), before = test_failures;
@@ -139,6 +135,7 @@ static void test_hostile_seeds(void) {
         }
         free(names);
     }
+    CHECK(fuzz_taken > 20, "%d directories and scores were taken", fuzz_taken);
 }
 
 /* The converted fixture, stb_ds; begin: of its tensor data, end: of the last tensor. */

@@ -251,7 +251,8 @@ static void test_trust_scores(void) {
     static const struct {
         const char *script, *message;
     } t[] = {
-        {"s/\"tokens\": \\[/&1e19, /;s/1e19,[^,]*,/1e19,/", "tokens of expert 0 is not a number from 0 to 9.0072e+15"},
+        {"s/\"tokens\": \\[/&1e19, /;s/1e19,[^,]*,/1e19,/",
+         "tokens of expert 0 is not an integer from 0 to 9.0072e+15"},
         {"s/^ \"tokens\": [0-9]*/ \"tokens\": 1e19/", "tokens is not an integer from 0 to 9.0072e+15"},
         {"s/^ \"tokens\": [0-9]*/ \"tokens\": 9223372036854775807/", "tokens is not an integer from 0 to 9.0072e+15"},
         {"s/^   \"tokens\": [0-9][0-9]*/   \"tokens\": 9223372036854775807/", "source 0 is incomplete"}};

@@ -4,9 +4,12 @@
     gen_hostile.py      always the same bytes; only the standard library is needed
 
 expected.txt of gguf and session has one line per file: its name, a tab, and a part of the message that refuses it ("-": it is valid).
-The models are tiny: one layer of width 64, one or two experts, eight tokens.
+The models are tiny: one layer of width 64, one or two experts, eight tokens. found-* in the other directories are files
+that a fuzzer found; they stay.
 """
 import copy
+import json
+import math
 import struct
 from pathlib import Path
 
@@ -445,11 +448,229 @@ TEXTS = [b"Hello, world! 1234567 it's\r\n\n   don't  ", "Gr\u00fc\u00dfe \u4e2d\
          b"\xff\xc3\xe2\x82\xf0\x9f\x98 \xed\xa0\x80\0\x7f", b"a" * 600, b" " * 600, "\u0301".encode() * 200, b"\r\n" * 100, b"'s'S'lL'Re", b"\xe2\x80\xa8\xe3\x80\x80\xc2\x85\xc2\xa0"]
 
 
+ROUTERS = "ed0e84f8008ff175"  # the hash of the routers of valid-qwen3moe.gguf
+
+# Directories of Hugging Face as fuzz_hf reads them: a line that chooses the command, then files behind lines "=== NAME";
+# of a safetensors file the header. All models are of width 16 with two experts, but those in NVFP4 of width 64.
+QWEN2 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+HF_SIZE = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
+
+
+def compact(j):
+    return json.dumps(j, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class Directory:
+    def __init__(self, kind, **config):
+        common = {"model_type": kind, "vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16,
+                  "moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+        self.config, self.tensors, self.files = common | config, {}, {}
+        self.files["tokenizer.json"] = {
+            "added_tokens": [{"id": 6, "content": "<|im_end|>", "special": True}, {"id": 7, "content": "<think>"}], "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "decoder": {"type": "ByteLevel"},
+            "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "\u0120": 3}, "merges": ["a b"]}}
+        self.files["tokenizer_config.json"] = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
+
+    def put(self, name, *shape, kind="BF16"):
+        self.tensors[name] = (kind, shape)
+
+    def linear(self, name, rows, cols, nvfp4=False):
+        if not nvfp4:
+            return self.put(name + ".weight", rows, cols)
+        self.put(name + ".weight", rows, cols // 2, kind="U8"), self.put(name + ".weight_scale", rows, cols // 16, kind="F8_E4M3")
+        self.put(name + ".weight_scale_2", kind="F32"), self.put(name + ".input_scale", kind="F32")
+
+    def ffn(self, name, width, nvfp4=False):
+        d = self.config["hidden_size"]
+        self.linear(name + "gate_proj", width, d, nvfp4), self.linear(name + "up_proj", width, d, nvfp4), self.linear(name + "down_proj", d, width, nvfp4)
+
+    def gqa(self, at, q=1):
+        d, h = self.config["hidden_size"], self.config["head_dim"]
+        self.linear(at + "self_attn.q_proj", q * h, d), self.linear(at + "self_attn.k_proj", h, d), self.linear(at + "self_attn.v_proj", h, d)
+        self.linear(at + "self_attn.o_proj", d, h), self.put(at + "self_attn.q_norm.weight", h), self.put(at + "self_attn.k_norm.weight", h)
+
+    def experts(self, at, router="gate", nvfp4=False):
+        self.put(f"{at}mlp.{router}.weight", 2, self.config["hidden_size"])
+        for e in range(2):
+            self.ffn(f"{at}mlp.experts.{e}.", self.config["moe_intermediate_size"], nvfp4)
+
+    def ends(self, body="model.", layers=1):
+        d = self.config.get("text_config", self.config)["hidden_size"]
+        self.put(body + "embed_tokens.weight", 8, d), self.put(body + "norm.weight", d), self.put("lm_head.weight", 8, d)
+        for i in range(layers):
+            self.put(f"{body}layers.{i}.input_layernorm.weight", d), self.put(f"{body}layers.{i}.post_attention_layernorm.weight", d)
+
+    def header(self, names=None):
+        out, at = {}, 0
+        for name in names or self.tensors:
+            kind, shape = self.tensors[name]
+            n = HF_SIZE[kind] * math.prod(shape)
+            out[name], at = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + n]}, at + n
+        return compact(out)
+
+    def text(self, command=""):
+        files = {"config.json": self.config, "model.safetensors": self.header()} | self.files
+        parts = [b"=== " + name.encode() + b"\n" + (v if isinstance(v, bytes) else compact(v)) for name, v in files.items() if v is not None]
+        return b"\n".join([command.encode()] * bool(command) + parts)
+
+
+def hf_qwen(nvfp4=False, **config):
+    d = Directory("qwen3_moe", **({"hidden_size": 64, "moe_intermediate_size": 64} if nvfp4 else {}), **config)
+    d.ends(), d.gqa("model.layers.0."), d.experts("model.layers.0.", nvfp4=nvfp4)
+    return d
+
+
+def hf_deepseek(kind="deepseek_v3", groups=2):
+    d = Directory(kind, num_hidden_layers=2, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, intermediate_size=16,
+                  n_routed_experts=2, n_shared_experts=1, n_group=groups, topk_group=1, routed_scaling_factor=2.5,
+                  rope_scaling={"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0})
+    d.ends(layers=2)
+    for i in range(2):
+        at = f"model.layers.{i}.self_attn."
+        d.linear(at + "q_a_proj", 16, 16), d.put(at + "q_a_layernorm.weight", 16), d.linear(at + "q_b_proj", 12, 16), d.linear(at + "kv_a_proj_with_mqa", 20, 16)
+        d.put(at + "kv_a_layernorm.weight", 16), d.linear(at + "kv_b_proj", 16, 16), d.linear(at + "o_proj", 16, 8)
+    d.ffn("model.layers.0.mlp.", 16), d.experts("model.layers.1."), d.ffn("model.layers.1.mlp.shared_experts.", 16)
+    d.put("model.layers.1.mlp.gate.e_score_correction_bias", 2, kind="F32")
+    return d
+
+
+def hf_hy3():
+    d = Directory("hy_v3", num_hidden_layers=2, mlp_layer_types=["dense", "sparse"], num_shared_experts=1, intermediate_size=16, router_scaling_factor=2.8)
+    d.ends(layers=2), d.gqa("model.layers.0."), d.gqa("model.layers.1."), d.ffn("model.layers.0.mlp.", 16), d.ffn("model.layers.1.mlp.shared_mlp.", 16)
+    d.experts("model.layers.1.", router="router.gate"), d.put("model.layers.1.mlp.expert_bias", 2, kind="F32")
+    return d
+
+
+def hf_delta(body="model.", split=False):
+    """Qwen3-Next; split: Qwen3.5, with the projections apart and without text_config."""
+    d = Directory("qwen3_5_moe_text" if split else "qwen3_next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=4, linear_value_head_dim=4,
+                  linear_num_key_heads=1, linear_num_value_heads=2, shared_expert_intermediate_size=16, partial_rotary_factor=0.25)
+    at = body + "layers.0.linear_attn."
+    d.ends(body, 2), d.gqa(body + "layers.1.", q=2)
+    if split:
+        d.linear(at + "in_proj_qkv", 16, 16), d.linear(at + "in_proj_z", 8, 16), d.linear(at + "in_proj_a", 2, 16), d.linear(at + "in_proj_b", 2, 16)
+    else:
+        d.linear(at + "in_proj_qkvz", 24, 16), d.linear(at + "in_proj_ba", 4, 16)
+    d.put(at + "A_log", 2), d.put(at + "conv1d.weight", 16, 1, 4), d.put(at + "dt_bias", 2), d.put(at + "norm.weight", 4), d.linear(at + "out_proj", 16, 8)
+    for i in range(2):
+        d.experts(f"{body}layers.{i}."), d.ffn(f"{body}layers.{i}.mlp.shared_expert.", 16), d.put(f"{body}layers.{i}.mlp.shared_expert_gate.weight", 1, 16)
+    return d
+
+
+def hf_wrapped():
+    d = hf_delta("model.language_model.", split=True)
+    d.config = {"model_type": "qwen3_5_moe", "text_config": d.config, "tie_word_embeddings": False}
+    d.config["text_config"]["rope_parameters"] = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    return d
+
+
+def hf_kimi():
+    d = hf_deepseek("kimi_k2")
+    d.files["tokenizer.json"], d.files["tiktoken.model"] = None, b"YQ== 0\nYg== 1\nYWI= 2\nIA== 3\n"
+    d.files["tokenizer_config.json"] = {"tokenizer_class": "TikTokenTokenizer", "eos_token": {"content": "[EOS]"}, "added_tokens_decoder": {"4": {"content": "[EOS]", "special": True}}}
+    d.files["chat_template.jinja"] = b"{{ messages[0].content }}"
+    return d
+
+
+def hf_sharded():
+    d = hf_qwen()
+    names, (one, two) = list(d.tensors), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    d.files |= {"model.safetensors": None, one: d.header(names[:7]), two: d.header(names[7:]),
+                "model.safetensors.index.json": {"weight_map": {n: one if n in names[:7] else two for n in names}}}
+    d.files["generation_config.json"] = {"eos_token_id": [6, 7], "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    return d
+
+
+def hf_reduced():
+    d = hf_qwen(reap={"original_experts": 4, "kept": [[1, 3]]}, num_local_experts=2)
+    d.files["tokenizer_config.json"]["bos_token"] = "ab"
+    d.files["tokenizer.json"] |= {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|im_end|>"}}, {"Sequence": {"id": "A"}}]},
+                                  "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated"}, {"type": "ByteLevel", "use_regex": False}]}}
+    return d
+
+
+def hf_nvfp4():
+    d = hf_qwen(nvfp4=True, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    d.files["hf_quant_config.json"] = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+    return d
+
+
+def hf_changed(change):
+    d = hf_qwen()
+    change(d)
+    return d.text()
+
+
+def hf_seeds():
+    files = {"qwen3_moe": hf_qwen().text(), "nvfp4": hf_nvfp4().text(), "quantize": hf_qwen(hidden_size=64, moe_intermediate_size=64).text("quantize"), "dry": hf_qwen().text("dry"),
+             "reap": hf_qwen().text("reap"), "reap-sharded": hf_sharded().text("reap"), "reap-nvfp4": hf_nvfp4().text("reap"), "reap-deepseek": hf_deepseek(groups=1).text("reap"),
+             "sharded": hf_sharded().text(), "reduced": hf_reduced().text(), "deepseek_v3": hf_deepseek().text(), "kimi_k2": hf_kimi().text(), "hy_v3": hf_hy3().text(),
+             "qwen3_next": hf_delta().text(), "qwen3_5_moe": hf_wrapped().text(), "empty": b"", "no-model": hf_changed(lambda d: d.files.update({"model.safetensors": None})),
+             "no-config": b"=== tokenizer.json\n{}", "list": b"=== config.json\n[]", "controls": b'=== config.json\n{"model_type":"\\u001b[31m\\u009b\\n\xff"}'}
+    wrong = {"vocab-size": lambda d: d.config.update(vocab_size=10**10), "layers": lambda d: d.config.update(num_hidden_layers=0), "real": lambda d: d.config.update(hidden_size=16.0),
+             "theta": lambda d: d.config.update(rope_theta=1e300), "kind": lambda d: d.config.update(model_type=None), "wide": lambda d: d.config.update(hidden_size=2**31 - 1, head_dim=65536),
+             "token-id": lambda d: d.files["tokenizer.json"]["added_tokens"].append({"id": 8, "content": "x"}), "merge": lambda d: d.files["tokenizer.json"]["model"].update(merges=["a  b"]),
+             "template": lambda d: d.files["tokenizer_config.json"].update(chat_template=[{"name": "tools", "template": ""}]), "eos": lambda d: d.files.update({"tokenizer_config.json": {"eos_token": "none"}}),
+             "hole": lambda d: d.files.update({"model.safetensors": d.header().replace(b"[0,", b"[1,")}), "twice": lambda d: d.files.update({"config.json": b'{"a":1,"a":2}'})}
+    return {k + ".txt": v for k, v in files.items()} | {k + ".txt": hf_changed(change) for k, change in wrong.items()}
+
+
+def safetensors_seeds():
+    d, fill = hf_qwen(), b"\x3c"
+    whole = d.header()
+
+    def file(header, n=None, more=b""):
+        return struct.pack("<Q", len(header) if n is None else n) + header + more
+
+    def tensor(**changes):
+        return file(compact({"a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]} | changes, "__metadata__": {"format": "pt"}}), more=fill * 4)
+    size = sum(HF_SIZE[kind] * math.prod(shape) for kind, shape in d.tensors.values())
+    return {k + ".safetensors": v for k, v in {
+        "valid": file(whole, more=fill * size), "short": file(whole, more=fill * (size - 1)), "long": file(whole, more=fill * (size + 1)), "one": tensor(), "empty": b"", "cut": b"\x10\0\0",
+        "length": file(b"{}", n=2**63), "length-limit": file(b"{}", n=10**8 + 1), "no-brace": file(b" {}"), "deep": file(b'{"a":' + b"[" * 3000), "twice": file(b'{"a":1,"a":1}'), "bytes": file(b'{"\xff":1}'),
+        "dtype": tensor(dtype="F31"), "dtype-number": tensor(dtype=1), "rank": tensor(shape=[1] * 9), "shape": tensor(shape=2), "negative": tensor(shape=[-2]), "real": tensor(shape=[2.0]),
+        "overflow": tensor(shape=[2**32, 2**32]), "offsets": tensor(data_offsets=[4, 0]), "offsets-many": tensor(data_offsets=[0, 4, 4]), "offsets-big": tensor(data_offsets=[0, 2**63 - 1]),
+        "hole": tensor(data_offsets=[1, 5]), "half-byte": tensor(dtype="F4", shape=[7]), "scalar": tensor(dtype="F32", shape=[]), "none": file(b"{}"),
+        "controls": file(b'{"\\u001b[31m\\u009b":{}}'), "list": file(b"[]")}.items()}
+
+
+def score_seeds():
+    def scores(**changes):
+        layer = {"tokens": [3, 5], "weighted_sum": [1.5, 0.1], "weighted_max": [1, 0.1], "norm_sum": [2.5, 1e-300], "gate_sum": [1, 0.5]}
+        source = {"name": "a.txt", "hash": "00000000000000ff", "tokens": 8, "unit": 1, "window": 8, "done": True}
+        j = {"format": "moe-scores", "version": 1, "model": {"name": "x", "routers": ROUTERS}, "tokens": 8, "sources": [source], "layers": [layer]}
+        for k, v in changes.items():
+            at = layer if k in layer and k != "tokens" or k == "chosen" else source if k in source and k != "tokens" else j
+            at["tokens" if k == "chosen" else k] = v
+        return compact(j)
+    return {k + ".json": v for k, v in {
+        "valid": scores(), "no-source": scores(sources=[]), "null": scores(layers=[None]), "layers": scores(layers=[]), "version": scores(version=2), "routers": scores(model={"routers": "1"}),
+        "format": scores(format=None), "tokens": scores(tokens=-1), "tokens-many": scores(tokens=2**62), "tokens-real": scores(tokens=8.5), "chosen-real": scores(chosen=[2.5, 3]), "chosen-many": scores(chosen=[2**53 + 2, 1]),
+        "chosen-limit": scores(chosen=[2**53, 0]), "short": scores(norm_sum=[1]), "negative": scores(weighted_sum=[-1, 1]), "overflow": scores(weighted_sum=[1.7e308, 1.7e308], norm_sum=[1.7e308, 0]),
+        "string": scores(weighted_max=["1", "2"]), "huge": scores().replace(b"1.5", b"1e999"), "denormal": scores(gate_sum=[5e-324, 2.2250738585072011e-308]), "offset": scores(done=False).replace(b'"unit"', b'"offset":1,"unit"'),
+        "hash": scores(hash="x"), "window": scores(window=2**31), "name": scores(name="\x1b[31m\x9b\u202e"), "name-none": scores(name=None), "cut": scores()[:-9], "empty": b"", "list": b"[]",
+        "deep": b"[" * 3000, "bytes": b'{"format":"\xff"}', "unseen": scores(chosen=[0, 0])}.items()}
+
+
+OPTIONS = {
+    "chat": "-m x.gguf -c 4096 -t 2 --greedy -n 16", "equals": "--temp=0.5 --top_k=4 --seed=-1 --kv=fp8", "glued": "-n16 -c-1 -t999", "prompt": "-p|a\\n\\x41\\|-e", "files": "--calibrate|a|b|-o|c",
+    "modes": "--plan --gpus 4x96@1792 --json", "about": "--plan --help", "help": "--help all", "choice": "--kv bf17", "flag": "--greedy=maybe", "number": "--temp 1e999", "number-nan": "--temp nan",
+    "number-hex": "-c 0x10", "number-long": "-n 99999999999999999999", "foreign": "-ngl 99 --mlock --no-warmup --jinja", "foreign-value": "-b", "refused": "--lora x", "cache": "-ctk q8_0 -ctv bf16", "unknown": "--no-such -z -1x",
+    "dashes": "- -- --- --=", "controls": "--\x1b[31m -c \x9b", "quiet": "--quiet --verbose", "twice": "a.gguf b.gguf", "model": "tests/corpus/gguf/valid-qwen3moe.gguf -v", "directory": "tests", "value": "-m",
+    "long": "--" + "a" * 200 + " -" + "c" * 100, "set": "/set temp 0.7 top-k 40 seed -1 think off greedy on", "set-wrong": "/set temp 9 model x nothing 1 top-p -0 temp 1e-5", "set-numbers": "/set temp 0.123456789 top-p 1e-7 min-p .5 n-predict 007"}
+
+
+def option_seeds():
+    """Arguments with a NUL behind each."""
+    return {k + ".bin": b"".join(a.encode("latin-1") + b"\0" for a in v.split("|" if "|" in v else " ")) for k, v in OPTIONS.items()}
+
+
 def write(folder, files):
     folder = CORPUS / folder
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
-        old.unlink()
+        if not old.name.startswith("found-"):
+            old.unlink()
     for name, b in files.items():
         (folder / name).write_bytes(b)
 
@@ -470,7 +691,8 @@ def main():
     texts["marks.bin"] = b"\7\0" + "\u0f73\u0f75\u0f81\u0344".encode() * 300  # qwen2: NFC sorts them
     vocabulary = File(VOCABULARY, []).bytes()  # the first half is the file, the second the text
     texts["vocabulary.bin"] = vocabulary + (b"ab ba<s>abab</s><t>c " * 99)[:len(vocabulary)]
-    write("tokenize", texts)
+    write("tokenizer", texts)
+    write("hf", hf_seeds()), write("safetensors", safetensors_seeds()), write("scores", score_seeds()), write("options", option_seeds())
 
 
 if __name__ == "__main__":
