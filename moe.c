@@ -48,7 +48,7 @@
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
  *   Vocabulary: text to tokens and back             300  BPE; tokens to text
- *   Chat template: values                           440  values; the origin of every byte of text
+ *   Chat template: values                           450  values; the origin of every byte of text
  *   Chat template: comparing and printing values    300  order, equality, repr, tojson
  *   Chat template: format strings                   180  str.format
  *   Chat template: operators                        300  arithmetic, comparison, subscripts
@@ -3303,9 +3303,11 @@ struct job {
     size_t run_n[2];
     jmp_buf out_of_here;
     char *err;
-    int line;  /* of the source, for messages */
-    int rc;    /* of job_run */
-    int depth; /* levels of parsing or evaluation */
+    int line;           /* of the source, for messages */
+    int rc;             /* of job_run */
+    int depth;          /* levels of parsing or evaluation */
+    const char *stack;  /* where the job's first frame is, */
+    size_t stack_bytes; /* and how far below it the last one may be */
     int64_t steps;
     struct scope *scope;
     struct buf *out;
@@ -3335,9 +3337,16 @@ static void job_charge(struct job *j, size_t n) {
     if (j->steps > TEMPLATE_STEPS) job_fail(j, "the template takes more than %d steps", TEMPLATE_STEPS);
 }
 
+/* Fails where recursion has used up the stack of a small `ulimit -s`. */
+static void job_stack(struct job *j) {
+    const char *here = __builtin_frame_address(0);
+    if ((size_t)(j->stack - here) > j->stack_bytes) job_fail(j, "recursion too deep for the stack (ulimit -s)");
+}
+
 /* Enters a level of evaluation; the caller leaves it with j->depth--. */
 static void job_enter(struct job *j) {
     if (++j->depth > TEMPLATE_DEPTH) job_fail(j, "recursion deeper than %d levels", TEMPLATE_DEPTH);
+    job_stack(j);
     job_charge(j, 1);
 }
 
@@ -5600,6 +5609,7 @@ static struct node *node_add(struct parser *p, struct node *n, struct node *kid)
 static void parse_nest(struct parser *p) {
     if (++p->j->depth > TEMPLATE_NESTING)
         job_fail(p->j, "more than %d operators or blocks inside each other", TEMPLATE_NESTING);
+    job_stack(p->j);
 }
 
 /* Whether a token is the word s; tok_is: whether the current one is. */
@@ -6511,6 +6521,9 @@ static void render_body(struct job *j, void *arg) {
 /* Runs work and returns j->rc. job_fail returns to here. The job lies outside of this frame, because longjmp leaves the
  * variables of this function undefined. */
 static int job_run(struct job *j, void (*work)(struct job *j, void *arg), void *arg) {
+    struct rlimit limit;
+    j->stack = __builtin_frame_address(0);
+    j->stack_bytes = getrlimit(RLIMIT_STACK, &limit) || limit.rlim_cur == RLIM_INFINITY ? SIZE_MAX : limit.rlim_cur / 2;
     if (!setjmp(j->out_of_here)) work(j, arg);
     return j->rc;
 }

@@ -348,8 +348,25 @@ static void test_trust_names(void) {
     model_free(&m);
 }
 
+/* Recursion of a template ends in a message on a small stack, too. */
+static void test_trust_stack(void) {
+    static const char *const t[][2] = {
+        {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"},
+        {"{% set n = namespace() %}{% set n.n = n %}{{ n }}", "recursion"},
+    };
+    if (SANITIZED) SKIP("the frames of sanitizers need more stack");
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++)
+        for (int kib = 128; kib <= 16384; kib *= 2) {
+            char command[300];
+            trust_write("deep.jinja", t[i][0]);
+            snprintf(command, sizeof command,
+                     "ulimit -s %d; echo '{}' | " MOE_BIN " --render --chat-template-file @/deep.jinja", kib);
+            check_command(IN_DIR(command), 1, "", t[i][1]);
+        }
+}
+
 #define TESTS_TRUST                                                                                                    \
     {"trust/planted", test_trust_planted}, {"trust/stale", test_trust_stale}, {"trust/together", test_trust_together}, \
         {"trust/save", test_trust_save}, {"trust/escape", test_trust_escape}, {"trust/terminal", test_trust_terminal}, \
         {"trust/scores", test_trust_scores}, {"trust/links", test_trust_links}, {"trust/bus", test_trust_bus},         \
-        {"trust/names", test_trust_names},
+        {"trust/names", test_trust_names}, {"trust/stack", test_trust_stack},

@@ -92,13 +92,13 @@ static void test_dir_remove(void) {
     if (system(cmd)) fprintf(stderr, "cannot remove %s\n", cmd + strlen("rm -rf "));
 }
 
-/* Makes the directory of the next test: `name` below the runner's. */
-static void test_dir_make(const char *name) {
+/* Makes the directory of test `number` below the runner's. */
+static void test_dir_make(int number) {
     if (!runner.dir[0]) {
         snprintf(runner.dir, sizeof runner.dir, "build/test-XXXXXX");
         if (!mkdtemp(runner.dir)) die("cannot make a test directory under build/: %s", strerror(errno));
     }
-    snprintf(test_dir_path, sizeof test_dir_path, "%s/%.12s", runner.dir, name);
+    snprintf(test_dir_path, sizeof test_dir_path, "%s/%d", runner.dir, number);
     if (mkdir(test_dir_path, 0777)) die("cannot make %s: %s", test_dir_path, strerror(errno));
 }
 
@@ -138,9 +138,7 @@ static enum outcome test_run(const struct test *t) {
 
 /* Starts a job in place `slot` of those that run. */
 static void job_start(struct test_job *j, int slot, int no) {
-    char name[16];
-    snprintf(name, sizeof name, "%d", no);
-    test_dir_make(name);
+    test_dir_make(no);
     j->out = tmpfile();
     if (!j->out) die("cannot make a temporary file: %s", strerror(errno));
     fflush(NULL);
@@ -222,7 +220,7 @@ static int run_other(int argc, char **argv) {
 #ifdef CUEMU
     if (!strcmp(what, "--mutate")) {
         omp_set_num_threads(1); /* children of a process with threads have none of them */
-        test_dir_make("mutate");
+        test_dir_make(0);
         int rc = cuda_test_mutate();
         test_dir_remove();
         return rc;
@@ -253,10 +251,13 @@ int main(int argc, char **argv) {
     for (int i = 0; i < n; i++)
         if (test_wanted(table[i].name, argc - skip, argv + skip)) jobs[wanted++].test = &table[i];
     if (parallel) run_parallel(jobs, wanted, most < 1 ? 1 : most);
-    else if (!list) test_dir_make("all");
     for (int i = 0; i < wanted && !parallel; i++) {
-        if (list) puts(jobs[i].test->name);
-        else runner.count[test_run(jobs[i].test) - PASSED]++;
+        if (list) {
+            puts(jobs[i].test->name);
+            continue;
+        }
+        test_dir_make(i);
+        runner.count[test_run(jobs[i].test) - PASSED]++;
     }
     free(jobs);
     if (list) return 0;
