@@ -12,9 +12,11 @@ enum { PTY_SECONDS = SANITIZED ? 180 : 60, VT_ROWS = 40, VT_COLS = 120 };
 
 /* ---- a terminal ---- */
 
-/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, modes ignored. Cells hold a cluster;
- * the second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width changes. */
+/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, ESC 7 8, modes ignored. Cells hold a
+ * cluster; the second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width
+ * changes. */
 struct vt {
+    int saved_r, saved_c; /* by ESC 7 */
     int rows, cols, r, c, last_r, last_c;
     bool styled;  /* SGR other than 0 is on */
     int bleeds;   /* rows that ended with it on */
@@ -81,7 +83,11 @@ static void vt_byte(struct vt *v, char ch) {
     uint8_t b = (uint8_t)ch;
     if (v->n_seq || b == 27 || b >= 0x80) {
         v->seq[v->n_seq++] = ch;
-        if (v->seq[0] == 27) {
+        if (v->seq[0] == 27 && v->n_seq == 2 && b == '7') {
+            v->saved_r = v->r, v->saved_c = v->c;
+        } else if (v->seq[0] == 27 && v->n_seq == 2 && b == '8') {
+            v->r = v->saved_r, v->c = v->saved_c, v->pending = false;
+        } else if (v->seq[0] == 27) {
             if (v->n_seq < 3 || b < 0x40 || b > 0x7e) {
                 if (v->n_seq == sizeof v->seq - 1) v->n_seq = 0;
                 return;
@@ -94,7 +100,7 @@ static void vt_byte(struct vt *v, char ch) {
             if (!k) return;
             if (k > 0) {
                 utf8proc_iterate((const uint8_t *)v->seq, k, &cp);
-                int width = code_width(cp);
+                int width = code_width(cp, NULL);
                 if (v->joins && (v->joiner || (cp >= 0x1f3fb && cp <= 0x1f3ff))) width = 0;
                 v->joiner = cp == 0x200d;
                 vt_print(v, v->seq, k, width);
@@ -436,6 +442,9 @@ static void test_repl_utf8(void) {
         {"a\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7\177z", "az"},
         {"\xf0\x9f\x87\xa9\xf0\x9f\x87\xaa\xf0\x9f\x87\xab\xf0\x9f\x87\xb7\2x",
          "\xf0\x9f\x87\xa9\xf0\x9f\x87\xaax\xf0\x9f\x87\xab\xf0\x9f\x87\xb7"},
+        /* half a flag before a flag: the cursor is in the flag that both halves make, and goes to its end */
+        {"\xf0\x9f\x87\xab\xf0\x9f\x87\xb7\1\xf0\x9f\x87\xa9\6x", "\xf0\x9f\x87\xa9\xf0\x9f\x87\xabx\xf0\x9f\x87\xb7"},
+        {"\xf0\x9f\x87\xab\xf0\x9f\x87\xb7\1\xf0\x9f\x87\xa9\4x", "\xf0\x9f\x87\xa9x\xf0\x9f\x87\xb7"},
         {"a\xff"
          "b\xc3("
          "c\xed\xa0\x80",
