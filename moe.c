@@ -42,7 +42,7 @@
  *   Help and manual page                            190  what --help and --man print
  *   Completion                                      160  scripts for bash and zsh
  *   Progress of a turn                               70  the line that is shown until an answer begins
- *   Terminal: columns and word wrap                 120  columns of text; answers broken between words
+ *   Terminal: columns and word wrap                 150  columns of text; answers broken between words
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
@@ -96,9 +96,9 @@
  *   Chat                                            250  messages, their rendering, their tokens
  *   Chat: generation                                460  an answer on its way to the screen
  *   Chat: saved conversations                       260  /save and /load
- *   Edited text                                     330  the text behind the prompt, what was cut from it
+ *   Edited text                                     340  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
- *   Line editor                                     200  drawing and moving in it
+ *   Line editor                                     210  drawing and moving in it
  *   Text in another program                          60  files of text; $EDITOR
  *   Line editor: keys                               320  what each key does
  *   REPL commands                                   570  /help, /undo, /save ..
@@ -2286,23 +2286,52 @@ static void progress_end(void) {
  * between lines of ``` are not wrapped.
  * ============================================================================================================ */
 
-/* Returns the columns of a code point, as terminals that use wcwidth count. utf8proc gives vowel signs that take a
- * column of their own (Mc) and signs in front of numbers none. */
-static int code_width(utf8proc_int32_t cp) {
-    const bool sign = (cp >= 0x600 && cp <= 0x605) || cp == 0x6dd || cp == 0x70f || cp == 0x8e2;
-    return sign || utf8proc_category(cp) == UTF8PROC_CATEGORY_MC ? 1 : utf8proc_charwidth(cp);
+/* Returns the columns of a code point, the most that a terminal gives it. *vague, unless NULL: set if others give it
+ * fewer. Code points that utf8proc does not know may be new emoji. */
+static int code_width(utf8proc_int32_t cp, bool *vague) {
+    static const struct {
+        utf8proc_int32_t first, last;
+        int width;
+    } odd[] = {{0x600, 0x605, 1},     {0x6dd, 0x6dd, 1},     {0x70f, 0x70f, 1},     {0x890, 0x891, 1},
+               {0x8e2, 0x8e2, 1},     {0x110bd, 0x110bd, 1}, {0x110cd, 0x110cd, 1}, /* signs in front of numbers */
+               {0x1160, 0x11ff, 0},   {0xd7b0, 0xd7ff, 0}, /* vowels and ends of Hangul syllables */
+               {0x2630, 0x2637, 2},   {0x268a, 0x268f, 2},   {0x4dc0, 0x4dff, 2},   {0x1d300, 0x1d356, 2},
+               {0x1d360, 0x1d376, 2},  /* wide since Unicode 16 */
+               {0x1f1e6, 0x1f1ff, 2}}; /* halves of flags */
+    const utf8proc_category_t category = utf8proc_category(cp);
+    int width = utf8proc_charwidth(cp);
+    bool differ = category == UTF8PROC_CATEGORY_CN || category == UTF8PROC_CATEGORY_MC;
+    if (category == UTF8PROC_CATEGORY_CN) width = 2;
+    if (category == UTF8PROC_CATEGORY_MC) width = 1; /* vowel signs with a column of their own */
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) {
+        if (cp < odd[i].first || cp > odd[i].last) continue;
+        width = odd[i].width;
+        differ = true;
+    }
+    if (vague) *vague |= differ;
+    return width;
 }
 
-/* Returns the columns of s (n): the sum over its code points. *vague, unless NULL: set if there are terminals that give
- * it fewer columns, because they draw several of these code points as one sign, or more. */
+/* Returns the columns that cp adds behind the code point `last`; 0: none. A selector of the form of a symbol makes it
+ * wide (U+FE0F) or narrow (U+FE0E), where a terminal heeds it. */
+static int code_adds(utf8proc_int32_t last, utf8proc_int32_t cp, bool *vague) {
+    if (vague && cp == 0xfe0e) *vague = true;
+    if (cp != 0xfe0f) return code_width(cp, vague);
+    const bool symbol = utf8proc_get_property(last)->boundclass == UTF8PROC_BOUNDCLASS_EXTENDED_PICTOGRAPHIC;
+    return (symbol || last == '#' || last == '*' || (last >= '0' && last <= '9')) && code_width(last, NULL) == 1;
+}
+
+/* Returns the columns of s (n), the most that a terminal gives it: the sum over its code points. *vague, unless NULL:
+ * set if there are terminals that give it fewer, because they draw several of these code points as one sign, or because
+ * their tables differ. */
 static int text_width(const char *s, size_t n, bool *vague) {
     int width = 0, parts = 0;
-    for (utf8proc_int32_t cp; n;) {
+    for (utf8proc_int32_t cp, last = 0; n; last = cp) {
         utf8proc_ssize_t k = utf8proc_iterate((const uint8_t *)s, (utf8proc_ssize_t)n, &cp);
         if (k <= 0) break;
-        const int w = code_width(cp);
+        const int w = code_adds(last, cp, vague);
         width += w;
-        if (vague && (cp == 0xfe0f || (w && parts++))) *vague = true;
+        if (vague && w && parts++) *vague = true;
         s += k;
         n -= (size_t)k;
     }
@@ -2357,7 +2386,7 @@ static bool wrap_between(utf8proc_int32_t a, utf8proc_int32_t b) {
         "\xe3\x80\x81\xe3\x80\x82\xef\xbc\x8c\xef\xbc\x8e\xef\xbc\x81\xef\xbc\x9f\xef\xbc\x9a"
         "\xef\xbc\x9b\xef\xbc\x89\xe3\x80\x8d\xe3\x80\x8f\xe3\x80\x91\xe3\x80\x8b"; /* 、。，．！？：；）」』】》 */
     char s[5] = {0};
-    if (code_width(a) < 2 && code_width(b) < 2) return false;
+    if (code_width(a, NULL) < 2 && code_width(b, NULL) < 2) return false;
     utf8proc_encode_char(b, (uint8_t *)s);
     return !strstr(closing, s);
 }
@@ -2388,7 +2417,7 @@ static void wrap_put(struct wrap *w, const char *s, size_t n, char **out) {
             if (full || between) wrap_flush(w, out);
             if (full || between) w->rest = !between;
             sb_put(&w->word, s, (size_t)k);
-            w->width += code_width(cp);
+            w->width += code_adds(w->last, cp, NULL);
         }
         w->last = cp;
     }
@@ -14305,6 +14334,13 @@ static size_t unit_next(const struct editor *e, size_t pos) {
     return pos < end ? pos + cluster_bytes(e->text + pos, end - pos) : pos;
 }
 
+/* Returns the end of the unit that pos is in. */
+static size_t unit_end(const struct editor *e, size_t pos) {
+    size_t p = 0;
+    while (p <= pos && p < arrlenu(e->text)) p = unit_next(e, p);
+    return p;
+}
+
 /* Returns the beginning of the unit before pos. */
 static size_t unit_prev(const struct editor *e, size_t pos) {
     size_t p = 0;
@@ -14646,7 +14682,9 @@ enum edit_result {
 /* Prompt and text laid out in rows of `cols` columns. A row ends in two bytes. After a newline of the text they
  * are CR LF. Where the text wraps they are a space and CR: any terminal then steps to the next row and remembers that
  * the two rows are one line, for copying and for a resize. In a row with a cluster whose columns terminals count
- * differently they are CR LF too, and the cursor gets to its column by printing the row again up to there. */
+ * differently they are CR LF too, and the cursor gets to its column by printing the row again: the terminal saves the
+ * place on the way and goes back to it. The rest of the row is printed as well, because it may begin with a mark on what
+ * stands before the cursor. */
 struct picture {
     char *out;                  /* stb_ds: all rows, with escape sequences */
     size_t *rows;               /* stb_ds: offset of each row in out */
@@ -14791,8 +14829,15 @@ static void editor_refresh(struct editor *e) {
     sb_put(&out, p.out + from, to - from);
     if (last > p.cursor_row) sb_printf(&out, "\033[%dA", last - p.cursor_row);
     sb_puts(&out, "\r");
-    if (p.cursor_vague) sb_put(&out, p.out + p.rows[p.cursor_row], p.cursor_at - p.rows[p.cursor_row]);
-    else if (p.cursor_col) sb_printf(&out, "\033[%dC", p.cursor_col);
+    if (p.cursor_vague) {
+        const size_t end = p.cursor_row < rows - 1 ? p.rows[p.cursor_row + 1] - 2 : arrlenu(p.out);
+        sb_put(&out, p.out + p.rows[p.cursor_row], p.cursor_at - p.rows[p.cursor_row]);
+        sb_puts(&out, "\0337");
+        sb_put(&out, p.out + p.cursor_at, end - p.cursor_at);
+        sb_puts(&out, "\0338");
+    } else if (p.cursor_col) {
+        sb_printf(&out, "\033[%dC", p.cursor_col);
+    }
     sb_puts(&out, "\033[?25h");
     write_all(1, out, arrlenu(out));
     e->row = p.cursor_row - e->top;
@@ -15061,7 +15106,7 @@ static enum edit_result editor_key(struct editor *e, int key) {
     case KEY_LEFT:
     case CONTROL('B'): e->cursor = unit_prev(e, at); break;
     case KEY_RIGHT:
-    case CONTROL('F'): e->cursor = unit_next(e, at); break;
+    case CONTROL('F'): e->cursor = unit_end(e, at); break;
     case KEY_UP:
     case CONTROL('P'): move_vertically(e, -1); break;
     case KEY_DOWN:
@@ -15071,7 +15116,7 @@ static enum edit_result editor_key(struct editor *e, int key) {
     case CONTROL('D'):
         if (!n) return EDIT_EOF;
         __attribute__((fallthrough));
-    case KEY_DELETE: text_delete(e, at, unit_next(e, at)); break;
+    case KEY_DELETE: text_delete(e, at, unit_end(e, at)); break;
     case 127:
     case CONTROL('H'): text_delete(e, unit_prev(e, at), at); break;
     case CONTROL('K'): /* at the end of a line: the newline */

@@ -8,20 +8,37 @@
 #include <pty.h>
 #include <utmp.h>
 
-enum { PTY_SECONDS = SANITIZED ? 180 : 60, VT_ROWS = 40, VT_COLS = 120 };
+enum { PTY_SECONDS = SANITIZED ? 180 : 60, VT_ROWS = 40, VT_COLS = 120, VT_CELL = 64 };
 
 /* ---- a terminal ---- */
 
-/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, modes ignored. Cells hold a cluster;
- * the second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width changes. */
+/* What a terminal makes of code points; that of tests/oracle/gen_screen.py. */
+struct vt_table {
+    struct {
+        utf8proc_int32_t key;
+        int value[2]; /* columns on two terminals */
+    } * widths;       /* stb_ds: of code points that have not 1 on both */
+    struct {
+        char *key;
+        int value;
+    } * clusters; /* stb_ds: several code points that a third terminal draws in one place, with its columns */
+};
+
+/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, ESC 7 8, modes ignored. Cells hold a
+ * cluster; the second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width
+ * changes. */
 struct vt {
+    struct vt_table *table; /* NULL: the columns of code_width */
+    int terminal;           /* of the table: 0 to 2 */
+    int saved_r, saved_c;   /* by ESC 7 */
+    int last_width;         /* of the character that was printed last */
     int rows, cols, r, c, last_r, last_c;
     bool styled;  /* SGR other than 0 is on */
     int bleeds;   /* rows that ended with it on */
     bool joins;   /* draws a sign of several emoji as one, of two columns */
     bool pending; /* the row is full, the next character wraps */
     bool wrapped[VT_ROWS];
-    char cell[VT_ROWS][VT_COLS][32];
+    char cell[VT_ROWS][VT_COLS][VT_CELL];
     char seq[64]; /* unfinished escape or UTF-8 sequence */
     int n_seq;
     bool joiner; /* the last character was a zero-width joiner */
@@ -56,12 +73,45 @@ static void vt_print(struct vt *v, const char *s, int n, int width) {
         vt_line_feed(v);
         v->c = 0;
     }
-    v->last_r = v->r, v->last_c = v->c;
+    v->last_r = v->r, v->last_c = v->c, v->last_width = width;
     snprintf(v->cell[v->r][v->c], sizeof v->cell[0][0], "%.*s", n, s);
     if (width == 2) strcpy(v->cell[v->r][v->c + 1], "\1");
     v->c += width;
     v->pending = v->c >= v->cols;
     if (v->pending) v->c = v->cols - 1;
+}
+
+/* Puts a code point into the place of the character before it, if the table has both as one cluster. */
+static bool vt_join(struct vt *v, const char *s, int n) {
+    char cluster[VT_CELL + 4];
+    if (v->last_r != v->r || v->last_c + v->last_width != v->c + v->pending) return false;
+    char *cell = v->cell[v->r][v->last_c];
+    snprintf(cluster, sizeof cluster, "%s%.*s", cell, n, s);
+    const ptrdiff_t i = shgeti(v->table->clusters, cluster);
+    if (i < 0 || strlen(cluster) >= VT_CELL) return false;
+    strcpy(cell, cluster);
+    v->last_width = v->table->clusters[i].value;
+    for (int c = v->last_c + 1; c < v->last_c + v->last_width && c < v->cols; c++) strcpy(v->cell[v->r][c], "\1");
+    v->c = v->last_c + v->last_width;
+    v->pending = v->c >= v->cols;
+    if (v->pending) v->c = v->cols - 1;
+    return true;
+}
+
+static void vt_code_point(struct vt *v, const char *s, int n) {
+    utf8proc_int32_t cp;
+    utf8proc_iterate((const uint8_t *)s, n, &cp);
+    int width;
+    if (v->table) {
+        if (v->terminal == 2 && vt_join(v, s, n)) return;
+        const ptrdiff_t i = hmgeti(v->table->widths, cp);
+        width = i < 0 ? 1 : v->table->widths[i].value[v->terminal > 0];
+    } else {
+        width = code_width(cp, NULL);
+        if (v->joins && (v->joiner || (cp >= 0x1f3fb && cp <= 0x1f3ff))) width = 0;
+    }
+    v->joiner = cp == 0x200d;
+    vt_print(v, s, n, width);
 }
 
 static void vt_sequence(struct vt *v, const char *s, int n) {
@@ -81,7 +131,11 @@ static void vt_byte(struct vt *v, char ch) {
     uint8_t b = (uint8_t)ch;
     if (v->n_seq || b == 27 || b >= 0x80) {
         v->seq[v->n_seq++] = ch;
-        if (v->seq[0] == 27) {
+        if (v->seq[0] == 27 && v->n_seq == 2 && b == '7') {
+            v->saved_r = v->r, v->saved_c = v->c;
+        } else if (v->seq[0] == 27 && v->n_seq == 2 && b == '8') {
+            v->r = v->saved_r, v->c = v->saved_c, v->pending = false;
+        } else if (v->seq[0] == 27) {
             if (v->n_seq < 3 || b < 0x40 || b > 0x7e) {
                 if (v->n_seq == sizeof v->seq - 1) v->n_seq = 0;
                 return;
@@ -90,15 +144,8 @@ static void vt_byte(struct vt *v, char ch) {
             vt_sequence(v, v->seq, v->n_seq);
         } else {
             int k = utf8_sequence(v->seq, (size_t)v->n_seq);
-            utf8proc_int32_t cp;
             if (!k) return;
-            if (k > 0) {
-                utf8proc_iterate((const uint8_t *)v->seq, k, &cp);
-                int width = code_width(cp);
-                if (v->joins && (v->joiner || (cp >= 0x1f3fb && cp <= 0x1f3ff))) width = 0;
-                v->joiner = cp == 0x200d;
-                vt_print(v, v->seq, k, width);
-            }
+            if (k > 0) vt_code_point(v, v->seq, k);
         }
         v->n_seq = 0;
     } else if (b == '\r') {
@@ -108,13 +155,13 @@ static void vt_byte(struct vt *v, char ch) {
         vt_line_feed(v);
         v->pending = false;
     } else if (b >= 32) {
-        vt_print(v, &ch, 1, 1);
+        vt_code_point(v, &ch, 1);
     }
 }
 
 /* Text of a row without blanks at its end. Valid until the next but three. */
 static const char *vt_row(const struct vt *v, int r) {
-    static char text[4][VT_COLS * 32];
+    static char text[4][VT_COLS * VT_CELL];
     static int turn;
     char *s = text[turn++ & 3];
     size_t n = 0;
@@ -321,14 +368,23 @@ static void editor_words(const char *line, size_t cursor, char ***candidates, si
     }
 }
 
+#define SYNC "\033[?7777h"
+
+/* Completes nothing. To say that the keys before Tab were taken, it writes a mode that no terminal knows. */
+static void editor_sync(const char *line, size_t cursor, char ***candidates, size_t *from) {
+    (void)line, (void)cursor, (void)candidates, (void)from;
+    write_all(1, SYNC, sizeof SYNC - 1);
+}
+
 /* The child: says what it read, with control characters as \xNN, until the end of input (exit 7). */
-static void editor_child(const char *history) {
+static void editor_serve(const char *history,
+                         void (*complete)(const char *line, size_t cursor, char ***candidates, size_t *from)) {
     struct editor e;
     char *line = NULL, *shown = NULL;
     term_init();
     signals_install();
     editor_init(&e, history);
-    e.complete = editor_words;
+    e.complete = complete;
     for (;;) {
         enum edit_result r = editor_read(&e, "> ", ". ", &line);
         arrsetlen(shown, 0);
@@ -356,6 +412,10 @@ static void editor_child(const char *history) {
     arrfree(shown);
     exit(7);
 }
+
+static void editor_child(const char *history) { editor_serve(history, editor_words); }
+
+static void editor_sync_child(const char *history) { editor_serve(history, editor_sync); }
 
 #define PASTE(text) "\033[200~" text "\033[201~"
 
@@ -436,6 +496,9 @@ static void test_repl_utf8(void) {
         {"a\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7\177z", "az"},
         {"\xf0\x9f\x87\xa9\xf0\x9f\x87\xaa\xf0\x9f\x87\xab\xf0\x9f\x87\xb7\2x",
          "\xf0\x9f\x87\xa9\xf0\x9f\x87\xaax\xf0\x9f\x87\xab\xf0\x9f\x87\xb7"},
+        /* half a flag before a flag: the cursor is in the flag that both halves make, and goes to its end */
+        {"\xf0\x9f\x87\xab\xf0\x9f\x87\xb7\1\xf0\x9f\x87\xa9\6x", "\xf0\x9f\x87\xa9\xf0\x9f\x87\xabx\xf0\x9f\x87\xb7"},
+        {"\xf0\x9f\x87\xab\xf0\x9f\x87\xb7\1\xf0\x9f\x87\xa9\4x", "\xf0\x9f\x87\xa9x\xf0\x9f\x87\xb7"},
         {"a\xff"
          "b\xc3("
          "c\xed\xa0\x80",
@@ -902,6 +965,146 @@ static void test_repl_redraw(void) {
     }
     pty_send(&p, "x\3");
     editor_end(&p);
+}
+
+/* ---- the screens of tests/golden/screen ---- */
+
+enum { TERMINALS = 3 };
+
+/* A file of tests/oracle/gen_screen.py, line by line. */
+struct replay {
+    struct vt_table table;
+    struct pty p; /* its screen is that of the first terminal, */
+    struct vt *other[TERMINALS - 1];
+    size_t fed; /* up to where the others have its output */
+    int sequences, row;
+    bool open;
+};
+
+/* Undoes \xNN in place. Returns the length. */
+static size_t replay_bytes(char *s) {
+    size_t n = 0;
+    for (const char *from = s; *from; n++) {
+        unsigned byte = (uint8_t)*from;
+        if (*from == '\\') sscanf(from, "\\x%2x", &byte), from += 3;
+        s[n] = (char)byte;
+        from++;
+    }
+    s[n] = 0;
+    return n;
+}
+
+static void replay_start(struct replay *t, int rows, int cols) {
+    t->open = pty_start(&t->p, rows, cols, "xterm", editor_sync_child, NULL, NULL);
+    t->p.vt->table = &t->table;
+    t->fed = 0;
+    for (int i = 0; i < TERMINALS - 1; i++) {
+        *t->other[i] = *t->p.vt;
+        t->other[i]->terminal = i + 1;
+    }
+    t->open = t->open && EXPECT(&t->p, "\033[?25h");
+    t->sequences++;
+}
+
+static const struct vt *replay_screen(const struct replay *t, int i) { return i ? t->other[i - 1] : t->p.vt; }
+
+/* Types keys, and waits until the editor has drawn what they did. */
+static bool replay_keys(struct replay *t, const char *s, size_t n) {
+    pty_send_n(&t->p, s, n);
+    pty_send(&t->p, "\t");
+    const bool done = EXPECT(&t->p, SYNC) && EXPECT(&t->p, "\033[?25h");
+    for (; t->fed < arrlenu(t->p.log); t->fed++)
+        for (int i = 0; i < TERMINALS - 1; i++) vt_byte(t->other[i], t->p.log[t->fed]);
+    return done;
+}
+
+static bool replay_row(struct replay *t, const char *want) {
+    bool same = true;
+    for (int i = 0; i < TERMINALS; i++) {
+        const char *got = vt_row(replay_screen(t, i), t->row);
+        same = same && CHECK(!strcmp(got, want), "sequence %d, terminal %d, row %d:\n    |%s|, expected\n    |%s|",
+                             t->sequences, i, t->row, got, want);
+    }
+    t->row++;
+    return same;
+}
+
+static bool replay_cursor(struct replay *t, const int at[static TERMINALS + 1]) {
+    for (int i = 0; i < TERMINALS; i++) {
+        const struct vt *v = replay_screen(t, i);
+        if (!CHECK(v->r == at[0] && v->c == at[i + 1] && !v->pending,
+                   "sequence %d, terminal %d: the cursor is at %d,%d, expected %d,%d", t->sequences, i, v->r, v->c,
+                   at[0], at[i + 1]))
+            return false;
+    }
+    return true;
+}
+
+/* Acts on a line. Returns false if something is not as expected. */
+static bool replay_line(struct replay *t, char *line) {
+    char *rest = line + strcspn(line, " ");
+    int at[TERMINALS + 1];
+    if (*line == '|') return replay_bytes(line), replay_row(t, line + 1);
+    if (*rest) *rest++ = 0;
+    if (!strcmp(line, "width")) {
+        unsigned cp = 0;
+        sscanf(rest, "%x %d %d", &cp, &at[0], &at[1]);
+        hmputs(t->table.widths, ((__typeof__(*t->table.widths)){(utf8proc_int32_t)cp, {at[0], at[1]}}));
+    } else if (!strcmp(line, "cluster")) {
+        char *columns = strrchr(rest, ' ');
+        *columns++ = 0;
+        replay_bytes(rest);
+        shput(t->table.clusters, rest, atoi(columns));
+    } else if (!strcmp(line, "size")) {
+        sscanf(rest, "%d %d", &at[0], &at[1]);
+        replay_start(t, at[0], at[1]);
+        return t->open;
+    } else if (!strcmp(line, "line")) {
+        replay_bytes(rest);
+        return editor_line(&t->p, rest, rest);
+    } else if (!strcmp(line, "keys")) {
+        const size_t n = replay_bytes(rest);
+        return replay_keys(t, rest, n);
+    } else if (!strcmp(line, "cursor")) {
+        sscanf(rest, "%d %d %d %d", &at[0], &at[1], &at[2], &at[3]);
+        return replay_cursor(t, at);
+    } else if (!strcmp(line, "screen")) {
+        t->row = 0;
+    } else if (!strcmp(line, "text")) {
+        char want[8192];
+        for (bool same = true; t->row < t->p.vt->rows; same = replay_row(t, ""))
+            if (!same) return false;
+        replay_bytes(rest);
+        snprintf(want, sizeof want, "=%s\r\n", rest);
+        if (!editor_line(&t->p, "", want)) return false;
+        editor_end(&t->p);
+        t->open = false;
+    } else {
+        return CHECK(*line == '#' || !*line, "%s", line);
+    }
+    return true;
+}
+
+/* Random keys, text of all kinds: the screens that an oracle works out for three terminals, which differ in the columns
+ * that they give to the same text. */
+static void test_repl_screen_random(void) {
+    struct replay t = {.open = false};
+    char *text = NULL, err[ERR_MAX];
+    if (!CHECK(!read_file("tests/golden/screen/sequences.txt", &text, err), "%s", err)) return;
+    arrput(text, 0);
+    sh_new_strdup(t.table.clusters);
+    for (int i = 0; i < TERMINALS - 1; i++) t.other[i] = xcalloc(1, sizeof *t.other[i]);
+    bool fine = true;
+    for (char *line = text, *end; fine && (end = strchr(line, '\n')); line = end + 1) {
+        *end = 0;
+        fine = replay_line(&t, line);
+    }
+    if (t.open) kill(t.p.pid, SIGKILL);
+    CHECK(!fine || t.sequences == 200, "%d sequences", t.sequences);
+    for (int i = 0; i < TERMINALS - 1; i++) free(t.other[i]);
+    hmfree(t.table.widths);
+    shfree(t.table.clusters);
+    arrfree(text);
 }
 
 /* Random bytes, in pieces of escape sequences and UTF-8: the invariants of the text hold after every key. */
@@ -1576,18 +1779,19 @@ static void test_moe_color(void) {
     unsetenv("NO_COLOR");
 }
 
-#define TESTS_REPL                                                                                                    \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},              \
-        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                  \
-        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                           \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                         \
-        {"repl/screen", test_repl_screen}, {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels},  \
-        {"repl/wrap", test_repl_wrap}, {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize},             \
-        {"repl/redraw", test_repl_redraw}, {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt},    \
-        {"repl/switch", test_repl_switch}, {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb},        \
-        {"repl/dialogue", test_moe_dialogue}, {"repl/complete", test_repl_complete},                                  \
-        {"repl/complete-names", test_moe_complete}, {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, \
-        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},    \
-        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                             \
-        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                             \
+#define TESTS_REPL                                                                                                 \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},           \
+        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},               \
+        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                        \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                      \
+        {"repl/screen", test_repl_screen}, {"repl/screen-random", test_repl_screen_random},                        \
+        {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, {"repl/wrap", test_repl_wrap},   \
+        {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},      \
+        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/switch", test_repl_switch}, \
+        {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue},  \
+        {"repl/complete", test_repl_complete}, {"repl/complete-names", test_moe_complete},                         \
+        {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},            \
+        {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                               \
+        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                          \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                          \
         {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},

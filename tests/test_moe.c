@@ -6,6 +6,7 @@
  *   build/test_moe --list       prints the names
  *   build/test_moe --fault NAME MODEL goes wrong on purpose: the tests of faults start it
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
+ *   build/test_moe --editor     reads texts with the line editor, for tests/oracle/gen_screen.py
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *
  * build/test_cuda (on the emulator) and build/test_gpu (on a device) have the tests of the CUDA backend, cuda/..., alone.
@@ -225,6 +226,9 @@ static int run_other(int argc, char **argv) {
         test_dir_remove();
         return rc;
     }
+#endif
+#ifndef MOE_CUDA
+    if (!strcmp(what, "--editor")) editor_sync_child(NULL);
 #endif
     if (!strcmp(what, "--interrupt") && argc > 3) return calibrate_interrupted(atoi(argv[2]), argc - 2, argv + 2);
     if (!strcmp(what, "--fault") && argc == 4) {
