@@ -45,7 +45,7 @@ CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCC
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test mutate test-gpu measure bench asan oom fuzz test-arm64 install uninstall deb clean help format deps
+.PHONY: all chat test mutate test-gpu measure bench asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
@@ -94,7 +94,7 @@ bench: all
 	./moe -m build/demo.gguf --bench -c 8192
 
 # Threads sleep while they wait: on a busy machine, spinning ones take the time of others.
-test mutate asan: export OMP_WAIT_POLICY = passive
+test mutate asan tsan: export OMP_WAIT_POLICY = passive
 
 test: all build/test_moe build/test_cuda
 	build/test_moe -j$(CORES)
@@ -143,12 +143,18 @@ measure:
 	@tests/measure.sh
 
 ## make asan      runs the tests, and the programs that they start, under the address and undefined-behavior sanitizers
-asan: SAN := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -DSANITIZED=1 -DMOE_BIN='"build/asan/moe"' \
-    -DCONVERT_BIN='"build/asan/moe-convert"' -DREAP_BIN='"build/asan/moe-reap"'
-asan: build/demo.gguf
-	mkdir -p build/asan && ln -sfn ../../prompts build/asan/prompts
-	for p in moe convert/moe-convert convert/moe-reap tests/test_moe; do $(CC) $(FLAGS) $(SAN) $$p.c -o build/asan/$${p##*/} $(LIBS) || exit 1; done
-	build/asan/test_moe -j$(CORES)
+asan: SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
+tsan: SAN  := -fsanitize=thread
+tsan: CC   := $(CLANG)
+tsan: ONLY := ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
+tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
+asan tsan: build/demo.gguf
+	@command -v $(CC) >/dev/null || { echo "make $@ wants $(CC)"; exit 1; }
+	mkdir -p build/$@ && ln -sfn ../../prompts build/$@/prompts
+	for p in moe convert/moe-convert convert/moe-reap tests/test_moe; do $(CC) $(FLAGS) -O1 -g $(SAN) -DSANITIZED=1 -DMOE_BIN='"build/$@/moe"' \
+	    -DCONVERT_BIN='"build/$@/moe-convert"' -DREAP_BIN='"build/$@/moe-reap"' $$p.c -o build/$@/$${p##*/} $(LIBS) || exit 1; done
+	build/$@/test_moe -j$(CORES) $(ONLY)
 
 ## make oom       fails every allocation of the programs, one after the other: each must end in a message or the same result
 oom: export OMP_WAIT_POLICY = passive

@@ -105,7 +105,7 @@
  *   REPL completion                                 130  what Tab puts behind a command
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
  *   Plan: the answer                                230  as text and as JSON
- *   Finding a model                                 100  what -m and bare moe say where there is none
+ *   Finding a model                                 110  what -m and bare moe say where there is none
  *   Engine                                          200  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           340  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
@@ -131,6 +131,7 @@
 #include <setjmp.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <sys/ioctl.h>
 #include <sys/random.h>
 #include <sys/resource.h>
@@ -1136,7 +1137,7 @@ void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t
 enum exit_code { EXIT_OK = 0, EXIT_RUN = 1, EXIT_USAGE = 2, EXIT_INTERRUPT = 130 };
 
 /* Number of SIGINTs that nothing has reacted to yet. Polled after every token and after every chunk of a prefill. */
-static volatile sig_atomic_t interrupted;
+static atomic_int interrupted;
 
 static void term_restore(void);
 static void temp_remove(void);
@@ -1589,7 +1590,7 @@ static struct {
     bool err_moves;            /* stderr is a terminal that can rewrite its line */
     bool status;               /* the cursor is at the end of a line of progress */
     bool color_out, color_err; /* a terminal, NO_COLOR unset, TERM not dumb */
-    volatile sig_atomic_t raw; /* the line editor has changed the terminal's mode */
+    atomic_bool raw;           /* the line editor has changed the terminal's mode */
     struct termios cooked;     /* the mode before that; valid while raw */
     bool dialogue;             /* the user can type commands */
     bool quiet;                /* --quiet: notes only answer commands */
@@ -1614,7 +1615,7 @@ static void term_restore(void) {
     static const char reset[] = "\033[0m\033[?2004l\033[?25h";
     if (term.raw) {
         tcsetattr(0, TCSANOW, &term.cooked);
-        term.raw = 0; /* last, so that a signal in between restores again */
+        term.raw = false; /* last, so that a signal in between restores again */
         if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
     } else if (term.color_out && write(1, reset, 4) < 0) return;
 }
@@ -13013,7 +13014,7 @@ static void term_raw(struct keyboard *kb) {
     bool cooked = !term.raw;
     if (cooked) input_typeahead(kb, false);
     if (cooked && tcgetattr(0, &term.cooked)) return;
-    term.raw = 1;
+    term.raw = true;
     struct termios t = term.cooked;
     t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
     t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
@@ -13137,7 +13138,7 @@ static int key_read(struct keyboard *kb) {
 static struct {
     pthread_t thread;
     struct keyboard *keys; /* NULL: the terminal is not in raw mode, keys are not read */
-    volatile bool running;
+    atomic_bool running;
 } watch;
 
 /* Acts on Ctrl-C. Every turn before this one has been saved. */
@@ -16410,8 +16411,8 @@ static void plan_head(const struct plan *p, char **text) {
     with_unit((double)p->missing, a);
     if (p->outcome == PLAN_NEEDS_PRUNING)
         sb_printf(text,
-                  " to %d of %d experts per layer (%.1f %% of them stay)\n            with all experts: short by %s %s",
-                  p->experts, m->n_expert_max, p->percent, a, where);
+                  " to %d of %d experts per layer (moe-reap --keep %d)\n            with all experts: short by %s %s",
+                  p->experts, m->n_expert_max, p->experts, a, where);
     if (p->outcome == PLAN_DOES_NOT_FIT) sb_printf(text, ": short by %s %s", a, where);
     if (p->missing_pruned > 0 && p->missing_pruned < p->missing)
         sb_printf(text, "\n            with %d experts per layer: still short by %s", p->fewest,
@@ -16573,6 +16574,12 @@ static int beside_program(const char *path, char out[PATH_MAX]) {
     return realpath(full, out) && !access(out, R_OK) ? 0 : -1;
 }
 
+/* How to call moe-convert: by its path if the program was built here and not installed. */
+static const char *convert_command(void) {
+    static char path[PATH_MAX];
+    return beside_program("build/moe-convert", path) ? "moe-convert" : path;
+}
+
 /* Ends the program because no model was given. Lists those in the current directory, in ~/.moe/models, and where make
  * install puts the demo model. */
 __attribute__((noreturn)) static void model_missing(void) {
@@ -16586,10 +16593,11 @@ __attribute__((noreturn)) static void model_missing(void) {
         arrfree(dir);
     }
     if (!beside_program("../share/moe/models", shipped)) models_list(shipped, "Models beside this program:");
-    fputs("To get one (18 GB, and 18 GB more once it is converted):\n"
-          "  hf download nvidia/Qwen3-30B-A3B-NVFP4 --local-dir Qwen3-30B-A3B-NVFP4\n"
-          "  moe-convert Qwen3-30B-A3B-NVFP4 -o qwen3-30b-a3b.gguf\n",
-          stderr);
+    fprintf(stderr,
+            "To get one (18 GB, and 18 GB more once it is converted):\n"
+            "  hf download nvidia/Qwen3-30B-A3B-NVFP4 --local-dir Qwen3-30B-A3B-NVFP4\n"
+            "  %s Qwen3-30B-A3B-NVFP4 -o qwen3-30b-a3b.gguf\n",
+            convert_command());
     exit(EXIT_USAGE);
 }
 
@@ -16610,15 +16618,16 @@ static void model_check(const char *path) {
         const bool hub = errno == ENOENT && is_hub_name(path);
         const char *name = hub ? strchr(path, '/') + 1 : NULL;
         if (hub)
-            die("'%s' is no file here; to get it: hf download %s --local-dir %s, then moe-convert %s -o %s.gguf", path,
-                path, name, name, name);
+            die("'%s' is no file here; to get it: hf download %s --local-dir %s, then %s %s -o %s.gguf", path, path,
+                name, convert_command(), name, name);
         return;
     }
     if (!S_ISDIR(st.st_mode)) return;
     const int n = (int)strlen(path) - (path[strlen(path) - 1] == '/');
     snprintf(file, sizeof file, "%.*s/config.json", n, path);
     if (!access(file, F_OK))
-        die("'%s' is a Hugging Face model; convert it: moe-convert %.*s -o %.*s.gguf", path, n, path, n, path);
+        die("'%s' is a Hugging Face model; convert it: %s %.*s -o %.*s.gguf", path, convert_command(), n, path, n,
+            path);
     message_print("'%s' is a directory: expected a GGUF file", path);
     snprintf(file, sizeof file, "%.*s", n, path);
     models_list(file, "Models in it:");

@@ -304,7 +304,7 @@ static void test_plan_verdicts(void) {
                         " --plan --gpus 1x32 -c 2000000 --synth qwen3-30b-a3b </dev/null",
                 &out, NULL);
     static const char *const lines[] = {
-        "\nverdict     needs pruning to 248 of 256 experts per layer (96.9 % of them stay)\n",
+        "\nverdict     needs pruning to 248 of 256 experts per layer (moe-reap --keep 248)\n",
         "\nverdict     does not fit: short by ",
         " on a GPU\n            with 16 experts per layer: still short by ",
         "GiB usable (3.57 reserved), reads 1792 GB/s (assumed)\n",
