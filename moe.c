@@ -31,7 +31,7 @@
  *  Types
  *   Types: tensors, layers, models                  460  the table of tensors; layer, model, family
  *   Types: operations                               180  the table that every backend fills in; its contract
- *   Types: state, ranks, the GPU backend            340  planes of state; struct rank; cuda_* functions
+ *   Types: state, ranks, the GPU backend            350  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
@@ -77,10 +77,10 @@
  *   CPU kernels: choice                              60  the best set that the processor has
  *   KV cache                                         40  rows of the cache in BF16, FP8, F32
  *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                  260  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       310  online softmax over the cache; latent attention
+ *   CPU operations                                  300  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations: attention                       320  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 160  linear attention with a recurrent state
- *   CPU operations: feed-forward                    360  router and experts
+ *   CPU operations: feed-forward                    390  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        130  the forwards. START HERE
@@ -89,7 +89,7 @@
  *   Session: the saved state                        210  the file of /save
  *
  *  Program
- *   Options                                         390  the option table, values and defaults
+ *   Options                                         400  the option table, values and defaults
  *   Command line                                    330  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
@@ -948,19 +948,25 @@ static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
     return bytes;
 }
 
-/* Bytes of all planes that a forward of one token at position n_past reads; a recurrent state counts twice, because it
- * is written too. */
-static inline double state_reads(const struct model *m, enum kv_type type, size_t n_past) {
+/* Bytes of a layer's planes that a forward of one token at position n_past reads; a recurrent state counts twice,
+ * because it is written too. */
+static inline double layer_state_reads(const struct model *m, const struct layer *layer, enum kv_type type,
+                                       size_t n_past) {
     struct plane planes[PLANE_USES];
     double bytes = 0;
-    for (int il = 0; il < m->n_layer; il++) {
-        layer_planes(m, &m->layers[il], type, planes);
-        for (int u = 0; u < PLANE_USES; u++) {
-            const struct plane *p = &planes[u];
-            const size_t rows = p->kind == PLANE_RING ? (size_t)p->window : plane_used(p, n_past);
-            bytes += (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
-        }
+    layer_planes(m, layer, type, planes);
+    for (int u = 0; u < PLANE_USES; u++) {
+        const struct plane *p = &planes[u];
+        const size_t rows = p->kind == PLANE_RING ? (size_t)p->window : plane_used(p, n_past);
+        bytes += (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
     }
+    return bytes;
+}
+
+/* The same of all layers. */
+static inline double state_reads(const struct model *m, enum kv_type type, size_t n_past) {
+    double bytes = 0;
+    for (int il = 0; il < m->n_layer; il++) bytes += layer_state_reads(m, &m->layers[il], type, n_past);
     return bytes;
 }
 
@@ -10053,6 +10059,41 @@ enum {
     OWN_PACK = 96 << 10 /* bytes of packed activations up to which every thread packs all of them itself */
 };
 
+/* The parts of a forward, while cpu_profile times its only rank. A part ends where the next one begins. */
+static struct {
+    struct profile_row *row; /* (cap); NULL: nothing is timed */
+    int n, cap;
+    double last; /* now_seconds() when the latest part ended */
+    bool ended;  /* a thread has ended the part of ffn_run */
+} cpu_timing;
+
+/* Whether to call part_end. */
+static bool part_timed(void) { return cpu_timing.row != NULL; }
+
+/* The same for all threads behind a barrier: true for the first that gets there, which others may take long to. */
+static bool part_timed_first(void) {
+    return part_timed() && !__atomic_exchange_n(&cpu_timing.ended, true, __ATOMIC_ACQ_REL);
+}
+
+/* Ends a part, which has read `bytes` of weights and cache. */
+__attribute__((format(printf, 2, 3))) static void part_end(double bytes, const char *fmt, ...) {
+    const double now = now_seconds();
+    if (cpu_timing.n == cpu_timing.cap) return;
+    struct profile_row *row = &cpu_timing.row[cpu_timing.n++];
+    va_list v;
+    va_start(v, fmt);
+    vsnprintf(row->name, sizeof row->name, fmt, v);
+    va_end(v);
+    row->calls = 1;
+    row->bytes = bytes;
+    row->seconds = now - cpu_timing.last;
+    cpu_timing.last = now_seconds();
+}
+
+static void part_end_matrix(const char *what, const struct weight *w) {
+    part_end((double)weight_bytes(w), "%s %s %d x %d", what, gguf_type_info(w->type).name, w->n_out, w->n_in);
+}
+
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
 
 /* Row t of an activation slot. */
@@ -10091,12 +10132,14 @@ static void cpu_embed(struct rank *r, enum act x) {
         gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, row, (size_t)w->n_in);
         for (int i = 0; scale != 1.0f && i < w->n_in; i++) row[i] *= scale;
     }
+    if (part_timed()) part_end(0, "embedding");
 }
 
 static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
 #pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
     for (int t = 0; t < r->n_tok; t++)
         r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
+    if (part_timed()) part_end(0, "norm");
 }
 
 /* Reads the deltas of the stage's ranks in their own memory, between two barriers. */
@@ -10116,6 +10159,7 @@ static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delt
         if (w) r->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
     }
     stage_barrier(r); /* nobody's delta is overwritten while others read it */
+    if (part_timed()) part_end(0, w ? "sum, norm" : "sum");
 }
 
 static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
@@ -10224,6 +10268,7 @@ static void linear_rows(struct rank *r, const struct weight *w, const float *x, 
 static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
 #pragma omp parallel num_threads(r->n_threads)
     linear_rows(r, w, r->act[x], r->width[x], r->n_tok, r->act[out], r->width[out]);
+    if (part_timed()) part_end_matrix("linear", w);
 }
 
 static void cpu_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
@@ -10271,6 +10316,7 @@ static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, en
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
         kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, act_row(r, v, t));
     }
+    if (part_timed()) part_end(0, "rotation, cache");
 }
 
 /* Rotates q, norms the latent, rotates the shared key, and writes latent and key to the cache at their positions. */
@@ -10289,6 +10335,7 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, latent);
         kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, latent + a->kv_lora);
     }
+    if (part_timed()) part_end(0, "rotation, cache");
 }
 
 /* ============================================================================================================
@@ -10476,6 +10523,18 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
 /* Tokens of a work item whose tokens have rows_per_token query rows each. */
 static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1; }
 
+/* Bytes of cache or state that the batch's last token reads. */
+static double cache_bytes(const struct rank *r, int il) {
+    return layer_state_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)(r->pos + r->n_tok));
+}
+
+static void part_end_latent(const struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    if (!part_timed()) return;
+    part_end((double)(weight_bytes(&layer->wk_b) + weight_bytes(&layer->wv_b)) + cache_bytes(r, il),
+             "latent attention");
+}
+
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
 static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
     const struct attn *shape = &r->m->layers[il].attn;
@@ -10494,6 +10553,7 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
                        .out_head = (size_t)shape->head_v};
 #pragma omp parallel num_threads(r->n_threads)
     attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
+    if (part_timed()) part_end(cache_bytes(r, il), "attention");
 }
 
 static void cpu_attention_gate(struct rank *r, int il, enum act q, enum act x) {
@@ -10502,6 +10562,7 @@ static void cpu_attention_gate(struct rank *r, int il, enum act q, enum act x) {
     for (int t = 0; t < r->n_tok; t++)
         for (int h = 0; h < a->n_head; h++)
             r->k->sigmoid_mul(act_row(r, x, t) + h * a->head_v, act_row(r, q, t) + (2 * h + 1) * a->head_k, a->head_v);
+    if (part_timed()) part_end(0, "attention gates");
 }
 
 /* Whether n query tokens make it cheaper to expand keys and values from the latents than to absorb wk_b and wv_b into
@@ -10573,6 +10634,7 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
         a.kind = ATTEND_EXPAND;
 #pragma omp parallel num_threads(r->n_threads)
         attend_all(r, &a, 1, r->n_tok);
+        part_end_latent(r, il);
         return;
     }
     const size_t key = lat + (size_t)rope; /* values of an absorbed query */
@@ -10594,6 +10656,7 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
         attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
         heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, head_v, 0);
     }
+    part_end_latent(r, il);
 }
 
 /* ============================================================================================================
@@ -10750,6 +10813,7 @@ static void cpu_delta_net(struct rank *r, int il, enum act out) {
         }
     }
     delta_keep(r, il);
+    if (part_timed()) part_end(cache_bytes(r, il), "delta net");
 }
 
 /* ============================================================================================================
@@ -10937,6 +11001,20 @@ static void stats_add(struct rank *r, int il, enum act x) {
     }
 }
 
+/* Bytes of the jobs' matrices: gate and up, or down. */
+static double jobs_bytes(const struct rank *r, bool down) {
+    double bytes = 0;
+    for (int i = 0; i < r->n_jobs; i++) {
+        const struct ffn_job *j = &r->jobs[i];
+        const struct weight *w[2] = {down ? j->down : j->gate, down ? NULL : j->up};
+        for (int k = 0; k < 2 && w[k]; k++) bytes += (double)w[k]->n_out * (double)w[k]->row_bytes;
+    }
+    return bytes;
+}
+
+/* The name of the jobs' part of a forward. */
+static const char *jobs_name(const struct rank *r) { return r->n_jobs && r->jobs[0].rows ? "experts" : "dense"; }
+
 /* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. per_job: average tokens of
  * a job, which chooses the format of activations. */
 static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
@@ -10983,6 +11061,7 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
         k->gemm(&u);
         for (int t = 0; t < j->n_tok; t++) k->silu_mul(g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
+    if (part_timed_first()) part_end(jobs_bytes(r, false), "%s gate, up", jobs_name(r));
     const uint8_t *pack_h = ffn_pack_hidden(r, fd, fds, h_stride, n_rows);
 #pragma omp for schedule(dynamic) nowait
     for (int row = 0; row < r->width[out]; row += ROW_TILE) {
@@ -11019,6 +11098,10 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     r->n_jobs = layer->gate.n_out > 0;
 #pragma omp parallel num_threads(r->n_threads)
     ffn_run(r, x, out, r->n_tok);
+    if (part_timed()) {
+        part_end(jobs_bytes(r, true), "%s down", jobs_name(r));
+        cpu_timing.ended = false;
+    }
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -11036,8 +11119,15 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
             route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k,
                         r->route_w + t * k);
 #pragma omp single
-        ffn_jobs_build(r, layer, x);
+        {
+            ffn_jobs_build(r, layer, x);
+            if (part_timed()) part_end_matrix("router", &layer->router);
+        }
         ffn_run(r, x, out, per_job);
+    }
+    if (part_timed()) {
+        part_end(jobs_bytes(r, true), "%s down", jobs_name(r));
+        cpu_timing.ended = false;
     }
     if (r->stats) stats_add(r, il, x);
 }
@@ -11057,6 +11147,7 @@ static void cpu_logits(struct rank *r, int first, int n) {
             r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t), r->m->n_embd);
         linear_rows(r, w, act_row(r, A_H, first), r->width[A_H], n, out, r->m->n_vocab);
     }
+    if (part_timed()) part_end_matrix("output", w);
 }
 
 static const float *cpu_read_logits(struct rank *r, int row) { return r->logits + (size_t)row * (size_t)r->m->n_vocab; }
@@ -11093,8 +11184,14 @@ static double cpu_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
 }
 
 static int cpu_profile(struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n) {
-    (void)r, (void)body, (void)arg, (void)rows, (void)n;
-    return 0;
+    (void)r;
+    cpu_timing.row = rows;
+    cpu_timing.cap = n;
+    cpu_timing.n = 0;
+    cpu_timing.last = now_seconds();
+    body(arg);
+    cpu_timing.row = NULL;
+    return cpu_timing.n;
 }
 
 static void cpu_close(struct rank *r) {
@@ -12287,7 +12384,8 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "                            GPU, with both directions counted\n"
                                     "\n"
                                     "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
-                                    "table of the kernels at depth 0; it needs a single GPU.\n";
+                                    "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0; it\n"
+                                    "needs a single rank.\n";
 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3,\n"
                                     "qwen3.5-35b-a3b, qwen3.5-122b-a10b or qwen3.5-397b-a17b. Options may follow a\n"
@@ -12384,7 +12482,7 @@ static const struct option options[] = {
     {"haystack", IS_STR(haystack), .arg = "FILE", .of = "needle", .help = "the prose (default: the shipped stories)"},
     {"smoke", IS_FLAG(smoke), .help = "three quick tests of the model; exit 0 if all pass"},
     {"bench", IS_FLAG(bench), .help = "prefill and decode speed at several depths, as CSV", .details = bench_details},
-    {"profile", IS_FLAG(profile), .of = "bench", .help = "on a GPU: also print each kernel's time"},
+    {"profile", IS_FLAG(profile), .of = "bench", .help = "also print the time of each kernel or operation"},
     {"synth", IS_STR(synth), .arg = "NAME", .help = "random weights in a known shape, in place of -m",
      .details = synth_details},
     {"shard", IS_STR(shard), .arg = "R/N", .of = "synth", .help = "only what GPU R of N would hold"},
@@ -17550,7 +17648,7 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
     return n_row;
 }
 
-/* Prints the kernels of a forward at depth 0, which takes `whole` seconds, on stderr. */
+/* Prints the kernels (GPU) or operations (CPU) of a forward at depth 0, which takes `whole` seconds, on stderr. */
 static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole, double bandwidth) {
     const bool prefill = n > LOGIT_ROWS;
     struct bench_call call = {.s = s, .ids = ids, .n = n, .rows = rows};
@@ -17563,8 +17661,8 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
         calls += row[i].calls;
     }
     snprintf(name, sizeof name, prefill ? "prefill of %d" : "batch %d", n);
-    fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s", "% copy",
-            "% time");
+    fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s",
+            s->r->cuda ? "% copy" : "% read", "% time");
     for (int i = 0; i < n_row; i++) {
         const struct profile_row *p = &row[i];
         const double rate = p->bytes / p->seconds;
@@ -17574,9 +17672,13 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
         else fprintf(stderr, " %11s %8s %7s", "-", "-", "-");
         fprintf(stderr, " %7.1f\n", 100 * p->seconds / sum);
     }
-    fprintf(stderr, "%s: %.1f kernels per layer, %.1f us in kernels, %.1f us %s, gap %.2f us per kernel\n", name,
-            (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6, prefill ? "the forward" : "through the graph",
-            (whole - sum) * 1e6 / calls);
+    if (s->r->cuda)
+        fprintf(stderr, "%s: %.1f kernels per layer, %.1f us in kernels, %.1f us %s, gap %.2f us per kernel\n", name,
+                (double)calls / s->m->n_layer, sum * 1e6, whole * 1e6, prefill ? "the forward" : "through the graph",
+                (whole - sum) * 1e6 / calls);
+    else
+        fprintf(stderr, "%s: %.1f us in operations, %.1f us the forward without timing them\n", name, sum * 1e6,
+                whole * 1e6);
     free(row);
 }
 
@@ -17624,8 +17726,7 @@ static int mode_bench(struct engine *e) {
     char name[192];
     if (s->n_ctx < largest)
         die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, largest);
-    if (e->set->profile && !s->r->cuda) die("--profile works on a GPU only");
-    if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: its kernels alone are timed");
+    if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: nothing but its own work is timed");
     struct rates each[MAX_RANKS];
     b.rates = session_measure(s, each);
     note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", b.rates.bytes * 1e-9);

@@ -841,13 +841,53 @@ static void test_banners(void) {
     }
 }
 
+/* The operations of a forward, timed one by one: their times make up the whole, their bytes are those of the model, and
+ * the logits are the same as before. */
+static void test_cpu_profile(void) {
+    static const char *const names[] = {"qwen3moe", "deepseek_v3_nvfp4", "qwen3_5_moe"};
+    for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
+        struct model m;
+        struct session s;
+        struct profile_row row[512];
+        int32_t ids[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+        if (!fixture_load(names[f], &m)) return;
+        session_cpu(&s, &m, kernels_choose(), 2, 64, KV_BF16);
+        session_forward(&s, ids, 9);
+        session_head(&s, 8, 1);
+        const uint32_t hash = logit_hash(session_logits(&s), m.n_vocab);
+        for (int n = 1; n <= 9; n += 8) {
+            struct bench_call call = {&s, ids, n, 1};
+            double sum = 0, bytes = 0;
+            int experts = 0, moe = 0;
+            const double t0 = now_seconds();
+            const int n_row = s.r->ops->profile(s.r, bench_call, &call, row, 512);
+            const double all = now_seconds() - t0;
+            for (int i = 0; i < n_row; i++) {
+                CHECK(row[i].calls == 1 && row[i].seconds >= 0, "%s: %g s", row[i].name, row[i].seconds);
+                sum += row[i].seconds;
+                bytes += row[i].bytes;
+                experts += !strcmp(row[i].name, "experts down");
+            }
+            for (int il = 0; il < m.n_layer; il++) moe += m.layers[il].n_expert > 0;
+            CHECK(sum > 0.9 * all && sum <= all, "%s, %d tokens: %g of %g s", names[f], n, sum, all);
+            CHECK_INT(experts, moe, "%s, %d tokens", names[f], n);
+            const double want = session_forward_bytes(&s, n);
+            CHECK(n > 1 || fabs(bytes / want - 1) < 0.03, "%s: %.0f bytes, expected %.0f", names[f], bytes, want);
+        }
+        CHECK(logit_hash(session_logits(&s), m.n_vocab) == hash, "%s: other logits behind a profile", names[f]);
+        session_free(&s);
+        model_free(&m);
+    }
+}
+
 #define TESTS_MODEL                                                                                                   \
     {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
         {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-qwen35", test_fixtures_qwen35},                   \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                 \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                     \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/state-file", test_session_file}, \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},  \
-        {"model/router", test_router}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},          \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
+        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                         \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
