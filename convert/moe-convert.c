@@ -1797,6 +1797,7 @@ static void put_vocabulary(void) {
     kv_str("tokenizer.ggml.pre", vocab.pre);
     kv_strings("tokenizer.ggml.tokens", vocab.text, m.dim[DIM_VOCAB]);
     gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, m.dim[DIM_VOCAB], vocab.type);
+    if (!arrlen(vocab.merges)) die("'%s': the tokenizer has no merges: only byte-level BPE is supported", model_dir);
     kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
     if (vocab.ignore_merges) gguf_put_bool(&writer, "tokenizer.ggml.ignore_merges", true);
     gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);

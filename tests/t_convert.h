@@ -1474,7 +1474,8 @@ static const struct refusal refusals[] = {
     {"decoder", "expected ByteLevel", .tokenizer = "{\"decoder\":{\"type\":\"Metaspace\"}}"},
     {"token id", "vocab_size is 300", .tokenizer = "{\"added_tokens\":[{\"id\":300,\"content\":\"x\"}]}"},
     {"two tokens, one id", "have the same id 5", .tokenizer = "{\"added_tokens\":[{\"id\":5,\"content\":\"<x>\"}]}"},
-    {"merge", "is not in the vocabulary", .tokenizer = "{\"model\":{\"vocab\":{\"a\":0,\"b\":1},\"merges\":[\"a b\"]}}"}};
+    {"merge", "is not in the vocabulary", .tokenizer = "{\"model\":{\"vocab\":{\"a\":0,\"b\":1},\"merges\":[\"a b\"]}}"},
+    {"no merges", "the tokenizer has no merges", .tokenizer = "{\"model\":{\"vocab\":{\"a\":0,\"b\":1},\"merges\":[]}}"}};
 
 /* clang-format on */
 

@@ -610,6 +610,7 @@ def hf_seeds():
     wrong = {"vocab-size": lambda d: d.config.update(vocab_size=10**10), "layers": lambda d: d.config.update(num_hidden_layers=0), "real": lambda d: d.config.update(hidden_size=16.0),
              "theta": lambda d: d.config.update(rope_theta=1e300), "kind": lambda d: d.config.update(model_type=None), "wide": lambda d: d.config.update(hidden_size=2**31 - 1, head_dim=65536),
              "token-id": lambda d: d.files["tokenizer.json"]["added_tokens"].append({"id": 8, "content": "x"}), "merge": lambda d: d.files["tokenizer.json"]["model"].update(merges=["a  b"]),
+             "merges-none": lambda d: d.files["tokenizer.json"]["model"].update(merges=[]),
              "template": lambda d: d.files["tokenizer_config.json"].update(chat_template=[{"name": "tools", "template": ""}]), "eos": lambda d: d.files.update({"tokenizer_config.json": {"eos_token": "none"}}),
              "hole": lambda d: d.files.update({"model.safetensors": d.header().replace(b"[0,", b"[1,")}), "twice": lambda d: d.files.update({"config.json": b'{"a":1,"a":2}'})}
     return {k + ".txt": v for k, v in files.items()} | {k + ".txt": hf_changed(change) for k, change in wrong.items()}
