@@ -347,16 +347,8 @@ int tcsetattr(int fd, int when, const struct termios *mode) {
 
 /* Completes the last word of a few. */
 static void editor_words(const char *line, size_t cursor, char ***candidates, size_t *from) {
-    static const char *const words[] = {"/set",
-                                        "/save",
-                                        "/show",
-                                        "/help",
-                                        "m\xc3\xa4"
-                                        "n",
-                                        "m\xc3\xbcll",
-                                        "dir/sub/one",
-                                        "dir/sub/two\033[2J",
-                                        "path/"};
+    static const char *const words[] = {
+        "/set", "/save", "/show", "/help", "m\303\244n", "m\xc3\xbcll", "dir/sub/one", "dir/sub/two\033[2J", "path/"};
     *from = cursor;
     while (*from && line[*from - 1] != ' ') --*from;
     for (size_t i = 0; i < sizeof words / sizeof *words && cursor > *from; i++)
