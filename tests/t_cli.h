@@ -247,7 +247,7 @@ static void test_cli_usage(void) {
              {"-c 0x10", "-c 0x10: expected a whole number from 0", 2},
              {"--temp=nan", "--temp=nan: expected a number from 0 to 100", 2},
              {"-ctk q8_0", "-ctk q8_0: expected bf16|fp8|f32", 2},
-             {"-ctk bf16 -ctv fp8", "-ctv fp8: keys and values have one type, which was given as bf16", 2},
+             {"-ctk bf16 -ctv fp8", "-ctv fp8: keys and values share one type, already set to bf16", 2},
              {"-hf a/b", "-hf: moe does not download: hf download", 2},
              {"--quiet -v", "--quiet and --verbose cannot be combined", 2},
              {"build/demo.gguf", "unexpected argument 'build/demo.gguf': the model is 'build/demo.gguf'", 2},
