@@ -2633,7 +2633,7 @@ static int vocab_compile_exprs(struct vocab *v, const struct pre_tokenizer *pre,
         char why[128] = "";
         if (!v->expr[i]) pcre2_get_error_message(code, (PCRE2_UCHAR *)why, sizeof why);
         if (!v->expr[i])
-            return fail(err, "PCRE2 refuses expression %d of the pre-tokenizer '%s': %s, at offset %zu", i + 1,
+            return fail(err, "PCRE2 rejects expression %d of the pre-tokenizer '%s': %s, at offset %zu", i + 1,
                         pre->names, why, at);
         pcre2_jit_compile(v->expr[i], PCRE2_JIT_COMPLETE); /* if this fails, matching is only slower */
         v->n_exprs++;
@@ -6768,8 +6768,8 @@ static bool loader_wants_16_bit(struct loader *l, const char *base) {
     if (!names && !a4) return false;
     if (!names || !a4 || names->type != GGUF_V_STR || a4->type != GGUF_V_BOOL || names->n != a4->n) {
         loader_fail(l,
-                    "metadata keys 'general.tensor_extra.name' and 'general.tensor_extra.prec_a4' are not lists of as "
-                    "many names as booleans");
+                    "metadata keys 'general.tensor_extra.name' and 'general.tensor_extra.prec_a4': expected a list of "
+                    "strings and a list of as many booleans");
         return false;
     }
     snprintf(name, sizeof name, "%s.weight", base);
@@ -6969,10 +6969,11 @@ static void read_qwen35(struct loader *l) {
     d->head_v = inner / d->n_value;
     d->whole_key = d->n_key;
     if (d->n_value % d->n_key || inner % d->n_value)
-        loader_fail(l, "%d key heads, %d value heads and %d inner values of '%s.ssm' do not divide each other",
-                    d->n_key, d->n_value, inner, l->arch);
+        loader_fail(l, "'%s.ssm.*': %d key heads, %d value heads, %d inner values: each must divide the next", l->arch,
+                    d->n_key, d->n_value, inner);
     if (!l->failed && l->attn.head_k != l->attn.head_v)
-        loader_fail(l, "gates of %d values cannot scale heads of %d", l->attn.head_k, l->attn.head_v);
+        loader_fail(l, "metadata key '%s.attention.value_length' is %d, expected the key length, %d", l->arch,
+                    l->attn.head_v, l->attn.head_k);
     for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = (il + 1) % interval != 0;
     char key[128];
     if (!loader_key(l, "attention.recurrent_layers", key)) return;
@@ -7166,8 +7167,8 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
 /* Gate and up multiply the same packed activations, whose format follows from the type. */
 static void loader_same_type(struct loader *l, int il, const struct weight *gate, const struct weight *up) {
     if (gate->type != up->type)
-        loader_fail(l, "layer %d: the gate has the type %s, expected that of up, %s", il,
-                    gguf_type_info(gate->type).name, gguf_type_info(up->type).name);
+        loader_fail(l, "layer %d: gate has the type %s, expected that of up, %s", il, gguf_type_info(gate->type).name,
+                    gguf_type_info(up->type).name);
 }
 
 /* Binds all tensors of layer il. */
@@ -7179,8 +7180,8 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
         loader_rule(l, rule, layer, il);
     if (layer->router_bias && l->m->gating == GATING_SOFTMAX)
         loader_fail(l,
-                    "layer %d has a routing bias, which belongs to a sigmoid router; '%s.expert_gating_func' "
-                    "does not say 2",
+                    "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
+                    "is not 2",
                     il, l->arch);
     if (layer->has & HAS_EXPERTS) loader_retained(l, layer, il);
     loader_same_type(l, il, &layer->gate, &layer->up);
@@ -7228,7 +7229,7 @@ static void loader_leftovers(struct loader *l) {
         gguf_printable(t->name, name, sizeof name);
         if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer && il < l->m->n_layer + l->m->n_mtp_layer)
             continue;
-        loader_fail(l, "tensor '%s' is not part of the architecture %s as known here", name, l->arch);
+        loader_fail(l, "tensor '%s' is not part of the architecture %s", name, l->arch);
     }
 }
 
@@ -7301,7 +7302,8 @@ static int model_bind(struct model *m, char *err) {
     loader_has_trunk(&l);
     const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
     if (embd && embd->ne[1] > 1 << 24)
-        loader_fail(&l, "tensor 'token_embd.weight' has %llu rows", (unsigned long long)embd->ne[1]);
+        loader_fail(&l, "tensor 'token_embd.weight' has %llu rows, expected at most %d",
+                    (unsigned long long)embd->ne[1], 1 << 24);
     m->n_vocab = embd && !l.failed ? (int)embd->ne[1] : 0;
     loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
@@ -9861,7 +9863,7 @@ static void pg_wait_for(struct process_group *pg, const char *event, const struc
             snprintf(what, sizeof what, "the all-reduce after the %s of layer %d",
                      all_reduce_after(r->n_all_reduce - 1),
                      r->m->first_layer + (int)(r->n_all_reduce - 1) / ALL_REDUCES_PER_LAYER);
-        die("%s: nothing has moved for %d s; missing rank:%s (does a disk or a GPU not answer?)", what, still, who);
+        die("%s: no progress for %d s; missing rank:%s (is a disk or a GPU not responding?)", what, still, who);
     }
 }
 
@@ -11215,7 +11217,7 @@ static const struct ops cpu_ops = {
 static void *cpu_own(struct rank *r, size_t n, size_t size) {
     /* calloc: pages that are never touched, above all of the cache, cost nothing */
     void *p = n && size && n > SIZE_MAX / size ? NULL : calloc(n * size + 64, 1);
-    if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; a smaller -c needs less", n, size);
+    if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; try a smaller -c", n, size);
     r->bytes += n * size;
     arrput(r->owned, p);
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
@@ -12208,22 +12210,22 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
     if (memcmp(h.magic, kv_magic, sizeof kv_magic))
         return fail(err, "'%s' has the format %.8s of another version of moe, expected %.8s", path, h.magic, kv_magic);
     if (h.model_hash != want.model_hash) return fail(err, "'%s' belongs to another model file", path);
-    if (h.kv_type != want.kv_type) return fail(err, "'%s' was saved with another --kv", path);
+    if (h.kv_type != want.kv_type) return fail(err, "'%s' was saved with a different --kv", path);
     if (h.n_tokens > (uint32_t)s->n_ctx)
-        return fail(err, "'%s' holds %u tokens, the context %d", path, h.n_tokens, s->n_ctx);
+        return fail(err, "'%s' holds %u tokens, but the context only %d", path, h.n_tokens, s->n_ctx);
     if (h.state_pos > h.n_tokens)
         return fail(err, "'%s' is damaged: %u of %u tokens are in its state", path, h.state_pos, h.n_tokens);
-    if (h.n_plane != want.n_plane) return fail(err, "'%s' has another cache layout", path);
+    if (h.n_plane != want.n_plane) return fail(err, "'%s' has a different cache layout", path);
     const uint64_t bytes = sizeof h + session_body_bytes(list, h.n_tokens);
     if (fstat(fileno(f), &st) || (uint64_t)st.st_size != bytes)
         return fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
                     (unsigned long long)bytes);
-    if (!session_same_planes(list, f)) return fail(err, "'%s' has another cache layout", path);
+    if (!session_same_planes(list, f)) return fail(err, "'%s' has a different cache layout", path);
     if (!session_body(s, list, h.n_tokens, f, true, &want.checksum)) return fail(err, "cannot read '%s'", path);
     if (want.checksum != h.checksum) return fail(err, "'%s' is damaged: its checksum is wrong", path);
     for (uint32_t i = 0; i < h.n_tokens; i++)
         if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
-            return fail(err, "'%s' holds the token id %d", path, s->tokens[i]);
+            return fail(err, "'%s' is damaged: it holds the token id %d", path, s->tokens[i]);
     s->n_past = (int)h.n_tokens;
     s->state_pos = (int)h.state_pos;
     return 0;
@@ -12478,7 +12480,7 @@ static const struct option options[] = {
      .details = compare_details},
     {"needle", IS_INT(needle, 64, 1 << 28), .arg = "N", .help = "find a fact in N tokens of prose; exit 0 if found",
      .details = needle_details},
-    {"depth", IS_INT(depth, 0, 100), .arg = "PERCENT", .of = "needle", .help = "where the fact stands (default: 50)"},
+    {"depth", IS_INT(depth, 0, 100), .arg = "PERCENT", .of = "needle", .help = "position of the fact (default: 50)"},
     {"haystack", IS_STR(haystack), .arg = "FILE", .of = "needle", .help = "the prose (default: the shipped stories)"},
     {"smoke", IS_FLAG(smoke), .help = "three quick tests of the model; exit 0 if all pass"},
     {"bench", IS_FLAG(bench), .help = "prefill and decode speed at several depths, as CSV", .details = bench_details},
@@ -12495,7 +12497,7 @@ static const struct option options[] = {
     {"version", IS_FLAG(version), .help = "version, and what this build can use"},
     {"man", IS_FLAG(man), .rare = true, .help = "print the manual page, for man -l -"},
     {"completion", IS_CHOICE(completion, shell_names), .rare = true, .arg = "SHELL",
-     .help = "print the completion of options for this shell"},
+     .help = "print the completion script for this shell"},
     {"help", "-h|--usage", IS_FLAG(help), .help = "this text; --help all: every option"},
 };
 
@@ -12518,36 +12520,36 @@ static const struct foreign foreigners[] = {
     {"-dev= --device=", "none", .as = "--cpu"},
     {"-dev= --device= -mg --main-gpu", REFUSE = "choose GPUs with --gpus 0,1; --list-devices lists them"},
     {"--reasoning-budget=", "0", .as = "--think=off"},
-    {"--reasoning-budget=", "-1", IGNORE = "thinking has no limit but -n"},
+    {"--reasoning-budget=", "-1", IGNORE = "only -n limits the thinking"},
     {"--reasoning-budget --reasoning-budget-message", REFUSE = "thinking has no budget of its own; use --think or -n"},
     {"--reasoning-format=", IGNORE = "--show-think says whether the thinking is printed"},
     {"--reasoning-preserve --chat-template-kwargs", REFUSE = "the only template argument is --think"},
     {"--no-reasoning-preserve", IGNORE = "the chat template decides which thinking stays"},
     {"-cnv --conversation -i --interactive -if --interactive-first -ins --instruct",
-     IGNORE = "without a prompt a terminal opens a chat"},
+     IGNORE = "without a prompt, moe opens a chat on a terminal"},
     {"-st --single-turn", IGNORE = "-p, -f and piped stdin are answered once"},
     {"-mli --multiline-input", IGNORE = "Ctrl-J or \\ before Enter begins a new line"},
     {"--jinja --no-jinja --skip-chat-parsing --no-skip-chat-parsing",
      IGNORE = "the model's own Jinja template is always used"},
     {"--chat-template --chatml -cml --in-prefix --in-prefix-bos --in-suffix",
-     REFUSE = "messages are framed by the template; another one is given with --chat-template-file"},
-    {"-fa~ --flash-attn~", IGNORE = "attention never stores its scores"},
-    {"-b= --batch-size= -ub= --ubatch-size=", IGNORE = "the chunks of prefill have a fixed size"},
-    {"-tb= --threads-batch=", IGNORE = "-t is for prefill and decode"},
+     REFUSE = "the chat template frames messages; give another one with --chat-template-file"},
+    {"-fa~ --flash-attn~", IGNORE = "flash attention is always on"},
+    {"-b= --batch-size= -ub= --ubatch-size=", IGNORE = "prefill runs in chunks of a fixed size"},
+    {"-tb= --threads-batch=", IGNORE = "-t sets the threads of prefill and decode"},
     {"-C= --cpu-mask= -Cr= --cpu-range= --cpu-strict= --prio= --poll= -Cb= --cpu-mask-batch= -Crb= --cpu-range-batch= "
      "--cpu-strict-batch= --prio-batch= --poll-batch= --numa=",
      IGNORE = "use taskset, nice or numactl"},
     {"--no-display-prompt --display-prompt --verbose-prompt -ptc= --print-token-count=",
      IGNORE = "stdout carries the answer only; --tokenize prints the tokens of a text"},
     {"-sp", IGNORE = "control tokens are printed with --raw only"},
-    {"--warmup --no-warmup", IGNORE = "nothing is warmed up"},
+    {"--warmup --no-warmup", IGNORE = "there is no warm-up"},
     {"--no-context-shift --keep=", IGNORE = "the context is never shifted"},
-    {"--context-shift", REFUSE = "the context is never shifted: an answer ends where it is full"},
+    {"--context-shift", REFUSE = "not supported; an answer ends when the context is full"},
     {"--swa-full -ctxcp= --ctx-checkpoints= --swa-checkpoints= -cram= --cache-ram= -dt= --defrag-thold= -kvo "
      "--kv-offload "
      "--op-offload --no-op-offload --repack -nr --no-repack --no-host -lzm= --lazy-mode= -bs --backend-sampling",
-     IGNORE = "moe has one way of keeping weights and cache"},
-    {"-nkvo --no-kv-offload", REFUSE = "the cache is where the layers are"},
+     IGNORE = "how weights and cache are kept cannot be changed"},
+    {"-nkvo --no-kv-offload", REFUSE = "the KV cache is always kept with its layers"},
     {"--perf --no-perf --show-timings --no-show-timings", IGNORE = "--quiet hides the statistics"},
     {"--log-colors~ --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl --no-log-jsonl -lv= "
      "--verbosity= --log-verbosity=",
@@ -12555,15 +12557,15 @@ static const struct foreign foreigners[] = {
     {"--log-file --log-prompts-dir", REFUSE = "there is no log; 2>FILE keeps the messages"},
     {"--offline", IGNORE = "moe never uses the network"},
     {"--no-escape", IGNORE = "escapes are processed with -e only"},
-    {"-fit~ --fit~", IGNORE = "-c 0, the default, fits the context into the memory"},
+    {"-fit~ --fit~", IGNORE = "-c 0, the default, fits the context into memory"},
     {"-fitt --fit-target -fitc --fit-ctx", REFUSE = "use --vram-reserve MIB and -c N"},
     {"-np= --parallel=", "1", IGNORE = "there is one conversation at a time"},
     {"-np --parallel", REFUSE = "there is one conversation at a time"},
     {"--check-tensors", IGNORE = "--smoke and --doctor check a model"},
-    {"-lm= --load-mode=", "auto|mmap", IGNORE = "model files are mapped"},
-    {"--mmap", IGNORE = "model files are mapped"},
+    {"-lm= --load-mode=", "auto|mmap", IGNORE = "model files are always memory-mapped"},
+    {"--mmap", IGNORE = "model files are always memory-mapped"},
     {"-lm --load-mode --no-mmap --mlock -dio --direct-io",
-     REFUSE = "model files are mapped, and the system caches them"},
+     REFUSE = "model files are always memory-mapped, and the system caches them"},
     {"--no-mmproj --no-mmproj-auto --mmproj-auto --mmproj-offload --no-mmproj-offload", IGNORE = "there are no images"},
     {"-mm --mmproj* -mmu -mmdev --image* --audio --video*", REFUSE = "images, audio and video are not supported"},
     {"--presence-penalty= --frequency-penalty= --mirostat= --xtc-probability= --dry-multiplier= --dynatemp-range=",
@@ -12612,9 +12614,9 @@ static const struct manual manual = {
              "with the reason.\n",
     .operand = {.type = OPT_STR, .arg = "FILE.gguf"},
     .files = "~/.moe\tconversations of /save\n"
-             "~/.moe/models, PREFIX/share/moe/models\tmodels that are listed where -m is missing\n"
-             "~/.moe_history\tlines that were typed in chats\n",
-    .environment = "MOE_MODEL\tthe model where -m is missing\n"
+             "~/.moe/models, PREFIX/share/moe/models\tmodels that are listed if -m is missing\n"
+             "~/.moe_history\tlines typed in chats\n",
+    .environment = "MOE_MODEL\tthe model if -m is missing\n"
                    "HOME\tthe directory of the files above\n"
                    "EDITOR\tthe editor of /edit\n"
                    "TERM, NO_COLOR\twhat the terminal can show\n"
@@ -12823,7 +12825,7 @@ static int option_parse(struct settings *s, int argc, char **argv, char ***notes
     const int kv = s->kv;
     int rc = settings_store(s, o, sb_cstr(&text), value, err);
     if (!rc && kv >= 0 && s->kv != kv && strcmp(name, "--kv"))
-        rc = fail(err, "%s: keys and values have one type, which was given as %s", text, kv_names[kv]);
+        rc = fail(err, "%s: keys and values share one type, already set to %s", text, kv_names[kv]);
     arrfree(text);
     for (; !rc && o->type == OPT_FILES && taken + 1 < argc && argv[taken + 1][0] != '-'; taken++)
         rc = option_store(s, o, a, argv[taken + 1], err);
@@ -12867,7 +12869,8 @@ static int options_parse(struct settings *s, int argc, char **argv, char *err) {
     if (rc) return rc;
     if (s->threads > processors) {
         if (!s->quiet)
-            message_print("-t %d: this machine has %d processors; using %d", s->threads, processors, processors);
+            message_print("-t %d: this machine has %d processor%s; using %d", s->threads, processors,
+                          processors == 1 ? "" : "s", processors);
         s->threads = processors;
     }
     if (s->escape && s->prompt) text_unescape(s->prompt);
@@ -12908,7 +12911,7 @@ static struct gpu_list gpus_parse(const char *text) {
         char *end;
         const long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : -1;
         if (v < 0 || v > 63 || (*end && (*end != ',' || !end[1])) || g.n == MAX_RANKS)
-            die_usage("--gpus %s: expected one to %d numbers of GPUs, separated by commas", text, MAX_RANKS);
+            die_usage("--gpus %s: expected 1 to %d GPU numbers from 0 to 63, separated by commas", text, MAX_RANKS);
         g.device[g.n++] = (int)v;
         p = *end ? end + 1 : end;
     }
@@ -14138,7 +14141,7 @@ static bool chat_autosave(struct chat *c, bool at_end) {
     c->saved_messages = arrlen(c->messages);
     c->saved_state = small || at_end;
     if (!chat_write(c, LAST_CHAT, c->saved_state, err)) return true;
-    if (!reported) note("the conversation is not saved: %s", err);
+    if (!reported) note("the conversation was not saved: %s", err);
     reported = true;
     return false;
 }
@@ -14198,7 +14201,9 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     free(c->name);
     c->name = xstrdup(name);
     if (chat_path(name, ".kv", path, err)) return -1;
-    if (session_load(c->s, path, why)) note("%s: the next turn processes the conversation again", why);
+    if (!session_load(c->s, path, why)) return 0;
+    if (access(path, F_OK)) snprintf(why, sizeof why, "no saved cache for '%.256s'", name);
+    note("%s: the next turn processes the conversation again", why);
     return 0;
 }
 
@@ -14297,8 +14302,9 @@ static void chat_print_stats(struct chat *c) {
     chat_stats_line(c, &c->last, true);
     double tokens_per_s = t->seconds > 0 ? t->n_generated / t->seconds : 0;
     double bytes_per_s = t->seconds > 0 ? t->bytes / t->seconds : 0;
-    fprintf(stderr, "  %d turns: %d prompt tokens in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
-            c->turns, t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds, tokens_per_s, bytes_per_s * 1e-9);
+    fprintf(stderr, "  %d turn%s: %d prompt tokens in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
+            c->turns, c->turns == 1 ? "" : "s", t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
+            tokens_per_s, bytes_per_s * 1e-9);
 }
 
 /* ============================================================================================================
@@ -14978,7 +14984,7 @@ static int read_text(const char *path, char **out, char *err) {
     struct stat st;
     if (file_check(path, &st, err)) return -1;
     if (st.st_size > READ_MAX)
-        return fail(err, "'%s' has %lld MiB, at most %d can be read", path, (long long)st.st_size >> 20,
+        return fail(err, "'%s' is %lld MiB, at most %d MiB can be read", path, (long long)st.st_size >> 20,
                     READ_MAX >> 20);
     size_t at = arrlenu(*out);
     if (read_file(path, out, err)) return -1;
@@ -15576,7 +15582,7 @@ static void print_sent(const struct editor *e, const char *text, size_t n) {
         fprintf(stderr, "%s%.*s\n", i ? e->continuation : e->prompt, len, s);
         s += len + 1;
     }
-    if (lines > ROWS) note("... and %d more lines", lines - ROWS);
+    if (lines > ROWS) note("... and %d more line%s", lines - ROWS, lines - ROWS == 1 ? "" : "s");
     arrfree(safe);
 }
 
@@ -15677,7 +15683,7 @@ static int cmd_export(struct repl *r, char *arg, char *err) {
         fprintf(f, "%s## %c%s\n\n%s\n", i ? "\n" : "", toupper(m->role[0]), m->role + 1, text);
     }
     if (f) rc = temp_finish(f, path, false, err);
-    if (!rc) note("[wrote %td messages to %s]", arrlen(c->messages), path);
+    if (!rc) note("[wrote %td message%s to %s]", arrlen(c->messages), arrlen(c->messages) == 1 ? "" : "s", path);
     arrfree(path);
     return rc;
 }
@@ -15759,11 +15765,11 @@ static const struct command commands[] = {
     {"think", "[on|off|auto|LEVEL]", "set whether, or how hard, the model thinks", cmd_think},
     {"show", "[N]", "print the conversation, or its last N messages", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
-    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has blanks", cmd_read},
+    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has spaces", cmd_read},
     {"edit", "![TEXT]", "write a message in $VISUAL or $EDITOR; /edit! changes the last one", cmd_edit},
     {"undo", NULL, "remove the last message and its answer", cmd_undo},
     {"regen", NULL, "regenerate the last answer", cmd_regen},
-    {"continue", NULL, "go on with an answer that was stopped", cmd_continue},
+    {"continue", NULL, "continue an answer that was stopped", cmd_continue},
     {"copy", NULL, "copy the last answer to the clipboard", cmd_copy},
     {"export", "!FILE", "write the conversation as Markdown; /export! replaces FILE", cmd_export},
     {"save", "!NAME", "save the conversation; /save! replaces another one", cmd_save},
@@ -15834,7 +15840,7 @@ static int command_run(struct repl *r, char *line, char *err) {
     n -= r->force;
     const struct command *c = command_find(line, n, err);
     if (!c) return -1;
-    if (r->force && (!c->arg || *c->arg != '!')) return fail(err, "/%s has no form with an exclamation mark", c->name);
+    if (r->force && (!c->arg || *c->arg != '!')) return fail(err, "there is no /%s!, only /%s", c->name, c->name);
     while (end && isspace((uint8_t)arg[end - 1])) arg[--end] = 0;
     if (*arg && !c->arg) return fail(err, "/%s takes no argument", c->name);
     if (!*arg && c->arg && c->arg[*c->arg == '!'] != '[')
@@ -16368,10 +16374,10 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
         if (cuda_facts(gpu, &f, false)) die("cannot read the memory size of GPU %d", gpu);
         snprintf(d->name, sizeof d->name, "%s", f.label);
-        if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs, --gpus NxGIB@GBPS", d->name);
+        if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
         d->memory = (int64_t)f.total / ranks;
         d->rate = f.rate / ranks;
-        d->source = "of the device";
+        d->source = "reported";
         d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
 }
@@ -16383,12 +16389,12 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     struct rank r;
     int n_threads = settings_threads(set);
     if (set->tp > 1 || set->pp > 1)
-        die_usage("--plan divides a model only over GPUs: give --gpus 4x96, or no --tp and --pp");
+        die_usage("--tp and --pp need GPUs: describe them, such as --gpus 4x96, or omit both");
     p->n_device = 1;
     d->memory = d->usable = (int64_t)memory_available();
     d->rate = memory_bandwidth(n_threads);
     d->source = "measured";
-    snprintf(d->name, sizeof d->name, "CPU, %d threads", n_threads);
+    snprintf(d->name, sizeof d->name, "CPU, %d thread%s", n_threads, n_threads == 1 ? "" : "s");
     p->host = (int64_t)m->file_bytes;
     for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
     for (int il = 0; il < m->n_layer; il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
@@ -16593,9 +16599,10 @@ static void plan_layouts(struct plan *p, const struct settings *set) {
         p->n_layout++;
     }
     if (!p->n_layout)
-        die_usage("%d GPUs cannot share this model%s: --tp times --pp must be %d, every stage of --pp needs one of the "
-                  "%d layers, every rank of --tp rows of each matrix",
-                  p->n_device, set->tp || set->pp ? " as --tp and --pp ask" : "", p->n_device, p->m->n_layer);
+        die_usage("%d GPU%s cannot share this model%s: --tp times --pp must be %d, each --pp stage needs one of the "
+                  "%d layers, and each --tp rank needs rows of every matrix",
+                  p->n_device, p->n_device == 1 ? "" : "s", set->tp || set->pp ? " as --tp and --pp ask" : "",
+                  p->n_device, p->m->n_layer);
 }
 
 /* --plan for GPUs that --gpus describes, for n_device GPUs of this machine (0: for all), or for the CPU. Exit code 0:
@@ -16716,7 +16723,7 @@ static void model_check(const char *path) {
         const bool hub = errno == ENOENT && is_hub_name(path);
         const char *name = hub ? strchr(path, '/') + 1 : NULL;
         if (hub)
-            die("'%s' is no file here; to get it: hf download %s --local-dir %s, then %s %s -o %s.gguf", path, path,
+            die("'%s' is not a local file; to get it: hf download %s --local-dir %s, then %s %s -o %s.gguf", path, path,
                 name, convert_command(), name, name);
         return;
     }
@@ -16793,10 +16800,12 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     const int n = s->tp * s->pp;
     if (s->calibrate && s->tp > 1) die_usage("--calibrate needs whole experts on every rank: use --pp instead of --tp");
     if (n > MAX_RANKS)
-        die_usage("--tp %d with --pp %d are %d ranks; at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
+        die_usage("--tp %d with --pp %d makes %d ranks; at most %d are supported", s->tp, s->pp, n, MAX_RANKS);
     if (list.n && list.n != n)
-        die_usage("--gpus %s lists %d GPUs; --tp %d with --pp %d needs %d", s->gpus, list.n, s->tp, s->pp, n);
-    if (s->pp > m->n_layer) die_usage("--pp %d: the model has %d layers", s->pp, m->n_layer);
+        die_usage("--gpus %s lists %d GPU%s; --tp %d with --pp %d needs %d", s->gpus, list.n, list.n == 1 ? "" : "s",
+                  s->tp, s->pp, n);
+    if (s->pp > m->n_layer)
+        die_usage("--pp %d: the model has only %d layer%s", s->pp, m->n_layer, m->n_layer == 1 ? "" : "s");
     for (int i = 0; i < n; i++) gpu[i] = list.n ? list.device[i] : i;
 }
 
@@ -16829,7 +16838,7 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
         const char *given = getenv(d[i].name);
         if (!given && d[i].wanted) setenv(d[i].name, d[i].value, 0);
         if (verbose && (given || d[i].wanted))
-            note("%s=%s (%s)", d[i].name, given ? given : d[i].value, given ? "from the environment" : "default here");
+            note("%s=%s (%s)", d[i].name, given ? given : d[i].value, given ? "from the environment" : "moe's default");
     }
 }
 
@@ -17189,7 +17198,8 @@ static int mode_list_devices(struct engine *e) {
             printf("GPU %d: %s, %.1f GiB, %.1f GiB free\n", i, f.name, (double)f.total / 0x1p30,
                    (double)f.free / 0x1p30);
     }
-    printf("CPU: %s, %d threads\n", kernels_choose()->name, settings_threads(e->set));
+    printf("CPU: %s, %d thread%s\n", kernels_choose()->name, settings_threads(e->set),
+           settings_threads(e->set) == 1 ? "" : "s");
     return EXIT_OK;
 }
 
@@ -17331,7 +17341,7 @@ static int mode_perplexity(struct engine *e) {
         const int rc = session_score(&e->session, s.ids, s.n, nll_add, &s, err);
         if (rc < 0) die("%s", err);
         if (rc) return EXIT_INTERRUPT;
-        status_line("%d of %d tokens, %.3f", at + s.n, n, exp(s.sum / (double)s.count));
+        status_line("%d of %d tokens, perplexity %.3f", at + s.n, n, exp(s.sum / (double)s.count));
     }
     status_line("%s", "");
     double error, perplexity = nll_perplexity(&s, &error);
@@ -17391,7 +17401,7 @@ static int prompts_path(const char *name, char out[PATH_MAX], char *err) {
     if (!beside_program(path, out)) return 0;
     snprintf(path, sizeof path, "../share/moe/prompts/%s", name);
     if (!beside_program(path, out)) return 0;
-    return fail(err, "the file prompts/%s is not beside the program; name another one with --haystack", name);
+    return fail(err, "prompts/%s was not found beside the program; give another text with --haystack", name);
 }
 
 /* Reads --haystack or the shipped one. 0, or -1 with a message. */
@@ -17726,7 +17736,7 @@ static int mode_bench(struct engine *e) {
     char name[192];
     if (s->n_ctx < largest)
         die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, largest);
-    if (e->set->profile && s->pg.n > 1) die("--profile works with one rank: nothing but its own work is timed");
+    if (e->set->profile && s->pg.n > 1) die("--profile works only with a single rank, found %d", s->pg.n);
     struct rates each[MAX_RANKS];
     b.rates = session_measure(s, each);
     note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", b.rates.bytes * 1e-9);
@@ -18004,7 +18014,9 @@ PROBE(memory_swapped) { return measured(d, d->swapped > 256 * 0x1p20, "%.1f GiB"
 PROBE(wsl) { return fact_says("/proc/sys/kernel/osrelease", "icrosoft"); }
 PROBE(powersave) { return fact_says("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave"); }
 PROBE(huge_pages_off) { return fact_says("/sys/kernel/mm/transparent_hugepage/enabled", "[never]"); }
-PROBE(cores_busy) { return measured(d, d->load > 0.5 * d->cores, "%.1f on %d processors", d->load, d->cores); }
+PROBE(cores_busy) {
+    return measured(d, d->load > 0.5 * d->cores, "%.1f on %d processor%s", d->load, d->cores, d->cores == 1 ? "" : "s");
+}
 PROBE(iommu_matters) { return (d->n_gpu >= 2 || d->n_bus >= 2) && iommu_active(); }
 PROBE(locking_limited) {
     struct rlimit lock = {0, 0};
@@ -18027,7 +18039,7 @@ struct check {
 #define ADVICE_NOUVEAU "blacklist nouveau, install NVIDIA's driver, reboot"
 #define ADVICE_TOOLKIT "install the CUDA toolkit (nvcc 12.9 or newer) and build again with make"
 #define ADVICE_OMIT    "leave it out: give --gpus the numbers of the others, or use --cpu"
-#define ADVICE_DRIVER  "install a driver that is as new as the CUDA this program was built with"
+#define ADVICE_DRIVER  "install a driver that supports the CUDA version this program was built with"
 
 static const struct check doctor_checks[] = {
     {ON_BUILD, SEVERITY_ERROR, gpus_wanted, "--gpus %s: this program was built without CUDA", ADVICE_TOOLKIT},
@@ -18045,10 +18057,10 @@ static const struct check doctor_checks[] = {
      "there is no /dev/nvidia0: run nvidia-modprobe, or give the container its GPUs (--gpus all)"},
     {ON_NO_GPU | ELSE, SEVERITY_ERROR, driver_refused, "%s", ADVICE_DRIVER},
     {ON_NO_GPU | ELSE, SEVERITY_ERROR, NULL, "%s",
-     "see what nvidia-smi says and the kernel's log (dmesg); reboot if the card has fallen off the bus"},
+     "check nvidia-smi and the kernel's log (dmesg); reboot if the card has fallen off the bus"},
 
     {ON_CUDA, SEVERITY_WARNING, gpus_hidden, "CUDA sees only %s NVIDIA GPUs on the bus",
-     "see what nvidia-smi lists, and CUDA_VISIBLE_DEVICES"},
+     "check what nvidia-smi lists, and CUDA_VISIBLE_DEVICES"},
     {ON_CUDA, SEVERITY_WARNING, driver_older, "the driver supports CUDA %s", ADVICE_DRIVER},
 
     {ON_GPU, SEVERITY_ERROR, image_fails, "a kernel does not run: %s",
@@ -18057,17 +18069,17 @@ static const struct check doctor_checks[] = {
     {ON_GPU | ELSE, SEVERITY_WARNING, image_without_fp4,
      "this program has no sm_120f image, so its FP4 GEMMs are not used",
      "build again with nvcc 12.9 or newer (make clean, make)"},
-    {ON_GPU, SEVERITY_ERROR, shared_memory_small, "a block can have %s bytes of shared memory that kernels need",
+    {ON_GPU, SEVERITY_ERROR, shared_memory_small, "a block can have only %s bytes of shared memory that kernels need",
      ADVICE_OMIT},
     {ON_GPU, SEVERITY_NOTE, memory_held, "other programs hold %s of its memory",
-     "nvidia-smi lists who holds it; end what is not needed"},
+     "nvidia-smi lists them; stop those that are not needed"},
 
     {ON_HOST, SEVERITY_WARNING, vectors_absent,
      "no vector instructions of this processor are used: the CPU will be slow",
      "use a processor with AVX2 or AVX-512 (x86-64) or dot products (arm64), or a GPU"},
     {ON_HOST, SEVERITY_NOTE, memory_limited, "a control group limits memory to %s",
      "raise the limit of the container or the service (--memory, MemoryMax=)"},
-    {ON_HOST, SEVERITY_NOTE, memory_swapped, "%s are swapped out", "end programs that are not needed, or add memory"},
+    {ON_HOST, SEVERITY_NOTE, memory_swapped, "%s are swapped out", "stop programs that are not needed, or add memory"},
     {ON_HOST, SEVERITY_NOTE, wsl,
      "this is WSL2: the GPU works through Windows' driver; peer access, pinned memory and disks are slower",
      "keep model files in the Linux file system, raise memory= in .wslconfig; for several GPUs boot Linux"},
@@ -18177,7 +18189,7 @@ static void doctor_gpu(struct doctor *d, int i) {
     const char *why = cuda_facts(i, f, true);
     snprintf(who, sizeof who, "GPU %d", i);
     if (why) {
-        doctor_find(d, SEVERITY_ERROR, "see what nvidia-smi says about it, end what uses it, or omit it from --gpus",
+        doctor_find(d, SEVERITY_ERROR, "see what nvidia-smi says about it, stop what uses it, or omit it from --gpus",
                     "%s: %s", who, why);
         return;
     }
@@ -18200,7 +18212,7 @@ static void doctor_pair(struct doctor *d, int a, int b) {
     bool slow = fmin(rate[0], rate[1]) < fmin(d->link[a], d->link[b]) / 4;
     doctor_find(d, peers && !slow ? SEVERITY_OK : SEVERITY_WARNING,
                 "all-reduces then go through the host: set iommu=pt or turn the IOMMU and ACS off, put both cards "
-                "below one root complex; drivers refuse peers to some consumer cards",
+                "below one root complex; drivers refuse peer access to some consumer cards",
                 "GPU %d and %d: %speer access, %.1f and %.1f GB/s, %.1f and %.1f us%s", a, b, peers ? "" : "no ",
                 rate[0] * 1e-9, rate[1] * 1e-9, latency[0] * 1e6, latency[1] * 1e6,
                 slow ? ", less than a quarter of the link's rate" : "");
@@ -18239,8 +18251,9 @@ static void doctor_host(struct doctor *d) {
     d->available = fact_number(text, "MemAvailable:") * 1024;
     d->swapped = (fact_number(text, "SwapTotal:") - fact_number(text, "SwapFree:")) * 1024;
     doctor_find(d, SEVERITY_OK, NULL,
-                "host: %d processors, %.1f of %.1f GiB of memory available, reads %.1f GB/s with %d threads", d->cores,
-                d->available / 0x1p30, d->memory / 0x1p30, memory_bandwidth(threads) * 1e-9, threads);
+                "host: %d processor%s, %.1f of %.1f GiB of memory available, reads %.1f GB/s with %d thread%s",
+                d->cores, d->cores == 1 ? "" : "s", d->available / 0x1p30, d->memory / 0x1p30,
+                memory_bandwidth(threads) * 1e-9, threads, threads == 1 ? "" : "s");
     doctor_check(d, ON_HOST, NULL);
     if (d->limit > 0 && d->limit < d->available) d->available = d->limit;
 }
@@ -18313,7 +18326,7 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
             if (t[i][k] > 0) snprintf(us[i], sizeof us[i], "%.1f us", t[i][k] * 1e6);
         if (t[0][k] + t[1][k] > 0)
             doctor_find(d, slow ? SEVERITY_WARNING : SEVERITY_OK,
-                        "every layer needs two: see above what keeps the GPUs from each other, or use --pp",
+                        "every layer needs two: see above what slows copies between GPUs, or use --pp",
                         "an all-reduce over %d ranks on %s: 8 KB %s, 1 MB %s", n, where[gpu][k], us[0], us[1]);
     }
     session_free(&s);
@@ -18373,7 +18386,7 @@ static bool doctor_file(struct doctor *d, bool gpu) {
     double bytes = 0, cached = 0;
     if (gguf_open(&g, path, err, ERR_MAX)) {
         doctor_find(d, SEVERITY_ERROR,
-                    "check the path; a file that is damaged or incomplete: download or convert it again", "%s", err);
+                    "check the path; if the file is damaged or incomplete, download or convert it again", "%s", err);
         return false;
     }
     for (uint32_t i = 0; i < g.n_images; i++) {
@@ -18383,7 +18396,7 @@ static bool doctor_file(struct doctor *d, bool gpu) {
     gguf_close(&g);
     const double rate = disk_rate(path), wait = rate > 0 ? (bytes - cached) / rate : 0;
     if (rate > 0)
-        snprintf(speed, sizeof speed, ", the disk reads %.2f GB/s, so that loading takes %.1f s", rate * 1e-9, wait);
+        snprintf(speed, sizeof speed, ", the disk reads %.2f GB/s, so loading takes %.1f s", rate * 1e-9, wait);
     doctor_find(d, wait > LOAD_SECONDS ? SEVERITY_WARNING : SEVERITY_OK, "copy the file to a local NVMe disk",
                 "the file has %s, %.0f %% of it in the page cache%s", with_unit(bytes, size), 100 * cached / bytes,
                 speed);
@@ -18394,7 +18407,7 @@ static bool doctor_file(struct doctor *d, bool gpu) {
     if (!gpu && bytes > d->available && d->available > 0)
         doctor_find(d, SEVERITY_WARNING,
                     "use a smaller or pruned model, more memory, or a GPU that holds it (see --plan)",
-                    "the file is larger than the %.1f GiB of memory that are available: every token reads the disk",
+                    "the file is larger than the %.1f GiB of available memory: every token reads from disk",
                     d->available / 0x1p30);
     return true;
 }
@@ -18482,12 +18495,12 @@ static const char *doctor_speed_advice(const struct doctor *d, bool gpu, bool ti
     if (tiny)
         return "this model is too small to judge a GPU by: launching kernels takes longer than reading the weights";
     if (gpu)
-        return "in this order: another program on the GPU; its power or heat limit (nvidia-smi -q -d PERFORMANCE); "
-               "all-reduces between GPUs, see above; --bench --profile shows the kernels";
+        return "check in this order: another program on the GPU; its power or heat limit (nvidia-smi -q -d "
+               "PERFORMANCE); all-reduces between GPUs, see above; --bench --profile shows the kernels";
     if (d->set->cpu_ref) return "leave out --cpu-ref, which is exact and slow";
     if (d->load > 0.5 * d->cores)
         return "stop the other programs that keep the processors busy, or set OMP_WAIT_POLICY=passive and a smaller -t";
-    return "try -t with the number of real cores; then the governor, the memory limit and the page cache above";
+    return "try -t with the number of physical cores; then the governor, the memory limit and the page cache above";
 }
 
 /* Compares the speed of decoding with its roofline. */
@@ -18668,7 +18681,7 @@ static const char *const request_options[][2] = {{"max_tokens", "predict"}, {"te
 static int request_text(struct chat *c, const json_t *prompt, const json_t *messages, char *err) {
     size_t i;
     const json_t *m;
-    if (!prompt == !messages) return fail(err, "a request has either \"prompt\" or \"messages\"");
+    if (!prompt == !messages) return fail(err, "a request needs either \"prompt\" or \"messages\"");
     if (prompt && !json_is_string(prompt)) return fail(err, "\"prompt\" is not a string");
     if (prompt) chat_push(c, "user", json_string_value(prompt), json_string_length(prompt));
     if (prompt) return 0;
@@ -18918,7 +18931,7 @@ static void settings_check(const struct settings *s) {
     if (s->json && !s->plan && !s->doctor) die_usage("--json works only with --plan or --doctor");
     if (s->plan && s->synth && s->model) die_usage("--plan needs -m or --synth, not both");
     if (gpus_parse(s->gpus).gib > 0 && !s->plan)
-        die_usage("--gpus %s describes a machine, which only --plan takes; to run, give numbers of GPUs", s->gpus);
+        die_usage("--gpus %s describes a machine, which only --plan takes; to run, give GPU numbers", s->gpus);
     if (s->shard && !s->synth) die_usage("--shard works only with --synth");
     if (!s->calibrate != !s->output) die_usage("--calibrate needs -o FILE, and -o works only with --calibrate");
     if (s->activations && !s->calibrate) die_usage("--activations works only with --calibrate");

@@ -4207,11 +4207,10 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
             snprintf(who + at, left, "; rank %d waited for %s", i,
                      channel == CH_LOGITS ? "a shard of the logits" : "another stage");
     }
-    rank_fail(
-        r,
-        "%s: nothing has happened for %d s%s. Has a GPU stopped? At the start: are writes between GPUs or NCCL broken "
-        "here (IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
-        what, seconds, who);
+    rank_fail(r,
+              "%s: no progress for %d s%s. Has a GPU stopped? At start-up: are writes between GPUs or NCCL broken here "
+              "(IOMMU; NCCL_P2P_DISABLE=1 goes through the host)?",
+              what, seconds, who);
 }
 
 /* Call between two polls of a busy GPU. Sleeps after a while, and fails when no rank makes progress. False: a rank has
@@ -4277,7 +4276,7 @@ static bool cuda_copy(struct rank *r, void *to, const void *from, size_t bytes, 
 static struct gpu_facts rank_facts(struct rank *r) {
     struct gpu_facts f;
     const char *why = cuda_facts(r->cuda->device, &f, false);
-    if (why) rank_fail(r, "asking for its chip and memory: %s", why);
+    if (why) rank_fail(r, "cannot read its chip and memory: %s", why);
     return f;
 }
 
@@ -4285,11 +4284,10 @@ static struct gpu_facts rank_facts(struct rank *r) {
 static void gpu_full(struct rank *r, size_t bytes, const char *what) {
     struct gpu_facts f;
     cuda_facts(r->cuda->device, &f, false);
-    rank_fail(
-        r,
-        "out of memory: %s need %.2f GiB, %.2f of %.2f GiB are free; a smaller -c, --kv fp8 or fewer experts need "
-        "less; --cpu needs none",
-        what, (double)bytes / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
+    rank_fail(r,
+              "out of memory: %.2f GiB needed for %s, %.2f of %.2f GiB are free; try a smaller -c, --kv fp8, a pruned "
+              "model or --cpu",
+              (double)bytes / 0x1p30, what, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
 }
 
 /* Zeroed memory on the GPU, which the rank holds until it ends. NULL after an error. */
@@ -5302,8 +5300,8 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
                 total += (double)weight_gpu_bytes(rule_weight(rule, &m->layers[il]), true);
     if (!c->failed &&
         total > (double)f.free) /* another rank on this GPU may have uploaded already: its bytes are not free */
-        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or --cpu", total / 0x1p30,
-                  (double)f.free / 0x1p30, (double)f.total / 0x1p30);
+        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or use --cpu",
+                  total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
     if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
     if (m->output.data) matrix_upload(r, &m->output, "output");
     floats_upload(r, m->output_norm, (size_t)m->n_embd, "norms");
@@ -5455,7 +5453,7 @@ static void all_reduce_check(struct rank *r) {
         for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
         if (wrong)
             rank_fail(r,
-                      "%d of %d numbers from other GPUs came wrong: writes between GPUs are broken here (IOMMU?); "
+                      "%d of %d numbers from other GPUs arrived wrong: writes between GPUs are broken here (IOMMU?); "
                       "NCCL_P2P_DISABLE=1 goes through the host",
                       wrong, n);
     }
@@ -5470,7 +5468,7 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
     static const int size[SIZES] = {1, 2, 4, 8, DECODE_MAX_TOKENS};
     const struct shard shard = r->m->shard;
     struct cuda *c = r->cuda;
-    const char *way = peers ? "the memory of GPUs" : "the memory of the host (the GPUs cannot reach each other)";
+    const char *way = peers ? "GPU memory" : "host memory (the GPUs cannot reach each other)";
     const bool wanted = c->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
     const int version = cuda_nccl_version();
     float us[SIZES][2] = {}, all[MAX_RANKS][SIZES][2];
@@ -5494,7 +5492,7 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
     else if (!wanted) snprintf(r->link, sizeof r->link, "all-reduce through %s (tokens: %s)", way, list);
     else
         snprintf(r->link, sizeof r->link, "all-reduce: NCCL %d.%d in prefill, in decode %s (tokens: %s); through %s",
-                 version / 10000, version / 100 % 100, both ? "the faster" : "as asked", list, way);
+                 version / 10000, version / 100 % 100, both ? "the faster one" : "as requested", list, way);
 }
 
 /* ============================================================================================================
@@ -5560,7 +5558,8 @@ static void mixer_check(const struct layer *layer, int il, const struct attn &sh
     const struct delta *d = &layer->delta;
     if (why[0]) return;
     if ((layer->has & HAS_ATTENTION) && memcmp(&layer->attn, &shape, sizeof shape) != 0)
-        snprintf(why, ERR_MAX, "attention of layer %d unlike that of others is not supported on a GPU; use --cpu", il);
+        snprintf(why, ERR_MAX,
+                 "layers with different attention shapes (layer %d) are not supported on a GPU; use --cpu", il);
     else if ((layer->has & HAS_DELTA) && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
                                           d->head_v % 8 || d->n_conv != DELTA_TAPS))
         snprintf(why, ERR_MAX,
@@ -5576,7 +5575,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     const int dv = shape.kv_lora ? shape.kv_lora : shape.head_v;
     const int row = m->n_embd > shape.q_lora ? m->n_embd : shape.q_lora;
     int il;
-    if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 is the CPU's; the GPU's cache is fp8 or bf16");
+    if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     else if (shape.n_head &&
              (!attn_find(shape.kv_lora != 0, dk, dv, 0) || shape.head_k > HEAD_MAX || shape.head_v > HEAD_MAX))
         snprintf(why, ERR_MAX, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
@@ -5589,7 +5588,8 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     else if (m->family->planes)
         snprintf(why, ERR_MAX, "the state of %s is not supported on a GPU; use --cpu", m->family->arch);
     else if (m->n_rope > 1)
-        snprintf(why, ERR_MAX, "%d rotations in one model are not supported on a GPU; use --cpu", m->n_rope);
+        snprintf(why, ERR_MAX, "%d different RoPE rotations in one model are not supported on a GPU; use --cpu",
+                 m->n_rope);
     else if (shard_gap(m, &il))
         snprintf(why, ERR_MAX,
                  "%d ranks are too many for this model on GPUs: rank %d would have no shard of %s %d; use a smaller "

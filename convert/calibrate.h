@@ -189,7 +189,7 @@ static int scores_check(const struct calibration *c, const json_t *j, const char
         return fail(err, "'%s' belongs to another model: routers %s, here %s", path, routers ? routers : "(none)",
                     c->routers);
     if (n_layer != (size_t)c->e->model.n_layer)
-        return fail(err, "'%s' has %zu layers, the model %d", path, n_layer, c->e->model.n_layer);
+        return fail(err, "'%s' has %zu layers, but the model has %d", path, n_layer, c->e->model.n_layer);
     const json_t *tokens = json_object_get(j, "tokens");
     if (!json_is_integer(tokens) || c->tokens < 0 || (double)c->tokens > TOKENS_MAX)
         return fail(err, "'%s': tokens is not an integer from 0 to %g", path, TOKENS_MAX);
@@ -603,7 +603,7 @@ static void calibration_check(const struct engine *e) {
         if (!outputs[i]) continue;
         bool taken = same_file(outputs[i], set->model) || (i && same_file(outputs[1], outputs[0]));
         for (size_t k = 0; k < arrlenu(set->calibrate); k++) taken |= same_file(outputs[i], set->calibrate[k]);
-        if (taken) die("'%s' is also another file of this command; it will not be replaced", outputs[i]);
+        if (taken) die("'%s' is also an input or the other output; it will not be replaced", outputs[i]);
     }
 }
 
@@ -661,7 +661,7 @@ static int mode_calibrate(struct engine *e) {
     c.started = now_seconds();
     for (size_t i = 0; i < n_files && end == RUN_DONE && !interrupted; i++) {
         struct corpus *s = &c.sources[order[i]];
-        if (s->done) note("'%s' is in '%s' already", set->calibrate[i], set->output);
+        if (s->done) note("'%s' is already in '%s'", set->calibrate[i], set->output);
         else end = s->lines ? lines_run(&c, s) : text_run(&c, s);
     }
     status_line("%s", "");

@@ -472,10 +472,10 @@ static inline void check_target(char path[PATH_MAX]) {
         if (!realpath(path, copy) || stat(copy, &st)) die("cannot replace '%s': %s", path, strerror(errno));
         for (size_t i = 0; i < arrlenu(inputs); i++)
             if (inputs[i].st_dev == st.st_dev && inputs[i].st_ino == st.st_ino)
-                die("cannot replace '%s': it is one of the files that are read", path);
+                die("cannot replace '%s': it is one of the input files", path);
         if (link) strcpy(path, copy);
     }
-    if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o names a file", path);
+    if (!stat(path, &st) && S_ISDIR(st.st_mode)) die("'%s' is a directory; -o must name a file", path);
     if (!stat(path, &st) && !S_ISREG(st.st_mode)) die("cannot replace '%s': it is not a regular file", path);
     check_free_space(path);
 }
@@ -538,9 +538,9 @@ struct common_settings {
 #define COMMON_OPTIONS                                                            \
     {"man", IS_FLAG(common.man), .help = "print the manual page, for man -l -"},  \
         {"completion", IS_CHOICE(common.completion, shell_names), .arg = "SHELL", \
-         .help = "print the completion of options for this shell"},               \
+         .help = "print the completion script for this shell"},                   \
         {"version", IS_FLAG(common.version), .help = "print the version"}, {      \
-        "help", "-h", IS_FLAG(common.help), .help = "print this"                  \
+        "help", "-h", IS_FLAG(common.help), .help = "this text"                   \
     }
 
 /* Reads one option. next: the argument behind it; NULL: there is none. Returns whether it was taken as the value. */

@@ -127,11 +127,11 @@ static float global_factor(const struct tensor *t, float v, bool divisor, const 
     if (all_zero(w, from, n)) return isfinite(factor) ? factor : 0.0f;
     if (!isfinite(v) || v <= 0) die("%s: expected a finite number above 0, found %g", where(t), (double)v);
     if (divisor)
-        die("%s: %g; this scale divides (2688 / largest weight), so it is expected from 1 upwards: the file seems to "
-            "mean the multiplier",
+        die("%s: %g; this scale divides (2688 / largest weight), so it should be at least 1: the file seems to hold "
+            "the multiplier",
             where(t), (double)v);
-    die("%s: %g; this scale multiplies (largest weight / 2688), so it is expected above 0 and up to 1: the file seems "
-        "to mean the divisor",
+    die("%s: %g; this scale multiplies (largest weight / 2688), so it should be above 0 and at most 1: the file seems "
+        "to hold the divisor",
         where(t), (double)v);
 }
 
@@ -156,7 +156,7 @@ static void check_block_scales(const struct tensor *w, struct tensor *s, size_t 
     bool good = cols % 16 == 0 && s->dtype == want.dtype && s->rank == want.rank;
     for (uint32_t i = 0; i < want.rank; i++) good = good && s->shape[i] == want.shape[i];
     if (!good)
-        die("%s: expected %s, one scale for 16 weights in row order, found %s%s", where(s), shape_text(&want),
+        die("%s: expected %s, one scale per 16 weights in row order, found %s%s", where(s), shape_text(&want),
             shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
     s->used = true;
 }
@@ -246,7 +246,7 @@ static float fused_number(const struct fused *f, struct tensor *t) {
     const size_t n = f->w->shape[0], have = t->bytes * 8 / dtypes[t->dtype].bits;
     float v;
     if (!is_float(t) || (have != 1 && have != n && have != n * f->n_part))
-        die("%s: expected one number, %zu or %zu, found %s", where(t), n, n * f->n_part, shape_text(t));
+        die("%s: expected 1, %zu or %zu numbers, found %s", where(t), n, n * f->n_part, shape_text(t));
     t->used = true;
     read_floats(t, have == 1 ? 0 : have == n ? f->e : f->e * f->n_part + f->part, 1, &v);
     return v;
@@ -350,7 +350,7 @@ static const struct gguf_tensor *importance_find(const char *name, size_t n0, si
     for (size_t i = 0; i < n0 * n1; i++) {
         float v = importance_value(t, i);
         if (!(v >= 0 && v <= FLT_MAX))
-            die("'%s': tensor '%s': value %zu is %g; expected a finite one of at least 0", importance.path, name, i,
+            die("'%s': tensor '%s': value %zu is %g; expected a finite number of at least 0", importance.path, name, i,
                 (double)v);
     }
     return t;
@@ -844,7 +844,7 @@ static void find_names(void) {
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
     if (m.has_delta && m.n_mtp && !m.mtp)
         message_print("'%s': config.json announces a layer for multi-token prediction, but its tensors are missing: "
-                      "none is written",
+                      "it is left out",
                       model_dir);
     if (m.has_delta) m.n_mtp = m.mtp != NULL;
 }
@@ -881,7 +881,7 @@ static void check_all_used(void) {
                         ? sscanf(t->name + strlen(body), "layers.%5u.mlp.experts.%5u.", &layer, &expert)
                         : 0;
         if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))
-            die("%s: layer %u, while num_hidden_layers is %d and num_nextn_predict_layers %d", where(t), layer,
+            die("%s: layer %u is out of range: num_hidden_layers is %d, num_nextn_predict_layers %d", where(t), layer,
                 m.n_layer, m.n_mtp);
         if (found == 2 && expert >= (unsigned)m.experts[layer])
             die("%s: layer %u has experts 0 to %d and then a gap", where(t), layer, m.experts[layer] - 1);
@@ -1169,7 +1169,7 @@ static void check_quantization(void) {
     get_int(get_obj(hf, "quantization"), "group_size", 16, 16, 16);
     for (size_t i = 0; i < arrlenu(plan); i++)
         found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.format == NVFP4;
-    if (announced && !found) die("%s: NVFP4 is announced, but no tensor is NVFP4", q.obj ? q.file : hf.file);
+    if (announced && !found) die("%s says NVFP4, but no tensor is NVFP4", q.obj ? q.file : hf.file);
     json_decref(hf.obj);
 }
 
@@ -1225,7 +1225,7 @@ static void collect_expressions(struct doc d, char ***list) {
         /* Removed and inverted leaves the matches. That is the same as Isolated if the expression matches
          * everything. */
         bool plain = !strcmp(how, "Isolated") || (!strcmp(how, "Removed") && get_bool(d, "invert", false));
-        if (!e || !plain) die("%s: a Split is not supported: %s", d.file, json_show(d.obj));
+        if (!e || !plain) die("%s: this Split is not supported: %s", d.file, json_show(d.obj));
         arrput(*list, normalize_expression(e));
     } else if (!strcmp(type, "Digits")) {
         arrput(*list, normalize_expression(get_bool(d, "individual_digits", false) ? "\\p{N}" : "\\p{N}+"));
@@ -2283,7 +2283,7 @@ static const struct option options[] = {
 
 static const struct manual manual = {
     .name = PROGRAM,
-    .summary = "convert models of Hugging Face to GGUF",
+    .summary = "convert Hugging Face models to GGUF",
     .usage = "  moe-convert HF_DIR -o OUT.gguf [options]\n"
              "  moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n",
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"

@@ -178,7 +178,7 @@ static double score_number(struct doc d, const char *key, json_t *a, int i) {
     json_t *v = json_array_get(a, (size_t)i);
     double x = json_number_value(v);
     if (!json_is_number(v) || !(x >= 0) || !isfinite(x))
-        die("'%s': %s: '%s': expert %d has %s, expected a number from 0", d.file, d.in, key, i, json_show(v));
+        die("'%s': %s: '%s': expert %d has %s, expected a number of at least 0", d.file, d.in, key, i, json_show(v));
     return x;
 }
 
@@ -192,7 +192,8 @@ static void score_layer(struct doc d, struct expert_layer *layer) {
         double x = score_number(d, "weighted_max", most, i);
         if (!json_is_integer(v) || json_integer_value(v) < 0 ||
             __builtin_add_overflow(e->tokens, json_integer_value(v), &e->tokens))
-            die("'%s': %s: 'tokens': expert %d has %s, expected an integer from 0", d.file, d.in, i, json_show(v));
+            die("'%s': %s: 'tokens': expert %d has %s, expected an integer of at least 0", d.file, d.in, i,
+                json_show(v));
         e->weighted_sum += score_number(d, "weighted_sum", weighted, i);
         e->norm_sum += score_number(d, "norm_sum", norm, i);
         e->weighted_max = x > e->weighted_max ? x : e->weighted_max;
@@ -211,10 +212,10 @@ static void scores_read(const char *path) {
     if (strcmp(of, routers))
         die("'%s': scores of another model: its routers have the hash %s, those of '%s' %s", path, of, m.path, routers);
     if (__builtin_add_overflow(scores.tokens, get_int(d, "tokens", 0, INT64_MAX, REQUIRED), &scores.tokens))
-        die("'%s': the tokens overflow", path);
+        die("'%s': the token counts overflow", path);
     json_t *list = get_list(d, "layers");
     if (json_array_size(list) != (size_t)m.n_trunk)
-        die("'%s': scores of %zu layers, '%s' has %d", path, json_array_size(list), m.path, m.n_trunk);
+        die("'%s': expected scores of %d layers as in '%s', found %zu", path, m.n_trunk, m.path, json_array_size(list));
     for (int b = 0; b < m.n_trunk; b++) {
         json_t *j = json_array_get(list, (size_t)b);
         struct expert_layer *layer = layer_find(b);
@@ -412,7 +413,7 @@ static void select_uniform(int n) {
 static void check_count(const char *who, int count, int n) {
     int most = n < 0 ? largest_layer() : n, lower = count / m.n_group * m.n_group;
     if (count < m.min_experts)
-        die("%s: %d experts are too few: %d per token%s need %d", who, count, m.top_k,
+        die("%s: %d expert%s too few: %d per token%s need %d", who, count, count == 1 ? " is" : "s are", m.top_k,
             m.n_group > 1 ? fmt(" from %d of %d groups", m.n_group_used, m.n_group) : "", m.min_experts);
     if (count > most) die("%s: %d experts are more than the %d of the model", who, count, most);
     if (count != lower)
@@ -965,7 +966,8 @@ static void hf_read_layers(void) {
         struct parsed_name p = name_parse(t->name);
         bool router = p.role == ROUTER && ends_with(p.rest, ".gate.weight"), table = ends_with(p.rest, "tid2eid");
         if (p.block < 0 || (!router && !table)) continue;
-        if (p.block >= (int)COUNT(routers)) die("%s: layer %d is beyond %d", where(t), p.block, MAX_LAYERS);
+        if (p.block >= (int)COUNT(routers))
+            die("%s: layer %d is beyond the limit of %d", where(t), p.block, MAX_LAYERS);
         hash_routed[p.block] |= table;
         if (router && routers[p.block]) die("%s: the layer has another router, '%s'", where(t), routers[p.block]->name);
         if (router) routers[p.block] = t;
@@ -1158,7 +1160,7 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     json_array_foreach(j, i, v) {
         const char *name = json_string_value(v), *to = name ? hf_rename(name) : NULL;
         if (name && names_expert(name))
-            die("%s: %s contains the number of an expert, which changes", file, json_show(v));
+            die("%s: %s contains an expert number, which pruning changes", file, json_show(v));
         if (name && to) json_array_append_new(out, json_string(to));
         else if (!name)
             json_array_append_new(out, json_is_object(v) || json_is_array(v) ? hf_renamed(v, file) : json_incref(v));
@@ -1166,7 +1168,7 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     if (list) return out;
     json_object_foreach(j, key, v) {
         const char *to = hf_rename(key);
-        if (names_expert(key)) die("%s: '%s' contains the number of an expert, which changes", file, key);
+        if (names_expert(key)) die("%s: '%s' contains an expert number, which pruning changes", file, key);
         char *name = to ? xstrdup(to) : NULL;
         if (name)
             json_object_set_new(out, name,
@@ -1366,8 +1368,8 @@ static void hf_check_uniform(void) {
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         const struct expert_layer *layer = &m.layers[i];
         if (layer->n_retained != o.largest && !(layer->mtp && (opts.mtp == MTP_DROP)))
-            die("layer %d keeps %d experts, another one %d: a Hugging Face directory has one count for all; convert it "
-                "and prune the GGUF",
+            die("layer %d keeps %d experts, another layer %d: a Hugging Face directory has one count for all; convert "
+                "it and prune the GGUF file",
                 layer->block, layer->n_retained, o.largest);
     }
 }
@@ -1505,12 +1507,12 @@ static const struct option options[] = {
     {"counts", IS_STR(counts), .arg = "FILE", .help = "lines LAYER COUNT, one for every layer with experts"},
     {"per-layer", IS_FLAG(per_layer), .help = "the same total, distributed over the layers by the experts' scores"},
     {"floor", IS_INT(floor, 1, MAX_EXPERTS), .arg = "N",
-     .help = "with --per-layer: fewest experts of a layer (default: half of an even share)"},
+     .help = "with --per-layer: fewest experts in a layer (default: half of an even share)"},
     {"criterion", IS_CHOICE(criterion, criteria), .arg = "NAME",
      .help =
          "what ranks the experts: mean of gate weight x output norm (default), tokens, mean output norm, or chance, "
          "without scores"},
-    {"seed", IS_INT(seed, 0, INT32_MAX), .arg = "N", .help = "for --criterion random (default: 0)"},
+    {"seed", IS_INT(seed, 0, INT32_MAX), .arg = "N", .help = "random seed for --criterion random (default: 0)"},
     {"protect-outliers", IS_FLAG(outliers),
      .help = "retain experts with one huge output in the first three quarters of the layers"},
     {"mtp", IS_CHOICE(mtp, mtp_names), .arg = "HOW",
@@ -1544,7 +1546,7 @@ static void find_amount(void) {
         if (amount != NONE) die_usage("--keep, --ratio, --budget and --counts cannot be combined");
         amount = (enum amount)i;
     }
-    if (opts.ratio == 1) die_usage("--ratio: 1 would leave no expert");
+    if (opts.ratio == 1) die_usage("--ratio 1 would leave no experts");
 }
 
 /* Dies with exit code 2 if options are missing or contradict each other. n_files: scores. */

@@ -925,7 +925,7 @@ static void test_convert_delta_keys(void) {
         CHECK(key_num(&h.g, "qwen35moe.rope.freq_base") == 1e4 && key_int(&h.g, "qwen35moe.rope.dimension_count") == 16,
               "RoPE");
         CHECK(key_int(&h.g, "qwen35moe.block_count") == 2 && !gguf_find(&h.g, "qwen35moe.nextn_predict_layers") &&
-                  strstr(h.err, "its tensors are missing: none is written"),
+                  strstr(h.err, "its tensors are missing: it is left out"),
               "an announced layer without tensors: %s", h.err);
     }
     hf_end(&h);
@@ -1002,8 +1002,8 @@ static void test_convert_fused_refusals(void) {
         size_t n; /* values of F32 of a tensor that takes the place of `name` */
     } c[] = {{"'" FUSED "gate_up_proj_weight_scale_2' is missing", .drop = FUSED "gate_up_proj_weight_scale_2"},
              {"'" FUSED "down_proj_weight_scale' is missing", .drop = FUSED "down_proj_weight_scale"},
-             {"expected one number, 4 or 8, found F32 [3]", NULL, FUSED "gate_up_proj_weight_scale_2", "[3]", 3},
-             {"expected F8_E4M3 [4, 64, 8], one scale for 16", NULL, FUSED "down_proj_weight_scale", "[4,64,8]", 2048},
+             {"expected 1, 4 or 8 numbers, found F32 [3]", NULL, FUSED "gate_up_proj_weight_scale_2", "[3]", 3},
+             {"expected F8_E4M3 [4, 64, 8], one scale per 16", NULL, FUSED "down_proj_weight_scale", "[4,64,8]", 2048},
              {"expected [4, 256, 64], found F32 [4, 128, 64]", NULL, FUSED "gate_up_proj", "[4,128,64]", 32768}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct hf h;
@@ -1439,7 +1439,7 @@ static const struct refusal refusals[] = {
     {"shape", "expected [384, 64] (num_attention_heads x head_dim, hidden_size)", .config = "{\"head_dim\":128}"},
     {"fewer experts than used", "has 4 experts; expected from num_experts_per_tok = 5", .config = "{\"num_experts_per_tok\":5}"},
     {"reap ids", "rising ids below 9", .config = "{\"reap\":{\"original_experts\":9,\"kept\":[[0,1,1,2]]}}"},
-    {"prediction layer", "layer 2, while num_hidden_layers is 2 and num_nextn_predict_layers 0", REFUSE_DEEPSEEK, .config = "{\"num_nextn_predict_layers\":0}"},
+    {"prediction layer", "layer 2 is out of range: num_hidden_layers is 2, num_nextn_predict_layers 0", REFUSE_DEEPSEEK, .config = "{\"num_nextn_predict_layers\":0}"},
     {"missing tensor", "'model.layers.1.self_attn.k_proj.weight' is missing", .drop = "model.layers.1.self_attn.k_proj.weight"},
     {"hole in the experts", "layer 1 has experts 0 to 1 and then a gap", .drop = "model.layers.1.mlp.experts.2.gate_proj.weight", .config = "{\"x\":2}"},
     {"unknown tensor", "nothing in qwen3moe uses it", .add = "model.layers.0.self_attn.sinks"},
@@ -1466,7 +1466,7 @@ static const struct refusal refusals[] = {
     {"normalizer", "expected none, NFC or a Sequence", .tokenizer = "{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Lowercase\"}]}}"},
     {"pre-tokenizer", "the pre-tokenizer is unknown: \\w+", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+\"},\"behavior\":\"Isolated\"}}"},
     {"two expressions", "\\w+  then  \\d", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+\"},\"behavior\":\"Isolated\"},{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\d\"},\"behavior\":\"Isolated\"}]}}"},
-    {"merged with neighbors", "a Split is not supported", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"x\"},\"behavior\":\"MergedWithNext\"}}"},
+    {"merged with neighbors", "this Split is not supported", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"x\"},\"behavior\":\"MergedWithNext\"}}"},
     {"greedy token", "lstrip", .tokenizer = "{\"added_tokens\":[{\"id\":299,\"content\":\"x\",\"lstrip\":true}]}"},
     {"text that begins with nothing", "'bos_token': expected a token", .tokenizer_config = "{\"add_bos_token\":true}"},
     {"text with an end", "the text, or one token and the text", .tokenizer = "{\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[{\"Sequence\":{\"id\":\"A\"}},{\"SpecialToken\":{\"id\":\"<s>\"}}]}}"},
@@ -1534,8 +1534,8 @@ static void test_convert_scales(void) {
         const char *side;
         float value; /* 0: drop the tensor */
         const char *message;
-    } c[] = {{HF_NVFP4, "weight_scale_2", 3000, "the file seems to mean the divisor"},
-             {HF_CT_NVFP4, "weight_global_scale", 3e-4f, "the file seems to mean the multiplier"},
+    } c[] = {{HF_NVFP4, "weight_scale_2", 3000, "the file seems to hold the divisor"},
+             {HF_CT_NVFP4, "weight_global_scale", 3e-4f, "the file seems to hold the multiplier"},
              {HF_NVFP4, "weight_scale_2", NAN, "expected a finite number"},
              {HF_NVFP4, "weight_scale_2", -1, "expected a finite number"},
              {HF_CT_NVFP4, "weight_global_scale", INFINITY, "expected a finite number"},
@@ -1714,8 +1714,7 @@ static void test_convert_atomic(void) {
     CHECK(run_command(CONVERT_BIN " convert/demo -o ''", NULL, &h.err) == 2, "%s", h.err);
     snprintf(cmd, sizeof cmd, "cd %s; ln -s tokenizer.json link; $OLDPWD/" CONVERT_BIN " . -o link", h.dir);
     arrsetlen(h.err, 0);
-    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is one of the files that are read"), "%s",
-          h.err);
+    CHECK(run_command(cmd, NULL, &h.err) == 1 && strstr(sb_cstr(&h.err), "is one of the input files"), "%s", h.err);
     snprintf(cmd, sizeof cmd,
              "cd %s; touch real.gguf; ln -sf real.gguf link; $OLDPWD/" CONVERT_BIN " . -o link && "
              "[ -L link ] && cmp real.gguf out.gguf",
@@ -2048,10 +2047,10 @@ static void test_convert_header_target(void) {
     static const struct {
         const char *before, *target,
             *message; /* shell commands in the directory; the argument of -o; NULL: it is written */
-    } c[] = {{"true", "config.json", "is one of the files that are read"},
-             {"true", "model.safetensors", "is one of the files that are read"},
-             {"ln -s model.safetensors link", "link", "is one of the files that are read"},
-             {"ln model.safetensors hard", "hard", "is one of the files that are read"},
+    } c[] = {{"true", "config.json", "is one of the input files"},
+             {"true", "model.safetensors", "is one of the input files"},
+             {"ln -s model.safetensors link", "link", "is one of the input files"},
+             {"ln model.safetensors hard", "hard", "is one of the input files"},
              {"true", ".", "is a directory"},
              {"true", "none/h.gguf", "No such file"},
              {"mkfifo fifo", "fifo", "not a regular file"},

@@ -861,10 +861,12 @@ static void test_cuda_recurrent(void) {
 static void test_cuda_refusals(void) {
     struct model m = {0};
     char err[ERR_MAX];
-    const char *const says[] = {
-        "keys of 32, values of 32 and a convolution of 3 is", "keys of 136, values of 32 and a convolution of 4",
-        "keys of 36, values of 32 and a convolution of 4",    "keys of 32, values of 160 and a convolution of 4",
-        "attention of layer 7 unlike that of others",         "keys of 48 and values of 64"};
+    const char *const says[] = {"keys of 32, values of 32 and a convolution of 3 is",
+                                "keys of 136, values of 32 and a convolution of 4",
+                                "keys of 36, values of 32 and a convolution of 4",
+                                "keys of 32, values of 160 and a convolution of 4",
+                                "different attention shapes (layer 7)",
+                                "keys of 48 and values of 64"};
     const struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8};
     struct synth y = tiny_synths[3];
     y.n_layer = 8;
@@ -1251,8 +1253,8 @@ static void rank_fault_gpu(const char *name, const char *path) {
 
 static void test_cuda_rank_faults(void) {
     static const struct fault faults[] = {
-        {"gpu-stuck", {"the end of a step: nothing has moved", "missing rank: 1 ("}},
-        {"gpu-skips", {"nothing has happened for 7 s", "waited for rank 1 in the all-reduce after the"}},
+        {"gpu-stuck", {"the end of a step: no progress", "missing rank: 1 ("}},
+        {"gpu-skips", {"no progress for 7 s", "waited for rank 1 in the all-reduce after the"}},
         {"gpu-lost", {"rank ", ": kernel "}},
         {"gpu-ncclCommInitRank", {"NCCL: ncclCommInitRank(", "GPU "}},
         {"gpu-ncclAllGather", {"NCCL: ncclAllGather(", ": unhandled system error"}}};

@@ -147,7 +147,7 @@ static void test_doctor_machine(void) {
     check_finding(d, SEVERITY_NOTE, "powersave", "performance");
     check_finding(d, SEVERITY_NOTE, "huge pages are off", "madvise");
     check_finding(d, SEVERITY_NOTE, "load average is 999.5", "stop");
-    check_finding(d, SEVERITY_NOTE, "2.0 GiB are swapped out", "end programs");
+    check_finding(d, SEVERITY_NOTE, "2.0 GiB are swapped out", "stop programs");
     check_finding(d, SEVERITY_NOTE, "limits memory to 4.0 GiB", "--memory");
     check_finding(d, SEVERITY_OK, "16.0 of 32.0 GiB", NULL);
 #ifndef MOE_CUDA
@@ -271,7 +271,7 @@ static void test_doctor_cli(void) {
     json_decref(doctor_json(IN_DIR("--cpu --haystack @/none.txt -m build/demo.gguf -c 1200"), 1));
     check_command(MOE_BIN " --doctor --smoke </dev/null", 2, "", "cannot be combined");
     check_command(MOE_BIN " --doctor --cpu --gpus 0 </dev/null", 2, "", "cannot be combined");
-    check_command(MOE_BIN " --doctor --cpu --tp 3 --pp 2 </dev/null", 2, "", "are 6 ranks; at most 4");
+    check_command(MOE_BIN " --doctor --cpu --tp 3 --pp 2 </dev/null", 2, "", "makes 6 ranks; at most 4");
     check_command(MOE "--json </dev/null", 2, "", "--json works only with");
 }
 

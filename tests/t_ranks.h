@@ -245,7 +245,7 @@ static void test_ranks_cli(void) {
     check_command(MOE "--cpu --tp 2 --pp 2 --kv fp8 --greedy --think off -p 'What is 7 squared? One word.' </dev/null",
                   0, "49\n", NULL);
     check_command(MOE "--cpu --tp 2 --kv fp8 --needle 1000", 0, NULL, "found");
-    check_command(MOE "--cpu --tp 3 --pp 2 -p x", 2, "", "are 6 ranks; at most 4");
+    check_command(MOE "--cpu --tp 3 --pp 2 -p x", 2, "", "makes 6 ranks; at most 4");
     check_command(MOE "--cpu --pp 5 -p x", 2, "", "expected a whole number from 1 to 4");
     check_command(MOE "--cpu --gpus 0 -p x", 2, "", "cannot be combined");
 }

@@ -602,7 +602,7 @@ static void test_reap_split(void) {
         gguf_close(&a);
         gguf_close(&b);
         snprintf(args, sizeof args, "%s plain.json -o %s --keep 3", parts[i], parts[1 - i]);
-        CHECK(reap_run(args) == 1 && strstr(reap_err, "one of the files that are read"), "%s", reap_err);
+        CHECK(reap_run(args) == 1 && strstr(reap_err, "one of the input files"), "%s", reap_err);
     }
 }
 
@@ -877,7 +877,7 @@ static void test_reap_counts(void) {
              {"99999999999 4\n", "line 1: "},
              {"-1 4\n", "layer -1 has no routed experts"},
              {"1 9\n", "layer 1: 9 experts are more than the 8"},
-             {"1 1\n", "layer 1: 1 experts are too few: 2 per token need 2"}};
+             {"1 1\n", "layer 1: 1 expert is too few: 2 per token need 2"}};
     struct hf h = {.out = NULL};
     snprintf(h.dir, sizeof h.dir, "%s", test_dir());
     toy_write(&toy_plain, "plain.gguf", NULL);
@@ -894,15 +894,15 @@ static void test_reap_amounts(void) {
     toy_write(&toy_groups, "groups.gguf", NULL);
     scores_put("plain.gguf", "plain.json", 3, score_plain);
     scores_put("groups.gguf", "groups.json", 3, score_groups);
-    reap_refused("plain.gguf plain.json -o no.gguf --keep 1", "1 experts are too few: 2 per token need 2");
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 1", "1 expert is too few: 2 per token need 2");
     reap_refused("plain.gguf plain.json -o no.gguf --keep 9", "9 experts are more than the 8 of the model");
-    reap_refused("plain.gguf plain.json -o no.gguf --ratio 0.9", "1 experts are too few");
+    reap_refused("plain.gguf plain.json -o no.gguf --ratio 0.9", "1 expert is too few");
     reap_refused("groups.gguf groups.json -o no.gguf --keep 5",
                  "5 experts are not a multiple of the 2 groups; 4 and 6 are");
     reap_refused("groups.gguf groups.json -o no.gguf --keep 2",
                  "2 experts are too few: 2 per token from 1 of 2 groups need 4");
     reap_refused("plain.gguf plain.json -o no.gguf --keep 4 --per-layer --floor 5", "--floor 5: ");
-    reap_refused("plain.gguf plain.json -o no.gguf --keep 4 --per-layer --floor 1", "--floor: 1 experts are too few");
+    reap_refused("plain.gguf plain.json -o no.gguf --keep 4 --per-layer --floor 1", "--floor: 1 expert is too few");
     nothing_left("amounts");
 }
 
@@ -920,7 +920,7 @@ static void test_reap_scores(void) {
         {true, "model", "{}", "scores of another model: its routers have the hash (none)"},
         {true, "tokens", "-1", "key 'tokens': expected an integer"},
         {true, "tokens", "0", "layer 1 was never calibrated"},
-        {true, "layers", "[null]", "scores of 1 layers, 'plain.gguf' has 3"},
+        {true, "layers", "[null]", "expected scores of 3 layers as in 'plain.gguf', found 1"},
         {true, "layers", "7", "expected a list"},
         {true, "layers", "[null,null,null]", "layer 1 has no scores"},
         {true, "layers", "[{},null,null]", "layer 0 has scores, but no routed experts"},
@@ -1007,7 +1007,7 @@ static void test_reap_headers(void) {
 static void test_reap_target(void) {
     char cmd[1024], *err = NULL;
     toy_write(&toy_plain, "plain.gguf", NULL);
-    reap_refused("plain.gguf -o plain.gguf --keep 4 --criterion random", "it is one of the files that are read");
+    reap_refused("plain.gguf -o plain.gguf --keep 4 --criterion random", "it is one of the input files");
     reap_refused("plain.gguf -o . --keep 4 --criterion random", "is a directory");
     reap_refused("plain.gguf -o none/no.gguf --keep 4 --criterion random", "No such file");
     CHECK(!reap_run("plain.gguf --keep 4 --criterion random --dry-run -o no.gguf") && strstr(reap_out, "total"), "%s",
@@ -1168,7 +1168,7 @@ static void test_reap_directory_layers(void) {
           "cut/config.json; rm -r cut");
     hf_plain(&h, "model.layers.0.mlp.gate.tid2eid", "[2,2]", 4, HF_BF16);
     hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
-    reap_refused("layers -o no --keep 3 --criterion random", "layer 1 keeps 3 experts, another one 4");
+    reap_refused("layers -o no --keep 3 --criterion random", "layer 1 keeps 3 experts, another layer 4");
     CHECK(!reap_run("layers -o cut --keep 4 --criterion random") && strstr(reap_out, "routed by hash"), "%s", reap_err);
     hf_end(&h);
 }
@@ -1308,7 +1308,7 @@ static void test_reap_directory_refusals(void) {
     } c[] = {{"true", "--keep 5 --name x", "--name works only with a GGUF file"},
              {"mkdir no", "--keep 5", "'no' exists"},
              {"true", "--keep 5 --per-layer --floor 2", "a Hugging Face directory has one count for all"},
-             {"printf '0 4\\n1 5\\n' >counts", "--counts counts", "layer 0 keeps 4 experts, another one 5"},
+             {"printf '0 4\\n1 5\\n' >counts", "--counts counts", "layer 0 keeps 4 experts, another layer 5"},
              {"rm dir/config.json", "--keep 5", "no config.json"},
              {"sed -i s/num_experts\\\"/experts\\\"/ dir/config.json", "--keep 5", "none of num_experts"},
              {"sed -i s/num_experts_per_tok/x/ dir/config.json", "--keep 5",
@@ -1317,7 +1317,7 @@ static void test_reap_directory_refusals(void) {
               "--keep 5", "expert 7 has"},
              {"sed -i 's/\"lm_head\"/\"lm_head\", \"model.layers.*.mlp.experts.3.up_proj\"/;s/\"vocab_size\"/"
               "\"quantization_config\": {\"ignore\": [\"re:.*experts.3.*\"]}, \"vocab_size\"/' dir/config.json",
-              "--keep 5", "contains the number of an expert, which changes"},
+              "--keep 5", "contains an expert number, which pruning changes"},
              {"sed -i 's/\"vocab_size\"/\"reap\": {\"original_experts\": 9, \"kept\": [[1,2]]}, \"vocab_size\"/' "
               "dir/config.json",
               "--keep 5", "key 'reap.kept': expected 8 ids for layer 0"},
@@ -1326,7 +1326,7 @@ static void test_reap_directory_refusals(void) {
               "--keep 5", "key 'reap.kept': expected rising ids below 9 for layer 1"},
              {"truncate -s -1 dir/model-00002-of-00002.safetensors", "--keep 5", "the file is truncated"},
              {"rm dir/model-00002-of-00002.safetensors", "--keep 5", "cannot open"},
-             {"true", "--keep 1", "1 experts are too few"},
+             {"true", "--keep 1", "1 expert is too few"},
              {"true", "--budget 1e-6", "the smallest output, with 2 experts a layer"},
              {"ulimit -f 100", "--keep 5", "File too large"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {

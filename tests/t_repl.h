@@ -1589,7 +1589,7 @@ static void test_moe_conversations(void) {
     moe_ask(&p, PASTE("// main.c\rint x;"), " | context");
     moe_ask(&p, "/save one", "'one' is another conversation: /save! one replaces it");
     moe_ask(&p, "/save! one", "[saved 4 messages to ");
-    moe_ask(&p, "/set! temp 1", "has no form with an exclamation mark");
+    moe_ask(&p, "/set! temp 1", "there is no /set!, only /set");
     moe_ask(&p, "/rename two", "[renamed one to two]");
     moe_ask(&p, "/show 2", "// main.c");
     snprintf(path, sizeof path, "%s/.moe/two.jsonl", test_dir());

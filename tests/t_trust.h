@@ -232,7 +232,7 @@ static void test_trust_terminal(void) {
                  "cd %s; exec $OLDPWD/" MOE_BIN " -m ./'" TRUST_NAME "'.gguf --calibrate ./'" TRUST_NAME "'"
                  ".txt -o ./'" TRUST_NAME "'.json -c 4",
                  d);
-        trust_shown(cmd, true, again ? "'./n\\x1b]0;t\\x07\\x9b\\u202e.txt' is in" : "tokens");
+        trust_shown(cmd, true, again ? "'./n\\x1b]0;t\\x07\\x9b\\u202e.txt' is already in" : "tokens");
     }
     /* the progress of a run shows the name that the scores have */
     snprintf(cmd, sizeof cmd,

@@ -352,10 +352,10 @@ def tensor_cases():
         case(f"norm-{what}", f"tensor 'output_norm.weight' holds {'nan' if what == 'nan' else '-inf'} at index 63", Q,
              lambda f, bits=bits: f.put("output_norm.weight", [64], T_F32, struct.pack("<f", 1) * 63 + struct.pack("<I", bits)))
     case("router-bias-nan", "tensor 'blk.0.exp_probs_b.bias' holds nan at index 0", D, lambda f: f.put("blk.0.exp_probs_b.bias", [2], T_F32, b"\0\0\xc0\x7f" * 2))
-    case("gate-up-types", "layer 0: the gate has the type NVFP4, expected that of up, BF16", Q, lambda f: f.put("blk.0.ffn_up_exps.weight", [64, 1, 2], T_BF16))
-    case("shared-gate-up-types", "layer 0: the gate has the type F16, expected that of up, NVFP4", D, lambda f: f.put("blk.0.ffn_gate_shexp.weight", [64, 1], T_F16))
+    case("gate-up-types", "layer 0: gate has the type NVFP4, expected that of up, BF16", Q, lambda f: f.put("blk.0.ffn_up_exps.weight", [64, 1, 2], T_BF16))
+    case("shared-gate-up-types", "layer 0: gate has the type F16, expected that of up, NVFP4", D, lambda f: f.put("blk.0.ffn_gate_shexp.weight", [64, 1], T_F16))
     case("bias-shape", "tensor 'blk.0.attn_q.bias' " + shape % ("1", "4"), Q, lambda f: f.put("blk.0.attn_q.bias", [1], T_F32))
-    case("router-bias-softmax", "layer 0 has a routing bias, which belongs to a sigmoid router", Q, lambda f: f.put("blk.0.exp_probs_b.bias", [2], T_F32))
+    case("router-bias-softmax", "layer 0 has a routing bias, which needs a sigmoid router", Q, lambda f: f.put("blk.0.exp_probs_b.bias", [2], T_F32))
     case("scale-of-3", "tensor 'blk.0.ffn_up_exps.scale' " + shape % ("3", "2"), Q, lambda f: f.put("blk.0.ffn_up_exps.scale", [3], T_F32))
     case("scale-nan", "tensor 'token_embd.scale' holds nan at index 0", Q, lambda f: f.put("token_embd.scale", [1], T_F32, b"\0\0\xc0\x7f"))
     case("router-fewer-than-used", "routes to 1 experts, expected 2 to 2", Q,
@@ -428,10 +428,10 @@ def state(n, tokens, kind=2, digest=0, row_bytes=16, broken=0, magic=b"MOEKV003"
 
 SESSIONS = {  # a part of the message that refuses the file ("-": it is valid), and the file
     "valid.kv": ("-", state(3, [0, 1, 7])), "none.kv": ("-", state(0, [])), "full.kv": ("-", state(8, [1] * 8)),
-    "many.kv": ("holds 9 tokens, the context 8", state(9, [1] * 9)), "count.kv": ("holds 4294967295 tokens", state(0xffffffff, [1])),
-    "token.kv": ("the token id 8", state(2, [0, 8])), "negative.kv": ("the token id -1", state(2, [-1, 0])), "type.kv": ("another --kv", state(1, [0], kind=0)),
-    "model.kv": ("another model file", state(1, [0], digest=1)), "rows.kv": ("another cache layout", state(1, [0], row_bytes=1 << 31)),
-    "planes.kv": ("another cache layout", state(1, [0], n_plane=0xffffffff)), "position.kv": ("4 of 3 tokens are in its state", state(3, [0, 1, 7], pos=4)),
+    "many.kv": ("holds 9 tokens, but the context only 8", state(9, [1] * 9)), "count.kv": ("holds 4294967295 tokens", state(0xffffffff, [1])),
+    "token.kv": ("the token id 8", state(2, [0, 8])), "negative.kv": ("the token id -1", state(2, [-1, 0])), "type.kv": ("a different --kv", state(1, [0], kind=0)),
+    "model.kv": ("another model file", state(1, [0], digest=1)), "rows.kv": ("a different cache layout", state(1, [0], row_bytes=1 << 31)),
+    "planes.kv": ("a different cache layout", state(1, [0], n_plane=0xffffffff)), "position.kv": ("4 of 3 tokens are in its state", state(3, [0, 1, 7], pos=4)),
     "old.kv": ("MOEKV002 of another version", state(1, [0], magic=b"MOEKV002")), "long.kv": ("141 bytes long, expected 140", state(1, [0]) + b"x"),
     "short.kv": ("211 bytes long, expected 212", state(3, [0, 1, 7])[:-1]), "head.kv": ("40 bytes long, expected 140", state(1, [0])[:40]),
     "magic.kv": ("not a saved state", b"MOEKV003"), "sum.kv": ("its checksum is wrong", state(3, [0, 1, 7], broken=1)),
