@@ -69,7 +69,7 @@
  *   CPU kernels                                     110  their interface; formats of activations
  *   CPU kernels: reference                          160  scalar F32: the oracle
  *   CPU kernels: portable vector functions          440  norms, softmax, small F32 matrices, by vector extensions
- *   CPU kernels: GEMM with integer activations      270  panels of weights, 16-bit activations
+ *   CPU kernels: GEMM with integer activations      320  panels of weights, 16-bit activations
  *   CPU kernels: AVX2                                80  GEMM for it
  *   CPU kernels: AVX-512 VNNI                       150  GEMM for it
  *   CPU kernels: AMX, BF16 tiles                    280  prefill on tiles
@@ -8811,7 +8811,8 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
  * the instruction set has 32-bit lanes. Up to 512 weights of each row are decoded to small integers and F32 scales, so
  * that the panel stays in the first-level cache while all tokens of the call are multiplied by it. Lane r belongs to
  * row r and holds four consecutive weights of it. The activations are broadcast to all lanes, and lanes are never added
- * to each other.
+ * to each other. For few tokens, as in decode, a block is decoded and multiplied in registers and the rows are read from
+ * begin to end; the sums are the same bits.
  *
  * The sum of an element takes these steps for each 32 weights: v = i0 * d0; v = i1 * d1 + v; sum = v * d + sum. i0 and
  * i1 are the exact integer sums of the two halves, d0 and d1 the weight scales of the halves, d is the scale of the
@@ -8834,6 +8835,10 @@ struct panel_isa {
     void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks, void *panel);
     /* sum (n_tok, n_rows) += panel times x[t], n_tok <= PANEL_GROUP */
     void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok, float *sum);
+    /* sum (n_tok, n_rows) = n_rows rows of n_blocks * 32 weights, w_stride bytes apart, times x[t], without a panel;
+     * n_tok <= PANEL_GROUP; NULL: there is none */
+    void (*direct)(uint32_t type, const uint8_t *w, size_t w_stride, int n_blocks, const struct act_i16 *const *x,
+                   int n_tok, float *sum);
 };
 
 /* Computes rows [r0, r0 + n) of g for the tokens [t0, t0 + n_tok), n <= n_rows and n_tok <= PANEL_TOKENS. Scratch: the
@@ -8841,8 +8846,14 @@ struct panel_isa {
 static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0, int n, int t0, int n_tok) {
     uint8_t *panel = g->scratch, *copy = panel + PANEL_BLOCKS * isa->block_bytes;
     float *sum = (float *)(void *)(copy + PANEL_ROWS * PANEL_BLOCKS * sizeof(struct block_q8_0));
+    const bool direct = isa->direct && n_tok <= PANEL_GROUP && n == isa->n_rows;
     memset(sum, 0, (size_t)(n_tok * isa->n_rows) * sizeof *sum);
-    for (int b = 0; b < g->n_in / 32; b += PANEL_BLOCKS) {
+    if (direct) {
+        const struct act_i16 *x[PANEL_GROUP];
+        for (int i = 0; i < n_tok; i++) x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + i);
+        isa->direct(g->type, g->w + (size_t)r0 * g->w_stride, g->w_stride, g->n_in / 32, x, n_tok, sum);
+    }
+    for (int b = 0; b < g->n_in / 32 && !direct; b += PANEL_BLOCKS) {
         int nb = int_min(g->n_in / 32 - b, PANEL_BLOCKS);
         size_t bytes = gguf_row_bytes(g->type, 32 * (size_t)nb);
         const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, 32 * (size_t)b);
@@ -8911,62 +8922,62 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
         isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                              \
         *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                           \
     }                                                                                                                 \
-    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,                \
-                                          struct isa##_block *p) {                                                    \
-        for (int b = 0; b < n; b += 2, w += sizeof(struct block_nvfp4), p += 2) {                                     \
-            panel_prefetch(next, stride, rows);                                                                       \
-            next += sizeof(struct block_nvfp4);                                                                       \
-            isa##_vu q[12], d;                                                                                        \
-            isa##_columns(w, stride, q);                                                                              \
-            isa##_columns(w + 16, stride, q + 4);                                                                     \
-            isa##_columns(w + 20, stride, q + 8);                                                                     \
-            q[8] = q[11]; /* q[0] are the four scales, q[1..8] the codes */                                           \
-            UNROLL for (int i = 0; i < 8; i++) {                                                                      \
-                int at = i / 2 % 2 * 4 + i % 2;                                                                       \
-                isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                         \
-            }                                                                                                         \
-            d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                            \
-            UNROLL for (int i = 0; i < 4; i++) { /* half of the scale, because the codes are 2 * E2M1 */              \
-                isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                    \
-                isa##_rebias(&bits, 119, &p[i / 2].d[i % 2]);                                                         \
-            }                                                                                                         \
+    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                   \
+        isa##_vu q[12], d;                                                                                            \
+        isa##_columns(w, stride, q);                                                                                  \
+        isa##_columns(w + 16, stride, q + 4);                                                                         \
+        isa##_columns(w + 20, stride, q + 8);                                                                         \
+        q[8] = q[11]; /* q[0] are the four scales, q[1..8] the codes */                                               \
+        UNROLL for (int i = 0; i < 8; i++) {                                                                          \
+            int at = i / 2 % 2 * 4 + i % 2;                                                                           \
+            isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                             \
+        }                                                                                                             \
+        d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                                \
+        UNROLL for (int i = 0; i < 4; i++) { /* half of the scale, because the codes are 2 * E2M1 */                  \
+            isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                        \
+            isa##_rebias(&bits, 119, &p[i / 2].d[i % 2]);                                                             \
         }                                                                                                             \
     }                                                                                                                 \
-    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, const uint8_t *next, int n,                \
-                                          struct isa##_block *p) {                                                    \
-        for (int b = 0; b < n; b++, w += sizeof(struct block_mxfp4), p++) {                                           \
-            panel_prefetch(next, stride, rows);                                                                       \
-            next += sizeof(struct block_mxfp4);                                                                       \
-            isa##_vu q[4], e[4];                                                                                      \
-            isa##_columns(w, stride, e);                                                                              \
-            isa##_columns(w + 1, stride, q);                                                                          \
-            UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                            \
-            e[0] = (e[0] & 255) << 23;                                                                                \
-            e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* code 0 means 2^-127 */                                     \
-            p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                \
-        }                                                                                                             \
+    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                   \
+        isa##_vu q[4], e[4];                                                                                          \
+        isa##_columns(w, stride, e);                                                                                  \
+        isa##_columns(w + 1, stride, q);                                                                              \
+        UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                                \
+        e[0] = (e[0] & 255) << 23;                                                                                    \
+        e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* code 0 means 2^-127 */                                         \
+        p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                    \
     }                                                                                                                 \
-    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, const uint8_t *next, int n,                 \
-                                         struct isa##_block *p) {                                                     \
-        for (int b = 0; b < n; b++, w += sizeof(struct block_q8_0), p++) {                                            \
+    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, struct isa##_block *p) {                    \
+        isa##_vu d[4], bits;                                                                                          \
+        isa##_columns(w, stride, d);                                                                                  \
+        isa##_columns(w + 2, stride, p->w);                                                                           \
+        isa##_columns(w + 18, stride, p->w + 4);                                                                      \
+        UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                                    \
+        bits = (d[0] & 0x7fff) << 13;                                                                                 \
+        isa##_rebias(&bits, 112, &p->d[0]);                                                                           \
+        bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                                    \
+        p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                             \
+    }                                                                                                                 \
+    /* Decodes a block of a row's format: 64 weights of NVFP4, else 32. */                                            \
+    TARGET INLINE void isa##_decode_block(uint32_t type, const uint8_t *w, size_t stride, struct isa##_block *p) {    \
+        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, p);                                                     \
+        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, p);                                                \
+        else isa##_decode_q8_0(w, stride, p);                                                                         \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_type(uint32_t type, size_t bytes, int step, const uint8_t *w, size_t stride,      \
+                                         const uint8_t *next, int n, struct isa##_block *p) {                         \
+        for (int b = 0; b < n; b += step, w += bytes, next += bytes) {                                                \
             panel_prefetch(next, stride, rows);                                                                       \
-            next += sizeof(struct block_q8_0);                                                                        \
-            isa##_vu d[4], bits;                                                                                      \
-            isa##_columns(w, stride, d);                                                                              \
-            isa##_columns(w + 2, stride, p->w);                                                                       \
-            isa##_columns(w + 18, stride, p->w + 4);                                                                  \
-            UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                                \
-            bits = (d[0] & 0x7fff) << 13;                                                                             \
-            isa##_rebias(&bits, 112, &p->d[0]);                                                                       \
-            bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                                \
-            p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                         \
+            isa##_decode_block(type, w, stride, p + b);                                                               \
         }                                                                                                             \
     }                                                                                                                 \
     TARGET static void isa##_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n, \
                                           void *panel) {                                                              \
-        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, next, n, panel);                                        \
-        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, next, n, panel);                                   \
-        else isa##_decode_q8_0(w, stride, next, n, panel);                                                            \
+        if (type == GGUF_NVFP4)                                                                                       \
+            isa##_decode_type(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, w, stride, next, n, panel);                  \
+        else if (type == GGUF_MXFP4)                                                                                  \
+            isa##_decode_type(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, w, stride, next, n, panel);                  \
+        else isa##_decode_type(GGUF_Q8_0, sizeof(struct block_q8_0), 1, w, stride, next, n, panel);                   \
     }                                                                                                                 \
     TARGET INLINE void isa##_dot_tokens(uint32_t type, int n_tok, const struct isa##_block *p, int n,                 \
                                         const struct act_i16 *const *x, isa##_vf *sum) {                              \
@@ -8996,10 +9007,42 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
         if (type == GGUF_Q8_0) isa##_dot_type(GGUF_Q8_0, panel, n, x, n_tok, sum);                                    \
         else isa##_dot_type(GGUF_NVFP4, panel, n, x, n_tok, sum);                                                     \
     }                                                                                                                 \
+    /* The block and the sums stay in registers. The rows that follow are prefetched in the order of memory. */       \
+    TARGET INLINE void isa##_direct_type(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,          \
+                                         size_t stride, int n, const struct act_i16 *const *x, float *sum) {          \
+        const uint8_t *next = w + (rows)*stride;                                                                      \
+        isa##_vf s[PANEL_GROUP];                                                                                      \
+        UNROLL for (int t = 0; t < n_tok; t++) s[t] = (isa##_vf){0};                                                  \
+        for (int b = 0; b < n; b += step, w += bytes, next += (rows)*bytes) {                                         \
+            struct isa##_block p[2];                                                                                  \
+            const struct act_i16 *at[PANEL_GROUP];                                                                    \
+            UNROLL for (size_t i = 0; i < (rows)*bytes; i += 64) __builtin_prefetch(next + i);                        \
+            isa##_decode_block(type, w, stride, p);                                                                   \
+            UNROLL for (int t = 0; t < n_tok; t++) at[t] = x[t] + b;                                                  \
+            isa##_dot_tokens(type, n_tok, p, step, at, s);                                                            \
+        }                                                                                                             \
+        UNROLL for (int t = 0; t < n_tok; t++)((isa##_vf *)(void *)sum)[t] = s[t];                                    \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_direct_tokens(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,        \
+                                           size_t stride, int n, const struct act_i16 *const *x, float *sum) {        \
+        if (n_tok == 1) isa##_direct_type(type, bytes, step, 1, w, stride, n, x, sum);                                \
+        else if (n_tok == 2) isa##_direct_type(type, bytes, step, 2, w, stride, n, x, sum);                           \
+        else if (n_tok == 3) isa##_direct_type(type, bytes, step, 3, w, stride, n, x, sum);                           \
+        else isa##_direct_type(type, bytes, step, 4, w, stride, n, x, sum);                                           \
+    }                                                                                                                 \
+    TARGET static void isa##_panel_direct(uint32_t type, const uint8_t *w, size_t stride, int n,                      \
+                                          const struct act_i16 *const *x, int n_tok, float *sum) {                    \
+        if (type == GGUF_NVFP4)                                                                                       \
+            isa##_direct_tokens(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, n_tok, w, stride, n, x, sum);              \
+        else if (type == GGUF_MXFP4)                                                                                  \
+            isa##_direct_tokens(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, n_tok, w, stride, n, x, sum);              \
+        else isa##_direct_tokens(GGUF_Q8_0, sizeof(struct block_q8_0), 1, n_tok, w, stride, n, x, sum);               \
+    }                                                                                                                 \
     static const struct panel_isa isa##_panel = {.n_rows = rows,                                                      \
                                                  .block_bytes = sizeof(struct isa##_block),                           \
                                                  .decode = isa##_panel_decode,                                        \
-                                                 .dot = isa##_panel_dot};
+                                                 .dot = isa##_panel_dot,                                              \
+                                                 .direct = isa##_panel_direct};
 
 /* ---- the scalar set, for any processor ---- */
 
