@@ -2319,8 +2319,8 @@ static int code_width(utf8proc_int32_t cp, bool *vague) {
     return width;
 }
 
-/* Returns the columns that cp adds behind the code point `last`; 0: none. A selector of the form of a symbol makes it
- * wide (U+FE0F) or narrow (U+FE0E), where a terminal heeds it. */
+/* Returns the columns that cp adds after the code point `last`; 0: none. A variation selector makes a symbol wide
+ * (U+FE0F) or narrow (U+FE0E) on terminals that heed it. */
 static int code_adds(utf8proc_int32_t last, utf8proc_int32_t cp, bool *vague) {
     if (vague && cp == 0xfe0e) *vague = true;
     if (cp != 0xfe0f) return code_width(cp, vague);
@@ -3373,7 +3373,7 @@ static void job_charge(struct job *j, size_t n) {
     if (j->steps > TEMPLATE_STEPS) job_fail(j, "the template takes more than %d steps", TEMPLATE_STEPS);
 }
 
-/* Fails where recursion has used up the stack of a small `ulimit -s`. */
+/* Fails when recursion has used half of the stack that `ulimit -s` allows. */
 static void job_stack(struct job *j) {
     const char *here = __builtin_frame_address(0);
     if ((size_t)(j->stack - here) > j->stack_bytes) job_fail(j, "recursion too deep for the stack (ulimit -s)");
@@ -8811,8 +8811,8 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
  * the instruction set has 32-bit lanes. Up to 512 weights of each row are decoded to small integers and F32 scales, so
  * that the panel stays in the first-level cache while all tokens of the call are multiplied by it. Lane r belongs to
  * row r and holds four consecutive weights of it. The activations are broadcast to all lanes, and lanes are never added
- * to each other. For few tokens, as in decode, a block is decoded and multiplied in registers and the rows are read from
- * begin to end; the sums are the same bits.
+ * to each other. For up to PANEL_GROUP tokens, as in decode, there is no panel: a block is decoded and multiplied in
+ * registers, and each row is read from start to end. The sums are the same bits.
  *
  * The sum of an element takes these steps for each 32 weights: v = i0 * d0; v = i1 * d1 + v; sum = v * d + sum. i0 and
  * i1 are the exact integer sums of the two halves, d0 and d1 the weight scales of the halves, d is the scale of the
@@ -8847,11 +8847,12 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
     uint8_t *panel = g->scratch, *copy = panel + PANEL_BLOCKS * isa->block_bytes;
     float *sum = (float *)(void *)(copy + PANEL_ROWS * PANEL_BLOCKS * sizeof(struct block_q8_0));
     const bool direct = isa->direct && n_tok <= PANEL_GROUP && n == isa->n_rows;
-    memset(sum, 0, (size_t)(n_tok * isa->n_rows) * sizeof *sum);
     if (direct) {
         const struct act_i16 *x[PANEL_GROUP];
         for (int i = 0; i < n_tok; i++) x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + i);
         isa->direct(g->type, g->w + (size_t)r0 * g->w_stride, g->w_stride, g->n_in / 32, x, n_tok, sum);
+    } else {
+        memset(sum, 0, (size_t)(n_tok * isa->n_rows) * sizeof *sum);
     }
     for (int b = 0; b < g->n_in / 32 && !direct; b += PANEL_BLOCKS) {
         int nb = int_min(g->n_in / 32 - b, PANEL_BLOCKS);
@@ -10115,7 +10116,7 @@ static struct {
 /* Whether to call part_end. */
 static bool part_timed(void) { return cpu_timing.row != NULL; }
 
-/* The same for all threads behind a barrier: true for the first that gets there, which others may take long to. */
+/* The same inside a parallel region, after a barrier: true for the first thread only. Others may wake much later. */
 static bool part_timed_first(void) {
     return part_timed() && !__atomic_exchange_n(&cpu_timing.ended, true, __ATOMIC_ACQ_REL);
 }
@@ -11060,6 +11061,13 @@ static double jobs_bytes(const struct rank *r, bool down) {
 /* The name of the jobs' part of a forward. */
 static const char *jobs_name(const struct rank *r) { return r->n_jobs && r->jobs[0].rows ? "experts" : "dense"; }
 
+/* Ends the last part of a feed-forward, after its parallel region. */
+static void part_end_down(const struct rank *r) {
+    if (!part_timed()) return;
+    part_end(jobs_bytes(r, true), "%s down", jobs_name(r));
+    cpu_timing.ended = false;
+}
+
 /* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. per_job: average tokens of
  * a job, which chooses the format of activations. */
 static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
@@ -11143,10 +11151,7 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     r->n_jobs = layer->gate.n_out > 0;
 #pragma omp parallel num_threads(r->n_threads)
     ffn_run(r, x, out, r->n_tok);
-    if (part_timed()) {
-        part_end(jobs_bytes(r, true), "%s down", jobs_name(r));
-        cpu_timing.ended = false;
-    }
+    part_end_down(r);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -11170,10 +11175,7 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         }
         ffn_run(r, x, out, per_job);
     }
-    if (part_timed()) {
-        part_end(jobs_bytes(r, true), "%s down", jobs_name(r));
-        cpu_timing.ended = false;
-    }
+    part_end_down(r);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -12661,7 +12663,7 @@ static const struct manual manual = {
              "~/.moe_history\tlines typed in chats\n",
     .environment = "MOE_MODEL\tthe model if -m is missing\n"
                    "HOME\tthe directory of the files above\n"
-                   "EDITOR\tthe editor of /edit\n"
+                   "VISUAL, EDITOR\tthe editor of /edit and Ctrl-X Ctrl-E; VISUAL comes first\n"
                    "TERM, NO_COLOR\twhat the terminal can show\n"
                    "OMP_WAIT_POLICY\tpassive lets threads sleep while they wait\n"
                    "CUDA_VISIBLE_DEVICES\tthe GPUs that may be used\n",
@@ -18663,11 +18665,12 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
 /* The name of the conversation that is resumed; NULL: none. */
 static const char *settings_resume(const struct settings *set) { return set->go_on ? LAST_CHAT : set->load; }
 
-/* Starts a conversation; with --raw there is no template. */
+/* Starts a conversation; with --raw or --ids there is no template. */
 static void prompt_chat(struct engine *e, struct settings *set, struct chat *c) {
     char err[ERR_MAX];
-    *c = (struct chat){.set = set, .m = &e->model, .s = &e->session, .rng = settings_seed(set)};
-    if (!set->raw && chat_init(c, set, &e->model, &e->session, err)) die("%s", err);
+    if (set->raw || set->ids)
+        *c = (struct chat){.set = set, .m = &e->model, .s = &e->session, .rng = settings_seed(set)};
+    else if (chat_init(c, set, &e->model, &e->session, err)) die("%s", err);
 }
 
 /* Answers one prompt; with --continue or --load as the next turn of that conversation, which is saved for --continue.

@@ -186,6 +186,8 @@ static void test_cli_raw(void) {
                       "8188,361,198,553,313,220,22,1773,30,652,1202,13,8189,198,8188,371,198,8190,198 </dev/null",
                   0, "7 squared is 7 times 7, which is 49.\n</think>\n\n49", NULL);
     check_command(MOE "--ids 99999 </dev/null", 2, "", "99999");
+    check_command(MOE_BIN " -m tests/corpus/gguf/valid-qwen3moe.gguf --ids 0,1 -n 1 --greedy </dev/null", 0, NULL,
+                  "1 tok"); /* no template is needed */
     check_command(MOE "--ids 1,x </dev/null", 2, "", "x");
 }
 
