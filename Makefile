@@ -45,7 +45,7 @@ CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCC
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test mutate test-gpu measure bench asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
+.PHONY: all chat test mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
@@ -92,6 +92,9 @@ chat: all
 ## make bench     times the demo model
 bench: all
 	./moe -m build/demo.gguf --bench -c 8192
+## make bench-vs  times llama.cpp beside it on one file: LLAMA_BENCH=path/to/llama-bench MODEL=file
+bench-vs: all
+	tests/bench_vs.sh "$(LLAMA_BENCH)" "$(MODEL)"
 
 # Threads sleep while they wait: on a busy machine, spinning ones take the time of others.
 test mutate asan tsan: export OMP_WAIT_POLICY = passive
@@ -147,7 +150,7 @@ asan: SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fr
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
 tsan: SAN  := -fsanitize=thread
 tsan: CC   := $(CLANG)
-tsan: ONLY := ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
+tsan: ONLY := team/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
 tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
 asan tsan: build/demo.gguf
 	@command -v $(CC) >/dev/null || { echo "make $@ wants $(CC)"; exit 1; }

@@ -30,7 +30,7 @@
  *
  *  Types
  *   Types: tensors, layers, models                  460  the table of tensors; layer, model, family
- *   Types: operations                               180  the table that every backend fills in; its contract
+ *   Types: operations                               170  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            350  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
@@ -66,6 +66,7 @@
  *   Model: layers and files                         340  binds layers, checks leftovers, opens files
  *   Shards of a model                               220  what each rank holds
  *   Synthetic models                                480  --synth: shapes of real models with random weights
+ *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     110  their interface; formats of activations
  *   CPU kernels: reference                          160  scalar F32: the oracle
  *   CPU kernels: portable vector functions          440  norms, softmax, small F32 matrices, by vector extensions
@@ -74,13 +75,13 @@
  *   CPU kernels: AVX-512 VNNI                       150  GEMM for it
  *   CPU kernels: AMX, BF16 tiles                    280  prefill on tiles
  *   CPU kernels: NEON with dot products              60  GEMM for it
- *   CPU kernels: choice                              60  the best set that the processor has
+ *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         40  rows of the cache in BF16, FP8, F32
  *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                  300  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       320  online softmax over the cache; latent attention
- *   CPU operations: gated delta net                 160  linear attention with a recurrent state
- *   CPU operations: feed-forward                    390  router and experts
+ *   CPU operations                                  330  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations: attention                       310  online softmax over the cache; latent attention
+ *   CPU operations: gated delta net                 150  linear attention with a recurrent state
+ *   CPU operations: feed-forward                    400  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        130  the forwards. START HERE
@@ -89,7 +90,7 @@
  *   Session: the saved state                        210  the file of /save
  *
  *  Program
- *   Options                                         400  the option table, values and defaults
+ *   Options                                         390  the option table, values and defaults
  *   Command line                                    330  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
@@ -126,7 +127,8 @@
 #include <jansson.h>
 #include <limits.h>
 #include <locale.h>
-#include <omp.h>
+#include <sched.h>
+#include <stdalign.h>
 #include <poll.h>
 #include <setjmp.h>
 #include <pthread.h>
@@ -712,16 +714,11 @@ struct profile_row {
     X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform),   \
       (r, o, recent, n_recent, uniform))
 
-/* Operations around a forward, and those that wait and return results.
- *
- * begin is the one exception to "a forward never branches": where a backend has recorded a forward of n_tok tokens (a
- * CUDA graph), begin enqueues the recording and returns true, and the forward enqueues nothing. That depends on n_tok
- * and on earlier forwards, never on data. The CPU's begin always returns false. */
+/* Operations around a forward, and those that wait and return results. */
 #define HOST_OPS(X)                                                                                                    \
-    /* before a forward; true: a recording of the whole forward was enqueued, see above */                             \
-    X(bool, begin, (struct rank *r), (r))                                                                              \
-    /* after a forward, unless begin returned true */                                                                  \
-    X(void, end, (struct rank *r), (r))                                                                                \
+    /* runs the family's forward on the rank's batch; or, on a GPU, a recording of an earlier one of as many tokens;   \
+       on a CPU every thread of the rank runs it */                                                                    \
+    X(void, forward, (struct rank *r), (r))                                                                            \
     /* (n_vocab) logits of row first + row; waits */                                                                   \
     X(const float *, read_logits, (struct rank *r, int row), (r, row))                                                 \
     /* the token that `sample` chose; waits */                                                                         \
@@ -1016,8 +1013,8 @@ struct rank {
     struct cuda *cuda; /* the rest of a GPU's, see moe_cuda.cu; NULL: the rank is on the CPU */
 
     /* the rest of a CPU's */
-    const struct kernels *k; /* the kernels for its instruction set */
-    int n_threads;
+    const struct kernels *k;                /* the kernels for its instruction set */
+    struct team *team;                      /* its threads; NULL: the caller is the only one */
     float *cos[MAX_ROPES], *sin[MAX_ROPES]; /* (chunk, rope dim / 2) of the batch's positions, for each rotation */
     uint8_t *pack;                          /* packed inputs: 2 * chunk rows, or MLA absorbed: one per token and head */
     uint8_t *pack_h;                        /* packed hidden rows of the feed-forward */
@@ -8096,6 +8093,243 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
 }
 
 /* ============================================================================================================
+ * CPU threads
+ *
+ * A team is the threads of one rank on a CPU. All of them run the whole forward; the loops of an operation divide their
+ * items among them. A thread has a contiguous share of a loop, the same one every time, so that it reads what its own
+ * caches and its node's memory hold. A thread that has finished its share takes items from the ends of the others', so
+ * that nobody waits for a thread that has no processor.
+ *
+ * A thread that waits spins for TEAM_SPIN and then sleeps. Other programs get its processor, and between the barriers of
+ * a forward it is awake.
+ *
+ * Outside team_run a thread is alone: its loops have all items, and it waits for nobody.
+ * ============================================================================================================ */
+
+#define TEAM_SPIN 50e-6 /* seconds; waking a thread takes about as long */
+
+enum { ITEM_BITS = 20, LOOP_BITS = 24, ITEM_MASK = (1 << ITEM_BITS) - 1 };
+
+/* What is left of a thread's share of a loop, in one word: the number of the loop modulo 2^24, first item, end. */
+struct team_share {
+    _Alignas(64) _Atomic uint64_t left;
+    uint32_t loop; /* the thread's own: loops that it has begun, modulo 2^24 */
+};
+
+struct team {
+    int n;
+    double spin;               /* seconds */
+    pthread_t *threads;        /* (n); the first is the caller of team_run */
+    struct team_share *shares; /* (n) */
+    void (*body)(void *);      /* what team_run runs; NULL: the threads end */
+    void *arg;
+    const char *alloc_guard; /* the caller's */
+    atomic_int started;      /* threads that have taken their number */
+    atomic_int arrived;      /* threads at the barrier */
+    atomic_uint phase;       /* barriers that all have reached */
+    atomic_int asleep;       /* threads that wait for `woken` */
+    pthread_mutex_t lock;
+    pthread_cond_t woken; /* phase has changed */
+};
+
+/* The thread in its team, and its loop. */
+static _Thread_local struct {
+    struct team *team; /* NULL: it is alone */
+    int index;
+    int n, from; /* items of the loop; the thread from whose share it takes them; alone: the next item */
+} team_me;
+
+/* Processors that this program may use. */
+static int processors(void) {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set)) return int_max(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+    return CPU_COUNT(&set);
+}
+
+static void cpu_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Waits until the phase is no longer `phase`. */
+static void team_wait(struct team *t, unsigned phase) {
+    const double until = t->spin > 0 ? now_seconds() + t->spin : 0;
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (atomic_load_explicit(&t->phase, memory_order_acquire) != phase) return;
+            cpu_relax();
+        }
+    } while (until > 0 && now_seconds() < until);
+    pthread_mutex_lock(&t->lock);
+    atomic_fetch_add(&t->asleep, 1);
+    while (atomic_load(&t->phase) == phase) pthread_cond_wait(&t->woken, &t->lock);
+    atomic_fetch_sub(&t->asleep, 1);
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* Waits until all threads of the team are here. Returns true in the last of them, while the others wait; it calls
+ * team_release. */
+static bool team_arrive(void) {
+    struct team *t = team_me.team;
+    if (!t) return true;
+    const unsigned phase = atomic_load_explicit(&t->phase, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->n - 1) return true;
+    team_wait(t, phase);
+    return false;
+}
+
+/* Lets the other threads go on. */
+static void team_release(void) {
+    struct team *t = team_me.team;
+    if (!t) return;
+    atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
+    atomic_fetch_add(&t->phase, 1);
+    if (!atomic_load(&t->asleep)) return; /* a thread counts itself before it looks at the phase */
+    pthread_mutex_lock(&t->lock);
+    pthread_cond_broadcast(&t->woken);
+    pthread_mutex_unlock(&t->lock);
+}
+
+static void team_barrier(void) {
+    if (team_arrive()) team_release();
+}
+
+/* Whether this is the first thread, for work that one does. */
+static bool team_leads(void) { return !team_me.index; }
+
+static uint64_t share_word(uint32_t loop, int next, int end) {
+    return (uint64_t)loop << 2 * ITEM_BITS | (uint64_t)next << ITEM_BITS | (uint64_t)end;
+}
+
+/* Loops from loop `to` on to that of a share; negative: the share's thread has not begun the loop `to`. */
+static int32_t share_ahead(uint64_t left, uint32_t to) {
+    return (int32_t)(((uint32_t)(left >> 2 * ITEM_BITS) - to) << (32 - LOOP_BITS));
+}
+
+/* Takes an item of thread v's share of this thread's loop: the first one of its own, the last one of another's. Returns
+ * -1 if there is none: also where v has gone on to a later loop, which it does when every share is empty. */
+static int share_take(struct team *t, int v) {
+    const uint32_t loop = t->shares[team_me.index].loop;
+    const int begin = (int)(((int64_t)team_me.n * v + t->n - 1) / t->n);
+    const int end = (int)(((int64_t)team_me.n * (v + 1) + t->n - 1) / t->n);
+    const bool own = v == team_me.index;
+    _Atomic uint64_t *left = &t->shares[v].left;
+    uint64_t now = atomic_load_explicit(left, memory_order_relaxed);
+    for (;;) {
+        if (share_ahead(now, loop) < 0) { /* v has not begun this loop; this thread may begin it for v */
+            const uint64_t whole = share_word(loop, begin, end);
+            if (!atomic_compare_exchange_weak_explicit(left, &now, whole, memory_order_relaxed, memory_order_relaxed))
+                continue;
+            now = whole;
+        }
+        const int next = (int)(now >> ITEM_BITS & ITEM_MASK), stop = (int)(now & ITEM_MASK);
+        if (share_ahead(now, loop) > 0 || next == stop) return -1;
+        const uint64_t rest = own ? share_word(loop, next + 1, stop) : share_word(loop, next, stop - 1);
+        if (atomic_compare_exchange_weak_explicit(left, &now, rest, memory_order_relaxed, memory_order_relaxed))
+            return own ? next : stop - 1;
+    }
+}
+
+/* Returns an item of a loop that the team divides, -1 when there is none left:
+ *
+ *     for (int i = team_first(n); i >= 0; i = team_next()) ..
+ *
+ * All threads run the same loops; a loop has fewer than 2^20 items, and no other loop inside. Its end is no barrier. */
+static int team_next(void) {
+    struct team *t = team_me.team;
+    if (!t) return team_me.from < team_me.n ? team_me.from++ : -1;
+    for (;;) {
+        const int i = share_take(t, team_me.from);
+        if (i >= 0) return i;
+        team_me.from = (team_me.from + 1) % t->n;
+        if (team_me.from == team_me.index) return -1;
+    }
+}
+
+static int team_first(int n) {
+    struct team *t = team_me.team;
+    team_me.n = n;
+    team_me.from = team_me.index;
+    if (t) t->shares[team_me.index].loop = (t->shares[team_me.index].loop + 1) % (1u << LOOP_BITS);
+    return team_next();
+}
+
+/* Blocks the calling thread's signals but for its own faults, until they are set to *old again. Threads that it starts
+ * in between leave the others to it. */
+static void signals_block(sigset_t *old) {
+    const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT};
+    sigset_t all;
+    sigfillset(&all);
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&all, own[i]);
+    pthread_sigmask(SIG_SETMASK, &all, old);
+}
+
+static void *team_thread(void *arg) {
+    struct team *t = arg;
+    team_me.team = t;
+    team_me.index = atomic_fetch_add(&t->started, 1);
+    for (;;) {
+        team_barrier();
+        if (!t->body) return NULL;
+        alloc_guard = t->alloc_guard;
+        t->body(t->arg);
+        team_barrier();
+    }
+}
+
+/* Runs body(arg) in every thread of the team, of which the caller is the first, and waits for all. t NULL: the caller
+ * alone. */
+static void team_run(struct team *t, void (*body)(void *), void *arg) {
+    if (t) t->body = body, t->arg = arg, t->alloc_guard = alloc_guard;
+    team_me.team = t;
+    team_me.index = 0;
+    team_barrier();
+    body(arg);
+    team_barrier();
+    team_me.team = NULL;
+}
+
+/* Starts a team of n threads; NULL for a single one. crowded: the program has more threads than processors, so that a
+ * thread that spins keeps another from working. */
+static struct team *team_start(int n, bool crowded) {
+    sigset_t old;
+    if (n == 1) return NULL;
+    struct team *t = xcalloc(1, sizeof *t);
+    t->n = n;
+    t->spin = crowded ? 0 : TEAM_SPIN;
+    t->threads = xcalloc((size_t)n, sizeof *t->threads);
+    if (posix_memalign((void **)&t->shares, 64, (size_t)n * sizeof *t->shares)) die("out of memory");
+    memset(t->shares, 0, (size_t)n * sizeof *t->shares);
+    t->started = 1;
+    pthread_mutex_init(&t->lock, NULL);
+    pthread_cond_init(&t->woken, NULL);
+    signals_block(&old);
+    for (int i = 1; i < n; i++)
+        if (pthread_create(&t->threads[i], NULL, team_thread, t)) die("cannot start %d threads; try a smaller -t", n);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return t;
+}
+
+/* Ends the threads and frees the team. */
+static void team_stop(struct team *t) {
+    if (!t) return;
+    t->body = NULL;
+    team_me.team = t;
+    team_me.index = 0;
+    team_barrier();
+    team_me.team = NULL;
+    for (int i = 1; i < t->n; i++) pthread_join(t->threads[i], NULL);
+    pthread_mutex_destroy(&t->lock);
+    pthread_cond_destroy(&t->woken);
+    free(t->threads);
+    free(t->shares);
+    free(t);
+}
+
+/* ============================================================================================================
  * CPU kernels
  *
  * GEMM with the weight types of the file, and the small vector functions of a forward pass. A kernel computes one
@@ -9017,7 +9251,7 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
         for (int b = 0; b < n; b += step, w += bytes, next += (rows)*bytes) {                                         \
             struct isa##_block p[2];                                                                                  \
             const struct act_i16 *at[PANEL_GROUP];                                                                    \
-            UNROLL for (size_t i = 0; i < (rows)*bytes; i += 64) __builtin_prefetch(next + i);                        \
+            UNROLL for (size_t i = 0; i < (rows)*bytes; i += 64) __builtin_prefetch(next + i, 0, 2);                  \
             isa##_decode_block(type, w, stride, p);                                                                   \
             UNROLL for (int t = 0; t < n_tok; t++) at[t] = x[t] + b;                                                  \
             isa##_dot_tokens(type, n_tok, p, step, at, s);                                                            \
@@ -9734,24 +9968,49 @@ static const struct kernels *kernels_choose(void) {
     return kernel_sets[i];
 }
 
+/* The memory that memory_bandwidth reads, in pieces of 1 MiB. */
+struct bandwidth {
+    const struct kernels *k;
+    uint8_t *p;
+    int n; /* pieces */
+    _Atomic float amax;
+};
+
+enum { BANDWIDTH_PIECE = 1 << 20 };
+
+static void bandwidth_fill(void *arg) {
+    const struct bandwidth *b = arg;
+    for (int i = team_first(b->n); i >= 0; i = team_next())
+        memset(b->p + (size_t)i * BANDWIDTH_PIECE, 0, BANDWIDTH_PIECE);
+}
+
+static void bandwidth_read(void *arg) {
+    struct bandwidth *b = arg;
+    for (int i = team_first(b->n); i >= 0; i = team_next()) {
+        const uint8_t *p = b->p + (size_t)i * BANDWIDTH_PIECE;
+        b->amax =
+            b->k->amax((const float *)(const void *)p, BANDWIDTH_PIECE / (int)sizeof(float)); /* keeps the reads */
+    }
+}
+
 /* Measures the read bandwidth of main memory with n_threads threads: one pass over 1 GiB, or over a quarter of the
  * available memory if that is less. Takes about half a second. Returns bytes per second, 0 if there was no memory. */
 static double memory_bandwidth(int n_threads) {
-    const size_t piece = 1 << 20;
-    const struct kernels *k = kernels_choose();
-    size_t mib = (size_t)(memory_available() >> 20), n = 1;
-    if (mib > 4) n = mib > 4096 ? 1024 : mib / 4;
-    float *p = mmap(NULL, n * piece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), sum = 0;
-    if (p == MAP_FAILED) return 0;
-    madvise(p, n * piece, MADV_HUGEPAGE);
-#pragma omp parallel for num_threads(n_threads) schedule(static)
-    for (size_t i = 0; i < n; i++) memset((char *)p + i * piece, 0, piece);
-    double t = now_seconds();
-#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
-    for (size_t i = 0; i < n; i++) sum += k->amax(p + i * (piece / sizeof *p), (int)(piece / sizeof *p));
-    t = now_seconds() - t;
-    munmap(p, n * piece);
-    return (double)(n * piece) / t + (double)sum; /* sum is 0; adding it keeps the reads */
+    struct bandwidth b = {.k = kernels_choose(), .n = 1};
+    const size_t mib = (size_t)(memory_available() >> 20);
+    if (mib > 4) b.n = mib > 4096 ? 1024 : (int)(mib / 4);
+    const size_t bytes = (size_t)b.n * BANDWIDTH_PIECE;
+    b.p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (b.p == MAP_FAILED) return 0;
+    madvise(b.p, bytes, MADV_HUGEPAGE);
+    struct team *t = team_start(n_threads, n_threads > processors());
+    team_run(t, bandwidth_fill, &b);
+    double seconds = now_seconds();
+    team_run(t, bandwidth_read, &b);
+    seconds = now_seconds() - seconds;
+    team_stop(t);
+    munmap(b.p, bytes);
+    return (double)bytes / seconds;
 }
 
 /* ============================================================================================================
@@ -10046,7 +10305,7 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
                    const void *opts, char *err) {
     struct pg_start t = {.start = start, .opts = opts};
     pthread_condattr_t attr;
-    sigset_t all, old;
+    sigset_t old;
     memset(pg, 0, sizeof *pg);
     pg->n_rank = n_rank;
     pg->n_stage = n_stage;
@@ -10060,10 +10319,7 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(&pg->changed, &attr);
     pthread_condattr_destroy(&attr);
-    sigfillset(&all); /* signals are the caller's, but for a thread's own faults */
-    const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT};
-    for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&all, own[i]);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
+    signals_block(&old);
     for (int i = 0; i < pg->n; i++) {
         shard_model(&pg->shards[i], m, (struct shard){i % n_rank, n_rank, i / n_rank, n_stage});
         pg->ranks[i].pg = pg;
@@ -10092,6 +10348,9 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
  *
  * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that
  * do not depend on the number of threads, so that results do not either.
+ *
+ * Every thread of the rank's team calls them (see cpu_forward). An operation ends with op_end: its results are complete when
+ * it returns.
  * ============================================================================================================ */
 
 enum {
@@ -10110,46 +10369,54 @@ static struct {
     struct profile_row *row; /* (cap); NULL: nothing is timed */
     int n, cap;
     double last; /* now_seconds() when the latest part ended */
-    bool ended;  /* a thread has ended the part of ffn_run */
 } cpu_timing;
 
-/* Whether to call part_end. */
-static bool part_timed(void) { return cpu_timing.row != NULL; }
-
-/* The same inside a parallel region, after a barrier: true for the first thread only. Others may wake much later. */
-static bool part_timed_first(void) {
-    return part_timed() && !__atomic_exchange_n(&cpu_timing.ended, true, __ATOMIC_ACQ_REL);
-}
-
-/* Ends a part, which has read `bytes` of weights and cache. */
-__attribute__((format(printf, 2, 3))) static void part_end(double bytes, const char *fmt, ...) {
+/* Ends a part, which has read `bytes` of weights and cache. One thread calls it, while the others wait. */
+__attribute__((format(printf, 2, 0))) static void part_end(double bytes, const char *fmt, va_list v) {
     const double now = now_seconds();
     if (cpu_timing.n == cpu_timing.cap) return;
     struct profile_row *row = &cpu_timing.row[cpu_timing.n++];
-    va_list v;
-    va_start(v, fmt);
     vsnprintf(row->name, sizeof row->name, fmt, v);
-    va_end(v);
     row->calls = 1;
     row->bytes = bytes;
     row->seconds = now - cpu_timing.last;
-    cpu_timing.last = now_seconds();
+    cpu_timing.last = now;
 }
 
-static void part_end_matrix(const char *what, const struct weight *w) {
-    part_end((double)weight_bytes(w), "%s %s %d x %d", what, gguf_type_info(w->type).name, w->n_out, w->n_in);
+/* A barrier that ends a part. */
+__attribute__((format(printf, 2, 3))) static void op_end(double bytes, const char *fmt, ...) {
+    va_list v;
+    if (!team_arrive()) return;
+    va_start(v, fmt);
+    if (cpu_timing.row) part_end(bytes, fmt, v);
+    va_end(v);
+    team_release();
 }
+
+/* The same for products with up to 3 matrices, of which w is NULL behind the last. */
+static void op_end_matrices(const char *what, const struct weight *const w[3]) {
+    char rows[48];
+    double bytes = 0;
+    for (int i = 0, n = 0; i < 3 && w[i]; i++) {
+        n += snprintf(rows + n, sizeof rows - (size_t)n, i ? " + %d" : "%d", w[i]->n_out);
+        bytes += (double)weight_bytes(w[i]);
+    }
+    op_end(bytes, "%s %s %s x %d", what, gguf_type_info(w[0]->type).name, rows, w[0]->n_in);
+}
+
+static void op_end_matrix(const char *what, const struct weight *w) {
+    op_end_matrices(what, (const struct weight *const[3]){w});
+}
+
+static int ceil_by(int n, int by) { return (n + by - 1) / by; }
 
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
 
 /* Row t of an activation slot. */
 static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
 
-/* The calling thread's scratch, inside a parallel region. */
-static void *cpu_scratch(const struct rank *r) { return r->scratch + (size_t)omp_get_thread_num() * r->scratch_bytes; }
-
-/* Threads for work on n items, at most one per item: a single token's norms are not worth waking others. */
-static int cpu_threads(const struct rank *r, int n) { return n < r->n_threads ? n : r->n_threads; }
+/* The calling thread's scratch. */
+static void *cpu_scratch(const struct rank *r) { return r->scratch + (size_t)team_me.index * r->scratch_bytes; }
 
 /* The rank `rank` of r's stage: they lie side by side. */
 static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard.rank + rank; }
@@ -10158,9 +10425,12 @@ static void cpu_embed(struct rank *r, enum act x) {
     const struct weight *w = &r->m->embd;
     const struct rank *before = pg_neighbor(r, -1);
     float scale = w->scale ? w->scale[0] : 1.0f;
-    r->n_all_reduce = 0;
-    if (before) pg_recv(r);
-    for (int t = 0; t < r->n_tok; t++) {
+    if (team_leads()) {
+        r->n_all_reduce = 0;
+        if (before) pg_recv(r);
+    }
+    if (before) team_barrier();
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         float *row = act_row(r, x, t);
         for (int k = 0; k < r->m->n_rope; k++) {
             const struct rope *rope = &r->m->ropes[k];
@@ -10178,23 +10448,29 @@ static void cpu_embed(struct rank *r, enum act x) {
         gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, row, (size_t)w->n_in);
         for (int i = 0; scale != 1.0f && i < w->n_in; i++) row[i] *= scale;
     }
-    if (part_timed()) part_end(0, "embedding");
+    op_end(0, "embedding");
 }
 
 static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
-#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
-    for (int t = 0; t < r->n_tok; t++)
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
-    if (part_timed()) part_end(0, "norm");
+    op_end(0, "norm");
+}
+
+/* A barrier for all threads of all ranks of the stage. */
+static void stage_team_barrier(struct rank *r) {
+    if (r->m->shard.n_rank == 1) return;
+    if (!team_arrive()) return;
+    stage_barrier(r);
+    team_release();
 }
 
 /* Reads the deltas of the stage's ranks in their own memory, between two barriers. */
 static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     int n_rank = r->m->shard.n_rank, n = r->width[x];
-    r->n_all_reduce++;
-    stage_barrier(r);
-#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
-    for (int t = 0; t < r->n_tok; t++) {
+    if (team_leads()) r->n_all_reduce++;
+    stage_team_barrier(r);
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         float *a = act_row(r, x, t), *d[MAX_RANKS];
         for (int k = 0; k < n_rank; k++) d[k] = act_row(rank_peer(r, k), delta, t);
         for (int i = 0; i < n; i++) {
@@ -10204,14 +10480,14 @@ static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delt
         }
         if (w) r->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
     }
-    stage_barrier(r); /* nobody's delta is overwritten while others read it */
-    if (part_timed()) part_end(0, w ? "sum, norm" : "sum");
+    stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
+    op_end(0, w ? "sum, norm" : "sum");
 }
 
 static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
     struct rank *next = pg_neighbor(r, 1);
     cpu_all_reduce_add_rmsnorm(r, x, delta, NULL, x);
-    if (next) pg_send(next);
+    if (next && team_leads()) pg_send(next);
 }
 
 /* A thread's scratch: KERNEL_SCRATCH bytes for the kernels, a tile of results for `chunk` tokens, then three buffers of
@@ -10225,16 +10501,16 @@ static uint8_t *scratch_pack(const struct rank *r, int i) {
            (size_t)i * OWN_PACK;
 }
 
-/* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region into `shared`, act_bytes apart. The threads
- * divide the rows. */
+/* Packs n rows of x (n_in, x_stride floats apart) into `shared`, act_bytes apart. The threads divide the rows. */
 static void pack_shared(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n, int n_in,
                         uint8_t *shared) {
     const size_t stride = r->k->act_bytes(f, n_in);
-#pragma omp for schedule(static)
-    for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
+    for (int t = team_first(n); t >= 0; t = team_next())
+        r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
+    team_barrier();
 }
 
-/* Packs n rows of x (n_in, x_stride floats apart) inside a parallel region and returns them, act_bytes apart. Up to
+/* Packs n rows of x (n_in, x_stride floats apart) and returns them, act_bytes apart. Up to
  * OWN_PACK bytes every thread packs all rows into its own buffer i, which saves a barrier; beyond, the threads divide
  * the rows and pack them into `shared`. */
 static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n,
@@ -10282,43 +10558,59 @@ static void linear_tile(struct rank *r, const struct weight *w, enum act_format 
         }
 }
 
-/* y = W x for n rows of x (x_stride floats apart), inside a parallel region; the caller waits for the other threads. */
-static void linear_rows(struct rank *r, const struct weight *w, const float *x, int x_stride, int n, float *y,
-                        int y_stride) {
-    if (!w->n_in) { /* this rank's shard is empty */
-#pragma omp for schedule(static) nowait
-        for (int t = 0; t < n; t++) memset(y + (size_t)t * (size_t)y_stride, 0, (size_t)w->n_out * sizeof *y);
-        return;
+/* n rows of input of a matrix, packed. */
+struct packed {
+    enum act_format f;
+    int n_run, n_in;    /* runs of columns, each with packed rows of its own; columns of a run */
+    const uint8_t *own; /* the thread's copy; NULL: it is in r->pack */
+};
+
+static struct packed linear_pack(struct rank *r, const struct weight *w, const float *x, int x_stride, int n) {
+    struct packed p = {.f = r->k->act_format(w->type, n), .n_in = w->col_run ? w->col_run : w->n_in};
+    if (!w->n_in) return p; /* this rank's shard is empty */
+    p.n_run = w->n_in / p.n_in;
+    const size_t run_bytes = (size_t)n * r->k->act_bytes(p.f, p.n_in);
+    if (p.n_run == 1) {
+        const uint8_t *rows = pack_rows(r, p.f, x, (size_t)x_stride, n, p.n_in, r->pack, 0);
+        if (rows != r->pack) p.own = rows;
+        return p;
     }
-    const enum act_format f = r->k->act_format(w->type, n);
-    const int n_in = w->col_run ? w->col_run : w->n_in, n_run = w->n_in / n_in;
-    const size_t stride = r->k->act_bytes(f, n_in);
-    const uint8_t *pack = NULL;
-    for (int k = 0; k < n_run; k++) { /* with several runs of columns each has packed rows of its own */
-        uint8_t *shared = r->pack + (size_t)k * (size_t)n * stride;
-        if (n_run == 1) pack = pack_rows(r, f, x, (size_t)x_stride, n, n_in, shared, 0);
-        else pack_shared(r, f, x + (size_t)k * (size_t)n_in, (size_t)x_stride, n, n_in, shared);
-    }
-#pragma omp for schedule(dynamic) nowait
-    for (int row = 0; row < w->n_out; row += ROW_TILE) {
-        const int end = int_min(row + ROW_TILE, w->n_out);
-        for (int at = row, m; at < end; at += m) {
-            m = w->row_run ? int_min(end - at, w->row_run - at % w->row_run) : end - at;
-            for (int k = 0; k < n_run; k++)
-                linear_tile(r, w, f, n_run == 1 ? pack : r->pack + (size_t)k * (size_t)n * stride, k * n_in, n_in, n,
-                            at, m, y, y_stride);
+    for (int k = 0; k < p.n_run; k++)
+        pack_shared(r, p.f, x + (size_t)k * (size_t)p.n_in, (size_t)x_stride, n, p.n_in,
+                    r->pack + (size_t)k * run_bytes);
+    return p;
+}
+
+/* y = W x for n rows of packed x. Ends without a barrier. */
+static void linear_rows(struct rank *r, const struct weight *w, const struct packed *x, int n, float *y, int y_stride) {
+    const size_t run_bytes = (size_t)n * r->k->act_bytes(x->f, x->n_in);
+    for (int t = w->n_in ? -1 : team_first(n); t >= 0; t = team_next())
+        memset(y + (size_t)t * (size_t)y_stride, 0, (size_t)w->n_out * sizeof *y);
+    for (int i = w->n_in ? team_first(ceil_by(w->n_out, ROW_TILE)) : -1; i >= 0; i = team_next()) {
+        const int end = int_min((i + 1) * ROW_TILE, w->n_out);
+        for (int row = i * ROW_TILE, m; row < end; row += m) {
+            m = w->row_run ? int_min(end - row, w->row_run - row % w->row_run) : end - row;
+            for (int k = 0; k < x->n_run; k++)
+                linear_tile(r, w, x->f, x->own ? x->own : r->pack + (size_t)k * run_bytes, k * x->n_in, x->n_in, n, row,
+                            m, y, y_stride);
         }
     }
 }
 
-static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
-#pragma omp parallel num_threads(r->n_threads)
-    linear_rows(r, w, r->act[x], r->width[x], r->n_tok, r->act[out], r->width[out]);
-    if (part_timed()) part_end_matrix("linear", w);
+static void cpu_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
+    struct packed p;
+    for (int i = 0; i < 3 && w[i]; i++) {
+        const bool same = i && r->k->act_format(w[i]->type, r->n_tok) == p.f && w[i]->n_in == w[i - 1]->n_in &&
+                          w[i]->col_run == w[i - 1]->col_run;
+        if (i && !same && !p.own) team_barrier(); /* others may still read what is packed */
+        if (!same) p = linear_pack(r, w[i], r->act[x], r->width[x], r->n_tok);
+        linear_rows(r, w[i], &p, r->n_tok, r->act[out[i]], r->width[out[i]]);
+    }
+    op_end_matrices("linear", w);
 }
 
-static void cpu_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
-    for (int i = 0; i < 3 && w[i]; i++) cpu_linear(r, w[i], x, out[i]);
+static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
+    cpu_linear3(r, x, (const struct weight *const[3]){w}, (const enum act[3]){out});
 }
 
 /* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
@@ -10350,8 +10642,7 @@ static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, en
     const struct layer *layer = &m->layers[il];
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim, q_head = query_stride(layer);
-#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
-    for (int t = 0; t < r->n_tok; t++) {
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
@@ -10362,7 +10653,7 @@ static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, en
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
         kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, act_row(r, v, t));
     }
-    if (part_timed()) part_end(0, "rotation, cache");
+    op_end(0, "rotation, cache");
 }
 
 /* Rotates q, norms the latent, rotates the shared key, and writes latent and key to the cache at their positions. */
@@ -10371,8 +10662,7 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct layer *layer = &m->layers[il];
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim, nope = a->head_k - dim;
-#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
-    for (int t = 0; t < r->n_tok; t++) {
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
         float *latent = act_row(r, kv, t);
         for (int h = 0; h < a->n_head; h++) rope_pairs(act_row(r, q, t) + h * a->head_k + nope, c, s, dim);
@@ -10381,7 +10671,7 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, latent);
         kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, latent + a->kv_lora);
     }
-    if (part_timed()) part_end(0, "rotation, cache");
+    op_end(0, "rotation, cache");
 }
 
 /* ============================================================================================================
@@ -10530,7 +10820,7 @@ static void attend_merge(const float *partials, int n_split, size_t stride, int 
     for (int j = 0; j < dv; j++) out[j] /= den;
 }
 
-/* All rows of the batch against the cache, inside a parallel region. `all` describes the whole: heads in n_head, of
+/* All rows of the batch against the cache. `all` describes the whole: heads in n_head, of
  * which `group` go into one item; items of `tile` tokens. */
 static void attend_all(struct rank *r, const struct attend *all, int group, int tile) {
     int keys = r->pos + r->n_tok, n_split = 1, split_keys = keys;
@@ -10541,10 +10831,11 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
         n_split = (keys + split_keys - 1) / split_keys;
     }
     size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
-#pragma omp for schedule(dynamic)
-    for (int i = n_group * n_tile * n_split - 1; i >= 0; i--) { /* the last tiles see the most keys: they start first */
+    const int n_item = n_group * n_tile * n_split;
+    for (int i = team_first(n_item); i >= 0; i = team_next()) {
         struct attend a = *all;
-        int g = i % n_group, t = i / n_group % n_tile, p = i / n_group / n_tile;
+        const int back = n_item - 1 - i; /* the last tiles see the most keys: they start first */
+        int g = back % n_group, t = back / n_group % n_tile, p = back / n_group / n_tile;
         a.head = all->kind == ATTEND_GQA ? g : g * group;
         a.n_head = group;
         a.first = t * tile;
@@ -10556,14 +10847,15 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
         if (n_split > 1) a.partial = r->partials + ((size_t)p * (size_t)n_group + (size_t)g) * rows * stride;
         attend_run(r, &a, cpu_scratch(r));
     }
+    team_barrier();
     if (n_split == 1) return;
-#pragma omp for schedule(static)
-    for (int i = 0; i < r->n_tok * all->n_head; i++) {
+    for (int i = team_first(r->n_tok * all->n_head); i >= 0; i = team_next()) {
         int t = i / all->n_head, h = i % all->n_head;
         const float *partials = r->partials + ((size_t)(h / group) * rows + (size_t)(t * group + h % group)) * stride;
         attend_merge(partials, n_split, (size_t)n_group * rows * stride, all->dv,
                      all->out + (size_t)t * all->out_tok + (size_t)h * all->out_head);
     }
+    team_barrier();
 }
 
 /* Tokens of a work item whose tokens have rows_per_token query rows each. */
@@ -10574,11 +10866,9 @@ static double cache_bytes(const struct rank *r, int il) {
     return layer_state_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)(r->pos + r->n_tok));
 }
 
-static void part_end_latent(const struct rank *r, int il) {
+static void op_end_latent(const struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
-    if (!part_timed()) return;
-    part_end((double)(weight_bytes(&layer->wk_b) + weight_bytes(&layer->wv_b)) + cache_bytes(r, il),
-             "latent attention");
+    op_end((double)(weight_bytes(&layer->wk_b) + weight_bytes(&layer->wv_b)) + cache_bytes(r, il), "latent attention");
 }
 
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
@@ -10597,18 +10887,16 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
                        .out = r->act[out],
                        .out_tok = (size_t)r->width[out],
                        .out_head = (size_t)shape->head_v};
-#pragma omp parallel num_threads(r->n_threads)
     attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
-    if (part_timed()) part_end(cache_bytes(r, il), "attention");
+    op_end(cache_bytes(r, il), "attention");
 }
 
 static void cpu_attention_gate(struct rank *r, int il, enum act q, enum act x) {
     const struct attn *a = &r->m->layers[il].attn;
-#pragma omp parallel for num_threads(cpu_threads(r, r->n_tok))
-    for (int t = 0; t < r->n_tok; t++)
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         for (int h = 0; h < a->n_head; h++)
             r->k->sigmoid_mul(act_row(r, x, t) + h * a->head_v, act_row(r, q, t) + (2 * h + 1) * a->head_k, a->head_v);
-    if (part_timed()) part_end(0, "attention gates");
+    op_end(0, "attention gates");
 }
 
 /* Whether n query tokens make it cheaper to expand keys and values from the latents than to absorb wk_b and wv_b into
@@ -10621,14 +10909,13 @@ static bool mla_expands(const struct model *m, const struct layer *layer, int n)
     return saved > 0 && (int64_t)(nope + a->head_v) * a->kv_lora < saved * n;
 }
 
-/* y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head), one matrix per head, inside a parallel region. The n_copy
+/* y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head), one matrix per head. The n_copy
  * floats that follow an input vector are copied to follow its result. Ends without a barrier. */
 static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head, float *y,
                          size_t y_tok, size_t y_head, int n_copy) {
     enum act_format f = r->k->act_format(w->type, r->n_tok);
     size_t stride = r->k->act_bytes(f, w->n_in);
-#pragma omp for schedule(static) nowait
-    for (int h = 0; h < w->n_expert; h++) {
+    for (int h = team_first(w->n_expert); h >= 0; h = team_next()) {
         uint8_t *pack = r->pack + (size_t)h * (size_t)r->n_tok * stride;
         const float *xh = x + (size_t)h * x_head;
         float *yh = y + (size_t)h * y_head;
@@ -10678,9 +10965,8 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
                        .out_head = head_v};
     if (mla_expands(r->m, layer, r->n_tok)) {
         a.kind = ATTEND_EXPAND;
-#pragma omp parallel num_threads(r->n_threads)
         attend_all(r, &a, 1, r->n_tok);
-        part_end_latent(r, il);
+        op_end_latent(r, il);
         return;
     }
     const size_t key = lat + (size_t)rope; /* values of an absorbed query */
@@ -10695,14 +10981,11 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
     a.out_tok = (size_t)n_head * lat;
     a.out_head = lat;
     int group = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
-#pragma omp parallel num_threads(r->n_threads)
-    {
-        heads_linear(r, &layer->wk_b, r->act[q], q_tok, head_k, r->q_absorbed, a.q_tok, key, rope);
-#pragma omp barrier
-        attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
-        heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, head_v, 0);
-    }
-    part_end_latent(r, il);
+    heads_linear(r, &layer->wk_b, r->act[q], q_tok, head_k, r->q_absorbed, a.q_tok, key, rope);
+    team_barrier();
+    attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
+    heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, head_v, 0);
+    op_end_latent(r, il);
 }
 
 /* ============================================================================================================
@@ -10721,8 +11004,6 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) 
  * ============================================================================================================ */
 
 enum { DELTA_COLUMNS = 32 /* columns of a state in a work item: they stay in the first cache over all tokens */ };
-
-static int ceil_by(int n, int by) { return (n + by - 1) / by; }
 
 /* The whole model's value head of a rank's value head j. */
 static int delta_value_head(const struct delta *d, int j) {
@@ -10843,23 +11124,19 @@ static void cpu_delta_net(struct rank *r, int il, enum act out) {
     const int n = r->pos - r->state_pos + r->n_tok;
     const int items = d->n_value * ceil_by(d->head_v, DELTA_COLUMNS);
     if (!d->n_value) return; /* this rank's shard is empty */
-#pragma omp parallel num_threads(r->n_threads)
-    {
-#pragma omp for schedule(static)
-        for (int i = 0; i < n; i++) delta_inputs(r, il, i, r->state_pos + i);
-#pragma omp for schedule(dynamic)
-        for (int i = 0; i < items; i++) delta_columns(r, il, i, out);
-#pragma omp for schedule(static)
-        for (int i = 0; i < r->n_tok * d->n_value; i++) {
-            float *o = act_row(r, out, i / d->n_value) + i % d->n_value * d->head_v;
-            float *z = act_row(r, A_Z, i / d->n_value) + i % d->n_value * d->head_v;
-            r->k->rmsnorm(o, layer->delta_norm, r->m->rms_eps, o, d->head_v);
-            r->k->silu_mul(z, o, d->head_v);
-            memcpy(o, z, (size_t)d->head_v * sizeof *o);
-        }
+    for (int i = team_first(n); i >= 0; i = team_next()) delta_inputs(r, il, i, r->state_pos + i);
+    team_barrier();
+    for (int i = team_first(items); i >= 0; i = team_next()) delta_columns(r, il, i, out);
+    team_barrier();
+    for (int i = team_first(r->n_tok * d->n_value); i >= 0; i = team_next()) {
+        float *o = act_row(r, out, i / d->n_value) + i % d->n_value * d->head_v;
+        float *z = act_row(r, A_Z, i / d->n_value) + i % d->n_value * d->head_v;
+        r->k->rmsnorm(o, layer->delta_norm, r->m->rms_eps, o, d->head_v);
+        r->k->silu_mul(z, o, d->head_v);
+        memcpy(o, z, (size_t)d->head_v * sizeof *o);
     }
-    delta_keep(r, il);
-    if (part_timed()) part_end(cache_bytes(r, il), "delta net");
+    if (team_leads()) delta_keep(r, il);
+    op_end(cache_bytes(r, il), "delta net");
 }
 
 /* ============================================================================================================
@@ -10989,19 +11266,16 @@ static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const 
  * packs all of them itself up to OWN_PACK bytes. */
 static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, enum act_format last, size_t stride,
                                       int n_rows) {
-    bool own = (size_t)n_rows * stride <= OWN_PACK;
+    const bool own = (size_t)n_rows * stride <= OWN_PACK;
     uint8_t *out = own ? scratch_pack(r, 2) : r->pack_h;
-    int threads = own ? 1 : omp_get_num_threads(), from = own ? 0 : omp_get_thread_num();
     for (int j = 0; j < r->n_jobs; j++) {
         const struct ffn_job *b = &r->jobs[j];
-        size_t ff = (size_t)b->gate->n_out;
-        for (int t = from; t < b->n_tok; t += threads)
+        const size_t ff = (size_t)b->gate->n_out;
+        for (int t = own ? 0 : team_first(b->n_tok); t >= 0 && t < b->n_tok; t = own ? t + 1 : team_next())
             r->k->act_pack(j == r->n_jobs - 1 ? last : f, r->hidden + b->hidden + (size_t)t * ff, (int)ff,
                            out + (b->slot + (size_t)t) * stride);
     }
-    if (!own) {
-#pragma omp barrier
-    }
+    if (!own) team_barrier();
     return out;
 }
 
@@ -11021,8 +11295,7 @@ static void stats_add(struct rank *r, int il, enum act x) {
     const int k = layer->n_expert_used, tiles = (r->m->n_embd + ROW_TILE - 1) / ROW_TILE;
     struct ffn_weights ffns[2];
     layer_ffns(layer, ffns);
-#pragma omp parallel for num_threads(r->n_threads) schedule(dynamic)
-    for (int i = 0; i < r->n_jobs; i++) {
+    for (int i = team_first(r->n_jobs); i >= 0; i = team_next()) {
         const struct ffn_job *j = &r->jobs[i];
         const bool second = j->gate != ffns[0].gate;
         const struct ffn_weights *ffn = &ffns[second];
@@ -11045,6 +11318,7 @@ static void stats_add(struct rank *r, int il, enum act x) {
             in_sum2_add(down + e * ff, r->hidden + j->hidden + (size_t)t * ff, (int)ff);
         }
     }
+    team_barrier();
 }
 
 /* Bytes of the jobs' matrices: gate and up, or down. */
@@ -11061,20 +11335,14 @@ static double jobs_bytes(const struct rank *r, bool down) {
 /* The name of the jobs' part of a forward. */
 static const char *jobs_name(const struct rank *r) { return r->n_jobs && r->jobs[0].rows ? "experts" : "dense"; }
 
-/* Ends the last part of a feed-forward, after its parallel region. */
-static void part_end_down(const struct rank *r) {
-    if (!part_timed()) return;
-    part_end(jobs_bytes(r, true), "%s down", jobs_name(r));
-    cpu_timing.ended = false;
-}
-
-/* out = sum over the jobs of weight * down(silu(gate x) * (up x)), inside a parallel region. per_job: average tokens of
- * a job, which chooses the format of activations. */
+/* out = sum over the jobs of weight * down(silu(gate x) * (up x)). per_job: average tokens of a job, which chooses the
+ * format of activations. */
 static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     const struct kernels *k = r->k;
     if (!r->n_jobs) { /* this rank's shard is empty */
-#pragma omp for schedule(static)
-        for (int t = 0; t < r->n_tok; t++) memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
+        for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+            memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
+        team_barrier();
         return;
     }
     const struct ffn_job *j0 = &r->jobs[0];
@@ -11096,8 +11364,7 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     float *tile = scratch_tile(r);
     size_t h_stride = size_max(k->act_bytes(fd, n_ff), k->act_bytes(fds, n_ff));
     int ff_tiles = (n_ff + ROW_TILE - 1) / ROW_TILE, tiles = r->n_jobs * ff_tiles;
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < tiles; i++) {
+    for (int i = team_first(tiles); i >= 0; i = team_next()) {
         const struct ffn_job *j = &r->jobs[i / ff_tiles];
         int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
         bool shared = j == jn;
@@ -11114,10 +11381,10 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
         k->gemm(&u);
         for (int t = 0; t < j->n_tok; t++) k->silu_mul(g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
-    if (part_timed_first()) part_end(jobs_bytes(r, false), "%s gate, up", jobs_name(r));
+    op_end(jobs_bytes(r, false), "%s gate, up", jobs_name(r));
     const uint8_t *pack_h = ffn_pack_hidden(r, fd, fds, h_stride, n_rows);
-#pragma omp for schedule(dynamic) nowait
-    for (int row = 0; row < r->width[out]; row += ROW_TILE) {
+    for (int c = team_first(ceil_by(r->width[out], ROW_TILE)); c >= 0; c = team_next()) {
+        const int row = c * ROW_TILE;
         for (int t = 0; t < r->n_tok; t++)
             memset(act_row(r, out, t) + row, 0,
                    sizeof(float) * (size_t)(r->width[out] - row < ROW_TILE ? r->width[out] - row : ROW_TILE));
@@ -11131,27 +11398,29 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
             k->gemm(&g);
             for (int t = 0; t < j->n_tok; t++) {
                 float *y = act_row(r, out, j->rows ? j->rows[t] : t) + row, w = j->w ? j->w[t] : 1.0f;
-                for (int c = 0; c < g.n_out; c++) y[c] += w * tile[t * ROW_TILE + c];
+                for (int k0 = 0; k0 < g.n_out; k0++) y[k0] += w * tile[t * ROW_TILE + k0];
             }
             if (!r->norm_parts || !j->rows) continue;
             float *part = norm_part(r, row / ROW_TILE, j->slot);
             for (int t = 0; t < j->n_tok; t++) {
                 float sum = 0;
-                for (int c = 0; c < g.n_out; c++) sum += tile[t * ROW_TILE + c] * tile[t * ROW_TILE + c];
+                for (int k0 = 0; k0 < g.n_out; k0++) sum += tile[t * ROW_TILE + k0] * tile[t * ROW_TILE + k0];
                 part[t] = sum;
             }
         }
     }
+    op_end(jobs_bytes(r, true), "%s down", jobs_name(r));
 }
 
 /* Runs the dense feed-forward as a single job. */
 static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *layer = &r->m->layers[il];
-    r->jobs[0] = (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
-    r->n_jobs = layer->gate.n_out > 0;
-#pragma omp parallel num_threads(r->n_threads)
+    if (team_leads()) {
+        r->jobs[0] = (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
+        r->n_jobs = layer->gate.n_out > 0;
+    }
+    team_barrier();
     ffn_run(r, x, out, r->n_tok);
-    part_end_down(r);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -11160,22 +11429,17 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const int k = layer->n_expert_used, per_job = (r->n_tok * k + layer->n_expert - 1) / layer->n_expert;
-#pragma omp parallel num_threads(r->n_threads)
-    {
-        linear_rows(r, &layer->router, r->act[x], r->width[x], r->n_tok, r->route, m->n_expert_max);
-#pragma omp barrier
-#pragma omp for schedule(static)
-        for (int t = 0; t < r->n_tok; t++)
-            route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k,
-                        r->route_w + t * k);
-#pragma omp single
-        {
-            ffn_jobs_build(r, layer, x);
-            if (part_timed()) part_end_matrix("router", &layer->router);
-        }
-        ffn_run(r, x, out, per_job);
+    const struct packed p = linear_pack(r, &layer->router, r->act[x], r->width[x], r->n_tok);
+    linear_rows(r, &layer->router, &p, r->n_tok, r->route, m->n_expert_max);
+    team_barrier();
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k, r->route_w + t * k);
+    if (team_arrive()) {
+        ffn_jobs_build(r, layer, x);
+        team_release();
     }
-    part_end_down(r);
+    op_end_matrix("router", &layer->router);
+    ffn_run(r, x, out, per_job);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -11184,17 +11448,27 @@ static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
     if (in_sum2) memcpy(in_sum2, r->in_sum2, in_sum2_before(r->m, r->m->n_layer) * sizeof *in_sum2);
 }
 
-static void cpu_logits(struct rank *r, int first, int n) {
+/* The rows of a logits operation. */
+struct logit_rows {
+    struct rank *r;
+    int first, n;
+};
+
+static void logits_body(void *arg) {
+    const struct logit_rows *a = arg;
+    struct rank *r = a->r;
     const struct weight *w = &r->m->output;
-    float *out = rank_peer(r, 0)->logits + r->m->first_id;
-#pragma omp parallel num_threads(r->n_threads)
-    {
-#pragma omp for schedule(static)
-        for (int t = first; t < first + n; t++)
-            r->k->rmsnorm(act_row(r, A_X, t), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, t), r->m->n_embd);
-        linear_rows(r, w, act_row(r, A_H, first), r->width[A_H], n, out, r->m->n_vocab);
-    }
-    if (part_timed()) part_end_matrix("output", w);
+    for (int i = team_first(a->n); i >= 0; i = team_next())
+        r->k->rmsnorm(act_row(r, A_X, a->first + i), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, a->first + i),
+                      r->m->n_embd);
+    team_barrier();
+    const struct packed p = linear_pack(r, w, act_row(r, A_H, a->first), r->width[A_H], a->n);
+    linear_rows(r, w, &p, a->n, rank_peer(r, 0)->logits + r->m->first_id, r->m->n_vocab);
+    op_end_matrix("output", w);
+}
+
+static void cpu_logits(struct rank *r, int first, int n) {
+    team_run(r->team, logits_body, &(struct logit_rows){r, first, n});
 }
 
 static const float *cpu_read_logits(struct rank *r, int row) { return r->logits + (size_t)row * (size_t)r->m->n_vocab; }
@@ -11205,8 +11479,12 @@ static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *
 
 static int32_t cpu_read_token(struct rank *r) { return r->chosen; }
 
-static bool cpu_begin(struct rank *r) { return (void)r, false; }
-static void cpu_end(struct rank *r) { (void)r; }
+static void forward_body(void *arg) {
+    struct rank *r = arg;
+    r->m->family->forward(r);
+}
+
+static void cpu_forward(struct rank *r) { team_run(r->team, forward_body, r); }
 
 static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
                            bool store) {
@@ -11219,15 +11497,23 @@ static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, 
 }
 
 static void cpu_wait(struct rank *r) { (void)r; }
-static struct rates cpu_measure(struct rank *r) { return (struct rates){memory_bandwidth(r->n_threads), 0}; }
+static struct rates cpu_measure(struct rank *r) {
+    return (struct rates){memory_bandwidth(r->team ? r->team->n : 1), 0};
+}
+
+enum { ALL_REDUCES_TIMED = 100 };
+
+static void all_reduces_body(void *arg) {
+    struct rank *r = arg;
+    for (int k = 0; k < ALL_REDUCES_TIMED; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+}
 
 static double cpu_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
-    const int runs = n_tok > 16 ? 50 : 300;
     if (nccl || n_tok > r->chunk) return 0;
     double t0 = now_seconds();
     r->n_tok = n_tok;
-    for (int k = 0; k < runs; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
-    return (now_seconds() - t0) / runs;
+    team_run(r->team, all_reduces_body, r);
+    return (now_seconds() - t0) / ALL_REDUCES_TIMED;
 }
 
 static int cpu_profile(struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n) {
@@ -11242,6 +11528,7 @@ static int cpu_profile(struct rank *r, void (*body)(void *), void *arg, struct p
 }
 
 static void cpu_close(struct rank *r) {
+    team_stop(r->team);
     for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
     arrfree(r->owned);
 }
@@ -11302,7 +11589,6 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->m = m;
     r->ops = &cpu_ops;
     r->k = k;
-    r->n_threads = n_threads;
     r->n_ctx = n_ctx;
     r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
@@ -11547,13 +11833,6 @@ static const char *family_names(char out[ERR_MAX]) {
     return out;
 }
 
-/* One forward pass of the rank's batch, or its recording. */
-static void forward(struct rank *r) {
-    if (r->ops->begin(r)) return;
-    r->m->family->forward(r);
-    r->ops->end(r);
-}
-
 /* ============================================================================================================
  * Sampler
  *
@@ -11686,9 +11965,10 @@ struct cpu_options {
 /* The rank_starter of a CPU. */
 static int cpu_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
     const struct cpu_options *o = opts;
-    int n = shard->shard.n_rank * shard->shard.n_stage;
+    const int n = shard->shard.n_rank * shard->shard.n_stage, n_threads = int_max(1, o->n_threads / n);
     (void)err; /* what fails ends the program */
-    cpu_rank_init(r, shard, o->k, o->n_threads > n ? o->n_threads / n : 1, o->n_ctx, o->kv);
+    cpu_rank_init(r, shard, o->k, n_threads, o->n_ctx, o->kv);
+    r->team = team_start(n_threads, n * n_threads > processors());
     if (o->stats) cpu_stats_init(r, o->in_sum2);
     return 0;
 }
@@ -11810,7 +12090,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
         r->pos = step->pos;
         r->state_pos = step->state_pos;
         r->n_tok = step->n;
-        forward(r);
+        r->ops->forward(r);
         alloc_guard_end();
         break;
     case RANK_LOGITS:
@@ -12665,7 +12945,6 @@ static const struct manual manual = {
                    "HOME\tthe directory of the files above\n"
                    "VISUAL, EDITOR\tthe editor of /edit and Ctrl-X Ctrl-E; VISUAL comes first\n"
                    "TERM, NO_COLOR\twhat the terminal can show\n"
-                   "OMP_WAIT_POLICY\tpassive lets threads sleep while they wait\n"
                    "CUDA_VISIBLE_DEVICES\tthe GPUs that may be used\n",
     .exit_codes = "0 done, 1 failed, 2 wrong usage, 130 interrupted",
     .options = options,
@@ -12898,7 +13177,7 @@ static void text_unescape(char *text) {
 
 /* Reads the command line. Says what has no effect, unless --quiet. 0, or -1 with a message. */
 static int options_parse(struct settings *s, int argc, char **argv, char *err) {
-    const int processors = omp_get_num_procs();
+    const int available = processors();
     char **notes = NULL;
     int rc = 0;
     for (int i = 1, n; i < argc && !rc; i += n + 1) {
@@ -12912,11 +13191,11 @@ static int options_parse(struct settings *s, int argc, char **argv, char *err) {
     }
     arrfree(notes);
     if (rc) return rc;
-    if (s->threads > processors) {
+    if (s->threads > available) {
         if (!s->quiet)
-            message_print("-t %d: this machine has %d processor%s; using %d", s->threads, processors,
-                          processors == 1 ? "" : "s", processors);
-        s->threads = processors;
+            message_print("-t %d: this machine has %d processor%s; using %d", s->threads, available,
+                          available == 1 ? "" : "s", available);
+        s->threads = available;
     }
     if (s->escape && s->prompt) text_unescape(s->prompt);
     /* --synth writes to the file of -m, which must have been meant */
@@ -12925,7 +13204,7 @@ static int options_parse(struct settings *s, int argc, char **argv, char *err) {
 }
 
 /* CPU threads: -t, or one per processor. */
-static int settings_threads(const struct settings *s) { return s->threads > 0 ? s->threads : omp_get_num_procs(); }
+static int settings_threads(const struct settings *s) { return s->threads > 0 ? s->threads : processors(); }
 
 /* The value of --gpus: a list of device numbers, "0,1", which may repeat a number; or, for --plan, the description of a
  * machine, "4x96" or "4x96@1792": GPUs, GiB of each and, after the @, GB/s that each reads. */
@@ -18288,7 +18567,7 @@ static void doctor_gpus(struct doctor *d) {
 static void doctor_host(struct doctor *d) {
     char text[FACT_MAX];
     const int threads = settings_threads(d->set);
-    d->cores = omp_get_num_procs();
+    d->cores = processors();
     d->load = strtod(fact(text, "/proc/loadavg"), NULL);
     d->limit = cgroup_limit();
     fact(text, "/proc/meminfo");
@@ -18355,7 +18634,7 @@ static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
     } else
         session_open_cpu(
             &s, &m, n, 1,
-            (struct cpu_options){.k = kernels_choose(), .n_threads = omp_get_num_procs(), .n_ctx = 256, .kv = KV_BF16});
+            (struct cpu_options){.k = kernels_choose(), .n_threads = processors(), .n_ctx = 256, .kv = KV_BF16});
     if (failed) {
         doctor_find(d, d->set->tp > 1 ? SEVERITY_ERROR : SEVERITY_WARNING,
                     "try --allreduce oneshot, then --gpus with fewer GPUs; NCCL_DEBUG=INFO makes NCCL say more",
@@ -18543,8 +18822,7 @@ static const char *doctor_speed_advice(const struct doctor *d, bool gpu, bool ti
         return "check in this order: another program on the GPU; its power or heat limit (nvidia-smi -q -d "
                "PERFORMANCE); all-reduces between GPUs, see above; --bench --profile shows the kernels";
     if (d->set->cpu_ref) return "leave out --cpu-ref, which is exact and slow";
-    if (d->load > 0.5 * d->cores)
-        return "stop the other programs that keep the processors busy, or set OMP_WAIT_POLICY=passive and a smaller -t";
+    if (d->load > 0.5 * d->cores) return "stop the other programs that keep the processors busy, or try a smaller -t";
     return "try -t with the number of physical cores; then the governor, the memory limit and the page cache above";
 }
 

@@ -4378,32 +4378,26 @@ static void send_batch(struct rank *r) {
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
-/* Sends the batch. A decode forward is recorded the first time as a CUDA graph, and replayed from then on (true).
- * Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
-static bool cuda_begin(struct rank *r) {
+/* Sends the batch, and enqueues the family's forward. A decode forward is recorded the first time as a CUDA graph, and
+ * replayed from then on. Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
+static void cuda_forward(struct rank *r) {
     struct cuda *c = r->cuda;
     send_batch(r);
-    if (r->n_tok > DECODE_MAX_TOKENS || profile.row) return false;
-    if (!c->graph[r->n_tok]) {
-        CUDA_OK(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
-        return false;
+    const bool recorded = r->n_tok <= DECODE_MAX_TOKENS && !profile.row;
+    cudaGraphExec_t *graph = &c->graph[recorded ? r->n_tok : 0];
+    if (!recorded || !*graph) {
+        cudaGraph_t g = NULL;
+        if (recorded)
+            CUDA_OK(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
+        r->m->family->forward(r);
+        CUDA_OK(r, cudaGetLastError(), "a forward pass");
+        if (!recorded) return;
+        CUDA_OK(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
+        CUDA_OK(r, cudaGraphInstantiate(graph, g, 0), "recording a forward pass");
+        cudaGraphDestroy(g);
+        rank_barrier(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
     }
-    CUDA_OK(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
-    kernel_last = "of a recorded forward";
-    return true;
-}
-
-/* Ends the recording of a decode forward, and enqueues it. */
-static void cuda_end(struct rank *r) {
-    struct cuda *c = r->cuda;
-    cudaGraph_t g = NULL;
-    CUDA_OK(r, cudaGetLastError(), "a forward pass");
-    if (r->n_tok > DECODE_MAX_TOKENS || profile.row) return;
-    CUDA_OK(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
-    CUDA_OK(r, cudaGraphInstantiate(&c->graph[r->n_tok], g, 0), "recording a forward pass");
-    cudaGraphDestroy(g);
-    rank_barrier(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
-    CUDA_OK(r, cudaGraphLaunch(c->graph[r->n_tok], c->stream), "a forward pass");
+    CUDA_OK(r, cudaGraphLaunch(*graph, c->stream), "a forward pass");
     kernel_last = "of a recorded forward";
 }
 

@@ -47,7 +47,7 @@ static void spy_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const int k = m->layers[il].n_expert_used;
     spy.plain->moe_ffn(r, il, x, out);
-    for (int t = 0; t < r->n_tok; t++) {
+    for (int t = 0; t < r->n_tok && team_leads(); t++) {
         double all = 0;
         for (int j = 0; j < k; j++) all += (double)r->route_w[t * k + j];
         for (int j = 0; j < k; j++) {
@@ -59,11 +59,13 @@ static void spy_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
         }
         if (m->layers[il].sh_gate.data) spy_expert(m, il, 1, 0, act_row(r, x, t));
     }
+    team_barrier();
 }
 
 static void spy_ffn(struct rank *r, int il, enum act x, enum act out) {
     spy.plain->ffn(r, il, x, out);
-    for (int t = 0; t < r->n_tok; t++) spy_expert(r->m, il, 0, 0, act_row(r, x, t));
+    for (int t = 0; t < r->n_tok && team_leads(); t++) spy_expert(r->m, il, 0, 0, act_row(r, x, t));
+    team_barrier();
 }
 
 /* Largest difference of two lists, relative to the larger of a value and a thousandth of the largest. */

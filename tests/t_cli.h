@@ -439,7 +439,7 @@ static bool names_counted(const struct settings *s, char **argv) {
 
 static bool last_counted(const struct settings *s, char **argv) {
     (void)argv;
-    return s->greedy && s->temp == 1.5 && s->threads <= omp_get_num_procs();
+    return s->greedy && s->temp == 1.5 && s->threads <= processors();
 }
 
 /* Other names, glued numbers, and which one of two options counts. */

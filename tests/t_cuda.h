@@ -209,7 +209,7 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
         cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n, cpu.state_pos = gpu.state_pos = state_pos;
         state_pos = *n > MAX_LAG ? pos + *n - 1 : pos;
         cuda_test_batch(&gpu);
-        forward(&cpu);
+        cpu.ops->forward(&cpu);
         int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
         cpu.ops->logits(&cpu, *n - rows, rows);
     }
@@ -518,8 +518,10 @@ static const struct ops *step_ops;
     }
 ENQUEUE_OPS(OP_STEP)
 #undef OP_STEP
-static bool step_begin(struct rank *r) { return cuda_test_batch(r), false; }
-static void step_end(struct rank *r) { step_ops->wait(r); }
+static void step_forward(struct rank *r) {
+    cuda_test_batch(r);
+    r->m->family->forward(r);
+}
 
 /* The logits of the last token of each forward, and behind them the id that is chosen: (forwards, n_vocab + 1). */
 static float *forward_logits(const struct model *m, enum kv_type kv, bool steps) {
@@ -533,8 +535,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
 #define OP_STEPPED(type, name, params, args) table.name = step_##name;
     ENQUEUE_OPS(OP_STEPPED)
 #undef OP_STEPPED
-    table.begin = step_begin;
-    table.end = step_end;
+    table.forward = step_forward;
     if (steps) r.ops = &table;
     const struct sampling sampling = {.temp = 1, .top_k = 20, .top_p = 0.9f, .repeat_penalty = 1};
     size_t n_vocab = (size_t)m->n_vocab;
@@ -544,7 +545,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         r.state_pos = !i || n[i - 1] <= MAX_LAG ? pos - (i ? n[i - 1] : 0) : pos - 1;
         for (int t = 0; t < n[i]; t++) r.tokens[t] = (int32_t)(rng_next(&rng) % n_vocab);
         r.pos = pos, r.n_tok = n[i];
-        forward(&r);
+        r.ops->forward(&r);
         r.ops->logits(&r, n[i] - 1, 1);
         r.ops->sample(&r, &sampling, NULL, 0, rng_uniform(&rng));
         row[n_vocab] = (float)r.ops->read_token(&r);

@@ -534,7 +534,7 @@ static const struct ops log_ops = {
 static void test_ops_replay(void) {
     static const char *const names[] = {"qwen3moe", "deepseek_v3"};
     static const int buckets[] = {1, 5, 16, 40};
-    const unsigned both = 1u << LOG_begin | 1u << LOG_end | 1u << LOG_embed | 1u << LOG_linear | 1u << LOG_linear3 |
+    const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_linear | 1u << LOG_linear3 |
                           1u << LOG_all_reduce_add_rmsnorm | 1u << LOG_rmsnorm | 1u << LOG_final_reduce |
                           1u << LOG_ffn | 1u << LOG_moe_ffn | 1u << LOG_logits;
     for (int f = 0; f < 2; f++) {

@@ -16,6 +16,9 @@
  */
 #define MOE_NO_MAIN
 #include "../moe.c"
+#ifdef CUEMU
+#include <omp.h>
+#endif
 
 #ifndef MOE_BIN
 #define MOE_BIN "./moe"
@@ -50,6 +53,7 @@ static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA};
 #include "t_kernels.h"
 #include "t_convert.h"
 #include "t_state.h"
+#include "t_team.h"
 #include "t_quantize.h"
 #include "t_reap.h"
 #include "t_tables.h"
@@ -59,9 +63,9 @@ static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA};
 #include "t_docs.h"
 
 static const struct test table[] = {
-    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_STATE TESTS_QUANTIZE TESTS_REAP
-        TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR
-            TESTS_DOCS};
+    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_TEAM TESTS_STATE TESTS_QUANTIZE
+        TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_TRUST
+            TESTS_DOCTOR TESTS_DOCS};
 #endif
 
 /* ---- the runner ---- */
