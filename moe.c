@@ -68,18 +68,18 @@
  *   Synthetic models                                480  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     110  their interface; formats of activations
- *   CPU kernels: reference                          160  scalar F32: the oracle
- *   CPU kernels: portable vector functions          440  norms, softmax, small F32 matrices, by vector extensions
+ *   CPU kernels: reference                          170  scalar F32: the oracle
+ *   CPU kernels: portable vector functions          460  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      320  panels of weights, 16-bit activations
  *   CPU kernels: AVX2                                80  GEMM for it
- *   CPU kernels: AVX-512 VNNI                       150  GEMM for it
+ *   CPU kernels: AVX-512 VNNI                       160  GEMM for it
  *   CPU kernels: AMX, BF16 tiles                    280  prefill on tiles
  *   CPU kernels: NEON with dot products              60  GEMM for it
  *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         40  rows of the cache in BF16, FP8, F32
  *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  330  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       310  online softmax over the cache; latent attention
+ *   CPU operations: attention                       350  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    400  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
@@ -8200,6 +8200,8 @@ static void team_barrier(void) {
 /* Whether this is the first thread, for work that one does. */
 static bool team_leads(void) { return !team_me.index; }
 
+static int team_size(void) { return team_me.team ? team_me.team->n : 1; }
+
 static uint64_t share_word(uint32_t loop, int next, int end) {
     return (uint64_t)loop << 2 * ITEM_BITS | (uint64_t)next << ITEM_BITS | (uint64_t)end;
 }
@@ -8402,6 +8404,8 @@ struct kernels {
     /* y = w * x / sqrt(mean(x^2) + eps); w NULL: all ones (arXiv 1910.07467) */
     void (*rmsnorm)(const float *x, const float *w, float eps, float *y, int n);
     void (*mul_add)(float *y, const float *w, const float *x, int n); /* y += w * x */
+    void (*scale)(const float *x, float f, float *y, int n);          /* y = f * x; y may be x */
+    void (*scale_add)(const float *x, float f, float *y, int n);      /* y += f * x */
     /* One token of the gated delta rule over n columns of the state S (dk, lds): u = beta (v - a S^T k); S = a S + k
      * u^T; o = S^T q. q, k (dk); v, o (n). */
     void (*delta_step)(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
@@ -8539,6 +8543,14 @@ static void ref_rmsnorm(const float *x, const float *w, float eps, float *y, int
     for (int i = 0; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
 }
 
+static void ref_scale(const float *x, float f, float *y, int n) {
+    for (int i = 0; i < n; i++) y[i] = f * x[i];
+}
+
+static void ref_scale_add(const float *x, float f, float *y, int n) {
+    for (int i = 0; i < n; i++) y[i] += f * x[i];
+}
+
 static void ref_mul_add(float *y, const float *w, const float *x, int n) {
     for (int i = 0; i < n; i++) y[i] += w[i] * x[i];
 }
@@ -8592,6 +8604,8 @@ static const struct kernels kernels_ref = {.name = "reference",
                                            .to_bf16 = ref_to_bf16,
                                            .rmsnorm = ref_rmsnorm,
                                            .mul_add = ref_mul_add,
+                                           .scale = ref_scale,
+                                           .scale_add = ref_scale_add,
                                            .delta_step = ref_delta_step,
                                            .amax = ref_amax,
                                            .max = ref_max};
@@ -8835,9 +8849,12 @@ INLINE void vec_sigmoid_mul(float *x, const float *g, int n) {
     }
 }
 
-INLINE void vec_from_bf16(const uint16_t *x, float *y, int n) {
+INLINE void vec_from_bf16(vec_load *load, const uint16_t *x, float *y, int n) {
     int i = 0;
-    for (; i + VL <= n; i += VL) VSTORE(vu, y + i) = __builtin_convertvector(VLOAD(vu16, x + i), vu) << 16;
+    for (vf v; i + VL <= n; i += VL) {
+        load((const uint8_t *)x, i, &v);
+        VSTORE(vf, y + i) = v;
+    }
     ref_from_bf16(x + i, y + i, n - i);
 }
 
@@ -8891,6 +8908,18 @@ INLINE void vec_rmsnorm(const float *x, const float *w, float eps, float *y, int
         VSTORE(vf, y + i) = v;
     }
     for (; i < n; i++) y[i] = x[i] * f * (w ? w[i] : 1.0f);
+}
+
+INLINE void vec_scale(const float *x, float f, float *y, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) VSTORE(vf, y + i) = VLOAD(vf, x + i) * f;
+    ref_scale(x + i, f, y + i, n - i);
+}
+
+INLINE void vec_scale_add(const float *x, float f, float *y, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) VSTORE(vf, y + i) += VLOAD(vf, x + i) * f;
+    ref_scale_add(x + i, f, y + i, n - i);
 }
 
 INLINE void vec_mul_add(float *y, const float *w, const float *x, int n) {
@@ -8982,7 +9011,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
             float rest[64];
             int m = int_min(n - i, 64);
             vec_to_bf16(x + i, hi + i, m);
-            vec_from_bf16(hi + i, rest, m);
+            vec_from_bf16(vec_load_bf16, hi + i, rest, m);
             for (int j = 0; j < m; j++) rest[j] = x[i + j] - rest[j];
             vec_to_bf16(rest, lo + i, m);
         }
@@ -8990,14 +9019,14 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
 }
 
 /* Defines the vector functions of one instruction set. TARGET: its function attribute. */
-#define VECTOR_FUNCTIONS(isa, TARGET)                                                                              \
+#define VECTOR_FUNCTIONS(isa, TARGET, load_bf16)                                                                   \
     TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {                       \
         vec_act_pack(f, x, n, out);                                                                                \
     }                                                                                                              \
     TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }               \
     TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }                  \
     TARGET static void isa##_sigmoid_mul(float *x, const float *g, int n) { vec_sigmoid_mul(x, g, n); }            \
-    TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(x, y, n); }             \
+    TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(load_bf16, x, y, n); }  \
     TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {                           \
         vec_from_e4m3(x, scale, y, n);                                                                             \
     }                                                                                                              \
@@ -9009,6 +9038,8 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
         vec_rmsnorm(x, w, eps, y, n);                                                                              \
     }                                                                                                              \
     TARGET static void isa##_mul_add(float *y, const float *w, const float *x, int n) { vec_mul_add(y, w, x, n); } \
+    TARGET static void isa##_scale(const float *x, float f, float *y, int n) { vec_scale(x, f, y, n); }            \
+    TARGET static void isa##_scale_add(const float *x, float f, float *y, int n) { vec_scale_add(x, f, y, n); }    \
     TARGET static void isa##_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k,          \
                                         const float *v, float a, float beta, float *o) {                           \
         vec_delta_step(S, lds, dk, n, q, k, v, a, beta, o);                                                        \
@@ -9036,7 +9067,8 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     .sgemm_nn_add = isa##_sgemm_nn_add, .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul,               \
     .sigmoid_mul = isa##_sigmoid_mul, .from_bf16 = isa##_from_bf16, .from_e4m3 = isa##_from_e4m3,           \
     .to_e4m3 = isa##_to_e4m3, .to_bf16 = isa##_to_bf16, .rmsnorm = isa##_rmsnorm, .mul_add = isa##_mul_add, \
-    .delta_step = isa##_delta_step, .amax = isa##_amax, .max = isa##_max
+    .scale = isa##_scale, .scale_add = isa##_scale_add, .delta_step = isa##_delta_step, .amax = isa##_amax, \
+    .max = isa##_max
 
 /* ============================================================================================================
  * CPU kernels: GEMM with integer activations
@@ -9335,7 +9367,7 @@ static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, con
             }
 }
 
-VECTOR_FUNCTIONS(scalar, )
+VECTOR_FUNCTIONS(scalar, , vec_load_bf16)
 VECTOR_GEMM(scalar, , vec_load_bf16, vec_load_f16)
 
 static void scalar_gemm(const struct gemm *g) {
@@ -9425,7 +9457,7 @@ AVX2_INLINE void avx2_load_f16(const uint8_t *row, int i, vf *out) {
     *out = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)(row + 2 * (ptrdiff_t)i)));
 }
 
-VECTOR_FUNCTIONS(avx2, AVX2)
+VECTOR_FUNCTIONS(avx2, AVX2, avx2_load_bf16)
 VECTOR_GEMM(avx2, AVX2, avx2_load_bf16, avx2_load_f16)
 
 static void avx2_gemm(const struct gemm *g) {
@@ -9576,7 +9608,12 @@ AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda,
 
 SGEMM_NN(avx512, AVX512, 16, 8)
 
-VECTOR_FUNCTIONS(avx512, AVX512)
+AVX512_INLINE void avx512_load_bf16(const uint8_t *row, int i, vf *out) {
+    __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u *)(row + 2 * (ptrdiff_t)i)));
+    *out = (vf)_mm256_slli_epi32(h, 16);
+}
+
+VECTOR_FUNCTIONS(avx512, AVX512, avx512_load_bf16)
 
 static void avx512_gemm(const struct gemm *g) {
     if (g->format == ACT_I16) panel_gemm(g, &avx512_panel);
@@ -9915,7 +9952,7 @@ NEON_INLINE void neon_dot16(uint32_t type, const neon_vu w[4], const int8_t *hi,
 
 PANEL_FUNCTIONS(neon, NEON, 4, 0)
 
-VECTOR_FUNCTIONS(neon, NEON)
+VECTOR_FUNCTIONS(neon, NEON, vec_load_bf16)
 VECTOR_GEMM(neon, NEON, vec_load_bf16, vec_load_f16)
 
 static void neon_gemm(const struct gemm *g) {
@@ -10357,7 +10394,7 @@ enum {
     ROW_TILE = 32,    /* weight rows of one work item */
     KEY_BLOCK = 64,   /* keys of one step of the online softmax */
     QUERY_ROWS = 64,  /* query rows (tokens x heads) of one attention work item */
-    SPLIT_KEYS = 128, /* keys of one partition of the context in decode, at least */
+    SPLIT_KEYS = 256, /* keys of one partition of the context in decode, at least */
     CPU_SPLITS_MAX = 64,
     SPLIT_TOKENS = 4,   /* most tokens of a forward for which the context is split */
     MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
@@ -10677,9 +10714,9 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
 /* ============================================================================================================
  * CPU operations: attention
  *
- * A work item is a set of query rows that share keys and values, over a range of the context. It computes an online
- * softmax over blocks of keys. In decode the context is split among items, whose partial results are merged in a fixed
- * order.
+ * A set of query rows shares keys and values. A work item is one or more sets over a range of the context: it computes
+ * an online softmax over blocks of keys, all sets for one block after the other, so that the cache is read once. In
+ * decode the context is split among items, whose partial results are merged in a fixed order.
  * ============================================================================================================ */
 
 enum attend_kind {
@@ -10690,8 +10727,9 @@ enum attend_kind {
 
 struct attend {
     enum attend_kind kind;
-    int il, head;     /* first head (GQA: the KV head) */
-    int n_head;       /* heads in the item */
+    int il, head;     /* the first set's first head (GQA: its KV head) */
+    int n_set;        /* sets, of consecutive heads (GQA: of consecutive KV heads) */
+    int n_head;       /* query heads of a set */
     int first, n_tok; /* tokens of the batch */
     int dk, dv;
     int begin, end; /* keys; the causal limit of each row applies on top */
@@ -10699,10 +10737,10 @@ struct attend {
     size_t q_tok, q_head;
     float *out; /* row (t, h) at out + t * out_tok + h * out_head, (dv): the result */
     size_t out_tok, out_head;
-    float *partial; /* or, when not NULL, the unfinished (n_tok * n_head, dv + 2): sums, maximum, denominator */
+    float *partial; /* or, when not NULL, the unfinished (n_set, n_tok * n_head, dv + 2): sums, maximum, denominator */
 };
 
-/* Scratch of an item, in floats. */
+/* Scratch of an item with `rows` query rows in all its sets, in floats. */
 static size_t attend_floats(const struct model *m, int rows) {
     const struct maxima *x = &m->max;
     const size_t lat = (size_t)x->kv_lora, rope = (size_t)x->rope_dim, head_k = (size_t)x->head_k;
@@ -10711,10 +10749,17 @@ static size_t attend_floats(const struct model *m, int rows) {
     return (size_t)rows * (dk + dv + KEY_BLOCK + 2) + KEY_BLOCK * (dk + dv) + expand + 64;
 }
 
-/* Keys pos..pos+n-1 as (n, dk) rows in *k and values as (n, dv) rows in *v, leading dimensions *ldk and *ldv. `buf`
- * holds KEY_BLOCK * (dk + dv) floats; `expand` the head's two matrices and a block of latents. */
-static void attend_block(const struct rank *r, const struct attend *a, int pos, int n, float *buf, float *expand,
-                         const float **k, int *ldk, const float **v, int *ldv) {
+/* Prefetches part i of n of the rows of a plane from row `pos` on, which attend_run reads next. */
+static void attend_prefetch(const struct plane *p, int pos, int n_row, int i, int n) {
+    const size_t bytes = (size_t)n_row * p->row_bytes / (size_t)n;
+    const uint8_t *from = p->data + (size_t)pos * p->row_bytes + (size_t)i * bytes;
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+/* Keys pos..pos+n-1 of a set as (n, dk) rows in *k and values as (n, dv) rows in *v, leading dimensions *ldk and *ldv.
+ * `buf` holds KEY_BLOCK * (dk + dv) floats; `expand` the head's two matrices and a block of latents. */
+static void attend_block(const struct rank *r, const struct attend *a, int set, int pos, int n, float *buf,
+                         float *expand, const float **k, int *ldk, const float **v, int *ldv) {
     const struct model *m = r->m;
     const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
     const struct attn *shape = &m->layers[a->il].attn;
@@ -10726,13 +10771,13 @@ static void attend_block(const struct rank *r, const struct attend *a, int pos, 
     *v = vb;
     *ldv = a->dv;
     if (a->kind == ATTEND_GQA) {
-        kv_load(r->k, keys, pos, n, a->head * a->dk, a->dk, kb, a->dk);
-        kv_load(r->k, values, pos, n, a->head * a->dv, a->dv, vb, a->dv);
+        kv_load(r->k, keys, pos, n, (a->head + set) * a->dk, a->dk, kb, a->dk);
+        kv_load(r->k, values, pos, n, (a->head + set) * a->dv, a->dv, vb, a->dv);
         return;
     }
-    if (a->kind == ATTEND_LATENT) {
-        kv_load(r->k, keys, pos, n, 0, kv_lora, kb, a->dk);
-        kv_load(r->k, values, pos, n, 0, rope, kb + kv_lora, a->dk);
+    if (a->kind == ATTEND_LATENT) { /* the same for all sets */
+        if (!set) kv_load(r->k, keys, pos, n, 0, kv_lora, kb, a->dk);
+        if (!set) kv_load(r->k, values, pos, n, 0, rope, kb + kv_lora, a->dk);
         *v = kb;
         *ldv = a->dk;
         return;
@@ -10760,54 +10805,82 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
     }
 }
 
+/* The query rows of an item, (n) in all its sets: scaled queries, and of each row the weighted sum of values, maximum
+ * and denominator so far. */
+struct attend_rows {
+    float *q, *acc;   /* (n, dk), (n, dv) */
+    float *top, *den; /* (n) */
+    float *s;         /* (rows of a set, KEY_BLOCK) scores */
+};
+
+/* Takes n keys from `pos` on into the rows of a set, of which row 0 is row `at` of the item. */
+static void attend_keys(const struct rank *r, const struct attend *a, const struct attend_rows *w, int at, int pos,
+                        int n, const float *k, int ldk, const float *v, int ldv) {
+    const int rows = a->n_tok * a->n_head, dk = a->dk, dv = a->dv;
+    float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
+    r->k->sgemm_nt(rows, n, dk, w->q + (size_t)at * (size_t)dk, dk, k, ldk, w->s, KEY_BLOCK);
+    for (int i = 0; i < rows; i++) {
+        float *p = w->s + i * KEY_BLOCK, mx;
+        int seen = r->pos + a->first + i / a->n_head + 1 - pos;
+        seen = seen < 0 ? 0 : seen < n ? seen : n;
+        mx = seen ? r->k->max(p, seen) : top[i];
+        if (mx > top[i]) {
+            const float f = expf(top[i] - mx);
+            den[i] *= f, top[i] = mx;
+            r->k->scale(acc + i * dv, f, acc + i * dv, dv);
+        }
+        if (seen) den[i] += r->k->exp_sum(p, seen, top[i]);
+        for (int j = seen; j < n; j++) p[j] = 0;
+    }
+    r->k->sgemm_nn_add(rows, dv, n, w->s, KEY_BLOCK, v, ldv, acc, dv);
+}
+
 /* Online softmax over blocks of keys (arXiv 2112.05682; 2205.14135): per row the running maximum, denominator and
  * weighted sum of values. */
 static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
-    int rows = a->n_tok * a->n_head, dk = a->dk, dv = a->dv, ldk, ldv;
-    float *q = scratch, *acc = q + rows * dk, *s = acc + rows * dv, *top = s + rows * KEY_BLOCK, *den = top + rows;
-    float *buf = den + rows, *expand = buf + KEY_BLOCK * (dk + dv);
-    const float *k, *v;
+    const int set_rows = a->n_tok * a->n_head, rows = a->n_set * set_rows, dk = a->dk, dv = a->dv;
+    const struct plane *planes = r->planes[a->il];
+    struct attend_rows w = {.q = scratch};
+    w.acc = w.q + (size_t)rows * (size_t)dk;
+    w.top = w.acc + (size_t)rows * (size_t)dv;
+    w.den = w.top + rows;
+    w.s = w.den + rows;
+    float *buf = w.s + set_rows * KEY_BLOCK, *expand = buf + KEY_BLOCK * (dk + dv);
     for (int i = 0; i < rows; i++) {
-        const float *src = a->q + (size_t)(a->first + i / a->n_head) * a->q_tok + (size_t)(i % a->n_head) * a->q_head;
-        for (int j = 0; j < dk; j++) q[i * dk + j] = src[j] * r->m->layers[a->il].attn.scale;
-        top[i] = -INFINITY;
-        den[i] = 0;
+        const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
+        const float *src = a->q + (size_t)(a->first + t) * a->q_tok + (size_t)h * a->q_head;
+        r->k->scale(src, r->m->layers[a->il].attn.scale, w.q + i * dk, dk);
+        w.top[i] = -INFINITY;
+        w.den[i] = 0;
     }
-    memset(acc, 0, (size_t)rows * (size_t)dv * sizeof *acc);
+    memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
     if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, expand);
-    int last = r->pos + a->first + a->n_tok; /* one past the newest key that any row sees */
-    int end = a->end < last ? a->end : last;
+    const int last = r->pos + a->first + a->n_tok; /* one past the newest key that any row sees */
+    const int end = int_min(a->end, last);
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
-        int n = end - pos < KEY_BLOCK ? end - pos : KEY_BLOCK;
-        attend_block(r, a, pos, n, buf, expand, &k, &ldk, &v, &ldv);
-        r->k->sgemm_nt(rows, n, dk, q, dk, k, ldk, s, KEY_BLOCK);
-        for (int i = 0; i < rows; i++) {
-            float *p = s + i * KEY_BLOCK, mx;
-            int seen = r->pos + a->first + i / a->n_head + 1 - pos;
-            seen = seen < 0 ? 0 : seen < n ? seen : n;
-            mx = seen ? r->k->max(p, seen) : top[i];
-            if (mx > top[i]) {
-                float f = expf(top[i] - mx);
-                den[i] *= f, top[i] = mx;
-                for (int j = 0; j < dv; j++) acc[i * dv + j] *= f;
-            }
-            if (seen) den[i] += r->k->exp_sum(p, seen, top[i]);
-            for (int j = seen; j < n; j++) p[j] = 0;
+        const int n = int_min(end - pos, KEY_BLOCK), ahead = int_min(last - pos - n, KEY_BLOCK);
+        for (int set = 0; set < a->n_set; set++) {
+            const float *k, *v;
+            int ldk, ldv;
+            for (int u = PLANE_K; u <= PLANE_V && a->n_set > 1; u++)
+                attend_prefetch(&planes[u], pos + n, ahead, set, a->n_set);
+            attend_block(r, a, set, pos, n, buf, expand, &k, &ldk, &v, &ldv);
+            attend_keys(r, a, &w, set * set_rows, pos, n, k, ldk, v, ldv);
         }
-        r->k->sgemm_nn_add(rows, dv, n, s, KEY_BLOCK, v, ldv, acc, dv);
     }
     for (int i = 0; i < rows; i++) {
+        const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
         float *o = a->partial ? a->partial + (size_t)i * (size_t)(dv + 2)
-                              : a->out + (size_t)(a->first + i / a->n_head) * a->out_tok +
-                                    (size_t)(i % a->n_head) * a->out_head;
-        float f = a->partial ? 1.0f : 1.0f / den[i];
-        for (int j = 0; j < dv; j++) o[j] = acc[i * dv + j] * f;
-        if (a->partial) o[dv] = top[i], o[dv + 1] = den[i];
+                              : a->out + (size_t)(a->first + t) * a->out_tok + (size_t)h * a->out_head;
+        const float f = a->partial ? 1.0f : 1.0f / w.den[i];
+        r->k->scale(w.acc + i * dv, f, o, dv);
+        if (a->partial) o[dv] = w.top[i], o[dv + 1] = w.den[i];
     }
 }
 
 /* Joins the partitions of a row in their order; partitions without a visible key have denominator 0. */
-static void attend_merge(const float *partials, int n_split, size_t stride, int dv, float *out) {
+static void attend_merge(const struct kernels *k, const float *partials, int n_split, size_t stride, int dv,
+                         float *out) {
     float top = -INFINITY, den = 0;
     for (int p = 0; p < n_split; p++) top = fmaxf(top, partials[(size_t)p * stride + (size_t)dv]);
     memset(out, 0, (size_t)dv * sizeof *out);
@@ -10815,31 +10888,32 @@ static void attend_merge(const float *partials, int n_split, size_t stride, int 
         const float *x = partials + (size_t)p * stride;
         float f = x[dv + 1] > 0 ? expf(x[dv] - top) : 0;
         den += f * x[dv + 1];
-        for (int j = 0; j < dv; j++) out[j] += f * x[j];
+        k->scale_add(x, f, out, dv);
     }
-    for (int j = 0; j < dv; j++) out[j] /= den;
+    k->scale(out, 1.0f / den, out, dv);
 }
 
-/* All rows of the batch against the cache. `all` describes the whole: heads in n_head, of
- * which `group` go into one item; items of `tile` tokens. */
+/* All rows of the batch against the cache. `all` describes the whole: heads in n_head, of which `group` are a set; items
+ * of `tile` tokens. */
 static void attend_all(struct rank *r, const struct attend *all, int group, int tile) {
-    int keys = r->pos + r->n_tok, n_split = 1, split_keys = keys;
-    int n_group = all->n_head / group, n_tile = (r->n_tok + tile - 1) / tile;
+    const int keys = r->pos + r->n_tok, n_group = all->n_head / group, n_tile = ceil_by(r->n_tok, tile);
+    int n_split = 1, split_keys = keys, n_set = 1;
     if (r->n_tok <= SPLIT_TOKENS) {
-        split_keys = (keys + CPU_SPLITS_MAX - 1) / CPU_SPLITS_MAX;
-        split_keys = split_keys < SPLIT_KEYS ? SPLIT_KEYS : (split_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
-        n_split = (keys + split_keys - 1) / split_keys;
+        split_keys = ceil_by(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK) * KEY_BLOCK;
+        n_split = ceil_by(keys, split_keys);
+        n_set = ceil_by(n_group, ceil_by(2 * team_size(), n_split)); /* enough items for all threads */
     }
-    size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
-    const int n_item = n_group * n_tile * n_split;
+    const size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
+    const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
     for (int i = team_first(n_item); i >= 0; i = team_next()) {
         struct attend a = *all;
-        const int back = n_item - 1 - i; /* the last tiles see the most keys: they start first */
-        int g = back % n_group, t = back / n_group % n_tile, p = back / n_group / n_tile;
+        const int g = i % n_part * n_set, p = i / n_part / n_tile;
+        const int t = n_tile - 1 - i / n_part % n_tile; /* the last tiles see the most keys: they start first */
         a.head = all->kind == ATTEND_GQA ? g : g * group;
+        a.n_set = int_min(n_set, n_group - g);
         a.n_head = group;
         a.first = t * tile;
-        a.n_tok = r->n_tok - a.first < tile ? r->n_tok - a.first : tile;
+        a.n_tok = int_min(r->n_tok - a.first, tile);
         a.begin = p * split_keys;
         a.end = a.begin + split_keys;
         a.q += (size_t)g * (size_t)group * a.q_head;
@@ -10852,7 +10926,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group, int 
     for (int i = team_first(r->n_tok * all->n_head); i >= 0; i = team_next()) {
         int t = i / all->n_head, h = i % all->n_head;
         const float *partials = r->partials + ((size_t)(h / group) * rows + (size_t)(t * group + h % group)) * stride;
-        attend_merge(partials, n_split, (size_t)n_group * rows * stride, all->dv,
+        attend_merge(r->k, partials, n_split, (size_t)n_group * rows * stride, all->dv,
                      all->out + (size_t)t * all->out_tok + (size_t)h * all->out_head);
     }
     team_barrier();
@@ -11638,12 +11712,8 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
     }
 
-    int group = 0;
-    for (int il = 0; il < m->n_layer; il++)
-        if (m->layers[il].attn.n_head_kv)
-            group = int_max(group, m->layers[il].attn.n_head / m->layers[il].attn.n_head_kv);
-    size_t rows = (size_t)group * SPLIT_TOKENS; /* the largest attention item */
-    rows = size_max(x->kv_lora ? size_max(c, MLA_HEAD_GROUP * SPLIT_TOKENS) : rows, QUERY_ROWS);
+    /* query rows of the largest attention item */
+    const size_t rows = size_max(size_max(n_head * SPLIT_TOKENS, QUERY_ROWS), x->kv_lora ? c : 0);
     size_t delta = 0;
     for (int il = 0; il < m->n_layer; il++) delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);
     r->scratch_bytes = size_max(size_max(attend_floats(m, (int)rows), delta) * sizeof(float),

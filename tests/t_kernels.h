@@ -390,6 +390,16 @@ static void test_kernels_vectors(void) {
             for (int i = 0; i < n; i++)
                 CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: sigmoid(%g) * %g is %g", k->name,
                       (double)x[i], (double)w[i], (double)a[i]);
+            memcpy(a, b, (size_t)n * sizeof *a);
+            k->scale(a, 0.75f, a, n);
+            kernels_ref.scale(b, 0.75f, b, n);
+            for (int i = 0; i < n; i++) CHECK(a[i] == b[i], "%s: scale %d of %d", k->name, i, n);
+            k->scale_add(w, 0.5f, a, n);
+            kernels_ref.scale_add(w, 0.5f, b, n);
+            for (int i = 0; i < n; i++)
+                CHECK(fabsf(a[i] - b[i]) <= 2e-7f * fabsf(w[i]) + 2e-7f * fabsf(b[i]), "%s: scale_add %d of %d",
+                      k->name, i, n);
+            memcpy(a, b, (size_t)n * sizeof *a);
             k->mul_add(a, w, w, n);
             kernels_ref.mul_add(b, w, w, n);
             for (int i = 0; i < n; i++)
