@@ -9572,7 +9572,7 @@ AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, in
     return _mm512_mul_ps(avx512_sum_lanes(s), _mm512_set1_ps(g->scale));
 }
 
-/* GEMM with F32 activations: tiles of 4 rows by 4 tokens, then of 8 rows by 1 token. */
+/* GEMM with F32 activations: tiles of 4 rows by 4 tokens, then of 8 rows by 2 tokens or by 1. */
 AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
     float y[16];
     int t = 0, r;
@@ -9585,6 +9585,14 @@ AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
         for (; r < g->n_out; r++) {
             _mm512_storeu_ps(y, avx512_tile(type, g, r, 1, t, 4));
             for (int i = 0; i < 4; i++) out[(size_t)i * g->y_stride + (size_t)r] = y[i];
+        }
+    }
+    for (; t + 2 <= g->n_tok; t += 2) {
+        float *out = g->y + (size_t)t * g->y_stride;
+        for (r = 0; r < g->n_out; r += g->n_out - r < 8 ? 1 : 8) {
+            const size_t n = g->n_out - r < 8 ? 1 : 8;
+            _mm512_storeu_ps(y, n < 8 ? avx512_tile(type, g, r, 1, t, 2) : avx512_tile(type, g, r, 8, t, 2));
+            for (size_t i = 0; i < 2; i++) memcpy(out + i * g->y_stride + r, y + n * i, n * sizeof *y);
         }
     }
     for (; t < g->n_tok; t++) {
