@@ -67,9 +67,9 @@
  *   Shards of a model                               220  what each rank holds
  *   Synthetic models                                480  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
- *   CPU kernels                                     110  their interface; formats of activations
+ *   CPU kernels                                     120  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
- *   CPU kernels: portable vector functions          460  norms, softmax, small F32 matrices, by vector extensions
+ *   CPU kernels: portable vector functions          470  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      320  panels of weights, 16-bit activations
  *   CPU kernels: AVX2                                80  GEMM for it
  *   CPU kernels: AVX-512 VNNI                       170  GEMM for it
@@ -8353,8 +8353,8 @@ static void team_stop(struct team *t) {
  *     where memory bandwidth is.
  *   one BF16 number per activation (AMX): up to twice the prefill speed; one greedy choice in 4,096 changed that had a
  *     margin above 0.5 logit.
- *   one parallel region and barrier per step: not needed. Since each thread packs small activations for itself, half of
- *     the barriers are gone.
+ *   prefetching the rows that follow into the first cache: 11.5 instead of 16.1 GB/s (NVFP4, one thread, Zen 4). It has
+ *     fewer misses in flight than the second.
  *   AMX_K of 256 and 512: the tile unit powers down while a panel is decoded; 128 keeps it awake.
  * ============================================================================================================ */
 
@@ -8370,6 +8370,7 @@ struct gemm {
     const uint8_t *w;       /* (n_out, n_in) weights, unaligned */
     size_t w_stride;        /* bytes from row to row */
     int n_out, n_in;
+    bool cached;         /* the weights are in a cache: they need not be prefetched */
     const uint8_t *x;    /* packed activations, 64-byte aligned */
     size_t x_stride;     /* bytes from row to row */
     const int32_t *rows; /* (n_tok) the row of x for each token; NULL: token t is row t */
@@ -8413,6 +8414,14 @@ struct kernels {
     float (*amax)(const float *x, int n); /* returns the largest |x|, 0 for n = 0 */
     float (*max)(const float *x, int n);  /* returns the largest x; n > 0, no NaN */
 };
+
+enum { PREFETCH_TOKENS = 16 /* most tokens for which reading weights may take longer than multiplying them */ };
+
+/* Whether a tile of F32 products prefetches the rows behind its own: it is the first that reads them, and they follow in
+ * memory. */
+static inline bool gemm_prefetches(const struct gemm *g, int t0, size_t weight_size) {
+    return t0 == 0 && !g->cached && g->n_tok <= PREFETCH_TOKENS && g->w_stride == weight_size * (size_t)g->n_in;
+}
 
 /* Returns the packed activations of token t. */
 static inline const uint8_t *gemm_x(const struct gemm *g, int t) {
@@ -8711,7 +8720,9 @@ INLINE float vec_dot(const float *a, const float *b, int n) {
 /* Multiplies R <= 4 rows of weights from r0 on by the F32 activations of T <= 4 tokens from t0 on and stores the
  * results in g->y. The order in which an element is summed does not depend on R or T. */
 INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0, int T) {
-    const uint8_t *w[4];
+    const size_t size = g->type == GGUF_F32 ? 4 : 2, step = VL * (size_t)R * size; /* bytes of a step of the loop */
+    const bool ahead = gemm_prefetches(g, t0, size);
+    const uint8_t *w[4], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
     vf s[4][4] = {0};
     int i = 0;
@@ -8719,6 +8730,10 @@ INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0
     UNROLL for (int t = 0; t < T; t++) x[t] = (const float *)(const void *)gemm_x(g, t0 + t);
     for (; i + VL <= g->n_in; i += VL) {
         vf a[4];
+        if (ahead) { /* in the order of memory */
+            for (size_t b = 0; b < step; b += 64) __builtin_prefetch(next + b, 0, 2);
+            next += step;
+        }
         UNROLL for (int r = 0; r < R; r++) load(w[r], i, &a[r]);
         UNROLL for (int t = 0; t < T; t++) {
             vf b = VLOAD(vf, x[t] + i);
@@ -8758,6 +8773,7 @@ static struct gemm sgemm_nt_as_gemm(int m, int n, int k, const float *a, int lda
                          .w_stride = 4 * (size_t)ldb,
                          .n_out = n,
                          .n_in = k,
+                         .cached = true,
                          .scale = 1.0f,
                          .x = (const uint8_t *)a,
                          .x_stride = 4 * (size_t)lda,
@@ -9550,15 +9566,12 @@ AVX512_INLINE __m512 avx512_load(uint32_t type, const uint8_t *row, int i, __mma
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 
-enum { PREFETCH_TOKENS = 16 /* most tokens with which reading the weights takes longer than multiplying them */ };
-
 /* Returns R rows of weights times the F32 activations of T tokens, R * T <= 16, in lane R * t + r. Unlike vec_tile it
  * adds the lanes of all sums at once. Measured for attention scores (64 keys, Zen 4): vec_tile with 16 lanes takes 2.7,
  * 2.0 and 1.6 times as long for keys of 128, 256 and 576 floats; with 8 lanes 1.6, 1.4 and 1.2 times. */
 AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, int R, int t0, int T) {
-    const size_t step = (size_t)(16 * R) * (type == GGUF_F32 ? 4 : 2); /* bytes of a step of the loop */
-    const bool ahead =
-        t0 == 0 && g->n_tok <= PREFETCH_TOKENS && g->w_stride == step / (size_t)(16 * R) * (size_t)g->n_in;
+    const size_t size = type == GGUF_F32 ? 4 : 2, step = 16 * (size_t)R * size; /* bytes of a step of the loop */
+    const bool ahead = gemm_prefetches(g, t0, size);
     const uint8_t *w[16], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
     __m512 s[16];
