@@ -72,7 +72,7 @@
  *   CPU kernels: portable vector functions          470  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      320  panels of weights, 16-bit activations
  *   CPU kernels: AVX2                                80  GEMM for it
- *   CPU kernels: AVX-512 VNNI                       170  GEMM for it
+ *   CPU kernels: AVX-512 VNNI                       160  GEMM for it
  *   CPU kernels: AMX, BF16 tiles                    280  prefill on tiles
  *   CPU kernels: NEON with dot products              60  GEMM for it
  *   CPU kernels: choice                              90  the best set that the processor has
@@ -127,11 +127,10 @@
 #include <jansson.h>
 #include <limits.h>
 #include <locale.h>
-#include <sched.h>
-#include <stdalign.h>
 #include <poll.h>
 #include <setjmp.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/ioctl.h>
@@ -8100,8 +8099,8 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
  * caches and its node's memory hold. A thread that has finished its share takes items from the ends of the others', so
  * that nobody waits for a thread that has no processor.
  *
- * A thread that waits spins for TEAM_SPIN and then sleeps. Other programs get its processor, and between the barriers of
- * a forward it is awake.
+ * A thread that waits spins for TEAM_SPIN and then sleeps. At most barriers of a forward it does not need to sleep; a
+ * longer wait leaves the processor to other programs.
  *
  * Outside team_run a thread is alone: its loops have all items, and it waits for nobody.
  * ============================================================================================================ */
@@ -8170,8 +8169,8 @@ static void team_wait(struct team *t, unsigned phase) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Waits until all threads of the team are here. Returns true in the last of them, while the others wait; it calls
- * team_release. */
+/* Waits until all threads of the team are here. Returns true in the last of them, and there at once: the others wait
+ * until it calls team_release. */
 static bool team_arrive(void) {
     struct team *t = team_me.team;
     if (!t) return true;
@@ -8206,7 +8205,7 @@ static uint64_t share_word(uint32_t loop, int next, int end) {
     return (uint64_t)loop << 2 * ITEM_BITS | (uint64_t)next << ITEM_BITS | (uint64_t)end;
 }
 
-/* Loops from loop `to` on to that of a share; negative: the share's thread has not begun the loop `to`. */
+/* Returns the sign of the share's loop minus loop `to`; negative: nobody has begun the share of loop `to`. */
 static int32_t share_ahead(uint64_t left, uint32_t to) {
     return (int32_t)(((uint32_t)(left >> 2 * ITEM_BITS) - to) << (32 - LOOP_BITS));
 }
@@ -8215,7 +8214,7 @@ static int32_t share_ahead(uint64_t left, uint32_t to) {
  * -1 if there is none: also where v has gone on to a later loop, which it does when every share is empty. */
 static int share_take(struct team *t, int v) {
     const uint32_t loop = t->shares[team_me.index].loop;
-    const int begin = (int)(((int64_t)team_me.n * v + t->n - 1) / t->n);
+    const int begin = (int)(((int64_t)team_me.n * v + t->n - 1) / t->n); /* rounded up: a single item is the leader's */
     const int end = (int)(((int64_t)team_me.n * (v + 1) + t->n - 1) / t->n);
     const bool own = v == team_me.index;
     _Atomic uint64_t *left = &t->shares[v].left;
@@ -9490,7 +9489,7 @@ static const struct kernels kernels_avx2 = {
  * Panels of 16 rows, bytes multiplied by vpdpbusd; F32, BF16 and F16 weights in tiles of 16 accumulators.
  * ============================================================================================================ */
 
-#define AVX512        __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define AVX512        __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define AVX512_INLINE AVX512 INLINE
 
 PANEL_TYPES(avx512, 16)
@@ -9638,12 +9637,7 @@ AVX512 static void avx512_sgemm_nt(int m, int n, int k, const float *a, int lda,
 
 SGEMM_NN(avx512, AVX512, 16, 8)
 
-AVX512_INLINE void avx512_load_bf16(const uint8_t *row, int i, vf *out) {
-    __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u *)(row + 2 * (ptrdiff_t)i)));
-    *out = (vf)_mm256_slli_epi32(h, 16);
-}
-
-VECTOR_FUNCTIONS(avx512, AVX512, avx512_load_bf16)
+VECTOR_FUNCTIONS(avx512, AVX512, avx2_load_bf16)
 
 static void avx512_gemm(const struct gemm *g) {
     if (g->format == ACT_I16) panel_gemm(g, &avx512_panel);
@@ -10055,8 +10049,8 @@ static void bandwidth_read(void *arg) {
     struct bandwidth *b = arg;
     for (int i = team_first(b->n); i >= 0; i = team_next()) {
         const uint8_t *p = b->p + (size_t)i * BANDWIDTH_PIECE;
-        b->amax =
-            b->k->amax((const float *)(const void *)p, BANDWIDTH_PIECE / (int)sizeof(float)); /* keeps the reads */
+        /* storing the result keeps the reads */
+        b->amax = b->k->amax((const float *)(const void *)p, BANDWIDTH_PIECE / (int)sizeof(float));
     }
 }
 
@@ -10416,8 +10410,8 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
  * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that
  * do not depend on the number of threads, so that results do not either.
  *
- * Every thread of the rank's team calls them (see cpu_forward). An operation ends with op_end: its results are complete when
- * it returns.
+ * Every thread of the rank's team calls them (see cpu_forward). An operation ends with op_end: when it returns, its
+ * results are complete.
  * ============================================================================================================ */
 
 enum {
@@ -10427,7 +10421,7 @@ enum {
     SPLIT_KEYS = 256, /* keys of one partition of the context in decode, at least */
     CPU_SPLITS_MAX = 64,
     SPLIT_TOKENS = 4,   /* most tokens of a forward for which the context is split */
-    MLA_HEAD_GROUP = 8, /* heads that share a work item over the latent cache */
+    MLA_HEAD_GROUP = 8, /* heads of a set over the latent cache */
     OWN_PACK = 96 << 10 /* bytes of packed activations up to which every thread packs all of them itself */
 };
 
@@ -10577,9 +10571,9 @@ static void pack_shared(const struct rank *r, enum act_format f, const float *x,
     team_barrier();
 }
 
-/* Packs n rows of x (n_in, x_stride floats apart) and returns them, act_bytes apart. Up to
- * OWN_PACK bytes every thread packs all rows into its own buffer i, which saves a barrier; beyond, the threads divide
- * the rows and pack them into `shared`. */
+/* Packs n rows of x (n_in, x_stride floats apart) and returns them, act_bytes apart. Up to OWN_PACK bytes every thread
+ * packs all rows into its own buffer i, which saves a barrier; beyond, the threads divide the rows and pack them into
+ * `shared`. */
 static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n,
                                 int n_in, uint8_t *shared, int i) {
     size_t stride = r->k->act_bytes(f, n_in);
@@ -11013,8 +11007,8 @@ static bool mla_expands(const struct model *m, const struct layer *layer, int n)
     return saved > 0 && (int64_t)(nope + a->head_v) * a->kv_lora < saved * n;
 }
 
-/* y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head), one matrix per head. The n_copy
- * floats that follow an input vector are copied to follow its result. Ends without a barrier. */
+/* y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head), one matrix per head. The n_copy floats that follow an
+ * input vector are copied to follow its result. Ends without a barrier. */
 static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head, float *y,
                          size_t y_tok, size_t y_head, int n_copy) {
     enum act_format f = r->k->act_format(w->type, r->n_tok);
