@@ -52,7 +52,7 @@ static void kt_weights(uint32_t type, uint8_t *w, size_t n, uint64_t *rng) {
 /* What a packed row stands for. */
 static void kt_unpack(enum act_format f, const uint8_t *x, int n, float *out) {
     const struct act_i16 *q = (const struct act_i16 *)(const void *)x;
-    if (f == ACT_F32) memcpy(out, x, (size_t)n * 4);
+    if (f == ACT_F32 || f == ACT_F32_PANEL) memcpy(out, x, (size_t)n * 4);
     else if (f == ACT_BF16)
         for (int i = 0; i < n; i++)
             out[i] = bf16_to_f32(((const uint16_t *)(const void *)x)[i]) +
@@ -123,11 +123,12 @@ static void kt_case_run(struct kt_case *c, const struct kernels *k, const float 
     free(plain), free(row);
 }
 
-/* Longest chain of additions in a sum of n: lanes of four at least. BF16 tiles split F16 and Q8_0 weights into two BF16
+/* Longest chain of additions in a sum of n: one chain in F32 panels, else lanes of four at least. BF16 tiles split F16 and Q8_0 weights into two BF16
  * numbers, of which the second is rounded: 2^-17 of the weight. */
 static double kt_unit(const struct kt_case *c) {
     bool split = c->format == ACT_BF16 && (c->type == GGUF_F16 || c->type == GGUF_Q8_0);
-    return (c->n_in / 4 + 16) * 0x1p-24 + (split ? 0x1p-17 : 0);
+    const int chain = c->format == ACT_F32_PANEL ? c->n_in : c->n_in / 4;
+    return (chain + 16) * 0x1p-24 + (split ? 0x1p-17 : 0);
 }
 
 static bool kt_case_check(const struct kt_case *c, const char *name, const char *what) {
@@ -218,9 +219,10 @@ static void test_kernels_choice(void) {
     CHECK(kernels_choose() == kt_set(0), "%s is not the first that runs", kernels_choose()->name);
     for (size_t s = 0; (k = kt_set(s)); s++) {
         for (int n = 1; n < 600; n += 7) {
-            CHECK(k->act_format(GGUF_F32, n) == ACT_F32, "%s: routers are F32", k->name);
+            const enum act_format router = k->act_format(GGUF_F32, n);
+            CHECK(router == ACT_F32 || router == ACT_F32_PANEL, "%s: routers are F32", k->name);
             CHECK(kernels_ref.act_format(GGUF_NVFP4, n) == ACT_F32, "the reference rounds activations");
-            for (int f = ACT_F32; f <= ACT_BF16; f++)
+            for (int f = 0; f < ACT_FORMATS; f++)
                 CHECK(k->act_bytes((enum act_format)f, 32 * n) % 64 == 0, "%s: %d", k->name, n);
         }
     }
@@ -308,7 +310,7 @@ static void test_kernels_pack(void) {
     for (int i = 0; i < N; i++)
         x[i] = kt_normal(&rng) * (i / 32 == 3 ? 0.0f : i / 32 == 5 ? 1e-36f : i / 32 == 6 ? 1e36f : 1.0f);
     for (size_t s = 0; (k = kt_set(s)); s++)
-        for (int f = ACT_F32; f <= ACT_BF16; f++) {
+        for (int f = 0; f < ACT_FORMATS; f++) {
             size_t bytes = k->act_bytes((enum act_format)f, N);
             uint8_t *p = xaligned(bytes);
             const struct act_i16 *q = (const struct act_i16 *)(void *)p;
@@ -317,9 +319,9 @@ static void test_kernels_pack(void) {
             CHECK(bytes % 64 == 0, "%zu", bytes);
             for (int i = 0; i < N; i++) {
                 double amax = (double)ref_amax(x + i / 32 * 32, 32), e = fabs((double)x[i] - (double)back[i]);
-                double tol = f == ACT_F32    ? 0
-                             : f == ACT_BF16 ? fabs((double)x[i]) * 0x1p-16 + 0x1p-130
-                                             : amax / 32512 * 1.51 + 0x1p-100;
+                double tol = f == ACT_F32 || f == ACT_F32_PANEL ? 0
+                             : f == ACT_BF16                    ? fabs((double)x[i]) * 0x1p-16 + 0x1p-130
+                                                                : amax / 32512 * 1.51 + 0x1p-100;
                 CHECK(e <= tol, "%s format %d: %g became %g", k->name, f, (double)x[i], (double)back[i]);
             }
             for (int b = 0; f == ACT_I16 && b < N / 16; b++) {
@@ -409,6 +411,8 @@ static void test_kernels_vectors(void) {
                 for (int t = 0; t < n; t++)
                     CHECK(fabsf(a[t] - b[t]) <= 1e-6f * fabsf(b[t]), "%s: rmsnorm of %d", k->name, n);
             }
+            const double dot = (double)k->dot(w, w, n), ref = (double)kernels_ref.dot(w, w, n);
+            CHECK(fabs(dot - ref) <= 1e-6 * ref, "%s: dot of %d: %g, not %g", k->name, n, dot, ref);
             CHECK(k->amax(w, n) == kernels_ref.amax(w, n), "%s: amax of %d", k->name, n);
             CHECK(!n || k->max(w, n) == kernels_ref.max(w, n), "%s: max of %d", k->name, n);
         }
@@ -427,16 +431,47 @@ static void test_kernels_sgemm(void) {
             float *a = xcalloc(size, 4), *b = xcalloc(size, 4), *c = xcalloc(size, 4), *d = xcalloc(size, 4);
             for (size_t j = 0; j < size; j++)
                 a[j] = kt_normal(&rng), b[j] = kt_normal(&rng), c[j] = d[j] = kt_normal(&rng);
-            for (int add = 0; add < 2; add++) {
-                double worst = 0;
-                (add ? k->sgemm_nn_add : k->sgemm_nt)(m, n, p, a, ld, b, ld, c, ld);
-                (add ? kernels_ref.sgemm_nn_add : kernels_ref.sgemm_nt)(m, n, p, a, ld, b, ld, d, ld);
-                for (size_t j = 0; j < size; j++) worst = fmax(worst, fabs((double)c[j] - (double)d[j]));
-                CHECK(worst <= 1e-6 * (p + 8), "%s: sgemm_%s %d x %d x %d is off by %g", k->name, add ? "nn_add" : "nt",
-                      m, n, p, worst);
-            }
+            double worst = 0;
+            k->sgemm_add(m, n, p, a, ld, b, ld, c, ld);
+            kernels_ref.sgemm_add(m, n, p, a, ld, b, ld, d, ld);
+            for (size_t j = 0; j < size; j++) worst = fmax(worst, fabs((double)c[j] - (double)d[j]));
+            CHECK(worst <= 1e-6 * (p + 8), "%s: sgemm_add %d x %d x %d is off by %g", k->name, m, n, p, worst);
             free(a), free(b), free(c), free(d);
         }
+}
+
+/* Rows between guarded pages become columns, then zeros up to the next multiple of 16; nothing behind them changes. */
+static void test_kernels_transpose(void) {
+    enum { LD = 96 };
+    static const uint32_t types[] = {GGUF_F32, GGUF_BF16, GGUF_F16};
+    static const int shape[][2] = {{1, 1}, {16, 8}, {7, 13}, {17, 64}, {32, 128}, {33, 21}, {64, 40}, {80, 9}};
+    const struct kernels *k;
+    uint64_t rng = 3;
+    for (size_t s = 0; (k = kt_set(s)); s++)
+        for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+            for (size_t j = 0; j < sizeof shape / sizeof *shape; j++) {
+                const int m = shape[j][0], n = shape[j][1], end = ceil_to(m, TRANSPOSE_ROWS);
+                const size_t row = gguf_row_bytes(types[i], (size_t)n), stride = row + 6 - row % 2,
+                             bytes = stride * (size_t)(m - 1) + row;
+                uint8_t *x = kt_guarded(bytes);
+                float *y = xmalloc(sizeof(float) * LD * (size_t)n), v[128];
+                int bad = 0;
+                for (size_t b = 0; b < bytes; b++)
+                    x[b] = (uint8_t)(rng = rng * 6364136223846793005u + 1442695040888963407u, rng >> 56);
+                for (int c = 0; c < LD * n; c++) y[c] = 5;
+                k->transpose(types[i], x, stride, m, n, y, LD);
+                for (int r = 0; r < LD; r++) {
+                    memset(v, 0, sizeof v);
+                    if (r < m) gguf_dequantize_row(types[i], x + (size_t)r * stride, v, (size_t)n);
+                    for (int c = 0; c < n; c++) {
+                        const float want = r < end ? v[c] : 5, got = y[c * LD + r];
+                        bad += memcmp(&want, &got, sizeof got) && !(isnan(want) && isnan(got));
+                    }
+                }
+                CHECK(!bad, "%s: %d x %d values of %s: %d differ", k->name, m, n, gguf_type_info(types[i]).name, bad);
+                free(y);
+                kt_guarded_free(x, bytes);
+            }
 }
 
 /* A token of the delta rule over a few columns of a wider state, of which the others stay as they are. */
@@ -468,4 +503,4 @@ static void test_kernels_delta(void) {
         {"kernels/scales", test_kernels_scales}, {"kernels/extremes", test_kernels_extremes},   \
         {"kernels/pack", test_kernels_pack}, {"kernels/conversions", test_kernels_conversions}, \
         {"kernels/vectors", test_kernels_vectors}, {"kernels/delta", test_kernels_delta},       \
-        {"kernels/sgemm", test_kernels_sgemm},
+        {"kernels/sgemm", test_kernels_sgemm}, {"kernels/transpose", test_kernels_transpose},
