@@ -69,11 +69,11 @@
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
- *   CPU kernels: portable vector functions          460  norms, softmax, small F32 matrices, by vector extensions
+ *   CPU kernels: portable vector functions          470  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      250  panels of weights, 16-bit activations
  *   CPU kernels: GEMM with F32 panels               110  transposed panels of weights, many tokens
  *   CPU kernels: scalar                              80  GEMM for any processor
- *   CPU kernels: AVX2                                80  GEMM for it
+ *   CPU kernels: AVX2                                90  GEMM for it
  *   CPU kernels: AVX-512 VNNI                       160  GEMM for it
  *   CPU kernels: AMX, BF16 tiles                    280  prefill on tiles
  *   CPU kernels: NEON with dot products              60  GEMM for it
@@ -8712,6 +8712,14 @@ INLINE void vec_load_f16(const uint8_t *row, int i, vf *out) {
     *out = (vf)((vu)*out | (h & 0x8000) << 16 | ((vu)(bits >= 0x0f800000) & 0x7f800000)); /* infinity and NaN */
 }
 
+/* Converts finite E4M3 codes. An F32 with the bits of an E4M3, subnormal or not, is 2^-120 of it. */
+INLINE void vec_e4m3(const vu *code, vf *out) { *out = (vf)((*code & 0x7f) << 20 | (*code & 0x80) << 24) * 0x1p120f; }
+
+INLINE void vec_load_e4m3(const uint8_t *row, int i, vf *out) {
+    vu code = __builtin_convertvector(VLOAD(vu8, row + i), vu);
+    vec_e4m3(&code, out);
+}
+
 /* x = e^x. Above 88 it gives e^88, below -87.3 it gives 0. x = n ln 2 + r, and e^r is a polynomial of degree 6 (Cephes,
  * expf); the relative error is at most 2e-7. */
 INLINE void vec_exp(vf *x) {
@@ -8898,13 +8906,11 @@ INLINE void vec_from_bf16(vec_load *load, const uint16_t *x, float *y, int n) {
     ref_from_bf16(x + i, y + i, n - i);
 }
 
-INLINE void vec_from_e4m3(const uint8_t *x, float scale, float *y, int n) {
+INLINE void vec_from_e4m3(vec_load *load, const uint8_t *x, float scale, float *y, int n) {
     int i = 0;
-    for (; i + VL <= n; i += VL) {
-        vu b = __builtin_convertvector(VLOAD(vu8, x + i), vu), bits = (b & 0x7f) << 20;
-        vf v;
-        vec_rebias(&bits, 120, &v);
-        VSTORE(vf, y + i) = (vf)((vu)v | (b & 0x80) << 24) * scale;
+    for (vf v; i + VL <= n; i += VL) {
+        load(x, i, &v);
+        VSTORE(vf, y + i) = v * scale;
     }
     ref_from_e4m3(x + i, scale, y + i, n - i);
 }
@@ -9041,7 +9047,7 @@ INLINE void vec_pack_i16(const float *x, int n, struct act_i16 *out) {
 }
 
 /* Packs a row of n activations. ACT_BF16: the high number is x rounded, the low one is the rest rounded. */
-INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
+INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x, int n, void *out) {
     if (f == ACT_F32 || f == ACT_F32_PANEL) ref_act_pack(f, x, n, out);
     else if (f == ACT_I16) vec_pack_i16(x, n, out);
     else {
@@ -9051,7 +9057,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
             float rest[64];
             int m = int_min(n - i, 64);
             vec_to_bf16(x + i, hi + i, m);
-            vec_from_bf16(vec_load_bf16, hi + i, rest, m);
+            vec_from_bf16(load_bf16, hi + i, rest, m);
             for (int j = 0; j < m; j++) rest[j] = x[i + j] - rest[j];
             vec_to_bf16(rest, lo + i, m);
         }
@@ -9059,9 +9065,9 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
 }
 
 /* Defines the vector functions of one instruction set. TARGET: its function attribute. */
-#define VECTOR_FUNCTIONS(isa, TARGET, load_bf16)                                                                   \
+#define VECTOR_FUNCTIONS(isa, TARGET, load_bf16, load_e4m3)                                                        \
     TARGET static void isa##_act_pack(enum act_format f, const float *x, int n, void *out) {                       \
-        vec_act_pack(f, x, n, out);                                                                                \
+        vec_act_pack(load_bf16, f, x, n, out);                                                                     \
     }                                                                                                              \
     TARGET static float isa##_dot(const float *a, const float *b, int n) { return vec_dot(a, b, n); }              \
     TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }               \
@@ -9069,7 +9075,7 @@ INLINE void vec_act_pack(enum act_format f, const float *x, int n, void *out) {
     TARGET static void isa##_sigmoid_mul(float *x, const float *g, int n) { vec_sigmoid_mul(x, g, n); }            \
     TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(load_bf16, x, y, n); }  \
     TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {                           \
-        vec_from_e4m3(x, scale, y, n);                                                                             \
+        vec_from_e4m3(load_e4m3, x, scale, y, n);                                                                  \
     }                                                                                                              \
     TARGET static void isa##_to_e4m3(const float *x, float inv_scale, uint8_t *y, int n) {                         \
         vec_to_e4m3(x, inv_scale, y, n);                                                                           \
@@ -9220,134 +9226,134 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
  *   codes(q, lo, hi): translates the FP4 codes in the low and high nibbles of q to 2 * E2M1 plus a constant;
  *   dot16(type, w, hi, lo, bias, sum): sum = 16 weights w[4] times 16 activations, without that constant;
  *   q8_0_flip: what Q8_0 weights are XORed with. */
-#define PANEL_FUNCTIONS(isa, TARGET, rows, q8_0_flip)                                                                   \
-    /* See vec_rebias. */                                                                                               \
-    TARGET INLINE void isa##_rebias(const isa##_vu *bits, uint32_t rebias, isa##_vf *out) {                             \
-        isa##_vf v = (isa##_vf)(*bits + (rebias << 23)), least = (isa##_vf)((isa##_vu){0} + ((rebias + 1) << 23));      \
-        isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                                \
-        *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                             \
-    }                                                                                                                   \
-    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                     \
-        isa##_vu q[12], d;                                                                                              \
-        isa##_columns(w, stride, q);                                                                                    \
-        isa##_columns(w + 16, stride, q + 4);                                                                           \
-        isa##_columns(w + 20, stride, q + 8);                                                                           \
-        q[8] = q[11]; /* q[0] are the four scales, q[1..8] the codes */                                                 \
-        UNROLL for (int i = 0; i < 8; i++) {                                                                            \
-            int at = i / 2 % 2 * 4 + i % 2;                                                                             \
-            isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                               \
-        }                                                                                                               \
-        d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                                  \
-        UNROLL for (int i = 0; i < 4; i++) {                                                                            \
-            /* An F32 with the bits of an E4M3, subnormal or not, is 2^-120 of it. Half, because codes are 2 * E2M1. */ \
-            isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                          \
-            p[i / 2].d[i % 2] = (isa##_vf)bits * 0x1p119f;                                                              \
-        }                                                                                                               \
-    }                                                                                                                   \
-    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                     \
-        isa##_vu q[4], e[4];                                                                                            \
-        isa##_columns(w, stride, e);                                                                                    \
-        isa##_columns(w + 1, stride, q);                                                                                \
-        UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                                  \
-        e[0] = (e[0] & 255) << 23;                                                                                      \
-        e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* code 0 means 2^-127 */                                           \
-        p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                      \
-    }                                                                                                                   \
-    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, struct isa##_block *p) {                      \
-        isa##_vu d[4], bits;                                                                                            \
-        isa##_columns(w, stride, d);                                                                                    \
-        isa##_columns(w + 2, stride, p->w);                                                                             \
-        isa##_columns(w + 18, stride, p->w + 4);                                                                        \
-        UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                                      \
-        bits = (d[0] & 0x7fff) << 13;                                                                                   \
-        isa##_rebias(&bits, 112, &p->d[0]);                                                                             \
-        bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                                      \
-        p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                               \
-    }                                                                                                                   \
-    /* Decodes a block of a row's format: 64 weights of NVFP4, else 32. */                                              \
-    TARGET INLINE void isa##_decode_block(uint32_t type, const uint8_t *w, size_t stride, struct isa##_block *p) {      \
-        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, p);                                                       \
-        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, p);                                                  \
-        else isa##_decode_q8_0(w, stride, p);                                                                           \
-    }                                                                                                                   \
-    TARGET INLINE void isa##_decode_type(uint32_t type, size_t bytes, int step, const uint8_t *w, size_t stride,        \
-                                         const uint8_t *next, int n, struct isa##_block *p) {                           \
-        for (int b = 0; b < n; b += step, w += bytes, next += bytes) {                                                  \
-            panel_prefetch(next, stride, rows);                                                                         \
-            isa##_decode_block(type, w, stride, p + b);                                                                 \
-        }                                                                                                               \
-    }                                                                                                                   \
-    TARGET static void isa##_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n,   \
-                                          void *panel) {                                                                \
-        if (type == GGUF_NVFP4)                                                                                         \
-            isa##_decode_type(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, w, stride, next, n, panel);                    \
-        else if (type == GGUF_MXFP4)                                                                                    \
-            isa##_decode_type(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, w, stride, next, n, panel);                    \
-        else isa##_decode_type(GGUF_Q8_0, sizeof(struct block_q8_0), 1, w, stride, next, n, panel);                     \
-    }                                                                                                                   \
-    TARGET INLINE void isa##_dot_tokens(uint32_t type, int n_tok, const struct isa##_block *p, int n,                   \
-                                        const struct act_i16 *const *x, isa##_vf *sum) {                                \
-        isa##_vf s[PANEL_GROUP];                                                                                        \
-        UNROLL for (int t = 0; t < n_tok; t++) s[t] = sum[t];                                                           \
-        for (int b = 0; b < n; b++, p++) {                                                                              \
-            UNROLL for (int t = 0; t < n_tok; t++) {                                                                    \
-                const struct act_i16 *a = x[t] + b;                                                                     \
-                isa##_vi i0, i1;                                                                                        \
-                isa##_dot16(type, p->w, a->hi, a->lo, a->bias[0], &i0);                                                 \
-                isa##_dot16(type, p->w + 4, a->hi + 16, a->lo + 16, a->bias[1], &i1);                                   \
-                isa##_vf v = __builtin_convertvector(i0, isa##_vf) * p->d[0];                                           \
-                v = __builtin_convertvector(i1, isa##_vf) * p->d[1] + v;                                                \
-                s[t] = v * a->d + s[t];                                                                                 \
-            }                                                                                                           \
-        }                                                                                                               \
-        UNROLL for (int t = 0; t < n_tok; t++) sum[t] = s[t];                                                           \
-    }                                                                                                                   \
-    TARGET INLINE void isa##_dot_type(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,          \
-                                      int n_tok, float *sum) {                                                          \
-        if (n_tok == PANEL_GROUP) isa##_dot_tokens(type, PANEL_GROUP, panel, n, x, (isa##_vf *)sum);                    \
-        else                                                                                                            \
-            for (int t = 0; t < n_tok; t++) isa##_dot_tokens(type, 1, panel, n, x + t, (isa##_vf *)sum + t);            \
-    }                                                                                                                   \
-    TARGET static void isa##_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,         \
-                                       int n_tok, float *sum) {                                                         \
-        if (type == GGUF_Q8_0) isa##_dot_type(GGUF_Q8_0, panel, n, x, n_tok, sum);                                      \
-        else isa##_dot_type(GGUF_NVFP4, panel, n, x, n_tok, sum);                                                       \
-    }                                                                                                                   \
-    /* The block and the sums stay in registers. The rows that follow are prefetched in the order of memory. */         \
-    TARGET INLINE void isa##_direct_type(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,            \
-                                         size_t stride, int n, const struct act_i16 *const *x, float *sum) {            \
-        const uint8_t *next = w + (rows)*stride;                                                                        \
-        isa##_vf s[PANEL_GROUP];                                                                                        \
-        UNROLL for (int t = 0; t < n_tok; t++) s[t] = (isa##_vf){0};                                                    \
-        for (int b = 0; b < n; b += step, w += bytes, next += (rows)*bytes) {                                           \
-            struct isa##_block p[2];                                                                                    \
-            const struct act_i16 *at[PANEL_GROUP];                                                                      \
-            UNROLL for (size_t i = 0; i < (rows)*bytes; i += 64) __builtin_prefetch(next + i, 0, 2);                    \
-            isa##_decode_block(type, w, stride, p);                                                                     \
-            UNROLL for (int t = 0; t < n_tok; t++) at[t] = x[t] + b;                                                    \
-            isa##_dot_tokens(type, n_tok, p, step, at, s);                                                              \
-        }                                                                                                               \
-        UNROLL for (int t = 0; t < n_tok; t++)((isa##_vf *)(void *)sum)[t] = s[t];                                      \
-    }                                                                                                                   \
-    TARGET INLINE void isa##_direct_tokens(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,          \
-                                           size_t stride, int n, const struct act_i16 *const *x, float *sum) {          \
-        if (n_tok == 1) isa##_direct_type(type, bytes, step, 1, w, stride, n, x, sum);                                  \
-        else if (n_tok == 2) isa##_direct_type(type, bytes, step, 2, w, stride, n, x, sum);                             \
-        else if (n_tok == 3) isa##_direct_type(type, bytes, step, 3, w, stride, n, x, sum);                             \
-        else isa##_direct_type(type, bytes, step, 4, w, stride, n, x, sum);                                             \
-    }                                                                                                                   \
-    TARGET static void isa##_panel_direct(uint32_t type, const uint8_t *w, size_t stride, int n,                        \
-                                          const struct act_i16 *const *x, int n_tok, float *sum) {                      \
-        if (type == GGUF_NVFP4)                                                                                         \
-            isa##_direct_tokens(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, n_tok, w, stride, n, x, sum);                \
-        else if (type == GGUF_MXFP4)                                                                                    \
-            isa##_direct_tokens(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, n_tok, w, stride, n, x, sum);                \
-        else isa##_direct_tokens(GGUF_Q8_0, sizeof(struct block_q8_0), 1, n_tok, w, stride, n, x, sum);                 \
-    }                                                                                                                   \
-    static const struct panel_isa isa##_panel = {.n_rows = rows,                                                        \
-                                                 .block_bytes = sizeof(struct isa##_block),                             \
-                                                 .decode = isa##_panel_decode,                                          \
-                                                 .dot = isa##_panel_dot,                                                \
+#define PANEL_FUNCTIONS(isa, TARGET, rows, q8_0_flip)                                                                 \
+    /* See vec_rebias. */                                                                                             \
+    TARGET INLINE void isa##_rebias(const isa##_vu *bits, uint32_t rebias, isa##_vf *out) {                           \
+        isa##_vf v = (isa##_vf)(*bits + (rebias << 23)), least = (isa##_vf)((isa##_vu){0} + ((rebias + 1) << 23));    \
+        isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                              \
+        *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                           \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                   \
+        isa##_vu q[12], d;                                                                                            \
+        isa##_columns(w, stride, q);                                                                                  \
+        isa##_columns(w + 16, stride, q + 4);                                                                         \
+        isa##_columns(w + 20, stride, q + 8);                                                                         \
+        q[8] = q[11]; /* q[0] are the four scales, q[1..8] the codes */                                               \
+        UNROLL for (int i = 0; i < 8; i++) {                                                                          \
+            int at = i / 2 % 2 * 4 + i % 2;                                                                           \
+            isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                             \
+        }                                                                                                             \
+        d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                                \
+        UNROLL for (int i = 0; i < 4; i++) {                                                                          \
+            /* See vec_e4m3. Half of the scale, because the codes are 2 * E2M1. */                                    \
+            isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                        \
+            p[i / 2].d[i % 2] = (isa##_vf)bits * 0x1p119f;                                                            \
+        }                                                                                                             \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                   \
+        isa##_vu q[4], e[4];                                                                                          \
+        isa##_columns(w, stride, e);                                                                                  \
+        isa##_columns(w + 1, stride, q);                                                                              \
+        UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                                \
+        e[0] = (e[0] & 255) << 23;                                                                                    \
+        e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* code 0 means 2^-127 */                                         \
+        p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                    \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, struct isa##_block *p) {                    \
+        isa##_vu d[4], bits;                                                                                          \
+        isa##_columns(w, stride, d);                                                                                  \
+        isa##_columns(w + 2, stride, p->w);                                                                           \
+        isa##_columns(w + 18, stride, p->w + 4);                                                                      \
+        UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                                    \
+        bits = (d[0] & 0x7fff) << 13;                                                                                 \
+        isa##_rebias(&bits, 112, &p->d[0]);                                                                           \
+        bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                                    \
+        p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                             \
+    }                                                                                                                 \
+    /* Decodes a block of a row's format: 64 weights of NVFP4, else 32. */                                            \
+    TARGET INLINE void isa##_decode_block(uint32_t type, const uint8_t *w, size_t stride, struct isa##_block *p) {    \
+        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, p);                                                     \
+        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, p);                                                \
+        else isa##_decode_q8_0(w, stride, p);                                                                         \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_decode_type(uint32_t type, size_t bytes, int step, const uint8_t *w, size_t stride,      \
+                                         const uint8_t *next, int n, struct isa##_block *p) {                         \
+        for (int b = 0; b < n; b += step, w += bytes, next += bytes) {                                                \
+            panel_prefetch(next, stride, rows);                                                                       \
+            isa##_decode_block(type, w, stride, p + b);                                                               \
+        }                                                                                                             \
+    }                                                                                                                 \
+    TARGET static void isa##_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n, \
+                                          void *panel) {                                                              \
+        if (type == GGUF_NVFP4)                                                                                       \
+            isa##_decode_type(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, w, stride, next, n, panel);                  \
+        else if (type == GGUF_MXFP4)                                                                                  \
+            isa##_decode_type(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, w, stride, next, n, panel);                  \
+        else isa##_decode_type(GGUF_Q8_0, sizeof(struct block_q8_0), 1, w, stride, next, n, panel);                   \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_dot_tokens(uint32_t type, int n_tok, const struct isa##_block *p, int n,                 \
+                                        const struct act_i16 *const *x, isa##_vf *sum) {                              \
+        isa##_vf s[PANEL_GROUP];                                                                                      \
+        UNROLL for (int t = 0; t < n_tok; t++) s[t] = sum[t];                                                         \
+        for (int b = 0; b < n; b++, p++) {                                                                            \
+            UNROLL for (int t = 0; t < n_tok; t++) {                                                                  \
+                const struct act_i16 *a = x[t] + b;                                                                   \
+                isa##_vi i0, i1;                                                                                      \
+                isa##_dot16(type, p->w, a->hi, a->lo, a->bias[0], &i0);                                               \
+                isa##_dot16(type, p->w + 4, a->hi + 16, a->lo + 16, a->bias[1], &i1);                                 \
+                isa##_vf v = __builtin_convertvector(i0, isa##_vf) * p->d[0];                                         \
+                v = __builtin_convertvector(i1, isa##_vf) * p->d[1] + v;                                              \
+                s[t] = v * a->d + s[t];                                                                               \
+            }                                                                                                         \
+        }                                                                                                             \
+        UNROLL for (int t = 0; t < n_tok; t++) sum[t] = s[t];                                                         \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_dot_type(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,        \
+                                      int n_tok, float *sum) {                                                        \
+        if (n_tok == PANEL_GROUP) isa##_dot_tokens(type, PANEL_GROUP, panel, n, x, (isa##_vf *)sum);                  \
+        else                                                                                                          \
+            for (int t = 0; t < n_tok; t++) isa##_dot_tokens(type, 1, panel, n, x + t, (isa##_vf *)sum + t);          \
+    }                                                                                                                 \
+    TARGET static void isa##_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,       \
+                                       int n_tok, float *sum) {                                                       \
+        if (type == GGUF_Q8_0) isa##_dot_type(GGUF_Q8_0, panel, n, x, n_tok, sum);                                    \
+        else isa##_dot_type(GGUF_NVFP4, panel, n, x, n_tok, sum);                                                     \
+    }                                                                                                                 \
+    /* The block and the sums stay in registers. The rows that follow are prefetched in the order of memory. */       \
+    TARGET INLINE void isa##_direct_type(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,          \
+                                         size_t stride, int n, const struct act_i16 *const *x, float *sum) {          \
+        const uint8_t *next = w + (rows)*stride;                                                                      \
+        isa##_vf s[PANEL_GROUP];                                                                                      \
+        UNROLL for (int t = 0; t < n_tok; t++) s[t] = (isa##_vf){0};                                                  \
+        for (int b = 0; b < n; b += step, w += bytes, next += (rows)*bytes) {                                         \
+            struct isa##_block p[2];                                                                                  \
+            const struct act_i16 *at[PANEL_GROUP];                                                                    \
+            UNROLL for (size_t i = 0; i < (rows)*bytes; i += 64) __builtin_prefetch(next + i, 0, 2);                  \
+            isa##_decode_block(type, w, stride, p);                                                                   \
+            UNROLL for (int t = 0; t < n_tok; t++) at[t] = x[t] + b;                                                  \
+            isa##_dot_tokens(type, n_tok, p, step, at, s);                                                            \
+        }                                                                                                             \
+        UNROLL for (int t = 0; t < n_tok; t++)((isa##_vf *)(void *)sum)[t] = s[t];                                    \
+    }                                                                                                                 \
+    TARGET INLINE void isa##_direct_tokens(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,        \
+                                           size_t stride, int n, const struct act_i16 *const *x, float *sum) {        \
+        if (n_tok == 1) isa##_direct_type(type, bytes, step, 1, w, stride, n, x, sum);                                \
+        else if (n_tok == 2) isa##_direct_type(type, bytes, step, 2, w, stride, n, x, sum);                           \
+        else if (n_tok == 3) isa##_direct_type(type, bytes, step, 3, w, stride, n, x, sum);                           \
+        else isa##_direct_type(type, bytes, step, 4, w, stride, n, x, sum);                                           \
+    }                                                                                                                 \
+    TARGET static void isa##_panel_direct(uint32_t type, const uint8_t *w, size_t stride, int n,                      \
+                                          const struct act_i16 *const *x, int n_tok, float *sum) {                    \
+        if (type == GGUF_NVFP4)                                                                                       \
+            isa##_direct_tokens(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, n_tok, w, stride, n, x, sum);              \
+        else if (type == GGUF_MXFP4)                                                                                  \
+            isa##_direct_tokens(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, n_tok, w, stride, n, x, sum);              \
+        else isa##_direct_tokens(GGUF_Q8_0, sizeof(struct block_q8_0), 1, n_tok, w, stride, n, x, sum);               \
+    }                                                                                                                 \
+    static const struct panel_isa isa##_panel = {.n_rows = rows,                                                      \
+                                                 .block_bytes = sizeof(struct isa##_block),                           \
+                                                 .decode = isa##_panel_decode,                                        \
+                                                 .dot = isa##_panel_dot,                                              \
                                                  .direct = isa##_panel_direct};
 
 /* ============================================================================================================
@@ -9516,7 +9522,7 @@ static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, con
             }
 }
 
-VECTOR_FUNCTIONS(scalar, , vec_load_bf16)
+VECTOR_FUNCTIONS(scalar, , vec_load_bf16, vec_load_e4m3)
 VECTOR_GEMM(scalar, , vec_load_bf16, vec_load_f16)
 
 static void scalar_gemm(const struct gemm *g) {
@@ -9607,11 +9613,16 @@ AVX2_INLINE void avx2_load_bf16(const uint8_t *row, int i, vf *out) {
     *out = (vf)_mm256_slli_epi32(h, 16);
 }
 
+AVX2_INLINE void avx2_load_e4m3(const uint8_t *row, int i, vf *out) {
+    vu code = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i_u *)(row + i)));
+    vec_e4m3(&code, out);
+}
+
 AVX2_INLINE void avx2_load_f16(const uint8_t *row, int i, vf *out) {
     *out = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)(row + 2 * (ptrdiff_t)i)));
 }
 
-VECTOR_FUNCTIONS(avx2, AVX2, avx2_load_bf16)
+VECTOR_FUNCTIONS(avx2, AVX2, avx2_load_bf16, avx2_load_e4m3)
 VECTOR_GEMM(avx2, AVX2, avx2_load_bf16, avx2_load_f16)
 
 static void avx2_gemm(const struct gemm *g) {
@@ -9771,7 +9782,7 @@ AVX512 static void avx512_gemm_f32(const struct gemm *g) {
 
 SGEMM_ADD(avx512, AVX512, 16, 8)
 
-VECTOR_FUNCTIONS(avx512, AVX512, avx2_load_bf16)
+VECTOR_FUNCTIONS(avx512, AVX512, avx2_load_bf16, avx2_load_e4m3)
 
 static void avx512_gemm(const struct gemm *g) {
     if (g->format == ACT_I16) panel_gemm(g, &avx512_panel);
@@ -10116,7 +10127,7 @@ NEON_INLINE void neon_dot16(uint32_t type, const neon_vu w[4], const int8_t *hi,
 PANEL_FUNCTIONS(neon, NEON, 4, 0)
 TRANSPOSE(neon, NEON, 4)
 
-VECTOR_FUNCTIONS(neon, NEON, vec_load_bf16)
+VECTOR_FUNCTIONS(neon, NEON, vec_load_bf16, vec_load_e4m3)
 VECTOR_GEMM(neon, NEON, vec_load_bf16, vec_load_f16)
 
 static void neon_gemm(const struct gemm *g) {
