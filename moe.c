@@ -8873,6 +8873,7 @@ INLINE void vec_silu_mul(float *g, const float *u, int n) {
         vec_logistic_mul(&x, &y);
         VSTORE(vf, g + i) = y;
     }
+    if (i == n) return;
     const size_t rest = (size_t)(n - i) * sizeof *g;
     memcpy(&x, g + i, rest);
     memcpy(&y, u + i, rest);
@@ -8890,6 +8891,7 @@ INLINE void vec_sigmoid_mul(float *x, const float *g, int n) {
         vec_logistic_mul(&a, &y);
         VSTORE(vf, x + i) = y;
     }
+    if (i == n) return;
     const size_t rest = (size_t)(n - i) * sizeof *g;
     memcpy(&a, g + i, rest);
     memcpy(&y, x + i, rest);
@@ -10907,7 +10909,7 @@ static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
  * an online softmax over blocks of keys, all sets for one block after the other, so that the cache is read once. In
  * decode the context is split among items, whose partial results are merged in a fixed order.
  *
- * Keys are loaded transposed, so that both products are sgemm_add: a vector has 16 keys, or 16 values of a row.
+ * Keys are loaded transposed, so that both products are sgemm_add: the lanes of a vector are keys, then values of a row.
  *
  * Tried and dropped: 128 and 256 query rows an item, and blocks of 32 keys (same speed, Zen 4).
  * ============================================================================================================ */
@@ -11009,7 +11011,7 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
                                 int n) {
     const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
     const struct attn *shape = &r->m->layers[a->il].attn;
-    const int lat = shape->kv_lora, rope = r->m->ropes[shape->rope].dim, nope = a->dk - rope;
+    const int lat = shape->kv_lora, rope = r->m->ropes[shape->rope].dim, nope = a->dk - rope; /* of a key */
     const size_t row = (size_t)lat * sizeof(float);
     if (a->kind == ATTEND_LATENT) {
         kv_load(r->k, keys, pos, n, 0, lat, w->values, lat);
