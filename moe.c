@@ -69,9 +69,9 @@
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
- *   CPU kernels: portable vector functions          470  norms, softmax, small F32 matrices, by vector extensions
+ *   CPU kernels: portable vector functions          460  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      250  panels of weights, 16-bit activations
- *   CPU kernels: GEMM with F32 panels               110  transposed panels of weights, many tokens
+ *   CPU kernels: GEMM with F32 panels               100  transposed panels of weights, many tokens
  *   CPU kernels: scalar                              80  GEMM for any processor
  *   CPU kernels: AVX2                                90  GEMM for it
  *   CPU kernels: AVX-512 VNNI                       160  GEMM for it
@@ -81,7 +81,7 @@
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  330  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       410  online softmax over the cache; latent attention
+ *   CPU operations: attention                       420  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    400  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
@@ -8840,63 +8840,52 @@ INLINE void vec_gemm(vec_load *load, const struct gemm *g) {
         for (; i < m; i++) isa##_mm_rows(1, n, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);                      \
     }
 
-/* The last n < VL elements go through a padded copy. */
+/* Loads or stores the first n elements of v, all of them for n >= VL. */
+INLINE void vec_load_some(const float *x, int n, vf *v) {
+    if (n >= VL) *v = VLOAD(vf, x);
+    else memcpy(v, x, (size_t)n * sizeof *x);
+}
+
+INLINE void vec_store_some(const vf *v, int n, float *x) {
+    if (n >= VL) VSTORE(vf, x) = *v;
+    else memcpy(x, v, (size_t)n * sizeof *x);
+}
+
 INLINE float vec_exp_sum(float *s, int n, float max) {
     vf sum = {0};
     for (int i = 0; i < n; i += VL) {
         vf v = (vf){0} - INFINITY;
-        if (i + VL <= n) v = VLOAD(vf, s + i);
-        else memcpy(&v, s + i, (size_t)(n - i) * sizeof *s);
+        vec_load_some(s + i, n - i, &v);
         v -= max;
         vec_exp(&v);
         sum += v;
-        if (i + VL <= n) VSTORE(vf, s + i) = v;
-        else memcpy(s + i, &v, (size_t)(n - i) * sizeof *s);
+        vec_store_some(&v, n - i, s + i);
     }
     return vec_sum(&sum);
 }
 
-/* y = y / (1 + e^-x) */
-INLINE void vec_logistic_mul(const vf *x, vf *y) {
-    vf e = -*x;
-    vec_exp(&e);
-    *y = *y / (1.0f + e);
-}
-
-/* The last n < VL elements of these go through padded copies. */
 INLINE void vec_silu_mul(float *g, const float *u, int n) {
-    int i = 0;
-    vf x = {0}, y = {0};
-    for (; i + VL <= n; i += VL) {
-        x = VLOAD(vf, g + i);
-        y = x * VLOAD(vf, u + i);
-        vec_logistic_mul(&x, &y);
-        VSTORE(vf, g + i) = y;
+    for (int i = 0; i < n; i += VL) {
+        vf x = {0}, y = {0};
+        vec_load_some(g + i, n - i, &x);
+        vec_load_some(u + i, n - i, &y);
+        vf e = -x;
+        vec_exp(&e);
+        x = x * y / (1.0f + e);
+        vec_store_some(&x, n - i, g + i);
     }
-    if (i == n) return;
-    const size_t rest = (size_t)(n - i) * sizeof *g;
-    memcpy(&x, g + i, rest);
-    memcpy(&y, u + i, rest);
-    y *= x;
-    vec_logistic_mul(&x, &y);
-    memcpy(g + i, &y, rest);
 }
 
 INLINE void vec_sigmoid_mul(float *x, const float *g, int n) {
-    int i = 0;
-    vf a = {0}, y = {0};
-    for (; i + VL <= n; i += VL) {
-        a = VLOAD(vf, g + i);
-        y = VLOAD(vf, x + i);
-        vec_logistic_mul(&a, &y);
-        VSTORE(vf, x + i) = y;
+    for (int i = 0; i < n; i += VL) {
+        vf y = {0}, e = {0};
+        vec_load_some(x + i, n - i, &y);
+        vec_load_some(g + i, n - i, &e);
+        e = -e;
+        vec_exp(&e);
+        y = y / (1.0f + e);
+        vec_store_some(&y, n - i, x + i);
     }
-    if (i == n) return;
-    const size_t rest = (size_t)(n - i) * sizeof *g;
-    memcpy(&a, g + i, rest);
-    memcpy(&y, x + i, rest);
-    vec_logistic_mul(&a, &y);
-    memcpy(x + i, &y, rest);
 }
 
 INLINE void vec_from_bf16(vec_load *load, const uint16_t *x, float *y, int n) {
@@ -9391,13 +9380,11 @@ static void f32_panel_run(const struct gemm *g, sgemm_function *sgemm_add, trans
         transpose(g->type, g->w + (size_t)r0 * g->w_stride + (size_t)i * size, g->w_stride, n_row, n, work->panel[0],
                   F32_ROWS);
         for (int t = 0, some; t < n_tok; t += some) {
-            const float *x = (const float *)(const void *)gemm_x(g, t0 + t) + i;
-            int x_stride = (int)(g->x_stride / sizeof(float));
+            const float *x = g->rows ? work->picked[0] : (const float *)(const void *)gemm_x(g, t0 + t) + i;
+            const int x_stride = g->rows ? F32_DEPTH : (int)(g->x_stride / sizeof *x);
             some = g->rows ? int_min(n_tok - t, F32_PICKED) : n_tok;
-            for (int j = 0; j < some && g->rows; j++) {
+            for (int j = 0; j < some && g->rows; j++)
                 memcpy(work->picked[j], (const float *)(const void *)gemm_x(g, t0 + t + j) + i, (size_t)n * sizeof *x);
-                x = work->picked[0], x_stride = F32_DEPTH;
-            }
             sgemm_add(some, cols, n, x, x_stride, work->panel[0], F32_ROWS, work->sum[t], F32_ROWS);
         }
     }
@@ -11011,7 +10998,8 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
                                 int n) {
     const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
     const struct attn *shape = &r->m->layers[a->il].attn;
-    const int lat = shape->kv_lora, rope = r->m->ropes[shape->rope].dim, nope = a->dk - rope; /* of a key */
+    const int lat = shape->kv_lora, rope = r->m->ropes[shape->rope].dim;
+    const int nope = a->dk - rope; /* values of a key before the rotated ones */
     const size_t row = (size_t)lat * sizeof(float);
     if (a->kind == ATTEND_LATENT) {
         kv_load(r->k, keys, pos, n, 0, lat, w->values, lat);
@@ -11028,7 +11016,7 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
     kv_load_columns(r->k, values, pos, n, 0, rope, w->rows, w->keys + (ptrdiff_t)nope * KEY_BLOCK, KEY_BLOCK);
 }
 
-/* Sets out to prefetch a block of n keys and values from `pos` on, in `steps` steps. */
+/* Prepares to prefetch n keys and values from `pos` on in `steps` calls of attend_prefetch. */
 static void attend_ahead(const struct rank *r, const struct attend *a, struct attend_work *w, int pos, int n,
                          int steps) {
     w->ahead_step = 0;
@@ -11040,7 +11028,7 @@ static void attend_ahead(const struct rank *r, const struct attend *a, struct at
     }
 }
 
-/* Takes a step. Few at a time, between products: reads that memory has not answered yet keep later ones waiting. */
+/* Prefetches what a step takes. Steps are small and stand between products, because a core has few reads in flight. */
 static void attend_prefetch(struct attend_work *w) {
     for (int u = 0; u < 2; u++)
         for (size_t i = 0; i < w->ahead_step && w->ahead[u] < w->ahead_end[u]; i += 64, w->ahead[u] += 64)
@@ -11617,7 +11605,7 @@ static void in_sum2_add(float *sum, const float *x, int n) {
 /* Adds the latest feed-forward's jobs to the statistics: tokens, gate weights, output norms, squared inputs x. */
 static void stats_add(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
-    const int k = layer->n_expert_used, tiles = (r->m->n_embd + ROW_TILE - 1) / ROW_TILE;
+    const int k = layer->n_expert_used, tiles = ceil_by(r->m->n_embd, ROW_TILE);
     struct ffn_weights ffns[2];
     layer_ffns(layer, ffns);
     for (int i = team_first(r->n_jobs); i >= 0; i = team_next()) {
@@ -11688,7 +11676,7 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
     }
     float *tile = scratch_tile(r);
     size_t h_stride = size_max(k->act_bytes(fd, n_ff), k->act_bytes(fds, n_ff));
-    int ff_tiles = (n_ff + ROW_TILE - 1) / ROW_TILE, tiles = r->n_jobs * ff_tiles;
+    int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = r->n_jobs * ff_tiles;
     for (int i = team_first(tiles); i >= 0; i = team_next()) {
         const struct ffn_job *j = &r->jobs[i / ff_tiles];
         int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
@@ -11751,7 +11739,7 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
 static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
-    const int k = layer->n_expert_used, per_job = (r->n_tok * k + layer->n_expert - 1) / layer->n_expert;
+    const int k = layer->n_expert_used, per_job = ceil_by(r->n_tok * k, layer->n_expert);
     const struct packed p = linear_pack(r, &layer->router, r->act[x], r->width[x], r->n_tok);
     linear_rows(r, &layer->router, &p, r->n_tok, r->route, m->n_expert_max);
     team_barrier();
