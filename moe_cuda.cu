@@ -5,13 +5,13 @@
  * waits only for a token, for logits or for statistics.
  *
  * Start here: "Operations" shows which kernels a step of a layer launches. Then read one kernel, for example
- * k_gemv_sum, with the tile format of "Weights on the device" beside it.
+ * k_gemv_linear, with the tile format of "Weights on the device" beside it.
  *
  *   step                  decode (1 to 16 tokens)                    prefill (more tokens)
  *   embedding             k_embed                                    k_embed
  *   residual add, norm    k_add_norm, which also pushes and adds     k_add_norm, after k_to_bf16 and ncclAllReduce
  *     and all-reduce        the ranks' deltas, or ncclAllGather        or with the push
- *   projections           k_gemv_sum                                 gemm_kernel
+ *   projections           k_gemv_linear; MLA's heads: k_gemv_heads   gemm_kernel
  *   RoPE, KV cache        k_rope_gqa or k_rope_mla                   k_rope_gqa or k_rope_mla
  *   attention             attn_gqa_decode or attn_mla_kernel,        attn_gqa_prefill or attn_mla_kernel,
  *                         attn_merge                                 attn_merge
@@ -19,8 +19,9 @@
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
- *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_sum (down)   gemm_kernel twice, k_combine for experts
- *   output layer          k_gemv_sum for up to 16 rows               k_gemv_sum for up to 16 rows
+ *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
+ *                           k_gemv_linear (down)
+ *   output layer          k_gemv_linear for up to 16 rows            k_gemv_linear for up to 16 rows
  *   sampling              k_sample                                   k_sample
  *
  * Decode is memory-bound: a kernel reads each weight once, dequantizes it to halves in registers and multiplies by
@@ -44,7 +45,7 @@
  *   Upload: from the file's blocks to tiles
  *   All-reduce and send between ranks             flags, k_send_rows; the all-reduce itself is in k_add_norm
  *   Embedding, residual add, norm
- *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_sum, k_gemv_glu
+ *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear, k_gemv_glu, k_gemv_down
  *   Router
  *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations, the sort by expert, --calibrate's sums
  *   RoPE and the KV cache
@@ -167,6 +168,12 @@ static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) /
 #define FP4_CODE_BYTES(n_in)  (((n_in) + 63) / 64 * 32)
 #define FP4_SCALE_BYTES(n_in) (((n_in) + 255) / 256 * 16)
 
+/* An expert that tokens of a decode forward chose. */
+struct expert_job {
+    int32_t expert;
+    uint32_t tokens; /* bit t: token t chose it */
+};
+
 /* What the sizes of a rank's activations depend on besides its shard. */
 struct gpu_sizes {
     int chunk;  /* tokens of a forward at most */
@@ -274,8 +281,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(route.weight, float, d.pairs)                                                             \
     X(route.arrived, uint32_t, 1)                                                               \
     X(route.n_jobs, int32_t, 1)                                                                 \
-    X(route.job_expert, int32_t, d.jobs + 1)                                                    \
-    X(route.job_weight, float, d.decode * (d.decode * d.used + 1))                              \
+    X(route.jobs, struct expert_job, d.jobs)                                                    \
+    X(route.job_weight, float, d.jobs * d.decode)                                               \
     X(route.shared_weight, float, d.shared_weight)                                              \
     X(sort.row, int32_t, d.pairs)                                                               \
     X(sort.inverse, int32_t, d.pairs)                                                           \
@@ -456,8 +463,12 @@ DEVICE uint32_t e4m3x2_to_f16x2(uint16_t x) {
 #endif
 }
 
-/* Loads what another block of the same kernel wrote: from L2, because L1 is not coherent. */
-DEVICE float load_l2(const float *p) { return __ldcg(p); }
+/* Loads from L2 what another block of the same kernel wrote, or a kernel that this one need not have waited for: L1 is
+ * not coherent. */
+template <class T>
+DEVICE T load_l2(const T *p) {
+    return __ldcg(p);
+}
 
 /* Loads 16 bytes that are read once: they take no place in L1. */
 DEVICE uint4 ldg_stream(const void *p) {
@@ -641,6 +652,7 @@ struct device_matrix {
     uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles: n_rt rows of tiles, n_kt tiles along k */
     uint8_t *scales;    /* (n_expert, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
     const float *scale; /* (n_expert) factors of the results, besides `unit`; NULL: 1 */
+    float scale_max;    /* the largest of their absolute values, not 0 */
     const float *bias;  /* (n_out) or NULL */
     float unit;         /* factor that undoes the power of two of fragment_dequantize */
     int n_out, n_in, n_rt, n_kt, n_expert, fmt;
@@ -1131,84 +1143,118 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
  *
  * Y^T = W X^T: the weights are the 16 rows of the MMA, the tokens its 8 columns. 1 to 8 tokens cost one n-tile, 9 to 16
  * two (NT); the weights are read once in either case, and that is what takes the time. A block owns 16 rows of the
- * result. Its 8 warps share the tiles along k (of all chosen experts) and add their sums through shared memory in a
- * fixed order.
+ * result. Its warps share the tiles along k and add their sums through shared memory in a fixed order.
+ * A token's results do not depend on the other tokens of the forward: a warp's share of a row of tiles depends on the
+ * width of the matrix alone, and every token adds its experts in the order of their numbers.
  * ============================================================================================================ */
 
 enum { GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP };
 
-/* FP4 tiles that a warp requests at once (with two n-tiles half as many). Four hide the latency of HBM. GDDR7 needs
- * fewer, and the code for SM120 needs more registers. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-enum { GEMV_IN_FLIGHT = 2 };
-#else
-enum { GEMV_IN_FLIGHT = 4 };
-#endif
-
-/* A lane's part of N consecutive tiles along k, in registers. */
-template <int FMT, int N>
-struct gemv_regs {
+/* A lane's part of a tile, in registers. */
+template <int FMT>
+struct gemv_tile {
     enum { VEC = TILE_BYTES(FMT) / 512 };
-    uint4 c[N][VEC]; /* codes */
-    uint2 s[N];      /* scales of rows g and g + 8 */
-    /* Loads tiles i0..i0+N-1 of n. Past the end it loads the last one again, which nobody uses. */
-    DEVICE_MEMBER void load(const uint8_t *codes, const uint8_t *scales, int i0, int n) {
-        UNROLL for (int u = 0; u < N; u++) {
-            const int i = min(i0 + u, n - 1);
-            UNROLL for (int v = 0; v < VEC; v++) c[u][v] = ldg_stream(codes + (size_t)i * TILE_BYTES(FMT) + v * 512);
-            s[u] = FMT == FMT_F16 ? make_uint2(0, 0) : *(const uint2 *)(scales + (size_t)i * TILE_SCALES);
-        }
+    uint4 c[VEC]; /* codes */
+    uint2 s;      /* scales of rows g and g + 8 */
+    DEVICE_MEMBER void load(const uint8_t *codes, const uint8_t *scales) {
+        UNROLL for (int v = 0; v < VEC; v++) c[v] = ldg_stream(codes + v * 512);
+        s = FMT == FMT_F16 ? make_uint2(0, 0) : *(const uint2 *)scales;
     }
 };
 
-/* acc (16, 8 * NT) += tiles tile..tile+n-1 times columns 0..64n-1 of x (n_tok rows, x_stride halves apart). Leaves out
- * device_matrix_scale. The next group of tiles is requested before this one is multiplied. Columns beyond n_in have
- * weights of 0; x may hold any finite number there. Tokens beyond n_tok repeat the last one, and their results are not
- * used. wait: the kernel before computes x, so wait for it after the first weights are requested. */
+/* acc (16, 8 NT) += a tile times 64 columns of x. b[k][h]: columns 32h + 8t .. 32h + 8t + 7 of token g + 8k. */
 template <int FMT, int NT>
-DEVICE void gemv_tiles(const struct device_matrix &w, size_t tile, int n, const uint16_t *x, size_t x_stride, int n_tok,
-                       float acc[NT][4], bool wait) {
-    constexpr int N = FMT == FMT_FP4 ? GEMV_IN_FLIGHT / NT : 1;
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const uint8_t *codes = w.codes + tile * (size_t)TILE_BYTES(FMT) + (size_t)lane * 16;
-    const uint8_t *scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
-    const uint16_t *row[NT];
-    UNROLL for (int k = 0; k < NT; k++) row[k] = x + (size_t)min(g + 8 * k, n_tok - 1) * x_stride + 8 * t;
-    struct gemv_regs<FMT, N> now, next;
-    now.load(codes, scales, 0, n);
-    if (wait) grid_dependency_wait();
-    UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += N) {
-        if (i0 + N < n) next.load(codes, scales, i0 + N, n);
-        UNROLL for (int u = 0; u < N; u++) {
-            if (i0 + u >= n) break;
-            UNROLL for (int h = 0; h < 2; h++) {
-                uint4 b[NT];
-                UNROLL for (int k = 0; k < NT; k++) b[k] = *(const uint4 *)(row[k] + (i0 + u) * TILE_COLS + 32 * h);
-                float block_acc[NT][4] = {};
-                float(*sum)[4] = FMT == FMT_Q8 ? block_acc : acc;
-                UNROLL for (int q = 0; q < 2; q++) {
-                    uint32_t a[4];
-                    fragment_dequantize<FMT>(now.c[u], now.s[u], t, 2 * h + q, a);
-                    UNROLL for (int k = 0; k < NT; k++) {
-                        uint32_t bb[2] = {b[k].x, b[k].y};
-                        if (q) {
-                            bb[0] = b[k].z;
-                            bb[1] = b[k].w;
-                        }
-                        mma_f16(sum[k], a, bb);
-                    }
+DEVICE void gemv_multiply(const struct gemv_tile<FMT> &w, const uint4 (&b)[NT][2], int t, float (&acc)[NT][4]) {
+    UNROLL for (int h = 0; h < 2; h++) {
+        float block_acc[NT][4] = {};
+        float(*sum)[4] = FMT == FMT_Q8 ? block_acc : acc;
+        UNROLL for (int q = 0; q < 2; q++) {
+            uint32_t a[4];
+            fragment_dequantize<FMT>(w.c, w.s, t, 2 * h + q, a);
+            UNROLL for (int k = 0; k < NT; k++) {
+                uint32_t bb[2] = {b[k][h].x, b[k][h].y};
+                if (q) {
+                    bb[0] = b[k][h].z;
+                    bb[1] = b[k][h].w;
                 }
-                if (FMT != FMT_Q8) continue;
-                /* the scales of this block of 32 columns, of rows g and g + 8 */
-                const float d0 = half_to_f32((uint16_t)(now.s[u].x >> 16 * h));
-                const float d1 = half_to_f32((uint16_t)(now.s[u].y >> 16 * h));
-                UNROLL for (int i = 0; i < 4 * NT; i++) {
-                    const float d = i & 2 ? d1 : d0;
-                    acc[i >> 2][i & 3] += d * block_acc[i >> 2][i & 3];
-                }
+                mma_f16(sum[k], a, bb);
             }
         }
-        now = next;
+        if (FMT != FMT_Q8) continue;
+        /* the scales of this block of 32 columns, of rows g and g + 8 */
+        const float d0 = half_to_f32((uint16_t)(w.s.x >> 16 * h)), d1 = half_to_f32((uint16_t)(w.s.y >> 16 * h));
+        UNROLL for (int i = 0; i < 4 * NT; i++) acc[i >> 2][i & 3] =
+            fmaf(i & 2 ? d1 : d0, block_acc[i >> 2][i & 3], acc[i >> 2][i & 3]);
+    }
+}
+
+/* acc (16, 8 NT) += tiles k0..k1-1 of a row of tiles times x, added up over a list of jobs, without
+ * device_matrix_scale. One warp takes them as one list of tiles, of which DEPTH are in flight. Columns beyond n_in have
+ * weights of 0; x may hold any finite number there.
+ *   jobs.n            jobs
+ *   jobs.tile(j)      the first tile of the row of tiles that job j multiplies, see tile_index
+ *   jobs.x(j, t)      the row of x for token t; of a token that does not count any row, or where the job is MASKED NULL,
+ *                     which stands for zeros
+ * ready() is called once, after the first weights have been requested: jobs.x is called behind it. */
+template <int FMT, int NT, class JOBS, class READY>
+DEVICE void gemv_stream(const struct device_matrix &w, int k0, int k1, const JOBS &jobs, READY ready,
+                        float (&acc)[NT][4]) {
+    constexpr int DEPTH = FMT == FMT_FP4 ? 4 : 2; /* 2 to 4 KB a warp */
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, n = k1 - k0;
+    struct gemv_tile<FMT> ring[DEPTH];
+    const uint8_t *codes = NULL, *scales = NULL; /* of the tile that is requested next */
+    int to_request = n * jobs.n, next_job = 0, job_end = to_request - n;
+    auto seek = [&](int job) {
+        const size_t tile = jobs.tile(job) + (size_t)k0;
+        codes = w.codes + tile * (size_t)TILE_BYTES(FMT) + (size_t)lane * 16;
+        scales = w.scales + tile * TILE_SCALES + (size_t)g * 8;
+    };
+    auto request = [&](struct gemv_tile<FMT> &to) {
+        if (to_request <= 0) return;
+        to.load(codes, scales);
+        codes += TILE_BYTES(FMT);
+        scales += TILE_SCALES;
+        if (--to_request != job_end || !JOBS::LIST || !to_request) return;
+        job_end -= n;
+        seek(++next_job);
+    };
+    if (to_request > 0) seek(0);
+    UNROLL for (int u = 0; u < DEPTH; u++) request(ring[u]);
+    ready();
+    int left = n * jobs.n, x_job = 0, x_end = left - n;
+    if (left <= 0) return;
+    uint4 b[2][NT][2]; /* x of this tile and of the next */
+    const uint16_t *row[NT];
+    auto x_seek = [&](int job) {
+        UNROLL for (int k = 0; k < NT; k++) {
+            row[k] = jobs.x(job, g + 8 * k);
+            if (!JOBS::MASKED || row[k]) row[k] += k0 * TILE_COLS + 8 * t;
+        }
+    };
+    auto x_load = [&](uint4(&to)[NT][2]) {
+        UNROLL for (int k = 0; k < NT; k++) {
+            UNROLL for (int h = 0; h < 2; h++) {
+                to[k][h] = make_uint4(0, 0, 0, 0);
+                if (!JOBS::MASKED || row[k]) to[k][h] = *(const uint4 *)(row[k] + 32 * h);
+            }
+            if (!JOBS::MASKED || row[k]) row[k] += TILE_COLS;
+        }
+    };
+    x_seek(0);
+    x_load(b[0]);
+    for (;;) {
+        UNROLL for (int u = 0; u < DEPTH; u++) {
+            if (left > 1) {
+                if (JOBS::LIST && left - 1 == x_end) {
+                    x_end -= n;
+                    x_seek(++x_job);
+                }
+                x_load(b[(u + 1) & 1]);
+            }
+            gemv_multiply<FMT, NT>(ring[u], b[u & 1], t, acc);
+            request(ring[u]);
+            if (--left == 0) return;
+        }
     }
 }
 
@@ -1220,113 +1266,134 @@ DEVICE void with_format(int fmt, F f) {
     else f(std::integral_constant<int, FMT_F16>());
 }
 
-/* A list of jobs on one stack of matrices: chosen experts, heads, or one plain matrix. Each job has its own rows of
- * x. */
-struct gemv_batch {
-    struct device_matrix w;
-    const uint16_t *x; /* job j: x + j * x_job, (n_tok, n_in) with rows x_stride halves apart */
-    size_t x_stride, x_job;
-    const int32_t *expert; /* (jobs) expert of a job; NULL: job j is expert j */
-    const float *weight;   /* (jobs, DECODE_MAX_TOKENS) router weight of a job for a token; NULL: 1 */
-    const int32_t *n_jobs; /* in device memory; NULL: there are max_jobs */
-    int max_jobs;
-};
-
-/* The warps' sums: red (GEMV_WARPS, 128 * NT) in shared memory. Element i of a warp's (16, 8 * NT) result is register
- * i / 32 % 4 of lane i % 32 of n-tile i / 128, as mma_f16 lays out d. gemv_warp_sums returns the lane's first element
- * of its warp. gemv_sum adds element i of n warps. gemv_row and gemv_token return its place in the result. */
+/* The warps' sums in shared memory: (warps, 8 NT tokens, SUM_PITCH), 16 rows of each token. The pitch keeps the lanes
+ * of an MMA's result in different banks. */
+enum { SUM_PITCH = TILE_ROWS + 4 };
 template <int NT>
-DEVICE float *gemv_warp_sums(float *red) { /* register r of n-tile k is at [WARP * (4 * k + r)] */
-    return red + (threadIdx.x >> 5) * (128 * NT) + (threadIdx.x & 31);
+DEVICE float *gemv_warp_sums(float *red) {
+    return red + (threadIdx.x >> 5) * (8 * NT * SUM_PITCH);
 }
+/* Adds the sums of element i (token i / 16, row i % 16) of n warps, in their order. */
 template <int NT>
 DEVICE float gemv_sum(const float *red, int i, int first, int n) {
     float s = 0;
-    for (int w = first; w < first + n; w++) s += red[w * (128 * NT) + i];
+    for (int w = first; w < first + n; w++) s += red[(w * 8 * NT + i / TILE_ROWS) * SUM_PITCH + i % TILE_ROWS];
     return s;
 }
-DEVICE int gemv_row(int i) { return (i >> 2 & 7) + 8 * (i >> 6 & 1); }
-DEVICE int gemv_token(int i) { return 8 * (i >> 7) + 2 * (i & 3) + (i >> 5 & 1); }
 
-struct gemv_args {
-    struct gemv_batch entry[3];
-    int n_entry, n_tok;
-    bool separate; /* entry i makes result i from one x; otherwise the results of all entries are added up */
-    int batch;     /* > 0: job b of entry 0 alone makes result b; 0: one result */
-    uint16_t *y16; /* result b: (n_tok, n_out) halves at y16 + b * y_batch, rows y_stride apart */
-    float *y32[3]; /* outputs in F32; where not NULL, used instead of y16 */
-    size_t y_stride[3], y_batch;
+/* sums (of gemv_warp_sums) = f * acc, or with `add` += f * acc. */
+template <int NT>
+DEVICE void gemv_store(float *sums, const float (&acc)[NT][4], float f, bool add) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    UNROLL for (int i = 0; i < 4 * NT; i++) {
+        float *to = sums + (8 * (i >> 2) + 2 * t + (i & 1)) * SUM_PITCH + g + 8 * (i >> 1 & 1);
+        *to = add ? fmaf(f, acc[i >> 2][i & 3], *to) : f * acc[i >> 2][i & 3];
+    }
+}
+
+/* All tokens of a forward times one matrix. */
+struct gemv_one {
+    static constexpr bool LIST = false, MASKED = false;
+    static constexpr int n = 1;
+    size_t first;         /* tile */
+    const uint16_t *rows; /* (n_tok, stride) */
+    size_t stride;
+    int n_tok;
+    DEVICE_MEMBER size_t tile(int) const { return first; }
+    DEVICE_MEMBER const uint16_t *x(int, int t) const { return rows + (size_t)min(t, n_tok - 1) * stride; }
 };
 
-/* Returns the number of jobs of entry i that one block computes. */
-DEVICE int gemv_jobs(const struct gemv_args &p, int i) {
-    if (p.batch) return 1;
-    return p.entry[i].n_jobs ? *p.entry[i].n_jobs : p.entry[i].max_jobs;
-}
+enum { LINEAR_MAX = 6 };
 
-/* sums (of gemv_warp_sums) += weight * W x over the tiles at..end-1 of row of tiles rt, counted through all jobs of
- * entry q. */
-template <int FMT, int NT>
-DEVICE void gemv_list(const struct gemv_args &p, const struct gemv_batch &q, int rt, int at, int end, float *sums,
-                      bool early) {
-    const int n_kt = q.w.n_kt, t = threadIdx.x & 3;
-    while (at < end) {
-        const int j = at / n_kt, k0 = at - j * n_kt, n = min(n_kt - k0, end - at);
-        const int job = p.batch ? (int)blockIdx.y : j;
-        const int e = q.expert ? q.expert[job] : job;
-        float acc[NT][4] = {};
-        gemv_tiles<FMT, NT>(q.w, tile_index(q.w, e, rt) + (size_t)k0, n, q.x + (size_t)job * q.x_job + k0 * TILE_COLS,
-                            q.x_stride, p.n_tok, acc, early);
-        const float scale = device_matrix_scale(q.w, e);
-        UNROLL for (int k = 0; k < NT; k++) UNROLL for (int r = 0; r < 4; r++) {
-            const size_t col = (size_t)job * DECODE_MAX_TOKENS + 8 * k + 2 * t + (r & 1);
-            sums[WARP * (4 * k + r)] += (q.weight ? q.weight[col] * scale : scale) * acc[k][r];
-        }
-        at += n;
-    }
-}
+struct linear_args {
+    struct device_matrix w[LINEAR_MAX]; /* of one n_in */
+    float *y[LINEAR_MAX];               /* (n_tok, n_out), rows y_stride apart */
+    size_t y_stride[LINEAR_MAX];
+    int n_matrix, n_tok;
+    const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart */
+    size_t x_stride;
+};
 
-/* y = sum over entries and jobs of weight * (W x + bias).
- * Grid: (rows of tiles, max(1, batch)), block: 256. Reads every tile of the jobs once, and per block n_tok rows of x
- * from L2. Memory-bound: a block has 9 KB (SM120) or 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy
- * bandwidth for matrices of 8 MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s.
- * The tiles of all jobs are dealt out to the warps as one list. Where no router chose the jobs (`early`), a warp
- * requests its first tiles before the kernel in front has ended. */
+/* y[i] = w[i] x + bias for each of up to six matrices.
+ * Grid: rows of tiles of all matrices, block: 256. Reads every tile once, and per block n_tok rows of x from L2.
+ * Memory-bound: a block has 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy bandwidth for matrices of 8
+ * MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s for FP4. A warp requests its first tiles before the
+ * kernel in front has ended. */
 template <int NT>
-__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_sum(const __grid_constant__ struct gemv_args p) {
-    SHARED(float, red, GEMV_WARPS * 128 * NT);
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_constant__ struct linear_args p) {
+    SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
     grid_dependency_launch();
-    const int warp = threadIdx.x >> 5, b = blockIdx.y;
-    int rt = blockIdx.x, first = 0, last = p.n_entry, total = 0;
-    if (p.separate) {
-        while (rt >= p.entry[first].w.n_rt) rt -= p.entry[first++].w.n_rt;
-        last = first + 1;
+    const int warp = threadIdx.x >> 5;
+    int rt = blockIdx.x, m = 0;
+    while (rt >= p.w[m].n_rt) rt -= p.w[m++].n_rt;
+    const struct device_matrix &w = p.w[m];
+    const int k0 = w.n_kt * warp / GEMV_WARPS, k1 = w.n_kt * (warp + 1) / GEMV_WARPS;
+    const struct gemv_one one = {tile_index(w, 0, rt), p.x, p.x_stride, p.n_tok};
+    float acc[NT][4] = {};
+    with_format(w.fmt, [&](auto fmt) {
+        gemv_stream<fmt.value, NT>(
+            w, k0, k1, one, [] { grid_dependency_wait(); }, acc);
+    });
+    gemv_store<NT>(gemv_warp_sums<NT>(red), acc, 1, false);
+    __syncthreads(); /* the sums of all warps are written */
+    const int tok = threadIdx.x / TILE_ROWS, row = rt * TILE_ROWS + (int)threadIdx.x % TILE_ROWS;
+    if (tok >= p.n_tok || row >= w.n_out) return;
+    p.y[m][(size_t)tok * p.y_stride[m] + (size_t)row] =
+        fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS), device_matrix_scale(w, 0), w.bias ? w.bias[row] : 0.0f);
+}
+
+/* Launches k_gemv_linear with one n-tile for up to 8 tokens, with two for up to 16. */
+static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
+    int n_rt = 0;
+    for (int i = 0; i < p->n_matrix; i++) n_rt += p->w[i].n_rt;
+    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_linear<1>, (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL(k_gemv_linear<2>, (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+}
+
+struct heads_args {
+    struct device_matrix w; /* one matrix per head */
+    const uint16_t *x;      /* head h: (n_tok, n_in) halves at x + h * x_head, rows x_stride apart */
+    uint16_t *y;            /* head h: (n_tok, n_out) halves at y + h * y_head, rows y_stride apart */
+    size_t x_stride, x_head, y_stride, y_head;
+    int n_tok;
+};
+
+/* Returns how many of a block's warps share a row of n_kt tiles. */
+__host__ __device__ inline int heads_warps(int n_kt) { return n_kt >= 8 ? 8 : n_kt >= 4 ? 4 : n_kt >= 2 ? 2 : 1; }
+
+/* y of every head = its matrix times its x.
+ * Grid: (rows of tiles / (8 / heads_warps), heads), block: 256. Bytes and aim as for k_gemv_linear. */
+template <int NT>
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_heads(const __grid_constant__ struct heads_args p) {
+    SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
+    grid_dependency_launch();
+    const int warp = threadIdx.x >> 5, part = heads_warps(p.w.n_kt), h = blockIdx.y;
+    const int rt0 = blockIdx.x * (GEMV_WARPS / part), rt = min(rt0 + warp / part, p.w.n_rt - 1);
+    const int k0 = p.w.n_kt * (warp % part) / part, k1 = p.w.n_kt * (warp % part + 1) / part;
+    const struct gemv_one one = {tile_index(p.w, h, rt), p.x + (size_t)h * p.x_head, p.x_stride, p.n_tok};
+    float acc[NT][4] = {};
+    with_format(p.w.fmt, [&](auto fmt) {
+        gemv_stream<fmt.value, NT>(
+            p.w, k0, k1, one, [] { grid_dependency_wait(); }, acc);
+    });
+    gemv_store<NT>(gemv_warp_sums<NT>(red), acc, 1, false);
+    __syncthreads(); /* the sums of all warps are written */
+    const float scale = device_matrix_scale(p.w, h);
+    const int rows = GEMV_WARPS / part * TILE_ROWS;
+    for (int i = threadIdx.x; i < p.n_tok * rows; i += GEMV_THREADS) {
+        const int tok = i / rows, r = i % rows, row = rt0 * TILE_ROWS + r;
+        if (row >= p.w.n_out) continue;
+        const float v = gemv_sum<NT>(red, tok * TILE_ROWS + r % TILE_ROWS, r / TILE_ROWS * part, part) * scale;
+        p.y[(size_t)h * p.y_head + (size_t)tok * p.y_stride + (size_t)row] = clamped_f16(v);
     }
-    const bool early = !p.entry[first].n_jobs;
-    if (!early) grid_dependency_wait();
-    for (int i = first; i < last; i++) total += gemv_jobs(p, i) * p.entry[i].w.n_kt;
-    /* This warp's share: tiles from..to-1, counted from the first tile of entry i. */
-    int from = total * warp / GEMV_WARPS, to = total * (warp + 1) / GEMV_WARPS;
-    float *sums = gemv_warp_sums<NT>(red); /* in shared memory: registers are scarce here */
-    UNROLL for (int i = 0; i < 4 * NT; i++) sums[WARP * i] = 0;
-    UNROLL_BY(1) for (int i = first; i < last; i++) {
-        const struct gemv_batch &q = p.entry[i];
-        const int tiles = gemv_jobs(p, i) * q.w.n_kt, begin = max(from, 0), end = min(to, tiles);
-        with_format(q.w.fmt, [&](auto fmt) { gemv_list<fmt.value, NT>(p, q, rt, begin, end, sums, early); });
-        from -= tiles;
-        to -= tiles;
-    }
-    /* All sums are written. Some warp had tiles and so has waited for the kernel before: y may be overwritten. */
-    __syncthreads();
-    const float *bias = p.entry[first].w.bias;
-    for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
-        int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
-        if (row >= p.entry[first].w.n_out || tok >= p.n_tok) continue;
-        float v = gemv_sum<NT>(red, i, 0, GEMV_WARPS) + (bias ? bias[row] : 0.0f);
-        size_t at = (size_t)b * p.y_batch + (size_t)tok * p.y_stride[first] + (size_t)row;
-        if (p.y32[first]) p.y32[first][at] = v;
-        else p.y16[at] = clamped_f16(v);
-    }
+}
+
+/* Launches k_gemv_heads. */
+static void gemv_heads(const struct heads_args *p, cudaStream_t s) {
+    const int tiles = GEMV_WARPS / heads_warps(p->w.n_kt);
+    const dim3 grid((unsigned)((p->w.n_rt + tiles - 1) / tiles), (unsigned)p->w.n_expert);
+    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_heads<1>, grid, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL(k_gemv_heads<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
 /* SwiGLU results are stored divided by this: their outliers are the largest numbers of a forward pass. A power of two:
@@ -1338,65 +1405,168 @@ DEVICE float silu_mul(float g, float u) { return g / (1.0f + __expf(-g)) * u; }
 
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
-/* The first half of a feed-forward: y (job, DECODE_MAX_TOKENS, n_ff) = silu(gate x) * (up x) / HIDDEN_SCALE, for every
- * job's expert and every token. A token that did not choose the expert costs nothing and gets the weight 0 in
- * k_gemv_sum. Entry 0: routed experts or a dense layer, entry 1: the shared expert.
- * Grid: (rows of tiles, at most the jobs of entry 0 + 1 for entry 1), block: 256: four warps for gate, four for up.
- * Bytes and aim as for k_gemv_sum. */
-struct gemv_glu_args {
-    struct gemv_batch gate[2];
-    struct device_matrix up[2];
-    uint16_t *y[2];
-    size_t y_stride[2];
-    int n_entry, n_tok;
+/* The routed experts of a decode forward. */
+struct job_list {
+    const struct expert_job *job; /* (*n) in the order of the experts; NULL: there is no router */
+    const float *weight;          /* (*n, DECODE_MAX_TOKENS) router weights of the job's tokens */
+    const int32_t *n;
+    int max; /* *n is at most that */
 };
 
+/* A matrix times the tokens of one job. */
+struct glu_job : gemv_one {
+    uint32_t tokens;
+    DEVICE_MEMBER const uint16_t *x(int, int t) const {
+        return rows + (size_t)(tokens >> t & 1 ? t : __ffs((int)tokens) - 1) * stride;
+    }
+};
+
+/* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves. Entry 0: routed experts, times
+ * the router's weight and the expert's scale of the down matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense
+ * layer, y (n_tok, n_ff). Entry 1: the shared expert, times its weight, y (n_tok, n_ff). */
+struct glu_args {
+    struct device_matrix gate[2], up[2];
+    uint16_t *y[2];
+    struct job_list jobs; /* of entry 0 */
+    const float *down_scale;
+    float down_scale_max;       /* down_scale (n_expert) is divided by it; NULL: 1 */
+    const float *shared_weight; /* (DECODE_MAX_TOKENS) of entry 1; NULL: 1 */
+    int n_entry, n_tok;
+    const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart */
+    size_t x_stride;
+};
+
+/* Grid: (rows of tiles, jobs.max or 1, and 1 for entry 1), block: 256: four warps for gate, four for up. Bytes and aim
+ * as for k_gemv_linear. The next kernel may start when the router has ended: it reads the jobs before its wait. */
 template <int NT>
-__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_glu(const __grid_constant__ struct gemv_glu_args p) {
-    SHARED(float, red, GEMV_WARPS * 128 * NT);
-    grid_dependency_launch();
-    int entry = (int)blockIdx.y >= p.gate[0].max_jobs, job = entry ? 0 : blockIdx.y, rt = blockIdx.x;
-    const struct gemv_batch &q = p.gate[entry];
-    const int warp = threadIdx.x >> 5, half = GEMV_WARPS / 2;
-    const bool early = !q.n_jobs && rt < q.w.n_rt;
-    if (!early) grid_dependency_wait();
-    if (rt >= q.w.n_rt || (q.n_jobs && job >= *q.n_jobs)) return;
-    const struct device_matrix &w = warp < half ? q.w : p.up[entry];
-    int e = q.expert ? q.expert[job] : 0, k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
+__global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(const __grid_constant__ struct glu_args p) {
+    SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
+    static_assert(DECODE_MAX_TOKENS * TILE_ROWS <= GEMV_THREADS, "a thread has one result");
+    const int entry = (int)blockIdx.y >= (p.jobs.job ? p.jobs.max : 1), job = entry ? 0 : (int)blockIdx.y;
+    const int rt = blockIdx.x, warp = threadIdx.x >> 5, half = GEMV_WARPS / 2, tok = threadIdx.x / TILE_ROWS;
+    const bool routed = !entry && p.jobs.job;
+    const struct device_matrix &gate = p.gate[entry], &up = p.up[entry], &w = warp < half ? gate : up;
+    float factor = 1.0f / HIDDEN_SCALE; /* of this thread's result */
+    auto wait = [&] {
+        grid_dependency_wait();
+        grid_dependency_launch();
+        if (entry && p.shared_weight) factor *= p.shared_weight[tok];
+    };
+    if (routed || rt >= gate.n_rt) wait();
+    if (rt >= gate.n_rt) return;
+    struct glu_job one = {{0, p.x, p.x_stride, p.n_tok}, (1u << p.n_tok) - 1};
+    int e = 0;
+    if (routed) {
+        const uint2 head = load_l2((const uint2 *)(p.jobs.job + job));
+        factor *= p.jobs.weight[job * DECODE_MAX_TOKENS + tok];
+        if (job >= load_l2(p.jobs.n)) return;
+        e = (int)head.x;
+        one.tokens = head.y;
+        if (p.down_scale) factor *= p.down_scale[e] / p.down_scale_max;
+    }
+    one.first = tile_index(w, e, rt);
+    const int k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
+    const float gate_scale = device_matrix_scale(gate, e), up_scale = device_matrix_scale(up, e);
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
-        if (k0 < k1)
-            gemv_tiles<fmt.value, NT>(w, tile_index(w, e, rt) + (size_t)k0, k1 - k0, q.x + k0 * TILE_COLS, q.x_stride,
-                                      p.n_tok, acc, early);
+        auto ready = [&] {
+            if (!routed) wait();
+        };
+        gemv_stream<fmt.value, NT>(w, k0, k1, one, ready, acc);
     });
-    UNROLL for (int i = 0; i < 4 * NT; i++) gemv_warp_sums<NT>(red)[WARP * i] = acc[i >> 2][i & 3];
-    __syncthreads(); /* all warps' sums are written */
-    float gate_scale = device_matrix_scale(q.w, e), up_scale = device_matrix_scale(p.up[entry], e);
-    for (int i = threadIdx.x; i < 128 * NT; i += GEMV_THREADS) {
-        int row = rt * TILE_ROWS + gemv_row(i), tok = gemv_token(i);
-        if (row >= q.w.n_out || tok >= p.n_tok) continue;
-        float g = gemv_sum<NT>(red, i, 0, half) * gate_scale, u = gemv_sum<NT>(red, i, half, half) * up_scale;
-        p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * p.y_stride[entry] + (size_t)row] =
-            clamped_f16(silu_mul(g, u) / HIDDEN_SCALE);
-    }
-}
-
-/* Launches k_gemv_sum with one n-tile for up to 8 tokens, with two for up to 16. */
-static void gemv_sum_launch(const struct gemv_args *p, cudaStream_t s) {
-    int n_rt = p->entry[0].w.n_rt;
-    for (int i = 1; p->separate && i < p->n_entry; i++) n_rt += p->entry[i].w.n_rt;
-    dim3 grid = dim3(n_rt, p->batch ? p->batch : 1);
-    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_sum<1>, grid, GEMV_THREADS, 0, s, *p);
-    else LAUNCH_PDL(k_gemv_sum<2>, grid, GEMV_THREADS, 0, s, *p);
+    gemv_store<NT>(gemv_warp_sums<NT>(red), acc, 1, false);
+    __syncthreads(); /* the sums of all warps are written */
+    const int row = rt * TILE_ROWS + (int)threadIdx.x % TILE_ROWS;
+    if (!(one.tokens >> tok & 1) || row >= gate.n_out) return;
+    const float g = gemv_sum<NT>(red, threadIdx.x, 0, half) * gate_scale;
+    const float u = gemv_sum<NT>(red, threadIdx.x, half, half) * up_scale;
+    p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * (size_t)gate.n_out + (size_t)row] =
+        clamped_f16(silu_mul(g, u) * factor);
 }
 
 /* Launches k_gemv_glu. The grid covers the larger of both entries; surplus blocks return at once. */
-static void gemv_glu_launch(const struct gemv_glu_args *p, cudaStream_t s) {
-    int n_rt = p->gate[0].w.n_rt;
-    if (p->n_entry > 1 && p->gate[1].w.n_rt > n_rt) n_rt = p->gate[1].w.n_rt;
-    dim3 grid = dim3(n_rt, p->gate[0].max_jobs + p->n_entry - 1);
+static void gemv_glu(const struct glu_args *p, cudaStream_t s) {
+    int n_rt = p->gate[0].n_rt;
+    if (p->n_entry > 1 && p->gate[1].n_rt > n_rt) n_rt = p->gate[1].n_rt;
+    const dim3 grid((unsigned)n_rt, (unsigned)((p->jobs.job ? p->jobs.max : 1) + p->n_entry - 1));
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_glu<1>, grid, GEMV_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_gemv_glu<2>, grid, GEMV_THREADS, 0, s, *p);
+}
+
+/* The second half of a feed-forward with routed experts: y = sum of W hidden over the jobs and the shared expert. */
+struct down_args {
+    struct device_matrix w, shared; /* shared.n_expert 0: there is no shared expert */
+    const uint16_t *hidden;         /* (job, DECODE_MAX_TOKENS, w.n_in), see struct glu_args */
+    const uint16_t *hidden_shared;  /* (n_tok, shared.n_in) */
+    struct job_list jobs;
+    int n_tok;
+    float *y; /* (n_tok, n_out), rows y_stride apart */
+    size_t y_stride;
+};
+
+/* A job of k_gemv_down: its first tile, and its tokens as bits. */
+struct down_job {
+    size_t tile;
+    uint32_t tokens;
+};
+
+/* The routed experts, each for its tokens. */
+struct down_jobs {
+    static constexpr bool LIST = true, MASKED = true;
+    int n;
+    const struct down_job *job; /* (n) in shared memory */
+    const uint16_t *hidden;
+    size_t n_in;
+    DEVICE_MEMBER size_t tile(int j) const { return job[j].tile; }
+    DEVICE_MEMBER const uint16_t *x(int j, int t) const {
+        return job[j].tokens >> t & 1 ? hidden + (size_t)(j * DECODE_MAX_TOKENS + t) * n_in : NULL;
+    }
+};
+
+/* Grid: rows of tiles, block: 256. A warp has the same share of the width of every job, and reads its shares of all jobs
+ * as one list. Tokens that did not choose a job's expert have zeros there. The jobs and the first weights are requested
+ * before the kernel in front has ended: see k_gemv_glu. Bytes and aim as for k_gemv_linear. */
+template <int NT>
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_constant__ struct down_args p) {
+    SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
+    DYN_SMEM(struct down_job, jobs); /* (jobs.max) */
+    grid_dependency_launch();
+    const int tid = threadIdx.x, warp = tid >> 5, rt = blockIdx.x;
+    const struct down_jobs list = {load_l2(p.jobs.n), jobs, p.hidden, (size_t)p.w.n_in};
+    for (int i = tid; i < p.jobs.max; i += GEMV_THREADS) {
+        const uint2 head = load_l2((const uint2 *)p.jobs.job + i);
+        jobs[i] = {tile_index(p.w, (int)head.x, rt), head.y};
+    }
+    __syncthreads(); /* the jobs have come */
+    const int k0 = p.w.n_kt * warp / GEMV_WARPS, k1 = p.w.n_kt * (warp + 1) / GEMV_WARPS;
+    float acc[NT][4] = {}, *sums = gemv_warp_sums<NT>(red);
+    with_format(p.w.fmt, [&](auto fmt) {
+        gemv_stream<fmt.value, NT>(
+            p.w, k0, k1, list, [] { grid_dependency_wait(); }, acc);
+    });
+    gemv_store<NT>(sums, acc, p.w.unit * p.w.scale_max, false);
+    if (p.shared.n_expert) {
+        const struct device_matrix &w = p.shared;
+        const int s0 = w.n_kt * warp / GEMV_WARPS, s1 = w.n_kt * (warp + 1) / GEMV_WARPS;
+        const struct gemv_one one = {tile_index(w, 0, rt), p.hidden_shared, (size_t)w.n_in, p.n_tok};
+        UNROLL for (int i = 0; i < 4 * NT; i++) acc[i >> 2][i & 3] = 0;
+        with_format(w.fmt, [&](auto fmt) {
+            gemv_stream<fmt.value, NT>(
+                w, s0, s1, one, [] {}, acc);
+        });
+        gemv_store<NT>(sums, acc, device_matrix_scale(w, 0), true);
+    }
+    __syncthreads(); /* the sums of all warps are written */
+    const int tok = tid / TILE_ROWS, row = rt * TILE_ROWS + tid % TILE_ROWS;
+    if (tok < p.n_tok && row < p.w.n_out)
+        p.y[(size_t)tok * p.y_stride + (size_t)row] = gemv_sum<NT>(red, tid, 0, GEMV_WARPS);
+}
+
+/* Launches k_gemv_down. */
+static void gemv_down(const struct down_args *p, cudaStream_t s) {
+    const size_t smem = (size_t)p->jobs.max * sizeof(struct down_job);
+    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_down<1>, (unsigned)p->w.n_rt, GEMV_THREADS, smem, s, *p);
+    else LAUNCH_PDL(k_gemv_down<2>, (unsigned)p->w.n_rt, GEMV_THREADS, smem, s, *p);
 }
 
 /* ============================================================================================================
@@ -1414,15 +1584,16 @@ struct route_args {
     const float *bias;   /* (n_expert) added for the choice only; NULL: none */
     const float *x;      /* (n_tok, n_embd) */
     float *logits;       /* (n_tok, n_expert) */
-    int32_t *id;         /* (n_tok, k) chosen experts, best first */
-    float *weight;       /* (n_tok, k) their weights */
+    int32_t *id;         /* prefill: (n_tok, k) chosen experts, best first */
+    float *weight;       /* prefill: (n_tok, k) their weights */
     const float *shared; /* (n_embd) gate of the shared expert; NULL: none */
     int n_tok, n_embd, n_expert, k, n_group, n_group_used, softmax, norm;
     float factor;
-    /* Decode: the distinct chosen experts, as jobs of k_gemv_glu and k_gemv_sum. */
-    uint32_t *arrived; /* counts blocks; 0 between launches */
-    int32_t *n_jobs, *job_expert;
-    float *job_weight;    /* (jobs, DECODE_MAX_TOKENS); 0 where the token did not choose the expert */
+    /* decode */
+    uint32_t *arrived;       /* counts blocks; 0 between launches */
+    struct expert_job *jobs; /* (n_jobs) for k_gemv_glu and k_gemv_down: see struct job_list */
+    float *job_weight;
+    int32_t *n_jobs;
     float *shared_weight; /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
 };
 
@@ -1434,10 +1605,10 @@ DEVICE uint32_t float_key(float v) {
 /* Undoes float_key. */
 DEVICE float key_float(uint32_t u) { return __uint_as_float(u >> 31 ? u ^ 0x80000000u : ~u); }
 
-/* Chooses the experts of token t, with one warp. scratch (warps, 2 n_expert) words of shared memory: scores, then the
- * keys to pick from. The rule is that of route_token in moe.c: DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties go to the
- * lower id, NaN comes last. */
-DEVICE void route_warp(const struct route_args &p, int t, float *scratch) {
+/* Chooses the experts of token t, with one warp: lane i < p.k returns the i-th best one and its weight. scratch (warps,
+ * 2 n_expert) words of shared memory: scores, then the keys to pick from. The rule is that of route_token in moe.c:
+ * DeepSeek-V3 (arXiv 2412.19437, 2.1.2), ties go to the lower id, NaN comes last. */
+DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *weight) {
     const int lane = threadIdx.x & 31, n = p.n_expert, per = n / p.n_group;
     const float *logits = p.logits + (size_t)t * (size_t)n;
     float *score = scratch + (threadIdx.x >> 5) * 2 * n;
@@ -1495,12 +1666,9 @@ DEVICE void route_warp(const struct route_args &p, int t, float *scratch) {
     }
     float f = p.factor;
     if (p.norm) f = p.factor / (p.softmax ? chosen : chosen + 1e-20f);
-    const size_t at = (size_t)t * (size_t)p.k + (size_t)lane;
-    if (lane < p.k) {
-        p.id[at] = my_id;
-        p.weight[at] = my_weight * f;
-    }
+    *weight = my_weight * f;
     __syncwarp(); /* all lanes have read score: the next token overwrites it */
+    return my_id;
 }
 
 enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS };   /* warps per expert row, expert rows per block */
@@ -1527,14 +1695,47 @@ DEVICE bool last_block(uint32_t *arrived) {
     return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == gridDim.x - 1);
 }
 
+/* Lists the jobs of all tokens, with one block. id and weight (n_tok, WARP): the choices, -1: none; mask (2 n_expert)
+ * words of shared memory. */
+DEVICE void route_jobs(const struct route_args &p, const int *id, const float *weight, uint32_t *mask) {
+    uint32_t *job_of = mask + p.n_expert;
+    const int lane = threadIdx.x & 31, n = p.n_tok * WARP;
+    for (int i = threadIdx.x; i < p.n_expert; i += GEMV_THREADS) mask[i] = 0;
+    __syncthreads(); /* mask is zero */
+    for (int i = threadIdx.x; i < n; i += GEMV_THREADS)
+        if (id[i] >= 0) atomicOr(&mask[id[i]], 1u << i / WARP);
+    __syncthreads(); /* mask has the tokens of every expert, as bits */
+    if (threadIdx.x < WARP) {
+        int at = 0;
+        for (int e0 = 0; e0 < p.n_expert; e0 += WARP) {
+            const int e = e0 + lane;
+            const uint32_t tokens = e < p.n_expert ? mask[e] : 0, used = __ballot_sync(0xFFFFFFFFu, tokens != 0);
+            if (tokens) {
+                job_of[e] = (uint32_t)(at + __popc(used & ((1u << lane) - 1)));
+                p.jobs[job_of[e]] = {e, tokens};
+            }
+            at += __popc(used);
+        }
+        if (!lane) {
+            *p.n_jobs = at;
+            *p.arrived = 0;
+        }
+    }
+    __syncthreads(); /* jobs are numbered */
+    for (int i = threadIdx.x; i < n; i += GEMV_THREADS)
+        if (id[i] >= 0) p.job_weight[job_of[id[i]] * DECODE_MAX_TOKENS + (uint32_t)(i / WARP)] = weight[i];
+}
+
 /* The router for 1 to 16 tokens: logits, choice and job list; the shared expert's gate is one more row. Grid: ceil(rows
  * / 2), block: 256: four warps per row of the router, of which the first 2048 columns are requested before the kernel
  * in front has ended. The block that ends last chooses. Reads the router's weights once (1 to 8 MB); mostly the latency
  * of two passes, about 4 us. */
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_constant__ struct route_args p) {
     enum { PARTIALS = GEMV_WARPS * DECODE_MAX_TOKENS };
-    SHARED(float, partial, PARTIALS); /* (warps, tokens) */
-    DYN_SMEM(float, scratch);         /* (warps, 2 n_expert) */
+    SHARED(float, partial, PARTIALS);         /* (warps, tokens) */
+    SHARED(int, id, DECODE_MAX_TOKENS *WARP); /* choices: see route_jobs */
+    SHARED(float, weight, DECODE_MAX_TOKENS *WARP);
+    DYN_SMEM(float, scratch); /* (warps, 2 n_expert) */
     grid_dependency_launch();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int e0 = blockIdx.x * ROUTE_ROWS, e = e0 + warp / ROUTE_WARPS;
@@ -1567,37 +1768,12 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
         if (t < p.n_tok && e0 + r == p.n_expert && p.shared) p.shared_weight[t] = sigmoid(v);
     }
     if (!last_block(p.arrived)) return;
-    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) route_warp(p, t, scratch);
-    __threadfence_block();
-    __syncthreads();              /* the choices of all tokens are written, and scratch is free for job_of */
-    int *job_of = (int *)scratch; /* (n_expert): whether it is used, then its job */
-    for (int i = threadIdx.x; i < p.n_expert; i += GEMV_THREADS) job_of[i] = 0;
-    __syncthreads(); /* job_of is zero */
-    const int n_choices = p.n_tok * p.k;
-    for (int i = threadIdx.x; i < n_choices; i += GEMV_THREADS) job_of[p.id[i]] = 1;
-    __syncthreads(); /* the used experts are marked */
-    if (!warp) {
-        int n = 0;
-        for (int i0 = 0; i0 < p.n_expert; i0 += WARP) {
-            bool used = i0 + lane < p.n_expert && job_of[i0 + lane];
-            uint32_t all = __ballot_sync(0xFFFFFFFFu, used);
-            int job = n + __popc(all & ((1u << lane) - 1));
-            if (used) {
-                job_of[i0 + lane] = job;
-                p.job_expert[job] = i0 + lane;
-            }
-            n += __popc(all);
-        }
-        if (!lane) {
-            *p.n_jobs = n;
-            *p.arrived = 0;
-        }
+    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) {
+        const int chosen = route_warp(p, t, scratch, &weight[t * WARP + lane]);
+        id[t * WARP + lane] = lane < p.k ? chosen : -1;
     }
-    /* There are at most n_choices jobs. */
-    for (int i = threadIdx.x; i < n_choices * DECODE_MAX_TOKENS; i += GEMV_THREADS) p.job_weight[i] = 0;
-    __syncthreads(); /* jobs are numbered, and the weights are zero */
-    for (int i = threadIdx.x; i < n_choices; i += GEMV_THREADS)
-        p.job_weight[job_of[p.id[i]] * DECODE_MAX_TOKENS + i / p.k] = p.weight[i];
+    __syncthreads(); /* the choices of all tokens are written, and scratch is free */
+    route_jobs(p, id, weight, (uint32_t *)scratch);
 }
 
 /* Launches k_route_decode. */
@@ -2040,8 +2216,13 @@ __global__ void __launch_bounds__(128) k_route_prefill(struct route_args p) {
     DYN_SMEM(float, scratch); /* (warps, 2 n_expert) */
     grid_dependency_launch();
     grid_dependency_wait();
-    const int t = blockIdx.x * 4 + (threadIdx.x >> 5);
-    if (t < p.n_tok) route_warp(p, t, scratch);
+    const int t = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (t >= p.n_tok) return;
+    float weight;
+    const int id = route_warp(p, t, scratch, &weight);
+    if (lane >= p.k) return;
+    p.id[(size_t)t * (size_t)p.k + (size_t)lane] = id;
+    p.weight[(size_t)t * (size_t)p.k + (size_t)lane] = weight;
 }
 
 /* Sorts the router's n_choices = n_tok * k choices (a token and one of its experts) by (expert, token), and lists token
@@ -2389,42 +2570,59 @@ struct alignas(N * sizeof(T)) pack {
 };
 using floats4 = pack<4, float>;
 
-/* The work of one block: rows row0.. of KV head kvh, over keys begin..end-1. */
+/* The work of one block: rows of a tile of KV head kvh, over keys begin..end-1. */
 struct attn_work {
-    int kvh, group, row0, n_row; /* group: query heads per KV head; n_row: query rows of the KV head */
+    int kvh, group, row0; /* group: query heads per KV head; row0: the tile's first row */
+    uint32_t rows;        /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
     int pos, len, seen; /* pos: of the first token; len: keys in the cache; seen: keys that all rows of the tile see */
     int split, n_split, begin, end;
     float factor; /* scale * log2 e, for a softmax of base 2 */
 };
 
-/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads). Returns false if there
- * is none. Rows that see the most keys start first. */
+/* Returns the keys of a split for a row that sees `len` keys. In decode it depends on nothing else, so that the row's
+ * bits do not depend on the other rows. */
+DEVICE int attn_split_keys(const struct attn_args &a, int len) {
+    const int tiles = (len + ATTN_SPLIT_KEYS - 1) / ATTN_SPLIT_KEYS;
+    return (tiles + a.max_splits - 1) / a.max_splits * ATTN_SPLIT_KEYS;
+}
+
+/* Returns the first token of a decode forward that has more keys a split than the first token has; n_tok: none has. */
+DEVICE int attn_longer(const struct attn_args &a, int pos, int n_tok) {
+    if (a.max_splits == 1 || a.n_tok > DECODE_MAX_TOKENS) return n_tok;
+    return min(n_tok, attn_split_keys(a, pos + 1) * a.max_splits - pos);
+}
+
+/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill or one
+ * token 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Returns false if there is no work.
+ * Rows that see the most keys start first. */
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
-    int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
+    const bool rest = blockIdx.z;
+    const int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
     w->pos = a.batch->pos;
     w->len = w->pos + n_tok;
     w->group = a.n_head / a.n_head_kv;
-    w->n_row = w->group * n_tok;
     w->kvh = y % a.n_head_kv;
     w->row0 = y / a.n_head_kv * tile_rows;
-    int tiles = (w->len + ATTN_SPLIT_KEYS - 1) / ATTN_SPLIT_KEYS;
-    int per_split = (tiles + a.max_splits - 1) / a.max_splits;
+    const int longer = attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
+    const int first_row = max(w->row0, rest ? longer * w->group : 0);
+    const int end_row = min(w->row0 + tile_rows, last_tok * w->group);
+    w->rows = (uint32_t)(first_row - w->row0) | (uint32_t)max(end_row - w->row0, 0) << 16;
+    const int keys = attn_split_keys(a, w->pos + last_tok);
     w->split = (int)blockIdx.x;
-    w->n_split = (tiles + per_split - 1) / per_split;
-    int last = min(w->row0 + tile_rows, w->n_row) - 1;
-    w->seen = w->pos + w->row0 / w->group + 1;
-    w->begin = w->split * per_split * ATTN_SPLIT_KEYS;
-    w->end = min(w->begin + per_split * ATTN_SPLIT_KEYS, w->pos + last / w->group + 1);
+    w->n_split = (w->pos + last_tok + keys - 1) / keys;
+    w->seen = w->pos + first_row / w->group + 1;
+    w->begin = w->split * keys;
+    w->end = min(w->begin + keys, w->pos + (end_row - 1) / w->group + 1);
     w->factor = a.scale * 1.44269504f; /* log2 e */
-    return w->split < w->n_split && w->row0 < w->n_row;
+    return w->split < w->n_split && first_row < end_row;
 }
 
 /* Returns token and head of row r of the block's tile; token -1: there is no such row. */
 DEVICE int2 attn_row(const struct attn_work &w, int r) {
-    int row = w.row0 + r;
-    return row < w.n_row ? make_int2(row / w.group, w.kvh * w.group + row % w.group) : make_int2(-1, 0);
+    if (r < (int)(w.rows & 0xFFFF) || r >= (int)(w.rows >> 16)) return make_int2(-1, 0);
+    return make_int2((w.row0 + r) / w.group, w.kvh * w.group + (w.row0 + r) % w.group);
 }
 
 /* Finds, for this lane's rows r and r + 8, their queries (NULL: no such row) and the number of keys that they see. */
@@ -2739,8 +2937,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
  * per warp and 41 KB). 32 rows: limited by the MMAs, 32 * (2 LAT + ROPE) multiplications per key. */
 template <int LAT, int ROPE, int FP8, int MT>
 struct attn_mla {
-    static constexpr int KEYS = FP8 && MT == 1 ? 64 : 32;
-    static constexpr int DEPTH = FP8 && MT == 2 ? 3 : 2;
+    static constexpr int KEYS = 32, DEPTH = FP8 ? 3 : 2; /* the same for both MT: so are a row's bits */
     static constexpr int ROW = LAT * (FP8 ? 1 : 2), ROPE_ROW = ROPE * 2, SLOT = KEYS * (ROW + ROPE_ROW);
     static constexpr bool Q_FITS = LAT < 512 || MT == 1; /* Q fits in registers */
     static constexpr int Q_SHARED = Q_FITS ? 0 : 8 + 2 * FP8;
@@ -3024,14 +3221,18 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     SHARED(floats4, partial, 256);
     struct attn_work w;
     int tid = (int)threadIdx.x, row = (int)blockIdx.x;
-    attn_begin(&w, a, 1);
-    if (w.n_split == 1 || row >= w.n_row) return;
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int pos = a.batch->pos, n_tok = min(a.batch->n_tok, a.n_tok), tok = row / a.n_head;
+    const int longer = attn_longer(a, pos, n_tok), len = pos + (tok < longer ? longer : n_tok);
+    const int keys = attn_split_keys(a, len), n_split = (len + keys - 1) / keys;
+    if (n_split == 1 || tok >= n_tok) return;
     auto from = [&](int split) { return attn_partial_row(a, split, make_int2(0, row)); };
     const float2 *max_den = attn_max_den(a);
     float top = ATTN_NO_KEY, den = 0;
-    for (int s = tid & 31; s < w.n_split; s += 32) top = fmaxf(top, max_den[from(s)].x);
+    for (int s = tid & 31; s < n_split; s += 32) top = fmaxf(top, max_den[from(s)].x);
     top = warp_max(top);
-    for (int s = tid; s < w.n_split; s += 256) {
+    for (int s = tid; s < n_split; s += 256) {
         float2 ml = max_den[from(s)];
         weight[s] = exp2f(ml.x - top);
         den += weight[s] * ml.y;
@@ -3044,29 +3245,34 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
         UNROLL for (int j = 0; j < 4; j++) x.x[j] += f * y.x[j];
     };
     if (group < n) {
-        UNROLL_BY(4) for (int s = group; s < w.n_split; s += n) add(weight[s], a.partials + from(s) * a.dv + col);
+        UNROLL_BY(4) for (int s = group; s < n_split; s += n) add(weight[s], a.partials + from(s) * a.dv + col);
     }
     partial[tid] = x;
     __syncthreads(); /* the sums of all groups are written */
     if (group) return;
     for (int i = 1; i < n; i++) add(1, &partial[tid + i * cols]);
     w.n_split = 1;
-    attn_store(a, w, row, col, x, top, den);
+    w.kvh = 0;
+    w.row0 = row;
+    w.group = a.n_head;
+    w.rows = 1u << 16;
+    attn_store(a, w, 0, col, x, top, den);
 }
 
-/* Launches an attention kernel and, if the context is split, the merge. More row tiles per KV head mean fewer splits:
- * they fill the GPU, too. */
+/* Launches an attention kernel and, if the context is split, the merge. In prefill more row tiles per KV head mean fewer
+ * splits: they fill the GPU, too. */
 static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
                      int smem, cudaStream_t s) {
     struct attn_args a = *args;
-    int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows;
-    int splits = a.max_splits * ((group + 15) / 16) / tiles;
-    if (a.n_tok > DECODE_MAX_TOKENS) splits = min(splits, a.max_splits * DECODE_MAX_TOKENS / a.n_tok);
-    a.max_splits = max(1, min(splits, min(a.max_splits, (int)SPLITS_MAX)));
+    int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows, splits = a.max_splits;
+    if (a.n_tok > DECODE_MAX_TOKENS)
+        splits = min(splits * ((group + 15) / 16) / tiles, splits * DECODE_MAX_TOKENS / a.n_tok);
+    a.max_splits = max(1, min(splits, (int)SPLITS_MAX));
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    LAUNCH_PDL(attn_kernel, dim3((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv)), dim3((unsigned)threads),
-               (size_t)smem, s, a);
+    const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
+                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS));
+    LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
     a.n_head_kv = 1;
     if (a.max_splits > 1) LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
 }
@@ -4558,21 +4764,21 @@ static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t
                    int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
     struct cuda *c = r->cuda;
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
+    if (n_tok <= DECODE_MAX_TOKENS && batch) {
+        const struct heads_args p = {*w, x, y16, x_stride, x_batch, y_stride, y_batch, n_tok};
+        gemv_heads(&p, c->stream);
+        return;
+    }
     if (n_tok <= DECODE_MAX_TOKENS) {
-        struct gemv_args p = {};
-        p.entry[0].w = *w;
-        p.entry[0].x = x;
-        p.entry[0].x_stride = x_stride;
-        p.entry[0].x_job = x_batch;
-        p.entry[0].max_jobs = 1;
-        p.n_entry = 1;
-        p.n_tok = n_tok;
-        p.batch = batch;
-        p.y16 = y16;
-        p.y32[0] = y32;
+        struct linear_args p = {};
+        p.w[0] = *w;
+        p.y[0] = y32;
         p.y_stride[0] = y_stride;
-        p.y_batch = y_batch;
-        gemv_sum_launch(&p, c->stream);
+        p.n_matrix = 1;
+        p.n_tok = n_tok;
+        p.x = x;
+        p.x_stride = x_stride;
+        gemv_linear(&p, c->stream);
         return;
     }
     struct gemm_args g = {};
@@ -4598,25 +4804,22 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
 /* In decode one kernel does all of them, so that small matrices fill the GPU together. */
 static void cuda_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
     struct cuda *c = r->cuda;
-    struct gemv_args p = {};
+    struct linear_args p = {};
     for (int i = 0; i < 3 && w[i]; i++) {
         if (r->n_tok > DECODE_MAX_TOKENS) {
             cuda_linear(r, w[i], x, out[i]);
             continue;
         }
-        struct gemv_batch *q = &p.entry[p.n_entry];
         profile_matrices(device_matrix_of(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
-        q->w = *device_matrix_of(c, w[i]);
-        q->x = c->x16[x];
-        q->x_stride = (size_t)r->width[x];
-        q->max_jobs = 1;
-        p.y32[p.n_entry] = c->x32[out[i]];
-        p.y_stride[p.n_entry++] = (size_t)r->width[out[i]];
+        p.w[p.n_matrix] = *device_matrix_of(c, w[i]);
+        p.y[p.n_matrix] = c->x32[out[i]];
+        p.y_stride[p.n_matrix++] = (size_t)r->width[out[i]];
     }
-    if (!p.n_entry) return;
-    p.separate = true;
+    if (!p.n_matrix) return;
     p.n_tok = r->n_tok;
-    gemv_sum_launch(&p, c->stream);
+    p.x = c->x16[x];
+    p.x_stride = (size_t)r->width[x];
+    gemv_linear(&p, c->stream);
 }
 
 /* Arguments of k_rope_gqa and k_rope_mla, but for v. */
@@ -4799,42 +5002,45 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
 /* The feed-forwards of a layer in decode, 1..16 tokens. routed: the first of them is the routed experts. */
 static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    const struct route_args *ro = &c->route;
-    struct gemv_glu_args u = {};
-    struct gemv_args d = {};
+    const struct layer *layer = &r->m->layers[il];
     struct ffn_weights ffns[2];
-    const int n = layer_ffns(&r->m->layers[il], ffns);
-    double jobs[2] = {1, 1}; /* matrices that are read */
-    for (int i = 0; i < n; i++) {
-        const bool experts = routed && !i;
-        struct gemv_batch p = {};
-        p.w = *device_matrix_of(c, ffns[i].gate);
-        p.x = c->x16[x];
-        p.x_stride = (size_t)r->width[x];
-        p.max_jobs = 1;
-        if (experts) {
-            p.expert = ro->job_expert;
-            p.n_jobs = ro->n_jobs;
-            p.max_jobs = min(r->n_tok * r->m->layers[il].n_expert_used, p.w.n_expert);
-            jobs[i] = experts_expected(&r->m->layers[il], r->n_tok);
-        }
-        u.gate[i] = p;
+    struct glu_args u = {};
+    u.n_entry = layer_ffns(layer, ffns);
+    u.n_tok = r->n_tok;
+    u.x = c->x16[x];
+    u.x_stride = (size_t)r->width[x];
+    if (routed)
+        u.jobs = {c->route.jobs, c->route.job_weight, c->route.n_jobs,
+                  min(r->n_tok * layer->n_expert_used, layer->n_expert)};
+    u.shared_weight = routed && layer->sh_weight ? c->route.shared_weight : NULL;
+    const double jobs[2] = {routed ? experts_expected(layer, r->n_tok) : 1, 1}; /* matrices that are read */
+    struct device_matrix down[2] = {};
+    for (int i = 0; i < u.n_entry; i++) {
+        u.gate[i] = *device_matrix_of(c, ffns[i].gate);
         u.up[i] = *device_matrix_of(c, ffns[i].up);
-        u.y[i] = experts ? c->hidden : c->hidden_shared;
-        u.y_stride[i] = (size_t)p.w.n_out;
-        p.w = *device_matrix_of(c, ffns[i].down), p.w.unit *= HIDDEN_SCALE, p.x = u.y[i], p.x_stride = u.y_stride[i];
-        if (experts) p.x_job = DECODE_MAX_TOKENS * p.x_stride, p.weight = ro->job_weight;
-        else if (routed && r->m->layers[il].sh_weight) p.weight = ro->shared_weight;
-        d.entry[i] = p;
+        u.y[i] = routed && !i ? c->hidden : c->hidden_shared;
+        down[i] = *device_matrix_of(c, ffns[i].down);
+        down[i].unit *= HIDDEN_SCALE;
+        profile_matrices(&u.gate[i], 2 * jobs[i], 0);
     }
-    u.n_entry = d.n_entry = n;
-    u.n_tok = d.n_tok = r->n_tok;
-    d.y32[0] = c->x32[out];
-    d.y_stride[0] = (size_t)r->width[out];
-    for (int i = 0; i < n; i++) profile_matrices(&u.gate[i].w, 2 * jobs[i], 0);
-    gemv_glu_launch(&u, c->stream);
-    for (int i = 0; i < n; i++) profile_matrices(&d.entry[i].w, jobs[i], 0);
-    gemv_sum_launch(&d, c->stream);
+    u.down_scale = down[0].scale;
+    u.down_scale_max = down[0].scale_max;
+    gemv_glu(&u, c->stream);
+    if (!routed) {
+        matmul(r, &down[0], u.y[0], (size_t)down[0].n_in, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
+        return;
+    }
+    for (int i = 0; i < u.n_entry; i++) profile_matrices(&down[i], jobs[i], 0);
+    struct down_args d = {};
+    d.w = down[0];
+    d.shared = down[1];
+    d.hidden = c->hidden;
+    d.hidden_shared = c->hidden_shared;
+    d.jobs = u.jobs;
+    d.n_tok = r->n_tok;
+    d.y = c->x32[out];
+    d.y_stride = (size_t)r->width[out];
+    gemv_down(&d, c->stream);
 }
 
 static void cuda_ffn(struct rank *r, int il, enum act x, enum act out) {
@@ -5148,6 +5354,8 @@ static bool matrix_allocate(struct rank *r, const struct weight *w, const char *
     d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);
     if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
     d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
+    for (int e = 0; w->scale && e < w->n_expert; e++) d->scale_max = fmaxf(d->scale_max, fabsf(w->scale[e]));
+    if (!(d->scale_max > 0)) d->scale_max = 1;
     d->bias = (const float *)cuda_vector(r, w->bias, w->bias, (size_t)w->n_out * sizeof(float), what);
     hmputs(c->copies, t);
     return !c->failed;
@@ -5612,7 +5820,8 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     c->device = o->device[r->index];
     c->err = err;
     if (found) err[0] = 0;
-    if (found && c->device >= found) snprintf(err, ERR_MAX, "there is no GPU %d; this machine has %d", c->device, found);
+    if (found && c->device >= found)
+        snprintf(err, ERR_MAX, "there is no GPU %d; this machine has %d", c->device, found);
     if (!err[0]) shard_check(m, o->kv, err);
     c->failed = err[0] != 0;
     if (c->failed) return;

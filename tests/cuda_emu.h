@@ -2125,7 +2125,10 @@ inline uint32_t clamped_f16x2(float lo, float hi) {
     return f32_to_f16x2(fminf(fmaxf(lo, -65504.0f), 65504.0f), fminf(fmaxf(hi, -65504.0f), 65504.0f));
 }
 inline float exp2_fast(float x) { return exp2f(x); }
-inline float load_l2(const float *p) { return *p; }
+template <class T>
+inline T load_l2(const T *p) {
+    return *p;
+}
 inline void prefetch_l2(const void *) {}
 inline uint32_t ld_acquire(const uint32_t *p, CUEMU_AT) {
     cuemu::spin("ld_acquire", at);

@@ -677,7 +677,7 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
         CHECK(got == calls[k], "%s, %d tokens: %s runs %d times, not %d", e->model.name, n, kernel[k], got, calls[k]);
     }
     CHECK(found == n_row, "%s, %d tokens: %d of %d rows are expected", e->model.name, n, found, n_row);
-    snprintf(logits, sizeof logits, "k_gemv_sum 1 of %dx%d f16", e->model.n_vocab, e->model.n_embd);
+    snprintf(logits, sizeof logits, "k_gemv_linear 1 of %dx%d f16", e->model.n_vocab, e->model.n_embd);
     for (int i = 0; i < n_row; i++) {
         for (int k = 0; k < i; k++) CHECK(strcmp(row[i].name, row[k].name), "%s twice", row[i].name);
         CHECK(row[i].seconds > 0, "%s: %g s", row[i].name, row[i].seconds);
@@ -691,10 +691,11 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
 }
 
 static void test_cuda_profile(void) {
-    static const char *const decode[] = {"k_embed",        "k_add_norm",       "k_gemv_sum",  "k_gemv_glu",
-                                         "k_rope_gqa",     "k_rope_mla",       "attn_kernel", "k_route_decode",
-                                         "k_delta_decode", "k_attention_gate", NULL},
-                             *const prefill[] = {"k_embed",        "k_add_norm",       "k_gemv_sum",
+    static const char *const decode[] = {"k_embed",     "k_add_norm",     "k_gemv_linear",  "k_gemv_glu",
+                                         "k_gemv_down", "k_gemv_heads",   "k_rope_gqa",     "k_rope_mla",
+                                         "attn_kernel", "k_route_decode", "k_delta_decode", "k_attention_gate",
+                                         NULL},
+                             *const prefill[] = {"k_embed",        "k_add_norm",       "k_gemv_linear",
                                                  "gemm_kernel",    "k_rope_gqa",       "k_rope_mla",
                                                  "attn_kernel",    "k_route_logits",   "k_route_prefill",
                                                  "k_sort",         "k_tiles",          "k_combine",
@@ -702,9 +703,9 @@ static void test_cuda_profile(void) {
                                                  "k_delta_finish", "k_attention_gate", NULL};
     static const struct {
         int shape, calls[2][17];
-    } t[] = {{0, {{1, 6, 7, 2, 2, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
-             {1, {{1, 11, 19, 3, 0, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
-             {3, {{1, 10, 16, 4, 1, 0, 1, 4, 3, 1}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3, 1}}}};
+    } t[] = {{0, {{1, 6, 5, 2, 2, 0, 2, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
+             {1, {{1, 11, 11, 3, 2, 6, 0, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
+             {3, {{1, 10, 12, 4, 4, 0, 1, 0, 1, 4, 3, 1}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3, 1}}}};
     struct engine e;
     struct settings set;
     for (int which = 0; which < 3; which++) {
@@ -1063,6 +1064,61 @@ static void test_cuda_same_bits(void) {
     model_free(&m);
 }
 
+/* The logits of ids first..n-1, (n - first, n_vocab), malloc'ed; NULL after a failed check. at_most: tokens of a forward,
+ * whose number is random. */
+static float *batches_logits(const struct model *m, const struct layout *d, enum kv_type kv, const int32_t *ids,
+                             int first, int n, int at_most, uint64_t seed) {
+    struct session s;
+    const size_t v = (size_t)m->n_vocab;
+    if (!layout_session(&s, m, d, n, kv)) return NULL;
+    float *out = xmalloc((size_t)(n - first) * v * sizeof *out);
+    session_forward(&s, ids, first);
+    for (int at = first, k; at < n; at += k) {
+        k = 1 + (int)(rng_next(&seed) % (uint64_t)at_most);
+        if (k > n - at) k = n - at;
+        session_forward(&s, ids + at, k);
+        session_head(&s, 0, k);
+        for (int i = 0; i < k; i++)
+            memcpy(out + (size_t)(at - first + i) * v, s.r->ops->read_logits(s.r, i), v * sizeof *out);
+    }
+    session_free(&s);
+    cuda_test_devices(1, true);
+    return out;
+}
+
+/* What a token gives has the same bits in a forward of its own and among up to 16: also around token 128, where a
+ * context of two splits begins to have longer ones. */
+static void test_cuda_batches(void) {
+    static const struct layout one = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
+                               two = {"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true};
+    static const struct {
+        const char *name;
+        enum kv_type kv;
+        const struct layout *layout;
+    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, &one}, {"qwen3moe", KV_BF16, &two},   {"deepseek_v3", KV_FP8, &one},
+                 {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one}, {"hy_v3", KV_FP8, &one}};
+    enum { FIRST = 101, N = 144 };
+    for (size_t f = 0; f < sizeof cases / sizeof *cases; f++) {
+        struct model m;
+        int32_t ids[N];
+        if (!fixture_load(cases[f].name, &m)) return;
+        const size_t v = (size_t)m.n_vocab;
+        for (int i = 0; i < N; i++) ids[i] = (11 + 17 * i + i * i / 7) % m.n_vocab;
+        float *want = batches_logits(&m, cases[f].layout, cases[f].kv, ids, FIRST, N, 1, 1);
+        for (uint64_t seed = 2; seed < 4 && want; seed++) {
+            float *got = batches_logits(&m, cases[f].layout, cases[f].kv, ids, FIRST, N, DECODE_MAX_TOKENS, seed);
+            int bad = 0;
+            for (int i = 0; i < N - FIRST && got; i++)
+                bad += memcmp(got + (size_t)i * v, want + (size_t)i * v, v * sizeof *got) != 0;
+            CHECK(!bad, "%s, %s: %d of %d tokens have other bits in a batch", cases[f].name, cases[f].layout->name, bad,
+                  N - FIRST);
+            free(got);
+        }
+        free(want);
+        model_free(&m);
+    }
+}
+
 /* For t_cuda_mutate.h: all-reduce, gather of logits and pipeline sends by our own kernels, on one GPU and on four, and
  * by NCCL. */
 void cuda_test_all_reduce(void) {
@@ -1309,11 +1365,12 @@ void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_synthetic(void) { test_cuda_synth(); }
 
 #ifdef CUEMU
-#define TESTS_EMULATOR                                                                          \
-    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},             \
-        {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors}, \
-        {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},         \
-        {"cuda/failures", test_cuda_failures}, {"cuda/tiles", cuda_test_tile_sizes},
+#define TESTS_EMULATOR                                                                            \
+    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},               \
+        {"cuda/batches", test_cuda_batches}, {"cuda/all_reduce", cuda_test_all_reduce},           \
+        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults}, \
+        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures},                 \
+        {"cuda/tiles", cuda_test_tile_sizes},
 #else
 #define TESTS_EMULATOR
 #endif

@@ -493,20 +493,24 @@ extern "C" void cuda_test_upload(void) {
 /* ---- GEMV: up to 16 tokens ---- */
 
 /* y = W x + bias for 1..16 tokens: one matrix, or one for each head. */
-static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in, bool f32) {
+static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in) {
     const int n_matrix = heads ? heads : 1;
     matrix w(type, n_matrix, n_out, n_in, !heads);
     tokens x(n_tok * n_matrix, w.w.n_in, 0x7BFF);
     gpu_array<uint16_t> xd(x.half);
     size_t stride = (size_t)n_out + 3, batch = stride * (size_t)n_tok + 4;
-    results y(batch * (size_t)n_matrix, f32);
-    struct gemv_args p = {};
-    p.entry[0].w = w.d, p.entry[0].x = xd, p.entry[0].x_stride = x.stride, p.entry[0].x_job = x.stride * (size_t)n_tok;
-    p.entry[0].max_jobs = 1, p.n_entry = 1, p.n_tok = n_tok, p.batch = heads;
-    (f32 ? (void *&)p.y32[0] : (void *&)p.y16) = y.y.p;
-    p.y_stride[0] = stride, p.y_batch = batch;
+    results y(batch * (size_t)n_matrix, !heads);
     xd.arrive();
-    gemv_sum_launch(&p, test_stream);
+    if (heads) {
+        const struct heads_args p = {w.d,   xd,   (uint16_t *)y.y.p, x.stride, x.stride * (size_t)n_tok, stride,
+                                     batch, n_tok};
+        gemv_heads(&p, test_stream);
+    } else {
+        struct linear_args p = {};
+        p.w[0] = w.d, p.y[0] = (float *)y.y.p, p.y_stride[0] = stride, p.n_matrix = 1, p.n_tok = n_tok;
+        p.x = xd, p.x_stride = x.stride;
+        gemv_linear(&p, test_stream);
+    }
     finish("GEMV");
     y.got = y.y.get();
     error_sum sum;
@@ -518,66 +522,73 @@ static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in, b
                 if (r >= n_out) gaps += !y.untouched(at);
                 else sum.add(y.at(at), w.dot(z, r, x.row(z * n_tok + i)));
             }
-    expect(sum.nmse() <= (f32 ? 1e-11 : 1e-6) && !gaps,
+    expect(sum.nmse() <= (heads ? 1e-6 : 1e-11) && !gaps,
            "type %u, %d tokens, %d heads, (%d, %d): NMSE %.1e, %ld gaps written", type, n_tok, heads, n_out, w.w.n_in,
            sum.nmse(), gaps);
 }
 
-/* The two halves of a feed-forward: the chosen experts by their jobs, and the shared one. */
-static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int n_jobs, int n_embd, int n_ff,
+/* Jobs of n_tok tokens that choose each of `used` experts at random, and their weights. */
+static std::vector<struct expert_job> random_jobs(int n_tok, int n_expert, int used, std::vector<float> &weight) {
+    std::vector<struct expert_job> jobs;
+    for (int i = 0; i < used; i++) {
+        struct expert_job job = {i * n_expert / used, 0};
+        for (int t = 0; t < DECODE_MAX_TOKENS; t++) {
+            if (t < n_tok && (rnd() % 3 || (t + 1 == n_tok && !job.tokens))) job.tokens |= 1u << t;
+            weight.push_back(job.tokens >> t & 1 ? uniform() : NAN);
+        }
+        jobs.push_back(job);
+    }
+    return jobs;
+}
+
+/* The two halves of a feed-forward: routed experts, `used` of which are chosen, and the shared one. */
+static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int used, int n_embd, int n_ff,
                          int n_ff_shared) {
     matrix gate(type, n_expert, n_ff, n_embd), up(type, n_expert, n_ff, n_embd), down(type, n_expert, n_embd, n_ff);
     matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
         sh_down(shared_type, 1, n_embd, n_ff_shared);
     tokens x(n_tok, n_embd);
-    std::vector<int32_t> expert;
     std::vector<float> weight;
-    for (int j = 0; j < n_expert; j++) { /* behind n_jobs: garbage */
-        expert.push_back(j < n_jobs ? j * n_expert / max(n_jobs, 1) : 1 << 20);
-        for (int t = 0; t < DECODE_MAX_TOKENS; t++) weight.push_back(rnd() % 3 && t < n_tok ? uniform() : 0);
-    }
-    gpu_array<uint16_t> xd(x.half), hidden((size_t)(n_expert * DECODE_MAX_TOKENS * n_ff)),
-        hidden_shared((size_t)(DECODE_MAX_TOKENS * n_ff_shared));
-    gpu_array<int32_t> expert_d(expert), n_d(std::vector<int32_t>{n_jobs});
+    std::vector<struct expert_job> jobs = random_jobs(n_tok, n_expert, used, weight);
+    const int max_jobs = used + 1;
+    jobs.push_back({1 << 20, 0xFFFF});
+    weight.resize((size_t)max_jobs * DECODE_MAX_TOKENS, NAN);
+    std::vector<uint16_t> nans((size_t)(max_jobs * DECODE_MAX_TOKENS * n_ff), 0x7E00);
+    gpu_array<uint16_t> xd(x.half), hidden(nans), hidden_shared((size_t)(DECODE_MAX_TOKENS * n_ff_shared));
+    gpu_array<struct expert_job> jobs_d(jobs);
+    gpu_array<int32_t> n_d(std::vector<int32_t>{used});
     std::vector<float> shared_weight(DECODE_MAX_TOKENS, 1.0f);
     for (int t = 0; t < n_tok && n_tok > 1; t++) shared_weight[(size_t)t] = uniform();
     gpu_array<float> weight_d(weight), shared_d(shared_weight), y((size_t)(n_tok * n_embd));
-    struct gemv_glu_args u = {};
-    struct gemv_args d = {};
-    struct gemv_batch p = {};
-    p.w = gate.d, p.x = xd, p.x_stride = x.stride, p.expert = expert_d, p.n_jobs = n_d, p.max_jobs = n_expert;
-    u.gate[0] = p, u.up[0] = up.d, u.y[0] = hidden, u.y_stride[0] = (size_t)n_ff;
-    p.w = down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden, p.x_stride = (size_t)n_ff,
-    p.x_job = DECODE_MAX_TOKENS * p.x_stride;
-    p.weight = weight_d;
-    d.entry[0] = p;
-    p = {};
-    p.w = sh_gate.d, p.x = xd, p.x_stride = x.stride, p.max_jobs = 1;
-    u.gate[1] = p, u.up[1] = sh_up.d, u.y[1] = hidden_shared, u.y_stride[1] = (size_t)n_ff_shared;
-    p.w = sh_down.d, p.w.unit *= HIDDEN_SCALE, p.x = hidden_shared, p.x_stride = (size_t)n_ff_shared;
-    p.weight = n_tok > 1 ? shared_d.p : NULL;
-    d.entry[1] = p;
-    u.n_entry = d.n_entry = 2, u.n_tok = d.n_tok = n_tok;
-    d.y32[0] = y, d.y_stride[0] = (size_t)n_embd;
+    struct glu_args u = {};
+    struct down_args d = {};
+    u.gate[0] = gate.d, u.up[0] = up.d, u.y[0] = hidden, u.gate[1] = sh_gate.d, u.up[1] = sh_up.d,
+    u.y[1] = hidden_shared;
+    u.jobs = {jobs_d, weight_d, n_d, max_jobs}, u.down_scale = down.d.scale, u.down_scale_max = down.d.scale_max;
+    u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok, u.x = xd, u.x_stride = x.stride;
+    d.w = down.d, d.w.unit *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.unit *= HIDDEN_SCALE;
+    d.hidden = hidden, d.hidden_shared = hidden_shared;
+    d.jobs = u.jobs, d.n_tok = n_tok, d.y = y, d.y_stride = (size_t)n_embd;
     xd.arrive();
-    gemv_glu_launch(&u, test_stream), gemv_sum_launch(&d, test_stream);
+    gemv_glu(&u, test_stream), gemv_down(&d, test_stream);
     finish("the feed-forward in decode");
     std::vector<float> got = y.get();
     error_sum sum;
     std::vector<float> h((size_t)max(n_ff, n_ff_shared));
     for (int t = 0; t < n_tok; t++) {
         std::vector<double> want((size_t)n_embd);
-        for (int j = 0; j <= n_jobs; j++) { /* the last: the shared one */
-            const bool shared = j == n_jobs;
-            const int e = shared ? 0 : expert[(size_t)j];
+        for (int j = 0; j <= used; j++) { /* the last: the shared one */
+            const bool shared = j == used;
+            const int e = shared ? 0 : jobs[(size_t)j].expert;
+            if (!shared && !(jobs[(size_t)j].tokens >> t & 1)) continue;
+            const double f = (double)(shared ? shared_weight[(size_t)t] : weight[(size_t)(j * DECODE_MAX_TOKENS + t)]);
             const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
             for (int k = 0; k < g.w.n_out; k++) h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
-            double f = (double)(shared ? shared_weight[(size_t)t] : weight[(size_t)(j * DECODE_MAX_TOKENS + t)]);
             for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
     }
-    expect(sum.nmse() <= 1e-6, "types %u, %u, %d tokens, %d of %d experts: NMSE %.1e", type, shared_type, n_tok, n_jobs,
+    expect(sum.nmse() <= 1e-6, "types %u, %u, %d tokens, %d of %d experts: NMSE %.1e", type, shared_type, n_tok, used,
            n_expert, sum.nmse());
 }
 
@@ -586,9 +597,9 @@ extern "C" void cuda_test_gemv(void) {
     static const int n_tok[] = {1, 2, 8, 9, 16};
     for (auto &type : matrix_types)
         for (int n : n_tok) {
-            run_gemv(type.type, n, 0, 130, 72, true);
-            run_gemv(type.type, n, 0, 24, 1088, false);
-            run_gemv(type.type, n, 3, 40, 136, n & 1);
+            run_gemv(type.type, n, 0, 130, 72);
+            run_gemv(type.type, n, 0, 24, 1088);
+            run_gemv(type.type, n, 3, 40, n & 1 ? 136 : 520);
         }
     for (auto &type : matrix_types) {
         uint32_t shared = type.type == GGUF_NVFP4 ? (uint32_t)GGUF_BF16 : type.type;
@@ -661,26 +672,30 @@ static int check_route(const struct route_case &c, const double *logits, const s
     return bad;
 }
 
-/* The jobs of a decode forward: the distinct experts in order, and every token's weight in each. */
-static int check_jobs(const struct route_case &c, const std::vector<int32_t> &id, const std::vector<float> &weight,
-                      int n_jobs, const std::vector<int32_t> &expert, const std::vector<float> &job_weight) {
-    int n = 0, bad = 0;
-    for (int e = 0; e < c.n_expert; e++) {
-        std::vector<float> want(DECODE_MAX_TOKENS, 0.0f);
-        bool used = false;
-        for (size_t i = 0; i < id.size(); i++)
-            if (id[i] == e) used = true, want[i / (size_t)c.k] = weight[i];
-        if (!used) continue;
-        bad += n >= n_jobs || expert[(size_t)n] != e ||
-               memcmp(&job_weight[(size_t)n * DECODE_MAX_TOKENS], want.data(), sizeof(float) * DECODE_MAX_TOKENS);
-        n++;
+/* The choices of token t, best first, from the jobs of a decode forward; false: the jobs are not as they should be. */
+static bool job_choices(const struct route_case &c, int t, const double *logits, const std::vector<float> &bias,
+                        int n_jobs, const std::vector<struct expert_job> &jobs, const std::vector<float> &job_weight,
+                        int32_t *id, float *weight) {
+    std::vector<float> score((size_t)c.n_expert), pick((size_t)c.n_expert);
+    std::vector<std::pair<int32_t, float>> found;
+    bool ok = n_jobs >= 1 && n_jobs <= (int)jobs.size();
+    for (int j = 0; ok && j < n_jobs; j++) {
+        const struct expert_job &job = jobs[(size_t)j];
+        ok = job.tokens && !(job.tokens >> c.n_tok) && job.expert < c.n_expert &&
+             job.expert > (j ? jobs[(size_t)(j - 1)].expert : -1);
+        if (job.tokens >> t & 1) found.push_back({job.expert, job_weight[(size_t)(j * DECODE_MAX_TOKENS + t)]});
     }
-    return bad + (n != n_jobs);
+    if (!ok || (int)found.size() != c.k) return false;
+    route_plain(c, logits, bias, score, pick);
+    std::stable_sort(found.begin(), found.end(),
+                     [&](const auto &a, const auto &b) { return pick[(size_t)a.first] > pick[(size_t)b.first]; });
+    for (int i = 0; i < c.k; i++) id[i] = found[(size_t)i].first, weight[i] = found[(size_t)i].second;
+    return true;
 }
 
 static void run_route(const struct route_case &c) {
     const int n_embd = 72;
-    const size_t n = (size_t)c.n_tok, n_expert = (size_t)c.n_expert, k = (size_t)c.k, jobs = n * k;
+    const size_t n = (size_t)c.n_tok, n_expert = (size_t)c.n_expert, k = (size_t)c.k;
     std::vector<float> x(n * n_embd), bias(n_expert), shared(n_embd), w32;
     std::vector<uint16_t> w16;
     /* whole numbers make sums exact, hence equal ones equal everywhere */
@@ -693,21 +708,25 @@ static void run_route(const struct route_case &c) {
                          : bf16_to_f32(bf16_from_f32(uniform()));
         w32.push_back(v), w16.push_back(bf16_from_f32(v));
     }
-    gpu_array<float> xd(x), bias_d(bias), w32_d(w32), logits(n * n_expert), weight(n * k),
-        job_weight((jobs + 1) * DECODE_MAX_TOKENS), shared_d(shared), shared_weight(DECODE_MAX_TOKENS);
+    gpu_array<float> xd(x), bias_d(bias), w32_d(w32), logits(n * n_expert), weight(n * k), shared_d(shared),
+        shared_weight(DECODE_MAX_TOKENS);
     gpu_array<uint16_t> w16_d(w16);
-    gpu_array<int32_t> id(n * k), n_jobs(std::vector<int32_t>{-1}), job_expert(jobs + 1);
+    const bool decode = c.n_tok <= DECODE_MAX_TOKENS;
+    const size_t max_jobs = min(n * k, n_expert);
+    gpu_array<struct expert_job> jobs(max_jobs);
+    gpu_array<float> job_weight(max_jobs * DECODE_MAX_TOKENS);
+    gpu_array<int32_t> id(n * k), n_jobs(std::vector<int32_t>{-1});
     gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
     struct route_args p = {};
     (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
     p.bias = c.bias ? bias_d.p : NULL, p.x = xd, p.logits = logits, p.id = id, p.weight = weight;
     p.n_tok = c.n_tok, p.n_embd = n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
     p.n_group_used = c.n_group_used, p.softmax = c.softmax, p.norm = c.norm, p.factor = 2.5f;
-    p.arrived = arrived, p.n_jobs = n_jobs, p.job_expert = job_expert, p.job_weight = job_weight;
+    p.arrived = arrived, p.n_jobs = n_jobs, p.jobs = jobs, p.job_weight = job_weight;
     p.shared = c.norm ? shared_d.p : NULL, p.shared_weight = shared_weight;
     for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
         xd.arrive();
-        if (c.n_tok <= DECODE_MAX_TOKENS) {
+        if (decode) {
             route_decode_launch(&p, test_stream);
         } else {
             LAUNCH_PDL(k_route_logits, dim3(ceil_div(c.n_expert, 64), ceil_div(c.n_tok, 64)), 256, 0, test_stream, p);
@@ -723,13 +742,13 @@ static void run_route(const struct route_case &c) {
                 want[e] = 0;
                 for (size_t i = 0; i < n_embd; i++) want[e] += (double)w32[e * n_embd + i] * (double)x[t * n_embd + i];
             }
-            bad += check_route(c, want.data(), bias, &ids[t * k], &weights[t * k], 2.5f);
+            const bool listed = !decode || job_choices(c, (int)t, want.data(), bias, n_jobs.get()[0], jobs.get(),
+                                                       job_weight.get(), &ids[t * k], &weights[t * k]);
+            bad += listed ? check_route(c, want.data(), bias, &ids[t * k], &weights[t * k], 2.5f) : c.k;
         }
-        if (c.n_tok <= DECODE_MAX_TOKENS)
-            bad += check_jobs(c, ids, weights, n_jobs.get()[0], job_expert.get(), job_weight.get()) +
-                   (arrived.get()[0] != 0);
+        if (decode) bad += arrived.get()[0] != 0;
         std::vector<float> gates = shared_weight.get();
-        for (size_t t = 0; t < n && p.shared && c.n_tok <= DECODE_MAX_TOKENS; t++) {
+        for (size_t t = 0; t < n && p.shared && decode; t++) {
             double dot = 0;
             for (size_t i = 0; i < n_embd; i++) dot += (double)shared[i] * (double)x[t * n_embd + i];
             bad += !(fabs((double)gates[t] - 1 / (1 + exp(-dot))) <= 1e-5);
