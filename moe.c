@@ -19,7 +19,7 @@
  *
  * The logits are a step of their own (session_head), because a prefill wants those of its last token only.
  * With several ranks each runs this line on its shard of the model. An all-reduce follows attention and the
- * feed-forward of each layer (all_reduce_add_rmsnorm).
+ * feed-forward of each layer, in front of the next norm.
  *
  * Two nouns: `struct model` never changes after loading; `struct session` is one timeline of tokens with its KV state.
  * Memory on the CPU: the mapped model file, state_bytes(m, --kv, -c) and activations for chunks of CHUNK_MAX tokens
@@ -679,36 +679,28 @@ struct profile_row {
     /* x = the token embeddings of the batch; on a later pipeline stage waits for the hidden states of the one before. \
        Also computes cos and sin of the batch's positions */                                                           \
     X(void, embed, (struct rank *r, enum act x), (r, x))                                                               \
-    /* out = norm(x) * w; out may be x */                                                                              \
-    X(void, rmsnorm, (struct rank *r, enum act x, const float *w, enum act out), (r, x, w, out))                       \
-    /* x += the deltas of the stage's ranks, added in rank order: the same bits on each; out = norm(x) * w */          \
-    X(void, all_reduce_add_rmsnorm, (struct rank *r, enum act x, enum act delta, const float *w, enum act out),        \
-      (r, x, delta, w, out))                                                                                           \
-    /* the same sum without the norm; then x is sent to the next pipeline stage, if there is one */                    \
-    X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
+    /* x += the deltas of the stage's ranks, added in rank order: the same bits on each (delta ACT_COUNT: none); then  \
+       out[i] = w[i] (norm(x) * norm) for up to LINEAR_MAX matrices; a NULL in w ends the list. Overwrites A_H */      \
+    X(void, norm_linear, (struct rank *r, enum act x, enum act delta, const float *norm,                               \
+                          const struct weight *const *w, const enum act *out), (r, x, delta, norm, w, out))            \
     /* out = W x */                                                                                                    \
     X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
-    /* out[i] = w[i] x for up to 3 matrices; the first NULL in w ends the list */                                      \
-    X(void, linear3, (struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]),             \
-      (r, x, w, out))                                                                                                  \
-    /* grouped-query attention: always norms the heads of q and k, rotates them, value i against i + rope dim / 2,     \
-       and writes k and v to the cache of layer il */                                                \
-    X(void, rope_store_kv, (struct rank *r, int il, enum act q, enum act k, enum act v), (r, il, q, k, v))             \
-    /* out = grouped-query attention over the cache of layer il */                                                     \
-    X(void, attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                            \
-    /* x *= sigmoid of the gates that stand in q after each head's query (HAS_Q_GATE) */                               \
-    X(void, attention_gate, (struct rank *r, int il, enum act q, enum act x), (r, il, q, x))                           \
+    /* out = grouped-query attention over the cache of layer il: norms the heads of q and k, rotates them, value i     \
+       against i + rope dim / 2, writes k and v to the cache, and with HAS_Q_GATE multiplies the result by the         \
+       sigmoid of the gates that stand in q after each head's query. Overwrites q and k */                             \
+    X(void, attention, (struct rank *r, int il, enum act q, enum act k, enum act v, enum act out),                     \
+      (r, il, q, k, v, out))                                                                                           \
     /* out = gated delta net of layer il over A_Q, A_K, A_V (before the convolution), A_ALPHA, A_BETA, gated by A_Z;   \
        takes the tokens that the layer's state lacks into it, see session_forward */                                   \
     X(void, delta_net, (struct rank *r, int il, enum act out), (r, il, out))                                           \
-    /* MLA: norm of the latent, rotation; writes the latent and the shared key to the cache of layer il */             \
-    X(void, mla_store, (struct rank *r, int il, enum act q, enum act kv), (r, il, q, kv))                              \
-    /* out = multi-head latent attention (MLA) over the cache of layer il */                                           \
-    X(void, mla_attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                        \
-    /* out = the dense SwiGLU feed-forward of layer il */                                                              \
-    X(void, ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                                  \
-    /* out = router, routed experts and shared expert of layer il */                                                   \
-    X(void, moe_ffn, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                              \
+    /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
+       writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
+    X(void, mla_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))       \
+    /* x += the deltas as in norm_linear; out = the feed-forward of layer il of norm(x): dense SwiGLU, or router,      \
+       routed experts and shared expert. Overwrites A_H */                                                             \
+    X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
+    /* x += the deltas as in norm_linear; then x is sent to the next pipeline stage, if there is one */                \
+    X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
     /* final norm and output matrix of rows first..first+n-1 on every rank of the last stage; the root gathers them */ \
     X(void, logits, (struct rank *r, int first, int n), (r, first, n))                                                 \
     /* chooses a token by row 0 of the logits; recent: the n_recent latest ids; uniform: a draw from [0, 1) */         \
@@ -734,7 +726,7 @@ struct profile_row {
     X(void, read_stats, (struct rank *r, double *stats, float *in_sum2), (r, stats, in_sum2))                          \
     /* measures memory and matrix units; waits */                                                                      \
     X(struct rates, measure, (struct rank *r), (r))                                                                    \
-    /* seconds of an all_reduce_add_rmsnorm of n_tok tokens, by NCCL or by our own kernel; the ranks of a stage call   \
+    /* seconds of an all-reduce with its norm for n_tok tokens, by NCCL or by our own kernel; the ranks of a stage call   \
        it together; 0: this way does not exist here, or n_tok exceeds the chunk; waits */                              \
     X(double, time_all_reduce, (struct rank *r, int n_tok, bool nccl), (r, n_tok, nccl))                               \
     /* times every kernel of the forward body(arg); returns how many of the n rows it filled, in the order of the      \
@@ -759,6 +751,7 @@ struct ops {
 };
 
 enum {
+    LINEAR_MAX = 6,    /* matrices of one norm_linear */
     CHUNK_MAX = 512,   /* tokens of one forward on a CPU */
     LOGIT_ROWS = 16,   /* rows of one logits operation */
     LATENT_GROUP = 128 /* latents under one FP8 scale */
@@ -10613,11 +10606,11 @@ __attribute__((format(printf, 2, 3))) static void op_end(double bytes, const cha
     team_release();
 }
 
-/* The same for products with up to 3 matrices, of which w is NULL behind the last. */
-static void op_end_matrices(const char *what, const struct weight *const w[3]) {
-    char rows[48];
+/* The same for products with up to LINEAR_MAX matrices, of which w is NULL behind the last. */
+static void op_end_matrices(const char *what, const struct weight *const *w) {
+    char rows[16 * LINEAR_MAX];
     double bytes = 0;
-    for (int i = 0, n = 0; i < 3 && w[i]; i++) {
+    for (int i = 0, n = 0; w[i]; i++) {
         n += snprintf(rows + n, sizeof rows - (size_t)n, i ? " + %d" : "%d", w[i]->n_out);
         bytes += (double)weight_bytes(w[i]);
     }
@@ -10625,7 +10618,7 @@ static void op_end_matrices(const char *what, const struct weight *const w[3]) {
 }
 
 static void op_end_matrix(const char *what, const struct weight *w) {
-    op_end_matrices(what, (const struct weight *const[3]){w});
+    op_end_matrices(what, (const struct weight *const[]){w, NULL});
 }
 
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
@@ -10669,7 +10662,7 @@ static void cpu_embed(struct rank *r, enum act x) {
     op_end(0, "embedding");
 }
 
-static void cpu_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
+static void rmsnorm_rows(struct rank *r, enum act x, const float *w, enum act out) {
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
     op_end(0, "norm");
@@ -10684,7 +10677,7 @@ static void stage_team_barrier(struct rank *r) {
 }
 
 /* Reads the deltas of the stage's ranks in their own memory, between two barriers. */
-static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
     int n_rank = r->m->shard.n_rank, n = r->width[x];
     if (team_leads()) r->n_all_reduce++;
     stage_team_barrier(r);
@@ -10704,7 +10697,7 @@ static void cpu_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delt
 
 static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
     struct rank *next = pg_neighbor(r, 1);
-    cpu_all_reduce_add_rmsnorm(r, x, delta, NULL, x);
+    all_reduce_add_rmsnorm(r, x, delta, NULL, x);
     if (next && team_leads()) pg_send(next);
 }
 
@@ -10812,9 +10805,10 @@ static void linear_rows(struct rank *r, const struct weight *w, const struct pac
     }
 }
 
-static void cpu_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
+/* out[i] = w[i] x for each w up to NULL. */
+static void linear_each(struct rank *r, enum act x, const struct weight *const *w, const enum act *out) {
     struct packed p;
-    for (int i = 0; i < 3 && w[i]; i++) {
+    for (int i = 0; w[i]; i++) {
         const bool same = i && r->k->act_format(w[i]->type, r->n_tok) == p.f && w[i]->n_in == w[i - 1]->n_in &&
                           w[i]->col_run == w[i - 1]->col_run;
         if (i && !same && !p.own) team_barrier(); /* others may still read what is packed */
@@ -10825,7 +10819,15 @@ static void cpu_linear3(struct rank *r, enum act x, const struct weight *const w
 }
 
 static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
-    cpu_linear3(r, x, (const struct weight *const[3]){w}, (const enum act[3]){out});
+    linear_each(r, x, (const struct weight *const[]){w, NULL}, &out);
+}
+
+static void cpu_norm_linear(struct rank *r, enum act x, enum act delta, const float *norm,
+                            const struct weight *const *w, const enum act *out) {
+    const enum act h = x == A_X ? A_H : x;
+    if (delta == ACT_COUNT) rmsnorm_rows(r, x, norm, h);
+    else all_reduce_add_rmsnorm(r, x, delta, norm, h);
+    linear_each(r, h, w, out);
 }
 
 /* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
@@ -10852,7 +10854,7 @@ static int query_stride(const struct layer *layer) {
 }
 
 /* Norms and rotates the heads of q and k in place, then writes k and v to the cache at their positions. */
-static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
+static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const struct attn *a = &layer->attn;
@@ -10872,7 +10874,7 @@ static void cpu_rope_store_kv(struct rank *r, int il, enum act q, enum act k, en
 }
 
 /* Rotates q, norms the latent, rotates the shared key, and writes latent and key to the cache at their positions. */
-static void cpu_mla_store(struct rank *r, int il, enum act q, enum act kv) {
+static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const struct attn *a = &layer->attn;
@@ -11187,10 +11189,20 @@ static void op_end_latent(const struct rank *r, int il) {
     op_end((double)(weight_bytes(&layer->wk_b) + weight_bytes(&layer->wv_b)) + cache_bytes(r, il), "latent attention");
 }
 
+/* x *= the sigmoid of the gates in q. */
+static void attention_gate(struct rank *r, int il, enum act q, enum act x) {
+    const struct attn *a = &r->m->layers[il].attn;
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        for (int h = 0; h < a->n_head; h++)
+            r->k->sigmoid_mul(act_row(r, x, t) + h * a->head_v, act_row(r, q, t) + (2 * h + 1) * a->head_k, a->head_v);
+    op_end(0, "attention gates");
+}
+
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
-static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
+static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
     const struct attn *shape = &r->m->layers[il].attn;
     if (!shape->n_head) return;
+    rope_store_kv(r, il, q, k, v);
     int group = shape->n_head / shape->n_head_kv;
     struct attend a = {.kind = ATTEND_GQA,
                        .il = il,
@@ -11205,14 +11217,7 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act out) {
                        .out_head = (size_t)shape->head_v};
     attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
     op_end(cache_bytes(r, il), "attention");
-}
-
-static void cpu_attention_gate(struct rank *r, int il, enum act q, enum act x) {
-    const struct attn *a = &r->m->layers[il].attn;
-    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-        for (int h = 0; h < a->n_head; h++)
-            r->k->sigmoid_mul(act_row(r, x, t) + h * a->head_v, act_row(r, q, t) + (2 * h + 1) * a->head_k, a->head_v);
-    op_end(0, "attention gates");
+    if (r->m->layers[il].has & HAS_Q_GATE) attention_gate(r, il, q, out);
 }
 
 /* Whether n query tokens make it cheaper to expand keys and values from the latents than to absorb wk_b and wv_b into
@@ -11262,12 +11267,13 @@ static void heads_linear(struct rank *r, const struct weight *w, const float *x,
 /* Latent attention (arXiv 2405.04434, section 2.1.2). For few query tokens wk_b is absorbed into the queries and wv_b
  * into the results, so that attention works on the cached latents; for many, keys and values are expanded block by
  * block (see mla_expands). */
-static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act out) {
+static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *shape = &layer->attn;
     const int n_head = shape->n_head, rope = layer_rope_dim(r->m, layer);
     const size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
     const size_t head_k = (size_t)shape->head_k, head_v = (size_t)shape->head_v, lat = (size_t)shape->kv_lora;
+    mla_store(r, il, q, kv);
     if (!n_head) return;
     struct attend a = {.il = il,
                        .n_head = n_head,
@@ -11724,7 +11730,7 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
 }
 
 /* Runs the dense feed-forward as a single job. */
-static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
+static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     if (team_leads()) {
         r->jobs[0] = (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
@@ -11736,7 +11742,7 @@ static void cpu_ffn(struct rank *r, int il, enum act x, enum act out) {
 }
 
 /* Routes each token, sorts the chosen experts into jobs, and runs these and the shared expert. */
-static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
+static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const int k = layer->n_expert_used, per_job = ceil_by(r->n_tok * k, layer->n_expert);
@@ -11752,6 +11758,12 @@ static void cpu_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     op_end_matrix("router", &layer->router);
     ffn_run(r, x, out, per_job);
     if (r->stats) stats_add(r, il, x);
+}
+
+static void cpu_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
+    all_reduce_add_rmsnorm(r, x, delta, r->m->layers[il].ffn_norm, A_H);
+    if (r->m->layers[il].n_expert) ffn_routed(r, il, A_H, out);
+    else ffn_dense(r, il, A_H, out);
 }
 
 static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
@@ -11816,7 +11828,7 @@ enum { ALL_REDUCES_TIMED = 100 };
 
 static void all_reduces_body(void *arg) {
     struct rank *r = arg;
-    for (int k = 0; k < ALL_REDUCES_TIMED; k++) r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+    for (int k = 0; k < ALL_REDUCES_TIMED; k++) all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
 }
 
 static double cpu_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
@@ -12027,84 +12039,70 @@ static const char *nccl_name(char out[24]) {
  * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
  * config.json and names that differ from the table's; and the tables of families in both READMEs. Tests say what is
  * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention without
- * head norms, or with a window, is no operation that exists: it needs a check in cpu_rope_store_kv, attend_run and
+ * head norms, or with a window, is no operation that exists: it needs a check in rope_store_kv, attend_run and
  * attend_all, their kernels in moe_cuda.cu (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
  * ============================================================================================================ */
 
-/* The norm before attention: A_H = norm(A_X), after adding what the layer before left in A_OUT. */
-static void forward_attn_norm(struct rank *r, int il) {
-    const struct layer *layer = &r->m->layers[il];
-    if (!il) r->ops->rmsnorm(r, A_X, layer->attn_norm, A_H);
-    else r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->attn_norm, A_H);
-}
+/* What the norm before attention adds to A_X: what the layer before left in A_OUT, where each rank has a partial sum. */
+static enum act forward_delta(int il) { return il ? A_OUT : ACT_COUNT; }
 
-/* The second half of a layer: adds attention's result to A_X, then leaves the feed-forward's in A_OUT. Each rank has a
- * partial sum there, which the next all-reduce completes. */
-static void forward_ffn(struct rank *r, int il) {
-    const struct ops *o = r->ops;
-    const struct layer *layer = &r->m->layers[il];
-    o->all_reduce_add_rmsnorm(r, A_X, A_OUT, layer->ffn_norm, A_H);
-    if (layer->n_expert) o->moe_ffn(r, il, A_H, A_OUT);
-    else o->ffn(r, il, A_H, A_OUT);
-}
-
-/* The first half of a layer with grouped-query attention: A_H to A_OUT. */
+/* The first half of a layer with grouped-query attention: A_X to A_OUT. */
 static void forward_gqa_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->linear3(r, A_H, (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv},
-               (const enum act[]){A_Q, A_K, A_V});
-    o->rope_store_kv(r, il, A_Q, A_K, A_V);
-    o->attention(r, il, A_Q, A_ATT);
-    if (layer->has & HAS_Q_GATE) o->attention_gate(r, il, A_Q, A_ATT);
+    o->norm_linear(r, A_X, forward_delta(il), layer->attn_norm,
+                   (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv, NULL},
+                   (const enum act[]){A_Q, A_K, A_V});
+    o->attention(r, il, A_Q, A_K, A_V, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
 
-/* The first half of a layer with a gated delta net: A_H to A_OUT. */
+/* The first half of a layer with a gated delta net: A_X to A_OUT. */
 static void forward_delta_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->linear3(r, A_H, (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv},
-               (const enum act[]){A_Q, A_K, A_V});
-    o->linear3(r, A_H, (const struct weight *const[]){&layer->wz, &layer->w_alpha, &layer->w_beta},
-               (const enum act[]){A_Z, A_ALPHA, A_BETA});
+    o->norm_linear(r, A_X, forward_delta(il), layer->attn_norm,
+                   (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv, &layer->wz, &layer->w_alpha,
+                                                  &layer->w_beta, NULL},
+                   (const enum act[]){A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA});
     o->delta_net(r, il, A_ATT);
+    o->linear(r, &layer->wo, A_ATT, A_OUT);
+}
+
+/* The first half of a layer with multi-head latent attention: A_X to A_OUT. The query may go through a low rank. */
+static void forward_mla_half(struct rank *r, int il) {
+    const struct ops *o = r->ops;
+    const struct layer *layer = &r->m->layers[il];
+    const bool low_rank = layer->has & HAS_Q_LORA;
+    o->norm_linear(r, A_X, forward_delta(il), layer->attn_norm,
+                   (const struct weight *const[]){&layer->wkv_a, low_rank ? &layer->wq_a : &layer->wq, NULL},
+                   (const enum act[]){A_K, low_rank ? A_QA : A_Q});
+    if (low_rank)
+        o->norm_linear(r, A_QA, ACT_COUNT, layer->q_a_norm, (const struct weight *const[]){&layer->wq_b, NULL},
+                       (const enum act[]){A_Q});
+    o->mla_attention(r, il, A_Q, A_K, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
 
 /* Grouped-query attention with normed heads (Qwen3-MoE, Hy3), and gated delta nets (Qwen3.5, Qwen3-Next). */
 static void forward_gqa(struct rank *r) {
-    const struct ops *o = r->ops;
-    o->embed(r, A_X);
+    r->ops->embed(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
-        forward_attn_norm(r, il);
         if (r->m->layers[il].has & HAS_DELTA) forward_delta_half(r, il);
         else forward_gqa_half(r, il);
-        forward_ffn(r, il);
+        r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     }
-    o->final_reduce(r, A_X, A_OUT);
+    r->ops->final_reduce(r, A_X, A_OUT);
 }
 
 /* Multi-head latent attention: DeepSeek-V3, Kimi-K2. */
 static void forward_mla(struct rank *r) {
-    const struct ops *o = r->ops;
-    o->embed(r, A_X);
+    r->ops->embed(r, A_X);
     for (int il = 0; il < r->m->n_layer; il++) {
-        const struct layer *layer = &r->m->layers[il];
-        const bool compressed = layer->has & HAS_Q_LORA; /* the query goes through a low rank */
-        forward_attn_norm(r, il);
-        o->linear3(r, A_H, (const struct weight *const[]){&layer->wkv_a, compressed ? &layer->wq_a : &layer->wq, NULL},
-                   (const enum act[]){A_K, compressed ? A_QA : A_Q, A_OUT});
-        if (compressed) {
-            o->rmsnorm(r, A_QA, layer->q_a_norm, A_QA);
-            o->linear(r, &layer->wq_b, A_QA, A_Q);
-        }
-        o->mla_store(r, il, A_Q, A_K);
-        o->mla_attention(r, il, A_Q, A_ATT);
-        o->linear(r, &layer->wo, A_ATT, A_OUT);
-        forward_ffn(r, il);
+        forward_mla_half(r, il);
+        r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     }
-    o->final_reduce(r, A_X, A_OUT);
+    r->ops->final_reduce(r, A_X, A_OUT);
 }
 
 /* clang-format off */

@@ -112,6 +112,7 @@ enum {
     SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
     LIST_TILE = 128,                        /* tokens of a tile in the list of a grouped GEMM */
     SPLITS_MAX = 384,                       /* splits of a context in attention at most */
+    ATTN_COUNTERS = 32,                     /* counters of a row of blocks, see attn_join: for 24 + 2 + 1 groups */
     SAMPLE_BLOCKS = 64,                     /* blocks of k_sample at most */
     SAMPLE_BINS = 4096,                     /* bins of its histogram of the logits */
     ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
@@ -249,6 +250,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
 /* clang-format off */
 #define GPU_BUFFERS(X)                                                                          \
     X(x32[A_X], float, d.n * d.act[A_X])                                                        \
+    X(x_other, float, d.decode * d.act[A_X])                                                    \
     X(x32[A_H], float, d.n * d.act[A_H])                                                        \
     X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                    \
     X(x32[A_QA], float, d.n * d.act[A_QA])                                                      \
@@ -267,6 +269,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
     X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
     X(partials, float, (size_t)s.splits * d.decode * d.heads * (d.value + 2))                   \
+    X(attn_arrived, uint32_t, 2 * d.heads * ATTN_COUNTERS)                                      \
     X(hidden, uint16_t, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff)                          \
     X(hidden_shared, uint16_t, gpu_larger(d.n, d.decode) * d.dense)                             \
     X(x4.codes, uint8_t, d.n4 * FP4_CODE_BYTES(d.embd))                                         \
@@ -837,7 +840,7 @@ __global__ void __launch_bounds__(256)
  * count.
  * A kernel that waits long tells the host for whom (WAIT_CODE). It waits on until the host tells it to abort: only the
  * host knows whether the program was merely suspended. After an abort no kernel waits any more.
- * The all-reduce itself: k_add_norm (below) pushes and adds; cuda_all_reduce_add_rmsnorm and all_reduce_by_nccl (in
+ * The all-reduce itself: k_add_norm (below) pushes and adds; all_reduce_add_rmsnorm and all_reduce_by_nccl (in
  * "Operations") call it or NCCL, as all_reduce_choose (in "Several GPUs") found faster.
  * ============================================================================================================ */
 
@@ -973,6 +976,14 @@ DEVICE float block_sum(float x) {
     return s;
 }
 
+/* Counts the block in *arrived, which was 0 before the launch. Returns true in the last of n blocks: it then sees what all
+ * of them wrote. */
+DEVICE bool last_block(uint32_t *arrived, uint32_t n) {
+    __threadfence(); /* this thread's writes come before the count */
+    __syncthreads(); /* all threads have written before the first one counts the block */
+    return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == n - 1);
+}
+
 /* Converts to a half, clamped as by clamped_f16x2. */
 DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
@@ -997,9 +1008,72 @@ __global__ void __launch_bounds__(ROW_THREADS)
 
 enum {
     NORM_MAX = 16384, /* values of a row at most */
-    NORM_THREADS = 512,
-    NORM_VECS = NORM_MAX / (4 * NORM_THREADS)
+    NORM_THREADS = 256,
+    FUSED_NORM_VECS = 4,                                 /* of norms in the kernel that needs them: */
+    FUSED_NORM_MAX = FUSED_NORM_VECS * 4 * NORM_THREADS, /* values of a row, */
+    FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX               /* and of all rows at most */
 };
+
+/* v = a thread's values of a row x (n), n <= VECS * 4 * NORM_THREADS: four, then those 4 * NORM_THREADS further on, and
+ * so on; zeros beyond the row. */
+template <int VECS>
+DEVICE void norm_load(float4 (&v)[VECS], const float *x, int n) {
+    UNROLL for (int u = 0; u < VECS; u++) {
+        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+        v[u] = i < n ? *(const float4 *)(x + i) : make_float4(0, 0, 0, 0);
+    }
+}
+DEVICE float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+/* Returns the factor that gives the row in v an RMS of 1. Its bits do not depend on VECS. */
+template <int VECS>
+DEVICE float norm_factor(const float4 (&v)[VECS], int n, float eps) {
+    float ss = 0;
+    UNROLL for (int u = 0; u < VECS; u++) {
+        ss = fmaf(v[u].x, v[u].x, ss);
+        ss = fmaf(v[u].y, v[u].y, ss);
+        ss = fmaf(v[u].z, v[u].z, ss);
+        ss = fmaf(v[u].w, v[u].w, ss);
+    }
+    return rsqrtf(block_sum(ss) / (float)n + eps);
+}
+DEVICE float4 norm_value(float4 v, float f, float4 w) {
+    return make_float4(v.x * f * w.x, v.y * f * w.y, v.z * f * w.z, v.w * f * w.w);
+}
+
+/* The norm that a decode kernel makes of its input itself: every block norms all rows, so that it need not wait for a
+ * kernel that does it once. n <= FUSED_NORM_MAX, n_tok * n <= FUSED_NORM_VALUES. */
+struct norm_input {
+    const float *x, *delta; /* (n_tok, n); delta NULL: none */
+    const float *weight;    /* (n) */
+    float eps;
+    int n;
+    float *sum;    /* (n_tok, n) where the first block stores x + delta: not x, which other blocks still read */
+    uint16_t *h16; /* (n_tok, n) where it stores the norm; NULL: nowhere */
+};
+
+/* Calls store(t, i, y) for values i..i+3 of the norm of every row t. w: the weights, by norm_load. Ends with a barrier. */
+template <class STORE>
+DEVICE void norm_rows(const struct norm_input &p, int n_tok, const float4 (&w)[FUSED_NORM_VECS], STORE store) {
+    for (int t = 0; t < n_tok; t++) {
+        float4 v[FUSED_NORM_VECS], d[FUSED_NORM_VECS];
+        const size_t row = (size_t)t * (size_t)p.n;
+        norm_load(v, p.x + row, p.n);
+        if (p.delta) norm_load(d, p.delta + row, p.n);
+        UNROLL for (int u = 0; u < FUSED_NORM_VECS; u++) if (p.delta) v[u] = add4(v[u], d[u]);
+        const float f = norm_factor(v, p.n, p.eps);
+        UNROLL for (int u = 0; u < FUSED_NORM_VECS; u++) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+            if (i >= p.n) continue;
+            const float4 y = norm_value(v[u], f, w[u]);
+            store(t, i, y);
+            if (blockIdx.x) continue;
+            if (p.delta) *(float4 *)(p.sum + row + i) = v[u];
+            if (p.h16) *(uint2 *)(p.h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+        }
+        __syncthreads(); /* the row is stored; the next row's block_sum overwrites this one's */
+    }
+}
 
 /* Where k_add_norm finds the delta that it adds to x. */
 enum delta_source {
@@ -1010,7 +1084,8 @@ enum delta_source {
 };
 
 struct norm_args {
-    float *x;            /* (n_tok, n) residual stream; n <= NORM_MAX, n % 4 == 0 */
+    const float *x;      /* (n_tok, n) residual stream; n <= NORM_MAX, n % 4 == 0 */
+    float *sum;          /* (n_tok, n) x + delta; may be x */
     const void *delta;   /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
     const float *weight; /* (n); NULL: add only */
     float eps;
@@ -1077,20 +1152,19 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
     return sum;
 }
 
-/* x += delta; then, unless weight is NULL, h16 and h32 = RMS norm of x times weight.
- * Grid: n_tok; DELTA_PUSHED: at most ALLREDUCE_BLOCKS, which all must be resident while they wait. Block: 512. Each
- * value is read once and held in registers. One token: 2 to 4 latencies of L2, about 2 us, pushed 5 us more. Many
- * tokens: 3 to 5 F32 passes over the rows. No __restrict__ here: it would let loads move above grid_dependency_wait. */
-template <int SOURCE>
-__global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
-    const int i0 = 4 * (int)threadIdx.x, n = a.n;
+/* sum = x + delta; then, unless weight is NULL, h16 and h32 = RMS norm of the sum times weight.
+ * Grid: n_tok; DELTA_PUSHED: at most ALLREDUCE_BLOCKS, which all must be resident while they wait. Block: 256. Each
+ * value is read once and held in registers; rows have up to 1024 VECS values. One token: 2 to 4 latencies of L2, about 2
+ * us, pushed 5 us more. Many tokens: 3 to 5 F32 passes over the rows. No __restrict__ here: it would let loads move
+ * above grid_dependency_wait. */
+template <int SOURCE, int VECS>
+__global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a) {
+    const int n = a.n;
     uint32_t seq = 0;
-    float4 v[NORM_VECS], w[NORM_VECS], d;
+    float4 v[VECS], w[VECS], d[VECS];
     if (SOURCE != DELTA_PUSHED) grid_dependency_launch();
-    UNROLL for (int u = 0; u < NORM_VECS; u++) {
-        const int i = i0 + 4 * NORM_THREADS * u;
-        if (a.weight && i < n) w[u] = *(const float4 *)(a.weight + i);
-    }
+    const bool hold = VECS <= 8; /* the weights: registers do not suffice for longer rows */
+    if (a.weight && hold) norm_load(w, a.weight, n);
     grid_dependency_wait();
     if (SOURCE == DELTA_PUSHED) {
         seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
@@ -1099,33 +1173,26 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
         grid_dependency_launch();
     }
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x) {
-        float *x = a.x + (size_t)t * (size_t)n;
-        UNROLL for (int u = 0; u < NORM_VECS; u++) {
-            const int i = i0 + 4 * NORM_THREADS * u;
-            v[u] = i < n ? *(const float4 *)(x + i) : make_float4(0, 0, 0, 0);
-            if (!a.delta || i >= n) continue;
-            d = delta_at<SOURCE>(a, seq, t, i);
-            v[u].x += d.x;
-            v[u].y += d.y;
-            v[u].z += d.z;
-            v[u].w += d.w;
+        const size_t row = (size_t)t * (size_t)n;
+        norm_load(v, a.x + row, n);
+        UNROLL for (int u = 0; u < VECS; u++) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+            if (a.delta && i < n) d[u] = delta_at<SOURCE>(a, seq, t, i);
         }
-        float ss = 0;
-        UNROLL for (int u = 0; u < NORM_VECS; u++) {
-            const int i = i0 + 4 * NORM_THREADS * u;
-            if (a.delta && i < n) *(float4 *)(x + i) = v[u];
-            ss += v[u].x * v[u].x + v[u].y * v[u].y + v[u].z * v[u].z + v[u].w * v[u].w;
+        UNROLL for (int u = 0; u < VECS; u++) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+            if (!a.delta || i >= n) continue;
+            v[u] = add4(v[u], d[u]);
+            *(float4 *)(a.sum + row + i) = v[u];
         }
         if (a.weight) {
-            const float f = rsqrtf(block_sum(ss) / (float)n + a.eps);
-            UNROLL for (int u = 0; u < NORM_VECS; u++) {
-                const int i = i0 + 4 * NORM_THREADS * u;
+            const float f = norm_factor(v, n, a.eps);
+            UNROLL for (int u = 0; u < VECS; u++) {
+                const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
                 if (i >= n) continue;
-                const float4 y =
-                    make_float4(v[u].x * f * w[u].x, v[u].y * f * w[u].y, v[u].z * f * w[u].z, v[u].w * f * w[u].w);
-                const size_t at = (size_t)t * (size_t)n + (size_t)i;
-                *(uint2 *)(a.h16 + at) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
-                if (a.h32) *(float4 *)(a.h32 + at) = y;
+                const float4 y = norm_value(v[u], f, hold ? w[u] : *(const float4 *)(a.weight + i));
+                *(uint2 *)(a.h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+                if (a.h32) *(float4 *)(a.h32 + row + i) = y;
             }
         }
         if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's block_sum overwrites this one's */
@@ -1136,6 +1203,14 @@ __global__ void __launch_bounds__(NORM_THREADS) k_add_norm(struct norm_args a) {
         const uint32_t done = a.p.sequence->done[CH_ALLREDUCE];
         if (a.n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->all_reduces = done;
     }
+}
+
+/* Launches k_add_norm. */
+template <int SOURCE>
+static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s) {
+    if (a->n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL((k_add_norm<SOURCE, 4>), blocks, NORM_THREADS, 0, s, *a);
+    else if (a->n <= 8 * 4 * NORM_THREADS) LAUNCH_PDL((k_add_norm<SOURCE, 8>), blocks, NORM_THREADS, 0, s, *a);
+    else LAUNCH_PDL((k_add_norm<SOURCE, 16>), blocks, NORM_THREADS, 0, s, *a);
 }
 
 /* ============================================================================================================
@@ -1303,36 +1378,58 @@ struct gemv_one {
     DEVICE_MEMBER const uint16_t *x(int, int t) const { return rows + (size_t)min(t, n_tok - 1) * stride; }
 };
 
-enum { LINEAR_MAX = 6 };
-
 struct linear_args {
     struct device_matrix w[LINEAR_MAX]; /* of one n_in */
     float *y[LINEAR_MAX];               /* (n_tok, n_out), rows y_stride apart */
     size_t y_stride[LINEAR_MAX];
     int n_matrix, n_tok;
-    const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart */
+    const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart; not used with NORM */
     size_t x_stride;
+    struct norm_input norm; /* with NORM: what x is */
 };
 
-/* y[i] = w[i] x + bias for each of up to six matrices.
+/* Halves from row to row of the norm in shared memory: whole tiles, and neighboring rows half a set of banks apart. */
+__host__ __device__ inline int linear_stride(const struct linear_args &p) { return p.w[0].n_kt * TILE_COLS + 32; }
+
+/* y[i] = w[i] x + bias for each of up to six matrices. NORM: x is first normed, for up to 8 tokens.
  * Grid: rows of tiles of all matrices, block: 256. Reads every tile once, and per block n_tok rows of x from L2.
  * Memory-bound: a block has 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy bandwidth for matrices of 8
  * MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s for FP4. A warp requests its first tiles before the
  * kernel in front has ended. */
-template <int NT>
+template <int NT, bool NORM>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_constant__ struct linear_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
+    DYN_SMEM(uint16_t, normed); /* NORM: (n_tok, linear_stride) */
     grid_dependency_launch();
     const int warp = threadIdx.x >> 5;
     int rt = blockIdx.x, m = 0;
     while (rt >= p.w[m].n_rt) rt -= p.w[m++].n_rt;
     const struct device_matrix &w = p.w[m];
     const int k0 = w.n_kt * warp / GEMV_WARPS, k1 = w.n_kt * (warp + 1) / GEMV_WARPS;
-    const struct gemv_one one = {tile_index(w, 0, rt), p.x, p.x_stride, p.n_tok};
+    const int stride = linear_stride(p);
+    const struct gemv_one one = {tile_index(w, 0, rt), NORM ? normed : p.x, NORM ? (size_t)stride : p.x_stride,
+                                 p.n_tok};
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
         gemv_stream<fmt.value, NT>(
-            w, k0, k1, one, [] { grid_dependency_wait(); }, acc);
+            w, k0, k1, one,
+            [&] {
+                if (!NORM) {
+                    grid_dependency_wait();
+                    return;
+                }
+                float4 weight[FUSED_NORM_VECS];
+                norm_load(weight, p.norm.weight, p.norm.n);
+                for (int i = threadIdx.x; i < p.n_tok * 16; i += GEMV_THREADS) { /* columns beyond n */
+                    const int c = w.n_kt * TILE_COLS - 4 * (i % 16 + 1);
+                    if (c >= p.norm.n) *(uint2 *)(normed + i / 16 * stride + c) = make_uint2(0, 0);
+                }
+                grid_dependency_wait();
+                norm_rows(p.norm, p.n_tok, weight, [&](int t, int c, float4 y) {
+                    *(uint2 *)(normed + t * stride + c) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+                });
+            },
+            acc);
     });
     gemv_store<NT>(gemv_warp_sums<NT>(red), acc, 1, false);
     __syncthreads(); /* the sums of all warps are written */
@@ -1346,8 +1443,10 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
 static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
     int n_rt = 0;
     for (int i = 0; i < p->n_matrix; i++) n_rt += p->w[i].n_rt;
-    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_linear<1>, (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
-    else LAUNCH_PDL(k_gemv_linear<2>, (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+    const size_t smem = (size_t)(p->n_tok * linear_stride(*p)) * sizeof(uint16_t);
+    if (p->norm.x) LAUNCH_PDL((k_gemv_linear<1, true>), (unsigned)n_rt, GEMV_THREADS, smem, s, *p);
+    else if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL((k_gemv_linear<2, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
 }
 
 struct heads_args {
@@ -1594,7 +1693,8 @@ struct route_args {
     struct expert_job *jobs; /* (n_jobs) for k_gemv_glu and k_gemv_down: see struct job_list */
     float *job_weight;
     int32_t *n_jobs;
-    float *shared_weight; /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
+    float *shared_weight;    /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
+    struct norm_input input; /* with NORM: what x is */
 };
 
 /* Maps floats to unsigned numbers of the same order. NaN counts as -infinity. Never 0. */
@@ -1672,7 +1772,7 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
 }
 
 enum { ROUTE_WARPS = 4, ROUTE_ROWS = GEMV_WARPS / ROUTE_WARPS };   /* warps per expert row, expert rows per block */
-enum { ROUTE_IN_FLIGHT = 4, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* loads in flight, columns from one to the next */
+enum { ROUTE_IN_FLIGHT = 8, ROUTE_STEP = 4 * WARP * ROUTE_WARPS }; /* loads in flight, columns from one to the next */
 
 /* Returns the rows of the router with the shared expert's gate, which is the last one. */
 __host__ __device__ inline int route_rows(const struct route_args &p) { return p.n_expert + (p.shared != NULL); }
@@ -1686,13 +1786,6 @@ DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
     const uint2 b = *(const uint2 *)(p.w16 + at);
     return make_float4(__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xFFFF0000u), __uint_as_float(b.y << 16),
                        __uint_as_float(b.y & 0xFFFF0000u));
-}
-
-/* Returns true in the block that comes last: it then sees what all blocks wrote. *arrived is 0 before a launch. */
-DEVICE bool last_block(uint32_t *arrived) {
-    __threadfence(); /* this thread's writes come before the count */
-    __syncthreads(); /* all threads have written before the first one counts the block */
-    return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == gridDim.x - 1);
 }
 
 /* Lists the jobs of all tokens, with one block. id and weight (n_tok, WARP): the choices, -1: none; mask (2 n_expert)
@@ -1726,48 +1819,60 @@ DEVICE void route_jobs(const struct route_args &p, const int *id, const float *w
         if (id[i] >= 0) p.job_weight[job_of[id[i]] * DECODE_MAX_TOKENS + (uint32_t)(i / WARP)] = weight[i];
 }
 
-/* The router for 1 to 16 tokens: logits, choice and job list; the shared expert's gate is one more row. Grid: ceil(rows
- * / 2), block: 256: four warps per row of the router, of which the first 2048 columns are requested before the kernel
- * in front has ended. The block that ends last chooses. Reads the router's weights once (1 to 8 MB); mostly the latency
- * of two passes, about 4 us. */
+/* The router for 1 to T tokens: logits, choice and job list; the shared expert's gate is one more row. NORM: x is first
+ * normed. Grid: ceil(rows / 2), block: 256: four warps per row of the router, of which the first 4096 columns are
+ * requested before the kernel in front has ended. The block that ends last chooses. Reads the router's weights once (1
+ * to 8 MB); mostly the latency of two passes, about 4 us. */
+template <int T, bool NORM>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_constant__ struct route_args p) {
-    enum { PARTIALS = GEMV_WARPS * DECODE_MAX_TOKENS };
-    SHARED(float, partial, PARTIALS);         /* (warps, tokens) */
-    SHARED(int, id, DECODE_MAX_TOKENS *WARP); /* choices: see route_jobs */
-    SHARED(float, weight, DECODE_MAX_TOKENS *WARP);
-    DYN_SMEM(float, scratch); /* (warps, 2 n_expert) */
+    SHARED(float, partial, GEMV_WARPS *T); /* (warps, T) */
+    SHARED(int, id, T *WARP);              /* choices: see route_jobs */
+    SHARED(float, weight, T *WARP);
+    DYN_SMEM(float, scratch); /* NORM: (n_tok, n_embd) the norm; then (warps, 2 n_expert) */
     grid_dependency_launch();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int e0 = blockIdx.x * ROUTE_ROWS, e = e0 + warp / ROUTE_WARPS;
     int col = 4 * (lane + WARP * (warp % ROUTE_WARPS));
-    float acc[DECODE_MAX_TOKENS] = {};
+    float acc[T] = {};
     float4 w[ROUTE_IN_FLIGHT];
     UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) w[u] = route_weights(p, e, col + ROUTE_STEP * u);
-    grid_dependency_wait();
+    if (NORM) {
+        float4 norm_weight[FUSED_NORM_VECS];
+        norm_load(norm_weight, p.input.weight, p.n_embd);
+        grid_dependency_wait();
+        norm_rows(p.input, p.n_tok, norm_weight,
+                  [&](int t, int c, float4 y) { *(float4 *)(scratch + t * p.n_embd + c) = y; });
+    } else {
+        grid_dependency_wait();
+    }
+    const float *x = NORM ? scratch : p.x;
     for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_IN_FLIGHT) {
-        UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) {
-            const int i = col + ROUTE_STEP * u;
-            if (t >= p.n_tok || i >= p.n_embd) continue;
-            const float4 x = *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + i);
-            acc[t] += w[u].x * x.x + w[u].y * x.y + w[u].z * x.z + w[u].w * x.w;
-        }
         UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) {
-            w[u] = route_weights(p, e, col + ROUTE_STEP * (ROUTE_IN_FLIGHT + u));
+            const int i = col + ROUTE_STEP * u;
+            UNROLL for (int t = 0; t < T; t++) {
+                if (t >= p.n_tok || i >= p.n_embd) continue;
+                const float4 y = *(const float4 *)(x + (size_t)t * (size_t)p.n_embd + i);
+                acc[t] = fmaf(w[u].x, y.x, acc[t]);
+                acc[t] = fmaf(w[u].y, y.y, acc[t]);
+                acc[t] = fmaf(w[u].z, y.z, acc[t]);
+                acc[t] = fmaf(w[u].w, y.w, acc[t]);
+            }
+            w[u] = route_weights(p, e, i + ROUTE_STEP * ROUTE_IN_FLIGHT);
         }
     }
-    UNROLL for (int t = 0; t < DECODE_MAX_TOKENS; t++) {
+    UNROLL for (int t = 0; t < T; t++) {
         const float v = warp_sum(acc[t]);
-        if (!lane) partial[warp * DECODE_MAX_TOKENS + t] = v;
+        if (!lane) partial[warp * T + t] = v;
     }
     __syncthreads(); /* the partial sums of all warps are written */
-    if (threadIdx.x < ROUTE_ROWS * DECODE_MAX_TOKENS) {
-        const int t = threadIdx.x % DECODE_MAX_TOKENS, r = threadIdx.x / DECODE_MAX_TOKENS;
+    if (threadIdx.x < ROUTE_ROWS * T) {
+        const int t = threadIdx.x % T, r = threadIdx.x / T;
         float v = 0;
-        for (int k = 0; k < ROUTE_WARPS; k++) v += partial[(r * ROUTE_WARPS + k) * DECODE_MAX_TOKENS + t];
+        for (int k = 0; k < ROUTE_WARPS; k++) v += partial[(r * ROUTE_WARPS + k) * T + t];
         if (t < p.n_tok && e0 + r < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e0 + r] = v;
         if (t < p.n_tok && e0 + r == p.n_expert && p.shared) p.shared_weight[t] = sigmoid(v);
     }
-    if (!last_block(p.arrived)) return;
+    if (!last_block(p.arrived, gridDim.x)) return;
     for (int t = warp; t < p.n_tok; t += GEMV_WARPS) {
         const int chosen = route_warp(p, t, scratch, &weight[t * WARP + lane]);
         id[t * WARP + lane] = lane < p.k ? chosen : -1;
@@ -1776,13 +1881,23 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
     route_jobs(p, id, weight, (uint32_t *)scratch);
 }
 
-/* Launches k_route_decode. */
-static void route_decode_launch(const struct route_args *p, cudaStream_t s) {
-    int smem = GEMV_WARPS * 2 * p->n_expert * (int)sizeof(float);
+/* Launches one instance of k_route_decode. */
+template <int T, bool NORM>
+static void route_launch(const struct route_args *p, cudaStream_t s) {
+    const size_t choice = GEMV_WARPS * 2 * (size_t)p->n_expert, rows = NORM ? (size_t)(p->n_tok * p->n_embd) : 0;
+    const int smem = (int)((choice > rows ? choice : rows) * sizeof(float));
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
-        cudaFuncSetAttribute(k_route_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    unsigned blocks = (unsigned)((route_rows(*p) + ROUTE_ROWS - 1) / ROUTE_ROWS);
-    LAUNCH_PDL(k_route_decode, blocks, GEMV_THREADS, (size_t)smem, s, *p);
+        cudaFuncSetAttribute(k_route_decode<T, NORM>, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+    const unsigned blocks = (unsigned)((route_rows(*p) + ROUTE_ROWS - 1) / ROUTE_ROWS);
+    LAUNCH_PDL((k_route_decode<T, NORM>), blocks, GEMV_THREADS, (size_t)smem, s, *p);
+}
+
+/* Launches k_route_decode for the number of tokens. */
+static void route_decode(const struct route_args *p, cudaStream_t s) {
+    const bool norm = p->input.x != NULL;
+    if (p->n_tok == 1) (norm ? route_launch<1, true> : route_launch<1, false>)(p, s);
+    else if (p->n_tok <= 4) (norm ? route_launch<4, true> : route_launch<4, false>)(p, s);
+    else (norm ? route_launch<DECODE_MAX_TOKENS, true> : route_launch<DECODE_MAX_TOKENS, false>)(p, s);
 }
 
 /* ============================================================================================================
@@ -2443,47 +2558,60 @@ struct rope_args {
 
 enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
 
-/* GQA: norm and rotation of the heads of q and k; k and v go to the cache. Element i is rotated against element
- * i + rope / 2 (Qwen).
- * Grid: (ceil((heads of q, k and v) / 4), n_tok), block: 128, one warp per head of at most 256. Reads q, k, v once;
- * bound by latency in decode. */
+/* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. Value i is rotated against
+ * value i + rope / 2 (Qwen). w (n): the norm's weights; t: the token. */
+template <int PER>
+DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER]) {
+    const int lane = threadIdx.x & 31, half = p.rope / 2;
+    const float *cs = p.cs + (size_t)t * half, *sn = p.sn + (size_t)t * half;
+    float ss = 0;
+    UNROLL for (int j = 0; j < PER; j++) {
+        x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+        ss = fmaf(x[j], x[j], ss);
+    }
+    const float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
+    UNROLL for (int j = 0; j < PER; j++) {
+        const int c = lane + 32 * j;
+        if (c >= n) continue;
+        x[j] *= f * w[c];
+        if (c >= p.rope) continue;
+        const int o = c < half ? c + half : c - half, r = c < half ? c : o;
+        const float u = src[o] * (f * w[o]); /* read again: cheaper than moving it between lanes */
+        x[j] = c < half ? x[j] * cs[r] - u * sn[r] : u * sn[r] + x[j] * cs[r];
+    }
+}
+
+/* Writes the key (v false) or the value of token t and KV head i to the cache, with one warp. */
+template <int PER>
+DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
+    const int lane = threadIdx.x & 31, n = v ? p.dv : p.d;
+    const size_t pos = (size_t)(p.batch->pos + t);
+    const float *src = v ? p.v + (size_t)t * p.v_stride : p.k + (size_t)t * p.k_stride;
+    float x[PER];
+    src += (size_t)i * n;
+    if (v) {
+        UNROLL for (int j = 0; j < PER; j++) x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+    } else {
+        rope_head<PER>(p, src, p.k_norm, n, t, x);
+    }
+    plane_store<PER>(v ? p.vp : p.kp, pos, i * n, i, n, x);
+}
+
+/* GQA in prefill: norm and rotation of the heads of q and k; k and v go to the cache. In decode attention does it.
+ * Grid: (ceil((heads of q, k and v) / 4), n_tok), block: 128, one warp per head of at most 256. Reads q, k, v once. */
 __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), t = blockIdx.y;
-    const int kind = h < p.n_head ? 0 : h < p.n_head + p.n_head_kv ? 1 : 2; /* q, k, v */
-    const int i = kind == 0 ? h : kind == 1 ? h - p.n_head : h - p.n_head - p.n_head_kv;
-    const int n = kind == 2 ? p.dv : p.d;
-    if (i >= p.n_head_kv && kind == 2) return;
-    const float *src = p.q + (size_t)t * p.q_stride + (size_t)i * p.q_head;
-    if (kind == 1) src = p.k + (size_t)t * p.k_stride + (size_t)i * n;
-    if (kind == 2) src = p.v + (size_t)t * p.v_stride + (size_t)i * n;
-    float x[HEAD_PER], ss = 0;
-    UNROLL for (int j = 0; j < HEAD_PER; j++) {
-        x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
-        ss += x[j] * x[j];
-    }
-    if (kind == 2) {
-        plane_store<HEAD_PER>(p.vp, (size_t)(p.batch->pos + t), i * n, i, n, x);
+    if (h >= p.n_head + 2 * p.n_head_kv) return;
+    if (h >= p.n_head) {
+        gqa_store<HEAD_PER>(p, t, (h - p.n_head) % p.n_head_kv, h >= p.n_head + p.n_head_kv);
         return;
     }
-    const float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
-    const float *w = kind ? p.k_norm : p.q_norm;
-    const float *cs = p.cs + (size_t)t * (p.rope / 2), *sn = p.sn + (size_t)t * (p.rope / 2);
-    UNROLL for (int j = 0; j < HEAD_PER; j++) {
-        int c = lane + 32 * j, half = p.rope / 2;
-        if (c >= n) continue;
-        float v = x[j] * f * w[c];
-        if (c < p.rope) { /* the partner is read again: cheaper than moving it between lanes */
-            int o = c < half ? c + half : c - half;
-            int r = c < half ? c : o;
-            float u = src[o] * f * w[o];
-            v = c < half ? v * cs[r] - u * sn[r] : u * sn[r] + v * cs[r];
-        }
-        x[j] = v;
-        if (!kind) p.q16[((size_t)t * p.n_head + i) * n + c] = clamped_f16(v);
-    }
-    if (kind) plane_store<HEAD_PER>(p.kp, (size_t)(p.batch->pos + t), i * n, i, n, x);
+    float x[HEAD_PER];
+    rope_head<HEAD_PER>(p, p.q + (size_t)t * p.q_stride + (size_t)h * p.q_head, p.q_norm, p.d, t, x);
+    UNROLL for (int j = 0; j < HEAD_PER; j++) if (lane + 32 * j < p.d)
+        p.q16[((size_t)t * p.n_head + h) * p.d + lane + 32 * j] = clamped_f16(x[j]);
 }
 
 /* MLA: norm of the latents and rotation of the shared key, both to the cache (block x = 0); the heads of q are split
@@ -2551,13 +2679,19 @@ struct attn_args {
     const struct batch *batch; /* its n_tok may be less than n_tok below: later rows are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
-    float scale;    /* of q.k before the softmax */
-    int max_splits; /* at most */
+    float scale;       /* of q.k before the softmax */
+    int max_splits;    /* at most */
+    const float *gate; /* of head h: (n_tok, dv) at gate + (2 h + 1) * dk, rows gate_stride apart; NULL: none */
+    size_t gate_stride;
+    /* decode of GQA */
+    struct rope_args rope; /* what q is made of, and the new rows of the cache */
+    uint32_t *arrived;     /* (rows of blocks, ATTN_COUNTERS) count blocks; 0 between launches: see attn_join */
 };
 
 enum {
     ATTN_SPLIT_KEYS = 64, /* a split has a multiple of this many keys */
     ATTN_GROUP = 128,     /* latents under one FP8 scale */
+    ATTN_JOIN = 16,       /* splits that a block joins at once */
     ATTN_SMEM = 48 << 10  /* two blocks fit the 100 KB of an SM of SM120 */
 };
 #define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are never NaN */
@@ -2574,7 +2708,7 @@ using floats4 = pack<4, float>;
 struct attn_work {
     int kvh, group, row0; /* group: query heads per KV head; row0: the tile's first row */
     uint32_t rows;        /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
-    int pos, len, seen; /* pos: of the first token; len: keys in the cache; seen: keys that all rows of the tile see */
+    int pos, seen;        /* pos: of the first token; seen: keys that all rows of the tile see */
     int split, n_split, begin, end;
     float factor; /* scale * log2 e, for a softmax of base 2 */
 };
@@ -2601,7 +2735,6 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     const bool rest = blockIdx.z;
     const int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
     w->pos = a.batch->pos;
-    w->len = w->pos + n_tok;
     w->group = a.n_head / a.n_head_kv;
     w->kvh = y % a.n_head_kv;
     w->row0 = y / a.n_head_kv * tile_rows;
@@ -2725,7 +2858,7 @@ DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f)
 template <int FP8>
 DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key) {
     float scale = 1.0f;
-    if (FP8) scale = kv_scale(v ? a.v : a.k, key, w.kvh, w.len);
+    if (FP8) scale = kv_scale(v ? a.v : a.k, key, w.kvh, w.end);
     return v ? attn_v_factor(scale) : w.factor * scale;
 }
 
@@ -2802,7 +2935,10 @@ DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int
     float inv = 1.0f / (ATTN_P * l);
     if (w.n_split == 1) {
         pack<N / 2> h;
-        UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(x.x[i] * inv, x.x[i + 1] * inv);
+        pack<N, float> y = x;
+        const float *gate = a.gate + (size_t)th.x * a.gate_stride + (size_t)(2 * th.y + 1) * (size_t)a.dk + col;
+        UNROLL for (int i = 0; i < N; i++) y.x[i] *= a.gate ? inv * sigmoid(gate[i]) : inv;
+        UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(y.x[i], y.x[i + 1]);
         *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
     } else {
         size_t row = attn_partial_row(a, w.split, th);
@@ -2816,7 +2952,71 @@ DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
     return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
-/* GQA decode: `out` or `partials` (16 rows, D) of one KV head and split.
+/* Joins the splits of a row tile, by the block that comes last: of ATTN_JOIN neighboring splits to the place of the first,
+ * of ATTN_JOIN such groups likewise, and so on; the last writes the result. A split that has no key of a row adds zeros:
+ * the row's bits depend on its own splits alone. Block: 128. smem: (16, ATTN_JOIN) floats and 32 more. */
+template <int D>
+DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, float *smem) {
+    uint32_t *arrived = a.arrived + (blockIdx.z * gridDim.y + blockIdx.y) * ATTN_COUNTERS;
+    float *top = smem + 16 * ATTN_JOIN, *den = top + 16;
+    const int tid = (int)threadIdx.x;
+    struct attn_work to = w;
+    for (int n = w.n_split, i = w.split, step = 1; n > 1; step *= ATTN_JOIN) {
+        const int first = i / ATTN_JOIN * ATTN_JOIN, count = min(n - first, (int)ATTN_JOIN);
+        i /= ATTN_JOIN;
+        n = (n + ATTN_JOIN - 1) / ATTN_JOIN;
+        if (count > 1) {
+            if (!last_block(arrived + i, (uint32_t)count)) return;
+            if (!tid) arrived[i] = 0;
+            /* thread (row, j): splits j and j + 8 */
+            const int2 mine = attn_row(w, tid / 8);
+            float2 ml[2];
+            float m = ATTN_NO_KEY, l = 0;
+            UNROLL for (int k = 0; k < 2; k++) {
+                const int split = tid % 8 + 8 * k;
+                const bool in = split < count && mine.x >= 0;
+                ml[k] = in ? load_l2(attn_max_den(a) + attn_partial_row(a, (first + split) * step, mine))
+                           : make_float2(ATTN_NO_KEY, 0);
+                m = fmaxf(m, ml[k].x);
+            }
+            for (int o = 1; o < 8; o *= 2) m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFu, m, o));
+            UNROLL for (int k = 0; k < 2; k++) {
+                const float f = exp2f(ml[k].x - m);
+                smem[tid / 8 * ATTN_JOIN + tid % 8 + 8 * k] = f;
+                l = fmaf(f, ml[k].y, l);
+            }
+            for (int o = 1; o < 8; o *= 2) l += __shfl_xor_sync(0xFFFFFFFFu, l, o);
+            if (!(tid % 8)) {
+                top[tid / 8] = m;
+                den[tid / 8] = l;
+            }
+            __syncthreads(); /* the weights of all splits are written */
+            to.split = first * step;
+            to.n_split = n;
+            for (int k = tid; k < 16 * D / 4; k += 128) {
+                const int r = k / (D / 4), col = k % (D / 4) * 4;
+                const int2 th = attn_row(w, r);
+                if (th.x < 0) continue;
+                floats4 x = {};
+                UNROLL_BY(8) for (int split = 0; split < count; split++) {
+                    const float4 y =
+                        load_l2((const float4 *)(a.partials +
+                                                 attn_partial_row(a, (first + split) * step, th) * (size_t)D + col));
+                    const float f = smem[r * ATTN_JOIN + split];
+                    x.x[0] = fmaf(f, y.x, x.x[0]);
+                    x.x[1] = fmaf(f, y.y, x.x[1]);
+                    x.x[2] = fmaf(f, y.z, x.x[2]);
+                    x.x[3] = fmaf(f, y.w, x.x[3]);
+                }
+                attn_store(a, to, r, col, x, top[r], den[r]);
+            }
+        }
+        arrived += n;
+    }
+}
+
+/* GQA decode: rotation of the queries, new rows of the cache, and the result of 16 rows of one KV head. A block stores the
+ * new rows that it reads itself.
  * Grid: (splits, row tiles of 16 * KV heads), block: 128. Of every 64 keys each of the 4 warps takes 16, with a softmax
  * and a ring in shared memory of its own (slots: 16 rows of K, of V, of K, ..); warps meet only at the end. Reads
  * keys * D * 2 bytes of the cache per row tile (FP8: + 8 bytes per key), and that is the limit: with 2 blocks per SM 64
@@ -2840,6 +3040,12 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
     uint8_t *ring = smem + warp * DEPTH * L::SLOT;
+    /* Queries, on their way from a warp per row to fragments: four rows in the slot of each warp's ring that is filled last.
+     */
+    auto q_row = [&](int r) {
+        return (uint16_t *)(smem + (r / 4 * DEPTH + DEPTH - 1) * L::SLOT + r % 4 * (2 * D + 16));
+    };
+    static_assert(4 * (2 * D + 16) <= L::SLOT, "four queries in a slot");
 
     int write_slot = 0, read_slot = 0; /* next slot to fill, next slot to read */
     auto next_slot = [&](int &at) {
@@ -2850,7 +3056,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     auto copy = [&](int u) {
         uint8_t *to = next_slot(write_slot);
         int key = first + 64 * (u >> 1);
-        if (u < 2 * n) kv_copy<ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * ROW, key, w.len, lane);
+        if (u < 2 * n) kv_copy<ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * ROW, key, w.end, lane);
         cp_async_commit();
     };
     auto arrive = [&](int u) {
@@ -2860,7 +3066,22 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         copy(u + DEPTH - 1);
         return next_slot(read_slot);
     };
-    for (int u = 0; u < DEPTH - 1; u++) copy(u);
+    auto copies = [&] {
+        for (int u = 0; u < DEPTH - 1; u++) copy(u);
+    };
+    const int new_row = max(w.pos, w.begin), n_new = max(w.end - new_row, 0);
+    if (!n_new) copies();
+    for (int i = warp; i < 2 * n_new; i += 4) gqa_store<D / 32>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
+    for (int r = warp; r < 16; r += 4) {
+        const int2 th = attn_row(w, r);
+        float x[D / 32];
+        if (th.x < 0) continue;
+        rope_head<D / 32>(a.rope, a.rope.q + (size_t)th.x * a.rope.q_stride + (size_t)th.y * a.rope.q_head,
+                          a.rope.q_norm, D, th.x, x);
+        UNROLL for (int j = 0; j < D / 32; j++) q_row(r)[lane + 32 * j] = clamped_f16(x[j]);
+    }
+    __syncthreads(); /* the new rows and the queries are written */
+    if (n_new) copies();
     /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
     auto factors = [&](int i) { return attn_factor<FP8>(a, w, lane >= 16, first + 64 * i + (lane & 15)); };
     float next = factors(0);
@@ -2868,8 +3089,10 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     const uint16_t *rows[2];
     int limit[2];
     attn_rows(rows, limit, a, w, g);
+    UNROLL for (int h = 0; h < 2; h++) if (limit[h]) rows[h] = q_row(g + 8 * h);
     pack<4> q[D / 16];
     UNROLL for (int s = 0; s < D / 16; s++) q[s] = attn_q(rows, (4 * (s / PER_RUN) + t) * RUN + s % PER_RUN * 4);
+    __syncthreads(); /* all warps have read the queries: their slots may be filled */
     float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][D / 8][4] = {};
 
     for (int i = 0; i < n; i++) {
@@ -2926,6 +3149,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
             attn_store(a, w, row, col, x, mx, den);
         }
     }
+    if (w.n_split > 1) attn_join<D>(a, w, merged);
 }
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
@@ -2968,14 +3192,14 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         uint8_t *to = smem + i % DEPTH * L::SLOT;
         int key = w.begin + i * KEYS;
         if (i < n) {
-            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, w.len, tid);
-            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, w.len, tid);
+            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, w.end, tid);
+            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, w.end, tid);
         }
         cp_async_commit();
     };
     auto scales = [&](int i) {
         int key = w.begin + i * KEYS + tid / GROUPS;
-        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.len) : 0.0f;
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.end) : 0.0f;
     };
     for (int i = 0; i < DEPTH - 1; i++) copy(i);
     float next = scales(0);
@@ -3115,8 +3339,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     auto copy = [&](int i) {
         int key = w.begin + i * KEYS;
         if (i < n) {
-            kv_copy<ROW, KEYS, 128>(raw, a.k, w.kvh * ROW, key, w.len, tid);
-            kv_copy<ROW, KEYS, 128>(raw + L::RAW, a.v, w.kvh * ROW, key, w.len, tid);
+            kv_copy<ROW, KEYS, 128>(raw, a.k, w.kvh * ROW, key, w.end, tid);
+            kv_copy<ROW, KEYS, 128>(raw + L::RAW, a.v, w.kvh * ROW, key, w.end, tid);
         }
         cp_async_commit();
     };
@@ -3195,23 +3419,6 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     }
 }
 
-/* x (n_tok, n_head, dv) *= sigmoid of the gates, which are the second half of each head in q (n_tok, n_head, 2 dk);
- * rows x_stride and q_stride apart, dv % 4 == 0.
- * Grid: (ceil(n_head * dv / 1024), n_tok), block: 256. Moves 8 bytes per value; bound by latency in decode. */
-__global__ void __launch_bounds__(256)
-    k_attention_gate(const float *q, size_t q_stride, uint16_t *x, size_t x_stride, int n_head, int dk, int dv) {
-    grid_dependency_launch();
-    grid_dependency_wait();
-    const int i = 4 * ((int)blockIdx.x * 256 + (int)threadIdx.x), h = i / dv;
-    if (h >= n_head) return;
-    const float4 g = *(const float4 *)(q + (size_t)blockIdx.y * q_stride + (size_t)(2 * h + 1) * dk + i % dv);
-    uint2 *at = (uint2 *)(x + (size_t)blockIdx.y * x_stride + i);
-    const uint2 v = *at;
-    *at = make_uint2(
-        clamped_f16x2(half_to_f32((uint16_t)v.x) * sigmoid(g.x), half_to_f32((uint16_t)(v.x >> 16)) * sigmoid(g.y)),
-        clamped_f16x2(half_to_f32((uint16_t)v.y) * sigmoid(g.z), half_to_f32((uint16_t)(v.y >> 16)) * sigmoid(g.w)));
-}
-
 /* Joins the splits: out (n_tok, n_head, dv) = sum of 2^(m - M) * sums / sum of 2^(m - M) * l, M the largest m. Call it
  * with a.n_head_kv = 1: all heads are one group.
  * Grid: n_tok * n_head, block: 256: dv / 4 threads with 4 columns each, and as many groups of splits as fit. Reads
@@ -3259,7 +3466,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     attn_store(a, w, 0, col, x, top, den);
 }
 
-/* Launches an attention kernel and, if the context is split, the merge. In prefill more row tiles per KV head mean fewer
+/* Launches an attention kernel and, if the context is split and the kernel leaves that, the merge. In prefill more row tiles per KV head mean fewer
  * splits: they fill the GPU, too. */
 static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
                      int smem, cudaStream_t s) {
@@ -3273,8 +3480,9 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
                     1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS));
     LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
+    if (a.max_splits == 1 || a.arrived) return; /* the kernel joins the splits itself */
     a.n_head_kv = 1;
-    if (a.max_splits > 1) LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
+    LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
 }
 
 /* Launch the kernels of one head width: tiles of 16 query rows for decode, 64 for prefill; MLA 16 or 32. */
@@ -4177,7 +4385,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     }
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS)
         if (bin[i]) atomicAdd(&p.bins[i], bin[i]);
-    if (!last_block(p.arrived)) return;
+    if (!last_block(p.arrived, gridDim.x)) return;
 
     const uint64_t best = tid < (int)gridDim.x ? p.block_best[tid] : 0;
     top = block_fold(key, best, larger);
@@ -4277,12 +4485,15 @@ struct cuda {
 
     /* activations, see GPU_BUFFERS; a pair is a token and an expert that it uses */
     float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
+    float *x_first;           /* what x32[A_X] is when a forward begins and when it has ended */
+    float *x_other;           /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
     uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
     float *cs, *sn;           /* (chunk, rope_dim / 2) cosines and sines of the batch's positions */
     const float *freq;        /* (rope_dim / 2) radians per position */
     uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
     uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there */
     float *partials;          /* partial outputs of attention over a split context */
+    uint32_t *attn_arrived;   /* see struct attn_args */
     struct fp4_rows x4;       /* (chunk, n_embd) inputs of routed experts in FP4 */
     struct fp4_rows hidden4;  /* (pairs, n_ff) their hidden rows */
     uint16_t *hidden;         /* hidden rows of routed experts: (pairs, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
@@ -4659,7 +4870,7 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
                                 enum act out) {
     struct cuda *c = r->cuda;
     struct norm_args a = {};
-    a.x = x;
+    a.x = a.sum = x;
     a.delta = delta;
     a.weight = (const float *)device_vector_of(c, w);
     a.eps = r->m->rms_eps;
@@ -4669,9 +4880,9 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
     a.h32 = out == A_H ? c->x32[out] : NULL;
     return a;
 }
-static void cuda_rmsnorm(struct rank *r, enum act x, const float *w, enum act out) {
+static void rmsnorm_rows(struct rank *r, enum act x, const float *w, enum act out) {
     struct norm_args a = norm_of(r, r->cuda->x32[x], r->n_tok, r->width[x], NULL, w, out);
-    LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)r->n_tok, NORM_THREADS, 0, r->cuda->stream, a);
+    add_norm<DELTA_OWN>(&a, (unsigned)r->n_tok, r->cuda->stream);
 }
 
 #ifdef HAVE_NCCL
@@ -4694,13 +4905,13 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     if (decode) {
         NCCL_OK(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream));
         a->delta = c->gathered;
-        LAUNCH_PDL(k_add_norm<DELTA_GATHERED>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
+        add_norm<DELTA_GATHERED>(a, (unsigned)a->n_tok, c->stream);
     } else {
         LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
                    count);
         NCCL_OK(r, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream));
         a->delta = c->sum16;
-        LAUNCH_PDL(k_add_norm<DELTA_BF16>, (unsigned)a->n_tok, NORM_THREADS, 0, c->stream, *a);
+        add_norm<DELTA_BF16>(a, (unsigned)a->n_tok, c->stream);
     }
     return true;
 }
@@ -4709,15 +4920,17 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
 static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
 #endif
 
-/* Adds the deltas of all ranks to x and norms the sum. A single rank adds its own delta. Several use NCCL where it was
+/* Adds the deltas of all ranks to x, which gives `sum`, and norms that. A single rank adds its own delta. Several use NCCL where it was
  * chosen, or else our own kernel, which pushes as many rows at a time as a slot holds. */
-static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
+static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out,
+                                   float *sum) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
     const int n_tok = r->n_tok, n = r->width[x], piece = ALLREDUCE_SLOT / n; /* rows that are pushed at once */
     struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
+    a.sum = sum;
     if (shard->n_rank == 1 && !r->cuda->sizes.nccl) {
-        LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n_tok, NORM_THREADS, 0, c->stream, a);
+        add_norm<DELTA_OWN>(&a, (unsigned)n_tok, c->stream);
         return;
     }
     a.p = tp_rank_of(r);
@@ -4730,9 +4943,9 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
     const size_t step = (size_t)piece * (size_t)n;
     for (int t = 0; t < n_tok; t += piece) {
         a.n_tok = min(n_tok - t, piece);
-        LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, (unsigned)min(a.n_tok, (int)ALLREDUCE_BLOCKS), NORM_THREADS, 0, c->stream,
-                   a);
+        add_norm<DELTA_PUSHED>(&a, (unsigned)min(a.n_tok, (int)ALLREDUCE_BLOCKS), c->stream);
         a.x += step;
+        a.sum += step;
         a.delta = (const float *)a.delta + step;
         a.h16 += step;
         if (a.h32) a.h32 += step;
@@ -4744,7 +4957,9 @@ static void cuda_all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act del
 static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     const struct shard *shard = &r->m->shard;
     const size_t n = (size_t)r->m->n_embd;
-    cuda_all_reduce_add_rmsnorm(r, x, delta, NULL, A_H);
+    float *first = r->cuda->x_first;
+    all_reduce_add_rmsnorm(r, x, delta, NULL, A_H, first);
+    if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
     if (shard->stage + 1 == shard->n_stage) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
     struct send_args a = send_of(r, CH_SEND, r->cuda->mailbox[r->index].credit, 1);
@@ -4801,19 +5016,52 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
            (size_t)r->width[out], 0);
 }
 
+/* Whether the kernels that read the norm of x + delta make it themselves: for few short rows, and unless the deltas of
+ * several ranks are to be added. */
+static bool norm_fuses(const struct rank *r, enum act x, enum act delta) {
+    const bool alone = r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl;
+    return r->n_tok <= 8 && r->width[x] <= FUSED_NORM_MAX && r->n_tok * r->width[x] <= FUSED_NORM_VALUES &&
+           (alone || delta == ACT_COUNT);
+}
+
+/* The norm of x + delta, as such kernels take it. The sum becomes the slot's memory. */
+static struct norm_input norm_input_of(struct rank *r, enum act x, enum act delta, const float *w) {
+    struct cuda *c = r->cuda;
+    struct norm_input p = {};
+    p.x = c->x32[x];
+    p.weight = (const float *)device_vector_of(c, w);
+    p.eps = r->m->rms_eps;
+    p.n = r->width[x];
+    if (delta == ACT_COUNT) return p;
+    p.delta = c->x32[delta];
+    p.sum = c->x_other;
+    c->x_other = c->x32[x];
+    c->x32[x] = p.sum;
+    return p;
+}
+
+/* The norm of x + delta in A_H, or of x alone (delta ACT_COUNT) in A_H or in x itself. Returns which. */
+static enum act norm_rows_of(struct rank *r, enum act x, enum act delta, const float *w) {
+    const enum act h = x == A_X ? A_H : x;
+    if (delta == ACT_COUNT) rmsnorm_rows(r, x, w, h);
+    else all_reduce_add_rmsnorm(r, x, delta, w, h, r->cuda->x32[x]);
+    return h;
+}
+
 /* In decode one kernel does all of them, so that small matrices fill the GPU together. */
-static void cuda_linear3(struct rank *r, enum act x, const struct weight *const w[3], const enum act out[3]) {
+static void cuda_norm_linear(struct rank *r, enum act x, enum act delta, const float *norm,
+                             const struct weight *const *w, const enum act *out) {
     struct cuda *c = r->cuda;
     struct linear_args p = {};
-    for (int i = 0; i < 3 && w[i]; i++) {
-        if (r->n_tok > DECODE_MAX_TOKENS) {
-            cuda_linear(r, w[i], x, out[i]);
-            continue;
-        }
-        profile_matrices(device_matrix_of(c, w[i]), 1, 4.0 * r->n_tok * w[i]->n_out);
-        p.w[p.n_matrix] = *device_matrix_of(c, w[i]);
-        p.y[p.n_matrix] = c->x32[out[i]];
-        p.y_stride[p.n_matrix++] = (size_t)r->width[out[i]];
+    if (norm_fuses(r, x, delta)) p.norm = norm_input_of(r, x, delta, norm);
+    else x = norm_rows_of(r, x, delta, norm);
+    for (; *w && r->n_tok > DECODE_MAX_TOKENS; w++) cuda_linear(r, *w, x, *out++);
+    for (; *w; w++, out++) {
+        const struct device_matrix *d = device_matrix_of(c, *w);
+        profile_matrices(d, 1, 4.0 * r->n_tok * d->n_out);
+        p.w[p.n_matrix] = *d;
+        p.y[p.n_matrix] = c->x32[*out];
+        p.y_stride[p.n_matrix++] = (size_t)r->width[*out];
     }
     if (!p.n_matrix) return;
     p.n_tok = r->n_tok;
@@ -4854,27 +5102,13 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     return p;
 }
 
-static void cuda_rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
-    struct rope_args p = rope_of(r, il, q, k);
-    p.v = r->cuda->x32[v];
-    p.v_stride = (size_t)r->width[v];
-    LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(p.n_head + 2 * p.n_head_kv, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream,
-               p);
-}
-
-static void cuda_mla_store(struct rank *r, int il, enum act q, enum act kv) {
-    struct rope_args p = rope_of(r, il, q, kv);
-    LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, r->cuda->stream, p);
-}
-
 /* Attention of queries (n_tok, n_head, dk) over the cache of layer il; outputs (n_tok, n_head, dv), out_stride halves
- * from token to token. */
+ * from token to token. a: what else there is. */
 static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, size_t out_stride, int dv,
-                   int n_head_kv) {
+                   int n_head_kv, struct attn_args a) {
     const struct attn shape = r->m->layers[il].attn;
     const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][PLANE_V];
     struct cuda *c = r->cuda;
-    struct attn_args a = {};
     a.q = q;
     a.out = out;
     a.partials = c->partials;
@@ -4895,18 +5129,23 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     attn_launch(&a, shape.kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
 }
 
-static void cuda_attention(struct rank *r, int il, enum act q, enum act out) {
-    const struct attn shape = r->m->layers[il].attn;
-    attend(r, il, r->cuda->x16[q], shape.head_k, r->cuda->x16[out], (size_t)r->width[out], shape.head_v,
-           shape.n_head_kv);
-}
-
-static void cuda_attention_gate(struct rank *r, int il, enum act q, enum act x) {
-    const struct attn shape = r->m->layers[il].attn;
-    const int n = shape.n_head * shape.head_v;
-    LAUNCH_PDL(k_attention_gate, dim3(ceil_div(n, 4 * 256), (unsigned)r->n_tok), 256, 0, r->cuda->stream,
-               r->cuda->x32[q], (size_t)r->width[q], r->cuda->x16[x], (size_t)r->width[x], shape.n_head, shape.head_k,
-               shape.head_v);
+static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    struct cuda *c = r->cuda;
+    struct attn_args a = {};
+    a.rope = rope_of(r, il, q, k);
+    a.rope.v = c->x32[v];
+    a.rope.v_stride = (size_t)r->width[v];
+    if (layer->has & HAS_Q_GATE) {
+        a.gate = c->x32[q];
+        a.gate_stride = (size_t)r->width[q];
+    }
+    if (r->n_tok > DECODE_MAX_TOKENS)
+        LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
+                   c->stream, a.rope);
+    else a.arrived = c->attn_arrived;
+    attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
 }
 
 static void cuda_delta_net(struct rank *r, int il, enum act out) {
@@ -4948,15 +5187,17 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
 
 /* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
  * C). */
-static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act out) {
+static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
+    const struct rope_args p = rope_of(r, il, q, kv);
+    LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, c->stream, p);
     const size_t key = (size_t)(shape.kv_lora + layer_rope_dim(r->m, layer)), lat = (size_t)shape.kv_lora;
     const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
     matmul(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,
            c->q_absorbed, NULL, heads * key, key);
-    attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1);
+    attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1, {});
     matmul(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
            NULL, heads * head_v, head_v);
 }
@@ -5043,15 +5284,11 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     gemv_down(&d, c->stream);
 }
 
-static void cuda_ffn(struct rank *r, int il, enum act x, enum act out) {
-    if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) ffn_decode(r, il, false, x, out);
-    else dense_ffn_prefill(r, il, 0, x, out);
-}
-
-/* Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them. Prefill, and any forward
+/* The feed-forward with experts. norm: what x is where the router makes it, for norm_fuses; otherwise x holds it.
+ * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them. Prefill, and any forward
  * whose statistics are collected: tokens are sorted by expert, and grouped GEMMs run over the list; the results are
  * weighted and added at the end. */
-static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
+static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, enum act out) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
@@ -5066,7 +5303,9 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
     p.n_expert = layer->n_expert;
     p.k = layer->n_expert_used;
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
-        route_decode_launch(&p, c->stream);
+        p.input = norm;
+        p.input.h16 = c->x16[x];
+        route_decode(&p, c->stream);
         ffn_decode(r, il, true, x, out);
         return;
     }
@@ -5118,6 +5357,17 @@ static void cuda_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
                r->width[out], layer->sh_gate.data != NULL, p.shared, c->x32[x], c->x32[out]);
 }
 
+static void cuda_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
+    const struct layer *layer = &r->m->layers[il];
+    const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
+    struct norm_input norm = {};
+    if (decode && layer->n_expert && norm_fuses(r, x, delta)) norm = norm_input_of(r, x, delta, layer->ffn_norm);
+    else norm_rows_of(r, x, delta, layer->ffn_norm);
+    if (layer->n_expert) moe_ffn(r, il, A_H, norm, out);
+    else if (decode) ffn_decode(r, il, false, A_H, out);
+    else dense_ffn_prefill(r, il, 0, A_H, out);
+}
+
 /* Each rank of the last stage computes its rows of the head; all but the root send theirs to the root's mailbox. */
 static void cuda_logits(struct rank *r, int first, int n) {
     struct cuda *c = r->cuda;
@@ -5126,7 +5376,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
     if (!c->logits) c->logits = root->logits; /* the root of several ranks: where the others push theirs */
     struct norm_args a =
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
-    LAUNCH_PDL(k_add_norm<DELTA_OWN>, (unsigned)n, NORM_THREADS, 0, c->stream, a);
+    add_norm<DELTA_OWN>(&a, (unsigned)n, c->stream);
     /* With tied embeddings this is the whole embedding; the first rows are the first rank's. */
     struct device_matrix w = *device_matrix_of(c, &r->m->output);
     w.n_out = r->m->output.n_out;
@@ -5283,7 +5533,7 @@ static struct rates cuda_measure(struct rank *r) {
 /* Enqueues all-reduces of the batch's tokens. */
 static void all_reduces_run(struct rank *r, int runs) {
     for (int i = 0; i < runs && !r->cuda->failed; i++)
-        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H);
+        all_reduce_add_rmsnorm(r, A_X, A_OUT, r->m->output_norm, A_H, r->cuda->x32[A_X]);
 }
 
 /* Returns the seconds of an all-reduce of n_tok tokens, by NCCL (nccl) or by our own kernel. 0: it cannot be
@@ -5649,7 +5899,7 @@ static void all_reduce_check(struct rank *r) {
         r->n_tok = 1;
         cuda_copy(r, r->act[A_X], x, bytes, what);
         cuda_copy(r, r->act[A_OUT], delta, bytes, what);
-        r->ops->all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H);
+        all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H, r->cuda->x32[A_X]);
         cuda_copy(r, x, r->act[A_X], bytes, what);
         if (!cuda_sync(r, what)) break;
         for (int i = 0; i < n; i++) wrong += x[i] != (float)(n_rank * (n_rank + 1) / 2 * (1 + i % 97 + turn));
@@ -5953,6 +6203,7 @@ static void rank_allocate(struct rank *r) {
     c->sort.id = route->id;
     c->sort.k = route->k;
     memcpy(r->act, c->x32, sizeof r->act);
+    c->x_first = c->x32[A_X];
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
 }
 

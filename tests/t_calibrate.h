@@ -5,7 +5,7 @@ static void some_ids(int32_t *ids, int n, int n_vocab) {
     for (int i = 0; i < n; i++) ids[i] = (int32_t)((uint32_t)i * 2654435761u >> 8) % n_vocab;
 }
 
-/* What should have been collected, by a moe_ffn and an ffn that compute it all again in double from their input. */
+/* What should have been collected, by a norm_ffn that computes it all again in double from the norm. */
 static struct {
     const struct ops *plain;
     double *stats, *in_sum2;
@@ -43,28 +43,24 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     return sqrt(norm);
 }
 
-static void spy_moe_ffn(struct rank *r, int il, enum act x, enum act out) {
+static void spy_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
     const struct model *m = r->m;
-    const int k = m->layers[il].n_expert_used;
-    spy.plain->moe_ffn(r, il, x, out);
+    const struct layer *layer = &m->layers[il];
+    const int k = layer->n_expert_used;
+    spy.plain->norm_ffn(r, il, x, delta, out);
     for (int t = 0; t < r->n_tok && team_leads(); t++) {
         double all = 0;
-        for (int j = 0; j < k; j++) all += (double)r->route_w[t * k + j];
-        for (int j = 0; j < k; j++) {
+        if (!layer->n_expert) spy_expert(m, il, 0, 0, act_row(r, A_H, t));
+        for (int j = 0; j < k && layer->n_expert; j++) all += (double)r->route_w[t * k + j];
+        for (int j = 0; j < k && layer->n_expert; j++) {
             const int e = r->route_id[t * k + j];
-            const double norm = spy_expert(m, il, 0, e, act_row(r, x, t)), g = (double)r->route_w[t * k + j] / all;
+            const double norm = spy_expert(m, il, 0, e, act_row(r, A_H, t)), g = (double)r->route_w[t * k + j] / all;
             double *s = stats_of(m, spy.stats, il, e);
             s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
             s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);
         }
-        if (m->layers[il].sh_gate.data) spy_expert(m, il, 1, 0, act_row(r, x, t));
+        if (layer->n_expert && layer->sh_gate.data) spy_expert(m, il, 1, 0, act_row(r, A_H, t));
     }
-    team_barrier();
-}
-
-static void spy_ffn(struct rank *r, int il, enum act x, enum act out) {
-    spy.plain->ffn(r, il, x, out);
-    for (int t = 0; t < r->n_tok && team_leads(); t++) spy_expert(r->m, il, 0, 0, act_row(r, x, t));
     team_barrier();
 }
 
@@ -101,7 +97,7 @@ static void test_calibrate_sums(void) {
             spy.stats = xcalloc(n_stats, sizeof *spy.stats), spy.in_sum2 = xcalloc(n_in_sum2, sizeof *spy.in_sum2);
             session_open_cpu(&s, &m, 1, 1, (struct cpu_options){k, 2, 64, KV_F32, true, true});
             struct ops ops = *s.r->ops;
-            spy.plain = s.r->ops, ops.moe_ffn = spy_moe_ffn, ops.ffn = spy_ffn, s.r->ops = &ops;
+            spy.plain = s.r->ops, ops.norm_ffn = spy_norm_ffn, s.r->ops = &ops;
             some_ids(ids, 40, m.n_vocab);
             session_forward(&s, ids, 23);
             session_forward(&s, ids + 23, 1);

@@ -42,7 +42,7 @@ static struct {
     const struct ops *cpu;
     const char *name;
     double worst;            /* relative RMS error of an operation, at most */
-    double limit, moe_limit; /* the second: of moe_ffn for more than 16 tokens */
+    double limit, moe_limit; /* the second: of norm_ffn for more than 16 tokens */
 } pair;
 
 static float *pair_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
@@ -55,7 +55,7 @@ static void pair_in(struct rank *r, const enum act *a) {
 static void pair_compare(const struct rank *r, const char *op, int il, const float *got, const float *want, size_t n) {
     double e = !memcmp(got, want, n * sizeof *got) ? 0 : nmse(got, want, n), limit = pair.limit; /* a new state is 0 */
     e = sqrt(e);
-    if (!strcmp(op, "moe_ffn") && r->n_tok > 16) limit = pair.moe_limit;
+    if (!strcmp(op, "norm_ffn") && r->n_tok > 16) limit = pair.moe_limit;
     CHECK(e <= limit, "%s: %s of layer %d, %d tokens at %d: relative error %.2e, at most %.0e", pair.name, op, il,
           r->n_tok, r->pos, e, limit);
     if (e > pair.worst) pair.worst = e;
@@ -126,51 +126,45 @@ static void pair_logits_rows(struct rank *r, int n) {
                      (size_t)r->m->n_vocab);
 }
 
-static void pair_out3(struct rank *r, const struct weight *const w[3], const enum act out[3]) {
-    for (int i = 0; i < 3 && w[i]; i++) pair_slot(r, "linear3", -1, out[i], w[i]->n_out, false);
+static void pair_out_linear(struct rank *r, enum act x, enum act delta, const struct weight *const *w,
+                            const enum act *out) {
+    if (delta != ACT_COUNT) pair_out(r, "norm_linear, sum", -1, x);
+    for (; *w; w++) pair_slot(r, "norm_linear", -1, *out++, (*w)->n_out, false);
 }
 
-static void pair_out_reduced(struct rank *r, enum act x, enum act out) {
-    pair_out(r, "all_reduce_add_rmsnorm, sum", -1, x);
-    pair_out(r, "all_reduce_add_rmsnorm", -1, out);
+static void pair_out_ffn(struct rank *r, int il, enum act x, enum act out) {
+    pair_out(r, "norm_ffn, sum", il, x);
+    pair_out(r, "norm_ffn", il, out);
+}
+
+static void pair_out_attention(struct rank *r, int il, enum act out) {
+    pair_cache(r, il);
+    pair_heads(r, "attention", il, out);
 }
 
 /* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first,
- * and what is compared afterwards. An operation without these two lines does not compile. The operation before
- * attention leaves q in the GPU's own form. cuda/sample compares choices. */
-#define PAIR_IN(...)                    pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
-#define PAIR_IN_embed                   (void)0
-#define PAIR_OUT_embed                  pair_out(r, "embed", -1, x)
-#define PAIR_IN_rmsnorm                 PAIR_IN(x)
-#define PAIR_OUT_rmsnorm                pair_out_half(r, "rmsnorm", -1, out)
-#define PAIR_IN_all_reduce_add_rmsnorm  PAIR_IN(x, delta)
-#define PAIR_OUT_all_reduce_add_rmsnorm pair_out_reduced(r, x, out)
-#define PAIR_IN_final_reduce            PAIR_IN(x, delta)
-#define PAIR_OUT_final_reduce           pair_out(r, "final_reduce", -1, x)
-#define PAIR_IN_linear                  PAIR_IN(x)
-#define PAIR_OUT_linear                 pair_slot(r, "linear", -1, out, w->n_out, false)
-#define PAIR_IN_linear3                 PAIR_IN(x)
-#define PAIR_OUT_linear3                pair_out3(r, w, out)
-#define PAIR_IN_rope_store_kv           PAIR_IN(q, k, v)
-#define PAIR_OUT_rope_store_kv          pair_cache(r, il)
-#define PAIR_IN_attention               (void)0
-#define PAIR_OUT_attention              pair_heads(r, "attention", il, out)
-#define PAIR_IN_attention_gate          PAIR_IN(q, x)
-#define PAIR_OUT_attention_gate         pair_heads(r, "attention_gate", il, x)
-#define PAIR_IN_delta_net               PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
-#define PAIR_OUT_delta_net              pair_delta(r, il, out)
-#define PAIR_IN_mla_store               PAIR_IN(q, kv)
-#define PAIR_OUT_mla_store              pair_cache(r, il)
-#define PAIR_IN_mla_attention           (void)0
-#define PAIR_OUT_mla_attention          pair_out(r, "mla_attention", il, out)
-#define PAIR_IN_ffn                     PAIR_IN(x)
-#define PAIR_OUT_ffn                    pair_out(r, "ffn", il, out)
-#define PAIR_IN_moe_ffn                 PAIR_IN(x)
-#define PAIR_OUT_moe_ffn                pair_out(r, "moe_ffn", il, out)
-#define PAIR_IN_logits                  PAIR_IN(A_X)
-#define PAIR_OUT_logits                 pair_logits_rows(r, n)
-#define PAIR_IN_sample                  (void)0
-#define PAIR_OUT_sample                 (void)0
+ * and what is compared afterwards. An operation without these two lines does not compile. cuda/sample compares choices. */
+#define PAIR_IN(...)           pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
+#define PAIR_IN_embed          (void)0
+#define PAIR_OUT_embed         pair_out(r, "embed", -1, x)
+#define PAIR_IN_norm_linear    PAIR_IN(x, delta)
+#define PAIR_OUT_norm_linear   pair_out_linear(r, x, delta, w, out)
+#define PAIR_IN_final_reduce   PAIR_IN(x, delta)
+#define PAIR_OUT_final_reduce  pair_out(r, "final_reduce", -1, x)
+#define PAIR_IN_linear         PAIR_IN(x)
+#define PAIR_OUT_linear        pair_slot(r, "linear", -1, out, w->n_out, false)
+#define PAIR_IN_attention      PAIR_IN(q, k, v)
+#define PAIR_OUT_attention     pair_out_attention(r, il, out)
+#define PAIR_IN_delta_net      PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
+#define PAIR_OUT_delta_net     pair_delta(r, il, out)
+#define PAIR_IN_mla_attention  PAIR_IN(q, kv)
+#define PAIR_OUT_mla_attention pair_out_attention(r, il, out)
+#define PAIR_IN_norm_ffn       PAIR_IN(x, delta)
+#define PAIR_OUT_norm_ffn      pair_out_ffn(r, il, x, out)
+#define PAIR_IN_logits         PAIR_IN(A_X)
+#define PAIR_OUT_logits        pair_logits_rows(r, n)
+#define PAIR_IN_sample         (void)0
+#define PAIR_OUT_sample        (void)0
 
 /* Runs the operation on both backends with the same arguments. */
 #define OP_PAIR(type, name, params, args) \
@@ -691,21 +685,20 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
 }
 
 static void test_cuda_profile(void) {
-    static const char *const decode[] = {"k_embed",     "k_add_norm",     "k_gemv_linear",  "k_gemv_glu",
-                                         "k_gemv_down", "k_gemv_heads",   "k_rope_gqa",     "k_rope_mla",
-                                         "attn_kernel", "k_route_decode", "k_delta_decode", "k_attention_gate",
-                                         NULL},
-                             *const prefill[] = {"k_embed",        "k_add_norm",       "k_gemv_linear",
-                                                 "gemm_kernel",    "k_rope_gqa",       "k_rope_mla",
-                                                 "attn_kernel",    "k_route_logits",   "k_route_prefill",
-                                                 "k_sort",         "k_tiles",          "k_combine",
-                                                 "k_delta_mix",    "k_delta_prepare",  "k_delta_scan",
-                                                 "k_delta_finish", "k_attention_gate", NULL};
+    static const char *const decode[] = {"k_embed",        "k_add_norm",  "k_gemv_linear",
+                                         "k_gemv_glu",     "k_gemv_down", "k_gemv_heads",
+                                         "k_rope_mla",     "attn_kernel", "k_route_decode",
+                                         "k_delta_decode", NULL},
+                             *const prefill[] = {
+                                 "k_embed",        "k_add_norm",  "k_gemv_linear",  "gemm_kernel",     "k_rope_gqa",
+                                 "k_rope_mla",     "attn_kernel", "k_route_logits", "k_route_prefill", "k_sort",
+                                 "k_tiles",        "k_combine",   "k_delta_mix",    "k_delta_prepare", "k_delta_scan",
+                                 "k_delta_finish", NULL};
     static const struct {
         int shape, calls[2][17];
-    } t[] = {{0, {{1, 6, 5, 2, 2, 0, 2, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
-             {1, {{1, 11, 11, 3, 2, 6, 0, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
-             {3, {{1, 10, 12, 4, 4, 0, 1, 0, 1, 4, 3, 1}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3, 1}}}};
+    } t[] = {{0, {{1, 2, 5, 2, 2, 0, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
+             {1, {{1, 3, 11, 3, 2, 6, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
+             {3, {{1, 2, 9, 4, 4, 0, 0, 1, 4, 3}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3}}}};
     struct engine e;
     struct settings set;
     for (int which = 0; which < 3; which++) {
@@ -1284,8 +1277,8 @@ static void test_cuda_doctor(void) {
 }
 
 /* Ranks on GPUs that go wrong: build/test_cuda --fault gpu-NAME. */
-static void fault_gpu_skips(struct rank *r, enum act x, enum act delta, const float *w, enum act out) {
-    if (!fault_now(r)) fault_ops->all_reduce_add_rmsnorm(r, x, delta, w, out);
+static void fault_gpu_skips(struct rank *r, int il, enum act x, enum act delta, enum act out) {
+    if (!fault_now(r)) fault_ops->norm_ffn(r, il, x, delta, out);
 }
 
 static void rank_fault_gpu(const char *name, const char *path) {
@@ -1301,7 +1294,7 @@ static void rank_fault_gpu(const char *name, const char *path) {
     struct ops table = *s.r->ops;
     fault_ops = s.r->ops;
     if (!strcmp(name, "stuck")) table.mla_attention = fault_stuck;
-    if (!strcmp(name, "skips")) table.all_reduce_add_rmsnorm = fault_gpu_skips;
+    if (!strcmp(name, "skips")) table.norm_ffn = fault_gpu_skips;
     s.pg.ranks[1].ops = &table;
     if (!strcmp(name, "lost")) cuda_test_fail("LAUNCH", 40); /* a kernel of one rank */
     for (int i = 0; i < 2; i++) session_forward(&s, ids, 20);

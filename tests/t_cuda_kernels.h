@@ -727,7 +727,7 @@ static void run_route(const struct route_case &c) {
     for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
         xd.arrive();
         if (decode) {
-            route_decode_launch(&p, test_stream);
+            route_decode(&p, test_stream);
         } else {
             LAUNCH_PDL(k_route_logits, dim3(ceil_div(c.n_expert, 64), ceil_div(c.n_tok, 64)), 256, 0, test_stream, p);
             LAUNCH_PDL(k_route_prefill, ceil_div(c.n_tok, 4), 128, 4 * 2 * sizeof(float) * n_expert, test_stream, p);
@@ -887,9 +887,9 @@ static void run_all_reduce(int n_tok, int n, int blocks) {
     gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct sequence) / 4)), heartbeat(std::vector<uint32_t>(2));
     struct norm_args a = {};
     gd.arrive();
-    a.x = gx, a.delta = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16, a.h32 = g32;
+    a.x = a.sum = gx, a.delta = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16, a.h32 = g32;
     a.p = {0, 1, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
-    LAUNCH_PDL(k_add_norm<DELTA_PUSHED>, blocks, NORM_THREADS, 0, test_stream, a);
+    add_norm<DELTA_PUSHED>(&a, blocks, test_stream);
     finish("a sum");
     const std::vector<float> sum = gx.get(), norm = g32.get();
     struct error_sum e;
@@ -964,6 +964,56 @@ struct test_plane {
         p.row_bytes = bytes;
     }
     static size_t row_bytes(int width, bool fp8) { return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16; }
+    /* Rows first..first+n-1 are what a kernel is about to write, */
+    void forget(int first, int n) {
+        must(cudaMemset(data + (size_t)first * p.row_bytes, 0xFF, (size_t)n * p.row_bytes), "a cache");
+    }
+    /* and has written. */
+    void read(int first, int n) {
+        const std::vector<uint8_t> rows = data.get();
+        const std::vector<float> scales = scale.get();
+        for (int i = first; i < first + n; i++)
+            for (int j = 0; j < p.width; j++) {
+                const uint8_t *from = &rows[(size_t)i * p.row_bytes + (size_t)(p.type == KV_FP8 ? j : 2 * j)];
+                uint16_t h;
+                memcpy(&h, from, p.type == KV_FP8 ? 1 : 2);
+                value[(size_t)(i * p.width + j)] =
+                    p.type == KV_FP8
+                        ? (double)e4m3_to_f32(*from) * (double)scales[(size_t)(i * p.n_group + j / p.group)]
+                        : (double)bf16_to_f32(h);
+            }
+    }
+};
+
+/* What a decode kernel makes queries and new rows of: (n_tok, heads * head) floats, of a head the first d. */
+struct test_heads {
+    std::vector<float> x;
+    gpu_array<float> d;
+    int stride, head, n;
+    test_heads(int n_tok, int heads, int head_, int n_, double size)
+        : x(random(n_tok * heads * head_, size)), d(x), stride(heads * head_), head(head_), n(n_) {}
+    static std::vector<float> random(int count, double size) {
+        std::vector<float> v;
+        for (int i = 0; i < count; i++) v.push_back((float)(normal() * size));
+        return v;
+    }
+    const float *row(int t, int h) const { return &x[(size_t)(t * stride + h * head)]; }
+    /* Head h of token t, normed and rotated. cs, sn: (n_tok, rope / 2) */
+    std::vector<double> roped(int t, int h, const std::vector<float> &w, const std::vector<float> &cs,
+                              const std::vector<float> &sn, int rope) const {
+        std::vector<double> y;
+        double ss = 0;
+        const float *from = row(t, h);
+        for (int i = 0; i < n; i++) ss += (double)from[i] * (double)from[i];
+        for (int i = 0; i < n; i++) y.push_back((double)from[i] / sqrt(ss / n + 1e-6) * (double)w[(size_t)i]);
+        for (int i = 0; i < rope / 2; i++) {
+            const double a = y[(size_t)i], b = y[(size_t)(i + rope / 2)];
+            const double c = (double)cs[(size_t)(t * rope / 2 + i)], s = (double)sn[(size_t)(t * rope / 2 + i)];
+            y[(size_t)i] = a * c - b * s;
+            y[(size_t)(i + rope / 2)] = a * s + b * c;
+        }
+        return y;
+    }
 };
 
 /* out (dv): attention of one query q (dk) of head h over keys 0..n-1. */
@@ -991,15 +1041,38 @@ static void attn_plain(const struct attn_case &c, const test_plane &k, const tes
     for (double &o : out) o /= den;
 }
 
+/* Whether a new row of the cache holds what it should, but for rounding: FP8 keeps 4 bits, BF16 8. */
+static bool row_near(const struct attn_case &c, const double *got, const std::vector<double> &want) {
+    double top = 0, worst = 0;
+    for (double x : want) top = fmax(top, fabs(x));
+    for (size_t i = 0; i < want.size(); i++)
+        worst = fmax(worst, fabs(got[i] - want[i]) - fabs(want[i]) * (c.fp8 ? 0x1p-4 : 0x1p-8) * 1.01);
+    return worst <= top * 0x1p-9;
+}
+
 static void run_attention(const struct attn_case &c) {
     const int n_head = c.n_kv * c.group, here = c.n_tok - c.absent, len = c.pos + here;
+    const bool fused = !c.mla && !c.prefill, gated = !c.mla && (c.pos ^ c.n_tok) & 1;
     test_plane k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8);
     test_plane v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8);
     const size_t qs = (size_t)(n_head * c.dk) + 24, os = (size_t)(n_head * c.dv) + 8;
+    /* the queries before norm and rotation, with gates; keys and values */
+    const int rope = c.pos % 3 ? c.dk : c.dk / 2, tables = c.n_tok * rope / 2;
+    test_heads q32(c.n_tok, n_head, gated ? 2 * c.dk : c.dk, c.dk, 3), k32(c.n_tok, c.n_kv, c.dk, c.dk, 0.5);
+    test_heads v32(c.n_tok, c.n_kv, c.dv, c.dv, 1);
+    const std::vector<float> q_norm = test_heads::random(c.dk, c.size), k_norm = test_heads::random(c.dk, 1),
+                             cs = test_heads::random(tables, 0.7), sn = test_heads::random(tables, 0.7);
+    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn);
     std::vector<uint16_t> q(qs * (size_t)c.n_tok, 0x7E00);
-    for (size_t i = 0; i < (size_t)here; i++)
-        for (size_t j = 0; j < qs - 24; j++) q[i * qs + j] = f16_from_f32((float)(normal() * c.size));
+    for (int i = 0; i < here; i++)
+        for (int h = 0; h < n_head; h++) {
+            std::vector<double> y(fused ? q32.roped(i, h, q_norm, cs, sn, rope) : std::vector<double>());
+            for (int j = 0; j < c.dk; j++)
+                q[(size_t)i * qs + (size_t)(h * c.dk + j)] =
+                    f16_from_f32((float)(fused ? y[(size_t)j] : normal() * c.size));
+        }
     gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(os * (size_t)c.n_tok, 0xABCD));
+    gpu_array<uint32_t> arrived(std::vector<uint32_t>((size_t)(2 * n_head * ATTN_COUNTERS), 0));
     gpu_array<float> part(
         std::vector<float>((size_t)(c.splits * min(c.n_tok, (int)DECODE_MAX_TOKENS) * n_head * (c.dv + 2)), NAN));
     gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here, c.pos}});
@@ -1007,27 +1080,48 @@ static void run_attention(const struct attn_case &c) {
     a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
     a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
     a.scale = (float)(1 / sqrt(c.dk));
-    q_d.arrive();
+    if (gated) a.gate = q32.d, a.gate_stride = (size_t)q32.stride;
+    if (fused) {
+        struct rope_args &r = a.rope;
+        r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q32.d, r.k = k32.d, r.v = v32.d, r.q_norm = q_norm_d,
+        r.k_norm = k_norm_d;
+        r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
+        r.kp = k.p, r.vp = v.p, r.n_head = n_head, r.n_head_kv = c.n_kv, r.d = c.dk, r.q_head = q32.head, r.dv = c.dv;
+        r.rope = rope, r.eps = 1e-6f, a.arrived = arrived;
+        k.forget(c.pos, here), v.forget(c.pos, here);
+    }
+    q_d.arrive(), q32.d.arrive();
     attn_launch(&a, c.mla, c.prefill, test_stream);
     finish("attention");
     std::vector<uint16_t> got = out.get();
     std::vector<double> want((size_t)c.dv);
     error_sum sum;
-    int bad = 0;
+    int bad = 0, rows = 0;
+    if (fused) k.read(c.pos, here), v.read(c.pos, here);
+    for (int i = 0; fused && i < here; i++)
+        for (int h = 0; h < c.n_kv; h++) {
+            const size_t at = (size_t)((c.pos + i) * c.n_kv + h);
+            const float *x = v32.row(i, h);
+            rows += !row_near(c, &k.value[at * (size_t)c.dk], k32.roped(i, h, k_norm, cs, sn, rope));
+            rows += !row_near(c, &v.value[at * (size_t)c.dv], std::vector<double>(x, x + c.dv));
+        }
+    for (uint32_t x : arrived.get()) rows += x != 0;
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
             attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, c.pos + i + 1, want);
-            for (int j = 0; j < c.dv; j++)
-                sum.add((double)f16_to_f32(got[(size_t)i * os + (size_t)(h * c.dv + j)]), want[(size_t)j]);
+            for (int j = 0; j < c.dv; j++) {
+                const double f = gated ? 1 / (1 + exp(-(double)q32.row(i, h)[c.dk + j])) : 1;
+                sum.add((double)f16_to_f32(got[(size_t)i * os + (size_t)(h * c.dv + j)]), want[(size_t)j] * f);
+            }
         }
     for (size_t i = 0; i < got.size(); i++) /* what is no result stays as it was */
         bad += ((int)(i / os) >= here || i % os >= os - 8) && got[i] != 0xABCD;
     double error = sqrt(sum.nmse()), limit = c.size > 2 ? 4e-3 : 2e-3;
-    expect(error <= limit && !bad,
+    expect(error <= limit && !bad && !rows,
            "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g: error %.1e, %d gaps "
-           "written",
+           "written, %d rows or counters are wrong",
            c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
-           c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad);
+           c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad, rows);
 }
 
 extern "C" void cuda_test_attention(void) {

@@ -157,14 +157,14 @@ static bool fault_now(const struct rank *r) {
     return r->m->shard.rank == 1 && r->m->shard.stage == 0 && ++fault_turns > 2;
 }
 
-static void fault_stuck(struct rank *r, int il, enum act q, enum act out) {
+static void fault_stuck(struct rank *r, int il, enum act q, enum act kv, enum act out) {
     while (fault_now(r)) pause();
-    fault_ops->mla_attention(r, il, q, out);
+    fault_ops->mla_attention(r, il, q, kv, out);
 }
 
-static void fault_fails(struct rank *r, int il, enum act q, enum act out) {
+static void fault_fails(struct rank *r, int il, enum act q, enum act kv, enum act out) {
     if (fault_now(r)) die("layer %d: an operation failed", il);
-    fault_ops->mla_attention(r, il, q, out);
+    fault_ops->mla_attention(r, il, q, kv, out);
 }
 
 /* opts NULL: the rank's memory runs out. */
