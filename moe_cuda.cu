@@ -77,7 +77,6 @@
 #include "tests/cuda_emu.h"
 #define DEVICE           static inline
 #define DEVICE_MEMBER    inline
-#define HAVE_FP4_MMA     1
 #define HAVE_NCCL        1
 #define MOE_CUDA_TARGETS "emulated"
 #else
@@ -415,7 +414,6 @@ DEVICE void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
 }
 
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
-#define HAVE_FP4_MMA 1
 /* d (16,8) += a (16,64) b (64,8) in E2M1, with a UE4M3 scale per 16 values of k (PTX ISA, mma.m16n8k64, block
  * scaling). */
 DEVICE void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t sfa, uint32_t sfb) {
@@ -424,6 +422,9 @@ DEVICE void mma_nvfp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(sfa), "r"(sfb));
 }
+#else
+/* Leaves the sums as they are. */
+DEVICE void mma_nvfp4(float *, const uint32_t *, const uint32_t *, uint32_t, uint32_t) {}
 #endif
 
 /* Define functions of one instruction, with one operand or with two. Of two, `lo` is %1. */
@@ -1939,10 +1940,10 @@ struct gemm_args {
     size_t x_batch, y_batch;
 };
 
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
-enum { SM_SHARED = 102400 }; /* bytes of shared memory of an SM */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+enum { SM_SHARED = 233472 }; /* bytes of shared memory of an SM */
 #else
-enum { SM_SHARED = 233472 };
+enum { SM_SHARED = 102400 };
 #endif
 
 /* Sizes of one instance. A block has WM x WN warps. A ring slot holds one k-tile: codes (2 WM tiles, CODE bytes),
@@ -1960,6 +1961,8 @@ struct gemm_shape {
     /* Blocks per SM: as many as shared memory holds, up to 16 warps. That leaves 128 registers a thread, or more where
      * fewer fit. */
     static constexpr int FIT = SM_SHARED / (BYTES + 1024), BLOCKS = FIT * WM * WN < 16 ? FIT : 16 / (WM * WN);
+    /* Whether there are registers for a second loop over k-tiles, for warps that have tokens in all n8-tiles. */
+    static constexpr bool FULL_LOOP = F == FMT_A4 || BLOCKS * WM * WN < 16;
     static_assert(BYTES <= 101376, "shared memory of SM120");
     static_assert(F != FMT_A4 || (DEPTH - 1) * KT <= 4, "the two buffers of token scales");
 
@@ -1999,10 +2002,10 @@ DEVICE uint32_t keep(uint32_t x) {
  * needs, in pairs (Q8: singly). Grid: (row blocks, token tiles, batch), block: 32 WM WN. Bytes of a k-tile from L2: 32
  * WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 multiplications. Limit: the rate of
  * mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a quarter SM.
- * Beside them: 350 other instructions for FP4 (180 of them dequantize), 190 for F16, and 18 to 24 loads from shared
- * memory that take 70 clocks of the SM. Expect 50 to 60 % of the MMA rate. With up to 16 tokens an expert the limit is
- * dequantization or the bandwidth of the weights. A4: 16 MMAs of 16 clocks (SM120), 150 other instructions, 36 bytes a
- * row or token. Limit: the rate of L2, then that of the MMA. */
+ * Beside them: 340 other instructions for FP4 (180 of them dequantize), 170 for F16, and 18 to 24 loads from shared
+ * memory that take 70 clocks of the SM; 60 more where the tile is not full. Expect 50 to 60 % of the MMA rate. With up
+ * to 16 tokens an expert the limit is dequantization or the bandwidth of the weights. A4: 16 MMAs of 16 clocks (SM120),
+ * 125 other instructions, 36 bytes a row or token. Limit: the rate of L2, then that of the MMA. */
 template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
 __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPTH, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
@@ -2089,13 +2092,13 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     const int n_live = keep((count + 8 * WN - 1) / (8 * WN)); /* n8-tiles of a warp that have tokens */
     constexpr int m_step = GLU ? WM : 1;                      /* row tiles from a warp's first to its second */
 
-    auto multiply = [&](const uint8_t *s, int c) {
-        constexpr int VEC = S::CODE / 512;
+    /* Multiplies k-tile c in slot s. full: the warp has tokens in all n8-tiles. A test of n_live would cost 28 clocks:
+     * MMAs end before a branch. */
+    auto multiply = [&](const uint8_t *s, int c, auto full) {
         const int tid = keep(threadIdx.x), lane = tid & 31, g = lane >> 2, t = lane & 3;
-        const int m0 = (tid >> 5) % WM * (GLU ? 1 : 2), n0 = (tid >> 5) / WM * n_live * 8;
+        const int m0 = (tid >> 5) % WM * (GLU ? 1 : 2), n0 = (tid >> 5) / WM * (full.value ? NT : n_live) * 8;
         const uint8_t *code = s + m0 * S::CODE + lane * 16, *scale = s + S::SCALE_AT + m0 * S::SCALE + g * 8;
         if constexpr (F == FMT_A4) {
-#ifdef HAVE_FP4_MMA
             __align__(16) uint32_t a[2][4];
             uint32_t sfa[2];
             UNROLL for (int m = 0; m < 2; m++) {
@@ -2106,14 +2109,16 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
             const uint8_t *b_row = s + S::X_AT + (n0 + (lane >> 4) * 8 + (lane & 7)) * 32;
             const uint8_t *sfb = smem + S::RING + ((c >> 2 & 1) * S::N + n0 + g) * 16 + (c & 3) * 4;
             UNROLL for (int n = 0; n < NT; n += 2) {
-                if (n >= n_live) break;
+                if (!full.value && n >= n_live) break;
                 uint32_t b[4];
                 ldmatrix_x4(b, b_row + n * 256 + ((lane >> 3 & 1) ^ (lane >> 2 & 1)) * 16);
-                UNROLL for (int i = 0; i < 2; i++) UNROLL for (int m = 0; m < 2; m++)
-                    mma_nvfp4(acc[m][n + i], a[m], b + 2 * i, sfa[m], *(const uint32_t *)(sfb + (n + i) * 128));
+                UNROLL for (int i = 0; i < 2; i++) {
+                    const uint32_t sb = *(const uint32_t *)(sfb + (n + i) * 128);
+                    UNROLL for (int m = 0; m < 2; m++) mma_nvfp4(acc[m][n + i], a[m], b + 2 * i, sfa[m], sb);
+                }
             }
-#endif
         } else {
+            constexpr int VEC = S::CODE / 512;
             const uint8_t *xb = s + S::X_AT + (n0 + g) * 128 + t * 16;
             uint4 v[2][VEC];
             uint2 sc[2];
@@ -2129,7 +2134,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
                     UNROLL for (int k = 0; k < 2; k++) fragment_dequantize<F>(v[m], sc[m], t, 2 * h + k, a[m][k]);
                 }
                 UNROLL for (int n = 0; n < NT; n++) {
-                    if ((F == FMT_Q8 || !(n & 1)) && n >= n_live) break;
+                    if (!full.value && (F == FMT_Q8 || !(n & 1)) && n >= n_live) break;
                     uint4 q = *(const uint4 *)(xb + n * 1024 + ((h ^ (g & 1)) << 6));
                     uint32_t b[2][2] = {{q.x, q.y}, {q.z, q.w}};
                     if (F == FMT_Q8) { /* exact: the scale is applied to the F32 sum of its 32 columns */
@@ -2153,17 +2158,21 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
         load(smem + c * S::SLOT, c);
         if (c % KT == KT - 1) cp_async_commit();
     }
-    for (int c = 0, slot = 0; c < n_kt; c += KT) {
-        cp_async_wait<DEPTH - 2>();
-        /* All threads' copies of these KT slots have landed. All warps have finished the KT slots before, which are
-         * refilled now. */
-        __syncthreads();
-        for (int k = 0; k < KT; k++)
-            load(smem + (slot ? slot : S::RING) + (k - KT) * S::SLOT, c + (DEPTH - 1) * KT + k);
-        cp_async_commit();
-        for (int k = 0; k < KT && c + k < n_kt; k++) multiply(smem + slot + k * S::SLOT, c + k);
-        slot = slot + KT * S::SLOT == S::RING ? 0 : slot + KT * S::SLOT;
-    }
+    auto multiply_all = [&](auto full) {
+        for (int c = 0, slot = 0; c < n_kt; c += KT) {
+            cp_async_wait<DEPTH - 2>();
+            /* All threads' copies of these KT slots have landed. All warps have finished the KT slots before, which are
+             * refilled now. */
+            __syncthreads();
+            for (int k = 0; k < KT; k++)
+                load(smem + (slot ? slot : S::RING) + (k - KT) * S::SLOT, c + (DEPTH - 1) * KT + k);
+            cp_async_commit();
+            for (int k = 0; k < KT && c + k < n_kt; k++) multiply(smem + slot + k * S::SLOT, c + k, full);
+            slot = slot + KT * S::SLOT == S::RING ? 0 : slot + KT * S::SLOT;
+        }
+    };
+    if (S::FULL_LOOP && n_live == NT) multiply_all(std::integral_constant<bool, S::FULL_LOOP>());
+    else multiply_all(std::false_type());
 
     /* Results go through shared memory, so that whole sectors are stored: an F32 tile (N tokens, 16 WM rows) at a time,
      * with one row tile of every warp. acc[m][n][q] is row tile m, row g + 8 (q >> 1), token 8n + 2t + (q & 1). */
