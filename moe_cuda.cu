@@ -1501,7 +1501,7 @@ static void gemv_heads(const struct heads_args *p, cudaStream_t s) {
 #define HIDDEN_SCALE 16.0f
 
 /* SwiGLU: silu(g) * u. */
-DEVICE float silu_mul(float g, float u) { return g / (1.0f + __expf(-g)) * u; }
+DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
@@ -1956,8 +1956,10 @@ struct gemm_shape {
     static constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES;
     static constexpr int X = F == FMT_A4 ? 32 : 128;
     static constexpr int SCALE_AT = 2 * WM * CODE, X_AT = SCALE_AT + 2 * WM * SCALE, SLOT = X_AT + N * X;
-    /* A4: after the ring two buffers of token scales, each for 4 k-tiles (16 bytes a token); see `load`. */
-    static constexpr int RING = DEPTH * KT * SLOT, BYTES = RING + (F == FMT_A4 ? 2 * N * 16 : 0);
+    /* A4: after the ring two buffers of token scales, each for 4 k-tiles (16 bytes a token), see `load`; then the F32
+     * scales of the tokens. */
+    static constexpr int RING = DEPTH * KT * SLOT, X_SCALE_AT = RING + 2 * N * 16;
+    static constexpr int BYTES = F == FMT_A4 ? X_SCALE_AT + N * 4 : RING;
     /* Blocks per SM: as many as shared memory holds, up to 16 warps. That leaves 128 registers a thread, or more where
      * fewer fit. */
     static constexpr int FIT = SM_SHARED / (BYTES + 1024), BLOCKS = FIT * WM * WN < 16 ? FIT : 16 / (WM * WN);
@@ -2158,6 +2160,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
         load(smem + c * S::SLOT, c);
         if (c % KT == KT - 1) cp_async_commit();
     }
+    float *x_scale = (float *)(smem + S::X_SCALE_AT);
+    if (F == FMT_A4 && threadIdx.x < S::N) x_scale[threadIdx.x] = p.xq.scale[x_row(threadIdx.x)];
     auto multiply_all = [&](auto full) {
         for (int c = 0, slot = 0; c < n_kt; c += KT) {
             cp_async_wait<DEPTH - 2>();
@@ -2187,19 +2191,22 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     const bool whole = !((p.w.n_out | p.y_stride | p.y_batch) & 3);
     float *tile = (float *)smem;
     UNROLL for (int m = 0; m < (GLU ? 1 : 2); m++) {
-        __syncthreads(); /* the ring, or the result tile before, has been read */
+        float b0[2], b1[2]; /* biases of rows g and g + 8: of w, of w2 */
         UNROLL for (int half = 0; half < 2; half++) {
-            size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
-            bool in = row < (size_t)p.w.n_out;
-            float b0 = p.w.bias && in ? p.w.bias[at] : 0.0f;
-            float b1 = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
-            UNROLL for (int i = 0; i < 2 * NT; i++) {
-                if (i >= 2 * n_live) break; /* the next warp's tokens follow */
-                const int token = n0 + (i >> 1) * 8 + 2 * t + (i & 1), q = 2 * half + (i & 1);
-                const float fx = F == FMT_A4 ? p.xq.scale[x_row(token)] : 1.0f;
-                float v = acc[m][i >> 1][q] * (f0 * fx) + b0;
-                if (GLU) v = silu_mul(v, acc[1][i >> 1][q] * (f1 * fx) + b1) / HIDDEN_SCALE;
-                tile[token * PITCH + wm * 16 + g + 8 * half] = v;
+            const size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
+            const bool in = row < (size_t)p.w.n_out;
+            b0[half] = p.w.bias && in ? p.w.bias[at] : 0.0f;
+            b1[half] = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
+        }
+        __syncthreads(); /* the ring, or the result tile before, has been read */
+        UNROLL for (int n = 0; n < NT; n++) {
+            if (n >= n_live) break; /* the next warp's tokens follow */
+            UNROLL for (int q = 0; q < 4; q++) {
+                const int token = n0 + 8 * n + 2 * t + (q & 1);
+                const float fx = F == FMT_A4 ? x_scale[token] : 1.0f;
+                float v = acc[m][n][q] * (f0 * fx) + b0[q >> 1];
+                if (GLU) v = silu_mul(v, acc[1][n][q] * (f1 * fx) + b1[q >> 1]) / HIDDEN_SCALE;
+                tile[token * PITCH + wm * 16 + g + 8 * (q >> 1)] = v;
             }
         }
         __syncthreads(); /* the result tile is written */
