@@ -277,7 +277,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(hidden4.codes, uint8_t, d.pairs4 * FP4_CODE_BYTES(d.ff))                                  \
     X(hidden4.scales, uint8_t, d.pairs4 * FP4_SCALE_BYTES(d.ff))                                \
     X(hidden4.scale, float, d.pairs4)                                                           \
-    X(expert_out, float, d.results * d.embd)                                                    \
+    X(expert_out, uint16_t, d.results * d.embd)                                                 \
     X(route.logits, float, d.n * d.experts)                                                     \
     X(route.id, int32_t, d.pairs)                                                               \
     X(route.weight, float, d.pairs)                                                             \
@@ -2451,11 +2451,12 @@ __global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
     if (e == 1023) *p.n_tiles = at + n;
 }
 
-/* out (n_tok, n) = (with `add`: out) + sum over j of weight[t][j] * y[inverse[t][j]]. With `gate` (n) out is first
- * multiplied by sigmoid(gate x), x (n_tok, n).
- * Grid: n_tok, block: 256. Moves (k + 2) * n F32 per token, with a gate n more. */
+/* out (n_tok, n) = (with `add`: out) + HIDDEN_SCALE * sum over j of weight[t][j] * y[inverse[t][j]], y halves, n % 8 ==
+ * 0. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok, n).
+ * Grid: n_tok, block: 256, 8 columns per thread and turn. Moves k * n halves and n F32 per token (with `add` 2 n), with
+ * a gate n F32 more; the limit is the bandwidth of L2, or of memory where y exceeds it. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_combine(const float *y, const int32_t *inverse, const float *weight, int k, int n, int add, const float *gate,
+    k_combine(const uint16_t *y, const int32_t *inverse, const float *weight, int k, int n, int add, const float *gate,
               const float *x, float *out) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -2467,15 +2468,25 @@ __global__ void __launch_bounds__(ROW_THREADS)
     inverse += (size_t)blockIdx.x * k;
     weight += (size_t)blockIdx.x * k;
     out += (size_t)blockIdx.x * n;
-    for (int i = threadIdx.x; i < n; i += ROW_THREADS) {
-        float s = 0;
-        for (int j = 0; j < k; j++) s += weight[j] * y[(size_t)inverse[j] * n + i];
-        out[i] = add ? f * out[i] + s : s;
+    for (int i = 8 * threadIdx.x; i < n; i += 8 * ROW_THREADS) {
+        float s[8] = {};
+        UNROLL_BY(4) for (int j = 0; j < k; j++) {
+            const uint4 v = *(const uint4 *)(y + (size_t)inverse[j] * n + i);
+            UNROLL for (int c = 0; c < 8; c++) {
+                s[c] += weight[j] * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
+            }
+        }
+        UNROLL for (int c = 0; c < 8; c += 4) {
+            float4 *to = (float4 *)(out + i + c);
+            const float4 v = add ? *to : make_float4(0, 0, 0, 0);
+            *to = make_float4(f * v.x + HIDDEN_SCALE * s[c], f * v.y + HIDDEN_SCALE * s[c + 1],
+                              f * v.z + HIDDEN_SCALE * s[c + 2], f * v.w + HIDDEN_SCALE * s[c + 3]);
+        }
     }
 }
 
 struct stats_args {
-    const float *y; /* (n_choices, n) expert outputs before weighting, in sorted order */
+    const uint16_t *y; /* (n_choices, n) expert outputs / HIDDEN_SCALE before weighting, in sorted order */
     int n, k;
     const int32_t *first, *row, *id; /* as in struct sort_args */
     const float *weight;             /* (n_tok, k) */
@@ -2491,9 +2502,12 @@ __global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
     const int e = blockIdx.x;
     double *s = p.stats + (size_t)e * STATS;
     for (int at = p.first[e]; at < p.first[e + 1]; at++) {
-        const float *y = p.y + (size_t)at * (size_t)p.n;
+        const uint16_t *y = p.y + (size_t)at * (size_t)p.n;
         float sum = 0, g = 0, all = 0;
-        for (int i = threadIdx.x; i < p.n; i += 256) sum += y[i] * y[i];
+        for (int i = threadIdx.x; i < p.n; i += 256) {
+            const float v = HIDDEN_SCALE * half_to_f32(y[i]);
+            sum += v * v;
+        }
         const double norm = sqrt((double)block_sum(sum));
         const size_t token = (size_t)p.row[at] * (size_t)p.k;
         for (int j = 0; j < p.k && !threadIdx.x; j++) {
@@ -4517,7 +4531,7 @@ struct cuda {
     struct route_args route;  /* buffers of the router */
     struct sort_args sort;    /* buffers of the sort by expert */
     struct delta_tiles delta; /* buffers of a gated delta net's prefill */
-    float *expert_out;        /* (pairs, n_embd) results of the experts before they are weighted */
+    uint16_t *expert_out;     /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
     float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
     uint16_t *sum16;          /* (chunk, n_embd) BF16 for NCCL's all-reduce */
 
@@ -5357,10 +5371,11 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     };
     experts(1, r->n_tok, c->x4);
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
-    g.w = *device_matrix_of(c, &layer->down), g.w.unit *= HIDDEN_SCALE, g.x = c->hidden, g.x_stride = g.y_stride,
+    g.w = *device_matrix_of(c, &layer->down);
+    g.x = c->hidden; /* divided by HIDDEN_SCALE, and so is expert_out */
+    g.x_stride = g.y_stride;
     g.rows = NULL;
     g.y = c->expert_out;
-    g.y_f32 = 1;
     g.y_stride = (size_t)r->width[out];
     experts(0, s.n_choices, c->hidden4);
     if (r->stats) {

@@ -796,13 +796,15 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
         tile_first(want.first.size()), tile_count(want.first.size()), n_tiles(1);
     struct sort_args p = {id_d, (int)n, k, n_expert, row, inverse, first, tile_expert, tile_first, tile_count, n_tiles};
     const int width = 72;
-    std::vector<float> y(n * width), weight(n), out((size_t)(n_tok * width)), x((size_t)(n_tok * width)), gate(width);
-    for (float &v : y) v = uniform();
+    std::vector<uint16_t> y(n * width);
+    std::vector<float> weight(n), out((size_t)(n_tok * width)), x((size_t)(n_tok * width)), gate(width);
+    for (uint16_t &v : y) v = f16_from_f32(uniform());
     for (float &v : weight) v = uniform();
     for (float &v : out) v = uniform();
     for (float &v : x) v = uniform();
     for (float &v : gate) v = uniform();
-    gpu_array<float> y_d(y), weight_d(weight), out_d(out), x_d(x), gate_d(gate);
+    gpu_array<uint16_t> y_d(y);
+    gpu_array<float> weight_d(weight), out_d(out), x_d(x), gate_d(gate);
     id_d.arrive();
     LAUNCH_PDL(k_sort, (unsigned)n_expert, 256, 0, test_stream, p);
     LAUNCH_PDL(k_tiles, 1, 1024, 0, test_stream, p, (int)TN);
@@ -823,7 +825,8 @@ static void run_sort(int n_tok, int k, int n_expert, int only) {
             for (size_t g = 0; g < width; g++) dot += (double)gate[g] * (double)x[i / width * width + g];
             if (way > 1) s /= 1 + exp(-dot);
             for (size_t t = i / width, j = t * (size_t)k; j < (t + 1) * (size_t)k; j++)
-                s += (double)weight[j] * (double)y[(size_t)want_inverse[j] * width + i % width];
+                s += (double)HIDDEN_SCALE * (double)weight[j] *
+                     (double)f16_to_f32(y[(size_t)want_inverse[j] * width + i % width]);
             sum[way].add((double)got[i], s);
         }
         out = got;

@@ -257,11 +257,11 @@ static void test_plan_verdicts(void) {
         const char *args, *verdict;
         int rc, tp, pp, keep;
     } t[] = {{"--gpus 1x32 --synth qwen3-30b-a3b", "fits", 0, 1, 1, 128},
-             {"--gpus 4x149@1792 --synth kimi-k2", "fits", 0, 4, 1, 384},
-             {"--gpus 4x148@1792 --synth kimi-k2", "fits with --pp", 0, 2, 2, 384},
-             {"--gpus 4x148@1792 --tp 4 --synth kimi-k2", "needs pruning", 1, 4, 1, 382},
-             {"--gpus 4x148@1792 --tp 4 --synth kimi-k2:experts=382", "fits", 0, 4, 1, 382},
-             {"--gpus 4x148@1792 --tp 4 --synth kimi-k2:experts=383", "needs pruning", 1, 4, 1, 382},
+             {"--gpus 4x148@1792 --synth kimi-k2", "fits", 0, 4, 1, 384},
+             {"--gpus 4x147@1792 --synth kimi-k2", "fits with --pp", 0, 2, 2, 384},
+             {"--gpus 4x147@1792 --tp 4 --synth kimi-k2", "needs pruning", 1, 4, 1, 380},
+             {"--gpus 4x147@1792 --tp 4 --synth kimi-k2:experts=380", "fits", 0, 4, 1, 380},
+             {"--gpus 4x147@1792 --tp 4 --synth kimi-k2:experts=381", "needs pruning", 1, 4, 1, 380},
              {"--gpus 1x16@1000 --synth qwen3-30b-a3b -c 100000", "needs pruning", 1, 1, 1, 53},
              {"--gpus 4x96 --synth deepseek-v3:backbone=q8_0", "needs pruning", 1, 4, 1, 248},
              {"--gpus 1x32 --synth deepseek-v3", "does not fit", 1, 1, 1, 256},
