@@ -1965,7 +1965,7 @@ inline uint32_t e4m3x2_to_f16x2(uint16_t x) {
 inline uint32_t e2m1x2_to_f16x2(uint8_t x) {
     return f32_to_f16x2(cuemu::from_e2m1(x & 15u), cuemu::from_e2m1((uint32_t)x >> 4));
 }
-inline uint8_t f32_to_e2m1x2(float lo, float hi) { return (uint8_t)(cuemu::to_e2m1(lo) | cuemu::to_e2m1(hi) << 4); }
+inline uint32_t f32_to_e2m1x2(float lo, float hi) { return cuemu::to_e2m1(lo) | cuemu::to_e2m1(hi) << 4; }
 
 namespace cuemu {
 template <class F>
