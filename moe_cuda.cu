@@ -2064,8 +2064,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     static_assert(A_ITER == 1 || WM % A_STEP == 0, "the halves of a gated block");
     /* Tokens: XC chunks of 16 bytes each; a thread copies one of every X_STEP-th token. Rows beyond `count` are not
      * written: they make columns that nobody stores. */
-    constexpr int XC = S::X / 16, X_ITER = S::N * XC / S::THREADS, X_STEP = S::THREADS / XC;
-    static_assert(X_ITER * S::THREADS == S::N * XC, "all threads copy tokens");
+    constexpr int XC = S::X / 16, X_STEP = S::THREADS / XC, X_ITER = (S::N + X_STEP - 1) / X_STEP;
+    static_assert(S::N % X_STEP == 0 || X_ITER == 1, "a thread copies whole tokens, or none");
     uint32_t x_at[X_ITER], xs_at = 0;
     UNROLL for (int i = 0; i < X_ITER; i++) {
         size_t row = x_row((int)threadIdx.x / XC + i * X_STEP);
@@ -2196,7 +2196,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     /* Results go through shared memory, so that whole sectors are stored: an F32 tile (N tokens, 16 WM rows) at a time,
      * with one row tile of every warp. acc[m][n][q] is row tile m, row g + 8 (q >> 1), token 8n + 2t + (q & 1). */
     constexpr int PITCH = 16 * WM + 4, QUADS = 4 * WM; /* + 4: lanes with different t use different banks */
-    static_assert(S::N * PITCH * 4 <= S::RING, "the results' tile");
+    static_assert(S::N * PITCH * 4 <= (F == FMT_A4 ? S::X_SCALE_AT : S::RING), "the results' tile");
     locate(); /* computed again: registers are scarce in the loop */
     const int tid = threadIdx.x, g = tid >> 2 & 7, t = tid & 3, wm = (tid >> 5) % WM, m0 = GLU ? wm : 2 * wm;
     const int n0 = (tid >> 5) / WM * n_live * 8;
@@ -2240,9 +2240,9 @@ static void gemm_launch(const struct gemm_args *g, cudaStream_t s) {
     if (grid.y) LAUNCH_PDL((gemm_kernel<F, GLU, WM, WN, DEPTH, KT>), grid, dim3(S::THREADS), S::BYTES, s, *g);
 }
 
-/* Uses the big block (8 warps, 256 x 64 or 128 x 128 rows x tokens) where that fills the GPU, else 128 x 64 by 4 warps.
- * FP4 weights are 3.5 times thinner than tokens, so a tall block reads the fewest bytes; the other formats use a square
- * one. */
+/* Uses the big block (256 x 64 or 128 x 128 rows x tokens by 8 warps, 256 x 128 by 16) where that fills the GPU, else
+ * 128 x 64 by 4 warps. FP4 weights are 3.5 times thinner than tokens, so a tall block reads the fewest bytes; the other
+ * formats use a square one. */
 template <int F, int WM, int WN, int DEPTH, int SMALL_DEPTH>
 static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
     int device = 0, n_sm = 1;
@@ -2258,7 +2258,11 @@ static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
  * FP4 for FP4 weights without batch. FP4 tokens need SM120: elsewhere the kernel leaves sums of zero. */
 static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
     /* Depths: an SM of SM120 has 100 KB (one big block or two small ones), of sm_90 228 KB (two or four). */
-    if (g->xq.codes) gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
+    /* A4, operations per byte from L2: 228 in a block of 128 x 128, 303 in one of 256 x 128. At 2 PFLOP/s (RTX PRO 6000)
+     * that is 8.8 and 6.6 TB/s, of 8.7 that L2 has at best. But only one block of 256 x 128 fits an SM, and nothing runs
+     * beside its epilogue, which takes as long as four k-tiles. From 64 k-tiles on that is less than what L2 saves. */
+    if (g->xq.codes && g->w.n_kt >= 64) gemm_choose<FMT_A4, 8, 2, 5, 5>(g, glu, s);
+    else if (g->xq.codes) gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
     else if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s);
     else if (g->w.fmt == FMT_Q8) gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s);
     else gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s);

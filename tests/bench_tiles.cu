@@ -34,9 +34,9 @@ enum { RUNS = 7, FLUSH = 256 << 20 /* bytes, more than L2 holds */, EMULATED = f
 /* WM, WN, DEPTH, KT (2: K = 128) of gemm_kernel; those of gemm_prefill are among them. */
 template <int... N>
 using size = std::integer_sequence<int, N...>;
-typedef std::tuple<size<8, 1, 4, 1>, size<8, 1, 3, 1>, size<8, 1, 2, 1>, size<8, 1, 2, 2>, size<4, 2, 5, 1>,
-                   size<4, 2, 4, 1>, size<4, 2, 3, 1>, size<4, 2, 2, 2>, size<4, 1, 5, 1>, size<4, 1, 3, 1>,
-                   size<4, 1, 2, 1>, size<4, 1, 2, 2>, size<4, 1, 3, 2>>
+typedef std::tuple<size<8, 2, 5, 1>, size<8, 1, 4, 1>, size<8, 1, 3, 1>, size<8, 1, 2, 1>, size<8, 1, 2, 2>,
+                   size<4, 2, 5, 1>, size<4, 2, 4, 1>, size<4, 2, 3, 1>, size<4, 2, 2, 2>, size<4, 1, 5, 1>,
+                   size<4, 1, 3, 1>, size<4, 1, 2, 1>, size<4, 1, 2, 2>, size<4, 1, 3, 2>>
     all_sizes;
 
 static void must(cudaError_t e) {
@@ -112,7 +112,7 @@ struct bench {
         g.x_stride = (size_t)g.w.n_kt * TILE_COLS, g.n_tok = n, g.max_tiles = (int)expert.size();
         g.n_tiles = copy({g.max_tiles}), g.tile_first = copy(first), g.tile_count = copy(count);
         if (s->n_expert > 1) g.tile_expert = copy(expert);
-        g.y_f32 = !s->glu, g.y_stride = (size_t)s->n_out, g.y = alloc<float>(row.size() * g.y_stride);
+        g.y_f32 = s->n_expert == 1, g.y_stride = (size_t)s->n_out, g.y = alloc<float>(row.size() * g.y_stride);
         g.xq.codes = alloc<uint8_t>((size_t)n_x * (size_t)g.w.n_kt * 32), g.xq.scale = alloc<float>((size_t)n_x);
         g.xq.scales = alloc<uint8_t>((size_t)n_x * FP4_SCALE_BYTES((size_t)s->n_in));
         quantize_fp4(g.x, g.x_stride, n_x, s->n_in, g.xq, stream);
@@ -128,10 +128,11 @@ struct bench {
     void row(size<WM, WN, DEPTH, KT>) {
         constexpr int A4 = F == FMT_A4, N = 64 * WN, CODE = TILE_BYTES(A4 ? (int)FMT_FP4 : F);
         constexpr int SCALE = F == FMT_F16 ? 0 : (int)TILE_SCALES, X = A4 ? 32 : 128 /* bytes of a token */;
-        constexpr int RING = DEPTH * KT * (2 * WM * (CODE + SCALE) + N * X), BYTES = RING + A4 * 2 * N * 16;
-        /* Skip what exceeds SM120's limit or has too small a ring for the result tile; with FP4 tokens also what has
-         * too few chunks for all threads, or more k-tiles in flight than two buffers of scales hold. */
-        if constexpr (BYTES <= 101376 && RING >= N * (16 * WM + 4) * 4 && (!A4 || (WM <= 4 && (DEPTH - 1) * KT <= 4))) {
+        constexpr int RING = DEPTH * KT * (2 * WM * (CODE + SCALE) + N * X), TILE = RING + A4 * 2 * N * 16;
+        constexpr int BYTES = TILE + A4 * N * 4;
+        /* Skip what exceeds SM120's limit or has no room for the result tile, and with FP4 tokens more k-tiles in flight
+         * than two buffers of scales hold. */
+        if constexpr (BYTES <= 101376 && TILE >= N * (16 * WM + 4) * 4 && (!A4 || (DEPTH - 1) * KT <= 4)) {
             const size_t n = (size_t)g.n_tok * g.y_stride, n_check = std::min(n, (size_t)1 << 20);
             const size_t size = g.y_f32 ? 4 : 2;
             std::vector<float> ms, got(n_check), raw(n_check);

@@ -427,6 +427,7 @@ extern "C" void cuda_test_gemm(void) {
             run_gemm({"list", type, true, gated, LIST, 7, 200, 72, {0, 1, 17, TN, 0, TN + 1, 40}, true, false, true});
             run_gemm({"long rows", type, true, gated, LIST, 2, 24, 1088, {TN - 1, 3}, false, false, true});
             run_gemm({"long rows", type, true, gated, DENSE, 1, 130, 2112, {70}, true, false, false});
+            run_gemm({"longest rows", type, true, gated, LIST, 2, 270, 4096, {9, TN + 1}, true, false, true});
         }
 }
 
