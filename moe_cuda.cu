@@ -2326,42 +2326,98 @@ static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in
     if (n_row) LAUNCH_PDL(quantize_fp4_kernel, dim3(n_row), dim3(256), 0, s, x, x_stride, n_in, q);
 }
 
-/* Router logits for prefill: (n_tok, n_expert) = x w^T in F32.
- * Grid: (n_expert / 64, n_tok / 64), block: 256. A block makes 64 x 64 results in steps of 16 columns, a thread 4 x 4;
- * the next step's loads are in flight while one is multiplied. Computes 2 n_tok n_expert n_embd operations outside the
- * tensor cores, 2 to 4 % of a layer. */
-__global__ void __launch_bounds__(256) k_route_logits(struct route_args p) {
-    enum { SIDE = 64, K_STEP = 16, PITCH = SIDE + 4, TILE = K_STEP * PITCH };
-    SHARED(float, a, TILE); /* [k][token] */
-    SHARED(float, b, TILE); /* [k][expert] */
+/* Splits each of four floats into two halves, x = hi + lo / 2^11: 22 bits of it, or 2^-36 where that is more. */
+DEVICE void split_halves(float4 x, uint2 *hi, uint2 *lo) {
+    *hi = make_uint2(clamped_f16x2(x.x, x.y), clamped_f16x2(x.z, x.w));
+    float rest[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const uint32_t h = i & 2 ? hi->y : hi->x;
+        rest[i] = 2048.0f * ((&x.x)[i] - half_to_f32((uint16_t)(h >> 16 * (i & 1))));
+    }
+    *lo = make_uint2(clamped_f16x2(rest[0], rest[1]), clamped_f16x2(rest[2], rest[3]));
+}
+
+/* Router logits for prefill: (n_tok, n_expert) = x w^T, as exact as sums in F32. x and w are split into two halves. The
+ * products of high halves are added up anew for each step of 32 columns, because MMAs truncate their sums, and the
+ * steps in F32. High halves times low ones have sums of their own; low halves times each other are left out: 2^-22.
+ * Rows of BF16 are halves as they are, down to 2^-17: where a step of 64 rows has no low halves, nothing multiplies
+ * them.
+ * Grid: (n_expert / 64, n_tok / 64), block: 256. A block makes 64 x 64 results, a warp 16 tokens x 32 experts. The next
+ * step's columns are converted into the other half of shared memory, and those of the one after it are on their way,
+ * while one is multiplied. Reads 256 bytes of x and of w (BF16: 128) per column from L2, for 64 * 64 multiplications,
+ * two or three times each. Limit: the MMA rate. */
+__global__ void __launch_bounds__(256, 2) k_route_logits(struct route_args p) {
+    enum { SIDE = 64, K_STEP = 32, PITCH = 2 * K_STEP + 16, PART = SIDE * PITCH, HALF = 4 * PART };
+    enum { X_HI = 0, X_LO = PART, W_HI = 2 * PART, W_LO = 3 * PART };
+    SHARED(uint8_t, smem, 2 * HALF); /* (half, part, row, PITCH) */
     grid_dependency_launch();
     grid_dependency_wait();
-    const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
-    const int r = threadIdx.x >> 2, k4 = 4 * (threadIdx.x & 3); /* row and columns that this thread loads */
-    const float *row = p.x + (size_t)(t0 + r) * (size_t)p.n_embd;
-    float acc[4][4] = {};
-    float4 x, w;
+    const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int r = threadIdx.x >> 3, k4 = 4 * (threadIdx.x & 7); /* this thread loads 4 columns of rows r and r + 32 */
+    float4 x[2], w[2];
     auto load = [&](int col) {
-        x = t0 + r < p.n_tok && col < p.n_embd ? *(const float4 *)(row + col) : make_float4(0, 0, 0, 0);
-        w = route_weights(p, e0 + r, col);
+        UNROLL for (int i = 0; i < 2; i++) {
+            const int t = t0 + r + 32 * i;
+            const bool in = t < p.n_tok && col + k4 < p.n_embd;
+            x[i] = in ? *(const float4 *)(p.x + (size_t)t * (size_t)p.n_embd + col + k4) : make_float4(0, 0, 0, 0);
+            w[i] = route_weights(p, e0 + r + 32 * i, col + k4);
+        }
     };
-    load(k4);
-    for (int k0 = 0; k0 < p.n_embd; k0 += K_STEP) {
-        UNROLL for (int i = 0; i < 4; i++) {
-            a[(k4 + i) * PITCH + r] = (&x.x)[i];
-            b[(k4 + i) * PITCH + r] = (&w.x)[i];
+    auto store = [&](uint8_t *to) { /* returns whether w has low halves, but for signs */
+                                    uint32_t any = 0;
+                                    UNROLL for (int i = 0; i < 2; i++) {
+                                        uint8_t *at = to + (r + 32 * i) * PITCH + 2 * k4;
+                                        uint2 hi, lo;
+                                        split_halves(x[i], &hi, &lo);
+                                        *(uint2 *)(at + X_HI) = hi;
+                                        *(uint2 *)(at + X_LO) = lo;
+                                        split_halves(w[i], &hi, &lo);
+                                        *(uint2 *)(at + W_HI) = hi;
+                                        *(uint2 *)(at + W_LO) = lo;
+                                        any |= (lo.x | lo.y) & 0x7FFF7FFFu;
+                                    }
+                                    return any;
+    };
+    const int t16 = 16 * (warp & 3), e32 = 32 * (warp >> 2); /* the warp's first token and expert */
+    const int xt = (t16 + (lane & 15)) * PITCH + (lane >> 4) * 16;
+    const int we = (e32 + (lane >> 4) * 8 + (lane & 7)) * PITCH + (lane >> 3 & 1) * 16;
+    float acc[4][4] = {}, low[4][4] = {};
+    load(0);
+    uint32_t rest = store(smem);
+    load(K_STEP);
+    for (int col = 0, half = 0; col < p.n_embd; col += K_STEP, half ^= 1) {
+        const uint8_t *from = smem + half * HALF;
+        /* This step's columns are stored, and all warps are done with the step before. */
+        const bool w_low = __syncthreads_or(rest != 0);
+        rest = store(smem + (half ^ 1) * HALF);
+        load(col + 2 * K_STEP);
+        float high[4][4] = {};
+        UNROLL for (int k = 0; k < K_STEP / 16; k++) {
+            uint32_t xh[4], xl[4], wh[4];
+            ldmatrix_x4(xh, from + xt + 32 * k + X_HI);
+            ldmatrix_x4(xl, from + xt + 32 * k + X_LO);
+            UNROLL for (int n = 0; n < 4; n += 2) { /* experts 8n..8n+15 of the warp */
+                ldmatrix_x4(wh, from + we + 32 * k + 8 * n * PITCH + W_HI);
+                UNROLL for (int i = 0; i < 2; i++) {
+                    mma_f16(high[n + i], xh, wh + 2 * i);
+                    mma_f16(low[n + i], xl, wh + 2 * i);
+                }
+            }
         }
-        __syncthreads(); /* this step's columns are in a and b */
-        load(k0 + K_STEP + k4);
-        UNROLL for (int k = 0; k < K_STEP; k++) {
-            const float4 u = *(const float4 *)(a + k * PITCH + 4 * ty), v = *(const float4 *)(b + k * PITCH + 4 * tx);
-            UNROLL for (int i = 0; i < 16; i++) acc[i >> 2][i & 3] += (&u.x)[i >> 2] * (&v.x)[i & 3];
-        }
-        __syncthreads(); /* all threads are done with them */
+        if (w_low) UNROLL for (int k = 0; k < K_STEP / 16; k++) {
+                uint32_t xh[4], wl[4];
+                ldmatrix_x4(xh, from + xt + 32 * k + X_HI);
+                UNROLL for (int n = 0; n < 4; n += 2) {
+                    ldmatrix_x4(wl, from + we + 32 * k + 8 * n * PITCH + W_LO);
+                    UNROLL for (int i = 0; i < 2; i++) mma_f16(low[n + i], xh, wl + 2 * i);
+                }
+            }
+        UNROLL for (int i = 0; i < 16; i++) acc[i >> 2][i & 3] += high[i >> 2][i & 3];
     }
-    UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) {
-        int t = t0 + 4 * ty + i, e = e0 + 4 * tx + j;
-        if (t < p.n_tok && e < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e] = acc[i][j];
+    UNROLL for (int i = 0; i < 16; i++) {
+        const int t = t0 + t16 + (lane >> 2) + 8 * (i >> 1 & 1), e = e0 + e32 + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+        const float v = acc[i >> 2][i & 3] + low[i >> 2][i & 3] / 2048.0f;
+        if (t < p.n_tok && e < p.n_expert) p.logits[(size_t)t * (size_t)p.n_expert + e] = v;
     }
 }
 

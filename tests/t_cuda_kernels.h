@@ -761,6 +761,43 @@ static void run_route(const struct route_case &c) {
     }
 }
 
+/* Logits of prefill against sums in double precision: rows of BF16, and of F32 that halves do not hold. Columns have
+ * scales from 1e-4 to 1e3, and some weights are below the range of halves. */
+static void run_logits(int n_tok, int n_expert, int n_embd, bool bf16) {
+    const size_t n = (size_t)n_tok, experts = (size_t)n_expert, cols = (size_t)n_embd;
+    std::vector<float> x(n * cols), w32(experts * cols);
+    std::vector<uint16_t> w16;
+    for (size_t i = 0; i < x.size(); i++) x[i] = (float)normal() * (float)pow(10, (double)(i % cols % 8) - 4);
+    for (float &v : w32) {
+        v = uniform() * (rnd() % 16 ? 0.1f : 1e-7f);
+        if (bf16) v = bf16_to_f32(bf16_from_f32(v));
+        w16.push_back(bf16_from_f32(v));
+    }
+    gpu_array<float> xd(x), w32_d(w32), logits(n * experts);
+    gpu_array<uint16_t> w16_d(w16);
+    struct route_args p = {};
+    (bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
+    p.x = xd, p.logits = logits, p.n_tok = n_tok, p.n_embd = n_embd, p.n_expert = n_expert;
+    xd.arrive();
+    LAUNCH_PDL(k_route_logits, dim3(ceil_div(n_expert, 64), ceil_div(n_tok, 64)), 256, 0, test_stream, p);
+    finish("the router's logits");
+    std::vector<float> got = logits.get();
+    double worst = 0, plain = 0; /* errors, as parts of the sum of the products' sizes; plain: of a sum in floats */
+    for (size_t i = 0; i < got.size(); i++) {
+        double want = 0, size = 0;
+        float sum = 0;
+        for (size_t k = 0; k < cols; k++) {
+            const double a = (double)x[i / experts * cols + k] * (double)w32[i % experts * cols + k];
+            want += a, size += fabs(a);
+            sum += x[i / experts * cols + k] * w32[i % experts * cols + k];
+        }
+        worst = fmax(worst, !(fabsf(got[i]) < 1e30f) ? 1 : fabs((double)got[i] - want) / size);
+        plain = fmax(plain, fabs((double)sum - want) / size);
+    }
+    expect(worst <= 1e-6, "%d tokens, %d experts, %d columns, bf16 %d: error %.1e, that of floats %.1e", n_tok,
+           n_expert, n_embd, bf16, worst, plain);
+}
+
 extern "C" void cuda_test_router(void) {
     begin_test(4);
     static const struct {
@@ -775,6 +812,7 @@ extern "C" void cuda_test_router(void) {
             run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, (i & 1) != 0, (i & 2) != 0, (i & 4) != 0,
                        (i & 8) != 0, i % 3 == 0});
         }
+    for (bool bf16 : {false, true}) run_logits(17, 70, 2056, bf16), run_logits(70, 8, 40, bf16);
 }
 
 /* The sort of tokens by expert, the tiles of the grouped GEMM, and the weighted sums of expert outputs. */
